@@ -1,0 +1,39 @@
+# make demo | test | lint | bench | sanitize | clean. Everything lives in .venv; the first target that needs it makes it.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+NATIVE := $(wildcard csrc/*.c csrc/*.h csrc/torch/* csrc/cuda/*)
+
+.PHONY: demo test lint bench sanitize clean
+
+demo: $(VENV)/installed
+	$(BIN)/kvcompress demo
+
+test: $(VENV)/installed sanitize
+	$(BIN)/python -m pytest
+
+# ruff, mypy; warnings of the C and C++ compilers are errors in every build
+lint: $(VENV)/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+# the C kernels alone, without Torch and Python, under address and undefined-behaviour sanitizers
+sanitize:
+	$(MAKE) -C tests/c sanitize
+
+bench: $(VENV)/installed
+	for file in benchmarks/*.py; do $(BIN)/python $$file --quick || exit 1; done
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info kvcompress/*.so tests/c/build
+
+# PyTorch first and by version: a resolver left to itself takes a build of several gigabytes
+$(VENV)/torch:
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --disable-pip-version-check -q torch==2.13.0 "setuptools>=77" wheel
+	touch $@
+
+$(VENV)/installed: $(VENV)/torch setup.py pyproject.toml $(NATIVE)
+	$(BIN)/pip install --disable-pip-version-check -q --no-build-isolation -e ".[dev]"
+	touch $@

@@ -1,0 +1,42 @@
+/* CUDA launchers: the kernels of kvc.h for arrays in device memory.
+ *
+ * The argument structs and what is computed are those of kvc.h; the struct lies on the host, every array it points to on
+ * the device of the stream. A launcher only enqueues work: no allocation, no synchronisation, no host copy. It returns
+ * cudaSuccess at once if there is nothing to do, cudaErrorInvalidValue for sizes, dtypes or NULL pointers that kvc.h does
+ * not allow (or D > KVC_CUDA_MAX_HEAD_DIM), and otherwise what cudaGetLastError says after the launch.
+ *
+ * What lies in device arrays cannot be checked without waiting for the device. Where kvc.h returns KVC_BAD_INDEX or
+ * KVC_TOO_FEW_SCORES, nothing is ever read or written out of bounds, and:
+ *   rope           a position outside the tables gives NaN in the rotated part of its token
+ *   window_scores  lengths are clamped to [0, T]; a sequence no longer than W scores 0
+ *   select_topk    missing places are -1; lengths are clamped to [0, T]
+ *   compact_rows   a slot whose index is negative or >= T keeps what it had
+ *   decode         ranges are clamped to the row's capacity; keys on a page outside [0, pages) are not seen
+ */
+#ifndef KVC_CUDA_H
+#define KVC_CUDA_H
+#include <cuda_runtime.h>
+
+#include "kvc.h"
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define KVC_CUDA_MAX_HEAD_DIM 256 /* window_scores and decode; the other kernels take any D */
+
+cudaError_t kvc_cuda_rope(const kvc_rope_args *args, cudaStream_t stream);
+
+/* Scratch of the CUDA kernels differs from the CPU's: statistics per query row and split of T, and the scores before
+ * pooling; never the probabilities. 64-byte aligned. 0 for sizes that the launcher rejects. */
+int64_t kvc_cuda_window_scores_scratch_bytes(const kvc_window_scores_args *args);
+cudaError_t kvc_cuda_window_scores(const kvc_window_scores_args *args, cudaStream_t stream);
+
+cudaError_t kvc_cuda_select_topk(const kvc_select_topk_args *args, cudaStream_t stream);
+cudaError_t kvc_cuda_compact_rows(const kvc_compact_rows_args *args, cudaStream_t stream);
+cudaError_t kvc_cuda_decode(const kvc_decode_args *args, cudaStream_t stream);
+cudaError_t kvc_cuda_merge_states(const kvc_merge_states_args *args, cudaStream_t stream);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

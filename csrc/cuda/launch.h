@@ -1,0 +1,36 @@
+// One way to launch a kernel, so that the same .cu files compile with nvcc and, for tests, with g++ against
+// tests/cuda_emulation/cuda_runtime.h (which defines KVC_CUDA_EMULATION and comes first on the include path there).
+#pragma once
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#ifdef KVC_CUDA_EMULATION
+#define KVC_LAUNCH(kernel, grid, block, shared_bytes, stream, ...)                                         \
+    kvc_emulation::launch(reinterpret_cast<const void*>(kernel), grid, block, shared_bytes, stream, [&]() { \
+        (kernel)(__VA_ARGS__);                                                                             \
+    })
+// The block's dynamic shared memory; at most one per kernel.
+#define KVC_DYNAMIC_SHARED(type, name) type* name = static_cast<type*>(kvc_emulation::dynamic_shared())
+#define KVC_UNROLL
+#else
+// A kernel with template arguments goes in parentheses: KVC_LAUNCH((kernel<float, 4>), ...).
+#define KVC_LAUNCH(kernel, grid, block, shared_bytes, stream, ...) \
+    (kernel)<<<grid, block, shared_bytes, stream>>>(__VA_ARGS__)
+#define KVC_DYNAMIC_SHARED(type, name)                           \
+    extern __shared__ __align__(16) unsigned char name##_bytes[]; \
+    type* name = reinterpret_cast<type*>(name##_bytes)
+#define KVC_UNROLL _Pragma("unroll")
+#endif
+
+constexpr unsigned FULL_WARP = 0xffffffffu;
+constexpr int64_t MAX_GRID_X = 0x7fffffff;  // y and z end at 65,535: kernels here count everything in x
+
+__host__ __device__ constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Smallest power of two >= count, at most 32: how many lanes of a warp share one row of `count` items.
+inline int lanes_for(int64_t count) {
+    int lanes = 1;
+    while (lanes < 32 && lanes < count) lanes *= 2;
+    return lanes;
+}

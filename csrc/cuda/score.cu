@@ -1,0 +1,282 @@
+// Attention that a window of queries pays to each earlier key: see kvc_window_scores in kvc.h.
+//
+// The probabilities are never stored. One kernel finds maximum and sum of each query row per split of T, a second joins
+// the splits, a third computes the logits again, turns them into probabilities and reduces each column, a fourth pools.
+// Must move: the keys twice, 2*B*Hkv*T*D*bytes, once more for every further 64 rows of the G*W query rows (from L2).
+// Flops: 4*B*Hq*W*T*D. With G*W rows per key the ratio is G*W flops per byte of bf16: from a few dozen rows on the
+// ceiling is the float32 rate, not memory; the products belong on tensor cores.
+#include "kvc_cuda.h"
+#include "types.cuh"
+
+namespace {
+
+constexpr int TILE = 64;          // query rows and keys of a tile of logits
+constexpr int DEPTH = 32;         // columns of D in shared memory at a time
+constexpr int THREADS = 256;      // 16 x 16, each 4 rows x 4 keys
+constexpr int PITCH = TILE + 4;   // rows of a shared tile start on 16 bytes, off each other's banks
+constexpr int64_t BLOCKS = 1024;  // blocks that fill any device; more splits would only cost scratch
+constexpr int64_t MAX_SPLITS = 256;
+
+struct plan {
+    int64_t row_tiles, splits, split_keys;
+    int64_t blocks_statistics, blocks_columns;
+    int64_t bytes_statistics, bytes_lse, bytes_raw;
+    bool wide_q, wide_k;
+};
+
+plan plan_of(const kvc_window_scores_args& a) {
+    plan p = {};
+    const int64_t key_tiles = ceil_div(a.T, TILE), heads = a.B * a.Hkv;
+    p.row_tiles = ceil_div(a.Hq / a.Hkv * a.W, TILE);
+    // Not a function of B: splitting a batch changes no bit
+    const int64_t wish = ceil_div(BLOCKS, a.Hkv * p.row_tiles);
+    p.splits = wish < key_tiles ? wish : key_tiles;
+    if (p.splits > MAX_SPLITS) p.splits = MAX_SPLITS;
+    p.split_keys = ceil_div(key_tiles, p.splits) * TILE;
+    p.blocks_statistics = heads * p.row_tiles * p.splits;
+    p.blocks_columns = heads * ceil_div(a.T - a.W, TILE);
+    const int64_t rows = a.B * a.Hq * a.W;
+    p.bytes_statistics = ceil_div(rows * p.splits * static_cast<int64_t>(sizeof(float2)), 64) * 64;
+    p.bytes_lse = ceil_div(rows * static_cast<int64_t>(sizeof(float)), 64) * 64;
+    if (a.kernel_size > 1) p.bytes_raw = ceil_div(heads * (a.T - a.W) * static_cast<int64_t>(sizeof(float)), 64) * 64;
+    const auto wide = [&](const kvc_view& x) { return aligned_16(x) && a.D * bytes_of(x.dtype) % 16 == 0; };
+    p.wide_q = wide(a.q);
+    p.wide_k = wide(a.k);
+    return p;
+}
+
+__device__ inline int64_t keys_of(const kvc_window_scores_args& a, int64_t b) {
+    const int64_t length = a.lengths ? a.lengths[b] : a.T;
+    return length < 0 ? 0 : length > a.T ? a.T : length;
+}
+
+// dst[d][row] = element d0 + d of TILE rows as float, zeros past D; a negative offset stands for a row of zeros.
+template <class T, int VEC, class Offset>
+__device__ void load_tile(float (&dst)[DEPTH][PITCH], const T* data, Offset offset_of, int d0, int D) {
+    constexpr int PER_ROW = DEPTH / VEC;
+    for (int i = threadIdx.x; i < TILE * PER_ROW; i += THREADS) {
+        const int row = i / PER_ROW, d = i % PER_ROW * VEC;
+        const int64_t offset = offset_of(row);
+        float part[VEC] = {};
+        if (offset >= 0 && d0 + d < D) load<VEC>(part, data + offset + d0 + d);
+        KVC_UNROLL
+        for (int e = 0; e < VEC; e++) dst[d + e][row] = part[e];
+    }
+}
+
+template <class Offset>
+__device__ void load_tile(float (&dst)[DEPTH][PITCH], const kvc_view& x, bool wide, Offset offset_of, int d0, int D) {
+    if (x.dtype == KVC_F32 && wide) load_tile<float, 4>(dst, static_cast<const float*>(x.data), offset_of, d0, D);
+    else if (x.dtype == KVC_F32) load_tile<float, 1>(dst, static_cast<const float*>(x.data), offset_of, d0, D);
+    else if (x.dtype == KVC_BF16 && wide) load_tile<bf16, 8>(dst, static_cast<const bf16*>(x.data), offset_of, d0, D);
+    else if (x.dtype == KVC_BF16) load_tile<bf16, 1>(dst, static_cast<const bf16*>(x.data), offset_of, d0, D);
+    else if (wide) load_tile<f16, 8>(dst, static_cast<const f16*>(x.data), offset_of, d0, D);
+    else load_tile<f16, 1>(dst, static_cast<const f16*>(x.data), offset_of, d0, D);
+}
+
+struct alignas(16) tiles {
+    float q[DEPTH][PITCH], k[DEPTH][PITCH];
+};
+
+// logits[i][j] = log2(e) * scale * <query row n0 + 4*ty + i, key t0 + 4*tx + j>; row n of KV head g is query n % W of
+// head g*G + n / W. Starts and ends with the block's threads free to use their own registers only.
+__device__ void compute_logits(float (&logits)[4][4], tiles& tile, const kvc_window_scores_args& a, const plan& p,
+                               int64_t b, int64_t g, int64_t n0, int64_t t0) {
+    const int64_t G = a.Hq / a.Hkv, rows = G * a.W;
+    const int tx = threadIdx.x % 16, ty = threadIdx.x / 16, D = static_cast<int>(a.D);
+    const auto query = [&](int row) {
+        const int64_t n = n0 + row;
+        return n < rows ? (g * G + n / a.W) * a.q.stride_h + n % a.W * a.q.stride_t : int64_t{-1};
+    };
+    const auto key = [&](int row) { return t0 + row < a.T ? (t0 + row) * a.k.stride_t : int64_t{-1}; };
+    kvc_view q = a.q, k = a.k;
+    q.data = static_cast<char*>(a.q.data) + b * a.q.stride_b * (a.q.dtype == KVC_F32 ? 4 : 2);
+    k.data = static_cast<char*>(a.k.data) + (b * a.k.stride_b + g * a.k.stride_h) * (a.k.dtype == KVC_F32 ? 4 : 2);
+    KVC_UNROLL
+    for (int i = 0; i < 16; i++) logits[i / 4][i % 4] = 0.0f;
+    for (int d0 = 0; d0 < D; d0 += DEPTH) {
+        __syncthreads();  // the tile before has been used by all
+        load_tile(tile.q, q, p.wide_q, query, d0, D);
+        load_tile(tile.k, k, p.wide_k, key, d0, D);
+        __syncthreads();
+        for (int d = 0; d < DEPTH; d++) {
+            float x[4], y[4];
+            load<4>(x, &tile.q[d][4 * ty]);
+            load<4>(y, &tile.k[d][4 * tx]);
+            KVC_UNROLL
+            for (int i = 0; i < 16; i++) logits[i / 4][i % 4] += x[i / 4] * y[i % 4];
+        }
+    }
+    const float scale_log2 = a.scale * 1.44269504088896341f;
+    KVC_UNROLL
+    for (int i = 0; i < 16; i++) logits[i / 4][i % 4] *= scale_log2;
+}
+
+// (m, l) of a softmax in base 2 joined with another; m = -inf: nothing seen, or only logits of -inf.
+__device__ inline void join(float& m, float& l, float other_m, float other_l) {
+    const float top = fmaxf(m, other_m), shift = top == -INFINITY ? 0.0f : top;
+    l = l * exp2f(m - shift) + other_l * exp2f(other_m - shift);
+    m = top;
+}
+
+__global__ __launch_bounds__(THREADS) void statistics_kernel(const kvc_window_scores_args a, const plan p,
+                                                             float2* statistics) {
+    __shared__ tiles tile;
+    const int64_t split = blockIdx.x % p.splits, row_tile = blockIdx.x / p.splits % p.row_tiles;
+    const int64_t head = blockIdx.x / p.splits / p.row_tiles, b = head / a.Hkv, g = head % a.Hkv;
+    const int64_t G = a.Hq / a.Hkv, rows = G * a.W, n0 = row_tile * TILE, length = keys_of(a, b);
+    const int tx = threadIdx.x % 16, ty = threadIdx.x / 16;
+    int64_t limit[4];
+    float m[4], l[4];
+    KVC_UNROLL
+    for (int i = 0; i < 4; i++) {
+        const int64_t n = n0 + 4 * ty + i;
+        limit[i] = n < rows ? length - a.W + n % a.W + 1 : 0;
+        m[i] = -INFINITY;
+        l[i] = 0.0f;
+    }
+    const int64_t begin = split * p.split_keys, stop = begin + p.split_keys, end = stop < length ? stop : length;
+    for (int64_t t0 = begin; t0 < end; t0 += TILE) {
+        float logits[4][4];
+        compute_logits(logits, tile, a, p, b, g, n0, t0);
+        KVC_UNROLL
+        for (int i = 0; i < 4; i++) {
+            float top = m[i], sum = 0.0f;
+            KVC_UNROLL
+            for (int j = 0; j < 4; j++) {
+                if (t0 + 4 * tx + j >= limit[i]) logits[i][j] = -INFINITY;
+                top = fmaxf(top, logits[i][j]);
+            }
+            const float shift = top == -INFINITY ? 0.0f : top;
+            KVC_UNROLL
+            for (int j = 0; j < 4; j++) sum += exp2f(logits[i][j] - shift);
+            l[i] = l[i] * exp2f(m[i] - shift) + sum;
+            m[i] = top;
+        }
+    }
+    KVC_UNROLL
+    for (int i = 0; i < 4; i++) {
+        KVC_UNROLL
+        for (int step = 8; step > 0; step /= 2) {
+            const float other_m = __shfl_xor_sync(FULL_WARP, m[i], step);
+            const float other_l = __shfl_xor_sync(FULL_WARP, l[i], step);
+            join(m[i], l[i], other_m, other_l);
+        }
+        const int64_t n = n0 + 4 * ty + i;
+        if (tx > 0 || n >= rows) continue;
+        float2 both;
+        both.x = m[i];
+        both.y = l[i];
+        statistics[((b * a.Hkv + g) * rows + n) * p.splits + split] = both;  // heads g*G.. in order: [B, Hq, W, splits]
+    }
+}
+
+__global__ void lse_kernel(float* lse, const float2* statistics, int64_t rows, int64_t splits) {
+    const int64_t row = blockIdx.x * static_cast<int64_t>(THREADS) + threadIdx.x;
+    if (row >= rows) return;
+    float m = -INFINITY, l = 0.0f;
+    for (int64_t split = 0; split < splits; split++) {
+        const float2 other = statistics[row * splits + split];
+        join(m, l, other.x, other.y);
+    }
+    lse[row] = m + log2f(l);  // base 2; NaN stays NaN
+}
+
+__device__ inline float reduce(float x, float y, bool maximum) {
+    return !maximum ? x + y : x > y || x != x ? x : y;  // fmaxf would lose NaN
+}
+
+__global__ __launch_bounds__(THREADS) void columns_kernel(const kvc_window_scores_args a, const plan p,
+                                                          const float* lse, float* columns) {
+    __shared__ tiles tile;
+    __shared__ float partial[16][TILE];
+    const int64_t width = a.T - a.W, key_tiles = ceil_div(width, TILE);
+    const int64_t head = blockIdx.x / key_tiles, t0 = blockIdx.x % key_tiles * TILE;
+    const int64_t b = head / a.Hkv, g = head % a.Hkv, rows = a.Hq / a.Hkv * a.W, scored = keys_of(a, b) - a.W;
+    const int tx = threadIdx.x % 16, ty = threadIdx.x / 16;
+    const bool maximum = a.reduce == KVC_REDUCE_MAX;
+    float column[4] = {};  // 0 is neutral for the maximum too: no probability is below it
+    for (int64_t n0 = 0; n0 < rows && t0 < scored; n0 += TILE) {
+        float logits[4][4];
+        compute_logits(logits, tile, a, p, b, g, n0, t0);
+        KVC_UNROLL
+        for (int i = 0; i < 4; i++) {
+            const int64_t n = n0 + 4 * ty + i;
+            if (n >= rows) continue;
+            const float row_lse = lse[head * rows + n];
+            KVC_UNROLL
+            for (int j = 0; j < 4; j++) column[j] = reduce(column[j], exp2f(logits[i][j] - row_lse), maximum);
+        }
+    }
+    KVC_UNROLL
+    for (int j = 0; j < 4; j++) partial[ty][4 * tx + j] = column[j];
+    __syncthreads();
+    if (threadIdx.x >= TILE || t0 + threadIdx.x >= width) return;
+    float sum = 0.0f;
+    for (int y = 0; y < 16; y++) sum = reduce(sum, partial[y][threadIdx.x], maximum);
+    if (a.reduce == KVC_REDUCE_MEAN) sum /= static_cast<float>(rows);
+    columns[head * width + t0 + threadIdx.x] = t0 + threadIdx.x < scored ? sum : 0.0f;
+}
+
+__global__ void pool_kernel(const kvc_window_scores_args a, const float* columns) {
+    const int64_t width = a.T - a.W, count = a.B * a.Hkv * width, reach = a.kernel_size / 2;
+    const int64_t step = gridDim.x * static_cast<int64_t>(THREADS);
+    for (int64_t i = blockIdx.x * static_cast<int64_t>(THREADS) + threadIdx.x; i < count; i += step) {
+        const int64_t t = i % width, scored = keys_of(a, i / width / a.Hkv) - a.W;
+        const int64_t begin = t > reach ? t - reach : 0, end = t + reach + 1 < scored ? t + reach + 1 : scored;
+        const bool maximum = a.pool == KVC_POOL_MAX;
+        float pooled = 0.0f;
+        for (int64_t x = begin; x < end; x++) pooled = reduce(pooled, columns[i - t + x], maximum);
+        if (!maximum) pooled /= static_cast<float>(a.kernel_size);
+        a.scores[i] = t < scored ? pooled : 0.0f;
+    }
+}
+
+bool valid(const kvc_window_scores_args& a) {
+    return a.B >= 0 && a.Hq >= 0 && a.Hkv >= 0 && a.W >= 0 && a.T >= 0 && a.D >= 0 && a.D <= KVC_CUDA_MAX_HEAD_DIM &&
+           valid_dtype(a.q.dtype) && valid_dtype(a.k.dtype) && a.kernel_size >= 1 && a.kernel_size % 2 == 1 &&
+           a.reduce >= KVC_REDUCE_MEAN && a.reduce <= KVC_REDUCE_MAX && a.pool >= KVC_POOL_AVG && a.pool <= KVC_POOL_MAX;
+}
+
+bool empty(const kvc_window_scores_args& a) {
+    return a.B == 0 || a.Hq == 0 || a.Hkv == 0 || a.W == 0 || a.T == 0 || a.D == 0;
+}
+
+}  // namespace
+
+extern "C" int64_t kvc_cuda_window_scores_scratch_bytes(const kvc_window_scores_args* args) {
+    if (!valid(*args) || empty(*args) || args->W >= args->T || args->Hq % args->Hkv) return 0;
+    const plan p = plan_of(*args);
+    return p.bytes_statistics + p.bytes_lse + p.bytes_raw;
+}
+
+extern "C" cudaError_t kvc_cuda_window_scores(const kvc_window_scores_args* args, cudaStream_t stream) {
+    const kvc_window_scores_args& a = *args;
+    if (!valid(a)) return cudaErrorInvalidValue;
+    if (empty(a)) return cudaSuccess;
+    if (a.W >= a.T || a.Hq % a.Hkv) return cudaErrorInvalidValue;
+    if (!a.scores || !a.q.data || !a.k.data || !a.scratch) return cudaErrorInvalidValue;
+    const plan p = plan_of(a);
+    const int64_t rows = a.B * a.Hq * a.W, lse_blocks = ceil_div(rows, THREADS);
+    if (p.blocks_statistics > MAX_GRID_X || p.blocks_columns > MAX_GRID_X || lse_blocks > MAX_GRID_X)
+        return cudaErrorInvalidValue;
+    char* scratch = static_cast<char*>(a.scratch);
+    float2* statistics = reinterpret_cast<float2*>(scratch);
+    float* lse = reinterpret_cast<float*>(scratch + p.bytes_statistics);
+    float* raw = reinterpret_cast<float*>(scratch + p.bytes_statistics + p.bytes_lse);
+    float* columns = a.kernel_size > 1 ? raw : a.scores;
+
+    KVC_LAUNCH(statistics_kernel, static_cast<unsigned>(p.blocks_statistics), THREADS, 0, stream, a, p, statistics);
+    cudaError_t error = cudaGetLastError();
+    if (error != cudaSuccess) return error;
+    KVC_LAUNCH(lse_kernel, static_cast<unsigned>(lse_blocks), THREADS, 0, stream, lse, statistics, rows, p.splits);
+    error = cudaGetLastError();
+    if (error != cudaSuccess) return error;
+    KVC_LAUNCH(columns_kernel, static_cast<unsigned>(p.blocks_columns), THREADS, 0, stream, a, p, lse, columns);
+    error = cudaGetLastError();
+    if (error != cudaSuccess || a.kernel_size == 1) return error;
+    const int64_t pool_blocks = ceil_div(a.B * a.Hkv * (a.T - a.W), THREADS);
+    const unsigned grid = static_cast<unsigned>(pool_blocks < MAX_GRID_X ? pool_blocks : MAX_GRID_X);
+    KVC_LAUNCH(pool_kernel, grid, THREADS, 0, stream, a, columns);
+    return cudaGetLastError();
+}

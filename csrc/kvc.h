@@ -1,0 +1,215 @@
+/* Contract of the kernels: every function that csrc/ offers, its shapes, units, scratch and errors.
+ *
+ * No Torch, no Python, no allocation, no printing. A kernel is a function of its arguments; the one piece of state is
+ * the table of inner loops (simd.h), chosen once from the CPU's features.
+ *
+ * Dims: B sequences, Hq query heads, Hkv key-value heads, G = Hq/Hkv (query head h reads KV head h/G), S queries, T keys,
+ * D head dim, W observation window, R rows (one row = the keys or values of one KV head of one sequence), P page size.
+ * Sizes and strides are int64_t, strides in elements; the last dimension (D) is always contiguous.
+ * Arrays with several leading dimensions are described by kvc_view. Indices and lengths in arrays are int32_t.
+ * A count of 0 in any dimension is valid: nothing is read or written unless the function says so.
+ */
+#ifndef KVC_H
+#define KVC_H
+#include <stdint.h>
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef enum {
+    KVC_OK = 0,
+    KVC_NULL_POINTER,      /* an array that must be there is NULL */
+    KVC_BAD_SIZE,          /* a size is negative or does not fit the others */
+    KVC_BAD_DTYPE,         /* element type is none of kvc_dtype */
+    KVC_BAD_INDEX,         /* an index or length in an array is out of range */
+    KVC_TOO_FEW_SCORES,    /* a row has fewer candidates that are not NaN than places */
+    KVC_BAD_SCHEDULE,      /* this memory schedule is not implemented */
+    KVC_BAD_SIMD           /* no such table of inner loops, or the CPU cannot run it */
+} kvc_status;
+
+/* One English sentence for each status; never NULL. */
+const char *kvc_status_message(kvc_status status);
+
+typedef enum { KVC_F32 = 0, KVC_BF16 = 1, KVC_F16 = 2 } kvc_dtype;
+
+/* Bytes per element, 0 for an unknown type. */
+int64_t kvc_dtype_bytes(kvc_dtype dtype);
+
+/* Work on [begin, end); called from several threads at once on disjoint ranges. */
+typedef void (*kvc_range_fn)(int64_t begin, int64_t end, void *context);
+
+/* How the caller runs ranges in parallel; NULL runs them on the calling thread. Results never depend on how the work is
+ * cut: reductions across work items have a fixed order. */
+typedef void (*kvc_parallel_for)(int64_t count, int64_t grain, kvc_range_fn fn, void *context);
+
+/* A [B, H, T, D] array of any dtype: element (b, h, t, d) is at data + b*stride_b + h*stride_h + t*stride_t + d. */
+typedef struct {
+    void *data;
+    kvc_dtype dtype;
+    int64_t stride_b, stride_h, stride_t;
+} kvc_view;
+
+/* ---- inner loops ------------------------------------------------------------------------------------------------ */
+
+/* Name of the table in use: "portable", "avx2" or "avx512". The first call chooses: the environment variable KVC_SIMD if
+ * it names a table that the CPU can run, else the widest. */
+const char *kvc_simd_name(void);
+
+/* Switches the table (tests compare them); KVC_BAD_SIMD leaves it as it was. Not while a kernel runs. */
+kvc_status kvc_simd_select(const char *name);
+
+/* ---- rope.c ----------------------------------------------------------------------------------------------------- */
+
+/* out[b,h,t] = x[b,h,t] rotated by the angles of table row p = positions[b*T + t] (NULL: p = t), halves paired as
+ * transformers' rotate_half does: for i < rotary_dim/2, with c = cos[p,i], s = sin[p,i] (s = -sin[p,i] if inverse)
+ *     out[i] = x[i]*c - x[i + rotary_dim/2]*s        out[i + rotary_dim/2] = x[i + rotary_dim/2]*c + x[i]*s
+ * and out[d] = x[d] for d >= rotary_dim. Computed in float32, rounded once. R(a)R(b) = R(a+b): re-rotation from one
+ * position to another is a call with the tables of the difference.
+ * x, out [B, H, T, D], any dtypes, out may be x itself; cos, sin float32 [table_rows, rotary_dim/2];
+ * positions int32 [B, T] or NULL (then T <= table_rows). rotary_dim even, 0..D.
+ * KVC_BAD_INDEX if a position is outside the tables (nothing is written then).
+ * Source: RoFormer, eq 34; half pairing as in transformers.
+ */
+typedef struct {
+    kvc_view out, x;
+    const float *cos, *sin;
+    const int32_t *positions;
+    int64_t B, H, T, D, rotary_dim, table_rows;
+    int inverse;
+} kvc_rope_args;
+kvc_status kvc_rope(const kvc_rope_args *args, kvc_parallel_for parallel_for);
+
+/* ---- score.c ---------------------------------------------------------------------------------------------------- */
+
+typedef enum { KVC_REDUCE_MEAN = 0, KVC_REDUCE_SUM = 1, KVC_REDUCE_MAX = 2 } kvc_reduce;
+typedef enum { KVC_POOL_AVG = 0, KVC_POOL_MAX = 1 } kvc_pool;
+
+/* Attention that the last W queries pay to each earlier key.
+ *     p[b,h,w,t] = softmax over t <= T_b - W + w of scale * <q[b,h,w], k[b,h/G,t]>
+ *     s[b,g,t]   = reduce of p over the G query heads of KV head g and the W queries, t < T_b - W
+ *     scores     = s pooled over kernel_size neighbours, same length; average: zeros count at the edges (sum /
+ *                  kernel_size); maximum: only neighbours that exist. kernel_size odd, 1 = none.
+ * T_b = lengths[b] (NULL: T); W < T_b <= T. scores[b,g,t] = 0 for t in [T_b - W, T - W).
+ * q [B, Hq, W, D] and k [B, Hkv, T, D] rotated, any dtype; scores float32 [B, Hkv, T - W] contiguous.
+ * scratch: kvc_window_scores_scratch_bytes bytes, 64-byte aligned: the probabilities of ONE KV head, not of all.
+ * A NaN logit makes the scores of its KV head NaN.
+ * Source: SnapKV section 4 (mean, average pooling); imdc.md section 7; guided reading (maximum, maximum pooling).
+ */
+typedef struct {
+    float *scores;
+    kvc_view q, k;
+    const int32_t *lengths;
+    void *scratch;
+    int64_t B, Hq, Hkv, W, T, D;
+    float scale;
+    kvc_reduce reduce;
+    kvc_pool pool;
+    int64_t kernel_size;
+} kvc_window_scores_args;
+int64_t kvc_window_scores_scratch_bytes(const kvc_window_scores_args *args);
+kvc_status kvc_window_scores(const kvc_window_scores_args *args, kvc_parallel_for parallel_for);
+
+/* ---- select.c --------------------------------------------------------------------------------------------------- */
+
+/* indices[r, 0..k) = places of the k largest of scores[r, 0..length_r), in rising order; ties go to the lower index;
+ * NaN is never chosen; +inf and -inf are ordinary values. length_r = lengths[r] (NULL: T), k <= length_r <= T.
+ * scores float32 [R, T] contiguous; indices int32 [R, k] contiguous.
+ * KVC_TOO_FEW_SCORES if some row has fewer than k values that are not NaN; the indices of the missing places are then -1
+ * (on CUDA, where no status comes back, the -1 is the only sign).
+ */
+typedef struct {
+    int32_t *indices;
+    const float *scores;
+    const int32_t *lengths;
+    int64_t R, T, k;
+} kvc_select_topk_args;
+kvc_status kvc_select_topk(const kvc_select_topk_args *args, kvc_parallel_for parallel_for);
+
+/* rows[r, j] = rows[r, indices[r, j]] for j = 0..k-1, in place. Each row's indices rise strictly and lie in [0, T), so
+ * that indices[r, j] >= j and no element is overwritten before it is read. rows[r, j] for j >= k keeps what it had.
+ * rows [R, T, D] elements of element_bytes bytes (any dtype), row r at rows + r*row_stride elements, [T, D] contiguous.
+ * KVC_BAD_INDEX if a row's indices do not rise strictly within [0, T); nothing is written then.
+ */
+typedef struct {
+    void *rows;
+    const int32_t *indices;
+    int64_t R, T, D, k, row_stride, element_bytes;
+} kvc_compact_rows_args;
+kvc_status kvc_compact_rows(const kvc_compact_rows_args *args, kvc_parallel_for parallel_for);
+
+/* ---- decode.c --------------------------------------------------------------------------------------------------- */
+
+/* Attention of S queries over rows of pages. Row r = b*Hkv + g holds the keys of KV head g of sequence b: its key t lies
+ * at pages[block_table[r*blocks + t/P], t%P]; block_table NULL: at pages[r, t] (contiguous rows, P = row capacity).
+ * Query s sees keys t in [begin_r, end_r) (causal = 0) or [begin_r, end_r - (S-1-s)) (causal = 1: the row's last S keys
+ * are the S new tokens). begin NULL: 0.
+ *     out[b,h,s] = sum_t softmax_t(scale*<q, k_t>) v_t          lse[b,h,s] = ln sum_t exp(scale*<q, k_t>)
+ * A query that sees no key gets out 0, lse -inf.
+ * q [B, Hq, S, D] any dtype; out [B, Hq, S, D] contiguous, dtype of q; lse float32 [B, Hq, S] contiguous;
+ * k_pages, v_pages [pages, P, D] contiguous, one dtype; P a power of two unless block_table is NULL;
+ * block_table int32 [R, blocks] (NULL: blocks is not read, pages >= R); begin, end int32 [R].
+ * scratch (CPU): kvc_decode_scratch_bytes bytes, 64-byte aligned: the partial results of the pieces that long rows are
+ * cut into; its size depends on B, Hq, Hkv, S, D only. One query's bits depend on its own row only, not on B.
+ * KVC_BAD_INDEX if a row's range leaves [0, blocks*P] or a page that it needs is outside [0, pages).
+ */
+typedef struct {
+    void *out;
+    float *lse;
+    kvc_view q;
+    const void *k_pages, *v_pages;
+    kvc_dtype cache_dtype;
+    const int32_t *block_table, *begin, *end;
+    void *scratch;
+    int64_t B, Hq, Hkv, S, D, P, pages, blocks;
+    float scale;
+    int causal;
+} kvc_decode_args;
+int64_t kvc_decode_scratch_bytes(const kvc_decode_args *args);
+kvc_status kvc_decode(const kvc_decode_args *args, kvc_parallel_for parallel_for);
+
+/* Joins attention over two disjoint sets of keys: with m = max(lse_a, lse_b), w_x = exp(lse_x - m),
+ *     out = (w_a*out_a + w_b*out_b) / (w_a + w_b)      lse = m + ln(w_a + w_b)
+ * A side whose lse is -inf changes nothing; both -inf: out 0, lse -inf.
+ * out, out_a, out_b [N, D] contiguous, one dtype, out may be out_a; lse* float32 [N].
+ */
+typedef struct {
+    void *out;
+    float *lse;
+    const void *out_a, *out_b;
+    const float *lse_a, *lse_b;
+    kvc_dtype dtype;
+    int64_t N, D;
+} kvc_merge_states_args;
+kvc_status kvc_merge_states(const kvc_merge_states_args *args, kvc_parallel_for parallel_for);
+
+/* ---- planner.c -------------------------------------------------------------------------------------------------- */
+
+typedef enum {
+    KVC_SCHEDULE_FIXED = 0,
+    KVC_SCHEDULE_LINEAR,
+    KVC_SCHEDULE_SQUARE,
+    KVC_SCHEDULE_SQRT,
+    KVC_SCHEDULE_SQUARE_SQRT,
+    KVC_SCHEDULE_ADAPTIVE
+} kvc_schedule;
+
+/* Iterations n = ceil(prompt_length / chunk_size); 0 for an empty prompt, -1 if a size is out of range. */
+int64_t kvc_plan_iterations(int64_t prompt_length, int64_t chunk_size);
+
+/* The chunk and memory plan of IMDC, integers only; imdc.md section 4.
+ * chunks[i]: tokens read in iteration i (they sum to prompt_length); memory[i]: scheduled memory after iteration i;
+ * stored[i] = min(memory[i], stored[i-1] + chunks[i]): what can really be held. Each int64_t [n].
+ * chunk_size >= 1, memory_size >= 1, initial_memory 0..memory_size (-1: the default m_0).
+ * FIXED so far; any other schedule gives KVC_BAD_SCHEDULE.
+ */
+typedef struct {
+    int64_t *chunks, *memory, *stored;
+    int64_t prompt_length, chunk_size, memory_size, initial_memory;
+    kvc_schedule schedule;
+} kvc_plan_args;
+kvc_status kvc_plan(const kvc_plan_args *args);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,252 @@
+/* Column scores of a window of queries over the keys.
+ *
+ * One KV head at a time, all threads on its key tiles; each logit is computed and exponentiated once. Phase 1, per tile:
+ * logits of all G*W rows, e = exp(logit - the tile's own maximum of that row), the maximum and the sum of e. Then, per
+ * row: the maximum m and normaliser Z over all tiles. Phase 2, per tile: the column sums of e * exp(tile maximum - m)/Z.
+ * Every tile and every row is reduced in a fixed order by one thread, so threads change no bit.
+ *
+ * Rows go in passes whose e's fit a share of the last-level cache: e is written once and read once, and main memory
+ * would be slower than the products. Columns add up in the order of the rows, however they are cut into passes.
+ */
+#include "tile.h"
+
+#include <math.h>
+#include <stddef.h>
+#include <string.h>
+
+enum {
+    PASS_FLOATS = 1 << 21, /* 8 MiB of e per pass */
+    MERGE_ROWS = 32        /* rows of maxima and sums that one work item joins */
+};
+
+/* Arrays in scratch. rows: of a pass at most; tiles: of the longest sequence. */
+typedef struct {
+    float *e;                    /* [tiles, rows, KVC_TILE] */
+    float *tile_max, *tile_sum;  /* [tiles, rows]; tile_max later holds the tile's weights */
+    float *row_max, *row_norm;   /* [rows]; row_norm = 1/Z */
+    float *queries;              /* [G*W, D], packed */
+    float *columns;              /* [tiles*KVC_TILE], before pooling */
+} score_scratch;
+
+typedef struct {
+    const kvc_window_scores_args *args;
+    const kvc_simd *simd;
+    score_scratch scratch;
+    int64_t b, head;            /* sequence, KV head */
+    int64_t length, tiles;      /* keys of this sequence */
+    int64_t first, rows;        /* rows of this pass, of G*W */
+    int bad;                    /* a row has no normaliser: NaN or infinite logits */
+} score_job;
+
+/* Rows per pass for a sequence of that many tiles: a multiple of KVC_TILE_ROWS, or all. */
+static int64_t pass_rows(int64_t all_rows, int64_t tiles) {
+    const int64_t fit = PASS_FLOATS / (tiles * KVC_TILE) / KVC_TILE_ROWS * KVC_TILE_ROWS;
+    return min_of(all_rows, max_of(fit, KVC_TILE_ROWS));
+}
+
+/* Takes `count` floats, rounded up to whole cache lines, from *next on; with *next NULL it only counts *bytes. */
+static float *take(char **next, int64_t *bytes, int64_t count) {
+    const int64_t size = ceil_div(count, 16) * 64;
+    float *array = (float *)(void *)*next;
+    if (*next) *next += size;
+    *bytes += size;
+    return array;
+}
+
+/* Places the arrays in args->scratch; returns the bytes needed, 0 if there is nothing to compute. */
+static int64_t lay_out(const kvc_window_scores_args *args, score_scratch *scratch) {
+    if (!args->B || !args->Hq || !args->Hkv || !args->W || !args->T) return 0;
+    const int64_t all_rows = args->Hq / args->Hkv * args->W, tiles = ceil_div(args->T, KVC_TILE);
+    /* shorter sequences have more rows per pass, but never more e's than this */
+    const int64_t smallest = min_of(all_rows, KVC_TILE_ROWS) * tiles * KVC_TILE;
+    const int64_t floats = min_of(all_rows * tiles * KVC_TILE, max_of(PASS_FLOATS, smallest));
+    char *next = args->scratch;
+    int64_t bytes = 0;
+    scratch->e = take(&next, &bytes, floats);
+    scratch->tile_max = take(&next, &bytes, floats / KVC_TILE);
+    scratch->tile_sum = take(&next, &bytes, floats / KVC_TILE);
+    scratch->row_max = take(&next, &bytes, all_rows);
+    scratch->row_norm = take(&next, &bytes, all_rows);
+    scratch->queries = take(&next, &bytes, all_rows * args->D);
+    scratch->columns = take(&next, &bytes, tiles * KVC_TILE);
+    return bytes;
+}
+
+static int sizes_are_good(const kvc_window_scores_args *args) {
+    if (args->B < 0 || args->Hq < 0 || args->Hkv < 0 || args->W < 0 || args->T < 0 || args->D < 0) return 0;
+    if (args->T > INT32_MAX || args->kernel_size < 1 || args->kernel_size % 2 == 0) return 0;
+    return args->Hkv ? args->Hq % args->Hkv == 0 : args->Hq == 0;
+}
+
+int64_t kvc_window_scores_scratch_bytes(const kvc_window_scores_args *args) {
+    score_scratch scratch;
+    if (!args || !sizes_are_good(args)) return 0;
+    kvc_window_scores_args sizes = *args;
+    sizes.scratch = NULL;
+    return lay_out(&sizes, &scratch);
+}
+
+static void pack_range(int64_t begin, int64_t end, void *context) {
+    const score_job *job = context;
+    const kvc_window_scores_args *args = job->args;
+    const int64_t group = args->Hq / args->Hkv, first = begin * KVC_TILE_ROWS;
+    const int64_t rows = min_of(end * KVC_TILE_ROWS, group * args->W) - first;
+    kvc_tile_pack_queries(job->scratch.queries + first * args->D, &args->q, job->b, job->head * group, args->W, args->D,
+                          first, rows);
+}
+
+/* Phase 1 for one block of rows of one tile, its logits already in e. */
+static void exponentiate(const score_job *job, int64_t tile, int64_t block, int64_t rows) {
+    const int64_t W = job->args->W, at = tile * job->rows + block;
+    for (int64_t i = 0; i < rows; i++) {
+        const int64_t query = (job->first + block + i) % W;
+        const int64_t seen = job->length - W + query + 1 - tile * KVC_TILE;
+        job->simd->softmax(job->scratch.e + (at + i) * KVC_TILE, min_of(max_of(seen, 0), KVC_TILE), KVC_TILE,
+                           job->args->scale, job->scratch.tile_max + at + i, job->scratch.tile_sum + at + i);
+    }
+}
+
+/* Asks for a share of the next tile's keys while a block of this tile's rows is multiplied: a key tile is used once per
+ * pass, and waiting for it would cost as much as transposing it many times. */
+static void prefetch_keys(const score_job *job, int64_t tile, int64_t block, int64_t rows) {
+    const kvc_view *k = &job->args->k;
+    const int64_t t0 = (tile + 1) * KVC_TILE, bytes = job->args->D * kvc_dtype_bytes(k->dtype);
+    const int64_t end = min_of(t0 + (block + rows) * KVC_TILE / job->rows, job->length);
+    for (int64_t t = t0 + block * KVC_TILE / job->rows; t < end; t++) {
+        const char *key = view_at(k, job->b, job->head, t, 0);
+        for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(key + i);
+    }
+}
+
+static void logits_range(int64_t begin, int64_t end, void *context) {
+    const score_job *job = context;
+    const kvc_window_scores_args *args = job->args;
+    _Alignas(64) float packed[KVC_TILE * KVC_TILE_DEPTH], buffer[KVC_TILE * KVC_TILE_DEPTH];
+    for (int64_t tile = begin; tile < end; tile++) {
+        const int64_t t0 = tile * KVC_TILE, keys = min_of(KVC_TILE, job->length - t0);
+        float *e = job->scratch.e + tile * job->rows * KVC_TILE;
+        int64_t d0 = 0;
+        do { /* once for D = 0 too, where every logit is 0 */
+            const int64_t depth = min_of(KVC_TILE_DEPTH, args->D - d0);
+            kvc_tile_pack_keys(packed, buffer, view_at(&args->k, job->b, job->head, t0, d0), args->k.dtype,
+                               args->k.stride_t, keys, depth);
+            for (int64_t block = 0; block < job->rows; block += KVC_TILE_ROWS) {
+                const int64_t rows = block_rows(block, job->rows);
+                const float *queries = job->scratch.queries + (job->first + block) * args->D + d0 * rows;
+                job->simd->logits(e + block * KVC_TILE, KVC_TILE, queries, packed, depth, rows, d0 > 0);
+                if (d0 + depth < args->D) continue;
+                exponentiate(job, tile, block, rows);
+                prefetch_keys(job, tile, block, rows);
+            }
+            d0 += depth;
+        } while (d0 < args->D);
+    }
+}
+
+/* Row maxima and normalisers over the tiles; leaves exp(tile_max - row_max) in tile_max. */
+static void merge_range(int64_t begin, int64_t end, void *context) {
+    const score_job *job = context;
+    for (int64_t item = begin; item < end; item++) {
+        const int64_t first = item * MERGE_ROWS, rows = min_of(MERGE_ROWS, job->rows - first);
+        float *row_max = job->scratch.row_max + first, *row_norm = job->scratch.row_norm + first;
+        double sums[MERGE_ROWS] = {0};
+        for (int64_t i = 0; i < rows; i++) row_max[i] = -INFINITY;
+        for (int64_t tile = 0; tile < job->tiles; tile++) {
+            const float *tile_max = job->scratch.tile_max + tile * job->rows + first;
+            for (int64_t i = 0; i < rows; i++) row_max[i] = tile_max[i] > row_max[i] ? tile_max[i] : row_max[i];
+        }
+        for (int64_t tile = 0; tile < job->tiles; tile++) {
+            float *tile_max = job->scratch.tile_max + tile * job->rows + first;
+            const float *tile_sum = job->scratch.tile_sum + tile * job->rows + first;
+            job->simd->exp_difference(tile_max, tile_max, row_max, rows);
+            for (int64_t i = 0; i < rows; i++) sums[i] += (double)tile_sum[i] * (double)tile_max[i];
+        }
+        for (int64_t i = 0; i < rows; i++) row_norm[i] = (float)(1.0 / sums[i]);
+    }
+}
+
+static void columns_range(int64_t begin, int64_t end, void *context) {
+    const score_job *job = context;
+    for (int64_t tile = begin; tile < end; tile++) {
+        const float *e = job->scratch.e + tile * job->rows * KVC_TILE;
+        float *columns = job->scratch.columns + tile * KVC_TILE, *weights = job->scratch.tile_max + tile * job->rows;
+        for (int64_t i = 0; i < job->rows; i++) weights[i] *= job->scratch.row_norm[i];
+        if (job->first == 0) memset(columns, 0, KVC_TILE * sizeof *columns);
+        if (job->args->reduce == KVC_REDUCE_MAX) {
+            job->simd->weighted_max(columns, weights, e, KVC_TILE, job->rows, KVC_TILE);
+        } else {
+            job->simd->weighted_sum(columns, weights, e, KVC_TILE, job->rows, KVC_TILE);
+        }
+    }
+}
+
+/* Pools columns [begin, end) of `count` into scores. The middle has all its neighbours, so its loop has no tests. */
+static void pool_range(int64_t begin, int64_t end, void *context) {
+    const score_job *job = context;
+    const kvc_window_scores_args *args = job->args;
+    const int64_t half = args->kernel_size / 2, count = job->length - args->W, width = args->T - args->W;
+    const float *columns = job->scratch.columns;
+    float *scores = args->scores + (job->b * args->Hkv + job->head) * width;
+    const float rows = (float)(args->Hq / args->Hkv * args->W);
+    const float divisor = (args->pool == KVC_POOL_AVG ? (float)args->kernel_size : 1.0f) *
+                          (args->reduce == KVC_REDUCE_MEAN ? rows : 1.0f);
+    for (int64_t t = begin; t < end; t++) {
+        if (t >= count || job->bad) {
+            scores[t] = t < count ? NAN : 0.0f;
+            continue;
+        }
+        const int64_t from = max_of(t - half, 0), to = min_of(t + half, count - 1);
+        float pooled = columns[from];
+        for (int64_t i = from + 1; i <= to; i++) {
+            if (args->pool == KVC_POOL_AVG) pooled += columns[i];
+            else if (columns[i] > pooled) pooled = columns[i];
+        }
+        scores[t] = pooled / divisor;
+    }
+}
+
+/* All passes of one KV head of one sequence. */
+static void score_head(score_job *job, kvc_parallel_for parallel_for) {
+    const int64_t all_rows = job->args->Hq / job->args->Hkv * job->args->W, step = pass_rows(all_rows, job->tiles);
+    run_parallel(parallel_for, ceil_div(all_rows, KVC_TILE_ROWS), 4, pack_range, job);
+    job->bad = 0;
+    for (job->first = 0; job->first < all_rows && !job->bad; job->first += step) {
+        job->rows = min_of(step, all_rows - job->first);
+        run_parallel(parallel_for, job->tiles, 1, logits_range, job);
+        run_parallel(parallel_for, ceil_div(job->rows, MERGE_ROWS), 1, merge_range, job);
+        for (int64_t i = 0; i < job->rows; i++) {
+            if (!(job->scratch.row_norm[i] > 0.0f && job->scratch.row_norm[i] < INFINITY)) job->bad = 1;
+        }
+        /* window keys need no column: only tiles that hold earlier keys */
+        const int64_t tiles = ceil_div(job->length - job->args->W, KVC_TILE);
+        if (!job->bad) run_parallel(parallel_for, tiles, 4, columns_range, job);
+    }
+    run_parallel(parallel_for, job->args->T - job->args->W, 4096, pool_range, job);
+}
+
+kvc_status kvc_window_scores(const kvc_window_scores_args *args, kvc_parallel_for parallel_for) {
+    if (!args) return KVC_NULL_POINTER;
+    if (!sizes_are_good(args)) return KVC_BAD_SIZE;
+    if (args->reduce < KVC_REDUCE_MEAN || args->reduce > KVC_REDUCE_MAX) return KVC_BAD_SIZE;
+    if (args->pool < KVC_POOL_AVG || args->pool > KVC_POOL_MAX) return KVC_BAD_SIZE;
+    if (!dtype_known(args->q.dtype) || !dtype_known(args->k.dtype)) return KVC_BAD_DTYPE;
+    if (!args->B || !args->Hkv || !args->T) return KVC_OK;
+    if (args->W >= args->T) return KVC_BAD_SIZE;
+    if (!args->scores) return KVC_NULL_POINTER;
+    if (!args->Hq || !args->W) { /* no query: no attention */
+        memset(args->scores, 0, (size_t)(args->B * args->Hkv * (args->T - args->W)) * sizeof(float));
+        return KVC_OK;
+    }
+    if (!args->scratch || (args->D && (!args->q.data || !args->k.data))) return KVC_NULL_POINTER;
+    for (int64_t b = 0; args->lengths && b < args->B; b++) {
+        if (args->lengths[b] <= args->W || args->lengths[b] > args->T) return KVC_BAD_INDEX;
+    }
+    score_job job = {.args = args, .simd = kvc_simd_table()};
+    lay_out(args, &job.scratch);
+    for (job.b = 0; job.b < args->B; job.b++) {
+        job.length = args->lengths ? args->lengths[job.b] : args->T;
+        job.tiles = ceil_div(job.length, KVC_TILE);
+        for (job.head = 0; job.head < args->Hkv; job.head++) score_head(&job, parallel_for);
+    }
+    return KVC_OK;
+}

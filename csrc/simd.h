@@ -1,0 +1,75 @@
+/* The inner loops of the kernels, one table per instruction set.
+ *
+ * simd_portable.c is complete and is the reference; the others compute the same formulas with fused multiply-add, so
+ * sums differ in the last bits. Conversions give the same bits in every table.
+ * A function here touches only the elements that its comment names; n = 0 touches none. Arrays need not be aligned.
+ */
+#ifndef KVC_SIMD_H
+#define KVC_SIMD_H
+#include "kvc.h"
+
+enum {
+    KVC_TILE = 64,      /* keys per tile: one row of logits is four AVX-512 registers */
+    KVC_TILE_ROWS = 6,  /* rows of logits in registers at once: 6*4 accumulators + 4 of keys + 1 query of 32 registers */
+    KVC_TILE_DEPTH = 128 /* head dims per packed key tile: 32 KiB, so that it stays in the first-level cache */
+};
+
+typedef struct {
+    const char *name;
+
+    /* dst[i] = src[i] as float32, i < n; indexed by kvc_dtype. */
+    void (*load[3])(float *dst, const void *src, int64_t n);
+
+    /* dst[i] = src[i] rounded to nearest even, NaN kept, i < n; indexed by kvc_dtype. */
+    void (*store[3])(void *dst, const float *src, int64_t n);
+
+    /* (low, high)[i] = (low*c - high*s, high*c + low*s)[i], i < n, s = sign*sin[i], in place. */
+    void (*rotate)(float *low, float *high, const float *cosines, const float *sines, float sign, int64_t n);
+
+    /* dst[d*KVC_TILE + j] = src[j*stride + d] for j < keys, 0 for keys <= j < KVC_TILE; d < depth. */
+    void (*transpose)(float *dst, const float *src, int64_t stride, int64_t keys, int64_t depth);
+
+    /* c[i*stride + j] = sum_d a[d*rows + i] * b[d*KVC_TILE + j], added to c if accumulate; i < rows (1..KVC_TILE_ROWS),
+     * j < KVC_TILE, d < depth in rising order. */
+    void (*logits)(float *c, int64_t stride, const float *a, const float *b, int64_t depth, int64_t rows,
+                   int accumulate);
+
+    /* x[i] = exp(scale*x[i] - m) for i < n, 0 for n <= i < width; *max = m = the largest scale*x[i] (-inf if none),
+     * *sum = sum of x. All -inf: x = 0. A NaN, and a +inf, among the n gives sum NaN. */
+    void (*softmax)(float *x, int64_t n, int64_t width, float scale, float *max, float *sum);
+
+    /* out[i] = exp(a[i] - b[i]) for a <= b, i < n; out may be a or b. */
+    void (*exp_difference)(float *out, const float *a, const float *b, int64_t n);
+
+    /* y[c] += sum_r weights[r] * x[r*stride + c], r < rows in rising order, c < n. */
+    void (*weighted_sum)(float *y, const float *weights, const float *x, int64_t stride, int64_t rows, int64_t n);
+
+    /* y[c] = max(y[c], max_r weights[r] * x[r*stride + c]), r < rows, c < n; no NaN among them. */
+    void (*weighted_max)(float *y, const float *weights, const float *x, int64_t stride, int64_t rows, int64_t n);
+} kvc_simd;
+
+/* The table in use. */
+const kvc_simd *kvc_simd_table(void);
+
+extern const kvc_simd kvc_simd_portable;
+#if defined(__x86_64__)
+extern const kvc_simd kvc_simd_avx2;
+extern const kvc_simd kvc_simd_avx512;
+#endif
+
+/* exp(x) = 2^k * exp(r), k = round(x / ln 2), |r| <= ln(2)/2; ln 2 split so that k*hi is exact; polynomial of Cephes'
+ * expf, within 1 ulp or so. Below KVC_EXP_LOWEST the result rounds to 0. */
+#define KVC_EXP_LOWEST (-104.0f)
+#define KVC_LOG2E 1.44269504088896341f
+#define KVC_LN2_HI 0.693359375f
+#define KVC_LN2_LO (-2.12194440e-4f)
+#define KVC_EXP_P0 1.9875691500e-4f
+#define KVC_EXP_P1 1.3981999507e-3f
+#define KVC_EXP_P2 8.3334519073e-3f
+#define KVC_EXP_P3 4.1665795894e-2f
+#define KVC_EXP_P4 1.6666665459e-1f
+#define KVC_EXP_P5 5.0000001201e-1f
+
+/* Defined once here, so that each instruction set's file can finish the last few elements with the reference. */
+void kvc_portable_transpose(float *dst, const float *src, int64_t stride, int64_t keys, int64_t depth);
+#endif

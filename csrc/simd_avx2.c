@@ -1,0 +1,286 @@
+/* The inner loops for AVX2 with FMA and F16C; compiled with those flags, reached only on a CPU that has them. The last
+ * n % 8 elements go through the same vector code in a small buffer, so that one formula serves all. */
+#if defined(__x86_64__)
+#include "simd.h"
+
+#include <immintrin.h>
+#include <math.h>
+#include <string.h>
+
+/* The first n of 8 lanes. */
+static inline __m256i lanes(int64_t n) {
+    return _mm256_cmpgt_epi32(_mm256_set1_epi32(n > 8 ? 8 : (int)n), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+}
+
+static void load_f32(float *dst, const void *src, int64_t n) {
+    if (n > 0) memcpy(dst, src, (size_t)n * sizeof(float));
+}
+
+static void store_f32(void *dst, const float *src, int64_t n) {
+    if (n > 0) memcpy(dst, src, (size_t)n * sizeof(float));
+}
+
+static inline __m256 float_of_bf16(__m128i half) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16));
+}
+
+static inline __m128i bf16_of_float(__m256 value) {
+    const __m256i bits = _mm256_castps_si256(value), top = _mm256_srli_epi32(bits, 16);
+    const __m256i odd = _mm256_and_si256(top, _mm256_set1_epi32(1));
+    const __m256i rounded = _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd);
+    const __m256i quiet = _mm256_or_si256(top, _mm256_set1_epi32(0x40));
+    const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(value, value, _CMP_UNORD_Q));
+    const __m256i result = _mm256_blendv_epi8(_mm256_srli_epi32(rounded, 16), quiet, nan);
+    return _mm_packus_epi32(_mm256_castsi256_si128(result), _mm256_extracti128_si256(result, 1));
+}
+
+static void load_bf16(float *dst, const void *src, int64_t n) {
+    const uint16_t *half = src;
+    int64_t i = 0;
+    for (; i + 8 <= n; i += 8) _mm256_storeu_ps(dst + i, float_of_bf16(_mm_loadu_si128((const __m128i *)(half + i))));
+    if (i < n) {
+        uint16_t rest[8] = {0};
+        memcpy(rest, half + i, (size_t)(n - i) * sizeof *rest);
+        _mm256_maskstore_ps(dst + i, lanes(n - i), float_of_bf16(_mm_loadu_si128((const __m128i *)rest)));
+    }
+}
+
+static void store_bf16(void *dst, const float *src, int64_t n) {
+    uint16_t *half = dst;
+    int64_t i = 0;
+    for (; i + 8 <= n; i += 8) _mm_storeu_si128((__m128i *)(half + i), bf16_of_float(_mm256_loadu_ps(src + i)));
+    if (i < n) {
+        uint16_t rest[8];
+        _mm_storeu_si128((__m128i *)rest, bf16_of_float(_mm256_maskload_ps(src + i, lanes(n - i))));
+        memcpy(half + i, rest, (size_t)(n - i) * sizeof *rest);
+    }
+}
+
+static void load_f16(float *dst, const void *src, int64_t n) {
+    const uint16_t *half = src;
+    int64_t i = 0;
+    for (; i + 8 <= n; i += 8) _mm256_storeu_ps(dst + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(half + i))));
+    if (i < n) {
+        uint16_t rest[8] = {0};
+        memcpy(rest, half + i, (size_t)(n - i) * sizeof *rest);
+        _mm256_maskstore_ps(dst + i, lanes(n - i), _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)rest)));
+    }
+}
+
+static void store_f16(void *dst, const float *src, int64_t n) {
+    uint16_t *half = dst;
+    int64_t i = 0;
+    for (; i + 8 <= n; i += 8) {
+        _mm_storeu_si128((__m128i *)(half + i), _mm256_cvtps_ph(_mm256_loadu_ps(src + i), _MM_FROUND_TO_NEAREST_INT));
+    }
+    if (i < n) {
+        uint16_t rest[8];
+        const __m256 value = _mm256_maskload_ps(src + i, lanes(n - i));
+        _mm_storeu_si128((__m128i *)rest, _mm256_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT));
+        memcpy(half + i, rest, (size_t)(n - i) * sizeof *rest);
+    }
+}
+
+static void rotate(float *low, float *high, const float *cosines, const float *sines, float sign, int64_t n) {
+    const __m256 signs = _mm256_set1_ps(sign);
+    for (int64_t i = 0; i < n; i += 8) {
+        const __m256i mask = lanes(n - i);
+        const __m256 x = _mm256_maskload_ps(low + i, mask), y = _mm256_maskload_ps(high + i, mask);
+        const __m256 c = _mm256_maskload_ps(cosines + i, mask);
+        const __m256 s = _mm256_mul_ps(signs, _mm256_maskload_ps(sines + i, mask));
+        _mm256_maskstore_ps(low + i, mask, _mm256_fmsub_ps(x, c, _mm256_mul_ps(y, s)));
+        _mm256_maskstore_ps(high + i, mask, _mm256_fmadd_ps(y, c, _mm256_mul_ps(x, s)));
+    }
+}
+
+/* 8 keys x 8 dims: within 128-bit lanes, then the lanes. */
+static inline void transpose_block(float *dst, const float *src, int64_t stride) {
+    __m256 row[8], pair[8], quad[8];
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i++) row[i] = _mm256_loadu_ps(src + i * stride);
+#pragma GCC unroll 4
+    for (int i = 0; i < 8; i += 2) {
+        pair[i] = _mm256_unpacklo_ps(row[i], row[i + 1]);
+        pair[i + 1] = _mm256_unpackhi_ps(row[i], row[i + 1]);
+    }
+#pragma GCC unroll 2
+    for (int i = 0; i < 8; i += 4) {
+        quad[i] = _mm256_shuffle_ps(pair[i], pair[i + 2], 0x44);
+        quad[i + 1] = _mm256_shuffle_ps(pair[i], pair[i + 2], 0xee);
+        quad[i + 2] = _mm256_shuffle_ps(pair[i + 1], pair[i + 3], 0x44);
+        quad[i + 3] = _mm256_shuffle_ps(pair[i + 1], pair[i + 3], 0xee);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+        _mm256_storeu_ps(dst + i * KVC_TILE, _mm256_permute2f128_ps(quad[i], quad[i + 4], 0x20));
+        _mm256_storeu_ps(dst + (i + 4) * KVC_TILE, _mm256_permute2f128_ps(quad[i], quad[i + 4], 0x31));
+    }
+}
+
+static void transpose(float *dst, const float *src, int64_t stride, int64_t keys, int64_t depth) {
+    const int64_t blocked = keys == KVC_TILE ? depth / 8 * 8 : 0;
+    for (int64_t d = 0; d < blocked; d += 8) {
+        for (int64_t j = 0; j < KVC_TILE; j += 8) transpose_block(dst + d * KVC_TILE + j, src + j * stride + d, stride);
+    }
+    kvc_portable_transpose(dst + blocked * KVC_TILE, src + blocked, stride, keys, depth - blocked);
+}
+
+/* 16 keys at a time: 12 accumulators, 2 registers of keys and 1 of the query, of 16. */
+static inline __attribute__((always_inline)) void logits_rows(float *c, int64_t stride, const float *a, const float *b,
+                                                              int64_t depth, const int rows, int accumulate) {
+    for (int64_t column = 0; column < KVC_TILE; column += 16) {
+        __m256 sums[KVC_TILE_ROWS][2];
+#pragma GCC unroll 6
+        for (int i = 0; i < rows; i++) {
+            float *row = c + i * stride + column;
+            sums[i][0] = accumulate ? _mm256_loadu_ps(row) : _mm256_setzero_ps();
+            sums[i][1] = accumulate ? _mm256_loadu_ps(row + 8) : _mm256_setzero_ps();
+        }
+        for (int64_t d = 0; d < depth; d++) {
+            const __m256 key0 = _mm256_loadu_ps(b + d * KVC_TILE + column);
+            const __m256 key1 = _mm256_loadu_ps(b + d * KVC_TILE + column + 8);
+#pragma GCC unroll 6
+            for (int i = 0; i < rows; i++) {
+                const __m256 query = _mm256_set1_ps(a[d * rows + i]);
+                sums[i][0] = _mm256_fmadd_ps(query, key0, sums[i][0]);
+                sums[i][1] = _mm256_fmadd_ps(query, key1, sums[i][1]);
+            }
+        }
+#pragma GCC unroll 6
+        for (int i = 0; i < rows; i++) {
+            _mm256_storeu_ps(c + i * stride + column, sums[i][0]);
+            _mm256_storeu_ps(c + i * stride + column + 8, sums[i][1]);
+        }
+    }
+}
+
+static void logits(float *c, int64_t stride, const float *a, const float *b, int64_t depth, int64_t rows,
+                   int accumulate) {
+    switch (rows) {
+        case 1: logits_rows(c, stride, a, b, depth, 1, accumulate); break;
+        case 2: logits_rows(c, stride, a, b, depth, 2, accumulate); break;
+        case 3: logits_rows(c, stride, a, b, depth, 3, accumulate); break;
+        case 4: logits_rows(c, stride, a, b, depth, 4, accumulate); break;
+        case 5: logits_rows(c, stride, a, b, depth, 5, accumulate); break;
+        default: logits_rows(c, stride, a, b, depth, 6, accumulate); break;
+    }
+}
+
+/* exp(x) for x <= 0 and NaN (maxps returns its second operand when one is NaN); 2^k in two factors, so that subnormal
+ * results come out. */
+static inline __m256 exp_of(__m256 x) {
+    x = _mm256_max_ps(_mm256_set1_ps(KVC_EXP_LOWEST), x);
+    const __m256 k = _mm256_round_ps(_mm256_mul_ps(x, _mm256_set1_ps(KVC_LOG2E)),
+                                     _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    __m256 r = _mm256_fnmadd_ps(k, _mm256_set1_ps(KVC_LN2_HI), x);
+    r = _mm256_fnmadd_ps(k, _mm256_set1_ps(KVC_LN2_LO), r);
+    __m256 p = _mm256_set1_ps(KVC_EXP_P0);
+    p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(KVC_EXP_P1));
+    p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(KVC_EXP_P2));
+    p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(KVC_EXP_P3));
+    p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(KVC_EXP_P4));
+    p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(KVC_EXP_P5));
+    p = _mm256_fmadd_ps(_mm256_mul_ps(p, r), r, r);
+    const __m256i whole = _mm256_cvtps_epi32(k), first = _mm256_srai_epi32(whole, 1);
+    const __m256i second = _mm256_sub_epi32(whole, first), bias = _mm256_set1_epi32(127);
+    const __m256 low = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(first, bias), 23));
+    const __m256 high = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(second, bias), 23));
+    return _mm256_mul_ps(_mm256_mul_ps(_mm256_add_ps(p, _mm256_set1_ps(1.0f)), low), high);
+}
+
+static inline float largest_of(__m256 x) {
+    __m128 half = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+    half = _mm_max_ps(half, _mm_movehl_ps(half, half));
+    return _mm_cvtss_f32(_mm_max_ss(half, _mm_movehdup_ps(half)));
+}
+
+static inline float sum_of(__m256 x) {
+    __m128 half = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+    half = _mm_add_ps(half, _mm_movehl_ps(half, half));
+    return _mm_cvtss_f32(_mm_add_ss(half, _mm_movehdup_ps(half)));
+}
+
+static void softmax(float *x, int64_t n, int64_t width, float scale, float *max, float *sum) {
+    const __m256 lowest = _mm256_set1_ps(-INFINITY), scales = _mm256_set1_ps(scale);
+    __m256 most = lowest, total = _mm256_setzero_ps();
+    for (int64_t i = 0; i < n; i += 8) {
+        const __m256i mask = lanes(n - i);
+        const __m256 value = _mm256_mul_ps(scales, _mm256_maskload_ps(x + i, mask));
+        most = _mm256_max_ps(most, _mm256_blendv_ps(lowest, value, _mm256_castsi256_ps(mask)));
+    }
+    const float largest = largest_of(most);
+    const __m256 base = _mm256_set1_ps(largest == -INFINITY ? 0.0f : largest);
+    for (int64_t i = 0; i < width; i += 8) {
+        const __m256i mask = lanes(n - i < 0 ? 0 : n - i);
+        const __m256 value = _mm256_sub_ps(_mm256_mul_ps(scales, _mm256_maskload_ps(x + i, mask)), base);
+        const __m256 e = _mm256_and_ps(exp_of(value), _mm256_castsi256_ps(mask));
+        total = _mm256_add_ps(total, e);
+        _mm256_maskstore_ps(x + i, lanes(width - i), e);
+    }
+    *max = largest;
+    *sum = sum_of(total);
+}
+
+static void exp_difference(float *out, const float *a, const float *b, int64_t n) {
+    for (int64_t i = 0; i < n; i += 8) {
+        const __m256i mask = lanes(n - i);
+        const __m256 x = _mm256_sub_ps(_mm256_maskload_ps(a + i, mask), _mm256_maskload_ps(b + i, mask));
+        _mm256_maskstore_ps(out + i, mask, exp_of(x));
+    }
+}
+
+static void weighted_sum(float *y, const float *weights, const float *x, int64_t stride, int64_t rows, int64_t n) {
+    int64_t c = 0;
+    for (; c + 32 <= n; c += 32) {
+        __m256 sum0 = _mm256_loadu_ps(y + c), sum1 = _mm256_loadu_ps(y + c + 8);
+        __m256 sum2 = _mm256_loadu_ps(y + c + 16), sum3 = _mm256_loadu_ps(y + c + 24);
+        for (int64_t r = 0; r < rows; r++) {
+            const float *row = x + r * stride + c;
+            const __m256 weight = _mm256_set1_ps(weights[r]);
+            sum0 = _mm256_fmadd_ps(weight, _mm256_loadu_ps(row), sum0);
+            sum1 = _mm256_fmadd_ps(weight, _mm256_loadu_ps(row + 8), sum1);
+            sum2 = _mm256_fmadd_ps(weight, _mm256_loadu_ps(row + 16), sum2);
+            sum3 = _mm256_fmadd_ps(weight, _mm256_loadu_ps(row + 24), sum3);
+        }
+        _mm256_storeu_ps(y + c, sum0);
+        _mm256_storeu_ps(y + c + 8, sum1);
+        _mm256_storeu_ps(y + c + 16, sum2);
+        _mm256_storeu_ps(y + c + 24, sum3);
+    }
+    for (; c < n; c += 8) {
+        const __m256i mask = lanes(n - c);
+        __m256 sum = _mm256_maskload_ps(y + c, mask);
+        for (int64_t r = 0; r < rows; r++) {
+            sum = _mm256_fmadd_ps(_mm256_set1_ps(weights[r]), _mm256_maskload_ps(x + r * stride + c, mask), sum);
+        }
+        _mm256_maskstore_ps(y + c, mask, sum);
+    }
+}
+
+static void weighted_max(float *y, const float *weights, const float *x, int64_t stride, int64_t rows, int64_t n) {
+    for (int64_t c = 0; c < n; c += 8) {
+        const __m256i mask = lanes(n - c);
+        __m256 most = _mm256_maskload_ps(y + c, mask);
+        for (int64_t r = 0; r < rows; r++) {
+            const __m256 value = _mm256_maskload_ps(x + r * stride + c, mask);
+            most = _mm256_max_ps(most, _mm256_mul_ps(_mm256_set1_ps(weights[r]), value));
+        }
+        _mm256_maskstore_ps(y + c, mask, most);
+    }
+}
+
+const kvc_simd kvc_simd_avx2 = {
+    .name = "avx2",
+    .load = {load_f32, load_bf16, load_f16},
+    .store = {store_f32, store_bf16, store_f16},
+    .rotate = rotate,
+    .transpose = transpose,
+    .logits = logits,
+    .softmax = softmax,
+    .exp_difference = exp_difference,
+    .weighted_sum = weighted_sum,
+    .weighted_max = weighted_max,
+};
+#else
+typedef int kvc_simd_avx2_is_empty; /* ISO C forbids an empty file */
+#endif

@@ -1,0 +1,298 @@
+/* The inner loops for AVX-512 (F, BW, VL, DQ); compiled with those flags, reached only on a CPU that has them. */
+#if defined(__x86_64__)
+#include "simd.h"
+
+#include <immintrin.h>
+#include <math.h>
+
+/* The first n of 16 lanes; none for n <= 0, all for n >= 16. */
+static inline __mmask16 lanes(int64_t n) {
+    const unsigned bits = n >= 16 ? 0xffffu : n <= 0 ? 0u : (1u << n) - 1u;
+    return (__mmask16)bits;
+}
+
+static void load_f32(float *dst, const void *src, int64_t n) {
+    const float *from = src;
+    for (int64_t i = 0; i < n; i += 16) {
+        const __mmask16 mask = lanes(n - i);
+        _mm512_mask_storeu_ps(dst + i, mask, _mm512_maskz_loadu_ps(mask, from + i));
+    }
+}
+
+static void store_f32(void *dst, const float *src, int64_t n) {
+    load_f32(dst, src, n);
+}
+
+static void load_bf16(float *dst, const void *src, int64_t n) {
+    const uint16_t *half = src;
+    for (int64_t i = 0; i < n; i += 16) {
+        const __mmask16 mask = lanes(n - i);
+        const __m512i wide = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, half + i));
+        _mm512_mask_storeu_epi32(dst + i, mask, _mm512_slli_epi32(wide, 16));
+    }
+}
+
+static void store_bf16(void *dst, const float *src, int64_t n) {
+    uint16_t *half = dst;
+    for (int64_t i = 0; i < n; i += 16) {
+        const __mmask16 mask = lanes(n - i);
+        const __m512 value = _mm512_maskz_loadu_ps(mask, src + i);
+        const __m512i bits = _mm512_castps_si512(value), top = _mm512_srli_epi32(bits, 16);
+        const __m512i odd = _mm512_and_si512(top, _mm512_set1_epi32(1));
+        const __m512i rounded = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
+        const __mmask16 nan = _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q);
+        const __m512i result = _mm512_mask_or_epi32(_mm512_srli_epi32(rounded, 16), nan, top, _mm512_set1_epi32(0x40));
+        _mm256_mask_storeu_epi16(half + i, mask, _mm512_cvtepi32_epi16(result));
+    }
+}
+
+static void load_f16(float *dst, const void *src, int64_t n) {
+    const uint16_t *half = src;
+    for (int64_t i = 0; i < n; i += 16) {
+        const __mmask16 mask = lanes(n - i);
+        _mm512_mask_storeu_ps(dst + i, mask, _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(mask, half + i)));
+    }
+}
+
+static void store_f16(void *dst, const float *src, int64_t n) {
+    uint16_t *half = dst;
+    for (int64_t i = 0; i < n; i += 16) {
+        const __mmask16 mask = lanes(n - i);
+        const __m512 value = _mm512_maskz_loadu_ps(mask, src + i);
+        _mm256_mask_storeu_epi16(half + i, mask, _mm512_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT));
+    }
+}
+
+static void rotate(float *low, float *high, const float *cosines, const float *sines, float sign, int64_t n) {
+    const __m512 signs = _mm512_set1_ps(sign);
+    for (int64_t i = 0; i < n; i += 16) {
+        const __mmask16 mask = lanes(n - i);
+        const __m512 x = _mm512_maskz_loadu_ps(mask, low + i), y = _mm512_maskz_loadu_ps(mask, high + i);
+        const __m512 c = _mm512_maskz_loadu_ps(mask, cosines + i);
+        const __m512 s = _mm512_mul_ps(signs, _mm512_maskz_loadu_ps(mask, sines + i));
+        _mm512_mask_storeu_ps(low + i, mask, _mm512_fmsub_ps(x, c, _mm512_mul_ps(y, s)));
+        _mm512_mask_storeu_ps(high + i, mask, _mm512_fmadd_ps(y, c, _mm512_mul_ps(x, s)));
+    }
+}
+
+/* 16 keys x 16 dims. Rows are loaded as four 4x4 blocks side by side, transposed within 128-bit lanes, then the lanes
+ * themselves are transposed. */
+static inline void transpose_block(float *dst, const float *src, int64_t stride) {
+    __m512 row[16], pair[16], quad[16];
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; i++) row[i] = _mm512_loadu_ps(src + i * stride);
+#pragma GCC unroll 8
+    for (int i = 0; i < 16; i += 2) {
+        pair[i] = _mm512_unpacklo_ps(row[i], row[i + 1]);
+        pair[i + 1] = _mm512_unpackhi_ps(row[i], row[i + 1]);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 16; i += 4) {
+        const __m512d a = _mm512_castps_pd(pair[i]), b = _mm512_castps_pd(pair[i + 1]);
+        const __m512d c = _mm512_castps_pd(pair[i + 2]), d = _mm512_castps_pd(pair[i + 3]);
+        quad[i] = _mm512_castpd_ps(_mm512_unpacklo_pd(a, c));
+        quad[i + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(a, c));
+        quad[i + 2] = _mm512_castpd_ps(_mm512_unpacklo_pd(b, d));
+        quad[i + 3] = _mm512_castpd_ps(_mm512_unpackhi_pd(b, d));
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+        const __m512 a = _mm512_shuffle_f32x4(quad[i], quad[i + 4], 0x88);
+        const __m512 b = _mm512_shuffle_f32x4(quad[i], quad[i + 4], 0xdd);
+        const __m512 c = _mm512_shuffle_f32x4(quad[i + 8], quad[i + 12], 0x88);
+        const __m512 d = _mm512_shuffle_f32x4(quad[i + 8], quad[i + 12], 0xdd);
+        _mm512_storeu_ps(dst + i * KVC_TILE, _mm512_shuffle_f32x4(a, c, 0x88));
+        _mm512_storeu_ps(dst + (i + 4) * KVC_TILE, _mm512_shuffle_f32x4(b, d, 0x88));
+        _mm512_storeu_ps(dst + (i + 8) * KVC_TILE, _mm512_shuffle_f32x4(a, c, 0xdd));
+        _mm512_storeu_ps(dst + (i + 12) * KVC_TILE, _mm512_shuffle_f32x4(b, d, 0xdd));
+    }
+}
+
+static void transpose(float *dst, const float *src, int64_t stride, int64_t keys, int64_t depth) {
+    const int64_t blocked = keys == KVC_TILE ? depth / 16 * 16 : 0;
+    for (int64_t d = 0; d < blocked; d += 16) {
+        for (int64_t j = 0; j < KVC_TILE; j += 16) transpose_block(dst + d * KVC_TILE + j, src + j * stride + d, stride);
+    }
+    kvc_portable_transpose(dst + blocked * KVC_TILE, src + blocked, stride, keys, depth - blocked);
+}
+
+static inline __attribute__((always_inline)) void logits_rows(float *c, int64_t stride, const float *a, const float *b,
+                                                              int64_t depth, const int rows, int accumulate) {
+    __m512 sums[KVC_TILE_ROWS][4];
+#pragma GCC unroll 6
+    for (int i = 0; i < rows; i++) {
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; j++) {
+            sums[i][j] = accumulate ? _mm512_loadu_ps(c + i * stride + 16 * j) : _mm512_setzero_ps();
+        }
+    }
+    for (int64_t d = 0; d < depth; d++) {
+        __m512 keys[4];
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; j++) keys[j] = _mm512_loadu_ps(b + d * KVC_TILE + 16 * j);
+#pragma GCC unroll 6
+        for (int i = 0; i < rows; i++) {
+            const __m512 query = _mm512_set1_ps(a[d * rows + i]);
+#pragma GCC unroll 4
+            for (int j = 0; j < 4; j++) sums[i][j] = _mm512_fmadd_ps(query, keys[j], sums[i][j]);
+        }
+    }
+#pragma GCC unroll 6
+    for (int i = 0; i < rows; i++) {
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; j++) _mm512_storeu_ps(c + i * stride + 16 * j, sums[i][j]);
+    }
+}
+
+static void logits(float *c, int64_t stride, const float *a, const float *b, int64_t depth, int64_t rows,
+                   int accumulate) {
+    switch (rows) {
+        case 1: logits_rows(c, stride, a, b, depth, 1, accumulate); break;
+        case 2: logits_rows(c, stride, a, b, depth, 2, accumulate); break;
+        case 3: logits_rows(c, stride, a, b, depth, 3, accumulate); break;
+        case 4: logits_rows(c, stride, a, b, depth, 4, accumulate); break;
+        case 5: logits_rows(c, stride, a, b, depth, 5, accumulate); break;
+        default: logits_rows(c, stride, a, b, depth, 6, accumulate); break;
+    }
+}
+
+/* exp(x) for x <= 0 and NaN (maxps returns its second operand when one is NaN); scalef makes the subnormals. */
+static inline __m512 exp_of(__m512 x) {
+    x = _mm512_max_ps(_mm512_set1_ps(KVC_EXP_LOWEST), x);
+    const __m512 k = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(KVC_LOG2E)), _MM_FROUND_TO_NEAREST_INT);
+    __m512 r = _mm512_fnmadd_ps(k, _mm512_set1_ps(KVC_LN2_HI), x);
+    r = _mm512_fnmadd_ps(k, _mm512_set1_ps(KVC_LN2_LO), r);
+    __m512 p = _mm512_set1_ps(KVC_EXP_P0);
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(KVC_EXP_P1));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(KVC_EXP_P2));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(KVC_EXP_P3));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(KVC_EXP_P4));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(KVC_EXP_P5));
+    p = _mm512_fmadd_ps(_mm512_mul_ps(p, r), r, r);
+    return _mm512_scalef_ps(_mm512_add_ps(p, _mm512_set1_ps(1.0f)), k);
+}
+
+/* The largest (sum) of 16 lanes in every lane: no detour through a scalar, whose latency a short row would feel. */
+static inline __m512 largest_of(__m512 x) {
+    x = _mm512_max_ps(x, _mm512_shuffle_f32x4(x, x, 0x4e));
+    x = _mm512_max_ps(x, _mm512_shuffle_f32x4(x, x, 0xb1));
+    x = _mm512_max_ps(x, _mm512_permute_ps(x, 0x4e));
+    return _mm512_max_ps(x, _mm512_permute_ps(x, 0xb1));
+}
+
+static inline __m512 sum_of(__m512 x) {
+    x = _mm512_add_ps(x, _mm512_shuffle_f32x4(x, x, 0x4e));
+    x = _mm512_add_ps(x, _mm512_shuffle_f32x4(x, x, 0xb1));
+    x = _mm512_add_ps(x, _mm512_permute_ps(x, 0x4e));
+    return _mm512_add_ps(x, _mm512_permute_ps(x, 0xb1));
+}
+
+/* What is subtracted from the logits: their maximum, 0 where that is -inf. */
+static inline __m512 base_of(__m512 largest) {
+    return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(largest, _mm512_set1_ps(-INFINITY), _CMP_NEQ_UQ), largest);
+}
+
+/* A whole tile row in registers. */
+static void softmax_tile(float *x, float scale, float *max, float *sum) {
+    const __m512 scales = _mm512_set1_ps(scale);
+    const __m512 a = _mm512_mul_ps(scales, _mm512_loadu_ps(x)), b = _mm512_mul_ps(scales, _mm512_loadu_ps(x + 16));
+    const __m512 c = _mm512_mul_ps(scales, _mm512_loadu_ps(x + 32)), d = _mm512_mul_ps(scales, _mm512_loadu_ps(x + 48));
+    const __m512 largest = largest_of(_mm512_max_ps(_mm512_max_ps(a, b), _mm512_max_ps(c, d)));
+    const __m512 base = base_of(largest);
+    const __m512 e = exp_of(_mm512_sub_ps(a, base)), f = exp_of(_mm512_sub_ps(b, base));
+    const __m512 g = exp_of(_mm512_sub_ps(c, base)), h = exp_of(_mm512_sub_ps(d, base));
+    _mm512_storeu_ps(x, e);
+    _mm512_storeu_ps(x + 16, f);
+    _mm512_storeu_ps(x + 32, g);
+    _mm512_storeu_ps(x + 48, h);
+    *max = _mm512_cvtss_f32(largest);
+    *sum = _mm512_cvtss_f32(sum_of(_mm512_add_ps(_mm512_add_ps(e, f), _mm512_add_ps(g, h))));
+}
+
+static void softmax(float *x, int64_t n, int64_t width, float scale, float *max, float *sum) {
+    if (n == KVC_TILE && width == KVC_TILE) {
+        softmax_tile(x, scale, max, sum);
+        return;
+    }
+    const __m512 lowest = _mm512_set1_ps(-INFINITY), scales = _mm512_set1_ps(scale);
+    __m512 most = lowest, total = _mm512_setzero_ps();
+    for (int64_t i = 0; i < n; i += 16) {
+        const __mmask16 mask = lanes(n - i);
+        const __m512 value = _mm512_mul_ps(scales, _mm512_maskz_loadu_ps(mask, x + i));
+        most = _mm512_mask_max_ps(most, mask, most, value);
+    }
+    const __m512 largest = largest_of(most), base = base_of(largest);
+    for (int64_t i = 0; i < width; i += 16) {
+        const __mmask16 mask = lanes(n - i);
+        const __m512 value = _mm512_sub_ps(_mm512_mul_ps(scales, _mm512_maskz_loadu_ps(mask, x + i)), base);
+        const __m512 e = _mm512_maskz_mov_ps(mask, exp_of(value));
+        total = _mm512_add_ps(total, e);
+        _mm512_mask_storeu_ps(x + i, lanes(width - i), e);
+    }
+    *max = _mm512_cvtss_f32(largest);
+    *sum = _mm512_cvtss_f32(sum_of(total));
+}
+
+static void exp_difference(float *out, const float *a, const float *b, int64_t n) {
+    for (int64_t i = 0; i < n; i += 16) {
+        const __mmask16 mask = lanes(n - i);
+        const __m512 x = _mm512_sub_ps(_mm512_maskz_loadu_ps(mask, a + i), _mm512_maskz_loadu_ps(mask, b + i));
+        _mm512_mask_storeu_ps(out + i, mask, exp_of(x));
+    }
+}
+
+static void weighted_sum(float *y, const float *weights, const float *x, int64_t stride, int64_t rows, int64_t n) {
+    int64_t c = 0;
+    for (; c + 64 <= n; c += 64) {
+        __m512 sum0 = _mm512_loadu_ps(y + c), sum1 = _mm512_loadu_ps(y + c + 16);
+        __m512 sum2 = _mm512_loadu_ps(y + c + 32), sum3 = _mm512_loadu_ps(y + c + 48);
+        for (int64_t r = 0; r < rows; r++) {
+            const float *row = x + r * stride + c;
+            const __m512 weight = _mm512_set1_ps(weights[r]);
+            sum0 = _mm512_fmadd_ps(weight, _mm512_loadu_ps(row), sum0);
+            sum1 = _mm512_fmadd_ps(weight, _mm512_loadu_ps(row + 16), sum1);
+            sum2 = _mm512_fmadd_ps(weight, _mm512_loadu_ps(row + 32), sum2);
+            sum3 = _mm512_fmadd_ps(weight, _mm512_loadu_ps(row + 48), sum3);
+        }
+        _mm512_storeu_ps(y + c, sum0);
+        _mm512_storeu_ps(y + c + 16, sum1);
+        _mm512_storeu_ps(y + c + 32, sum2);
+        _mm512_storeu_ps(y + c + 48, sum3);
+    }
+    for (; c < n; c += 16) {
+        const __mmask16 mask = lanes(n - c);
+        __m512 sum = _mm512_maskz_loadu_ps(mask, y + c);
+        for (int64_t r = 0; r < rows; r++) {
+            sum = _mm512_fmadd_ps(_mm512_set1_ps(weights[r]), _mm512_maskz_loadu_ps(mask, x + r * stride + c), sum);
+        }
+        _mm512_mask_storeu_ps(y + c, mask, sum);
+    }
+}
+
+static void weighted_max(float *y, const float *weights, const float *x, int64_t stride, int64_t rows, int64_t n) {
+    for (int64_t c = 0; c < n; c += 16) {
+        const __mmask16 mask = lanes(n - c);
+        __m512 most = _mm512_maskz_loadu_ps(mask, y + c);
+        for (int64_t r = 0; r < rows; r++) {
+            const __m512 value = _mm512_maskz_loadu_ps(mask, x + r * stride + c);
+            most = _mm512_max_ps(most, _mm512_mul_ps(_mm512_set1_ps(weights[r]), value));
+        }
+        _mm512_mask_storeu_ps(y + c, mask, most);
+    }
+}
+
+const kvc_simd kvc_simd_avx512 = {
+    .name = "avx512",
+    .load = {load_f32, load_bf16, load_f16},
+    .store = {store_f32, store_bf16, store_f16},
+    .rotate = rotate,
+    .transpose = transpose,
+    .logits = logits,
+    .softmax = softmax,
+    .exp_difference = exp_difference,
+    .weighted_sum = weighted_sum,
+    .weighted_max = weighted_max,
+};
+#else
+typedef int kvc_simd_avx512_is_empty; /* ISO C forbids an empty file */
+#endif

@@ -1,0 +1,172 @@
+/* The inner loops in plain C: complete, and the reference of the other tables. */
+#include "simd.h"
+
+#include <math.h>
+#include <string.h>
+
+static uint32_t bits_of(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+
+static float float_of(uint32_t bits) {
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+static void load_f32(float *dst, const void *src, int64_t n) {
+    if (n > 0) memcpy(dst, src, (size_t)n * sizeof(float));
+}
+
+static void store_f32(void *dst, const float *src, int64_t n) {
+    if (n > 0) memcpy(dst, src, (size_t)n * sizeof(float));
+}
+
+static void load_bf16(float *dst, const void *src, int64_t n) {
+    const uint16_t *half = src;
+    for (int64_t i = 0; i < n; i++) dst[i] = float_of((uint32_t)half[i] << 16);
+}
+
+static void store_bf16(void *dst, const float *src, int64_t n) {
+    uint16_t *half = dst;
+    for (int64_t i = 0; i < n; i++) {
+        const uint32_t bits = bits_of(src[i]);
+        const int nan = (bits & 0x7fffffffu) > 0x7f800000u;
+        const uint32_t rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
+        half[i] = (uint16_t)(nan ? (bits >> 16) | 0x40u : rounded >> 16);
+    }
+}
+
+static float float_of_half(uint16_t half) {
+    const uint32_t sign = (uint32_t)(half & 0x8000u) << 16;
+    const uint32_t exponent = (half >> 10) & 31u, mantissa = half & 1023u;
+    if (exponent == 31) return float_of(sign | 0x7f800000u | (mantissa << 13) | (mantissa ? 0x400000u : 0u));
+    if (exponent == 0) {
+        const float value = (float)mantissa * 0x1p-24f;
+        return float_of(sign | bits_of(value));
+    }
+    return float_of(sign | ((exponent + 112u) << 23) | (mantissa << 13));
+}
+
+static uint16_t half_of_float(float value) {
+    const uint32_t bits = bits_of(value), magnitude = bits & 0x7fffffffu, sign = (bits >> 16) & 0x8000u;
+    if (magnitude > 0x7f800000u) return (uint16_t)(sign | 0x7e00u | ((magnitude >> 13) & 1023u));
+    if (magnitude >= 0x477ff000u) return (uint16_t)(sign | 0x7c00u); /* 65520 and above round to infinity */
+    if (magnitude < 0x38800000u) {
+        /* subnormal: adding 0.5 leaves the last mantissa bit at 2^-24, so that the addition itself rounds */
+        return (uint16_t)(sign | (bits_of(float_of(magnitude) + 0.5f) - 0x3f000000u));
+    }
+    return (uint16_t)(sign | ((magnitude - 0x38000000u + 0xfffu + ((magnitude >> 13) & 1u)) >> 13));
+}
+
+static void load_f16(float *dst, const void *src, int64_t n) {
+    const uint16_t *half = src;
+    for (int64_t i = 0; i < n; i++) dst[i] = float_of_half(half[i]);
+}
+
+static void store_f16(void *dst, const float *src, int64_t n) {
+    uint16_t *half = dst;
+    for (int64_t i = 0; i < n; i++) half[i] = half_of_float(src[i]);
+}
+
+static void rotate(float *restrict low, float *restrict high, const float *restrict cosines,
+                   const float *restrict sines, float sign, int64_t n) {
+    for (int64_t i = 0; i < n; i++) {
+        const float x = low[i], y = high[i], c = cosines[i], s = sign * sines[i];
+        low[i] = x * c - y * s;
+        high[i] = y * c + x * s;
+    }
+}
+
+void kvc_portable_transpose(float *restrict dst, const float *restrict src, int64_t stride, int64_t keys,
+                            int64_t depth) {
+    for (int64_t d = 0; d < depth; d++) {
+        for (int64_t j = 0; j < keys; j++) dst[d * KVC_TILE + j] = src[j * stride + d];
+        for (int64_t j = keys; j < KVC_TILE; j++) dst[d * KVC_TILE + j] = 0.0f;
+    }
+}
+
+static void logits(float *restrict c, int64_t stride, const float *restrict a, const float *restrict b, int64_t depth,
+                   int64_t rows, int accumulate) {
+    float sums[KVC_TILE_ROWS][KVC_TILE];
+    for (int64_t i = 0; i < rows; i++) {
+        for (int64_t j = 0; j < KVC_TILE; j++) sums[i][j] = accumulate ? c[i * stride + j] : 0.0f;
+    }
+    for (int64_t d = 0; d < depth; d++) {
+        for (int64_t i = 0; i < rows; i++) {
+            const float query = a[d * rows + i];
+            for (int64_t j = 0; j < KVC_TILE; j++) sums[i][j] += query * b[d * KVC_TILE + j];
+        }
+    }
+    for (int64_t i = 0; i < rows; i++) memcpy(c + i * stride, sums[i], sizeof sums[i]);
+}
+
+/* exp(x) for x <= 0 and NaN. Rounding by adding 1.5*2^23, whose low bits then are the integer; 2^k in two factors, so
+ * that subnormal results come out. All of it is defined for NaN too, whose bits only make some unused k. */
+static inline float exp_of(float x) {
+    const float magic = 12582912.0f;
+    const float clamped = x < KVC_EXP_LOWEST ? KVC_EXP_LOWEST : x;
+    const float shifted = clamped * KVC_LOG2E + magic;
+    const float k = shifted - magic;
+    const float r = clamped - k * KVC_LN2_HI - k * KVC_LN2_LO;
+    float p = KVC_EXP_P0;
+    p = p * r + KVC_EXP_P1;
+    p = p * r + KVC_EXP_P2;
+    p = p * r + KVC_EXP_P3;
+    p = p * r + KVC_EXP_P4;
+    p = p * r + KVC_EXP_P5;
+    p = p * r * r + r + 1.0f;
+    const int32_t exponent = (int32_t)(bits_of(shifted) & 0x7fffffu) - 0x400000;
+    const int32_t first = exponent / 2, second = exponent - first;
+    return p * float_of((uint32_t)(first + 127) << 23) * float_of((uint32_t)(second + 127) << 23);
+}
+
+static void softmax(float *x, int64_t n, int64_t width, float scale, float *max, float *sum) {
+    float largest = -INFINITY, total = 0.0f;
+    for (int64_t i = 0; i < n; i++) {
+        x[i] *= scale;
+        largest = x[i] > largest ? x[i] : largest;
+    }
+    const float base = largest == -INFINITY ? 0.0f : largest;
+    for (int64_t i = 0; i < n; i++) x[i] = exp_of(x[i] - base);
+    for (int64_t i = 0; i < n; i++) total += x[i];
+    for (int64_t i = n; i < width; i++) x[i] = 0.0f;
+    *max = largest;
+    *sum = total;
+}
+
+static void exp_difference(float *out, const float *a, const float *b, int64_t n) {
+    for (int64_t i = 0; i < n; i++) out[i] = exp_of(a[i] - b[i]);
+}
+
+static void weighted_sum(float *restrict y, const float *restrict weights, const float *restrict x, int64_t stride,
+                         int64_t rows, int64_t n) {
+    for (int64_t r = 0; r < rows; r++) {
+        for (int64_t c = 0; c < n; c++) y[c] += weights[r] * x[r * stride + c];
+    }
+}
+
+static void weighted_max(float *restrict y, const float *restrict weights, const float *restrict x, int64_t stride,
+                         int64_t rows, int64_t n) {
+    for (int64_t r = 0; r < rows; r++) {
+        for (int64_t c = 0; c < n; c++) {
+            const float value = weights[r] * x[r * stride + c];
+            y[c] = value > y[c] ? value : y[c];
+        }
+    }
+}
+
+const kvc_simd kvc_simd_portable = {
+    .name = "portable",
+    .load = {load_f32, load_bf16, load_f16},
+    .store = {store_f32, store_bf16, store_f16},
+    .rotate = rotate,
+    .transpose = kvc_portable_transpose,
+    .logits = logits,
+    .softmax = softmax,
+    .exp_difference = exp_difference,
+    .weighted_sum = weighted_sum,
+    .weighted_max = weighted_max,
+};

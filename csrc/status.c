@@ -1,0 +1,25 @@
+/* Sentences for status codes, sizes of element types. */
+#include "kvc.h"
+
+const char *kvc_status_message(kvc_status status) {
+    switch (status) {
+        case KVC_OK: return "success";
+        case KVC_NULL_POINTER: return "an array that must be there is missing";
+        case KVC_BAD_SIZE: return "a size is negative or does not fit the others";
+        case KVC_BAD_DTYPE: return "the element type must be float32, bfloat16 or float16";
+        case KVC_BAD_INDEX: return "an index, position or length is out of range";
+        case KVC_TOO_FEW_SCORES: return "a row has fewer scores that are not NaN than places to fill";
+        case KVC_BAD_SCHEDULE: return "this memory schedule is not implemented";
+        case KVC_BAD_SIMD: return "no such table of inner loops, or this CPU cannot run it";
+    }
+    return "unknown status";
+}
+
+int64_t kvc_dtype_bytes(kvc_dtype dtype) {
+    switch (dtype) {
+        case KVC_F32: return 4;
+        case KVC_BF16:
+        case KVC_F16: return 2;
+    }
+    return 0;
+}

@@ -1,0 +1,59 @@
+/* What the kernels share: running ranges, addressing views, and packing queries and keys for simd.h's logits. */
+#ifndef KVC_TILE_H
+#define KVC_TILE_H
+#include "simd.h"
+
+#include <stddef.h>
+
+/* fn over [0, count), on the caller's threads if it has any. */
+static inline void run_parallel(kvc_parallel_for parallel_for, int64_t count, int64_t grain, kvc_range_fn fn,
+                                void *context) {
+    if (count <= 0) return;
+    if (parallel_for) {
+        parallel_for(count, grain, fn, context);
+    } else {
+        fn(0, count, context);
+    }
+}
+
+static inline int64_t min_of(int64_t a, int64_t b) {
+    return a < b ? a : b;
+}
+
+static inline int64_t max_of(int64_t a, int64_t b) {
+    return a > b ? a : b;
+}
+
+/* a / b rounded up, a >= 0, b > 0. */
+static inline int64_t ceil_div(int64_t a, int64_t b) {
+    return a / b + (a % b != 0);
+}
+
+/* Rows of the block of KVC_TILE_ROWS that starts at `first` of `rows`. */
+static inline int64_t block_rows(int64_t first, int64_t rows) {
+    return min_of(KVC_TILE_ROWS, rows - first);
+}
+
+/* Address of element (b, h, t, d); NULL of a view of nothing. */
+static inline char *view_at(const kvc_view *view, int64_t b, int64_t h, int64_t t, int64_t d) {
+    if (!view->data) return NULL;
+    const int64_t element = b * view->stride_b + h * view->stride_h + t * view->stride_t + d;
+    return (char *)view->data + element * kvc_dtype_bytes(view->dtype);
+}
+
+/* Whether a view's dtype is known. */
+static inline int dtype_known(kvc_dtype dtype) {
+    return kvc_dtype_bytes(dtype) != 0;
+}
+
+/* Queries first..first+rows of the flat list (h - head)*S + s as float32, in blocks of KVC_TILE_ROWS rows, each block
+ * [D, rows of the block] as simd.h's logits reads it: the block that starts at row i begins at packed + i*D.
+ * packed float32 [rows*D]; first counts from a block's start. */
+void kvc_tile_pack_queries(float *packed, const kvc_view *q, int64_t b, int64_t head, int64_t S, int64_t D,
+                           int64_t first, int64_t rows);
+
+/* Keys as float32, transposed to [depth, KVC_TILE], zeros behind the last key; depth <= KVC_TILE_DEPTH.
+ * Key j lies stride elements after key j-1, at src. buffer float32 [KVC_TILE*KVC_TILE_DEPTH] serves the conversion. */
+void kvc_tile_pack_keys(float *packed, float *buffer, const char *src, kvc_dtype dtype, int64_t stride, int64_t keys,
+                        int64_t depth);
+#endif

@@ -1,0 +1,120 @@
+// What every op needs: argument checks, views for the kernels, and one call that runs on the tensor's device.
+//
+// The checks here keep memory safe whoever calls torch.ops; kvcompress/ops.py says the same in the user's terms.
+#pragma once
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/util/Exception.h>
+
+#include <optional>
+#include <tuple>
+
+#include "kvc.h"
+
+#ifdef KVC_WITH_CUDA
+#include <cuda_runtime.h>
+
+#include "cuda/kvc_cuda.h"
+// Weak: a CPU build of Torch has no such symbol, and the library must still load there.
+extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t, void**);
+#endif
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+inline void torch_parallel_for(int64_t count, int64_t grain, kvc_range_fn fn, void* context) {
+    torch::stable::parallel_for(0, count, grain, [&](int64_t begin, int64_t end) { fn(begin, end, context); });
+}
+
+inline kvc_dtype dtype_of(const Tensor& x, const char* name) {
+    switch (x.scalar_type()) {
+        case ScalarType::Float: return KVC_F32;
+        case ScalarType::BFloat16: return KVC_BF16;
+        case ScalarType::Half: return KVC_F16;
+        default: STD_TORCH_CHECK(false, name, " must be float32, bfloat16 or float16");
+    }
+    return KVC_F32;
+}
+
+inline void check_device(const Tensor& x, const Tensor& like, const char* name) {
+    STD_TORCH_CHECK(x.is_cpu() == like.is_cpu() && x.get_device_index() == like.get_device_index(), name,
+                    " must be on the same device as the first argument");
+}
+
+// A contiguous tensor of the given type and size; sizes of -1 are free.
+inline void check_array(const Tensor& x, const Tensor& like, ScalarType type, std::initializer_list<int64_t> sizes,
+                        const char* name) {
+    check_device(x, like, name);
+    STD_TORCH_CHECK(x.scalar_type() == type, name, " has the wrong dtype");
+    STD_TORCH_CHECK(x.is_contiguous(), name, " must be contiguous");
+    STD_TORCH_CHECK(x.dim() == static_cast<int64_t>(sizes.size()), name, " must have ", sizes.size(),
+                    " dimensions, got ", x.dim());
+    int64_t d = 0;
+    for (int64_t size : sizes) {
+        STD_TORCH_CHECK(size < 0 || x.size(d) == size, name, " must have size ", size, " in dimension ", d, ", got ",
+                        x.size(d));
+        d++;
+    }
+}
+
+// int32 array or NULL.
+inline const int32_t* int_array(const std::optional<Tensor>& x, const Tensor& like,
+                                std::initializer_list<int64_t> sizes, const char* name) {
+    if (!x.has_value()) return nullptr;
+    check_array(*x, like, ScalarType::Int, sizes, name);
+    return static_cast<const int32_t*>(x->const_data_ptr());
+}
+
+// A [B, H, T, D] tensor with contiguous last dimension and any other strides.
+inline kvc_view view_of(const Tensor& x, const char* name) {
+    STD_TORCH_CHECK(x.dim() == 4, name, " must have 4 dimensions [B, H, T, D], got ", x.dim());
+    STD_TORCH_CHECK(x.size(3) <= 1 || x.stride(3) == 1, name, " must be contiguous in its last dimension");
+    return {const_cast<void*>(x.const_data_ptr()), dtype_of(x, name), x.stride(0), x.stride(1), x.stride(2)};
+}
+
+inline void check_status(kvc_status status, const char* op) {
+    STD_TORCH_CHECK(status == KVC_OK, op, ": ", kvc_status_message(status));
+}
+
+// KVC_CUDA_CALL(expression of `stream`): the CUDA side of run(); nothing in a build without CUDA.
+#ifdef KVC_WITH_CUDA
+#define KVC_CUDA_CALL(...) [&]([[maybe_unused]] cudaStream_t stream) -> cudaError_t { return __VA_ARGS__; }
+#else
+#define KVC_CUDA_CALL(...) 0
+#endif
+
+// Runs the kernel of the device that `on` lives on, on Torch's threads or on the current stream.
+template <class Cpu, class Cuda>
+void run(const char* op, const Tensor& on, Cpu cpu, [[maybe_unused]] Cuda cuda) {
+    if (on.is_cpu()) {
+        check_status(cpu(), op);
+        return;
+    }
+#ifdef KVC_WITH_CUDA
+    torch::stable::accelerator::DeviceGuard guard(on.get_device_index());
+    void* stream = nullptr;
+    STD_TORCH_CHECK(aoti_torch_get_current_cuda_stream != nullptr &&
+                        aoti_torch_get_current_cuda_stream(on.get_device_index(), &stream) == 0,
+                    op, ": Torch gave no CUDA stream");
+    cudaError_t error = cuda(static_cast<cudaStream_t>(stream));
+    STD_TORCH_CHECK(error == cudaSuccess, op, ": ", cudaGetErrorString(error));
+#else
+    STD_TORCH_CHECK(false, op, ": this build of kvcompress has no CUDA kernels; rebuild with KVC_CUDA=1");
+#endif
+}
+
+#ifdef KVC_WITH_CUDA
+#define KVC_REGISTER_CUDA(name) \
+    STABLE_TORCH_LIBRARY_IMPL(kvcompress, CUDA, m) { m.impl(#name, TORCH_BOX(&name)); }
+#else
+#define KVC_REGISTER_CUDA(name)
+#endif
+
+// One op, one schema, one function for both devices.
+#define KVC_REGISTER(name, schema)                                                   \
+    STABLE_TORCH_LIBRARY_FRAGMENT(kvcompress, m) { m.def(schema); }                  \
+    STABLE_TORCH_LIBRARY_IMPL(kvcompress, CPU, m) { m.impl(#name, TORCH_BOX(&name)); } \
+    KVC_REGISTER_CUDA(name)

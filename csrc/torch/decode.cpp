@@ -1,0 +1,73 @@
+#include "common.h"
+
+static std::tuple<Tensor, Tensor> decode(const Tensor& queries, const Tensor& k_pages, const Tensor& v_pages,
+                                         const std::optional<Tensor>& block_table, const std::optional<Tensor>& begin,
+                                         const Tensor& end, double scale, bool causal) {
+    const kvc_view q = view_of(queries, "queries");
+    const int64_t B = queries.size(0), Hq = queries.size(1), S = queries.size(2), D = queries.size(3);
+    check_device(k_pages, queries, "k_pages");
+    STD_TORCH_CHECK(k_pages.dim() == 3 && k_pages.size(2) == D && k_pages.is_contiguous(),
+                    "k_pages must be contiguous [pages, P, D] with the queries' D = ", D);
+    const kvc_dtype cache_dtype = dtype_of(k_pages, "k_pages");
+    check_array(v_pages, queries, k_pages.scalar_type(), {k_pages.size(0), k_pages.size(1), D}, "v_pages");
+    check_array(end, queries, ScalarType::Int, {-1}, "end");
+    const int64_t R = end.size(0), Hkv = B > 0 ? R / B : 0;
+    STD_TORCH_CHECK(R == B * Hkv && (B == 0 || (Hkv > 0 && Hq % Hkv == 0)),
+                    "end must have one entry per row, B*Hkv with Hkv dividing Hq; got ", R);
+    Tensor out = torch::stable::new_empty(queries, {B, Hq, S, D});
+    Tensor lse = torch::stable::new_empty(queries, {B, Hq, S}, ScalarType::Float);
+    kvc_decode_args args = {
+        .out = out.mutable_data_ptr(),
+        .lse = static_cast<float*>(lse.mutable_data_ptr()),
+        .q = q,
+        .k_pages = k_pages.const_data_ptr(),
+        .v_pages = v_pages.const_data_ptr(),
+        .cache_dtype = cache_dtype,
+        .block_table = int_array(block_table, queries, {R, -1}, "block_table"),
+        .begin = int_array(begin, queries, {R}, "begin"),
+        .end = static_cast<const int32_t*>(end.const_data_ptr()),
+        .scratch = nullptr,
+        .B = B, .Hq = Hq, .Hkv = Hkv, .S = S, .D = D,
+        .P = k_pages.size(1),
+        .pages = k_pages.size(0),
+        .blocks = block_table.has_value() ? block_table->size(1) : 1,
+        .scale = static_cast<float>(scale),
+        .causal = causal,
+    };
+    Tensor scratch = torch::stable::new_empty(queries, {queries.is_cpu() ? kvc_decode_scratch_bytes(&args) : 0},
+                                              ScalarType::Byte);
+    args.scratch = scratch.mutable_data_ptr();
+    run("decode", queries, [&] { return kvc_decode(&args, torch_parallel_for); },
+        KVC_CUDA_CALL(kvc_cuda_decode(&args, stream)));
+    return {out, lse};
+}
+
+static std::tuple<Tensor, Tensor> merge_states(const Tensor& out_a, const Tensor& lse_a, const Tensor& out_b,
+                                               const Tensor& lse_b) {
+    STD_TORCH_CHECK(out_a.dim() == 4 && out_a.is_contiguous(), "out_a must be contiguous [B, Hq, S, D]");
+    const int64_t B = out_a.size(0), Hq = out_a.size(1), S = out_a.size(2), D = out_a.size(3);
+    check_array(out_b, out_a, out_a.scalar_type(), {B, Hq, S, D}, "out_b");
+    check_array(lse_a, out_a, ScalarType::Float, {B, Hq, S}, "lse_a");
+    check_array(lse_b, out_a, ScalarType::Float, {B, Hq, S}, "lse_b");
+    Tensor out = torch::stable::empty_like(out_a), lse = torch::stable::empty_like(lse_a);
+    const kvc_merge_states_args args = {
+        .out = out.mutable_data_ptr(),
+        .lse = static_cast<float*>(lse.mutable_data_ptr()),
+        .out_a = out_a.const_data_ptr(),
+        .out_b = out_b.const_data_ptr(),
+        .lse_a = static_cast<const float*>(lse_a.const_data_ptr()),
+        .lse_b = static_cast<const float*>(lse_b.const_data_ptr()),
+        .dtype = dtype_of(out_a, "out_a"),
+        .N = B * Hq * S,
+        .D = D,
+    };
+    run("merge_states", out_a, [&] { return kvc_merge_states(&args, torch_parallel_for); },
+        KVC_CUDA_CALL(kvc_cuda_merge_states(&args, stream)));
+    return {out, lse};
+}
+
+KVC_REGISTER(decode,
+             "decode(Tensor queries, Tensor k_pages, Tensor v_pages, Tensor? block_table, Tensor? begin, Tensor end, "
+             "float scale, bool causal) -> (Tensor, Tensor)")
+KVC_REGISTER(merge_states,
+             "merge_states(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b) -> (Tensor, Tensor)")

@@ -1,0 +1,41 @@
+#include <torch/csrc/stable/device.h>
+
+#include <string>
+
+#include "common.h"
+
+// Integers in, integers out: [3, n] rows chunks, memory, stored; always on the CPU.
+static Tensor plan(int64_t prompt_length, int64_t chunk_size, int64_t memory_size, int64_t initial_memory,
+                   int64_t schedule) {
+    const int64_t n = kvc_plan_iterations(prompt_length, chunk_size);
+    STD_TORCH_CHECK(n >= 0, "plan: prompt_length must be at least 0 and chunk_size at least 1");
+    Tensor out = torch::stable::empty({3, n}, ScalarType::Long);
+    int64_t* rows = static_cast<int64_t*>(out.mutable_data_ptr());
+    const kvc_plan_args args = {
+        .chunks = rows,
+        .memory = rows + n,
+        .stored = rows + 2 * n,
+        .prompt_length = prompt_length,
+        .chunk_size = chunk_size,
+        .memory_size = memory_size,
+        .initial_memory = initial_memory,
+        .schedule = static_cast<kvc_schedule>(schedule),
+    };
+    check_status(kvc_plan(&args), "plan");
+    return out;
+}
+
+// The table of inner loops in use; a name switches to that table first (for tests).
+static std::string simd(std::string name) {
+    if (!name.empty()) check_status(kvc_simd_select(name.c_str()), "simd");
+    return kvc_simd_name();
+}
+
+STABLE_TORCH_LIBRARY_FRAGMENT(kvcompress, m) {
+    m.def("plan(int prompt_length, int chunk_size, int memory_size, int initial_memory, int schedule) -> Tensor");
+    m.def("simd(str name) -> str");
+}
+STABLE_TORCH_LIBRARY_IMPL(kvcompress, CompositeExplicitAutograd, m) {
+    m.impl("plan", TORCH_BOX(&plan));
+    m.impl("simd", TORCH_BOX(&simd));
+}

@@ -1,0 +1,40 @@
+#include "common.h"
+
+static Tensor window_scores(const Tensor& queries, const Tensor& keys, const std::optional<Tensor>& lengths,
+                            double scale, int64_t reduce, int64_t pool, int64_t kernel_size) {
+    const kvc_view q = view_of(queries, "queries"), k = view_of(keys, "keys");
+    const int64_t B = queries.size(0), Hq = queries.size(1), W = queries.size(2), D = queries.size(3);
+    const int64_t Hkv = keys.size(1), T = keys.size(2);
+    check_device(keys, queries, "keys");
+    STD_TORCH_CHECK(keys.size(0) == B && keys.size(3) == D, "keys must be [B, Hkv, T, D] with the queries' B and D");
+    STD_TORCH_CHECK(W < T, "keys must be longer than the window of ", W, " queries, got ", T);
+    STD_TORCH_CHECK(reduce >= 0 && reduce <= KVC_REDUCE_MAX && pool >= 0 && pool <= KVC_POOL_MAX,
+                    "reduce and pool must be values of kvc_reduce and kvc_pool");
+    Tensor scores = torch::stable::new_empty(queries, {B, Hkv, T - W}, ScalarType::Float);
+    kvc_window_scores_args args = {
+        .scores = static_cast<float*>(scores.mutable_data_ptr()),
+        .q = q,
+        .k = k,
+        .lengths = int_array(lengths, queries, {B}, "lengths"),
+        .scratch = nullptr,
+        .B = B, .Hq = Hq, .Hkv = Hkv, .W = W, .T = T, .D = D,
+        .scale = static_cast<float>(scale),
+        .reduce = static_cast<kvc_reduce>(reduce),
+        .pool = static_cast<kvc_pool>(pool),
+        .kernel_size = kernel_size,
+    };
+    int64_t bytes = 0;
+    if (queries.is_cpu()) bytes = kvc_window_scores_scratch_bytes(&args);
+#ifdef KVC_WITH_CUDA
+    else bytes = kvc_cuda_window_scores_scratch_bytes(&args);
+#endif
+    Tensor scratch = torch::stable::new_empty(queries, {bytes > 0 ? bytes : 0}, ScalarType::Byte);
+    args.scratch = scratch.mutable_data_ptr();
+    run("window_scores", queries, [&] { return kvc_window_scores(&args, torch_parallel_for); },
+        KVC_CUDA_CALL(kvc_cuda_window_scores(&args, stream)));
+    return scores;
+}
+
+KVC_REGISTER(window_scores,
+             "window_scores(Tensor queries, Tensor keys, Tensor? lengths, float scale, int reduce, int pool, "
+             "int kernel_size) -> Tensor")

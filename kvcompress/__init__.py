@@ -1,0 +1,23 @@
+"""Attention over a compressed key-value cache for PyTorch and Hugging Face models."""
+
+import torch  # noqa: F401  loads libtorch before the extension that needs it
+
+from .caches import CompressedCache, IterativeCache, StreamingCache
+from .hf import attach, detach
+from .models import load_example_model
+from .planner import Plan, plan
+from .prefill import generate, prefill
+
+__version__ = "0.1.0"
+__all__ = [
+    "CompressedCache",
+    "IterativeCache",
+    "Plan",
+    "StreamingCache",
+    "attach",
+    "detach",
+    "generate",
+    "load_example_model",
+    "plan",
+    "prefill",
+]

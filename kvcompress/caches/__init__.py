@@ -1,0 +1,8 @@
+"""Caches: transformers caches that keep less than they have seen."""
+
+from .base import CompressedCache, CompressedLayer
+from .iterative import IterativeCache
+from .pool import PagePool
+from .streaming import StreamingCache
+
+__all__ = ["CompressedCache", "CompressedLayer", "IterativeCache", "PagePool", "StreamingCache"]

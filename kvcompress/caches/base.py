@@ -1,0 +1,265 @@
+"""What every compressed cache is: a transformers Cache whose layers own positions, storage and attention."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from ..planner import Plan
+from ..positions import RotaryTables
+
+
+@dataclass(frozen=True)
+class Iteration:
+    """One iteration of reading a prompt: memory to keep per sequence, and how many of its last tokens are the guide."""
+
+    memory: tuple[int, ...]
+    guide_length: int = 0
+
+
+@dataclass(frozen=True)
+class Step:
+    """One forward pass. counts[b]: tokens of sequence b in it, right-aligned; columns before them are padding."""
+
+    counts: tuple[int, ...] = ()
+    columns: int = 0
+    iteration: Iteration | None = None
+
+
+class CompressedLayer(CacheLayerMixin):
+    """One attention layer's cache. Subclasses store keys and values and answer `attend`."""
+
+    is_sliding = False
+    supports_early_init = False
+
+    def __init__(self, cache: CompressedCache, sliding_window: int | None) -> None:
+        super().__init__()
+        self.cache = cache
+        self.sliding_window = sliding_window
+
+    @abstractmethod
+    def attend(self, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
+        """Stores the new tokens and returns their attention.
+
+        queries: [B, Hq, S, D], keys, values: [B, Hkv, S, D], before rotation (after any q/k norm).
+        Returns [B, Hq, S, D]. Which columns are tokens says cache.step.
+        """
+
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Bytes of keys, values and tables now."""
+
+    @abstractmethod
+    def stored_lengths(self) -> list[list[int]]:
+        """Tokens held per sequence and KV head: [B][Hkv]."""
+
+    @abstractmethod
+    def select_batch(self, indices: list[int]) -> None:
+        """Keeps copies of the given sequences in this order."""
+
+    def check_window(self, positions: int) -> None:
+        """Refuses to go where the model's own sliding window would hide keys."""
+        if self.sliding_window is not None and positions > self.sliding_window:
+            raise ValueError(
+                f"this layer's sliding_window of {self.sliding_window} tokens is shorter than the {positions} keys in "
+                "sight; use a smaller memory_size and chunk_size, or a model without sliding window"
+            )
+
+    # the rest of CacheLayerMixin, and what generation calls besides
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.is_initialized = True
+
+    def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        raise RuntimeError("this model is not attached: call kvcompress.attach(model) before using a compressed cache")
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return query_length, 0  # as for a first prompt: transformers then builds no mask
+
+    def get_seq_length(self) -> int:
+        return self.cache.seen
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def offload(self) -> None:
+        raise NotImplementedError("offloading is not supported by compressed caches; they are small: keep them in place")
+
+    prefetch = offload
+
+    def drop_last(self, tokens: int) -> None:
+        """Takes back the last tokens of every sequence."""
+        raise NotImplementedError(f"{type(self.cache).__name__} cannot take back tokens (crop): what it dropped is gone")
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.select_batch(beam_idx.tolist())
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self.select_batch([b for b in range(len(self.stored_lengths())) for _ in range(repeats)])
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        if indices.dtype == torch.bool:
+            indices = indices.nonzero().flatten()
+        self.select_batch(indices.tolist())
+
+
+class CompressedCache(Cache):
+    """A cache for an attached model; see IterativeCache and StreamingCache."""
+
+    layers: list[CompressedLayer]
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        config = config.get_text_config(decoder=True)
+        kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+        for kind in kinds:
+            if kind not in ("full_attention", "sliding_attention"):
+                raise ValueError(f"layer type {kind!r} is not supported, only full_attention and sliding_attention")
+        window = getattr(config, "sliding_window", None)
+        has_types = getattr(config, "layer_types", None) is not None
+        windows = [window if kind == "sliding_attention" or not has_types else None for kind in kinds]
+        super().__init__(layers=[self._new_layer(w) for w in windows])
+        self.trained_length: int = config.max_position_embeddings
+        self.step = Step()
+        self.seen = 0  # columns of input that went in, padding included: generation slices its prompt by it
+        self.fixed = 0  # how many of them cannot be taken back
+        self.rotary: RotaryTables | None = None
+        self._rotary_source: nn.Module | None = None
+        self._batch = 0
+        self._running = False
+        self._repeated = 0
+
+    @abstractmethod
+    def _new_layer(self, sliding_window: int | None) -> CompressedLayer: ...
+
+    # ---- reading a prompt (kvcompress.prefill) ----
+
+    @abstractmethod
+    def plan_prompt(self, length: int) -> Plan:
+        """How a prompt of this many tokens is read."""
+
+    def begin_prompt(self, plans: list[Plan], guide_length: int) -> None:
+        """Prepares for iterations over a prompt (one plan per sequence)."""
+
+    def end_prompt(self, columns: int) -> None:
+        """The prompt is read: `columns` input columns, padding included."""
+        self.seen += columns
+        self.fixed = self.seen
+
+    # ---- one forward pass (the hook of kvcompress.attach) ----
+
+    def begin_forward(self, rotary_emb: nn.Module, batch: int, columns: int, attention_mask: Tensor | None) -> None:
+        """Checks and notes what the coming forward pass brings. attention_mask: [B, at least columns] or None."""
+        self.check_complete()
+        if self._batch and batch != self._batch:
+            if batch % self._batch:
+                raise ValueError(f"input has batch size {batch}, but the cache holds {self._batch} sequences")
+            self.batch_repeat_interleave(batch // self._batch)  # beams, several samples per prompt
+        if self._rotary_source is not rotary_emb:
+            self.rotary, self._rotary_source = RotaryTables(rotary_emb), rotary_emb
+        self._batch = batch
+        self.step = Step(self._counts(batch, columns, attention_mask), columns, self.step.iteration)
+        self._running = True
+
+    def activate_past_recording(self) -> None:
+        """Assisted decoding begins: tokens must be able to go back."""
+        if not self.is_croppable:
+            raise NotImplementedError(
+                f"assisted decoding is not supported by {type(self).__name__}: what it dropped cannot come back; "
+                "use IterativeCache"
+            )
+        self._repeated = self.seen
+
+    def repeated_columns(self) -> int:
+        """Columns at the start of this forward's input that the cache has read already.
+
+        transformers' assisted decoding passes the whole prompt once more after a prefill.
+        """
+        repeated, self._repeated = self._repeated, 0
+        return repeated
+
+    def end_forward(self) -> None:
+        if self.step.iteration is None:
+            self.seen += self.step.columns
+        self._running = False
+
+    def check_complete(self) -> None:
+        if self._running:
+            raise RuntimeError(
+                "this cache is incomplete: an earlier forward pass or prefill stopped before its end; call reset()"
+            )
+
+    def mark_incomplete(self) -> None:
+        self._running = True
+
+    def _counts(self, batch: int, columns: int, mask: Tensor | None) -> tuple[int, ...]:
+        # a decode step on a GPU does not wait for the device: its column is a token in every sequence
+        if mask is None or (columns == 1 and self.seen > 0 and mask.device.type != "cpu"):
+            return (columns,) * batch
+        if mask.ndim != 2 or mask.shape[0] != batch or mask.shape[1] < columns:
+            raise ValueError(
+                f"attention_mask must be [{batch}, at least {columns}] of zeros and ones, got shape {tuple(mask.shape)}"
+            )
+        here = mask[:, -columns:] != 0
+        counts = here.sum(1)
+        expected = torch.arange(columns, device=mask.device) >= columns - counts[:, None]
+        if not torch.equal(here, expected):
+            raise ValueError("attention_mask must be left-padded: zeros, then ones; other padding is not supported")
+        return tuple(counts.tolist())
+
+    # ---- what users ask ----
+
+    @property
+    def batch_size(self) -> int:
+        return self._batch or -1
+
+    def nbytes(self) -> int:
+        """Bytes that the cache holds now: pages, tables and buffers of all layers."""
+        return sum(layer.nbytes() for layer in self.layers)
+
+    def stored_lengths(self) -> list[list[list[int]]]:
+        """Tokens held per layer, sequence and KV head: [L][B][Hkv]. get_seq_length() is the number of tokens seen."""
+        return [layer.stored_lengths() for layer in self.layers]
+
+    def reset(self) -> None:
+        """Empties the cache and makes it usable again, whatever state it was in."""
+        windows = [layer.sliding_window for layer in self.layers]
+        self.layers = [self._new_layer(window) for window in windows]
+        self.step, self.seen, self.fixed, self._batch, self._running = Step(), 0, 0, 0, False
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.seen
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Takes back tokens; a negative number, as transformers has it. Not those of a compressed prompt."""
+        if tokens_to_remove > 0:
+            raise ValueError(f"crop takes minus the number of tokens to remove, got {tokens_to_remove}")
+        if -tokens_to_remove > self.seen - self.fixed:
+            raise ValueError(
+                f"crop can remove at most the {self.seen - self.fixed} tokens that followed the prompt, "
+                f"got {-tokens_to_remove}"
+            )
+        if tokens_to_remove:
+            for layer in self.layers:
+                layer.drop_last(-tokens_to_remove)
+            self.seen += tokens_to_remove
+
+    def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        return self.layers[0].update()
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        super().batch_repeat_interleave(repeats)
+        self._batch *= repeats
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        super().batch_select_indices(indices)
+        self._batch = len(self.layers[0].stored_lengths())
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        super().reorder_cache(beam_idx)
+        self._batch = len(beam_idx)

@@ -1,0 +1,212 @@
+"""StreamingCache: first tokens and a sliding window, positions by slot, so that it runs without end (StreamingLLM)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from .. import ops, planner
+from ..planner import Plan
+from .base import CompressedCache, CompressedLayer
+
+_BLOCK = 256  # queries that share one logits matrix while a prompt is read
+
+
+class StreamingLayer(CompressedLayer):
+    """Rows of num_sink_tokens + window_size slots; the window is a ring.
+
+    Token i of a sequence lies in slot i if i < sinks, else in slot sinks + (i - sinks) % window. Sinks are rotated at
+    their index; ring keys at i - base, where base moves up now and then (one re-rotation of the ring) so that angles stay
+    small. A query thus needs two rotations: i - base for the ring and, positions by slot, min(i, sinks + window - 1) for
+    the sinks; attention is two segments merged by their LSE.
+    """
+
+    cache: StreamingCache
+
+    def __init__(self, cache: StreamingCache, sliding_window: int | None) -> None:
+        super().__init__(cache, sliding_window)
+        self.sinks, self.window = cache.num_sink_tokens, cache.window_size
+        self.check_window(self.sinks + self.window)
+        self.keys: Tensor | None = None  # [R, sinks + window, D]
+        self.values: Tensor | None = None
+        self.tokens: list[int] = []  # tokens seen per sequence, padding not counted
+        self.base: list[int] = []
+
+    def attend(self, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
+        B, Hkv, S, D = keys.shape
+        if self.keys is None:
+            self.keys = keys.new_zeros(B * Hkv, self.sinks + self.window, D)
+            self.values = torch.zeros_like(self.keys)
+            self.tokens, self.base = [0] * B, [0] * B
+        counts = self.cache.step.counts
+        if S == 1 and min(counts) == 1:
+            out = self._decode(queries, keys, values, scaling)
+        else:
+            out = torch.zeros_like(queries)
+            for b, count in enumerate(counts):
+                start = S - count
+                while start < S:
+                    stop = min(S, start + self._block(b))
+                    part = (slice(b, b + 1), slice(None), slice(start, stop))
+                    out[part] = self._read(b, queries[part], keys[part], values[part], scaling)
+                    start = stop
+        return out
+
+    def _rotate(self, x: Tensor, positions: Tensor) -> Tensor:
+        assert self.cache.rotary is not None
+        slots = self.sinks + self.window
+        return self.cache.rotary.rotate(x, positions, self._bound(), [slots] * x.shape[0])
+
+    def _bound(self) -> int:
+        """Positions stay below this: the ring is moved back before they reach it."""
+        return 2 * (self.sinks + self.window) + _BLOCK
+
+    def _move_back(self, new: int) -> None:
+        """Raises base where the next `new` tokens would pass the bound, and rotates the ring back by as much."""
+        distance = [0] * len(self.tokens)
+        for b, (tokens, base) in enumerate(zip(self.tokens, self.base, strict=True)):
+            if tokens + new - base > self._bound():
+                distance[b] = tokens - self.window - base  # the oldest key of the ring then has position 0
+                self.base[b] += distance[b]
+        if any(distance):
+            assert self.keys is not None and self.cache.rotary is not None
+            B, R = len(self.tokens), self.keys.shape[0]
+            ring = self.keys[:, self.sinks :].unflatten(0, (B, R // B))
+            places = torch.tensor(distance, dtype=torch.int32).to(ring.device)[:, None].expand(B, self.window)
+            moved = self.cache.rotary.move_back(
+                ring, places.contiguous(), max(distance) + 1, self.sinks + self.window
+            )
+            self.keys[:, self.sinks :] = moved.flatten(0, 1)
+
+    def _slot(self, token: int) -> int:
+        return token if token < self.sinks else self.sinks + (token - self.sinks) % self.window
+
+    def _query_slot(self, token: int) -> int:
+        return min(token, self.sinks + self.window - 1)
+
+    def _decode(self, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
+        """One token per sequence."""
+        assert self.keys is not None and self.values is not None
+        self._move_back(1)
+        device, B = keys.device, len(self.tokens)
+        R = self.keys.shape[0]
+
+        def per_sequence(numbers: list[int]) -> Tensor:
+            return torch.tensor(numbers, dtype=torch.int32).to(device)[:, None]
+
+        places = [
+            token if token < self.sinks else token - base for token, base in zip(self.tokens, self.base, strict=True)
+        ]
+        ring_places = per_sequence([token - base for token, base in zip(self.tokens, self.base, strict=True)])
+        slots = per_sequence([self._slot(token) for token in self.tokens]).expand(B, R // B).reshape(R).long()
+        rows = torch.arange(R, device=device)
+        self.keys[rows, slots] = self._rotate(keys, per_sequence(places)).reshape(R, -1)
+        self.values[rows, slots] = values.reshape(R, -1)
+        self.tokens = [token + 1 for token in self.tokens]
+
+        def per_row(numbers: list[int]) -> Tensor:
+            return per_sequence(numbers).expand(B, R // B).reshape(R).contiguous()
+
+        filled = per_row([min(token, self.sinks + self.window) for token in self.tokens])
+        q = self._rotate(queries, ring_places)
+        if max(self.tokens) <= self.sinks + self.window:  # nothing has left: slots are positions
+            return ops.decode(q, self.keys, self.values, filled, scale=scaling)[0]
+        sinks = per_row([min(token, self.sinks) for token in self.tokens])
+        ring = ops.decode(q, self.keys, self.values, filled, begin=sinks, scale=scaling)
+        by_slot = self._rotate(queries, per_sequence([self._query_slot(token - 1) for token in self.tokens]))
+        return ops.merge_states(ring, ops.decode(by_slot, self.keys, self.values, sinks, scale=scaling))[0]
+
+    def _block(self, b: int) -> int:
+        """Tokens that one call of _read takes: sinks first, so that later blocks find all of them stored."""
+        return self.sinks - self.tokens[b] if self.tokens[b] < self.sinks else _BLOCK
+
+    def _read(self, b: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
+        """A block of tokens of sequence b: [1, H, n, D]. Each query sees the sinks and the window tokens up to itself."""
+        assert self.keys is not None and self.values is not None
+        n, heads, device = keys.shape[2], keys.shape[1], keys.device
+        self._move_back(n)
+        first, base = self.tokens[b], self.base[b]
+        new = torch.arange(first, first + n, device=device)
+        sinks = min(first, self.sinks)
+        old = torch.arange(max(self.sinks, first - self.window + 1), max(self.sinks, first), device=device)
+        old_slots = self.sinks + (old - self.sinks) % self.window
+
+        def at(places: Tensor) -> Tensor:
+            return places.to(torch.int32)[None].contiguous()
+
+        row = slice(b * heads, (b + 1) * heads)
+        k_new = self._rotate(keys, at(new - base))
+        k = torch.cat([self.keys[row, :sinks], self.keys[row, old_slots], k_new[0]], dim=1)
+        v = torch.cat([self.values[row, :sinks], self.values[row, old_slots], values[0]], dim=1)
+        q_ring = self._rotate(queries, at(new - base))
+        q_sink = self._rotate(queries, at(new.clamp(max=self.sinks + self.window - 1)))
+        seen = torch.cat([old, new])
+        visible = (seen <= new[:, None]) & ((seen > new[:, None] - self.window) | (seen < self.sinks))
+        visible = torch.cat([torch.ones(n, sinks, dtype=torch.bool, device=device), visible], dim=1)
+
+        def logits(q: Tensor, k_part: Tensor) -> Tensor:
+            return (q[0].unflatten(0, (heads, -1)) @ k_part[:, None].transpose(2, 3)).float() * scaling
+
+        scores = torch.cat([logits(q_sink, k[:, :sinks]), logits(q_ring, k[:, sinks:])], dim=-1)
+        attention = scores.masked_fill_(~visible, float("-inf")).softmax(-1).to(v.dtype)
+        out = (attention @ v[:, None]).flatten(0, 1)[None]
+
+        kept = new[new < self.sinks] if first < self.sinks else new[-self.window :]
+        slots = torch.where(kept < self.sinks, kept, self.sinks + (kept - self.sinks) % self.window)
+        self.keys[row, slots] = k_new[0, :, kept - first]
+        self.values[row, slots] = values[0, :, kept - first]
+        self.tokens[b] += n
+        return out
+
+    def select_batch(self, indices: list[int]) -> None:
+        if self.keys is None or self.values is None:
+            return
+        heads = self.keys.shape[0] // len(self.tokens)
+        rows = torch.tensor([b * heads + h for b in indices for h in range(heads)]).to(self.keys.device)
+        self.keys, self.values = self.keys[rows], self.values[rows]
+        self.tokens, self.base = [self.tokens[b] for b in indices], [self.base[b] for b in indices]
+
+    def nbytes(self) -> int:
+        return sum(x.numel() * x.element_size() for x in (self.keys, self.values) if x is not None)
+
+    def stored_lengths(self) -> list[list[int]]:
+        if self.keys is None:
+            return []
+        heads = self.keys.shape[0] // len(self.tokens)
+        return [[min(token, self.sinks + self.window)] * heads for token in self.tokens]
+
+
+class StreamingCache(CompressedCache):
+    """First tokens and a sliding window of recent ones, positions by slot; generates without end in constant memory.
+
+    config: the model's config. window_size: recent tokens kept, the current one included, at least 1. num_sink_tokens:
+    first tokens kept, at least 0. chunk_size: tokens per forward pass while a prompt is read (no influence on results).
+    What has left the window is gone: a fact in the middle of a long prompt cannot be asked for.
+    Raises ValueError for sizes out of range. Source: StreamingLLM, section 3.2.
+    """
+
+    layers: list[StreamingLayer]  # type: ignore[assignment]
+
+    def __init__(
+        self, config: PreTrainedConfig, *, window_size: int = 1020, num_sink_tokens: int = 4, chunk_size: int = 1024
+    ) -> None:
+        for name, value, least in (
+            ("window_size", window_size, 1),
+            ("num_sink_tokens", num_sink_tokens, 0),
+            ("chunk_size", chunk_size, 1),
+        ):
+            if value < least:
+                raise ValueError(f"{name} must be at least {least}, got {value}")
+        self.window_size, self.num_sink_tokens, self.chunk_size = window_size, num_sink_tokens, chunk_size
+        super().__init__(config)
+
+    def _new_layer(self, sliding_window: int | None) -> StreamingLayer:
+        return StreamingLayer(self, sliding_window)
+
+    def plan_prompt(self, length: int) -> Plan:
+        return planner.plan(length, chunk_size=self.chunk_size, memory_size=self.window_size + self.num_sink_tokens)
+
+    def begin_prompt(self, plans: list[Plan], guide_length: int) -> None:
+        if guide_length:
+            raise ValueError("guide has no effect with StreamingCache, which keeps tokens by their place alone")

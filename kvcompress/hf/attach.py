@@ -1,0 +1,112 @@
+"""attach and detach: make one model understand compressed caches, and undo it without a trace."""
+
+from __future__ import annotations
+
+import inspect
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..caches import CompressedCache
+from .attention import compressed_class, is_compressed
+from .families import ATTENTION_CLASSES, supported_families
+
+_HOOKS = "_kvcompress_hooks"
+
+
+class Attachment:
+    """What attach returns; as a context manager it detaches at the end."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def __enter__(self) -> nn.Module:
+        return self.model
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        detach(self.model)
+
+
+def base_model(model: nn.Module) -> nn.Module:
+    """The decoder inside a model (with or without head, wrapped by PEFT or not): what owns layers and rotary_emb."""
+    for module in model.modules():
+        if isinstance(getattr(module, "layers", None), nn.ModuleList) and hasattr(module, "rotary_emb"):
+            return module
+    raise ValueError(
+        f"{type(model).__name__} is not supported: no decoder with layers and rotary_emb in it; "
+        f"supported families: {supported_families()}"
+    )
+
+
+def attach(model: nn.Module) -> Attachment:
+    """Makes `model` use compressed caches when it is given one; with any other cache it runs as before, bit for bit.
+
+    model: a transformers model of a supported family (Llama, Mistral, Qwen2, Qwen3), PEFT-wrapped or not. No parameter is
+    added and state_dict does not change. Attaching twice is the same as once. Returns a context manager that detaches.
+    Raises ValueError for a family that is not supported, naming those that are.
+    """
+    decoder = base_model(model)
+    attentions = [getattr(layer, "self_attn", None) for layer in decoder.layers]
+    for attention in attentions:
+        if type(attention) not in ATTENTION_CLASSES and not (attention is not None and is_compressed(attention)):
+            raise ValueError(
+                f"{type(model).__name__} with {type(attention).__name__} is not supported; "
+                f"supported families: {supported_families()}"
+            )
+    for attention in attentions:
+        if not is_compressed(attention):
+            attention.__class__ = compressed_class(type(attention))
+    if not hasattr(decoder, _HOOKS):
+        before = decoder.register_forward_pre_hook(_before_forward, with_kwargs=True)
+        after = decoder.register_forward_hook(_after_forward, with_kwargs=True)
+        # past nn.Module.__setattr__ and state_dict: this is no part of the model
+        object.__setattr__(decoder, _HOOKS, (before, after))
+    return Attachment(model)
+
+
+def detach(model: nn.Module) -> None:
+    """Undoes attach; does nothing to a model that is not attached."""
+    decoder = base_model(model)
+    for layer in decoder.layers:
+        attention = getattr(layer, "self_attn", None)
+        if attention is not None and is_compressed(attention):
+            attention.__class__ = type(attention).__mro__[2]
+    for hook in getattr(decoder, _HOOKS, ()):
+        hook.remove()
+    if hasattr(decoder, _HOOKS):
+        object.__delattr__(decoder, _HOOKS)
+
+
+def is_attached(model: nn.Module) -> bool:
+    return hasattr(base_model(model), _HOOKS)
+
+
+def _before_forward(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Hands the padding mask to a compressed cache, so that transformers builds no [B, 1, S, T] mask of it."""
+    given = dict(kwargs)
+    if args:
+        given |= inspect.signature(type(decoder).forward).bind_partial(decoder, *args).arguments
+        given.pop("self", None)
+    cache = given.get("past_key_values")
+    if not isinstance(cache, CompressedCache):
+        return None
+    name = "input_ids" if given.get("input_ids") is not None else "inputs_embeds"
+    if given.get(name) is None:
+        raise ValueError("input_ids or inputs_embeds must be given with a compressed cache, got neither")
+    given[name] = tokens = given[name][:, cache.repeated_columns() :]
+    batch, columns = tokens.shape[:2]
+    cache.begin_forward(decoder.rotary_emb, batch, columns, given.get("attention_mask"))
+    # positions are the cache's business; small ones keep length-dependent rotary embeddings of the model as they are
+    given["position_ids"] = torch.arange(columns, device=tokens.device)[None]
+    given["attention_mask"] = None
+    return (), given
+
+
+def _after_forward(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    cache = kwargs.get("past_key_values")
+    if isinstance(cache, CompressedCache):
+        cache.end_forward()

@@ -1,0 +1,305 @@
+"""Every native op as a Python function: shapes, dtypes, errors. The only file that touches torch.ops.
+
+Dims: B sequences, Hq query heads, Hkv key-value heads, G = Hq/Hkv, S queries, T keys, D head dim, W observation window,
+R rows (one row = one KV head of one sequence, r = b*Hkv + h), P page size. Tensors are float32, bfloat16 or float16 on
+the CPU or CUDA; scores, LSE and rotation tables are float32, indices and lengths int32. All arguments of a call are on
+one device. Queries and keys may have any strides as long as the last dimension is contiguous. Only `rope` is
+differentiable. `kvcompress.reference` has the same functions in plain PyTorch.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import _C  # noqa: F401  registers torch.ops.kvcompress
+
+_ops = torch.ops.kvcompress
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+REDUCTIONS = ("mean", "sum", "max")
+POOLINGS = ("avg", "max")
+SCHEDULES = ("fixed", "linear", "square", "sqrt", "square-sqrt", "adaptive")
+
+
+def _need(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
+
+
+def _need_float(name: str, x: Tensor, ndim: int, shape: str) -> None:
+    _need(x.dtype in _FLOATS, f"{name} must be float32, bfloat16 or float16, got {x.dtype}")
+    _need(x.ndim == ndim, f"{name} must be {shape}, got shape {tuple(x.shape)}")
+
+
+def _need_int32(name: str, x: Tensor | None, shape: tuple[int, ...]) -> None:
+    if x is not None:
+        _need(x.dtype == torch.int32, f"{name} must be int32, got {x.dtype}")
+        _need(tuple(x.shape) == shape, f"{name} must have shape {shape}, got {tuple(x.shape)}")
+
+
+def _need_choice(name: str, value: str, choices: tuple[str, ...]) -> int:
+    _need(value in choices, f"{name} must be one of {', '.join(choices)}, got {value!r}")
+    return choices.index(value)
+
+
+def _dense_last(x: Tensor) -> Tensor:
+    return x if x.shape[-1] <= 1 or x.stride(-1) == 1 else x.contiguous()
+
+
+# ---- rope ---------------------------------------------------------------------------------------------------------
+
+
+def rope(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None = None, *, inverse: bool = False) -> Tensor:
+    """Rotates queries or keys by the angles of their positions; differentiable in x.
+
+    x: [B, H, T, D]. cos, sin: float32 [P, rotary_dim/2], one row per position, rotary_dim <= D even; the rest of D
+    passes through. positions: int32 [B, T], rows of the tables; None = 0..T-1. inverse: rotate back.
+    Returns [B, H, T, D], contiguous, dtype of x, computed in float32. R(a)R(b) = R(a+b): keys move from one position to
+    another by a second call with the rows of the difference (inverse=True for a negative one).
+    Raises ValueError for wrong shapes or dtypes, RuntimeError for a position outside the tables (on CUDA such a
+    position is clamped into them: checking would wait for the device).
+    Source: RoFormer, equation 34, with halves paired as transformers' rotate_half.
+    """
+    _need_float("x", x, 4, "[B, H, T, D]")
+    B, _, T, D = x.shape
+    _need(cos.dtype == torch.float32 and sin.dtype == torch.float32, f"cos and sin must be float32, got {cos.dtype}")
+    _need(cos.ndim == 2 and cos.shape == sin.shape, f"cos and sin must be [P, rotary_dim/2], got {tuple(cos.shape)}")
+    _need(2 * cos.shape[1] <= D, f"cos and sin rotate {2 * cos.shape[1]} dimensions, but x has only {D}")
+    _need_int32("positions", positions, (B, T))
+    _need(positions is not None or T <= cos.shape[0], f"cos and sin need {T} rows, got {cos.shape[0]}")
+    return _ops.rope(_dense_last(x), cos.contiguous(), sin.contiguous(), positions, inverse)
+
+
+@torch.library.register_fake("kvcompress::rope")
+def _(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, inverse: bool) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _rope_setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    _, cos, sin, positions, ctx.inverse = inputs
+    ctx.save_for_backward(cos, sin, positions)
+
+
+def _rope_backward(ctx, grad: Tensor):  # type: ignore[no-untyped-def]
+    # a rotation's transpose is the rotation back
+    cos, sin, positions = ctx.saved_tensors
+    return _ops.rope(_dense_last(grad), cos, sin, positions, not ctx.inverse), None, None, None, None
+
+
+torch.library.register_autograd("kvcompress::rope", _rope_backward, setup_context=_rope_setup)
+
+
+# ---- window_scores ------------------------------------------------------------------------------------------------
+
+
+def window_scores(
+    queries: Tensor,
+    keys: Tensor,
+    *,
+    scale: float | None = None,
+    reduce: str = "mean",
+    pooling: str = "avg",
+    kernel_size: int = 5,
+    lengths: Tensor | None = None,
+) -> Tensor:
+    """Attention that a window of queries pays to each earlier key (SnapKV).
+
+    queries: [B, Hq, W, D] rotated, the last W tokens. keys: [B, Hkv, T, D] rotated, T > W. lengths: int32 [B], keys per
+    sequence, each above W and at most T; None = all T. scale: factor of the logits, None = 1/sqrt(D).
+    Returns float32 [B, Hkv, T - W]: softmax over all keys that a query sees (causal inside the window), mean, sum or
+    max over the W queries and the G query heads of a KV head, then pooled over kernel_size neighbours (avg: zeros count
+    at the edges; max: neighbours that exist). Entries past lengths - W are 0.
+    Raises ValueError for wrong shapes, T <= W or an even kernel_size; RuntimeError for lengths out of range.
+    Never holds more than one KV head's probabilities. Source: SnapKV, section 4.
+    """
+    _need_float("queries", queries, 4, "[B, Hq, W, D]")
+    _need_float("keys", keys, 4, "[B, Hkv, T, D]")
+    B, Hq, W, D = queries.shape
+    Hkv, T = keys.shape[1:3]
+    _need(
+        keys.shape[0] == B and keys.shape[3] == D, f"keys must be [{B}, Hkv, T, {D}], got shape {tuple(keys.shape)}"
+    )
+    _need(Hkv > 0 and Hq % Hkv == 0, f"queries have {Hq} heads, which the keys' {Hkv} heads do not divide")
+    _need(W >= 1, f"queries must hold at least 1 token, got {W}")
+    _need(T > W, f"keys must be longer than the window of {W} queries, got {T}")
+    _need(kernel_size >= 1 and kernel_size % 2 == 1, f"kernel_size must be odd and at least 1, got {kernel_size}")
+    _need_int32("lengths", lengths, (B,))
+    return _ops.window_scores(
+        _dense_last(queries),
+        _dense_last(keys),
+        lengths,
+        D**-0.5 if scale is None else scale,
+        _need_choice("reduce", reduce, REDUCTIONS),
+        _need_choice("pooling", pooling, POOLINGS),
+        kernel_size,
+    )
+
+
+@torch.library.register_fake("kvcompress::window_scores")
+def _(queries, keys, lengths, scale, reduce, pool, kernel_size):  # type: ignore[no-untyped-def]
+    shape = (queries.shape[0], keys.shape[1], keys.shape[2] - queries.shape[2])
+    return queries.new_empty(shape, dtype=torch.float32)
+
+
+# ---- select_topk, compact_rows_ -----------------------------------------------------------------------------------
+
+
+def select_topk(scores: Tensor, k: int, *, lengths: Tensor | None = None) -> Tensor:
+    """Places of the k largest scores of each row, in rising order.
+
+    scores: float32 [R, T]. k: 0..T. lengths: int32 [R], candidates per row (the first ones), each at least k; None = T.
+    Returns int32 [R, k]. Ties go to the lower index; NaN is never chosen; infinities are ordinary values.
+    Raises ValueError for wrong shapes; RuntimeError if a row has fewer than k candidates that are not NaN (on CUDA the
+    missing places are -1 instead: checking would wait for the device).
+    """
+    _need(scores.dtype == torch.float32, f"scores must be float32, got {scores.dtype}")
+    _need(scores.ndim == 2, f"scores must be [R, T], got shape {tuple(scores.shape)}")
+    _need(0 <= k <= scores.shape[1], f"k must be between 0 and T = {scores.shape[1]}, got {k}")
+    _need_int32("lengths", lengths, (scores.shape[0],))
+    return _ops.select_topk(scores.contiguous(), k, lengths)
+
+
+@torch.library.register_fake("kvcompress::select_topk")
+def _(scores: Tensor, k: int, lengths: Tensor | None) -> Tensor:
+    return scores.new_empty((scores.shape[0], k), dtype=torch.int32)
+
+
+def compact_rows_(rows: Tensor, indices: Tensor) -> None:
+    """Moves the chosen tokens of each row to its front, in place: rows[r, j] = rows[r, indices[r, j]].
+
+    rows: [R, T, D], any stride between rows, otherwise contiguous. indices: int32 [R, k], strictly rising within
+    [0, T). Tokens from k on keep what they had. Raises ValueError for wrong shapes, RuntimeError for indices that do not
+    rise or lie outside (nothing is moved then; on CUDA indices outside are skipped).
+    """
+    _need_float("rows", rows, 3, "[R, T, D]")
+    _need(indices.ndim == 2, f"indices must be [R, k], got shape {tuple(indices.shape)}")
+    _need_int32("indices", indices, (rows.shape[0], indices.shape[1]))
+    _need(indices.shape[1] <= rows.shape[1], f"indices holds {indices.shape[1]} places for rows of {rows.shape[1]}")
+    _ops.compact_rows_(rows, indices.contiguous())
+
+
+@torch.library.register_fake("kvcompress::compact_rows_")
+def _(rows: Tensor, indices: Tensor) -> None:
+    return None
+
+
+# ---- decode, merge_states -----------------------------------------------------------------------------------------
+
+
+def decode(
+    queries: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    end: Tensor,
+    *,
+    block_table: Tensor | None = None,
+    begin: Tensor | None = None,
+    scale: float | None = None,
+    causal: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Attention of a few queries over rows of any length kept in pages.
+
+    queries: [B, Hq, S, D]. k_pages, v_pages: [pages, P, D], P a power of two. block_table: int32 [R, blocks], R = B*Hkv:
+    key t of row r lies at [block_table[r, t // P], t % P]; None = row r is page r (contiguous rows of any capacity P).
+    begin, end: int32 [R]: a query sees keys begin_r <= t < end_r; causal: the row's last S keys are the S queries' own
+    tokens, query s sees t < end_r - (S-1-s). scale: factor of the logits, None = 1/sqrt(D).
+    Returns (out [B, Hq, S, D] in the queries' dtype, lse float32 [B, Hq, S], natural logarithm). A query that sees no
+    key gets out 0 and lse -inf. Raises ValueError for wrong shapes, RuntimeError for rows outside the pages.
+    """
+    _need_float("queries", queries, 4, "[B, Hq, S, D]")
+    _need_float("k_pages", k_pages, 3, "[pages, P, D]")
+    B, Hq, _, D = queries.shape
+    _need(k_pages.shape[2] == D, f"k_pages must have head dim {D}, got {k_pages.shape[2]}")
+    _need(
+        v_pages.shape == k_pages.shape and v_pages.dtype == k_pages.dtype,
+        f"v_pages must be {k_pages.dtype} {tuple(k_pages.shape)}, got {v_pages.dtype} {tuple(v_pages.shape)}",
+    )
+    _need(end.ndim == 1, f"end must be [R], got shape {tuple(end.shape)}")
+    R = end.shape[0]
+    _need(
+        B > 0 and R > 0 and R % B == 0 and Hq % (R // B) == 0,
+        f"end must have B*Hkv entries with B = {B} and Hkv dividing Hq = {Hq}, got {R}",
+    )
+    _need_int32("end", end, (R,))
+    _need_int32("begin", begin, (R,))
+    P = k_pages.shape[1]
+    if block_table is None:
+        _need(k_pages.shape[0] >= R, f"k_pages must hold one page for each of {R} rows, got {k_pages.shape[0]}")
+    else:
+        _need(block_table.ndim == 2, f"block_table must be [R, blocks], got shape {tuple(block_table.shape)}")
+        _need_int32("block_table", block_table, (R, block_table.shape[1]))
+        _need(P > 0 and P & (P - 1) == 0, f"k_pages must have a page size that is a power of two, got {P}")
+    return _ops.decode(
+        _dense_last(queries),
+        k_pages,
+        v_pages,
+        None if block_table is None else block_table.contiguous(),
+        begin,
+        end,
+        D**-0.5 if scale is None else scale,
+        causal,
+    )
+
+
+@torch.library.register_fake("kvcompress::decode")
+def _(queries, k_pages, v_pages, block_table, begin, end, scale, causal):  # type: ignore[no-untyped-def]
+    return queries.new_empty(queries.shape), queries.new_empty(queries.shape[:3], dtype=torch.float32)
+
+
+def merge_states(*states: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Joins attention over disjoint sets of keys from their (out, lse).
+
+    states: one or more (out [B, Hq, S, D], lse float32 [B, Hq, S]). Returns (out, lse) of attention over all the sets
+    together. A set with lse -inf (no keys) changes nothing. Raises ValueError for no states or unequal shapes.
+    """
+    _need(len(states) > 0, "states must hold at least one (out, lse) pair, got none")
+    out, lse = states[0]
+    _need_float("out", out, 4, "[B, Hq, S, D]")
+    _need(lse.dtype == torch.float32, f"lse must be float32, got {lse.dtype}")
+    _need(lse.shape == out.shape[:3], f"lse must be {tuple(out.shape[:3])}, got {tuple(lse.shape)}")
+    for other, other_lse in states[1:]:
+        _need(
+            other.shape == out.shape and other.dtype == out.dtype,
+            f"every out must be {out.dtype} {tuple(out.shape)}, got {other.dtype} {tuple(other.shape)}",
+        )
+        _need(other_lse.dtype == torch.float32, f"lse must be float32, got {other_lse.dtype}")
+        _need(other_lse.shape == lse.shape, f"every lse must be {tuple(lse.shape)}, got {tuple(other_lse.shape)}")
+        out, lse = _ops.merge_states(
+            out.contiguous(), lse.contiguous(), other.contiguous(), other_lse.contiguous()
+        )
+    return out, lse
+
+
+@torch.library.register_fake("kvcompress::merge_states")
+def _(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    return out_a.new_empty(out_a.shape), lse_a.new_empty(lse_a.shape)
+
+
+# ---- planner, inner loops -----------------------------------------------------------------------------------------
+
+
+def plan(
+    prompt_length: int, chunk_size: int, memory_size: int, *, initial_memory: int = -1, schedule: str = "fixed"
+) -> Tensor:
+    """Chunk and memory sizes of reading a prompt iteratively; see kvcompress.planner for the friendly face.
+
+    Returns int64 [3, n]: chunks, scheduled memory, memory that can really be held. initial_memory -1 = the default.
+    Raises ValueError for sizes out of range, RuntimeError for a schedule that is not there yet.
+    """
+    number = _need_choice("schedule", schedule, SCHEDULES)
+    _need(prompt_length >= 0, f"prompt_length must be at least 0, got {prompt_length}")
+    _need(chunk_size >= 1, f"chunk_size must be at least 1, got {chunk_size}")
+    _need(memory_size >= 1, f"memory_size must be at least 1, got {memory_size}")
+    _need(
+        -1 <= initial_memory <= memory_size,
+        f"initial_memory must be between 0 and memory_size = {memory_size}, or -1 for the default, got {initial_memory}",
+    )
+    return _ops.plan(prompt_length, chunk_size, memory_size, initial_memory, number)
+
+
+def simd(name: str = "") -> str:
+    """Name of the table of CPU inner loops in use: portable, avx2 or avx512; a name switches to that table first.
+
+    Raises RuntimeError if the CPU cannot run it. For tests and bug reports; KVC_SIMD sets it for a whole process.
+    """
+    return _ops.simd(name)

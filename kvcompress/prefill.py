@@ -1,0 +1,128 @@
+"""prefill and generate: read a prompt through a compressed cache, then go on as usual."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .caches import CompressedCache
+from .caches.base import Iteration, Step
+from .hf.attach import base_model, is_attached
+
+Progress = Callable[[int, int], None]
+
+
+def _columns_of_prompt(input_ids: Tensor, attention_mask: Tensor | None, seen: int) -> list[int]:
+    """Tokens per sequence in the columns that are still to be read (the last column is held back)."""
+    batch, columns = input_ids.shape
+    if attention_mask is None:
+        return [columns - 1 - seen] * batch
+    if attention_mask.shape != input_ids.shape:
+        raise ValueError(
+            f"attention_mask must have the shape of input_ids {tuple(input_ids.shape)}, "
+            f"got {tuple(attention_mask.shape)}"
+        )
+    mask = attention_mask != 0
+    if bool((mask[:, 1:] < mask[:, :-1]).any()) or not bool(mask[:, -1].all()):
+        raise ValueError("attention_mask must be left-padded: zeros, then at least one 1 in every row")
+    return mask[:, seen:-1].sum(1).tolist()
+
+
+@torch.no_grad()
+def prefill(
+    model: nn.Module,
+    input_ids: Tensor,
+    cache: CompressedCache,
+    attention_mask: Tensor | None = None,
+    *,
+    guide: Tensor | None = None,
+    progress: Progress | None = None,
+) -> CompressedCache:
+    """Reads all but the last token of a prompt, chunk by chunk; `model.generate(input_ids, past_key_values=cache)` follows.
+
+    model: attached (kvcompress.attach). input_ids: [B, T], T >= 1; if the cache has seen tokens already (a conversation),
+    the whole conversation: the first cache.get_seq_length() columns are skipped. attention_mask: [B, T] for left-padded
+    batches. guide: [g] token ids of an instruction or question, the same for all sequences; they follow each chunk as
+    the observation window, choose what is kept, and are not stored. progress: called with (tokens read, tokens in all).
+    Returns the cache. Only cache-sized state and one chunk's activations are held; no logits are computed.
+    Raises ValueError for wrong shapes or padding, RuntimeError if the model is not attached or the cache is incomplete.
+    After an error or Ctrl-C the cache says that it is incomplete until reset().
+    Source: IMDC, section 3; imdc.md, sections 4 to 7.
+    """
+    if not isinstance(cache, CompressedCache):
+        raise ValueError(f"cache must be a kvcompress cache, got {type(cache).__name__}")
+    if not is_attached(model):
+        raise RuntimeError("model is not attached: call kvcompress.attach(model) first")
+    if input_ids.ndim != 2 or input_ids.shape[1] < 1 or input_ids.shape[0] < 1:
+        raise ValueError(f"input_ids must be [B, T] with at least one token, got shape {tuple(input_ids.shape)}")
+    if input_ids.is_floating_point():
+        raise ValueError(f"input_ids must be integers, got {input_ids.dtype}")
+    if guide is not None and (guide.ndim != 1 or guide.shape[0] < 1):
+        raise ValueError(f"guide must be [g] token ids with g >= 1, got shape {tuple(guide.shape)}")
+    cache.check_complete()
+    seen = cache.get_seq_length()
+    batch, columns = input_ids.shape
+    if columns <= seen:
+        raise ValueError(
+            f"input_ids must hold the conversation and at least one new token: the cache has seen {seen}, got {columns}"
+        )
+    if cache.batch_size not in (-1, batch):
+        raise ValueError(f"input_ids have batch size {batch}, but the cache holds {cache.batch_size} sequences")
+    lengths = _columns_of_prompt(input_ids, attention_mask, seen)
+    plans = [cache.plan_prompt(length) for length in lengths]
+    iterations = max(len(plan) for plan in plans)
+    if iterations == 0:
+        return cache
+    guide_length = 0 if guide is None else len(guide)
+    decoder = base_model(model)
+    device = input_ids.device
+    tail = torch.empty(0, dtype=input_ids.dtype, device=device) if guide is None else guide.to(input_ids)
+    cache.begin_prompt(plans, guide_length)
+    read, total = [0] * batch, sum(lengths)
+    try:
+        for i in range(iterations):
+            # sequences end together: a shorter one starts later
+            number = [i - (iterations - len(plan)) for plan in plans]
+            chunks = [plan.chunks[j] if j >= 0 else 0 for plan, j in zip(plans, number, strict=True)]
+            memory = [plan.memory[j] if j >= 0 else 1 for plan, j in zip(plans, number, strict=True)]
+            width = max(chunks) + guide_length
+            ids = input_ids.new_zeros(batch, width)
+            mask = torch.zeros(batch, width, dtype=torch.bool)
+            for b, chunk in enumerate(chunks):
+                if chunk:
+                    start = columns - 1 - lengths[b] + read[b]
+                    ids[b, width - guide_length - chunk :] = torch.cat([input_ids[b, start : start + chunk], tail])
+                    mask[b, width - guide_length - chunk :] = True
+                    read[b] += chunk
+            cache.step = Step(iteration=Iteration(tuple(memory), guide_length))
+            decoder(input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True)
+            if progress is not None:
+                progress(sum(read), total)
+        cache.end_prompt(columns - 1 - seen)
+    except BaseException:
+        cache.mark_incomplete()
+        raise
+    finally:
+        cache.step = Step()
+    return cache
+
+
+def generate(
+    model: nn.Module,
+    input_ids: Tensor,
+    cache: CompressedCache,
+    attention_mask: Tensor | None = None,
+    *,
+    guide: Tensor | None = None,
+    progress: Progress | None = None,
+    **generation: Any,
+) -> Any:
+    """prefill, then model.generate with the same cache; returns what model.generate returns.
+
+    generation: any argument of model.generate (max_new_tokens, do_sample, num_beams, num_return_sequences, ...).
+    """
+    prefill(model, input_ids, cache, attention_mask, guide=guide, progress=progress)
+    return model.generate(input_ids, attention_mask=attention_mask, past_key_values=cache, **generation)  # type: ignore[operator]

@@ -1,0 +1,53 @@
+"""Attention over paged rows of different length, and the merge of two attention states."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def decode(
+    queries: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    end: Tensor,
+    *,
+    block_table: Tensor | None = None,
+    begin: Tensor | None = None,
+    scale: float | None = None,
+    causal: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """As ops.decode, in the dtype of queries; lse in that dtype too."""
+    B, Hq, S, D = queries.shape
+    Hkv = end.shape[0] // B
+    G = Hq // Hkv
+    scale = D**-0.5 if scale is None else scale
+    out = torch.zeros_like(queries)
+    lse = queries.new_full((B, Hq, S), float("-inf"))
+    for r in range(B * Hkv):
+        b, h = divmod(r, Hkv)
+        if block_table is None:
+            k, v = k_pages[r], v_pages[r]
+        else:
+            # pages past the end of the row may be any number
+            used = block_table[r, : -(-int(end[r]) // k_pages.shape[1])].long()
+            k, v = k_pages[used].flatten(0, 1), v_pages[used].flatten(0, 1)
+        first = 0 if begin is None else int(begin[r])
+        for s in range(S):
+            last = int(end[r]) - (S - 1 - s if causal else 0)
+            if last <= first:
+                continue
+            heads = slice(h * G, (h + 1) * G)
+            logits = scale * queries[b, heads, s] @ k[first:last].to(queries.dtype).T
+            out[b, heads, s] = logits.softmax(-1) @ v[first:last].to(queries.dtype)
+            lse[b, heads, s] = logits.logsumexp(-1)
+    return out, lse
+
+
+def merge_states(*states: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """As ops.merge_states."""
+    outs = torch.stack([out for out, _ in states])
+    lses = torch.stack([lse for _, lse in states])
+    lse = lses.logsumexp(0)
+    weights = torch.where(lses == float("-inf"), 0.0, torch.exp(lses - lse))
+    return (weights[..., None].to(outs.dtype) * outs).sum(0), lse

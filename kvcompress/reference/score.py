@@ -1,0 +1,34 @@
+"""Column scores of a window of queries. SnapKV, section 4; imdc.md, section 7."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def window_scores(
+    queries: Tensor,
+    keys: Tensor,
+    *,
+    scale: float | None = None,
+    reduce: str = "mean",
+    pooling: str = "avg",
+    kernel_size: int = 5,
+    lengths: Tensor | None = None,
+) -> Tensor:
+    """As ops.window_scores, in the dtype of queries."""
+    B, Hq, W, D = queries.shape
+    Hkv, T = keys.shape[1:3]
+    scale = D**-0.5 if scale is None else scale
+    out = queries.new_zeros(B, Hkv, T - W)
+    for b in range(B):
+        length = T if lengths is None else int(lengths[b])
+        q = queries[b].reshape(Hkv, Hq // Hkv, W, D)
+        logits = scale * torch.einsum("hgwd,htd->hgwt", q, keys[b, :, :length])
+        hidden = torch.ones(W, length, dtype=torch.bool, device=q.device).triu(length - W + 1)
+        attention = logits.masked_fill(hidden, float("-inf")).softmax(-1)[..., : length - W]
+        votes = attention.flatten(1, 2)  # [Hkv, G*W, T-W]
+        score = {"mean": votes.mean(1), "sum": votes.sum(1), "max": votes.amax(1)}[reduce]
+        pool = torch.nn.functional.avg_pool1d if pooling == "avg" else torch.nn.functional.max_pool1d
+        out[b, :, : length - W] = pool(score, kernel_size, stride=1, padding=kernel_size // 2)
+    return out

@@ -1,0 +1,115 @@
+"""Builds kvcompress._C: C11 kernels, C++20 bindings on PyTorch's stable ABI and, where nvcc is, CUDA kernels; one abi3 file.
+
+Environment: KVC_CUDA=auto|1|0 (CUDA kernels if nvcc is there | required | never), CUDA_HOME, MAX_JOBS.
+"""
+
+import os
+import platform
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from glob import glob
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+OLDEST_TORCH = (2, 11)
+TORCH_TARGET = "0x%02x%02x%012x" % (*OLDEST_TORCH, 0)
+WARNINGS = ["-Wall", "-Wextra", "-Wshadow", "-Werror"]
+C_FLAGS = ["-std=c11", "-O3", "-fvisibility=hidden", *WARNINGS, "-Wconversion", "-Wsign-conversion"]
+CXX_FLAGS = ["-std=c++20", "-O2", "-fvisibility=hidden", *WARNINGS]
+# One file per instruction set; which of them runs is decided at run time, so that a wheel works on every CPU.
+SIMD_FLAGS = {
+    "simd_avx2.c": ["-mavx2", "-mfma", "-mf16c"],
+    "simd_avx512.c": ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfma", "-mf16c"],
+}
+CUDA_FLAGS = ["-std=c++17", "-O3", "-Xcompiler", "-fPIC,-fvisibility=hidden", "-Werror", "all-warnings"]
+CUDA_TARGETS = ["arch=compute_80,code=sm_80", "arch=compute_90,code=sm_90", "arch=compute_90,code=compute_90"]
+
+
+def find_cuda():
+    """Root of the CUDA toolkit, or None."""
+    wish = os.environ.get("KVC_CUDA", "auto")
+    if wish not in ("auto", "0", "1"):
+        raise SystemExit(f"KVC_CUDA must be auto, 0 or 1, got {wish!r}")
+    if wish == "0":
+        return None
+    nvcc = shutil.which("nvcc")
+    homes = [os.environ.get("CUDA_HOME"), nvcc and Path(nvcc).resolve().parent.parent, "/usr/local/cuda"]
+    for home in homes:
+        if home and (Path(home) / "bin" / "nvcc").exists():
+            return Path(home)
+    if wish == "1":
+        raise SystemExit("KVC_CUDA=1 but no nvcc was found in CUDA_HOME, PATH or /usr/local/cuda")
+    return None
+
+
+class BuildNative(build_ext):
+    def build_extension(self, ext):
+        from torch.utils.cpp_extension import include_paths, library_paths
+
+        cuda = find_cuda()
+        # Torch's headers as system headers: our warnings are about our code
+        torch_includes = [option for path in include_paths() for option in ("-isystem", path)]
+        ext.include_dirs.append("csrc")
+        ext.library_dirs += library_paths()
+        ext.define_macros += [("TORCH_TARGET_VERSION", TORCH_TARGET), ("Py_LIMITED_API", "0x030A0000")]
+        # torch_cpu holds the registration symbols; keep it although no symbol of ours names it directly
+        ext.extra_link_args += ["-Wl,--no-as-needed", "-ltorch", "-ltorch_cpu", "-Wl,--as-needed", "-Wl,-s"]
+        if cuda:
+            ext.define_macros += [("KVC_WITH_CUDA", "1"), ("USE_CUDA", "1")]
+            ext.include_dirs.append(str(cuda / "include"))
+            ext.library_dirs.append(str(cuda / "lib64"))
+            ext.extra_link_args += ["-lcudart_static", "-lrt", "-lpthread", "-ldl"]
+            ext.extra_link_args += ["-Wl,--exclude-libs,libcudart_static.a"]
+        else:
+            ext.sources = [source for source in ext.sources if not source.endswith(".cu")]
+        if platform.machine() not in ("x86_64", "AMD64"):
+            SIMD_FLAGS.clear()  # the files are empty there
+
+        compiler = self.compiler
+        compiler.src_extensions.append(".cu")
+        compile_one = compiler._compile
+
+        def compile_by_language(obj, src, extension, cc_args, extra_args, pp_opts):
+            if src.endswith(".cu"):
+                includes = [option for option in pp_opts if option.startswith("-I")]
+                targets = [option for target in CUDA_TARGETS for option in ("-gencode", target)]
+                self.spawn([str(cuda / "bin" / "nvcc"), "-c", src, "-o", obj, *CUDA_FLAGS, *targets, *includes])
+            elif src.endswith(".c"):
+                flags = [*C_FLAGS, *SIMD_FLAGS.get(Path(src).name, [])]
+                compile_one(obj, src, extension, cc_args, [*extra_args, *flags], pp_opts)
+            else:
+                compile_one(obj, src, extension, cc_args, [*extra_args, *torch_includes, *CXX_FLAGS], pp_opts)
+
+        def compile_all(sources, output_dir=None, macros=None, include_dirs=None, debug=0, extra_preargs=None,
+                        extra_postargs=None, depends=None):  # fmt: skip
+            _, objects, extra, pp_opts, build = compiler._setup_compile(
+                output_dir, macros, include_dirs, sources, depends, extra_postargs
+            )
+            cc_args = compiler._get_cc_args(pp_opts, debug, extra_preargs)
+            # .cu files take longest: start them first
+            order = sorted(objects, key=lambda obj: not build[obj][0].endswith(".cu"))
+            with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS", os.cpu_count() or 1))) as pool:
+                jobs = [pool.submit(compile_by_language, obj, *build[obj], cc_args, extra, pp_opts) for obj in order]
+                for job in jobs:
+                    job.result()
+            return objects
+
+        compiler.compile = compile_all
+        super().build_extension(ext)
+
+
+setup(
+    ext_modules=[
+        Extension(
+            "kvcompress._C",
+            py_limited_api=True,
+            language="c++",
+            sources=sorted(glob("csrc/*.c") + glob("csrc/torch/*.c*") + glob("csrc/cuda/*.cu")),
+            depends=sorted(glob("csrc/**/*.h", recursive=True) + glob("csrc/**/*.cuh", recursive=True)),
+        )
+    ],
+    cmdclass={"build_ext": BuildNative},
+    options={"bdist_wheel": {"py_limited_api": "cp310"}},
+)

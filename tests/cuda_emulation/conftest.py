@@ -1,0 +1,17 @@
+import emulated
+import pytest
+
+FLAGS = ["-O1", "-g", "-fPIC", "-fno-strict-aliasing"]
+
+
+@pytest.fixture(scope="session")
+def kernels(tmp_path_factory):
+    """Every CUDA kernel of csrc/cuda and the checks of the emulation, built once per session."""
+    sources = [*emulated.kernel_sources(), emulated.HERE / "emulator_checks.cu"]
+    folder = tmp_path_factory.mktemp("cuda_emulation")
+    return emulated.Kernels(emulated.compile_and_link(folder, sources, FLAGS, ["-shared"], "kernels.so"))
+
+
+@pytest.fixture(scope="session")
+def reference():
+    return emulated.load_reference()

@@ -1,0 +1,90 @@
+// CUDA on the CPU, for tests: enough of the runtime to compile csrc/cuda/*.cu with g++ -x c++ and run them.
+//
+// A launch runs its blocks one after another. The threads of a block are fibers on one OS thread (ucontext): each runs
+// until it waits at a barrier (__syncthreads, __syncwarp, shuffle, ballot), then the next one runs. With
+// -DKVC_EMULATE_THREADS they are real threads, so that ThreadSanitizer reports a missing barrier as a race.
+// What CUDA leaves undefined is an error here, not a guess: the launch prints a sentence and cudaGetLastError returns
+// cudaErrorLaunchFailure if threads wait for each other for ever or a shuffle reads a lane that takes no part.
+// Dynamic shared memory is an exact heap block filled with NaN bytes, so that AddressSanitizer sees its end and a read
+// of what nobody wrote shows. KVC_EMULATION_ORDER=reverse runs fibers from the last to the first: code that needs no
+// barrier gives the same result in both orders. One launch at a time.
+#pragma once
+#define KVC_CUDA_EMULATION 1
+
+#include <math.h>
+
+#include <cstdint>
+#include <cstring>
+
+#include "block_threads.h"
+
+#define __global__
+#define __device__
+#define __host__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+#define __shared__ static  // blocks run one by one: one copy is the block's own
+
+// ---- what kernels call ----
+
+#define threadIdx (kvc_emulation::current->thread_idx)
+#define blockIdx (kvc_emulation::block->block_idx)
+#define blockDim (kvc_emulation::block->block_dim)
+#define gridDim (kvc_emulation::block->grid_dim)
+
+inline void __syncthreads() { kvc_emulation::syncthreads(); }
+inline void __syncwarp(unsigned mask = 0xffffffffu) {
+    kvc_emulation::warp_operation(kvc_emulation::warp_op::syncwarp, mask, 0, 0);
+}
+inline unsigned __ballot_sync(unsigned mask, int predicate) {
+    return static_cast<unsigned>(
+        kvc_emulation::warp_operation(kvc_emulation::warp_op::ballot, mask, predicate != 0, 0));
+}
+template <class T>
+T __shfl_sync(unsigned mask, T value, int source) {
+    return kvc_emulation::shuffle(mask, value, static_cast<unsigned>(source) % 32);
+}
+template <class T>
+T __shfl_xor_sync(unsigned mask, T value, int lanes) {
+    return kvc_emulation::shuffle(mask, value, kvc_emulation::lane() ^ static_cast<unsigned>(lanes));
+}
+// Past the end of the warp a lane gets its own value.
+template <class T>
+T __shfl_down_sync(unsigned mask, T value, unsigned delta) {
+    const unsigned lane = kvc_emulation::lane();
+    return kvc_emulation::shuffle(mask, value, lane + delta < 32 ? lane + delta : lane);
+}
+template <class T>
+T __shfl_up_sync(unsigned mask, T value, unsigned delta) {
+    const unsigned lane = kvc_emulation::lane();
+    return kvc_emulation::shuffle(mask, value, lane >= delta ? lane - delta : lane);
+}
+
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
+
+inline int atomicAdd(int* at, int x) { return __atomic_fetch_add(at, x, __ATOMIC_RELAXED); }
+inline unsigned atomicAdd(unsigned* at, unsigned x) { return __atomic_fetch_add(at, x, __ATOMIC_RELAXED); }
+inline float atomicAdd(float* at, float x) {
+    float old, sum;
+    __atomic_load(at, &old, __ATOMIC_RELAXED);
+    do sum = old + x;
+    while (!__atomic_compare_exchange(at, &old, &sum, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED));
+    return old;
+}
+inline int atomicMax(int* at, int x) {
+    int old = __atomic_load_n(at, __ATOMIC_RELAXED);
+    while (old < x && !__atomic_compare_exchange_n(at, &old, x, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) continue;
+    return old;
+}
+
+inline cudaError_t cudaGetLastError() {
+    const cudaError_t error = kvc_emulation::last_error;
+    kvc_emulation::last_error = cudaSuccess;
+    return error;
+}
+template <class Kernel>
+cudaError_t cudaFuncSetAttribute(Kernel* kernel, cudaFuncAttribute, int bytes) {
+    if (bytes < 0 || bytes > 227 * 1024) return cudaErrorInvalidValue;
+    kvc_emulation::shared_limits[reinterpret_cast<const void*>(kernel)] = bytes;
+    return cudaSuccess;
+}

@@ -1,0 +1,218 @@
+"""Builds csrc/cuda/*.cu with g++ against the emulation and calls the launchers on CPU tensors.
+
+The methods of Kernels have the arguments of kvcompress.reference. No nvcc, no GPU and no built extension is needed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from ctypes import POINTER, Structure, byref, c_float, c_int, c_int32, c_int64, c_void_p
+from pathlib import Path
+
+import torch
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent.parent
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]  # in the order of kvc_dtype
+REDUCTIONS = ["mean", "sum", "max"]
+POOLINGS = ["avg", "max"]
+INVALID_VALUE, INVALID_CONFIGURATION, LAUNCH_FAILURE = 1, 9, 719
+
+
+def compile_and_link(folder: Path, sources: list[Path], flags: list[str], link: list[str], name: str) -> Path:
+    """Compiles the sources two at a time and links them; the compiler's messages are the error's."""
+
+    def run(command: list[str]) -> None:
+        result = subprocess.run(command, capture_output=True, text=True)
+        if result.returncode:
+            raise RuntimeError(f"{' '.join(command)}\n{result.stderr}")
+
+    def compile_one(source: Path) -> str:
+        target = folder / f"{source.stem}.o"
+        includes = [f"-I{HERE}", f"-I{ROOT / 'csrc'}"]
+        warnings = ["-Wall", "-Wextra", "-Wshadow", "-Werror"]
+        run(["g++", "-x", "c++", "-std=c++17", *flags, *warnings, *includes, "-c", str(source), "-o", str(target)])
+        return str(target)
+
+    with ThreadPoolExecutor(2) as pool:
+        objects = list(pool.map(compile_one, sources))
+    run(["g++", *flags, *link, "-o", str(folder / name), *objects, "-lpthread"])
+    return folder / name
+
+
+def kernel_sources() -> list[Path]:
+    # the longest first, so that two compilers end at about the same time
+    return sorted((ROOT / "csrc" / "cuda").glob("*.cu"), key=lambda path: -path.stat().st_size)
+
+
+def load_reference():
+    """kvcompress.reference by path: importing kvcompress would need the built extension."""
+    folder = ROOT / "kvcompress" / "reference"
+    spec = importlib.util.spec_from_file_location(
+        "kvcompress_reference", folder / "__init__.py", submodule_search_locations=[str(folder)]
+    )
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def structure(name: str, fields: str) -> type[Structure]:
+    """A ctypes structure from lines 'type: name name ...' in the order of kvc.h."""
+    types = {"pointer": c_void_p, "int64": c_int64, "int": c_int, "float": c_float, "view": View}
+    pairs = []
+    for line in fields.strip().splitlines():
+        kind, names = line.split(":")
+        pairs += [(name, types[kind.strip()]) for name in names.split()]
+    return type(name, (Structure,), {"_fields_": pairs})
+
+
+class View(Structure):
+    _fields_ = (
+        ("data", c_void_p),
+        ("dtype", c_int),
+        ("stride_b", c_int64),
+        ("stride_h", c_int64),
+        ("stride_t", c_int64),
+    )
+
+
+RopeArgs = structure("RopeArgs", """
+    view: out x
+    pointer: cos sin positions
+    int64: B H T D rotary_dim table_rows
+    int: inverse""")
+WindowScoresArgs = structure("WindowScoresArgs", """
+    pointer: scores
+    view: q k
+    pointer: lengths scratch
+    int64: B Hq Hkv W T D
+    float: scale
+    int: reduce pool
+    int64: kernel_size""")
+SelectTopkArgs = structure("SelectTopkArgs", """
+    pointer: indices scores lengths
+    int64: R T k""")
+CompactRowsArgs = structure("CompactRowsArgs", """
+    pointer: rows indices
+    int64: R T D k row_stride element_bytes""")
+DecodeArgs = structure("DecodeArgs", """
+    pointer: out lse
+    view: q
+    pointer: k_pages v_pages
+    int: cache_dtype
+    pointer: block_table begin end scratch
+    int64: B Hq Hkv S D P pages blocks
+    float: scale
+    int: causal""")
+MergeStatesArgs = structure("MergeStatesArgs", """
+    pointer: out lse out_a out_b lse_a lse_b
+    int: dtype
+    int64: N D""")
+
+
+ARGS = [RopeArgs, WindowScoresArgs, SelectTopkArgs, CompactRowsArgs, DecodeArgs, MergeStatesArgs]
+
+
+class LaunchError(RuntimeError):
+    def __init__(self, name: str, code: int):
+        super().__init__(f"{name} returned cudaError {code}")
+        self.code = code
+
+
+def pointer(x: torch.Tensor | None) -> int | None:
+    return None if x is None else x.data_ptr()
+
+
+def view(x: torch.Tensor) -> View:
+    return View(x.data_ptr(), DTYPES.index(x.dtype), *x.stride()[:3])
+
+
+class Kernels:
+    def __init__(self, library: Path):
+        self.library = ctypes.CDLL(str(library))
+        self.library.kvc_cuda_window_scores_scratch_bytes.restype = c_int64
+        sizes = (c_int64 * len(ARGS))()
+        self.library.check_sizes(sizes)
+        for args, size in zip(ARGS, sizes, strict=True):
+            if ctypes.sizeof(args) != size:
+                raise RuntimeError(f"{args.__name__} in emulated.py has not the fields of kvc.h")
+
+    def call(self, name: str, args: Structure) -> None:
+        code = getattr(self.library, name)(byref(args), None)
+        if code:
+            raise LaunchError(name, code)
+
+    def rope(self, x, cos, sin, positions=None, *, inverse=False, out=None):
+        B, H, T, D = x.shape
+        out = torch.empty(B, H, T, D, dtype=x.dtype) if out is None else out
+        sizes = (B, H, T, D, 2 * cos.shape[1], cos.shape[0], inverse)
+        args = RopeArgs(view(out), view(x), pointer(cos), pointer(sin), pointer(positions), *sizes)
+        self.call("kvc_cuda_rope", args)
+        return out
+
+    def window_scores(
+        self, queries, keys, *, scale=None, reduce="mean", pooling="avg", kernel_size=5, lengths=None
+    ):
+        B, Hq, W, D = queries.shape
+        Hkv, T = keys.shape[1:3]
+        scores = torch.full((B, Hkv, max(T - W, 0)), float("nan"))
+        scale = D**-0.5 if scale is None else scale
+        options = (scale, REDUCTIONS.index(reduce), POOLINGS.index(pooling), kernel_size)
+        sizes = (B, Hq, Hkv, W, T, D)
+        args = WindowScoresArgs(pointer(scores), view(queries), view(keys), pointer(lengths), None, *sizes, *options)
+        nbytes = self.library.kvc_cuda_window_scores_scratch_bytes(byref(args))
+        scratch = torch.full((nbytes + 64,), 255, dtype=torch.uint8)  # NaN wherever nothing is written
+        args.scratch = (scratch.data_ptr() + 63) // 64 * 64
+        self.call("kvc_cuda_window_scores", args)
+        return scores
+
+    def select_topk(self, scores, k, *, lengths=None):
+        R, T = scores.shape
+        indices = torch.full((R, k), -7, dtype=torch.int32)
+        args = SelectTopkArgs(pointer(indices), pointer(scores), pointer(lengths), R, T, k)
+        self.call("kvc_cuda_select_topk", args)
+        return indices
+
+    def compact_rows_(self, rows, indices):
+        R, T, D = rows.shape
+        k, stride = indices.shape[1], rows.stride(0)
+        args = CompactRowsArgs(pointer(rows), pointer(indices), R, T, D, k, stride, rows.element_size())
+        self.call("kvc_cuda_compact_rows", args)
+        return rows
+
+    def decode(self, queries, k_pages, v_pages, end, *, block_table=None, begin=None, scale=None, causal=False):
+        B, Hq, S, D = queries.shape
+        pages, P, _ = k_pages.shape
+        blocks = 1 if block_table is None else block_table.shape[1]
+        out = torch.full((B, Hq, S, D), 77.0, dtype=queries.dtype)
+        lse = torch.full((B, Hq, S), 77.0)
+        args = DecodeArgs(pointer(out), pointer(lse), view(queries), pointer(k_pages), pointer(v_pages))
+        args.cache_dtype = DTYPES.index(k_pages.dtype)
+        args.block_table, args.begin, args.end = pointer(block_table), pointer(begin), pointer(end)
+        args.B, args.Hq, args.Hkv, args.S, args.D = B, Hq, end.shape[0] // B if B else 1, S, D
+        args.P, args.pages, args.blocks = P, pages, blocks
+        args.scale = D**-0.5 if scale is None else scale
+        args.causal = causal
+        self.call("kvc_cuda_decode", args)
+        return out, lse
+
+    def merge_states(self, a, b, *, out=None):
+        (out_a, lse_a), (out_b, lse_b) = a, b
+        out = (torch.empty_like(out_a), torch.empty_like(lse_a)) if out is None else out
+        dtype, D = DTYPES.index(out_a.dtype), out_a.shape[-1]
+        arrays = [pointer(x) for x in (*out, out_a, out_b, lse_a, lse_b)]
+        self.call("kvc_cuda_merge_states", MergeStatesArgs(*arrays, dtype, lse_a.numel(), D))
+        return out
+
+
+def int_array(count: int):
+    return (c_int32 * count)()
+
+
+def float_pointer(x: torch.Tensor):
+    return ctypes.cast(x.data_ptr(), POINTER(c_float))

@@ -1,0 +1,122 @@
+// Runs every CUDA kernel once over odd sizes with arrays that end exactly where the contract says, for the sanitizers:
+// built with -fsanitize=address,undefined by test_sanitizers.py; with -fsanitize=thread -DKVC_EMULATE_THREADS the threads
+// of a block are real. Prints "done" if every launch succeeds; the values are checked by the other tests.
+#include <math.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <vector>
+
+#include "cuda/kvc_cuda.h"
+
+namespace {
+
+int failures = 0;
+
+void expect(cudaError_t error, const char* what, int64_t size) {
+    if (error == cudaSuccess) return;
+    std::printf("%s (%lld): error %d\n", what, static_cast<long long>(size), static_cast<int>(error));
+    failures++;
+}
+
+// Heap array of exactly `count` elements of a dtype, small numbers of both signs.
+struct array {
+    std::unique_ptr<char, void (*)(void*)> bytes;
+    kvc_dtype dtype;
+    int64_t strides[3] = {0, 0, 0};
+
+    array(int64_t count, kvc_dtype type) : bytes(nullptr, std::free), dtype(type) {
+        const size_t size = type == KVC_F32 ? 4 : 2;
+        bytes.reset(static_cast<char*>(std::malloc(static_cast<size_t>(count) * size)));
+        for (int64_t i = 0; i < count; i++) {
+            const float value = static_cast<float>(i * 37 % 19 - 9) / 8.0f;
+            if (type == KVC_F32) std::memcpy(bytes.get() + 4 * i, &value, 4);
+            else std::memset(bytes.get() + 2 * i, static_cast<int>(0x30 + i % 9), 2);
+        }
+    }
+    array(int64_t B, int64_t H, int64_t T, int64_t D, kvc_dtype type) : array(B * H * T * D, type) {
+        strides[0] = H * T * D;
+        strides[1] = T * D;
+        strides[2] = D;
+    }
+    kvc_view view() const { return {bytes.get(), dtype, strides[0], strides[1], strides[2]}; }
+    float* floats() const { return reinterpret_cast<float*>(bytes.get()); }
+};
+
+void run_rope(int64_t D, kvc_dtype dtype) {
+    const int64_t B = 2, H = 3, T = 5, rotary_dim = D / 4 * 2;
+    array x(B, H, T, D, dtype), out(B, H, T, D, KVC_F32), cos(7 * rotary_dim / 2, KVC_F32),
+        sin(7 * rotary_dim / 2, KVC_F32);
+    const std::vector<int32_t> positions = {0, 6, 3, 7, -1, 1, 2, 3, 4, 5};
+    kvc_rope_args args = {out.view(), x.view(), cos.floats(), sin.floats(), positions.data(), B, H, T, D, rotary_dim, 7, 1};
+    expect(kvc_cuda_rope(&args, nullptr), "rope", D);
+    args.out = x.view();
+    expect(kvc_cuda_rope(&args, nullptr), "rope in place", D);
+}
+
+void run_window_scores(int64_t D, int64_t T, kvc_dtype dtype) {
+    const int64_t B = 2, Hq = 6, Hkv = 2, W = 3;
+    array q(B, Hq, W, D, dtype), k(B, Hkv, T, D, dtype), scores(B * Hkv * (T - W), KVC_F32);
+    const std::vector<int32_t> lengths = {static_cast<int32_t>(T), 4};
+    kvc_window_scores_args args = {scores.floats(), q.view(), k.view(), lengths.data(), nullptr, B, Hq, Hkv, W, T, D,
+                                   0.3f, KVC_REDUCE_MEAN, KVC_POOL_AVG, 5};
+    const size_t bytes = static_cast<size_t>(kvc_cuda_window_scores_scratch_bytes(&args));
+    std::unique_ptr<void, void (*)(void*)> scratch(std::aligned_alloc(64, bytes), std::free);
+    args.scratch = scratch.get();
+    expect(kvc_cuda_window_scores(&args, nullptr), "window_scores", T);
+    args.reduce = KVC_REDUCE_MAX;
+    args.pool = KVC_POOL_MAX;
+    expect(kvc_cuda_window_scores(&args, nullptr), "window_scores of maxima", T);
+}
+
+void run_select_and_compact(int64_t T, int64_t k, int64_t D, kvc_dtype dtype) {
+    const int64_t R = 2;
+    array scores(R * T, KVC_F32), rows(1, R, T, D, dtype);
+    std::unique_ptr<int32_t[]> indices(new int32_t[static_cast<size_t>(R * k)]);
+    const std::vector<int32_t> lengths = {static_cast<int32_t>(T), static_cast<int32_t>(T / 2)};
+    kvc_select_topk_args select = {indices.get(), scores.floats(), lengths.data(), R, T, k};
+    expect(kvc_cuda_select_topk(&select, nullptr), "select_topk", T);
+    indices[0] = static_cast<int32_t>(T);  // skipped
+    kvc_compact_rows_args compact = {rows.bytes.get(), indices.get(), R, T, D, k, T * D, dtype == KVC_F32 ? 4 : 2};
+    expect(kvc_cuda_compact_rows(&compact, nullptr), "compact_rows", T);
+}
+
+void run_decode(int64_t D, int64_t Hq, int64_t P, kvc_dtype dtype, bool paged) {
+    const int64_t B = 2, Hkv = 1, S = 2, pages = 3, blocks = 2;
+    array q(B, Hq, S, D, dtype), k(pages * P * D, dtype), v(pages * P * D, dtype), out(B * Hq * S * D, dtype),
+        lse(B * Hq * S, KVC_F32);
+    const std::vector<int32_t> table = {2, 0, 1, 3}, begin = {-2, 1}, end = {static_cast<int32_t>(2 * P), 1000000};
+    kvc_decode_args args = {out.bytes.get(), lse.floats(), q.view(), k.bytes.get(), v.bytes.get(), dtype,
+                            paged ? table.data() : nullptr, begin.data(), end.data(), nullptr, B, Hq, Hkv, S, D, P, pages,
+                            blocks, 0.2f, 1};
+    expect(kvc_cuda_decode(&args, nullptr), "decode", D);
+}
+
+void run_merge(int64_t N, int64_t D, kvc_dtype dtype) {
+    array a(N * D, dtype), b(N * D, dtype), lse_a(N, KVC_F32), lse_b(N, KVC_F32);
+    lse_a.floats()[0] = -INFINITY;
+    kvc_merge_states_args args = {a.bytes.get(), lse_a.floats(), a.bytes.get(), b.bytes.get(), lse_a.floats(),
+                                  lse_b.floats(), dtype, N, D};
+    expect(kvc_cuda_merge_states(&args, nullptr), "merge_states", D);
+}
+
+}  // namespace
+
+int main() {
+    for (kvc_dtype dtype : {KVC_F32, KVC_BF16, KVC_F16})
+        for (int64_t D : {33, 64}) {
+            run_rope(D, dtype);
+            run_window_scores(D, 4, dtype);
+            run_window_scores(D, 70, dtype);
+            run_select_and_compact(77, 30, D, dtype);
+            run_decode(D, 1, 8, dtype, true);
+            run_decode(D, 5, 8, dtype, true);
+            run_decode(D, 3, 13, dtype, false);
+            run_merge(9, D, dtype);
+        }
+    run_select_and_compact(2500, 1200, 3, KVC_BF16);
+    if (failures == 0) std::printf("done\n");
+    return failures != 0;
+}

@@ -1,0 +1,94 @@
+"""Shared by the tests: tiny models, random rows, and the tolerance rule."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+FAMILIES = {
+    "llama": (LlamaConfig, LlamaForCausalLM),
+    "mistral": (MistralConfig, MistralForCausalLM),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+}
+
+
+def tiny_model(family: str = "llama", seed: int = 0, **settings: object) -> PreTrainedModel:
+    """A random model with large weights, so that its tokens depend on everything it sees."""
+    torch.manual_seed(seed)
+    config_class, model_class = FAMILIES[family]
+    config = config_class(
+        **{
+            "vocab_size": 97,
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "max_position_embeddings": 512,
+            "initializer_range": 0.2,
+            "pad_token_id": 0,
+            "bos_token_id": 1,
+            "eos_token_id": None,
+            **settings,
+        }
+    )
+    return model_class(config).eval()
+
+
+def random_ids(length: int, batch: int = 1, seed: int = 1) -> Tensor:
+    return torch.randint(2, 97, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def left_padded(prompts: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Prompts [1, n] of different length as one batch and its attention mask."""
+    longest = max(prompt.shape[1] for prompt in prompts)
+    ids = torch.zeros(len(prompts), longest, dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for b, prompt in enumerate(prompts):
+        ids[b, longest - prompt.shape[1] :] = prompt[0]
+        mask[b, longest - prompt.shape[1] :] = 1
+    return ids, mask
+
+
+def assert_as_accurate(ours: Tensor, plain: Tensor, exact: Tensor) -> None:
+    """Error of ours at most twice that of the same formula in plain PyTorch in that dtype, both against float64."""
+    assert ours.shape == exact.shape
+    assert torch.equal(ours.isnan(), exact.isnan())
+    assert torch.equal(ours.isinf(), exact.isinf())
+    finite = exact.isfinite()
+    scale = exact[finite].abs().max().item() if finite.any() else 0.0
+    error = (ours.double() - exact)[finite].abs().max().item() if finite.any() else 0.0
+    allowed = (plain.double() - exact)[finite].abs().max().item() if finite.any() else 0.0
+    one_ulp = torch.finfo(ours.dtype).eps * scale
+    assert error <= 2 * allowed + one_ulp, f"error {error:.3g}, plain PyTorch {allowed:.3g}, scale {scale:.3g}"
+
+
+def paged(k: Tensor, v: Tensor, page_size: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows [R, T, D] as pages in random order: k_pages, v_pages, block_table. Free pages hold NaN."""
+    R, T, D = k.shape
+    blocks = -(-T // page_size)
+    total = R * blocks + 3
+    order = torch.randperm(total, generator=torch.Generator().manual_seed(seed))[: R * blocks]
+    table = order.to(torch.int32).reshape(R, blocks)
+    pages = []
+    for x in (k, v):
+        padded = torch.full((R, blocks * page_size, D), float("nan"), dtype=x.dtype)
+        padded[:, :T] = x
+        out = torch.full((total, page_size, D), float("nan"), dtype=x.dtype)
+        out[table.flatten().long()] = padded.reshape(R * blocks, page_size, D)
+        pages.append(out)
+    return pages[0], pages[1], table

@@ -1,0 +1,120 @@
+import copy
+
+import pytest
+import torch
+from helpers import FAMILIES, random_ids, tiny_model
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import kvcompress
+from kvcompress import IterativeCache, attach, detach
+
+families = pytest.mark.parametrize("family", FAMILIES)
+
+
+@families
+def test_outputs_with_other_caches_and_after_detach_are_bit_identical(family):
+    model, ids = tiny_model(family), random_ids(40, batch=2)
+    with torch.no_grad():
+        before = model(ids).logits
+        with attach(model):
+            assert torch.equal(model(ids).logits, before)  # DynamicCache
+            assert torch.equal(model(ids, use_cache=False).logits, before)
+            kvcompress.generate(model, ids, IterativeCache(model.config, memory_size=8, chunk_size=8), max_new_tokens=3)
+            assert torch.equal(model(ids).logits, before)
+        assert torch.equal(model(ids).logits, before)
+    assert type(model.model.layers[0].self_attn).__name__ == type(tiny_model(family).model.layers[0].self_attn).__name__
+
+
+@families
+def test_attach_adds_no_parameters(family):
+    model = tiny_model(family)
+    keys = list(model.state_dict())
+    attach(model)
+    assert list(model.state_dict()) == keys
+
+
+def test_attaching_twice_is_attaching_once():
+    model, ids = tiny_model(), random_ids(20)
+    with torch.no_grad():
+        before = model(ids).logits
+        attach(model)
+        attach(model)
+        detach(model)
+        assert torch.equal(model(ids).logits, before)
+    assert not model.model._forward_pre_hooks
+    assert not model.model._forward_hooks
+
+
+def test_detach_of_a_model_that_is_not_attached_does_nothing():
+    detach(tiny_model())
+
+
+def test_an_error_inside_the_context_detaches_too():
+    model = tiny_model()
+    with pytest.raises(KeyError), attach(model):
+        raise KeyError
+    assert not model.model._forward_pre_hooks
+
+
+def test_the_decoder_without_head_can_be_attached():
+    model, ids = tiny_model(), random_ids(20)
+    attach(model.model)
+    cache = IterativeCache(model.config, memory_size=8, chunk_size=8)
+    kvcompress.prefill(model.model, ids, cache)
+    assert cache.get_seq_length() == 19
+
+
+def test_training_without_cache_works_while_attached():
+    model, ids = tiny_model(), random_ids(20)
+    plain = copy.deepcopy(model)
+    for m in (model, plain):
+        m.train()
+    attach(model)
+    for m in (model, plain):
+        m(ids, labels=ids).loss.backward()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad)
+
+
+def test_a_compressed_cache_refuses_gradients():
+    model, ids = tiny_model(), random_ids(20)
+    attach(model)
+    with pytest.raises(RuntimeError, match="do not carry gradients"):
+        model(ids, past_key_values=IterativeCache(model.config))
+
+
+def test_a_model_that_is_not_attached_says_so():
+    model, ids = tiny_model(), random_ids(20)
+    cache = IterativeCache(model.config)
+    with pytest.raises(RuntimeError, match=r"attach\(model\)"):
+        model(ids, past_key_values=cache)
+    with pytest.raises(RuntimeError, match=r"attach\(model\)"):
+        kvcompress.prefill(model, ids, cache)
+
+
+def test_an_unsupported_family_is_named_with_those_supported():
+    model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=11))
+    with pytest.raises(ValueError, match=r"GPT2LMHeadModel is not supported.*Llama, Mistral, Qwen2, Qwen3"):
+        attach(model)
+
+
+def test_lora_trains_and_generates_while_attached():
+    peft = pytest.importorskip("peft")
+    model, ids = tiny_model(), random_ids(40)
+    attach(model)
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
+    tuned = peft.get_peft_model(model, config).train()
+    optimizer = torch.optim.SGD([p for p in tuned.parameters() if p.requires_grad], lr=0.05)
+    losses = []
+    for _ in range(4):
+        loss = tuned(ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    tuned.eval()
+    dense = tuned.generate(input_ids=ids, max_new_tokens=8, do_sample=False)
+    cache = IterativeCache(model.config, memory_size=64, chunk_size=16)
+    ours = kvcompress.generate(tuned, ids, cache, max_new_tokens=8, do_sample=False)
+    assert torch.equal(ours, dense)

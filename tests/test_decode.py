@@ -1,0 +1,161 @@
+import pytest
+import torch
+from helpers import DTYPES, assert_as_accurate, paged
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvcompress import ops, reference
+
+
+def check(queries, k, v, end, **options):
+    exact = reference.decode(queries.double(), k, v, end, **options)
+    plain = reference.decode(queries, k, v, end, **options)
+    ours = ops.decode(queries, k, v, end, **options)
+    assert_as_accurate(ours[0], plain[0], exact[0])
+    assert ours[1].dtype == torch.float32
+    assert_as_accurate(ours[1], plain[1].float(), exact[1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("B", "Hq", "Hkv", "S", "T", "D", "P"),
+    [(1, 1, 1, 1, 1, 16, 4), (2, 8, 2, 1, 300, 64, 64), (1, 8, 1, 3, 70, 128, 16), (2, 3, 3, 2, 33, 80, 8),
+     (1, 4, 2, 5, 1500, 33, 256), (1, 2, 1, 1, 20, 256, 32)],
+)  # fmt: skip
+def test_paged_rows_as_the_reference(simd, dtype, B, Hq, Hkv, S, T, D, P):
+    R = B * Hkv
+    queries = torch.randn(B, Hq, S, D).to(dtype)
+    k, v = torch.randn(R, T, D).to(dtype), torch.randn(R, T, D).to(dtype)
+    k_pages, v_pages, table = paged(k, v, P)
+    end = torch.randint(1, T + 1, (R,), dtype=torch.int32)
+    end[0] = T
+    # free slots hold NaN: the reference reads exactly the rows' own tokens, so must the kernel
+    for causal in (False, True):
+        check(queries, k_pages, v_pages, end, block_table=table, causal=causal)
+
+
+def test_contiguous_rows_equal_paged_rows(simd):
+    queries, k, v = torch.randn(2, 4, 2, 32), torch.randn(4, 50, 32), torch.randn(4, 50, 32)
+    end = torch.tensor([50, 1, 17, 33], dtype=torch.int32)
+    k_pages, v_pages, table = paged(k, v, 8)
+    there = ops.decode(queries, k_pages, v_pages, end, block_table=table)
+    here = ops.decode(queries, k, v, end)
+    assert torch.equal(here[0], there[0])
+    assert torch.equal(here[1], there[1])
+
+
+def test_empty_row_gives_zero_and_minus_infinity(simd):
+    queries, k, v = torch.randn(1, 4, 2, 16), torch.randn(2, 9, 16), torch.randn(2, 9, 16)
+    end = torch.tensor([0, 9], dtype=torch.int32)
+    check(queries, k, v, end)
+    out, lse = ops.decode(queries, k, v, end)
+    assert not out[:, :2].any()
+    assert (lse[:, :2] == float("-inf")).all()
+
+
+def test_causal_query_before_the_first_key_sees_nothing(simd):
+    queries, k, v = torch.randn(1, 2, 3, 16), torch.randn(1, 9, 16), torch.randn(1, 9, 16)
+    check(queries, k, v, torch.tensor([2], dtype=torch.int32), causal=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_segments_merge_to_the_whole(simd, dtype):
+    queries = torch.randn(2, 4, 1, 64).to(dtype)
+    k, v = torch.randn(4, 600, 64).to(dtype), torch.randn(4, 600, 64).to(dtype)
+    end = torch.tensor([600, 4, 100, 577], dtype=torch.int32)
+    cut = torch.tensor([5, 4, 0, 300], dtype=torch.int32)
+    parts = ops.decode(queries, k, v, cut), ops.decode(queries, k, v, end, begin=cut)
+    merged = ops.merge_states(*parts)
+    exact = reference.decode(queries.double(), k, v, end)
+    plain = reference.merge_states(*((out, lse.float()) for out, lse in
+                                     (reference.decode(queries, k, v, cut),
+                                      reference.decode(queries, k, v, end, begin=cut))))  # fmt: skip
+    assert_as_accurate(merged[0], plain[0].to(dtype), exact[0])
+    torch.testing.assert_close(merged[1].double(), exact[1], atol=1e-2 if dtype != torch.float32 else 1e-5, rtol=0)
+
+
+def test_merging_with_nothing_changes_nothing(simd):
+    out, lse = torch.randn(1, 2, 3, 16), torch.randn(1, 2, 3)
+    nothing = torch.zeros_like(out), torch.full_like(lse, float("-inf"))
+    for states in (((out, lse), nothing), (nothing, (out, lse))):
+        merged = ops.merge_states(*states)
+        assert torch.equal(merged[0], out)
+        assert torch.equal(merged[1], lse)
+    both = ops.merge_states(nothing, nothing)
+    assert not both[0].any()
+    assert (both[1] == float("-inf")).all()
+
+
+@settings(deadline=None, max_examples=30)
+@given(lengths=st.lists(st.integers(0, 200), min_size=1, max_size=6), P=st.sampled_from([1, 4, 64]), seed=st.integers(0, 2**31))
+def test_rows_do_not_touch_each_other(lengths, P, seed):
+    R, generator = len(lengths), torch.Generator().manual_seed(seed)
+    queries = torch.randn(1, 2 * R, 1, 16, generator=generator)
+    k, v = (torch.randn(R, 200, 16, generator=generator) for _ in range(2))
+    k_pages, v_pages, table = paged(k, v, P, seed=seed % 1000)
+    end = torch.tensor(lengths, dtype=torch.int32)
+    together = ops.decode(queries, k_pages, v_pages, end, block_table=table)[0]
+    for r in range(R):
+        alone = ops.decode(queries[:, 2 * r : 2 * r + 2], k[r : r + 1], v[r : r + 1], end[r : r + 1])[0]
+        assert torch.equal(together[:, 2 * r : 2 * r + 2], alone)
+
+
+def test_thread_count_changes_no_bit(simd):
+    queries, k, v = torch.randn(1, 4, 1, 64), torch.randn(2, 5000, 64), torch.randn(2, 5000, 64)
+    end = torch.tensor([5000, 4100], dtype=torch.int32)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        one = ops.decode(queries, k, v, end)
+        torch.set_num_threads(3)
+        other = ops.decode(queries, k, v, end)
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(one[0], other[0])
+    assert torch.equal(one[1], other[1])
+
+
+def test_opcheck():
+    k_pages, v_pages, table = paged(torch.randn(2, 9, 16), torch.randn(2, 9, 16), 4)
+    end = torch.tensor([9, 3], dtype=torch.int32)
+    arguments = (torch.randn(1, 4, 2, 16), k_pages, v_pages, table, None, end, 0.25, True)
+    torch.library.opcheck(torch.ops.kvcompress.decode, arguments)
+    state = (torch.randn(1, 2, 3, 16), torch.randn(1, 2, 3))
+    torch.library.opcheck(torch.ops.kvcompress.merge_states, (*state, *state))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"queries": torch.randn(1, 4, 16)}, r"queries must be \[B, Hq, S, D\]"),
+        ({"k_pages": torch.randn(6, 4, 8)}, "k_pages must have head dim 16"),
+        ({"v_pages": torch.randn(6, 4, 8)}, "v_pages must be"),
+        ({"end": torch.tensor([1, 2, 3], dtype=torch.int32)}, "end must have"),
+        ({"end": torch.tensor([1, 2])}, "end must be int32"),
+        ({"k_pages": torch.randn(6, 3, 16), "v_pages": torch.randn(6, 3, 16)}, "power of two, got 3"),
+    ],
+)
+def test_wrong_arguments_are_named(change, message):
+    arguments = {
+        "queries": torch.randn(1, 4, 1, 16),
+        "k_pages": torch.randn(6, 4, 16),
+        "v_pages": torch.randn(6, 4, 16),
+        "end": torch.tensor([5, 7], dtype=torch.int32),
+        "block_table": torch.arange(4, dtype=torch.int32).reshape(2, 2),
+        **change,
+    }
+    with pytest.raises(ValueError, match=message):
+        ops.decode(**arguments)
+
+
+@pytest.mark.parametrize(("end", "page"), [(9, 0), (-1, 0), (5, 6), (5, -1)])
+def test_rows_outside_the_pages_are_refused(end, page):
+    table = torch.tensor([[0, 1], [2, page]], dtype=torch.int32)
+    with pytest.raises(RuntimeError, match="out of range"):
+        ops.decode(
+            torch.randn(1, 4, 1, 16),
+            torch.randn(6, 4, 16),
+            torch.randn(6, 4, 16),
+            torch.tensor([5, end], dtype=torch.int32),
+            block_table=table,
+        )

@@ -1,0 +1,115 @@
+"""What transformers' generate does with a cache: every decoding mode, against the dense model where all is kept."""
+
+import pytest
+import torch
+from helpers import random_ids, tiny_model
+
+import kvcompress
+from kvcompress import IterativeCache, StreamingCache, attach, prefill
+
+CACHES = {
+    "iterative": lambda config: IterativeCache(config, memory_size=128, chunk_size=16),
+    "streaming": lambda config: StreamingCache(config, window_size=128, chunk_size=16),
+}
+caches = pytest.mark.parametrize("new_cache", CACHES.values(), ids=CACHES)
+MODES = {
+    "greedy": {"do_sample": False},
+    "sampling": {"do_sample": True, "top_k": 20},
+    "beams": {"num_beams": 3},
+    "beams returned": {"num_beams": 4, "num_return_sequences": 3},
+    "beam sampling": {"num_beams": 2, "do_sample": True},
+    "several samples": {"do_sample": True, "num_return_sequences": 3},
+}
+
+
+def attached():
+    model = tiny_model()
+    attach(model)
+    return model
+
+
+@caches
+@pytest.mark.parametrize("mode", MODES)
+def test_every_mode_gives_the_dense_models_tokens_where_all_is_kept(new_cache, mode):
+    model, ids = attached(), random_ids(50, batch=2)
+    torch.manual_seed(3)
+    dense = model.generate(ids, max_new_tokens=12, **MODES[mode])
+    cache = new_cache(model.config)
+    prefill(model, ids, cache)
+    torch.manual_seed(3)
+    assert torch.equal(model.generate(ids, past_key_values=cache, max_new_tokens=12, **MODES[mode]), dense)
+
+
+def test_beams_over_a_compressed_prompt_each_have_their_own_continuation():
+    model, ids = attached(), random_ids(60)
+    cache = IterativeCache(model.config, memory_size=20, chunk_size=16)
+    prefill(model, ids, cache)
+    out = model.generate(
+        ids, past_key_values=cache, max_new_tokens=12, num_beams=4, num_return_sequences=4,
+        return_dict_in_generate=True, output_scores=True,
+    )  # fmt: skip
+    scores = model.compute_transition_scores(out.sequences, out.scores, out.beam_indices, normalize_logits=False)
+    for beam in range(4):  # each beam's log-probability, computed alone
+        alone = IterativeCache(model.config, memory_size=20, chunk_size=16)
+        prefill(model, ids, alone)
+        with torch.no_grad():
+            logits = model(out.sequences[beam : beam + 1, 59:-1], past_key_values=alone).logits[0]
+        chosen = out.sequences[beam, 60:]
+        expected = logits.log_softmax(-1)[torch.arange(12), chosen]
+        torch.testing.assert_close(scores[beam], expected, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("memory", [20, 128])
+def test_assisted_decoding_gives_the_greedy_tokens(memory):
+    model = attached()
+    ids = random_ids(12).repeat(1, 5)  # so that prompt lookup finds candidates
+
+    def new_cache():
+        cache = IterativeCache(model.config, memory_size=memory, chunk_size=16)
+        return prefill(model, ids, cache)
+
+    greedy = model.generate(ids, past_key_values=new_cache(), max_new_tokens=20, do_sample=False)
+    looked_up = model.generate(
+        ids, past_key_values=new_cache(), max_new_tokens=20, do_sample=False, prompt_lookup_num_tokens=3
+    )
+    assert torch.equal(looked_up, greedy)
+    helped = model.generate(
+        ids, past_key_values=new_cache(), max_new_tokens=20, do_sample=False, assistant_model=tiny_model(seed=5)
+    )
+    assert torch.equal(helped, greedy)
+
+
+def test_a_batch_that_does_not_fit_the_cache_is_refused():
+    model = attached()
+    cache = IterativeCache(model.config, memory_size=20, chunk_size=16)
+    prefill(model, random_ids(30, batch=2), cache)
+    with pytest.raises(ValueError, match="batch size 3, but the cache holds 2"), torch.no_grad():
+        model(random_ids(1, batch=3), past_key_values=cache)
+    with pytest.raises(ValueError, match="batch size 3, but the cache holds 2"):
+        prefill(model, random_ids(40, batch=3), cache)
+
+
+@caches
+def test_generate_reads_and_generates_in_one_call(new_cache):
+    model, ids = attached(), random_ids(50)
+    dense = model.generate(ids, max_new_tokens=6, do_sample=False)
+    out = kvcompress.generate(model, ids, new_cache(model.config), max_new_tokens=6, do_sample=False)
+    assert torch.equal(out, dense)
+
+
+@caches
+def test_no_mask_of_the_whole_length_is_built(new_cache, monkeypatch):
+    model, ids = attached(), random_ids(50)
+    layer, masks = model.model.layers[0], []
+    forward = type(layer.self_attn).forward
+
+    def spy(self, *args, attention_mask=None, **kwargs):
+        masks.append(attention_mask)
+        return forward(self, *args, attention_mask=attention_mask, **kwargs)
+
+    monkeypatch.setattr(type(layer.self_attn), "forward", spy)
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    kvcompress.generate(model, ids, new_cache(model.config), mask, max_new_tokens=3, do_sample=False)
+    assert masks
+    assert all(m is None for m in masks)

@@ -1,0 +1,100 @@
+import pytest
+import torch
+from helpers import DTYPES, assert_as_accurate
+
+from kvcompress import ops, reference
+
+
+def tables(rows: int, half: int) -> tuple[torch.Tensor, torch.Tensor]:
+    angles = torch.arange(rows)[:, None] * 10000.0 ** (-torch.arange(half) / max(half, 1))
+    return angles.cos(), angles.sin()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("B", "H", "T", "D", "rotary"),
+    [(1, 1, 1, 16, 16), (2, 3, 17, 64, 64), (1, 2, 5, 80, 32), (2, 1, 9, 6, 6), (1, 2, 3, 34, 34), (1, 8, 70, 256, 256)],
+)
+def test_rotates_as_the_reference(simd, dtype, B, H, T, D, rotary):
+    x = torch.randn(B, H, T, D).to(dtype)
+    cos, sin = tables(200, rotary // 2)
+    positions = torch.randint(0, 200, (B, T), dtype=torch.int32)
+    for inverse in (False, True):
+        exact = reference.rope(x.double(), cos.double(), sin.double(), positions, inverse=inverse)
+        plain = reference.rope(x, cos, sin, positions, inverse=inverse)
+        assert_as_accurate(ops.rope(x, cos, sin, positions, inverse=inverse), plain, exact)
+
+
+def test_strided_input_is_rotated_in_place_of_a_copy(simd):
+    x = torch.randn(2, 7, 3, 32).transpose(1, 2)  # as projections give it
+    cos, sin = tables(7, 16)
+    torch.testing.assert_close(ops.rope(x, cos, sin), reference.rope(x, cos, sin))
+
+
+def test_rotating_there_and_back_changes_nothing(simd):
+    x = torch.randn(1, 2, 50, 64)
+    cos, sin = tables(50, 32)
+    torch.testing.assert_close(ops.rope(ops.rope(x, cos, sin), cos, sin, inverse=True), x, atol=1e-6, rtol=0)
+
+
+def test_a_key_moves_by_the_rotation_of_the_difference(simd):
+    x = torch.randn(1, 2, 20, 64)
+    cos, sin = tables(100, 32)
+    there = torch.arange(30, 50, dtype=torch.int32)[None]
+    moved = ops.rope(ops.rope(x, cos, sin, there), cos, sin, torch.full_like(there, 30), inverse=True)
+    torch.testing.assert_close(moved, ops.rope(x, cos, sin), atol=1e-5, rtol=0)
+
+
+def test_gradient_is_the_references(simd):
+    x = torch.randn(2, 3, 5, 16)
+    cos, sin = tables(9, 8)
+    positions = torch.randint(0, 9, (2, 5), dtype=torch.int32)
+    weight = torch.randn_like(x)
+    ours, plain = x.clone().requires_grad_(), x.double().requires_grad_()
+    (ops.rope(ours, cos, sin, positions) * weight).sum().backward()
+    (reference.rope(plain, cos.double(), sin.double(), positions) * weight.double()).sum().backward()
+    torch.testing.assert_close(ours.grad.double(), plain.grad, atol=1e-6, rtol=0)
+
+
+def test_reference_passes_gradcheck():
+    x = torch.randn(1, 2, 3, 8, dtype=torch.float64, requires_grad=True)
+    cos, sin = (table.double() for table in tables(3, 4))
+    assert torch.autograd.gradcheck(lambda y: reference.rope(y, cos, sin), (x,))
+
+
+def test_opcheck():
+    cos, sin = tables(9, 8)
+    x = torch.randn(2, 3, 5, 16, requires_grad=True)
+    positions = torch.randint(0, 9, (2, 5), dtype=torch.int32)
+    torch.library.opcheck(torch.ops.kvcompress.rope, (x, cos, sin, positions, False))
+
+
+def test_empty_input_gives_empty_output():
+    cos, sin = tables(4, 8)
+    assert ops.rope(torch.empty(2, 3, 0, 16), cos, sin).shape == (2, 3, 0, 16)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"x": torch.randn(2, 5, 16)}, r"x must be \[B, H, T, D\]"),
+        ({"x": torch.randn(1, 1, 5, 16, dtype=torch.float64)}, "x must be float32, bfloat16 or float16"),
+        ({"cos": torch.ones(9, 4)}, "cos and sin must be"),
+        ({"cos": torch.ones(9, 12), "sin": torch.ones(9, 12)}, "rotate 24 dimensions"),
+        ({"positions": torch.zeros(1, 5, dtype=torch.int64)}, "positions must be int32"),
+        ({"positions": torch.zeros(1, 4, dtype=torch.int32)}, "positions must have shape"),
+        ({"cos": torch.ones(3, 8), "sin": torch.ones(3, 8)}, "need 5 rows"),
+    ],
+)
+def test_wrong_arguments_are_named(change, message):
+    cos, sin = tables(9, 8)
+    arguments = {"x": torch.randn(1, 1, 5, 16), "cos": cos, "sin": sin, **change}
+    with pytest.raises(ValueError, match=message):
+        ops.rope(**arguments)
+
+
+@pytest.mark.parametrize("place", [-1, 9])
+def test_position_outside_the_tables_is_refused(place):
+    cos, sin = tables(9, 8)
+    with pytest.raises(RuntimeError, match="out of range"):
+        ops.rope(torch.randn(1, 1, 2, 16), cos, sin, torch.tensor([[0, place]], dtype=torch.int32))

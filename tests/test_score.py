@@ -1,0 +1,116 @@
+import pytest
+import torch
+from helpers import DTYPES, assert_as_accurate
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvcompress import ops, reference
+
+
+def check(queries, keys, **options):
+    exact = reference.window_scores(queries.double(), keys.double(), **options)
+    plain = reference.window_scores(queries.float(), keys.float(), **options)
+    assert_as_accurate(ops.window_scores(queries, keys, **options), plain, exact)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("B", "Hq", "Hkv", "W", "T", "D"),
+    [(1, 1, 1, 1, 2, 16), (2, 4, 2, 8, 77, 64), (1, 8, 1, 32, 300, 128), (1, 3, 3, 5, 64, 33), (1, 2, 1, 65, 130, 256)],
+)
+def test_scores_as_the_reference(simd, dtype, B, Hq, Hkv, W, T, D):
+    queries, keys = torch.randn(B, Hq, W, D).to(dtype), torch.randn(B, Hkv, T, D).to(dtype)
+    check(queries, keys)
+
+
+@pytest.mark.parametrize("reduce", ops.REDUCTIONS)
+@pytest.mark.parametrize("pooling", ops.POOLINGS)
+@pytest.mark.parametrize("kernel_size", [1, 3, 15])
+def test_every_reduction_and_pooling(simd, reduce, pooling, kernel_size):
+    queries, keys = 2 * torch.randn(1, 4, 6, 32), torch.randn(1, 2, 150, 32)
+    check(queries, keys, reduce=reduce, pooling=pooling, kernel_size=kernel_size)
+
+
+def test_ragged_batch_scores_each_sequence_as_alone(simd):
+    queries, keys = torch.randn(3, 4, 4, 32), torch.randn(3, 2, 90, 32)
+    lengths = torch.tensor([90, 5, 41], dtype=torch.int32)
+    check(queries, keys, lengths=lengths)
+    together = ops.window_scores(queries, keys, lengths=lengths)
+    for b, length in enumerate(lengths.tolist()):
+        alone = ops.window_scores(queries[b : b + 1], keys[b : b + 1, :, :length])
+        assert torch.equal(together[b, :, : length - 4], alone[0])
+        assert not together[b, :, length - 4 :].any()
+
+
+def test_strided_queries_and_keys(simd):
+    queries = torch.randn(1, 9, 4, 32).transpose(1, 2)[:, :, -5:]
+    keys = torch.randn(1, 80, 2, 32).transpose(1, 2)
+    check(queries, keys)
+
+
+def test_large_logits_do_not_overflow(simd):
+    check(60 * torch.randn(1, 2, 3, 64), 60 * torch.randn(1, 1, 40, 64))
+
+
+def test_nan_key_spoils_its_head_only(simd):
+    queries, keys = torch.randn(1, 4, 3, 16), torch.randn(1, 2, 70, 16)
+    keys[0, 1, 10, 3] = float("nan")
+    scores = ops.window_scores(queries, keys, kernel_size=1)
+    assert scores[0, 1].isnan().all()
+    assert torch.equal(scores[0, 0], ops.window_scores(queries[:, :2], keys[:, :1], kernel_size=1)[0, 0])
+
+
+def test_thread_count_changes_no_bit(simd):
+    queries, keys = torch.randn(1, 4, 8, 64), torch.randn(1, 2, 1000, 64)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        one = ops.window_scores(queries, keys)
+        torch.set_num_threads(3)
+        assert torch.equal(one, ops.window_scores(queries, keys))
+    finally:
+        torch.set_num_threads(threads)
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    T=st.integers(2, 200), W=st.integers(1, 20), G=st.integers(1, 8), D=st.sampled_from([16, 20, 64]), seed=st.integers(0, 2**31)
+)
+def test_scores_without_pooling_sum_to_what_the_window_leaves(T, W, G, D, seed):
+    W = min(W, T - 1)
+    generator = torch.Generator().manual_seed(seed)
+    queries, keys = torch.randn(1, G, W, D, generator=generator), torch.randn(1, 1, T, D, generator=generator)
+    scores = ops.window_scores(queries, keys, reduce="sum", kernel_size=1)
+    assert (scores >= 0).all()
+    assert scores.sum() <= G * W * (1 + 1e-5)  # the window's own keys take the rest
+
+
+def test_opcheck():
+    arguments = (torch.randn(2, 4, 3, 16), torch.randn(2, 2, 20, 16), None, 0.25, 0, 0, 5)
+    torch.library.opcheck(torch.ops.kvcompress.window_scores, arguments)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"keys": torch.randn(1, 2, 4, 16)}, "longer than the window of 4"),
+        ({"keys": torch.randn(1, 3, 40, 16)}, "do not divide"),
+        ({"keys": torch.randn(1, 2, 40, 8)}, "keys must be"),
+        ({"queries": torch.randn(1, 4, 0, 16)}, "at least 1 token"),
+        ({"kernel_size": 4}, "kernel_size must be odd"),
+        ({"reduce": "median"}, "reduce must be one of mean, sum, max"),
+        ({"pooling": "min"}, "pooling must be one of avg, max"),
+        ({"lengths": torch.tensor([40])}, "lengths must be int32"),
+    ],
+)
+def test_wrong_arguments_are_named(change, message):
+    arguments = {"queries": torch.randn(1, 4, 4, 16), "keys": torch.randn(1, 2, 40, 16), **change}
+    with pytest.raises(ValueError, match=message):
+        ops.window_scores(**arguments)
+
+
+@pytest.mark.parametrize("length", [4, 41])
+def test_length_out_of_range_is_refused(length):
+    lengths = torch.tensor([length], dtype=torch.int32)
+    with pytest.raises(RuntimeError, match="out of range"):
+        ops.window_scores(torch.randn(1, 4, 4, 16), torch.randn(1, 2, 40, 16), lengths=lengths)

@@ -1,4 +1,4 @@
-"""Builds kvcompress._C: C11 kernels, C++20 bindings on PyTorch's stable ABI and, where nvcc is, CUDA kernels; one abi3 file.
+"""Builds kvcompress._C, one abi3 file: C11 kernels, C++20 bindings on PyTorch's stable ABI, CUDA kernels where nvcc is.
 
 Environment: KVC_CUDA=auto|1|0 (CUDA kernels if nvcc is there | required | never), CUDA_HOME, MAX_JOBS.
 """
@@ -14,7 +14,7 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 OLDEST_TORCH = (2, 11)
-TORCH_TARGET = "0x%02x%02x%012x" % (*OLDEST_TORCH, 0)
+TORCH_TARGET = "0x{:02x}{:02x}{:012x}".format(*OLDEST_TORCH, 0)
 WARNINGS = ["-Wall", "-Wextra", "-Wshadow", "-Werror"]
 C_FLAGS = ["-std=c11", "-O3", "-fvisibility=hidden", *WARNINGS, "-Wconversion", "-Wsign-conversion"]
 CXX_FLAGS = ["-std=c++20", "-O2", "-fvisibility=hidden", *WARNINGS]

@@ -1,8 +1,8 @@
 /* Attention of a few queries over ragged rows of pages.
  *
- * Queries of one KV head (G*S of them) go in blocks of up to BLOCK, which share each key and value that is read. A row's
- * keys go in pieces, one work item each, so that a long row keeps every thread busy; inside a piece STEP keys at a time
- * with a running maximum. Pieces depend only on the row's own range and on G*S; they are joined in order.
+ * Queries of one KV head (G*S of them) go in blocks of up to BLOCK, which share each key and value that is read. A
+ * row's keys go in pieces, one work item each, so that a long row keeps every thread busy; inside a piece STEP keys at
+ * a time with a running maximum. Pieces depend only on the row's own range and on G*S; they are joined in order.
  */
 #include "tile.h"
 
@@ -167,7 +167,7 @@ static void attend(const decode_job *job, int64_t row, int64_t block, int64_t pi
         for (int64_t i = 0; i < count; i++) {
             float max, sum;
             seen[i] = min_of(max_of(end_for(job, row, first + i) - t, 0), n);
-            job->simd->softmax(weights + i * STEP, seen[i], width, args->scale, &max, &sum);
+            job->simd->softmax(weights + i * STEP, 1, STEP, seen[i], width, args->scale, &max, &sum);
             const float factor = rescale(&state, i, D, max, sum);
             for (int64_t j = 0; j < seen[i]; j++) weights[i * STEP + j] *= factor;
         }

@@ -3,8 +3,9 @@
  * No Torch, no Python, no allocation, no printing. A kernel is a function of its arguments; the one piece of state is
  * the table of inner loops (simd.h), chosen once from the CPU's features.
  *
- * Dims: B sequences, Hq query heads, Hkv key-value heads, G = Hq/Hkv (query head h reads KV head h/G), S queries, T keys,
- * D head dim, W observation window, R rows (one row = the keys or values of one KV head of one sequence), P page size.
+ * Dims: B sequences, Hq query heads, Hkv key-value heads, G = Hq/Hkv (query head h reads KV head h/G), S queries,
+ * T keys, D head dim, W observation window, R rows (one row = the keys or values of one KV head of one sequence), P page
+ * size.
  * Sizes and strides are int64_t, strides in elements; the last dimension (D) is always contiguous.
  * Arrays with several leading dimensions are described by kvc_view. Indices and lengths in arrays are int32_t.
  * A count of 0 in any dimension is valid: nothing is read or written unless the function says so.
@@ -51,8 +52,8 @@ typedef struct {
 
 /* ---- inner loops ------------------------------------------------------------------------------------------------ */
 
-/* Name of the table in use: "portable", "avx2" or "avx512". The first call chooses: the environment variable KVC_SIMD if
- * it names a table that the CPU can run, else the widest. */
+/* Name of the table in use: "portable", "avx2" or "avx512". The first call chooses: the environment variable KVC_SIMD
+ * if it names a table that the CPU can run, else the widest. */
 const char *kvc_simd_name(void);
 
 /* Switches the table (tests compare them); KVC_BAD_SIMD leaves it as it was. Not while a kernel runs. */
@@ -92,7 +93,7 @@ typedef enum { KVC_POOL_AVG = 0, KVC_POOL_MAX = 1 } kvc_pool;
  * T_b = lengths[b] (NULL: T); W < T_b <= T. scores[b,g,t] = 0 for t in [T_b - W, T - W).
  * q [B, Hq, W, D] and k [B, Hkv, T, D] rotated, any dtype; scores float32 [B, Hkv, T - W] contiguous.
  * scratch: kvc_window_scores_scratch_bytes bytes, 64-byte aligned: the probabilities of ONE KV head, not of all.
- * A NaN logit makes the scores of its KV head NaN.
+ * A NaN logit makes the scores of its KV head NaN. No query (W or Hq 0): scores 0.
  * Source: SnapKV section 4 (mean, average pooling); imdc.md section 7; guided reading (maximum, maximum pooling).
  */
 typedef struct {
@@ -114,8 +115,8 @@ kvc_status kvc_window_scores(const kvc_window_scores_args *args, kvc_parallel_fo
 /* indices[r, 0..k) = places of the k largest of scores[r, 0..length_r), in rising order; ties go to the lower index;
  * NaN is never chosen; +inf and -inf are ordinary values. length_r = lengths[r] (NULL: T), k <= length_r <= T.
  * scores float32 [R, T] contiguous; indices int32 [R, k] contiguous.
- * KVC_TOO_FEW_SCORES if some row has fewer than k values that are not NaN; the indices of the missing places are then -1
- * (on CUDA, where no status comes back, the -1 is the only sign).
+ * KVC_TOO_FEW_SCORES if some row has fewer than k values that are not NaN; the indices of the missing places are then
+ * -1 (on CUDA, where no status comes back, the -1 is the only sign).
  */
 typedef struct {
     int32_t *indices;
@@ -139,8 +140,8 @@ kvc_status kvc_compact_rows(const kvc_compact_rows_args *args, kvc_parallel_for 
 
 /* ---- decode.c --------------------------------------------------------------------------------------------------- */
 
-/* Attention of S queries over rows of pages. Row r = b*Hkv + g holds the keys of KV head g of sequence b: its key t lies
- * at pages[block_table[r*blocks + t/P], t%P]; block_table NULL: at pages[r, t] (contiguous rows, P = row capacity).
+/* Attention of S queries over rows of pages. Row r = b*Hkv + g holds the keys of KV head g of sequence b: its key
+ * t lies at pages[block_table[r*blocks + t/P], t%P]; block_table NULL: at pages[r, t] (contiguous rows, P = row capacity).
  * Query s sees keys t in [begin_r, end_r) (causal = 0) or [begin_r, end_r - (S-1-s)) (causal = 1: the row's last S keys
  * are the S new tokens). begin NULL: 0.
  *     out[b,h,s] = sum_t softmax_t(scale*<q, k_t>) v_t          lse[b,h,s] = ln sum_t exp(scale*<q, k_t>)
@@ -200,7 +201,7 @@ int64_t kvc_plan_iterations(int64_t prompt_length, int64_t chunk_size);
  * chunks[i]: tokens read in iteration i (they sum to prompt_length); memory[i]: scheduled memory after iteration i;
  * stored[i] = min(memory[i], stored[i-1] + chunks[i]): what can really be held. Each int64_t [n].
  * chunk_size >= 1, memory_size >= 1, initial_memory 0..memory_size (-1: the default m_0).
- * FIXED so far; any other schedule gives KVC_BAD_SCHEDULE.
+ * FIXED so far, with constant chunks (the last takes what is left); any other schedule gives KVC_BAD_SCHEDULE.
  */
 typedef struct {
     int64_t *chunks, *memory, *stored;

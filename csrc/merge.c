@@ -27,7 +27,8 @@ static void merge_range(int64_t begin, int64_t end, void *context) {
         if (alone && a != b) { /* the other side's bits as they are */
             const void *from = b == -INFINITY ? args->out_a : args->out_b;
             if (row_bytes && from != args->out) {
-                memcpy((char *)args->out + (size_t)i * row_bytes, (const char *)from + (size_t)i * row_bytes, row_bytes);
+                const size_t start = (size_t)i * row_bytes;
+                memcpy((char *)args->out + start, (const char *)from + start, row_bytes);
             }
             args->lse[i] = b == -INFINITY ? a : b;
             continue;

@@ -1,9 +1,10 @@
 /* Column scores of a window of queries over the keys.
  *
- * One KV head at a time, all threads on its key tiles; each logit is computed and exponentiated once. Phase 1, per tile:
- * logits of all G*W rows, e = exp(logit - the tile's own maximum of that row), the maximum and the sum of e. Then, per
- * row: the maximum m and normaliser Z over all tiles. Phase 2, per tile: the column sums of e * exp(tile maximum - m)/Z.
- * Every tile and every row is reduced in a fixed order by one thread, so threads change no bit.
+ * One KV head at a time, all threads on its key tiles; each logit is computed and exponentiated once. Phase 1, per
+ * tile: logits of all G*W rows, e = exp(logit - the tile's own maximum of that row), the maximum and the sum of e.
+ * Then, per row: the maximum m and normaliser Z over all tiles. Phase 2, per tile: the column sums of
+ * e*exp(tile maximum - m)/Z. Every tile and every row is reduced in a fixed order by one thread, so threads change no
+ * bit.
  *
  * Rows go in passes whose e's fit a share of the last-level cache: e is written once and read once, and main memory
  * would be slower than the products. Columns add up in the order of the rows, however they are cut into passes.
@@ -97,12 +98,14 @@ static void pack_range(int64_t begin, int64_t end, void *context) {
 
 /* Phase 1 for one block of rows of one tile, its logits already in e. */
 static void exponentiate(const score_job *job, int64_t tile, int64_t block, int64_t rows) {
-    const int64_t W = job->args->W, at = tile * job->rows + block;
-    for (int64_t i = 0; i < rows; i++) {
+    const int64_t W = job->args->W, at = tile * job->rows + block, behind = (tile + 1) * KVC_TILE;
+    const int together = behind <= job->length - W + 1; /* every query sees the whole tile */
+    for (int64_t i = 0; i < rows; i += together ? rows : 1) {
         const int64_t query = (job->first + block + i) % W;
-        const int64_t seen = job->length - W + query + 1 - tile * KVC_TILE;
-        job->simd->softmax(job->scratch.e + (at + i) * KVC_TILE, min_of(max_of(seen, 0), KVC_TILE), KVC_TILE,
-                           job->args->scale, job->scratch.tile_max + at + i, job->scratch.tile_sum + at + i);
+        const int64_t seen = together ? KVC_TILE : job->length - W + query + 1 - tile * KVC_TILE;
+        job->simd->softmax(job->scratch.e + (at + i) * KVC_TILE, together ? rows : 1, KVC_TILE,
+                           min_of(max_of(seen, 0), KVC_TILE), KVC_TILE, job->args->scale,
+                           job->scratch.tile_max + at + i, job->scratch.tile_sum + at + i);
     }
 }
 

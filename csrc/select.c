@@ -18,7 +18,7 @@ static inline uint32_t key_of(float score) {
 }
 
 /* Among the keys that agree with prefix above bits [shift, shift + width): finds the value of those bits at which the
- * keys with a higher or equal value reach *places, adds it to prefix, and leaves in *places what it must give itself. */
+ * keys with a higher or equal value reach *places, adds it to prefix, and leaves in *places what it must give. */
 static uint32_t descend(const float *scores, int64_t length, uint32_t prefix, int shift, int width, int64_t *places) {
     const uint32_t last = (1u << width) - 1u;
     int32_t counts[1 << WIDEST] = {0};

@@ -10,7 +10,7 @@
 
 enum {
     KVC_TILE = 64,      /* keys per tile: one row of logits is four AVX-512 registers */
-    KVC_TILE_ROWS = 6,  /* rows of logits in registers at once: 6*4 accumulators + 4 of keys + 1 query of 32 registers */
+    KVC_TILE_ROWS = 6,  /* rows of logits in registers at once: 6*4 accumulators + 4 of keys + 1 query of 32 */
     KVC_TILE_DEPTH = 128 /* head dims per packed key tile: 32 KiB, so that it stays in the first-level cache */
 };
 
@@ -34,9 +34,10 @@ typedef struct {
     void (*logits)(float *c, int64_t stride, const float *a, const float *b, int64_t depth, int64_t rows,
                    int accumulate);
 
-    /* x[i] = exp(scale*x[i] - m) for i < n, 0 for n <= i < width; *max = m = the largest scale*x[i] (-inf if none),
-     * *sum = sum of x. All -inf: x = 0. A NaN, and a +inf, among the n gives sum NaN. */
-    void (*softmax)(float *x, int64_t n, int64_t width, float scale, float *max, float *sum);
+    /* For each of `rows` rows x + r*stride: x[i] = exp(scale*x[i] - m) for i < n, 0 for n <= i < width; max[r] = m =
+     * the largest scale*x[i] (-inf if none), sum[r] = sum of x. All -inf: x = 0. A NaN, or a +inf, gives sum NaN. */
+    void (*softmax)(float *x, int64_t rows, int64_t stride, int64_t n, int64_t width, float scale, float *max,
+                    float *sum);
 
     /* out[i] = exp(a[i] - b[i]) for a <= b, i < n; out may be a or b. */
     void (*exp_difference)(float *out, const float *a, const float *b, int64_t n);

@@ -200,7 +200,7 @@ static inline float sum_of(__m256 x) {
     return _mm_cvtss_f32(_mm_add_ss(half, _mm_movehdup_ps(half)));
 }
 
-static void softmax(float *x, int64_t n, int64_t width, float scale, float *max, float *sum) {
+static void softmax_row(float *x, int64_t n, int64_t width, float scale, float *max, float *sum) {
     const __m256 lowest = _mm256_set1_ps(-INFINITY), scales = _mm256_set1_ps(scale);
     __m256 most = lowest, total = _mm256_setzero_ps();
     for (int64_t i = 0; i < n; i += 8) {
@@ -219,6 +219,11 @@ static void softmax(float *x, int64_t n, int64_t width, float scale, float *max,
     }
     *max = largest;
     *sum = sum_of(total);
+}
+
+static void softmax(float *x, int64_t rows, int64_t stride, int64_t n, int64_t width, float scale, float *max,
+                    float *sum) {
+    for (int64_t r = 0; r < rows; r++) softmax_row(x + r * stride, n, width, scale, max + r, sum + r);
 }
 
 static void exp_difference(float *out, const float *a, const float *b, int64_t n) {

@@ -111,7 +111,9 @@ static inline void transpose_block(float *dst, const float *src, int64_t stride)
 static void transpose(float *dst, const float *src, int64_t stride, int64_t keys, int64_t depth) {
     const int64_t blocked = keys == KVC_TILE ? depth / 16 * 16 : 0;
     for (int64_t d = 0; d < blocked; d += 16) {
-        for (int64_t j = 0; j < KVC_TILE; j += 16) transpose_block(dst + d * KVC_TILE + j, src + j * stride + d, stride);
+        for (int64_t j = 0; j < KVC_TILE; j += 16) {
+            transpose_block(dst + d * KVC_TILE + j, src + j * stride + d, stride);
+        }
     }
     kvc_portable_transpose(dst + blocked * KVC_TILE, src + blocked, stride, keys, depth - blocked);
 }
@@ -192,28 +194,35 @@ static inline __m512 base_of(__m512 largest) {
     return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(largest, _mm512_set1_ps(-INFINITY), _CMP_NEQ_UQ), largest);
 }
 
-/* A whole tile row in registers. */
-static void softmax_tile(float *x, float scale, float *max, float *sum) {
+/* Whole tile rows, a step at a time for all of them: one row's chain of dependent instructions from maximum to sum is
+ * longer than what the core looks ahead. rows <= KVC_TILE_ROWS. */
+static inline void softmax_tile(float *x, int64_t rows, int64_t stride, float scale, float *max, float *sum) {
     const __m512 scales = _mm512_set1_ps(scale);
-    const __m512 a = _mm512_mul_ps(scales, _mm512_loadu_ps(x)), b = _mm512_mul_ps(scales, _mm512_loadu_ps(x + 16));
-    const __m512 c = _mm512_mul_ps(scales, _mm512_loadu_ps(x + 32)), d = _mm512_mul_ps(scales, _mm512_loadu_ps(x + 48));
-    const __m512 largest = largest_of(_mm512_max_ps(_mm512_max_ps(a, b), _mm512_max_ps(c, d)));
-    const __m512 base = base_of(largest);
-    const __m512 e = exp_of(_mm512_sub_ps(a, base)), f = exp_of(_mm512_sub_ps(b, base));
-    const __m512 g = exp_of(_mm512_sub_ps(c, base)), h = exp_of(_mm512_sub_ps(d, base));
-    _mm512_storeu_ps(x, e);
-    _mm512_storeu_ps(x + 16, f);
-    _mm512_storeu_ps(x + 32, g);
-    _mm512_storeu_ps(x + 48, h);
-    *max = _mm512_cvtss_f32(largest);
-    *sum = _mm512_cvtss_f32(sum_of(_mm512_add_ps(_mm512_add_ps(e, f), _mm512_add_ps(g, h))));
+    __m512 base[KVC_TILE_ROWS], total[KVC_TILE_ROWS];
+    for (int64_t r = 0; r < rows; r++) {
+        const float *row = x + r * stride;
+        const __m512 a = _mm512_mul_ps(scales, _mm512_loadu_ps(row));
+        const __m512 b = _mm512_mul_ps(scales, _mm512_loadu_ps(row + 16));
+        const __m512 c = _mm512_mul_ps(scales, _mm512_loadu_ps(row + 32));
+        const __m512 d = _mm512_mul_ps(scales, _mm512_loadu_ps(row + 48));
+        const __m512 largest = largest_of(_mm512_max_ps(_mm512_max_ps(a, b), _mm512_max_ps(c, d)));
+        max[r] = _mm512_cvtss_f32(largest);
+        base[r] = base_of(largest);
+    }
+    for (int64_t r = 0; r < rows; r++) {
+        __m512 e[4];
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; j++) {
+            float *part = x + r * stride + 16 * j;
+            e[j] = exp_of(_mm512_sub_ps(_mm512_mul_ps(scales, _mm512_loadu_ps(part)), base[r]));
+            _mm512_storeu_ps(part, e[j]);
+        }
+        total[r] = _mm512_add_ps(_mm512_add_ps(e[0], e[1]), _mm512_add_ps(e[2], e[3]));
+    }
+    for (int64_t r = 0; r < rows; r++) sum[r] = _mm512_cvtss_f32(sum_of(total[r]));
 }
 
-static void softmax(float *x, int64_t n, int64_t width, float scale, float *max, float *sum) {
-    if (n == KVC_TILE && width == KVC_TILE) {
-        softmax_tile(x, scale, max, sum);
-        return;
-    }
+static void softmax_row(float *x, int64_t n, int64_t width, float scale, float *max, float *sum) {
     const __m512 lowest = _mm512_set1_ps(-INFINITY), scales = _mm512_set1_ps(scale);
     __m512 most = lowest, total = _mm512_setzero_ps();
     for (int64_t i = 0; i < n; i += 16) {
@@ -231,6 +240,16 @@ static void softmax(float *x, int64_t n, int64_t width, float scale, float *max,
     }
     *max = _mm512_cvtss_f32(largest);
     *sum = _mm512_cvtss_f32(sum_of(total));
+}
+
+static void softmax(float *x, int64_t rows, int64_t stride, int64_t n, int64_t width, float scale, float *max,
+                    float *sum) {
+    const int whole = n == KVC_TILE && width == KVC_TILE;
+    for (int64_t r = 0; r < rows; r += whole ? KVC_TILE_ROWS : 1) {
+        const int64_t some = rows - r < KVC_TILE_ROWS ? rows - r : KVC_TILE_ROWS;
+        if (whole) softmax_tile(x + r * stride, some, stride, scale, max + r, sum + r);
+        else softmax_row(x + r * stride, n, width, scale, max + r, sum + r);
+    }
 }
 
 static void exp_difference(float *out, const float *a, const float *b, int64_t n) {

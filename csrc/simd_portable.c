@@ -123,7 +123,7 @@ static inline float exp_of(float x) {
     return p * float_of((uint32_t)(first + 127) << 23) * float_of((uint32_t)(second + 127) << 23);
 }
 
-static void softmax(float *x, int64_t n, int64_t width, float scale, float *max, float *sum) {
+static void softmax_row(float *x, int64_t n, int64_t width, float scale, float *max, float *sum) {
     float largest = -INFINITY, total = 0.0f;
     for (int64_t i = 0; i < n; i++) {
         x[i] *= scale;
@@ -135,6 +135,11 @@ static void softmax(float *x, int64_t n, int64_t width, float scale, float *max,
     for (int64_t i = n; i < width; i++) x[i] = 0.0f;
     *max = largest;
     *sum = total;
+}
+
+static void softmax(float *x, int64_t rows, int64_t stride, int64_t n, int64_t width, float scale, float *max,
+                    float *sum) {
+    for (int64_t r = 0; r < rows; r++) softmax_row(x + r * stride, n, width, scale, max + r, sum + r);
 }
 
 static void exp_difference(float *out, const float *a, const float *b, int64_t n) {

@@ -115,11 +115,15 @@ def run_demo(
     with attach(model):
         pruner = SnapKV(num_sink_tokens=4)
         iterative = IterativeCache(model.config, memory_size=memory_size, chunk_size=chunk_size, pruner=pruner)
-        outcomes.append(ask(model, task, "iterative, guided", iterative, True, "the question chose the memory", console))
+        outcomes.append(
+            ask(model, task, "iterative, guided", iterative, True, "the question chose the memory", console)
+        )
         streaming = StreamingCache(model.config, window_size=memory_size - 4, chunk_size=chunk_size)
         distance = round((1 - depth) * tokens)
         left = distance > memory_size
-        note = f"the fact left its window {distance - memory_size:,} tokens ago" if left else "the fact is in its window"
+        note = (
+            f"the fact left its window {distance - memory_size:,} tokens ago" if left else "the fact is in its window"
+        )
         outcomes.append(ask(model, task, "StreamingLLM", streaming, False, note, console))
     short = min(tokens, dense_tokens)
     if short > 0:

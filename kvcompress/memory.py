@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -15,10 +16,8 @@ class PeakMemory:
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         else:
-            try:
+            with suppress(OSError):  # then the figure is the peak since the process started: never too small
                 Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts again from the present size
-            except OSError:
-                pass  # then the figure is the peak since the process started: never too small
 
     def nbytes(self) -> int | None:
         """Bytes, or None where the system does not tell."""

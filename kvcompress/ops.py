@@ -9,15 +9,20 @@ differentiable. `kvcompress.reference` has the same functions in plain PyTorch.
 
 from __future__ import annotations
 
+import os
+
 import torch
 from torch import Tensor
 
-from . import _C  # noqa: F401  registers torch.ops.kvcompress
+from . import _C  # type: ignore[attr-defined]  # noqa: F401  registers torch.ops.kvcompress
 
 _ops = torch.ops.kvcompress
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 REDUCTIONS = ("mean", "sum", "max")
 POOLINGS = ("avg", "max")
+_wish = os.environ.get("KVC_SIMD")
+if _wish and _ops.simd("") != _wish:
+    raise ValueError(f"KVC_SIMD must name inner loops that this CPU can run (portable, avx2, avx512), got {_wish!r}")
 SCHEDULES = ("fixed", "linear", "square", "sqrt", "square-sqrt", "adaptive")
 
 
@@ -116,9 +121,7 @@ def window_scores(
     _need_float("keys", keys, 4, "[B, Hkv, T, D]")
     B, Hq, W, D = queries.shape
     Hkv, T = keys.shape[1:3]
-    _need(
-        keys.shape[0] == B and keys.shape[3] == D, f"keys must be [{B}, Hkv, T, {D}], got shape {tuple(keys.shape)}"
-    )
+    _need(keys.shape[0] == B and keys.shape[3] == D, f"keys must be [{B}, Hkv, T, {D}], got shape {tuple(keys.shape)}")
     _need(Hkv > 0 and Hq % Hkv == 0, f"queries have {Hq} heads, which the keys' {Hkv} heads do not divide")
     _need(W >= 1, f"queries must hold at least 1 token, got {W}")
     _need(T > W, f"keys must be longer than the window of {W} queries, got {T}")
@@ -168,8 +171,8 @@ def compact_rows_(rows: Tensor, indices: Tensor) -> None:
     """Moves the chosen tokens of each row to its front, in place: rows[r, j] = rows[r, indices[r, j]].
 
     rows: [R, T, D], any stride between rows, otherwise contiguous. indices: int32 [R, k], strictly rising within
-    [0, T). Tokens from k on keep what they had. Raises ValueError for wrong shapes, RuntimeError for indices that do not
-    rise or lie outside (nothing is moved then; on CUDA indices outside are skipped).
+    [0, T). Tokens from k on keep what they had. Raises ValueError for wrong shapes, RuntimeError for indices that do
+    not rise or lie outside (nothing is moved then; on CUDA indices outside are skipped).
     """
     _need_float("rows", rows, 3, "[R, T, D]")
     _need(indices.ndim == 2, f"indices must be [R, k], got shape {tuple(indices.shape)}")
@@ -199,9 +202,9 @@ def decode(
 ) -> tuple[Tensor, Tensor]:
     """Attention of a few queries over rows of any length kept in pages.
 
-    queries: [B, Hq, S, D]. k_pages, v_pages: [pages, P, D], P a power of two. block_table: int32 [R, blocks], R = B*Hkv:
-    key t of row r lies at [block_table[r, t // P], t % P]; None = row r is page r (contiguous rows of any capacity P).
-    begin, end: int32 [R]: a query sees keys begin_r <= t < end_r; causal: the row's last S keys are the S queries' own
+    queries: [B, Hq, S, D]. k_pages, v_pages: [pages, P, D], P a power of two. block_table: int32 [R, blocks] with
+    R = B*Hkv: key t of row r lies at [block_table[r, t // P], t % P]; None = row r is page r, whatever P (contiguous
+    rows). begin, end: int32 [R]: a query sees keys begin_r <= t < end_r; causal: the row's last S keys are the S queries' own
     tokens, query s sees t < end_r - (S-1-s). scale: factor of the logits, None = 1/sqrt(D).
     Returns (out [B, Hq, S, D] in the queries' dtype, lse float32 [B, Hq, S], natural logarithm). A query that sees no
     key gets out 0 and lse -inf. Raises ValueError for wrong shapes, RuntimeError for rows outside the pages.
@@ -264,9 +267,7 @@ def merge_states(*states: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         )
         _need(other_lse.dtype == torch.float32, f"lse must be float32, got {other_lse.dtype}")
         _need(other_lse.shape == lse.shape, f"every lse must be {tuple(lse.shape)}, got {tuple(other_lse.shape)}")
-        out, lse = _ops.merge_states(
-            out.contiguous(), lse.contiguous(), other.contiguous(), other_lse.contiguous()
-        )
+        out, lse = _ops.merge_states(out.contiguous(), lse.contiguous(), other.contiguous(), other_lse.contiguous())
     return out, lse
 
 
@@ -292,7 +293,7 @@ def plan(
     _need(memory_size >= 1, f"memory_size must be at least 1, got {memory_size}")
     _need(
         -1 <= initial_memory <= memory_size,
-        f"initial_memory must be between 0 and memory_size = {memory_size}, or -1 for the default, got {initial_memory}",
+        f"initial_memory must be between 0 and memory_size = {memory_size}, or -1 (default), got {initial_memory}",
     )
     return _ops.plan(prompt_length, chunk_size, memory_size, initial_memory, number)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +25,7 @@ class RotaryTables:
                 f"{type(rotary_emb).__name__} is not supported: rotary_emb must have one rope_type and inv_freq for "
                 "all layers"
             )
-        self._module = copy.deepcopy(rotary_emb).requires_grad_(False)
+        self._module: Any = copy.deepcopy(rotary_emb).requires_grad_(False)
         self._type = rope_type
         self._tables: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = {}
 
@@ -76,9 +77,7 @@ class RotaryTables:
         cos, sin = self.tables(bound, length, x.device)
         return ops.rope(x, cos / self.scaling, sin / self.scaling, distance, inverse=True)
 
-    def _apply(
-        self, x: Tensor, positions: Tensor | None, bound: int, lengths: list[int], *, inverse: bool
-    ) -> Tensor:
+    def _apply(self, x: Tensor, positions: Tensor | None, bound: int, lengths: list[int], *, inverse: bool) -> Tensor:
         if len({self._regime(length) for length in lengths}) > 1:  # sequences with frequencies of their own
             parts = []
             for b, length in enumerate(lengths):

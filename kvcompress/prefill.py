@@ -41,10 +41,10 @@ def prefill(
     guide: Tensor | None = None,
     progress: Progress | None = None,
 ) -> CompressedCache:
-    """Reads all but the last token of a prompt, chunk by chunk; `model.generate(input_ids, past_key_values=cache)` follows.
+    """Reads all but the last token of a prompt; model.generate(input_ids, past_key_values=cache) goes on from there.
 
-    model: attached (kvcompress.attach). input_ids: [B, T], T >= 1; if the cache has seen tokens already (a conversation),
-    the whole conversation: the first cache.get_seq_length() columns are skipped. attention_mask: [B, T] for left-padded
+    model: attached (kvcompress.attach). input_ids: [B, T], T >= 1; if the cache has seen tokens already, the whole
+    conversation: the first cache.get_seq_length() columns are skipped. attention_mask: [B, T] for left-padded
     batches. guide: [g] token ids of an instruction or question, the same for all sequences; they follow each chunk as
     the observation window, choose what is kept, and are not stored. progress: called with (tokens read, tokens in all).
     Returns the cache. Only cache-sized state and one chunk's activations are held; no logits are computed.
@@ -125,4 +125,5 @@ def generate(
     generation: any argument of model.generate (max_new_tokens, do_sample, num_beams, num_return_sequences, ...).
     """
     prefill(model, input_ids, cache, attention_mask, guide=guide, progress=progress)
-    return model.generate(input_ids, attention_mask=attention_mask, past_key_values=cache, **generation)  # type: ignore[operator]
+    whole: Any = model
+    return whole.generate(input_ids, attention_mask=attention_mask, past_key_values=cache, **generation)

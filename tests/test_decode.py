@@ -87,7 +87,11 @@ def test_merging_with_nothing_changes_nothing(simd):
 
 
 @settings(deadline=None, max_examples=30)
-@given(lengths=st.lists(st.integers(0, 200), min_size=1, max_size=6), P=st.sampled_from([1, 4, 64]), seed=st.integers(0, 2**31))
+@given(
+    lengths=st.lists(st.integers(0, 200), min_size=1, max_size=6),
+    P=st.sampled_from([1, 4, 64]),
+    seed=st.integers(0, 2**31),
+)
 def test_rows_do_not_touch_each_other(lengths, P, seed):
     R, generator = len(lengths), torch.Generator().manual_seed(seed)
     queries = torch.randn(1, 2 * R, 1, 16, generator=generator)

@@ -28,7 +28,9 @@ def next_logits(model, ids, cache, mask=None):
 
 
 @families
-@pytest.mark.parametrize(("length", "memory", "chunk"), [(70, 70, 16), (70, 128, 7), (5, 8, 16), (1, 4, 4), (33, 40, 33)])
+@pytest.mark.parametrize(
+    ("length", "memory", "chunk"), [(70, 70, 16), (70, 128, 7), (5, 8, 16), (1, 4, 4), (33, 40, 33)]
+)
 def test_memory_as_large_as_the_prompt_gives_the_dense_model(family, length, memory, chunk):
     model, ids = attached(family), random_ids(length)
     with torch.no_grad():

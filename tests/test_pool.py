@@ -33,7 +33,9 @@ def test_rows_hold_what_was_appended_and_not_dropped(data, page_size):
         counts = data.draw(st.lists(st.integers(0, width), min_size=3, max_size=3))
         x = torch.randn(3, width, 8)
         pool.append(x, -x, counts)
-        rows = [torch.cat([row, x[r, width - count :]]) for r, (row, count) in enumerate(zip(rows, counts, strict=True))]
+        rows = [
+            torch.cat([row, x[r, width - count :]]) for r, (row, count) in enumerate(zip(rows, counts, strict=True))
+        ]
         drop = data.draw(st.integers(0, min(len(row) for row in rows)))
         pool.drop_last(drop)
         rows = [row[: len(row) - drop] for row in rows]

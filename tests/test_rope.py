@@ -13,7 +13,14 @@ def tables(rows: int, half: int) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("B", "H", "T", "D", "rotary"),
-    [(1, 1, 1, 16, 16), (2, 3, 17, 64, 64), (1, 2, 5, 80, 32), (2, 1, 9, 6, 6), (1, 2, 3, 34, 34), (1, 8, 70, 256, 256)],
+    [
+        (1, 1, 1, 16, 16),
+        (2, 3, 17, 64, 64),
+        (1, 2, 5, 80, 32),
+        (2, 1, 9, 6, 6),
+        (1, 2, 3, 34, 34),
+        (1, 8, 70, 256, 256),
+    ],
 )
 def test_rotates_as_the_reference(simd, dtype, B, H, T, D, rotary):
     x = torch.randn(B, H, T, D).to(dtype)

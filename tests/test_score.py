@@ -74,7 +74,11 @@ def test_thread_count_changes_no_bit(simd):
 
 @settings(deadline=None, max_examples=30)
 @given(
-    T=st.integers(2, 200), W=st.integers(1, 20), G=st.integers(1, 8), D=st.sampled_from([16, 20, 64]), seed=st.integers(0, 2**31)
+    T=st.integers(2, 200),
+    W=st.integers(1, 20),
+    G=st.integers(1, 8),
+    D=st.sampled_from([16, 20, 64]),
+    seed=st.integers(0, 2**31),
 )
 def test_scores_without_pooling_sum_to_what_the_window_leaves(T, W, G, D, seed):
     W = min(W, T - 1)

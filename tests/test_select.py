@@ -7,7 +7,9 @@ from hypothesis import strategies as st
 from kvcompress import ops, reference
 
 
-@pytest.mark.parametrize(("R", "T", "k"), [(1, 1, 1), (3, 100, 10), (2, 1000, 999), (8, 5000, 1024), (2, 64, 64), (2, 7, 0)])
+@pytest.mark.parametrize(
+    ("R", "T", "k"), [(1, 1, 1), (3, 100, 10), (2, 1000, 999), (8, 5000, 1024), (2, 64, 64), (2, 7, 0)]
+)
 def test_selects_as_a_stable_sort(simd, R, T, k):
     scores = torch.randn(R, T)
     assert torch.equal(ops.select_topk(scores, k), reference.select_topk(scores, k))

@@ -12,10 +12,9 @@ constexpr int THREADS = 128;
 constexpr int PER_LANE = 8;  // elements of a head that one lane holds: 32 lanes * 8 = KVC_CUDA_MAX_HEAD_DIM
 
 struct geometry {
-    int lanes;         // neighbouring threads that share one key; the block reads THREADS / lanes keys at a time
-    int page_shift;    // log2(P); unused without a block table
-    int64_t tiles;     // tiles of QUERIES queries per row
-    float scale_log2;  // scale * log2(e): exp2 is the native instruction
+    int lanes;       // neighbouring threads that share one key; the block reads THREADS / lanes keys at a time
+    int page_shift;  // log2(P); unused without a block table
+    int64_t tiles;   // tiles of QUERIES queries per row
 };
 
 // Where key t of the row lies in k_pages and v_pages, -1 if on no page.
@@ -41,7 +40,7 @@ __global__ __launch_bounds__(THREADS) void decode_kernel(const kvc_decode_args a
     const int64_t begin = a.begin && a.begin[row] > 0 ? a.begin[row] : 0;
     const int64_t end = a.end[row] < capacity ? a.end[row] : capacity;
 
-    // Online softmax in base 2, one per group of lanes and query: maximum m, sum l, weighted values
+    // Online softmax, one per group of lanes and query: maximum m, sum l, weighted values
     float q[QUERIES][PER_LANE], values[QUERIES][PER_LANE], m[QUERIES], l[QUERIES];
     int64_t limit[QUERIES], last = begin;
     KVC_UNROLL
@@ -56,7 +55,7 @@ __global__ __launch_bounds__(THREADS) void decode_kernel(const kvc_decode_args a
         for (int i = 0; i < PER_LANE; i++) {
             const int d = (i / VEC * lanes + lane) * VEC + i % VEC;
             const int64_t at = b * a.q.stride_b + h * a.q.stride_h + s * a.q.stride_t + d;
-            q[n][i] = here && d < D ? load_any(a.q.data, a.q.dtype, at) * geo.scale_log2 : 0.0f;
+            q[n][i] = here && d < D ? load_any(a.q.data, a.q.dtype, at) * a.scale : 0.0f;
             values[n][i] = 0.0f;
         }
     }
@@ -86,7 +85,7 @@ __global__ __launch_bounds__(THREADS) void decode_kernel(const kvc_decode_args a
             if (offset < 0 || t >= limit[n]) continue;
             const float grown = fmaxf(m[n], score);
             const float shift = grown == -INFINITY ? 0.0f : grown;  // -inf - -inf is no number
-            const float keep = exp2f(m[n] - shift), weight = exp2f(score - shift);
+            const float keep = expf(m[n] - shift), weight = expf(score - shift);
             m[n] = grown;
             l[n] = l[n] * keep + weight;
             KVC_UNROLL
@@ -117,13 +116,13 @@ __global__ __launch_bounds__(THREADS) void decode_kernel(const kvc_decode_args a
         for (int x = 0; x < groups; x++) top = fmaxf(top, m_of[x * QUERIES + n]);
         const float shift = top == -INFINITY ? 0.0f : top;
         for (int x = 0; x < groups; x++) {
-            const float weight = exp2f(m_of[x * QUERIES + n] - shift);
+            const float weight = expf(m_of[x * QUERIES + n] - shift);
             sum += weight * l_of[x * QUERIES + n];
             value += weight * values_of[(x * QUERIES + n) * D + d];
         }
         const int64_t h = g * G + (first + n) / a.S, s = (first + n) % a.S, at = (b * a.Hq + h) * a.S + s;
         store_any(a.out, a.q.dtype, at * D + d, sum == 0.0f ? 0.0f : value / sum);
-        if (d == 0) a.lse[at] = sum == 0.0f ? -INFINITY : (shift + log2f(sum)) * 0.693147180559945309f;
+        if (d == 0) a.lse[at] = sum == 0.0f ? -INFINITY : shift + logf(sum);
     }
 }
 
@@ -133,7 +132,6 @@ cudaError_t launch(const kvc_decode_args& a, cudaStream_t stream) {
     geo.lanes = lanes_for(ceil_div(a.D, VEC));
     while (a.P >> geo.page_shift > 1) geo.page_shift++;
     geo.tiles = ceil_div(a.Hq / a.Hkv * a.S, QUERIES);
-    geo.scale_log2 = a.scale * 1.44269504088896341f;
     if (a.B * a.Hkv > MAX_GRID_X / geo.tiles) return cudaErrorInvalidValue;
     // At most 128 groups * 8 queries * 2 + 128 threads * 8 queries * 8 floats = 40 KiB: no attribute to set
     const size_t shared = static_cast<size_t>(THREADS / geo.lanes * QUERIES * (a.D + 2)) * sizeof(float);

@@ -20,7 +20,7 @@ constexpr int64_t MAX_SPLITS = 256;
 struct plan {
     int64_t row_tiles, splits, split_keys;
     int64_t blocks_statistics, blocks_columns;
-    int64_t bytes_statistics, bytes_lse, bytes_raw;
+    int64_t bytes_statistics, bytes_joined, bytes_raw;
     bool wide_q, wide_k;
 };
 
@@ -37,7 +37,7 @@ plan plan_of(const kvc_window_scores_args& a) {
     p.blocks_columns = heads * ceil_div(a.T - a.W, TILE);
     const int64_t rows = a.B * a.Hq * a.W;
     p.bytes_statistics = ceil_div(rows * p.splits * static_cast<int64_t>(sizeof(float2)), 64) * 64;
-    p.bytes_lse = ceil_div(rows * static_cast<int64_t>(sizeof(float)), 64) * 64;
+    p.bytes_joined = ceil_div(rows * static_cast<int64_t>(sizeof(float2)), 64) * 64;
     if (a.kernel_size > 1) p.bytes_raw = ceil_div(heads * (a.T - a.W) * static_cast<int64_t>(sizeof(float)), 64) * 64;
     const auto wide = [&](const kvc_view& x) { return aligned_16(x) && a.D * bytes_of(x.dtype) % 16 == 0; };
     p.wide_q = wide(a.q);
@@ -78,7 +78,7 @@ struct alignas(16) tiles {
     float q[DEPTH][PITCH], k[DEPTH][PITCH];
 };
 
-// logits[i][j] = log2(e) * scale * <query row n0 + 4*ty + i, key t0 + 4*tx + j>; row n of KV head g is query n % W of
+// logits[i][j] = scale * <query row n0 + 4*ty + i, key t0 + 4*tx + j>; row n of KV head g is query n % W of
 // head g*G + n / W. Starts and ends with the block's threads free to use their own registers only.
 __device__ void compute_logits(float (&logits)[4][4], tiles& tile, const kvc_window_scores_args& a, const plan& p,
                                int64_t b, int64_t g, int64_t n0, int64_t t0) {
@@ -107,15 +107,14 @@ __device__ void compute_logits(float (&logits)[4][4], tiles& tile, const kvc_win
             for (int i = 0; i < 16; i++) logits[i / 4][i % 4] += x[i / 4] * y[i % 4];
         }
     }
-    const float scale_log2 = a.scale * 1.44269504088896341f;
     KVC_UNROLL
-    for (int i = 0; i < 16; i++) logits[i / 4][i % 4] *= scale_log2;
+    for (int i = 0; i < 16; i++) logits[i / 4][i % 4] *= a.scale;
 }
 
-// (m, l) of a softmax in base 2 joined with another; m = -inf: nothing seen, or only logits of -inf.
+// (m, l) of a softmax, maximum and sum, joined with another; m = -inf: nothing seen, or only logits of -inf.
 __device__ inline void join(float& m, float& l, float other_m, float other_l) {
     const float top = fmaxf(m, other_m), shift = top == -INFINITY ? 0.0f : top;
-    l = l * exp2f(m - shift) + other_l * exp2f(other_m - shift);
+    l = l * expf(m - shift) + other_l * expf(other_m - shift);
     m = top;
 }
 
@@ -149,8 +148,8 @@ __global__ __launch_bounds__(THREADS) void statistics_kernel(const kvc_window_sc
             }
             const float shift = top == -INFINITY ? 0.0f : top;
             KVC_UNROLL
-            for (int j = 0; j < 4; j++) sum += exp2f(logits[i][j] - shift);
-            l[i] = l[i] * exp2f(m[i] - shift) + sum;
+            for (int j = 0; j < 4; j++) sum += expf(logits[i][j] - shift);
+            l[i] = l[i] * expf(m[i] - shift) + sum;
             m[i] = top;
         }
     }
@@ -171,15 +170,18 @@ __global__ __launch_bounds__(THREADS) void statistics_kernel(const kvc_window_sc
     }
 }
 
-__global__ void lse_kernel(float* lse, const float2* statistics, int64_t rows, int64_t splits) {
+// (m, l) of each query row over all splits. Kept apart: exp(x - m)/l loses less than exp(x - lse) with a rounded lse.
+__global__ void join_kernel(float2* joined, const float2* statistics, int64_t rows, int64_t splits) {
     const int64_t row = blockIdx.x * static_cast<int64_t>(THREADS) + threadIdx.x;
     if (row >= rows) return;
-    float m = -INFINITY, l = 0.0f;
+    float2 all;
+    all.x = -INFINITY;
+    all.y = 0.0f;
     for (int64_t split = 0; split < splits; split++) {
-        const float2 other = statistics[row * splits + split];
-        join(m, l, other.x, other.y);
+        const float2 part = statistics[row * splits + split];
+        join(all.x, all.y, part.x, part.y);
     }
-    lse[row] = m + log2f(l);  // base 2; NaN stays NaN
+    joined[row] = all;
 }
 
 __device__ inline float reduce(float x, float y, bool maximum) {
@@ -187,7 +189,7 @@ __device__ inline float reduce(float x, float y, bool maximum) {
 }
 
 __global__ __launch_bounds__(THREADS) void columns_kernel(const kvc_window_scores_args a, const plan p,
-                                                          const float* lse, float* columns) {
+                                                          const float2* rows_statistics, float* columns) {
     __shared__ tiles tile;
     __shared__ float partial[16][TILE];
     const int64_t width = a.T - a.W, key_tiles = ceil_div(width, TILE);
@@ -203,9 +205,9 @@ __global__ __launch_bounds__(THREADS) void columns_kernel(const kvc_window_score
         for (int i = 0; i < 4; i++) {
             const int64_t n = n0 + 4 * ty + i;
             if (n >= rows) continue;
-            const float row_lse = lse[head * rows + n];
+            const float2 row = rows_statistics[head * rows + n];
             KVC_UNROLL
-            for (int j = 0; j < 4; j++) column[j] = reduce(column[j], exp2f(logits[i][j] - row_lse), maximum);
+            for (int j = 0; j < 4; j++) column[j] = reduce(column[j], expf(logits[i][j] - row.x) / row.y, maximum);
         }
     }
     KVC_UNROLL
@@ -247,7 +249,7 @@ bool empty(const kvc_window_scores_args& a) {
 extern "C" int64_t kvc_cuda_window_scores_scratch_bytes(const kvc_window_scores_args* args) {
     if (!valid(*args) || empty(*args) || args->W >= args->T || args->Hq % args->Hkv) return 0;
     const plan p = plan_of(*args);
-    return p.bytes_statistics + p.bytes_lse + p.bytes_raw;
+    return p.bytes_statistics + p.bytes_joined + p.bytes_raw;
 }
 
 extern "C" cudaError_t kvc_cuda_window_scores(const kvc_window_scores_args* args, cudaStream_t stream) {
@@ -257,22 +259,22 @@ extern "C" cudaError_t kvc_cuda_window_scores(const kvc_window_scores_args* args
     if (a.W >= a.T || a.Hq % a.Hkv) return cudaErrorInvalidValue;
     if (!a.scores || !a.q.data || !a.k.data || !a.scratch) return cudaErrorInvalidValue;
     const plan p = plan_of(a);
-    const int64_t rows = a.B * a.Hq * a.W, lse_blocks = ceil_div(rows, THREADS);
-    if (p.blocks_statistics > MAX_GRID_X || p.blocks_columns > MAX_GRID_X || lse_blocks > MAX_GRID_X)
+    const int64_t rows = a.B * a.Hq * a.W, join_blocks = ceil_div(rows, THREADS);
+    if (p.blocks_statistics > MAX_GRID_X || p.blocks_columns > MAX_GRID_X || join_blocks > MAX_GRID_X)
         return cudaErrorInvalidValue;
     char* scratch = static_cast<char*>(a.scratch);
     float2* statistics = reinterpret_cast<float2*>(scratch);
-    float* lse = reinterpret_cast<float*>(scratch + p.bytes_statistics);
-    float* raw = reinterpret_cast<float*>(scratch + p.bytes_statistics + p.bytes_lse);
+    float2* joined = reinterpret_cast<float2*>(scratch + p.bytes_statistics);
+    float* raw = reinterpret_cast<float*>(scratch + p.bytes_statistics + p.bytes_joined);
     float* columns = a.kernel_size > 1 ? raw : a.scores;
 
     KVC_LAUNCH(statistics_kernel, static_cast<unsigned>(p.blocks_statistics), THREADS, 0, stream, a, p, statistics);
     cudaError_t error = cudaGetLastError();
     if (error != cudaSuccess) return error;
-    KVC_LAUNCH(lse_kernel, static_cast<unsigned>(lse_blocks), THREADS, 0, stream, lse, statistics, rows, p.splits);
+    KVC_LAUNCH(join_kernel, static_cast<unsigned>(join_blocks), THREADS, 0, stream, joined, statistics, rows, p.splits);
     error = cudaGetLastError();
     if (error != cudaSuccess) return error;
-    KVC_LAUNCH(columns_kernel, static_cast<unsigned>(p.blocks_columns), THREADS, 0, stream, a, p, lse, columns);
+    KVC_LAUNCH(columns_kernel, static_cast<unsigned>(p.blocks_columns), THREADS, 0, stream, a, p, joined, columns);
     error = cudaGetLastError();
     if (error != cudaSuccess || a.kernel_size == 1) return error;
     const int64_t pool_blocks = ceil_div(a.B * a.Hkv * (a.T - a.W), THREADS);

@@ -89,13 +89,17 @@ class CompressedLayer(CacheLayerMixin):
         return -1
 
     def offload(self) -> None:
-        raise NotImplementedError("offloading is not supported by compressed caches; they are small: keep them in place")
+        raise NotImplementedError(
+            "offloading is not supported by compressed caches; they are small: keep them in place"
+        )
 
     prefetch = offload
 
     def drop_last(self, tokens: int) -> None:
         """Takes back the last tokens of every sequence."""
-        raise NotImplementedError(f"{type(self.cache).__name__} cannot take back tokens (crop): what it dropped is gone")
+        raise NotImplementedError(
+            f"{type(self.cache).__name__} cannot take back tokens (crop): what it dropped is gone"
+        )
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self.select_batch(beam_idx.tolist())

@@ -156,7 +156,7 @@ class IterativeCache(CompressedCache):
     Raises ValueError for sizes below 1. Source: IMDC; imdc.md.
     """
 
-    layers: list[IterativeLayer]  # type: ignore[assignment]
+    layers: list[IterativeLayer]
 
     def __init__(
         self,
@@ -179,9 +179,7 @@ class IterativeCache(CompressedCache):
         return IterativeLayer(self, sliding_window)
 
     def plan_prompt(self, length: int) -> Plan:
-        return planner.plan(
-            length, chunk_size=self.chunk_size, memory_size=self.memory_size, schedule=self.schedule
-        )
+        return planner.plan(length, chunk_size=self.chunk_size, memory_size=self.memory_size, schedule=self.schedule)
 
     def begin_prompt(self, plans: list[Plan], guide_length: int) -> None:
         if guide_length and not self.pruner.uses_guide:
@@ -192,8 +190,8 @@ class IterativeCache(CompressedCache):
         )
         if self.largest_context > self.trained_length:
             warnings.warn(
-                f"reading puts {self.largest_context} keys in sight, more than the {self.trained_length} positions that "
-                "the model was trained for; smaller chunk_size or memory_size avoids this",
+                f"reading puts {self.largest_context} keys in sight, more than the {self.trained_length} positions "
+                "that the model was trained for; smaller chunk_size or memory_size avoids this",
                 stacklevel=3,
             )
         for layer in self.layers:

@@ -17,9 +17,9 @@ class StreamingLayer(CompressedLayer):
     """Rows of num_sink_tokens + window_size slots; the window is a ring.
 
     Token i of a sequence lies in slot i if i < sinks, else in slot sinks + (i - sinks) % window. Sinks are rotated at
-    their index; ring keys at i - base, where base moves up now and then (one re-rotation of the ring) so that angles stay
-    small. A query thus needs two rotations: i - base for the ring and, positions by slot, min(i, sinks + window - 1) for
-    the sinks; attention is two segments merged by their LSE.
+    their index; ring keys at i - base, where base moves up now and then (one re-rotation of the ring) so that angles
+    stay small. A query thus needs two rotations: i - base for the ring and, positions by slot,
+    min(i, sinks + window - 1) for the sinks; attention is two segments merged by their LSE.
     """
 
     cache: StreamingCache
@@ -74,9 +74,7 @@ class StreamingLayer(CompressedLayer):
             B, R = len(self.tokens), self.keys.shape[0]
             ring = self.keys[:, self.sinks :].unflatten(0, (B, R // B))
             places = torch.tensor(distance, dtype=torch.int32).to(ring.device)[:, None].expand(B, self.window)
-            moved = self.cache.rotary.move_back(
-                ring, places.contiguous(), max(distance) + 1, self.sinks + self.window
-            )
+            moved = self.cache.rotary.move_back(ring, places.contiguous(), max(distance) + 1, self.sinks + self.window)
             self.keys[:, self.sinks :] = moved.flatten(0, 1)
 
     def _slot(self, token: int) -> int:
@@ -122,7 +120,7 @@ class StreamingLayer(CompressedLayer):
         return self.sinks - self.tokens[b] if self.tokens[b] < self.sinks else _BLOCK
 
     def _read(self, b: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
-        """A block of tokens of sequence b: [1, H, n, D]. Each query sees the sinks and the window tokens up to itself."""
+        """A block of tokens of sequence b, [1, H, n, D]: each sees the sinks and the window tokens up to itself."""
         assert self.keys is not None and self.values is not None
         n, heads, device = keys.shape[2], keys.shape[1], keys.device
         self._move_back(n)
@@ -186,7 +184,7 @@ class StreamingCache(CompressedCache):
     Raises ValueError for sizes out of range. Source: StreamingLLM, section 3.2.
     """
 
-    layers: list[StreamingLayer]  # type: ignore[assignment]
+    layers: list[StreamingLayer]
 
     def __init__(
         self, config: PreTrainedConfig, *, window_size: int = 1020, num_sink_tokens: int = 4, chunk_size: int = 1024

@@ -31,7 +31,7 @@ class Attachment:
         detach(self.model)
 
 
-def base_model(model: nn.Module) -> nn.Module:
+def base_model(model: nn.Module) -> Any:
     """The decoder inside a model (with or without head, wrapped by PEFT or not): what owns layers and rotary_emb."""
     for module in model.modules():
         if isinstance(getattr(module, "layers", None), nn.ModuleList) and hasattr(module, "rotary_emb"):
@@ -45,21 +45,22 @@ def base_model(model: nn.Module) -> nn.Module:
 def attach(model: nn.Module) -> Attachment:
     """Makes `model` use compressed caches when it is given one; with any other cache it runs as before, bit for bit.
 
-    model: a transformers model of a supported family (Llama, Mistral, Qwen2, Qwen3), PEFT-wrapped or not. No parameter is
-    added and state_dict does not change. Attaching twice is the same as once. Returns a context manager that detaches.
+    model: a transformers model of a supported family (Llama, Mistral, Qwen2, Qwen3), PEFT-wrapped or not. No parameter
+    is added and state_dict does not change. Attaching twice is attaching once. Returns a context manager that detaches.
     Raises ValueError for a family that is not supported, naming those that are.
     """
     decoder = base_model(model)
-    attentions = [getattr(layer, "self_attn", None) for layer in decoder.layers]
+    attentions: list[Any] = [getattr(layer, "self_attn", None) for layer in decoder.layers]
     for attention in attentions:
-        if type(attention) not in ATTENTION_CLASSES and not (attention is not None and is_compressed(attention)):
+        if type(attention) not in ATTENTION_CLASSES and not is_compressed(attention):
             raise ValueError(
                 f"{type(model).__name__} with {type(attention).__name__} is not supported; "
                 f"supported families: {supported_families()}"
             )
     for attention in attentions:
         if not is_compressed(attention):
-            attention.__class__ = compressed_class(type(attention))
+            family: Any = type(attention)
+            attention.__class__ = compressed_class(family)
     if not hasattr(decoder, _HOOKS):
         before = decoder.register_forward_pre_hook(_before_forward, with_kwargs=True)
         after = decoder.register_forward_hook(_after_forward, with_kwargs=True)
@@ -73,7 +74,7 @@ def detach(model: nn.Module) -> None:
     decoder = base_model(model)
     for layer in decoder.layers:
         attention = getattr(layer, "self_attn", None)
-        if attention is not None and is_compressed(attention):
+        if is_compressed(attention):
             attention.__class__ = type(attention).__mro__[2]
     for hook in getattr(decoder, _HOOKS, ()):
         hook.remove()
@@ -85,7 +86,7 @@ def is_attached(model: nn.Module) -> bool:
     return hasattr(base_model(model), _HOOKS)
 
 
-def _before_forward(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _before_forward(decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Hands the padding mask to a compressed cache, so that transformers builds no [B, 1, S, T] mask of it."""
     given = dict(kwargs)
     if args:

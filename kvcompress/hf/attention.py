@@ -29,7 +29,7 @@ class CompressedAttention:
         queries = self._project("q", hidden_states)
         if queries.requires_grad:
             raise RuntimeError(
-                "compressed caches do not carry gradients: run the model under torch.no_grad(), or train without a cache"
+                "compressed caches do not carry gradients: use torch.no_grad(), or train without a cache"
             )
         keys, values = self._project("k", hidden_states), self._project("v", hidden_states)
         out = past_key_values.layers[self.layer_idx].attend(queries, keys, values, self.scaling)
@@ -48,7 +48,5 @@ def compressed_class(family: type[nn.Module]) -> type[nn.Module]:
     return type(f"Compressed{family.__name__}", (CompressedAttention, family), {"__module__": __name__})
 
 
-def is_compressed(module: nn.Module) -> bool:
+def is_compressed(module: object) -> bool:
     return isinstance(module, CompressedAttention)
-
-

@@ -35,7 +35,7 @@ def _root() -> Path:
 
 
 def held_out_text() -> bytes:
-    """The held-out files in their fixed order, each followed by a zero byte; those that this Python lacks are left out."""
+    """The held-out files in their fixed order, each followed by a zero byte; missing ones are left out."""
     paths = [_root() / name for name in HELD_OUT]
     return b"".join(path.read_bytes() + b"\0" for path in paths if path.is_file())
 

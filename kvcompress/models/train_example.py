@@ -177,15 +177,17 @@ def save(model: LlamaForCausalLM, out: Path, figures: dict) -> None:
     fresh.rmdir()
 
 
-def train(minutes: float, out: Path, resume: Path | None, seed: int, device: str, compiled: bool, autocast: bool) -> dict:
+def train(
+    minutes: float, out: Path, resume: Path | None, seed: int, device: str, compiled: bool, autocast: bool
+) -> dict:
     torch.manual_seed(seed)
     rng = np.random.default_rng(seed)
-    model = LlamaForCausalLM.from_pretrained(resume, dtype=torch.float32) if resume else LlamaForCausalLM(example_config())
+    model = (
+        LlamaForCausalLM.from_pretrained(resume, dtype=torch.float32) if resume else LlamaForCausalLM(example_config())
+    )
     model.to(device).train()
     run = torch.compile(model, dynamic=False) if compiled else model
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.1, fused=True
-    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     mixture = Mixture(training_text(rng), rng)
     phase, step, tokens, smooth, begin, figures = (2 if resume else 1), 0, 0, None, time.monotonic(), {}
     while (done := (time.monotonic() - begin) / (60 * minutes)) < 1:
@@ -224,7 +226,13 @@ def train(minutes: float, out: Path, resume: Path | None, seed: int, device: str
             print(json.dumps(figures), flush=True)
             save(model, out, figures)
     model.eval()
-    figures |= {"minutes": round(minutes, 1), "steps": step, "tokens": tokens, "seed": seed, "loss": round(smooth or 0, 4)}
+    figures |= {
+        "minutes": round(minutes, 1),
+        "steps": step,
+        "tokens": tokens,
+        "seed": seed,
+        "loss": round(smooth or 0, 4),
+    }
     save(model, out, figures)
     shipped = LlamaForCausalLM.from_pretrained(out, dtype=torch.float32).to(device).eval()
     figures["bits_per_byte"] = round(bits_per_byte(shipped, TRAINED_LENGTH, device), 4)

@@ -14,7 +14,7 @@ class Candidates:
     """What one sequence of one layer offers after an iteration: memory first, then the chunk, then the guide if any.
 
     queries: [1, Hq, S, D] rotated: the chunk's tokens and then the guide's. keys: [1, Hkv, count + guide_length, D]
-    rotated. count: candidates (memory and chunk). chunk_length: how many of them are new. scaling: factor of the logits.
+    rotated. count: candidates (memory and chunk). chunk_length: how many of them are new. scaling: of the logits.
     """
 
     queries: Tensor

@@ -100,7 +100,8 @@ static void test_score_arguments(void) {
     test_case = "score arguments";
     float data[64] = {0}, scores[4] = {9, 9, 9, 9};
     int32_t length = 2;
-    const kvc_window_scores_args good = {.scores = scores, .q = {data, KVC_F32, 8, 4, 2}, .k = {data, KVC_F32, 12, 12, 2},
+    const kvc_window_scores_args good = {.scores = scores, .q = {data, KVC_F32, 8, 4, 2},
+                                         .k = {data, KVC_F32, 12, 12, 2},
                                          .scratch = data, .B = 1, .Hq = 2, .Hkv = 1, .W = 2, .T = 6, .D = 2,
                                          .scale = 1, .kernel_size = 3, .lengths = &length};
     kvc_window_scores_args args = good;
@@ -169,7 +170,8 @@ static void test_decode_case(const decode_case *c) {
     for (int runner = 0; runner < RUNNERS; runner++) {
         const int64_t bytes = queries * c->D * kvc_dtype_bytes(c->q_dtype);
         kvc_decode_args args = {
-            .out = room(bytes), .lse = room(4 * queries), .q = {q_array, c->q_dtype, c->Hq * c->S * c->D, c->S * c->D, c->D},
+            .out = room(bytes), .lse = room(4 * queries),
+            .q = {q_array, c->q_dtype, c->Hq * c->S * c->D, c->S * c->D, c->D},
             .k_pages = k_array, .v_pages = v_array, .cache_dtype = c->cache_dtype,
             .block_table = c->paged ? table : NULL, .begin = begin, .end = end, .B = c->B, .Hq = c->Hq, .Hkv = c->Hkv,
             .S = c->S, .D = c->D, .P = c->P, .pages = pages, .blocks = c->blocks, .scale = scale, .causal = c->causal};
@@ -222,8 +224,8 @@ static void test_decode_case(const decode_case *c) {
         for (int64_t i = 0; i < bytes; i++) CHECK(((const unsigned char *)args.out)[i] == 0x77);
         free(args.out), free(args.lse), free(args.scratch);
     }
-    free(q), free(k), free(v), free(q_array), free(k_array), free(v_array), free(table), free(begin), free(end), free(p);
-    free(first), free(first_lse);
+    free(q), free(k), free(v), free(q_array), free(k_array), free(v_array), free(table), free(begin), free(end);
+    free(p), free(first), free(first_lse);
 }
 
 void test_decode(void) {
@@ -238,8 +240,9 @@ void test_decode(void) {
     test_case = "decode of NaN";
     float q[2] = {1, 1}, k[2] = {NAN, 0}, v[2] = {1, 2}, out[2], lse[2];
     const int32_t begin[2] = {0, 0}, end[2] = {1, 1};
-    kvc_decode_args args = {.out = out, .lse = lse, .q = {q, KVC_F32, 1, 1, 1}, .k_pages = k, .v_pages = v, .begin = begin,
-                            .end = end, .B = 2, .Hq = 1, .Hkv = 1, .S = 1, .D = 1, .P = 1, .pages = 2, .scale = 1};
+    kvc_decode_args args = {.out = out, .lse = lse, .q = {q, KVC_F32, 1, 1, 1}, .k_pages = k, .v_pages = v,
+                            .begin = begin, .end = end, .B = 2, .Hq = 1, .Hkv = 1,
+                            .S = 1, .D = 1, .P = 1, .pages = 2, .scale = 1};
     args.scratch = room(kvc_decode_scratch_bytes(&args));
     CHECK(kvc_decode(&args, NULL) == KVC_OK && isnan(out[0]) && isnan(lse[0]) && out[1] == 2 && lse[1] == 0);
     free(args.scratch);

@@ -175,7 +175,8 @@ static void test_rope(void) {
                 void *out = room(bytes), *input = room(bytes);
                 memcpy(input, source, (size_t)bytes);
                 kvc_rope_args args = {
-                    .x = {input, dtype, H * T * D, T * D, D}, .out = {in_place ? input : out, dtype, H * T * D, T * D, D},
+                    .x = {input, dtype, H * T * D, T * D, D},
+                    .out = {in_place ? input : out, dtype, H * T * D, T * D, D},
                     .cos = cosines, .sin = sines, .positions = positions,
                     .B = B, .H = H, .T = T, .D = D, .rotary_dim = rotary, .table_rows = 6, .inverse = inverse};
                 CHECK(kvc_rope(&args, runners[runner]) == KVC_BAD_INDEX && memcmp(input, source, (size_t)bytes) == 0);

@@ -12,9 +12,8 @@
 #define KVC_CUDA_EMULATION 1
 
 #include <math.h>
-
-#include <cstdint>
-#include <cstring>
+#include <stdint.h>
+#include <string.h>
 
 #include "block_threads.h"
 
@@ -25,12 +24,31 @@
 #define __launch_bounds__(...)
 #define __shared__ static  // blocks run one by one: one copy is the block's own
 
+namespace kvc_emulation {
+
+template <class Body>
+void launch(const void* kernel, dim3 grid, dim3 threads, size_t shared_bytes, cudaStream_t, Body body) {
+    launch_body(kernel, grid, threads, shared_bytes, [](void* context) { (*static_cast<Body*>(context))(); }, &body);
+}
+
+template <class T>
+T shuffle(unsigned mask, T value, unsigned source) {
+    static_assert(sizeof(T) <= 8, "shuffles move up to 8 bytes");
+    uint64_t bits = 0;
+    memcpy(&bits, &value, sizeof value);
+    bits = warp_operation(warp_op::shuffle, mask, bits, source);
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+}  // namespace kvc_emulation
+
 // ---- what kernels call ----
 
-#define threadIdx (kvc_emulation::current->thread_idx)
-#define blockIdx (kvc_emulation::block->block_idx)
-#define blockDim (kvc_emulation::block->block_dim)
-#define gridDim (kvc_emulation::block->grid_dim)
+#define threadIdx (*kvc_emulation::thread_index)
+#define blockIdx kvc_emulation::block_index
+#define blockDim kvc_emulation::block_size
+#define gridDim kvc_emulation::grid_size
 
 inline void __syncthreads() { kvc_emulation::syncthreads(); }
 inline void __syncwarp(unsigned mask = 0xffffffffu) {
@@ -77,14 +95,10 @@ inline int atomicMax(int* at, int x) {
     return old;
 }
 
-inline cudaError_t cudaGetLastError() {
-    const cudaError_t error = kvc_emulation::last_error;
-    kvc_emulation::last_error = cudaSuccess;
-    return error;
-}
+inline cudaError_t cudaGetLastError() { return kvc_emulation::take_last_error(); }
 template <class Kernel>
 cudaError_t cudaFuncSetAttribute(Kernel* kernel, cudaFuncAttribute, int bytes) {
     if (bytes < 0 || bytes > 227 * 1024) return cudaErrorInvalidValue;
-    kvc_emulation::shared_limits[reinterpret_cast<const void*>(kernel)] = bytes;
+    kvc_emulation::allow_shared_bytes(reinterpret_cast<const void*>(kernel), static_cast<size_t>(bytes));
     return cudaSuccess;
 }

@@ -45,8 +45,10 @@ def compile_and_link(folder: Path, sources: list[Path], flags: list[str], link: 
 
 
 def kernel_sources() -> list[Path]:
+    """The kernels and what runs them."""
+    kernels = [*(ROOT / "csrc" / "cuda").glob("*.cu"), HERE / "block_threads.cpp"]
     # the longest first, so that two compilers end at about the same time
-    return sorted((ROOT / "csrc" / "cuda").glob("*.cu"), key=lambda path: -path.stat().st_size)
+    return sorted(kernels, key=lambda path: -path.stat().st_size)
 
 
 def load_reference():
@@ -81,26 +83,40 @@ class View(Structure):
     )
 
 
-RopeArgs = structure("RopeArgs", """
+RopeArgs = structure(
+    "RopeArgs",
+    """
     view: out x
     pointer: cos sin positions
     int64: B H T D rotary_dim table_rows
-    int: inverse""")
-WindowScoresArgs = structure("WindowScoresArgs", """
+    int: inverse""",
+)
+WindowScoresArgs = structure(
+    "WindowScoresArgs",
+    """
     pointer: scores
     view: q k
     pointer: lengths scratch
     int64: B Hq Hkv W T D
     float: scale
     int: reduce pool
-    int64: kernel_size""")
-SelectTopkArgs = structure("SelectTopkArgs", """
+    int64: kernel_size""",
+)
+SelectTopkArgs = structure(
+    "SelectTopkArgs",
+    """
     pointer: indices scores lengths
-    int64: R T k""")
-CompactRowsArgs = structure("CompactRowsArgs", """
+    int64: R T k""",
+)
+CompactRowsArgs = structure(
+    "CompactRowsArgs",
+    """
     pointer: rows indices
-    int64: R T D k row_stride element_bytes""")
-DecodeArgs = structure("DecodeArgs", """
+    int64: R T D k row_stride element_bytes""",
+)
+DecodeArgs = structure(
+    "DecodeArgs",
+    """
     pointer: out lse
     view: q
     pointer: k_pages v_pages
@@ -108,11 +124,15 @@ DecodeArgs = structure("DecodeArgs", """
     pointer: block_table begin end scratch
     int64: B Hq Hkv S D P pages blocks
     float: scale
-    int: causal""")
-MergeStatesArgs = structure("MergeStatesArgs", """
+    int: causal""",
+)
+MergeStatesArgs = structure(
+    "MergeStatesArgs",
+    """
     pointer: out lse out_a out_b lse_a lse_b
     int: dtype
-    int64: N D""")
+    int64: N D""",
+)
 
 
 ARGS = [RopeArgs, WindowScoresArgs, SelectTopkArgs, CompactRowsArgs, DecodeArgs, MergeStatesArgs]
@@ -155,9 +175,7 @@ class Kernels:
         self.call("kvc_cuda_rope", args)
         return out
 
-    def window_scores(
-        self, queries, keys, *, scale=None, reduce="mean", pooling="avg", kernel_size=5, lengths=None
-    ):
+    def window_scores(self, queries, keys, *, scale=None, reduce="mean", pooling="avg", kernel_size=5, lengths=None):
         B, Hq, W, D = queries.shape
         Hkv, T = keys.shape[1:3]
         scores = torch.full((B, Hkv, max(T - W, 0)), float("nan"))

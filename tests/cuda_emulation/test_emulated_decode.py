@@ -128,7 +128,9 @@ def test_merging_with_nothing_changes_no_bit(kernels, dtype):
 
 def test_invalid_sizes_and_empty_work(kernels):
     end = torch.tensor([3], dtype=torch.int32)
-    assert kernels.decode(torch.empty(0, 2, 1, 16), torch.empty(0, 4, 16), torch.empty(0, 4, 16), end[:0])[0].numel() == 0
+    assert (
+        kernels.decode(torch.empty(0, 2, 1, 16), torch.empty(0, 4, 16), torch.empty(0, 4, 16), end[:0])[0].numel() == 0
+    )
     k = torch.randn(2, 3, 16)
     with pytest.raises(emulated.LaunchError) as error:  # pages of three keys
         kernels.decode(torch.randn(1, 1, 1, 16), k, k, end, block_table=torch.zeros(1, 2, dtype=torch.int32))

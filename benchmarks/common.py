@@ -1,0 +1,113 @@
+"""Shared by the benchmarks: alternating medians, the machine's own ceilings, the table and the JSON file."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from kvcompress import ops
+
+
+@dataclass
+class Row:
+    """name: a path of settings. ours, peer: seconds. ratio: peer / ours. ceiling: fraction of the machine's limit."""
+
+    name: str
+    ours: float
+    peer: float | None = None
+    peer_name: str | None = None
+    ceiling: float | None = None
+    bytes: int | None = None
+    note: str = ""
+    ratio: float | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.ratio = None if self.peer is None else self.peer / self.ours
+
+
+def options(description: str | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--quick", action="store_true", help="fewer repetitions; ends within 50 s")
+    parser.add_argument("--json", type=Path, help="write the rows to this file")
+    return parser.parse_args()
+
+
+def alternate(repeats: int, *works: Callable[[], object]) -> list[float]:
+    """Median seconds of each work; they take turns, so that a noisy moment hits all of them."""
+    seconds: list[list[float]] = [[] for _ in works]
+    for work in works:
+        work()
+    for _ in range(repeats):
+        for number, work in enumerate(works):
+            begin = time.perf_counter()
+            work()
+            seconds[number].append(time.perf_counter() - begin)
+    return [statistics.median(times) for times in seconds]
+
+
+def read_bandwidth(nbytes: int = 1 << 30) -> float:
+    """Bytes per second of summing a large float32 array with all threads."""
+    x = torch.ones(nbytes // 4)
+    return nbytes / alternate(5, x.sum)[0]
+
+
+def gemm_rate(dtype: torch.dtype = torch.float32, size: int = 2048) -> float:
+    """FLOP per second of a square matrix product with all threads."""
+    a, b = torch.randn(size, size).to(dtype), torch.randn(size, size).to(dtype)
+    return 2 * size**3 / alternate(5, lambda: a @ b)[0]
+
+
+def machine() -> dict[str, object]:
+    name = platform.processor() or platform.machine()
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        name = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        pass
+    return {
+        "cpu": name,
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "simd": ops.simd(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def report(rows: list[Row], path: Path | None, **ceilings: float) -> None:
+    """Prints the table and writes the file (to a temporary name first)."""
+    table = Table(title=", ".join(f"{name} {value / 1e9:.1f} G/s" for name, value in ceilings.items()))
+    for column in ("name", "ours ms", "peer ms", "ratio", "ceiling", "peer", "note"):
+        table.add_column(column, justify="left" if column in ("name", "peer", "note") else "right", overflow="fold")
+    for row in rows:
+        table.add_row(
+            row.name,
+            f"{row.ours * 1e3:.3f}",
+            "" if row.peer is None else f"{row.peer * 1e3:.3f}",
+            "" if row.ratio is None else f"{row.ratio:.2f}",
+            "" if row.ceiling is None else f"{row.ceiling:.2f}",
+            row.peer_name or "",
+            row.note,
+        )
+    Console(width=None if sys.stdout.isatty() else 160).print(table)
+    if path is not None:
+        content = {
+            "machine": machine() | {f"{name}_per_second": value for name, value in ceilings.items()},
+            "command": " ".join(["python", *sys.argv]),
+            "rows": [asdict(row) for row in rows],
+        }
+        fresh = path.with_name(path.name + ".new")
+        fresh.write_text(json.dumps(content, indent=1) + "\n")
+        fresh.replace(path)

@@ -1,0 +1,354 @@
+// How an emulated launch runs: blocks one by one, a block's threads as fibers (ucontext) or, with -DKVC_EMULATE_THREADS,
+// as real threads; barriers of a block and of a warp; the report of threads that wait for each other for ever.
+#include "block_threads.h"
+
+#include <ucontext.h>
+
+#include <chrono>
+#include <condition_variable>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+#ifdef __SANITIZE_ADDRESS__
+#include <sanitizer/common_interface_defs.h>
+#endif
+
+namespace kvc_emulation {
+
+__thread const dim3* thread_index = nullptr;
+dim3 block_index, block_size, grid_size;
+
+namespace {
+
+// ---- one block in flight ----
+
+const char* const warp_op_names[] = {"__syncthreads", "__syncwarp", "a shuffle", "a ballot"};
+
+struct thread_state {
+    dim3 thread_idx;
+    unsigned index = 0;  // in the block; lane = index % 32
+    bool in_syncthreads = false;  // guarded by the block's lock; what follows by the warp's
+    bool exited = false;
+    warp_op waits_at = warp_op::none;
+    unsigned mask = 0, source = 0;     // of that operation
+    uint64_t given = 0, received = 0;  // bits that it offers and gets there
+    ucontext_t context;
+    char* stack = nullptr;
+    void* fake_stack = nullptr;  // AddressSanitizer's, while another fiber runs
+};
+
+struct warp_state {
+    std::mutex lock;
+    std::condition_variable wake;
+};
+
+struct deadlock {};  // thrown in threads that can never go on, to unwind them
+
+struct block_state {
+    void* shared = nullptr;
+    void (*body)(void*) = nullptr;
+    void* context = nullptr;
+    std::vector<thread_state> threads;
+    std::vector<std::unique_ptr<warp_state>> warps;
+    std::mutex lock;  // of `arrived` and `alive`; like the warps' locks only needed between real threads
+    std::condition_variable wake;
+    unsigned arrived = 0, alive = 0;
+    ucontext_t scheduler;
+    const void* scheduler_stack = nullptr;
+    size_t scheduler_stack_size = 0;
+    void* scheduler_fake_stack = nullptr;
+};
+
+block_state* block = nullptr;
+thread_local thread_state* current = nullptr;
+std::mutex failure_lock;
+bool failed = false;
+std::string message;  // of the last failure
+cudaError_t last_error = cudaSuccess;
+std::map<const void*, size_t> shared_limits;
+
+void fail(const std::string& what) {
+    std::lock_guard<std::mutex> guard(failure_lock);
+    if (__atomic_exchange_n(&failed, true, __ATOMIC_RELAXED)) return;
+    const dim3 at = block_index;
+    message = "CUDA emulation: block (" + std::to_string(at.x) + ", " + std::to_string(at.y) + ", " +
+              std::to_string(at.z) + "): " + what;
+    std::fprintf(stderr, "%s\n", message.c_str());
+    last_error = cudaErrorLaunchFailure;
+}
+
+bool has_failed() { return __atomic_load_n(&failed, __ATOMIC_RELAXED); }
+
+// ---- waiting: the one thing that fibers and threads do differently ----
+
+#ifdef KVC_EMULATE_THREADS
+typedef std::unique_lock<std::mutex> guard;
+
+template <class Released>
+void wait(thread_state&, guard& held, std::condition_variable& wake, Released released) {
+    // No thread can see that all others wait too without ordering their memory: a deadlock is ten seconds of silence
+    for (int tries = 0; !released() && !has_failed(); tries++) {
+        if (tries == 100) fail("threads wait for each other for ever");
+        wake.wait_for(held, std::chrono::milliseconds(100), released);
+    }
+    if (has_failed()) throw deadlock{};
+}
+#else
+struct guard {
+    explicit guard(std::mutex&) {}
+};
+
+void switch_to_scheduler(thread_state& self, bool for_good) {
+    (void)for_good;
+#ifdef __SANITIZE_ADDRESS__
+    __sanitizer_start_switch_fiber(for_good ? nullptr : &self.fake_stack, block->scheduler_stack,
+                                   block->scheduler_stack_size);
+#endif
+    swapcontext(&self.context, &block->scheduler);
+#ifdef __SANITIZE_ADDRESS__
+    __sanitizer_finish_switch_fiber(self.fake_stack, nullptr, nullptr);
+#endif
+}
+
+template <class Released>
+void wait(thread_state& self, guard&, std::condition_variable&, Released released) {
+    while (!released() && !has_failed()) switch_to_scheduler(self, false);
+    if (has_failed()) throw deadlock{};
+}
+#endif
+
+// ---- barriers ----
+
+// Threads that have returned count as arrived, as on devices since Volta.
+void release_block_if_complete() {
+    if (block->arrived == 0 || block->arrived < block->alive) return;
+    block->arrived = 0;
+    for (thread_state& t : block->threads) t.in_syncthreads = false;
+    block->wake.notify_all();
+}
+
+// The threads of lanes [0, 32) of a warp; fewer in the last warp of a block that is not a multiple of 32.
+thread_state* lane_of(unsigned warp, unsigned lane) {
+    const unsigned index = warp * 32 + lane;
+    return index < block->threads.size() ? &block->threads[index] : nullptr;
+}
+
+// Releases the lanes of `mask` if all of them that live wait at the same operation with the same mask.
+void release_lanes_if_complete(unsigned warp, unsigned mask, warp_op operation) {
+    uint64_t votes = 0;
+    for (unsigned lane = 0; lane < 32; lane++) {
+        const thread_state* t = mask >> lane & 1 ? lane_of(warp, lane) : nullptr;
+        if (!t || t->exited) continue;
+        if (t->waits_at != operation || t->mask != mask) return;
+        votes |= static_cast<uint64_t>(t->given != 0) << lane;
+    }
+    for (unsigned lane = 0; lane < 32; lane++) {
+        thread_state* t = mask >> lane & 1 ? lane_of(warp, lane) : nullptr;
+        if (!t || t->exited) continue;
+        t->received = votes;
+        if (operation == warp_op::shuffle) {
+            const thread_state* from = mask >> t->source & 1 ? lane_of(warp, t->source) : nullptr;
+            if (!from || from->exited)
+                fail("lane " + std::to_string(lane) + " of warp " + std::to_string(warp) + " shuffles from lane " +
+                     std::to_string(t->source) + ", which takes no part");
+            else
+                t->received = from->given;
+        }
+        t->waits_at = warp_op::none;
+    }
+    block->warps[warp]->wake.notify_all();
+}
+
+void thread_exits(thread_state& self) {
+    const unsigned warp = self.index / 32;
+    {
+        guard held(block->warps[warp]->lock);
+        self.exited = true;
+        for (unsigned lane = 0; lane < 32; lane++) {
+            const thread_state* t = lane_of(warp, lane);
+            if (t && !t->exited && t->waits_at != warp_op::none && t->mask >> self.index % 32 & 1)
+                release_lanes_if_complete(warp, t->mask, t->waits_at);
+        }
+    }
+    guard held(block->lock);
+    block->alive--;
+    release_block_if_complete();
+}
+
+void run_thread(thread_state& self) {
+    try {
+        block->body(block->context);
+    } catch (const deadlock&) {
+    }
+    thread_exits(self);
+}
+
+// ---- running a block ----
+
+#ifdef KVC_EMULATE_THREADS
+void run_threads() {
+    std::vector<std::thread> workers;
+    for (thread_state& t : block->threads)
+        workers.emplace_back([&t] {
+            current = &t;
+            thread_index = &t.thread_idx;
+            run_thread(t);
+        });
+    for (std::thread& worker : workers) worker.join();
+}
+#else
+constexpr size_t STACK_BYTES = 256 * 1024;
+
+char* stack_of(unsigned index) {
+    static std::vector<std::unique_ptr<char[]>> stacks;  // kept between launches; pages nobody touches cost nothing
+    while (stacks.size() <= index) stacks.emplace_back(new char[STACK_BYTES]);
+    return stacks[index].get();
+}
+
+void fiber_main() {
+    thread_state& self = *current;
+#ifdef __SANITIZE_ADDRESS__
+    __sanitizer_finish_switch_fiber(nullptr, &block->scheduler_stack, &block->scheduler_stack_size);
+#endif
+    run_thread(self);
+    switch_to_scheduler(self, true);
+}
+
+void resume(thread_state& t) {
+    current = &t;
+    thread_index = &t.thread_idx;
+#ifdef __SANITIZE_ADDRESS__
+    __sanitizer_start_switch_fiber(&block->scheduler_fake_stack, t.stack, STACK_BYTES);
+#endif
+    swapcontext(&block->scheduler, &t.context);
+#ifdef __SANITIZE_ADDRESS__
+    __sanitizer_finish_switch_fiber(block->scheduler_fake_stack, nullptr, nullptr);
+#endif
+}
+
+// Who waits where, for the report of a deadlock.
+std::string waiting_threads() {
+    std::string text = "threads wait for each other for ever:";
+    int shown = 0;
+    for (const thread_state& t : block->threads)
+        if (!t.exited && shown++ < 8)
+            text += " thread " + std::to_string(t.index) + " at " + warp_op_names[static_cast<int>(t.waits_at)] + ",";
+    if (shown > 8) text += " and " + std::to_string(shown - 8) + " more,";
+    text.back() = '.';
+    return text;
+}
+
+void run_threads() {
+    const char* order = std::getenv("KVC_EMULATION_ORDER");
+    const bool reverse = order && std::strcmp(order, "reverse") == 0;
+    for (thread_state& t : block->threads) {
+        t.stack = stack_of(t.index);
+        getcontext(&t.context);
+        t.context.uc_stack.ss_sp = t.stack;
+        t.context.uc_stack.ss_size = STACK_BYTES;
+        t.context.uc_link = nullptr;
+        makecontext(&t.context, fiber_main, 0);
+    }
+    const size_t count = block->threads.size();
+    while (block->alive > 0) {
+        bool progress = false;
+        for (size_t i = 0; i < count; i++) {
+            thread_state& t = block->threads[reverse ? count - 1 - i : i];
+            const bool waits = t.in_syncthreads || t.waits_at != warp_op::none;
+            if (t.exited || (waits && !has_failed())) continue;
+            progress = true;
+            resume(t);
+        }
+        if (!progress) fail(waiting_threads());
+    }
+}
+#endif
+
+void run_block(size_t shared_bytes, void (*body)(void*), void* context) {
+    block_state state;
+    const dim3 size = block_size;
+    state.body = body;
+    state.context = context;
+    state.alive = size.x * size.y * size.z;
+    state.threads = std::vector<thread_state>(state.alive);
+    for (unsigned i = 0; i < state.alive; i++) {
+        state.threads[i].index = i;
+        state.threads[i].thread_idx = dim3(i % size.x, i / size.x % size.y, i / size.x / size.y);
+        if (i % 32 == 0) state.warps.emplace_back(new warp_state);
+    }
+    std::unique_ptr<void, void (*)(void*)> shared(std::malloc(shared_bytes), std::free);
+    if (shared_bytes) std::memset(shared.get(), 0xff, shared_bytes);
+    state.shared = shared.get();
+    block = &state;
+    run_threads();
+    block = nullptr;
+}
+
+}  // namespace
+
+void syncthreads() {
+    guard held(block->lock);
+    thread_state& self = *current;
+    self.in_syncthreads = true;
+    block->arrived++;
+    release_block_if_complete();
+    wait(self, held, block->wake, [&] { return !self.in_syncthreads; });
+}
+
+uint64_t warp_operation(warp_op operation, unsigned mask, uint64_t given, unsigned source) {
+    thread_state& self = *current;
+    warp_state& warp = *block->warps[self.index / 32];
+    guard held(warp.lock);
+    if (!(mask >> self.index % 32 & 1)) fail("a lane calls a warp operation whose mask leaves it out");
+    self.mask = mask;
+    self.given = given;
+    self.source = source;
+    self.waits_at = operation;
+    release_lanes_if_complete(self.index / 32, mask, operation);
+    wait(self, held, warp.wake, [&] { return self.waits_at == warp_op::none; });
+    return self.received;
+}
+
+void launch_body(const void* kernel, dim3 grid, dim3 threads, size_t shared_bytes, void (*body)(void*), void* context) {
+    const auto limit = shared_limits.find(kernel);
+    const size_t allowed = limit == shared_limits.end() ? 48 * 1024 : limit->second;
+    const uint64_t count = static_cast<uint64_t>(threads.x) * threads.y * threads.z;
+    if (count < 1 || count > 1024 || threads.z > 64 || grid.x < 1 || grid.y < 1 || grid.z < 1 ||
+        grid.x > 0x7fffffff || grid.y > 65535 || grid.z > 65535) {
+        last_error = cudaErrorInvalidConfiguration;
+        return;
+    }
+    if (shared_bytes > allowed) {
+        last_error = cudaErrorInvalidValue;
+        return;
+    }
+    failed = false;
+    grid_size = grid;
+    block_size = threads;
+    for (unsigned z = 0; z < grid.z && !failed; z++)
+        for (unsigned y = 0; y < grid.y && !failed; y++)
+            for (unsigned x = 0; x < grid.x && !failed; x++) {
+                block_index = dim3(x, y, z);
+                run_block(shared_bytes, body, context);
+            }
+}
+
+void* dynamic_shared() { return block->shared; }
+
+unsigned lane() { return current->index % 32; }
+
+cudaError_t take_last_error() {
+    const cudaError_t error = last_error;
+    last_error = cudaSuccess;
+    return error;
+}
+
+void allow_shared_bytes(const void* kernel, size_t bytes) { shared_limits[kernel] = bytes; }
+
+}  // namespace kvc_emulation

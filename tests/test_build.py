@@ -1,0 +1,76 @@
+"""The extension file itself: what it needs from outside, and that it loads anywhere."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import kvcompress
+from kvcompress import _C
+
+LIBRARY = Path(_C.__file__)
+
+
+def test_file_is_for_any_python_from_3_10_on():
+    assert LIBRARY.name == "_C.abi3.so"
+
+
+@pytest.mark.skipif(shutil.which("nm") is None, reason="nm is not installed")
+def test_no_symbol_is_needed_but_the_stable_interface_and_the_c_libraries():
+    printed = subprocess.run(["nm", "-D", "--undefined-only", LIBRARY], check=True, capture_output=True, text=True)
+    needed = {}
+    for line in printed.stdout.splitlines():
+        kind, symbol = line.split()[-2:]
+        needed[symbol] = kind
+    allowed = re.compile(
+        r"^(aoti_torch_|torch_|stableivalue)\w+$"  # libtorch's stable C interface
+        r"|^(Py|_Py)\w+$"  # CPython's limited interface
+        r"|@(GLIBC|GLIBCXX|CXXABI|GCC)_[\w.]+$"  # libc, libm, libstdc++, libgcc
+        r"|^(_ITM_\w+|__gmon_start__|__cxa_finalize.*)$"  # optional hooks of the linker
+    )
+    foreign = sorted(symbol for symbol in needed if not allowed.search(symbol))
+    assert not foreign
+    # a CPU build of Torch has no such symbol: it may be asked for only weakly
+    assert needed.get("aoti_torch_get_current_cuda_stream", "w") == "w"
+
+
+@pytest.mark.skipif(shutil.which("readelf") is None, reason="readelf is not installed")
+def test_only_libtorch_and_the_c_libraries_are_linked():
+    printed = subprocess.run(["readelf", "-d", LIBRARY], check=True, capture_output=True, text=True)
+    libraries = set(re.findall(r"NEEDED.*\[(.+?)\.so", printed.stdout))
+    assert libraries <= {"libtorch", "libtorch_cpu", "libc", "libm", "libstdc++", "libgcc_s", "libpthread", "libdl",
+                         "librt", "ld-linux-x86-64", "ld-linux-aarch64"}  # fmt: skip
+
+
+def test_imports_without_a_gpu_in_a_fresh_process():
+    code = "import os; os.environ['CUDA_VISIBLE_DEVICES'] = ''; import kvcompress; print(kvcompress.ops.simd())"
+    printed = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert printed.stdout.strip() in ("portable", "avx2", "avx512")
+
+
+def start(**environment: str) -> subprocess.CompletedProcess[str]:
+    code = "import kvcompress; print(kvcompress.ops.simd())"
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | environment)
+
+
+def test_kvc_simd_chooses_the_inner_loops_of_a_process():
+    assert start(KVC_SIMD="portable").stdout.strip() == "portable"
+
+
+def test_kvc_simd_with_another_name_is_refused():
+    assert "KVC_SIMD must name inner loops" in start(KVC_SIMD="sse9").stderr
+
+
+def test_an_unknown_table_is_refused():
+    with pytest.raises(RuntimeError, match="no such table"):
+        kvcompress.ops.simd("sse9")
+
+
+def test_a_tensor_of_another_device_is_refused():
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        kvcompress.ops.rope(torch.empty(1, 1, 2, 16, device="meta"), torch.ones(2, 8), torch.ones(2, 8)).tolist()

@@ -204,8 +204,8 @@ def decode(
 
     queries: [B, Hq, S, D]. k_pages, v_pages: [pages, P, D], P a power of two. block_table: int32 [R, blocks] with
     R = B*Hkv: key t of row r lies at [block_table[r, t // P], t % P]; None = row r is page r, whatever P (contiguous
-    rows). begin, end: int32 [R]: a query sees keys begin_r <= t < end_r; causal: the row's last S keys are the S queries' own
-    tokens, query s sees t < end_r - (S-1-s). scale: factor of the logits, None = 1/sqrt(D).
+    rows). begin, end: int32 [R]: a query sees keys begin_r <= t < end_r; causal: the row's last S keys are the queries'
+    own tokens, query s sees t < end_r - (S-1-s). scale: factor of the logits, None = 1/sqrt(D).
     Returns (out [B, Hq, S, D] in the queries' dtype, lse float32 [B, Hq, S], natural logarithm). A query that sees no
     key gets out 0 and lse -inf. Raises ValueError for wrong shapes, RuntimeError for rows outside the pages.
     """

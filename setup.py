@@ -37,7 +37,8 @@ def find_cuda():
     nvcc = shutil.which("nvcc")
     homes = [os.environ.get("CUDA_HOME"), nvcc and Path(nvcc).resolve().parent.parent, "/usr/local/cuda"]
     for home in homes:
-        if home and (Path(home) / "bin" / "nvcc").exists():
+        # the header too: an nvcc in PATH may be a wrapper that lives elsewhere
+        if home and (Path(home) / "bin/nvcc").exists() and (Path(home) / "include/cuda_runtime.h").exists():
             return Path(home)
     if wish == "1":
         raise SystemExit("KVC_CUDA=1 but no nvcc was found in CUDA_HOME, PATH or /usr/local/cuda")

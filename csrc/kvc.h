@@ -4,8 +4,7 @@
  * the table of inner loops (simd.h), chosen once from the CPU's features.
  *
  * Dims: B sequences, Hq query heads, Hkv key-value heads, G = Hq/Hkv (query head h reads KV head h/G), S queries,
- * T keys, D head dim, W observation window, R rows (one row = the keys or values of one KV head of one sequence), P page
- * size.
+ * T keys, D head dim, W observation window, R rows (one row: keys or values of one KV head of a sequence), P page size.
  * Sizes and strides are int64_t, strides in elements; the last dimension (D) is always contiguous.
  * Arrays with several leading dimensions are described by kvc_view. Indices and lengths in arrays are int32_t.
  * A count of 0 in any dimension is valid: nothing is read or written unless the function says so.
@@ -141,7 +140,7 @@ kvc_status kvc_compact_rows(const kvc_compact_rows_args *args, kvc_parallel_for 
 /* ---- decode.c --------------------------------------------------------------------------------------------------- */
 
 /* Attention of S queries over rows of pages. Row r = b*Hkv + g holds the keys of KV head g of sequence b: its key
- * t lies at pages[block_table[r*blocks + t/P], t%P]; block_table NULL: at pages[r, t] (contiguous rows, P = row capacity).
+ * t lies at pages[block_table[r*blocks + t/P], t%P]; block_table NULL: at pages[r, t] (contiguous rows, P = capacity).
  * Query s sees keys t in [begin_r, end_r) (causal = 0) or [begin_r, end_r - (S-1-s)) (causal = 1: the row's last S keys
  * are the S new tokens). begin NULL: 0.
  *     out[b,h,s] = sum_t softmax_t(scale*<q, k_t>) v_t          lse[b,h,s] = ln sum_t exp(scale*<q, k_t>)

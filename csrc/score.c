@@ -7,7 +7,8 @@
  * bit.
  *
  * Rows go in passes whose e's fit a share of the last-level cache: e is written once and read once, and main memory
- * would be slower than the products. Columns add up in the order of the rows, however they are cut into passes.
+ * would be slower than the products. Columns add up by groups of GROUP rows in order, and a pass is whole groups, so
+ * the cut into passes changes no bit either.
  */
 #include "tile.h"
 
@@ -17,6 +18,7 @@
 
 enum {
     PASS_FLOATS = 1 << 21, /* 8 MiB of e per pass */
+    GROUP = 12,            /* rows summed before they join a column: one long sum would round too often */
     MERGE_ROWS = 32        /* rows of maxima and sums that one work item joins */
 };
 
@@ -39,10 +41,10 @@ typedef struct {
     int bad;                    /* a row has no normaliser: NaN or infinite logits */
 } score_job;
 
-/* Rows per pass for a sequence of that many tiles: a multiple of KVC_TILE_ROWS, or all. */
+/* Rows per pass for a sequence of that many tiles: whole groups, or all. */
 static int64_t pass_rows(int64_t all_rows, int64_t tiles) {
-    const int64_t fit = PASS_FLOATS / (tiles * KVC_TILE) / KVC_TILE_ROWS * KVC_TILE_ROWS;
-    return min_of(all_rows, max_of(fit, KVC_TILE_ROWS));
+    const int64_t fit = PASS_FLOATS / (tiles * KVC_TILE) / GROUP * GROUP;
+    return min_of(all_rows, max_of(fit, GROUP));
 }
 
 /* Takes `count` floats, rounded up to whole cache lines, from *next on; with *next NULL it only counts *bytes. */
@@ -59,7 +61,7 @@ static int64_t lay_out(const kvc_window_scores_args *args, score_scratch *scratc
     if (!args->B || !args->Hq || !args->Hkv || !args->W || !args->T) return 0;
     const int64_t all_rows = args->Hq / args->Hkv * args->W, tiles = ceil_div(args->T, KVC_TILE);
     /* shorter sequences have more rows per pass, but never more e's than this */
-    const int64_t smallest = min_of(all_rows, KVC_TILE_ROWS) * tiles * KVC_TILE;
+    const int64_t smallest = min_of(all_rows, GROUP) * tiles * KVC_TILE;
     const int64_t floats = min_of(all_rows * tiles * KVC_TILE, max_of(PASS_FLOATS, smallest));
     char *next = args->scratch;
     int64_t bytes = 0;
@@ -177,8 +179,13 @@ static void columns_range(int64_t begin, int64_t end, void *context) {
         if (job->first == 0) memset(columns, 0, KVC_TILE * sizeof *columns);
         if (job->args->reduce == KVC_REDUCE_MAX) {
             job->simd->weighted_max(columns, weights, e, KVC_TILE, job->rows, KVC_TILE);
-        } else {
-            job->simd->weighted_sum(columns, weights, e, KVC_TILE, job->rows, KVC_TILE);
+            continue;
+        }
+        for (int64_t i = 0; i < job->rows; i += GROUP) {
+            float sums[KVC_TILE] = {0};
+            const int64_t some = min_of(GROUP, job->rows - i);
+            job->simd->weighted_sum(sums, weights + i, e + i * KVC_TILE, KVC_TILE, some, KVC_TILE);
+            for (int64_t j = 0; j < KVC_TILE; j++) columns[j] += sums[j];
         }
     }
 }

@@ -1,8 +1,8 @@
 // Attention of a few queries over ragged paged rows: see kvc_decode in kvc.h.
 //
 // Must move: 2*(end - begin)*D*(bytes of the cache's type) per row and tile of queries; 4*G*S*D flops per key, so with
-// few queries the ceiling is memory bandwidth. One block per row and tile, not yet split over keys: with fewer rows than
-// SMs only as many SMs read.
+// few queries the ceiling is memory bandwidth. One block per row and tile, not yet split over keys: with fewer rows
+// than SMs only as many SMs read.
 #include "kvc_cuda.h"
 #include "types.cuh"
 
@@ -159,7 +159,8 @@ extern "C" cudaError_t kvc_cuda_decode(const kvc_decode_args* args, cudaStream_t
     if (a.B == 0 || a.Hq == 0 || a.S == 0 || a.D == 0) return cudaSuccess;
     if (a.Hkv == 0 || a.Hq % a.Hkv || (a.block_table && (a.P & (a.P - 1)))) return cudaErrorInvalidValue;
     const bool any_key = a.pages > 0 && a.P > 0;
-    if (!a.out || !a.lse || !a.q.data || !a.end || (any_key && (!a.k_pages || !a.v_pages))) return cudaErrorInvalidValue;
+    if (!a.out || !a.lse || !a.q.data || !a.end) return cudaErrorInvalidValue;
+    if (any_key && (!a.k_pages || !a.v_pages)) return cudaErrorInvalidValue;
     return with_dtype(a.cache_dtype, [&](auto element) {
         using T = decltype(element);
         constexpr int VEC = PER_16_BYTES<T>;

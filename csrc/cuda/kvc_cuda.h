@@ -1,9 +1,9 @@
 /* CUDA launchers: the kernels of kvc.h for arrays in device memory.
  *
- * The argument structs and what is computed are those of kvc.h; the struct lies on the host, every array it points to on
- * the device of the stream. A launcher only enqueues work: no allocation, no synchronisation, no host copy. It returns
- * cudaSuccess at once if there is nothing to do, cudaErrorInvalidValue for sizes, dtypes or NULL pointers that kvc.h does
- * not allow (or D > KVC_CUDA_MAX_HEAD_DIM), and otherwise what cudaGetLastError says after the launch.
+ * The argument structs and what is computed are those of kvc.h; the struct lies on the host, every array it points to
+ * on the device of the stream. A launcher only enqueues work: no allocation, no synchronisation, no host copy. It
+ * returns cudaSuccess at once if there is nothing to do, cudaErrorInvalidValue for sizes, dtypes or NULL pointers that
+ * kvc.h does not allow (or D > KVC_CUDA_MAX_HEAD_DIM), and otherwise what cudaGetLastError says after the launch.
  *
  * What lies in device arrays cannot be checked without waiting for the device. Where kvc.h returns KVC_BAD_INDEX or
  * KVC_TOO_FEW_SCORES, nothing is ever read or written out of bounds, and:
@@ -26,13 +26,14 @@ extern "C" {
 
 cudaError_t kvc_cuda_rope(const kvc_rope_args *args, cudaStream_t stream);
 
-/* Scratch of the CUDA kernels differs from the CPU's: statistics per query row and split of T, and the scores before
+/* Scratch of the CUDA kernel differs from the CPU's: statistics per query row and split of T, and the scores before
  * pooling; never the probabilities. 64-byte aligned. 0 for sizes that the launcher rejects. */
 int64_t kvc_cuda_window_scores_scratch_bytes(const kvc_window_scores_args *args);
 cudaError_t kvc_cuda_window_scores(const kvc_window_scores_args *args, cudaStream_t stream);
 
 cudaError_t kvc_cuda_select_topk(const kvc_select_topk_args *args, cudaStream_t stream);
 cudaError_t kvc_cuda_compact_rows(const kvc_compact_rows_args *args, cudaStream_t stream);
+/* args->scratch is not read. */
 cudaError_t kvc_cuda_decode(const kvc_decode_args *args, cudaStream_t stream);
 cudaError_t kvc_cuda_merge_states(const kvc_merge_states_args *args, cudaStream_t stream);
 

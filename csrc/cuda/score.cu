@@ -237,7 +237,8 @@ __global__ void pool_kernel(const kvc_window_scores_args a, const float* columns
 bool valid(const kvc_window_scores_args& a) {
     return a.B >= 0 && a.Hq >= 0 && a.Hkv >= 0 && a.W >= 0 && a.T >= 0 && a.D >= 0 && a.D <= KVC_CUDA_MAX_HEAD_DIM &&
            valid_dtype(a.q.dtype) && valid_dtype(a.k.dtype) && a.kernel_size >= 1 && a.kernel_size % 2 == 1 &&
-           a.reduce >= KVC_REDUCE_MEAN && a.reduce <= KVC_REDUCE_MAX && a.pool >= KVC_POOL_AVG && a.pool <= KVC_POOL_MAX;
+           a.reduce >= KVC_REDUCE_MEAN && a.reduce <= KVC_REDUCE_MAX && a.pool >= KVC_POOL_AVG &&
+           a.pool <= KVC_POOL_MAX;
 }
 
 bool empty(const kvc_window_scores_args& a) {

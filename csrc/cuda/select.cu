@@ -1,7 +1,7 @@
 // Top-k of each row of scores to sorted indices: see kvc_select_topk in kvc.h.
 //
-// Radix select: floats become uint32 keys of the same order; four passes of 8 bits narrow down the k-th largest key; then
-// everything above it, and the first few equal to it, are written in order of index.
+// Radix select: floats become uint32 keys of the same order; four passes of 8 bits narrow down the k-th largest key;
+// then everything above it, and the first few equal to it, are written in order of index.
 // Must move: 4*R*T bytes once from memory (the passes after the first are served by L2 up to its size: a row is read 6
 // times) and 4*R*k bytes of indices. One block per row: with fewer rows than SMs the ceiling is what one SM can read.
 #include "kvc_cuda.h"

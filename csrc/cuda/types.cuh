@@ -98,12 +98,20 @@ __device__ inline void load(float (&to)[N], const T* from) {
     for (int i = 0; i < N; i++) to[i] = to_float(values.at[i]);
 }
 
+// `to` is global memory.
 template <int N, class T>
 __device__ inline void store(T* to, const float (&from)[N]) {
     packed<T, N> values;
     KVC_UNROLL
     for (int i = 0; i < N; i++) from_float(from[i], values.at[i]);
-    *reinterpret_cast<packed<T, N>*>(to) = values;
+    if constexpr (sizeof values == sizeof(uint4)) {
+        // A plain store of 16 bytes is split into its members by nvcc in some kernels; this one never is
+        uint4 bits;
+        memcpy(&bits, &values, sizeof bits);
+        __stwb(reinterpret_cast<uint4*>(to), bits);
+    } else {
+        *reinterpret_cast<packed<T, N>*>(to) = values;
+    }
 }
 
 // Element i of an array whose type is known at run time only; for what is read or written once.

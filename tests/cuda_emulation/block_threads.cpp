@@ -1,5 +1,6 @@
-// How an emulated launch runs: blocks one by one, a block's threads as fibers (ucontext) or, with -DKVC_EMULATE_THREADS,
-// as real threads; barriers of a block and of a warp; the report of threads that wait for each other for ever.
+// How an emulated launch runs: blocks one by one, a block's threads as fibers (ucontext) or, with
+// -DKVC_EMULATE_THREADS, as real threads; barriers of a block and of a warp; the report of threads that wait for each
+// other for ever.
 #include "block_threads.h"
 
 #include <ucontext.h>

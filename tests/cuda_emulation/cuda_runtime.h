@@ -78,6 +78,10 @@ T __shfl_up_sync(unsigned mask, T value, unsigned delta) {
     return kvc_emulation::shuffle(mask, value, lane >= delta ? lane - delta : lane);
 }
 
+template <class T>
+void __stwb(T* at, T value) {
+    *at = value;
+}
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 
 inline int atomicAdd(int* at, int x) { return __atomic_fetch_add(at, x, __ATOMIC_RELAXED); }

@@ -1,6 +1,7 @@
 // Runs every CUDA kernel once over odd sizes with arrays that end exactly where the contract says, for the sanitizers:
-// built with -fsanitize=address,undefined by test_sanitizers.py; with -fsanitize=thread -DKVC_EMULATE_THREADS the threads
-// of a block are real. Prints "done" if every launch succeeds; the values are checked by the other tests.
+// built with -fsanitize=address,undefined by test_sanitizers.py; with -fsanitize=thread -DKVC_EMULATE_THREADS the
+// threads of a block are real (two minutes, so not in the tests). Prints "done" if every launch succeeds; the values
+// are checked by the other tests.
 #include <math.h>
 
 #include <cstdio>
@@ -50,7 +51,8 @@ void run_rope(int64_t D, kvc_dtype dtype) {
     array x(B, H, T, D, dtype), out(B, H, T, D, KVC_F32), cos(7 * rotary_dim / 2, KVC_F32),
         sin(7 * rotary_dim / 2, KVC_F32);
     const std::vector<int32_t> positions = {0, 6, 3, 7, -1, 1, 2, 3, 4, 5};
-    kvc_rope_args args = {out.view(), x.view(), cos.floats(), sin.floats(), positions.data(), B, H, T, D, rotary_dim, 7, 1};
+    kvc_rope_args args = {out.view(), x.view(), cos.floats(), sin.floats(), positions.data(), B, H, T, D,
+                          rotary_dim, 7, 1};
     expect(kvc_cuda_rope(&args, nullptr), "rope", D);
     args.out = x.view();
     expect(kvc_cuda_rope(&args, nullptr), "rope in place", D);
@@ -89,8 +91,8 @@ void run_decode(int64_t D, int64_t Hq, int64_t P, kvc_dtype dtype, bool paged) {
         lse(B * Hq * S, KVC_F32);
     const std::vector<int32_t> table = {2, 0, 1, 3}, begin = {-2, 1}, end = {static_cast<int32_t>(2 * P), 1000000};
     kvc_decode_args args = {out.bytes.get(), lse.floats(), q.view(), k.bytes.get(), v.bytes.get(), dtype,
-                            paged ? table.data() : nullptr, begin.data(), end.data(), nullptr, B, Hq, Hkv, S, D, P, pages,
-                            blocks, 0.2f, 1};
+                            paged ? table.data() : nullptr, begin.data(), end.data(), nullptr, B, Hq, Hkv, S, D, P,
+                            pages, blocks, 0.2f, 1};
     expect(kvc_cuda_decode(&args, nullptr), "decode", D);
 }
 

@@ -1,0 +1,114 @@
+"""The shipped model: what it must be to be worth compressing, on samples small enough for a test."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import kvcompress
+from kvcompress import IterativeCache, StreamingCache
+from kvcompress.demo import make_task
+from kvcompress.models import EXAMPLE
+from kvcompress.models.text import HELD_OUT, fact, held_out_text, long_text, plant, question
+from kvcompress.models.tokenizer import byte_tokenizer
+from kvcompress.models.train_example import Mixture, bits_per_byte, recall
+from kvcompress.pruners import SnapKV
+
+
+@pytest.fixture(scope="module")
+def model():
+    return kvcompress.load_example_model()[0]
+
+
+def answer(model, task, cache, guided):
+    guide = task.guide if guided else None
+    with kvcompress.attach(model):
+        out = kvcompress.generate(model, task.ids, cache, guide=guide, max_new_tokens=5, do_sample=False)
+    return bytes(out[0, task.ids.shape[1] :].tolist()).decode("latin-1")
+
+
+def test_size(model):
+    assert 3e6 <= sum(p.numel() for p in model.parameters()) <= 8e6
+    assert (EXAMPLE / "model.safetensors").stat().st_size < 16e6
+    assert model.config.max_position_embeddings == 2048
+
+
+def test_predicts_held_out_text(model):
+    assert bits_per_byte(model, 2048, "cpu", count=12) < 1.7
+
+
+def test_recalls_facts_within_its_length(model):
+    assert recall(model, 1024, "cpu", trials=20) >= 0.9
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("depth", [0.1, 0.7])
+def test_guided_reading_finds_a_fact_that_streaming_loses(dtype, depth):
+    model, _ = kvcompress.load_example_model(dtype)
+    task = make_task(16_384, depth, seed=1, device=torch.device("cpu"))
+    cache = IterativeCache(model.config, memory_size=256, chunk_size=512, pruner=SnapKV(num_sink_tokens=4))
+    assert answer(model, task, cache, guided=True) == task.answer
+    assert cache.nbytes() < 300 * 2 * 4 * 2 * 64 * dtype.itemsize
+    streaming = StreamingCache(model.config, window_size=252, chunk_size=512)
+    assert answer(model, task, streaming, guided=False) != task.answer
+
+
+@given(text=st.text())
+def test_a_token_is_a_byte(text):
+    tokenizer = byte_tokenizer()
+    ids = tokenizer(text).input_ids
+    assert bytes(ids) == text.encode()
+    assert tokenizer.decode(ids) == text
+
+
+def test_batches_are_padded_on_the_left():
+    batch = byte_tokenizer()(["ab", "abcd"], padding=True, return_tensors="pt")
+    assert batch.input_ids.tolist() == [[0, 0, 97, 98], [97, 98, 99, 100]]
+    assert batch.attention_mask.tolist() == [[0, 0, 1, 1], [1, 1, 1, 1]]
+
+
+def test_tokenizer_can_be_saved_and_loaded(tmp_path):
+    from transformers import AutoTokenizer
+
+    byte_tokenizer().save_pretrained(tmp_path)
+    assert AutoTokenizer.from_pretrained(tmp_path)("é").input_ids == list("é".encode())
+
+
+def test_held_out_files_are_in_no_training_text():
+    from kvcompress.models.text import training_text
+
+    training = training_text(np.random.default_rng(0))
+    held_out = held_out_text()
+    assert len(held_out) > 400_000
+    for start in range(0, len(held_out) - 400, 40_000):
+        assert held_out[start : start + 400] not in training
+    assert len(set(HELD_OUT)) == len(HELD_OUT)
+
+
+def test_long_text_has_the_length_asked_for():
+    whole = long_text(40_000_000)  # longer than the library: it begins again
+    assert len(whole) == 40_000_000
+    assert whole.startswith(long_text(1000))
+
+
+@pytest.mark.parametrize("depth", [0.0, 0.5, 1.0])
+def test_a_planted_sentence_lies_at_its_depth(depth):
+    sentence = fact(b"red-fox", b"12345")
+    assert sentence == question(b"red-fox") + b"12345.\n"
+    planted = plant(b"x" * 1000, sentence, depth)
+    assert planted.index(sentence) == 1000 * depth
+    assert len(planted) == 1000 + len(sentence)
+    with pytest.raises(ValueError, match="depth must be between 0 and 1, got 1.5"):
+        plant(b"x", sentence, 1.5)
+
+
+@pytest.mark.parametrize("length", [256, 1024])
+def test_training_sequences_have_the_length_asked_for_and_ask_what_was_said(length):
+    mixture = Mixture(held_out_text(), np.random.default_rng(0))
+    for kind in (mixture.source, mixture.walk, mixture.symbol_repeat, mixture.byte_repeat, mixture.dense_recall):
+        assert len(kind(length)) == length
+    text = mixture.planted(length)
+    assert len(text) == length
+    last = text[text.rindex(b"\n# The pass key") :]
+    assert text.count(last) == 2  # stated once, asked once

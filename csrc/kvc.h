@@ -91,7 +91,8 @@ typedef enum { KVC_POOL_AVG = 0, KVC_POOL_MAX = 1 } kvc_pool;
  *                  kernel_size); maximum: only neighbours that exist. kernel_size odd, 1 = none.
  * T_b = lengths[b] (NULL: T); W < T_b <= T. scores[b,g,t] = 0 for t in [T_b - W, T - W).
  * q [B, Hq, W, D] and k [B, Hkv, T, D] rotated, any dtype; scores float32 [B, Hkv, T - W] contiguous.
- * scratch: kvc_window_scores_scratch_bytes bytes, 64-byte aligned: the probabilities of ONE KV head, not of all.
+ * scratch: kvc_window_scores_scratch_bytes bytes, 64-byte aligned: the probabilities of ONE KV head, not of all
+ * (on CUDA kvc_cuda_window_scores_scratch_bytes: row statistics only).
  * A NaN logit makes the scores of its KV head NaN. No query (W or Hq 0): scores 0.
  * Source: SnapKV section 4 (mean, average pooling); imdc.md section 7; guided reading (maximum, maximum pooling).
  */
@@ -144,7 +145,7 @@ kvc_status kvc_compact_rows(const kvc_compact_rows_args *args, kvc_parallel_for 
  * Query s sees keys t in [begin_r, end_r) (causal = 0) or [begin_r, end_r - (S-1-s)) (causal = 1: the row's last S keys
  * are the S new tokens). begin NULL: 0.
  *     out[b,h,s] = sum_t softmax_t(scale*<q, k_t>) v_t          lse[b,h,s] = ln sum_t exp(scale*<q, k_t>)
- * A query that sees no key gets out 0, lse -inf.
+ * A query that sees no key gets out 0, lse -inf; so does one whose logits are all -inf.
  * q [B, Hq, S, D] any dtype; out [B, Hq, S, D] contiguous, dtype of q; lse float32 [B, Hq, S] contiguous;
  * k_pages, v_pages [pages, P, D] contiguous, one dtype; P a power of two unless block_table is NULL;
  * block_table int32 [R, blocks] (NULL: blocks is not read, pages >= R); begin, end int32 [R].

@@ -62,7 +62,7 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None = None, *
     Returns [B, H, T, D], contiguous, dtype of x, computed in float32. R(a)R(b) = R(a+b): keys move from one position to
     another by a second call with the rows of the difference (inverse=True for a negative one).
     Raises ValueError for wrong shapes or dtypes, RuntimeError for a position outside the tables (on CUDA such a
-    position is clamped into them: checking would wait for the device).
+    token becomes NaN instead: checking would wait for the device).
     Source: RoFormer, equation 34, with halves paired as transformers' rotate_half.
     """
     _need_float("x", x, 4, "[B, H, T, D]")

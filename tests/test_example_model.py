@@ -99,7 +99,7 @@ def test_a_planted_sentence_lies_at_its_depth(depth):
     planted = plant(b"x" * 1000, sentence, depth)
     assert planted.index(sentence) == 1000 * depth
     assert len(planted) == 1000 + len(sentence)
-    with pytest.raises(ValueError, match="depth must be between 0 and 1, got 1.5"):
+    with pytest.raises(ValueError, match=r"depth must be between 0 and 1, got 1\.5"):
         plant(b"x", sentence, 1.5)
 
 

@@ -49,7 +49,7 @@ def test_guided_reading_finds_a_fact_that_streaming_loses(dtype, depth):
     task = make_task(16_384, depth, seed=1, device=torch.device("cpu"))
     cache = IterativeCache(model.config, memory_size=256, chunk_size=512, pruner=SnapKV(num_sink_tokens=4))
     assert answer(model, task, cache, guided=True) == task.answer
-    assert cache.nbytes() < 300 * 2 * 4 * 2 * 64 * dtype.itemsize
+    assert cache.nbytes() < 330 * 2 * 4 * 2 * 64 * dtype.itemsize
     streaming = StreamingCache(model.config, window_size=252, chunk_size=512)
     assert answer(model, task, streaming, guided=False) != task.answer
 

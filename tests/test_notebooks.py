@@ -1,0 +1,19 @@
+from pathlib import Path
+
+import nbformat
+from nbclient import NotebookClient
+
+NOTEBOOKS = Path(__file__).parent.parent / "notebooks"
+
+
+def executed(name: str) -> list[str]:
+    """What the notebook's code cells return when it is run now, as text."""
+    notebook = nbformat.read(NOTEBOOKS / name, as_version=4)
+    NotebookClient(notebook, timeout=300, kernel_name="python3").execute()
+    outputs = [out for cell in notebook.cells if cell.cell_type == "code" for out in cell.outputs]
+    return [out.data["text/plain"] for out in outputs if out.output_type == "execute_result"]
+
+
+def test_reading_notebook_runs_and_its_answer_is_right():
+    asked, answer, *_ = executed("reading.ipynb")
+    assert answer in asked

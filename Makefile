@@ -23,12 +23,14 @@ sanitize:
 	$(MAKE) -C tests/c sanitize
 
 bench: $(VENV)/installed
-	for file in benchmarks/*.py; do $(BIN)/python $$file --quick || exit 1; done
+	for file in $(filter-out benchmarks/common.py,$(wildcard benchmarks/*.py)); do \
+		$(BIN)/python $$file --quick || exit 1; \
+	done
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info kvcompress/*.so tests/c/build
 
-# PyTorch first and by version: a resolver left to itself takes a build of several gigabytes
+# PyTorch first and by version: a resolver left to itself may take another build, of several gigabytes
 $(VENV)/torch:
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --disable-pip-version-check -q torch==2.13.0 "setuptools>=77" wheel

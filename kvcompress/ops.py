@@ -36,6 +36,12 @@ def _need_float(name: str, x: Tensor, ndim: int, shape: str) -> None:
     _need(x.ndim == ndim, f"{name} must be {shape}, got shape {tuple(x.shape)}")
 
 
+def _need_device(like: Tensor, **tensors: Tensor | None) -> None:
+    for name, x in tensors.items():
+        if x is not None:
+            _need(x.device == like.device, f"{name} must be on {like.device}, got {x.device}")
+
+
 def _need_int32(name: str, x: Tensor | None, shape: tuple[int, ...]) -> None:
     if x is not None:
         _need(x.dtype == torch.int32, f"{name} must be int32, got {x.dtype}")
@@ -45,6 +51,10 @@ def _need_int32(name: str, x: Tensor | None, shape: tuple[int, ...]) -> None:
 def _need_choice(name: str, value: str, choices: tuple[str, ...]) -> int:
     _need(value in choices, f"{name} must be one of {', '.join(choices)}, got {value!r}")
     return choices.index(value)
+
+
+def _dense(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.contiguous()
 
 
 def _dense_last(x: Tensor) -> Tensor:
@@ -67,12 +77,14 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None = None, *
     """
     _need_float("x", x, 4, "[B, H, T, D]")
     B, _, T, D = x.shape
-    _need(cos.dtype == torch.float32 and sin.dtype == torch.float32, f"cos and sin must be float32, got {cos.dtype}")
+    for name, table in (("cos", cos), ("sin", sin)):
+        _need(table.dtype == torch.float32, f"{name} must be float32, got {table.dtype}")
     _need(cos.ndim == 2 and cos.shape == sin.shape, f"cos and sin must be [P, rotary_dim/2], got {tuple(cos.shape)}")
     _need(2 * cos.shape[1] <= D, f"cos and sin rotate {2 * cos.shape[1]} dimensions, but x has only {D}")
     _need_int32("positions", positions, (B, T))
     _need(positions is not None or T <= cos.shape[0], f"cos and sin need {T} rows, got {cos.shape[0]}")
-    return _ops.rope(_dense_last(x), cos.contiguous(), sin.contiguous(), positions, inverse)
+    _need_device(x, cos=cos, sin=sin, positions=positions)
+    return _ops.rope(_dense_last(x), cos.contiguous(), sin.contiguous(), _dense(positions), inverse)
 
 
 @torch.library.register_fake("kvcompress::rope")
@@ -127,10 +139,11 @@ def window_scores(
     _need(T > W, f"keys must be longer than the window of {W} queries, got {T}")
     _need(kernel_size >= 1 and kernel_size % 2 == 1, f"kernel_size must be odd and at least 1, got {kernel_size}")
     _need_int32("lengths", lengths, (B,))
+    _need_device(queries, keys=keys, lengths=lengths)
     return _ops.window_scores(
         _dense_last(queries),
         _dense_last(keys),
-        lengths,
+        _dense(lengths),
         D**-0.5 if scale is None else scale,
         _need_choice("reduce", reduce, REDUCTIONS),
         _need_choice("pooling", pooling, POOLINGS),
@@ -159,7 +172,8 @@ def select_topk(scores: Tensor, k: int, *, lengths: Tensor | None = None) -> Ten
     _need(scores.ndim == 2, f"scores must be [R, T], got shape {tuple(scores.shape)}")
     _need(0 <= k <= scores.shape[1], f"k must be between 0 and T = {scores.shape[1]}, got {k}")
     _need_int32("lengths", lengths, (scores.shape[0],))
-    return _ops.select_topk(scores.contiguous(), k, lengths)
+    _need_device(scores, lengths=lengths)
+    return _ops.select_topk(scores.contiguous(), k, _dense(lengths))
 
 
 @torch.library.register_fake("kvcompress::select_topk")
@@ -178,6 +192,7 @@ def compact_rows_(rows: Tensor, indices: Tensor) -> None:
     _need(indices.ndim == 2, f"indices must be [R, k], got shape {tuple(indices.shape)}")
     _need_int32("indices", indices, (rows.shape[0], indices.shape[1]))
     _need(indices.shape[1] <= rows.shape[1], f"indices holds {indices.shape[1]} places for rows of {rows.shape[1]}")
+    _need_device(rows, indices=indices)
     _ops.compact_rows_(rows, indices.contiguous())
 
 
@@ -202,10 +217,10 @@ def decode(
 ) -> tuple[Tensor, Tensor]:
     """Attention of a few queries over rows of any length kept in pages.
 
-    queries: [B, Hq, S, D]. k_pages, v_pages: [pages, P, D], P a power of two. block_table: int32 [R, blocks] with
-    R = B*Hkv: key t of row r lies at [block_table[r, t // P], t % P]; None = row r is page r, whatever P (contiguous
-    rows). begin, end: int32 [R]: a query sees keys begin_r <= t < end_r; causal: the row's last S keys are the queries'
-    own tokens, query s sees t < end_r - (S-1-s). scale: factor of the logits, None = 1/sqrt(D).
+    queries: [B, Hq, S, D]. k_pages, v_pages: contiguous [pages, P, D], P a power of two. block_table: int32
+    [R, blocks], R = B*Hkv: key t of row r lies at [block_table[r, t // P], t % P]; None = row r is page r, whatever
+    P. begin, end: int32 [R]: a query sees keys begin_r <= t < end_r; causal: the row's last S keys are the queries' own
+    tokens, query s sees t < end_r - (S-1-s). scale: factor of the logits, None = 1/sqrt(D).
     Returns (out [B, Hq, S, D] in the queries' dtype, lse float32 [B, Hq, S], natural logarithm). A query that sees no
     key gets out 0 and lse -inf. Raises ValueError for wrong shapes, RuntimeError for rows outside the pages.
     """
@@ -232,13 +247,15 @@ def decode(
         _need(block_table.ndim == 2, f"block_table must be [R, blocks], got shape {tuple(block_table.shape)}")
         _need_int32("block_table", block_table, (R, block_table.shape[1]))
         _need(P > 0 and P & (P - 1) == 0, f"k_pages must have a page size that is a power of two, got {P}")
+    _need_device(queries, k_pages=k_pages, v_pages=v_pages, block_table=block_table, begin=begin, end=end)
+    _need(k_pages.is_contiguous() and v_pages.is_contiguous(), "k_pages and v_pages must be contiguous")
     return _ops.decode(
         _dense_last(queries),
         k_pages,
         v_pages,
-        None if block_table is None else block_table.contiguous(),
-        begin,
-        end,
+        _dense(block_table),
+        _dense(begin),
+        end.contiguous(),
         D**-0.5 if scale is None else scale,
         causal,
     )
@@ -288,6 +305,8 @@ def plan(
     Raises ValueError for sizes out of range, RuntimeError for a schedule that is not there yet.
     """
     number = _need_choice("schedule", schedule, SCHEDULES)
+    for name, size in (("prompt_length", prompt_length), ("chunk_size", chunk_size), ("memory_size", memory_size)):
+        _need(isinstance(size, int), f"{name} must be an integer, got {size!r}")
     _need(prompt_length >= 0, f"prompt_length must be at least 0, got {prompt_length}")
     _need(chunk_size >= 1, f"chunk_size must be at least 1, got {chunk_size}")
     _need(memory_size >= 1, f"memory_size must be at least 1, got {memory_size}")

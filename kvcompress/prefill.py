@@ -15,11 +15,20 @@ from .hf.attach import base_model, is_attached
 Progress = Callable[[int, int], None]
 
 
-def _columns_of_prompt(input_ids: Tensor, attention_mask: Tensor | None, seen: int) -> list[int]:
-    """Tokens per sequence in the columns that are still to be read (the last column is held back)."""
+def _held_back(input_ids: Tensor, attention_mask: Tensor | None, seen: int, guide: Tensor) -> int:
+    """Columns at the end that generation reads itself: the last one, or the guide where every prompt ends with it."""
+    length = len(guide)
+    if length < 2 or length > input_ids.shape[1] - seen or not bool((input_ids[:, -length:] == guide).all()):
+        return 1
+    padded = attention_mask is not None and not bool((attention_mask[:, -length:] != 0).all())
+    return 1 if padded else length
+
+
+def _lengths(input_ids: Tensor, attention_mask: Tensor | None, seen: int, held_back: int) -> list[int]:
+    """Tokens per sequence in the columns that are to be read."""
     batch, columns = input_ids.shape
     if attention_mask is None:
-        return [columns - 1 - seen] * batch
+        return [columns - held_back - seen] * batch
     if attention_mask.shape != input_ids.shape:
         raise ValueError(
             f"attention_mask must have the shape of input_ids {tuple(input_ids.shape)}, "
@@ -28,9 +37,10 @@ def _columns_of_prompt(input_ids: Tensor, attention_mask: Tensor | None, seen: i
     mask = attention_mask != 0
     if bool((mask[:, 1:] < mask[:, :-1]).any()) or not bool(mask[:, -1].all()):
         raise ValueError("attention_mask must be left-padded: zeros, then at least one 1 in every row")
-    return mask[:, seen:-1].sum(1).tolist()
+    return mask[:, seen:-held_back].sum(1).tolist()
 
 
+@torch.inference_mode(False)  # so that the cache can be used outside inference mode afterwards
 @torch.no_grad()
 def prefill(
     model: nn.Module,
@@ -46,7 +56,8 @@ def prefill(
     model: attached (kvcompress.attach). input_ids: [B, T], T >= 1; if the cache has seen tokens already, the whole
     conversation: the first cache.get_seq_length() columns are skipped. attention_mask: [B, T] for left-padded
     batches. guide: [g] token ids of an instruction or question, the same for all sequences; they follow each chunk as
-    the observation window, choose what is kept, and are not stored. progress: called with (tokens read, tokens in all).
+    the observation window, choose what is kept, and are not stored; where every prompt ends with the guide, that end is
+    held back too, so that generation reads the question in full. progress: called with (tokens read, tokens in all).
     Returns the cache. Only cache-sized state and one chunk's activations are held; no logits are computed.
     Raises ValueError for wrong shapes or padding, RuntimeError if the model is not attached or the cache is incomplete.
     After an error or Ctrl-C the cache says that it is incomplete until reset().
@@ -60,8 +71,8 @@ def prefill(
         raise ValueError(f"input_ids must be [B, T] with at least one token, got shape {tuple(input_ids.shape)}")
     if input_ids.is_floating_point():
         raise ValueError(f"input_ids must be integers, got {input_ids.dtype}")
-    if guide is not None and (guide.ndim != 1 or guide.shape[0] < 1):
-        raise ValueError(f"guide must be [g] token ids with g >= 1, got shape {tuple(guide.shape)}")
+    if guide is not None and (guide.ndim != 1 or guide.shape[0] < 1 or guide.is_floating_point()):
+        raise ValueError(f"guide must be [g] token ids with g >= 1, got {guide.dtype} of shape {tuple(guide.shape)}")
     cache.check_complete()
     seen = cache.get_seq_length()
     batch, columns = input_ids.shape
@@ -71,18 +82,22 @@ def prefill(
         )
     if cache.batch_size not in (-1, batch):
         raise ValueError(f"input_ids have batch size {batch}, but the cache holds {cache.batch_size} sequences")
-    lengths = _columns_of_prompt(input_ids, attention_mask, seen)
+    tail = torch.empty(0, dtype=input_ids.dtype, device=input_ids.device) if guide is None else guide.to(input_ids)
+    held_back = _held_back(input_ids, attention_mask, seen, tail)
+    lengths = _lengths(input_ids, attention_mask, seen, held_back)
     plans = [cache.plan_prompt(length) for length in lengths]
     iterations = max(len(plan) for plan in plans)
     if iterations == 0:
         return cache
-    guide_length = 0 if guide is None else len(guide)
+    guide_length = len(tail)
     decoder = base_model(model)
-    device = input_ids.device
-    tail = torch.empty(0, dtype=input_ids.dtype, device=device) if guide is None else guide.to(input_ids)
-    cache.begin_prompt(plans, guide_length)
+    if guide is not None:
+        cache.check_guide()
     read, total = [0] * batch, sum(lengths)
+    cache.mark_incomplete()
     try:
+        cache.begin_prompt(plans, guide_length)
+        cache.mark_incomplete(False)
         for i in range(iterations):
             # sequences end together: a shorter one starts later
             number = [i - (iterations - len(plan)) for plan in plans]
@@ -93,7 +108,7 @@ def prefill(
             mask = torch.zeros(batch, width, dtype=torch.bool)
             for b, chunk in enumerate(chunks):
                 if chunk:
-                    start = columns - 1 - lengths[b] + read[b]
+                    start = columns - held_back - lengths[b] + read[b]
                     ids[b, width - guide_length - chunk :] = torch.cat([input_ids[b, start : start + chunk], tail])
                     mask[b, width - guide_length - chunk :] = True
                     read[b] += chunk
@@ -101,7 +116,7 @@ def prefill(
             decoder(input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True)
             if progress is not None:
                 progress(sum(read), total)
-        cache.end_prompt(columns - 1 - seen)
+        cache.end_prompt(columns - held_back - seen)
     except BaseException:
         cache.mark_incomplete()
         raise
@@ -122,8 +137,15 @@ def generate(
 ) -> Any:
     """prefill, then model.generate with the same cache; returns what model.generate returns.
 
+    attention_mask: where it is None and the prompts hold the pad token, those are padding, as model.generate has it.
     generation: any argument of model.generate (max_new_tokens, do_sample, num_beams, num_return_sequences, ...).
     """
-    prefill(model, input_ids, cache, attention_mask, guide=guide, progress=progress)
     whole: Any = model
+    if attention_mask is None:
+        settings = generation.get("generation_config") or whole.generation_config
+        pad, end = (generation.get(name, getattr(settings, name)) for name in ("pad_token_id", "eos_token_id"))
+        ends = end if isinstance(end, (list, tuple)) else [end]
+        if pad is not None and pad not in ends and bool((input_ids == pad).any()):
+            attention_mask = (input_ids != pad).to(torch.long)
+    prefill(model, input_ids, cache, attention_mask, guide=guide, progress=progress)
     return whole.generate(input_ids, attention_mask=attention_mask, past_key_values=cache, **generation)

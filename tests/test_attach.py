@@ -1,4 +1,5 @@
 import copy
+import pickle
 
 import pytest
 import torch
@@ -6,7 +7,7 @@ from helpers import FAMILIES, random_ids, tiny_model
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import kvcompress
-from kvcompress import IterativeCache, attach, detach
+from kvcompress import IterativeCache, StreamingCache, attach, detach
 
 families = pytest.mark.parametrize("family", FAMILIES)
 
@@ -76,11 +77,74 @@ def test_training_without_cache_works_while_attached():
         assert torch.equal(ours.grad, theirs.grad)
 
 
-def test_a_compressed_cache_refuses_gradients():
+@pytest.mark.parametrize("trained", ["q_proj", "v_proj", "down_proj"])
+def test_a_compressed_cache_refuses_gradients_and_stays_usable(trained):
     model, ids = tiny_model(), random_ids(20)
     attach(model)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(trained in name)
+    cache = kvcompress.prefill(model, ids, IterativeCache(model.config))
     with pytest.raises(RuntimeError, match="do not carry gradients"):
-        model(ids, past_key_values=IterativeCache(model.config))
+        model(ids[:, -1:], past_key_values=cache)
+    with torch.no_grad():
+        torch.testing.assert_close(
+            model(ids[:, -1:], past_key_values=cache).logits[:, -1], model(ids).logits[:, -1], atol=1e-4, rtol=1e-4
+        )
+
+
+def test_attention_weights_are_refused():
+    model, ids = tiny_model(), random_ids(20)
+    attach(model)
+    with pytest.raises(ValueError, match="output_attentions must be False"), torch.no_grad():
+        model(ids, past_key_values=IterativeCache(model.config), output_attentions=True)
+
+
+@pytest.mark.parametrize("order", ["dispatch first", "attach first"])
+def test_models_dispatched_by_accelerate(order):
+    accelerate = pytest.importorskip("accelerate")
+    model, ids = tiny_model(), random_ids(40)
+    dense = model.generate(ids, max_new_tokens=6, do_sample=False)
+
+    def dispatch():
+        accelerate.dispatch_model(model, {"": "cpu"}, force_hooks=True)
+
+    steps = [dispatch, lambda: attach(model)]
+    for step in steps if order == "dispatch first" else reversed(steps):
+        step()
+    cache = IterativeCache(model.config, memory_size=64, chunk_size=16)
+    assert torch.equal(kvcompress.generate(model, ids, cache, max_new_tokens=6, do_sample=False), dense)
+    assert cache.stored_lengths()[0] == [[45, 45]]
+    detach(model)
+    assert torch.equal(model.generate(ids, max_new_tokens=6, do_sample=False), dense)
+
+
+def test_an_attached_model_can_be_pickled():
+    model, ids = tiny_model(), random_ids(20)
+    attach(model)
+    copied = pickle.loads(pickle.dumps(model))
+    with torch.no_grad():
+        assert torch.equal(copied(ids).logits, model(ids).logits)
+
+
+@families
+def test_autocast(family):
+    model, ids = tiny_model(family), random_ids(40)
+    attach(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        for cache in (IterativeCache(model.config, memory_size=16, chunk_size=8), StreamingCache(model.config)):
+            assert kvcompress.generate(model, ids, cache, max_new_tokens=4, do_sample=False).shape == (1, 44)
+
+
+@pytest.mark.parametrize("kind", [IterativeCache, StreamingCache])
+def test_a_cache_filled_in_inference_mode_is_used_outside(kind):
+    model, ids = tiny_model(), random_ids(40)
+    attach(model)
+    dense = model.generate(ids, max_new_tokens=70, do_sample=False)
+    cache = kind(model.config)
+    with torch.inference_mode():
+        kvcompress.prefill(model, ids[:, :30], cache)
+        model(ids[:, 29:35], past_key_values=cache)
+    assert torch.equal(kvcompress.generate(model, ids, cache, max_new_tokens=70, do_sample=False), dense)
 
 
 def test_a_model_that_is_not_attached_says_so():

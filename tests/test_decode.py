@@ -104,6 +104,20 @@ def test_rows_do_not_touch_each_other(lengths, P, seed):
         assert torch.equal(together[:, 2 * r : 2 * r + 2], alone)
 
 
+def test_rows_without_any_page(simd):
+    end = torch.zeros(2, dtype=torch.int32)
+    nothing, table = torch.empty(0, 4, 16), torch.empty(2, 0, dtype=torch.int32)
+    out, lse = ops.decode(torch.randn(1, 4, 1, 16), nothing, nothing, end, block_table=table)
+    assert not out.any()
+    assert (lse == float("-inf")).all()
+
+
+def test_strided_ends_are_taken(simd):
+    queries, k, v = torch.randn(1, 4, 1, 16), torch.randn(2, 9, 16), torch.randn(2, 9, 16)
+    end = torch.tensor([7], dtype=torch.int32).expand(2)
+    check(queries, k, v, end)
+
+
 def test_thread_count_changes_no_bit(simd):
     queries, k, v = torch.randn(1, 4, 1, 64), torch.randn(2, 5000, 64), torch.randn(2, 5000, 64)
     end = torch.tensor([5000, 4100], dtype=torch.int32)

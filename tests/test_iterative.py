@@ -200,6 +200,20 @@ def test_a_guide_changes_nothing_where_all_is_kept():
         torch.testing.assert_close(model(ids[:, -1:], past_key_values=guided).logits, expected, atol=1e-4, rtol=1e-4)
 
 
+def test_a_prompt_that_ends_with_the_guide_keeps_that_end_for_generation():
+    model, ids, guide = attached(), random_ids(60), random_ids(5, seed=9)[0]
+    asked = torch.cat([ids, guide[None]], 1)
+    cache = IterativeCache(model.config, memory_size=12, chunk_size=16)
+    prefill(model, asked, cache, guide=guide)
+    assert cache.get_seq_length() == 60
+    out = model.generate(asked, past_key_values=cache, max_new_tokens=4, do_sample=False)
+    by_hand = prefill(model, torch.cat([ids, ids[:, :1]], 1), IterativeCache(
+        model.config, memory_size=12, chunk_size=16), guide=guide)  # fmt: skip
+    with torch.no_grad():
+        first = model(guide[None], past_key_values=by_hand).logits[0, -1].argmax()
+    assert out[0, 65] == first
+
+
 def test_guided_batch_gives_what_each_gives_alone():
     model, guide = attached(), random_ids(5, seed=9)[0]
     prompts = [random_ids(length, seed=length) for length in (70, 33, 3)]
@@ -260,7 +274,10 @@ def test_a_copied_cache_answers_each_question_as_if_alone():
     for seed in (1, 2, 1):
         asked = torch.cat([ids, random_ids(4, seed=seed)], 1)
         answers.append(model.generate(asked, past_key_values=copy.deepcopy(cache), max_new_tokens=5, do_sample=False))
+        fresh = prefill(model, ids, IterativeCache(model.config, memory_size=20, chunk_size=16))
+        assert torch.equal(answers[-1], model.generate(asked, past_key_values=fresh, max_new_tokens=5, do_sample=False))
     assert torch.equal(answers[0], answers[2])
+    assert not torch.equal(answers[0], answers[1])
     assert cache.get_seq_length() == 59
 
 
@@ -283,6 +300,52 @@ def test_an_interrupted_reading_is_refused_until_reset():
     assert torch.equal(next_logits(model, ids, cache), next_logits(model, ids, fresh))
 
 
+def test_a_failure_at_the_start_of_a_second_prompt_is_not_forgotten(monkeypatch):
+    model, ids = attached(), random_ids(60)
+    cache = prefill(model, ids[:, :30], IterativeCache(model.config, memory_size=20, chunk_size=16))
+    monkeypatch.setattr(cache.layers[1], "begin_prompt", lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        prefill(model, ids, cache)
+    with pytest.raises(RuntimeError, match="incomplete"):
+        prefill(model, ids, cache)
+
+
+def test_reset_forgets_that_assisted_decoding_began():
+    model, ids = attached(), random_ids(60)
+    cache = prefill(model, ids[:, :30], IterativeCache(model.config, memory_size=20, chunk_size=16))
+    cache.activate_past_recording()
+    cache.reset()
+    fresh = IterativeCache(model.config, memory_size=20, chunk_size=16)
+    assert torch.equal(next_logits(model, ids, cache), next_logits(model, ids, fresh))
+
+
+def test_padded_input_after_the_prompt_cannot_be_taken_back():
+    model, ids = attached(), random_ids(30, batch=2)
+    cache = prefill(model, ids, IterativeCache(model.config, memory_size=10, chunk_size=16))
+    mask = torch.ones(2, 33, dtype=torch.long)
+    mask[1, 29:31] = 0
+    with torch.no_grad():
+        model(random_ids(4, batch=2), past_key_values=cache, attention_mask=mask)
+        assert cache.stored_lengths()[0] == [[14, 14], [12, 12]]
+        with pytest.raises(ValueError, match="at most the 0 tokens"):
+            cache.crop(-1)
+        model(random_ids(1, batch=2), past_key_values=cache)
+    cache.crop(-1)
+    assert cache.stored_lengths()[0] == [[14, 14], [12, 12]]
+
+
+def test_pad_tokens_are_padding_for_generate_as_they_are_for_transformers():
+    model = attached()
+    prompts = [random_ids(length, seed=length) for length in (40, 20)]
+    ids, mask = left_padded(prompts)
+    with_mask, without = (
+        kvcompress.generate(model, ids, IterativeCache(model.config, memory_size=16, chunk_size=8), given,
+                            max_new_tokens=6, do_sample=False)
+        for given in (mask, None)
+    )  # fmt: skip
+    assert torch.equal(with_mask, without)
+
+
 def test_crop_takes_back_what_followed_the_prompt_only():
     model, ids = attached(), random_ids(60)
     cache = IterativeCache(model.config, memory_size=20, chunk_size=16)
@@ -292,7 +355,7 @@ def test_crop_takes_back_what_followed_the_prompt_only():
         cache.crop(-4)
         assert cache.get_seq_length() == 59
         torch.testing.assert_close(model(ids[:, -1:], past_key_values=cache).logits[:, -1], expected)
-    with pytest.raises(ValueError, match="at most the 1 tokens that followed the prompt, got 2"):
+    with pytest.raises(ValueError, match=r"at most the 1 tokens that followed the prompt .* got 2"):
         cache.crop(-2)
     with pytest.raises(ValueError, match="minus the number"):
         cache.crop(5)
@@ -302,6 +365,13 @@ def test_long_contexts_warn_about_the_trained_length():
     model, ids = attached(max_position_embeddings=40), random_ids(60)
     with pytest.warns(UserWarning, match="48 keys in sight, more than the 40 positions"):
         prefill(model, ids, IterativeCache(model.config, memory_size=32, chunk_size=16))
+
+
+def test_a_second_prompt_warns_about_what_both_add_up_to():
+    model = attached(max_position_embeddings=50)
+    cache = prefill(model, random_ids(31), IterativeCache(model.config, memory_size=64, chunk_size=16))
+    with pytest.warns(UserWarning, match="62 keys in sight, more than the 50 positions"):
+        prefill(model, random_ids(63), cache)
 
 
 def test_a_models_sliding_window_is_not_overrun():
@@ -317,6 +387,7 @@ def test_a_models_sliding_window_is_not_overrun():
         ({"memory_size": 0}, "memory_size must be at least 1, got 0"),
         ({"chunk_size": 0}, "chunk_size must be at least 1, got 0"),
         ({"pruner": "snapkv"}, "pruner must be one of kvcompress.pruners, got str"),
+        ({"memory_size": 16.5}, "memory_size must be an integer, got 16.5"),
         ({"schedule": "cubic"}, "schedule must be one of"),
     ],
 )
@@ -336,6 +407,7 @@ def test_wrong_settings_are_named(arguments, message):
         ({"attention_mask": torch.zeros(1, 10)}, "left-padded"),
         ({"attention_mask": torch.tensor([[1, 0, 1, 1, 1, 1, 1, 1, 1, 1]])}, "left-padded"),
         ({"guide": torch.ones(1, 3, dtype=torch.long)}, r"guide must be \[g\]"),
+        ({"guide": torch.ones(3)}, r"guide must be \[g\]"),
         ({"cache": None}, "cache must be a kvcompress cache"),
     ],
 )

@@ -40,17 +40,18 @@ def test_snapkv_keeps_window_sinks_and_best(keep, sinks):
 @pytest.mark.parametrize("guide_reduce", ["max", "mean"])
 def test_guided_snapkv_lets_the_guide_choose(guide_reduce):
     candidates = offer(guide=6)
-    chosen = SnapKV(guide_kernel_size=3, guide_reduce=guide_reduce).select(candidates, 15)
+    chosen = SnapKV(window=4, guide_kernel_size=3, guide_reduce=guide_reduce).select(candidates, 15)
     scores = reference.window_scores(
         candidates.queries[:, :, -6:], candidates.keys, scale=0.25, reduce=guide_reduce, pooling="max", kernel_size=3
     )[0]
-    assert torch.equal(chosen, reference.select_topk(scores, 15))
+    assert torch.equal(chosen[:, :11], reference.select_topk(scores[:, :56], 11))
+    assert chosen[:, 11:].tolist() == [[56, 57, 58, 59]] * 2
 
 
 def test_a_key_that_the_guide_asks_for_is_kept_with_what_follows():
     candidates = offer(count=200, chunk=20, guide=3)
     candidates.keys[0, :, 70] = 8 * candidates.queries[0, ::2, -1]
-    chosen = SnapKV().select(candidates, 20)
+    chosen = SnapKV(window=4).select(candidates, 20)
     for row in chosen:
         assert set(range(70, 78)) <= set(row.tolist())  # half of the pooling width
 

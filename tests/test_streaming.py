@@ -96,6 +96,31 @@ def test_memory_does_not_grow_with_the_text():
     assert cache.get_seq_length() == 129
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_reading_is_as_accurate_as_decoding_with_large_logits(dtype):
+    model = attached().to(dtype)
+    for layer in model.model.layers:
+        for projection in (layer.self_attn.q_proj, layer.self_attn.k_proj):
+            projection.weight.data *= 6 if dtype == torch.float16 else 2
+    ids = random_ids(30)
+    read, decoded = (StreamingCache(model.config, window_size=8, num_sink_tokens=2) for _ in range(2))
+    prefill(model, ids, read)
+    with torch.no_grad():
+        for t in range(29):
+            model(ids[:, t : t + 1], past_key_values=decoded)
+    held = [cache.layers[-1].values.float() for cache in (read, decoded)]
+    assert held[0].isfinite().all()
+    error = (held[0] - held[1]).abs().max() / held[1].abs().max()
+    assert error < 200 * torch.finfo(dtype).eps
+
+
+def test_a_models_sliding_window_is_not_overrun():
+    model, ids = attached("mistral", sliding_window=40), random_ids(30)
+    prefill(model, ids, StreamingCache(model.config, window_size=36))
+    with pytest.raises(ValueError, match="40 tokens is shorter than the 41 keys in sight; use a smaller window_size"):
+        prefill(model, ids, StreamingCache(model.config, window_size=37))
+
+
 def test_what_cannot_be_done_says_so():
     model, ids = attached(), random_ids(30)
     cache = StreamingCache(model.config, window_size=10)
@@ -113,9 +138,10 @@ def test_what_cannot_be_done_says_so():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"window_size": 0}, "window_size must be at least 1, got 0"),
-        ({"num_sink_tokens": -1}, "num_sink_tokens must be at least 0, got -1"),
-        ({"chunk_size": 0}, "chunk_size must be at least 1, got 0"),
+        ({"window_size": 0}, "window_size must be an integer of at least 1, got 0"),
+        ({"num_sink_tokens": -1}, "num_sink_tokens must be an integer of at least 0, got -1"),
+        ({"chunk_size": 0}, "chunk_size must be an integer of at least 1, got 0"),
+        ({"window_size": 16.5}, "window_size must be an integer"),
     ],
 )
 def test_wrong_settings_are_named(arguments, message):

@@ -65,7 +65,8 @@ inline const int32_t* int_array(const std::optional<Tensor>& x, const Tensor& li
                                 std::initializer_list<int64_t> sizes, const char* name) {
     if (!x.has_value()) return nullptr;
     check_array(*x, like, ScalarType::Int, sizes, name);
-    return static_cast<const int32_t*>(x->const_data_ptr());
+    static const int32_t nothing = 0;  // an array without elements is not a missing one
+    return x->numel() ? static_cast<const int32_t*>(x->const_data_ptr()) : &nothing;
 }
 
 // A [B, H, T, D] tensor with contiguous last dimension and any other strides.

@@ -63,12 +63,16 @@ class CompressedLayer(CacheLayerMixin):
     def select_batch(self, indices: list[int]) -> None:
         """Keeps copies of the given sequences in this order."""
 
-    def check_window(self, positions: int) -> None:
+    @abstractmethod
+    def keys_in_sight(self, step: Step) -> int:
+        """Most keys that a query of this step sees."""
+
+    def check_step(self, step: Step) -> None:
         """Refuses to go where the model's own sliding window would hide keys."""
-        if self.sliding_window is not None and positions > self.sliding_window:
+        if self.sliding_window is not None and (keys := self.keys_in_sight(step)) > self.sliding_window:
             raise ValueError(
-                f"this layer's sliding_window of {self.sliding_window} tokens is shorter than the {positions} keys in "
-                "sight; use a smaller memory_size and chunk_size, or a model without sliding window"
+                f"this layer's sliding_window of {self.sliding_window} tokens is shorter than the {keys} keys in "
+                f"sight; {self.cache.smaller}"
             )
 
     # the rest of CacheLayerMixin, and what generation calls besides
@@ -96,10 +100,7 @@ class CompressedLayer(CacheLayerMixin):
     prefetch = offload
 
     def drop_last(self, tokens: int) -> None:
-        """Takes back the last tokens of every sequence."""
-        raise NotImplementedError(
-            f"{type(self.cache).__name__} cannot take back tokens (crop): what it dropped is gone"
-        )
+        """Takes back the last tokens of every sequence; called only where is_croppable is true."""
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self.select_batch(beam_idx.tolist())
@@ -117,6 +118,7 @@ class CompressedCache(Cache):
     """A cache for an attached model; see IterativeCache and StreamingCache."""
 
     layers: list[CompressedLayer]
+    smaller = "let the cache hold less"  # advice where too many keys are in sight
 
     def __init__(self, config: PreTrainedConfig) -> None:
         config = config.get_text_config(decoder=True)
@@ -147,6 +149,10 @@ class CompressedCache(Cache):
     def plan_prompt(self, length: int) -> Plan:
         """How a prompt of this many tokens is read."""
 
+    @abstractmethod
+    def check_guide(self) -> None:
+        """Raises ValueError if a guide would have no effect."""
+
     def begin_prompt(self, plans: list[Plan], guide_length: int) -> None:
         """Prepares for iterations over a prompt (one plan per sequence)."""
 
@@ -157,6 +163,7 @@ class CompressedCache(Cache):
 
     # ---- one forward pass (the hook of kvcompress.attach) ----
 
+    @torch.inference_mode(False)
     def begin_forward(self, rotary_emb: nn.Module, batch: int, columns: int, attention_mask: Tensor | None) -> None:
         """Checks and notes what the coming forward pass brings. attention_mask: [B, at least columns] or None."""
         self.check_complete()
@@ -166,9 +173,10 @@ class CompressedCache(Cache):
             self.batch_repeat_interleave(batch // self._batch)  # beams, several samples per prompt
         if self._rotary_source is not rotary_emb:
             self.rotary, self._rotary_source = RotaryTables(rotary_emb), rotary_emb
-        self._batch = batch
-        self.step = Step(self._counts(batch, columns, attention_mask), columns, self.step.iteration)
-        self._running = True
+        step = Step(self._counts(batch, columns, attention_mask), columns, self.step.iteration)
+        for layer in self.layers:
+            layer.check_step(step)
+        self._batch, self.step, self._running = batch, step, True
 
     def activate_past_recording(self) -> None:
         """Assisted decoding begins: tokens must be able to go back."""
@@ -179,17 +187,20 @@ class CompressedCache(Cache):
             )
         self._repeated = self.seen
 
-    def repeated_columns(self) -> int:
-        """Columns at the start of this forward's input that the cache has read already.
+    def repeated_columns(self, columns: int, attention_mask: Tensor | None) -> int:
+        """How many of this forward's first columns the cache has read already.
 
-        transformers' assisted decoding passes the whole prompt once more after a prefill.
+        transformers' assisted decoding passes the whole prompt once more in its first step, mask and all.
         """
         repeated, self._repeated = self._repeated, 0
-        return repeated
+        whole = attention_mask is None or attention_mask.shape[-1] == columns
+        return repeated if columns > repeated and whole else 0
 
     def end_forward(self) -> None:
         if self.step.iteration is None:
             self.seen += self.step.columns
+            if min(self.step.counts) < self.step.columns:  # sequences grew unequally: crop would not know by how much
+                self.fixed = self.seen
         self._running = False
 
     def check_complete(self) -> None:
@@ -198,8 +209,8 @@ class CompressedCache(Cache):
                 "this cache is incomplete: an earlier forward pass or prefill stopped before its end; call reset()"
             )
 
-    def mark_incomplete(self) -> None:
-        self._running = True
+    def mark_incomplete(self, incomplete: bool = True) -> None:
+        self._running, self._repeated = incomplete, 0
 
     def _counts(self, batch: int, columns: int, mask: Tensor | None) -> tuple[int, ...]:
         # a decode step on a GPU does not wait for the device: its column is a token in every sequence
@@ -234,7 +245,7 @@ class CompressedCache(Cache):
         """Empties the cache and makes it usable again, whatever state it was in."""
         windows = [layer.sliding_window for layer in self.layers]
         self.layers = [self._new_layer(window) for window in windows]
-        self.step, self.seen, self.fixed, self._batch, self._running = Step(), 0, 0, 0, False
+        self.step, self.seen, self.fixed, self._batch, self._running, self._repeated = Step(), 0, 0, 0, False, 0
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.seen
@@ -243,10 +254,12 @@ class CompressedCache(Cache):
         """Takes back tokens; a negative number, as transformers has it. Not those of a compressed prompt."""
         if tokens_to_remove > 0:
             raise ValueError(f"crop takes minus the number of tokens to remove, got {tokens_to_remove}")
+        if tokens_to_remove and not self.is_croppable:
+            raise NotImplementedError(f"{type(self).__name__} cannot take back tokens (crop): what it dropped is gone")
         if -tokens_to_remove > self.seen - self.fixed:
             raise ValueError(
-                f"crop can remove at most the {self.seen - self.fixed} tokens that followed the prompt, "
-                f"got {-tokens_to_remove}"
+                f"crop can remove at most the {self.seen - self.fixed} tokens that followed the prompt (or padded "
+                f"input), got {-tokens_to_remove}"
             )
         if tokens_to_remove:
             for layer in self.layers:

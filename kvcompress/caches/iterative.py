@@ -41,7 +41,6 @@ class IterativeLayer(PagedLayer):
             self.held = [0] * B
         totals = [held + count for held, count in zip(self.held, step.counts, strict=True)]
         T = max(totals)
-        self.check_window(T)
         k_all, v_all = self._room(keys, T)
         for b, (start, count) in enumerate(zip(self.held, step.counts, strict=True)):
             k_all[b, :, start : start + count] = keys[b, :, S - count :]
@@ -157,6 +156,7 @@ class IterativeCache(CompressedCache):
     """
 
     layers: list[IterativeLayer]
+    smaller = "use a smaller memory_size and chunk_size, or generate fewer tokens"
 
     def __init__(
         self,
@@ -181,13 +181,19 @@ class IterativeCache(CompressedCache):
     def plan_prompt(self, length: int) -> Plan:
         return planner.plan(length, chunk_size=self.chunk_size, memory_size=self.memory_size, schedule=self.schedule)
 
-    def begin_prompt(self, plans: list[Plan], guide_length: int) -> None:
-        if guide_length and not self.pruner.uses_guide:
+    def check_guide(self) -> None:
+        if not self.pruner.uses_guide:
             raise ValueError(f"guide has no effect with the pruner {type(self.pruner).__name__}, which scores nothing")
-        held = max((row[0] for row in self.layers[0].stored_lengths() if row), default=0)
-        self.largest_context = guide_length + max(
-            max(plan.largest_context, (held + plan.chunks[0]) if plan.chunks else 0) for plan in plans
-        )
+
+    def begin_prompt(self, plans: list[Plan], guide_length: int) -> None:
+        stored = self.layers[0].stored_lengths() or [[0]] * len(plans)
+        contexts = [0]
+        for row, plan in zip(stored, plans, strict=True):
+            held = row[0] if row else 0
+            for chunk, memory in zip(plan.chunks, plan.memory, strict=True):
+                contexts.append(held + chunk + guide_length)
+                held = min(memory, held + chunk)
+        self.largest_context = max(contexts)
         if self.largest_context > self.trained_length:
             warnings.warn(
                 f"reading puts {self.largest_context} keys in sight, more than the {self.trained_length} positions "

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from .base import CompressedLayer
+from .base import CompressedLayer, Step
 from .pool import PagePool
 
 
@@ -30,7 +30,6 @@ class PagedLayer(CompressedLayer):
         pool = self.pool
         assert pool is not None
         bound = max(pool.counts[b * Hkv] + counts[b] for b in range(B))
-        self.check_window(bound)
         # token s of a sequence with n new ones has position held + s - (S - n); padding gets any valid one
         first = pool.lengths.view(B, Hkv)[:, :1]
         if min(counts) < S:
@@ -49,6 +48,10 @@ class PagedLayer(CompressedLayer):
     def open_pool(self, rows: int, head_dim: int, like: Tensor, rope_lengths: list[int]) -> None:
         self.pool = PagePool(rows, head_dim, like.dtype, like.device, self.page_size)
         self.rope_lengths = rope_lengths
+
+    def keys_in_sight(self, step: Step) -> int:
+        held = [row[0] for row in self.stored_lengths() if row] or [0] * len(step.counts)
+        return max(have + count for have, count in zip(held, step.counts, strict=True))
 
     def drop_last(self, tokens: int) -> None:
         if self.pool is not None:

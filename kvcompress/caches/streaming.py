@@ -8,7 +8,7 @@ from transformers import PreTrainedConfig
 
 from .. import ops, planner
 from ..planner import Plan
-from .base import CompressedCache, CompressedLayer
+from .base import CompressedCache, CompressedLayer, Step
 
 _BLOCK = 256  # queries that share one logits matrix while a prompt is read
 
@@ -27,7 +27,6 @@ class StreamingLayer(CompressedLayer):
     def __init__(self, cache: StreamingCache, sliding_window: int | None) -> None:
         super().__init__(cache, sliding_window)
         self.sinks, self.window = cache.num_sink_tokens, cache.window_size
-        self.check_window(self.sinks + self.window)
         self.keys: Tensor | None = None  # [R, sinks + window, D]
         self.values: Tensor | None = None
         self.tokens: list[int] = []  # tokens seen per sequence, padding not counted
@@ -144,11 +143,11 @@ class StreamingLayer(CompressedLayer):
         visible = torch.cat([torch.ones(n, sinks, dtype=torch.bool, device=device), visible], dim=1)
 
         def logits(q: Tensor, k_part: Tensor) -> Tensor:
-            return (q[0].unflatten(0, (heads, -1)) @ k_part[:, None].transpose(2, 3)).float() * scaling
+            return (q[0].float() * scaling).unflatten(0, (heads, -1)) @ k_part.float()[:, None].transpose(2, 3)
 
         scores = torch.cat([logits(q_sink, k[:, :sinks]), logits(q_ring, k[:, sinks:])], dim=-1)
-        attention = scores.masked_fill_(~visible, float("-inf")).softmax(-1).to(v.dtype)
-        out = (attention @ v[:, None]).flatten(0, 1)[None]
+        attention = scores.masked_fill_(~visible, float("-inf")).softmax(-1)
+        out = (attention @ v.float()[:, None]).flatten(0, 1)[None].to(queries.dtype)
 
         kept = new[new < self.sinks] if first < self.sinks else new[-self.window :]
         slots = torch.where(kept < self.sinks, kept, self.sinks + (kept - self.sinks) % self.window)
@@ -156,6 +155,9 @@ class StreamingLayer(CompressedLayer):
         self.values[row, slots] = values[0, :, kept - first]
         self.tokens[b] += n
         return out
+
+    def keys_in_sight(self, step: Step) -> int:
+        return self.sinks + self.window
 
     def select_batch(self, indices: list[int]) -> None:
         if self.keys is None or self.values is None:
@@ -185,6 +187,7 @@ class StreamingCache(CompressedCache):
     """
 
     layers: list[StreamingLayer]
+    smaller = "use a smaller window_size"
 
     def __init__(
         self, config: PreTrainedConfig, *, window_size: int = 1020, num_sink_tokens: int = 4, chunk_size: int = 1024
@@ -194,8 +197,8 @@ class StreamingCache(CompressedCache):
             ("num_sink_tokens", num_sink_tokens, 0),
             ("chunk_size", chunk_size, 1),
         ):
-            if value < least:
-                raise ValueError(f"{name} must be at least {least}, got {value}")
+            if not isinstance(value, int) or value < least:
+                raise ValueError(f"{name} must be an integer of at least {least}, got {value}")
         self.window_size, self.num_sink_tokens, self.chunk_size = window_size, num_sink_tokens, chunk_size
         super().__init__(config)
 
@@ -205,6 +208,5 @@ class StreamingCache(CompressedCache):
     def plan_prompt(self, length: int) -> Plan:
         return planner.plan(length, chunk_size=self.chunk_size, memory_size=self.window_size + self.num_sink_tokens)
 
-    def begin_prompt(self, plans: list[Plan], guide_length: int) -> None:
-        if guide_length:
-            raise ValueError("guide has no effect with StreamingCache, which keeps tokens by their place alone")
+    def check_guide(self) -> None:
+        raise ValueError("guide has no effect with StreamingCache, which keeps tokens by their place alone")

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from types import TracebackType
+from types import MethodType, TracebackType
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..caches import CompressedCache
-from .attention import compressed_class, is_compressed
-from .families import ATTENTION_CLASSES, supported_families
+from .attention import is_compressed
+from .families import ATTENTION_CLASSES, COMPRESSED_CLASSES, supported_families
 
 _HOOKS = "_kvcompress_hooks"
 
@@ -59,8 +59,7 @@ def attach(model: nn.Module) -> Attachment:
             )
     for attention in attentions:
         if not is_compressed(attention):
-            family: Any = type(attention)
-            attention.__class__ = compressed_class(family)
+            _swap(attention, COMPRESSED_CLASSES[type(attention)])
     if not hasattr(decoder, _HOOKS):
         before = decoder.register_forward_pre_hook(_before_forward, with_kwargs=True)
         after = decoder.register_forward_hook(_after_forward, with_kwargs=True)
@@ -75,11 +74,17 @@ def detach(model: nn.Module) -> None:
     for layer in decoder.layers:
         attention = getattr(layer, "self_attn", None)
         if is_compressed(attention):
-            attention.__class__ = type(attention).__mro__[2]
+            _swap(attention, type(attention).__mro__[2])
     for hook in getattr(decoder, _HOOKS, ()):
         hook.remove()
     if hasattr(decoder, _HOOKS):
         object.__delattr__(decoder, _HOOKS)
+
+
+def _swap(attention: Any, cls: Any) -> None:
+    attention.__class__ = cls
+    if "_old_forward" in vars(attention):  # accelerate's hooks (device_map) keep the forward that they call
+        attention._old_forward = MethodType(cls.forward, attention)
 
 
 def is_attached(model: nn.Module) -> bool:
@@ -98,13 +103,27 @@ def _before_forward(decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     name = "input_ids" if given.get("input_ids") is not None else "inputs_embeds"
     if given.get(name) is None:
         raise ValueError("input_ids or inputs_embeds must be given with a compressed cache, got neither")
-    given[name] = tokens = given[name][:, cache.repeated_columns() :]
+    _check_call(decoder, given)
+    mask = given.get("attention_mask")
+    given[name] = tokens = given[name][:, cache.repeated_columns(given[name].shape[1], mask) :]
     batch, columns = tokens.shape[:2]
-    cache.begin_forward(decoder.rotary_emb, batch, columns, given.get("attention_mask"))
+    cache.begin_forward(decoder.rotary_emb, batch, columns, mask)
     # positions are the cache's business; small ones keep length-dependent rotary embeddings of the model as they are
     given["position_ids"] = torch.arange(columns, device=tokens.device)[None]
     given["attention_mask"] = None
     return (), given
+
+
+def _check_call(decoder: Any, given: dict[str, Any]) -> None:
+    """Refuses what a compressed cache cannot do, before anything is stored."""
+    if torch.is_grad_enabled():
+        embeds = given.get("inputs_embeds")
+        if (embeds is not None and embeds.requires_grad) or any(p.requires_grad for p in decoder.parameters()):
+            raise RuntimeError(
+                "compressed caches do not carry gradients: use torch.no_grad(), or train without a cache"
+            )
+    if given.get("output_attentions"):
+        raise ValueError("output_attentions must be False with a compressed cache: attention weights are never formed")
 
 
 def _after_forward(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..caches import CompressedCache
@@ -26,13 +26,11 @@ class CompressedAttention:
         if not isinstance(past_key_values, CompressedCache):
             return super().forward(hidden_states, *args, past_key_values=past_key_values, **kwargs)  # type: ignore[misc]
         shape = hidden_states.shape[:-1]
-        queries = self._project("q", hidden_states)
-        if queries.requires_grad:
-            raise RuntimeError(
-                "compressed caches do not carry gradients: use torch.no_grad(), or train without a cache"
-            )
-        keys, values = self._project("k", hidden_states), self._project("v", hidden_states)
-        out = past_key_values.layers[self.layer_idx].attend(queries, keys, values, self.scaling)
+        values = self._project("v", hidden_states)
+        # under autocast a norm may have left float32
+        queries, keys = (self._project(kind, hidden_states).to(values.dtype) for kind in ("q", "k"))
+        with torch.inference_mode(False), torch.no_grad():  # what is stored must be usable outside inference mode
+            out = past_key_values.layers[self.layer_idx].attend(queries, keys, values, self.scaling)
         return self.o_proj(out.transpose(1, 2).reshape(*shape, -1)), None
 
     def _project(self, kind: str, hidden_states: Tensor) -> Tensor:
@@ -42,10 +40,9 @@ class CompressedAttention:
         return (norm(x) if norm is not None else x).transpose(1, 2)
 
 
-@cache
-def compressed_class(family: type[nn.Module]) -> type[nn.Module]:
-    """The subclass of a family's attention class that attach swaps in."""
-    return type(f"Compressed{family.__name__}", (CompressedAttention, family), {"__module__": __name__})
+def compressed_class(family: type[nn.Module], module: str) -> type[nn.Module]:
+    """The subclass of a family's attention class that attach swaps in, as a class of the given module."""
+    return type(f"Compressed{family.__name__}", (CompressedAttention, family), {"__module__": module})
 
 
 def is_compressed(module: object) -> bool:

@@ -3,9 +3,10 @@
     python -m kvcompress.models.train_example --minutes 110 --out example
 
 Phase 1 teaches copying (permutation walks and repeated segments at length 128) until the loss on the second copy of a
-random segment falls under 0.5; phase 2 mixes source text with recall tasks at growing length up to 2,048. Runs on CPU
-or CUDA; bfloat16 autocast where the machine multiplies bfloat16 natively. Wall time decides the schedule, so that the
-run ends when it was told to; figures are printed and written to training.json beside the weights.
+random segment falls under 0.5; phase 2 mixes source text with recall tasks at growing length up to 2,048, half of the
+steps shorter than that (a model trained at the full length alone forgets how to recall over short distances). Runs on
+CPU or CUDA, under bfloat16 autocast. Wall time decides the schedule, so that the run ends when it was told to; figures
+are printed and written to training.json beside the weights.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from .text import fact, held_out_text, plant, question, random_name, random_pass
 TRAINED_LENGTH = 2048
 TOKENS_PER_STEP = 8192
 LEARNING_RATE = 1.5e-3
-# (length, share of the time at which the next length begins)
+# (longest sequences, share of the time at which the next length begins)
 LENGTHS = ((256, 0.28), (512, 0.46), (1024, 0.66), (TRAINED_LENGTH, 1.0))
 _SYMBOLS = np.frombuffer(b"0123456789abcdefghijklmnopqrstuvwxyz", dtype=np.uint8)
 
@@ -177,9 +178,24 @@ def save(model: LlamaForCausalLM, out: Path, figures: dict) -> None:
     fresh.rmdir()
 
 
+def draw_length(rng: np.random.Generator, done: float) -> int:
+    """The longest length of this stage for half of the steps, one of the shorter ones for the other half."""
+    number = next(i for i, (_, until) in enumerate(LENGTHS) if done <= until)
+    return LENGTHS[number if number == 0 or rng.random() < 0.5 else rng.integers(number)][0]
+
+
 def train(
-    minutes: float, out: Path, resume: Path | None, seed: int, device: str, compiled: bool, autocast: bool
+    minutes: float,
+    out: Path,
+    *,
+    resume: Path | None,
+    seed: int,
+    device: str,
+    compiled: bool,
+    autocast: bool,
+    peak_rate: float,
 ) -> dict:
+    """Trains for that many minutes and leaves weights and figures in `out`; returns the figures."""
     torch.manual_seed(seed)
     rng = np.random.default_rng(seed)
     model = (
@@ -187,13 +203,15 @@ def train(
     )
     model.to(device).train()
     run = torch.compile(model, dynamic=False) if compiled else model
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=peak_rate, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     mixture = Mixture(training_text(rng), rng)
-    phase, step, tokens, smooth, begin, figures = (2 if resume else 1), 0, 0, None, time.monotonic(), {}
+    phase, step, tokens, smooth, begin = (2 if resume else 1), 0, 0, None, time.monotonic()
+    earlier = {"resumed_from": json.loads((resume / "training.json").read_text())} if resume else {}
+    figures: dict = {}
     while (done := (time.monotonic() - begin) / (60 * minutes)) < 1:
-        length = 128 if phase == 1 else next(length for length, until in LENGTHS if done < until)
+        length = 128 if phase == 1 else draw_length(rng, 1.0 if resume else done)
         count = (2048 if phase == 1 else TOKENS_PER_STEP) // length
-        rate = LEARNING_RATE * min(1.0, (step + 1) / 50) * min(1.0, max(0.02, (1 - done) / 0.45))
+        rate = peak_rate * min(1.0, (step + 1) / 50) * min(1.0, max(0.02, (1 - done) / 0.45))
         for group in optimizer.param_groups:
             group["lr"] = rate
         ids = mixture.batch(phase, count, length).to(device)
@@ -212,21 +230,22 @@ def train(
                 phase = 2
         elif phase == 2 and step % 250 == 0:
             model.eval()
+            longest = next(length for length, until in LENGTHS if (1.0 if resume else done) <= until)
             figures = {
                 "minutes": round(done * minutes, 1),
                 "steps": step,
                 "tokens": tokens,
                 "seed": seed,
-                "length": length,
+                "length": longest,
                 "loss": round(smooth, 4),
-                "bits_per_byte": round(bits_per_byte(model, length, device, 16), 4),
-                "recall": recall(model, length, device, 20),
+                "bits_per_byte": round(bits_per_byte(model, longest, device, 16), 4),
+                "recall": {str(n): recall(model, n, device, 20) for n, _ in LENGTHS if n <= longest},
             }
             model.train()
             print(json.dumps(figures), flush=True)
             save(model, out, figures)
     model.eval()
-    figures |= {
+    figures |= earlier | {
         "minutes": round(minutes, 1),
         "steps": step,
         "tokens": tokens,
@@ -236,7 +255,7 @@ def train(
     save(model, out, figures)
     shipped = LlamaForCausalLM.from_pretrained(out, dtype=torch.float32).to(device).eval()
     figures["bits_per_byte"] = round(bits_per_byte(shipped, TRAINED_LENGTH, device), 4)
-    figures["recall"] = {str(length): recall(shipped, length, device) for length in (512, 1024, TRAINED_LENGTH)}
+    figures["recall"] = {str(length): recall(shipped, length, device) for length, _ in LENGTHS}
     save(model, out, figures)
     return figures
 
@@ -245,7 +264,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, required=True, help="wall time of the run")
     parser.add_argument("--out", type=Path, required=True, help="folder for weights and figures")
-    parser.add_argument("--resume", type=Path, help="start phase 2 from the weights in this folder")
+    parser.add_argument("--resume", type=Path, help="go on from the weights in this folder, at full length")
+    parser.add_argument("--learning-rate", type=float, default=LEARNING_RATE, help="at its highest")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--no-compile", action="store_true", help="run without torch.compile")
@@ -254,11 +274,12 @@ def main() -> None:
     figures = train(
         options.minutes,
         options.out,
-        options.resume,
-        options.seed,
-        options.device,
-        not options.no_compile,
-        not options.float32,
+        resume=options.resume,
+        seed=options.seed,
+        device=options.device,
+        compiled=not options.no_compile,
+        autocast=not options.float32,
+        peak_rate=options.learning_rate,
     )
     print(json.dumps(figures, indent=1))
 

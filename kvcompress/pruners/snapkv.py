@@ -15,10 +15,10 @@ from .base import Candidates, Pruner, ranges
 class SnapKV(Pruner):
     """Keeps the keys that a window of queries attends to most, per KV head.
 
-    Unguided: the last `window` tokens of the chunk vote (mean over them and over the query heads of a KV head), votes
-    are average-pooled over `kernel_size` neighbours, and the window itself is always kept. Guided: the guide's tokens
-    vote instead (`guide_reduce` over them and the heads) and votes are max-pooled over `guide_kernel_size` neighbours,
-    so that what follows a hit is kept with it; the guide is never kept.
+    The chunk's last `window` tokens are always kept. Unguided they vote (mean over them and over the query heads of a
+    KV head), and votes are average-pooled over `kernel_size` neighbours. Guided, the guide's tokens vote instead
+    (`guide_reduce` over them and the heads), and votes are max-pooled over `guide_kernel_size` neighbours, so that what
+    follows a hit is kept with it; the guide itself is never kept.
     num_sink_tokens: first tokens of the prompt that are always kept, counted inside the budget.
     Source: SnapKV, section 4; imdc.md, section 7.
     """
@@ -45,29 +45,18 @@ class SnapKV(Pruner):
         queries, keys, count = candidates.queries, candidates.keys, candidates.count
         heads = keys.shape[1]
         sinks = min(self.num_sink_tokens, keep)
-        if candidates.guide_length:
-            kept_window = 0
-            scores = ops.window_scores(
-                queries[:, :, -candidates.guide_length :],
-                keys,
-                scale=candidates.scaling,
-                reduce=self.guide_reduce,
-                pooling="max",
-                kernel_size=self.guide_kernel_size,
-            )
-        else:
-            kept_window = min(self.window, candidates.chunk_length, keep - sinks)
-            if kept_window == 0:
-                return ranges(heads, (0, sinks), device=keys.device)
-            scores = ops.window_scores(
-                queries[:, :, -kept_window:],
-                keys,
-                scale=candidates.scaling,
-                reduce="mean",
-                pooling="avg",
-                kernel_size=self.kernel_size,
-            )
-        scores = scores[0]
+        recent = min(self.window, candidates.chunk_length, keep - sinks)
+        if recent == 0:
+            return ranges(heads, (0, sinks), device=keys.device)
+        guided = candidates.guide_length > 0
+        scores = ops.window_scores(
+            queries[:, :, -(candidates.guide_length if guided else recent) :],
+            keys,
+            scale=candidates.scaling,
+            reduce=self.guide_reduce if guided else "mean",
+            pooling="max" if guided else "avg",
+            kernel_size=self.guide_kernel_size if guided else self.kernel_size,
+        )[0, :, : count - recent]
         scores[:, :sinks] = float("inf")
-        chosen = ops.select_topk(scores, keep - kept_window)
-        return torch.cat([chosen, ranges(heads, (count - kept_window, count), device=keys.device)], dim=1)
+        chosen = ops.select_topk(scores, keep - recent)
+        return torch.cat([chosen, ranges(heads, (count - recent, count), device=keys.device)], dim=1)

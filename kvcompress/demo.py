@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -116,7 +117,7 @@ def run_demo(
         pruner = SnapKV(num_sink_tokens=4)
         iterative = IterativeCache(model.config, memory_size=memory_size, chunk_size=chunk_size, pruner=pruner)
         outcomes.append(
-            ask(model, task, "iterative, guided", iterative, True, "the question chose the memory", console)
+            ask(model, task, "iterative", iterative, True, "guided, the question chose what is kept", console)
         )
         streaming = StreamingCache(model.config, window_size=memory_size - 4, chunk_size=chunk_size)
         distance = round((1 - depth) * tokens)
@@ -139,21 +140,22 @@ def run_demo(
     return outcomes[0].right
 
 
-def _megabytes(nbytes: int | None) -> str:
-    return "unknown" if nbytes is None else f"{nbytes / 2**20:,.1f}M"
+def _mebibytes(nbytes: int | None) -> str:
+    return "unknown" if nbytes is None else f"{nbytes / 2**20:,.1f}"
 
 
 def _table(outcomes: list[Outcome]) -> Table:
-    table = Table(caption="bytes now: the cache after reading; if dense: a cache of every token; peak: process memory")
-    for column in ("cache", "tokens", "bytes now", "if dense", "peak", "tokens/s", "answer", "right"):
-        table.add_column(column, justify="left" if column in ("cache", "answer", "right") else "right")
+    """Fits 80 columns."""
+    table = Table(box=SIMPLE, caption="MiB now: the cache after reading; if dense: a cache of every token, in MiB")
+    for column in ("cache", "tokens", "MiB now", "if dense", "peak MiB", "tokens/s", "answer", "right"):
+        table.add_column(column, justify="left" if column in ("cache", "answer", "right") else "right", no_wrap=True)
     for row in outcomes:
         table.add_row(
             row.name,
             f"{row.tokens:,}",
-            _megabytes(row.cache_nbytes),
-            _megabytes(row.dense_nbytes),
-            _megabytes(row.peak_nbytes),
+            _mebibytes(row.cache_nbytes),
+            _mebibytes(row.dense_nbytes),
+            _mebibytes(row.peak_nbytes),
             f"{row.tokens / row.seconds:,.0f}",
             repr(row.answer)[1:-1],
             "yes" if row.right else "no",

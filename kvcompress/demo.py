@@ -146,8 +146,12 @@ def _mebibytes(nbytes: int | None) -> str:
 
 def _table(outcomes: list[Outcome]) -> Table:
     """Fits 80 columns."""
-    table = Table(box=SIMPLE, caption="MiB now: the cache after reading; if dense: a cache of every token, in MiB")
-    for column in ("cache", "tokens", "MiB now", "if dense", "peak MiB", "tokens/s", "answer", "right"):
+    table = Table(
+        box=SIMPLE,
+        padding=(0, 1, 0, 0),
+        caption="MiB now: the cache after reading; if dense: a cache of every token, in MiB",
+    )
+    for column in ("cache", "tokens", "MiB now", "if dense", "peak MiB", "tok/s", "answer", "right"):
         table.add_column(column, justify="left" if column in ("cache", "answer", "right") else "right", no_wrap=True)
     for row in outcomes:
         table.add_row(

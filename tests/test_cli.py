@@ -20,7 +20,7 @@ def test_demo_answers_right_and_says_what_the_others_lost():
 
 
 def test_demo_fails_where_the_answer_is_wrong():
-    result = run("--tokens", "8192", "--dense-tokens", "0", "--memory-size", "5", "--chunk-size", "64")
+    result = run("--tokens", "4096", "--dense-tokens", "0", "--memory-size", "5", "--chunk-size", "512")
     assert result.exit_code == 1
     assert "wrong answer" in result.output
 

@@ -149,8 +149,9 @@ kvc_status kvc_compact_rows(const kvc_compact_rows_args *args, kvc_parallel_for 
  * q [B, Hq, S, D] any dtype; out [B, Hq, S, D] contiguous, dtype of q; lse float32 [B, Hq, S] contiguous;
  * k_pages, v_pages [pages, P, D] contiguous, one dtype; P a power of two unless block_table is NULL;
  * block_table int32 [R, blocks] (NULL: blocks is not read, pages >= R); begin, end int32 [R].
- * scratch (CPU): kvc_decode_scratch_bytes bytes, 64-byte aligned: the partial results of the pieces that long rows are
- * cut into; its size depends on B, Hq, Hkv, S, D only. One query's bits depend on its own row only, not on B.
+ * scratch: kvc_decode_scratch_bytes bytes (on CUDA kvc_cuda_decode_scratch_bytes), 64-byte aligned: the partial results
+ * of the pieces that long rows are cut into, and the list of pieces. Its size depends on the sizes only, not on the
+ * arrays' contents. One query's bits depend on its own row only, not on B.
  * KVC_BAD_INDEX if a row's range leaves [0, blocks*P] or a page that it needs is outside [0, pages).
  */
 typedef struct {
@@ -182,6 +183,52 @@ typedef struct {
     int64_t N, D;
 } kvc_merge_states_args;
 kvc_status kvc_merge_states(const kvc_merge_states_args *args, kvc_parallel_for parallel_for);
+
+/* ---- attention.c ------------------------------------------------------------------------------------------------ */
+
+/* Flash attention: many queries over contiguous keys, forward and backward, memory linear in S and T.
+ * T_b = lengths[b] (NULL: T) keys exist in sequence b; the queries are its last S tokens: query s stands at key position
+ * i = T_b - S + s (below 0: a padding query, which sees nothing). It sees key t < T_b if
+ *     causal = 0: always
+ *     causal = 1, window 0: t <= i
+ *     causal = 1, window > 0, complement 0: t <= i and (t < sinks or t > i - window)
+ *     causal = 1, window > 0, complement 1: sinks <= t <= i - window: what the line above leaves out of the causal mask
+ *     x = scale*<q[b,h,s], k[b,h/G,t]> + (key_bias && t != i ? key_bias[b,h/G,t] : 0)
+ *     out[b,h,s] = sum_t softmax_t(x) v[b,h/G,t]          lse[b,h,s] = ln sum_t exp(x)
+ * A query that sees no key, or only keys with bias -inf, gets out 0, lse -inf, and gradients 0.
+ * q, out [B, Hq, S, D]; k, v [B, Hkv, T, D]; all of one dtype, any strides; lse float32 [B, Hq, S] contiguous; key_bias
+ * float32 [B, Hkv, T] contiguous or NULL, finite or -inf; lengths int32 [B], 0..T. S <= T. out aliases nothing.
+ * A key or value that is not finite may reach queries that do not see it (0*inf) unless it lies at or past T_b.
+ * KVC_BAD_SIZE for S > T, a negative window or sinks, a window without causal, a complement without a window.
+ */
+typedef struct {
+    kvc_view out, q, k, v;
+    float *lse;
+    const float *key_bias;
+    const int32_t *lengths;
+    int64_t B, Hq, Hkv, S, T, D, window, sinks;
+    float scale;
+    int causal, complement;
+} kvc_attention_args;
+kvc_status kvc_attention(const kvc_attention_args *args, kvc_parallel_for parallel_for);
+
+/* Gradients of the above. With p = exp(x - lse), dp = <dout, v_t>, delta = <dout, out> - dlse, ds = p*(dp - delta):
+ *     dv_t = sum p*dout    dk_t = scale*sum ds*q    dq = scale*sum ds*k_t    dkey_bias_t = sum ds over s with i != t
+ * sums over the queries of a KV head's G query heads and over keys as above; every element is written.
+ * forward: the arguments of the forward call, out and lse filled by it. dout as out; dlse float32 [B, Hq, S] contiguous
+ * or NULL (0); dq as q, dk, dv as k (dtype of q, any strides); dkey_bias float32 [B, Hkv, T] contiguous or NULL.
+ * scratch: kvc_attention_backward_scratch_bytes bytes (on CUDA kvc_cuda_attention_backward_scratch_bytes), 64-byte
+ * aligned. Same bits for any number of threads: reductions have a fixed order.
+ */
+typedef struct {
+    kvc_attention_args forward;
+    kvc_view dout, dq, dk, dv;
+    const float *dlse;
+    float *dkey_bias;
+    void *scratch;
+} kvc_attention_backward_args;
+int64_t kvc_attention_backward_scratch_bytes(const kvc_attention_backward_args *args);
+kvc_status kvc_attention_backward(const kvc_attention_backward_args *args, kvc_parallel_for parallel_for);
 
 /* ---- planner.c -------------------------------------------------------------------------------------------------- */
 

@@ -1,9 +1,20 @@
 """The ops of kvcompress.ops in plain PyTorch, in any dtype, written to be read: the oracle of the tests."""
 
+from .attention import attention, visible
 from .decode import decode, merge_states
 from .planner import plan
 from .rope import rope
 from .score import window_scores
 from .select import compact_rows, select_topk
 
-__all__ = ["compact_rows", "decode", "merge_states", "plan", "rope", "select_topk", "window_scores"]
+__all__ = [
+    "attention",
+    "compact_rows",
+    "decode",
+    "merge_states",
+    "plan",
+    "rope",
+    "select_topk",
+    "visible",
+    "window_scores",
+]

@@ -253,8 +253,9 @@ static void backward_block(const backward_job *job, int64_t g, const query_block
         float out[KVC_MAX_HEAD_DIM];
         job->simd->load[forward->out.dtype](out, view_at(&forward->out, b, h, s, 0), D);
         if (forward->lse[place] != -INFINITY) base[i] = forward->lse[place];
-        for (int64_t d = 0; d < D; d++) delta[i] += dout_rows[i * dout_stride + d] * out[d];
-        if (args->dlse) delta[i] -= args->dlse[place];
+        double sum = args->dlse ? -(double)args->dlse[place] : 0.0; /* ds are differences from it */
+        for (int64_t d = 0; d < D; d++) sum += (double)dout_rows[i * dout_stride + d] * (double)out[d];
+        delta[i] = (float)sum;
     }
     memset(dq, 0, (size_t)(count * D) * sizeof(float));
     int64_t t = 0, n = 0;
@@ -268,13 +269,7 @@ static void backward_block(const backward_job *job, int64_t g, const query_block
         job->simd->gemm(ds, KVC_TILE, v, v_stride, 1, dout, KVC_TILE, n, KVC_TILE, D, 0);
         job->simd->gemm(dv + t * D, D, p, KVC_TILE, 1, dout_rows, dout_stride, n, D, count, 1);
         job->simd->lanes_gradient(ds, p, n, delta);
-        if (dbias) {
-            for (int64_t j = 0; j < n; j++) {
-                float sum = 0.0f;
-                for (int64_t i = 0; i < count; i++) sum += block->lanes.own[i] == t + j ? 0.0f : ds[j * KVC_TILE + i];
-                dbias[t + j] += sum;
-            }
-        }
+        if (dbias) job->simd->lanes_total(dbias + t, ds, n, (int32_t)t, &block->lanes);
         job->simd->gemm(dk + t * D, D, ds, KVC_TILE, 1, q_rows, q_stride, n, D, count, 1);
         job->simd->gemm(dq, D, ds, 1, KVC_TILE, k, k_stride, count, D, n, 1);
     }

@@ -53,12 +53,14 @@ typedef struct {
      * hide: x = -inf where the lane does not see the key.   bias: x += bias[i] where the key is not the lane's own.
      * softmax: joins the logits x into the running maximum and norm of each lane: with m = the larger of max and the
      *     column's largest (0 instead of -inf), factor = exp(max - m), x = exp(x - m), norm = norm*factor + sum of x.
-     * exp: x = exp(x - base), 0 where base is +inf.         gradient: y = p*(y - delta). */
+     * exp: x = exp(x - base), 0 where base is +inf.         gradient: y = p*(y - delta).
+     * total: total[i] += sum of row i over the lanes whose own key it is not. */
     void (*lanes_hide)(float *x, int64_t keys, int32_t t, const kvc_lanes *lanes);
     void (*lanes_bias)(float *x, int64_t keys, int32_t t, const float *bias, const kvc_lanes *lanes);
     void (*lanes_softmax)(float *x, int64_t keys, float *max, float *norm, float *factor);
     void (*lanes_exp)(float *x, int64_t keys, const float *base);
     void (*lanes_gradient)(float *y, const float *p, int64_t keys, const float *delta);
+    void (*lanes_total)(float *total, const float *x, int64_t keys, int32_t t, const kvc_lanes *lanes);
 
     /* For each of `rows` rows x + r*stride: x[i] = exp(scale*x[i] - m) for i < n, 0 for n <= i < width; max[r] = m =
      * the largest scale*x[i] (-inf if none), sum[r] = sum of x. All -inf: x = 0. A NaN, or a +inf, gives sum NaN. */

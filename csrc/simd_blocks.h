@@ -268,6 +268,8 @@ static void mix_f16(float *y, int64_t D, const float *w, int64_t ldw, const void
 
 /* ---- queries along the lanes ---- */
 
+enum { SUMMED = 16 }; /* weights summed before they join the norm: one long sum would round too often */
+
 static void lanes_hide(float *x, int64_t keys, int32_t t, const kvc_lanes *lanes) {
     for (int64_t j = 0; j < KVC_TILE; j += VEC_WIDTH) {
         float *column = x + j;
@@ -301,14 +303,19 @@ static void lanes_softmax(float *x, int64_t keys, float *max, float *norm, float
             vec_store(max + j + n * VEC_WIDTH, most[n]);
             sum[n] = vec_mul(old, vec_load(norm + j + n * VEC_WIDTH));
         }
-        for (int64_t i = 0; i < keys; i++) {
+        for (int64_t first = 0; first < keys; first += SUMMED) {
+            const int64_t last = first + SUMMED < keys ? first + SUMMED : keys;
+            vec part[2] = {vec_set(0.0f), vec_set(0.0f)};
+            for (int64_t i = first; i < last; i++) {
 #pragma GCC unroll 2
-            for (int n = 0; n < 2; n++) {
-                float *at = x + i * KVC_TILE + j + n * VEC_WIDTH;
-                const vec e = vec_exp(vec_sub(vec_load(at), base[n]));
-                vec_store(at, e);
-                sum[n] = vec_add(sum[n], e);
+                for (int n = 0; n < 2; n++) {
+                    float *at = x + i * KVC_TILE + j + n * VEC_WIDTH;
+                    const vec e = vec_exp(vec_sub(vec_load(at), base[n]));
+                    vec_store(at, e);
+                    part[n] = vec_add(part[n], e);
+                }
             }
+            for (int n = 0; n < 2; n++) sum[n] = vec_add(sum[n], part[n]);
         }
         for (int n = 0; n < 2; n++) vec_store(norm + j + n * VEC_WIDTH, sum[n]);
     }
@@ -334,8 +341,26 @@ static void lanes_gradient(float *y, const float *p, int64_t keys, const float *
     }
 }
 
+static void lanes_total(float *total, const float *x, int64_t keys, int32_t t, const kvc_lanes *lanes) {
+    for (int64_t first = 0; first < keys; first += VEC_WIDTH) {
+        const int64_t some = keys - first < VEC_WIDTH ? keys - first : VEC_WIDTH;
+        vec sums[VEC_WIDTH];
+        for (int64_t i = 0; i < VEC_WIDTH; i++) {
+            sums[i] = vec_set(0.0f);
+            for (int64_t j = 0; j < KVC_TILE && i < some; j += VEC_WIDTH) {
+                const vec other = vec_load(x + (first + i) * KVC_TILE + j);
+                const int32_t key = t + (int32_t)(first + i);
+                sums[i] = vec_add(sums[i], vec_add_unless(vec_set(0.0f), other, key, lanes->own + j));
+            }
+        }
+        float found[VEC_WIDTH];
+        vec_store(found, vec_sums(sums));
+        for (int64_t i = 0; i < some; i++) total[first + i] += found[i];
+    }
+}
+
 #define KVC_SIMD_BLOCKS                                                                                    \
     .gemm = gemm, .dots = {dots_f32, dots_bf16, dots_f16}, .mix = {mix_f32, mix_bf16, mix_f16},            \
     .lanes_hide = lanes_hide, .lanes_bias = lanes_bias, .lanes_softmax = lanes_softmax, .lanes_exp = lanes_exp, \
-    .lanes_gradient = lanes_gradient
+    .lanes_gradient = lanes_gradient, .lanes_total = lanes_total
 #endif

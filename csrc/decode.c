@@ -13,7 +13,7 @@
 enum {
     FEW = 8,
     MEMORY_PAGE = 4096,
-    PIECE = 256 /* keys per piece for FEW queries; more queries take longer pieces, so that partial results stay small */
+    PIECE = 512 /* keys per piece for FEW queries; more queries take longer pieces, so that partial results stay small */
 };
 
 /* Scratch: first [R + 1], the pieces before each row; then for every piece and query max, norm and sums [D]. */

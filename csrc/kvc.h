@@ -53,7 +53,7 @@ typedef struct {
 
 /* ---- inner loops ------------------------------------------------------------------------------------------------ */
 
-/* Name of the table in use: "portable", "avx2" or "avx512". The first call chooses: the environment variable KVC_SIMD
+/* Name of the table in use: "portable", "avx2", "avx512" or "avx512_bf16". The first call chooses: the variable KVC_SIMD
  * if it names a table that the CPU can run, else the widest. */
 const char *kvc_simd_name(void);
 

@@ -84,6 +84,7 @@ extern const kvc_simd kvc_simd_portable;
 #if defined(__x86_64__)
 extern const kvc_simd kvc_simd_avx2;
 extern const kvc_simd kvc_simd_avx512;
+extern const kvc_simd kvc_simd_avx512_bf16; /* avx512 with products of bfloat16 pairs */
 #endif
 
 /* exp(x) = 2^k * exp(r), k = round(x / ln 2), |r| <= ln(2)/2; ln 2 split so that k*hi is exact; polynomial of Cephes'

@@ -323,18 +323,80 @@ static inline vec vec_add_unless(vec x, vec y, int32_t t, const int32_t *own) {
 
 #include "simd_blocks.h"
 
-const kvc_simd kvc_simd_avx512 = {
-    .name = "avx512",
-    .load = {load_f32, load_bf16, load_f16},
-    .store = {store_f32, store_bf16, store_f16},
-    .rotate = rotate,
-    .transpose = transpose,
-    .softmax = softmax,
-    .exp_difference = exp_difference,
-    .weighted_sum = weighted_sum,
-    .weighted_max = weighted_max,
-    KVC_SIMD_BLOCKS,
-};
+/* ---- bfloat16 pairs: two products per lane and step, for queries that are bfloat16 too ---- */
+
+#define WITH_BF16 __attribute__((target("avx512bf16")))
+enum { PAIR_FLOATS = 8 * KVC_MAX_HEAD_DIM }; /* queries that are converted at once */
+
+/* Writes q as bfloat16; 0 if that would round. count is a multiple of 16. */
+static int as_bf16(uint16_t *half, const float *q, int64_t count) {
+    __m512i lost = _mm512_setzero_si512();
+    for (int64_t i = 0; i < count; i += 16) {
+        const __m512i bits = _mm512_loadu_si512(q + i);
+        lost = _mm512_or_si512(lost, _mm512_slli_epi32(bits, 16));
+        _mm256_storeu_si256((__m256i *)(half + i), _mm512_cvtepi32_epi16(_mm512_srli_epi32(bits, 16)));
+    }
+    return _mm512_test_epi32_mask(lost, lost) == 0;
+}
+
+WITH_BF16 static inline __attribute__((always_inline)) void pairs_block(float *c, int64_t ldc, const uint16_t *q, int64_t D,
+                                                                        const char *k, int64_t keys, const int queries) {
+    const int width = VEC_WIDTH / queries;
+    vec sums[VEC_WIDTH];
+#pragma GCC unroll 16
+    for (int i = 0; i < VEC_WIDTH; i++) sums[i] = vec_set(0.0f);
+    for (int64_t d = 0; d < D; d += 32) {
+        __m512bh query[4];
+#pragma GCC unroll 4
+        for (int i = 0; i < queries; i++) query[i] = (__m512bh)_mm512_loadu_si512(q + i * D + d);
+#pragma GCC unroll 16
+        for (int j = 0; j < width; j++) {
+            const int64_t row = j < keys ? j : keys - 1; /* a short block reads its last twice */
+            const __m512bh key = (__m512bh)_mm512_loadu_si512(k + (row * D + d) * 2);
+#pragma GCC unroll 4
+            for (int i = 0; i < queries; i++) sums[i * width + j] = _mm512_dpbf16_ps(sums[i * width + j], query[i], key);
+        }
+    }
+    float total[VEC_WIDTH];
+    vec_store(total, vec_sums(sums));
+#pragma GCC unroll 4
+    for (int i = 0; i < queries; i++) {
+        for (int j = 0; j < width && j < keys; j++) c[i * ldc + j] = total[i * width + j];
+    }
+}
+
+WITH_BF16 static void dots_pairs(float *c, int64_t ldc, const float *q, int64_t D, const void *k, int64_t keys,
+                                 int64_t queries, const void *next) {
+    _Alignas(64) uint16_t half[PAIR_FLOATS];
+    if (D % 32 || queries * D > PAIR_FLOATS || !as_bf16(half, q, queries * D)) {
+        dots_bf16(c, ldc, q, D, k, keys, queries, next);
+        return;
+    }
+    const int64_t step = 2 * D;
+    for (int64_t j = 0; j < keys; j += 4) {
+        const char *rows = (const char *)k + j * step;
+        fetch_ahead(k, keys * step, j * step, 4 * step, next);
+        int64_t i = 0;
+        for (; i + 4 <= queries; i += 4) pairs_block(c + i * ldc + j, ldc, half + i * D, D, rows, keys - j, 4);
+        /* fewer queries take more keys at a time */
+        for (; i + 2 <= queries; i += 2) {
+            if (j % 8 == 0) pairs_block(c + i * ldc + j, ldc, half + i * D, D, rows, keys - j, 2);
+        }
+        if (i < queries && j % 16 == 0) {
+            pairs_block(c + i * ldc + j, ldc, half + i * D, D, rows, keys - j, 1);
+        }
+    }
+}
+
+#define AVX512_COMMON                                                                                            \
+    .load = {load_f32, load_bf16, load_f16}, .store = {store_f32, store_bf16, store_f16}, .rotate = rotate,      \
+    .transpose = transpose, .softmax = softmax, .exp_difference = exp_difference, .weighted_sum = weighted_sum, \
+    .weighted_max = weighted_max, KVC_SIMD_BLOCKS
+
+const kvc_simd kvc_simd_avx512 = {.name = "avx512", .dots = {dots_f32, dots_bf16, dots_f16}, AVX512_COMMON};
+
+const kvc_simd kvc_simd_avx512_bf16 = {
+    .name = "avx512_bf16", .dots = {dots_f32, dots_pairs, dots_f16}, AVX512_COMMON};
 #else
 typedef int kvc_simd_avx512_is_empty; /* ISO C forbids an empty file */
 #endif

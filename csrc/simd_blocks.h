@@ -236,9 +236,10 @@ BLOCKS_INLINE void mix_queries(float *y, int64_t D, const float *w, int64_t ldw,
 BLOCKS_INLINE void mix_of(float *y, int64_t D, const float *w, int64_t ldw, const void *v, int64_t keys, int64_t queries,
                           const void *next, const kvc_dtype dtype) {
     const int64_t step = D * (dtype == KVC_F32 ? 4 : 2), size = keys * step;
-    enum { SPAN = 32 }; /* values that come from memory once and then from the first-level cache */
-    for (int64_t t = 0; t < keys; t += SPAN) {
-        const int64_t span = keys - t < SPAN ? keys - t : SPAN, first = t * step + AHEAD;
+    /* values that come from memory once and then from the first-level cache; whole spans ahead, so that none is missed */
+    const int64_t most = step * 2 > AHEAD ? 2 : AHEAD / step;
+    for (int64_t t = 0; t < keys; t += most) {
+        const int64_t span = keys - t < most ? keys - t : most, first = t * step + AHEAD;
         const char *rows = (const char *)v + t * step, *ahead = NULL;
         if (first + span * step <= size) ahead = (const char *)v + first;
         else if (next && first >= size) ahead = (const char *)next + (first - size);
@@ -360,7 +361,7 @@ static void lanes_total(float *total, const float *x, int64_t keys, int32_t t, c
 }
 
 #define KVC_SIMD_BLOCKS                                                                                    \
-    .gemm = gemm, .dots = {dots_f32, dots_bf16, dots_f16}, .mix = {mix_f32, mix_bf16, mix_f16},            \
+    .gemm = gemm, .mix = {mix_f32, mix_bf16, mix_f16},            \
     .lanes_hide = lanes_hide, .lanes_bias = lanes_bias, .lanes_softmax = lanes_softmax, .lanes_exp = lanes_exp, \
     .lanes_gradient = lanes_gradient, .lanes_total = lanes_total
 #endif

@@ -211,5 +211,6 @@ const kvc_simd kvc_simd_portable = {
     .exp_difference = exp_difference,
     .weighted_sum = weighted_sum,
     .weighted_max = weighted_max,
+    .dots = {dots_f32, dots_bf16, dots_f16},
     KVC_SIMD_BLOCKS,
 };

@@ -7,7 +7,7 @@ from kvcompress import ops
 def _tables() -> list[str]:
     """The tables of inner loops that this CPU can run."""
     start, found = ops.simd(), []
-    for name in ("portable", "avx2", "avx512"):
+    for name in ("portable", "avx2", "avx512", "avx512_bf16"):
         try:
             ops.simd(name)
         except RuntimeError:

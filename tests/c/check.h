@@ -36,7 +36,7 @@ enum { RUNNERS = 4 };
 extern const kvc_parallel_for runners[RUNNERS];
 
 /* Tables that this CPU can run; the first is the portable one. */
-extern const char *tables[3];
+extern const char *tables[4];
 extern int table_count;
 
 void test_score(void);

@@ -8,7 +8,7 @@
 
 int failures;
 const char *test_case = "";
-const char *tables[3];
+const char *tables[4];
 int table_count;
 
 void *room(int64_t bytes) {
@@ -343,8 +343,8 @@ static void test_plan(void) {
 }
 
 int main(void) {
-    const char *names[3] = {"portable", "avx2", "avx512"};
-    for (int i = 0; i < 3; i++) {
+    const char *names[4] = {"portable", "avx2", "avx512", "avx512_bf16"};
+    for (int i = 0; i < 4; i++) {
         if (kvc_simd_select(names[i]) == KVC_OK) tables[table_count++] = names[i];
     }
     for (int i = 0; i < table_count; i++) {

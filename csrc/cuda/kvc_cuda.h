@@ -12,6 +12,8 @@
  *   select_topk    missing places are -1; lengths are clamped to [0, T]
  *   compact_rows   a slot whose index is negative or >= T keeps what it had
  *   decode         ranges are clamped to the row's capacity; keys on a page outside [0, pages) are not seen
+ * With 16-bit types, decode may let a value that is not finite reach queries of its row that do not see it (0*inf, causal
+ * only), as attention does.
  */
 #ifndef KVC_CUDA_H
 #define KVC_CUDA_H
@@ -33,7 +35,10 @@ cudaError_t kvc_cuda_window_scores(const kvc_window_scores_args *args, cudaStrea
 
 cudaError_t kvc_cuda_select_topk(const kvc_select_topk_args *args, cudaStream_t stream);
 cudaError_t kvc_cuda_compact_rows(const kvc_compact_rows_args *args, cudaStream_t stream);
-/* args->scratch is not read. */
+
+/* The list of pieces that rows are cut into and their partial results; from sizes only. 64-byte aligned. 0 for sizes
+ * that the launcher rejects. Nothing waits for the host: a call can be captured in a CUDA graph. */
+int64_t kvc_cuda_decode_scratch_bytes(const kvc_decode_args *args);
 cudaError_t kvc_cuda_decode(const kvc_decode_args *args, cudaStream_t stream);
 cudaError_t kvc_cuda_merge_states(const kvc_merge_states_args *args, cudaStream_t stream);
 

@@ -99,6 +99,20 @@ inline int atomicMax(int* at, int x) {
     return old;
 }
 
+// A device of three multiprocessors that hold two blocks each: blocks of persistent kernels take several turns.
+inline cudaError_t cudaGetDevice(int* device) {
+    *device = 0;
+    return cudaSuccess;
+}
+inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
+    *value = 3;
+    return cudaSuccess;
+}
+template <class Kernel>
+cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, Kernel*, int, size_t) {
+    *blocks = 2;
+    return cudaSuccess;
+}
 inline cudaError_t cudaGetLastError() { return kvc_emulation::take_last_error(); }
 template <class Kernel>
 cudaError_t cudaFuncSetAttribute(Kernel* kernel, cudaFuncAttribute, int bytes) {

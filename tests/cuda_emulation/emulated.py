@@ -155,7 +155,8 @@ def view(x: torch.Tensor) -> View:
 class Kernels:
     def __init__(self, library: Path):
         self.library = ctypes.CDLL(str(library))
-        self.library.kvc_cuda_window_scores_scratch_bytes.restype = c_int64
+        for name in ("window_scores", "decode"):
+            getattr(self.library, f"kvc_cuda_{name}_scratch_bytes").restype = c_int64
         sizes = (c_int64 * len(ARGS))()
         self.library.check_sizes(sizes)
         for args, size in zip(ARGS, sizes, strict=True):
@@ -166,6 +167,12 @@ class Kernels:
         code = getattr(self.library, name)(byref(args), None)
         if code:
             raise LaunchError(name, code)
+
+    def call_with_scratch(self, name: str, args: Structure) -> None:
+        nbytes = getattr(self.library, f"{name}_scratch_bytes")(byref(args))
+        scratch = torch.full((nbytes + 64,), 255, dtype=torch.uint8)  # NaN wherever nothing is written
+        args.scratch = (scratch.data_ptr() + 63) // 64 * 64
+        self.call(name, args)
 
     def rope(self, x, cos, sin, positions=None, *, inverse=False, out=None):
         B, H, T, D = x.shape
@@ -183,10 +190,7 @@ class Kernels:
         options = (scale, REDUCTIONS.index(reduce), POOLINGS.index(pooling), kernel_size)
         sizes = (B, Hq, Hkv, W, T, D)
         args = WindowScoresArgs(pointer(scores), view(queries), view(keys), pointer(lengths), None, *sizes, *options)
-        nbytes = self.library.kvc_cuda_window_scores_scratch_bytes(byref(args))
-        scratch = torch.full((nbytes + 64,), 255, dtype=torch.uint8)  # NaN wherever nothing is written
-        args.scratch = (scratch.data_ptr() + 63) // 64 * 64
-        self.call("kvc_cuda_window_scores", args)
+        self.call_with_scratch("kvc_cuda_window_scores", args)
         return scores
 
     def select_topk(self, scores, k, *, lengths=None):
@@ -216,7 +220,7 @@ class Kernels:
         args.P, args.pages, args.blocks = P, pages, blocks
         args.scale = D**-0.5 if scale is None else scale
         args.causal = causal
-        self.call("kvc_cuda_decode", args)
+        self.call_with_scratch("kvc_cuda_decode", args)
         return out, lse
 
     def merge_states(self, a, b, *, out=None):

@@ -93,6 +93,9 @@ void run_decode(int64_t D, int64_t Hq, int64_t P, kvc_dtype dtype, bool paged) {
     kvc_decode_args args = {out.bytes.get(), lse.floats(), q.view(), k.bytes.get(), v.bytes.get(), dtype,
                             paged ? table.data() : nullptr, begin.data(), end.data(), nullptr, B, Hq, Hkv, S, D, P,
                             pages, blocks, 0.2f, 1};
+    const size_t bytes = static_cast<size_t>(kvc_cuda_decode_scratch_bytes(&args));
+    std::unique_ptr<void, void (*)(void*)> scratch(std::aligned_alloc(64, bytes), std::free);
+    args.scratch = scratch.get();
     expect(kvc_cuda_decode(&args, nullptr), "decode", D);
 }
 

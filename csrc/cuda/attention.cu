@@ -43,7 +43,6 @@ __global__ __launch_bounds__(THREADS) void forward_kernel(const kvc_attention_ar
     const sequence_mask mask(set.mask, a, b);
     const key_tiles<KEYS> tiles(mask, first, QUERIES);
     const float* bias = a.key_bias ? a.key_bias + (b * a.Hkv + g) * a.T : nullptr;
-    const float scale = a.scale * LOG2_E;
 
     const auto load_keys = [&](int tile) {
         load_rows<KEYS, MAX_D, THREADS>(shared->k, a.k, set.wide_k, b, g, tile * KEYS, mask.length, D);
@@ -52,7 +51,7 @@ __global__ __launch_bounds__(THREADS) void forward_kernel(const kvc_attention_ar
     if (tiles.first() < tiles.end) load_keys(tiles.first());
     commit_copies();
 
-    // Online softmax of base 2 over rows row and row + 8 of the tile, spread over the four lanes that share them
+    // Online softmax over rows row and row + 8 of the tile, spread over the four lanes that share them
     const int row = 16 * warp + lane / 4;
     float m[2] = {-INFINITY, -INFINITY}, l[2] = {}, values[N][4] = {};
     for (int tile = tiles.first(); tile < tiles.end;) {
@@ -74,16 +73,16 @@ __global__ __launch_bounds__(THREADS) void forward_kernel(const kvc_attention_ar
         for (int i = 0; i < KEYS / 2; i++) {
             const int r = i % 4 / 2, s = first + row + 8 * r, t = t0 + i / 4 * 8 + lane % 4 * 2 + i % 2;
             float& logit = x[i / 4][i % 4];
-            logit *= scale;
+            logit *= a.scale;
             if (!all_seen && !mask.sees(s, t)) logit = -INFINITY;
-            else if (bias && t != mask.shift + s) logit += bias[t] * LOG2_E;
+            else if (bias && t != mask.shift + s) logit += bias[t];
             top[r] = fmaxf(top[r], logit);
         }
         KVC_UNROLL
         for (int r = 0; r < 2; r++) {
             top[r] = fmaxf(top[r], __shfl_xor_sync(FULL_WARP, top[r], 1));
             top[r] = fmaxf(top[r], __shfl_xor_sync(FULL_WARP, top[r], 2));
-            keep[r] = exp2f(m[r] - finite_or_0(top[r]));
+            keep[r] = exp_of_difference<T>(m[r], finite_or_0(top[r]));
             l[r] *= keep[r];
             m[r] = top[r];
         }
@@ -91,7 +90,7 @@ __global__ __launch_bounds__(THREADS) void forward_kernel(const kvc_attention_ar
         for (int i = 0; i < KEYS / 2; i++) {
             const int r = i % 4 / 2;
             float& weight = x[i / 4][i % 4];
-            weight = exp2f(weight - finite_or_0(m[r]));
+            weight = exp_of_difference<T>(weight, finite_or_0(m[r]));
             l[r] += weight;
         }
         store_result(shared->p[warp], P_PITCH, x);
@@ -115,7 +114,7 @@ __global__ __launch_bounds__(THREADS) void forward_kernel(const kvc_attention_ar
         l[r] += __shfl_xor_sync(FULL_WARP, l[r], 2);
         const int s = first + row + 8 * r;
         if (lane % 4 == 0 && s < mask.S)
-            a.lse[head * a.S + s] = l[r] == 0.0f ? -INFINITY : (finite_or_0(m[r]) + log2f(l[r])) * LN_2;
+            a.lse[head * a.S + s] = l[r] == 0.0f ? -INFINITY : m[r] + logf(l[r]);
     }
     KVC_UNROLL
     for (int n = 0; n < N; n++) {

@@ -3,7 +3,13 @@
 #include "kvc_cuda.h"
 #include "tile.cuh"
 
-constexpr float LOG2_E = 1.44269504088896340736f, LN_2 = 0.69314718055994530942f;
+// e^(x - y). For 16-bit types one FMA and ex2; for float32 the difference comes first, so that it loses nothing.
+template <class T>
+__device__ inline float exp_of_difference(float x, float y) {
+    constexpr float LOG2_E = 1.44269504088896340736f;
+    if constexpr (sizeof(T) == 2) return exp2f(x * LOG2_E - y * LOG2_E);
+    else return expf(x - y);
+}
 
 // -inf - -inf is no number, so a maximum of -inf counts as 0.
 __device__ inline float finite_or_0(float m) { return m == -INFINITY ? 0.0f : m; }
@@ -151,7 +157,7 @@ inline bool wide_rows(const kvc_view& x, int64_t D) { return aligned_16(x) && D 
 
 inline bool valid_attention(const kvc_attention_args& a) {
     const bool sizes = a.B >= 0 && a.Hq >= 0 && a.Hkv >= 0 && a.S >= 0 && a.T >= 0 && a.D >= 0 && a.S <= a.T &&
-                       a.T <= MAX_GRID_X - 1024 && a.D <= KVC_CUDA_MAX_HEAD_DIM &&
+                       a.T <= MAX_GRID_X / 2 && a.D <= KVC_CUDA_MAX_HEAD_DIM &&
                        (a.Hq == 0 || (a.Hkv > 0 && a.Hq % a.Hkv == 0));
     const bool mask = a.window >= 0 && a.sinks >= 0 && (a.causal || a.window == 0) && (a.window > 0 || !a.complement);
     return sizes && mask && valid_dtype(a.q.dtype) && a.k.dtype == a.q.dtype && a.v.dtype == a.q.dtype &&

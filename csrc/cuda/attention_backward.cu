@@ -54,7 +54,7 @@ struct keys_shared {
     T k[S::TILE * S::PITCH], v[S::TILE * S::PITCH];        // then dk and dv
     T q[S::TILE * S::PITCH], dout[S::TILE * S::PITCH];
     T p[S::TILE * S::P_PITCH], ds[S::TILE * S::P_PITCH];   // [key][query]
-    float lse[S::TILE], delta[S::TILE];                    // of the queries; lse of base 2
+    float lse[S::TILE], delta[S::TILE];                    // of the queries
     float dbias[S::PARTS][S::TILE];
 };
 
@@ -75,12 +75,11 @@ __global__ __launch_bounds__(shape<T, MAX_D>::THREADS) void keys_kernel(const kv
     const int column = part * S::SUMS * 8, tiles = (K - column) / 8;  // of the gradients; K may end before the part
     const sequence_mask mask(set.mask, f, b);
     const query_range range(mask, t0, TILE);
-    const float scale = f.scale * LOG2_E;
     const int row = 16 * group + lane / 4;  // key of the tile; the other one is row + 8
     float bias[2] = {}, dbias[2] = {}, dk[S::SUMS][4] = {}, dv[S::SUMS][4] = {};
     KVC_UNROLL
     for (int r = 0; r < 2; r++)
-        if (f.key_bias && t0 + row + 8 * r < mask.T) bias[r] = f.key_bias[head * f.T + t0 + row + 8 * r] * LOG2_E;
+        if (f.key_bias && t0 + row + 8 * r < mask.T) bias[r] = f.key_bias[head * f.T + t0 + row + 8 * r];
 
     if (range.begin < range.end) {
         load_rows<TILE, MAX_D, THREADS>(shared->k, f.k, set.wide_k, b, g, t0, mask.length, D);
@@ -93,7 +92,7 @@ __global__ __launch_bounds__(shape<T, MAX_D>::THREADS) void keys_kernel(const kv
             commit_copies();
             for (int i = static_cast<int>(threadIdx.x); i < TILE; i += THREADS) {
                 const int64_t at = (b * f.Hq + h) * f.S + s0 + i;
-                shared->lse[i] = s0 + i < mask.S ? f.lse[at] * LOG2_E : -INFINITY;
+                shared->lse[i] = s0 + i < mask.S ? f.lse[at] : -INFINITY;
                 shared->delta[i] = s0 + i < mask.S ? delta[at] : 0.0f;
             }
             wait_for_copies<0>();
@@ -112,7 +111,7 @@ __global__ __launch_bounds__(shape<T, MAX_D>::THREADS) void keys_kernel(const kv
                 const float lse = shared->lse[n];
                 const bool own = t == mask.shift + s, seen = (all_seen || mask.sees(s, t)) && lse != -INFINITY;
                 float &weight = p[i / 4][i % 4], &change = ds[i / 4][i % 4];
-                weight = seen ? exp2f(weight * scale + (own ? 0.0f : bias[r]) - lse) : 0.0f;
+                weight = seen ? exp_of_difference<T>(weight * f.scale + (own ? 0.0f : bias[r]), lse) : 0.0f;
                 change = seen ? weight * (change - shared->delta[n]) : 0.0f;
                 if (!own) dbias[r] += change;
             }
@@ -183,13 +182,12 @@ __global__ __launch_bounds__(shape<T, MAX_D>::THREADS) void queries_kernel(const
     const sequence_mask mask(set.mask, f, b);
     const key_tiles<TILE> tiles(mask, s0, TILE);
     const float* bias = f.key_bias ? f.key_bias + (b * f.Hkv + g) * f.T : nullptr;
-    const float scale = f.scale * LOG2_E;
     const int row = 16 * group + lane / 4;  // query of the tile; the other one is row + 8
     float lse[2], own_delta[2], dq[S::SUMS][4] = {};
     KVC_UNROLL
     for (int r = 0; r < 2; r++) {
         const int s = s0 + row + 8 * r;
-        lse[r] = s < mask.S ? f.lse[head * f.S + s] * LOG2_E : -INFINITY;
+        lse[r] = s < mask.S ? f.lse[head * f.S + s] : -INFINITY;
         own_delta[r] = s < mask.S ? delta[head * f.S + s] : 0.0f;
     }
     if (tiles.first() < tiles.end) {
@@ -214,9 +212,9 @@ __global__ __launch_bounds__(shape<T, MAX_D>::THREADS) void queries_kernel(const
             const int r = i % 4 / 2, s = s0 + row + 8 * r, t = t0 + keys + i / 4 * 8 + lane % 4 * 2 + i % 2;
             const bool seen = (all_seen || mask.sees(s, t)) && lse[r] != -INFINITY;
             float& change = ds[i / 4][i % 4];
-            float x = p[i / 4][i % 4] * scale;
-            if (seen && bias && t != mask.shift + s) x += bias[t] * LOG2_E;
-            change = seen ? exp2f(x - lse[r]) * (change - own_delta[r]) : 0.0f;
+            float x = p[i / 4][i % 4] * f.scale;
+            if (seen && bias && t != mask.shift + s) x += bias[t];
+            change = seen ? exp_of_difference<T>(x, lse[r]) * (change - own_delta[r]) : 0.0f;
         }
         store_result(shared->ds + 16 * group * S::P_PITCH + keys, S::P_PITCH, ds);
         __syncthreads();

@@ -112,6 +112,41 @@ __device__ inline void multiply_16x8x16(float (&c)[4], const uint32_t (&a)[4], u
 // How B lies in shared memory: its column n at b + n*pitch, or its row k at b + k*pitch.
 enum class b_layout { columns, rows };
 
+// What a lane does of warp_multiply below; a and b are at its own rows and columns.
+template <b_layout B, int N>
+__device__ inline void multiply_floats(float (&c)[N][4], const float* a, int pitch_a, const float* b, int pitch_b,
+                                       int K, int tiles) {
+    for (int k = 0; k < K; k += 4) {
+        float upper[4], lower[4];
+        load<4>(upper, a + k);
+        load<4>(lower, a + 8 * pitch_a + k);
+        KVC_UNROLL
+        for (int j = 0; j < N; j++) {
+            if (j >= tiles) break;
+            float left[4], right[4];
+            if constexpr (B == b_layout::columns) {
+                load<4>(left, b + 8 * j * pitch_b + k);
+                load<4>(right, b + (8 * j + 1) * pitch_b + k);
+            } else {
+                KVC_UNROLL
+                for (int i = 0; i < 4; i++) {
+                    float both[2];
+                    load<2>(both, b + (k + i) * pitch_b + 8 * j);
+                    left[i] = both[0];
+                    right[i] = both[1];
+                }
+            }
+            KVC_UNROLL
+            for (int i = 0; i < 4; i++) {
+                c[j][0] += upper[i] * left[i];
+                c[j][1] += upper[i] * right[i];
+                c[j][2] += lower[i] * left[i];
+                c[j][3] += lower[i] * right[i];
+            }
+        }
+    }
+}
+
 // c += A x B with A [16, K] at a + row*pitch_a + k, for the first `tiles` (even, at most N) tiles of 8 columns. K is a
 // multiple of 16; rows of A and B start on 16 bytes. All lanes of the warp take part.
 template <b_layout B, int N, class T>
@@ -143,34 +178,16 @@ __device__ inline void warp_multiply(float (&c)[N][4], const T* a, int pitch_a, 
         const int group = lane / 4, t = lane % 4;
         a += group * pitch_a;
         b += B == b_layout::columns ? 2 * t * pitch_b : 2 * t;
-        for (int k = 0; k < K; k += 4) {
-            float upper[4], lower[4];
-            load<4>(upper, a + k);
-            load<4>(lower, a + 8 * pitch_a + k);
-            KVC_UNROLL
-            for (int j = 0; j < N; j++) {
-                if (j >= tiles) break;
-                float left[4], right[4];
-                if constexpr (B == b_layout::columns) {
-                    load<4>(left, b + 8 * j * pitch_b + k);
-                    load<4>(right, b + (8 * j + 1) * pitch_b + k);
-                } else {
-                    KVC_UNROLL
-                    for (int i = 0; i < 4; i++) {
-                        float both[2];
-                        load<2>(both, b + (k + i) * pitch_b + 8 * j);
-                        left[i] = both[0];
-                        right[i] = both[1];
-                    }
-                }
+        if constexpr (B == b_layout::columns) {
+            // Sums of up to 64 products, then their sum: a chain of 256 roundings would lose twice as much
+            for (int k = 0; k < K; k += 64) {
+                float part[N][4] = {};
+                multiply_floats<B>(part, a + k, pitch_a, b + k, pitch_b, K - k < 64 ? K - k : 64, tiles);
                 KVC_UNROLL
-                for (int i = 0; i < 4; i++) {
-                    c[j][0] += upper[i] * left[i];
-                    c[j][1] += upper[i] * right[i];
-                    c[j][2] += lower[i] * left[i];
-                    c[j][3] += lower[i] * right[i];
-                }
+                for (int i = 0; i < 4 * N; i++) c[i / 4][i % 4] += part[i / 4][i % 4];
             }
+        } else {
+            multiply_floats<B>(c, a, pitch_a, b, pitch_b, K, tiles);
         }
     }
 }

@@ -59,7 +59,7 @@ struct keys_shared {
 };
 
 template <class T, int MAX_D>
-__global__ __launch_bounds__(shape<T, MAX_D>::THREADS) void keys_kernel(const kvc_attention_backward_args a,
+__global__ __launch_bounds__(shape<T, MAX_D>::THREADS, 1) void keys_kernel(const kvc_attention_backward_args a,
                                                                         const settings set, const float* delta) {
     using S = shape<T, MAX_D>;
     using memory = keys_shared<T, MAX_D>;
@@ -165,7 +165,7 @@ struct queries_shared {
 };
 
 template <class T, int MAX_D>
-__global__ __launch_bounds__(shape<T, MAX_D>::THREADS) void queries_kernel(const kvc_attention_backward_args a,
+__global__ __launch_bounds__(shape<T, MAX_D>::THREADS, 1) void queries_kernel(const kvc_attention_backward_args a,
                                                                            const settings set, const float* delta) {
     using S = shape<T, MAX_D>;
     using memory = queries_shared<T, MAX_D>;

@@ -323,7 +323,7 @@ __global__ __launch_bounds__(THREADS) void pieces_mma_kernel(const kvc_decode_ar
 // ---- everything else: plain FMA ----
 
 template <class T, int VEC, int QUERIES>
-__global__ __launch_bounds__(THREADS) void pieces_kernel(const kvc_decode_args a, const plan p, const scratch s) {
+__global__ __launch_bounds__(THREADS, 1) void pieces_kernel(const kvc_decode_args a, const plan p, const scratch s) {
     constexpr int CHUNKS = PER_LANE / VEC;
     constexpr int AHEAD = QUERIES > 4 ? 2 : 4;  // keys that a lane loads before it uses the first
     KVC_DYNAMIC_SHARED(float, shared);

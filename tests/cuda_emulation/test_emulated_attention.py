@@ -135,8 +135,9 @@ def test_bias_of_minus_infinity_hides_a_key_from_all_but_its_own_query(kernels, 
     assert (ours[1][:, 1] == -INF).all()
 
 
-@pytest.mark.parametrize("window", [1, 7, 64, 65, 200])
-@pytest.mark.parametrize("sinks", [0, 1, 64, 500])
+@pytest.mark.parametrize(
+    ("window", "sinks"), [(1, 0), (7, 1), (64, 0), (65, 64), (200, 5), (1, 500), (30, 70), (130, 0)]
+)
 def test_windows_and_sinks_across_tiles(kernels, reference, window, sinks):
     """Also what is left out: where both masks are computed, they share the causal one between them."""
     inputs = random_inputs(1, 1, 1, 100, 200, 16, torch.bfloat16)

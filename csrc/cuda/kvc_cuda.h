@@ -13,8 +13,8 @@
  *   compact_rows   a slot whose index is negative or >= T keeps what it had
  *   decode         ranges are clamped to the row's capacity; keys on a page outside [0, pages) are not seen
  *   attention      lengths are clamped to [0, T]
- * With 16-bit types, decode may let a value that is not finite reach queries of its row that do not see it (0*inf, causal
- * only), as attention does.
+ * With 16-bit types, decode may let a value that is not finite reach queries of its row that do not see it (0*inf; only
+ * with causal), as attention does.
  */
 #ifndef KVC_CUDA_H
 #define KVC_CUDA_H

@@ -26,7 +26,9 @@ void wait_for_copies() {
     kvc_emulation::async_wait(GROUPS);
 }
 #else
-__device__ inline uint32_t shared_address(const void* at) { return static_cast<uint32_t>(__cvta_generic_to_shared(at)); }
+__device__ inline uint32_t shared_address(const void* at) {
+    return static_cast<uint32_t>(__cvta_generic_to_shared(at));
+}
 
 // 16 bytes from global to shared memory, zeros if not `there` (then `from` is not read). Both on 16 bytes.
 __device__ inline void copy_16_async(void* to, const void* from, bool there) {
@@ -77,7 +79,7 @@ __device__ inline void load_matrices(uint32_t (&to)[4], const void* row) {
 }
 
 // c += A x B, 16 x 8 x 16. Lane 4*group + t: a[0] = A(group, 2t..), a[1] = A(group + 8, 2t..), a[2] and a[3] the same
-// at columns 2t + 8..; b0 = B(2t.., group), b1 = B(2t + 8.., group); `..`: two neighbours, the lower one in the low half.
+// at columns 2t + 8..; b0 = B(2t.., group), b1 = B(2t + 8.., group). `..`: two neighbours, the first in the low half.
 template <class T>
 __device__ inline void multiply_16x8x16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
 #ifdef KVC_CUDA_EMULATION

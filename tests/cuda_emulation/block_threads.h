@@ -23,8 +23,8 @@ enum class warp_op { none, syncwarp, shuffle, ballot, exchange };
 // syncwarp give one bit per lane: whether it has given something else than 0.
 uint64_t warp_operation(warp_op operation, unsigned mask, uint64_t given, unsigned source);
 
-// Each of the warp's 32 lanes gives up to 32 bytes; of_lane(result, i) is what lane i gave, until the exchange after the
-// next one.
+// Each of the warp's 32 lanes gives up to 32 bytes; of_lane(result, i) is what lane i gave, until the exchange after
+// the next one.
 const char* warp_exchange(const void* given, size_t bytes);
 inline const char* of_lane(const char* all, unsigned lane) { return all + 32 * lane; }
 

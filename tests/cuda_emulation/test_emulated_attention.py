@@ -181,10 +181,10 @@ def test_same_bits_every_time_and_for_each_sequence_alone(kernels, monkeypatch, 
     for order in ("forward", "reverse"):
         monkeypatch.setenv("KVC_EMULATION_ORDER", order)
         runs.append(kernels.attention(*inputs, key_bias=bias, grads=grads))
-    alone = [
-        kernels.attention(*(x[b : b + 1] for x in inputs), key_bias=bias[b : b + 1], grads=[x[b : b + 1] for x in grads])
-        for b in range(2)
-    ]
+    alone = []
+    for b in range(2):
+        one = [x[b : b + 1] for x in (*inputs, bias, *grads)]
+        alone.append(kernels.attention(*one[:3], key_bias=one[3], grads=one[4:]))
     runs.append([torch.cat(parts) for parts in zip(*alone, strict=True)])
     for other in runs[1:]:
         for x, y in zip(runs[0], other, strict=True):

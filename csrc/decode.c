@@ -1,65 +1,70 @@
 /* Attention of a few queries over ragged rows of pages.
  *
- * Queries of one KV head (G*S of them) go in blocks of up to BLOCK, which share each key and value that is read. A
- * row's keys go in pieces, one work item each, so that a long row keeps every thread busy; inside a piece STEP keys at
- * a time with a running maximum. Pieces depend only on the row's own range and on G*S; they are joined in order.
+ * Bytes: each key and value is read once for the G*S queries of its KV head; with few queries the ceiling is the read
+ * bandwidth. A row's keys go in pieces of equal length, one work item each, so that threads get equal shares of the keys
+ * however ragged the rows are; the pieces of a row are joined in order. Up to FEW queries multiply straight from the
+ * pages; more of them lie in the lanes (lanes.h), where a converted key serves up to KVC_TILE queries.
  */
-#include "tile.h"
+#include "lanes.h"
 
 #include <math.h>
 #include <string.h>
 
 enum {
-    BLOCK = 24,     /* queries that share a read: 4 blocks of KVC_TILE_ROWS */
-    STEP = 256,     /* keys between two rescalings of the accumulators: BLOCK*STEP logits are 24 KiB of stack */
-    PIECE = 512,    /* keys per piece at least */
-    MOST_PIECES = 16
+    FEW = 8,
+    MEMORY_PAGE = 4096,
+    PIECE = 256 /* keys per piece for FEW queries; more queries take longer pieces, so that partial results stay small */
 };
 
+/* Scratch: first [R + 1], the pieces before each row; then for every piece and query max, norm and sums [D]. */
 typedef struct {
     const kvc_decode_args *args;
     const kvc_simd *simd;
-    int64_t queries;  /* G*S per row */
-    int64_t blocks;   /* query blocks per row */
-    int64_t pieces;   /* pieces per row at most */
-    int64_t capacity; /* keys that a row can hold */
+    int64_t rows, queries; /* G*S queries per row */
+    int64_t capacity;      /* keys that a row can hold */
+    int64_t piece;         /* keys per piece */
+    int64_t state_floats;  /* of one piece: a multiple of a cache line, so that no two items share one */
+    int64_t *first;
+    float *states;
 } decode_job;
 
-/* Scratch of one (row, query block, piece): packed queries [n, D], accumulators [n, D], maxima [n], sums [n]; an item
- * of fewer queries than BLOCK leaves the end unused only in the last block of a row. */
 typedef struct {
-    float *packed, *sums, *max, *norm;
+    float *max, *norm, *sums;
 } decode_state;
 
 static decode_job job_of(const kvc_decode_args *args) {
     decode_job job = {.args = args, .simd = kvc_simd_table()};
+    job.rows = args->B * args->Hkv;
     job.queries = args->Hkv ? args->Hq / args->Hkv * args->S : 0;
-    job.blocks = ceil_div(job.queries, BLOCK);
-    job.pieces = job.blocks ? max_of(MOST_PIECES / job.blocks, 1) : 0;
     job.capacity = args->block_table ? args->blocks * args->P : args->P;
+    job.piece = PIECE * max_of(ceil_div(job.queries, FEW), 1);
+    job.state_floats = ceil_div(job.queries * (args->D + 2), 16) * 16;
+    job.first = args->scratch;
+    job.states = (float *)args->scratch + ceil_div(2 * (job.rows + 1), 16) * 16;
     return job;
 }
 
-/* Floats per query and piece, a multiple of a cache line so that no two items share one. */
-static int64_t state_floats(const kvc_decode_args *args) {
-    return ceil_div(2 * args->D + 2, 16) * 16;
-}
-
-static decode_state state_at(const decode_job *job, int64_t row, int64_t block, int64_t piece) {
-    const int64_t D = job->args->D, first = block * BLOCK, n = min_of(BLOCK, job->queries - first);
-    const int64_t before = (row * job->queries + first) * job->pieces + piece * n;
+static decode_state state_at(const decode_job *job, int64_t item) {
     decode_state state;
-    state.packed = (float *)job->args->scratch + before * state_floats(job->args);
-    state.sums = state.packed + n * D;
-    state.max = state.sums + n * D;
-    state.norm = state.max + n;
+    state.max = job->states + item * job->state_floats;
+    state.norm = state.max + job->queries;
+    state.sums = state.norm + job->queries;
     return state;
 }
 
+static int sizes_are_good(const kvc_decode_args *args) {
+    if (args->B < 0 || args->Hq < 0 || args->Hkv < 0 || args->S < 0 || args->D < 0) return 0;
+    if (args->D > KVC_MAX_HEAD_DIM || args->P < 0 || args->pages < 0 || (args->block_table && args->blocks < 0)) return 0;
+    if (args->Hkv ? args->Hq % args->Hkv != 0 : args->Hq != 0) return 0;
+    if (args->block_table) return args->P > 0 && (args->P & (args->P - 1)) == 0;
+    return args->pages >= args->B * args->Hkv;
+}
+
 int64_t kvc_decode_scratch_bytes(const kvc_decode_args *args) {
-    if (!args || args->B < 0 || args->Hq < 0 || args->Hkv < 0 || args->S < 0 || args->D < 0) return 0;
+    if (!args || !sizes_are_good(args)) return 0;
     const decode_job job = job_of(args);
-    return args->B * args->Hkv * job.queries * job.pieces * state_floats(args) * (int64_t)sizeof(float);
+    const int64_t pieces = job.rows * ceil_div(job.capacity, job.piece);
+    return (ceil_div(2 * (job.rows + 1), 16) * 16 + pieces * job.state_floats) * (int64_t)sizeof(float);
 }
 
 /* One past the last key that query number i of a row sees; at most the row's end. */
@@ -68,151 +73,179 @@ static int64_t end_for(const decode_job *job, int64_t row, int64_t i) {
     return args->end[row] - (args->causal ? args->S - 1 - i % args->S : 0);
 }
 
-/* Address of key or value t of a row, and in *run how many follow it without a gap. */
-static const char *page_at(const decode_job *job, const void *pages, int64_t row, int64_t t, int64_t *run) {
+/* Address of key or value t of a row, and in *run how many of n lie there without a gap. */
+static const char *page_at(const decode_job *job, const void *pages, int64_t row, int64_t t, int64_t n, int64_t *run) {
     const kvc_decode_args *args = job->args;
-    const int64_t bytes = kvc_dtype_bytes(args->cache_dtype), offset = args->block_table ? t % args->P : t;
+    const int64_t bytes = kvc_dtype_bytes(args->cache_dtype), offset = args->block_table ? t & (args->P - 1) : t;
     const int64_t page = args->block_table ? args->block_table[row * args->blocks + t / args->P] : row;
-    *run = args->P - offset;
+    *run = min_of(args->P - offset, n);
     return (const char *)pages + (page * args->P + offset) * args->D * bytes;
 }
 
-/* Keys or values [t0, t0 + n) of a row, dims [d0, d0 + depth), as float32 [n, KVC_TILE_DEPTH]. */
-static void gather(const decode_job *job, const void *pages, int64_t row, int64_t t0, int64_t n, int64_t d0,
-                   int64_t depth, float *rows) {
-    const kvc_dtype dtype = job->args->cache_dtype;
-    const int64_t bytes = kvc_dtype_bytes(dtype), D = job->args->D;
-    for (int64_t j = 0; j < n;) {
-        int64_t run;
-        const char *src = page_at(job, pages, row, t0 + j, &run) + d0 * bytes;
-        for (run = min_of(run, n - j); run > 0; run--, j++, src += D * bytes) {
-            job->simd->load[dtype](rows + j * KVC_TILE_DEPTH, src, depth);
-        }
+/* ---- few queries ---- */
+
+/* Where the row's key or value t lies, to be fetched ahead; NULL past the row's end. One line of each of its memory pages
+ * is asked for at once: pages of the pool lie anywhere, and looking up their addresses takes as long as reading them. */
+static const char *next_at(const decode_job *job, const void *pages, int64_t row, int64_t t) {
+    int64_t run;
+    if (t >= job->args->end[row]) return NULL;
+    const char *next = page_at(job, pages, row, t, PIECE, &run);
+    const int64_t bytes = run * job->args->D * kvc_dtype_bytes(job->args->cache_dtype);
+    for (int64_t i = 0; i < bytes; i += MEMORY_PAGE) __builtin_prefetch(next + i);
+    return next;
+}
+
+/* sums += weights of values [t, t + n) for `count` queries; behind the last come keys again. */
+static void add_values(const decode_job *job, int64_t row, int64_t t, int64_t n, const float *weights, int64_t count,
+                       float *sums) {
+    int64_t run;
+    for (int64_t done = 0; done < n; done += run) {
+        const char *v = page_at(job, job->args->v_pages, row, t + done, n - done, &run);
+        const void *pages = done + run < n ? job->args->v_pages : job->args->k_pages;
+        const char *next = next_at(job, pages, row, t + done + run);
+        job->simd->mix[job->args->cache_dtype](sums, job->args->D, weights + done, PIECE, v, run, count, next);
     }
 }
 
-/* logits [count, STEP] of a block's queries with keys [t0, t0 + n). */
-static void logits_of(const decode_job *job, const decode_state *state, int64_t count, int64_t row, int64_t t0,
-                      int64_t n, float *logits) {
-    const int64_t D = job->args->D;
-    _Alignas(64) float rows[KVC_TILE * KVC_TILE_DEPTH], packed[KVC_TILE * KVC_TILE_DEPTH];
-    for (int64_t tile = 0; tile < n; tile += KVC_TILE) {
-        const int64_t keys = min_of(KVC_TILE, n - tile);
-        int64_t d0 = 0;
-        do { /* once for D = 0 too, where every logit is 0 */
-            const int64_t depth = min_of(KVC_TILE_DEPTH, D - d0);
-            gather(job, job->args->k_pages, row, t0 + tile, keys, d0, depth, rows);
-            job->simd->transpose(packed, rows, KVC_TILE_DEPTH, keys, depth);
-            for (int64_t i = 0; i < count; i += KVC_TILE_ROWS) {
-                const int64_t width = block_rows(i, count);
-                job->simd->logits(logits + i * STEP + tile, STEP, state->packed + i * D + d0 * width, packed, depth,
-                                  width, d0 > 0);
-            }
-            d0 += depth;
-        } while (d0 < D);
-    }
-}
-
-/* sums[i] += sum over the keys that query i sees of weights[i, key] * value. */
-static void add_values(const decode_job *job, const decode_state *state, int64_t count, int64_t row, int64_t t0,
-                       const int64_t *seen, int64_t n, const float *weights) {
-    const int64_t D = job->args->D;
-    _Alignas(64) float rows[KVC_TILE * KVC_TILE_DEPTH];
-    for (int64_t tile = 0; tile < n; tile += KVC_TILE) {
-        for (int64_t d0 = 0; d0 < D; d0 += KVC_TILE_DEPTH) {
-            const int64_t depth = min_of(KVC_TILE_DEPTH, D - d0);
-            gather(job, job->args->v_pages, row, t0 + tile, min_of(KVC_TILE, n - tile), d0, depth, rows);
-            for (int64_t i = 0; i < count; i++) {
-                /* a value that the query does not see may be infinite, and 0 * inf is NaN: leave it out */
-                const int64_t keys = min_of(KVC_TILE, seen[i] - tile);
-                job->simd->weighted_sum(state->sums + i * D + d0, weights + i * STEP + tile, rows, KVC_TILE_DEPTH,
-                                        max_of(keys, 0), depth);
-            }
-        }
-    }
-}
-
-/* Joins the softmax of one step, with maximum `max` and sum `sum`, into query i's state; returns the factor for the
- * step's weights. The base is finite even if every logit so far is -inf, so that no inf - inf arises. */
-static float rescale(const decode_state *state, int64_t i, int64_t D, float max, float sum) {
-    const float most = max > state->max[i] ? max : state->max[i], base = most == -INFINITY ? 0.0f : most;
-    const float old = expf(state->max[i] - base), new = expf(max - base);
-    for (int64_t d = 0; d < D; d++) state->sums[i * D + d] *= old;
-    state->norm[i] = state->norm[i] * old + sum * new;
-    state->max[i] = most;
-    return new;
-}
-
-static void attend(const decode_job *job, int64_t row, int64_t block, int64_t piece) {
+static void attend_few(const decode_job *job, int64_t row, int64_t t, int64_t n, const decode_state *state) {
     const kvc_decode_args *args = job->args;
-    const int64_t D = args->D, first = block * BLOCK, count = min_of(BLOCK, job->queries - first);
-    const decode_state state = state_at(job, row, block, piece);
-    for (int64_t i = 0; i < count; i++) {
-        state.max[i] = -INFINITY;
-        state.norm[i] = 0.0f;
-        for (int64_t d = 0; d < D; d++) state.sums[i * D + d] = 0.0f;
+    const int64_t D = args->D, G = args->Hq / args->Hkv;
+    _Alignas(64) float q[FEW * KVC_MAX_HEAD_DIM], weights[FEW * PIECE];
+    for (int64_t i = 0; i < job->queries; i++) {
+        const int64_t h = row % args->Hkv * G + i / args->S;
+        job->simd->load[args->q.dtype](q + i * D, view_at(&args->q, row / args->Hkv, h, i % args->S, 0), D);
     }
-    const int64_t begin = args->begin ? args->begin[row] : 0, total = args->end[row] - begin;
-    const int64_t length = max_of(PIECE, ceil_div(ceil_div(total, job->pieces), PIECE) * PIECE);
-    const int64_t last = min_of(args->end[row], begin + (piece + 1) * length);
-    int64_t t = begin + piece * length;
-    if (t >= last) return;
-    kvc_tile_pack_queries(state.packed, &args->q, row / args->Hkv, row % args->Hkv * (args->Hq / args->Hkv), args->S, D,
-                          first, count);
-    _Alignas(64) float weights[BLOCK * STEP];
-    for (; t < last; t += STEP) {
-        const int64_t n = min_of(STEP, last - t), width = ceil_div(n, KVC_TILE) * KVC_TILE;
-        int64_t seen[BLOCK];
-        logits_of(job, &state, count, row, t, n, weights);
-        for (int64_t i = 0; i < count; i++) {
-            float max, sum;
-            seen[i] = min_of(max_of(end_for(job, row, first + i) - t, 0), n);
-            job->simd->softmax(weights + i * STEP, 1, STEP, seen[i], width, args->scale, &max, &sum);
-            const float factor = rescale(&state, i, D, max, sum);
-            for (int64_t j = 0; j < seen[i]; j++) weights[i * STEP + j] *= factor;
-        }
-        add_values(job, &state, count, row, t, seen, n, weights);
+    int64_t run;
+    for (int64_t done = 0; done < n; done += run) {
+        const char *k = page_at(job, args->k_pages, row, t + done, n - done, &run);
+        const int last = done + run == n; /* then come the values */
+        const char *next = next_at(job, last ? args->v_pages : args->k_pages, row, last ? t : t + done + run);
+        job->simd->dots[args->cache_dtype](weights + done, PIECE, q, D, k, run, job->queries, next);
+    }
+    int64_t common = n; /* keys that every query sees */
+    for (int64_t i = 0; i < job->queries; i++) {
+        const int64_t seen = min_of(max_of(end_for(job, row, i) - t, 0), n);
+        job->simd->softmax(weights + i * PIECE, 1, PIECE, seen, seen, args->scale, state->max + i, state->norm + i);
+        common = min_of(common, seen);
+    }
+    memset(state->sums, 0, (size_t)(job->queries * D) * sizeof(float));
+    add_values(job, row, t, common, weights, job->queries, state->sums);
+    /* a value that a query does not see may be infinite, and 0 * inf is NaN: the rest goes query by query */
+    for (int64_t i = 0; i < job->queries && common < n; i++) {
+        const int64_t seen = min_of(max_of(end_for(job, row, i) - t, 0), n);
+        add_values(job, row, t + common, seen - common, weights + i * PIECE + common, 1, state->sums + i * D);
     }
 }
+
+/* ---- many queries ---- */
+
+/* Keys or values [t, t + n) as float32 [n, D]; the pages' own rows where they are float32 and lie together. */
+static const float *gather(const decode_job *job, const void *pages, int64_t row, int64_t t, int64_t n, float *rows) {
+    const kvc_dtype dtype = job->args->cache_dtype;
+    int64_t run;
+    for (int64_t done = 0; done < n; done += run) {
+        const char *src = page_at(job, pages, row, t + done, n - done, &run);
+        if (run == n && dtype == KVC_F32) return (const float *)(const void *)src;
+        job->simd->load[dtype](rows + done * job->args->D, src, run * job->args->D);
+    }
+    return rows;
+}
+
+/* Queries [first, first + count) of the row, count <= KVC_TILE. */
+static void attend_lanes(const decode_job *job, int64_t row, int64_t t, int64_t last, int64_t first, int64_t count,
+                         const decode_state *state) {
+    const kvc_decode_args *args = job->args;
+    const int64_t D = args->D, G = args->Hq / args->Hkv;
+    _Alignas(64) float q[KVC_TILE * KVC_MAX_HEAD_DIM], rows[KVC_LANES_FLOATS], x[KVC_LANES_KEYS * KVC_TILE];
+    kvc_lanes_state lanes_state = {.simd = job->simd, .queries = count, .D = D, .q = q, .sums = state->sums + first * D};
+    kvc_lanes lanes;
+    int64_t common = last; /* keys before it are seen by every query */
+    memset(q, 0, (size_t)(KVC_TILE * D) * sizeof(float));
+    for (int64_t i = 0; i < KVC_TILE; i++) {
+        const int64_t end = i < count ? end_for(job, row, first + i) : 0;
+        lanes.near[i] = (int32_t)max_of(end, 0);
+        lanes.begin[i] = lanes.end[i] = 0;
+        lanes.own[i] = -1;
+        if (i >= count) continue;
+        common = max_of(min_of(common, end), t);
+        float query[KVC_MAX_HEAD_DIM];
+        const int64_t h = row % args->Hkv * G + (first + i) / args->S;
+        job->simd->load[args->q.dtype](query, view_at(&args->q, row / args->Hkv, h, (first + i) % args->S, 0), D);
+        for (int64_t d = 0; d < D; d++) q[d * KVC_TILE + i] = query[d] * args->scale;
+    }
+    kvc_lanes_begin(&lanes_state);
+    while (t < last) {
+        /* the last few keys, which some queries do not see, are a step of their own */
+        const int64_t n = min_of(kvc_lanes_keys(D), (t < common ? common : last) - t);
+        kvc_lanes_logits(&lanes_state, &lanes, gather(job, args->k_pages, row, t, n, rows), D, t, n, NULL, t >= common, x);
+        kvc_lanes_weigh(&lanes_state, x, n);
+        const float *v = gather(job, args->v_pages, row, t, n, rows);
+        if (t < common) {
+            kvc_lanes_add(&lanes_state, x, v, D, n);
+        } else { /* a value that a query does not see may be infinite, and 0 * inf is NaN */
+            for (int64_t i = 0; i < count; i++) {
+                const int64_t seen = min_of(max_of(lanes.near[i] - t, 0), n);
+                job->simd->gemm(lanes_state.sums + i * D, D, x + i, 1, KVC_TILE, v, D, 1, D, seen, 1);
+            }
+        }
+        t += n;
+    }
+    memcpy(state->max + first, lanes_state.max, (size_t)count * sizeof(float));
+    memcpy(state->norm + first, lanes_state.norm, (size_t)count * sizeof(float));
+}
+
+/* ---- all ---- */
 
 static void attend_range(int64_t begin, int64_t end, void *context) {
     const decode_job *job = context;
+    int64_t row = 0, above = job->rows; /* the row of item `begin`: first[row] <= begin < first[row + 1] */
+    while (above - row > 1) {
+        const int64_t middle = row + (above - row) / 2;
+        if (job->first[middle] <= begin) row = middle;
+        else above = middle;
+    }
     for (int64_t item = begin; item < end; item++) {
-        const int64_t piece = item % job->pieces, block = item / job->pieces % job->blocks;
-        attend(job, item / (job->pieces * job->blocks), block, piece);
+        while (job->first[row + 1] <= item) row++;
+        const int64_t start = job->args->begin ? job->args->begin[row] : 0;
+        const int64_t t = start + (item - job->first[row]) * job->piece, last = min_of(t + job->piece, job->args->end[row]);
+        const decode_state state = state_at(job, item);
+        if (job->queries <= FEW) {
+            attend_few(job, row, t, last - t, &state);
+            continue;
+        }
+        for (int64_t i = 0; i < job->queries; i += KVC_TILE) {
+            attend_lanes(job, row, t, last, i, min_of(KVC_TILE, job->queries - i), &state);
+        }
     }
 }
 
-/* Joins a row's pieces for one block of queries, normalises, writes out and lse. */
+/* Joins the pieces of (row, query) items in order. */
 static void finish_range(int64_t begin, int64_t end, void *context) {
     const decode_job *job = context;
     const kvc_decode_args *args = job->args;
     const int64_t D = args->D, bytes = kvc_dtype_bytes(args->q.dtype);
     for (int64_t item = begin; item < end; item++) {
-        const int64_t row = item / job->blocks, block = item % job->blocks;
-        const int64_t first = block * BLOCK, count = min_of(BLOCK, job->queries - first);
-        const decode_state state = state_at(job, row, block, 0);
-        for (int64_t i = 0; i < count; i++) {
-            float *sums = state.sums + i * D;
-            for (int64_t piece = 1; piece < job->pieces; piece++) {
-                const decode_state other = state_at(job, row, block, piece);
-                if (other.norm[i] == 0.0f) continue; /* an empty piece, or nothing but logits of -inf */
-                const float factor = rescale(&state, i, D, other.max[i], other.norm[i]), *more = other.sums + i * D;
-                for (int64_t d = 0; d < D; d++) sums[d] += factor * more[d];
-            }
-            const float norm = state.norm[i];
-            for (int64_t d = 0; d < D; d++) sums[d] = norm == 0.0f ? 0.0f : sums[d] / norm;
-            /* rows are b*Hkv + g and heads g*G + i, so (row, query of the row) counts [B, Hq, S] straight through */
-            const int64_t place = row * job->queries + first + i;
-            job->simd->store[args->q.dtype]((char *)args->out + place * D * bytes, sums, D);
-            args->lse[place] = norm == 0.0f ? -INFINITY : state.max[i] + logf(norm);
+        const int64_t row = item / job->queries, i = item % job->queries;
+        float sums[KVC_MAX_HEAD_DIM] = {0}, max = -INFINITY, norm = 0.0f;
+        for (int64_t piece = job->first[row]; piece < job->first[row + 1]; piece++) {
+            const decode_state state = state_at(job, piece);
+            const float other = state.max[i], most = other > max ? other : max;
+            if (state.norm[i] == 0.0f) continue; /* it saw nothing, or logits of -inf only */
+            const float base = most == -INFINITY ? 0.0f : most, old = expf(max - base), new = expf(other - base);
+            norm = norm * old + state.norm[i] * new;
+            for (int64_t d = 0; d < D; d++) sums[d] = sums[d] * old + state.sums[i * D + d] * new;
+            max = most;
         }
+        for (int64_t d = 0; d < D; d++) sums[d] = norm == 0.0f ? 0.0f : sums[d] / norm;
+        /* rows are b*Hkv + g and heads g*G + i, so (row, query of the row) counts [B, Hq, S] straight through */
+        job->simd->store[args->q.dtype]((char *)args->out + item * D * bytes, sums, D);
+        args->lse[item] = norm == 0.0f ? -INFINITY : max + logf(norm);
     }
 }
 
 static kvc_status check_rows(const decode_job *job) {
     const kvc_decode_args *args = job->args;
-    for (int64_t row = 0; row < args->B * args->Hkv; row++) {
+    for (int64_t row = 0; row < job->rows; row++) {
         const int64_t begin = args->begin ? args->begin[row] : 0, end = args->end[row];
         if (begin < 0 || begin > end || end > job->capacity) return KVC_BAD_INDEX;
         if (!args->block_table || begin == end) continue;
@@ -226,11 +259,7 @@ static kvc_status check_rows(const decode_job *job) {
 
 kvc_status kvc_decode(const kvc_decode_args *args, kvc_parallel_for parallel_for) {
     if (!args) return KVC_NULL_POINTER;
-    if (args->B < 0 || args->Hq < 0 || args->Hkv < 0 || args->S < 0 || args->D < 0) return KVC_BAD_SIZE;
-    if (args->P < 0 || args->pages < 0 || (args->block_table && args->blocks < 0)) return KVC_BAD_SIZE;
-    if (args->Hkv ? args->Hq % args->Hkv != 0 : args->Hq != 0) return KVC_BAD_SIZE;
-    if (args->block_table && (args->P == 0 || (args->P & (args->P - 1)))) return KVC_BAD_SIZE;
-    if (!args->block_table && args->pages < args->B * args->Hkv) return KVC_BAD_SIZE;
+    if (!sizes_are_good(args)) return KVC_BAD_SIZE;
     if (!dtype_known(args->q.dtype) || !dtype_known(args->cache_dtype)) return KVC_BAD_DTYPE;
     if (!args->B || !args->Hq || !args->S) return KVC_OK;
     if (!args->lse || !args->end || !args->scratch) return KVC_NULL_POINTER;
@@ -239,8 +268,12 @@ kvc_status kvc_decode(const kvc_decode_args *args, kvc_parallel_for parallel_for
     if (args->D && args->pages && job.capacity && (!args->k_pages || !args->v_pages)) return KVC_NULL_POINTER;
     const kvc_status status = check_rows(&job);
     if (status != KVC_OK) return status;
-    const int64_t blocks = args->B * args->Hkv * job.blocks;
-    run_parallel(parallel_for, blocks * job.pieces, 1, attend_range, (void *)(uintptr_t)&job);
-    run_parallel(parallel_for, blocks, 1, finish_range, (void *)(uintptr_t)&job);
+    job.first[0] = 0;
+    for (int64_t row = 0; row < job.rows; row++) {
+        const int64_t begin = args->begin ? args->begin[row] : 0;
+        job.first[row + 1] = job.first[row] + ceil_div(args->end[row] - begin, job.piece);
+    }
+    run_parallel(parallel_for, job.first[job.rows], 1, attend_range, (void *)(uintptr_t)&job);
+    run_parallel(parallel_for, job.rows * job.queries, 16, finish_range, (void *)(uintptr_t)&job);
     return KVC_OK;
 }

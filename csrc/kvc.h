@@ -19,7 +19,7 @@ extern "C" {
 typedef enum {
     KVC_OK = 0,
     KVC_NULL_POINTER,      /* an array that must be there is NULL */
-    KVC_BAD_SIZE,          /* a size is negative or does not fit the others */
+    KVC_BAD_SIZE,          /* a size is negative, too large or does not fit the others */
     KVC_BAD_DTYPE,         /* element type is none of kvc_dtype */
     KVC_BAD_INDEX,         /* an index or length in an array is out of range */
     KVC_TOO_FEW_SCORES,    /* a row has fewer candidates that are not NaN than places */
@@ -29,6 +29,8 @@ typedef enum {
 
 /* One English sentence for each status; never NULL. */
 const char *kvc_status_message(kvc_status status);
+
+enum { KVC_MAX_HEAD_DIM = 256 }; /* of attention and decode */
 
 typedef enum { KVC_F32 = 0, KVC_BF16 = 1, KVC_F16 = 2 } kvc_dtype;
 

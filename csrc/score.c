@@ -138,7 +138,8 @@ static void logits_range(int64_t begin, int64_t end, void *context) {
             for (int64_t block = 0; block < job->rows; block += KVC_TILE_ROWS) {
                 const int64_t rows = block_rows(block, job->rows);
                 const float *queries = job->scratch.queries + (job->first + block) * args->D + d0 * rows;
-                job->simd->logits(e + block * KVC_TILE, KVC_TILE, queries, packed, depth, rows, d0 > 0);
+                job->simd->gemm(e + block * KVC_TILE, KVC_TILE, queries, 1, rows, packed, KVC_TILE, rows, KVC_TILE, depth,
+                                d0 > 0);
                 if (d0 + depth < args->D) continue;
                 exponentiate(job, tile, block, rows);
                 prefetch_keys(job, tile, block, rows);

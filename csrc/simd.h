@@ -9,10 +9,15 @@
 #include "kvc.h"
 
 enum {
-    KVC_TILE = 64,      /* keys per tile: one row of logits is four AVX-512 registers */
+    KVC_TILE = 64,      /* keys or queries per tile: one row of logits is four AVX-512 registers */
     KVC_TILE_ROWS = 6,  /* rows of logits in registers at once: 6*4 accumulators + 4 of keys + 1 query of 32 */
     KVC_TILE_DEPTH = 128 /* head dims per packed key tile: 32 KiB, so that it stays in the first-level cache */
 };
+
+/* KVC_TILE queries side by side, and the keys that each sees: t < near, or begin <= t < end. own: its own key. */
+typedef struct {
+    int32_t near[KVC_TILE], begin[KVC_TILE], end[KVC_TILE], own[KVC_TILE];
+} kvc_lanes;
 
 typedef struct {
     const char *name;
@@ -29,10 +34,33 @@ typedef struct {
     /* dst[d*KVC_TILE + j] = src[j*stride + d] for j < keys, 0 for keys <= j < KVC_TILE; d < depth. */
     void (*transpose)(float *dst, const float *src, int64_t stride, int64_t keys, int64_t depth);
 
-    /* c[i*stride + j] = sum_d a[d*rows + i] * b[d*KVC_TILE + j], added to c if accumulate; i < rows (1..KVC_TILE_ROWS),
-     * j < KVC_TILE, d < depth in rising order. */
-    void (*logits)(float *c, int64_t stride, const float *a, const float *b, int64_t depth, int64_t rows,
-                   int accumulate);
+    /* c[i*ldc + j] = sum_d a[i*a_row + d*a_col] * b[d*ldb + j], added to c if accumulate; i < rows, j < columns, d < depth
+     * in rising order. c overlaps neither a nor b. */
+    void (*gemm)(float *c, int64_t ldc, const float *a, int64_t a_row, int64_t a_col, const float *b, int64_t ldb,
+                 int64_t rows, int64_t columns, int64_t depth, int accumulate);
+
+    /* c[i*ldc + j] = sum_d q[i*D + d] * k[j*D + d], k of the dtype that indexes the table; i < queries, j < keys. A dot
+     * product's bits depend on its query and key only. next: what will be read after k, NULL if unknown; a hint. */
+    void (*dots[3])(float *c, int64_t ldc, const float *q, int64_t D, const void *k, int64_t keys, int64_t queries,
+                    const void *next);
+
+    /* y[i*D + d] += sum_j w[i*ldw + j] * v[j*D + d], v of the dtype that indexes the table, j in rising order; i <
+     * queries, j < keys, d < D. */
+    void (*mix[3])(float *y, int64_t D, const float *w, int64_t ldw, const void *v, int64_t keys, int64_t queries,
+                   const void *next);
+
+    /* Blocks [keys, KVC_TILE] whose columns are lanes, one query each: row i is key t + i.
+     * hide: x = -inf where the lane does not see the key.   bias: x += bias[i] where the key is not the lane's own.
+     * softmax: joins the logits x into the running maximum and norm of each lane: with m = the larger of max and the
+     *     column's largest (0 instead of -inf), factor = exp(max - m), x = exp(x - m), norm = norm*factor + sum of x.
+     * exp: x = exp(x - base), 0 where base is +inf.         gradient: y = p*(y - delta).
+     * total: total[i] += sum of row i over the lanes whose own key it is not. */
+    void (*lanes_hide)(float *x, int64_t keys, int32_t t, const kvc_lanes *lanes);
+    void (*lanes_bias)(float *x, int64_t keys, int32_t t, const float *bias, const kvc_lanes *lanes);
+    void (*lanes_softmax)(float *x, int64_t keys, float *max, float *norm, float *factor);
+    void (*lanes_exp)(float *x, int64_t keys, const float *base);
+    void (*lanes_gradient)(float *y, const float *p, int64_t keys, const float *delta);
+    void (*lanes_total)(float *total, const float *x, int64_t keys, int32_t t, const kvc_lanes *lanes);
 
     /* For each of `rows` rows x + r*stride: x[i] = exp(scale*x[i] - m) for i < n, 0 for n <= i < width; max[r] = m =
      * the largest scale*x[i] (-inf if none), sum[r] = sum of x. All -inf: x = 0. A NaN, or a +inf, gives sum NaN. */

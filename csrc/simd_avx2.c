@@ -125,47 +125,6 @@ static void transpose(float *dst, const float *src, int64_t stride, int64_t keys
     kvc_portable_transpose(dst + blocked * KVC_TILE, src + blocked, stride, keys, depth - blocked);
 }
 
-/* 16 keys at a time: 12 accumulators, 2 registers of keys and 1 of the query, of 16. */
-static inline __attribute__((always_inline)) void logits_rows(float *c, int64_t stride, const float *a, const float *b,
-                                                              int64_t depth, const int rows, int accumulate) {
-    for (int64_t column = 0; column < KVC_TILE; column += 16) {
-        __m256 sums[KVC_TILE_ROWS][2];
-#pragma GCC unroll 6
-        for (int i = 0; i < rows; i++) {
-            float *row = c + i * stride + column;
-            sums[i][0] = accumulate ? _mm256_loadu_ps(row) : _mm256_setzero_ps();
-            sums[i][1] = accumulate ? _mm256_loadu_ps(row + 8) : _mm256_setzero_ps();
-        }
-        for (int64_t d = 0; d < depth; d++) {
-            const __m256 key0 = _mm256_loadu_ps(b + d * KVC_TILE + column);
-            const __m256 key1 = _mm256_loadu_ps(b + d * KVC_TILE + column + 8);
-#pragma GCC unroll 6
-            for (int i = 0; i < rows; i++) {
-                const __m256 query = _mm256_set1_ps(a[d * rows + i]);
-                sums[i][0] = _mm256_fmadd_ps(query, key0, sums[i][0]);
-                sums[i][1] = _mm256_fmadd_ps(query, key1, sums[i][1]);
-            }
-        }
-#pragma GCC unroll 6
-        for (int i = 0; i < rows; i++) {
-            _mm256_storeu_ps(c + i * stride + column, sums[i][0]);
-            _mm256_storeu_ps(c + i * stride + column + 8, sums[i][1]);
-        }
-    }
-}
-
-static void logits(float *c, int64_t stride, const float *a, const float *b, int64_t depth, int64_t rows,
-                   int accumulate) {
-    switch (rows) {
-        case 1: logits_rows(c, stride, a, b, depth, 1, accumulate); break;
-        case 2: logits_rows(c, stride, a, b, depth, 2, accumulate); break;
-        case 3: logits_rows(c, stride, a, b, depth, 3, accumulate); break;
-        case 4: logits_rows(c, stride, a, b, depth, 4, accumulate); break;
-        case 5: logits_rows(c, stride, a, b, depth, 5, accumulate); break;
-        default: logits_rows(c, stride, a, b, depth, 6, accumulate); break;
-    }
-}
-
 /* exp(x) for x <= 0 and NaN (maxps returns its second operand when one is NaN); 2^k in two factors, so that subnormal
  * results come out. */
 static inline __m256 exp_of(__m256 x) {
@@ -274,17 +233,87 @@ static void weighted_max(float *y, const float *weights, const float *x, int64_t
     }
 }
 
+/* ---- what simd_blocks.h is written over ---- */
+
+typedef __m256 vec;
+enum { VEC_WIDTH = 8, VEC_COLUMNS = 2 };
+
+static inline vec vec_set(float x) { return _mm256_set1_ps(x); }
+static inline vec vec_load(const float *p) { return _mm256_loadu_ps(p); }
+static inline vec vec_part(const float *p, int64_t n) { return _mm256_maskload_ps(p, lanes(n)); }
+static inline void vec_store(float *p, vec x) { _mm256_storeu_ps(p, x); }
+static inline void vec_store_part(float *p, int64_t n, vec x) { _mm256_maskstore_ps(p, lanes(n), x); }
+static inline vec vec_add(vec a, vec b) { return _mm256_add_ps(a, b); }
+static inline vec vec_sub(vec a, vec b) { return _mm256_sub_ps(a, b); }
+static inline vec vec_mul(vec a, vec b) { return _mm256_mul_ps(a, b); }
+static inline vec vec_fma(vec a, vec b, vec c) { return _mm256_fmadd_ps(a, b, c); }
+static inline vec vec_max(vec a, vec b) { return _mm256_max_ps(a, b); }
+static inline vec vec_exp(vec x) { return exp_of(x); }
+
+/* x, 0 where it is -inf. */
+static inline vec vec_base(vec x) {
+    return _mm256_and_ps(x, _mm256_cmp_ps(x, _mm256_set1_ps(-INFINITY), _CMP_NEQ_UQ));
+}
+
+static inline vec vec_typed(const void *src, int64_t i, int64_t n, kvc_dtype dtype) {
+    if (dtype == KVC_F32) {
+        const float *from = (const float *)src + i;
+        return n == 8 ? _mm256_loadu_ps(from) : _mm256_maskload_ps(from, lanes(n));
+    }
+    const uint16_t *from = (const uint16_t *)src + i;
+    __m128i half;
+    if (n == 8) {
+        half = _mm_loadu_si128((const __m128i *)from);
+    } else {
+        uint16_t rest[8] = {0};
+        memcpy(rest, from, (size_t)n * sizeof *rest);
+        half = _mm_loadu_si128((const __m128i *)rest);
+    }
+    return dtype == KVC_F16 ? _mm256_cvtph_ps(half) : float_of_bf16(half);
+}
+
+/* Sums of 8 vecs at once: each step adds neighbours and leaves half as many vecs. */
+static inline vec vec_sums(const vec *x) {
+    __m256 pair[4], quad[2];
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+        pair[i] = _mm256_add_ps(_mm256_unpacklo_ps(x[2 * i], x[2 * i + 1]), _mm256_unpackhi_ps(x[2 * i], x[2 * i + 1]));
+    }
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; i++) {
+        const __m256d a = _mm256_castps_pd(pair[2 * i]), b = _mm256_castps_pd(pair[2 * i + 1]);
+        quad[i] = _mm256_add_ps(_mm256_castpd_ps(_mm256_unpacklo_pd(a, b)), _mm256_castpd_ps(_mm256_unpackhi_pd(a, b)));
+    }
+    return _mm256_add_ps(_mm256_permute2f128_ps(quad[0], quad[1], 0x20), _mm256_permute2f128_ps(quad[0], quad[1], 0x31));
+}
+
+static inline vec vec_hide(vec x, int32_t t, const int32_t *near, const int32_t *begin, const int32_t *end) {
+    const __m256i at = _mm256_set1_epi32(t);
+    const __m256i sink = _mm256_cmpgt_epi32(_mm256_loadu_si256((const __m256i *)near), at);
+    const __m256i before = _mm256_cmpgt_epi32(_mm256_loadu_si256((const __m256i *)begin), at);
+    const __m256i within = _mm256_cmpgt_epi32(_mm256_loadu_si256((const __m256i *)end), at);
+    const __m256i seen = _mm256_or_si256(sink, _mm256_andnot_si256(before, within));
+    return _mm256_blendv_ps(_mm256_set1_ps(-INFINITY), x, _mm256_castsi256_ps(seen));
+}
+
+static inline vec vec_add_unless(vec x, vec y, int32_t t, const int32_t *own) {
+    const __m256i here = _mm256_cmpeq_epi32(_mm256_set1_epi32(t), _mm256_loadu_si256((const __m256i *)own));
+    return _mm256_blendv_ps(_mm256_add_ps(x, y), x, _mm256_castsi256_ps(here));
+}
+
+#include "simd_blocks.h"
+
 const kvc_simd kvc_simd_avx2 = {
     .name = "avx2",
     .load = {load_f32, load_bf16, load_f16},
     .store = {store_f32, store_bf16, store_f16},
     .rotate = rotate,
     .transpose = transpose,
-    .logits = logits,
     .softmax = softmax,
     .exp_difference = exp_difference,
     .weighted_sum = weighted_sum,
     .weighted_max = weighted_max,
+    KVC_SIMD_BLOCKS,
 };
 #else
 typedef int kvc_simd_avx2_is_empty; /* ISO C forbids an empty file */

@@ -118,46 +118,6 @@ static void transpose(float *dst, const float *src, int64_t stride, int64_t keys
     kvc_portable_transpose(dst + blocked * KVC_TILE, src + blocked, stride, keys, depth - blocked);
 }
 
-static inline __attribute__((always_inline)) void logits_rows(float *c, int64_t stride, const float *a, const float *b,
-                                                              int64_t depth, const int rows, int accumulate) {
-    __m512 sums[KVC_TILE_ROWS][4];
-#pragma GCC unroll 6
-    for (int i = 0; i < rows; i++) {
-#pragma GCC unroll 4
-        for (int j = 0; j < 4; j++) {
-            sums[i][j] = accumulate ? _mm512_loadu_ps(c + i * stride + 16 * j) : _mm512_setzero_ps();
-        }
-    }
-    for (int64_t d = 0; d < depth; d++) {
-        __m512 keys[4];
-#pragma GCC unroll 4
-        for (int j = 0; j < 4; j++) keys[j] = _mm512_loadu_ps(b + d * KVC_TILE + 16 * j);
-#pragma GCC unroll 6
-        for (int i = 0; i < rows; i++) {
-            const __m512 query = _mm512_set1_ps(a[d * rows + i]);
-#pragma GCC unroll 4
-            for (int j = 0; j < 4; j++) sums[i][j] = _mm512_fmadd_ps(query, keys[j], sums[i][j]);
-        }
-    }
-#pragma GCC unroll 6
-    for (int i = 0; i < rows; i++) {
-#pragma GCC unroll 4
-        for (int j = 0; j < 4; j++) _mm512_storeu_ps(c + i * stride + 16 * j, sums[i][j]);
-    }
-}
-
-static void logits(float *c, int64_t stride, const float *a, const float *b, int64_t depth, int64_t rows,
-                   int accumulate) {
-    switch (rows) {
-        case 1: logits_rows(c, stride, a, b, depth, 1, accumulate); break;
-        case 2: logits_rows(c, stride, a, b, depth, 2, accumulate); break;
-        case 3: logits_rows(c, stride, a, b, depth, 3, accumulate); break;
-        case 4: logits_rows(c, stride, a, b, depth, 4, accumulate); break;
-        case 5: logits_rows(c, stride, a, b, depth, 5, accumulate); break;
-        default: logits_rows(c, stride, a, b, depth, 6, accumulate); break;
-    }
-}
-
 /* exp(x) for x <= 0 and NaN (maxps returns its second operand when one is NaN); scalef makes the subnormals. */
 static inline __m512 exp_of(__m512 x) {
     x = _mm512_max_ps(_mm512_set1_ps(KVC_EXP_LOWEST), x);
@@ -300,17 +260,80 @@ static void weighted_max(float *y, const float *weights, const float *x, int64_t
     }
 }
 
+/* ---- what simd_blocks.h is written over ---- */
+
+typedef __m512 vec;
+enum { VEC_WIDTH = 16, VEC_COLUMNS = 4 };
+
+static inline vec vec_set(float x) { return _mm512_set1_ps(x); }
+static inline vec vec_load(const float *p) { return _mm512_loadu_ps(p); }
+static inline vec vec_part(const float *p, int64_t n) { return _mm512_maskz_loadu_ps(lanes(n), p); }
+static inline void vec_store(float *p, vec x) { _mm512_storeu_ps(p, x); }
+static inline void vec_store_part(float *p, int64_t n, vec x) { _mm512_mask_storeu_ps(p, lanes(n), x); }
+static inline vec vec_add(vec a, vec b) { return _mm512_add_ps(a, b); }
+static inline vec vec_sub(vec a, vec b) { return _mm512_sub_ps(a, b); }
+static inline vec vec_mul(vec a, vec b) { return _mm512_mul_ps(a, b); }
+static inline vec vec_fma(vec a, vec b, vec c) { return _mm512_fmadd_ps(a, b, c); }
+static inline vec vec_max(vec a, vec b) { return _mm512_max_ps(a, b); }
+static inline vec vec_exp(vec x) { return exp_of(x); }
+static inline vec vec_base(vec x) { return base_of(x); }
+
+static inline vec vec_typed(const void *src, int64_t i, int64_t n, kvc_dtype dtype) {
+    if (dtype == KVC_F32) {
+        const float *from = (const float *)src + i;
+        return n == 16 ? _mm512_loadu_ps(from) : _mm512_maskz_loadu_ps(lanes(n), from);
+    }
+    const uint16_t *from = (const uint16_t *)src + i;
+    const __m256i half = n == 16 ? _mm256_loadu_si256((const __m256i *)from) : _mm256_maskz_loadu_epi16(lanes(n), from);
+    if (dtype == KVC_F16) return _mm512_cvtph_ps(half);
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
+}
+
+/* Sums of 16 vecs at once: each step adds neighbours and leaves half as many vecs. */
+static inline vec vec_sums(const vec *x) {
+    __m512 pair[8], quad[4];
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i++) {
+        pair[i] = _mm512_add_ps(_mm512_unpacklo_ps(x[2 * i], x[2 * i + 1]), _mm512_unpackhi_ps(x[2 * i], x[2 * i + 1]));
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+        const __m512d a = _mm512_castps_pd(pair[2 * i]), b = _mm512_castps_pd(pair[2 * i + 1]);
+        quad[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
+    }
+    const __m512 low = _mm512_add_ps(_mm512_shuffle_f32x4(quad[0], quad[1], 0x88),
+                                     _mm512_shuffle_f32x4(quad[0], quad[1], 0xdd));
+    const __m512 high = _mm512_add_ps(_mm512_shuffle_f32x4(quad[2], quad[3], 0x88),
+                                      _mm512_shuffle_f32x4(quad[2], quad[3], 0xdd));
+    return _mm512_add_ps(_mm512_shuffle_f32x4(low, high, 0x88), _mm512_shuffle_f32x4(low, high, 0xdd));
+}
+
+static inline vec vec_hide(vec x, int32_t t, const int32_t *near, const int32_t *begin, const int32_t *end) {
+    const __m512i at = _mm512_set1_epi32(t);
+    const __mmask16 sink = _mm512_cmplt_epi32_mask(at, _mm512_loadu_si512(near));
+    const __mmask16 after = _mm512_cmpge_epi32_mask(at, _mm512_loadu_si512(begin));
+    const __mmask16 seen = _mm512_mask_cmplt_epi32_mask(after, at, _mm512_loadu_si512(end)) | sink;
+    return _mm512_mask_mov_ps(_mm512_set1_ps(-INFINITY), seen, x);
+}
+
+static inline vec vec_add_unless(vec x, vec y, int32_t t, const int32_t *own) {
+    const __mmask16 other = _mm512_cmpneq_epi32_mask(_mm512_set1_epi32(t), _mm512_loadu_si512(own));
+    return _mm512_mask_add_ps(x, other, x, y);
+}
+
+#include "simd_blocks.h"
+
 const kvc_simd kvc_simd_avx512 = {
     .name = "avx512",
     .load = {load_f32, load_bf16, load_f16},
     .store = {store_f32, store_bf16, store_f16},
     .rotate = rotate,
     .transpose = transpose,
-    .logits = logits,
     .softmax = softmax,
     .exp_difference = exp_difference,
     .weighted_sum = weighted_sum,
     .weighted_max = weighted_max,
+    KVC_SIMD_BLOCKS,
 };
 #else
 typedef int kvc_simd_avx512_is_empty; /* ISO C forbids an empty file */

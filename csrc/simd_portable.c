@@ -88,21 +88,6 @@ void kvc_portable_transpose(float *restrict dst, const float *restrict src, int6
     }
 }
 
-static void logits(float *restrict c, int64_t stride, const float *restrict a, const float *restrict b, int64_t depth,
-                   int64_t rows, int accumulate) {
-    float sums[KVC_TILE_ROWS][KVC_TILE];
-    for (int64_t i = 0; i < rows; i++) {
-        for (int64_t j = 0; j < KVC_TILE; j++) sums[i][j] = accumulate ? c[i * stride + j] : 0.0f;
-    }
-    for (int64_t d = 0; d < depth; d++) {
-        for (int64_t i = 0; i < rows; i++) {
-            const float query = a[d * rows + i];
-            for (int64_t j = 0; j < KVC_TILE; j++) sums[i][j] += query * b[d * KVC_TILE + j];
-        }
-    }
-    for (int64_t i = 0; i < rows; i++) memcpy(c + i * stride, sums[i], sizeof sums[i]);
-}
-
 /* exp(x) for x <= 0 and NaN. Rounding by adding 1.5*2^23, whose low bits then are the integer; 2^k in two factors, so
  * that subnormal results come out. All of it is defined for NaN too, whose bits only make some unused k. */
 static inline float exp_of(float x) {
@@ -163,15 +148,68 @@ static void weighted_max(float *restrict y, const float *restrict weights, const
     }
 }
 
+/* ---- what simd_blocks.h is written over ---- */
+
+enum { VEC_WIDTH = 8, VEC_COLUMNS = 2 };
+typedef struct {
+    float x[VEC_WIDTH];
+} vec;
+
+#define EACH for (int i = 0; i < VEC_WIDTH; i++)
+static inline vec vec_set(float x) { vec y; EACH y.x[i] = x; return y; }
+static inline vec vec_load(const float *p) { vec y; memcpy(y.x, p, sizeof y.x); return y; }
+static inline void vec_store(float *p, vec x) { memcpy(p, x.x, sizeof x.x); }
+static inline void vec_store_part(float *p, int64_t n, vec x) { for (int64_t i = 0; i < n; i++) p[i] = x.x[i]; }
+static inline vec vec_add(vec a, vec b) { EACH a.x[i] += b.x[i]; return a; }
+static inline vec vec_sub(vec a, vec b) { EACH a.x[i] -= b.x[i]; return a; }
+static inline vec vec_mul(vec a, vec b) { EACH a.x[i] *= b.x[i]; return a; }
+static inline vec vec_fma(vec a, vec b, vec c) { EACH c.x[i] += a.x[i] * b.x[i]; return c; }
+static inline vec vec_max(vec a, vec b) { EACH a.x[i] = a.x[i] > b.x[i] ? a.x[i] : b.x[i]; return a; }
+static inline vec vec_exp(vec a) { EACH a.x[i] = exp_of(a.x[i]); return a; }
+static inline vec vec_base(vec a) { EACH a.x[i] = a.x[i] == -INFINITY ? 0.0f : a.x[i]; return a; }
+
+static inline vec vec_part(const float *p, int64_t n) {
+    vec y = vec_set(0.0f);
+    for (int64_t i = 0; i < n; i++) y.x[i] = p[i];
+    return y;
+}
+
+static inline vec vec_typed(const void *src, int64_t first, int64_t n, kvc_dtype dtype) {
+    vec y = vec_set(0.0f);
+    if (dtype == KVC_F32) load_f32(y.x, (const float *)src + first, n);
+    else if (dtype == KVC_BF16) load_bf16(y.x, (const uint16_t *)src + first, n);
+    else load_f16(y.x, (const uint16_t *)src + first, n);
+    return y;
+}
+
+static inline vec vec_sums(const vec *x) {
+    vec y = vec_set(0.0f);
+    for (int j = 0; j < VEC_WIDTH; j++) EACH y.x[j] += x[j].x[i];
+    return y;
+}
+
+static inline vec vec_hide(vec x, int32_t t, const int32_t *near, const int32_t *begin, const int32_t *end) {
+    EACH x.x[i] = t < near[i] || (t >= begin[i] && t < end[i]) ? x.x[i] : -INFINITY;
+    return x;
+}
+
+static inline vec vec_add_unless(vec x, vec y, int32_t t, const int32_t *own) {
+    EACH x.x[i] = t == own[i] ? x.x[i] : x.x[i] + y.x[i];
+    return x;
+}
+#undef EACH
+
+#include "simd_blocks.h"
+
 const kvc_simd kvc_simd_portable = {
     .name = "portable",
     .load = {load_f32, load_bf16, load_f16},
     .store = {store_f32, store_bf16, store_f16},
     .rotate = rotate,
     .transpose = kvc_portable_transpose,
-    .logits = logits,
     .softmax = softmax,
     .exp_difference = exp_difference,
     .weighted_sum = weighted_sum,
     .weighted_max = weighted_max,
+    KVC_SIMD_BLOCKS,
 };

@@ -5,7 +5,7 @@ const char *kvc_status_message(kvc_status status) {
     switch (status) {
         case KVC_OK: return "success";
         case KVC_NULL_POINTER: return "an array that must be there is missing";
-        case KVC_BAD_SIZE: return "a size is negative or does not fit the others";
+        case KVC_BAD_SIZE: return "a size is negative, too large or does not fit the others";
         case KVC_BAD_DTYPE: return "the element type must be float32, bfloat16 or float16";
         case KVC_BAD_INDEX: return "an index, position or length is out of range";
         case KVC_TOO_FEW_SCORES: return "a row has fewer scores that are not NaN than places to fill";

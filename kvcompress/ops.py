@@ -3,8 +3,8 @@
 Dims: B sequences, Hq query heads, Hkv key-value heads, G = Hq/Hkv, S queries, T keys, D head dim, W observation window,
 R rows (one row = one KV head of one sequence, r = b*Hkv + h), P page size. Tensors are float32, bfloat16 or float16 on
 the CPU or CUDA; scores, LSE and rotation tables are float32, indices and lengths int32. All arguments of a call are on
-one device. Queries and keys may have any strides as long as the last dimension is contiguous. Only `rope` is
-differentiable. `kvcompress.reference` has the same functions in plain PyTorch.
+one device. Queries and keys may have any strides as long as the last dimension is contiguous. `rope` and
+`attention` are differentiable. `kvcompress.reference` has the same functions in plain PyTorch.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ POOLINGS = ("avg", "max")
 _wish = os.environ.get("KVC_SIMD")
 if _wish and _ops.simd("") != _wish:
     raise ValueError(f"KVC_SIMD must name inner loops that this CPU can run (portable, avx2, avx512), got {_wish!r}")
+MAX_HEAD_DIM = 256  # of attention and decode
 SCHEDULES = ("fixed", "linear", "square", "sqrt", "square-sqrt", "adaptive")
 
 
@@ -217,7 +218,7 @@ def decode(
 ) -> tuple[Tensor, Tensor]:
     """Attention of a few queries over rows of any length kept in pages.
 
-    queries: [B, Hq, S, D]. k_pages, v_pages: contiguous [pages, P, D], P a power of two. block_table: int32
+    queries: [B, Hq, S, D], D <= 256. k_pages, v_pages: contiguous [pages, P, D], P a power of two. block_table: int32
     [R, blocks], R = B*Hkv: key t of row r lies at [block_table[r, t // P], t % P]; None = row r is page r, whatever
     P. begin, end: int32 [R]: a query sees keys begin_r <= t < end_r; causal: the row's last S keys are the queries' own
     tokens, query s sees t < end_r - (S-1-s). scale: factor of the logits, None = 1/sqrt(D).
@@ -228,6 +229,7 @@ def decode(
     _need_float("k_pages", k_pages, 3, "[pages, P, D]")
     B, Hq, _, D = queries.shape
     _need(k_pages.shape[2] == D, f"k_pages must have head dim {D}, got {k_pages.shape[2]}")
+    _need(D <= MAX_HEAD_DIM, f"queries have head dim {D}, at most {MAX_HEAD_DIM} is supported")
     _need(
         v_pages.shape == k_pages.shape and v_pages.dtype == k_pages.dtype,
         f"v_pages must be {k_pages.dtype} {tuple(k_pages.shape)}, got {v_pages.dtype} {tuple(v_pages.shape)}",
@@ -291,6 +293,107 @@ def merge_states(*states: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
 @torch.library.register_fake("kvcompress::merge_states")
 def _(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
     return out_a.new_empty(out_a.shape), lse_a.new_empty(lse_a.shape)
+
+
+# ---- attention ----------------------------------------------------------------------------------------------------
+
+
+def attention(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    causal: bool = True,
+    window: int | None = None,
+    sinks: int = 0,
+    complement: bool = False,
+    key_bias: Tensor | None = None,
+    lengths: Tensor | None = None,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention of many queries, with the masks of the methods; memory linear in S and T, differentiable.
+
+    queries: [B, Hq, S, D], the last S tokens of the keys. keys, values: [B, Hkv, T, D], S <= T, D <= 256, the queries'
+    dtype. lengths: int32 [B], keys that exist in each sequence, its last S being the queries' own tokens; None = all T.
+    Query s stands at position i = lengths - S + s; where that is negative it is padding and sees nothing. It sees key
+    t <= i (causal), all keys (causal=False); with window: t < sinks or t > i - window; with complement: what window
+    leaves out, sinks <= t <= i - window. key_bias: float32 [B, Hkv, T], finite or -inf, added to the logit of a key for
+    every query but the key's own position (DMC's mask). scale: factor of the logits, None = 1/sqrt(D).
+    Returns (out [B, Hq, S, D], lse float32 [B, Hq, S], natural logarithm). A query that sees no key gets out 0 and lse
+    -inf, and its gradients are 0. Gradients flow to queries, keys, values and key_bias, from out and from lse, so that
+    merge_states of several branches differentiates exactly; the same bits for any number of threads.
+    Raises ValueError for wrong shapes, dtypes, window, sinks or complement; RuntimeError for lengths out of range.
+    """
+    _need_float("queries", queries, 4, "[B, Hq, S, D]")
+    _need_float("keys", keys, 4, "[B, Hkv, T, D]")
+    B, Hq, S, D = queries.shape
+    Hkv, T = keys.shape[1:3]
+    _need(keys.shape[0] == B and keys.shape[3] == D, f"keys must be [{B}, Hkv, T, {D}], got shape {tuple(keys.shape)}")
+    _need(values.shape == keys.shape, f"values must be {tuple(keys.shape)} as keys, got {tuple(values.shape)}")
+    for name, x in (("keys", keys), ("values", values)):
+        _need(x.dtype == queries.dtype, f"{name} must be {queries.dtype} as queries, got {x.dtype}")
+    _need(Hkv > 0 and Hq % Hkv == 0, f"queries have {Hq} heads, which the keys' {Hkv} heads do not divide")
+    _need(D <= MAX_HEAD_DIM, f"queries have head dim {D}, at most {MAX_HEAD_DIM} is supported")
+    _need(S <= T, f"queries must be the last of the keys' tokens, got {S} queries and {T} keys")
+    _need(window is None or window >= 1, f"window must be at least 1 or None, got {window}")
+    _need(window is None or causal, "window needs causal=True")
+    _need(window is not None or not complement, "complement needs a window")
+    _need(sinks >= 0, f"sinks must be at least 0, got {sinks}")
+    if key_bias is not None:
+        _need(key_bias.dtype == torch.float32, f"key_bias must be float32, got {key_bias.dtype}")
+        _need(
+            tuple(key_bias.shape) == (B, Hkv, T), f"key_bias must be {(B, Hkv, T)}, got shape {tuple(key_bias.shape)}"
+        )
+    _need_int32("lengths", lengths, (B,))
+    _need_device(queries, keys=keys, values=values, key_bias=key_bias, lengths=lengths)
+    return _ops.attention(
+        _dense_last(queries),
+        _dense_last(keys),
+        _dense_last(values),
+        _dense(key_bias),
+        _dense(lengths),
+        D**-0.5 if scale is None else scale,
+        causal,
+        window or 0,
+        sinks,
+        complement,
+    )
+
+
+@torch.library.register_fake("kvcompress::attention")
+def _(queries, keys, values, key_bias, lengths, scale, causal, window, sinks, complement):  # type: ignore[no-untyped-def]
+    return queries.new_empty(queries.shape), queries.new_empty(queries.shape[:3], dtype=torch.float32)
+
+
+@torch.library.register_fake("kvcompress::attention_backward")
+def _(dout, dlse, queries, keys, values, key_bias, *rest):  # type: ignore[no-untyped-def]
+    bias = keys.new_empty((*keys.shape[:2], 0 if key_bias is None else keys.shape[2]), dtype=torch.float32)
+    return queries.new_empty(queries.shape), keys.new_empty(keys.shape), keys.new_empty(keys.shape), bias
+
+
+def _attention_setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    queries, keys, values, key_bias, lengths, *ctx.settings = inputs
+    ctx.save_for_backward(queries, keys, values, key_bias, lengths, *output)
+    ctx.set_materialize_grads(False)
+
+
+def _attention_backward(ctx, dout: Tensor | None, dlse: Tensor | None):  # type: ignore[no-untyped-def]
+    queries, keys, values, key_bias, lengths, out, lse = ctx.saved_tensors
+    dout = torch.zeros_like(out) if dout is None else _dense_last(dout)
+    grads = _ops.attention_backward(
+        dout, _dense(dlse), queries, keys, values, key_bias, lengths, out, lse, *ctx.settings
+    )
+    return *grads[:3], grads[3] if key_bias is not None else None, None, *(None for _ in ctx.settings)
+
+
+def _attention_no_second(ctx, *grads):  # type: ignore[no-untyped-def]
+    raise NotImplementedError("attention is differentiable once; second derivatives are not supported")
+
+
+torch.library.register_autograd("kvcompress::attention", _attention_backward, setup_context=_attention_setup)
+torch.library.register_autograd(
+    "kvcompress::attention_backward", _attention_no_second, setup_context=lambda ctx, inputs, output: None
+)
 
 
 # ---- planner, inner loops -----------------------------------------------------------------------------------------

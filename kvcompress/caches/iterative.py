@@ -13,6 +13,7 @@ from ..planner import Plan
 from ..pruners import Candidates, Pruner, SnapKV
 from .base import CompressedCache
 from .paged import PagedLayer
+from .prompt import prompt_attention
 
 
 class IterativeLayer(PagedLayer):
@@ -53,8 +54,7 @@ class IterativeLayer(PagedLayer):
         bound = max(T, S)
         q = rotary.rotate(queries, positions, bound, lengths)
         k = rotary.rotate(k_seen, None, bound, lengths)
-        same = min(totals) == T and min(step.counts) == S
-        out = self._dense_attention(q, k, v_seen, positions[:1] if same else positions, scaling)
+        out = prompt_attention(q, k, v_seen, totals, scaling)
 
         for b, (total, count) in enumerate(zip(totals, step.counts, strict=True)):
             if count == 0:
@@ -77,14 +77,6 @@ class IterativeLayer(PagedLayer):
             v_all[b, :, keep:total] = 0
             self.held[b] = keep
         return out
-
-    def _dense_attention(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scaling: float) -> Tensor:
-        S, T = q.shape[2], k.shape[2]
-        attention = torch.nn.functional.scaled_dot_product_attention
-        if S == T and positions.shape[0] == 1:
-            return attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)
-        visible = torch.arange(T, device=k.device) <= positions[:, None, :, None]
-        return attention(q, k, v, attn_mask=visible, scale=scaling, enable_gqa=True)
 
     def _room(self, like: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
         B, Hkv, _, D = like.shape

@@ -10,7 +10,7 @@ from .. import ops, planner
 from ..planner import Plan
 from .base import CompressedCache, CompressedLayer, Step
 
-_BLOCK = 256  # queries that share one logits matrix while a prompt is read
+_BLOCK = 256  # tokens of a prompt read at a time; positions stay below twice what is held plus this
 
 
 class StreamingLayer(CompressedLayer):
@@ -125,29 +125,28 @@ class StreamingLayer(CompressedLayer):
         self._move_back(n)
         first, base = self.tokens[b], self.base[b]
         new = torch.arange(first, first + n, device=device)
-        sinks = min(first, self.sinks)
-        old = torch.arange(max(self.sinks, first - self.window + 1), max(self.sinks, first), device=device)
-        old_slots = self.sinks + (old - self.sinks) % self.window
+        if first < self.sinks:  # a block of sinks: what is stored are sinks too
+            old = torch.arange(first, device=device)
+        else:
+            old = torch.arange(max(self.sinks, first - self.window + 1), first, device=device)
+        old_slots = torch.where(old < self.sinks, old, self.sinks + (old - self.sinks) % self.window)
 
         def at(places: Tensor) -> Tensor:
             return places.to(torch.int32)[None].contiguous()
 
         row = slice(b * heads, (b + 1) * heads)
         k_new = self._rotate(keys, at(new - base))
-        k = torch.cat([self.keys[row, :sinks], self.keys[row, old_slots], k_new[0]], dim=1)
-        v = torch.cat([self.values[row, :sinks], self.values[row, old_slots], values[0]], dim=1)
-        q_ring = self._rotate(queries, at(new - base))
-        q_sink = self._rotate(queries, at(new.clamp(max=self.sinks + self.window - 1)))
-        seen = torch.cat([old, new])
-        visible = (seen <= new[:, None]) & ((seen > new[:, None] - self.window) | (seen < self.sinks))
-        visible = torch.cat([torch.ones(n, sinks, dtype=torch.bool, device=device), visible], dim=1)
-
-        def logits(q: Tensor, k_part: Tensor) -> Tensor:
-            return (q[0].float() * scaling).unflatten(0, (heads, -1)) @ k_part.float()[:, None].transpose(2, 3)
-
-        scores = torch.cat([logits(q_sink, k[:, :sinks]), logits(q_ring, k[:, sinks:])], dim=-1)
-        attention = scores.masked_fill_(~visible, float("-inf")).softmax(-1)
-        out = (attention @ v.float()[:, None]).flatten(0, 1)[None].to(queries.dtype)
+        k = torch.cat([self.keys[row, old_slots][None], k_new], dim=2)
+        v = torch.cat([self.values[row, old_slots][None], values], dim=2)
+        q = self._rotate(queries, at(new - base))
+        if first < self.sinks:  # nothing has left yet: plain causal attention
+            out = ops.attention(q, k, v, scale=scaling)[0]
+        else:
+            ring = ops.attention(q, k, v, window=self.window, scale=scaling)
+            by_slot = self._rotate(queries, at(new.clamp(max=self.sinks + self.window - 1)))
+            sinks = torch.full((heads,), self.sinks, dtype=torch.int32, device=device)
+            first_keys, first_values = (x[row, : self.sinks].contiguous() for x in (self.keys, self.values))
+            out = ops.merge_states(ring, ops.decode(by_slot, first_keys, first_values, sinks, scale=scaling))[0]
 
         kept = new[new < self.sinks] if first < self.sinks else new[-self.window :]
         slots = torch.where(kept < self.sinks, kept, self.sinks + (kept - self.sinks) % self.window)

@@ -17,7 +17,7 @@ def visible(
     lengths: Tensor | None = None,
     device: torch.device | None = None,
 ) -> Tensor:
-    """Which keys a query sees: bool [B, S, T] (B = 1 without lengths). Queries are the last S of each sequence's keys."""
+    """Which keys a query sees: bool [B, S, T], B = 1 without lengths; queries are the last S of a sequence's keys."""
     ends = torch.tensor([T], device=device) if lengths is None else lengths.long()
     position = ends[:, None, None] - S + torch.arange(S, device=device)[:, None]
     key = torch.arange(T, device=device)
@@ -43,7 +43,7 @@ def attention(
     lengths: Tensor | None = None,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """See kvcompress.ops.attention. Computes in the inputs' dtype; differentiable in queries, keys, values, key_bias."""
+    """As ops.attention, in the inputs' dtype; differentiable by autograd."""
     S, D = queries.shape[2:]
     T, G = keys.shape[2], queries.shape[1] // keys.shape[1]
     k, v = (x.repeat_interleave(G, 1) for x in (keys, values))

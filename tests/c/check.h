@@ -41,5 +41,6 @@ extern int table_count;
 
 void test_score(void);
 void test_decode(void);
+void test_flash(void);
 void test_merge(void);
 #endif

@@ -355,6 +355,7 @@ int main(void) {
         test_rope();
         test_score();
         test_decode();
+        test_flash();
         test_merge();
         printf("%s: %s\n", tables[i], failures ? "failed" : "passed");
     }

@@ -1,0 +1,366 @@
+/* The inner loops that are the same for every instruction set, written once over a vector type.
+ *
+ * A table's file defines, before it includes this: `vec`, VEC_WIDTH floats; VEC_COLUMNS, how many vec make a stripe of a
+ * product (KVC_TILE_ROWS * VEC_COLUMNS accumulators stay in registers); and the functions on vec used below, of which
+ * vec_part(p, n) loads n < VEC_WIDTH floats and zeros, vec_sums(x) is the vec of the sums of VEC_WIDTH vecs,
+ * vec_hide(x, t, near, begin, end) is x where t < near or begin <= t < end, -inf elsewhere, vec_add_unless(x, y, t, own)
+ * is x where t == own, x + y elsewhere, and vec_typed(src, i, n, dtype) loads n elements of a kvc_dtype.
+ */
+#ifndef KVC_SIMD_BLOCKS_H
+#define KVC_SIMD_BLOCKS_H
+#include "simd.h"
+
+#include <stddef.h>
+
+#define BLOCKS_INLINE static inline __attribute__((always_inline))
+enum { STRIPE = VEC_WIDTH * VEC_COLUMNS };
+
+/* ---- products ---- */
+
+/* rows x (columns of vecs); the last vec has `last` columns. rows, columns and whole are constants once inlined. */
+BLOCKS_INLINE void gemm_block(float *c, int64_t ldc, const float *a, int64_t a_row, int64_t a_col, const float *b,
+                              int64_t ldb, int64_t depth, const int rows, const int columns, const int whole,
+                              int64_t last, int accumulate) {
+    vec sums[KVC_TILE_ROWS][VEC_COLUMNS];
+#pragma GCC unroll 6
+    for (int i = 0; i < rows; i++) {
+#pragma GCC unroll 4
+        for (int j = 0; j < columns; j++) {
+            const float *at = c + i * ldc + j * VEC_WIDTH;
+            if (!accumulate) sums[i][j] = vec_set(0.0f);
+            else sums[i][j] = whole || j + 1 < columns ? vec_load(at) : vec_part(at, last);
+        }
+    }
+    for (int64_t d = 0; d < depth; d++, a += a_col, b += ldb) {
+        vec right[VEC_COLUMNS];
+#pragma GCC unroll 4
+        for (int j = 0; j < columns; j++) {
+            right[j] = whole || j + 1 < columns ? vec_load(b + j * VEC_WIDTH) : vec_part(b + j * VEC_WIDTH, last);
+        }
+#pragma GCC unroll 6
+        for (int i = 0; i < rows; i++) {
+            const vec left = vec_set(a[i * a_row]);
+#pragma GCC unroll 4
+            for (int j = 0; j < columns; j++) sums[i][j] = vec_fma(left, right[j], sums[i][j]);
+        }
+    }
+#pragma GCC unroll 6
+    for (int i = 0; i < rows; i++) {
+#pragma GCC unroll 4
+        for (int j = 0; j < columns; j++) {
+            float *at = c + i * ldc + j * VEC_WIDTH;
+            if (whole || j + 1 < columns) vec_store(at, sums[i][j]);
+            else vec_store_part(at, last, sums[i][j]);
+        }
+    }
+}
+
+/* One stripe of columns, all rows. */
+BLOCKS_INLINE void gemm_stripe(float *c, int64_t ldc, const float *a, int64_t a_row, int64_t a_col, const float *b,
+                               int64_t ldb, int64_t rows, int64_t depth, const int columns, const int whole,
+                               int64_t last, int accumulate) {
+    int64_t i = 0;
+    for (; i + KVC_TILE_ROWS <= rows; i += KVC_TILE_ROWS) {
+        gemm_block(c + i * ldc, ldc, a + i * a_row, a_row, a_col, b, ldb, depth, KVC_TILE_ROWS, columns, whole, last,
+                   accumulate);
+    }
+    c += i * ldc;
+    a += i * a_row;
+    switch (rows - i) {
+        case 1: gemm_block(c, ldc, a, a_row, a_col, b, ldb, depth, 1, columns, whole, last, accumulate); break;
+        case 2: gemm_block(c, ldc, a, a_row, a_col, b, ldb, depth, 2, columns, whole, last, accumulate); break;
+        case 3: gemm_block(c, ldc, a, a_row, a_col, b, ldb, depth, 3, columns, whole, last, accumulate); break;
+        case 4: gemm_block(c, ldc, a, a_row, a_col, b, ldb, depth, 4, columns, whole, last, accumulate); break;
+        case 5: gemm_block(c, ldc, a, a_row, a_col, b, ldb, depth, 5, columns, whole, last, accumulate); break;
+        default: break;
+    }
+}
+
+static void gemm(float *c, int64_t ldc, const float *a, int64_t a_row, int64_t a_col, const float *b, int64_t ldb,
+                 int64_t rows, int64_t columns, int64_t depth, int accumulate) {
+    int64_t j = 0;
+    for (; j + STRIPE <= columns; j += STRIPE) {
+        gemm_stripe(c + j, ldc, a, a_row, a_col, b + j, ldb, rows, depth, VEC_COLUMNS, 1, 0, accumulate);
+    }
+    for (; j + VEC_WIDTH <= columns; j += VEC_WIDTH) {
+        gemm_stripe(c + j, ldc, a, a_row, a_col, b + j, ldb, rows, depth, 1, 1, 0, accumulate);
+    }
+    if (j < columns) gemm_stripe(c + j, ldc, a, a_row, a_col, b + j, ldb, rows, depth, 1, 0, columns - j, accumulate);
+}
+
+/* ---- a few queries against typed rows ---- */
+
+/* Rows stream through once, several of them side by side, which the CPU's own prefetcher follows badly: ask for what lies
+ * AHEAD bytes further on, or as far into `next` where the rows end before. */
+enum { AHEAD = 8192, LINE = 64 };
+
+BLOCKS_INLINE void fetch_ahead(const char *rows, int64_t size, int64_t at, int64_t bytes, const char *next) {
+    const int64_t first = at + AHEAD;
+    if (first + bytes <= size) {
+        for (int64_t i = 0; i < bytes; i += LINE) __builtin_prefetch(rows + first + i);
+    } else if (next && first >= size) {
+        for (int64_t i = 0; i < bytes; i += LINE) __builtin_prefetch(next + (first - size) + i);
+    }
+}
+
+/* VEC_WIDTH / queries keys against 1, 2 or 4 queries: VEC_WIDTH accumulators, summed across lanes together. */
+BLOCKS_INLINE void dots_block(float *c, int64_t ldc, const float *q, int64_t D, const char *k, int64_t step, int64_t keys,
+                              const int queries, const kvc_dtype dtype) {
+    const int width = VEC_WIDTH / queries;
+    const char *row[VEC_WIDTH];
+    vec sums[VEC_WIDTH];
+#pragma GCC unroll 16
+    for (int j = 0; j < width; j++) row[j] = k + (j < keys ? j : keys - 1) * step; /* a short block reads its last twice */
+#pragma GCC unroll 16
+    for (int i = 0; i < VEC_WIDTH; i++) sums[i] = vec_set(0.0f);
+    int64_t d = 0;
+    for (; d + VEC_WIDTH <= D; d += VEC_WIDTH) {
+        vec query[VEC_WIDTH];
+#pragma GCC unroll 4
+        for (int i = 0; i < queries; i++) query[i] = vec_load(q + i * D + d);
+#pragma GCC unroll 16
+        for (int j = 0; j < width; j++) {
+            const vec key = vec_typed(row[j], d, VEC_WIDTH, dtype);
+#pragma GCC unroll 4
+            for (int i = 0; i < queries; i++) sums[i * width + j] = vec_fma(query[i], key, sums[i * width + j]);
+        }
+    }
+    if (d < D) {
+        for (int j = 0; j < width; j++) {
+            const vec key = vec_typed(row[j], d, D - d, dtype);
+            for (int i = 0; i < queries; i++) {
+                sums[i * width + j] = vec_fma(vec_part(q + i * D + d, D - d), key, sums[i * width + j]);
+            }
+        }
+    }
+    float total[VEC_WIDTH];
+    vec_store(total, vec_sums(sums));
+#pragma GCC unroll 4
+    for (int i = 0; i < queries; i++) {
+        for (int j = 0; j < width && j < keys; j++) c[i * ldc + j] = total[i * width + j];
+    }
+}
+
+BLOCKS_INLINE void dots_of(float *c, int64_t ldc, const float *q, int64_t D, const void *k, int64_t keys, int64_t queries,
+                           const void *next, const kvc_dtype dtype) {
+    const int64_t step = D * (dtype == KVC_F32 ? 4 : 2);
+    enum { MOST = VEC_WIDTH >= 16 ? 4 : 2, SPAN = VEC_WIDTH }; /* queries that leave enough registers */
+    for (int64_t j = 0; j < keys; j += SPAN) { /* the keys of a span come from memory once */
+        const int64_t span = keys - j < SPAN ? keys - j : SPAN;
+        const char *rows = (const char *)k + j * step;
+        int64_t i = 0;
+        for (; i + MOST <= queries; i += MOST) {
+            for (int64_t n = 0; n < span; n += VEC_WIDTH / MOST) {
+                if (i == 0) fetch_ahead(k, keys * step, (j + n) * step, VEC_WIDTH / MOST * step, next);
+                dots_block(c + i * ldc + j + n, ldc, q + i * D, D, rows + n * step, step, span - n, MOST, dtype);
+            }
+        }
+        for (; i + 2 <= queries; i += 2) {
+            for (int64_t n = 0; n < span; n += VEC_WIDTH / 2) {
+                if (i == 0) fetch_ahead(k, keys * step, (j + n) * step, VEC_WIDTH / 2 * step, next);
+                dots_block(c + i * ldc + j + n, ldc, q + i * D, D, rows + n * step, step, span - n, 2, dtype);
+            }
+        }
+        if (i == 0) fetch_ahead(k, keys * step, j * step, SPAN * step, next);
+        if (i < queries) dots_block(c + i * ldc + j, ldc, q + i * D, D, rows, step, span, 1, dtype);
+    }
+}
+
+static void dots_f32(float *c, int64_t ldc, const float *q, int64_t D, const void *k, int64_t keys, int64_t queries,
+                     const void *next) {
+    dots_of(c, ldc, q, D, k, keys, queries, next, KVC_F32);
+}
+static void dots_bf16(float *c, int64_t ldc, const float *q, int64_t D, const void *k, int64_t keys, int64_t queries,
+                     const void *next) {
+    dots_of(c, ldc, q, D, k, keys, queries, next, KVC_BF16);
+}
+static void dots_f16(float *c, int64_t ldc, const float *q, int64_t D, const void *k, int64_t keys, int64_t queries,
+                     const void *next) {
+    dots_of(c, ldc, q, D, k, keys, queries, next, KVC_F16);
+}
+
+/* queries x columns accumulators over the keys of a span. ahead: where what is to be fetched begins, NULL: nothing. */
+BLOCKS_INLINE void mix_block(float *y, int64_t D, const float *w, int64_t ldw, const char *v, int64_t step, int64_t d,
+                             int64_t keys, const char *ahead, const int queries, const int columns, int64_t last,
+                             const kvc_dtype dtype) {
+    const int64_t size = dtype == KVC_F32 ? 4 : 2;
+    vec sums[4][VEC_COLUMNS];
+#pragma GCC unroll 4
+    for (int i = 0; i < queries; i++) {
+#pragma GCC unroll 4
+        for (int j = 0; j < columns; j++) {
+            const float *at = y + i * D + d + j * VEC_WIDTH;
+            sums[i][j] = last == VEC_WIDTH ? vec_load(at) : vec_part(at, last);
+        }
+    }
+    if (ahead) ahead += d * size;
+    for (int64_t t = 0; t < keys; t++, v += step) {
+        vec value[VEC_COLUMNS];
+        if (ahead) {
+            for (int64_t i = 0; i < columns * VEC_WIDTH * size; i += LINE) __builtin_prefetch(ahead + i);
+            ahead += step;
+        }
+#pragma GCC unroll 4
+        for (int j = 0; j < columns; j++) value[j] = vec_typed(v, d + j * VEC_WIDTH, last, dtype);
+#pragma GCC unroll 4
+        for (int i = 0; i < queries; i++) {
+            const vec weight = vec_set(w[i * ldw + t]);
+#pragma GCC unroll 4
+            for (int j = 0; j < columns; j++) sums[i][j] = vec_fma(weight, value[j], sums[i][j]);
+        }
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < queries; i++) {
+#pragma GCC unroll 4
+        for (int j = 0; j < columns; j++) {
+            float *at = y + i * D + d + j * VEC_WIDTH;
+            if (last == VEC_WIDTH) vec_store(at, sums[i][j]);
+            else vec_store_part(at, last, sums[i][j]);
+        }
+    }
+}
+
+/* All dims of `queries` (a constant) queries. */
+BLOCKS_INLINE void mix_queries(float *y, int64_t D, const float *w, int64_t ldw, const char *v, int64_t step,
+                               int64_t keys, const char *ahead, const int queries, const kvc_dtype dtype) {
+    int64_t d = 0;
+    for (; d + STRIPE <= D; d += STRIPE) {
+        mix_block(y, D, w, ldw, v, step, d, keys, ahead, queries, VEC_COLUMNS, VEC_WIDTH, dtype);
+    }
+    for (; d + VEC_WIDTH <= D; d += VEC_WIDTH) {
+        mix_block(y, D, w, ldw, v, step, d, keys, ahead, queries, 1, VEC_WIDTH, dtype);
+    }
+    if (d < D) mix_block(y, D, w, ldw, v, step, d, keys, ahead, queries, 1, D - d, dtype);
+}
+
+BLOCKS_INLINE void mix_of(float *y, int64_t D, const float *w, int64_t ldw, const void *v, int64_t keys, int64_t queries,
+                          const void *next, const kvc_dtype dtype) {
+    const int64_t step = D * (dtype == KVC_F32 ? 4 : 2), size = keys * step;
+    enum { SPAN = 32 }; /* values that come from memory once and then from the first-level cache */
+    for (int64_t t = 0; t < keys; t += SPAN) {
+        const int64_t span = keys - t < SPAN ? keys - t : SPAN, first = t * step + AHEAD;
+        const char *rows = (const char *)v + t * step, *ahead = NULL;
+        if (first + span * step <= size) ahead = (const char *)v + first;
+        else if (next && first >= size) ahead = (const char *)next + (first - size);
+        int64_t i = 0;
+        for (; i + 4 <= queries; i += 4) {
+            mix_queries(y + i * D, D, w + i * ldw + t, ldw, rows, step, span, i ? NULL : ahead, 4, dtype);
+        }
+        for (; i + 2 <= queries; i += 2) {
+            mix_queries(y + i * D, D, w + i * ldw + t, ldw, rows, step, span, i ? NULL : ahead, 2, dtype);
+        }
+        if (i < queries) mix_queries(y + i * D, D, w + i * ldw + t, ldw, rows, step, span, i ? NULL : ahead, 1, dtype);
+    }
+}
+
+static void mix_f32(float *y, int64_t D, const float *w, int64_t ldw, const void *v, int64_t keys, int64_t queries,
+                     const void *next) {
+    mix_of(y, D, w, ldw, v, keys, queries, next, KVC_F32);
+}
+static void mix_bf16(float *y, int64_t D, const float *w, int64_t ldw, const void *v, int64_t keys, int64_t queries,
+                     const void *next) {
+    mix_of(y, D, w, ldw, v, keys, queries, next, KVC_BF16);
+}
+static void mix_f16(float *y, int64_t D, const float *w, int64_t ldw, const void *v, int64_t keys, int64_t queries,
+                     const void *next) {
+    mix_of(y, D, w, ldw, v, keys, queries, next, KVC_F16);
+}
+
+/* ---- queries along the lanes ---- */
+
+enum { SUMMED = 16 }; /* weights summed before they join the norm: one long sum would round too often */
+
+static void lanes_hide(float *x, int64_t keys, int32_t t, const kvc_lanes *lanes) {
+    for (int64_t j = 0; j < KVC_TILE; j += VEC_WIDTH) {
+        float *column = x + j;
+        for (int32_t i = 0; i < (int32_t)keys; i++, column += KVC_TILE) {
+            vec_store(column, vec_hide(vec_load(column), t + i, lanes->near + j, lanes->begin + j, lanes->end + j));
+        }
+    }
+}
+
+static void lanes_bias(float *x, int64_t keys, int32_t t, const float *bias, const kvc_lanes *lanes) {
+    for (int64_t j = 0; j < KVC_TILE; j += VEC_WIDTH) {
+        float *column = x + j;
+        for (int32_t i = 0; i < (int32_t)keys; i++, column += KVC_TILE) {
+            vec_store(column, vec_add_unless(vec_load(column), vec_set(bias[i]), t + i, lanes->own + j));
+        }
+    }
+}
+
+static void lanes_softmax(float *x, int64_t keys, float *max, float *norm, float *factor) {
+    for (int64_t j = 0; j < KVC_TILE; j += 2 * VEC_WIDTH) { /* two chains of dependent steps side by side */
+        vec most[2], base[2], sum[2];
+        for (int n = 0; n < 2; n++) most[n] = vec_load(max + j + n * VEC_WIDTH);
+        for (int64_t i = 0; i < keys; i++) {
+#pragma GCC unroll 2
+            for (int n = 0; n < 2; n++) most[n] = vec_max(vec_load(x + i * KVC_TILE + j + n * VEC_WIDTH), most[n]);
+        }
+        for (int n = 0; n < 2; n++) {
+            base[n] = vec_base(most[n]);
+            const vec old = vec_exp(vec_sub(vec_load(max + j + n * VEC_WIDTH), base[n]));
+            vec_store(factor + j + n * VEC_WIDTH, old);
+            vec_store(max + j + n * VEC_WIDTH, most[n]);
+            sum[n] = vec_mul(old, vec_load(norm + j + n * VEC_WIDTH));
+        }
+        for (int64_t first = 0; first < keys; first += SUMMED) {
+            const int64_t last = first + SUMMED < keys ? first + SUMMED : keys;
+            vec part[2] = {vec_set(0.0f), vec_set(0.0f)};
+            for (int64_t i = first; i < last; i++) {
+#pragma GCC unroll 2
+                for (int n = 0; n < 2; n++) {
+                    float *at = x + i * KVC_TILE + j + n * VEC_WIDTH;
+                    const vec e = vec_exp(vec_sub(vec_load(at), base[n]));
+                    vec_store(at, e);
+                    part[n] = vec_add(part[n], e);
+                }
+            }
+            for (int n = 0; n < 2; n++) sum[n] = vec_add(sum[n], part[n]);
+        }
+        for (int n = 0; n < 2; n++) vec_store(norm + j + n * VEC_WIDTH, sum[n]);
+    }
+}
+
+static void lanes_exp(float *x, int64_t keys, const float *base) {
+    for (int64_t j = 0; j < KVC_TILE; j += VEC_WIDTH) {
+        const vec subtract = vec_load(base + j);
+        float *column = x + j;
+        for (int64_t i = 0; i < keys; i++, column += KVC_TILE) {
+            vec_store(column, vec_exp(vec_sub(vec_load(column), subtract)));
+        }
+    }
+}
+
+static void lanes_gradient(float *y, const float *p, int64_t keys, const float *delta) {
+    for (int64_t j = 0; j < KVC_TILE; j += VEC_WIDTH) {
+        const vec subtract = vec_load(delta + j);
+        for (int64_t i = 0; i < keys; i++) {
+            float *at = y + i * KVC_TILE + j;
+            vec_store(at, vec_mul(vec_load(p + i * KVC_TILE + j), vec_sub(vec_load(at), subtract)));
+        }
+    }
+}
+
+static void lanes_total(float *total, const float *x, int64_t keys, int32_t t, const kvc_lanes *lanes) {
+    for (int64_t first = 0; first < keys; first += VEC_WIDTH) {
+        const int64_t some = keys - first < VEC_WIDTH ? keys - first : VEC_WIDTH;
+        vec sums[VEC_WIDTH];
+        for (int64_t i = 0; i < VEC_WIDTH; i++) {
+            sums[i] = vec_set(0.0f);
+            for (int64_t j = 0; j < KVC_TILE && i < some; j += VEC_WIDTH) {
+                const vec other = vec_load(x + (first + i) * KVC_TILE + j);
+                const int32_t key = t + (int32_t)(first + i);
+                sums[i] = vec_add(sums[i], vec_add_unless(vec_set(0.0f), other, key, lanes->own + j));
+            }
+        }
+        float found[VEC_WIDTH];
+        vec_store(found, vec_sums(sums));
+        for (int64_t i = 0; i < some; i++) total[first + i] += found[i];
+    }
+}
+
+#define KVC_SIMD_BLOCKS                                                                                    \
+    .gemm = gemm, .dots = {dots_f32, dots_bf16, dots_f16}, .mix = {mix_f32, mix_bf16, mix_f16},            \
+    .lanes_hide = lanes_hide, .lanes_bias = lanes_bias, .lanes_softmax = lanes_softmax, .lanes_exp = lanes_exp, \
+    .lanes_gradient = lanes_gradient, .lanes_total = lanes_total
+#endif

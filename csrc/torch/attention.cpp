@@ -1,0 +1,103 @@
+#include "common.h"
+
+namespace {
+
+kvc_attention_args arguments(const Tensor& queries, const Tensor& keys, const Tensor& values,
+                             const std::optional<Tensor>& key_bias, const std::optional<Tensor>& lengths,
+                             const Tensor& out, const Tensor& lse, double scale, bool causal, int64_t window,
+                             int64_t sinks, bool complement) {
+    const int64_t B = queries.size(0), Hq = queries.size(1), S = queries.size(2), D = queries.size(3);
+    const int64_t Hkv = keys.size(1), T = keys.size(2);
+    if (key_bias.has_value()) check_array(*key_bias, queries, ScalarType::Float, {B, Hkv, T}, "key_bias");
+    return {
+        .out = view_of(out, "out"),
+        .q = view_of(queries, "queries"),
+        .k = view_of(keys, "keys"),
+        .v = view_of(values, "values"),
+        .lse = static_cast<float*>(const_cast<void*>(lse.const_data_ptr())),
+        .key_bias = key_bias.has_value() ? static_cast<const float*>(key_bias->const_data_ptr()) : nullptr,
+        .lengths = int_array(lengths, queries, {B}, "lengths"),
+        .B = B, .Hq = Hq, .Hkv = Hkv, .S = S, .T = T, .D = D,
+        .window = window,
+        .sinks = sinks,
+        .scale = static_cast<float>(scale),
+        .causal = causal,
+        .complement = complement,
+    };
+}
+
+void check_same(const Tensor& x, const Tensor& like, const char* name) {
+    check_device(x, like, name);
+    STD_TORCH_CHECK(x.dim() == 4 && x.scalar_type() == like.scalar_type(), name, " must be [B, H, T, D] of one dtype");
+    for (int64_t d = 0; d < 4; d++) STD_TORCH_CHECK(x.size(d) == like.size(d), name, " has another shape");
+}
+
+void check_keys(const Tensor& queries, const Tensor& keys, const Tensor& values) {
+    STD_TORCH_CHECK(queries.dim() == 4 && keys.dim() == 4, "queries and keys must be [B, H, T, D]");
+    check_device(keys, queries, "keys");
+    STD_TORCH_CHECK(keys.scalar_type() == queries.scalar_type(), "keys must have the queries' dtype");
+    STD_TORCH_CHECK(keys.size(0) == queries.size(0) && keys.size(3) == queries.size(3), "keys must be [B, Hkv, T, D]");
+    check_same(values, keys, "values");
+}
+
+std::tuple<Tensor, Tensor> attention(const Tensor& queries, const Tensor& keys, const Tensor& values,
+                                     const std::optional<Tensor>& key_bias, const std::optional<Tensor>& lengths,
+                                     double scale, bool causal, int64_t window, int64_t sinks, bool complement) {
+    check_keys(queries, keys, values);
+    const int64_t B = queries.size(0), Hq = queries.size(1), S = queries.size(2);
+    Tensor out = torch::stable::new_empty(queries, {B, Hq, S, queries.size(3)});
+    Tensor lse = torch::stable::new_empty(queries, {B, Hq, S}, ScalarType::Float);
+    const kvc_attention_args args = arguments(queries, keys, values, key_bias, lengths, out, lse, scale, causal, window,
+                                              sinks, complement);
+    run("attention", queries, [&] { return kvc_attention(&args, torch_parallel_for); },
+        KVC_CUDA_CALL(kvc_cuda_attention(&args, stream)));
+    return {out, lse};
+}
+
+// Returns dq, dk, dv, dkey_bias (no elements without key_bias).
+std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
+    const Tensor& dout, const std::optional<Tensor>& dlse, const Tensor& queries, const Tensor& keys,
+    const Tensor& values, const std::optional<Tensor>& key_bias, const std::optional<Tensor>& lengths, const Tensor& out,
+    const Tensor& lse, double scale, bool causal, int64_t window, int64_t sinks, bool complement) {
+    check_keys(queries, keys, values);
+    check_same(dout, queries, "dout");
+    check_same(out, queries, "out");
+    const int64_t B = queries.size(0), Hq = queries.size(1), S = queries.size(2), D = queries.size(3);
+    const int64_t Hkv = keys.size(1), T = keys.size(2);
+    check_array(lse, queries, ScalarType::Float, {B, Hq, S}, "lse");
+    if (dlse.has_value()) check_array(*dlse, queries, ScalarType::Float, {B, Hq, S}, "dlse");
+    Tensor dq = torch::stable::new_empty(queries, {B, Hq, S, D});
+    Tensor dk = torch::stable::new_empty(queries, {B, Hkv, T, D}), dv = torch::stable::new_empty(queries, {B, Hkv, T, D});
+    Tensor dbias = torch::stable::new_empty(queries, {B, Hkv, key_bias.has_value() ? T : 0}, ScalarType::Float);
+    kvc_attention_backward_args args = {
+        .forward = arguments(queries, keys, values, key_bias, lengths, out, lse, scale, causal, window, sinks,
+                             complement),
+        .dout = view_of(dout, "dout"),
+        .dq = view_of(dq, "dq"),
+        .dk = view_of(dk, "dk"),
+        .dv = view_of(dv, "dv"),
+        .dlse = dlse.has_value() ? static_cast<const float*>(dlse->const_data_ptr()) : nullptr,
+        .dkey_bias = key_bias.has_value() ? static_cast<float*>(dbias.mutable_data_ptr()) : nullptr,
+        .scratch = nullptr,
+    };
+    int64_t bytes = 0;
+    if (queries.is_cpu()) bytes = kvc_attention_backward_scratch_bytes(&args);
+#ifdef KVC_WITH_CUDA
+    else bytes = kvc_cuda_attention_backward_scratch_bytes(&args);
+#endif
+    Tensor scratch = torch::stable::new_empty(queries, {bytes}, ScalarType::Byte);
+    args.scratch = scratch.mutable_data_ptr();
+    run("attention_backward", queries, [&] { return kvc_attention_backward(&args, torch_parallel_for); },
+        KVC_CUDA_CALL(kvc_cuda_attention_backward(&args, stream)));
+    return {dq, dk, dv, dbias};
+}
+
+}  // namespace
+
+KVC_REGISTER(attention,
+             "attention(Tensor queries, Tensor keys, Tensor values, Tensor? key_bias, Tensor? lengths, float scale, "
+             "bool causal, int window, int sinks, bool complement) -> (Tensor, Tensor)")
+KVC_REGISTER(attention_backward,
+             "attention_backward(Tensor dout, Tensor? dlse, Tensor queries, Tensor keys, Tensor values, "
+             "Tensor? key_bias, Tensor? lengths, Tensor out, Tensor lse, float scale, bool causal, int window, "
+             "int sinks, bool complement) -> (Tensor, Tensor, Tensor, Tensor)")

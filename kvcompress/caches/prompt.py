@@ -1,0 +1,24 @@
+"""Attention of a part of a prompt over what is held and itself: ours, or PyTorch's where that is the faster."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
+
+from .. import ops
+
+
+def prompt_attention(queries: Tensor, keys: Tensor, values: Tensor, lengths: list[int], scaling: float) -> Tensor:
+    """Causal attention whose queries [B, Hq, S, D] are the last S of each sequence's lengths[b] keys [B, Hkv, T, D].
+
+    Queries before a sequence's first key are padding; theirs is 0.
+    """
+    S, T = queries.shape[2], keys.shape[2]
+    whole = min(lengths) == T
+    if queries.device.type != "cpu" and whole:  # on a GPU SDPA's flash attention serves the mask without lengths
+        return torch.nn.functional.scaled_dot_product_attention(
+            queries, keys, values, attn_mask=causal_lower_right(S, T), scale=scaling, enable_gqa=True
+        )
+    ends = None if whole else torch.tensor(lengths, dtype=torch.int32).to(keys.device)
+    return ops.attention(queries, keys, values, lengths=ends, scale=scaling)[0]

@@ -1,0 +1,298 @@
+import pytest
+import torch
+from helpers import DTYPES, assert_as_accurate
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvcompress import ops, reference
+
+MASKS = {
+    "causal": {},
+    "all": {"causal": False},
+    "window": {"window": 37},
+    "sinks": {"window": 37, "sinks": 5},
+    "sinks beyond the window": {"window": 3, "sinks": 150},
+    "complement": {"window": 37, "sinks": 5, "complement": True},
+    "empty complement": {"window": 10_000, "complement": True},
+}
+
+
+def inputs(B, Hq, Hkv, S, T, D, dtype=torch.float32, bias=False):
+    queries = torch.randn(B, Hq, S, D).to(dtype).requires_grad_()
+    keys, values = (torch.randn(B, Hkv, T, D).to(dtype).requires_grad_() for _ in range(2))
+    key_bias = None
+    if bias:
+        key_bias = 2 * torch.randn(B, Hkv, T)
+        key_bias[..., ::5] = float("-inf")
+        key_bias.requires_grad_()
+    return queries, keys, values, key_bias
+
+
+def results(function, tensors, grads, **options):
+    """out, lse and the gradients of queries, keys, values (and key_bias)."""
+    queries, keys, values, key_bias = tensors
+    out, lse = function(queries, keys, values, key_bias=key_bias, **options)
+    wanted = [x for x in tensors if x is not None]
+    finite = torch.where(lse.isinf(), 0, lse)
+    return out, lse, *torch.autograd.grad((out, finite), wanted, [g.to(x.dtype) for g, x in zip(grads, (out, lse))])  # noqa: B905
+
+
+def plain_results(tensors, grads, **options):
+    """The kernel's own formula in plain PyTorch: as results, with p = exp(logit - lse) in the gradients."""
+    queries, keys, values, key_bias = tensors
+    out, lse = reference.attention(queries, keys, values, key_bias=key_bias, **options)
+    (B, _, S, D), (Hkv, T), G = queries.shape, keys.shape[1:3], queries.shape[1] // keys.shape[1]
+    k, v = (x.repeat_interleave(G, 1) for x in (keys, values))
+    mask = {name: options[name] for name in ("causal", "window", "sinks", "complement", "lengths") if name in options}
+    logits = queries @ k.mT * D**-0.5
+    ends = options.get("lengths", torch.full((B,), T)).long()
+    own = (torch.arange(T) == (ends[:, None, None] - S + torch.arange(S)[:, None]))[:, None]
+    if key_bias is not None:
+        logits = logits + torch.where(own, 0, key_bias.repeat_interleave(G, 1)[:, :, None]).to(logits.dtype)
+    logits = logits.masked_fill(~reference.visible(S, T, **mask)[:, None], float("-inf"))
+    base = torch.where(lse.isinf(), float("inf"), lse)
+    p = torch.exp(logits.float() - base[..., None].float()).to(queries.dtype)
+    dout, dlse = (g.to(x.dtype) for g, x in zip(grads, (out, lse), strict=True))
+    ds = p * (dout @ v.mT - (dout * out).sum(-1, keepdim=True) + dlse[..., None])
+    heads = [x.unflatten(1, (Hkv, G)).sum(2) for x in (ds.mT @ queries * D**-0.5, p.mT @ dout)]
+    found = out, lse, ds @ k * D**-0.5, *heads
+    if key_bias is None:
+        return found
+    return *found, ds.masked_fill(own, 0).sum(2).unflatten(1, (Hkv, G)).sum(2)
+
+
+def check(tensors, **options):
+    out, lse = ops.attention(*tensors[:3], key_bias=tensors[3], **options)
+    grads = torch.randn_like(out), torch.randn_like(lse)
+    double = [None if x is None else x.detach().double().requires_grad_() for x in tensors]
+    exact = results(reference.attention, double, grads, **options)
+    plain = plain_results([None if x is None else x.detach() for x in tensors], grads, **options)
+    ours = results(ops.attention, tensors, grads, **options)
+    for name, x, y, z in zip(("out", "lse", "dq", "dk", "dv", "dbias"), ours, plain, exact, strict=False):
+        try:
+            assert_as_accurate(x.detach(), y.to(x.dtype), z.detach(), typical=True)
+        except AssertionError as error:
+            raise AssertionError(f"{name}: {error}") from None
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("bias", [False, True])
+def test_masks_and_gradients_as_the_reference(simd, mask, bias):
+    check(inputs(2, 4, 2, 150, 200, 32, bias=bias), **MASKS[mask])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("B", "Hq", "Hkv", "S", "T", "D"),
+    [(1, 8, 1, 3, 70, 64), (2, 6, 3, 65, 65, 80), (1, 5, 1, 20, 300, 96), (1, 2, 2, 129, 257, 128),
+     (1, 2, 1, 70, 90, 256), (1, 3, 1, 64, 64, 33), (1, 1, 1, 7, 9, 1)],
+)  # fmt: skip
+def test_shapes_and_dtypes_as_the_reference(simd, dtype, B, Hq, Hkv, S, T, D):
+    check(inputs(B, Hq, Hkv, S, T, D, dtype, bias=True))
+    check(inputs(B, Hq, Hkv, S, T, D, dtype), window=20, sinks=2)
+
+
+def test_one_token(simd):
+    queries, keys, values, _ = inputs(1, 2, 1, 1, 1, 16)
+    out, lse = ops.attention(queries, keys, values)
+    assert torch.equal(out, values.expand(1, 2, 1, 16))
+    torch.testing.assert_close(lse, (queries * keys).sum(-1) / 4)
+    grads = torch.autograd.grad((out, lse), (queries, keys, values), (torch.ones_like(out), torch.ones_like(lse)))
+    torch.testing.assert_close(grads[0], keys.expand(1, 2, 1, 16) / 4, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(grads[1], queries.sum(1, keepdim=True) / 4, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(grads[2], torch.full_like(values, 2.0))
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_sequences_of_different_length(simd, mask):
+    lengths = torch.tensor([0, 1, 30, 90], dtype=torch.int32)
+    tensors = inputs(4, 4, 2, 40, 90, 16, bias=True)
+    check(tensors, lengths=lengths, **MASKS[mask])
+    out, lse = ops.attention(*tensors[:3], lengths=lengths, **MASKS[mask])
+    assert not out[0].any() and (lse[0] == float("-inf")).all()
+    # the 30 tokens of sequence 2 alone: its first 10 columns are padding
+    alone = [x[2:3, :, :30] for x in tensors[1:3]]
+    there = ops.attention(tensors[0][2:3, :, 10:], *alone, **MASKS[mask])
+    torch.testing.assert_close(out[2:3, :, 10:], there[0])
+    torch.testing.assert_close(lse[2:3, :, 10:], there[1])
+    assert not out[2, :, :10].any()
+
+
+def test_what_lies_past_a_sequence_is_not_read(simd):
+    queries, keys, values, bias = inputs(1, 2, 1, 4, 20, 16, bias=True)
+    lengths = torch.tensor([13], dtype=torch.int32)
+    with torch.no_grad():
+        clean = ops.attention(queries, keys, values, key_bias=bias, lengths=lengths)
+        for x in (keys, values):
+            x[:, :, 13:] = float("nan")
+        bias[..., 13:] = float("nan")
+        dirty = ops.attention(queries, keys, values, key_bias=bias, lengths=lengths)
+    assert torch.equal(clean[0], dirty[0])
+    assert torch.equal(clean[1], dirty[1])
+
+
+def test_a_query_that_sees_nothing_has_no_gradient(simd):
+    queries, keys, values, _ = inputs(1, 2, 1, 6, 6, 16)
+    bias = torch.full((1, 1, 6), float("-inf"), requires_grad=True)
+    out, lse = ops.attention(queries, keys, values, key_bias=bias, window=1, complement=True)
+    assert not out.any() and (lse == float("-inf")).all()
+    for grad in torch.autograd.grad((out, lse), (queries, keys, values, bias), (out + 1, lse.exp() + 1)):
+        assert not grad.any()
+
+
+def test_own_position_is_exempt_from_the_bias(simd):
+    queries, keys, values, _ = inputs(1, 1, 1, 5, 5, 16)
+    bias = torch.full((1, 1, 5), float("-inf"))
+    out, _ = ops.attention(queries, keys, values, key_bias=bias)
+    torch.testing.assert_close(out, values)  # each query is left with its own token
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_window_and_complement_merge_to_causal_with_exact_gradients(simd, dtype):
+    tensors = inputs(2, 4, 2, 100, 130, 32, dtype)[:3]
+    options = {"window": 20, "sinks": 3}
+    near, far = ops.attention(*tensors, **options), ops.attention(*tensors, complement=True, **options)
+    # ops.merge_states has no gradient: the formula
+    lse = torch.logaddexp(near[1], far[1])
+    merged = sum(out.float() * (part - lse).exp()[..., None] for out, part in (near, far))
+    whole = ops.attention(*tensors)
+    tolerance = {torch.float32: 2e-5, torch.bfloat16: 5e-2, torch.float16: 5e-3}[dtype]
+    torch.testing.assert_close(merged, whole[0].float(), atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(lse, whole[1])
+    grad, grad_lse = torch.randn_like(merged), torch.randn_like(lse)
+    ours = torch.autograd.grad((merged, lse), tensors, (grad, grad_lse))
+    exact = torch.autograd.grad(whole, tensors, (grad.to(dtype), grad_lse))
+    for x, y in zip(ours, exact, strict=True):
+        torch.testing.assert_close(x.float(), y.float(), atol=8 * tolerance, rtol=8 * tolerance)
+
+
+def test_threads_change_no_bit(simd):
+    tensors = inputs(1, 6, 2, 300, 400, 64, bias=True)
+    grads = torch.randn(1, 6, 300, 64), torch.randn(1, 6, 300)
+    threads = torch.get_num_threads()
+    found = []
+    try:
+        for count in (1, 2, 5):
+            torch.set_num_threads(count)
+            found.append(results(ops.attention, tensors, grads, window=100, sinks=4))
+    finally:
+        torch.set_num_threads(threads)
+    for other in found[1:]:
+        for x, y in zip(found[0], other, strict=True):
+            assert torch.equal(x, y)
+
+
+def test_any_strides(simd):
+    q, k, v, _ = inputs(2, 4, 2, 70, 80, 32)
+    strided = [x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in (q, k, v)]
+    grads = torch.randn(2, 70, 4, 32).transpose(1, 2), torch.randn(2, 4, 70)
+    for x, y in zip(
+        results(ops.attention, (q, k, v, None), grads),
+        results(ops.attention, (*strided, None), grads),
+        strict=True,
+    ):
+        assert torch.equal(x, y)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    S=st.integers(1, 90),
+    extra=st.integers(0, 200),
+    heads=st.sampled_from([(1, 1), (3, 1), (4, 2)]),
+    window=st.none() | st.integers(1, 150),
+    sinks=st.integers(0, 100),
+    complement=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_any_mask_sees_what_the_reference_sees(S, extra, heads, window, sinks, complement, seed):
+    torch.manual_seed(seed)
+    options = {"window": window, "sinks": sinks if window else 0, "complement": complement and window is not None}
+    tensors = [x.detach().requires_grad_() for x in inputs(1, *heads, S, S + extra, 8)[:3]]
+    grads = torch.randn(1, heads[0], S, 8), torch.randn(1, heads[0], S)
+    ours = results(ops.attention, (*tensors, None), grads, **options)
+    exact = results(
+        reference.attention, (*(x.detach().double().requires_grad_() for x in tensors), None), grads, **options
+    )
+    for x, y in zip(ours, exact, strict=True):
+        torch.testing.assert_close(x.double(), y, atol=2e-4, rtol=2e-4)
+
+
+def test_reference_passes_gradcheck():
+    for mask in MASKS.values():
+        tensors = [
+            None if x is None else x.detach().double().requires_grad_() for x in inputs(2, 2, 1, 6, 9, 3, bias=True)
+        ]
+        lengths = torch.tensor([9, 4], dtype=torch.int32)
+
+        def function(q, k, v, bias, mask=mask, lengths=lengths):
+            out, lse = reference.attention(q, k, v, key_bias=bias, lengths=lengths, **mask)
+            return out, torch.where(lse.isinf(), 0, lse)
+
+        # finite biases: the derivative in one of -inf is 0, but no difference quotient shows it
+        tensors[3] = torch.randn(2, 1, 9, dtype=torch.float64, requires_grad=True)
+        assert torch.autograd.gradcheck(function, tensors)
+
+
+def test_opcheck():
+    for bias in (False, True):
+        q, k, v, key_bias = inputs(1, 4, 2, 5, 8, 16, bias=bias)
+        key_bias = None if key_bias is None else torch.randn(1, 2, 8, requires_grad=True)
+        lengths = torch.tensor([7], dtype=torch.int32)
+        torch.library.opcheck(
+            torch.ops.kvcompress.attention, (q, k, v, key_bias, lengths, 0.25, True, 4, 1, False), rtol=1e-4, atol=1e-4
+        )
+
+
+def test_only_one_of_out_and_lse_is_used(simd):
+    q, k, v, _ = inputs(1, 2, 1, 9, 12, 16)
+    for number in (0, 1):
+        ours = torch.autograd.grad(ops.attention(q, k, v)[number].sum(), (q, k), retain_graph=False)
+        plain = torch.autograd.grad(reference.attention(q, k, v)[number].sum(), (q, k))
+        for x, y in zip(ours, plain, strict=True):
+            torch.testing.assert_close(x, y, atol=1e-5, rtol=1e-5)
+
+
+def test_second_derivatives_are_refused():
+    q, k, v, _ = inputs(1, 2, 1, 4, 4, 8)
+    (first,) = torch.autograd.grad(ops.attention(q, k, v)[0].sum(), q, create_graph=True)
+    with pytest.raises(NotImplementedError, match="differentiable once"):
+        first.sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"queries": torch.randn(1, 4, 9, 8)}, "9 queries and 8 keys"),
+        ({"queries": torch.randn(1, 3, 4, 8)}, "queries have 3 heads"),
+        ({"queries": torch.randn(4, 4, 8)}, r"queries must be \[B, Hq, S, D\]"),
+        ({"queries": torch.randn(1, 4, 4, 8).double()}, "queries must be float32"),
+        ({"keys": torch.randn(1, 2, 8, 8).bfloat16()}, "keys must be torch.float32"),
+        ({"keys": torch.randn(1, 2, 8, 16)}, r"keys must be \[1, Hkv, T, 8\]"),
+        ({"values": torch.randn(1, 2, 7, 8)}, "values must be"),
+        ({"window": 0}, "window must be at least 1 or None, got 0"),
+        ({"window": 3, "causal": False}, "window needs causal=True"),
+        ({"complement": True}, "complement needs a window"),
+        ({"sinks": -1}, "sinks must be at least 0, got -1"),
+        ({"key_bias": torch.zeros(1, 2, 7)}, "key_bias must be"),
+        ({"key_bias": torch.zeros(1, 2, 8).double()}, "key_bias must be float32"),
+        ({"lengths": torch.tensor([8])}, "lengths must be int32"),
+        ({"lengths": torch.tensor([8, 8], dtype=torch.int32)}, "lengths must have shape"),
+    ],
+)
+def test_bad_arguments_are_named(change, message):
+    arguments = {"queries": torch.randn(1, 4, 4, 8), "keys": torch.randn(1, 2, 8, 8), "values": torch.randn(1, 2, 8, 8)}
+    with pytest.raises(ValueError, match=message):
+        ops.attention(**{**arguments, **change})
+
+
+@pytest.mark.parametrize("length", [-1, 9])
+def test_lengths_out_of_range_are_refused(length):
+    tensors = inputs(1, 4, 2, 4, 8, 8)[:3]
+    with pytest.raises(RuntimeError, match="length is out of range"):
+        ops.attention(*tensors, lengths=torch.tensor([length], dtype=torch.int32))
+
+
+def test_head_dim_limit():
+    x = torch.randn(1, 1, 2, 257)
+    with pytest.raises(ValueError, match="head dim 257, at most 256"):
+        ops.attention(x, x, x)

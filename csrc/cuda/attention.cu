@@ -27,7 +27,7 @@ struct forward_shared {
     static constexpr int PITCH = pitch_of<T>(MAX_D), P_PITCH = pitch_of<T>(KEYS);
     T q[QUERIES * PITCH];
     T k[KEYS * PITCH], v[KEYS * PITCH];
-    T p[WARPS][16 * P_PITCH];
+    T p[WARPS][sizeof(T) == 2 ? PER_16_BYTES<T> : 16 * P_PITCH];  // float32: the weights between the two products
 };
 
 template <class T, int MAX_D>
@@ -93,7 +93,7 @@ __global__ __launch_bounds__(THREADS) void forward_kernel(const kvc_attention_ar
             weight = exp_of_difference<T>(weight, finite_or_0(m[r]));
             l[r] += weight;
         }
-        store_result(shared->p[warp], P_PITCH, x);
+        if constexpr (sizeof(T) == 4) store_result(shared->p[warp], P_PITCH, x);
         KVC_UNROLL
         for (int n = 0; n < N; n++) {
             values[n][0] *= keep[0];
@@ -103,7 +103,8 @@ __global__ __launch_bounds__(THREADS) void forward_kernel(const kvc_attention_ar
         }
         wait_for_copies<1>();
         __syncthreads();  // the values are there
-        warp_multiply<b_layout::rows>(values, shared->p[warp], P_PITCH, shared->v, PITCH, KEYS, K / 8);
+        if constexpr (sizeof(T) == 2) multiply_result(values, x, shared->v, PITCH, K / 8);
+        else warp_multiply<b_layout::rows>(values, shared->p[warp], P_PITCH, shared->v, PITCH, KEYS, K / 8);
         __syncthreads();  // and used
     }
     wait_for_copies<0>();

@@ -14,7 +14,7 @@
 // 75 KB of shared memory let three blocks run per multiprocessor of an H200, two of an A100: 96 and 64 KB. While one
 // block starts a piece (list, block table, first copy: three loads in a chain, under 3 us of the 11 us that 128 KB take
 // at a third of a multiprocessor's share) the others read on.
-// Instructions: per 16 keys a warp issues 32 mma, 24 ldmatrix and about 150 others, 8 KB of keys and values; at the
+// Instructions: per 16 keys a warp issues 32 mma, 24 ldmatrix and about 150 others for 8 KB of keys and values; at the
 // H200's 20 bytes per clock and multiprocessor that is 206 of 1640 issue slots.
 // The pieces' results are (D + 2)*4 bytes per query and piece, written and read once: 3% of the keys and values at
 // G*S = 4, D = 128.
@@ -32,6 +32,7 @@ constexpr int PIECE = 256;   // keys
 constexpr int STAGE = 64;    // keys of a piece in shared memory at a time, 16 per warp
 constexpr int MMA_QUERIES = 16;
 constexpr int PLAN_THREADS = 256;
+constexpr int JOIN_THREADS = 512;
 constexpr float LOG2_E = 1.44269504088896340736f, LN_2 = 0.69314718055994530942f;
 
 struct plan {
@@ -39,9 +40,10 @@ struct plan {
     int64_t row_pieces;     // pieces of a row that is full
     int64_t capacity;
     int64_t bytes_list, bytes_first, bytes_count, bytes_statistics, bytes_values;
-    int page_shift;  // log2(P); unused without a block table
-    int lanes;       // pieces_kernel: neighbouring threads that share one key
-    int tiles;       // of queries
+    int page_shift;    // log2(P); unused without a block table
+    int lanes;         // pieces_kernel: neighbouring threads that share one key
+    int tiles;         // of queries
+    int join_columns;  // threads side by side in join_kernel: D rounded up to a power of two, at least a warp
     bool wide_q;
 };
 
@@ -61,6 +63,8 @@ plan plan_of(const kvc_decode_args& a) {
     p.capacity = a.block_table ? a.blocks * a.P : a.P;
     p.row_pieces = ceil_div(p.capacity, PIECE);
     while (a.P >> p.page_shift > 1) p.page_shift++;
+    p.join_columns = 32;
+    while (p.join_columns < a.D) p.join_columns *= 2;
     const auto size = [](int64_t count, int64_t bytes) { return ceil_div(count * bytes, 64) * 64; };
     const int64_t pieces = p.rows * p.row_pieces;
     p.bytes_list = size(pieces, sizeof(int4));
@@ -165,7 +169,7 @@ __device__ inline query query_of(const kvc_decode_args& a, const plan& p, int64_
 
 template <class T, int MAX_D>
 struct mma_shared {
-    static constexpr int PITCH = pitch_of<T>(MAX_D), P_PITCH = pitch_of<T>(16);
+    static constexpr int PITCH = pitch_of<T>(MAX_D);
     union {
         struct {
             T k[STAGE * PITCH], v[STAGE * PITCH];
@@ -173,10 +177,11 @@ struct mma_shared {
         float values[WARPS][MMA_QUERIES][MAX_D];  // after the last key of a piece
     };
     T q[MMA_QUERIES * PITCH];
-    T p[WARPS][MMA_QUERIES * P_PITCH];
     float2 statistics[WARPS][MMA_QUERIES];
     int64_t offsets[PIECE];  // of the piece's keys in k_pages
 };
+
+static_assert(sizeof(mma_shared<bf16, 128>) + 1024 <= 228 * 1024 / 3, "three blocks per multiprocessor of an H200");
 
 template <class T, int MAX_D>
 __global__ __launch_bounds__(THREADS) void pieces_mma_kernel(const kvc_decode_args a, const plan p, const scratch s) {
@@ -263,7 +268,6 @@ __global__ __launch_bounds__(THREADS) void pieces_mma_kernel(const kvc_decode_ar
                 weight = exp2f(weight - finite_or_0(m[r]));
                 l[r] += weight;
             }
-            store_result(shared->p[warp], memory::P_PITCH, x);
             // Maxima settle after a few stages; then nothing is scaled
             if (__ballot_sync(FULL_WARP, keep[0] != 1.0f || keep[1] != 1.0f)) {
                 KVC_UNROLL
@@ -274,9 +278,7 @@ __global__ __launch_bounds__(THREADS) void pieces_mma_kernel(const kvc_decode_ar
                     values[n][3] *= keep[1];
                 }
             }
-            __syncwarp();
-            warp_multiply<b_layout::rows>(values, shared->p[warp], memory::P_PITCH, now.v + 16 * warp * PITCH, PITCH,
-                                          16, K / 8);
+            multiply_result(values, x, now.v + 16 * warp * PITCH, PITCH, K / 8);
             __syncthreads();  // the stage's memory is free
         }
         // Join the warps, in their order
@@ -441,27 +443,49 @@ __global__ __launch_bounds__(THREADS, 1) void pieces_kernel(const kvc_decode_arg
 
 // ---- the pieces of a row, in their order ----
 
-__global__ __launch_bounds__(THREADS) void join_kernel(const kvc_decode_args a, const plan p, const scratch s) {
+// Threads share a query's D columns, `parts` of them each column: part i adds up pieces i, i + parts, ...
+__global__ __launch_bounds__(JOIN_THREADS) void join_kernel(const kvc_decode_args a, const plan p, const scratch s) {
+    constexpr int WARPS_HERE = JOIN_THREADS / 32;
+    __shared__ float of_warp[WARPS_HERE], of_thread[JOIN_THREADS];
+    const int thread = threadIdx.x, columns = p.join_columns, parts = JOIN_THREADS / columns;
     const int64_t row = blockIdx.x / p.queries, n = blockIdx.x % p.queries, b = row / a.Hkv, g = row % a.Hkv;
     const query q = query_of(a, p, g, n, 0);
-    const int pieces = pieces_of(a, p, row), D = static_cast<int>(a.D);
+    const int pieces = pieces_of(a, p, row), D = static_cast<int>(a.D), d = thread % columns, part = thread / columns;
     const float2* statistics = s.statistics + row * p.row_pieces * p.queries + n;
     const float* values = s.values + (row * p.row_pieces * p.queries + n) * D;
-    float top = -INFINITY, sum = 0.0f;
-    for (int i = 0; i < pieces; i++) top = fmaxf(top, statistics[i * p.queries].x);
+
+    float top = -INFINITY;
+    for (int i = thread; i < pieces; i += JOIN_THREADS) top = fmaxf(top, statistics[i * p.queries].x);
+    KVC_UNROLL
+    for (int step = 16; step > 0; step /= 2) top = fmaxf(top, __shfl_xor_sync(FULL_WARP, top, step));
+    if (thread % 32 == 0) of_warp[thread / 32] = top;
+    __syncthreads();
+    KVC_UNROLL
+    for (int w = 0; w < WARPS_HERE; w++) top = fmaxf(top, of_warp[w]);
     const float shift = finite_or_0(top);
-    for (int i = 0; i < pieces; i++) {
-        const float2 part = statistics[i * p.queries];
-        sum += exp2f(part.x - shift) * part.y;
+    __syncthreads();
+
+    float sum = 0.0f, value = 0.0f;
+    for (int i = thread; i < pieces; i += JOIN_THREADS) {
+        const float2 one = statistics[i * p.queries];
+        sum += exp2f(one.x - shift) * one.y;
     }
-    const int64_t at = (b * a.Hq + q.h) * a.S + q.s;
-    if (threadIdx.x == 0) a.lse[at] = sum == 0.0f ? -INFINITY : (shift + log2f(sum)) * LN_2;
-    for (int d = threadIdx.x; d < D; d += THREADS) {
-        float value = 0.0f;
-        for (int i = 0; i < pieces; i++)
+    KVC_UNROLL
+    for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(FULL_WARP, sum, step);
+    if (thread % 32 == 0) of_warp[thread / 32] = sum;
+    if (d < D)
+        for (int i = part; i < pieces; i += parts)
             value += exp2f(statistics[i * p.queries].x - shift) * values[i * p.queries * D + d];
-        store_any(a.out, a.q.dtype, at * D + d, sum == 0.0f ? 0.0f : value / sum);
-    }
+    of_thread[thread] = value;
+    __syncthreads();
+    if (part > 0 || d >= D) return;
+    sum = 0.0f;
+    KVC_UNROLL
+    for (int w = 0; w < WARPS_HERE; w++) sum += of_warp[w];
+    for (int i = 1; i < parts; i++) value += of_thread[i * columns + d];
+    const int64_t at = (b * a.Hq + q.h) * a.S + q.s;
+    store_any(a.out, a.q.dtype, at * D + d, sum == 0.0f ? 0.0f : value / sum);
+    if (d == 0) a.lse[at] = sum == 0.0f ? -INFINITY : (shift + log2f(sum)) * LN_2;
 }
 
 // ---- host ----
@@ -572,6 +596,6 @@ extern "C" cudaError_t kvc_cuda_decode(const kvc_decode_args* args, cudaStream_t
         });
         if (error != cudaSuccess) return error;
     }
-    KVC_LAUNCH(join_kernel, static_cast<unsigned>(p.rows * p.queries), THREADS, 0, stream, a, p, s);
+    KVC_LAUNCH(join_kernel, static_cast<unsigned>(p.rows * p.queries), JOIN_THREADS, 0, stream, a, p, s);
     return cudaGetLastError();
 }

@@ -114,6 +114,28 @@ __device__ inline void multiply_16x8x16(float (&c)[4], const uint32_t (&a)[4], u
 // How B lies in shared memory: its column n at b + n*pitch, or its row k at b + k*pitch.
 enum class b_layout { columns, rows };
 
+// B for tiles j and j + 1 of one step of 16 k, from the address that this lane gives for it: see warp_multiply.
+template <b_layout B, class T, int N>
+__device__ inline void multiply_step(float (&c)[N][4], const uint32_t (&a)[4], const T* b, int pitch_b, int tiles) {
+    KVC_UNROLL
+    for (int j = 0; j < N; j += 2) {
+        if (j >= tiles) break;
+        uint32_t of_b[4];
+        load_matrices<B == b_layout::rows>(of_b, b + 8 * j * (B == b_layout::rows ? 1 : pitch_b));
+        multiply_16x8x16<T>(c[j], a, of_b[0], of_b[1]);
+        multiply_16x8x16<T>(c[j + 1], a, of_b[2], of_b[3]);
+    }
+}
+
+// Where this lane's row of the four 8 x 8 matrices of B begins: (columns 0-7, k 0-7), (0-7, 8-15), (8-15, 0-7),
+// (8-15, 8-15).
+template <b_layout B, class T>
+__device__ inline const T* row_of_b(const T* b, int pitch_b) {
+    const int lane = static_cast<int>(threadIdx.x) % 32, matrix = lane / 8, row = lane % 8;
+    return B == b_layout::columns ? b + (row + matrix / 2 * 8) * pitch_b + matrix % 2 * 8
+                                  : b + (row + matrix % 2 * 8) * pitch_b + matrix / 2 * 8;
+}
+
 // What a lane does of warp_multiply below; a and b are at its own rows and columns.
 template <b_layout B, int N>
 __device__ inline void multiply_floats(float (&c)[N][4], const float* a, int pitch_a, const float* b, int pitch_b,
@@ -160,21 +182,11 @@ __device__ inline void warp_multiply(float (&c)[N][4], const T* a, int pitch_a, 
         const int matrix = lane / 8, row = lane % 8;
         // A: matrices (rows 0-7, k 0-7), (8-15, 0-7), (0-7, 8-15), (8-15, 8-15)
         a += (row + matrix % 2 * 8) * pitch_a + matrix / 2 * 8;
-        // B: (columns 0-7, k 0-7), (0-7, 8-15), (8-15, 0-7), (8-15, 8-15)
-        if constexpr (B == b_layout::columns) b += (row + matrix / 2 * 8) * pitch_b + matrix % 2 * 8;
-        else b += (row + matrix % 2 * 8) * pitch_b + matrix / 2 * 8;
+        b = row_of_b<B>(b, pitch_b);
         for (int k = 0; k < K; k += 16) {
             uint32_t of_a[4];
             load_matrices<false>(of_a, a + k);
-            KVC_UNROLL
-            for (int j = 0; j < N; j += 2) {
-                if (j >= tiles) break;
-                uint32_t of_b[4];
-                if constexpr (B == b_layout::columns) load_matrices<false>(of_b, b + 8 * j * pitch_b + k);
-                else load_matrices<true>(of_b, b + k * pitch_b + 8 * j);
-                multiply_16x8x16<T>(c[j], of_a, of_b[0], of_b[1]);
-                multiply_16x8x16<T>(c[j + 1], of_a, of_b[2], of_b[3]);
-            }
+            multiply_step<B>(c, of_a, b + k * (B == b_layout::rows ? pitch_b : 1), pitch_b, tiles);
         }
     } else {
         const int group = lane / 4, t = lane % 4;
@@ -191,6 +203,26 @@ __device__ inline void warp_multiply(float (&c)[N][4], const T* a, int pitch_a, 
         } else {
             multiply_floats<B>(c, a, pitch_a, b, pitch_b, K, tiles);
         }
+    }
+}
+
+// c += A x B with A [16, 8*M] a result of warp_multiply, rounded to T (16 bits), and row k of B at b + k*pitch_b: the
+// lanes already hold the elements that the product wants from them.
+template <class T, int M, int N>
+__device__ inline void multiply_result(float (&c)[N][4], const float (&a)[M][4], const T* b, int pitch_b, int tiles) {
+    static_assert(M % 2 == 0 && N % 2 == 0, "steps of 16 k, two tiles of B with one load");
+    const auto pair = [](float low, float high) {
+        T both[2];
+        from_float(low, both[0]);
+        from_float(high, both[1]);
+        return both[0].bits | static_cast<uint32_t>(both[1].bits) << 16;
+    };
+    b = row_of_b<b_layout::rows>(b, pitch_b);
+    KVC_UNROLL
+    for (int i = 0; i < M; i += 2) {
+        const uint32_t of_a[4] = {pair(a[i][0], a[i][1]), pair(a[i][2], a[i][3]), pair(a[i + 1][0], a[i + 1][1]),
+                                  pair(a[i + 1][2], a[i + 1][3])};
+        multiply_step<b_layout::rows>(c, of_a, b + 8 * i * pitch_b, pitch_b, tiles);
     }
 }
 

@@ -12,6 +12,9 @@
  *   select_topk    missing places are -1; lengths are clamped to [0, T]
  *   compact_rows   a slot whose index is negative or >= T keeps what it had
  *   decode         ranges are clamped to the row's capacity; keys on a page outside [0, pages) are not seen
+ *   attention      lengths are clamped to [0, T]
+ * With 16-bit types, decode may let a value that is not finite reach queries of its row that do not see it (0*inf; only
+ * with causal), as attention does.
  */
 #ifndef KVC_CUDA_H
 #define KVC_CUDA_H
@@ -22,7 +25,7 @@
 extern "C" {
 #endif
 
-#define KVC_CUDA_MAX_HEAD_DIM 256 /* window_scores and decode; the other kernels take any D */
+#define KVC_CUDA_MAX_HEAD_DIM 256 /* window_scores, decode and attention; the other kernels take any D */
 
 cudaError_t kvc_cuda_rope(const kvc_rope_args *args, cudaStream_t stream);
 
@@ -33,9 +36,18 @@ cudaError_t kvc_cuda_window_scores(const kvc_window_scores_args *args, cudaStrea
 
 cudaError_t kvc_cuda_select_topk(const kvc_select_topk_args *args, cudaStream_t stream);
 cudaError_t kvc_cuda_compact_rows(const kvc_compact_rows_args *args, cudaStream_t stream);
-/* args->scratch is not read. */
+
+/* The list of pieces that rows are cut into and their partial results; from sizes only. 64-byte aligned. 0 for sizes
+ * that the launcher rejects. Nothing waits for the host: a call can be captured in a CUDA graph. */
+int64_t kvc_cuda_decode_scratch_bytes(const kvc_decode_args *args);
 cudaError_t kvc_cuda_decode(const kvc_decode_args *args, cudaStream_t stream);
 cudaError_t kvc_cuda_merge_states(const kvc_merge_states_args *args, cudaStream_t stream);
+
+cudaError_t kvc_cuda_attention(const kvc_attention_args *args, cudaStream_t stream);
+
+/* One float per query and head: delta. 64-byte aligned. 0 for sizes that the launcher rejects. */
+int64_t kvc_cuda_attention_backward_scratch_bytes(const kvc_attention_backward_args *args);
+cudaError_t kvc_cuda_attention_backward(const kvc_attention_backward_args *args, cudaStream_t stream);
 
 #ifdef __cplusplus
 }

@@ -34,8 +34,12 @@ static std::tuple<Tensor, Tensor> decode(const Tensor& queries, const Tensor& k_
         .scale = static_cast<float>(scale),
         .causal = causal,
     };
-    Tensor scratch = torch::stable::new_empty(queries, {queries.is_cpu() ? kvc_decode_scratch_bytes(&args) : 0},
-                                              ScalarType::Byte);
+    int64_t bytes = 0;
+    if (queries.is_cpu()) bytes = kvc_decode_scratch_bytes(&args);
+#ifdef KVC_WITH_CUDA
+    else bytes = kvc_cuda_decode_scratch_bytes(&args);
+#endif
+    Tensor scratch = torch::stable::new_empty(queries, {bytes}, ScalarType::Byte);
     args.scratch = scratch.mutable_data_ptr();
     run("decode", queries, [&] { return kvc_decode(&args, torch_parallel_for); },
         KVC_CUDA_CALL(kvc_cuda_decode(&args, stream)));

@@ -29,7 +29,14 @@ namespace {
 
 // ---- one block in flight ----
 
-const char* const warp_op_names[] = {"__syncthreads", "__syncwarp", "a shuffle", "a ballot"};
+const char* const warp_op_names[] = {"__syncthreads", "__syncwarp", "a shuffle", "a ballot", "a matrix operation"};
+
+struct copy {
+    void* to;
+    const void* from;
+    size_t bytes;
+    bool there;
+};
 
 struct thread_state {
     dim3 thread_idx;
@@ -39,6 +46,8 @@ struct thread_state {
     warp_op waits_at = warp_op::none;
     unsigned mask = 0, source = 0;     // of that operation
     uint64_t given = 0, received = 0;  // bits that it offers and gets there
+    unsigned exchanges = 0;
+    std::vector<std::vector<copy>> copies = std::vector<std::vector<copy>>(1);  // groups; the last one is open
     ucontext_t context;
     char* stack = nullptr;
     void* fake_stack = nullptr;  // AddressSanitizer's, while another fiber runs
@@ -47,6 +56,7 @@ struct thread_state {
 struct warp_state {
     std::mutex lock;
     std::condition_variable wake;
+    char exchanged[2][32 * 32];  // of every other exchange: one barrier per exchange is enough
 };
 
 struct deadlock {};  // thrown in threads that can never go on, to unwind them
@@ -145,6 +155,9 @@ void release_lanes_if_complete(unsigned warp, unsigned mask, warp_op operation) 
     uint64_t votes = 0;
     for (unsigned lane = 0; lane < 32; lane++) {
         const thread_state* t = mask >> lane & 1 ? lane_of(warp, lane) : nullptr;
+        if (operation == warp_op::exchange && (!t || t->exited))
+            fail("lane " + std::to_string(lane) + " of warp " + std::to_string(warp) +
+                 " takes no part in a matrix operation");
         if (!t || t->exited) continue;
         if (t->waits_at != operation || t->mask != mask) return;
         votes |= static_cast<uint64_t>(t->given != 0) << lane;
@@ -314,6 +327,36 @@ uint64_t warp_operation(warp_op operation, unsigned mask, uint64_t given, unsign
     release_lanes_if_complete(self.index / 32, mask, operation);
     wait(self, held, warp.wake, [&] { return self.waits_at == warp_op::none; });
     return self.received;
+}
+
+const char* warp_exchange(const void* given, size_t bytes) {
+    thread_state& self = *current;
+    char* all = block->warps[self.index / 32]->exchanged[self.exchanges++ % 2];
+    std::memcpy(all + 32 * (self.index % 32), given, bytes);
+    warp_operation(warp_op::exchange, 0xffffffffu, 0, 0);
+    return all;
+}
+
+void check_aligned(const void* at, size_t bytes) {
+    if (reinterpret_cast<uintptr_t>(at) % bytes) fail("an address is no multiple of " + std::to_string(bytes));
+}
+
+void async_copy(void* to, const void* from, size_t bytes, bool there) {
+    check_aligned(to, bytes);
+    if (there) check_aligned(from, bytes);
+    current->copies.back().push_back({to, from, bytes, there});
+}
+
+void async_commit() { current->copies.emplace_back(); }
+
+void async_wait(unsigned groups) {
+    std::vector<std::vector<copy>>& copies = current->copies;
+    while (copies.size() > groups + 1) {
+        for (const copy& one : copies.front())
+            if (one.there) std::memcpy(one.to, one.from, one.bytes);
+            else std::memset(one.to, 0, one.bytes);
+        copies.erase(copies.begin());
+    }
 }
 
 void launch_body(const void* kernel, dim3 grid, dim3 threads, size_t shared_bytes, void (*body)(void*), void* context) {

@@ -18,9 +18,22 @@ void allow_shared_bytes(const void* kernel, size_t bytes);
 
 void syncthreads();
 unsigned lane();
-enum class warp_op { none, syncwarp, shuffle, ballot };
+enum class warp_op { none, syncwarp, shuffle, ballot, exchange };
 // Waits for all lanes of `mask` that have not returned. A shuffle gives what lane `source` has given; a ballot and
 // syncwarp give one bit per lane: whether it has given something else than 0.
 uint64_t warp_operation(warp_op operation, unsigned mask, uint64_t given, unsigned source);
+
+// Each of the warp's 32 lanes gives up to 32 bytes; of_lane(result, i) is what lane i gave, until the exchange after
+// the next one.
+const char* warp_exchange(const void* given, size_t bytes);
+inline const char* of_lane(const char* all, unsigned lane) { return all + 32 * lane; }
+
+// Fails the launch if `at` is not a multiple of `bytes`.
+void check_aligned(const void* at, size_t bytes);
+
+// Copies in the background run as late as they may: when the thread waits for them. Without `there`: zeros.
+void async_copy(void* to, const void* from, size_t bytes, bool there);
+void async_commit();
+void async_wait(unsigned groups);
 
 }  // namespace kvc_emulation

@@ -14,6 +14,9 @@ struct alignas(16) float4 {
 struct alignas(16) uint4 {
     unsigned x, y, z, w;
 };
+struct alignas(16) int4 {
+    int x, y, z, w;
+};
 
 enum cudaError_t {
     cudaSuccess = 0,
@@ -22,4 +25,5 @@ enum cudaError_t {
     cudaErrorLaunchFailure = 719
 };
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize = 8 };
+enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount = 16 };
 typedef struct CUstream_st* cudaStream_t;

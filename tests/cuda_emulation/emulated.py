@@ -133,9 +133,35 @@ MergeStatesArgs = structure(
     int: dtype
     int64: N D""",
 )
+AttentionArgs = structure(
+    "AttentionArgs",
+    """
+    view: out q k v
+    pointer: lse key_bias lengths
+    int64: B Hq Hkv S T D window sinks
+    float: scale
+    int: causal complement""",
+)
 
 
-ARGS = [RopeArgs, WindowScoresArgs, SelectTopkArgs, CompactRowsArgs, DecodeArgs, MergeStatesArgs]
+class AttentionBackwardArgs(Structure):
+    _fields_ = (
+        ("forward", AttentionArgs),
+        *((name, View) for name in ("dout", "dq", "dk", "dv")),
+        *((name, c_void_p) for name in ("dlse", "dkey_bias", "scratch")),
+    )
+
+
+ARGS = [
+    RopeArgs,
+    WindowScoresArgs,
+    SelectTopkArgs,
+    CompactRowsArgs,
+    DecodeArgs,
+    MergeStatesArgs,
+    AttentionArgs,
+    AttentionBackwardArgs,
+]
 
 
 class LaunchError(RuntimeError):
@@ -155,7 +181,8 @@ def view(x: torch.Tensor) -> View:
 class Kernels:
     def __init__(self, library: Path):
         self.library = ctypes.CDLL(str(library))
-        self.library.kvc_cuda_window_scores_scratch_bytes.restype = c_int64
+        for name in ("window_scores", "decode", "attention_backward"):
+            getattr(self.library, f"kvc_cuda_{name}_scratch_bytes").restype = c_int64
         sizes = (c_int64 * len(ARGS))()
         self.library.check_sizes(sizes)
         for args, size in zip(ARGS, sizes, strict=True):
@@ -166,6 +193,12 @@ class Kernels:
         code = getattr(self.library, name)(byref(args), None)
         if code:
             raise LaunchError(name, code)
+
+    def call_with_scratch(self, name: str, args: Structure) -> None:
+        nbytes = getattr(self.library, f"{name}_scratch_bytes")(byref(args))
+        scratch = torch.full((nbytes + 64,), 255, dtype=torch.uint8)  # NaN wherever nothing is written
+        args.scratch = (scratch.data_ptr() + 63) // 64 * 64
+        self.call(name, args)
 
     def rope(self, x, cos, sin, positions=None, *, inverse=False, out=None):
         B, H, T, D = x.shape
@@ -183,10 +216,7 @@ class Kernels:
         options = (scale, REDUCTIONS.index(reduce), POOLINGS.index(pooling), kernel_size)
         sizes = (B, Hq, Hkv, W, T, D)
         args = WindowScoresArgs(pointer(scores), view(queries), view(keys), pointer(lengths), None, *sizes, *options)
-        nbytes = self.library.kvc_cuda_window_scores_scratch_bytes(byref(args))
-        scratch = torch.full((nbytes + 64,), 255, dtype=torch.uint8)  # NaN wherever nothing is written
-        args.scratch = (scratch.data_ptr() + 63) // 64 * 64
-        self.call("kvc_cuda_window_scores", args)
+        self.call_with_scratch("kvc_cuda_window_scores", args)
         return scores
 
     def select_topk(self, scores, k, *, lengths=None):
@@ -216,7 +246,7 @@ class Kernels:
         args.P, args.pages, args.blocks = P, pages, blocks
         args.scale = D**-0.5 if scale is None else scale
         args.causal = causal
-        self.call("kvc_cuda_decode", args)
+        self.call_with_scratch("kvc_cuda_decode", args)
         return out, lse
 
     def merge_states(self, a, b, *, out=None):
@@ -226,6 +256,31 @@ class Kernels:
         arrays = [pointer(x) for x in (*out, out_a, out_b, lse_a, lse_b)]
         self.call("kvc_cuda_merge_states", MergeStatesArgs(*arrays, dtype, lse_a.numel(), D))
         return out
+
+    def attention(
+        self, queries, keys, values, *, causal=True, window=None, sinks=0, complement=False, key_bias=None,
+        lengths=None, scale=None, grads=None, views=torch.empty_like,
+    ):  # fmt: skip
+        """(out, lse); with grads = (dout, dlse or None) also (dq, dk, dv, dkey_bias). views makes the output tensors
+        from one of their shape."""
+        B, Hq, S, D = queries.shape
+        Hkv, T = keys.shape[1:3]
+        out, lse = views(queries.contiguous()), torch.full((B, Hq, S), 77.0)
+        tensors = [view(x) for x in (out, queries, keys, values)]
+        args = AttentionArgs(*tensors, pointer(lse), pointer(key_bias), pointer(lengths), B, Hq, Hkv, S, T, D)
+        args.window, args.sinks = 0 if window is None else window, sinks
+        args.scale = D**-0.5 if scale is None else scale
+        args.causal, args.complement = causal, complement
+        self.call("kvc_cuda_attention", args)
+        if grads is None:
+            return out, lse
+        dout, dlse = grads
+        dq, dk, dv = (views(x.contiguous()) for x in (queries, keys, values))
+        dkey_bias = None if key_bias is None else torch.full((B, Hkv, T), 77.0)
+        backward = AttentionBackwardArgs(args, *(view(x) for x in (dout, dq, dk, dv)), pointer(dlse))
+        backward.dkey_bias = pointer(dkey_bias)
+        self.call_with_scratch("kvc_cuda_attention_backward", backward)
+        return out, lse, dq, dk, dv, dkey_bias
 
 
 def int_array(count: int):

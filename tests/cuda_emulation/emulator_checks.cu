@@ -1,5 +1,5 @@
 // Kernels that test the emulation itself, and the host side of csrc/cuda/types.cuh; called by test_emulator.py.
-#include "cuda/types.cuh"
+#include "cuda/tile.cuh"
 
 namespace {
 
@@ -64,6 +64,48 @@ __global__ void counters(int* sum, int* top, float* float_sum) {
     atomicAdd(float_sum, 0.5f);
 }
 
+// out [16, 16] = A x B, then out + 256: (A x B) x B, with A [16, 16] and B [16, 16] by rows or by columns.
+template <class T>
+__global__ void products(float* out, const float* a, const float* b, bool b_by_columns) {
+    KVC_DYNAMIC_SHARED(T, shared);
+    constexpr int PITCH = pitch_of<T>(16);
+    T *of_a = shared, *of_b = shared + 16 * PITCH;
+    for (int i = static_cast<int>(threadIdx.x); i < 256; i += 32) {
+        from_float(a[i], of_a[i / 16 * PITCH + i % 16]);
+        from_float(b[i], b_by_columns ? of_b[i % 16 * PITCH + i / 16] : of_b[i / 16 * PITCH + i % 16]);
+    }
+    __syncwarp();
+    float once[2][4] = {}, twice[2][4] = {};
+    if (b_by_columns) warp_multiply<b_layout::columns>(once, of_a, PITCH, of_b, PITCH, 16);
+    else warp_multiply<b_layout::rows>(once, of_a, PITCH, of_b, PITCH, 16);
+    if constexpr (sizeof(T) == 2) {
+        multiply_result(twice, once, of_b, PITCH, 2);
+    } else {
+        __syncwarp();
+        store_result(of_a, PITCH, once);
+        __syncwarp();
+        warp_multiply<b_layout::rows>(twice, of_a, PITCH, of_b, PITCH, 16);
+    }
+    for (int i = 0; i < 8; i++) {
+        const int lane = static_cast<int>(threadIdx.x), row = lane / 4 + i % 4 / 2 * 8;
+        const int at = 16 * row + i / 4 * 8 + lane % 4 * 2 + i % 2;
+        out[at] = once[i / 4][i % 4];
+        out[256 + at] = twice[i / 4][i % 4];
+    }
+}
+
+__global__ void half_a_warp_multiplies(float* out) {
+    float c[4] = {};
+    const uint32_t a[4] = {};
+    if (threadIdx.x < 16) multiply_16x8x16<bf16>(c, a, 0, 0);
+    out[threadIdx.x] = c[0];
+}
+
+__global__ void copy_to_odd_address(float* out) {
+    KVC_DYNAMIC_SHARED(float, values);
+    copy_16_async(values + 1, out, true);
+}
+
 __global__ void nothing() {}
 
 }  // namespace
@@ -102,14 +144,31 @@ cudaError_t check_counters(int* sum, int* top, float* float_sum) {
     KVC_LAUNCH(counters, 3, 96, 0, nullptr, sum, top, float_sum);
     return cudaGetLastError();
 }
+cudaError_t check_products(float* out, const float* a, const float* b, int dtype, int b_by_columns) {
+    return with_dtype(static_cast<kvc_dtype>(dtype), [&](auto element) {
+        using T = decltype(element);
+        KVC_LAUNCH(products<T>, 1, 32, 32 * pitch_of<T>(16) * sizeof(T), nullptr, out, a, b, b_by_columns != 0);
+        return cudaGetLastError();
+    });
+}
+cudaError_t check_half_a_warp(float* out) {
+    KVC_LAUNCH(half_a_warp_multiplies, 1, 32, 0, nullptr, out);
+    return cudaGetLastError();
+}
+cudaError_t check_copy_to_odd_address(float* out) {
+    KVC_LAUNCH(copy_to_odd_address, 1, 1, 64, nullptr, out);
+    return cudaGetLastError();
+}
 cudaError_t check_grid(unsigned x, unsigned y, unsigned threads) {
     KVC_LAUNCH(nothing, dim3(x, y), threads, 0, nullptr);
     return cudaGetLastError();
 }
 // In the order of emulated.ARGS: the ctypes structures there must follow kvc.h.
 void check_sizes(int64_t* sizes) {
-    const size_t all[] = {sizeof(kvc_rope_args),         sizeof(kvc_window_scores_args), sizeof(kvc_select_topk_args),
-                          sizeof(kvc_compact_rows_args), sizeof(kvc_decode_args),        sizeof(kvc_merge_states_args)};
+    const size_t all[] = {sizeof(kvc_rope_args),         sizeof(kvc_window_scores_args),
+                          sizeof(kvc_select_topk_args),  sizeof(kvc_compact_rows_args),
+                          sizeof(kvc_decode_args),       sizeof(kvc_merge_states_args),
+                          sizeof(kvc_attention_args),    sizeof(kvc_attention_backward_args)};
     for (size_t size : all) *sizes++ = static_cast<int64_t>(size);
 }
 void check_conversions(const float* from, uint16_t* as_f16, uint16_t* as_bf16, int64_t count) {

@@ -1,7 +1,7 @@
-// Runs every CUDA kernel once over odd sizes with arrays that end exactly where the contract says, for the sanitizers:
-// built with -fsanitize=address,undefined by test_sanitizers.py; with -fsanitize=thread -DKVC_EMULATE_THREADS the
-// threads of a block are real (two minutes, so not in the tests). Prints "done" if every launch succeeds; the values
-// are checked by the other tests.
+// Runs every CUDA kernel once over odd sizes with arrays that end exactly where the contract says, for the sanitizers.
+// test_sanitizers.py builds it with -fsanitize=address,undefined and with -fsanitize=thread -DKVC_EMULATE_THREADS: then
+// the threads of a block are real, and the argument "few" leaves one case of each kernel. Prints "done" if every launch
+// succeeds; the values are checked by the other tests.
 #include <math.h>
 
 #include <cstdio>
@@ -58,8 +58,8 @@ void run_rope(int64_t D, kvc_dtype dtype) {
     expect(kvc_cuda_rope(&args, nullptr), "rope in place", D);
 }
 
-void run_window_scores(int64_t D, int64_t T, kvc_dtype dtype) {
-    const int64_t B = 2, Hq = 6, Hkv = 2, W = 3;
+void run_window_scores(int64_t D, int64_t T, kvc_dtype dtype, int64_t B = 2, int64_t Hq = 6, int64_t Hkv = 2) {
+    const int64_t W = 3;
     array q(B, Hq, W, D, dtype), k(B, Hkv, T, D, dtype), scores(B * Hkv * (T - W), KVC_F32);
     const std::vector<int32_t> lengths = {static_cast<int32_t>(T), 4};
     kvc_window_scores_args args = {scores.floats(), q.view(), k.view(), lengths.data(), nullptr, B, Hq, Hkv, W, T, D,
@@ -93,7 +93,40 @@ void run_decode(int64_t D, int64_t Hq, int64_t P, kvc_dtype dtype, bool paged) {
     kvc_decode_args args = {out.bytes.get(), lse.floats(), q.view(), k.bytes.get(), v.bytes.get(), dtype,
                             paged ? table.data() : nullptr, begin.data(), end.data(), nullptr, B, Hq, Hkv, S, D, P,
                             pages, blocks, 0.2f, 1};
+    const size_t bytes = static_cast<size_t>(kvc_cuda_decode_scratch_bytes(&args));
+    std::unique_ptr<void, void (*)(void*)> scratch(std::aligned_alloc(64, bytes), std::free);
+    args.scratch = scratch.get();
     expect(kvc_cuda_decode(&args, nullptr), "decode", D);
+}
+
+void run_long_decode(int64_t Hq, int64_t S, kvc_dtype dtype) {
+    const int64_t B = 1, Hkv = 2, T = 520, D = 40;
+    array q(B, Hq, S, D, dtype), k(Hkv * T * D, dtype), v(Hkv * T * D, dtype), out(B * Hq * S * D, dtype),
+        lse(B * Hq * S, KVC_F32);
+    const std::vector<int32_t> end = {static_cast<int32_t>(T), 100};
+    kvc_decode_args args = {out.bytes.get(), lse.floats(), q.view(), k.bytes.get(), v.bytes.get(), dtype, nullptr,
+                            nullptr, end.data(), nullptr, B, Hq, Hkv, S, D, T, Hkv, 1, 0.2f, 1};
+    const size_t bytes = static_cast<size_t>(kvc_cuda_decode_scratch_bytes(&args));
+    std::unique_ptr<void, void (*)(void*)> scratch(std::aligned_alloc(64, bytes), std::free);
+    args.scratch = scratch.get();
+    expect(kvc_cuda_decode(&args, nullptr), "long decode", S);
+}
+
+void run_attention(int64_t D, int64_t S, int64_t T, int64_t window, kvc_dtype dtype, int64_t B = 2, int64_t Hq = 2) {
+    const int64_t Hkv = 1;
+    array q(B, Hq, S, D, dtype), k(B, Hkv, T, D, dtype), v(B, Hkv, T, D, dtype), out(B, Hq, S, D, dtype),
+        dout(B, Hq, S, D, dtype), dq(B, Hq, S, D, dtype), dk(B, Hkv, T, D, dtype), dv(B, Hkv, T, D, dtype),
+        lse(B * Hq * S, KVC_F32), dlse(B * Hq * S, KVC_F32), bias(B * Hkv * T, KVC_F32), dbias(B * Hkv * T, KVC_F32);
+    const std::vector<int32_t> lengths = {static_cast<int32_t>(T), static_cast<int32_t>(S - 1)};
+    const kvc_attention_args args = {out.view(), q.view(), k.view(), v.view(), lse.floats(), bias.floats(),
+                                     lengths.data(), B, Hq, Hkv, S, T, D, window, 2, 0.2f, 1, 0};
+    expect(kvc_cuda_attention(&args, nullptr), "attention", D);
+    kvc_attention_backward_args backward = {args, dout.view(), dq.view(), dk.view(), dv.view(), dlse.floats(),
+                                            dbias.floats(), nullptr};
+    const size_t bytes = static_cast<size_t>(kvc_cuda_attention_backward_scratch_bytes(&backward));
+    std::unique_ptr<void, void (*)(void*)> scratch(std::aligned_alloc(64, bytes), std::free);
+    backward.scratch = scratch.get();
+    expect(kvc_cuda_attention_backward(&backward, nullptr), "attention backward", D);
 }
 
 void run_merge(int64_t N, int64_t D, kvc_dtype dtype) {
@@ -106,19 +139,36 @@ void run_merge(int64_t N, int64_t D, kvc_dtype dtype) {
 
 }  // namespace
 
-int main() {
-    for (kvc_dtype dtype : {KVC_F32, KVC_BF16, KVC_F16})
-        for (int64_t D : {33, 64}) {
-            run_rope(D, dtype);
-            run_window_scores(D, 4, dtype);
-            run_window_scores(D, 70, dtype);
-            run_select_and_compact(77, 30, D, dtype);
-            run_decode(D, 1, 8, dtype, true);
-            run_decode(D, 5, 8, dtype, true);
-            run_decode(D, 3, 13, dtype, false);
-            run_merge(9, D, dtype);
-        }
-    run_select_and_compact(2500, 1200, 3, KVC_BF16);
+int main(int count, char** arguments) {
+    if (count > 1 && !std::strcmp(arguments[1], "few")) {
+        run_rope(33, KVC_BF16);
+        run_window_scores(33, 70, KVC_BF16, 1, 3, 1);
+        run_select_and_compact(77, 30, 33, KVC_F32);
+        run_decode(33, 5, 8, KVC_F32, true);
+        run_long_decode(4, 2, KVC_BF16);
+        run_merge(9, 33, KVC_BF16);
+        run_attention(40, 35, 70, 12, KVC_BF16, 1, 1);
+        run_attention(24, 9, 40, 12, KVC_F32, 1, 1);
+    } else {
+        for (kvc_dtype dtype : {KVC_F32, KVC_BF16, KVC_F16})
+            for (int64_t D : {33, 64}) {
+                run_rope(D, dtype);
+                run_window_scores(D, 4, dtype);
+                run_window_scores(D, 70, dtype);
+                run_select_and_compact(77, 30, D, dtype);
+                run_decode(D, 1, 8, dtype, true);
+                run_decode(D, 5, 8, dtype, true);
+                run_decode(D, 3, 13, dtype, false);
+                run_merge(9, D, dtype);
+                run_attention(D, 35, 70, D == 33 ? 0 : 12, dtype);
+            }
+        run_long_decode(4, 2, KVC_F32);
+        run_long_decode(10, 4, KVC_BF16);
+        run_attention(200, 7, 9, 0, KVC_F16);
+        run_attention(200, 7, 9, 0, KVC_F32);
+        run_attention(136, 3, 70, 5, KVC_BF16);
+        run_select_and_compact(2500, 1200, 3, KVC_BF16);
+    }
     if (failures == 0) std::printf("done\n");
     return failures != 0;
 }

@@ -138,3 +138,74 @@ def test_invalid_sizes_and_empty_work(kernels):
     wide = torch.randn(1, 3, 257)
     with pytest.raises(emulated.LaunchError):
         kernels.decode(torch.randn(1, 1, 1, 257), wide, wide, end)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("Hq", "S", "D", "P"), [(4, 1, 64, 64), (2, 1, 128, 16), (2, 16, 32, 32), (32, 1, 72, 8), (2, 3, 33, 256)]
+)
+def test_one_long_row_among_short_ones(kernels, reference, dtype, Hq, S, D, P):
+    """Rows of many pieces, of one, and of none; the pieces begin where the row does."""
+    T = 1100
+    queries = torch.randn(2, Hq, S, D).to(dtype)
+    k, v = torch.randn(4, T, D).to(dtype), torch.randn(4, T, D).to(dtype)
+    k_pages, v_pages, table = paged(k, v, P)
+    begin = torch.tensor([3, 0, 700, 40], dtype=torch.int32)
+    end = torch.tensor([T - 1, 30, 700, 297], dtype=torch.int32)
+    check(kernels, reference, queries, k_pages, v_pages, end, begin=begin, block_table=table, causal=True)
+
+
+@pytest.mark.parametrize("group", [1, 3, 8, 16])
+@pytest.mark.parametrize("S", [1, 2, 16])
+def test_every_tile_of_queries(kernels, reference, group, S):
+    for dtype in (torch.bfloat16, torch.float32):
+        queries = torch.randn(1, group, S, 16).to(dtype)
+        k, v = torch.randn(1, 300, 16).to(dtype), torch.randn(1, 300, 16).to(dtype)
+        check(kernels, reference, queries, k, v, torch.tensor([290], dtype=torch.int32), causal=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_bits_of_a_query_depend_on_its_own_row_only(kernels, dtype):
+    queries = torch.randn(3, 4, 1, 64).to(dtype)
+    k, v = torch.randn(6, 700, 64).to(dtype), torch.randn(6, 700, 64).to(dtype)
+    end = torch.tensor([700, 5, 300, 256, 257, 0], dtype=torch.int32)
+    out, lse = kernels.decode(queries, k, v, end)
+    for b in range(3):
+        rows = slice(2 * b, 2 * b + 2)
+        alone = kernels.decode(queries[b : b + 1], k[rows], v[rows], end[rows])
+        assert torch.equal(alone[0], out[b : b + 1])
+        assert torch.equal(alone[1], lse[b : b + 1])
+    # neither on how much further the rows could reach
+    k_pages, v_pages, table = paged(k, v, 64)
+    wider = torch.cat([table, table.new_full((6, 40), -1)], 1)
+    there = kernels.decode(queries, k_pages, v_pages, end, block_table=wider)
+    assert torch.equal(there[0], out)
+    assert torch.equal(there[1], lse)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_caches_and_queries_that_are_not_aligned(kernels, reference, dtype):
+    queries = torch.randn(1, 2, 3, 67).to(dtype)[..., 3:]
+    k, v = (torch.randn(90 * 64 + 1).to(dtype)[1:].view(1, 90, 64) for _ in range(2))
+    check(kernels, reference, queries, k, v, torch.tensor([77], dtype=torch.int32))
+    check(kernels, reference, queries, k.clone(), v.clone(), torch.tensor([77], dtype=torch.int32))
+
+
+def test_keys_that_are_not_finite_reach_the_queries_that_see_them(kernels):
+    queries, k, v = (torch.randn(1, n, m, 32).to(torch.bfloat16) for n, m in ((2, 1), (1, 600), (1, 600)))
+    k[0, 0, 300, 3] = float("nan")
+    out, lse = kernels.decode(queries, k[0], v[0], torch.tensor([600], dtype=torch.int32))
+    assert out.isnan().all()
+    assert lse.isnan().all()
+
+
+def test_scratch_holds_the_partial_results_not_the_logits(kernels):
+    def scratch_bytes(**sizes):
+        sizes = {"B": 8, "Hq": 32, "Hkv": 8, "S": 1, "D": 128, "P": 64, "pages": 1, "blocks": 512} | sizes
+        args = emulated.DecodeArgs(block_table=64, **sizes)
+        return kernels.library.kvc_cuda_decode_scratch_bytes(emulated.byref(args))
+
+    pieces = 64 * 32768 // 256
+    assert scratch_bytes() < pieces * (4 * 130 * 4 + 16) + 1024
+    assert scratch_bytes(pages=1000) == scratch_bytes()
+    assert scratch_bytes(B=0) == scratch_bytes(D=257) == 0

@@ -75,6 +75,28 @@ def test_atomics_count_every_thread(kernels):
     assert (total[0], top[0], float_sum.item()) == (288, 287, 144.0)
 
 
+@pytest.mark.parametrize("dtype", emulated.DTYPES)
+@pytest.mark.parametrize("by_columns", [0, 1])
+def test_products_of_one_warp(kernels, dtype, by_columns):
+    a = torch.randint(-3, 4, (16, 16)).float()  # exact in every type
+    b = torch.randint(-1, 2, (16, 16)).float()
+    out = torch.empty(2, 16, 16)
+    pointers = [emulated.float_pointer(x) for x in (out, a, b)]
+    assert kernels.library.check_products(*pointers, emulated.DTYPES.index(dtype), by_columns) == 0
+    assert torch.equal(out[0], a @ b)
+    assert torch.equal(out[1], a @ b @ (b.T if by_columns else b))
+
+
+def test_matrix_operation_of_half_a_warp_is_reported(kernels, capfd):
+    assert kernels.library.check_half_a_warp(emulated.float_pointer(torch.empty(32))) == emulated.LAUNCH_FAILURE
+    assert "takes no part in a matrix operation" in capfd.readouterr().err
+
+
+def test_copy_to_an_odd_address_is_reported(kernels, capfd):
+    assert kernels.library.check_copy_to_odd_address(emulated.float_pointer(torch.empty(8))) == emulated.LAUNCH_FAILURE
+    assert "no multiple of 16" in capfd.readouterr().err
+
+
 @pytest.mark.parametrize("grid", [(1, 65536, 32), (0, 1, 32), (1, 1, 1025), (1, 1, 0)])
 def test_launch_outside_the_limits_is_an_error(kernels, grid):
     assert kernels.library.check_grid(*grid) == emulated.INVALID_CONFIGURATION

@@ -1,0 +1,168 @@
+"""Every op on a device against kvcompress.reference in float64: what gpu_check.py runs on a GPU (any device will do).
+
+Tolerance as in the tests: error at most twice that of the same formula in the same dtype in plain PyTorch.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from kvcompress import ops, reference
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+from helpers import assert_as_accurate
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+INF = float("inf")
+
+
+def double(*tensors: Tensor) -> list[Tensor]:
+    return [x.double() for x in tensors]
+
+
+def int32(device: str, *values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+def pages_of(k: Tensor, v: Tensor, page: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows [R, T, D], T a multiple of page, as pages in random order and their table."""
+    R, T, D = k.shape
+    order = torch.randperm(R * T // page, device=k.device)
+    k_pages, v_pages = (torch.empty(R * T // page, page, D, dtype=k.dtype, device=k.device) for _ in range(2))
+    k_pages[order], v_pages[order] = k.reshape(-1, page, D), v.reshape(-1, page, D)
+    return k_pages, v_pages, order.to(torch.int32).reshape(R, T // page)
+
+
+def check_rope(device: str, dtype: torch.dtype, few: bool) -> None:
+    for D in (64,) if few else (64, 128, 33):
+        x = torch.randn(2, 3, 50, D, device=device).to(dtype)
+        angles = torch.randn(70, D // 4, device=device)
+        positions = torch.randint(0, 70, (2, 50), device=device, dtype=torch.int32)
+        exact = reference.rope(x.double(), angles.double().cos(), angles.double().sin(), positions)
+        tables = angles.cos(), angles.sin()
+        plain = reference.rope(x.float(), *tables, positions).to(dtype)
+        assert_as_accurate(ops.rope(x, *tables, positions), plain, exact)
+
+
+def check_window_scores(device: str, dtype: torch.dtype, few: bool) -> None:
+    for Hq, Hkv, W, T, D in (
+        ((4, 2, 8, 100, 64),) if few else ((4, 2, 8, 100, 64), (8, 2, 64, 3000, 128), (3, 3, 5, 70, 33))
+    ):
+        queries = torch.randn(2, Hq, W, D, device=device).to(dtype)
+        keys = torch.randn(2, Hkv, T, D, device=device).to(dtype)
+        lengths = int32(device, T, T // 2)
+        for options in ({}, {"reduce": "max", "pooling": "max", "kernel_size": 7}):
+            exact = reference.window_scores(*double(queries, keys), lengths=lengths, **options)
+            plain = reference.window_scores(queries.float(), keys.float(), lengths=lengths, **options)
+            ours = ops.window_scores(queries, keys, lengths=lengths, **options)
+            assert_as_accurate(ours, plain, exact)
+
+
+def check_select_and_compact(device: str, dtype: torch.dtype, few: bool) -> None:
+    for T, k in ((300, 77),) if few else ((300, 77), (5000, 4999), (20_000, 1024)):
+        scores = torch.randn(3, T, device=device).mul(50).round()
+        indices = ops.select_topk(scores, k)
+        assert torch.equal(indices, reference.select_topk(scores, k)), "indices differ"
+        rows = torch.randn(3, T, 64, device=device).to(dtype)
+        expected = reference.compact_rows(rows, indices)
+        ops.compact_rows_(rows, indices)
+        assert torch.equal(rows, expected), "compacted rows differ"
+
+
+def check_decode(device: str, dtype: torch.dtype, few: bool) -> None:
+    shapes = [(2, 8, 2, 1, 640, 128, 64), (1, 4, 2, 3, 96, 33, 32)]
+    if not few:
+        shapes += [(2, 32, 8, 1, 4096, 128, 64), (1, 16, 1, 16, 512, 64, 16), (2, 3, 3, 1, 320, 80, 32),
+                   (1, 4, 2, 2, 512, 256, 64), (1, 2, 2, 1, 512, 96, 256)]  # fmt: skip
+    for B, Hq, Hkv, S, T, D, P in shapes:
+        R = B * Hkv
+        queries = torch.randn(B, Hq, S, D, device=device).to(dtype)
+        k, v = (torch.randn(R, T, D, device=device).to(dtype) for _ in range(2))
+        k_pages, v_pages, table = pages_of(k, v, P)
+        end = torch.randint(1, T // 8, (R,), device=device, dtype=torch.int32)
+        end[0] = T
+        begin = torch.randint(0, 3, (R,), device=device, dtype=torch.int32)
+        for causal in (False, True):
+            options = {"begin": begin, "causal": causal}
+            exact = reference.decode(queries.double(), k, v, end, **options)
+            plain = reference.decode(queries, k, v, end, **options)
+            for ours in (
+                ops.decode(queries, k_pages, v_pages, end, block_table=table, **options),
+                ops.decode(queries, k, v, end, **options),
+            ):
+                assert_as_accurate(ours[0], plain[0], exact[0], typical=True)
+                assert_as_accurate(ours[1], plain[1].float(), exact[1], typical=True)
+            again = ops.decode(queries, k, v, end, **options)
+            assert torch.equal(again[0], ours[0]), "bits differ between two calls"
+
+
+def check_merge_states(device: str, dtype: torch.dtype, few: bool) -> None:
+    states = [
+        (torch.randn(2, 3, 5, 80, device=device).to(dtype), 3 * torch.randn(2, 3, 5, device=device)) for _ in range(2)
+    ]
+    states[0][1][0, 0, 0] = -INF
+    exact = reference.merge_states(*((out.double(), lse.double()) for out, lse in states))
+    plain = reference.merge_states(*states)
+    ours = ops.merge_states(*states)
+    assert_as_accurate(ours[0], plain[0].to(dtype), exact[0])
+    assert_as_accurate(ours[1], plain[1], exact[1])
+
+
+def gradients(attention: Callable, tensors: list[Tensor], dout: Tensor, dlse: Tensor, options: dict) -> list[Tensor]:
+    """out, lse and the gradients of queries, keys, values, key_bias."""
+    leaves = [x.detach().clone().requires_grad_() for x in tensors]
+    out, lse = attention(*leaves[:3], key_bias=leaves[3], **options)
+    loss = (out * dout).sum() + (lse.masked_fill(lse == -INF, 0) * dlse).sum()
+    return [out.detach(), lse.detach(), *torch.autograd.grad(loss, leaves)]
+
+
+def check_attention(device: str, dtype: torch.dtype, few: bool) -> None:
+    masks = [{}, {"window": 20, "sinks": 3}]
+    shapes = [(2, 4, 2, 70, 130, 64)]
+    if not few:
+        masks += [{"causal": False}, {"window": 20, "sinks": 3, "complement": True}]
+        shapes += [(1, 8, 2, 300, 300, 128), (1, 2, 1, 100, 333, 80), (1, 2, 2, 65, 140, 256), (1, 1, 1, 40, 70, 33)]
+    for B, Hq, Hkv, S, T, D in shapes:
+        tensors = [torch.randn(B, Hq, S, D, device=device).to(dtype)]
+        tensors += [torch.randn(B, Hkv, T, D, device=device).to(dtype) for _ in range(2)]
+        bias, dlse = torch.randn(B, Hkv, T, device=device), torch.randn(B, Hq, S, device=device)
+        bias[..., ::5] = -INF
+        dout = torch.randn(B, Hq, S, D, device=device).to(dtype)
+        lengths = int32(device, T, S - 5)[:B]
+        for mask in masks:
+            options = mask | {"lengths": lengths}
+            exact = gradients(reference.attention, double(*tensors, bias), *double(dout, dlse), options)
+            plain = gradients(reference.attention, [*tensors, bias], dout, dlse.to(dtype), options)
+            ours = gradients(ops.attention, [*tensors, bias], dout, dlse, options)
+            for name, x, y, z in zip(("out", "lse", "dq", "dk", "dv", "dkey_bias"), ours, plain, exact, strict=True):
+                try:
+                    # lse is rounded to float32 before the gradients: an ulp of it is an ulp of every probability
+                    assert_as_accurate(x, y.to(x.dtype), z, typical=True)
+                except AssertionError as error:
+                    raise AssertionError(f"{name}, D {D}, {mask}: {error}") from None
+            again = gradients(ops.attention, [*tensors, bias], dout, dlse, options)
+            assert all(torch.equal(x, y) for x, y in zip(ours, again, strict=True)), "bits differ between two calls"
+
+
+CHECKS = (
+    check_rope, check_window_scores, check_select_and_compact, check_decode, check_merge_states, check_attention,
+)  # fmt: skip
+
+
+def run_checks(device: str, few: bool = False) -> Iterator[tuple[str, Exception | None]]:
+    """Name and error (None: passed) of each check."""
+    for check in CHECKS:
+        for dtype in DTYPES:
+            torch.manual_seed(0)
+            name = f"{check.__name__.removeprefix('check_')}/{str(dtype).removeprefix('torch.')}"
+            try:
+                check(device, dtype, few)
+            except (AssertionError, RuntimeError, ValueError) as error:
+                yield name, error
+            else:
+                yield name, None

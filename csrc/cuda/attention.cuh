@@ -1,0 +1,171 @@
+// What the forward and backward kernels of attention share: the mask, and tiles of rows in shared memory.
+#pragma once
+#include "kvc_cuda.h"
+#include "tile.cuh"
+
+// e^(x - y). For 16-bit types one FMA and ex2; for float32 the difference comes first, so that it loses nothing.
+template <class T>
+__device__ inline float exp_of_difference(float x, float y) {
+    constexpr float LOG2_E = 1.44269504088896340736f;
+    if constexpr (sizeof(T) == 2) return exp2f(x * LOG2_E - y * LOG2_E);
+    else return expf(x - y);
+}
+
+// -inf - -inf is no number, so a maximum of -inf counts as 0.
+__device__ inline float finite_or_0(float m) { return m == -INFINITY ? 0.0f : m; }
+
+// The mask of one call; window and sinks are cut to T, beyond which they change nothing.
+struct mask_settings {
+    int S, T, window, sinks;
+    bool causal, complement;
+};
+
+inline mask_settings mask_of(const kvc_attention_args& a) {
+    mask_settings m = {};
+    m.S = static_cast<int>(a.S);
+    m.T = static_cast<int>(a.T);
+    m.window = static_cast<int>(a.window < a.T ? a.window : a.T);
+    m.sinks = static_cast<int>(a.sinks < a.T ? a.sinks : a.T);
+    m.causal = a.causal;
+    m.complement = a.complement;
+    return m;
+}
+
+__device__ inline int smaller(int a, int b) { return a < b ? a : b; }
+__device__ inline int larger(int a, int b) { return a > b ? a : b; }
+
+// The mask of one sequence: query s stands at position shift + s.
+struct sequence_mask : mask_settings {
+    int length, shift;
+    bool has_window;
+
+    __device__ sequence_mask(const mask_settings& m, const kvc_attention_args& a, int64_t b) : mask_settings(m) {
+        length = a.lengths ? larger(0, smaller(a.lengths[b], T)) : T;
+        shift = length - S;
+        has_window = a.window > 0;
+    }
+    __device__ bool sees(int s, int t) const {
+        const int i = shift + s;
+        if (t >= length || i < 0 || s >= S) return false;
+        if (!causal) return true;
+        if (t > i) return false;
+        return !has_window || (t < sinks || t > i - window) != complement;
+    }
+    // Whether each of `queries` queries from s sees each of `keys` keys from t.
+    __device__ bool sees_all(int s, int queries, int t, int keys) const {
+        const int low = shift + s, high = low + queries - 1, last = t + keys - 1;
+        if (last >= length || low < 0 || s + queries > S) return false;
+        if (!causal) return true;
+        if (last > low) return false;
+        if (!has_window) return true;
+        return complement ? t >= sinks && last <= low - window : last < sinks || t > high - window;
+    }
+};
+
+// Tiles of SIZE keys that some of `queries` queries from s see: those of the sinks, then those in the window.
+template <int SIZE>
+struct key_tiles {
+    int sink_tiles, near, end;
+
+    __device__ key_tiles(const sequence_mask& m, int s, int queries) {
+        const int low = larger(0, m.shift + s), high = m.shift + smaller(s + queries, m.S) - 1;
+        int keys_begin = 0, keys_end = m.causal ? smaller(high + 1, m.length) : m.length, sink_keys = 0;
+        if (m.has_window && m.complement) {
+            keys_begin = m.sinks;
+            keys_end = smaller(keys_end, high - m.window + 1);
+        } else if (m.has_window) {
+            keys_begin = larger(0, low - m.window + 1);
+            sink_keys = smaller(m.sinks, keys_end);
+        }
+        if (high < 0 || keys_begin >= keys_end) keys_end = 0;
+        sink_tiles = keys_end > 0 ? (sink_keys + SIZE - 1) / SIZE : 0;
+        near = keys_begin / SIZE;
+        end = (keys_end + SIZE - 1) / SIZE;
+    }
+    __device__ int first() const { return sink_tiles > 0 ? 0 : near; }
+    __device__ int after(int tile) const { return tile + 1 >= sink_tiles && tile + 1 < near ? near : tile + 1; }
+};
+
+// Queries [begin, end) among which are all that see some of `keys` keys from t.
+struct query_range {
+    int begin, end;
+
+    __device__ query_range(const sequence_mask& m, int t, int keys) {
+        const int last = smaller(t + keys, m.length) - 1;
+        int low = 0, high = m.length;  // positions
+        if (m.causal) low = t;
+        if (m.has_window && m.complement) low = larger(t, m.sinks) + m.window;
+        else if (m.has_window && t >= m.sinks) high = smaller(high, last + m.window);
+        if (last < t || (m.has_window && m.complement && last < m.sinks)) high = low;
+        begin = larger(0, low - m.shift);
+        end = high - m.shift;
+        begin = larger(begin, -m.shift);
+    }
+};
+
+// ROWS rows of x[b, h] from `first` as a tile in shared memory, zeros for rows from `end` on and for columns from D to
+// K (D rounded up to 16). Wide: by copies in the background, which the caller commits and waits for.
+template <int ROWS, int MAX_D, int THREADS, class T>
+__device__ inline void load_rows(T* to, const kvc_view& x, bool wide, int64_t b, int64_t h, int first, int end, int D) {
+    constexpr int VEC = PER_16_BYTES<T>, CHUNKS = MAX_D / VEC, STEP = THREADS / CHUNKS;
+    const int column = static_cast<int>(threadIdx.x) % CHUNKS * VEC;
+    if (column >= (D + 15) / 16 * 16) return;
+    const T* from = static_cast<const T*>(x.data) + b * x.stride_b + h * x.stride_h;
+    to += column;
+    for (int row = static_cast<int>(threadIdx.x) / CHUNKS; row < ROWS; row += STEP) {
+        const bool there = first + row < end && column < D;
+        const int64_t at = there ? (first + row) * x.stride_t + column : 0;
+        if (wide) {
+            copy_16_async(to + row * pitch_of<T>(MAX_D), from + at, there);
+        } else {
+            packed<T, VEC> part = {};
+            KVC_UNROLL
+            for (int e = 0; e < VEC; e++)
+                if (there && column + e < D) part.at[e] = from[at + e];
+            *reinterpret_cast<packed<T, VEC>*>(to + row * pitch_of<T>(MAX_D)) = part;
+        }
+    }
+}
+
+// Rows [first, end) of x[b, h], at most ROWS, from a tile in shared memory.
+template <int ROWS, int MAX_D, int THREADS, class T>
+__device__ inline void store_rows(const kvc_view& x, bool wide, int64_t b, int64_t h, int first, int end, int D,
+                                  const T* from) {
+    constexpr int VEC = PER_16_BYTES<T>, CHUNKS = MAX_D / VEC, STEP = THREADS / CHUNKS;
+    const int column = static_cast<int>(threadIdx.x) % CHUNKS * VEC;
+    if (column >= D) return;
+    T* to = static_cast<T*>(x.data) + b * x.stride_b + h * x.stride_h + column;
+    for (int row = static_cast<int>(threadIdx.x) / CHUNKS; row < ROWS && first + row < end; row += STEP) {
+        const packed<T, VEC> part = *reinterpret_cast<const packed<T, VEC>*>(from + row * pitch_of<T>(MAX_D) + column);
+        T* at = to + (first + row) * x.stride_t;
+        if (wide) {
+            uint4 bits;
+            memcpy(&bits, &part, sizeof bits);
+            __stwb(reinterpret_cast<uint4*>(at), bits);  // a plain store may be split, see store() in types.cuh
+        } else {
+            KVC_UNROLL
+            for (int e = 0; e < VEC; e++)
+                if (column + e < D) at[e] = part.at[e];
+        }
+    }
+}
+
+// ---- host ----
+
+// Whether 16-byte loads and stores cover the rows of x.
+inline bool wide_rows(const kvc_view& x, int64_t D) { return aligned_16(x) && D * bytes_of(x.dtype) % 16 == 0; }
+
+inline bool valid_attention(const kvc_attention_args& a) {
+    const bool sizes = a.B >= 0 && a.Hq >= 0 && a.Hkv >= 0 && a.S >= 0 && a.T >= 0 && a.D >= 0 && a.S <= a.T &&
+                       a.T <= MAX_GRID_X / 2 && a.D <= KVC_CUDA_MAX_HEAD_DIM &&
+                       (a.Hq == 0 || (a.Hkv > 0 && a.Hq % a.Hkv == 0));
+    const bool mask = a.window >= 0 && a.sinks >= 0 && (a.causal || a.window == 0) && (a.window > 0 || !a.complement);
+    return sizes && mask && valid_dtype(a.q.dtype) && a.k.dtype == a.q.dtype && a.v.dtype == a.q.dtype &&
+           a.out.dtype == a.q.dtype;
+}
+
+template <class Kernel>
+cudaError_t allow_shared(Kernel* kernel, size_t bytes) {
+    if (bytes <= 48 * 1024) return cudaSuccess;
+    return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
+}

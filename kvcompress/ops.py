@@ -209,9 +209,10 @@ def _(rows: Tensor, indices: Tensor) -> None:
 class PageTable(NamedTuple):
     """Which pages hold the slots of R rows, and which pages are free; int32 tensors on one device, changed in place.
 
-    block_table: [R, blocks]: slot t of row r lies at [block_table[r, t // P], t % P] of every array. lengths: [R], slots
-    per row. refs: [pages], how many rows name a page, those of other tables over the same pages included. free_pages:
-    [pages], of which the first free_count[0] are free. free_count: [2]; free_count[1] counts calls refused on CUDA.
+    block_table: [R, blocks]: slot t of row r lies at [block_table[r, t // P], t % P] of every array. lengths: [R],
+    slots per row. refs: [pages], how many rows name a page, those of other tables over the same pages included.
+    free_pages: [pages], of which the first free_count[0] are free. free_count: [2]; free_count[1] counts calls that
+    were refused on CUDA.
     """
 
     block_table: Tensor

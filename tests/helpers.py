@@ -95,7 +95,7 @@ def paged(k: Tensor, v: Tensor, page_size: int, seed: int = 0) -> tuple[Tensor, 
 
 
 def shared_table(seed: int, rows: int, page_size: int, longest: int, spare: int) -> tuple[Tensor, ...]:
-    """A random page table (the fields of ops.PageTable): rows of 0 to longest slots that share first pages; spare free."""
+    """A random page table (the fields of ops.PageTable): rows of 0 to longest slots that share pages; spare free."""
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(0, longest + 1, (rows,), generator=generator)
     blocks = -(-longest // page_size) + 3

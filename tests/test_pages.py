@@ -201,7 +201,7 @@ def test_opcheck():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda a, t: ops.append_tokens_(a * 9, [torch.ones(1, 2, 1, 2)] * 9, t), "arrays must hold 1 to 8 tensors, got 9"),
+        (lambda a, t: ops.append_tokens_(a * 9, [torch.ones(1, 2, 1, 2)] * 9, t), "arrays must hold 1 to 8 tensors"),
         (lambda a, t: ops.append_tokens_(a, [], t), "tokens must hold 1 tensors, one for each array, got 0"),
         (lambda a, t: ops.append_tokens_(a, [torch.ones(1, 3, 1, 2)], t), r"B\*H = 2"),
         (lambda a, t: ops.append_tokens_(a, [torch.ones(1, 2, 1, 3)], t), r"tokens must be \(1, 2, 1, 2\)"),
@@ -209,7 +209,7 @@ def test_opcheck():
         (lambda a, t: ops.append_tokens_([a[0][:2]], [torch.ones(1, 2, 1, 2)], t), r"arrays must be \[3, P, ...\]"),
         (lambda a, t: ops.truncate_rows_(t, torch.tensor([3, 3]), 4), "new_lengths must be int32"),
         (lambda a, t: ops.truncate_rows_(t, torch.tensor([3, 3]).int(), 0), "page_size must be at least 1, got 0"),
-        (lambda a, t: ops.truncate_rows_(t._replace(free_count=t.refs), t.lengths, 4), r"free_count must have shape \(2,\)"),
+        (lambda a, t: ops.truncate_rows_(t._replace(free_count=t.refs), t.lengths, 4), "free_count must have shape"),
         (lambda a, t: ops.compact_pages_(a, t, torch.tensor([0, 1]).int()), r"indices must be \[R, K\]"),
         (lambda a, t: ops.compact_pages_(a, t, torch.tensor([[0]]).int()), r"indices must have shape \(2, 1\)"),
     ],

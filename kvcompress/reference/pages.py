@@ -13,7 +13,7 @@ def append_tokens_(
     arrays: Sequence[Tensor], tokens: Sequence[Tensor], table: Any, counts: Tensor | None = None
 ) -> None:
     """As ops.append_tokens_; table: anything with the fields of ops.PageTable."""
-    R, (B, H, S), P = len(table.lengths), tokens[0].shape[:3], arrays[0].shape[1]
+    R, (_, H, S), P = len(table.lengths), tokens[0].shape[:3], arrays[0].shape[1]
     added = [S] * R if counts is None else counts.tolist()
     starts, copied = table.lengths.tolist(), []
     needed = sum(blocks(start + n, P) - blocks(start, P) for start, n in zip(starts, added, strict=True))

@@ -94,10 +94,12 @@ def paged(k: Tensor, v: Tensor, page_size: int, seed: int = 0) -> tuple[Tensor, 
     return pages[0], pages[1], table
 
 
-def shared_table(seed: int, rows: int, page_size: int, longest: int, spare: int) -> tuple[Tensor, ...]:
-    """A random page table (the fields of ops.PageTable): rows of 0 to longest slots that share pages; spare free."""
+def shared_table(
+    seed: int, rows: int, page_size: int, longest: int, spare: int, shortest: int = 0
+) -> tuple[Tensor, ...]:
+    """A random page table (the fields of ops.PageTable): rows that share pages; spare pages are free."""
     generator = torch.Generator().manual_seed(seed)
-    lengths = torch.randint(0, longest + 1, (rows,), generator=generator)
+    lengths = torch.randint(shortest, longest + 1, (rows,), generator=generator)
     blocks = -(-longest // page_size) + 3
     total = rows * blocks + spare
     order = torch.randperm(total, generator=generator).tolist()

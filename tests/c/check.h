@@ -42,4 +42,5 @@ extern int table_count;
 void test_score(void);
 void test_decode(void);
 void test_merge(void);
+void test_pages(void);
 #endif

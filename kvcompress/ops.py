@@ -222,25 +222,27 @@ class PageTable(NamedTuple):
     free_count: Tensor
 
 
-def _need_table(table: PageTable, **tensors: Tensor | None) -> None:
-    _need(table.block_table.ndim == 2, f"block_table must be [R, blocks], got shape {tuple(table.block_table.shape)}")
-    _need(table.refs.ndim == 1, f"refs must be [pages], got shape {tuple(table.refs.shape)}")
-    shapes = (table.block_table.shape, (table.block_table.shape[0],), table.refs.shape, table.refs.shape, (2,))
+def _need_table(table: PageTable) -> None:
+    lines, pages = table.block_table, table.refs.shape
+    _need(lines.ndim == 2, "block_table must be [R, blocks]")
+    shapes = (lines.shape, lines.shape[:1], pages, pages, (2,))
+    # messages only where they are needed: a decode step comes by for every layer
     for name, x, shape in zip(table._fields, table, shapes, strict=True):
-        _need_int32(name, x, tuple(shape))
-        _need(x.is_contiguous(), f"{name} must be contiguous")
-        _need_device(table.block_table, **{name: x})
-    _need_device(table.block_table, **tensors)
+        if x.dtype != torch.int32 or x.shape != shape or x.device != lines.device or not x.is_contiguous():
+            _need_int32(name, x, tuple(shape))
+            _need_device(lines, **{name: x})
+            raise ValueError(f"{name} must be contiguous")
 
 
 def _need_arrays(arrays: Sequence[Tensor], table: PageTable) -> None:
     _need(1 <= len(arrays) <= 8, f"arrays must hold 1 to 8 tensors, got {len(arrays)}")
-    pages, P = table.refs.shape[0], arrays[0].shape[1] if arrays[0].ndim > 1 else 0
+    pages, device = table.refs.shape[0], table.refs.device
+    P = arrays[0].shape[1] if arrays[0].ndim > 1 else 0
     for i, array in enumerate(arrays):
-        fits = array.ndim >= 2 and tuple(array.shape[:2]) == (pages, P) and P > 0
-        _need(fits, f"arrays must be [{pages}, P, ...] with one P, got shape {tuple(array.shape)} at {i}")
-        _need(array.is_contiguous(), f"arrays must be contiguous, which number {i} is not")
-        _need_device(table.block_table, arrays=array)
+        if P == 0 or array.shape[:2] != (pages, P):
+            raise ValueError(f"arrays must be [{pages}, P, ...] with one P, got shape {tuple(array.shape)} at {i}")
+        if array.device != device or not array.is_contiguous():
+            raise ValueError(f"arrays must be contiguous and on {device}, which number {i} is not")
 
 
 def append_tokens_(
@@ -254,20 +256,25 @@ def append_tokens_(
     Waits for nothing on CUDA. Raises ValueError for wrong shapes, RuntimeError if the free list is too short or a row
     outgrows its line of the table; nothing is changed then (on CUDA free_count[1] grows instead of an error).
     """
-    _need_table(table, counts=counts)
+    _need_table(table)
     _need_arrays(arrays, table)
     R = table.block_table.shape[0]
     _need(len(tokens) == len(arrays), f"tokens must hold {len(arrays)} tensors, one for each array, got {len(tokens)}")
-    first = tuple(tokens[0].shape[:3])
-    _need(len(first) == 3 and first[0] * first[1] == R, f"tokens must be [B, H, S, ...] with B*H = {R}, got {first}")
+    first = tokens[0].shape[:3]
+    _need(len(first) == 3 and first[0] * first[1] == R, f"tokens must be [B, H, S, ...] with B*H = {R}")
     dense = []
     for array, x in zip(arrays, tokens, strict=True):
-        shape = (*first, *array.shape[2:])
-        _need(tuple(x.shape) == shape, f"tokens must be {shape} for their array, got {tuple(x.shape)}")
-        _need(x.dtype == array.dtype, f"tokens must be {array.dtype} as their array, got {x.dtype}")
-        _need_device(table.block_table, tokens=x)
-        dense.append(x if x[:1, :1, :1].is_contiguous() else x.contiguous())
+        if x.shape[:3] != first or x.shape[3:] != array.shape[2:]:
+            shape = (*first, *array.shape[2:])
+            raise ValueError(f"tokens must be {shape} for their array, got {tuple(x.shape)}")
+        if x.dtype != array.dtype or x.device != array.device:
+            raise ValueError(
+                f"tokens must be {array.dtype} on {array.device} as their array, got {x.dtype}, {x.device}"
+            )
+        plain = x.ndim == 4 and x.stride(3) == 1
+        dense.append(x if plain or x[:1, :1, :1].is_contiguous() else x.contiguous())
     _need_int32("counts", counts, (R,))
+    _need_device(table.refs, counts=counts)
     _ops.append_tokens_(list(arrays), dense, *table, _dense(counts))
 
 
@@ -282,8 +289,9 @@ def truncate_rows_(table: PageTable, new_lengths: Tensor, page_size: int) -> Non
     new_lengths: int32 [R], each at most the row's length. Raises ValueError for wrong shapes, RuntimeError for a length
     out of range (nothing is changed then; on CUDA it is clamped).
     """
-    _need_table(table, new_lengths=new_lengths)
+    _need_table(table)
     _need_int32("new_lengths", new_lengths, (table.block_table.shape[0],))
+    _need_device(table.refs, new_lengths=new_lengths)
     _need(page_size >= 1, f"page_size must be at least 1, got {page_size}")
     _ops.truncate_rows_(*table, new_lengths.contiguous(), page_size)
 
@@ -302,12 +310,13 @@ def compact_pages_(arrays: Sequence[Tensor], table: PageTable, indices: Tensor, 
     that do not rise or lie outside, or if the copies find no free page; nothing is changed then (on CUDA bad indices
     leave their places unwritten, and free_count[1] grows where pages run out).
     """
-    _need_table(table, indices=indices, kept=kept)
+    _need_table(table)
     _need_arrays(arrays, table)
     R = table.block_table.shape[0]
     _need(indices.ndim == 2, f"indices must be [R, K], got shape {tuple(indices.shape)}")
     _need_int32("indices", indices, (R, indices.shape[1]))
     _need_int32("kept", kept, (R,))
+    _need_device(table.refs, indices=indices, kept=kept)
     _ops.compact_pages_(list(arrays), *table, indices.contiguous(), _dense(kept))
 
 

@@ -2,7 +2,8 @@
 
 from .base import CompressedCache, CompressedLayer
 from .iterative import IterativeCache
-from .pool import PagePool, PoolSettings, keys_and_values
+from .pool import PagePool
+from .store import PoolSettings, keys_and_values
 from .streaming import StreamingCache
 
 __all__ = [

@@ -15,7 +15,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from ..planner import Plan
 from ..positions import RotaryTables
-from .pool import PoolSettings
+from .store import PoolSettings
 
 if TYPE_CHECKING:
     from typing_extensions import Self

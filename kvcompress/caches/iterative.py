@@ -13,7 +13,7 @@ from ..planner import Plan
 from ..pruners import Candidates, Pruner, SnapKV
 from .base import CompressedCache
 from .paged import PagedLayer
-from .pool import PoolSettings
+from .store import PoolSettings
 
 
 class IterativeLayer(PagedLayer):

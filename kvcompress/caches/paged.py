@@ -9,7 +9,8 @@ from torch import Tensor
 
 from .. import ops
 from .base import CompressedLayer, Step
-from .pool import PagePool, keys_and_values
+from .pool import PagePool
+from .store import keys_and_values
 
 
 class PagedLayer(CompressedLayer):

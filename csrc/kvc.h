@@ -24,7 +24,8 @@ typedef enum {
     KVC_BAD_INDEX,         /* an index or length in an array is out of range */
     KVC_TOO_FEW_SCORES,    /* a row has fewer candidates that are not NaN than places */
     KVC_BAD_SCHEDULE,      /* this memory schedule is not implemented */
-    KVC_BAD_SIMD           /* no such table of inner loops, or the CPU cannot run it */
+    KVC_BAD_SIMD,          /* no such table of inner loops, or the CPU cannot run it */
+    KVC_POOL_FULL          /* the free list holds fewer pages than the call needs */
 } kvc_status;
 
 /* One English sentence for each status; never NULL. */
@@ -139,6 +140,75 @@ typedef struct {
     int64_t R, T, D, k, row_stride, element_bytes;
 } kvc_compact_rows_args;
 kvc_status kvc_compact_rows(const kvc_compact_rows_args *args, kvc_parallel_for parallel_for);
+
+/* ---- pages.c ---------------------------------------------------------------------------------------------------- */
+
+/* Rows of slots in pages that may be shared. Row r holds the slots t < lengths[r]; slot t lies in page
+ * block_table[r*blocks + t/P], place t%P; entries past a row's last page mean nothing. Several rows, of one table or of
+ * many over the same pages, may name a page: page_refs[page] counts them. A page that nobody names has 0 and is one of
+ * free_pages[0 .. free_count[0]), a stack: pages are taken from its end.
+ *     A page with page_refs above 1 when a call begins is never written by it: a row that would write takes a fresh page
+ *     and gives up its share of the old one; a page that nobody names any more goes to the free list.
+ * All arrays int32: block_table [R, blocks], lengths [R], page_refs [pages], free_pages [pages], free_count [2].
+ * free_count[1]: on CUDA, how many calls were refused whole for want of pages or of columns in the table; the CPU
+ * returns KVC_POOL_FULL instead and leaves it alone.
+ */
+typedef struct {
+    int32_t *block_table, *lengths, *page_refs, *free_pages, *free_count;
+    int64_t R, blocks, P, pages;
+} kvc_page_table;
+
+enum { KVC_MAX_SLOT_ARRAYS = 8 };
+
+/* What a slot holds: one array for keys, one for values, one for anything else that moves with them (positions, scores).
+ * pages [pages, P, slot_bytes] contiguous. tokens (read by kvc_append_tokens only): token s of row r = b*heads + h is
+ * slot_bytes bytes at tokens + b*stride_b + h*stride_h + s*stride_s, strides in bytes. */
+typedef struct {
+    void *pages;
+    const void *tokens;
+    int64_t slot_bytes, stride_b, stride_h, stride_s;
+} kvc_slot_array;
+
+/* Appends to every row r its last n_r = counts[r] (0..S; NULL: S) of S new tokens:
+ *     slot lengths[r] + i of row r = token S - n_r + i, i < n_r, in every array; then lengths[r] += n_r
+ * Pages are taken for the rows in order: a copy of the last page if it is shared and partly filled (its slots are copied
+ * in every array), then new ones. tokens alias no page. R a multiple of heads. scratch int32 [R + 1].
+ * KVC_POOL_FULL if pages run out, KVC_BAD_INDEX if a count, length or page is out of range or a row outgrows
+ * blocks*P; nothing is changed then.
+ */
+typedef struct {
+    kvc_page_table table;
+    kvc_slot_array arrays[KVC_MAX_SLOT_ARRAYS];
+    const int32_t *counts;
+    int32_t *scratch;
+    int64_t array_count, heads, S;
+} kvc_append_tokens_args;
+kvc_status kvc_append_tokens(const kvc_append_tokens_args *args, kvc_parallel_for parallel_for);
+
+/* lengths[r] = new_lengths[r], 0..lengths[r]; pages past it are given up. new_lengths int32 [R].
+ * KVC_BAD_INDEX if a length or page is out of range; nothing is changed then.
+ */
+typedef struct {
+    kvc_page_table table;
+    const int32_t *new_lengths;
+} kvc_truncate_rows_args;
+kvc_status kvc_truncate_rows(const kvc_truncate_rows_args *args);
+
+/* Keeps the chosen slots of every row, in every array, and gives up the pages that become empty:
+ *     slot j of row r = slot indices[r*K + j], j < kept[r] (NULL: K); then lengths[r] = kept[r]
+ * Each row's indices rise strictly within [0, lengths[r]). kept[r] < 0 leaves row r as it is. Pages in which nothing
+ * moves stay shared. indices int32 [R, K], kept int32 [R]; scratch int32 [R*blocks + 1].
+ * KVC_POOL_FULL if the copies of shared pages do not fit, KVC_BAD_INDEX if an index, length or page is out of range;
+ * nothing is changed then.
+ */
+typedef struct {
+    kvc_page_table table;
+    kvc_slot_array arrays[KVC_MAX_SLOT_ARRAYS];
+    const int32_t *indices, *kept;
+    int32_t *scratch;
+    int64_t array_count, K;
+} kvc_compact_pages_args;
+kvc_status kvc_compact_pages(const kvc_compact_pages_args *args, kvc_parallel_for parallel_for);
 
 /* ---- decode.c --------------------------------------------------------------------------------------------------- */
 

@@ -99,3 +99,59 @@ def paged(k: Tensor, v: Tensor, page_size: int, seed: int = 0) -> tuple[Tensor, 
         out[table.flatten().long()] = padded.reshape(R * blocks, page_size, D)
         pages.append(out)
     return pages[0], pages[1], table
+
+
+def shared_table(
+    seed: int, rows: int, page_size: int, longest: int, spare: int, shortest: int = 0
+) -> tuple[Tensor, ...]:
+    """A random page table (the fields of ops.PageTable): rows that share pages; spare pages are free."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(shortest, longest + 1, (rows,), generator=generator)
+    blocks = -(-longest // page_size) + 3
+    total = rows * blocks + spare
+    order = torch.randperm(total, generator=generator).tolist()
+    table = torch.full((rows, blocks), -7, dtype=torch.int32)
+    refs = torch.zeros(total, dtype=torch.int32)
+    for r, length in enumerate(lengths.tolist()):
+        parent = int(torch.randint(0, rows, (1,), generator=generator))
+        for block in range(-(-length // page_size)):
+            inherits = parent < r and block * page_size < int(lengths[parent]) and block < 2
+            table[r, block] = table[parent, block] if inherits else order.pop()
+            refs[table[r, block]] += 1
+    free_pages = torch.full((total,), -9, dtype=torch.int32)
+    free = order[:spare]
+    # what is neither used nor spare counts as used by another table
+    for page in order[spare:]:
+        refs[page] = 1
+    free_pages[: len(free)] = torch.tensor(free, dtype=torch.int32)
+    return table, lengths.to(torch.int32), refs, free_pages, torch.tensor([len(free), 0], dtype=torch.int32)
+
+
+def rows_of(array: Tensor, table: tuple[Tensor, ...]) -> list[Tensor]:
+    """The slots of each row."""
+    P = array.shape[1]
+    return [
+        array[block_row[: -(-length // P)].long()].flatten(0, 1)[:length]
+        for block_row, length in zip(table[0], table[1].tolist(), strict=True)
+    ]
+
+
+def check_table(table: tuple[Tensor, ...], page_size: int, others: Tensor) -> None:
+    """Every page is free or named as often as refs says (others: refs of other tables), and no page is free twice."""
+    block_table, lengths, refs, free_pages, free_count = table
+    named = others.clone()
+    for r, length in enumerate(lengths.tolist()):
+        for page in block_table[r, : -(-length // page_size)].tolist():
+            named[page] += 1
+    assert torch.equal(refs, named)
+    free = free_pages[: int(free_count[0])].tolist()
+    assert sorted(free) == (refs == 0).nonzero().flatten().tolist()
+
+
+def others_of(table: tuple[Tensor, ...], page_size: int) -> Tensor:
+    """References that are not this table's own."""
+    own = torch.zeros_like(table[2])
+    for r, length in enumerate(table[1].tolist()):
+        for page in table[0][r, : -(-length // page_size)].tolist():
+            own[page] += 1
+    return table[2] - own

@@ -1,70 +1,253 @@
+import copy
+import gc
+import pickle
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcompress.caches import PagePool
+from kvcompress.caches import PagePool, PoolSettings, keys_and_values
+
+CPU = torch.device("cpu")
+D = 4
 
 
-def new_pool(rows: int = 3, page_size: int = 4) -> PagePool:
-    return PagePool(rows, 8, torch.float32, torch.device("cpu"), page_size)
+def new_pool(rows: int = 3, page_size: int = 4, **options: object) -> PagePool:
+    slots = {**keys_and_values(D, torch.float32), "positions": ((), torch.int32)}
+    return PagePool(rows, slots, CPU, PoolSettings(page_size, **options))
 
 
-def check(pool: PagePool, rows: list[torch.Tensor]) -> None:
-    """The pool holds exactly these rows; keys x, values -x."""
-    longest = max(len(row) for row in rows)
-    k, v = pool.gather(longest + 2)
-    for r, row in enumerate(rows):
-        assert torch.equal(k[r, : len(row)], row)
-        assert torch.equal(v[r, : len(row)], -row)
-        assert not k[r, len(row) :].any()
-    assert pool.lengths.tolist() == pool.counts == [len(row) for row in rows]
-    used = [page for pages in pool._pages for page in pages]
-    assert len(set(used)) == len(used)
-    assert sorted(used + pool._free) == list(range(pool.k_pages.shape[0]))
+def numbered(rows: int, width: int, start: int = 0) -> torch.Tensor:
+    """Keys [1, rows, width, D] that are all different."""
+    return torch.arange(start, start + rows * width * D, dtype=torch.float32).reshape(1, rows, width, D)
 
 
-@settings(deadline=None)
-@given(data=st.data(), page_size=st.sampled_from([1, 4, 16]))
-def test_rows_hold_what_was_appended_and_not_dropped(data, page_size):
-    pool, rows = new_pool(page_size=page_size), [torch.empty(0, 8)] * 3
-    for _ in range(data.draw(st.integers(1, 6))):
-        width = data.draw(st.integers(1, 20))
-        counts = data.draw(st.lists(st.integers(0, width), min_size=3, max_size=3))
-        x = torch.randn(3, width, 8)
-        pool.append(x, -x, counts)
-        rows = [
-            torch.cat([row, x[r, width - count :]]) for r, (row, count) in enumerate(zip(rows, counts, strict=True))
-        ]
-        drop = data.draw(st.integers(0, min(len(row) for row in rows)))
-        pool.drop_last(drop)
-        rows = [row[: len(row) - drop] for row in rows]
-        check(pool, rows)
+def append(pool: PagePool, x: torch.Tensor, counts=None) -> None:
+    """Keys x, values -x, and the first number of each key as its position."""
+    pool.append((x, -x, x[..., 0].to(torch.int32)), counts)
 
 
-def test_selected_rows_are_copies():
-    pool = new_pool()
-    x = torch.randn(3, 9, 8)
-    pool.append(x, -x, [9, 2, 5])
-    pool.select_rows([2, 0, 2])
-    check(pool, [x[2, 4:], x[0], x[2, 4:]])
-    y = torch.randn(3, 1, 8)
-    pool.append(y, -y, [1, 1, 1])
-    check(pool, [torch.cat([x[2, 4:], y[0]]), torch.cat([x[0], y[1]]), torch.cat([x[2, 4:], y[2]])])
+def check(*pairs: tuple[PagePool, list[torch.Tensor]]) -> None:
+    """Each pool holds exactly its rows; no page of their common store is lost or has two owners that do not know it."""
+    store = pairs[0][0].store
+    store.count_free()
+    named = torch.zeros(store.pages, dtype=torch.int32)
+    for pool, rows in pairs:
+        assert pool.store is store
+        assert pool.lengths.tolist() == [len(row) for row in rows]
+        assert all(bound >= len(row) for bound, row in zip(pool.bounds, rows, strict=True))
+        assert not pool.exact or pool.bounds == pool.lengths.tolist()
+        longest = max(len(row) for row in rows)
+        gathered = [PagePool.gather(pool, longest + 2)] if pool.exact else []
+        for k, v, positions in gathered:
+            for r, row in enumerate(rows):
+                assert torch.equal(k[r, : len(row)], row)
+                assert torch.equal(v[r, : len(row)], -row)
+                assert torch.equal(positions[r, : len(row)], row[:, 0].to(torch.int32))
+                assert not k[r, len(row) :].any()
+        for r, row in enumerate(rows):
+            for page in pool.block_table[r, : -(-len(row) // pool.page_size)].tolist():
+                named[page] += 1
+    assert torch.equal(store.refs, named)
+    free = store.free_pages[: int(store.free_count[0])].tolist()
+    assert sorted(free) == (named == 0).nonzero().flatten().tolist()
 
 
-def test_nbytes_is_what_the_tensors_hold():
+@settings(deadline=None, max_examples=150)
+@given(data=st.data(), page_size=st.sampled_from([1, 4, 16]), grow=st.sampled_from(["double", "error"]))
+def test_pools_and_forks_hold_what_lists_would(data, page_size, grow):
+    first = new_pool(page_size=page_size, grow=grow, max_pages=4096 if grow == "error" else None)
+    pools = [(first, [torch.empty(0, D)] * 3)]
+    del first  # so that it can be dropped
+    written = 0
+    for _ in range(data.draw(st.integers(1, 10))):
+        which = data.draw(st.integers(0, len(pools) - 1))
+        pool, rows = pools[which]
+        R = len(rows)
+        action = data.draw(st.sampled_from(["append", "append", "truncate", "fork", "select", "compact", "drop"]))
+        if action == "append":
+            width = data.draw(st.integers(1, 9))
+            counts = data.draw(st.one_of(st.none(), st.lists(st.integers(0, width), min_size=R, max_size=R)))
+            x = numbered(R, width, written)
+            written += x.numel()
+            added = [width] * R if counts is None else counts
+            on_device = counts is not None and data.draw(st.booleans())
+            append(pool, x, torch.tensor(counts, dtype=torch.int32) if on_device else counts)
+            rows = [torch.cat([row, x[0, r, width - added[r] :]]) for r, row in enumerate(rows)]
+        elif action == "truncate":
+            lengths = [data.draw(st.integers(0, len(row))) for row in rows]
+            pool.truncate(torch.tensor(lengths, dtype=torch.int32) if data.draw(st.booleans()) else lengths)
+            rows = [row[:length] for row, length in zip(rows, lengths, strict=True)]
+        elif action == "fork":
+            pools.append((pool.fork(), list(rows)))
+        elif action == "select":
+            chosen = data.draw(st.lists(st.integers(0, R - 1), min_size=1, max_size=5))
+            pool.select_rows(chosen)
+            rows = [rows[r] for r in chosen]
+        elif action == "compact":
+            chosen = [sorted(data.draw(st.sets(st.integers(0, len(row) - 1)))) if len(row) else [] for row in rows]
+            kept = [len(places) if data.draw(st.integers(0, 3)) else -1 for places in chosen]
+            indices = torch.zeros(R, max(map(len, chosen)), dtype=torch.int32)
+            for r, places in enumerate(chosen):
+                indices[r, : len(places)] = torch.tensor(places, dtype=torch.int32)
+            pool.compact(indices, torch.tensor(kept, dtype=torch.int32) if data.draw(st.booleans()) else kept)
+            rows = [row[places] if n >= 0 else row for row, places, n in zip(rows, chosen, kept, strict=True)]
+        elif len(pools) > 1:
+            del pool
+            pools.pop(which)
+            check(*pools)
+            continue
+        pools[which] = (pool, rows)
+        del pool
+        check(*pools)
+    for pool, _ in pools:
+        assert pool.counts == pool.lengths.tolist()
+    check(*pools)
+
+
+def test_selected_rows_share_pages_until_written():
+    pool, x = new_pool(), numbered(3, 9)
+    append(pool, x, [9, 2, 5])
+    assert pool.pages_in_use() == 3 + 1 + 2
+    pool.select_rows([2, 0, 2, 2])
+    rows = [x[0, 2, 4:], x[0, 0], x[0, 2, 4:], x[0, 2, 4:]]
+    check((pool, rows))
+    assert pool.pages_in_use() == 2 + 3
+    y = numbered(4, 1, 1000)
+    append(pool, y)
+    check((pool, [torch.cat([row, y[0, r]]) for r, row in enumerate(rows)]))
+    # row 0 had filled a page and half: the full page stays shared, each row has its own copy of the other
+    assert pool.pages_in_use() == (1 + 3) + 3
+
+
+def test_rows_in_place_are_left_alone():
+    pool, x = new_pool(), numbered(3, 9)
+    append(pool, x)
+    before = pool.block_table
+    pool.select_rows([0, 1, 2])
+    assert pool.block_table is before and not pool._shares
+
+
+def test_a_fork_takes_pages_only_for_what_it_writes():
+    pool, x = new_pool(1, 4), numbered(1, 10)
+    append(pool, x)
+    pages = pool.store.pages
+    forks = [pool.fork() for _ in range(5)]
+    assert pool.store.pages == pages == pool.pages_in_use() == 3
+    for i, fork in enumerate(forks):
+        append(fork, numbered(1, 1, 100 * i))
+    check((pool, [x[0, 0]]), *[(f, [torch.cat([x[0, 0], numbered(1, 1, 100 * i)[0, 0]])]) for i, f in enumerate(forks)])
+    assert pool.store.pages - pool.store.count_free() == 3 + 5
+    assert [fork.pages_in_use() for fork in forks] == [3] * 5
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "fork"])
+def test_pages_of_a_dropped_fork_are_used_again(how):
+    pool, x = new_pool(1, 4), numbered(1, 8)
+    append(pool, x)
+    for i in range(20):
+        fork = copy.deepcopy(pool) if how == "deepcopy" else pool.fork()
+        append(fork, numbered(1, 8, 100 * i))
+        del fork
+    assert pool.store.pages == 4
+    check((pool, [x[0, 0]]))
+
+
+def test_the_last_of_the_forks_writes_in_place():
+    pool = new_pool(1, 4)
+    append(pool, numbered(1, 6))
+    fork = pool.fork()
+    del pool
+    append(fork, numbered(1, 1))
+    assert fork.store.pages == fork.pages_in_use() == 2
+
+
+def test_a_pool_starts_at_what_it_needs_and_doubles():
+    pool = new_pool(2, 4)
+    append(pool, numbered(2, 9))
+    assert (pool.store.pages, pool.block_table.shape[1]) == (6, 3)
+    append(pool, numbered(2, 4))
+    assert (pool.store.pages, pool.block_table.shape[1]) == (12, 6)
+    append(pool, numbered(2, 40))
+    assert pool.store.pages == 2 * 14
+
+
+@pytest.mark.parametrize("grow", ["double", "error"])
+def test_a_pool_that_may_not_grow_says_which_setting_and_loses_nothing(grow):
+    pool, x = new_pool(2, 4, max_pages=5, grow=grow), numbered(2, 8)
+    append(pool, x)
+    assert pool.store.pages == (4 if grow == "double" else 5)
+    before = copy.deepcopy(pool)
+    with pytest.raises(RuntimeError, match=r"max_pages = 5 is too few: 6 pages of 4 tokens .* max_pages of at least 6"):
+        append(pool, numbered(2, 1))
+    check((pool, list(x[0])), (before, list(x[0])))
+    append(pool, numbered(2, 1, 500), [1, 0])
+    rows = [torch.cat([x[0, 0], numbered(2, 1, 500)[0, 0]]), x[0, 1]]
+    check((pool, rows), (before, list(x[0])))
+    with pytest.raises(RuntimeError, match="max_pages"):
+        pool.compact(torch.tensor([[1], [1]], dtype=torch.int32))
+    check((pool, rows), (before, list(x[0])))
+    del before
+    pool.compact(torch.tensor([[1], [1]], dtype=torch.int32))
+    check((pool, [row[1:2] for row in rows]))
+
+
+def test_reserved_pages_are_found_without_asking_the_device(monkeypatch):
+    pool = new_pool(2, 4)
+    pool.reserve([30, 30])
+    monkeypatch.setattr(type(pool.store), "count_free", lambda self: pytest.fail("asked the device"))
+    table = pool.block_table
+    for _ in range(30):
+        append(pool, numbered(2, 1), torch.tensor([1, 0], dtype=torch.int32))
+    assert pool.block_table is table
+    assert pool.bounds == [30, 30] and not pool.exact
+    assert pool.counts == [30, 0]
+
+
+def test_nbytes_is_what_is_used_and_reserved_nbytes_what_is_held():
     pool = new_pool(rows=2, page_size=4)
-    x = torch.randn(2, 5, 8)
-    pool.append(x, -x, [5, 1])
-    # 3 pages of 4 tokens of 8 floats, keys and values; a table of 2 x 2 and 2 lengths
-    assert pool.nbytes() == 2 * 3 * 4 * 8 * 4 + 4 * 4 + 2 * 4
+    append(pool, numbered(2, 5), [5, 1])
+    # 3 pages of 4 slots of 2*D floats and an int; a table of 2 x 2 and 2 lengths
+    page, tables = 4 * (2 * D * 4 + 4), 4 * 4 + 2 * 4
+    assert pool.nbytes() == 3 * page + tables
+    # refs and free list of every page, and two counts
+    assert pool.reserved_nbytes() == 3 * (page + 8) + 2 * 4 + tables
+    pool.drop_last(1)
+    assert pool.nbytes() == 1 * page + tables
+    assert pool.reserved_nbytes() == 3 * (page + 8) + 2 * 4 + tables
 
 
-def test_dropping_more_than_is_held_is_refused():
-    pool = new_pool()
-    x = torch.randn(3, 5, 8)
-    pool.append(x, -x, [5, 2, 5])
+def test_wrong_lengths_are_refused():
+    pool, x = new_pool(), numbered(3, 5)
+    append(pool, x, [5, 2, 5])
     with pytest.raises(ValueError, match="tokens must be between 0 and the shortest row's 2, got 3"):
         pool.drop_last(3)
-    check(pool, [x[0], x[1, 3:], x[2]])
+    with pytest.raises(ValueError, match="lengths must be between 0 and the 2 slots of row 1, got 3"):
+        pool.truncate([1, 3, 1])
+    check((pool, [x[0, 0], x[0, 1, 3:], x[0, 2]]))
+
+
+def test_a_saved_pool_comes_back():
+    pool, x = new_pool(), numbered(3, 5)
+    append(pool, x)
+    again = pickle.loads(pickle.dumps(pool))
+    append(again, numbered(3, 1))
+    check((again, [torch.cat([x[0, r], numbered(3, 1)[0, r]]) for r in range(3)]))
+    check((pool, list(x[0])))
+    gc.collect()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"page_size": 48}, "page_size must be a power of two, got 48"),
+        ({"page_size": 0}, "page_size must be a power of two, got 0"),
+        ({"grow": "never"}, "grow must be 'double' or 'error', got 'never'"),
+        ({"grow": "error"}, "max_pages must be given with grow='error'"),
+        ({"max_pages": 0}, "max_pages must be an integer of at least 1, got 0"),
+    ],
+)
+def test_wrong_settings_are_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        PoolSettings(**options)

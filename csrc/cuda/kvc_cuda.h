@@ -11,6 +11,9 @@
  *   window_scores  lengths are clamped to [0, T]; a sequence no longer than W scores 0
  *   select_topk    missing places are -1; lengths are clamped to [0, T]
  *   compact_rows   a slot whose index is negative or >= T keeps what it had
+ *   append_tokens  a call that does not fit, or a count or length out of range: nothing is changed, free_count[1] grows
+ *   truncate_rows  lengths are clamped to what the rows hold
+ *   compact_pages  as append_tokens where pages run out; a place whose index is no slot of its row is not written
  *   decode         ranges are clamped to the row's capacity; keys on a page outside [0, pages) are not seen
  *   attention      lengths are clamped to [0, T]
  * With 16-bit types, decode may let a value that is not finite reach queries of its row that do not see it (0*inf; only
@@ -36,6 +39,10 @@ cudaError_t kvc_cuda_window_scores(const kvc_window_scores_args *args, cudaStrea
 
 cudaError_t kvc_cuda_select_topk(const kvc_select_topk_args *args, cudaStream_t stream);
 cudaError_t kvc_cuda_compact_rows(const kvc_compact_rows_args *args, cudaStream_t stream);
+/* The order of the free list is not fixed where several pages become free. */
+cudaError_t kvc_cuda_append_tokens(const kvc_append_tokens_args *args, cudaStream_t stream);
+cudaError_t kvc_cuda_truncate_rows(const kvc_truncate_rows_args *args, cudaStream_t stream);
+cudaError_t kvc_cuda_compact_pages(const kvc_compact_pages_args *args, cudaStream_t stream);
 
 /* The list of pieces that rows are cut into and their partial results; from sizes only. 64-byte aligned. 0 for sizes
  * that the launcher rejects. Nothing waits for the host: a call can be captured in a CUDA graph. */

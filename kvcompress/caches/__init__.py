@@ -3,6 +3,15 @@
 from .base import CompressedCache, CompressedLayer
 from .iterative import IterativeCache
 from .pool import PagePool
+from .store import PoolSettings, keys_and_values
 from .streaming import StreamingCache
 
-__all__ = ["CompressedCache", "CompressedLayer", "IterativeCache", "PagePool", "StreamingCache"]
+__all__ = [
+    "CompressedCache",
+    "CompressedLayer",
+    "IterativeCache",
+    "PagePool",
+    "PoolSettings",
+    "StreamingCache",
+    "keys_and_values",
+]

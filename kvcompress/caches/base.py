@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import weakref
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +15,10 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from ..planner import Plan
 from ..positions import RotaryTables
+from .store import PoolSettings
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 @dataclass(frozen=True)
@@ -40,7 +46,8 @@ class CompressedLayer(CacheLayerMixin):
 
     def __init__(self, cache: CompressedCache, sliding_window: int | None) -> None:
         super().__init__()
-        self.cache = cache
+        # weak, so that a cache is freed as soon as nobody holds it, and its pages with it
+        self.cache = cast(CompressedCache, weakref.proxy(cache))
         self.sliding_window = sliding_window
 
     @abstractmethod
@@ -53,7 +60,11 @@ class CompressedLayer(CacheLayerMixin):
 
     @abstractmethod
     def nbytes(self) -> int:
-        """Bytes of keys, values and tables now."""
+        """Bytes of keys, values and tables in use now."""
+
+    def reserved_nbytes(self) -> int:
+        """Bytes of all tensors held for them, room to grow included."""
+        return self.nbytes()
 
     @abstractmethod
     def stored_lengths(self) -> list[list[int]]:
@@ -66,6 +77,9 @@ class CompressedLayer(CacheLayerMixin):
     @abstractmethod
     def keys_in_sight(self, step: Step) -> int:
         """Most keys that a query of this step sees."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "cache"}
 
     def check_step(self, step: Step) -> None:
         """Refuses to go where the model's own sliding window would hide keys."""
@@ -119,6 +133,7 @@ class CompressedCache(Cache):
 
     layers: list[CompressedLayer]
     smaller = "let the cache hold less"  # advice where too many keys are in sight
+    pool_settings = PoolSettings()  # of layers that store pages
 
     def __init__(self, config: PreTrainedConfig) -> None:
         config = config.get_text_config(decoder=True)
@@ -139,6 +154,11 @@ class CompressedCache(Cache):
         self._batch = 0
         self._running = False
         self._repeated = 0
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        for layer in self.layers:
+            layer.cache = cast(CompressedCache, weakref.proxy(self))
 
     @abstractmethod
     def _new_layer(self, sliding_window: int | None) -> CompressedLayer: ...
@@ -234,8 +254,27 @@ class CompressedCache(Cache):
         return self._batch or -1
 
     def nbytes(self) -> int:
-        """Bytes that the cache holds now: pages, tables and buffers of all layers."""
+        """Bytes in use now: the pages that hold this cache's tokens (each once; one shared with a fork counts in both),
+        tables and buffers of all layers. Free pages, kept for coming tokens, count in reserved_nbytes alone."""
         return sum(layer.nbytes() for layer in self.layers)
+
+    def reserved_nbytes(self) -> int:
+        """Bytes of all tensors that the cache keeps alive: free pages and those of its forks included."""
+        return sum(layer.reserved_nbytes() for layer in self.layers)
+
+    @torch.inference_mode(False)
+    def fork(self) -> Self:
+        """An independent cache of the same state, for one of several questions over one prompt.
+
+        Pages are shared until one of the two writes to them, and free again when no cache needs them; windows of
+        StreamingCache are copied. Raises RuntimeError while a prompt is being read or if the cache is incomplete.
+        """
+        self.check_complete()
+        if self.step.iteration is not None:
+            raise RuntimeError("a cache cannot be forked while a prompt is being read")
+        # a rotary embedding is the model's, and its tables are the same for both
+        shared = {id(x): x for x in (self.rotary, self._rotary_source) if x is not None}
+        return copy.deepcopy(self, dict(shared))
 
     def stored_lengths(self) -> list[list[list[int]]]:
         """Tokens held per layer, sequence and KV head: [L][B][Hkv]. get_seq_length() is the number of tokens seen."""

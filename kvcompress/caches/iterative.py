@@ -14,6 +14,7 @@ from ..pruners import Candidates, Pruner, SnapKV
 from .base import CompressedCache
 from .paged import PagedLayer
 from .prompt import prompt_attention
+from .store import PoolSettings
 
 
 class IterativeLayer(PagedLayer):
@@ -98,7 +99,7 @@ class IterativeLayer(PagedLayer):
             return
         batch = len(self.rope_lengths)
         counts = [row[0] for row in self.stored_lengths()]
-        heads = len(self.pool.counts) // batch
+        heads = len(self.pool.bounds) // batch
         k, v = (x.unflatten(0, (batch, heads)) for x in self.pool.gather(max(*counts, self.cache.largest_context)))
         self.k_memory = self.cache.rotary.unrotate(k, k.shape[2], self.rope_lengths)
         self.v_memory, self.held, self.pool = v, counts, None
@@ -118,7 +119,7 @@ class IterativeLayer(PagedLayer):
             k, v = k.clone(), v.clone()
             for b, held in enumerate(self.held):
                 k[b], v[b] = k[b].roll(longest - held, 1), v[b].roll(longest - held, 1)
-        self.pool.append(k.flatten(0, 1), v.flatten(0, 1), [held for held in self.held for _ in range(Hkv)])
+        self.pool.append((k, v), self._per_row(self.held))
         self.k_memory = self.v_memory = None
         self.held = []
 
@@ -128,8 +129,14 @@ class IterativeLayer(PagedLayer):
         super().select_batch(indices)
 
     def nbytes(self) -> int:
+        return super().nbytes() + self._buffer_nbytes()
+
+    def reserved_nbytes(self) -> int:
+        return super().reserved_nbytes() + self._buffer_nbytes()
+
+    def _buffer_nbytes(self) -> int:
         buffers = [x for x in (self.k_memory, self.v_memory) if x is not None]
-        return super().nbytes() + sum(x.numel() * x.element_size() for x in buffers)
+        return sum(x.numel() * x.element_size() for x in buffers)
 
     def stored_lengths(self) -> list[list[int]]:
         if self.k_memory is not None:
@@ -142,9 +149,10 @@ class IterativeCache(CompressedCache):
 
     config: the model's config. memory_size: tokens kept per layer and KV head (per sequence). chunk_size: tokens read
     per iteration. pruner: chooses the memory among the old memory and the chunk (default SnapKV()). schedule: "fixed".
+    page_size, max_pages, grow: how a layer's storage grows, see PoolSettings.
     A prompt that fits into memory_size is kept whole: the model then sees what it would see with a dense cache.
     Tokens after the prompt are appended uncompressed; the next prompt of a conversation continues the iteration.
-    Raises ValueError for sizes below 1. Source: IMDC; imdc.md.
+    Raises ValueError for sizes below 1, RuntimeError where a layer needs more than max_pages. Source: IMDC; imdc.md.
     """
 
     layers: list[IterativeLayer]
@@ -158,11 +166,16 @@ class IterativeCache(CompressedCache):
         chunk_size: int = 1024,
         pruner: Pruner | None = None,
         schedule: str = "fixed",
+        page_size: int = 64,
+        max_pages: int | None = None,
+        grow: str = "double",
     ) -> None:
         self.pruner: Pruner = SnapKV() if pruner is None else pruner
         if not isinstance(self.pruner, Pruner):
             raise ValueError(f"pruner must be one of kvcompress.pruners, got {type(pruner).__name__}")
         self.memory_size, self.chunk_size, self.schedule = memory_size, chunk_size, schedule
+        self.pool_settings = PoolSettings(page_size, max_pages, grow)
+        self.kv_heads: int = config.get_text_config(decoder=True).num_key_value_heads
         self.largest_context = 0
         planner.plan(0, chunk_size=chunk_size, memory_size=memory_size, schedule=schedule)  # refuses wrong sizes
         super().__init__(config)
@@ -179,12 +192,14 @@ class IterativeCache(CompressedCache):
 
     def begin_prompt(self, plans: list[Plan], guide_length: int) -> None:
         stored = self.layers[0].stored_lengths() or [[0]] * len(plans)
-        contexts = [0]
+        contexts, pages = [0], 0
         for row, plan in zip(stored, plans, strict=True):
             held = row[0] if row else 0
             for chunk, memory in zip(plan.chunks, plan.memory, strict=True):
                 contexts.append(held + chunk + guide_length)
                 held = min(memory, held + chunk)
+            pages += self.kv_heads * self.pool_settings.blocks(held)
+        self.pool_settings.check(pages)
         self.largest_context = max(contexts)
         if self.largest_context > self.trained_length:
             warnings.warn(

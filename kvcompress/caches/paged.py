@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from .. import ops
 from .base import CompressedLayer, Step
 from .pool import PagePool
+from .store import keys_and_values
 
 
 class PagedLayer(CompressedLayer):
     """Appends tokens at contiguous positions and attends to all that is held."""
 
     is_croppable = True
-    page_size = 64
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)  # type: ignore[arg-type]
@@ -29,7 +31,7 @@ class PagedLayer(CompressedLayer):
             self.open_pool(B * Hkv, D, keys, [max(count, 1) for count in counts])
         pool = self.pool
         assert pool is not None
-        bound = max(pool.counts[b * Hkv] + counts[b] for b in range(B))
+        bound = max(pool.bounds[b * Hkv] + counts[b] for b in range(B))
         # token s of a sequence with n new ones has position held + s - (S - n); padding gets any valid one
         first = pool.lengths.view(B, Hkv)[:, :1]
         if min(counts) < S:
@@ -38,16 +40,26 @@ class PagedLayer(CompressedLayer):
         bound = max(bound, S)
         q = rotary.rotate(queries, positions, bound, self.rope_lengths)
         k = rotary.rotate(keys, positions, bound, self.rope_lengths)
-        per_row = [count for count in counts for _ in range(Hkv)]
-        pool.append(k.flatten(0, 1), values.flatten(0, 1), per_row)
+        pool.append((k, values), self._per_row(counts))
         out, _ = ops.decode(
             q, pool.k_pages, pool.v_pages, pool.lengths, block_table=pool.block_table, scale=scaling, causal=True
         )
         return out
 
     def open_pool(self, rows: int, head_dim: int, like: Tensor, rope_lengths: list[int]) -> None:
-        self.pool = PagePool(rows, head_dim, like.dtype, like.device, self.page_size)
+        slots = keys_and_values(head_dim, like.dtype)
+        self.pool = PagePool(rows, slots, like.device, self.cache.pool_settings)
         self.rope_lengths = rope_lengths
+
+    def _per_row(self, counts: Sequence[int]) -> list[int]:
+        assert self.pool is not None
+        return [count for count in counts for _ in range(len(self.pool.bounds) // len(counts))]
+
+    def check_step(self, step: Step) -> None:
+        """Takes the pages that the step needs before any layer has changed, so that a full pool loses nothing."""
+        super().check_step(step)
+        if self.pool is not None and step.iteration is None and self.cache.pool_settings.max_pages is not None:
+            self.pool.reserve(self._per_row(step.counts))
 
     def keys_in_sight(self, step: Step) -> int:
         held = [row[0] for row in self.stored_lengths() if row] or [0] * len(step.counts)
@@ -60,16 +72,19 @@ class PagedLayer(CompressedLayer):
     def nbytes(self) -> int:
         return self.pool.nbytes() if self.pool is not None else 0
 
+    def reserved_nbytes(self) -> int:
+        return self.pool.reserved_nbytes() if self.pool is not None else 0
+
     def stored_lengths(self) -> list[list[int]]:
         batch = len(self.rope_lengths)
         if self.pool is None:
             return [[] for _ in range(batch)]
-        heads = len(self.pool.counts) // batch
+        heads = len(self.pool.bounds) // batch
         return [self.pool.counts[b * heads : (b + 1) * heads] for b in range(batch)]
 
     def select_batch(self, indices: list[int]) -> None:
         if self.pool is None:
             return
-        heads = len(self.pool.counts) // len(self.rope_lengths)
+        heads = len(self.pool.bounds) // len(self.rope_lengths)
         self.pool.select_rows([b * heads + h for b in indices for h in range(heads)])
         self.rope_lengths = [self.rope_lengths[b] for b in indices]

@@ -1,128 +1,295 @@
-"""Storage of rotated keys and values: rows of any length in pages taken from one pool."""
+"""Storage of what attention reads: rows of any length in pages, shared between rows until written."""
 
 from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from .. import ops
+from .store import PageStore, PoolSettings, Rows, Slots
+
 
 class PagePool:
-    """Keys and values of R rows (row r = b*Hkv + h), each of its own length, in pages of P tokens.
+    """R rows of slots, each of its own length, in pages of P slots (row r = b*H + h).
 
-    k_pages, v_pages: [pages, P, D]. block_table: int32 [R, blocks], the pages of each row in order. lengths: int32 [R]
-    on the device, mirrored in `counts` on the host, so that no step waits for the device. The pool grows by what is
-    needed and at least an eighth; pages of dropped tokens return to the free list.
+    slots: what a slot holds, by name: sizes and dtype; keys_and_values(D, dtype) is usual, and positions, scores or
+    anything else can go along. All of them are appended, dropped, shared and compacted together; what needs a table of
+    its own is a pool of its own. block_table: int32 [R, blocks], the pages of each row in order. lengths: int32 [R].
+    Both are on the device and nothing waits for it there; the host keeps `bounds`, which lengths never exceed (and
+    equal while `exact`). Forks and selected rows share pages until one of them writes.
     """
 
-    def __init__(self, rows: int, head_dim: int, dtype: torch.dtype, device: torch.device, page_size: int) -> None:
-        self.page_size = page_size
-        self.k_pages = torch.empty(0, page_size, head_dim, dtype=dtype, device=device)
-        self.v_pages = torch.empty_like(self.k_pages)
-        self.block_table = torch.zeros(rows, 0, dtype=torch.int32, device=device)
-        self.lengths = torch.zeros(rows, dtype=torch.int32, device=device)
-        self.counts = [0] * rows
-        self._pages: list[list[int]] = [[] for _ in range(rows)]
-        self._free: list[int] = []
+    def __init__(self, rows: int, slots: Slots, device: torch.device, settings: PoolSettings | None = None) -> None:
+        store = PageStore(slots, device, settings or PoolSettings())
+        lines = torch.zeros(rows, 0, dtype=torch.int32, device=device)
+        self._open(store, Rows(lines, torch.zeros(rows, dtype=torch.int32, device=device)), [0] * rows)
+
+    def _open(self, store: PageStore, rows: Rows, bounds: list[int]) -> None:
+        self.store, self._rows = store, rows
+        self.bounds = bounds
+        self.exact = True
+        self._stock = store.stock
+        self._last_shared = [False] * len(bounds)  # whether a row's last page may be named by others too
+        self._shares = False  # whether any page may
+        self._give_up_at_end()
+
+    def _give_up_at_end(self) -> None:
+        weakref.finalize(self, self.store.dropped.append, self._rows).atexit = False
+
+    # ---- what there is ----
+
+    @property
+    def page_size(self) -> int:
+        return self.store.settings.page_size
+
+    @property
+    def k_pages(self) -> Tensor:
+        return self.store.arrays["keys"]
+
+    @property
+    def v_pages(self) -> Tensor:
+        return self.store.arrays["values"]
+
+    @property
+    def block_table(self) -> Tensor:
+        return self._rows.block_table
+
+    @property
+    def lengths(self) -> Tensor:
+        return self._rows.lengths
+
+    @property
+    def counts(self) -> list[int]:
+        """Slots per row. Waits for the device if only the device knows."""
+        if not self.exact:
+            self.bounds, self.exact = self.lengths.tolist(), True
+        return self.bounds
+
+    def pages_in_use(self) -> int:
+        """Pages that these rows name, each once. Waits for the device."""
+        if self.store.pages == 0:
+            return 0
+        table, named = self._named()
+        return int(torch.unique(table[named]).numel())
 
     def nbytes(self) -> int:
-        """Bytes that the pool holds, free pages included."""
-        tensors = (self.k_pages, self.v_pages, self.block_table, self.lengths)
-        return sum(t.numel() * t.element_size() for t in tensors)
+        """Bytes of the pages that these rows name, each once, and of their table. Pages shared with a fork count in
+        both; free pages in neither (reserved_nbytes counts all)."""
+        tables = sum(x.numel() * x.element_size() for x in (self.block_table, self.lengths))
+        return self.pages_in_use() * self.store.page_nbytes() + tables
 
-    def append(self, keys: Tensor, values: Tensor, counts: list[int]) -> None:
-        """Adds the last counts[r] tokens of keys[r], values[r] ([R, S, D]) to row r."""
-        R, S, D = keys.shape
-        self._reserve([length + count for length, count in zip(self.counts, counts, strict=True)])
-        longest = max(counts, default=0)
-        if longest == 0:
-            return
-        places = self.lengths[:, None] + torch.arange(longest, dtype=torch.int32, device=keys.device)
-        if min(counts) == longest:
-            added: Tensor | int = longest
-            source = slice(None), slice(S - longest, S)
-            k, v = keys[source].reshape(-1, D), values[source].reshape(-1, D)
-            slots = self._slots(places).flatten()
+    def reserved_nbytes(self) -> int:
+        """Bytes of all tensors: every page of the store, free or in use by forks, the free list, and this table."""
+        return self.store.nbytes() + sum(x.numel() * x.element_size() for x in (self.block_table, self.lengths))
+
+    def gather(self, capacity: int) -> list[Tensor]:
+        """For each name in slots [R, capacity, ...], zeros past each row's length. capacity: at least the longest."""
+        counts, P = self.counts, self.page_size
+        longest, device = max(counts, default=0), self.lengths.device
+        out = [x.new_zeros(len(counts), capacity, *x.shape[2:]) for x in self.store.arrays.values()]
+        if longest:
+            places = torch.arange(longest, dtype=torch.int32, device=device)
+            held = places < self.lengths[:, None]
+            pages = torch.where(held, self.block_table.gather(1, (places // P).long().expand(len(counts), -1)), 0)
+            slots = pages.long() * P + places % P
+            for x, array in zip(out, self.store.arrays.values(), strict=True):
+                rows = array.flatten(0, 1)[slots]
+                x[:, :longest] = rows.masked_fill_(~held.view(*held.shape, *[1] * (rows.ndim - 2)), 0)
+        return out
+
+    # ---- what changes it ----
+
+    def reserve(self, counts: Sequence[int]) -> int:
+        """Makes sure that an append of counts[r] tokens to each row r finds its pages; returns the most it can take.
+
+        Raises RuntimeError if the pool may not grow as far (it names max_pages), and changes nothing then. Asks the
+        device only where what the host knows does not suffice.
+        """
+        store, settings = self.store, self.store.settings
+        if not self.exact and self._stock != store.stock:
+            self._refresh()
+        needed = self._most_pages(counts)
+        if needed > store.free_at_least:
+            store.count_free()
+            self._refresh()
+            needed = self._most_pages(counts)
+            store.provide(needed)
+        blocks = max((settings.blocks(b + n) for b, n in zip(self.bounds, counts, strict=True)), default=0)
+        held = self.block_table.shape[1]
+        if blocks > held:
+            wider = max(blocks, 2 * held)
+            with torch.inference_mode(False):
+                self._rows.block_table = torch.nn.functional.pad(self.block_table, (0, wider - held))
+        return needed
+
+    def append(self, tokens: Sequence[Tensor], counts: Sequence[int] | Tensor | None = None) -> None:
+        """Appends to every row its last counts[r] of S new tokens, in one call for all rows and arrays.
+
+        tokens: one [B, H, S, ...] for each name in slots, B*H = R. counts: 0..S; None = S; an int32 tensor [R] on the
+        device is not read by the host, which then knows only that at most S were added.
+        Raises RuntimeError as reserve does; nothing is changed then.
+        """
+        S, R = tokens[0].shape[2], len(self.bounds)
+        known = not isinstance(counts, Tensor)
+        most = [S] * R if counts is None or isinstance(counts, Tensor) else list(counts)
+        needed = self.reserve(most)
+        on_device = counts if isinstance(counts, Tensor) else None
+        if known and min(most, default=S) < S:
+            on_device = torch.tensor(most, dtype=torch.int32).to(self.lengths.device)
+        ops.append_tokens_(list(self.store.arrays.values()), tokens, self._table(), counts=on_device)
+        self.store.free_at_least -= needed
+        self.bounds = [bound + count for bound, count in zip(self.bounds, most, strict=True)]
+        if not known:
+            self._lose_sight()
+        if known and self._shares:
+            self._last_shared = [here and not count for here, count in zip(self._last_shared, most, strict=True)]
+
+    def truncate(self, lengths: Sequence[int] | Tensor) -> None:
+        """Shortens every row r to lengths[r]; pages left empty become free.
+
+        lengths: at most what the row holds; an int32 tensor [R] on the device is not read by the host.
+        """
+        if isinstance(lengths, Tensor):
+            on_device = lengths
+            self._lose_sight(moved=True)
         else:
-            added = torch.tensor(counts, dtype=torch.int32).to(keys.device)
-            taken = torch.arange(longest, device=keys.device) < added[:, None]
-            row, offset = taken.nonzero(as_tuple=True)
-            column = offset + S - added[row]
-            k, v = keys[row, column], values[row, column]
-            slots = self._slots(torch.where(taken, places, 0))[taken]
-        self.k_pages.view(-1, D).index_copy_(0, slots, k)
-        self.v_pages.view(-1, D).index_copy_(0, slots, v)
-        self.lengths += added
-        self.counts = [length + count for length, count in zip(self.counts, counts, strict=True)]
+            self._check_lengths(lengths)
+            on_device = torch.tensor(lengths, dtype=torch.int32).to(self.lengths.device)
+            self.bounds = list(lengths)
+        ops.truncate_rows_(self._table(), on_device, self.page_size)
+        self._last_shared = [self._shares] * len(self.bounds)
 
     def drop_last(self, tokens: int) -> None:
-        """Forgets the last tokens of every row; pages left empty return to the free list."""
+        """Forgets the last tokens of every row."""
         shortest = min(self.counts, default=0)
         if not 0 <= tokens <= shortest:
             raise ValueError(f"tokens must be between 0 and the shortest row's {shortest}, got {tokens}")
-        self.lengths -= tokens
-        self.counts = [count - tokens for count in self.counts]
-        for pages, count in zip(self._pages, self.counts, strict=True):
-            while len(pages) > self._blocks(count):
-                self._free.append(pages.pop())
+        self.truncate([count - tokens for count in self.counts])
 
-    def select_rows(self, rows: list[int]) -> None:
-        """Keeps copies of the given rows, in this order, each in pages of its own."""
-        source = [page for row in rows for page in self._pages[row]]
-        index = torch.tensor(source, dtype=torch.long).to(self.k_pages.device)
-        self.k_pages, self.v_pages = self.k_pages[index], self.v_pages[index]
-        self.lengths = self.lengths[torch.tensor(rows, dtype=torch.long).to(self.lengths.device)]
-        self.counts = [self.counts[row] for row in rows]
-        sizes, self._pages, self._free = [len(self._pages[row]) for row in rows], [], []
-        for size in sizes:
-            start = sum(map(len, self._pages))
-            self._pages.append(list(range(start, start + size)))
-        self._write_table()
+    def compact(self, indices: Tensor, kept: Sequence[int] | Tensor | None = None) -> None:
+        """Keeps the chosen slots of every row in all arrays; pages that become empty are free again.
 
-    def gather(self, capacity: int) -> tuple[Tensor, Tensor]:
-        """Keys and values as [R, capacity, D], zeros past each row's length. capacity: at least the longest row."""
-        R, D = len(self.counts), self.k_pages.shape[2]
-        k = self.k_pages.new_zeros(R, capacity, D)
-        v = torch.zeros_like(k)
-        longest = max(self.counts, default=0)
-        if longest:
-            places = torch.arange(longest, dtype=torch.int32, device=k.device).expand(R, longest)
-            held = places < self.lengths[:, None]
-            slots = self._slots(torch.where(held, places, 0))
-            k[:, :longest] = self.k_pages.view(-1, D)[slots].masked_fill_(~held[..., None], 0)
-            v[:, :longest] = self.v_pages.view(-1, D)[slots].masked_fill_(~held[..., None], 0)
-        return k, v
+        indices: int32 [R, K]: slot j of row r becomes its slot indices[r, j], rising strictly, for j < kept[r]. kept:
+        0..K, negative leaves a row as it is; None = K; an int32 tensor [R] on the device is not read by the host.
+        Raises RuntimeError if copies of shared pages need more than max_pages; nothing is changed then.
+        """
+        K, store, needed = indices.shape[1], self.store, 0
+        on_device = kept if isinstance(kept, Tensor) or kept is None else torch.tensor(kept, dtype=torch.int32)
+        on_device = None if on_device is None else on_device.to(self.lengths.device)
+        if self._shares:
+            store.count_free()
+            self._refresh()
+            needed = self._count_copies(indices, on_device)
+            store.provide(needed)
+        ops.compact_pages_(list(store.arrays.values()), self._table(), indices, kept=on_device)
+        store.free_at_least -= needed
+        if isinstance(kept, Tensor):
+            self._lose_sight(moved=True)
+        else:
+            wanted = [K] * len(self.bounds) if kept is None else kept
+            self.bounds = [count if count >= 0 else held for count, held in zip(wanted, self.bounds, strict=True)]
+        self._last_shared = [self._shares] * len(self.bounds)
 
-    def _blocks(self, tokens: int) -> int:
-        return -(-tokens // self.page_size)
+    def fork(self) -> PagePool:
+        """An independent pool of the same rows over the same pages, which are copied when one of the two writes."""
+        pool = object.__new__(type(self))
+        pool._open(self.store, self._share(None), list(self.bounds))
+        pool.exact, pool._stock = self.exact, -1
+        for one in (self, pool):
+            one._shares, one._last_shared = True, [True] * len(self.bounds)
+        return pool
 
-    def _slots(self, places: Tensor) -> Tensor:
-        """Index of each token [R, n] in the pages seen as [pages*P, D]."""
-        pages = self.block_table.gather(1, (places // self.page_size).long())
-        return pages.long() * self.page_size + places % self.page_size
-
-    def _reserve(self, lengths: list[int]) -> None:
-        missing = [self._blocks(length) - len(pages) for length, pages in zip(lengths, self._pages, strict=True)]
-        needed = sum(count for count in missing if count > 0)
-        if needed == 0:
+    def select_rows(self, rows: Sequence[int]) -> None:
+        """Makes row i what rows[i] was. Rows that are named twice share their pages; those not named give theirs up."""
+        if list(rows) == list(range(len(self.bounds))):
             return
-        if needed > len(self._free):
-            self._grow(needed - len(self._free))
-        for pages, count in zip(self._pages, missing, strict=True):
-            pages.extend(self._free.pop() for _ in range(count))
-        self._write_table()
+        index = torch.tensor(rows, dtype=torch.long).to(self.lengths.device)
+        old, new = self._rows, self._share(index)
+        self.store.release(old)
+        old.block_table, old.lengths = new.block_table, new.lengths
+        times = Counter(rows)
+        self.bounds = [self.bounds[row] for row in rows]
+        self._stock = -1
+        self._last_shared = [self._last_shared[row] or times[row] > 1 for row in rows]
+        self._shares = self._shares or max(times.values(), default=0) > 1
 
-    def _grow(self, pages: int) -> None:
-        old, size, D = self.k_pages.shape[0], self.page_size, self.k_pages.shape[2]
-        total = old + max(pages, old // 8)
-        for name in ("k_pages", "v_pages"):
-            bigger = self.k_pages.new_empty(total, size, D)
-            bigger[:old] = getattr(self, name)
-            setattr(self, name, bigger)
-        # handed out from the end of the list: lower pages first
-        self._free = list(range(total - 1, old - 1, -1)) + self._free
+    def __deepcopy__(self, memo: dict[int, Any]) -> PagePool:
+        return self.fork()
 
-    def _write_table(self) -> None:
-        blocks = max((len(pages) for pages in self._pages), default=0)
-        table = [pages + [0] * (blocks - len(pages)) for pages in self._pages]
-        device = self.block_table.device
-        self.block_table = torch.tensor(table, dtype=torch.int32).reshape(len(table), blocks).to(device)
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._give_up_at_end()
+
+    # ---- within ----
+
+    def _table(self) -> ops.PageTable:
+        return self.store.table(self._rows)
+
+    def _named(self) -> tuple[Tensor, Tensor]:
+        """block_table, and a mask of its entries that name a page."""
+        starts = torch.arange(self.block_table.shape[1], device=self.lengths.device) * self.page_size
+        return self.block_table, starts < self.lengths[:, None]
+
+    @torch.inference_mode(False)
+    def _share(self, index: Tensor | None) -> Rows:
+        """Further lines that name the pages of the given rows (None: all)."""
+        table, named = self._named()
+        lengths = self.lengths.clone()
+        if index is not None:
+            table, named, lengths = table[index], named[index], lengths[index]
+        if self.store.pages:
+            self.store.refs.index_add_(0, torch.where(named, table, 0).flatten(), named.flatten().to(torch.int32))
+        return Rows(table.clone(), lengths)
+
+    def _most_pages(self, counts: Sequence[int]) -> int:
+        """Pages that an append of counts[r] tokens takes at most, as far as the host knows."""
+        blocks, P, exact = self.store.settings.blocks, self.page_size, self.exact
+        taken = sum(blocks(bound + n) - blocks(bound) for bound, n in zip(self.bounds, counts, strict=True))
+        if not self._shares:
+            return taken
+        rows = zip(self.bounds, counts, self._last_shared, strict=True)
+        return taken + sum(shared and n > 0 and (bound % P > 0 or not exact) for bound, n, shared in rows)
+
+    def _refresh(self) -> None:
+        """Learns from the device what the host has lost sight of."""
+        counts = self.counts
+        self._stock = self.store.stock
+        if not self._shares:
+            return
+        table, named = self._named()
+        shared = named & (self.store.refs[torch.where(named, table, 0)] > 1)
+        last = named.sum(1, keepdim=True).clamp_(min=1) - 1
+        flags = torch.stack([shared.gather(1, last)[:, 0], shared.any(1)]).tolist() if table.shape[1] else [[], []]
+        self._last_shared, self._shares = flags[0] or [False] * len(counts), any(flags[1])
+
+    def _lose_sight(self, *, moved: bool = False) -> None:
+        """The device alone knows the lengths now. moved: bounds may exceed them by pages that others keep."""
+        if self.exact:
+            self._stock = self.store.stock
+        self.exact = False
+        if moved and self._shares:
+            self._stock = -1
+
+    def _count_copies(self, indices: Tensor, kept: Tensor | None) -> int:
+        """Shared pages that a compaction would write. Waits for the device."""
+        K, (table, named) = indices.shape[1], self._named()
+        if K == 0 or not self._shares:
+            return 0
+        starts = torch.arange(table.shape[1], device=table.device) * self.page_size
+        ends = (starts + self.page_size).clamp(max=K).expand_as(table)
+        stays = named & (starts < K)
+        if kept is not None:
+            ends, stays = torch.minimum(ends, kept[:, None]), stays & (starts < kept[:, None])
+        last = (ends - 1).clamp_(min=0)
+        moves = indices.gather(1, last) != last
+        return int((stays & moves & (self.store.refs[torch.where(named, table, 0)] > 1)).sum())
+
+    def _check_lengths(self, lengths: Sequence[int]) -> None:
+        for row, (length, held) in enumerate(zip(lengths, self.counts, strict=True)):
+            if not 0 <= length <= held:
+                raise ValueError(f"lengths must be between 0 and the {held} slots of row {row}, got {length}")

@@ -2,19 +2,23 @@
 
 from .attention import attention, visible
 from .decode import decode, merge_states
+from .pages import append_tokens_, compact_pages_, truncate_rows_
 from .planner import plan
 from .rope import rope
 from .score import window_scores
 from .select import compact_rows, select_topk
 
 __all__ = [
+    "append_tokens_",
     "attention",
+    "compact_pages_",
     "compact_rows",
     "decode",
     "merge_states",
     "plan",
     "rope",
     "select_topk",
+    "truncate_rows_",
     "visible",
     "window_scores",
 ]

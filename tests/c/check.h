@@ -43,4 +43,5 @@ void test_score(void);
 void test_decode(void);
 void test_flash(void);
 void test_merge(void);
+void test_pages(void);
 #endif

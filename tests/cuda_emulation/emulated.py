@@ -66,6 +66,8 @@ def load_reference():
 def structure(name: str, fields: str) -> type[Structure]:
     """A ctypes structure from lines 'type: name name ...' in the order of kvc.h."""
     types = {"pointer": c_void_p, "int64": c_int64, "int": c_int, "float": c_float, "view": View}
+    if "table:" in fields:
+        types |= {"table": PageTableArgs, "slots": SlotArray * 8}
     pairs = []
     for line in fields.strip().splitlines():
         kind, names = line.split(":")
@@ -114,6 +116,41 @@ CompactRowsArgs = structure(
     pointer: rows indices
     int64: R T D k row_stride element_bytes""",
 )
+# kvc_page_table and kvc_slot_array, and what each call has after them
+PageTableArgs = structure(
+    "PageTableArgs",
+    """
+    pointer: block_table lengths page_refs free_pages free_count
+    int64: R blocks P pages""",
+)
+SlotArray = structure(
+    "SlotArray",
+    """
+    pointer: pages tokens
+    int64: slot_bytes stride_b stride_h stride_s""",
+)
+AppendTokensArgs = structure(
+    "AppendTokensArgs",
+    """
+    table: table
+    slots: arrays
+    pointer: counts scratch
+    int64: array_count heads S""",
+)
+TruncateRowsArgs = structure(
+    "TruncateRowsArgs",
+    """
+    table: table
+    pointer: new_lengths""",
+)
+CompactPagesArgs = structure(
+    "CompactPagesArgs",
+    """
+    table: table
+    slots: arrays
+    pointer: indices kept scratch
+    int64: array_count K""",
+)
 DecodeArgs = structure(
     "DecodeArgs",
     """
@@ -161,6 +198,9 @@ ARGS = [
     MergeStatesArgs,
     AttentionArgs,
     AttentionBackwardArgs,
+    AppendTokensArgs,
+    TruncateRowsArgs,
+    CompactPagesArgs,
 ]
 
 
@@ -176,6 +216,21 @@ def pointer(x: torch.Tensor | None) -> int | None:
 
 def view(x: torch.Tensor) -> View:
     return View(x.data_ptr(), DTYPES.index(x.dtype), *x.stride()[:3])
+
+
+def page_table(table, page_size: int) -> PageTableArgs:
+    """The arrays of ops.PageTable."""
+    return PageTableArgs(*(pointer(x) for x in table), *table[0].shape, page_size, table[2].shape[0])
+
+
+def slot_arrays(arrays, tokens=None):
+    out = (SlotArray * 8)()
+    for i, array in enumerate(arrays):
+        size = array.element_size()
+        strides = [0, 0, 0] if tokens is None else [stride * size for stride in tokens[i].stride()[:3]]
+        new = None if tokens is None else pointer(tokens[i])
+        out[i] = SlotArray(pointer(array), new, array[0, 0].numel() * size, *strides)
+    return out
 
 
 class Kernels:
@@ -232,6 +287,21 @@ class Kernels:
         args = CompactRowsArgs(pointer(rows), pointer(indices), R, T, D, k, stride, rows.element_size())
         self.call("kvc_cuda_compact_rows", args)
         return rows
+
+    def append_tokens_(self, arrays, tokens, table, counts=None):
+        _, H, S = tokens[0].shape[:3]
+        scratch = torch.full((table[0].shape[0] + 1,), -77, dtype=torch.int32)
+        call = (slot_arrays(arrays, tokens), pointer(counts), pointer(scratch), len(arrays), H, S)
+        self.call("kvc_cuda_append_tokens", AppendTokensArgs(page_table(table, arrays[0].shape[1]), *call))
+
+    def truncate_rows_(self, table, new_lengths, page_size):
+        args = TruncateRowsArgs(page_table(table, page_size), pointer(new_lengths))
+        self.call("kvc_cuda_truncate_rows", args)
+
+    def compact_pages_(self, arrays, table, indices, kept=None):
+        scratch = torch.full((table[0].numel() + 1,), -77, dtype=torch.int32)
+        call = (slot_arrays(arrays), pointer(indices), pointer(kept), pointer(scratch), len(arrays), indices.shape[1])
+        self.call("kvc_cuda_compact_pages", CompactPagesArgs(page_table(table, arrays[0].shape[1]), *call))
 
     def decode(self, queries, k_pages, v_pages, end, *, block_table=None, begin=None, scale=None, causal=False):
         B, Hq, S, D = queries.shape

@@ -85,6 +85,34 @@ void run_select_and_compact(int64_t T, int64_t k, int64_t D, kvc_dtype dtype) {
     expect(kvc_cuda_compact_rows(&compact, nullptr), "compact_rows", T);
 }
 
+// Two rows of 6 and 5 slots in pages of 4 that share their first page and the second; 4 pages are free.
+void run_pages(int64_t D, int64_t S, kvc_dtype dtype) {
+    const int64_t R = 2, P = 4, pages = 7, blocks = 2 + S, bytes = D * (dtype == KVC_F32 ? 4 : 2);
+    array k(pages * P * D, dtype), v(pages * P * D, dtype), new_k(1, R, S, D, dtype), new_v(1, R, S, D, dtype);
+    std::vector<int32_t> table(static_cast<size_t>(R * blocks), 99), lengths = {6, 5}, refs = {2, 0, 2, 0, 0, 0, 1},
+                         free_pages = {1, 3, 4, 5, 99, 99, 99}, free_count = {4, 0};
+    table[0] = table[static_cast<size_t>(blocks)] = 2;
+    table[1] = table[static_cast<size_t>(blocks) + 1] = 0;
+    std::vector<int32_t> counts = {static_cast<int32_t>(S), 1}, append_scratch(3),
+                         compact_scratch(static_cast<size_t>(R * blocks) + 1), indices = {1, 4, 0, 1}, kept = {2, 0};
+    const kvc_page_table pool = {table.data(), lengths.data(), refs.data(), free_pages.data(), free_count.data(),
+                                 R, blocks, P, pages};
+    const auto slots = [&](const array& held, const array& added) {
+        return kvc_slot_array{held.bytes.get(), added.bytes.get(), bytes, R * S * bytes, S * bytes, bytes};
+    };
+    const kvc_append_tokens_args append = {pool, {slots(k, new_k), slots(v, new_v)}, counts.data(),
+                                           append_scratch.data(), 2, R, S};
+    expect(kvc_cuda_append_tokens(&append, nullptr), "append_tokens", D);
+    const kvc_compact_pages_args compact = {pool, {slots(k, new_k), slots(v, new_v)}, indices.data(), kept.data(),
+                                            compact_scratch.data(), 2, 2};
+    expect(kvc_cuda_compact_pages(&compact, nullptr), "compact_pages", D);
+    std::vector<int32_t> nothing = {0, 0};
+    const kvc_truncate_rows_args truncate = {pool, nothing.data()};
+    expect(kvc_cuda_truncate_rows(&truncate, nullptr), "truncate_rows", D);
+    for (int i = 0; i < 20; i++) expect(kvc_cuda_append_tokens(&append, nullptr), "append_tokens until full", D);
+    if (free_count[1] == 0) expect(cudaErrorInvalidValue, "a full pool refused nothing", D);
+}
+
 void run_decode(int64_t D, int64_t Hq, int64_t P, kvc_dtype dtype, bool paged) {
     const int64_t B = 2, Hkv = 1, S = 2, pages = 3, blocks = 2;
     array q(B, Hq, S, D, dtype), k(pages * P * D, dtype), v(pages * P * D, dtype), out(B * Hq * S * D, dtype),
@@ -144,6 +172,7 @@ int main(int count, char** arguments) {
         run_rope(33, KVC_BF16);
         run_window_scores(33, 70, KVC_BF16, 1, 3, 1);
         run_select_and_compact(77, 30, 33, KVC_F32);
+        run_pages(33, 3, KVC_BF16);
         run_decode(33, 5, 8, KVC_F32, true);
         run_long_decode(4, 2, KVC_BF16);
         run_merge(9, 33, KVC_BF16);
@@ -156,6 +185,8 @@ int main(int count, char** arguments) {
                 run_window_scores(D, 4, dtype);
                 run_window_scores(D, 70, dtype);
                 run_select_and_compact(77, 30, D, dtype);
+                run_pages(D, 1, dtype);
+                run_pages(D, 3, dtype);
                 run_decode(D, 1, 8, dtype, true);
                 run_decode(D, 5, 8, dtype, true);
                 run_decode(D, 3, 13, dtype, false);

@@ -1,0 +1,392 @@
+// Rows of slots in pages that may be shared until written: see pages.c in kvc.h.
+//
+// Must move: append 2*R*S*slot bytes, compaction 2*R*K*slot bytes and 4*R*K bytes of indices; the tables are a few bytes
+// per row. No arithmetic: the ceiling is memory bandwidth; with one token per row, the latency of the two launches.
+// Pages are handed out by one block (prefix sums over the rows, so that the same call gives the same pages), moved by
+// one block per row or slice of a row, and given up with atomics.
+#include "kvc_cuda.h"
+#include "types.cuh"
+
+namespace {
+
+constexpr int THREADS = 128;
+constexpr int MAX_WARPS = 32;
+constexpr int TILE = 64;         // tokens that one block appends
+constexpr int SLOTS = 4;         // slots that a thread of a compaction holds in registers between load and store
+constexpr int SLICE_BYTES = 64;  // bytes of each slot that one block of a compaction moves: two sectors of memory
+
+// ---- the table ----
+
+__device__ inline int32_t* entry(const kvc_page_table& table, int64_t row, int64_t block) {
+    return table.block_table + row * table.blocks + block;
+}
+
+__device__ inline bool page_exists(const kvc_page_table& table, int32_t page) {
+    return page >= 0 && page < table.pages;
+}
+
+__device__ inline int64_t free_pages(const kvc_page_table& table) {
+    const int64_t count = table.free_count[0];
+    return count < 0 ? 0 : count > table.pages ? table.pages : count;
+}
+
+__device__ inline void give_up_page(const kvc_page_table& table, int32_t page) {
+    if (!page_exists(table, page) || atomicAdd(&table.page_refs[page], -1) != 1) return;
+    const int place = atomicAdd(&table.free_count[0], 1);
+    if (place >= 0 && place < table.pages) table.free_pages[place] = page;
+}
+
+// The page at `place` from the end of the free list, now named once.
+__device__ inline int32_t take_page(const kvc_page_table& table, int64_t place) {
+    const int32_t page = table.free_pages[place];
+    if (page_exists(table, page)) table.page_refs[page] = 1;
+    return page;
+}
+
+// Sum of `value` over the threads before this one; total: over all. Every thread of the block must call it.
+__device__ inline int scan_block(int value, int* total) {
+    __shared__ int sums[MAX_WARPS];
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
+    int through = value;
+    KVC_UNROLL
+    for (int step = 1; step < 32; step *= 2) {
+        const int below = __shfl_up_sync(FULL_WARP, through, step);
+        if (lane >= step) through += below;
+    }
+    if (lane == 31) sums[warp] = through;
+    __syncthreads();
+    int before = 0;
+    *total = 0;
+    for (int i = 0; i < warps; i++) {
+        if (i < warp) before += sums[i];
+        *total += sums[i];
+    }
+    __syncthreads();  // sums are free for the next call
+    return before + through - value;
+}
+
+// Whether the free list serves `own` pages of each thread and no thread objects; the verdict lies in *refused too.
+__device__ inline bool can_take(const kvc_page_table& table, int own, bool objects, int32_t* refused) {
+    int needed, objections;
+    scan_block(own, &needed);
+    scan_block(objects, &objections);
+    const bool fits = objections == 0 && needed <= free_pages(table);
+    if (threadIdx.x == 0) {
+        *refused = !fits;
+        if (!fits) table.free_count[1]++;
+    }
+    return fits;
+}
+
+// ---- append ----
+
+struct growth {
+    int64_t length, count;
+    int32_t shared;  // the page that the row copies, or -1
+    int pages;       // how many it takes
+    bool valid;
+};
+
+__device__ inline int64_t count_of(const kvc_append_tokens_args& a, int64_t row) {
+    return a.counts ? a.counts[row] : a.S;
+}
+
+__device__ inline growth growth_of(const kvc_append_tokens_args& a, int64_t row) {
+    const kvc_page_table& table = a.table;
+    growth g = {table.lengths[row], count_of(a, row), -1, 0, false};
+    if (g.length < 0 || g.count < 0 || g.count > a.S || g.length + g.count > table.blocks * table.P) return g;
+    g.valid = true;
+    g.pages = static_cast<int>(ceil_div(g.length + g.count, table.P) - ceil_div(g.length, table.P));
+    if (g.count > 0 && g.length % table.P != 0) {
+        const int32_t last = *entry(table, row, g.length / table.P);
+        g.valid = page_exists(table, last);
+        if (g.valid && table.page_refs[last] > 1) {
+            g.shared = last;
+            g.pages++;
+        }
+    }
+    return g;
+}
+
+// One block: takes the pages of all rows, writes table and lengths; scratch [R + 1]: the page that each row copies (or
+// -1), and whether the call is refused.
+__global__ void extend_kernel(const kvc_append_tokens_args a) {
+    const kvc_page_table& table = a.table;
+    int own = 0;
+    bool objects = false;
+    for (int64_t row = threadIdx.x; row < table.R; row += blockDim.x) {
+        const growth g = growth_of(a, row);
+        own += g.pages;
+        objects |= !g.valid;
+    }
+    if (!can_take(table, own, objects, a.scratch + table.R)) return;
+    int64_t held = free_pages(table);
+    for (int64_t first = 0; first < table.R; first += blockDim.x) {
+        const int64_t row = first + threadIdx.x;
+        const growth g = row < table.R ? growth_of(a, row) : growth{0, 0, -1, 0, false};
+        int total;
+        int64_t place = held - 1 - scan_block(g.pages, &total);
+        held -= total;
+        if (row >= table.R) continue;
+        int64_t block = ceil_div(g.length, table.P);
+        if (g.shared >= 0) block--;
+        for (int i = 0; i < g.pages; i++) *entry(table, row, block + i) = take_page(table, place--);
+        a.scratch[row] = g.shared;
+        table.lengths[row] = static_cast<int32_t>(g.length + g.count);
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) table.free_count[0] = static_cast<int32_t>(held);
+    __syncthreads();
+    for (int64_t row = threadIdx.x; row < table.R; row += blockDim.x)
+        if (a.scratch[row] >= 0) give_up_page(table, a.scratch[row]);
+}
+
+// A block copies TILE tokens of one row of one array, and with the first of them the slots of the shared page.
+template <class Unit>
+__global__ void append_kernel(const kvc_append_tokens_args a, int64_t first_array, int64_t tiles) {
+    const kvc_page_table& table = a.table;
+    if (a.scratch[table.R]) return;
+    const int64_t tile = blockIdx.x % tiles, row = blockIdx.x / tiles % table.R;
+    const kvc_slot_array& array = a.arrays[first_array + blockIdx.x / tiles / table.R];
+    const int units = static_cast<int>(array.slot_bytes / static_cast<int64_t>(sizeof(Unit)));
+    const int64_t count = count_of(a, row), start = table.lengths[row] - count;
+    if (units == 0) return;
+    Unit* pages = static_cast<Unit*>(array.pages);
+    if (tile == 0 && a.scratch[row] >= 0) {
+        const int32_t now = *entry(table, row, start / table.P);
+        const int64_t from = a.scratch[row] * table.P * units, to = now * table.P * units;
+        for (int64_t i = threadIdx.x; page_exists(table, now) && i < start % table.P * units; i += THREADS)
+            pages[to + i] = pages[from + i];
+    }
+    const char* tokens = static_cast<const char*>(array.tokens) + row / a.heads * array.stride_b +
+                         row % a.heads * array.stride_h + (a.S - count) * array.stride_s;
+    const int64_t end = count < (tile + 1) * TILE ? count : (tile + 1) * TILE;
+    const int lanes = units < THREADS ? units : THREADS, groups = THREADS / lanes;
+    const int group = static_cast<int>(threadIdx.x) / lanes, lane = static_cast<int>(threadIdx.x) % lanes;
+    for (int64_t i = tile * TILE + group; group < groups && i < end; i += groups) {
+        const int64_t slot = start + i;
+        const int32_t page = *entry(table, row, slot / table.P);
+        if (!page_exists(table, page)) continue;
+        const Unit* from = reinterpret_cast<const Unit*>(tokens + i * array.stride_s);
+        Unit* to = pages + (page * table.P + slot % table.P) * units;
+        for (int unit = lane; unit < units; unit += lanes) to[unit] = from[unit];
+    }
+}
+
+// ---- truncate ----
+
+// A block per row.
+__global__ void truncate_kernel(const kvc_truncate_rows_args a) {
+    const kvc_page_table& table = a.table;
+    const int64_t row = blockIdx.x, capacity = table.blocks * table.P;
+    int64_t old = table.lengths[row], now = a.new_lengths[row];
+    old = old < 0 ? 0 : old > capacity ? capacity : old;
+    now = now < 0 ? 0 : now > old ? old : now;
+    __syncthreads();
+    for (int64_t block = ceil_div(now, table.P) + threadIdx.x; block < ceil_div(old, table.P); block += THREADS)
+        give_up_page(table, *entry(table, row, block));
+    if (threadIdx.x == 0) table.lengths[row] = static_cast<int32_t>(now);
+}
+
+// ---- compaction ----
+
+// Slots held by the row, and how many of them it keeps (-1: the row is left as it is).
+__device__ inline int64_t held_of(const kvc_page_table& table, int64_t row) {
+    const int64_t length = table.lengths[row], capacity = table.blocks * table.P;
+    return length < 0 ? 0 : length > capacity ? capacity : length;
+}
+
+__device__ inline int64_t kept_of(const kvc_compact_pages_args& a, int64_t row) {
+    const int64_t kept = a.kept ? a.kept[row] : a.K, most = held_of(a.table, row);
+    return kept < 0 ? -1 : kept < most ? (kept < a.K ? kept : a.K) : (most < a.K ? most : a.K);
+}
+
+// The page that block `item` % blocks of row `item` / blocks may write: its own, none (-1) or a fresh one.
+enum class target { none, own, fresh };
+
+__device__ inline target target_of(const kvc_compact_pages_args& a, int64_t item) {
+    const kvc_page_table& table = a.table;
+    const int64_t row = item / table.blocks, block = item % table.blocks, kept = kept_of(a, row);
+    if (block * table.P >= kept) return target::none;
+    const int64_t end = (block + 1) * table.P, last = (end < kept ? end : kept) - 1;
+    // Indices rise: where the last one of a block stays, all before it do
+    if (a.indices[row * a.K + last] == last || !page_exists(table, table.block_table[item])) return target::none;
+    return table.page_refs[table.block_table[item]] > 1 ? target::fresh : target::own;
+}
+
+// One block: scratch [R*blocks + 1]: the page that each block of each row is written to, and whether the call is refused.
+__global__ void claim_kernel(const kvc_compact_pages_args a) {
+    const kvc_page_table& table = a.table;
+    const int64_t items = table.R * table.blocks;
+    int own = 0;
+    for (int64_t item = threadIdx.x; item < items; item += blockDim.x) own += target_of(a, item) == target::fresh;
+    if (!can_take(table, own, false, a.scratch + items)) return;
+    int64_t held = free_pages(table);
+    for (int64_t first = 0; first < items; first += blockDim.x) {
+        const int64_t item = first + threadIdx.x;
+        const target kind = item < items ? target_of(a, item) : target::none;
+        int total;
+        const int64_t place = held - 1 - scan_block(kind == target::fresh, &total);
+        held -= total;
+        if (item >= items) continue;
+        a.scratch[item] = kind == target::none  ? -1
+                          : kind == target::own ? table.block_table[item]
+                                                : take_page(table, place);
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) table.free_count[0] = static_cast<int32_t>(held);
+}
+
+// A block moves one slice of every kept slot of one row, tile by tile: a tile is read whole before it is written, and
+// as indices[j] >= j no later tile reads a slot that an earlier one wrote (see compact.cu).
+template <class Unit>
+__global__ void move_kernel(const kvc_compact_pages_args a, const kvc_slot_array array, int64_t slices) {
+    constexpr int LANES = SLICE_BYTES / static_cast<int>(sizeof(Unit)), GROUPS = THREADS / LANES;
+    const kvc_page_table& table = a.table;
+    if (a.scratch[table.R * table.blocks]) return;
+    const int64_t row = blockIdx.x / slices, units = array.slot_bytes / static_cast<int64_t>(sizeof(Unit));
+    const int64_t unit = blockIdx.x % slices * LANES + threadIdx.x % LANES;
+    const int group = static_cast<int>(threadIdx.x) / LANES;
+    const int64_t kept = kept_of(a, row), length = held_of(table, row);
+    Unit* pages = static_cast<Unit*>(array.pages) + unit;
+    for (int64_t tile = 0; tile < kept; tile += GROUPS * SLOTS) {
+        Unit held[SLOTS];
+        int64_t to[SLOTS];
+        KVC_UNROLL
+        for (int i = 0; i < SLOTS; i++) {
+            const int64_t j = tile + i * GROUPS + group;
+            const int64_t from = j < kept && unit < units ? a.indices[row * a.K + j] : -1;
+            to[i] = -1;
+            if (from < 0 || from >= length) continue;
+            const int32_t source = *entry(table, row, from / table.P);
+            const int32_t page = a.scratch[row * table.blocks + j / table.P];
+            if (!page_exists(table, source) || !page_exists(table, page)) continue;
+            to[i] = (page * table.P + j % table.P) * units;
+            held[i] = pages[(source * table.P + from % table.P) * units];
+        }
+        __syncthreads();
+        KVC_UNROLL
+        for (int i = 0; i < SLOTS; i++)
+            if (to[i] >= 0) pages[to[i]] = held[i];
+    }
+}
+
+// A block per row: the fresh pages enter the table, what is no longer named is given up.
+__global__ void settle_kernel(const kvc_compact_pages_args a) {
+    const kvc_page_table& table = a.table;
+    if (a.scratch[table.R * table.blocks]) return;
+    const int64_t row = blockIdx.x, kept = kept_of(a, row), blocks = ceil_div(held_of(table, row), table.P);
+    __syncthreads();
+    if (kept < 0) return;
+    for (int64_t block = threadIdx.x; block < blocks; block += THREADS) {
+        int32_t* page = entry(table, row, block);
+        const int32_t now = a.scratch[row * table.blocks + block];
+        if (block * table.P >= kept) {
+            give_up_page(table, *page);
+        } else if (now >= 0 && now != *page) {
+            give_up_page(table, *page);
+            *page = now;
+        }
+    }
+    if (threadIdx.x == 0) table.lengths[row] = static_cast<int32_t>(kept);
+}
+
+// ---- host ----
+
+bool valid_table(const kvc_page_table& table) {
+    if (table.R < 0 || table.blocks < 0 || table.P < 1 || table.pages < 0 || table.pages > INT32_MAX) return false;
+    if (table.blocks > INT32_MAX / table.P || table.R > MAX_GRID_X) return false;
+    if (table.R == 0) return true;
+    if (!table.lengths || !table.free_count || (table.blocks && !table.block_table)) return false;
+    return table.pages == 0 || (table.page_refs && table.free_pages);
+}
+
+bool valid_arrays(const kvc_slot_array* arrays, int64_t count, int64_t pages, bool tokens) {
+    if (count < 0 || count > KVC_MAX_SLOT_ARRAYS) return false;
+    for (int64_t i = 0; i < count; i++) {
+        const kvc_slot_array& array = arrays[i];
+        if (array.slot_bytes < 0 || array.slot_bytes > INT32_MAX) return false;
+        if (array.slot_bytes > 0 && ((pages && !array.pages) || (tokens && !array.tokens))) return false;
+    }
+    return true;
+}
+
+// The widest unit, in bytes, that every slot (and every token) is a whole number of.
+int unit_of(const kvc_slot_array& array, bool tokens) {
+    uint64_t every = reinterpret_cast<uintptr_t>(array.pages) | static_cast<uint64_t>(array.slot_bytes);
+    if (tokens)
+        every |= reinterpret_cast<uintptr_t>(array.tokens) | static_cast<uint64_t>(array.stride_b) |
+                 static_cast<uint64_t>(array.stride_h) | static_cast<uint64_t>(array.stride_s);
+    return every % 16 == 0 ? 16 : every % 4 == 0 ? 4 : every % 2 == 0 ? 2 : 1;
+}
+
+template <class Fn>
+cudaError_t with_unit(int bytes, Fn fn) {
+    switch (bytes) {
+        case 16: return fn(uint4{});
+        case 4: return fn(uint32_t{});
+        case 2: return fn(uint16_t{});
+        default: return fn(uint8_t{});
+    }
+}
+
+unsigned threads_for(int64_t items) { return items <= 128 ? 128 : items <= 512 ? 512 : 1024; }
+
+}  // namespace
+
+extern "C" cudaError_t kvc_cuda_append_tokens(const kvc_append_tokens_args* args, cudaStream_t stream) {
+    const kvc_append_tokens_args& a = *args;
+    if (!valid_table(a.table) || !valid_arrays(a.arrays, a.array_count, a.table.pages, a.S > 0) || a.S < 0 ||
+        a.heads < 1 || a.table.R % a.heads)
+        return cudaErrorInvalidValue;
+    if (a.table.R == 0 || a.S == 0) return cudaSuccess;
+    const int64_t tiles = ceil_div(a.S, TILE);
+    if (!a.scratch || a.table.R > MAX_GRID_X / tiles / KVC_MAX_SLOT_ARRAYS) return cudaErrorInvalidValue;
+    KVC_LAUNCH(extend_kernel, 1, threads_for(a.table.R), 0, stream, a);
+    cudaError_t error = cudaGetLastError();
+    // Neighbouring arrays of one unit, keys and values above all, go in one launch
+    for (int64_t first = 0, count; first < a.array_count && error == cudaSuccess; first += count) {
+        const int unit = unit_of(a.arrays[first], true);
+        count = 1;
+        while (first + count < a.array_count && unit_of(a.arrays[first + count], true) == unit) count++;
+        const unsigned blocks = static_cast<unsigned>(a.table.R * tiles * count);
+        error = with_unit(unit, [&](auto type) {
+            KVC_LAUNCH((append_kernel<decltype(type)>), blocks, THREADS, 0, stream, a, first, tiles);
+            return cudaGetLastError();
+        });
+    }
+    return error;
+}
+
+extern "C" cudaError_t kvc_cuda_truncate_rows(const kvc_truncate_rows_args* args, cudaStream_t stream) {
+    const kvc_truncate_rows_args& a = *args;
+    if (!valid_table(a.table)) return cudaErrorInvalidValue;
+    if (a.table.R == 0) return cudaSuccess;
+    if (!a.new_lengths) return cudaErrorInvalidValue;
+    KVC_LAUNCH(truncate_kernel, static_cast<unsigned>(a.table.R), THREADS, 0, stream, a);
+    return cudaGetLastError();
+}
+
+extern "C" cudaError_t kvc_cuda_compact_pages(const kvc_compact_pages_args* args, cudaStream_t stream) {
+    const kvc_compact_pages_args& a = *args;
+    if (!valid_table(a.table) || !valid_arrays(a.arrays, a.array_count, a.table.pages, false) || a.K < 0)
+        return cudaErrorInvalidValue;
+    if (a.table.R == 0) return cudaSuccess;
+    if (!a.scratch || (a.K && !a.indices)) return cudaErrorInvalidValue;
+    KVC_LAUNCH(claim_kernel, 1, threads_for(a.table.R * a.table.blocks), 0, stream, a);
+    cudaError_t error = cudaGetLastError();
+    for (int64_t i = 0; i < a.array_count && a.K > 0 && error == cudaSuccess; i++) {
+        const kvc_slot_array& array = a.arrays[i];
+        const int64_t slices = ceil_div(array.slot_bytes, SLICE_BYTES);
+        if (slices == 0) continue;
+        if (a.table.R > MAX_GRID_X / slices) return cudaErrorInvalidValue;
+        error = with_unit(unit_of(array, false), [&](auto type) {
+            const unsigned blocks = static_cast<unsigned>(a.table.R * slices);
+            KVC_LAUNCH((move_kernel<decltype(type)>), blocks, THREADS, 0, stream, a, array, slices);
+            return cudaGetLastError();
+        });
+    }
+    if (error != cudaSuccess) return error;
+    KVC_LAUNCH(settle_kernel, static_cast<unsigned>(a.table.R), THREADS, 0, stream, a);
+    return cudaGetLastError();
+}

@@ -1,0 +1,145 @@
+"""Where pages come from: the arrays, the free list and how they grow."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .. import ops
+
+Slots = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+
+
+def keys_and_values(head_dim: int, dtype: torch.dtype) -> Slots:
+    """What a slot holds in most caches."""
+    return {"keys": ((head_dim,), dtype), "values": ((head_dim,), dtype)}
+
+
+@dataclass(frozen=True)
+class PoolSettings:
+    """page_size: slots per page, a power of two. max_pages: most pages of one pool, None = no limit.
+
+    grow: "double": a pool starts with the pages it needs and doubles when they run out, up to max_pages; "error": it
+    takes max_pages at once and never more. A pool that may not grow raises RuntimeError and stays as it was.
+    """
+
+    page_size: int = 64
+    max_pages: int | None = None
+    grow: str = "double"
+
+    def __post_init__(self) -> None:
+        size = self.page_size
+        if not isinstance(size, int) or size < 1 or size & (size - 1):
+            raise ValueError(f"page_size must be a power of two, got {size!r}")
+        if self.grow not in ("double", "error"):
+            raise ValueError(f"grow must be 'double' or 'error', got {self.grow!r}")
+        if self.max_pages is None and self.grow == "error":
+            raise ValueError("max_pages must be given with grow='error', got None")
+        if self.max_pages is not None and (not isinstance(self.max_pages, int) or self.max_pages < 1):
+            raise ValueError(f"max_pages must be an integer of at least 1, got {self.max_pages!r}")
+
+    def blocks(self, tokens: int) -> int:
+        """Pages that hold this many tokens."""
+        return -(-tokens // self.page_size)
+
+    def check(self, pages: int) -> None:
+        """Raises RuntimeError if a pool may not have so many pages."""
+        if self.max_pages is not None and pages > self.max_pages:
+            raise RuntimeError(
+                f"max_pages = {self.max_pages} is too few: {pages} pages of {self.page_size} tokens are needed in one "
+                f"layer; use max_pages of at least {pages}, or None with grow='double'"
+            )
+
+
+@dataclass
+class Rows:
+    """The lines of one pool's table. An object of its own: it outlives the pool until its pages are given up."""
+
+    block_table: Tensor
+    lengths: Tensor
+
+
+class PageStore:
+    """Pages that one pool and its forks take theirs from.
+
+    arrays: for each name in slots [pages, P, ...]. refs: int32 [pages], rows that name a page. free_pages, free_count:
+    the pages that nobody names (see ops.PageTable). All on the device, and replaced when the store grows. The host
+    knows only that at least `free_at_least` pages are free: enough to take pages without asking the device.
+    """
+
+    def __init__(self, slots: Slots, device: torch.device, settings: PoolSettings) -> None:
+        P = settings.page_size
+        self.settings = settings
+        self.arrays = {
+            name: torch.empty(0, P, *shape, dtype=dtype, device=device) for name, (shape, dtype) in slots.items()
+        }
+        self.refs = torch.zeros(0, dtype=torch.int32, device=device)
+        self.free_pages = torch.zeros(0, dtype=torch.int32, device=device)
+        self.free_count = torch.zeros(2, dtype=torch.int32, device=device)
+        self.free_at_least = 0
+        self.stock = 0  # how often the free pages were counted: bounds from before that no longer add up
+        self.dropped: list[Rows] = []  # of pools that are gone; their pages are given up when pages run short
+        if settings.grow == "error":
+            assert settings.max_pages is not None
+            self._add_pages(settings.max_pages)
+
+    @property
+    def pages(self) -> int:
+        return self.refs.shape[0]
+
+    def table(self, rows: Rows) -> ops.PageTable:
+        return ops.PageTable(rows.block_table, rows.lengths, self.refs, self.free_pages, self.free_count)
+
+    def release(self, rows: Rows) -> None:
+        """Empties the rows."""
+        ops.truncate_rows_(self.table(rows), torch.zeros_like(rows.lengths), self.settings.page_size)
+
+    def count_free(self) -> int:
+        """Free pages, those of dropped pools included. Waits for the device."""
+        while self.dropped:
+            self.release(self.dropped.pop())
+        self.free_at_least, refused = self.free_count.tolist()
+        self.stock += 1
+        if refused:
+            raise RuntimeError("tokens were lost: pages ran out on the device; reserve() more before appending")
+        return self.free_at_least
+
+    def provide(self, pages: int) -> None:
+        """Makes sure that this many pages are free; RuntimeError, and nothing changed, if the settings forbid it.
+
+        To be called when free_at_least is exact.
+        """
+        missing = pages - self.free_at_least
+        if missing <= 0:
+            return
+        limit = self.settings.max_pages
+        self.settings.check(self.pages + missing)
+        total = max(self.pages + missing, 2 * self.pages)
+        self._add_pages((total if limit is None else min(total, limit)) - self.pages)
+
+    @torch.inference_mode(False)
+    def _add_pages(self, count: int) -> None:
+        old, free = self.pages, self.free_at_least
+        for name, array in self.arrays.items():
+            bigger = array.new_empty(old + count, *array.shape[1:])
+            bigger[:old] = array
+            self.arrays[name] = bigger
+        # pages are handed out from the end of the list: old ones first, then new ones from the lowest
+        added = torch.arange(old + count - 1, old - 1, -1, dtype=torch.int32, device=self.refs.device)
+        self.free_pages = torch.cat([added, self.free_pages[:free], self.free_pages.new_zeros(old - free)])
+        self.refs = torch.cat([self.refs, self.refs.new_zeros(count)])
+        self.free_count = self.free_count + torch.tensor([count, 0], dtype=torch.int32).to(self.refs.device)
+        self.free_at_least += count
+
+    def page_nbytes(self) -> int:
+        """Bytes of one page, all arrays together."""
+        return sum(math.prod(array.shape[1:]) * array.element_size() for array in self.arrays.values())
+
+    def nbytes(self) -> int:
+        """Bytes of all pages, free ones included, and of the free list."""
+        tensors = (*self.arrays.values(), self.refs, self.free_pages, self.free_count)
+        return sum(x.numel() * x.element_size() for x in tensors)

@@ -344,6 +344,7 @@ void check_aligned(const void* at, size_t bytes) {
 void async_copy(void* to, const void* from, size_t bytes, bool there) {
     check_aligned(to, bytes);
     if (there) check_aligned(from, bytes);
+    std::memset(to, 0xff, bytes);  // may be overwritten from now on, so whoever still needs it has to be done
     current->copies.back().push_back({to, from, bytes, there});
 }
 

@@ -31,7 +31,8 @@ inline const char* of_lane(const char* all, unsigned lane) { return all + 32 * l
 // Fails the launch if `at` is not a multiple of `bytes`.
 void check_aligned(const void* at, size_t bytes);
 
-// Copies in the background run as late as they may: when the thread waits for them. Without `there`: zeros.
+// A copy in the background fills its target with NaN bytes when it is issued and with the data as late as it may, when
+// the thread waits for it: nobody can read the old data or the new too early. Without `there`: zeros.
 void async_copy(void* to, const void* from, size_t bytes, bool there);
 void async_commit();
 void async_wait(unsigned groups);

@@ -5,11 +5,11 @@
 // -DKVC_EMULATE_THREADS they are real threads, so that ThreadSanitizer reports a missing barrier as a race.
 // What CUDA leaves undefined is an error here, not a guess: the launch prints a sentence and cudaGetLastError returns
 // cudaErrorLaunchFailure if threads wait for each other for ever or a shuffle reads a lane that takes no part.
-// Matrix operations (csrc/cuda/tile.cuh) exchange fragments between all 32 lanes in the layout of the PTX ISA; copies in
-// the background arrive when the thread waits for them, not before. Dynamic shared memory is an exact heap block filled
-// with NaN bytes, so that AddressSanitizer sees its end and a read of what nobody wrote shows. KVC_EMULATION_ORDER=reverse
-// runs fibers from the last to the first: code that needs no barrier gives the same result in both orders. One launch at
-// a time.
+// Matrix operations (csrc/cuda/tile.cuh) exchange fragments between all 32 lanes in the layout of the PTX ISA; a copy in
+// the background leaves NaN bytes in its target until the thread waits for it. Dynamic shared memory is an exact heap
+// block filled with NaN bytes, so that AddressSanitizer sees its end and a read of what nobody wrote shows.
+// KVC_EMULATION_ORDER=reverse runs fibers from the last to the first: code that needs no barrier gives the same result
+// in both orders. One launch at a time.
 #pragma once
 #define KVC_CUDA_EMULATION 1
 

@@ -128,7 +128,7 @@ void run_decode(int64_t D, int64_t Hq, int64_t P, kvc_dtype dtype, bool paged) {
 }
 
 void run_long_decode(int64_t Hq, int64_t S, kvc_dtype dtype) {
-    const int64_t B = 1, Hkv = 2, T = 520, D = 40;
+    const int64_t B = 1, Hkv = 2, T = 1600, D = 40;  // more pieces than blocks: each takes several
     array q(B, Hq, S, D, dtype), k(Hkv * T * D, dtype), v(Hkv * T * D, dtype), out(B * Hq * S * D, dtype),
         lse(B * Hq * S, KVC_F32);
     const std::vector<int32_t> end = {static_cast<int32_t>(T), 100};
@@ -175,6 +175,7 @@ int main(int count, char** arguments) {
         run_pages(33, 3, KVC_BF16);
         run_decode(33, 5, 8, KVC_F32, true);
         run_long_decode(4, 2, KVC_BF16);
+        run_long_decode(2, 1, KVC_F32);
         run_merge(9, 33, KVC_BF16);
         run_attention(40, 35, 70, 12, KVC_BF16, 1, 1);
         run_attention(24, 9, 40, 12, KVC_F32, 1, 1);

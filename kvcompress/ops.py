@@ -24,7 +24,9 @@ REDUCTIONS = ("mean", "sum", "max")
 POOLINGS = ("avg", "max")
 _wish = os.environ.get("KVC_SIMD")
 if _wish and _ops.simd("") != _wish:
-    raise ValueError(f"KVC_SIMD must name inner loops that this CPU can run (portable, avx2, avx512, avx512_bf16), got {_wish!r}")
+    raise ValueError(
+        f"KVC_SIMD must name inner loops that this CPU can run (portable, avx2, avx512, avx512_bf16), got {_wish!r}"
+    )
 MAX_HEAD_DIM = 256  # of attention and decode
 SCHEDULES = ("fixed", "linear", "square", "sqrt", "square-sqrt", "adaptive")
 
@@ -545,7 +547,7 @@ def plan(
 
 
 def simd(name: str = "") -> str:
-    """Name of the table of CPU inner loops in use: portable, avx2, avx512 or avx512_bf16; a name switches to that table first.
+    """Name of the CPU's inner loops in use: portable, avx2, avx512 or avx512_bf16; a name switches to those first.
 
     Raises RuntimeError if the CPU cannot run it. For tests and bug reports; KVC_SIMD sets it for a whole process.
     """

@@ -3,8 +3,8 @@
 Dims: B sequences, Hq query heads, Hkv key-value heads, G = Hq/Hkv, S queries, T keys, D head dim, W observation window,
 R rows (one row = one KV head of one sequence, r = b*Hkv + h), P page size. Tensors are float32, bfloat16 or float16 on
 the CPU or CUDA; scores, LSE and rotation tables are float32, indices and lengths int32. All arguments of a call are on
-one device. Queries and keys may have any strides as long as the last dimension is contiguous. `rope` and
-`attention` are differentiable. `kvcompress.reference` has the same functions in plain PyTorch.
+one device. Queries and keys may have any strides as long as the last dimension is contiguous. `rope`,
+`attention` and `merge_states` are differentiable. `kvcompress.reference` has the same functions in plain PyTorch.
 """
 
 from __future__ import annotations
@@ -398,7 +398,8 @@ def merge_states(*states: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """Joins attention over disjoint sets of keys from their (out, lse).
 
     states: one or more (out [B, Hq, S, D], lse float32 [B, Hq, S]). Returns (out, lse) of attention over all the sets
-    together. A set with lse -inf (no keys) changes nothing. Raises ValueError for no states or unequal shapes.
+    together. A set with lse -inf (no keys) changes nothing. Differentiable in every out and lse.
+    Raises ValueError for no states or unequal shapes.
     """
     _need(len(states) > 0, "states must hold at least one (out, lse) pair, got none")
     out, lse = states[0]
@@ -419,6 +420,28 @@ def merge_states(*states: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
 @torch.library.register_fake("kvcompress::merge_states")
 def _(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
     return out_a.new_empty(out_a.shape), lse_a.new_empty(lse_a.shape)
+
+
+def _merge_setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    ctx.save_for_backward(*inputs, *output)
+    ctx.set_materialize_grads(False)
+
+
+def _merge_backward(ctx, dout: Tensor | None, dlse: Tensor | None):  # type: ignore[no-untyped-def]
+    # with w = exp(lse_x - lse): d out_x = w dout, d lse_x = w (dlse + <dout, out_x - out>)
+    out_a, lse_a, out_b, lse_b, out, lse = ctx.saved_tensors
+    grads: list[Tensor] = []
+    for part, part_lse in ((out_a, lse_a), (out_b, lse_b)):
+        weight = torch.where(part_lse == float("-inf"), 0.0, torch.exp(part_lse - lse))
+        share = torch.zeros_like(lse) if dlse is None else dlse
+        if dout is not None:
+            share = share + (dout.float() * (part.float() - out.float())).sum(-1)
+        empty = torch.zeros_like(part) if dout is None else (weight[..., None] * dout).to(part.dtype)
+        grads += [empty, torch.where(weight == 0, 0.0, weight * share)]
+    return tuple(grads)
+
+
+torch.library.register_autograd("kvcompress::merge_states", _merge_backward, setup_context=_merge_setup)
 
 
 # ---- attention ----------------------------------------------------------------------------------------------------

@@ -177,3 +177,28 @@ def test_rows_outside_the_pages_are_refused(end, page):
             torch.tensor([5, end], dtype=torch.int32),
             block_table=table,
         )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_merge_states_gradients_as_the_reference(dtype):
+    outs = [torch.randn(2, 3, 4, 16).to(dtype).requires_grad_() for _ in range(3)]
+    lses = [torch.randn(2, 3, 4) for _ in range(3)]
+    lses[0][0, 0] = lses[1][0, 0] = lses[2][0, 1] = float("-inf")
+    lses[0][1, 2] = lses[1][1, 2] = lses[2][1, 2] = float("-inf")
+    for lse in lses:
+        lse.requires_grad_()
+    grad, grad_lse = torch.randn(2, 3, 4, 16).to(dtype), torch.randn(2, 3, 4)
+    grad_lse[1, 2] = 0  # the merged lse is -inf there, whatever the others do
+    out, lse = ops.merge_states(*zip(outs, lses, strict=True))
+    ours = torch.autograd.grad((out, lse), outs + lses, (grad, grad_lse))
+    double = [x.detach().double().requires_grad_() for x in outs + lses]
+    with torch.no_grad():
+        empty = torch.stack(double[3:]).amax(0) == float("-inf")
+    # the reference, without the rows that have no keys at all (their softmax has no derivative)
+    shares = torch.stack(double[3:]).masked_fill(empty, 0).softmax(0)
+    exact_out = (shares[..., None] * torch.stack(double[:3])).sum(0).masked_fill(empty[..., None], 0)
+    exact_lse = torch.stack(double[3:]).masked_fill(empty, 0).logsumexp(0).masked_fill(empty, 0)
+    exact = torch.autograd.grad((exact_out, exact_lse), double, (grad.double(), grad_lse.double()))
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 6e-2, torch.float16: 6e-3}[dtype]
+    for x, y in zip(ours, exact, strict=True):
+        torch.testing.assert_close(x.double(), y, atol=tolerance, rtol=tolerance)

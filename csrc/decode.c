@@ -73,12 +73,16 @@ static int64_t end_for(const decode_job *job, int64_t row, int64_t i) {
     return args->end[row] - (args->causal ? args->S - 1 - i % args->S : 0);
 }
 
-/* Address of key or value t of a row, and in *run how many of n lie there without a gap. */
+/* Address of key or value t of a row, and in *run how many of n lie there without a gap: pages that were handed out one
+ * after the other are read as one. */
 static const char *page_at(const decode_job *job, const void *pages, int64_t row, int64_t t, int64_t n, int64_t *run) {
     const kvc_decode_args *args = job->args;
     const int64_t bytes = kvc_dtype_bytes(args->cache_dtype), offset = args->block_table ? t & (args->P - 1) : t;
-    const int64_t page = args->block_table ? args->block_table[row * args->blocks + t / args->P] : row;
-    *run = min_of(args->P - offset, n);
+    const int32_t *table = args->block_table ? args->block_table + row * args->blocks + t / args->P : NULL;
+    const int64_t page = table ? *table : row;
+    int64_t length = args->P - offset;
+    for (; table && length < n && table[1] == table[0] + 1; table++) length += args->P;
+    *run = min_of(length, n);
     return (const char *)pages + (page * args->P + offset) * args->D * bytes;
 }
 
@@ -89,7 +93,7 @@ static const char *page_at(const decode_job *job, const void *pages, int64_t row
 static const char *next_at(const decode_job *job, const void *pages, int64_t row, int64_t t) {
     int64_t run;
     if (t >= job->args->end[row]) return NULL;
-    const char *next = page_at(job, pages, row, t, PIECE, &run);
+    const char *next = page_at(job, pages, row, t, min_of(PIECE, job->args->end[row] - t), &run);
     const int64_t bytes = run * job->args->D * kvc_dtype_bytes(job->args->cache_dtype);
     for (int64_t i = 0; i < bytes; i += MEMORY_PAGE) __builtin_prefetch(next + i);
     return next;

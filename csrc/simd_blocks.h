@@ -97,9 +97,9 @@ enum { AHEAD = 8192, LINE = 64 };
 BLOCKS_INLINE void fetch_ahead(const char *rows, int64_t size, int64_t at, int64_t bytes, const char *next) {
     const int64_t first = at + AHEAD;
     if (first + bytes <= size) {
-        for (int64_t i = 0; i < bytes; i += LINE) __builtin_prefetch(rows + first + i);
+        for (int64_t i = 0; i < bytes; i += LINE) __builtin_prefetch(rows + first + i, 0, 2);
     } else if (next && first >= size) {
-        for (int64_t i = 0; i < bytes; i += LINE) __builtin_prefetch(next + (first - size) + i);
+        for (int64_t i = 0; i < bytes; i += LINE) __builtin_prefetch(next + (first - size) + i, 0, 2);
     }
 }
 
@@ -184,10 +184,10 @@ BLOCKS_INLINE void mix_block(float *y, int64_t D, const float *w, int64_t ldw, c
                              int64_t keys, const char *ahead, const int queries, const int columns, int64_t last,
                              const kvc_dtype dtype) {
     const int64_t size = dtype == KVC_F32 ? 4 : 2;
-    vec sums[4][VEC_COLUMNS];
+    vec sums[4][2 * VEC_COLUMNS];
 #pragma GCC unroll 4
     for (int i = 0; i < queries; i++) {
-#pragma GCC unroll 4
+#pragma GCC unroll 8
         for (int j = 0; j < columns; j++) {
             const float *at = y + i * D + d + j * VEC_WIDTH;
             sums[i][j] = last == VEC_WIDTH ? vec_load(at) : vec_part(at, last);
@@ -195,23 +195,23 @@ BLOCKS_INLINE void mix_block(float *y, int64_t D, const float *w, int64_t ldw, c
     }
     if (ahead) ahead += d * size;
     for (int64_t t = 0; t < keys; t++, v += step) {
-        vec value[VEC_COLUMNS];
+        vec value[2 * VEC_COLUMNS];
         if (ahead) {
-            for (int64_t i = 0; i < columns * VEC_WIDTH * size; i += LINE) __builtin_prefetch(ahead + i);
+            for (int64_t i = 0; i < columns * VEC_WIDTH * size; i += LINE) __builtin_prefetch(ahead + i, 0, 2);
             ahead += step;
         }
-#pragma GCC unroll 4
+#pragma GCC unroll 8
         for (int j = 0; j < columns; j++) value[j] = vec_typed(v, d + j * VEC_WIDTH, last, dtype);
 #pragma GCC unroll 4
         for (int i = 0; i < queries; i++) {
             const vec weight = vec_set(w[i * ldw + t]);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
             for (int j = 0; j < columns; j++) sums[i][j] = vec_fma(weight, value[j], sums[i][j]);
         }
     }
 #pragma GCC unroll 4
     for (int i = 0; i < queries; i++) {
-#pragma GCC unroll 4
+#pragma GCC unroll 8
         for (int j = 0; j < columns; j++) {
             float *at = y + i * D + d + j * VEC_WIDTH;
             if (last == VEC_WIDTH) vec_store(at, sums[i][j]);
@@ -224,6 +224,9 @@ BLOCKS_INLINE void mix_block(float *y, int64_t D, const float *w, int64_t ldw, c
 BLOCKS_INLINE void mix_queries(float *y, int64_t D, const float *w, int64_t ldw, const char *v, int64_t step,
                                int64_t keys, const char *ahead, const int queries, const kvc_dtype dtype) {
     int64_t d = 0;
+    for (; queries <= 2 && dtype == KVC_F32 && d + 2 * STRIPE <= D; d += 2 * STRIPE) {
+        mix_block(y, D, w, ldw, v, step, d, keys, ahead, queries, 2 * VEC_COLUMNS, VEC_WIDTH, dtype);
+    }
     for (; d + STRIPE <= D; d += STRIPE) {
         mix_block(y, D, w, ldw, v, step, d, keys, ahead, queries, VEC_COLUMNS, VEC_WIDTH, dtype);
     }
@@ -244,7 +247,8 @@ BLOCKS_INLINE void mix_of(float *y, int64_t D, const float *w, int64_t ldw, cons
         if (first + span * step <= size) ahead = (const char *)v + first;
         else if (next && first >= size) ahead = (const char *)next + (first - size);
         int64_t i = 0;
-        for (; i + 4 <= queries; i += 4) {
+        /* two queries take twice the columns: long float32 rows are then read in one go, which memory likes better */
+        for (; (dtype != KVC_F32 || D < 2 * STRIPE) && i + 4 <= queries; i += 4) {
             mix_queries(y + i * D, D, w + i * ldw + t, ldw, rows, step, span, i ? NULL : ahead, 4, dtype);
         }
         for (; i + 2 <= queries; i += 2) {

@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import platform
+import random
 import statistics
 import sys
 import time
@@ -45,14 +46,19 @@ def options(description: str | None) -> argparse.Namespace:
 
 
 def alternate(repeats: int, *works: Callable[[], object]) -> list[float]:
-    """Median seconds of each work; they take turns, so that a noisy moment hits all of them."""
+    """Median seconds of each work; they take turns, so that a noisy moment hits all of them.
+
+    Each round has its own order (seed 0): what ran just before leaves caches and threads in a state of its own.
+    """
+    order, numbers = random.Random(0), list(range(len(works)))
     seconds: list[list[float]] = [[] for _ in works]
     for work in works:
         work()
     for _ in range(repeats):
-        for number, work in enumerate(works):
+        order.shuffle(numbers)
+        for number in numbers:
             begin = time.perf_counter()
-            work()
+            works[number]()
             seconds[number].append(time.perf_counter() - begin)
     return [statistics.median(times) for times in seconds]
 

@@ -3,8 +3,8 @@
     python benchmarks/decode.py [--quick] [--json FILE]
 
 Shape of one layer of Llama-3-8B: Hq 32, Hkv 8, D 128, one query token. Bytes that must be read: 2*Hkv*T*D elements per
-sequence; the ceiling is the read bandwidth, measured in turns with the rows it is for (it is what varies most). Buffers
-rotate through at least 1 GiB, so that no cache answers twice.
+sequence; the ceiling is the read bandwidth: summing as many bytes as the cache has, in turns with the rows that it is for
+(it is what varies most). Buffers rotate through at least 1 GiB, so that no cache answers twice.
 paged: pages of 64 tokens in the order in which the pool hands them out for a prompt. shuffled: the same pages in random
 order, as after long decoding of many rows. ragged4: rows of mean length T/4, some whole, some T/16, as a learned method
 gives them; its peer is SDPA over the dense cache.
@@ -33,7 +33,7 @@ QUICK = [(dtype, 1, T) for dtype in (torch.float32, torch.bfloat16) for T in (40
 def measure(dtype: torch.dtype, B: int, T: int, repeats: int) -> tuple[list[Row], float]:
     R = B * HKV
     nbytes = 2 * R * T * D * dtype.itemsize
-    large = torch.ones(1 << 28)  # 1 GiB
+    large = torch.ones(max(1 << 30, nbytes) // 4).view(-1, nbytes // 4)
     kv = [
         (torch.randn(R, T, D, dtype=dtype), torch.randn(R, T, D, dtype=dtype))
         for _ in range(max(1, -(-(1 << 30) // nbytes)))
@@ -46,6 +46,9 @@ def measure(dtype: torch.dtype, B: int, T: int, repeats: int) -> tuple[list[Row]
 
     def contiguous():
         return ops.decode(queries, *kv[next(turn)], full)
+
+    def reading():
+        return large[next(turn) % len(large)].sum()
 
     def sdpa():
         k, v = (x.unflatten(0, (B, HKV)) for x in kv[next(turn)])
@@ -66,8 +69,8 @@ def measure(dtype: torch.dtype, B: int, T: int, repeats: int) -> tuple[list[Row]
         works[f"paged{page}/"] = through(page, torch.arange(count), full)
         works[f"shuffled{page}/"] = through(page, torch.randperm(count), full)
     works["ragged4/"] = through(PAGES[0], torch.arange(R * T // PAGES[0]), ragged)
-    *times, peer, reading = alternate(repeats, *works.values(), sdpa, large.sum)
-    bandwidth, dense = large.nbytes / reading, times[0]
+    *times, peer, seconds = alternate(repeats if nbytes < 1 << 28 else 9, *works.values(), sdpa, reading)
+    bandwidth, dense = nbytes / seconds, times[0]
     rows = []
     for what, seconds in zip(works, times, strict=True):
         moved = int(nbytes * ragged.sum() / full.sum()) if what == "ragged4/" else nbytes
@@ -84,7 +87,7 @@ def main() -> None:
     choice = options(__doc__)
     rows, bandwidths = [], []
     for dtype, B, T in QUICK if choice.quick else FULL:
-        more, bandwidth = measure(dtype, B, T, 7 if choice.quick else 9)
+        more, bandwidth = measure(dtype, B, T, 7 if choice.quick else 25)
         rows += more
         bandwidths.append(bandwidth)
     report(rows, choice.json, read_bytes=statistics.median(bandwidths))

@@ -87,17 +87,19 @@ kvc_status kvc_rope(const kvc_rope_args *args, kvc_parallel_for parallel_for);
 typedef enum { KVC_REDUCE_MEAN = 0, KVC_REDUCE_SUM = 1, KVC_REDUCE_MAX = 2 } kvc_reduce;
 typedef enum { KVC_POOL_AVG = 0, KVC_POOL_MAX = 1 } kvc_pool;
 
-/* Attention that the last W queries pay to each earlier key.
- *     p[b,h,w,t] = softmax over t <= T_b - W + w of scale * <q[b,h,w], k[b,h/G,t]>
- *     s[b,g,t]   = reduce of p over the G query heads of KV head g and the W queries, t < T_b - W
+/* Attention that the last W queries pay to each key.
+ *     N(w)       = { t : mask_first <= t <= T_b - W + w, t < T_b - mask_last }    the keys in the softmax
+ *     p[b,h,w,t] = softmax over t in N(w) of scale * <q[b,h,w], k[b,h/G,t]>; 0 for t outside, and where N(w) is empty
+ *     s[b,g,t]   = reduce of p over the G query heads of KV head g and the W queries, t < T_b - skip_last
  *     scores     = s pooled over kernel_size neighbours, same length; average: zeros count at the edges (sum /
  *                  kernel_size); maximum: only neighbours that exist. kernel_size odd, 1 = none.
- * T_b = lengths[b] (NULL: T); W < T_b <= T. scores[b,g,t] = 0 for t in [T_b - W, T - W).
- * q [B, Hq, W, D] and k [B, Hkv, T, D] rotated, any dtype; scores float32 [B, Hkv, T - W] contiguous.
+ * T_b = lengths[b] (NULL: T); W <= T_b <= T, skip_last < T_b. scores[b,g,t] = 0 for t >= T_b - skip_last.
+ * q [B, Hq, W, D] and k [B, Hkv, T, D] rotated, any dtype; scores float32 [B, Hkv, T - skip_last] contiguous.
  * scratch: kvc_window_scores_scratch_bytes bytes, 64-byte aligned: the probabilities of ONE KV head, not of all
  * (on CUDA kvc_cuda_window_scores_scratch_bytes: row statistics only).
  * A NaN logit makes the scores of its KV head NaN. No query (W or Hq 0): scores 0.
- * Source: SnapKV section 4 (mean, average pooling); imdc.md section 7; guided reading (maximum, maximum pooling).
+ * Source: SnapKV section 4 (mean, average pooling, skip_last = W); CGE: intelllm.md section 4 (masks, sum); H2O (all
+ * queries, sum, skip_last = 0); TOVA (W = 1, skip_last = 0); guided reading (maximum, maximum pooling).
  */
 typedef struct {
     float *scores;
@@ -108,7 +110,7 @@ typedef struct {
     float scale;
     kvc_reduce reduce;
     kvc_pool pool;
-    int64_t kernel_size;
+    int64_t kernel_size, skip_last, mask_first, mask_last;
 } kvc_window_scores_args;
 int64_t kvc_window_scores_scratch_bytes(const kvc_window_scores_args *args);
 kvc_status kvc_window_scores(const kvc_window_scores_args *args, kvc_parallel_for parallel_for);

@@ -1,4 +1,4 @@
-/* Column scores of a window of queries over the keys.
+/* Column scores of a window of queries over the keys: SnapKV, CGE, H2O and TOVA are settings of it.
  *
  * One KV head at a time, all threads on its key tiles; each logit is computed and exponentiated once. Phase 1, per
  * tile: logits of all G*W rows, e = exp(logit - the tile's own maximum of that row), the maximum and the sum of e.
@@ -7,8 +7,8 @@
  * bit.
  *
  * Rows go in passes whose e's fit a share of the last-level cache: e is written once and read once, and main memory
- * would be slower than the products. Columns add up by groups of GROUP rows in order, and a pass is whole groups, so
- * the cut into passes changes no bit either.
+ * would be slower than the products. Columns add up by groups of GROUP rows in order, the groups in double (H2O sums
+ * over thousands of rows), and a pass is whole groups, so the cut into passes changes no bit either.
  */
 #include "tile.h"
 
@@ -28,7 +28,7 @@ typedef struct {
     float *tile_max, *tile_sum;  /* [tiles, rows]; tile_max later holds the tile's weights */
     float *row_max, *row_norm;   /* [rows]; row_norm = 1/Z */
     float *queries;              /* [G*W, D], packed */
-    float *columns;              /* [tiles*KVC_TILE], before pooling */
+    double *columns;             /* [tiles*KVC_TILE], before pooling */
 } score_scratch;
 
 typedef struct {
@@ -38,8 +38,14 @@ typedef struct {
     int64_t b, head;            /* sequence, KV head */
     int64_t length, tiles;      /* keys of this sequence */
     int64_t first, rows;        /* rows of this pass, of G*W */
+    int64_t tile_begin, tile_end; /* tiles that some row of this pass sees */
     int bad;                    /* a row has no normaliser: NaN or infinite logits */
 } score_job;
+
+/* End of the keys that a query sees; it sees those from mask_first on. */
+static int64_t seen_end(const score_job *job, int64_t query) {
+    return min_of(job->length - job->args->W + query + 1, job->length - job->args->mask_last);
+}
 
 /* Rows per pass for a sequence of that many tiles: whole groups, or all. */
 static int64_t pass_rows(int64_t all_rows, int64_t tiles) {
@@ -71,12 +77,13 @@ static int64_t lay_out(const kvc_window_scores_args *args, score_scratch *scratc
     scratch->row_max = take(&next, &bytes, all_rows);
     scratch->row_norm = take(&next, &bytes, all_rows);
     scratch->queries = take(&next, &bytes, all_rows * args->D);
-    scratch->columns = take(&next, &bytes, tiles * KVC_TILE);
+    scratch->columns = (double *)(void *)take(&next, &bytes, 2 * tiles * KVC_TILE);
     return bytes;
 }
 
 static int sizes_are_good(const kvc_window_scores_args *args) {
     if (args->B < 0 || args->Hq < 0 || args->Hkv < 0 || args->W < 0 || args->T < 0 || args->D < 0) return 0;
+    if (args->skip_last < 0 || args->mask_first < 0 || args->mask_last < 0) return 0;
     if (args->T > INT32_MAX || args->kernel_size < 1 || args->kernel_size % 2 == 0) return 0;
     return args->Hkv ? args->Hq % args->Hkv == 0 : args->Hq == 0;
 }
@@ -100,14 +107,17 @@ static void pack_range(int64_t begin, int64_t end, void *context) {
 
 /* Phase 1 for one block of rows of one tile, its logits already in e. */
 static void exponentiate(const score_job *job, int64_t tile, int64_t block, int64_t rows) {
-    const int64_t W = job->args->W, at = tile * job->rows + block, behind = (tile + 1) * KVC_TILE;
-    const int together = behind <= job->length - W + 1; /* every query sees the whole tile */
+    const int64_t W = job->args->W, at = tile * job->rows + block, t0 = tile * KVC_TILE;
+    const int64_t masked = max_of(job->args->mask_first - t0, 0);
+    const int together = masked == 0 && t0 + KVC_TILE <= seen_end(job, 0); /* every query sees the whole tile */
     for (int64_t i = 0; i < rows; i += together ? rows : 1) {
-        const int64_t query = (job->first + block + i) % W;
-        const int64_t seen = together ? KVC_TILE : job->length - W + query + 1 - tile * KVC_TILE;
-        job->simd->softmax(job->scratch.e + (at + i) * KVC_TILE, together ? rows : 1, KVC_TILE,
-                           min_of(max_of(seen, 0), KVC_TILE), KVC_TILE, job->args->scale,
-                           job->scratch.tile_max + at + i, job->scratch.tile_sum + at + i);
+        float *e = job->scratch.e + (at + i) * KVC_TILE;
+        const int64_t seen = together ? KVC_TILE : seen_end(job, (job->first + block + i) % W) - t0;
+        const int none = masked >= min_of(seen, KVC_TILE);
+        /* before the exponentials: a masked logit must not be the maximum */
+        for (int64_t t = 0; t < masked && !none; t++) e[t] = -INFINITY;
+        job->simd->softmax(e, together ? rows : 1, KVC_TILE, none ? 0 : min_of(seen, KVC_TILE), KVC_TILE,
+                           job->args->scale, job->scratch.tile_max + at + i, job->scratch.tile_sum + at + i);
     }
 }
 
@@ -127,7 +137,7 @@ static void logits_range(int64_t begin, int64_t end, void *context) {
     const score_job *job = context;
     const kvc_window_scores_args *args = job->args;
     _Alignas(64) float packed[KVC_TILE * KVC_TILE_DEPTH], buffer[KVC_TILE * KVC_TILE_DEPTH];
-    for (int64_t tile = begin; tile < end; tile++) {
+    for (int64_t tile = job->tile_begin + begin; tile < job->tile_begin + end; tile++) {
         const int64_t t0 = tile * KVC_TILE, keys = min_of(KVC_TILE, job->length - t0);
         float *e = job->scratch.e + tile * job->rows * KVC_TILE;
         int64_t d0 = 0;
@@ -149,6 +159,10 @@ static void logits_range(int64_t begin, int64_t end, void *context) {
     }
 }
 
+static int sees_nothing(const score_job *job, int64_t row) {
+    return seen_end(job, (job->first + row) % job->args->W) <= job->args->mask_first;
+}
+
 /* Row maxima and normalisers over the tiles; leaves exp(tile_max - row_max) in tile_max. */
 static void merge_range(int64_t begin, int64_t end, void *context) {
     const score_job *job = context;
@@ -157,36 +171,46 @@ static void merge_range(int64_t begin, int64_t end, void *context) {
         float *row_max = job->scratch.row_max + first, *row_norm = job->scratch.row_norm + first;
         double sums[MERGE_ROWS] = {0};
         for (int64_t i = 0; i < rows; i++) row_max[i] = -INFINITY;
-        for (int64_t tile = 0; tile < job->tiles; tile++) {
+        for (int64_t tile = job->tile_begin; tile < job->tile_end; tile++) {
             const float *tile_max = job->scratch.tile_max + tile * job->rows + first;
             for (int64_t i = 0; i < rows; i++) row_max[i] = tile_max[i] > row_max[i] ? tile_max[i] : row_max[i];
         }
-        for (int64_t tile = 0; tile < job->tiles; tile++) {
+        for (int64_t i = 0; i < rows; i++) {
+            if (sees_nothing(job, first + i)) row_max[i] = 0.0f; /* its weights are then exp(-inf) = 0 */
+        }
+        for (int64_t tile = job->tile_begin; tile < job->tile_end; tile++) {
             float *tile_max = job->scratch.tile_max + tile * job->rows + first;
             const float *tile_sum = job->scratch.tile_sum + tile * job->rows + first;
             job->simd->exp_difference(tile_max, tile_max, row_max, rows);
             for (int64_t i = 0; i < rows; i++) sums[i] += (double)tile_sum[i] * (double)tile_max[i];
         }
-        for (int64_t i = 0; i < rows; i++) row_norm[i] = (float)(1.0 / sums[i]);
+        for (int64_t i = 0; i < rows; i++) {
+            if (sees_nothing(job, first + i)) row_norm[i] = 0.0f;
+            else row_norm[i] = sums[i] > 0.0 && sums[i] < (double)INFINITY ? (float)(1.0 / sums[i]) : NAN;
+        }
     }
 }
 
 static void columns_range(int64_t begin, int64_t end, void *context) {
     const score_job *job = context;
-    for (int64_t tile = begin; tile < end; tile++) {
+    for (int64_t tile = job->tile_begin + begin; tile < job->tile_begin + end; tile++) {
         const float *e = job->scratch.e + tile * job->rows * KVC_TILE;
-        float *columns = job->scratch.columns + tile * KVC_TILE, *weights = job->scratch.tile_max + tile * job->rows;
+        double *columns = job->scratch.columns + tile * KVC_TILE;
+        float *weights = job->scratch.tile_max + tile * job->rows;
         for (int64_t i = 0; i < job->rows; i++) weights[i] *= job->scratch.row_norm[i];
-        if (job->first == 0) memset(columns, 0, KVC_TILE * sizeof *columns);
         if (job->args->reduce == KVC_REDUCE_MAX) {
-            job->simd->weighted_max(columns, weights, e, KVC_TILE, job->rows, KVC_TILE);
+            float maxima[KVC_TILE] = {0};
+            job->simd->weighted_max(maxima, weights, e, KVC_TILE, job->rows, KVC_TILE);
+            for (int64_t j = 0; j < KVC_TILE; j++) {
+                if ((double)maxima[j] > columns[j]) columns[j] = (double)maxima[j];
+            }
             continue;
         }
         for (int64_t i = 0; i < job->rows; i += GROUP) {
             float sums[KVC_TILE] = {0};
             const int64_t some = min_of(GROUP, job->rows - i);
             job->simd->weighted_sum(sums, weights + i, e + i * KVC_TILE, KVC_TILE, some, KVC_TILE);
-            for (int64_t j = 0; j < KVC_TILE; j++) columns[j] += sums[j];
+            for (int64_t j = 0; j < KVC_TILE; j++) columns[j] += (double)sums[j];
         }
     }
 }
@@ -195,25 +219,34 @@ static void columns_range(int64_t begin, int64_t end, void *context) {
 static void pool_range(int64_t begin, int64_t end, void *context) {
     const score_job *job = context;
     const kvc_window_scores_args *args = job->args;
-    const int64_t half = args->kernel_size / 2, count = job->length - args->W, width = args->T - args->W;
-    const float *columns = job->scratch.columns;
+    const int64_t half = args->kernel_size / 2, count = job->length - args->skip_last;
+    const int64_t width = args->T - args->skip_last;
+    const double *columns = job->scratch.columns;
     float *scores = args->scores + (job->b * args->Hkv + job->head) * width;
-    const float rows = (float)(args->Hq / args->Hkv * args->W);
-    const float divisor = (args->pool == KVC_POOL_AVG ? (float)args->kernel_size : 1.0f) *
-                          (args->reduce == KVC_REDUCE_MEAN ? rows : 1.0f);
+    const double rows = (double)(args->Hq / args->Hkv * args->W);
+    const double divisor = (args->pool == KVC_POOL_AVG ? (double)args->kernel_size : 1.0) *
+                           (args->reduce == KVC_REDUCE_MEAN ? rows : 1.0);
     for (int64_t t = begin; t < end; t++) {
         if (t >= count || job->bad) {
             scores[t] = t < count ? NAN : 0.0f;
             continue;
         }
         const int64_t from = max_of(t - half, 0), to = min_of(t + half, count - 1);
-        float pooled = columns[from];
+        double pooled = columns[from];
         for (int64_t i = from + 1; i <= to; i++) {
             if (args->pool == KVC_POOL_AVG) pooled += columns[i];
             else if (columns[i] > pooled) pooled = columns[i];
         }
-        scores[t] = pooled / divisor;
+        scores[t] = (float)(pooled / divisor);
     }
+}
+
+/* The tiles that the rows of this pass see. Their queries are in order, unless the pass reaches into the next head. */
+static void set_tiles(score_job *job) {
+    const int64_t W = job->args->W, last = job->first + job->rows - 1;
+    const int64_t latest = last / W > job->first / W ? W - 1 : last % W;
+    job->tile_begin = min_of(job->args->mask_first, job->length) / KVC_TILE;
+    job->tile_end = max_of(ceil_div(max_of(seen_end(job, latest), 0), KVC_TILE), job->tile_begin);
 }
 
 /* All passes of one KV head of one sequence. */
@@ -221,18 +254,21 @@ static void score_head(score_job *job, kvc_parallel_for parallel_for) {
     const int64_t all_rows = job->args->Hq / job->args->Hkv * job->args->W, step = pass_rows(all_rows, job->tiles);
     run_parallel(parallel_for, ceil_div(all_rows, KVC_TILE_ROWS), 4, pack_range, job);
     job->bad = 0;
+    memset(job->scratch.columns, 0, (size_t)(job->tiles * KVC_TILE) * sizeof(double));
     for (job->first = 0; job->first < all_rows && !job->bad; job->first += step) {
         job->rows = min_of(step, all_rows - job->first);
-        run_parallel(parallel_for, job->tiles, 1, logits_range, job);
+        set_tiles(job);
+        run_parallel(parallel_for, job->tile_end - job->tile_begin, 1, logits_range, job);
         run_parallel(parallel_for, ceil_div(job->rows, MERGE_ROWS), 1, merge_range, job);
         for (int64_t i = 0; i < job->rows; i++) {
-            if (!(job->scratch.row_norm[i] > 0.0f && job->scratch.row_norm[i] < INFINITY)) job->bad = 1;
+            if (isnan(job->scratch.row_norm[i])) job->bad = 1;
         }
-        /* window keys need no column: only tiles that hold earlier keys */
-        const int64_t tiles = ceil_div(job->length - job->args->W, KVC_TILE);
+        /* keys without a score need no column */
+        const int64_t scored = ceil_div(job->length - job->args->skip_last, KVC_TILE);
+        const int64_t tiles = max_of(min_of(job->tile_end, scored) - job->tile_begin, 0);
         if (!job->bad) run_parallel(parallel_for, tiles, 4, columns_range, job);
     }
-    run_parallel(parallel_for, job->args->T - job->args->W, 4096, pool_range, job);
+    run_parallel(parallel_for, job->args->T - job->args->skip_last, 4096, pool_range, job);
 }
 
 kvc_status kvc_window_scores(const kvc_window_scores_args *args, kvc_parallel_for parallel_for) {
@@ -242,15 +278,16 @@ kvc_status kvc_window_scores(const kvc_window_scores_args *args, kvc_parallel_fo
     if (args->pool < KVC_POOL_AVG || args->pool > KVC_POOL_MAX) return KVC_BAD_SIZE;
     if (!dtype_known(args->q.dtype) || !dtype_known(args->k.dtype)) return KVC_BAD_DTYPE;
     if (!args->B || !args->Hkv || !args->T) return KVC_OK;
-    if (args->W >= args->T) return KVC_BAD_SIZE;
+    if (args->W > args->T || args->skip_last >= args->T) return KVC_BAD_SIZE;
     if (!args->scores) return KVC_NULL_POINTER;
     if (!args->Hq || !args->W) { /* no query: no attention */
-        memset(args->scores, 0, (size_t)(args->B * args->Hkv * (args->T - args->W)) * sizeof(float));
+        memset(args->scores, 0, (size_t)(args->B * args->Hkv * (args->T - args->skip_last)) * sizeof(float));
         return KVC_OK;
     }
     if (!args->scratch || (args->D && (!args->q.data || !args->k.data))) return KVC_NULL_POINTER;
     for (int64_t b = 0; args->lengths && b < args->B; b++) {
-        if (args->lengths[b] <= args->W || args->lengths[b] > args->T) return KVC_BAD_INDEX;
+        const int64_t length = args->lengths[b];
+        if (length < args->W || length <= args->skip_last || length > args->T) return KVC_BAD_INDEX;
     }
     score_job job = {.args = args, .simd = kvc_simd_table()};
     lay_out(args, &job.scratch);

@@ -17,6 +17,14 @@ from transformers import (
 )
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MASKED_RANGES = (  # settings of window_scores: CGE's two orders, TOVA's and H2O's ends, masks that leave nothing
+    {"skip_last": 12, "mask_first": 4},
+    {"skip_last": 12, "mask_last": 12},
+    {"skip_last": 0, "mask_first": 70},
+    {"skip_last": 0},
+    {"skip_last": 5, "mask_first": 20, "mask_last": 20},
+    {"skip_last": 9, "mask_last": 200},
+)
 FAMILIES = {
     "llama": (LlamaConfig, LlamaForCausalLM),
     "mistral": (MistralConfig, MistralForCausalLM),

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from helpers import DTYPES, assert_as_accurate
+from helpers import DTYPES, MASKED_RANGES, assert_as_accurate
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -29,6 +29,36 @@ def test_scores_as_the_reference(simd, dtype, B, Hq, Hkv, W, T, D):
 def test_every_reduction_and_pooling(simd, reduce, pooling, kernel_size):
     queries, keys = 2 * torch.randn(1, 4, 6, 32), torch.randn(1, 2, 150, 32)
     check(queries, keys, reduce=reduce, pooling=pooling, kernel_size=kernel_size)
+
+
+@pytest.mark.parametrize("reduce", ops.REDUCTIONS)
+@pytest.mark.parametrize("ranges", MASKED_RANGES)
+def test_masked_columns_and_own_keys(simd, ranges, reduce):
+    queries, keys = torch.randn(2, 4, 9, 32), 3 * torch.randn(2, 2, 150, 32)
+    lengths = torch.tensor([150, 40], dtype=torch.int32)
+    check(queries, keys, reduce=reduce, kernel_size=1, lengths=lengths, **ranges)
+    check(queries, keys, reduce=reduce, pooling="max", kernel_size=3, lengths=lengths, **ranges)
+
+
+@pytest.mark.parametrize(("Hq", "Hkv", "T"), [(2, 1, 300), (1, 1, 64), (3, 3, 65), (1, 1, 1)])
+def test_every_query_scores_every_key_it_sees(simd, Hq, Hkv, T):
+    queries, keys = torch.randn(1, Hq, T, 16), torch.randn(1, Hkv, T, 16)
+    check(queries, keys, reduce="sum", kernel_size=1, skip_last=0)
+    every = ops.window_scores(queries, keys, reduce="sum", kernel_size=1, skip_last=0)
+    torch.testing.assert_close(every.sum(), torch.tensor(float(Hq * T)), rtol=1e-5, atol=0)
+
+
+def test_a_masked_key_does_not_hide_small_logits(simd):
+    """The heaviest key is masked before the exponentials, so that the others do not vanish beside it."""
+    queries, keys = torch.ones(1, 1, 1, 16), torch.randn(1, 1, 40, 16)
+    keys[0, 0, 1] = 100.0
+    check(queries, keys, mask_first=2, kernel_size=1, scale=1.0)
+    assert ops.window_scores(queries, keys, mask_first=2, kernel_size=1, scale=1.0)[0, 0, 2:].sum() > 0.5
+
+
+def test_a_long_window_is_cut_into_passes_without_a_difference():
+    queries, keys = torch.randn(1, 2, 3000, 16), torch.randn(1, 1, 3000, 16)
+    check(queries, keys, reduce="sum", kernel_size=1, skip_last=0)
 
 
 def test_ragged_batch_scores_each_sequence_as_alone(simd):
@@ -92,14 +122,18 @@ def test_scores_without_pooling_sum_to_what_the_window_leaves(T, W, G, D, seed):
 
 
 def test_opcheck():
-    arguments = (torch.randn(2, 4, 3, 16), torch.randn(2, 2, 20, 16), None, 0.25, 0, 0, 5)
+    arguments = (torch.randn(2, 4, 3, 16), torch.randn(2, 2, 20, 16), None, 0.25, 0, 0, 5, 3, 1, 2)
     torch.library.opcheck(torch.ops.kvcompress.window_scores, arguments)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"keys": torch.randn(1, 2, 4, 16)}, "longer than the window of 4"),
+        ({"keys": torch.randn(1, 2, 4, 16)}, "longer than skip_last = 4"),
+        ({"keys": torch.randn(1, 2, 3, 16)}, "at least as many as the window's 4"),
+        ({"skip_last": 40}, "longer than skip_last = 40"),
+        ({"mask_first": -1}, "mask_first must be at least 0"),
+        ({"mask_last": -1}, "mask_last must be at least 0"),
         ({"keys": torch.randn(1, 3, 40, 16)}, "do not divide"),
         ({"keys": torch.randn(1, 2, 40, 8)}, "keys must be"),
         ({"queries": torch.randn(1, 4, 0, 16)}, "at least 1 token"),

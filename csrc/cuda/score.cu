@@ -34,11 +34,11 @@ plan plan_of(const kvc_window_scores_args& a) {
     if (p.splits > MAX_SPLITS) p.splits = MAX_SPLITS;
     p.split_keys = ceil_div(key_tiles, p.splits) * TILE;
     p.blocks_statistics = heads * p.row_tiles * p.splits;
-    p.blocks_columns = heads * ceil_div(a.T - a.W, TILE);
+    p.blocks_columns = heads * ceil_div(a.T - a.skip_last, TILE);
     const int64_t rows = a.B * a.Hq * a.W;
     p.bytes_statistics = ceil_div(rows * p.splits * static_cast<int64_t>(sizeof(float2)), 64) * 64;
     p.bytes_joined = ceil_div(rows * static_cast<int64_t>(sizeof(float2)), 64) * 64;
-    if (a.kernel_size > 1) p.bytes_raw = ceil_div(heads * (a.T - a.W) * static_cast<int64_t>(sizeof(float)), 64) * 64;
+    if (a.kernel_size > 1) p.bytes_raw = ceil_div(heads * (a.T - a.skip_last) * static_cast<int64_t>(sizeof(float)), 64) * 64;
     const auto wide = [&](const kvc_view& x) { return aligned_16(x) && a.D * bytes_of(x.dtype) % 16 == 0; };
     p.wide_q = wide(a.q);
     p.wide_k = wide(a.k);
@@ -48,6 +48,18 @@ plan plan_of(const kvc_window_scores_args& a) {
 __device__ inline int64_t keys_of(const kvc_window_scores_args& a, int64_t b) {
     const int64_t length = a.lengths ? a.lengths[b] : a.T;
     return length < 0 ? 0 : length > a.T ? a.T : length;
+}
+
+// End of the keys that a query sees; it sees those from mask_first on.
+__device__ inline int64_t seen_end(const kvc_window_scores_args& a, int64_t length, int64_t query) {
+    const int64_t causal = length - a.W + query + 1, unmasked = length - a.mask_last;
+    return causal < unmasked ? causal : unmasked;
+}
+
+// The last query among the rows of a tile of them.
+__device__ inline int64_t latest_query(const kvc_window_scores_args& a, int64_t n0, int64_t rows) {
+    const int64_t last = (n0 + TILE < rows ? n0 + TILE : rows) - 1;
+    return last / a.W > n0 / a.W ? a.W - 1 : last % a.W;
 }
 
 // dst[d][row] = element d0 + d of TILE rows as float, zeros past D; a negative offset stands for a row of zeros.
@@ -130,12 +142,14 @@ __global__ __launch_bounds__(THREADS) void statistics_kernel(const kvc_window_sc
     KVC_UNROLL
     for (int i = 0; i < 4; i++) {
         const int64_t n = n0 + 4 * ty + i;
-        limit[i] = n < rows ? length - a.W + n % a.W + 1 : 0;
+        limit[i] = n < rows ? seen_end(a, length, n % a.W) : 0;
         m[i] = -INFINITY;
         l[i] = 0.0f;
     }
-    const int64_t begin = split * p.split_keys, stop = begin + p.split_keys, end = stop < length ? stop : length;
+    const int64_t begin = split * p.split_keys, stop = begin + p.split_keys;
+    const int64_t seen = seen_end(a, length, latest_query(a, n0, rows)), end = stop < seen ? stop : seen;
     for (int64_t t0 = begin; t0 < end; t0 += TILE) {
+        if (t0 + TILE <= a.mask_first) continue;
         float logits[4][4];
         compute_logits(logits, tile, a, p, b, g, n0, t0);
         KVC_UNROLL
@@ -143,7 +157,8 @@ __global__ __launch_bounds__(THREADS) void statistics_kernel(const kvc_window_sc
             float top = m[i], sum = 0.0f;
             KVC_UNROLL
             for (int j = 0; j < 4; j++) {
-                if (t0 + 4 * tx + j >= limit[i]) logits[i][j] = -INFINITY;
+                const int64_t t = t0 + 4 * tx + j;
+                if (t < a.mask_first || t >= limit[i]) logits[i][j] = -INFINITY;
                 top = fmaxf(top, logits[i][j]);
             }
             const float shift = top == -INFINITY ? 0.0f : top;
@@ -192,13 +207,15 @@ __global__ __launch_bounds__(THREADS) void columns_kernel(const kvc_window_score
                                                           const float2* rows_statistics, float* columns) {
     __shared__ tiles tile;
     __shared__ float partial[16][TILE];
-    const int64_t width = a.T - a.W, key_tiles = ceil_div(width, TILE);
+    const int64_t width = a.T - a.skip_last, key_tiles = ceil_div(width, TILE);
     const int64_t head = blockIdx.x / key_tiles, t0 = blockIdx.x % key_tiles * TILE;
-    const int64_t b = head / a.Hkv, g = head % a.Hkv, rows = a.Hq / a.Hkv * a.W, scored = keys_of(a, b) - a.W;
+    const int64_t b = head / a.Hkv, g = head % a.Hkv, rows = a.Hq / a.Hkv * a.W, length = keys_of(a, b);
+    const int64_t scored = length - a.skip_last;
     const int tx = threadIdx.x % 16, ty = threadIdx.x / 16;
     const bool maximum = a.reduce == KVC_REDUCE_MAX;
     float column[4] = {};  // 0 is neutral for the maximum too: no probability is below it
     for (int64_t n0 = 0; n0 < rows && t0 < scored; n0 += TILE) {
+        if (t0 + TILE <= a.mask_first || t0 >= seen_end(a, length, latest_query(a, n0, rows))) continue;
         float logits[4][4];
         compute_logits(logits, tile, a, p, b, g, n0, t0);
         KVC_UNROLL
@@ -206,8 +223,13 @@ __global__ __launch_bounds__(THREADS) void columns_kernel(const kvc_window_score
             const int64_t n = n0 + 4 * ty + i;
             if (n >= rows) continue;
             const float2 row = rows_statistics[head * rows + n];
+            const int64_t limit = seen_end(a, length, n % a.W);
             KVC_UNROLL
-            for (int j = 0; j < 4; j++) column[j] = reduce(column[j], expf(logits[i][j] - row.x) / row.y, maximum);
+            for (int j = 0; j < 4; j++) {
+                const int64_t t = t0 + 4 * tx + j;
+                if (t < a.mask_first || t >= limit) continue;
+                column[j] = reduce(column[j], expf(logits[i][j] - row.x) / row.y, maximum);
+            }
         }
     }
     KVC_UNROLL
@@ -221,10 +243,10 @@ __global__ __launch_bounds__(THREADS) void columns_kernel(const kvc_window_score
 }
 
 __global__ void pool_kernel(const kvc_window_scores_args a, const float* columns) {
-    const int64_t width = a.T - a.W, count = a.B * a.Hkv * width, reach = a.kernel_size / 2;
+    const int64_t width = a.T - a.skip_last, count = a.B * a.Hkv * width, reach = a.kernel_size / 2;
     const int64_t step = gridDim.x * static_cast<int64_t>(THREADS);
     for (int64_t i = blockIdx.x * static_cast<int64_t>(THREADS) + threadIdx.x; i < count; i += step) {
-        const int64_t t = i % width, scored = keys_of(a, i / width / a.Hkv) - a.W;
+        const int64_t t = i % width, scored = keys_of(a, i / width / a.Hkv) - a.skip_last;
         const int64_t begin = t > reach ? t - reach : 0, end = t + reach + 1 < scored ? t + reach + 1 : scored;
         const bool maximum = a.pool == KVC_POOL_MAX;
         float pooled = 0.0f;
@@ -238,17 +260,21 @@ bool valid(const kvc_window_scores_args& a) {
     return a.B >= 0 && a.Hq >= 0 && a.Hkv >= 0 && a.W >= 0 && a.T >= 0 && a.D >= 0 && a.D <= KVC_CUDA_MAX_HEAD_DIM &&
            valid_dtype(a.q.dtype) && valid_dtype(a.k.dtype) && a.kernel_size >= 1 && a.kernel_size % 2 == 1 &&
            a.reduce >= KVC_REDUCE_MEAN && a.reduce <= KVC_REDUCE_MAX && a.pool >= KVC_POOL_AVG &&
-           a.pool <= KVC_POOL_MAX;
+           a.pool <= KVC_POOL_MAX && a.skip_last >= 0 && a.mask_first >= 0 && a.mask_last >= 0;
 }
 
 bool empty(const kvc_window_scores_args& a) {
     return a.B == 0 || a.Hq == 0 || a.Hkv == 0 || a.W == 0 || a.T == 0 || a.D == 0;
 }
 
+bool bad_sizes(const kvc_window_scores_args& a) {
+    return a.W > a.T || a.skip_last >= a.T || a.Hq % a.Hkv != 0;
+}
+
 }  // namespace
 
 extern "C" int64_t kvc_cuda_window_scores_scratch_bytes(const kvc_window_scores_args* args) {
-    if (!valid(*args) || empty(*args) || args->W >= args->T || args->Hq % args->Hkv) return 0;
+    if (!valid(*args) || empty(*args) || bad_sizes(*args)) return 0;
     const plan p = plan_of(*args);
     return p.bytes_statistics + p.bytes_joined + p.bytes_raw;
 }
@@ -257,7 +283,7 @@ extern "C" cudaError_t kvc_cuda_window_scores(const kvc_window_scores_args* args
     const kvc_window_scores_args& a = *args;
     if (!valid(a)) return cudaErrorInvalidValue;
     if (empty(a)) return cudaSuccess;
-    if (a.W >= a.T || a.Hq % a.Hkv) return cudaErrorInvalidValue;
+    if (bad_sizes(a)) return cudaErrorInvalidValue;
     if (!a.scores || !a.q.data || !a.k.data || !a.scratch) return cudaErrorInvalidValue;
     const plan p = plan_of(a);
     const int64_t rows = a.B * a.Hq * a.W, join_blocks = ceil_div(rows, THREADS);
@@ -278,7 +304,7 @@ extern "C" cudaError_t kvc_cuda_window_scores(const kvc_window_scores_args* args
     KVC_LAUNCH(columns_kernel, static_cast<unsigned>(p.blocks_columns), THREADS, 0, stream, a, p, joined, columns);
     error = cudaGetLastError();
     if (error != cudaSuccess || a.kernel_size == 1) return error;
-    const int64_t pool_blocks = ceil_div(a.B * a.Hkv * (a.T - a.W), THREADS);
+    const int64_t pool_blocks = ceil_div(a.B * a.Hkv * (a.T - a.skip_last), THREADS);
     const unsigned grid = static_cast<unsigned>(pool_blocks < MAX_GRID_X ? pool_blocks : MAX_GRID_X);
     KVC_LAUNCH(pool_kernel, grid, THREADS, 0, stream, a, columns);
     return cudaGetLastError();

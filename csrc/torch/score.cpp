@@ -1,16 +1,19 @@
 #include "common.h"
 
 static Tensor window_scores(const Tensor& queries, const Tensor& keys, const std::optional<Tensor>& lengths,
-                            double scale, int64_t reduce, int64_t pool, int64_t kernel_size) {
+                            double scale, int64_t reduce, int64_t pool, int64_t kernel_size, int64_t skip_last,
+                            int64_t mask_first, int64_t mask_last) {
     const kvc_view q = view_of(queries, "queries"), k = view_of(keys, "keys");
     const int64_t B = queries.size(0), Hq = queries.size(1), W = queries.size(2), D = queries.size(3);
     const int64_t Hkv = keys.size(1), T = keys.size(2);
     check_device(keys, queries, "keys");
     STD_TORCH_CHECK(keys.size(0) == B && keys.size(3) == D, "keys must be [B, Hkv, T, D] with the queries' B and D");
-    STD_TORCH_CHECK(W < T, "keys must be longer than the window of ", W, " queries, got ", T);
+    STD_TORCH_CHECK(W <= T, "keys must be at least as many as the window's ", W, " queries, got ", T);
+    STD_TORCH_CHECK(skip_last >= 0 && skip_last < T, "skip_last must be between 0 and T - 1 = ", T - 1, ", got ",
+                    skip_last);
     STD_TORCH_CHECK(reduce >= 0 && reduce <= KVC_REDUCE_MAX && pool >= 0 && pool <= KVC_POOL_MAX,
                     "reduce and pool must be values of kvc_reduce and kvc_pool");
-    Tensor scores = torch::stable::new_empty(queries, {B, Hkv, T - W}, ScalarType::Float);
+    Tensor scores = torch::stable::new_empty(queries, {B, Hkv, T - skip_last}, ScalarType::Float);
     kvc_window_scores_args args = {
         .scores = static_cast<float*>(scores.mutable_data_ptr()),
         .q = q,
@@ -21,7 +24,7 @@ static Tensor window_scores(const Tensor& queries, const Tensor& keys, const std
         .scale = static_cast<float>(scale),
         .reduce = static_cast<kvc_reduce>(reduce),
         .pool = static_cast<kvc_pool>(pool),
-        .kernel_size = kernel_size,
+        .kernel_size = kernel_size, .skip_last = skip_last, .mask_first = mask_first, .mask_last = mask_last,
     };
     int64_t bytes = 0;
     if (queries.is_cpu()) bytes = kvc_window_scores_scratch_bytes(&args);
@@ -37,4 +40,4 @@ static Tensor window_scores(const Tensor& queries, const Tensor& keys, const std
 
 KVC_REGISTER(window_scores,
              "window_scores(Tensor queries, Tensor keys, Tensor? lengths, float scale, int reduce, int pool, "
-             "int kernel_size) -> Tensor")
+             "int kernel_size, int skip_last, int mask_first, int mask_last) -> Tensor")

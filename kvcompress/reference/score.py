@@ -1,4 +1,4 @@
-"""Column scores of a window of queries. SnapKV, section 4; imdc.md, section 7."""
+"""Column scores of a window of queries. SnapKV, section 4; imdc.md, section 7; intelllm.md, section 4."""
 
 from __future__ import annotations
 
@@ -15,20 +15,26 @@ def window_scores(
     pooling: str = "avg",
     kernel_size: int = 5,
     lengths: Tensor | None = None,
+    skip_last: int | None = None,
+    mask_first: int = 0,
+    mask_last: int = 0,
 ) -> Tensor:
     """As ops.window_scores, in the dtype of queries."""
     B, Hq, W, D = queries.shape
     Hkv, T = keys.shape[1:3]
     scale = D**-0.5 if scale is None else scale
-    out = queries.new_zeros(B, Hkv, T - W)
+    skip_last = W if skip_last is None else skip_last
+    out = queries.new_zeros(B, Hkv, T - skip_last)
     for b in range(B):
         length = T if lengths is None else int(lengths[b])
         q = queries[b].reshape(Hkv, Hq // Hkv, W, D)
         logits = scale * torch.einsum("hgwd,htd->hgwt", q, keys[b, :, :length])
         hidden = torch.ones(W, length, dtype=torch.bool, device=q.device).triu(length - W + 1)
-        attention = logits.masked_fill(hidden, float("-inf")).softmax(-1)[..., : length - W]
-        votes = attention.flatten(1, 2)  # [Hkv, G*W, T-W]
+        hidden[:, :mask_first] = True
+        hidden[:, max(length - mask_last, 0) :] = True
+        attention = logits.masked_fill(hidden, float("-inf")).softmax(-1).masked_fill(hidden, 0)
+        votes = attention[..., : length - skip_last].flatten(1, 2)  # [Hkv, G*W, T-skip_last]
         score = {"mean": votes.mean(1), "sum": votes.sum(1), "max": votes.amax(1)}[reduce]
         pool = torch.nn.functional.avg_pool1d if pooling == "avg" else torch.nn.functional.max_pool1d
-        out[b, :, : length - W] = pool(score, kernel_size, stride=1, padding=kernel_size // 2)
+        out[b, :, : length - skip_last] = pool(score, kernel_size, stride=1, padding=kernel_size // 2)
     return out

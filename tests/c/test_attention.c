@@ -63,7 +63,7 @@ static void test_score_case(const score_case *c) {
             .scores = room(4 * outputs), .q = {q_array, c->dtype, c->Hq * c->W * c->D, c->W * c->D, c->D},
             .k = {k_array, c->dtype, c->Hkv * c->T * c->D, c->T * c->D, c->D}, .lengths = c->ragged ? lengths : NULL,
             .B = c->B, .Hq = c->Hq, .Hkv = c->Hkv, .W = c->W, .T = c->T, .D = c->D, .scale = scale,
-            .reduce = c->reduce, .pool = c->pool, .kernel_size = c->kernel};
+            .reduce = c->reduce, .pool = c->pool, .kernel_size = c->kernel, .skip_last = c->W};
         args.scratch = room(kvc_window_scores_scratch_bytes(&args));
         CHECK(kvc_window_scores(&args, runners[runner]) == KVC_OK);
         for (int64_t i = 0; i < outputs; i++) {
@@ -103,7 +103,7 @@ static void test_score_arguments(void) {
     const kvc_window_scores_args good = {.scores = scores, .q = {data, KVC_F32, 8, 4, 2},
                                          .k = {data, KVC_F32, 12, 12, 2},
                                          .scratch = data, .B = 1, .Hq = 2, .Hkv = 1, .W = 2, .T = 6, .D = 2,
-                                         .scale = 1, .kernel_size = 3, .lengths = &length};
+                                         .scale = 1, .kernel_size = 3, .skip_last = 2, .lengths = &length};
     kvc_window_scores_args args = good;
     CHECK(kvc_window_scores(&args, NULL) == KVC_BAD_INDEX);
     length = 7;
@@ -113,6 +113,10 @@ static void test_score_arguments(void) {
     args = good, args.Hkv = 3;
     CHECK(kvc_window_scores(&args, NULL) == KVC_BAD_SIZE);
     args = good, args.T = 2;
+    CHECK(kvc_window_scores(&args, NULL) == KVC_BAD_SIZE);
+    args = good, args.skip_last = 6;
+    CHECK(kvc_window_scores(&args, NULL) == KVC_BAD_SIZE);
+    args = good, args.mask_first = -1;
     CHECK(kvc_window_scores(&args, NULL) == KVC_BAD_SIZE);
     args = good, args.scratch = NULL;
     CHECK(kvc_window_scores(&args, NULL) == KVC_NULL_POINTER);

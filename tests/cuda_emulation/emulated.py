@@ -102,7 +102,7 @@ WindowScoresArgs = structure(
     int64: B Hq Hkv W T D
     float: scale
     int: reduce pool
-    int64: kernel_size""",
+    int64: kernel_size skip_last mask_first mask_last"""
 )
 SelectTopkArgs = structure(
     "SelectTopkArgs",
@@ -263,12 +263,17 @@ class Kernels:
         self.call("kvc_cuda_rope", args)
         return out
 
-    def window_scores(self, queries, keys, *, scale=None, reduce="mean", pooling="avg", kernel_size=5, lengths=None):
+    def window_scores(
+        self, queries, keys, *, scale=None, reduce="mean", pooling="avg", kernel_size=5, lengths=None, skip_last=None,
+        mask_first=0, mask_last=0,
+    ):  # fmt: skip
         B, Hq, W, D = queries.shape
         Hkv, T = keys.shape[1:3]
-        scores = torch.full((B, Hkv, max(T - W, 0)), float("nan"))
+        skip_last = W if skip_last is None else skip_last
+        scores = torch.full((B, Hkv, max(T - skip_last, 0)), float("nan"))
         scale = D**-0.5 if scale is None else scale
         options = (scale, REDUCTIONS.index(reduce), POOLINGS.index(pooling), kernel_size)
+        options += (skip_last, mask_first, mask_last)
         sizes = (B, Hq, Hkv, W, T, D)
         args = WindowScoresArgs(pointer(scores), view(queries), view(keys), pointer(lengths), None, *sizes, *options)
         self.call_with_scratch("kvc_cuda_window_scores", args)

@@ -60,14 +60,19 @@ void run_rope(int64_t D, kvc_dtype dtype) {
 
 void run_window_scores(int64_t D, int64_t T, kvc_dtype dtype, int64_t B = 2, int64_t Hq = 6, int64_t Hkv = 2) {
     const int64_t W = 3;
-    array q(B, Hq, W, D, dtype), k(B, Hkv, T, D, dtype), scores(B * Hkv * (T - W), KVC_F32);
+    array q(B, Hq, W, D, dtype), k(B, Hkv, T, D, dtype), scores(B * Hkv * T, KVC_F32);
     const std::vector<int32_t> lengths = {static_cast<int32_t>(T), 4};
     kvc_window_scores_args args = {scores.floats(), q.view(), k.view(), lengths.data(), nullptr, B, Hq, Hkv, W, T, D,
-                                   0.3f, KVC_REDUCE_MEAN, KVC_POOL_AVG, 5};
-    const size_t bytes = static_cast<size_t>(kvc_cuda_window_scores_scratch_bytes(&args));
+                                   0.3f, KVC_REDUCE_MEAN, KVC_POOL_AVG, 5, 0, 0, 0};
+    const size_t bytes = static_cast<size_t>(kvc_cuda_window_scores_scratch_bytes(&args));  // enough for each below
     std::unique_ptr<void, void (*)(void*)> scratch(std::aligned_alloc(64, bytes), std::free);
     args.scratch = scratch.get();
+    expect(kvc_cuda_window_scores(&args, nullptr), "window_scores of all keys", T);
+    args.skip_last = W;
     expect(kvc_cuda_window_scores(&args, nullptr), "window_scores", T);
+    args.mask_first = 2;
+    args.mask_last = T / 2;
+    expect(kvc_cuda_window_scores(&args, nullptr), "window_scores with masks", T);
     args.reduce = KVC_REDUCE_MAX;
     args.pool = KVC_POOL_MAX;
     expect(kvc_cuda_window_scores(&args, nullptr), "window_scores of maxima", T);

@@ -3,7 +3,7 @@
 import emulated
 import pytest
 import torch
-from helpers import DTYPES, assert_as_accurate
+from helpers import DTYPES, MASKED_RANGES, assert_as_accurate
 
 
 def check(kernels, reference, queries, keys, **options):
@@ -63,9 +63,20 @@ def test_lengths_no_longer_than_the_window_score_zero(kernels):
     assert not kernels.window_scores(queries, keys, lengths=lengths).any()
 
 
+@pytest.mark.parametrize("ranges", MASKED_RANGES)
+def test_masked_columns_and_own_keys(kernels, ranges):
+    queries, keys = torch.randn(2, 4, 9, 16), 3 * torch.randn(2, 2, 150, 16)
+    check(kernels, queries, keys, reduce="sum", kernel_size=1, lengths=torch.tensor([150, 40], dtype=torch.int32), **ranges)
+
+
+def test_every_query_scores_every_key_it_sees(kernels):
+    queries, keys = torch.randn(1, 2, 100, 16), torch.randn(1, 1, 100, 16)
+    check(kernels, queries, keys, reduce="sum", kernel_size=1, skip_last=0)
+
+
 def test_scratch_grows_with_the_keys_not_with_the_probabilities(kernels):
     def scratch_bytes(T, W, Hq):
-        args = emulated.WindowScoresArgs(B=1, Hq=Hq, Hkv=8, W=W, T=T, D=128, kernel_size=5)
+        args = emulated.WindowScoresArgs(B=1, Hq=Hq, Hkv=8, W=W, T=T, D=128, kernel_size=5, skip_last=W)
         return kernels.library.kvc_cuda_window_scores_scratch_bytes(emulated.byref(args))
 
     assert scratch_bytes(131072, 64, 32) < 131072 * 8 * 4 + 64 * 32 * 4 * 256 * 2

@@ -2,18 +2,25 @@
 
 import torch  # noqa: F401  loads libtorch before the extension that needs it
 
-from .caches import CompressedCache, IterativeCache, StreamingCache
+from .budgets import AdaKV, PyramidKV, Uniform
+from .caches import CompressedCache, IterativeCache, PrunedCache, StreamingCache
 from .hf import attach, detach
 from .models import load_example_model
 from .planner import Plan, plan
+from .positions import RemoteGap
 from .prefill import generate, prefill
 
 __version__ = "0.1.0"
 __all__ = [
+    "AdaKV",
     "CompressedCache",
     "IterativeCache",
     "Plan",
+    "PrunedCache",
+    "PyramidKV",
+    "RemoteGap",
     "StreamingCache",
+    "Uniform",
     "attach",
     "detach",
     "generate",

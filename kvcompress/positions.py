@@ -1,8 +1,10 @@
-"""Rotation tables for any position, from the model's own rotary embedding."""
+"""Positions: rotation tables from the model's own rotary embedding, and the gap that RGL puts between them."""
 
 from __future__ import annotations
 
 import copy
+import warnings
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -59,6 +61,14 @@ class RotaryTables:
         self._tables[key] = (angles.cos() * scaling, angles.sin() * scaling)
         return self._tables[key]
 
+    def check_one_table(self, length: int) -> None:
+        """Raises ValueError if `length` keys in sight change the frequencies: keys then cannot move to other positions."""
+        if self._regime(length):
+            raise ValueError(
+                f"positions cannot be given anew with rope type {self._type!r} beyond its switch point: {length} "
+                "positions have frequencies of their own; use positions='original' or a shorter prompt"
+            )
+
     @property
     def scaling(self) -> float:
         """Factor that cosines and sines carry (yarn, longrope); 1 elsewhere."""
@@ -68,9 +78,9 @@ class RotaryTables:
         """x [B, H, T, D] rotated to positions (int32 [B, T] below bound; None = 0..T-1), lengths[b] keys in sight."""
         return self._apply(x, positions, bound, lengths, inverse=False)
 
-    def unrotate(self, x: Tensor, bound: int, lengths: list[int]) -> Tensor:
-        """Undoes rotate(x, None, bound, lengths)."""
-        return self._apply(x, None, bound, lengths, inverse=True)
+    def unrotate(self, x: Tensor, bound: int, lengths: list[int], positions: Tensor | None = None) -> Tensor:
+        """Undoes rotate(x, positions, bound, lengths)."""
+        return self._apply(x, positions, bound, lengths, inverse=True)
 
     def move_back(self, x: Tensor, distance: Tensor, bound: int, length: int) -> Tensor:
         """Rotated x [B, H, T, D] moved to positions smaller by distance (int32 [B, T] below bound)."""
@@ -88,3 +98,90 @@ class RotaryTables:
         if inverse and self.scaling != 1.0:  # (a R)^-1 = R^T / a
             cos, sin = cos / self.scaling**2, sin / self.scaling**2
         return ops.rope(x, cos, sin, positions, inverse=inverse)
+
+
+@dataclass(frozen=True)
+class RemoteGap:
+    """RGL: where the compressed tokens of a pruned cache stand, as seen from the near ones.
+
+    Compressed tokens are numbered by rank, a number of ids stays unused, and near tokens follow; ids never grow without
+    end, and none reaches the length that the model was trained for.
+    gap: "auto" (the largest that fits, at most 4096) or tokens, 0 = contiguous. reading: what the gap measures:
+    "between" the windows (unused ids), "to_query" (from the newest compressed token to the newest near one: the unused
+    ids are gap - near), "constant" (every compressed key at this distance from every query). comp_positions:
+    "contiguous" or "shared" (all compressed tokens on id 0). near_length: least number of last tokens that are near;
+    None = as many as the pruner always keeps. headroom: tokens that may follow a compression (every, where it is more).
+    on_overflow: where ids would reach the trained length: "error", "warn" (once, go on) or "clamp" (warn, smaller gap).
+    Source: IntelLLM, section 4.3.2; intelllm.md, section 6.
+    """
+
+    gap: int | str = "auto"
+    reading: str = "between"
+    comp_positions: str = "contiguous"
+    near_length: int | None = None
+    headroom: int = 128
+    on_overflow: str = "error"
+
+    def __post_init__(self) -> None:
+        if self.gap != "auto" and (isinstance(self.gap, (str, bool)) or not isinstance(self.gap, int) or self.gap < 0):
+            raise ValueError(f"gap must be 'auto' or an integer of at least 0, got {self.gap!r}")
+        for name, choices in (
+            ("reading", ("between", "to_query", "constant")),
+            ("comp_positions", ("contiguous", "shared")),
+            ("on_overflow", ("error", "warn", "clamp")),
+        ):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
+        if self.near_length is not None and self.near_length < 1:
+            raise ValueError(f"near_length must be at least 1 or None, got {self.near_length}")
+        if self.headroom < 1:
+            raise ValueError(f"headroom must be at least 1, got {self.headroom}")
+        if self.reading == "constant" and self.gap == "auto":
+            raise ValueError("gap must be a number of tokens with reading='constant', got 'auto'")
+
+    @property
+    def shared(self) -> bool:
+        """All compressed keys stand on one id."""
+        return self.comp_positions == "shared" or self.reading == "constant"
+
+    def blank(self, compressed: int, near: int, every: int, trained_length: int) -> int:
+        """Unused ids between the windows ("constant": the distance itself), within the trained length.
+
+        compressed, near: tokens of the two windows after a compression. every: tokens between two compressions, 0 =
+        none follows. Raises ValueError where nothing fits, or on_overflow says so.
+        """
+        headroom = max(self.headroom, every)
+        if self.reading == "constant":
+            assert isinstance(self.gap, int)
+            if self.gap < near:
+                raise ValueError(f"gap must be at least near = {near} tokens with reading='constant', got {self.gap}")
+            most, wanted, others = trained_length - 1, self.gap, 1
+            if near + headroom > trained_length:
+                most = -1
+        else:
+            ids = min(compressed, 1) if self.shared else compressed
+            others = ids + near + headroom
+            most = trained_length - others
+            if self.gap == "auto":
+                wanted = min(4096, most)
+            else:
+                assert isinstance(self.gap, int)
+                wanted = self.gap - (near if self.reading == "to_query" else 0)
+                if wanted < 0:
+                    raise ValueError(f"gap must be at least near = {near} with reading='to_query', got {self.gap}")
+        if most < 0:
+            raise ValueError(
+                f"compressed {compressed} + near {near} + headroom {headroom} tokens leave no position below the "
+                f"{trained_length} that the model was trained for; use a smaller budget or headroom"
+            )
+        if wanted <= most:
+            return wanted
+        message = (
+            f"gap {self.gap} needs {wanted + others} positions (compressed_length {compressed} + gap {wanted} + "
+            f"near_length {near} + headroom {headroom}) but the model was trained for {trained_length}; "
+            f"use gap <= {self.gap - (wanted - most)} or on_overflow='clamp'"  # type: ignore[operator]
+        )
+        if self.on_overflow == "error":
+            raise ValueError(message)
+        warnings.warn(message, stacklevel=2)
+        return most if self.on_overflow == "clamp" else wanted

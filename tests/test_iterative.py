@@ -171,9 +171,12 @@ class Recorder(Pruner):
     def __init__(self, inner):
         self.inner, self.offers, self.num_sink_tokens = inner, [], 0
 
-    def select(self, candidates, keep):
+    def recent(self, keep, chunk_length):
+        return self.inner.recent(keep, chunk_length)
+
+    def scores(self, candidates, keep):
         self.offers.append((candidates, keep))
-        return self.inner.select(candidates, keep)
+        return self.inner.scores(candidates, keep)
 
 
 def test_the_guide_is_scored_but_never_stored():

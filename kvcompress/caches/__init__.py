@@ -3,6 +3,7 @@
 from .base import CompressedCache, CompressedLayer
 from .iterative import IterativeCache
 from .pool import PagePool
+from .pruned import PrunedCache
 from .store import PoolSettings, keys_and_values
 from .streaming import StreamingCache
 
@@ -12,6 +13,7 @@ __all__ = [
     "IterativeCache",
     "PagePool",
     "PoolSettings",
+    "PrunedCache",
     "StreamingCache",
     "keys_and_values",
 ]

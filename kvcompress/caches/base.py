@@ -44,8 +44,9 @@ class CompressedLayer(CacheLayerMixin):
     is_sliding = False
     supports_early_init = False
 
-    def __init__(self, cache: CompressedCache, sliding_window: int | None) -> None:
+    def __init__(self, cache: CompressedCache, index: int, sliding_window: int | None) -> None:
         super().__init__()
+        self.index = index  # of the layer
         # weak, so that a cache is freed as soon as nobody holds it, and its pages with it
         self.cache = cast(CompressedCache, weakref.proxy(cache))
         self.sliding_window = sliding_window
@@ -144,7 +145,7 @@ class CompressedCache(Cache):
         window = getattr(config, "sliding_window", None)
         has_types = getattr(config, "layer_types", None) is not None
         windows = [window if kind == "sliding_attention" or not has_types else None for kind in kinds]
-        super().__init__(layers=[self._new_layer(w) for w in windows])
+        super().__init__(layers=[self._new_layer(index, window) for index, window in enumerate(windows)])
         self.trained_length: int = config.max_position_embeddings
         self.step = Step()
         self.seen = 0  # columns of input that went in, padding included: generation slices its prompt by it
@@ -161,7 +162,7 @@ class CompressedCache(Cache):
             layer.cache = cast(CompressedCache, weakref.proxy(self))
 
     @abstractmethod
-    def _new_layer(self, sliding_window: int | None) -> CompressedLayer: ...
+    def _new_layer(self, index: int, sliding_window: int | None) -> CompressedLayer: ...
 
     # ---- reading a prompt (kvcompress.prefill) ----
 
@@ -283,7 +284,7 @@ class CompressedCache(Cache):
     def reset(self) -> None:
         """Empties the cache and makes it usable again, whatever state it was in."""
         windows = [layer.sliding_window for layer in self.layers]
-        self.layers = [self._new_layer(window) for window in windows]
+        self.layers = [self._new_layer(index, window) for index, window in enumerate(windows)]
         self.step, self.seen, self.fixed, self._batch, self._running, self._repeated = Step(), 0, 0, 0, False, 0
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

@@ -9,117 +9,180 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from .. import ops, planner
+from ..budgets import Budget, Uniform
 from ..planner import Plan
-from ..pruners import Candidates, Pruner, SnapKV
-from .base import CompressedCache
+from ..pruners import Pruner
+from .base import CompressedLayer, Step
 from .paged import PagedLayer
 from .prompt import prompt_attention
-from .store import PoolSettings
+from .pruned import PrunedCache, PrunedLayer
+from .queries import RecentQueries
 
 
-class IterativeLayer(PagedLayer):
-    """While a prompt is read: a buffer of unrotated keys, memory first, then the chunk. Afterwards: pages."""
+class IterativeLayer(PrunedLayer):
+    """While a prompt is read: a buffer of unrotated keys, memory first, then the chunk. Afterwards: pages.
+
+    Rows may hold different numbers of tokens. Each ends where the longest does: the tokens of a chunk stand at the same
+    positions in all heads, and a shorter row begins later.
+    """
 
     cache: IterativeCache
 
-    def __init__(self, cache: IterativeCache, sliding_window: int | None) -> None:
-        super().__init__(cache, sliding_window)
-        self.k_memory: Tensor | None = None  # [B, Hkv, capacity, D], zeros past each sequence's tokens
+    def __init__(self, cache: IterativeCache, index: int, sliding_window: int | None) -> None:
+        super().__init__(cache, index, sliding_window)
+        self.is_croppable = not cache.every
+        self.k_memory: Tensor | None = None  # [R, capacity, D]; what lies past a row's tokens is never read
         self.v_memory: Tensor | None = None
-        self.held: list[int] = []  # memory of each sequence
+        self.held: list[int] = []  # tokens of each row
+        self.read: list[int] = []  # tokens of each sequence so far
 
     def attend(self, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
-        if self.cache.step.iteration is None:
-            return super().attend(queries, keys, values, scaling)
-        return self._read(queries, keys, values, scaling)
+        if self.cache.step.iteration is not None:
+            return self._read(queries, keys, values, scaling)
+        counts = self.cache.step.counts
+        self.read = [read + count for read, count in zip(self.read or [0] * len(counts), counts, strict=True)]
+        if not self.cache.every:  # tokens that follow the prompt stay
+            return PagedLayer.attend(self, queries, keys, values, scaling)
+        return super().attend(queries, keys, values, scaling)
 
     def _read(self, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
         """Attention of memory and chunk, positions from 0 in each iteration; then the memory is chosen anew."""
         rotary, step = self.cache.rotary, self.cache.step
-        iteration = step.iteration
+        iteration, counts = step.iteration, step.counts
         assert rotary is not None and iteration is not None
         B, Hkv, S, D = keys.shape
+        R, guide, device = B * Hkv, iteration.guide_length, keys.device
         if not self.held:
-            self.held = [0] * B
-        totals = [held + count for held, count in zip(self.held, step.counts, strict=True)]
-        T = max(totals)
-        k_all, v_all = self._room(keys, T)
-        for b, (start, count) in enumerate(zip(self.held, step.counts, strict=True)):
-            k_all[b, :, start : start + count] = keys[b, :, S - count :]
-            v_all[b, :, start : start + count] = values[b, :, S - count :]
-        k_seen, v_seen = k_all[:, :, :T], v_all[:, :, :T]
+            self.held, self.whole, self.next = [0] * R, [True] * B, [0] * B
+        self.read = self.read or [0] * B
+        longest = self._longest(B)
+        totals = [held + count for held, count in zip(longest, counts, strict=True)]
+        lengths = [held + counts[row // Hkv] for row, held in enumerate(self.held)]
+        T = max(lengths)
+        k_all, v_all = self._room(keys, R, T)
+        for buffer, new in ((k_all, keys), (v_all, values)):
+            for row, (start, stop) in enumerate(zip(self.held, lengths, strict=True)):
+                buffer[row, start:stop] = new[row // Hkv, row % Hkv, S - (stop - start) :]
 
-        lengths = [max(total, 1) for total in totals]
-        first = torch.tensor([[total - S] for total in totals], dtype=torch.int32).to(keys.device)
-        positions = (first + torch.arange(S, dtype=torch.int32, device=keys.device)).clamp_(min=0)
-        bound = max(T, S)
-        q = rotary.rotate(queries, positions, bound, lengths)
-        k = rotary.rotate(k_seen, None, bound, lengths)
-        out = prompt_attention(q, k, v_seen, totals, scaling)
+        in_sight = [max(total, 1) for total in totals]
+        first = torch.tensor([[held] for held in longest], dtype=torch.int32).to(device)
+        q = rotary.rotate(queries, self._positions(first, S), max(T, S, *totals), in_sight)
+        k = self._rotated(k_all[:, :T], longest, in_sight)
+        v = v_all[:, :T]
+        if all(length == totals[row // Hkv] for row, length in enumerate(lengths)):
+            out = prompt_attention(q, k.unflatten(0, (B, Hkv)), v.unflatten(0, (B, Hkv)), totals, scaling)
+        else:  # a row is a batch entry of one KV head
+            rows = q.reshape(R, -1, S, D)
+            out = prompt_attention(rows, k[:, None], v[:, None], lengths, scaling).reshape(queries.shape)
 
-        for b, (total, count) in enumerate(zip(totals, step.counts, strict=True)):
+        self.next = [total - guide for total in totals]
+        for b, count in enumerate(counts):
             if count == 0:
                 continue
-            candidates = total - iteration.guide_length
-            keep = min(iteration.memory[b], candidates)
-            if keep < candidates:
-                offer = Candidates(
-                    queries=q[b : b + 1, :, S - count :],
-                    keys=k[b : b + 1, :, :total],
-                    count=candidates,
-                    chunk_length=count - iteration.guide_length,
-                    guide_length=iteration.guide_length,
-                    scaling=scaling,
-                )
-                chosen = self.cache.pruner.select(offer, keep)
-                ops.compact_rows_(k_all[b, :, :candidates], chosen)
-                ops.compact_rows_(v_all[b, :, :candidates], chosen)
-            k_all[b, :, keep:total] = 0
-            v_all[b, :, keep:total] = 0
-            self.held[b] = keep
+            rows_of = slice(b * Hkv, (b + 1) * Hkv)
+            kept = [length - guide for length in lengths[rows_of]]
+            candidates = sum(kept) // Hkv
+            self.read[b] += count - guide
+            keep = min(self.cache.layer_memory(iteration.memory[b], self.read[b], self.index), candidates)
+            if keep < candidates or self.cache.pruner.accumulates:
+                offer = self._offer(b, k[rows_of], v[rows_of], lengths[rows_of], queries, count, guide, scaling, q)
+                if keep < candidates:
+                    indices, kept, _ = self._choose(offer, keep, sum(kept), 0)
+                    self._compact(b, indices, kept, max(lengths[rows_of]))
+            self.held[rows_of] = kept
         return out
 
-    def _room(self, like: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
-        B, Hkv, _, D = like.shape
-        old = self.k_memory.shape[2] if self.k_memory is not None else 0
+    def _rotated(self, k: Tensor, longest: list[int], in_sight: list[int]) -> Tensor:
+        """Rows [R, T, D] rotated so that memory ends at its sequence's longest row."""
+        rotary = self.cache.rotary
+        assert rotary is not None
+        R, T, _ = k.shape
+        heads = R // len(longest)
+        late = [longest[row // heads] - held for row, held in enumerate(self.held)]
+        if not any(late):
+            return rotary.rotate(k.unflatten(0, (-1, heads)), None, T, in_sight).flatten(0, 1)
+        return rotary.rotate(k[:, None], self._places(late, T, k), T + max(late), self._spread(in_sight, heads))[:, 0]
+
+    @staticmethod
+    def _places(late: list[int], tokens: int, like: Tensor) -> Tensor:
+        first = torch.tensor(late, dtype=torch.int32).to(like.device)[:, None]
+        return first + torch.arange(tokens, dtype=torch.int32, device=like.device)
+
+    @staticmethod
+    def _spread(numbers: list[int], heads: int) -> list[int]:
+        return [number for number in numbers for _ in range(heads)]
+
+    def _longest(self, batch: int) -> list[int]:
+        heads = len(self.held) // batch
+        return [max(self.held[b * heads : (b + 1) * heads]) for b in range(batch)]
+
+    def _compact(self, b: int, indices: Tensor, kept: list[int], length: int) -> None:
+        """Keeps the chosen slots of sequence b's rows in the buffers."""
+        assert self.k_memory is not None and self.v_memory is not None
+        heads, K = indices.shape
+        rows = slice(b * heads, (b + 1) * heads)
+        self.whole[b] = False
+        for buffer in (self.k_memory, self.v_memory):
+            if min(kept) == K:
+                ops.compact_rows_(buffer[rows, :length], indices)
+            else:
+                buffer[rows, :K] = torch.take_along_dim(buffer[rows], indices[..., None].long(), 1)
+        if self.received is not None:
+            taken = self.received[rows].gather(1, indices.long())
+            held = torch.arange(K, device=taken.device) < torch.tensor(kept).to(taken.device)[:, None]
+            self.received[rows] = 0
+            self.received[rows, :K] = taken * held
+
+    def _room(self, like: Tensor, rows: int, tokens: int) -> tuple[Tensor, Tensor]:
+        old = self.k_memory.shape[1] if self.k_memory is not None else 0
         if self.k_memory is None or old < tokens:
             capacity = max(tokens, self.cache.largest_context)
             for name in ("k_memory", "v_memory"):
-                bigger = like.new_zeros(B, Hkv, capacity, D)
+                bigger = like.new_zeros(rows, capacity, like.shape[3])
                 held = getattr(self, name)
                 if held is not None:
-                    bigger[:, :, :old] = held
+                    bigger[:, :old] = held
                 setattr(self, name, bigger)
         assert self.k_memory is not None and self.v_memory is not None
         return self.k_memory, self.v_memory
 
     def begin_prompt(self) -> None:
-        """A further prompt of a conversation: what is held becomes unrotated memory again."""
-        if self.pool is None or self.cache.rotary is None:
+        """A prompt begins; in a conversation, what is held becomes unrotated memory again."""
+        pool, rotary = self.pool, self.cache.rotary
+        if pool is None or rotary is None:
             return
-        batch = len(self.rope_lengths)
-        counts = [row[0] for row in self.stored_lengths()]
-        heads = len(self.pool.bounds) // batch
-        k, v = (x.unflatten(0, (batch, heads)) for x in self.pool.gather(max(*counts, self.cache.largest_context)))
-        self.k_memory = self.cache.rotary.unrotate(k, k.shape[2], self.rope_lengths)
-        self.v_memory, self.held, self.pool = v, counts, None
+        heads, counts = self.heads, pool.counts
+        k, v = pool.gather(max(*counts, self.cache.largest_context))
+        slots = torch.arange(k.shape[1], dtype=torch.int32, device=k.device)
+        places = slots.expand(len(k), -1) if self.shift is None else slots + self.shift[:, None]
+        if self.split is not None:
+            places = torch.where(slots < self.split[:, None], slots, places)
+        bound = max(*self.next, 0) + k.shape[1]
+        lengths = self._spread(self.rope_lengths, heads)
+        self.k_memory = rotary.unrotate(k[:, None], bound, lengths, places.contiguous())[:, 0]
+        self.v_memory, self.held, self.pool = v, list(counts), None
+        self.shift = self.split = self.recent = None
 
     def end_prompt(self) -> None:
-        """Memory moves into pages, rotated once for the positions 0.. that it keeps while decoding."""
+        """Memory moves into pages, rotated once for the positions that it keeps while decoding."""
         if self.k_memory is None or self.v_memory is None:
             return
-        rotary, longest = self.cache.rotary, max(self.held)
-        assert rotary is not None
-        B, Hkv, _, D = self.k_memory.shape
-        self.open_pool(B * Hkv, D, self.k_memory, [max(held, 1) for held in self.held])
+        B, D = len(self.next), self.k_memory.shape[2]
+        heads, T = len(self.held) // B, max(self.held)
+        longest = self._longest(B)
+        k = self._rotated(self.k_memory[:, :T], longest, [max(held, 1) for held in longest])
+        v = self.v_memory[:, :T]
+        kept = self.held
+        self.open_pool(len(kept), D, k, [max(held, 1) for held in longest])
         assert self.pool is not None
-        k = rotary.rotate(self.k_memory[:, :, :longest], None, max(longest, 1), self.rope_lengths)
-        v = self.v_memory[:, :, :longest]
-        if len(set(self.held)) > 1:  # the pool takes right-aligned tokens
-            k, v = k.clone(), v.clone()
-            for b, held in enumerate(self.held):
-                k[b], v[b] = k[b].roll(longest - held, 1), v[b].roll(longest - held, 1)
-        self.pool.append((k, v), self._per_row(self.held))
+        if min(kept) < T:  # the pool takes right-aligned tokens
+            right = (torch.arange(T) - T + torch.tensor(kept)[:, None]).clamp_(min=0).to(k.device)[..., None]
+            k, v = (torch.take_along_dim(x, right, 1) for x in (k, v))
+        self.pool.append([x.unflatten(0, (B, heads)) for x in (k, v)], kept)
+        self.next, self.near = longest, [min(kept[b * heads : (b + 1) * heads]) for b in range(B)]
+        late = [longest[row // heads] - held for row, held in enumerate(kept)]
+        self.shift = torch.tensor(late, dtype=torch.int32).to(k.device) if any(late) else None
+        self.recent = RecentQueries.of(self.cache.pruner, self.cache.every) if self.cache.every else None
         self.k_memory = self.v_memory = None
         self.held = []
 
@@ -127,31 +190,41 @@ class IterativeLayer(PagedLayer):
         if self.k_memory is not None:
             raise RuntimeError("the batch of this cache cannot change while a prompt is being read")
         super().select_batch(indices)
+        self.read = [self.read[b] for b in indices] if self.read else []
 
-    def nbytes(self) -> int:
-        return super().nbytes() + self._buffer_nbytes()
+    def check_step(self, step: Step) -> None:
+        if step.iteration is None:
+            super().check_step(step)
+        else:
+            CompressedLayer.check_step(self, step)
 
-    def reserved_nbytes(self) -> int:
-        return super().reserved_nbytes() + self._buffer_nbytes()
+    def keys_in_sight(self, step: Step) -> int:
+        if step.iteration is None:
+            return super().keys_in_sight(step)
+        held = self._longest(len(step.counts)) if self.held else [0] * len(step.counts)
+        return max(have + count for have, count in zip(held, step.counts, strict=True))
 
-    def _buffer_nbytes(self) -> int:
+    def _side_nbytes(self) -> int:
         buffers = [x for x in (self.k_memory, self.v_memory) if x is not None]
-        return sum(x.numel() * x.element_size() for x in buffers)
+        return super()._side_nbytes() + sum(x.nbytes for x in buffers)
 
     def stored_lengths(self) -> list[list[int]]:
         if self.k_memory is not None:
-            return [[held] * self.k_memory.shape[1] for held in self.held]
+            heads = len(self.held) // len(self.next)
+            return [self.held[b * heads : (b + 1) * heads] for b in range(len(self.next))]
         return super().stored_lengths()
 
 
-class IterativeCache(CompressedCache):
+class IterativeCache(PrunedCache):
     """Reads a prompt of any length through a memory of fixed size; `kvcompress.prefill` or `generate` do the reading.
 
-    config: the model's config. memory_size: tokens kept per layer and KV head (per sequence). chunk_size: tokens read
-    per iteration. pruner: chooses the memory among the old memory and the chunk (default SnapKV()). schedule: "fixed".
+    config: the model's config. memory_size: tokens kept per layer and KV head (per sequence), or PyramidKV or AdaKV of a
+    number of tokens, which divide them over layers or heads. chunk_size: tokens read per iteration. pruner: chooses the
+    memory among the old memory and the chunk (default SnapKV()). schedule: "fixed". every: None keeps all tokens that
+    follow the prompt; k compresses while decoding too, when a row has grown by k tokens over its memory.
     page_size, max_pages, grow: how a layer's storage grows, see PoolSettings.
     A prompt that fits into memory_size is kept whole: the model then sees what it would see with a dense cache.
-    Tokens after the prompt are appended uncompressed; the next prompt of a conversation continues the iteration.
+    The next prompt of a conversation continues the iteration.
     Raises ValueError for sizes below 1, RuntimeError where a layer needs more than max_pages. Source: IMDC; imdc.md.
     """
 
@@ -162,44 +235,50 @@ class IterativeCache(CompressedCache):
         self,
         config: PreTrainedConfig,
         *,
-        memory_size: int = 1024,
+        memory_size: int | Budget = 1024,
         chunk_size: int = 1024,
         pruner: Pruner | None = None,
         schedule: str = "fixed",
+        every: int | None = None,
         page_size: int = 64,
         max_pages: int | None = None,
         grow: str = "double",
     ) -> None:
-        self.pruner: Pruner = SnapKV() if pruner is None else pruner
-        if not isinstance(self.pruner, Pruner):
-            raise ValueError(f"pruner must be one of kvcompress.pruners, got {type(pruner).__name__}")
-        self.memory_size, self.chunk_size, self.schedule = memory_size, chunk_size, schedule
-        self.pool_settings = PoolSettings(page_size, max_pages, grow)
+        tokens = memory_size.tokens if isinstance(memory_size, Budget) else memory_size
+        if tokens is None:
+            raise ValueError(f"memory_size must be a number of tokens, got {memory_size}")
+        planner.plan(0, chunk_size=chunk_size, memory_size=tokens, schedule=schedule)  # refuses wrong sizes
+        self.memory_size, self.schedule = tokens, schedule
         self.kv_heads: int = config.get_text_config(decoder=True).num_key_value_heads
         self.largest_context = 0
-        planner.plan(0, chunk_size=chunk_size, memory_size=memory_size, schedule=schedule)  # refuses wrong sizes
-        super().__init__(config)
+        super().__init__(
+            config, pruner, memory_size, every=every, positions="contiguous", chunk_size=chunk_size,
+            page_size=page_size, max_pages=max_pages, grow=grow,
+        )  # fmt: skip
 
-    def _new_layer(self, sliding_window: int | None) -> IterativeLayer:
-        return IterativeLayer(self, sliding_window)
+    def _new_layer(self, index: int, sliding_window: int | None) -> IterativeLayer:
+        return IterativeLayer(self, index, sliding_window)
+
+    def layer_memory(self, mean: int, length: int, layer: int) -> int:
+        """Tokens per head of one layer, where the plan says `mean` and `length` tokens have been read."""
+        return self.budget.layer_share(mean, length, layer, len(self.layers))
 
     def plan_prompt(self, length: int) -> Plan:
-        return planner.plan(length, chunk_size=self.chunk_size, memory_size=self.memory_size, schedule=self.schedule)
-
-    def check_guide(self) -> None:
-        if not self.pruner.uses_guide:
-            raise ValueError(f"guide has no effect with the pruner {type(self.pruner).__name__}, which scores nothing")
+        return planner.plan(
+            length, chunk_size=self.chunk_size or 1, memory_size=self.memory_size, schedule=self.schedule
+        )
 
     def begin_prompt(self, plans: list[Plan], guide_length: int) -> None:
         stored = self.layers[0].stored_lengths() or [[0]] * len(plans)
         contexts, pages = [0], 0
         for row, plan in zip(stored, plans, strict=True):
-            held = row[0] if row else 0
+            held = max(row, default=0)
             for chunk, memory in zip(plan.chunks, plan.memory, strict=True):
                 contexts.append(held + chunk + guide_length)
                 held = min(memory, held + chunk)
             pages += self.kv_heads * self.pool_settings.blocks(held)
-        self.pool_settings.check(pages)
+        if isinstance(self.budget, Uniform):
+            self.pool_settings.check(pages)
         self.largest_context = max(contexts)
         if self.largest_context > self.trained_length:
             warnings.warn(

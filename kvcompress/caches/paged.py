@@ -1,4 +1,4 @@
-"""A layer that keeps every token it is given, rotated at its position, in pages: what follows a compressed prompt."""
+"""A layer that keeps what it is given in pages, rotated where it was written, and attends to one or two segments."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ from .store import keys_and_values
 
 
 class PagedLayer(CompressedLayer):
-    """Appends tokens at contiguous positions and attends to all that is held."""
+    """Appends tokens and attends to all that is held.
+
+    The token in slot s of a row stands at position s + shift. After a compression that gives new positions (RGL), the
+    first `split` slots are a far segment with positions of its own: a query sees it from far_place away from its own.
+    """
 
     is_croppable = True
 
@@ -22,6 +26,14 @@ class PagedLayer(CompressedLayer):
         super().__init__(*args, **kwargs)  # type: ignore[arg-type]
         self.pool: PagePool | None = None
         self.rope_lengths: list[int] = []  # keys in sight when a sequence's frequencies were settled
+        self.shift: Tensor | None = None  # int32 [R]; None = 0. shift + length is the same for all heads of a sequence
+        self.split: Tensor | None = None  # int32 [R]; None = one segment
+        self.next: list[int] = []  # position of each sequence's next token
+
+    @property
+    def heads(self) -> int:
+        assert self.pool is not None
+        return len(self.pool.bounds) // len(self.rope_lengths)
 
     def attend(self, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
         rotary, counts = self.cache.rotary, self.cache.step.counts
@@ -31,25 +43,48 @@ class PagedLayer(CompressedLayer):
             self.open_pool(B * Hkv, D, keys, [max(count, 1) for count in counts])
         pool = self.pool
         assert pool is not None
-        bound = max(pool.bounds[b * Hkv] + counts[b] for b in range(B))
-        # token s of a sequence with n new ones has position held + s - (S - n); padding gets any valid one
-        first = pool.lengths.view(B, Hkv)[:, :1]
-        if min(counts) < S:
-            first = first - (S - torch.tensor(counts, dtype=torch.int32).to(first.device)[:, None])
-        positions = (first + torch.arange(S, dtype=torch.int32, device=first.device)).clamp_(min=0)
-        bound = max(bound, S)
+        bound = max(max(place + count for place, count in zip(self.next, counts, strict=True)), S)
+        place = pool.lengths if self.shift is None else pool.lengths + self.shift
+        positions = self._positions(place.view(B, Hkv)[:, :1], S)
         q = rotary.rotate(queries, positions, bound, self.rope_lengths)
         k = rotary.rotate(keys, positions, bound, self.rope_lengths)
         pool.append((k, values), self._per_row(counts))
-        out, _ = ops.decode(
-            q, pool.k_pages, pool.v_pages, pool.lengths, block_table=pool.block_table, scale=scaling, causal=True
-        )
-        return out
+        self.next = [place + count for place, count in zip(self.next, counts, strict=True)]
+        return self.attend_held(queries, q, scaling)
+
+    def attend_held(self, queries: Tensor, rotated: Tensor, scaling: float) -> Tensor:
+        """Attention of the last S tokens, which are held already. queries: the same before rotation."""
+        pool = self.pool
+        assert pool is not None
+
+        def held(q: Tensor, end: Tensor, begin: Tensor | None, causal: bool) -> tuple[Tensor, Tensor]:
+            return ops.decode(
+                q, pool.k_pages, pool.v_pages, end, block_table=pool.block_table, begin=begin, scale=scaling,
+                causal=causal,
+            )  # fmt: skip
+
+        near = held(rotated, pool.lengths, self.split, True)
+        if self.split is None:
+            return near[0]
+        far = held(self.rotate_far(queries), self.split, None, False)
+        return ops.merge_states(near, far)[0]
+
+    def rotate_far(self, queries: Tensor) -> Tensor:
+        """The last S queries [B, Hq, S, D] as the far segment sees them."""
+        raise NotImplementedError
+
+    def _positions(self, first: Tensor, tokens: int) -> Tensor:
+        """int32 [B, tokens]: first[b] is the place of sequence b's first real token; padding before it gets any."""
+        counts = self.cache.step.counts
+        if min(counts) < tokens:
+            first = first - (tokens - torch.tensor(counts, dtype=torch.int32).to(first.device)[:, None])
+        return (first + torch.arange(tokens, dtype=torch.int32, device=first.device)).clamp_(min=0)
 
     def open_pool(self, rows: int, head_dim: int, like: Tensor, rope_lengths: list[int]) -> None:
         slots = keys_and_values(head_dim, like.dtype)
         self.pool = PagePool(rows, slots, like.device, self.cache.pool_settings)
-        self.rope_lengths = rope_lengths
+        self.rope_lengths, self.next = rope_lengths, [0] * len(rope_lengths)
+        self.shift = self.split = None
 
     def _per_row(self, counts: Sequence[int]) -> list[int]:
         assert self.pool is not None
@@ -62,29 +97,35 @@ class PagedLayer(CompressedLayer):
             self.pool.reserve(self._per_row(step.counts))
 
     def keys_in_sight(self, step: Step) -> int:
-        held = [row[0] for row in self.stored_lengths() if row] or [0] * len(step.counts)
+        held = self.next or [0] * len(step.counts)
         return max(have + count for have, count in zip(held, step.counts, strict=True))
 
     def drop_last(self, tokens: int) -> None:
         if self.pool is not None:
             self.pool.drop_last(tokens)
+            self.next = [place - tokens for place in self.next]
 
     def nbytes(self) -> int:
-        return self.pool.nbytes() if self.pool is not None else 0
+        tensors = [x for x in (self.shift, self.split) if x is not None]
+        return (self.pool.nbytes() if self.pool is not None else 0) + sum(x.nbytes for x in tensors)
 
     def reserved_nbytes(self) -> int:
-        return self.pool.reserved_nbytes() if self.pool is not None else 0
+        tensors = [x for x in (self.shift, self.split) if x is not None]
+        return (self.pool.reserved_nbytes() if self.pool is not None else 0) + sum(x.nbytes for x in tensors)
 
     def stored_lengths(self) -> list[list[int]]:
         batch = len(self.rope_lengths)
         if self.pool is None:
             return [[] for _ in range(batch)]
-        heads = len(self.pool.bounds) // batch
-        return [self.pool.counts[b * heads : (b + 1) * heads] for b in range(batch)]
+        counts, heads = self.pool.counts, self.heads
+        return [counts[b * heads : (b + 1) * heads] for b in range(batch)]
 
     def select_batch(self, indices: list[int]) -> None:
         if self.pool is None:
             return
-        heads = len(self.pool.bounds) // len(self.rope_lengths)
-        self.pool.select_rows([b * heads + h for b in indices for h in range(heads)])
-        self.rope_lengths = [self.rope_lengths[b] for b in indices]
+        heads = self.heads
+        rows = [b * heads + h for b in indices for h in range(heads)]
+        self.pool.select_rows(rows)
+        index = torch.tensor(rows).to(self.pool.lengths.device)
+        self.shift, self.split = (None if x is None else x[index] for x in (self.shift, self.split))
+        self.rope_lengths, self.next = ([list_[b] for b in indices] for list_ in (self.rope_lengths, self.next))

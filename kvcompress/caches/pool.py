@@ -195,6 +195,18 @@ class PagePool:
             self.bounds = [count if count >= 0 else held for count, held in zip(wanted, self.bounds, strict=True)]
         self._last_shared = [self._shares] * len(self.bounds)
 
+    def rewrite(self, tokens: Sequence[Tensor], counts: Sequence[int]) -> None:
+        """Makes every row r the last counts[r] of S tokens; what it held before is gone.
+
+        tokens: one [B, H, S, ...] for each name in slots. Raises RuntimeError as reserve does; nothing is changed then.
+        """
+        if self._shares:  # others keep the pages of before
+            self.store.count_free()
+            self.store.provide(sum(self.store.settings.blocks(count) for count in counts))
+        self.truncate([0] * len(self.bounds))
+        self._shares, self._last_shared = False, [False] * len(self.bounds)
+        self.append(tokens, counts)
+
     def fork(self) -> PagePool:
         """An independent pool of the same rows over the same pages, which are copied when one of the two writes."""
         pool = object.__new__(type(self))

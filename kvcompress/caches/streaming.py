@@ -24,8 +24,8 @@ class StreamingLayer(CompressedLayer):
 
     cache: StreamingCache
 
-    def __init__(self, cache: StreamingCache, sliding_window: int | None) -> None:
-        super().__init__(cache, sliding_window)
+    def __init__(self, cache: StreamingCache, index: int, sliding_window: int | None) -> None:
+        super().__init__(cache, index, sliding_window)
         self.sinks, self.window = cache.num_sink_tokens, cache.window_size
         self.keys: Tensor | None = None  # [R, sinks + window, D]
         self.values: Tensor | None = None
@@ -201,8 +201,8 @@ class StreamingCache(CompressedCache):
         self.window_size, self.num_sink_tokens, self.chunk_size = window_size, num_sink_tokens, chunk_size
         super().__init__(config)
 
-    def _new_layer(self, sliding_window: int | None) -> StreamingLayer:
-        return StreamingLayer(self, sliding_window)
+    def _new_layer(self, index: int, sliding_window: int | None) -> StreamingLayer:
+        return StreamingLayer(self, index, sliding_window)
 
     def plan_prompt(self, length: int) -> Plan:
         return planner.plan(length, chunk_size=self.chunk_size, memory_size=self.window_size + self.num_sink_tokens)

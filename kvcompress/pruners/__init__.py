@@ -1,7 +1,24 @@
-"""Pruners: which keys and values stay when a cache is over its budget. One file each."""
+"""Pruners: which keys and values stay when a cache is over its budget. One idea each."""
 
 from .base import Candidates, Pruner
+from .expected import ExpectedAttention
+from .gravity import CenterOfGravity
+from .h2o import H2O
+from .plain import KeyNorm, Random
 from .snapkv import SnapKV
-from .streaming import StreamingLLM
+from .streaming import StreamingLLM, WindowAttention
+from .tova import TOVA
 
-__all__ = ["Candidates", "Pruner", "SnapKV", "StreamingLLM"]
+__all__ = [
+    "H2O",
+    "TOVA",
+    "Candidates",
+    "CenterOfGravity",
+    "ExpectedAttention",
+    "KeyNorm",
+    "Pruner",
+    "Random",
+    "SnapKV",
+    "StreamingLLM",
+    "WindowAttention",
+]

@@ -8,13 +8,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .. import ops
+from ..positions import RotaryTables
+
 
 @dataclass(frozen=True)
 class Candidates:
-    """What one sequence of one layer offers after an iteration: memory first, then the chunk, then the guide if any.
+    """What one sequence of one layer offers: the tokens held before, then those of this call, then the guide if any.
 
-    queries: [1, Hq, S, D] rotated: the chunk's tokens and then the guide's. keys: [1, Hkv, count + guide_length, D]
-    rotated. count: candidates (memory and chunk). chunk_length: how many of them are new. scaling: of the logits.
+    queries: [1, Hq, S, D] rotated, of the last S tokens, the guide's included. keys: [1, Hkv, T, D] rotated, T = count +
+    guide_length. count: candidates per head at most. chunk_length: how many of them have their query in queries.
+    scaling: of the logits. values: [1, Hkv, T, D]. lengths: int32 [Hkv], keys of each head with the guide's, where they
+    differ; None = all T. received: float32 [Hkv, count], what pruners that accumulate have summed up so far. layer:
+    number of the layer. whole: nothing was ever dropped, the first candidates are the first tokens. unrotated: the queries before rotation; position: that of the next token; rotary: its tables.
     """
 
     queries: Tensor
@@ -23,27 +29,108 @@ class Candidates:
     chunk_length: int
     guide_length: int
     scaling: float
+    values: Tensor | None = None
+    lengths: Tensor | None = None
+    received: Tensor | None = None
+    layer: int = 0
+    whole: bool = True
+    unrotated: Tensor | None = None
+    position: int = 0
+    rotary: RotaryTables | None = None
+
+    @property
+    def heads(self) -> int:
+        return self.keys.shape[1]
+
+    def attention(
+        self,
+        window: int,
+        *,
+        reduce: str = "sum",
+        pooling: str = "avg",
+        kernel_size: int = 1,
+        skip_last: int = 0,
+        mask_first: int = 0,
+        mask_last: int = 0,
+    ) -> Tensor:
+        """float32 [Hkv, count]: attention from the last `window` queries, as ops.window_scores has it, per KV head.
+
+        skip_last, mask_first, mask_last count candidates, not the guide, which scores nothing.
+        """
+        heads, D = self.heads, self.keys.shape[3]
+        queries = self.queries[:, :, -window:].reshape(heads, -1, window, D)
+        scores = ops.window_scores(
+            queries,
+            self.keys.reshape(heads, 1, -1, D),
+            scale=self.scaling,
+            reduce=reduce,
+            pooling=pooling,
+            kernel_size=kernel_size,
+            lengths=self.lengths,
+            skip_last=skip_last + self.guide_length,
+            mask_first=mask_first,
+            mask_last=mask_last + self.guide_length if mask_last else 0,
+        )[:, 0]
+        return torch.nn.functional.pad(scores, (0, skip_last))
+
+    def places(self) -> tuple[Tensor, Tensor | int]:
+        """(0..count-1, candidates of each head [Hkv, 1] or the number that they all have)."""
+        places = torch.arange(self.count, device=self.keys.device)
+        return places, self.count if self.lengths is None else (self.lengths - self.guide_length)[:, None]
 
 
 class Pruner(ABC):
-    """Chooses which candidates stay. Subclasses are frozen dataclasses."""
+    """Chooses which candidates stay. Subclasses are frozen dataclasses that give every candidate a score."""
 
-    num_sink_tokens: int
+    num_sink_tokens: int = 0  # first tokens that always stay, counted inside the budget
+    window: int = 0  # queries that scores looks at; 0 = none
     uses_guide = False
+    accumulates = False  # scores are sums over all queries that ever were; the cache keeps them (see votes)
+    default_budget: int | None = None  # tokens per row where the user gives no budget
 
     @abstractmethod
+    def scores(self, candidates: Candidates, keep: int) -> Tensor:
+        """float32 [Hkv, count]: the higher, the sooner a candidate stays. keep: tokens that stay per head, mean."""
+
+    def recent(self, keep: int, chunk_length: int) -> int:
+        """Last candidates that always stay, of `keep`."""
+        return 0
+
+    def lost(self) -> int:
+        """First tokens that the first compression drops in any case."""
+        return 0
+
+    def votes(self, candidates: Candidates) -> Tensor:
+        """float32 [Hkv, count]: what this call's queries add to candidates.received, where the pruner accumulates."""
+        raise NotImplementedError(f"{type(self).__name__} does not accumulate")
+
+    def rank(self, candidates: Candidates, keep: int, *, recent: int = 0) -> Tensor:
+        """scores with +inf for what always stays and -inf for what cannot.
+
+        recent: last candidates that stay in any case, besides the pruner's own wish.
+        """
+        lost = self.lost() if candidates.whole else 0
+        sinks = min(self.num_sink_tokens, keep)
+        recent = min(max(self.recent(keep, candidates.chunk_length), recent), keep - sinks)
+        if sinks + recent < keep:
+            scores = self.scores(candidates, keep)
+        else:
+            scores = torch.zeros(candidates.heads, candidates.count, device=candidates.keys.device)
+        places, count = candidates.places()
+        scores = scores.masked_fill((places < sinks) | (places >= count - recent), float("inf"))
+        if lost or candidates.lengths is not None:
+            scores = scores.masked_fill((places < lost) | (places >= count), float("-inf"))
+        return scores
+
     def select(self, candidates: Candidates, keep: int) -> Tensor:
         """Places of the `keep` candidates that stay: int32 [Hkv, keep], rising, below candidates.count.
 
-        keep: 1..candidates.count - 1.
+        keep: 1..candidates.count - 1; less come back where the first tokens go in any case and too few others are there.
         """
+        keep = min(keep, candidates.count - (self.lost() if candidates.whole else 0))
+        return ops.select_topk(self.rank(candidates, keep), keep)
 
-    def _check_sinks(self) -> None:
-        if self.num_sink_tokens < 0:
-            raise ValueError(f"num_sink_tokens must be at least 0, got {self.num_sink_tokens}")
-
-
-def ranges(heads: int, *spans: tuple[int, int], device: torch.device) -> Tensor:
-    """int32 [heads, n]: the numbers of the half-open spans one after another, the same for every head."""
-    parts = [torch.arange(start, stop, dtype=torch.int32, device=device) for start, stop in spans]
-    return torch.cat(parts).expand(heads, -1)
+    def _check(self, **least: int) -> None:
+        for name, bound in {"num_sink_tokens": 0, **least}.items():
+            if getattr(self, name) < bound:
+                raise ValueError(f"{name} must be at least {bound}, got {getattr(self, name)}")

@@ -2,24 +2,41 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from .. import ops
-from .base import Candidates, Pruner, ranges
+from .base import Candidates, Pruner
+
+_PRESETS: dict[str, dict[str, Any]] = {
+    "official": {"window": 32, "kernel_size": 5, "pooling": "avg", "reduce": "sum"},
+    "kvpress": {"window": 64, "kernel_size": 5, "pooling": "avg", "reduce": "mean"},
+    "kvcache-factory": {"window": 8, "kernel_size": 7, "pooling": "max", "reduce": "sum"},
+    "adakv": {"window": 32, "kernel_size": 7, "pooling": "max", "reduce": "mean"},
+}
 
 
 @dataclass(frozen=True)
 class SnapKV(Pruner):
     """Keeps the keys that a window of queries attends to most, per KV head.
 
-    The chunk's last `window` tokens are always kept. Unguided they vote (mean over them and over the query heads of a
-    KV head), and votes are average-pooled over `kernel_size` neighbours. Guided, the guide's tokens vote instead
+    The last `window` tokens are always kept. Unguided they vote (`reduce` over them and over the query heads of a KV
+    head), and votes are pooled over `kernel_size` neighbours (`pooling`). Guided, the guide's tokens vote instead
     (`guide_reduce` over them and the heads), and votes are max-pooled over `guide_kernel_size` neighbours, so that what
     follows a hit is kept with it; the guide itself is never kept.
     num_sink_tokens: first tokens of the prompt that are always kept, counted inside the budget.
+    Sum and mean choose the same tokens; they differ in the size of the scores alone.
+
+    preset(name) gives the settings of a known implementation. They differ in these settings, and in what the query heads
+    of a KV head do: "official" and "kvcache-factory" keep a set per query head (KV heads repeated in memory), "kvpress"
+    and "adakv" take the mean over the query heads of a KV head, as here.
+      official         window 32, average pooling over 5, sum: the defaults of init_snapkv in the authors' code (its
+                       class says 64, which init_snapkv never passes)
+      kvpress          window 64, average pooling over 5, mean
+      kvcache-factory  window 8, maximum pooling over 7, sum: what its LongBench script sets
+      adakv            window 32, maximum pooling over 7, mean
     Source: SnapKV, section 4; imdc.md, section 7.
     """
 
@@ -28,35 +45,36 @@ class SnapKV(Pruner):
     num_sink_tokens: int = 0
     guide_kernel_size: int = 15
     guide_reduce: str = "max"
+    pooling: str = "avg"
+    reduce: str = "mean"
     uses_guide = True
 
     def __post_init__(self) -> None:
-        self._check_sinks()
-        if self.window < 1:
-            raise ValueError(f"window must be at least 1, got {self.window}")
+        self._check(window=1)
         for name in ("kernel_size", "guide_kernel_size"):
             size = getattr(self, name)
             if size < 1 or size % 2 == 0:
                 raise ValueError(f"{name} must be odd and at least 1, got {size}")
-        if self.guide_reduce not in ops.REDUCTIONS:
-            raise ValueError(f"guide_reduce must be one of {', '.join(ops.REDUCTIONS)}, got {self.guide_reduce!r}")
+        for name, choices in (("guide_reduce", ops.REDUCTIONS), ("reduce", ops.REDUCTIONS), ("pooling", ops.POOLINGS)):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
 
-    def select(self, candidates: Candidates, keep: int) -> Tensor:
-        queries, keys, count = candidates.queries, candidates.keys, candidates.count
-        heads = keys.shape[1]
-        sinks = min(self.num_sink_tokens, keep)
-        recent = min(self.window, candidates.chunk_length, keep - sinks)
-        if recent == 0:
-            return ranges(heads, (0, sinks), device=keys.device)
-        guided = candidates.guide_length > 0
-        scores = ops.window_scores(
-            queries[:, :, -(candidates.guide_length if guided else recent) :],
-            keys,
-            scale=candidates.scaling,
-            reduce=self.guide_reduce if guided else "mean",
-            pooling="max" if guided else "avg",
-            kernel_size=self.guide_kernel_size if guided else self.kernel_size,
-        )[0, :, : count - recent]
-        scores[:, :sinks] = float("inf")
-        chosen = ops.select_topk(scores, keep - recent)
-        return torch.cat([chosen, ranges(heads, (count - recent, count), device=keys.device)], dim=1)
+    @staticmethod
+    def preset(name: str, **changes: Any) -> SnapKV:
+        """SnapKV as a known implementation sets it: official, kvpress, kvcache-factory, adakv. changes: other fields."""
+        if name not in _PRESETS:
+            raise ValueError(f"preset must be one of {', '.join(_PRESETS)}, got {name!r}")
+        return replace(SnapKV(**_PRESETS[name]), **changes)
+
+    def recent(self, keep: int, chunk_length: int) -> int:
+        return min(self.window, chunk_length, keep - min(self.num_sink_tokens, keep))
+
+    def scores(self, candidates: Candidates, keep: int) -> Tensor:
+        if candidates.guide_length:
+            return candidates.attention(
+                candidates.guide_length, reduce=self.guide_reduce, pooling="max", kernel_size=self.guide_kernel_size
+            )
+        recent = self.recent(keep, candidates.chunk_length)
+        return candidates.attention(
+            recent, reduce=self.reduce, pooling=self.pooling, kernel_size=self.kernel_size, skip_last=recent
+        )

@@ -1,27 +1,40 @@
-"""StreamingLLM: keep the first tokens and the most recent ones."""
+"""StreamingLLM and window attention: keep tokens by their place alone."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from .base import Candidates, Pruner, ranges
+from .base import Candidates, Pruner
 
 
 @dataclass(frozen=True)
 class StreamingLLM(Pruner):
     """Keeps num_sink_tokens first tokens and the most recent ones; looks at no attention, so a guide means nothing.
 
-    Source: StreamingLLM, section 3.2; imdc.md, section 7.
+    Source: StreamingLLM, section 3.2; imdc.md, section 7. StreamingCache does the same at every token, in a ring.
     """
 
     num_sink_tokens: int = 4
 
     def __post_init__(self) -> None:
-        self._check_sinks()
+        self._check()
 
-    def select(self, candidates: Candidates, keep: int) -> Tensor:
-        sinks = min(self.num_sink_tokens, keep)
-        recent = (candidates.count - (keep - sinks), candidates.count)
-        return ranges(candidates.keys.shape[1], (0, sinks), recent, device=candidates.keys.device)
+    def recent(self, keep: int, chunk_length: int) -> int:
+        return keep - min(self.num_sink_tokens, keep)
+
+    def scores(self, candidates: Candidates, keep: int) -> Tensor:
+        places = torch.arange(candidates.count, dtype=torch.float32, device=candidates.keys.device)
+        return places.expand(candidates.heads, -1)
+
+
+@dataclass(frozen=True)
+class WindowAttention(StreamingLLM):
+    """Keeps the most recent tokens alone. A baseline: models break without their first tokens.
+
+    Source: StreamingLLM, figure 1 (b).
+    """
+
+    num_sink_tokens: int = 0

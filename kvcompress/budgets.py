@@ -1,0 +1,229 @@
+"""Budgets: how many tokens a cache keeps, and how they are divided over layers and heads."""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from fractions import Fraction
+
+import torch
+from torch import Tensor
+
+from . import ops
+
+Size = int | float | str
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+
+
+@dataclass(frozen=True)
+class CacheShape:
+    """What a number of bytes means: layers, rows per layer (B*Hkv), bytes of a token's slot in a row, slots per page,
+    and tokens that a row grows by between two compressions."""
+
+    layers: int
+    rows: int
+    slot_nbytes: int
+    page_size: int
+    growth: int = 0
+
+
+def _bytes_of(size: str) -> int:
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*", size)
+    if match is None or match[2] not in _UNITS:
+        raise ValueError(f"budget must be a number of bytes like '512MiB' (units: {', '.join(_UNITS)}), got {size!r}")
+    return int(Fraction(match[1]) * _UNITS[match[2]])
+
+
+def _check_size(size: Size) -> None:
+    if isinstance(size, str):
+        _bytes_of(size)
+    elif isinstance(size, bool) or not isinstance(size, (int, float)):
+        raise ValueError(f"budget must be tokens (int), a share to remove (float) or bytes (str), got {size!r}")
+    elif isinstance(size, int) and size < 1:
+        raise ValueError(f"budget must be at least 1 token, got {size}")
+    elif isinstance(size, float) and not 0.0 <= size < 1.0:
+        raise ValueError(f"budget as a share to remove must be at least 0 and below 1, got {size}")
+
+
+class Budget(ABC):
+    """How many tokens each row keeps. Subclasses are frozen dataclasses.
+
+    A size is tokens per row (int, 1024), the share of a sequence's tokens to remove (float, 0.75 keeps a quarter), or
+    bytes of keys, values and tables of the whole cache (str, "512MiB"). The share is taken as it is written, not as its
+    binary neighbour: of T tokens, T - floor(share*T) are kept, at least 1 (0.9 of 10 keeps 1).
+    """
+
+    @abstractmethod
+    def mean_tokens(self, length: int, shape: CacheShape) -> int:
+        """Tokens per row, mean over layers and heads, for a sequence of `length` tokens; at most that."""
+
+    @abstractmethod
+    def layer_share(self, mean: int, length: int, layer: int, layers: int) -> int:
+        """Tokens per row of one layer, mean over its heads, where the mean over layers is `mean`."""
+
+    def layer_tokens(self, length: int, layer: int, shape: CacheShape) -> int:
+        """Tokens per row of one layer, mean over its heads, for a sequence of `length` tokens."""
+        return self.layer_share(self.mean_tokens(length, shape), length, layer, shape.layers)
+
+    @abstractmethod
+    def divide(self, ranks: Tensor, keep: int, allowed: int) -> tuple[Tensor, Tensor | None]:
+        """Chooses from one layer of one sequence.
+
+        ranks: float32 [Hkv, T]; higher stays, +inf always, -inf never. keep: tokens per head, mean. allowed: places of
+        all heads that are not -inf, at least Hkv*keep where heads are equal.
+        Returns (indices int32 [Hkv, K] rising, kept int32 [Hkv]: how many of them count; None = all K).
+        """
+
+    @property
+    @abstractmethod
+    def tokens(self) -> int | None:
+        """The size where it is a number of tokens."""
+
+
+@dataclass(frozen=True)
+class Uniform(Budget):
+    """The same number of tokens in every layer and head."""
+
+    size: Size
+
+    def __post_init__(self) -> None:
+        _check_size(self.size)
+
+    @property
+    def tokens(self) -> int | None:
+        return self.size if isinstance(self.size, int) else None
+
+    def mean_tokens(self, length: int, shape: CacheShape) -> int:
+        return min(self._tokens(length, shape), length)
+
+    def layer_share(self, mean: int, length: int, layer: int, layers: int) -> int:
+        return min(mean, length)
+
+    def divide(self, ranks: Tensor, keep: int, allowed: int) -> tuple[Tensor, Tensor | None]:
+        return ops.select_topk(ranks, keep), None
+
+    def _tokens(self, length: int, shape: CacheShape, *, ragged: bool = False) -> int:
+        if isinstance(self.size, int):
+            return self.size
+        if isinstance(self.size, float):
+            return max(length - int(Fraction(repr(self.size)) * length), 1)
+        rows, P = shape.layers * shape.rows, shape.page_size
+        page = P * shape.slot_nbytes + 8  # two entries of the block table, which grows by doubling
+        pages = (_bytes_of(self.size) - 4 * rows) // (rows * page)
+        # rows that end anywhere leave half a page empty, and at most one slot less than a page
+        tokens = pages * P - shape.growth - (P - 1 if ragged and pages > 0 else 0)
+        if tokens < 1:
+            least = rows * (4 + page * -(-(1 + shape.growth + (P - 1 if ragged else 0)) // P))
+            raise ValueError(
+                f"budget {self.size!r} is too small for {rows} rows (layers x sequences x KV heads) of pages of {P} "
+                f"tokens of {shape.slot_nbytes} bytes: it must be at least {least} bytes; a smaller page_size needs less"
+            )
+        return tokens
+
+
+@dataclass(frozen=True)
+class PyramidKV(Budget):
+    """Lower layers keep more: a straight line from the first layer to the last, its mean is the size.
+
+    The line goes from 2*b - b/beta down to b/beta, b = mean - window, and every layer keeps `window` tokens besides. A
+    first layer that would keep more than there is keeps all, and the last one the more. Rounding conserves the sum over
+    the layers exactly (largest remainders, ties to the lower layer).
+    Source: PyramidKV, section 3.2; pod.md, section 9.
+    """
+
+    size: Size
+    beta: int = 20
+    window: int = 32
+
+    def __post_init__(self) -> None:
+        _check_size(self.size)
+        for name, value, least in (("beta", self.beta, 1), ("window", self.window, 0)):
+            if not isinstance(value, int) or value < least:
+                raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
+
+    @property
+    def tokens(self) -> int | None:
+        return self.size if isinstance(self.size, int) else None
+
+    def mean_tokens(self, length: int, shape: CacheShape) -> int:
+        return min(Uniform(self.size)._tokens(length, shape, ragged=True), length)
+
+    def layer_share(self, mean: int, length: int, layer: int, layers: int) -> int:
+        return self._line(mean, length, layers)[layer]
+
+    def divide(self, ranks: Tensor, keep: int, allowed: int) -> tuple[Tensor, Tensor | None]:
+        return ops.select_topk(ranks, keep), None
+
+    def _line(self, mean: int, length: int, layers: int) -> list[int]:
+        if mean >= length or layers == 1:
+            return [min(mean, length)] * layers
+        window = min(self.window, mean - 1)
+        base = mean - window
+        low = max(Fraction(base, self.beta), Fraction(0 if window else 1))
+        high = 2 * base - low
+        if high > length - window:
+            high = Fraction(length - window)
+            low = 2 * base - high
+        exact = [high - j * (high - low) / (layers - 1) for j in range(layers)]
+        tokens = [int(x) for x in exact]
+        by_remainder = sorted(range(layers), key=lambda j: (tokens[j] - exact[j], j))
+        for j in by_remainder[: layers * base - sum(tokens)]:
+            tokens[j] += 1
+        return [window + count for count in tokens]
+
+
+@dataclass(frozen=True)
+class AdaKV(Budget):
+    """Heads of a layer share its tokens: the best scores of all heads stay, wherever they are.
+
+    inner: what each layer keeps on average over its heads: a size, Uniform or PyramidKV. floor: share of that which
+    every head keeps in any case, 0..1 (1 = Uniform). A layer keeps exactly Hkv times its tokens; rows have lengths of
+    their own, and what a head gives up is memory that is free.
+    Source: Ada-KV, section 3.3 (flat top-k) and 3.4 (safeguard).
+    """
+
+    inner: Size | Budget
+    floor: float = 0.2
+
+    def __post_init__(self) -> None:
+        if isinstance(self.inner, AdaKV):
+            raise ValueError("inner must be a size, Uniform or PyramidKV, got AdaKV")
+        if not isinstance(self.inner, Budget):
+            _check_size(self.inner)
+        if not 0.0 <= self.floor <= 1.0:
+            raise ValueError(f"floor must be between 0 and 1, got {self.floor}")
+
+    @property
+    def _layers(self) -> Uniform | PyramidKV:
+        return self.inner if isinstance(self.inner, (Uniform, PyramidKV)) else Uniform(self.inner)  # type: ignore[arg-type]
+
+    @property
+    def tokens(self) -> int | None:
+        return self._layers.tokens
+
+    def mean_tokens(self, length: int, shape: CacheShape) -> int:
+        return min(Uniform(self._layers.size)._tokens(length, shape, ragged=True), length)
+
+    def layer_share(self, mean: int, length: int, layer: int, layers: int) -> int:
+        return self._layers.layer_share(mean, length, layer, layers)
+
+    def divide(self, ranks: Tensor, keep: int, allowed: int) -> tuple[Tensor, Tensor | None]:
+        heads, T = ranks.shape
+        sure = int(Fraction(repr(self.floor)) * keep)
+        if sure:
+            best = ops.select_topk(ranks, sure).long()
+            raised = ranks.gather(1, best)
+            ranks = ranks.scatter(1, best, torch.where(raised == float("-inf"), raised, float("inf")))
+        flat = ops.select_topk(ranks.reshape(1, -1), min(heads * keep, allowed))[0].long()
+        head = flat // T
+        kept = torch.bincount(head, minlength=heads)
+        places = torch.arange(len(flat), device=flat.device) - (kept.cumsum(0) - kept)[head]
+        indices = torch.zeros(heads, int(kept.max()), dtype=torch.int32, device=flat.device)
+        indices[head, places] = (flat % T).to(torch.int32)
+        return indices, kept.to(torch.int32)
+
+
+def as_budget(size: Size | Budget) -> Budget:
+    """A size as Uniform; a Budget as it is. ValueError for anything else."""
+    return size if isinstance(size, Budget) else Uniform(size)

@@ -1,0 +1,444 @@
+"""PrunedCache: reads a prompt in one pass, then keeps what a pruner chooses within a budget, and goes on so in decoding."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from .. import planner
+from ..budgets import AdaKV, Budget, CacheShape, Size, as_budget
+from ..planner import Plan
+from ..positions import RemoteGap
+from ..pruners import Candidates, Pruner, SnapKV
+from .base import CompressedCache, Step
+from .paged import PagedLayer
+from .prompt import prompt_attention
+from .queries import RecentQueries
+from .store import PoolSettings
+
+
+class PrunedLayer(PagedLayer):
+    """Pages that are compressed after a call of several tokens, and every so many decoded tokens.
+
+    Near tokens stay rotated at their true positions. With positions="original" all others do too; with RemoteGap those
+    that the last compression moved into the far segment stand at ids by rank (see PagedLayer).
+    """
+
+    cache: PrunedCache
+    is_croppable = False
+
+    def __init__(self, cache: PrunedCache, index: int, sliding_window: int | None) -> None:
+        super().__init__(cache, index, sliding_window)
+        self.recent: RecentQueries | None = None
+        self.received: Tensor | None = None  # float32 [R, capacity]: running scores of pruners that accumulate
+        self.whole: list[bool] = []  # no token of a sequence was ever dropped
+        self.near: list[int] = []  # tokens of a sequence outside the far segment
+        self.blank = 0
+
+    # ---- attention ----
+
+    def attend(self, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
+        iteration, S = self.cache.step.iteration, queries.shape[2]
+        guide = 0 if iteration is None else iteration.guide_length
+        if self.pool is None:
+            return self._read_first(queries, keys, values, guide, scaling)
+        one = S == 1 and guide == 0
+        if not one and self.recent is not None:
+            self._settle_held(scaling)  # a new prompt finds no more than the budget
+        out = super().attend(queries, keys, values, scaling)
+        self.near = [near + count for near, count in zip(self.near, self.cache.step.counts, strict=True)]
+        if self.recent is not None:
+            self.recent.add(queries, self.cache.step.counts)
+        if one:
+            if self.recent is not None and (self._due(self.cache.every) or self.recent.full):
+                self._settle_held(scaling, slack=self.cache.every)
+        else:
+            self._settle_held(scaling, call=queries, guide=guide)
+        return out
+
+    def _read_first(self, queries: Tensor, keys: Tensor, values: Tensor, guide: int, scaling: float) -> Tensor:
+        """The first call: plain attention over itself; only what is chosen goes into pages."""
+        rotary, counts = self.cache.rotary, self.cache.step.counts
+        assert rotary is not None
+        B, Hkv, S, D = keys.shape
+        lengths = [max(count, 1) for count in counts]
+        q = rotary.rotate(
+            queries, self._positions(torch.zeros(B, 1, dtype=torch.int32, device=keys.device), S), S, lengths
+        )
+        if min(counts) < S:
+            keys, values = keys.clone(), values.clone()
+            for b, count in enumerate(counts):
+                keys[b], values[b] = keys[b].roll(count - S, 1), values[b].roll(count - S, 1)
+        k = rotary.rotate(keys, None, S, lengths)
+        out = prompt_attention(q, k, values, list(counts), scaling)
+        self.open_pool(B * Hkv, D, k, lengths)
+        self.next = [max(count - guide, 0) for count in counts]
+        self.near, self.whole = list(self.next), [True] * B
+        self.recent = RecentQueries.of(self.cache.pruner, self.cache.every)
+        if self.recent is not None and not guide:
+            self.recent.add(queries, counts)
+        held = [count for count in counts for _ in range(Hkv)]
+        self._settle(k.flatten(0, 1), values.flatten(0, 1), held, queries, list(counts), guide, scaling, rotated=q)
+        return out
+
+    def rotate_far(self, queries: Tensor) -> Tensor:
+        """[B, Hq, S, D] at the ids that the last S tokens have as the far segment sees them."""
+        assert self.pool is not None
+        S = queries.shape[2]
+        slots = (self.pool.lengths[:, None] - S + torch.arange(S, dtype=torch.int32, device=queries.device)).clamp_(
+            min=0
+        )
+        return self._at_ids(queries, slots)
+
+    def _at_ids(self, queries: Tensor, slots: Tensor) -> Tensor:
+        """Queries of the tokens in these slots, int32 [R, S], as the far segment sees them."""
+        rotary, gap = self.cache.rotary, self.cache.gap
+        assert rotary is not None and self.pool is not None and gap is not None and self.split is not None
+        B, Hq, S, D = queries.shape
+        R = slots.shape[0]
+        if gap.reading == "constant":
+            ids = torch.full_like(slots, self.blank)
+        else:
+            ids = slots + self.blank + (1 - self.split[:, None] if gap.shared else 0)
+        bound = max(self.pool.bounds) + self.blank + 2
+        rows = queries.reshape(R, B * Hq // R, S, D)
+        lengths = [length for length in self.rope_lengths for _ in range(R // B)]
+        return rotary.rotate(rows, ids.clamp_(min=0), bound, lengths).reshape(B, Hq, S, D)
+
+    # ---- compression ----
+
+    def _keep(self, b: int) -> int:
+        """Tokens per head that sequence b keeps in this layer."""
+        assert self.pool is not None
+        slot = self.pool.store.page_nbytes() // self.pool.page_size
+        return self.cache.tokens_of(self.next[b], self.index, len(self.pool.bounds), slot)
+
+    def _due(self, slack: int) -> bool:
+        heads = self.heads
+        held = [sum(self.pool.bounds[b * heads : (b + 1) * heads]) // heads for b in range(len(self.next))]  # type: ignore[union-attr]
+        return any(tokens > self._keep(b) + slack - 1 for b, tokens in enumerate(held))
+
+    def _settle_held(self, scaling: float, *, call: Tensor | None = None, guide: int = 0, slack: int = 1) -> None:
+        """Compresses what is held where it is over the budget. call: this call's queries; else the latest ones."""
+        pool, pruner = self.pool, self.cache.pruner
+        assert pool is not None
+        if guide:
+            self.next = [place - guide for place in self.next]
+            self.near = [near - guide for near in self.near]
+        if not (guide or pruner.accumulates or self._due(slack)):
+            return
+        if call is not None and (guide or self.recent is None or call.shape[2] >= self.recent.held):
+            queries, valid = call, list(self.cache.step.counts)
+        elif self.recent is not None:
+            queries, valid = self.recent.get()
+        else:
+            return
+        k, v = pool.gather(max(pool.counts, default=0))
+        self._settle(k, v, list(pool.counts), queries, valid, guide, scaling, slack=slack, held=True)
+
+    def _settle(
+        self, k: Tensor, v: Tensor, lengths: list[int], queries: Tensor, valid: list[int], guide: int, scaling: float,
+        *, rotated: Tensor | None = None, slack: int = 1, held: bool = False,
+    ) -> None:  # fmt: skip
+        """Chooses among rows k, v [R, T, D] of these lengths, the guide's tokens last, and stores what stays.
+
+        queries: [B, Hq, S, D] of the last tokens, valid[b] of them real; rotated: the same at true positions. held:
+        the rows are what the pool holds already.
+        """
+        B = len(valid)
+        heads = len(lengths) // B
+        chosen: list[tuple[Tensor, list[int]]] = []
+        near = list(self.near)
+        for b in range(B):
+            rows = slice(b * heads, (b + 1) * heads)
+            count = sum(lengths[rows]) // heads - guide
+            keep = self._keep(b) if count > 0 else 0
+            due = count > keep + slack - 1 and count > 0
+            indices = torch.arange(max(max(lengths[rows]) - guide, 0), dtype=torch.int32, device=k.device).expand(
+                heads, -1
+            )
+            kept = [max(length - guide, 0) for length in lengths[rows]]
+            if (due or self.cache.pruner.accumulates) and valid[b] > 0:
+                offer = self._offer(b, k[rows], v[rows], lengths[rows], queries, valid[b], guide, scaling, rotated)
+                if due:
+                    indices, kept, near[b] = self._choose(offer, keep, sum(kept), near[b])
+                    self.whole[b] = False
+            chosen.append((indices, kept))
+        longest = max(indices.shape[1] for indices, _ in chosen)
+        every = torch.cat([torch.nn.functional.pad(indices, (0, longest - indices.shape[1])) for indices, _ in chosen])
+        counts = [count for _, kept in chosen for count in kept]
+        if held and counts == lengths:
+            return  # nothing goes
+        self._store(k, v, every.contiguous(), counts, near, held)
+
+    def _offer(
+        self, b: int, k: Tensor, v: Tensor, lengths: list[int], queries: Tensor, valid: int, guide: int, scaling: float,
+        rotated: Tensor | None,
+    ) -> Candidates:  # fmt: skip
+        """What sequence b offers; updates its running scores."""
+        rotary, pruner, position = self.cache.rotary, self.cache.pruner, self.next[b]
+        assert rotary is not None
+        T, heads, device = max(lengths), len(lengths), k.device
+        ragged = torch.tensor(lengths, dtype=torch.int32).to(device) if min(lengths) < T else None
+        last = queries[b : b + 1, :, -valid:]
+        keys, q = k[None, :, :T], last
+        if pruner.window:
+            if rotated is not None:
+                q = rotated[b : b + 1, :, -valid:]
+            else:
+                places = torch.arange(position + guide - valid, position + guide, dtype=torch.int32, device=device)
+                q = rotary.rotate(last, places[None].contiguous(), position + guide, self.rope_lengths[b : b + 1])
+            if self.split is not None:
+                keys, q = self._both_segments(b, keys, last, q, lengths)
+        offer = Candidates(
+            queries=q, keys=keys, count=T - guide, chunk_length=valid - guide, guide_length=guide, scaling=scaling,
+            values=v[None, :, :T], lengths=ragged, layer=self.index, whole=self.whole[b], unrotated=last,
+            position=position, rotary=rotary,
+        )  # fmt: skip
+        if not pruner.accumulates:
+            return offer
+        sums = pruner.votes(offer)
+        rows = slice(b * heads, (b + 1) * heads)
+        if self.received is None or self.received.shape[1] < T:
+            wider = sums.new_zeros(len(self.next) * heads, 2 * T)
+            if self.received is not None:
+                wider[:, : self.received.shape[1]] = self.received
+            self.received = wider
+        self.received[rows, : T - guide] += sums
+        if self.recent is not None:
+            self.recent.clear()
+        return Candidates(**{**vars(offer), "received": self.received[rows, : T - guide]})
+
+    def _both_segments(
+        self, b: int, keys: Tensor, queries: Tensor, near: Tensor, lengths: list[int]
+    ) -> tuple[Tensor, Tensor]:
+        """Keys and queries of twice the head dim, whose products are those of the segment that a key is in."""
+        assert self.split is not None
+        heads, T, S = keys.shape[1], keys.shape[2], queries.shape[2]
+        split = self.split[b * heads : (b + 1) * heads, None]
+        slots = torch.arange(T, dtype=torch.int32, device=keys.device)
+        far = (slots < split)[None, ..., None]
+        both = torch.cat([keys.masked_fill(~far, 0), keys.masked_fill(far, 0)], dim=-1)
+        ends = torch.tensor(lengths, dtype=torch.int32).to(keys.device)[:, None]
+        own = (ends - S + torch.arange(S, dtype=torch.int32, device=keys.device)).clamp_(min=0)
+        every = self.split.new_zeros(len(self.rope_lengths) * heads, S)
+        every[b * heads : (b + 1) * heads] = own
+        wide = queries.expand(len(self.rope_lengths), -1, -1, -1)
+        return both, torch.cat([self._at_ids(wide, every)[b : b + 1], near], dim=-1)
+
+    def _choose(self, offer: Candidates, keep: int, allowed: int, near: int) -> tuple[Tensor, list[int], int]:
+        """(indices [Hkv, K], how many of each row count, near tokens)."""
+        pruner, gap = self.cache.pruner, self.cache.gap
+        lost = pruner.lost() if offer.whole else 0
+        keep = max(min(keep, offer.count - lost), 1)
+        recent = pruner.recent(keep, offer.chunk_length)
+        if gap is not None:
+            recent = max(recent, gap.near_length or 0)
+        recent = min(recent, keep - min(pruner.num_sink_tokens, keep))
+        ranks = pruner.rank(offer, keep, recent=recent)
+        indices, kept = self.cache.budget.divide(ranks, keep, allowed - lost * offer.heads)
+        counts = [indices.shape[1]] * offer.heads if kept is None else kept.tolist()
+        return indices, counts, min(recent, near) if gap is not None else near
+
+    def _store(self, k: Tensor, v: Tensor, indices: Tensor, kept: list[int], near: list[int], held: bool) -> None:
+        """Makes the chosen slots of rows k, v [R, T, D] what the pool holds."""
+        pool, gap = self.pool, self.cache.gap
+        assert pool is not None
+        R, T, D = k.shape
+        device, heads = k.device, R // len(self.next)
+        counts = torch.tensor(kept, dtype=torch.int32).to(device)
+        dropped = not all(self.whole)
+        if self.received is not None:
+            taken = self.received.gather(1, indices.long().clamp(max=self.received.shape[1] - 1))
+            slots = torch.arange(indices.shape[1], device=device)
+            self.received = taken.masked_fill_(slots >= counts[:, None], 0)
+        places = torch.tensor([place for place in self.next for _ in range(heads)], dtype=torch.int32).to(device)
+        if held and gap is None:
+            pool.compact(indices, kept)
+            self.shift = places - counts
+            return
+        longest = max(kept, default=0)
+        # the pool takes right-aligned tokens
+        right = (torch.arange(longest, device=device) - (longest - counts[:, None])).clamp_(min=0)
+        old = indices.long().gather(1, right)
+        flat = (torch.arange(R, device=device)[:, None] * T + old).flatten()
+        k, v = (x.reshape(R * T, D)[flat].view(R, longest, D) for x in (k, v))
+        if gap is not None and dropped:
+            k, split = self._renumber(k, old, right, counts, near)
+            self.split = split
+            self.near = near
+        if held:
+            pool.rewrite([x.unflatten(0, (-1, heads)) for x in (k, v)], kept)
+        else:
+            pool.append([x.unflatten(0, (-1, heads)) for x in (k, v)], kept)
+        self.shift = places - counts if dropped else None
+
+    def _renumber(self, k: Tensor, old: Tensor, new: Tensor, counts: Tensor, near: list[int]) -> tuple[Tensor, Tensor]:
+        """Moves the keys of the far segment to their ids. k: [R, K, D] from slots old to slots new, int64 [R, K]."""
+        rotary, gap = self.cache.rotary, self.cache.gap
+        assert rotary is not None and gap is not None
+        rotary.check_one_table(max(*self.next, *self.rope_lengths))
+        heads = len(counts) // len(near)
+        whole = torch.tensor(self.whole, device=k.device).repeat_interleave(heads)
+        near_counts = torch.tensor([n for n in near for _ in range(heads)], dtype=torch.int32).to(k.device)
+        split = torch.where(whole, 0, (counts - near_counts).clamp(min=0))
+        position = old if self.shift is None else old + self.shift[:, None]
+        if self.split is not None:
+            position = torch.where(old < self.split[:, None], 0 if gap.shared else old, position)
+        ids = torch.where(new < split[:, None], 0 if gap.shared else new, position)
+        distance = (position - ids).clamp_(min=0).to(torch.int32)
+        moved = rotary.move_back(k[:, None], distance, max(self.next) + 1, self.rope_lengths[0])[:, 0]
+        if self.cache.bounded:
+            self.blank = gap.blank(int(split.max()), max(near), self.cache.every, self.cache.trained_length)
+        return torch.where((distance == 0)[..., None], k, moved), split.to(torch.int32)
+
+    # ---- limits ----
+
+    def check_step(self, step: Step) -> None:
+        super().check_step(step)
+        gap, trained = self.cache.gap, self.cache.trained_length
+        if gap is None or self.index:
+            return
+        if self.pool is None:
+            if self.cache.bounded and max(step.counts) > trained:
+                raise ValueError(
+                    f"a prompt of {max(step.counts)} tokens in one pass has positions beyond the {trained} that the model "
+                    "was trained for; give PrunedCache a chunk_size"
+                )
+            return
+        if self.split is not None:
+            reach = max(self.near) + max(step.counts)
+            if gap.reading != "constant":
+                reach += self.blank + (1 if gap.shared else max(self.pool.bounds) - min(self.near))
+            if reach > trained and gap.on_overflow == "error":
+                raise ValueError(
+                    f"positions reach {reach}, but the model was trained for {trained}; compress more often (every), or "
+                    "leave more headroom in RemoteGap"
+                )
+            if reach > trained:
+                self.cache.warn_once(f"positions reach {reach}, but the model was trained for {trained}")
+
+    def keys_in_sight(self, step: Step) -> int:
+        if self.split is None or self.pool is None:
+            return super().keys_in_sight(step)
+        return max(self.pool.bounds) + self.blank + max(step.counts)
+
+    # ---- state ----
+
+    def select_batch(self, indices: list[int]) -> None:
+        if self.pool is None:
+            return
+        heads = self.heads
+        super().select_batch(indices)
+        self.near, self.whole = [self.near[b] for b in indices], [self.whole[b] for b in indices]
+        rows = torch.tensor([b * heads + h for b in indices for h in range(heads)])
+        if self.received is not None:
+            self.received = self.received[rows.to(self.received.device)]
+        if self.recent is not None:
+            self.recent.select_batch(indices)
+
+    def _side_nbytes(self) -> int:
+        tensors = [self.received, None if self.recent is None else self.recent.queries]
+        return sum(x.nbytes for x in tensors if x is not None)
+
+    def nbytes(self) -> int:
+        return super().nbytes() + self._side_nbytes()
+
+    def reserved_nbytes(self) -> int:
+        return super().reserved_nbytes() + self._side_nbytes()
+
+
+class PrunedCache(CompressedCache):
+    """Reads a prompt in one pass, then keeps the tokens that a pruner chooses within a budget; memory is really freed.
+
+    config: the model's config. pruner: any of kvcompress.pruners (default SnapKV()). budget: how many tokens each row (a
+    KV head of a layer) keeps: tokens (int), the share to remove (float), bytes of the whole cache ("512MiB"), or a
+    Budget that divides them over layers and heads (PyramidKV, AdaKV); None = the pruner's own.
+    every: None compresses after calls of several tokens alone (prompts, further turns); k also while decoding, when a
+    row has grown by k tokens over its budget. positions: "original" (kept tokens stay where they were), "contiguous"
+    (numbered anew without holes) or a RemoteGap. chunk_size: tokens that `prefill` reads at a time, each chunk followed
+    by a compression; None = the whole prompt. page_size, max_pages, grow: see PoolSettings.
+    A prompt within the budget is kept whole: the model then sees what it would see with a dense cache. Each sequence of
+    a batch has a budget of its own. One layer at a time holds the whole prompt, never the cache.
+    Raises ValueError for settings out of range. Source: SnapKV, H2O, TOVA, IntelLLM; intelllm.md, sections 4 to 6.
+    """
+
+    layers: list[PrunedLayer]
+    smaller = "use a smaller budget with positions='contiguous', or a RemoteGap"
+
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        pruner: Pruner | None = None,
+        budget: Size | Budget | None = None,
+        *,
+        every: int | None = None,
+        positions: str | RemoteGap = "original",
+        chunk_size: int | None = None,
+        page_size: int = 64,
+        max_pages: int | None = None,
+        grow: str = "double",
+    ) -> None:
+        self.pruner: Pruner = SnapKV() if pruner is None else pruner
+        if not isinstance(self.pruner, Pruner):
+            raise ValueError(f"pruner must be one of kvcompress.pruners, got {type(pruner).__name__}")
+        if budget is None and (budget := self.pruner.default_budget) is None:
+            raise ValueError(f"budget must be given with {type(self.pruner).__name__}, got None")
+        self.budget = as_budget(budget)
+        for name, value in (("every", every), ("chunk_size", chunk_size)):
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise ValueError(f"{name} must be an integer of at least 1 or None, got {value!r}")
+        self.every, self.chunk_size = every or 0, chunk_size
+        self.gap = self._gap_of(positions)
+        self.bounded = isinstance(positions, RemoteGap)  # no position beyond the trained length
+        self.pool_settings = PoolSettings(page_size, max_pages, grow)
+        self._warned: set[str] = set()
+        super().__init__(config)
+        if (
+            self.gap is not None
+            and self.bounded
+            and (keep := self.budget.tokens) is not None
+            and not isinstance(self.budget, AdaKV)
+        ):
+            near = self._near(keep)
+            self.gap.blank(keep - near, near, self.every, self.trained_length)  # refuses what cannot fit
+
+    def _gap_of(self, positions: str | RemoteGap) -> RemoteGap | None:
+        if isinstance(positions, RemoteGap):
+            gap = positions
+        elif positions == "contiguous":
+            gap = RemoteGap(gap=0, on_overflow="warn")  # warns as IterativeCache does, refuses nothing
+        elif positions == "original":
+            return None
+        else:
+            raise ValueError(f"positions must be 'original', 'contiguous' or a RemoteGap, got {positions!r}")
+        return gap
+
+    def _near(self, keep: int) -> int:
+        """Near tokens of a compression to `keep` tokens."""
+        assert self.gap is not None
+        near = max(self.pruner.recent(keep, keep), self.gap.near_length or 0)
+        return min(near, keep - min(self.pruner.num_sink_tokens, keep))
+
+    def _new_layer(self, index: int, sliding_window: int | None) -> PrunedLayer:
+        return PrunedLayer(self, index, sliding_window)
+
+    def tokens_of(self, length: int, layer: int, rows: int, slot_nbytes: int) -> int:
+        """Tokens per head that a layer keeps of a sequence of `length` tokens."""
+        shape = CacheShape(len(self.layers), rows, slot_nbytes, self.pool_settings.page_size, self.every)
+        return self.budget.layer_tokens(length, layer, shape)
+
+    def plan_prompt(self, length: int) -> Plan:
+        return planner.plan(length, chunk_size=self.chunk_size or max(length, 1), memory_size=1)
+
+    def check_guide(self) -> None:
+        if not self.pruner.uses_guide:
+            raise ValueError(f"guide has no effect with the pruner {type(self.pruner).__name__}")
+
+    def warn_once(self, message: str) -> None:
+        if message.split(",")[0][:16] not in self._warned:
+            self._warned.add(message.split(",")[0][:16])
+            warnings.warn(message, stacklevel=3)

@@ -117,7 +117,7 @@ class Uniform(Budget):
             least = rows * (4 + page * -(-(1 + shape.growth + (P - 1 if ragged else 0)) // P))
             raise ValueError(
                 f"budget {self.size!r} is too small for {rows} rows (layers x sequences x KV heads) of pages of {P} "
-                f"tokens of {shape.slot_nbytes} bytes: it must be at least {least} bytes; a smaller page_size needs less"
+                f"tokens of {shape.slot_nbytes} bytes: it must be at least {least} bytes, or less with a smaller page_size"
             )
         return tokens
 
@@ -129,7 +129,7 @@ class PyramidKV(Budget):
     The line goes from 2*b - b/beta down to b/beta, b = mean - window, and every layer keeps `window` tokens besides. A
     first layer that would keep more than there is keeps all, and the last one the more. Rounding conserves the sum over
     the layers exactly (largest remainders, ties to the lower layer).
-    Source: PyramidKV, section 3.2; pod.md, section 9.
+    Source: PyramidKV, section 3.2.
     """
 
     size: Size

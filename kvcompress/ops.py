@@ -129,8 +129,8 @@ def window_scores(
 ) -> Tensor:
     """Attention that a window of queries pays to each key: SnapKV, CGE, H2O and TOVA are settings of it.
 
-    queries: [B, Hq, W, D] rotated, the last W tokens. keys: [B, Hkv, T, D] rotated, T >= W. lengths: int32 [B], keys per
-    sequence, at least W, above skip_last and at most T; None = all T. scale: factor of the logits, None = 1/sqrt(D).
+    queries: [B, Hq, W, D] rotated, the last W tokens. keys: [B, Hkv, T, D] rotated, T >= W. lengths: int32 [B], keys
+    per sequence, at least W, above skip_last and at most T; None = all T. scale: factor of the logits, None = 1/sqrt(D).
     skip_last: keys at the end that get no score, None = W. mask_first, mask_last: keys at the start and at the end that
     are left out of the softmax; their scores are 0.
     Returns float32 [B, Hkv, T - skip_last]: softmax over all keys that a query sees (causal inside the window), mean,
@@ -138,7 +138,7 @@ def window_scores(
     zeros count at the edges; max: neighbours that exist). Entries past lengths - skip_last are 0.
     Raises ValueError for wrong shapes, T <= skip_last or an even kernel_size; RuntimeError for lengths out of range.
     Memory: at most 10 MiB more than linear in T; the [W, T] matrix is never held.
-    Source: SnapKV, section 4; CGE: intelllm.md, section 4; H2O (all queries, sum, skip_last 0); TOVA (W 1, skip_last 0).
+    Source: SnapKV, section 4; IntelLLM, Algorithm 1; H2O (all queries, sum, skip_last 0); TOVA (W 1, skip_last 0).
     """
     _need_float("queries", queries, 4, "[B, Hq, W, D]")
     _need_float("keys", keys, 4, "[B, Hkv, T, D]")

@@ -62,7 +62,7 @@ class RotaryTables:
         return self._tables[key]
 
     def check_one_table(self, length: int) -> None:
-        """Raises ValueError if `length` keys in sight change the frequencies: keys then cannot move to other positions."""
+        """Raises ValueError if `length` keys in sight change the frequencies: keys cannot move to other positions then."""
         if self._regime(length):
             raise ValueError(
                 f"positions cannot be given anew with rope type {self._type!r} beyond its switch point: {length} "
@@ -110,9 +110,9 @@ class RemoteGap:
     "between" the windows (unused ids), "to_query" (from the newest compressed token to the newest near one: the unused
     ids are gap - near), "constant" (every compressed key at this distance from every query). comp_positions:
     "contiguous" or "shared" (all compressed tokens on id 0). near_length: least number of last tokens that are near;
-    None = as many as the pruner always keeps. headroom: tokens that may follow a compression (every, where it is more).
+    None = as many as the pruner always keeps. headroom: tokens that may follow a compression (the cache's every or chunk_size, where that is more).
     on_overflow: where ids would reach the trained length: "error", "warn" (once, go on) or "clamp" (warn, smaller gap).
-    Source: IntelLLM, section 4.3.2; intelllm.md, section 6.
+    Source: IntelLLM, section 4.3.2; the two-segment form is ours.
     """
 
     gap: int | str = "auto"
@@ -144,13 +144,13 @@ class RemoteGap:
         """All compressed keys stand on one id."""
         return self.comp_positions == "shared" or self.reading == "constant"
 
-    def blank(self, compressed: int, near: int, every: int, trained_length: int) -> int:
+    def blank(self, compressed: int, near: int, growth: int, trained_length: int) -> int:
         """Unused ids between the windows ("constant": the distance itself), within the trained length.
 
-        compressed, near: tokens of the two windows after a compression. every: tokens between two compressions, 0 =
-        none follows. Raises ValueError where nothing fits, or on_overflow says so.
+        compressed, near: tokens of the two windows after a compression. growth: tokens between two compressions, as far
+        as known. Raises ValueError where nothing fits, or where on_overflow says so.
         """
-        headroom = max(self.headroom, every)
+        headroom = max(self.headroom, growth)
         if self.reading == "constant":
             assert isinstance(self.gap, int)
             if self.gap < near:

@@ -146,6 +146,9 @@ class IterativeLayer(PrunedLayer):
         assert self.k_memory is not None and self.v_memory is not None
         return self.k_memory, self.v_memory
 
+    def _keep(self, b: int) -> int:
+        return self.cache.layer_memory(self.cache.memory_size, self.read[b], self.index)
+
     def begin_prompt(self) -> None:
         """A prompt begins; in a conversation, what is held becomes unrotated memory again."""
         pool, rotary = self.pool, self.cache.rotary
@@ -218,14 +221,14 @@ class IterativeLayer(PrunedLayer):
 class IterativeCache(PrunedCache):
     """Reads a prompt of any length through a memory of fixed size; `kvcompress.prefill` or `generate` do the reading.
 
-    config: the model's config. memory_size: tokens kept per layer and KV head (per sequence), or PyramidKV or AdaKV of a
-    number of tokens, which divide them over layers or heads. chunk_size: tokens read per iteration. pruner: chooses the
-    memory among the old memory and the chunk (default SnapKV()). schedule: "fixed". every: None keeps all tokens that
-    follow the prompt; k compresses while decoding too, when a row has grown by k tokens over its memory.
+    config: the model's config. memory_size: tokens kept per layer and KV head (per sequence), or PyramidKV or AdaKV of
+    a number of tokens, which divide them over layers or heads. chunk_size: tokens read per iteration. pruner: chooses
+    the memory among the old memory and the chunk (default SnapKV()). schedule: "fixed". every: None keeps all tokens
+    that follow the prompt; k compresses while decoding too, when a row has grown by k tokens over its memory.
     page_size, max_pages, grow: how a layer's storage grows, see PoolSettings.
     A prompt that fits into memory_size is kept whole: the model then sees what it would see with a dense cache.
     The next prompt of a conversation continues the iteration.
-    Raises ValueError for sizes below 1, RuntimeError where a layer needs more than max_pages. Source: IMDC; imdc.md.
+    Raises ValueError for sizes below 1, RuntimeError where a layer needs more than max_pages. Source: IMDC.
     """
 
     layers: list[IterativeLayer]
@@ -252,7 +255,7 @@ class IterativeCache(PrunedCache):
         self.kv_heads: int = config.get_text_config(decoder=True).num_key_value_heads
         self.largest_context = 0
         super().__init__(
-            config, pruner, memory_size, every=every, positions="contiguous", chunk_size=chunk_size,
+            config, pruner, memory_size, every=every, positions="contiguous" if every else "original", chunk_size=chunk_size,
             page_size=page_size, max_pages=max_pages, grow=grow,
         )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""PrunedCache: reads a prompt in one pass, then keeps what a pruner chooses within a budget, and goes on so in decoding."""
+"""PrunedCache: reads a prompt in one pass, keeps what a pruner chooses within a budget, and goes on so in decoding."""
 
 from __future__ import annotations
 
@@ -18,6 +18,9 @@ from .paged import PagedLayer
 from .prompt import prompt_attention
 from .queries import RecentQueries
 from .store import PoolSettings
+
+
+_NEVER = 1 << 60  # tokens
 
 
 class PrunedLayer(PagedLayer):
@@ -53,8 +56,9 @@ class PrunedLayer(PagedLayer):
         if self.recent is not None:
             self.recent.add(queries, self.cache.step.counts)
         if one:
-            if self.recent is not None and (self._due(self.cache.every) or self.recent.full):
-                self._settle_held(scaling, slack=self.cache.every)
+            every = self.cache.every or _NEVER
+            if self.recent is not None and (self._due(every) or (self.cache.pruner.accumulates and self.recent.full)):
+                self._settle_held(scaling, slack=every)
         else:
             self._settle_held(scaling, call=queries, guide=guide)
         return out
@@ -130,9 +134,9 @@ class PrunedLayer(PagedLayer):
             self.near = [near - guide for near in self.near]
         if not (guide or pruner.accumulates or self._due(slack)):
             return
-        if call is not None and (guide or self.recent is None or call.shape[2] >= self.recent.held):
+        if call is not None:
             queries, valid = call, list(self.cache.step.counts)
-        elif self.recent is not None:
+        elif self.recent is not None and self.recent.held:
             queries, valid = self.recent.get()
         else:
             return
@@ -292,7 +296,7 @@ class PrunedLayer(PagedLayer):
         distance = (position - ids).clamp_(min=0).to(torch.int32)
         moved = rotary.move_back(k[:, None], distance, max(self.next) + 1, self.rope_lengths[0])[:, 0]
         if self.cache.bounded:
-            self.blank = gap.blank(int(split.max()), max(near), self.cache.every, self.cache.trained_length)
+            self.blank = gap.blank(int(split.max()), max(near), self.cache.growth, self.cache.trained_length)
         return torch.where((distance == 0)[..., None], k, moved), split.to(torch.int32)
 
     # ---- limits ----
@@ -305,8 +309,8 @@ class PrunedLayer(PagedLayer):
         if self.pool is None:
             if self.cache.bounded and max(step.counts) > trained:
                 raise ValueError(
-                    f"a prompt of {max(step.counts)} tokens in one pass has positions beyond the {trained} that the model "
-                    "was trained for; give PrunedCache a chunk_size"
+                    f"a prompt of {max(step.counts)} tokens in one pass has positions beyond the {trained} that the "
+                    "model was trained for; give PrunedCache a chunk_size"
                 )
             return
         if self.split is not None:
@@ -315,8 +319,8 @@ class PrunedLayer(PagedLayer):
                 reach += self.blank + (1 if gap.shared else max(self.pool.bounds) - min(self.near))
             if reach > trained and gap.on_overflow == "error":
                 raise ValueError(
-                    f"positions reach {reach}, but the model was trained for {trained}; compress more often (every), or "
-                    "leave more headroom in RemoteGap"
+                    f"positions reach {reach}, but the model was trained for {trained}; compress more often (every), "
+                    "or leave more headroom in RemoteGap"
                 )
             if reach > trained:
                 self.cache.warn_once(f"positions reach {reach}, but the model was trained for {trained}")
@@ -354,8 +358,8 @@ class PrunedLayer(PagedLayer):
 class PrunedCache(CompressedCache):
     """Reads a prompt in one pass, then keeps the tokens that a pruner chooses within a budget; memory is really freed.
 
-    config: the model's config. pruner: any of kvcompress.pruners (default SnapKV()). budget: how many tokens each row (a
-    KV head of a layer) keeps: tokens (int), the share to remove (float), bytes of the whole cache ("512MiB"), or a
+    config: the model's config. pruner: any of kvcompress.pruners (default SnapKV()). budget: how many tokens each row
+    (a KV head of a layer) keeps: tokens (int), the share to remove (float), bytes of the whole cache ("512MiB"), or a
     Budget that divides them over layers and heads (PyramidKV, AdaKV); None = the pruner's own.
     every: None compresses after calls of several tokens alone (prompts, further turns); k also while decoding, when a
     row has grown by k tokens over its budget. positions: "original" (kept tokens stay where they were), "contiguous"
@@ -363,7 +367,7 @@ class PrunedCache(CompressedCache):
     by a compression; None = the whole prompt. page_size, max_pages, grow: see PoolSettings.
     A prompt within the budget is kept whole: the model then sees what it would see with a dense cache. Each sequence of
     a batch has a budget of its own. One layer at a time holds the whole prompt, never the cache.
-    Raises ValueError for settings out of range. Source: SnapKV, H2O, TOVA, IntelLLM; intelllm.md, sections 4 to 6.
+    Raises ValueError for settings out of range. Source: SnapKV, H2O, TOVA, IntelLLM.
     """
 
     layers: list[PrunedLayer]
@@ -392,8 +396,11 @@ class PrunedCache(CompressedCache):
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise ValueError(f"{name} must be an integer of at least 1 or None, got {value!r}")
         self.every, self.chunk_size = every or 0, chunk_size
+        self.growth = max(self.every, chunk_size or 0)  # tokens between two compressions at most
         self.gap = self._gap_of(positions)
         self.bounded = isinstance(positions, RemoteGap)  # no position beyond the trained length
+        if self.gap is not None and self.pruner.one_frame:
+            raise ValueError(f"positions must be 'original' with {type(self.pruner).__name__}, got {positions!r}")
         self.pool_settings = PoolSettings(page_size, max_pages, grow)
         self._warned: set[str] = set()
         super().__init__(config)
@@ -404,7 +411,7 @@ class PrunedCache(CompressedCache):
             and not isinstance(self.budget, AdaKV)
         ):
             near = self._near(keep)
-            self.gap.blank(keep - near, near, self.every, self.trained_length)  # refuses what cannot fit
+            self.gap.blank(keep - near, near, self.growth, self.trained_length)  # refuses what cannot fit
 
     def _gap_of(self, positions: str | RemoteGap) -> RemoteGap | None:
         if isinstance(positions, RemoteGap):

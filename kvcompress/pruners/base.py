@@ -16,11 +16,12 @@ from ..positions import RotaryTables
 class Candidates:
     """What one sequence of one layer offers: the tokens held before, then those of this call, then the guide if any.
 
-    queries: [1, Hq, S, D] rotated, of the last S tokens, the guide's included. keys: [1, Hkv, T, D] rotated, T = count +
-    guide_length. count: candidates per head at most. chunk_length: how many of them have their query in queries.
+    queries: [1, Hq, S, D] rotated, of the last S tokens, the guide's included. keys: [1, Hkv, T, D] rotated, T = count
+    + guide_length. count: candidates per head at most. chunk_length: how many of them have their query in queries.
     scaling: of the logits. values: [1, Hkv, T, D]. lengths: int32 [Hkv], keys of each head with the guide's, where they
     differ; None = all T. received: float32 [Hkv, count], what pruners that accumulate have summed up so far. layer:
-    number of the layer. whole: nothing was ever dropped, the first candidates are the first tokens. unrotated: the queries before rotation; position: that of the next token; rotary: its tables.
+    number of the layer. whole: nothing was ever dropped, the first candidates are the first tokens. unrotated: the
+    queries before rotation; position: that of the next token; rotary: its tables.
     """
 
     queries: Tensor
@@ -86,6 +87,7 @@ class Pruner(ABC):
     window: int = 0  # queries that scores looks at; 0 = none
     uses_guide = False
     accumulates = False  # scores are sums over all queries that ever were; the cache keeps them (see votes)
+    one_frame = False  # judges keys by where they stand: cannot choose among keys of two segments (RemoteGap)
     default_budget: int | None = None  # tokens per row where the user gives no budget
 
     @abstractmethod
@@ -125,7 +127,7 @@ class Pruner(ABC):
     def select(self, candidates: Candidates, keep: int) -> Tensor:
         """Places of the `keep` candidates that stay: int32 [Hkv, keep], rising, below candidates.count.
 
-        keep: 1..candidates.count - 1; less come back where the first tokens go in any case and too few others are there.
+        keep: 1..candidates.count - 1; less come back where the first tokens go in any case and few others are there.
         """
         keep = min(keep, candidates.count - (self.lost() if candidates.whole else 0))
         return ops.select_topk(self.rank(candidates, keep), keep)

@@ -28,6 +28,7 @@ class ExpectedAttention(Pruner):
     use_value_norm: bool = True
     epsilon: float = 0.0
     window = 256  # queries that a cache keeps for it while decoding
+    one_frame = True
 
     def __post_init__(self) -> None:
         self._check(future_positions=1)

@@ -20,9 +20,10 @@ class CenterOfGravity(Pruner):
     stays, inside the compression window; False is the literal algorithm, which loses it at the first compression.
     window: queries that score (fewer if the call had fewer, at most the near window). heads: "per_kv_head" or "shared"
     (one set for all KV heads of a layer).
-    score[j] = sum over the queries and the query heads of a KV head of exp(a[i,j]) / sum over unmasked l of exp(a[i,l]).
+    score[j] = sum over the queries and the query heads of a KV head of exp(a[i,j]) / sum over unmasked l exp(a[i,l]).
     With a guide, the guide's tokens are the queries.
-    Source: IntelLLM, section 4.3 and Algorithm 1; intelllm.md, sections 4 and 5.
+    The paper's text and the comments of its Algorithm 1 give the two orders opposite names; these follow the text.
+    Source: IntelLLM, section 4.3 and Algorithm 1.
     """
 
     compressed_length: int = 2048
@@ -38,7 +39,8 @@ class CenterOfGravity(Pruner):
         self._check(compressed_length=0, near_length=1)
         if not 0 <= self.head_length <= self.compressed_length:
             raise ValueError(
-                f"head_length must be between 0 and compressed_length = {self.compressed_length}, got {self.head_length}"
+                f"head_length must be between 0 and compressed_length = {self.compressed_length}, got "
+                f"{self.head_length}"
             )
         if not 1 <= self.window <= self.near_length:
             raise ValueError(f"window must be between 1 and near_length = {self.near_length}, got {self.window}")

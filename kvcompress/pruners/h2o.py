@@ -17,7 +17,7 @@ class H2O(Pruner):
     sum goes on over chunks and decoded tokens and follows its key through compaction. recent_ratio: share of the budget
     that the most recent tokens take, 0..1 (paper: half).
     Old keys have had more queries to collect from; that is the paper's definition, and why recent tokens are protected.
-    Source: H2O, section 4; a running sum per KV head: pod.md, section 9.
+    Source: H2O, section 4; a running sum per KV head.
     """
 
     recent_ratio: float = 0.5

@@ -29,15 +29,15 @@ class SnapKV(Pruner):
     num_sink_tokens: first tokens of the prompt that are always kept, counted inside the budget.
     Sum and mean choose the same tokens; they differ in the size of the scores alone.
 
-    preset(name) gives the settings of a known implementation. They differ in these settings, and in what the query heads
-    of a KV head do: "official" and "kvcache-factory" keep a set per query head (KV heads repeated in memory), "kvpress"
+    preset(name) gives the settings of a known implementation. They differ in these settings, and in what the query
+    heads of a KV head do: "official" and "kvcache-factory" keep a set per query head (KV heads repeated in memory), "kvpress"
     and "adakv" take the mean over the query heads of a KV head, as here.
       official         window 32, average pooling over 5, sum: the defaults of init_snapkv in the authors' code (its
                        class says 64, which init_snapkv never passes)
       kvpress          window 64, average pooling over 5, mean
       kvcache-factory  window 8, maximum pooling over 7, sum: what its LongBench script sets
       adakv            window 32, maximum pooling over 7, mean
-    Source: SnapKV, section 4; imdc.md, section 7.
+    Source: SnapKV, section 4.
     """
 
     window: int = 32
@@ -61,7 +61,7 @@ class SnapKV(Pruner):
 
     @staticmethod
     def preset(name: str, **changes: Any) -> SnapKV:
-        """SnapKV as a known implementation sets it: official, kvpress, kvcache-factory, adakv. changes: other fields."""
+        """SnapKV as an implementation sets it: official, kvpress, kvcache-factory, adakv. changes: other fields."""
         if name not in _PRESETS:
             raise ValueError(f"preset must be one of {', '.join(_PRESETS)}, got {name!r}")
         return replace(SnapKV(**_PRESETS[name]), **changes)

@@ -14,7 +14,7 @@ from .base import Candidates, Pruner
 class StreamingLLM(Pruner):
     """Keeps num_sink_tokens first tokens and the most recent ones; looks at no attention, so a guide means nothing.
 
-    Source: StreamingLLM, section 3.2; imdc.md, section 7. StreamingCache does the same at every token, in a ring.
+    Source: StreamingLLM, section 3.2. StreamingCache does the same at every token, in a ring.
     """
 
     num_sink_tokens: int = 4

@@ -102,7 +102,7 @@ WindowScoresArgs = structure(
     int64: B Hq Hkv W T D
     float: scale
     int: reduce pool
-    int64: kernel_size skip_last mask_first mask_last"""
+    int64: kernel_size skip_last mask_first mask_last""",
 )
 SelectTopkArgs = structure(
     "SelectTopkArgs",

@@ -66,7 +66,16 @@ def test_lengths_no_longer_than_the_window_score_zero(kernels):
 @pytest.mark.parametrize("ranges", MASKED_RANGES)
 def test_masked_columns_and_own_keys(kernels, reference, ranges):
     queries, keys = torch.randn(2, 4, 9, 16), 3 * torch.randn(2, 2, 150, 16)
-    check(kernels, reference, queries, keys, reduce="sum", kernel_size=1, lengths=torch.tensor([150, 40], dtype=torch.int32), **ranges)
+    check(
+        kernels,
+        reference,
+        queries,
+        keys,
+        reduce="sum",
+        kernel_size=1,
+        lengths=torch.tensor([150, 40], dtype=torch.int32),
+        **ranges,
+    )
 
 
 def test_every_query_scores_every_key_it_sees(kernels, reference):

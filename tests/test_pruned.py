@@ -1,0 +1,342 @@
+import copy
+import gc
+
+import pruned_definition as definition
+import pytest
+import torch
+from helpers import FAMILIES, left_padded, random_ids, tiny_model
+
+import kvcompress
+from kvcompress import AdaKV, IterativeCache, PrunedCache, PyramidKV, RemoteGap, attach, prefill
+from kvcompress.pruners import (
+    H2O,
+    TOVA,
+    CenterOfGravity,
+    ExpectedAttention,
+    KeyNorm,
+    Random,
+    SnapKV,
+    StreamingLLM,
+    WindowAttention,
+)
+
+EVERY_PRUNER = [
+    SnapKV(window=6),
+    StreamingLLM(),
+    WindowAttention(),
+    H2O(),
+    TOVA(),
+    CenterOfGravity(10, 10, 2, window=4),
+    KeyNorm(),
+    Random(),
+    ExpectedAttention(future_positions=16),
+]
+EVERY_BUDGET = [20, 0.6, "48KiB", PyramidKV(20, window=4), AdaKV(20), AdaKV(PyramidKV(20, window=4), floor=0.5)]
+
+
+def name_of(x):
+    return type(x).__name__ if not isinstance(x, (int, float, str)) else str(x)
+
+
+def attached(*args, **kwargs):
+    model = tiny_model(*args, **kwargs)
+    attach(model)
+    return model
+
+
+@torch.no_grad()
+def run(model, cache, ids, calls):
+    """Logits after each call of so many tokens."""
+    out, start = [], 0
+    for count in calls:
+        out.append(model(ids[:, start : start + count], past_key_values=cache).logits[0, -1])
+        start += count
+    return out
+
+
+CALLS = [26] + [1] * 6 + [5] + [1] * 5 + [20, 1]
+GAP = {"gap": 6, "headroom": 16}
+
+
+@pytest.mark.parametrize(
+    ("pruner", "choose"),
+    [
+        (SnapKV(window=6, kernel_size=3), definition.snapkv(6, 3)),
+        (H2O(), definition.h2o()),
+        (TOVA(), definition.tova()),
+        (CenterOfGravity(10, 6, 2, "global", window=4), lambda: definition.cge(10, 6, 2, 4, "global")),
+        (CenterOfGravity(10, 6, 3, "local", window=4), lambda: definition.cge(10, 6, 3, 4, "local")),
+        (CenterOfGravity(10, 6, 3, "local", False, 4), lambda: definition.cge(10, 6, 3, 4, "local", False)),
+        (CenterOfGravity(10, 6, 3, "global", False, 4), lambda: definition.cge(10, 6, 3, 4, "global", False)),
+        (
+            CenterOfGravity(10, 6, 2, window=3, heads="shared"),
+            lambda: definition.cge(10, 6, 2, 3, "global", True, True),
+        ),
+    ],
+    ids=lambda x: name_of(x) if not callable(x) else "",
+)
+@pytest.mark.parametrize("every", [None, 1, 4])
+@pytest.mark.parametrize("positions", ["original", "contiguous", "between", "to_query", "constant", "shared"])
+def test_what_the_definition_says(pruner, choose, every, positions):
+    """Prompt, decoding, a short and a long further turn."""
+    if isinstance(pruner, H2O) and every is None:
+        every = 100  # decoded tokens vote, and are kept
+    choose = choose if "choose" in getattr(choose, "__qualname__", "") else choose()
+    model, ids = attached(num_hidden_layers=2).double().float(), random_ids(sum(CALLS))
+    near = pruner.recent(16, 16)
+    if positions != "original" and not near:
+        near, choose = 5, definition.tova(near=5)
+    policy, settings = {
+        "original": ("original", {}),
+        "contiguous": (RemoteGap(gap=0, near_length=near or None), {"blank": 0}),
+        "between": (RemoteGap(**GAP, near_length=near or None), {"blank": 6}),
+        "to_query": (RemoteGap(gap=near + 3, reading="to_query", near_length=near or None), {"blank": 3}),
+        "constant": (RemoteGap(gap=40, reading="constant", near_length=near or None), {"blank": 40, "constant": True}),
+        "shared": (RemoteGap(**GAP, comp_positions="shared", near_length=near or None), {"blank": 6, "shared": True}),
+    }[positions]
+    cache = PrunedCache(model.config, pruner, 16, every=every, positions=policy, page_size=4)
+    ours = run(model, cache, ids, CALLS)
+    exact = copy.deepcopy(model).double()
+    kvcompress.detach(exact)
+    expected = definition.Definition(exact, choose, 16, every=every, **settings)
+    start = 0
+    for number, (count, logits) in enumerate(zip(CALLS, ours, strict=True)):
+        wanted = expected(ids[0, start : start + count])
+        start += count
+        torch.testing.assert_close(
+            logits.double(), wanted, atol=3e-3, rtol=3e-3, msg=lambda m, n=number: f"call {n}: {m}"
+        )
+    assert cache.stored_lengths() == [[[len(row.k) for row in rows]] for rows in expected.rows]
+
+
+@pytest.mark.parametrize(
+    "positions", ["original", RemoteGap(gap=8, near_length=4, headroom=8)], ids=["original", "gap"]
+)
+@pytest.mark.parametrize("budget", EVERY_BUDGET, ids=name_of)
+@pytest.mark.parametrize("pruner", EVERY_PRUNER, ids=name_of)
+def test_every_pruner_with_every_budget_keeps_what_the_budget_says(pruner, budget, positions):
+    if isinstance(pruner, ExpectedAttention) and positions != "original":
+        pytest.skip("judges keys of one segment only")
+    model, ids = attached(), random_ids(61)
+    cache = PrunedCache(model.config, pruner, budget, every=4, positions=positions, page_size=8)
+    out = kvcompress.generate(model, ids, cache, max_new_tokens=14, do_sample=False)
+    assert out.shape == (1, 75)
+    stored = cache.stored_lengths()
+    if isinstance(budget, str):
+        assert sum(layer.pool.nbytes() for layer in cache.layers) <= 48 * 1024
+        return
+    mean = 20 if not isinstance(budget, float) else 30
+    total = sum(sum(row) for (row,) in stored)
+    assert 3 * 2 * mean <= total <= 3 * 2 * (mean + 4)
+    for (row,) in stored:
+        assert len(set(row)) == 1 or isinstance(budget, AdaKV)
+    if isinstance(budget, PyramidKV) or isinstance(getattr(budget, "inner", None), PyramidKV):
+        assert sum(stored[0][0]) > sum(stored[2][0])
+
+
+@pytest.mark.parametrize("chunk_size", [None, 16])
+@pytest.mark.parametrize("budget", [20, AdaKV(20), 0.6], ids=name_of)
+@pytest.mark.parametrize("pruner", EVERY_PRUNER[:1] + EVERY_PRUNER[3:6], ids=name_of)
+def test_left_padding_changes_no_token(pruner, budget, chunk_size):
+    model = attached()
+    prompts = [random_ids(length, seed=length) for length in (70, 9, 41)]
+    ids, mask = left_padded(prompts)
+    settings = {"every": 5, "positions": "contiguous", "chunk_size": chunk_size, "page_size": 8}
+    cache = PrunedCache(model.config, pruner, budget, **settings)
+    together = kvcompress.generate(model, ids, cache, mask, max_new_tokens=12, do_sample=False)
+    for b, prompt in enumerate(prompts):
+        alone = PrunedCache(model.config, pruner, budget, **settings)
+        expected = kvcompress.generate(model, prompt, alone, max_new_tokens=12, do_sample=False)
+        assert torch.equal(together[b, -12:], expected[0, -12:]), b
+        assert [layer[b] for layer in cache.stored_lengths()] == [layer[0] for layer in alone.stored_lengths()]
+
+
+@pytest.mark.parametrize("pruner", EVERY_PRUNER, ids=name_of)
+@pytest.mark.parametrize("budget", [61, 1000, 0.0, "64MiB", AdaKV(61), PyramidKV(61)], ids=name_of)
+def test_a_budget_that_holds_everything_changes_nothing(pruner, budget):
+    model, ids = attached(), random_ids(61)
+    dense = model.generate(ids, max_new_tokens=12, do_sample=False)
+    cache = PrunedCache(model.config, pruner, budget)
+    whole = PrunedCache(model.config, WindowAttention(), 10**6)
+    assert torch.equal(kvcompress.generate(model, ids, cache, max_new_tokens=12, do_sample=False), dense)
+    kvcompress.generate(model, ids, whole, max_new_tokens=12, do_sample=False)
+    with torch.no_grad():
+        a, b = (model(dense[:, -1:], past_key_values=c).logits for c in (cache, whole))
+    assert torch.equal(a, b)
+    assert cache.stored_lengths() == [[[73, 73]]] * 3
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family(family):
+    model, ids = attached(family), random_ids(50)
+    cache = PrunedCache(model.config, CenterOfGravity(10, 10, 2, window=4), every=3, positions=RemoteGap(gap=12))
+    assert kvcompress.generate(model, ids, cache, max_new_tokens=10, do_sample=False).shape == (1, 60)
+    assert max(max(row) for (row,) in cache.stored_lengths()) <= 22
+
+
+@pytest.mark.parametrize("pruner", EVERY_PRUNER, ids=name_of)
+def test_forks_answer_as_if_they_were_alone(pruner):
+    model, ids = attached(), random_ids(61)
+    settings = {"every": 4, "page_size": 8}
+    cache = prefill(model, ids, PrunedCache(model.config, pruner, 20, **settings))
+    forks = [cache.fork() for _ in range(3)]
+    for seed, fork in enumerate(forks):
+        question = torch.cat([ids, random_ids(5, seed=seed)], 1)
+        alone = prefill(model, ids, PrunedCache(model.config, pruner, 20, **settings))
+        expected = model.generate(question, past_key_values=alone, max_new_tokens=14, do_sample=False)
+        assert torch.equal(model.generate(question, past_key_values=fork, max_new_tokens=14, do_sample=False), expected)
+    assert cache.stored_lengths() == [[[20, 20]]] * 3
+
+
+@pytest.mark.parametrize("pruner", [SnapKV(window=6), H2O(), CenterOfGravity(10, 10, 2, window=4)], ids=name_of)
+def test_beams_and_samples(pruner):
+    model, ids = attached(), random_ids(61)
+    cache = PrunedCache(model.config, pruner, 20, every=3, positions="contiguous", page_size=8)
+    beams = kvcompress.generate(model, ids, cache, max_new_tokens=12, do_sample=False, num_beams=3)
+    assert beams.shape == (1, 73)
+    repeated = PrunedCache(model.config, pruner, 20, every=3, positions="contiguous", page_size=8)
+    torch.manual_seed(0)
+    several = kvcompress.generate(model, ids, repeated, max_new_tokens=12, do_sample=True, num_return_sequences=4)
+    assert several.shape == (4, 73)
+    assert max(max(row) for layer in repeated.stored_lengths() for row in layer) < 23
+
+
+@pytest.mark.parametrize("positions", ["original", "contiguous"])
+@pytest.mark.parametrize("chunk_size", [None, 16])
+def test_the_guide_chooses_and_is_not_stored(chunk_size, positions):
+    model, ids, guide = attached(), random_ids(60), random_ids(5, seed=9)[0]
+    settings = {"positions": positions, "chunk_size": chunk_size}
+    plain = prefill(model, ids, PrunedCache(model.config, SnapKV(window=4), 12, **settings))
+    guided = prefill(model, ids, PrunedCache(model.config, SnapKV(window=4), 12, **settings), guide=guide)
+    assert guided.stored_lengths() == plain.stored_lengths() == [[[12, 12]]] * 3
+    assert guided.get_seq_length() == 59
+    assert any(
+        not torch.equal(a.pool.k_pages, b.pool.k_pages) for a, b in zip(plain.layers, guided.layers, strict=True)
+    )
+    whole = [prefill(model, ids, PrunedCache(model.config, SnapKV(), 99, **settings), guide=g) for g in (None, guide)]
+    with torch.no_grad():
+        a, b = (model(ids[:, -1:], past_key_values=cache).logits for cache in whole)
+    torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "budget", [20, PyramidKV(20, window=4), AdaKV(20), AdaKV(PyramidKV(20, window=4))], ids=name_of
+)
+@pytest.mark.parametrize("pruner", EVERY_PRUNER, ids=name_of)
+def test_iterative_reading_with_every_pruner_and_budget(pruner, budget):
+    model, ids = attached(), random_ids(120)
+    cache = IterativeCache(model.config, memory_size=budget, chunk_size=16, pruner=pruner, page_size=8)
+    prefill(model, ids[:, :80], cache)
+    assert sum(sum(row) for (row,) in cache.stored_lengths()) == 3 * 2 * 20
+    with torch.no_grad():
+        model(ids[:, 79:83], past_key_values=cache)
+    prefill(model, ids, cache)  # a further prompt
+    assert sum(sum(row) for (row,) in cache.stored_lengths()) == 3 * 2 * 20
+    if not isinstance(pruner, ExpectedAttention):
+        cache = IterativeCache(model.config, memory_size=budget, chunk_size=16, pruner=pruner, page_size=8, every=4)
+        kvcompress.generate(model, ids, cache, max_new_tokens=20, do_sample=False)
+        assert sum(sum(row) for (row,) in cache.stored_lengths()) < 3 * 2 * 24
+        prefill(model, torch.cat([ids, random_ids(60)], 1), cache)
+        assert sum(sum(row) for (row,) in cache.stored_lengths()) == 3 * 2 * 20
+
+
+def test_ragged_rows_stand_where_equal_ones_would():
+    """A row that lost its first tokens attends as one that had them hidden: only distances count."""
+    model, ids = attached(num_hidden_layers=1), random_ids(60, seed=3)
+    cache = IterativeCache(model.config, memory_size=AdaKV(20, floor=0.0), chunk_size=60, pruner=SnapKV(2, 1))
+    prefill(model, ids, cache)
+    ((row,),) = cache.stored_lengths()
+    assert row[0] != row[1]
+    with torch.no_grad():
+        logits = model(ids[:, -1:], past_key_values=cache).logits[0, -1]
+    layer, base = cache.layers[0], model.model
+    k, v = layer.pool.gather(max(layer.pool.counts))
+    places = torch.arange(k.shape[1])[None] + layer.shift[:, None]
+    ends = places.gather(1, layer.pool.lengths[:, None].long() - 1)[:, 0]
+    assert ends[0] == ends[1]
+    with torch.no_grad():
+        x = base.layers[0].input_layernorm(base.embed_tokens(ids[:, -1:]))
+        q = base.layers[0].self_attn.q_proj(x).unflatten(-1, (4, 16)).transpose(1, 2)
+        q = cache.rotary.rotate(q, torch.tensor([[layer.next[0] - 1]], dtype=torch.int32), 100, [20])
+        out = torch.zeros(4, 16)
+        for h in range(4):
+            n = layer.pool.counts[h // 2]
+            out[h] = (q[0, h] @ k[h // 2, :n].T / 4).softmax(-1) @ v[h // 2, :n]
+        h = base.embed_tokens(ids[:, -1:]) + base.layers[0].self_attn.o_proj(out.reshape(1, 1, 64))
+        h = h + base.layers[0].mlp(base.layers[0].post_attention_layernorm(h))
+        expected = model.lm_head(base.norm(h))[0, -1]
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_nbytes_is_what_the_pool_holds_and_is_given_back():
+    model, ids = attached(), random_ids(300)
+    cache = prefill(model, ids, PrunedCache(model.config, SnapKV(window=8), 64, page_size=16))
+    pages, slot = 2 * 64 // 16, 2 * 16 * 4
+    tables = 2 * 4 * (2 * 0 + cache.layers[0].pool.block_table.shape[1]) + 2 * 4 + 2 * 4  # table, lengths, shift
+    assert cache.nbytes() == 3 * (pages * 16 * slot + tables)
+    assert cache.reserved_nbytes() < 3 * (2 * pages * 16 * slot + 1000)  # never the prompt's 300 tokens
+    del cache
+    gc.collect()
+    dense = prefill(model, ids, PrunedCache(model.config, SnapKV(), 10**6, page_size=16))
+    assert dense.nbytes() > 4 * 3 * pages * 16 * slot
+
+
+def test_a_refused_step_changes_nothing():
+    model, ids = attached(), random_ids(60)
+    cache = PrunedCache(model.config, SnapKV(window=4), 16, max_pages=4, page_size=8, every=8)
+    prefill(model, ids[:, :40], cache)
+    with pytest.raises(RuntimeError, match="max_pages = 4 is too few"), torch.no_grad():
+        model(ids[:, 39:], past_key_values=cache)
+    cache.check_complete()
+    assert cache.stored_lengths() == [[[16, 16]]] * 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"pruner": "snapkv"}, "pruner must be one of kvcompress.pruners, got str"),
+        ({"budget": None}, "budget must be given with SnapKV, got None"),
+        ({"budget": 0}, "budget must be at least 1 token, got 0"),
+        ({"budget": 1.0}, "at least 0 and below 1, got 1.0"),
+        ({"budget": "12 parsecs"}, "budget must be a number of bytes"),
+        ({"budget": [3]}, r"budget must be tokens \(int\)"),
+        ({"every": 0}, "every must be an integer of at least 1 or None, got 0"),
+        ({"chunk_size": -1}, "chunk_size must be an integer of at least 1 or None, got -1"),
+        ({"positions": "far"}, "positions must be 'original', 'contiguous' or a RemoteGap, got 'far'"),
+        ({"positions": RemoteGap(gap=400)}, r"gap 400 needs 548 positions .* trained for 512; use gap <= 364"),
+        ({"budget": 500, "positions": RemoteGap()}, "leave no position below the 512"),
+        ({"pruner": ExpectedAttention(), "positions": "contiguous"}, "positions must be 'original' with Expected"),
+    ],
+)
+def test_wrong_settings_are_named(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        PrunedCache(tiny_model().config, **{"pruner": SnapKV(), "budget": 20, **arguments})
+
+
+def test_too_small_a_number_of_bytes_names_the_least():
+    model, ids = attached(), random_ids(60)
+    with pytest.raises(ValueError, match=r"budget '1KiB' is too small for 6 rows .* at least (\d+) bytes") as error:
+        prefill(model, ids, PrunedCache(model.config, SnapKV(), "1KiB", page_size=8))
+    least = str(error.value).split("at least ")[1].split(" ")[0]
+    cache = prefill(model, ids, PrunedCache(model.config, SnapKV(), f"{least}B", page_size=8))
+    assert sum(layer.pool.nbytes() for layer in cache.layers) <= int(least)
+
+
+def test_positions_never_reach_the_trained_length():
+    model = attached(max_position_embeddings=96)
+    gap = RemoteGap(headroom=8)
+    with pytest.raises(ValueError, match="prompt of 99 tokens in one pass .* chunk_size"):
+        prefill(model, random_ids(100), PrunedCache(model.config, SnapKV(window=4), 16, positions=gap))
+    cache = PrunedCache(model.config, SnapKV(window=4), 16, positions=gap, chunk_size=20, every=8)
+    kvcompress.generate(model, random_ids(300), cache, max_new_tokens=100, do_sample=False)
+    unbounded = PrunedCache(model.config, SnapKV(window=4), 16, positions=gap)
+    with pytest.raises(ValueError, match="positions reach 97, but the model was trained for 96"):
+        kvcompress.generate(model, random_ids(50), unbounded, max_new_tokens=60, do_sample=False)
+
+
+def test_positions_that_would_need_other_frequencies_are_refused():
+    scaling = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    model = attached(max_position_embeddings=64, rope_parameters=scaling)
+    cache = PrunedCache(model.config, SnapKV(window=4), 16, positions="contiguous")
+    with pytest.raises(ValueError, match="rope type 'dynamic' beyond its switch point"):
+        prefill(model, random_ids(100), cache)

@@ -117,7 +117,7 @@ class Uniform(Budget):
             least = rows * (4 + page * -(-(1 + shape.growth + (P - 1 if ragged else 0)) // P))
             raise ValueError(
                 f"budget {self.size!r} is too small for {rows} rows (layers x sequences x KV heads) of pages of {P} "
-                f"tokens of {shape.slot_nbytes} bytes: it must be at least {least} bytes, or less with a smaller page_size"
+                f"tokens of {shape.slot_nbytes} bytes: it must be at least {least} bytes, less with smaller pages"
             )
         return tokens
 

@@ -325,7 +325,7 @@ def test_too_small_a_number_of_bytes_names_the_least():
 def test_positions_never_reach_the_trained_length():
     model = attached(max_position_embeddings=96)
     gap = RemoteGap(headroom=8)
-    with pytest.raises(ValueError, match="prompt of 99 tokens in one pass .* chunk_size"):
+    with pytest.raises(ValueError, match=r"prompt of 99 tokens in one pass .* chunk_size"):
         prefill(model, random_ids(100), PrunedCache(model.config, SnapKV(window=4), 16, positions=gap))
     cache = PrunedCache(model.config, SnapKV(window=4), 16, positions=gap, chunk_size=20, every=8)
     kvcompress.generate(model, random_ids(300), cache, max_new_tokens=100, do_sample=False)

@@ -255,8 +255,8 @@ class IterativeCache(PrunedCache):
         self.kv_heads: int = config.get_text_config(decoder=True).num_key_value_heads
         self.largest_context = 0
         super().__init__(
-            config, pruner, memory_size, every=every, positions="contiguous" if every else "original", chunk_size=chunk_size,
-            page_size=page_size, max_pages=max_pages, grow=grow,
+            config, pruner, memory_size, every=every, positions="contiguous" if every else "original",
+            chunk_size=chunk_size, page_size=page_size, max_pages=max_pages, grow=grow,
         )  # fmt: skip
 
     def _new_layer(self, index: int, sliding_window: int | None) -> IterativeLayer:

@@ -19,7 +19,6 @@ from .prompt import prompt_attention
 from .queries import RecentQueries
 from .store import PoolSettings
 
-
 _NEVER = 1 << 60  # tokens
 
 

@@ -62,7 +62,7 @@ class RotaryTables:
         return self._tables[key]
 
     def check_one_table(self, length: int) -> None:
-        """Raises ValueError if `length` keys in sight have other frequencies: keys cannot move to new positions then."""
+        """Raises ValueError if `length` keys in sight have other frequencies: keys cannot move then."""
         if self._regime(length):
             raise ValueError(
                 f"positions cannot be given anew with rope type {self._type!r} beyond its switch point: {length} "

@@ -6,9 +6,9 @@ static Tensor window_scores(const Tensor& queries, const Tensor& keys, const std
     const int64_t B = queries.size(0), Hq = queries.size(1), W = queries.size(2), D = queries.size(3);
     const int64_t Hkv = keys.size(1), T = keys.size(2);
     check_device(keys, queries, "keys");
-    STD_TORCH_CHECK(keys.size(0) == B && keys.size(3) == D, "keys must be [B, Hkv, T, D] with the queries' B and D");
-    STD_TORCH_CHECK(W < T, "keys must be longer than the window of ", W, " queries, got ", T);
-    STD_TORCH_CHECK(reduce >= 0 && reduce <= KVC_REDUCE_MAX && pool >= 0 && pool <= KVC_POOL_MAX,
+    KVC_CHECK(keys.size(0) == B && keys.size(3) == D, "keys must be [B, Hkv, T, D] with the queries' B and D");
+    KVC_CHECK(W < T, "keys must be longer than the window of ", W, " queries, got ", T);
+    KVC_CHECK(reduce >= 0 && reduce <= KVC_REDUCE_MAX && pool >= 0 && pool <= KVC_POOL_MAX,
                     "reduce and pool must be values of kvc_reduce and kvc_pool");
     Tensor scores = torch::stable::new_empty(queries, {B, Hkv, T - W}, ScalarType::Float);
     kvc_window_scores_args args = {
@@ -31,7 +31,8 @@ static Tensor window_scores(const Tensor& queries, const Tensor& keys, const std
     Tensor scratch = torch::stable::new_empty(queries, {bytes > 0 ? bytes : 0}, ScalarType::Byte);
     args.scratch = scratch.mutable_data_ptr();
     run("window_scores", queries, [&] { return kvc_window_scores(&args, torch_parallel_for); },
-        KVC_CUDA_CALL(kvc_cuda_window_scores(&args, stream)));
+        KVC_CUDA_CALL(kvc_cuda_window_scores(&args, stream)),
+        [&] { find_outside("window_scores", "lengths", args.lengths, B, W + 1, T, "T"); });
     return scores;
 }
 

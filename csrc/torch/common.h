@@ -55,7 +55,7 @@ inline kvc_dtype dtype_of(const Tensor& x, const char* name) {
 
 inline void check_device(const Tensor& x, const Tensor& like, const char* name) {
     KVC_CHECK(x.is_cpu() == like.is_cpu() && x.get_device_index() == like.get_device_index(), name,
-                    " must be on the same device as the first argument");
+              " must be on the same device as the first argument");
 }
 
 // A contiguous tensor of the given type and size; sizes of -1 are free.
@@ -65,11 +65,11 @@ inline void check_array(const Tensor& x, const Tensor& like, ScalarType type, st
     KVC_CHECK(x.scalar_type() == type, name, " has the wrong dtype");
     KVC_CHECK(x.is_contiguous(), name, " must be contiguous");
     KVC_CHECK(x.dim() == static_cast<int64_t>(sizes.size()), name, " must have ", sizes.size(),
-                    " dimensions, got ", x.dim());
+              " dimensions, got ", x.dim());
     int64_t d = 0;
     for (int64_t size : sizes) {
         KVC_CHECK(size < 0 || x.size(d) == size, name, " must have size ", size, " in dimension ", d, ", got ",
-                        x.size(d));
+                  x.size(d));
         d++;
     }
 }
@@ -152,7 +152,7 @@ void run(const char* op, const Tensor& on, Cpu cpu, [[maybe_unused]] Cuda cuda, 
     void* stream = nullptr;
     KVC_CHECK(aoti_torch_get_current_cuda_stream != nullptr &&
                         aoti_torch_get_current_cuda_stream(on.get_device_index(), &stream) == 0,
-                    op, ": Torch gave no CUDA stream");
+              op, ": Torch gave no CUDA stream");
     cudaError_t error = cuda(static_cast<cudaStream_t>(stream));
     KVC_CHECK(error == cudaSuccess, op, ": ", cudaGetErrorString(error));
 #else

@@ -21,13 +21,13 @@ static std::tuple<Tensor, Tensor> decode(const Tensor& queries, const Tensor& k_
     const int64_t B = queries.size(0), Hq = queries.size(1), S = queries.size(2), D = queries.size(3);
     check_device(k_pages, queries, "k_pages");
     KVC_CHECK(k_pages.dim() == 3 && k_pages.size(2) == D && k_pages.is_contiguous(),
-                    "k_pages must be contiguous [pages, P, D] with the queries' D = ", D);
+              "k_pages must be contiguous [pages, P, D] with the queries' D = ", D);
     const kvc_dtype cache_dtype = dtype_of(k_pages, "k_pages");
     check_array(v_pages, queries, k_pages.scalar_type(), {k_pages.size(0), k_pages.size(1), D}, "v_pages");
     check_array(end, queries, ScalarType::Int, {-1}, "end");
     const int64_t R = end.size(0), Hkv = B > 0 ? R / B : 0;
     KVC_CHECK(R == B * Hkv && (B == 0 || (Hkv > 0 && Hq % Hkv == 0)),
-                    "end must have one entry per row, B*Hkv with Hkv dividing Hq; got ", R);
+              "end must have one entry per row, B*Hkv with Hkv dividing Hq; got ", R);
     Tensor out = torch::stable::new_empty(queries, {B, Hq, S, D});
     Tensor lse = torch::stable::new_empty(queries, {B, Hq, S}, ScalarType::Float);
     kvc_decode_args args = {

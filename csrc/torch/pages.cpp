@@ -25,7 +25,7 @@ static kvc_slot_array slots_of(const Tensor& array, const kvc_page_table& table,
     check_device(array, like, "arrays");
     KVC_CHECK(array.is_contiguous(), "arrays must be contiguous");
     KVC_CHECK(array.dim() >= 2 && array.size(0) == table.pages && array.size(1) == table.P,
-                    "arrays must be [", table.pages, ", ", table.P, ", ...]");
+              "arrays must be [", table.pages, ", ", table.P, ", ...]");
     int64_t bytes = static_cast<int64_t>(array.element_size());
     for (int64_t d = 2; d < array.dim(); d++) bytes *= array.size(d);
     return {.pages = array.mutable_data_ptr(), .tokens = nullptr, .slot_bytes = bytes,
@@ -81,14 +81,14 @@ static void explain_compact(const kvc_compact_pages_args& args) {
 
 static void check_count(const std::vector<Tensor>& arrays) {
     KVC_CHECK(arrays.size() <= KVC_MAX_SLOT_ARRAYS, "arrays must hold at most ",
-                    static_cast<int>(KVC_MAX_SLOT_ARRAYS), " tensors, got ", arrays.size());
+              static_cast<int>(KVC_MAX_SLOT_ARRAYS), " tensors, got ", arrays.size());
 }
 
 static void append_tokens_(std::vector<Tensor> arrays, std::vector<Tensor> tokens, Tensor block_table, Tensor lengths,
                            Tensor refs, Tensor free_pages, Tensor free_count, const std::optional<Tensor>& counts) {
     check_count(arrays);
     KVC_CHECK(!arrays.empty() && arrays.size() == tokens.size() && tokens[0].dim() >= 3,
-                    "tokens must hold one [B, H, S, ...] tensor for each of arrays");
+              "tokens must hold one [B, H, S, ...] tensor for each of arrays");
     KVC_CHECK(arrays[0].dim() >= 2, "arrays must be [pages, P, ...]");
     const int64_t B = tokens[0].size(0), H = tokens[0].size(1), S = tokens[0].size(2);
     kvc_append_tokens_args args = {
@@ -108,7 +108,7 @@ static void append_tokens_(std::vector<Tensor> arrays, std::vector<Tensor> token
         check_device(from, block_table, "tokens");
         KVC_CHECK(from.scalar_type() == array.scalar_type(), "tokens must have the dtype of their array");
         KVC_CHECK(from.dim() == array.dim() + 1 && from.size(0) == B && from.size(1) == H && from.size(2) == S,
-                        "tokens must be [B, H, S, ...] with the last sizes of their array");
+                  "tokens must be [B, H, S, ...] with the last sizes of their array");
         int64_t inner = 1;
         for (int64_t d = from.dim() - 1; d > 2; d--) {
             KVC_CHECK(from.size(d) == array.size(d - 1), "tokens must have the last sizes of their array");

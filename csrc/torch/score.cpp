@@ -9,7 +9,7 @@ static Tensor window_scores(const Tensor& queries, const Tensor& keys, const std
     KVC_CHECK(keys.size(0) == B && keys.size(3) == D, "keys must be [B, Hkv, T, D] with the queries' B and D");
     KVC_CHECK(W < T, "keys must be longer than the window of ", W, " queries, got ", T);
     KVC_CHECK(reduce >= 0 && reduce <= KVC_REDUCE_MAX && pool >= 0 && pool <= KVC_POOL_MAX,
-                    "reduce and pool must be values of kvc_reduce and kvc_pool");
+              "reduce and pool must be values of kvc_reduce and kvc_pool");
     Tensor scores = torch::stable::new_empty(queries, {B, Hkv, T - W}, ScalarType::Float);
     kvc_window_scores_args args = {
         .scores = static_cast<float*>(scores.mutable_data_ptr()),

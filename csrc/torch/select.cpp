@@ -21,7 +21,7 @@ static void compact_rows_(Tensor rows, const Tensor& indices) {
     KVC_CHECK(rows.dim() == 3, "rows must have 3 dimensions [R, T, D], got ", rows.dim());
     const int64_t R = rows.size(0), T = rows.size(1), D = rows.size(2);
     KVC_CHECK((D <= 1 || rows.stride(2) == 1) && (T <= 1 || rows.stride(1) == D),
-                    "rows must be contiguous in its last two dimensions");
+              "rows must be contiguous in its last two dimensions");
     check_array(indices, rows, ScalarType::Int, {R, -1}, "indices");
     const kvc_compact_rows_args args = {
         .rows = rows.mutable_data_ptr(),

@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig
 from .. import ops, planner
 from ..planner import Plan
 from ..pruners import Candidates, Pruner, SnapKV
-from .base import CompressedCache
+from .base import CompressedCache, decoder_config
 from .paged import PagedLayer
 from .prompt import prompt_attention
 from .store import PoolSettings
@@ -175,7 +175,7 @@ class IterativeCache(CompressedCache):
             raise ValueError(f"pruner must be one of kvcompress.pruners, got {type(pruner).__name__}")
         self.memory_size, self.chunk_size, self.schedule = memory_size, chunk_size, schedule
         self.pool_settings = PoolSettings(page_size, max_pages, grow)
-        self.kv_heads: int = config.get_text_config(decoder=True).num_key_value_heads
+        self.kv_heads: int = decoder_config(config).num_key_value_heads
         self.largest_context = 0
         planner.plan(0, chunk_size=chunk_size, memory_size=memory_size, schedule=schedule)  # refuses wrong sizes
         super().__init__(config)

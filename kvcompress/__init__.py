@@ -2,7 +2,7 @@
 
 import torch  # noqa: F401  loads libtorch before the extension that needs it
 
-from .caches import CompressedCache, IterativeCache, StreamingCache
+from .caches import CompressedCache, IterativeCache, PoolSettings, StreamingCache
 from .hf import attach, detach
 from .models import load_example_model
 from .planner import Plan, plan
@@ -13,6 +13,7 @@ __all__ = [
     "CompressedCache",
     "IterativeCache",
     "Plan",
+    "PoolSettings",
     "StreamingCache",
     "attach",
     "detach",

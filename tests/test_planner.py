@@ -30,7 +30,7 @@ def test_empty_prompt_has_an_empty_plan():
 
 
 def test_worked_example():
-    ours = plan(32, chunk_size=8, memory_size=8)  # imdc.md, section 13 A, FM
+    ours = plan(32, chunk_size=8, memory_size=8)
     assert ours.chunks == (8, 8, 8, 8)
     assert ours.memory == (8, 8, 8, 8)
     assert ours.largest_context == 16

@@ -151,7 +151,7 @@ void run(const char* op, const Tensor& on, Cpu cpu, [[maybe_unused]] Cuda cuda, 
     torch::stable::accelerator::DeviceGuard guard(on.get_device_index());
     void* stream = nullptr;
     KVC_CHECK(aoti_torch_get_current_cuda_stream != nullptr &&
-                        aoti_torch_get_current_cuda_stream(on.get_device_index(), &stream) == 0,
+                  aoti_torch_get_current_cuda_stream(on.get_device_index(), &stream) == 0,
               op, ": Torch gave no CUDA stream");
     cudaError_t error = cuda(static_cast<cudaStream_t>(stream));
     KVC_CHECK(error == cudaSuccess, op, ": ", cudaGetErrorString(error));

@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 import torch
 from helpers import DTYPES, assert_as_accurate, paged
@@ -163,6 +164,25 @@ def test_wrong_arguments_are_named(change, message):
         **change,
     }
     with pytest.raises(ValueError, match=message):
+        ops.decode(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [(name, np.asarray) for name in ("queries", "k_pages", "begin", "end", "block_table")]
+    + [(name, torch.Tensor.tolist) for name in ("queries", "k_pages", "begin")],
+)
+def test_what_is_no_tensor_is_named(name, kind):
+    arguments = {
+        "queries": torch.randn(1, 2, 1, 16),
+        "k_pages": torch.randn(2, 4, 16),
+        "v_pages": torch.randn(2, 4, 16),
+        "end": torch.tensor([2], dtype=torch.int32),
+        "begin": torch.tensor([1], dtype=torch.int32),
+        "block_table": torch.tensor([[1]], dtype=torch.int32),
+    }
+    arguments[name] = kind(arguments[name])
+    with pytest.raises(TypeError, match=f"{name} must be a torch.Tensor, got (list|ndarray)"):
         ops.decode(**arguments)
 
 

@@ -56,7 +56,9 @@ def test_compaction_moves_the_chosen_to_the_front(simd, dtype, D):
 @pytest.mark.parametrize("length", [4, 21])
 def test_candidates_out_of_range_are_named(length):
     lengths = torch.tensor([20, length], dtype=torch.int32)
-    with pytest.raises(RuntimeError, match=rf"^select_topk: lengths must be between 5 and 20 \(T\), got {length} at 1$"):
+    with pytest.raises(
+        RuntimeError, match=rf"^select_topk: lengths must be between 5 and 20 \(T\), got {length} at 1$"
+    ):
         ops.select_topk(torch.randn(2, 20), 5, lengths=lengths)
 
 

@@ -110,9 +110,9 @@ class CompressedLayer(CacheLayerMixin):
 
     def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         raise RuntimeError(
-            "compressed caches have no update(): an attached model fills them in its own forward pass. If a model called "
-            "it, that model is not attached: call kvcompress.attach(model) first. If you did: give the cache to a model, "
-            "model(input_ids, past_key_values=cache)"
+            "compressed caches have no update(): an attached model fills them in its own forward pass. If a model "
+            "called it, that model is not attached: call kvcompress.attach(model) first. If you did: give the cache to "
+            "a model, model(input_ids, past_key_values=cache)"
         )
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -232,16 +232,16 @@ class CompressedCache(Cache):
         self._batch, self.step, self._running = batch, step, True
 
     def _repeat(self, name: str, tokens: Tensor) -> None:
-        """Repeats every sequence for beams and several samples, whose rows go on in the same way. Waits for the device."""
+        """Repeats every sequence, for beams and several samples: their rows begin alike. Waits for the device."""
         batch, held = tokens.shape[0], self._batch
         if batch % held:
             raise ValueError(f"{name} has batch size {batch}, but the cache holds {held} sequences")
         groups = tokens.unflatten(0, (held, batch // held))
         if not torch.equal(groups, groups[:, :1].expand_as(groups)):
             raise ValueError(
-                f"{name} has batch size {batch}, but the cache holds {held} sequences, and rows that would continue the "
-                "same one differ; use a cache that read these prompts as one batch, or, to continue a prompt in several "
-                f"ways, a cache.fork() for each or cache.batch_repeat_interleave({batch // held}) first"
+                f"{name} has batch size {batch}, but the cache holds {held} sequences, and rows that would continue "
+                "the same one differ; use a cache that read these prompts as one batch, or, to continue a prompt in "
+                f"several ways, cache.fork() for each or cache.batch_repeat_interleave({batch // held}) first"
             )
         self.batch_repeat_interleave(batch // held)
 

@@ -105,10 +105,10 @@ def _before_forward(decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     name = "input_ids" if given.get("input_ids") is not None else "inputs_embeds"
     if given.get(name) is None:
         raise ValueError("input_ids or inputs_embeds must be given with a compressed cache, got neither")
+    if not isinstance(given[name], torch.Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(given[name]).__name__}")
     _check_call(decoder, given)
     mask = given.get("attention_mask")
-    if not isinstance(given[name], torch.Tensor):
-        raise TypeError(f"{name} must be a tensor, got {type(given[name]).__name__}")
     given[name] = tokens = given[name][:, cache.repeated_columns(given[name].shape[1], mask) :]
     cache.begin_forward(decoder, name, tokens, mask)
     # positions are the cache's business; small ones keep length-dependent rotary embeddings of the model as they are

@@ -240,7 +240,7 @@ def test_arguments_that_are_no_tensors_are_named(function, arguments, message):
 
 
 def test_a_model_called_with_a_batch_encoding_says_so():
-    with pytest.raises(TypeError, match="input_ids must be a torch.Tensor, got BatchEncoding"):
+    with pytest.raises(TypeError, match=r"input_ids must be a torch.Tensor, got BatchEncoding"):
         attached_tiny()(BatchEncoding({"input_ids": random_ids(4)}), past_key_values=cache_of_tiny())
 
 

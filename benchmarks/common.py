@@ -42,7 +42,10 @@ def options(description: str | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--quick", action="store_true", help="fewer repetitions; ends within 50 s")
     parser.add_argument("--json", type=Path, help="write the rows to this file")
-    return parser.parse_args()
+    choice = parser.parse_args()
+    if choice.json is not None and not choice.json.parent.is_dir():
+        parser.error(f"argument --json: the directory {choice.json.parent} does not exist")
+    return choice
 
 
 def alternate(repeats: int, *works: Callable[[], object]) -> list[float]:
@@ -117,3 +120,7 @@ def report(rows: list[Row], path: Path | None, **ceilings: float) -> None:
         fresh = path.with_name(path.name + ".new")
         fresh.write_text(json.dumps(content, indent=1) + "\n")
         fresh.replace(path)
+
+
+if __name__ == "__main__":
+    sys.exit("common.py is no benchmark but what they share; run one of the others, such as benchmarks/decode.py")

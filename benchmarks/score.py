@@ -5,8 +5,8 @@
 Shape of one layer of Llama-3-8B: Hq 32, Hkv 8, D 128, hidden 4096, MLP 14336. The peer is what a user would write:
 matmul, mask, fp32 softmax, reduction (SnapKV: and avg_pool1d); it holds [Hq, W, T] floats (256 MiB at T = 32,768 with
 64 queries; H2O's peer goes head by head: [T, T] floats at a time), ours 10 MiB. ceiling: the FLOPs of the scores'
-products (2*Hq*W*T*D; causal half of it for H2O) at the GEMM rate measured in the same run, over our time; there are as many
-exponentials as logits besides. share: of the time that one prefill layer's FLOPs take at that rate (projections,
+products (2*Hq*W*T*D; causal half of it for H2O) at the GEMM rate measured in the same run, over our time; there are as
+many exponentials as logits besides. share: of the time that one prefill layer's FLOPs take at that rate (projections,
 MLP and causal attention).
 compress: the whole of CGE with RGL after a prompt of 8,192 tokens, 2,048 + 2,048 kept: score, select, take the keys
 and values that stay, rotate the compressed ones to their new positions, append to pages.

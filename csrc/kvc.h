@@ -98,8 +98,8 @@ typedef enum { KVC_POOL_AVG = 0, KVC_POOL_MAX = 1 } kvc_pool;
  * scratch: kvc_window_scores_scratch_bytes bytes, 64-byte aligned: the probabilities of ONE KV head, not of all
  * (on CUDA kvc_cuda_window_scores_scratch_bytes: row statistics only).
  * A NaN logit makes the scores of its KV head NaN. No query (W or Hq 0): scores 0.
- * Source: SnapKV section 4 (mean, average pooling, skip_last = W); CGE: intelllm.md section 4 (masks, sum); H2O (all
- * queries, sum, skip_last = 0); TOVA (W = 1, skip_last = 0); guided reading (maximum, maximum pooling).
+ * Source: SnapKV section 4 (mean, average pooling, skip_last = W); IntelLLM Algorithm 1 (masks, sum); H2O (all queries,
+ * sum, skip_last = 0); TOVA (W = 1, skip_last = 0); guided reading (maximum, maximum pooling) is ours.
  */
 typedef struct {
     float *scores;
@@ -318,11 +318,13 @@ typedef enum {
 /* Iterations n = ceil(prompt_length / chunk_size); 0 for an empty prompt, -1 if a size is out of range. */
 int64_t kvc_plan_iterations(int64_t prompt_length, int64_t chunk_size);
 
-/* The chunk and memory plan of IMDC, integers only; imdc.md section 4.
+/* The chunk and memory plan of IMDC, integers only.
  * chunks[i]: tokens read in iteration i (they sum to prompt_length); memory[i]: scheduled memory after iteration i;
  * stored[i] = min(memory[i], stored[i-1] + chunks[i]): what can really be held. Each int64_t [n].
  * chunk_size >= 1, memory_size >= 1, initial_memory 0..memory_size (-1: the default m_0).
  * FIXED so far, with constant chunks (the last takes what is left); any other schedule gives KVC_BAD_SCHEDULE.
+ * Source: IMDC ("Memorize Step by Step: Efficient Long-Context Prefilling with Incremental Memory and Decremental
+ * Chunk"), section 3.1; the paper has no rule of rounding, the integers are ours.
  */
 typedef struct {
     int64_t *chunks, *memory, *stored;

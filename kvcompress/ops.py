@@ -16,7 +16,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import _C  # type: ignore[attr-defined]  # noqa: F401  registers torch.ops.kvcompress
+try:
+    from . import _C  # type: ignore[attr-defined]  # noqa: F401  registers torch.ops.kvcompress
+except ImportError as error:
+    if error.name != __package__:  # the file is there but does not load: its own message says why
+        raise
+    raise ImportError(
+        f"kvcompress was imported from {os.path.dirname(__file__)}, where its extension (_C.abi3.so) is not built. If "
+        "this is a clone, run `pip install --no-build-isolation -e .` in it; if kvcompress is installed elsewhere, run "
+        "Python in another directory"
+    ) from None
 
 _ops = torch.ops.kvcompress
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -36,7 +45,13 @@ def _need(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
+def _need_tensor(name: str, x: Tensor) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+
+
 def _need_float(name: str, x: Tensor, ndim: int, shape: str) -> None:
+    _need_tensor(name, x)
     _need(x.dtype in _FLOATS, f"{name} must be float32, bfloat16 or float16, got {x.dtype}")
     _need(x.ndim == ndim, f"{name} must be {shape}, got shape {tuple(x.shape)}")
 
@@ -44,11 +59,13 @@ def _need_float(name: str, x: Tensor, ndim: int, shape: str) -> None:
 def _need_device(like: Tensor, **tensors: Tensor | None) -> None:
     for name, x in tensors.items():
         if x is not None:
+            _need_tensor(name, x)
             _need(x.device == like.device, f"{name} must be on {like.device}, got {x.device}")
 
 
 def _need_int32(name: str, x: Tensor | None, shape: tuple[int, ...]) -> None:
     if x is not None:
+        _need_tensor(name, x)
         _need(x.dtype == torch.int32, f"{name} must be int32, got {x.dtype}")
         _need(tuple(x.shape) == shape, f"{name} must have shape {shape}, got {tuple(x.shape)}")
 

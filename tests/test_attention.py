@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 import torch
 from helpers import DTYPES, assert_as_accurate
@@ -286,8 +287,14 @@ def test_bad_arguments_are_named(change, message):
 @pytest.mark.parametrize("length", [-1, 9])
 def test_lengths_out_of_range_are_refused(length):
     tensors = inputs(1, 4, 2, 4, 8, 8)[:3]
-    with pytest.raises(RuntimeError, match="length is out of range"):
+    with pytest.raises(RuntimeError, match=rf"^attention: lengths must be between 0 and 8 \(T\), got {length} at 0$"):
         ops.attention(*tensors, lengths=torch.tensor([length], dtype=torch.int32))
+
+
+@pytest.mark.parametrize("lengths", [[8], np.array([8], dtype=np.int32)])
+def test_lengths_that_are_no_tensor_are_named(lengths):
+    with pytest.raises(TypeError, match=f"lengths must be a torch.Tensor, got {type(lengths).__name__}"):
+        ops.attention(*inputs(1, 4, 2, 4, 8, 8)[:3], lengths=lengths)
 
 
 def test_head_dim_limit():

@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 import torch
 from helpers import DTYPES, assert_as_accurate, paged
@@ -166,16 +167,46 @@ def test_wrong_arguments_are_named(change, message):
         ops.decode(**arguments)
 
 
-@pytest.mark.parametrize(("end", "page"), [(9, 0), (-1, 0), (5, 6), (5, -1)])
-def test_rows_outside_the_pages_are_refused(end, page):
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [(name, np.asarray) for name in ("queries", "k_pages", "begin", "end", "block_table")]
+    + [(name, torch.Tensor.tolist) for name in ("queries", "k_pages", "begin")],
+)
+def test_what_is_no_tensor_is_named(name, kind):
+    arguments = {
+        "queries": torch.randn(1, 2, 1, 16),
+        "k_pages": torch.randn(2, 4, 16),
+        "v_pages": torch.randn(2, 4, 16),
+        "end": torch.tensor([2], dtype=torch.int32),
+        "begin": torch.tensor([1], dtype=torch.int32),
+        "block_table": torch.tensor([[1]], dtype=torch.int32),
+    }
+    arguments[name] = kind(arguments[name])
+    with pytest.raises(TypeError, match=f"{name} must be a torch.Tensor, got (list|ndarray)"):
+        ops.decode(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("end", "page", "begin", "message"),
+    [
+        (9, 0, 0, r"^decode: end must be between 0 and 8 \(slots in a row of block_table\), got 9 at 1$"),
+        (-1, 0, 0, "end must be between 0 and 8 .*, got -1 at 1"),
+        (5, 6, 0, r"block_table must name pages between 0 and 5, got 6 at \[1, 1\]"),
+        (5, -1, 0, r"block_table must name pages between 0 and 5, got -1 at \[1, 1\]"),
+        (5, 0, 6, r"begin must be between 0 and 5 \(end\), got 6 at 1"),
+        (5, 0, -1, r"begin must be between 0 and 5 \(end\), got -1 at 1"),
+    ],
+)
+def test_rows_outside_the_pages_are_refused(end, page, begin, message):
     table = torch.tensor([[0, 1], [2, page]], dtype=torch.int32)
-    with pytest.raises(RuntimeError, match="out of range"):
+    with pytest.raises(RuntimeError, match=message):
         ops.decode(
             torch.randn(1, 4, 1, 16),
             torch.randn(6, 4, 16),
             torch.randn(6, 4, 16),
             torch.tensor([5, end], dtype=torch.int32),
             block_table=table,
+            begin=torch.tensor([0, begin], dtype=torch.int32),
         )
 
 

@@ -8,7 +8,7 @@ import torch
 from helpers import random_ids, tiny_model
 
 import kvcompress
-from kvcompress import IterativeCache, StreamingCache, attach, prefill
+from kvcompress import IterativeCache, PoolSettings, StreamingCache, attach, prefill
 
 CACHES = {
     "iterative": lambda config: IterativeCache(config, memory_size=20, chunk_size=16, page_size=4),
@@ -146,6 +146,32 @@ def test_a_full_pool_names_its_setting_and_loses_nothing(model, grow):
     assert torch.equal(out, expected[:, :64])
     with pytest.raises(RuntimeError, match="max_pages = 9 is too few: 10 pages of 4 tokens are needed in one layer"):
         prefill(model, ids, IterativeCache(model.config, **options, max_pages=9))
+
+
+def test_forks_and_beams_share_one_limit_of_pages(model):
+    ids = random_ids(60)
+    # 20 tokens in 5 pages per row, 2 rows: 10 pages; each fork's tokens need 2 more per row
+    limit = 2 * (5 + 2 + 1)
+    cache = IterativeCache(model.config, memory_size=20, chunk_size=16, page_size=4, max_pages=limit)
+    prefill(model, ids, cache)
+    first = cache.fork()
+    answer(model, ids, first)
+    with pytest.raises(
+        RuntimeError, match=r"max_pages = 16 .* in one layer, those of all forks, beams and samples together"
+    ):
+        answer(model, ids, cache.fork())
+    with pytest.raises(RuntimeError, match="max_pages = 16"):
+        answer(model, ids, cache.fork(), num_beams=3)
+    del first
+    assert answer(model, ids, cache).shape == (1, 66)
+
+
+def test_pages_of_a_layer_are_those_of_its_rows(model):
+    settings = PoolSettings(page_size=4)
+    rows = 2 * model.config.num_key_value_heads
+    cache = IterativeCache(model.config, memory_size=21, chunk_size=16, page_size=4)
+    prefill(model, random_ids(60, batch=2), cache)
+    assert pages_in_use(cache) == [rows * settings.blocks(21)] * 3 == [rows * 6] * 3
 
 
 def test_a_pool_takes_what_the_prompt_needs_and_then_doubles(model):

@@ -134,16 +134,31 @@ def state() -> tuple[list[torch.Tensor], PageTable]:
     ("call", "message"),
     [
         (lambda a, t: ops.append_tokens_(a, [torch.ones(1, 2, 1, 2)], t), "the pool is full"),
-        (lambda a, t: ops.append_tokens_(a, [torch.ones(1, 2, 8, 2)], t), "out of range"),
+        (
+            lambda a, t: ops.append_tokens_(a, [torch.ones(1, 2, 8, 2)], t),
+            "room for 14 slots in row 0 .6 held and 8 new., got 3 pages of 4",
+        ),
         (
             lambda a, t: ops.append_tokens_(a, [torch.ones(1, 2, 1, 2)], t, counts=torch.tensor([2, 0]).int()),
-            "out of range",
+            r"counts must be between 0 and 1 \(S\), got 2 at 0",
         ),
-        (lambda a, t: ops.truncate_rows_(t, torch.tensor([7, 5]).int(), 4), "out of range"),
-        (lambda a, t: ops.truncate_rows_(t, torch.tensor([6, -1]).int(), 4), "out of range"),
+        (lambda a, t: ops.truncate_rows_(t, torch.tensor([7, 5]).int(), 4), "between 0 and 6 .lengths., got 7 at 0"),
+        (lambda a, t: ops.truncate_rows_(t, torch.tensor([6, -1]).int(), 4), "between 0 and 5 .lengths., got -1 at 1"),
         (lambda a, t: ops.compact_pages_(a, t, torch.tensor([[1], [1]]).int()), "the pool is full"),
-        (lambda a, t: ops.compact_pages_(a, t, torch.tensor([[0, 1], [1, 1]]).int()), "out of range"),
-        (lambda a, t: ops.compact_pages_(a, t, torch.tensor([[0], [5]]).int()), "out of range"),
+        (lambda a, t: ops.compact_pages_(a, t, torch.tensor([[0, 1], [1, 1]]).int()), r"rise .* got 1 at \[1, 1\]"),
+        (
+            lambda a, t: ops.compact_pages_(a, t, torch.ones(2, 1).int(), kept=torch.tensor([-1, 2]).int()),
+            r"kept must be at most 1 \(K\), got 2 at 1",
+        ),
+        (
+            lambda a, t: ops.truncate_rows_(t._replace(block_table=t.block_table - 3), torch.tensor([2, 5]).int(), 4),
+            r"block_table must name pages between 0 and 2, got -3 at \[0, 1\]",
+        ),
+        (
+            lambda a, t: ops.truncate_rows_(t._replace(lengths=t.lengths + 7), torch.tensor([0, 0]).int(), 4),
+            "lengths must be between 0 and 12 .slots in a row of block_table., got 13 at 0",
+        ),
+        (lambda a, t: ops.compact_pages_(a, t, torch.tensor([[0], [5]]).int()), r"0 and 4, got 5 at \[1, 0\]"),
     ],
 )
 def test_what_does_not_fit_is_refused_and_nothing_changes(call, message):

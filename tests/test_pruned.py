@@ -54,7 +54,7 @@ def run(model, cache, ids, calls):
     return out
 
 
-CALLS = [26] + [1] * 6 + [5] + [1] * 5 + [20, 1]
+CALLS = [26] + [1] * 6 + [7] + [1] * 5 + [20, 1]
 GAP = {"gap": 6, "headroom": 16}
 
 

@@ -53,6 +53,15 @@ def test_compaction_moves_the_chosen_to_the_front(simd, dtype, D):
     assert torch.equal(rows, expected)
 
 
+@pytest.mark.parametrize("length", [4, 21])
+def test_candidates_out_of_range_are_named(length):
+    lengths = torch.tensor([20, length], dtype=torch.int32)
+    with pytest.raises(
+        RuntimeError, match=rf"^select_topk: lengths must be between 5 and 20 \(T\), got {length} at 1$"
+    ):
+        ops.select_topk(torch.randn(2, 20), 5, lengths=lengths)
+
+
 def test_compaction_of_part_of_a_buffer_leaves_the_rest(simd):
     buffer = torch.randn(2, 3, 40, 8)
     before = buffer.clone()
@@ -63,12 +72,15 @@ def test_compaction_of_part_of_a_buffer_leaves_the_rest(simd):
     assert torch.equal(buffer[0], before[0])
 
 
-@pytest.mark.parametrize("bad", [[0, 0, 1], [2, 1, 3], [-1, 0, 1], [0, 1, 10]])
-def test_indices_that_do_not_rise_are_refused_and_nothing_moves(bad):
+@pytest.mark.parametrize(("bad", "place"), [([0, 0, 1], 1), ([2, 1, 3], 1), ([-1, 0, 1], 0), ([0, 1, 10], 2)])
+def test_indices_that_do_not_rise_are_refused_and_nothing_moves(bad, place):
     rows = torch.randn(2, 10, 4)
     before = rows.clone()
     indices = torch.tensor([[0, 1, 2], bad], dtype=torch.int32)
-    with pytest.raises(RuntimeError, match="out of range"):
+    message = (
+        rf"^compact_rows_: indices of a row must rise and lie between 0 and 9, got {bad[place]} at \[1, {place}\]$"
+    )
+    with pytest.raises(RuntimeError, match=message):
         ops.compact_rows_(rows, indices)
     assert torch.equal(rows, before)
 

@@ -12,7 +12,7 @@ from .. import ops, planner
 from ..budgets import Budget, Uniform
 from ..planner import Plan
 from ..pruners import Pruner
-from .base import CompressedLayer, Step
+from .base import CompressedLayer, Step, decoder_config
 from .paged import PagedLayer
 from .prompt import prompt_attention
 from .pruned import PrunedCache, PrunedLayer
@@ -252,7 +252,7 @@ class IterativeCache(PrunedCache):
             raise ValueError(f"memory_size must be a number of tokens, got {memory_size}")
         planner.plan(0, chunk_size=chunk_size, memory_size=tokens, schedule=schedule)  # refuses wrong sizes
         self.memory_size, self.schedule = tokens, schedule
-        self.kv_heads: int = config.get_text_config(decoder=True).num_key_value_heads
+        self.kv_heads: int = decoder_config(config).num_key_value_heads
         self.largest_context = 0
         super().__init__(
             config, pruner, memory_size, every=every, positions="contiguous" if every else "original",

@@ -51,7 +51,8 @@ class PoolSettings:
         if self.max_pages is not None and pages > self.max_pages:
             raise RuntimeError(
                 f"max_pages = {self.max_pages} is too few: {pages} pages of {self.page_size} tokens are needed in one "
-                f"layer; use max_pages of at least {pages}, or None with grow='double'"
+                "layer, those of all forks, beams and samples together; use max_pages of at least "
+                f"{pages}, or None with grow='double'"
             )
 
 

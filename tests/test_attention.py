@@ -180,6 +180,27 @@ def test_threads_change_no_bit(simd):
             assert torch.equal(x, y)
 
 
+def test_errors_do_not_add_up_over_many_keys_or_queries(simd):
+    tokens, D = 16384, 8
+    # one block of queries over many keys: equal weights, so that each of out and dq is one long sum of equal parts
+    queries = torch.zeros(1, 1, 16, D, requires_grad=True)
+    half = (torch.arange(tokens) % 2 == 0).float()[:, None].expand(1, 1, tokens, D)
+    out, _ = ops.attention(queries, 0.1 * half, half, causal=False, scale=1.0)
+    constant, _ = ops.attention(queries, half, torch.full_like(half, 0.1), causal=False)
+    torch.testing.assert_close(constant, torch.full_like(constant, 0.1), rtol=2e-6, atol=0)
+    (dq,) = torch.autograd.grad(out, queries, torch.ones_like(out))
+    torch.testing.assert_close(dq, torch.full_like(dq, 0.1 * D / 4), rtol=2e-6, atol=0)
+    # many queries that see key 0 and their own
+    queries = torch.full((1, 1, tokens, D), 0.1)
+    keys, values = torch.zeros(1, 1, tokens, D, requires_grad=True), torch.zeros(1, 1, tokens, D)
+    values[:, :, 0] = 1
+    values.requires_grad_()
+    out, _ = ops.attention(queries, keys, values, window=1, sinks=1, scale=1.0)
+    dk, dv = torch.autograd.grad(out, (keys, values), torch.full_like(out, 0.1))
+    torch.testing.assert_close(dk[0, 0, 0], torch.full((D,), 0.1 * 0.1 * D / 4 * (tokens - 1)), rtol=2e-6, atol=0)
+    torch.testing.assert_close(dv[0, 0, 0], torch.full((D,), 0.1 * (tokens + 1) / 2), rtol=2e-6, atol=0)
+
+
 def test_any_strides(simd):
     q, k, v, _ = inputs(2, 4, 2, 70, 80, 32)
     strided = [x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in (q, k, v)]

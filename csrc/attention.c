@@ -213,15 +213,24 @@ static float *share_at(const backward_job *job, int64_t row, int64_t share) {
     return (float *)job->args->scratch + (row * job->shares + share) * job->share_floats;
 }
 
-/* Rows of a block's queries as float32 [count, D]: the array itself where it can be read in place. */
+static float lse_of(const kvc_attention_args *args, const query_block *block, int64_t h, int64_t s) {
+    return args->lse[(block->b * args->Hq + h) * args->S + s];
+}
+
+/* Rows of a block's queries as float32 [count, D]: the array itself where it can be read in place. blind: some of the
+ * queries see nothing; their rows are zeros, whatever the array holds there. */
 static const float *block_rows_of(const kvc_attention_args *args, const query_block *block, const kvc_view *view,
-                                  float *rows, int64_t *stride) {
+                                  int blind, float *rows, int64_t *stride) {
     int64_t h, s;
     query_at(args, block, 0, &h, &s);
-    if (s + block->count <= args->S) return kvc_lanes_rows(view, block->b, h, s, block->count, args->D, rows, stride);
-    for (int64_t i = 0; i < block->count; i++) { /* queries of several heads */
+    if (!blind && s + block->count <= args->S) {
+        return kvc_lanes_rows(view, block->b, h, s, block->count, args->D, rows, stride);
+    }
+    for (int64_t i = 0; i < block->count; i++) {
         query_at(args, block, i, &h, &s);
-        kvc_simd_table()->load[view->dtype](rows + i * args->D, view_at(view, block->b, h, s, 0), args->D);
+        float *row = rows + i * args->D;
+        if (blind && lse_of(args, block, h, s) == -INFINITY) memset(row, 0, (size_t)args->D * sizeof(float));
+        else kvc_simd_table()->load[view->dtype](row, view_at(view, block->b, h, s, 0), args->D);
     }
     *stride = args->D;
     return rows;
@@ -238,22 +247,29 @@ static void backward_block(const backward_job *job, int64_t g, const query_block
     _Alignas(64) float k_copy[KVC_LANES_FLOATS], v_copy[KVC_LANES_FLOATS];
     _Alignas(64) float p[KVC_LANES_KEYS * KVC_TILE], ds[KVC_LANES_KEYS * KVC_TILE];
     const kvc_lanes_state state = {.simd = job->simd, .queries = count, .D = D, .q = q};
-    columns_of(forward, block, &forward->q, forward->scale, q);
-    columns_of(forward, block, &args->dout, 1.0f, dout);
-    int64_t q_stride, dout_stride;
-    const float *q_rows = block_rows_of(forward, block, &forward->q, q_copy, &q_stride);
-    const float *dout_rows = block_rows_of(forward, block, &args->dout, dout_copy, &dout_stride);
+    int blind = 0;
     for (int64_t i = 0; i < KVC_TILE; i++) {
         base[i] = INFINITY; /* an unused lane, and a query that saw nothing: weights 0 */
         delta[i] = 0.0f;
         if (i >= count) continue;
         int64_t h, s;
         query_at(forward, block, i, &h, &s);
-        const int64_t place = (b * forward->Hq + h) * forward->S + s;
+        if (lse_of(forward, block, h, s) == -INFINITY) blind = 1;
+        else base[i] = lse_of(forward, block, h, s);
+    }
+    int64_t q_stride, dout_stride;
+    const float *q_rows = block_rows_of(forward, block, &forward->q, blind, q_copy, &q_stride);
+    const float *dout_rows = block_rows_of(forward, block, &args->dout, blind, dout_copy, &dout_stride);
+    columns_of(forward, block, &forward->q, forward->scale, q);
+    job->simd->transpose(dout, dout_rows, dout_stride, count, D);
+    for (int64_t i = 0; i < count; i++) {
+        if (base[i] == INFINITY) continue;
+        int64_t h, s;
+        query_at(forward, block, i, &h, &s);
         float out[KVC_MAX_HEAD_DIM];
         job->simd->load[forward->out.dtype](out, view_at(&forward->out, b, h, s, 0), D);
-        if (forward->lse[place] != -INFINITY) base[i] = forward->lse[place];
-        double sum = args->dlse ? -(double)args->dlse[place] : 0.0; /* ds are differences from it */
+        double sum = 0.0; /* ds are differences from it */
+        if (args->dlse) sum -= (double)args->dlse[(b * forward->Hq + h) * forward->S + s];
         for (int64_t d = 0; d < D; d++) sum += (double)dout_rows[i * dout_stride + d] * (double)out[d];
         delta[i] = (float)sum;
     }

@@ -267,7 +267,8 @@ kvc_status kvc_merge_states(const kvc_merge_states_args *args, kvc_parallel_for 
  *     causal = 1, window > 0, complement 1: sinks <= t <= i - window: what the line above leaves out of the causal mask
  *     x = scale*<q[b,h,s], k[b,h/G,t]> + (key_bias && t != i ? key_bias[b,h/G,t] : 0)
  *     out[b,h,s] = sum_t softmax_t(x) v[b,h/G,t]          lse[b,h,s] = ln sum_t exp(x)
- * A query that sees no key, or only keys with bias -inf, gets out 0, lse -inf, and gradients 0.
+ * A query that sees no key, or only keys with bias -inf, gets out 0, lse -inf, and gradients 0; no other gradient
+ * depends on what q, dout and dlse hold there.
  * q, out [B, Hq, S, D]; k, v [B, Hkv, T, D]; all of one dtype, any strides; lse float32 [B, Hq, S] contiguous; key_bias
  * float32 [B, Hkv, T] contiguous or NULL, finite or -inf; lengths int32 [B], 0..T. S <= T. out aliases nothing.
  * A key or value that is not finite may reach queries that do not see it (0*inf) unless it lies at or past T_b.

@@ -436,8 +436,12 @@ def _merge_backward(ctx, dout: Tensor | None, dlse: Tensor | None):  # type: ign
         share = torch.zeros_like(lse) if dlse is None else dlse
         if dout is not None:
             share = share + (dout.float() * (part.float() - out.float())).sum(-1)
-        empty = torch.zeros_like(part) if dout is None else (weight[..., None] * dout).to(part.dtype)
-        grads += [empty, torch.where(weight == 0, 0.0, weight * share)]
+        # what has no weight has no gradient, whatever dout and dlse hold there: 0 * NaN would be NaN
+        none = weight == 0
+        of_out = torch.zeros_like(part)
+        if dout is not None:
+            of_out = torch.where(none[..., None], 0.0, weight[..., None] * dout).to(part.dtype)
+        grads += [of_out, torch.where(none, 0.0, weight * share)]
     return tuple(grads)
 
 
@@ -469,7 +473,7 @@ def attention(
     leaves out, sinks <= t <= i - window. key_bias: float32 [B, Hkv, T], finite or -inf, added to the logit of a key for
     every query but the key's own position (DMC's mask). scale: factor of the logits, None = 1/sqrt(D).
     Returns (out [B, Hq, S, D], lse float32 [B, Hq, S], natural logarithm). A query that sees no key gets out 0 and lse
-    -inf, and its gradients are 0. Gradients flow to queries, keys, values and key_bias, from out and from lse, so that
+    -inf, and its gradients are 0, whatever comes back for its out and lse. Gradients flow to queries, keys, values and key_bias, from out and from lse, so that
     merge_states of several branches differentiates exactly; the same bits for any number of threads.
     Raises ValueError for wrong shapes, dtypes, window, sinks or complement; RuntimeError for lengths out of range.
     """

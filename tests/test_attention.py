@@ -140,6 +140,39 @@ def test_a_query_that_sees_nothing_has_no_gradient(simd):
         assert not grad.any()
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("spoiled", ["dout", "dlse", "queries"])
+def test_what_a_query_that_sees_nothing_holds_reaches_no_gradient(simd, dtype, spoiled):
+    lengths = torch.tensor([4, 0, 90], dtype=torch.int32)  # 66, 70 and no queries of each head are padding
+    tensors = inputs(3, 4, 2, 70, 90, 16, dtype, bias=True)
+    grads = {"queries": tensors[0], "dout": torch.randn(3, 4, 70, 16).to(dtype), "dlse": torch.randn(3, 4, 70)}
+    blind = (torch.arange(70) < 70 - lengths[:, None])[:, None].expand(3, 4, 70)
+
+    def gradients(queries, dout, dlse):
+        out, lse = ops.attention(queries, *tensors[1:3], key_bias=tensors[3], lengths=lengths)
+        assert torch.equal(lse == float("-inf"), blind)
+        return torch.autograd.grad((out, lse), (queries, *tensors[1:]), (dout, dlse))
+
+    clean = gradients(**grads)
+    assert not clean[0][blind].any()
+    dirty = grads[spoiled].detach().clone()
+    dirty[blind] = float("nan")
+    for x, y in zip(gradients(**{**grads, spoiled: dirty.requires_grad_()}), clean, strict=True):
+        assert torch.equal(x, y)
+
+
+def test_branches_joined_by_hand_leave_padding_without_gradient(simd):
+    queries, keys, values, _ = inputs(2, 2, 1, 6, 6, 16)
+    lengths = torch.tensor([4, 6], dtype=torch.int32)
+    near = ops.attention(queries, keys, values, lengths=lengths, window=2)[1]
+    far = ops.attention(queries, keys, values, lengths=lengths, window=2, complement=True)[1]
+    joined = torch.logaddexp(near, far)  # the gradient of -inf and -inf is NaN
+    joined[joined.isfinite()].sum().backward()
+    for x in (queries, keys):
+        assert x.grad.isfinite().all() and x.grad.any()
+    assert not queries.grad[0, :, :2].any()
+
+
 def test_own_position_is_exempt_from_the_bias(simd):
     queries, keys, values, _ = inputs(1, 1, 1, 5, 5, 16)
     bias = torch.full((1, 1, 5), float("-inf"))

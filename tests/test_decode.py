@@ -6,6 +6,8 @@ from hypothesis import strategies as st
 
 from kvcompress import ops, reference
 
+INF = float("inf")
+
 
 def check(queries, k, v, end, **options):
     exact = reference.decode(queries.double(), k, v, end, **options)
@@ -202,3 +204,22 @@ def test_merge_states_gradients_as_the_reference(dtype):
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 6e-2, torch.float16: 6e-3}[dtype]
     for x, y in zip(ours, exact, strict=True):
         torch.testing.assert_close(x.double(), y, atol=tolerance, rtol=tolerance)
+
+
+def test_merged_sets_without_weight_have_no_gradient():
+    outs = [torch.randn(1, 1, 3, 4, requires_grad=True) for _ in range(2)]
+    lses = [torch.tensor([[[first, 0.5, second]]], requires_grad=True) for first, second in ((-INF, -INF), (-INF, 1.0))]
+    out, lse = ops.merge_states(*zip(outs, lses, strict=True))
+    spoiled, spoiled_lse = torch.ones_like(out), torch.ones_like(lse)
+    spoiled[:, :, 0] = spoiled_lse[:, :, 0] = float("nan")
+    grads = torch.autograd.grad((out, lse), outs + lses, (spoiled, spoiled_lse))
+    for grad in grads:
+        assert grad.isfinite().all()
+        assert not grad[:, :, 0].any()
+    assert not grads[0][:, :, 2].any() and not grads[2][:, :, 2].any()
+    assert (grads[1][:, :, 2] == 1).all() and (grads[3][:, :, 2] == 1).all()
+    # weight 0 also where the other set is larger beyond measure
+    lses = [torch.tensor([[[0.0]]], requires_grad=True), torch.tensor([[[300.0]]], requires_grad=True)]
+    out, lse = ops.merge_states((outs[0][:, :, :1], lses[0]), (outs[1][:, :, :1], lses[1]))
+    grad, other = torch.autograd.grad((out, lse), lses, (torch.ones_like(out), torch.full_like(lse, INF)))
+    assert grad.item() == 0 and other.item() == INF

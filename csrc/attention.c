@@ -155,8 +155,8 @@ static void forward_range(int64_t begin, int64_t end, void *context) {
 }
 
 static kvc_status check(const kvc_attention_args *args) {
-    if (args->B < 0 || args->Hq < 0 || args->Hkv < 0 || args->S < 0 || args->T < 0 || args->D < 0) return KVC_BAD_SIZE;
-    if (args->D > KVC_MAX_HEAD_DIM || args->S > args->T || args->T >= INT32_MAX) return KVC_BAD_SIZE;
+    if (args->B < 0 || args->Hq < 0 || args->Hkv < 0 || args->S < 0 || args->T < 0) return KVC_BAD_SIZE;
+    if (args->D < 1 || args->D > KVC_MAX_HEAD_DIM || args->S > args->T || args->T >= INT32_MAX) return KVC_BAD_SIZE;
     if (args->Hkv ? args->Hq % args->Hkv != 0 : args->Hq != 0) return KVC_BAD_SIZE;
     if (args->window < 0 || args->sinks < 0 || (args->window && !args->causal)) return KVC_BAD_SIZE;
     if (args->complement && !args->window) return KVC_BAD_SIZE;
@@ -165,8 +165,7 @@ static kvc_status check(const kvc_attention_args *args) {
         return KVC_BAD_DTYPE;
     }
     const int empty = !args->B || !args->Hq || !args->S;
-    if (!empty && !args->lse) return KVC_NULL_POINTER;
-    if (!empty && args->D && (!args->q.data || !args->k.data || !args->v.data || !args->out.data)) {
+    if (!empty && (!args->q.data || !args->k.data || !args->v.data || !args->out.data || !args->lse)) {
         return KVC_NULL_POINTER;
     }
     for (int64_t b = 0; args->lengths && b < args->B; b++) {
@@ -201,7 +200,7 @@ static backward_job backward_job_of(const kvc_attention_backward_args *args) {
 }
 
 int64_t kvc_attention_backward_scratch_bytes(const kvc_attention_backward_args *args) {
-    if (!args || args->forward.B <= 0 || args->forward.Hkv <= 0 || args->forward.S <= 0 || args->forward.D < 0 ||
+    if (!args || args->forward.B <= 0 || args->forward.Hkv <= 0 || args->forward.S <= 0 || args->forward.D <= 0 ||
         args->forward.Hq < args->forward.Hkv || args->forward.T < 0) {
         return 0;
     }
@@ -344,8 +343,8 @@ kvc_status kvc_attention_backward(const kvc_attention_backward_args *args, kvc_p
     }
     const int64_t keys = forward->B * forward->Hkv * forward->T;
     const int empty = !forward->B || !forward->Hq || !forward->S;
-    if (forward->D && keys && (!args->dk.data || !args->dv.data)) return KVC_NULL_POINTER;
-    if (forward->D && !empty && (!args->dq.data || !args->dout.data)) return KVC_NULL_POINTER;
+    if (keys && (!args->dk.data || !args->dv.data)) return KVC_NULL_POINTER;
+    if (!empty && (!args->dq.data || !args->dout.data)) return KVC_NULL_POINTER;
     backward_job job = {.args = args, .simd = kvc_simd_table()}; /* no shares: without queries every gradient is 0 */
     if (!empty) {
         if (!args->scratch) return KVC_NULL_POINTER;

@@ -344,7 +344,7 @@ def decode(
 ) -> tuple[Tensor, Tensor]:
     """Attention of a few queries over rows of any length kept in pages.
 
-    queries: [B, Hq, S, D], D <= 256. k_pages, v_pages: contiguous [pages, P, D], P a power of two. block_table: int32
+    queries: [B, Hq, S, D], D 1..256. k_pages, v_pages: contiguous [pages, P, D], P a power of two. block_table: int32
     [R, blocks], R = B*Hkv: key t of row r lies at [block_table[r, t // P], t % P]; None = row r is page r, whatever
     P. begin, end: int32 [R]: a query sees keys begin_r <= t < end_r; causal: the row's last S keys are the queries' own
     tokens, query s sees t < end_r - (S-1-s). scale: factor of the logits, None = 1/sqrt(D).
@@ -355,7 +355,7 @@ def decode(
     _need_float("k_pages", k_pages, 3, "[pages, P, D]")
     B, Hq, _, D = queries.shape
     _need(k_pages.shape[2] == D, f"k_pages must have head dim {D}, got {k_pages.shape[2]}")
-    _need(D <= MAX_HEAD_DIM, f"queries have head dim {D}, at most {MAX_HEAD_DIM} is supported")
+    _need(1 <= D <= MAX_HEAD_DIM, f"queries must have a head dim between 1 and {MAX_HEAD_DIM}, got {D}")
     _need(
         v_pages.shape == k_pages.shape and v_pages.dtype == k_pages.dtype,
         f"v_pages must be {k_pages.dtype} {tuple(k_pages.shape)}, got {v_pages.dtype} {tuple(v_pages.shape)}",
@@ -466,15 +466,16 @@ def attention(
 ) -> tuple[Tensor, Tensor]:
     """Attention of many queries, with the masks of the methods; memory linear in S and T, differentiable.
 
-    queries: [B, Hq, S, D], the last S tokens of the keys. keys, values: [B, Hkv, T, D], S <= T, D <= 256, the queries'
+    queries: [B, Hq, S, D], the last S tokens of the keys. keys, values: [B, Hkv, T, D], S <= T, D 1..256, the queries'
     dtype. lengths: int32 [B], keys that exist in each sequence, its last S being the queries' own tokens; None = all T.
     Query s stands at position i = lengths - S + s; where that is negative it is padding and sees nothing. It sees key
     t <= i (causal), all keys (causal=False); with window: t < sinks or t > i - window; with complement: what window
     leaves out, sinks <= t <= i - window. key_bias: float32 [B, Hkv, T], finite or -inf, added to the logit of a key for
     every query but the key's own position (DMC's mask). scale: factor of the logits, None = 1/sqrt(D).
     Returns (out [B, Hq, S, D], lse float32 [B, Hq, S], natural logarithm). A query that sees no key gets out 0 and lse
-    -inf, and its gradients are 0, whatever comes back for its out and lse. Gradients flow to queries, keys, values and key_bias, from out and from lse, so that
-    merge_states of several branches differentiates exactly; the same bits for any number of threads.
+    -inf, and its gradients are 0, whatever comes back for its out and lse. Gradients flow to queries, keys, values and
+    key_bias, from out and from lse, so that merge_states of several branches differentiates exactly; the same bits for
+    any number of threads.
     Raises ValueError for wrong shapes, dtypes, window, sinks or complement; RuntimeError for lengths out of range.
     """
     _need_float("queries", queries, 4, "[B, Hq, S, D]")
@@ -486,7 +487,7 @@ def attention(
     for name, x in (("keys", keys), ("values", values)):
         _need(x.dtype == queries.dtype, f"{name} must be {queries.dtype} as queries, got {x.dtype}")
     _need(Hkv > 0 and Hq % Hkv == 0, f"queries have {Hq} heads, which the keys' {Hkv} heads do not divide")
-    _need(D <= MAX_HEAD_DIM, f"queries have head dim {D}, at most {MAX_HEAD_DIM} is supported")
+    _need(1 <= D <= MAX_HEAD_DIM, f"queries must have a head dim between 1 and {MAX_HEAD_DIM}, got {D}")
     _need(S <= T, f"queries must be the last of the keys' tokens, got {S} queries and {T} keys")
     _need(window is None or window >= 1, f"window must be at least 1 or None, got {window}")
     _need(window is None or causal, "window needs causal=True")

@@ -344,7 +344,8 @@ def test_lengths_out_of_range_are_refused(length):
         ops.attention(*tensors, lengths=torch.tensor([length], dtype=torch.int32))
 
 
-def test_head_dim_limit():
-    x = torch.randn(1, 1, 2, 257)
-    with pytest.raises(ValueError, match="head dim 257, at most 256"):
-        ops.attention(x, x, x)
+@pytest.mark.parametrize("D", [0, 257])
+def test_head_dim_limits(D):
+    x = torch.randn(1, 1, 2, D)
+    with pytest.raises(ValueError, match=f"queries must have a head dim between 1 and 256, got {D}"):
+        ops.attention(x, x, x, scale=1.0)

@@ -168,6 +168,14 @@ def test_wrong_arguments_are_named(change, message):
         ops.decode(**arguments)
 
 
+@pytest.mark.parametrize("D", [0, 257])
+def test_head_dim_limits(D):
+    pages, end = torch.randn(1, 4, D), torch.tensor([4], dtype=torch.int32)
+    for heads in (1, 16):
+        with pytest.raises(ValueError, match=f"queries must have a head dim between 1 and 256, got {D}"):
+            ops.decode(torch.randn(1, heads, 1, D), pages, pages, end, scale=1.0)
+
+
 @pytest.mark.parametrize(("end", "page"), [(9, 0), (-1, 0), (5, 6), (5, -1)])
 def test_rows_outside_the_pages_are_refused(end, page):
     table = torch.tensor([[0, 1], [2, page]], dtype=torch.int32)

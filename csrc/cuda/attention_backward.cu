@@ -310,7 +310,7 @@ extern "C" cudaError_t kvc_cuda_attention_backward(const kvc_attention_backward_
     const kvc_attention_backward_args& a = *args;
     const kvc_attention_args& f = a.forward;
     if (!valid(a)) return cudaErrorInvalidValue;
-    if (f.B == 0 || f.Hkv == 0 || f.T == 0 || f.D == 0) return cudaSuccess;
+    if (f.B == 0 || f.Hkv == 0 || f.T == 0) return cudaSuccess;
     if (!f.k.data || !f.v.data || !a.dk.data || !a.dv.data) return cudaErrorInvalidValue;
     if (f.Hq > 0 && f.S > 0 &&
         (!f.q.data || !f.out.data || !f.lse || !a.dout.data || !a.dq.data || !a.scratch))

@@ -231,3 +231,22 @@ def test_merged_sets_without_weight_have_no_gradient():
     out, lse = ops.merge_states((outs[0][:, :, :1], lses[0]), (outs[1][:, :, :1], lses[1]))
     grad, other = torch.autograd.grad((out, lse), lses, (torch.ones_like(out), torch.full_like(lse, INF)))
     assert grad.item() == 0 and other.item() == INF
+
+
+@pytest.mark.parametrize("tracked", ["queries", "k_pages", "v_pages"])
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_gradient_is_refused_when_it_comes_back(tracked, which):
+    tensors = {"queries": torch.randn(1, 4, 1, 16), "k_pages": torch.randn(2, 9, 16), "v_pages": torch.randn(2, 9, 16)}
+    end = torch.tensor([9, 3], dtype=torch.int32)
+    plain = ops.decode(*tensors.values(), end)
+    tensors[tracked].requires_grad_()
+    state = ops.decode(*tensors.values(), end)
+    for x, y in zip(state, plain, strict=True):
+        assert torch.equal(x, y)
+    with torch.no_grad():
+        assert not ops.decode(*tensors.values(), end)[which].requires_grad
+    with pytest.raises(NotImplementedError, match=r"decode has no gradient.* use attention"):
+        state[which].sum().backward()
+    joined = ops.merge_states(state, plain)
+    with pytest.raises(NotImplementedError, match=r"decode has no gradient.* use attention"):
+        joined[which].sum().backward()

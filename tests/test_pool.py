@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvcompress.caches import PagePool, PoolSettings, keys_and_values
 
@@ -191,6 +192,45 @@ def test_a_pool_that_may_not_grow_says_which_setting_and_loses_nothing(grow):
     del before
     pool.compact(torch.tensor([[1], [1]], dtype=torch.int32))
     check((pool, [row[1:2] for row in rows]))
+
+
+class FailAt(TorchDispatchMode):
+    """The call of PyTorch with this number fails, as one without memory does."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.left = number
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.left -= 1
+        if self.left < 0:
+            raise RuntimeError("out of memory")
+        return func(*args, **kwargs or {})
+
+
+def test_a_pool_that_finds_no_memory_to_grow_stays_as_it_was():
+    x, y = numbered(2, 5), numbered(2, 40, 1000)
+    failed = 0
+    for number in range(1000):
+        pool = new_pool(2, 4)
+        append(pool, x)
+        fork, dropped = pool.fork(), pool.fork()
+        append(fork, y[:, :, :4])
+        del dropped
+        try:
+            with FailAt(number):
+                append(pool, y)
+            break
+        except RuntimeError as error:
+            assert str(error) == "out of memory"
+        failed += 1
+        shapes = {array.shape[0] for array in pool.store.arrays.values()}
+        assert shapes == {pool.store.pages} == {pool.store.free_pages.shape[0]}
+        forked = [torch.cat([x[0, r], y[0, r, :4]]) for r in range(2)]
+        check((pool, list(x[0])), (fork, forked))
+        append(pool, y)
+        check((pool, [torch.cat([x[0, r], y[0, r]]) for r in range(2)]), (fork, forked))
+    assert 20 < failed < 999
 
 
 def test_reserved_pages_are_found_without_asking_the_device(monkeypatch):

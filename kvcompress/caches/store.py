@@ -98,10 +98,18 @@ class PageStore:
         """Empties the rows."""
         ops.truncate_rows_(self.table(rows), torch.zeros_like(rows.lengths), self.settings.page_size)
 
+    def _release_dropped(self) -> None:
+        while self.dropped:
+            rows = self.dropped.pop()
+            try:
+                self.release(rows)
+            except BaseException:
+                self.dropped.append(rows)
+                raise
+
     def count_free(self) -> int:
         """Free pages, those of dropped pools included. Waits for the device."""
-        while self.dropped:
-            self.release(self.dropped.pop())
+        self._release_dropped()
         self.free_at_least, refused = self.free_count.tolist()
         self.stock += 1
         if refused:
@@ -123,16 +131,17 @@ class PageStore:
 
     @torch.inference_mode(False)
     def _add_pages(self, count: int) -> None:
-        old, free = self.pages, self.free_at_least
+        old, free, arrays = self.pages, self.free_at_least, {}
         for name, array in self.arrays.items():
-            bigger = array.new_empty(old + count, *array.shape[1:])
-            bigger[:old] = array
-            self.arrays[name] = bigger
+            arrays[name] = array.new_empty(old + count, *array.shape[1:])
+            arrays[name][:old] = array
         # pages are handed out from the end of the list: old ones first, then new ones from the lowest
         added = torch.arange(old + count - 1, old - 1, -1, dtype=torch.int32, device=self.refs.device)
-        self.free_pages = torch.cat([added, self.free_pages[:free], self.free_pages.new_zeros(old - free)])
-        self.refs = torch.cat([self.refs, self.refs.new_zeros(count)])
-        self.free_count = self.free_count + torch.tensor([count, 0], dtype=torch.int32).to(self.refs.device)
+        free_pages = torch.cat([added, self.free_pages[:free], self.free_pages.new_zeros(old - free)])
+        refs = torch.cat([self.refs, self.refs.new_zeros(count)])
+        free_count = self.free_count + torch.tensor([count, 0], dtype=torch.int32).to(self.refs.device)
+        # all of them or none: memory may have run out above
+        self.arrays, self.refs, self.free_pages, self.free_count = arrays, refs, free_pages, free_count
         self.free_at_least += count
 
     def page_nbytes(self) -> int:

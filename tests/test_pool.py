@@ -143,12 +143,12 @@ def test_a_fork_takes_pages_only_for_what_it_writes():
     assert [fork.pages_in_use() for fork in forks] == [3] * 5
 
 
-@pytest.mark.parametrize("how", ["deepcopy", "fork"])
+@pytest.mark.parametrize("how", ["copy", "deepcopy", "fork"])
 def test_pages_of_a_dropped_fork_are_used_again(how):
     pool, x = new_pool(1, 4), numbered(1, 8)
     append(pool, x)
     for i in range(20):
-        fork = copy.deepcopy(pool) if how == "deepcopy" else pool.fork()
+        fork = pool.fork() if how == "fork" else getattr(copy, how)(pool)
         append(fork, numbered(1, 8, 100 * i))
         del fork
     assert pool.store.pages == 4
@@ -266,6 +266,47 @@ def test_wrong_lengths_are_refused():
     with pytest.raises(ValueError, match="lengths must be between 0 and the 2 slots of row 1, got 3"):
         pool.truncate([1, 3, 1])
     check((pool, [x[0, 0], x[0, 1, 3:], x[0, 2]]))
+
+
+@pytest.mark.parametrize(
+    ("counts", "message"),
+    [
+        ([2, 3, 1], "counts must be between 0 and the S = 2 new tokens, got 3 for row 1"),
+        ([2, 2, -1], "counts must be between 0 and the S = 2 new tokens, got -1 for row 2"),
+        ([2, 2], "counts must hold one number for each of 3 rows, got 2"),
+    ],
+)
+def test_wrong_counts_are_refused(counts, message):
+    pool, x = new_pool(), numbered(3, 5)
+    append(pool, x)
+    with pytest.raises(ValueError, match=message):
+        append(pool, numbered(3, 2), counts)
+    assert pool.exact and pool.bounds == [5] * 3
+    check((pool, list(x[0])))
+
+
+@pytest.mark.parametrize("rows", [[0, -1], [0, 3], [-3, 1, 2]])
+def test_rows_that_are_not_there_are_refused(rows):
+    pool, x = new_pool(), numbered(3, 5)
+    append(pool, x)
+    with pytest.raises(ValueError, match=f"rows must be between 0 and 2, got {min(rows) if min(rows) < 0 else 3}"):
+        pool.select_rows(rows)
+    assert not pool._shares
+    check((pool, list(x[0])))
+
+
+@pytest.mark.parametrize("how", ["copy", "deepcopy"])
+def test_a_copy_and_its_end_leave_the_original_alone(how):
+    pool, x, y = new_pool(), numbered(3, 5), numbered(3, 2, 1000)
+    append(pool, x)
+    other = getattr(copy, how)(pool)
+    append(other, y)
+    check((pool, list(x[0])), (other, [torch.cat([x[0, r], y[0, r]]) for r in range(3)]))
+    del other
+    gc.collect()
+    check((pool, list(x[0])))
+    append(pool, y)
+    check((pool, [torch.cat([x[0, r], y[0, r]]) for r in range(3)]))
 
 
 def test_a_saved_pool_comes_back():

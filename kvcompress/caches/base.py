@@ -267,7 +267,7 @@ class CompressedCache(Cache):
         """An independent cache of the same state, for one of several questions over one prompt.
 
         Pages are shared until one of the two writes to them, and free again when no cache needs them; windows of
-        StreamingCache are copied. Raises RuntimeError while a prompt is being read or if the cache is incomplete.
+        StreamingCache are copied. copy.copy does the same. Raises RuntimeError while a prompt is being read or if the cache is incomplete.
         """
         self.check_complete()
         if self.step.iteration is not None:
@@ -275,6 +275,9 @@ class CompressedCache(Cache):
         # a rotary embedding is the model's, and its tables are the same for both
         shared = {id(x): x for x in (self.rotary, self._rotary_source) if x is not None}
         return copy.deepcopy(self, dict(shared))
+
+    def __copy__(self) -> Self:
+        return self.fork()  # what shares its layers would change with it
 
     def stored_lengths(self) -> list[list[list[int]]]:
         """Tokens held per layer, sequence and KV head: [L][B][Hkv]. get_seq_length() is the number of tokens seen."""

@@ -132,11 +132,16 @@ class PagePool:
 
         tokens: one [B, H, S, ...] for each name in slots, B*H = R. counts: 0..S; None = S; an int32 tensor [R] on the
         device is not read by the host, which then knows only that at most S were added.
-        Raises RuntimeError as reserve does; nothing is changed then.
+        Raises ValueError for counts out of range, RuntimeError as reserve does; nothing is changed then.
         """
         S, R = tokens[0].shape[2], len(self.bounds)
         known = not isinstance(counts, Tensor)
         most = [S] * R if counts is None or isinstance(counts, Tensor) else list(counts)
+        if len(most) != R:
+            raise ValueError(f"counts must hold one number for each of {R} rows, got {len(most)}")
+        if min(most, default=0) < 0 or max(most, default=0) > S:
+            row, count = next((row, count) for row, count in enumerate(most) if not 0 <= count <= S)
+            raise ValueError(f"counts must be between 0 and the S = {S} new tokens, got {count} for row {row}")
         needed = self.reserve(most)
         on_device = counts if isinstance(counts, Tensor) else None
         if known and min(most, default=S) < S:
@@ -196,7 +201,10 @@ class PagePool:
         self._last_shared = [self._shares] * len(self.bounds)
 
     def fork(self) -> PagePool:
-        """An independent pool of the same rows over the same pages, which are copied when one of the two writes."""
+        """An independent pool of the same rows over the same pages, which are copied when one of the two writes.
+
+        copy.copy and copy.deepcopy do the same.
+        """
         pool = object.__new__(type(self))
         pool._open(self.store, self._share(None), list(self.bounds))
         pool.exact, pool._stock = self.exact, -1
@@ -205,7 +213,13 @@ class PagePool:
         return pool
 
     def select_rows(self, rows: Sequence[int]) -> None:
-        """Makes row i what rows[i] was. Rows that are named twice share their pages; those not named give theirs up."""
+        """Makes row i what rows[i] was. Rows that are named twice share their pages; those not named give theirs up.
+
+        Raises ValueError for a number that is not one of a row, 0..R-1.
+        """
+        for row in rows:
+            if not 0 <= row < len(self.bounds):
+                raise ValueError(f"rows must be between 0 and {len(self.bounds) - 1}, got {row}")
         if list(rows) == list(range(len(self.bounds))):
             return
         index = torch.tensor(rows, dtype=torch.long).to(self.lengths.device)
@@ -217,6 +231,9 @@ class PagePool:
         self._stock = -1
         self._last_shared = [self._last_shared[row] or times[row] > 1 for row in rows]
         self._shares = self._shares or max(times.values(), default=0) > 1
+
+    def __copy__(self) -> PagePool:
+        return self.fork()  # a second object over the same table would give its pages up twice
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PagePool:
         return self.fork()

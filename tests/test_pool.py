@@ -155,6 +155,26 @@ def test_pages_of_a_dropped_fork_are_used_again(how):
     check((pool, [x[0, 0]]))
 
 
+@pytest.mark.parametrize("together", [False, True])
+def test_forks_that_never_append_leave_nothing(monkeypatch, together):
+    pool, x = new_pool(2, 4), numbered(2, 9)
+    append(pool, x)
+    kept = pool.fork()
+    monkeypatch.setattr(type(pool.store), "count_free", lambda self: pytest.fail("asked the device"))
+    forks = []
+    for _ in range(3000):
+        forks.append(pool.fork())
+        if not together:
+            forks.clear()
+        assert len(pool.store.dropped) <= 32
+    forks.clear()
+    pool.fork()
+    assert len(pool.store.dropped) <= 32
+    assert int(pool.store.refs.max()) <= 2 + 32
+    monkeypatch.undo()
+    check((pool, list(x[0])), (kept, list(x[0])))
+
+
 def test_the_last_of_the_forks_writes_in_place():
     pool = new_pool(1, 4)
     append(pool, numbered(1, 6))

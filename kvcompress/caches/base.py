@@ -267,7 +267,8 @@ class CompressedCache(Cache):
         """An independent cache of the same state, for one of several questions over one prompt.
 
         Pages are shared until one of the two writes to them, and free again when no cache needs them; windows of
-        StreamingCache are copied. copy.copy does the same. Raises RuntimeError while a prompt is being read or if the cache is incomplete.
+        StreamingCache are copied. copy.copy does the same.
+        Raises RuntimeError while a prompt is being read or if the cache is incomplete.
         """
         self.check_complete()
         if self.step.iteration is not None:

@@ -111,6 +111,7 @@ class PagePool:
         device only where what the host knows does not suffice.
         """
         store, settings = self.store, self.store.settings
+        store.tidy()
         if not self.exact and self._stock != store.stock:
             self._refresh()
         needed = self._most_pages(counts)
@@ -255,6 +256,7 @@ class PagePool:
     @torch.inference_mode(False)
     def _share(self, index: Tensor | None) -> Rows:
         """Further lines that name the pages of the given rows (None: all)."""
+        self.store.tidy()
         table, named = self._named()
         lengths = self.lengths.clone()
         if index is not None:

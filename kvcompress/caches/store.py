@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .. import ops
 
+MANY_TABLES = 32  # of dropped pools, after which their pages are given up though none runs short
 Slots = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
 
@@ -82,7 +83,7 @@ class PageStore:
         self.free_count = torch.zeros(2, dtype=torch.int32, device=device)
         self.free_at_least = 0
         self.stock = 0  # how often the free pages were counted: bounds from before that no longer add up
-        self.dropped: list[Rows] = []  # of pools that are gone; their pages are given up when pages run short
+        self.dropped: list[Rows] = []  # of pools that are gone; their pages are given up by and by
         if settings.grow == "error":
             assert settings.max_pages is not None
             self._add_pages(settings.max_pages)
@@ -97,6 +98,11 @@ class PageStore:
     def release(self, rows: Rows) -> None:
         """Empties the rows."""
         ops.truncate_rows_(self.table(rows), torch.zeros_like(rows.lengths), self.settings.page_size)
+
+    def tidy(self) -> None:
+        """Gives up the pages of dropped pools where many tables have piled up. Waits for nothing."""
+        if len(self.dropped) >= MANY_TABLES:
+            self._release_dropped()  # more pages are then free than free_at_least says
 
     def _release_dropped(self) -> None:
         while self.dropped:

@@ -97,6 +97,33 @@ def test_a_copy_and_its_end_leave_the_original_alone(model, new_cache, how):
     assert torch.equal(answer(model, ids, cache), answer(model, ids, prefill(model, ids, new_cache(model.config))))
 
 
+def test_trim_gives_back_what_dropped_forks_have_left(model):
+    ids, question = random_ids(60), torch.cat([random_ids(60), random_ids(3)], 1)
+    cache = prefill(model, ids, CACHES["iterative"](model.config))
+    forks = [cache.fork() for _ in range(4)]
+    expected = answer(model, question, forks[0])
+    for fork in (*forks[1:], cache):
+        assert torch.equal(answer(model, question, fork), expected)
+    kept = forks[1]
+    del forks, fork
+    assert cache.reserved_nbytes() > 1.9 * cache.nbytes()
+    cache.trim()
+    assert pages_in_use(cache) == [store.pages for store in stores(cache)] == [2 * (5 + 2 * 3)] * 3
+    for one in (cache, kept):  # both go on where they were
+        longer = model.generate(expected, past_key_values=one.fork(), max_new_tokens=5, do_sample=False)
+        assert torch.equal(longer[:, :69], expected)
+    other = model.generate(expected, past_key_values=kept, max_new_tokens=5, do_sample=False)
+    assert torch.equal(other, longer)
+    del kept, one
+    cache.trim()
+    assert cache.nbytes() <= cache.reserved_nbytes() < 1.05 * cache.nbytes()
+    again = model.generate(expected, past_key_values=cache, max_new_tokens=5, do_sample=False)
+    assert torch.equal(again, longer)
+    streaming = prefill(model, ids, CACHES["streaming"](model.config))
+    streaming.trim()
+    assert streaming.reserved_nbytes() == streaming.nbytes()
+
+
 def test_a_fork_outlives_its_origin(model):
     ids = random_ids(60)
     cache = prefill(model, ids, CACHES["iterative"](model.config))

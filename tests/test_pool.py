@@ -29,6 +29,31 @@ def append(pool: PagePool, x: torch.Tensor, counts=None) -> None:
     pool.append((x, -x, x[..., 0].to(torch.int32)), counts)
 
 
+class NoMemoryAt(TorchDispatchMode):
+    """PyTorch's operation of this number finds no memory."""
+
+    class Error(RuntimeError): ...
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.left = number
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.left -= 1
+        if self.left < 0:
+            raise self.Error
+        return func(*args, **kwargs or {})
+
+
+def finds_no_memory(number: int, call) -> bool:
+    try:
+        with NoMemoryAt(number):
+            call()
+    except NoMemoryAt.Error:
+        return True
+    return False
+
+
 def check(*pairs: tuple[PagePool, list[torch.Tensor]]) -> None:
     """Each pool holds exactly its rows; no page of their common store is lost or has two owners that do not know it."""
     store = pairs[0][0].store
@@ -66,7 +91,9 @@ def test_pools_and_forks_hold_what_lists_would(data, page_size, grow):
         which = data.draw(st.integers(0, len(pools) - 1))
         pool, rows = pools[which]
         R = len(rows)
-        action = data.draw(st.sampled_from(["append", "append", "truncate", "fork", "select", "compact", "drop"]))
+        action = data.draw(
+            st.sampled_from(["append", "append", "truncate", "fork", "select", "compact", "trim", "drop"])
+        )
         if action == "append":
             width = data.draw(st.integers(1, 9))
             counts = data.draw(st.one_of(st.none(), st.lists(st.integers(0, width), min_size=R, max_size=R)))
@@ -82,6 +109,9 @@ def test_pools_and_forks_hold_what_lists_would(data, page_size, grow):
             rows = [row[:length] for row, length in zip(rows, lengths, strict=True)]
         elif action == "fork":
             pools.append((pool.fork(), list(rows)))
+        elif action == "trim":
+            pool.trim()
+            assert grow == "error" or pool.store.pages == int((pool.store.refs > 0).sum())
         elif action == "select":
             chosen = data.draw(st.lists(st.integers(0, R - 1), min_size=1, max_size=5))
             pool.select_rows(chosen)
@@ -214,20 +244,6 @@ def test_a_pool_that_may_not_grow_says_which_setting_and_loses_nothing(grow):
     check((pool, [row[1:2] for row in rows]))
 
 
-class FailAt(TorchDispatchMode):
-    """The call of PyTorch with this number fails, as one without memory does."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__()
-        self.left = number
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.left -= 1
-        if self.left < 0:
-            raise RuntimeError("out of memory")
-        return func(*args, **kwargs or {})
-
-
 def test_a_pool_that_finds_no_memory_to_grow_stays_as_it_was():
     x, y = numbered(2, 5), numbered(2, 40, 1000)
     failed = 0
@@ -237,12 +253,8 @@ def test_a_pool_that_finds_no_memory_to_grow_stays_as_it_was():
         fork, dropped = pool.fork(), pool.fork()
         append(fork, y[:, :, :4])
         del dropped
-        try:
-            with FailAt(number):
-                append(pool, y)
+        if not finds_no_memory(number, lambda pool=pool: append(pool, y)):
             break
-        except RuntimeError as error:
-            assert str(error) == "out of memory"
         failed += 1
         shapes = {array.shape[0] for array in pool.store.arrays.values()}
         assert shapes == {pool.store.pages} == {pool.store.free_pages.shape[0]}
@@ -276,6 +288,89 @@ def test_nbytes_is_what_is_used_and_reserved_nbytes_what_is_held():
     pool.drop_last(1)
     assert pool.nbytes() == 1 * page + tables
     assert pool.reserved_nbytes() == 3 * (page + 8) + 2 * 4 + tables
+
+
+def test_trim_gives_back_what_dropped_forks_have_left():
+    pool, x = new_pool(2, 4), numbered(2, 9)
+    append(pool, x)
+    forks = [pool.fork() for _ in range(4)]
+    for i, fork in enumerate(forks):  # the pool's own later pages lie behind those of the forks
+        append(fork, numbered(2, 30, 1000 * i))
+    y = numbered(2, 20, 9000)
+    append(pool, y)
+    rows = [torch.cat([x[0, r], y[0, r]]) for r in range(2)]
+    forked = [torch.cat([x[0, r], numbered(2, 30, 2000)[0, r]]) for r in range(2)]
+    other = forks[2]
+    del forks, fork
+    gathered = pool.gather(30)
+    pool.trim()
+    # 8 pages a row, and 10 of the fork of which it shares the 2 full ones
+    assert pool.store.pages == 2 * (8 + 8) and pool.store.free_at_least == 0
+    for before, after in zip(gathered, pool.gather(30), strict=True):
+        assert torch.equal(before, after)
+    check((pool, rows), (other, forked))
+    del other
+    pool.trim()
+    bookkeeping = 2 * 4 * pool.store.pages + 2 * 4  # counts and the free list
+    assert pool.reserved_nbytes() == pool.nbytes() + bookkeeping
+    append(pool, x)
+    check((pool, [torch.cat([rows[r], x[0, r]]) for r in range(2)]))
+
+
+def test_trim_of_pools_of_which_the_device_alone_knows_the_lengths():
+    pool, x = new_pool(2, 4), numbered(2, 9)
+    counts = torch.tensor([9, 1], dtype=torch.int32)
+    append(pool, x, counts)
+    fork = pool.fork()
+    append(fork, x, counts)
+    pool.trim()
+    assert not pool.exact and not fork.exact
+    append(fork, x, counts)
+    append(pool, x, counts)
+    last = x[0, 1, 8:]
+    check(
+        (pool, [torch.cat([x[0, 0]] * 2), torch.cat([last] * 2)]),
+        (fork, [torch.cat([x[0, 0]] * 3), torch.cat([last] * 3)]),
+    )
+
+
+def test_trim_of_nothing_and_of_a_pool_that_must_not_ask_again():
+    empty = new_pool()
+    empty.trim()
+    assert empty.store.pages == 0
+    append(empty, numbered(3, 5))
+    empty.truncate([0, 0, 0])
+    empty.trim()
+    assert empty.store.pages == 0
+    append(empty, numbered(3, 5))
+    check((empty, list(numbered(3, 5)[0])))
+    fixed = new_pool(max_pages=9, grow="error")
+    append(fixed, numbered(3, 5))
+    fixed.trim()
+    assert fixed.store.pages == 9
+    again = pickle.loads(pickle.dumps(empty))
+    again.truncate([5, 0, 5])
+    again.trim()
+    assert again.store.pages == 4
+    check((again, [numbered(3, 5)[0, 0], torch.empty(0, D), numbered(3, 5)[0, 2]]))
+
+
+def test_a_trim_that_finds_no_memory_changes_nothing():
+    x, y = numbered(2, 9), numbered(2, 7, 1000)
+    failed = 0
+    for number in range(1000):
+        pool = new_pool(2, 4)
+        append(pool, x)
+        fork, dropped = pool.fork(), pool.fork()
+        append(dropped, y)
+        append(fork, y)
+        del dropped
+        if not finds_no_memory(number, pool.trim):
+            break
+        failed += 1
+        check((pool, list(x[0])), (fork, [torch.cat([x[0, r], y[0, r]]) for r in range(2)]))
+    assert 20 < failed < 999
+    check((pool, list(x[0])), (fork, [torch.cat([x[0, r], y[0, r]]) for r in range(2)]))
 
 
 def test_wrong_lengths_are_refused():

@@ -66,6 +66,9 @@ class CompressedLayer(CacheLayerMixin):
         """Bytes of all tensors held for them, room to grow included."""
         return self.nbytes()
 
+    def trim(self) -> None:
+        """Gives back room to grow."""
+
     @abstractmethod
     def stored_lengths(self) -> list[list[int]]:
         """Tokens held per sequence and KV head: [B][Hkv]."""
@@ -261,6 +264,17 @@ class CompressedCache(Cache):
     def reserved_nbytes(self) -> int:
         """Bytes of all tensors that the cache keeps alive: free pages and those of its forks included."""
         return sum(layer.reserved_nbytes() for layer in self.layers)
+
+    def trim(self) -> None:
+        """Gives free pages back, those that dropped forks have left included: reserved_nbytes falls to about nbytes.
+
+        Forks share pages and go on as before; pages of forks that live are not free. The next token takes new pages:
+        trim a cache that will rest. With grow="error" pages are kept. Waits for the device, and needs memory for a copy
+        of one layer's pages in use; RuntimeError if there is none: each layer is then trimmed or as it was. On a GPU
+        the memory goes back to PyTorch's allocator: torch.cuda.empty_cache() gives it to others.
+        """
+        for layer in self.layers:
+            layer.trim()
 
     @torch.inference_mode(False)
     def fork(self) -> Self:

@@ -75,6 +75,10 @@ class PagedLayer(CompressedLayer):
     def reserved_nbytes(self) -> int:
         return self.pool.reserved_nbytes() if self.pool is not None else 0
 
+    def trim(self) -> None:
+        if self.pool is not None:
+            self.pool.trim()
+
     def stored_lengths(self) -> list[list[int]]:
         batch = len(self.rope_lengths)
         if self.pool is None:

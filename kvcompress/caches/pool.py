@@ -36,9 +36,10 @@ class PagePool:
         self._stock = store.stock
         self._last_shared = [False] * len(bounds)  # whether a row's last page may be named by others too
         self._shares = False  # whether any page may
-        self._give_up_at_end()
+        self._register()
 
-    def _give_up_at_end(self) -> None:
+    def _register(self) -> None:
+        self.store.tables.add(self._rows)
         weakref.finalize(self, self.store.dropped.append, self._rows).atexit = False
 
     # ---- what there is ----
@@ -74,8 +75,7 @@ class PagePool:
         """Pages that these rows name, each once. Waits for the device."""
         if self.store.pages == 0:
             return 0
-        table, named = self._named()
-        return int(torch.unique(table[named]).numel())
+        return int(torch.unique(self.block_table[self._named()]).numel())
 
     def nbytes(self) -> int:
         """Bytes of the pages that these rows name, each once, and of their table. Pages shared with a fork count in
@@ -201,6 +201,16 @@ class PagePool:
             self.bounds = [count if count >= 0 else held for count, held in zip(wanted, self.bounds, strict=True)]
         self._last_shared = [self._shares] * len(self.bounds)
 
+    def trim(self) -> None:
+        """Gives free pages back, those of dropped forks included; pools over the same pages go on as before.
+
+        reserved_nbytes then counts the pages in use alone. The next append takes new pages as a pool does that has run
+        out: trim when a pool will rest, not between tokens. A pool with grow="error" keeps its pages. Waits for the
+        device, and needs memory for a copy of the pages in use; RuntimeError, and nothing changed, if there is none.
+        On a GPU the memory goes back to PyTorch's allocator: torch.cuda.empty_cache() gives it to others.
+        """
+        self.store.trim()
+
     def fork(self) -> PagePool:
         """An independent pool of the same rows over the same pages, which are copied when one of the two writes.
 
@@ -241,24 +251,21 @@ class PagePool:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._give_up_at_end()
+        self._register()
 
     # ---- within ----
 
     def _table(self) -> ops.PageTable:
         return self.store.table(self._rows)
 
-    def _named(self) -> tuple[Tensor, Tensor]:
-        """block_table, and a mask of its entries that name a page."""
-        starts = torch.arange(self.block_table.shape[1], device=self.lengths.device) * self.page_size
-        return self.block_table, starts < self.lengths[:, None]
+    def _named(self) -> Tensor:
+        return self.store.named(self._rows)
 
     @torch.inference_mode(False)
     def _share(self, index: Tensor | None) -> Rows:
         """Further lines that name the pages of the given rows (None: all)."""
         self.store.tidy()
-        table, named = self._named()
-        lengths = self.lengths.clone()
+        table, named, lengths = self.block_table, self._named(), self.lengths.clone()
         if index is not None:
             table, named, lengths = table[index], named[index], lengths[index]
         if self.store.pages:
@@ -280,7 +287,7 @@ class PagePool:
         self._stock = self.store.stock
         if not self._shares:
             return
-        table, named = self._named()
+        table, named = self.block_table, self._named()
         shared = named & (self.store.refs[torch.where(named, table, 0)] > 1)
         last = named.sum(1, keepdim=True).clamp_(min=1) - 1
         flags = torch.stack([shared.gather(1, last)[:, 0], shared.any(1)]).tolist() if table.shape[1] else [[], []]
@@ -296,7 +303,7 @@ class PagePool:
 
     def _count_copies(self, indices: Tensor, kept: Tensor | None) -> int:
         """Shared pages that a compaction would write. Waits for the device."""
-        K, (table, named) = indices.shape[1], self._named()
+        K, table, named = indices.shape[1], self.block_table, self._named()
         if K == 0 or not self._shares:
             return 0
         starts = torch.arange(table.shape[1], device=table.device) * self.page_size

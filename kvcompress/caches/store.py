@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,7 +58,7 @@ class PoolSettings:
             )
 
 
-@dataclass
+@dataclass(eq=False)
 class Rows:
     """The lines of one pool's table. An object of its own: it outlives the pool until its pages are given up."""
 
@@ -83,14 +85,27 @@ class PageStore:
         self.free_count = torch.zeros(2, dtype=torch.int32, device=device)
         self.free_at_least = 0
         self.stock = 0  # how often the free pages were counted: bounds from before that no longer add up
+        self.tables = weakref.WeakSet[Rows]()  # of every pool over these pages
         self.dropped: list[Rows] = []  # of pools that are gone; their pages are given up by and by
         if settings.grow == "error":
             assert settings.max_pages is not None
             self._add_pages(settings.max_pages)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "tables"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.tables = weakref.WeakSet(self.dropped)  # the pools add theirs when they come back
+
     @property
     def pages(self) -> int:
         return self.refs.shape[0]
+
+    def named(self, rows: Rows) -> Tensor:
+        """Which entries of a table name a page: bool [R, blocks]."""
+        starts = torch.arange(rows.block_table.shape[1], device=rows.lengths.device) * self.settings.page_size
+        return starts < rows.lengths[:, None]
 
     def table(self, rows: Rows) -> ops.PageTable:
         return ops.PageTable(rows.block_table, rows.lengths, self.refs, self.free_pages, self.free_count)
@@ -149,6 +164,30 @@ class PageStore:
         # all of them or none: memory may have run out above
         self.arrays, self.refs, self.free_pages, self.free_count = arrays, refs, free_pages, free_count
         self.free_at_least += count
+
+    @torch.inference_mode(False)
+    def trim(self) -> None:
+        """Gives back the memory of free pages: those in use move together, and every table over them follows.
+
+        A store with grow="error" keeps its pages: it has them so as never to ask for memory again. Waits for the
+        device. While it copies, the pages in use exist twice; without memory for that nothing is changed.
+        """
+        if self.count_free() == 0 or self.settings.grow == "error":
+            return
+        kept = self.refs.nonzero().flatten()
+        place = torch.zeros_like(self.refs)
+        place[kept] = torch.arange(len(kept), dtype=torch.int32, device=place.device)
+        arrays = {name: array[kept] for name, array in self.arrays.items()}
+        moved = []
+        for rows in list(self.tables):
+            named = self.named(rows)
+            pages = place[torch.where(named, rows.block_table, 0)]
+            moved.append((rows, torch.where(named, pages, 0)))
+        refs, free_pages, free_count = self.refs[kept], place.new_zeros(len(kept)), torch.zeros_like(self.free_count)
+        for rows, lines in moved:
+            rows.block_table = lines
+        self.arrays, self.refs, self.free_pages, self.free_count = arrays, refs, free_pages, free_count
+        self.free_at_least = 0
 
     def page_nbytes(self) -> int:
         """Bytes of one page, all arrays together."""

@@ -233,3 +233,22 @@ def test_wrong_arguments_are_named(call, message):
     arrays, table = state()
     with pytest.raises(ValueError, match=message):
         call(arrays, table)
+
+
+def test_a_gradient_of_pages_is_refused_when_it_comes_back():
+    table = ops.PageTable(*shared_table(1, rows=2, page_size=4, longest=9, spare=8, shortest=5))
+    pages = torch.zeros(table.refs.shape[0], 4, 3)
+    tokens, positions = torch.randn(1, 2, 2, 3, requires_grad=True), torch.ones(1, 2, 2, dtype=torch.int32)
+    arrays = pages.clone(), pages[..., 0].to(torch.int32)
+    ops.append_tokens_(arrays, (tokens, positions), table)
+    last = rows_of(arrays[0], table)[1][-1]
+    assert torch.equal(last, tokens[0, 1, 1])
+    with pytest.raises(NotImplementedError, match="append_tokens_ has no gradient"):
+        last.sum().backward()
+    compacted = (1 * pages.requires_grad_(),)
+    indices = torch.tensor([[0, 1], [2, 3]], dtype=torch.int32)
+    with pytest.raises(ValueError, match="arrays must not be a leaf that requires grad"):
+        ops.compact_pages_((pages,), table, indices)
+    ops.compact_pages_(compacted, table, indices)
+    with pytest.raises(NotImplementedError, match="compact_pages_ has no gradient"):
+        compacted[0].sum().backward()

@@ -103,3 +103,20 @@ def test_opcheck():
 def test_wrong_arguments_are_named(arguments, message):
     with pytest.raises(ValueError, match=message):
         ops.select_topk(*arguments)
+
+
+def test_a_gradient_of_compacted_rows_is_refused_when_it_comes_back():
+    leaf, indices = torch.randn(2, 5, 3, requires_grad=True), torch.tensor([[0, 3], [1, 2]], dtype=torch.int32)
+    with pytest.raises(ValueError, match="rows must not be a leaf that requires grad"):
+        ops.compact_rows_(leaf, indices)
+    rows = 1 * leaf
+    ops.compact_rows_(rows, indices)
+    assert torch.equal(rows[1, :2], leaf[1, 1:3])
+    part = 1 * leaf
+    ops.compact_rows_(part[:1], indices[:1])
+    for x in (rows, part):
+        with pytest.raises(NotImplementedError, match=r"compact_rows_ has no gradient; use torch.gather"):
+            x.sum().backward()
+    with torch.no_grad():
+        ops.compact_rows_(leaf, indices)
+    assert leaf.is_leaf and torch.equal(leaf, rows)

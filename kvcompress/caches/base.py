@@ -81,6 +81,9 @@ class CompressedLayer(CacheLayerMixin):
         """Bytes of all tensors held for them, room to grow included."""
         return self.nbytes()
 
+    def trim(self) -> None:
+        """Gives back room to grow."""
+
     @abstractmethod
     def stored_lengths(self) -> list[list[int]]:
         """Tokens held per sequence and KV head: [B][Hkv]."""
@@ -310,12 +313,24 @@ class CompressedCache(Cache):
         """Bytes of all tensors that the cache keeps alive: free pages and those of its forks included."""
         return sum(layer.reserved_nbytes() for layer in self.layers)
 
+    def trim(self) -> None:
+        """Gives free pages back, those that dropped forks have left included: reserved_nbytes falls to about nbytes.
+
+        Forks share pages and go on as before; pages of forks that live are not free. The next token takes new pages:
+        trim a cache that will rest. With grow="error" pages are kept. Waits for the device, and needs memory for a copy
+        of one layer's pages in use; RuntimeError if there is none: each layer is then trimmed or as it was. On a GPU
+        the memory goes back to PyTorch's allocator: torch.cuda.empty_cache() gives it to others.
+        """
+        for layer in self.layers:
+            layer.trim()
+
     @torch.inference_mode(False)
     def fork(self) -> Self:
         """An independent cache of the same state, for one of several questions over one prompt.
 
         Pages are shared until one of the two writes to them, and free again when no cache needs them; windows of
-        StreamingCache are copied. Raises RuntimeError while a prompt is being read or if the cache is incomplete.
+        StreamingCache are copied. copy.copy does the same.
+        Raises RuntimeError while a prompt is being read or if the cache is incomplete.
         """
         self.check_complete()
         if self.step.iteration is not None:
@@ -323,6 +338,9 @@ class CompressedCache(Cache):
         # a rotary embedding is the model's, and its tables are the same for both
         shared = {id(x): x for x in (self.rotary, self._rotary_source) if x is not None}
         return copy.deepcopy(self, dict(shared))
+
+    def __copy__(self) -> Self:
+        return self.fork()  # what shares its layers would change with it
 
     def stored_lengths(self) -> list[list[list[int]]]:
         """Tokens held per layer, sequence and KV head: [L][B][Hkv]. get_seq_length() is the number of tokens seen."""

@@ -342,8 +342,17 @@ def test_trim_of_nothing_and_of_a_pool_that_must_not_ask_again():
     empty.truncate([0, 0, 0])
     empty.trim()
     assert empty.store.pages == 0
-    append(empty, numbered(3, 5))
-    check((empty, list(numbered(3, 5)[0])))
+    fork = empty.fork()
+    for one in (empty, fork):
+        append(one, numbered(3, 5))
+    for one in (empty, fork):
+        one.truncate(torch.zeros(3, dtype=torch.int32))
+    empty.trim()
+    assert empty.store.pages == 0
+    for one in (empty, fork):
+        append(one, numbered(3, 5))
+    check((empty, list(numbered(3, 5)[0])), (fork, list(numbered(3, 5)[0])))
+    del fork, one
     fixed = new_pool(max_pages=9, grow="error")
     append(fixed, numbered(3, 5))
     fixed.trim()

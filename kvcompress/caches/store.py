@@ -182,8 +182,9 @@ class PageStore:
         moved = []
         for rows in list(self.tables):
             named = self.named(rows)
-            pages = place[torch.where(named, rows.block_table, 0)]
-            moved.append((rows, torch.where(named, pages, 0)))
+            width = int(named.any(0).sum())  # no entry is left that might name a page that is gone
+            table, named = rows.block_table[:, :width], named[:, :width]
+            moved.append((rows, torch.where(named, place[torch.where(named, table, 0)], 0)))
         refs, free_pages, free_count = self.refs[kept], place.new_zeros(len(kept)), torch.zeros_like(self.free_count)
         for rows, lines in moved:
             rows.block_table = lines

@@ -13,6 +13,7 @@ from kvcompress import IterativeCache, QuestCache, StreamingCache, attach, prefi
 CACHES = {
     "iterative": lambda config: IterativeCache(config, memory_size=20, chunk_size=16, page_size=4),
     "streaming": lambda config: StreamingCache(config, window_size=20, chunk_size=16),
+    "lm-infinite": lambda config: StreamingCache(config, window_size=20, chunk_size=16, sink_distance="window"),
     "quest": lambda config: QuestCache(config, token_budget=12, page_size=4, chunk_size=16),
 }
 caches = pytest.mark.parametrize("new_cache", CACHES.values(), ids=CACHES)

@@ -122,6 +122,23 @@ def test_each_prompt_of_a_padded_batch_gives_what_it_gives_alone(family, sink_di
         assert together[b, ids.shape[1] :].tolist() == alone[0, prompt.shape[1] :].tolist()
 
 
+@both_distances
+def test_sequences_can_be_chosen_and_repeated(sink_distance):
+    model, ids = attached(), random_ids(60, batch=2)
+
+    def read(rows):
+        cache = StreamingCache(model.config, window_size=10, sink_distance=sink_distance)
+        return prefill(model, ids[rows], cache)
+
+    cache = read([0, 1])
+    cache.batch_select_indices(torch.tensor([1, 0, 1]))
+    with torch.no_grad():
+        logits = model(ids[[1, 0, 1], 59:], past_key_values=cache).logits[:, 0]
+        for b, of in enumerate((1, 0, 1)):
+            alone = model(ids[[of], 59:], past_key_values=read([of])).logits[0, 0]
+            torch.testing.assert_close(logits[b], alone, atol=1e-4, rtol=1e-4)
+
+
 def test_memory_does_not_grow_with_the_text():
     model = attached()
     cache = StreamingCache(model.config, window_size=10, num_sink_tokens=2)

@@ -8,11 +8,13 @@ import torch
 from helpers import random_ids, tiny_model
 
 import kvcompress
-from kvcompress import IterativeCache, PoolSettings, StreamingCache, attach, prefill
+from kvcompress import IterativeCache, PoolSettings, QuestCache, StreamingCache, attach, prefill
 
 CACHES = {
     "iterative": lambda config: IterativeCache(config, memory_size=20, chunk_size=16, page_size=4),
     "streaming": lambda config: StreamingCache(config, window_size=20, chunk_size=16),
+    "lm-infinite": lambda config: StreamingCache(config, window_size=20, chunk_size=16, sink_distance="window"),
+    "quest": lambda config: QuestCache(config, token_budget=12, page_size=4, chunk_size=16),
 }
 caches = pytest.mark.parametrize("new_cache", CACHES.values(), ids=CACHES)
 

@@ -5,11 +5,12 @@ import torch
 from helpers import random_ids, tiny_model
 
 import kvcompress
-from kvcompress import IterativeCache, StreamingCache, attach, prefill
+from kvcompress import IterativeCache, QuestCache, StreamingCache, attach, prefill
 
 CACHES = {
     "iterative": lambda config: IterativeCache(config, memory_size=128, chunk_size=16),
     "streaming": lambda config: StreamingCache(config, window_size=128, chunk_size=16),
+    "quest": lambda config: QuestCache(config, token_budget=128, chunk_size=16),
 }
 caches = pytest.mark.parametrize("new_cache", CACHES.values(), ids=CACHES)
 MODES = {

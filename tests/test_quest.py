@@ -305,6 +305,20 @@ def test_nbytes_counts_the_ranges_of_layers_that_are_not_dense():
     assert one.reserved_nbytes() - dense.reserved_nbytes() >= one.nbytes() - dense.nbytes()
 
 
+def test_trim_gives_back_the_room_of_ranges_too():
+    model, ids = attached(), random_ids(200)
+    caches = [prefill(model, ids, QuestCache(model.config, **SMALL)) for _ in range(2)]
+    for cache in caches:
+        cache.crop(-150)
+    caches[1].trim()
+    assert caches[1].reserved_nbytes() < caches[0].reserved_nbytes() / 3
+    assert [layer.ranges.shape[1] for layer in caches[1].layers[1:]] == [13, 13]  # 49 tokens in pages of 4
+    a, b = (run(model, cache, ids[:, 49:], [1, 1, 1, 1, 30, 1]) for cache in caches)
+    for x, y in zip(a, b, strict=True):
+        torch.testing.assert_close(x, y)
+    ranges_are_those_of_the_keys(caches[1])
+
+
 def test_nothing_not_a_number_hides():
     model, ids = attached(), random_ids(60)
     cache = prefill(model, ids, QuestCache(model.config, **SMALL))

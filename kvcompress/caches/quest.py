@@ -157,6 +157,14 @@ class QuestLayer(PagedLayer):
             used = blocks * self.ranges.shape[2] * self.ranges.element_size()
         return super().nbytes() + used
 
+    @torch.inference_mode(False)
+    def trim(self) -> None:
+        super().trim()
+        if self.pool is not None and self.ranges is not None:
+            blocks = self.cache.pool_settings.blocks(max(self.pool.counts, default=0))
+            if blocks < self.ranges.shape[1]:
+                self.ranges = self.ranges[:, :blocks].clone()
+
     def reserved_nbytes(self) -> int:
         return super().reserved_nbytes() + (0 if self.ranges is None else self.ranges.nbytes)
 

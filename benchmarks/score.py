@@ -108,8 +108,8 @@ def compression(T: int):  # type: ignore[no-untyped-def]
     def work():  # type: ignore[no-untyped-def]
         layer = cache.layers[0]
         layer.open_pool(HKV, D, keys, [T])
-        layer.next, layer.near, layer.whole = [T], [T], [True]
-        layer._settle(keys[0], values[0], [T] * HKV, queries, [T], 0, D**-0.5, rotated=queries)
+        layer.next, layer.near, layer.scaling = [T], [T], D**-0.5
+        layer._settle(keys[0], values[0], [T] * HKV, queries, [T], 0, rotated=queries)
         return layer.pool
 
     return work

@@ -50,7 +50,7 @@ class Budget(ABC):
     """How many tokens each row keeps. Subclasses are frozen dataclasses.
 
     A size is tokens per row (int, 1024), the share of a sequence's tokens to remove (float, 0.75 keeps a quarter), or
-    bytes of keys, values and tables of the whole cache (str, "512MiB"). The share is taken as it is written, not as its
+    bytes of the pages and tables of the whole cache (str, "512MiB"). The share is taken as it is written, not as its
     binary neighbour: of T tokens, T - floor(share*T) are kept, at least 1 (0.9 of 10 keeps 1).
     """
 

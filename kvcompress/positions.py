@@ -154,11 +154,12 @@ class RemoteGap:
         headroom = max(self.headroom, growth)
         if self.reading == "constant":
             assert isinstance(self.gap, int)
-            if self.gap < near:
-                raise ValueError(f"gap must be at least near = {near} tokens with reading='constant', got {self.gap}")
+            if self.gap < near + headroom:
+                raise ValueError(
+                    f"gap must be at least near {near} + headroom {headroom} tokens with reading='constant', "
+                    f"got {self.gap}"
+                )
             most, wanted, others = trained_length - 1, self.gap, 1
-            if near + headroom > trained_length:
-                most = -1
         else:
             ids = min(compressed, 1) if self.shared else compressed
             others = ids + near + headroom

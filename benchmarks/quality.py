@@ -199,7 +199,8 @@ def run_method(model: PreTrainedModel, method: Method, tasks: list[Task]) -> dic
 
 def row_of(method: Method, model_name: str, results: dict[str, Result], dense: dict[str, Result],
            tasks: list[Task], seconds: float) -> dict[str, Any]:  # fmt: skip
-    """One row of the file; a measure that does not apply is missing or null."""
+    """One row of the file; a measure that does not apply is missing or null. Samples, one per prompt, are of the same
+    prompts in every row, so that two rows can be compared by their differences."""
     kept = 1.0 if method.removed is None else 1 - method.removed
     row: dict[str, Any] = {
         "name": f"quality/{model_name}/{method.name}/keep{kept:g}",
@@ -214,7 +215,7 @@ def row_of(method: Method, model_name: str, results: dict[str, Result], dense: d
         if (result := results.get(task.name)) is None:
             continue
         field = MEASURES[task.name]
-        row |= {field: result.mean, f"{field}_se": result.standard_error, f"{field}_prompts": len(result.samples)}
+        row |= {field: result.mean, f"{field}_se": result.standard_error, f"{field}_samples": result.samples}
         if task.questions:
             row |= {f"{field}_questions": result.asked, f"{field}_by_depth": result.by_depth}
         else:
@@ -223,16 +224,16 @@ def row_of(method: Method, model_name: str, results: dict[str, Result], dense: d
     first = next(task.name for task in tasks if task.name in results)
     held = results[first].nbytes, dense[first].nbytes
     row |= {"nbytes": held[0], "dense_nbytes": held[1], "nbytes_share": held[0] / held[1], "seconds": seconds}
-    return _without_nan(row)
+    return _tidy(row)
 
 
-def _without_nan(x: Any) -> Any:
-    """JSON has no nan."""
+def _tidy(x: Any) -> Any:
+    """Without nan, which JSON lacks, and with six decimals."""
     if isinstance(x, dict):
-        return {name: _without_nan(value) for name, value in x.items()}
+        return {name: _tidy(value) for name, value in x.items()}
     if isinstance(x, list):
-        return [_without_nan(value) for value in x]
-    return None if isinstance(x, float) and math.isnan(x) else x
+        return [_tidy(value) for value in x]
+    return (None if math.isnan(x) else round(x, 6)) if isinstance(x, float) else x
 
 
 def run(
@@ -293,11 +294,12 @@ def show(rows: list[dict[str, Any]]) -> None:
         )
         for row in rows
     ]
+    texts = [f"{len(rows[0]['bits_per_byte_samples'])} texts"] if "bits_per_byte_samples" in rows[0] else []
     counts = [f"{rows[0][field]} {name}" for name, field in (
-        ("texts", "bits_per_byte_prompts"), ("facts", "fact_recall_questions"),
+        ("facts", "fact_recall_questions"),
         ("later facts", "later_recall_questions"), ("pairs", "pair_recall_questions")) if field in rows[0]]  # fmt: skip
     columns = ("method", "kept", "bits", "+bits", "facts", "later", "pairs", "bytes")
-    print_table(", ".join(counts), columns, lines, left=("method",))
+    print_table(", ".join(texts + counts), columns, lines, left=("method",))
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
@@ -330,6 +332,8 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
             axis.axhline(rows[0][field], color="black", linewidth=0.8, linestyle=":", label="dense")
         axis.set_title(title, fontsize=10)
         axis.set_xscale("log", base=2)
+        shares = sorted({row["share_kept"] for row in shown})
+        axis.set_xticks(shares, [f"1/{round(1 / share)}" for share in shares])
         axis.grid(alpha=0.3)
     for axis in axes[1]:
         axis.set_xlabel("share of the prompt kept")

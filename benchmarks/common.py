@@ -46,8 +46,16 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     return parser
 
 
+def parse_arguments(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """The arguments, once the directory of --json is known to be there."""
+    choice = parser.parse_args()
+    if choice.json is not None and not choice.json.parent.is_dir():
+        parser.error(f"argument --json: the directory {choice.json.parent} does not exist")
+    return choice
+
+
 def options(description: str | None) -> argparse.Namespace:
-    return parser(description).parse_args()
+    return parse_arguments(parser(description))
 
 
 def alternate(repeats: int, *works: Callable[[], object]) -> list[float]:
@@ -137,3 +145,7 @@ def report(rows: list[Row], path: Path | None, **ceilings: float) -> None:
     if path is not None:
         per_second = {f"{name}_per_second": value for name, value in ceilings.items()}
         write_json(path, [asdict(row) for row in rows], **per_second)
+
+
+if __name__ == "__main__":
+    sys.exit("common.py is no benchmark but what they share; run one of the others, such as benchmarks/decode.py")

@@ -3,8 +3,8 @@
     python benchmarks/decode.py [--quick] [--json FILE]
 
 Shape of one layer of Llama-3-8B: Hq 32, Hkv 8, D 128, one query token. Bytes that must be read: 2*Hkv*T*D elements per
-sequence; the ceiling is the read bandwidth: summing as many bytes as the cache has, in turns with the rows that it is for
-(it is what varies most). Buffers rotate through at least 1 GiB, so that no cache answers twice.
+sequence; the ceiling is the read bandwidth: summing as many bytes as the cache has, in turns with the rows that it is
+for (it is what varies most). Buffers rotate through at least 1 GiB, so that no cache answers twice.
 paged: pages of 64 tokens in the order in which the pool hands them out for a prompt. shuffled: the same pages in random
 order, as after long decoding of many rows. ragged4: rows of mean length T/4, some whole, some T/16, as a learned method
 gives them; its peer is SDPA over the dense cache.

@@ -166,3 +166,7 @@ def run_checks(device: str, few: bool = False) -> Iterator[tuple[str, Exception 
                 yield name, error
             else:
                 yield name, None
+
+
+if __name__ == "__main__":
+    sys.exit("gpu_ops.py holds the checks of a GPU's ops; run benchmarks/gpu_check.py, which calls them")

@@ -37,7 +37,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import parser, print_table, write_json
+from common import parse_arguments, parser, print_table, write_json
 from quality_tasks import (
     Result,
     Task,
@@ -352,7 +352,7 @@ def options() -> argparse.Namespace:
     )
     parse.add_argument("--length", type=int, default=FULL.length, help="tokens of a prompt")
     parse.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    choice = parse.parse_args()
+    choice = parse_arguments(parse)
     if choice.figure is not None and importlib.util.find_spec("matplotlib") is None:
         parse.error("--figure needs matplotlib: pip install 'kvcompress[eval]'")
     return choice

@@ -1,61 +1,169 @@
-"""Window scores (SnapKV) against the plain PyTorch formula; selection and compaction as a share of scoring.
+"""Every pruner's scoring against the plain PyTorch formula, and as a share of one prefill layer.
 
     python benchmarks/score.py [--quick] [--json FILE]
 
-Shape of one layer of Llama-3-8B: Hq 32, Hkv 8, D 128, W 64. Work: 2*Hq*W*T*D FLOP and as many exponentials as logits
-(Hq*W*T); the ceiling is the GEMM rate measured in the same run. The peer is what a user would write: matmul, mask, fp32
-softmax, mean, avg_pool1d; it holds [Hq, W, T] floats (256 MiB at T = 32,768), ours one KV head's (32 MiB).
+Shape of one layer of Llama-3-8B: Hq 32, Hkv 8, D 128, hidden 4096, MLP 14336. The peer is what a user would write:
+matmul, mask, fp32 softmax, reduction (SnapKV: and avg_pool1d); it holds [Hq, W, T] floats (256 MiB at T = 32,768 with
+64 queries; H2O's peer goes head by head: [T, T] floats at a time), ours 10 MiB. ceiling: the FLOPs of the scores'
+products (2*Hq*W*T*D; causal half of it for H2O) at the GEMM rate measured in the same run, over our time; there are as
+many exponentials as logits besides. share: of the time that one prefill layer's FLOPs take at that rate (projections,
+MLP and causal attention).
+compress: the whole of CGE with RGL after a prompt of 8,192 tokens, 2,048 + 2,048 kept: score, select, take the keys
+and values that stay, rotate the compressed ones to their new positions, append to pages.
 """
 
 from __future__ import annotations
 
 import torch
 from common import Row, alternate, gemm_rate, options, report
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from kvcompress import ops
+from kvcompress import PrunedCache, RemoteGap, ops, pruners
+from kvcompress.positions import RotaryTables
 
-HQ, HKV, D, W, KEPT = 32, 8, 128, 64, 2048
+HQ, HKV, D, HIDDEN, MLP, KEPT = 32, 8, 128, 4096, 14336, 2048
+G = HQ // HKV
 
 
-def plain(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    T = keys.shape[2]
-    grouped = queries.reshape(1, HKV, HQ // HKV * W, D)
-    logits = (grouped @ keys.transpose(2, 3) * D**-0.5).view(1, HKV, HQ // HKV, W, T)
+def layer_flop(T: int) -> float:
+    weights = 2 * HIDDEN * (HQ + HKV) * D + 3 * HIDDEN * MLP
+    return 2.0 * T * weights + 2.0 * HQ * D * T * T
+
+
+def plain(queries: torch.Tensor, keys: torch.Tensor, *, first: int = 0, last: int = 0) -> torch.Tensor:
+    """Sums over the queries and the heads of a KV head; columns `first` at the start and `last` at the end masked."""
+    W, T = queries.shape[2], keys.shape[2]
+    grouped = queries.reshape(1, HKV, G * W, D)
+    logits = (grouped @ keys.transpose(2, 3) * D**-0.5).view(1, HKV, G, W, T)
     hidden = torch.ones(W, T, dtype=torch.bool).triu(T - W + 1)
-    attention = logits.masked_fill(hidden, float("-inf")).softmax(-1, dtype=torch.float32)
-    votes = attention[..., : T - W].mean(dim=(2, 3))
+    hidden[:, :first] = True
+    hidden[:, T - last :] = True
+    return logits.masked_fill(hidden, float("-inf")).softmax(-1, dtype=torch.float32).sum(dim=(2, 3))
+
+
+def plain_snapkv(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    W = queries.shape[2]
+    votes = plain(queries, keys)[..., :-W] / (G * W)
     return torch.nn.functional.avg_pool1d(votes, 5, 1, 2)
+
+
+def plain_h2o(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    T = keys.shape[2]
+    hidden = torch.ones(T, T, dtype=torch.bool).triu(1)
+    out = torch.zeros(1, HKV, T)
+    for h in range(HQ):
+        logits = (queries[0, h] @ keys[0, h // G].T * D**-0.5).masked_fill(hidden, float("-inf"))
+        out[0, h // G] += logits.softmax(-1, dtype=torch.float32).sum(0)
+    return out
+
+
+def works(dtype: torch.dtype, T: int, W: int):  # type: ignore[no-untyped-def]
+    """name -> (ours, peer, queries of the score); none of them but H2O looks at more than W queries."""
+    queries, keys = torch.randn(1, HQ, W, D).to(dtype), torch.randn(1, HKV, T, D).to(dtype)
+    near = min(2048, T // 4)
+
+    def score(**settings):  # type: ignore[no-untyped-def]
+        return ops.window_scores(queries, keys, reduce="sum", kernel_size=1, **settings)
+
+    return {
+        "SnapKV": (lambda: ops.window_scores(queries, keys), lambda: plain_snapkv(queries, keys), W),
+        "CenterOfGravity/global": (
+            lambda: score(skip_last=near, mask_last=near), lambda: plain(queries, keys, last=near)[..., :-near], W,
+        ),
+        "CenterOfGravity/local": (
+            lambda: score(skip_last=near, mask_first=4), lambda: plain(queries, keys, first=4)[..., :-near], W,
+        ),
+        "TOVA": (
+            lambda: ops.window_scores(queries[:, :, -1:], keys, reduce="sum", kernel_size=1, skip_last=0),
+            lambda: plain(queries[:, :, -1:], keys), 1,
+        ),
+    }  # fmt: skip
+
+
+def by_pruner(T: int) -> dict[str, object]:
+    """Pruners without a score of attention, called as a cache calls them."""
+    rotary = RotaryTables(LlamaRotaryEmbedding(llama()))
+    queries, keys, values = (torch.randn(1, heads, T, D) for heads in (HQ, HKV, HKV))
+    offer = pruners.Candidates(
+        queries, keys, T, T, 0, D**-0.5, values=values, unrotated=queries, position=T, rotary=rotary
+    )
+    every = (pruners.KeyNorm(), pruners.Random(), pruners.StreamingLLM(), pruners.ExpectedAttention())
+    return {type(pruner).__name__: (lambda pruner=pruner: pruner.scores(offer, KEPT)) for pruner in every}
+
+
+def llama() -> LlamaConfig:
+    return LlamaConfig(
+        hidden_size=HIDDEN, intermediate_size=MLP, num_hidden_layers=1, num_attention_heads=HQ, num_key_value_heads=HKV,
+        head_dim=D, max_position_embeddings=8192,
+    )  # fmt: skip
+
+
+def compression(T: int):  # type: ignore[no-untyped-def]
+    """What PrunedCache does with one layer after its attention over a prompt."""
+    cache = PrunedCache(llama(), pruners.CenterOfGravity(), positions=RemoteGap())
+    cache.rotary = RotaryTables(LlamaRotaryEmbedding(llama()))
+    queries, keys, values = (torch.randn(1, heads, T, D) for heads in (HQ, HKV, HKV))
+
+    def work():  # type: ignore[no-untyped-def]
+        layer = cache.layers[0]
+        layer.open_pool(HKV, D, keys, [T])
+        layer.next, layer.near, layer.scaling = [T], [T], D**-0.5
+        layer._settle(keys[0], values[0], [T] * HKV, queries, [T], 0, rotated=queries)
+        return layer.pool
+
+    return work
 
 
 def main() -> None:
     choice = options(__doc__)
-    rate = gemm_rate()
+    rate, W = gemm_rate(), 64
+    few, many = (3, 3) if choice.quick else (9, 25)
     rows = []
-    for dtype in (torch.float32, torch.bfloat16):
-        for T in (32768,) if choice.quick else (4096, 8192, 32768):
-            queries, keys = torch.randn(1, HQ, W, D).to(dtype), torch.randn(1, HKV, T, D).to(dtype)
-            torch.testing.assert_close(
-                ops.window_scores(queries, keys), plain(queries, keys).float(), atol=1e-3, rtol=0.1
-            )
-            ours, peer = alternate(
-                3 if choice.quick else 9, lambda q=queries, k=keys: ops.window_scores(q, k),
-                lambda q=queries, k=keys: plain(q, k),
-            )  # fmt: skip
-            name = f"score/{str(dtype).removeprefix('torch.')}/T{T}/Hq{HQ}/Hkv{HKV}/D{D}/W{W}"
-            share = 2 * HQ * W * T * D / ours / rate
-            rows.append(Row(name, ours, peer, "matmul, mask, softmax, mean, avg_pool1d", share, keys.nbytes))
+    for dtype in (torch.float32,) if choice.quick else (torch.float32, torch.bfloat16):
+        for T in (32768,) if choice.quick else (8192, 32768):
+            name = f"{str(dtype).removeprefix('torch.')}/T{T}/Hq{HQ}/Hkv{HKV}/D{D}"
+            for pruner, (ours, peer, count) in works(dtype, T, W).items():
+                torch.testing.assert_close(ours(), peer().float(), atol=1e-2, rtol=0.1)
+                seconds, plainly = alternate(few, ours, peer)
+                flop = 2 * HQ * count * T * D
+                note = f"{seconds * rate / layer_flop(T):.3%} of a prefill layer"
+                rows.append(
+                    Row(f"score/{pruner}/{name}/W{count}", seconds, plainly, "plain PyTorch", flop / seconds / rate,
+                        HKV * T * D * dtype.itemsize, note)
+                )  # fmt: skip
+            scores = torch.rand(HKV, T)
+            buffers = [torch.randn(HKV, T, D).to(dtype) for _ in range(2)]
 
-            scores = ops.window_scores(queries, keys)[0]
-            buffers = [keys[0].clone() for _ in range(2)]
-
-            def choose(scores=scores, buffers=buffers):
+            def choose(scores=scores, buffers=buffers):  # type: ignore[no-untyped-def]
                 indices = ops.select_topk(scores, KEPT)
                 for buffer in buffers:
                     ops.compact_rows_(buffer, indices)
 
-            chosen = alternate(5 if choice.quick else 15, choose)[0]
-            note = f"{chosen / ours:.1%} of scoring; K and V"
-            rows.append(Row(name.replace("score", "select+compact", 1) + f"/k{KEPT}", chosen, note=note))
+            (seconds,) = alternate(many, choose)
+            note = f"{seconds * rate / layer_flop(T):.3%} of a prefill layer; K and V"
+            rows.append(Row(f"select+compact/{name}/k{KEPT}", seconds, note=note))
+    T = 32768
+    for pruner, work in by_pruner(T).items():
+        (seconds,) = alternate(few, work)
+        note = f"{seconds * rate / layer_flop(T):.3%} of a prefill layer"
+        rows.append(Row(f"score/{pruner}/float32/T{T}/Hq{HQ}/Hkv{HKV}/D{D}", seconds, note=note))
+    T = 2048 if choice.quick else 8192
+    queries, keys = torch.randn(1, HQ, T, D), torch.randn(1, HKV, T, D)
+    ours, peer = alternate(
+        1 if choice.quick else 3,
+        lambda: ops.window_scores(queries, keys, reduce="sum", kernel_size=1, skip_last=0),
+        lambda: plain_h2o(queries, keys),
+    )
+    note = f"{ours * rate / layer_flop(T):.1%} of a prefill layer; all queries"
+    rows.append(
+        Row(f"score/H2O/float32/T{T}/Hq{HQ}/Hkv{HKV}/D{D}", ours, peer, "plain PyTorch, head by head",
+            HQ * T * T * D / ours / rate, note=note)
+    )  # fmt: skip
+    T = 8192
+    (seconds,) = alternate(few, compression(T))
+    note = f"{seconds * rate / layer_flop(T):.3%} of a prefill layer (paper: 0.26%)"
+    rows.append(Row(f"compress/CGE+RGL/float32/T{T}/kept4096/Hq{HQ}/Hkv{HKV}/D{D}", seconds, note=note))
     report(rows, choice.json, gemm_flop=rate)
 
 

@@ -155,8 +155,8 @@ static void forward_range(int64_t begin, int64_t end, void *context) {
 }
 
 static kvc_status check(const kvc_attention_args *args) {
-    if (args->B < 0 || args->Hq < 0 || args->Hkv < 0 || args->S < 0 || args->T < 0 || args->D < 0) return KVC_BAD_SIZE;
-    if (args->D > KVC_MAX_HEAD_DIM || args->S > args->T || args->T >= INT32_MAX) return KVC_BAD_SIZE;
+    if (args->B < 0 || args->Hq < 0 || args->Hkv < 0 || args->S < 0 || args->T < 0) return KVC_BAD_SIZE;
+    if (args->D < 1 || args->D > KVC_MAX_HEAD_DIM || args->S > args->T || args->T >= INT32_MAX) return KVC_BAD_SIZE;
     if (args->Hkv ? args->Hq % args->Hkv != 0 : args->Hq != 0) return KVC_BAD_SIZE;
     if (args->window < 0 || args->sinks < 0 || (args->window && !args->causal)) return KVC_BAD_SIZE;
     if (args->complement && !args->window) return KVC_BAD_SIZE;
@@ -165,8 +165,7 @@ static kvc_status check(const kvc_attention_args *args) {
         return KVC_BAD_DTYPE;
     }
     const int empty = !args->B || !args->Hq || !args->S;
-    if (!empty && !args->lse) return KVC_NULL_POINTER;
-    if (!empty && args->D && (!args->q.data || !args->k.data || !args->v.data || !args->out.data)) {
+    if (!empty && (!args->q.data || !args->k.data || !args->v.data || !args->out.data || !args->lse)) {
         return KVC_NULL_POINTER;
     }
     for (int64_t b = 0; args->lengths && b < args->B; b++) {
@@ -201,7 +200,7 @@ static backward_job backward_job_of(const kvc_attention_backward_args *args) {
 }
 
 int64_t kvc_attention_backward_scratch_bytes(const kvc_attention_backward_args *args) {
-    if (!args || args->forward.B <= 0 || args->forward.Hkv <= 0 || args->forward.S <= 0 || args->forward.D < 0 ||
+    if (!args || args->forward.B <= 0 || args->forward.Hkv <= 0 || args->forward.S <= 0 || args->forward.D <= 0 ||
         args->forward.Hq < args->forward.Hkv || args->forward.T < 0) {
         return 0;
     }
@@ -213,15 +212,24 @@ static float *share_at(const backward_job *job, int64_t row, int64_t share) {
     return (float *)job->args->scratch + (row * job->shares + share) * job->share_floats;
 }
 
-/* Rows of a block's queries as float32 [count, D]: the array itself where it can be read in place. */
+static float lse_of(const kvc_attention_args *args, const query_block *block, int64_t h, int64_t s) {
+    return args->lse[(block->b * args->Hq + h) * args->S + s];
+}
+
+/* Rows of a block's queries as float32 [count, D]: the array itself where it can be read in place. blind: some of the
+ * queries see nothing; their rows are zeros, whatever the array holds there. */
 static const float *block_rows_of(const kvc_attention_args *args, const query_block *block, const kvc_view *view,
-                                  float *rows, int64_t *stride) {
+                                  int blind, float *rows, int64_t *stride) {
     int64_t h, s;
     query_at(args, block, 0, &h, &s);
-    if (s + block->count <= args->S) return kvc_lanes_rows(view, block->b, h, s, block->count, args->D, rows, stride);
-    for (int64_t i = 0; i < block->count; i++) { /* queries of several heads */
+    if (!blind && s + block->count <= args->S) {
+        return kvc_lanes_rows(view, block->b, h, s, block->count, args->D, rows, stride);
+    }
+    for (int64_t i = 0; i < block->count; i++) {
         query_at(args, block, i, &h, &s);
-        kvc_simd_table()->load[view->dtype](rows + i * args->D, view_at(view, block->b, h, s, 0), args->D);
+        float *row = rows + i * args->D;
+        if (blind && lse_of(args, block, h, s) == -INFINITY) memset(row, 0, (size_t)args->D * sizeof(float));
+        else kvc_simd_table()->load[view->dtype](row, view_at(view, block->b, h, s, 0), args->D);
     }
     *stride = args->D;
     return rows;
@@ -238,22 +246,29 @@ static void backward_block(const backward_job *job, int64_t g, const query_block
     _Alignas(64) float k_copy[KVC_LANES_FLOATS], v_copy[KVC_LANES_FLOATS];
     _Alignas(64) float p[KVC_LANES_KEYS * KVC_TILE], ds[KVC_LANES_KEYS * KVC_TILE];
     const kvc_lanes_state state = {.simd = job->simd, .queries = count, .D = D, .q = q};
-    columns_of(forward, block, &forward->q, forward->scale, q);
-    columns_of(forward, block, &args->dout, 1.0f, dout);
-    int64_t q_stride, dout_stride;
-    const float *q_rows = block_rows_of(forward, block, &forward->q, q_copy, &q_stride);
-    const float *dout_rows = block_rows_of(forward, block, &args->dout, dout_copy, &dout_stride);
+    int blind = 0;
     for (int64_t i = 0; i < KVC_TILE; i++) {
         base[i] = INFINITY; /* an unused lane, and a query that saw nothing: weights 0 */
         delta[i] = 0.0f;
         if (i >= count) continue;
         int64_t h, s;
         query_at(forward, block, i, &h, &s);
-        const int64_t place = (b * forward->Hq + h) * forward->S + s;
+        if (lse_of(forward, block, h, s) == -INFINITY) blind = 1;
+        else base[i] = lse_of(forward, block, h, s);
+    }
+    int64_t q_stride, dout_stride;
+    const float *q_rows = block_rows_of(forward, block, &forward->q, blind, q_copy, &q_stride);
+    const float *dout_rows = block_rows_of(forward, block, &args->dout, blind, dout_copy, &dout_stride);
+    columns_of(forward, block, &forward->q, forward->scale, q);
+    job->simd->transpose(dout, dout_rows, dout_stride, count, D);
+    for (int64_t i = 0; i < count; i++) {
+        if (base[i] == INFINITY) continue;
+        int64_t h, s;
+        query_at(forward, block, i, &h, &s);
         float out[KVC_MAX_HEAD_DIM];
         job->simd->load[forward->out.dtype](out, view_at(&forward->out, b, h, s, 0), D);
-        if (forward->lse[place] != -INFINITY) base[i] = forward->lse[place];
-        double sum = args->dlse ? -(double)args->dlse[place] : 0.0; /* ds are differences from it */
+        double sum = 0.0; /* ds are differences from it */
+        if (args->dlse) sum -= (double)args->dlse[(b * forward->Hq + h) * forward->S + s];
         for (int64_t d = 0; d < D; d++) sum += (double)dout_rows[i * dout_stride + d] * (double)out[d];
         delta[i] = (float)sum;
     }
@@ -328,8 +343,8 @@ kvc_status kvc_attention_backward(const kvc_attention_backward_args *args, kvc_p
     }
     const int64_t keys = forward->B * forward->Hkv * forward->T;
     const int empty = !forward->B || !forward->Hq || !forward->S;
-    if (forward->D && keys && (!args->dk.data || !args->dv.data)) return KVC_NULL_POINTER;
-    if (forward->D && !empty && (!args->dq.data || !args->dout.data)) return KVC_NULL_POINTER;
+    if (keys && (!args->dk.data || !args->dv.data)) return KVC_NULL_POINTER;
+    if (!empty && (!args->dq.data || !args->dout.data)) return KVC_NULL_POINTER;
     backward_job job = {.args = args, .simd = kvc_simd_table()}; /* no shares: without queries every gradient is 0 */
     if (!empty) {
         if (!args->scratch) return KVC_NULL_POINTER;

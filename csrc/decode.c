@@ -53,7 +53,7 @@ static decode_state state_at(const decode_job *job, int64_t item) {
 }
 
 static int sizes_are_good(const kvc_decode_args *args) {
-    if (args->B < 0 || args->Hq < 0 || args->Hkv < 0 || args->S < 0 || args->D < 0) return 0;
+    if (args->B < 0 || args->Hq < 0 || args->Hkv < 0 || args->S < 0 || args->D < 1) return 0;
     if (args->D > KVC_MAX_HEAD_DIM || args->P < 0 || args->pages < 0 || (args->block_table && args->blocks < 0)) return 0;
     if (args->Hkv ? args->Hq % args->Hkv != 0 : args->Hq != 0) return 0;
     if (args->block_table) return args->P > 0 && (args->P & (args->P - 1)) == 0;
@@ -266,10 +266,9 @@ kvc_status kvc_decode(const kvc_decode_args *args, kvc_parallel_for parallel_for
     if (!sizes_are_good(args)) return KVC_BAD_SIZE;
     if (!dtype_known(args->q.dtype) || !dtype_known(args->cache_dtype)) return KVC_BAD_DTYPE;
     if (!args->B || !args->Hq || !args->S) return KVC_OK;
-    if (!args->lse || !args->end || !args->scratch) return KVC_NULL_POINTER;
-    if (args->D && (!args->out || !args->q.data)) return KVC_NULL_POINTER;
+    if (!args->out || !args->lse || !args->q.data || !args->end || !args->scratch) return KVC_NULL_POINTER;
     const decode_job job = job_of(args);
-    if (args->D && args->pages && job.capacity && (!args->k_pages || !args->v_pages)) return KVC_NULL_POINTER;
+    if (args->pages && job.capacity && (!args->k_pages || !args->v_pages)) return KVC_NULL_POINTER;
     const kvc_status status = check_rows(&job);
     if (status != KVC_OK) return status;
     job.first[0] = 0;

@@ -7,7 +7,8 @@
  * T keys, D head dim, W observation window, R rows (one row: keys or values of one KV head of a sequence), P page size.
  * Sizes and strides are int64_t, strides in elements; the last dimension (D) is always contiguous.
  * Arrays with several leading dimensions are described by kvc_view. Indices and lengths in arrays are int32_t.
- * A count of 0 in any dimension is valid: nothing is read or written unless the function says so.
+ * A count of 0 in any dimension is valid unless the function says otherwise: nothing is read, and nothing written unless
+ * it says so.
  */
 #ifndef KVC_H
 #define KVC_H
@@ -31,7 +32,7 @@ typedef enum {
 /* One English sentence for each status; never NULL. */
 const char *kvc_status_message(kvc_status status);
 
-enum { KVC_MAX_HEAD_DIM = 256 }; /* of attention and decode */
+enum { KVC_MAX_HEAD_DIM = 256 }; /* of attention and decode, whose D is at least 1 */
 
 typedef enum { KVC_F32 = 0, KVC_BF16 = 1, KVC_F16 = 2 } kvc_dtype;
 
@@ -98,8 +99,8 @@ typedef enum { KVC_POOL_AVG = 0, KVC_POOL_MAX = 1 } kvc_pool;
  * scratch: kvc_window_scores_scratch_bytes bytes, 64-byte aligned: the probabilities of ONE KV head, not of all
  * (on CUDA kvc_cuda_window_scores_scratch_bytes: row statistics only).
  * A NaN logit makes the scores of its KV head NaN. No query (W or Hq 0): scores 0.
- * Source: SnapKV section 4 (mean, average pooling, skip_last = W); CGE: intelllm.md section 4 (masks, sum); H2O (all
- * queries, sum, skip_last = 0); TOVA (W = 1, skip_last = 0); guided reading (maximum, maximum pooling).
+ * Source: SnapKV section 4 (mean, average pooling, skip_last = W); IntelLLM Algorithm 1 (masks, sum); H2O (all queries,
+ * sum, skip_last = 0); TOVA (W = 1, skip_last = 0); guided reading (maximum, maximum pooling) is ours.
  */
 typedef struct {
     float *scores;
@@ -226,7 +227,8 @@ kvc_status kvc_compact_pages(const kvc_compact_pages_args *args, kvc_parallel_fo
  * scratch: kvc_decode_scratch_bytes bytes (on CUDA kvc_cuda_decode_scratch_bytes), 64-byte aligned: the partial results
  * of the pieces that long rows are cut into, and the list of pieces. Its size depends on the sizes only, not on the
  * arrays' contents. One query's bits depend on its own row only, not on B.
- * KVC_BAD_INDEX if a row's range leaves [0, blocks*P] or a page that it needs is outside [0, pages).
+ * KVC_BAD_SIZE for D < 1 or D > KVC_MAX_HEAD_DIM; KVC_BAD_INDEX if a row's range leaves [0, blocks*P] or a page that it
+ * needs is outside [0, pages).
  */
 typedef struct {
     void *out;
@@ -269,11 +271,12 @@ kvc_status kvc_merge_states(const kvc_merge_states_args *args, kvc_parallel_for 
  *     causal = 1, window > 0, complement 1: sinks <= t <= i - window: what the line above leaves out of the causal mask
  *     x = scale*<q[b,h,s], k[b,h/G,t]> + (key_bias && t != i ? key_bias[b,h/G,t] : 0)
  *     out[b,h,s] = sum_t softmax_t(x) v[b,h/G,t]          lse[b,h,s] = ln sum_t exp(x)
- * A query that sees no key, or only keys with bias -inf, gets out 0, lse -inf, and gradients 0.
+ * A query that sees no key, or only keys with bias -inf, gets out 0, lse -inf, and gradients 0; no other gradient
+ * depends on what q, dout and dlse hold there.
  * q, out [B, Hq, S, D]; k, v [B, Hkv, T, D]; all of one dtype, any strides; lse float32 [B, Hq, S] contiguous; key_bias
  * float32 [B, Hkv, T] contiguous or NULL, finite or -inf; lengths int32 [B], 0..T. S <= T. out aliases nothing.
  * A key or value that is not finite may reach queries that do not see it (0*inf) unless it lies at or past T_b.
- * KVC_BAD_SIZE for S > T, a negative window or sinks, a window without causal, a complement without a window.
+ * KVC_BAD_SIZE for D < 1 or D > KVC_MAX_HEAD_DIM, S > T, a negative window or sinks, a window without causal, a complement without a window.
  */
 typedef struct {
     kvc_view out, q, k, v;
@@ -318,11 +321,13 @@ typedef enum {
 /* Iterations n = ceil(prompt_length / chunk_size); 0 for an empty prompt, -1 if a size is out of range. */
 int64_t kvc_plan_iterations(int64_t prompt_length, int64_t chunk_size);
 
-/* The chunk and memory plan of IMDC, integers only; imdc.md section 4.
+/* The chunk and memory plan of IMDC, integers only.
  * chunks[i]: tokens read in iteration i (they sum to prompt_length); memory[i]: scheduled memory after iteration i;
  * stored[i] = min(memory[i], stored[i-1] + chunks[i]): what can really be held. Each int64_t [n].
  * chunk_size >= 1, memory_size >= 1, initial_memory 0..memory_size (-1: the default m_0).
  * FIXED so far, with constant chunks (the last takes what is left); any other schedule gives KVC_BAD_SCHEDULE.
+ * Source: IMDC ("Memorize Step by Step: Efficient Long-Context Prefilling with Incremental Memory and Decremental
+ * Chunk"), section 3.1; the paper has no rule of rounding, the integers are ours.
  */
 typedef struct {
     int64_t *chunks, *memory, *stored;

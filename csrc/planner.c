@@ -1,4 +1,4 @@
-/* Memory schedules and chunk plan of IMDC, integers only (imdc.md section 4). */
+/* Memory schedules and chunk plan of IMDC ("Memorize Step by Step"), integers only. */
 #include "kvc.h"
 
 int64_t kvc_plan_iterations(int64_t prompt_length, int64_t chunk_size) {
@@ -7,7 +7,7 @@ int64_t kvc_plan_iterations(int64_t prompt_length, int64_t chunk_size) {
 }
 
 /* FIXED: every memory is memory_size and every chunk chunk_size but the last, which takes what is left (the paper's FM,
- * constant chunks; a prompt of unknown length can be read so). Steps 1, 2, 4 and 8 of imdc.md section 4. */
+ * constant chunks; a prompt of unknown length can be read so). */
 kvc_status kvc_plan(const kvc_plan_args *args) {
     if (!args) return KVC_NULL_POINTER;
     const int64_t n = kvc_plan_iterations(args->prompt_length, args->chunk_size);

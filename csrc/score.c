@@ -109,10 +109,11 @@ static void pack_range(int64_t begin, int64_t end, void *context) {
 static void exponentiate(const score_job *job, int64_t tile, int64_t block, int64_t rows) {
     const int64_t W = job->args->W, at = tile * job->rows + block, t0 = tile * KVC_TILE;
     const int64_t masked = max_of(job->args->mask_first - t0, 0);
-    const int together = masked == 0 && t0 + KVC_TILE <= seen_end(job, 0); /* every query sees the whole tile */
+    const int64_t first = (job->first + block) % W, earliest = first + rows > W ? 0 : first;
+    const int together = masked == 0 && t0 + KVC_TILE <= seen_end(job, earliest); /* every query sees the whole tile */
     for (int64_t i = 0; i < rows; i += together ? rows : 1) {
         float *e = job->scratch.e + (at + i) * KVC_TILE;
-        const int64_t seen = together ? KVC_TILE : seen_end(job, (job->first + block + i) % W) - t0;
+        const int64_t seen = together ? KVC_TILE : seen_end(job, (first + i) % W) - t0;
         const int none = masked >= min_of(seen, KVC_TILE);
         /* before the exponentials: a masked logit must not be the maximum */
         for (int64_t t = 0; t < masked && !none; t++) e[t] = -INFINITY;

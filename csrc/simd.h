@@ -34,8 +34,8 @@ typedef struct {
     /* dst[d*KVC_TILE + j] = src[j*stride + d] for j < keys, 0 for keys <= j < KVC_TILE; d < depth. */
     void (*transpose)(float *dst, const float *src, int64_t stride, int64_t keys, int64_t depth);
 
-    /* c[i*ldc + j] = sum_d a[i*a_row + d*a_col] * b[d*ldb + j], added to c if accumulate; i < rows, j < columns, d < depth
-     * in rising order. c overlaps neither a nor b. */
+    /* c[i*ldc + j] = sum_d a[i*a_row + d*a_col] * b[d*ldb + j], i < rows, j < columns, d < depth in rising order; if
+     * accumulate, that sum is made first and then added to c. c overlaps neither a nor b. */
     void (*gemm)(float *c, int64_t ldc, const float *a, int64_t a_row, int64_t a_col, const float *b, int64_t ldb,
                  int64_t rows, int64_t columns, int64_t depth, int accumulate);
 

@@ -17,7 +17,8 @@ enum { STRIPE = VEC_WIDTH * VEC_COLUMNS };
 
 /* ---- products ---- */
 
-/* rows x (columns of vecs); the last vec has `last` columns. rows, columns and whole are constants once inlined. */
+/* rows x (columns of vecs); the last vec has `last` columns. rows, columns and whole are constants once inlined.
+ * c is added to the finished sum: a sum that runs on from call to call would round once per product of all of them. */
 BLOCKS_INLINE void gemm_block(float *c, int64_t ldc, const float *a, int64_t a_row, int64_t a_col, const float *b,
                               int64_t ldb, int64_t depth, const int rows, const int columns, const int whole,
                               int64_t last, int accumulate) {
@@ -26,9 +27,7 @@ BLOCKS_INLINE void gemm_block(float *c, int64_t ldc, const float *a, int64_t a_r
     for (int i = 0; i < rows; i++) {
 #pragma GCC unroll 4
         for (int j = 0; j < columns; j++) {
-            const float *at = c + i * ldc + j * VEC_WIDTH;
-            if (!accumulate) sums[i][j] = vec_set(0.0f);
-            else sums[i][j] = whole || j + 1 < columns ? vec_load(at) : vec_part(at, last);
+            sums[i][j] = vec_set(0.0f);
         }
     }
     for (int64_t d = 0; d < depth; d++, a += a_col, b += ldb) {
@@ -49,7 +48,9 @@ BLOCKS_INLINE void gemm_block(float *c, int64_t ldc, const float *a, int64_t a_r
 #pragma GCC unroll 4
         for (int j = 0; j < columns; j++) {
             float *at = c + i * ldc + j * VEC_WIDTH;
-            if (whole || j + 1 < columns) vec_store(at, sums[i][j]);
+            const int all = whole || j + 1 < columns;
+            if (accumulate) sums[i][j] = vec_add(all ? vec_load(at) : vec_part(at, last), sums[i][j]);
+            if (all) vec_store(at, sums[i][j]);
             else vec_store_part(at, last, sums[i][j]);
         }
     }
@@ -273,7 +274,7 @@ static void mix_f16(float *y, int64_t D, const float *w, int64_t ldw, const void
 
 /* ---- queries along the lanes ---- */
 
-enum { SUMMED = 16 }; /* weights summed before they join the norm: one long sum would round too often */
+enum { SUMMED = 16 }; /* weights per partial sum, the partial sums of a call before the norm: long sums round too often */
 
 static void lanes_hide(float *x, int64_t keys, int32_t t, const kvc_lanes *lanes) {
     for (int64_t j = 0; j < KVC_TILE; j += VEC_WIDTH) {
@@ -295,7 +296,7 @@ static void lanes_bias(float *x, int64_t keys, int32_t t, const float *bias, con
 
 static void lanes_softmax(float *x, int64_t keys, float *max, float *norm, float *factor) {
     for (int64_t j = 0; j < KVC_TILE; j += 2 * VEC_WIDTH) { /* two chains of dependent steps side by side */
-        vec most[2], base[2], sum[2];
+        vec most[2], base[2], before[2], sum[2];
         for (int n = 0; n < 2; n++) most[n] = vec_load(max + j + n * VEC_WIDTH);
         for (int64_t i = 0; i < keys; i++) {
 #pragma GCC unroll 2
@@ -306,7 +307,8 @@ static void lanes_softmax(float *x, int64_t keys, float *max, float *norm, float
             const vec old = vec_exp(vec_sub(vec_load(max + j + n * VEC_WIDTH), base[n]));
             vec_store(factor + j + n * VEC_WIDTH, old);
             vec_store(max + j + n * VEC_WIDTH, most[n]);
-            sum[n] = vec_mul(old, vec_load(norm + j + n * VEC_WIDTH));
+            before[n] = vec_mul(old, vec_load(norm + j + n * VEC_WIDTH));
+            sum[n] = vec_set(0.0f);
         }
         for (int64_t first = 0; first < keys; first += SUMMED) {
             const int64_t last = first + SUMMED < keys ? first + SUMMED : keys;
@@ -322,7 +324,7 @@ static void lanes_softmax(float *x, int64_t keys, float *max, float *norm, float
             }
             for (int n = 0; n < 2; n++) sum[n] = vec_add(sum[n], part[n]);
         }
-        for (int n = 0; n < 2; n++) vec_store(norm + j + n * VEC_WIDTH, sum[n]);
+        for (int n = 0; n < 2; n++) vec_store(norm + j + n * VEC_WIDTH, vec_add(before[n], sum[n]));
     }
 }
 

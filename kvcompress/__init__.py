@@ -3,7 +3,7 @@
 import torch  # noqa: F401  loads libtorch before the extension that needs it
 
 from .budgets import AdaKV, PyramidKV, Uniform
-from .caches import CompressedCache, IterativeCache, PrunedCache, StreamingCache
+from .caches import CompressedCache, IterativeCache, PoolSettings, PrunedCache, QuestCache, StreamingCache
 from .hf import attach, detach
 from .models import load_example_model
 from .planner import Plan, plan
@@ -16,8 +16,10 @@ __all__ = [
     "CompressedCache",
     "IterativeCache",
     "Plan",
+    "PoolSettings",
     "PrunedCache",
     "PyramidKV",
+    "QuestCache",
     "RemoteGap",
     "StreamingCache",
     "Uniform",

@@ -50,7 +50,7 @@ class Budget(ABC):
     """How many tokens each row keeps. Subclasses are frozen dataclasses.
 
     A size is tokens per row (int, 1024), the share of a sequence's tokens to remove (float, 0.75 keeps a quarter), or
-    bytes of keys, values and tables of the whole cache (str, "512MiB"). The share is taken as it is written, not as its
+    bytes of the pages and tables of the whole cache (str, "512MiB"). The share is taken as it is written, not as its
     binary neighbour: of T tokens, T - floor(share*T) are kept, at least 1 (0.9 of 10 keeps 1).
     """
 
@@ -117,7 +117,7 @@ class Uniform(Budget):
             least = rows * (4 + page * -(-(1 + shape.growth + (P - 1 if ragged else 0)) // P))
             raise ValueError(
                 f"budget {self.size!r} is too small for {rows} rows (layers x sequences x KV heads) of pages of {P} "
-                f"tokens of {shape.slot_nbytes} bytes: it must be at least {least} bytes, or less with a smaller page_size"
+                f"tokens of {shape.slot_nbytes} bytes: it must be at least {least} bytes, less with smaller pages"
             )
         return tokens
 

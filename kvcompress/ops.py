@@ -4,19 +4,29 @@ Dims: B sequences, Hq query heads, Hkv key-value heads, G = Hq/Hkv, S queries, T
 R rows (one row = one KV head of one sequence, r = b*Hkv + h), P page size. Tensors are float32, bfloat16 or float16 on
 the CPU or CUDA; scores, LSE and rotation tables are float32, indices and lengths int32. All arguments of a call are on
 one device. Queries and keys may have any strides as long as the last dimension is contiguous. `rope`,
-`attention` and `merge_states` are differentiable. `kvcompress.reference` has the same functions in plain PyTorch.
+`attention` and `merge_states` are differentiable; a backward pass that reaches another op raises NotImplementedError.
+`kvcompress.reference` has the same functions in plain PyTorch.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from . import _C  # type: ignore[attr-defined]  # noqa: F401  registers torch.ops.kvcompress
+try:
+    from . import _C  # type: ignore[attr-defined]  # noqa: F401  registers torch.ops.kvcompress
+except ImportError as error:
+    if error.name != __package__:  # the file is there but does not load: its own message says why
+        raise
+    raise ImportError(
+        f"kvcompress was imported from {os.path.dirname(__file__)}, where its extension (_C.abi3.so) is not built. If "
+        "this is a clone, run `pip install --no-build-isolation -e .` in it; if kvcompress is installed elsewhere, run "
+        "Python in another directory"
+    ) from None
 
 _ops = torch.ops.kvcompress
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -36,7 +46,13 @@ def _need(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
+def _need_tensor(name: str, x: Tensor) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+
+
 def _need_float(name: str, x: Tensor, ndim: int, shape: str) -> None:
+    _need_tensor(name, x)
     _need(x.dtype in _FLOATS, f"{name} must be float32, bfloat16 or float16, got {x.dtype}")
     _need(x.ndim == ndim, f"{name} must be {shape}, got shape {tuple(x.shape)}")
 
@@ -44,11 +60,13 @@ def _need_float(name: str, x: Tensor, ndim: int, shape: str) -> None:
 def _need_device(like: Tensor, **tensors: Tensor | None) -> None:
     for name, x in tensors.items():
         if x is not None:
+            _need_tensor(name, x)
             _need(x.device == like.device, f"{name} must be on {like.device}, got {x.device}")
 
 
 def _need_int32(name: str, x: Tensor | None, shape: tuple[int, ...]) -> None:
     if x is not None:
+        _need_tensor(name, x)
         _need(x.dtype == torch.int32, f"{name} must be int32, got {x.dtype}")
         _need(tuple(x.shape) == shape, f"{name} must have shape {shape}, got {tuple(x.shape)}")
 
@@ -64,6 +82,60 @@ def _dense(x: Tensor | None) -> Tensor | None:
 
 def _dense_last(x: Tensor) -> Tensor:
     return x if x.shape[-1] <= 1 or x.stride(-1) == 1 else x.contiguous()
+
+
+class _NoGradient(torch.autograd.Function):
+    """Its first tensor, as a function of all; a gradient that comes back for it is refused."""
+
+    @staticmethod
+    def forward(ctx, message, in_place, x, *others):  # type: ignore[no-untyped-def]
+        ctx.message = message
+        if in_place:
+            ctx.mark_dirty(x)
+        return x
+
+    @staticmethod
+    def backward(ctx, *grads):  # type: ignore[no-untyped-def]
+        raise NotImplementedError(ctx.message)
+
+
+def _tracked(inputs: Sequence[Tensor]) -> bool:
+    """Whether autograd would follow these inputs; not so in a cache."""
+    return torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
+
+
+def _without_gradient(message: str, inputs: Sequence[Tensor], op: Callable[..., Any], *arguments: object) -> Any:
+    """op(*arguments); a gradient that comes back for its results, which depend on inputs, is refused."""
+    if not _tracked(inputs):
+        return op(*arguments)
+    with torch.no_grad():
+        results = op(*arguments)
+    if isinstance(results, Tensor):
+        return _NoGradient.apply(message, False, results, *inputs)
+    return tuple(_NoGradient.apply(message, False, x, *inputs) for x in results)
+
+
+def _change_without_gradient(
+    message: str,
+    name: str,
+    changed: Sequence[Tensor],
+    inputs: Sequence[Tensor],
+    op: Callable[..., Any],
+    *arguments: object,
+) -> None:
+    """op(*arguments), which changes tensors in place; a gradient that comes back for those is refused."""
+    if not _tracked((*changed, *inputs)):
+        op(*arguments)
+        return
+    for x in changed:
+        _need(
+            not (x.is_leaf and x.requires_grad), f"{name} must not be a leaf that requires grad: it is changed in place"
+        )
+    with torch.no_grad():
+        op(*arguments)
+    for x in changed:
+        if x.is_floating_point():
+            _NoGradient.apply(message, True, x, *inputs)
 
 
 # ---- rope ---------------------------------------------------------------------------------------------------------
@@ -130,13 +202,14 @@ def window_scores(
     """Attention that a window of queries pays to each key: SnapKV, CGE, H2O and TOVA are settings of it.
 
     queries: [B, Hq, W, D] rotated, the last W tokens. keys: [B, Hkv, T, D] rotated, T >= W. lengths: int32 [B], keys
-    per sequence, at least W, above skip_last and at most T; None = all T. scale: factor of the logits, None = 1/sqrt(D).
-    skip_last: keys at the end that get no score, None = W. mask_first, mask_last: keys at the start and at the end that
-    are left out of the softmax; their scores are 0.
+    per sequence, at least W, above skip_last and at most T; None = all T. scale: factor of the logits, None =
+    1/sqrt(D). skip_last: keys at the end that get no score, None = W. mask_first, mask_last: keys at the start and at
+    the end that are left out of the softmax; their scores are 0.
     Returns float32 [B, Hkv, T - skip_last]: softmax over all keys that a query sees (causal inside the window), mean,
     sum or max over the W queries and the G query heads of a KV head, then pooled over kernel_size neighbours (avg:
     zeros count at the edges; max: neighbours that exist). Entries past lengths - skip_last are 0.
-    Raises ValueError for wrong shapes, T <= skip_last or an even kernel_size; RuntimeError for lengths out of range.
+    Raises ValueError for wrong shapes, T <= skip_last or an even kernel_size; RuntimeError for lengths out of range;
+    NotImplementedError if a backward pass comes here (reference.window_scores is differentiable).
     Memory: at most 10 MiB more than linear in T; the [W, T] matrix is never held.
     Source: SnapKV, section 4; IntelLLM, Algorithm 1; H2O (all queries, sum, skip_last 0); TOVA (W 1, skip_last 0).
     """
@@ -155,7 +228,10 @@ def window_scores(
     _need(kernel_size >= 1 and kernel_size % 2 == 1, f"kernel_size must be odd and at least 1, got {kernel_size}")
     _need_int32("lengths", lengths, (B,))
     _need_device(queries, keys=keys, lengths=lengths)
-    return _ops.window_scores(
+    return _without_gradient(
+        "window_scores has no gradient; use kvcompress.reference.window_scores, or detach the scores",
+        (queries, keys),
+        _ops.window_scores,
         _dense_last(queries),
         _dense_last(keys),
         _dense(lengths),
@@ -203,15 +279,17 @@ def compact_rows_(rows: Tensor, indices: Tensor) -> None:
     """Moves the chosen tokens of each row to its front, in place: rows[r, j] = rows[r, indices[r, j]].
 
     rows: [R, T, D], any stride between rows, otherwise contiguous. indices: int32 [R, k], strictly rising within
-    [0, T). Tokens from k on keep what they had. Raises ValueError for wrong shapes, RuntimeError for indices that do
-    not rise or lie outside (nothing is moved then; on CUDA indices outside are skipped).
+    [0, T). Tokens from k on keep what they had. Raises ValueError for wrong shapes and for rows that are a leaf that
+    requires grad, RuntimeError for indices that do not rise or lie outside (nothing is moved then; on CUDA indices
+    outside are skipped), NotImplementedError if a backward pass comes here (torch.gather is differentiable).
     """
     _need_float("rows", rows, 3, "[R, T, D]")
     _need(indices.ndim == 2, f"indices must be [R, k], got shape {tuple(indices.shape)}")
     _need_int32("indices", indices, (rows.shape[0], indices.shape[1]))
     _need(indices.shape[1] <= rows.shape[1], f"indices holds {indices.shape[1]} places for rows of {rows.shape[1]}")
     _need_device(rows, indices=indices)
-    _ops.compact_rows_(rows, indices.contiguous())
+    message = "compact_rows_ has no gradient; use torch.gather"
+    _change_without_gradient(message, "rows", (rows,), (), _ops.compact_rows_, rows, indices.contiguous())
 
 
 @torch.library.register_fake("kvcompress::compact_rows_")
@@ -236,6 +314,9 @@ class PageTable(NamedTuple):
     refs: Tensor
     free_pages: Tensor
     free_count: Tensor
+
+
+_PAGES = "{} has no gradient: pages are what caches store; for training give attention the keys and values themselves"
 
 
 def _need_table(table: PageTable) -> None:
@@ -269,8 +350,10 @@ def append_tokens_(
     arrays: up to 8 contiguous [pages, P, ...] of any dtype, one for keys, one for values, others that move with them.
     tokens: for each array, in its dtype, [B, H, S, ...] with B*H = R, any strides in the first three dimensions.
     counts: int32 [R], 0..S: row r gets its last counts[r] tokens; None = all S.
-    Waits for nothing on CUDA. Raises ValueError for wrong shapes, RuntimeError if the free list is too short or a row
-    outgrows its line of the table; nothing is changed then (on CUDA free_count[1] grows instead of an error).
+    Waits for nothing on CUDA. Raises ValueError for wrong shapes and for arrays that are leaves that require grad,
+    RuntimeError if the free list is too short or a row outgrows its line of the table; nothing is changed then (on CUDA
+    free_count[1] grows instead of an error). Tokens in pages have no gradient: NotImplementedError if a backward pass
+    comes here.
     """
     _need_table(table)
     _need_arrays(arrays, table)
@@ -291,7 +374,8 @@ def append_tokens_(
         dense.append(x if plain or x[:1, :1, :1].is_contiguous() else x.contiguous())
     _need_int32("counts", counts, (R,))
     _need_device(table.refs, counts=counts)
-    _ops.append_tokens_(list(arrays), dense, *table, _dense(counts))
+    op, message = _ops.append_tokens_, _PAGES.format("append_tokens_")
+    _change_without_gradient(message, "arrays", arrays, tokens, op, list(arrays), dense, *table, _dense(counts))
 
 
 @torch.library.register_fake("kvcompress::append_tokens_")
@@ -324,7 +408,8 @@ def compact_pages_(arrays: Sequence[Tensor], table: PageTable, indices: Tensor, 
     j < kept[r]; those rise strictly within the row. kept: int32 [R], 0..K; negative leaves a row as it is; None = K.
     Pages that other rows share are copied, not written. Raises ValueError for wrong shapes, RuntimeError for indices
     that do not rise or lie outside, or if the copies find no free page; nothing is changed then (on CUDA bad indices
-    leave their places unwritten, and free_count[1] grows where pages run out).
+    leave their places unwritten, and free_count[1] grows where pages run out). ValueError for arrays that are leaves
+    that require grad, NotImplementedError if a backward pass comes here.
     """
     _need_table(table)
     _need_arrays(arrays, table)
@@ -333,7 +418,10 @@ def compact_pages_(arrays: Sequence[Tensor], table: PageTable, indices: Tensor, 
     _need_int32("indices", indices, (R, indices.shape[1]))
     _need_int32("kept", kept, (R,))
     _need_device(table.refs, indices=indices, kept=kept)
-    _ops.compact_pages_(list(arrays), *table, indices.contiguous(), _dense(kept))
+    op, message = _ops.compact_pages_, _PAGES.format("compact_pages_")
+    _change_without_gradient(
+        message, "arrays", arrays, (), op, list(arrays), *table, indices.contiguous(), _dense(kept)
+    )
 
 
 @torch.library.register_fake("kvcompress::compact_pages_")
@@ -357,18 +445,19 @@ def decode(
 ) -> tuple[Tensor, Tensor]:
     """Attention of a few queries over rows of any length kept in pages.
 
-    queries: [B, Hq, S, D], D <= 256. k_pages, v_pages: contiguous [pages, P, D], P a power of two. block_table: int32
+    queries: [B, Hq, S, D], D 1..256. k_pages, v_pages: contiguous [pages, P, D], P a power of two. block_table: int32
     [R, blocks], R = B*Hkv: key t of row r lies at [block_table[r, t // P], t % P]; None = row r is page r, whatever
     P. begin, end: int32 [R]: a query sees keys begin_r <= t < end_r; causal: the row's last S keys are the queries' own
     tokens, query s sees t < end_r - (S-1-s). scale: factor of the logits, None = 1/sqrt(D).
     Returns (out [B, Hq, S, D] in the queries' dtype, lse float32 [B, Hq, S], natural logarithm). A query that sees no
-    key gets out 0 and lse -inf. Raises ValueError for wrong shapes, RuntimeError for rows outside the pages.
+    key gets out 0 and lse -inf. Raises ValueError for wrong shapes, RuntimeError for rows outside the pages,
+    NotImplementedError if a backward pass comes here (attention is differentiable).
     """
     _need_float("queries", queries, 4, "[B, Hq, S, D]")
     _need_float("k_pages", k_pages, 3, "[pages, P, D]")
     B, Hq, _, D = queries.shape
     _need(k_pages.shape[2] == D, f"k_pages must have head dim {D}, got {k_pages.shape[2]}")
-    _need(D <= MAX_HEAD_DIM, f"queries have head dim {D}, at most {MAX_HEAD_DIM} is supported")
+    _need(1 <= D <= MAX_HEAD_DIM, f"queries must have a head dim between 1 and {MAX_HEAD_DIM}, got {D}")
     _need(
         v_pages.shape == k_pages.shape and v_pages.dtype == k_pages.dtype,
         f"v_pages must be {k_pages.dtype} {tuple(k_pages.shape)}, got {v_pages.dtype} {tuple(v_pages.shape)}",
@@ -390,7 +479,10 @@ def decode(
         _need(P > 0 and P & (P - 1) == 0, f"k_pages must have a page size that is a power of two, got {P}")
     _need_device(queries, k_pages=k_pages, v_pages=v_pages, block_table=block_table, begin=begin, end=end)
     _need(k_pages.is_contiguous() and v_pages.is_contiguous(), "k_pages and v_pages must be contiguous")
-    return _ops.decode(
+    return _without_gradient(
+        "decode has no gradient: it is for generation; use attention, which is differentiable, or torch.no_grad()",
+        (queries, k_pages, v_pages),
+        _ops.decode,
         _dense_last(queries),
         k_pages,
         v_pages,
@@ -449,8 +541,12 @@ def _merge_backward(ctx, dout: Tensor | None, dlse: Tensor | None):  # type: ign
         share = torch.zeros_like(lse) if dlse is None else dlse
         if dout is not None:
             share = share + (dout.float() * (part.float() - out.float())).sum(-1)
-        empty = torch.zeros_like(part) if dout is None else (weight[..., None] * dout).to(part.dtype)
-        grads += [empty, torch.where(weight == 0, 0.0, weight * share)]
+        # what has no weight has no gradient, whatever dout and dlse hold there: 0 * NaN would be NaN
+        none = weight == 0
+        of_out = torch.zeros_like(part)
+        if dout is not None:
+            of_out = torch.where(none[..., None], 0.0, weight[..., None] * dout).to(part.dtype)
+        grads += [of_out, torch.where(none, 0.0, weight * share)]
     return tuple(grads)
 
 
@@ -475,15 +571,16 @@ def attention(
 ) -> tuple[Tensor, Tensor]:
     """Attention of many queries, with the masks of the methods; memory linear in S and T, differentiable.
 
-    queries: [B, Hq, S, D], the last S tokens of the keys. keys, values: [B, Hkv, T, D], S <= T, D <= 256, the queries'
+    queries: [B, Hq, S, D], the last S tokens of the keys. keys, values: [B, Hkv, T, D], S <= T, D 1..256, the queries'
     dtype. lengths: int32 [B], keys that exist in each sequence, its last S being the queries' own tokens; None = all T.
     Query s stands at position i = lengths - S + s; where that is negative it is padding and sees nothing. It sees key
     t <= i (causal), all keys (causal=False); with window: t < sinks or t > i - window; with complement: what window
     leaves out, sinks <= t <= i - window. key_bias: float32 [B, Hkv, T], finite or -inf, added to the logit of a key for
     every query but the key's own position (DMC's mask). scale: factor of the logits, None = 1/sqrt(D).
     Returns (out [B, Hq, S, D], lse float32 [B, Hq, S], natural logarithm). A query that sees no key gets out 0 and lse
-    -inf, and its gradients are 0. Gradients flow to queries, keys, values and key_bias, from out and from lse, so that
-    merge_states of several branches differentiates exactly; the same bits for any number of threads.
+    -inf, and its gradients are 0, whatever comes back for its out and lse. Gradients flow to queries, keys, values and
+    key_bias, from out and from lse, so that merge_states of several branches differentiates exactly; the same bits for
+    any number of threads.
     Raises ValueError for wrong shapes, dtypes, window, sinks or complement; RuntimeError for lengths out of range.
     """
     _need_float("queries", queries, 4, "[B, Hq, S, D]")
@@ -495,7 +592,7 @@ def attention(
     for name, x in (("keys", keys), ("values", values)):
         _need(x.dtype == queries.dtype, f"{name} must be {queries.dtype} as queries, got {x.dtype}")
     _need(Hkv > 0 and Hq % Hkv == 0, f"queries have {Hq} heads, which the keys' {Hkv} heads do not divide")
-    _need(D <= MAX_HEAD_DIM, f"queries have head dim {D}, at most {MAX_HEAD_DIM} is supported")
+    _need(1 <= D <= MAX_HEAD_DIM, f"queries must have a head dim between 1 and {MAX_HEAD_DIM}, got {D}")
     _need(S <= T, f"queries must be the last of the keys' tokens, got {S} queries and {T} keys")
     _need(window is None or window >= 1, f"window must be at least 1 or None, got {window}")
     _need(window is None or causal, "window needs causal=True")

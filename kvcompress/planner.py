@@ -30,7 +30,8 @@ def plan(prompt_length: int, *, chunk_size: int, memory_size: int, schedule: str
     chunk_size: tokens per iteration, at least 1. memory_size: tokens kept per layer and KV head, at least 1.
     schedule: "fixed" (the memory has its full size from the start). An empty prompt has an empty plan.
     Raises ValueError for sizes out of range or an unknown schedule, RuntimeError for a schedule not implemented yet.
-    Source: IMDC, sections 3.2 and 3.3; the integer rules are imdc.md's section 4.
+    Source: IMDC ("Memorize Step by Step: Efficient Long-Context Prefilling with Incremental Memory and Decremental
+    Chunk"), section 3.1; the paper leaves rounding open, ours is stated with kvc_plan in csrc/kvc.h.
     """
     rows = ops.plan(prompt_length, chunk_size, memory_size, schedule=schedule)
     chunks, memory, stored = (tuple(row) for row in rows.tolist())

@@ -62,7 +62,7 @@ class RotaryTables:
         return self._tables[key]
 
     def check_one_table(self, length: int) -> None:
-        """Raises ValueError if `length` keys in sight change the frequencies: keys cannot move to other positions then."""
+        """Raises ValueError if `length` keys in sight have other frequencies: keys cannot move then."""
         if self._regime(length):
             raise ValueError(
                 f"positions cannot be given anew with rope type {self._type!r} beyond its switch point: {length} "
@@ -110,7 +110,8 @@ class RemoteGap:
     "between" the windows (unused ids), "to_query" (from the newest compressed token to the newest near one: the unused
     ids are gap - near), "constant" (every compressed key at this distance from every query). comp_positions:
     "contiguous" or "shared" (all compressed tokens on id 0). near_length: least number of last tokens that are near;
-    None = as many as the pruner always keeps. headroom: tokens that may follow a compression (the cache's every or chunk_size, where that is more).
+    None = as many as the pruner always keeps. headroom: tokens that may follow a compression (the cache's every or
+    chunk_size, where that is more).
     on_overflow: where ids would reach the trained length: "error", "warn" (once, go on) or "clamp" (warn, smaller gap).
     Source: IntelLLM, section 4.3.2; the two-segment form is ours.
     """
@@ -153,11 +154,12 @@ class RemoteGap:
         headroom = max(self.headroom, growth)
         if self.reading == "constant":
             assert isinstance(self.gap, int)
-            if self.gap < near:
-                raise ValueError(f"gap must be at least near = {near} tokens with reading='constant', got {self.gap}")
+            if self.gap < near + headroom:
+                raise ValueError(
+                    f"gap must be at least near {near} + headroom {headroom} tokens with reading='constant', "
+                    f"got {self.gap}"
+                )
             most, wanted, others = trained_length - 1, self.gap, 1
-            if near + headroom > trained_length:
-                most = -1
         else:
             ids = min(compressed, 1) if self.shared else compressed
             others = ids + near + headroom

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -13,6 +13,13 @@ from .caches.base import Iteration, Step
 from .hf.attach import base_model, is_attached
 
 Progress = Callable[[int, int], None]
+
+
+def _need_tensors(**arguments: object) -> None:
+    for name, x in arguments.items():
+        if not isinstance(x, Tensor) and (x is not None or name == "input_ids"):
+            advice = f"; pass its .{name}" if isinstance(x, Mapping) and name in x else ""
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}{advice}")
 
 
 def _held_back(input_ids: Tensor, attention_mask: Tensor | None, seen: int, guide: Tensor) -> int:
@@ -59,14 +66,16 @@ def prefill(
     the observation window, choose what is kept, and are not stored; where every prompt ends with the guide, that end is
     held back too, so that generation reads the question in full. progress: called with (tokens read, tokens in all).
     Returns the cache. Only cache-sized state and one chunk's activations are held; no logits are computed.
-    Raises ValueError for wrong shapes or padding, RuntimeError if the model is not attached or the cache is incomplete.
+    Raises TypeError for what is no tensor, ValueError for wrong shapes or padding or a cache of another model's shape,
+    RuntimeError if the model is not attached or the cache is incomplete.
     After an error or Ctrl-C the cache says that it is incomplete until reset().
-    Source: IMDC, section 3; imdc.md, sections 4 to 7.
+    Source: IMDC ("Memorize Step by Step"), section 3.1.
     """
     if not isinstance(cache, CompressedCache):
         raise ValueError(f"cache must be a kvcompress cache, got {type(cache).__name__}")
     if not is_attached(model):
         raise RuntimeError("model is not attached: call kvcompress.attach(model) first")
+    _need_tensors(input_ids=input_ids, attention_mask=attention_mask, guide=guide)
     if input_ids.ndim != 2 or input_ids.shape[1] < 1 or input_ids.shape[0] < 1:
         raise ValueError(f"input_ids must be [B, T] with at least one token, got shape {tuple(input_ids.shape)}")
     if input_ids.is_floating_point():
@@ -74,6 +83,8 @@ def prefill(
     if guide is not None and (guide.ndim != 1 or guide.shape[0] < 1 or guide.is_floating_point()):
         raise ValueError(f"guide must be [g] token ids with g >= 1, got {guide.dtype} of shape {tuple(guide.shape)}")
     cache.check_complete()
+    decoder = base_model(model)
+    cache.check_model(decoder)
     seen = cache.get_seq_length()
     batch, columns = input_ids.shape
     if columns <= seen:
@@ -90,7 +101,6 @@ def prefill(
     if iterations == 0:
         return cache
     guide_length = len(tail)
-    decoder = base_model(model)
     if guide is not None:
         cache.check_guide()
     read, total = [0] * batch, sum(lengths)
@@ -140,6 +150,7 @@ def generate(
     attention_mask: where it is None and the prompts hold the pad token, those are padding, as model.generate has it.
     generation: any argument of model.generate (max_new_tokens, do_sample, num_beams, num_return_sequences, ...).
     """
+    _need_tensors(input_ids=input_ids, attention_mask=attention_mask)
     whole: Any = model
     if attention_mask is None:
         settings = generation.get("generation_config") or whole.generation_config

@@ -1,15 +1,26 @@
 import copy
 import pickle
 
+import numpy as np
 import pytest
 import torch
 from helpers import FAMILIES, random_ids, tiny_model
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import BatchEncoding, GPT2Config, GPT2LMHeadModel
 
 import kvcompress
 from kvcompress import IterativeCache, StreamingCache, attach, detach
 
 families = pytest.mark.parametrize("family", FAMILIES)
+
+
+def attached_tiny(**settings):
+    model = tiny_model(**settings)
+    attach(model)
+    return model
+
+
+def cache_of_tiny():
+    return IterativeCache(tiny_model().config)
 
 
 @families
@@ -154,6 +165,83 @@ def test_a_model_that_is_not_attached_says_so():
         model(ids, past_key_values=cache)
     with pytest.raises(RuntimeError, match=r"attach\(model\)"):
         kvcompress.prefill(model, ids, cache)
+
+
+@pytest.mark.parametrize("is_attached", [True, False])
+def test_update_says_how_a_cache_is_filled(is_attached):
+    model = tiny_model()
+    if is_attached:
+        attach(model)
+    keys = torch.randn(1, 2, 3, 16)
+    message = r"an attached model fills them .* call kvcompress.attach\(model\) first.*past_key_values=cache"
+    with pytest.raises(RuntimeError, match=message):
+        IterativeCache(model.config).update(keys, keys, 0)
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ({"num_hidden_layers": 2}, "layers = 2, but LlamaModel has layers = 3"),
+        ({"num_hidden_layers": 4}, "layers = 4, but LlamaModel has layers = 3"),
+        ({"num_key_value_heads": 4}, "KV heads = 4, but LlamaModel has KV heads = 2"),
+        ({"head_dim": 8}, "head dim = 8, but LlamaModel has head dim = 16"),
+    ],
+)
+@pytest.mark.parametrize("kind", [IterativeCache, StreamingCache])
+def test_a_cache_of_another_models_shape_is_refused(kind, other, message):
+    model, ids = tiny_model(), random_ids(20)
+    attach(model)
+    cache = kind(tiny_model(**other).config)
+    for use in (lambda: kvcompress.prefill(model, ids, cache), lambda: model(ids, past_key_values=cache)):
+        with pytest.raises(ValueError, match=f"cache was made from a config with {message}"), torch.no_grad():
+            use()
+    assert kvcompress.prefill(attached_tiny(**other), ids, cache).get_seq_length() == 19
+
+
+@pytest.mark.parametrize("kind", [IterativeCache, StreamingCache])
+def test_what_is_no_config_is_refused(kind):
+    with pytest.raises(
+        TypeError, match=r"config must be a transformers config .*got the model itself: pass model.config"
+    ):
+        kind(tiny_model())
+    with pytest.raises(TypeError, match=r"config must be a transformers config .*got dict"):
+        kind({"num_hidden_layers": 2})
+
+
+@pytest.mark.parametrize("call", [attach, detach, lambda x: kvcompress.prefill(x, random_ids(4), cache_of_tiny())])
+@pytest.mark.parametrize("model", [None, tiny_model().config], ids=["None", "config"])
+def test_what_is_no_model_is_refused(call, model):
+    with pytest.raises(TypeError, match=f"model must be a transformers model, got {type(model).__name__}"):
+        call(model)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"input_ids": [[1, 2, 3]]}, "input_ids must be a torch.Tensor, got list"),
+        ({"input_ids": None}, "input_ids must be a torch.Tensor, got NoneType"),
+        (
+            {"input_ids": BatchEncoding({"input_ids": random_ids(4)})},
+            "input_ids must be a torch.Tensor, got BatchEncoding; pass its .input_ids",
+        ),
+        ({"attention_mask": [[1, 1, 1]]}, "attention_mask must be a torch.Tensor, got list"),
+        ({"attention_mask": np.ones((1, 20))}, "attention_mask must be a torch.Tensor, got ndarray"),
+        ({"guide": [1, 2, 3]}, "guide must be a torch.Tensor, got list"),
+        ({"guide": np.arange(3)}, "guide must be a torch.Tensor, got ndarray"),
+    ],
+)
+@pytest.mark.parametrize("function", [kvcompress.prefill, kvcompress.generate])
+def test_arguments_that_are_no_tensors_are_named(function, arguments, message):
+    cache = cache_of_tiny()
+    with pytest.raises(TypeError, match=message):
+        function(attached_tiny(), **{"input_ids": random_ids(20), "cache": cache, **arguments})
+    assert cache.get_seq_length() == 0
+    cache.check_complete()
+
+
+def test_a_model_called_with_a_batch_encoding_says_so():
+    with pytest.raises(TypeError, match=r"input_ids must be a torch.Tensor, got BatchEncoding"):
+        attached_tiny()(BatchEncoding({"input_ids": random_ids(4)}), past_key_values=cache_of_tiny())
 
 
 def test_an_unsupported_family_is_named_with_those_supported():

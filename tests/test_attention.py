@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 import torch
 from helpers import DTYPES, assert_as_accurate
@@ -140,6 +141,39 @@ def test_a_query_that_sees_nothing_has_no_gradient(simd):
         assert not grad.any()
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("spoiled", ["dout", "dlse", "queries"])
+def test_what_a_query_that_sees_nothing_holds_reaches_no_gradient(simd, dtype, spoiled):
+    lengths = torch.tensor([4, 0, 90], dtype=torch.int32)  # 66, 70 and no queries of each head are padding
+    tensors = inputs(3, 4, 2, 70, 90, 16, dtype, bias=True)
+    grads = {"queries": tensors[0], "dout": torch.randn(3, 4, 70, 16).to(dtype), "dlse": torch.randn(3, 4, 70)}
+    blind = (torch.arange(70) < 70 - lengths[:, None])[:, None].expand(3, 4, 70)
+
+    def gradients(queries, dout, dlse):
+        out, lse = ops.attention(queries, *tensors[1:3], key_bias=tensors[3], lengths=lengths)
+        assert torch.equal(lse == float("-inf"), blind)
+        return torch.autograd.grad((out, lse), (queries, *tensors[1:]), (dout, dlse))
+
+    clean = gradients(**grads)
+    assert not clean[0][blind].any()
+    dirty = grads[spoiled].detach().clone()
+    dirty[blind] = float("nan")
+    for x, y in zip(gradients(**{**grads, spoiled: dirty.requires_grad_()}), clean, strict=True):
+        assert torch.equal(x, y)
+
+
+def test_branches_joined_by_hand_leave_padding_without_gradient(simd):
+    queries, keys, values, _ = inputs(2, 2, 1, 6, 6, 16)
+    lengths = torch.tensor([4, 6], dtype=torch.int32)
+    near = ops.attention(queries, keys, values, lengths=lengths, window=2)[1]
+    far = ops.attention(queries, keys, values, lengths=lengths, window=2, complement=True)[1]
+    joined = torch.logaddexp(near, far)  # the gradient of -inf and -inf is NaN
+    joined[joined.isfinite()].sum().backward()
+    for x in (queries, keys):
+        assert x.grad.isfinite().all() and x.grad.any()
+    assert not queries.grad[0, :, :2].any()
+
+
 def test_own_position_is_exempt_from_the_bias(simd):
     queries, keys, values, _ = inputs(1, 1, 1, 5, 5, 16)
     bias = torch.full((1, 1, 5), float("-inf"))
@@ -178,6 +212,27 @@ def test_threads_change_no_bit(simd):
     for other in found[1:]:
         for x, y in zip(found[0], other, strict=True):
             assert torch.equal(x, y)
+
+
+def test_errors_do_not_add_up_over_many_keys_or_queries(simd):
+    tokens, D = 16384, 8
+    # one block of queries over many keys: equal weights, so that each of out and dq is one long sum of equal parts
+    queries = torch.zeros(1, 1, 16, D, requires_grad=True)
+    half = (torch.arange(tokens) % 2 == 0).float()[:, None].expand(1, 1, tokens, D)
+    out, _ = ops.attention(queries, 0.1 * half, half, causal=False, scale=1.0)
+    constant, _ = ops.attention(queries, half, torch.full_like(half, 0.1), causal=False)
+    torch.testing.assert_close(constant, torch.full_like(constant, 0.1), rtol=2e-6, atol=0)
+    (dq,) = torch.autograd.grad(out, queries, torch.ones_like(out))
+    torch.testing.assert_close(dq, torch.full_like(dq, 0.1 * D / 4), rtol=2e-6, atol=0)
+    # many queries that see key 0 and their own
+    queries = torch.full((1, 1, tokens, D), 0.1)
+    keys, values = torch.zeros(1, 1, tokens, D, requires_grad=True), torch.zeros(1, 1, tokens, D)
+    values[:, :, 0] = 1
+    values.requires_grad_()
+    out, _ = ops.attention(queries, keys, values, window=1, sinks=1, scale=1.0)
+    dk, dv = torch.autograd.grad(out, (keys, values), torch.full_like(out, 0.1))
+    torch.testing.assert_close(dk[0, 0, 0], torch.full((D,), 0.1 * 0.1 * D / 4 * (tokens - 1)), rtol=2e-6, atol=0)
+    torch.testing.assert_close(dv[0, 0, 0], torch.full((D,), 0.1 * (tokens + 1) / 2), rtol=2e-6, atol=0)
 
 
 def test_any_strides(simd):
@@ -286,11 +341,18 @@ def test_bad_arguments_are_named(change, message):
 @pytest.mark.parametrize("length", [-1, 9])
 def test_lengths_out_of_range_are_refused(length):
     tensors = inputs(1, 4, 2, 4, 8, 8)[:3]
-    with pytest.raises(RuntimeError, match="length is out of range"):
+    with pytest.raises(RuntimeError, match=rf"^attention: lengths must be between 0 and 8 \(T\), got {length} at 0$"):
         ops.attention(*tensors, lengths=torch.tensor([length], dtype=torch.int32))
 
 
-def test_head_dim_limit():
-    x = torch.randn(1, 1, 2, 257)
-    with pytest.raises(ValueError, match="head dim 257, at most 256"):
-        ops.attention(x, x, x)
+@pytest.mark.parametrize("lengths", [[8], np.array([8], dtype=np.int32)])
+def test_lengths_that_are_no_tensor_are_named(lengths):
+    with pytest.raises(TypeError, match=f"lengths must be a torch.Tensor, got {type(lengths).__name__}"):
+        ops.attention(*inputs(1, 4, 2, 4, 8, 8)[:3], lengths=lengths)
+
+
+@pytest.mark.parametrize("D", [0, 257])
+def test_head_dim_limits(D):
+    x = torch.randn(1, 1, 2, D)
+    with pytest.raises(ValueError, match=f"queries must have a head dim between 1 and 256, got {D}"):
+        ops.attention(x, x, x, scale=1.0)

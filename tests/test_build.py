@@ -47,6 +47,22 @@ def test_only_libtorch_and_the_c_libraries_are_linked():
                          "librt", "ld-linux-x86-64", "ld-linux-aarch64"}  # fmt: skip
 
 
+def test_a_source_tree_without_the_extension_says_what_to_do(tmp_path):
+    source = Path(kvcompress.__file__).parent
+    shutil.copytree(source, tmp_path / "kvcompress", ignore=shutil.ignore_patterns("*.so", "*.safetensors"))
+    tried = subprocess.run(
+        [sys.executable, "-c", "import kvcompress"], cwd=tmp_path, capture_output=True, text=True,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+    )  # fmt: skip
+    last = tried.stderr.strip().splitlines()[-1]
+    assert last.startswith("ImportError: kvcompress was imported from") and str(tmp_path) in last
+    assert "not built" in last and "pip install --no-build-isolation -e ." in last
+
+    (tmp_path / "kvcompress" / LIBRARY.name).write_bytes(b"no library")
+    tried = subprocess.run(tried.args, cwd=tmp_path, capture_output=True, text=True)
+    assert "not built" not in tried.stderr and LIBRARY.name in tried.stderr.strip().splitlines()[-1]
+
+
 def test_imports_without_a_gpu_in_a_fresh_process():
     code = "import os; os.environ['CUDA_VISIBLE_DEVICES'] = ''; import kvcompress; print(kvcompress.ops.simd())"
     printed = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)

@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 import torch
 from helpers import DTYPES, assert_as_accurate, paged
@@ -5,6 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcompress import ops, reference
+
+INF = float("inf")
 
 
 def check(queries, k, v, end, **options):
@@ -166,16 +169,54 @@ def test_wrong_arguments_are_named(change, message):
         ops.decode(**arguments)
 
 
-@pytest.mark.parametrize(("end", "page"), [(9, 0), (-1, 0), (5, 6), (5, -1)])
-def test_rows_outside_the_pages_are_refused(end, page):
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [(name, np.asarray) for name in ("queries", "k_pages", "begin", "end", "block_table")]
+    + [(name, torch.Tensor.tolist) for name in ("queries", "k_pages", "begin")],
+)
+def test_what_is_no_tensor_is_named(name, kind):
+    arguments = {
+        "queries": torch.randn(1, 2, 1, 16),
+        "k_pages": torch.randn(2, 4, 16),
+        "v_pages": torch.randn(2, 4, 16),
+        "end": torch.tensor([2], dtype=torch.int32),
+        "begin": torch.tensor([1], dtype=torch.int32),
+        "block_table": torch.tensor([[1]], dtype=torch.int32),
+    }
+    arguments[name] = kind(arguments[name])
+    with pytest.raises(TypeError, match=f"{name} must be a torch.Tensor, got (list|ndarray)"):
+        ops.decode(**arguments)
+
+
+@pytest.mark.parametrize("D", [0, 257])
+def test_head_dim_limits(D):
+    pages, end = torch.randn(1, 4, D), torch.tensor([4], dtype=torch.int32)
+    for heads in (1, 16):
+        with pytest.raises(ValueError, match=f"queries must have a head dim between 1 and 256, got {D}"):
+            ops.decode(torch.randn(1, heads, 1, D), pages, pages, end, scale=1.0)
+
+
+@pytest.mark.parametrize(
+    ("end", "page", "begin", "message"),
+    [
+        (9, 0, 0, r"^decode: end must be between 0 and 8 \(slots in a row of block_table\), got 9 at 1$"),
+        (-1, 0, 0, "end must be between 0 and 8 .*, got -1 at 1"),
+        (5, 6, 0, r"block_table must name pages between 0 and 5, got 6 at \[1, 1\]"),
+        (5, -1, 0, r"block_table must name pages between 0 and 5, got -1 at \[1, 1\]"),
+        (5, 0, 6, r"begin must be between 0 and 5 \(end\), got 6 at 1"),
+        (5, 0, -1, r"begin must be between 0 and 5 \(end\), got -1 at 1"),
+    ],
+)
+def test_rows_outside_the_pages_are_refused(end, page, begin, message):
     table = torch.tensor([[0, 1], [2, page]], dtype=torch.int32)
-    with pytest.raises(RuntimeError, match="out of range"):
+    with pytest.raises(RuntimeError, match=message):
         ops.decode(
             torch.randn(1, 4, 1, 16),
             torch.randn(6, 4, 16),
             torch.randn(6, 4, 16),
             torch.tensor([5, end], dtype=torch.int32),
             block_table=table,
+            begin=torch.tensor([0, begin], dtype=torch.int32),
         )
 
 
@@ -202,3 +243,41 @@ def test_merge_states_gradients_as_the_reference(dtype):
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 6e-2, torch.float16: 6e-3}[dtype]
     for x, y in zip(ours, exact, strict=True):
         torch.testing.assert_close(x.double(), y, atol=tolerance, rtol=tolerance)
+
+
+def test_merged_sets_without_weight_have_no_gradient():
+    outs = [torch.randn(1, 1, 3, 4, requires_grad=True) for _ in range(2)]
+    lses = [torch.tensor([[[first, 0.5, second]]], requires_grad=True) for first, second in ((-INF, -INF), (-INF, 1.0))]
+    out, lse = ops.merge_states(*zip(outs, lses, strict=True))
+    spoiled, spoiled_lse = torch.ones_like(out), torch.ones_like(lse)
+    spoiled[:, :, 0] = spoiled_lse[:, :, 0] = float("nan")
+    grads = torch.autograd.grad((out, lse), outs + lses, (spoiled, spoiled_lse))
+    for grad in grads:
+        assert grad.isfinite().all()
+        assert not grad[:, :, 0].any()
+    assert not grads[0][:, :, 2].any() and not grads[2][:, :, 2].any()
+    assert (grads[1][:, :, 2] == 1).all() and (grads[3][:, :, 2] == 1).all()
+    # weight 0 also where the other set is larger beyond measure
+    lses = [torch.tensor([[[0.0]]], requires_grad=True), torch.tensor([[[300.0]]], requires_grad=True)]
+    out, lse = ops.merge_states((outs[0][:, :, :1], lses[0]), (outs[1][:, :, :1], lses[1]))
+    grad, other = torch.autograd.grad((out, lse), lses, (torch.ones_like(out), torch.full_like(lse, INF)))
+    assert grad.item() == 0 and other.item() == INF
+
+
+@pytest.mark.parametrize("tracked", ["queries", "k_pages", "v_pages"])
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_gradient_is_refused_when_it_comes_back(tracked, which):
+    tensors = {"queries": torch.randn(1, 4, 1, 16), "k_pages": torch.randn(2, 9, 16), "v_pages": torch.randn(2, 9, 16)}
+    end = torch.tensor([9, 3], dtype=torch.int32)
+    plain = ops.decode(*tensors.values(), end)
+    tensors[tracked].requires_grad_()
+    state = ops.decode(*tensors.values(), end)
+    for x, y in zip(state, plain, strict=True):
+        assert torch.equal(x, y)
+    with torch.no_grad():
+        assert not ops.decode(*tensors.values(), end)[which].requires_grad
+    with pytest.raises(NotImplementedError, match=r"decode has no gradient.* use attention"):
+        state[which].sum().backward()
+    joined = ops.merge_states(state, plain)
+    with pytest.raises(NotImplementedError, match=r"decode has no gradient.* use attention"):
+        joined[which].sum().backward()

@@ -54,6 +54,19 @@ def test_guided_reading_finds_a_fact_that_streaming_loses(dtype, depth):
     assert answer(model, task, streaming, guided=False) != task.answer
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "bfloat16", torch.float64])
+def test_a_dtype_that_is_not_there_is_named(dtype):
+    with pytest.raises(ValueError, match=r"dtype must be torch.float32, torch.bfloat16 or torch.float16, got .*\d"):
+        kvcompress.load_example_model(dtype)
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:1", "gpu", torch.device("cuda")])
+def test_a_device_that_is_not_there_is_named(device, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match=rf"device must be one that PyTorch finds here \(cpu\), got '{device}'"):
+        kvcompress.load_example_model(device=device)
+
+
 @given(text=st.text())
 def test_a_token_is_a_byte(text):
     tokenizer = byte_tokenizer()

@@ -8,11 +8,13 @@ import torch
 from helpers import random_ids, tiny_model
 
 import kvcompress
-from kvcompress import IterativeCache, StreamingCache, attach, prefill
+from kvcompress import IterativeCache, PoolSettings, QuestCache, StreamingCache, attach, prefill
 
 CACHES = {
     "iterative": lambda config: IterativeCache(config, memory_size=20, chunk_size=16, page_size=4),
     "streaming": lambda config: StreamingCache(config, window_size=20, chunk_size=16),
+    "lm-infinite": lambda config: StreamingCache(config, window_size=20, chunk_size=16, sink_distance="window"),
+    "quest": lambda config: QuestCache(config, token_budget=12, page_size=4, chunk_size=16),
 }
 caches = pytest.mark.parametrize("new_cache", CACHES.values(), ids=CACHES)
 
@@ -68,12 +70,12 @@ def test_forks_share_the_prompt_and_take_pages_for_their_own_tokens(model):
     assert cache.reserved_nbytes() >= 3 * 2 * (5 + 4 * 3) * 4 * 2 * 16 * 4
 
 
-@pytest.mark.parametrize("how", ["fork", "deepcopy", "reset"])
+@pytest.mark.parametrize("how", ["fork", "copy", "deepcopy", "reset"])
 def test_pages_of_a_dropped_fork_return_at_once(model, how):
     ids = random_ids(60)
     cache = prefill(model, ids, CACHES["iterative"](model.config))
     for seed in range(6):
-        fork = copy.deepcopy(cache) if how == "deepcopy" else cache.fork()
+        fork = getattr(copy, how)(cache) if how.endswith("copy") else cache.fork()
         answer(model, torch.cat([ids, random_ids(3, seed=seed)], 1), fork)
         if how == "reset":
             fork.reset()
@@ -82,6 +84,46 @@ def test_pages_of_a_dropped_fork_return_at_once(model, how):
             del fork  # no cycle holds it
         assert pages_in_use(cache) == [2 * 5] * 3
     assert max(store.pages for store in stores(cache)) <= 2 * 2 * (5 + 3)
+
+
+@caches
+@pytest.mark.parametrize("how", ["copy", "deepcopy"])
+def test_a_copy_and_its_end_leave_the_original_alone(model, new_cache, how):
+    ids = random_ids(60)
+    cache = prefill(model, ids, new_cache(model.config))
+    other = getattr(copy, how)(cache)
+    longer = answer(model, torch.cat([ids, random_ids(4)], 1), other)
+    assert longer.shape[1] == 70 and other.get_seq_length() == 69
+    del other
+    assert cache.get_seq_length() == 59
+    assert torch.equal(answer(model, ids, cache), answer(model, ids, prefill(model, ids, new_cache(model.config))))
+
+
+def test_trim_gives_back_what_dropped_forks_have_left(model):
+    ids, question = random_ids(60), torch.cat([random_ids(60), random_ids(3)], 1)
+    cache = prefill(model, ids, CACHES["iterative"](model.config))
+    forks = [cache.fork() for _ in range(4)]
+    expected = answer(model, question, forks[0])
+    for fork in (*forks[1:], cache):
+        assert torch.equal(answer(model, question, fork), expected)
+    kept = forks[1]
+    del forks, fork
+    assert cache.reserved_nbytes() > 1.9 * cache.nbytes()
+    cache.trim()
+    assert pages_in_use(cache) == [store.pages for store in stores(cache)] == [2 * (5 + 2 * 3)] * 3
+    for one in (cache, kept):  # both go on where they were
+        longer = model.generate(expected, past_key_values=one.fork(), max_new_tokens=5, do_sample=False)
+        assert torch.equal(longer[:, :69], expected)
+    other = model.generate(expected, past_key_values=kept, max_new_tokens=5, do_sample=False)
+    assert torch.equal(other, longer)
+    del kept, one
+    cache.trim()
+    assert cache.nbytes() <= cache.reserved_nbytes() < 1.05 * cache.nbytes()
+    again = model.generate(expected, past_key_values=cache, max_new_tokens=5, do_sample=False)
+    assert torch.equal(again, longer)
+    streaming = prefill(model, ids, CACHES["streaming"](model.config))
+    streaming.trim()
+    assert streaming.reserved_nbytes() == streaming.nbytes()
 
 
 def test_a_fork_outlives_its_origin(model):
@@ -146,6 +188,32 @@ def test_a_full_pool_names_its_setting_and_loses_nothing(model, grow):
     assert torch.equal(out, expected[:, :64])
     with pytest.raises(RuntimeError, match="max_pages = 9 is too few: 10 pages of 4 tokens are needed in one layer"):
         prefill(model, ids, IterativeCache(model.config, **options, max_pages=9))
+
+
+def test_forks_and_beams_share_one_limit_of_pages(model):
+    ids = random_ids(60)
+    # 20 tokens in 5 pages per row, 2 rows: 10 pages; each fork's tokens need 2 more per row
+    limit = 2 * (5 + 2 + 1)
+    cache = IterativeCache(model.config, memory_size=20, chunk_size=16, page_size=4, max_pages=limit)
+    prefill(model, ids, cache)
+    first = cache.fork()
+    answer(model, ids, first)
+    with pytest.raises(
+        RuntimeError, match=r"max_pages = 16 .* in one layer, those of all forks, beams and samples together"
+    ):
+        answer(model, ids, cache.fork())
+    with pytest.raises(RuntimeError, match="max_pages = 16"):
+        answer(model, ids, cache.fork(), num_beams=3)
+    del first
+    assert answer(model, ids, cache).shape == (1, 66)
+
+
+def test_pages_of_a_layer_are_those_of_its_rows(model):
+    settings = PoolSettings(page_size=4)
+    rows = 2 * model.config.num_key_value_heads
+    cache = IterativeCache(model.config, memory_size=21, chunk_size=16, page_size=4)
+    prefill(model, random_ids(60, batch=2), cache)
+    assert pages_in_use(cache) == [rows * settings.blocks(21)] * 3 == [rows * 6] * 3
 
 
 def test_a_pool_takes_what_the_prompt_needs_and_then_doubles(model):

@@ -5,11 +5,12 @@ import torch
 from helpers import random_ids, tiny_model
 
 import kvcompress
-from kvcompress import IterativeCache, StreamingCache, attach, prefill
+from kvcompress import IterativeCache, QuestCache, StreamingCache, attach, prefill
 
 CACHES = {
     "iterative": lambda config: IterativeCache(config, memory_size=128, chunk_size=16),
     "streaming": lambda config: StreamingCache(config, window_size=128, chunk_size=16),
+    "quest": lambda config: QuestCache(config, token_budget=128, chunk_size=16),
 }
 caches = pytest.mark.parametrize("new_cache", CACHES.values(), ids=CACHES)
 MODES = {
@@ -87,6 +88,46 @@ def test_a_batch_that_does_not_fit_the_cache_is_refused():
         model(random_ids(1, batch=3), past_key_values=cache)
     with pytest.raises(ValueError, match="batch size 3, but the cache holds 2"):
         prefill(model, random_ids(40, batch=3), cache)
+
+
+@caches
+@pytest.mark.parametrize("name", ["input_ids", "inputs_embeds"])
+def test_other_prompts_in_place_of_repeated_ones_are_refused_and_nothing_changes(new_cache, name):
+    model, ids = attached(), random_ids(30, batch=2)
+    cache = prefill(model, ids, new_cache(model.config))
+    before = cache.stored_lengths()
+
+    def forward(tokens, cache=cache):
+        given = tokens if name == "input_ids" else model.get_input_embeddings()(tokens)
+        with torch.no_grad():
+            return model(**{name: given}, past_key_values=cache).logits
+
+    others = torch.tensor([[5], [5], [6], [7]])
+    message = f"{name} has batch size 4, but the cache holds 2 sequences, and rows .* differ; .*fork"
+    with pytest.raises(ValueError, match=message):
+        forward(others)
+    assert cache.stored_lengths() == before and cache.batch_size == 2
+    same = torch.tensor([[5], [5], [6], [6]])
+    expected = forward(same[::2], cache.fork())
+    torch.testing.assert_close(forward(same, cache.fork()), expected.repeat_interleave(2, 0))
+    cache.batch_repeat_interleave(2)  # several ways to go on, asked for
+    torch.testing.assert_close(forward(others, cache)[:3:2], expected)
+
+
+@caches
+def test_generate_with_a_cache_of_another_batch_is_refused(new_cache):
+    model, ids = attached(), random_ids(30)
+    cache = prefill(model, ids, new_cache(model.config))
+    prompts = torch.cat([ids, random_ids(30, batch=2, seed=9)])
+    with pytest.raises(ValueError, match="input_ids has batch size 3, but the cache holds 1"):
+        model.generate(prompts, past_key_values=cache, max_new_tokens=2)
+    torch.manual_seed(3)
+    assert model.generate(
+        ids, past_key_values=cache, max_new_tokens=2, num_return_sequences=3, do_sample=True
+    ).shape == (
+        3,
+        32,
+    )
 
 
 @caches

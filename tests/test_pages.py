@@ -134,16 +134,31 @@ def state() -> tuple[list[torch.Tensor], PageTable]:
     ("call", "message"),
     [
         (lambda a, t: ops.append_tokens_(a, [torch.ones(1, 2, 1, 2)], t), "the pool is full"),
-        (lambda a, t: ops.append_tokens_(a, [torch.ones(1, 2, 8, 2)], t), "out of range"),
+        (
+            lambda a, t: ops.append_tokens_(a, [torch.ones(1, 2, 8, 2)], t),
+            "room for 14 slots in row 0 .6 held and 8 new., got 3 pages of 4",
+        ),
         (
             lambda a, t: ops.append_tokens_(a, [torch.ones(1, 2, 1, 2)], t, counts=torch.tensor([2, 0]).int()),
-            "out of range",
+            r"counts must be between 0 and 1 \(S\), got 2 at 0",
         ),
-        (lambda a, t: ops.truncate_rows_(t, torch.tensor([7, 5]).int(), 4), "out of range"),
-        (lambda a, t: ops.truncate_rows_(t, torch.tensor([6, -1]).int(), 4), "out of range"),
+        (lambda a, t: ops.truncate_rows_(t, torch.tensor([7, 5]).int(), 4), "between 0 and 6 .lengths., got 7 at 0"),
+        (lambda a, t: ops.truncate_rows_(t, torch.tensor([6, -1]).int(), 4), "between 0 and 5 .lengths., got -1 at 1"),
         (lambda a, t: ops.compact_pages_(a, t, torch.tensor([[1], [1]]).int()), "the pool is full"),
-        (lambda a, t: ops.compact_pages_(a, t, torch.tensor([[0, 1], [1, 1]]).int()), "out of range"),
-        (lambda a, t: ops.compact_pages_(a, t, torch.tensor([[0], [5]]).int()), "out of range"),
+        (lambda a, t: ops.compact_pages_(a, t, torch.tensor([[0, 1], [1, 1]]).int()), r"rise .* got 1 at \[1, 1\]"),
+        (
+            lambda a, t: ops.compact_pages_(a, t, torch.ones(2, 1).int(), kept=torch.tensor([-1, 2]).int()),
+            r"kept must be at most 1 \(K\), got 2 at 1",
+        ),
+        (
+            lambda a, t: ops.truncate_rows_(t._replace(block_table=t.block_table - 3), torch.tensor([2, 5]).int(), 4),
+            r"block_table must name pages between 0 and 2, got -3 at \[0, 1\]",
+        ),
+        (
+            lambda a, t: ops.truncate_rows_(t._replace(lengths=t.lengths + 7), torch.tensor([0, 0]).int(), 4),
+            "lengths must be between 0 and 12 .slots in a row of block_table., got 13 at 0",
+        ),
+        (lambda a, t: ops.compact_pages_(a, t, torch.tensor([[0], [5]]).int()), r"0 and 4, got 5 at \[1, 0\]"),
     ],
 )
 def test_what_does_not_fit_is_refused_and_nothing_changes(call, message):
@@ -218,3 +233,22 @@ def test_wrong_arguments_are_named(call, message):
     arrays, table = state()
     with pytest.raises(ValueError, match=message):
         call(arrays, table)
+
+
+def test_a_gradient_of_pages_is_refused_when_it_comes_back():
+    table = ops.PageTable(*shared_table(1, rows=2, page_size=4, longest=9, spare=8, shortest=5))
+    pages = torch.zeros(table.refs.shape[0], 4, 3)
+    tokens, positions = torch.randn(1, 2, 2, 3, requires_grad=True), torch.ones(1, 2, 2, dtype=torch.int32)
+    arrays = pages.clone(), pages[..., 0].to(torch.int32)
+    ops.append_tokens_(arrays, (tokens, positions), table)
+    last = rows_of(arrays[0], table)[1][-1]
+    assert torch.equal(last, tokens[0, 1, 1])
+    with pytest.raises(NotImplementedError, match="append_tokens_ has no gradient"):
+        last.sum().backward()
+    compacted = (1 * pages.requires_grad_(),)
+    indices = torch.tensor([[0, 1], [2, 3]], dtype=torch.int32)
+    with pytest.raises(ValueError, match="arrays must not be a leaf that requires grad"):
+        ops.compact_pages_((pages,), table, indices)
+    ops.compact_pages_(compacted, table, indices)
+    with pytest.raises(NotImplementedError, match="compact_pages_ has no gradient"):
+        compacted[0].sum().backward()

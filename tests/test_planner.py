@@ -30,7 +30,7 @@ def test_empty_prompt_has_an_empty_plan():
 
 
 def test_worked_example():
-    ours = plan(32, chunk_size=8, memory_size=8)  # imdc.md, section 13 A, FM
+    ours = plan(32, chunk_size=8, memory_size=8)
     assert ours.chunks == (8, 8, 8, 8)
     assert ours.memory == (8, 8, 8, 8)
     assert ours.largest_context == 16
@@ -52,5 +52,7 @@ def test_wrong_sizes_are_named(arguments, message):
 
 @pytest.mark.parametrize("schedule", ops.SCHEDULES[1:])
 def test_a_schedule_that_is_not_there_says_so(schedule):
-    with pytest.raises(RuntimeError, match="schedule is not implemented"):
+    with pytest.raises(
+        RuntimeError, match=f"^plan: the schedule {schedule} is not implemented yet; implemented: fixed$"
+    ):
         plan(10, chunk_size=4, memory_size=4, schedule=schedule)

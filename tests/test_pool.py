@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvcompress.caches import PagePool, PoolSettings, keys_and_values
 
@@ -26,6 +27,31 @@ def numbered(rows: int, width: int, start: int = 0) -> torch.Tensor:
 def append(pool: PagePool, x: torch.Tensor, counts=None) -> None:
     """Keys x, values -x, and the first number of each key as its position."""
     pool.append((x, -x, x[..., 0].to(torch.int32)), counts)
+
+
+class NoMemoryAt(TorchDispatchMode):
+    """PyTorch's operation of this number finds no memory."""
+
+    class Error(RuntimeError): ...
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.left = number
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.left -= 1
+        if self.left < 0:
+            raise self.Error
+        return func(*args, **kwargs or {})
+
+
+def finds_no_memory(number: int, call) -> bool:
+    try:
+        with NoMemoryAt(number):
+            call()
+    except NoMemoryAt.Error:
+        return True
+    return False
 
 
 def check(*pairs: tuple[PagePool, list[torch.Tensor]]) -> None:
@@ -65,7 +91,9 @@ def test_pools_and_forks_hold_what_lists_would(data, page_size, grow):
         which = data.draw(st.integers(0, len(pools) - 1))
         pool, rows = pools[which]
         R = len(rows)
-        action = data.draw(st.sampled_from(["append", "append", "truncate", "fork", "select", "compact", "drop"]))
+        action = data.draw(
+            st.sampled_from(["append", "append", "truncate", "fork", "select", "compact", "trim", "drop"])
+        )
         if action == "append":
             width = data.draw(st.integers(1, 9))
             counts = data.draw(st.one_of(st.none(), st.lists(st.integers(0, width), min_size=R, max_size=R)))
@@ -81,6 +109,9 @@ def test_pools_and_forks_hold_what_lists_would(data, page_size, grow):
             rows = [row[:length] for row, length in zip(rows, lengths, strict=True)]
         elif action == "fork":
             pools.append((pool.fork(), list(rows)))
+        elif action == "trim":
+            pool.trim()
+            assert grow == "error" or pool.store.pages == int((pool.store.refs > 0).sum())
         elif action == "select":
             chosen = data.draw(st.lists(st.integers(0, R - 1), min_size=1, max_size=5))
             pool.select_rows(chosen)
@@ -142,16 +173,36 @@ def test_a_fork_takes_pages_only_for_what_it_writes():
     assert [fork.pages_in_use() for fork in forks] == [3] * 5
 
 
-@pytest.mark.parametrize("how", ["deepcopy", "fork"])
+@pytest.mark.parametrize("how", ["copy", "deepcopy", "fork"])
 def test_pages_of_a_dropped_fork_are_used_again(how):
     pool, x = new_pool(1, 4), numbered(1, 8)
     append(pool, x)
     for i in range(20):
-        fork = copy.deepcopy(pool) if how == "deepcopy" else pool.fork()
+        fork = pool.fork() if how == "fork" else getattr(copy, how)(pool)
         append(fork, numbered(1, 8, 100 * i))
         del fork
     assert pool.store.pages == 4
     check((pool, [x[0, 0]]))
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_forks_that_never_append_leave_nothing(monkeypatch, together):
+    pool, x = new_pool(2, 4), numbered(2, 9)
+    append(pool, x)
+    kept = pool.fork()
+    monkeypatch.setattr(type(pool.store), "count_free", lambda self: pytest.fail("asked the device"))
+    forks = []
+    for _ in range(3000):
+        forks.append(pool.fork())
+        if not together:
+            forks.clear()
+        assert len(pool.store.dropped) <= 32
+    forks.clear()
+    pool.fork()
+    assert len(pool.store.dropped) <= 32
+    assert int(pool.store.refs.max()) <= 2 + 32
+    monkeypatch.undo()
+    check((pool, list(x[0])), (kept, list(x[0])))
 
 
 def test_the_last_of_the_forks_writes_in_place():
@@ -193,6 +244,27 @@ def test_a_pool_that_may_not_grow_says_which_setting_and_loses_nothing(grow):
     check((pool, [row[1:2] for row in rows]))
 
 
+def test_a_pool_that_finds_no_memory_to_grow_stays_as_it_was():
+    x, y = numbered(2, 5), numbered(2, 40, 1000)
+    failed = 0
+    for number in range(1000):
+        pool = new_pool(2, 4)
+        append(pool, x)
+        fork, dropped = pool.fork(), pool.fork()
+        append(fork, y[:, :, :4])
+        del dropped
+        if not finds_no_memory(number, lambda pool=pool: append(pool, y)):
+            break
+        failed += 1
+        shapes = {array.shape[0] for array in pool.store.arrays.values()}
+        assert shapes == {pool.store.pages} == {pool.store.free_pages.shape[0]}
+        forked = [torch.cat([x[0, r], y[0, r, :4]]) for r in range(2)]
+        check((pool, list(x[0])), (fork, forked))
+        append(pool, y)
+        check((pool, [torch.cat([x[0, r], y[0, r]]) for r in range(2)]), (fork, forked))
+    assert 20 < failed < 999
+
+
 def test_reserved_pages_are_found_without_asking_the_device(monkeypatch):
     pool = new_pool(2, 4)
     pool.reserve([30, 30])
@@ -218,6 +290,98 @@ def test_nbytes_is_what_is_used_and_reserved_nbytes_what_is_held():
     assert pool.reserved_nbytes() == 3 * (page + 8) + 2 * 4 + tables
 
 
+def test_trim_gives_back_what_dropped_forks_have_left():
+    pool, x = new_pool(2, 4), numbered(2, 9)
+    append(pool, x)
+    forks = [pool.fork() for _ in range(4)]
+    for i, fork in enumerate(forks):  # the pool's own later pages lie behind those of the forks
+        append(fork, numbered(2, 30, 1000 * i))
+    y = numbered(2, 20, 9000)
+    append(pool, y)
+    rows = [torch.cat([x[0, r], y[0, r]]) for r in range(2)]
+    forked = [torch.cat([x[0, r], numbered(2, 30, 2000)[0, r]]) for r in range(2)]
+    other = forks[2]
+    del forks, fork
+    gathered = pool.gather(30)
+    pool.trim()
+    # 8 pages a row, and 10 of the fork of which it shares the 2 full ones
+    assert pool.store.pages == 2 * (8 + 8) and pool.store.free_at_least == 0
+    for before, after in zip(gathered, pool.gather(30), strict=True):
+        assert torch.equal(before, after)
+    check((pool, rows), (other, forked))
+    del other
+    pool.trim()
+    bookkeeping = 2 * 4 * pool.store.pages + 2 * 4  # counts and the free list
+    assert pool.reserved_nbytes() == pool.nbytes() + bookkeeping
+    append(pool, x)
+    check((pool, [torch.cat([rows[r], x[0, r]]) for r in range(2)]))
+
+
+def test_trim_of_pools_of_which_the_device_alone_knows_the_lengths():
+    pool, x = new_pool(2, 4), numbered(2, 9)
+    counts = torch.tensor([9, 1], dtype=torch.int32)
+    append(pool, x, counts)
+    fork = pool.fork()
+    append(fork, x, counts)
+    pool.trim()
+    assert not pool.exact and not fork.exact
+    append(fork, x, counts)
+    append(pool, x, counts)
+    last = x[0, 1, 8:]
+    check(
+        (pool, [torch.cat([x[0, 0]] * 2), torch.cat([last] * 2)]),
+        (fork, [torch.cat([x[0, 0]] * 3), torch.cat([last] * 3)]),
+    )
+
+
+def test_trim_of_nothing_and_of_a_pool_that_must_not_ask_again():
+    empty = new_pool()
+    empty.trim()
+    assert empty.store.pages == 0
+    append(empty, numbered(3, 5))
+    empty.truncate([0, 0, 0])
+    empty.trim()
+    assert empty.store.pages == 0
+    fork = empty.fork()
+    for one in (empty, fork):
+        append(one, numbered(3, 5))
+    for one in (empty, fork):
+        one.truncate(torch.zeros(3, dtype=torch.int32))
+    empty.trim()
+    assert empty.store.pages == 0
+    for one in (empty, fork):
+        append(one, numbered(3, 5))
+    check((empty, list(numbered(3, 5)[0])), (fork, list(numbered(3, 5)[0])))
+    del fork, one
+    fixed = new_pool(max_pages=9, grow="error")
+    append(fixed, numbered(3, 5))
+    fixed.trim()
+    assert fixed.store.pages == 9
+    again = pickle.loads(pickle.dumps(empty))
+    again.truncate([5, 0, 5])
+    again.trim()
+    assert again.store.pages == 4
+    check((again, [numbered(3, 5)[0, 0], torch.empty(0, D), numbered(3, 5)[0, 2]]))
+
+
+def test_a_trim_that_finds_no_memory_changes_nothing():
+    x, y = numbered(2, 9), numbered(2, 7, 1000)
+    failed = 0
+    for number in range(1000):
+        pool = new_pool(2, 4)
+        append(pool, x)
+        fork, dropped = pool.fork(), pool.fork()
+        append(dropped, y)
+        append(fork, y)
+        del dropped
+        if not finds_no_memory(number, pool.trim):
+            break
+        failed += 1
+        check((pool, list(x[0])), (fork, [torch.cat([x[0, r], y[0, r]]) for r in range(2)]))
+    assert 20 < failed < 999
+    check((pool, list(x[0])), (fork, [torch.cat([x[0, r], y[0, r]]) for r in range(2)]))
+
+
 def test_wrong_lengths_are_refused():
     pool, x = new_pool(), numbered(3, 5)
     append(pool, x, [5, 2, 5])
@@ -226,6 +390,47 @@ def test_wrong_lengths_are_refused():
     with pytest.raises(ValueError, match="lengths must be between 0 and the 2 slots of row 1, got 3"):
         pool.truncate([1, 3, 1])
     check((pool, [x[0, 0], x[0, 1, 3:], x[0, 2]]))
+
+
+@pytest.mark.parametrize(
+    ("counts", "message"),
+    [
+        ([2, 3, 1], "counts must be between 0 and the S = 2 new tokens, got 3 for row 1"),
+        ([2, 2, -1], "counts must be between 0 and the S = 2 new tokens, got -1 for row 2"),
+        ([2, 2], "counts must hold one number for each of 3 rows, got 2"),
+    ],
+)
+def test_wrong_counts_are_refused(counts, message):
+    pool, x = new_pool(), numbered(3, 5)
+    append(pool, x)
+    with pytest.raises(ValueError, match=message):
+        append(pool, numbered(3, 2), counts)
+    assert pool.exact and pool.bounds == [5] * 3
+    check((pool, list(x[0])))
+
+
+@pytest.mark.parametrize("rows", [[0, -1], [0, 3], [-3, 1, 2]])
+def test_rows_that_are_not_there_are_refused(rows):
+    pool, x = new_pool(), numbered(3, 5)
+    append(pool, x)
+    with pytest.raises(ValueError, match=f"rows must be between 0 and 2, got {min(rows) if min(rows) < 0 else 3}"):
+        pool.select_rows(rows)
+    assert not pool._shares
+    check((pool, list(x[0])))
+
+
+@pytest.mark.parametrize("how", ["copy", "deepcopy"])
+def test_a_copy_and_its_end_leave_the_original_alone(how):
+    pool, x, y = new_pool(), numbered(3, 5), numbered(3, 2, 1000)
+    append(pool, x)
+    other = getattr(copy, how)(pool)
+    append(other, y)
+    check((pool, list(x[0])), (other, [torch.cat([x[0, r], y[0, r]]) for r in range(3)]))
+    del other
+    gc.collect()
+    check((pool, list(x[0])))
+    append(pool, y)
+    check((pool, [torch.cat([x[0, r], y[0, r]]) for r in range(3)]))
 
 
 def test_a_saved_pool_comes_back():

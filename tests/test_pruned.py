@@ -54,7 +54,7 @@ def run(model, cache, ids, calls):
     return out
 
 
-CALLS = [26] + [1] * 6 + [5] + [1] * 5 + [20, 1]
+CALLS = [26] + [1] * 6 + [7] + [1] * 5 + [20, 1]
 GAP = {"gap": 6, "headroom": 16}
 
 
@@ -79,8 +79,6 @@ GAP = {"gap": 6, "headroom": 16}
 @pytest.mark.parametrize("positions", ["original", "contiguous", "between", "to_query", "constant", "shared"])
 def test_what_the_definition_says(pruner, choose, every, positions):
     """Prompt, decoding, a short and a long further turn."""
-    if isinstance(pruner, H2O) and every is None:
-        every = 100  # decoded tokens vote, and are kept
     choose = choose if "choose" in getattr(choose, "__qualname__", "") else choose()
     model, ids = attached(num_hidden_layers=2).double().float(), random_ids(sum(CALLS))
     near = pruner.recent(16, 16)
@@ -91,14 +89,18 @@ def test_what_the_definition_says(pruner, choose, every, positions):
         "contiguous": (RemoteGap(gap=0, near_length=near or None), {"blank": 0}),
         "between": (RemoteGap(**GAP, near_length=near or None), {"blank": 6}),
         "to_query": (RemoteGap(gap=near + 3, reading="to_query", near_length=near or None), {"blank": 3}),
-        "constant": (RemoteGap(gap=40, reading="constant", near_length=near or None), {"blank": 40, "constant": True}),
+        "constant": (
+            RemoteGap(gap=40, reading="constant", headroom=20, near_length=near or None),
+            {"blank": 40, "constant": True},
+        ),
         "shared": (RemoteGap(**GAP, comp_positions="shared", near_length=near or None), {"blank": 6, "shared": True}),
     }[positions]
     cache = PrunedCache(model.config, pruner, 16, every=every, positions=policy, page_size=4)
     ours = run(model, cache, ids, CALLS)
     exact = copy.deepcopy(model).double()
     kvcompress.detach(exact)
-    expected = definition.Definition(exact, choose, 16, every=every, **settings)
+    votes = 10**6 if isinstance(pruner, H2O) and every is None else every
+    expected = definition.Definition(exact, choose, 16, every=votes, **settings)
     start = 0
     for number, (count, logits) in enumerate(zip(CALLS, ours, strict=True)):
         wanted = expected(ids[0, start : start + count])
@@ -325,7 +327,7 @@ def test_too_small_a_number_of_bytes_names_the_least():
 def test_positions_never_reach_the_trained_length():
     model = attached(max_position_embeddings=96)
     gap = RemoteGap(headroom=8)
-    with pytest.raises(ValueError, match="prompt of 99 tokens in one pass .* chunk_size"):
+    with pytest.raises(ValueError, match=r"prompt of 99 tokens in one pass .* chunk_size"):
         prefill(model, random_ids(100), PrunedCache(model.config, SnapKV(window=4), 16, positions=gap))
     cache = PrunedCache(model.config, SnapKV(window=4), 16, positions=gap, chunk_size=20, every=8)
     kvcompress.generate(model, random_ids(300), cache, max_new_tokens=100, do_sample=False)
@@ -340,3 +342,97 @@ def test_positions_that_would_need_other_frequencies_are_refused():
     cache = PrunedCache(model.config, SnapKV(window=4), 16, positions="contiguous")
     with pytest.raises(ValueError, match="rope type 'dynamic' beyond its switch point"):
         prefill(model, random_ids(100), cache)
+
+
+@pytest.mark.parametrize(
+    "positions", ["original", RemoteGap(gap=8, near_length=4, headroom=16)], ids=["original", "gap"]
+)
+def test_a_guide_with_sequences_that_start_in_later_chunks(positions):
+    model, guide = attached(), random_ids(5, seed=9)[0]
+    prompts = [random_ids(length, seed=length) for length in (40, 7, 22)]
+    ids, mask = left_padded(prompts)
+    settings = {"positions": positions, "chunk_size": 12, "every": 3}
+    together = PrunedCache(model.config, SnapKV(window=4), 16, **settings)
+    out = kvcompress.generate(model, ids, together, mask, guide=guide, max_new_tokens=9, do_sample=False)
+    for b, prompt in enumerate(prompts):
+        alone = PrunedCache(model.config, SnapKV(window=4), 16, **settings)
+        expected = kvcompress.generate(model, prompt, alone, guide=guide, max_new_tokens=9, do_sample=False)
+        assert torch.equal(out[b, -9:], expected[0, -9:]), b
+
+
+@pytest.mark.parametrize("chunk_size", [None, 13])
+def test_the_guides_queries_do_not_score_while_decoding(chunk_size):
+    model, ids, guide = attached(), random_ids(60), random_ids(5, seed=9)[0]
+    cache = PrunedCache(model.config, SnapKV(window=6), 16, chunk_size=chunk_size, every=2)
+    prefill(model, ids, cache, guide=guide)
+    queries, valid = cache.layers[0].recent.get()
+    plain = prefill(model, ids, PrunedCache(model.config, SnapKV(window=6), 16, chunk_size=chunk_size, every=2))
+    assert valid == [6]
+    torch.testing.assert_close(queries, plain.layers[0].recent.get()[0])  # layer 0 sees the same tokens in both
+
+
+@pytest.mark.parametrize("gap", ["auto", 30, 12], ids=["auto", "between", "to_query"])
+def test_one_sequences_gap_is_not_anothers(gap):
+    model = attached(max_position_embeddings=64)
+    prompts = [random_ids(length, seed=length) for length in (40, 14)]
+    ids, mask = left_padded(prompts)
+    positions = RemoteGap(gap, "to_query" if gap == 12 else "between", near_length=4, headroom=8)
+    caches = [PrunedCache(model.config, SnapKV(window=4), 16, positions=positions, every=8) for _ in range(3)]
+    out = kvcompress.generate(model, ids, caches[2], mask, max_new_tokens=12, do_sample=False)
+    for b, prompt in enumerate(prompts):
+        expected = kvcompress.generate(model, prompt, caches[b], max_new_tokens=12, do_sample=False)
+        assert torch.equal(out[b, -12:], expected[0, -12:]), b
+
+
+@pytest.mark.parametrize("decoded", [2, 63, 64, 65])
+@pytest.mark.parametrize("every", [None, 2])
+def test_h2o_compresses_before_a_turn_whether_or_not_all_have_voted(decoded, every):
+    model, ids = attached(num_hidden_layers=1), random_ids(30 + decoded + 9)
+    cache = PrunedCache(model.config, H2O(), 12, every=every)
+    ours = run(model, cache, ids, [30] + [1] * decoded + [9])
+    exact = copy.deepcopy(model).double()
+    kvcompress.detach(exact)
+    expected = definition.Definition(exact, definition.h2o(), 12, every=every or 10**6)
+    start = 0
+    for count in [30] + [1] * decoded + [9]:
+        wanted = expected(ids[0, start : start + count])
+        start += count
+    torch.testing.assert_close(ours[-1].double(), wanted, atol=3e-3, rtol=3e-3)
+
+
+@pytest.mark.parametrize("every", [None, 8])
+def test_decoded_queries_vote_in_iterative_reading_too(every):
+    """Two prompts with decoded tokens between: every query's attention is in the sums, nothing else."""
+    model, ids = attached(num_hidden_layers=1), random_ids(60)
+    cache = IterativeCache(model.config, memory_size=200, chunk_size=16, pruner=H2O(), every=every)
+    prefill(model, ids[:, :30], cache)
+    with torch.no_grad():
+        for t in range(29, 40):
+            model(ids[:, t : t + 1], past_key_values=cache)
+    prefill(model, ids, cache)
+    torch.testing.assert_close(cache.layers[0].received[:, :59].sum(1), torch.full((2,), 2.0 * 59), rtol=1e-4, atol=0)
+
+
+def test_a_one_token_prompt_then_another():
+    model, ids = attached(), random_ids(40)
+    cache = IterativeCache(model.config, memory_size=16, chunk_size=8)
+    prefill(model, ids[:, :1], cache)
+    with torch.no_grad():
+        model(ids[:, :5], past_key_values=cache)
+    prefill(model, ids, cache)
+    assert cache.stored_lengths() == [[[16, 16]]] * 3
+
+
+def test_a_last_chunk_of_one_token_is_part_of_the_prompt():
+    model, ids = attached(), random_ids(34)
+    cache = prefill(model, ids, PrunedCache(model.config, SnapKV(window=4), 16, chunk_size=16))
+    assert cache.stored_lengths() == [[[16, 16]]] * 3
+
+
+def test_a_short_turn_leaves_only_queries_whose_keys_are_held():
+    model, ids = attached(num_hidden_layers=2), random_ids(60)
+    cache = PrunedCache(model.config, SnapKV(window=8), 12, every=1)
+    run(model, cache, ids, [30, 1, 1, 2])
+    assert cache.layers[0].recent.get()[1] == [2]
+    run(model, cache, ids[:, 34:], [1])
+    assert cache.layers[0].recent.get()[1] == [3]

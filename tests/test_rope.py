@@ -103,5 +103,6 @@ def test_wrong_arguments_are_named(change, message):
 @pytest.mark.parametrize("place", [-1, 9])
 def test_position_outside_the_tables_is_refused(place):
     cos, sin = tables(9, 8)
-    with pytest.raises(RuntimeError, match="out of range"):
+    message = rf"^rope: positions must be between 0 and 8 \(last row of cos and sin\), got {place} at \[0, 1\]$"
+    with pytest.raises(RuntimeError, match=message):
         ops.rope(torch.randn(1, 1, 2, 16), cos, sin, torch.tensor([[0, place]], dtype=torch.int32))

@@ -152,5 +152,17 @@ def test_wrong_arguments_are_named(change, message):
 @pytest.mark.parametrize("length", [4, 41])
 def test_length_out_of_range_is_refused(length):
     lengths = torch.tensor([length], dtype=torch.int32)
-    with pytest.raises(RuntimeError, match="out of range"):
+    with pytest.raises(
+        RuntimeError, match=rf"^window_scores: lengths must be between 5 and 40 \(T\), got {length} at 0$"
+    ):
         ops.window_scores(torch.randn(1, 4, 4, 16), torch.randn(1, 2, 40, 16), lengths=lengths)
+
+
+def test_a_gradient_is_refused_when_it_comes_back():
+    queries, keys = torch.randn(1, 2, 4, 16, requires_grad=True), torch.randn(1, 2, 20, 16)
+    for tensors in ((queries, keys), (queries.detach(), keys.requires_grad_())):
+        scores = ops.window_scores(*tensors)
+        assert torch.equal(scores, ops.window_scores(*(x.detach() for x in tensors)))
+        assert not ops.select_topk(scores[0], 3).requires_grad  # places are numbers, not functions of the scores
+        with pytest.raises(NotImplementedError, match=r"window_scores has no gradient; use kvcompress.reference"):
+            scores.sum().backward()

@@ -53,6 +53,15 @@ def test_compaction_moves_the_chosen_to_the_front(simd, dtype, D):
     assert torch.equal(rows, expected)
 
 
+@pytest.mark.parametrize("length", [4, 21])
+def test_candidates_out_of_range_are_named(length):
+    lengths = torch.tensor([20, length], dtype=torch.int32)
+    with pytest.raises(
+        RuntimeError, match=rf"^select_topk: lengths must be between 5 and 20 \(T\), got {length} at 1$"
+    ):
+        ops.select_topk(torch.randn(2, 20), 5, lengths=lengths)
+
+
 def test_compaction_of_part_of_a_buffer_leaves_the_rest(simd):
     buffer = torch.randn(2, 3, 40, 8)
     before = buffer.clone()
@@ -63,12 +72,15 @@ def test_compaction_of_part_of_a_buffer_leaves_the_rest(simd):
     assert torch.equal(buffer[0], before[0])
 
 
-@pytest.mark.parametrize("bad", [[0, 0, 1], [2, 1, 3], [-1, 0, 1], [0, 1, 10]])
-def test_indices_that_do_not_rise_are_refused_and_nothing_moves(bad):
+@pytest.mark.parametrize(("bad", "place"), [([0, 0, 1], 1), ([2, 1, 3], 1), ([-1, 0, 1], 0), ([0, 1, 10], 2)])
+def test_indices_that_do_not_rise_are_refused_and_nothing_moves(bad, place):
     rows = torch.randn(2, 10, 4)
     before = rows.clone()
     indices = torch.tensor([[0, 1, 2], bad], dtype=torch.int32)
-    with pytest.raises(RuntimeError, match="out of range"):
+    message = (
+        rf"^compact_rows_: indices of a row must rise and lie between 0 and 9, got {bad[place]} at \[1, {place}\]$"
+    )
+    with pytest.raises(RuntimeError, match=message):
         ops.compact_rows_(rows, indices)
     assert torch.equal(rows, before)
 
@@ -91,3 +103,20 @@ def test_opcheck():
 def test_wrong_arguments_are_named(arguments, message):
     with pytest.raises(ValueError, match=message):
         ops.select_topk(*arguments)
+
+
+def test_a_gradient_of_compacted_rows_is_refused_when_it_comes_back():
+    leaf, indices = torch.randn(2, 5, 3, requires_grad=True), torch.tensor([[0, 3], [1, 2]], dtype=torch.int32)
+    with pytest.raises(ValueError, match="rows must not be a leaf that requires grad"):
+        ops.compact_rows_(leaf, indices)
+    rows = 1 * leaf
+    ops.compact_rows_(rows, indices)
+    assert torch.equal(rows[1, :2], leaf[1, 1:3])
+    part = 1 * leaf
+    ops.compact_rows_(part[:1], indices[:1])
+    for x in (rows, part):
+        with pytest.raises(NotImplementedError, match=r"compact_rows_ has no gradient; use torch.gather"):
+            x.sum().backward()
+    with torch.no_grad():
+        ops.compact_rows_(leaf, indices)
+    assert leaf.is_leaf and torch.equal(leaf, rows)

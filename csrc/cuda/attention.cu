@@ -151,7 +151,7 @@ cudaError_t launch(const kvc_attention_args& a, cudaStream_t stream) {
 extern "C" cudaError_t kvc_cuda_attention(const kvc_attention_args* args, cudaStream_t stream) {
     const kvc_attention_args& a = *args;
     if (!valid_attention(a)) return cudaErrorInvalidValue;
-    if (a.B == 0 || a.Hq == 0 || a.S == 0 || a.D == 0) return cudaSuccess;
+    if (a.B == 0 || a.Hq == 0 || a.S == 0) return cudaSuccess;
     if (!a.out.data || !a.q.data || !a.k.data || !a.v.data || !a.lse) return cudaErrorInvalidValue;
     return with_dtype(a.q.dtype, [&](auto element) {
         using T = decltype(element);

@@ -156,7 +156,7 @@ __device__ inline void store_rows(const kvc_view& x, bool wide, int64_t b, int64
 inline bool wide_rows(const kvc_view& x, int64_t D) { return aligned_16(x) && D * bytes_of(x.dtype) % 16 == 0; }
 
 inline bool valid_attention(const kvc_attention_args& a) {
-    const bool sizes = a.B >= 0 && a.Hq >= 0 && a.Hkv >= 0 && a.S >= 0 && a.T >= 0 && a.D >= 0 && a.S <= a.T &&
+    const bool sizes = a.B >= 0 && a.Hq >= 0 && a.Hkv >= 0 && a.S >= 0 && a.T >= 0 && a.D >= 1 && a.S <= a.T &&
                        a.T <= MAX_GRID_X / 2 && a.D <= KVC_CUDA_MAX_HEAD_DIM &&
                        (a.Hq == 0 || (a.Hkv > 0 && a.Hq % a.Hkv == 0));
     const bool mask = a.window >= 0 && a.sinks >= 0 && (a.causal || a.window == 0) && (a.window > 0 || !a.complement);

@@ -56,7 +56,18 @@ struct keys_shared {
     T p[S::TILE * S::P_PITCH], ds[S::TILE * S::P_PITCH];   // [key][query]
     float lse[S::TILE], delta[S::TILE];                    // of the queries
     float dbias[S::PARTS][S::TILE];
+    bool blind[S::TILE / 32];                              // whether one of 32 queries sees nothing
 };
+
+// Makes zeros of the rows of queries that see nothing: whatever the arrays hold there reaches no key. Rare, and not inline:
+// it would take registers from the loop around it.
+template <class T, int MAX_D>
+__device__ __noinline__ void clear_blind_rows(keys_shared<T, MAX_D>* shared) {
+    using S = shape<T, MAX_D>;
+    for (int row = static_cast<int>(threadIdx.x) / 32; row < S::TILE; row += S::WARPS)
+        for (int i = static_cast<int>(threadIdx.x) % 32; i < S::PITCH && shared->lse[row] == -INFINITY; i += 32)
+            shared->q[row * S::PITCH + i] = shared->dout[row * S::PITCH + i] = T{};
+}
 
 template <class T, int MAX_D>
 __global__ __launch_bounds__(shape<T, MAX_D>::THREADS, 1) void keys_kernel(const kvc_attention_backward_args a,
@@ -90,13 +101,20 @@ __global__ __launch_bounds__(shape<T, MAX_D>::THREADS, 1) void keys_kernel(const
             load_rows<TILE, MAX_D, THREADS>(shared->q, f.q, set.wide_q, b, h, s0, mask.S, D);
             load_rows<TILE, MAX_D, THREADS>(shared->dout, a.dout, set.wide_dout, b, h, s0, mask.S, D);
             commit_copies();
-            for (int i = static_cast<int>(threadIdx.x); i < TILE; i += THREADS) {
+            if (const int i = static_cast<int>(threadIdx.x); i < TILE) {  // a thread for each query
                 const int64_t at = (b * f.Hq + h) * f.S + s0 + i;
-                shared->lse[i] = s0 + i < mask.S ? f.lse[at] : -INFINITY;
+                const float lse = s0 + i < mask.S ? f.lse[at] : 0.0f;  // past the end: zeros, which no mask sees
+                shared->lse[i] = lse;
                 shared->delta[i] = s0 + i < mask.S ? delta[at] : 0.0f;
+                const bool some_blind = __ballot_sync(FULL_WARP, lse == -INFINITY) != 0;
+                if (i % 32 == 0) shared->blind[i / 32] = some_blind;
             }
             wait_for_copies<0>();
             __syncthreads();
+            if (shared->blind[0] || shared->blind[TILE / 32 - 1]) {  // the same in every thread
+                clear_blind_rows(shared);
+                __syncthreads();
+            }
             const bool all_seen = mask.sees_all(s0, TILE, t0, TILE);
             const int queries = part * S::LOGITS * 8;  // the first one of this warp's logits
             float p[S::LOGITS][4] = {}, ds[S::LOGITS][4] = {};
@@ -292,7 +310,7 @@ extern "C" cudaError_t kvc_cuda_attention_backward(const kvc_attention_backward_
     const kvc_attention_backward_args& a = *args;
     const kvc_attention_args& f = a.forward;
     if (!valid(a)) return cudaErrorInvalidValue;
-    if (f.B == 0 || f.Hkv == 0 || f.T == 0 || f.D == 0) return cudaSuccess;
+    if (f.B == 0 || f.Hkv == 0 || f.T == 0) return cudaSuccess;
     if (!f.k.data || !f.v.data || !a.dk.data || !a.dv.data) return cudaErrorInvalidValue;
     if (f.Hq > 0 && f.S > 0 &&
         (!f.q.data || !f.out.data || !f.lse || !a.dout.data || !a.dq.data || !a.scratch))

@@ -557,11 +557,11 @@ cudaError_t launch_pieces(const kvc_decode_args& a, const plan& p, cudaStream_t 
 }
 
 bool valid(const kvc_decode_args& a) {
-    return a.B >= 0 && a.Hq >= 0 && a.Hkv >= 0 && a.S >= 0 && a.D >= 0 && a.P >= 0 && a.pages >= 0 && a.blocks >= 0 &&
+    return a.B >= 0 && a.Hq >= 0 && a.Hkv >= 0 && a.S >= 0 && a.D >= 1 && a.P >= 0 && a.pages >= 0 && a.blocks >= 0 &&
            a.D <= KVC_CUDA_MAX_HEAD_DIM && valid_dtype(a.q.dtype) && valid_dtype(a.cache_dtype);
 }
 
-bool empty(const kvc_decode_args& a) { return a.B == 0 || a.Hq == 0 || a.S == 0 || a.D == 0; }
+bool empty(const kvc_decode_args& a) { return a.B == 0 || a.Hq == 0 || a.S == 0; }
 
 bool fits(const kvc_decode_args& a) {
     return a.Hkv > 0 && a.Hq % a.Hkv == 0 && !(a.block_table && (a.P & (a.P - 1)));

@@ -28,15 +28,15 @@ kvc_attention_args arguments(const Tensor& queries, const Tensor& keys, const Te
 
 void check_same(const Tensor& x, const Tensor& like, const char* name) {
     check_device(x, like, name);
-    STD_TORCH_CHECK(x.dim() == 4 && x.scalar_type() == like.scalar_type(), name, " must be [B, H, T, D] of one dtype");
-    for (int64_t d = 0; d < 4; d++) STD_TORCH_CHECK(x.size(d) == like.size(d), name, " has another shape");
+    KVC_CHECK(x.dim() == 4 && x.scalar_type() == like.scalar_type(), name, " must be [B, H, T, D] of one dtype");
+    for (int64_t d = 0; d < 4; d++) KVC_CHECK(x.size(d) == like.size(d), name, " has another shape");
 }
 
 void check_keys(const Tensor& queries, const Tensor& keys, const Tensor& values) {
-    STD_TORCH_CHECK(queries.dim() == 4 && keys.dim() == 4, "queries and keys must be [B, H, T, D]");
+    KVC_CHECK(queries.dim() == 4 && keys.dim() == 4, "queries and keys must be [B, H, T, D]");
     check_device(keys, queries, "keys");
-    STD_TORCH_CHECK(keys.scalar_type() == queries.scalar_type(), "keys must have the queries' dtype");
-    STD_TORCH_CHECK(keys.size(0) == queries.size(0) && keys.size(3) == queries.size(3), "keys must be [B, Hkv, T, D]");
+    KVC_CHECK(keys.scalar_type() == queries.scalar_type(), "keys must have the queries' dtype");
+    KVC_CHECK(keys.size(0) == queries.size(0) && keys.size(3) == queries.size(3), "keys must be [B, Hkv, T, D]");
     check_same(values, keys, "values");
 }
 
@@ -50,7 +50,8 @@ std::tuple<Tensor, Tensor> attention(const Tensor& queries, const Tensor& keys, 
     const kvc_attention_args args = arguments(queries, keys, values, key_bias, lengths, out, lse, scale, causal, window,
                                               sinks, complement);
     run("attention", queries, [&] { return kvc_attention(&args, torch_parallel_for); },
-        KVC_CUDA_CALL(kvc_cuda_attention(&args, stream)));
+        KVC_CUDA_CALL(kvc_cuda_attention(&args, stream)),
+        [&] { find_outside("attention", "lengths", args.lengths, B, 0, args.T, "T"); });
     return {out, lse};
 }
 
@@ -88,7 +89,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
     Tensor scratch = torch::stable::new_empty(queries, {bytes}, ScalarType::Byte);
     args.scratch = scratch.mutable_data_ptr();
     run("attention_backward", queries, [&] { return kvc_attention_backward(&args, torch_parallel_for); },
-        KVC_CUDA_CALL(kvc_cuda_attention_backward(&args, stream)));
+        KVC_CUDA_CALL(kvc_cuda_attention_backward(&args, stream)),
+        [&] { find_outside("attention_backward", "lengths", args.forward.lengths, B, 0, T, "T"); });
     return {dq, dk, dv, dbias};
 }
 

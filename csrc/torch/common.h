@@ -7,9 +7,10 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/util/Exception.h>
 
 #include <optional>
+#include <sstream>
+#include <stdexcept>
 #include <tuple>
 
 #include "kvc.h"
@@ -25,6 +26,19 @@ extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stre
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
+// RuntimeError in Python with this text alone; Torch's STD_TORCH_CHECK would put the place in this source before it.
+template <class... Parts>
+[[noreturn]] void fail(const Parts&... parts) {
+    std::ostringstream text;
+    (text << ... << parts);
+    throw std::runtime_error(text.str());
+}
+
+#define KVC_CHECK(condition, ...) \
+    do { \
+        if (!(condition)) fail(__VA_ARGS__); \
+    } while (0)
+
 inline void torch_parallel_for(int64_t count, int64_t grain, kvc_range_fn fn, void* context) {
     torch::stable::parallel_for(0, count, grain, [&](int64_t begin, int64_t end) { fn(begin, end, context); });
 }
@@ -34,28 +48,28 @@ inline kvc_dtype dtype_of(const Tensor& x, const char* name) {
         case ScalarType::Float: return KVC_F32;
         case ScalarType::BFloat16: return KVC_BF16;
         case ScalarType::Half: return KVC_F16;
-        default: STD_TORCH_CHECK(false, name, " must be float32, bfloat16 or float16");
+        default: KVC_CHECK(false, name, " must be float32, bfloat16 or float16");
     }
     return KVC_F32;
 }
 
 inline void check_device(const Tensor& x, const Tensor& like, const char* name) {
-    STD_TORCH_CHECK(x.is_cpu() == like.is_cpu() && x.get_device_index() == like.get_device_index(), name,
-                    " must be on the same device as the first argument");
+    KVC_CHECK(x.is_cpu() == like.is_cpu() && x.get_device_index() == like.get_device_index(), name,
+              " must be on the same device as the first argument");
 }
 
 // A contiguous tensor of the given type and size; sizes of -1 are free.
 inline void check_array(const Tensor& x, const Tensor& like, ScalarType type, std::initializer_list<int64_t> sizes,
                         const char* name) {
     check_device(x, like, name);
-    STD_TORCH_CHECK(x.scalar_type() == type, name, " has the wrong dtype");
-    STD_TORCH_CHECK(x.is_contiguous(), name, " must be contiguous");
-    STD_TORCH_CHECK(x.dim() == static_cast<int64_t>(sizes.size()), name, " must have ", sizes.size(),
-                    " dimensions, got ", x.dim());
+    KVC_CHECK(x.scalar_type() == type, name, " has the wrong dtype");
+    KVC_CHECK(x.is_contiguous(), name, " must be contiguous");
+    KVC_CHECK(x.dim() == static_cast<int64_t>(sizes.size()), name, " must have ", sizes.size(),
+              " dimensions, got ", x.dim());
     int64_t d = 0;
     for (int64_t size : sizes) {
-        STD_TORCH_CHECK(size < 0 || x.size(d) == size, name, " must have size ", size, " in dimension ", d, ", got ",
-                        x.size(d));
+        KVC_CHECK(size < 0 || x.size(d) == size, name, " must have size ", size, " in dimension ", d, ", got ",
+                  x.size(d));
         d++;
     }
 }
@@ -71,13 +85,13 @@ inline const int32_t* int_array(const std::optional<Tensor>& x, const Tensor& li
 
 // A [B, H, T, D] tensor with contiguous last dimension and any other strides.
 inline kvc_view view_of(const Tensor& x, const char* name) {
-    STD_TORCH_CHECK(x.dim() == 4, name, " must have 4 dimensions [B, H, T, D], got ", x.dim());
-    STD_TORCH_CHECK(x.size(3) <= 1 || x.stride(3) == 1, name, " must be contiguous in its last dimension");
+    KVC_CHECK(x.dim() == 4, name, " must have 4 dimensions [B, H, T, D], got ", x.dim());
+    KVC_CHECK(x.size(3) <= 1 || x.stride(3) == 1, name, " must be contiguous in its last dimension");
     return {const_cast<void*>(x.const_data_ptr()), dtype_of(x, name), x.stride(0), x.stride(1), x.stride(2)};
 }
 
 inline void check_status(kvc_status status, const char* op) {
-    STD_TORCH_CHECK(status == KVC_OK, op, ": ", kvc_status_message(status));
+    KVC_CHECK(status == KVC_OK, op, ": ", kvc_status_message(status));
 }
 
 // KVC_CUDA_CALL(expression of `stream`): the CUDA side of run(); nothing in a build without CUDA.
@@ -87,23 +101,62 @@ inline void check_status(kvc_status status, const char* op) {
 #define KVC_CUDA_CALL(...) 0
 #endif
 
-// Runs the kernel of the device that `on` lives on, on Torch's threads or on the current stream.
-template <class Cpu, class Cuda>
-void run(const char* op, const Tensor& on, Cpu cpu, [[maybe_unused]] Cuda cuda) {
+// After KVC_BAD_INDEX: fails with the first of `count` values outside [least, most], if there is one. most_name: what the
+// upper limit is. columns: the values are [count / columns, columns]; 0: one dimension.
+inline void find_outside(const char* op, const char* name, const int32_t* values, int64_t count, int64_t least,
+                         int64_t most, const char* most_name, int64_t columns = 0) {
+    for (int64_t i = 0; values && i < count; i++) {
+        if (values[i] >= least && values[i] <= most) continue;
+        std::ostringstream place;
+        if (columns) place << '[' << i / columns << ", " << i % columns << ']';
+        else place << i;
+        fail(op, ": ", name, " must be between ", least, " and ", most, " (", most_name, "), got ", values[i], " at ",
+             place.str());
+    }
+}
+
+// The same for the pages that columns [first, last] of row r of a block_table name.
+inline void find_missing_page(const char* op, const int32_t* block_table, int64_t blocks, int64_t r, int64_t first,
+                              int64_t last, int64_t pages) {
+    for (int64_t i = first; i <= last; i++) {
+        const int32_t page = block_table[r * blocks + i];
+        KVC_CHECK(page >= 0 && page < pages, op, ": block_table must name pages between 0 and ", pages - 1, ", got ",
+                  page, " at [", r, ", ", i, "]");
+    }
+}
+
+// The same for the first `count` indices of row r of [R, columns], which rise strictly within [0, size).
+inline void find_not_rising(const char* op, const int32_t* indices, int64_t columns, int64_t r, int64_t count,
+                            int64_t size) {
+    for (int64_t j = 0, last = -1; j < count; last = indices[r * columns + j++]) {
+        const int32_t index = indices[r * columns + j];
+        KVC_CHECK(index > last && index < size, op, ": indices of a row must rise and lie between 0 and ", size - 1,
+                  ", got ", index, " at [", r, ", ", j, "]");
+    }
+}
+
+inline void no_explanation() {}
+
+// Runs the kernel of the device that `on` lives on, on Torch's threads or on the current stream. explain: called after
+// KVC_BAD_INDEX on the CPU, to fail in terms of the arguments.
+template <class Cpu, class Cuda, class Explain = void (*)()>
+void run(const char* op, const Tensor& on, Cpu cpu, [[maybe_unused]] Cuda cuda, Explain explain = no_explanation) {
     if (on.is_cpu()) {
-        check_status(cpu(), op);
+        const kvc_status status = cpu();
+        if (status == KVC_BAD_INDEX) explain();
+        check_status(status, op);
         return;
     }
 #ifdef KVC_WITH_CUDA
     torch::stable::accelerator::DeviceGuard guard(on.get_device_index());
     void* stream = nullptr;
-    STD_TORCH_CHECK(aoti_torch_get_current_cuda_stream != nullptr &&
-                        aoti_torch_get_current_cuda_stream(on.get_device_index(), &stream) == 0,
-                    op, ": Torch gave no CUDA stream");
+    KVC_CHECK(aoti_torch_get_current_cuda_stream != nullptr &&
+                  aoti_torch_get_current_cuda_stream(on.get_device_index(), &stream) == 0,
+              op, ": Torch gave no CUDA stream");
     cudaError_t error = cuda(static_cast<cudaStream_t>(stream));
-    STD_TORCH_CHECK(error == cudaSuccess, op, ": ", cudaGetErrorString(error));
+    KVC_CHECK(error == cudaSuccess, op, ": ", cudaGetErrorString(error));
 #else
-    STD_TORCH_CHECK(false, op, ": this build of kvcompress has no CUDA kernels; rebuild with KVC_CUDA=1");
+    KVC_CHECK(false, op, ": this build of kvcompress has no CUDA kernels; rebuild with KVC_CUDA=1");
 #endif
 }
 

@@ -1,19 +1,33 @@
 #include "common.h"
 
+// Fails with the first row whose keys are not there.
+static void explain_rows(const kvc_decode_args& args, int64_t R) {
+    const int64_t capacity = args.block_table ? args.blocks * args.P : args.P;
+    const char* slots = args.block_table ? "slots in a row of block_table" : "slots in a page";
+    find_outside("decode", "end", args.end, R, 0, capacity, slots);
+    for (int64_t r = 0; r < R; r++) {
+        const int64_t begin = args.begin ? args.begin[r] : 0, end = args.end[r];
+        KVC_CHECK(begin >= 0 && begin <= end, "decode: begin must be between 0 and ", end, " (end), got ", begin, " at ",
+                  r);
+        if (!args.block_table || begin == end) continue;
+        find_missing_page("decode", args.block_table, args.blocks, r, begin / args.P, (end - 1) / args.P, args.pages);
+    }
+}
+
 static std::tuple<Tensor, Tensor> decode(const Tensor& queries, const Tensor& k_pages, const Tensor& v_pages,
                                          const std::optional<Tensor>& block_table, const std::optional<Tensor>& begin,
                                          const Tensor& end, double scale, bool causal) {
     const kvc_view q = view_of(queries, "queries");
     const int64_t B = queries.size(0), Hq = queries.size(1), S = queries.size(2), D = queries.size(3);
     check_device(k_pages, queries, "k_pages");
-    STD_TORCH_CHECK(k_pages.dim() == 3 && k_pages.size(2) == D && k_pages.is_contiguous(),
-                    "k_pages must be contiguous [pages, P, D] with the queries' D = ", D);
+    KVC_CHECK(k_pages.dim() == 3 && k_pages.size(2) == D && k_pages.is_contiguous(),
+              "k_pages must be contiguous [pages, P, D] with the queries' D = ", D);
     const kvc_dtype cache_dtype = dtype_of(k_pages, "k_pages");
     check_array(v_pages, queries, k_pages.scalar_type(), {k_pages.size(0), k_pages.size(1), D}, "v_pages");
     check_array(end, queries, ScalarType::Int, {-1}, "end");
     const int64_t R = end.size(0), Hkv = B > 0 ? R / B : 0;
-    STD_TORCH_CHECK(R == B * Hkv && (B == 0 || (Hkv > 0 && Hq % Hkv == 0)),
-                    "end must have one entry per row, B*Hkv with Hkv dividing Hq; got ", R);
+    KVC_CHECK(R == B * Hkv && (B == 0 || (Hkv > 0 && Hq % Hkv == 0)),
+              "end must have one entry per row, B*Hkv with Hkv dividing Hq; got ", R);
     Tensor out = torch::stable::new_empty(queries, {B, Hq, S, D});
     Tensor lse = torch::stable::new_empty(queries, {B, Hq, S}, ScalarType::Float);
     kvc_decode_args args = {
@@ -42,13 +56,13 @@ static std::tuple<Tensor, Tensor> decode(const Tensor& queries, const Tensor& k_
     Tensor scratch = torch::stable::new_empty(queries, {bytes}, ScalarType::Byte);
     args.scratch = scratch.mutable_data_ptr();
     run("decode", queries, [&] { return kvc_decode(&args, torch_parallel_for); },
-        KVC_CUDA_CALL(kvc_cuda_decode(&args, stream)));
+        KVC_CUDA_CALL(kvc_cuda_decode(&args, stream)), [&] { explain_rows(args, R); });
     return {out, lse};
 }
 
 static std::tuple<Tensor, Tensor> merge_states(const Tensor& out_a, const Tensor& lse_a, const Tensor& out_b,
                                                const Tensor& lse_b) {
-    STD_TORCH_CHECK(out_a.dim() == 4 && out_a.is_contiguous(), "out_a must be contiguous [B, Hq, S, D]");
+    KVC_CHECK(out_a.dim() == 4 && out_a.is_contiguous(), "out_a must be contiguous [B, Hq, S, D]");
     const int64_t B = out_a.size(0), Hq = out_a.size(1), S = out_a.size(2), D = out_a.size(3);
     check_array(out_b, out_a, out_a.scalar_type(), {B, Hq, S, D}, "out_b");
     check_array(lse_a, out_a, ScalarType::Float, {B, Hq, S}, "lse_a");

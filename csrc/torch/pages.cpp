@@ -12,7 +12,7 @@ static kvc_page_table table_of(const Tensor& block_table, const Tensor& lengths,
     check_array(refs, block_table, ScalarType::Int, {-1}, "refs");
     check_array(free_pages, block_table, ScalarType::Int, {refs.size(0)}, "free_pages");
     check_array(free_count, block_table, ScalarType::Int, {2}, "free_count");
-    STD_TORCH_CHECK(P >= 1, "page_size must be at least 1, got ", P);
+    KVC_CHECK(P >= 1, "page_size must be at least 1, got ", P);
     return {
         .block_table = ints(block_table), .lengths = ints(lengths), .page_refs = ints(refs),
         .free_pages = ints(free_pages), .free_count = ints(free_count),
@@ -23,26 +23,73 @@ static kvc_page_table table_of(const Tensor& block_table, const Tensor& lengths,
 // Slots of one array, [pages, P, ...] contiguous, any dtype.
 static kvc_slot_array slots_of(const Tensor& array, const kvc_page_table& table, const Tensor& like) {
     check_device(array, like, "arrays");
-    STD_TORCH_CHECK(array.is_contiguous(), "arrays must be contiguous");
-    STD_TORCH_CHECK(array.dim() >= 2 && array.size(0) == table.pages && array.size(1) == table.P,
-                    "arrays must be [", table.pages, ", ", table.P, ", ...]");
+    KVC_CHECK(array.is_contiguous(), "arrays must be contiguous");
+    KVC_CHECK(array.dim() >= 2 && array.size(0) == table.pages && array.size(1) == table.P,
+              "arrays must be [", table.pages, ", ", table.P, ", ...]");
     int64_t bytes = static_cast<int64_t>(array.element_size());
     for (int64_t d = 2; d < array.dim(); d++) bytes *= array.size(d);
     return {.pages = array.mutable_data_ptr(), .tokens = nullptr, .slot_bytes = bytes,
             .stride_b = 0, .stride_h = 0, .stride_s = 0};
 }
 
+// Fails with what is out of range in the table itself.
+static void explain_table(const char* op, const kvc_page_table& table) {
+    find_outside(op, "lengths", table.lengths, table.R, 0, table.blocks * table.P, "slots in a row of block_table");
+    find_outside(op, "free_count", table.free_count, 1, 0, table.pages, "pages");
+    find_outside(op, "free_pages", table.free_pages, table.free_count[0], 0, table.pages - 1, "last page");
+}
+
+// Fails with the first page of row r past its first `slots` slots that is not there.
+static void explain_pages(const char* op, const kvc_page_table& table, int64_t r, int64_t slots) {
+    const int64_t first = (slots + table.P - 1) / table.P, last = (table.lengths[r] + table.P - 1) / table.P - 1;
+    find_missing_page(op, table.block_table, table.blocks, r, first, last, table.pages);
+}
+
+static void explain_append(const kvc_append_tokens_args& args) {
+    const char* op = "append_tokens_";
+    const kvc_page_table& table = args.table;
+    explain_table(op, table);
+    find_outside(op, "counts", args.counts, table.R, 0, args.S, "S");
+    for (int64_t r = 0; r < table.R; r++) {
+        const int64_t length = table.lengths[r], count = args.counts ? args.counts[r] : args.S;
+        KVC_CHECK(length + count <= table.blocks * table.P, op, ": block_table must have room for ", length + count,
+                  " slots in row ", r, " (", length, " held and ", count, " new), got ", table.blocks, " pages of ",
+                  table.P);
+        explain_pages(op, table, r, length / table.P * table.P);
+    }
+}
+
+static void explain_truncate(const kvc_truncate_rows_args& args) {
+    explain_table("truncate_rows_", args.table);
+    for (int64_t r = 0; r < args.table.R; r++) {
+        KVC_CHECK(args.new_lengths[r] >= 0 && args.new_lengths[r] <= args.table.lengths[r],
+                  "truncate_rows_: new_lengths must be between 0 and ", args.table.lengths[r], " (lengths), got ",
+                  args.new_lengths[r], " at ", r);
+        explain_pages("truncate_rows_", args.table, r, args.new_lengths[r]);
+    }
+}
+
+static void explain_compact(const kvc_compact_pages_args& args) {
+    explain_table("compact_pages_", args.table);
+    for (int64_t r = 0; r < args.table.R; r++) {
+        const int64_t kept = args.kept ? args.kept[r] : args.K;
+        KVC_CHECK(kept <= args.K, "compact_pages_: kept must be at most ", args.K, " (K), got ", kept, " at ", r);
+        find_not_rising("compact_pages_", args.indices, args.K, r, kept, args.table.lengths[r]);
+        if (kept >= 0) explain_pages("compact_pages_", args.table, r, 0);
+    }
+}
+
 static void check_count(const std::vector<Tensor>& arrays) {
-    STD_TORCH_CHECK(arrays.size() <= KVC_MAX_SLOT_ARRAYS, "arrays must hold at most ",
-                    static_cast<int>(KVC_MAX_SLOT_ARRAYS), " tensors, got ", arrays.size());
+    KVC_CHECK(arrays.size() <= KVC_MAX_SLOT_ARRAYS, "arrays must hold at most ",
+              static_cast<int>(KVC_MAX_SLOT_ARRAYS), " tensors, got ", arrays.size());
 }
 
 static void append_tokens_(std::vector<Tensor> arrays, std::vector<Tensor> tokens, Tensor block_table, Tensor lengths,
                            Tensor refs, Tensor free_pages, Tensor free_count, const std::optional<Tensor>& counts) {
     check_count(arrays);
-    STD_TORCH_CHECK(!arrays.empty() && arrays.size() == tokens.size() && tokens[0].dim() >= 3,
-                    "tokens must hold one [B, H, S, ...] tensor for each of arrays");
-    STD_TORCH_CHECK(arrays[0].dim() >= 2, "arrays must be [pages, P, ...]");
+    KVC_CHECK(!arrays.empty() && arrays.size() == tokens.size() && tokens[0].dim() >= 3,
+              "tokens must hold one [B, H, S, ...] tensor for each of arrays");
+    KVC_CHECK(arrays[0].dim() >= 2, "arrays must be [pages, P, ...]");
     const int64_t B = tokens[0].size(0), H = tokens[0].size(1), S = tokens[0].size(2);
     kvc_append_tokens_args args = {
         .table = table_of(block_table, lengths, refs, free_pages, free_count, arrays[0].size(1)),
@@ -53,19 +100,19 @@ static void append_tokens_(std::vector<Tensor> arrays, std::vector<Tensor> token
         .heads = H,
         .S = S,
     };
-    STD_TORCH_CHECK(B * H == args.table.R, "tokens must be of ", args.table.R, " rows, got ", B * H);
+    KVC_CHECK(B * H == args.table.R, "tokens must be of ", args.table.R, " rows, got ", B * H);
     if (args.table.R == 0) return;
     for (size_t i = 0; i < arrays.size(); i++) {
         const Tensor &array = arrays[i], &from = tokens[i];
         kvc_slot_array& slots = args.arrays[i] = slots_of(array, args.table, block_table);
         check_device(from, block_table, "tokens");
-        STD_TORCH_CHECK(from.scalar_type() == array.scalar_type(), "tokens must have the dtype of their array");
-        STD_TORCH_CHECK(from.dim() == array.dim() + 1 && from.size(0) == B && from.size(1) == H && from.size(2) == S,
-                        "tokens must be [B, H, S, ...] with the last sizes of their array");
+        KVC_CHECK(from.scalar_type() == array.scalar_type(), "tokens must have the dtype of their array");
+        KVC_CHECK(from.dim() == array.dim() + 1 && from.size(0) == B && from.size(1) == H && from.size(2) == S,
+                  "tokens must be [B, H, S, ...] with the last sizes of their array");
         int64_t inner = 1;
         for (int64_t d = from.dim() - 1; d > 2; d--) {
-            STD_TORCH_CHECK(from.size(d) == array.size(d - 1), "tokens must have the last sizes of their array");
-            STD_TORCH_CHECK(from.size(d) <= 1 || from.stride(d) == inner, "tokens must be contiguous past [B, H, S]");
+            KVC_CHECK(from.size(d) == array.size(d - 1), "tokens must have the last sizes of their array");
+            KVC_CHECK(from.size(d) <= 1 || from.stride(d) == inner, "tokens must be contiguous past [B, H, S]");
             inner *= from.size(d);
         }
         const int64_t size = static_cast<int64_t>(array.element_size());
@@ -77,7 +124,7 @@ static void append_tokens_(std::vector<Tensor> arrays, std::vector<Tensor> token
     Tensor scratch = torch::stable::new_empty(block_table, {args.table.R + 1}, ScalarType::Int);
     args.scratch = ints(scratch);
     run("append_tokens_", block_table, [&] { return kvc_append_tokens(&args, torch_parallel_for); },
-        KVC_CUDA_CALL(kvc_cuda_append_tokens(&args, stream)));
+        KVC_CUDA_CALL(kvc_cuda_append_tokens(&args, stream)), [&] { explain_append(args); });
 }
 
 static void truncate_rows_(Tensor block_table, Tensor lengths, Tensor refs, Tensor free_pages, Tensor free_count,
@@ -88,14 +135,14 @@ static void truncate_rows_(Tensor block_table, Tensor lengths, Tensor refs, Tens
         .new_lengths = static_cast<const int32_t*>(new_lengths.const_data_ptr()),
     };
     run("truncate_rows_", block_table, [&] { return kvc_truncate_rows(&args); },
-        KVC_CUDA_CALL(kvc_cuda_truncate_rows(&args, stream)));
+        KVC_CUDA_CALL(kvc_cuda_truncate_rows(&args, stream)), [&] { explain_truncate(args); });
 }
 
 static void compact_pages_(std::vector<Tensor> arrays, Tensor block_table, Tensor lengths, Tensor refs,
                            Tensor free_pages, Tensor free_count, const Tensor& indices,
                            const std::optional<Tensor>& kept) {
     check_count(arrays);
-    STD_TORCH_CHECK(!arrays.empty() && arrays[0].dim() >= 2, "arrays must be [pages, P, ...], at least one");
+    KVC_CHECK(!arrays.empty() && arrays[0].dim() >= 2, "arrays must be [pages, P, ...], at least one");
     check_array(indices, block_table, ScalarType::Int, {lengths.size(0), -1}, "indices");
     kvc_compact_pages_args args = {
         .table = table_of(block_table, lengths, refs, free_pages, free_count, arrays[0].size(1)),
@@ -110,7 +157,7 @@ static void compact_pages_(std::vector<Tensor> arrays, Tensor block_table, Tenso
     Tensor scratch = torch::stable::new_empty(block_table, {args.table.R * args.table.blocks + 1}, ScalarType::Int);
     args.scratch = ints(scratch);
     run("compact_pages_", block_table, [&] { return kvc_compact_pages(&args, torch_parallel_for); },
-        KVC_CUDA_CALL(kvc_cuda_compact_pages(&args, stream)));
+        KVC_CUDA_CALL(kvc_cuda_compact_pages(&args, stream)), [&] { explain_compact(args); });
 }
 
 KVC_REGISTER(append_tokens_,

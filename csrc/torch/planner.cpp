@@ -4,11 +4,28 @@
 
 #include "common.h"
 
+// Names the schedules that plan an empty prompt: those that are there.
+static void explain_schedule(int64_t schedule) {
+    static const char* const names[] = {"fixed", "linear", "square", "sqrt", "square-sqrt", "adaptive"};  // kvc_schedule
+    const int64_t count = sizeof names / sizeof *names;
+    if (schedule < 0 || schedule >= count) return;
+    std::string implemented;
+    for (int64_t i = 0; i < count; i++) {
+        const kvc_plan_args empty = {
+            .chunks = nullptr, .memory = nullptr, .stored = nullptr,
+            .prompt_length = 0, .chunk_size = 1, .memory_size = 1, .initial_memory = -1,
+            .schedule = static_cast<kvc_schedule>(i),
+        };
+        if (kvc_plan(&empty) == KVC_OK) implemented += (implemented.empty() ? "" : ", ") + std::string(names[i]);
+    }
+    fail("plan: the schedule ", names[schedule], " is not implemented yet; implemented: ", implemented);
+}
+
 // Integers in, integers out: [3, n] rows chunks, memory, stored; always on the CPU.
 static Tensor plan(int64_t prompt_length, int64_t chunk_size, int64_t memory_size, int64_t initial_memory,
                    int64_t schedule) {
     const int64_t n = kvc_plan_iterations(prompt_length, chunk_size);
-    STD_TORCH_CHECK(n >= 0, "plan: prompt_length must be at least 0 and chunk_size at least 1");
+    KVC_CHECK(n >= 0, "plan: prompt_length must be at least 0 and chunk_size at least 1");
     Tensor out = torch::stable::empty({3, n}, ScalarType::Long);
     int64_t* rows = static_cast<int64_t*>(out.mutable_data_ptr());
     const kvc_plan_args args = {
@@ -21,7 +38,9 @@ static Tensor plan(int64_t prompt_length, int64_t chunk_size, int64_t memory_siz
         .initial_memory = initial_memory,
         .schedule = static_cast<kvc_schedule>(schedule),
     };
-    check_status(kvc_plan(&args), "plan");
+    const kvc_status status = kvc_plan(&args);
+    if (status == KVC_BAD_SCHEDULE) explain_schedule(schedule);
+    check_status(status, "plan");
     return out;
 }
 

@@ -18,7 +18,9 @@ static Tensor rope(const Tensor& x, const Tensor& cos, const Tensor& sin, const 
         .table_rows = cos.size(0),
         .inverse = inverse,
     };
-    run("rope", x, [&] { return kvc_rope(&args, torch_parallel_for); }, KVC_CUDA_CALL(kvc_cuda_rope(&args, stream)));
+    run("rope", x, [&] { return kvc_rope(&args, torch_parallel_for); }, KVC_CUDA_CALL(kvc_cuda_rope(&args, stream)), [&] {
+        find_outside("rope", "positions", args.positions, B * T, 0, args.table_rows - 1, "last row of cos and sin", T);
+    });
     return out;
 }
 

@@ -1,5 +1,7 @@
 #include "common.h"
 
+#include <algorithm>
+
 static Tensor window_scores(const Tensor& queries, const Tensor& keys, const std::optional<Tensor>& lengths,
                             double scale, int64_t reduce, int64_t pool, int64_t kernel_size, int64_t skip_last,
                             int64_t mask_first, int64_t mask_last) {
@@ -7,11 +9,11 @@ static Tensor window_scores(const Tensor& queries, const Tensor& keys, const std
     const int64_t B = queries.size(0), Hq = queries.size(1), W = queries.size(2), D = queries.size(3);
     const int64_t Hkv = keys.size(1), T = keys.size(2);
     check_device(keys, queries, "keys");
-    STD_TORCH_CHECK(keys.size(0) == B && keys.size(3) == D, "keys must be [B, Hkv, T, D] with the queries' B and D");
-    STD_TORCH_CHECK(W <= T, "keys must be at least as many as the window's ", W, " queries, got ", T);
-    STD_TORCH_CHECK(skip_last >= 0 && skip_last < T, "skip_last must be between 0 and T - 1 = ", T - 1, ", got ",
+    KVC_CHECK(keys.size(0) == B && keys.size(3) == D, "keys must be [B, Hkv, T, D] with the queries' B and D");
+    KVC_CHECK(W <= T, "keys must be at least as many as the window's ", W, " queries, got ", T);
+    KVC_CHECK(skip_last >= 0 && skip_last < T, "skip_last must be between 0 and T - 1 = ", T - 1, ", got ",
                     skip_last);
-    STD_TORCH_CHECK(reduce >= 0 && reduce <= KVC_REDUCE_MAX && pool >= 0 && pool <= KVC_POOL_MAX,
+    KVC_CHECK(reduce >= 0 && reduce <= KVC_REDUCE_MAX && pool >= 0 && pool <= KVC_POOL_MAX,
                     "reduce and pool must be values of kvc_reduce and kvc_pool");
     Tensor scores = torch::stable::new_empty(queries, {B, Hkv, T - skip_last}, ScalarType::Float);
     kvc_window_scores_args args = {
@@ -34,7 +36,8 @@ static Tensor window_scores(const Tensor& queries, const Tensor& keys, const std
     Tensor scratch = torch::stable::new_empty(queries, {bytes > 0 ? bytes : 0}, ScalarType::Byte);
     args.scratch = scratch.mutable_data_ptr();
     run("window_scores", queries, [&] { return kvc_window_scores(&args, torch_parallel_for); },
-        KVC_CUDA_CALL(kvc_cuda_window_scores(&args, stream)));
+        KVC_CUDA_CALL(kvc_cuda_window_scores(&args, stream)),
+        [&] { find_outside("window_scores", "lengths", args.lengths, B, std::max(W, skip_last + 1), T, "T"); });
     return scores;
 }
 

@@ -4,6 +4,7 @@ from .base import CompressedCache, CompressedLayer
 from .iterative import IterativeCache
 from .pool import PagePool
 from .pruned import PrunedCache
+from .quest import QuestCache
 from .store import PoolSettings, keys_and_values
 from .streaming import StreamingCache
 
@@ -14,6 +15,7 @@ __all__ = [
     "PagePool",
     "PoolSettings",
     "PrunedCache",
+    "QuestCache",
     "StreamingCache",
     "keys_and_values",
 ]

@@ -38,6 +38,20 @@ class Step:
     iteration: Iteration | None = None
 
 
+def decoder_config(config: PreTrainedConfig) -> Any:
+    """The part of a model's config that describes its decoder."""
+    if not isinstance(config, PreTrainedConfig):
+        what = "the model itself: pass model.config" if isinstance(config, nn.Module) else type(config).__name__
+        raise TypeError(f"config must be a transformers config (model.config), got {what}")
+    return config.get_text_config(decoder=True)
+
+
+def _sizes_of(config: Any) -> dict[str, int]:
+    """What a cache and the model that it is used with must have in common."""
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return {"layers": config.num_hidden_layers, "KV heads": config.num_key_value_heads, "head dim": head_dim}
+
+
 class CompressedLayer(CacheLayerMixin):
     """One attention layer's cache. Subclasses store keys and values and answer `attend`."""
 
@@ -66,6 +80,9 @@ class CompressedLayer(CacheLayerMixin):
     def reserved_nbytes(self) -> int:
         """Bytes of all tensors held for them, room to grow included."""
         return self.nbytes()
+
+    def trim(self) -> None:
+        """Gives back room to grow."""
 
     @abstractmethod
     def stored_lengths(self) -> list[list[int]]:
@@ -96,7 +113,11 @@ class CompressedLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        raise RuntimeError("this model is not attached: call kvcompress.attach(model) before using a compressed cache")
+        raise RuntimeError(
+            "compressed caches have no update(): an attached model fills them in its own forward pass. If a model "
+            "called it, that model is not attached: call kvcompress.attach(model) first. If you did: give the cache to "
+            "a model, model(input_ids, past_key_values=cache)"
+        )
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return query_length, 0  # as for a first prompt: transformers then builds no mask
@@ -137,7 +158,7 @@ class CompressedCache(Cache):
     pool_settings = PoolSettings()  # of layers that store pages
 
     def __init__(self, config: PreTrainedConfig) -> None:
-        config = config.get_text_config(decoder=True)
+        config = decoder_config(config)
         kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
         for kind in kinds:
             if kind not in ("full_attention", "sliding_attention"):
@@ -147,6 +168,7 @@ class CompressedCache(Cache):
         windows = [window if kind == "sliding_attention" or not has_types else None for kind in kinds]
         super().__init__(layers=[self._new_layer(index, window) for index, window in enumerate(windows)])
         self.trained_length: int = config.max_position_embeddings
+        self._sizes = _sizes_of(config)
         self.step = Step()
         self.seen = 0  # columns of input that went in, padding included: generation slices its prompt by it
         self.fixed = 0  # how many of them cannot be taken back
@@ -184,20 +206,48 @@ class CompressedCache(Cache):
 
     # ---- one forward pass (the hook of kvcompress.attach) ----
 
+    def check_model(self, decoder: Any) -> None:
+        """Raises ValueError if the cache was made for a model of another shape."""
+        for name, size in _sizes_of(decoder.config).items():
+            if size != self._sizes[name]:
+                raise ValueError(
+                    f"cache was made from a config with {name} = {self._sizes[name]}, but {type(decoder).__name__} has "
+                    f"{name} = {size}; make it from this model's config"
+                )
+
     @torch.inference_mode(False)
-    def begin_forward(self, rotary_emb: nn.Module, batch: int, columns: int, attention_mask: Tensor | None) -> None:
-        """Checks and notes what the coming forward pass brings. attention_mask: [B, at least columns] or None."""
+    def begin_forward(self, decoder: Any, name: str, tokens: Tensor, attention_mask: Tensor | None) -> None:
+        """Checks and notes what the coming forward pass brings.
+
+        decoder: has config and rotary_emb. tokens: the argument of that name, input_ids [B, columns] or inputs_embeds
+        [B, columns, hidden size]. attention_mask: [B, at least columns] or None.
+        """
         self.check_complete()
-        if self._batch and batch != self._batch:
-            if batch % self._batch:
-                raise ValueError(f"input has batch size {batch}, but the cache holds {self._batch} sequences")
-            self.batch_repeat_interleave(batch // self._batch)  # beams, several samples per prompt
+        rotary_emb, (batch, columns) = decoder.rotary_emb, tokens.shape[:2]
         if self._rotary_source is not rotary_emb:
+            self.check_model(decoder)
             self.rotary, self._rotary_source = RotaryTables(rotary_emb), rotary_emb
-        step = Step(self._counts(batch, columns, attention_mask), columns, self.step.iteration)
+        counts = self._counts(batch, columns, attention_mask)
+        if self._batch and batch != self._batch:
+            self._repeat(name, tokens)
+        step = Step(counts, columns, self.step.iteration)
         for layer in self.layers:
             layer.check_step(step)
         self._batch, self.step, self._running = batch, step, True
+
+    def _repeat(self, name: str, tokens: Tensor) -> None:
+        """Repeats every sequence, for beams and several samples: their rows begin alike. Waits for the device."""
+        batch, held = tokens.shape[0], self._batch
+        if batch % held:
+            raise ValueError(f"{name} has batch size {batch}, but the cache holds {held} sequences")
+        groups = tokens.unflatten(0, (held, batch // held))
+        if not torch.equal(groups, groups[:, :1].expand_as(groups)):
+            raise ValueError(
+                f"{name} has batch size {batch}, but the cache holds {held} sequences, and rows that would continue "
+                "the same one differ; use a cache that read these prompts as one batch, or, to continue a prompt in "
+                f"several ways, cache.fork() for each or cache.batch_repeat_interleave({batch // held}) first"
+            )
+        self.batch_repeat_interleave(batch // held)
 
     def activate_past_recording(self) -> None:
         """Assisted decoding begins: tokens must be able to go back."""
@@ -263,12 +313,24 @@ class CompressedCache(Cache):
         """Bytes of all tensors that the cache keeps alive: free pages and those of its forks included."""
         return sum(layer.reserved_nbytes() for layer in self.layers)
 
+    def trim(self) -> None:
+        """Gives free pages back, those that dropped forks have left included: reserved_nbytes falls to about nbytes.
+
+        Forks share pages and go on as before; pages of forks that live are not free. The next token takes new pages:
+        trim a cache that will rest. With grow="error" pages are kept. Waits for the device, and needs memory for a copy
+        of one layer's pages in use; RuntimeError if there is none: each layer is then trimmed or as it was. On a GPU
+        the memory goes back to PyTorch's allocator: torch.cuda.empty_cache() gives it to others.
+        """
+        for layer in self.layers:
+            layer.trim()
+
     @torch.inference_mode(False)
     def fork(self) -> Self:
         """An independent cache of the same state, for one of several questions over one prompt.
 
         Pages are shared until one of the two writes to them, and free again when no cache needs them; windows of
-        StreamingCache are copied. Raises RuntimeError while a prompt is being read or if the cache is incomplete.
+        StreamingCache are copied. copy.copy does the same.
+        Raises RuntimeError while a prompt is being read or if the cache is incomplete.
         """
         self.check_complete()
         if self.step.iteration is not None:
@@ -276,6 +338,9 @@ class CompressedCache(Cache):
         # a rotary embedding is the model's, and its tables are the same for both
         shared = {id(x): x for x in (self.rotary, self._rotary_source) if x is not None}
         return copy.deepcopy(self, dict(shared))
+
+    def __copy__(self) -> Self:
+        return self.fork()  # what shares its layers would change with it
 
     def stored_lengths(self) -> list[list[list[int]]]:
         """Tokens held per layer, sequence and KV head: [L][B][Hkv]. get_seq_length() is the number of tokens seen."""

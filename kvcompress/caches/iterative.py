@@ -12,10 +12,10 @@ from .. import ops, planner
 from ..budgets import Budget, Uniform
 from ..planner import Plan
 from ..pruners import Pruner
-from .base import CompressedLayer, Step
+from .base import CompressedLayer, Step, decoder_config
 from .paged import PagedLayer
 from .prompt import prompt_attention
-from .pruned import PrunedCache, PrunedLayer
+from .pruned import NEVER, PrunedCache, PrunedLayer
 from .queries import RecentQueries
 
 
@@ -30,7 +30,7 @@ class IterativeLayer(PrunedLayer):
 
     def __init__(self, cache: IterativeCache, index: int, sliding_window: int | None) -> None:
         super().__init__(cache, index, sliding_window)
-        self.is_croppable = not cache.every
+        self.is_croppable = not cache.every and not cache.pruner.accumulates
         self.k_memory: Tensor | None = None  # [R, capacity, D]; what lies past a row's tokens is never read
         self.v_memory: Tensor | None = None
         self.held: list[int] = []  # tokens of each row
@@ -41,7 +41,7 @@ class IterativeLayer(PrunedLayer):
             return self._read(queries, keys, values, scaling)
         counts = self.cache.step.counts
         self.read = [read + count for read, count in zip(self.read or [0] * len(counts), counts, strict=True)]
-        if not self.cache.every:  # tokens that follow the prompt stay
+        if self.is_croppable:  # tokens that follow the prompt stay, and nothing needs their queries
             return PagedLayer.attend(self, queries, keys, values, scaling)
         return super().attend(queries, keys, values, scaling)
 
@@ -51,7 +51,7 @@ class IterativeLayer(PrunedLayer):
         iteration, counts = step.iteration, step.counts
         assert rotary is not None and iteration is not None
         B, Hkv, S, D = keys.shape
-        R, guide, device = B * Hkv, iteration.guide_length, keys.device
+        R, guide, device, self.scaling = B * Hkv, iteration.guide_length, keys.device, scaling
         if not self.held:
             self.held, self.whole, self.next = [0] * R, [True] * B, [0] * B
         self.read = self.read or [0] * B
@@ -85,9 +85,9 @@ class IterativeLayer(PrunedLayer):
             self.read[b] += count - guide
             keep = min(self.cache.layer_memory(iteration.memory[b], self.read[b], self.index), candidates)
             if keep < candidates or self.cache.pruner.accumulates:
-                offer = self._offer(b, k[rows_of], v[rows_of], lengths[rows_of], queries, count, guide, scaling, q)
+                offer = self._offer(b, k[rows_of], v[rows_of], lengths[rows_of], queries, count, guide, q)
                 if keep < candidates:
-                    indices, kept, _ = self._choose(offer, keep, sum(kept), 0)
+                    indices, kept, _ = self._choose(offer, keep, sum(kept))
                     self._compact(b, indices, kept, max(lengths[rows_of]))
             self.held[rows_of] = kept
         return out
@@ -146,6 +146,9 @@ class IterativeLayer(PrunedLayer):
         assert self.k_memory is not None and self.v_memory is not None
         return self.k_memory, self.v_memory
 
+    def _slack(self) -> int:
+        return 1 if self.cache.every else NEVER
+
     def _keep(self, b: int) -> int:
         return self.cache.layer_memory(self.cache.memory_size, self.read[b], self.index)
 
@@ -154,6 +157,8 @@ class IterativeLayer(PrunedLayer):
         pool, rotary = self.pool, self.cache.rotary
         if pool is None or rotary is None:
             return
+        if self.cache.pruner.accumulates and self.recent is not None and self.recent.held:
+            self._settle_held(slack=NEVER)  # the queries that came after the last prompt vote
         heads, counts = self.heads, pool.counts
         k, v = pool.gather(max(*counts, self.cache.largest_context))
         slots = torch.arange(k.shape[1], dtype=torch.int32, device=k.device)
@@ -175,17 +180,18 @@ class IterativeLayer(PrunedLayer):
         longest = self._longest(B)
         k = self._rotated(self.k_memory[:, :T], longest, [max(held, 1) for held in longest])
         v = self.v_memory[:, :T]
-        kept = self.held
+        kept, whole = self.held, self.whole
         self.open_pool(len(kept), D, k, [max(held, 1) for held in longest])
         assert self.pool is not None
         if min(kept) < T:  # the pool takes right-aligned tokens
             right = (torch.arange(T) - T + torch.tensor(kept)[:, None]).clamp_(min=0).to(k.device)[..., None]
             k, v = (torch.take_along_dim(x, right, 1) for x in (k, v))
         self.pool.append([x.unflatten(0, (B, heads)) for x in (k, v)], kept)
+        self.whole = whole
         self.next, self.near = longest, [min(kept[b * heads : (b + 1) * heads]) for b in range(B)]
         late = [longest[row // heads] - held for row, held in enumerate(kept)]
         self.shift = torch.tensor(late, dtype=torch.int32).to(k.device) if any(late) else None
-        self.recent = RecentQueries.of(self.cache.pruner, self.cache.every) if self.cache.every else None
+        self.recent = RecentQueries.of(self.cache.pruner, self.cache.every)
         self.k_memory = self.v_memory = None
         self.held = []
 
@@ -252,11 +258,11 @@ class IterativeCache(PrunedCache):
             raise ValueError(f"memory_size must be a number of tokens, got {memory_size}")
         planner.plan(0, chunk_size=chunk_size, memory_size=tokens, schedule=schedule)  # refuses wrong sizes
         self.memory_size, self.schedule = tokens, schedule
-        self.kv_heads: int = config.get_text_config(decoder=True).num_key_value_heads
+        self.kv_heads: int = decoder_config(config).num_key_value_heads
         self.largest_context = 0
         super().__init__(
-            config, pruner, memory_size, every=every, positions="contiguous" if every else "original", chunk_size=chunk_size,
-            page_size=page_size, max_pages=max_pages, grow=grow,
+            config, pruner, memory_size, every=every, positions="contiguous" if every else "original",
+            chunk_size=chunk_size, page_size=page_size, max_pages=max_pages, grow=grow,
         )  # fmt: skip
 
     def _new_layer(self, index: int, sliding_window: int | None) -> IterativeLayer:

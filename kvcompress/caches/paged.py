@@ -113,6 +113,10 @@ class PagedLayer(CompressedLayer):
         tensors = [x for x in (self.shift, self.split) if x is not None]
         return (self.pool.reserved_nbytes() if self.pool is not None else 0) + sum(x.nbytes for x in tensors)
 
+    def trim(self) -> None:
+        if self.pool is not None:
+            self.pool.trim()
+
     def stored_lengths(self) -> list[list[int]]:
         batch = len(self.rope_lengths)
         if self.pool is None:

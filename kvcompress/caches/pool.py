@@ -36,9 +36,10 @@ class PagePool:
         self._stock = store.stock
         self._last_shared = [False] * len(bounds)  # whether a row's last page may be named by others too
         self._shares = False  # whether any page may
-        self._give_up_at_end()
+        self._register()
 
-    def _give_up_at_end(self) -> None:
+    def _register(self) -> None:
+        self.store.tables.add(self._rows)
         weakref.finalize(self, self.store.dropped.append, self._rows).atexit = False
 
     # ---- what there is ----
@@ -74,8 +75,7 @@ class PagePool:
         """Pages that these rows name, each once. Waits for the device."""
         if self.store.pages == 0:
             return 0
-        table, named = self._named()
-        return int(torch.unique(table[named]).numel())
+        return int(torch.unique(self.block_table[self._named()]).numel())
 
     def nbytes(self) -> int:
         """Bytes of the pages that these rows name, each once, and of their table. Pages shared with a fork count in
@@ -111,6 +111,7 @@ class PagePool:
         device only where what the host knows does not suffice.
         """
         store, settings = self.store, self.store.settings
+        store.tidy()
         if not self.exact and self._stock != store.stock:
             self._refresh()
         needed = self._most_pages(counts)
@@ -132,11 +133,16 @@ class PagePool:
 
         tokens: one [B, H, S, ...] for each name in slots, B*H = R. counts: 0..S; None = S; an int32 tensor [R] on the
         device is not read by the host, which then knows only that at most S were added.
-        Raises RuntimeError as reserve does; nothing is changed then.
+        Raises ValueError for counts out of range, RuntimeError as reserve does; nothing is changed then.
         """
         S, R = tokens[0].shape[2], len(self.bounds)
         known = not isinstance(counts, Tensor)
         most = [S] * R if counts is None or isinstance(counts, Tensor) else list(counts)
+        if len(most) != R:
+            raise ValueError(f"counts must hold one number for each of {R} rows, got {len(most)}")
+        if min(most, default=0) < 0 or max(most, default=0) > S:
+            row, count = next((row, count) for row, count in enumerate(most) if not 0 <= count <= S)
+            raise ValueError(f"counts must be between 0 and the S = {S} new tokens, got {count} for row {row}")
         needed = self.reserve(most)
         on_device = counts if isinstance(counts, Tensor) else None
         if known and min(most, default=S) < S:
@@ -207,8 +213,21 @@ class PagePool:
         self._shares, self._last_shared = False, [False] * len(self.bounds)
         self.append(tokens, counts)
 
+    def trim(self) -> None:
+        """Gives free pages back, those of dropped forks included; pools over the same pages go on as before.
+
+        reserved_nbytes then counts the pages in use alone. The next append takes new pages as a pool does that has run
+        out: trim when a pool will rest, not between tokens. A pool with grow="error" keeps its pages. Waits for the
+        device, and needs memory for a copy of the pages in use; RuntimeError, and nothing changed, if there is none.
+        On a GPU the memory goes back to PyTorch's allocator: torch.cuda.empty_cache() gives it to others.
+        """
+        self.store.trim()
+
     def fork(self) -> PagePool:
-        """An independent pool of the same rows over the same pages, which are copied when one of the two writes."""
+        """An independent pool of the same rows over the same pages, which are copied when one of the two writes.
+
+        copy.copy and copy.deepcopy do the same.
+        """
         pool = object.__new__(type(self))
         pool._open(self.store, self._share(None), list(self.bounds))
         pool.exact, pool._stock = self.exact, -1
@@ -217,7 +236,13 @@ class PagePool:
         return pool
 
     def select_rows(self, rows: Sequence[int]) -> None:
-        """Makes row i what rows[i] was. Rows that are named twice share their pages; those not named give theirs up."""
+        """Makes row i what rows[i] was. Rows that are named twice share their pages; those not named give theirs up.
+
+        Raises ValueError for a number that is not one of a row, 0..R-1.
+        """
+        for row in rows:
+            if not 0 <= row < len(self.bounds):
+                raise ValueError(f"rows must be between 0 and {len(self.bounds) - 1}, got {row}")
         if list(rows) == list(range(len(self.bounds))):
             return
         index = torch.tensor(rows, dtype=torch.long).to(self.lengths.device)
@@ -230,28 +255,29 @@ class PagePool:
         self._last_shared = [self._last_shared[row] or times[row] > 1 for row in rows]
         self._shares = self._shares or max(times.values(), default=0) > 1
 
+    def __copy__(self) -> PagePool:
+        return self.fork()  # a second object over the same table would give its pages up twice
+
     def __deepcopy__(self, memo: dict[int, Any]) -> PagePool:
         return self.fork()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._give_up_at_end()
+        self._register()
 
     # ---- within ----
 
     def _table(self) -> ops.PageTable:
         return self.store.table(self._rows)
 
-    def _named(self) -> tuple[Tensor, Tensor]:
-        """block_table, and a mask of its entries that name a page."""
-        starts = torch.arange(self.block_table.shape[1], device=self.lengths.device) * self.page_size
-        return self.block_table, starts < self.lengths[:, None]
+    def _named(self) -> Tensor:
+        return self.store.named(self._rows)
 
     @torch.inference_mode(False)
     def _share(self, index: Tensor | None) -> Rows:
         """Further lines that name the pages of the given rows (None: all)."""
-        table, named = self._named()
-        lengths = self.lengths.clone()
+        self.store.tidy()
+        table, named, lengths = self.block_table, self._named(), self.lengths.clone()
         if index is not None:
             table, named, lengths = table[index], named[index], lengths[index]
         if self.store.pages:
@@ -273,7 +299,7 @@ class PagePool:
         self._stock = self.store.stock
         if not self._shares:
             return
-        table, named = self._named()
+        table, named = self.block_table, self._named()
         shared = named & (self.store.refs[torch.where(named, table, 0)] > 1)
         last = named.sum(1, keepdim=True).clamp_(min=1) - 1
         flags = torch.stack([shared.gather(1, last)[:, 0], shared.any(1)]).tolist() if table.shape[1] else [[], []]
@@ -289,7 +315,7 @@ class PagePool:
 
     def _count_copies(self, indices: Tensor, kept: Tensor | None) -> int:
         """Shared pages that a compaction would write. Waits for the device."""
-        K, (table, named) = indices.shape[1], self._named()
+        K, table, named = indices.shape[1], self.block_table, self._named()
         if K == 0 or not self._shares:
             return 0
         starts = torch.arange(table.shape[1], device=table.device) * self.page_size

@@ -19,8 +19,7 @@ from .prompt import prompt_attention
 from .queries import RecentQueries
 from .store import PoolSettings
 
-
-_NEVER = 1 << 60  # tokens
+NEVER = 1 << 60  # tokens
 
 
 class PrunedLayer(PagedLayer):
@@ -39,29 +38,43 @@ class PrunedLayer(PagedLayer):
         self.received: Tensor | None = None  # float32 [R, capacity]: running scores of pruners that accumulate
         self.whole: list[bool] = []  # no token of a sequence was ever dropped
         self.near: list[int] = []  # tokens of a sequence outside the far segment
-        self.blank = 0
+        self.blank: list[int] = []  # unused ids between the segments of each sequence ("constant": their distance)
+        self.scaling = 1.0
+
+    def open_pool(self, rows: int, head_dim: int, like: Tensor, rope_lengths: list[int]) -> None:
+        super().open_pool(rows, head_dim, like, rope_lengths)
+        B = len(rope_lengths)
+        self.near, self.whole, self.blank = [0] * B, [True] * B, [0] * B
 
     # ---- attention ----
 
     def attend(self, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
-        iteration, S = self.cache.step.iteration, queries.shape[2]
+        iteration, S, self.scaling = self.cache.step.iteration, queries.shape[2], scaling
         guide = 0 if iteration is None else iteration.guide_length
         if self.pool is None:
             return self._read_first(queries, keys, values, guide, scaling)
-        one = S == 1 and guide == 0
+        one = S == 1 and iteration is None
         if not one and self.recent is not None:
-            self._settle_held(scaling)  # a new prompt finds no more than the budget
+            self._settle_held(slack=self._slack())  # a new prompt finds no more than the budget
         out = super().attend(queries, keys, values, scaling)
         self.near = [near + count for near, count in zip(self.near, self.cache.step.counts, strict=True)]
-        if self.recent is not None:
-            self.recent.add(queries, self.cache.step.counts)
+        self._note(queries, guide)
         if one:
-            every = self.cache.every or _NEVER
+            every = self.cache.every or NEVER
             if self.recent is not None and (self._due(every) or (self.cache.pruner.accumulates and self.recent.full)):
-                self._settle_held(scaling, slack=every)
+                self._settle_held(slack=every)
         else:
-            self._settle_held(scaling, call=queries, guide=guide)
+            self._settle_held(call=queries, guide=guide, slack=self._slack())
         return out
+
+    def _slack(self) -> int:
+        """Tokens over the budget from which a call of several tokens compresses."""
+        return 1
+
+    def _note(self, queries: Tensor, guide: int) -> None:
+        """Keeps the queries of this call, without the guide's, for scoring while decoding."""
+        if self.recent is not None and (S := queries.shape[2] - guide) > 0:
+            self.recent.add(queries[:, :, :S], [max(count - guide, 0) for count in self.cache.step.counts])
 
     def _read_first(self, queries: Tensor, keys: Tensor, values: Tensor, guide: int, scaling: float) -> Tensor:
         """The first call: plain attention over itself; only what is chosen goes into pages."""
@@ -80,12 +93,11 @@ class PrunedLayer(PagedLayer):
         out = prompt_attention(q, k, values, list(counts), scaling)
         self.open_pool(B * Hkv, D, k, lengths)
         self.next = [max(count - guide, 0) for count in counts]
-        self.near, self.whole = list(self.next), [True] * B
+        self.near = list(self.next)
         self.recent = RecentQueries.of(self.cache.pruner, self.cache.every)
-        if self.recent is not None and not guide:
-            self.recent.add(queries, counts)
+        self._note(queries, guide)
         held = [count for count in counts for _ in range(Hkv)]
-        self._settle(k.flatten(0, 1), values.flatten(0, 1), held, queries, list(counts), guide, scaling, rotated=q)
+        self._settle(k.flatten(0, 1), values.flatten(0, 1), held, queries, list(counts), guide, rotated=q)
         return out
 
     def rotate_far(self, queries: Tensor) -> Tensor:
@@ -103,11 +115,12 @@ class PrunedLayer(PagedLayer):
         assert rotary is not None and self.pool is not None and gap is not None and self.split is not None
         B, Hq, S, D = queries.shape
         R = slots.shape[0]
+        blank = torch.tensor(self.blank, dtype=torch.int32).to(slots.device).repeat_interleave(R // B)[:, None]
         if gap.reading == "constant":
-            ids = torch.full_like(slots, self.blank)
+            ids = blank.expand_as(slots).contiguous()
         else:
-            ids = slots + self.blank + (1 - self.split[:, None] if gap.shared else 0)
-        bound = max(self.pool.bounds) + self.blank + 2
+            ids = slots + blank + (1 - self.split[:, None] if gap.shared else 0)
+        bound = max(self.pool.bounds) + max(self.blank) + 2
         rows = queries.reshape(R, B * Hq // R, S, D)
         lengths = [length for length in self.rope_lengths for _ in range(R // B)]
         return rotary.rotate(rows, ids.clamp_(min=0), bound, lengths).reshape(B, Hq, S, D)
@@ -125,26 +138,30 @@ class PrunedLayer(PagedLayer):
         held = [sum(self.pool.bounds[b * heads : (b + 1) * heads]) // heads for b in range(len(self.next))]  # type: ignore[union-attr]
         return any(tokens > self._keep(b) + slack - 1 for b, tokens in enumerate(held))
 
-    def _settle_held(self, scaling: float, *, call: Tensor | None = None, guide: int = 0, slack: int = 1) -> None:
+    def _settle_held(self, *, call: Tensor | None = None, guide: int = 0, slack: int = 1) -> None:
         """Compresses what is held where it is over the budget. call: this call's queries; else the latest ones."""
         pool, pruner = self.pool, self.cache.pruner
         assert pool is not None
-        if guide:
-            self.next = [place - guide for place in self.next]
-            self.near = [near - guide for near in self.near]
+        if guide:  # of the sequences that had it
+            guides = [guide if count else 0 for count in self.cache.step.counts]
+            self.next = [place - length for place, length in zip(self.next, guides, strict=True)]
+            self.near = [near - length for near, length in zip(self.near, guides, strict=True)]
         if not (guide or pruner.accumulates or self._due(slack)):
             return
         if call is not None:
             queries, valid = call, list(self.cache.step.counts)
         elif self.recent is not None and self.recent.held:
             queries, valid = self.recent.get()
+        elif pruner.accumulates:  # all have voted
+            B = len(self.next)
+            queries, valid = pool.k_pages.new_zeros(B, self.heads, 0, pool.k_pages.shape[2]), [0] * B
         else:
             return
         k, v = pool.gather(max(pool.counts, default=0))
-        self._settle(k, v, list(pool.counts), queries, valid, guide, scaling, slack=slack, held=True)
+        self._settle(k, v, list(pool.counts), queries, valid, guide, slack=slack, held=True)
 
     def _settle(
-        self, k: Tensor, v: Tensor, lengths: list[int], queries: Tensor, valid: list[int], guide: int, scaling: float,
+        self, k: Tensor, v: Tensor, lengths: list[int], queries: Tensor, valid: list[int], guide_length: int,
         *, rotated: Tensor | None = None, slack: int = 1, held: bool = False,
     ) -> None:  # fmt: skip
         """Chooses among rows k, v [R, T, D] of these lengths, the guide's tokens last, and stores what stays.
@@ -155,9 +172,10 @@ class PrunedLayer(PagedLayer):
         B = len(valid)
         heads = len(lengths) // B
         chosen: list[tuple[Tensor, list[int]]] = []
-        near = list(self.near)
+        near, compressed = list(self.near), [False] * B
         for b in range(B):
             rows = slice(b * heads, (b + 1) * heads)
+            guide = guide_length if valid[b] else 0
             count = sum(lengths[rows]) // heads - guide
             keep = self._keep(b) if count > 0 else 0
             due = count > keep + slack - 1 and count > 0
@@ -165,21 +183,24 @@ class PrunedLayer(PagedLayer):
                 heads, -1
             )
             kept = [max(length - guide, 0) for length in lengths[rows]]
-            if (due or self.cache.pruner.accumulates) and valid[b] > 0:
-                offer = self._offer(b, k[rows], v[rows], lengths[rows], queries, valid[b], guide, scaling, rotated)
+            if count > 0 and (self.cache.pruner.accumulates or (due and valid[b] > 0)):
+                offer = self._offer(b, k[rows], v[rows], lengths[rows], queries, valid[b], guide, rotated)
                 if due:
-                    indices, kept, near[b] = self._choose(offer, keep, sum(kept), near[b])
-                    self.whole[b] = False
+                    indices, kept, recent = self._choose(offer, keep, sum(kept))
+                    near[b] = min(recent, near[b]) if self.cache.gap is not None else near[b]
+                    self.whole[b], compressed[b] = False, True
+                    if self.recent is not None and not self.cache.pruner.one_frame:
+                        self.recent.forget(b, recent)  # queries whose own keys may be gone
             chosen.append((indices, kept))
         longest = max(indices.shape[1] for indices, _ in chosen)
         every = torch.cat([torch.nn.functional.pad(indices, (0, longest - indices.shape[1])) for indices, _ in chosen])
         counts = [count for _, kept in chosen for count in kept]
         if held and counts == lengths:
             return  # nothing goes
-        self._store(k, v, every.contiguous(), counts, near, held)
+        self._store(k, v, every.contiguous(), counts, near, compressed, held)
 
     def _offer(
-        self, b: int, k: Tensor, v: Tensor, lengths: list[int], queries: Tensor, valid: int, guide: int, scaling: float,
+        self, b: int, k: Tensor, v: Tensor, lengths: list[int], queries: Tensor, valid: int, guide: int,
         rotated: Tensor | None,
     ) -> Candidates:  # fmt: skip
         """What sequence b offers; updates its running scores."""
@@ -187,24 +208,24 @@ class PrunedLayer(PagedLayer):
         assert rotary is not None
         T, heads, device = max(lengths), len(lengths), k.device
         ragged = torch.tensor(lengths, dtype=torch.int32).to(device) if min(lengths) < T else None
-        last = queries[b : b + 1, :, -valid:]
+        last = queries[b : b + 1, :, queries.shape[2] - valid :]
         keys, q = k[None, :, :T], last
-        if pruner.window:
+        if pruner.window and valid:
             if rotated is not None:
-                q = rotated[b : b + 1, :, -valid:]
+                q = rotated[b : b + 1, :, rotated.shape[2] - valid :]
             else:
                 places = torch.arange(position + guide - valid, position + guide, dtype=torch.int32, device=device)
                 q = rotary.rotate(last, places[None].contiguous(), position + guide, self.rope_lengths[b : b + 1])
             if self.split is not None:
                 keys, q = self._both_segments(b, keys, last, q, lengths)
         offer = Candidates(
-            queries=q, keys=keys, count=T - guide, chunk_length=valid - guide, guide_length=guide, scaling=scaling,
+            queries=q, keys=keys, count=T - guide, chunk_length=valid - guide, guide_length=guide, scaling=self.scaling,
             values=v[None, :, :T], lengths=ragged, layer=self.index, whole=self.whole[b], unrotated=last,
             position=position, rotary=rotary,
         )  # fmt: skip
         if not pruner.accumulates:
             return offer
-        sums = pruner.votes(offer)
+        sums = pruner.votes(offer) if valid else k.new_zeros(heads, T - guide, dtype=torch.float32)
         rows = slice(b * heads, (b + 1) * heads)
         if self.received is None or self.received.shape[1] < T:
             wider = sums.new_zeros(len(self.next) * heads, 2 * T)
@@ -233,8 +254,8 @@ class PrunedLayer(PagedLayer):
         wide = queries.expand(len(self.rope_lengths), -1, -1, -1)
         return both, torch.cat([self._at_ids(wide, every)[b : b + 1], near], dim=-1)
 
-    def _choose(self, offer: Candidates, keep: int, allowed: int, near: int) -> tuple[Tensor, list[int], int]:
-        """(indices [Hkv, K], how many of each row count, near tokens)."""
+    def _choose(self, offer: Candidates, keep: int, allowed: int) -> tuple[Tensor, list[int], int]:
+        """(indices [Hkv, K], how many of each row count, how many last tokens surely stayed)."""
         pruner, gap = self.cache.pruner, self.cache.gap
         lost = pruner.lost() if offer.whole else 0
         keep = max(min(keep, offer.count - lost), 1)
@@ -245,9 +266,18 @@ class PrunedLayer(PagedLayer):
         ranks = pruner.rank(offer, keep, recent=recent)
         indices, kept = self.cache.budget.divide(ranks, keep, allowed - lost * offer.heads)
         counts = [indices.shape[1]] * offer.heads if kept is None else kept.tolist()
-        return indices, counts, min(recent, near) if gap is not None else near
+        return indices, counts, recent
 
-    def _store(self, k: Tensor, v: Tensor, indices: Tensor, kept: list[int], near: list[int], held: bool) -> None:
+    def _store(
+        self,
+        k: Tensor,
+        v: Tensor,
+        indices: Tensor,
+        kept: list[int],
+        near: list[int],
+        compressed: list[bool],
+        held: bool,
+    ) -> None:
         """Makes the chosen slots of rows k, v [R, T, D] what the pool holds."""
         pool, gap = self.pool, self.cache.gap
         assert pool is not None
@@ -271,7 +301,7 @@ class PrunedLayer(PagedLayer):
         flat = (torch.arange(R, device=device)[:, None] * T + old).flatten()
         k, v = (x.reshape(R * T, D)[flat].view(R, longest, D) for x in (k, v))
         if gap is not None and dropped:
-            k, split = self._renumber(k, old, right, counts, near)
+            k, split = self._renumber(k, old, right, counts, near, compressed)
             self.split = split
             self.near = near
         if held:
@@ -280,7 +310,9 @@ class PrunedLayer(PagedLayer):
             pool.append([x.unflatten(0, (-1, heads)) for x in (k, v)], kept)
         self.shift = places - counts if dropped else None
 
-    def _renumber(self, k: Tensor, old: Tensor, new: Tensor, counts: Tensor, near: list[int]) -> tuple[Tensor, Tensor]:
+    def _renumber(
+        self, k: Tensor, old: Tensor, new: Tensor, counts: Tensor, near: list[int], compressed: list[bool]
+    ) -> tuple[Tensor, Tensor]:
         """Moves the keys of the far segment to their ids. k: [R, K, D] from slots old to slots new, int64 [R, K]."""
         rotary, gap = self.cache.rotary, self.cache.gap
         assert rotary is not None and gap is not None
@@ -296,7 +328,9 @@ class PrunedLayer(PagedLayer):
         distance = (position - ids).clamp_(min=0).to(torch.int32)
         moved = rotary.move_back(k[:, None], distance, max(self.next) + 1, self.rope_lengths[0])[:, 0]
         if self.cache.bounded:
-            self.blank = gap.blank(int(split.max()), max(near), self.cache.growth, self.cache.trained_length)
+            for b, (far, here) in enumerate(zip(split.view(-1, heads).amax(1).tolist(), compressed, strict=True)):
+                if here:
+                    self.blank[b] = gap.blank(far, near[b], self.cache.growth, self.cache.trained_length)
         return torch.where((distance == 0)[..., None], k, moved), split.to(torch.int32)
 
     # ---- limits ----
@@ -314,9 +348,7 @@ class PrunedLayer(PagedLayer):
                 )
             return
         if self.split is not None:
-            reach = max(self.near) + max(step.counts)
-            if gap.reading != "constant":
-                reach += self.blank + (1 if gap.shared else max(self.pool.bounds) - min(self.near))
+            reach = max(self._reach(b, count) for b, count in enumerate(step.counts))
             if reach > trained and gap.on_overflow == "error":
                 raise ValueError(
                     f"positions reach {reach}, but the model was trained for {trained}; compress more often (every), "
@@ -325,10 +357,21 @@ class PrunedLayer(PagedLayer):
             if reach > trained:
                 self.cache.warn_once(f"positions reach {reach}, but the model was trained for {trained}")
 
+    def _reach(self, b: int, count: int) -> int:
+        """Positions that sequence b uses once `count` tokens have been added."""
+        gap, heads = self.cache.gap, self.heads
+        assert self.pool is not None and gap is not None
+        held, near = max(self.pool.bounds[b * heads : (b + 1) * heads]), self.near[b]
+        if count > 1 and self.recent is not None and held > (keep := self._keep(b)):  # compresses before it starts
+            held, near = keep, min(near, self.cache.near_of(keep))
+        if gap.reading == "constant":
+            return near + count
+        return self.blank[b] + count + (1 + near if gap.shared else held)
+
     def keys_in_sight(self, step: Step) -> int:
         if self.split is None or self.pool is None:
             return super().keys_in_sight(step)
-        return max(self.pool.bounds) + self.blank + max(step.counts)
+        return max(self.pool.bounds) + max(self.blank) + max(step.counts)
 
     # ---- state ----
 
@@ -337,7 +380,8 @@ class PrunedLayer(PagedLayer):
             return
         heads = self.heads
         super().select_batch(indices)
-        self.near, self.whole = [self.near[b] for b in indices], [self.whole[b] for b in indices]
+        self.near, self.blank = ([numbers[b] for b in indices] for numbers in (self.near, self.blank))
+        self.whole = [self.whole[b] for b in indices]
         rows = torch.tensor([b * heads + h for b in indices for h in range(heads)])
         if self.received is not None:
             self.received = self.received[rows.to(self.received.device)]
@@ -359,8 +403,9 @@ class PrunedCache(CompressedCache):
     """Reads a prompt in one pass, then keeps the tokens that a pruner chooses within a budget; memory is really freed.
 
     config: the model's config. pruner: any of kvcompress.pruners (default SnapKV()). budget: how many tokens each row
-    (a KV head of a layer) keeps: tokens (int), the share to remove (float), bytes of the whole cache ("512MiB"), or a
-    Budget that divides them over layers and heads (PyramidKV, AdaKV); None = the pruner's own.
+    (a KV head of a layer) keeps: tokens (int), the share to remove (float), bytes of all pages and their tables
+    ("512MiB"; what a pruner keeps besides, the latest queries or running scores, comes on top and counts in nbytes), or
+    a Budget that divides them over layers and heads (PyramidKV, AdaKV); None = the pruner's own.
     every: None compresses after calls of several tokens alone (prompts, further turns); k also while decoding, when a
     row has grown by k tokens over its budget. positions: "original" (kept tokens stay where they were), "contiguous"
     (numbered anew without holes) or a RemoteGap. chunk_size: tokens that `prefill` reads at a time, each chunk followed
@@ -410,7 +455,7 @@ class PrunedCache(CompressedCache):
             and (keep := self.budget.tokens) is not None
             and not isinstance(self.budget, AdaKV)
         ):
-            near = self._near(keep)
+            near = self.near_of(keep)
             self.gap.blank(keep - near, near, self.growth, self.trained_length)  # refuses what cannot fit
 
     def _gap_of(self, positions: str | RemoteGap) -> RemoteGap | None:
@@ -424,7 +469,7 @@ class PrunedCache(CompressedCache):
             raise ValueError(f"positions must be 'original', 'contiguous' or a RemoteGap, got {positions!r}")
         return gap
 
-    def _near(self, keep: int) -> int:
+    def near_of(self, keep: int) -> int:
         """Near tokens of a compression to `keep` tokens."""
         assert self.gap is not None
         near = max(self.pruner.recent(keep, keep), self.gap.near_length or 0)

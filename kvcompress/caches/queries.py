@@ -57,6 +57,11 @@ class RecentQueries:
         places = (torch.arange(-self.held, 0, device=self.queries.device) + self._next) % self.capacity
         return self.queries[:, :, places], list(self.valid)
 
+    def forget(self, b: int, but: int) -> None:
+        """Forgets all but the last queries of sequence b."""
+        if self.valid:
+            self.valid[b] = min(self.valid[b], but)
+
     def clear(self) -> None:
         """Forgets them: they have voted."""
         self.valid = [0] * len(self.valid)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import ops
 
+MANY_TABLES = 32  # of dropped pools, after which their pages are given up though none runs short
 Slots = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
 
@@ -51,11 +54,12 @@ class PoolSettings:
         if self.max_pages is not None and pages > self.max_pages:
             raise RuntimeError(
                 f"max_pages = {self.max_pages} is too few: {pages} pages of {self.page_size} tokens are needed in one "
-                f"layer; use max_pages of at least {pages}, or None with grow='double'"
+                "layer, those of all forks, beams and samples together; use max_pages of at least "
+                f"{pages}, or None with grow='double'"
             )
 
 
-@dataclass
+@dataclass(eq=False)
 class Rows:
     """The lines of one pool's table. An object of its own: it outlives the pool until its pages are given up."""
 
@@ -82,14 +86,27 @@ class PageStore:
         self.free_count = torch.zeros(2, dtype=torch.int32, device=device)
         self.free_at_least = 0
         self.stock = 0  # how often the free pages were counted: bounds from before that no longer add up
-        self.dropped: list[Rows] = []  # of pools that are gone; their pages are given up when pages run short
+        self.tables = weakref.WeakSet[Rows]()  # of every pool over these pages
+        self.dropped: list[Rows] = []  # of pools that are gone; their pages are given up by and by
         if settings.grow == "error":
             assert settings.max_pages is not None
             self._add_pages(settings.max_pages)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "tables"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.tables = weakref.WeakSet(self.dropped)  # the pools add theirs when they come back
+
     @property
     def pages(self) -> int:
         return self.refs.shape[0]
+
+    def named(self, rows: Rows) -> Tensor:
+        """Which entries of a table name a page: bool [R, blocks]."""
+        starts = torch.arange(rows.block_table.shape[1], device=rows.lengths.device) * self.settings.page_size
+        return starts < rows.lengths[:, None]
 
     def table(self, rows: Rows) -> ops.PageTable:
         return ops.PageTable(rows.block_table, rows.lengths, self.refs, self.free_pages, self.free_count)
@@ -98,10 +115,23 @@ class PageStore:
         """Empties the rows."""
         ops.truncate_rows_(self.table(rows), torch.zeros_like(rows.lengths), self.settings.page_size)
 
+    def tidy(self) -> None:
+        """Gives up the pages of dropped pools where many tables have piled up. Waits for nothing."""
+        if len(self.dropped) >= MANY_TABLES:
+            self._release_dropped()  # more pages are then free than free_at_least says
+
+    def _release_dropped(self) -> None:
+        while self.dropped:
+            rows = self.dropped.pop()
+            try:
+                self.release(rows)
+            except BaseException:
+                self.dropped.append(rows)
+                raise
+
     def count_free(self) -> int:
         """Free pages, those of dropped pools included. Waits for the device."""
-        while self.dropped:
-            self.release(self.dropped.pop())
+        self._release_dropped()
         self.free_at_least, refused = self.free_count.tolist()
         self.stock += 1
         if refused:
@@ -123,17 +153,43 @@ class PageStore:
 
     @torch.inference_mode(False)
     def _add_pages(self, count: int) -> None:
-        old, free = self.pages, self.free_at_least
+        old, free, arrays = self.pages, self.free_at_least, {}
         for name, array in self.arrays.items():
-            bigger = array.new_empty(old + count, *array.shape[1:])
-            bigger[:old] = array
-            self.arrays[name] = bigger
+            arrays[name] = array.new_empty(old + count, *array.shape[1:])
+            arrays[name][:old] = array
         # pages are handed out from the end of the list: old ones first, then new ones from the lowest
         added = torch.arange(old + count - 1, old - 1, -1, dtype=torch.int32, device=self.refs.device)
-        self.free_pages = torch.cat([added, self.free_pages[:free], self.free_pages.new_zeros(old - free)])
-        self.refs = torch.cat([self.refs, self.refs.new_zeros(count)])
-        self.free_count = self.free_count + torch.tensor([count, 0], dtype=torch.int32).to(self.refs.device)
+        free_pages = torch.cat([added, self.free_pages[:free], self.free_pages.new_zeros(old - free)])
+        refs = torch.cat([self.refs, self.refs.new_zeros(count)])
+        free_count = self.free_count + torch.tensor([count, 0], dtype=torch.int32).to(self.refs.device)
+        # all of them or none: memory may have run out above
+        self.arrays, self.refs, self.free_pages, self.free_count = arrays, refs, free_pages, free_count
         self.free_at_least += count
+
+    @torch.inference_mode(False)
+    def trim(self) -> None:
+        """Gives back the memory of free pages: those in use move together, and every table over them follows.
+
+        A store with grow="error" keeps its pages: it has them so as never to ask for memory again. Waits for the
+        device. While it copies, the pages in use exist twice; without memory for that nothing is changed.
+        """
+        if self.count_free() == 0 or self.settings.grow == "error":
+            return
+        kept = self.refs.nonzero().flatten()
+        place = torch.zeros_like(self.refs)
+        place[kept] = torch.arange(len(kept), dtype=torch.int32, device=place.device)
+        arrays = {name: array[kept] for name, array in self.arrays.items()}
+        moved = []
+        for rows in list(self.tables):
+            named = self.named(rows)
+            width = int(named.any(0).sum())  # no entry is left that might name a page that is gone
+            table, named = rows.block_table[:, :width], named[:, :width]
+            moved.append((rows, torch.where(named, place[torch.where(named, table, 0)], 0)))
+        refs, free_pages, free_count = self.refs[kept], place.new_zeros(len(kept)), torch.zeros_like(self.free_count)
+        for rows, lines in moved:
+            rows.block_table = lines
+        self.arrays, self.refs, self.free_pages, self.free_count = arrays, refs, free_pages, free_count
+        self.free_at_least = 0
 
     def page_nbytes(self) -> int:
         """Bytes of one page, all arrays together."""

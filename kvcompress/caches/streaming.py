@@ -1,4 +1,4 @@
-"""StreamingCache: first tokens and a sliding window, positions by slot, so that it runs without end (StreamingLLM)."""
+"""StreamingCache: first tokens and a sliding window; runs without end (StreamingLLM, LM-Infinite)."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ class StreamingLayer(CompressedLayer):
 
     Token i of a sequence lies in slot i if i < sinks, else in slot sinks + (i - sinks) % window. Sinks are rotated at
     their index; ring keys at i - base, where base moves up now and then (one re-rotation of the ring) so that angles
-    stay small. A query thus needs two rotations: i - base for the ring and, positions by slot,
-    min(i, sinks + window - 1) for the sinks; attention is two segments merged by their LSE.
+    stay small. Some of the first sinks are far: the query, rotated to i - base for all else, has a rotation of its own
+    for them, and attention is two segments merged by their LSE.
+    sink_distance "slot": once a token is gone all sinks are far, and the query stands at sinks + window - 1. "window":
+    sinks that have left the window are far; the query stands at `window`, and their keys are those of a copy at id 0.
     """
 
     cache: StreamingCache
@@ -29,6 +31,7 @@ class StreamingLayer(CompressedLayer):
         self.sinks, self.window = cache.num_sink_tokens, cache.window_size
         self.keys: Tensor | None = None  # [R, sinks + window, D]
         self.values: Tensor | None = None
+        self.far: tuple[Tensor, Tensor] | None = None  # for "window": keys at id 0 and values, [R, sinks, D] each
         self.tokens: list[int] = []  # tokens seen per sequence, padding not counted
         self.base: list[int] = []
 
@@ -37,6 +40,8 @@ class StreamingLayer(CompressedLayer):
         if self.keys is None:
             self.keys = keys.new_zeros(B * Hkv, self.sinks + self.window, D)
             self.values = torch.zeros_like(self.keys)
+            if self.cache.sink_distance == "window":
+                self.far = (keys.new_zeros(B * Hkv, self.sinks, D), keys.new_zeros(B * Hkv, self.sinks, D))
             self.tokens, self.base = [0] * B, [0] * B
         counts = self.cache.step.counts
         if S == 1 and min(counts) == 1:
@@ -79,8 +84,25 @@ class StreamingLayer(CompressedLayer):
     def _slot(self, token: int) -> int:
         return token if token < self.sinks else self.sinks + (token - self.sinks) % self.window
 
-    def _query_slot(self, token: int) -> int:
-        return min(token, self.sinks + self.window - 1)
+    def _far_sinks(self, tokens: int) -> int:
+        """How many of the first sinks are far from the last of so many tokens."""
+        if self.far is not None:
+            return min(max(tokens - self.window, 0), self.sinks)
+        return self.sinks if tokens > self.sinks + self.window else 0
+
+    @property
+    def _far_place(self) -> int:
+        """Where a query stands as far sinks see it."""
+        return self.window if self.far is not None else self.sinks + self.window - 1
+
+    def _note_sinks(self, b: int, keys: Tensor, values: Tensor) -> None:
+        """Copies the next tokens of sequence b, [1, Hkv, n, D], if they are sinks."""
+        if self.far is None or self.tokens[b] >= self.sinks:
+            return
+        first, heads, n = self.tokens[b], keys.shape[1], keys.shape[2]
+        at_zero = self._rotate(keys, torch.zeros(1, n, dtype=torch.int32, device=keys.device))
+        for held, new in zip(self.far, (at_zero, values), strict=True):
+            held[b * heads : (b + 1) * heads, first : first + n] = new[0]
 
     def _decode(self, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
         """One token per sequence."""
@@ -100,6 +122,8 @@ class StreamingLayer(CompressedLayer):
         rows = torch.arange(R, device=device)
         self.keys[rows, slots] = self._rotate(keys, per_sequence(places)).reshape(R, -1)
         self.values[rows, slots] = values.reshape(R, -1)
+        for b in range(B):
+            self._note_sinks(b, keys[b : b + 1], values[b : b + 1])
         self.tokens = [token + 1 for token in self.tokens]
 
         def per_row(numbers: list[int]) -> Tensor:
@@ -107,16 +131,21 @@ class StreamingLayer(CompressedLayer):
 
         filled = per_row([min(token, self.sinks + self.window) for token in self.tokens])
         q = self._rotate(queries, ring_places)
-        if max(self.tokens) <= self.sinks + self.window:  # nothing has left: slots are positions
+        far = [self._far_sinks(token) for token in self.tokens]
+        if max(far) == 0:
             return ops.decode(q, self.keys, self.values, filled, scale=scaling)[0]
-        sinks = per_row([min(token, self.sinks) for token in self.tokens])
-        ring = ops.decode(q, self.keys, self.values, filled, begin=sinks, scale=scaling)
-        by_slot = self._rotate(queries, per_sequence([self._query_slot(token - 1) for token in self.tokens]))
-        return ops.merge_states(ring, ops.decode(by_slot, self.keys, self.values, sinks, scale=scaling))[0]
+        ends = per_row(far)
+        near = ops.decode(q, self.keys, self.values, filled, begin=ends, scale=scaling)
+        q = self._rotate(queries, per_sequence([self._far_place] * B))
+        held = (self.keys, self.values) if self.far is None else self.far
+        return ops.merge_states(near, ops.decode(q, *held, ends, scale=scaling))[0]
 
     def _block(self, b: int) -> int:
         """Tokens that one call of _read takes: sinks first, so that later blocks find all of them stored."""
-        return self.sinks - self.tokens[b] if self.tokens[b] < self.sinks else _BLOCK
+        tokens, full = self.tokens[b], self.sinks + self.window
+        if tokens < self.sinks:
+            return self.sinks - tokens
+        return min(_BLOCK, full - tokens) if self.far is not None and tokens < full else _BLOCK
 
     def _read(self, b: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
         """A block of tokens of sequence b, [1, H, n, D]: each sees the sinks and the window tokens up to itself."""
@@ -125,10 +154,10 @@ class StreamingLayer(CompressedLayer):
         self._move_back(n)
         first, base = self.tokens[b], self.base[b]
         new = torch.arange(first, first + n, device=device)
-        if first < self.sinks:  # a block of sinks: what is stored are sinks too
-            old = torch.arange(first, device=device)
-        else:
-            old = torch.arange(max(self.sinks, first - self.window + 1), first, device=device)
+        # nothing is gone yet, and all tokens before these lie in the slots of their numbers. With "window" sinks leave
+        # the window one by one then, and the mask says which have
+        early = first < self.sinks or (self.far is not None and first < self.sinks + self.window)
+        old = torch.arange(0 if early else max(self.sinks, first - self.window + 1), first, device=device)
         old_slots = torch.where(old < self.sinks, old, self.sinks + (old - self.sinks) % self.window)
 
         def at(places: Tensor) -> Tensor:
@@ -139,24 +168,39 @@ class StreamingLayer(CompressedLayer):
         k = torch.cat([self.keys[row, old_slots][None], k_new], dim=2)
         v = torch.cat([self.values[row, old_slots][None], values], dim=2)
         q = self._rotate(queries, at(new - base))
-        if first < self.sinks:  # nothing has left yet: plain causal attention
+        self._note_sinks(b, keys, values)
+        if early and not self._far_sinks(first + n):
             out = ops.attention(q, k, v, scale=scaling)[0]
         else:
-            ring = ops.attention(q, k, v, window=self.window, scale=scaling)
-            by_slot = self._rotate(queries, at(new.clamp(max=self.sinks + self.window - 1)))
-            sinks = torch.full((heads,), self.sinks, dtype=torch.int32, device=device)
-            first_keys, first_values = (x[row, : self.sinks].contiguous() for x in (self.keys, self.values))
-            out = ops.merge_states(ring, ops.decode(by_slot, first_keys, first_values, sinks, scale=scaling))[0]
+            near = ops.attention(q, k, v, window=self.window, scale=scaling)
+            q = self._rotate(queries, at(new.clamp(max=self._far_place)))
+            out = ops.merge_states(near, self._read_far(row, q, k if early else None, v, scaling))[0]
 
-        kept = new[new < self.sinks] if first < self.sinks else new[-self.window :]
+        kept = new if early else new[-self.window :]
         slots = torch.where(kept < self.sinks, kept, self.sinks + (kept - self.sinks) % self.window)
         self.keys[row, slots] = k_new[0, :, kept - first]
         self.values[row, slots] = values[0, :, kept - first]
         self.tokens[b] += n
         return out
 
+    def _read_far(
+        self, row: slice, queries: Tensor, keys: Tensor | None, values: Tensor, scaling: float
+    ) -> tuple[Tensor, Tensor]:
+        """Attention of one sequence's queries to far sinks. keys, values: of all tokens so far, if none is gone."""
+        assert self.keys is not None and self.values is not None
+        if keys is not None:
+            assert self.far is not None
+            keys = keys.clone()
+            keys[:, :, : self.sinks] = self.far[0][row, : keys.shape[2]]
+            return ops.attention(queries, keys, values, window=self.window, complement=True, scale=scaling)
+        held = (self.keys, self.values) if self.far is None else self.far
+        k, v = (x[row, : self.sinks].contiguous() for x in held)
+        ends = torch.full((len(k),), self.sinks, dtype=torch.int32, device=k.device)
+        return ops.decode(queries, k, v, ends, scale=scaling)
+
     def keys_in_sight(self, step: Step) -> int:
-        return self.sinks + self.window
+        """With sink_distance "window", how far back a query reaches, itself included."""
+        return self.sinks + self.window if self.cache.sink_distance == "slot" else self.window + min(self.sinks, 1)
 
     def select_batch(self, indices: list[int]) -> None:
         if self.keys is None or self.values is None:
@@ -164,10 +208,12 @@ class StreamingLayer(CompressedLayer):
         heads = self.keys.shape[0] // len(self.tokens)
         rows = torch.tensor([b * heads + h for b in indices for h in range(heads)]).to(self.keys.device)
         self.keys, self.values = self.keys[rows], self.values[rows]
+        if self.far is not None:
+            self.far = (self.far[0][rows], self.far[1][rows])
         self.tokens, self.base = [self.tokens[b] for b in indices], [self.base[b] for b in indices]
 
     def nbytes(self) -> int:
-        return sum(x.numel() * x.element_size() for x in (self.keys, self.values) if x is not None)
+        return sum(x.numel() * x.element_size() for x in (self.keys, self.values, *(self.far or ())) if x is not None)
 
     def stored_lengths(self) -> list[list[int]]:
         if self.keys is None:
@@ -177,19 +223,29 @@ class StreamingLayer(CompressedLayer):
 
 
 class StreamingCache(CompressedCache):
-    """First tokens and a sliding window of recent ones, positions by slot; generates without end in constant memory.
+    """First tokens and a sliding window of recent ones; generates without end in constant memory.
 
     config: the model's config. window_size: recent tokens kept, the current one included, at least 1. num_sink_tokens:
     first tokens kept, at least 0. chunk_size: tokens per forward pass while a prompt is read (no influence on results).
+    sink_distance: how far first token j is from query i. "slot" (StreamingLLM): positions are places in the cache, as
+    if the tokens that are gone had never been. "window" (LM-Infinite): min(i - j, window_size). All distances in the
+    window are the true ones, and every first token that has left it stands at window_size, whichever it is; a model's
+    sliding_window must then be at least window_size + 1. A cache with "window" holds the first tokens twice.
     What has left the window is gone: a fact in the middle of a long prompt cannot be asked for.
-    Raises ValueError for sizes out of range. Source: StreamingLLM, section 3.2.
+    Raises ValueError for settings out of range. Source: StreamingLLM, section 3.2; LM-Infinite, section 4.
     """
 
     layers: list[StreamingLayer]
     smaller = "use a smaller window_size"
 
     def __init__(
-        self, config: PreTrainedConfig, *, window_size: int = 1020, num_sink_tokens: int = 4, chunk_size: int = 1024
+        self,
+        config: PreTrainedConfig,
+        *,
+        window_size: int = 1020,
+        num_sink_tokens: int = 4,
+        chunk_size: int = 1024,
+        sink_distance: str = "slot",
     ) -> None:
         for name, value, least in (
             ("window_size", window_size, 1),
@@ -198,7 +254,10 @@ class StreamingCache(CompressedCache):
         ):
             if not isinstance(value, int) or value < least:
                 raise ValueError(f"{name} must be an integer of at least {least}, got {value}")
+        if sink_distance not in ("slot", "window"):
+            raise ValueError(f"sink_distance must be 'slot' or 'window', got {sink_distance!r}")
         self.window_size, self.num_sink_tokens, self.chunk_size = window_size, num_sink_tokens, chunk_size
+        self.sink_distance = sink_distance
         super().__init__(config)
 
     def _new_layer(self, index: int, sliding_window: int | None) -> StreamingLayer:

@@ -33,6 +33,8 @@ class Attachment:
 
 def base_model(model: nn.Module) -> Any:
     """The decoder inside a model (with or without head, wrapped by PEFT or not): what owns layers and rotary_emb."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a transformers model, got {type(model).__name__}")
     for module in model.modules():
         if isinstance(getattr(module, "layers", None), nn.ModuleList) and hasattr(module, "rotary_emb"):
             return module
@@ -47,7 +49,7 @@ def attach(model: nn.Module) -> Attachment:
 
     model: a transformers model of a supported family (Llama, Mistral, Qwen2, Qwen3), PEFT-wrapped or not. No parameter
     is added and state_dict does not change. Attaching twice is attaching once. Returns a context manager that detaches.
-    Raises ValueError for a family that is not supported, naming those that are.
+    Raises ValueError for a family that is not supported, naming those that are; TypeError for what is no model.
     """
     decoder = base_model(model)
     attentions: list[Any] = [getattr(layer, "self_attn", None) for layer in decoder.layers]
@@ -103,13 +105,14 @@ def _before_forward(decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     name = "input_ids" if given.get("input_ids") is not None else "inputs_embeds"
     if given.get(name) is None:
         raise ValueError("input_ids or inputs_embeds must be given with a compressed cache, got neither")
+    if not isinstance(given[name], torch.Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(given[name]).__name__}")
     _check_call(decoder, given)
     mask = given.get("attention_mask")
     given[name] = tokens = given[name][:, cache.repeated_columns(given[name].shape[1], mask) :]
-    batch, columns = tokens.shape[:2]
-    cache.begin_forward(decoder.rotary_emb, batch, columns, mask)
+    cache.begin_forward(decoder, name, tokens, mask)
     # positions are the cache's business; small ones keep length-dependent rotary embeddings of the model as they are
-    given["position_ids"] = torch.arange(columns, device=tokens.device)[None]
+    given["position_ids"] = torch.arange(tokens.shape[1], device=tokens.device)[None]
     given["attention_mask"] = None
     return (), given
 

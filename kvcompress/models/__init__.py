@@ -18,6 +18,13 @@ def load_example_model(
     """The shipped model (3 M parameters, trained to 2,048 bytes) and its tokenizer (one token per byte); no network.
 
     dtype: float32, bfloat16 or float16. Returns (model in eval mode, tokenizer). See models/example/README.md.
+    Raises ValueError for another dtype or a device that is not there.
     """
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(f"dtype must be torch.float32, torch.bfloat16 or torch.float16, got {dtype!r}")
+    kind = str(device).partition(":")[0]
+    allowed = ["cpu"] + ["cuda"] * torch.cuda.is_available()
+    if kind not in allowed:
+        raise ValueError(f"device must be one that PyTorch finds here ({', '.join(allowed)}), got {str(device)!r}")
     model = LlamaForCausalLM.from_pretrained(EXAMPLE, dtype=dtype, local_files_only=True)
     return model.to(device).eval(), byte_tokenizer()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from fractions import Fraction
 
 from torch import Tensor
 
@@ -31,7 +32,7 @@ class H2O(Pruner):
             raise ValueError(f"recent_ratio must be between 0 and 1, got {self.recent_ratio}")
 
     def recent(self, keep: int, chunk_length: int) -> int:
-        return min(int(keep * self.recent_ratio), keep - min(self.num_sink_tokens, keep))
+        return min(int(Fraction(repr(self.recent_ratio)) * keep), keep - min(self.num_sink_tokens, keep))
 
     def votes(self, candidates: Candidates) -> Tensor:
         return candidates.attention(candidates.queries.shape[2])

@@ -30,8 +30,8 @@ class SnapKV(Pruner):
     Sum and mean choose the same tokens; they differ in the size of the scores alone.
 
     preset(name) gives the settings of a known implementation. They differ in these settings, and in what the query
-    heads of a KV head do: "official" and "kvcache-factory" keep a set per query head (KV heads repeated in memory), "kvpress"
-    and "adakv" take the mean over the query heads of a KV head, as here.
+    heads of a KV head do: "official" and "kvcache-factory" keep a set per query head (KV heads repeated in memory),
+    "kvpress" and "adakv" take the mean over the query heads of a KV head, as here.
       official         window 32, average pooling over 5, sum: the defaults of init_snapkv in the authors' code (its
                        class says 64, which init_snapkv never passes)
       kvpress          window 64, average pooling over 5, mean

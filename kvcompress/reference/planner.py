@@ -1,4 +1,4 @@
-"""Chunk and memory sizes of iterative reading. imdc.md, section 4."""
+"""Chunk and memory sizes of iterative reading. IMDC ("Memorize Step by Step"), section 3.1."""
 
 from __future__ import annotations
 

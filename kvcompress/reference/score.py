@@ -1,4 +1,4 @@
-"""Column scores of a window of queries. SnapKV, section 4; imdc.md, section 7; intelllm.md, section 4."""
+"""Column scores of a window of queries. SnapKV, section 4; IntelLLM, Algorithm 1."""
 
 from __future__ import annotations
 

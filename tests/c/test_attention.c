@@ -219,6 +219,11 @@ static void test_decode_case(const decode_case *c) {
         CHECK(kvc_decode(&bad, NULL) == KVC_BAD_SIZE);
         bad = args, bad.pages = c->paged ? 0 : R - 1;
         CHECK(kvc_decode(&bad, NULL) == (c->paged ? KVC_BAD_INDEX : KVC_BAD_SIZE));
+        for (int i = 0; i < 3; i++) {
+            const int64_t head_dims[3] = {-1, 0, KVC_MAX_HEAD_DIM + 1};
+            bad = args, bad.D = head_dims[i];
+            CHECK(kvc_decode(&bad, NULL) == KVC_BAD_SIZE && kvc_decode_scratch_bytes(&bad) == 0);
+        }
         bad = args, bad.scratch = NULL;
         CHECK(kvc_decode(&bad, NULL) == KVC_NULL_POINTER);
         bad = args, bad.cache_dtype = (kvc_dtype)4;

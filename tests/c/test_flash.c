@@ -87,6 +87,12 @@ static void test_flash_case(const flash_case *c) {
     const flash_results exact = {zeros(queries * D), zeros(queries), zeros(queries * D), zeros(keys * D), zeros(keys * D),
                                  zeros(keys)};
     naive(c, q, k, v, c->bias ? bias : NULL, c->ragged ? lengths : NULL, dout, dlse, 0.3, &exact);
+    for (int64_t i = 0; i < queries; i++) { /* what a query that sees nothing holds reaches nothing */
+        for (int64_t d = 0; d < D && exact.lse[i] == -INFINITY; d++) q[i * D + d] = dout[i * D + d] = NAN;
+        if (exact.lse[i] == -INFINITY) dlse[i] = NAN;
+    }
+    free(arrays[0]), free(arrays[3]);
+    arrays[0] = rounded(q, queries * D, c->dtype), arrays[3] = rounded(dout, queries * D, c->dtype);
     const kvc_view query_view = {NULL, c->dtype, c->Hq * c->S * D, c->S * D, D};
     const kvc_view key_view = {NULL, c->dtype, c->Hkv * c->T * D, c->T * D, D};
     unsigned char *first = NULL;
@@ -130,8 +136,12 @@ static void test_flash_case(const flash_case *c) {
         CHECK(kvc_attention(&bad.forward, NULL) == KVC_BAD_SIZE);
         bad = args, bad.forward.window = 0, bad.forward.complement = 1;
         CHECK(kvc_attention(&bad.forward, NULL) == KVC_BAD_SIZE);
-        bad = args, bad.forward.D = KVC_MAX_HEAD_DIM + 1;
-        CHECK(kvc_attention(&bad.forward, NULL) == KVC_BAD_SIZE);
+        for (int i = 0; i < 3; i++) {
+            const int64_t head_dims[3] = {-1, 0, KVC_MAX_HEAD_DIM + 1};
+            bad = args, bad.forward.D = head_dims[i];
+            CHECK(kvc_attention(&bad.forward, NULL) == KVC_BAD_SIZE);
+            CHECK(kvc_attention_backward(&bad, NULL) == KVC_BAD_SIZE);
+        }
         bad = args, bad.forward.k.dtype = (kvc_dtype)7;
         CHECK(kvc_attention(&bad.forward, NULL) == KVC_BAD_DTYPE);
         bad = args, bad.dv.dtype = (kvc_dtype)7;
@@ -156,7 +166,7 @@ void test_flash(void) {
         {1, 2, 1, 70, 150, 33, 0, 0, 0, 0, 1, 0, KVC_F32},   {3, 2, 2, 40, 140, 64, 20, 3, 1, 0, 1, 1, KVC_BF16},
         {1, 3, 1, 65, 130, 80, 30, 5, 1, 1, 1, 0, KVC_F32},  {2, 6, 2, 7, 20, 16, 3, 9, 1, 0, 0, 0, KVC_F16},
         {1, 1, 1, 66, 66, 256, 0, 0, 1, 0, 0, 0, KVC_BF16},  {1, 2, 2, 10, 12, 4, 100, 2, 1, 1, 0, 0, KVC_F32},
-        {1, 2, 1, 33, 200, 128, 1, 200, 1, 0, 1, 0, KVC_F32}, {2, 2, 1, 3, 5, 0, 0, 0, 1, 0, 1, 1, KVC_F32},
+        {1, 2, 1, 33, 200, 128, 1, 200, 1, 0, 1, 0, KVC_F32},
     };
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         char name[32];

@@ -126,6 +126,30 @@ def test_ragged_batch_with_padding_queries(kernels, reference, mask):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("D", [16, 200])
+@pytest.mark.parametrize("spoiled", ["queries", "dout", "dlse"])
+def test_what_a_query_that_sees_nothing_holds_reaches_no_gradient(kernels, dtype, D, spoiled):
+    lengths = torch.tensor([75, 3, 0], dtype=torch.int32)  # none, 67 and 70 of the queries are padding
+    queries, *rest = random_inputs(3, 2, 1, 70, 75, D, dtype)
+    bias, grads = torch.randn(3, 1, 75), {"dout": torch.randn(3, 2, 70, D).to(dtype), "dlse": torch.randn(3, 2, 70)}
+    bias[:, :, 72:] = -INF
+    blind = (torch.arange(70) < 70 - lengths[:, None])[:, None].expand(3, 2, 70)
+
+    def results(queries, dout, dlse):
+        return kernels.attention(queries, *rest, key_bias=bias, grads=(dout, dlse), lengths=lengths)
+
+    clean = results(queries, **grads)
+    assert torch.equal(clean[1] == -INF, blind)
+    arguments = {"queries": queries, **grads}
+    arguments[spoiled] = arguments[spoiled].clone()
+    arguments[spoiled][blind] = float("nan")
+    ours = results(**arguments)
+    assert not ours[2][blind].any()
+    for x, y in zip(ours[2:], clean[2:], strict=True):
+        assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_bias_of_minus_infinity_hides_a_key_from_all_but_its_own_query(kernels, reference, dtype):
     inputs, bias = random_inputs(1, 2, 2, 30, 50, 16, dtype), torch.randn(1, 2, 50)
     bias[:, :, 3:30] = -INF
@@ -217,19 +241,19 @@ def test_no_queries_give_zero_gradients(kernels):
 @pytest.mark.parametrize(
     "options",
     [{"window": -1}, {"window": 3, "sinks": -1}, {"window": 3, "causal": False}, {"complement": True}, {"S": 9},
-     {"D": 257}, {"Hq": 3}],
+     {"D": 257}, {"D": 0}, {"Hq": 3}],
 )  # fmt: skip
 def test_invalid_sizes(kernels, options):
     sizes = {"B": 1, "Hq": 2, "Hkv": 2, "S": 4, "T": 8, "D": 16}
     sizes |= {name: options.pop(name) for name in list(options) if name in sizes}
     inputs = random_inputs(**sizes)
     with pytest.raises(emulated.LaunchError) as error:
-        kernels.attention(*inputs, **options)
+        kernels.attention(*inputs, scale=1.0, **options)
     assert error.value.code == emulated.INVALID_VALUE
 
 
 def test_empty_work(kernels):
-    for sizes in ({"B": 0}, {"Hq": 0}, {"S": 0}, {"D": 0}):
+    for sizes in ({"B": 0}, {"Hq": 0}, {"S": 0}):
         inputs = random_inputs(**({"B": 1, "Hq": 2, "Hkv": 2, "S": 4, "T": 8, "D": 16} | sizes))
         assert kernels.attention(*inputs, scale=1.0)[0].numel() == 0
 

@@ -135,6 +135,9 @@ def test_invalid_sizes_and_empty_work(kernels):
     with pytest.raises(emulated.LaunchError) as error:  # pages of three keys
         kernels.decode(torch.randn(1, 1, 1, 16), k, k, end, block_table=torch.zeros(1, 2, dtype=torch.int32))
     assert error.value.code == emulated.INVALID_VALUE
+    with pytest.raises(emulated.LaunchError) as error:
+        kernels.decode(torch.empty(1, 1, 1, 0), k[..., :0], k[..., :0], end, scale=1.0)
+    assert error.value.code == emulated.INVALID_VALUE
     wide = torch.randn(1, 3, 257)
     with pytest.raises(emulated.LaunchError):
         kernels.decode(torch.randn(1, 1, 1, 257), wide, wide, end)

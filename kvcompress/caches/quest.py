@@ -1,0 +1,248 @@
+"""QuestCache: keeps every token and lets a decoded query read only the pages that may matter to it (Quest)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from .. import ops, planner
+from ..planner import Plan
+from .base import CompressedCache, Step
+from .paged import PagedLayer
+from .prompt import prompt_attention
+from .store import PoolSettings
+
+_LEAST_PAGES = 3
+_LONG = 64  # tokens of a call from which one dense copy of the layer's keys and values pays
+
+
+class QuestLayer(PagedLayer):
+    """Pages of the whole context, and for each of them the elementwise range of its keys.
+
+    ranges: [R, capacity, 2D]: the maximum M of a page's rotated keys, then that of the negated ones, -m. As
+    sum_d max(q_d m_d, q_d M_d) = relu(q).M + relu(-q).(-m), a page's score is one product. None in dense layers.
+    """
+
+    cache: QuestCache
+
+    def __init__(self, cache: QuestCache, index: int, sliding_window: int | None) -> None:
+        super().__init__(cache, index, sliding_window)
+        self.ranges: Tensor | None = None
+
+    @property
+    def is_dense(self) -> bool:
+        return self.index < self.cache.dense_layers
+
+    def open_pool(self, rows: int, head_dim: int, like: Tensor, rope_lengths: list[int]) -> None:
+        # frequencies that depend on length are settled for the whole prompt, not for its first chunk
+        whole = self.cache.prompt_lengths or rope_lengths
+        super().open_pool(rows, head_dim, like, [max(n, m) for n, m in zip(rope_lengths, whole, strict=True)])
+        self.ranges = None if self.is_dense else like.new_zeros(rows, 0, 2 * head_dim)
+
+    # ---- attention ----
+
+    def attend_held(self, queries: Tensor, rotated: Tensor, scaling: float) -> Tensor:
+        pool, step = self.pool, self.cache.step
+        assert pool is not None
+        S = rotated.shape[2]
+        if not self.is_dense:
+            self._note_keys(self._per_row(step.counts))
+            blocks = self.cache.pool_settings.blocks(max(pool.counts))
+            if S == 1 and step.iteration is None and blocks > self.cache.pages_read:
+                return self._read_chosen(rotated, scaling)
+        if S < _LONG:
+            return super().attend_held(queries, rotated, scaling)
+        k, v = (x.unflatten(0, (-1, self.heads)) for x in pool.gather(max(S, *pool.counts)))
+        return prompt_attention(rotated, k, v, pool.counts[:: self.heads], scaling)
+
+    def _read_chosen(self, rotated: Tensor, scaling: float) -> Tensor:
+        pool, P = self.pool, self.cache.pool_settings.page_size
+        assert pool is not None
+        pages = self.choose(rotated)
+        blocks = (pool.lengths + (P - 1)) // P
+        # the newest page comes last and is the only one that is not full
+        end = pool.lengths - (blocks - pages.shape[1]).clamp_(min=0) * P
+        table = pool.block_table.gather(1, pages.long())
+        return ops.decode(rotated, pool.k_pages, pool.v_pages, end, block_table=table, scale=scaling)[0]
+
+    def choose(self, rotated: Tensor) -> Tensor:
+        """The pages that one query per sequence reads, rotated [B, Hq, 1, D].
+
+        Returns int32 [R, n], rising numbers within the row; a row that has fewer pages has all of them first.
+        """
+        pool, P = self.pool, self.cache.pool_settings.page_size
+        assert pool is not None and self.ranges is not None
+        R, D = len(pool.bounds), rotated.shape[3]
+        counts = [self.cache.pool_settings.blocks(count) for count in pool.counts]
+        q = rotated.reshape(R, -1, D)
+        q = torch.cat([q, -q], dim=-1).relu_()
+        ranges = self.ranges[:, : max(counts)]
+        # [R, G, 2D] and [R, pages, 2D]; which of them comes first decides how fast PyTorch's CPU product is
+        if q.dtype == torch.float32:
+            scores = torch.matmul(ranges, q.transpose(1, 2)).amax(2)
+        else:
+            scores = torch.matmul(q, ranges.transpose(1, 2)).amax(1).float()
+        scores.masked_fill_(scores.isnan(), torch.inf)  # a page that holds NaN is read, as dense attention would
+        blocks = ((pool.lengths + (P - 1)) // P)[:, None]
+        if min(counts) < max(counts):
+            places = torch.arange(max(counts), dtype=torch.int32, device=scores.device)
+            scores.masked_fill_(places >= blocks, -torch.inf)
+        scores.scatter_(1, (blocks - 1).clamp_(min=0).long(), torch.inf)
+        return ops.select_topk(scores, min(self.cache.pages_read, max(counts)))
+
+    # ---- ranges ----
+
+    def _note_keys(self, new: list[int]) -> None:
+        """Ranges of the pages that hold the last new[r] slots of each row r, read anew."""
+        pool, P = self.pool, self.cache.pool_settings.page_size
+        assert pool is not None and self.ranges is not None
+        if max(new) == 0:
+            return
+        begins = [(count - n) // P for count, n in zip(pool.counts, new, strict=True)]
+        ends = [self.cache.pool_settings.blocks(count) for count in pool.counts]
+        span = max(end - begin for begin, end in zip(begins, ends, strict=True))
+        device = self.ranges.device
+        self._make_room(max(begins) + span)
+        if min(new) == max(new):
+            first = (pool.lengths - new[0]) // P
+        else:
+            first = torch.tensor(begins, dtype=torch.int32).to(device)
+        places = first[:, None] + torch.arange(span, dtype=torch.int32, device=device)
+        held = places * P < pool.lengths[:, None]
+        last = pool.block_table.shape[1] - 1
+        pages = torch.where(held, pool.block_table.gather(1, places.clamp(max=last).long()), 0)
+        keys = pool.k_pages[pages]
+        # what lies behind a row's end may be any number
+        slots = places[..., None] * P + torch.arange(P, dtype=torch.int32, device=device)
+        keys = torch.where((slots < pool.lengths[:, None, None])[..., None], keys, keys[:, :, :1])
+        both = torch.cat([keys.amax(2), keys.amin(2).neg_()], dim=-1)
+        self.ranges[torch.arange(len(new), device=device)[:, None], places.long()] = both
+
+    @torch.inference_mode(False)
+    def _make_room(self, blocks: int) -> None:
+        assert self.ranges is not None
+        held = self.ranges.shape[1]
+        if blocks > held:
+            bigger = self.ranges.new_zeros(self.ranges.shape[0], max(blocks, 2 * held), self.ranges.shape[2])
+            bigger[:, :held] = self.ranges
+            self.ranges = bigger
+
+    # ---- state ----
+
+    def drop_last(self, tokens: int) -> None:
+        super().drop_last(tokens)
+        if self.pool is not None and self.ranges is not None:
+            self._note_keys([min(count, 1) for count in self.pool.counts])
+
+    @torch.inference_mode(False)
+    def select_batch(self, indices: list[int]) -> None:
+        if self.pool is None:
+            return
+        heads = self.heads
+        super().select_batch(indices)
+        if self.ranges is not None:
+            rows = torch.tensor([b * heads + h for b in indices for h in range(heads)])
+            self.ranges = self.ranges[rows.to(self.ranges.device)]
+
+    def check_step(self, step: Step) -> None:
+        super().check_step(step)
+        if self.pool is None and self.index == 0 and step.iteration is None:
+            self.cache.check_pages(list(step.counts))
+
+    def nbytes(self) -> int:
+        used = 0
+        if self.pool is not None and self.ranges is not None:
+            blocks = sum(self.cache.pool_settings.blocks(count) for count in self.pool.counts)
+            used = blocks * self.ranges.shape[2] * self.ranges.element_size()
+        return super().nbytes() + used
+
+    @torch.inference_mode(False)
+    def trim(self) -> None:
+        super().trim()
+        if self.pool is not None and self.ranges is not None:
+            blocks = self.cache.pool_settings.blocks(max(self.pool.counts, default=0))
+            if blocks < self.ranges.shape[1]:
+                self.ranges = self.ranges[:, :blocks].clone()
+
+    def reserved_nbytes(self) -> int:
+        return super().reserved_nbytes() + (0 if self.ranges is None else self.ranges.nbytes)
+
+
+class QuestCache(CompressedCache):
+    """Keeps every token; a decoded token reads only the pages of it that may matter. Saves bandwidth, not memory.
+
+    The keys of every page_size tokens are a page, with the elementwise minimum m and maximum M of its rotated keys. No
+    key of a page can have a product with the query q above sum_d max(q_d m_d, q_d M_d): that bound is the page's score,
+    for a KV head the largest of its query heads'. Each KV head of each layer reads the max(3, token_budget //
+    page_size) pages of highest score, the newest page always among them, and skips all others for this query alone: the
+    next one chooses anew, so nothing is ever lost. A step reads 2 vectors per page and 2 * token_budget vectors of the
+    2 * T that dense decoding reads.
+    Calls of several tokens attend to everything: prompts, further turns, and the drafts of assisted decoding, whose
+    tokens may for that reason differ from plain decoding's where the context is longer than the budget. The last token
+    of a prompt that kvcompress.generate reads is a decoded one.
+
+    config: the model's config. token_budget: tokens that a query reads, at least 1; a context within it is read whole,
+    as by the dense model. page_size: tokens per page, a power of two. dense_layers: so many first layers read
+    everything. chunk_size: tokens that `prefill` reads at a time (no influence on results), None = the whole prompt.
+    max_pages, grow: see PoolSettings. Memory: that of the dense cache and 1/page_size of its layers that are not dense.
+    Raises ValueError for settings out of range, RuntimeError where a layer needs more than max_pages.
+    Source: Quest, section 3; the newest page and the defaults are its published code's.
+    """
+
+    layers: list[QuestLayer]
+    smaller = "QuestCache keeps all of them; use a cache that keeps fewer"
+
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        *,
+        token_budget: int = 1024,
+        page_size: int = 16,
+        dense_layers: int = 2,
+        chunk_size: int | None = None,
+        max_pages: int | None = None,
+        grow: str = "double",
+    ) -> None:
+        for name, value, least in (("token_budget", token_budget, 1), ("dense_layers", dense_layers, 0)):
+            if not isinstance(value, int) or value < least:
+                raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
+        if chunk_size is not None and (not isinstance(chunk_size, int) or chunk_size < 1):
+            raise ValueError(f"chunk_size must be an integer of at least 1 or None, got {chunk_size!r}")
+        self.pool_settings = PoolSettings(page_size, max_pages, grow)
+        self.token_budget, self.dense_layers, self.chunk_size = token_budget, dense_layers, chunk_size
+        self.pages_read = max(_LEAST_PAGES, token_budget // page_size)
+        self.kv_heads: int = config.get_text_config(decoder=True).num_key_value_heads
+        self.prompt_lengths: list[int] = []  # of the prompt that is being read
+        super().__init__(config)
+
+    def _new_layer(self, index: int, sliding_window: int | None) -> QuestLayer:
+        return QuestLayer(self, index, sliding_window)
+
+    def plan_prompt(self, length: int) -> Plan:
+        return planner.plan(length, chunk_size=self.chunk_size or max(length, 1), memory_size=1)
+
+    def check_guide(self) -> None:
+        raise ValueError("guide has no effect with QuestCache, which keeps every token")
+
+    def check_pages(self, counts: list[int]) -> None:
+        """Raises RuntimeError if an empty cache may not take so many tokens per sequence."""
+        self.pool_settings.check(self.kv_heads * sum(self.pool_settings.blocks(count) for count in counts))
+
+    def begin_prompt(self, plans: list[Plan], guide_length: int) -> None:
+        self.prompt_lengths = [sum(plan.chunks) for plan in plans]
+        for layer in self.layers:
+            if layer.pool is None:
+                self.check_pages(self.prompt_lengths)
+            else:
+                layer.pool.reserve(layer._per_row(self.prompt_lengths))
+
+    def end_prompt(self, columns: int) -> None:
+        self.seen += columns
+        if len(set(self.prompt_lengths)) > 1:  # sequences grew unequally: crop would not know by how much
+            self.fixed = self.seen
+        self.prompt_lengths = []
+
+    def reset(self) -> None:
+        self.prompt_lengths = []
+        super().reset()

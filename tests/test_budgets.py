@@ -1,0 +1,129 @@
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvcompress import AdaKV, PyramidKV, Uniform
+from kvcompress.budgets import CacheShape, as_budget
+
+SHAPE = CacheShape(layers=4, rows=2, slot_nbytes=128, page_size=16)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "length", "kept"),
+    [(0.9, 10, 1), (0.1, 10, 9), (0.7, 10, 3), (0.3, 10, 7), (0.29, 100, 71), (0.57, 100, 43), (0.5, 7, 4),
+     (0.99, 3, 1), (0.0, 10, 10), (0.5, 1, 1), (0.9999, 5000, 1)],
+)  # fmt: skip
+def test_a_ratio_is_the_number_that_is_written(ratio, length, kept):
+    for budget in (Uniform(ratio), AdaKV(ratio), PyramidKV(ratio)):
+        assert budget.mean_tokens(length, SHAPE) == kept
+
+
+@given(ratio=st.integers(0, 999), length=st.integers(1, 5000))
+def test_a_ratio_keeps_what_exact_arithmetic_says(ratio, length):
+    assert Uniform(ratio / 1000).mean_tokens(length, SHAPE) == max(length - ratio * length // 1000, 1)
+
+
+def test_tokens_are_at_most_what_there_is():
+    assert [Uniform(20).mean_tokens(length, SHAPE) for length in (5, 20, 99)] == [5, 20, 20]
+    assert as_budget(7) == Uniform(7)
+    assert as_budget(AdaKV(7)) == AdaKV(7)
+
+
+@pytest.mark.parametrize("size", ["16KiB", "20KB", "33000B", "0.05MB", "40 KiB"])
+@pytest.mark.parametrize("growth", [0, 5])
+@pytest.mark.parametrize("kind", [Uniform, PyramidKV, AdaKV])
+def test_bytes_hold_pages_and_tables(size, growth, kind):
+    shape = CacheShape(layers=4, rows=2, slot_nbytes=128, page_size=4, growth=growth)
+    number = {"16KiB": 16384, "20KB": 20000, "33000B": 33000, "0.05MB": 50000, "40 KiB": 40960}[size]
+    tokens = kind(size).mean_tokens(10**6, shape)
+    for extra in [0] if kind is Uniform else [0, 1, 2, 3]:  # rows of any length: the last page of each is filled anyhow
+        pages = 8 * -(-(tokens + growth + extra) // 4) if kind is Uniform else 8 * (tokens + growth + 3) // 4
+        assert pages * (4 * 128 + 8) + 8 * 4 <= number
+    if kind is Uniform:
+        assert 8 * (tokens + growth + 4) // 4 * (4 * 128 + 8) + 8 * 4 > number
+
+
+@settings(deadline=None)
+@given(
+    mean=st.integers(1, 3000),
+    length=st.integers(1, 6000),
+    layers=st.integers(1, 80),
+    beta=st.integers(1, 40),
+    window=st.integers(0, 64),
+)
+def test_a_pyramid_conserves_its_sum_and_never_rises(mean, length, layers, beta, window):
+    shape = CacheShape(layers, 2, 128, 16)
+    budget = PyramidKV(mean, beta, window)
+    tokens = [budget.layer_tokens(length, layer, shape) for layer in range(layers)]
+    assert sum(tokens) == layers * min(mean, length)
+    assert min(tokens) >= 1
+    assert max(tokens) <= length
+    assert tokens == sorted(tokens, reverse=True)
+
+
+def test_a_pyramid_is_the_line_of_the_paper():
+    # base 100 - 20 = 80, from 160 - 4 = 156 down to 4, and the window of 20 on top
+    shape = CacheShape(5, 2, 128, 16)
+    assert [PyramidKV(100, 20, 20).layer_tokens(1000, j, shape) for j in range(5)] == [176, 138, 100, 62, 24]
+    # a first layer that would keep more than the 120 tokens keeps them all: 100 down to 60
+    assert [PyramidKV(100, 20, 20).layer_tokens(120, j, shape) for j in range(5)] == [120, 110, 100, 90, 80]
+
+
+def test_heads_share_a_layers_tokens():
+    ranks = torch.tensor([[9.0, 1, 2, 8, 3], [4, 7, 0, 0, 5]])
+    indices, kept = AdaKV(2, floor=0.0).divide(ranks, 2, 10)
+    assert kept.tolist() == [2, 2]
+    indices, kept = AdaKV(3, floor=0.0).divide(ranks * torch.tensor([[1.0], [0.1]]), 2, 10)
+    assert kept.tolist() == [4, 0]
+    assert indices[0].tolist() == [0, 2, 3, 4]
+    indices, kept = AdaKV(3, floor=0.5).divide(ranks * torch.tensor([[1.0], [0.1]]), 2, 10)
+    assert [row[:n].tolist() for row, n in zip(indices, kept, strict=True)] == [[0, 3, 4], [1]]
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    heads=st.integers(1, 6), T=st.integers(1, 40), keep=st.integers(1, 40), floor=st.integers(0, 10),
+    seed=st.integers(0, 2**31), sure=st.integers(0, 4), hidden=st.integers(0, 5),
+)  # fmt: skip
+def test_flat_top_k_with_a_floor(heads, T, keep, floor, seed, sure, hidden):
+    generator = torch.Generator().manual_seed(seed)
+    keep, floor = min(keep, T), floor / 10
+    ranks = torch.rand(heads, T, generator=generator)
+    ranks[:, : min(sure, keep)] = float("inf")
+    for head in range(heads):  # rows that end earlier
+        if hidden and T - hidden * head % 7 > max(keep, 1):
+            ranks[head, T - hidden * head % 7 :] = float("-inf")
+    allowed = int((ranks > float("-inf")).sum())
+    indices, kept = AdaKV(keep, floor).divide(ranks, keep, allowed)
+    assert int(kept.sum()) == min(heads * keep, allowed)
+    chosen = [row[:n].tolist() for row, n in zip(indices, kept.tolist(), strict=True)]
+    # the definition, in loops
+    order = {h: sorted(range(T), key=lambda t, h=h: (-float(ranks[h, t]), t)) for h in range(heads)}
+    floor_count = int(round(floor * 10) * keep // 10)
+    sets = [{t for t in order[h][:floor_count] if ranks[h, t] > float("-inf")} for h in range(heads)]
+    rest = sorted(
+        ((float(ranks[h, t]), -h, -t) for h in range(heads) for t in range(T) if t not in sets[h]), reverse=True
+    )
+    for _, h, t in rest[: min(heads * keep, allowed) - sum(map(len, sets))]:
+        sets[-h].add(-t)
+    assert [set(row) for row in chosen] == sets
+    assert all(row == sorted(row) for row in chosen)
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: Uniform(0), "at least 1 token, got 0"),
+        (lambda: Uniform(True), r"must be tokens \(int\)"),
+        (lambda: Uniform(1.5), "below 1, got 1.5"),
+        (lambda: Uniform("10"), "number of bytes like"),
+        (lambda: PyramidKV(10, beta=0), "beta must be an integer of at least 1, got 0"),
+        (lambda: PyramidKV(10, window=-1), "window must be an integer of at least 0, got -1"),
+        (lambda: AdaKV(10, floor=1.1), "floor must be between 0 and 1, got 1.1"),
+        (lambda: AdaKV(AdaKV(10)), "inner must be a size, Uniform or PyramidKV, got AdaKV"),
+    ],
+)
+def test_wrong_settings_are_named(build, message):
+    with pytest.raises(ValueError, match=message):
+        build()

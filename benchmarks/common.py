@@ -10,9 +10,10 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -38,14 +39,23 @@ class Row:
         self.ratio = None if self.peer is None else self.peer / self.ours
 
 
-def options(description: str | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=description)
+def parser(description: str | None) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer repetitions; ends within 50 s")
     parser.add_argument("--json", type=Path, help="write the rows to this file")
+    return parser
+
+
+def parse_arguments(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """The arguments, once the directory of --json is known to be there."""
     choice = parser.parse_args()
     if choice.json is not None and not choice.json.parent.is_dir():
         parser.error(f"argument --json: the directory {choice.json.parent} does not exist")
     return choice
+
+
+def options(description: str | None) -> argparse.Namespace:
+    return parse_arguments(parser(description))
 
 
 def alternate(repeats: int, *works: Callable[[], object]) -> list[float]:
@@ -95,13 +105,30 @@ def machine() -> dict[str, object]:
     }
 
 
+def print_table(
+    title: str, columns: Sequence[str], lines: Iterable[Sequence[str]], *, left: Sequence[str] = ()
+) -> None:
+    """left: columns of words; the others are numbers."""
+    table = Table(title=title)
+    for column in columns:
+        table.add_column(column, justify="left" if column in left else "right", overflow="fold")
+    for line in lines:
+        table.add_row(*line)
+    Console(width=None if sys.stdout.isatty() else 160).print(table)
+
+
+def write_json(path: Path, rows: list[dict[str, Any]], **more: object) -> None:
+    """The file of a benchmark's rows, first under a temporary name. more: what else there is to know of the machine."""
+    content = {"machine": machine() | more, "command": " ".join(["python", *sys.argv]), "rows": rows}
+    fresh = path.with_name(path.name + ".new")
+    fresh.write_text(json.dumps(content, indent=1) + "\n")
+    fresh.replace(path)
+
+
 def report(rows: list[Row], path: Path | None, **ceilings: float) -> None:
-    """Prints the table and writes the file (to a temporary name first)."""
-    table = Table(title=", ".join(f"{name} {value / 1e9:.1f} G/s" for name, value in ceilings.items()))
-    for column in ("name", "ours ms", "peer ms", "ratio", "ceiling", "peer", "note"):
-        table.add_column(column, justify="left" if column in ("name", "peer", "note") else "right", overflow="fold")
-    for row in rows:
-        table.add_row(
+    """Prints the table and writes the file."""
+    lines = [
+        (
             row.name,
             f"{row.ours * 1e3:.3f}",
             "" if row.peer is None else f"{row.peer * 1e3:.3f}",
@@ -110,16 +137,14 @@ def report(rows: list[Row], path: Path | None, **ceilings: float) -> None:
             row.peer_name or "",
             row.note,
         )
-    Console(width=None if sys.stdout.isatty() else 160).print(table)
+        for row in rows
+    ]
+    title = ", ".join(f"{name} {value / 1e9:.1f} G/s" for name, value in ceilings.items())
+    columns = ("name", "ours ms", "peer ms", "ratio", "ceiling", "peer", "note")
+    print_table(title, columns, lines, left=("name", "peer", "note"))
     if path is not None:
-        content = {
-            "machine": machine() | {f"{name}_per_second": value for name, value in ceilings.items()},
-            "command": " ".join(["python", *sys.argv]),
-            "rows": [asdict(row) for row in rows],
-        }
-        fresh = path.with_name(path.name + ".new")
-        fresh.write_text(json.dumps(content, indent=1) + "\n")
-        fresh.replace(path)
+        per_second = {f"{name}_per_second": value for name, value in ceilings.items()}
+        write_json(path, [asdict(row) for row in rows], **per_second)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,381 @@
+"""What pruning costs in quality: bits per byte, recall of facts and of key-value pairs, against the share kept.
+
+    python benchmarks/quality.py [--quick] [--json FILE] [--figure FILE] [--model NAME] [--ablations]
+
+Every pruner keeps 1/2, 1/4, 1/8 and 1/16 of a prompt (PrunedCache with the rest as the share to remove); besides them
+AdaKV and PyramidKV with SnapKV, SnapKV guided by a question that is known beforehand, IterativeCache of the same memory
+(chunks of a quarter of the prompt), and CenterOfGravity's positions. How a task reads and scores: quality_tasks.py.
+
+bits      bits per byte of held-out source text after a prompt of held-out source text; +bits: over the dense cache's,
+          the mean of the differences on the same texts and its standard error, which is smaller than that of either
+facts     recall of five-digit facts over depth in source text, 8 to a prompt, the prompt ends with the question for one
+later     the same where all 8 are asked after the prompt was read and pruned: nothing says what to keep
+pairs     recall of facts alone, one after the other, all asked afterwards: every token of an answer is wanted
+bytes     cache.nbytes() after the text prompts, of what transformers' DynamicCache holds of them
+
+SnapKV31 is SnapKV with maximum pooling over 31 neighbours: the example model's tokens are bytes, a fact is 39 of them,
+and SnapKV's own 5 were chosen for words. Guided rows know each question beforehand, also in `pairs` (two questions a
+prompt, one reading each); they have no `bits` and no `later`, which are about what nobody knows beforehand. Numbers
+after +- are standard errors over prompts; 0 where all prompts agree. Tasks that the dense cache itself answers less
+than 9 times in 10 are left out: they would not measure pruning. Seeds are fixed; text is that of the Python that runs
+this. On busy cores set OMP_NUM_THREADS=1: threads that wait for each other take longer than one.
+
+--ablations: CenterOfGravity at 1/8: head gravity x order x keep_head, gap x order, window x order.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from common import parse_arguments, parser, print_table, write_json
+from quality_tasks import (
+    Result,
+    Task,
+    Writer,
+    facts_task,
+    later_task,
+    measure,
+    measure_guided,
+    pairs_task,
+    standard_error,
+    text_task,
+)
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+
+import kvcompress
+from kvcompress import AdaKV, CompressedCache, IterativeCache, PrunedCache, PyramidKV, RemoteGap
+from kvcompress.budgets import Budget
+from kvcompress.pruners import (
+    H2O,
+    TOVA,
+    CenterOfGravity,
+    ExpectedAttention,
+    KeyNorm,
+    Pruner,
+    Random,
+    SnapKV,
+    StreamingLLM,
+    WindowAttention,
+)
+
+REMOVED = (0.5, 0.75, 0.875, 0.9375)
+FIXED = 0.875  # removed in the ablations
+LEAST_DENSE_RECALL = 0.9
+MEASURES = {"text": "bits_per_byte", "facts": "fact_recall", "later": "later_recall", "pairs": "pair_recall"}
+PRUNERS: dict[str, Pruner] = {
+    "SnapKV": SnapKV(),
+    "SnapKV31": SnapKV(kernel_size=31, pooling="max"),
+    "CenterOfGravity": CenterOfGravity(),
+    "H2O": H2O(),
+    "TOVA": TOVA(),
+    "ExpectedAttention": ExpectedAttention(),
+    "KeyNorm": KeyNorm(),
+    "StreamingLLM": StreamingLLM(),
+    "WindowAttention": WindowAttention(),
+    "Random": Random(),
+}
+
+
+@dataclass(frozen=True)
+class Method:
+    """A cache to measure. removed: share of the prompt; None = the dense cache of transformers."""
+
+    name: str
+    pruner: Pruner
+    removed: float | None
+    budget: Callable[[float], float | Budget] = float
+    positions: str | RemoteGap = "original"
+    guided: bool = False
+    iterative: bool = False
+
+    def cache(self, model: PreTrainedModel, prompt_tokens: int) -> CompressedCache | DynamicCache:
+        if self.removed is None:
+            return DynamicCache(config=model.config)
+        if self.iterative:
+            kept = max(round(prompt_tokens * (1 - self.removed)), 1)
+            return IterativeCache(model.config, memory_size=kept, chunk_size=prompt_tokens // 4, pruner=self.pruner)
+        return PrunedCache(model.config, self.pruner, self.budget(self.removed), positions=self.positions)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Prompts of each task, and tokens."""
+
+    length: int = 1024
+    scored: int = 256
+    texts: int = 12
+    facts: int = 24
+    later: int = 6
+    pairs: int = 6
+    per_prompt: int = 8
+    pairs_per_prompt: int = 20
+    removed: tuple[float, ...] = REMOVED
+
+
+FULL = Sizes()
+QUICK = Sizes(texts=3, facts=4, later=2, pairs=2, removed=(0.75,))
+
+
+def make_tasks(tokenizer: PreTrainedTokenizerBase, sizes: Sizes) -> list[Task]:
+    write, length, each = Writer(tokenizer), sizes.length, sizes.per_prompt
+    tasks = [text_task(write, count=sizes.texts, length=length, following=sizes.scored)]
+    if not write.gives_text_back():
+        print("bits per byte are left out: this tokenizer does not give the text back", file=sys.stderr)
+        tasks = []
+    return [
+        *tasks,
+        facts_task(write, count=sizes.facts, length=length, per_prompt=each),
+        later_task(write, count=sizes.later, length=length, per_prompt=each),
+        pairs_task(write, count=sizes.pairs, per_prompt=sizes.pairs_per_prompt),
+    ]
+
+
+# ---- what is measured ----
+
+
+def methods(removed: tuple[float, ...], headroom: int) -> Iterator[Method]:
+    snap, gravity = PRUNERS["SnapKV"], PRUNERS["CenterOfGravity"]
+    for share in removed:
+        for name, pruner in PRUNERS.items():
+            yield Method(name, pruner, share)
+        for name in ("SnapKV", "SnapKV31"):
+            yield Method(f"{name}/AdaKV", PRUNERS[name], share, AdaKV)
+            yield Method(f"{name}/PyramidKV", PRUNERS[name], share, PyramidKV)
+        yield Method("SnapKV/guided", snap, share, guided=True)
+        yield Method("IterativeCache/SnapKV", snap, share, iterative=True)
+        yield Method("IterativeCache/SnapKV/guided", snap, share, iterative=True, guided=True)
+        yield Method("CenterOfGravity/contiguous", gravity, share, positions="contiguous")
+        yield Method("CenterOfGravity/RemoteGap", gravity, share, positions=RemoteGap(headroom=headroom))
+
+
+def ablations(headroom: int) -> Iterator[Method]:
+    """The paper's grid at a fixed total; what equals the default setting is measured once."""
+    default = CenterOfGravity()
+    seen: set[tuple[Pruner, str | RemoteGap]] = set()
+
+    def method(name: str, positions: str | RemoteGap = "original", **changes: Any) -> Iterator[Method]:
+        pruner = replace(default, **changes)
+        if (pruner, positions) not in seen:
+            seen.add((pruner, positions))
+            yield Method(name, pruner, FIXED, positions=positions)
+
+    for order in ("local", "global"):
+        for head in (0, 4, 6, 16):
+            for keep in (True, False) if head else (True,):
+                name = f"head{head}/{order}/{'kept' if keep else 'lost'}" if head else f"head0/{order}"
+                yield from method(name, order=order, head_length=head, keep_head=keep)
+    for order in ("local", "global"):
+        for gap in ("original", 0, 64, 128, "auto"):
+            positions = gap if gap == "original" else RemoteGap(gap=gap, headroom=headroom)
+            yield from method(f"gap_{gap}/{order}", positions, order=order)
+    for order in ("local", "global"):
+        for window in (1, 16, 64):
+            yield from method(f"window{window}/{order}", order=order, window=window)
+
+
+def run_method(model: PreTrainedModel, method: Method, tasks: list[Task]) -> dict[str, Result]:
+    results = {}
+    for task in tasks:
+
+        def make(tokens: int = len(task.prompts[0])) -> CompressedCache | DynamicCache:
+            return method.cache(model, tokens)
+
+        if not method.guided:
+            results[task.name] = measure(model, task, make)
+        elif task.name in ("facts", "pairs"):
+            results[task.name] = measure_guided(model, task, make)
+    return results
+
+
+def row_of(method: Method, model_name: str, results: dict[str, Result], dense: dict[str, Result],
+           tasks: list[Task], seconds: float) -> dict[str, Any]:  # fmt: skip
+    """One row of the file; a measure that does not apply is missing or null. Samples, one per prompt, are of the same
+    prompts in every row, so that two rows can be compared by their differences."""
+    kept = 1.0 if method.removed is None else 1 - method.removed
+    row: dict[str, Any] = {
+        "name": f"quality/{model_name}/{method.name}/keep{kept:g}",
+        "method": method.name,
+        "share_kept": kept,
+        "pruner": None if method.removed is None else repr(method.pruner),
+        "budget": None if method.removed is None else repr(method.budget(method.removed)),
+        "positions": "contiguous" if method.iterative else str(method.positions),
+        "guided": method.guided,
+    }
+    for task in tasks:
+        if (result := results.get(task.name)) is None:
+            continue
+        field = MEASURES[task.name]
+        row |= {field: result.mean, f"{field}_se": result.standard_error, f"{field}_samples": result.samples}
+        if task.questions:
+            row |= {f"{field}_questions": result.asked, f"{field}_by_depth": result.by_depth}
+        else:
+            over = [ours - theirs for ours, theirs in zip(result.samples, dense[task.name].samples, strict=True)]
+            row |= {f"{field}_over_dense": float(np.mean(over)), f"{field}_over_dense_se": standard_error(over)}
+    first = next(task.name for task in tasks if task.name in results)
+    held = results[first].nbytes, dense[first].nbytes
+    row |= {"nbytes": held[0], "dense_nbytes": held[1], "nbytes_share": held[0] / held[1], "seconds": seconds}
+    return _tidy(row)
+
+
+def _tidy(x: Any) -> Any:
+    """Without nan, which JSON lacks, and with six decimals."""
+    if isinstance(x, dict):
+        return {name: _tidy(value) for name, value in x.items()}
+    if isinstance(x, list):
+        return [_tidy(value) for value in x]
+    return (None if math.isnan(x) else round(x, 6)) if isinstance(x, float) else x
+
+
+def run(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    sizes: Sizes,
+    *,
+    name: str = "example",
+    ablation: bool = False,
+    only: Callable[[Method], bool] = lambda method: True,
+) -> list[dict[str, Any]]:
+    """All rows; the dense cache's and the whole PrunedCache's first. only: which methods besides them."""
+    tasks = make_tasks(tokenizer, sizes)
+    headroom = max(len(following) for task in tasks for following in task.following)
+    snap = PRUNERS["SnapKV"]
+    whole = [Method("dense", snap, None), Method("PrunedCache/whole", snap, 0.0)]
+    chosen = [m for m in (ablations(headroom) if ablation else methods(sizes.removed, headroom)) if only(m)]
+    rows: list[dict[str, Any]] = []
+    dense: dict[str, Result] = {}
+    with kvcompress.attach(model):
+        for number, method in enumerate(whole + chosen):
+            begin = time.perf_counter()
+            results = run_method(model, method, tasks)
+            if not dense:
+                dense = results
+                weak = [t.name for t in tasks if t.questions and results[t.name].mean < LEAST_DENSE_RECALL]
+                tasks = [task for task in tasks if task.name not in weak]
+                for task in weak:
+                    print(f"{task} is left out: dense recall is {results[task].mean:.2f}", file=sys.stderr)
+                if not tasks:
+                    raise ValueError(f"model must be able to do one of the tasks, got {name}")
+            seconds = time.perf_counter() - begin
+            rows.append(row_of(method, name, results, dense, tasks, seconds))
+            count = len(whole) + len(chosen)
+            print(f"{number + 1}/{count} {rows[-1]['name']} {seconds:.1f} s", file=sys.stderr, flush=True)
+    return rows
+
+
+# ---- what is shown ----
+
+
+def _number(row: dict[str, Any], field: str, sign: str = "") -> str:
+    if row.get(field) is None:
+        return ""
+    error = row.get(f"{field}_se")
+    return f"{row[field]:{sign}.3f}" + ("" if error is None else f" +-{error:.3f}")
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    lines = [
+        (
+            row["method"],
+            f"{row['share_kept']:g}",
+            _number(row, "bits_per_byte"),
+            _number(row, "bits_per_byte_over_dense", "+"),
+            *(_number(row, field) for field in ("fact_recall", "later_recall", "pair_recall")),
+            f"{row['nbytes_share']:.3f}",
+        )
+        for row in rows
+    ]
+    texts = [f"{len(rows[0]['bits_per_byte_samples'])} texts"] if "bits_per_byte_samples" in rows[0] else []
+    counts = [f"{rows[0][field]} {name}" for name, field in (
+        ("facts", "fact_recall_questions"),
+        ("later facts", "later_recall_questions"), ("pairs", "pair_recall_questions")) if field in rows[0]]  # fmt: skip
+    columns = ("method", "kept", "bits", "+bits", "facts", "later", "pairs", "bytes")
+    print_table(", ".join(texts + counts), columns, lines, left=("method",))
+
+
+def draw(rows: list[dict[str, Any]], path: Path) -> None:
+    """Each measure against the share kept, one line per method."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    panels = {
+        "bits_per_byte_over_dense": "bits per byte over dense, held-out text",
+        "fact_recall": "recall of a fact, question at the prompt's end",
+        "later_recall": "recall of facts, questions after the pruning",
+        "pair_recall": "recall of key-value pairs, questions after the pruning",
+    }
+    figure, axes = pyplot.subplots(2, 2, figsize=(13, 9), sharex=True)
+    shown = [row for row in rows if row["share_kept"] < 1]
+    names = list(dict.fromkeys(row["method"] for row in shown))
+    colors = pyplot.get_cmap("tab20").colors
+    for axis, (field, title) in zip(axes.flat, panels.items(), strict=True):
+        for number, name in enumerate(names):
+            line = [row for row in shown if row["method"] == name and row.get(field) is not None]
+            if line:
+                axis.errorbar(
+                    [row["share_kept"] for row in line], [row[field] for row in line],
+                    [row[f"{field}_se"] or 0 for row in line], label=name, color=colors[number % len(colors)],
+                    marker="o", markersize=4, capsize=2, linestyle="-" if name in PRUNERS else "--",
+                )  # fmt: skip
+        if field != "bits_per_byte_over_dense" and rows[0].get(field) is not None:
+            axis.axhline(rows[0][field], color="black", linewidth=0.8, linestyle=":", label="dense")
+        axis.set_title(title, fontsize=10)
+        axis.set_xscale("log", base=2)
+        shares = sorted({row["share_kept"] for row in shown})
+        axis.set_xticks(shares, [f"1/{round(1 / share)}" for share in shares])
+        axis.grid(alpha=0.3)
+    for axis in axes[1]:
+        axis.set_xlabel("share of the prompt kept")
+    handles = {label: handle for axis in axes.flat for handle, label in zip(*axis.get_legend_handles_labels())}  # noqa: B905
+    figure.legend(handles.values(), handles.keys(), loc="lower center", ncols=5, fontsize=8, frameon=False)
+    figure.tight_layout(rect=(0, 0.1, 1, 1))
+    figure.savefig(path, dpi=110)
+
+
+def options() -> argparse.Namespace:
+    parse = parser(__doc__)
+    parse.add_argument("--figure", type=Path, help="draw the measures against the share kept into this file")
+    parse.add_argument("--ablations", action="store_true", help="the settings of CenterOfGravity at a fixed total")
+    parse.add_argument(
+        "--model", default="example", help="a Hugging Face model by name or folder (default: the example)"
+    )
+    parse.add_argument("--length", type=int, default=FULL.length, help="tokens of a prompt")
+    parse.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    choice = parse_arguments(parse)
+    if choice.figure is not None and importlib.util.find_spec("matplotlib") is None:
+        parse.error("--figure needs matplotlib: pip install 'kvcompress[eval]'")
+    return choice
+
+
+def load(name: str, device: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    if name == "example":
+        return kvcompress.load_example_model(device=device)
+    model = AutoModelForCausalLM.from_pretrained(name, dtype="auto").to(device).eval()
+    return model, AutoTokenizer.from_pretrained(name)
+
+
+def main() -> None:
+    choice = options()
+    model, tokenizer = load(choice.model, choice.device)
+    sizes = replace(QUICK if choice.quick else FULL, length=choice.length)
+    rows = run(model, tokenizer, sizes, name=choice.model, ablation=choice.ablations)
+    show(rows)
+    if choice.json is not None:
+        write_json(choice.json, rows)
+    if choice.figure is not None:
+        draw(rows, choice.figure)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,4 +1,4 @@
-"""A layer that keeps what it is given in pages, rotated where it was written, and attends to one or two segments."""
+"""A layer that keeps what it is given in pages, rotated where it was written, and attends to all that is held."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from .store import keys_and_values
 class PagedLayer(CompressedLayer):
     """Appends tokens and attends to all that is held.
 
-    The token in slot s of a row stands at position s + shift. After a compression that gives new positions (RGL), the
-    first `split` slots are a far segment with positions of its own: a query sees it from far_place away from its own.
+    The token in slot s of a row stands at position s + shift.
     """
 
     is_croppable = True
@@ -27,7 +26,6 @@ class PagedLayer(CompressedLayer):
         self.pool: PagePool | None = None
         self.rope_lengths: list[int] = []  # keys in sight when a sequence's frequencies were settled
         self.shift: Tensor | None = None  # int32 [R]; None = 0. shift + length is the same for all heads of a sequence
-        self.split: Tensor | None = None  # int32 [R]; None = one segment
         self.next: list[int] = []  # position of each sequence's next token
 
     @property
@@ -56,22 +54,18 @@ class PagedLayer(CompressedLayer):
         """Attention of the last S tokens, which are held already. queries: the same before rotation."""
         pool = self.pool
         assert pool is not None
+        return self._decode(rotated, pool.lengths, None, scaling, causal=True)[0]
 
-        def held(q: Tensor, end: Tensor, begin: Tensor | None, causal: bool) -> tuple[Tensor, Tensor]:
-            return ops.decode(
-                q, pool.k_pages, pool.v_pages, end, block_table=pool.block_table, begin=begin, scale=scaling,
-                causal=causal,
-            )  # fmt: skip
-
-        near = held(rotated, pool.lengths, self.split, True)
-        if self.split is None:
-            return near[0]
-        far = held(self.rotate_far(queries), self.split, None, False)
-        return ops.merge_states(near, far)[0]
-
-    def rotate_far(self, queries: Tensor) -> Tensor:
-        """The last S queries [B, Hq, S, D] as the far segment sees them."""
-        raise NotImplementedError
+    def _decode(
+        self, rotated: Tensor, end: Tensor, begin: Tensor | None, scaling: float, *, causal: bool
+    ) -> tuple[Tensor, Tensor]:
+        """(out, lse) of queries over the slots begin..end-1 of every row."""
+        pool = self.pool
+        assert pool is not None
+        return ops.decode(
+            rotated, pool.k_pages, pool.v_pages, end, block_table=pool.block_table, begin=begin, scale=scaling,
+            causal=causal,
+        )  # fmt: skip
 
     def _positions(self, first: Tensor, tokens: int) -> Tensor:
         """int32 [B, tokens]: first[b] is the place of sequence b's first real token; padding before it gets any."""
@@ -84,7 +78,7 @@ class PagedLayer(CompressedLayer):
         slots = keys_and_values(head_dim, like.dtype)
         self.pool = PagePool(rows, slots, like.device, self.cache.pool_settings)
         self.rope_lengths, self.next = rope_lengths, [0] * len(rope_lengths)
-        self.shift = self.split = None
+        self.shift = None
 
     def _per_row(self, counts: Sequence[int]) -> list[int]:
         assert self.pool is not None
@@ -106,12 +100,12 @@ class PagedLayer(CompressedLayer):
             self.next = [place - tokens for place in self.next]
 
     def nbytes(self) -> int:
-        tensors = [x for x in (self.shift, self.split) if x is not None]
-        return (self.pool.nbytes() if self.pool is not None else 0) + sum(x.nbytes for x in tensors)
+        held = self.pool.nbytes() if self.pool is not None else 0
+        return held + (0 if self.shift is None else self.shift.nbytes)
 
     def reserved_nbytes(self) -> int:
-        tensors = [x for x in (self.shift, self.split) if x is not None]
-        return (self.pool.reserved_nbytes() if self.pool is not None else 0) + sum(x.nbytes for x in tensors)
+        held = self.pool.reserved_nbytes() if self.pool is not None else 0
+        return held + (0 if self.shift is None else self.shift.nbytes)
 
     def trim(self) -> None:
         if self.pool is not None:
@@ -131,5 +125,5 @@ class PagedLayer(CompressedLayer):
         rows = [b * heads + h for b in indices for h in range(heads)]
         self.pool.select_rows(rows)
         index = torch.tensor(rows).to(self.pool.lengths.device)
-        self.shift, self.split = (None if x is None else x[index] for x in (self.shift, self.split))
+        self.shift = None if self.shift is None else self.shift[index]
         self.rope_lengths, self.next = ([list_[b] for b in indices] for list_ in (self.rope_lengths, self.next))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from .. import planner
+from .. import ops, planner
 from ..budgets import AdaKV, Budget, CacheShape, Size, as_budget
 from ..planner import Plan
 from ..positions import RemoteGap
@@ -26,7 +26,8 @@ class PrunedLayer(PagedLayer):
     """Pages that are compressed after a call of several tokens, and every so many decoded tokens.
 
     Near tokens stay rotated at their true positions. With positions="original" all others do too; with RemoteGap those
-    that the last compression moved into the far segment stand at ids by rank (see PagedLayer).
+    that the last compression moved into the far segment, the first `split` slots of a row, stand at ids by rank: a
+    query is rotated once for each segment, and the two results are merged.
     """
 
     cache: PrunedCache
@@ -34,6 +35,7 @@ class PrunedLayer(PagedLayer):
 
     def __init__(self, cache: PrunedCache, index: int, sliding_window: int | None) -> None:
         super().__init__(cache, index, sliding_window)
+        self.split: Tensor | None = None  # int32 [R], slots of the far segment; None = there is none
         self.recent: RecentQueries | None = None
         self.received: Tensor | None = None  # float32 [R, capacity]: running scores of pruners that accumulate
         self.whole: list[bool] = []  # no token of a sequence was ever dropped
@@ -43,7 +45,7 @@ class PrunedLayer(PagedLayer):
 
     def open_pool(self, rows: int, head_dim: int, like: Tensor, rope_lengths: list[int]) -> None:
         super().open_pool(rows, head_dim, like, rope_lengths)
-        B = len(rope_lengths)
+        B, self.split = len(rope_lengths), None
         self.near, self.whole, self.blank = [0] * B, [True] * B, [0] * B
 
     # ---- attention ----
@@ -100,7 +102,14 @@ class PrunedLayer(PagedLayer):
         self._settle(k.flatten(0, 1), values.flatten(0, 1), held, queries, list(counts), guide, rotated=q)
         return out
 
-    def rotate_far(self, queries: Tensor) -> Tensor:
+    def attend_held(self, queries: Tensor, rotated: Tensor, scaling: float) -> Tensor:
+        if self.split is None or self.pool is None:
+            return super().attend_held(queries, rotated, scaling)
+        near = self._decode(rotated, self.pool.lengths, self.split, scaling, causal=True)
+        far = self._decode(self._rotate_far(queries), self.split, None, scaling, causal=False)
+        return ops.merge_states(near, far)[0]
+
+    def _rotate_far(self, queries: Tensor) -> Tensor:
         """[B, Hq, S, D] at the ids that the last S tokens have as the far segment sees them."""
         assert self.pool is not None
         S = queries.shape[2]
@@ -383,13 +392,15 @@ class PrunedLayer(PagedLayer):
         self.near, self.blank = ([numbers[b] for b in indices] for numbers in (self.near, self.blank))
         self.whole = [self.whole[b] for b in indices]
         rows = torch.tensor([b * heads + h for b in indices for h in range(heads)])
+        if self.split is not None:
+            self.split = self.split[rows.to(self.split.device)]
         if self.received is not None:
             self.received = self.received[rows.to(self.received.device)]
         if self.recent is not None:
             self.recent.select_batch(indices)
 
     def _side_nbytes(self) -> int:
-        tensors = [self.received, None if self.recent is None else self.recent.queries]
+        tensors = [self.split, self.received, None if self.recent is None else self.recent.queries]
         return sum(x.nbytes for x in tensors if x is not None)
 
     def nbytes(self) -> int:

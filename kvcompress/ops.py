@@ -11,11 +11,14 @@ one device. Queries and keys may have any strides as long as the last dimension 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from .checks import dense, dense_last, need, need_choice, need_device, need_float, need_int32
+from .no_gradient import change_without_gradient, without_gradient
 
 try:
     from . import _C  # type: ignore[attr-defined]  # noqa: F401  registers torch.ops.kvcompress
@@ -29,7 +32,6 @@ except ImportError as error:
     ) from None
 
 _ops = torch.ops.kvcompress
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 REDUCTIONS = ("mean", "sum", "max")
 POOLINGS = ("avg", "max")
 _wish = os.environ.get("KVC_SIMD")
@@ -39,103 +41,6 @@ if _wish and _ops.simd("") != _wish:
     )
 MAX_HEAD_DIM = 256  # of attention and decode
 SCHEDULES = ("fixed", "linear", "square", "sqrt", "square-sqrt", "adaptive")
-
-
-def _need(condition: bool, message: str) -> None:
-    if not condition:
-        raise ValueError(message)
-
-
-def _need_tensor(name: str, x: Tensor) -> None:
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
-
-
-def _need_float(name: str, x: Tensor, ndim: int, shape: str) -> None:
-    _need_tensor(name, x)
-    _need(x.dtype in _FLOATS, f"{name} must be float32, bfloat16 or float16, got {x.dtype}")
-    _need(x.ndim == ndim, f"{name} must be {shape}, got shape {tuple(x.shape)}")
-
-
-def _need_device(like: Tensor, **tensors: Tensor | None) -> None:
-    for name, x in tensors.items():
-        if x is not None:
-            _need_tensor(name, x)
-            _need(x.device == like.device, f"{name} must be on {like.device}, got {x.device}")
-
-
-def _need_int32(name: str, x: Tensor | None, shape: tuple[int, ...]) -> None:
-    if x is not None:
-        _need_tensor(name, x)
-        _need(x.dtype == torch.int32, f"{name} must be int32, got {x.dtype}")
-        _need(tuple(x.shape) == shape, f"{name} must have shape {shape}, got {tuple(x.shape)}")
-
-
-def _need_choice(name: str, value: str, choices: tuple[str, ...]) -> int:
-    _need(value in choices, f"{name} must be one of {', '.join(choices)}, got {value!r}")
-    return choices.index(value)
-
-
-def _dense(x: Tensor | None) -> Tensor | None:
-    return None if x is None else x.contiguous()
-
-
-def _dense_last(x: Tensor) -> Tensor:
-    return x if x.shape[-1] <= 1 or x.stride(-1) == 1 else x.contiguous()
-
-
-class _NoGradient(torch.autograd.Function):
-    """Its first tensor, as a function of all; a gradient that comes back for it is refused."""
-
-    @staticmethod
-    def forward(ctx, message, in_place, x, *others):  # type: ignore[no-untyped-def]
-        ctx.message = message
-        if in_place:
-            ctx.mark_dirty(x)
-        return x
-
-    @staticmethod
-    def backward(ctx, *grads):  # type: ignore[no-untyped-def]
-        raise NotImplementedError(ctx.message)
-
-
-def _tracked(inputs: Sequence[Tensor]) -> bool:
-    """Whether autograd would follow these inputs; not so in a cache."""
-    return torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
-
-
-def _without_gradient(message: str, inputs: Sequence[Tensor], op: Callable[..., Any], *arguments: object) -> Any:
-    """op(*arguments); a gradient that comes back for its results, which depend on inputs, is refused."""
-    if not _tracked(inputs):
-        return op(*arguments)
-    with torch.no_grad():
-        results = op(*arguments)
-    if isinstance(results, Tensor):
-        return _NoGradient.apply(message, False, results, *inputs)
-    return tuple(_NoGradient.apply(message, False, x, *inputs) for x in results)
-
-
-def _change_without_gradient(
-    message: str,
-    name: str,
-    changed: Sequence[Tensor],
-    inputs: Sequence[Tensor],
-    op: Callable[..., Any],
-    *arguments: object,
-) -> None:
-    """op(*arguments), which changes tensors in place; a gradient that comes back for those is refused."""
-    if not _tracked((*changed, *inputs)):
-        op(*arguments)
-        return
-    for x in changed:
-        _need(
-            not (x.is_leaf and x.requires_grad), f"{name} must not be a leaf that requires grad: it is changed in place"
-        )
-    with torch.no_grad():
-        op(*arguments)
-    for x in changed:
-        if x.is_floating_point():
-            _NoGradient.apply(message, True, x, *inputs)
 
 
 # ---- rope ---------------------------------------------------------------------------------------------------------
@@ -152,16 +57,16 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None = None, *
     token becomes NaN instead: checking would wait for the device).
     Source: RoFormer, equation 34, with halves paired as transformers' rotate_half.
     """
-    _need_float("x", x, 4, "[B, H, T, D]")
+    need_float("x", x, 4, "[B, H, T, D]")
     B, _, T, D = x.shape
     for name, table in (("cos", cos), ("sin", sin)):
-        _need(table.dtype == torch.float32, f"{name} must be float32, got {table.dtype}")
-    _need(cos.ndim == 2 and cos.shape == sin.shape, f"cos and sin must be [P, rotary_dim/2], got {tuple(cos.shape)}")
-    _need(2 * cos.shape[1] <= D, f"cos and sin rotate {2 * cos.shape[1]} dimensions, but x has only {D}")
-    _need_int32("positions", positions, (B, T))
-    _need(positions is not None or T <= cos.shape[0], f"cos and sin need {T} rows, got {cos.shape[0]}")
-    _need_device(x, cos=cos, sin=sin, positions=positions)
-    return _ops.rope(_dense_last(x), cos.contiguous(), sin.contiguous(), _dense(positions), inverse)
+        need(table.dtype == torch.float32, f"{name} must be float32, got {table.dtype}")
+    need(cos.ndim == 2 and cos.shape == sin.shape, f"cos and sin must be [P, rotary_dim/2], got {tuple(cos.shape)}")
+    need(2 * cos.shape[1] <= D, f"cos and sin rotate {2 * cos.shape[1]} dimensions, but x has only {D}")
+    need_int32("positions", positions, (B, T))
+    need(positions is not None or T <= cos.shape[0], f"cos and sin need {T} rows, got {cos.shape[0]}")
+    need_device(x, cos=cos, sin=sin, positions=positions)
+    return _ops.rope(dense_last(x), cos.contiguous(), sin.contiguous(), dense(positions), inverse)
 
 
 @torch.library.register_fake("kvcompress::rope")
@@ -177,7 +82,7 @@ def _rope_setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
 def _rope_backward(ctx, grad: Tensor):  # type: ignore[no-untyped-def]
     # a rotation's transpose is the rotation back
     cos, sin, positions = ctx.saved_tensors
-    return _ops.rope(_dense_last(grad), cos, sin, positions, not ctx.inverse), None, None, None, None
+    return _ops.rope(dense_last(grad), cos, sin, positions, not ctx.inverse), None, None, None, None
 
 
 torch.library.register_autograd("kvcompress::rope", _rope_backward, setup_context=_rope_setup)
@@ -213,31 +118,31 @@ def window_scores(
     Memory: at most 10 MiB more than linear in T; the [W, T] matrix is never held.
     Source: SnapKV, section 4; IntelLLM, Algorithm 1; H2O (all queries, sum, skip_last 0); TOVA (W 1, skip_last 0).
     """
-    _need_float("queries", queries, 4, "[B, Hq, W, D]")
-    _need_float("keys", keys, 4, "[B, Hkv, T, D]")
+    need_float("queries", queries, 4, "[B, Hq, W, D]")
+    need_float("keys", keys, 4, "[B, Hkv, T, D]")
     B, Hq, W, D = queries.shape
     Hkv, T = keys.shape[1:3]
-    _need(keys.shape[0] == B and keys.shape[3] == D, f"keys must be [{B}, Hkv, T, {D}], got shape {tuple(keys.shape)}")
-    _need(Hkv > 0 and Hq % Hkv == 0, f"queries have {Hq} heads, which the keys' {Hkv} heads do not divide")
-    _need(W >= 1, f"queries must hold at least 1 token, got {W}")
+    need(keys.shape[0] == B and keys.shape[3] == D, f"keys must be [{B}, Hkv, T, {D}], got shape {tuple(keys.shape)}")
+    need(Hkv > 0 and Hq % Hkv == 0, f"queries have {Hq} heads, which the keys' {Hkv} heads do not divide")
+    need(W >= 1, f"queries must hold at least 1 token, got {W}")
     skip_last = W if skip_last is None else skip_last
-    _need(T >= W, f"keys must be at least as many as the window's {W} queries, got {T}")
-    _need(0 <= skip_last < T, f"keys must be longer than skip_last = {skip_last} (default: the window), got {T}")
+    need(T >= W, f"keys must be at least as many as the window's {W} queries, got {T}")
+    need(0 <= skip_last < T, f"keys must be longer than skip_last = {skip_last} (default: the window), got {T}")
     for name, masked in (("mask_first", mask_first), ("mask_last", mask_last)):
-        _need(masked >= 0, f"{name} must be at least 0, got {masked}")
-    _need(kernel_size >= 1 and kernel_size % 2 == 1, f"kernel_size must be odd and at least 1, got {kernel_size}")
-    _need_int32("lengths", lengths, (B,))
-    _need_device(queries, keys=keys, lengths=lengths)
-    return _without_gradient(
+        need(masked >= 0, f"{name} must be at least 0, got {masked}")
+    need(kernel_size >= 1 and kernel_size % 2 == 1, f"kernel_size must be odd and at least 1, got {kernel_size}")
+    need_int32("lengths", lengths, (B,))
+    need_device(queries, keys=keys, lengths=lengths)
+    return without_gradient(
         "window_scores has no gradient; use kvcompress.reference.window_scores, or detach the scores",
         (queries, keys),
         _ops.window_scores,
-        _dense_last(queries),
-        _dense_last(keys),
-        _dense(lengths),
+        dense_last(queries),
+        dense_last(keys),
+        dense(lengths),
         D**-0.5 if scale is None else scale,
-        _need_choice("reduce", reduce, REDUCTIONS),
-        _need_choice("pooling", pooling, POOLINGS),
+        need_choice("reduce", reduce, REDUCTIONS),
+        need_choice("pooling", pooling, POOLINGS),
         kernel_size,
         skip_last,
         mask_first,
@@ -262,12 +167,12 @@ def select_topk(scores: Tensor, k: int, *, lengths: Tensor | None = None) -> Ten
     Raises ValueError for wrong shapes; RuntimeError if a row has fewer than k candidates that are not NaN (on CUDA the
     missing places are -1 instead: checking would wait for the device).
     """
-    _need(scores.dtype == torch.float32, f"scores must be float32, got {scores.dtype}")
-    _need(scores.ndim == 2, f"scores must be [R, T], got shape {tuple(scores.shape)}")
-    _need(0 <= k <= scores.shape[1], f"k must be between 0 and T = {scores.shape[1]}, got {k}")
-    _need_int32("lengths", lengths, (scores.shape[0],))
-    _need_device(scores, lengths=lengths)
-    return _ops.select_topk(scores.contiguous(), k, _dense(lengths))
+    need(scores.dtype == torch.float32, f"scores must be float32, got {scores.dtype}")
+    need(scores.ndim == 2, f"scores must be [R, T], got shape {tuple(scores.shape)}")
+    need(0 <= k <= scores.shape[1], f"k must be between 0 and T = {scores.shape[1]}, got {k}")
+    need_int32("lengths", lengths, (scores.shape[0],))
+    need_device(scores, lengths=lengths)
+    return _ops.select_topk(scores.contiguous(), k, dense(lengths))
 
 
 @torch.library.register_fake("kvcompress::select_topk")
@@ -283,13 +188,13 @@ def compact_rows_(rows: Tensor, indices: Tensor) -> None:
     requires grad, RuntimeError for indices that do not rise or lie outside (nothing is moved then; on CUDA indices
     outside are skipped), NotImplementedError if a backward pass comes here (torch.gather is differentiable).
     """
-    _need_float("rows", rows, 3, "[R, T, D]")
-    _need(indices.ndim == 2, f"indices must be [R, k], got shape {tuple(indices.shape)}")
-    _need_int32("indices", indices, (rows.shape[0], indices.shape[1]))
-    _need(indices.shape[1] <= rows.shape[1], f"indices holds {indices.shape[1]} places for rows of {rows.shape[1]}")
-    _need_device(rows, indices=indices)
+    need_float("rows", rows, 3, "[R, T, D]")
+    need(indices.ndim == 2, f"indices must be [R, k], got shape {tuple(indices.shape)}")
+    need_int32("indices", indices, (rows.shape[0], indices.shape[1]))
+    need(indices.shape[1] <= rows.shape[1], f"indices holds {indices.shape[1]} places for rows of {rows.shape[1]}")
+    need_device(rows, indices=indices)
     message = "compact_rows_ has no gradient; use torch.gather"
-    _change_without_gradient(message, "rows", (rows,), (), _ops.compact_rows_, rows, indices.contiguous())
+    change_without_gradient(message, "rows", (rows,), (), _ops.compact_rows_, rows, indices.contiguous())
 
 
 @torch.library.register_fake("kvcompress::compact_rows_")
@@ -321,18 +226,18 @@ _PAGES = "{} has no gradient: pages are what caches store; for training give att
 
 def _need_table(table: PageTable) -> None:
     lines, pages = table.block_table, table.refs.shape
-    _need(lines.ndim == 2, "block_table must be [R, blocks]")
+    need(lines.ndim == 2, "block_table must be [R, blocks]")
     shapes = (lines.shape, lines.shape[:1], pages, pages, (2,))
     # messages only where they are needed: a decode step comes by for every layer
     for name, x, shape in zip(table._fields, table, shapes, strict=True):
         if x.dtype != torch.int32 or x.shape != shape or x.device != lines.device or not x.is_contiguous():
-            _need_int32(name, x, tuple(shape))
-            _need_device(lines, **{name: x})
+            need_int32(name, x, tuple(shape))
+            need_device(lines, **{name: x})
             raise ValueError(f"{name} must be contiguous")
 
 
 def _need_arrays(arrays: Sequence[Tensor], table: PageTable) -> None:
-    _need(1 <= len(arrays) <= 8, f"arrays must hold 1 to 8 tensors, got {len(arrays)}")
+    need(1 <= len(arrays) <= 8, f"arrays must hold 1 to 8 tensors, got {len(arrays)}")
     pages, device = table.refs.shape[0], table.refs.device
     P = arrays[0].shape[1] if arrays[0].ndim > 1 else 0
     for i, array in enumerate(arrays):
@@ -358,10 +263,10 @@ def append_tokens_(
     _need_table(table)
     _need_arrays(arrays, table)
     R = table.block_table.shape[0]
-    _need(len(tokens) == len(arrays), f"tokens must hold {len(arrays)} tensors, one for each array, got {len(tokens)}")
+    need(len(tokens) == len(arrays), f"tokens must hold {len(arrays)} tensors, one for each array, got {len(tokens)}")
     first = tokens[0].shape[:3]
-    _need(len(first) == 3 and first[0] * first[1] == R, f"tokens must be [B, H, S, ...] with B*H = {R}")
-    dense = []
+    need(len(first) == 3 and first[0] * first[1] == R, f"tokens must be [B, H, S, ...] with B*H = {R}")
+    readable = []
     for array, x in zip(arrays, tokens, strict=True):
         if x.shape[:3] != first or x.shape[3:] != array.shape[2:]:
             shape = (*first, *array.shape[2:])
@@ -371,11 +276,11 @@ def append_tokens_(
                 f"tokens must be {array.dtype} on {array.device} as their array, got {x.dtype}, {x.device}"
             )
         plain = x.ndim == 4 and x.stride(3) == 1
-        dense.append(x if plain or x[:1, :1, :1].is_contiguous() else x.contiguous())
-    _need_int32("counts", counts, (R,))
-    _need_device(table.refs, counts=counts)
+        readable.append(x if plain or x[:1, :1, :1].is_contiguous() else x.contiguous())
+    need_int32("counts", counts, (R,))
+    need_device(table.refs, counts=counts)
     op, message = _ops.append_tokens_, _PAGES.format("append_tokens_")
-    _change_without_gradient(message, "arrays", arrays, tokens, op, list(arrays), dense, *table, _dense(counts))
+    change_without_gradient(message, "arrays", arrays, tokens, op, list(arrays), readable, *table, dense(counts))
 
 
 @torch.library.register_fake("kvcompress::append_tokens_")
@@ -390,9 +295,9 @@ def truncate_rows_(table: PageTable, new_lengths: Tensor, page_size: int) -> Non
     out of range (nothing is changed then; on CUDA it is clamped).
     """
     _need_table(table)
-    _need_int32("new_lengths", new_lengths, (table.block_table.shape[0],))
-    _need_device(table.refs, new_lengths=new_lengths)
-    _need(page_size >= 1, f"page_size must be at least 1, got {page_size}")
+    need_int32("new_lengths", new_lengths, (table.block_table.shape[0],))
+    need_device(table.refs, new_lengths=new_lengths)
+    need(page_size >= 1, f"page_size must be at least 1, got {page_size}")
     _ops.truncate_rows_(*table, new_lengths.contiguous(), page_size)
 
 
@@ -414,14 +319,12 @@ def compact_pages_(arrays: Sequence[Tensor], table: PageTable, indices: Tensor, 
     _need_table(table)
     _need_arrays(arrays, table)
     R = table.block_table.shape[0]
-    _need(indices.ndim == 2, f"indices must be [R, K], got shape {tuple(indices.shape)}")
-    _need_int32("indices", indices, (R, indices.shape[1]))
-    _need_int32("kept", kept, (R,))
-    _need_device(table.refs, indices=indices, kept=kept)
+    need(indices.ndim == 2, f"indices must be [R, K], got shape {tuple(indices.shape)}")
+    need_int32("indices", indices, (R, indices.shape[1]))
+    need_int32("kept", kept, (R,))
+    need_device(table.refs, indices=indices, kept=kept)
     op, message = _ops.compact_pages_, _PAGES.format("compact_pages_")
-    _change_without_gradient(
-        message, "arrays", arrays, (), op, list(arrays), *table, indices.contiguous(), _dense(kept)
-    )
+    change_without_gradient(message, "arrays", arrays, (), op, list(arrays), *table, indices.contiguous(), dense(kept))
 
 
 @torch.library.register_fake("kvcompress::compact_pages_")
@@ -453,41 +356,41 @@ def decode(
     key gets out 0 and lse -inf. Raises ValueError for wrong shapes, RuntimeError for rows outside the pages,
     NotImplementedError if a backward pass comes here (attention is differentiable).
     """
-    _need_float("queries", queries, 4, "[B, Hq, S, D]")
-    _need_float("k_pages", k_pages, 3, "[pages, P, D]")
+    need_float("queries", queries, 4, "[B, Hq, S, D]")
+    need_float("k_pages", k_pages, 3, "[pages, P, D]")
     B, Hq, _, D = queries.shape
-    _need(k_pages.shape[2] == D, f"k_pages must have head dim {D}, got {k_pages.shape[2]}")
-    _need(1 <= D <= MAX_HEAD_DIM, f"queries must have a head dim between 1 and {MAX_HEAD_DIM}, got {D}")
-    _need(
+    need(k_pages.shape[2] == D, f"k_pages must have head dim {D}, got {k_pages.shape[2]}")
+    need(1 <= D <= MAX_HEAD_DIM, f"queries must have a head dim between 1 and {MAX_HEAD_DIM}, got {D}")
+    need(
         v_pages.shape == k_pages.shape and v_pages.dtype == k_pages.dtype,
         f"v_pages must be {k_pages.dtype} {tuple(k_pages.shape)}, got {v_pages.dtype} {tuple(v_pages.shape)}",
     )
-    _need(end.ndim == 1, f"end must be [R], got shape {tuple(end.shape)}")
+    need(end.ndim == 1, f"end must be [R], got shape {tuple(end.shape)}")
     R = end.shape[0]
-    _need(
+    need(
         B > 0 and R > 0 and R % B == 0 and Hq % (R // B) == 0,
         f"end must have B*Hkv entries with B = {B} and Hkv dividing Hq = {Hq}, got {R}",
     )
-    _need_int32("end", end, (R,))
-    _need_int32("begin", begin, (R,))
+    need_int32("end", end, (R,))
+    need_int32("begin", begin, (R,))
     P = k_pages.shape[1]
     if block_table is None:
-        _need(k_pages.shape[0] >= R, f"k_pages must hold one page for each of {R} rows, got {k_pages.shape[0]}")
+        need(k_pages.shape[0] >= R, f"k_pages must hold one page for each of {R} rows, got {k_pages.shape[0]}")
     else:
-        _need(block_table.ndim == 2, f"block_table must be [R, blocks], got shape {tuple(block_table.shape)}")
-        _need_int32("block_table", block_table, (R, block_table.shape[1]))
-        _need(P > 0 and P & (P - 1) == 0, f"k_pages must have a page size that is a power of two, got {P}")
-    _need_device(queries, k_pages=k_pages, v_pages=v_pages, block_table=block_table, begin=begin, end=end)
-    _need(k_pages.is_contiguous() and v_pages.is_contiguous(), "k_pages and v_pages must be contiguous")
-    return _without_gradient(
+        need(block_table.ndim == 2, f"block_table must be [R, blocks], got shape {tuple(block_table.shape)}")
+        need_int32("block_table", block_table, (R, block_table.shape[1]))
+        need(P > 0 and P & (P - 1) == 0, f"k_pages must have a page size that is a power of two, got {P}")
+    need_device(queries, k_pages=k_pages, v_pages=v_pages, block_table=block_table, begin=begin, end=end)
+    need(k_pages.is_contiguous() and v_pages.is_contiguous(), "k_pages and v_pages must be contiguous")
+    return without_gradient(
         "decode has no gradient: it is for generation; use attention, which is differentiable, or torch.no_grad()",
         (queries, k_pages, v_pages),
         _ops.decode,
-        _dense_last(queries),
+        dense_last(queries),
         k_pages,
         v_pages,
-        _dense(block_table),
-        _dense(begin),
+        dense(block_table),
+        dense(begin),
         end.contiguous(),
         D**-0.5 if scale is None else scale,
         causal,
@@ -506,18 +409,18 @@ def merge_states(*states: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     together. A set with lse -inf (no keys) changes nothing. Differentiable in every out and lse.
     Raises ValueError for no states or unequal shapes.
     """
-    _need(len(states) > 0, "states must hold at least one (out, lse) pair, got none")
+    need(len(states) > 0, "states must hold at least one (out, lse) pair, got none")
     out, lse = states[0]
-    _need_float("out", out, 4, "[B, Hq, S, D]")
-    _need(lse.dtype == torch.float32, f"lse must be float32, got {lse.dtype}")
-    _need(lse.shape == out.shape[:3], f"lse must be {tuple(out.shape[:3])}, got {tuple(lse.shape)}")
+    need_float("out", out, 4, "[B, Hq, S, D]")
+    need(lse.dtype == torch.float32, f"lse must be float32, got {lse.dtype}")
+    need(lse.shape == out.shape[:3], f"lse must be {tuple(out.shape[:3])}, got {tuple(lse.shape)}")
     for other, other_lse in states[1:]:
-        _need(
+        need(
             other.shape == out.shape and other.dtype == out.dtype,
             f"every out must be {out.dtype} {tuple(out.shape)}, got {other.dtype} {tuple(other.shape)}",
         )
-        _need(other_lse.dtype == torch.float32, f"lse must be float32, got {other_lse.dtype}")
-        _need(other_lse.shape == lse.shape, f"every lse must be {tuple(lse.shape)}, got {tuple(other_lse.shape)}")
+        need(other_lse.dtype == torch.float32, f"lse must be float32, got {other_lse.dtype}")
+        need(other_lse.shape == lse.shape, f"every lse must be {tuple(lse.shape)}, got {tuple(other_lse.shape)}")
         out, lse = _ops.merge_states(out.contiguous(), lse.contiguous(), other.contiguous(), other_lse.contiguous())
     return out, lse
 
@@ -583,34 +486,32 @@ def attention(
     any number of threads.
     Raises ValueError for wrong shapes, dtypes, window, sinks or complement; RuntimeError for lengths out of range.
     """
-    _need_float("queries", queries, 4, "[B, Hq, S, D]")
-    _need_float("keys", keys, 4, "[B, Hkv, T, D]")
+    need_float("queries", queries, 4, "[B, Hq, S, D]")
+    need_float("keys", keys, 4, "[B, Hkv, T, D]")
     B, Hq, S, D = queries.shape
     Hkv, T = keys.shape[1:3]
-    _need(keys.shape[0] == B and keys.shape[3] == D, f"keys must be [{B}, Hkv, T, {D}], got shape {tuple(keys.shape)}")
-    _need(values.shape == keys.shape, f"values must be {tuple(keys.shape)} as keys, got {tuple(values.shape)}")
+    need(keys.shape[0] == B and keys.shape[3] == D, f"keys must be [{B}, Hkv, T, {D}], got shape {tuple(keys.shape)}")
+    need(values.shape == keys.shape, f"values must be {tuple(keys.shape)} as keys, got {tuple(values.shape)}")
     for name, x in (("keys", keys), ("values", values)):
-        _need(x.dtype == queries.dtype, f"{name} must be {queries.dtype} as queries, got {x.dtype}")
-    _need(Hkv > 0 and Hq % Hkv == 0, f"queries have {Hq} heads, which the keys' {Hkv} heads do not divide")
-    _need(1 <= D <= MAX_HEAD_DIM, f"queries must have a head dim between 1 and {MAX_HEAD_DIM}, got {D}")
-    _need(S <= T, f"queries must be the last of the keys' tokens, got {S} queries and {T} keys")
-    _need(window is None or window >= 1, f"window must be at least 1 or None, got {window}")
-    _need(window is None or causal, "window needs causal=True")
-    _need(window is not None or not complement, "complement needs a window")
-    _need(sinks >= 0, f"sinks must be at least 0, got {sinks}")
+        need(x.dtype == queries.dtype, f"{name} must be {queries.dtype} as queries, got {x.dtype}")
+    need(Hkv > 0 and Hq % Hkv == 0, f"queries have {Hq} heads, which the keys' {Hkv} heads do not divide")
+    need(1 <= D <= MAX_HEAD_DIM, f"queries must have a head dim between 1 and {MAX_HEAD_DIM}, got {D}")
+    need(S <= T, f"queries must be the last of the keys' tokens, got {S} queries and {T} keys")
+    need(window is None or window >= 1, f"window must be at least 1 or None, got {window}")
+    need(window is None or causal, "window needs causal=True")
+    need(window is not None or not complement, "complement needs a window")
+    need(sinks >= 0, f"sinks must be at least 0, got {sinks}")
     if key_bias is not None:
-        _need(key_bias.dtype == torch.float32, f"key_bias must be float32, got {key_bias.dtype}")
-        _need(
-            tuple(key_bias.shape) == (B, Hkv, T), f"key_bias must be {(B, Hkv, T)}, got shape {tuple(key_bias.shape)}"
-        )
-    _need_int32("lengths", lengths, (B,))
-    _need_device(queries, keys=keys, values=values, key_bias=key_bias, lengths=lengths)
+        need(key_bias.dtype == torch.float32, f"key_bias must be float32, got {key_bias.dtype}")
+        need(tuple(key_bias.shape) == (B, Hkv, T), f"key_bias must be {(B, Hkv, T)}, got shape {tuple(key_bias.shape)}")
+    need_int32("lengths", lengths, (B,))
+    need_device(queries, keys=keys, values=values, key_bias=key_bias, lengths=lengths)
     return _ops.attention(
-        _dense_last(queries),
-        _dense_last(keys),
-        _dense_last(values),
-        _dense(key_bias),
-        _dense(lengths),
+        dense_last(queries),
+        dense_last(keys),
+        dense_last(values),
+        dense(key_bias),
+        dense(lengths),
         D**-0.5 if scale is None else scale,
         causal,
         window or 0,
@@ -638,9 +539,9 @@ def _attention_setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-de
 
 def _attention_backward(ctx, dout: Tensor | None, dlse: Tensor | None):  # type: ignore[no-untyped-def]
     queries, keys, values, key_bias, lengths, out, lse = ctx.saved_tensors
-    dout = torch.zeros_like(out) if dout is None else _dense_last(dout)
+    dout = torch.zeros_like(out) if dout is None else dense_last(dout)
     grads = _ops.attention_backward(
-        dout, _dense(dlse), queries, keys, values, key_bias, lengths, out, lse, *ctx.settings
+        dout, dense(dlse), queries, keys, values, key_bias, lengths, out, lse, *ctx.settings
     )
     return *grads[:3], grads[3] if key_bias is not None else None, None, *(None for _ in ctx.settings)
 
@@ -666,13 +567,13 @@ def plan(
     Returns int64 [3, n]: chunks, scheduled memory, memory that can really be held. initial_memory -1 = the default.
     Raises ValueError for sizes out of range, RuntimeError for a schedule that is not there yet.
     """
-    number = _need_choice("schedule", schedule, SCHEDULES)
+    number = need_choice("schedule", schedule, SCHEDULES)
     for name, size in (("prompt_length", prompt_length), ("chunk_size", chunk_size), ("memory_size", memory_size)):
-        _need(isinstance(size, int), f"{name} must be an integer, got {size!r}")
-    _need(prompt_length >= 0, f"prompt_length must be at least 0, got {prompt_length}")
-    _need(chunk_size >= 1, f"chunk_size must be at least 1, got {chunk_size}")
-    _need(memory_size >= 1, f"memory_size must be at least 1, got {memory_size}")
-    _need(
+        need(isinstance(size, int), f"{name} must be an integer, got {size!r}")
+    need(prompt_length >= 0, f"prompt_length must be at least 0, got {prompt_length}")
+    need(chunk_size >= 1, f"chunk_size must be at least 1, got {chunk_size}")
+    need(memory_size >= 1, f"memory_size must be at least 1, got {memory_size}")
+    need(
         -1 <= initial_memory <= memory_size,
         f"initial_memory must be between 0 and memory_size = {memory_size}, or -1 (default), got {initial_memory}",
     )

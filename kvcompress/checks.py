@@ -1,0 +1,51 @@
+"""Checks of arguments that the ops share: each names the argument, its value and what is allowed."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def need(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
+
+
+def need_tensor(name: str, x: Tensor) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+
+
+def need_float(name: str, x: Tensor, ndim: int, shape: str) -> None:
+    need_tensor(name, x)
+    need(x.dtype in FLOATS, f"{name} must be float32, bfloat16 or float16, got {x.dtype}")
+    need(x.ndim == ndim, f"{name} must be {shape}, got shape {tuple(x.shape)}")
+
+
+def need_device(like: Tensor, **tensors: Tensor | None) -> None:
+    for name, x in tensors.items():
+        if x is not None:
+            need_tensor(name, x)
+            need(x.device == like.device, f"{name} must be on {like.device}, got {x.device}")
+
+
+def need_int32(name: str, x: Tensor | None, shape: tuple[int, ...]) -> None:
+    if x is not None:
+        need_tensor(name, x)
+        need(x.dtype == torch.int32, f"{name} must be int32, got {x.dtype}")
+        need(tuple(x.shape) == shape, f"{name} must have shape {shape}, got {tuple(x.shape)}")
+
+
+def need_choice(name: str, value: str, choices: tuple[str, ...]) -> int:
+    need(value in choices, f"{name} must be one of {', '.join(choices)}, got {value!r}")
+    return choices.index(value)
+
+
+def dense(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.contiguous()
+
+
+def dense_last(x: Tensor) -> Tensor:
+    return x if x.shape[-1] <= 1 or x.stride(-1) == 1 else x.contiguous()

@@ -392,6 +392,7 @@ def test_a_models_sliding_window_is_not_overrun():
         ({"pruner": "snapkv"}, "pruner must be one of kvcompress.pruners, got str"),
         ({"memory_size": 16.5}, "memory_size must be an integer, got 16.5"),
         ({"schedule": "cubic"}, "schedule must be one of"),
+        ({"schedule": "linear"}, "schedule must be fixed, .*, got 'linear'"),
     ],
 )
 def test_wrong_settings_are_named(arguments, message):

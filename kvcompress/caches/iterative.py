@@ -257,6 +257,8 @@ class IterativeCache(PrunedCache):
         if tokens is None:
             raise ValueError(f"memory_size must be a number of tokens, got {memory_size}")
         planner.plan(0, chunk_size=chunk_size, memory_size=tokens, schedule=schedule)  # refuses wrong sizes
+        if schedule != "fixed":
+            raise ValueError(f"schedule must be fixed, a growing memory cannot be read with yet, got {schedule!r}")
         self.memory_size, self.schedule = tokens, schedule
         self.kv_heads: int = decoder_config(config).num_key_value_heads
         self.largest_context = 0

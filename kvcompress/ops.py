@@ -125,6 +125,7 @@ def window_scores(
     need(keys.shape[0] == B and keys.shape[3] == D, f"keys must be [{B}, Hkv, T, {D}], got shape {tuple(keys.shape)}")
     need(Hkv > 0 and Hq % Hkv == 0, f"queries have {Hq} heads, which the keys' {Hkv} heads do not divide")
     need(W >= 1, f"queries must hold at least 1 token, got {W}")
+    need(D >= 1, f"queries must have a head dim of at least 1, got {D}")
     skip_last = W if skip_last is None else skip_last
     need(T >= W, f"keys must be at least as many as the window's {W} queries, got {T}")
     need(0 <= skip_last < T, f"keys must be longer than skip_last = {skip_last} (default: the window), got {T}")

@@ -76,6 +76,9 @@ class IterativeLayer(PrunedLayer):
             out = prompt_attention(rows, k[:, None], v[:, None], lengths, scaling).reshape(queries.shape)
 
         self.next = [total - guide for total in totals]
+        if self.cache.every and not self.cache.pruner.accumulates:  # to compress by, once decoding has begun
+            self.recent = self.recent or RecentQueries.of(self.cache.pruner, self.cache.every)
+            self._note(queries, guide)
         for b, count in enumerate(counts):
             if count == 0:
                 continue
@@ -87,7 +90,9 @@ class IterativeLayer(PrunedLayer):
             if keep < candidates or self.cache.pruner.accumulates:
                 offer = self._offer(b, k[rows_of], v[rows_of], lengths[rows_of], queries, count, guide, q)
                 if keep < candidates:
-                    indices, kept, _ = self._choose(offer, keep, sum(kept))
+                    indices, kept, stayed = self._choose(offer, keep, sum(kept))
+                    if self.recent is not None:  # queries whose own keys may be gone
+                        self.recent.forget(b, stayed)
                     self._compact(b, indices, kept, max(lengths[rows_of]))
             self.held[rows_of] = kept
         return out
@@ -191,7 +196,7 @@ class IterativeLayer(PrunedLayer):
         self.next, self.near = longest, [min(kept[b * heads : (b + 1) * heads]) for b in range(B)]
         late = [longest[row // heads] - held for row, held in enumerate(kept)]
         self.shift = torch.tensor(late, dtype=torch.int32).to(k.device) if any(late) else None
-        self.recent = RecentQueries.of(self.cache.pruner, self.cache.every)
+        self.recent = self.recent or RecentQueries.of(self.cache.pruner, self.cache.every)
         self.k_memory = self.v_memory = None
         self.held = []
 

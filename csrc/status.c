@@ -9,7 +9,7 @@ const char *kvc_status_message(kvc_status status) {
         case KVC_BAD_DTYPE: return "the element type must be float32, bfloat16 or float16";
         case KVC_BAD_INDEX: return "an index, position or length is out of range";
         case KVC_TOO_FEW_SCORES: return "a row has fewer scores that are not NaN than places to fill";
-        case KVC_BAD_SCHEDULE: return "this memory schedule is not implemented";
+        case KVC_BAD_SCHEDULE: return "there is no such memory schedule";
         case KVC_BAD_SIMD: return "no such table of inner loops, or this CPU cannot run it";
         case KVC_POOL_FULL: return "the pool is full: fewer pages are free than the call needs";
     }

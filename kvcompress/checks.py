@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -41,6 +43,20 @@ def need_int32(name: str, x: Tensor | None, shape: tuple[int, ...]) -> None:
 def need_choice(name: str, value: str, choices: tuple[str, ...]) -> int:
     need(value in choices, f"{name} must be one of {', '.join(choices)}, got {value!r}")
     return choices.index(value)
+
+
+def need_integer(name: str, value: int, least: int, most: int = (1 << 63) - 1) -> None:
+    need(isinstance(value, int), f"{name} must be an integer, got {value!r}")
+    need(value >= least, f"{name} must be at least {least}, got {value}")
+    need(value <= most, f"{name} must be at most {most}, got {value}")
+
+
+def need_integers(name: str, values: Sequence[int], count: int) -> Tensor:
+    """As an int64 tensor [count]."""
+    need(len(values) == count, f"{name} must have {count} elements, got {len(values)}")
+    for j, value in enumerate(values):
+        need_integer(f"{name}[{j}]", value, 0)
+    return torch.tensor(values, dtype=torch.int64)
 
 
 def dense(x: Tensor | None) -> Tensor | None:

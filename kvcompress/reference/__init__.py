@@ -3,7 +3,7 @@
 from .attention import attention, visible
 from .decode import decode, merge_states
 from .pages import append_tokens_, compact_pages_, truncate_rows_
-from .planner import plan
+from .planner import divide_memory, plan
 from .rope import rope
 from .score import window_scores
 from .select import compact_rows, select_topk
@@ -14,6 +14,7 @@ __all__ = [
     "compact_pages_",
     "compact_rows",
     "decode",
+    "divide_memory",
     "merge_states",
     "plan",
     "rope",

@@ -11,8 +11,8 @@ seconds     time to first token. tok/s of it
 attention   seconds in attention over memory and chunk. model: seconds in the model's matrix products
 other       share of the time in neither: rotation, scores, choice, copies, norms, activations
 ratio       FM's seconds over this row's. predicted: equation 4, 1 + r*(q - 1), r = this row's share in attention
-attn ratio  FM's attention seconds over this row's. q: (m_max + c)/(m_hat + c) of equation 4; pairs: attended pairs of FM
-            over this row's, the most that a kernel can gain which skips what the causal mask hides
+attn ratio  FM's attention seconds over this row's. q: (m_max + c)/(m_hat + c) of equation 4; pairs: attended pairs of
+            FM over this row's, the most that a kernel can gain which skips what the causal mask hides
 cache       peak bytes of memory, chunk and their rotated copy while reading, seen before each layer's attention
 process     peak resident memory of the process over what it held before the row
 

@@ -75,10 +75,10 @@ def prefill(
     function of yours; targets int64 [n] are the tokens that follow, n - 1 of them at the end of an iterator or array.
     progress: True shows a bar; a function is called with (tokens read, tokens in all or None).
 
-    A prompt that is too long to hold: input_ids may be an array [T] of one sequence (numpy.memmap), which is read piece
-    by piece, or an iterator of integers or arrays of them, of which nobody knows the length: it needs a fixed chunk and
-    memory. All of its tokens are read, none is held back, and they do not count in get_seq_length(): what comes next,
-    model.generate(question_ids, past_key_values=cache), is given without them.
+    A prompt that is too long to hold: input_ids may be a numpy array [T] of one sequence (numpy.memmap), which is read
+    piece by piece, or an iterator of integers or arrays of them, of which nobody knows the length: it needs a fixed
+    chunk and memory. All of its tokens are read, none is held back, and they do not count in get_seq_length(): what
+    comes next, model.generate(question_ids, past_key_values=cache), is given without them.
 
     Returns the cache. Only cache-sized state and one chunk's activations are held.
     Raises TypeError for what is no tensor, ValueError for wrong shapes or padding or a cache of another model's shape,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -48,7 +48,7 @@ class Columns(Prompt):
 class Array(Prompt):
     """One sequence of known length: [T] integers, a numpy.memmap for example. Nothing but a chunk is ever copied."""
 
-    def __init__(self, tokens: Tensor | np.ndarray) -> None:
+    def __init__(self, tokens: np.ndarray) -> None:
         self.tokens, self.lengths, self._place = tokens, [len(tokens)], 0
 
     def take(self, b: int, count: int) -> Tensor:
@@ -114,15 +114,13 @@ def _as_tensor(piece: object) -> Tensor:
 
 def as_stream(input_ids: object) -> Prompt | None:
     """A prompt of one sequence that is not input_ids [B, T]; None for what is no such thing."""
-    if isinstance(input_ids, np.ndarray) or (isinstance(input_ids, Tensor) and input_ids.ndim == 1):
-        kind = input_ids.dtype
-        if input_ids.ndim != 1 or (kind.is_floating_point if isinstance(kind, torch.dtype) else kind.kind not in "iu"):
+    if isinstance(input_ids, np.ndarray):
+        if input_ids.ndim != 1 or input_ids.dtype.kind not in "iu":
             raise ValueError(
-                f"input_ids as an array must be [T] integers, got {kind} of shape {tuple(input_ids.shape)}"
+                f"input_ids as an array must be [T] integers, got {input_ids.dtype} of shape {input_ids.shape}"
             )
         return Array(input_ids)
-    if isinstance(input_ids, (list, tuple)) and all(isinstance(token, int) for token in input_ids):
-        return Array(torch.tensor(input_ids, dtype=torch.int64))
-    if isinstance(input_ids, (Tensor, Mapping, str, bytes, list, tuple)) or not isinstance(input_ids, Iterable):
+    # a list, a str or a tensor [T] is more likely a mistake than a stream
+    if isinstance(input_ids, (Tensor, Mapping, Sequence)) or not isinstance(input_ids, Iterable):
         return None
     return Stream(input_ids)

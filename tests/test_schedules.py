@@ -254,7 +254,7 @@ def test_streams_and_arrays_read_as_a_tensor_does(guide, tmp_path):
     file = np.memmap(tmp_path / "ids.bin", dtype=np.uint16, mode="w+", shape=(151,))
     file[:] = ids[0].numpy()
     pieces = [ids[0, :7], int(ids[0, 7]), ids[0, 8:8], ids[0, 8:150].numpy(), np.int32(ids[0, 150])]
-    sources = {"list": ids[0].tolist(), "tensor": ids[0], "memmap": file, "iterator": iter(pieces)}
+    sources = {"memmap": file, "iterator": iter(pieces), "generator": (piece for piece in pieces)}
     cache = prefill(model, torch.cat([ids, question[:, :1]], 1), iterative(model), guide=known)
     expected = model(question, past_key_values=cache).logits
     for source in sources.values():
@@ -273,7 +273,7 @@ def test_streams_and_arrays_read_as_a_tensor_does(guide, tmp_path):
 def test_schedules_read_an_array_whose_length_is_known(schedule):
     model, ids = attached(), random_ids(151)
     whole = prefill(model, torch.cat([ids, ids[:, :1]], 1), iterative(model, schedule=schedule, dynamic=True))
-    array = prefill(model, ids[0], iterative(model, schedule=schedule, dynamic=True))
+    array = prefill(model, ids[0].numpy(), iterative(model, schedule=schedule, dynamic=True))
     assert torch.equal(*(model(ids[:, :1], past_key_values=cache).logits for cache in (whole, array)))
 
 
@@ -300,7 +300,7 @@ def test_what_a_stream_cannot_do_is_said():
     with pytest.raises(ValueError, match="need a PrunedCache with a chunk_size, got None"):
         prefill(model, iter(ids[0].tolist()), kvcompress.PrunedCache(model.config, SNAPKV, 30))
     with pytest.raises(ValueError, match="attention_mask must be None"):
-        prefill(model, ids[0], iterative(model), torch.ones(1, 50))
+        prefill(model, ids[0].numpy(), iterative(model), torch.ones(1, 50))
     with pytest.raises(ValueError, match=r"must be \[T\] integers, got float"):
         prefill(model, np.ones(5), iterative(model))
     with pytest.raises(ValueError, match=r"must be \[T\] integers, got int64 of shape \(2, 3\)"):
@@ -309,11 +309,14 @@ def test_what_a_stream_cannot_do_is_said():
     with pytest.raises(TypeError, match="iterator must give integers"):
         prefill(model, iter([1, "two"]), cache)
     cache.reset()
-    for nothing in (iter([]), torch.empty(0, dtype=torch.int64)):
+    for nothing in (iter([]), np.empty(0, dtype=np.int64)):
         assert prefill(model, nothing, cache).stored_lengths() in ([[]] * 3, [])
     two = prefill(model, torch.cat([ids, ids]), iterative(model))
     with pytest.raises(ValueError, match="batch size 1, but the cache holds 2"):
-        prefill(model, ids[0], two)
+        prefill(model, iter([1, 2]), two)
+    for mistake in ([1, 2], "text"):
+        with pytest.raises(TypeError, match=r"input_ids must be a torch\.Tensor"):
+            prefill(model, mistake, iterative(model))
 
 
 def test_an_endless_stream_stops_with_the_error_it_raises():
@@ -327,7 +330,7 @@ def test_an_endless_stream_stops_with_the_error_it_raises():
     with pytest.raises(OSError, match="the line went dead"):
         prefill(model, tokens(), cache)
     with pytest.raises(RuntimeError, match="incomplete"):
-        prefill(model, [1, 2], cache)
+        prefill(model, iter([1, 2]), cache)
 
 
 @torch.no_grad()
@@ -358,7 +361,7 @@ def test_logits_of_a_prompt_that_is_kept_whole_are_the_dense_ones(schedule):
 def test_the_loss_of_a_stream_and_of_its_tensor_are_one():
     model, ids = attached(), random_ids(151)
     losses = []
-    for source in (ids, ids[0], iter(ids[0].tolist())):
+    for source in (ids, ids[0].numpy(), iter(ids[0].tolist())):
         loss = TokenLoss()
         prefill(model, source, iterative(model), logits=loss)
         losses.append(loss.nll())

@@ -44,4 +44,5 @@ void test_decode(void);
 void test_flash(void);
 void test_merge(void);
 void test_pages(void);
+void test_planner(void);
 #endif

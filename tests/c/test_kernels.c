@@ -1,4 +1,4 @@
-/* Tests of the C kernels without Torch or Python: rope, select, compact, plan, conversions; main. Every table of inner
+/* Tests of the C kernels without Torch or Python: rope, select, compact, conversions; main. Every table of inner
  * loops that the CPU can run is compared with naive loops in double. */
 #include "check.h"
 
@@ -322,26 +322,6 @@ static void test_compact(void) {
     for (int i = 0; i < 6; i++) CHECK(rows[i] == (float)i);
 }
 
-static void test_plan(void) {
-    test_case = "plan";
-    CHECK(kvc_plan_iterations(0, 4) == 0 && kvc_plan_iterations(9, 4) == 3 && kvc_plan_iterations(8, 4) == 2);
-    CHECK(kvc_plan_iterations(-1, 4) == -1 && kvc_plan_iterations(4, 0) == -1);
-    CHECK(kvc_plan_iterations(INT64_MAX, 2) == INT64_MAX / 2 + 1);
-    int64_t chunks[3] = {-5, -5, -5}, memory[3], stored[3];
-    kvc_plan_args args = {chunks, memory, stored, 9, 4, 6, -1, KVC_SCHEDULE_LINEAR};
-    CHECK(kvc_plan(&args) == KVC_BAD_SCHEDULE);
-    args.initial_memory = 7, args.schedule = KVC_SCHEDULE_FIXED;
-    CHECK(kvc_plan(&args) == KVC_BAD_SIZE);
-    args.initial_memory = 0, args.stored = NULL;
-    CHECK(kvc_plan(&args) == KVC_NULL_POINTER && chunks[0] == -5);
-    args.stored = stored;
-    CHECK(kvc_plan(&args) == KVC_OK);
-    CHECK(chunks[0] == 4 && chunks[1] == 4 && chunks[2] == 1 && memory[0] == 6 && memory[2] == 6);
-    CHECK(stored[0] == 4 && stored[1] == 6 && stored[2] == 6);
-    args.prompt_length = 0, args.chunks = args.memory = args.stored = NULL;
-    CHECK(kvc_plan(&args) == KVC_OK);
-}
-
 int main(void) {
     const char *names[4] = {"portable", "avx2", "avx512", "avx512_bf16"};
     for (int i = 0; i < 4; i++) {
@@ -362,7 +342,7 @@ int main(void) {
     test_select();
     test_compact();
     test_pages();
-    test_plan();
+    test_planner();
     printf("%d checks failed\n", failures);
     return failures != 0;
 }

@@ -5,14 +5,17 @@ import torch  # noqa: F401  loads libtorch before the extension that needs it
 from .budgets import AdaKV, PyramidKV, Uniform
 from .caches import CompressedCache, IterativeCache, PoolSettings, PrunedCache, QuestCache, StreamingCache
 from .hf import attach, detach
+from .logits import AllLogits, TokenLoss
 from .models import load_example_model
-from .planner import Plan, plan
+from .planner import Adaptive, Plan, plan
 from .positions import RemoteGap
 from .prefill import generate, prefill
 
 __version__ = "0.1.0"
 __all__ = [
     "AdaKV",
+    "Adaptive",
+    "AllLogits",
     "CompressedCache",
     "IterativeCache",
     "Plan",
@@ -22,6 +25,7 @@ __all__ = [
     "QuestCache",
     "RemoteGap",
     "StreamingCache",
+    "TokenLoss",
     "Uniform",
     "attach",
     "detach",

@@ -54,6 +54,11 @@ class Budget(ABC):
     binary neighbour: of T tokens, T - floor(share*T) are kept, at least 1 (0.9 of 10 keeps 1).
     """
 
+    @property
+    def divides_layers(self) -> bool:
+        """Whether layers keep different numbers of tokens."""
+        return False
+
     @abstractmethod
     def mean_tokens(self, length: int, shape: CacheShape) -> int:
         """Tokens per row, mean over layers and heads, for a sequence of `length` tokens; at most that."""
@@ -136,6 +141,10 @@ class PyramidKV(Budget):
     beta: int = 20
     window: int = 32
 
+    @property
+    def divides_layers(self) -> bool:
+        return True
+
     def __post_init__(self) -> None:
         _check_size(self.size)
         for name, value, least in (("beta", self.beta, 1), ("window", self.window, 0)):
@@ -197,6 +206,10 @@ class AdaKV(Budget):
     @property
     def _layers(self) -> Uniform | PyramidKV:
         return self.inner if isinstance(self.inner, (Uniform, PyramidKV)) else Uniform(self.inner)  # type: ignore[arg-type]
+
+    @property
+    def divides_layers(self) -> bool:
+        return self._layers.divides_layers
 
     @property
     def tokens(self) -> int | None:

@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from rich.box import SIMPLE
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from transformers import DynamicCache, LlamaForCausalLM
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
@@ -20,6 +19,7 @@ from .memory import PeakMemory
 from .models import load_example_model
 from .models.text import fact, long_text, plant, question, random_name, random_pass_key
 from .prefill import prefill
+from .progress import showing
 from .pruners import SnapKV
 
 
@@ -74,14 +74,12 @@ def ask(model: LlamaForCausalLM, task: Task, name: str, cache: CompressedCache |
     """Reads the text with the given cache (None: dense) and lets the model answer, greedily."""
     peak, begin = PeakMemory(model.device), time.perf_counter()
     total = task.ids.shape[1]
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
-        line = bar.add_task(f"{name}: reading {total:,} tokens", total=total)
+    with showing(True, total, label=f"{name}: reading {total:,} tokens", console=console) as show:
         if cache is not None:
             prefill(
                 model, task.ids, cache,
                 guide=task.guide if guided else None,
-                progress=lambda read, of: bar.update(line, completed=read, total=of),
+                progress=lambda read, of: show(read),
             )  # fmt: skip
             held: CompressedCache | DynamicCache = cache
         else:

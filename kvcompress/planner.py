@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -183,3 +186,31 @@ def plan(
                 stacklevel=2,
             )
     return result
+
+
+@dataclass(frozen=True)
+class Adaptive:
+    """Schedule of IterativeCache: layers that retain more of their memory get more of it; the sum over layers grows
+    linearly.
+
+    ratio: "last" weighs with the last iteration's retention ratio, "mean" with the mean of all so far. normalise: "sum"
+    (weights are the ratios) or "softmax" of them. Source: IMDC, eq 2 and 3.
+    """
+
+    ratio: str = "last"
+    normalise: str = "sum"
+
+    def __post_init__(self) -> None:
+        for name, choices in (("ratio", ("last", "mean")), ("normalise", ("sum", "softmax"))):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
+
+    def weights(self, history: Sequence[Sequence[tuple[int, int]]]) -> list[float]:
+        """One weight per layer. history: of each layer and iteration, tokens kept from memory, and all that it kept."""
+        ratios = [[old / max(kept, 1) for old, kept in past] for past in history]
+        # the first iteration has no memory to retain
+        each = [past[-1] if self.ratio == "last" else statistics.fmean(past[1:]) for past in ratios]
+        if self.normalise == "sum":
+            return each
+        shares = [math.exp(ratio) for ratio in each]
+        return [share / sum(shares) for share in shares]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -11,8 +11,12 @@ from torch import Tensor, nn
 from .caches import CompressedCache
 from .caches.base import Iteration, Step
 from .hf.attach import base_model, is_attached
+from .logits import LogitsSink
+from .planner import Plan
+from .progress import Progress, showing
+from .prompts import Columns, Prompt, Stream, TokenIds, as_stream
 
-Progress = Callable[[int, int], None]
+_LOGITS = 1 << 24  # logits are computed for as many rows at a time as make so many numbers
 
 
 def _need_tensors(**arguments: object) -> None:
@@ -51,12 +55,13 @@ def _lengths(input_ids: Tensor, attention_mask: Tensor | None, seen: int, held_b
 @torch.no_grad()
 def prefill(
     model: nn.Module,
-    input_ids: Tensor,
+    input_ids: TokenIds,
     cache: CompressedCache,
     attention_mask: Tensor | None = None,
     *,
     guide: Tensor | None = None,
-    progress: Progress | None = None,
+    logits: LogitsSink | None = None,
+    progress: Progress | bool = False,
 ) -> CompressedCache:
     """Reads all but the last token of a prompt; model.generate(input_ids, past_key_values=cache) goes on from there.
 
@@ -64,8 +69,18 @@ def prefill(
     conversation: the first cache.get_seq_length() columns are skipped. attention_mask: [B, T] for left-padded
     batches. guide: [g] token ids of an instruction or question, the same for all sequences; they follow each chunk as
     the observation window, choose what is kept, and are not stored; where every prompt ends with the guide, that end is
-    held back too, so that generation reads the question in full. progress: called with (tokens read, tokens in all).
-    Returns the cache. Only cache-sized state and one chunk's activations are held; no logits are computed.
+    held back too, so that generation reads the question in full.
+    logits: None computes none at all; else it is called with (sequence, start, logits [n, vocabulary], targets) for
+    every stretch of tokens from place `start` of that sequence on, as they are read: TokenLoss(), AllLogits(), or a
+    function of yours; targets int64 [n] are the tokens that follow, n - 1 of them at the end of an iterator or array.
+    progress: True shows a bar; a function is called with (tokens read, tokens in all or None).
+
+    A prompt that is too long to hold: input_ids may be a numpy array [T] of one sequence (numpy.memmap), which is read
+    piece by piece, or an iterator of integers or arrays of them, of which nobody knows the length: it needs a fixed
+    chunk and memory. All of its tokens are read, none is held back, and they do not count in get_seq_length(): what
+    comes next, model.generate(question_ids, past_key_values=cache), is given without them.
+
+    Returns the cache. Only cache-sized state and one chunk's activations are held.
     Raises TypeError for what is no tensor, ValueError for wrong shapes or padding or a cache of another model's shape,
     RuntimeError if the model is not attached or the cache is incomplete.
     After an error or Ctrl-C the cache says that it is incomplete until reset().
@@ -75,64 +90,123 @@ def prefill(
         raise ValueError(f"cache must be a kvcompress cache, got {type(cache).__name__}")
     if not is_attached(model):
         raise RuntimeError("model is not attached: call kvcompress.attach(model) first")
-    _need_tensors(input_ids=input_ids, attention_mask=attention_mask, guide=guide)
-    if input_ids.ndim != 2 or input_ids.shape[1] < 1 or input_ids.shape[0] < 1:
-        raise ValueError(f"input_ids must be [B, T] with at least one token, got shape {tuple(input_ids.shape)}")
-    if input_ids.is_floating_point():
-        raise ValueError(f"input_ids must be integers, got {input_ids.dtype}")
+    _need_tensors(attention_mask=attention_mask, guide=guide)
     if guide is not None and (guide.ndim != 1 or guide.shape[0] < 1 or guide.is_floating_point()):
         raise ValueError(f"guide must be [g] token ids with g >= 1, got {guide.dtype} of shape {tuple(guide.shape)}")
     cache.check_complete()
     decoder = base_model(model)
     cache.check_model(decoder)
-    seen = cache.get_seq_length()
-    batch, columns = input_ids.shape
-    if columns <= seen:
-        raise ValueError(
-            f"input_ids must hold the conversation and at least one new token: the cache has seen {seen}, got {columns}"
-        )
+    device = decoder.embed_tokens.weight.device
+    tail = torch.empty(0, dtype=torch.int64) if guide is None else guide.long()
+    prompt: Prompt | None = as_stream(input_ids)
+    if prompt is None:
+        _need_tensors(input_ids=input_ids)
+        prompt = _columns(cast(Tensor, input_ids), cache, attention_mask, tail)
+        device = cast(Tensor, input_ids).device
+    elif attention_mask is not None:
+        raise ValueError("attention_mask must be None with input_ids of one sequence, which has no padding")
+    batch = 1 if prompt.lengths is None else len(prompt.lengths)
     if cache.batch_size not in (-1, batch):
         raise ValueError(f"input_ids have batch size {batch}, but the cache holds {cache.batch_size} sequences")
-    tail = torch.empty(0, dtype=input_ids.dtype, device=input_ids.device) if guide is None else guide.to(input_ids)
-    held_back = _held_back(input_ids, attention_mask, seen, tail)
-    lengths = _lengths(input_ids, attention_mask, seen, held_back)
-    plans = [cache.plan_prompt(length) for length in lengths]
-    iterations = max(len(plan) for plan in plans)
-    if iterations == 0:
+    plans = [cache.plan_prompt(length) for length in prompt.lengths] if prompt.lengths is not None else None
+    if plans is not None and not any(map(len, plans)):
         return cache
-    guide_length = len(tail)
     if guide is not None:
         cache.check_guide()
-    read, total = [0] * batch, sum(lengths)
+    if plans is not None:
+        begin, steps = plans, _known(plans)
+    else:
+        begin, steps = [cache.stream_plan()], _unknown(cache, cast(Stream, prompt))
+    head = None if logits is None else _head_of(model)
+    tail, width_of_tail = tail.to(device), len(tail)
+    read = [0] * batch
     cache.mark_incomplete()
     try:
-        cache.begin_prompt(plans, guide_length)
+        cache.begin_prompt(begin, width_of_tail)
         cache.mark_incomplete(False)
-        for i in range(iterations):
-            # sequences end together: a shorter one starts later
-            number = [i - (iterations - len(plan)) for plan in plans]
-            chunks = [plan.chunks[j] if j >= 0 else 0 for plan, j in zip(plans, number, strict=True)]
-            memory = [plan.memory[j] if j >= 0 else 1 for plan, j in zip(plans, number, strict=True)]
-            width = max(chunks) + guide_length
-            ids = input_ids.new_zeros(batch, width)
-            mask = torch.zeros(batch, width, dtype=torch.bool)
-            for b, chunk in enumerate(chunks):
-                if chunk:
-                    start = columns - held_back - lengths[b] + read[b]
-                    ids[b, width - guide_length - chunk :] = torch.cat([input_ids[b, start : start + chunk], tail])
-                    mask[b, width - guide_length - chunk :] = True
-                    read[b] += chunk
-            cache.step = Step(iteration=Iteration(tuple(memory), guide_length))
-            decoder(input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True)
-            if progress is not None:
-                progress(sum(read), total)
-        cache.end_prompt(columns - held_back - seen)
+        with showing(progress, None if prompt.lengths is None else sum(prompt.lengths)) as show:
+            for plans_now, numbers in steps:
+                chunks = [plan.chunks[i] if i >= 0 else 0 for plan, i in zip(plans_now, numbers, strict=True)]
+                memory = tuple(
+                    cache.memory_sizes(b, plan, i) if i >= 0 else ()
+                    for b, (plan, i) in enumerate(zip(plans_now, numbers, strict=True))
+                )
+                width = max(chunks) + width_of_tail
+                ids = torch.zeros(batch, width, dtype=torch.int64, device=device)
+                mask = torch.zeros(batch, width, dtype=torch.bool)
+                for b, chunk in enumerate(chunks):
+                    if chunk:
+                        ids[b, width - width_of_tail - chunk :] = torch.cat([prompt.take(b, chunk).to(device), tail])
+                        mask[b, width - width_of_tail - chunk :] = True
+                cache.step = Step(iteration=Iteration(memory, width_of_tail))
+                out = decoder(input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True)
+                if logits is not None:
+                    end = width - width_of_tail
+                    for b, chunk in enumerate(chunks):
+                        rows = slice(end - chunk, end)
+                        _give(logits, head, b, read[b], out.last_hidden_state[b, rows], ids[b, rows], prompt.peek(b))
+                read = [before + chunk for before, chunk in zip(read, chunks, strict=True)]
+                show(sum(read))
+        cache.end_prompt(prompt.columns)
     except BaseException:
         cache.mark_incomplete()
         raise
     finally:
         cache.step = Step()
     return cache
+
+
+Steps = Iterator[tuple[list[Plan], list[int]]]
+
+
+def _known(plans: list[Plan]) -> Steps:
+    """Plans and the iteration of each; sequences end together: a shorter one starts later (below 0: not yet)."""
+    iterations = max(map(len, plans))
+    for i in range(iterations):
+        yield plans, [i - (iterations - len(plan)) for plan in plans]
+
+
+def _unknown(cache: CompressedCache, stream: Stream) -> Steps:
+    """One plan per chunk, for as long as there are tokens."""
+    chunk = cache.stream_plan().chunks[0]
+    while count := stream.available(chunk):
+        yield [cache.plan_prompt(count)], [0]
+
+
+def _columns(input_ids: Tensor, cache: CompressedCache, attention_mask: Tensor | None, tail: Tensor) -> Columns:
+    """What of input_ids [B, T] is to be read."""
+    if input_ids.ndim != 2 or input_ids.shape[1] < 1 or input_ids.shape[0] < 1:
+        raise ValueError(f"input_ids must be [B, T] with at least one token, got shape {tuple(input_ids.shape)}")
+    if input_ids.is_floating_point():
+        raise ValueError(f"input_ids must be integers, got {input_ids.dtype}")
+    seen, columns = cache.get_seq_length(), input_ids.shape[1]
+    if columns <= seen:
+        raise ValueError(
+            f"input_ids must hold the conversation and at least one new token: the cache has seen {seen}, got {columns}"
+        )
+    held_back = _held_back(input_ids, attention_mask, seen, tail.to(input_ids))
+    lengths = _lengths(input_ids, attention_mask, seen, held_back)
+    return Columns(input_ids, lengths, held_back, columns - held_back - seen)
+
+
+def _head_of(model: nn.Module) -> nn.Module:
+    whole: Any = model
+    head = whole.get_output_embeddings() if hasattr(whole, "get_output_embeddings") else None
+    if head is None:
+        raise ValueError(f"logits must be None with {type(model).__name__}, which has no language-model head")
+    return cast(nn.Module, head)
+
+
+def _give(
+    sink: LogitsSink, head: nn.Module | None, b: int, start: int, hidden: Tensor, ids: Tensor, following: int | None
+) -> None:
+    """Hands over the logits of some tokens, as many rows at a time as do not make them large."""
+    assert head is not None
+    last = ids.new_tensor([] if following is None else [following])
+    targets, rows = torch.cat([ids[1:], last]), max(_LOGITS // cast(Any, head).weight.shape[0], 1)
+    for first in range(0, len(hidden), rows):
+        part = slice(first, first + rows)
+        sink(b, start + first, head(hidden[part]), targets[part])
 
 
 def generate(
@@ -142,7 +216,8 @@ def generate(
     attention_mask: Tensor | None = None,
     *,
     guide: Tensor | None = None,
-    progress: Progress | None = None,
+    logits: LogitsSink | None = None,
+    progress: Progress | bool = False,
     **generation: Any,
 ) -> Any:
     """prefill, then model.generate with the same cache; returns what model.generate returns.
@@ -158,5 +233,5 @@ def generate(
         ends = end if isinstance(end, (list, tuple)) else [end]
         if pad is not None and pad not in ends and bool((input_ids == pad).any()):
             attention_mask = (input_ids != pad).to(torch.long)
-    prefill(model, input_ids, cache, attention_mask, guide=guide, progress=progress)
+    prefill(model, input_ids, cache, attention_mask, guide=guide, logits=logits, progress=progress)
     return whole.generate(input_ids, attention_mask=attention_mask, past_key_values=cache, **generation)

@@ -436,3 +436,18 @@ def test_a_short_turn_leaves_only_queries_whose_keys_are_held():
     assert cache.layers[0].recent.get()[1] == [2]
     run(model, cache, ids[:, 34:], [1])
     assert cache.layers[0].recent.get()[1] == [3]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("pruner", [SnapKV(window=6), TOVA(), H2O()], ids=name_of)
+def test_a_prompt_of_one_chunk_is_pruned_alike_by_both_caches_while_decoding_too(pruner):
+    """every is below the window: the prompt's last queries score in the first compressions of decoding."""
+    model, ids = attached(), random_ids(60)
+    iterative = IterativeCache(model.config, memory_size=20, chunk_size=64, pruner=pruner, every=3)
+    pruned = PrunedCache(model.config, pruner, 20, every=3, positions="contiguous")
+    logits = []
+    for cache in (iterative, pruned):
+        prefill(model, ids[:, :41], cache)
+        logits.append(torch.stack([model(ids[:, [t]], past_key_values=cache).logits[0, -1] for t in range(40, 58)]))
+    torch.testing.assert_close(logits[0], logits[1], rtol=1e-4, atol=1e-4)
+    assert iterative.stored_lengths() == pruned.stored_lengths()

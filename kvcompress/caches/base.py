@@ -23,9 +23,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Iteration:
-    """One iteration of reading a prompt: memory to keep per sequence, and how many of its last tokens are the guide."""
+    """One iteration of reading a prompt. memory[b][layer]: tokens per KV head to keep; () for a sequence that has no
+    tokens in it. guide_length: how many of its last tokens are the guide."""
 
-    memory: tuple[int, ...]
+    memory: tuple[tuple[int, ...], ...]
     guide_length: int = 0
 
 
@@ -156,6 +157,7 @@ class CompressedCache(Cache):
     layers: list[CompressedLayer]
     smaller = "let the cache hold less"  # advice where too many keys are in sight
     pool_settings = PoolSettings()  # of layers that store pages
+    chunk_size: int | None = None  # tokens that prefill reads at a time; None = the whole prompt
 
     def __init__(self, config: PreTrainedConfig) -> None:
         config = decoder_config(config)
@@ -191,6 +193,19 @@ class CompressedCache(Cache):
     @abstractmethod
     def plan_prompt(self, length: int) -> Plan:
         """How a prompt of this many tokens is read."""
+
+    def memory_sizes(self, b: int, plan: Plan, i: int) -> tuple[int, ...]:
+        """Tokens per KV head that each layer keeps of sequence b after iteration i; () where layers decide alone."""
+        return ()
+
+    def stream_plan(self) -> Plan:
+        """How a prompt of unknown length begins: its chunks are those of all that follows.
+
+        Raises ValueError where the length must be known.
+        """
+        if self.chunk_size is None:
+            raise ValueError(f"input_ids of unknown length need a {type(self).__name__} with a chunk_size, got None")
+        return self.plan_prompt(self.chunk_size)
 
     @abstractmethod
     def check_guide(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -10,17 +11,36 @@ from transformers import PreTrainedConfig
 
 from .. import ops, planner
 from ..budgets import Budget, Uniform
-from ..planner import Plan
-from ..pruners import Pruner
+from ..planner import Adaptive, Plan
+from ..pruners import Candidates, Pruner
 from .base import CompressedLayer, Step, decoder_config
 from .paged import PagedLayer
 from .prompt import prompt_attention
 from .pruned import NEVER, PrunedCache, PrunedLayer
 from .queries import RecentQueries
+from .track import LayerReading, Reading, Track
+
+PRUNE = ("layer", "forward")
+_UNIT = 1 << 30  # weights of layers are counted in parts of this
+
+
+@dataclass
+class _Choice:
+    """One iteration of a layer, attended but not pruned yet.
+
+    keys (unrotated), values: [R, T, D], memory first, then the chunk and the guide. slots: int64 [R, K] of what stays,
+    the first kept[row] of them count. origins: int32 [R, T, 1], place of each token in the prompt, if tracked.
+    """
+
+    keys: Tensor
+    values: Tensor
+    slots: Tensor
+    kept: list[int]
+    origins: Tensor | None
 
 
 class IterativeLayer(PrunedLayer):
-    """While a prompt is read: a buffer of unrotated keys, memory first, then the chunk. Afterwards: pages.
+    """While a prompt is read: unrotated keys and values of the memory. Afterwards: pages.
 
     Rows may hold different numbers of tokens. Each ends where the longest does: the tokens of a chunk stand at the same
     positions in all heads, and a shorter row begins later.
@@ -31,10 +51,15 @@ class IterativeLayer(PrunedLayer):
     def __init__(self, cache: IterativeCache, index: int, sliding_window: int | None) -> None:
         super().__init__(cache, index, sliding_window)
         self.is_croppable = not cache.every and not cache.pruner.accumulates
-        self.k_memory: Tensor | None = None  # [R, capacity, D]; what lies past a row's tokens is never read
-        self.v_memory: Tensor | None = None
+        self.memory: tuple[Tensor, Tensor] | None = None  # [R, M, D] each; what lies past a row's tokens is never read
         self.held: list[int] = []  # tokens of each row
         self.read: list[int] = []  # tokens of each sequence so far
+        self.retained: list[list[tuple[int, int]]] = []  # of each sequence, by iteration: kept from memory, and kept
+        self.share: list[int] = []  # memory that each sequence's last iteration gave this layer
+        self.origins: Tensor | None = None  # int32 [R, M, 1], place in the prompt, if tracked
+        self.held_at_end: list[int] = []  # tokens of each row when the last prompt had been read
+        self.observed: list[tuple[Tensor, Tensor] | None] = []  # of this iteration, if tracked: attention, memory size
+        self._choice: _Choice | None = None
 
     def attend(self, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
         if self.cache.step.iteration is not None:
@@ -44,6 +69,8 @@ class IterativeLayer(PrunedLayer):
         if self.is_croppable:  # tokens that follow the prompt stay, and nothing needs their queries
             return PagedLayer.attend(self, queries, keys, values, scaling)
         return super().attend(queries, keys, values, scaling)
+
+    # ---- reading ----
 
     def _read(self, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
         """Attention of memory and chunk, positions from 0 in each iteration; then the memory is chosen anew."""
@@ -59,38 +86,133 @@ class IterativeLayer(PrunedLayer):
         totals = [held + count for held, count in zip(longest, counts, strict=True)]
         lengths = [held + counts[row // Hkv] for row, held in enumerate(self.held)]
         T = max(lengths)
-        k_all, v_all = self._room(keys, R, T)
-        for buffer, new in ((k_all, keys), (v_all, values)):
-            for row, (start, stop) in enumerate(zip(self.held, lengths, strict=True)):
-                buffer[row, start:stop] = new[row // Hkv, row % Hkv, S - (stop - start) :]
+        k_memory, v_memory = self.memory or (None, None)
+        k_all, v_all = self._joined(k_memory, keys, lengths), self._joined(v_memory, values, lengths)
+        del k_memory, v_memory
+        self.memory = None  # a copy of it is the first part of these
 
         in_sight = [max(total, 1) for total in totals]
         first = torch.tensor([[held] for held in longest], dtype=torch.int32).to(device)
         q = rotary.rotate(queries, self._positions(first, S), max(T, S, *totals), in_sight)
-        k = self._rotated(k_all[:, :T], longest, in_sight)
-        v = v_all[:, :T]
+        k = self._rotated(k_all, longest, in_sight)
         if all(length == totals[row // Hkv] for row, length in enumerate(lengths)):
-            out = prompt_attention(q, k.unflatten(0, (B, Hkv)), v.unflatten(0, (B, Hkv)), totals, scaling)
+            out = prompt_attention(q, k.unflatten(0, (B, Hkv)), v_all.unflatten(0, (B, Hkv)), totals, scaling)
         else:  # a row is a batch entry of one KV head
             rows = q.reshape(R, -1, S, D)
-            out = prompt_attention(rows, k[:, None], v[:, None], lengths, scaling).reshape(queries.shape)
+            out = prompt_attention(rows, k[:, None], v_all[:, None], lengths, scaling).reshape(queries.shape)
 
         self.next = [total - guide for total in totals]
-        for b, count in enumerate(counts):
-            if count == 0:
-                continue
-            rows_of = slice(b * Hkv, (b + 1) * Hkv)
-            kept = [length - guide for length in lengths[rows_of]]
-            candidates = sum(kept) // Hkv
-            self.read[b] += count - guide
-            keep = min(self.cache.layer_memory(iteration.memory[b], self.read[b], self.index), candidates)
-            if keep < candidates or self.cache.pruner.accumulates:
-                offer = self._offer(b, k[rows_of], v[rows_of], lengths[rows_of], queries, count, guide, q)
-                if keep < candidates:
-                    indices, kept, _ = self._choose(offer, keep, sum(kept))
-                    self._compact(b, indices, kept, max(lengths[rows_of]))
-            self.held[rows_of] = kept
+        if self.cache.every and not self.cache.pruner.accumulates:  # to compress by, once decoding has begun
+            self.recent = self.recent or RecentQueries.of(self.cache.pruner, self.cache.every)
+            self._note(queries, guide)
+        self.observed = []
+        slots, kept = self._choose_all(k, v_all, lengths, queries, q)
+        origins = self._joined(self.origins, self._places_read(S, Hkv, device), lengths) if self.cache.track else None
+        self.read = [read + max(count - guide, 0) for read, count in zip(self.read, counts, strict=True)]
+        self._choice = _Choice(k_all, v_all, slots, kept, origins)
+        if self.cache.prune == "layer":
+            self.prune()
         return out
+
+    def _joined(self, old: Tensor | None, new: Tensor, lengths: list[int]) -> Tensor:
+        """Memory [R, M, D] followed by the chunk's tokens [B, Hkv, S, D]: [R, T, D], row r filled up to lengths[r]."""
+        R, T, S = len(lengths), max(lengths), new.shape[2]
+        if min(self.held) == max(self.held) and min(lengths) == T == self.held[0] + S:
+            rows = new.flatten(0, 1)
+            return rows if old is None or self.held[0] == 0 else torch.cat([old[:, : self.held[0]], rows], dim=1)
+        out = new.new_zeros(R, T, new.shape[3])
+        for row, (held, length) in enumerate(zip(self.held, lengths, strict=True)):
+            if old is not None:
+                out[row, :held] = old[row, :held]
+            out[row, held:length] = new[row // new.shape[1], row % new.shape[1], S - (length - held) :]
+        return out
+
+    def _choose_all(
+        self, k: Tensor, v: Tensor, lengths: list[int], queries: Tensor, rotated: Tensor
+    ) -> tuple[Tensor, list[int]]:
+        """(slots int64 [R, K] of what stays of rows k (rotated), v [R, T, D], how many of each row count)."""
+        step = self.cache.step
+        iteration, counts = step.iteration, step.counts
+        assert iteration is not None
+        guide, heads = iteration.guide_length, len(lengths) // len(counts)
+        chosen: list[Tensor] = []
+        kept: list[int] = []
+        self.retained = self.retained or [[] for _ in counts]
+        self.share = self.share or [0] * len(counts)
+        for b, count in enumerate(counts):
+            rows = slice(b * heads, (b + 1) * heads)
+            if count == 0:  # this sequence starts in a later iteration
+                chosen.append(torch.arange(max(self.held[rows]), dtype=torch.int32, device=k.device).expand(heads, -1))
+                kept += self.held[rows]
+                if self.cache.track:
+                    self.observed.append(None)
+                continue
+            here = [length - guide for length in lengths[rows]]
+            candidates = sum(here) // heads
+            self.share[b] = iteration.memory[b][self.index]
+            keep = min(self.share[b], candidates)
+            slots = torch.arange(max(here), dtype=torch.int32, device=k.device).expand(heads, -1)
+            if keep < candidates or self.cache.pruner.accumulates:
+                offer = self._offer(b, k[rows], v[rows], lengths[rows], queries, count, guide, rotated)
+                if keep < candidates:
+                    slots, here, stayed = self._choose_memory(offer, b, keep, here)
+                    self.whole[b] = False
+                    if self.recent is not None:  # queries whose own keys may be gone
+                        self.recent.forget(b, stayed)
+            if self.cache.measures_retention:
+                self.retained[b].append((int(self._from_memory(b, slots, here).sum()), sum(here)))
+            if self.cache.track:
+                self.observed.append(self._observe(b, k[rows], rotated, lengths[rows]))
+            chosen.append(slots)
+            kept += here
+        longest = max(slots.shape[1] for slots in chosen)
+        every = [torch.nn.functional.pad(slots, (0, longest - slots.shape[1])) for slots in chosen]
+        return torch.cat(every).long(), kept
+
+    def _choose_memory(
+        self, offer: Candidates, b: int, keep: int, here: list[int]
+    ) -> tuple[Tensor, list[int], int]:  # slots, how many of each row count, how many last ones surely stayed
+        if not self.cache.append:
+            return self._choose(offer, keep, sum(here))
+        held = self.held[b * offer.heads : (b + 1) * offer.heads]
+        new = keep - sum(held) // offer.heads
+        if new <= 0:
+            slots = torch.arange(max(held), dtype=torch.int32, device=offer.keys.device)
+            return slots.expand(offer.heads, -1), list(held), 0
+        ends = torch.tensor(held).to(offer.keys.device)[:, None]
+        pruner = self.cache.pruner
+        wanted = new + min(pruner.num_sink_tokens, *held)  # sinks that memory has take nothing from the chunk
+        ranks = pruner.rank(offer, wanted).masked_fill(offer.places()[0] < ends, float("inf"))
+        slots, kept = self.cache.budget.divide(ranks, keep, sum(here))
+        counts = [slots.shape[1]] * offer.heads if kept is None else kept.tolist()
+        return slots, counts, min(pruner.recent(wanted, offer.chunk_length), new)
+
+    def _from_memory(self, b: int, slots: Tensor, kept: list[int]) -> Tensor:
+        """int64 [Hkv]: how many of the kept slots were memory."""
+        heads = len(kept)
+        held = torch.tensor(self.held[b * heads : (b + 1) * heads]).to(slots.device)[:, None]
+        counts = torch.tensor(kept).to(slots.device)[:, None]
+        return ((slots < held) & (torch.arange(slots.shape[1], device=slots.device) < counts)).sum(1)
+
+    def prune(self) -> None:
+        """Makes what was chosen the memory."""
+        choice, self._choice = self._choice, None
+        if choice is None:
+            return
+        R, T, D = choice.keys.shape
+        slots, K = choice.slots, choice.slots.shape[1]
+        rows = (torch.arange(R, device=slots.device)[:, None] * T + slots).flatten()
+
+        def taken(x: Tensor) -> Tensor:
+            return x.reshape(R * T, -1).index_select(0, rows).view(R, K, -1)
+
+        self.memory, self.held = (taken(choice.keys), taken(choice.values)), choice.kept
+        if self.received is not None:
+            counts = torch.tensor(choice.kept).to(slots.device)[:, None]
+            gone = torch.arange(K, device=slots.device) >= counts
+            self.received = self.received.gather(1, slots.clamp(max=self.received.shape[1] - 1)).masked_fill_(gone, 0)
+        if choice.origins is not None:
+            self.origins = taken(choice.origins)
 
     def _rotated(self, k: Tensor, longest: list[int], in_sight: list[int]) -> Tensor:
         """Rows [R, T, D] rotated so that memory ends at its sequence's longest row."""
@@ -112,45 +234,60 @@ class IterativeLayer(PrunedLayer):
     def _spread(numbers: list[int], heads: int) -> list[int]:
         return [number for number in numbers for _ in range(heads)]
 
+    def longest_of(self, b: int) -> int:
+        """Tokens in memory of the longest row of sequence b."""
+        heads = self.cache.kv_heads
+        return max(self.held[b * heads : (b + 1) * heads], default=0)
+
     def _longest(self, batch: int) -> list[int]:
         heads = len(self.held) // batch
         return [max(self.held[b * heads : (b + 1) * heads]) for b in range(batch)]
 
-    def _compact(self, b: int, indices: Tensor, kept: list[int], length: int) -> None:
-        """Keeps the chosen slots of sequence b's rows in the buffers."""
-        assert self.k_memory is not None and self.v_memory is not None
-        heads, K = indices.shape
-        rows = slice(b * heads, (b + 1) * heads)
-        self.whole[b] = False
-        for buffer in (self.k_memory, self.v_memory):
-            if min(kept) == K:
-                ops.compact_rows_(buffer[rows, :length], indices)
-            else:
-                buffer[rows, :K] = torch.take_along_dim(buffer[rows], indices[..., None].long(), 1)
-        if self.received is not None:
-            taken = self.received[rows].gather(1, indices.long())
-            held = torch.arange(K, device=taken.device) < torch.tensor(kept).to(taken.device)[:, None]
-            self.received[rows] = 0
-            self.received[rows, :K] = taken * held
+    # ---- what is seen of it ----
 
-    def _room(self, like: Tensor, rows: int, tokens: int) -> tuple[Tensor, Tensor]:
-        old = self.k_memory.shape[1] if self.k_memory is not None else 0
-        if self.k_memory is None or old < tokens:
-            capacity = max(tokens, self.cache.largest_context)
-            for name in ("k_memory", "v_memory"):
-                bigger = like.new_zeros(rows, capacity, like.shape[3])
-                held = getattr(self, name)
-                if held is not None:
-                    bigger[:, :old] = held
-                setattr(self, name, bigger)
-        assert self.k_memory is not None and self.v_memory is not None
-        return self.k_memory, self.v_memory
+    def _places_read(self, columns: int, heads: int, device: torch.device) -> Tensor:
+        """int32 [B, Hkv, columns, 1]: place in the prompt of this call's tokens."""
+        counts = self.cache.step.counts
+        first = torch.tensor([read - (columns - n) for read, n in zip(self.read, counts, strict=True)])
+        places = first[:, None] + torch.arange(columns)
+        return places.to(torch.int32).to(device)[:, None, :, None].expand(-1, heads, -1, -1)
+
+    def _observe(self, b: int, k: Tensor, rotated: Tensor, lengths: list[int]) -> tuple[Tensor, Tensor]:
+        """float32 [Hkv] each, on the CPU: share of the chunk's attention that memory received, and memory's keys."""
+        step = self.cache.step
+        assert step.iteration is not None
+        guide, count, heads = step.iteration.guide_length, step.counts[b], len(lengths)
+        chunk, T = count - guide, max(lengths) - guide
+        held = torch.tensor(self.held[b * heads : (b + 1) * heads])
+        queries = rotated[b, :, rotated.shape[2] - count : rotated.shape[2] - guide].unflatten(0, (heads, -1))
+        ends = torch.tensor(lengths, dtype=torch.int32) - guide
+        received = ops.window_scores(
+            queries, k[:, None, :T].contiguous(), scale=self.scaling, reduce="sum", kernel_size=1, skip_last=0,
+            lengths=None if min(lengths) == max(lengths) else ends.to(k.device),
+        )[:, 0].cpu()  # fmt: skip
+        in_memory = torch.arange(T) < held[:, None]
+        return (received * in_memory).sum(1) / (chunk * queries.shape[1]), held.float()
+
+    def layer_reading(self, b: int) -> LayerReading:
+        """What was seen of sequence b in the iteration that ends."""
+        heads = len(self.held) // len(self.next)
+        rows, seen = range(b * heads, (b + 1) * heads), self.observed[b]
+        assert self.origins is not None and seen is not None
+        start = self.read[b] - self.cache.step.counts[b]
+        assert self.cache.step.iteration is not None
+        start += self.cache.step.iteration.guide_length
+        positions = tuple(self.origins[row, : self.held[row], 0].cpu() for row in rows)
+        old = torch.tensor([int((places < start).sum()) for places in positions])
+        retention = old / torch.tensor([max(len(places), 1) for places in positions])
+        return LayerReading(positions, retention, seen[0], seen[1])
+
+    # ---- a prompt begins and ends ----
 
     def _slack(self) -> int:
         return 1 if self.cache.every else NEVER
 
     def _keep(self, b: int) -> int:
-        return self.cache.layer_memory(self.cache.memory_size, self.read[b], self.index)
+        return self.cache.final_memory(b, self.read[b], self.index)
 
     def begin_prompt(self) -> None:
         """A prompt begins; in a conversation, what is held becomes unrotated memory again."""
@@ -160,26 +297,32 @@ class IterativeLayer(PrunedLayer):
         if self.cache.pruner.accumulates and self.recent is not None and self.recent.held:
             self._settle_held(slack=NEVER)  # the queries that came after the last prompt vote
         heads, counts = self.heads, pool.counts
-        k, v = pool.gather(max(*counts, self.cache.largest_context))
+        k, v = pool.gather(max(counts))
         slots = torch.arange(k.shape[1], dtype=torch.int32, device=k.device)
         places = slots.expand(len(k), -1) if self.shift is None else slots + self.shift[:, None]
         if self.split is not None:
             places = torch.where(slots < self.split[:, None], slots, places)
         bound = max(*self.next, 0) + k.shape[1]
         lengths = self._spread(self.rope_lengths, heads)
-        self.k_memory = rotary.unrotate(k[:, None], bound, lengths, places.contiguous())[:, 0]
-        self.v_memory, self.held, self.pool = v, list(counts), None
+        if self.origins is not None:  # tokens since the last prompt follow those of its memory
+            since = [self.read[row // heads] - count for row, count in enumerate(counts)]
+            later = torch.tensor(since, dtype=torch.int32).to(k.device)[:, None] + slots
+            known = torch.nn.functional.pad(self.origins[..., 0], (0, len(slots)))[:, : len(slots)]
+            ends = torch.tensor(self.held_at_end).to(k.device)[:, None]
+            self.origins = torch.where(slots < ends, known, later)[..., None]
+        self.memory = rotary.unrotate(k[:, None], bound, lengths, places.contiguous())[:, 0], v
+        self.held, self.pool = list(counts), None
         self.shift = self.split = self.recent = None
 
     def end_prompt(self) -> None:
         """Memory moves into pages, rotated once for the positions that it keeps while decoding."""
-        if self.k_memory is None or self.v_memory is None:
+        if self.memory is None:
             return
-        B, D = len(self.next), self.k_memory.shape[2]
-        heads, T = len(self.held) // B, max(self.held)
-        longest = self._longest(B)
-        k = self._rotated(self.k_memory[:, :T], longest, [max(held, 1) for held in longest])
-        v = self.v_memory[:, :T]
+        k, v = self.memory
+        B, heads, D = len(self.next), len(self.held) // len(self.next), k.shape[2]
+        T, longest = max(self.held), self._longest(B)
+        k = self._rotated(k[:, :T], longest, [max(held, 1) for held in longest])
+        v = v[:, :T]
         kept, whole = self.held, self.whole
         self.open_pool(len(kept), D, k, [max(held, 1) for held in longest])
         assert self.pool is not None
@@ -191,15 +334,23 @@ class IterativeLayer(PrunedLayer):
         self.next, self.near = longest, [min(kept[b * heads : (b + 1) * heads]) for b in range(B)]
         late = [longest[row // heads] - held for row, held in enumerate(kept)]
         self.shift = torch.tensor(late, dtype=torch.int32).to(k.device) if any(late) else None
-        self.recent = RecentQueries.of(self.cache.pruner, self.cache.every)
-        self.k_memory = self.v_memory = None
-        self.held = []
+        self.recent = self.recent or RecentQueries.of(self.cache.pruner, self.cache.every)
+        self.memory, self.held, self.held_at_end = None, [], kept
+
+    # ---- state ----
 
     def select_batch(self, indices: list[int]) -> None:
-        if self.k_memory is not None:
+        if self.memory is not None:
             raise RuntimeError("the batch of this cache cannot change while a prompt is being read")
+        if self.pool is not None:
+            rows = [b * self.heads + h for b in indices for h in range(self.heads)]
+            self.held_at_end = [self.held_at_end[row] for row in rows] if self.held_at_end else []
+            if self.origins is not None:
+                self.origins = self.origins[torch.tensor(rows).to(self.origins.device)]
         super().select_batch(indices)
         self.read = [self.read[b] for b in indices] if self.read else []
+        self.retained = [list(self.retained[b]) for b in indices] if self.retained else []
+        self.share = [self.share[b] for b in indices] if self.share else []
 
     def check_step(self, step: Step) -> None:
         if step.iteration is None:
@@ -214,27 +365,36 @@ class IterativeLayer(PrunedLayer):
         return max(have + count for have, count in zip(held, step.counts, strict=True))
 
     def _side_nbytes(self) -> int:
-        buffers = [x for x in (self.k_memory, self.v_memory) if x is not None]
-        return super()._side_nbytes() + sum(x.nbytes for x in buffers)
+        choice = self._choice
+        tensors = [*(self.memory or ()), self.origins, *((choice.keys, choice.values) if choice is not None else ())]
+        return super()._side_nbytes() + sum(x.nbytes for x in tensors if x is not None)
 
     def stored_lengths(self) -> list[list[int]]:
-        if self.k_memory is not None:
+        if self.held:
             heads = len(self.held) // len(self.next)
             return [self.held[b * heads : (b + 1) * heads] for b in range(len(self.next))]
         return super().stored_lengths()
 
 
 class IterativeCache(PrunedCache):
-    """Reads a prompt of any length through a memory of fixed size; `kvcompress.prefill` or `generate` do the reading.
+    """Reads a prompt of any length through a small memory; `kvcompress.prefill` or `generate` do the reading.
 
-    config: the model's config. memory_size: tokens kept per layer and KV head (per sequence), or PyramidKV or AdaKV of
-    a number of tokens, which divide them over layers or heads. chunk_size: tokens read per iteration. pruner: chooses
-    the memory among the old memory and the chunk (default SnapKV()). schedule: "fixed". every: None keeps all tokens
-    that follow the prompt; k compresses while decoding too, when a row has grown by k tokens over its memory.
+    config: the model's config. memory_size: tokens kept per layer and KV head (per sequence) when the prompt is read,
+    or PyramidKV or AdaKV of a number of tokens, which divide them over layers or heads. chunk_size: tokens read per
+    iteration, mean. pruner: chooses the memory among the old memory and the chunk (default SnapKV()).
+    schedule: how memory grows from initial_memory (default memory_size divided by the number of iterations) to
+    memory_size: "fixed" (full size from the start), "linear", "square", "sqrt", "square-sqrt" (lower layers square,
+    higher ones sqrt) or "adaptive" (= Adaptive(): layers that retain more get more). dynamic: chunks shrink as memory
+    grows, so that a chunk and the memory before it are one constant. Both need the prompt's length; a later prompt of
+    a conversation continues the iteration with the full memory.
+    append: True compresses each chunk alone and appends it; memory is never rewritten (a baseline, IMDC, B.4).
+    prune: "layer" drops tokens after each layer's attention, "forward" after the forward pass: the same tokens in
+    more memory, as the paper measures it. dense_below: prompts up to this length are read without any pruning.
+    every: None keeps all tokens that follow the prompt; k compresses while decoding too, when a row has grown by k
+    tokens over its memory. track: True notes in cache.track what each iteration keeps and attends to (see Track).
     page_size, max_pages, grow: how a layer's storage grows, see PoolSettings.
-    A prompt that fits into memory_size is kept whole: the model then sees what it would see with a dense cache.
-    The next prompt of a conversation continues the iteration.
-    Raises ValueError for sizes below 1, RuntimeError where a layer needs more than max_pages. Source: IMDC.
+    With "fixed", a prompt that fits into memory_size is kept whole: the model then sees what it would see with a dense
+    cache. Raises ValueError for sizes below 1, RuntimeError where a layer needs more than max_pages. Source: IMDC.
     """
 
     layers: list[IterativeLayer]
@@ -247,8 +407,14 @@ class IterativeCache(PrunedCache):
         memory_size: int | Budget = 1024,
         chunk_size: int = 1024,
         pruner: Pruner | None = None,
-        schedule: str = "fixed",
+        schedule: str | Adaptive = "fixed",
+        dynamic: bool = False,
+        initial_memory: int | None = None,
+        append: bool = False,
+        prune: str = "layer",
+        dense_below: int = 0,
         every: int | None = None,
+        track: bool = False,
         page_size: int = 64,
         max_pages: int | None = None,
         grow: str = "double",
@@ -256,39 +422,115 @@ class IterativeCache(PrunedCache):
         tokens = memory_size.tokens if isinstance(memory_size, Budget) else memory_size
         if tokens is None:
             raise ValueError(f"memory_size must be a number of tokens, got {memory_size}")
-        planner.plan(0, chunk_size=chunk_size, memory_size=tokens, schedule=schedule)  # refuses wrong sizes
-        if schedule != "fixed":
-            raise ValueError(f"schedule must be fixed, a growing memory cannot be read with yet, got {schedule!r}")
-        self.memory_size, self.schedule = tokens, schedule
+        self.adaptive = Adaptive() if schedule == "adaptive" else schedule if isinstance(schedule, Adaptive) else None
+        self.memory_size, self.schedule = tokens, "adaptive" if isinstance(schedule, Adaptive) else schedule
+        self.dynamic, self.initial_memory, self.append, self.prune = dynamic, initial_memory, append, prune
+        self.dense_below = dense_below
         self.kv_heads: int = decoder_config(config).num_key_value_heads
         self.largest_context = 0
+        # refuses wrong sizes and schedules
+        planner.plan(
+            0, chunk_size=chunk_size, memory_size=tokens, schedule=self.schedule, initial_memory=initial_memory
+        )
+        if prune not in PRUNE:
+            raise ValueError(f"prune must be one of {', '.join(PRUNE)}, got {prune!r}")
+        if not isinstance(dense_below, int) or dense_below < 0:
+            raise ValueError(f"dense_below must be an integer of at least 0, got {dense_below!r}")
+        divided = isinstance(memory_size, Budget) and memory_size.divides_layers
+        if divided and self.schedule in ("square-sqrt", "adaptive"):
+            raise ValueError(
+                f"schedule {self.schedule!r} divides memory over layers itself: memory_size must not be {memory_size}"
+            )
+        if track and every:
+            raise ValueError(f"track follows prompts only: every must be None with it, got {every}")
         super().__init__(
             config, pruner, memory_size, every=every, positions="contiguous" if every else "original",
             chunk_size=chunk_size, page_size=page_size, max_pages=max_pages, grow=grow,
         )  # fmt: skip
+        self.track = Track() if track else None
 
     def _new_layer(self, index: int, sliding_window: int | None) -> IterativeLayer:
         return IterativeLayer(self, index, sliding_window)
 
-    def layer_memory(self, mean: int, length: int, layer: int) -> int:
-        """Tokens per head of one layer, where the plan says `mean` and `length` tokens have been read."""
-        return self.budget.layer_share(mean, length, layer, len(self.layers))
+    # ---- how much memory ----
 
     def plan_prompt(self, length: int) -> Plan:
+        later = self.read_before > 0
         return planner.plan(
-            length, chunk_size=self.chunk_size or 1, memory_size=self.memory_size, schedule=self.schedule
-        )
+            length, chunk_size=self.chunk_size or 1, memory_size=self.memory_size,
+            schedule="fixed" if later else self.schedule, dynamic=self.dynamic,
+            initial_memory=None if later else self.initial_memory, layers=len(self.layers),
+        )  # fmt: skip
+
+    def stream_plan(self) -> Plan:
+        if self.schedule != "fixed" or self.dynamic:
+            raise ValueError(
+                f"input_ids of unknown length can be read with schedule='fixed' and dynamic=False alone, got "
+                f"{self.schedule!r} and {self.dynamic}: the others divide the length"
+            )
+        return self.plan_prompt(self.memory_size + 2 * (self.chunk_size or 1))
+
+    @property
+    def read_before(self) -> int:
+        """Tokens of the longest sequence so far."""
+        return max(self.layers[0].read, default=0)
+
+    def memory_sizes(self, b: int, plan: Plan, i: int) -> tuple[int, ...]:
+        L, chunk = len(self.layers), plan.chunks[i]
+        read = self.layers[0].read[b] if self.layers[0].read else 0
+        if read + sum(plan.chunks[i:]) <= self.dense_below:
+            return (NEVER,) * L
+        if self.adaptive is not None:
+            return self._adaptive_sizes(self.adaptive, b, plan, i)
+        if self.schedule == "square-sqrt":
+            return tuple(memory[i] for memory in plan.layer_memory)
+        return tuple(self.budget.layer_share(plan.memory[i], read + chunk, j, L) for j in range(L))
+
+    def _adaptive_sizes(self, adaptive: Adaptive, b: int, plan: Plan, i: int) -> tuple[int, ...]:
+        """IMDC, eq 3: in the third iteration and later, by how much of its memory each layer retained."""
+        L, mean = len(self.layers), plan.memory[i]
+        history = [layer.retained[b] if layer.retained else [] for layer in self.layers]
+        if len(history[0]) < 2:
+            return (mean,) * L
+        if adaptive.ratio == "last" and adaptive.normalise == "sum":
+            kept, stored = [past[-1][0] for past in history], [past[-1][1] for past in history]
+        else:
+            weights = adaptive.weights(history)
+            kept, stored = [round(weight * _UNIT) for weight in weights], [_UNIT] * L
+        held = [layer.longest_of(b) for layer in self.layers]
+        most = [count + plan.chunks[i] for count in held]
+        if i + 1 < len(plan) and (room := self.trained_length - plan.chunks[i + 1]) >= mean:
+            most = [min(count, room) for count in most]  # positions stay where the model was trained
+        least = max(1, self.pruner.num_sink_tokens + self.pruner.window)
+        lowest = [min(mean, count, least) for count in most]
+        return tuple(ops.divide_memory(L * mean, kept, stored, lowest=lowest, highest=most).tolist())
+
+    def final_memory(self, b: int, read: int, layer: int) -> int:
+        """Tokens per head of one layer while decoding, where `read` tokens have been read."""
+        if self.adaptive is not None:
+            shares = [each.share[b] for each in self.layers if each.share]
+            if sum(shares) == len(self.layers) * self.memory_size:
+                return shares[layer]
+        return self.budget.layer_share(self.memory_size, read, layer, len(self.layers))
+
+    @property
+    def measures_retention(self) -> bool:
+        return self.adaptive is not None
+
+    # ---- reading ----
 
     def begin_prompt(self, plans: list[Plan], guide_length: int) -> None:
         stored = self.layers[0].stored_lengths() or [[0]] * len(plans)
         contexts, pages = [0], 0
         for row, plan in zip(stored, plans, strict=True):
-            held = max(row, default=0)
-            for chunk, memory in zip(plan.chunks, plan.memory, strict=True):
+            held, before = max(row, default=0), self.read_before
+            dense = before + sum(plan.chunks) <= self.dense_below
+            largest = map(max, zip(*plan.layer_memory, strict=True))
+            for chunk, memory in zip(plan.chunks, largest, strict=True):
                 contexts.append(held + chunk + guide_length)
-                held = min(memory, held + chunk)
+                held = held + chunk if dense else min(memory, held + chunk)
             pages += self.kv_heads * self.pool_settings.blocks(held)
-        if isinstance(self.budget, Uniform):
+        if isinstance(self.budget, Uniform) and self.adaptive is None:
             self.pool_settings.check(pages)
         self.largest_context = max(contexts)
         if self.largest_context > self.trained_length:
@@ -300,7 +542,30 @@ class IterativeCache(PrunedCache):
         for layer in self.layers:
             layer.begin_prompt()
 
+    def end_forward(self) -> None:
+        if self.step.iteration is not None:
+            for layer in self.layers:
+                layer.prune()
+            if self.track is not None:
+                self._note_reading(self.track)
+        super().end_forward()
+
+    def _note_reading(self, track: Track) -> None:
+        step = self.step
+        assert step.iteration is not None
+        while len(track.readings) < len(step.counts):
+            track.readings.append([])
+        for b, count in enumerate(step.counts):
+            if count:
+                chunk = count - step.iteration.guide_length
+                layers = tuple(layer.layer_reading(b) for layer in self.layers)
+                track.readings[b].append(Reading(self.layers[0].read[b] - chunk, chunk, layers))
+
     def end_prompt(self, columns: int) -> None:
         super().end_prompt(columns)
         for layer in self.layers:
             layer.end_prompt()
+
+    def reset(self) -> None:
+        super().reset()
+        self.track = Track() if self.track is not None else None

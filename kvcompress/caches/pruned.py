@@ -41,12 +41,13 @@ class PrunedLayer(PagedLayer):
         self.whole: list[bool] = []  # no token of a sequence was ever dropped
         self.near: list[int] = []  # tokens of a sequence outside the far segment
         self.blank: list[int] = []  # unused ids between the segments of each sequence ("constant": their distance)
+        self.blank_rows: Tensor | None = None  # int32 [R], blank of each row, on the device
         self.scaling = 1.0
 
     def open_pool(self, rows: int, head_dim: int, like: Tensor, rope_lengths: list[int]) -> None:
         super().open_pool(rows, head_dim, like, rope_lengths)
         B, self.split = len(rope_lengths), None
-        self.near, self.whole, self.blank = [0] * B, [True] * B, [0] * B
+        self.near, self.whole, self.blank, self.blank_rows = [0] * B, [True] * B, [0] * B, None
 
     # ---- attention ----
 
@@ -124,7 +125,9 @@ class PrunedLayer(PagedLayer):
         assert rotary is not None and self.pool is not None and gap is not None and self.split is not None
         B, Hq, S, D = queries.shape
         R = slots.shape[0]
-        blank = torch.tensor(self.blank, dtype=torch.int32).to(slots.device).repeat_interleave(R // B)[:, None]
+        if self.blank_rows is None:
+            self.blank_rows = torch.tensor(self.blank, dtype=torch.int32).to(slots.device).repeat_interleave(R // B)
+        blank = self.blank_rows[:, None]
         if gap.reading == "constant":
             ids = blank.expand_as(slots).contiguous()
         else:
@@ -337,6 +340,7 @@ class PrunedLayer(PagedLayer):
         distance = (position - ids).clamp_(min=0).to(torch.int32)
         moved = rotary.move_back(k[:, None], distance, max(self.next) + 1, self.rope_lengths[0])[:, 0]
         if self.cache.bounded:
+            self.blank_rows = None
             for b, (far, here) in enumerate(zip(split.view(-1, heads).amax(1).tolist(), compressed, strict=True)):
                 if here:
                     self.blank[b] = gap.blank(far, near[b], self.cache.growth, self.cache.trained_length)
@@ -390,7 +394,7 @@ class PrunedLayer(PagedLayer):
         heads = self.heads
         super().select_batch(indices)
         self.near, self.blank = ([numbers[b] for b in indices] for numbers in (self.near, self.blank))
-        self.whole = [self.whole[b] for b in indices]
+        self.whole, self.blank_rows = [self.whole[b] for b in indices], None
         rows = torch.tensor([b * heads + h for b in indices for h in range(heads)])
         if self.split is not None:
             self.split = self.split[rows.to(self.split.device)]

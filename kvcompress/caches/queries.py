@@ -9,6 +9,8 @@ from torch import Tensor
 
 from ..pruners import Pruner
 
+VOTING = 16  # queries of decoded tokens that vote together
+
 
 class RecentQueries:
     """A ring of the last queries, before rotation: a pruner rotates them for the positions that their keys then have.
@@ -26,8 +28,8 @@ class RecentQueries:
     @staticmethod
     def of(pruner: Pruner, every: int) -> RecentQueries | None:
         """What a pruner needs in a cache that compresses every so many tokens; None if nothing."""
-        if pruner.accumulates:
-            return RecentQueries(every or 64)
+        if pruner.accumulates:  # they wait for a common vote; few, as they count beside a small budget
+            return RecentQueries(min(every or VOTING, VOTING))
         return RecentQueries(pruner.window or 1) if every else None
 
     @property

@@ -264,7 +264,9 @@ class StreamingCache(CompressedCache):
         return StreamingLayer(self, index, sliding_window)
 
     def plan_prompt(self, length: int) -> Plan:
-        return planner.plan(length, chunk_size=self.chunk_size, memory_size=self.window_size + self.num_sink_tokens)
+        return planner.plan(
+            length, chunk_size=self.chunk_size or 1, memory_size=self.window_size + self.num_sink_tokens
+        )
 
     def check_guide(self) -> None:
         raise ValueError("guide has no effect with StreamingCache, which keeps tokens by their place alone")

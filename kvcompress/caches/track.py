@@ -1,0 +1,68 @@
+"""What a prompt's reading did, iteration by iteration: for figures and for users who want to see what is kept."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class LayerReading:
+    """One layer in one iteration of one sequence.
+
+    positions: of the tokens kept, by KV head, int32, counted from the first token that the cache read. retention:
+    float32 [Hkv], share of the new memory that was in the old one (IMDC, eq 2). memory_attention: float32 [Hkv], share
+    of the chunk's attention that memory received, mean over the chunk's queries and the query heads of a KV head.
+    memory_size: float32 [Hkv], keys in memory that they saw.
+    """
+
+    positions: tuple[Tensor, ...]
+    retention: Tensor
+    memory_attention: Tensor
+    memory_size: Tensor
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One iteration of one sequence: where its chunk began, its tokens, and what each layer did."""
+
+    start: int
+    chunk: int
+    layers: tuple[LayerReading, ...]
+
+
+@dataclass
+class Track:
+    """readings[b][i]: iteration i of sequence b. All tensors are on the CPU; 4 bytes per kept token and iteration."""
+
+    readings: list[list[Reading]] = field(default_factory=list)
+
+    def retention(self, sequence: int = 0) -> Tensor:
+        """float32 [n, L, Hkv]: retention ratio of each iteration."""
+        return torch.stack([torch.stack([layer.retention for layer in r.layers]) for r in self.readings[sequence]])
+
+    def memory_attention(self, sequence: int = 0) -> Tensor:
+        """float32 [n, L, Hkv]: share of a chunk's attention that memory received."""
+        readings = self.readings[sequence]
+        return torch.stack([torch.stack([layer.memory_attention for layer in r.layers]) for r in readings])
+
+    def memory_probability(self, sequence: int = 0) -> Tensor:
+        """float32 [n, L, Hkv]: mean attention probability of a key in memory; nan in the first iteration."""
+        readings = self.readings[sequence]
+        sizes = torch.stack([torch.stack([layer.memory_size for layer in r.layers]) for r in readings])
+        return self.memory_attention(sequence) / sizes.masked_fill(sizes == 0, torch.nan)
+
+    def memory_map(self, sequence: int = 0) -> Tensor:
+        """float32 [L, n]: share of a layer's final memory that came from each chunk, mean over its KV heads."""
+        readings = self.readings[sequence]
+        edges = torch.tensor([r.start for r in readings])
+        rows = []
+        for layer in readings[-1].layers:
+            heads = []
+            for positions in layer.positions:
+                chunk = torch.bucketize(positions.long(), edges, right=True) - 1
+                heads.append(torch.bincount(chunk.clamp(min=0), minlength=len(edges)) / max(len(positions), 1))
+            rows.append(torch.stack(heads).mean(0))
+        return torch.stack(rows)

@@ -1,0 +1,32 @@
+"""Figures of a reading: what was planned, what memory received and kept, and what it is worth.
+
+Each function draws into axes, or into a new figure where axes is None (no display, no pyplot state), and returns the
+Axes. plan, memory_share and memory_map have one panel per name: given a dict they take as many Axes and return a list
+of them, in the dict's order. Iterations, chunks and layers count from 0. axes.figure is the figure, save writes it.
+In a notebook, `axes.figure` as a cell's last line shows it after `%matplotlib inline`.
+"""
+
+try:
+    import matplotlib  # noqa: F401
+except ModuleNotFoundError as error:
+    if error.name != "matplotlib":
+        raise
+    raise ImportError("kvcompress.plots needs matplotlib: pip install 'kvcompress[eval]'", name=error.name) from error
+
+from .files import save
+from .plans import plan
+from .quality import loss_over_position, recall_map
+from .readings import memory_attention, memory_share, retention
+from .sources import memory_map, memory_sources
+
+__all__ = [
+    "loss_over_position",
+    "memory_attention",
+    "memory_map",
+    "memory_share",
+    "memory_sources",
+    "plan",
+    "recall_map",
+    "retention",
+    "save",
+]

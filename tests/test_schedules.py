@@ -1,0 +1,411 @@
+"""IMDC with every schedule against its definition; positions, tracking, streams, logits."""
+
+import numpy as np
+import pytest
+import torch
+from helpers import left_padded, random_ids, tiny_model
+from reading_definition import plain_reading
+
+import kvcompress
+from kvcompress import AdaKV, Adaptive, AllLogits, IterativeCache, PyramidKV, StreamingCache, TokenLoss, attach, prefill
+from kvcompress.positions import RotaryTables
+from kvcompress.pruners import H2O, SnapKV, StreamingLLM
+from kvcompress.reference import divide_memory
+from kvcompress.reference import plan as plain_plan
+
+SNAPKV = SnapKV(window=4, num_sink_tokens=1)
+STREAMING = StreamingLLM(num_sink_tokens=2)
+SCHEDULES = ["fixed", "linear", "square", "sqrt", "square-sqrt", "adaptive"]
+
+
+def attached(*args, **kwargs):
+    model = tiny_model(*args, **kwargs)
+    attach(model)
+    return model
+
+
+def plain_sizes(plan, chunks, schedule, pruner, *, most):
+    """Memory of each layer after iteration i by the definition."""
+    L = len(plan.memory)
+
+    def sizes(i, ratios):
+        if schedule != "adaptive":
+            return [layer[i] for layer in plan.memory]
+        if i < 2:
+            return [plan.mean_memory[i]] * L
+        held = list(stored[-1])
+        highest = [e + chunks[i] for e in held]
+        if i + 1 < len(chunks) and most - chunks[i + 1] >= plan.mean_memory[i]:
+            highest = [min(hi, most - chunks[i + 1]) for hi in highest]
+        lowest = [min(plan.mean_memory[i], hi, pruner.num_sink_tokens + pruner.window) for hi in highest]
+        return divide_memory(L * plan.mean_memory[i], ratios[i - 1], lowest, highest)
+
+    stored = []
+
+    def noting(i, ratios):
+        chosen = sizes(i, ratios)
+        held = stored[-1] if stored else [0] * L
+        stored.append([min(size, e + chunks[i]) for size, e in zip(chosen, held, strict=True)])
+        return chosen
+
+    return noting
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("prune", ["layer", "forward"])
+@pytest.mark.parametrize("pruner", [SNAPKV, STREAMING], ids=["snapkv", "streaming"])
+@pytest.mark.parametrize("dynamic", [False, True], ids=["constant", "dynamic"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_schedule_is_what_the_definition_says(schedule, dynamic, pruner, prune):
+    model, ids = attached(), random_ids(151)
+    settings = {"schedule": schedule, "dynamic": dynamic, "layers": 3}
+    plan = plain_plan(150, 24, 30, **settings)
+    most = model.config.max_position_embeddings
+    expected = plain_reading(
+        model, ids, plan.chunks, plain_sizes(plan, plan.chunks, schedule, pruner, most=most), pruner
+    )
+    cache = IterativeCache(
+        model.config, memory_size=30, chunk_size=24, pruner=pruner, schedule=schedule, dynamic=dynamic, prune=prune,
+        track=True,
+    )  # fmt: skip
+    prefill(model, ids, cache)
+    assert len(cache.track.readings[0]) == len(plan.chunks)
+    for i, reading in enumerate(cache.track.readings[0]):
+        assert reading.chunk == plan.chunks[i]
+        assert reading.start == sum(plan.chunks[:i])
+        for j, layer in enumerate(reading.layers):
+            assert [places.tolist() for places in layer.positions] == expected.kept[i][j]
+            torch.testing.assert_close(layer.memory_attention, expected.memory_attention[i][j], atol=1e-4, rtol=1e-4)
+        ratio = cache.track.retention()[i].mean(1)
+        torch.testing.assert_close(ratio, torch.tensor([float(p) for p in expected.ratios[i]]))
+    logits = model(ids[:, -1:], past_key_values=cache).logits[:, -1]
+    torch.testing.assert_close(logits, expected.logits, atol=3e-4, rtol=3e-4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("pruner", [SNAPKV, STREAMING], ids=["snapkv", "streaming"])
+def test_append_only_memory_is_what_the_definition_says(pruner):
+    model, ids = attached(), random_ids(151)
+    plan = plain_plan(150, 24, 40, schedule="linear", layers=3)
+    expected = plain_reading(
+        model, ids, plan.chunks, lambda i, ratios: [layer[i] for layer in plan.memory], pruner, append=True
+    )
+    cache = IterativeCache(
+        model.config, memory_size=40, chunk_size=24, pruner=pruner, schedule="linear", append=True, track=True
+    )
+    prefill(model, ids, cache)
+    for i, reading in enumerate(cache.track.readings[0]):
+        for j, layer in enumerate(reading.layers):
+            assert [places.tolist() for places in layer.positions] == expected.kept[i][j]
+    before = [set(places.tolist()) for places in cache.track.readings[0][3].layers[1].positions]
+    after = [set(places.tolist()) for places in cache.track.readings[0][4].layers[1].positions]
+    assert all(old < new for old, new in zip(before, after, strict=True))
+    logits = model(ids[:, -1:], past_key_values=cache).logits[:, -1]
+    torch.testing.assert_close(logits, expected.logits, atol=3e-4, rtol=3e-4)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_positions_stay_below_memory_and_chunk(schedule, dynamic, monkeypatch):
+    """What keys and queries are rotated to, in every iteration."""
+    model, ids = attached(), random_ids(300)
+    cache = IterativeCache(
+        model.config, memory_size=32, chunk_size=20, schedule=schedule, dynamic=dynamic, pruner=SNAPKV
+    )
+    places, rotate = [], RotaryTables.rotate
+
+    def noting(self, x, positions, bound, lengths):
+        places.append(int(positions.max()) if positions is not None else x.shape[2] - 1)
+        return rotate(self, x, positions, bound, lengths)
+
+    monkeypatch.setattr(RotaryTables, "rotate", noting)
+    prefill(model, ids, cache)
+    plan = (
+        cache.track_plan
+        if hasattr(cache, "track_plan")
+        else kvcompress.plan(299, chunk_size=20, memory_size=32, schedule=schedule, dynamic=dynamic, layers=3)
+    )
+    if schedule != "adaptive":
+        assert max(places) == plan.largest_context - 1
+    most = max(32, *(max(sizes) for sizes in plan.layer_memory)) + max(plan.chunks)
+    assert max(places) < (3 if schedule == "adaptive" else 1) * most
+
+
+@torch.no_grad()
+def test_adaptive_over_streaming_is_linear():
+    model, ids = attached(), random_ids(200)
+    out = []
+    for schedule in ("adaptive", "linear"):
+        cache = IterativeCache(model.config, memory_size=30, chunk_size=24, pruner=STREAMING, schedule=schedule)
+        prefill(model, ids, cache)
+        out.append(model(ids[:, -1:], past_key_values=cache).logits)
+    assert torch.equal(*out)
+
+
+@pytest.mark.parametrize("schedule", [Adaptive("mean"), Adaptive("last", "softmax"), Adaptive("mean", "softmax")])
+def test_adaptive_conserves_the_total(schedule):
+    model, ids = attached(), random_ids(300)
+    cache = IterativeCache(model.config, memory_size=30, chunk_size=24, pruner=SNAPKV, schedule=schedule, track=True)
+    prefill(model, ids, cache)
+    plan = kvcompress.plan(299, chunk_size=24, memory_size=30, schedule="linear")
+    for i, reading in enumerate(cache.track.readings[0][2:], 2):
+        assert sum(len(layer.positions[0]) for layer in reading.layers) == 3 * plan.memory[i]
+    assert len({len(layer.positions[0]) for layer in cache.track.readings[0][-1].layers}) > 1
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("budget", [30, AdaKV(30), PyramidKV(30, window=4)], ids=["uniform", "adakv", "pyramidkv"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_each_prompt_of_a_padded_batch_gives_what_it_gives_alone(schedule, dynamic, budget):
+    if isinstance(budget, PyramidKV) and schedule in ("square-sqrt", "adaptive"):
+        with pytest.raises(ValueError, match="divides memory over layers itself"):
+            IterativeCache(tiny_model().config, memory_size=budget, schedule=schedule)
+        return
+    model = attached()
+    prompts = [random_ids(length, seed=length) for length in (140, 77, 24, 1)]
+    ids, mask = left_padded(prompts)
+
+    def next_logits(ids, mask=None):
+        cache = IterativeCache(
+            model.config, memory_size=budget, chunk_size=24, pruner=SNAPKV, schedule=schedule, dynamic=dynamic
+        )
+        prefill(model, ids, cache, mask)
+        return model(ids[:, -1:], past_key_values=cache, attention_mask=mask).logits[:, -1]
+
+    together = next_logits(ids, mask)
+    for b, prompt in enumerate(prompts):
+        torch.testing.assert_close(together[b], next_logits(prompt)[0], atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.parametrize("pruner", [SNAPKV, H2O()], ids=["snapkv", "h2o"])
+@pytest.mark.parametrize("schedule", ["linear", "adaptive"])
+def test_a_later_prompt_continues_with_the_full_memory(schedule, pruner):
+    model, ids = attached(), random_ids(120)
+    cache = IterativeCache(
+        model.config, memory_size=30, chunk_size=24, pruner=pruner, schedule=schedule, dynamic=True, track=True
+    )
+    prefill(model, ids, cache)
+    assert sum(rows[0][0] for rows in cache.stored_lengths()) == 90
+    longer = torch.cat([ids, random_ids(60, seed=4)], 1)
+    prefill(model, longer, cache)
+    assert sum(rows[0][0] for rows in cache.stored_lengths()) == 90
+    later = cache.track.readings[0][5:]
+    assert [reading.start for reading in later] == [119, 139, 159]
+    assert all(sum(len(layer.positions[0]) for layer in reading.layers) == 90 for reading in later)
+    for reading in later:
+        for layer in reading.layers:
+            for places in layer.positions:
+                assert (places.diff() > 0).all()
+                assert int(places.max()) < reading.start + reading.chunk
+
+
+def test_tracking_knows_decoded_tokens():
+    model, ids = attached(), random_ids(60)
+    cache = IterativeCache(model.config, memory_size=200, chunk_size=24, track=True)
+    answer = kvcompress.generate(model, ids, cache, max_new_tokens=5, do_sample=False)
+    prefill(model, torch.cat([answer, random_ids(9)], 1), cache)
+    for layer in cache.track.readings[0][-1].layers:
+        for places in layer.positions:
+            assert places.tolist() == list(range(73))
+
+
+def test_prompts_up_to_dense_below_are_read_whole():
+    model = attached()
+    for length, stored in ((101, 100), (102, 20)):
+        cache = IterativeCache(
+            model.config, memory_size=20, chunk_size=16, pruner=SNAPKV, schedule="linear", dense_below=100
+        )
+        prefill(model, random_ids(length), cache)
+        assert cache.stored_lengths() == [[[stored] * 2]] * 3
+
+
+def test_pruning_after_the_forward_pass_holds_every_layers_chunk():
+    """Bytes at the end of each layer's forward: of memory alone, or of memory and chunk of all layers."""
+    model, ids = attached(), random_ids(200)
+    most = {}
+    for prune in ("layer", "forward"):
+        cache = IterativeCache(model.config, memory_size=32, chunk_size=16, pruner=SNAPKV, prune=prune)
+        seen = []
+        handle = model.model.norm.register_forward_pre_hook(
+            lambda *_, cache=cache, seen=seen: seen.append(cache.nbytes())
+        )
+        prefill(model, ids, cache)
+        handle.remove()
+        most[prune] = max(seen)
+    token = 3 * 2 * 2 * 16 * 4
+    assert most == {"layer": 32 * token, "forward": (32 + 16) * token}
+
+
+# ---- where tokens come from, where logits go ----
+
+
+def iterative(model, **settings):
+    return IterativeCache(model.config, **{"memory_size": 30, "chunk_size": 24, "pruner": SNAPKV, **settings})
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("guide", [None, 3])
+def test_streams_and_arrays_read_as_a_tensor_does(guide, tmp_path):
+    """They read every token and do not count as seen; a tensor's last token is held back."""
+    model, ids = attached(), random_ids(151)
+    question = random_ids(5, seed=3)
+    known = None if guide is None else random_ids(guide, seed=9)[0]
+    file = np.memmap(tmp_path / "ids.bin", dtype=np.uint16, mode="w+", shape=(151,))
+    file[:] = ids[0].numpy()
+    pieces = [ids[0, :7], int(ids[0, 7]), ids[0, 8:8], ids[0, 8:150].numpy(), np.int32(ids[0, 150])]
+    sources = {"memmap": file, "iterator": iter(pieces), "generator": (piece for piece in pieces)}
+    cache = prefill(model, torch.cat([ids, question[:, :1]], 1), iterative(model), guide=known)
+    expected = model(question, past_key_values=cache).logits
+    for source in sources.values():
+        cache = prefill(model, source, iterative(model), guide=known)
+        assert cache.get_seq_length() == 0
+        assert cache.stored_lengths() == [[[30, 30]]] * 3
+        assert torch.equal(model(question, past_key_values=cache).logits, expected)
+    cache = prefill(model, file, iterative(model), guide=known)
+    answer = model.generate(question, past_key_values=cache, max_new_tokens=4, do_sample=False)
+    assert answer.shape == (1, 9)
+    assert answer[0, 5] == expected[0, -1].argmax()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("schedule", SCHEDULES[1:])
+def test_schedules_read_an_array_whose_length_is_known(schedule):
+    model, ids = attached(), random_ids(151)
+    whole = prefill(model, torch.cat([ids, ids[:, :1]], 1), iterative(model, schedule=schedule, dynamic=True))
+    array = prefill(model, ids[0].numpy(), iterative(model, schedule=schedule, dynamic=True))
+    assert torch.equal(*(model(ids[:, :1], past_key_values=cache).logits for cache in (whole, array)))
+
+
+@pytest.mark.parametrize("cache", ["streaming", "pruned", "quest"])
+@torch.no_grad()
+def test_other_caches_read_streams_too(cache):
+    model, ids = attached(), random_ids(151)
+    make = {
+        "streaming": lambda: StreamingCache(model.config, window_size=30, chunk_size=24),
+        "pruned": lambda: kvcompress.PrunedCache(model.config, SNAPKV, 30, chunk_size=24),
+        "quest": lambda: kvcompress.QuestCache(model.config, token_budget=64, chunk_size=24),
+    }[cache]
+    whole = prefill(model, torch.cat([ids, ids[:, :1]], 1), make())
+    stream = prefill(model, iter(ids[0].tolist()), make())
+    expected, out = (model(ids[:, :1], past_key_values=cache).logits for cache in (whole, stream))
+    torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_what_a_stream_cannot_do_is_said():
+    model, ids = attached(), random_ids(50)
+    for settings in ({"schedule": "linear"}, {"dynamic": True}):
+        with pytest.raises(ValueError, match="unknown length can be read with schedule='fixed' and dynamic=False"):
+            prefill(model, iter(ids[0].tolist()), iterative(model, **settings))
+    with pytest.raises(ValueError, match="need a PrunedCache with a chunk_size, got None"):
+        prefill(model, iter(ids[0].tolist()), kvcompress.PrunedCache(model.config, SNAPKV, 30))
+    with pytest.raises(ValueError, match="attention_mask must be None"):
+        prefill(model, ids[0].numpy(), iterative(model), torch.ones(1, 50))
+    with pytest.raises(ValueError, match=r"must be \[T\] integers, got float"):
+        prefill(model, np.ones(5), iterative(model))
+    with pytest.raises(ValueError, match=r"must be \[T\] integers, got int64 of shape \(2, 3\)"):
+        prefill(model, np.ones((2, 3), dtype=np.int64), iterative(model))
+    cache = iterative(model)
+    with pytest.raises(TypeError, match="iterator must give integers"):
+        prefill(model, iter([1, "two"]), cache)
+    cache.reset()
+    for nothing in (iter([]), np.empty(0, dtype=np.int64)):
+        assert prefill(model, nothing, cache).stored_lengths() in ([[]] * 3, [])
+    two = prefill(model, torch.cat([ids, ids]), iterative(model))
+    with pytest.raises(ValueError, match="batch size 1, but the cache holds 2"):
+        prefill(model, iter([1, 2]), two)
+    for mistake in ([1, 2], "text"):
+        with pytest.raises(TypeError, match=r"input_ids must be a torch\.Tensor"):
+            prefill(model, mistake, iterative(model))
+
+
+def test_an_endless_stream_stops_with_the_error_it_raises():
+    model = attached()
+    cache = iterative(model)
+
+    def tokens():
+        yield from range(2, 90)
+        raise OSError("the line went dead")
+
+    with pytest.raises(OSError, match="the line went dead"):
+        prefill(model, tokens(), cache)
+    with pytest.raises(RuntimeError, match="incomplete"):
+        prefill(model, iter([1, 2]), cache)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("schedule", ["fixed", "sqrt"])
+def test_logits_of_a_prompt_that_is_kept_whole_are_the_dense_ones(schedule):
+    model = attached()
+    prompts = [random_ids(length, seed=length) for length in (100, 61)]
+    ids, mask = left_padded(prompts)
+    kept, loss, calls = AllLogits(), TokenLoss(), []
+
+    def sink(sequence, start, logits, targets):
+        kept(sequence, start, logits, targets)
+        loss(sequence, start, logits, targets)
+        calls.append((sequence, start, len(logits), len(targets)))
+
+    cache = iterative(model, memory_size=128, schedule=schedule, initial_memory=100)
+    prefill(model, ids, cache, mask, guide=random_ids(3, seed=8)[0], logits=sink)
+    for b, prompt in enumerate(prompts):
+        T = prompt.shape[1]
+        dense = model(prompt).logits[0]
+        assert [start for sequence, start, _, _ in calls if sequence == b] == list(range(0, T - 1, 24))
+        torch.testing.assert_close(kept.logits(b), dense[:-1], atol=3e-4, rtol=3e-4)
+        nll = torch.nn.functional.cross_entropy(dense[:-1], prompt[0, 1:], reduction="none")
+        torch.testing.assert_close(loss.nll(b), nll, atol=3e-4, rtol=3e-4)
+
+
+@torch.no_grad()
+def test_the_loss_of_a_stream_and_of_its_tensor_are_one():
+    model, ids = attached(), random_ids(151)
+    losses = []
+    for source in (ids, ids[0].numpy(), iter(ids[0].tolist())):
+        loss = TokenLoss()
+        prefill(model, source, iterative(model), logits=loss)
+        losses.append(loss.nll())
+        assert len(losses[-1]) == 150
+    assert torch.equal(losses[0], losses[1])
+    assert torch.equal(losses[0], losses[2])
+    assert len(TokenLoss().nll()) == 0
+
+
+def test_no_logits_are_computed_unless_asked_for():
+    model, ids = attached(), random_ids(100)
+    rows = []
+    model.lm_head.register_forward_hook(
+        lambda module, args, out: rows.append(out.shape[1] if out.ndim == 3 else len(out))
+    )
+    prefill(model, ids, iterative(model))
+    assert rows == []
+    kvcompress.generate(model, ids, iterative(model), max_new_tokens=3, do_sample=False)
+    assert rows == [1, 1, 1]
+    with pytest.raises(ValueError, match="no language-model head"):
+        prefill(model.model, ids, iterative(model), logits=TokenLoss())
+
+
+def test_progress_is_told_and_shown(capsys):
+    model, ids = attached(), random_ids(60)
+    told = []
+    prefill(model, iter(ids[0].tolist()), iterative(model), progress=lambda read, total: told.append((read, total)))
+    assert told == [(24, None), (48, None), (60, None)]
+    prefill(model, ids, iterative(model), progress=True)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"schedule": "cubic"}, "schedule must be one of fixed, linear, square, sqrt, square-sqrt, adaptive"),
+        ({"initial_memory": 31}, "initial_memory must be between 0 and memory_size = 30"),
+        ({"memory_size": 0}, "memory_size must be at least 1, got 0"),
+        ({"prune": "never"}, "prune must be one of layer, forward, got 'never'"),
+        ({"dense_below": -1}, "dense_below must be an integer of at least 0, got -1"),
+        ({"track": True, "every": 4}, "track follows prompts only: every must be None with it, got 4"),
+    ],
+)
+def test_wrong_settings_are_named(settings, message):
+    with pytest.raises(ValueError, match=message):
+        iterative(tiny_model(), **settings)
+    with pytest.raises(ValueError, match="ratio must be one of last, mean, got 'first'"):
+        Adaptive("first")

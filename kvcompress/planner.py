@@ -18,15 +18,21 @@ class Plan:
 
     chunks [n]: tokens read in iteration i. memory [n]: scheduled memory after it, mean over the layers, rounded.
     stored [n]: what the layer that holds most can hold then. layer_memory, layer_stored [L][n]: the same per layer, not
-    rounded. clamped: iterations whose chunk is larger than the schedule has it, because it would be below min_chunk.
+    rounded; not given, there is one layer. clamped: iterations whose chunk is larger than the schedule has it, because
+    it would be below min_chunk.
     """
 
     chunks: tuple[int, ...]
     memory: tuple[int, ...]
     stored: tuple[int, ...]
-    layer_memory: tuple[tuple[int, ...], ...]
-    layer_stored: tuple[tuple[int, ...], ...]
-    clamped: tuple[int, ...]
+    layer_memory: tuple[tuple[int, ...], ...] = ()
+    layer_stored: tuple[tuple[int, ...], ...] = ()
+    clamped: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name, of_one_layer in (("layer_memory", self.memory), ("layer_stored", self.stored)):
+            if not getattr(self, name):
+                object.__setattr__(self, name, (of_one_layer,))
 
     def __len__(self) -> int:
         return len(self.chunks)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from kvcompress import ops, plan, reference
+from kvcompress import Plan, ops, plan, reference
 from kvcompress.reference import planner as definitions
 
 INCREMENTAL = ops.SCHEDULES[1:]
@@ -189,6 +189,11 @@ def test_a_layer_between_the_halves_grows_linearly():
     )
     assert ours.layer_memory == (square, square, linear, root, root)
     assert plan(160, chunk_size=10, memory_size=100, schedule="square-sqrt").layer_memory == (linear,)
+
+
+def test_a_plan_of_three_rows_is_one_of_one_layer():
+    ours = plan(32, chunk_size=8, memory_size=8, schedule="linear", dynamic=True)
+    assert Plan(ours.chunks, ours.memory, ours.stored) == ours
 
 
 def test_adaptive_starts_from_linear():

@@ -1,6 +1,6 @@
 // What every op needs: argument checks, views for the kernels, and one call that runs on the tensor's device.
 //
-// The checks here keep memory safe whoever calls torch.ops; kvcompress/ops.py says the same in the user's terms.
+// The checks here keep memory safe whoever calls torch.ops; kvcompress/ops/ says the same in the user's terms.
 #pragma once
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/accelerator.h>

@@ -1,0 +1,40 @@
+"""Every native op as a Python function: shapes, dtypes, errors. The only package that touches torch.ops.
+
+Dims: B sequences, Hq query heads, Hkv key-value heads, G = Hq/Hkv, S queries, T keys, D head dim, W observation window,
+R rows (one row = one KV head of one sequence, r = b*Hkv + h), P page size. Tensors are float32, bfloat16 or float16 on
+the CPU or CUDA; scores, LSE and rotation tables are float32, indices and lengths int32. All arguments of a call are on
+one device. Queries and keys may have any strides as long as the last dimension is contiguous. `rope`,
+`attention` and `merge_states` are differentiable; a backward pass that reaches another op raises NotImplementedError.
+`kvcompress.reference` has the same functions in plain PyTorch.
+"""
+
+from .attention import attention
+from .decode import decode
+from .merge import merge_states
+from .native import MAX_HEAD_DIM, simd
+from .pages import PageTable, append_tokens_, compact_pages_, truncate_rows_
+from .planner import SCHEDULES, divide_memory, plan
+from .rope import rope
+from .score import POOLINGS, REDUCTIONS, window_scores
+from .select import compact_rows_, select_topk
+
+__all__ = [
+    "MAX_HEAD_DIM",
+    "POOLINGS",
+    "REDUCTIONS",
+    "SCHEDULES",
+    "PageTable",
+    "append_tokens_",
+    "attention",
+    "compact_pages_",
+    "compact_rows_",
+    "decode",
+    "divide_memory",
+    "merge_states",
+    "plan",
+    "rope",
+    "select_topk",
+    "simd",
+    "truncate_rows_",
+    "window_scores",
+]

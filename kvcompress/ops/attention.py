@@ -1,0 +1,106 @@
+"""Attention of many queries over contiguous keys."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..checks import dense, dense_last, need, need_device, need_float, need_int32
+from .native import MAX_HEAD_DIM, native
+
+
+def attention(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    causal: bool = True,
+    window: int | None = None,
+    sinks: int = 0,
+    complement: bool = False,
+    key_bias: Tensor | None = None,
+    lengths: Tensor | None = None,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention of many queries, with the masks of the methods; memory linear in S and T, differentiable.
+
+    queries: [B, Hq, S, D], the last S tokens of the keys. keys, values: [B, Hkv, T, D], S <= T, D 1..256, the queries'
+    dtype. lengths: int32 [B], keys that exist in each sequence, its last S being the queries' own tokens; None = all T.
+    Query s stands at position i = lengths - S + s; where that is negative it is padding and sees nothing. It sees key
+    t <= i (causal), all keys (causal=False); with window: t < sinks or t > i - window; with complement: what window
+    leaves out, sinks <= t <= i - window. key_bias: float32 [B, Hkv, T], finite or -inf, added to the logit of a key for
+    every query but the key's own position (DMC's mask). scale: factor of the logits, None = 1/sqrt(D).
+    Returns (out [B, Hq, S, D], lse float32 [B, Hq, S], natural logarithm). A query that sees no key gets out 0 and lse
+    -inf, and its gradients are 0, whatever comes back for its out and lse. Gradients flow to queries, keys, values and
+    key_bias, from out and from lse, so that merge_states of several branches differentiates exactly; the same bits for
+    any number of threads.
+    Raises ValueError for wrong shapes, dtypes, window, sinks or complement; RuntimeError for lengths out of range.
+    """
+    need_float("queries", queries, 4, "[B, Hq, S, D]")
+    need_float("keys", keys, 4, "[B, Hkv, T, D]")
+    B, Hq, S, D = queries.shape
+    Hkv, T = keys.shape[1:3]
+    need(keys.shape[0] == B and keys.shape[3] == D, f"keys must be [{B}, Hkv, T, {D}], got shape {tuple(keys.shape)}")
+    need(values.shape == keys.shape, f"values must be {tuple(keys.shape)} as keys, got {tuple(values.shape)}")
+    for name, x in (("keys", keys), ("values", values)):
+        need(x.dtype == queries.dtype, f"{name} must be {queries.dtype} as queries, got {x.dtype}")
+    need(Hkv > 0 and Hq % Hkv == 0, f"queries have {Hq} heads, which the keys' {Hkv} heads do not divide")
+    need(1 <= D <= MAX_HEAD_DIM, f"queries must have a head dim between 1 and {MAX_HEAD_DIM}, got {D}")
+    need(S <= T, f"queries must be the last of the keys' tokens, got {S} queries and {T} keys")
+    need(window is None or window >= 1, f"window must be at least 1 or None, got {window}")
+    need(window is None or causal, "window needs causal=True")
+    need(window is not None or not complement, "complement needs a window")
+    need(sinks >= 0, f"sinks must be at least 0, got {sinks}")
+    if key_bias is not None:
+        need(key_bias.dtype == torch.float32, f"key_bias must be float32, got {key_bias.dtype}")
+        need(tuple(key_bias.shape) == (B, Hkv, T), f"key_bias must be {(B, Hkv, T)}, got shape {tuple(key_bias.shape)}")
+    need_int32("lengths", lengths, (B,))
+    need_device(queries, keys=keys, values=values, key_bias=key_bias, lengths=lengths)
+    return native.attention(
+        dense_last(queries),
+        dense_last(keys),
+        dense_last(values),
+        dense(key_bias),
+        dense(lengths),
+        D**-0.5 if scale is None else scale,
+        causal,
+        window or 0,
+        sinks,
+        complement,
+    )
+
+
+@torch.library.register_fake("kvcompress::attention")
+def _(queries, keys, values, key_bias, lengths, scale, causal, window, sinks, complement):  # type: ignore[no-untyped-def]
+    return queries.new_empty(queries.shape), queries.new_empty(queries.shape[:3], dtype=torch.float32)
+
+
+@torch.library.register_fake("kvcompress::attention_backward")
+def _(dout, dlse, queries, keys, values, key_bias, *rest):  # type: ignore[no-untyped-def]
+    bias = keys.new_empty((*keys.shape[:2], 0 if key_bias is None else keys.shape[2]), dtype=torch.float32)
+    return queries.new_empty(queries.shape), keys.new_empty(keys.shape), keys.new_empty(keys.shape), bias
+
+
+def _attention_setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    queries, keys, values, key_bias, lengths, *ctx.settings = inputs
+    ctx.save_for_backward(queries, keys, values, key_bias, lengths, *output)
+    ctx.set_materialize_grads(False)
+
+
+def _attention_backward(ctx, dout: Tensor | None, dlse: Tensor | None):  # type: ignore[no-untyped-def]
+    queries, keys, values, key_bias, lengths, out, lse = ctx.saved_tensors
+    dout = torch.zeros_like(out) if dout is None else dense_last(dout)
+    grads = native.attention_backward(
+        dout, dense(dlse), queries, keys, values, key_bias, lengths, out, lse, *ctx.settings
+    )
+    return *grads[:3], grads[3] if key_bias is not None else None, None, *(None for _ in ctx.settings)
+
+
+def _attention_no_second(ctx, *grads):  # type: ignore[no-untyped-def]
+    raise NotImplementedError("attention is differentiable once; second derivatives are not supported")
+
+
+torch.library.register_autograd("kvcompress::attention", _attention_backward, setup_context=_attention_setup)
+torch.library.register_autograd(
+    "kvcompress::attention_backward", _attention_no_second, setup_context=lambda ctx, inputs, output: None
+)

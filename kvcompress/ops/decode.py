@@ -1,0 +1,77 @@
+"""Attention of a few queries over rows in pages."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..checks import dense, dense_last, need, need_device, need_float, need_int32
+from ..no_gradient import without_gradient
+from .native import MAX_HEAD_DIM, native
+
+
+def decode(
+    queries: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    end: Tensor,
+    *,
+    block_table: Tensor | None = None,
+    begin: Tensor | None = None,
+    scale: float | None = None,
+    causal: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Attention of a few queries over rows of any length kept in pages.
+
+    queries: [B, Hq, S, D], D 1..256. k_pages, v_pages: contiguous [pages, P, D], P a power of two. block_table: int32
+    [R, blocks], R = B*Hkv: key t of row r lies at [block_table[r, t // P], t % P]; None = row r is page r, whatever
+    P. begin, end: int32 [R]: a query sees keys begin_r <= t < end_r; causal: the row's last S keys are the queries' own
+    tokens, query s sees t < end_r - (S-1-s). scale: factor of the logits, None = 1/sqrt(D).
+    Returns (out [B, Hq, S, D] in the queries' dtype, lse float32 [B, Hq, S], natural logarithm). A query that sees no
+    key gets out 0 and lse -inf. Raises ValueError for wrong shapes, RuntimeError for rows outside the pages,
+    NotImplementedError if a backward pass comes here (attention is differentiable).
+    """
+    need_float("queries", queries, 4, "[B, Hq, S, D]")
+    need_float("k_pages", k_pages, 3, "[pages, P, D]")
+    B, Hq, _, D = queries.shape
+    need(k_pages.shape[2] == D, f"k_pages must have head dim {D}, got {k_pages.shape[2]}")
+    need(1 <= D <= MAX_HEAD_DIM, f"queries must have a head dim between 1 and {MAX_HEAD_DIM}, got {D}")
+    need(
+        v_pages.shape == k_pages.shape and v_pages.dtype == k_pages.dtype,
+        f"v_pages must be {k_pages.dtype} {tuple(k_pages.shape)}, got {v_pages.dtype} {tuple(v_pages.shape)}",
+    )
+    need(end.ndim == 1, f"end must be [R], got shape {tuple(end.shape)}")
+    R = end.shape[0]
+    need(
+        B > 0 and R > 0 and R % B == 0 and Hq % (R // B) == 0,
+        f"end must have B*Hkv entries with B = {B} and Hkv dividing Hq = {Hq}, got {R}",
+    )
+    need_int32("end", end, (R,))
+    need_int32("begin", begin, (R,))
+    P = k_pages.shape[1]
+    if block_table is None:
+        need(k_pages.shape[0] >= R, f"k_pages must hold one page for each of {R} rows, got {k_pages.shape[0]}")
+    else:
+        need(block_table.ndim == 2, f"block_table must be [R, blocks], got shape {tuple(block_table.shape)}")
+        need_int32("block_table", block_table, (R, block_table.shape[1]))
+        need(P > 0 and P & (P - 1) == 0, f"k_pages must have a page size that is a power of two, got {P}")
+    need_device(queries, k_pages=k_pages, v_pages=v_pages, block_table=block_table, begin=begin, end=end)
+    need(k_pages.is_contiguous() and v_pages.is_contiguous(), "k_pages and v_pages must be contiguous")
+    return without_gradient(
+        "decode has no gradient: it is for generation; use attention, which is differentiable, or torch.no_grad()",
+        (queries, k_pages, v_pages),
+        native.decode,
+        dense_last(queries),
+        k_pages,
+        v_pages,
+        dense(block_table),
+        dense(begin),
+        end.contiguous(),
+        D**-0.5 if scale is None else scale,
+        causal,
+    )
+
+
+@torch.library.register_fake("kvcompress::decode")
+def _(queries, k_pages, v_pages, block_table, begin, end, scale, causal):  # type: ignore[no-untyped-def]
+    return queries.new_empty(queries.shape), queries.new_empty(queries.shape[:3], dtype=torch.float32)

@@ -1,0 +1,140 @@
+"""Rows of slots in pages that may be shared: append, truncate, keep chosen slots."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..checks import dense, need, need_device, need_int32
+from ..no_gradient import change_without_gradient
+from .native import native
+
+
+class PageTable(NamedTuple):
+    """Which pages hold the slots of R rows, and which pages are free; int32 tensors on one device, changed in place.
+
+    block_table: [R, blocks]: slot t of row r lies at [block_table[r, t // P], t % P] of every array. lengths: [R],
+    slots per row. refs: [pages], how many rows name a page, those of other tables over the same pages included.
+    free_pages: [pages], of which the first free_count[0] are free. free_count: [2]; free_count[1] counts calls that
+    were refused on CUDA.
+    """
+
+    block_table: Tensor
+    lengths: Tensor
+    refs: Tensor
+    free_pages: Tensor
+    free_count: Tensor
+
+
+_PAGES = "{} has no gradient: pages are what caches store; for training give attention the keys and values themselves"
+
+
+def _need_table(table: PageTable) -> None:
+    lines, pages = table.block_table, table.refs.shape
+    need(lines.ndim == 2, "block_table must be [R, blocks]")
+    shapes = (lines.shape, lines.shape[:1], pages, pages, (2,))
+    # messages only where they are needed: a decode step comes by for every layer
+    for name, x, shape in zip(table._fields, table, shapes, strict=True):
+        if x.dtype != torch.int32 or x.shape != shape or x.device != lines.device or not x.is_contiguous():
+            need_int32(name, x, tuple(shape))
+            need_device(lines, **{name: x})
+            raise ValueError(f"{name} must be contiguous")
+
+
+def _need_arrays(arrays: Sequence[Tensor], table: PageTable) -> None:
+    need(1 <= len(arrays) <= 8, f"arrays must hold 1 to 8 tensors, got {len(arrays)}")
+    pages, device = table.refs.shape[0], table.refs.device
+    P = arrays[0].shape[1] if arrays[0].ndim > 1 else 0
+    for i, array in enumerate(arrays):
+        if P == 0 or array.shape[:2] != (pages, P):
+            raise ValueError(f"arrays must be [{pages}, P, ...] with one P, got shape {tuple(array.shape)} at {i}")
+        if array.device != device or not array.is_contiguous():
+            raise ValueError(f"arrays must be contiguous and on {device}, which number {i} is not")
+
+
+def append_tokens_(
+    arrays: Sequence[Tensor], tokens: Sequence[Tensor], table: PageTable, *, counts: Tensor | None = None
+) -> None:
+    """Appends new tokens to all rows in place, taking pages from the free list; shared pages are copied first.
+
+    arrays: up to 8 contiguous [pages, P, ...] of any dtype, one for keys, one for values, others that move with them.
+    tokens: for each array, in its dtype, [B, H, S, ...] with B*H = R, any strides in the first three dimensions.
+    counts: int32 [R], 0..S: row r gets its last counts[r] tokens; None = all S.
+    Waits for nothing on CUDA. Raises ValueError for wrong shapes and for arrays that are leaves that require grad,
+    RuntimeError if the free list is too short or a row outgrows its line of the table; nothing is changed then (on CUDA
+    free_count[1] grows instead of an error). Tokens in pages have no gradient: NotImplementedError if a backward pass
+    comes here.
+    """
+    _need_table(table)
+    _need_arrays(arrays, table)
+    R = table.block_table.shape[0]
+    need(len(tokens) == len(arrays), f"tokens must hold {len(arrays)} tensors, one for each array, got {len(tokens)}")
+    first = tokens[0].shape[:3]
+    need(len(first) == 3 and first[0] * first[1] == R, f"tokens must be [B, H, S, ...] with B*H = {R}")
+    readable = []
+    for array, x in zip(arrays, tokens, strict=True):
+        if x.shape[:3] != first or x.shape[3:] != array.shape[2:]:
+            shape = (*first, *array.shape[2:])
+            raise ValueError(f"tokens must be {shape} for their array, got {tuple(x.shape)}")
+        if x.dtype != array.dtype or x.device != array.device:
+            raise ValueError(
+                f"tokens must be {array.dtype} on {array.device} as their array, got {x.dtype}, {x.device}"
+            )
+        plain = x.ndim == 4 and x.stride(3) == 1
+        readable.append(x if plain or x[:1, :1, :1].is_contiguous() else x.contiguous())
+    need_int32("counts", counts, (R,))
+    need_device(table.refs, counts=counts)
+    op, message = native.append_tokens_, _PAGES.format("append_tokens_")
+    change_without_gradient(message, "arrays", arrays, tokens, op, list(arrays), readable, *table, dense(counts))
+
+
+@torch.library.register_fake("kvcompress::append_tokens_")
+def _(arrays, tokens, block_table, lengths, refs, free_pages, free_count, counts):  # type: ignore[no-untyped-def]
+    return None
+
+
+def truncate_rows_(table: PageTable, new_lengths: Tensor, page_size: int) -> None:
+    """Shortens rows in place; pages that nobody names any more return to the free list.
+
+    new_lengths: int32 [R], each at most the row's length. Raises ValueError for wrong shapes, RuntimeError for a length
+    out of range (nothing is changed then; on CUDA it is clamped).
+    """
+    _need_table(table)
+    need_int32("new_lengths", new_lengths, (table.block_table.shape[0],))
+    need_device(table.refs, new_lengths=new_lengths)
+    need(page_size >= 1, f"page_size must be at least 1, got {page_size}")
+    native.truncate_rows_(*table, new_lengths.contiguous(), page_size)
+
+
+@torch.library.register_fake("kvcompress::truncate_rows_")
+def _(block_table, lengths, refs, free_pages, free_count, new_lengths, page_size):  # type: ignore[no-untyped-def]
+    return None
+
+
+def compact_pages_(arrays: Sequence[Tensor], table: PageTable, indices: Tensor, *, kept: Tensor | None = None) -> None:
+    """Keeps the chosen slots of every row, in place and in all arrays, and frees the pages that become empty.
+
+    arrays: as for append_tokens_. indices: int32 [R, K]: slot j of row r becomes its slot indices[r, j] for
+    j < kept[r]; those rise strictly within the row. kept: int32 [R], 0..K; negative leaves a row as it is; None = K.
+    Pages that other rows share are copied, not written. Raises ValueError for wrong shapes, RuntimeError for indices
+    that do not rise or lie outside, or if the copies find no free page; nothing is changed then (on CUDA bad indices
+    leave their places unwritten, and free_count[1] grows where pages run out). ValueError for arrays that are leaves
+    that require grad, NotImplementedError if a backward pass comes here.
+    """
+    _need_table(table)
+    _need_arrays(arrays, table)
+    R = table.block_table.shape[0]
+    need(indices.ndim == 2, f"indices must be [R, K], got shape {tuple(indices.shape)}")
+    need_int32("indices", indices, (R, indices.shape[1]))
+    need_int32("kept", kept, (R,))
+    need_device(table.refs, indices=indices, kept=kept)
+    op, message = native.compact_pages_, _PAGES.format("compact_pages_")
+    change_without_gradient(message, "arrays", arrays, (), op, list(arrays), *table, indices.contiguous(), dense(kept))
+
+
+@torch.library.register_fake("kvcompress::compact_pages_")
+def _(arrays, block_table, lengths, refs, free_pages, free_count, indices, kept):  # type: ignore[no-untyped-def]
+    return None

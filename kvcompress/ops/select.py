@@ -1,0 +1,53 @@
+"""The largest scores, and moving what they choose to the front."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..checks import dense, need, need_device, need_float, need_int32
+from ..no_gradient import change_without_gradient
+from .native import native
+
+
+def select_topk(scores: Tensor, k: int, *, lengths: Tensor | None = None) -> Tensor:
+    """Places of the k largest scores of each row, in rising order.
+
+    scores: float32 [R, T]. k: 0..T. lengths: int32 [R], candidates per row (the first ones), each at least k; None = T.
+    Returns int32 [R, k]. Ties go to the lower index; NaN is never chosen; infinities are ordinary values.
+    Raises ValueError for wrong shapes; RuntimeError if a row has fewer than k candidates that are not NaN (on CUDA the
+    missing places are -1 instead: checking would wait for the device).
+    """
+    need(scores.dtype == torch.float32, f"scores must be float32, got {scores.dtype}")
+    need(scores.ndim == 2, f"scores must be [R, T], got shape {tuple(scores.shape)}")
+    need(0 <= k <= scores.shape[1], f"k must be between 0 and T = {scores.shape[1]}, got {k}")
+    need_int32("lengths", lengths, (scores.shape[0],))
+    need_device(scores, lengths=lengths)
+    return native.select_topk(scores.contiguous(), k, dense(lengths))
+
+
+@torch.library.register_fake("kvcompress::select_topk")
+def _(scores: Tensor, k: int, lengths: Tensor | None) -> Tensor:
+    return scores.new_empty((scores.shape[0], k), dtype=torch.int32)
+
+
+def compact_rows_(rows: Tensor, indices: Tensor) -> None:
+    """Moves the chosen tokens of each row to its front, in place: rows[r, j] = rows[r, indices[r, j]].
+
+    rows: [R, T, D], any stride between rows, otherwise contiguous. indices: int32 [R, k], strictly rising within
+    [0, T). Tokens from k on keep what they had. Raises ValueError for wrong shapes and for rows that are a leaf that
+    requires grad, RuntimeError for indices that do not rise or lie outside (nothing is moved then; on CUDA indices
+    outside are skipped), NotImplementedError if a backward pass comes here (torch.gather is differentiable).
+    """
+    need_float("rows", rows, 3, "[R, T, D]")
+    need(indices.ndim == 2, f"indices must be [R, k], got shape {tuple(indices.shape)}")
+    need_int32("indices", indices, (rows.shape[0], indices.shape[1]))
+    need(indices.shape[1] <= rows.shape[1], f"indices holds {indices.shape[1]} places for rows of {rows.shape[1]}")
+    need_device(rows, indices=indices)
+    message = "compact_rows_ has no gradient; use torch.gather"
+    change_without_gradient(message, "rows", (rows,), (), native.compact_rows_, rows, indices.contiguous())
+
+
+@torch.library.register_fake("kvcompress::compact_rows_")
+def _(rows: Tensor, indices: Tensor) -> None:
+    return None

@@ -11,7 +11,8 @@
 enum {
     KVC_TILE = 64,      /* keys or queries per tile: one row of logits is four AVX-512 registers */
     KVC_TILE_ROWS = 6,  /* rows of logits in registers at once: 6*4 accumulators + 4 of keys + 1 query of 32 */
-    KVC_TILE_DEPTH = 128 /* head dims per packed key tile: 32 KiB, so that it stays in the first-level cache */
+    KVC_TILE_DEPTH = 128, /* head dims per packed key tile: 32 KiB, so that it stays in the first-level cache */
+    KVC_SCAN_TOKENS = 64 /* most tokens of one call of scan_backward */
 };
 
 /* KVC_TILE queries side by side, and the keys that each sees: t < near, or begin <= t < end. own: its own key. */
@@ -75,6 +76,22 @@ typedef struct {
 
     /* y[c] = max(y[c], max_r weights[r] * x[r*stride + c]), r < rows, c < n; no NaN among them. */
     void (*weighted_max)(float *y, const float *weights, const float *x, int64_t stride, int64_t rows, int64_t n);
+
+    /* Running averages over rows of D elements of the dtype that indexes the tables, strides in elements, d < D; a keep
+     * of 0 drops the state whatever it holds.
+     * scan: for t = 0..n-1: state[d] = keep[t]*state[d] + add[t]*src[t*src_stride + d], and that rounded is
+     *     dst[t*dst_stride + d] (dst NULL: the state alone).
+     * scan_differences: the same states; dst[t*D + d] = state before t - src[t*src_stride + d], not rounded.
+     * scan_backward: for t = n-1..0, n <= KVC_SCAN_TOKENS: state[d] = keep[t]*state[d] + src[t*src_stride + d], rounded
+     *     dst[t*dst_stride + d] = add[t]*state[d], dots[t] += sum_d state[d]*with[t*D + d].
+     * next: rows next_stride apart that will be read after these, as many and of the same dtype; NULL if unknown. */
+    void (*scan[3])(void *dst, int64_t dst_stride, const void *src, int64_t src_stride, const float *keep,
+                    const float *add, float *state, int64_t n, int64_t D, const void *next, int64_t next_stride);
+    void (*scan_differences[3])(float *dst, const void *src, int64_t src_stride, const float *keep, const float *add,
+                                float *state, int64_t n, int64_t D, const void *next, int64_t next_stride);
+    void (*scan_backward[3])(void *dst, int64_t dst_stride, const void *src, int64_t src_stride, const float *keep,
+                             const float *add, const float *with, float *dots, float *state, int64_t n, int64_t D,
+                             const void *next, int64_t next_stride);
 } kvc_simd;
 
 /* The table in use. */

@@ -24,13 +24,18 @@ static inline __m256 float_of_bf16(__m128i half) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16));
 }
 
-static inline __m128i bf16_of_float(__m256 value) {
+/* In the low halves of the lanes. */
+static inline __m256i bf16_bits(__m256 value) {
     const __m256i bits = _mm256_castps_si256(value), top = _mm256_srli_epi32(bits, 16);
     const __m256i odd = _mm256_and_si256(top, _mm256_set1_epi32(1));
     const __m256i rounded = _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd);
     const __m256i quiet = _mm256_or_si256(top, _mm256_set1_epi32(0x40));
     const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(value, value, _CMP_UNORD_Q));
-    const __m256i result = _mm256_blendv_epi8(_mm256_srli_epi32(rounded, 16), quiet, nan);
+    return _mm256_blendv_epi8(_mm256_srli_epi32(rounded, 16), quiet, nan);
+}
+
+static inline __m128i bf16_of_float(__m256 value) {
+    const __m256i result = bf16_bits(value);
     return _mm_packus_epi32(_mm256_castsi256_si128(result), _mm256_extracti128_si256(result, 1));
 }
 
@@ -272,6 +277,37 @@ static inline vec vec_typed(const void *src, int64_t i, int64_t n, kvc_dtype dty
     return dtype == KVC_F16 ? _mm256_cvtph_ps(half) : float_of_bf16(half);
 }
 
+static inline void vec_put(void *dst, int64_t i, int64_t n, kvc_dtype dtype, vec x) {
+    if (dtype == KVC_F32) {
+        if (n == 8) _mm256_storeu_ps((float *)dst + i, x);
+        else _mm256_maskstore_ps((float *)dst + i, lanes(n), x);
+        return;
+    }
+    uint16_t *to = (uint16_t *)dst + i;
+    const __m128i half = dtype == KVC_F16 ? _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT) : bf16_of_float(x);
+    if (n == 8) {
+        _mm_storeu_si128((__m128i *)to, half);
+    } else {
+        uint16_t rest[8];
+        _mm_storeu_si128((__m128i *)rest, half);
+        memcpy(to, rest, (size_t)n * sizeof *rest);
+    }
+}
+
+static inline void vec_put_two(void *dst, int64_t i, kvc_dtype dtype, vec x, vec y) {
+    if (dtype == KVC_BF16) {
+        const __m256i mixed = _mm256_packus_epi32(bf16_bits(x), bf16_bits(y)); /* quarters x0 y0 x1 y1 */
+        _mm256_storeu_si256((__m256i *)((uint16_t *)dst + i), _mm256_permute4x64_epi64(mixed, 0xd8));
+    } else {
+        vec_put(dst, i, 8, dtype, x);
+        vec_put(dst, i + 8, 8, dtype, y);
+    }
+}
+
+static inline vec vec_if(int flag, vec x) {
+    return _mm256_and_ps(x, _mm256_castsi256_ps(_mm256_set1_epi32(-flag)));
+}
+
 /* Sums of 8 vecs at once: each step adds neighbours and leaves half as many vecs. */
 static inline vec vec_sums(const vec *x) {
     __m256 pair[4], quad[2];
@@ -302,6 +338,7 @@ static inline vec vec_add_unless(vec x, vec y, int32_t t, const int32_t *own) {
 }
 
 #include "simd_blocks.h"
+#include "simd_scan.h"
 
 const kvc_simd kvc_simd_avx2 = {
     .name = "avx2",
@@ -315,6 +352,7 @@ const kvc_simd kvc_simd_avx2 = {
     .weighted_max = weighted_max,
     .dots = {dots_f32, dots_bf16, dots_f16},
     KVC_SIMD_BLOCKS,
+    KVC_SIMD_SCAN,
 };
 #else
 typedef int kvc_simd_avx2_is_empty; /* ISO C forbids an empty file */

@@ -32,17 +32,25 @@ static void load_bf16(float *dst, const void *src, int64_t n) {
     }
 }
 
+/* In the high halves of the lanes. */
+static inline __m512i bf16_bits(__m512 value) {
+    const __m512i bits = _mm512_castps_si512(value);
+    const __mmask16 odd = _mm512_test_epi32_mask(bits, _mm512_set1_epi32(0x10000));
+    const __m512i half = _mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff));
+    const __m512i rounded = _mm512_mask_add_epi32(half, odd, half, _mm512_set1_epi32(1));
+    const __mmask16 nan = _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q);
+    return _mm512_mask_or_epi32(rounded, nan, bits, _mm512_set1_epi32(0x400000));
+}
+
+static inline __m256i bf16_of_float(__m512 value) {
+    return _mm512_cvtepi32_epi16(_mm512_srli_epi32(bf16_bits(value), 16));
+}
+
 static void store_bf16(void *dst, const float *src, int64_t n) {
     uint16_t *half = dst;
     for (int64_t i = 0; i < n; i += 16) {
         const __mmask16 mask = lanes(n - i);
-        const __m512 value = _mm512_maskz_loadu_ps(mask, src + i);
-        const __m512i bits = _mm512_castps_si512(value), top = _mm512_srli_epi32(bits, 16);
-        const __m512i odd = _mm512_and_si512(top, _mm512_set1_epi32(1));
-        const __m512i rounded = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
-        const __mmask16 nan = _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q);
-        const __m512i result = _mm512_mask_or_epi32(_mm512_srli_epi32(rounded, 16), nan, top, _mm512_set1_epi32(0x40));
-        _mm256_mask_storeu_epi16(half + i, mask, _mm512_cvtepi32_epi16(result));
+        _mm256_mask_storeu_epi16(half + i, mask, bf16_of_float(_mm512_maskz_loadu_ps(mask, src + i)));
     }
 }
 
@@ -289,6 +297,36 @@ static inline vec vec_typed(const void *src, int64_t i, int64_t n, kvc_dtype dty
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
 }
 
+static inline void vec_put(void *dst, int64_t i, int64_t n, kvc_dtype dtype, vec x) {
+    if (dtype == KVC_F32) {
+        if (n == 16) _mm512_storeu_ps((float *)dst + i, x);
+        else _mm512_mask_storeu_ps((float *)dst + i, lanes(n), x);
+        return;
+    }
+    uint16_t *to = (uint16_t *)dst + i;
+    const __m256i half = dtype == KVC_F16 ? _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT) : bf16_of_float(x);
+    if (n == 16) _mm256_storeu_si256((__m256i *)to, half);
+    else _mm256_mask_storeu_epi16(to, lanes(n), half);
+}
+
+/* The high halves of the lanes of two registers. */
+static const uint16_t high_halves[32] = {1,  3,  5,  7,  9,  11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31,
+                                         33, 35, 37, 39, 41, 43, 45, 47, 49, 51, 53, 55, 57, 59, 61, 63};
+
+static inline void vec_put_two(void *dst, int64_t i, kvc_dtype dtype, vec x, vec y) {
+    if (dtype == KVC_BF16) {
+        const __m512i places = _mm512_loadu_si512(high_halves);
+        _mm512_storeu_si512((uint16_t *)dst + i, _mm512_permutex2var_epi16(bf16_bits(x), places, bf16_bits(y)));
+    } else {
+        vec_put(dst, i, 16, dtype, x);
+        vec_put(dst, i + 16, 16, dtype, y);
+    }
+}
+
+static inline vec vec_if(int flag, vec x) {
+    return _mm512_maskz_mov_ps((__mmask16)(flag ? 0xffffu : 0u), x);
+}
+
 /* Sums of 16 vecs at once: each step adds neighbours and leaves half as many vecs. */
 static inline vec vec_sums(const vec *x) {
     __m512 pair[8], quad[4];
@@ -322,6 +360,7 @@ static inline vec vec_add_unless(vec x, vec y, int32_t t, const int32_t *own) {
 }
 
 #include "simd_blocks.h"
+#include "simd_scan.h"
 
 /* ---- bfloat16 pairs: two products per lane and step, for queries that are bfloat16 too ---- */
 
@@ -391,7 +430,7 @@ WITH_BF16 static void dots_pairs(float *c, int64_t ldc, const float *q, int64_t 
 #define AVX512_COMMON                                                                                            \
     .load = {load_f32, load_bf16, load_f16}, .store = {store_f32, store_bf16, store_f16}, .rotate = rotate,      \
     .transpose = transpose, .softmax = softmax, .exp_difference = exp_difference, .weighted_sum = weighted_sum, \
-    .weighted_max = weighted_max, KVC_SIMD_BLOCKS
+    .weighted_max = weighted_max, KVC_SIMD_BLOCKS, KVC_SIMD_SCAN
 
 const kvc_simd kvc_simd_avx512 = {.name = "avx512", .dots = {dots_f32, dots_bf16, dots_f16}, AVX512_COMMON};
 

@@ -182,6 +182,21 @@ static inline vec vec_typed(const void *src, int64_t first, int64_t n, kvc_dtype
     return y;
 }
 
+static inline void vec_put(void *dst, int64_t first, int64_t n, kvc_dtype dtype, vec x) {
+    if (dtype == KVC_F32) store_f32((float *)dst + first, x.x, n);
+    else if (dtype == KVC_BF16) store_bf16((uint16_t *)dst + first, x.x, n);
+    else store_f16((uint16_t *)dst + first, x.x, n);
+}
+
+static inline void vec_put_two(void *dst, int64_t first, kvc_dtype dtype, vec x, vec y) {
+    vec_put(dst, first, VEC_WIDTH, dtype, x);
+    vec_put(dst, first + VEC_WIDTH, VEC_WIDTH, dtype, y);
+}
+
+static inline vec vec_if(int flag, vec x) {
+    return flag ? x : vec_set(0.0f);
+}
+
 static inline vec vec_sums(const vec *x) {
     vec y = vec_set(0.0f);
     for (int j = 0; j < VEC_WIDTH; j++) EACH y.x[j] += x[j].x[i];
@@ -200,6 +215,7 @@ static inline vec vec_add_unless(vec x, vec y, int32_t t, const int32_t *own) {
 #undef EACH
 
 #include "simd_blocks.h"
+#include "simd_scan.h"
 
 const kvc_simd kvc_simd_portable = {
     .name = "portable",
@@ -213,4 +229,5 @@ const kvc_simd kvc_simd_portable = {
     .weighted_max = weighted_max,
     .dots = {dots_f32, dots_bf16, dots_f16},
     KVC_SIMD_BLOCKS,
+    KVC_SIMD_SCAN,
 };

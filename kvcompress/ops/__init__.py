@@ -10,6 +10,8 @@ one device. Queries and keys may have any strides as long as the last dimension 
 
 from .attention import attention
 from .decode import decode
+from .dmc_accumulate import MAX_DMC_WINDOW, dmc_accumulate
+from .dmc_gates import IMPORTANCES, Decisions, Noise, dmc_decisions, dmc_importance, dmc_mask
 from .merge import merge_states
 from .native import MAX_HEAD_DIM, simd
 from .pages import PageTable, append_tokens_, compact_pages_, truncate_rows_
@@ -19,10 +21,14 @@ from .score import POOLINGS, REDUCTIONS, window_scores
 from .select import compact_rows_, select_topk
 
 __all__ = [
+    "IMPORTANCES",
+    "MAX_DMC_WINDOW",
     "MAX_HEAD_DIM",
     "POOLINGS",
     "REDUCTIONS",
     "SCHEDULES",
+    "Decisions",
+    "Noise",
     "PageTable",
     "append_tokens_",
     "attention",
@@ -30,6 +36,10 @@ __all__ = [
     "compact_rows_",
     "decode",
     "divide_memory",
+    "dmc_accumulate",
+    "dmc_decisions",
+    "dmc_importance",
+    "dmc_mask",
     "merge_states",
     "plan",
     "rope",

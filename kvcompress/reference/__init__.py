@@ -2,6 +2,8 @@
 
 from .attention import attention, visible
 from .decode import decode, merge_states
+from .dmc_accumulate import dmc_accumulate
+from .dmc_gates import dmc_decisions, dmc_importance, dmc_mask
 from .pages import append_tokens_, compact_pages_, truncate_rows_
 from .planner import divide_memory, plan
 from .rope import rope
@@ -15,6 +17,10 @@ __all__ = [
     "compact_rows",
     "decode",
     "divide_memory",
+    "dmc_accumulate",
+    "dmc_decisions",
+    "dmc_importance",
+    "dmc_mask",
     "merge_states",
     "plan",
     "rope",

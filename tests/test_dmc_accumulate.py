@@ -1,0 +1,365 @@
+import pytest
+import torch
+from helpers import DTYPES, assert_as_accurate
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvcompress import ops, reference
+
+
+def inputs(B, H, T, D, dtype=torch.float32, merging=0.5):
+    """Keys, values, decisions of which some are exactly 0 or 1, weights."""
+    keys, values = (torch.randn(B, H, T, D).to(dtype) for _ in range(2))
+    alpha = torch.rand(B, H, T) ** ((1 - merging) / merging)
+    alpha = torch.where(torch.rand(B, H, T) < 0.1, (torch.rand(B, H, T) < merging).float(), alpha)
+    return keys, values, alpha, 0.01 + torch.rand(B, H, T)
+
+
+def packed(B, T, seed=0):
+    """Documents of random length in order, padding (-1) before, between and behind some of them."""
+    generator = torch.Generator().manual_seed(seed)
+    numbers = torch.randint(-1, 4, (B, T), generator=generator).sort(1).values
+    order = torch.tensor([2, -1, 0, 3, 1])  # of what -1, 0, 1, 2, 3 become, so that padding lies in the middle
+    return torch.where(torch.arange(B)[:, None] % 2 == 0, numbers, order[numbers + 1]).to(torch.int32)
+
+
+def before(B, H, D):
+    """An initial state, of which some rows are empty."""
+    z = torch.rand(B, H) + 0.5
+    z[0, 0] = 0
+    return torch.randn(B, H, D), torch.randn(B, H, D), z
+
+
+def results(function, tensors, grads, **options):
+    """Averages of keys and values, z, and the gradients of keys, values, alpha and omega."""
+    leaves = [x.detach().clone().requires_grad_() for x in tensors]
+    keys, values, z = function(*leaves, **options)
+    found = torch.autograd.grad((keys, values), leaves, [g.to(keys.dtype) for g in grads], materialize_grads=True)
+    return [x.detach() for x in (keys, values, z, *found)]
+
+
+def check(tensors, **options):
+    grads = [torch.randn(tensors[0].shape).to(tensors[0].dtype) for _ in range(2)]
+    double = dict(options)
+    if options.get("initial") is not None:
+        double["initial"] = tuple(x.double() for x in options["initial"])
+    exact = results(reference.dmc_accumulate, [x.double() for x in tensors], grads, **double)
+    plain = results(reference.dmc_accumulate, tensors, grads, **options)
+    ours = results(ops.dmc_accumulate, tensors, grads, **options)
+    names = ("keys", "values", "z", "dkeys", "dvalues", "dalpha", "domega")
+    for name, x, y, z in zip(names, ours, plain, exact, strict=True):
+        try:
+            assert_as_accurate(x, y, z, typical=True)
+        except AssertionError as error:
+            raise AssertionError(f"{name}: {error}") from None
+
+
+SHAPES = [(1, 1, 1, 16), (2, 3, 5, 33), (1, 2, 64, 64), (2, 2, 130, 80), (1, 2, 65, 128), (1, 1, 63, 256), (1, 1, 7, 1)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_shapes_and_dtypes_as_the_reference(simd, dtype, shape):
+    tensors = inputs(*shape, dtype)
+    check(tensors, neuron=-1)
+    check(tensors, window=12, neuron=0)
+    check(tensors, initial=before(shape[0], shape[1], shape[3]))
+
+
+@pytest.mark.parametrize("window", [None, 1, 2, 12, 64, 150, 999])
+def test_documents_and_windows_as_the_reference(simd, window):
+    tensors = inputs(3, 2, 150, 24, merging=0.8)
+    check(tensors, window=window, neuron=5)
+    check(tensors, window=window, documents=packed(3, 150))
+
+
+def test_an_initial_state_before_documents_and_padding_as_the_reference(simd):
+    documents = packed(3, 90)
+    documents[0, :4] = torch.tensor([-1, 7, 7, 7])
+    check(inputs(3, 2, 90, 16), initial=before(3, 2, 16), documents=documents, neuron=2)
+
+
+@pytest.mark.parametrize("merging", [0.3, 0.9, 1.0])
+def test_long_rows_as_the_reference(simd, merging):
+    """Rows that are cut for several threads: what lies before a cut has faded, or it has not."""
+    tensors = inputs(1, 1, 1500, 16, merging=merging) if merging < 1 else inputs(1, 1, 1500, 16)
+    if merging == 1:
+        tensors[2][:] = 1
+    check(tensors, neuron=3)
+    check(tensors, initial=(torch.randn(1, 1, 16), torch.randn(1, 1, 16), torch.ones(1, 1)))
+    check(tensors, documents=packed(1, 1500))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    T=st.integers(1, 700),
+    D=st.integers(1, 20),
+    heads=st.integers(1, 3),
+    merging=st.sampled_from([0.1, 0.5, 0.95]),
+    window=st.none() | st.integers(1, 64),
+    padded=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_any_sizes_as_the_reference(T, D, heads, merging, window, padded, seed):
+    torch.manual_seed(seed)
+    tensors = inputs(2, heads, T, D, merging=merging)
+    grads = [torch.randn(tensors[0].shape) for _ in range(2)]
+    options = {"window": window, "documents": packed(2, T, seed) if padded else None, "neuron": seed % D}
+    ours = results(ops.dmc_accumulate, tensors, grads, **options)
+    exact = results(reference.dmc_accumulate, [x.double() for x in tensors], grads, **options)
+    for x, y in zip(ours, exact, strict=True):
+        torch.testing.assert_close(x.double(), y, atol=2e-4, rtol=2e-4)
+
+
+# ---- what must always hold ----
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [None, 12])
+def test_a_token_that_does_not_merge_is_itself(simd, dtype, window):
+    keys, values, alpha, omega = inputs(2, 3, 200, 48, dtype)
+    alone = torch.rand(2, 3, 200) < 0.4
+    alone[..., 0] = True
+    alpha[alone] = 0
+    out_k, out_v, _ = ops.dmc_accumulate(keys, values, alpha, omega, window=window)
+    assert torch.equal(out_k[alone], keys[alone]) and torch.equal(out_v[alone], values[alone])
+
+
+def test_nothing_merges_across_a_border_whatever_lies_before_it(simd):
+    tensors = inputs(1, 2, 20, 16)
+    documents = torch.tensor([[0] * 6 + [-1] * 4 + [0] * 5 + [1] * 5], dtype=torch.int32)
+    pieces = [(0, 6), *((t, t + 1) for t in range(6, 10)), (10, 15), (15, 20)]
+    grads = [torch.randn(1, 2, 20, 16) for _ in range(2)]
+    for window in (None, 3):
+        whole = results(ops.dmc_accumulate, tensors, grads, documents=documents, window=window)
+        for begin, end in pieces:
+            part = [x[:, :, begin:end] for x in tensors]
+            alone = results(ops.dmc_accumulate, part, [g[:, :, begin:end] for g in grads], window=window)
+            for x, y in zip(whole, alone, strict=True):
+                torch.testing.assert_close(x[:, :, begin:end], y)
+        spoiled = [x.clone() for x in tensors]
+        for x in spoiled[:2]:
+            x[:, :, 6:10] = float("nan")
+        for x, y in zip(whole, results(ops.dmc_accumulate, spoiled, grads, documents=documents, window=window),
+                        strict=True):  # fmt: skip
+            assert torch.equal(x[:, :, :6], y[:, :, :6]) and torch.equal(x[:, :, 10:], y[:, :, 10:])
+
+
+def test_merging_everything_is_the_running_mean(simd):
+    keys, values, _, omega = inputs(1, 2, 900, 16)
+    out_k, out_v, z = ops.dmc_accumulate(keys, values, torch.ones(1, 2, 900), omega)
+    weight = omega.double()
+    total = weight.cumsum(-1)
+    torch.testing.assert_close(z.double(), total, rtol=1e-5, atol=0)
+    for out, x in ((out_k, keys), (out_v, values)):
+        mean = (weight[..., None] * x).cumsum(2) / total[..., None]
+        torch.testing.assert_close(out.double(), mean, atol=1e-5, rtol=1e-5)
+
+
+def test_averages_stay_within_what_they_average_and_do_not_depend_on_the_scale_of_weights(simd):
+    keys, values, alpha, omega = inputs(2, 2, 300, 16)
+    out_k, out_v, z = ops.dmc_accumulate(keys, values, alpha, omega)
+    slack = 1e-5
+    for out, x in ((out_k, keys), (out_v, values)):
+        assert (out <= x.cummax(2).values + slack).all() and (out >= x.cummin(2).values - slack).all()
+    for x, y in zip((out_k, out_v, 8 * z), ops.dmc_accumulate(keys, values, alpha, 8 * omega), strict=True):
+        assert torch.equal(x, y)  # a power of two rounds nothing
+
+
+@pytest.mark.parametrize("T", [10, 200])
+def test_a_window_of_everything_is_no_window_and_one_of_one_merges_nothing(simd, T):
+    tensors = inputs(1, 2, T, 16)
+    grads = [torch.randn(1, 2, T, 16) for _ in range(2)]
+    full = results(ops.dmc_accumulate, tensors, grads)
+    for window in (T, T + 1):
+        for x, y in zip(full, results(ops.dmc_accumulate, tensors, grads, window=window), strict=True):
+            assert torch.equal(x, y)
+    for x, y in zip(results(ops.dmc_accumulate, tensors, grads, window=1)[:5], (*tensors[:2], tensors[3], *grads),
+                    strict=True):  # fmt: skip
+        assert torch.equal(x, y)
+
+
+def test_chunks_with_the_state_between_them_are_the_whole(simd):
+    keys, values, alpha, omega = inputs(2, 2, 300, 16)
+    whole = ops.dmc_accumulate(keys, values, alpha, omega)
+    state = None
+    for begin, end in ((0, 1), (1, 100), (100, 164), (164, 300)):
+        part = (x[:, :, begin:end] for x in (keys, values, alpha, omega))
+        found = ops.dmc_accumulate(*part, initial=state)
+        for x, y in zip(found, whole, strict=True):
+            torch.testing.assert_close(x, y[:, :, begin:end], rtol=1e-5, atol=1e-6)
+        state = tuple(x[:, :, -1] for x in found)
+
+
+def test_the_neuron_counts_as_zero_and_has_no_gradient(simd):
+    tensors = inputs(1, 2, 100, 16)
+    grads = [torch.randn(1, 2, 100, 16) for _ in range(2)]
+    for window in (None, 5):
+        clean = results(ops.dmc_accumulate, tensors, grads, neuron=3, window=window)
+        assert not clean[0][..., 3].any() and not clean[3][..., 3].any()
+        tensors[0][..., 3] = float("nan")
+        for x, y in zip(clean, results(ops.dmc_accumulate, tensors, grads, neuron=-13, window=window), strict=True):
+            assert torch.equal(x, y)
+        tensors[0][..., 3] = 0
+        for x, y in zip(clean[:3], results(ops.dmc_accumulate, tensors, grads, window=window)[:3], strict=True):
+            assert torch.equal(x, y)
+
+
+def test_the_first_decision_changes_nothing_and_has_no_gradient(simd):
+    tensors = inputs(1, 2, 30, 8)
+    grads = [torch.randn(1, 2, 30, 8) for _ in range(2)]
+    for window in (None, 4):
+        clean = results(ops.dmc_accumulate, tensors, grads, window=window)
+        assert not clean[5][..., 0].any()
+        tensors[2][..., 0] = torch.rand(1, 2)
+        for x, y in zip(clean, results(ops.dmc_accumulate, tensors, grads, window=window), strict=True):
+            assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("window", [None, 12])
+def test_threads_change_no_bit(simd, window):
+    tensors = inputs(1, 3, 1500, 32, merging=0.9)
+    grads = [torch.randn(1, 3, 1500, 32) for _ in range(2)]
+    threads, found = torch.get_num_threads(), []
+    try:
+        for count in (1, 2, 5):
+            torch.set_num_threads(count)
+            found.append(results(ops.dmc_accumulate, tensors, grads, window=window))
+    finally:
+        torch.set_num_threads(threads)
+    for other in found[1:]:
+        for x, y in zip(found[0], other, strict=True):
+            assert torch.equal(x, y)
+
+
+def test_a_row_does_not_depend_on_the_others(simd):
+    tensors = inputs(3, 4, 100, 16)
+    grads = [torch.randn(3, 4, 100, 16) for _ in range(2)]
+    whole = results(ops.dmc_accumulate, tensors, grads)
+    part = results(ops.dmc_accumulate, [x[1:2, 2:3] for x in tensors], [g[1:2, 2:3] for g in grads])
+    for x, y in zip(whole, part, strict=True):
+        assert torch.equal(x[1:2, 2:3], y)
+
+
+@pytest.mark.parametrize("weight", [2.0**-40, 1.0])
+def test_smallest_weights_give_finite_values_and_gradients(simd, weight):
+    keys, values, alpha, omega = inputs(1, 1, 200, 8)
+    omega[:] = weight
+    omega[..., ::7] = 2.0**-40
+    for options in ({}, {"window": 12}):
+        for x in results(ops.dmc_accumulate, (keys, values, alpha, omega), [keys, values], **options):
+            assert x.isfinite().all()
+
+
+def test_any_strides(simd):
+    keys, values, alpha, omega = inputs(2, 3, 70, 32)
+    grads = [torch.randn(2, 3, 70, 32) for _ in range(2)]
+    strided = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (keys, values)]
+    strided_grads = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in grads]
+    for options in ({}, {"window": 9}):
+        for x, y in zip(
+            results(ops.dmc_accumulate, (keys, values, alpha, omega), grads, **options),
+            results(ops.dmc_accumulate, (*strided, alpha, omega), strided_grads, **options),
+            strict=True,
+        ):
+            assert torch.equal(x, y)
+
+
+def test_only_one_of_keys_and_values_is_used(simd):
+    tensors = [x.requires_grad_() for x in inputs(1, 2, 40, 8)]
+    for number in (0, 1):
+        ours = torch.autograd.grad(ops.dmc_accumulate(*tensors)[number].sum(), tensors[2:])
+        plain = torch.autograd.grad(reference.dmc_accumulate(*tensors)[number].sum(), tensors[2:])
+        for x, y in zip(ours, plain, strict=True):
+            torch.testing.assert_close(x, y, atol=1e-4, rtol=1e-4)
+
+
+def test_reference_passes_gradcheck():
+    initial = tuple(x.double() for x in before(2, 1, 3))
+    for options in (
+        {"neuron": 1},
+        {"documents": packed(2, 6)},
+        {"initial": initial},
+        {"window": 3, "documents": packed(2, 6), "neuron": 0},
+    ):
+        tensors = [x.double() for x in inputs(2, 1, 6, 3)]
+        tensors[2] = 0.1 + 0.8 * torch.rand(2, 1, 6).double()
+        tensors = [x.requires_grad_() for x in tensors]
+
+        def averages(*x, options=options):
+            return reference.dmc_accumulate(*x, **options)[:2]
+
+        assert torch.autograd.gradcheck(averages, tensors)
+
+
+def test_opcheck():
+    native = torch.ops.kvcompress.dmc_accumulate
+    tensors = inputs(2, 2, 9, 8)
+    documents = packed(2, 9)
+    for rest in (
+        (None, None, None, None, -1, 0),
+        (documents, None, None, None, 3, 4),
+        (documents, *before(2, 2, 8), 3, 0),
+        (None, None, None, None, 0, 9),
+    ):
+        torch.library.opcheck(native, (*tensors, *rest))  # without gradients: z and the states have none
+        out_k, out_v, *saved = native(*tensors, *rest)
+        backward = torch.ops.kvcompress.dmc_accumulate_backward
+        torch.library.opcheck(backward, (out_k, out_v, *tensors, rest[0], rest[3], *saved, *rest[4:]))
+
+
+def test_z_has_no_gradient_and_second_derivatives_are_refused():
+    tensors = [x.requires_grad_() for x in inputs(1, 1, 5, 4)]
+    keys, _, z = ops.dmc_accumulate(*tensors)
+    with pytest.raises(NotImplementedError, match="dmc_accumulate has no gradient from z"):
+        z.sum().backward()
+    keys = ops.dmc_accumulate(*tensors)[0]
+    (first,) = torch.autograd.grad(keys.sum(), tensors[0], create_graph=True)
+    with pytest.raises(NotImplementedError, match="differentiable once"):
+        first.sum().backward()
+
+
+def test_empty_input_gives_empty_output():
+    for shape in ((0, 2, 3, 4), (2, 0, 3, 4), (2, 2, 0, 4)):
+        keys, gate = torch.empty(shape), torch.empty(shape[:3])
+        found = ops.dmc_accumulate(keys, keys, gate, gate)
+        assert [x.shape for x in found] == [shape, shape, shape[:3]]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"keys": torch.randn(2, 5, 8)}, r"keys must be \[B, Hkv, T, D\], got shape \(2, 5, 8\)"),
+        ({"keys": torch.randn(1, 2, 5, 8).double()}, "keys must be float32, bfloat16 or float16"),
+        ({"values": torch.randn(1, 2, 5, 9)}, r"values must be \(1, 2, 5, 8\) as keys, got \(1, 2, 5, 9\)"),
+        ({"values": torch.randn(1, 2, 5, 8).half()}, "values must be torch.float32 as keys, got torch.float16"),
+        ({"alpha": torch.rand(1, 2, 4)}, r"alpha must have shape \(1, 2, 5\), got \(1, 2, 4\)"),
+        ({"alpha": torch.rand(1, 2, 5).half()}, "alpha must be float32, got torch.float16"),
+        ({"omega": torch.rand(2, 5)}, r"omega must have shape \(1, 2, 5\)"),
+        ({"neuron": 8}, "neuron must be between -8 and 7, got 8"),
+        ({"neuron": -9}, "neuron must be between -8 and 7, got -9"),
+        ({"window": 0}, "window must be at least 1, got 0"),
+        ({"documents": torch.zeros(1, 4).int()}, r"documents must have shape \(1, 5\)"),
+        ({"documents": torch.zeros(1, 5)}, "documents must be int32, got torch.float32"),
+        ({"initial": (torch.zeros(1, 2, 8), torch.zeros(1, 2, 8))}, "initial must hold .* got 2 tensors"),
+        ({"initial": (torch.zeros(1, 2, 8),) * 3}, r"initial\[2\] must have shape \(1, 2\), got \(1, 2, 8\)"),
+        ({"initial": before(1, 2, 8), "window": 3}, "initial must be None with a window"),
+        (
+            {"initial": (torch.zeros(1, 2, 8, requires_grad=True), torch.zeros(1, 2, 8), torch.zeros(1, 2))},
+            r"initial\[0\] must not require grad",
+        ),
+    ],
+)
+def test_wrong_arguments_are_named(change, message):
+    keys, values, alpha, omega = inputs(1, 2, 5, 8)
+    arguments = {"keys": keys, "values": values, "alpha": alpha, "omega": omega}
+    with pytest.raises(ValueError, match=message):
+        ops.dmc_accumulate(**{**arguments, **change})
+
+
+def test_limits_of_window_and_head_dim():
+    with pytest.raises(ValueError, match=r"window must be between 1 and 64, or at least T = 99 \(all tokens\), got 65"):
+        ops.dmc_accumulate(*inputs(1, 1, 99, 4), window=65)
+    for D in (0, 257):
+        with pytest.raises(ValueError, match=f"keys must have a head dim between 1 and 256, got {D}"):
+            ops.dmc_accumulate(*inputs(1, 1, 2, D))

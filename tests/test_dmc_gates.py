@@ -1,0 +1,245 @@
+import pytest
+import torch
+from helpers import DTYPES, assert_as_accurate
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvcompress import ops, reference
+from kvcompress.ops import Noise
+from kvcompress.reference.dmc_gates import philox
+
+INF = float("inf")
+# tokens of two documents, padding before, between and behind them
+DOCUMENTS = torch.tensor([[-1, 0, 0, 0, -1, -1, 1, 1, 1, -1], [5, 5, 5, 5, 5, 2, 2, 2, 2, 7]], dtype=torch.int32)
+
+
+def logits_like_keys(B, H, T, dtype=torch.float32, shift=5.0):
+    """A neuron of keys: strided, around the shift."""
+    return (shift + torch.randn(B, H, T, 5)).to(dtype)[..., 3]
+
+
+# ---- noise ----
+
+
+def test_philox_gives_the_published_numbers():
+    ones, words = 0xFFFFFFFF, (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344)
+    for counter, key, first in (
+        ((0, 0, 0, 0), (0, 0), 0x6627E8D5),
+        ((ones,) * 4, (ones, ones), 0x408F276D),
+        (words, (0xA4093822, 0x299F31D0), 0xD16CFE09),
+    ):
+        assert int(philox(tuple(torch.tensor(word) for word in counter), key)) == first
+
+
+NUMBERS = st.integers(0, 2**32 - 1)
+
+
+@settings(deadline=None)
+@given(st.integers(0, 2**63 - 1), NUMBERS, NUMBERS, NUMBERS, NUMBERS)
+def test_noise_is_the_references(seed, offset, stream, sample, token):
+    noise = Noise(seed, offset, stream, sample, token)
+    drawn = ops.dmc_decisions(torch.zeros(2, 3, 300), shift=0.0, temperature=1.0, noise=noise).tempered
+    exact = reference.dmc_decisions(torch.zeros(2, 3, 300).double(), shift=0.0, temperature=1.0, noise=noise)[2]
+    torch.testing.assert_close(drawn.double(), exact, rtol=3e-7, atol=1e-7)
+
+
+def test_the_same_numbers_give_the_same_noise_and_others_do_not():
+    x = logits_like_keys(3, 4, 70)
+    first = ops.dmc_decisions(x, noise=Noise(7, 11))
+    for y, z in zip(first, ops.dmc_decisions(x, noise=Noise(7, 11)), strict=True):
+        assert torch.equal(y, z)
+    for other in (Noise(8, 11), Noise(7 + 2**32, 11), Noise(7, 12), Noise(7, 11, 1), Noise(7, 11, 0, 1)):
+        assert not torch.equal(first.tempered, ops.dmc_decisions(x, noise=other).tempered)
+
+
+def test_a_shard_draws_what_the_whole_draws():
+    x = logits_like_keys(3, 4, 70)
+    whole = ops.dmc_decisions(x, noise=Noise(3, 1, stream=40, sample=6))
+    part = ops.dmc_decisions(x[1:, 2:, 30:50], noise=Noise(3, 1, stream=42, sample=7, token=30))
+    for y, z in zip(whole, part, strict=True):
+        assert torch.equal(y[1:, 2:, 30:50], z)
+
+
+def test_mean_of_hard_decisions_is_the_sigmoid_of_the_logit():
+    logits = torch.tensor([-1.0, 0.0, 2.0])[None, :, None].expand(20, 3, 20_000) + 5
+    for temperature in (0.1, 1.0):
+        hard = ops.dmc_decisions(logits, temperature=temperature, noise=Noise(1)).hard.mean((0, 2))
+        torch.testing.assert_close(hard, (logits[0, :, 0] - 5).sigmoid(), atol=4e-3, rtol=0)
+
+
+# ---- decisions ----
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("T", [1, 7, 300])
+@pytest.mark.parametrize("options", [{}, {"scale": 100.0, "shift": 500.0, "temperature": 2.0}, {"margin": 0.25}])
+def test_decisions_as_the_reference(dtype, T, options):
+    x = logits_like_keys(2, 3, T, dtype)
+    for noise in (None, torch.randn(2, 3, T), Noise(5, 6)):
+        double = noise.double() if isinstance(noise, torch.Tensor) else noise
+        exact = reference.dmc_decisions(x.double(), noise=double, **options)
+        plain = reference.dmc_decisions(x, noise=noise, **options)
+        ours = ops.dmc_decisions(x, noise=noise, **options)
+        for y, z, w in zip(ours, plain, exact, strict=True):
+            assert_as_accurate(y, z, w)
+
+
+def test_hard_decisions_are_thresholds_and_hide_all_or_nothing():
+    x = torch.tensor([[[4.0, 5.0, 5.5, 6.0, float("nan")]]])
+    soft = ops.dmc_decisions(x, margin=0.5)
+    assert soft.hard.tolist() == [[[0, 0, 0, 1, 0]]]
+    alpha, hard, tempered = ops.dmc_decisions(x, margin=0.5, hard=True)
+    assert torch.equal(alpha, soft.hard) and torch.equal(hard, soft.hard)
+    assert tempered.tolist() == [[[-INF, -INF, -INF, INF, -INF]]]
+    assert ops.dmc_mask(tempered).tolist() == [[[0, 0, -INF, 0, 0]]]
+
+
+def test_gradients_of_decisions_as_the_references():
+    x, noise = logits_like_keys(2, 3, 50), torch.randn(2, 3, 50)
+    grads = [torch.randn(2, 3, 50) for _ in range(3)]
+    for chosen in ((0,), (1,), (2,), (0, 1, 2)):
+        ours, exact = x.clone().requires_grad_(), x.double().requires_grad_()
+        y = ops.dmc_decisions(ours, noise=noise, scale=2.0, shift=10.0)
+        z = reference.dmc_decisions(exact, noise=noise.double(), scale=2.0, shift=10.0)
+        torch.autograd.backward([y[i] for i in chosen], [grads[i] for i in chosen])
+        torch.autograd.backward([z[i] for i in chosen], [grads[i].double() for i in chosen])
+        torch.testing.assert_close(ours.grad.double(), exact.grad, rtol=1e-5, atol=1e-6)
+
+
+def test_the_threshold_has_the_gradient_of_the_sigmoid():
+    x = logits_like_keys(1, 2, 9).clone().requires_grad_()
+    alpha, hard, _ = ops.dmc_decisions(x, noise=Noise(1))
+    soft, through = (torch.autograd.grad(y.sum(), x, retain_graph=True)[0] for y in (alpha, hard))
+    assert soft.any() and torch.equal(soft, through)
+
+
+def test_hard_decisions_have_no_gradient():
+    x = logits_like_keys(1, 2, 9).clone().requires_grad_()
+    found = ops.dmc_decisions(x, hard=True)
+    (ops.dmc_mask(found.tempered).clamp(min=-1) + found.alpha + found.hard).sum().backward()
+    assert x.grad is None or not x.grad.any()
+
+
+@pytest.mark.parametrize("size", [1e3, 1e30])
+def test_extreme_logits_give_finite_decisions_and_gradients(size):
+    x = torch.tensor([[[-size, size, 5.0]]], requires_grad=True)
+    alpha, _, tempered = ops.dmc_decisions(x)
+    bias = ops.dmc_mask(tempered)
+    assert alpha.isfinite().all() and bias.isfinite().all()
+    (alpha.sum() + bias.sum()).backward()
+    assert x.grad.isfinite().all() and x.grad[0, 0, 1] < 0
+
+
+# ---- importance ----
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("reduce", ops.IMPORTANCES)
+@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (6, 2), (8, 8), (8, 1)])
+def test_importance_as_the_reference(dtype, reduce, heads, kv_heads):
+    x = logits_like_keys(2, heads, 300, dtype, shift=-5.0)
+    exact = reference.dmc_importance(x.double(), kv_heads, reduce=reduce, eps=2.0**-7)
+    plain = reference.dmc_importance(x, kv_heads, reduce=reduce, eps=2.0**-7)
+    assert_as_accurate(ops.dmc_importance(x, kv_heads, reduce=reduce, eps=2.0**-7), plain, exact)
+    ours, double = x.float().clone().requires_grad_(), x.double().requires_grad_()
+    grad = torch.randn(2, kv_heads, 300)
+    ops.dmc_importance(ours, kv_heads, reduce=reduce).backward(grad)
+    reference.dmc_importance(double, kv_heads, reduce=reduce).backward(grad.double())
+    torch.testing.assert_close(ours.grad.double(), double.grad, rtol=1e-5, atol=1e-7)
+
+
+def test_importance_is_never_zero_and_does_not_depend_on_the_order_of_heads():
+    x = torch.tensor([-100.0, 100.0, -33.0, -30.0])[None, :, None]
+    assert ops.dmc_importance(x, 4).flatten().tolist() == [2.0**-40, 1.0, 2.0**-40, pytest.approx(1.388794e-11)]
+    x = logits_like_keys(1, 4, 20, shift=-5.0)
+    for reduce in ("mean_logit", "mean_sigmoid"):
+        torch.testing.assert_close(
+            ops.dmc_importance(x, 2, reduce=reduce), ops.dmc_importance(x[:, [1, 0, 3, 2]], 2, reduce=reduce)
+        )
+
+
+# ---- mask ----
+
+
+@pytest.mark.parametrize("documents", [None, DOCUMENTS])
+def test_mask_as_the_reference(documents):
+    tempered = 30 * torch.randn(2, 3, 10)
+    tempered[0, 0] = torch.tensor([1e4, -1e4, 17, 20, 100, -100, INF, -INF, 0, 50])
+    exact = reference.dmc_mask(tempered.double(), documents)
+    assert_as_accurate(ops.dmc_mask(tempered, documents=documents), reference.dmc_mask(tempered, documents), exact)
+    ours, double = tempered.clone().requires_grad_(), tempered.double().requires_grad_()
+    grad = torch.randn(2, 3, 10)
+    ops.dmc_mask(ours, documents=documents).backward(grad)
+    reference.dmc_mask(double, documents).backward(grad.double())
+    torch.testing.assert_close(ours.grad.double(), double.grad, rtol=1e-6, atol=1e-7)
+
+
+def test_nothing_is_hidden_across_a_border_and_padding_always_is():
+    bias = ops.dmc_mask(torch.full((2, 1, 10), 2.0), documents=DOCUMENTS)
+    hidden = -torch.tensor(2.0).exp().log1p().item()
+    padding, last, merged = -INF, 0.0, pytest.approx(hidden)
+    assert bias[0, 0].tolist() == [padding, merged, merged, last, padding, padding, merged, merged, last, padding]
+    assert bias[1, 0].tolist() == [*[merged] * 4, last, *[merged] * 3, last, last]
+
+
+def test_the_first_token_of_a_sequence_changes_no_bias():
+    tempered = torch.randn(1, 1, 5, requires_grad=True)
+    ops.dmc_mask(tempered).sum().backward()
+    assert tempered.grad[0, 0, 0] == 0 and tempered.grad[0, 0, 1:].all()
+
+
+# ---- of all ----
+
+
+def test_reference_passes_gradcheck():
+    x = (torch.randn(1, 2, 4, dtype=torch.float64) + 5).requires_grad_()
+    noise = torch.randn(1, 2, 4).double()
+    assert torch.autograd.gradcheck(lambda y: reference.dmc_decisions(y, noise=noise, temperature=0.7)[::2], (x,))
+    for reduce in ops.IMPORTANCES:
+        assert torch.autograd.gradcheck(lambda y, reduce=reduce: reference.dmc_importance(y, 1, reduce=reduce), (x,))
+    assert torch.autograd.gradcheck(reference.dmc_mask, (x,))
+
+
+def test_opcheck():
+    native, x = torch.ops.kvcompress, torch.randn(1, 4, 5, requires_grad=True)
+    settings = (1, 2, 3, 4, 5, 5.0, 0.5, 1.0, 0.0, False)
+    torch.library.opcheck(native.dmc_decisions, (x, None, True, *settings), rtol=1e-4, atol=1e-4)
+    torch.library.opcheck(native.dmc_decisions, (x, torch.randn(1, 4, 5), False, *settings), rtol=1e-4, atol=1e-4)
+    for reduce in range(3):
+        torch.library.opcheck(native.dmc_importance, (x, 2, 5.0, 0.0, reduce), rtol=1e-4, atol=1e-4)
+    torch.library.opcheck(native.dmc_mask, (x, None), rtol=1e-4, atol=1e-4)
+    documents = torch.tensor([[0, 0, 1, 1, 1]], dtype=torch.int32)
+    torch.library.opcheck(native.dmc_mask, (x, documents), rtol=1e-4, atol=1e-4)
+
+
+def test_empty_input_gives_empty_output():
+    for shape in ((0, 2, 3), (2, 0, 3), (2, 2, 0)):
+        assert all(x.shape == shape for x in ops.dmc_decisions(torch.empty(shape)))
+        assert ops.dmc_mask(torch.empty(shape)).shape == shape
+    assert ops.dmc_importance(torch.empty(0, 4, 3), 2).shape == (0, 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda x: ops.dmc_decisions(x[0]), r"logits must be \[B, H, T\], got shape \(4, 5\)"),
+        (lambda x: ops.dmc_decisions(x.double()), "logits must be float32, bfloat16 or float16, got torch.float64"),
+        (lambda x: ops.dmc_decisions(x, temperature=0.0), "temperature must be positive, got 0.0"),
+        (lambda x: ops.dmc_decisions(x, noise=x[..., :4]), r"noise must have shape \(1, 4, 5\), got \(1, 4, 4\)"),
+        (lambda x: ops.dmc_decisions(x, noise=x.double()), "noise must be float32"),
+        (lambda x: ops.dmc_decisions(x, noise=Noise(-1)), "noise.seed must be at least 0, got -1"),
+        (lambda x: ops.dmc_decisions(x, noise=Noise(1, 2, -3)), "noise.stream must be at least 0, got -3"),
+        (lambda x: ops.dmc_decisions(x, noise=Noise(2**63)), "noise.seed must be at most"),
+        (lambda x: ops.dmc_importance(x, 3), "kv_heads must divide the logits' 4 heads, got 3"),
+        (lambda x: ops.dmc_importance(x, 0), "kv_heads must be at least 1, got 0"),
+        (lambda x: ops.dmc_importance(x, 2, eps=-1.0), "eps must be at least 0, got -1.0"),
+        (lambda x: ops.dmc_importance(x, 2, reduce="max"), "reduce must be one of mean_logit, mean_sigmoid, first"),
+        (lambda x: ops.dmc_mask(x.half()), "tempered must be float32, got torch.float16"),
+        (lambda x: ops.dmc_mask(x[0]), r"tempered must be \[B, H, T\], got shape \(4, 5\)"),
+        (lambda x: ops.dmc_mask(x, documents=torch.zeros(1, 4).int()), "documents must have shape"),
+        (lambda x: ops.dmc_mask(x, documents=torch.zeros(1, 5)), "documents must be int32"),
+    ],
+)
+def test_wrong_arguments_are_named(call, message):
+    with pytest.raises(ValueError, match=message):
+        call(torch.randn(1, 4, 5))

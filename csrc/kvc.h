@@ -419,6 +419,40 @@ typedef struct {
 int64_t kvc_dmc_accumulate_backward_scratch_bytes(const kvc_dmc_accumulate_backward_args *args);
 kvc_status kvc_dmc_accumulate_backward(const kvc_dmc_accumulate_backward_args *args, kvc_parallel_for parallel_for);
 
+/* ---- dmc_append.c ----------------------------------------------------------------------------------------------- */
+
+/* DMC's cache at inference: every row r = b*Hkv + h takes its last n_r = counts[r] (0..S; NULL: S) of S new tokens, one
+ * after the other. A token whose alpha is above 1/2 joins the row's newest slot; any other (a NaN too), and the first of a
+ * row whose length or tail_counts is 0, opens a slot: lengths[r] grows by one, and a page is taken where one begins.
+ *     joins: z += w, mean = (z_old mean + w x) / z        opens: z = w, mean = x        x keys and values, w omega
+ *     newest slot = (rotated mean of the keys, mean of the values), the keys at the row of the tables that positions
+ *     [b*S + s] names for the token s (NULL: s), their coordinate `neuron` 0 before and after (-1: none)
+ * Older slots never change. The means are those of kvc_dmc_accumulate with the same decisions.
+ *     window N > 0: the mean is over the slot's last N tokens alone.
+ * State of each row's newest slot, N = 1 without a window: tail_k, tail_v float32 [R, N, D] (un-rotated means; with a
+ * window the last N tokens, token i of the slot at i % N), tail_w float32 [R, N] (z; with a window omega), tail_counts
+ * int32 [R], tokens in the slot.
+ * k, v [B, Hkv, S, D], k_pages, v_pages [pages, P, D] contiguous, all of one dtype; alpha, omega float32 [B, Hkv, S]
+ * contiguous, omega > 0; cos, sin float32 [table_rows, rotary_dim/2], as for kvc_rope (rotary_dim 0: no rotation);
+ * positions int32 [B, S]. R = B*Hkv. Pages are taken for the rows in order: a copy of the last page if the row writes to
+ * it and it is shared, then new ones. scratch int32 [2R].
+ * KVC_POOL_FULL if pages run out, KVC_BAD_INDEX if a count, length, page or position is out of range or a row outgrows
+ * blocks*P; nothing is changed then. KVC_BAD_SIZE as for kvc_dmc_accumulate.
+ * Source: DMC, algorithm 1, with means for its sums; the window is that of the released models (12).
+ */
+typedef struct {
+    kvc_page_table table;
+    void *k_pages, *v_pages;
+    kvc_view k, v;
+    float *tail_k, *tail_v, *tail_w;
+    int32_t *tail_counts;
+    const float *alpha, *omega, *cos, *sin;
+    const int32_t *positions, *counts;
+    int32_t *scratch;
+    int64_t B, Hkv, S, D, rotary_dim, table_rows, neuron, window;
+} kvc_dmc_append_args;
+kvc_status kvc_dmc_append(const kvc_dmc_append_args *args, kvc_parallel_for parallel_for);
+
 /* ---- planner.c -------------------------------------------------------------------------------------------------- */
 
 typedef enum {

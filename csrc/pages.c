@@ -1,27 +1,12 @@
 /* Rows of slots in pages that may be shared until written: append, truncate, keep chosen slots. */
-#include "tile.h"
+#include "page_table.h"
 
 #include <stddef.h>
 #include <string.h>
 
 enum { PARALLEL_BYTES = 1 << 16 }; /* least to move before a second thread is worth its start */
 
-/* ---- the table -------------------------------------------------------------------------------------------------- */
-
-static kvc_status check_table(const kvc_page_table *table) {
-    if (table->R < 0 || table->blocks < 0 || table->P < 1 || table->pages < 0 || table->pages > INT32_MAX) {
-        return KVC_BAD_SIZE;
-    }
-    if (table->blocks > INT32_MAX / table->P) return KVC_BAD_SIZE;
-    if (!table->R) return KVC_OK;
-    if (!table->lengths || !table->free_count || (table->blocks && !table->block_table)) return KVC_NULL_POINTER;
-    if (table->pages && (!table->page_refs || !table->free_pages)) return KVC_NULL_POINTER;
-    if (table->free_count[0] < 0 || table->free_count[0] > table->pages) return KVC_BAD_INDEX;
-    for (int64_t r = 0; r < table->R; r++) {
-        if (table->lengths[r] < 0 || table->lengths[r] > table->blocks * table->P) return KVC_BAD_INDEX;
-    }
-    return KVC_OK;
-}
+/* ---- slots of all arrays ----------------------------------------------------------------------------------------- */
 
 static kvc_status check_arrays(const kvc_slot_array *arrays, int64_t count, int64_t pages, int tokens) {
     if (count < 0 || count > KVC_MAX_SLOT_ARRAYS) return KVC_BAD_SIZE;
@@ -32,40 +17,6 @@ static kvc_status check_arrays(const kvc_slot_array *arrays, int64_t count, int6
         }
     }
     return KVC_OK;
-}
-
-static int page_exists(const kvc_page_table *table, int32_t page) {
-    return page >= 0 && page < table->pages;
-}
-
-/* Pages that hold `length` slots. */
-static int64_t blocks_of(const kvc_page_table *table, int64_t length) {
-    return ceil_div(length, table->P);
-}
-
-static int32_t *entry(const kvc_page_table *table, int64_t r, int64_t block) {
-    return table->block_table + r * table->blocks + block;
-}
-
-/* Whether `count` pages can be taken. */
-static kvc_status check_free(const kvc_page_table *table, int64_t count) {
-    const int64_t held = table->free_count[0];
-    if (count > held) return KVC_POOL_FULL;
-    for (int64_t i = held - count; i < held; i++) {
-        if (!page_exists(table, table->free_pages[i])) return KVC_BAD_INDEX;
-    }
-    return KVC_OK;
-}
-
-static int32_t take_page(const kvc_page_table *table) {
-    const int32_t page = table->free_pages[--table->free_count[0]];
-    table->page_refs[page] = 1;
-    return page;
-}
-
-static void give_up_page(const kvc_page_table *table, int32_t page) {
-    if (--table->page_refs[page] != 0) return;
-    if (table->free_count[0] < table->pages) table->free_pages[table->free_count[0]++] = page;
 }
 
 static void give_up_blocks(const kvc_page_table *table, int64_t r, int64_t begin, int64_t end) {

@@ -4,13 +4,15 @@ Dims: B sequences, Hq query heads, Hkv key-value heads, G = Hq/Hkv, S queries, T
 R rows (one row = one KV head of one sequence, r = b*Hkv + h), P page size. Tensors are float32, bfloat16 or float16 on
 the CPU or CUDA; scores, LSE and rotation tables are float32, indices and lengths int32. All arguments of a call are on
 one device. Queries and keys may have any strides as long as the last dimension is contiguous. `rope`,
-`attention` and `merge_states` are differentiable; a backward pass that reaches another op raises NotImplementedError.
+`attention`, `merge_states`, and of DMC all but `dmc_append_` are differentiable; a backward pass that reaches another
+op raises NotImplementedError.
 `kvcompress.reference` has the same functions in plain PyTorch.
 """
 
 from .attention import attention
 from .decode import decode
 from .dmc_accumulate import MAX_DMC_WINDOW, dmc_accumulate
+from .dmc_append import Tail, dmc_append_
 from .dmc_gates import IMPORTANCES, Decisions, Noise, dmc_decisions, dmc_importance, dmc_mask
 from .merge import merge_states
 from .native import MAX_HEAD_DIM, simd
@@ -30,6 +32,7 @@ __all__ = [
     "Decisions",
     "Noise",
     "PageTable",
+    "Tail",
     "append_tokens_",
     "attention",
     "compact_pages_",
@@ -37,6 +40,7 @@ __all__ = [
     "decode",
     "divide_memory",
     "dmc_accumulate",
+    "dmc_append_",
     "dmc_decisions",
     "dmc_importance",
     "dmc_mask",

@@ -84,7 +84,8 @@ def need_neuron(neuron: int | None, D: int) -> int:
     """The coordinate as a number of 0..D-1, -1 for None."""
     if neuron is None:
         return -1
-    need(isinstance(neuron, int) and -D <= neuron < D, f"neuron must be between {-D} and {D - 1}, got {neuron!r}")
+    if not isinstance(neuron, int) or not -D <= neuron < D:
+        raise ValueError(f"neuron must be between {-D} and {D - 1}, got {neuron!r}")
     return neuron % D
 
 

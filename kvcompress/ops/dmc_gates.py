@@ -7,7 +7,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..checks import FLOATS, dense, need, need_choice, need_device, need_int32, need_integer, need_tensor
+from ..checks import (
+    FLOATS,
+    dense,
+    need,
+    need_choice,
+    need_device,
+    need_float,
+    need_int32,
+    need_integer,
+    need_tensor,
+)
 from .native import native
 
 IMPORTANCES = ("mean_logit", "mean_sigmoid", "first")
@@ -27,6 +37,9 @@ class Noise(NamedTuple):
     stream: int = 0
     sample: int = 0
     token: int = 0
+
+
+_NONE = Noise(0)
 
 
 class Decisions(NamedTuple):
@@ -62,15 +75,16 @@ def dmc_decisions(
     _need_gates("logits", logits, "[B, H, T]")
     need(temperature > 0, f"temperature must be positive, got {temperature}")
     given = noise if isinstance(noise, Tensor) else None
-    drawn = Noise(0) if given is not None or noise is None else Noise(*noise)
-    for name, value in zip(drawn._fields, drawn, strict=True):
-        need_integer(f"noise.{name}", value, 0)
+    drawn = _NONE if given is not None or noise is None else Noise(*noise)
+    if drawn is not _NONE:
+        for name, value in zip(drawn._fields, drawn, strict=True):
+            need_integer(f"noise.{name}", value, 0)
     if given is not None:
         need_float32("noise", given, tuple(logits.shape))
         need_device(logits, noise=given)
     return Decisions(
         *native.dmc_decisions(
-            logits, dense(given), given is None and noise is not None, drawn.seed, *(x & _WORD for x in drawn[1:]),
+            logits, dense(given), drawn is not _NONE, drawn.seed, *(x & _WORD for x in drawn[1:]),
             shift, temperature, scale, margin, hard,
         )
     )  # fmt: skip
@@ -193,15 +207,14 @@ torch.library.register_autograd("kvcompress::dmc_mask", _mask_backward, setup_co
 
 def need_float32(name: str, x: Tensor, shape: tuple[int, ...] | None) -> None:
     """shape: None = any of three dimensions."""
+    if isinstance(x, Tensor) and x.dtype == torch.float32 and (x.ndim == 3 if shape is None else x.shape == shape):
+        return
     need_tensor(name, x)
     need(x.dtype == torch.float32, f"{name} must be float32, got {x.dtype}")
-    if shape is None:
-        need(x.ndim == 3, f"{name} must be [B, H, T], got shape {tuple(x.shape)}")
-    else:
-        need(tuple(x.shape) == shape, f"{name} must have shape {shape}, got {tuple(x.shape)}")
+    need(shape is not None, f"{name} must be [B, H, T], got shape {tuple(x.shape)}")
+    raise ValueError(f"{name} must have shape {shape}, got {tuple(x.shape)}")
 
 
 def _need_gates(name: str, x: Tensor, shape: str) -> None:
-    need_tensor(name, x)
-    need(x.dtype in FLOATS, f"{name} must be float32, bfloat16 or float16, got {x.dtype}")
-    need(x.ndim == 3, f"{name} must be {shape}, got shape {tuple(x.shape)}")
+    if not isinstance(x, Tensor) or x.dtype not in FLOATS or x.ndim != 3:
+        need_float(name, x, 3, shape)

@@ -29,10 +29,12 @@ class PageTable(NamedTuple):
     free_count: Tensor
 
 
-_PAGES = "{} has no gradient: pages are what caches store; for training give attention the keys and values themselves"
+NO_GRADIENT = (
+    "{} has no gradient: pages are what caches store; for training give attention the keys and values themselves"
+)
 
 
-def _need_table(table: PageTable) -> None:
+def need_table(table: PageTable) -> None:
     lines, pages = table.block_table, table.refs.shape
     need(lines.ndim == 2, "block_table must be [R, blocks]")
     shapes = (lines.shape, lines.shape[:1], pages, pages, (2,))
@@ -68,7 +70,7 @@ def append_tokens_(
     free_count[1] grows instead of an error). Tokens in pages have no gradient: NotImplementedError if a backward pass
     comes here.
     """
-    _need_table(table)
+    need_table(table)
     _need_arrays(arrays, table)
     R = table.block_table.shape[0]
     need(len(tokens) == len(arrays), f"tokens must hold {len(arrays)} tensors, one for each array, got {len(tokens)}")
@@ -87,7 +89,7 @@ def append_tokens_(
         readable.append(x if plain or x[:1, :1, :1].is_contiguous() else x.contiguous())
     need_int32("counts", counts, (R,))
     need_device(table.refs, counts=counts)
-    op, message = native.append_tokens_, _PAGES.format("append_tokens_")
+    op, message = native.append_tokens_, NO_GRADIENT.format("append_tokens_")
     change_without_gradient(message, "arrays", arrays, tokens, op, list(arrays), readable, *table, dense(counts))
 
 
@@ -102,7 +104,7 @@ def truncate_rows_(table: PageTable, new_lengths: Tensor, page_size: int) -> Non
     new_lengths: int32 [R], each at most the row's length. Raises ValueError for wrong shapes, RuntimeError for a length
     out of range (nothing is changed then; on CUDA it is clamped).
     """
-    _need_table(table)
+    need_table(table)
     need_int32("new_lengths", new_lengths, (table.block_table.shape[0],))
     need_device(table.refs, new_lengths=new_lengths)
     need(page_size >= 1, f"page_size must be at least 1, got {page_size}")
@@ -124,14 +126,14 @@ def compact_pages_(arrays: Sequence[Tensor], table: PageTable, indices: Tensor, 
     leave their places unwritten, and free_count[1] grows where pages run out). ValueError for arrays that are leaves
     that require grad, NotImplementedError if a backward pass comes here.
     """
-    _need_table(table)
+    need_table(table)
     _need_arrays(arrays, table)
     R = table.block_table.shape[0]
     need(indices.ndim == 2, f"indices must be [R, K], got shape {tuple(indices.shape)}")
     need_int32("indices", indices, (R, indices.shape[1]))
     need_int32("kept", kept, (R,))
     need_device(table.refs, indices=indices, kept=kept)
-    op, message = native.compact_pages_, _PAGES.format("compact_pages_")
+    op, message = native.compact_pages_, NO_GRADIENT.format("compact_pages_")
     change_without_gradient(message, "arrays", arrays, (), op, list(arrays), *table, indices.contiguous(), dense(kept))
 
 

@@ -3,6 +3,7 @@
 from .attention import attention, visible
 from .decode import decode, merge_states
 from .dmc_accumulate import dmc_accumulate
+from .dmc_append import dmc_append_
 from .dmc_gates import dmc_decisions, dmc_importance, dmc_mask
 from .pages import append_tokens_, compact_pages_, truncate_rows_
 from .planner import divide_memory, plan
@@ -18,6 +19,7 @@ __all__ = [
     "decode",
     "divide_memory",
     "dmc_accumulate",
+    "dmc_append_",
     "dmc_decisions",
     "dmc_importance",
     "dmc_mask",

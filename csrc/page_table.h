@@ -1,0 +1,54 @@
+/* The table of pages (kvc_page_table): what every function that appends to rows needs. */
+#ifndef KVC_PAGE_TABLE_H
+#define KVC_PAGE_TABLE_H
+#include "tile.h"
+
+static inline kvc_status check_table(const kvc_page_table *table) {
+    if (table->R < 0 || table->blocks < 0 || table->P < 1 || table->pages < 0 || table->pages > INT32_MAX) {
+        return KVC_BAD_SIZE;
+    }
+    if (table->blocks > INT32_MAX / table->P) return KVC_BAD_SIZE;
+    if (!table->R) return KVC_OK;
+    if (!table->lengths || !table->free_count || (table->blocks && !table->block_table)) return KVC_NULL_POINTER;
+    if (table->pages && (!table->page_refs || !table->free_pages)) return KVC_NULL_POINTER;
+    if (table->free_count[0] < 0 || table->free_count[0] > table->pages) return KVC_BAD_INDEX;
+    for (int64_t r = 0; r < table->R; r++) {
+        if (table->lengths[r] < 0 || table->lengths[r] > table->blocks * table->P) return KVC_BAD_INDEX;
+    }
+    return KVC_OK;
+}
+
+static inline int page_exists(const kvc_page_table *table, int32_t page) {
+    return page >= 0 && page < table->pages;
+}
+
+/* Pages that hold `length` slots. */
+static inline int64_t blocks_of(const kvc_page_table *table, int64_t length) {
+    return ceil_div(length, table->P);
+}
+
+static inline int32_t *entry(const kvc_page_table *table, int64_t r, int64_t block) {
+    return table->block_table + r * table->blocks + block;
+}
+
+/* Whether `count` pages can be taken. */
+static inline kvc_status check_free(const kvc_page_table *table, int64_t count) {
+    const int64_t held = table->free_count[0];
+    if (count > held) return KVC_POOL_FULL;
+    for (int64_t i = held - count; i < held; i++) {
+        if (!page_exists(table, table->free_pages[i])) return KVC_BAD_INDEX;
+    }
+    return KVC_OK;
+}
+
+static inline int32_t take_page(const kvc_page_table *table) {
+    const int32_t page = table->free_pages[--table->free_count[0]];
+    table->page_refs[page] = 1;
+    return page;
+}
+
+static inline void give_up_page(const kvc_page_table *table, int32_t page) {
+    if (--table->page_refs[page] != 0) return;
+    if (table->free_count[0] < table->pages) table->free_pages[table->free_count[0]++] = page;
+}
+#endif

@@ -1,0 +1,100 @@
+#include "page_table.h"
+
+namespace {
+
+float* floats(const Tensor& x) { return static_cast<float*>(x.mutable_data_ptr()); }
+
+const float* floats(const std::optional<Tensor>& x) {
+    return x.has_value() ? static_cast<const float*>(x->const_data_ptr()) : nullptr;
+}
+
+void explain(const kvc_dmc_append_args& args) {
+    const char* op = "dmc_append_";
+    const kvc_page_table& table = args.table;
+    explain_table(op, table);
+    find_outside(op, "counts", args.counts, table.R, 0, args.S, "S");
+    for (int64_t r = 0; r < table.R; r++) {
+        const int64_t length = table.lengths[r], count = args.counts ? args.counts[r] : args.S, first = args.S - count;
+        const int64_t b = r / args.Hkv;
+        for (int64_t s = first; args.positions && args.rotary_dim && s < args.S; s++) {
+            const int32_t position = args.positions[b * args.S + s];
+            KVC_CHECK(position >= 0 && position < args.table_rows, op, ": positions must be between 0 and ",
+                      args.table_rows - 1, " (last row of cos and sin), got ", position, " at [", b, ", ", s, "]");
+        }
+        int64_t opened = 0;
+        for (int64_t s = first; s < args.S; s++) {
+            const bool open = s > first || (length > 0 && args.tail_counts[r] > 0);
+            opened += !(open && args.alpha[r * args.S + s] > 0.5f);
+        }
+        KVC_CHECK(length + opened <= table.blocks * table.P, op, ": block_table must have room for ", length + opened,
+                  " slots in row ", r, " (", length, " held and ", opened, " new), got ", table.blocks, " pages of ",
+                  table.P);
+        explain_pages(op, table, r, length > 0 ? (length - 1) / table.P * table.P : 0);
+    }
+}
+
+kvc_view tokens_of(const Tensor& x, const Tensor& pages, int64_t B, int64_t Hkv, int64_t S, const char* name) {
+    check_device(x, pages, name);
+    KVC_CHECK(x.dim() == 4 && x.scalar_type() == pages.scalar_type(), name, " must be [B, Hkv, S, D] in the pages' dtype");
+    KVC_CHECK(x.size(0) == B && x.size(1) == Hkv && x.size(2) == S && x.size(3) == pages.size(2), name,
+              " must be [B, Hkv, S, D] with the pages' D");
+    return view_of(x, name);
+}
+
+void dmc_append_(Tensor k_pages, Tensor v_pages, Tensor block_table, Tensor lengths, Tensor refs, Tensor free_pages,
+                 Tensor free_count, Tensor tail_keys, Tensor tail_values, Tensor tail_weights, Tensor tail_counts,
+                 const Tensor& keys, const Tensor& values, const Tensor& alpha, const Tensor& omega,
+                 const std::optional<Tensor>& cos, const std::optional<Tensor>& sin,
+                 const std::optional<Tensor>& positions, const std::optional<Tensor>& counts, int64_t neuron,
+                 int64_t window) {
+    KVC_CHECK(k_pages.dim() == 3 && keys.dim() == 4, "k_pages must be [pages, P, D] and keys [B, Hkv, S, D]");
+    const int64_t B = keys.size(0), Hkv = keys.size(1), S = keys.size(2), P = k_pages.size(1), D = k_pages.size(2);
+    const int64_t N = window > 0 ? window : 1, R = block_table.size(0);
+    KVC_CHECK(B * Hkv == R, "keys must be of ", R, " rows, got ", B * Hkv);
+    check_device(k_pages, block_table, "k_pages");
+    check_array(k_pages, block_table, k_pages.scalar_type(), {refs.size(0), P, D}, "k_pages");
+    check_array(v_pages, block_table, k_pages.scalar_type(), {refs.size(0), P, D}, "v_pages");
+    check_array(tail_keys, block_table, ScalarType::Float, {R, N, D}, "tail.keys");
+    check_array(tail_values, block_table, ScalarType::Float, {R, N, D}, "tail.values");
+    check_array(tail_weights, block_table, ScalarType::Float, {R, N}, "tail.weights");
+    check_array(tail_counts, block_table, ScalarType::Int, {R}, "tail.counts");
+    check_array(alpha, block_table, ScalarType::Float, {B, Hkv, S}, "alpha");
+    check_array(omega, block_table, ScalarType::Float, {B, Hkv, S}, "omega");
+    KVC_CHECK(cos.has_value() == sin.has_value(), "cos and sin must come together");
+    if (cos.has_value()) {
+        check_array(*cos, block_table, ScalarType::Float, {-1, -1}, "cos");
+        check_array(*sin, block_table, ScalarType::Float, {cos->size(0), cos->size(1)}, "sin");
+    }
+    Tensor scratch = torch::stable::new_empty(block_table, {2 * R + 1}, ScalarType::Int);
+    const kvc_dmc_append_args args = {
+        .table = table_of(block_table, lengths, refs, free_pages, free_count, P),
+        .k_pages = k_pages.mutable_data_ptr(),
+        .v_pages = v_pages.mutable_data_ptr(),
+        .k = tokens_of(keys, k_pages, B, Hkv, S, "keys"),
+        .v = tokens_of(values, k_pages, B, Hkv, S, "values"),
+        .tail_k = floats(tail_keys), .tail_v = floats(tail_values), .tail_w = floats(tail_weights),
+        .tail_counts = ints(tail_counts),
+        .alpha = static_cast<const float*>(alpha.const_data_ptr()),
+        .omega = static_cast<const float*>(omega.const_data_ptr()),
+        .cos = floats(cos), .sin = floats(sin),
+        .positions = int_array(positions, block_table, {B, S}, "positions"),
+        .counts = int_array(counts, block_table, {R}, "counts"),
+        .scratch = ints(scratch),
+        .B = B, .Hkv = Hkv, .S = S, .D = D,
+        .rotary_dim = cos.has_value() ? 2 * cos->size(1) : 0,
+        .table_rows = cos.has_value() ? cos->size(0) : 0,
+        .neuron = neuron,
+        .window = window,
+    };
+    run("dmc_append_", block_table, [&] { return kvc_dmc_append(&args, torch_parallel_for); },
+        KVC_CUDA_CALL(kvc_cuda_dmc_append(&args, stream)), [&] { explain(args); });
+}
+
+}  // namespace
+
+KVC_REGISTER(dmc_append_,
+             "dmc_append_(Tensor(a!) k_pages, Tensor(b!) v_pages, Tensor(c!) block_table, Tensor(d!) lengths, "
+             "Tensor(e!) refs, Tensor(f!) free_pages, Tensor(g!) free_count, Tensor(h!) tail_keys, "
+             "Tensor(i!) tail_values, Tensor(j!) tail_weights, Tensor(k!) tail_counts, Tensor keys, Tensor values, "
+             "Tensor alpha, Tensor omega, Tensor? cos, Tensor? sin, Tensor? positions, Tensor? counts, int neuron, "
+             "int window) -> ()")

@@ -45,4 +45,5 @@ void test_flash(void);
 void test_merge(void);
 void test_pages(void);
 void test_planner(void);
+void test_dmc(void);
 #endif

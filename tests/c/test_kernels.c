@@ -337,6 +337,7 @@ int main(void) {
         test_decode();
         test_flash();
         test_merge();
+        test_dmc();
         printf("%s: %s\n", tables[i], failures ? "failed" : "passed");
     }
     test_select();

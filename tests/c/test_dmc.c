@@ -343,29 +343,6 @@ static void test_append(int64_t window, kvc_dtype dtype, int runner) {
             }
         }
         CHECK(free_count[0] == PAGES - used);
-        if (step == 20) { /* row 3 becomes a fork of row 0 */
-            const kvc_page_table before = args.table;
-            int32_t *now = memcpy(room(4 * ROWS), lengths, 4 * ROWS);
-            now[3] = 0;
-            const kvc_truncate_rows_args drop = {before, now};
-            CHECK(kvc_truncate_rows(&drop) == KVC_OK);
-            lengths[3] = lengths[0], held[3] = held[0], all->lengths[3] = all->lengths[0], all->held[3] = all->held[0];
-            memcpy(all->slots[3], all->slots[0], sizeof all->slots[0]);
-            memcpy(all->tail[3], all->tail[0], sizeof all->tail[0]);
-            memcpy(all->weights[3], all->weights[0], sizeof all->weights[0]);
-            memcpy(table + 3 * BLOCKS, table, 4 * BLOCKS);
-            for (int w = 0; w < 2; w++) memcpy(tail[w] + 3 * N * D, tail[w], (size_t)(4 * N * D));
-            memcpy(weights + 3 * N, weights, (size_t)(4 * N));
-            for (int block = 0; block * P < lengths[0]; block++) refs[table[block]]++;
-            free(now);
-            /* both write from now on; until they part, pages in use are fewer than their blocks */
-            for (int block = 0; block * P < lengths[0]; block++) {
-                const int32_t shared = table[block], own = free_pages[--free_count[0]];
-                for (int w = 0; w < 2; w++) memcpy(pages[w] + own * P * D * bytes, pages[w] + shared * P * D * bytes,
-                                                   (size_t)(P * D * bytes));
-                table[3 * BLOCKS + block] = own, refs[own] = 1, refs[shared]--;
-            }
-        }
         for (int w = 0; w < 2; w++) free(x[w]), free(arrays[w]);
         free(alpha), free(omega), free(counts);
     }
@@ -398,8 +375,8 @@ static void test_append_to_shared_pages(void) {
         }
         float cosines[2] = {1, 1};
         int32_t positions[1] = {2};
-        args.D = 2, args.rotary_dim = 2, args.table_rows = 2, args.positions = positions, args.table.P = 1;
-        args.cos = args.sin = cosines, args.table.R = 2;
+        args.D = 2, args.rotary_dim = 2, args.table_rows = 2, args.positions = positions;
+        args.cos = args.sin = cosines;
         CHECK(kvc_dmc_append(&args, NULL) == KVC_BAD_INDEX);
         args.rotary_dim = 3;
         CHECK(kvc_dmc_append(&args, NULL) == KVC_BAD_SIZE);

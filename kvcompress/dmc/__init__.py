@@ -1,5 +1,16 @@
 """Dynamic Memory Compression: models that learn which tokens to merge (DMC) or to drop (DMS)."""
 
 from .config import DMCConfig
+from .convert import convert, method, set_neuron_scale
+from .losses import CompressionLoss, LastDecisions, compression_ratios, last_decisions
 
-__all__ = ["DMCConfig"]
+__all__ = [
+    "CompressionLoss",
+    "DMCConfig",
+    "LastDecisions",
+    "compression_ratios",
+    "convert",
+    "last_decisions",
+    "method",
+    "set_neuron_scale",
+]

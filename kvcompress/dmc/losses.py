@@ -1,0 +1,145 @@
+"""What pushes a model to compress: the one-sided loss on the compression ratio, and DMC-C's on heads that differ."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .convert import method
+
+
+class LastDecisions(NamedTuple):
+    """Decisions of a model's last forward pass. alpha: relaxed, hard: 0 or 1 (with alpha's gradient), float32
+    [L, B, Hkv, T]. valid: bool [B, T], tokens that are no padding; None = all."""
+
+    alpha: Tensor
+    hard: Tensor
+    valid: Tensor | None
+
+    def mean(self, of: Tensor) -> Tensor:
+        """Mean over tokens, [L, B, Hkv], 0 where a sequence has none."""
+        if self.valid is None:
+            return of.mean(-1)
+        valid = self.valid[None, :, None].to(of.dtype)
+        return (of * valid).sum(-1) / valid.sum(-1).clamp(min=1)
+
+    def counts(self) -> Tensor:
+        """Tokens of each sequence, float32 [B]."""
+        if self.valid is None:
+            B, T = self.alpha.shape[1], self.alpha.shape[3]
+            return torch.full((B,), float(T), device=self.alpha.device)
+        return self.valid.sum(1).float()
+
+
+def last_decisions(model: nn.Module) -> LastDecisions:
+    """Of the last forward pass without a cache of a converted model.
+
+    Raises RuntimeError if there was none, or if gradient checkpointing has cut the decisions off from the weights.
+    """
+    last = method(model).last
+    if last is None or not last.alpha:
+        raise RuntimeError("no decisions were made yet: call the converted model without a cache first")
+    alpha, hard = (torch.stack([found[layer] for layer in sorted(found)]) for found in (last.alpha, last.hard))
+    if last.noise is not None and torch.is_grad_enabled() and not alpha.requires_grad:
+        trained = any(p.requires_grad for p in model.parameters())
+        if trained:
+            raise RuntimeError(
+                "the decisions have no gradient: gradient checkpointing must be non-reentrant, "
+                "gradient_checkpointing_kwargs={'use_reentrant': False}, and the forward pass outside torch.no_grad()"
+            )
+    return LastDecisions(alpha, hard, None if last.documents is None else last.documents.valid)
+
+
+@dataclass(frozen=True)
+class CompressionLoss:
+    """What is added to the language model's loss.
+
+    weight: of the loss on the ratio. of: "soft" (relaxed decisions) or "hard" (thresholded ones with the relaxed ones'
+    gradient; released code). hinge: over what the mean is taken that must reach 1 - 1/target: "global" (layers, heads,
+    tokens, and all ranks of a distributed run), "sequence" (mean of the hinges of each; released code) or "layer" (the
+    local prior). equal_weight: of DMC-C, which wants equal decisions in all heads of a layer; 0 = off. equal_centre:
+    "mean" of the heads, or their "sum" as printed. equal_per: "token" or "head" (means over time).
+    Raises ValueError for a field out of range. Source: DMC, eq 10, 11 and 13.
+    """
+
+    weight: float = 1.0
+    of: str = "soft"
+    hinge: str = "global"
+    equal_weight: float = 0.0
+    equal_centre: str = "mean"
+    equal_per: str = "token"
+
+    def __post_init__(self) -> None:
+        for name, choices in (
+            ("of", ("soft", "hard")),
+            ("hinge", ("global", "sequence", "layer")),
+            ("equal_centre", ("mean", "sum")),
+            ("equal_per", ("token", "head")),
+        ):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
+        for name in ("weight", "equal_weight"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
+
+    def __call__(self, decisions: LastDecisions, target_ratio: float) -> Tensor:
+        """decisions: of the forward pass. target_ratio: tokens per entry, at least 1. Returns a float32 scalar: 0 with
+        zero gradient where the target is reached (and equal_weight is 0)."""
+        if not target_ratio >= 1:
+            raise ValueError(f"target_ratio must be at least 1, got {target_ratio}")
+        loss = self.weight * self._ratio(decisions, 1 - 1 / target_ratio)
+        if self.equal_weight:
+            loss = loss + self.equal_weight * self._equal(decisions)
+        return loss
+
+    def _ratio(self, decisions: LastDecisions, share: float) -> Tensor:
+        of = decisions.alpha if self.of == "soft" else decisions.hard
+        if self.hinge == "sequence":
+            return (share - decisions.mean(of).mean((0, 2))).clamp(min=0).mean()
+        mean = _global_mean(of, decisions, (0, 2) if self.hinge == "global" else (2,))
+        return (share - mean).clamp(min=0).mean()
+
+    def _equal(self, decisions: LastDecisions) -> Tensor:
+        L, B, H, T = decisions.alpha.shape
+        x = decisions.alpha
+        centre = x.mean(2, keepdim=True) if self.equal_centre == "mean" else x.sum(2, keepdim=True)
+        if self.equal_per == "head":
+            return (decisions.mean(x) - decisions.mean(centre)).abs().mean()
+        apart = (x - centre).abs()
+        return (decisions.mean(apart) * decisions.counts()[:, None]).sum() / (decisions.counts().sum() * L * H)
+
+
+def _global_mean(x: Tensor, decisions: LastDecisions, dims: tuple[int, ...]) -> Tensor:
+    """Mean over tokens, sequences and dims of [L, B, Hkv], and over all ranks. Each rank's gradient is its share times
+    the number of ranks, because distributed training averages gradients."""
+    counts = decisions.counts()
+    total = (decisions.mean(x) * counts[:, None]).mean(dims)  # [B], or [L, B]
+    total, count = total.sum(-1), counts.sum()
+    if not torch.distributed.is_initialized():
+        return total / count.clamp(min=1)
+    ranks = torch.distributed.get_world_size()
+    everywhere = torch.cat([total.detach().reshape(-1), count[None]])
+    torch.distributed.all_reduce(everywhere)
+    joined, count = everywhere[:-1].reshape(total.shape), everywhere[-1].clamp(min=1)
+    local = total * (ranks / count)
+    return joined / count + (local - local.detach())
+
+
+def compression_ratios(decisions: LastDecisions) -> dict[str, float | list[list[float]]]:
+    """What the last pass would have compressed to: {"soft", "hard": tokens per entry over all, "layers": hard, [L][Hkv]}.
+
+    A first token never merges; here it counts with its own decision, as in the loss.
+    """
+    counts = decisions.counts()
+    share = {}
+    for name, x in (("soft", decisions.alpha), ("hard", decisions.hard)):
+        share[name] = (decisions.mean(x.detach()) * counts[:, None]).sum(1) / counts.sum().clamp(min=1)  # [L, Hkv]
+    least = 1 / max(float(counts.sum()), 1.0)
+    found: dict[str, float | list[list[float]]] = {
+        name: float(1 / (1 - x.mean()).clamp(min=least)) for name, x in share.items()
+    }
+    found["layers"] = (1 / (1 - share["hard"]).clamp(min=least)).tolist()
+    return found

@@ -1,0 +1,1 @@
+"""Continued pre-training of converted models: what every trained method shares."""

@@ -435,7 +435,7 @@ kvc_status kvc_dmc_accumulate_backward(const kvc_dmc_accumulate_backward_args *a
  * k, v [B, Hkv, S, D], k_pages, v_pages [pages, P, D] contiguous, all of one dtype; alpha, omega float32 [B, Hkv, S]
  * contiguous, omega > 0; cos, sin float32 [table_rows, rotary_dim/2], as for kvc_rope (rotary_dim 0: no rotation);
  * positions int32 [B, S]. R = B*Hkv. Pages are taken for the rows in order: a copy of the last page if the row writes to
- * it and it is shared, then new ones. scratch int32 [2R].
+ * it and it is shared, then new ones. scratch int32 [2R + 1].
  * KVC_POOL_FULL if pages run out, KVC_BAD_INDEX if a count, length, page or position is out of range or a row outgrows
  * blocks*P; nothing is changed then. KVC_BAD_SIZE as for kvc_dmc_accumulate.
  * Source: DMC, algorithm 1, with means for its sums; the window is that of the released models (12).

@@ -22,36 +22,37 @@ from kvcompress.plots import (
 )
 
 Found = Sequence[tuple[dict[str, Any], Any]]  # rows and what is drawn of them
-DPI = 80
+DPI = 72
 PER_ROW = 5
 POINTS = 32
 
 
 def position(found: Found, path: Path) -> None:
-    """Left: bits over position, with what they are compared with. Then, per pruner, what they are over the windows."""
+    """Left: bits where the text begins, with what they are compared with. Then, per pruner, what they are over it."""
     losses = {row["method"]: seen for row, seen in found}
-    reference = losses["windows"]
+    reference, dense = losses["windows"], losses["dense"]
     over = {name: x - reference for name, x in losses.items() if name not in ("windows", "dense")}
     pruners = sorted({name.split("/")[-1] for name in over})
     figure = Figure(figsize=(5.2 * (1 + len(pruners)), 4.6), layout="constrained")
     panels = figure.subplots(1, 1 + len(pruners)).tolist()
-    shown = {name: x for name, x in losses.items() if name in ("windows", "dense") or name.startswith("FM")}
-    loss_over_position(shown, window=min(max(len(reference) // POINTS, 1), 1024), unit="bits", axes=panels[0])
-    panels[0].set_ylim(0, 3 * max(row["bits_per_byte"] for row, _ in found if row["method"] != "dense"))
-    panels[0].set_title("bits per token")
+    names = ("windows", "dense", *(name for name in over if name.startswith("FM")))
+    begin = {name: losses[name][: 2 * len(dense)] for name in names}
+    loss_over_position(begin, window=max(len(dense) // 16, 1), unit="bits", axes=panels[0])
+    panels[0].set_title(f"the first {2 * (len(dense) + 1):,} of {len(reference) + 1:,} tokens")
     for pruner, axes in zip(pruners, panels[1:], strict=True):
         lines = {name.removesuffix(f"/{pruner}"): x for name, x in over.items() if name.endswith(f"/{pruner}")}
         loss_over_position(lines, window=max(len(reference) // POINTS, 1), unit="bits", axes=axes)
         axes.axhline(0, color="black", linewidth=0.8)
         axes.set_ylabel("bits per token over dense windows")
         axes.set_title(pruner)
-    panels[-1].sharey(panels[1])
+    for axes in panels[2:]:
+        axes.sharey(panels[1])
     save(figure, path, dpi=DPI)
 
 
 def recall(found: Found, path: Path) -> None:
-    """A heat map per row."""
-    rows = [row for row, _ in found]
+    """A heat map per row; of unguided ones those of a memory of fixed size."""
+    rows = [row for row, _ in found if row["guided"] or row["method"].split("/")[0] in ("dense", "FM")]
     count = -(-len(rows) // PER_ROW)
     figure = Figure(figsize=(3.3 * PER_ROW, 3.2 * count), layout="constrained")
     grid = figure.subplots(count, PER_ROW, squeeze=False).ravel().tolist()
@@ -72,7 +73,7 @@ def tracks(found: Found, path: Path) -> None:
     """Attention on memory and retention, where the final memory came from, and the layers that hold a fact's digits."""
     seen = {row["method"]: track for row, track in found if "retention" in row}
     needles = {(row["method"], row["iteration"]): share for row, share in found if "digits_held" in row}
-    figure = Figure(figsize=(15, 14), layout="constrained")
+    figure = Figure(figsize=(13, 12), layout="constrained")
     rows = figure.subfigures(4, 1)
     for draw, axes in zip((memory_attention, retention), rows[0].subplots(1, 2), strict=True):
         draw(seen, axes=axes)

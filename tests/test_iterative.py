@@ -2,7 +2,7 @@ import copy
 
 import pytest
 import torch
-from helpers import DTYPES, FAMILIES, left_padded, random_ids, tiny_model
+from helpers import DTYPES, FAMILIES, attached, left_padded, random_ids, tiny_model
 from reading_definition import plain_reading
 from test_positions import SCALINGS, scaled_model
 
@@ -13,12 +13,6 @@ from kvcompress.pruners import Pruner, SnapKV, StreamingLLM
 PRUNERS = {"snapkv": SnapKV(window=6, num_sink_tokens=2), "streaming": StreamingLLM(num_sink_tokens=2)}
 families = pytest.mark.parametrize("family", FAMILIES)
 pruners = pytest.mark.parametrize("pruner", PRUNERS.values(), ids=PRUNERS)
-
-
-def attached(*args, **kwargs):
-    model = tiny_model(*args, **kwargs)
-    attach(model)
-    return model
 
 
 def next_logits(model, ids, cache, mask=None):

@@ -4,10 +4,10 @@ import gc
 import pruned_definition as definition
 import pytest
 import torch
-from helpers import FAMILIES, left_padded, random_ids, tiny_model
+from helpers import FAMILIES, attached, left_padded, random_ids, tiny_model
 
 import kvcompress
-from kvcompress import AdaKV, IterativeCache, PrunedCache, PyramidKV, RemoteGap, attach, prefill
+from kvcompress import AdaKV, IterativeCache, PrunedCache, PyramidKV, RemoteGap, prefill
 from kvcompress.pruners import (
     H2O,
     TOVA,
@@ -36,12 +36,6 @@ EVERY_BUDGET = [20, 0.6, "48KiB", PyramidKV(20, window=4), AdaKV(20), AdaKV(Pyra
 
 def name_of(x):
     return type(x).__name__ if not isinstance(x, (int, float, str)) else str(x)
-
-
-def attached(*args, **kwargs):
-    model = tiny_model(*args, **kwargs)
-    attach(model)
-    return model
 
 
 @torch.no_grad()

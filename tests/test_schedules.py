@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 import torch
-from helpers import left_padded, random_ids, tiny_model
+from helpers import attached, left_padded, random_ids, tiny_model
 from reading_definition import plain_reading
 
 import kvcompress
-from kvcompress import AdaKV, Adaptive, AllLogits, IterativeCache, PyramidKV, StreamingCache, TokenLoss, attach, prefill
+from kvcompress import AdaKV, Adaptive, AllLogits, IterativeCache, PyramidKV, StreamingCache, TokenLoss, prefill
 from kvcompress.positions import RotaryTables
 from kvcompress.pruners import H2O, SnapKV, StreamingLLM
 from kvcompress.reference import divide_memory
@@ -16,12 +16,6 @@ from kvcompress.reference import plan as plain_plan
 SNAPKV = SnapKV(window=4, num_sink_tokens=1)
 STREAMING = StreamingLLM(num_sink_tokens=2)
 SCHEDULES = ["fixed", "linear", "square", "sqrt", "square-sqrt", "adaptive"]
-
-
-def attached(*args, **kwargs):
-    model = tiny_model(*args, **kwargs)
-    attach(model)
-    return model
 
 
 def plain_sizes(plan, chunks, schedule, pruner, *, most):

@@ -39,7 +39,10 @@ def _check_size(size: Size) -> None:
     if isinstance(size, str):
         _bytes_of(size)
     elif isinstance(size, bool) or not isinstance(size, (int, float)):
-        raise ValueError(f"budget must be tokens (int), a share to remove (float) or bytes (str), got {size!r}")
+        raise ValueError(
+            f"budget must be tokens (int), a share to remove (float) or bytes (str), got {size!r}, "
+            f"a {type(size).__name__}"
+        )
     elif isinstance(size, int) and size < 1:
         raise ValueError(f"budget must be at least 1 token, got {size}")
     elif isinstance(size, float) and not 0.0 <= size < 1.0:
@@ -112,7 +115,7 @@ class Uniform(Budget):
         if isinstance(self.size, int):
             return self.size
         if isinstance(self.size, float):
-            return max(length - int(Fraction(repr(self.size)) * length), 1)
+            return max(length - int(Fraction(repr(float(self.size))) * length), 1)
         rows, P = shape.layers * shape.rows, shape.page_size
         page = P * shape.slot_nbytes + 8  # two entries of the block table, which grows by doubling
         pages = (_bytes_of(self.size) - 4 * rows) // (rows * page)
@@ -122,7 +125,8 @@ class Uniform(Budget):
             least = rows * (4 + page * -(-(1 + shape.growth + (P - 1 if ragged else 0)) // P))
             raise ValueError(
                 f"budget {self.size!r} is too small for {rows} rows (layers x sequences x KV heads) of pages of {P} "
-                f"tokens of {shape.slot_nbytes} bytes: it must be at least {least} bytes, less with smaller pages"
+                f"tokens of {shape.slot_nbytes} bytes that may grow by every = {shape.growth} tokens: it must be at "
+                f"least {least} bytes, less with smaller pages"
             )
         return tokens
 
@@ -223,17 +227,19 @@ class AdaKV(Budget):
 
     def divide(self, ranks: Tensor, keep: int, allowed: int) -> tuple[Tensor, Tensor | None]:
         heads, T = ranks.shape
-        sure = int(Fraction(repr(self.floor)) * keep)
+        sure = int(Fraction(repr(float(self.floor))) * keep)
         if sure:
             best = ops.select_topk(ranks, sure).long()
             raised = ranks.gather(1, best)
             ranks = ranks.scatter(1, best, torch.where(raised == float("-inf"), raised, float("inf")))
-        flat = ops.select_topk(ranks.reshape(1, -1), min(heads * keep, allowed))[0].long()
-        head = flat // T
+        # token by token over the heads, so that ties go to all of them alike
+        flat = ops.select_topk(ranks.T.reshape(1, -1), min(heads * keep, allowed))[0].long()
+        flat = flat[(flat % heads).argsort(stable=True)]
+        head = flat % heads
         kept = torch.bincount(head, minlength=heads)
         places = torch.arange(len(flat), device=flat.device) - (kept.cumsum(0) - kept)[head]
         indices = torch.zeros(heads, int(kept.max()), dtype=torch.int32, device=flat.device)
-        indices[head, places] = (flat % T).to(torch.int32)
+        indices[head, places] = (flat // heads).to(torch.int32)
         return indices, kept.to(torch.int32)
 
 

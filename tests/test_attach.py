@@ -264,3 +264,37 @@ def test_lora_trains_and_generates_while_attached():
     cache = IterativeCache(model.config, memory_size=64, chunk_size=16)
     ours = kvcompress.generate(tuned, ids, cache, max_new_tokens=8, do_sample=False)
     assert torch.equal(ours, dense)
+
+
+def test_a_nested_attachment_leaves_the_outer_one_alone():
+    model = tiny_model()
+    with attach(model):
+        with attach(model):
+            pass
+        kvcompress.prefill(model, random_ids(9), IterativeCache(model.config))
+    with pytest.raises(RuntimeError, match="not attached"):
+        kvcompress.prefill(model, random_ids(9), IterativeCache(model.config))
+
+
+@torch.no_grad()
+def test_a_compiled_model_fills_and_reads_a_cache():
+    model, ids = attached(), random_ids(60)
+    compiled = torch.compile(model, backend="eager")
+    out = []
+    for one in (model, compiled):
+        cache = kvcompress.PrunedCache(model.config, budget=20)
+        out.append([one(ids, past_key_values=cache).logits, one(ids[:, :1], past_key_values=cache).logits])
+    for ours, theirs in zip(*out, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_an_additive_mask_is_refused():
+    model, ids = attached(), random_ids(20)
+    with pytest.raises(ValueError, match="attention_mask must hold zeros and ones"), torch.no_grad():
+        model(ids, past_key_values=IterativeCache(model.config), attention_mask=torch.full((1, 20), -1e9))
+
+
+def test_a_prompt_without_prefill_is_warned_about():
+    model, ids = attached(), random_ids(20)
+    with pytest.warns(UserWarning, match="20 tokens came without kvcompress.prefill"), torch.no_grad():
+        model(ids, past_key_values=IterativeCache(model.config, memory_size=8, chunk_size=8))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -183,7 +184,7 @@ class IterativeLayer(PrunedLayer):
         pruner = self.cache.pruner
         wanted = new + min(pruner.num_sink_tokens, *held)  # sinks that memory has take nothing from the chunk
         ranks = pruner.rank(offer, wanted).masked_fill(offer.places()[0] < ends, float("inf"))
-        slots, kept = self.cache.budget.divide(ranks, keep, sum(here))
+        slots, kept = self._divided(ranks, keep, sum(here))
         counts = [slots.shape[1]] * offer.heads if kept is None else kept.tolist()
         return slots, counts, min(pruner.recent(wanted, offer.chunk_length), new)
 
@@ -339,6 +340,10 @@ class IterativeLayer(PrunedLayer):
 
     # ---- state ----
 
+    def drop_last(self, tokens: int) -> None:
+        super().drop_last(tokens)
+        self.read = [read - tokens for read in self.read]
+
     def select_batch(self, indices: list[int]) -> None:
         if self.memory is not None:
             raise RuntimeError("the batch of this cache cannot change while a prompt is being read")
@@ -441,6 +446,10 @@ class IterativeCache(PrunedCache):
             raise ValueError(
                 f"schedule {self.schedule!r} divides memory over layers itself: memory_size must not be {memory_size}"
             )
+        if every and pruner is not None and getattr(pruner, "one_frame", False):
+            raise ValueError(
+                f"every must be None with {type(pruner).__name__}, which judges keys by where they stand; got {every}"
+            )
         if track and every:
             raise ValueError(f"track follows prompts only: every must be None with it, got {every}")
         super().__init__(
@@ -541,6 +550,14 @@ class IterativeCache(PrunedCache):
             )
         for layer in self.layers:
             layer.begin_prompt()
+
+    def begin_forward(self, decoder: Any, name: str, tokens: Tensor, attention_mask: Tensor | None) -> None:
+        if self.step.iteration is None and not self._batch and tokens.shape[1] > self.memory_size:
+            self.warn_once(
+                f"a prompt of {tokens.shape[1]} tokens came without kvcompress.prefill or kvcompress.generate, which "
+                "read through the memory: all of it is kept"
+            )
+        super().begin_forward(decoder, name, tokens, attention_mask)
 
     def end_forward(self) -> None:
         if self.step.iteration is not None:

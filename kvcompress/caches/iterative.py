@@ -389,10 +389,10 @@ class IterativeCache(PrunedCache):
     iteration, mean. pruner: chooses the memory among the old memory and the chunk (default SnapKV()).
     schedule: how memory grows from initial_memory (default memory_size divided by the number of iterations) to
     memory_size: "fixed" (full size from the start), "linear", "square", "sqrt", "square-sqrt" (lower layers square,
-    higher ones sqrt) or "adaptive" (= Adaptive(): layers that retain more get more). The default initial_memory is a token
-    or two for long prompts: give it room for what must not be lost early (a fact and its words). dynamic: chunks shrink as memory
-    grows, so that a chunk and the memory before it are one constant. Both need the prompt's length; a later prompt of
-    a conversation continues the iteration with the full memory.
+    higher ones sqrt) or "adaptive" (= Adaptive(): layers that retain more get more). The default initial_memory is a
+    token or two for long prompts: give it room for what must not be lost early (a fact and its words). dynamic: chunks
+    shrink as memory grows, so that a chunk and the memory before it are one constant. Both need the prompt's length; a
+    later prompt of a conversation continues the iteration with the full memory.
     append: True compresses each chunk alone and appends it; memory is never rewritten (a baseline, IMDC, B.4).
     prune: "layer" drops tokens after each layer's attention, "forward" after the forward pass: the same tokens in
     more memory, as the paper measures it. dense_below: prompts up to this length are read without any pruning.

@@ -194,7 +194,7 @@ class PyramidKV(Budget):
         return ops.select_topk(ranks, keep), None
 
     def _line(self, mean: int, length: int, layers: int) -> list[int]:
-        if mean >= length or layers == 1:
+        if mean >= length or layers == 1 or mean == 0:
             return [min(mean, length)] * layers
         window = min(self.window, mean - 1)
         base = mean - window

@@ -109,6 +109,11 @@ def prefill(
     if not is_attached(model):
         raise RuntimeError("model is not attached: call kvcompress.attach(model) first")
     _need_tensors(attention_mask=attention_mask, guide=guide)
+    if logits is not None and (isinstance(logits, type) or not callable(logits)):
+        got = f"the class {logits.__name__}: give one of it" if isinstance(logits, type) else repr(logits)
+        raise TypeError(f"logits must be TokenLoss(), AllLogits() or a function, got {got}")
+    if not isinstance(progress, bool) and not callable(progress):
+        raise TypeError(f"progress must be True, False or a function, got {progress!r}")
     if guide is not None and (guide.ndim != 1 or guide.shape[0] < 1 or guide.is_floating_point()):
         raise ValueError(f"guide must be [g] token ids with g >= 1, got {guide.dtype} of shape {tuple(guide.shape)}")
     cache.check_complete()
@@ -125,6 +130,8 @@ def prefill(
         device = cast(Tensor, input_ids).device
     elif attention_mask is not None:
         raise ValueError("attention_mask must be None with input_ids of one sequence, which has no padding")
+    if prompt.columns == 0 and prompt.peek(0) is None:
+        raise ValueError("input_ids must hold at least one token, got an iterator or array without any")
     batch = 1 if prompt.lengths is None else len(prompt.lengths)
     if cache.batch_size not in (-1, batch):
         raise ValueError(f"input_ids have batch size {batch}, but the cache holds {cache.batch_size} sequences")

@@ -129,6 +129,8 @@ def _check_call(decoder: Any, given: dict[str, Any]) -> None:
             raise RuntimeError(
                 "compressed caches do not carry gradients: use torch.no_grad(), or train without a cache"
             )
+    if given.get("use_cache") is False:
+        raise ValueError("use_cache must not be False with a compressed cache: what it is given is stored")
     if given.get("output_attentions"):
         raise ValueError("output_attentions must be False with a compressed cache: attention weights are never formed")
 

@@ -4,12 +4,13 @@
                                  [--chunk 1024] [--memory 1024] [--dense-tokens 32768] [--repeats 3]
 
 Every row reads the same source text through a memory of `memory` tokens and chunks of `chunk` (mean), then decodes one
-token. Rows of one pruner and length take turns with their FM row, `repeats` times (once beyond 200,000 tokens); all
+token. Rows of one pruner and length take turns with their FM row, `repeats` times (once beyond 65,536 tokens); all
 figures of a row are those of its median run.
 
 seconds     time to first token. tok/s of it
 attention   seconds in attention over memory and chunk. model: seconds in the model's matrix products
-other       share of the time in neither: rotation, scores, choice, copies, norms, activations
+other       share of the time in neither; own: the part of it that is the cache's: rotation, scores, choice, copies. The
+            rest is the model's norms, activations and residuals, which weigh less the wider a model is (--width)
 ratio       FM's seconds over this row's. predicted: equation 4, 1 + r*(q - 1), r = this row's share in attention
 attn ratio  FM's attention seconds over this row's. q: (m_max + c)/(m_hat + c) of equation 4; pairs: attended pairs of
             FM over this row's, the most that a kernel can gain which skips what the causal mask hides
@@ -23,6 +24,7 @@ The dense row is the model as transformers runs it: one forward pass, SDPA, logi
 from __future__ import annotations
 
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -35,11 +37,12 @@ import torch
 from common import parse_arguments, parser, print_table, write_json
 from quality import load
 from quality_tasks import Writer, dense_nbytes
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import kvcompress
 from kvcompress import IterativeCache, prefill
 from kvcompress.caches import iterative
+from kvcompress.caches.iterative import IterativeLayer
 from kvcompress.memory import PeakMemory
 from kvcompress.models.text import long_text
 from kvcompress.planner import Plan
@@ -64,6 +67,7 @@ class Run:
     seconds: float
     attention: float
     products: float
+    own: float
     cache: int
     process: int | None
 
@@ -72,7 +76,7 @@ class Meter:
     """Seconds in attention and in the model's linear layers, and the cache's peak, while it is on."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self.attention = self.products = 0.0
+        self.attention = self.products = self.within = 0.0
         self.cache_nbytes = 0
         self._begin = 0.0
         self._handles = []
@@ -82,7 +86,7 @@ class Meter:
                     module.register_forward_pre_hook(self._start),
                     module.register_forward_hook(self._stop),
                 ]
-        self._plain = iterative.prompt_attention
+        self._plain, self._read = iterative.prompt_attention, IterativeLayer._read
 
     def _start(self, *_: Any) -> None:
         self._begin = time.perf_counter()
@@ -101,10 +105,18 @@ class Meter:
             self.attention += time.perf_counter() - begin
             return out
 
+        def timed_layer(*args):  # type: ignore[no-untyped-def]
+            begin = time.perf_counter()
+            out = self._read(*args)
+            self.within += time.perf_counter() - begin
+            return out
+
         iterative.prompt_attention = timed
+        IterativeLayer._read = timed_layer
 
     def close(self) -> None:
         iterative.prompt_attention = self._plain
+        IterativeLayer._read = self._read
         for handle in self._handles:
             handle.remove()
 
@@ -127,8 +139,9 @@ def read(model: PreTrainedModel, ids: np.ndarray, make: Callable[[], IterativeCa
         meter.close()
     process = peak.nbytes()
     return Run(
-        seconds, meter.attention, meter.products, meter.cache_nbytes, None if process is None else process - before
-    )
+        seconds, meter.attention, meter.products, (meter.within - meter.attention) / seconds, meter.cache_nbytes,
+        None if process is None else process - before,
+    )  # fmt: skip
 
 
 @torch.no_grad()
@@ -139,7 +152,7 @@ def read_dense(model: PreTrainedModel, ids: np.ndarray) -> Run:
     seconds = time.perf_counter() - begin
     meter.close()
     process = peak.nbytes()
-    return Run(seconds, 0.0, meter.products, dense_nbytes(cache), None if process is None else process - before)
+    return Run(seconds, 0.0, meter.products, 0.0, dense_nbytes(cache), None if process is None else process - before)
 
 
 def median(runs: list[Run]) -> Run:
@@ -169,7 +182,8 @@ def rows_of(
     read(model, ids[: 3 * chunk], make(methods[0]))  # warm
     for _ in range(repeats):
         for method in methods:
-            runs[method].append(read(model, ids, make(method)))
+            runs[method].append(run := read(model, ids, make(method)))
+            print(f"{len(ids):,} {pruner_name}/{method.name} {run.seconds:.2f} s", file=sys.stderr, flush=True)
     out = []
     fixed = methods[0]
     for method in methods:
@@ -212,21 +226,33 @@ def show(rows: list[dict[str, Any]]) -> None:
     lines = [
         (
             row["name"], f"{row['tokens']:,}", f"{row['seconds']:.2f}", f"{row['tokens_per_second']:,.0f}",
-            number(row, "attention", 2), number(row, "products", 2), number(row, "other"), number(row, "ratio"),
+            number(row, "attention", 2), number(row, "products", 2), number(row, "other"),
+            number(row, "own") if "other" in row else "", number(row, "ratio"),
             number(row, "predicted"), number(row, "attention_ratio"), number(row, "q"), number(row, "pairs"),
             mib(row["cache"]), mib(row["process"]),
         )
         for row in rows
     ]  # fmt: skip
-    columns = ("name", "tokens", "seconds", "tok/s", "attention", "model", "other", "ratio", "predicted",
+    columns = ("name", "tokens", "seconds", "tok/s", "attention", "model", "other", "own", "ratio", "predicted",
                "attn ratio", "q", "pairs", "cache MiB", "process MiB")  # fmt: skip
     print_table("reading prompts", columns, lines, left=("name",))
+
+
+def random_model(width: int, vocabulary: int) -> PreTrainedModel:
+    """Its time is that of a trained one; MLP and groups as in Llama-3-8B."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=vocabulary, hidden_size=width, intermediate_size=7 * width // 2, num_hidden_layers=4, head_dim=64,
+        num_attention_heads=width // 64, num_key_value_heads=max(width // 256, 1), max_position_embeddings=4096,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval()
 
 
 def main() -> None:
     parse = parser(__doc__)
     parse.add_argument("--lengths", type=int, nargs="+", default=None, help="tokens of the prompts")
     parse.add_argument("--model", default="example", help="a Hugging Face model by name or folder")
+    parse.add_argument("--width", type=int, help="instead: a random Llama of this width, 4 layers, head dim 64")
     parse.add_argument("--chunk", type=int, default=1024)
     parse.add_argument("--memory", type=int, default=1024)
     parse.add_argument("--dense-tokens", type=int, default=32768, help="longest prompt of the dense row, 0 = none")
@@ -236,6 +262,8 @@ def main() -> None:
     if min(lengths) < 2 * choice.chunk:
         parse.error(f"argument --lengths: must be at least two chunks, {2 * choice.chunk} tokens, got {min(lengths)}")
     model, tokenizer = load(choice.model, "cpu")
+    if choice.width is not None:
+        model = random_model(choice.width, len(tokenizer))
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder, kvcompress.attach(model):
         path = Path(folder) / "ids.bin"
@@ -246,7 +274,7 @@ def main() -> None:
         del tokens
         for length in lengths:
             ids = np.memmap(path, dtype=np.int32, mode="r")[:length]
-            repeats = 1 if choice.quick or length > 200_000 else choice.repeats
+            repeats = 1 if choice.quick or length > 65_536 else choice.repeats
             if length <= choice.dense_tokens:
                 dense = read_dense(model, ids)
                 rows.append(

@@ -18,15 +18,21 @@ class Plan:
 
     chunks [n]: tokens read in iteration i. memory [n]: scheduled memory after it, mean over the layers, rounded.
     stored [n]: what the layer that holds most can hold then. layer_memory, layer_stored [L][n]: the same per layer, not
-    rounded. clamped: iterations whose chunk is larger than the schedule has it, because it would be below min_chunk.
+    rounded; not given, there is one layer. clamped: iterations whose chunk is larger than the schedule has it, because
+    it would be below min_chunk.
     """
 
     chunks: tuple[int, ...]
     memory: tuple[int, ...]
     stored: tuple[int, ...]
-    layer_memory: tuple[tuple[int, ...], ...]
-    layer_stored: tuple[tuple[int, ...], ...]
-    clamped: tuple[int, ...]
+    layer_memory: tuple[tuple[int, ...], ...] = ()
+    layer_stored: tuple[tuple[int, ...], ...] = ()
+    clamped: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name, of_one_layer in (("layer_memory", self.memory), ("layer_stored", self.stored)):
+            if not getattr(self, name):
+                object.__setattr__(self, name, (of_one_layer,))
 
     def __len__(self) -> int:
         return len(self.chunks)
@@ -95,22 +101,22 @@ class Plan:
         self._check_same_prompt(other)
         return float(other.attended_pairs / self.attended_pairs) if len(self) else 1.0
 
-    def peak_keys(self, prune: str = "layer") -> int:
-        """Most keys held at a time while reading, per sequence and KV head, summed over the layers.
+    def peak_keys(self, prune: str = "layer") -> tuple[int, int]:
+        """Most keys that are held while reading, per sequence and KV head: (in the rows of all layers, besides).
 
-        prune: "layer", each layer is pruned right after its attention: every layer holds its memory (the larger of old
-        and new), and one of them its memory and chunk besides; "forward", all layers are pruned after the whole forward
-        pass: every layer holds memory and chunk.
+        prune: "layer", each layer is pruned right after its attention: rows hold their memory, the larger of old and
+        new, and besides there is memory and chunk of the layer at work; "forward", all layers are pruned after the
+        whole forward pass: rows hold memory and chunk, and there is nothing besides.
         """
         if prune not in ("layer", "forward"):
             raise ValueError(f"prune must be one of layer, forward, got {prune!r}")
-        peak, before = 0, (0,) * len(self.layer_stored)
+        peak, before = (0, 0), (0,) * len(self.layer_stored)
         for chunk, after in zip(self.chunks, zip(*self.layer_stored, strict=True), strict=True):
             if prune == "forward":
-                peak = max(peak, sum(before) + chunk * len(before))
+                held = sum(before) + chunk * len(before), 0
             else:
-                peak = max(peak, sum(map(max, before, after)) + max(before) + chunk)
-            before = after
+                held = sum(map(max, before, after)), max(before) + chunk
+            peak, before = max(peak, held, key=sum), after
         return peak
 
     def _mean_memory(self) -> Fraction:
@@ -149,7 +155,9 @@ def plan(
     Source: IMDC ("Memorize Step by Step: Efficient Long-Context Prefilling with Incremental Memory and Decremental
     Chunk"), section 3 and A.1; the paper leaves rounding open, ours is stated with kvc_plan in csrc/kvc.h.
     """
-    if initial_memory is not None and initial_memory < 0:
+    if not isinstance(dynamic, bool):
+        raise ValueError(f"dynamic must be True or False, got {dynamic!r}")
+    if isinstance(initial_memory, int) and isinstance(memory_size, int) and not 0 <= initial_memory <= memory_size:
         raise ValueError(f"initial_memory must be between 0 and memory_size = {memory_size}, got {initial_memory}")
     rows = ops.plan(
         prompt_length, chunk_size, memory_size, initial_memory=-1 if initial_memory is None else initial_memory,
@@ -170,15 +178,21 @@ def plan(
         clamped=tuple(i for i, flag in enumerate(was_clamped) if flag),
     )
     if result.clamped:
-        text = (
+        short = (
             f"{len(result.clamped)} of {len(result)} chunks, from iteration {result.clamped[0]} on, would be shorter "
-            f"than min_chunk = {min_chunk} with memory_size = {memory_size}, chunk_size = {chunk_size} and schedule = "
-            f"{schedule!r}"
+            f"than min_chunk = {min_chunk}"
         )
         if strict:
-            raise ValueError(f"{text}; strict allows none")
+            raise ValueError(
+                f"memory_size must be smaller or chunk_size larger for schedule {schedule!r} if strict: {short}, got "
+                f"memory_size = {memory_size} and chunk_size = {chunk_size}"
+            )
         if memory_size > 2 * chunk_size or schedule not in ("linear", "adaptive"):
-            warnings.warn(f"{text}; they were lengthened and the others shortened", stacklevel=2)
+            warnings.warn(
+                f"memory_size = {memory_size} is large for chunk_size = {chunk_size} and schedule {schedule!r}: "
+                f"{short} and were set to it",
+                stacklevel=2,
+            )
     return result
 
 

@@ -47,7 +47,7 @@ def decoder_config(config: PreTrainedConfig) -> Any:
     return config.get_text_config(decoder=True)
 
 
-def _sizes_of(config: Any) -> dict[str, int]:
+def sizes_of(config: Any) -> dict[str, int]:
     """What a cache and the model that it is used with must have in common."""
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return {"layers": config.num_hidden_layers, "KV heads": config.num_key_value_heads, "head dim": head_dim}
@@ -170,7 +170,7 @@ class CompressedCache(Cache):
         windows = [window if kind == "sliding_attention" or not has_types else None for kind in kinds]
         super().__init__(layers=[self._new_layer(index, window) for index, window in enumerate(windows)])
         self.trained_length: int = config.max_position_embeddings
-        self._sizes = _sizes_of(config)
+        self._sizes = sizes_of(config)
         self.step = Step()
         self.seen = 0  # columns of input that went in, padding included: generation slices its prompt by it
         self.fixed = 0  # how many of them cannot be taken back
@@ -223,7 +223,7 @@ class CompressedCache(Cache):
 
     def check_model(self, decoder: Any) -> None:
         """Raises ValueError if the cache was made for a model of another shape."""
-        for name, size in _sizes_of(decoder.config).items():
+        for name, size in sizes_of(decoder.config).items():
             if size != self._sizes[name]:
                 raise ValueError(
                     f"cache was made from a config with {name} = {self._sizes[name]}, but {type(decoder).__name__} has "
@@ -307,6 +307,8 @@ class CompressedCache(Cache):
                 f"attention_mask must be [{batch}, at least {columns}] of zeros and ones, got shape {tuple(mask.shape)}"
             )
         here = mask[:, -columns:] != 0
+        if mask.is_floating_point() and not torch.equal(here, mask[:, -columns:] == 1):
+            raise ValueError("attention_mask must hold zeros and ones, got other numbers (an additive mask?)")
         counts = here.sum(1)
         expected = torch.arange(columns, device=mask.device) >= columns - counts[:, None]
         if not torch.equal(here, expected):

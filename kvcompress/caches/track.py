@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LayerReading:
     """One layer in one iteration of one sequence.
 
@@ -24,7 +24,7 @@ class LayerReading:
     memory_size: Tensor
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Reading:
     """One iteration of one sequence: where its chunk began, its tokens, and what each layer did."""
 
@@ -33,36 +33,41 @@ class Reading:
     layers: tuple[LayerReading, ...]
 
 
-@dataclass
+@dataclass(eq=False)
 class Track:
-    """readings[b][i]: iteration i of sequence b. All tensors are on the CPU; 4 bytes per kept token and iteration."""
+    """readings[b][i]: iteration i of sequence b. All tensors are on the CPU: 4 bytes per token that a row of
+    memory keeps, in every iteration; 1,000 iterations with 1,024 tokens in 8 heads of 32 layers are 1 GiB."""
 
     readings: list[list[Reading]] = field(default_factory=list)
 
     def retention(self, sequence: int = 0) -> Tensor:
         """float32 [n, L, Hkv]: retention ratio of each iteration."""
-        return torch.stack([torch.stack([layer.retention for layer in r.layers]) for r in self.readings[sequence]])
+        readings = self._of(sequence)
+        return torch.stack([torch.stack([layer.retention for layer in r.layers]) for r in readings])
 
     def memory_attention(self, sequence: int = 0) -> Tensor:
         """float32 [n, L, Hkv]: share of a chunk's attention that memory received."""
-        readings = self.readings[sequence]
+        readings = self._of(sequence)
         return torch.stack([torch.stack([layer.memory_attention for layer in r.layers]) for r in readings])
 
     def memory_probability(self, sequence: int = 0) -> Tensor:
         """float32 [n, L, Hkv]: mean attention probability of a key in memory; nan in the first iteration."""
-        readings = self.readings[sequence]
+        readings = self._of(sequence)
         sizes = torch.stack([torch.stack([layer.memory_size for layer in r.layers]) for r in readings])
         return self.memory_attention(sequence) / sizes.masked_fill(sizes == 0, torch.nan)
 
     def memory_map(self, sequence: int = 0) -> Tensor:
-        """float32 [L, n]: share of a layer's final memory that came from each chunk, mean over its KV heads."""
-        readings = self.readings[sequence]
+        """float32 [L, n]: share of a layer's final memory, over all its KV heads, that came from each chunk."""
+        readings = self._of(sequence)
         edges = torch.tensor([r.start for r in readings])
         rows = []
         for layer in readings[-1].layers:
-            heads = []
-            for positions in layer.positions:
-                chunk = torch.bucketize(positions.long(), edges, right=True) - 1
-                heads.append(torch.bincount(chunk.clamp(min=0), minlength=len(edges)) / max(len(positions), 1))
-            rows.append(torch.stack(heads).mean(0))
+            positions = torch.cat(layer.positions).long()
+            chunk = torch.bucketize(positions, edges, right=True) - 1
+            rows.append(torch.bincount(chunk.clamp(min=0), minlength=len(edges)) / max(len(positions), 1))
         return torch.stack(rows)
+
+    def _of(self, sequence: int) -> list[Reading]:
+        if not 0 <= sequence < len(self.readings) or not self.readings[sequence]:
+            raise ValueError(f"sequence must be one of the {len(self.readings)} that were read, got {sequence}")
+        return self.readings[sequence]

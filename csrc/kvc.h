@@ -94,7 +94,7 @@ typedef enum { KVC_POOL_AVG = 0, KVC_POOL_MAX = 1 } kvc_pool;
  *     s[b,g,t]   = reduce of p over the G query heads of KV head g and the W queries, t < T_b - skip_last
  *     scores     = s pooled over kernel_size neighbours, same length; average: zeros count at the edges (sum /
  *                  kernel_size); maximum: only neighbours that exist. kernel_size odd, 1 = none.
- * T_b = lengths[b] (NULL: T); W <= T_b <= T, skip_last < T_b. scores[b,g,t] = 0 for t >= T_b - skip_last.
+ * T_b = lengths[b] (NULL: T); W <= T_b <= T, skip_last <= T_b, skip_last < T. scores[b,g,t] = 0 for t >= T_b - skip_last.
  * q [B, Hq, W, D] and k [B, Hkv, T, D] rotated, any dtype; scores float32 [B, Hkv, T - skip_last] contiguous.
  * scratch: kvc_window_scores_scratch_bytes bytes, 64-byte aligned: the probabilities of ONE KV head, not of all
  * (on CUDA kvc_cuda_window_scores_scratch_bytes: row statistics only).

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import random
@@ -115,6 +116,15 @@ def print_table(
     for line in lines:
         table.add_row(*line)
     Console(width=None if sys.stdout.isatty() else 160).print(table)
+
+
+def tidy(x: Any) -> Any:
+    """Without nan, which JSON lacks, and with six decimals."""
+    if isinstance(x, dict):
+        return {name: tidy(value) for name, value in x.items()}
+    if isinstance(x, list):
+        return [tidy(value) for value in x]
+    return (None if math.isnan(x) else round(x, 6)) if isinstance(x, float) else x
 
 
 def write_json(path: Path, rows: list[dict[str, Any]], **more: object) -> None:

@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import math
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -37,7 +36,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import parse_arguments, parser, print_table, write_json
+from common import parse_arguments, parser, print_table, tidy, write_json
 from quality_tasks import (
     Result,
     Task,
@@ -224,16 +223,7 @@ def row_of(method: Method, model_name: str, results: dict[str, Result], dense: d
     first = next(task.name for task in tasks if task.name in results)
     held = results[first].nbytes, dense[first].nbytes
     row |= {"nbytes": held[0], "dense_nbytes": held[1], "nbytes_share": held[0] / held[1], "seconds": seconds}
-    return _tidy(row)
-
-
-def _tidy(x: Any) -> Any:
-    """Without nan, which JSON lacks, and with six decimals."""
-    if isinstance(x, dict):
-        return {name: _tidy(value) for name, value in x.items()}
-    if isinstance(x, list):
-        return [_tidy(value) for value in x]
-    return (None if math.isnan(x) else round(x, 6)) if isinstance(x, float) else x
+    return tidy(row)
 
 
 def run(

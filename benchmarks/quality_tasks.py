@@ -125,7 +125,7 @@ def _items(rng: np.random.Generator, count: int) -> list[Item]:
     return list(found.items())
 
 
-def _planted(write: Writer, text: list[int], items: Sequence[Item], depths: Sequence[float], length: int) -> list[int]:
+def planted(write: Writer, text: list[int], items: Sequence[Item], depths: Sequence[float], length: int) -> list[int]:
     """text with the facts at their depths, cut at its end so that all is `length` tokens."""
     sentences = [write(fact(*item)) for item in items]
     body = length - sum(map(len, sentences))
@@ -157,7 +157,7 @@ def facts_task(write: Writer, *, count: int, length: int, per_prompt: int) -> Ta
         name, pass_key = items[chosen]
         asked, answer = write(question(name)), write(pass_key)
         # the question's last token is read after the pruning: it brings the logits of the answer's first
-        prompts.append(_planted(write, text, items, depths, length - len(asked) + 1) + asked[:-1])
+        prompts.append(planted(write, text, items, depths, length - len(asked) + 1) + asked[:-1])
         following.append([asked[-1], *answer])
         questions.append([Question(tuple(asked), tuple(answer), 1, depths[chosen])])
         ends.append(len(asked) - 1)
@@ -183,7 +183,7 @@ def later_task(write: Writer, *, count: int, length: int, per_prompt: int) -> Ta
     prompts, following, questions = [], [], []
     for text in write.source(count, length):
         items = _items(rng, per_prompt)
-        prompts.append(_planted(write, text, items, depths, length))
+        prompts.append(planted(write, text, items, depths, length))
         tail, asked = _ask_all(write, items, depths, rng)
         following.append(tail)
         questions.append(asked)

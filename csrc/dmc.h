@@ -49,6 +49,16 @@ static inline void dmc_alphas(const dmc_row *row, int64_t t, int64_t n, float *a
     }
 }
 
+/* What a decision keeps of the weight before it; nothing for 0, whatever lies there. */
+static inline float dmc_kept(float alpha, float before) {
+    return alpha == 0.0f ? 0.0f : alpha * before;
+}
+
+/* a z[t-1] / z[t], the share that out[t] keeps of out[t-1]; 0 where nothing is kept, whatever the weights are. */
+static inline float dmc_share(float alpha, float before, float z) {
+    return alpha == 0.0f ? 0.0f : alpha * before / z;
+}
+
 /* z of the token before t. */
 static inline float dmc_before(const dmc_row *row, int64_t t) {
     return t ? row->z[t - 1] : row->initial_z;

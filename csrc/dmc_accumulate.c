@@ -46,17 +46,16 @@ static float *carry_at(const scan_job *job, int64_t row, int64_t segment) {
     return job->carries + (row * job->segments + segment) * 2 * job->args->D;
 }
 
-/* a z[t-1] / z[t], the share that out[t] keeps of out[t-1]. */
 static float kept_share(const dmc_row *row, int64_t t) {
-    return dmc_alpha(row, t) * dmc_before(row, t) / row->z[t];
+    return dmc_share(dmc_alpha(row, t), dmc_before(row, t), row->z[t]);
 }
 
-/* The same of tokens [t, t + n), and w / z, the share of the token itself. */
+/* What tokens [t, t + n) keep of the average before them, and w / z, the share of the token itself. */
 static void shares_of(const dmc_row *row, int64_t t, int64_t n, float *restrict keep, float *restrict add) {
     const float *z = row->z + t, *omega = row->omega + t;
     dmc_alphas(row, t, n, keep);
-    keep[0] = keep[0] * dmc_before(row, t) / z[0];
-    for (int64_t i = 1; i < n; i++) keep[i] = keep[i] * z[i - 1] / z[i];
+    keep[0] = dmc_share(keep[0], dmc_before(row, t), z[0]);
+    for (int64_t i = 1; i < n; i++) keep[i] = dmc_share(keep[i], z[i - 1], z[i]);
     for (int64_t i = 0; i < n; i++) add[i] = omega[i] / z[i];
 }
 
@@ -85,7 +84,7 @@ static void weights_range(int64_t begin, int64_t end, void *context) {
         for (int64_t t = 0; t < args->T; t += CHUNK) {
             const int64_t n = min_of(CHUNK, args->T - t);
             dmc_alphas(&row, t, n, alpha);
-            for (int64_t i = 0; i < n; i++) args->z[r * args->T + t + i] = z = alpha[i] * z + row.omega[t + i];
+            for (int64_t i = 0; i < n; i++) args->z[r * args->T + t + i] = z = dmc_kept(alpha[i], z) + row.omega[t + i];
         }
     }
 }
@@ -310,7 +309,7 @@ static void gates_range(int64_t begin, int64_t end, void *context) {
             /* through the shares: gradient of alpha * before, and of omega; z*z might underflow */
             for (int64_t i = 0; i < n; i++) {
                 old[i] = dbeta[i] * (omega[i] / z[i] / z[i]);
-                new[i] = dbeta[i] * (alpha[i] * before[i] / z[i] / z[i]);
+                new[i] = dbeta[i] * (dmc_kept(alpha[i], before[i]) / z[i] / z[i]);
             }
             for (int64_t i = n - 1; i >= 0; i--) {
                 const int starts = dmc_starts(&row, t + i);

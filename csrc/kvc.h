@@ -94,7 +94,7 @@ typedef enum { KVC_POOL_AVG = 0, KVC_POOL_MAX = 1 } kvc_pool;
  *     s[b,g,t]   = reduce of p over the G query heads of KV head g and the W queries, t < T_b - skip_last
  *     scores     = s pooled over kernel_size neighbours, same length; average: zeros count at the edges (sum /
  *                  kernel_size); maximum: only neighbours that exist. kernel_size odd, 1 = none.
- * T_b = lengths[b] (NULL: T); W <= T_b <= T, skip_last < T_b. scores[b,g,t] = 0 for t >= T_b - skip_last.
+ * T_b = lengths[b] (NULL: T); W <= T_b <= T, skip_last <= T_b, skip_last < T. scores[b,g,t] = 0 for t >= T_b - skip_last.
  * q [B, Hq, W, D] and k [B, Hkv, T, D] rotated, any dtype; scores float32 [B, Hkv, T - skip_last] contiguous.
  * scratch: kvc_window_scores_scratch_bytes bytes, 64-byte aligned: the probabilities of ONE KV head, not of all
  * (on CUDA kvc_cuda_window_scores_scratch_bytes: row statistics only).
@@ -435,7 +435,7 @@ kvc_status kvc_dmc_accumulate_backward(const kvc_dmc_accumulate_backward_args *a
  * k, v [B, Hkv, S, D], k_pages, v_pages [pages, P, D] contiguous, all of one dtype; alpha, omega float32 [B, Hkv, S]
  * contiguous, omega > 0; cos, sin float32 [table_rows, rotary_dim/2], as for kvc_rope (rotary_dim 0: no rotation);
  * positions int32 [B, S]. R = B*Hkv. Pages are taken for the rows in order: a copy of the last page if the row writes to
- * it and it is shared, then new ones. scratch int32 [2R].
+ * it and it is shared, then new ones. scratch int32 [2R + 1].
  * KVC_POOL_FULL if pages run out, KVC_BAD_INDEX if a count, length, page or position is out of range or a row outgrows
  * blocks*P; nothing is changed then. KVC_BAD_SIZE as for kvc_dmc_accumulate.
  * Source: DMC, algorithm 1, with means for its sums; the window is that of the released models (12).

@@ -288,7 +288,7 @@ kvc_status kvc_window_scores(const kvc_window_scores_args *args, kvc_parallel_fo
     if (!args->scratch || (args->D && (!args->q.data || !args->k.data))) return KVC_NULL_POINTER;
     for (int64_t b = 0; args->lengths && b < args->B; b++) {
         const int64_t length = args->lengths[b];
-        if (length < args->W || length <= args->skip_last || length > args->T) return KVC_BAD_INDEX;
+        if (length < args->W || length < args->skip_last || length > args->T) return KVC_BAD_INDEX;
     }
     score_job job = {.args = args, .simd = kvc_simd_table()};
     lay_out(args, &job.scratch);

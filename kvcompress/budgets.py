@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -39,11 +40,37 @@ def _check_size(size: Size) -> None:
     if isinstance(size, str):
         _bytes_of(size)
     elif isinstance(size, bool) or not isinstance(size, (int, float)):
-        raise ValueError(f"budget must be tokens (int), a share to remove (float) or bytes (str), got {size!r}")
+        raise ValueError(
+            f"budget must be tokens (int), a share to remove (float) or bytes (str), got {size!r}, "
+            f"a {type(size).__name__}"
+        )
     elif isinstance(size, int) and size < 1:
         raise ValueError(f"budget must be at least 1 token, got {size}")
     elif isinstance(size, float) and not 0.0 <= size < 1.0:
         raise ValueError(f"budget as a share to remove must be at least 0 and below 1, got {size}")
+
+
+@functools.lru_cache(maxsize=256)
+def _tokens_within(budget: Budget, size: str, length: int, shape: CacheShape) -> int:
+    """Most tokens per row, mean over layers and heads, 1..length, whose pages and tables fit into so many bytes."""
+    rows, allowed = shape.layers * shape.rows, _bytes_of(size)
+    page = shape.page_size * shape.slot_nbytes + 8  # two entries of the block table, which grows by doubling
+
+    def nbytes(mean: int) -> int:
+        pages = sum(budget._pages(tokens, shape) for tokens in budget._shares(mean, length, shape.layers))
+        return 4 * rows + page * pages
+
+    if nbytes(1) > allowed:
+        raise ValueError(
+            f"budget {size!r} is too small for {rows} rows (layers x sequences x KV heads) of pages of "
+            f"{shape.page_size} tokens of {shape.slot_nbytes} bytes that may grow by every = {shape.growth} tokens: it "
+            f"must be at least {nbytes(1)} bytes, less with smaller pages"
+        )
+    low, high = 1, max(length, 1)
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if nbytes(middle) <= allowed else (low, middle - 1)
+    return low
 
 
 class Budget(ABC):
@@ -80,10 +107,27 @@ class Budget(ABC):
         Returns (indices int32 [Hkv, K] rising, kept int32 [Hkv]: how many of them count; None = all K).
         """
 
+    def _shares(self, mean: int, length: int, layers: int) -> list[int]:
+        """Tokens per row of every layer."""
+        return [self.layer_share(mean, length, j, layers) for j in range(layers)]
+
+    def _pages(self, tokens: int, shape: CacheShape) -> int:
+        """Most pages of one layer whose rows hold so many tokens on average, before the next compression."""
+        return shape.rows * -(-(tokens + shape.growth) // shape.page_size)
+
     @property
     @abstractmethod
     def tokens(self) -> int | None:
         """The size where it is a number of tokens."""
+
+
+def _mean_tokens(budget: Budget, size: Size, length: int, shape: CacheShape) -> int:
+    """What a size means for a sequence of `length` tokens; at most that."""
+    if isinstance(size, str):
+        return min(_tokens_within(budget, size, max(length, 1), shape), length)
+    if isinstance(size, int):
+        return min(size, length)
+    return min(max(length - int(Fraction(repr(float(size))) * length), 1), length)
 
 
 @dataclass(frozen=True)
@@ -100,31 +144,13 @@ class Uniform(Budget):
         return self.size if isinstance(self.size, int) else None
 
     def mean_tokens(self, length: int, shape: CacheShape) -> int:
-        return min(self._tokens(length, shape), length)
+        return _mean_tokens(self, self.size, length, shape)
 
     def layer_share(self, mean: int, length: int, layer: int, layers: int) -> int:
         return min(mean, length)
 
     def divide(self, ranks: Tensor, keep: int, allowed: int) -> tuple[Tensor, Tensor | None]:
         return ops.select_topk(ranks, keep), None
-
-    def _tokens(self, length: int, shape: CacheShape, *, ragged: bool = False) -> int:
-        if isinstance(self.size, int):
-            return self.size
-        if isinstance(self.size, float):
-            return max(length - int(Fraction(repr(self.size)) * length), 1)
-        rows, P = shape.layers * shape.rows, shape.page_size
-        page = P * shape.slot_nbytes + 8  # two entries of the block table, which grows by doubling
-        pages = (_bytes_of(self.size) - 4 * rows) // (rows * page)
-        # rows that end anywhere leave half a page empty, and at most one slot less than a page
-        tokens = pages * P - shape.growth - (P - 1 if ragged and pages > 0 else 0)
-        if tokens < 1:
-            least = rows * (4 + page * -(-(1 + shape.growth + (P - 1 if ragged else 0)) // P))
-            raise ValueError(
-                f"budget {self.size!r} is too small for {rows} rows (layers x sequences x KV heads) of pages of {P} "
-                f"tokens of {shape.slot_nbytes} bytes: it must be at least {least} bytes, less with smaller pages"
-            )
-        return tokens
 
 
 @dataclass(frozen=True)
@@ -156,16 +182,19 @@ class PyramidKV(Budget):
         return self.size if isinstance(self.size, int) else None
 
     def mean_tokens(self, length: int, shape: CacheShape) -> int:
-        return min(Uniform(self.size)._tokens(length, shape, ragged=True), length)
+        return _mean_tokens(self, self.size, length, shape)
 
     def layer_share(self, mean: int, length: int, layer: int, layers: int) -> int:
         return self._line(mean, length, layers)[layer]
+
+    def _shares(self, mean: int, length: int, layers: int) -> list[int]:
+        return self._line(mean, length, layers)
 
     def divide(self, ranks: Tensor, keep: int, allowed: int) -> tuple[Tensor, Tensor | None]:
         return ops.select_topk(ranks, keep), None
 
     def _line(self, mean: int, length: int, layers: int) -> list[int]:
-        if mean >= length or layers == 1:
+        if mean >= length or layers == 1 or mean == 0:
             return [min(mean, length)] * layers
         window = min(self.window, mean - 1)
         base = mean - window
@@ -216,24 +245,34 @@ class AdaKV(Budget):
         return self._layers.tokens
 
     def mean_tokens(self, length: int, shape: CacheShape) -> int:
-        return min(Uniform(self._layers.size)._tokens(length, shape, ragged=True), length)
+        return _mean_tokens(self, self._layers.size, length, shape)
 
     def layer_share(self, mean: int, length: int, layer: int, layers: int) -> int:
         return self._layers.layer_share(mean, length, layer, layers)
 
+    def _shares(self, mean: int, length: int, layers: int) -> list[int]:
+        return self._layers._shares(mean, length, layers)
+
+    def _pages(self, tokens: int, shape: CacheShape) -> int:
+        """However the heads divide them: all rows but one end with a page of one token."""
+        held, others = shape.rows * (tokens + shape.growth), shape.rows - 1
+        return others + -(-(held - others) // shape.page_size)
+
     def divide(self, ranks: Tensor, keep: int, allowed: int) -> tuple[Tensor, Tensor | None]:
         heads, T = ranks.shape
-        sure = int(Fraction(repr(self.floor)) * keep)
+        sure = int(Fraction(repr(float(self.floor))) * keep)
         if sure:
             best = ops.select_topk(ranks, sure).long()
             raised = ranks.gather(1, best)
             ranks = ranks.scatter(1, best, torch.where(raised == float("-inf"), raised, float("inf")))
-        flat = ops.select_topk(ranks.reshape(1, -1), min(heads * keep, allowed))[0].long()
-        head = flat // T
+        # token by token over the heads, so that ties go to all of them alike
+        flat = ops.select_topk(ranks.T.reshape(1, -1), min(heads * keep, allowed))[0].long()
+        flat = flat[(flat % heads).argsort(stable=True)]
+        head = flat % heads
         kept = torch.bincount(head, minlength=heads)
         places = torch.arange(len(flat), device=flat.device) - (kept.cumsum(0) - kept)[head]
         indices = torch.zeros(heads, int(kept.max()), dtype=torch.int32, device=flat.device)
-        indices[head, places] = (flat % T).to(torch.int32)
+        indices[head, places] = (flat // heads).to(torch.int32)
         return indices, kept.to(torch.int32)
 
 

@@ -41,4 +41,6 @@ class AllLogits:
 
     def logits(self, sequence: int = 0) -> Tensor:
         """[T, vocabulary] in the model's dtype: row t is the prediction after token t of what was read."""
+        if sequence not in self._parts:
+            raise ValueError(f"sequence must be one that was read ({sorted(self._parts)}), got {sequence}")
         return torch.cat(self._parts[sequence])

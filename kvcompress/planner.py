@@ -155,7 +155,9 @@ def plan(
     Source: IMDC ("Memorize Step by Step: Efficient Long-Context Prefilling with Incremental Memory and Decremental
     Chunk"), section 3 and A.1; the paper leaves rounding open, ours is stated with kvc_plan in csrc/kvc.h.
     """
-    if initial_memory is not None and initial_memory < 0:
+    if not isinstance(dynamic, bool):
+        raise ValueError(f"dynamic must be True or False, got {dynamic!r}")
+    if isinstance(initial_memory, int) and isinstance(memory_size, int) and not 0 <= initial_memory <= memory_size:
         raise ValueError(f"initial_memory must be between 0 and memory_size = {memory_size}, got {initial_memory}")
     rows = ops.plan(
         prompt_length, chunk_size, memory_size, initial_memory=-1 if initial_memory is None else initial_memory,

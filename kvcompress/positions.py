@@ -176,6 +176,11 @@ class RemoteGap:
                 f"compressed {compressed} + near {near} + headroom {headroom} tokens leave no position below the "
                 f"{trained_length} that the model was trained for; use a smaller budget or headroom"
             )
+        if self.reading == "constant" and most < near + headroom:
+            raise ValueError(
+                f"near {near} + headroom {headroom} tokens reach beyond the {trained_length - 1} positions that a gap "
+                "may have with reading='constant'; use a smaller budget or headroom"
+            )
         if wanted <= most:
             return wanted
         message = (

@@ -51,6 +51,23 @@ def _lengths(input_ids: Tensor, attention_mask: Tensor | None, seen: int, held_b
     return mask[:, seen:-held_back].sum(1).tolist()
 
 
+def _padding(model: nn.Module, input_ids: Tensor, generation: Mapping[str, Any]) -> Tensor | None:
+    """The attention_mask that model.generate makes of prompts that hold the pad token; None where they do not."""
+    settings = generation.get("generation_config") or getattr(model, "generation_config", None)
+    if settings is None:
+        return None
+    pad, end = (generation.get(name, getattr(settings, name)) for name in ("pad_token_id", "eos_token_id"))
+    ends = end if isinstance(end, (list, tuple)) else [end]
+    if pad is None or pad in ends or not bool((input_ids == pad).any()):
+        return None
+    mask = input_ids != pad
+    if bool((mask[:, 1:] < mask[:, :-1]).any()):
+        raise ValueError(
+            f"input_ids hold the pad token {pad} inside a prompt: pass attention_mask, with ones where it is text"
+        )
+    return mask.long()
+
+
 @torch.inference_mode(False)  # so that the cache can be used outside inference mode afterwards
 @torch.no_grad()
 def prefill(
@@ -66,10 +83,11 @@ def prefill(
     """Reads all but the last token of a prompt; model.generate(input_ids, past_key_values=cache) goes on from there.
 
     model: attached (kvcompress.attach). input_ids: [B, T], T >= 1; if the cache has seen tokens already, the whole
-    conversation: the first cache.get_seq_length() columns are skipped. attention_mask: [B, T] for left-padded
-    batches. guide: [g] token ids of an instruction or question, the same for all sequences; they follow each chunk as
-    the observation window, choose what is kept, and are not stored; where every prompt ends with the guide, that end is
-    held back too, so that generation reads the question in full.
+    conversation: the first cache.get_seq_length() columns are skipped. attention_mask: [B, T] for left-padded batches;
+    where it is None and prompts begin with the pad token, that is padding, as model.generate has it. guide: [g] token
+    ids of an instruction or question, the same for all sequences; they follow each chunk as the observation window,
+    choose what is kept, and are not stored; where every prompt ends with the guide, that end is held back too, so that
+    generation reads the question in full.
     logits: None computes none at all; else it is called with (sequence, start, logits [n, vocabulary], targets) for
     every stretch of tokens from place `start` of that sequence on, as they are read: TokenLoss(), AllLogits(), or a
     function of yours; targets int64 [n] are the tokens that follow, n - 1 of them at the end of an iterator or array.
@@ -91,6 +109,11 @@ def prefill(
     if not is_attached(model):
         raise RuntimeError("model is not attached: call kvcompress.attach(model) first")
     _need_tensors(attention_mask=attention_mask, guide=guide)
+    if logits is not None and (isinstance(logits, type) or not callable(logits)):
+        got = f"the class {logits.__name__}: give one of it" if isinstance(logits, type) else repr(logits)
+        raise TypeError(f"logits must be TokenLoss(), AllLogits() or a function, got {got}")
+    if not isinstance(progress, bool) and not callable(progress):
+        raise TypeError(f"progress must be True, False or a function, got {progress!r}")
     if guide is not None and (guide.ndim != 1 or guide.shape[0] < 1 or guide.is_floating_point()):
         raise ValueError(f"guide must be [g] token ids with g >= 1, got {guide.dtype} of shape {tuple(guide.shape)}")
     cache.check_complete()
@@ -101,10 +124,14 @@ def prefill(
     prompt: Prompt | None = as_stream(input_ids)
     if prompt is None:
         _need_tensors(input_ids=input_ids)
+        if attention_mask is None and cast(Tensor, input_ids).ndim == 2:
+            attention_mask = _padding(model, cast(Tensor, input_ids), {})
         prompt = _columns(cast(Tensor, input_ids), cache, attention_mask, tail)
         device = cast(Tensor, input_ids).device
     elif attention_mask is not None:
         raise ValueError("attention_mask must be None with input_ids of one sequence, which has no padding")
+    if prompt.columns == 0 and prompt.peek(0) is None:
+        raise ValueError("input_ids must hold at least one token, got an iterator or array without any")
     batch = 1 if prompt.lengths is None else len(prompt.lengths)
     if cache.batch_size not in (-1, batch):
         raise ValueError(f"input_ids have batch size {batch}, but the cache holds {cache.batch_size} sequences")
@@ -228,10 +255,6 @@ def generate(
     _need_tensors(input_ids=input_ids, attention_mask=attention_mask)
     whole: Any = model
     if attention_mask is None:
-        settings = generation.get("generation_config") or whole.generation_config
-        pad, end = (generation.get(name, getattr(settings, name)) for name in ("pad_token_id", "eos_token_id"))
-        ends = end if isinstance(end, (list, tuple)) else [end]
-        if pad is not None and pad not in ends and bool((input_ids == pad).any()):
-            attention_mask = (input_ids != pad).to(torch.long)
+        attention_mask = _padding(model, input_ids, generation)
     prefill(model, input_ids, cache, attention_mask, guide=guide, logits=logits, progress=progress)
     return whole.generate(input_ids, attention_mask=attention_mask, past_key_values=cache, **generation)

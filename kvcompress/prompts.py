@@ -102,12 +102,12 @@ def _as_tensor(piece: object) -> Tensor:
     """int64 [n] on the CPU."""
     if isinstance(piece, (int, np.integer)) and not isinstance(piece, bool):
         return torch.tensor([int(piece)])
-    if isinstance(piece, np.ndarray):
+    if isinstance(piece, np.ndarray) and piece.dtype.kind in "iu":
         piece = torch.from_numpy(piece.astype(np.int64))
     if not isinstance(piece, Tensor) or piece.ndim > 1 or piece.is_floating_point():
         raise TypeError(
             "input_ids as an iterator must give integers, or tensors or arrays [n] of them, got "
-            + (f"{piece.dtype} of shape {tuple(piece.shape)}" if isinstance(piece, Tensor) else repr(piece))
+            + (f"{piece.dtype} of shape {tuple(piece.shape)}" if hasattr(piece, "shape") else repr(piece))  # type: ignore[attr-defined]
         )
     return piece.reshape(-1).long()
 

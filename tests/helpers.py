@@ -16,6 +16,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from kvcompress import attach
+
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MASKED_RANGES = (  # settings of window_scores: CGE's two orders, TOVA's and H2O's ends, masks that leave nothing
     {"skip_last": 12, "mask_first": 4},
@@ -55,6 +57,13 @@ def tiny_model(family: str = "llama", seed: int = 0, **settings: object) -> PreT
         }
     )
     return model_class(config).eval()
+
+
+def attached(*args: object, **settings: object) -> PreTrainedModel:
+    """tiny_model, attached."""
+    model = tiny_model(*args, **settings)  # type: ignore[arg-type]
+    attach(model)
+    return model
 
 
 def random_ids(length: int, batch: int = 1, seed: int = 1) -> Tensor:

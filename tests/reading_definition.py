@@ -64,7 +64,7 @@ def plain_reading(
                     k, v, places = k.gather(2, at), v.gather(2, at), places.gather(1, indices)
                 kept.append(places.tolist())
                 shares.append(attended[0, :, :, :e].sum(-1).reshape(2, 2 * S).mean(1))
-                ratios.append(Fraction(int((places < start).sum()), places.numel()))
+                ratios.append(Fraction(int((places < start).sum()), max(places.numel(), 1)))
                 memory[j] = (k, v, places)
         if layer_sizes is not None:
             out.kept.append(kept)

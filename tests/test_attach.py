@@ -4,19 +4,13 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from helpers import FAMILIES, random_ids, tiny_model
+from helpers import FAMILIES, attached, random_ids, tiny_model
 from transformers import BatchEncoding, GPT2Config, GPT2LMHeadModel
 
 import kvcompress
 from kvcompress import IterativeCache, StreamingCache, attach, detach
 
 families = pytest.mark.parametrize("family", FAMILIES)
-
-
-def attached_tiny(**settings):
-    model = tiny_model(**settings)
-    attach(model)
-    return model
 
 
 def cache_of_tiny():
@@ -195,7 +189,7 @@ def test_a_cache_of_another_models_shape_is_refused(kind, other, message):
     for use in (lambda: kvcompress.prefill(model, ids, cache), lambda: model(ids, past_key_values=cache)):
         with pytest.raises(ValueError, match=f"cache was made from a config with {message}"), torch.no_grad():
             use()
-    assert kvcompress.prefill(attached_tiny(**other), ids, cache).get_seq_length() == 19
+    assert kvcompress.prefill(attached(**other), ids, cache).get_seq_length() == 19
 
 
 @pytest.mark.parametrize("kind", [IterativeCache, StreamingCache])
@@ -234,14 +228,14 @@ def test_what_is_no_model_is_refused(call, model):
 def test_arguments_that_are_no_tensors_are_named(function, arguments, message):
     cache = cache_of_tiny()
     with pytest.raises(TypeError, match=message):
-        function(attached_tiny(), **{"input_ids": random_ids(20), "cache": cache, **arguments})
+        function(attached(), **{"input_ids": random_ids(20), "cache": cache, **arguments})
     assert cache.get_seq_length() == 0
     cache.check_complete()
 
 
 def test_a_model_called_with_a_batch_encoding_says_so():
     with pytest.raises(TypeError, match=r"input_ids must be a torch.Tensor, got BatchEncoding"):
-        attached_tiny()(BatchEncoding({"input_ids": random_ids(4)}), past_key_values=cache_of_tiny())
+        attached()(BatchEncoding({"input_ids": random_ids(4)}), past_key_values=cache_of_tiny())
 
 
 def test_an_unsupported_family_is_named_with_those_supported():
@@ -270,3 +264,37 @@ def test_lora_trains_and_generates_while_attached():
     cache = IterativeCache(model.config, memory_size=64, chunk_size=16)
     ours = kvcompress.generate(tuned, ids, cache, max_new_tokens=8, do_sample=False)
     assert torch.equal(ours, dense)
+
+
+def test_a_nested_attachment_leaves_the_outer_one_alone():
+    model = tiny_model()
+    with attach(model):
+        with attach(model):
+            pass
+        kvcompress.prefill(model, random_ids(9), IterativeCache(model.config))
+    with pytest.raises(RuntimeError, match="not attached"):
+        kvcompress.prefill(model, random_ids(9), IterativeCache(model.config))
+
+
+@torch.no_grad()
+def test_a_compiled_model_fills_and_reads_a_cache():
+    model, ids = attached(), random_ids(60)
+    compiled = torch.compile(model, backend="eager")
+    out = []
+    for one in (model, compiled):
+        cache = kvcompress.PrunedCache(model.config, budget=20)
+        out.append([one(ids, past_key_values=cache).logits, one(ids[:, :1], past_key_values=cache).logits])
+    for ours, theirs in zip(*out, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_an_additive_mask_is_refused():
+    model, ids = attached(), random_ids(20)
+    with pytest.raises(ValueError, match="attention_mask must hold zeros and ones"), torch.no_grad():
+        model(ids, past_key_values=IterativeCache(model.config), attention_mask=torch.full((1, 20), -1e9))
+
+
+def test_a_prompt_without_prefill_is_warned_about():
+    model, ids = attached(), random_ids(20)
+    with pytest.warns(UserWarning, match="20 tokens came without kvcompress.prefill"), torch.no_grad():
+        model(ids, past_key_values=IterativeCache(model.config, memory_size=8, chunk_size=8))

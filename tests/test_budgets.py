@@ -36,12 +36,24 @@ def test_tokens_are_at_most_what_there_is():
 def test_bytes_hold_pages_and_tables(size, growth, kind):
     shape = CacheShape(layers=4, rows=2, slot_nbytes=128, page_size=4, growth=growth)
     number = {"16KiB": 16384, "20KB": 20000, "33000B": 33000, "0.05MB": 50000, "40 KiB": 40960}[size]
-    tokens = kind(size).mean_tokens(10**6, shape)
-    for extra in [0] if kind is Uniform else [0, 1, 2, 3]:  # rows of any length: the last page of each is filled anyhow
-        pages = 8 * -(-(tokens + growth + extra) // 4) if kind is Uniform else 8 * (tokens + growth + 3) // 4
-        assert pages * (4 * 128 + 8) + 8 * 4 <= number
+    length = 500
+
+    def worst(budget, mean):
+        """Pages of both rows of all layers before a compression, however AdaKV's heads divide a layer's tokens."""
+        pages = 0
+        for layer in range(4):
+            keep = budget.layer_share(mean, length, layer, 4)
+            first = range(2 * keep + 1) if kind is AdaKV else [keep]
+            pages += max(sum(-(-(kept + growth) // 4) for kept in (one, 2 * keep - one)) for one in first)
+        return pages * (4 * 128 + 8) + 8 * 4
+
+    budget = kind(size)
+    mean = budget.mean_tokens(length, shape)
+    assert 1 < mean < length
+    assert worst(budget, mean) <= number
+    assert worst(budget, mean + 4) > number
     if kind is Uniform:
-        assert 8 * (tokens + growth + 4) // 4 * (4 * 128 + 8) + 8 * 4 > number
+        assert worst(budget, mean + 1) > number
 
 
 @settings(deadline=None)

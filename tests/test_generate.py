@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from helpers import random_ids, tiny_model
+from helpers import attached, random_ids, tiny_model
 
 import kvcompress
-from kvcompress import IterativeCache, QuestCache, StreamingCache, attach, prefill
+from kvcompress import IterativeCache, QuestCache, StreamingCache, prefill
 
 CACHES = {
     "iterative": lambda config: IterativeCache(config, memory_size=128, chunk_size=16),
@@ -21,12 +21,6 @@ MODES = {
     "beam sampling": {"num_beams": 2, "do_sample": True},
     "several samples": {"do_sample": True, "num_return_sequences": 3},
 }
-
-
-def attached():
-    model = tiny_model()
-    attach(model)
-    return model
 
 
 @caches

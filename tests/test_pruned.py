@@ -4,10 +4,10 @@ import gc
 import pruned_definition as definition
 import pytest
 import torch
-from helpers import FAMILIES, left_padded, random_ids, tiny_model
+from helpers import FAMILIES, attached, left_padded, random_ids, tiny_model
 
 import kvcompress
-from kvcompress import AdaKV, IterativeCache, PrunedCache, PyramidKV, RemoteGap, attach, prefill
+from kvcompress import AdaKV, IterativeCache, PrunedCache, PyramidKV, RemoteGap, prefill
 from kvcompress.pruners import (
     H2O,
     TOVA,
@@ -36,12 +36,6 @@ EVERY_BUDGET = [20, 0.6, "48KiB", PyramidKV(20, window=4), AdaKV(20), AdaKV(Pyra
 
 def name_of(x):
     return type(x).__name__ if not isinstance(x, (int, float, str)) else str(x)
-
-
-def attached(*args, **kwargs):
-    model = tiny_model(*args, **kwargs)
-    attach(model)
-    return model
 
 
 @torch.no_grad()
@@ -296,7 +290,7 @@ def test_a_refused_step_changes_nothing():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"pruner": "snapkv"}, "pruner must be one of kvcompress.pruners, got str"),
+        ({"pruner": "snapkv"}, "pruner must be one of kvcompress.pruners or a subclass .*, got str"),
         ({"budget": None}, "budget must be given with SnapKV, got None"),
         ({"budget": 0}, "budget must be at least 1 token, got 0"),
         ({"budget": 1.0}, "at least 0 and below 1, got 1.0"),
@@ -451,3 +445,131 @@ def test_a_prompt_of_one_chunk_is_pruned_alike_by_both_caches_while_decoding_too
         logits.append(torch.stack([model(ids[:, [t]], past_key_values=cache).logits[0, -1] for t in range(40, 58)]))
     torch.testing.assert_close(logits[0], logits[1], rtol=1e-4, atol=1e-4)
     assert iterative.stored_lengths() == pruned.stored_lengths()
+
+
+# ---- batches whose sequences get tokens at different times ----
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("pruner", [SnapKV(window=6), H2O(), ExpectedAttention(future_positions=8)], ids=name_of)
+def test_turns_of_unequal_length_give_what_each_sequence_gives_alone(pruner):
+    """Turns with padding, one of no tokens at all for a sequence, and decoding between them."""
+    model = attached()
+    calls = [[20, 9], [1, 1], [1, 1], [7, 0], [1, 1], [2, 5], *[[1, 1]] * 9]
+    texts = [random_ids(sum(call[b] for call in calls), seed=b) for b in range(2)]
+    cache = PrunedCache(model.config, pruner, 12, every=3)
+    alone = [PrunedCache(model.config, pruner, 12, every=3) for _ in texts]
+    start, mask = [0, 0], torch.ones(2, 0, dtype=torch.long)
+    for call in calls:
+        ids = torch.zeros(2, max(call), dtype=torch.long)
+        new = torch.zeros_like(ids)
+        for b, count in enumerate(call):
+            ids[b, max(call) - count :] = texts[b][0, start[b] : start[b] + count]
+            new[b, max(call) - count :] = 1
+        mask = torch.cat([mask, new], 1)
+        together = model(ids, past_key_values=cache, attention_mask=mask).logits[:, -1]
+        for b, count in enumerate(call):
+            if count:
+                part = texts[b][:, start[b] : start[b] + count]
+                torch.testing.assert_close(
+                    together[b], model(part, past_key_values=alone[b]).logits[0, -1], atol=1e-4, rtol=1e-4
+                )
+        start = [begin + count for begin, count in zip(start, call, strict=True)]
+        assert [rows[b] for rows in cache.stored_lengths() for b in range(2)] == [
+            alone[b].stored_lengths()[j][0] for j in range(3) for b in range(2)
+        ]
+
+
+@torch.no_grad()
+def test_a_row_of_no_more_tokens_than_the_window_stays_whole():
+    """AdaKV cuts rows down to what always stays; the next window may be as long as a row."""
+    model, ids = attached(), random_ids(60)
+    for cache in (
+        PrunedCache(model.config, SnapKV(), AdaKV(8, floor=0.0), every=1),
+        PrunedCache(model.config, SnapKV(), AdaKV(32), every=4, chunk_size=32),
+        IterativeCache(model.config, memory_size=AdaKV(4, floor=0.0), chunk_size=4, every=1),
+    ):
+        prefill(model, ids[:, :36], cache)
+        for t in range(35, 60):
+            model(ids[:, [t]], past_key_values=cache)
+        assert all(sum(rows[0]) <= 2 * (cache.budget.tokens + cache.every) for rows in cache.stored_lengths())
+
+
+def test_positions_of_a_sequence_that_was_never_compressed_are_checked_too():
+    model = attached(max_position_embeddings=64)
+    cache = PrunedCache(model.config, SnapKV(window=4), 32, positions=RemoteGap(headroom=16))
+    with pytest.raises(ValueError, match="positions reach 65, but the model was trained for 64"):
+        kvcompress.generate(model, random_ids(10), cache, max_new_tokens=100, do_sample=False)
+
+
+def test_a_head_that_goes_does_not_reach_into_what_stays():
+    model = attached()
+    pruner = CenterOfGravity(8, 8, 4, keep_head=False, window=2)
+    for length, budget, kept in ((4, 3, 2), (5, 3, 2), (9, 3, 3)):
+        cache = PrunedCache(model.config, pruner, budget)
+        with torch.no_grad():
+            model(random_ids(length), past_key_values=cache)
+        assert cache.stored_lengths() == [[[kept] * 2]] * 3
+    ids, mask = left_padded([random_ids(2), random_ids(50)])
+    prefill(model, ids, PrunedCache(model.config, pruner, AdaKV(0.5), chunk_size=5), mask)
+
+
+def test_ties_go_to_all_heads_alike():
+    indices, kept = AdaKV(29, floor=0.0).divide(torch.zeros(2, 100), 29, 200)
+    assert kept.tolist() == [29, 29]
+    assert indices.tolist() == [list(range(29))] * 2
+
+
+@torch.no_grad()
+def test_dynamic_rope_in_chunks_is_the_dense_models_where_all_is_kept():
+    from test_positions import scaled_model
+
+    model, ids = scaled_model("dynamic"), random_ids(140)
+    model.model.rotary_emb.original_max_seq_len = 32
+    dense = model(ids[:, :-1]).logits[:, -1]
+    kvcompress.attach(model)
+    cache = PrunedCache(model.config, SnapKV(), 500, chunk_size=16)
+    loss = kvcompress.AllLogits()
+    prefill(model, ids, cache, logits=loss)
+    torch.testing.assert_close(loss.logits()[-1], dense[0], atol=5e-3, rtol=5e-3)
+
+
+class Broken(SnapKV):
+    """Scores of a wrong kind."""
+
+    def __init__(self, scores):
+        super().__init__(window=4)
+        object.__setattr__(self, "wrong", scores)
+
+    def scores(self, candidates, keep):
+        return self.wrong
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("wrong", [None, torch.zeros(4, 30), torch.zeros(2, 29), torch.zeros(2, 30, dtype=torch.long)])
+def test_wrong_scores_of_a_users_pruner_are_named(wrong):
+    model = attached()
+    with pytest.raises(ValueError, match=r"scores of Broken must be float32 \[Hkv, count\] = \(2, 30\), got"):
+        model(random_ids(30), past_key_values=PrunedCache(model.config, Broken(wrong), 12))
+    with pytest.raises(RuntimeError, match="scores of Broken in layer 0 hold NaN"):
+        model(random_ids(30), past_key_values=PrunedCache(model.config, Broken(torch.full((2, 30), torch.nan)), 12))
+    for settings in ({"window": 2.5}, {"kernel_size": 5.0}):
+        with pytest.raises(ValueError, match="must be an integer"):
+            SnapKV(**settings)
+
+
+def test_pages_that_held_a_chunk_are_given_back():
+    model, ids = attached(), random_ids(300)
+    cache = PrunedCache(model.config, SnapKV(window=6), 20, chunk_size=100, page_size=4)
+    prefill(model, ids, cache)
+    assert cache.reserved_nbytes() < 1.2 * cache.nbytes()
+
+
+def test_prompts_that_begin_with_the_pad_token_are_padded():
+    model, ids = attached(pad_token_id=0), random_ids(40)
+    ids[:, :10] = 0
+    cache = prefill(model, ids, PrunedCache(model.config, SnapKV(), 100))
+    assert cache.stored_lengths() == [[[29, 29]]] * 3
+    ids[:, 20] = 0
+    with pytest.raises(ValueError, match="pad token 0 inside a prompt: pass attention_mask"):
+        prefill(model, ids, PrunedCache(model.config, SnapKV(), 100))

@@ -240,6 +240,7 @@ def test_expected_attention_as_its_formula(use_covariance, use_value_norm, rope)
     half = torch.zeros(16, 16)
     half[8:, :8], half[:8, 8:] = torch.eye(8), -torch.eye(8)
     turn = (angles.cos()[:, :, None] * torch.eye(16) + angles.sin()[:, :, None] * half).mean(0)
+    turn = turn * config.model.rotary_emb.attention_scaling
     expected = torch.zeros(2, 37)
     for h in range(4):
         sample = queries[0, h, 3:]

@@ -3,18 +3,12 @@ import pickle
 
 import pytest
 import torch
-from helpers import FAMILIES, left_padded, random_ids, tiny_model
+from helpers import FAMILIES, attached, left_padded, random_ids, tiny_model
 
 import kvcompress
-from kvcompress import QuestCache, attach, prefill
+from kvcompress import QuestCache, prefill
 
 SMALL = {"token_budget": 12, "page_size": 4, "dense_layers": 1}
-
-
-def attached(*args, **kwargs):
-    model = tiny_model(*args, **kwargs)
-    attach(model)
-    return model
 
 
 @torch.no_grad()

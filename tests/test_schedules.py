@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 import torch
-from helpers import left_padded, random_ids, tiny_model
+from helpers import attached, left_padded, random_ids, tiny_model
 from reading_definition import plain_reading
 
 import kvcompress
-from kvcompress import AdaKV, Adaptive, AllLogits, IterativeCache, PyramidKV, StreamingCache, TokenLoss, attach, prefill
+from kvcompress import AdaKV, Adaptive, AllLogits, IterativeCache, PyramidKV, StreamingCache, TokenLoss, prefill
 from kvcompress.positions import RotaryTables
 from kvcompress.pruners import H2O, SnapKV, StreamingLLM
 from kvcompress.reference import divide_memory
@@ -16,12 +16,6 @@ from kvcompress.reference import plan as plain_plan
 SNAPKV = SnapKV(window=4, num_sink_tokens=1)
 STREAMING = StreamingLLM(num_sink_tokens=2)
 SCHEDULES = ["fixed", "linear", "square", "sqrt", "square-sqrt", "adaptive"]
-
-
-def attached(*args, **kwargs):
-    model = tiny_model(*args, **kwargs)
-    attach(model)
-    return model
 
 
 def plain_sizes(plan, chunks, schedule, pruner, *, most):
@@ -310,7 +304,16 @@ def test_what_a_stream_cannot_do_is_said():
         prefill(model, iter([1, "two"]), cache)
     cache.reset()
     for nothing in (iter([]), np.empty(0, dtype=np.int64)):
-        assert prefill(model, nothing, cache).stored_lengths() in ([[]] * 3, [])
+        with pytest.raises(ValueError, match="input_ids must hold at least one token"):
+            prefill(model, nothing, cache)
+    for mistake, message in ((TokenLoss, "got the class TokenLoss: give one of it"), (True, "got True")):
+        with pytest.raises(TypeError, match=message):
+            prefill(model, ids, cache, logits=mistake)
+    with pytest.raises(TypeError, match="progress must be True, False or a function, got 'tqdm'"):
+        prefill(model, ids, cache, progress="tqdm")
+    with pytest.raises(ValueError, match="use_cache must not be False"):
+        kvcompress.generate(model, ids, cache, max_new_tokens=2, use_cache=False)
+    cache.reset()
     two = prefill(model, torch.cat([ids, ids]), iterative(model))
     with pytest.raises(ValueError, match="batch size 1, but the cache holds 2"):
         prefill(model, iter([1, 2]), two)
@@ -346,7 +349,7 @@ def test_logits_of_a_prompt_that_is_kept_whole_are_the_dense_ones(schedule):
         loss(sequence, start, logits, targets)
         calls.append((sequence, start, len(logits), len(targets)))
 
-    cache = iterative(model, memory_size=128, schedule=schedule, initial_memory=100)
+    cache = iterative(model, memory_size=128, schedule=schedule, initial_memory=100 if schedule == "sqrt" else None)
     prefill(model, ids, cache, mask, guide=random_ids(3, seed=8)[0], logits=sink)
     for b, prompt in enumerate(prompts):
         T = prompt.shape[1]
@@ -397,7 +400,9 @@ def test_progress_is_told_and_shown(capsys):
     ("settings", "message"),
     [
         ({"schedule": "cubic"}, "schedule must be one of fixed, linear, square, sqrt, square-sqrt, adaptive"),
-        ({"initial_memory": 31}, "initial_memory must be between 0 and memory_size = 30"),
+        ({"initial_memory": 31, "schedule": "sqrt"}, "initial_memory must be between 0 and memory_size = 30, got 31"),
+        ({"initial_memory": 5}, "initial_memory must be None with schedule='fixed', got 5"),
+        ({"dynamic": "no"}, "dynamic must be True or False, got 'no'"),
         ({"memory_size": 0}, "memory_size must be at least 1, got 0"),
         ({"prune": "never"}, "prune must be one of layer, forward, got 'never'"),
         ({"dense_below": -1}, "dense_below must be an integer of at least 0, got -1"),
@@ -409,3 +414,70 @@ def test_wrong_settings_are_named(settings, message):
         iterative(tiny_model(), **settings)
     with pytest.raises(ValueError, match="ratio must be one of last, mean, got 'first'"):
         Adaptive("first")
+
+
+# ---- what a review found ----
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("pruner", [SNAPKV, STREAMING], ids=["snapkv", "streaming"])
+@pytest.mark.parametrize("append", [False, True])
+def test_memory_may_begin_with_nothing(pruner, append):
+    model, ids = attached(), random_ids(101)
+    plan = plain_plan(100, 24, 30, schedule="linear", layers=3, initial_memory=0)
+    assert plan.memory[0][0] == 0
+    expected = plain_reading(
+        model, ids, plan.chunks, lambda i, ratios: [layer[i] for layer in plan.memory], pruner, append=append
+    )
+    cache = iterative(model, pruner=pruner, schedule="linear", initial_memory=0, append=append)
+    prefill(model, ids, cache)
+    assert iterative(model, memory_size=PyramidKV(30, window=2), initial_memory=0, schedule="linear").layers
+    logits = model(ids[:, -1:], past_key_values=cache).logits[:, -1]
+    torch.testing.assert_close(logits, expected.logits, atol=3e-4, rtol=3e-4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("pruner", [StreamingLLM(4), SnapKV(window=4, num_sink_tokens=4)], ids=["streaming", "snapkv"])
+def test_appended_memory_shorter_than_the_sinks_takes_none_from_a_chunk(pruner):
+    model, ids = attached(), random_ids(151)
+    plan = plain_plan(150, 15, 10, schedule="linear", layers=3)
+    expected = plain_reading(
+        model, ids, plan.chunks, lambda i, ratios: [layer[i] for layer in plan.memory], pruner, append=True
+    )
+    cache = iterative(model, memory_size=10, chunk_size=15, pruner=pruner, schedule="linear", append=True, track=True)
+    prefill(model, ids, cache)
+    for reading, kept in zip(cache.track.readings[0], expected.kept, strict=True):
+        assert [[places.tolist() for places in layer.positions] for layer in reading.layers] == kept
+
+
+@torch.no_grad()
+def test_tracking_follows_the_batch_and_tokens_that_came_without_a_reading():
+    model, ids = attached(), random_ids(60)
+    cache = iterative(model, memory_size=200, track=True)
+    model(ids[:, :10], past_key_values=cache)
+    prefill(model, ids, cache)
+    assert [places.tolist() for places in cache.track.readings[0][-1].layers[2].positions] == [list(range(59))] * 2
+    batch, mask = left_padded([random_ids(100), random_ids(60, seed=3)])
+    cache = prefill(model, batch, iterative(model, track=True), mask)
+    cache.batch_select_indices(torch.tensor([1]))
+    longer = torch.cat([batch[1:], random_ids(30, seed=5)], 1)
+    prefill(model, longer, cache, torch.cat([mask[1:], torch.ones(1, 30, dtype=torch.long)], 1))
+    assert [reading.start for reading in cache.track.readings[0]] == [0, 24, 48, 59, 83]
+    cache.batch_repeat_interleave(2)
+    assert len(cache.track.readings) == 2
+
+
+def test_streams_refuse_what_needs_their_length():
+    model = attached()
+    with pytest.raises(ValueError, match="need dense_below = 0, got 100"):
+        prefill(model, iter([1, 2, 3]), iterative(model, dense_below=100))
+    with pytest.raises(TypeError, match=r"iterator must give integers, .*, got float64"):
+        prefill(model, iter([np.array([3.7, 5.2])]), iterative(model))
+    with pytest.raises(ValueError, match="sequence must be one that was read"):
+        AllLogits().logits()
+
+
+def test_the_warning_of_long_contexts_knows_the_largest_layer():
+    model = attached(max_position_embeddings=64)
+    with pytest.warns(UserWarning, match="keys in sight, more than the 64"):
+        prefill(model, random_ids(200), iterative(model, memory_size=PyramidKV(30, window=4), schedule="linear"))

@@ -149,13 +149,20 @@ def test_wrong_arguments_are_named(change, message):
         ops.window_scores(**arguments)
 
 
-@pytest.mark.parametrize("length", [4, 41])
+@pytest.mark.parametrize("length", [3, 41])
 def test_length_out_of_range_is_refused(length):
     lengths = torch.tensor([length], dtype=torch.int32)
     with pytest.raises(
-        RuntimeError, match=rf"^window_scores: lengths must be between 5 and 40 \(T\), got {length} at 0$"
+        RuntimeError, match=rf"^window_scores: lengths must be between 4 and 40 \(T\), got {length} at 0$"
     ):
         ops.window_scores(torch.randn(1, 4, 4, 16), torch.randn(1, 2, 40, 16), lengths=lengths)
+
+
+def test_a_sequence_of_no_more_keys_than_are_skipped_scores_nothing():
+    queries, keys = torch.randn(2, 4, 4, 16), torch.randn(2, 2, 40, 16)
+    scores = ops.window_scores(queries, keys, lengths=torch.tensor([4, 40], dtype=torch.int32))
+    assert not scores[0].any()
+    torch.testing.assert_close(scores[1:], ops.window_scores(queries[1:], keys[1:]))
 
 
 def test_a_gradient_is_refused_when_it_comes_back():

@@ -1,16 +1,9 @@
 import pytest
 import torch
-from helpers import FAMILIES, left_padded, random_ids, tiny_model
+from helpers import FAMILIES, attached, left_padded, random_ids, tiny_model
 
 import kvcompress
-from kvcompress import StreamingCache, attach, prefill
-
-
-def attached(*args, **kwargs):
-    model = tiny_model(*args, **kwargs)
-    attach(model)
-    return model
-
+from kvcompress import StreamingCache, prefill
 
 both_distances = pytest.mark.parametrize("sink_distance", ["slot", "window"])
 

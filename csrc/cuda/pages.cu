@@ -4,79 +4,14 @@
 // per row. No arithmetic: the ceiling is memory bandwidth; with one token per row, the latency of the two launches.
 // Pages are handed out by one block (prefix sums over the rows, so that the same call gives the same pages), moved by
 // one block per row or slice of a row, and given up with atomics.
-#include "kvc_cuda.h"
-#include "types.cuh"
+#include "page_table.cuh"
 
 namespace {
 
 constexpr int THREADS = 128;
-constexpr int MAX_WARPS = 32;
 constexpr int TILE = 64;         // tokens that one block appends
 constexpr int SLOTS = 4;         // slots that a thread of a compaction holds in registers between load and store
 constexpr int SLICE_BYTES = 64;  // bytes of each slot that one block of a compaction moves: two sectors of memory
-
-// ---- the table ----
-
-__device__ inline int32_t* entry(const kvc_page_table& table, int64_t row, int64_t block) {
-    return table.block_table + row * table.blocks + block;
-}
-
-__device__ inline bool page_exists(const kvc_page_table& table, int32_t page) {
-    return page >= 0 && page < table.pages;
-}
-
-__device__ inline int64_t free_pages(const kvc_page_table& table) {
-    const int64_t count = table.free_count[0];
-    return count < 0 ? 0 : count > table.pages ? table.pages : count;
-}
-
-__device__ inline void give_up_page(const kvc_page_table& table, int32_t page) {
-    if (!page_exists(table, page) || atomicAdd(&table.page_refs[page], -1) != 1) return;
-    const int place = atomicAdd(&table.free_count[0], 1);
-    if (place >= 0 && place < table.pages) table.free_pages[place] = page;
-}
-
-// The page at `place` from the end of the free list, now named once.
-__device__ inline int32_t take_page(const kvc_page_table& table, int64_t place) {
-    const int32_t page = table.free_pages[place];
-    if (page_exists(table, page)) table.page_refs[page] = 1;
-    return page;
-}
-
-// Sum of `value` over the threads before this one; total: over all. Every thread of the block must call it.
-__device__ inline int scan_block(int value, int* total) {
-    __shared__ int sums[MAX_WARPS];
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
-    int through = value;
-    KVC_UNROLL
-    for (int step = 1; step < 32; step *= 2) {
-        const int below = __shfl_up_sync(FULL_WARP, through, step);
-        if (lane >= step) through += below;
-    }
-    if (lane == 31) sums[warp] = through;
-    __syncthreads();
-    int before = 0;
-    *total = 0;
-    for (int i = 0; i < warps; i++) {
-        if (i < warp) before += sums[i];
-        *total += sums[i];
-    }
-    __syncthreads();  // sums are free for the next call
-    return before + through - value;
-}
-
-// Whether the free list serves `own` pages of each thread and no thread objects; the verdict lies in *refused too.
-__device__ inline bool can_take(const kvc_page_table& table, int own, bool objects, int32_t* refused) {
-    int needed, objections;
-    scan_block(own, &needed);
-    scan_block(objects, &objections);
-    const bool fits = objections == 0 && needed <= free_pages(table);
-    if (threadIdx.x == 0) {
-        *refused = !fits;
-        if (!fits) table.free_count[1]++;
-    }
-    return fits;
-}
 
 // ---- append ----
 
@@ -293,14 +228,6 @@ __global__ void settle_kernel(const kvc_compact_pages_args a) {
 
 // ---- host ----
 
-bool valid_table(const kvc_page_table& table) {
-    if (table.R < 0 || table.blocks < 0 || table.P < 1 || table.pages < 0 || table.pages > INT32_MAX) return false;
-    if (table.blocks > INT32_MAX / table.P || table.R > MAX_GRID_X) return false;
-    if (table.R == 0) return true;
-    if (!table.lengths || !table.free_count || (table.blocks && !table.block_table)) return false;
-    return table.pages == 0 || (table.page_refs && table.free_pages);
-}
-
 bool valid_arrays(const kvc_slot_array* arrays, int64_t count, int64_t pages, bool tokens) {
     if (count < 0 || count > KVC_MAX_SLOT_ARRAYS) return false;
     for (int64_t i = 0; i < count; i++) {
@@ -329,8 +256,6 @@ cudaError_t with_unit(int bytes, Fn fn) {
         default: return fn(uint8_t{});
     }
 }
-
-unsigned threads_for(int64_t items) { return items <= 128 ? 128 : items <= 512 ? 512 : 1024; }
 
 }  // namespace
 

@@ -37,7 +37,7 @@ static Tensor window_scores(const Tensor& queries, const Tensor& keys, const std
     args.scratch = scratch.mutable_data_ptr();
     run("window_scores", queries, [&] { return kvc_window_scores(&args, torch_parallel_for); },
         KVC_CUDA_CALL(kvc_cuda_window_scores(&args, stream)),
-        [&] { find_outside("window_scores", "lengths", args.lengths, B, std::max(W, skip_last + 1), T, "T"); });
+        [&] { find_outside("window_scores", "lengths", args.lengths, B, std::max(W, skip_last), T, "T"); });
     return scores;
 }
 

@@ -307,6 +307,8 @@ class CompressedCache(Cache):
                 f"attention_mask must be [{batch}, at least {columns}] of zeros and ones, got shape {tuple(mask.shape)}"
             )
         here = mask[:, -columns:] != 0
+        if mask.is_floating_point() and not torch.equal(here, mask[:, -columns:] == 1):
+            raise ValueError("attention_mask must hold zeros and ones, got other numbers (an additive mask?)")
         counts = here.sum(1)
         expected = torch.arange(columns, device=mask.device) >= columns - counts[:, None]
         if not torch.equal(here, expected):

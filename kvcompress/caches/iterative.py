@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -152,7 +153,9 @@ class IterativeLayer(PrunedLayer):
             self.share[b] = iteration.memory[b][self.index]
             keep = min(self.share[b], candidates)
             slots = torch.arange(max(here), dtype=torch.int32, device=k.device).expand(heads, -1)
-            if keep < candidates or self.cache.pruner.accumulates:
+            if keep == 0:
+                slots, here, self.whole[b] = slots[:, :0], [0] * heads, False
+            elif keep < candidates or self.cache.pruner.accumulates:
                 offer = self._offer(b, k[rows], v[rows], lengths[rows], queries, count, guide, rotated)
                 if keep < candidates:
                     slots, here, stayed = self._choose_memory(offer, b, keep, here)
@@ -180,10 +183,13 @@ class IterativeLayer(PrunedLayer):
             slots = torch.arange(max(held), dtype=torch.int32, device=offer.keys.device)
             return slots.expand(offer.heads, -1), list(held), 0
         ends = torch.tensor(held).to(offer.keys.device)[:, None]
-        pruner = self.cache.pruner
-        wanted = new + min(pruner.num_sink_tokens, *held)  # sinks that memory has take nothing from the chunk
+        pruner, sinks = self.cache.pruner, self.cache.pruner.num_sink_tokens
+        if any(held) and min(held) < sinks:  # the prompt's first tokens, not a chunk's
+            sinks = min(held)
+            pruner = replace(pruner, num_sink_tokens=sinks)  # type: ignore[type-var]
+        wanted = new + (sinks if any(held) else 0)  # sinks that memory has take nothing from the chunk
         ranks = pruner.rank(offer, wanted).masked_fill(offer.places()[0] < ends, float("inf"))
-        slots, kept = self.cache.budget.divide(ranks, keep, sum(here))
+        slots, kept = self._divided(ranks, keep, sum(here))
         counts = [slots.shape[1]] * offer.heads if kept is None else kept.tolist()
         return slots, counts, min(pruner.recent(wanted, offer.chunk_length), new)
 
@@ -204,7 +210,7 @@ class IterativeLayer(PrunedLayer):
         rows = (torch.arange(R, device=slots.device)[:, None] * T + slots).flatten()
 
         def taken(x: Tensor) -> Tensor:
-            return x.reshape(R * T, -1).index_select(0, rows).view(R, K, -1)
+            return x.reshape(R * T, x.shape[2]).index_select(0, rows).view(R, K, x.shape[2])
 
         self.memory, self.held = (taken(choice.keys), taken(choice.values)), choice.kept
         if self.received is not None:
@@ -234,10 +240,10 @@ class IterativeLayer(PrunedLayer):
     def _spread(numbers: list[int], heads: int) -> list[int]:
         return [number for number in numbers for _ in range(heads)]
 
-    def longest_of(self, b: int) -> int:
-        """Tokens in memory of the longest row of sequence b."""
+    def mean_of(self, b: int) -> int:
+        """Tokens in memory of sequence b, mean over its rows."""
         heads = self.cache.kv_heads
-        return max(self.held[b * heads : (b + 1) * heads], default=0)
+        return sum(self.held[b * heads : (b + 1) * heads]) // heads
 
     def _longest(self, batch: int) -> list[int]:
         heads = len(self.held) // batch
@@ -304,10 +310,12 @@ class IterativeLayer(PrunedLayer):
             places = torch.where(slots < self.split[:, None], slots, places)
         bound = max(*self.next, 0) + k.shape[1]
         lengths = self._spread(self.rope_lengths, heads)
-        if self.origins is not None:  # tokens since the last prompt follow those of its memory
+        if self.cache.track is not None:  # tokens since the last prompt follow those of its memory
+            self.held_at_end = self.held_at_end or [0] * len(counts)
             since = [self.read[row // heads] - count for row, count in enumerate(counts)]
             later = torch.tensor(since, dtype=torch.int32).to(k.device)[:, None] + slots
-            known = torch.nn.functional.pad(self.origins[..., 0], (0, len(slots)))[:, : len(slots)]
+            before = later[:, :0] if self.origins is None else self.origins[..., 0]
+            known = torch.nn.functional.pad(before, (0, len(slots)))[:, : len(slots)]
             ends = torch.tensor(self.held_at_end).to(k.device)[:, None]
             self.origins = torch.where(slots < ends, known, later)[..., None]
         self.memory = rotary.unrotate(k[:, None], bound, lengths, places.contiguous())[:, 0], v
@@ -339,6 +347,10 @@ class IterativeLayer(PrunedLayer):
 
     # ---- state ----
 
+    def drop_last(self, tokens: int) -> None:
+        super().drop_last(tokens)
+        self.read = [read - tokens for read in self.read]
+
     def select_batch(self, indices: list[int]) -> None:
         if self.memory is not None:
             raise RuntimeError("the batch of this cache cannot change while a prompt is being read")
@@ -355,8 +367,9 @@ class IterativeLayer(PrunedLayer):
     def check_step(self, step: Step) -> None:
         if step.iteration is None:
             super().check_step(step)
-        else:
-            CompressedLayer.check_step(self, step)
+            return
+        CompressedLayer.check_step(self, step)
+        self.cache.note_context(self.keys_in_sight(step))
 
     def keys_in_sight(self, step: Step) -> int:
         if step.iteration is None:
@@ -384,9 +397,10 @@ class IterativeCache(PrunedCache):
     iteration, mean. pruner: chooses the memory among the old memory and the chunk (default SnapKV()).
     schedule: how memory grows from initial_memory (default memory_size divided by the number of iterations) to
     memory_size: "fixed" (full size from the start), "linear", "square", "sqrt", "square-sqrt" (lower layers square,
-    higher ones sqrt) or "adaptive" (= Adaptive(): layers that retain more get more). dynamic: chunks shrink as memory
-    grows, so that a chunk and the memory before it are one constant. Both need the prompt's length; a later prompt of
-    a conversation continues the iteration with the full memory.
+    higher ones sqrt) or "adaptive" (= Adaptive(): layers that retain more get more). The default initial_memory is a
+    token or two for long prompts: give it room for what must not be lost early (a fact and its words). dynamic: chunks
+    shrink as memory grows, so that a chunk and the memory before it are one constant. Both need the prompt's length; a
+    later prompt of a conversation continues the iteration with the full memory.
     append: True compresses each chunk alone and appends it; memory is never rewritten (a baseline, IMDC, B.4).
     prune: "layer" drops tokens after each layer's attention, "forward" after the forward pass: the same tokens in
     more memory, as the paper measures it. dense_below: prompts up to this length are read without any pruning.
@@ -428,10 +442,13 @@ class IterativeCache(PrunedCache):
         self.dense_below = dense_below
         self.kv_heads: int = decoder_config(config).num_key_value_heads
         self.largest_context = 0
+        if initial_memory is not None and self.schedule == "fixed":
+            raise ValueError(f"initial_memory must be None with schedule='fixed', got {initial_memory}")
         # refuses wrong sizes and schedules
         planner.plan(
-            0, chunk_size=chunk_size, memory_size=tokens, schedule=self.schedule, initial_memory=initial_memory
-        )
+            0, chunk_size=chunk_size, memory_size=tokens, schedule=self.schedule, dynamic=dynamic,
+            initial_memory=initial_memory,
+        )  # fmt: skip
         if prune not in PRUNE:
             raise ValueError(f"prune must be one of {', '.join(PRUNE)}, got {prune!r}")
         if not isinstance(dense_below, int) or dense_below < 0:
@@ -440,6 +457,10 @@ class IterativeCache(PrunedCache):
         if divided and self.schedule in ("square-sqrt", "adaptive"):
             raise ValueError(
                 f"schedule {self.schedule!r} divides memory over layers itself: memory_size must not be {memory_size}"
+            )
+        if every and pruner is not None and getattr(pruner, "one_frame", False):
+            raise ValueError(
+                f"every must be None with {type(pruner).__name__}, which judges keys by where they stand; got {every}"
             )
         if track and every:
             raise ValueError(f"track follows prompts only: every must be None with it, got {every}")
@@ -463,6 +484,8 @@ class IterativeCache(PrunedCache):
         )  # fmt: skip
 
     def stream_plan(self) -> Plan:
+        if self.dense_below:
+            raise ValueError(f"input_ids of unknown length need dense_below = 0, got {self.dense_below}")
         if self.schedule != "fixed" or self.dynamic:
             raise ValueError(
                 f"input_ids of unknown length can be read with schedule='fixed' and dynamic=False alone, got "
@@ -497,8 +520,7 @@ class IterativeCache(PrunedCache):
         else:
             weights = adaptive.weights(history)
             kept, stored = [round(weight * _UNIT) for weight in weights], [_UNIT] * L
-        held = [layer.longest_of(b) for layer in self.layers]
-        most = [count + plan.chunks[i] for count in held]
+        most = [layer.mean_of(b) + plan.chunks[i] for layer in self.layers]
         if i + 1 < len(plan) and (room := self.trained_length - plan.chunks[i + 1]) >= mean:
             most = [min(count, room) for count in most]  # positions stay where the model was trained
         least = max(1, self.pruner.num_sink_tokens + self.pruner.window)
@@ -522,8 +544,8 @@ class IterativeCache(PrunedCache):
     def begin_prompt(self, plans: list[Plan], guide_length: int) -> None:
         stored = self.layers[0].stored_lengths() or [[0]] * len(plans)
         contexts, pages = [0], 0
-        for row, plan in zip(stored, plans, strict=True):
-            held, before = max(row, default=0), self.read_before
+        for b, (row, plan) in enumerate(zip(stored, plans, strict=True)):
+            held, before = max(row, default=0), self.layers[0].read[b] if self.layers[0].read else 0
             dense = before + sum(plan.chunks) <= self.dense_below
             largest = map(max, zip(*plan.layer_memory, strict=True))
             for chunk, memory in zip(plan.chunks, largest, strict=True):
@@ -532,15 +554,28 @@ class IterativeCache(PrunedCache):
             pages += self.kv_heads * self.pool_settings.blocks(held)
         if isinstance(self.budget, Uniform) and self.adaptive is None:
             self.pool_settings.check(pages)
-        self.largest_context = max(contexts)
-        if self.largest_context > self.trained_length:
-            warnings.warn(
-                f"reading puts {self.largest_context} keys in sight, more than the {self.trained_length} positions "
-                "that the model was trained for; smaller chunk_size or memory_size avoids this",
-                stacklevel=3,
-            )
+        self.largest_context = 0
+        self.note_context(max(contexts))
         for layer in self.layers:
             layer.begin_prompt()
+
+    def note_context(self, keys: int) -> None:
+        """Warns, once for a prompt, where more keys are in sight than the model was trained for."""
+        if keys > self.trained_length >= self.largest_context:
+            warnings.warn(
+                f"reading puts {keys} keys in sight, more than the {self.trained_length} positions that the model was "
+                "trained for; smaller chunk_size or memory_size avoids this",
+                stacklevel=4,
+            )
+        self.largest_context = max(self.largest_context, keys)
+
+    def begin_forward(self, decoder: Any, name: str, tokens: Tensor, attention_mask: Tensor | None) -> None:
+        if self.step.iteration is None and not self.every and tokens.shape[1] > self.memory_size:
+            self.warn_once(
+                f"a prompt of {tokens.shape[1]} tokens came without kvcompress.prefill or kvcompress.generate, which "
+                "read through the memory: all of it is kept"
+            )
+        super().begin_forward(decoder, name, tokens, attention_mask)
 
     def end_forward(self) -> None:
         if self.step.iteration is not None:
@@ -565,6 +600,23 @@ class IterativeCache(PrunedCache):
         super().end_prompt(columns)
         for layer in self.layers:
             layer.end_prompt()
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        super().batch_select_indices(indices)
+        self._select_readings(indices.nonzero().flatten() if indices.dtype == torch.bool else indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        batch = self._batch
+        super().batch_repeat_interleave(repeats)
+        self._select_readings(torch.arange(batch).repeat_interleave(repeats))
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        super().reorder_cache(beam_idx)
+        self._select_readings(beam_idx)
+
+    def _select_readings(self, indices: Tensor) -> None:
+        if self.track is not None and self.track.readings:
+            self.track.readings = [list(self.track.readings[b]) for b in indices.tolist()]
 
     def reset(self) -> None:
         super().reset()

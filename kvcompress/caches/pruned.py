@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from .. import ops, planner
-from ..budgets import AdaKV, Budget, CacheShape, Size, as_budget
+from ..budgets import AdaKV, Budget, CacheShape, Size, Uniform, as_budget
 from ..planner import Plan
 from ..positions import RemoteGap
 from ..pruners import Candidates, Pruner, SnapKV
@@ -84,7 +84,9 @@ class PrunedLayer(PagedLayer):
         rotary, counts = self.cache.rotary, self.cache.step.counts
         assert rotary is not None
         B, Hkv, S, D = keys.shape
-        lengths = [max(count, 1) for count in counts]
+        # frequencies that depend on length are those of the whole prompt, in whatever chunks it comes
+        whole = self.cache.prompt_lengths if self.cache.step.iteration is not None else counts
+        lengths = [max(count, 1) for count in whole]
         q = rotary.rotate(
             queries, self._positions(torch.zeros(B, 1, dtype=torch.int32, device=keys.device), S), S, lengths
         )
@@ -100,7 +102,9 @@ class PrunedLayer(PagedLayer):
         self.recent = RecentQueries.of(self.cache.pruner, self.cache.every)
         self._note(queries, guide)
         held = [count for count in counts for _ in range(Hkv)]
-        self._settle(k.flatten(0, 1), values.flatten(0, 1), held, queries, list(counts), guide, rotated=q)
+        self._settle(
+            k.flatten(0, 1), values.flatten(0, 1), held, queries, list(counts), guide, rotated=q, slack=self._slack()
+        )
         return out
 
     def attend_held(self, queries: Tensor, rotated: Tensor, scaling: float) -> Tensor:
@@ -181,7 +185,8 @@ class PrunedLayer(PagedLayer):
         queries: [B, Hq, S, D] of the last tokens, valid[b] of them real; rotated: the same at true positions. held:
         the rows are what the pool holds already.
         """
-        B = len(valid)
+        B, step = len(valid), self.cache.step
+        one = step.columns == 1 and step.iteration is None
         heads = len(lengths) // B
         chosen: list[tuple[Tensor, list[int]]] = []
         near, compressed = list(self.near), [False] * B
@@ -190,7 +195,8 @@ class PrunedLayer(PagedLayer):
             guide = guide_length if valid[b] else 0
             count = sum(lengths[rows]) // heads - guide
             keep = self._keep(b) if count > 0 else 0
-            due = count > keep + slack - 1 and count > 0
+            # a sequence that has no tokens in a call of several goes on as if there had been no call
+            due = count > keep + slack - 1 and count > 0 and (one or step.counts[b] > 0)
             indices = torch.arange(max(max(lengths[rows]) - guide, 0), dtype=torch.int32, device=k.device).expand(
                 heads, -1
             )
@@ -232,8 +238,8 @@ class PrunedLayer(PagedLayer):
                 keys, q = self._both_segments(b, keys, last, q, lengths)
         offer = Candidates(
             queries=q, keys=keys, count=T - guide, chunk_length=valid - guide, guide_length=guide, scaling=self.scaling,
-            values=v[None, :, :T], lengths=ragged, layer=self.index, whole=self.whole[b], unrotated=last,
-            position=position, rotary=rotary,
+            values=v[None, :, :T], lengths=ragged, shortest=min(lengths), layer=self.index,
+            whole=self.whole[b], unrotated=last, position=position, rotary=rotary,
         )  # fmt: skip
         if not pruner.accumulates:
             return offer
@@ -269,16 +275,27 @@ class PrunedLayer(PagedLayer):
     def _choose(self, offer: Candidates, keep: int, allowed: int) -> tuple[Tensor, list[int], int]:
         """(indices [Hkv, K], how many of each row count, how many last tokens surely stayed)."""
         pruner, gap = self.cache.pruner, self.cache.gap
-        lost = pruner.lost() if offer.whole else 0
+        lost, recent = pruner.lost_of(offer, keep), pruner.recent(keep, offer.chunk_length)
         keep = max(min(keep, offer.count - lost), 1)
-        recent = pruner.recent(keep, offer.chunk_length)
         if gap is not None:
             recent = max(recent, gap.near_length or 0)
         recent = min(recent, keep - min(pruner.num_sink_tokens, keep))
         ranks = pruner.rank(offer, keep, recent=recent)
-        indices, kept = self.cache.budget.divide(ranks, keep, allowed - lost * offer.heads)
+        indices, kept = self._divided(ranks, keep, allowed - lost * offer.heads)
         counts = [indices.shape[1]] * offer.heads if kept is None else kept.tolist()
         return indices, counts, recent
+
+    def _divided(self, ranks: Tensor, keep: int, allowed: int) -> tuple[Tensor, Tensor | None]:
+        """The budget's choice, with an error of NaN scores that says where they are."""
+        try:
+            return self.cache.budget.divide(ranks, keep, allowed)
+        except RuntimeError as error:
+            if "NaN" not in str(error):
+                raise
+            raise RuntimeError(
+                f"scores of {type(self.cache.pruner).__name__} in layer {self.index} hold NaN; that layer's keys or "
+                "queries do, or its pruner's scores are wrong"
+            ) from error
 
     def _store(
         self,
@@ -351,7 +368,7 @@ class PrunedLayer(PagedLayer):
     def check_step(self, step: Step) -> None:
         super().check_step(step)
         gap, trained = self.cache.gap, self.cache.trained_length
-        if gap is None or self.index:
+        if gap is None or (self.index and isinstance(self.cache.budget, Uniform)):  # then all layers are alike
             return
         if self.pool is None:
             if self.cache.bounded and max(step.counts) > trained:
@@ -360,7 +377,7 @@ class PrunedLayer(PagedLayer):
                     "model was trained for; give PrunedCache a chunk_size"
                 )
             return
-        if self.split is not None:
+        if self.split is not None or self.cache.bounded:
             reach = max(self._reach(b, count) for b, count in enumerate(step.counts))
             if reach > trained and gap.on_overflow == "error":
                 raise ValueError(
@@ -374,6 +391,8 @@ class PrunedLayer(PagedLayer):
         """Positions that sequence b uses once `count` tokens have been added."""
         gap, heads = self.cache.gap, self.heads
         assert self.pool is not None and gap is not None
+        if self.whole[b]:
+            return self.next[b] + count
         held, near = max(self.pool.bounds[b * heads : (b + 1) * heads]), self.near[b]
         if count > 1 and self.recent is not None and held > (keep := self._keep(b)):  # compresses before it starts
             held, near = keep, min(near, self.cache.near_of(keep))
@@ -426,12 +445,15 @@ class PrunedCache(CompressedCache):
     (numbered anew without holes) or a RemoteGap. chunk_size: tokens that `prefill` reads at a time, each chunk followed
     by a compression; None = the whole prompt. page_size, max_pages, grow: see PoolSettings.
     A prompt within the budget is kept whole: the model then sees what it would see with a dense cache. Each sequence of
-    a batch has a budget of its own. One layer at a time holds the whole prompt, never the cache.
+    a batch has a budget of its own. One layer at a time holds the whole prompt, never the cache. A budget holds when
+    the cache has compressed; tokens that follow come on top until it compresses again (every). With model.generate
+    alone a prompt is one call, whatever chunk_size says, and its last token is pruned with it; kvcompress.generate
+    reads that one after the pruning.
     Raises ValueError for settings out of range. Source: SnapKV, H2O, TOVA, IntelLLM.
     """
 
     layers: list[PrunedLayer]
-    smaller = "use a smaller budget with positions='contiguous', or a RemoteGap"
+    smaller = "use a smaller budget with positions='contiguous' or a RemoteGap, and a chunk_size for long prompts"
 
     def __init__(
         self,
@@ -448,12 +470,15 @@ class PrunedCache(CompressedCache):
     ) -> None:
         self.pruner: Pruner = SnapKV() if pruner is None else pruner
         if not isinstance(self.pruner, Pruner):
-            raise ValueError(f"pruner must be one of kvcompress.pruners, got {type(pruner).__name__}")
+            raise ValueError(
+                f"pruner must be one of kvcompress.pruners or a subclass of kvcompress.pruners.Pruner, got "
+                f"{type(pruner).__name__}"
+            )
         if budget is None and (budget := self.pruner.default_budget) is None:
             raise ValueError(f"budget must be given with {type(self.pruner).__name__}, got None")
         self.budget = as_budget(budget)
         for name, value in (("every", every), ("chunk_size", chunk_size)):
-            if value is not None and (not isinstance(value, int) or value < 1):
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise ValueError(f"{name} must be an integer of at least 1 or None, got {value!r}")
         self.every, self.chunk_size = every or 0, chunk_size
         self.growth = max(self.every, chunk_size or 0)  # tokens between two compressions at most
@@ -463,6 +488,7 @@ class PrunedCache(CompressedCache):
             raise ValueError(f"positions must be 'original' with {type(self.pruner).__name__}, got {positions!r}")
         self.pool_settings = PoolSettings(page_size, max_pages, grow)
         self._warned: set[str] = set()
+        self.prompt_lengths: list[int] = []  # of the prompt that is being read
         super().__init__(config)
         if (
             self.gap is not None
@@ -500,6 +526,14 @@ class PrunedCache(CompressedCache):
 
     def plan_prompt(self, length: int) -> Plan:
         return planner.plan(length, chunk_size=self.chunk_size or max(length, 1), memory_size=1)
+
+    def begin_prompt(self, plans: list[Plan], guide_length: int) -> None:
+        self.prompt_lengths = [sum(plan.chunks) for plan in plans]
+
+    def end_prompt(self, columns: int) -> None:
+        super().end_prompt(columns)
+        if self.chunk_size is not None or any(layer.whole and not all(layer.whole) for layer in self.layers):
+            self.trim()  # pages that held a chunk before it was pruned
 
     def check_guide(self) -> None:
         if not self.pruner.uses_guide:

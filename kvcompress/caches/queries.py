@@ -46,12 +46,26 @@ class RecentQueries:
         if self.queries is None:
             self.queries = queries.new_zeros(B, Hq, self.capacity, D)
             self.valid = [0] * B
+        if min(counts) < S:
+            self._add_padded(queries, counts)
+            return
         last = queries[:, :, -self.capacity :]
         places = (torch.arange(last.shape[2], device=queries.device) + self._next) % self.capacity
         self.queries[:, :, places] = last
         self._next = (self._next + last.shape[2]) % self.capacity
-        before = [held if count == S else 0 for held, count in zip(self.valid, counts, strict=True)]
-        self.valid = [min(held + count, self.capacity) for held, count in zip(before, counts, strict=True)]
+        self.valid = [min(held + count, self.capacity) for held, count in zip(self.valid, counts, strict=True)]
+
+    def _add_padded(self, queries: Tensor, counts: Sequence[int]) -> None:
+        """The same where some sequences have fewer tokens: theirs must not have padding between them."""
+        assert self.queries is not None
+        S = queries.shape[2]
+        held, room = self.get()[0], self.queries.new_zeros(self.queries.shape)
+        for b, count in enumerate(counts):
+            old = held[b, :, held.shape[2] - self.valid[b] :]
+            every = torch.cat([old, queries[b, :, S - count :]], 1)[:, -self.capacity :]
+            room[b, :, self.capacity - every.shape[1] :] = every
+        self.queries, self._next = room, 0
+        self.valid = [min(held + count, self.capacity) for held, count in zip(self.valid, counts, strict=True)]
 
     def get(self) -> tuple[Tensor, list[int]]:
         """(the last queries in order [B, Hq, n, D], how many of them are each sequence's own)."""

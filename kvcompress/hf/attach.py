@@ -19,8 +19,8 @@ _HOOKS = "_kvcompress_hooks"
 class Attachment:
     """What attach returns; as a context manager it detaches at the end."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
+    def __init__(self, model: nn.Module, *, ours: bool = True) -> None:
+        self.model, self._ours = model, ours
 
     def __enter__(self) -> nn.Module:
         return self.model
@@ -28,7 +28,8 @@ class Attachment:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        detach(self.model)
+        if self._ours:  # who attached it first detaches it
+            detach(self.model)
 
 
 def base_model(model: nn.Module) -> Any:
@@ -48,7 +49,8 @@ def attach(model: nn.Module) -> Attachment:
     """Makes `model` use compressed caches when it is given one; with any other cache it runs as before, bit for bit.
 
     model: a transformers model of a supported family (Llama, Mistral, Qwen2, Qwen3), PEFT-wrapped or not. No parameter
-    is added and state_dict does not change. Attaching twice is attaching once. Returns a context manager that detaches.
+    is added and state_dict does not change. Attaching twice is attaching once. Returns a context manager that detaches
+    what this call attached.
     Raises ValueError for a family that is not supported, naming those that are; TypeError for what is no model.
     """
     decoder = base_model(model)
@@ -62,12 +64,13 @@ def attach(model: nn.Module) -> Attachment:
     for attention in attentions:
         if not is_compressed(attention):
             _swap(attention, COMPRESSED_CLASSES[type(attention)])
-    if not hasattr(decoder, _HOOKS):
+    first = not hasattr(decoder, _HOOKS)
+    if first:
         before = decoder.register_forward_pre_hook(_before_forward, with_kwargs=True)
         after = decoder.register_forward_hook(_after_forward, with_kwargs=True)
         # past nn.Module.__setattr__ and state_dict: this is no part of the model
         object.__setattr__(decoder, _HOOKS, (before, after))
-    return Attachment(model)
+    return Attachment(model, ours=first)
 
 
 def detach(model: nn.Module) -> None:
@@ -93,6 +96,7 @@ def is_attached(model: nn.Module) -> bool:
     return hasattr(base_model(model), _HOOKS)
 
 
+@torch.compiler.disable
 def _before_forward(decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Hands the padding mask to a compressed cache, so that transformers builds no [B, 1, S, T] mask of it."""
     given = dict(kwargs)
@@ -125,10 +129,13 @@ def _check_call(decoder: Any, given: dict[str, Any]) -> None:
             raise RuntimeError(
                 "compressed caches do not carry gradients: use torch.no_grad(), or train without a cache"
             )
+    if given.get("use_cache") is False:
+        raise ValueError("use_cache must not be False with a compressed cache: what it is given is stored")
     if given.get("output_attentions"):
         raise ValueError("output_attentions must be False with a compressed cache: attention weights are never formed")
 
 
+@torch.compiler.disable
 def _after_forward(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
     cache = kwargs.get("past_key_values")
     if isinstance(cache, CompressedCache):

@@ -10,6 +10,12 @@ from torch import Tensor, nn
 from ..caches import CompressedCache
 
 
+@torch.compiler.disable
+def _attend(cache: CompressedCache, layer: int, *args: Any) -> Tensor:
+    with torch.inference_mode(False), torch.no_grad():  # what is stored must be usable outside inference mode
+        return cache.layers[layer].attend(*args)
+
+
 class CompressedAttention:
     """Mixed in before a family's attention class. With any cache that is not ours the family's own forward runs."""
 
@@ -29,8 +35,7 @@ class CompressedAttention:
         values = self._project("v", hidden_states)
         # under autocast a norm may have left float32
         queries, keys = (self._project(kind, hidden_states).to(values.dtype) for kind in ("q", "k"))
-        with torch.inference_mode(False), torch.no_grad():  # what is stored must be usable outside inference mode
-            out = past_key_values.layers[self.layer_idx].attend(queries, keys, values, self.scaling)
+        out = _attend(past_key_values, self.layer_idx, queries, keys, values, self.scaling)
         return self.o_proj(out.transpose(1, 2).reshape(*shape, -1)), None
 
     def _project(self, kind: str, hidden_states: Tensor) -> Tensor:

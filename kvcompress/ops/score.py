@@ -29,7 +29,7 @@ def window_scores(
     """Attention that a window of queries pays to each key: SnapKV, CGE, H2O and TOVA are settings of it.
 
     queries: [B, Hq, W, D] rotated, the last W tokens. keys: [B, Hkv, T, D] rotated, T >= W. lengths: int32 [B], keys
-    per sequence, at least W, above skip_last and at most T; None = all T. scale: factor of the logits, None =
+    per sequence, at least W and skip_last, at most T; None = all T. scale: factor of the logits, None =
     1/sqrt(D). skip_last: keys at the end that get no score, None = W. mask_first, mask_last: keys at the start and at
     the end that are left out of the softmax; their scores are 0.
     Returns float32 [B, Hkv, T - skip_last]: softmax over all keys that a query sees (causal inside the window), mean,

@@ -19,9 +19,9 @@ class Candidates:
     queries: [1, Hq, S, D] rotated, of the last S tokens, the guide's included. keys: [1, Hkv, T, D] rotated, T = count
     + guide_length. count: candidates per head at most. chunk_length: how many of them have their query in queries.
     scaling: of the logits. values: [1, Hkv, T, D]. lengths: int32 [Hkv], keys of each head with the guide's, where they
-    differ; None = all T. received: float32 [Hkv, count], what pruners that accumulate have summed up so far. layer:
-    number of the layer. whole: nothing was ever dropped, the first candidates are the first tokens. unrotated: the
-    queries before rotation; position: that of the next token; rotary: its tables.
+    differ; None = all T. shortest: the least of them; None = T. received: float32 [Hkv, count], what pruners that
+    accumulate have summed up so far. layer: number of the layer. whole: nothing was ever dropped, the first candidates
+    are the first tokens. unrotated: the queries before rotation; position: that of the next token; rotary: its tables.
     """
 
     queries: Tensor
@@ -33,6 +33,7 @@ class Candidates:
     values: Tensor | None = None
     lengths: Tensor | None = None
     received: Tensor | None = None
+    shortest: int | None = None
     layer: int = 0
     whole: bool = True
     unrotated: Tensor | None = None
@@ -56,9 +57,11 @@ class Candidates:
     ) -> Tensor:
         """float32 [Hkv, count]: attention from the last `window` queries, as ops.window_scores has it, per KV head.
 
-        skip_last, mask_first, mask_last count candidates, not the guide, which scores nothing.
+        A window of more queries than there are (or than a head has keys) is all of them. skip_last, mask_first,
+        mask_last count candidates, not the guide, which scores nothing.
         """
         heads, D = self.heads, self.keys.shape[3]
+        window = min(window, self.queries.shape[2], self.keys.shape[2] if self.shortest is None else self.shortest)
         queries = self.queries[:, :, -window:].reshape(heads, -1, window, D)
         scores = ops.window_scores(
             queries,
@@ -81,7 +84,17 @@ class Candidates:
 
 
 class Pruner(ABC):
-    """Chooses which candidates stay. Subclasses are frozen dataclasses that give every candidate a score."""
+    """Chooses which candidates stay. Subclasses are dataclasses that give every candidate a score.
+
+    A pruner of your own:
+
+        @dataclass(frozen=True)
+        class MeanAttention(Pruner):
+            window: int = 16  # queries that a cache keeps for it while decoding, and that `attention` may look at
+
+            def scores(self, candidates, keep):
+                return candidates.attention(self.window, reduce="mean")
+    """
 
     num_sink_tokens: int = 0  # first tokens that always stay, counted inside the budget
     window: int = 0  # queries that scores looks at; 0 = none
@@ -102,6 +115,11 @@ class Pruner(ABC):
         """First tokens that the first compression drops in any case."""
         return 0
 
+    def lost_of(self, candidates: Candidates, keep: int) -> int:
+        """First candidates that go in any case; not those among the last that always stay."""
+        stay = max(self.recent(keep, candidates.chunk_length), 1)
+        return max(min(self.lost(), candidates.count - stay), 0) if candidates.whole else 0
+
     def votes(self, candidates: Candidates) -> Tensor:
         """float32 [Hkv, count]: what this call's queries add to candidates.received, where the pruner accumulates."""
         raise NotImplementedError(f"{type(self).__name__} does not accumulate")
@@ -111,11 +129,11 @@ class Pruner(ABC):
 
         recent: last candidates that stay in any case, besides the pruner's own wish.
         """
-        lost = self.lost() if candidates.whole else 0
+        lost = self.lost_of(candidates, keep)
         sinks = min(self.num_sink_tokens, keep)
         recent = min(max(self.recent(keep, candidates.chunk_length), recent), keep - sinks)
         if sinks + recent < keep:
-            scores = self.scores(candidates, keep)
+            scores = self._checked(self.scores(candidates, keep), candidates)
         else:
             scores = torch.zeros(candidates.heads, candidates.count, device=candidates.keys.device)
         places, count = candidates.places()
@@ -124,15 +142,25 @@ class Pruner(ABC):
             scores = scores.masked_fill((places < lost) | (places >= count), float("-inf"))
         return scores
 
+    def _checked(self, scores: Tensor, candidates: Candidates) -> Tensor:
+        wanted = (candidates.heads, candidates.count)
+        if not isinstance(scores, Tensor) or scores.shape != wanted or not scores.is_floating_point():
+            got = f"{scores.dtype} {tuple(scores.shape)}" if isinstance(scores, Tensor) else type(scores).__name__
+            raise ValueError(f"scores of {type(self).__name__} must be float32 [Hkv, count] = {wanted}, got {got}")
+        return scores.float()
+
     def select(self, candidates: Candidates, keep: int) -> Tensor:
         """Places of the `keep` candidates that stay: int32 [Hkv, keep], rising, below candidates.count.
 
         keep: 1..candidates.count - 1; less come back where the first tokens go in any case and few others are there.
         """
-        keep = min(keep, candidates.count - (self.lost() if candidates.whole else 0))
+        keep = min(keep, candidates.count - self.lost_of(candidates, keep))
         return ops.select_topk(self.rank(candidates, keep), keep)
 
     def _check(self, **least: int) -> None:
         for name, bound in {"num_sink_tokens": 0, **least}.items():
-            if getattr(self, name) < bound:
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise ValueError(f"{name} must be an integer, got {value!r}")
+            if value < bound:
                 raise ValueError(f"{name} must be at least {bound}, got {getattr(self, name)}")

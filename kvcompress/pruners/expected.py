@@ -32,7 +32,7 @@ class ExpectedAttention(Pruner):
 
     def __post_init__(self) -> None:
         self._check(future_positions=1)
-        if self.epsilon < 0:
+        if not self.epsilon >= 0:
             raise ValueError(f"epsilon must be at least 0, got {self.epsilon}")
 
     def scores(self, candidates: Candidates, keep: int) -> Tensor:
@@ -49,7 +49,7 @@ class ExpectedAttention(Pruner):
         turned = rotary.rotate(
             basis[None, :, None].expand(1, -1, len(future), -1), future[None],
             candidates.position + len(future), [candidates.position],
-        )[0].mean(1) / rotary.scaling  # [D, D]: row i is where axis i goes  # fmt: skip
+        )[0].mean(1)  # [D, D]: row i is where axis i goes, with the factor that yarn's keys carry too  # fmt: skip
         heads, group = candidates.heads, queries.shape[0] // candidates.heads
         keys = candidates.keys[0, :, :count].float()  # [Hkv, T, D]
         mu = (mean @ turned).view(heads, group, -1)

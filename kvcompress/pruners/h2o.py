@@ -28,11 +28,11 @@ class H2O(Pruner):
 
     def __post_init__(self) -> None:
         self._check()
-        if not 0.0 <= self.recent_ratio <= 1.0:
+        if not isinstance(self.recent_ratio, (int, float)) or not 0.0 <= self.recent_ratio <= 1.0:
             raise ValueError(f"recent_ratio must be between 0 and 1, got {self.recent_ratio}")
 
     def recent(self, keep: int, chunk_length: int) -> int:
-        return min(int(Fraction(repr(self.recent_ratio)) * keep), keep - min(self.num_sink_tokens, keep))
+        return min(int(Fraction(repr(float(self.recent_ratio))) * keep), keep - min(self.num_sink_tokens, keep))
 
     def votes(self, candidates: Candidates) -> Tensor:
         return candidates.attention(candidates.queries.shape[2])

@@ -37,7 +37,7 @@ class Random(Pruner):
     num_sink_tokens: int = 0
 
     def __post_init__(self) -> None:
-        self._check()
+        self._check(seed=0)
 
     def scores(self, candidates: Candidates, keep: int) -> Tensor:
         generator = torch.Generator().manual_seed(hash((self.seed, candidates.layer, candidates.count)) % (1 << 63))

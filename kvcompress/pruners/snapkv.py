@@ -53,6 +53,8 @@ class SnapKV(Pruner):
         self._check(window=1)
         for name in ("kernel_size", "guide_kernel_size"):
             size = getattr(self, name)
+            if not isinstance(size, int):
+                raise ValueError(f"{name} must be an integer, got {size!r}")
             if size < 1 or size % 2 == 0:
                 raise ValueError(f"{name} must be odd and at least 1, got {size}")
         for name, choices in (("guide_reduce", ops.REDUCTIONS), ("reduce", ops.REDUCTIONS), ("pooling", ops.POOLINGS)):

@@ -99,7 +99,7 @@ static void test_score_case(const score_case *c) {
 static void test_score_arguments(void) {
     test_case = "score arguments";
     float data[64] = {0}, scores[4] = {9, 9, 9, 9};
-    int32_t length = 2;
+    int32_t length = 1;
     const kvc_window_scores_args good = {.scores = scores, .q = {data, KVC_F32, 8, 4, 2},
                                          .k = {data, KVC_F32, 12, 12, 2},
                                          .scratch = data, .B = 1, .Hq = 2, .Hkv = 1, .W = 2, .T = 6, .D = 2,
@@ -127,6 +127,11 @@ static void test_score_arguments(void) {
     args = good, args.B = 0;
     CHECK(kvc_window_scores(&args, NULL) == KVC_OK);
     for (int i = 0; i < 4; i++) CHECK(scores[i] == 9);
+    length = 2; /* no key is left to score */
+    args = good, args.scratch = room(kvc_window_scores_scratch_bytes(&good));
+    CHECK(kvc_window_scores(&args, NULL) == KVC_OK && scores[0] == 0 && scores[3] == 0);
+    free(args.scratch);
+    scores[0] = scores[3] = 9;
     args = good, args.lengths = NULL, args.Hq = 0;
     CHECK(kvc_window_scores(&args, NULL) == KVC_OK && scores[0] == 0 && scores[3] == 0);
 }

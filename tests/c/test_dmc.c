@@ -301,7 +301,7 @@ static void test_append(int64_t window, kvc_dtype dtype, int runner) {
     char *pages[2] = {room(PAGES * P * D * bytes), room(PAGES * P * D * bytes)};
     float *tail[2] = {room(4 * ROWS * N * D), room(4 * ROWS * N * D)}, *weights = room(4 * ROWS * N);
     int32_t *table = room(4 * ROWS * BLOCKS), *lengths = room(4 * ROWS), *refs = room(4 * PAGES);
-    int32_t *free_pages = room(4 * PAGES), *free_count = room(8), *held = room(4 * ROWS), *scratch = room(8 * ROWS);
+    int32_t *free_pages = room(4 * PAGES), *free_count = room(8), *held = room(4 * ROWS), *scratch = room(8 * ROWS + 4);
     memset(lengths, 0, 4 * ROWS), memset(refs, 0, 4 * PAGES), memset(held, 0, 4 * ROWS);
     for (int i = 0; i < PAGES; i++) free_pages[i] = i;
     free_count[0] = PAGES, free_count[1] = 0;

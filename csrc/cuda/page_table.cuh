@@ -1,0 +1,80 @@
+// The table of pages (kvc_page_table) on the device: what every kernel that appends to rows needs.
+#pragma once
+#include "kvc_cuda.h"
+#include "types.cuh"
+
+constexpr int MAX_WARPS = 32;
+
+__device__ inline int32_t* entry(const kvc_page_table& table, int64_t row, int64_t block) {
+    return table.block_table + row * table.blocks + block;
+}
+
+__device__ inline bool page_exists(const kvc_page_table& table, int32_t page) {
+    return page >= 0 && page < table.pages;
+}
+
+__device__ inline int64_t free_pages(const kvc_page_table& table) {
+    const int64_t count = table.free_count[0];
+    return count < 0 ? 0 : count > table.pages ? table.pages : count;
+}
+
+__device__ inline void give_up_page(const kvc_page_table& table, int32_t page) {
+    if (!page_exists(table, page) || atomicAdd(&table.page_refs[page], -1) != 1) return;
+    const int place = atomicAdd(&table.free_count[0], 1);
+    if (place >= 0 && place < table.pages) table.free_pages[place] = page;
+}
+
+// The page at `place` from the end of the free list, now named once.
+__device__ inline int32_t take_page(const kvc_page_table& table, int64_t place) {
+    const int32_t page = table.free_pages[place];
+    if (page_exists(table, page)) table.page_refs[page] = 1;
+    return page;
+}
+
+// Sum of `value` over the threads before this one; total: over all. Every thread of the block must call it.
+__device__ inline int scan_block(int value, int* total) {
+    __shared__ int sums[MAX_WARPS];
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
+    int through = value;
+    KVC_UNROLL
+    for (int step = 1; step < 32; step *= 2) {
+        const int below = __shfl_up_sync(FULL_WARP, through, step);
+        if (lane >= step) through += below;
+    }
+    if (lane == 31) sums[warp] = through;
+    __syncthreads();
+    int before = 0;
+    *total = 0;
+    for (int i = 0; i < warps; i++) {
+        if (i < warp) before += sums[i];
+        *total += sums[i];
+    }
+    __syncthreads();  // sums are free for the next call
+    return before + through - value;
+}
+
+// Whether the free list serves `own` pages of each thread and no thread objects; the verdict lies in *refused too.
+__device__ inline bool can_take(const kvc_page_table& table, int own, bool objects, int32_t* refused) {
+    int needed, objections;
+    scan_block(own, &needed);
+    scan_block(objects, &objections);
+    const bool fits = objections == 0 && needed <= free_pages(table);
+    if (threadIdx.x == 0) {
+        *refused = !fits;
+        if (!fits) table.free_count[1]++;
+    }
+    return fits;
+}
+
+// ---- host ----
+
+inline bool valid_table(const kvc_page_table& table) {
+    if (table.R < 0 || table.blocks < 0 || table.P < 1 || table.pages < 0 || table.pages > INT32_MAX) return false;
+    if (table.blocks > INT32_MAX / table.P || table.R > MAX_GRID_X) return false;
+    if (table.R == 0) return true;
+    if (!table.lengths || !table.free_count || (table.blocks && !table.block_table)) return false;
+    return table.pages == 0 || (table.page_refs && table.free_pages);
+}
+
+// Threads of the one block that hands out pages.
+inline unsigned threads_for(int64_t items) { return items <= 128 ? 128 : items <= 512 ? 512 : 1024; }

@@ -144,6 +144,9 @@ class DMCMethod(Method):
     def cache_name(self) -> str:
         return "kvcompress.DMCCache(model.config)"
 
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"last": None}  # a graph of tensors can be neither copied nor saved
+
     def set_neuron_scale(self, decoder: Any, scale: float) -> None:
         self.config = replace(self.config, neuron_scale=scale)
         self._store(decoder)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ..caches import CompressedCache
+from ..retrofit.method import KEYWORD, Method, method_of, restore_method, set_method
 from .attention import is_compressed
 from .families import ATTENTION_CLASSES, COMPRESSED_CLASSES, supported_families
 
@@ -49,9 +50,11 @@ def attach(model: nn.Module) -> Attachment:
     """Makes `model` use compressed caches when it is given one; with any other cache it runs as before, bit for bit.
 
     model: a transformers model of a supported family (Llama, Mistral, Qwen2, Qwen3), PEFT-wrapped or not. No parameter
-    is added and state_dict does not change. Attaching twice is attaching once. Returns a context manager that detaches
-    what this call attached.
-    Raises ValueError for a family that is not supported, naming those that are; TypeError for what is no model.
+    is added and state_dict does not change. A converted model (config.kvcompress) gets its method back: without a cache
+    it attends as in training, with its method's cache as that does, and other caches are refused. Attaching twice is
+    attaching once. Returns a context manager that detaches what this call attached.
+    Raises ValueError for a family that is not supported, naming those that are, and for a conversion that this version
+    does not know; TypeError for what is no model.
     """
     decoder = base_model(model)
     attentions: list[Any] = [getattr(layer, "self_attn", None) for layer in decoder.layers]
@@ -66,6 +69,7 @@ def attach(model: nn.Module) -> Attachment:
             _swap(attention, COMPRESSED_CLASSES[type(attention)])
     first = not hasattr(decoder, _HOOKS)
     if first:
+        restore_method(decoder)
         before = decoder.register_forward_pre_hook(_before_forward, with_kwargs=True)
         after = decoder.register_forward_hook(_after_forward, with_kwargs=True)
         # past nn.Module.__setattr__ and state_dict: this is no part of the model
@@ -84,6 +88,7 @@ def detach(model: nn.Module) -> None:
         hook.remove()
     if hasattr(decoder, _HOOKS):
         object.__delattr__(decoder, _HOOKS)
+    set_method(decoder, None)
 
 
 def _swap(attention: Any, cls: Any) -> None:
@@ -103,9 +108,11 @@ def _before_forward(decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     if args:
         given |= inspect.signature(type(decoder).forward).bind_partial(decoder, *args).arguments
         given.pop("self", None)
-    cache = given.get("past_key_values")
+    cache, method = given.get("past_key_values"), method_of(decoder)
     if not isinstance(cache, CompressedCache):
-        return None
+        return None if method is None else ((), _converted(decoder, method, given))
+    if method is not None:
+        method.check_cache(cache)
     name = "input_ids" if given.get("input_ids") is not None else "inputs_embeds"
     if given.get(name) is None:
         raise ValueError("input_ids or inputs_embeds must be given with a compressed cache, got neither")
@@ -119,6 +126,24 @@ def _before_forward(decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     given["position_ids"] = torch.arange(tokens.shape[1], device=tokens.device)[None]
     given["attention_mask"] = None
     return (), given
+
+
+def _converted(decoder: Any, method: Method, given: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a converted model's forward pass without a compressed cache."""
+    if (cache := given.get("past_key_values")) is not None:
+        raise ValueError(
+            f"past_key_values must be {method.cache_name} for this converted model, or None, got {type(cache).__name__}"
+        )
+    name = "input_ids" if given.get("input_ids") is not None else "inputs_embeds"
+    if given.get(name) is None:
+        raise ValueError("input_ids or inputs_embeds must be given, got neither")
+    if given.get("output_attentions"):
+        raise ValueError("output_attentions must be False with a converted model: attention weights are never formed")
+    given[KEYWORD] = method.begin(decoder, given)
+    # positions and padding are the method's business, and there is nothing to keep for later
+    given["position_ids"] = torch.arange(given[name].shape[1], device=given[name].device)[None]
+    given["attention_mask"], given["use_cache"] = None, False
+    return given
 
 
 def _check_call(decoder: Any, given: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..caches import CompressedCache
+from ..retrofit.method import KEYWORD
 
 
 @torch.compiler.disable
@@ -17,7 +18,8 @@ def _attend(cache: CompressedCache, layer: int, *args: Any) -> Tensor:
 
 
 class CompressedAttention:
-    """Mixed in before a family's attention class. With any cache that is not ours the family's own forward runs."""
+    """Mixed in before a family's attention class. With any cache that is not ours the family's own forward runs, but in
+    a converted model, whose method then attends."""
 
     # what every supported family has
     q_proj: nn.Module
@@ -29,13 +31,17 @@ class CompressedAttention:
     scaling: float
 
     def forward(self, hidden_states: Tensor, *args: Any, past_key_values: Any = None, **kwargs: Any) -> Any:
-        if not isinstance(past_key_values, CompressedCache):
+        method_pass = kwargs.pop(KEYWORD, None)
+        if method_pass is None and not isinstance(past_key_values, CompressedCache):
             return super().forward(hidden_states, *args, past_key_values=past_key_values, **kwargs)  # type: ignore[misc]
         shape = hidden_states.shape[:-1]
         values = self._project("v", hidden_states)
         # under autocast a norm may have left float32
         queries, keys = (self._project(kind, hidden_states).to(values.dtype) for kind in ("q", "k"))
-        out = _attend(past_key_values, self.layer_idx, queries, keys, values, self.scaling)
+        if method_pass is not None:
+            out = method_pass.attend(self.layer_idx, queries, keys, values, self.scaling)
+        else:
+            out = _attend(past_key_values, self.layer_idx, queries, keys, values, self.scaling)
         return self.o_proj(out.transpose(1, 2).reshape(*shape, -1)), None
 
     def _project(self, kind: str, hidden_states: Tensor) -> Tensor:

@@ -31,6 +31,8 @@ class DMCConfig:
     query heads of a KV head agree on one: "mean_logit", "mean_sigmoid" or "first". decision_margin: logits must exceed
     it to merge. share_heads: "none", or one decision and weight for all heads of a layer (DMC-HardC), their "mean" or
     that of "head0". dms_window: tokens that are never dropped, besides the newest. dms_scale: factor of the logits.
+    stride: None, or every so many tokens one opens an entry and the others merge, whatever the logits say (fixed memory
+    pooling, DMC's baseline; with omega="uniform").
     neuron_scale: what is left of the neuron in attention, 1 (untouched) to 0 (converted); between them the model is
     being annealed, attends to everything and decides nothing.
     Raises ValueError for a field out of range. Source: DMC, sections 3 and 4; fields as in its released code, "window"
@@ -49,6 +51,7 @@ class DMCConfig:
     share_heads: str = "none"
     dms_window: int = 512
     dms_scale: float = 1.0
+    stride: int | None = None
     neuron_scale: float = 0.0
 
     def __post_init__(self) -> None:
@@ -67,6 +70,10 @@ class DMCConfig:
             raise ValueError(f"dms_window must be an integer of at least 0, got {self.dms_window!r}")
         if not self.dms_scale > 0:
             raise ValueError(f"dms_scale must be positive, got {self.dms_scale}")
+        if self.stride is not None and (not isinstance(self.stride, int) or self.stride < 1):
+            raise ValueError(f"stride must be an integer of at least 1 or None, got {self.stride!r}")
+        if self.stride is not None and self.mode != "dmc":
+            raise ValueError(f"stride must be None with mode={self.mode!r}, got {self.stride}")
         if not 0 <= self.neuron_scale <= 1:
             raise ValueError(f"neuron_scale must be between 0 and 1, got {self.neuron_scale}")
         if self.mode == "dms" and self.window is not None:

@@ -60,6 +60,8 @@ class DMCPass(Pass):
     def _compressed(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
         config, n = self.config, self.config.neuron
         decisions, omega = gates(config, queries[..., n], keys[..., n], layer, self.noise)
+        if config.stride is not None:
+            decisions = fixed_decisions(config.stride, decisions, self.documents)
         if layer not in self.alpha:  # not in the second run of gradient checkpointing
             self.alpha[layer], self.hard[layer] = decisions.alpha, decisions.hard
         q, k, v, alpha, tempered = self._split(queries, keys, values, decisions.alpha, decisions.tempered)
@@ -109,6 +111,17 @@ def gates(
         decisions = ops.Decisions(*(x.expand(-1, kv_heads, -1) for x in decisions))
         omega = omega.expand(-1, kv_heads, -1)
     return decisions, omega
+
+
+def fixed_decisions(stride: int, like: ops.Decisions, documents: Documents | None) -> ops.Decisions:
+    """Decisions of fixed memory pooling: tokens 0, stride, 2 stride, ... of a document open entries."""
+    B, _, T = like.alpha.shape
+    place = torch.arange(T, device=like.alpha.device).expand(B, T)
+    if documents is not None:
+        longest = max(documents.source.shape[1], 1)
+        place = (documents.place % longest).view(B, T)
+    alpha = (place % stride != 0).float()[:, None].expand_as(like.alpha).contiguous()
+    return ops.Decisions(alpha, alpha, torch.where(alpha > 0, torch.inf, -torch.inf))
 
 
 def dms_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, window: int, scaling: float) -> Tensor:

@@ -1,0 +1,29 @@
+"""Retrofitting a model with DMC from start to end."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from ..hf.attach import attach, base_model
+from ..retrofit.method import saved_method
+from ..retrofit.run import RunSettings, load, train
+from .config import DMCConfig
+from .convert import convert, method
+from .recipe import DMCRecipe
+
+
+def retrofit(recipe: DMCRecipe, settings: RunSettings, *, resume: bool = False, **config: Any) -> dict[str, Any]:
+    """Loads, converts, trains and saves a model; see DMCRecipe, RunSettings and retrofit.run.train.
+
+    config: fields of DMCConfig for a model that is not converted yet. One that is (an earlier run's) keeps its own, and
+    is not annealed again.
+    """
+    model, tokenizer = load(settings)
+    if saved_method(base_model(model)) is None:
+        convert(model, DMCConfig(**config), anneal=recipe.anneal_steps > 0)
+    else:
+        attach(model)
+        if method(model).config.neuron_scale == 0:
+            recipe = replace(recipe, anneal_steps=0)
+    return train(model, tokenizer, recipe, settings, resume=resume)

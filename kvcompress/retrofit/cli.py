@@ -1,0 +1,86 @@
+"""`kvcompress retrofit`: one command per trained method."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+app = typer.Typer(no_args_is_help=True, help="Train a model for a compressed cache.")
+
+# steps, what they are made of and the learning rate; "quick" is for the shipped model on two CPU cores
+PRESETS: dict[str, dict[str, Any]] = {
+    "quick": {
+        "anneal_steps": 100, "ramp_steps": 2400, "solidify_steps": 1000, "warmup_steps": 20, "learning_rate": 3e-4,
+        "shift": 2.0, "weight": 3.0, "length": 2048, "rows": 4, "accumulation": 1,
+    },
+    "paper": {
+        "anneal_steps": 250, "ramp_steps": 18000, "solidify_steps": 2000, "warmup_steps": 0, "learning_rate": 3e-5,
+        "shift": 5.0, "weight": 1.0, "length": 4096, "rows": 4, "accumulation": 256,
+    },
+}  # fmt: skip
+
+
+@app.command()
+def dmc(
+    out: Annotated[Path, typer.Option(help="folder for checkpoints, metrics and the trained model")],
+    target_cr: Annotated[float, typer.Option(help="tokens per cache entry to reach", min=1.0)] = 4.0,
+    preset: Annotated[str, typer.Option(help="quick (minutes to hours, a small model) or paper")] = "quick",
+    model: Annotated[str, typer.Option(help="folder or name of a transformers model, or example")] = "example",
+    text: Annotated[list[Path] | None, typer.Option(help="training text: .txt, .jsonl, .csv or .parquet")] = None,
+    mode: Annotated[str, typer.Option(help="dmc (merge) or dms (drop)")] = "dmc",
+    dms_window: Annotated[int, typer.Option(help="tokens that dms never drops", min=0)] = 512,
+    start_cr: Annotated[float, typer.Option(help="where the ramp begins", min=1.0)] = 1.0,
+    anneal_steps: Annotated[int | None, typer.Option(help="steps that fade the neurons out", min=0)] = None,
+    ramp_steps: Annotated[int | None, typer.Option(help="steps from start to target", min=0)] = None,
+    solidify_steps: Annotated[int | None, typer.Option(help="steps at the target, learning rate falling", min=0)] = None,
+    learning_rate: Annotated[float | None, typer.Option(help="AdamW's")] = None,
+    weight: Annotated[float | None, typer.Option(help="of the compression loss", min=0.0)] = None,
+    shift: Annotated[float | None, typer.Option(help="c: how unlikely a merge is at first")] = None,
+    hinge: Annotated[str, typer.Option(help="over what the ratio is meant: global, sequence or layer")] = "global",
+    equal_weight: Annotated[float, typer.Option(help="DMC-C: weight of equal ratios within a layer", min=0.0)] = 0.0,
+    distillation: Annotated[
+        float, typer.Option(help="share of the loss that is the distance to the teacher", min=0.0, max=1.0)
+    ] = 0.0,
+    teacher: Annotated[str | None, typer.Option(help="folder or name; not given: the model as it was")] = None,
+    length: Annotated[int | None, typer.Option(help="tokens of a training row", min=2)] = None,
+    rows: Annotated[int | None, typer.Option(help="rows of a forward pass", min=1)] = None,
+    accumulation: Annotated[int | None, typer.Option(help="forward passes of a step", min=1)] = None,
+    seed: Annotated[int, typer.Option(help="of data and noise", min=0)] = 0,
+    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
+    float32: Annotated[bool, typer.Option("--float32", help="no bfloat16 autocast")] = False,
+    checkpointing: Annotated[bool, typer.Option("--checkpointing", help="recompute activations")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="go on from the last checkpoint in the folder")] = False,
+) -> None:
+    """Retrofit a model with Dynamic Memory Compression: each KV head learns which tokens to merge.
+
+    A model that is converted already (an earlier run's folder) goes on without annealing.
+    """
+    from ..dmc.losses import CompressionLoss
+    from ..dmc.recipe import DMCRecipe
+    from ..dmc.retrofit import retrofit
+    from .run import RunSettings
+
+    if preset not in PRESETS:
+        raise typer.BadParameter(f"must be one of {', '.join(PRESETS)}, got {preset!r}", param_hint="--preset")
+    chosen = dict(PRESETS[preset])
+    own = {
+        "anneal_steps": anneal_steps, "ramp_steps": ramp_steps, "solidify_steps": solidify_steps, "weight": weight,
+        "learning_rate": learning_rate, "shift": shift, "length": length, "rows": rows, "accumulation": accumulation,
+    }  # fmt: skip
+    chosen |= {name: value for name, value in own.items() if value is not None}
+    try:
+        recipe = DMCRecipe(
+            target_ratio=target_cr, start_ratio=start_cr, seed=seed,
+            objective=CompressionLoss(weight=chosen["weight"], hinge=hinge, equal_weight=equal_weight),
+            **{name: chosen[name] for name in ("anneal_steps", "ramp_steps", "solidify_steps", "warmup_steps")},
+        )  # fmt: skip
+        settings = RunSettings(
+            out=out, model=model, text=tuple(text or ()), distillation=distillation, teacher=teacher, seed=seed, device=device,
+            bfloat16=not float32, checkpointing=checkpointing,
+            **{name: chosen[name] for name in ("length", "rows", "accumulation", "learning_rate")},
+        )  # fmt: skip
+        retrofit(recipe, settings, shift=chosen["shift"], mode=mode, dms_window=dms_window, resume=resume)
+    except (ValueError, FileNotFoundError) as error:
+        raise typer.BadParameter(str(error)) from None

@@ -1,0 +1,101 @@
+"""Training data as rows of token ids: any text in windows, or what the shipped model was trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..models.text import training_text
+from ..models.train_example import Mixture
+
+if TYPE_CHECKING:
+    from datasets import Dataset, IterableDataset
+    from transformers import PreTrainedTokenizerBase
+
+
+def text_windows(
+    tokenizer: PreTrainedTokenizerBase, files: Sequence[str | Path], length: int, *, column: str = "text"
+) -> Dataset:
+    """Texts one after another, an end token after each, cut into rows of `length` tokens; what is left over is dropped.
+
+    files: paths of .txt (a document each), .jsonl, .json, .csv or .parquet files (a document per record, in `column`).
+    Returns a datasets.Dataset with input_ids.
+    Raises FileNotFoundError for a missing file, ValueError for another kind, or for texts shorter than a row.
+    """
+    from datasets import load_dataset
+
+    kinds = {".txt": "text", ".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
+    paths = [Path(file) for file in files]
+    for path in paths:
+        if not path.is_file():
+            raise FileNotFoundError(f"text must be a file, got {path}")
+        if path.suffix not in kinds:
+            raise ValueError(f"text must end in {', '.join(kinds)}, got {path.name!r}")
+    found = {kinds[path.suffix] for path in paths}
+    if len(found) != 1:
+        raise ValueError(f"text must be files of one kind, got {', '.join(sorted(found))}")
+    kind = found.pop()
+    options: dict[str, Any] = {"sample_by": "document"} if kind == "text" else {}
+    texts = load_dataset(kind, data_files=[str(path) for path in paths], split="train", **options)
+    if column not in texts.column_names:
+        raise ValueError(f"column must be one of {', '.join(texts.column_names)}, got {column!r}")
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+
+    def tokens(batch: dict[str, list[str]]) -> dict[str, list[list[int]]]:
+        ids = tokenizer(batch[column], add_special_tokens=False)["input_ids"]
+        return {"input_ids": [[*row, *end] for row in ids]}
+
+    rows = texts.map(tokens, batched=True, remove_columns=texts.column_names)
+
+    def windows(batch: dict[str, list[list[int]]]) -> dict[str, list[list[int]]]:
+        flat = [token for row in batch["input_ids"] for token in row]
+        return {"input_ids": [flat[i : i + length] for i in range(0, len(flat) - length + 1, length)]}
+
+    windowed = rows.map(windows, batched=True, batch_size=1000)
+    if len(windowed) == 0:
+        raise ValueError(f"text must hold at least {length} tokens, one row, got fewer")
+    return windowed
+
+
+def example_rows(length: int, rows_per_step: int, seed: int) -> IterableDataset:
+    """What the shipped model was trained on (source text, copying, recall of facts), for as long as it is asked for.
+
+    Rows of `length` tokens; the rows of a step are cut into equally many documents, one for half of the steps, else 2
+    to 16, so that short distances stay known. Returns a datasets.IterableDataset with input_ids, position_ids (from 0
+    in each document) and labels.
+    """
+    from datasets import IterableDataset
+
+    return IterableDataset.from_generator(
+        _example_rows, gen_kwargs={"length": length, "rows_per_step": rows_per_step, "seed": seed}
+    )
+
+
+def _example_rows(length: int, rows_per_step: int, seed: int) -> Iterator[dict[str, list[int]]]:
+    rng = np.random.default_rng(seed)
+    mixture = Mixture(training_text(rng), rng)
+    pieces = [1] + [n for n in (2, 4, 8) if length % n == 0 and length // n >= 128]
+    while True:
+        count = 1 if rng.random() < 0.5 else int(rng.choice(pieces))
+        size = length // count
+        for _ in range(rows_per_step):
+            ids = mixture.batch(2, count, size)
+            labels = ids.clone()
+            labels[:, 0] = -100  # nothing before a document says how it begins
+            yield {
+                "input_ids": ids.flatten().tolist(),
+                "position_ids": list(range(size)) * count,
+                "labels": labels.flatten().tolist(),
+            }
+
+
+def collate(rows: list[dict[str, list[int]]]) -> dict[str, Tensor]:
+    """A batch of rows of equal length; labels are the ids where there are none."""
+    batch = {name: torch.tensor([row[name] for row in rows]) for name in rows[0]}
+    batch.setdefault("labels", batch["input_ids"].clone())
+    return batch

@@ -1,0 +1,166 @@
+"""A retrofit from start to end: model, data, trainer, files. What every method's command shares."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
+
+from ..hf.attach import attach, base_model
+from ..models import EXAMPLE, load_example_model
+from .data import collate, example_rows, text_windows
+from .method import saved_method
+from .recipe import Recipe
+from .trainer import RetrofitTrainer
+
+EXAMPLE_NAME = "example"
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """What is trained on what, and where it goes.
+
+    model: "example" (the shipped model), a folder or a name of a transformers model. text: files of training text; ()
+    = the shipped model's own data, for that model alone. out: folder for checkpoints, metrics.jsonl and the trained
+    model. length: tokens of a row; rows: rows of a forward pass on one device; accumulation: passes of a step.
+    learning_rate: AdamW's, betas 0.9 and 0.95, eps 1e-5, weight decay 0.1, gradients clipped to 1. distillation: share
+    of the loss that is the distance to the teacher; 0 = none. teacher: folder or name; None = model as it was. bfloat16: autocast. checkpointing: recompute
+    activations in the backward pass. save_steps: between checkpoints. log_steps: between lines of metrics.
+    Raises ValueError for a field out of range.
+    """
+
+    out: Path
+    model: str = EXAMPLE_NAME
+    text: tuple[Path, ...] = ()
+    length: int = 2048
+    rows: int = 4
+    accumulation: int = 1
+    learning_rate: float = 3e-5
+    weight_decay: float = 0.1
+    distillation: float = 0.0
+    teacher: str | None = None
+    seed: int = 0
+    device: str = "cpu"
+    bfloat16: bool = True
+    checkpointing: bool = False
+    save_steps: int = 500
+    log_steps: int = 10
+
+    def __post_init__(self) -> None:
+        for name in ("length", "rows", "accumulation", "save_steps", "log_steps"):
+            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
+                raise ValueError(f"{name} must be an integer of at least 1, got {getattr(self, name)!r}")
+        if not self.learning_rate > 0:
+            raise ValueError(f"learning_rate must be positive, got {self.learning_rate}")
+        if not self.text and self.model != EXAMPLE_NAME and not _is_example(self.model):
+            raise ValueError(f"text must be given for {self.model!r}: only the example model has data of its own")
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise ValueError("device must be one that PyTorch finds here, got 'cuda'")
+
+
+def _is_example(model: str) -> bool:
+    """Whether a folder holds a model made of the shipped one: its vocabulary is bytes and it has its shape."""
+    path = Path(model, "config.json")
+    if not path.is_file():
+        return False
+    ours, theirs = json.loads((EXAMPLE / "config.json").read_text()), json.loads(path.read_text())
+    return all(ours[name] == theirs.get(name) for name in ("vocab_size", "hidden_size", "num_hidden_layers"))
+
+
+def load_teacher(settings: RunSettings) -> PreTrainedModel | None:
+    """What distillation learns from, attached if it is a converted model; None without distillation."""
+    if not settings.distillation:
+        return None
+    name = settings.teacher or settings.model
+    teacher = load_example_model()[0] if name == EXAMPLE_NAME else AutoModelForCausalLM.from_pretrained(name)
+    if saved_method(base_model(teacher)) is not None:
+        attach(teacher)
+    return teacher
+
+
+def load(settings: RunSettings) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The model to train, in float32 (autocast computes in bfloat16), and its tokenizer."""
+    if settings.model == EXAMPLE_NAME:
+        return load_example_model()
+    model = AutoModelForCausalLM.from_pretrained(settings.model, dtype=torch.float32)
+    if not settings.text:
+        return model, load_example_model()[1]
+    return model, AutoTokenizer.from_pretrained(settings.model)
+
+
+def train(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    recipe: Recipe,
+    settings: RunSettings,
+    *,
+    resume: bool = False,
+) -> dict[str, Any]:
+    """Trains a converted, attached model and saves it, its tokenizer and training.json in settings.out.
+
+    resume: go on from the last checkpoint in settings.out. Returns what training.json holds: settings, recipe, and the
+    last logged figures.
+    Raises FileNotFoundError if there is no checkpoint to resume from.
+    """
+    out, last = settings.out, None
+    if resume:
+        found = sorted(out.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
+        if not found:
+            raise FileNotFoundError(f"out must hold a checkpoint to resume from, got {out}")
+        last = str(found[-1])
+    if settings.text:
+        data: Any = text_windows(tokenizer, settings.text, settings.length)
+    else:
+        data = example_rows(settings.length, settings.rows, settings.seed)
+    args = TrainingArguments(
+        output_dir=str(out),
+        per_device_train_batch_size=settings.rows,
+        gradient_accumulation_steps=settings.accumulation,
+        learning_rate=settings.learning_rate,
+        weight_decay=settings.weight_decay,
+        adam_beta2=0.95,
+        adam_epsilon=1e-5,
+        max_grad_norm=1.0,
+        max_steps=recipe.steps,
+        bf16=settings.bfloat16,
+        use_cpu=settings.device == "cpu",
+        gradient_checkpointing=settings.checkpointing,
+        gradient_checkpointing_kwargs={"use_reentrant": False} if settings.checkpointing else None,
+        save_steps=settings.save_steps,
+        save_total_limit=2,
+        logging_steps=settings.log_steps,
+        report_to="none",
+        seed=settings.seed,
+        data_seed=settings.seed,
+        remove_unused_columns=False,
+        dataloader_pin_memory=settings.device == "cuda",
+    )
+    trainer = RetrofitTrainer(
+        model, args, recipe, teacher=load_teacher(settings), distillation=settings.distillation, train_dataset=data,
+        data_collator=collate,
+    )  # fmt: skip
+    trainer.train(resume_from_checkpoint=last)
+    figures = {"settings": asdict(settings) | {"out": "", "text": [path.name for path in settings.text]}}
+    figures |= {"recipe": _plain(recipe), "last": [line for line in trainer.state.log_history if "loss" in line][-1:]}
+    if trainer.is_world_process_zero():
+        save(model, tokenizer, out, figures)
+    return figures
+
+
+def _plain(recipe: Recipe) -> dict[str, Any]:
+    return {"kind": type(recipe).__name__} | asdict(recipe)  # type: ignore[call-overload]
+
+
+def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, out: Path, figures: dict[str, Any]) -> None:
+    """Written beside what is there and then renamed, so that a broken run leaves the old files whole."""
+    fresh = out / "new"
+    model.save_pretrained(fresh)
+    tokenizer.save_pretrained(fresh)
+    (fresh / "training.json").write_text(json.dumps(figures, indent=1, default=str) + "\n")
+    for path in fresh.iterdir():
+        path.replace(out / path.name)
+    fresh.rmdir()

@@ -93,6 +93,8 @@ class DMCRecipe(Recipe):
         target = self.target(step)
         if step < self.anneal_steps:
             return None, {"target_ratio": target, "neuron_scale": self.neuron_scale(step)}
+        if method(model).config.stride is not None:
+            return None, {"target_ratio": float(method(model).config.stride or 1)}
         decisions = last_decisions(model)
         loss = self.objective(decisions, target)
         found = compression_ratios(decisions)

@@ -16,6 +16,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from kvcompress.dmc import DMCConfig
+
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MASKED_RANGES = (  # settings of window_scores: CGE's two orders, TOVA's and H2O's ends, masks that leave nothing
     {"skip_last": 12, "mask_first": 4},
@@ -55,6 +57,18 @@ def tiny_model(family: str = "llama", seed: int = 0, **settings: object) -> PreT
         }
     )
     return model_class(config).eval()
+
+
+def deciding_model(
+    family: str = "llama", seed: int = 0, dmc: dict | None = None, **settings: object
+) -> PreTrainedModel:
+    """A tiny_model that counts as converted to DMC or DMS, some of whose decisions are 0 and some 1.
+
+    dmc: fields of DMCConfig; the shift is 0 where it is not given, as random neurons are around 0.
+    """
+    model = tiny_model(family, seed, **settings)
+    model.config.kvcompress = DMCConfig(**{"shift": 0.0, **(dmc or {})}).to_dict()
+    return model
 
 
 def random_ids(length: int, batch: int = 1, seed: int = 1) -> Tensor:

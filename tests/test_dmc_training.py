@@ -401,3 +401,21 @@ def test_loss_fields_are_checked(field, value):
         CompressionLoss(**{field: value})
     with pytest.raises(ValueError, match="target_ratio"):
         CompressionLoss()(decisions(torch.rand(1, 1, 1, 4)), 0.5)
+
+
+# ---- training and inference agree ----
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "config", [{}, {"window": 3}, {"mode": "dms", "dms_window": 5}, {"share_heads": "mean", "omega": "uniform"}]
+)
+def test_logits_without_a_cache_are_those_of_the_cache_step_by_step(family, config):
+    model, ids = converted(family, **config), random_ids(60, 2)
+    whole = forward(model, ids)
+    cache = kvcompress.DMCCache(model.config)
+    steps = [forward(model, ids[:, :20], past_key_values=cache)]
+    steps += [forward(model, ids[:, t : t + 1], past_key_values=cache) for t in range(20, 40)]
+    steps.append(forward(model, ids[:, 40:], past_key_values=cache))
+    torch.testing.assert_close(torch.cat(steps, 1), whole, rtol=1e-3, atol=1e-3)
+    assert cache.total_compression_ratio() > 1.2

@@ -408,7 +408,8 @@ def test_loss_fields_are_checked(field, value):
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
-    "config", [{}, {"window": 3}, {"mode": "dms", "dms_window": 5}, {"share_heads": "mean", "omega": "uniform"}]
+    "config", [{}, {"window": 3}, {"mode": "dms", "dms_window": 5}, {"share_heads": "mean", "omega": "uniform"},
+               {"stride": 3}]
 )
 def test_logits_without_a_cache_are_those_of_the_cache_step_by_step(family, config):
     model, ids = converted(family, **config), random_ids(60, 2)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .. import ops
+from ..dmc.gates import decisions_of
 from .base import Step
 from .paged import PagedLayer
 
@@ -66,18 +66,11 @@ class DecidingLayer(PagedLayer):
 
     def _decide(self, keys: Tensor) -> Tensor:
         """float32 [B, Hkv, S] of 0 and 1; 0 for the first token of a sequence."""
-        config, counts = self.cache.dmc, self.cache.step.counts
-        logits = keys[..., self.cache.neuron]
-        if config.share_heads == "mean":
-            logits = logits.float().mean(1, keepdim=True)
-        elif config.share_heads == "head0":
-            logits = logits[:, :1]
-        scale = config.dms_scale if config.mode == "dms" else 1.0
-        alpha = ops.dmc_decisions(
-            logits, shift=config.shift, scale=scale, margin=config.decision_margin, hard=True
-        ).alpha
-        if alpha.shape[1] < keys.shape[1]:
-            alpha = alpha.repeat(1, keys.shape[1], 1)
+        counts, S = self.cache.step.counts, keys.shape[2]
+        assert self.places is not None
+        # columns before a sequence's first token are padding: their places are negative, their decisions unused
+        places = self.places + self._counts(keys.device) - S + torch.arange(S, device=keys.device)
+        alpha = decisions_of(self.cache.dmc, keys[..., self.cache.neuron], places).alpha
         for b, (seen, count) in enumerate(zip(self.next, counts, strict=True)):
             if seen == 0 and count:
                 alpha[b, :, -count] = 0

@@ -8,6 +8,7 @@ from transformers import PreTrainedConfig
 
 from .. import ops, planner
 from ..dmc.config import DMCConfig
+from ..dmc.gates import weights_of
 from ..planner import Plan
 from .base import CompressedCache, decoder_config, sizes_of
 from .deciding import DecidingLayer, hiding
@@ -64,16 +65,7 @@ class DMCLayer(DecidingLayer):
 
     def _weights(self, queries: Tensor, keys: Tensor) -> Tensor:
         """float32 [B, Hkv, S], omega: how much each token weighs in the average of its entry."""
-        config, heads = self.cache.dmc, keys.shape[1]
-        if config.omega == "uniform":
-            return torch.ones(keys.shape[:3], device=keys.device)
-        logits = queries[..., self.cache.neuron]
-        if config.share_heads == "mean":
-            logits, heads = logits.float().mean(1, keepdim=True), 1
-        elif config.share_heads == "head0":
-            logits, heads = logits[:, :1], 1
-        omega = ops.dmc_importance(logits, heads, shift=config.shift, eps=config.omega_eps, reduce=config.gqa_omega)
-        return omega.expand(-1, keys.shape[1], -1)
+        return weights_of(self.cache.dmc, queries[..., self.cache.neuron], keys.shape[1])
 
     def _averages(self, k: Tensor, v: Tensor, alpha: Tensor, omega: Tensor) -> tuple[Tensor, Tensor]:
         """Partial averages that the chunk's tokens see of their entries, un-rotated, what was there included."""

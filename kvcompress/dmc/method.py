@@ -13,6 +13,7 @@ from ..positions import RotaryTables
 from ..retrofit.documents import Documents
 from ..retrofit.method import Method, Pass
 from .config import DMCConfig
+from .gates import decisions_of, weights_of
 
 if TYPE_CHECKING:
     from ..caches import CompressedCache
@@ -60,9 +61,9 @@ class DMCPass(Pass):
 
     def _compressed(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
         config, n = self.config, self.config.neuron
-        decisions, omega = gates(config, queries[..., n], keys[..., n], layer, self.noise)
-        if config.stride is not None:
-            decisions = fixed_decisions(config.stride, decisions, self.documents)
+        B, Hkv, T, _ = keys.shape
+        places = torch.arange(T, device=keys.device)[None] if self.documents is None else self.documents.within
+        decisions = decisions_of(config, keys[..., n], places, layer=layer, noise=self.noise)
         if layer not in self.alpha:  # not in the second run of gradient checkpointing
             self.alpha[layer], self.hard[layer] = decisions.alpha, decisions.hard
         q, k, v, alpha, tempered = self._split(queries, keys, values, decisions.alpha, decisions.tempered)
@@ -71,58 +72,13 @@ class DMCPass(Pass):
         q = self._scaled(self._rotate(self._scaled(q, 0.0)), 0.0)
         if config.mode == "dms":
             return dms_attention(q, self._rotate(self._scaled(k, 0.0)), v, bias, config.dms_window, scaling)
-        (omega,) = self._split(omega)
+        (omega,) = self._split(weights_of(config, queries[..., n], Hkv))
         k, v, _ = ops.dmc_accumulate(k, v, alpha, omega, neuron=n, window=self._window(k.shape[2]))
         return ops.attention(q, self._rotate(k), v, key_bias=bias, scale=scaling)[0]
 
     def _window(self, tokens: int) -> int | None:
         window = self.config.window
         return None if window is None or window >= tokens else window
-
-
-def gates(
-    config: DMCConfig, query_logits: Tensor, key_logits: Tensor, layer: int, noise: ops.Noise | None
-) -> tuple[ops.Decisions, Tensor]:
-    """Decisions and weights of one layer's tokens: the first soft with noise, hard without it.
-
-    query_logits: [B, Hq, T], key_logits: [B, Hkv, T], the neurons. Returns (Decisions, omega float32 [B, Hkv, T]).
-    """
-    kv_heads = key_logits.shape[1]
-    if config.share_heads == "mean":
-        query_logits, key_logits = (x.float().mean(1, keepdim=True) for x in (query_logits, key_logits))
-    elif config.share_heads == "head0":
-        query_logits, key_logits = query_logits[:, :1], key_logits[:, :1]
-    heads = key_logits.shape[1]
-    decisions = ops.dmc_decisions(
-        key_logits,
-        shift=config.shift,
-        temperature=config.temperature,
-        scale=config.dms_scale if config.mode == "dms" else 1.0,
-        margin=config.decision_margin if noise is None else 0.0,
-        noise=None if noise is None else noise._replace(stream=layer * heads),
-        hard=noise is None,
-    )
-    if config.omega == "uniform" or config.mode == "dms":
-        omega = torch.ones_like(decisions.alpha)
-    else:
-        omega = ops.dmc_importance(
-            query_logits, heads, shift=config.shift, eps=config.omega_eps, reduce=config.gqa_omega
-        )
-    if heads < kv_heads:
-        decisions = ops.Decisions(*(x.expand(-1, kv_heads, -1) for x in decisions))
-        omega = omega.expand(-1, kv_heads, -1)
-    return decisions, omega
-
-
-def fixed_decisions(stride: int, like: ops.Decisions, documents: Documents | None) -> ops.Decisions:
-    """Decisions of fixed memory pooling: tokens 0, stride, 2 stride, ... of a document open entries."""
-    B, _, T = like.alpha.shape
-    place = torch.arange(T, device=like.alpha.device).expand(B, T)
-    if documents is not None:
-        longest = max(documents.source.shape[1], 1)
-        place = (documents.place % longest).view(B, T)
-    alpha = (place % stride != 0).float()[:, None].expand_as(like.alpha).contiguous()
-    return ops.Decisions(alpha, alpha, torch.where(alpha > 0, torch.inf, -torch.inf))
 
 
 def dms_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, window: int, scaling: float) -> Tensor:

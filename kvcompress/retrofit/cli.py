@@ -12,8 +12,8 @@ app = typer.Typer(no_args_is_help=True, help="Train a model for a compressed cac
 # steps, what they are made of and the learning rate; "quick" is for the shipped model on two CPU cores
 PRESETS: dict[str, dict[str, Any]] = {
     "quick": {
-        "anneal_steps": 100, "ramp_steps": 2400, "solidify_steps": 1000, "warmup_steps": 20, "learning_rate": 3e-4,
-        "shift": 2.0, "weight": 3.0, "length": 2048, "rows": 4, "accumulation": 1,
+        "anneal_steps": 100, "ramp_steps": 6000, "solidify_steps": 2500, "warmup_steps": 20, "learning_rate": 6e-4,
+        "shift": 2.0, "weight": 2.0, "length": 2048, "rows": 2, "accumulation": 1,
     },
     "paper": {
         "anneal_steps": 250, "ramp_steps": 18000, "solidify_steps": 2000, "warmup_steps": 0, "learning_rate": 3e-5,
@@ -47,6 +47,8 @@ def dmc(
     length: Annotated[int | None, typer.Option(help="tokens of a training row", min=2)] = None,
     rows: Annotated[int | None, typer.Option(help="rows of a forward pass", min=1)] = None,
     accumulation: Annotated[int | None, typer.Option(help="forward passes of a step", min=1)] = None,
+    save_steps: Annotated[int, typer.Option(help="steps between checkpoints", min=1)] = 500,
+    keep_all: Annotated[bool, typer.Option("--keep-all", help="keep every checkpoint, not the last two")] = False,
     seed: Annotated[int, typer.Option(help="of data and noise", min=0)] = 0,
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
     float32: Annotated[bool, typer.Option("--float32", help="no bfloat16 autocast")] = False,
@@ -78,6 +80,7 @@ def dmc(
         )  # fmt: skip
         settings = RunSettings(
             out=out, model=model, text=tuple(text or ()), distillation=distillation, teacher=teacher, seed=seed, device=device,
+            save_steps=save_steps, keep_checkpoints=None if keep_all else 2,
             bfloat16=not float32, checkpointing=checkpointing,
             **{name: chosen[name] for name in ("length", "rows", "accumulation", "learning_rate")},
         )  # fmt: skip

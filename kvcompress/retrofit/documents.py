@@ -22,6 +22,11 @@ class Documents:
     valid: Tensor
     positions: Tensor | None
 
+    @property
+    def within(self) -> Tensor:
+        """int64 [B, T], place of each token in its document; any number for padding."""
+        return (self.place % max(self.source.shape[1], 1)).view(self.valid.shape)
+
     @classmethod
     def of(cls, mask: Tensor | None, position_ids: Tensor | None, batch: int, columns: int) -> Documents | None:
         """mask: [B, T], zeros at one or both ends. position_ids: [B or 1, T]; a document begins where they do not go up

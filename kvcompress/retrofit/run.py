@@ -28,8 +28,10 @@ class RunSettings:
     = the shipped model's own data, for that model alone. out: folder for checkpoints, metrics.jsonl and the trained
     model. length: tokens of a row; rows: rows of a forward pass on one device; accumulation: passes of a step.
     learning_rate: AdamW's, betas 0.9 and 0.95, eps 1e-5, weight decay 0.1, gradients clipped to 1. distillation: share
-    of the loss that is the distance to the teacher; 0 = none. teacher: folder or name; None = model as it was. bfloat16: autocast. checkpointing: recompute
-    activations in the backward pass. save_steps: between checkpoints. log_steps: between lines of metrics.
+    of the loss that is the distance to the teacher; 0 = none. teacher: folder or name; None = model as it was.
+    bfloat16: autocast. checkpointing: recompute activations in the backward pass. save_steps: between checkpoints, of
+    which the last keep_checkpoints stay; None = all, each a usable model on the way. log_steps: between lines of
+    metrics.
     Raises ValueError for a field out of range.
     """
 
@@ -48,6 +50,7 @@ class RunSettings:
     bfloat16: bool = True
     checkpointing: bool = False
     save_steps: int = 500
+    keep_checkpoints: int | None = 2
     log_steps: int = 10
 
     def __post_init__(self) -> None:
@@ -131,7 +134,7 @@ def train(
         gradient_checkpointing=settings.checkpointing,
         gradient_checkpointing_kwargs={"use_reentrant": False} if settings.checkpointing else None,
         save_steps=settings.save_steps,
-        save_total_limit=2,
+        save_total_limit=settings.keep_checkpoints,
         logging_steps=settings.log_steps,
         report_to="none",
         seed=settings.seed,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from .. import ops
 from ..dmc.gates import decisions_of
 from .base import Step
 from .paged import PagedLayer

@@ -3,7 +3,7 @@
 import torch  # noqa: F401  loads libtorch before the extension that needs it
 
 from .budgets import AdaKV, PyramidKV, Uniform
-from .caches import CompressedCache, IterativeCache, PoolSettings, PrunedCache, QuestCache, StreamingCache
+from .caches import CompressedCache, DMCCache, IterativeCache, PoolSettings, PrunedCache, QuestCache, StreamingCache
 from .hf import attach, detach
 from .logits import AllLogits, TokenLoss
 from .models import load_example_model
@@ -17,6 +17,7 @@ __all__ = [
     "Adaptive",
     "AllLogits",
     "CompressedCache",
+    "DMCCache",
     "IterativeCache",
     "Plan",
     "PoolSettings",

@@ -61,6 +61,21 @@ class RotaryTables:
         self._tables[key] = (angles.cos() * scaling, angles.sin() * scaling)
         return self._tables[key]
 
+    def joint_tables(self, rows: int, lengths: list[int], device: torch.device) -> tuple[Tensor, Tensor, Tensor | None]:
+        """(cos, sin, offsets) for an op that takes one pair of tables for several sequences.
+
+        lengths: keys in sight of each sequence. offsets: int32 [B, 1], to be added to the positions of each, which are
+        below rows; None = 0: all have the same frequencies.
+        """
+        regimes = [self._regime(length) for length in lengths]
+        if len(set(regimes)) == 1:
+            return *self.tables(rows, lengths[0], device), None
+        of = {regime: i for i, regime in enumerate(dict.fromkeys(regimes))}
+        parts = [self.tables(rows, lengths[regimes.index(regime)], device) for regime in of]
+        cos, sin = (torch.cat([part[i][:rows] for part in parts]) for i in range(2))
+        offsets = torch.tensor([[of[regime] * rows] for regime in regimes], dtype=torch.int32)
+        return cos, sin, offsets.to(device)
+
     def check_one_table(self, length: int) -> None:
         """Raises ValueError if `length` keys in sight have other frequencies: keys cannot move then."""
         if self._regime(length):

@@ -17,6 +17,7 @@ from transformers import (
 )
 
 from kvcompress import attach
+from kvcompress.dmc import DMCConfig
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MASKED_RANGES = (  # settings of window_scores: CGE's two orders, TOVA's and H2O's ends, masks that leave nothing
@@ -63,6 +64,18 @@ def attached(*args: object, **settings: object) -> PreTrainedModel:
     """tiny_model, attached."""
     model = tiny_model(*args, **settings)  # type: ignore[arg-type]
     attach(model)
+    return model
+
+
+def deciding_model(
+    family: str = "llama", seed: int = 0, dmc: dict | None = None, **settings: object
+) -> PreTrainedModel:
+    """A tiny_model that counts as converted to DMC or DMS, some of whose decisions are 0 and some 1.
+
+    dmc: fields of DMCConfig; the shift is 0 where it is not given, as random neurons are around 0.
+    """
+    model = tiny_model(family, seed, **settings)
+    model.config.kvcompress = DMCConfig(**{"shift": 0.0, **(dmc or {})}).to_dict()
     return model
 
 

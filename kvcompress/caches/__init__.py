@@ -1,6 +1,7 @@
 """Caches: transformers caches that keep less than they have seen."""
 
 from .base import CompressedCache, CompressedLayer
+from .dmc import DMCCache
 from .iterative import IterativeCache
 from .pool import PagePool
 from .pruned import PrunedCache
@@ -11,6 +12,7 @@ from .streaming import StreamingCache
 __all__ = [
     "CompressedCache",
     "CompressedLayer",
+    "DMCCache",
     "IterativeCache",
     "PagePool",
     "PoolSettings",

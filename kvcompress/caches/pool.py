@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -104,21 +104,22 @@ class PagePool:
 
     # ---- what changes it ----
 
-    def reserve(self, counts: Sequence[int]) -> int:
+    def reserve(self, counts: Sequence[int], rewrites: Sequence[bool] | None = None) -> int:
         """Makes sure that an append of counts[r] tokens to each row r finds its pages; returns the most it can take.
 
-        Raises RuntimeError if the pool may not grow as far (it names max_pages), and changes nothing then. Asks the
-        device only where what the host knows does not suffice.
+        rewrites: rows whose newest slot may be written anew besides; None = no row. Raises RuntimeError if the pool may
+        not grow as far (it names max_pages), and changes nothing then. Asks the device only where what the host knows
+        does not suffice.
         """
         store, settings = self.store, self.store.settings
         store.tidy()
         if not self.exact and self._stock != store.stock:
             self._refresh()
-        needed = self._most_pages(counts)
+        needed = self._most_pages(counts, rewrites)
         if needed > store.free_at_least:
             store.count_free()
             self._refresh()
-            needed = self._most_pages(counts)
+            needed = self._most_pages(counts, rewrites)
             store.provide(needed)
         blocks = max((settings.blocks(b + n) for b, n in zip(self.bounds, counts, strict=True)), default=0)
         held = self.block_table.shape[1]
@@ -143,17 +144,38 @@ class PagePool:
         if min(most, default=0) < 0 or max(most, default=0) > S:
             row, count = next((row, count) for row, count in enumerate(most) if not 0 <= count <= S)
             raise ValueError(f"counts must be between 0 and the S = {S} new tokens, got {count} for row {row}")
-        needed = self.reserve(most)
         on_device = counts if isinstance(counts, Tensor) else None
         if known and min(most, default=S) < S:
             on_device = torch.tensor(most, dtype=torch.int32).to(self.lengths.device)
-        ops.append_tokens_(list(self.store.arrays.values()), tokens, self._table(), counts=on_device)
+
+        def write(table: ops.PageTable) -> None:
+            ops.append_tokens_(list(self.store.arrays.values()), tokens, table, counts=on_device)
+
+        self.extend(write, most, known=known)
+
+    def extend(
+        self,
+        write: Callable[[ops.PageTable], None],
+        counts: Sequence[int],
+        *,
+        rewrites: Sequence[bool] | None = None,
+        known: bool = True,
+    ) -> None:
+        """Lets an op that appends to pages do so: write(table) adds counts[r] slots to each row r.
+
+        rewrites: rows whose newest slot it may write anew besides; None = no row. known: False = it adds at most as
+        many, and the device alone knows. Raises RuntimeError as reserve does; write is not called then.
+        """
+        needed = self.reserve(counts, rewrites)
+        write(self._table())
         self.store.free_at_least -= needed
-        self.bounds = [bound + count for bound, count in zip(self.bounds, most, strict=True)]
+        self.bounds = [bound + count for bound, count in zip(self.bounds, counts, strict=True)]
         if not known:
             self._lose_sight()
-        if known and self._shares:
-            self._last_shared = [here and not count for here, count in zip(self._last_shared, most, strict=True)]
+        elif self._shares:
+            again = rewrites or [False] * len(counts)
+            rows = zip(self._last_shared, counts, again, strict=True)
+            self._last_shared = [here and not (count or rewritten) for here, count, rewritten in rows]
 
     def truncate(self, lengths: Sequence[int] | Tensor) -> None:
         """Shortens every row r to lengths[r]; pages left empty become free.
@@ -284,14 +306,17 @@ class PagePool:
             self.store.refs.index_add_(0, torch.where(named, table, 0).flatten(), named.flatten().to(torch.int32))
         return Rows(table.clone(), lengths)
 
-    def _most_pages(self, counts: Sequence[int]) -> int:
+    def _most_pages(self, counts: Sequence[int], rewrites: Sequence[bool] | None = None) -> int:
         """Pages that an append of counts[r] tokens takes at most, as far as the host knows."""
         blocks, P, exact = self.store.settings.blocks, self.page_size, self.exact
         taken = sum(blocks(bound + n) - blocks(bound) for bound, n in zip(self.bounds, counts, strict=True))
         if not self._shares:
             return taken
-        rows = zip(self.bounds, counts, self._last_shared, strict=True)
-        return taken + sum(shared and n > 0 and (bound % P > 0 or not exact) for bound, n, shared in rows)
+        again = rewrites or [False] * len(counts)
+        rows = zip(self.bounds, counts, self._last_shared, again, strict=True)
+        return taken + sum(
+            shared and (rewritten or (n > 0 and (bound % P > 0 or not exact))) for bound, n, shared, rewritten in rows
+        )
 
     def _refresh(self) -> None:
         """Learns from the device what the host has lost sight of."""

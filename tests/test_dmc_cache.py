@@ -1,0 +1,402 @@
+"""DMCCache with models: reading, padding, decoding, beams, forks, errors."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from dmc_definition import definition
+from helpers import FAMILIES, deciding_model, left_padded, random_ids, tiny_model
+
+import kvcompress
+from kvcompress import DMCCache, IterativeCache, attach, prefill
+
+MODES = {
+    "dmc": {},
+    "window": {"window": 12},
+    "window 2": {"window": 2, "neuron": 0, "share_heads": "mean"},
+    "dms": {"mode": "dms", "dms_window": 5},
+    "dms 0": {"mode": "dms", "dms_window": 0},
+}
+modes = pytest.mark.parametrize("dmc", MODES.values(), ids=MODES)
+both = pytest.mark.parametrize("dmc", [MODES["dmc"], MODES["dms"]], ids=["dmc", "dms"])
+
+
+def attached(*args, **kwargs):
+    model = deciding_model(*args, **kwargs)
+    attach(model)
+    return model
+
+
+def new_cache(model, **options):
+    return DMCCache(model.config, **{"page_size": 4, **options})
+
+
+def logits_of(model, ids, cache, mask=None):
+    with torch.no_grad():
+        return model(ids, past_key_values=cache, attention_mask=mask).logits
+
+
+def plain(model, ids):
+    """Logits of every token and entries of every head, by the algorithm's loops in float64."""
+    config = kvcompress.dmc.DMCConfig.from_dict(model.config.kvcompress)
+    base, lengths = copy.deepcopy(model).double().model, []
+    frequencies = base.rotary_emb.inv_freq
+    with torch.no_grad():
+        h = base.embed_tokens(ids)
+        for layer in base.layers:
+            attention, x = layer.self_attn, layer.input_layernorm(h)
+            projected = []
+            for kind in "qkv":
+                y = getattr(attention, f"{kind}_proj")(x).unflatten(-1, (-1, 16))
+                norm = getattr(attention, f"{kind}_norm", None)
+                projected.append((y if norm is None else norm(y)).transpose(1, 2)[0])
+            result = definition(*projected, config, frequencies)
+            lengths.append([row[-1] for row in result.lengths])
+            h = h + attention.o_proj(result.out.transpose(0, 1).flatten(1)[None])
+            h = h + layer.mlp(layer.post_attention_layernorm(h))
+        return (base.norm(h) @ model.lm_head.weight.double().T).float(), lengths
+
+
+# ---- what is computed ----
+
+
+@modes
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_of_any_family_computes_what_the_algorithm_says(family, dmc):
+    model, ids = attached(family, dmc=dmc), random_ids(40)
+    expected, lengths = plain(model, ids)
+    cache = new_cache(model)
+    torch.testing.assert_close(logits_of(model, ids, cache), expected, atol=2e-3, rtol=2e-3)
+    assert [layer[0] for layer in cache.stored_lengths()] == lengths
+    assert 1.2 < cache.total_compression_ratio() < 20
+    one_by_one = new_cache(model)
+    for t in range(40):
+        logits = logits_of(model, ids[:, t : t + 1], one_by_one)
+        torch.testing.assert_close(logits[:, 0], expected[:, t], atol=2e-3, rtol=2e-3)
+    assert one_by_one.stored_lengths() == cache.stored_lengths()
+
+
+@modes
+@pytest.mark.parametrize("chunk_size", [1, 7, 16, 39])
+def test_chunks_do_not_change_the_answer(dmc, chunk_size):
+    model, ids = attached(dmc=dmc), random_ids(50)
+    expected = kvcompress.generate(model, ids, new_cache(model), max_new_tokens=12, do_sample=False)
+    cache = new_cache(model, chunk_size=chunk_size)
+    assert torch.equal(kvcompress.generate(model, ids, cache, max_new_tokens=12, do_sample=False), expected)
+    plainly = new_cache(model)
+    assert torch.equal(model.generate(ids, past_key_values=plainly, max_new_tokens=12, do_sample=False), expected)
+    assert plainly.stored_lengths() == cache.stored_lengths()
+    further = torch.cat([expected, random_ids(9, seed=5)], 1)  # a further turn
+    mask = torch.ones_like(further)  # the pad token may be an answer, too
+    answers = [
+        kvcompress.generate(model, further, each, mask, max_new_tokens=5, do_sample=False)
+        for each in (cache, plainly, new_cache(model))
+    ]
+    assert torch.equal(answers[0], answers[2])
+    assert torch.equal(answers[1], answers[2])
+
+
+@modes
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("chunk_size", [None, 16])
+def test_each_prompt_of_a_padded_batch_gives_what_it_gives_alone(family, dmc, chunk_size):
+    model = attached(family, dmc=dmc)
+    prompts = [random_ids(length, seed=length) for length in (60, 33, 9, 1)]
+    ids, mask = left_padded(prompts)
+    cache = new_cache(model, chunk_size=chunk_size)
+    together = kvcompress.generate(model, ids, cache, mask, max_new_tokens=15, do_sample=False)
+    for b, prompt in enumerate(prompts):
+        alone = new_cache(model, chunk_size=chunk_size)
+        out = kvcompress.generate(model, prompt, alone, max_new_tokens=15, do_sample=False)
+        assert together[b, ids.shape[1] :].tolist() == out[0, prompt.shape[1] :].tolist()
+        assert [layer[b] for layer in cache.stored_lengths()] == [layer[0] for layer in alone.stored_lengths()]
+
+
+@both
+def test_a_model_that_never_decides_for_1_is_the_dense_one_without_its_neuron(dmc):
+    model, ids = attached(dmc=dmc | {"shift": 1e4}), random_ids(50)
+    found = kvcompress.generate(model, ids, new_cache(model), max_new_tokens=10, do_sample=False)
+    for layer in model.model.layers:
+        for projection in (layer.self_attn.q_proj, layer.self_attn.k_proj):
+            projection.weight.data[15::16] = 0
+    # the last coordinate turns with the 8th, whose angles are small: what rotation puts there is left out of both
+    cache = new_cache(model)
+    assert torch.equal(kvcompress.generate(model, ids, cache, max_new_tokens=10, do_sample=False), found)
+    assert cache.total_compression_ratio() == 1
+
+
+@both
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_reads_and_decodes_alike(dtype, dmc):
+    model, ids = attached(dmc=dmc).to(dtype), random_ids(40)
+    cache, stepwise = new_cache(model), new_cache(model)
+    whole = logits_of(model, ids[:, :12], cache)
+    steps = torch.cat([logits_of(model, ids[:, t : t + 1], stepwise) for t in range(12)], 1)
+    first = [c.layers[0].pool.k_pages.dtype for c in (cache, stepwise)]
+    assert first == [dtype] * 2
+    error = (whole.float() - steps.float()).norm() / whole.float().norm()
+    assert error < 40 * torch.finfo(dtype).eps
+    out = kvcompress.generate(model, ids, new_cache(model), max_new_tokens=8, do_sample=False)
+    assert out.shape == (1, 48)
+
+
+@both
+@pytest.mark.parametrize("kind", ["dynamic", "yarn", "llama3"])
+def test_rotary_embeddings_of_any_kind(dmc, kind):
+    parameters = {
+        "dynamic": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0},
+        "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 10000.0},
+        "llama3": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                   "original_max_position_embeddings": 32, "rope_theta": 10000.0},
+    }[kind]  # fmt: skip
+    model = attached(dmc=dmc, rope_parameters=parameters, max_position_embeddings=32)
+    prompts = [random_ids(length, seed=length) for length in (60, 45, 12)]
+    ids, mask = left_padded(prompts)
+    cache = new_cache(model, chunk_size=16)
+    together = kvcompress.generate(model, ids, cache, mask, max_new_tokens=15, do_sample=False)
+    for b, prompt in enumerate(prompts):  # with "dynamic" each has frequencies of its own
+        out = kvcompress.generate(model, prompt, new_cache(model), max_new_tokens=15, do_sample=False)
+        assert together[b, ids.shape[1] :].tolist() == out[0, prompt.shape[1] :].tolist()
+
+
+# ---- sequences, beams, forks ----
+
+
+@modes
+@pytest.mark.parametrize("mode", [{"num_beams": 4}, {"num_return_sequences": 3, "do_sample": True}], ids=str)
+def test_beams_and_samples_are_those_of_a_cache_that_reads_all_anew(dmc, mode):
+    model, ids = attached(dmc=dmc), random_ids(40, batch=2)
+    settings = {
+        "max_new_tokens": 14, "do_sample": False, "top_k": 0, "return_dict_in_generate": True, "output_scores": True
+    }  # fmt: skip
+    out = kvcompress.generate(model, ids, new_cache(model), **settings | mode)
+    scores = model.compute_transition_scores(
+        out.sequences, out.scores, getattr(out, "beam_indices", None), normalize_logits="num_beams" not in mode
+    )
+    for sequence, found in zip(out.sequences, scores, strict=True):
+        logits = logits_of(model, sequence[None], new_cache(model))[0, 39:-1]
+        expected = logits.log_softmax(-1).gather(1, sequence[40:, None])[:, 0]
+        torch.testing.assert_close(found, expected, atol=2e-3, rtol=2e-3)
+
+
+@modes
+@pytest.mark.parametrize("chunk_size", [None, 16])
+def test_sequences_can_be_chosen_and_repeated(dmc, chunk_size):
+    model, ids = attached(dmc=dmc), random_ids(60, batch=3)
+
+    def read(rows):
+        return prefill(model, ids[rows], new_cache(model, chunk_size=chunk_size))
+
+    cache = read([0, 1, 2])
+    cache.batch_select_indices(torch.tensor([2, 0, 2, 2]))
+    order = [2, 0, 2, 2]
+    following = random_ids(20, batch=4, seed=9)
+    logits = [logits_of(model, ids[order, 59:], cache)[:, -1]]
+    for t in range(12):  # the copies go different ways
+        logits.append(logits_of(model, following[:, t : t + 1], cache)[:, -1])
+    logits.append(logits_of(model, following[:, 12:], cache)[:, -1])
+    for b, of in enumerate(order):
+        text = torch.cat([ids[[of]], following[b : b + 1]], 1)
+        expected = logits_of(model, text, new_cache(model))[0, [*range(59, 72), 79]]
+        torch.testing.assert_close(torch.stack([x[b] for x in logits]), expected, atol=2e-3, rtol=2e-3)
+    cache.batch_repeat_interleave(2)
+    assert cache.batch_size == 8 and len(cache.stored_lengths()[0]) == 8
+    for layer in cache.layers:
+        assert int((layer.pool.store.refs > 0).sum()) == layer.pool.pages_in_use()
+
+
+@modes
+@pytest.mark.parametrize("how", ["fork", "copy", "deepcopy", "pickle"])
+def test_forks_do_not_disturb_each_other(dmc, how):
+    model, ids = attached(dmc=dmc), random_ids(45)
+    cache = prefill(model, ids, new_cache(model))
+    before = cache.stored_lengths()
+    questions = [torch.cat([ids, random_ids(n, seed=n)], 1) for n in (1, 6, 17)]
+
+    def answer(asked, cache):
+        return model.generate(asked, past_key_values=cache, max_new_tokens=9, do_sample=False)
+
+    forks = []
+    for _ in questions:
+        if how == "pickle":
+            forks.append(pickle.loads(pickle.dumps(cache)))
+        else:
+            forks.append(cache.fork() if how == "fork" else getattr(copy, how)(cache))
+        forks[-1].stored_lengths()  # the host then knows the lengths
+    for asked, fork in zip(questions, forks, strict=True):
+        expected = answer(asked, prefill(model, ids, new_cache(model)))
+        assert torch.equal(answer(asked, fork), expected)
+        assert cache.get_seq_length() == 44 and cache.stored_lengths() == before
+    assert torch.equal(answer(questions[1], cache), answer(questions[1], prefill(model, ids, new_cache(model))))
+
+
+@both
+def test_a_merge_into_a_shared_full_page_takes_a_page(dmc):
+    """The newest slot of a full page that a fork shares is written anew, though no slot is added."""
+    model = attached(dmc=dmc | {"shift": -1e4})  # every token is merged
+    ids = random_ids(30)
+    cache = new_cache(model, page_size=1)
+    logits_of(model, ids[:, :20], cache)
+    fork = cache.fork()
+    assert [layer.pool.counts for layer in (*cache.layers, *fork.layers)]
+    for t in range(20, 30):
+        first, second = (logits_of(model, ids[:, t : t + 1], one) for one in (cache, fork))
+        assert torch.equal(first, second)
+    expected = logits_of(model, ids, new_cache(model))[:, -1]
+    torch.testing.assert_close(first[:, 0], expected, atol=2e-3, rtol=2e-3)
+
+
+# ---- memory ----
+
+
+def test_a_pool_of_fixed_size_holds_what_merging_leaves():
+    model, ids = attached(), random_ids(120)
+    free = prefill(model, ids, new_cache(model))
+    pages = max(layer.pool.pages_in_use() for layer in free.layers)
+    assert pages < 2 * 120 / 4
+    cache = new_cache(model, max_pages=pages, grow="error")
+    prefill(model, ids, cache)
+    assert cache.stored_lengths() == free.stored_lengths()
+    with pytest.raises(RuntimeError, match=f"max_pages = {pages - 1} is too few"):
+        prefill(model, ids, small := new_cache(model, max_pages=pages - 1))
+    with pytest.raises(RuntimeError, match="incomplete"):
+        logits_of(model, ids, small)
+    small.reset()
+    logits_of(model, ids[:, :20], small)
+
+
+@both
+def test_a_full_pool_loses_nothing_while_decoding(dmc):
+    model, ids = attached(dmc=dmc), random_ids(200)
+    expected = logits_of(model, ids, new_cache(model))
+    cache = new_cache(model, max_pages=14)
+    logits = []
+
+    def decode_to(end):
+        for t in range(len(logits), end):
+            logits.append(logits_of(model, ids[:, t : t + 1], cache))
+
+    with pytest.raises(RuntimeError, match="max_pages = 14 is too few"):
+        decode_to(200)
+    held = len(logits)
+    assert cache.get_seq_length() == held > 20
+    before = cache.stored_lengths()
+    cache.pool_settings = kvcompress.PoolSettings(4)
+    for layer in cache.layers:
+        layer.pool.store.settings = cache.pool_settings
+    decode_to(held + 5)
+    torch.testing.assert_close(torch.cat(logits, 1), expected[:, : held + 5], atol=2e-3, rtol=2e-3)
+    assert before != cache.stored_lengths()
+
+
+@both
+def test_trim_and_reset(dmc):
+    model, ids = attached(dmc=dmc), random_ids(60)
+    cache = prefill(model, ids, new_cache(model))
+    for t in range(3):
+        logits_of(model, ids[:, t : t + 1], cache)
+    other = cache.fork()
+    cache.trim()
+    other_logits, logits = (logits_of(model, ids[:, 5:9], one) for one in (other, cache))
+    assert torch.equal(logits, other_logits)
+    del other
+    cache.trim()
+    assert cache.nbytes() <= cache.reserved_nbytes() < 1.1 * cache.nbytes()
+    cache.reset()
+    assert cache.nbytes() == 0 and cache.seen_lengths() == []
+    with pytest.raises(ValueError, match="compression_ratio needs a cache that has seen tokens"):
+        cache.compression_ratio()
+    with pytest.raises(ValueError, match="compression_ratio needs a cache that has seen tokens"):
+        cache.total_compression_ratio()
+    torch.testing.assert_close(logits_of(model, ids, cache), logits_of(model, ids, new_cache(model)))
+
+
+# ---- what is refused ----
+
+
+def test_a_model_that_is_not_converted_is_refused():
+    model, ids = tiny_model(), random_ids(10)
+    with pytest.raises(
+        ValueError, match=r"config\.kvcompress must be that of a model converted to DMC or DMS, got none"
+    ):
+        DMCCache(model.config)
+    attach(model)
+    with pytest.raises(ValueError, match=r"config\.kvcompress must be that of a model converted"):
+        logits_of(model, ids, DMCCache(deciding_model().config))
+
+
+def test_a_model_with_other_settings_is_refused():
+    model, ids = attached(), random_ids(10)
+    cache = DMCCache(deciding_model(dmc={"window": 12, "shift": 5.0}).config)
+    with pytest.raises(ValueError, match=r"config\.kvcompress with shift = 5\.0, window = 12, but that of LlamaModel"):
+        prefill(model, ids, cache)
+    with pytest.raises(ValueError, match="layers"):
+        prefill(model, ids, DMCCache(deciding_model(num_hidden_layers=2).config))
+
+
+@pytest.mark.parametrize(
+    ("saved", "message"),
+    [
+        ({"method": "pod"}, "must be of the method dmc, got 'pod'"),
+        ({"method": "dmc", "neuron_scale": 0.25}, "neuron_scale 0.25: the model is still being annealed"),
+        ({"method": "dmc", "neuron": 16}, "neuron must be between -16 and 15, got 16"),
+        ({"method": "dmc", "colour": 1}, "unknown fields colour"),
+    ],
+)
+def test_a_config_that_no_cache_serves_is_named(saved, message):
+    model = tiny_model()
+    model.config.kvcompress = saved
+    with pytest.raises(ValueError, match=message):
+        DMCCache(model.config)
+
+
+@pytest.mark.parametrize("chunk_size", [0, 2.5])
+def test_wrong_settings_are_named(chunk_size):
+    model = deciding_model()
+    with pytest.raises(ValueError, match="chunk_size must be an integer of at least 1 or None"):
+        DMCCache(model.config, chunk_size=chunk_size)
+    with pytest.raises(ValueError, match="page_size must be a power of two, got 3"):
+        DMCCache(model.config, page_size=3)
+
+
+@both
+def test_what_cannot_be_done_says_so(dmc):
+    model, ids = attached(dmc=dmc), random_ids(30)
+    cache = prefill(model, ids, new_cache(model))
+    with pytest.raises(NotImplementedError, match="assisted decoding is not supported by DMCCache"):
+        model.generate(ids, past_key_values=cache, prompt_lookup_num_tokens=2, max_new_tokens=5)
+    with pytest.raises(NotImplementedError, match="DMCCache cannot take back tokens"):
+        cache.crop(-1)
+    with pytest.raises(ValueError, match="guide has no effect with DMCCache"):
+        prefill(model, random_ids(40), new_cache(model), guide=ids[0])
+    with pytest.raises(RuntimeError, match="update"):
+        cache.update()
+
+
+def test_a_models_sliding_window_is_not_overrun():
+    model, ids = attached("mistral", sliding_window=40), random_ids(50)
+    cache = prefill(model, ids[:, :40], new_cache(model))
+    logits_of(model, ids[:, 39:40], cache)
+    with pytest.raises(ValueError, match="sliding_window of 40 tokens is shorter than the 41 keys in sight"):
+        logits_of(model, ids[:, 40:41], cache)
+
+
+def test_another_caches_tokens_are_not_changed_by_a_config_of_dmc():
+    """IterativeCache knows nothing of decisions: what it gives is the model's plain attention."""
+    model, ids = deciding_model(), random_ids(30)
+    dense = model.generate(ids, max_new_tokens=6, do_sample=False)
+    attach(model)
+    cache = IterativeCache(model.config, memory_size=100, chunk_size=64)
+    assert torch.equal(kvcompress.generate(model, ids, cache, max_new_tokens=6, do_sample=False), dense)
+
+
+@both
+def test_a_prompt_without_end_is_read_in_chunks(dmc):
+    model, ids = attached(dmc=dmc), random_ids(70)
+    cache = prefill(model, iter(ids[0].tolist()), new_cache(model, chunk_size=16))
+    other = new_cache(model)
+    logits_of(model, ids, other)
+    assert cache.stored_lengths() == other.stored_lengths()
+    with pytest.raises(ValueError, match="input_ids of unknown length need a DMCCache with a chunk_size"):
+        prefill(model, iter(ids[0].tolist()), new_cache(model))

@@ -3,10 +3,12 @@
 from .config import DMCConfig
 from .convert import convert, method, set_neuron_scale
 from .losses import CompressionLoss, LastDecisions, compression_ratios, last_decisions
+from .recipe import DMCRecipe
 
 __all__ = [
     "CompressionLoss",
     "DMCConfig",
+    "DMCRecipe",
     "LastDecisions",
     "compression_ratios",
     "convert",

@@ -43,13 +43,11 @@ def last_decisions(model: nn.Module) -> LastDecisions:
     if last is None or not last.alpha:
         raise RuntimeError("no decisions were made yet: call the converted model without a cache first")
     alpha, hard = (torch.stack([found[layer] for layer in sorted(found)]) for found in (last.alpha, last.hard))
-    if last.noise is not None and torch.is_grad_enabled() and not alpha.requires_grad:
-        trained = any(p.requires_grad for p in model.parameters())
-        if trained:
-            raise RuntimeError(
-                "the decisions have no gradient: gradient checkpointing must be non-reentrant, "
-                "gradient_checkpointing_kwargs={'use_reentrant': False}, and the forward pass outside torch.no_grad()"
-            )
+    if last.noise is not None and last.with_gradient and not alpha.requires_grad:
+        raise RuntimeError(
+            "the decisions have no gradient: gradient checkpointing must be non-reentrant, "
+            "gradient_checkpointing_kwargs={'use_reentrant': False}"
+        )
     return LastDecisions(alpha, hard, None if last.documents is None else last.documents.valid)
 
 

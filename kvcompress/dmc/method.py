@@ -26,6 +26,7 @@ class DMCPass(Pass):
     rotary: RotaryTables
     documents: Documents | None
     noise: ops.Noise | None  # None: hard decisions without noise
+    with_gradient: bool  # whether anything is to be learned from this pass
     alpha: dict[int, Tensor] = field(default_factory=dict)
     hard: dict[int, Tensor] = field(default_factory=dict)
 
@@ -181,7 +182,8 @@ class DMCMethod(Method):
             rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
             noise = ops.Noise(self.seed, offset=self.draws, sample=rank * batch)
             self.draws += 1
-        self.last = DMCPass(self.config, self.rotary, documents, noise)
+        with_gradient = torch.is_grad_enabled() and any(p.requires_grad for p in decoder.parameters())
+        self.last = DMCPass(self.config, self.rotary, documents, noise, with_gradient)
         return self.last
 
     def check_cache(self, cache: CompressedCache) -> None:

@@ -1,0 +1,246 @@
+"""Training runs: schedules, the trainer, resuming, several processes, the command."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import random_ids, tiny_model
+from test_dmc_training import converted
+from transformers import AutoModelForCausalLM, TrainingArguments
+from typer.testing import CliRunner
+
+import kvcompress
+from kvcompress import dmc
+from kvcompress.cli import app
+from kvcompress.dmc import CompressionLoss, DMCRecipe
+from kvcompress.models import load_example_model
+from kvcompress.retrofit.data import collate, example_rows, text_windows
+from kvcompress.retrofit.trainer import METRICS, RetrofitTrainer
+
+RECIPE = DMCRecipe(target_ratio=3.0, anneal_steps=3, ramp_steps=4, solidify_steps=3, warmup_steps=1)
+
+
+# ---- schedules ----
+
+
+def test_schedules_are_those_of_the_three_stages():
+    recipe = DMCRecipe(target_ratio=4.0, anneal_steps=10, ramp_steps=30, solidify_steps=20, warmup_steps=4)
+    assert recipe.steps == 60
+    assert [recipe.neuron_scale(step) for step in (0, 5, 9, 10, 40)] == [1.0, 0.5, pytest.approx(0.1), 0.0, 0.0]
+    assert [recipe.target(step) for step in (0, 9, 10, 20, 40, 59)] == [1.0, 1.0, 1.0, 2.0, 4.0, 4.0]
+    assert [recipe.learning_rate(step) for step in (0, 4, 40, 50)] == [0.2, 1.0, 1.0, pytest.approx(0.55)]
+    assert recipe.learning_rate(60) == pytest.approx(0.1)
+    on = DMCRecipe(start_ratio=2.0, target_ratio=4.0, anneal_steps=0, ramp_steps=10, solidify_steps=0)
+    assert [on.target(step) for step in (0, 5, 10)] == [2.0, 3.0, 4.0]
+    assert DMCRecipe(anneal_steps=2, ramp_steps=0, solidify_steps=5).target(2) == 4.0  # immediate
+
+
+def test_neurons_can_fade_before_their_steps_are_over():
+    recipe = DMCRecipe(anneal_steps=10, anneal_fraction=0.8)
+    model = tiny_model()
+    dmc.convert(model)
+    for step, scale in ((0, 1.0), (4, 0.5), (8, 1e-6), (9, 1e-6), (10, 0.0)):
+        recipe.begin_step(model, step, 1)
+        assert dmc.method(model).config.neuron_scale == pytest.approx(scale)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("target_ratio", 0.5), ("anneal_steps", -1), ("ramp_steps", 1.5), ("anneal_fraction", 0.0), ("end_rate", 2.0)],
+)
+def test_recipe_fields_are_checked(field, value):
+    with pytest.raises(ValueError, match=f"{field} must be"):
+        DMCRecipe(**{field: value})
+
+
+# ---- the trainer ----
+
+
+class Rows(torch.utils.data.Dataset):
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, i):
+        return {"input_ids": random_ids(24, seed=i)[0].tolist()}
+
+
+def arguments(folder, **settings):
+    return TrainingArguments(
+        output_dir=str(folder), per_device_train_batch_size=4, use_cpu=True, report_to="none", learning_rate=3e-3,
+        logging_steps=1, save_steps=5, seed=0, remove_unused_columns=False, disable_tqdm=True, **settings,
+    )  # fmt: skip
+
+
+def trainer(folder, recipe=RECIPE, **settings):
+    given = {name: settings.pop(name) for name in ("teacher", "distillation") if name in settings}
+    model = tiny_model()
+    dmc.convert(model, dmc.DMCConfig(shift=1.0))
+    return RetrofitTrainer(
+        model, arguments(folder, **settings), recipe, train_dataset=Rows(), data_collator=collate, **given
+    )
+
+
+def lines(folder):
+    return [json.loads(line) for line in Path(folder, METRICS).read_text().splitlines()]
+
+
+def test_a_run_anneals_ramps_and_logs_each_step(tmp_path):
+    run = trainer(tmp_path)
+    run.train()
+    found = [line for line in lines(tmp_path) if "loss" in line]
+    assert [line["step"] for line in found] == list(range(1, 11))
+    assert [line["target_ratio"] for line in found] == pytest.approx([RECIPE.target(step) for step in range(10)], abs=1e-4)
+    assert [line["learning_rate"] for line in found[4:8]] == pytest.approx([3e-3 * RECIPE.learning_rate(s) for s in range(4, 8)])
+    assert all(len(line["ratio_layers"]) == 3 and len(line["ratio_layers"][0]) == 2 for line in found[3:])
+    for line in found[3:]:
+        assert line["loss"] == pytest.approx(line["lm_loss"] + line["compression_loss"], abs=2e-4)
+    assert dmc.method(run.model).config.neuron_scale == 0
+    assert found[-1]["ratio_soft"] > found[3]["ratio_soft"] + 0.05  # the loss pushes
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, accumulation):
+    whole = trainer(tmp_path / "whole", gradient_accumulation_steps=accumulation)
+    whole.train()
+    resumed = trainer(tmp_path / "whole", gradient_accumulation_steps=accumulation)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-5"))
+    for (name, x), y in zip(whole.model.named_parameters(), resumed.model.parameters(), strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=0, msg=name)
+    assert [line["step"] for line in lines(tmp_path / "whole") if "loss" in line] == list(range(1, 11))
+
+
+def test_accumulated_passes_are_a_mean_of_losses(tmp_path):
+    recipe = DMCRecipe(target_ratio=3.0, anneal_steps=0, ramp_steps=0, solidify_steps=1)
+    run = trainer(tmp_path, recipe, gradient_accumulation_steps=2)
+    dmc.set_neuron_scale(run.model, 0.0)
+    run.train()
+    (line,) = [line for line in lines(tmp_path) if "loss" in line]
+    assert line["loss"] == pytest.approx(line["lm_loss"] + line["compression_loss"], abs=1e-3)
+    assert dmc.method(run.model).draws == 2
+
+
+def test_distillation_from_the_model_itself_costs_nothing_at_first(tmp_path):
+    run = trainer(tmp_path, teacher=tiny_model(), distillation=0.25)
+    run.train()
+    found = [line for line in lines(tmp_path) if "loss" in line]
+    assert found[0]["distillation_loss"] == pytest.approx(0, abs=1e-4) and found[-1]["distillation_loss"] > 1e-3
+    assert found[0]["loss"] == pytest.approx(0.75 * found[0]["lm_loss"], abs=1e-3)
+    with pytest.raises(ValueError, match="teacher and distillation"):
+        trainer(tmp_path, distillation=0.5)
+    with pytest.raises(ValueError, match="distillation must be between"):
+        trainer(tmp_path, teacher=tiny_model(), distillation=1.5)
+
+
+def test_evaluation_is_of_hard_decisions_and_of_the_language_model_alone(tmp_path):
+    run = trainer(tmp_path)
+    dmc.set_neuron_scale(run.model, 0.0)
+    first, second = (run.evaluate(Rows())["eval_loss"] for _ in range(2))
+    assert first == second
+
+
+# ---- several processes ----
+
+WORKER = """
+import sys, torch
+sys.path.insert(0, {tests!r})
+from test_dmc_training import converted
+from helpers import random_ids
+from kvcompress import dmc
+from kvcompress.dmc import CompressionLoss
+rank, store = int(sys.argv[1]), sys.argv[2]
+torch.distributed.init_process_group("gloo", init_method="file://" + store, rank=rank, world_size=2)
+model = converted(shift=2.0).train()
+run = torch.nn.parallel.DistributedDataParallel(model)
+ids = random_ids(40, 4)
+mask = torch.ones_like(ids); mask[0, :25] = 0
+part = slice(2 * rank, 2 * rank + 2)
+logits = run(input_ids=ids[part], attention_mask=mask[part]).logits
+loss = CompressionLoss(hinge={hinge!r})(dmc.last_decisions(model), 4.0)
+(loss + 0.0 * logits.sum()).backward()
+torch.save((loss.detach(), {{n: p.grad for n, p in model.named_parameters()}}), store + f".{{rank}}")
+"""
+
+
+@pytest.mark.parametrize("hinge", ["global", "layer"])
+def test_two_processes_have_the_loss_and_gradients_of_one(tmp_path, hinge):
+    script = tmp_path / "worker.py"
+    script.write_text(WORKER.format(tests=str(Path(__file__).parent), hinge=hinge))
+    store = str(tmp_path / "store")
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(kvcompress.__file__).parents[1])}
+    running = [subprocess.Popen([sys.executable, str(script), str(rank), store], env=environment) for rank in (0, 1)]
+    assert [process.wait(120) for process in running] == [0, 0]
+    model = converted(shift=2.0).train()
+    ids = random_ids(40, 4)
+    mask = torch.ones_like(ids)
+    mask[0, :25] = 0
+    logits = model(input_ids=ids, attention_mask=mask).logits
+    alone = CompressionLoss(hinge=hinge)(dmc.last_decisions(model), 4.0)
+    assert alone > 0.1
+    (alone + 0.0 * logits.sum()).backward()
+    for rank in (0, 1):
+        loss, grads = torch.load(f"{store}.{rank}")
+        torch.testing.assert_close(loss, alone.detach())
+        for name, x in model.named_parameters():
+            torch.testing.assert_close(grads[name], x.grad, rtol=1e-3, atol=1e-6, msg=name)
+
+
+# ---- data and the command ----
+
+
+def test_text_is_cut_into_windows(tmp_path):
+    _, tokenizer = load_example_model()
+    (tmp_path / "a.txt").write_text("abcdefg\nh")
+    (tmp_path / "b.txt").write_text("xyz")
+    rows = text_windows(tokenizer, [tmp_path / "a.txt", tmp_path / "b.txt"], 5)
+    assert [bytes(row) for row in rows["input_ids"]] == [b"abcde", b"fg\nh\0"]
+    (tmp_path / "c.jsonl").write_text('{"body": "12345"}\n{"body": "6"}\n')
+    rows = text_windows(tokenizer, [tmp_path / "c.jsonl"], 4, column="body")
+    assert [bytes(row) for row in rows["input_ids"]] == [b"1234", b"5\x006\x00"]
+    with pytest.raises(ValueError, match="column must be one of body"):
+        text_windows(tokenizer, [tmp_path / "c.jsonl"], 4)
+    with pytest.raises(ValueError, match="at least 100 tokens"):
+        text_windows(tokenizer, [tmp_path / "a.txt"], 100)
+    with pytest.raises(FileNotFoundError, match="missing"):
+        text_windows(tokenizer, [tmp_path / "missing.txt"], 5)
+    with pytest.raises(ValueError, match="one kind"):
+        text_windows(tokenizer, [tmp_path / "a.txt", tmp_path / "c.jsonl"], 5)
+
+
+def test_rows_of_the_example_hold_whole_documents():
+    rows = [row for _, row in zip(range(24), example_rows(1024, 4, 0), strict=False)]
+    for step in range(6):
+        batch = collate(rows[4 * step : 4 * step + 4])
+        assert batch["input_ids"].shape == (4, 1024)
+        begins = batch["position_ids"] == 0
+        assert torch.equal(begins, begins[:1].expand(4, -1))  # one cut for all rows of a step
+        assert torch.equal(batch["labels"] == -100, begins)
+        assert torch.equal(batch["labels"][~begins], batch["input_ids"][~begins])
+    counts = {int((torch.tensor(row["position_ids"]) == 0).sum()) for row in rows}
+    assert 1 in counts and len(counts) > 1
+
+
+def test_the_command_trains_saves_and_goes_on(tmp_path):
+    out, small = tmp_path / "run", ["--ramp-steps", "2", "--length", "128", "--rows", "2", "--float32"]
+    begin = ["retrofit", "dmc", "--out", str(out), "--anneal-steps", "2", "--solidify-steps", "1", *small]
+    done = CliRunner().invoke(app, begin)
+    assert done.exit_code == 0, done.output
+    model = AutoModelForCausalLM.from_pretrained(out)
+    assert model.config.kvcompress["neuron_scale"] == 0 and model.config.kvcompress["shift"] == 2.0
+    kvcompress.attach(model)
+    assert json.loads((out / "training.json").read_text())["recipe"]["target_ratio"] == 4.0
+    more = ["retrofit", "dmc", "--model", str(out), "--out", str(tmp_path / "more"), "--start-cr", "2"]
+    done = CliRunner().invoke(app, [*more, "--target-cr", "3", "--solidify-steps", "0", "--distillation", "0.5", *small])
+    assert done.exit_code == 0, done.output
+    assert [line["target_ratio"] for line in lines(tmp_path / "more") if "loss" in line] in ([], [2.0, 2.5])
+    for bad, message in (
+        (["--preset", "slow"], "quick, paper"),
+        (["--model", "other"], "text must be given"),
+        (["--resume", "--out", str(tmp_path / "none")], "checkpoint to resume"),
+        (["--start-cr", "5"], "start_ratio"),
+    ):
+        done = CliRunner().invoke(app, ["retrofit", "dmc", "--out", str(out), *bad])
+        assert done.exit_code == 2 and message in done.output.replace("\n", " "), done.output

@@ -67,6 +67,8 @@ class DecidingLayer(PagedLayer):
     def _decide(self, keys: Tensor) -> Tensor:
         """float32 [B, Hkv, S] of 0 and 1; 0 for the first token of a sequence."""
         config, counts = self.cache.dmc, self.cache.step.counts
+        if config.stride is not None:
+            return self._pooled(config.stride, keys)
         logits = keys[..., self.cache.neuron]
         if config.share_heads == "mean":
             logits = logits.float().mean(1, keepdim=True)
@@ -82,6 +84,15 @@ class DecidingLayer(PagedLayer):
             if seen == 0 and count:
                 alpha[b, :, -count] = 0
         return alpha
+
+    def _pooled(self, stride: int, keys: Tensor) -> Tensor:
+        """The same of fixed memory pooling: tokens 0, stride, 2 stride, ... of a sequence open entries."""
+        B, Hkv, S = keys.shape[:3]
+        assert self.places is not None
+        place = self.places + torch.arange(S, dtype=torch.int32, device=keys.device)
+        if min(self.cache.step.counts) < S:
+            place = place - (S - self._counts(keys.device))
+        return (place % stride != 0).float()[:, None].expand(B, Hkv, S).contiguous()
 
     def _counts(self, device: torch.device) -> Tensor:
         """int32 [B, 1], tokens of each sequence in this step."""

@@ -60,7 +60,10 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
             axis.axhline(rows[0][field], color="black", linewidth=0.8, linestyle=":", label="original")
         axis.set_title(title, fontsize=10)
         axis.set_xlabel("bytes of the cache, of the dense one's")
+        if field != "bits_per_byte_over_dense":
+            axis.set_ylim(-0.03, 1.03)
         axis.set_xscale("log", base=2)
+        axis.xaxis.set_major_formatter(lambda share, _: f"1/{1 / share:g}" if share < 1 else f"{share:g}")
         axis.grid(alpha=0.3)
     handles = {label: handle for axis in figure.axes for handle, label in zip(*axis.get_legend_handles_labels())}  # noqa: B905
     figure.legend(handles.values(), handles.keys(), loc="lower center", ncols=4, fontsize=8, frameon=False)

@@ -42,7 +42,7 @@ from quality import FULL as QUALITY_FULL
 from quality import MEASURES, PRUNERS, Sizes, answered, load, make_tasks, measures_of, over_dense
 from quality import QUICK as QUALITY_QUICK
 from quality_tasks import MakeCache, Result, Task, Writer, measure, standard_error
-from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 import kvcompress
 from kvcompress import DMCCache, PrunedCache
@@ -320,16 +320,18 @@ def run(
 # ---- the command ----
 
 
-def subjects_of(given: list[str], kv_heads: int, device: str) -> Iterator[Subject]:
-    """given: [KIND=]FOLDER each. Raises FileNotFoundError for what is no model's folder."""
+def subjects_of(given: list[str], original: PreTrainedModel) -> Iterator[Subject]:
+    """given: [KIND=]FOLDER each; in the original's dtype and on its device, as bytes are compared. Raises
+    FileNotFoundError for what is no model's folder."""
     for text in given:
         kind, _, folder = text.rpartition("=")
         if not Path(folder, "config.json").is_file():
             raise FileNotFoundError(f"models must be folders with a config.json, got {folder!r}")
     for text in given:
         kind, _, folder = text.rpartition("=")
-        model, _ = load(folder, device)
-        yield Subject(Path(folder).resolve().name, kind or kind_of(model.config, kv_heads), model)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=original.dtype).to(original.device).eval()
+        found = kind or kind_of(model.config, original.config.num_key_value_heads)
+        yield Subject(Path(folder).resolve().name, found, model)
 
 
 def options() -> argparse.Namespace:
@@ -356,8 +358,7 @@ def main() -> None:
     if choice.stepwise is not None:
         sizes = replace(sizes, stepwise=choice.stepwise)
     model, tokenizer = load(choice.original, choice.device)
-    subjects = subjects_of(choice.models, model.config.num_key_value_heads, choice.device)
-    name = Path(choice.original).name
+    subjects, name = subjects_of(choice.models, model), Path(choice.original).name
     rows = run(model, tokenizer, subjects, sizes, name=name, page_size=choice.page_size)
     show(rows)
     if choice.json is not None:

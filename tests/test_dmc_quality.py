@@ -141,4 +141,17 @@ def test_models_of_another_vocabulary_and_missing_folders_are_refused(benchmark,
         benchmark.run(example(), byte_tokenizer(), [benchmark.Subject("tiny", "DMC", tiny_model())],
                       replace(sizes, stepwise=0))  # fmt: skip
     with pytest.raises(FileNotFoundError, match="must be folders with a config"):
-        list(benchmark.subjects_of([f"DMC-C={tmp_path}"], 2, "cpu"))
+        list(benchmark.subjects_of([f"DMC-C={tmp_path}"], tiny_model()))
+
+
+def test_folders_are_what_their_configs_or_their_users_say(benchmark, tmp_path):
+    original, converted = tiny_model(), tiny_model()
+    convert(converted, anneal=False)
+    converted.to(torch.bfloat16).save_pretrained(tmp_path / "mine")
+    convert_to_gqa(tiny_model(), 1).save_pretrained(tmp_path / "heads")
+    given = [f"DMC-C={tmp_path / 'mine'}", str(tmp_path / "heads")]
+    found = list(benchmark.subjects_of(given, original))
+    assert [(subject.kind, subject.name, subject.converted) for subject in found] == [
+        ("DMC-C", "mine", True), ("GQA", "heads", False),
+    ]  # fmt: skip
+    assert all(subject.model.dtype == torch.float32 and not subject.model.training for subject in found)

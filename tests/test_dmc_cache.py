@@ -114,15 +114,18 @@ def test_each_prompt_of_a_padded_batch_gives_what_it_gives_alone(family, dmc, ch
 
 
 @both
-def test_a_model_that_never_decides_for_1_is_the_dense_one_without_its_neuron(dmc):
-    model, ids = attached(dmc=dmc | {"shift": 1e4}), random_ids(50)
-    found = kvcompress.generate(model, ids, new_cache(model), max_new_tokens=10, do_sample=False)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_whose_neurons_are_silent_is_the_dense_one(family, dmc):
+    model, ids = deciding_model(family, dmc=dmc | {"shift": 5.0}), random_ids(50)
     for layer in model.model.layers:
         for projection in (layer.self_attn.q_proj, layer.self_attn.k_proj):
-            projection.weight.data[15::16] = 0
-    # the last coordinate turns with the 8th, whose angles are small: what rotation puts there is left out of both
-    cache = new_cache(model)
-    assert torch.equal(kvcompress.generate(model, ids, cache, max_new_tokens=10, do_sample=False), found)
+            for parameter in projection.parameters():
+                # rotation turns coordinate 7 into the neuron, which would be left out
+                parameter.data[7::16] = parameter.data[15::16] = 0
+    dense = model.generate(ids, max_new_tokens=10, do_sample=False)
+    attach(model)
+    cache = new_cache(model, chunk_size=16)
+    assert torch.equal(kvcompress.generate(model, ids, cache, max_new_tokens=10, do_sample=False), dense)
     assert cache.total_compression_ratio() == 1
 
 
@@ -231,20 +234,36 @@ def test_forks_do_not_disturb_each_other(dmc, how):
     assert torch.equal(answer(questions[1], cache), answer(questions[1], prefill(model, ids, new_cache(model))))
 
 
-@both
-def test_a_merge_into_a_shared_full_page_takes_a_page(dmc):
+@pytest.mark.parametrize("max_pages", [None, 10])
+def test_a_merge_into_a_shared_full_page_takes_a_page(max_pages):
     """The newest slot of a full page that a fork shares is written anew, though no slot is added."""
-    model = attached(dmc=dmc | {"shift": -1e4})  # every token is merged
+    model = attached(dmc={"shift": -1e4})  # every token is merged
     ids = random_ids(30)
-    cache = new_cache(model, page_size=1)
+    cache = new_cache(model, page_size=1, max_pages=max_pages)
     logits_of(model, ids[:, :20], cache)
-    fork = cache.fork()
-    assert [layer.pool.counts for layer in (*cache.layers, *fork.layers)]
+    forks = [cache.fork() for _ in range(3)]
+    for one in (cache, *forks):  # the host then knows all lengths
+        assert one.stored_lengths() == [[[1, 1]]] * 3
     for t in range(20, 30):
-        first, second = (logits_of(model, ids[:, t : t + 1], one) for one in (cache, fork))
-        assert torch.equal(first, second)
+        first, *others = (logits_of(model, ids[:, t : t + 1], one) for one in (cache, *forks))
+        assert all(torch.equal(first, other) for other in others)
     expected = logits_of(model, ids, new_cache(model))[:, -1]
     torch.testing.assert_close(first[:, 0], expected, atol=2e-3, rtol=2e-3)
+
+
+def test_forks_that_find_no_page_for_a_merge_lose_nothing():
+    model, ids = attached(dmc={"shift": -1e4}), random_ids(30)
+    cache = new_cache(model, page_size=1, max_pages=4)
+    logits_of(model, ids[:, :20], cache)
+    fork = cache.fork()
+    fork.stored_lengths()
+    logits_of(model, ids[:, 20:21], cache)  # two rows of a page each, both copied
+    with pytest.raises(RuntimeError, match="max_pages = 4 is too few: 6 pages"):
+        logits_of(model, ids[:, 20:21], fork)
+    del cache
+    logits = logits_of(model, ids[:, 20:21], fork)
+    expected = logits_of(model, ids[:, :21], new_cache(model))[:, -1:]
+    torch.testing.assert_close(logits, expected, atol=2e-3, rtol=2e-3)
 
 
 # ---- memory ----

@@ -270,6 +270,11 @@ def test_where_nothing_merges_every_token_is_an_entry(chunks, window):
     cache = new_layer(config)
     out = read(cache, q, k, v, chunks)
     assert cache.stored_lengths() == [[[60] * Hkv] * 2]
+    live = torch.ones(D)
+    live[-1] = 0
+    turned = [cache.rotary.rotate(x * live, None, 60, [60]) * live for x in (q, k)]
+    dense = torch.nn.functional.scaled_dot_product_attention(*turned, v, is_causal=True, enable_gqa=True)
+    torch.testing.assert_close(out, dense, rtol=1e-5, atol=1e-5)
     dms = new_layer(DMCConfig(mode="dms", dms_window=2))
     torch.testing.assert_close(read(dms, q, k, v, chunks), out, rtol=1e-5, atol=1e-5)
     assert dms.stored_lengths() == cache.stored_lengths()

@@ -145,22 +145,25 @@ class DecidingLayer(PagedLayer):
     # ---- state ----
 
     def check_step(self, step: Step) -> None:
-        """As in other layers for a step of one token, each of which may need a slot; what more tokens need, their
-        decisions say."""
-        if step.columns == 1:
-            super().check_step(step)
-        else:
-            super(PagedLayer, self).check_step(step)
+        """Takes the pages that a step of one token may need; what more tokens need, their decisions say."""
+        super(PagedLayer, self).check_step(step)
+        if self.pool is not None and step.columns == 1 and self.cache.pool_settings.max_pages is not None:
+            self.pool.reserve(self._per_row(self.most_slots(step.counts)))
+
+    def most_slots(self, counts: tuple[int, ...]) -> list[int]:
+        """Slots of pages that a step of at most one token per sequence fills at most, per sequence."""
+        return list(counts)
 
     @torch.inference_mode(False)
     def select_batch(self, indices: list[int]) -> None:
         if self.pool is None or self.places is None:
             return
         heads, device = self.heads, self.places.device
-        super().select_batch(indices)
         index = torch.tensor(indices).to(device)
+        noted = self.decisions()[index] if self.noted else None
+        super().select_batch(indices)
         self.places = self.places[index]
-        self.noted = [(alpha[index], tuple(counts[b] for b in indices)) for alpha, counts in self.noted]
+        self.noted = [] if noted is None else [(noted, tuple(self.next))]
         rows = torch.tensor([b * heads + h for b in indices for h in range(heads)])
         self.select_state(rows.to(device))
 

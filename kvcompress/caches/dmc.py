@@ -31,8 +31,8 @@ class DMCLayer(DecidingLayer):
     def attend_one(self, queries: Tensor, keys: Tensor, values: Tensor, alpha: Tensor, scaling: float) -> Tensor:
         pool, places = self.pool, self.places
         assert pool is not None and places is not None
-        most = [1] * len(pool.bounds)
-        self._append(keys, values, alpha, self._weights(queries, keys), most, [True] * len(most), known=False)
+        # a token takes one page at most: that of a new slot, or a copy of the shared one that holds the newest
+        self._append(keys, values, alpha, self._weights(queries, keys), [1] * len(pool.bounds), None, known=False)
         rotated = self._without_neuron(queries, places)
         return self._decode(rotated, pool.lengths, None, scaling, causal=False)[0]
 
@@ -107,8 +107,8 @@ class DMCLayer(DecidingLayer):
         return out[0][:, :, window - 1 :], out[1][:, :, window - 1 :]
 
     def _append(
-        self, keys: Tensor, values: Tensor, alpha: Tensor, omega: Tensor, opened: list[int], rewrites: list[bool],
-        *, known: bool,
+        self, keys: Tensor, values: Tensor, alpha: Tensor, omega: Tensor, opened: list[int],
+        rewrites: list[bool] | None, *, known: bool,
     ) -> None:  # fmt: skip
         """Stores new tokens. opened, rewrites, known: as PagePool.extend takes them."""
         pool, tail, places, rotary = self.pool, self.tail, self.places, self.cache.rotary

@@ -9,9 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from .. import ops
-from .base import Step
 from .deciding import DecidingLayer, hiding
-from .paged import PagedLayer
 
 if TYPE_CHECKING:
     from .dmc import DMCCache
@@ -128,11 +126,8 @@ class DMSLayer(DecidingLayer):
 
     # ---- state ----
 
-    def check_step(self, step: Step) -> None:
-        if step.columns == 1 and max(self.next, default=0) < self.size:
-            super(PagedLayer, self).check_step(step)  # nothing leaves the ring
-        else:
-            super().check_step(step)
+    def most_slots(self, counts: tuple[int, ...]) -> list[int]:
+        return [count if seen >= self.size else 0 for count, seen in zip(counts, self.next, strict=True)]
 
     def stored_lengths(self) -> list[list[int]]:
         recent = [min(count, self.size) for count in self.next]

@@ -54,6 +54,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
                     [row[place] for row in line], [row[field] for row in line],
                     [row.get(f"{field}_se") or 0 for row in line], color=f"C{place_of}", marker="osD^vXP<>*"[place_of],
                     label=f"{method}, compressing while decoding" if stepwise else method, capsize=2,
+                    markerfacecolor="white" if stepwise else f"C{place_of}",
                     linestyle=":" if stepwise else "--" if method in PRUNERS else "-",
                 )  # fmt: skip
         if rows[0].get(field) is not None:

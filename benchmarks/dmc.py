@@ -64,9 +64,7 @@ def step_rows(width: int, autocast: bool, repeats: int) -> list[Row]:
         loss.backward()
         model.zero_grad(set_to_none=True)
 
-    seconds = alternate(
-        repeats, lambda: step(full, True), lambda: step(plain, False), lambda: step(bare, False)
-    )
+    seconds = alternate(repeats, lambda: step(full, True), lambda: step(plain, False), lambda: step(bare, False))
     name = f"step/width{width}/{'bfloat16' if autocast else 'float32'}/T{T}/B2"
     return [
         Row(f"{name}/vanilla", seconds[0], seconds[1], "transformers, SDPA", note=f"{seconds[0] / seconds[1]:.2f}x"),
@@ -115,7 +113,15 @@ def accumulate_rows(dtype: torch.dtype, repeats: int) -> list[Row]:
     rate = moved["forward"] / seconds[2]
     name = f"accumulate/{str(dtype).removeprefix('torch.')}/T{T}"
     return [
-        Row(f"{name}/{kind}", took, None, None, moved[kind] / took / rate, moved[kind], f"of {rate / 1e9:.0f} GB/s copied")
+        Row(
+            f"{name}/{kind}",
+            took,
+            None,
+            None,
+            moved[kind] / took / rate,
+            moved[kind],
+            f"of {rate / 1e9:.0f} GB/s copied",
+        )
         for kind, took in (("forward", seconds[0]), ("backward", seconds[1]))
     ]
 

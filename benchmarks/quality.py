@@ -196,6 +196,37 @@ def run_method(model: PreTrainedModel, method: Method, tasks: list[Task]) -> dic
     return results
 
 
+def answered(tasks: list[Task], dense: dict[str, Result], name: str) -> list[Task]:
+    """The tasks that the dense cache itself can do."""
+    weak = [t.name for t in tasks if t.questions and dense[t.name].mean < LEAST_DENSE_RECALL]
+    for task in weak:
+        print(f"{task} is left out: dense recall is {dense[task].mean:.2f}", file=sys.stderr)
+    if len(weak) == len(tasks):
+        raise ValueError(f"model must be able to do one of the tasks, got {name}")
+    return [task for task in tasks if task.name not in weak]
+
+
+def measures_of(results: dict[str, Result], dense: dict[str, Result], tasks: list[Task]) -> dict[str, Any]:
+    """What a row says of the tasks that were measured."""
+    row: dict[str, Any] = {}
+    for task in tasks:
+        if (result := results.get(task.name)) is None:
+            continue
+        field = MEASURES[task.name]
+        row |= {field: result.mean, f"{field}_se": result.standard_error, f"{field}_samples": result.samples}
+        if task.questions:
+            row |= {f"{field}_questions": result.asked, f"{field}_by_depth": result.by_depth}
+        else:
+            row |= over_dense(field, result.samples, dense[task.name].samples)
+    return row
+
+
+def over_dense(field: str, samples: list[float], dense: list[float]) -> dict[str, float]:
+    """Mean of the differences on the same texts, and its standard error."""
+    over = [ours - theirs for ours, theirs in zip(samples, dense, strict=True)]
+    return {f"{field}_over_dense": float(np.mean(over)), f"{field}_over_dense_se": standard_error(over)}
+
+
 def row_of(method: Method, model_name: str, results: dict[str, Result], dense: dict[str, Result],
            tasks: list[Task], seconds: float) -> dict[str, Any]:  # fmt: skip
     """One row of the file; a measure that does not apply is missing or null. Samples, one per prompt, are of the same
@@ -210,16 +241,7 @@ def row_of(method: Method, model_name: str, results: dict[str, Result], dense: d
         "positions": "contiguous" if method.iterative else str(method.positions),
         "guided": method.guided,
     }
-    for task in tasks:
-        if (result := results.get(task.name)) is None:
-            continue
-        field = MEASURES[task.name]
-        row |= {field: result.mean, f"{field}_se": result.standard_error, f"{field}_samples": result.samples}
-        if task.questions:
-            row |= {f"{field}_questions": result.asked, f"{field}_by_depth": result.by_depth}
-        else:
-            over = [ours - theirs for ours, theirs in zip(result.samples, dense[task.name].samples, strict=True)]
-            row |= {f"{field}_over_dense": float(np.mean(over)), f"{field}_over_dense_se": standard_error(over)}
+    row |= measures_of(results, dense, tasks)
     first = next(task.name for task in tasks if task.name in results)
     held = results[first].nbytes, dense[first].nbytes
     row |= {"nbytes": held[0], "dense_nbytes": held[1], "nbytes_share": held[0] / held[1], "seconds": seconds}
@@ -249,12 +271,7 @@ def run(
             results = run_method(model, method, tasks)
             if not dense:
                 dense = results
-                weak = [t.name for t in tasks if t.questions and results[t.name].mean < LEAST_DENSE_RECALL]
-                tasks = [task for task in tasks if task.name not in weak]
-                for task in weak:
-                    print(f"{task} is left out: dense recall is {results[task].mean:.2f}", file=sys.stderr)
-                if not tasks:
-                    raise ValueError(f"model must be able to do one of the tasks, got {name}")
+                tasks = answered(tasks, results, name)
             seconds = time.perf_counter() - begin
             rows.append(row_of(method, name, results, dense, tasks, seconds))
             count = len(whole) + len(chosen)
@@ -265,7 +282,7 @@ def run(
 # ---- what is shown ----
 
 
-def _number(row: dict[str, Any], field: str, sign: str = "") -> str:
+def number(row: dict[str, Any], field: str, sign: str = "") -> str:
     if row.get(field) is None:
         return ""
     error = row.get(f"{field}_se")
@@ -277,9 +294,9 @@ def show(rows: list[dict[str, Any]]) -> None:
         (
             row["method"],
             f"{row['share_kept']:g}",
-            _number(row, "bits_per_byte"),
-            _number(row, "bits_per_byte_over_dense", "+"),
-            *(_number(row, field) for field in ("fact_recall", "later_recall", "pair_recall")),
+            number(row, "bits_per_byte"),
+            number(row, "bits_per_byte_over_dense", "+"),
+            *(number(row, field) for field in ("fact_recall", "later_recall", "pair_recall")),
             f"{row['nbytes_share']:.3f}",
         )
         for row in rows

@@ -225,8 +225,12 @@ def logits_after(
     following: list[list[int]],
     make: MakeCache,
     guide: tuple[int, ...] | None = None,
+    *,
+    stepwise: bool = False,
 ) -> tuple[Tensor, int]:
-    """(float32 logits [B, n, vocabulary] of the following tokens, bytes that the cache holds after reading)."""
+    """(float32 logits [B, n, vocabulary] of the following tokens, bytes that the cache holds after reading).
+
+    stepwise: one token at a time, as in decoding, so that a cache with `every` compresses between them."""
     cache, device = make(), model.device
     ids = torch.tensor(prompts, device=device)
     if isinstance(cache, CompressedCache):
@@ -240,21 +244,22 @@ def logits_after(
         nbytes = dense_nbytes(cache)
     longest = max(map(len, following))
     later = torch.tensor([tokens + [0] * (longest - len(tokens)) for tokens in following], device=device)
-    return model(input_ids=later, past_key_values=cache).logits.float(), nbytes
+    parts = later.split(1, dim=1) if stepwise else (later,)
+    return torch.cat([model(input_ids=part, past_key_values=cache).logits.float() for part in parts], 1), nbytes
 
 
 def _right(logits: Tensor, asked: Question, place: int) -> bool:
     return logits[place - 1 : place - 1 + len(asked.answer)].argmax(-1).tolist() == list(asked.answer)
 
 
-def measure(model: PreTrainedModel, task: Task, make: MakeCache, *, batch: int = 8) -> Result:
-    """One task with one kind of cache; the model is attached."""
+def measure(model: PreTrainedModel, task: Task, make: MakeCache, *, batch: int = 8, stepwise: bool = False) -> Result:
+    """One task with one kind of cache; the model is attached. stepwise: see logits_after."""
     samples: list[float] = []
     found: dict[int, list[bool]] = {}
     nbytes = 0
     for first in range(0, len(task.prompts), batch):
         part = slice(first, first + batch)
-        logits, held = logits_after(model, task.prompts[part], task.following[part], make)
+        logits, held = logits_after(model, task.prompts[part], task.following[part], make, stepwise=stepwise)
         nbytes += held
         for row, scores in enumerate(logits, first):
             if task.questions:

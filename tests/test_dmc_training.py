@@ -357,7 +357,9 @@ def test_the_loss_on_the_ratio_is_one_sided():
 def test_hinges_are_what_they_are_called():
     alpha = torch.rand(3, 4, 2, 11)
     valid = torch.rand(4, 11) > 0.3
-    found = {hinge: CompressionLoss(hinge=hinge)(decisions(alpha, valid), 2.2) for hinge in ("global", "sequence", "layer")}
+    found = {
+        hinge: CompressionLoss(hinge=hinge)(decisions(alpha, valid), 2.2) for hinge in ("global", "sequence", "layer")
+    }
     share, kept = 1 - 1 / 2.2, alpha.permute(1, 3, 0, 2)[valid]  # [tokens, L, H]
     expected = max(share - kept.mean().item(), 0)
     torch.testing.assert_close(found["global"].item(), expected, rtol=1e-5, atol=1e-6)
@@ -408,8 +410,8 @@ def test_loss_fields_are_checked(field, value):
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
-    "config", [{}, {"window": 3}, {"mode": "dms", "dms_window": 5}, {"share_heads": "mean", "omega": "uniform"},
-               {"stride": 3}]
+    "config",
+    [{}, {"window": 3}, {"mode": "dms", "dms_window": 5}, {"share_heads": "mean", "omega": "uniform"}, {"stride": 3}],
 )
 def test_logits_without_a_cache_are_those_of_the_cache_step_by_step(family, config):
     model, ids = converted(family, **config), random_ids(60, 2)

@@ -93,8 +93,12 @@ def test_a_run_anneals_ramps_and_logs_each_step(tmp_path):
     run.train()
     found = [line for line in lines(tmp_path) if "loss" in line]
     assert [line["step"] for line in found] == list(range(1, 11))
-    assert [line["target_ratio"] for line in found] == pytest.approx([RECIPE.target(step) for step in range(10)], abs=1e-4)
-    assert [line["learning_rate"] for line in found[4:8]] == pytest.approx([3e-3 * RECIPE.learning_rate(s) for s in range(4, 8)])
+    assert [line["target_ratio"] for line in found] == pytest.approx(
+        [RECIPE.target(step) for step in range(10)], abs=1e-4
+    )
+    assert [line["learning_rate"] for line in found[4:8]] == pytest.approx(
+        [3e-3 * RECIPE.learning_rate(s) for s in range(4, 8)]
+    )
     assert all(len(line["ratio_layers"]) == 3 and len(line["ratio_layers"][0]) == 2 for line in found[3:])
     for line in found[3:]:
         assert line["loss"] == pytest.approx(line["lm_loss"] + line["compression_loss"], abs=2e-4)
@@ -233,7 +237,9 @@ def test_the_command_trains_saves_and_goes_on(tmp_path):
     kvcompress.attach(model)
     assert json.loads((out / "training.json").read_text())["recipe"]["target_ratio"] == 4.0
     more = ["retrofit", "dmc", "--model", str(out), "--out", str(tmp_path / "more"), "--start-cr", "2"]
-    done = CliRunner().invoke(app, [*more, "--target-cr", "3", "--solidify-steps", "0", "--distillation", "0.5", *small])
+    done = CliRunner().invoke(
+        app, [*more, "--target-cr", "3", "--solidify-steps", "0", "--distillation", "0.5", *small]
+    )
     assert done.exit_code == 0, done.output
     assert [line["target_ratio"] for line in lines(tmp_path / "more") if "loss" in line] in ([], [2.0, 2.5])
     for bad, message in (

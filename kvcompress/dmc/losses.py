@@ -127,7 +127,8 @@ def _global_mean(x: Tensor, decisions: LastDecisions, dims: tuple[int, ...]) -> 
 
 
 def compression_ratios(decisions: LastDecisions) -> dict[str, float | list[list[float]]]:
-    """What the last pass would have compressed to: {"soft", "hard": tokens per entry over all, "layers": hard, [L][Hkv]}.
+    """What the last pass would have compressed to: tokens per entry over all, "soft" and "hard"; "layers": hard,
+    [L][Hkv].
 
     A first token never merges; here it counts with its own decision, as in the loss.
     """

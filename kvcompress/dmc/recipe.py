@@ -19,8 +19,8 @@ class DMCRecipe(Recipe):
     """Three stages in one run. anneal_steps: the neurons fade out of attention, linearly. ramp_steps: the target ratio
     goes linearly from start_ratio to target_ratio (0: the target from the first step). solidify_steps: it stays, and
     the learning rate falls by a cosine to end_rate of it. warmup_steps: of the learning rate, at the start.
-    neuron_scale goes from 1 to 0 in anneal_fraction of its steps. To go on to a higher ratio, start from the model of an
-    earlier run that was not solidified: anneal_steps=0 and start_ratio its target.
+    neuron_scale goes from 1 to 0 in anneal_fraction of its steps. To go on to a higher ratio, start from the model of
+    an earlier run that was not solidified: anneal_steps=0 and start_ratio its target.
     Defaults are the paper's for 4x, in its steps of 4.2 M tokens.
     Raises ValueError for a field out of range. Source: DMC, section 3.2; dmc_ramp of the released code.
     """

@@ -1,8 +1,10 @@
-"""Figures of a reading: what was planned, what memory received and kept, and what it is worth.
+"""Figures of a reading: what was planned, what memory received and kept, and what it is worth; of a model converted to
+DMC: where it compresses.
 
 Each function draws into axes, or into a new figure where axes is None (no display, no pyplot state), and returns the
-Axes. plan, memory_share and memory_map have one panel per name: given a dict they take as many Axes and return a list
-of them, in the dict's order. Iterations, chunks and layers count from 0. axes.figure is the figure, save writes it.
+Axes. plan, memory_share, memory_map and head_ratios have one panel per name: given a dict they take as many Axes and
+return a list of them, in the dict's order; ratios_over_training has one per ratio. Iterations, chunks and layers count
+from 0. axes.figure is the figure, save writes it. segments_html and segments_text give text, coloured by cache entries.
 In a notebook, `axes.figure` as a cell's last line shows it after `%matplotlib inline`.
 """
 
@@ -13,20 +15,31 @@ except ModuleNotFoundError as error:
         raise
     raise ImportError("kvcompress.plots needs matplotlib: pip install 'kvcompress[eval]'", name=error.name) from error
 
+from .dmc import decision_over_position, head_ratios, ratio_over_length, ratios_over_training
 from .files import save
 from .plans import plan
 from .quality import loss_over_position, recall_map
 from .readings import memory_attention, memory_share, retention
+from .segmentation import Segment, print_segments, segments, segments_html, segments_text
 from .sources import memory_map, memory_sources
 
 __all__ = [
+    "Segment",
+    "decision_over_position",
+    "head_ratios",
     "loss_over_position",
     "memory_attention",
     "memory_map",
     "memory_share",
     "memory_sources",
     "plan",
+    "print_segments",
+    "ratio_over_length",
+    "ratios_over_training",
     "recall_map",
     "retention",
     "save",
+    "segments",
+    "segments_html",
+    "segments_text",
 ]

@@ -9,6 +9,26 @@ import typer
 
 app = typer.Typer(no_args_is_help=True, help="Train a model for a compressed cache.")
 
+# options that every command has
+Out = Annotated[Path, typer.Option(help="folder for checkpoints, metrics and the trained model")]
+Preset = Annotated[str, typer.Option(help="quick (minutes to hours, a small model) or paper")]
+Model = Annotated[str, typer.Option(help="folder or name of a transformers model, or example")]
+Text = Annotated[list[Path] | None, typer.Option(help="training text: .txt, .jsonl, .csv or .parquet")]
+Rate = Annotated[float | None, typer.Option(help="AdamW's")]
+Distillation = Annotated[
+    float, typer.Option(help="share of the loss that is the distance to the teacher", min=0.0, max=1.0)
+]
+Teacher = Annotated[str | None, typer.Option(help="folder or name; not given: the model as it was")]
+Length = Annotated[int | None, typer.Option(help="tokens of a training row", min=2)]
+Rows = Annotated[int | None, typer.Option(help="rows of a forward pass", min=1)]
+Accumulation = Annotated[int | None, typer.Option(help="forward passes of a step", min=1)]
+SaveSteps = Annotated[int, typer.Option(help="steps between checkpoints", min=1)]
+KeepAll = Annotated[bool, typer.Option("--keep-all", help="keep every checkpoint, not the last two")]
+Device = Annotated[str, typer.Option(help="cpu or cuda")]
+Float32 = Annotated[bool, typer.Option("--float32", help="no bfloat16 autocast")]
+Checkpointing = Annotated[bool, typer.Option("--checkpointing", help="recompute activations")]
+Resume = Annotated[bool, typer.Option("--resume", help="go on from the last checkpoint in the folder")]
+
 # steps, what they are made of and the learning rate; "quick" is for the shipped model on two CPU cores
 PRESETS: dict[str, dict[str, Any]] = {
     "quick": {
@@ -22,38 +42,46 @@ PRESETS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+def _chosen(preset: str, own: dict[str, Any]) -> dict[str, Any]:
+    """What a preset says, and what was given instead (None = not given)."""
+    if preset not in PRESETS:
+        raise typer.BadParameter(f"must be one of {', '.join(PRESETS)}, got {preset!r}", param_hint="--preset")
+    return PRESETS[preset] | {name: value for name, value in own.items() if value is not None}
+
+
 @app.command()
 def dmc(
-    out: Annotated[Path, typer.Option(help="folder for checkpoints, metrics and the trained model")],
+    out: Out,
     target_cr: Annotated[float, typer.Option(help="tokens per cache entry to reach", min=1.0)] = 4.0,
-    preset: Annotated[str, typer.Option(help="quick (minutes to hours, a small model) or paper")] = "quick",
-    model: Annotated[str, typer.Option(help="folder or name of a transformers model, or example")] = "example",
-    text: Annotated[list[Path] | None, typer.Option(help="training text: .txt, .jsonl, .csv or .parquet")] = None,
+    preset: Preset = "quick",
+    model: Model = "example",
+    text: Text = None,
     mode: Annotated[str, typer.Option(help="dmc (merge) or dms (drop)")] = "dmc",
     dms_window: Annotated[int, typer.Option(help="tokens that dms never drops", min=0)] = 512,
     start_cr: Annotated[float, typer.Option(help="where the ramp begins", min=1.0)] = 1.0,
     anneal_steps: Annotated[int | None, typer.Option(help="steps that fade the neurons out", min=0)] = None,
     ramp_steps: Annotated[int | None, typer.Option(help="steps from start to target", min=0)] = None,
-    solidify_steps: Annotated[int | None, typer.Option(help="steps at the target, learning rate falling", min=0)] = None,
-    learning_rate: Annotated[float | None, typer.Option(help="AdamW's")] = None,
+    solidify_steps: Annotated[
+        int | None, typer.Option(help="steps at the target, learning rate falling", min=0)
+    ] = None,
+    learning_rate: Rate = None,
     weight: Annotated[float | None, typer.Option(help="of the compression loss", min=0.0)] = None,
     shift: Annotated[float | None, typer.Option(help="c: how unlikely a merge is at first")] = None,
     hinge: Annotated[str, typer.Option(help="over what the ratio is meant: global, sequence or layer")] = "global",
+    stride: Annotated[int | None, typer.Option(help="fixed pooling of so many tokens, the baseline", min=1)] = None,
     equal_weight: Annotated[float, typer.Option(help="DMC-C: weight of equal ratios within a layer", min=0.0)] = 0.0,
-    distillation: Annotated[
-        float, typer.Option(help="share of the loss that is the distance to the teacher", min=0.0, max=1.0)
-    ] = 0.0,
-    teacher: Annotated[str | None, typer.Option(help="folder or name; not given: the model as it was")] = None,
-    length: Annotated[int | None, typer.Option(help="tokens of a training row", min=2)] = None,
-    rows: Annotated[int | None, typer.Option(help="rows of a forward pass", min=1)] = None,
-    accumulation: Annotated[int | None, typer.Option(help="forward passes of a step", min=1)] = None,
-    save_steps: Annotated[int, typer.Option(help="steps between checkpoints", min=1)] = 500,
-    keep_all: Annotated[bool, typer.Option("--keep-all", help="keep every checkpoint, not the last two")] = False,
+    distillation: Distillation = 0.0,
+    teacher: Teacher = None,
+    length: Length = None,
+    rows: Rows = None,
+    accumulation: Accumulation = None,
+    save_steps: SaveSteps = 500,
+    keep_all: KeepAll = False,
     seed: Annotated[int, typer.Option(help="of data and noise", min=0)] = 0,
-    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
-    float32: Annotated[bool, typer.Option("--float32", help="no bfloat16 autocast")] = False,
-    checkpointing: Annotated[bool, typer.Option("--checkpointing", help="recompute activations")] = False,
-    resume: Annotated[bool, typer.Option("--resume", help="go on from the last checkpoint in the folder")] = False,
+    device: Device = "cpu",
+    float32: Float32 = False,
+    checkpointing: Checkpointing = False,
+    resume: Resume = False,
 ) -> None:
     """Retrofit a model with Dynamic Memory Compression: each KV head learns which tokens to merge.
 
@@ -64,14 +92,11 @@ def dmc(
     from ..dmc.retrofit import retrofit
     from .run import RunSettings
 
-    if preset not in PRESETS:
-        raise typer.BadParameter(f"must be one of {', '.join(PRESETS)}, got {preset!r}", param_hint="--preset")
-    chosen = dict(PRESETS[preset])
     own = {
         "anneal_steps": anneal_steps, "ramp_steps": ramp_steps, "solidify_steps": solidify_steps, "weight": weight,
         "learning_rate": learning_rate, "shift": shift, "length": length, "rows": rows, "accumulation": accumulation,
     }  # fmt: skip
-    chosen |= {name: value for name, value in own.items() if value is not None}
+    chosen = _chosen(preset, own)
     try:
         recipe = DMCRecipe(
             target_ratio=target_cr, start_ratio=start_cr, seed=seed,
@@ -79,11 +104,60 @@ def dmc(
             **{name: chosen[name] for name in ("anneal_steps", "ramp_steps", "solidify_steps", "warmup_steps")},
         )  # fmt: skip
         settings = RunSettings(
-            out=out, model=model, text=tuple(text or ()), distillation=distillation, teacher=teacher, seed=seed, device=device,
+            out=out, model=model, text=tuple(text or ()), distillation=distillation, teacher=teacher, seed=seed,
             save_steps=save_steps, keep_checkpoints=None if keep_all else 2,
-            bfloat16=not float32, checkpointing=checkpointing,
+            device=device, bfloat16=not float32, checkpointing=checkpointing,
             **{name: chosen[name] for name in ("length", "rows", "accumulation", "learning_rate")},
         )  # fmt: skip
-        retrofit(recipe, settings, shift=chosen["shift"], mode=mode, dms_window=dms_window, resume=resume)
+        retrofit(
+            recipe, settings, shift=chosen["shift"], mode=mode, dms_window=dms_window, stride=stride,
+            omega="learned" if stride is None else "uniform", resume=resume,
+        )  # fmt: skip
+    except (ValueError, FileNotFoundError) as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+@app.command()
+def gqa(
+    out: Out,
+    kv_heads: Annotated[int, typer.Option(help="KV heads of a layer, a divisor of the model's", min=1)],
+    preset: Preset = "quick",
+    model: Model = "example",
+    text: Text = None,
+    steps: Annotated[int | None, typer.Option(help="in all; not given: as many as dmc's", min=1)] = None,
+    decay_steps: Annotated[int | None, typer.Option(help="the last ones, learning rate falling", min=0)] = None,
+    learning_rate: Rate = None,
+    distillation: Distillation = 0.0,
+    teacher: Teacher = None,
+    length: Length = None,
+    rows: Rows = None,
+    accumulation: Accumulation = None,
+    seed: Annotated[int, typer.Option(help="of data", min=0)] = 0,
+    device: Device = "cpu",
+    float32: Float32 = False,
+    checkpointing: Checkpointing = False,
+    resume: Resume = False,
+) -> None:
+    """Average a model's KV heads to fewer ones and train it on: the baseline of the same cache size.
+
+    What it saves is a plain transformers model.
+    """
+    from .gqa import PlainRecipe, retrofit_gqa
+    from .run import RunSettings
+
+    own = {"learning_rate": learning_rate, "length": length, "rows": rows, "accumulation": accumulation}
+    chosen = _chosen(preset, own)
+    if steps is None:
+        steps = chosen["anneal_steps"] + chosen["ramp_steps"] + chosen["solidify_steps"]
+    if decay_steps is None:
+        decay_steps = min(chosen["solidify_steps"], steps)
+    try:
+        recipe = PlainRecipe(steps=steps, warmup_steps=chosen["warmup_steps"], decay_steps=decay_steps)
+        settings = RunSettings(
+            out=out, model=model, text=tuple(text or ()), distillation=distillation, teacher=teacher, seed=seed,
+            device=device, bfloat16=not float32, checkpointing=checkpointing,
+            **{name: chosen[name] for name in ("length", "rows", "accumulation", "learning_rate")},
+        )  # fmt: skip
+        retrofit_gqa(recipe, settings, kv_heads, resume=resume)
     except (ValueError, FileNotFoundError) as error:
         raise typer.BadParameter(str(error)) from None

@@ -67,8 +67,10 @@ def example_rows(length: int, rows_per_step: int, seed: int) -> IterableDataset:
 
     Rows of `length` tokens; the rows of a step are cut into equally many documents, one for half of the steps, else 2
     to 16, so that short distances stay known. Returns a datasets.IterableDataset with input_ids, position_ids (from 0
-    in each document) and labels.
+    in each document) and labels. Raises ValueError for rows shorter than 128 tokens, which hold no fact and question.
     """
+    if length < 128:
+        raise ValueError(f"length must be at least 128 for the example model's data, got {length}")
     from datasets import IterableDataset
 
     return IterableDataset.from_generator(

@@ -40,7 +40,9 @@ class Documents:
                 raise ValueError(f"attention_mask must be [{batch}, {columns}], got shape {tuple(mask.shape)}")
             valid = mask != 0
             if bool(((valid[:, 1:] & ~valid[:, :-1]).sum(1) + valid[:, 0].long() > 1).any()):
-                raise ValueError("attention_mask must be zeros at the ends of a row alone, got tokens in several pieces")
+                raise ValueError(
+                    "attention_mask must be zeros at the ends of a row alone, got tokens in several pieces"
+                )
             if bool(valid.all()):
                 valid = None
         positions = None

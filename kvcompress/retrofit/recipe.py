@@ -27,5 +27,5 @@ class Recipe(ABC):
 
     @abstractmethod
     def loss(self, model: nn.Module, step: int) -> tuple[Tensor | None, dict[str, Any]]:
-        """What is added to the language model's loss after a forward pass (None = nothing), and figures to log: numbers,
-        and lists for the metrics file alone."""
+        """What is added to the language model's loss after a forward pass (None = nothing), and figures to log: numbers
+        for the log and the metrics file, lists for the file alone."""

@@ -8,7 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    TrainingArguments,
+)
 
 from ..hf.attach import attach, base_model
 from ..models import EXAMPLE, load_example_model
@@ -147,7 +153,9 @@ def train(
         data_collator=collate,
     )  # fmt: skip
     trainer.train(resume_from_checkpoint=last)
-    figures = {"settings": asdict(settings) | {"out": "", "text": [path.name for path in settings.text]}}
+    figures: dict[str, Any] = {
+        "settings": asdict(settings) | {"out": "", "text": [path.name for path in settings.text]}
+    }
     figures |= {"recipe": _plain(recipe), "last": [line for line in trainer.state.log_history if "loss" in line][-1:]}
     if trainer.is_world_process_zero():
         save(model, tokenizer, out, figures)

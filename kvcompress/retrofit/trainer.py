@@ -94,11 +94,12 @@ class RetrofitTrainer(Trainer):
     def create_scheduler(
         self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
     ) -> torch.optim.lr_scheduler.LRScheduler:
-        if self.lr_scheduler is None:
+        scheduler: torch.optim.lr_scheduler.LRScheduler | None = self.lr_scheduler
+        if scheduler is None:
             chosen = optimizer or self.optimizer
             assert chosen is not None
-            self.lr_scheduler = LambdaLR(chosen, self.recipe.learning_rate)
-        return self.lr_scheduler
+            self.lr_scheduler = scheduler = LambdaLR(chosen, self.recipe.learning_rate)
+        return scheduler
 
     def compute_loss(
         self,

@@ -1,0 +1,157 @@
+"""benchmarks/dmc_quality.py on a few short prompts and models that nobody trained: its rows hold what they name."""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import tiny_model
+
+import kvcompress
+from kvcompress.dmc import DMCConfig, convert
+from kvcompress.models.tokenizer import byte_tokenizer
+from kvcompress.retrofit.gqa import convert_to_gqa
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+SMALL = {"length": 256, "scored": 32, "texts": 2, "facts": 2, "later": 1, "pairs": 1, "per_prompt": 2}
+MEASURED = ("bits_per_byte", "fact_recall", "later_recall", "pair_recall")
+
+
+@pytest.fixture
+def benchmark(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    names = ("common", "quality_tasks", "quality", "dmc_quality_tables", "dmc_quality")
+    for name in names:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    import dmc_quality
+
+    yield dmc_quality
+    for name in names:
+        sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def sizes(benchmark):
+    return replace(benchmark.QUICK, **SMALL, pairs_per_prompt=4, window=256, windows=2, stepwise=1)
+
+
+def example():
+    return kvcompress.load_example_model()[0]
+
+
+def deciding(**config):
+    """The shipped model with random decisions."""
+    model = example()
+    convert(model, DMCConfig(**{"shift": 0.0} | config), anneal=False)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            rows = layer.self_attn.k_proj.weight.unflatten(0, (-1, 64))[:, -1]
+            rows.copy_(torch.randn(rows.shape, generator=generator) * 0.1)
+    return model
+
+
+def by_name(rows):
+    return {row["name"].removeprefix("dmc_quality/example/"): row for row in rows}
+
+
+def test_rows_of_a_converted_model_and_of_pruners_with_its_bytes(benchmark, sizes, tmp_path):
+    subjects = [benchmark.Subject("mine", "DMC", deciding()),
+                benchmark.Subject("heads", "GQA", convert_to_gqa(example(), 1))]  # fmt: skip
+    rows = benchmark.run(example(), byte_tokenizer(), subjects, sizes, page_size=4, pruners=("H2O", "StreamingLLM"))
+    found = by_name(rows)
+    assert list(found) == [
+        "dense", "DMC/mine", "DMC/mine/every1", "GQA/heads", "H2O/as_mine", "H2O/as_mine/every1",
+        "StreamingLLM/as_mine", "StreamingLLM/as_mine/every1",
+    ]  # fmt: skip
+    dense, mine, heads = found["dense"], found["DMC/mine"], found["GQA/heads"]
+    assert dense["fact_recall"] == 1.0 and dense["nbytes_share"] == 1.0
+    assert heads["nbytes_share"] == 0.5 and heads["kv_heads"] == 1
+    assert 1.2 < mine["compression_ratio"] < 20
+    ratios = mine["compression_ratio_by_head"]
+    assert len(ratios) == 4 and len(ratios[0]) == 2
+    kept = [1 / ratio for layer in ratios for ratio in layer]
+    assert 1 / mine["compression_ratio"] == pytest.approx(sum(kept) / len(kept), rel=1e-4)
+    assert mine["compression_ratio_over_length"]["lengths"][-1] == 256
+    assert mine["compression_ratio_over_length"]["total"][-1] == pytest.approx(mine["compression_ratio"], rel=1e-4)
+    # pages of 4 entries of 512 bytes, the newest entry's sums and the tables come on top of the entries
+    assert 1 / mine["compression_ratio"] < mine["nbytes_share"] < 1 / mine["compression_ratio"] + 0.04
+    for name in ("H2O", "StreamingLLM"):
+        pruned = found[f"{name}/as_mine"]
+        for field in MEASURED:
+            assert pruned[f"{field}_nbytes_share"] == pytest.approx(mine[f"{field}_nbytes_share"], rel=0.03)
+        assert found[f"{name}/as_mine/every1"]["share_removed"] == pytest.approx(
+            1 - 1 / mine["compression_ratio"], 1e-4
+        )
+    assert found["StreamingLLM/as_mine"]["bits_per_byte_over_dense"] > 0
+    # read in one call or token by token, a converted model says the same
+    steps = found["DMC/mine/every1"]
+    assert steps["bits_per_byte_samples"] == pytest.approx(mine["bits_per_byte_samples"][:1], rel=1e-3)
+    over = steps["bits_per_byte_samples"][0] - dense["bits_per_byte_samples"][0]
+    assert steps["bits_per_byte_over_dense"] == pytest.approx(over, abs=1e-5)
+    for field in ("full_bits_per_byte", *MEASURED):
+        assert len(mine[f"{field}_samples"]) == len(dense[f"{field}_samples"])
+    assert mine["full_bits_per_byte_over_dense"] > 0
+
+    benchmark.show(rows)
+    benchmark.draw(rows, tmp_path / "rows.png")
+    assert (tmp_path / "rows.png").stat().st_size > 10_000
+    benchmark.write_json(tmp_path / "rows.json", rows)
+    assert json.loads((tmp_path / "rows.json").read_text())["rows"] == rows
+
+
+def test_a_model_that_never_merges_is_close_to_the_original(benchmark, sizes):
+    """What is lost is one coordinate of 64 alone; all its bytes are there."""
+    model = example()
+    convert(model, anneal=False)
+    sizes = replace(sizes, stepwise=0)
+    dense, whole = benchmark.run(example(), byte_tokenizer(), [benchmark.Subject("whole", "DMC", model)], sizes,
+                                 pruners=())  # fmt: skip
+    assert whole["compression_ratio"] == 1.0
+    assert whole["nbytes_share"] == pytest.approx(1.0, abs=0.02)
+    assert set(whole["decision_over_position"]) == {0.0}
+    for field in ("bits_per_byte", "full_bits_per_byte"):
+        assert whole[field] == pytest.approx(dense[field], abs=0.5)
+
+
+def test_other_converted_models_are_matched_where_there_is_no_dmc(benchmark, sizes):
+    model = deciding(stride=4, omega="uniform")
+    subject = benchmark.Subject("four", benchmark.kind_of(model.config, 2), model)
+    assert subject.kind == "pooling"
+    sizes = replace(sizes, facts=1, stepwise=0)
+    found = by_name(benchmark.run(example(), byte_tokenizer(), [subject], sizes, pruners=("TOVA",)))
+    assert found["pooling/four"]["compression_ratio"] == 4.0
+    assert found["TOVA/as_four"]["nbytes_share"] == pytest.approx(found["pooling/four"]["nbytes_share"], rel=0.05)
+
+
+def test_what_a_model_is_says_its_config(benchmark):
+    plain = tiny_model()
+    assert benchmark.kind_of(plain.config, 2) == "dense"
+    assert benchmark.kind_of(convert_to_gqa(plain, 1).config, 2) == "GQA"
+    for settings, kind in (({"mode": "dms"}, "DMS"), ({"share_heads": "mean"}, "DMC-HardC"), ({}, "DMC")):
+        model = tiny_model()
+        convert(model, DMCConfig(**settings))
+        assert benchmark.kind_of(model.config, 2) == kind
+
+
+def test_models_of_another_vocabulary_and_missing_folders_are_refused(benchmark, sizes, tmp_path):
+    with pytest.raises(ValueError, match="vocabulary of 256, got 97 in tiny"):
+        benchmark.run(example(), byte_tokenizer(), [benchmark.Subject("tiny", "DMC", tiny_model())],
+                      replace(sizes, stepwise=0))  # fmt: skip
+    with pytest.raises(FileNotFoundError, match="must be folders with a config"):
+        list(benchmark.subjects_of([f"DMC-C={tmp_path}"], tiny_model()))
+
+
+def test_folders_are_what_their_configs_or_their_users_say(benchmark, tmp_path):
+    original, converted = tiny_model(), tiny_model()
+    convert(converted, anneal=False)
+    converted.to(torch.bfloat16).save_pretrained(tmp_path / "mine")
+    convert_to_gqa(tiny_model(), 1).save_pretrained(tmp_path / "heads")
+    given = [f"DMC-C={tmp_path / 'mine'}", str(tmp_path / "heads")]
+    found = list(benchmark.subjects_of(given, original))
+    assert [(subject.kind, subject.name, subject.converted) for subject in found] == [
+        ("DMC-C", "mine", True), ("GQA", "heads", False),
+    ]  # fmt: skip
+    assert all(subject.model.dtype == torch.float32 and not subject.model.training for subject in found)

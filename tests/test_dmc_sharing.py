@@ -167,6 +167,16 @@ def test_a_full_pool_loses_nothing_while_decoding(dmc):
     assert before != cache.stored_lengths()
 
 
+def test_tokens_of_the_window_need_no_page():
+    model, ids = attached(dmc={"mode": "dms", "dms_window": 20, "shift": 1e4}), random_ids(30)
+    cache = new_cache(model, max_pages=1)
+    for t in range(21):
+        logits_of(model, ids[:, t : t + 1], cache)
+    with pytest.raises(RuntimeError, match="max_pages = 1 is too few: 2 pages"):
+        logits_of(model, ids[:, 21:22], cache)
+    assert cache.stored_lengths() == [[[21, 21]]] * 3
+
+
 @both
 def test_trim_and_reset(dmc):
     model, ids = attached(dmc=dmc), random_ids(60)

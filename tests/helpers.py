@@ -34,6 +34,13 @@ FAMILIES = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
 }
+DMC_MODES = {  # fields of DMCConfig
+    "dmc": {},
+    "window": {"window": 12},
+    "window 2": {"window": 2, "neuron": 0, "share_heads": "mean"},
+    "dms": {"mode": "dms", "dms_window": 5},
+    "dms 0": {"mode": "dms", "dms_window": 0},
+}
 
 
 def tiny_model(family: str = "llama", seed: int = 0, **settings: object) -> PreTrainedModel:
@@ -77,6 +84,11 @@ def deciding_model(
     model = tiny_model(family, seed, **settings)
     model.config.kvcompress = DMCConfig(**{"shift": 0.0, **(dmc or {})}).to_dict()
     return model
+
+
+def logits_of(model: PreTrainedModel, ids: Tensor, cache: object) -> Tensor:
+    with torch.no_grad():
+        return model(ids, past_key_values=cache).logits
 
 
 def random_ids(length: int, batch: int = 1, seed: int = 1) -> Tensor:

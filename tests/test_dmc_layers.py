@@ -83,8 +83,6 @@ def projections(B=2, T=60, config=DMCConfig(), dtype=torch.float32, seed=0):  # 
     # not every sequence of decisions has runs longer than the window of 12
     lean = torch.where(torch.arange(T) % 40 < 20, 2.5, -1.0)
     decide = config.shift + lean + 2 * torch.randn(B, Hkv, T, generator=generator)
-    if config.share_heads == "mean":
-        decide[:, 1:] = config.shift
     k[..., config.neuron] = decide / scale
     return tuple(x.to(dtype) for x in (q, k, v))
 

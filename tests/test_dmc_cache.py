@@ -8,7 +8,7 @@ from dmc_definition import definition
 from helpers import DMC_MODES, FAMILIES, deciding_model, left_padded, logits_of, random_ids, tiny_model
 
 import kvcompress
-from kvcompress import DMCCache, IterativeCache, attach, prefill
+from kvcompress import DMCCache, attach, prefill
 
 modes = pytest.mark.parametrize("dmc", DMC_MODES.values(), ids=DMC_MODES)
 both = pytest.mark.parametrize("dmc", [DMC_MODES["dmc"], DMC_MODES["dms"]], ids=["dmc", "dms"])
@@ -218,15 +218,6 @@ def test_a_models_sliding_window_is_not_overrun():
     logits_of(model, ids[:, 39:40], cache)
     with pytest.raises(ValueError, match="sliding_window of 40 tokens is shorter than the 41 keys in sight"):
         logits_of(model, ids[:, 40:41], cache)
-
-
-def test_another_caches_tokens_are_not_changed_by_a_config_of_dmc():
-    """IterativeCache knows nothing of decisions: what it gives is the model's plain attention."""
-    model, ids = deciding_model(), random_ids(30)
-    dense = model.generate(ids, max_new_tokens=6, do_sample=False)
-    attach(model)
-    cache = IterativeCache(model.config, memory_size=100, chunk_size=64)
-    assert torch.equal(kvcompress.generate(model, ids, cache, max_new_tokens=6, do_sample=False), dense)
 
 
 @both

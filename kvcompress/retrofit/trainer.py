@@ -94,7 +94,7 @@ class RetrofitTrainer(Trainer):
     def create_scheduler(
         self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
     ) -> torch.optim.lr_scheduler.LRScheduler:
-        scheduler: torch.optim.lr_scheduler.LRScheduler | None = self.lr_scheduler
+        scheduler = getattr(self, "lr_scheduler", None)
         if scheduler is None:
             chosen = optimizer or self.optimizer
             assert chosen is not None

@@ -101,6 +101,12 @@ __device__ inline X* token_at(const kvc_view& view, const kvc_dmc_accumulate_arg
 
 // ---- how rows are cut ----
 
+#ifdef KVC_CUDA_EMULATION
+constexpr int64_t WARPS_WANTED = 32;  // so that rows of a test have segments of several chunks
+#else
+constexpr int64_t WARPS_WANTED = 4096;
+#endif
+
 // A row is cut into segments of `span` chunks, by sizes alone; a warp takes one slab of columns of the keys or of the
 // values of a segment.
 struct dmc_cut {
@@ -108,9 +114,9 @@ struct dmc_cut {
 };
 
 inline dmc_cut cut_of(const kvc_dmc_accumulate_args& a) {
-    constexpr int64_t WANTED = 4096, FEWEST_CHUNKS = 2;  // warps on the device, chunks of a segment
+    constexpr int64_t FEWEST_CHUNKS = 2;  // of a segment
     dmc_cut cut = {a.B * a.Hkv, ceil_div(a.T, KVC_DMC_CHUNK), 1, 1, ceil_div(a.D, SLAB)};
-    const int64_t wanted = ceil_div(WANTED, cut.rows * 2 * cut.slabs), most = ceil_div(cut.chunks, FEWEST_CHUNKS);
+    const int64_t wanted = ceil_div(WARPS_WANTED, cut.rows * 2 * cut.slabs), most = ceil_div(cut.chunks, FEWEST_CHUNKS);
     cut.span = ceil_div(cut.chunks, wanted < most ? wanted : most);
     cut.segments = ceil_div(cut.chunks, cut.span);
     return cut;

@@ -125,6 +125,10 @@ def test_long_rows_as_the_reference(kernels, reference, merging):
     check(kernels, reference, tensors, documents=packed(1, 700))
 
 
+def test_a_row_of_many_segments_and_two_tiles_of_the_scan_of_weights(kernels, reference):
+    check(kernels, reference, inputs(1, 1, 4500, 1, merging=0.95))
+
+
 @pytest.mark.parametrize("window", [1, 2, 12, 33, 64])
 def test_windows_as_the_reference(kernels, reference, window):
     tensors = inputs(2, 1, 150, 24, merging=0.8)

@@ -149,8 +149,76 @@ def check_attention(device: str, dtype: torch.dtype, few: bool) -> None:
             assert all(torch.equal(x, y) for x, y in zip(ours, again, strict=True)), "bits differ between two calls"
 
 
+def averages(accumulate: Callable, tensors: list[Tensor], grads: list[Tensor], options: dict) -> list[Tensor]:
+    """Averages of keys and values, z, and the gradients of keys, values, alpha, omega."""
+    leaves = [x.detach().clone().requires_grad_() for x in tensors]
+    keys, values, z = accumulate(*leaves, **options)
+    found = torch.autograd.grad((keys, values), leaves, [g.to(keys.dtype) for g in grads])
+    return [x.detach() for x in (keys, values, z, *found)]
+
+
+def check_dmc_gates(device: str, dtype: torch.dtype, few: bool) -> None:
+    logits = (5 + 3 * torch.randn(2, 6, 70 if few else 5000, 8, device=device)).to(dtype)[..., 3]
+    noise = ops.Noise(2**62 + 1, 3, 4, 5, 6)
+    for options in ({}, {"noise": noise}, {"hard": True}):
+        exact = reference.dmc_decisions(logits.double(), **options)
+        for x, y in zip(ops.dmc_decisions(logits, **options), exact, strict=True):
+            torch.testing.assert_close(x.double(), y, rtol=2e-6, atol=3e-5)
+    cpu = ops.dmc_decisions(logits.cpu(), noise=noise)
+    ours = ops.dmc_decisions(logits, noise=noise)
+    assert torch.equal(ours.hard.cpu(), cpu.hard) and torch.equal(ours.tempered.cpu(), cpu.tempered), "noise differs"
+    for reduce in ops.IMPORTANCES:
+        exact = reference.dmc_importance(logits.double(), 2, reduce=reduce)
+        torch.testing.assert_close(ops.dmc_importance(logits, 2, reduce=reduce).double(), exact, rtol=3e-6, atol=0)
+    exact = reference.dmc_mask(ours.tempered.double())
+    torch.testing.assert_close(ops.dmc_mask(ours.tempered).double(), exact, rtol=1e-6, atol=1e-40)
+
+
+def check_dmc_accumulate(device: str, dtype: torch.dtype, few: bool) -> None:
+    for B, H, T, D in ((2, 2, 150, 64),) if few else ((2, 4, 300, 128), (1, 2, 1500, 33), (1, 1, 700, 256)):
+        keys, values = (torch.randn(B, H, T, D, device=device).to(dtype) for _ in range(2))
+        alpha, omega = torch.rand(B, H, T, device=device) ** 0.3, 0.01 + torch.rand(B, H, T, device=device)
+        alpha[..., ::9] = 0
+        grads = [torch.randn(B, H, T, D, device=device).to(dtype) for _ in range(2)]
+        documents = (torch.arange(T, device=device, dtype=torch.int32) // (T // 3) - 1).expand(B, T)
+        tensors = [keys, values, alpha, omega]
+        for options in ({"neuron": -1}, {"documents": documents}, {"window": 12, "documents": documents}):
+            exact = averages(reference.dmc_accumulate, double(*tensors), grads, options)
+            plain = averages(reference.dmc_accumulate, tensors, grads, options)
+            ours = averages(ops.dmc_accumulate, tensors, grads, options)
+            for x, y, z in zip(ours, plain, exact, strict=True):
+                assert_as_accurate(x, y, z, typical=True)
+            again = averages(ops.dmc_accumulate, tensors, grads, options)
+            assert all(torch.equal(x, y) for x, y in zip(ours, again, strict=True)), "bits differ between two calls"
+
+
+def check_dmc_append(device: str, dtype: torch.dtype, few: bool) -> None:
+    B, H, P, (S, D) = 2, 3, 16, (40, 64) if few else (600, 128)
+    keys, values = (torch.randn(B, H, S, D, device=device).to(dtype) for _ in range(2))
+    alpha, omega = (torch.rand(B, H, S, device=device) < 0.8).float(), 0.1 + torch.rand(B, H, S, device=device)
+    angles, blocks = torch.randn(S, D // 2, device=device), S // P + 1
+    for window in (None, 12):
+        found = []
+        for append in (ops.dmc_append_, reference.dmc_append_):
+            free = int32(device, *range(B * H * blocks))
+            rows = torch.zeros(B * H, dtype=torch.int32, device=device)
+            block_table = torch.full((B * H, blocks), -1, dtype=torch.int32, device=device)
+            table = ops.PageTable(block_table, rows, torch.zeros_like(free), free, int32(device, len(free), 0))
+            tail = ops.Tail.empty(B * H, D, window=window, device=rows.device)
+            pages = [torch.zeros(len(free), P, D, dtype=dtype, device=device) for _ in range(2)]
+            for begin, end in ((0, S - 1), (S - 1, S)):
+                part = (x[:, :, begin:end] for x in (keys, values, alpha, omega))
+                tables = {"cos": angles[begin:end].cos(), "sin": angles[begin:end].sin()}
+                append(*pages, table, tail, *part, **tables, neuron=-1, window=window)
+            found.append((table.block_table, table.lengths, tail.counts, *pages))
+        for x, y in zip(*found, strict=True):
+            eps = 2 * torch.finfo(x.dtype).eps if x.is_floating_point() and x.dtype != torch.float32 else 1e-5
+            torch.testing.assert_close(x, y, rtol=eps, atol=2e-5)
+
+
 CHECKS = (
     check_rope, check_window_scores, check_select_and_compact, check_decode, check_merge_states, check_attention,
+    check_dmc_gates, check_dmc_accumulate, check_dmc_append,
 )  # fmt: skip
 
 

@@ -380,7 +380,8 @@ enum {
  * out and z before token 0, all three or none; z 0: nothing there. Computed in float32, rounded once.
  * states float32 [B, Hkv, kvc_dmc_chunks(T, window), 2, D]: the state (keys, values) before each chunk, for the
  * backward pass; may be NULL if that count is 0. States older than 2^-40 of the weight may be left out where a long row
- * is cut for several threads; how it is cut depends on the sizes only.
+ * is cut for several threads; how it is cut depends on the sizes only. scratch: NULL on the CPU, on CUDA
+ * kvc_cuda_dmc_accumulate_scratch_bytes.
  * KVC_BAD_SIZE for D < 1 or D > KVC_MAX_HEAD_DIM, a neuron outside -1..D-1, a window above KVC_DMC_MAX_WINDOW that is
  * less than T, or an initial state with a window.
  * Source: DMC, eq 9 (a full history unless window is given; the released models need 12).
@@ -391,6 +392,7 @@ typedef struct {
     const float *alpha, *omega;
     const int32_t *documents;
     const float *initial_k, *initial_v, *initial_z;
+    void *scratch;
     int64_t B, Hkv, T, D, neuron, window;
 } kvc_dmc_accumulate_args;
 int64_t kvc_dmc_chunks(int64_t T, int64_t window);
@@ -403,9 +405,8 @@ kvc_status kvc_dmc_accumulate(const kvc_dmc_accumulate_args *args, kvc_parallel_
  * dalpha is 0 where a counts as 0. With a window, and u[t,j] = <g[t], x[j] - out[t]> / z[t]:
  *     dx[j] = sum_t r[t,j] w[j] / z[t] g[t]      domega[j] = sum_t r[t,j] u[t,j]       r[t,j] = a[j+1] ... a[t]
  *     dalpha[m] = sum_t r[t,m] sum_{j<m} r[m-1,j] w[j] u[t,j]
- * forward: the arguments of the forward call, z and states filled by it; out_k, out_v, initial_k and
- * initial_v are not read. dout_k, dout_v, dk, dv as
- * k, any strides; dalpha, domega float32 [B, Hkv, T] contiguous. Every element is written; dk is 0 in the
+ * forward: the arguments of the forward call, z and states filled by it; out_k, out_v, initial_k, initial_v and its
+ * scratch are not read. dout_k, dout_v, dk, dv as k, any strides; dalpha, domega float32 [B, Hkv, T] contiguous. Every element is written; dk is 0 in the
  * neuron's coordinate. An initial state counts as constant.
  * scratch: kvc_dmc_accumulate_backward_scratch_bytes bytes, 64-byte aligned (on CUDA
  * kvc_cuda_dmc_accumulate_backward_scratch_bytes). Same bits for any number of threads.
@@ -435,11 +436,13 @@ kvc_status kvc_dmc_accumulate_backward(const kvc_dmc_accumulate_backward_args *a
  * k, v [B, Hkv, S, D], k_pages, v_pages [pages, P, D] contiguous, all of one dtype; alpha, omega float32 [B, Hkv, S]
  * contiguous, omega > 0; cos, sin float32 [table_rows, rotary_dim/2], as for kvc_rope (rotary_dim 0: no rotation);
  * positions int32 [B, S]. R = B*Hkv. Pages are taken for the rows in order: a copy of the last page if the row writes to
- * it and it is shared, then new ones. scratch int32 [2R + 1].
+ * it and it is shared, then new ones. scratch int32 [R * (3 + ceil(S / KVC_DMC_PIECE)) + 1].
  * KVC_POOL_FULL if pages run out, KVC_BAD_INDEX if a count, length, page or position is out of range or a row outgrows
  * blocks*P; nothing is changed then. KVC_BAD_SIZE as for kvc_dmc_accumulate.
  * Source: DMC, algorithm 1, with means for its sums; the window is that of the released models (12).
  */
+enum { KVC_DMC_PIECE = 256 }; /* new tokens of a row that the CUDA kernel takes at a time */
+
 typedef struct {
     kvc_page_table table;
     void *k_pages, *v_pages;

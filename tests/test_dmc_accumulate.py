@@ -156,6 +156,30 @@ def test_merging_everything_is_the_running_mean(simd):
         torch.testing.assert_close(out.double(), mean, atol=1e-5, rtol=1e-5)
 
 
+def test_quarter_of_a_million_tokens_lose_no_accuracy():
+    """Of running means, whose weight grows to 10^5, and of entries of a thousand tokens."""
+    T = 262_144
+    tensors = [torch.randn(1, 1, T, 2), torch.randn(1, 1, T, 2), torch.ones(1, 1, T), 0.01 + torch.rand(1, 1, T)]
+    grads = [torch.randn(1, 1, T, 2) for _ in range(2)]
+    for length in (T, 1024):
+        tensors[2][..., ::length] = 0
+        keys, values, z, dkeys, dvalues, dalpha, domega = results(ops.dmc_accumulate, tensors, grads)
+        entries = [x.double().view(-1, length, x.shape[-1]) for x in (*tensors[:2], tensors[3][..., None], *grads)]
+        weight, total = entries[2], entries[2].cumsum(1)
+        torch.testing.assert_close(z.double().view_as(total), total, rtol=2e-5, atol=0)
+        of_weight = 0
+        for x, g, mean, dx in ((entries[0], entries[3], keys, dkeys), (entries[1], entries[4], values, dvalues)):
+            exact, later = (weight * x).cumsum(1) / total, (g / total).flip(1).cumsum(1).flip(1)
+            torch.testing.assert_close(mean.double().view_as(exact), exact, rtol=0, atol=5e-6)
+            torch.testing.assert_close(
+                dx.double().view_as(exact), weight * later, rtol=0, atol=2e-5 * later.abs().max()
+            )
+            of_weight = of_weight + (x * later - (g * exact / total).flip(1).cumsum(1).flip(1)).sum(-1)
+        scale = of_weight.abs().max().item()
+        torch.testing.assert_close(domega.double().view_as(of_weight), of_weight, rtol=0, atol=1e-5 * scale)
+        assert dalpha.isfinite().all()
+
+
 def test_averages_stay_within_what_they_average_and_do_not_depend_on_the_scale_of_weights(simd):
     keys, values, alpha, omega = inputs(2, 2, 300, 16)
     out_k, out_v, z = ops.dmc_accumulate(keys, values, alpha, omega)

@@ -16,6 +16,7 @@
  *   compact_pages  as append_tokens where pages run out; a place whose index is no slot of its row is not written
  *   decode         ranges are clamped to the row's capacity; keys on a page outside [0, pages) are not seen
  *   attention      lengths are clamped to [0, T]
+ *   dmc_append     as append_tokens; a position outside the tables gives NaN in the rotated part of its key
  * With 16-bit types, decode may let a value that is not finite reach queries of its row that do not see it (0*inf; only
  * with causal), as attention does.
  */
@@ -28,7 +29,7 @@
 extern "C" {
 #endif
 
-#define KVC_CUDA_MAX_HEAD_DIM 256 /* window_scores, decode and attention; the other kernels take any D */
+#define KVC_CUDA_MAX_HEAD_DIM 256 /* window_scores, decode, attention and dmc_*; the other kernels take any D */
 
 cudaError_t kvc_cuda_rope(const kvc_rope_args *args, cudaStream_t stream);
 
@@ -55,6 +56,20 @@ cudaError_t kvc_cuda_attention(const kvc_attention_args *args, cudaStream_t stre
 /* One float per query and head: delta. 64-byte aligned. 0 for sizes that the launcher rejects. */
 int64_t kvc_cuda_attention_backward_scratch_bytes(const kvc_attention_backward_args *args);
 cudaError_t kvc_cuda_attention_backward(const kvc_attention_backward_args *args, cudaStream_t stream);
+
+cudaError_t kvc_cuda_dmc_decisions(const kvc_dmc_decisions_args *args, cudaStream_t stream);
+cudaError_t kvc_cuda_dmc_importance(const kvc_dmc_importance_args *args, cudaStream_t stream);
+cudaError_t kvc_cuda_dmc_mask(const kvc_dmc_mask_args *args, cudaStream_t stream);
+
+/* How rows are cut and the order of every sum follow from sizes alone: the same call gives the same bits. Scratch: one
+ * float per segment of a row; of the backward pass also the sums of each slab of 128 columns, and with a window 2*window
+ * floats per gate. 64-byte aligned. 0 for sizes that the launcher rejects. */
+int64_t kvc_cuda_dmc_accumulate_scratch_bytes(const kvc_dmc_accumulate_args *args);
+cudaError_t kvc_cuda_dmc_accumulate(const kvc_dmc_accumulate_args *args, cudaStream_t stream);
+int64_t kvc_cuda_dmc_accumulate_backward_scratch_bytes(const kvc_dmc_accumulate_backward_args *args);
+cudaError_t kvc_cuda_dmc_accumulate_backward(const kvc_dmc_accumulate_backward_args *args, cudaStream_t stream);
+
+cudaError_t kvc_cuda_dmc_append(const kvc_dmc_append_args *args, cudaStream_t stream);
 
 #ifdef __cplusplus
 }

@@ -29,6 +29,7 @@ kvc_dmc_accumulate_args arguments(const Tensor& keys, const Tensor& values, cons
         .alpha = floats(alpha), .omega = floats(omega),
         .documents = int_array(documents, keys, {B, T}, "documents"),
         .initial_k = nullptr, .initial_v = nullptr, .initial_z = floats(initial_z),
+        .scratch = nullptr,
         .B = B, .Hkv = Hkv, .T = T, .D = D,
         .neuron = neuron,
         .window = window,
@@ -57,6 +58,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> dmc_accumulate(
     args.out_v = view_of(out_v, "out");
     args.z = static_cast<float*>(z.mutable_data_ptr());
     args.states = static_cast<float*>(states.mutable_data_ptr());
+    int64_t bytes = 0;
+#ifdef KVC_WITH_CUDA
+    if (!keys.is_cpu()) bytes = kvc_cuda_dmc_accumulate_scratch_bytes(&args);
+#endif
+    Tensor scratch = torch::stable::new_empty(keys, {bytes}, ScalarType::Byte);
+    args.scratch = scratch.mutable_data_ptr();
     run("dmc_accumulate", keys, [&] { return kvc_dmc_accumulate(&args, torch_parallel_for); },
         KVC_CUDA_CALL(kvc_cuda_dmc_accumulate(&args, stream)));
     return {out_k, out_v, z, states};

@@ -65,7 +65,8 @@ void dmc_append_(Tensor k_pages, Tensor v_pages, Tensor block_table, Tensor leng
         check_array(*cos, block_table, ScalarType::Float, {-1, -1}, "cos");
         check_array(*sin, block_table, ScalarType::Float, {cos->size(0), cos->size(1)}, "sin");
     }
-    Tensor scratch = torch::stable::new_empty(block_table, {2 * R + 1}, ScalarType::Int);
+    const int64_t pieces = (S + KVC_DMC_PIECE - 1) / KVC_DMC_PIECE;
+    Tensor scratch = torch::stable::new_empty(block_table, {R * (3 + pieces) + 1}, ScalarType::Int);
     const kvc_dmc_append_args args = {
         .table = table_of(block_table, lengths, refs, free_pages, free_count, P),
         .k_pages = k_pages.mutable_data_ptr(),

@@ -301,7 +301,7 @@ static void test_append(int64_t window, kvc_dtype dtype, int runner) {
     char *pages[2] = {room(PAGES * P * D * bytes), room(PAGES * P * D * bytes)};
     float *tail[2] = {room(4 * ROWS * N * D), room(4 * ROWS * N * D)}, *weights = room(4 * ROWS * N);
     int32_t *table = room(4 * ROWS * BLOCKS), *lengths = room(4 * ROWS), *refs = room(4 * PAGES);
-    int32_t *free_pages = room(4 * PAGES), *free_count = room(8), *held = room(4 * ROWS), *scratch = room(8 * ROWS + 4);
+    int32_t *free_pages = room(4 * PAGES), *free_count = room(8), *held = room(4 * ROWS), *scratch = room(4 * (ROWS * 4 + 1));
     memset(lengths, 0, 4 * ROWS), memset(refs, 0, 4 * PAGES), memset(held, 0, 4 * ROWS);
     for (int i = 0; i < PAGES; i++) free_pages[i] = i;
     free_count[0] = PAGES, free_count[1] = 0;
@@ -358,7 +358,7 @@ static void test_append_to_shared_pages(void) {
         float tail[2][2] = {{1, 4}, {1, 4}}, weights[2] = {1, 1}, x[2] = {3, 8}, one[2] = {1, 1};
         float alpha[2] = {(float)joins, (float)joins};
         int32_t table[2][3] = {{0, -1, -1}, {0, 2, -1}}, lengths[2] = {2, 3}, refs[4] = {2, 0, 1, 0}, held[2] = {1, 1};
-        int32_t free_pages[4] = {1, 3, -1, -1}, free_count[2] = {2, 0}, scratch[4], counts[2] = {1, 1};
+        int32_t free_pages[4] = {1, 3, -1, -1}, free_count[2] = {2, 0}, scratch[9], counts[2] = {1, 1};
         kvc_dmc_append_args args = {
             .table = {table[0], lengths, refs, free_pages, free_count, 2, 3, 2, 4}, .k_pages = pages[0],
             .v_pages = pages[1], .k = {x, KVC_F32, 2, 1, 1}, .v = {x, KVC_F32, 2, 1, 1}, .tail_k = tail[0],

@@ -1,6 +1,7 @@
 import zlib
 
 import emulated
+import emulated_dmc
 import pytest
 import torch
 
@@ -12,7 +13,7 @@ def kernels(tmp_path_factory):
     """Every CUDA kernel of csrc/cuda and the checks of the emulation, built once per session."""
     sources = [*emulated.kernel_sources(), emulated.HERE / "emulator_checks.cu"]
     folder = tmp_path_factory.mktemp("cuda_emulation")
-    return emulated.Kernels(emulated.compile_and_link(folder, sources, FLAGS, ["-shared"], "kernels.so"))
+    return emulated_dmc.DmcKernels(emulated.compile_and_link(folder, sources, FLAGS, ["-shared"], "kernels.so"))
 
 
 @pytest.fixture(scope="session")

@@ -238,11 +238,14 @@ class Kernels:
         self.library = ctypes.CDLL(str(library))
         for name in ("window_scores", "decode", "attention_backward"):
             getattr(self.library, f"kvc_cuda_{name}_scratch_bytes").restype = c_int64
-        sizes = (c_int64 * len(ARGS))()
-        self.library.check_sizes(sizes)
-        for args, size in zip(ARGS, sizes, strict=True):
+        self.check_sizes(ARGS, self.library.check_sizes)
+
+    def check_sizes(self, structures: list[type[Structure]], function) -> None:
+        sizes = (c_int64 * len(structures))()
+        function(sizes)
+        for args, size in zip(structures, sizes, strict=True):
             if ctypes.sizeof(args) != size:
-                raise RuntimeError(f"{args.__name__} in emulated.py has not the fields of kvc.h")
+                raise RuntimeError(f"{args.__name__} has not the fields of kvc.h")
 
     def call(self, name: str, args: Structure) -> None:
         code = getattr(self.library, name)(byref(args), None)

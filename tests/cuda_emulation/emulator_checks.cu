@@ -172,6 +172,13 @@ void check_sizes(int64_t* sizes) {
                           sizeof(kvc_append_tokens_args), sizeof(kvc_truncate_rows_args), sizeof(kvc_compact_pages_args)};
     for (size_t size : all) *sizes++ = static_cast<int64_t>(size);
 }
+// In the order of emulated_dmc.ARGS.
+void check_dmc_sizes(int64_t* sizes) {
+    const size_t all[] = {sizeof(kvc_dmc_decisions_args), sizeof(kvc_dmc_importance_args), sizeof(kvc_dmc_mask_args),
+                          sizeof(kvc_dmc_accumulate_args), sizeof(kvc_dmc_accumulate_backward_args),
+                          sizeof(kvc_dmc_append_args)};
+    for (size_t size : all) *sizes++ = static_cast<int64_t>(size);
+}
 void check_conversions(const float* from, uint16_t* as_f16, uint16_t* as_bf16, int64_t count) {
     for (int64_t i = 0; i < count; i++) {
         f16 half;

@@ -170,6 +170,87 @@ void run_merge(int64_t N, int64_t D, kvc_dtype dtype) {
     expect(kvc_cuda_merge_states(&args, nullptr), "merge_states", D);
 }
 
+// Gates of B*H rows of T: decisions of both kinds, weights above 0, and documents with padding between them.
+struct dmc_gates {
+    array alpha, omega;
+    std::vector<int32_t> documents;
+
+    dmc_gates(int64_t B, int64_t H, int64_t T) : alpha(B * H * T, KVC_F32), omega(B * H * T, KVC_F32) {
+        for (int64_t i = 0; i < B * H * T; i++) {
+            alpha.floats()[i] = i % 5 == 0 ? 0.0f : i % 7 == 0 ? 1.0f : 0.9f;
+            omega.floats()[i] = 0.5f + static_cast<float>(i % 3);
+        }
+        for (int64_t i = 0; i < B * T; i++) documents.push_back(i % T < T / 3 ? 0 : i % T < T / 2 ? -1 : 1);
+    }
+};
+
+void run_dmc_gates(int64_t T, kvc_dtype dtype) {
+    const int64_t B = 2, H = 3;
+    array x(B, 2 * H, T, 5, dtype), alpha(B * H * T, KVC_F32), hard(B * H * T, KVC_F32), tempered(B * H * T, KVC_F32);
+    const kvc_view logits = {x.bytes.get(), dtype, x.strides[0], x.strides[1], x.strides[2]};
+    const kvc_dmc_decisions_args decisions = {alpha.floats(), hard.floats(), tempered.floats(), logits, nullptr, B, H, T,
+                                              77, 1, 2, 3, 4, 5.0f, 0.1f, 1.0f, 0.0f, 1, 0};
+    expect(kvc_cuda_dmc_decisions(&decisions, nullptr), "dmc_decisions", T);
+    const kvc_dmc_importance_args importance = {alpha.floats(), logits, B, 2 * H, H, T, 5.0f, 0.0f, KVC_MEAN_SIGMOID};
+    expect(kvc_cuda_dmc_importance(&importance, nullptr), "dmc_importance", T);
+    const dmc_gates gates(B, H, T);
+    const kvc_dmc_mask_args mask = {hard.floats(), tempered.floats(), gates.documents.data(), B, H, T};
+    expect(kvc_cuda_dmc_mask(&mask, nullptr), "dmc_mask", T);
+}
+
+void run_dmc_accumulate(int64_t T, int64_t D, int64_t window, kvc_dtype dtype, int64_t B = 2, int64_t H = 2) {
+    const int64_t chunks = window && window < T ? 0 : (T + KVC_DMC_CHUNK - 1) / KVC_DMC_CHUNK;
+    array k(B, H, T, D, dtype), v(B, H, T, D, dtype), out_k(B, H, T, D, dtype), out_v(B, H, T, D, dtype),
+        dout_k(B, H, T, D, dtype), dout_v(B, H, T, D, dtype), dk(B, H, T, D, dtype), dv(B, H, T, D, dtype),
+        z(B * H * T, KVC_F32), dalpha(B * H * T, KVC_F32), domega(B * H * T, KVC_F32),
+        states(B * H * chunks * 2 * D, KVC_F32), initial(B * H * D, KVC_F32), initial_z(B * H, KVC_F32);
+    const dmc_gates gates(B, H, T);
+    for (int64_t i = 0; i < B * H; i++) initial_z.floats()[i] = 1.5f;
+    float* before = window ? nullptr : initial.floats();
+    kvc_dmc_accumulate_args args = {out_k.view(), out_v.view(), k.view(), v.view(), z.floats(), states.floats(),
+                                    gates.alpha.floats(), gates.omega.floats(), gates.documents.data(), before, before,
+                                    window ? nullptr : initial_z.floats(), nullptr, B, H, T, D, D - 1, window};
+    const size_t bytes = static_cast<size_t>(kvc_cuda_dmc_accumulate_scratch_bytes(&args));
+    std::unique_ptr<void, void (*)(void*)> scratch(std::malloc(bytes), std::free);
+    args.scratch = scratch.get();
+    expect(kvc_cuda_dmc_accumulate(&args, nullptr), "dmc_accumulate", T);
+    kvc_dmc_accumulate_backward_args backward = {args, dout_k.view(), dout_v.view(), dk.view(), dv.view(), dalpha.floats(),
+                                                 domega.floats(), nullptr};
+    const size_t more = static_cast<size_t>(kvc_cuda_dmc_accumulate_backward_scratch_bytes(&backward));
+    std::unique_ptr<void, void (*)(void*)> workspace(std::malloc(more), std::free);
+    backward.scratch = workspace.get();
+    expect(kvc_cuda_dmc_accumulate_backward(&backward, nullptr), "dmc_accumulate backward", T);
+}
+
+void run_dmc_append(int64_t S, int64_t D, int64_t window, kvc_dtype dtype) {
+    // two rows share a full last page, which both join and so copy; the third is empty
+    const int64_t H = 3, P = 2, blocks = S / P + 3, pages = H * blocks, N = window ? window : 1;
+    const int64_t pieces = (S + KVC_DMC_PIECE - 1) / KVC_DMC_PIECE, rotary_dim = D / 4 * 2;
+    std::vector<int32_t> table(static_cast<size_t>(H * blocks), -1), lengths = {2, 2, 0}, held = {3, 70, 0}, positions,
+        refs(static_cast<size_t>(pages), 0), free_list(static_cast<size_t>(pages), -1), counts = {
+        static_cast<int32_t>(S), static_cast<int32_t>(S), static_cast<int32_t>(S / 2)},
+        scratch(static_cast<size_t>(H * (3 + pieces) + 1));
+    std::vector<int32_t> free_count = {static_cast<int32_t>(pages - 1), 0};
+    table[0] = table[static_cast<size_t>(blocks)] = 0;
+    refs[0] = 2;
+    for (int64_t i = 1; i < pages; i++) free_list[static_cast<size_t>(i - 1)] = static_cast<int32_t>(i);
+    for (int64_t s = 0; s < S; s++) positions.push_back(static_cast<int32_t>(s % 9) - 1);
+    array k(1, H, S, D, dtype), v(1, H, S, D, dtype), k_pages(pages * P * D, dtype), v_pages(pages * P * D, dtype),
+        tail_k(H * N * D, KVC_F32), tail_v(H * N * D, KVC_F32), tail_w(H * N, KVC_F32), cos(7 * rotary_dim / 2, KVC_F32),
+        sin(7 * rotary_dim / 2, KVC_F32);
+    for (int64_t i = 0; i < H * N; i++) tail_w.floats()[i] = 1.0f;
+    dmc_gates gates(1, H, S);
+    gates.alpha.floats()[0] = 1.0f;
+    const kvc_page_table pool = {table.data(), lengths.data(), refs.data(), free_list.data(), free_count.data(), H, blocks,
+                                 P, pages};
+    const kvc_dmc_append_args args = {pool, k_pages.bytes.get(), v_pages.bytes.get(), k.view(), v.view(), tail_k.floats(),
+                                      tail_v.floats(), tail_w.floats(), held.data(), gates.alpha.floats(),
+                                      gates.omega.floats(), cos.floats(), sin.floats(), positions.data(), counts.data(),
+                                      scratch.data(), 1, H, S, D, rotary_dim, 7, D - 1, window};
+    expect(kvc_cuda_dmc_append(&args, nullptr), "dmc_append", S);
+    if (free_count[1] != 0) std::printf("dmc_append (%lld): refused\n", static_cast<long long>(S)), failures++;
+}
+
 }  // namespace
 
 int main(int count, char** arguments) {
@@ -184,6 +265,12 @@ int main(int count, char** arguments) {
         run_merge(9, 33, KVC_BF16);
         run_attention(40, 35, 70, 12, KVC_BF16, 1, 1);
         run_attention(24, 9, 40, 12, KVC_F32, 1, 1);
+        run_dmc_gates(9, KVC_BF16);
+        run_dmc_accumulate(300, 33, 0, KVC_BF16, 1, 1);
+        run_dmc_accumulate(20, 36, 5, KVC_F32, 1, 1);
+        run_dmc_append(1, 33, 0, KVC_BF16);
+        run_dmc_append(300, 20, 0, KVC_F32);
+        run_dmc_append(9, 20, 5, KVC_F32);
     } else {
         for (kvc_dtype dtype : {KVC_F32, KVC_BF16, KVC_F16})
             for (int64_t D : {33, 64}) {
@@ -198,7 +285,18 @@ int main(int count, char** arguments) {
                 run_decode(D, 3, 13, dtype, false);
                 run_merge(9, D, dtype);
                 run_attention(D, 35, 70, D == 33 ? 0 : 12, dtype);
+                run_dmc_gates(D, dtype);
+                run_dmc_accumulate(70, D, 0, dtype);
+                run_dmc_accumulate(70, D, 12, dtype);
+                run_dmc_append(1, D, 0, dtype);
+                run_dmc_append(1, D, 3, dtype);
+                run_dmc_append(40, D, 0, dtype);
             }
+        run_dmc_accumulate(500, 132, 0, KVC_BF16, 1, 1);
+        run_dmc_accumulate(500, 1, 0, KVC_F32, 1, 1);
+        run_dmc_accumulate(99, 256, 64, KVC_F16, 1, 1);
+        run_dmc_append(600, 200, 0, KVC_BF16);
+        run_dmc_append(300, 70, 64, KVC_F32);
         run_long_decode(4, 2, KVC_F32);
         run_long_decode(10, 4, KVC_BF16);
         run_attention(200, 7, 9, 0, KVC_F16);

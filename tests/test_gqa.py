@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 import kvcompress
 from kvcompress.cli import app
 from kvcompress.dmc import convert
+from kvcompress.hf.plain import use_plain_attention
 from kvcompress.pruners import SnapKV
 from kvcompress.retrofit.gqa import PlainRecipe, convert_to_gqa
 
@@ -153,3 +154,27 @@ def test_the_command_says_what_is_wrong(tmp_path):
     result = CliRunner().invoke(app, ["retrofit", "gqa", "--kv-heads", "3", "--out", str(tmp_path), "--steps", "1"])
     assert result.exit_code == 2
     assert "kv_heads must divide" in " ".join(result.output.replace("│", " ").split())
+
+
+def test_the_kernel_under_a_plain_model_gives_what_transformers_gives():
+    model, ids = tiny_model(), random_ids(70, 2)
+    expected, (names, grads) = model(ids, labels=ids), ([], [])
+    expected.loss.backward()
+    for name, x in model.named_parameters():
+        names.append(name)
+        grads.append(x.grad.clone())
+    model.zero_grad()
+    use_plain_attention(model)
+    found = model(ids, labels=ids)
+    torch.testing.assert_close(found.logits, expected.logits, rtol=1e-4, atol=1e-4)
+    found.loss.backward()
+    for name, grad, x in zip(names, grads, model.parameters(), strict=True):
+        torch.testing.assert_close(x.grad, grad, rtol=1e-3, atol=1e-4, msg=name)
+    for given in (
+        {"position_ids": torch.arange(35).repeat(2)[None].expand(2, -1)},
+        {"position_ids": torch.arange(1, 71)[None]},
+    ):
+        with pytest.raises(ValueError, match="without padding"):
+            model(ids, **given)
+    with pytest.raises(ValueError, match="without padding"):
+        model.generate(ids, max_new_tokens=3)

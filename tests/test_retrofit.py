@@ -217,14 +217,24 @@ def test_text_is_cut_into_windows(tmp_path):
 def test_rows_of_the_example_hold_whole_documents():
     rows = [row for _, row in zip(range(24), example_rows(1024, 4, 0), strict=False)]
     for step in range(6):
-        batch = collate(rows[4 * step : 4 * step + 4])
-        assert batch["input_ids"].shape == (4, 1024)
-        begins = batch["position_ids"] == 0
+        part = rows[4 * step : 4 * step + 4]
+        batch = collate(part)
+        begins = torch.tensor([row["position_ids"] for row in part]) == 0
         assert torch.equal(begins, begins[:1].expand(4, -1))  # one cut for all rows of a step
-        assert torch.equal(batch["labels"] == -100, begins)
-        assert torch.equal(batch["labels"][~begins], batch["input_ids"][~begins])
+        size = 1024 // int(begins[0].sum())
+        assert batch.keys() == {"input_ids", "labels"} and batch["input_ids"].shape == (4096 // size, size)
+        assert torch.equal(batch["input_ids"].flatten(), torch.tensor([row["input_ids"] for row in part]).flatten())
+        assert (batch["labels"][:, 0] == -100).all()
+        assert torch.equal(batch["labels"][:, 1:], batch["input_ids"][:, 1:])
     counts = {int((torch.tensor(row["position_ids"]) == 0).sum()) for row in rows}
     assert 1 in counts and len(counts) > 1
+
+
+def test_rows_of_unequal_documents_stay_packed():
+    rows = [{"input_ids": [5, 6, 7, 8], "position_ids": places} for places in ([0, 1, 0, 1], [0, 1, 2, 0])]
+    batch = collate(rows)
+    assert batch["input_ids"].shape == (2, 4) and batch["position_ids"].tolist() == [[0, 1, 0, 1], [0, 1, 2, 0]]
+    assert collate([{"input_ids": [1, 2], "position_ids": [1, 2]}])["position_ids"].tolist() == [[1, 2]]
 
 
 def test_the_command_trains_saves_and_goes_on(tmp_path):

@@ -97,7 +97,16 @@ def _example_rows(length: int, rows_per_step: int, seed: int) -> Iterator[dict[s
 
 
 def collate(rows: list[dict[str, list[int]]]) -> dict[str, Tensor]:
-    """A batch of rows of equal length; labels are the ids where there are none."""
+    """A batch of rows of equal length; labels are the ids where there are none.
+
+    Rows that are all cut into documents of one length become a row per document, without position_ids: plain causal
+    attention, where packed ones would need a mask.
+    """
     batch = {name: torch.tensor([row[name] for row in rows]) for name in rows[0]}
+    if (places := batch.get("position_ids")) is not None:
+        size = int(places.max()) + 1
+        count = places.shape[1] // size
+        if torch.equal(places, torch.arange(size).repeat(count).expand_as(places)[:, : places.shape[1]]):
+            batch = {name: x.reshape(-1, size) for name, x in batch.items() if name != "position_ids"}
     batch.setdefault("labels", batch["input_ids"].clone())
     return batch

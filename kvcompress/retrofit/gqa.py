@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ..checks import need
 from ..hf.attach import base_model
 from ..hf.families import ATTENTION_CLASSES, supported_families
+from ..hf.plain import use_plain_attention
 from .method import saved_method
 from .recipe import Recipe
 from .run import RunSettings, load, train
@@ -108,4 +109,5 @@ def retrofit_gqa(recipe: PlainRecipe, settings: RunSettings, kv_heads: int, *, r
     """Loads, converts, trains and saves a model; see convert_to_gqa, PlainRecipe, RunSettings and run.train."""
     model, tokenizer = load(settings)
     convert_to_gqa(model, kv_heads)
+    use_plain_attention(model)
     return train(model, tokenizer, recipe, settings, resume=resume)

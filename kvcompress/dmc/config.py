@@ -98,7 +98,7 @@ class DMCConfig:
     def from_dict(cls, saved: dict[str, Any]) -> Self:
         """Of what to_dict gave; ValueError for other methods and unknown fields."""
         given = dict(saved)
-        if given.pop("state", None) != "dmc":
+        if given.pop("method", None) != "dmc":
             raise ValueError(f"config.kvcompress must be of the method dmc, got {saved.get('method')!r}")
         unknown = sorted(set(given) - {field.name for field in fields(cls)})
         if unknown:

@@ -6,7 +6,8 @@ step        forward and backward of a decoder of 4 layers (--width, T = 2,048, s
             same model as transformers runs it (SDPA), and against the same kernels without decisions (the model half
             annealed), which is the cost of the machinery alone
 accumulate  ops.dmc_accumulate: bytes that it must move (keys, values, gates in, averages and z out; backward: two
-            gradients, keys, values and gates in, gradients out) per second over those of a copy in the same turns
+            gradients, keys, values, gates and states in, gradients out) per second over those of a copy in the same
+            turns; states are the averages before every 64th token
 decode      one layer's whole step (decisions, append or merge, attention) over rows that kept a quarter of T tokens, at
             heads of very different ratios, against the dense cache's step (append, attention) with the same kernel
 batch       sequences that fit where 16 dense ones do, from the bytes of real caches, tables and float32 tails included
@@ -103,7 +104,7 @@ def accumulate_rows(dtype: torch.dtype, repeats: int) -> list[Row]:
 
     size, gates = B * H * T * D * dtype.itemsize, B * H * T * 4
     states = 2 * gates // 64 * D  # float32 averages of keys and values before every 64th token
-    moved = {"forward": 4 * size + 3 * gates + states, "backward": 6 * size + 6 * gates + states}
+    moved = {"forward": 4 * size + 3 * gates + states, "backward": 6 * size + 5 * gates + states}
     source = [torch.ones(moved["forward"] // 8) for _ in sets]
     target = torch.empty_like(source[0])  # one, as the allocator gives the op the same memory again
 
@@ -184,9 +185,14 @@ def store(layer: DMCLayer, q: Tensor, k: Tensor, v: Tensor) -> None:
 
 def decode_rows(dtype: torch.dtype, B: int, T: int, kept: tuple[float, ...], kind: str, repeats: int) -> list[Row]:
     cache, compressed, dense = filled(B, T, dtype, kept)
-    q, k, v = tokens(B, 1, dtype, kept)
-    scaling = HEAD_DIM**-0.5
-    seconds = alternate(repeats, lambda: compressed.attend(q, k, v, scaling), lambda: dense.attend(q, k, v, scaling))
+    drawn = [tokens(B, 1, dtype, kept) for _ in range(61)]
+    scaling, turn = HEAD_DIM**-0.5, [0, 0]
+
+    def step(number: int, layer: Any) -> None:
+        turn[number] += 1
+        layer.attend(*drawn[turn[number] % len(drawn)], scaling)
+
+    seconds = alternate(repeats, lambda: step(0, compressed), lambda: step(1, dense))
     ratio = cache.total_compression_ratio()
     name = f"decode/{str(dtype).removeprefix('torch.')}/T{T}/B{B}/{kind}"
     entries = sum(map(sum, compressed.stored_lengths()))

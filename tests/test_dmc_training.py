@@ -167,6 +167,7 @@ def test_gradients_of_packed_documents_are_those_of_each_alone():
         ({"attention_mask": torch.ones(2, 4)}, r"attention_mask must be \[1, 4\]"),
         ({"position_ids": torch.arange(3)[None]}, r"position_ids must be \[1, 4\]"),
         ({"position_ids": torch.tensor([[-3, -2, -1, 0]])}, "must not be negative"),
+        ({"attention_mask": torch.zeros(1, 4)}, "at least one token"),
         ({"output_attentions": True}, "output_attentions"),
     ],
 )
@@ -309,11 +310,59 @@ def test_what_cannot_be_converted_is_named():
 @pytest.mark.parametrize(
     ("field", "value"),
     [("mode", "x"), ("temperature", 0.0), ("window", 65), ("omega_eps", -1.0), ("dms_window", -1), ("dms_scale", 0.0),
-     ("neuron_scale", 1.5), ("gqa_omega", "max"), ("share_heads", "all"), ("neuron", 1.5), ("stride", 0)],
+     ("neuron_scale", 1.5), ("shift", float("nan")), ("window", True),
+     ("gqa_omega", "max"), ("share_heads", "all"), ("neuron", 1.5), ("stride", 0)],
 )  # fmt: skip
 def test_config_fields_are_checked(field, value):
     with pytest.raises(ValueError, match=f"{field} must be"):
         DMCConfig(**{field: value})
+
+
+def test_neurons_are_zeroed_once_and_keep_what_they_learn():
+    model = tiny_model()
+    dmc.convert(model, DMCConfig(shift=1.0))
+    for scale in (0.5, 0.0):
+        dmc.set_neuron_scale(model, scale)
+    rows = model.model.layers[0].self_attn.k_proj.weight.data.unflatten(0, (-1, 16))[:, -1]
+    rows += 1.0
+    dmc.set_neuron_scale(model, 0.0)
+    assert (rows == 1).all()
+
+
+def test_ratios_of_training_are_those_of_inference_and_not_of_the_noise():
+    model, ids = converted(shift=0.4, spread=0.0), random_ids(100, 4)  # every logit is -0.4: noise merges 40 %
+    forward(model.train(), ids)
+    found = dmc.compression_ratios(dmc.last_decisions(model))
+    assert found["hard"] == 1.0 and abs(found["soft"] - 1.67) < 0.1
+    assert dmc.last_decisions(model).hard.mean() > 0.3
+    forward(model.eval(), ids)
+    assert dmc.compression_ratios(dmc.last_decisions(model))["hard"] == 1.0
+
+
+def test_documents_have_their_own_rotation_where_it_depends_on_length():
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    model = tiny_model(max_position_embeddings=16, rope_parameters=rope)
+    dmc.convert(model, DMCConfig(shift=0.0), anneal=False)
+    prompts = [random_ids(30, seed=1), random_ids(20, seed=2)]
+    ids, mask = left_padded(prompts)
+    together = forward(model, ids, attention_mask=mask)
+    torch.testing.assert_close(together[1, -20:], forward(model, prompts[1])[0], rtol=1e-4, atol=1e-4)
+
+
+def test_positions_of_padding_may_be_anything():
+    model = converted()
+    ids, mask = left_padded([random_ids(5), random_ids(9)])
+    places = mask.cumsum(1) - 1
+    expected = forward(model, ids, attention_mask=mask)
+    assert torch.equal(forward(model, ids, attention_mask=mask, position_ids=places), expected)
+
+
+def test_dora_is_refused():
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(tiny_model(), LoraConfig(target_modules=["k_proj"], use_dora=True))
+    with pytest.raises(ValueError, match="k_proj must not have a DoRA adapter"):
+        dmc.convert(model)
 
 
 def test_lora_trains_the_decisions():
@@ -338,7 +387,8 @@ def test_lora_trains_the_decisions():
 
 
 def decisions(alpha, valid=None):
-    return LastDecisions(alpha, (alpha > 0.5).float(), valid)
+    hard = (alpha > 0.5).float()
+    return LastDecisions(alpha, hard, hard, valid)
 
 
 def test_the_loss_on_the_ratio_is_one_sided():
@@ -352,6 +402,10 @@ def test_the_loss_on_the_ratio_is_one_sided():
     alpha.grad = None
     CompressionLoss()(decisions(alpha), 2.0).backward()
     assert not alpha.grad.any()
+    even = torch.full((2, 3, 2, 4), 0.5, requires_grad=True)
+    for hinge in ("global", "sequence", "layer"):  # at the target itself too
+        CompressionLoss(hinge=hinge)(decisions(even), 2.0).backward()
+        assert not even.grad.any()
 
 
 def test_hinges_are_what_they_are_called():
@@ -389,7 +443,7 @@ def test_equal_heads_cost_nothing_and_others_what_they_differ():
 def test_ratios_are_tokens_over_entries():
     hard = torch.zeros(1, 1, 2, 8)
     hard[..., 0, 1:] = 1
-    found = dmc.compression_ratios(LastDecisions(hard * 0.5, hard, None))
+    found = dmc.compression_ratios(LastDecisions(hard * 0.5, 1 - hard, hard, None))
     assert found["hard"] == pytest.approx(16 / 9)
     assert found["layers"] == [[pytest.approx(8.0), pytest.approx(1.0)]]
     assert found["soft"] == pytest.approx(1 / (1 - 7 / 32))

@@ -173,6 +173,9 @@ def test_the_kernel_under_a_plain_model_gives_what_transformers_gives():
     for places in (torch.arange(35).repeat(2), torch.arange(1, 71)):
         with pytest.raises(ValueError, match="without padding"):
             model(ids, position_ids=places[None].expand(2, -1))
+    with pytest.raises(ValueError, match="without padding"):
+        model(ids, attention_mask=(torch.arange(70) > 3).long().expand(2, -1))
+    model(ids, attention_mask=torch.ones_like(ids))
     with torch.autocast("cpu", torch.bfloat16):
         assert model(ids, labels=ids).loss.isfinite()
     with pytest.raises(ValueError, match="without padding"):

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import random_ids, tiny_model
+from peft import LoraConfig, get_peft_model
 from test_dmc_training import converted
 from transformers import AutoModelForCausalLM, TrainingArguments
 from typer.testing import CliRunner
@@ -115,6 +116,32 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, accumulation):
     for (name, x), y in zip(whole.model.named_parameters(), resumed.model.parameters(), strict=True):
         torch.testing.assert_close(x, y, rtol=0, atol=0, msg=name)
     assert [line["step"] for line in lines(tmp_path / "whole") if "loss" in line] == list(range(1, 11))
+
+
+def test_a_resumed_adapter_stands_on_the_zeroed_neurons_of_its_base(tmp_path):
+    def adapted():
+        model = get_peft_model(tiny_model(), LoraConfig(target_modules=["q_proj", "k_proj"], r=4))
+        dmc.convert(model, dmc.DMCConfig(shift=1.0))
+        return RetrofitTrainer(
+            model, arguments(tmp_path), RECIPE, train_dataset=Rows(), data_collator=collate
+        )  # fmt: skip
+
+    whole, resumed = adapted(), adapted()
+    whole.train()
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-5"))
+    for (name, x), y in zip(whole.model.named_parameters(), resumed.model.named_parameters(), strict=True):
+        torch.testing.assert_close(x, y[1], rtol=0, atol=0, msg=name)
+
+
+def test_figures_are_means_over_the_passes_that_have_them(tmp_path):
+    run = trainer(tmp_path, DMCRecipe(target_ratio=3.0, anneal_steps=3, ramp_steps=1, solidify_steps=1))
+    run.args.logging_steps = 5
+    run.state.logging_steps = 5
+    run.train()
+    (line,) = [line for line in lines(tmp_path) if "loss" in line]
+    assert line["neuron_scale"] == pytest.approx(2 / 3, abs=1e-3)  # of 1, 2/3, 1/3
+    assert line["ratio_soft"] > 1 and line["ratio_hard"] >= 1
+    assert all(ratio >= 1 for layer in line["ratio_layers"] for ratio in layer)
 
 
 def test_accumulated_passes_are_a_mean_of_losses(tmp_path):
@@ -253,10 +280,14 @@ def test_the_command_trains_saves_and_goes_on(tmp_path):
     assert done.exit_code == 0, done.output
     assert [line["target_ratio"] for line in lines(tmp_path / "more") if "loss" in line] in ([], [2.0, 2.5])
     for bad, message in (
+        ([], "no checkpoint of another run"),
+        (["--resume", "--seed", "3", "--anneal-steps", "2", "--solidify-steps", "1", *small], "seed must be 0"),
+        (["--model", str(out), "--shift", "4"], "shift must be 2.0"),
         (["--preset", "slow"], "quick, paper"),
         (["--model", "other"], "text must be given"),
         (["--resume", "--out", str(tmp_path / "none")], "checkpoint to resume"),
         (["--start-cr", "5"], "start_ratio"),
     ):
-        done = CliRunner().invoke(app, ["retrofit", "dmc", "--out", str(out), *bad])
-        assert done.exit_code == 2 and message in done.output.replace("\n", " "), done.output
+        folder = [] if "--out" in bad else ["--out", str(tmp_path / "fresh" if "--model" in bad else out)]
+        done = CliRunner().invoke(app, ["retrofit", "dmc", *folder, *bad])
+        assert done.exit_code == 2 and message in " ".join(done.output.replace("│", " ").split()), done.output

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -60,6 +61,13 @@ class DMCConfig:
                 raise ValueError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
         if isinstance(self.neuron, bool) or not isinstance(self.neuron, int):
             raise ValueError(f"neuron must be an integer, got {self.neuron!r}")
+        for name in ("shift", "temperature", "omega_eps", "decision_margin", "dms_scale", "neuron_scale"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+                raise ValueError(f"{name} must be a finite number, got {value!r}")
+        for name in ("window", "dms_window", "stride"):
+            if isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be an integer, got {getattr(self, name)}")
         if not self.temperature > 0:
             raise ValueError(f"temperature must be positive, got {self.temperature}")
         if self.window is not None and (not isinstance(self.window, int) or not 1 <= self.window <= MAX_DMC_WINDOW):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,7 +29,9 @@ def convert(model: nn.Module, config: DMCConfig | None = None, *, anneal: bool =
     decoder = base_model(model)
     if saved_method(decoder) is not None:
         raise ValueError(f"model must not be converted yet, got one with config.kvcompress = {saved_method(decoder)}")
-    method = DMCMethod(decoder, config or DMCConfig())  # checks the config before anything is attached
+    method = DMCMethod(
+        decoder, replace(config or DMCConfig(), neuron_scale=1.0)
+    )  # checks the config before anything is attached
     try:
         for _ in _neurons(decoder, method.config):
             pass
@@ -61,32 +64,52 @@ def set_neuron_scale(model: nn.Module, scale: float) -> None:
     Decisions begin at -shift for every token, weights at +shift. ValueError out of range.
     """
     decoder, found = base_model(model), state(model)
+    begins = scale == 0 and found.config.neuron_scale > 0
     found.set_neuron_scale(decoder, scale)
-    if scale == 0:
+    if begins:  # once: afterwards the rows hold what was learned
         with torch.no_grad():
             for rows in _neurons(decoder, found.config):
                 rows.zero_()
 
 
-def _neurons(decoder: Any, config: DMCConfig) -> Iterator[Tensor]:
-    """Views of the weights and biases that feed the neurons; ValueError where they cannot be written."""
+def resume_decisions(model: nn.Module) -> None:
+    """Sets a model up whose weights come from a checkpoint made after its annealing.
+
+    An adapter's checkpoint lacks the frozen layers under it: their neurons are zeroed again.
+    """
+    decoder, found = base_model(model), state(model)
+    found.set_neuron_scale(decoder, 0.0)
+    with torch.no_grad():
+        for rows in _neurons(decoder, found.config, frozen_bases=True):
+            rows.zero_()
+
+
+def _neurons(decoder: Any, config: DMCConfig, *, frozen_bases: bool = False) -> Iterator[Tensor]:
+    """Views of the weights and biases that feed the neurons; ValueError where they cannot be written.
+
+    frozen_bases: only those of layers under an adapter that are not trained.
+    """
     for layer in decoder.layers:
         attention = layer.self_attn
         for name in ("q_proj", "k_proj"):
             if name == "q_proj" and config.mode == "dms":
                 continue  # DMS decides by keys alone; the queries' neuron is multiplied by the keys', which is zero
             module = getattr(attention, name)
-            for linear in _linears(module):
+            for linear in _linears(name, module)[: 1 if frozen_bases else None]:
                 for tensor in (linear.weight, linear.bias):
+                    if frozen_bases and (linear is module or (tensor is not None and tensor.requires_grad)):
+                        continue
                     if tensor is not None:
                         yield _rows(name, tensor, attention.head_dim, config)
 
 
-def _linears(module: nn.Module) -> list[Any]:
+def _linears(name: str, module: nn.Module) -> list[Any]:
     """The linear layers whose sum a projection is: itself, or PEFT's base layer and the outer halves of its LoRA."""
     base = getattr(module, "base_layer", None)
     if base is None:
         return [module]
+    if len(getattr(module, "lora_magnitude_vector", ())):
+        raise ValueError(f"{name} must not have a DoRA adapter, which divides by the norm of a neuron's zeroed row")
     outer = getattr(module, "lora_B", None)
     return [base, *(outer.values() if outer is not None else ())]
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class DMCPass(Pass):
-    """One forward pass. alpha, hard: of each layer that it has gone through, float32 [B, Hkv, T] with gradient."""
+    """One forward pass. alpha, hard, bare: of each layer that it has gone through, as LastDecisions has them."""
 
     config: DMCConfig
     rotary: RotaryTables
@@ -30,6 +30,7 @@ class DMCPass(Pass):
     with_gradient: bool  # whether anything is to be learned from this pass
     alpha: dict[int, Tensor] = field(default_factory=dict)
     hard: dict[int, Tensor] = field(default_factory=dict)
+    bare: dict[int, Tensor] = field(default_factory=dict)
 
     def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
         if self.config.neuron_scale > 0:
@@ -43,8 +44,9 @@ class DMCPass(Pass):
 
     def _rotate(self, x: Tensor) -> Tensor:
         positions = None if self.documents is None else self.documents.positions
-        bound = x.shape[2] if positions is None else int(positions.max()) + 1
-        return self.rotary.rotate(x, positions, bound, [bound])
+        if self.documents is None:
+            return self.rotary.rotate(x, None, x.shape[2], [x.shape[2]])
+        return self.rotary.rotate(x, positions, self.documents.bound, self.documents.lengths)
 
     def _scaled(self, x: Tensor, factor: float) -> Tensor:
         """x with its neuron times factor."""
@@ -66,6 +68,9 @@ class DMCPass(Pass):
         decisions = decisions_of(config, keys[..., n], places, layer=layer, noise=self.noise)
         if layer not in self.alpha:  # not in the second run of gradient checkpointing
             self.alpha[layer], self.hard[layer] = decisions.alpha, decisions.hard
+            with torch.no_grad():
+                bare = decisions if self.noise is None else decisions_of(config, keys[..., n], places, layer=layer)
+            self.bare[layer] = bare.hard
         q, k, v, alpha, tempered = self._split(queries, keys, values, decisions.alpha, decisions.tempered)
         bias = ops.dmc_mask(tempered)
         # after rotation the neuron is zeroed in the queries alone: a product needs one zero
@@ -127,18 +132,20 @@ class DMCMethod(Method):
     def begin(self, decoder: Any, given: dict[str, Any]) -> DMCPass:
         name = "input_ids" if given.get("input_ids") is not None else "inputs_embeds"
         batch, columns = given[name].shape[:2]
+        documents = Documents.of(given.get("attention_mask"), given.get("position_ids"), batch, columns)
+        longest = columns if documents is None else documents.source.shape[1]
         window = getattr(decoder.config, "sliding_window", None)
-        if window is not None and getattr(decoder.config, "use_sliding_window", True) and columns > window:
-            raise ValueError(f"{name} must have at most sliding_window = {window} tokens, got {columns}")
+        if window is not None and getattr(decoder.config, "use_sliding_window", True) and longest > window:
+            raise ValueError(f"{name} must have at most sliding_window = {window} tokens, got {longest}")
         if self.rotary is None:
             self.rotary = RotaryTables(decoder.rotary_emb)
-        documents = Documents.of(given.get("attention_mask"), given.get("position_ids"), batch, columns)
         noise = None
         if decoder.training and self.config.neuron_scale == 0:
             rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
             noise = ops.Noise(self.seed, offset=self.draws, sample=rank * batch)
             self.draws += 1
-        with_gradient = torch.is_grad_enabled() and any(p.requires_grad for p in decoder.parameters())
+        learns = any(p.requires_grad for layer in decoder.layers for p in layer.self_attn.k_proj.parameters())
+        with_gradient = torch.is_grad_enabled() and learns
         self.last = DMCPass(self.config, self.rotary, documents, noise, with_gradient)
         return self.last
 
@@ -147,5 +154,7 @@ class DMCMethod(Method):
             raise ValueError(
                 f"the model is still being annealed (neuron_scale {self.config.neuron_scale}): a cache needs 0"
             )
-        if type(cache).__name__ != "DMCCache":
+        from ..caches.dmc import DMCCache  # which imports this package
+
+        if not isinstance(cache, DMCCache):
             raise ValueError(f"a model converted to DMC needs {self.cache_name}, got {type(cache).__name__}")

@@ -8,9 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..hf.attach import base_model
 from ..retrofit.recipe import Recipe
-from .convert import set_neuron_scale, state
+from .convert import resume_decisions, set_neuron_scale, state
 from .losses import CompressionLoss, compression_ratios, last_decisions
 
 
@@ -37,13 +36,13 @@ class DMCRecipe(Recipe):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not 1 <= self.start_ratio <= self.target_ratio:
+        if not 1 <= self.start_ratio <= self.target_ratio < math.inf:
             raise ValueError(
                 f"target_ratio must be at least start_ratio, and that at least 1, got target_ratio {self.target_ratio} "
                 f"and start_ratio {self.start_ratio}"
             )
         for name in ("anneal_steps", "ramp_steps", "solidify_steps", "warmup_steps", "seed"):
-            if not isinstance(getattr(self, name), int) or getattr(self, name) < 0:
+            if type(getattr(self, name)) is not int or getattr(self, name) < 0:
                 raise ValueError(f"{name} must be an integer of at least 0, got {getattr(self, name)!r}")
         if self.steps < 1:
             raise ValueError("anneal_steps + ramp_steps + solidify_steps must be at least 1, got 0")
@@ -85,7 +84,7 @@ class DMCRecipe(Recipe):
         if scale == found.config.neuron_scale:
             return
         if scale == 0 and step > self.anneal_steps:  # a resumed run, whose neurons carry decisions already
-            found.set_neuron_scale(base_model(model), 0.0)
+            resume_decisions(model)
         else:
             set_neuron_scale(model, scale)
 

@@ -13,17 +13,27 @@ from .convert import convert, state
 from .recipe import DMCRecipe
 
 
-def retrofit(recipe: DMCRecipe, settings: RunSettings, *, resume: bool = False, **config: Any) -> dict[str, Any]:
+def retrofit(
+    recipe: DMCRecipe,
+    settings: RunSettings,
+    *,
+    defaults: dict[str, Any] | None = None,
+    resume: bool = False,
+    **config: Any,
+) -> dict[str, Any]:
     """Loads, converts, trains and saves a model; see DMCRecipe, RunSettings and retrofit.run.train.
 
-    config: fields of DMCConfig for a model that is not converted yet. One that is (an earlier run's) keeps its own, and
-    is not annealed again.
+    config: fields of DMCConfig; defaults: others, for a model that is not converted yet. One that is (an earlier run's)
+    keeps its own and is not annealed again; ValueError for a field in config that differs.
     """
     model, tokenizer = load(settings)
     if saved_method(base_model(model)) is None:
-        convert(model, DMCConfig(**config), anneal=recipe.anneal_steps > 0)
+        convert(model, DMCConfig(**((defaults or {}) | config)), anneal=recipe.anneal_steps > 0)
     else:
         attach(model)
+        for name, value in config.items():
+            if (own := getattr(state(model).config, name)) != value:
+                raise ValueError(f"{name} must be {own!r}, as the model was converted, or not given; got {value!r}")
         if state(model).config.neuron_scale == 0:
             recipe = replace(recipe, anneal_steps=0)
     return train(model, tokenizer, recipe, settings, resume=resume)

@@ -7,11 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .. import ops
 
 NAME = "kvcompress"
+REFUSED = "attention kvcompress is for whole rows without padding, packing, cache or sliding window"
 
 
 def plain_attention(
@@ -34,15 +36,22 @@ def plain_attention(
         position_ids, torch.arange(T, device=position_ids.device).expand_as(position_ids)
     )
     if attention_mask is not None or packed or key.shape[2] != T or (window is not None and window < T):
-        raise ValueError("attention kvcompress is for whole rows without padding, packing, cache or sliding window")
+        raise ValueError(REFUSED)
     query, key = query.to(value.dtype), key.to(value.dtype)  # under autocast rotation has left float32
     return ops.attention(query, key, value, scale=scaling)[0].transpose(1, 2), None
+
+
+def no_mask(*, attention_mask: Tensor | None = None, allow_is_causal_skip: bool = True, **kwargs: Any) -> None:
+    """What transformers makes masks with; here there are none. Raises ValueError where one would be needed."""
+    if not allow_is_causal_skip or (attention_mask is not None and not bool(attention_mask.all())):
+        raise ValueError(REFUSED)
 
 
 def use_plain_attention(model: PreTrainedModel) -> None:
     """Trains a plain model through the kernel that converted ones use; for rows without padding.
 
-    Not saved with the model. Padding masks do not reach an attention implementation of this kind: give none.
+    Not saved with the model.
     """
     ALL_ATTENTION_FUNCTIONS.register(NAME, plain_attention)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, no_mask)
     model.set_attn_implementation(NAME)

@@ -56,8 +56,8 @@ def dmc(
     preset: Preset = "quick",
     model: Model = "example",
     text: Text = None,
-    mode: Annotated[str, typer.Option(help="dmc (merge) or dms (drop)")] = "dmc",
-    dms_window: Annotated[int, typer.Option(help="tokens that dms never drops", min=0)] = 512,
+    mode: Annotated[str | None, typer.Option(help="dmc (merge, the default) or dms (drop)")] = None,
+    dms_window: Annotated[int | None, typer.Option(help="tokens that dms never drops (512)", min=0)] = None,
     start_cr: Annotated[float, typer.Option(help="where the ramp begins", min=1.0)] = 1.0,
     anneal_steps: Annotated[int | None, typer.Option(help="steps that fade the neurons out", min=0)] = None,
     ramp_steps: Annotated[int | None, typer.Option(help="steps from start to target", min=0)] = None,
@@ -109,10 +109,16 @@ def dmc(
             device=device, bfloat16=not float32, checkpointing=checkpointing,
             **{name: chosen[name] for name in ("length", "rows", "accumulation", "learning_rate")},
         )  # fmt: skip
+        given = {"mode": mode, "dms_window": dms_window, "shift": shift, "stride": stride}
+        if stride is not None:
+            given["omega"] = "uniform"
         retrofit(
-            recipe, settings, shift=chosen["shift"], mode=mode, dms_window=dms_window, stride=stride,
-            omega="learned" if stride is None else "uniform", resume=resume,
-        )  # fmt: skip
+            recipe,
+            settings,
+            defaults={"shift": chosen["shift"]},
+            resume=resume,
+            **{name: value for name, value in given.items() if value is not None},
+        )
     except (ValueError, FileNotFoundError) as error:
         raise typer.BadParameter(str(error)) from None
 

@@ -14,13 +14,16 @@ class Documents:
 
     source: int64 [N, longest], where each token of a document is in the flattened batch [B*T]; beyond a document's
     end, any token: causal attention hides from every token what follows it. place: int64 [B*T], the inverse, -1 for
-    padding. valid: bool [B, T], tokens. positions: int32 [N, longest] for rotation, None = 0 and up.
+    padding. valid: bool [B, T], tokens. positions: int32 [N, longest] for rotation, None = 0 and up; none of them
+    reaches bound. lengths: tokens of each document.
     """
 
     source: Tensor
     place: Tensor
     valid: Tensor
     positions: Tensor | None
+    bound: int
+    lengths: list[int]
 
     @property
     def within(self) -> Tensor:
@@ -64,17 +67,21 @@ class Documents:
         starts = begins.flatten().nonzero().flatten()
         flat = here.flatten().nonzero().flatten()
         within = flat - starts[number[flat]]
-        longest = int(within.max()) + 1 if len(flat) else 0
-        source = torch.zeros(len(starts), longest, dtype=torch.int64, device=device)
+        if len(flat) == 0:
+            raise ValueError("attention_mask must leave at least one token, got zeros alone")
+        longest = int(within.max()) + 1
+        # beyond a document's end its own first token: no padding, whose positions may be anything
+        source = starts[:, None].repeat(1, longest)
         place = torch.full((batch * columns,), -1, dtype=torch.int64, device=device)
         source[number[flat], within] = flat
         place[flat] = number[flat] * longest + within
-        own = None
+        own, bound = None, longest
         if positions is not None:
             own = positions.flatten()[source].int()
+            bound = int(own.max()) + 1
             if bool((own < 0).any()):
                 raise ValueError(f"position_ids must not be negative, got {int(own.min())}")
-        return cls(source, place, here, own)
+        return cls(source, place, here, own, bound, number[flat].bincount().tolist())
 
     def split(self, x: Tensor) -> Tensor:
         """[B, H, T, ...] as [N, H, longest, ...]."""

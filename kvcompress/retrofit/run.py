@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from .recipe import Recipe
 from .trainer import RetrofitTrainer
 
 EXAMPLE_NAME = "example"
+PLAN = "run.json"
 
 
 @dataclass(frozen=True)
@@ -116,11 +118,20 @@ def train(
     Raises FileNotFoundError if there is no checkpoint to resume from.
     """
     out, last = settings.out, None
+    found = sorted(out.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
+    plan = _plan(recipe, settings)
     if resume:
-        found = sorted(out.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
         if not found:
             raise FileNotFoundError(f"out must hold a checkpoint to resume from, got {out}")
         last = str(found[-1])
+        _check_same(out / PLAN, plan)
+    elif found:
+        raise ValueError(f"out must hold no checkpoint of another run, got {found[-1]}: resume it or take a new folder")
+    elif int(os.environ.get("RANK", 0)) == 0:
+        out.mkdir(parents=True, exist_ok=True)
+        fresh = out / f"{PLAN}.new"
+        fresh.write_text(json.dumps(plan, indent=1) + "\n")
+        fresh.replace(out / PLAN)
     if settings.text:
         data: Any = text_windows(tokenizer, settings.text, settings.length)
     else:
@@ -146,6 +157,8 @@ def train(
         seed=settings.seed,
         data_seed=settings.seed,
         remove_unused_columns=False,
+        # each rank takes batches of its own: their shapes differ
+        accelerator_config={"dispatch_batches": False},
         dataloader_pin_memory=settings.device == "cuda",
     )
     trainer = RetrofitTrainer(
@@ -153,11 +166,7 @@ def train(
         data_collator=collate,
     )  # fmt: skip
     trainer.train(resume_from_checkpoint=last)
-    # names without folders: the file goes where the model goes
-    names: dict[str, Any] = {"out": out.name, "model": _named(settings.model), "teacher": _named(settings.teacher)}
-    names["text"] = [path.name for path in settings.text]
-    figures: dict[str, Any] = {"settings": asdict(settings) | names}
-    figures |= {"recipe": _plain(recipe), "last": [line for line in trainer.state.log_history if "loss" in line][-1:]}
+    figures = plan | {"last": [line for line in trainer.state.log_history if "loss" in line][-1:]}
     if trainer.is_world_process_zero():
         save(model, tokenizer, out, figures)
     return figures
@@ -167,8 +176,24 @@ def _named(model: str | None) -> str | None:
     return model if model is None or not Path(model).is_dir() else Path(model).name
 
 
-def _plain(recipe: Recipe) -> dict[str, Any]:
-    return {"kind": type(recipe).__name__} | asdict(recipe)  # type: ignore[call-overload]
+def _plan(recipe: Recipe, settings: RunSettings) -> dict[str, Any]:
+    """What is run, with names but without folders: the file goes where the model goes."""
+    names: dict[str, Any] = {"out": settings.out.name, "model": _named(settings.model)}
+    names |= {"teacher": _named(settings.teacher), "text": [path.name for path in settings.text]}
+    steps = {"kind": type(recipe).__name__} | asdict(recipe)  # type: ignore[call-overload]
+    return {"settings": asdict(settings) | names, "recipe": steps}
+
+
+def _check_same(path: Path, plan: dict[str, Any]) -> None:
+    """Raises ValueError if the run that is to go on was another one."""
+    before = json.loads(path.read_text()) if path.is_file() else plan
+    now = json.loads(json.dumps(plan))
+    for part, free in (("recipe", ()), ("settings", ("out", "device", "save_steps", "keep_checkpoints", "log_steps"))):
+        for name, value in now[part].items():
+            if name not in free and before[part].get(name) != value:
+                raise ValueError(
+                    f"{name} must be {before[part].get(name)!r} as in the run that is resumed, got {value!r}"
+                )
 
 
 def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, out: Path, figures: dict[str, Any]) -> None:

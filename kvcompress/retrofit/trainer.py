@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
@@ -88,8 +89,7 @@ class RetrofitTrainer(Trainer):
         self.add_callback(RecipeCallback(recipe))
         self.add_callback(self.metrics_file)
         self.model_accepts_loss_kwargs = False  # every part of the loss is a mean over the batch
-        self._sums: dict[str, float] = {}
-        self._count = 0
+        self._figures: dict[str, list[Any]] = {}  # since the last line of the log
 
     def create_scheduler(
         self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
@@ -133,14 +133,13 @@ class RetrofitTrainer(Trainer):
         return nn.functional.kl_div(student, teacher, log_target=True, reduction="batchmean")
 
     def _note(self, figures: dict[str, Any]) -> None:
-        lists = {name: value for name, value in figures.items() if isinstance(value, list)}
-        self.metrics_file.latest = lists
-        for name in figures.keys() - lists.keys():
-            self._sums[name] = self._sums.get(name, 0.0) + figures[name]
-        self._count += 1
+        for name, value in figures.items():
+            self._figures.setdefault(name, []).append(value)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        if self._count and "loss" in logs:
-            logs = logs | {name: round(value / self._count, 5) for name, value in self._sums.items()}
-            self._sums, self._count = {}, 0
+        if "loss" in logs:
+            means = {name: np.mean(values, axis=0).round(5).tolist() for name, values in self._figures.items()}
+            self.metrics_file.latest = {name: mean for name, mean in means.items() if isinstance(mean, list)}
+            logs = logs | {name: mean for name, mean in means.items() if not isinstance(mean, list)}
+            self._figures = {}
         super().log(logs, start_time)

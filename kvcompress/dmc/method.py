@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from .. import ops
 from ..positions import RotaryTables
 from ..retrofit.documents import Documents
-from ..retrofit.method import Method, Pass
+from ..retrofit.method import Method, Pass, batch_shape
 from .config import DMCConfig
 from .gates import decisions_of, weights_of
 
@@ -125,11 +125,7 @@ class DMCMethod(Method):
         decoder.config.kvcompress = self.config.to_dict()
 
     def begin(self, decoder: Any, given: dict[str, Any]) -> DMCPass:
-        name = "input_ids" if given.get("input_ids") is not None else "inputs_embeds"
-        batch, columns = given[name].shape[:2]
-        window = getattr(decoder.config, "sliding_window", None)
-        if window is not None and getattr(decoder.config, "use_sliding_window", True) and columns > window:
-            raise ValueError(f"{name} must have at most sliding_window = {window} tokens, got {columns}")
+        batch, columns = batch_shape(decoder, given)
         if self.rotary is None:
             self.rotary = RotaryTables(decoder.rotary_emb)
         documents = Documents.of(given.get("attention_mask"), given.get("position_ids"), batch, columns)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from ..caches import CompressedCache
 
 # A method is registered here and nowhere else: by the name in config.kvcompress, where its Method is.
-METHODS = {"dmc": ("kvcompress.dmc.method", "DMCMethod")}
+METHODS = {"dmc": ("kvcompress.dmc.method", "DMCMethod"), "pod": ("kvcompress.pod.method", "PoDMethod")}
 _ATTRIBUTE = "_kvcompress_method"
 KEYWORD = "kvcompress_pass"  # by which a Pass travels from the decoder to its attention layers
 
@@ -48,6 +48,16 @@ class Method(ABC):
     @abstractmethod
     def cache_name(self) -> str:
         """What to generate with, for messages."""
+
+
+def batch_shape(decoder: Any, given: dict[str, Any]) -> tuple[int, int]:
+    """Sequences and columns of the decoder's arguments; ValueError for more than its sliding window has tokens."""
+    name = "input_ids" if given.get("input_ids") is not None else "inputs_embeds"
+    batch, columns = given[name].shape[:2]
+    window = getattr(decoder.config, "sliding_window", None)
+    if window is not None and getattr(decoder.config, "use_sliding_window", True) and columns > window:
+        raise ValueError(f"{name} must have at most sliding_window = {window} tokens, got {columns}")
+    return batch, columns
 
 
 def saved_method(decoder: Any) -> dict[str, Any] | None:

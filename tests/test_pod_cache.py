@@ -8,6 +8,7 @@ from helpers import FAMILIES, left_padded, logits_of, random_ids, tiny_model
 
 import kvcompress
 from kvcompress import PoDCache, attach, pod, prefill
+from kvcompress.caches import PagePool, PoolSettings
 from kvcompress.pod import PoDConfig
 
 ONE = ((0, 0), (0, 0), (0, 0), (0, 0))
@@ -162,9 +163,9 @@ def test_tokens_that_skip_take_their_near_keys_alone():
     assert torch.equal(read(model, ids, new_cache(model, tau=1.0), [30] + [1] * 10), dense)
     near = read(model, ids, new_cache(model, tau=0.0), [30] + [1] * 10)
     assert torch.equal(near[:, :30], dense[:, :30]) and not torch.allclose(near[:, 30:], dense[:, 30:], atol=1e-2)
-    layer = new_cache(model, tau=0.7).layers[1]
+    cache = new_cache(model, tau=0.7)
     out, lse = torch.randn(2, 1, 3, 1, 4), torch.tensor([[[[0.8472], [0.8473], [2.0]]], [[[0.0], [0.0], [-torch.inf]]]])
-    found = layer._skipped((out[0], lse[0]), (out[1], lse[1]))
+    found = cache.layers[1]._skipped((out[0], lse[0]), (out[1], lse[1]))
     assert not torch.equal(found[0, 0], out[0, 0, 0]) and torch.equal(found[0, 1:], out[0, 0, 1:])
 
 
@@ -231,6 +232,33 @@ def test_the_saving_is_that_of_the_formula():
         wanted = (2 * 4 * 2 * n - config.followers * max(0, n - config.window)) * b
         tables = sum(p.block_table.nbytes + p.lengths.nbytes for layer in cache.layers for p in layer._pools())
         assert wanted - config.followers * b <= cache.nbytes() - tables <= wanted + 2 * 16 * 4 * b
+
+
+@pytest.mark.parametrize("forked", [False, True])
+def test_pages_are_given_back_from_the_middle_of_rows(forked):
+    pool = PagePool(3, {"keys": ((2,), torch.float32)}, torch.device("cpu"), PoolSettings(4))
+    tokens = torch.arange(3 * 22 * 2).float().view(1, 3, 22, 2)
+    pool.append([tokens], [22, 17, 3])
+    rows = [tokens[0, r, 22 - n :] for r, n in enumerate((22, 17, 3))]
+    fork = pool.fork() if forked else None
+    for bad in ([6, 0, 0], [0, 0, 1], [-1, 0, 0]):
+        with pytest.raises(ValueError, match="pages must be between 0 and those of row"):
+            pool.give_back(1, bad)
+    pool.give_back(1, [2, 4, 0])  # the last page of the second row is not full
+    assert pool.counts == pool.lengths.tolist() == [14, 4, 3]
+    held = [torch.cat([rows[0][:4], rows[0][12:]]), rows[1][:4], rows[2]]
+    for _ in range(2):
+        for row, found in zip(held, pool.gather(30)[0], strict=True):
+            assert torch.equal(found[: len(row)], row)
+        more = torch.randn(1, 3, 5, 2)
+        pool.append([more], [5, 0, 4])
+        held = [torch.cat([row, x[5 - n :]]) for row, x, n in zip(held, more[0], (5, 0, 4), strict=True)]
+    assert pool.pages_in_use() == sum(-(-n // 4) for n in pool.counts)
+    if fork is not None:
+        for row, found in zip(rows, fork.gather(30)[0], strict=True):
+            assert torch.equal(found[: len(row)], row)
+    else:
+        assert pool.store.pages == 12  # what was given back was used again
 
 
 # ---- beams, forks, taking back ----

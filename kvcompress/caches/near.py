@@ -112,7 +112,7 @@ class NearRows:
     # ---- reading ----
 
     def gather(self, tokens: Tensor) -> Tensor:
-        """The vectors of given tokens of each sequence, int64 [B, N], which every row holds (others: any): [B, H, N, D]."""
+        """[B, H, N, D], what is held of the tokens int64 [B, N] of each sequence; anything where a row dropped one."""
         P, table = self.pool.page_size, self.table()
         B, N = tokens.shape
         slots = tokens[:, None].expand(B, self.heads, N).reshape(B * self.heads, N)

@@ -118,10 +118,13 @@ class PoDLayer(CompressedLayer):
         assert keys is not None and values is not None
         queries, length = part.queries(q), part.rows_of(keys.pool.lengths)
         dropped = [] if config.mode == "window" else [keys.dropped[row] for row in part.rows]
-        tables = {"block_table": part.table(keys), "value_table": values.table_without(dropped, part.index)}
+        table, value_table = part.table(keys), values.table_without(dropped, part.index)
 
         def near(begin: Tensor | None, end: Tensor) -> State:
-            return ops.decode(queries, keys.pages, values.pages, end, begin=begin, scale=scaling, **tables)
+            return ops.decode(
+                queries, keys.pages, values.pages, end, begin=begin, block_table=table, value_table=value_table,
+                scale=scaling,
+            )  # fmt: skip
 
         if max(self.next) <= config.window:
             return near(None, length)[0]

@@ -4,8 +4,8 @@ Dims: B sequences, Hq query heads, Hkv key-value heads, G = Hq/Hkv, S queries, T
 R rows (one row = one KV head of one sequence, r = b*Hkv + h), P page size. Tensors are float32, bfloat16 or float16 on
 the CPU or CUDA; scores, LSE and rotation tables are float32, indices and lengths int32. All arguments of a call are on
 one device. Queries and keys may have any strides as long as the last dimension is contiguous. `rope`,
-`attention`, `pod_attention`, `merge_states`, and of DMC all but `dmc_append_` are differentiable; a backward pass that reaches another
-op raises NotImplementedError.
+`attention`, `pod_attention`, `merge_states`, and of DMC all but `dmc_append_` are differentiable; a backward pass that
+reaches another op raises NotImplementedError.
 `kvcompress.reference` has the same functions in plain PyTorch.
 """
 

@@ -17,7 +17,7 @@ def checked_lead(lead: Sequence[Sequence[int]]) -> Lead:
     """A lead table as tuples; ValueError that names the first layer and head where it is none."""
     if not isinstance(lead, Sequence) or isinstance(lead, str) or not lead:
         raise ValueError(f"lead must be [layers][KV heads] with at least one layer, got {lead!r}")
-    table = []
+    table: list[tuple[int, ...]] = []
     for layer, row in enumerate(lead):
         if not isinstance(row, Sequence) or isinstance(row, str) or not row or len(row) != len(lead[0]):
             raise ValueError(
@@ -99,6 +99,11 @@ class PoDConfig:
             raise ValueError(
                 f"lead must be [{needed[0]} layers][{needed[1]} KV heads] for this model, got [{found[0]}][{found[1]}]"
             )
+
+    @classmethod
+    def of(cls, plan: Any, **changes: Any) -> Self:
+        """What a plan (anything with lead, sinks and recent) asks for. changes: further fields."""
+        return cls(**{"lead": plan.lead, "sinks": plan.sinks, "recent": plan.recent} | changes)
 
     def to_dict(self) -> dict[str, Any]:
         """What goes into a model's config.json."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor, nn
 
 from ..hf.attach import attach, base_model
@@ -10,11 +12,12 @@ from .config import PoDConfig
 from .method import PoDMethod
 
 
-def convert(model: nn.Module, config: PoDConfig) -> PoDMethod:
+def convert(model: nn.Module, config: Any) -> PoDMethod:
     """Converts an attached or plain model to PoD, or to a baseline of it, in place, and attaches it.
 
-    No parameter is added or changed; a model needs training afterwards to get used to it. model.config.kvcompress says
-    what was done, so that save_pretrained, from_pretrained and kvcompress.attach bring the converted model back.
+    config: a PoDConfig, or a plan: anything with the fields lead, sinks and recent. No parameter is added or changed; a
+    model needs training afterwards to get used to it. model.config.kvcompress says what was done, so that
+    save_pretrained, from_pretrained and kvcompress.attach bring the converted model back.
     Returns the model's method (see method()).
     Raises ValueError for a family that is not supported, a model that is converted already, or a lead table that does
     not fit the model.
@@ -24,7 +27,9 @@ def convert(model: nn.Module, config: PoDConfig) -> PoDMethod:
     if saved_method(decoder) is not None:
         raise ValueError(f"model must not be converted yet, got one with config.kvcompress = {saved_method(decoder)}")
     if not isinstance(config, PoDConfig):
-        raise TypeError(f"config must be a PoDConfig, got {type(config).__name__}")
+        if not all(hasattr(config, name) for name in ("lead", "sinks", "recent")):
+            raise TypeError(f"config must be a PoDConfig or a plan, got {type(config).__name__}")
+        config = PoDConfig.of(config)
     found = PoDMethod(decoder, config)  # checks the config before anything is attached
     try:
         attach(model)

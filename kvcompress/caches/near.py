@@ -30,6 +30,7 @@ class NearRows:
         self.pool = PagePool(batch * self.heads, slots, like.device, settings)
         self.first = settings.blocks(sinks)  # pages of sinks
         self.dropped = [0] * (batch * self.heads)
+        self._gone: tuple[list[int], Tensor] | None = None  # dropped, and the same on the device
         self.tokens = [0] * batch
 
     @property
@@ -41,14 +42,22 @@ class NearRows:
         """int32 [rows, blocks], of the slots that are held."""
         return self.pool.block_table if rows is None else self.pool.block_table[rows]
 
-    def table_without(self, dropped: list[int], rows: Tensor | None = None) -> Tensor:
-        """The table of rows that hold all, as if each had dropped as many pages as that."""
+    def gone(self) -> Tensor | None:
+        """int64 [R, 1], dropped pages of each row; None where no row has dropped any."""
+        if not any(self.dropped):
+            return None
+        if self._gone is None or self._gone[0] != self.dropped:
+            self._gone = (list(self.dropped), torch.tensor(self.dropped).to(self.pages.device)[:, None])
+        return self._gone[1]
+
+    def table_without(self, gone: Tensor | None, rows: Tensor | None = None) -> Tensor:
+        """The table of rows that hold all, as if they had dropped as many pages as that, [R, 1]."""
         table = self.table(rows)
-        if not any(dropped):
+        if gone is None:
             return table
         place = torch.arange(table.shape[1], device=table.device)
-        gone = torch.tensor(dropped).to(table.device)[:, None]
-        return table.gather(1, (place + torch.where(place < self.first, 0, gone)).clamp_(max=table.shape[1] - 1))
+        moved = torch.where(place < self.first, 0, gone if rows is None else gone[rows])
+        return table.gather(1, (place + moved).clamp_(max=table.shape[1] - 1))
 
     # ---- writing ----
 
@@ -116,9 +125,9 @@ class NearRows:
         P, table = self.pool.page_size, self.table()
         B, N = tokens.shape
         slots = tokens[:, None].expand(B, self.heads, N).reshape(B * self.heads, N)
-        if any(self.dropped):
-            gone = torch.tensor(self.dropped).to(tokens.device)[:, None] * P
-            slots = torch.where(slots < self.first * P, slots, slots - gone)
+        gone = self.gone()
+        if gone is not None:
+            slots = torch.where(slots < self.first * P, slots, slots - gone * P)
         if table.shape[1] == 0:
             return self.pages.new_zeros(B, self.heads, N, self.pages.shape[2])
         blocks = (slots // P).clamp_(min=0, max=table.shape[1] - 1)

@@ -44,6 +44,7 @@ class PoDLayer(CompressedLayer):
         self.rope_lengths: list[int] = []
         self.next: list[int] = []  # tokens seen of each sequence
         self.places: Tensor | None = None  # int32 [B, 1], the same on the device
+        self.parts: dict[int, _Heads] = {}  # by lead
         config = cache.pod
         self.lends = config.mode == "pod" and config.last_follower(index) > index
         self.groups = [(-1, list(range(len(config.lead[index]))))] if config.mode == "window" else config.led_by(index)
@@ -88,10 +89,12 @@ class PoDLayer(CompressedLayer):
         self.keys.append(k, counts)
         self.values.append(values, counts)
         self.next = list(self.values.tokens)
-        self.places = self.places + torch.tensor(counts, dtype=torch.int32).to(k.device)[:, None]
+        self.places = self.places + (1 if one else torch.tensor(counts, dtype=torch.int32).to(k.device)[:, None])
         out = torch.zeros_like(q) if len(self.groups) > 1 else q
         for lead, heads in self.groups:
-            part = _Heads(self, heads, q.shape[1])
+            if lead not in self.parts:
+                self.parts[lead] = _Heads(heads, self.keys.heads, q)
+            part = self.parts[lead]
             if lead == self.index or config.mode == "cla":
                 found = self._whole(self.cache.layers[lead], part, q, scaling)
             elif chunk is None:
@@ -117,8 +120,8 @@ class PoDLayer(CompressedLayer):
         keys, values, config = self.keys, self.values, self.cache.pod
         assert keys is not None and values is not None
         queries, length = part.queries(q), part.rows_of(keys.pool.lengths)
-        dropped = [] if config.mode == "window" else [keys.dropped[row] for row in part.rows]
-        table, value_table = part.table(keys), values.table_without(dropped, part.index)
+        gone = None if config.mode == "window" else keys.gone()  # with window attention values go as keys do
+        table, value_table = part.table(keys), values.table_without(gone, part.index)
 
         def near(begin: Tensor | None, end: Tensor) -> State:
             return ops.decode(
@@ -211,6 +214,7 @@ class PoDLayer(CompressedLayer):
             return
         heads = self.keys.heads
         rows = [b * heads + h for b in indices for h in range(heads)]
+        self.parts = {}
         self.keys.select_rows(rows)
         self.values.select_rows(rows)
         self.places = self.places[torch.tensor(indices, dtype=torch.long).to(self.places.device)]
@@ -245,14 +249,12 @@ class PoDLayer(CompressedLayer):
 class _Heads:
     """Some KV heads of a layer: their rows, query heads and tables."""
 
-    def __init__(self, layer: PoDLayer, heads: list[int], query_heads: int) -> None:
-        assert layer.keys is not None and layer.places is not None
-        all_heads, batch = layer.keys.heads, len(layer.next)
-        G = query_heads // all_heads
+    def __init__(self, heads: list[int], all_heads: int, queries: Tensor) -> None:
+        batch, G = queries.shape[0], queries.shape[1] // all_heads
         self.heads, self.query_heads = heads, [head * G + g for head in heads for g in range(G)]
-        self.rows = [b * all_heads + head for b in range(batch) for head in heads]
         self.whole = len(heads) == all_heads
-        self.index = None if self.whole else torch.tensor(self.rows).to(layer.places.device)
+        rows = torch.tensor([b * all_heads + head for b in range(batch) for head in heads])
+        self.index = None if self.whole else rows.to(queries.device)
 
     def queries(self, x: Tensor) -> Tensor:
         return x if self.whole else x[:, self.query_heads]

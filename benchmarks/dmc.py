@@ -76,9 +76,10 @@ def step_rows(width: int, autocast: bool, repeats: int) -> list[Row]:
 
 
 def accumulate_rows(dtype: torch.dtype, repeats: int) -> list[Row]:
-    B, H, T, D = 2, KV_HEADS, 4096, HEAD_DIM
+    # outputs of 8 MiB, for which the allocator reuses memory: larger ones would be fresh pages in every call
+    B, H, T, D = 1, KV_HEADS, 8192 // dtype.itemsize, HEAD_DIM
     sets = []
-    for _ in range(4):  # together more than the last-level cache holds
+    for _ in range(6):  # together more than the last-level cache holds
         keys, values = (torch.randn(B, H, T, D).to(dtype).requires_grad_() for _ in range(2))
         alpha = torch.rand(B, H, T).requires_grad_()
         omega = (torch.rand(B, H, T) + 0.01).requires_grad_()
@@ -101,13 +102,14 @@ def accumulate_rows(dtype: torch.dtype, repeats: int) -> list[Row]:
         torch.autograd.grad(outs[turn[0]], inputs, grads, retain_graph=True)
 
     size, gates = B * H * T * D * dtype.itemsize, B * H * T * 4
-    moved = {"forward": 4 * size + 3 * gates, "backward": 6 * size + 5 * gates}
-    source = [torch.ones(moved["forward"] // 8) for _ in range(4)]
-    target = [torch.empty_like(x) for x in source]  # written before, so that no page is touched first in the loop
+    states = 2 * gates // 64 * D  # float32 averages of keys and values before every 64th token
+    moved = {"forward": 4 * size + 3 * gates + states, "backward": 6 * size + 6 * gates + states}
+    source = [torch.ones(moved["forward"] // 8) for _ in sets]
+    target = torch.empty_like(source[0])  # one, as the allocator gives the op the same memory again
 
     def copy() -> None:
         turn[0] = (turn[0] + 1) % len(source)
-        target[turn[0]].copy_(source[turn[0]])
+        target.copy_(source[turn[0]])
 
     seconds = alternate(repeats, forward, backward, copy)
     rate = moved["forward"] / seconds[2]

@@ -23,7 +23,7 @@ def converted(family="llama", scale=0.0, spread=2.0, **config):
                 rows = getattr(layer.self_attn, name).weight.unflatten(0, (-1, 16))
                 rows[:, -1] = torch.randn(rows.shape[0], rows.shape[2]) * spread / 8
     if scale:
-        dmc.method(model).set_neuron_scale(model.model, scale)
+        dmc.state(model).set_neuron_scale(model.model, scale)
     return model
 
 
@@ -70,7 +70,7 @@ def test_half_annealed_attention_is_plain_attention_with_scaled_neurons():
     dmc.set_neuron_scale(model, 0.5)
     attention = model.model.layers[0].self_attn
     q, k, v = torch.randn(1, 4, 30, 16), torch.randn(1, 2, 30, 16), torch.randn(1, 2, 30, 16)
-    run = dmc.method(model).begin(model.model, {"input_ids": ids})
+    run = dmc.state(model).begin(model.model, {"input_ids": ids})
     out = run.attend(0, q, k, v, attention.scaling)
     rotary = scaled.model.rotary_emb(v, torch.arange(30)[None])
     half = torch.ones(16).index_fill_(0, torch.tensor([15]), 0.5)
@@ -84,7 +84,7 @@ def test_half_annealed_attention_is_plain_attention_with_scaled_neurons():
 def test_a_model_that_never_merges_attends_as_the_same_kernel_without_decisions_bit_for_bit():
     model = converted(shift=1e4)
     q, k, v = torch.randn(2, 4, 70, 16), torch.randn(2, 2, 70, 16), torch.randn(2, 2, 70, 16)
-    run = dmc.method(model).begin(model.model, {"input_ids": random_ids(70, 2)})
+    run = dmc.state(model).begin(model.model, {"input_ids": random_ids(70, 2)})
     live = torch.ones(16).index_fill_(0, torch.tensor([15]), 0.0)
     qr, kr = (run.rotary.rotate(x * live, None, 70, [70]) for x in (q, k))
     assert torch.equal(run.attend(0, q, k, v, 0.25), ops.attention(qr * live, kr * live, v, scale=0.25)[0])
@@ -180,7 +180,7 @@ def test_what_a_batch_cannot_be_is_named(given, message):
 
 def test_training_draws_anew_in_each_pass_and_the_same_from_the_same_numbers():
     model, ids = converted().train(), random_ids(40, 2)
-    found = dmc.method(model)
+    found = dmc.state(model)
     first, second = forward(model, ids), forward(model, ids)
     assert not torch.equal(first, second)
     found.draws = 0
@@ -197,7 +197,7 @@ def test_gradient_checkpointing_changes_no_gradient(mode):
         if checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.zero_grad()
-        dmc.method(model).draws = 3
+        dmc.state(model).draws = 3
         # two passes before the backward pass: what is computed again must draw what its own pass drew
         losses = []
         for _ in range(2):
@@ -221,7 +221,7 @@ def test_reentrant_checkpointing_is_refused_where_it_would_lose_the_gradient():
 def test_future_tokens_change_no_output():
     model, ids = converted().train(), random_ids(40)
     before = forward(model, ids)
-    dmc.method(model).draws = 0
+    dmc.state(model).draws = 0
     changed = ids.clone()
     changed[:, 25:] = (changed[:, 25:] + 1) % 97
     after = forward(model, changed)
@@ -257,7 +257,7 @@ def test_a_saved_model_comes_back_converted(tmp_path):
     model.save_pretrained(tmp_path)
     again = AutoModelForCausalLM.from_pretrained(tmp_path)
     kvcompress.attach(again)
-    assert dmc.method(again).config == dmc.method(model).config
+    assert dmc.state(again).config == dmc.state(model).config
     assert torch.equal(forward(again, ids), forward(model, ids))
     twin = copy.deepcopy(model.train())
     model(ids).logits.sum().backward()

@@ -45,7 +45,7 @@ def test_neurons_can_fade_before_their_steps_are_over():
     dmc.convert(model)
     for step, scale in ((0, 1.0), (4, 0.5), (8, 1e-6), (9, 1e-6), (10, 0.0)):
         recipe.begin_step(model, step, 1)
-        assert dmc.method(model).config.neuron_scale == pytest.approx(scale)
+        assert dmc.state(model).config.neuron_scale == pytest.approx(scale)
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_a_run_anneals_ramps_and_logs_each_step(tmp_path):
     assert all(len(line["ratio_layers"]) == 3 and len(line["ratio_layers"][0]) == 2 for line in found[3:])
     for line in found[3:]:
         assert line["loss"] == pytest.approx(line["lm_loss"] + line["compression_loss"], abs=2e-4)
-    assert dmc.method(run.model).config.neuron_scale == 0
+    assert dmc.state(run.model).config.neuron_scale == 0
     assert found[-1]["ratio_soft"] > found[3]["ratio_soft"] + 0.05  # the loss pushes
 
 
@@ -124,7 +124,7 @@ def test_accumulated_passes_are_a_mean_of_losses(tmp_path):
     run.train()
     (line,) = [line for line in lines(tmp_path) if "loss" in line]
     assert line["loss"] == pytest.approx(line["lm_loss"] + line["compression_loss"], abs=1e-3)
-    assert dmc.method(run.model).draws == 2
+    assert dmc.state(run.model).draws == 2
 
 
 def test_distillation_from_the_model_itself_costs_nothing_at_first(tmp_path):

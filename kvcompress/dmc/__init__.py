@@ -1,7 +1,7 @@
 """Dynamic Memory Compression: models that learn which tokens to merge (DMC) or to drop (DMS)."""
 
 from .config import DMCConfig
-from .convert import convert, method, set_neuron_scale
+from .convert import convert, set_neuron_scale, state
 from .losses import CompressionLoss, LastDecisions, compression_ratios, last_decisions
 from .recipe import DMCRecipe
 
@@ -13,6 +13,6 @@ __all__ = [
     "compression_ratios",
     "convert",
     "last_decisions",
-    "method",
     "set_neuron_scale",
+    "state",
 ]

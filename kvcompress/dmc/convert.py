@@ -21,7 +21,7 @@ def convert(model: nn.Module, config: DMCConfig | None = None, *, anneal: bool =
     set_neuron_scale(model, s) from 1 to 0 while training (DMC: over 250 steps). False: they are zeroed at once. No
     parameter is added. model.config.kvcompress says what was done, so that save_pretrained, from_pretrained and
     kvcompress.attach bring the converted model back.
-    Returns the model's method (see method()).
+    Returns the model's method (see state).
     Raises ValueError for a family that is not supported, a model that is converted already, or quantised projections.
     Source: DMC, section 3.2.
     """
@@ -41,7 +41,7 @@ def convert(model: nn.Module, config: DMCConfig | None = None, *, anneal: bool =
     return method
 
 
-def method(model: nn.Module) -> DMCMethod:
+def state(model: nn.Module) -> DMCMethod:
     """What convert made of an attached model: config, seed and draws of the noise, the last pass.
 
     Raises ValueError if the model is not attached or was not converted to DMC.
@@ -60,7 +60,7 @@ def set_neuron_scale(model: nn.Module, scale: float) -> None:
 
     Decisions begin at -shift for every token, weights at +shift. ValueError out of range.
     """
-    decoder, found = base_model(model), method(model)
+    decoder, found = base_model(model), state(model)
     found.set_neuron_scale(decoder, scale)
     if scale == 0:
         with torch.no_grad():

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .convert import method
+from .convert import state
 
 
 class LastDecisions(NamedTuple):
@@ -39,7 +39,7 @@ def last_decisions(model: nn.Module) -> LastDecisions:
 
     Raises RuntimeError if there was none, or if gradient checkpointing has cut the decisions off from the weights.
     """
-    last = method(model).last
+    last = state(model).last
     if last is None or not last.alpha:
         raise RuntimeError("no decisions were made yet: call the converted model without a cache first")
     alpha, hard = (torch.stack([found[layer] for layer in sorted(found)]) for found in (last.alpha, last.hard))

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..hf.attach import base_model
 from ..retrofit.recipe import Recipe
-from .convert import method, set_neuron_scale
+from .convert import set_neuron_scale, state
 from .losses import CompressionLoss, compression_ratios, last_decisions
 
 
@@ -77,7 +77,7 @@ class DMCRecipe(Recipe):
         return self.start_ratio + (self.target_ratio - self.start_ratio) * share
 
     def begin_step(self, model: nn.Module, step: int, passes: int) -> None:
-        found = method(model)
+        found = state(model)
         found.seed, found.draws = self.seed, step * passes
         scale = self.neuron_scale(step)
         if step < self.anneal_steps and scale == 0:
@@ -93,8 +93,8 @@ class DMCRecipe(Recipe):
         target = self.target(step)
         if step < self.anneal_steps:
             return None, {"target_ratio": target, "neuron_scale": self.neuron_scale(step)}
-        if method(model).config.stride is not None:
-            return None, {"target_ratio": float(method(model).config.stride or 1)}
+        if state(model).config.stride is not None:
+            return None, {"target_ratio": float(state(model).config.stride or 1)}
         decisions = last_decisions(model)
         loss = self.objective(decisions, target)
         found = compression_ratios(decisions)

@@ -9,7 +9,7 @@ from ..hf.attach import attach, base_model
 from ..retrofit.method import saved_method
 from ..retrofit.run import RunSettings, load, train
 from .config import DMCConfig
-from .convert import convert, method
+from .convert import convert, state
 from .recipe import DMCRecipe
 
 
@@ -24,6 +24,6 @@ def retrofit(recipe: DMCRecipe, settings: RunSettings, *, resume: bool = False, 
         convert(model, DMCConfig(**config), anneal=recipe.anneal_steps > 0)
     else:
         attach(model)
-        if method(model).config.neuron_scale == 0:
+        if state(model).config.neuron_scale == 0:
             recipe = replace(recipe, anneal_steps=0)
     return train(model, tokenizer, recipe, settings, resume=resume)

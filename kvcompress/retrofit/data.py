@@ -105,8 +105,8 @@ def collate(rows: list[dict[str, list[int]]]) -> dict[str, Tensor]:
     batch = {name: torch.tensor([row[name] for row in rows]) for name in rows[0]}
     if (places := batch.get("position_ids")) is not None:
         size = int(places.max()) + 1
-        count = places.shape[1] // size
-        if torch.equal(places, torch.arange(size).repeat(count).expand_as(places)[:, : places.shape[1]]):
+        count, left = divmod(places.shape[1], size)
+        if not left and torch.equal(places, torch.arange(size).repeat(count).expand_as(places)):
             batch = {name: x.reshape(-1, size) for name, x in batch.items() if name != "position_ids"}
     batch.setdefault("labels", batch["input_ids"].clone())
     return batch

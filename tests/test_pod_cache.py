@@ -2,9 +2,12 @@
 
 import copy
 
+import hypothesis
 import pytest
 import torch
 from helpers import FAMILIES, left_padded, logits_of, random_ids, tiny_model
+from hypothesis import given
+from hypothesis import strategies as st
 
 import kvcompress
 from kvcompress import PoDCache, attach, pod, prefill
@@ -131,6 +134,22 @@ def test_padding_of_any_call_changes_nothing(setting):
         torch.testing.assert_close(torch.cat(out[b])[None], trained(model, ids[b : b + 1, :n]), rtol=1e-3, atol=1e-3)
 
 
+@hypothesis.settings(deadline=None, max_examples=25)
+@given(st.data())
+def test_any_table_window_and_chunks(data):
+    heads = []
+    for _ in range(2):
+        starts = sorted(data.draw(st.sets(st.integers(1, 3))) | {0})
+        heads.append([max(start for start in starts if start <= layer) for layer in range(4)])
+    rows = tuple(zip(*heads, strict=True))
+    mode = data.draw(st.sampled_from(["pod", "pod", "window", "cla"]))
+    setting = (rows, data.draw(st.integers(0, 12)), data.draw(st.integers(1, 20)), mode)
+    model, chunks = converted(setting), data.draw(st.lists(st.integers(1, 15), min_size=1, max_size=6))
+    ids = random_ids(sum(chunks), 2)
+    cache = new_cache(model, page_size=data.draw(st.sampled_from([1, 2, 8])))
+    torch.testing.assert_close(read(model, ids, cache, chunks), trained(model, ids), rtol=2e-3, atol=2e-3)
+
+
 @some
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision(setting, dtype):
@@ -167,6 +186,8 @@ def test_tokens_that_skip_take_their_near_keys_alone():
     out, lse = torch.randn(2, 1, 3, 1, 4), torch.tensor([[[[0.8472], [0.8473], [2.0]]], [[[0.0], [0.0], [-torch.inf]]]])
     found = cache.layers[1]._skipped((out[0], lse[0]), (out[1], lse[1]))
     assert not torch.equal(found[0, 0], out[0, 0, 0]) and torch.equal(found[0, 1:], out[0, 0, 1:])
+    both = kvcompress.ops.merge_states((out[0], lse[0]), (out[1], lse[1]))[0]
+    assert ((found - both).norm(dim=-1) <= (1 - 0.7) * (out[1] - out[0]).norm(dim=-1) + 1e-6).all()
 
 
 # ---- what is held ----
@@ -228,7 +249,7 @@ def test_the_saving_is_that_of_the_formula():
     cache = new_cache(model)
     for n, chunk in ((100, ids[:, :100]), (400, ids[:, 100:])):
         logits_of(model, chunk, cache)
-        config, b = pod.method(model).config, 16 * 4
+        config, b = pod.state(model).config, 16 * 4
         wanted = (2 * 4 * 2 * n - config.followers * max(0, n - config.window)) * b
         tables = sum(p.block_table.nbytes + p.lengths.nbytes for layer in cache.layers for p in layer._pools())
         assert wanted - config.followers * b <= cache.nbytes() - tables <= wanted + 2 * 16 * 4 * b

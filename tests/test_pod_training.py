@@ -81,7 +81,7 @@ def plainly(model, ids, config):
 @tables
 def test_a_model_of_any_family_computes_what_the_method_says(family, lead, mode):
     model, ids = converted(family, lead, mode=mode), random_ids(40)
-    expected = plainly(model, ids, pod.method(model).config)
+    expected = plainly(model, ids, pod.state(model).config)
     torch.testing.assert_close(forward(model, ids), expected, rtol=2e-3, atol=2e-3)
 
 
@@ -101,7 +101,7 @@ def test_where_every_layer_leads_itself_it_is_the_plain_kernel_bit_for_bit(mode)
     torch.testing.assert_close(outs[1], dense, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(outs[1], outs[0], rtol=1e-5, atol=1e-5)
     q, k, v = torch.randn(2, 4, 40, 16), torch.randn(2, 2, 40, 16), torch.randn(2, 2, 40, 16)
-    run = pod.method(model).begin(model.model, {"input_ids": ids})
+    run = pod.state(model).begin(model.model, {"input_ids": ids})
     qr, kr = (run.rotary.rotate(x, None, 40, [40]) for x in (q, k))
     for layer in range(4):
         assert torch.equal(run.attend(layer, q, k, v, 0.25), kvcompress.ops.attention(qr, kr, v, scale=0.25)[0])
@@ -130,7 +130,7 @@ def test_conversion_changes_no_parameter(family):
 def test_gates_are_the_probability_of_near_tokens():
     model, ids = converted(lead=ONE), random_ids(60, 2)
     forward(model, ids)
-    gates = pod.method(model).last_gates
+    gates = pod.state(model).last_gates
     assert sorted(gates) == [1, 2, 3]
     for gate in gates.values():
         assert gate.shape == (2, 4, 60) and (gate[:, :, :8] == 1).all() and (gate[:, :, 8:] < 1).all()
@@ -138,7 +138,7 @@ def test_gates_are_the_probability_of_near_tokens():
     assert found[0] is None and all(0 < gate < 1 for gate in found[1:])
     ids, mask = left_padded([ids[:1], ids[1:, :20]])
     forward(model, ids, attention_mask=mask)
-    gate = pod.method(model).last_gates[2]
+    gate = pod.state(model).last_gates[2]
     assert gate.shape == (2, 4, 60) and gate[1, :, :40].isnan().all() and not gate[1, :, 40:].isnan().any()
 
 
@@ -159,7 +159,7 @@ def test_training_gives_finite_gradients_everywhere(family, mode):
 
 def test_a_leads_gradient_is_the_sum_over_its_block():
     model, ids = converted(lead=ONE), random_ids(30)
-    run = pod.method(model).begin(model.model, {"input_ids": ids})
+    run = pod.state(model).begin(model.model, {"input_ids": ids})
     states = [[torch.randn(1, H, 30, 16, requires_grad=True) for H in (4, 2, 2)] for _ in range(4)]
     weights = torch.randn(4, 1, 4, 30, 16)
     outs = [run.attend(layer, *states[layer], 0.25) for layer in range(4)]
@@ -204,13 +204,13 @@ def test_reentrant_checkpointing_is_refused():
 def test_nothing_of_a_pass_but_its_gates_is_kept():
     model, ids = converted(), random_ids(20)
     with torch.no_grad():
-        run = pod.method(model).begin(model.model, {"input_ids": ids})
+        run = pod.state(model).begin(model.model, {"input_ids": ids})
         for layer in range(4):
             run.attend(layer, torch.randn(1, 4, 20, 16), torch.randn(1, 2, 20, 16), torch.randn(1, 2, 20, 16), 0.25)
             assert set(run.leads) <= {0, 1, 2}
     assert not run.leads
     model(ids, labels=ids).loss.backward()
-    assert not any(x.requires_grad for x in pod.method(model).last_gates.values())
+    assert not any(x.requires_grad for x in pod.state(model).last_gates.values())
 
 
 # ---- documents, precision ----
@@ -303,7 +303,7 @@ def test_a_saved_model_comes_back_converted(tmp_path, mode):
     model.save_pretrained(tmp_path)
     again = AutoModelForCausalLM.from_pretrained(tmp_path)
     kvcompress.attach(again)
-    assert pod.method(again).config == pod.method(model).config
+    assert pod.state(again).config == pod.state(model).config
     assert torch.equal(forward(again, ids), forward(model, ids))
     model(ids).logits.sum().backward()
     twin = copy.deepcopy(model)  # after a pass with a graph
@@ -372,7 +372,7 @@ def test_a_config_counts_its_followers():
 def test_a_plan_converts_as_its_config_does():
     model = tiny_model(num_hidden_layers=4)
     pod.convert(model, SimpleNamespace(lead=MIXED, sinks=2, recent=6, delta=0.5))
-    assert pod.method(model).config == PoDConfig(MIXED, 2, 6)
+    assert pod.state(model).config == PoDConfig(MIXED, 2, 6)
     with pytest.raises(TypeError, match="config must be a PoDConfig or a plan, got dict"):
         pod.convert(tiny_model(), {"lead": MIXED})
 
@@ -385,7 +385,7 @@ def test_what_cannot_be_converted_is_named():
         pod.convert(model, PoDConfig(MIXED))
     assert not hasattr(model.config, "kvcompress") and not is_attached(model)
     with pytest.raises(ValueError, match="must be converted to PoD"):
-        pod.method(model)
+        pod.state(model)
     kinds = ["full_attention", "sliding_attention"] * 2
     model = tiny_model("qwen3", num_hidden_layers=4, layer_types=kinds, sliding_window=100, use_sliding_window=True)
     with pytest.raises(ValueError, match=r"at \(layer 1, head 0\), which is of sliding_attention"):
@@ -421,9 +421,18 @@ def test_the_command_trains_saves_and_resumes(tmp_path, mode):
     assert result.exit_code == 0, result.output
     again = AutoModelForCausalLM.from_pretrained(out)
     kvcompress.attach(again)
-    assert pod.method(again).config == PoDConfig(MIXED, 2, 6, mode=mode)
+    assert pod.state(again).config == PoDConfig(MIXED, 2, 6, mode=mode)
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert lines[-1]["step"] == 2
+    result = CliRunner().invoke(app, [*options, "--plan", str(tmp_path / "plan.json"), "--steps", "3", "--resume"])
+    assert result.exit_code == 0, result.output
+    assert (out / "checkpoint-3").is_dir()
+    on = [*options, "--model", str(out), "--out", str(tmp_path / "on"), "--steps", "1"]  # needs no plan
+    result = CliRunner().invoke(app, on)
+    assert result.exit_code == 0, result.output
+    (tmp_path / "other.json").write_text(json.dumps({"lead": MIXED, "sinks": 2, "recent": 7}))
+    result = CliRunner().invoke(app, [*on, "--plan", str(tmp_path / "other.json")])
+    assert result.exit_code != 0 and "plan must be that of" in " ".join(result.output.split())
     result = CliRunner().invoke(app, options)
     assert result.exit_code != 0 and "plan must be given" in " ".join(result.output.split())
 

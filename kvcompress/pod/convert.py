@@ -18,7 +18,7 @@ def convert(model: nn.Module, config: Any) -> PoDMethod:
     config: a PoDConfig, or a plan: anything with the fields lead, sinks and recent. No parameter is added or changed; a
     model needs training afterwards to get used to it. model.config.kvcompress says what was done, so that
     save_pretrained, from_pretrained and kvcompress.attach bring the converted model back.
-    Returns the model's method (see method()).
+    Returns the model's method (see state).
     Raises ValueError for a family that is not supported, a model that is converted already, or a lead table that does
     not fit the model.
     Source: PoD, section 2.
@@ -40,7 +40,7 @@ def convert(model: nn.Module, config: Any) -> PoDMethod:
     return found
 
 
-def method(model: nn.Module) -> PoDMethod:
+def state(model: nn.Module) -> PoDMethod:
     """What convert made of an attached model: config, and the gates of the last forward pass.
 
     Raises ValueError if the model is not attached or was not converted to PoD.
@@ -58,8 +58,8 @@ def mean_gates(model: nn.Module) -> list[float | None]:
     """Probability of near tokens in each layer in the last forward pass without a cache, mean over batch, heads and
     tokens; None for layers in which every head leads itself. Tokens that see none but near ones count as 1.
 
-    Raises ValueError as method does.
+    Raises ValueError as state does.
     """
-    found = method(model)
+    found = state(model)
     gates: list[Tensor | None] = [found.last_gates.get(layer) for layer in range(len(found.config.lead))]
     return [None if gate is None else float(gate.nanmean()) for gate in gates]

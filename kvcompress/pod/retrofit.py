@@ -10,7 +10,7 @@ from ..hf.attach import attach, base_model
 from ..retrofit.method import saved_method
 from ..retrofit.run import RunSettings, load, train
 from .config import PoDConfig
-from .convert import convert, method
+from .convert import convert, state
 from .recipe import PoDRecipe
 
 
@@ -44,7 +44,6 @@ def retrofit(
         convert(model, config)
     else:
         attach(model)
-        if config is not None and config != method(model).config:
+        if config not in (None, state(model).config):
             raise ValueError("plan must be that of the converted model, or not given, got another one")
-        method(model)
     return train(model, tokenizer, recipe, settings, resume=resume)

@@ -45,7 +45,9 @@ static decode_job job_of(const kvc_decode_args *args) {
     job.queries = args->Hkv ? args->Hq / args->Hkv * args->S : 0;
     job.keys = (decode_rows){args->k_pages, args->block_table, args->pages, args->blocks};
     job.values = (decode_rows){args->v_pages, args->block_table, args->pages, args->blocks};
-    if (args->value_table) job.values = (decode_rows){args->v_pages, args->value_table, args->value_pages, args->value_blocks};
+    if (args->value_table) {
+        job.values = (decode_rows){args->v_pages, args->value_table, args->value_pages, args->value_blocks};
+    }
     job.capacity = args->block_table ? min_of(job.keys.blocks, job.values.blocks) * args->P : args->P;
     job.piece = PIECE * max_of(ceil_div(job.queries, FEW), 1);
     job.state_floats = ceil_div(job.queries * (args->D + 2), 16) * 16;
@@ -266,7 +268,8 @@ static kvc_status check_rows(const decode_job *job) {
         for (int64_t i = begin / args->P; i <= (end - 1) / args->P; i++) {
             const int32_t page = args->block_table[row * args->blocks + i];
             const int32_t value_page = job->values.table[row * job->values.blocks + i];
-            if (page < 0 || page >= args->pages || value_page < 0 || value_page >= job->values.count) return KVC_BAD_INDEX;
+            if (page < 0 || page >= args->pages) return KVC_BAD_INDEX;
+            if (value_page < 0 || value_page >= job->values.count) return KVC_BAD_INDEX;
         }
     }
     return KVC_OK;

@@ -17,3 +17,10 @@ def executed(name: str) -> list[str]:
 def test_reading_notebook_runs_and_its_answer_is_right():
     asked, answer, *_ = executed("reading.ipynb")
     assert answer in asked
+
+
+def test_merging_notebook_runs_its_answer_is_right_and_its_cache_is_smaller():
+    asked, answer, ratios, *_, difference = executed("merging.ipynb")
+    assert asked.endswith(f"{answer})")
+    assert float(ratios.rsplit(",", 1)[1].rstrip(")")) > 1.5
+    assert float(difference.strip("'").rsplit(" ", 1)[1]) < 1e-3

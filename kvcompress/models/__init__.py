@@ -10,15 +10,17 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from .tokenizer import byte_tokenizer
 
 EXAMPLE = Path(__file__).parent / "example"
+RETROFITTED = {"dmc": Path(__file__).parent / "example_dmc"}  # the same model, trained on for a compressed cache
 
 
 def load_example_model(
-    dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
+    dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu", *, retrofit: str | None = None
 ) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
     """The shipped model (3 M parameters, trained to 2,048 bytes) and its tokenizer (one token per byte); no network.
 
-    dtype: float32, bfloat16 or float16. Returns (model in eval mode, tokenizer). See models/example/README.md.
-    Raises ValueError for another dtype or a device that is not there.
+    dtype: float32, bfloat16 or float16. retrofit: None, or "dmc": the model after `kvcompress retrofit dmc`, to be
+    attached like any converted model. Returns (model in eval mode, tokenizer). See models/example/README.md.
+    Raises ValueError for another dtype or retrofit, or a device that is not there.
     """
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(f"dtype must be torch.float32, torch.bfloat16 or torch.float16, got {dtype!r}")
@@ -26,5 +28,8 @@ def load_example_model(
     allowed = ["cpu"] + ["cuda"] * torch.cuda.is_available()
     if kind not in allowed:
         raise ValueError(f"device must be one that PyTorch finds here ({', '.join(allowed)}), got {str(device)!r}")
-    model = LlamaForCausalLM.from_pretrained(EXAMPLE, dtype=dtype, local_files_only=True)
+    if retrofit is not None and retrofit not in RETROFITTED:
+        raise ValueError(f"retrofit must be None or one of {', '.join(RETROFITTED)}, got {retrofit!r}")
+    folder = EXAMPLE if retrofit is None else RETROFITTED[retrofit]
+    model = LlamaForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
     return model.to(device).eval(), byte_tokenizer()

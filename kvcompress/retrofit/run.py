@@ -153,13 +153,18 @@ def train(
         data_collator=collate,
     )  # fmt: skip
     trainer.train(resume_from_checkpoint=last)
-    figures: dict[str, Any] = {
-        "settings": asdict(settings) | {"out": "", "text": [path.name for path in settings.text]}
-    }
+    # names without folders: the file goes where the model goes
+    names: dict[str, Any] = {"out": out.name, "model": _named(settings.model), "teacher": _named(settings.teacher)}
+    names["text"] = [path.name for path in settings.text]
+    figures: dict[str, Any] = {"settings": asdict(settings) | names}
     figures |= {"recipe": _plain(recipe), "last": [line for line in trainer.state.log_history if "loss" in line][-1:]}
     if trainer.is_world_process_zero():
         save(model, tokenizer, out, figures)
     return figures
+
+
+def _named(model: str | None) -> str | None:
+    return model if model is None or not Path(model).is_dir() else Path(model).name
 
 
 def _plain(recipe: Recipe) -> dict[str, Any]:

@@ -17,9 +17,16 @@ enum {
 };
 
 /* Scratch: first [R + 1], the pieces before each row; then for every piece and query max, norm and sums [D]. */
+typedef struct { /* keys or values of all rows */
+    const void *pages;
+    const int32_t *table; /* NULL: row r is page r */
+    int64_t count, blocks;
+} decode_rows;
+
 typedef struct {
     const kvc_decode_args *args;
     const kvc_simd *simd;
+    decode_rows keys, values;
     int64_t rows, queries; /* G*S queries per row */
     int64_t capacity;      /* keys that a row can hold */
     int64_t piece;         /* keys per piece */
@@ -36,7 +43,12 @@ static decode_job job_of(const kvc_decode_args *args) {
     decode_job job = {.args = args, .simd = kvc_simd_table()};
     job.rows = args->B * args->Hkv;
     job.queries = args->Hkv ? args->Hq / args->Hkv * args->S : 0;
-    job.capacity = args->block_table ? args->blocks * args->P : args->P;
+    job.keys = (decode_rows){args->k_pages, args->block_table, args->pages, args->blocks};
+    job.values = (decode_rows){args->v_pages, args->block_table, args->pages, args->blocks};
+    if (args->value_table) {
+        job.values = (decode_rows){args->v_pages, args->value_table, args->value_pages, args->value_blocks};
+    }
+    job.capacity = args->block_table ? min_of(job.keys.blocks, job.values.blocks) * args->P : args->P;
     job.piece = PIECE * max_of(ceil_div(job.queries, FEW), 1);
     job.state_floats = ceil_div(job.queries * (args->D + 2), 16) * 16;
     job.first = args->scratch;
@@ -55,6 +67,7 @@ static decode_state state_at(const decode_job *job, int64_t item) {
 static int sizes_are_good(const kvc_decode_args *args) {
     if (args->B < 0 || args->Hq < 0 || args->Hkv < 0 || args->S < 0 || args->D < 1) return 0;
     if (args->D > KVC_MAX_HEAD_DIM || args->P < 0 || args->pages < 0 || (args->block_table && args->blocks < 0)) return 0;
+    if (args->value_table && (!args->block_table || args->value_blocks < 0 || args->value_pages < 0)) return 0;
     if (args->Hkv ? args->Hq % args->Hkv != 0 : args->Hq != 0) return 0;
     if (args->block_table) return args->P > 0 && (args->P & (args->P - 1)) == 0;
     return args->pages >= args->B * args->Hkv;
@@ -75,25 +88,25 @@ static int64_t end_for(const decode_job *job, int64_t row, int64_t i) {
 
 /* Address of key or value t of a row, and in *run how many of n lie there without a gap: pages that were handed out one
  * after the other are read as one. */
-static const char *page_at(const decode_job *job, const void *pages, int64_t row, int64_t t, int64_t n, int64_t *run) {
+static const char *page_at(const decode_job *job, const decode_rows *of, int64_t row, int64_t t, int64_t n, int64_t *run) {
     const kvc_decode_args *args = job->args;
-    const int64_t bytes = kvc_dtype_bytes(args->cache_dtype), offset = args->block_table ? t & (args->P - 1) : t;
-    const int32_t *table = args->block_table ? args->block_table + row * args->blocks + t / args->P : NULL;
+    const int64_t bytes = kvc_dtype_bytes(args->cache_dtype), offset = of->table ? t & (args->P - 1) : t;
+    const int32_t *table = of->table ? of->table + row * of->blocks + t / args->P : NULL;
     const int64_t page = table ? *table : row;
     int64_t length = args->P - offset;
     for (; table && length < n && table[1] == table[0] + 1; table++) length += args->P;
     *run = min_of(length, n);
-    return (const char *)pages + (page * args->P + offset) * args->D * bytes;
+    return (const char *)of->pages + (page * args->P + offset) * args->D * bytes;
 }
 
 /* ---- few queries ---- */
 
 /* Where the row's key or value t lies, to be fetched ahead; NULL past the row's end. One line of each of its memory pages
  * is asked for at once: pages of the pool lie anywhere, and looking up their addresses takes as long as reading them. */
-static const char *next_at(const decode_job *job, const void *pages, int64_t row, int64_t t) {
+static const char *next_at(const decode_job *job, const decode_rows *of, int64_t row, int64_t t) {
     int64_t run;
     if (t >= job->args->end[row]) return NULL;
-    const char *next = page_at(job, pages, row, t, min_of(PIECE, job->args->end[row] - t), &run);
+    const char *next = page_at(job, of, row, t, min_of(PIECE, job->args->end[row] - t), &run);
     const int64_t bytes = run * job->args->D * kvc_dtype_bytes(job->args->cache_dtype);
     for (int64_t i = 0; i < bytes; i += MEMORY_PAGE) __builtin_prefetch(next + i);
     return next;
@@ -104,9 +117,8 @@ static void add_values(const decode_job *job, int64_t row, int64_t t, int64_t n,
                        float *sums) {
     int64_t run;
     for (int64_t done = 0; done < n; done += run) {
-        const char *v = page_at(job, job->args->v_pages, row, t + done, n - done, &run);
-        const void *pages = done + run < n ? job->args->v_pages : job->args->k_pages;
-        const char *next = next_at(job, pages, row, t + done + run);
+        const char *v = page_at(job, &job->values, row, t + done, n - done, &run);
+        const char *next = next_at(job, done + run < n ? &job->values : &job->keys, row, t + done + run);
         job->simd->mix[job->args->cache_dtype](sums, job->args->D, weights + done, PIECE, v, run, count, next);
     }
 }
@@ -121,9 +133,9 @@ static void attend_few(const decode_job *job, int64_t row, int64_t t, int64_t n,
     }
     int64_t run;
     for (int64_t done = 0; done < n; done += run) {
-        const char *k = page_at(job, args->k_pages, row, t + done, n - done, &run);
+        const char *k = page_at(job, &job->keys, row, t + done, n - done, &run);
         const int last = done + run == n; /* then come the values */
-        const char *next = next_at(job, last ? args->v_pages : args->k_pages, row, last ? t : t + done + run);
+        const char *next = next_at(job, last ? &job->values : &job->keys, row, last ? t : t + done + run);
         job->simd->dots[args->cache_dtype](weights + done, PIECE, q, D, k, run, job->queries, next);
     }
     int64_t common = n; /* keys that every query sees */
@@ -144,11 +156,11 @@ static void attend_few(const decode_job *job, int64_t row, int64_t t, int64_t n,
 /* ---- many queries ---- */
 
 /* Keys or values [t, t + n) as float32 [n, D]; the pages' own rows where they are float32 and lie together. */
-static const float *gather(const decode_job *job, const void *pages, int64_t row, int64_t t, int64_t n, float *rows) {
+static const float *gather(const decode_job *job, const decode_rows *of, int64_t row, int64_t t, int64_t n, float *rows) {
     const kvc_dtype dtype = job->args->cache_dtype;
     int64_t run;
     for (int64_t done = 0; done < n; done += run) {
-        const char *src = page_at(job, pages, row, t + done, n - done, &run);
+        const char *src = page_at(job, of, row, t + done, n - done, &run);
         if (run == n && dtype == KVC_F32) return (const float *)(const void *)src;
         job->simd->load[dtype](rows + done * job->args->D, src, run * job->args->D);
     }
@@ -181,9 +193,9 @@ static void attend_lanes(const decode_job *job, int64_t row, int64_t t, int64_t 
     while (t < last) {
         /* the last few keys, which some queries do not see, are a step of their own */
         const int64_t n = min_of(kvc_lanes_keys(D), (t < common ? common : last) - t);
-        kvc_lanes_logits(&lanes_state, &lanes, gather(job, args->k_pages, row, t, n, rows), D, t, n, NULL, t >= common, x);
+        kvc_lanes_logits(&lanes_state, &lanes, gather(job, &job->keys, row, t, n, rows), D, t, n, NULL, t >= common, x);
         kvc_lanes_weigh(&lanes_state, x, n);
-        const float *v = gather(job, args->v_pages, row, t, n, rows);
+        const float *v = gather(job, &job->values, row, t, n, rows);
         if (t < common) {
             kvc_lanes_add(&lanes_state, x, v, D, n);
         } else { /* a value that a query does not see may be infinite, and 0 * inf is NaN */
@@ -255,7 +267,9 @@ static kvc_status check_rows(const decode_job *job) {
         if (!args->block_table || begin == end) continue;
         for (int64_t i = begin / args->P; i <= (end - 1) / args->P; i++) {
             const int32_t page = args->block_table[row * args->blocks + i];
+            const int32_t value_page = job->values.table[row * job->values.blocks + i];
             if (page < 0 || page >= args->pages) return KVC_BAD_INDEX;
+            if (value_page < 0 || value_page >= job->values.count) return KVC_BAD_INDEX;
         }
     }
     return KVC_OK;

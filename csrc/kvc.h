@@ -217,18 +217,20 @@ kvc_status kvc_compact_pages(const kvc_compact_pages_args *args, kvc_parallel_fo
 
 /* Attention of S queries over rows of pages. Row r = b*Hkv + g holds the keys of KV head g of sequence b: its key
  * t lies at pages[block_table[r*blocks + t/P], t%P]; block_table NULL: at pages[r, t] (contiguous rows, P = capacity).
+ * Its value t lies there too, or, with a value_table, at v_pages[value_table[r*value_blocks + t/P], t%P].
  * Query s sees keys t in [begin_r, end_r) (causal = 0) or [begin_r, end_r - (S-1-s)) (causal = 1: the row's last S keys
  * are the S new tokens). begin NULL: 0.
  *     out[b,h,s] = sum_t softmax_t(scale*<q, k_t>) v_t          lse[b,h,s] = ln sum_t exp(scale*<q, k_t>)
  * A query that sees no key gets out 0, lse -inf; so does one whose logits are all -inf.
  * q [B, Hq, S, D] any dtype; out [B, Hq, S, D] contiguous, dtype of q; lse float32 [B, Hq, S] contiguous;
  * k_pages, v_pages [pages, P, D] contiguous, one dtype; P a power of two unless block_table is NULL;
- * block_table int32 [R, blocks] (NULL: blocks is not read, pages >= R); begin, end int32 [R].
+ * block_table int32 [R, blocks] (NULL: blocks is not read, pages >= R); begin, end int32 [R]; value_table int32
+ * [R, value_blocks], only with a block_table, v_pages is then [value_pages, P, D] (NULL: neither number is read).
  * scratch: kvc_decode_scratch_bytes bytes (on CUDA kvc_cuda_decode_scratch_bytes), 64-byte aligned: the partial results
  * of the pieces that long rows are cut into, and the list of pieces. Its size depends on the sizes only, not on the
  * arrays' contents. One query's bits depend on its own row only, not on B.
- * KVC_BAD_SIZE for D < 1 or D > KVC_MAX_HEAD_DIM; KVC_BAD_INDEX if a row's range leaves [0, blocks*P] or a page that it
- * needs is outside [0, pages).
+ * KVC_BAD_SIZE for D < 1 or D > KVC_MAX_HEAD_DIM; KVC_BAD_INDEX if a row's range leaves [0, blocks*P] or
+ * [0, value_blocks*P], or a page that it needs is outside [0, pages) or [0, value_pages).
  */
 typedef struct {
     void *out;
@@ -241,6 +243,8 @@ typedef struct {
     int64_t B, Hq, Hkv, S, D, P, pages, blocks;
     float scale;
     int causal;
+    const int32_t *value_table;
+    int64_t value_pages, value_blocks;
 } kvc_decode_args;
 int64_t kvc_decode_scratch_bytes(const kvc_decode_args *args);
 kvc_status kvc_decode(const kvc_decode_args *args, kvc_parallel_for parallel_for);

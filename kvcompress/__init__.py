@@ -3,7 +3,16 @@
 import torch  # noqa: F401  loads libtorch before the extension that needs it
 
 from .budgets import AdaKV, PyramidKV, Uniform
-from .caches import CompressedCache, DMCCache, IterativeCache, PoolSettings, PrunedCache, QuestCache, StreamingCache
+from .caches import (
+    CompressedCache,
+    DMCCache,
+    IterativeCache,
+    PoDCache,
+    PoolSettings,
+    PrunedCache,
+    QuestCache,
+    StreamingCache,
+)
 from .hf import attach, detach
 from .logits import AllLogits, TokenLoss
 from .models import load_example_model
@@ -20,6 +29,7 @@ __all__ = [
     "DMCCache",
     "IterativeCache",
     "Plan",
+    "PoDCache",
     "PoolSettings",
     "PrunedCache",
     "PyramidKV",

@@ -47,6 +47,25 @@ def test_contiguous_rows_equal_paged_rows(simd):
     assert torch.equal(here[1], there[1])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("Hq", "S"), [(4, 1), (2, 5), (8, 3)])
+def test_values_may_lie_elsewhere_than_keys(simd, dtype, Hq, S):
+    queries, (k, v) = torch.randn(2, Hq, S, 32).to(dtype), torch.randn(2, 4, 700, 32).to(dtype)
+    begin = torch.tensor([0, 10, 69, 3], dtype=torch.int32)
+    end = torch.tensor([700, 30, 70, 600], dtype=torch.int32)
+    k_pages, v_pages, table = paged(k, v, 16)
+    _, others, other = paged(k, v, 16, seed=1)
+    other = torch.cat([other, other.new_full((4, 3), -1)], 1)
+    others = torch.cat([others, others[:2]])  # another number of pages, and of blocks
+    for causal in (False, True):
+        settings = {"begin": begin, "block_table": table, "causal": causal}
+        there = ops.decode(queries, k_pages, v_pages, end, **settings)
+        here = ops.decode(queries, k_pages, others, end, value_table=other, **settings)
+        assert torch.equal(here[0], there[0])
+        assert torch.equal(here[1], there[1])
+        check(queries, k_pages, others, end, value_table=other, **settings)
+
+
 def test_empty_row_gives_zero_and_minus_infinity(simd):
     queries, k, v = torch.randn(1, 4, 2, 16), torch.randn(2, 9, 16), torch.randn(2, 9, 16)
     end = torch.tensor([0, 9], dtype=torch.int32)
@@ -139,7 +158,7 @@ def test_thread_count_changes_no_bit(simd):
 def test_opcheck():
     k_pages, v_pages, table = paged(torch.randn(2, 9, 16), torch.randn(2, 9, 16), 4)
     end = torch.tensor([9, 3], dtype=torch.int32)
-    arguments = (torch.randn(1, 4, 2, 16), k_pages, v_pages, table, None, end, 0.25, True)
+    arguments = (torch.randn(1, 4, 2, 16), k_pages, v_pages, table, None, None, end, 0.25, True)
     torch.library.opcheck(torch.ops.kvcompress.decode, arguments)
     state = (torch.randn(1, 2, 3, 16), torch.randn(1, 2, 3))
     torch.library.opcheck(torch.ops.kvcompress.merge_states, (*state, *state))
@@ -218,6 +237,19 @@ def test_rows_outside_the_pages_are_refused(end, page, begin, message):
             block_table=table,
             begin=torch.tensor([0, begin], dtype=torch.int32),
         )
+
+
+def test_values_outside_their_pages_are_refused():
+    k_pages, v_pages, table = paged(torch.randn(2, 9, 16), torch.randn(2, 9, 16), 4)
+    queries, end = torch.randn(1, 4, 1, 16), torch.tensor([9, 3], dtype=torch.int32)
+    with pytest.raises(RuntimeError, match="slots in a row of value_table"):
+        ops.decode(queries, k_pages, v_pages, end, block_table=table, value_table=table[:, :2])
+    far = table.clone()
+    far[0, 1] = len(v_pages)
+    with pytest.raises(RuntimeError, match="must name pages between 0 and"):
+        ops.decode(queries, k_pages, v_pages, end, block_table=table, value_table=far)
+    with pytest.raises(ValueError, match="value_table needs a block_table"):
+        ops.decode(queries, k_pages, v_pages, end, value_table=table)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -61,6 +61,7 @@ plan plan_of(const kvc_decode_args& a) {
     p.rows = a.B * a.Hkv;
     p.queries = a.Hq / a.Hkv * a.S;
     p.capacity = a.block_table ? a.blocks * a.P : a.P;
+    if (a.value_table && a.value_blocks < a.blocks) p.capacity = a.value_blocks * a.P;
     p.row_pieces = ceil_div(p.capacity, PIECE);
     while (a.P >> p.page_shift > 1) p.page_shift++;
     p.join_columns = 32;
@@ -99,14 +100,20 @@ __device__ inline int pieces_of(const kvc_decode_args& a, const plan& p, int64_t
     return keys > 0 ? static_cast<int>(ceil_div(keys, PIECE)) : 0;
 }
 
-// Where key t of the row lies in k_pages and v_pages, -1 if on no page.
-__device__ inline int64_t key_offset(const kvc_decode_args& a, const plan& p, int64_t row, int64_t t) {
-    int64_t page = row, slot = t;
-    if (a.block_table) {
-        page = a.block_table[row * a.blocks + (t >> p.page_shift)];
-        slot = t & (a.P - 1);
-    }
-    return page >= 0 && page < a.pages ? (page * a.P + slot) * a.D : -1;
+// The pages of key t of the row and of its value, both -1 if one of them is on no page.
+__device__ inline int2 pages_of(const kvc_decode_args& a, const plan& p, int64_t row, int64_t t) {
+    int2 at;
+    at.x = at.y = static_cast<int>(row);
+    if (a.block_table) at.x = at.y = a.block_table[row * a.blocks + (t >> p.page_shift)];
+    if (a.value_table) at.y = a.value_table[row * a.value_blocks + (t >> p.page_shift)];
+    const int64_t value_pages = a.value_table ? a.value_pages : a.pages;
+    if (at.x < 0 || at.x >= a.pages || at.y < 0 || at.y >= value_pages) at.x = at.y = -1;
+    return at;
+}
+
+// Where key or value t lies in a page of k_pages or v_pages.
+__device__ inline int64_t offset_in(const kvc_decode_args& a, int page, int64_t t) {
+    return (page * a.P + (a.block_table ? t & (a.P - 1) : t)) * a.D;
 }
 
 // 2^x of a difference to a maximum; -inf - -inf is no number, so a maximum of -inf counts as 0.
@@ -178,7 +185,7 @@ struct mma_shared {
     };
     T q[MMA_QUERIES * PITCH];
     float2 statistics[WARPS][MMA_QUERIES];
-    int64_t offsets[PIECE];  // of the piece's keys in k_pages
+    int2 pages[PIECE];  // of the piece's keys and values
 };
 
 static_assert(sizeof(mma_shared<bf16, 128>) + 1024 <= 228 * 1024 / 3, "three blocks per multiprocessor of an H200");
@@ -201,8 +208,11 @@ __global__ __launch_bounds__(THREADS) void pieces_mma_kernel(const kvc_decode_ar
         const int4 piece = s.list[item / p.tiles];
         const int64_t row = piece.x, b = row / a.Hkv, g = row % a.Hkv, first = item % p.tiles * MMA_QUERIES;
         const int begin = piece.y, row_end = piece.z, end = row_end < begin + PIECE ? row_end : begin + PIECE;
-        for (int i = thread; i < PIECE; i += THREADS)
-            shared->offsets[i] = begin + i < end ? key_offset(a, p, row, begin + i) : -1;
+        for (int i = thread; i < PIECE; i += THREADS) {
+            int2 none;
+            none.x = none.y = -1;
+            shared->pages[i] = begin + i < end ? pages_of(a, p, row, begin + i) : none;
+        }
         for (int i = thread / CHUNKS; i < MMA_QUERIES; i += THREADS / CHUNKS) {
             if (chunk >= K) continue;
             const query q = query_of(a, p, g, first + i, row_end);
@@ -220,11 +230,13 @@ __global__ __launch_bounds__(THREADS) void pieces_mma_kernel(const kvc_decode_ar
             auto& to = shared->stages[stage % 2];
             for (int i = thread / CHUNKS; i < STAGE; i += THREADS / CHUNKS) {
                 if (chunk >= K) continue;
-                const int64_t offset = shared->offsets[stage * STAGE + i];
-                const bool there = offset >= 0 && chunk < D;
-                const int64_t at = there ? offset + chunk : 0;
-                copy_16_async(to.k + i * PITCH + chunk, k_pages + at, there);
-                copy_16_async(to.v + i * PITCH + chunk, v_pages + at, there);
+                const int2 page = shared->pages[stage * STAGE + i];
+                const bool there = page.x >= 0 && chunk < D;
+                const int64_t t = begin + stage * STAGE + i;
+                const int64_t key_at = there ? offset_in(a, page.x, t) + chunk : 0;
+                const int64_t value_at = there ? offset_in(a, page.y, t) + chunk : 0;
+                copy_16_async(to.k + i * PITCH + chunk, k_pages + key_at, there);
+                copy_16_async(to.v + i * PITCH + chunk, v_pages + value_at, there);
             }
         };
         // Online softmax per warp, of its own 16 keys of every stage. A lane holds rows lane / 4 and + 8 of the queries
@@ -248,7 +260,7 @@ __global__ __launch_bounds__(THREADS) void pieces_mma_kernel(const kvc_decode_ar
             KVC_UNROLL
             for (int i = 0; i < 8; i++) {
                 const int r = i % 4 / 2, key = stage * STAGE + 16 * warp + i / 4 * 8 + lane % 4 * 2 + i % 2;
-                const bool seen = begin + key < limit[r] && shared->offsets[key] >= 0;
+                const bool seen = begin + key < limit[r] && shared->pages[key].x >= 0;
                 float& logit = x[i / 4][i % 4];
                 logit = seen ? logit * scale : -INFINITY;
                 top[r] = fmaxf(top[r], logit);
@@ -365,16 +377,20 @@ __global__ __launch_bounds__(THREADS, 1) void pieces_kernel(const kvc_decode_arg
             KVC_UNROLL
             for (int u = 0; u < AHEAD; u++) {
                 const int t = base + u * groups + group;
-                const int64_t offset = t < end ? key_offset(a, p, row, t) : -1;
-                there[u] = offset >= 0;
+                int2 page;
+                page.x = page.y = -1;
+                if (t < end) page = pages_of(a, p, row, t);
+                there[u] = page.x >= 0;
+                const int64_t key_at = there[u] ? offset_in(a, page.x, t) : 0;
+                const int64_t value_at = there[u] ? offset_in(a, page.y, t) : 0;
                 KVC_UNROLL
                 for (int c = 0; c < CHUNKS; c++) {
                     const int d = (c * lanes + lane) * VEC;
                     k[u][c] = {};
                     v[u][c] = {};
-                    if (offset < 0 || d >= D) continue;
-                    k[u][c] = *reinterpret_cast<const packed<T, VEC>*>(static_cast<const T*>(a.k_pages) + offset + d);
-                    v[u][c] = *reinterpret_cast<const packed<T, VEC>*>(static_cast<const T*>(a.v_pages) + offset + d);
+                    if (!there[u] || d >= D) continue;
+                    k[u][c] = *reinterpret_cast<const packed<T, VEC>*>(static_cast<const T*>(a.k_pages) + key_at + d);
+                    v[u][c] = *reinterpret_cast<const packed<T, VEC>*>(static_cast<const T*>(a.v_pages) + value_at + d);
                 }
             }
             KVC_UNROLL
@@ -558,6 +574,7 @@ cudaError_t launch_pieces(const kvc_decode_args& a, const plan& p, cudaStream_t 
 
 bool valid(const kvc_decode_args& a) {
     return a.B >= 0 && a.Hq >= 0 && a.Hkv >= 0 && a.S >= 0 && a.D >= 1 && a.P >= 0 && a.pages >= 0 && a.blocks >= 0 &&
+           (!a.value_table || (a.block_table && a.value_blocks >= 0 && a.value_pages >= 0)) &&
            a.D <= KVC_CUDA_MAX_HEAD_DIM && valid_dtype(a.q.dtype) && valid_dtype(a.cache_dtype);
 }
 

@@ -5,17 +5,23 @@ static void explain_rows(const kvc_decode_args& args, int64_t R) {
     const int64_t capacity = args.block_table ? args.blocks * args.P : args.P;
     const char* slots = args.block_table ? "slots in a row of block_table" : "slots in a page";
     find_outside("decode", "end", args.end, R, 0, capacity, slots);
+    if (args.value_table)
+        find_outside("decode", "end", args.end, R, 0, args.value_blocks * args.P, "slots in a row of value_table");
     for (int64_t r = 0; r < R; r++) {
         const int64_t begin = args.begin ? args.begin[r] : 0, end = args.end[r];
         KVC_CHECK(begin >= 0 && begin <= end, "decode: begin must be between 0 and ", end, " (end), got ", begin, " at ",
                   r);
         if (!args.block_table || begin == end) continue;
         find_missing_page("decode", args.block_table, args.blocks, r, begin / args.P, (end - 1) / args.P, args.pages);
+        if (!args.value_table) continue;
+        find_missing_page("decode", args.value_table, args.value_blocks, r, begin / args.P, (end - 1) / args.P,
+                          args.value_pages);
     }
 }
 
 static std::tuple<Tensor, Tensor> decode(const Tensor& queries, const Tensor& k_pages, const Tensor& v_pages,
-                                         const std::optional<Tensor>& block_table, const std::optional<Tensor>& begin,
+                                         const std::optional<Tensor>& block_table,
+                                         const std::optional<Tensor>& value_table, const std::optional<Tensor>& begin,
                                          const Tensor& end, double scale, bool causal) {
     const kvc_view q = view_of(queries, "queries");
     const int64_t B = queries.size(0), Hq = queries.size(1), S = queries.size(2), D = queries.size(3);
@@ -23,7 +29,9 @@ static std::tuple<Tensor, Tensor> decode(const Tensor& queries, const Tensor& k_
     KVC_CHECK(k_pages.dim() == 3 && k_pages.size(2) == D && k_pages.is_contiguous(),
               "k_pages must be contiguous [pages, P, D] with the queries' D = ", D);
     const kvc_dtype cache_dtype = dtype_of(k_pages, "k_pages");
-    check_array(v_pages, queries, k_pages.scalar_type(), {k_pages.size(0), k_pages.size(1), D}, "v_pages");
+    KVC_CHECK(block_table.has_value() || !value_table.has_value(), "value_table needs a block_table");
+    check_array(v_pages, queries, k_pages.scalar_type(),
+                {value_table.has_value() ? -1 : k_pages.size(0), k_pages.size(1), D}, "v_pages");
     check_array(end, queries, ScalarType::Int, {-1}, "end");
     const int64_t R = end.size(0), Hkv = B > 0 ? R / B : 0;
     KVC_CHECK(R == B * Hkv && (B == 0 || (Hkv > 0 && Hq % Hkv == 0)),
@@ -47,6 +55,9 @@ static std::tuple<Tensor, Tensor> decode(const Tensor& queries, const Tensor& k_
         .blocks = block_table.has_value() ? block_table->size(1) : 1,
         .scale = static_cast<float>(scale),
         .causal = causal,
+        .value_table = int_array(value_table, queries, {R, -1}, "value_table"),
+        .value_pages = v_pages.size(0),
+        .value_blocks = value_table.has_value() ? value_table->size(1) : 1,
     };
     int64_t bytes = 0;
     if (queries.is_cpu()) bytes = kvc_decode_scratch_bytes(&args);
@@ -85,7 +96,7 @@ static std::tuple<Tensor, Tensor> merge_states(const Tensor& out_a, const Tensor
 }
 
 KVC_REGISTER(decode,
-             "decode(Tensor queries, Tensor k_pages, Tensor v_pages, Tensor? block_table, Tensor? begin, Tensor end, "
-             "float scale, bool causal) -> (Tensor, Tensor)")
+             "decode(Tensor queries, Tensor k_pages, Tensor v_pages, Tensor? block_table, Tensor? value_table, "
+             "Tensor? begin, Tensor end, float scale, bool causal) -> (Tensor, Tensor)")
 KVC_REGISTER(merge_states,
              "merge_states(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b) -> (Tensor, Tensor)")

@@ -3,6 +3,7 @@
 from .base import CompressedCache, CompressedLayer
 from .dmc import DMCCache
 from .iterative import IterativeCache
+from .pod import PoDCache
 from .pool import PagePool
 from .pruned import PrunedCache
 from .quest import QuestCache
@@ -15,6 +16,7 @@ __all__ = [
     "DMCCache",
     "IterativeCache",
     "PagePool",
+    "PoDCache",
     "PoolSettings",
     "PrunedCache",
     "QuestCache",

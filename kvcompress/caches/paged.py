@@ -13,6 +13,14 @@ from .pool import PagePool
 from .store import keys_and_values
 
 
+def step_positions(first: Tensor, counts: Sequence[int], tokens: int) -> Tensor:
+    """int32 [B, tokens]: first[b] is the place of sequence b's first real token, of which there are counts[b],
+    right-aligned; padding before it gets any."""
+    if min(counts) < tokens:
+        first = first - (tokens - torch.tensor(counts, dtype=torch.int32).to(first.device)[:, None])
+    return (first + torch.arange(tokens, dtype=torch.int32, device=first.device)).clamp_(min=0)
+
+
 class PagedLayer(CompressedLayer):
     """Appends tokens and attends to all that is held.
 
@@ -68,11 +76,7 @@ class PagedLayer(CompressedLayer):
         )  # fmt: skip
 
     def _positions(self, first: Tensor, tokens: int) -> Tensor:
-        """int32 [B, tokens]: first[b] is the place of sequence b's first real token; padding before it gets any."""
-        counts = self.cache.step.counts
-        if min(counts) < tokens:
-            first = first - (tokens - torch.tensor(counts, dtype=torch.int32).to(first.device)[:, None])
-        return (first + torch.arange(tokens, dtype=torch.int32, device=first.device)).clamp_(min=0)
+        return step_positions(first, self.cache.step.counts, tokens)
 
     def open_pool(self, rows: int, head_dim: int, like: Tensor, rope_lengths: list[int]) -> None:
         slots = keys_and_values(head_dim, like.dtype)

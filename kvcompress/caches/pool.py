@@ -199,6 +199,32 @@ class PagePool:
             raise ValueError(f"tokens must be between 0 and the shortest row's {shortest}, got {tokens}")
         self.truncate([count - tokens for count in self.counts])
 
+    def give_back(self, first: int, pages: Sequence[int]) -> None:
+        """Takes pages[r] pages out of every row r, from its page number `first` on; what follows moves up by as many.
+
+        A page that is not full may be the last one taken. Copies nothing. Raises ValueError for pages that a row has
+        not; nothing is changed then.
+        """
+        P, blocks, counts = self.page_size, self.store.settings.blocks, self.counts
+        for row, (count, held) in enumerate(zip(pages, counts, strict=True)):
+            if count < 0 or (count > 0 and first + count > blocks(held)):
+                raise ValueError(f"pages must be between 0 and those of row {row} from {first} on, got {count}")
+        most = max(pages, default=0)
+        if most == 0:
+            return
+        table, device = self.block_table, self.lengths.device
+        taken = torch.tensor(pages, dtype=torch.int32).to(device)
+        place = torch.arange(table.shape[1], device=device)
+        source = (place + torch.where(place < first, 0, taken[:, None])).clamp_(max=table.shape[1] - 1)
+        with torch.inference_mode(False):
+            given = torch.nn.functional.pad(table[:, first:], (0, most))[:, :most].contiguous()
+            self.store.release(Rows(given, taken * P))
+            self._rows.block_table = table.gather(1, source)
+            kept = [max(held - n * P, first * P) if n else held for n, held in zip(pages, counts, strict=True)]
+            self._rows.lengths = torch.tensor(kept, dtype=torch.int32).to(device)
+        self.bounds = kept
+        self._last_shared = [self._shares] * len(kept)
+
     def compact(self, indices: Tensor, kept: Sequence[int] | Tensor | None = None) -> None:
         """Keeps the chosen slots of every row in all arrays; pages that become empty are free again.
 

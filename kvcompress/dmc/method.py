@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..positions import RotaryTables
-from ..retrofit.documents import Documents
+from ..retrofit.documents import Documents, documents_of, rotated
 from ..retrofit.method import Method, Pass
 from .config import DMCConfig
 from .gates import decisions_of, weights_of
@@ -43,10 +43,7 @@ class DMCPass(Pass):
         return list(tensors) if self.documents is None else [self.documents.split(x) for x in tensors]
 
     def _rotate(self, x: Tensor) -> Tensor:
-        positions = None if self.documents is None else self.documents.positions
-        if self.documents is None:
-            return self.rotary.rotate(x, None, x.shape[2], [x.shape[2]])
-        return self.rotary.rotate(x, positions, self.documents.bound, self.documents.lengths)
+        return rotated(x, self.rotary, self.documents)
 
     def _scaled(self, x: Tensor, factor: float) -> Tensor:
         """x with its neuron times factor."""
@@ -130,13 +127,7 @@ class DMCMethod(Method):
         decoder.config.kvcompress = self.config.to_dict()
 
     def begin(self, decoder: Any, given: dict[str, Any]) -> DMCPass:
-        name = "input_ids" if given.get("input_ids") is not None else "inputs_embeds"
-        batch, columns = given[name].shape[:2]
-        documents = Documents.of(given.get("attention_mask"), given.get("position_ids"), batch, columns)
-        longest = columns if documents is None else documents.source.shape[1]
-        window = getattr(decoder.config, "sliding_window", None)
-        if window is not None and getattr(decoder.config, "use_sliding_window", True) and longest > window:
-            raise ValueError(f"{name} must have at most sliding_window = {window} tokens, got {longest}")
+        batch, documents = documents_of(decoder, given)
         if self.rotary is None:
             self.rotary = RotaryTables(decoder.rotary_emb)
         noise = None

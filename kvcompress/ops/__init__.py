@@ -4,8 +4,8 @@ Dims: B sequences, Hq query heads, Hkv key-value heads, G = Hq/Hkv, S queries, T
 R rows (one row = one KV head of one sequence, r = b*Hkv + h), P page size. Tensors are float32, bfloat16 or float16 on
 the CPU or CUDA; scores, LSE and rotation tables are float32, indices and lengths int32. All arguments of a call are on
 one device. Queries and keys may have any strides as long as the last dimension is contiguous. `rope`,
-`attention`, `merge_states`, and of DMC all but `dmc_append_` are differentiable; a backward pass that reaches another
-op raises NotImplementedError.
+`attention`, `pod_attention`, `merge_states`, and of DMC all but `dmc_append_` are differentiable; a backward pass that
+reaches another op raises NotImplementedError.
 `kvcompress.reference` has the same functions in plain PyTorch.
 """
 
@@ -18,6 +18,7 @@ from .merge import merge_states
 from .native import MAX_HEAD_DIM, simd
 from .pages import PageTable, append_tokens_, compact_pages_, truncate_rows_
 from .planner import SCHEDULES, divide_memory, plan
+from .pod_attention import pod_attention
 from .rope import rope
 from .score import POOLINGS, REDUCTIONS, window_scores
 from .select import compact_rows_, select_topk
@@ -46,6 +47,7 @@ __all__ = [
     "dmc_mask",
     "merge_states",
     "plan",
+    "pod_attention",
     "rope",
     "select_topk",
     "simd",

@@ -17,6 +17,7 @@ def decode(
     end: Tensor,
     *,
     block_table: Tensor | None = None,
+    value_table: Tensor | None = None,
     begin: Tensor | None = None,
     scale: float | None = None,
     causal: bool = False,
@@ -25,8 +26,10 @@ def decode(
 
     queries: [B, Hq, S, D], D 1..256. k_pages, v_pages: contiguous [pages, P, D], P a power of two. block_table: int32
     [R, blocks], R = B*Hkv: key t of row r lies at [block_table[r, t // P], t % P]; None = row r is page r, whatever
-    P. begin, end: int32 [R]: a query sees keys begin_r <= t < end_r; causal: the row's last S keys are the queries' own
-    tokens, query s sees t < end_r - (S-1-s). scale: factor of the logits, None = 1/sqrt(D).
+    P. value_table: int32 [R, blocks], the same of values where they do not lie as the keys do (each of the two may then
+    have its own number of pages and of blocks); None = as the keys. begin, end: int32 [R]: a query sees keys
+    begin_r <= t < end_r; causal: the row's last S keys are the queries' own tokens, query s sees t < end_r - (S-1-s).
+    scale: factor of the logits, None = 1/sqrt(D).
     Returns (out [B, Hq, S, D] in the queries' dtype, lse float32 [B, Hq, S], natural logarithm). A query that sees no
     key gets out 0 and lse -inf. Raises ValueError for wrong shapes, RuntimeError for rows outside the pages,
     NotImplementedError if a backward pass comes here (attention is differentiable).
@@ -36,9 +39,11 @@ def decode(
     B, Hq, _, D = queries.shape
     need(k_pages.shape[2] == D, f"k_pages must have head dim {D}, got {k_pages.shape[2]}")
     need(1 <= D <= MAX_HEAD_DIM, f"queries must have a head dim between 1 and {MAX_HEAD_DIM}, got {D}")
+    pages = k_pages.shape[0] if value_table is None else v_pages.shape[0]
+    wanted = (pages, *k_pages.shape[1:])
     need(
-        v_pages.shape == k_pages.shape and v_pages.dtype == k_pages.dtype,
-        f"v_pages must be {k_pages.dtype} {tuple(k_pages.shape)}, got {v_pages.dtype} {tuple(v_pages.shape)}",
+        tuple(v_pages.shape) == wanted and v_pages.dtype == k_pages.dtype,
+        f"v_pages must be {k_pages.dtype} {wanted}, got {v_pages.dtype} {tuple(v_pages.shape)}",
     )
     need(end.ndim == 1, f"end must be [R], got shape {tuple(end.shape)}")
     R = end.shape[0]
@@ -55,7 +60,14 @@ def decode(
         need(block_table.ndim == 2, f"block_table must be [R, blocks], got shape {tuple(block_table.shape)}")
         need_int32("block_table", block_table, (R, block_table.shape[1]))
         need(P > 0 and P & (P - 1) == 0, f"k_pages must have a page size that is a power of two, got {P}")
-    need_device(queries, k_pages=k_pages, v_pages=v_pages, block_table=block_table, begin=begin, end=end)
+    if value_table is not None:
+        need(block_table is not None, "value_table needs a block_table")
+        need(value_table.ndim == 2, f"value_table must be [R, blocks], got shape {tuple(value_table.shape)}")
+        need_int32("value_table", value_table, (R, value_table.shape[1]))
+    need_device(
+        queries, k_pages=k_pages, v_pages=v_pages, block_table=block_table, value_table=value_table, begin=begin,
+        end=end,
+    )  # fmt: skip
     need(k_pages.is_contiguous() and v_pages.is_contiguous(), "k_pages and v_pages must be contiguous")
     return without_gradient(
         "decode has no gradient: it is for generation; use attention, which is differentiable, or torch.no_grad()",
@@ -65,6 +77,7 @@ def decode(
         k_pages,
         v_pages,
         dense(block_table),
+        dense(value_table),
         dense(begin),
         end.contiguous(),
         D**-0.5 if scale is None else scale,
@@ -73,5 +86,5 @@ def decode(
 
 
 @torch.library.register_fake("kvcompress::decode")
-def _(queries, k_pages, v_pages, block_table, begin, end, scale, causal):  # type: ignore[no-untyped-def]
+def _(queries, k_pages, v_pages, block_table, value_table, begin, end, scale, causal):  # type: ignore[no-untyped-def]
     return queries.new_empty(queries.shape), queries.new_empty(queries.shape[:3], dtype=torch.float32)

@@ -7,6 +7,7 @@ from .dmc_append import dmc_append_
 from .dmc_gates import dmc_decisions, dmc_importance, dmc_mask
 from .pages import append_tokens_, compact_pages_, truncate_rows_
 from .planner import divide_memory, plan
+from .pod_attention import pod_attention
 from .rope import rope
 from .score import window_scores
 from .select import compact_rows, select_topk
@@ -25,6 +26,7 @@ __all__ = [
     "dmc_mask",
     "merge_states",
     "plan",
+    "pod_attention",
     "rope",
     "select_topk",
     "truncate_rows_",

@@ -13,6 +13,7 @@ def decode(
     end: Tensor,
     *,
     block_table: Tensor | None = None,
+    value_table: Tensor | None = None,
     begin: Tensor | None = None,
     scale: float | None = None,
     causal: bool = False,
@@ -30,8 +31,11 @@ def decode(
             k, v = k_pages[r], v_pages[r]
         else:
             # pages past the end of the row may be any number
-            used = block_table[r, : -(-int(end[r]) // k_pages.shape[1])].long()
-            k, v = k_pages[used].flatten(0, 1), v_pages[used].flatten(0, 1)
+            blocks = -(-int(end[r]) // k_pages.shape[1])
+            tables = (block_table, block_table if value_table is None else value_table)
+            k, v = (
+                x[table[r, :blocks].long()].flatten(0, 1) for x, table in zip((k_pages, v_pages), tables, strict=True)
+            )
         first = 0 if begin is None else int(begin[r])
         for s in range(S):
             last = int(end[r]) - (S - 1 - s if causal else 0)

@@ -42,11 +42,11 @@ PRESETS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def _chosen(preset: str, own: dict[str, Any]) -> dict[str, Any]:
+def _chosen(preset: str, own: dict[str, Any], presets: dict[str, dict[str, Any]] = PRESETS) -> dict[str, Any]:
     """What a preset says, and what was given instead (None = not given)."""
-    if preset not in PRESETS:
-        raise typer.BadParameter(f"must be one of {', '.join(PRESETS)}, got {preset!r}", param_hint="--preset")
-    return PRESETS[preset] | {name: value for name, value in own.items() if value is not None}
+    if preset not in presets:
+        raise typer.BadParameter(f"must be one of {', '.join(presets)}, got {preset!r}", param_hint="--preset")
+    return presets[preset] | {name: value for name, value in own.items() if value is not None}
 
 
 @app.command()
@@ -165,5 +165,61 @@ def gqa(
             **{name: chosen[name] for name in ("length", "rows", "accumulation", "learning_rate")},
         )  # fmt: skip
         retrofit_gqa(recipe, settings, kv_heads, resume=resume)
+    except (ValueError, FileNotFoundError) as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+POD_PRESETS: dict[str, dict[str, Any]] = {
+    "quick": {"steps": 2000, "learning_rate": 3e-4, "length": 2048, "rows": 2, "accumulation": 1},
+    "paper": {"steps": 1250, "learning_rate": 1e-5, "length": 32768, "rows": 1, "accumulation": 128},
+}
+
+
+@app.command()
+def pod(
+    out: Out,
+    plan: Annotated[
+        Path | None, typer.Option(help="JSON file with lead, sinks and recent (kvcompress analyze pod writes one)")
+    ] = None,
+    mode: Annotated[str, typer.Option(help="pod, or a baseline: window (near tokens alone) or cla")] = "pod",
+    preset: Preset = "quick",
+    model: Model = "example",
+    text: Text = None,
+    steps: Annotated[int | None, typer.Option(help="of the run", min=1)] = None,
+    learning_rate: Rate = None,
+    distillation: Distillation = 0.0,
+    teacher: Teacher = None,
+    length: Length = None,
+    rows: Rows = None,
+    accumulation: Accumulation = None,
+    save_steps: SaveSteps = 500,
+    keep_all: KeepAll = False,
+    seed: Annotated[int, typer.Option(help="of data", min=0)] = 0,
+    device: Device = "cpu",
+    float32: Float32 = False,
+    checkpointing: Checkpointing = False,
+    resume: Resume = False,
+) -> None:
+    """Retrofit a model with PoD: layers that attend alike share the keys of distant tokens.
+
+    A model that is converted already (an earlier run's folder) goes on as it is and needs no plan.
+    """
+    from ..pod.recipe import PoDRecipe
+    from ..pod.retrofit import load_plan, retrofit
+    from .run import RunSettings
+
+    own = {
+        "steps": steps, "learning_rate": learning_rate, "length": length, "rows": rows, "accumulation": accumulation,
+    }  # fmt: skip
+    chosen = _chosen(preset, own, POD_PRESETS)
+    try:
+        settings = RunSettings(
+            out=out, model=model, text=tuple(text or ()), distillation=distillation, teacher=teacher, seed=seed,
+            save_steps=save_steps, keep_checkpoints=None if keep_all else 2,
+            device=device, bfloat16=not float32, checkpointing=checkpointing,
+            **{name: chosen[name] for name in ("length", "rows", "accumulation", "learning_rate")},
+        )  # fmt: skip
+        config = None if plan is None else load_plan(plan, mode=mode)
+        retrofit(PoDRecipe(steps=chosen["steps"]), settings, config, resume=resume)
     except (ValueError, FileNotFoundError) as error:
         raise typer.BadParameter(str(error)) from None

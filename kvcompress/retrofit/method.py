@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from ..caches import CompressedCache
 
 # A method is registered here and nowhere else: by the name in config.kvcompress, where its Method is.
-METHODS = {"dmc": ("kvcompress.dmc.method", "DMCMethod")}
+METHODS = {"dmc": ("kvcompress.dmc.method", "DMCMethod"), "pod": ("kvcompress.pod.method", "PoDMethod")}
 _ATTRIBUTE = "_kvcompress_method"
 KEYWORD = "kvcompress_pass"  # by which a Pass travels from the decoder to its attention layers
 

@@ -14,6 +14,10 @@ struct alignas(16) float4 {
 struct alignas(16) uint4 {
     unsigned x, y, z, w;
 };
+struct alignas(8) int2 {
+    int x, y;
+};
+
 struct alignas(16) int4 {
     int x, y, z, w;
 };

@@ -161,7 +161,9 @@ DecodeArgs = structure(
     pointer: block_table begin end scratch
     int64: B Hq Hkv S D P pages blocks
     float: scale
-    int: causal""",
+    int: causal
+    pointer: value_table
+    int64: value_pages value_blocks""",
 )
 MergeStatesArgs = structure(
     "MergeStatesArgs",
@@ -311,7 +313,19 @@ class Kernels:
         call = (slot_arrays(arrays), pointer(indices), pointer(kept), pointer(scratch), len(arrays), indices.shape[1])
         self.call("kvc_cuda_compact_pages", CompactPagesArgs(page_table(table, arrays[0].shape[1]), *call))
 
-    def decode(self, queries, k_pages, v_pages, end, *, block_table=None, begin=None, scale=None, causal=False):
+    def decode(
+        self,
+        queries,
+        k_pages,
+        v_pages,
+        end,
+        *,
+        block_table=None,
+        value_table=None,
+        begin=None,
+        scale=None,
+        causal=False,
+    ):
         B, Hq, S, D = queries.shape
         pages, P, _ = k_pages.shape
         blocks = 1 if block_table is None else block_table.shape[1]
@@ -324,6 +338,8 @@ class Kernels:
         args.P, args.pages, args.blocks = P, pages, blocks
         args.scale = D**-0.5 if scale is None else scale
         args.causal = causal
+        args.value_table, args.value_pages = pointer(value_table), v_pages.shape[0]
+        args.value_blocks = 1 if value_table is None else value_table.shape[1]
         self.call_with_scratch("kvc_cuda_decode", args)
         return out, lse
 

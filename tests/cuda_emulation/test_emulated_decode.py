@@ -65,6 +65,22 @@ def test_contiguous_rows_equal_paged_rows(kernels):
     assert torch.equal(here[1], there[1])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("S", [1, 16])
+def test_values_may_lie_elsewhere_than_keys(kernels, reference, dtype, S):
+    queries, (k, v) = torch.randn(1, 4, S, 64).to(dtype), torch.randn(2, 2, 300, 64).to(dtype)
+    k_pages, v_pages, table = paged(k, v, 16)
+    _, others, other = paged(k, v, 16, seed=1)
+    other, others = torch.cat([other, other.new_full((2, 3), -1)], 1), torch.cat([others, others[:2]])
+    begin, end = torch.tensor([3, 250], dtype=torch.int32), torch.tensor([300, 280], dtype=torch.int32)
+    settings = {"begin": begin, "block_table": table, "causal": True}
+    there = kernels.decode(queries, k_pages, v_pages, end, **settings)
+    here = kernels.decode(queries, k_pages, others, end, value_table=other, **settings)
+    assert torch.equal(here[0], there[0])
+    assert torch.equal(here[1], there[1])
+    check(kernels, reference, queries, k_pages, others, end, value_table=other, **settings)
+
+
 def test_query_that_sees_no_key_gives_zero_and_minus_infinity(kernels, reference):
     queries, k, v = torch.randn(1, 4, 3, 16), torch.randn(2, 9, 16), torch.randn(2, 9, 16)
     end = torch.tensor([0, 2], dtype=torch.int32)

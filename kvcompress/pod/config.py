@@ -1,0 +1,123 @@
+"""What a model converted to PoD, or to one of its baselines, is: which layer leads which, and what is near."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+MODES = ("pod", "window", "cla")
+Lead = tuple[tuple[int, ...], ...]
+
+
+def checked_lead(lead: Sequence[Sequence[int]]) -> Lead:
+    """A lead table as tuples; ValueError that names the first layer and head where it is none."""
+    if not isinstance(lead, Sequence) or isinstance(lead, str) or not lead:
+        raise ValueError(f"lead must be [layers][KV heads] with at least one layer, got {lead!r}")
+    table: list[tuple[int, ...]] = []
+    for layer, row in enumerate(lead):
+        if not isinstance(row, Sequence) or isinstance(row, str) or not row or len(row) != len(lead[0]):
+            raise ValueError(
+                f"lead must be [layers][KV heads] with as many heads in every layer, got {row!r} in layer {layer}"
+            )
+        for head, a in enumerate(row):
+            where = f"at (layer {layer}, head {head})"
+            if isinstance(a, bool) or not isinstance(a, int) or not 0 <= a <= layer:
+                raise ValueError(f"lead must be a layer between 0 and {layer} {where}, got {a!r}")
+            if layer and a < table[-1][head]:
+                raise ValueError(f"lead must not fall from layer to layer: {table[-1][head]}, then {a} {where}")
+            if a != layer and table[a][head] != a:
+                raise ValueError(
+                    f"lead must be a layer that leads itself, got {a} {where}, which follows {table[a][head]}"
+                )
+        table.append(tuple(row))
+    return tuple(table)
+
+
+@dataclass(frozen=True)
+class PoDConfig:
+    """How a converted model attends; saved with it as config.kvcompress.
+
+    lead: [layers][KV heads], the layer whose queries and keys a head uses for distant tokens, itself or a lower one.
+    sinks, recent: the first tokens, and the last ones (the query's own included), that are near. tau: followers skip
+    distant tokens while decoding where the near ones have at least this probability; None = never.
+    mode: "pod"; or a baseline: "window" (near tokens are all that is seen; lead is of no consequence), "cla" (a head
+    uses its lead's keys and values for all tokens, with its own queries; sinks and recent are of no consequence).
+    Raises ValueError for a field out of range, naming the layer and head where it is of lead.
+    Source: PoD, sections 2 and 3; CLA (Brandon et al. 2024).
+    """
+
+    lead: Lead
+    sinks: int = 16
+    recent: int = 4080
+    tau: float | None = None
+    mode: str = "pod"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "lead", checked_lead(self.lead))  # JSON brings lists
+        for name, least in (("sinks", 0), ("recent", 1)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
+        if self.tau is not None and not 0 <= self.tau <= 1:
+            raise ValueError(f"tau must be between 0 and 1 or None, got {self.tau}")
+        if self.mode not in MODES:
+            raise ValueError(f"mode must be one of {', '.join(MODES)}, got {self.mode!r}")
+
+    @property
+    def window(self) -> int:
+        """Tokens that are near at most: sinks + recent."""
+        return self.sinks + self.recent
+
+    @property
+    def followers(self) -> int:
+        """KV heads, of all layers, that follow another layer."""
+        return sum(a != layer for layer, row in enumerate(self.lead) for a in row)
+
+    @property
+    def share(self) -> float:
+        """Followers among all KV heads of all layers: the share of distant keys that a cache drops."""
+        return self.followers / (len(self.lead) * len(self.lead[0]))
+
+    def led_by(self, layer: int) -> list[tuple[int, list[int]]]:
+        """The leads of a layer's heads, lowest first, each with the KV heads that it leads."""
+        row = self.lead[layer]
+        return [(a, [head for head, b in enumerate(row) if a == b]) for a in sorted(set(row))]
+
+    def last_follower(self, layer: int) -> int:
+        """The highest layer that follows this one; the layer itself if none does."""
+        return max(above for above, row in enumerate(self.lead) if above == layer or layer in row)
+
+    def check_model(self, config: Any) -> None:
+        """Raises ValueError if lead is not of the size of a model (of its config)."""
+        needed = (config.num_hidden_layers, config.num_key_value_heads)
+        found = (len(self.lead), len(self.lead[0]))
+        if needed != found:
+            raise ValueError(
+                f"lead must be [{needed[0]} layers][{needed[1]} KV heads] for this model, got [{found[0]}][{found[1]}]"
+            )
+
+    @classmethod
+    def of(cls, plan: Any, **changes: Any) -> Self:
+        """What a plan (anything with lead, sinks and recent) asks for. changes: further fields."""
+        return cls(**{"lead": plan.lead, "sinks": plan.sinks, "recent": plan.recent} | changes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """What goes into a model's config.json."""
+        return {"method": "pod"} | asdict(self) | {"lead": [list(row) for row in self.lead]}
+
+    @classmethod
+    def from_dict(cls, saved: dict[str, Any]) -> Self:
+        """Of what to_dict gave; ValueError for other methods and unknown or missing fields."""
+        given = dict(saved)
+        if given.pop("method", None) != "pod":
+            raise ValueError(f"config.kvcompress must be of the method pod, got {saved.get('method')!r}")
+        unknown = sorted(set(given) - {field.name for field in fields(cls)})
+        if unknown:
+            raise ValueError(f"config.kvcompress has unknown fields {', '.join(unknown)}: saved by a newer version?")
+        if "lead" not in given:
+            raise ValueError("config.kvcompress must have the field lead, got none")
+        return cls(**given)

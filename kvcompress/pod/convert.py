@@ -1,0 +1,65 @@
+"""Turning a model into one whose layers share distant keys: no parameter changes, the attention does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..hf.attach import attach, base_model
+from ..retrofit.method import method_of, saved_method, set_method
+from .config import PoDConfig
+from .method import PoDMethod
+
+
+def convert(model: nn.Module, config: Any) -> PoDMethod:
+    """Converts an attached or plain model to PoD, or to a baseline of it, in place, and attaches it.
+
+    config: a PoDConfig, or a plan: anything with the fields lead, sinks and recent. No parameter is added or changed; a
+    model needs training afterwards to get used to it. model.config.kvcompress says what was done, so that
+    save_pretrained, from_pretrained and kvcompress.attach bring the converted model back.
+    Returns the model's method (see state).
+    Raises ValueError for a family that is not supported, a model that is converted already, or a lead table that does
+    not fit the model.
+    Source: PoD, section 2.
+    """
+    decoder = base_model(model)
+    if saved_method(decoder) is not None:
+        raise ValueError(f"model must not be converted yet, got one with config.kvcompress = {saved_method(decoder)}")
+    if not isinstance(config, PoDConfig):
+        if not all(hasattr(config, name) for name in ("lead", "sinks", "recent")):
+            raise TypeError(f"config must be a PoDConfig or a plan, got {type(config).__name__}")
+        config = PoDConfig.of(config)
+    found = PoDMethod(decoder, config)  # checks the config before anything is attached
+    try:
+        attach(model)
+    except BaseException:
+        del decoder.config.kvcompress
+        raise
+    set_method(decoder, found)
+    return found
+
+
+def state(model: nn.Module) -> PoDMethod:
+    """What convert made of an attached model: config, and the gates of the last forward pass.
+
+    Raises ValueError if the model is not attached or was not converted to PoD.
+    """
+    found = method_of(base_model(model))
+    if not isinstance(found, PoDMethod):
+        raise ValueError(
+            f"{type(model).__name__} must be converted to PoD and attached: kvcompress.pod.convert(model, config), or "
+            "kvcompress.attach(model) after loading a converted one"
+        )
+    return found
+
+
+def mean_gates(model: nn.Module) -> list[float | None]:
+    """Probability of near tokens in each layer in the last forward pass without a cache, mean over batch, heads and
+    tokens; None for layers in which every head leads itself. Tokens that see none but near ones count as 1.
+
+    Raises ValueError as state does.
+    """
+    found = state(model)
+    gates: list[Tensor | None] = [found.last_gates.get(layer) for layer in range(len(found.config.lead))]
+    return [None if gate is None else float(gate.nanmean()) for gate in gates]

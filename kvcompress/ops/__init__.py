@@ -21,6 +21,7 @@ from .planner import SCHEDULES, divide_memory, plan
 from .rope import rope
 from .score import POOLINGS, REDUCTIONS, window_scores
 from .select import compact_rows_, select_topk
+from .similarity import layer_similarity
 
 __all__ = [
     "IMPORTANCES",
@@ -44,6 +45,7 @@ __all__ = [
     "dmc_decisions",
     "dmc_importance",
     "dmc_mask",
+    "layer_similarity",
     "merge_states",
     "plan",
     "rope",

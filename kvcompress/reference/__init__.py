@@ -10,6 +10,7 @@ from .planner import divide_memory, plan
 from .rope import rope
 from .score import window_scores
 from .select import compact_rows, select_topk
+from .similarity import layer_similarity
 
 __all__ = [
     "append_tokens_",
@@ -23,6 +24,7 @@ __all__ = [
     "dmc_decisions",
     "dmc_importance",
     "dmc_mask",
+    "layer_similarity",
     "merge_states",
     "plan",
     "rope",

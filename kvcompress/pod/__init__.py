@@ -1,0 +1,1 @@
+"""PoD: layers that attend alike share the keys of distant tokens."""

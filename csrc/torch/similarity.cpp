@@ -5,7 +5,6 @@ static Tensor layer_similarity(const Tensor& queries, const Tensor& keys, double
     const int64_t L = queries.size(0), Hq = queries.size(1), S = queries.size(2), D = queries.size(3);
     const int64_t Hkv = keys.size(1), T = keys.size(2);
     check_device(keys, queries, "keys");
-    KVC_CHECK(queries.is_cpu(), "layer_similarity has no CUDA kernel; its arguments must be on the CPU");
     KVC_CHECK(keys.size(0) == L && keys.size(3) == D, "keys must be [L, Hkv, T, D] with the queries' L and D");
     KVC_CHECK(S <= T, "keys must be at least as many as the ", S, " queries, got ", T);
     Tensor sums = torch::stable::new_empty(queries, {Hq, L, L}, ScalarType::Double);
@@ -18,13 +17,17 @@ static Tensor layer_similarity(const Tensor& queries, const Tensor& keys, double
         .scale = static_cast<float>(scale),
         .sinks = sinks, .recent = recent,
     };
-    Tensor scratch = torch::stable::new_empty(queries, {kvc_layer_similarity_scratch_bytes(&args)}, ScalarType::Byte);
+    int64_t bytes = 0;
+    if (queries.is_cpu()) bytes = kvc_layer_similarity_scratch_bytes(&args);
+#ifdef KVC_WITH_CUDA
+    else bytes = kvc_cuda_layer_similarity_scratch_bytes(&args);
+#endif
+    Tensor scratch = torch::stable::new_empty(queries, {bytes > 0 ? bytes : 0}, ScalarType::Byte);
     args.scratch = scratch.mutable_data_ptr();
-    check_status(kvc_layer_similarity(&args, torch_parallel_for), "layer_similarity");
+    run("layer_similarity", queries, [&] { return kvc_layer_similarity(&args, torch_parallel_for); },
+        KVC_CUDA_CALL(kvc_cuda_layer_similarity(&args, stream)));
     return sums;
 }
 
-STABLE_TORCH_LIBRARY_FRAGMENT(kvcompress, m) {
-    m.def("layer_similarity(Tensor queries, Tensor keys, float scale, int sinks, int recent) -> Tensor");
-}
-STABLE_TORCH_LIBRARY_IMPL(kvcompress, CPU, m) { m.impl("layer_similarity", TORCH_BOX(&layer_similarity)); }
+KVC_REGISTER(layer_similarity,
+             "layer_similarity(Tensor queries, Tensor keys, float scale, int sinks, int recent) -> Tensor")

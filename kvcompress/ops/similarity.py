@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from ..checks import dense_last, need, need_device, need_float, need_integer
-from .native import native
+from .native import MAX_HEAD_DIM, native
 
 _MOST = (1 << 31) - 1
+_MOST_CUDA_LAYERS = 188
 
 
 def layer_similarity(
@@ -25,7 +26,8 @@ def layer_similarity(
     0 on the diagonal and wherever rows are equal; both add up over texts. NaN logits make the sums of their head's
     pairs with their layer NaN. Memory: two numbers per row and 64 keys, and the probabilities of some of the keys for
     one KV head, never all of them. The same bits for any number of threads. Without gradient.
-    Raises ValueError for wrong shapes, dtypes, scale, sinks or recent; NotImplementedError for CUDA tensors.
+    Raises ValueError for wrong shapes, dtypes, scale, sinks or recent, and on CUDA for more than 188 layers or a head
+    dim above 256.
     Source: PoD, section 2.2.
     """
     need_float("queries", queries, 4, "[L, Hq, S, D]")
@@ -41,7 +43,8 @@ def layer_similarity(
     need(math.isfinite(scale) and scale > 0, f"scale must be above 0, got {scale}")
     need_device(queries, keys=keys)
     if queries.is_cuda:
-        raise NotImplementedError("layer_similarity has no CUDA kernel: move queries and keys to the CPU")
+        need(L <= _MOST_CUDA_LAYERS, f"queries on CUDA must have at most {_MOST_CUDA_LAYERS} layers, got {L}")
+        need(D <= MAX_HEAD_DIM, f"queries on CUDA must have a head dim of at most {MAX_HEAD_DIM}, got {D}")
     sums = native.layer_similarity(dense_last(queries.detach()), dense_last(keys.detach()), scale, sinks, recent)
     return sums, max(0, min(S, T - sinks - recent))
 

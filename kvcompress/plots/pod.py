@@ -16,7 +16,7 @@ from ..checks import need, need_integer
 from ..pod.plan import PoDPlan, check_lead, lead_table
 from ..pod.similarity import Agreement
 from ..reference import visible
-from .panels import LINES, MAP, count_axis, line_style, named, one_panel, panels, shade
+from .panels import LINES, MAP, Color, count_axis, line_style, named, one_panel, panels, shade
 
 MOST_DRAWN_TOKENS = 512
 SETS = ("not seen", "proximal", "distant")
@@ -104,7 +104,7 @@ def attention_sets(tokens: int, *, sinks: int, recent: int, axes: Axes | None = 
         visible(tokens, tokens, window=recent, sinks=sinks, complement=complement)[0] for complement in (False, True)
     )
     axes = one_panel(axes, 5.5, 4.8)
-    fills = ["white", shade(1, 2, 0.1, 0.85), shade(0, 2, 0.3, 0.85)]
+    fills: list[Color] = [(1.0, 1.0, 1.0, 1.0), shade(1, 2, 0.1, 0.85), shade(0, 2, 0.3, 0.85)]
     axes.imshow((near.long() + 2 * distant.long()).numpy(), cmap=ListedColormap(fills), vmin=0, vmax=2,
                 interpolation="nearest")  # fmt: skip
     handles = [Patch(facecolor=fill, edgecolor="black", label=name) for fill, name in zip(fills, SETS, strict=True)]

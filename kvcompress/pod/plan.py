@@ -112,7 +112,7 @@ class PoDPlan:
     data: str = ""
     distant_only: bool = False
     standard_error: float | None = None
-    similarity: tuple[tuple[tuple[float, ...], ...], ...] | None = None
+    similarity: Sequence[Sequence[Sequence[float]]] | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "lead", check_lead(self.lead))

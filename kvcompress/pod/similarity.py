@@ -121,7 +121,7 @@ class _NearPass(Pass):
 
 
 class _RecordingPass(_NearPass):
-    """Plain attention that keeps, of each layer, all rotated keys and the last queries, on the CPU."""
+    """Plain attention that keeps, of each layer, all rotated keys and the last queries."""
 
     def __init__(self, rotary: RotaryTables, layers: int, queries: int) -> None:
         super().__init__(rotary)
@@ -133,8 +133,8 @@ class _RecordingPass(_NearPass):
         queries, keys = queries[0, :, -self.last :], keys[0]
         if self.scaling is None:
             self.scaling = scaling
-            self.queries = torch.empty(self.layers, *queries.shape, dtype=queries.dtype)
-            self.keys = torch.empty(self.layers, *keys.shape, dtype=keys.dtype)
+            self.queries = queries.new_empty(self.layers, *queries.shape)
+            self.keys = keys.new_empty(self.layers, *keys.shape)
         need(scaling == self.scaling, f"layers must scale their logits alike, got {self.scaling} and {scaling}")
         self.queries[layer], self.keys[layer] = queries, keys
 
@@ -155,8 +155,8 @@ def measure_similarity(
     [1, T] each, of any lengths. queries: rows of a sample, its last ones (all of a shorter one). distant_only: compare
     the rows over distant keys alone, renormalised: neither the first `sinks` nor the last `recent` tokens, the query
     among them; rows without such keys do not count. progress: called with the tokens read, or True for a bar.
-    Memory: the keys of one sample in every layer and the model's own; the [queries, T] rows are never held at once.
-    The states are compared on the CPU, wherever the model is.
+    Memory: the keys of one sample in every layer and the model's own, on the model's device; the [queries, T] rows are
+    never held at once.
     Raises ValueError for a converted model, no samples, samples that are not token ids or longer than the model's
     sliding window, and for NaN. Source: PoD, section 2.2 and figure 1d.
     """
@@ -172,7 +172,7 @@ def measure_similarity(
             _run(decoder, ids, watch)
             sums, rows = ops.layer_similarity(watch.queries, watch.keys, scale=watch.scaling, **masked)
             need(bool(sums.isfinite().all()), f"the model must attend with numbers, got NaN in a sample of {len(ids)}")
-            one = LayerSimilarity.of(sums, rows, shape["KV heads"])
+            one = LayerSimilarity.of(sums.cpu(), rows, shape["KV heads"])
             found = one if found is None else found + one
             show(read := read + len(ids))
     if found is None:

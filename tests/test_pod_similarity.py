@@ -178,6 +178,8 @@ def test_the_command_measures_groups_and_saves(tmp_path):
     assert sorted(path.name for path in figures.iterdir()) == ["blocks.png", "memory.png", "similarity.png"]
     assert f"phi = {plan.share:.3f}" in result.output and "KV head 1:" in result.output
     assert f"{plan.saved(256):.1%}" in result.output
+    halves, most = (delta_for_share(plan.similarity, share) for share in (0.5, 0.75))
+    assert f"0.5: {halves:.4g}, 0.75: {most:.4g}\n" in result.stdout
     assert max(map(len, result.stdout.replace(str(out), "").replace(str(figures), "").splitlines())) <= 80
     again = tmp_path / "again.json"
     assert run("--samples", 3, "--length", 256, "--share", 0.2, "--out", again, "--seed", 1).exit_code == 0

@@ -126,6 +126,13 @@ def _lengths(plan: PoDPlan) -> list[int]:
     return sorted({*(first << k for k in range(5)), plan.sample_length})
 
 
+def _deltas(similarity: Tensor) -> str:
+    """The largest delta with which a quarter, half, ... of all follow."""
+    layers = similarity.shape[1]
+    reached = [share for share in (0.25, 0.5, 0.75, 0.9) if share <= (layers - 1) / layers]
+    return ", ".join(f"{share:g}: {delta_for_share(similarity, share):.4g}" for share in reached)
+
+
 def _print(plan: PoDPlan, similarity: Tensor, dtype: torch.dtype, console: Console) -> None:
     error = "unknown (one sample)" if plan.standard_error is None else f"{plan.standard_error:.3f} at most"
     lines = [
@@ -133,6 +140,7 @@ def _print(plan: PoDPlan, similarity: Tensor, dtype: torch.dtype, console: Conso
         f"similarity: {similarity.min():.3f} to 1, standard error {error}",
         f"delta {plan.delta:.4g}: {plan.followers} of {plan.layers * plan.kv_heads} (layer, KV head) follow, "
         f"phi = {plan.share:.3f}",
+        f"delta for a share of {_deltas(similarity)}",
         "blocks of layers",
     ]
     for line in lines:

@@ -63,6 +63,21 @@ def check_window_scores(device: str, dtype: torch.dtype, few: bool) -> None:
             assert_as_accurate(ours, plain, exact)
 
 
+def check_layer_similarity(device: str, dtype: torch.dtype, few: bool) -> None:
+    for L, Hq, Hkv, S, T, D in (
+        ((3, 4, 2, 3, 100, 64),) if few else ((3, 4, 2, 3, 100, 64), (24, 8, 2, 16, 3000, 128), (5, 3, 3, 5, 70, 33))
+    ):
+        queries = torch.randn(L, Hq, S, D, device=device).to(dtype)
+        keys = torch.randn(L, Hkv, T, D, device=device).to(dtype)
+        for options in ({}, {"sinks": 4, "recent": 20}):
+            exact, count = reference.layer_similarity(*double(queries, keys), **options)
+            ours, ours_count = ops.layer_similarity(queries, keys, **options)
+            assert ours_count == count
+            torch.testing.assert_close(ours, exact, rtol=0, atol=4e-6 * count)
+            queries[1], keys[1] = queries[0], keys[0]
+            assert not ops.layer_similarity(queries, keys, **options)[0][:, 0, 1].any()
+
+
 def check_select_and_compact(device: str, dtype: torch.dtype, few: bool) -> None:
     for T, k in ((300, 77),) if few else ((300, 77), (5000, 4999), (20_000, 1024)):
         scores = torch.randn(3, T, device=device).mul(50).round()
@@ -217,8 +232,8 @@ def check_dmc_append(device: str, dtype: torch.dtype, few: bool) -> None:
 
 
 CHECKS = (
-    check_rope, check_window_scores, check_select_and_compact, check_decode, check_merge_states, check_attention,
-    check_dmc_gates, check_dmc_accumulate, check_dmc_append,
+    check_rope, check_window_scores, check_layer_similarity, check_select_and_compact, check_decode,
+    check_merge_states, check_attention, check_dmc_gates, check_dmc_accumulate, check_dmc_append,
 )  # fmt: skip
 
 

@@ -116,6 +116,32 @@ typedef struct {
 int64_t kvc_window_scores_scratch_bytes(const kvc_window_scores_args *args);
 kvc_status kvc_window_scores(const kvc_window_scores_args *args, kvc_parallel_for parallel_for);
 
+/* ---- similarity.c ----------------------------------------------------------------------------------------------- */
+
+/* How differently layers attend: for the last S queries of one sequence, each over the keys that it sees
+ *     N(s)         = { t : sinks <= t <= T - S + s - recent }      (sinks = recent = 0: all up to the query itself)
+ *     p[l,h,s,t]   = softmax over t in N(s) of scale * <q[l,h,s], k[l,h/G,t]>
+ *     sums[h,a,b]  = sum over s of JS(p[a,h,s], p[b,h,s]),
+ *     JS(p, r)     = 1/2 sum_t p*log2(2p/(p+r)) + r*log2(2r/(p+r)), in bits, 0..1, 0 for equal rows
+ * Queries with an empty N(s) add nothing: max(0, min(S, T - sinks - recent)) of them count. Sums of several sequences
+ * add up. The views' B is L, the layers: q [L, Hq, S, D], k [L, Hkv, T, D] rotated, any dtypes; S <= T; scale > 0.
+ * sums double [Hq, L, L] contiguous, symmetric, 0 on the diagonal.
+ * scratch: kvc_layer_similarity_scratch_bytes bytes, 64-byte aligned: row statistics per tile of keys, and the
+ * probabilities of a few tiles of one KV head's layers; never those of all keys.
+ * A NaN logit makes the sums of its head's pairs with its layer NaN.
+ * Source: PoD, section 2.2; base 2, and the divergence itself, not its root.
+ */
+typedef struct {
+    double *sums;
+    kvc_view q, k;
+    void *scratch;
+    int64_t L, Hq, Hkv, S, T, D;
+    float scale;
+    int64_t sinks, recent;
+} kvc_layer_similarity_args;
+int64_t kvc_layer_similarity_scratch_bytes(const kvc_layer_similarity_args *args);
+kvc_status kvc_layer_similarity(const kvc_layer_similarity_args *args, kvc_parallel_for parallel_for);
+
 /* ---- select.c --------------------------------------------------------------------------------------------------- */
 
 /* indices[r, 0..k) = places of the k largest of scores[r, 0..length_r), in rising order; ties go to the lower index;

@@ -77,6 +77,10 @@ typedef struct {
     /* y[c] = max(y[c], max_r weights[r] * x[r*stride + c]), r < rows, c < n; no NaN among them. */
     void (*weighted_max)(float *y, const float *weights, const float *x, int64_t stride, int64_t rows, int64_t n);
 
+    /* Rows of KVC_TILE probabilities over the same keys: sums[i] += Jensen-Shannon divergence of p and row r + i*KVC_TILE,
+     * in bits, i < rows. Equal rows add 0 exactly. The same bits in every table. */
+    void (*divergence)(double *sums, const float *p, const float *r, int64_t rows);
+
     /* Running averages over rows of D elements of the dtype that indexes the tables, strides in elements, d < D; a keep
      * of 0 drops the state whatever it holds.
      * scan: for t = 0..n-1: state[d] = keep[t]*state[d] + add[t]*src[t*src_stride + d], and that rounded is

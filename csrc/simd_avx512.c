@@ -361,6 +361,7 @@ static inline vec vec_add_unless(vec x, vec y, int32_t t, const int32_t *own) {
 
 #include "simd_blocks.h"
 #include "simd_scan.h"
+#include "simd_divergence.h"
 
 /* ---- bfloat16 pairs: two products per lane and step, for queries that are bfloat16 too ---- */
 
@@ -430,7 +431,7 @@ WITH_BF16 static void dots_pairs(float *c, int64_t ldc, const float *q, int64_t 
 #define AVX512_COMMON                                                                                            \
     .load = {load_f32, load_bf16, load_f16}, .store = {store_f32, store_bf16, store_f16}, .rotate = rotate,      \
     .transpose = transpose, .softmax = softmax, .exp_difference = exp_difference, .weighted_sum = weighted_sum, \
-    .weighted_max = weighted_max, KVC_SIMD_BLOCKS, KVC_SIMD_SCAN
+    .weighted_max = weighted_max, .divergence = divergence, KVC_SIMD_BLOCKS, KVC_SIMD_SCAN
 
 const kvc_simd kvc_simd_avx512 = {.name = "avx512", .dots = {dots_f32, dots_bf16, dots_f16}, AVX512_COMMON};
 

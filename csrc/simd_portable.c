@@ -216,6 +216,7 @@ static inline vec vec_add_unless(vec x, vec y, int32_t t, const int32_t *own) {
 
 #include "simd_blocks.h"
 #include "simd_scan.h"
+#include "simd_divergence.h"
 
 const kvc_simd kvc_simd_portable = {
     .name = "portable",
@@ -227,6 +228,7 @@ const kvc_simd kvc_simd_portable = {
     .exp_difference = exp_difference,
     .weighted_sum = weighted_sum,
     .weighted_max = weighted_max,
+    .divergence = divergence,
     .dots = {dots_f32, dots_bf16, dots_f16},
     KVC_SIMD_BLOCKS,
     KVC_SIMD_SCAN,

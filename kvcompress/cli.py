@@ -7,9 +7,11 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from .analysis.cli import app as analyze
 from .retrofit.cli import app as retrofit
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Attention over a compressed key-value cache.")
+app.add_typer(analyze, name="analyze")
 app.add_typer(retrofit, name="retrofit")
 # option of the argument that a ValueError begins with, where they differ in more than dashes
 OPTIONS = {"prompt_length": "--tokens", "chunk_size": "--chunk", "memory_size": "--memory"}

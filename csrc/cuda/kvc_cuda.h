@@ -29,7 +29,8 @@
 extern "C" {
 #endif
 
-#define KVC_CUDA_MAX_HEAD_DIM 256 /* window_scores, decode, attention and dmc_*; the other kernels take any D */
+#define KVC_CUDA_MAX_SIMILARITY_LAYERS 188 /* their rows of 64 keys fill 48 KiB of shared memory */
+#define KVC_CUDA_MAX_HEAD_DIM 256 /* window_scores, layer_similarity, decode, attention and dmc_*; the other kernels take any D */
 
 cudaError_t kvc_cuda_rope(const kvc_rope_args *args, cudaStream_t stream);
 
@@ -37,6 +38,11 @@ cudaError_t kvc_cuda_rope(const kvc_rope_args *args, cudaStream_t stream);
  * pooling; never the probabilities. 64-byte aligned. 0 for sizes that the launcher rejects. */
 int64_t kvc_cuda_window_scores_scratch_bytes(const kvc_window_scores_args *args);
 cudaError_t kvc_cuda_window_scores(const kvc_window_scores_args *args, cudaStream_t stream);
+
+/* Scratch: the queries as float, two floats per row and a double per row and pair of layers; never the probabilities.
+ * 64-byte aligned. 0 for sizes that the launcher rejects. */
+int64_t kvc_cuda_layer_similarity_scratch_bytes(const kvc_layer_similarity_args *args);
+cudaError_t kvc_cuda_layer_similarity(const kvc_layer_similarity_args *args, cudaStream_t stream);
 
 cudaError_t kvc_cuda_select_topk(const kvc_select_topk_args *args, cudaStream_t stream);
 cudaError_t kvc_cuda_compact_rows(const kvc_compact_rows_args *args, cudaStream_t stream);

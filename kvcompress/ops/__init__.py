@@ -22,6 +22,7 @@ from .pod_attention import pod_attention
 from .rope import rope
 from .score import POOLINGS, REDUCTIONS, window_scores
 from .select import compact_rows_, select_topk
+from .similarity import layer_similarity
 
 __all__ = [
     "IMPORTANCES",
@@ -45,6 +46,7 @@ __all__ = [
     "dmc_decisions",
     "dmc_importance",
     "dmc_mask",
+    "layer_similarity",
     "merge_states",
     "plan",
     "pod_attention",

@@ -1,5 +1,5 @@
 """Figures of a reading: what was planned, what memory received and kept, and what it is worth; of a model converted to
-DMC: where it compresses.
+DMC: where it compresses; of a plan for PoD: which layers attend alike and share keys.
 
 Each function draws into axes, or into a new figure where axes is None (no display, no pyplot state), and returns the
 Axes. plan, memory_share, memory_map and head_ratios have one panel per name: given a dict they take as many Axes and
@@ -18,6 +18,14 @@ except ModuleNotFoundError as error:
 from .dmc import decision_over_position, head_ratios, ratio_over_length, ratios_over_training
 from .files import save
 from .plans import plan
+from .pod import (
+    agreement_curve,
+    attention_sets,
+    block_map,
+    memory_curve,
+    saved_over_length,
+    similarity_heatmap,
+)
 from .quality import loss_over_position, recall_map
 from .readings import memory_attention, memory_share, retention
 from .segmentation import Segment, print_segments, segments, segments_html, segments_text
@@ -25,10 +33,14 @@ from .sources import memory_map, memory_sources
 
 __all__ = [
     "Segment",
+    "agreement_curve",
+    "attention_sets",
+    "block_map",
     "decision_over_position",
     "head_ratios",
     "loss_over_position",
     "memory_attention",
+    "memory_curve",
     "memory_map",
     "memory_share",
     "memory_sources",
@@ -39,7 +51,9 @@ __all__ = [
     "recall_map",
     "retention",
     "save",
+    "saved_over_length",
     "segments",
     "segments_html",
     "segments_text",
+    "similarity_heatmap",
 ]

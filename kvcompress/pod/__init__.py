@@ -1,7 +1,8 @@
-"""PoD: layers that attend alike share distant keys."""
+"""PoD: layers that attend alike share the keys of distant tokens."""
 
 from .config import PoDConfig
 from .convert import convert, mean_gates, state
+from .plan import PoDPlan
 from .recipe import PoDRecipe
 
-__all__ = ["PoDConfig", "PoDRecipe", "convert", "mean_gates", "state"]
+__all__ = ["PoDConfig", "PoDPlan", "PoDRecipe", "convert", "mean_gates", "state"]

@@ -11,6 +11,7 @@ from .pod_attention import pod_attention
 from .rope import rope
 from .score import window_scores
 from .select import compact_rows, select_topk
+from .similarity import layer_similarity
 
 __all__ = [
     "append_tokens_",
@@ -24,6 +25,7 @@ __all__ = [
     "dmc_decisions",
     "dmc_importance",
     "dmc_mask",
+    "layer_similarity",
     "merge_states",
     "plan",
     "pod_attention",

@@ -46,4 +46,5 @@ void test_merge(void);
 void test_pages(void);
 void test_planner(void);
 void test_dmc(void);
+void test_similarity(void);
 #endif

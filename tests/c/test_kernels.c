@@ -338,6 +338,7 @@ int main(void) {
         test_flash();
         test_merge();
         test_dmc();
+        test_similarity();
         printf("%s: %s\n", tables[i], failures ? "failed" : "passed");
     }
     test_select();

@@ -104,6 +104,16 @@ WindowScoresArgs = structure(
     int: reduce pool
     int64: kernel_size skip_last mask_first mask_last""",
 )
+LayerSimilarityArgs = structure(
+    "LayerSimilarityArgs",
+    """
+    pointer: sums
+    view: q k
+    pointer: scratch
+    int64: L Hq Hkv S T D
+    float: scale
+    int64: sinks recent""",
+)
 SelectTopkArgs = structure(
     "SelectTopkArgs",
     """
@@ -194,6 +204,7 @@ class AttentionBackwardArgs(Structure):
 ARGS = [
     RopeArgs,
     WindowScoresArgs,
+    LayerSimilarityArgs,
     SelectTopkArgs,
     CompactRowsArgs,
     DecodeArgs,
@@ -238,7 +249,7 @@ def slot_arrays(arrays, tokens=None):
 class Kernels:
     def __init__(self, library: Path):
         self.library = ctypes.CDLL(str(library))
-        for name in ("window_scores", "decode", "attention_backward"):
+        for name in ("window_scores", "layer_similarity", "decode", "attention_backward"):
             getattr(self.library, f"kvc_cuda_{name}_scratch_bytes").restype = c_int64
         self.check_sizes(ARGS, self.library.check_sizes)
 
@@ -283,6 +294,16 @@ class Kernels:
         args = WindowScoresArgs(pointer(scores), view(queries), view(keys), pointer(lengths), None, *sizes, *options)
         self.call_with_scratch("kvc_cuda_window_scores", args)
         return scores
+
+    def layer_similarity(self, queries, keys, *, scale=None, sinks=0, recent=0):
+        L, Hq, S, D = queries.shape
+        Hkv, T = keys.shape[1:3]
+        sums = torch.full((Hq, L, L), float("nan"), dtype=torch.float64)
+        scale = D**-0.5 if scale is None else scale
+        sizes = (L, Hq, Hkv, S, T, D)
+        args = LayerSimilarityArgs(pointer(sums), view(queries), view(keys), None, *sizes, scale, sinks, recent)
+        self.call_with_scratch("kvc_cuda_layer_similarity", args)
+        return sums, max(0, min(S, T - sinks - recent))
 
     def select_topk(self, scores, k, *, lengths=None):
         R, T = scores.shape

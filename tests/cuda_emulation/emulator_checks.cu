@@ -166,6 +166,7 @@ cudaError_t check_grid(unsigned x, unsigned y, unsigned threads) {
 // In the order of emulated.ARGS: the ctypes structures there must follow kvc.h.
 void check_sizes(int64_t* sizes) {
     const size_t all[] = {sizeof(kvc_rope_args),         sizeof(kvc_window_scores_args),
+                          sizeof(kvc_layer_similarity_args),
                           sizeof(kvc_select_topk_args),  sizeof(kvc_compact_rows_args),
                           sizeof(kvc_decode_args),       sizeof(kvc_merge_states_args),
                           sizeof(kvc_attention_args),    sizeof(kvc_attention_backward_args),

@@ -1,0 +1,1 @@
+"""`kvcompress analyze`: what a model says of how it can be compressed, before anything is trained."""

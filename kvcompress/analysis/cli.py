@@ -1,0 +1,65 @@
+"""`kvcompress analyze`: one command per method that is planned from measurements."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+app = typer.Typer(no_args_is_help=True, help="Measure a model to decide how to compress it.")
+
+
+@app.callback()
+def analyze() -> None:
+    """Measure a model to decide how to compress it."""
+
+
+@app.command()
+def pod(
+    out: Annotated[Path, typer.Option(help="file for the plan, JSON")],
+    model: Annotated[str, typer.Option(help="folder or name of a transformers model, or example")] = "example",
+    text: Annotated[
+        list[Path] | None,
+        typer.Option(help="text to measure on: .txt, .jsonl, .csv or .parquet; not needed for the example model"),
+    ] = None,
+    held_out: Annotated[
+        bool, typer.Option("--held-out", help="example model: measure on text that it was never trained on")
+    ] = False,
+    samples: Annotated[int, typer.Option(help="texts to read", min=1)] = 16,
+    length: Annotated[
+        int | None, typer.Option(help="tokens of a text; not given: what the model reaches, at most 32,768", min=2)
+    ] = None,
+    queries: Annotated[int, typer.Option(help="last tokens of a text whose attention is compared", min=1)] = 16,
+    delta: Annotated[
+        float | None,
+        typer.Option(help="least similarity within a block, 0 to 1; not given, nor --share: 0.5", min=0.0),
+    ] = None,
+    share: Annotated[
+        float | None, typer.Option(help="instead of --delta: least share of followers", min=0.0, max=1.0)
+    ] = None,
+    sinks: Annotated[int, typer.Option(help="first tokens whose keys every layer keeps", min=0)] = 16,
+    recent: Annotated[
+        int | None,
+        typer.Option(help="last tokens whose keys every layer keeps; not given: with sinks an eighth of length", min=1),
+    ] = None,
+    reduce: Annotated[str, typer.Option(help="over the query heads of a KV head: mean or min")] = "mean",
+    distant_only: Annotated[
+        bool, typer.Option("--distant-only", help="compare attention to distant tokens alone")
+    ] = False,
+    figure: Annotated[Path | None, typer.Option(help="folder for figures: similarity, blocks and memory")] = None,
+    seed: Annotated[int, typer.Option(help="draws the texts", min=0)] = 0,
+    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
+) -> None:
+    """Measure how alike a model's layers attend, and choose which layers share their distant keys."""
+    from .pod import run_pod
+
+    try:
+        run_pod(
+            out=out, model=model, text=tuple(text or ()), held_out=held_out, samples=samples, length=length,
+            queries=queries, delta=delta, share=share, sinks=sinks, recent=recent, reduce=reduce,
+            distant_only=distant_only, figure=figure, seed=seed, device=device, console=Console(width=80),
+        )  # fmt: skip
+    except (ValueError, FileNotFoundError) as error:
+        raise typer.BadParameter(str(error)) from None

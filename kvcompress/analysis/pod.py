@@ -1,0 +1,172 @@
+"""`kvcompress analyze pod`: measures a model's layers and writes the plan of who shares whose keys."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from ..caches.base import decoder_config, sizes_of
+from ..checks import need, need_choice
+from ..models import load_example_model
+from ..models.text import held_out_text, training_text
+from ..pod.plan import PoDPlan, delta_for_share, lead_table
+from ..pod.similarity import REDUCTIONS, measure_similarity
+from ..retrofit.run import EXAMPLE_NAME
+
+LONGEST = 32_768
+DEFAULT_DELTA = 0.5
+
+
+def run_pod(
+    *, out: Path, model: str, text: tuple[Path, ...], held_out: bool, samples: int, length: int | None, queries: int,
+    delta: float | None, share: float | None, sinks: int, recent: int | None, reduce: str, distant_only: bool,
+    figure: Path | None, seed: int, device: str, console: Console,
+) -> PoDPlan:  # fmt: skip
+    """Measures, groups, prints and saves; returns the plan.
+
+    Raises ValueError for settings that do not fit, FileNotFoundError for a missing text file or folder.
+    """
+    need(delta is None or share is None, f"share must not be given beside delta, got {share} and {delta}")
+    need_choice("reduce", reduce, REDUCTIONS)
+    need(model == EXAMPLE_NAME or not held_out, "held_out is the example model's; give --text for another model")
+    need(not (text and held_out), "held_out must not be given beside text")
+    need(model == EXAMPLE_NAME or len(text) > 0, "text must be given, one file at least, for a model but the example")
+    kinds = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+    need_choice("device", device.partition(":")[0], kinds)
+    need(out.parent.is_dir(), f"out must be in a folder that exists, got {out}")
+    loaded, tokenizer = _load(model, device)
+    config = decoder_config(loaded.config)
+    reach = getattr(config, "max_position_embeddings", LONGEST)
+    length = min(reach, LONGEST) if length is None else length
+    need(length <= reach, f"length must be at most the {reach:,} positions that the model was made for, got {length:,}")
+    recent = max(1, length // 8 - sinks) if recent is None else recent
+    rows, data = _texts(tokenizer, text, held_out, samples, length, seed)
+    measured = measure_similarity(
+        loaded, rows, queries=queries, distant_only=distant_only, sinks=sinks, recent=recent,
+        progress=console.is_terminal,
+    )  # fmt: skip
+    similarity = measured.similarity(reduce)
+    if share is not None:
+        delta = delta_for_share(similarity, share)
+    elif delta is None:
+        delta = DEFAULT_DELTA
+    error = measured.standard_error(reduce).max().item()
+    sizes = sizes_of(config)
+    plan = PoDPlan(
+        lead=lead_table(similarity, delta), sinks=sinks, recent=recent, query_heads=config.num_attention_heads,
+        head_dim=sizes["head dim"], model=model, delta=delta, reduce=reduce, samples=measured.samples,
+        queries=min(queries, length), sample_length=length, data=data, distant_only=distant_only,
+        standard_error=error if measured.samples > 1 else None, similarity=similarity.tolist(),
+    )  # fmt: skip
+    plan.save(out)
+    dtype = next(loaded.parameters()).dtype
+    _print(plan, similarity, dtype, console)
+    console.print(f"Plan written to {out}", highlight=False, markup=False, soft_wrap=True)
+    if figure is not None:
+        _draw(plan, dtype, figure)
+        console.print(f"Figures written to {figure}", highlight=False, markup=False, soft_wrap=True)
+    return plan
+
+
+def _load(model: str, device: str) -> tuple[nn.Module, Any]:
+    if model == EXAMPLE_NAME:
+        return load_example_model(device=device)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model)
+        loaded = AutoModelForCausalLM.from_pretrained(model, dtype="auto")
+    except OSError as error:
+        reason = next(iter(str(error).splitlines()), "")
+        raise ValueError(f"model must be the name or folder of a transformers model, got {model!r}: {reason}") from None
+    return loaded.to(device).eval(), tokenizer
+
+
+def _texts(
+    tokenizer: Any, text: tuple[Path, ...], held_out: bool, samples: int, length: int, seed: int
+) -> tuple[list[Tensor], str]:
+    """`samples` rows of `length` tokens, none twice, and what they are of."""
+    rng = np.random.default_rng(seed)
+    if text:
+        from ..retrofit.data import text_windows
+
+        windows = text_windows(tokenizer, text, length)
+        count, name = len(windows), ", ".join(path.name for path in text)
+
+        def row(j: int) -> Any:
+            return windows[j]["input_ids"]
+    else:
+        source = np.frombuffer(held_out_text() if held_out else training_text(rng), dtype=np.uint8)
+        kind = "held-out" if held_out else "training"
+        count, name = len(source) // length, f"Python's standard library, {kind} files"
+
+        def row(j: int) -> Any:
+            return source[j * length : (j + 1) * length].astype(np.int64)
+
+    need(
+        samples <= count,
+        f"samples must be at most the {count:,} rows of {length:,} tokens in the text, got {samples:,}",
+    )
+    chosen = sorted(rng.choice(count, samples, replace=False).tolist())
+    return [torch.as_tensor(row(j)) for j in chosen], name
+
+
+# ---- what is printed and drawn ----
+
+
+def _lengths(plan: PoDPlan) -> list[int]:
+    """Powers of two from the near tokens on, five of them, and the samples' own length."""
+    first = 1 << (plan.near - 1).bit_length()
+    return sorted({*(first << k for k in range(5)), plan.sample_length})
+
+
+def _deltas(similarity: Tensor) -> str:
+    """The largest delta with which a quarter, half, ... of all follow."""
+    layers = similarity.shape[1]
+    reached = [share for share in (0.25, 0.5, 0.75, 0.9) if share <= (layers - 1) / layers]
+    return ", ".join(f"{share:g}: {delta_for_share(similarity, share):.4g}" for share in reached)
+
+
+def _print(plan: PoDPlan, similarity: Tensor, dtype: torch.dtype, console: Console) -> None:
+    error = "unknown (one sample)" if plan.standard_error is None else f"{plan.standard_error:.3f} at most"
+    lines = [
+        f"{plan.samples:,} texts of {plan.sample_length:,} tokens ({plan.data}), their last {plan.queries} queries",
+        f"similarity: {similarity.min():.3f} to 1, standard error {error}",
+        f"delta {plan.delta:.4g}: {plan.followers} of {plan.layers * plan.kv_heads} (layer, KV head) follow, "
+        f"phi = {plan.share:.3f}",
+        f"delta for a share of {_deltas(similarity)}",
+        "blocks of layers",
+    ]
+    for line in lines:
+        console.print(line, highlight=False, markup=False)
+    for head in range(plan.kv_heads):
+        names = (f"{b[0]}-{b[-1]}" if len(b) > 1 else f"{b[0]}" for b in plan.blocks(head))
+        console.print(f"  KV head {head}: {'  '.join(names)}", highlight=False, markup=False)
+    table = Table(box=SIMPLE, padding=(0, 1, 0, 0))
+    for column in ("tokens", "dense, MiB", "PoD, MiB", "saved"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for tokens in _lengths(plan):
+        dense, ours = (nbytes(tokens, dtype) / 2**20 for nbytes in (plan.dense_nbytes, plan.nbytes))
+        table.add_row(f"{tokens:,}", f"{dense:,.1f}", f"{ours:,.1f}", f"{plan.saved(tokens):.1%}")
+    console.print(table)
+    console.print(
+        f"Keys and values of one sequence in {str(dtype).removeprefix('torch.')}. Every layer keeps {plan.sinks} first "
+        f"and {plan.recent:,} last keys, and all values; {plan.share:.1%} of the keys between are dropped. A model "
+        "needs training before it can do without them.",
+        highlight=False, markup=False,
+    )  # fmt: skip
+
+
+def _draw(plan: PoDPlan, dtype: torch.dtype, folder: Path) -> None:
+    from .. import plots
+
+    folder.mkdir(parents=True, exist_ok=True)
+    plots.save(plots.similarity_heatmap(plan), folder / "similarity.png")
+    plots.save(plots.block_map(plan), folder / "blocks.png")
+    plots.save(plots.memory_curve(plan, dtype=dtype), folder / "memory.png")

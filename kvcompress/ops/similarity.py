@@ -1,0 +1,55 @@
+"""How differently the layers of a model attend."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from ..checks import dense_last, need, need_device, need_float, need_integer
+from .native import MAX_HEAD_DIM, native
+
+_MOST = (1 << 31) - 1
+_MOST_CUDA_LAYERS = 188
+
+
+def layer_similarity(
+    queries: Tensor, keys: Tensor, *, scale: float | None = None, sinks: int = 0, recent: int = 0
+) -> tuple[Tensor, int]:
+    """Jensen-Shannon divergence of the attention rows of all pairs of layers, summed over the last queries of a text.
+
+    queries: [L, Hq, S, D] rotated, the last S tokens, of every layer. keys: [L, Hkv, T, D] rotated, S <= T. scale:
+    factor of the logits, above 0; None = 1/sqrt(D). A query at position i attends to the keys sinks <= t <= i - recent;
+    0 and 0: to all up to itself. The rest is renormalised; a query without such keys does not count.
+    Returns (float64 [Hq, L, L], queries that count): the sum over them of the divergence in bits, 0..1 each, symmetric,
+    0 on the diagonal and wherever rows are equal; both add up over texts. NaN logits make the sums of their head's
+    pairs with their layer NaN. Memory: two numbers per row and 64 keys, and the probabilities of some of the keys for
+    one KV head, never all of them. The same bits for any number of threads. Without gradient.
+    Raises ValueError for wrong shapes, dtypes, scale, sinks or recent, and on CUDA for more than 188 layers or a head
+    dim above 256.
+    Source: PoD, section 2.2.
+    """
+    need_float("queries", queries, 4, "[L, Hq, S, D]")
+    need_float("keys", keys, 4, "[L, Hkv, T, D]")
+    L, Hq, S, D = queries.shape
+    Hkv, T = keys.shape[1:3]
+    need(keys.shape[0] == L and keys.shape[3] == D, f"keys must be [{L}, Hkv, T, {D}], got shape {tuple(keys.shape)}")
+    need(Hkv > 0 and Hq % Hkv == 0, f"queries have {Hq} heads, which the keys' {Hkv} heads do not divide")
+    need(1 <= S <= T, f"queries must be between 1 and the keys' {T} tokens, got {S}")
+    need_integer("sinks", sinks, 0, _MOST)
+    need_integer("recent", recent, 0, _MOST)
+    scale = (D**-0.5 if D else 1.0) if scale is None else scale
+    need(math.isfinite(scale) and scale > 0, f"scale must be above 0, got {scale}")
+    need_device(queries, keys=keys)
+    if queries.is_cuda:
+        need(L <= _MOST_CUDA_LAYERS, f"queries on CUDA must have at most {_MOST_CUDA_LAYERS} layers, got {L}")
+        need(D <= MAX_HEAD_DIM, f"queries on CUDA must have a head dim of at most {MAX_HEAD_DIM}, got {D}")
+    sums = native.layer_similarity(dense_last(queries.detach()), dense_last(keys.detach()), scale, sinks, recent)
+    return sums, max(0, min(S, T - sinks - recent))
+
+
+@torch.library.register_fake("kvcompress::layer_similarity")
+def _(queries, keys, scale, sinks, recent):  # type: ignore[no-untyped-def]
+    L, Hq = queries.shape[:2]
+    return queries.new_empty((Hq, L, L), dtype=torch.float64)

@@ -1,0 +1,282 @@
+"""How alike the layers of a model attend, and how far near tokens suffice: what PoD rests on, measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import ops
+from ..caches.base import sizes_of
+from ..checks import need, need_choice, need_integer
+from ..hf.attach import attach, base_model
+from ..positions import RotaryTables
+from ..progress import Progress, showing
+from ..retrofit.method import KEYWORD, Pass, saved_method
+
+REDUCTIONS = ("mean", "min")  # over the query heads of a KV head
+
+
+@dataclass(frozen=True)
+class Sums:
+    """Of values x [...] that samples have with weights n: sums of x, x*x and x*n; what is needed for means and their
+    errors, and adds up over samples."""
+
+    total: Tensor
+    squares: Tensor
+    weighted: Tensor
+
+    @classmethod
+    def of(cls, x: Tensor, n: int) -> Sums:
+        return cls(x, x * x, x * n)
+
+    def __add__(self, other: Sums) -> Sums:
+        return Sums(self.total + other.total, self.squares + other.squares, self.weighted + other.weighted)
+
+
+@dataclass(frozen=True)
+class LayerSimilarity:
+    """What samples say of how alike layers attend: sums of the divergence of their attention rows, in bits.
+
+    heads: [Hq, L, L]; groups: [Hkv, L, L], of the mean over the G query heads of a KV head. rows: queries that were
+    compared, over all samples; rows_squared: the sum of the squares of each sample's. Adding two joins their samples.
+    """
+
+    heads: Sums
+    groups: Sums
+    samples: int
+    rows: int
+    rows_squared: int
+
+    @classmethod
+    def of(cls, divergence: Tensor, rows: int, kv_heads: int) -> LayerSimilarity:
+        """One sample. divergence: float64 [Hq, L, L], the sum over its rows (ops.layer_similarity)."""
+        groups = divergence.unflatten(0, (kv_heads, -1)).mean(1)
+        return cls(Sums.of(divergence, rows), Sums.of(groups, rows), 1, rows, rows * rows)
+
+    def __add__(self, other: LayerSimilarity) -> LayerSimilarity:
+        ours, theirs = (tuple(x.heads.total.shape) + tuple(x.groups.total.shape) for x in (self, other))
+        need(ours == theirs, f"both must be of one model, got heads, layers {ours} and {theirs}")
+        return LayerSimilarity(
+            self.heads + other.heads, self.groups + other.groups, self.samples + other.samples, self.rows + other.rows,
+            self.rows_squared + other.rows_squared,
+        )  # fmt: skip
+
+    @property
+    def kv_heads(self) -> int:
+        return self.groups.total.shape[0]
+
+    def per_query_head(self) -> Tensor:
+        """float64 [Hq, L, L]: 1 - mean divergence, 0..1, symmetric, 1 on the diagonal. Every row weighs alike."""
+        return self._similarity(self.heads)
+
+    def similarity(self, reduce: str = "mean") -> Tensor:
+        """float64 [Hkv, L, L]: of the G query heads of a KV head the mean, or "min", the least of them."""
+        need_choice("reduce", reduce, REDUCTIONS)
+        if reduce == "mean":
+            return self._similarity(self.groups)
+        return self.per_query_head().unflatten(0, (self.kv_heads, -1)).amin(1)
+
+    def standard_error(self, reduce: str = "mean") -> Tensor:
+        """float64 [Hkv, L, L]: of each entry of similarity(reduce), from the scatter of the samples; NaN for one."""
+        need_choice("reduce", reduce, REDUCTIONS)
+        if reduce == "mean":
+            return self._error(self.groups)
+        shape = (self.kv_heads, -1)
+        least = self.per_query_head().unflatten(0, shape).argmin(1, keepdim=True)
+        return self._error(self.heads).unflatten(0, shape).gather(1, least)[:, 0]
+
+    def _similarity(self, sums: Sums) -> Tensor:
+        need(self.rows > 0, "samples must have at least one row that counts, got none: all are within sinks and recent")
+        return (1 - sums.total / self.rows).clamp(0, 1)
+
+    def _error(self, sums: Sums) -> Tensor:
+        """Of a ratio of sums over independent samples."""
+        if self.samples < 2 or self.rows == 0:
+            return torch.full_like(sums.total, float("nan"))
+        mean = sums.total / self.rows
+        scatter = sums.squares - 2 * mean * sums.weighted + mean * mean * self.rows_squared
+        return (scatter.clamp(min=0) * self.samples / (self.samples - 1)).sqrt() / self.rows
+
+
+class _NearPass(Pass):
+    """Attention of every query to the first `sinks` and the last `recent` tokens; recent None: to all."""
+
+    def __init__(self, rotary: RotaryTables, sinks: int = 0, recent: int | None = None) -> None:
+        self.rotary, self.sinks, self.recent = rotary, sinks, recent
+
+    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
+        T = keys.shape[2]
+        queries, keys = (self.rotary.rotate(x, None, T, [T]) for x in (queries, keys))
+        self.record(layer, queries, keys, scaling)
+        window, sinks = (None, 0) if self.recent is None else (self.recent, self.sinks)
+        return ops.attention(queries, keys, values, window=window, sinks=sinks, scale=scaling)[0]
+
+    def record(self, layer: int, queries: Tensor, keys: Tensor, scaling: float) -> None:
+        pass
+
+
+class _RecordingPass(_NearPass):
+    """Plain attention that keeps, of each layer, all rotated keys and the last queries."""
+
+    def __init__(self, rotary: RotaryTables, layers: int, queries: int) -> None:
+        super().__init__(rotary)
+        self.layers, self.last = layers, queries
+        self.queries, self.keys = torch.empty(0), torch.empty(0)
+        self.scaling: float | None = None
+
+    def record(self, layer: int, queries: Tensor, keys: Tensor, scaling: float) -> None:
+        queries, keys = queries[0, :, -self.last :], keys[0]
+        if self.scaling is None:
+            self.scaling = scaling
+            self.queries = queries.new_empty(self.layers, *queries.shape)
+            self.keys = keys.new_empty(self.layers, *keys.shape)
+        need(scaling == self.scaling, f"layers must scale their logits alike, got {self.scaling} and {scaling}")
+        self.queries[layer], self.keys[layer] = queries, keys
+
+
+def measure_similarity(
+    model: nn.Module,
+    samples: Iterable[Tensor | Sequence[int]],
+    *,
+    queries: int = 16,
+    distant_only: bool = False,
+    sinks: int = 16,
+    recent: int = 4080,
+    progress: Progress | bool = False,
+) -> LayerSimilarity:
+    """How alike the layers of a model attend, from the last queries of each sample.
+
+    model: of a supported family, attached or not, not converted; it is left as it was. samples: token ids [T] or
+    [1, T] each, of any lengths. queries: rows of a sample, its last ones (all of a shorter one). distant_only: compare
+    the rows over distant keys alone, renormalised: neither the first `sinks` nor the last `recent` tokens, the query
+    among them; rows without such keys do not count. progress: called with the tokens read, or True for a bar.
+    Memory: the keys of one sample in every layer and the model's own, on the model's device; the [queries, T] rows are
+    never held at once.
+    Raises ValueError for a converted model, no samples, samples that are not token ids or longer than the model's
+    sliding window, and for NaN. Source: PoD, section 2.2 and figure 1d.
+    """
+    need_integer("queries", queries, 1)
+    masked = {"sinks": sinks, "recent": recent} if distant_only else {}
+    need_integer("sinks", sinks, 0)
+    need_integer("recent", recent, 1)
+    found: LayerSimilarity | None = None
+    with _plain(model) as (decoder, rotary), showing(progress, None, label="measuring") as show:
+        shape, read = sizes_of(decoder.config), 0
+        for ids in _rows(decoder, samples):
+            watch = _RecordingPass(rotary, shape["layers"], queries)
+            _run(decoder, ids, watch)
+            sums, rows = ops.layer_similarity(watch.queries, watch.keys, scale=watch.scaling, **masked)
+            need(bool(sums.isfinite().all()), f"the model must attend with numbers, got NaN in a sample of {len(ids)}")
+            one = LayerSimilarity.of(sums.cpu(), rows, shape["KV heads"])
+            found = one if found is None else found + one
+            show(read := read + len(ids))
+    if found is None:
+        raise ValueError("samples must hold at least one, got none")
+    return found
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How often near tokens suffice for the same next token: share of equal predictions, 0..1, for each number of near
+    tokens; error: standard error over the samples, NaN for one."""
+
+    sizes: tuple[int, ...]
+    share: tuple[float, ...]
+    error: tuple[float, ...]
+    samples: int
+
+
+def agreement(
+    model: nn.Module,
+    samples: Iterable[Tensor | Sequence[int]],
+    sizes: Sequence[int],
+    *,
+    sinks: int = 16,
+    positions: int = 100,
+    progress: Progress | bool = False,
+) -> Agreement:
+    """How often a model predicts the same token with near tokens alone as with all.
+
+    samples: as for measure_similarity. sizes: numbers n of near tokens; each query of each layer sees the first
+    min(sinks, n - 1) and the last others of n. positions: the last predictions of a sample that are compared.
+    Raises as measure_similarity does, and ValueError for a size below 1. Source: PoD, figure 1c; sinks are ours.
+    """
+    need(len(sizes) > 0, "sizes must have at least one, got none")
+    for j, size in enumerate(sizes):
+        need_integer(f"sizes[{j}]", size, 1)
+    need_integer("sinks", sinks, 0)
+    need_integer("positions", positions, 1)
+    head: Any = getattr(model, "get_output_embeddings", lambda: None)()
+    if head is None:
+        raise ValueError(f"model must predict tokens, got {type(model).__name__} without an output layer")
+    shares: list[list[float]] = []
+    with _plain(model) as (decoder, rotary), showing(progress, None, label="measuring") as show:
+        read = 0
+        for ids in _rows(decoder, samples):
+
+            def predicted(size: int | None, ids: Tensor = ids) -> Tensor:
+                first = 0 if size is None else min(sinks, size - 1)
+                near = _NearPass(rotary, first, None if size is None else size - first)
+                return head(_run(decoder, ids, near)[0, -positions:]).argmax(-1)
+
+            full = predicted(None)
+            shares.append([float((predicted(size) == full).double().mean()) for size in sizes])
+            show(read := read + len(ids))
+    need(len(shares) > 0, "samples must hold at least one, got none")
+    all_shares = torch.tensor(shares, dtype=torch.float64)
+    error = all_shares.std(0) / len(shares) ** 0.5 if len(shares) > 1 else torch.full_like(all_shares[0], float("nan"))
+    return Agreement(tuple(sizes), tuple(all_shares.mean(0).tolist()), tuple(error.tolist()), len(shares))
+
+
+# ---- running a model ----
+
+
+@contextmanager
+def _plain(model: nn.Module) -> Iterator[tuple[Any, RotaryTables]]:
+    """The decoder, attached and in eval mode until the end, and its rotation."""
+    decoder = base_model(model)
+    if (saved := saved_method(decoder)) is not None:
+        name = saved.get("method") if isinstance(saved, dict) else saved
+        raise ValueError(f"model must not be converted, got one of method {name!r}: measure the model it was made from")
+    training = decoder.training
+    with attach(model), torch.no_grad():
+        decoder.eval()
+        try:
+            yield decoder, RotaryTables(decoder.rotary_emb)
+        finally:
+            decoder.train(training)
+
+
+def _rows(decoder: Any, samples: Iterable[Tensor | Sequence[int]]) -> Iterator[Tensor]:
+    """int64 [T] each, on the decoder's device."""
+    config = decoder.config
+    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    device = next(decoder.parameters()).device
+    for j, sample in enumerate(samples):
+        ids = torch.as_tensor(sample)
+        if ids.ndim == 2 and ids.shape[0] == 1:
+            ids = ids[0]
+        need(
+            ids.ndim == 1 and len(ids) > 0 and not ids.is_floating_point(),
+            f"samples[{j}] must be token ids [T], T at least 1, got {ids.dtype} of shape {tuple(ids.shape)}",
+        )
+        least, most = int(ids.min()), int(ids.max())
+        need(
+            least >= 0 and most < config.vocab_size,
+            f"samples[{j}] must be token ids between 0 and {config.vocab_size - 1}, got {least}..{most}",
+        )
+        need(
+            window is None or len(ids) <= window,
+            f"samples[{j}] must have at most sliding_window = {window} tokens, got {len(ids)}",
+        )
+        yield ids.long().to(device)
+
+
+def _run(decoder: Any, ids: Tensor, attention: Pass) -> Tensor:
+    """Hidden states [1, T, hidden] of a text that is read with that attention."""
+    return decoder(input_ids=ids[None], use_cache=False, **{KEYWORD: attention}).last_hidden_state

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -424,9 +425,11 @@ def test_the_command_trains_saves_and_resumes(tmp_path, mode):
     assert pod.state(again).config == PoDConfig(MIXED, 2, 6, mode=mode)
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert lines[-1]["step"] == 2
-    result = CliRunner().invoke(app, [*options, "--plan", str(tmp_path / "plan.json"), "--steps", "3", "--resume"])
+    shutil.rmtree(out / "checkpoint-2")  # as if the run had been cut off
+    resume = [*options, "--plan", str(tmp_path / "plan.json"), "--checkpointing", "--resume"]
+    result = CliRunner().invoke(app, resume)
     assert result.exit_code == 0, result.output
-    assert (out / "checkpoint-3").is_dir()
+    assert (out / "checkpoint-2").is_dir()
     on = [*options, "--model", str(out), "--out", str(tmp_path / "on"), "--steps", "1"]  # needs no plan
     result = CliRunner().invoke(app, on)
     assert result.exit_code == 0, result.output

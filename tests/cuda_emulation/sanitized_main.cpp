@@ -125,7 +125,7 @@ void run_decode(int64_t D, int64_t Hq, int64_t P, kvc_dtype dtype, bool paged) {
     const std::vector<int32_t> table = {2, 0, 1, 3}, begin = {-2, 1}, end = {static_cast<int32_t>(2 * P), 1000000};
     kvc_decode_args args = {out.bytes.get(), lse.floats(), q.view(), k.bytes.get(), v.bytes.get(), dtype,
                             paged ? table.data() : nullptr, begin.data(), end.data(), nullptr, B, Hq, Hkv, S, D, P,
-                            pages, blocks, 0.2f, 1};
+                            pages, blocks, 0.2f, 1, nullptr, 0, 0};
     const size_t bytes = static_cast<size_t>(kvc_cuda_decode_scratch_bytes(&args));
     std::unique_ptr<void, void (*)(void*)> scratch(std::aligned_alloc(64, bytes), std::free);
     args.scratch = scratch.get();
@@ -138,7 +138,7 @@ void run_long_decode(int64_t Hq, int64_t S, kvc_dtype dtype) {
         lse(B * Hq * S, KVC_F32);
     const std::vector<int32_t> end = {static_cast<int32_t>(T), 100};
     kvc_decode_args args = {out.bytes.get(), lse.floats(), q.view(), k.bytes.get(), v.bytes.get(), dtype, nullptr,
-                            nullptr, end.data(), nullptr, B, Hq, Hkv, S, D, T, Hkv, 1, 0.2f, 1};
+                            nullptr, end.data(), nullptr, B, Hq, Hkv, S, D, T, Hkv, 1, 0.2f, 1, nullptr, 0, 0};
     const size_t bytes = static_cast<size_t>(kvc_cuda_decode_scratch_bytes(&args));
     std::unique_ptr<void, void (*)(void*)> scratch(std::aligned_alloc(64, bytes), std::free);
     args.scratch = scratch.get();

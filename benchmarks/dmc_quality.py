@@ -1,6 +1,6 @@
 """What a trained cache costs in quality, beside pruning and fewer KV heads, at the same bytes.
 
-    python benchmarks/dmc_quality.py [--quick] [--json FILE] [--figure FILE] --models [KIND=]FOLDER ...
+    python benchmarks/dmc_quality.py [--quick] [--json FILE] [--figure FILE] [--models [KIND=]FOLDER ...]
 
 FOLDER holds what `kvcompress retrofit` made of the original model: DMC, DMS or fixed memory pooling, measured with
 DMCCache, or fewer KV heads (GQA), measured with transformers' DynamicCache as the original is. KIND names the line of
@@ -47,6 +47,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, Pr
 import kvcompress
 from kvcompress import DMCCache, PrunedCache
 from kvcompress.dmc.statistics import decision_over_position, ratio_over_length
+from kvcompress.models import RETROFITTED
 from kvcompress.pruners import Pruner
 
 COMPARED = ("H2O", "TOVA", "SnapKV", "SnapKV31", "StreamingLLM")
@@ -337,8 +338,9 @@ def subjects_of(given: list[str], original: PreTrainedModel) -> Iterator[Subject
 def options() -> argparse.Namespace:
     parse = parser(__doc__)
     parse.add_argument(
-        "--models", nargs="+", required=True, metavar="[KIND=]FOLDER", help="what was made of the original"
-    )
+        "--models", nargs="+", default=[str(RETROFITTED["dmc"])], metavar="[KIND=]FOLDER",
+        help="what was made of the original (default: the shipped one)",
+    )  # fmt: skip
     parse.add_argument("--figure", type=Path, help="draw the measures against the bytes into this file")
     parse.add_argument("--original", default="example", help="a model by name or folder (default: the example)")
     parse.add_argument("--length", type=int, default=FULL.length, help="tokens of a prompt")

@@ -193,6 +193,8 @@ logits = run(input_ids=ids[part], attention_mask=mask[part]).logits
 loss = CompressionLoss(hinge={hinge!r})(dmc.last_decisions(model), 4.0)
 (loss + 0.0 * logits.sum()).backward()
 torch.save((loss.detach(), {{n: p.grad for n, p in model.named_parameters()}}), store + f".{{rank}}")
+torch.distributed.barrier()  # who leaves first must not cut off the other
+torch.distributed.destroy_process_group()
 """
 
 

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from .. import ops, planner
+from .. import ops
 from ..dmc.config import DMCConfig
 from ..dmc.gates import weights_of
-from ..planner import Plan
-from .base import CompressedCache, decoder_config, sizes_of
+from .base import decoder_config, sizes_of
+from .converted import ConvertedCache
 from .deciding import DecidingLayer, hiding
 from .dms import DMSLayer
-from .store import PoolSettings
 
 
 class DMCLayer(DecidingLayer):
@@ -132,7 +133,7 @@ class DMCLayer(DecidingLayer):
         return self.tail or ()
 
 
-class DMCCache(CompressedCache):
+class DMCCache(ConvertedCache):
     """The cache of a model converted to DMC, or to DMS (config.kvcompress says which).
 
     DMC: each KV head of each layer decides for every token whether it opens an entry of its row or is merged, as a
@@ -149,6 +150,7 @@ class DMCCache(CompressedCache):
     still being annealed (neuron_scale above 0). Source: DMC, algorithm 1; DMS, section 3.
     """
 
+    title = "DMC or DMS"
     layers: list[DecidingLayer]
     smaller = "DMCCache counts all that it has seen; train the model for shorter texts or a larger window"
 
@@ -162,68 +164,32 @@ class DMCCache(CompressedCache):
         chunk_size: int | None = None,
         track: bool = False,
     ) -> None:
-        if chunk_size is not None and (not isinstance(chunk_size, int) or chunk_size < 1):
-            raise ValueError(f"chunk_size must be an integer of at least 1 or None, got {chunk_size!r}")
-        self.pool_settings = PoolSettings(page_size, max_pages, grow)
-        self.chunk_size, self.track = chunk_size, track
-        self.dmc = self._settings_of(decoder_config(config))
+        self.track = track
+        super().__init__(config, page_size, max_pages, grow, chunk_size)
         if self.dmc.neuron_scale > 0:
             raise ValueError(
                 f"config.kvcompress has neuron_scale {self.dmc.neuron_scale}: the model is still being annealed and "
                 "decides nothing; use it without a compressed cache, or go on until it is 0"
             )
         self.neuron = self.dmc.place(sizes_of(decoder_config(config))["head dim"])
-        self.prompt_lengths: list[int] = []  # of the prompt that is being read
-        super().__init__(config)
+
+    @property
+    def dmc(self) -> DMCConfig:
+        return self.settings
 
     @staticmethod
-    def _settings_of(config: object) -> DMCConfig:
-        saved = getattr(config, "kvcompress", None)
-        if saved is None:
-            raise ValueError(
-                "config.kvcompress must be that of a model converted to DMC or DMS, got none: this model is not "
-                "converted"
-            )
+    def parsed(saved: dict[str, Any]) -> DMCConfig:
         return DMCConfig.from_dict(saved)
 
     def _new_layer(self, index: int, sliding_window: int | None) -> DecidingLayer:
         return (DMSLayer if self.dmc.mode == "dms" else DMCLayer)(self, index, sliding_window)
 
-    def check_model(self, decoder: object) -> None:
-        super().check_model(decoder)
-        settings = self._settings_of(decoder.config)  # type: ignore[attr-defined]
-        if settings != self.dmc:
-            ours, theirs = self.dmc.to_dict(), settings.to_dict()
-            differ = ", ".join(f"{name} = {ours[name]!r}" for name in ours if ours[name] != theirs[name])
-            raise ValueError(
-                f"cache was made from a config.kvcompress with {differ}, but that of {type(decoder).__name__} has "
-                "others; make it from this model's config"
-            )
-
     # ---- reading ----
-
-    def plan_prompt(self, length: int) -> Plan:
-        return planner.plan(length, chunk_size=self.chunk_size or max(length, 1), memory_size=1)
 
     def check_guide(self) -> None:
         raise ValueError("guide has no effect with DMCCache: the model itself decides what is kept")
 
-    def begin_prompt(self, plans: list[Plan], guide_length: int) -> None:
-        self.prompt_lengths = [sum(plan.chunks) for plan in plans]
-
-    def end_prompt(self, columns: int) -> None:
-        super().end_prompt(columns)
-        self.prompt_lengths = []
-
-    def reset(self) -> None:
-        self.prompt_lengths = []
-        super().reset()
-
     # ---- what users ask ----
-
-    def seen_lengths(self) -> list[int]:
-        """Tokens that each sequence has had, padding not counted."""
-        return list(self.layers[0].next)
 
     def compression_ratio(self) -> list[list[float]]:
         """Tokens per entry of each layer and KV head, [L][Hkv], all sequences together: sum of T / sum of entries.

@@ -10,13 +10,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from .. import ops, planner
-from ..planner import Plan
+from .. import ops
 from ..pod.config import PoDConfig
-from .base import CompressedCache, CompressedLayer, Step, decoder_config
+from .base import CompressedLayer, Step
+from .converted import ConvertedCache
 from .near import Chunk, NearRows
 from .paged import step_positions
-from .store import PoolSettings
 
 State = tuple[Tensor, Tensor]  # out, lse
 
@@ -269,7 +268,7 @@ class _Heads:
         return rows.table(self.index)
 
 
-class PoDCache(CompressedCache):
+class PoDCache(ConvertedCache):
     """The cache of a model converted to PoD, or to one of its baselines (config.kvcompress says which).
 
     PoD: every layer keeps all values; a KV head that leads itself keeps all keys, one that follows keeps those of the
@@ -287,6 +286,7 @@ class PoDCache(CompressedCache):
     Source: PoD, section 2.3.
     """
 
+    title = "PoD"
     layers: list[PoDLayer]
     smaller = "PoDCache lets every token be seen; use shorter prompts"
 
@@ -300,41 +300,27 @@ class PoDCache(CompressedCache):
         chunk_size: int | None = None,
         tau: float | None = None,
     ) -> None:
-        if chunk_size is not None and (not isinstance(chunk_size, int) or chunk_size < 1):
-            raise ValueError(f"chunk_size must be an integer of at least 1 or None, got {chunk_size!r}")
         if tau is not None and not 0 <= tau <= 1:
             raise ValueError(f"tau must be between 0 and 1 or None, got {tau}")
-        self.pool_settings = PoolSettings(page_size, max_pages, grow)
-        self.chunk_size = chunk_size
-        self.pod = self._settings_of(decoder_config(config))
-        self.pod.check_model(decoder_config(config))
-        self.tau = self.pod.tau if tau is None else tau
         self.leads: dict[int, Lead] = {}  # of the forward pass that is under way
-        self.prompt_lengths: list[int] = []  # of the prompt that is being read
-        super().__init__(config)
+        super().__init__(config, page_size, max_pages, grow, chunk_size)
+        self.tau = self.pod.tau if tau is None else tau
+
+    @property
+    def pod(self) -> PoDConfig:
+        return self.settings
 
     @staticmethod
-    def _settings_of(config: object) -> PoDConfig:
-        saved = getattr(config, "kvcompress", None)
-        if saved is None:
-            raise ValueError(
-                "config.kvcompress must be that of a model converted to PoD, got none: this model is not converted"
-            )
+    def parsed(saved: dict[str, Any]) -> PoDConfig:
         return PoDConfig.from_dict(saved)
+
+    def _settings_of(self, config: Any) -> PoDConfig:
+        settings: PoDConfig = super()._settings_of(config)
+        settings.check_model(config)
+        return settings
 
     def _new_layer(self, index: int, sliding_window: int | None) -> PoDLayer:
         return PoDLayer(self, index, sliding_window)
-
-    def check_model(self, decoder: Any) -> None:
-        super().check_model(decoder)
-        settings = self._settings_of(decoder.config)
-        if settings != self.pod:
-            ours, theirs = self.pod.to_dict(), settings.to_dict()
-            differ = ", ".join(f"{name} = {ours[name]!r}" for name in ours if ours[name] != theirs[name])
-            raise ValueError(
-                f"cache was made from a config.kvcompress with {differ}, but that of {type(decoder).__name__} has "
-                "others; make it from this model's config"
-            )
 
     # ---- reading ----
 
@@ -346,21 +332,11 @@ class PoDCache(CompressedCache):
         self.leads = {}
         super().end_forward()
 
-    def plan_prompt(self, length: int) -> Plan:
-        return planner.plan(length, chunk_size=self.chunk_size or max(length, 1), memory_size=1)
-
     def check_guide(self) -> None:
         raise ValueError("guide has no effect with PoDCache, which keeps tokens by their place alone")
 
-    def begin_prompt(self, plans: list[Plan], guide_length: int) -> None:
-        self.prompt_lengths = [sum(plan.chunks) for plan in plans]
-
-    def end_prompt(self, columns: int) -> None:
-        super().end_prompt(columns)
-        self.prompt_lengths = []
-
     def reset(self) -> None:
-        self.prompt_lengths, self.leads = [], {}
+        self.leads = {}
         super().reset()
 
     def activate_past_recording(self) -> None:
@@ -381,10 +357,6 @@ class PoDCache(CompressedCache):
         super().crop(tokens_to_remove)
 
     # ---- what users ask ----
-
-    def seen_lengths(self) -> list[int]:
-        """Tokens that each sequence has had, padding not counted."""
-        return list(self.layers[0].next)
 
     def stored_keys(self) -> list[list[list[int]]]:
         """Keys held per layer, sequence and KV head: [L][B][Hkv]; stored_lengths() says it of values."""

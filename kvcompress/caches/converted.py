@@ -1,0 +1,79 @@
+"""What caches of converted models have in common: settings that come with the model, prompts read as they are."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any, ClassVar
+
+from transformers import PreTrainedConfig
+
+from .. import planner
+from ..planner import Plan
+from .base import CompressedCache, decoder_config
+from .store import PoolSettings
+
+
+class ConvertedCache(CompressedCache):
+    """A cache that does what config.kvcompress says.
+
+    title: of the method, for messages. settings: what config.kvcompress says. chunk_size: tokens that `prefill` reads
+    at a time, None = the whole prompt. Raises ValueError for settings out of range and for a config that is not of a
+    model converted to the method.
+    """
+
+    title: ClassVar[str]
+
+    def __init__(
+        self, config: PreTrainedConfig, page_size: int, max_pages: int | None, grow: str, chunk_size: int | None
+    ) -> None:
+        if chunk_size is not None and (type(chunk_size) is not int or chunk_size < 1):
+            raise ValueError(f"chunk_size must be an integer of at least 1 or None, got {chunk_size!r}")
+        self.pool_settings, self.chunk_size = PoolSettings(page_size, max_pages, grow), chunk_size
+        self.settings = self._settings_of(decoder_config(config))
+        self.prompt_lengths: list[int] = []  # of the prompt that is being read
+        super().__init__(config)
+
+    @staticmethod
+    @abstractmethod
+    def parsed(saved: dict[str, Any]) -> Any:
+        """The settings in config.kvcompress; ValueError for those of another method."""
+
+    def _settings_of(self, config: Any) -> Any:
+        saved = getattr(config, "kvcompress", None)
+        if saved is None:
+            raise ValueError(
+                f"config.kvcompress must be that of a model converted to {self.title}, got none: this model is not "
+                "converted"
+            )
+        return self.parsed(saved)
+
+    def check_model(self, decoder: Any) -> None:
+        super().check_model(decoder)
+        settings = self._settings_of(decoder.config)
+        if settings != self.settings:
+            ours, theirs = self.settings.to_dict(), settings.to_dict()
+            differ = ", ".join(f"{name} = {ours[name]!r}" for name in ours if ours[name] != theirs[name])
+            raise ValueError(
+                f"cache was made from a config.kvcompress with {differ}, but that of {type(decoder).__name__} has "
+                "others; make it from this model's config"
+            )
+
+    # ---- reading ----
+
+    def plan_prompt(self, length: int) -> Plan:
+        return planner.plan(length, chunk_size=self.chunk_size or max(length, 1), memory_size=1)
+
+    def begin_prompt(self, plans: list[Plan], guide_length: int) -> None:
+        self.prompt_lengths = [sum(plan.chunks) for plan in plans]
+
+    def end_prompt(self, columns: int) -> None:
+        super().end_prompt(columns)
+        self.prompt_lengths = []
+
+    def reset(self) -> None:
+        self.prompt_lengths = []
+        super().reset()
+
+    def seen_lengths(self) -> list[int]:
+        """Tokens that each sequence has had, padding not counted."""
+        return list(self.layers[0].next)

@@ -13,7 +13,8 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from ..checks import need, need_integer
-from ..pod.plan import PoDPlan, check_lead, lead_table
+from ..pod.lead import check_lead
+from ..pod.plan import PoDPlan, lead_table
 from ..pod.similarity import Agreement
 from ..reference import visible
 from .panels import LINES, MAP, Color, count_axis, line_style, named, one_panel, panels, shade

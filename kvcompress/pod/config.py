@@ -2,39 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
+
+from .lead import Lead, check_lead, follower_share, followers
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+    from .plan import PoDPlan
+
 MODES = ("pod", "window", "cla")
-Lead = tuple[tuple[int, ...], ...]
-
-
-def checked_lead(lead: Sequence[Sequence[int]]) -> Lead:
-    """A lead table as tuples; ValueError that names the first layer and head where it is none."""
-    if not isinstance(lead, Sequence) or isinstance(lead, str) or not lead:
-        raise ValueError(f"lead must be [layers][KV heads] with at least one layer, got {lead!r}")
-    table: list[tuple[int, ...]] = []
-    for layer, row in enumerate(lead):
-        if not isinstance(row, Sequence) or isinstance(row, str) or not row or len(row) != len(lead[0]):
-            raise ValueError(
-                f"lead must be [layers][KV heads] with as many heads in every layer, got {row!r} in layer {layer}"
-            )
-        for head, a in enumerate(row):
-            where = f"at (layer {layer}, head {head})"
-            if isinstance(a, bool) or not isinstance(a, int) or not 0 <= a <= layer:
-                raise ValueError(f"lead must be a layer between 0 and {layer} {where}, got {a!r}")
-            if layer and a < table[-1][head]:
-                raise ValueError(f"lead must not fall from layer to layer: {table[-1][head]}, then {a} {where}")
-            if a != layer and table[a][head] != a:
-                raise ValueError(
-                    f"lead must be a layer that leads itself, got {a} {where}, which follows {table[a][head]}"
-                )
-        table.append(tuple(row))
-    return tuple(table)
 
 
 @dataclass(frozen=True)
@@ -57,7 +35,7 @@ class PoDConfig:
     mode: str = "pod"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "lead", checked_lead(self.lead))  # JSON brings lists
+        object.__setattr__(self, "lead", check_lead(self.lead))  # JSON brings lists
         for name, least in (("sinks", 0), ("recent", 1)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
@@ -75,12 +53,12 @@ class PoDConfig:
     @property
     def followers(self) -> int:
         """KV heads, of all layers, that follow another layer."""
-        return sum(a != layer for layer, row in enumerate(self.lead) for a in row)
+        return followers(self.lead)
 
     @property
     def share(self) -> float:
         """Followers among all KV heads of all layers: the share of distant keys that a cache drops."""
-        return self.followers / (len(self.lead) * len(self.lead[0]))
+        return follower_share(self.lead)
 
     def led_by(self, layer: int) -> list[tuple[int, list[int]]]:
         """The leads of a layer's heads, lowest first, each with the KV heads that it leads."""
@@ -101,9 +79,9 @@ class PoDConfig:
             )
 
     @classmethod
-    def of(cls, plan: Any, **changes: Any) -> Self:
-        """What a plan (anything with lead, sinks and recent) asks for. changes: further fields."""
-        return cls(**{"lead": plan.lead, "sinks": plan.sinks, "recent": plan.recent} | changes)
+    def of(cls, plan: PoDPlan, **changes: Any) -> Self:
+        """What a plan asks for. changes: further fields."""
+        return cls(plan.lead, plan.sinks, plan.recent, **changes)
 
     def to_dict(self) -> dict[str, Any]:
         """What goes into a model's config.json."""

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor, nn
 
 from ..hf.attach import attach, base_model
 from ..retrofit.method import method_of, saved_method, set_method
 from .config import PoDConfig
 from .method import PoDMethod
+from .plan import PoDPlan
 
 
-def convert(model: nn.Module, config: Any) -> PoDMethod:
+def convert(model: nn.Module, config: PoDConfig | PoDPlan) -> PoDMethod:
     """Converts an attached or plain model to PoD, or to a baseline of it, in place, and attaches it.
 
-    config: a PoDConfig, or a plan: anything with the fields lead, sinks and recent. No parameter is added or changed; a
+    config: a PoDConfig or a PoDPlan. No parameter is added or changed; a
     model needs training afterwards to get used to it. model.config.kvcompress says what was done, so that
     save_pretrained, from_pretrained and kvcompress.attach bring the converted model back.
     Returns the model's method (see state).
@@ -26,10 +25,11 @@ def convert(model: nn.Module, config: Any) -> PoDMethod:
     decoder = base_model(model)
     if saved_method(decoder) is not None:
         raise ValueError(f"model must not be converted yet, got one with config.kvcompress = {saved_method(decoder)}")
-    if not isinstance(config, PoDConfig):
-        if not all(hasattr(config, name) for name in ("lead", "sinks", "recent")):
-            raise TypeError(f"config must be a PoDConfig or a plan, got {type(config).__name__}")
+    if isinstance(config, PoDPlan):
+        config.check_model(decoder.config)
         config = PoDConfig.of(config)
+    if not isinstance(config, PoDConfig):
+        raise TypeError(f"config must be a PoDConfig or a PoDPlan, got {type(config).__name__}")
     found = PoDMethod(decoder, config)  # checks the config before anything is attached
     try:
         attach(model)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..caches.base import decoder_config, sizes_of
 from ..checks import need, need_choice, need_integer
+from .lead import Lead, check_lead, follower_share, followers
 from .similarity import REDUCTIONS
 
 FORMAT = "kvcompress pod plan 1"
@@ -38,7 +39,7 @@ def _checked(similarity: Similarity) -> Tensor:
     return sim
 
 
-def lead_table(similarity: Similarity, delta: float) -> tuple[tuple[int, ...], ...]:
+def lead_table(similarity: Similarity, delta: float) -> Lead:
     """Blocks of layers for each KV head: lead[l][c] is the lowest layer of the block of layer l, KV head c.
 
     similarity: [Hkv, L, L]. Layers are walked upwards; one joins the open block if it is at least delta similar to
@@ -57,12 +58,6 @@ def lead_table(similarity: Similarity, delta: float) -> tuple[tuple[int, ...], .
             lead.append(first if joins else layer)
         heads.append(lead)
     return tuple(zip(*heads, strict=True))
-
-
-def follower_share(lead: Sequence[Sequence[int]]) -> float:
-    """Share of (layer, KV head) that follow: phi."""
-    followers = sum(above != layer for layer, row in enumerate(lead) for above in row)
-    return followers / sum(map(len, lead))
 
 
 def delta_for_share(similarity: Similarity, target: float) -> float:
@@ -98,7 +93,7 @@ class PoDPlan:
     record. Raises ValueError for a field that cannot be; for a lead table, the offending layer and KV head.
     """
 
-    lead: tuple[tuple[int, ...], ...]
+    lead: Lead
     sinks: int
     recent: int
     query_heads: int
@@ -157,12 +152,13 @@ class PoDPlan:
 
     @property
     def followers(self) -> int:
-        return sum(above != layer for layer, row in enumerate(self.lead) for above in row)
+        """How many (layer, KV head) follow another layer."""
+        return followers(self.lead)
 
     @property
     def share(self) -> float:
         """Share of (layer, KV head) that follow, and of distant keys that need not be kept: phi."""
-        return self.followers / (self.layers * self.kv_heads)
+        return follower_share(self.lead)
 
     def blocks(self, head: int) -> list[range]:
         """The layers of each block of a KV head, upwards."""
@@ -231,26 +227,3 @@ class PoDPlan:
             return cls(**saved)
         except (TypeError, ValueError) as error:
             raise ValueError(f"{path.name} is no valid plan: {error}") from None
-
-
-def check_lead(lead: Any) -> tuple[tuple[int, ...], ...]:
-    """A lead table as tuples. Raises ValueError for another shape, and for the first layer and KV head that break its
-    rules: the lowest layer of a run of layers leads all of them, itself too."""
-    good = isinstance(lead, (Sequence, Tensor)) and not isinstance(lead, str)
-    rows = lead.tolist() if isinstance(lead, Tensor) else list(lead) if good else []
-    need(
-        len(rows) > 0 and all(isinstance(row, (list, tuple)) and len(row) > 0 for row in rows),
-        "lead must be [L][Hkv], one row of layers per layer",
-    )
-    for layer, row in enumerate(rows):
-        need(len(row) == len(rows[0]), f"lead[{layer}] must have {len(rows[0])} KV heads as lead[0], got {len(row)}")
-        for head, above in enumerate(row):
-            place = f"lead[{layer}][{head}]"
-            need(isinstance(above, int) and not isinstance(above, bool), f"{place} must be a layer, got {above!r}")
-            before = 0 if layer == 0 else rows[layer - 1][head]
-            need(
-                above in (layer, before) and (layer > 0 or above == 0),
-                f"{place} must be {' or '.join(str(x) for x in sorted({before, layer}))} (the lead of the layer below, "
-                f"or the layer itself), got {above}",
-            )
-    return tuple(tuple(row) for row in rows)

@@ -178,9 +178,7 @@ POD_PRESETS: dict[str, dict[str, Any]] = {
 @app.command()
 def pod(
     out: Out,
-    plan: Annotated[
-        Path | None, typer.Option(help="JSON file with lead, sinks and recent (kvcompress analyze pod writes one)")
-    ] = None,
+    plan: Annotated[Path | None, typer.Option(help="what kvcompress analyze pod wrote")] = None,
     mode: Annotated[str, typer.Option(help="pod, or a baseline: window (near tokens alone) or cla")] = "pod",
     preset: Preset = "quick",
     model: Model = "example",
@@ -204,8 +202,9 @@ def pod(
 
     A model that is converted already (an earlier run's folder) goes on as it is and needs no plan.
     """
+    from ..pod.plan import PoDPlan
     from ..pod.recipe import PoDRecipe
-    from ..pod.retrofit import load_plan, retrofit
+    from ..pod.retrofit import retrofit
     from .run import RunSettings
 
     own = {
@@ -219,7 +218,7 @@ def pod(
             device=device, bfloat16=not float32, checkpointing=checkpointing,
             **{name: chosen[name] for name in ("length", "rows", "accumulation", "learning_rate")},
         )  # fmt: skip
-        config = None if plan is None else load_plan(plan, mode=mode)
-        retrofit(PoDRecipe(steps=chosen["steps"]), settings, config, resume=resume)
+        found = None if plan is None else PoDPlan.load(plan)
+        retrofit(PoDRecipe(steps=chosen["steps"]), settings, found, resume=resume, mode=mode)
     except (ValueError, FileNotFoundError) as error:
         raise typer.BadParameter(str(error)) from None

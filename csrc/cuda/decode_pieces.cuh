@@ -1,0 +1,157 @@
+// Rows of pages cut into pieces of PIECE keys for decode.cu: the list of them, made on the device, where their results
+// lie, and the queries that share a row.
+#pragma once
+#include "kvc_cuda.h"
+#include "tile.cuh"
+
+namespace {
+
+
+constexpr int THREADS = 128;
+constexpr int WARPS = THREADS / 32;
+constexpr int PER_LANE = 8;  // elements of a head that one lane of pieces_kernel holds: 32 * 8 = KVC_CUDA_MAX_HEAD_DIM
+constexpr int PIECE = 256;   // keys
+constexpr int STAGE = 64;    // keys of a piece in shared memory at a time, 16 per warp
+constexpr int MMA_QUERIES = 16;
+constexpr int PLAN_THREADS = 256;
+constexpr int JOIN_THREADS = 512;
+constexpr float LOG2_E = 1.44269504088896340736f, LN_2 = 0.69314718055994530942f;
+
+struct plan {
+    int64_t rows, queries;  // queries that share a row's keys: G*S
+    int64_t row_pieces;     // pieces of a row that is full
+    int64_t capacity;
+    int64_t bytes_list, bytes_first, bytes_count, bytes_statistics, bytes_values;
+    int page_shift;    // log2(P); unused without a block table
+    int lanes;         // pieces_kernel: neighbouring threads that share one key
+    int tiles;         // of queries
+    int join_columns;  // threads side by side in join_kernel: D rounded up to a power of two, at least a warp
+    bool wide_q;
+};
+
+// Where everything lies in the scratch memory. Maximum and sum are of base 2: m = max(x*log2(e)), l = sum 2^(.. - m).
+struct scratch {
+    int4* list;          // [pieces] row, first key, end of the row, place of the result
+    int32_t* first;      // [rows] number of the row's first piece in the list
+    int32_t* count;      // [1] pieces in the list
+    float2* statistics;  // [rows, row_pieces, queries] m, l
+    float* values;       // [rows, row_pieces, queries, D]
+};
+
+plan plan_of(const kvc_decode_args& a) {
+    plan p = {};
+    p.rows = a.B * a.Hkv;
+    p.queries = a.Hq / a.Hkv * a.S;
+    p.capacity = a.block_table ? a.blocks * a.P : a.P;
+    if (a.value_table && a.value_blocks < a.blocks) p.capacity = a.value_blocks * a.P;
+    p.row_pieces = ceil_div(p.capacity, PIECE);
+    while (a.P >> p.page_shift > 1) p.page_shift++;
+    p.join_columns = 32;
+    while (p.join_columns < a.D) p.join_columns *= 2;
+    const auto size = [](int64_t count, int64_t bytes) { return ceil_div(count * bytes, 64) * 64; };
+    const int64_t pieces = p.rows * p.row_pieces;
+    p.bytes_list = size(pieces, sizeof(int4));
+    p.bytes_first = size(p.rows, sizeof(int32_t));
+    p.bytes_count = 64;
+    p.bytes_statistics = size(pieces * p.queries, sizeof(float2));
+    p.bytes_values = size(pieces * p.queries * a.D, sizeof(float));
+    return p;
+}
+
+scratch scratch_of(const kvc_decode_args& a, const plan& p) {
+    char* at = static_cast<char*>(a.scratch);
+    scratch s = {};
+    s.list = reinterpret_cast<int4*>(at);
+    s.first = reinterpret_cast<int32_t*>(at += p.bytes_list);
+    s.count = reinterpret_cast<int32_t*>(at += p.bytes_first);
+    s.statistics = reinterpret_cast<float2*>(at += p.bytes_count);
+    s.values = reinterpret_cast<float*>(at += p.bytes_statistics);
+    return s;
+}
+
+__device__ inline int begin_of(const kvc_decode_args& a, int64_t row) {
+    return a.begin && a.begin[row] > 0 ? a.begin[row] : 0;
+}
+
+__device__ inline int end_of(const kvc_decode_args& a, const plan& p, int64_t row) {
+    return a.end[row] < p.capacity ? a.end[row] : static_cast<int>(p.capacity);
+}
+
+__device__ inline int pieces_of(const kvc_decode_args& a, const plan& p, int64_t row) {
+    const int64_t keys = static_cast<int64_t>(end_of(a, p, row)) - begin_of(a, row);
+    return keys > 0 ? static_cast<int>(ceil_div(keys, PIECE)) : 0;
+}
+
+// The pages of key t of the row and of its value, both -1 if one of them is on no page.
+__device__ inline int2 pages_of(const kvc_decode_args& a, const plan& p, int64_t row, int64_t t) {
+    int2 at;
+    at.x = at.y = static_cast<int>(row);
+    if (a.block_table) at.x = at.y = a.block_table[row * a.blocks + (t >> p.page_shift)];
+    if (a.value_table) at.y = a.value_table[row * a.value_blocks + (t >> p.page_shift)];
+    const int64_t value_pages = a.value_table ? a.value_pages : a.pages;
+    if (at.x < 0 || at.x >= a.pages || at.y < 0 || at.y >= value_pages) at.x = at.y = -1;
+    return at;
+}
+
+// Where key or value t lies in a page of k_pages or v_pages.
+__device__ inline int64_t offset_in(const kvc_decode_args& a, int page, int64_t t) {
+    return (page * a.P + (a.block_table ? t & (a.P - 1) : t)) * a.D;
+}
+
+// 2^x of a difference to a maximum; -inf - -inf is no number, so a maximum of -inf counts as 0.
+__device__ inline float finite_or_0(float m) { return m == -INFINITY ? 0.0f : m; }
+
+// One block: counts the pieces of every row, adds the counts up, lists the pieces row by row.
+__global__ __launch_bounds__(PLAN_THREADS) void plan_kernel(const kvc_decode_args a, const plan p, const scratch s) {
+    __shared__ int of_warp[PLAN_THREADS / 32];
+    const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
+    const int64_t share = ceil_div(p.rows, PLAN_THREADS), begin = thread * share;
+    const int64_t end = begin + share < p.rows ? begin + share : p.rows;
+    int own = 0;
+    for (int64_t row = begin; row < end; row++) own += pieces_of(a, p, row);
+    int sum = own;  // of this lane and those before it
+    KVC_UNROLL
+    for (int step = 1; step < 32; step *= 2) {
+        const int before = __shfl_up_sync(FULL_WARP, sum, step);
+        if (lane >= step) sum += before;
+    }
+    if (lane == 31) of_warp[warp] = sum;
+    __syncthreads();
+    int first = sum - own;
+    for (int w = 0; w < warp; w++) first += of_warp[w];
+    for (int64_t row = begin; row < end; row++) {
+        s.first[row] = first;
+        first += pieces_of(a, p, row);
+    }
+    if (thread == PLAN_THREADS - 1) *s.count = first;
+    __syncthreads();
+    for (int64_t row = warp; row < p.rows; row += PLAN_THREADS / 32) {
+        const int pieces = pieces_of(a, p, row), row_begin = begin_of(a, row), row_end = end_of(a, p, row);
+        for (int i = lane; i < pieces; i += 32) {
+            int4 piece;
+            piece.x = static_cast<int>(row);
+            piece.y = row_begin + i * PIECE;
+            piece.z = row_end;
+            piece.w = static_cast<int>(row * p.row_pieces + i);
+            s.list[s.first[row] + i] = piece;
+        }
+    }
+}
+
+// Query n of a row: head g*G + n / S, position n % S. limit: the key behind the last one that it sees.
+struct query {
+    bool here;
+    int64_t h, s;
+    int limit;
+};
+
+__device__ inline query query_of(const kvc_decode_args& a, const plan& p, int64_t g, int64_t n, int row_end) {
+    query q;
+    q.here = n < p.queries;
+    q.h = g * (a.Hq / a.Hkv) + n / a.S;
+    q.s = n % a.S;
+    q.limit = !q.here ? -1 : a.causal ? row_end - static_cast<int>(a.S - 1 - q.s) : row_end;
+    return q;
+}
+
+}  // namespace

@@ -6,27 +6,21 @@
  * pages; more of them lie in the lanes (lanes.h), where a converted key serves up to KVC_TILE queries.
  */
 #include "lanes.h"
+#include "page_rows.h"
 
 #include <math.h>
 #include <string.h>
 
 enum {
     FEW = 8,
-    MEMORY_PAGE = 4096,
     PIECE = 512 /* keys per piece for FEW queries; more queries take longer pieces, so that partial results stay small */
 };
 
 /* Scratch: first [R + 1], the pieces before each row; then for every piece and query max, norm and sums [D]. */
-typedef struct { /* keys or values of all rows */
-    const void *pages;
-    const int32_t *table; /* NULL: row r is page r */
-    int64_t count, blocks;
-} decode_rows;
-
 typedef struct {
     const kvc_decode_args *args;
     const kvc_simd *simd;
-    decode_rows keys, values;
+    page_rows keys, values;
     int64_t rows, queries; /* G*S queries per row */
     int64_t capacity;      /* keys that a row can hold */
     int64_t piece;         /* keys per piece */
@@ -43,13 +37,14 @@ static decode_job job_of(const kvc_decode_args *args) {
     decode_job job = {.args = args, .simd = kvc_simd_table()};
     job.rows = args->B * args->Hkv;
     job.queries = args->Hkv ? args->Hq / args->Hkv * args->S : 0;
-    job.keys = (decode_rows){args->k_pages, args->block_table, args->pages, args->blocks};
-    job.values = (decode_rows){args->v_pages, args->block_table, args->pages, args->blocks};
+    const int64_t bytes = args->D * kvc_dtype_bytes(args->cache_dtype);
+    job.keys = (page_rows){args->k_pages, args->block_table, args->pages, args->blocks, args->P, bytes};
+    job.values = (page_rows){args->v_pages, args->block_table, args->pages, args->blocks, args->P, bytes};
     if (args->value_table) {
-        job.values = (decode_rows){args->v_pages, args->value_table, args->value_pages, args->value_blocks};
+        job.values = (page_rows){args->v_pages, args->value_table, args->value_pages, args->value_blocks, args->P, bytes};
     }
     job.capacity = args->block_table ? min_of(job.keys.blocks, job.values.blocks) * args->P : args->P;
-    job.piece = PIECE * max_of(ceil_div(job.queries, FEW), 1);
+    job.piece = args->probabilities ? PIECE : PIECE * max_of(ceil_div(job.queries, FEW), 1);
     job.state_floats = ceil_div(job.queries * (args->D + 2), 16) * 16;
     job.first = args->scratch;
     job.states = (float *)args->scratch + ceil_div(2 * (job.rows + 1), 16) * 16;
@@ -67,6 +62,7 @@ static decode_state state_at(const decode_job *job, int64_t item) {
 static int sizes_are_good(const kvc_decode_args *args) {
     if (args->B < 0 || args->Hq < 0 || args->Hkv < 0 || args->S < 0 || args->D < 1) return 0;
     if (args->D > KVC_MAX_HEAD_DIM || args->P < 0 || args->pages < 0 || (args->block_table && args->blocks < 0)) return 0;
+    if (args->probabilities && (args->S != 1 || args->columns < 0)) return 0;
     if (args->value_table && (!args->block_table || args->value_blocks < 0 || args->value_pages < 0)) return 0;
     if (args->Hkv ? args->Hq % args->Hkv != 0 : args->Hq != 0) return 0;
     if (args->block_table) return args->P > 0 && (args->P & (args->P - 1)) == 0;
@@ -86,81 +82,75 @@ static int64_t end_for(const decode_job *job, int64_t row, int64_t i) {
     return args->end[row] - (args->causal ? args->S - 1 - i % args->S : 0);
 }
 
-/* Address of key or value t of a row, and in *run how many of n lie there without a gap: pages that were handed out one
- * after the other are read as one. */
-static const char *page_at(const decode_job *job, const decode_rows *of, int64_t row, int64_t t, int64_t n, int64_t *run) {
-    const kvc_decode_args *args = job->args;
-    const int64_t bytes = kvc_dtype_bytes(args->cache_dtype), offset = of->table ? t & (args->P - 1) : t;
-    const int32_t *table = of->table ? of->table + row * of->blocks + t / args->P : NULL;
-    const int64_t page = table ? *table : row;
-    int64_t length = args->P - offset;
-    for (; table && length < n && table[1] == table[0] + 1; table++) length += args->P;
-    *run = min_of(length, n);
-    return (const char *)of->pages + (page * args->P + offset) * args->D * bytes;
+static int64_t begin_of(const decode_job *job, int64_t row) {
+    return job->args->begin ? job->args->begin[row] : 0;
+}
+
+/* Where the probability of key t goes, of query i of a row; S = 1. */
+static float *probabilities_at(const decode_job *job, int64_t row, int64_t i, int64_t t) {
+    return job->args->probabilities + (row * job->queries + i) * job->args->columns + t - begin_of(job, row);
 }
 
 /* ---- few queries ---- */
-
-/* Where the row's key or value t lies, to be fetched ahead; NULL past the row's end. One line of each of its memory pages
- * is asked for at once: pages of the pool lie anywhere, and looking up their addresses takes as long as reading them. */
-static const char *next_at(const decode_job *job, const decode_rows *of, int64_t row, int64_t t) {
-    int64_t run;
-    if (t >= job->args->end[row]) return NULL;
-    const char *next = page_at(job, of, row, t, min_of(PIECE, job->args->end[row] - t), &run);
-    const int64_t bytes = run * job->args->D * kvc_dtype_bytes(job->args->cache_dtype);
-    for (int64_t i = 0; i < bytes; i += MEMORY_PAGE) __builtin_prefetch(next + i);
-    return next;
-}
 
 /* sums += weights of values [t, t + n) for `count` queries; behind the last come keys again. */
 static void add_values(const decode_job *job, int64_t row, int64_t t, int64_t n, const float *weights, int64_t count,
                        float *sums) {
     int64_t run;
     for (int64_t done = 0; done < n; done += run) {
-        const char *v = page_at(job, &job->values, row, t + done, n - done, &run);
-        const char *next = next_at(job, done + run < n ? &job->values : &job->keys, row, t + done + run);
+        const char *v = page_at(&job->values, row, t + done, n - done, &run);
+        const char *next = next_at(done + run < n ? &job->values : &job->keys, row, t + done + run, PIECE,
+                                   job->args->end[row]);
         job->simd->mix[job->args->cache_dtype](sums, job->args->D, weights + done, PIECE, v, run, count, next);
     }
 }
 
-static void attend_few(const decode_job *job, int64_t row, int64_t t, int64_t n, const decode_state *state) {
+/* Queries [first, first + count) of the row, count <= FEW. */
+static void attend_few(const decode_job *job, int64_t row, int64_t t, int64_t n, int64_t first, int64_t count,
+                       const decode_state *state) {
     const kvc_decode_args *args = job->args;
     const int64_t D = args->D, G = args->Hq / args->Hkv;
     _Alignas(64) float q[FEW * KVC_MAX_HEAD_DIM], weights[FEW * PIECE];
-    for (int64_t i = 0; i < job->queries; i++) {
-        const int64_t h = row % args->Hkv * G + i / args->S;
-        job->simd->load[args->q.dtype](q + i * D, view_at(&args->q, row / args->Hkv, h, i % args->S, 0), D);
+    float *max = state->max + first, *norm = state->norm + first, *sums = state->sums + first * D;
+    for (int64_t i = 0; i < count; i++) {
+        const int64_t h = row % args->Hkv * G + (first + i) / args->S;
+        job->simd->load[args->q.dtype](q + i * D, view_at(&args->q, row / args->Hkv, h, (first + i) % args->S, 0), D);
     }
     int64_t run;
     for (int64_t done = 0; done < n; done += run) {
-        const char *k = page_at(job, &job->keys, row, t + done, n - done, &run);
+        const char *k = page_at(&job->keys, row, t + done, n - done, &run);
         const int last = done + run == n; /* then come the values */
-        const char *next = next_at(job, last ? &job->values : &job->keys, row, last ? t : t + done + run);
-        job->simd->dots[args->cache_dtype](weights + done, PIECE, q, D, k, run, job->queries, next);
+        const char *next = next_at(last ? &job->values : &job->keys, row, last ? t : t + done + run, PIECE, args->end[row]);
+        job->simd->dots[args->cache_dtype](weights + done, PIECE, q, D, k, run, count, next);
     }
     int64_t common = n; /* keys that every query sees */
-    for (int64_t i = 0; i < job->queries; i++) {
-        const int64_t seen = min_of(max_of(end_for(job, row, i) - t, 0), n);
-        job->simd->softmax(weights + i * PIECE, 1, PIECE, seen, seen, args->scale, state->max + i, state->norm + i);
+    for (int64_t i = 0; i < count; i++) {
+        const int64_t seen = min_of(max_of(end_for(job, row, first + i) - t, 0), n);
+        job->simd->softmax(weights + i * PIECE, 1, PIECE, seen, seen, args->scale, max + i, norm + i);
         common = min_of(common, seen);
     }
-    memset(state->sums, 0, (size_t)(job->queries * D) * sizeof(float));
-    add_values(job, row, t, common, weights, job->queries, state->sums);
+    if (args->probabilities) { /* of one query per head, which sees all of the piece; finish_range knows their sum */
+        for (int64_t i = 0; i < count; i++) {
+            memcpy(probabilities_at(job, row, first + i, t), weights + i * PIECE, (size_t)n * sizeof(float));
+        }
+    }
+    memset(sums, 0, (size_t)(count * D) * sizeof(float));
+    add_values(job, row, t, common, weights, count, sums);
     /* a value that a query does not see may be infinite, and 0 * inf is NaN: the rest goes query by query */
-    for (int64_t i = 0; i < job->queries && common < n; i++) {
-        const int64_t seen = min_of(max_of(end_for(job, row, i) - t, 0), n);
-        add_values(job, row, t + common, seen - common, weights + i * PIECE + common, 1, state->sums + i * D);
+    for (int64_t i = 0; i < count && common < n; i++) {
+        const int64_t seen = min_of(max_of(end_for(job, row, first + i) - t, 0), n);
+        add_values(job, row, t + common, seen - common, weights + i * PIECE + common, 1, sums + i * D);
     }
 }
 
 /* ---- many queries ---- */
 
 /* Keys or values [t, t + n) as float32 [n, D]; the pages' own rows where they are float32 and lie together. */
-static const float *gather(const decode_job *job, const decode_rows *of, int64_t row, int64_t t, int64_t n, float *rows) {
+static const float *gather(const decode_job *job, const page_rows *of, int64_t row, int64_t t, int64_t n, float *rows) {
     const kvc_dtype dtype = job->args->cache_dtype;
     int64_t run;
     for (int64_t done = 0; done < n; done += run) {
-        const char *src = page_at(job, of, row, t + done, n - done, &run);
+        const char *src = page_at(of, row, t + done, n - done, &run);
         if (run == n && dtype == KVC_F32) return (const float *)(const void *)src;
         job->simd->load[dtype](rows + done * job->args->D, src, run * job->args->D);
     }
@@ -222,16 +212,29 @@ static void attend_range(int64_t begin, int64_t end, void *context) {
     }
     for (int64_t item = begin; item < end; item++) {
         while (job->first[row + 1] <= item) row++;
-        const int64_t start = job->args->begin ? job->args->begin[row] : 0;
-        const int64_t t = start + (item - job->first[row]) * job->piece, last = min_of(t + job->piece, job->args->end[row]);
+        const int64_t t = begin_of(job, row) + (item - job->first[row]) * job->piece;
+        const int64_t last = min_of(t + job->piece, job->args->end[row]);
         const decode_state state = state_at(job, item);
-        if (job->queries <= FEW) {
-            attend_few(job, row, t, last - t, &state);
+        if (job->queries <= FEW || job->args->probabilities) {
+            for (int64_t i = 0; i < job->queries; i += FEW) {
+                attend_few(job, row, t, last - t, i, min_of(FEW, job->queries - i), &state);
+            }
             continue;
         }
         for (int64_t i = 0; i < job->queries; i += KVC_TILE) {
             attend_lanes(job, row, t, last, i, min_of(KVC_TILE, job->queries - i), &state);
         }
+    }
+}
+
+/* A query's weights, each relative to its piece's maximum, as probabilities. */
+static void normalize(const decode_job *job, int64_t row, int64_t i, float max, float norm) {
+    const int64_t end = job->args->end[row];
+    for (int64_t piece = job->first[row]; piece < job->first[row + 1]; piece++) {
+        const int64_t t = begin_of(job, row) + (piece - job->first[row]) * job->piece, n = min_of(job->piece, end - t);
+        const float own = state_at(job, piece).max[i], factor = own == -INFINITY ? 0.0f : expf(own - max) / norm;
+        float *x = probabilities_at(job, row, i, t);
+        for (int64_t j = 0; j < n; j++) x[j] *= factor;
     }
 }
 
@@ -256,21 +259,17 @@ static void finish_range(int64_t begin, int64_t end, void *context) {
         /* rows are b*Hkv + g and heads g*G + i, so (row, query of the row) counts [B, Hq, S] straight through */
         job->simd->store[args->q.dtype]((char *)args->out + item * D * bytes, sums, D);
         args->lse[item] = norm == 0.0f ? -INFINITY : max + logf(norm);
+        if (args->probabilities && norm != 0.0f) normalize(job, row, i, max, norm);
     }
 }
 
 static kvc_status check_rows(const decode_job *job) {
     const kvc_decode_args *args = job->args;
     for (int64_t row = 0; row < job->rows; row++) {
-        const int64_t begin = args->begin ? args->begin[row] : 0, end = args->end[row];
-        if (begin < 0 || begin > end || end > job->capacity) return KVC_BAD_INDEX;
-        if (!args->block_table || begin == end) continue;
-        for (int64_t i = begin / args->P; i <= (end - 1) / args->P; i++) {
-            const int32_t page = args->block_table[row * args->blocks + i];
-            const int32_t value_page = job->values.table[row * job->values.blocks + i];
-            if (page < 0 || page >= args->pages) return KVC_BAD_INDEX;
-            if (value_page < 0 || value_page >= job->values.count) return KVC_BAD_INDEX;
-        }
+        const int64_t begin = begin_of(job, row), end = args->end[row];
+        if (!rows_exist(&job->keys, row, begin, end, job->capacity)) return KVC_BAD_INDEX;
+        if (args->value_table && !rows_exist(&job->values, row, begin, end, job->capacity)) return KVC_BAD_INDEX;
+        if (args->probabilities && end - begin > args->columns) return KVC_BAD_INDEX;
     }
     return KVC_OK;
 }
@@ -287,8 +286,7 @@ kvc_status kvc_decode(const kvc_decode_args *args, kvc_parallel_for parallel_for
     if (status != KVC_OK) return status;
     job.first[0] = 0;
     for (int64_t row = 0; row < job.rows; row++) {
-        const int64_t begin = args->begin ? args->begin[row] : 0;
-        job.first[row + 1] = job.first[row] + ceil_div(args->end[row] - begin, job.piece);
+        job.first[row + 1] = job.first[row] + ceil_div(args->end[row] - begin_of(&job, row), job.piece);
     }
     run_parallel(parallel_for, job.first[job.rows], 1, attend_range, (void *)(uintptr_t)&job);
     run_parallel(parallel_for, job.rows * job.queries, 16, finish_range, (void *)(uintptr_t)&job);

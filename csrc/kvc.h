@@ -253,11 +253,14 @@ kvc_status kvc_compact_pages(const kvc_compact_pages_args *args, kvc_parallel_fo
  * k_pages, v_pages [pages, P, D] contiguous, one dtype; P a power of two unless block_table is NULL;
  * block_table int32 [R, blocks] (NULL: blocks is not read, pages >= R); begin, end int32 [R]; value_table int32
  * [R, value_blocks], only with a block_table, v_pages is then [value_pages, P, D] (NULL: neither number is read).
+ * probabilities (NULL: not wanted; S = 1 alone): float32 [B, Hq, columns], column j of a row's query head becomes
+ *     exp(scale*<q, k_t> - lse), t = begin_r + j < end_r          columns behind keep what they had
  * scratch: kvc_decode_scratch_bytes bytes (on CUDA kvc_cuda_decode_scratch_bytes), 64-byte aligned: the partial results
  * of the pieces that long rows are cut into, and the list of pieces. Its size depends on the sizes only, not on the
  * arrays' contents. One query's bits depend on its own row only, not on B.
- * KVC_BAD_SIZE for D < 1 or D > KVC_MAX_HEAD_DIM; KVC_BAD_INDEX if a row's range leaves [0, blocks*P] or
- * [0, value_blocks*P], or a page that it needs is outside [0, pages) or [0, value_pages).
+ * KVC_BAD_SIZE for D < 1 or D > KVC_MAX_HEAD_DIM, or probabilities with S > 1; KVC_BAD_INDEX if a row's range leaves
+ * [0, blocks*P] or [0, value_blocks*P], a page that it needs is outside [0, pages) or [0, value_pages), or it has more
+ * keys than columns.
  */
 typedef struct {
     void *out;
@@ -272,9 +275,44 @@ typedef struct {
     int causal;
     const int32_t *value_table;
     int64_t value_pages, value_blocks;
+    float *probabilities;
+    int64_t columns;
 } kvc_decode_args;
 int64_t kvc_decode_scratch_bytes(const kvc_decode_args *args);
 kvc_status kvc_decode(const kvc_decode_args *args, kvc_parallel_for parallel_for);
+
+/* ---- decode_shared.c -------------------------------------------------------------------------------------------- */
+
+/* Joins attention to near keys with attention to distant ones whose probabilities another layer has computed (kvc_decode,
+ * probabilities), over the layer's own values. One query per head; row r = b*Hkv + g, head h of KV head g = h/G:
+ *     far[h] = sum_j probabilities[b,h,j] * v_t, t = begin_r + j < end_r     gate = 1 / (1 + exp(far_lse - near_lse))
+ *     out[b,h] = near[b,h] if skipped[b,h], else gate*near[b,h] + (1 - gate)*far[h]
+ *     skipped[b,h] = begin_r < end_r and near_lse - far_lse >= threshold
+ * Of a row whose query heads are all skipped no value is read. threshold +inf: none is skipped.
+ * near_lse, far_lse -inf: that side is empty (both: out 0). near, out [B, Hq, D] contiguous, one dtype; near_lse, far_lse
+ * float32 [B, Hq]; probabilities float32, those of head h at + b*stride_b + h*stride_h; skipped uint8 [B, Hq];
+ * v_pages [pages, P, D] contiguous, block_table int32 [R, blocks], begin, end int32 [R], P a power of two.
+ * scratch: kvc_decode_shared_scratch_bytes bytes (on CUDA kvc_cuda_decode_shared_scratch_bytes), 64-byte aligned; of the
+ * sizes alone. One query's bits depend on its own row only.
+ * KVC_BAD_SIZE for D < 1 or D > KVC_MAX_HEAD_DIM or a NaN as threshold; KVC_BAD_INDEX if a row's range leaves
+ * [0, blocks*P], has more values than columns, or needs a page outside [0, pages). Nothing is written then.
+ * Source: PoD, section 2.3, equation 4.
+ */
+typedef struct {
+    void *out;
+    uint8_t *skipped;
+    const void *near;
+    const float *near_lse, *far_lse, *probabilities;
+    int64_t stride_b, stride_h, columns;
+    kvc_dtype dtype, cache_dtype; /* of out and near; of v_pages */
+    const void *v_pages;
+    const int32_t *block_table, *begin, *end;
+    void *scratch;
+    int64_t B, Hq, Hkv, D, P, pages, blocks;
+    float threshold;
+} kvc_decode_shared_args;
+int64_t kvc_decode_shared_scratch_bytes(const kvc_decode_shared_args *args);
+kvc_status kvc_decode_shared(const kvc_decode_shared_args *args, kvc_parallel_for parallel_for);
 
 /* Joins attention over two disjoint sets of keys: with m = max(lse_a, lse_b), w_x = exp(lse_x - m),
  *     out = (w_a*out_a + w_b*out_b) / (w_a + w_b)      lse = m + ln(w_a + w_b)

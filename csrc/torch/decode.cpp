@@ -1,5 +1,15 @@
 #include "common.h"
 
+// Fails with the first row that has more keys than there are columns of probabilities.
+static void find_long_row(const char* op, bool wanted, const int32_t* begin, const int32_t* end, int64_t R,
+                          int64_t columns) {
+    for (int64_t r = 0; wanted && r < R; r++) {
+        const int64_t keys = end[r] - (begin ? begin[r] : 0);
+        KVC_CHECK(keys <= columns, op, ": probabilities must have a column for each of ", keys, " keys of row ", r,
+                  ", got ", columns);
+    }
+}
+
 // Fails with the first row whose keys are not there.
 static void explain_rows(const kvc_decode_args& args, int64_t R) {
     const int64_t capacity = args.block_table ? args.blocks * args.P : args.P;
@@ -7,6 +17,7 @@ static void explain_rows(const kvc_decode_args& args, int64_t R) {
     find_outside("decode", "end", args.end, R, 0, capacity, slots);
     if (args.value_table)
         find_outside("decode", "end", args.end, R, 0, args.value_blocks * args.P, "slots in a row of value_table");
+    find_long_row("decode", args.probabilities != nullptr, args.begin, args.end, R, args.columns);
     for (int64_t r = 0; r < R; r++) {
         const int64_t begin = args.begin ? args.begin[r] : 0, end = args.end[r];
         KVC_CHECK(begin >= 0 && begin <= end, "decode: begin must be between 0 and ", end, " (end), got ", begin, " at ",
@@ -19,10 +30,12 @@ static void explain_rows(const kvc_decode_args& args, int64_t R) {
     }
 }
 
-static std::tuple<Tensor, Tensor> decode(const Tensor& queries, const Tensor& k_pages, const Tensor& v_pages,
-                                         const std::optional<Tensor>& block_table,
-                                         const std::optional<Tensor>& value_table, const std::optional<Tensor>& begin,
-                                         const Tensor& end, double scale, bool causal) {
+// probabilities: NULL, or float32 [B, Hq, columns] that are written.
+static std::tuple<Tensor, Tensor> decode_to(const Tensor& queries, const Tensor& k_pages, const Tensor& v_pages,
+                                            const std::optional<Tensor>& block_table,
+                                            const std::optional<Tensor>& value_table,
+                                            const std::optional<Tensor>& begin, const Tensor& end, double scale,
+                                            bool causal, Tensor* probabilities) {
     const kvc_view q = view_of(queries, "queries");
     const int64_t B = queries.size(0), Hq = queries.size(1), S = queries.size(2), D = queries.size(3);
     check_device(k_pages, queries, "k_pages");
@@ -58,7 +71,15 @@ static std::tuple<Tensor, Tensor> decode(const Tensor& queries, const Tensor& k_
         .value_table = int_array(value_table, queries, {R, -1}, "value_table"),
         .value_pages = v_pages.size(0),
         .value_blocks = value_table.has_value() ? value_table->size(1) : 1,
+        .probabilities = nullptr,
+        .columns = 0,
     };
+    if (probabilities) {
+        check_array(*probabilities, queries, ScalarType::Float, {B, Hq, -1}, "probabilities");
+        KVC_CHECK(S == 1, "probabilities are of one query per head, got ", S);
+        args.columns = probabilities->size(2);
+        if (args.columns) args.probabilities = static_cast<float*>(probabilities->mutable_data_ptr());
+    }
     int64_t bytes = 0;
     if (queries.is_cpu()) bytes = kvc_decode_scratch_bytes(&args);
 #ifdef KVC_WITH_CUDA
@@ -69,6 +90,86 @@ static std::tuple<Tensor, Tensor> decode(const Tensor& queries, const Tensor& k_
     run("decode", queries, [&] { return kvc_decode(&args, torch_parallel_for); },
         KVC_CUDA_CALL(kvc_cuda_decode(&args, stream)), [&] { explain_rows(args, R); });
     return {out, lse};
+}
+
+static std::tuple<Tensor, Tensor> decode(const Tensor& queries, const Tensor& k_pages, const Tensor& v_pages,
+                                         const std::optional<Tensor>& block_table,
+                                         const std::optional<Tensor>& value_table, const std::optional<Tensor>& begin,
+                                         const Tensor& end, double scale, bool causal) {
+    return decode_to(queries, k_pages, v_pages, block_table, value_table, begin, end, scale, causal, nullptr);
+}
+
+static std::tuple<Tensor, Tensor> decode_probabilities(const Tensor& queries, const Tensor& k_pages,
+                                                       const Tensor& v_pages, const std::optional<Tensor>& block_table,
+                                                       const std::optional<Tensor>& value_table,
+                                                       const std::optional<Tensor>& begin, const Tensor& end,
+                                                       Tensor probabilities, double scale) {
+    return decode_to(queries, k_pages, v_pages, block_table, value_table, begin, end, scale, false, &probabilities);
+}
+
+static std::tuple<Tensor, Tensor> decode_shared(const Tensor& near, const Tensor& near_lse, const Tensor& probabilities,
+                                                const Tensor& far_lse, const Tensor& v_pages, const Tensor& block_table,
+                                                const Tensor& begin, const Tensor& end, double threshold) {
+    KVC_CHECK(near.dim() == 4 && near.is_contiguous() && near.size(2) == 1, "near must be contiguous [B, Hq, 1, D]");
+    const int64_t B = near.size(0), Hq = near.size(1), D = near.size(3);
+    check_array(near_lse, near, ScalarType::Float, {B, Hq, 1}, "near_lse");
+    check_array(far_lse, near, ScalarType::Float, {B, Hq, 1}, "far_lse");
+    check_device(probabilities, near, "probabilities");
+    KVC_CHECK(probabilities.dim() == 3 && probabilities.size(0) == B && probabilities.size(1) == Hq &&
+                  probabilities.scalar_type() == ScalarType::Float &&
+                  (probabilities.size(2) <= 1 || probabilities.stride(2) == 1),
+              "probabilities must be float32 [B, Hq, columns], contiguous in its last dimension");
+    check_array(v_pages, near, v_pages.scalar_type(), {-1, -1, D}, "v_pages");
+    check_array(end, near, ScalarType::Int, {-1}, "end");
+    const int64_t R = end.size(0), Hkv = B > 0 ? R / B : 0;
+    KVC_CHECK(R == B * Hkv && (B == 0 || (Hkv > 0 && Hq % Hkv == 0)),
+              "end must have one entry per row, B*Hkv with Hkv dividing Hq; got ", R);
+    Tensor out = torch::stable::empty_like(near);
+    Tensor skipped = torch::stable::new_empty(near, {B, Hq, 1}, ScalarType::Byte);
+    kvc_decode_shared_args args = {
+        .out = out.mutable_data_ptr(),
+        .skipped = static_cast<uint8_t*>(skipped.mutable_data_ptr()),
+        .near = near.const_data_ptr(),
+        .near_lse = static_cast<const float*>(near_lse.const_data_ptr()),
+        .far_lse = static_cast<const float*>(far_lse.const_data_ptr()),
+        .probabilities = static_cast<const float*>(probabilities.const_data_ptr()),
+        .stride_b = probabilities.stride(0),
+        .stride_h = probabilities.stride(1),
+        .columns = probabilities.size(2),
+        .dtype = dtype_of(near, "near"),
+        .cache_dtype = dtype_of(v_pages, "v_pages"),
+        .v_pages = v_pages.const_data_ptr(),
+        .block_table = int_array(block_table, near, {R, -1}, "block_table"),
+        .begin = int_array(begin, near, {R}, "begin"),
+        .end = static_cast<const int32_t*>(end.const_data_ptr()),
+        .scratch = nullptr,
+        .B = B, .Hq = Hq, .Hkv = Hkv, .D = D,
+        .P = v_pages.size(1),
+        .pages = v_pages.size(0),
+        .blocks = block_table.size(1),
+        .threshold = static_cast<float>(threshold),
+    };
+    int64_t bytes = 0;
+    if (near.is_cpu()) bytes = kvc_decode_shared_scratch_bytes(&args);
+#ifdef KVC_WITH_CUDA
+    else bytes = kvc_cuda_decode_shared_scratch_bytes(&args);
+#endif
+    Tensor scratch = torch::stable::new_empty(near, {bytes}, ScalarType::Byte);
+    args.scratch = scratch.mutable_data_ptr();
+    run("decode_shared", near, [&] { return kvc_decode_shared(&args, torch_parallel_for); },
+        KVC_CUDA_CALL(kvc_cuda_decode_shared(&args, stream)), [&] {
+            find_outside("decode_shared", "end", args.end, R, 0, args.blocks * args.P, "slots in a row of block_table");
+            find_long_row("decode_shared", true, args.begin, args.end, R, args.columns);
+            for (int64_t r = 0; r < R; r++) {
+                const int64_t first = args.begin[r], last = args.end[r];
+                KVC_CHECK(first >= 0 && first <= last, "decode_shared: begin must be between 0 and ", last,
+                          " (end), got ", first, " at ", r);
+                if (first == last) continue;
+                find_missing_page("decode_shared", args.block_table, args.blocks, r, first / args.P,
+                                  (last - 1) / args.P, args.pages);
+            }
+        });
+    return {out, skipped};
 }
 
 static std::tuple<Tensor, Tensor> merge_states(const Tensor& out_a, const Tensor& lse_a, const Tensor& out_b,
@@ -98,5 +199,11 @@ static std::tuple<Tensor, Tensor> merge_states(const Tensor& out_a, const Tensor
 KVC_REGISTER(decode,
              "decode(Tensor queries, Tensor k_pages, Tensor v_pages, Tensor? block_table, Tensor? value_table, "
              "Tensor? begin, Tensor end, float scale, bool causal) -> (Tensor, Tensor)")
+KVC_REGISTER(decode_probabilities,
+             "decode_probabilities(Tensor queries, Tensor k_pages, Tensor v_pages, Tensor? block_table, "
+             "Tensor? value_table, Tensor? begin, Tensor end, Tensor(a!) probabilities, float scale) -> (Tensor, Tensor)")
+KVC_REGISTER(decode_shared,
+             "decode_shared(Tensor near, Tensor near_lse, Tensor probabilities, Tensor far_lse, Tensor v_pages, "
+             "Tensor block_table, Tensor begin, Tensor end, float threshold) -> (Tensor, Tensor)")
 KVC_REGISTER(merge_states,
              "merge_states(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b) -> (Tensor, Tensor)")

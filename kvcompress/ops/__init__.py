@@ -11,6 +11,7 @@ reaches another op raises NotImplementedError.
 
 from .attention import attention
 from .decode import decode
+from .decode_shared import decode_shared
 from .dmc_accumulate import MAX_DMC_WINDOW, dmc_accumulate
 from .dmc_append import Tail, dmc_append_
 from .dmc_gates import IMPORTANCES, Decisions, Noise, dmc_decisions, dmc_importance, dmc_mask
@@ -40,6 +41,7 @@ __all__ = [
     "compact_pages_",
     "compact_rows_",
     "decode",
+    "decode_shared",
     "divide_memory",
     "dmc_accumulate",
     "dmc_append_",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..checks import dense, dense_last, need, need_device, need_float, need_int32
+from ..checks import dense, dense_last, need, need_device, need_float, need_int32, need_tensor
 from ..no_gradient import without_gradient
 from .native import MAX_HEAD_DIM, native
 
@@ -21,6 +21,7 @@ def decode(
     begin: Tensor | None = None,
     scale: float | None = None,
     causal: bool = False,
+    probabilities: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of a few queries over rows of any length kept in pages.
 
@@ -29,10 +30,11 @@ def decode(
     P. value_table: int32 [R, blocks], the same of values where they do not lie as the keys do (each of the two may then
     have its own number of pages and of blocks); None = as the keys. begin, end: int32 [R]: a query sees keys
     begin_r <= t < end_r; causal: the row's last S keys are the queries' own tokens, query s sees t < end_r - (S-1-s).
-    scale: factor of the logits, None = 1/sqrt(D).
+    scale: factor of the logits, None = 1/sqrt(D). probabilities: contiguous float32 [B, Hq, columns], written, for S = 1
+    alone: column j of a head becomes the softmax probability of key begin_r + j; columns past end_r keep what they had.
     Returns (out [B, Hq, S, D] in the queries' dtype, lse float32 [B, Hq, S], natural logarithm). A query that sees no
-    key gets out 0 and lse -inf. Raises ValueError for wrong shapes, RuntimeError for rows outside the pages,
-    NotImplementedError if a backward pass comes here (attention is differentiable).
+    key gets out 0 and lse -inf. Raises ValueError for wrong shapes, RuntimeError for rows outside the pages
+    or longer than probabilities has columns, NotImplementedError if a backward pass comes here (attention is differentiable).
     """
     need_float("queries", queries, 4, "[B, Hq, S, D]")
     need_float("k_pages", k_pages, 3, "[pages, P, D]")
@@ -69,22 +71,34 @@ def decode(
         end=end,
     )  # fmt: skip
     need(k_pages.is_contiguous() and v_pages.is_contiguous(), "k_pages and v_pages must be contiguous")
+    shared = (dense_last(queries), k_pages, v_pages, dense(block_table), dense(value_table), dense(begin))
+    factor = D**-0.5 if scale is None else scale
+    if probabilities is None:
+        op, arguments = native.decode, (*shared, end.contiguous(), factor, causal)
+    else:
+        need(queries.shape[2] == 1, f"probabilities are of one query per head, got {queries.shape[2]}")
+        need_probabilities(probabilities, B, Hq)
+        need(probabilities.is_contiguous(), "probabilities must be contiguous")
+        need_device(queries, probabilities=probabilities)
+        op, arguments = native.decode_probabilities, (*shared, end.contiguous(), probabilities, factor)
     return without_gradient(
         "decode has no gradient: it is for generation; use attention, which is differentiable, or torch.no_grad()",
-        (queries, k_pages, v_pages),
-        native.decode,
-        dense_last(queries),
-        k_pages,
-        v_pages,
-        dense(block_table),
-        dense(value_table),
-        dense(begin),
-        end.contiguous(),
-        D**-0.5 if scale is None else scale,
-        causal,
-    )
+        (queries, k_pages, v_pages), op, *arguments,
+    )  # fmt: skip
+
+
+def need_probabilities(x: Tensor, batch: int, heads: int) -> None:
+    wanted = f"probabilities must be float32 [{batch}, {heads}, columns]"
+    need_tensor("probabilities", x)
+    need(x.dtype == torch.float32 and x.ndim == 3, f"{wanted}, got {x.dtype} {tuple(x.shape)}")
+    need(tuple(x.shape[:2]) == (batch, heads), f"{wanted}, got shape {tuple(x.shape)}")
 
 
 @torch.library.register_fake("kvcompress::decode")
 def _(queries, k_pages, v_pages, block_table, value_table, begin, end, scale, causal):  # type: ignore[no-untyped-def]
+    return queries.new_empty(queries.shape), queries.new_empty(queries.shape[:3], dtype=torch.float32)
+
+
+@torch.library.register_fake("kvcompress::decode_probabilities")
+def _(queries, k_pages, v_pages, block_table, value_table, begin, end, probabilities, scale):  # type: ignore[no-untyped-def]
     return queries.new_empty(queries.shape), queries.new_empty(queries.shape[:3], dtype=torch.float32)

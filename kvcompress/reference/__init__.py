@@ -1,7 +1,7 @@
 """The ops of kvcompress.ops in plain PyTorch, in any dtype, written to be read: the oracle of the tests."""
 
 from .attention import attention, visible
-from .decode import decode, merge_states
+from .decode import decode, decode_shared, merge_states
 from .dmc_accumulate import dmc_accumulate
 from .dmc_append import dmc_append_
 from .dmc_gates import dmc_decisions, dmc_importance, dmc_mask
@@ -19,6 +19,7 @@ __all__ = [
     "compact_pages_",
     "compact_rows",
     "decode",
+    "decode_shared",
     "divide_memory",
     "dmc_accumulate",
     "dmc_append_",

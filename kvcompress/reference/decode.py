@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -17,6 +19,7 @@ def decode(
     begin: Tensor | None = None,
     scale: float | None = None,
     causal: bool = False,
+    probabilities: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As ops.decode, in the dtype of queries; lse in that dtype too."""
     B, Hq, S, D = queries.shape
@@ -45,7 +48,44 @@ def decode(
             logits = scale * queries[b, heads, s] @ k[first:last].to(queries.dtype).T
             out[b, heads, s] = logits.softmax(-1) @ v[first:last].to(queries.dtype)
             lse[b, heads, s] = logits.logsumexp(-1)
+            if probabilities is not None:
+                probabilities[b, heads, : last - first] = logits.softmax(-1).to(probabilities.dtype)
     return out, lse
+
+
+def decode_shared(
+    near: tuple[Tensor, Tensor],
+    probabilities: Tensor,
+    far_lse: Tensor,
+    v_pages: Tensor,
+    begin: Tensor,
+    end: Tensor,
+    *,
+    block_table: Tensor,
+    tau: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """As ops.decode_shared, in the dtype of near."""
+    near_out, near_lse = near
+    near_out = torch.where(near_lse[..., None] == -math.inf, 0.0, near_out)  # whatever lies there
+    found = near_out.clone()
+    B, Hq, _, _ = near_out.shape
+    Hkv = end.shape[0] // B
+    skipped = torch.zeros(B, Hq, 1, dtype=torch.bool)
+    for b in range(B):
+        for h in range(Hq):
+            r = b * Hkv + h // (Hq // Hkv)
+            first, last = int(begin[r]), int(end[r])
+            blocks = -(-last // v_pages.shape[1])
+            values = v_pages[block_table[r, :blocks].long()].flatten(0, 1)[first:last].to(found.dtype)
+            both = near_lse[b, h, 0], far_lse[b, h, 0]
+            if tau is not None and tau < 1 and last > first:
+                skipped[b, h] = both[0] - both[1] >= (math.log(tau / (1 - tau)) if tau > 0 else -math.inf)
+            if skipped[b, h] or last == first or both[1] == -math.inf:
+                continue
+            gate = torch.sigmoid(both[0] - both[1])
+            far = probabilities[b, h, : last - first].to(found.dtype) @ values
+            found[b, h, 0] = gate * near_out[b, h, 0] + (1 - gate) * far
+    return found, skipped
 
 
 def merge_states(*states: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

@@ -23,10 +23,38 @@ State = tuple[Tensor, Tensor]  # out, lse
 @dataclass
 class Lead:
     """What a layer lends to its followers in a forward pass. queries: [B, Hq, S, D]; keys: [B, Hkv, T, D], the near
-    ones of the chunk (see Chunk), None in a step of one token; both rotated."""
+    ones of the chunk (see Chunk), None in a step of one token; both rotated. probabilities: float32 [B, Hq', columns] of
+    the distant tokens of a step of one token, and their lse [B, Hq', 1], of the query heads of KV heads `heads`; None
+    where followers compute them anew."""
 
     queries: Tensor
     keys: Tensor | None
+    probabilities: State | None = None
+    heads: list[int] | None = None
+
+    def shared(self, heads: list[int]) -> State:
+        """Probabilities and lse of the query heads of some of those KV heads."""
+        assert self.probabilities is not None and self.heads is not None
+        if heads == self.heads:
+            return self.probabilities
+        G = self.probabilities[0].shape[1] // len(self.heads)
+        places = [self.heads.index(head) for head in heads]
+        if places == list(range(places[0], places[-1] + 1)):
+            some: slice | list[int] = slice(places[0] * G, (places[-1] + 1) * G)
+        else:
+            some = [place * G + g for place in places for g in range(G)]
+        return self.probabilities[0][:, some], self.probabilities[1][:, some]
+
+
+@dataclass(frozen=True)
+class SkipShares:
+    """Shares of what decoding did since the cache was new or reset, 0..1: followers = skipped of the followers' distant
+    (query head, token) pairs; distant = skipped of all distant pairs; work = multiply-adds of attention, of those with
+    tau=None. NaN where there were none."""
+
+    followers: float
+    distant: float
+    work: float
 
 
 class PoDLayer(CompressedLayer):
@@ -46,6 +74,7 @@ class PoDLayer(CompressedLayer):
         self.parts: dict[int, _Heads] = {}  # by lead
         config = cache.pod
         self.lends = config.mode == "pod" and config.last_follower(index) > index
+        self.reuses = False  # whether followers take over its probabilities
         self.groups = [(-1, list(range(len(config.lead[index]))))] if config.mode == "window" else config.led_by(index)
 
     def _open(self, keys: Tensor, counts: tuple[int, ...]) -> None:
@@ -59,6 +88,8 @@ class PoDLayer(CompressedLayer):
             )
             for name, keep in zip(("keys", "values"), of_mode, strict=True)
         )  # fmt: skip
+        if self.lends:
+            self.reuses = cache.reuses(self.index, keys)
         # frequencies that depend on length are settled for the whole prompt, not for its first chunk
         whole = cache.prompt_lengths or [1] * batch
         self.rope_lengths = [max(n, m, 1) for n, m in zip(counts, whole, strict=True)]
@@ -94,8 +125,12 @@ class PoDLayer(CompressedLayer):
             if lead not in self.parts:
                 self.parts[lead] = _Heads(heads, self.keys.heads, q)
             part = self.parts[lead]
-            if lead == self.index or config.mode == "cla":
+            if lead == self.index and self.reuses and one and max(self.next) > config.window:
+                found = self._lend(part, q, scaling)
+            elif lead == self.index or config.mode == "cla":
                 found = self._whole(self.cache.layers[lead], part, q, scaling)
+                if one and config.mode == "pod":
+                    self.cache.count(self.next, len(part.query_heads), None)
             elif chunk is None:
                 found = self._decode(lead, part, q, scaling)
             else:
@@ -116,46 +151,76 @@ class PoDLayer(CompressedLayer):
 
     def _decode(self, lead: int, part: _Heads, q: Tensor, scaling: float) -> Tensor:
         """One token of every sequence, already held: near keys, and the lead's distant ones."""
-        keys, values, config = self.keys, self.values, self.cache.pod
+        keys, values, cache, config = self.keys, self.values, self.cache, self.cache.pod
         assert keys is not None and values is not None
-        queries, length = part.queries(q), part.rows_of(keys.pool.lengths)
-        gone = None if config.mode == "window" else keys.gone()  # with window attention values go as keys do
-        table, value_table = part.table(keys), values.table_without(gone, part.index)
-
-        def near(begin: Tensor | None, end: Tensor) -> State:
-            return ops.decode(
-                queries, keys.pages, values.pages, end, begin=begin, block_table=table, value_table=value_table,
-                scale=scaling,
-            )  # fmt: skip
-
         if max(self.next) <= config.window:
-            return near(None, length)[0]
-        recent = near(torch.minimum((length - config.recent).clamp(min=config.sinks), length), length)
-        states = [near(None, length.clamp(max=config.sinks)), recent] if config.sinks else [recent]
-        joined = ops.merge_states(*states)
+            return self._near(part, q, None, part.rows_of(keys.pool.lengths), scaling)[0]
+        # with window attention values go as keys do
+        joined = self._both_near(part, q, None if config.mode == "window" else keys.gone(), scaling)
         if config.mode == "window":
             return joined[0]
-        total = part.rows_of(values.pool.lengths)
-        begin = total.clamp(max=config.sinks)
-        far = self._distant(lead, part, begin, torch.maximum(total - config.recent, begin), scaling)
-        return self._skipped(joined, far)
+        begin, end = self._far(part)
+        lent = cache.leads[lead]
+        if lent.probabilities is None:
+            cache.count(self.next, len(part.query_heads), None)
+            return ops.merge_states(joined, self._distant(lead, part, begin, end, scaling))[0]
+        out, skipped = ops.decode_shared(
+            joined, *lent.shared(part.heads), values.pages, begin, end, block_table=part.table(values), tau=cache.tau
+        )
+        cache.count(self.next, len(part.query_heads), skipped)
+        return out
 
-    def _distant(self, lead: int, part: _Heads, begin: Tensor, end: Tensor, scaling: float) -> State:
+    def _lend(self, part: _Heads, q: Tensor, scaling: float) -> Tensor:
+        """One token of every sequence, of heads that lead: plain attention, whose distant part followers reuse."""
+        keys, cache, config = self.keys, self.cache, self.cache.pod
+        assert keys is not None
+        queries = part.queries(q)
+        columns = max(self.next) - config.window
+        probabilities = torch.empty(*queries.shape[:2], columns, dtype=torch.float32, device=q.device)
+        begin, end = self._far(part)
+        far = self._distant(self.index, part, begin, end, scaling, probabilities)
+        lent = cache.leads[self.index]
+        lent.probabilities, lent.heads = (probabilities, far[1]), part.heads
+        cache.count(self.next, len(part.query_heads), None)
+        return ops.merge_states(self._both_near(part, q, None, scaling), far)[0]
+
+    def _far(self, part: _Heads) -> tuple[Tensor, Tensor]:
+        """Where the distant tokens of one more query lie in rows that hold all: begin, end, int32 [rows]."""
+        assert self.values is not None
+        total = part.rows_of(self.values.pool.lengths)
+        begin = total.clamp(max=self.cache.pod.sinks)
+        return begin, torch.maximum(total - self.cache.pod.recent, begin)
+
+    def _near(
+        self, part: _Heads, q: Tensor, begin: Tensor | None, end: Tensor, scaling: float, gone: Tensor | None = None
+    ) -> State:
+        """Attention of one token to a range of slots of the keys, own values. gone: see NearRows.gone, of the keys."""
+        assert self.keys is not None and self.values is not None
+        return ops.decode(
+            part.queries(q), self.keys.pages, self.values.pages, end, begin=begin, scale=scaling,
+            block_table=part.table(self.keys), value_table=self.values.table_without(gone, part.index),
+        )  # fmt: skip
+
+    def _both_near(self, part: _Heads, q: Tensor, gone: Tensor | None, scaling: float) -> State:
+        """Attention of one token to the first and the recent ones."""
+        assert self.keys is not None
+        config, length = self.cache.pod, part.rows_of(self.keys.pool.lengths)
+        start = torch.minimum((length - config.recent).clamp(min=config.sinks), length)
+        recent = self._near(part, q, start, length, scaling, gone)
+        if not config.sinks:
+            return recent
+        return ops.merge_states(self._near(part, q, None, length.clamp(max=config.sinks), scaling, gone), recent)
+
+    def _distant(
+        self, lead: int, part: _Heads, begin: Tensor, end: Tensor, scaling: float, probabilities: Tensor | None = None
+    ) -> State:
         """Attention to a range of tokens by the lead's queries and keys, and the layer's own values."""
         keys, values = self.cache.layers[lead].keys, self.values
         assert keys is not None and values is not None
         return ops.decode(
             part.queries(self.cache.leads[lead].queries), keys.pages, values.pages, end, begin=begin, scale=scaling,
-            block_table=part.table(keys), value_table=part.table(values),
+            block_table=part.table(keys), value_table=part.table(values), probabilities=probabilities,
         )  # fmt: skip
-
-    def _skipped(self, near: State, far: State) -> Tensor:
-        """The two joined, or the near one alone where the gate is at least tau."""
-        out, tau = ops.merge_states(near, far)[0], self.cache.tau
-        if tau is None or tau == 1:
-            return out
-        least = math.log(tau / (1 - tau)) if tau > 0 else -math.inf
-        return torch.where((near[1] - far[1] >= least)[..., None], near[0], out)
 
     def _read(
         self, lead: int, part: _Heads, q: Tensor, keys: Tensor, values: Tensor, chunk: Chunk, scaling: float
@@ -278,9 +343,11 @@ class PoDCache(ConvertedCache):
     cache, however a prompt is divided into chunks or batches.
 
     config: the converted model's config. chunk_size: tokens that `prefill` reads at a time, None = the whole prompt.
-    tau: a follower's decoded token takes the near tokens alone where they have at least this probability; None = the
-    config's. It shows what skipping does to answers: the distant tokens are read nonetheless. page_size, max_pages,
-    grow: see PoolSettings; keys have as many pages in each layer as values.
+    tau: a query head of a follower takes the near tokens alone, when one token is decoded, where they have at least this
+    probability; None = the config's. Distant values that no query head of a KV head needs are not read; skip_shares()
+    says how much that was. reuse: whether followers take over, when one token is decoded, the probabilities of distant
+    tokens that their lead has computed, and read its keys no more; None = where that moves fewer bytes, and with tau.
+    page_size, max_pages, grow: see PoolSettings; keys have as many pages in each layer as values.
     A prompt of several chunks that finds no page leaves the cache incomplete: reset() it.
     Raises ValueError for settings out of range and for a config that is not of a converted model.
     Source: PoD, section 2.3.
@@ -299,12 +366,21 @@ class PoDCache(ConvertedCache):
         grow: str = "double",
         chunk_size: int | None = None,
         tau: float | None = None,
+        reuse: bool | None = None,
     ) -> None:
         if tau is not None and not 0 <= tau <= 1:
             raise ValueError(f"tau must be between 0 and 1 or None, got {tau}")
+        if reuse not in (None, True, False):
+            raise ValueError(f"reuse must be True, False or None, got {reuse!r}")
         self.leads: dict[int, Lead] = {}  # of the forward pass that is under way
+        self.pairs = {"near": 0, "lead": 0, "follower": 0}  # (query head, token), counted with tau alone
+        self.skipped_pairs: Tensor | None = None
         super().__init__(config, page_size, max_pages, grow, chunk_size)
         self.tau = self.pod.tau if tau is None else tau
+        self.skips = self.tau is not None and self.tau != 1
+        if reuse is False and self.skips:
+            raise ValueError(f"reuse must not be False with tau {self.tau}: the gate is known from what is reused")
+        self.reuse = reuse
 
     @property
     def pod(self) -> PoDConfig:
@@ -316,11 +392,35 @@ class PoDCache(ConvertedCache):
 
     def _settings_of(self, config: Any) -> PoDConfig:
         settings: PoDConfig = super()._settings_of(config)
+        self.query_heads = config.num_attention_heads
         settings.check_model(config)
         return settings
 
     def _new_layer(self, index: int, sliding_window: int | None) -> PoDLayer:
         return PoDLayer(self, index, sliding_window)
+
+    def reuses(self, lead: int, keys: Tensor) -> bool:
+        """Whether followers of a layer take over its probabilities. keys: [B, Hkv, S, D], any."""
+        if self.reuse is not None or self.skips:
+            return self.reuse is not False
+        # what is written once and read by each follower, against the keys that each would read
+        G = self.query_heads // keys.shape[1]
+        leads = sum(a == lead for a in self.pod.lead[lead])
+        followers = sum(a == lead for row in self.pod.lead[lead + 1 :] for a in row)
+        return 4 * G * (leads + followers) < followers * keys.shape[3] * keys.element_size()
+
+    def count(self, seen: list[int], heads: int, skipped: Tensor | None) -> None:
+        """Adds up what a step of one token attends to in one layer: seen tokens of each sequence by so many query heads;
+        skipped: bool [B, heads, 1] in a follower, None in a lead."""
+        if not self.skips:
+            return
+        far = [max(n - self.pod.window, 0) for n in seen]
+        self.pairs["near"] += heads * (sum(seen) - sum(far))
+        self.pairs["lead" if skipped is None else "follower"] += heads * sum(far)
+        if skipped is not None:
+            counts = torch.tensor(far).to(skipped.device)[:, None, None]
+            more = (skipped * counts).sum()
+            self.skipped_pairs = more if self.skipped_pairs is None else self.skipped_pairs + more
 
     # ---- reading ----
 
@@ -337,6 +437,7 @@ class PoDCache(ConvertedCache):
 
     def reset(self) -> None:
         self.leads = {}
+        self.pairs, self.skipped_pairs = dict.fromkeys(self.pairs, 0), None
         super().reset()
 
     def activate_past_recording(self) -> None:
@@ -357,6 +458,20 @@ class PoDCache(ConvertedCache):
         super().crop(tokens_to_remove)
 
     # ---- what users ask ----
+
+    def skip_shares(self) -> SkipShares:
+        """What tau has saved since the cache was new or reset. Raises ValueError without tau."""
+        if not self.skips:
+            raise ValueError(f"tau must be below 1 for anything to be skipped, got {self.tau}")
+        near, lead, follower = (self.pairs[name] for name in ("near", "lead", "follower"))
+        skipped = 0 if self.skipped_pairs is None else int(self.skipped_pairs)
+        # a key is multiplied once and a value once; followers multiply distant values alone
+        work = 2 * near + 2 * lead + follower
+        return SkipShares(
+            skipped / follower if follower else math.nan,
+            skipped / (lead + follower) if lead + follower else math.nan,
+            (work - skipped) / work if work else math.nan,
+        )
 
     def stored_keys(self) -> list[list[list[int]]]:
         """Keys held per layer, sequence and KV head: [L][B][Hkv]; stored_lengths() says it of values."""

@@ -10,7 +10,10 @@ from hypothesis import strategies as st
 
 from kvcompress import ops, reference
 
-SIZES = [(1, 1, 1, 1, 16, 4), (2, 8, 2, 700, 64, 64), (1, 12, 1, 1100, 33, 16), (2, 3, 3, 33, 80, 8), (1, 18, 2, 520, 128, 256)]  # fmt: skip
+SIZES = [
+    (1, 1, 1, 1, 16, 4), (2, 8, 2, 700, 64, 64), (1, 12, 1, 1100, 33, 16), (2, 3, 3, 33, 80, 8),
+    (1, 18, 2, 520, 128, 256),
+]  # fmt: skip
 
 
 def rows(R, T, generator):
@@ -34,7 +37,8 @@ def drawn(B, Hq, Hkv, T, D, P, dtype=torch.float32, seed=0):
 @pytest.mark.parametrize(("B", "Hq", "Hkv", "T", "D", "P"), SIZES)
 def test_probabilities_as_the_reference(simd, dtype, B, Hq, Hkv, T, D, P):
     queries, _, k_pages, v_pages, table, begin, end = drawn(B, Hq, Hkv, T, D, P, dtype)
-    ours, plain, exact = (torch.full((B, Hq, T + 3), 7.0, dtype=kind) for kind in (torch.float32, torch.float32, torch.float64))  # fmt: skip
+    kinds = (torch.float32, torch.float32, torch.float64)
+    ours, plain, exact = (torch.full((B, Hq, T + 3), 7.0, dtype=kind) for kind in kinds)
     given = {"begin": begin, "block_table": table}
     found = ops.decode(queries, k_pages, v_pages, end, probabilities=ours, **given)
     reference.decode(queries.float(), k_pages, v_pages, end, probabilities=plain, **given)
@@ -59,7 +63,9 @@ def test_shared_as_the_reference(simd, dtype, tau, B, Hq, Hkv, T, D, P):
     given = (weights, far_lse, others, begin, end)
     ours = ops.decode_shared(near, *given, block_table=other, tau=tau)
     plain = reference.decode_shared(near, *given, block_table=other, tau=tau)
-    exact = reference.decode_shared((near[0].double(), near[1].double()), weights.double(), far_lse.double(), others.double(), begin, end, block_table=other, tau=tau)  # fmt: skip
+    near64 = (near[0].double(), near[1].double())
+    given = (weights.double(), far_lse.double(), others.double(), begin, end)
+    exact = reference.decode_shared(near64, *given, block_table=other, tau=tau)
     assert_as_accurate(ours[0], plain[0], exact[0])
     assert torch.equal(ours[1], exact[1])
     if tau in (None, 1.0):
@@ -197,10 +203,11 @@ def test_rows_that_are_not_there_are_refused(end, columns, page, message):
 
 def test_probabilities_are_of_one_query():
     queries, _, k_pages, v_pages, table, begin, end = drawn(1, 4, 2, 20, 16, 8)
+    two, across = queries.expand(-1, -1, 2, -1), torch.zeros(1, 20, 4).mT
     with pytest.raises(ValueError, match="one query per head, got 2"):
-        ops.decode(queries.expand(-1, -1, 2, -1), k_pages, v_pages, end, block_table=table, probabilities=torch.zeros(1, 4, 20))  # fmt: skip
+        ops.decode(two, k_pages, v_pages, end, block_table=table, probabilities=torch.zeros(1, 4, 20))
     with pytest.raises(ValueError, match="probabilities must be contiguous"):
-        ops.decode(queries, k_pages, v_pages, end, block_table=table, probabilities=torch.zeros(1, 20, 4).mT)
+        ops.decode(queries, k_pages, v_pages, end, block_table=table, probabilities=across)
 
 
 def test_a_gradient_is_refused():

@@ -243,6 +243,36 @@ def test_heads_that_skip_take_their_near_keys_alone(tau, monkeypatch):
     assert math.isnan(cache.skip_shares().followers)
 
 
+def test_a_prompts_tokens_are_never_skipped_however_it_is_read():
+    model, ids = converted(SETTINGS["one"]), random_ids(20, 2)
+    found = []
+    for chunk_size in (None, 1, 18, 7):
+        cache = new_cache(model, tau=0.0, chunk_size=chunk_size)
+        prefill(model, ids, cache)
+        assert math.isnan(cache.skip_shares().followers)
+        found.append(logits_of(model, ids[:, -1:], cache))
+        assert cache.skip_shares().followers == 1
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("tau", [0.0, 0.6])
+def test_what_a_token_skips_does_not_depend_on_its_neighbours(tau):
+    """A step in which another sequence has no token."""
+    model, ids, token = converted(), random_ids(30, 2), random_ids(1, 2, seed=7)
+    caches = [new_cache(model, tau=tau) for _ in range(2)]
+    for cache in caches:
+        prefill(model, ids, cache)
+    both = logits_of(model, token, caches[0])
+    with torch.no_grad():
+        one = model(token, attention_mask=torch.tensor([[1], [0]]), past_key_values=caches[1]).logits
+    torch.testing.assert_close(one[0], both[0], rtol=1e-4, atol=1e-4)
+    alone = new_cache(model, tau=tau)
+    prefill(model, ids[:1], alone)
+    logits_of(model, token[:1], alone)
+    assert alone.skip_shares() == caches[1].skip_shares()
+
+
 # ---- what is held ----
 
 

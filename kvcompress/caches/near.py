@@ -16,15 +16,17 @@ class NearRows:
     """R rows of vectors in pages, of which some keep all tokens ("all"), some the first `sinks` and what the next query
     sees of the last `recent` ones ("near"), and some nothing ("none").
 
-    What a row drops it drops in whole pages, behind those of the sinks, so that token t lies in slot t of its row
-    before, and in slot t - dropped*P afterwards, where dropped are its pages that are gone. Nothing is copied.
+    What a "near" row drops it drops in whole pages, behind those of the sinks, so that token t lies in slot t of its
+    row before, and in slot t - dropped*P afterwards, where dropped are its pages that are gone. Nothing is copied. An
+    "all" row may lose tokens behind the sinks once (keep), dropped*P of them too; those that came later than what was
+    chosen among are found as in "near" rows.
     keeps: of each KV head. tokens: of each sequence, seen so far.
     """
 
     def __init__(
         self, name: str, batch: int, keeps: Sequence[str], sinks: int, recent: int, like: Tensor, settings: PoolSettings
     ) -> None:
-        self.name, self.keeps, self.recent = name, list(keeps) * batch, recent
+        self.name, self.keeps, self.sinks, self.recent = name, list(keeps) * batch, sinks, recent
         self.heads = len(keeps)
         slots = {name: ((like.shape[-1],), like.dtype)}
         self.pool = PagePool(batch * self.heads, slots, like.device, settings)
@@ -50,14 +52,17 @@ class NearRows:
             self._gone = (list(self.dropped), torch.tensor(self.dropped).to(self.pages.device)[:, None])
         return self._gone[1]
 
-    def table_without(self, gone: Tensor | None, rows: Tensor | None = None) -> Tensor:
-        """The table of rows that hold all, as if they had dropped as many pages as that, [R, 1]."""
-        table = self.table(rows)
-        if gone is None:
+    def table_as(self, other: NearRows, rows: Tensor | None = None) -> Tensor:
+        """The table of these rows, which hold at least the first and recent tokens that `other` holds, so that slots
+        of `other` can be looked up in it."""
+        table, ours, theirs = self.table(rows), self.gone(), other.gone()
+        if ours is theirs is None:
             return table
+        none = torch.zeros(len(self.keeps), 1, dtype=torch.long, device=table.device)
+        moved = (none if theirs is None else theirs) - (none if ours is None else ours)
         place = torch.arange(table.shape[1], device=table.device)
-        moved = torch.where(place < self.first, 0, gone if rows is None else gone[rows])
-        return table.gather(1, (place + moved).clamp_(max=table.shape[1] - 1))
+        moved = torch.where(place < self.first, 0, moved if rows is None else moved[rows])
+        return table.gather(1, (place + moved).clamp_(min=0, max=table.shape[1] - 1))
 
     # ---- writing ----
 
@@ -118,7 +123,21 @@ class NearRows:
             self.pool.give_back(self.first, pages)
             self.dropped = [gone + more for gone, more in zip(self.dropped, pages, strict=True)]
 
+    def keep(self, indices: Tensor, kept: Sequence[int], pages: Sequence[int]) -> None:
+        """Leaves the slots indices[r, :kept[r]] of rows that hold all, that many pages fewer; kept -1 = all of them.
+
+        Sinks and recent tokens must be among them.
+        """
+        self.pool.compact(indices, list(kept))
+        self.dropped = [gone + more for gone, more in zip(self.dropped, pages, strict=True)]
+
     # ---- reading ----
+
+    def first_slots(self, rows: Sequence[int], count: int) -> Tensor:
+        """[rows, count, D], the first slots of some rows."""
+        P, t = self.pool.page_size, torch.arange(count, device=self.pages.device)
+        pages = self.table(torch.tensor(rows).to(self.pages.device))[:, t // P].long()
+        return self.pages.flatten(0, 1)[pages * P + t % P]
 
     def gather(self, tokens: Tensor) -> Tensor:
         """[B, H, N, D], what is held of the tokens int64 [B, N] of each sequence; anything where a row dropped one."""
@@ -142,7 +161,7 @@ class NearRows:
         for row, keep in enumerate(self.keeps):
             seen, gone = self.tokens[row // self.heads], self.dropped[row]
             # the query at n - tokens sees the keys from n - tokens - recent + 1 on, all of which must be here
-            most.append(seen if not gone or keep == "none" else seen - self.recent + 1 - (self.first + gone) * P)
+            most.append(seen if not gone or keep != "near" else seen - self.recent + 1 - (self.first + gone) * P)
         return max(min(most, default=0), 0)
 
     def drop_last(self, tokens: int) -> None:

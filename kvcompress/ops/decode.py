@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -30,11 +32,13 @@ def decode(
     P. value_table: int32 [R, blocks], the same of values where they do not lie as the keys do (each of the two may then
     have its own number of pages and of blocks); None = as the keys. begin, end: int32 [R]: a query sees keys
     begin_r <= t < end_r; causal: the row's last S keys are the queries' own tokens, query s sees t < end_r - (S-1-s).
-    scale: factor of the logits, None = 1/sqrt(D). probabilities: contiguous float32 [B, Hq, columns], written, for S = 1
-    alone: column j of a head becomes the softmax probability of key begin_r + j; columns past end_r keep what they had.
+    scale: factor of the logits, None = 1/sqrt(D). probabilities: contiguous float32 [B, Hq, columns], written, for
+    S = 1 alone: column j of a head becomes the softmax probability of key begin_r + j; columns behind a row's keys keep
+    what they had.
     Returns (out [B, Hq, S, D] in the queries' dtype, lse float32 [B, Hq, S], natural logarithm). A query that sees no
     key gets out 0 and lse -inf. Raises ValueError for wrong shapes, RuntimeError for rows outside the pages
-    or longer than probabilities has columns, NotImplementedError if a backward pass comes here (attention is differentiable).
+    or longer than probabilities has columns, NotImplementedError if a backward pass comes here (attention is
+    differentiable).
     """
     need_float("queries", queries, 4, "[B, Hq, S, D]")
     need_float("k_pages", k_pages, 3, "[pages, P, D]")
@@ -71,16 +75,17 @@ def decode(
         end=end,
     )  # fmt: skip
     need(k_pages.is_contiguous() and v_pages.is_contiguous(), "k_pages and v_pages must be contiguous")
-    shared = (dense_last(queries), k_pages, v_pages, dense(block_table), dense(value_table), dense(begin))
+    rows = (dense_last(queries), k_pages, v_pages, dense(block_table), dense(value_table), dense(begin))
     factor = D**-0.5 if scale is None else scale
-    if probabilities is None:
-        op, arguments = native.decode, (*shared, end.contiguous(), factor, causal)
-    else:
+    op: Any = native.decode
+    arguments: tuple[Any, ...] = (*rows, end.contiguous(), factor, causal)
+    if probabilities is not None:
         need(queries.shape[2] == 1, f"probabilities are of one query per head, got {queries.shape[2]}")
         need_probabilities(probabilities, B, Hq)
         need(probabilities.is_contiguous(), "probabilities must be contiguous")
         need_device(queries, probabilities=probabilities)
-        op, arguments = native.decode_probabilities, (*shared, end.contiguous(), probabilities, factor)
+        op = native.decode_probabilities
+        arguments = (*rows, end.contiguous(), probabilities, factor)
     return without_gradient(
         "decode has no gradient: it is for generation; use attention, which is differentiable, or torch.no_grad()",
         (queries, k_pages, v_pages), op, *arguments,

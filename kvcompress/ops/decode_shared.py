@@ -29,10 +29,10 @@ def decode_shared(
     near: (out [B, Hq, 1, D], lse float32 [B, Hq, 1]) of decode over the near keys. probabilities, far_lse: what decode
     wrote and returned for the same tokens in the layer that leads, float32 [B, Hq, columns], any strides but the last,
     and float32 [B, Hq, 1]. v_pages: contiguous [pages, P, D], the layer's own values, P a power of two. block_table:
-    int32 [R, blocks], R = B*Hkv: value t of row r lies at [block_table[r, t // P], t % P]. begin, end: int32 [R]: column
-    j weighs value begin_r + j < end_r. tau: a query head is skipped, and its near attention taken alone, if it has
-    distant keys and gives the near ones at least this probability; the values of a KV head that are needed by none of
-    its query heads are not read. None or 1 = nothing is skipped, 0 = everything.
+    int32 [R, blocks], R = B*Hkv: value t of row r lies at [block_table[r, t // P], t % P]. begin, end: int32 [R]:
+    column j weighs value begin_r + j < end_r. tau: a query head is skipped, and its near attention taken alone, if it
+    has distant keys and gives the near ones at least this probability; the values of a KV head that are needed by none
+    of its query heads are not read. None or 1 = nothing is skipped, 0 = everything.
     Returns (out [B, Hq, 1, D] in near's dtype, skipped bool [B, Hq, 1]). A side whose lse is -inf counts nothing.
     Raises ValueError for wrong shapes and tau, RuntimeError for rows outside the pages or longer than probabilities has
     columns, NotImplementedError if a backward pass comes here.
@@ -66,15 +66,19 @@ def decode_shared(
         out, near_lse=near_lse, far_lse=far_lse, probabilities=probabilities, v_pages=v_pages, block_table=block_table,
         begin=begin, end=end,
     )  # fmt: skip
-    # gate >= tau as a difference of lse; a gate that rounds to 1 must not switch skipping on
-    threshold = math.inf if tau is None or tau == 1 else -math.inf if tau == 0 else math.log(tau / (1 - tau))
     found, skipped = without_gradient(
         "decode_shared has no gradient: it is for generation; use pod_attention, which is differentiable",
         (out, near_lse, probabilities, far_lse, v_pages), native.decode_shared, out.contiguous(),
         near_lse.contiguous(), dense_last(probabilities), far_lse.contiguous(), v_pages, dense(block_table),
-        begin.contiguous(), end.contiguous(), threshold,
+        begin.contiguous(), end.contiguous(), gate_threshold(tau),
     )  # fmt: skip
     return found, skipped.bool()
+
+
+def gate_threshold(tau: float | None) -> float:
+    """The least difference near lse - far lse of a gate of at least tau: ln(tau / (1 - tau)); +inf = none is skipped,
+    as a gate that rounds to 1 must not be."""
+    return math.inf if tau is None or tau == 1 else -math.inf if tau == 0 else math.log(tau / (1 - tau))
 
 
 @torch.library.register_fake("kvcompress::decode_shared")

@@ -40,8 +40,9 @@ class PoDConfig:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
-        if self.tau is not None and not 0 <= self.tau <= 1:
-            raise ValueError(f"tau must be between 0 and 1 or None, got {self.tau}")
+        number = isinstance(self.tau, (int, float)) and not isinstance(self.tau, bool)
+        if self.tau is not None and not (number and 0 <= self.tau <= 1):
+            raise ValueError(f"tau must be between 0 and 1 or None, got {self.tau!r}")
         if self.mode not in MODES:
             raise ValueError(f"mode must be one of {', '.join(MODES)}, got {self.mode!r}")
 

@@ -18,6 +18,12 @@ if TYPE_CHECKING:
     from ..caches import CompressedCache
 
 
+REENTRANT = (
+    "gradient checkpointing with use_reentrant=True loses the gradients that followers send to their lead: use "
+    "gradient_checkpointing_kwargs={'use_reentrant': False}"
+)
+
+
 @dataclass
 class PoDPass(Pass):
     """One forward pass. leads: rotated queries and keys, and the values, of the layers that others follow. gates: of
@@ -43,10 +49,7 @@ class PoDPass(Pass):
             return ops.attention(q, k, v, window=config.recent, sinks=config.sinks, scale=scaling)[0]
         if config.last_follower(layer) > layer and layer not in self.leads:  # not in the second run of checkpointing
             if self.with_gradient and not torch.is_grad_enabled():
-                raise RuntimeError(
-                    "gradient checkpointing with use_reentrant=True loses the gradients that followers send to their "
-                    "lead: use gradient_checkpointing_kwargs={'use_reentrant': False}"
-                )
+                raise RuntimeError(REENTRANT)
             self.leads[layer] = (q, k, v)
         if set(config.lead[layer]) == {layer}:
             return ops.attention(q, k, v, scale=scaling)[0]
@@ -71,6 +74,10 @@ class PoDPass(Pass):
     def _lead_states(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         """Queries, keys and values of each KV head's lead; the layer's own where the head leads itself."""
         groups = self.config.led_by(layer)
+        if any(
+            a != layer and a not in self.leads for a, _ in groups
+        ):  # given up in a pass that seemed to need no gradient
+            raise RuntimeError(REENTRANT)
         if len(groups) == 1:
             return self.leads[groups[0][0]]
         G, states = q.shape[1] // k.shape[1], {a: self.leads[a] for a, _ in groups if a != layer} | {layer: (q, k, v)}

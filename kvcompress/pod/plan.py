@@ -129,8 +129,8 @@ class PoDPlan:
         need(isinstance(self.distant_only, bool), f"distant_only must be true or false, got {self.distant_only!r}")
         for name in ("delta", "standard_error"):
             value = getattr(self, name)
-            good = value is None or (isinstance(value, (int, float)) and math.isfinite(value))
-            need(good and not isinstance(value, bool), f"{name} must be a number or None, got {value!r}")
+            good = value is None or (isinstance(value, (int, float)) and 0 <= value < math.inf)
+            need(good and not isinstance(value, bool), f"{name} must be a number of at least 0 or None, got {value!r}")
         if self.similarity is not None:
             sim = _checked(self.similarity)
             shape = (self.kv_heads, self.layers, self.layers)
@@ -213,7 +213,7 @@ class PoDPlan:
         path = Path(path)
         try:
             saved = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{path.name} must be a plan in JSON: {error}") from None
         need(isinstance(saved, dict), f"{path.name} must be a plan, got a JSON {type(saved).__name__}")
         kind = saved.pop("format", None)
@@ -225,5 +225,5 @@ class PoDPlan:
             need(name in known, f"{path.name} must have the fields {', '.join(known)} alone, got {name}")
         try:
             return cls(**saved)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError, RuntimeError) as error:
             raise ValueError(f"{path.name} is no valid plan: {error}") from None

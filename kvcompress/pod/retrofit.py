@@ -32,6 +32,9 @@ def retrofit(
         convert(model, wanted)
     else:
         attach(model)
+        for name, value in config.items():
+            if (own := getattr(state(model).config, name)) != value:
+                raise ValueError(f"{name} must be {own!r}, as the model was converted, or not given; got {value!r}")
         if wanted not in (None, state(model).config):
             raise ValueError("plan must be that of the converted model, or not given, got another one")
     return train(model, tokenizer, recipe, settings, resume=resume)

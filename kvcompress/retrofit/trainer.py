@@ -138,8 +138,17 @@ class RetrofitTrainer(Trainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs:
-            means = {name: np.mean(values, axis=0).round(5).tolist() for name, values in self._figures.items()}
+            means = {name: _mean(values) for name, values in self._figures.items()}
             self.metrics_file.latest = {name: mean for name, mean in means.items() if isinstance(mean, list)}
             logs = logs | {name: mean for name, mean in means.items() if not isinstance(mean, list)}
             self._figures = {}
         super().log(logs, start_time)
+
+
+def _mean(values: list[Any]) -> Any:
+    """Of numbers, or of lists of them element by element; None where one is missing."""
+    if any(value is None for value in values):
+        return None
+    if isinstance(values[0], list):
+        return [_mean(list(column)) for column in zip(*values, strict=True)]
+    return round(float(np.mean(values)), 5)

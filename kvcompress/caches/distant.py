@@ -1,0 +1,93 @@
+"""Which distant tokens of a prompt stay, where PoD is combined with a pruner: chosen once per block, at its lead."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from .. import ops
+from ..pruners import Candidates, Pruner
+
+if TYPE_CHECKING:
+    from .pod_layer import PoDLayer
+
+
+def select_distant(layers: Sequence[PoDLayer], pruner: Pruner, keep: int) -> bool:
+    """Leaves `keep` distant tokens per KV head, and the near ones; up to a page more, as pages go as a whole.
+
+    The lead of a block scores its own keys by its latest queries; its keys and the values of every layer of the block
+    stay for the tokens that it chooses. Near or distant is what a token is by its place; keys keep their rotation.
+    Returns whether anything went. Raises RuntimeError for NaN scores, before anything is changed.
+    Source: PoD, section 3.1 (PoD + SnapKV); that the lead chooses is ours.
+    """
+    first = layers[0]
+    assert first.values is not None
+    config, P = first.cache.pod, first.cache.pool_settings.page_size
+    held = first.held
+    gone = [max(n - config.window - keep, 0) // P for n in held]
+    if not any(gone):
+        return False
+    stay = [n - pages * P for n, pages in zip(held, gone, strict=True)]
+    chosen: dict[tuple[int, int, int], Tensor] = {}  # (lead, sequence, KV head): slots that stay
+    for layer in layers:
+        heads = [head for head, lead in enumerate(config.lead[layer.index]) if lead == layer.index]
+        for b in [b for b, pages in enumerate(gone) if heads and pages]:
+            for head, slots in zip(heads, _choose(layer, b, heads, pruner, stay[b]), strict=True):
+                chosen[layer.index, b, head] = slots
+    for layer in layers:
+        _keep(layer, chosen, gone, stay)
+    return True
+
+
+def _choose(layer: PoDLayer, b: int, heads: list[int], pruner: Pruner, stay: int) -> Tensor:
+    """int32 [heads, stay], rising: the slots of sequence b that stay in some KV heads of a layer that lead."""
+    assert layer.keys is not None and layer.values is not None and layer.recent is not None
+    config, rotary, n = layer.cache.pod, layer.cache.rotary, layer.held[b]
+    assert rotary is not None
+    rows = [b * layer.keys.heads + head for head in heads]
+    queries, valid = layer.recent.get()
+    G = queries.shape[1] // layer.keys.heads
+    last = queries[b : b + 1, [head * G + g for head in heads for g in range(G)], queries.shape[2] - valid[b] :]
+    seen, device = layer.next[b], queries.device
+    places = torch.arange(seen - valid[b], seen, dtype=torch.int32, device=device)[None]
+    rotated = rotary.rotate(last, places, seen, layer.rope_lengths[b : b + 1]) if valid[b] else last
+    offer = Candidates(
+        queries=rotated, keys=layer.keys.first_slots(rows, n)[None], values=layer.values.first_slots(rows, n)[None],
+        count=n, chunk_length=valid[b], guide_length=0, scaling=layer.scaling, layer=layer.index, whole=n == seen,
+        unrotated=last, position=seen, rotary=rotary,
+    )  # fmt: skip
+    scores = pruner.scored(offer, stay)[:, config.sinks : n - config.recent]
+    bad = scores.isnan().any()
+    if bad:
+        raise RuntimeError(
+            f"scores of {type(pruner).__name__} in layer {layer.index} hold NaN; that layer's keys or queries do, or "
+            "its pruner's scores are wrong"
+        )
+    far = ops.select_topk(scores.contiguous(), stay - config.window) + config.sinks
+    near = torch.arange(n, dtype=torch.int32, device=device).expand(len(heads), -1)
+    return torch.cat([near[:, : config.sinks], far, near[:, n - config.recent :]], 1)
+
+
+def _keep(layer: PoDLayer, chosen: dict[tuple[int, int, int], Tensor], gone: list[int], stay: list[int]) -> None:
+    assert layer.keys is not None and layer.values is not None
+    leads = layer.cache.pod.lead[layer.index]
+    longest, index, kept, pages = max(stay), [], [], []
+    like = next(iter(chosen.values()))
+    for b, cut in enumerate(gone):
+        for head, lead in enumerate(leads):
+            slots = chosen[lead, b, head] if cut else like[:0]
+            index.append(torch.nn.functional.pad(slots, (0, longest - slots.shape[0])))
+            kept.append(stay[b] if cut else -1)
+            pages.append(cut)
+    every = torch.stack(index)
+    layer.values.keep(every, kept, pages)
+    own = [lead == layer.index for _ in gone for lead in leads]
+    if any(own):
+        layer.keys.keep(
+            every,
+            [count if mine else -1 for count, mine in zip(kept, own, strict=True)],
+            [count if mine else 0 for count, mine in zip(pages, own, strict=True)],
+        )

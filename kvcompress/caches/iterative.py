@@ -15,7 +15,8 @@ from ..planner import Adaptive, Plan
 from ..pruners import Pruner
 from .base import decoder_config
 from .iterative_layer import IterativeLayer
-from .pruned import NEVER, PrunedCache
+from .pruned import PrunedCache
+from .pruned_layer import NEVER
 from .track import Reading, Track
 
 PRUNE = ("layer", "forward")

@@ -13,7 +13,7 @@ from ..pruners import Candidates
 from .base import CompressedLayer, Step
 from .paged import PagedLayer
 from .prompt import prompt_attention
-from .pruned import NEVER, PrunedLayer
+from .pruned_layer import NEVER, PrunedLayer
 from .queries import RecentQueries
 from .track import LayerReading
 

@@ -413,6 +413,22 @@ def test_equal_heads_cost_nothing_and_others_what_they_differ():
     torch.testing.assert_close(heads, (per_head - per_head.mean(2, keepdim=True)).abs().mean(), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [{"hinge": "global"}, {"hinge": "sequence"}, {"hinge": "layer"},
+     {"weight": 0.0, "equal_weight": 1.0}, {"weight": 0.0, "equal_weight": 1.0, "equal_per": "head"}],
+)  # fmt: skip
+def test_sequences_of_padding_alone_count_in_no_mean(settings):
+    loss, alpha, valid = CompressionLoss(**settings), torch.rand(3, 5, 2, 11), torch.rand(5, 11) > 0.3
+    valid[3] = False
+    others = torch.tensor([0, 1, 2, 4])
+    expected = loss(decisions(alpha[:, others], valid[others]), 2.2)
+    assert expected > 0
+    torch.testing.assert_close(loss(decisions(alpha.requires_grad_(), valid), 2.2), expected)
+    loss(decisions(alpha, valid), 2.2).backward()
+    assert alpha.grad[:, others].any() and not alpha.grad[:, 3].any()
+
+
 def test_ratios_are_tokens_over_entries():
     hard = torch.zeros(1, 1, 2, 8)
     hard[..., 0, 1:] = 1

@@ -35,6 +35,10 @@ class LastDecisions(NamedTuple):
             return torch.full((B,), float(T), device=self.alpha.device)
         return self.valid.sum(1).float()
 
+    def present(self) -> Tensor:
+        """float32 [B]: 1 for a sequence that has tokens, 0 for one of padding alone."""
+        return (self.counts() > 0).float()
+
 
 def last_decisions(model: nn.Module) -> LastDecisions:
     """Of the last forward pass without a cache of a converted model.
@@ -63,7 +67,8 @@ class CompressionLoss:
     gradient; released code). hinge: over what the mean is taken that must reach 1 - 1/target: "global" (layers, heads,
     tokens, and all ranks of a distributed run), "sequence" (mean of the hinges of each; released code) or "layer" (the
     local prior). equal_weight: of DMC-C, which wants equal decisions in all heads of a layer; 0 = off. equal_centre:
-    "mean" of the heads, or their "sum" as printed. equal_per: "token" or "head" (means over time).
+    "mean" of the heads, or their "sum" as printed. equal_per: "token" or "head" (means over time). Sequences of padding
+    alone count nowhere.
     Raises ValueError for a field out of range. Source: DMC, eq 10, 11 and 13.
     """
 
@@ -100,7 +105,8 @@ class CompressionLoss:
     def _ratio(self, decisions: LastDecisions, share: float) -> Tensor:
         of = decisions.alpha if self.of == "soft" else decisions.hard
         if self.hinge == "sequence":
-            return (share - decisions.mean(of).mean((0, 2))).relu().mean()  # relu: no gradient at the target itself
+            hinges = (share - decisions.mean(of).mean((0, 2))).relu()  # [B]; relu: no gradient at the target itself
+            return (hinges * decisions.present()).sum() / decisions.present().sum().clamp(min=1)
         mean = _global_mean(of, decisions, (0, 2) if self.hinge == "global" else (2,))
         return (share - mean).relu().mean()
 
@@ -109,7 +115,8 @@ class CompressionLoss:
         x = decisions.alpha
         centre = x.mean(2, keepdim=True) if self.equal_centre == "mean" else x.sum(2, keepdim=True)
         if self.equal_per == "head":
-            return (decisions.mean(x) - decisions.mean(centre)).abs().mean()
+            apart = (decisions.mean(x) - decisions.mean(centre)).abs()  # [L, B, H], 0 for a sequence without tokens
+            return apart.sum() / (decisions.present().sum().clamp(min=1) * L * H)
         apart = (x - centre).abs()
         return (decisions.mean(apart) * decisions.counts()[:, None]).sum() / (
             decisions.counts().sum().clamp(min=1) * L * H

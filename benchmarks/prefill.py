@@ -41,8 +41,8 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrained
 
 import kvcompress
 from kvcompress import IterativeCache, prefill
-from kvcompress.caches import iterative
-from kvcompress.caches.iterative import IterativeLayer
+from kvcompress.caches import iterative_layer
+from kvcompress.caches.iterative_layer import IterativeLayer
 from kvcompress.memory import PeakMemory
 from kvcompress.models.text import long_text
 from kvcompress.planner import Plan
@@ -86,7 +86,7 @@ class Meter:
                     module.register_forward_pre_hook(self._start),
                     module.register_forward_hook(self._stop),
                 ]
-        self._plain, self._read = iterative.prompt_attention, IterativeLayer._read
+        self._plain, self._read = iterative_layer.prompt_attention, IterativeLayer._read
 
     def _start(self, *_: Any) -> None:
         self._begin = time.perf_counter()
@@ -111,11 +111,11 @@ class Meter:
             self.within += time.perf_counter() - begin
             return out
 
-        iterative.prompt_attention = timed
+        iterative_layer.prompt_attention = timed
         IterativeLayer._read = timed_layer
 
     def close(self) -> None:
-        iterative.prompt_attention = self._plain
+        iterative_layer.prompt_attention = self._plain
         IterativeLayer._read = self._read
         for handle in self._handles:
             handle.remove()

@@ -25,7 +25,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import kvcompress
 from kvcompress import PrunedCache, RemoteGap, ops, prefill, pruners
-from kvcompress.caches.pruned import PrunedLayer
+from kvcompress.caches.pruned_layer import PrunedLayer
 from kvcompress.models.text import long_text
 from kvcompress.positions import RotaryTables
 

@@ -41,6 +41,14 @@ DMC_MODES = {  # fields of DMCConfig
     "dms": {"mode": "dms", "dms_window": 5},
     "dms 0": {"mode": "dms", "dms_window": 0},
 }
+REFUSED_BATCHES = [  # what a converted model without a cache is given beside 4 tokens, and the error
+    ({"attention_mask": torch.tensor([[1, 0, 1, 1]])}, "several pieces"),
+    ({"attention_mask": torch.ones(2, 4)}, r"attention_mask must be \[1, 4\]"),
+    ({"position_ids": torch.arange(3)[None]}, r"position_ids must be \[1, 4\]"),
+    ({"position_ids": torch.tensor([[-3, -2, -1, 0]])}, "must not be negative"),
+    ({"attention_mask": torch.zeros(1, 4)}, "at least one token"),
+    ({"output_attentions": True}, "output_attentions"),
+]
 
 
 def tiny_model(family: str = "llama", seed: int = 0, **settings: object) -> PreTrainedModel:
@@ -86,9 +94,14 @@ def deciding_model(
     return model
 
 
-def logits_of(model: PreTrainedModel, ids: Tensor, cache: object) -> Tensor:
+def forward(model: PreTrainedModel, ids: Tensor, **given: object) -> Tensor:
+    """Logits, without gradients."""
     with torch.no_grad():
-        return model(ids, past_key_values=cache).logits
+        return model(ids, **given).logits
+
+
+def logits_of(model: PreTrainedModel, ids: Tensor, cache: object) -> Tensor:
+    return forward(model, ids, past_key_values=cache)
 
 
 def random_ids(length: int, batch: int = 1, seed: int = 1) -> Tensor:
@@ -104,6 +117,36 @@ def left_padded(prompts: list[Tensor]) -> tuple[Tensor, Tensor]:
         ids[b, longest - prompt.shape[1] :] = prompt[0]
         mask[b, longest - prompt.shape[1] :] = 1
     return ids, mask
+
+
+def assert_padding_changes_nothing(model: PreTrainedModel) -> None:
+    """Sequences of a batch without a cache, padded on either side, have the logits that each has alone."""
+    prompts = [random_ids(n, seed=n) for n in (37, 5, 1, 20)]
+    ids, mask = left_padded(prompts)
+    left = forward(model, ids, attention_mask=mask)
+    assert forward(model, ids.flip(1), attention_mask=mask.flip(1)).isfinite().all()  # all padded on the right at once
+    for b, prompt in enumerate(prompts):
+        n = prompt.shape[1]
+        alone = forward(model, prompt)
+        torch.testing.assert_close(left[b, -n:], alone[0], rtol=1e-4, atol=1e-4)
+        padded = torch.zeros(2, 37, dtype=torch.long)
+        padded[0, :n] = prompt[0]
+        padded[1] = 5
+        given = torch.stack([torch.arange(37) < n, torch.ones(37, dtype=torch.bool)])
+        torch.testing.assert_close(forward(model, padded, attention_mask=given)[0, :n], alone[0], rtol=1e-4, atol=1e-4)
+
+
+def assert_packed_documents_are_apart(model: PreTrainedModel) -> None:
+    """Documents of one row, told apart by position_ids, have the logits that each has alone."""
+    documents = [random_ids(n, seed=n) for n in (9, 1, 25, 13)]
+    packed = torch.cat(documents, 1)
+    places = torch.cat([torch.arange(x.shape[1]) for x in documents])[None]
+    together, begin = forward(model, packed, position_ids=places), 0
+    for document in documents:
+        n = document.shape[1]
+        torch.testing.assert_close(together[:, begin : begin + n], forward(model, document), rtol=1e-4, atol=1e-4)
+        begin += n
+    assert not torch.allclose(together, forward(model, packed))
 
 
 def assert_as_accurate(ours: Tensor, plain: Tensor, exact: Tensor, *, typical: bool = False) -> None:

@@ -4,7 +4,16 @@ import copy
 
 import pytest
 import torch
-from helpers import FAMILIES, left_padded, random_ids, tiny_model
+from helpers import (
+    FAMILIES,
+    REFUSED_BATCHES,
+    assert_packed_documents_are_apart,
+    assert_padding_changes_nothing,
+    forward,
+    left_padded,
+    random_ids,
+    tiny_model,
+)
 from transformers import AutoModelForCausalLM, DynamicCache
 
 import kvcompress
@@ -25,11 +34,6 @@ def converted(family="llama", scale=0.0, spread=2.0, **config):
     if scale:
         dmc.state(model).set_neuron_scale(model.model, scale)
     return model
-
-
-def forward(model, ids, **given):
-    with torch.no_grad():
-        return model(ids, **given).logits
 
 
 # ---- conversion ----
@@ -113,36 +117,15 @@ def test_training_with_and_without_hard_decisions_gives_finite_gradients_everywh
 @pytest.mark.parametrize("mode", ["dmc", "dms"])
 def test_padding_on_either_side_changes_nothing(mode):
     model = converted(mode=mode, dms_window=3)
-    prompts = [random_ids(n, seed=n) for n in (37, 5, 1, 20)]
-    ids, mask = left_padded(prompts)
-    left = forward(model, ids, attention_mask=mask)
-    decisions = dmc.last_decisions(model)
-    assert torch.equal(decisions.valid, mask.bool())
-    right = forward(model, ids.flip(1).flip(0), attention_mask=mask.flip(1).flip(0))  # other tokens, same lengths
-    assert right.isfinite().all()
-    for b, prompt in enumerate(prompts):
-        n = prompt.shape[1]
-        alone = forward(model, prompt)
-        torch.testing.assert_close(left[b, -n:], alone[0], rtol=1e-4, atol=1e-4)
-        padded = torch.zeros(2, 37, dtype=torch.long)
-        padded[0, :n] = prompt[0]
-        padded[1] = 5
-        given = torch.stack([torch.arange(37) < n, torch.ones(37, dtype=torch.bool)])
-        torch.testing.assert_close(forward(model, padded, attention_mask=given)[0, :n], alone[0], rtol=1e-4, atol=1e-4)
+    assert_padding_changes_nothing(model)
+    ids, mask = left_padded([random_ids(9), random_ids(4)])
+    forward(model, ids, attention_mask=mask)
+    assert torch.equal(dmc.last_decisions(model).valid, mask.bool())
 
 
 @pytest.mark.parametrize("mode", ["dmc", "dms"])
 def test_packed_documents_know_nothing_of_each_other(mode):
-    model = converted(mode=mode, dms_window=3)
-    documents = [random_ids(n, seed=n) for n in (9, 1, 25, 13)]
-    packed = torch.cat(documents, 1)
-    places = torch.cat([torch.arange(x.shape[1]) for x in documents])[None]
-    together, begin = forward(model, packed, position_ids=places), 0
-    for document in documents:
-        n = document.shape[1]
-        torch.testing.assert_close(together[:, begin : begin + n], forward(model, document), rtol=1e-4, atol=1e-4)
-        begin += n
-    assert not torch.allclose(together, forward(model, packed))
+    assert_packed_documents_are_apart(converted(mode=mode, dms_window=3))
 
 
 def test_gradients_of_packed_documents_are_those_of_each_alone():
@@ -160,17 +143,7 @@ def test_gradients_of_packed_documents_are_those_of_each_alone():
         torch.testing.assert_close(together[name], x.grad, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"attention_mask": torch.tensor([[1, 0, 1, 1]])}, "several pieces"),
-        ({"attention_mask": torch.ones(2, 4)}, r"attention_mask must be \[1, 4\]"),
-        ({"position_ids": torch.arange(3)[None]}, r"position_ids must be \[1, 4\]"),
-        ({"position_ids": torch.tensor([[-3, -2, -1, 0]])}, "must not be negative"),
-        ({"attention_mask": torch.zeros(1, 4)}, "at least one token"),
-        ({"output_attentions": True}, "output_attentions"),
-    ],
-)
+@pytest.mark.parametrize(("given", "message"), REFUSED_BATCHES)
 def test_what_a_batch_cannot_be_is_named(given, message):
     with pytest.raises(ValueError, match=message):
         forward(converted(), random_ids(4), **given)
@@ -438,6 +411,22 @@ def test_equal_heads_cost_nothing_and_others_what_they_differ():
     heads = CompressionLoss(weight=0.0, equal_weight=1.0, equal_per="head")(decisions(alpha), 2.0)
     per_head = alpha.mean(3)
     torch.testing.assert_close(heads, (per_head - per_head.mean(2, keepdim=True)).abs().mean(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"hinge": "global"}, {"hinge": "sequence"}, {"hinge": "layer"},
+     {"weight": 0.0, "equal_weight": 1.0}, {"weight": 0.0, "equal_weight": 1.0, "equal_per": "head"}],
+)  # fmt: skip
+def test_sequences_of_padding_alone_count_in_no_mean(settings):
+    loss, alpha, valid = CompressionLoss(**settings), torch.rand(3, 5, 2, 11), torch.rand(5, 11) > 0.3
+    valid[3] = False
+    others = torch.tensor([0, 1, 2, 4])
+    expected = loss(decisions(alpha[:, others], valid[others]), 2.2)
+    assert expected > 0
+    torch.testing.assert_close(loss(decisions(alpha.requires_grad_(), valid), 2.2), expected)
+    loss(decisions(alpha, valid), 2.2).backward()
+    assert alpha.grad[:, others].any() and not alpha.grad[:, 3].any()
 
 
 def test_ratios_are_tokens_over_entries():

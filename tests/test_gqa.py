@@ -139,9 +139,10 @@ def test_recipes_out_of_range_are_refused(wrong):
 def test_the_command_leaves_a_trained_plain_model(tmp_path):
     result = CliRunner().invoke(app, [
         "retrofit", "gqa", "--kv-heads", "1", "--out", str(tmp_path), "--steps", "3", "--length", "512", "--rows", "2",
-        "--float32",
+        "--float32", "--save-steps", "1", "--keep-all",
     ])  # fmt: skip
     assert result.exit_code == 0, result.output
+    assert all((tmp_path / f"checkpoint-{step}").is_dir() for step in (1, 2, 3))
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert model.config.num_key_value_heads == 1
     started = convert_to_gqa(kvcompress.load_example_model()[0], 1)

@@ -7,7 +7,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import FAMILIES, left_padded, random_ids, tiny_model
+from helpers import (
+    FAMILIES,
+    REFUSED_BATCHES,
+    assert_packed_documents_are_apart,
+    assert_padding_changes_nothing,
+    forward,
+    left_padded,
+    random_ids,
+    tiny_model,
+)
 from transformers import AutoModelForCausalLM, DynamicCache
 from typer.testing import CliRunner
 
@@ -31,11 +40,6 @@ def converted(family="llama", lead=MIXED, sinks=2, recent=6, mode="pod", **setti
     model = tiny_model(family, num_hidden_layers=4, **settings)
     pod.convert(model, PoDConfig(lead, sinks, recent, mode=mode))
     return model
-
-
-def forward(model, ids, **given):
-    with torch.no_grad():
-        return model(ids, **given).logits
 
 
 def plainly(model, ids, config):
@@ -219,33 +223,12 @@ def test_nothing_of_a_pass_but_its_gates_is_kept():
 
 @pytest.mark.parametrize("mode", MODES)
 def test_padding_on_either_side_changes_nothing(mode):
-    model = converted(mode=mode)
-    prompts = [random_ids(n, seed=n) for n in (37, 5, 1, 20)]
-    ids, mask = left_padded(prompts)
-    left = forward(model, ids, attention_mask=mask)
-    for b, prompt in enumerate(prompts):
-        n = prompt.shape[1]
-        alone = forward(model, prompt)
-        torch.testing.assert_close(left[b, -n:], alone[0], rtol=1e-4, atol=1e-4)
-        padded = torch.zeros(2, 37, dtype=torch.long)
-        padded[0, :n] = prompt[0]
-        padded[1] = 5
-        given = torch.stack([torch.arange(37) < n, torch.ones(37, dtype=torch.bool)])
-        torch.testing.assert_close(forward(model, padded, attention_mask=given)[0, :n], alone[0], rtol=1e-4, atol=1e-4)
+    assert_padding_changes_nothing(converted(mode=mode))
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_packed_documents_know_nothing_of_each_other(mode):
-    model = converted(mode=mode)
-    documents = [random_ids(n, seed=n) for n in (9, 1, 25, 13)]
-    packed = torch.cat(documents, 1)
-    places = torch.cat([torch.arange(x.shape[1]) for x in documents])[None]
-    together, begin = forward(model, packed, position_ids=places), 0
-    for document in documents:
-        n = document.shape[1]
-        torch.testing.assert_close(together[:, begin : begin + n], forward(model, document), rtol=1e-4, atol=1e-4)
-        begin += n
-    assert not torch.allclose(together, forward(model, packed))
+    assert_packed_documents_are_apart(converted(mode=mode))
 
 
 def test_shifted_positions_change_nothing():
@@ -275,14 +258,7 @@ def test_bfloat16_is_close_and_learns_under_autocast(mode):
     assert (half - exact).norm() < 0.05 * exact.norm()
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"attention_mask": torch.tensor([[1, 0, 1, 1]])}, "several pieces"),
-        ({"position_ids": torch.arange(3)[None]}, r"position_ids must be \[1, 4\]"),
-        ({"output_attentions": True}, "output_attentions"),
-    ],
-)
+@pytest.mark.parametrize(("given", "message"), REFUSED_BATCHES)
 def test_what_a_batch_cannot_be_is_named(given, message):
     with pytest.raises(ValueError, match=message):
         forward(converted(), random_ids(4), **given)

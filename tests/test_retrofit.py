@@ -175,50 +175,60 @@ def test_evaluation_is_of_hard_decisions_and_of_the_language_model_alone(tmp_pat
 
 # ---- several processes ----
 
+OBJECTIVES = [
+    {"hinge": "global"},
+    {"hinge": "sequence"},
+    {"hinge": "layer"},
+    {"hinge": "global", "equal_weight": 5.0},
+    {"weight": 0.0, "equal_weight": 5.0, "equal_per": "head"},
+]
 WORKER = """
 import sys, torch
 sys.path.insert(0, {tests!r})
-from test_dmc_training import converted
-from helpers import random_ids
-from kvcompress import dmc
-from kvcompress.dmc import CompressionLoss
+from test_retrofit import OBJECTIVES, losses_and_gradients
 rank, store = int(sys.argv[1]), sys.argv[2]
 torch.distributed.init_process_group("gloo", init_method="file://" + store, rank=rank, world_size=2)
-model = converted(shift=2.0).train()
-run = torch.nn.parallel.DistributedDataParallel(model)
-ids = random_ids(40, 4)
-mask = torch.ones_like(ids); mask[0, :25] = 0
-part = slice(2 * rank, 2 * rank + 2)
-logits = run(input_ids=ids[part], attention_mask=mask[part]).logits
-loss = CompressionLoss(hinge={hinge!r})(dmc.last_decisions(model), 4.0)
-(loss + 0.0 * logits.sum()).backward()
-torch.save((loss.detach(), {{n: p.grad for n, p in model.named_parameters()}}), store + f".{{rank}}")
+found = losses_and_gradients(torch.nn.parallel.DistributedDataParallel, slice(2 * rank, 2 * rank + 2))
+torch.save(found, store + f".{{rank}}")
 torch.distributed.barrier()  # who leaves first must not cut off the other
 torch.distributed.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize("hinge", ["global", "layer"])
-def test_two_processes_have_the_loss_and_gradients_of_one(tmp_path, hinge):
+def losses_and_gradients(wrap, part):
+    """Of each objective, for a part of a batch of 4 whose sequences differ in length; the second has no token."""
+    ids = random_ids(40, 4)
+    mask = torch.ones_like(ids)
+    mask[0, :25], mask[1] = 0, 0
+    found = []
+    for objective in OBJECTIVES:
+        model = converted(shift=2.0).train()
+        run = wrap(model)
+        logits = run(input_ids=ids[part], attention_mask=mask[part]).logits
+        loss = CompressionLoss(**objective)(dmc.last_decisions(model), 4.0)
+        (loss + 0.0 * logits.sum()).backward()
+        found.append((loss.detach(), {name: x.grad for name, x in model.named_parameters()}))
+    return found
+
+
+def test_two_processes_have_the_losses_and_gradients_of_one(tmp_path):
     script = tmp_path / "worker.py"
-    script.write_text(WORKER.format(tests=str(Path(__file__).parent), hinge=hinge))
+    script.write_text(WORKER.format(tests=str(Path(__file__).parent)))
     store = str(tmp_path / "store")
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(kvcompress.__file__).parents[1])}
     running = [subprocess.Popen([sys.executable, str(script), str(rank), store], env=environment) for rank in (0, 1)]
     assert [process.wait(120) for process in running] == [0, 0]
-    model = converted(shift=2.0).train()
-    ids = random_ids(40, 4)
-    mask = torch.ones_like(ids)
-    mask[0, :25] = 0
-    logits = model(input_ids=ids, attention_mask=mask).logits
-    alone = CompressionLoss(hinge=hinge)(dmc.last_decisions(model), 4.0)
-    assert alone > 0.1
-    (alone + 0.0 * logits.sum()).backward()
-    for rank in (0, 1):
-        loss, grads = torch.load(f"{store}.{rank}")
-        torch.testing.assert_close(loss, alone.detach())
-        for name, x in model.named_parameters():
-            torch.testing.assert_close(grads[name], x.grad, rtol=1e-3, atol=1e-6, msg=name)
+    alone = losses_and_gradients(lambda model: model, slice(4))
+    ranks = [torch.load(f"{store}.{rank}") for rank in (0, 1)]
+    for number, (objective, (expected, gradients)) in enumerate(zip(OBJECTIVES, alone, strict=True)):
+        assert expected > 0.1
+        for found in ranks:
+            loss, grads = found[number]
+            torch.testing.assert_close(loss, expected, msg=lambda m, o=objective: f"{o}: {m}")
+            for name, x in gradients.items():
+                torch.testing.assert_close(
+                    grads[name], x, rtol=1e-3, atol=1e-6, msg=lambda m, o=objective, n=name: f"{o}, {n}: {m}"
+                )
 
 
 # ---- data and the command ----

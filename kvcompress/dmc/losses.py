@@ -35,6 +35,10 @@ class LastDecisions(NamedTuple):
             return torch.full((B,), float(T), device=self.alpha.device)
         return self.valid.sum(1).float()
 
+    def present(self) -> Tensor:
+        """float32 [B]: 1 for a sequence that has tokens, 0 for one of padding alone."""
+        return (self.counts() > 0).float()
+
 
 def last_decisions(model: nn.Module) -> LastDecisions:
     """Of the last forward pass without a cache of a converted model.
@@ -61,9 +65,10 @@ class CompressionLoss:
 
     weight: of the loss on the ratio. of: "soft" (relaxed decisions) or "hard" (thresholded ones with the relaxed ones'
     gradient; released code). hinge: over what the mean is taken that must reach 1 - 1/target: "global" (layers, heads,
-    tokens, and all ranks of a distributed run), "sequence" (mean of the hinges of each; released code) or "layer" (the
-    local prior). equal_weight: of DMC-C, which wants equal decisions in all heads of a layer; 0 = off. equal_centre:
-    "mean" of the heads, or their "sum" as printed. equal_per: "token" or "head" (means over time).
+    tokens), "sequence" (mean of the hinges of each; released code) or "layer" (the local prior). equal_weight: of
+    DMC-C, which wants equal decisions in all heads of a layer; 0 = off. equal_centre: "mean" of the heads, or their
+    "sum" as printed. equal_per: "token" or "head" (means over time). All means are over all ranks of a distributed run;
+    sequences of padding alone count nowhere.
     Raises ValueError for a field out of range. Source: DMC, eq 10, 11 and 13.
     """
 
@@ -98,30 +103,27 @@ class CompressionLoss:
         return loss
 
     def _ratio(self, decisions: LastDecisions, share: float) -> Tensor:
-        of = decisions.alpha if self.of == "soft" else decisions.hard
+        of, counts = decisions.alpha if self.of == "soft" else decisions.hard, decisions.counts()
         if self.hinge == "sequence":
-            return (share - decisions.mean(of).mean((0, 2))).relu().mean()  # relu: no gradient at the target itself
-        mean = _global_mean(of, decisions, (0, 2) if self.hinge == "global" else (2,))
-        return (share - mean).relu().mean()
+            hinges = (share - decisions.mean(of).mean((0, 2))).relu()  # [B]; relu: no gradient at the target itself
+            return _over_ranks((hinges * decisions.present()).sum(), decisions.present().sum())
+        totals = (decisions.mean(of) * counts[:, None]).mean((0, 2) if self.hinge == "global" else 2)  # [B] or [L, B]
+        return (share - _over_ranks(totals.sum(-1), counts.sum())).relu().mean()
 
     def _equal(self, decisions: LastDecisions) -> Tensor:
         L, B, H, T = decisions.alpha.shape
         x = decisions.alpha
         centre = x.mean(2, keepdim=True) if self.equal_centre == "mean" else x.sum(2, keepdim=True)
         if self.equal_per == "head":
-            return (decisions.mean(x) - decisions.mean(centre)).abs().mean()
-        apart = (x - centre).abs()
-        return (decisions.mean(apart) * decisions.counts()[:, None]).sum() / (
-            decisions.counts().sum().clamp(min=1) * L * H
-        )
+            apart = (decisions.mean(x) - decisions.mean(centre)).abs()  # [L, B, H], 0 for a sequence without tokens
+            return _over_ranks(apart.sum(), decisions.present().sum() * L * H)
+        total = (decisions.mean((x - centre).abs()) * decisions.counts()[:, None]).sum()
+        return _over_ranks(total, decisions.counts().sum() * L * H)
 
 
-def _global_mean(x: Tensor, decisions: LastDecisions, dims: tuple[int, ...]) -> Tensor:
-    """Mean over tokens, sequences and dims of [L, B, Hkv], and over all ranks. Each rank's gradient is its share times
-    the number of ranks, because distributed training averages gradients."""
-    counts = decisions.counts()
-    total = (decisions.mean(x) * counts[:, None]).mean(dims)  # [B], or [L, B]
-    total, count = total.sum(-1), counts.sum()
+def _over_ranks(total: Tensor, count: Tensor) -> Tensor:
+    """total / count, each summed over the ranks of a distributed run. Each rank's gradient is its share times the
+    number of ranks, because distributed training averages gradients."""
     if not torch.distributed.is_initialized():
         return total / count.clamp(min=1)
     ranks = torch.distributed.get_world_size()

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..retrofit.recipe import Recipe
+from ..retrofit.recipe import Recipe, cosine_decay, need_end_rate
 from .convert import resume_decisions, set_neuron_scale, state
 from .losses import CompressionLoss, compression_ratios, last_decisions
 
@@ -48,8 +48,7 @@ class DMCRecipe(Recipe):
             raise ValueError("anneal_steps + ramp_steps + solidify_steps must be at least 1, got 0")
         if not 0 < self.anneal_fraction <= 1:
             raise ValueError(f"anneal_fraction must be above 0 and at most 1, got {self.anneal_fraction}")
-        if not 0 <= self.end_rate <= 1:
-            raise ValueError(f"end_rate must be between 0 and 1, got {self.end_rate}")
+        need_end_rate(self.end_rate)
 
     @property
     def steps(self) -> int:
@@ -57,11 +56,7 @@ class DMCRecipe(Recipe):
 
     def learning_rate(self, step: int) -> float:
         rate = min(1.0, (step + 1) / (self.warmup_steps + 1))
-        done = step - self.anneal_steps - self.ramp_steps
-        if done > 0:
-            share = min(1.0, done / self.solidify_steps)
-            rate *= self.end_rate + (1 - self.end_rate) * 0.5 * (1 + math.cos(math.pi * share))
-        return rate
+        return rate * cosine_decay(step - self.anneal_steps - self.ramp_steps, self.solidify_steps, self.end_rate)
 
     def neuron_scale(self, step: int) -> float:
         if step >= self.anneal_steps:

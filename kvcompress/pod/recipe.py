@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..retrofit.recipe import Recipe
+from ..retrofit.recipe import Recipe, cosine_decay, need_end_rate
 from .convert import mean_gates
 
 
@@ -29,15 +29,13 @@ class PoDRecipe(Recipe):
             raise ValueError(f"steps must be an integer of at least 1, got {self.steps!r}")
         if not 0 <= self.warmup < 1:
             raise ValueError(f"warmup must be at least 0 and below 1, got {self.warmup}")
-        if not 0 <= self.end_rate <= 1:
-            raise ValueError(f"end_rate must be between 0 and 1, got {self.end_rate}")
+        need_end_rate(self.end_rate)
 
     def learning_rate(self, step: int) -> float:
         rising = math.ceil(self.warmup * self.steps)
         if step < rising:
             return (step + 1) / (rising + 1)
-        share = min(1.0, (step - rising) / max(self.steps - rising, 1))
-        return self.end_rate + (1 - self.end_rate) * 0.5 * (1 + math.cos(math.pi * share))
+        return cosine_decay(step - rising, self.steps - rising, self.end_rate)
 
     def begin_step(self, model: nn.Module, step: int, passes: int) -> None:
         pass

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+if TYPE_CHECKING:
+    from .run import RunSettings
 
 app = typer.Typer(no_args_is_help=True, help="Train a model for a compressed cache.")
 
@@ -49,6 +52,21 @@ def _chosen(preset: str, own: dict[str, Any], presets: dict[str, dict[str, Any]]
     return presets[preset] | {name: value for name, value in own.items() if value is not None}
 
 
+def _settings(
+    chosen: dict[str, Any], *, out: Path, model: str, text: list[Path] | None, distillation: float,
+    teacher: str | None, seed: int, save_steps: int, keep_all: bool, device: str, float32: bool, checkpointing: bool,
+) -> RunSettings:  # fmt: skip
+    """What all commands ask for, and of what was chosen the rows and the learning rate."""
+    from .run import RunSettings
+
+    return RunSettings(
+        out=out, model=model, text=tuple(text or ()), distillation=distillation, teacher=teacher, seed=seed,
+        save_steps=save_steps, keep_checkpoints=None if keep_all else 2,
+        device=device, bfloat16=not float32, checkpointing=checkpointing,
+        **{name: chosen[name] for name in ("length", "rows", "accumulation", "learning_rate")},
+    )  # fmt: skip
+
+
 @app.command()
 def dmc(
     out: Out,
@@ -90,7 +108,6 @@ def dmc(
     from ..dmc.losses import CompressionLoss
     from ..dmc.recipe import DMCRecipe
     from ..dmc.retrofit import retrofit
-    from .run import RunSettings
 
     own = {
         "anneal_steps": anneal_steps, "ramp_steps": ramp_steps, "solidify_steps": solidify_steps, "weight": weight,
@@ -103,11 +120,9 @@ def dmc(
             objective=CompressionLoss(weight=chosen["weight"], hinge=hinge, equal_weight=equal_weight),
             **{name: chosen[name] for name in ("anneal_steps", "ramp_steps", "solidify_steps", "warmup_steps")},
         )  # fmt: skip
-        settings = RunSettings(
-            out=out, model=model, text=tuple(text or ()), distillation=distillation, teacher=teacher, seed=seed,
-            save_steps=save_steps, keep_checkpoints=None if keep_all else 2,
-            device=device, bfloat16=not float32, checkpointing=checkpointing,
-            **{name: chosen[name] for name in ("length", "rows", "accumulation", "learning_rate")},
+        settings = _settings(
+            chosen, out=out, model=model, text=text, distillation=distillation, teacher=teacher, seed=seed,
+            save_steps=save_steps, keep_all=keep_all, device=device, float32=float32, checkpointing=checkpointing,
         )  # fmt: skip
         given = {"mode": mode, "dms_window": dms_window, "shift": shift, "stride": stride}
         if stride is not None:
@@ -138,6 +153,8 @@ def gqa(
     length: Length = None,
     rows: Rows = None,
     accumulation: Accumulation = None,
+    save_steps: SaveSteps = 500,
+    keep_all: KeepAll = False,
     seed: Annotated[int, typer.Option(help="of data", min=0)] = 0,
     device: Device = "cpu",
     float32: Float32 = False,
@@ -149,7 +166,6 @@ def gqa(
     What it saves is a plain transformers model.
     """
     from .gqa import PlainRecipe, retrofit_gqa
-    from .run import RunSettings
 
     own = {"learning_rate": learning_rate, "length": length, "rows": rows, "accumulation": accumulation}
     chosen = _chosen(preset, own)
@@ -159,10 +175,9 @@ def gqa(
         decay_steps = min(chosen["solidify_steps"], steps)
     try:
         recipe = PlainRecipe(steps=steps, warmup_steps=chosen["warmup_steps"], decay_steps=decay_steps)
-        settings = RunSettings(
-            out=out, model=model, text=tuple(text or ()), distillation=distillation, teacher=teacher, seed=seed,
-            device=device, bfloat16=not float32, checkpointing=checkpointing,
-            **{name: chosen[name] for name in ("length", "rows", "accumulation", "learning_rate")},
+        settings = _settings(
+            chosen, out=out, model=model, text=text, distillation=distillation, teacher=teacher, seed=seed,
+            save_steps=save_steps, keep_all=keep_all, device=device, float32=float32, checkpointing=checkpointing,
         )  # fmt: skip
         retrofit_gqa(recipe, settings, kv_heads, resume=resume)
     except (ValueError, FileNotFoundError) as error:
@@ -205,18 +220,15 @@ def pod(
     from ..pod.plan import PoDPlan
     from ..pod.recipe import PoDRecipe
     from ..pod.retrofit import retrofit
-    from .run import RunSettings
 
     own = {
         "steps": steps, "learning_rate": learning_rate, "length": length, "rows": rows, "accumulation": accumulation,
     }  # fmt: skip
     chosen = _chosen(preset, own, POD_PRESETS)
     try:
-        settings = RunSettings(
-            out=out, model=model, text=tuple(text or ()), distillation=distillation, teacher=teacher, seed=seed,
-            save_steps=save_steps, keep_checkpoints=None if keep_all else 2,
-            device=device, bfloat16=not float32, checkpointing=checkpointing,
-            **{name: chosen[name] for name in ("length", "rows", "accumulation", "learning_rate")},
+        settings = _settings(
+            chosen, out=out, model=model, text=text, distillation=distillation, teacher=teacher, seed=seed,
+            save_steps=save_steps, keep_all=keep_all, device=device, float32=float32, checkpointing=checkpointing,
         )  # fmt: skip
         found = None if plan is None else PoDPlan.load(plan)
         retrofit(PoDRecipe(steps=chosen["steps"]), settings, found, resume=resume, mode=mode)

@@ -65,9 +65,11 @@ def text_windows(
 def example_rows(length: int, rows_per_step: int, seed: int) -> IterableDataset:
     """What the shipped model was trained on (source text, copying, recall of facts), for as long as it is asked for.
 
-    Rows of `length` tokens; the rows of a step are cut into equally many documents, one for half of the steps, else 2
-    to 16, so that short distances stay known. Returns a datasets.IterableDataset with input_ids, position_ids (from 0
-    in each document) and labels. Raises ValueError for rows shorter than 128 tokens, which hold no fact and question.
+    Rows of `length` tokens. All rows of a step are cut into the same number of documents, so that short distances stay
+    known: 1 for half of the steps, else drawn evenly from 1, 2, 4 and 8, without those that do not divide length or
+    would leave documents under 128 tokens. Returns a datasets.IterableDataset with input_ids, position_ids (from 0 in
+    each document) and labels.
+    Raises ValueError for rows shorter than 128 tokens, which hold no fact and question.
     """
     if length < 128:
         raise ValueError(f"length must be at least 128 for the example model's data, got {length}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +13,7 @@ from ..hf.attach import base_model
 from ..hf.families import ATTENTION_CLASSES, supported_families
 from ..hf.plain import use_plain_attention
 from .method import saved_method
-from .recipe import Recipe
+from .recipe import Recipe, cosine_decay, need_end_rate
 from .run import RunSettings, load, train
 
 FIELD = "num_key_value_heads"
@@ -88,15 +87,11 @@ class PlainRecipe(Recipe):
                  f"{name} must be an integer of at least {least}, got {value!r}")  # fmt: skip
         need(self.decay_steps <= self.steps,
              f"decay_steps must be at most steps = {self.steps}, got {self.decay_steps}")  # fmt: skip
-        need(0 <= self.end_rate <= 1, f"end_rate must be between 0 and 1, got {self.end_rate}")
+        need_end_rate(self.end_rate)
 
     def learning_rate(self, step: int) -> float:
         rate = min(1.0, (step + 1) / (self.warmup_steps + 1))
-        done = step - (self.steps - self.decay_steps)
-        if done <= 0:
-            return rate
-        share = min(1.0, done / self.decay_steps) if self.decay_steps else 1.0
-        return rate * (self.end_rate + (1 - self.end_rate) * 0.5 * (1 + math.cos(math.pi * share)))
+        return rate * cosine_decay(step - (self.steps - self.decay_steps), self.decay_steps, self.end_rate)
 
     def begin_step(self, model: nn.Module, step: int, passes: int) -> None:
         pass

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from typing import Any
 
 from torch import Tensor, nn
+
+from ..checks import need
 
 
 class Recipe(ABC):
@@ -29,3 +32,16 @@ class Recipe(ABC):
     def loss(self, model: nn.Module, step: int) -> tuple[Tensor | None, dict[str, Any]]:
         """What is added to the language model's loss after a forward pass (None = nothing), and figures to log: numbers
         for the log and the metrics file, lists for the file alone."""
+
+
+def need_end_rate(end_rate: float) -> None:
+    need(0 <= end_rate <= 1, f"end_rate must be between 0 and 1, got {end_rate}")
+
+
+def cosine_decay(done: int, steps: int, end_rate: float) -> float:
+    """Factor of a learning rate that falls by a cosine within `steps` steps, `done` of which are over: 1 up to its
+    first step (done <= 0), end_rate after its last."""
+    if done <= 0:
+        return 1.0
+    share = min(1.0, done / max(steps, 1))
+    return end_rate + (1 - end_rate) * 0.5 * (1 + math.cos(math.pi * share))

@@ -1,0 +1,183 @@
+"""PrunedCache at its limits: memory, settings, positions, the smallest sizes."""
+
+import gc
+
+import pytest
+import torch
+from helpers import attached, left_padded, random_ids, tiny_model
+
+import kvcompress
+from kvcompress import AdaKV, IterativeCache, PrunedCache, RemoteGap, prefill
+from kvcompress.pruners import CenterOfGravity, ExpectedAttention, SnapKV
+
+# ---- memory ----
+
+
+def test_nbytes_is_what_the_pool_holds_and_is_given_back():
+    model, ids = attached(), random_ids(300)
+    cache = prefill(model, ids, PrunedCache(model.config, SnapKV(window=8), 64, page_size=16))
+    pages, slot = 2 * 64 // 16, 2 * 16 * 4
+    tables = 2 * 4 * (2 * 0 + cache.layers[0].pool.block_table.shape[1]) + 2 * 4 + 2 * 4  # table, lengths, shift
+    assert cache.nbytes() == 3 * (pages * 16 * slot + tables)
+    assert cache.reserved_nbytes() < 3 * (2 * pages * 16 * slot + 1000)  # never the prompt's 300 tokens
+    del cache
+    gc.collect()
+    dense = prefill(model, ids, PrunedCache(model.config, SnapKV(), 10**6, page_size=16))
+    assert dense.nbytes() > 4 * 3 * pages * 16 * slot
+
+
+def test_pages_that_held_a_chunk_are_given_back():
+    model, ids = attached(), random_ids(300)
+    cache = PrunedCache(model.config, SnapKV(window=6), 20, chunk_size=100, page_size=4)
+    prefill(model, ids, cache)
+    assert cache.reserved_nbytes() < 1.2 * cache.nbytes()
+
+
+def test_a_refused_step_changes_nothing():
+    model, ids = attached(), random_ids(60)
+    cache = PrunedCache(model.config, SnapKV(window=4), 16, max_pages=4, page_size=8, every=8)
+    prefill(model, ids[:, :40], cache)
+    with pytest.raises(RuntimeError, match="max_pages = 4 is too few"), torch.no_grad():
+        model(ids[:, 39:], past_key_values=cache)
+    cache.check_complete()
+    assert cache.stored_lengths() == [[[16, 16]]] * 3
+
+
+# ---- settings ----
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"pruner": "snapkv"}, "pruner must be one of kvcompress.pruners or a subclass .*, got str"),
+        ({"budget": None}, "budget must be given with SnapKV, got None"),
+        ({"budget": 0}, "budget must be at least 1 token, got 0"),
+        ({"budget": 1.0}, "at least 0 and below 1, got 1.0"),
+        ({"budget": "12 parsecs"}, "budget must be a number of bytes"),
+        ({"budget": [3]}, r"budget must be tokens \(int\)"),
+        ({"every": 0}, "every must be an integer of at least 1 or None, got 0"),
+        ({"chunk_size": -1}, "chunk_size must be an integer of at least 1 or None, got -1"),
+        ({"positions": "far"}, "positions must be 'original', 'contiguous' or a RemoteGap, got 'far'"),
+        ({"positions": RemoteGap(gap=400)}, r"gap 400 needs 548 positions .* trained for 512; use gap <= 364"),
+        ({"budget": 500, "positions": RemoteGap()}, "leave no position below the 512"),
+        ({"pruner": ExpectedAttention(), "positions": "contiguous"}, "positions must be 'original' with Expected"),
+    ],
+)
+def test_wrong_settings_are_named(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        PrunedCache(tiny_model().config, **{"pruner": SnapKV(), "budget": 20, **arguments})
+
+
+def test_too_small_a_number_of_bytes_names_the_least():
+    model, ids = attached(), random_ids(60)
+    with pytest.raises(ValueError, match=r"budget '1KiB' is too small for 6 rows .* at least (\d+) bytes") as error:
+        prefill(model, ids, PrunedCache(model.config, SnapKV(), "1KiB", page_size=8))
+    least = str(error.value).split("at least ")[1].split(" ")[0]
+    cache = prefill(model, ids, PrunedCache(model.config, SnapKV(), f"{least}B", page_size=8))
+    assert sum(layer.pool.nbytes() for layer in cache.layers) <= int(least)
+
+
+class Broken(SnapKV):
+    """Scores of a wrong kind."""
+
+    def __init__(self, scores):
+        super().__init__(window=4)
+        object.__setattr__(self, "wrong", scores)
+
+    def scores(self, candidates, keep):
+        return self.wrong
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("wrong", [None, torch.zeros(4, 30), torch.zeros(2, 29), torch.zeros(2, 30, dtype=torch.long)])
+def test_wrong_scores_of_a_users_pruner_are_named(wrong):
+    model = attached()
+    with pytest.raises(ValueError, match=r"scores of Broken must be float32 \[Hkv, count\] = \(2, 30\), got"):
+        model(random_ids(30), past_key_values=PrunedCache(model.config, Broken(wrong), 12))
+    with pytest.raises(RuntimeError, match="scores of Broken in layer 0 hold NaN"):
+        model(random_ids(30), past_key_values=PrunedCache(model.config, Broken(torch.full((2, 30), torch.nan)), 12))
+    for settings in ({"window": 2.5}, {"kernel_size": 5.0}):
+        with pytest.raises(ValueError, match="must be an integer"):
+            SnapKV(**settings)
+
+
+# ---- positions ----
+
+
+def test_positions_never_reach_the_trained_length():
+    model = attached(max_position_embeddings=96)
+    gap = RemoteGap(headroom=8)
+    with pytest.raises(ValueError, match=r"prompt of 99 tokens in one pass .* chunk_size"):
+        prefill(model, random_ids(100), PrunedCache(model.config, SnapKV(window=4), 16, positions=gap))
+    cache = PrunedCache(model.config, SnapKV(window=4), 16, positions=gap, chunk_size=20, every=8)
+    kvcompress.generate(model, random_ids(300), cache, max_new_tokens=100, do_sample=False)
+    unbounded = PrunedCache(model.config, SnapKV(window=4), 16, positions=gap)
+    with pytest.raises(ValueError, match="positions reach 97, but the model was trained for 96"):
+        kvcompress.generate(model, random_ids(50), unbounded, max_new_tokens=60, do_sample=False)
+
+
+def test_positions_of_a_sequence_that_was_never_compressed_are_checked_too():
+    model = attached(max_position_embeddings=64)
+    cache = PrunedCache(model.config, SnapKV(window=4), 32, positions=RemoteGap(headroom=16))
+    with pytest.raises(ValueError, match="positions reach 65, but the model was trained for 64"):
+        kvcompress.generate(model, random_ids(10), cache, max_new_tokens=100, do_sample=False)
+
+
+def test_positions_that_would_need_other_frequencies_are_refused():
+    scaling = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    model = attached(max_position_embeddings=64, rope_parameters=scaling)
+    cache = PrunedCache(model.config, SnapKV(window=4), 16, positions="contiguous")
+    with pytest.raises(ValueError, match="rope type 'dynamic' beyond its switch point"):
+        prefill(model, random_ids(100), cache)
+
+
+# ---- smallest sizes, ties ----
+
+
+def test_a_one_token_prompt_then_another():
+    model, ids = attached(), random_ids(40)
+    cache = IterativeCache(model.config, memory_size=16, chunk_size=8)
+    prefill(model, ids[:, :1], cache)
+    with torch.no_grad():
+        model(ids[:, :5], past_key_values=cache)
+    prefill(model, ids, cache)
+    assert cache.stored_lengths() == [[[16, 16]]] * 3
+
+
+def test_a_last_chunk_of_one_token_is_part_of_the_prompt():
+    model, ids = attached(), random_ids(34)
+    cache = prefill(model, ids, PrunedCache(model.config, SnapKV(window=4), 16, chunk_size=16))
+    assert cache.stored_lengths() == [[[16, 16]]] * 3
+
+
+@torch.no_grad()
+def test_a_row_of_no_more_tokens_than_the_window_stays_whole():
+    """AdaKV cuts rows down to what always stays; the next window may be as long as a row."""
+    model, ids = attached(), random_ids(60)
+    for cache in (
+        PrunedCache(model.config, SnapKV(), AdaKV(8, floor=0.0), every=1),
+        PrunedCache(model.config, SnapKV(), AdaKV(32), every=4, chunk_size=32),
+        IterativeCache(model.config, memory_size=AdaKV(4, floor=0.0), chunk_size=4, every=1),
+    ):
+        prefill(model, ids[:, :36], cache)
+        for t in range(35, 60):
+            model(ids[:, [t]], past_key_values=cache)
+        assert all(sum(rows[0]) <= 2 * (cache.budget.tokens + cache.every) for rows in cache.stored_lengths())
+
+
+def test_a_head_that_goes_does_not_reach_into_what_stays():
+    model = attached()
+    pruner = CenterOfGravity(8, 8, 4, keep_head=False, window=2)
+    for length, budget, kept in ((4, 3, 2), (5, 3, 2), (9, 3, 3)):
+        cache = PrunedCache(model.config, pruner, budget)
+        with torch.no_grad():
+            model(random_ids(length), past_key_values=cache)
+        assert cache.stored_lengths() == [[[kept] * 2]] * 3
+    ids, mask = left_padded([random_ids(2), random_ids(50)])
+    prefill(model, ids, PrunedCache(model.config, pruner, AdaKV(0.5), chunk_size=5), mask)
+
+
+def test_ties_go_to_all_heads_alike():
+    indices, kept = AdaKV(29, floor=0.0).divide(torch.zeros(2, 100), 29, 200)
+    assert kept.tolist() == [29, 29]
+    assert indices.tolist() == [list(range(29))] * 2

@@ -180,7 +180,7 @@ def test_a_lead_table_that_breaks_the_rules_is_refused_by_layer_and_head(lead, m
         ({"recent": 2.0}, "recent must be an integer, got 2.0"),
         ({"query_heads": 3}, "query_heads must be a multiple of the lead table's 2 KV heads, got 3"),
         ({"reduce": "max"}, "reduce must be one of mean, min, got 'max'"),
-        ({"delta": float("nan")}, "delta must be a number or None, got nan"),
+        ({"delta": float("nan")}, "delta must be a number of at least 0 or None, got nan"),
         ({"similarity": random_similarity(3, 2)}, r"similarity must have shape \(2, 2, 2\) as lead, got \(2, 3, 3\)"),
         ({"model": 3}, "model must be a text, got 3"),
     ],

@@ -395,7 +395,7 @@ def test_the_command_trains_saves_and_resumes(tmp_path, mode):
     out = tmp_path / "out"
     options = [
         "retrofit", "pod", "--out", str(out), "--model", str(tmp_path / "model"), "--text", str(tmp_path / "text.txt"),
-        "--steps", "2", "--length", "32", "--rows", "1", "--save-steps", "1", "--mode", mode, "--float32",
+        "--steps", "10", "--length", "32", "--rows", "1", "--save-steps", "5", "--mode", mode, "--float32",
     ]  # fmt: skip
     result = CliRunner().invoke(app, [*options, "--plan", str(tmp_path / "plan.json"), "--checkpointing"])
     assert result.exit_code == 0, result.output
@@ -403,18 +403,25 @@ def test_the_command_trains_saves_and_resumes(tmp_path, mode):
     kvcompress.attach(again)
     assert pod.state(again).config == PoDConfig(MIXED, 2, 6, mode=mode)
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    assert lines[-1]["step"] == 2
-    shutil.rmtree(out / "checkpoint-2")  # as if the run had been cut off
+    assert [line["step"] for line in lines][:1] == [10]
+    if mode == "pod":
+        first, *others = lines[0]["gate_layers"]
+        assert first is None  # every head of layer 0 leads itself
+        assert all(0 < gate <= 1 for gate in others)
+    shutil.rmtree(out / "checkpoint-10")  # as if the run had been cut off
     resume = [*options, "--plan", str(tmp_path / "plan.json"), "--checkpointing", "--resume"]
     result = CliRunner().invoke(app, resume)
     assert result.exit_code == 0, result.output
-    assert (out / "checkpoint-2").is_dir()
+    assert (out / "checkpoint-10").is_dir()
     on = [*options, "--model", str(out), "--out", str(tmp_path / "on"), "--steps", "1"]  # needs no plan
     result = CliRunner().invoke(app, on)
     assert result.exit_code == 0, result.output
     replace(plan, recent=7).save(tmp_path / "other.json")
     result = CliRunner().invoke(app, [*on, "--plan", str(tmp_path / "other.json")])
     assert result.exit_code != 0 and "plan must be that of" in " ".join(result.output.split())
+    other = "window" if mode == "pod" else "pod"
+    result = CliRunner().invoke(app, [*on, "--mode", other])
+    assert result.exit_code != 0 and f"mode must be '{mode}'" in " ".join(result.output.split())
     result = CliRunner().invoke(app, options)
     assert result.exit_code != 0 and "plan must be given" in " ".join(result.output.split())
     replace(plan, head_dim=8).save(tmp_path / "foreign.json")

@@ -38,8 +38,8 @@ class PoDCache(ConvertedCache):
     cache, however a prompt is divided into chunks or batches.
 
     config: the converted model's config. chunk_size: tokens that `prefill` reads at a time, None = the whole prompt.
-    tau: a query head of a follower takes the near tokens alone, when one token is decoded, where they have at least this
-    probability; None = the config's. Distant values that no query head of a KV head needs are not read; skip_shares()
+    tau: a query head of a follower takes the near tokens alone, when one token is decoded, where they have at least
+    this probability; None = the config's. Distant values that no query head of a KV head needs are not read; skip_shares()
     says how much that was. reuse: whether followers take over, when one token is decoded, the probabilities of distant
     tokens that their lead has computed, and read its keys no more; None = where that moves fewer bytes, and with tau.
     pruner, distant: after a prompt (and any other call of several tokens) each KV head keeps so many distant tokens,

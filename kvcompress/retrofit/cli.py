@@ -194,7 +194,9 @@ POD_PRESETS: dict[str, dict[str, Any]] = {
 def pod(
     out: Out,
     plan: Annotated[Path | None, typer.Option(help="what kvcompress analyze pod wrote")] = None,
-    mode: Annotated[str, typer.Option(help="pod, or a baseline: window (near tokens alone) or cla")] = "pod",
+    mode: Annotated[
+        str | None, typer.Option(help="pod (the default), or a baseline: window (near tokens alone) or cla")
+    ] = None,
     preset: Preset = "quick",
     model: Model = "example",
     text: Text = None,
@@ -231,6 +233,7 @@ def pod(
             save_steps=save_steps, keep_all=keep_all, device=device, float32=float32, checkpointing=checkpointing,
         )  # fmt: skip
         found = None if plan is None else PoDPlan.load(plan)
-        retrofit(PoDRecipe(steps=chosen["steps"]), settings, found, resume=resume, mode=mode)
+        given = {} if mode is None else {"mode": mode}
+        retrofit(PoDRecipe(steps=chosen["steps"]), settings, found, resume=resume, **given)
     except (ValueError, FileNotFoundError) as error:
         raise typer.BadParameter(str(error)) from None

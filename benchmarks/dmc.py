@@ -6,8 +6,8 @@ step        forward and backward of a decoder of 4 layers (--width, T = 2,048, s
             same model as transformers runs it (SDPA), and against the same kernels without decisions (the model half
             annealed), which is the cost of the machinery alone
 accumulate  ops.dmc_accumulate: bytes that it must move (keys, values, gates in, averages and z out; backward: two
-            gradients, keys, values, gates and states in, gradients out) per second over those of a copy in the same
-            turns; states are the averages before every 64th token
+            gradients, keys, values, gates and states in, gradients out) per second over those of a copy of 256 MiB in
+            the same turns; states are the averages before every 64th token
 decode      one layer's whole step (decisions, append or merge, attention) over rows that kept a quarter of T tokens, at
             heads of very different ratios, against the dense cache's step (append, attention) with the same kernel
 batch       sequences that fit where 16 dense ones do, from the bytes of real caches, tables and float32 tails included
@@ -33,6 +33,7 @@ from kvcompress.positions import RotaryTables
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128  # of a Llama 3 8B layer
 KEPT = (0.6, 0.4, 0.3, 0.25, 0.2, 0.12, 0.08, 0.05)  # share of tokens that open an entry, per KV head; mean 0.25
 CHUNK = 4096  # tokens that are stored at once
+COPIED = 256 << 20  # bytes of the array whose copy gives the bandwidth
 
 
 # ---- training ----
@@ -105,15 +106,14 @@ def accumulate_rows(dtype: torch.dtype, repeats: int) -> list[Row]:
     size, gates = B * H * T * D * dtype.itemsize, B * H * T * 4
     states = 2 * gates // 64 * D  # float32 averages of keys and values before every 64th token
     moved = {"forward": 4 * size + 3 * gates + states, "backward": 6 * size + 5 * gates + states}
-    source = [torch.ones(moved["forward"] // 8) for _ in sets]
-    target = torch.empty_like(source[0])  # one, as the allocator gives the op the same memory again
+    # read + write bandwidth: arrays of which no cache holds a part worth speaking of
+    source, target = (torch.ones(COPIED // 4) for _ in range(2))
 
     def copy() -> None:
-        turn[0] = (turn[0] + 1) % len(source)
-        target.copy_(source[turn[0]])
+        target.copy_(source)
 
     seconds = alternate(repeats, forward, backward, copy)
-    rate = moved["forward"] / seconds[2]
+    rate = 2 * COPIED / seconds[2]
     name = f"accumulate/{str(dtype).removeprefix('torch.')}/T{T}"
     return [
         Row(

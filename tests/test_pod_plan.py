@@ -5,11 +5,12 @@ import json
 
 import pytest
 import torch
-from helpers import tiny_model
+from helpers import random_ids, tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcompress.pod.plan import PoDPlan, delta_for_share, follower_share, lead_table
+from kvcompress.pod.refine import refine
 from kvcompress.reference.similarity import divergence_bits
 
 # the worked example: rows of four layers
@@ -249,3 +250,48 @@ def test_a_plan_of_another_model_is_refused_by_what_differs():
     ):
         with pytest.raises(ValueError, match=message):
             plan.check_model(config)
+
+
+# ---- borders moved by the loss ----
+
+
+def needy(layer, head):
+    """A model whose KV head `head` finds in layer `layer` what later tokens depend on: that row needs its own keys."""
+    model = tiny_model(num_hidden_layers=4, vocab_size=300)
+    with torch.no_grad():
+        for number, block in enumerate(model.model.layers):
+            G, D = 2, model.config.head_dim
+            if number != layer:
+                block.self_attn.o_proj.weight *= 1e-3  # what it attends to hardly matters
+            else:
+                other = slice((1 - head) * G * D, (2 - head) * G * D)
+                block.self_attn.o_proj.weight[:, other] *= 1e-3
+                block.self_attn.o_proj.weight *= 5
+    return model
+
+
+@pytest.mark.parametrize(("layer", "head"), [(2, 1), (1, 0), (2, 0)])
+def test_borders_move_to_where_the_loss_is_least(layer, head):
+    model = needy(layer, head)
+    with torch.no_grad():  # texts that the model itself finds likely: any change of its attention costs
+        rows = []
+        for seed in range(4):
+            ids = random_ids(4, seed=seed)
+            while ids.shape[1] < 60:
+                ids = torch.cat([ids, model(ids).logits[:, -1:].argmax(-1)], 1)
+            rows.append(ids[0])
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+    start = tuple((0, 3 if number == 3 and head == 1 else 0) for number in range(4))
+    if head == 0:
+        start = tuple((3 if number == 3 else 0, 0) for number in range(4))
+    plan = PoDPlan(start, sinks=1, recent=3, query_heads=4, head_dim=model.config.head_dim, delta=0.5)
+    lines = []
+    better = refine(model, plan, rows, rounds=4, report=lines.append)
+    assert [row[head] for row in better.lead][layer] == layer
+    assert better.refined == len(lines) == 3 - layer
+    assert better.followers == plan.followers
+    assert better.delta is None
+    assert refine(model, better, rows) == better  # nothing is left to gain
+    assert getattr(model.config, "kvcompress", None) is None
+    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+    assert refine(model, plan, rows, rounds=0) is plan

@@ -48,6 +48,10 @@ def pod(
     distant_only: Annotated[
         bool, typer.Option("--distant-only", help="compare attention to distant tokens alone")
     ] = False,
+    refine: Annotated[
+        int,
+        typer.Option(help="rounds that move a block's border by a layer if that lowers the texts' loss", min=0),
+    ] = 0,
     figure: Annotated[Path | None, typer.Option(help="folder for figures: similarity, blocks and memory")] = None,
     seed: Annotated[int, typer.Option(help="draws the texts", min=0)] = 0,
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
@@ -59,7 +63,8 @@ def pod(
         run_pod(
             out=out, model=model, text=tuple(text or ()), held_out=held_out, samples=samples, length=length,
             queries=queries, delta=delta, share=share, sinks=sinks, recent=recent, reduce=reduce,
-            distant_only=distant_only, figure=figure, seed=seed, device=device, console=Console(width=80),
+            distant_only=distant_only, refine_rounds=refine, figure=figure, seed=seed, device=device,
+            console=Console(width=80),
         )  # fmt: skip
     except (ValueError, FileNotFoundError) as error:
         raise typer.BadParameter(str(error)) from None

@@ -18,6 +18,7 @@ from ..checks import need, need_choice
 from ..models import load_example_model
 from ..models.text import held_out_text, training_text
 from ..pod.plan import PoDPlan, delta_for_share, lead_table
+from ..pod.refine import refine
 from ..pod.similarity import REDUCTIONS, measure_similarity
 from ..retrofit.run import EXAMPLE_NAME
 
@@ -28,7 +29,7 @@ DEFAULT_DELTA = 0.5
 def run_pod(
     *, out: Path, model: str, text: tuple[Path, ...], held_out: bool, samples: int, length: int | None, queries: int,
     delta: float | None, share: float | None, sinks: int, recent: int | None, reduce: str, distant_only: bool,
-    figure: Path | None, seed: int, device: str, console: Console,
+    refine_rounds: int, figure: Path | None, seed: int, device: str, console: Console,
 ) -> PoDPlan:  # fmt: skip
     """Measures, groups, prints and saves; returns the plan.
 
@@ -66,6 +67,10 @@ def run_pod(
         queries=min(queries, length), sample_length=length, data=data, distant_only=distant_only,
         standard_error=error if measured.samples > 1 else None, similarity=similarity.tolist(),
     )  # fmt: skip
+    if refine_rounds:
+        plan = refine(
+            loaded, plan, rows, rounds=refine_rounds, report=lambda line: console.print(line, highlight=False)
+        )  # fmt: skip
     plan.save(out)
     dtype = next(loaded.parameters()).dtype
     _print(plan, similarity, dtype, console)
@@ -135,10 +140,11 @@ def _deltas(similarity: Tensor) -> str:
 
 def _print(plan: PoDPlan, similarity: Tensor, dtype: torch.dtype, console: Console) -> None:
     error = "unknown (one sample)" if plan.standard_error is None else f"{plan.standard_error:.3f} at most"
+    chosen = f"{plan.refined} borders moved" if plan.delta is None else f"delta {plan.delta:.4g}"
     lines = [
         f"{plan.samples:,} texts of {plan.sample_length:,} tokens ({plan.data}), their last {plan.queries} queries",
         f"similarity: {similarity.min():.3f} to 1, standard error {error}",
-        f"delta {plan.delta:.4g}: {plan.followers} of {plan.layers * plan.kv_heads} (layer, KV head) follow, "
+        f"{chosen}: {plan.followers} of {plan.layers * plan.kv_heads} (layer, KV head) follow, "
         f"phi = {plan.share:.3f}",
         f"delta for a share of {_deltas(similarity)}",
         "blocks of layers",

@@ -39,9 +39,10 @@ class PoDCache(ConvertedCache):
 
     config: the converted model's config. chunk_size: tokens that `prefill` reads at a time, None = the whole prompt.
     tau: a query head of a follower takes the near tokens alone, when one token is decoded, where they have at least
-    this probability; None = the config's. Distant values that no query head of a KV head needs are not read; skip_shares()
-    says how much that was. reuse: whether followers take over, when one token is decoded, the probabilities of distant
-    tokens that their lead has computed, and read its keys no more; None = where that moves fewer bytes, and with tau.
+    this probability; None = the config's. Distant values that no query head of a KV head needs are not read;
+    skip_shares() says how much that was. reuse: whether followers take over, when one token is decoded, the
+    probabilities of distant tokens that their lead has computed, and read its keys no more; None = where that moves
+    fewer bytes, and with tau.
     pruner, distant: after a prompt (and any other call of several tokens) each KV head keeps so many distant tokens,
     those that the pruner scores highest at the lead of their block, rounded up so that whole pages go; near tokens stay
     and later ones are added. SnapKV, for one; a pruner that sums up all queries' votes (H2O) is refused.

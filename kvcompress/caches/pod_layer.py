@@ -164,7 +164,8 @@ class PoDLayer(CompressedLayer):
         keys, values, cache, config = self.keys, self.values, self.cache, self.cache.pod
         assert keys is not None and values is not None
         if max(self.next) <= config.window:
-            return self._near(part, q, None, part.rows_of(keys.pool.lengths), scaling)[0]
+            length = part.rows_of(keys.pool.lengths)
+            return self._near(part, q, torch.zeros_like(length), length, scaling)[0]
         joined = self._both_near(part, q, scaling)
         if config.mode == "window":
             return joined[0]
@@ -205,9 +206,9 @@ class PoDLayer(CompressedLayer):
         """Attention of one token to a range of slots of the keys, own values."""
         keys, values = self.keys, self.values
         assert keys is not None and values is not None
-        # with window attention values go as keys do
-        windowed = self.cache.pod.mode == "window"
-        value_table = part.table(values) if windowed else values.table_as(keys, part.index)
+        # values lie where keys do in the pages of the sinks, and everywhere with window attention
+        alike = begin is None or self.cache.pod.mode == "window"
+        value_table = part.table(values) if alike else values.table_as(keys, part.index)
         return ops.decode(
             part.queries(q), keys.pages, values.pages, end, begin=begin, scale=scaling, block_table=part.table(keys),
             value_table=value_table,

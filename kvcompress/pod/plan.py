@@ -89,8 +89,9 @@ class PoDPlan:
     sinks, recent: tokens that keep their own keys everywhere, the first and the last (the query among them).
     query_heads, head_dim, model: what it is for; the model's name for the record. delta: None = not from a threshold.
     reduce: over the query heads of a KV head. samples, queries (rows of each), sample_length, data, distant_only,
-    standard_error (the largest of an entry, None = not known), similarity [Hkv][L][L] (None = not kept): for the
-    record. Raises ValueError for a field that cannot be; for a lead table, the offending layer and KV head.
+    standard_error (the largest of an entry, None = not known), refined (borders moved since, see refine), similarity
+    [Hkv][L][L] (None = not kept): for the record.
+    Raises ValueError for a field that cannot be; for a lead table, the offending layer and KV head.
     """
 
     lead: Lead
@@ -107,13 +108,14 @@ class PoDPlan:
     data: str = ""
     distant_only: bool = False
     standard_error: float | None = None
+    refined: int = 0
     similarity: Sequence[Sequence[Sequence[float]]] | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "lead", check_lead(self.lead))
         for name, least in (
             ("sinks", 0), ("recent", 1), ("query_heads", 1), ("head_dim", 1), ("samples", 0), ("queries", 0),
-            ("sample_length", 0),
+            ("sample_length", 0), ("refined", 0),
         ):  # fmt: skip
             value = getattr(self, name)
             need(not isinstance(value, bool), f"{name} must be an integer, got {value!r}")

@@ -10,7 +10,9 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from .tokenizer import byte_tokenizer
 
 EXAMPLE = Path(__file__).parent / "example"
-RETROFITTED = {"dmc": Path(__file__).parent / "example_dmc"}  # the same model, trained on for a compressed cache
+RETROFITTED = {  # the same model, trained on for a compressed cache
+    method: Path(__file__).parent / f"example_{method}" for method in ("dmc", "pod")
+}
 
 
 def load_example_model(
@@ -18,8 +20,8 @@ def load_example_model(
 ) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
     """The shipped model (3 M parameters, trained to 2,048 bytes) and its tokenizer (one token per byte); no network.
 
-    dtype: float32, bfloat16 or float16. retrofit: None, or "dmc": the model after `kvcompress retrofit dmc`, to be
-    attached like any converted model. Returns (model in eval mode, tokenizer). See models/example/README.md.
+    dtype: float32, bfloat16 or float16. retrofit: None, or "dmc" or "pod": the model after `kvcompress retrofit
+    dmc` or `pod`, to be attached like any converted model. Returns (model in eval mode, tokenizer). See models/example/README.md.
     Raises ValueError for another dtype or retrofit, or a device that is not there.
     """
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):

@@ -185,7 +185,7 @@ def gqa(
 
 
 POD_PRESETS: dict[str, dict[str, Any]] = {
-    "quick": {"steps": 2000, "learning_rate": 3e-4, "length": 2048, "rows": 2, "accumulation": 1},
+    "quick": {"steps": 1500, "learning_rate": 3e-4, "length": 2048, "rows": 2, "accumulation": 1},
     "paper": {"steps": 1250, "learning_rate": 1e-5, "length": 32768, "rows": 1, "accumulation": 128},
 }
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from common import print_table
 from quality import PRUNERS, number
+from quality_common import legend_below, share_axis
 
 
 def show(rows: list[dict[str, Any]]) -> None:
@@ -60,13 +61,8 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
         if rows[0].get(field) is not None:
             axis.axhline(rows[0][field], color="black", linewidth=0.8, linestyle=":", label="original")
         axis.set_title(title, fontsize=10)
-        axis.set_xlabel("bytes of the cache, of the dense one's")
         if field != "bits_per_byte_over_dense":
             axis.set_ylim(-0.03, 1.03)
-        axis.set_xscale("log", base=2)
-        axis.xaxis.set_major_formatter(lambda share, _: f"1/{1 / share:g}" if share < 1 else f"{share:g}")
-        axis.grid(alpha=0.3)
-    handles = {label: handle for axis in figure.axes for handle, label in zip(*axis.get_legend_handles_labels())}  # noqa: B905
-    figure.legend(handles.values(), handles.keys(), loc="lower center", ncols=4, fontsize=8, frameon=False)
-    figure.tight_layout(rect=(0, 0.12, 1, 1))
+        share_axis(axis)
+    legend_below(figure, figure.axes, 4, 0.12)
     save(figure, path, dpi=110)

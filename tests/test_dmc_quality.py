@@ -22,7 +22,7 @@ MEASURED = ("bits_per_byte", "fact_recall", "later_recall", "pair_recall")
 @pytest.fixture
 def benchmark(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    names = ("common", "quality_tasks", "quality", "dmc_quality_tables", "dmc_quality")
+    names = ("common", "quality_tasks", "quality", "quality_common", "dmc_quality_tables", "dmc_quality")
     for name in names:
         monkeypatch.delitem(sys.modules, name, raising=False)
     import dmc_quality
@@ -118,22 +118,11 @@ def test_a_model_that_never_merges_is_close_to_the_original(benchmark, sizes):
 
 def test_other_converted_models_are_matched_where_there_is_no_dmc(benchmark, sizes):
     model = deciding(stride=4, omega="uniform")
-    subject = benchmark.Subject("four", benchmark.kind_of(model.config, 2), model)
-    assert subject.kind == "pooling"
+    subject = benchmark.Subject("four", "pooling", model)
     sizes = replace(sizes, facts=1, stepwise=0)
     found = by_name(benchmark.run(example(), byte_tokenizer(), [subject], sizes, pruners=("TOVA",)))
     assert found["pooling/four"]["compression_ratio"] == 4.0
     assert found["TOVA/as_four"]["nbytes_share"] == pytest.approx(found["pooling/four"]["nbytes_share"], rel=0.05)
-
-
-def test_what_a_model_is_says_its_config(benchmark):
-    plain = tiny_model()
-    assert benchmark.kind_of(plain.config, 2) == "dense"
-    assert benchmark.kind_of(convert_to_gqa(plain, 1).config, 2) == "GQA"
-    for settings, kind in (({"mode": "dms"}, "DMS"), ({"share_heads": "mean"}, "DMC-HardC"), ({}, "DMC")):
-        model = tiny_model()
-        convert(model, DMCConfig(**settings))
-        assert benchmark.kind_of(model.config, 2) == kind
 
 
 def test_models_of_another_vocabulary_and_missing_folders_are_refused(benchmark, sizes, tmp_path):
@@ -142,16 +131,3 @@ def test_models_of_another_vocabulary_and_missing_folders_are_refused(benchmark,
                       replace(sizes, stepwise=0))  # fmt: skip
     with pytest.raises(FileNotFoundError, match="must be folders with a config"):
         list(benchmark.subjects_of([f"DMC-C={tmp_path}"], tiny_model()))
-
-
-def test_folders_are_what_their_configs_or_their_users_say(benchmark, tmp_path):
-    original, converted = tiny_model(), tiny_model()
-    convert(converted, anneal=False)
-    converted.to(torch.bfloat16).save_pretrained(tmp_path / "mine")
-    convert_to_gqa(tiny_model(), 1).save_pretrained(tmp_path / "heads")
-    given = [f"DMC-C={tmp_path / 'mine'}", str(tmp_path / "heads")]
-    found = list(benchmark.subjects_of(given, original))
-    assert [(subject.kind, subject.name, subject.converted) for subject in found] == [
-        ("DMC-C", "mine", True), ("GQA", "heads", False),
-    ]  # fmt: skip
-    assert all(subject.model.dtype == torch.float32 and not subject.model.training for subject in found)

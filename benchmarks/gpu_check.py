@@ -4,8 +4,9 @@
 
 1. builds the extension in place with KVC_CUDA=1; 2. runs gpu_ops.py's checks on the GPU, and a decode step captured in
 a CUDA graph; 3. runs a few of them under compute-sanitizer (memcheck, racecheck, synccheck) if it is on PATH; 4. times
-decode, scores and attention: medians of CUDA events, ours and the peer in turns, buffers that rotate through at least
-1 GiB. Ceilings are measured in the same run: copy bandwidth (read + write) and the rate of a large bfloat16 product.
+decode, decode_shared, scores and attention: medians of CUDA events, ours and the peer in turns, buffers that rotate
+through at least 1 GiB. Ceilings are measured in the same run: copy bandwidth (read + write) and the rate of a large
+bfloat16 product.
 Writes benchmarks/results/gpu_<name of the GPU>.json. Exit status: 0 all well, 1 something failed, 2 no GPU.
 """
 
@@ -152,7 +153,19 @@ def decode_rows(repeats: int, bandwidth: float, quick: bool) -> list:
             k, v = (x.unflatten(0, (B, HKV)) for x in caches[next(turn)][:2])
             return sdpa(queries, k, v, enable_gqa=True)
 
-        times = alternate(repeats, contiguous, paged, compressed, peer)
+        near = torch.randn_like(queries), torch.randn(B, HQ, 1, device="cuda")
+        weights = torch.full((B, HQ, T), 1 / T, device="cuda")
+        begin = torch.zeros_like(full)
+
+        def leading(caches=caches, queries=queries, end=full, turn=turn, weights=weights):
+            _, _, k_pages, v_pages, table = caches[next(turn)]
+            return ops.decode(queries, k_pages, v_pages, end, block_table=table, probabilities=weights)
+
+        def following(caches=caches, near=near, begin=begin, end=full, turn=turn, weights=weights):
+            _, _, _, v_pages, table = caches[next(turn)]
+            return ops.decode_shared(near, weights, near[1], v_pages, begin, end, block_table=table)
+
+        times = alternate(repeats, contiguous, paged, compressed, peer, leading, following)
         part = int(nbytes * ragged.sum() / full.sum())
         name = f"{str(dtype).removeprefix('torch.')}/T{T}/B{B}"
         for kind, seconds, moved, note in (
@@ -164,6 +177,13 @@ def decode_rows(repeats: int, bandwidth: float, quick: bool) -> list:
             rows.append(
                 Row(f"{kind}/{name}", seconds, times[3], "SDPA, dense", moved / seconds / bandwidth, moved, note)
             )
+        for kind, seconds, moved in (
+            ("decode/probabilities", times[4], nbytes + 12 * B * HQ * T),
+            ("decode_shared", times[5], nbytes // 2 + 4 * B * HQ * T),
+        ):
+            note = f"{moved / seconds / 1e9:.0f} GB/s"
+            peer_name = "decode, the same pages"
+            rows.append(Row(f"{kind}/{name}", seconds, times[1], peer_name, moved / seconds / bandwidth, moved, note))
     return rows
 
 

@@ -114,6 +114,42 @@ def check_decode(device: str, dtype: torch.dtype, few: bool) -> None:
                 assert_as_accurate(ours[1], plain[1].float(), exact[1], typical=True)
             again = ops.decode(queries, k, v, end, **options)
             assert torch.equal(again[0], ours[0]), "bits differ between two calls"
+        if S == 1:
+            ours, plain = (torch.zeros(B, Hq, T, device=device) for _ in range(2))
+            exact = plain.double()
+            reference.decode(queries.float(), k, v, end, begin=begin, probabilities=plain)
+            reference.decode(queries.double(), k, v, end, begin=begin, probabilities=exact)
+            ops.decode(queries, k_pages, v_pages, end, block_table=table, begin=begin, probabilities=ours)
+            assert_as_accurate(ours, plain, exact, typical=True)
+
+
+def check_decode_shared(device: str, dtype: torch.dtype, few: bool) -> None:
+    shapes = [(2, 8, 2, 640, 128, 64), (1, 4, 2, 96, 33, 32)]
+    if not few:
+        shapes += [(2, 32, 8, 4096, 128, 64), (1, 18, 1, 512, 64, 16), (2, 3, 3, 320, 80, 32),
+                   (1, 16, 2, 512, 256, 64)]  # fmt: skip
+    for B, Hq, Hkv, T, D, P in shapes:
+        R = B * Hkv
+        near = torch.randn(B, Hq, 1, D, device=device).to(dtype), torch.randn(B, Hq, 1, device=device)
+        v_pages, _, table = pages_of(*(torch.randn(R, T, D, device=device).to(dtype) for _ in range(2)), P)
+        weights = torch.randn(B, Hq, T, device=device).softmax(-1)
+        end = torch.randint(1, T, (R,), device=device, dtype=torch.int32)
+        begin = torch.randint(0, 3, (R,), device=device, dtype=torch.int32)
+        begin[0], end[0] = 0, T
+        far_lse = torch.randn(B, Hq, 1, device=device)
+        far_lse[0, : Hq // Hkv] = near[1][0, : Hq // Hkv] - 3
+        for tau in (None, 0.7):
+            if tau:
+                v_pages[table[0].long()] = float("nan")  # all query heads of this row are skipped
+            given = (weights, far_lse, v_pages, begin, end)
+            doubles = (near[0].double(), near[1].double()), weights.double(), far_lse.double()
+            exact = reference.decode_shared(*doubles, v_pages, begin, end, block_table=table, tau=tau)
+            plain = reference.decode_shared(near, *given, block_table=table, tau=tau)
+            ours = ops.decode_shared(near, *given, block_table=table, tau=tau)
+            assert_as_accurate(ours[0], plain[0], exact[0], typical=True)
+            assert torch.equal(ours[1].cpu(), exact[1].cpu()), "other heads are skipped"
+            again = ops.decode_shared(near, *given, block_table=table, tau=tau)
+            assert torch.equal(again[0], ours[0]), "bits differ between two calls"
 
 
 def check_merge_states(device: str, dtype: torch.dtype, few: bool) -> None:
@@ -233,7 +269,7 @@ def check_dmc_append(device: str, dtype: torch.dtype, few: bool) -> None:
 
 CHECKS = (
     check_rope, check_window_scores, check_layer_similarity, check_select_and_compact, check_decode,
-    check_merge_states, check_attention, check_dmc_gates, check_dmc_accumulate, check_dmc_append,
+    check_decode_shared, check_merge_states, check_attention, check_dmc_gates, check_dmc_accumulate, check_dmc_append,
 )  # fmt: skip
 
 

@@ -18,6 +18,9 @@
 // H200's 20 bytes per clock and multiprocessor that is 206 of 1640 issue slots.
 // The pieces' results are (D + 2)*4 bytes per query and piece, written and read once: 3% of the keys and values at
 // G*S = 4, D = 128.
+// Probabilities, where they are wanted, take 12 bytes more per key and query head: the pieces write the logits, and
+// probabilities_kernel, behind join_kernel, reads and replaces them. At G = 4, D = 128 that is 48 bytes beside the 512
+// of a 16-bit key and value: 9%, less where the logits are still in L2. The kernels that write none are apart.
 //
 // pieces_kernel takes the rest: float32 caches, queries of another type, head dims that are no multiple of 16 bytes.
 #include "decode_mma.cuh"
@@ -26,7 +29,7 @@ namespace {
 
 // ---- everything else: plain FMA ----
 
-template <class T, int VEC, int QUERIES>
+template <class T, int VEC, int QUERIES, bool PROBABILITIES>
 __global__ __launch_bounds__(THREADS, 1) void pieces_kernel(const kvc_decode_args a, const plan p, const scratch s) {
     constexpr int CHUNKS = PER_LANE / VEC;
     constexpr int AHEAD = QUERIES > 4 ? 2 : 4;  // keys that a lane loads before it uses the first
@@ -60,6 +63,8 @@ __global__ __launch_bounds__(THREADS, 1) void pieces_kernel(const kvc_decode_arg
                 values[n][i] = 0.0f;
             }
         }
+        piece_columns columns = {};
+        if constexpr (PROBABILITIES) columns = columns_of(a, p, piece);
         // All lanes run every round: the sums over lanes are shuffles of the whole warp
         for (int base = begin; base < end; base += AHEAD * groups) {
             packed<T, VEC> k[AHEAD][CHUNKS], v[AHEAD][CHUNKS];
@@ -94,6 +99,11 @@ __global__ __launch_bounds__(THREADS, 1) void pieces_kernel(const kvc_decode_arg
                     for (int step = lanes / 2; step > 0; step /= 2)
                         score[u] += __shfl_xor_sync(FULL_WARP, score[u], step);
                     if (!there[u] || base + u * groups + group >= limit[n]) score[u] = -INFINITY;
+                    if constexpr (PROBABILITIES) {
+                        const int key = base - begin + u * groups + group;
+                        if (lane == 0 && first + n < p.queries && key < columns.count)
+                            columns.at[(first + n) * a.columns + key] = score[u];
+                    }
                     top = fmaxf(top, score[u]);
                 }
                 const float shift = finite_or_0(top), keep = exp2f(m[n] - shift);
@@ -150,6 +160,7 @@ __global__ __launch_bounds__(THREADS, 1) void pieces_kernel(const kvc_decode_arg
 // ---- the pieces of a row, in their order ----
 
 // Threads share a query's D columns, `parts` of them each column: part i adds up pieces i, i + parts, ...
+template <bool PROBABILITIES>
 __global__ __launch_bounds__(JOIN_THREADS) void join_kernel(const kvc_decode_args a, const plan p, const scratch s) {
     constexpr int WARPS_HERE = JOIN_THREADS / 32;
     __shared__ float of_warp[WARPS_HERE], of_thread[JOIN_THREADS];
@@ -192,6 +203,51 @@ __global__ __launch_bounds__(JOIN_THREADS) void join_kernel(const kvc_decode_arg
     const int64_t at = (b * a.Hq + q.h) * a.S + q.s;
     store_any(a.out, a.q.dtype, at * D + d, sum == 0.0f ? 0.0f : value / sum);
     if (d == 0) a.lse[at] = sum == 0.0f ? -INFINITY : (shift + log2f(sum)) * LN_2;
+    if constexpr (PROBABILITIES) {
+        if (d > 0 || pieces == 0) return;
+        // Every thread has read its pieces' statistics: from here on those of the first are the row's
+        float2 both;
+        both.x = shift;
+        both.y = sum;
+        s.statistics[row * p.row_pieces * p.queries + n] = both;
+    }
+}
+
+// ---- the logits of pieces as probabilities ----
+
+// Must move: 8 bytes per key and query. A thread has all of its loads under way before the first store: with 12 blocks
+// per multiprocessor 48 KB, enough for the bandwidth of an H200.
+__global__ __launch_bounds__(THREADS) void probabilities_kernel(const kvc_decode_args a, const plan p,
+                                                                const scratch s) {
+    constexpr int EACH = PIECE / THREADS;
+    const int64_t work = static_cast<int64_t>(*s.count) * p.tiles;
+    for (int64_t item = blockIdx.x; item < work; item += gridDim.x) {
+        const int4 piece = s.list[item / p.tiles];
+        const int64_t first = item % p.tiles * SOFTMAX_QUERIES, row = piece.x;
+        const piece_columns columns = columns_of(a, p, piece);
+        float x[SOFTMAX_QUERIES][EACH];
+        float2 statistics[SOFTMAX_QUERIES];
+        KVC_UNROLL
+        for (int n = 0; n < SOFTMAX_QUERIES; n++) {
+            if (first + n >= p.queries) continue;
+            statistics[n] = s.statistics[row * p.row_pieces * p.queries + first + n];
+            KVC_UNROLL
+            for (int i = 0; i < EACH; i++) {
+                const int key = i * THREADS + static_cast<int>(threadIdx.x);
+                if (key < columns.count) x[n][i] = columns.at[(first + n) * a.columns + key];
+            }
+        }
+        KVC_UNROLL
+        for (int n = 0; n < SOFTMAX_QUERIES; n++) {
+            if (first + n >= p.queries) continue;
+            const float shift = statistics[n].x, sum = statistics[n].y, factor = sum == 0.0f ? 0.0f : 1.0f / sum;
+            KVC_UNROLL
+            for (int i = 0; i < EACH; i++) {
+                const int key = i * THREADS + static_cast<int>(threadIdx.x);
+                if (key < columns.count) columns.at[(first + n) * a.columns + key] = exp2f(x[n][i] - shift) * factor;
+            }
+        }
+    }
 }
 
 // ---- host ----
@@ -212,7 +268,7 @@ cudaError_t blocks_for(unsigned& blocks, Kernel* kernel, size_t shared, int64_t 
 template <class T, int MAX_D>
 cudaError_t launch_mma(const kvc_decode_args& a, plan p, cudaStream_t stream) {
     constexpr size_t SHARED = sizeof(mma_shared<T, MAX_D>);
-    const auto kernel = pieces_mma_kernel<T, MAX_D>;
+    const auto kernel = a.probabilities ? pieces_mma_kernel<T, MAX_D, true> : pieces_mma_kernel<T, MAX_D, false>;
     p.tiles = static_cast<int>(ceil_div(p.queries, MMA_QUERIES));
     if (SHARED > 48 * 1024) {
         const cudaError_t error =
@@ -228,7 +284,7 @@ cudaError_t launch_mma(const kvc_decode_args& a, plan p, cudaStream_t stream) {
 
 template <class T, int VEC, int QUERIES>
 cudaError_t launch_fma(const kvc_decode_args& a, plan p, cudaStream_t stream) {
-    const auto kernel = pieces_kernel<T, VEC, QUERIES>;
+    const auto kernel = a.probabilities ? pieces_kernel<T, VEC, QUERIES, true> : pieces_kernel<T, VEC, QUERIES, false>;
     p.lanes = lanes_for(ceil_div(a.D, VEC));
     p.tiles = static_cast<int>(ceil_div(p.queries, QUERIES));
     // At most 128 groups * 8 queries * 2 + 128 threads * 8 queries * 8 floats = 40 KiB: no attribute to set
@@ -262,9 +318,19 @@ cudaError_t launch_pieces(const kvc_decode_args& a, const plan& p, cudaStream_t 
     return wide ? launch_fma<T, VEC>(a, p, stream) : launch_fma<T, 1>(a, p, stream);
 }
 
+cudaError_t launch_probabilities(const kvc_decode_args& a, plan p, cudaStream_t stream) {
+    p.tiles = static_cast<int>(ceil_div(p.queries, SOFTMAX_QUERIES));
+    unsigned blocks = 0;
+    const cudaError_t error = blocks_for(blocks, probabilities_kernel, 0, p.rows * p.row_pieces * p.tiles);
+    if (error != cudaSuccess) return error;
+    KVC_LAUNCH(probabilities_kernel, blocks, THREADS, 0, stream, a, p, scratch_of(a, p));
+    return cudaGetLastError();
+}
+
 bool valid(const kvc_decode_args& a) {
     return a.B >= 0 && a.Hq >= 0 && a.Hkv >= 0 && a.S >= 0 && a.D >= 1 && a.P >= 0 && a.pages >= 0 && a.blocks >= 0 &&
            (!a.value_table || (a.block_table && a.value_blocks >= 0 && a.value_pages >= 0)) &&
+           (!a.probabilities || (a.S == 1 && a.columns >= 0)) &&
            a.D <= KVC_CUDA_MAX_HEAD_DIM && valid_dtype(a.q.dtype) && valid_dtype(a.cache_dtype);
 }
 
@@ -303,6 +369,9 @@ extern "C" cudaError_t kvc_cuda_decode(const kvc_decode_args* args, cudaStream_t
         });
         if (error != cudaSuccess) return error;
     }
-    KVC_LAUNCH(join_kernel, static_cast<unsigned>(p.rows * p.queries), JOIN_THREADS, 0, stream, a, p, s);
-    return cudaGetLastError();
+    const auto join = a.probabilities ? join_kernel<true> : join_kernel<false>;
+    KVC_LAUNCH(join, static_cast<unsigned>(p.rows * p.queries), JOIN_THREADS, 0, stream, a, p, s);
+    error = cudaGetLastError();
+    if (error != cudaSuccess || !a.probabilities || p.row_pieces == 0) return error;
+    return launch_probabilities(a, p, stream);
 }

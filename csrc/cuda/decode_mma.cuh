@@ -20,7 +20,7 @@ struct mma_shared {
 
 static_assert(sizeof(mma_shared<bf16, 128>) + 1024 <= 228 * 1024 / 3, "three blocks per multiprocessor of an H200");
 
-template <class T, int MAX_D>
+template <class T, int MAX_D, bool PROBABILITIES>
 __global__ __launch_bounds__(THREADS) void pieces_mma_kernel(const kvc_decode_args a, const plan p, const scratch s) {
     using memory = mma_shared<T, MAX_D>;
     constexpr int PITCH = memory::PITCH, N = MAX_D / 8, CHUNKS = MAX_D / 8;  // a chunk: 16 bytes
@@ -75,6 +75,8 @@ __global__ __launch_bounds__(THREADS) void pieces_mma_kernel(const kvc_decode_ar
         KVC_UNROLL
         for (int i = 0; i < 2; i++) limit[i] = query_of(a, p, g, first + lane / 4 + 8 * i, row_end).limit;
 
+        piece_columns columns = {};
+        if constexpr (PROBABILITIES) columns = columns_of(a, p, piece);
         const int stages = (end - begin + STAGE - 1) / STAGE;
         copy_stage(0);
         commit_copies();
@@ -93,6 +95,10 @@ __global__ __launch_bounds__(THREADS) void pieces_mma_kernel(const kvc_decode_ar
                 const bool seen = begin + key < limit[r] && shared->pages[key].x >= 0;
                 float& logit = x[i / 4][i % 4];
                 logit = seen ? logit * scale : -INFINITY;
+                if constexpr (PROBABILITIES) {
+                    const int64_t n = first + lane / 4 + 8 * r;
+                    if (n < p.queries && key < columns.count) columns.at[n * a.columns + key] = logit;
+                }
                 top[r] = fmaxf(top[r], logit);
             }
             KVC_UNROLL

@@ -6,7 +6,6 @@
 
 namespace {
 
-
 constexpr int THREADS = 128;
 constexpr int WARPS = THREADS / 32;
 constexpr int PER_LANE = 8;  // elements of a head that one lane of pieces_kernel holds: 32 * 8 = KVC_CUDA_MAX_HEAD_DIM
@@ -15,6 +14,7 @@ constexpr int STAGE = 64;    // keys of a piece in shared memory at a time, 16 p
 constexpr int MMA_QUERIES = 16;
 constexpr int PLAN_THREADS = 256;
 constexpr int JOIN_THREADS = 512;
+constexpr int SOFTMAX_QUERIES = 4;  // whose logits a block turns into probabilities at a time
 constexpr float LOG2_E = 1.44269504088896340736f, LN_2 = 0.69314718055994530942f;
 
 struct plan {
@@ -100,6 +100,22 @@ __device__ inline int64_t offset_in(const kvc_decode_args& a, int page, int64_t 
 
 // 2^x of a difference to a maximum; -inf - -inf is no number, so a maximum of -inf counts as 0.
 __device__ inline float finite_or_0(float m) { return m == -INFINITY ? 0.0f : m; }
+
+// Where a piece's logits, in base 2, wait in a.probabilities until probabilities_kernel knows their sum: those of the
+// row's query n at + n*columns. count: keys of the piece that have a column.
+struct piece_columns {
+    float* at;
+    int count;
+};
+
+__device__ inline piece_columns columns_of(const kvc_decode_args& a, const plan& p, const int4& piece) {
+    const int64_t row = piece.x, first = (piece.w - row * p.row_pieces) * PIECE, left = a.columns - first;
+    const int keys = piece.z - piece.y < PIECE ? piece.z - piece.y : PIECE;
+    piece_columns columns;
+    columns.at = a.probabilities + row * p.queries * a.columns + first;
+    columns.count = left < keys ? static_cast<int>(left) : keys;
+    return columns;
+}
 
 // One block: counts the pieces of every row, adds the counts up, lists the pieces row by row.
 __global__ __launch_bounds__(PLAN_THREADS) void plan_kernel(const kvc_decode_args a, const plan p, const scratch s) {

@@ -14,7 +14,10 @@
  *   append_tokens  a call that does not fit, or a count or length out of range: nothing is changed, free_count[1] grows
  *   truncate_rows  lengths are clamped to what the rows hold
  *   compact_pages  as append_tokens where pages run out; a place whose index is no slot of its row is not written
- *   decode         ranges are clamped to the row's capacity; keys on a page outside [0, pages) are not seen
+ *   decode         ranges are clamped to the row's capacity; keys on a page outside [0, pages) are not seen, their
+ *                  probability is 0; of a row with more keys than columns the first probabilities are written
+ *   decode_shared  ranges are clamped to the row's capacity and to columns; values on a page outside [0, pages) count
+ *                  nothing
  *   attention      lengths are clamped to [0, T]
  *   dmc_append     as append_tokens; a position outside the tables gives NaN in the rotated part of its key
  * With 16-bit types, decode may let a value that is not finite reach queries of its row that do not see it (0*inf; only
@@ -30,7 +33,7 @@ extern "C" {
 #endif
 
 #define KVC_CUDA_MAX_SIMILARITY_LAYERS 188 /* their rows of 64 keys fill 48 KiB of shared memory */
-#define KVC_CUDA_MAX_HEAD_DIM 256 /* window_scores, layer_similarity, decode, attention and dmc_*; the other kernels take any D */
+#define KVC_CUDA_MAX_HEAD_DIM 256 /* window_scores, layer_similarity, decode*, attention, dmc_*; others take any D */
 
 cudaError_t kvc_cuda_rope(const kvc_rope_args *args, cudaStream_t stream);
 
@@ -55,6 +58,12 @@ cudaError_t kvc_cuda_compact_pages(const kvc_compact_pages_args *args, cudaStrea
  * that the launcher rejects. Nothing waits for the host: a call can be captured in a CUDA graph. */
 int64_t kvc_cuda_decode_scratch_bytes(const kvc_decode_args *args);
 cudaError_t kvc_cuda_decode(const kvc_decode_args *args, cudaStream_t stream);
+
+/* D floats per query head and piece that a row can have, its sums; from sizes only. 64-byte aligned. 0 for sizes that
+ * the launcher rejects. Which rows are skipped is decided on the device: nothing waits for the host. */
+int64_t kvc_cuda_decode_shared_scratch_bytes(const kvc_decode_shared_args *args);
+cudaError_t kvc_cuda_decode_shared(const kvc_decode_shared_args *args, cudaStream_t stream);
+
 cudaError_t kvc_cuda_merge_states(const kvc_merge_states_args *args, cudaStream_t stream);
 
 cudaError_t kvc_cuda_attention(const kvc_attention_args *args, cudaStream_t stream);

@@ -41,6 +41,7 @@ extern int table_count;
 
 void test_score(void);
 void test_decode(void);
+void test_decode_shared(void);
 void test_flash(void);
 void test_merge(void);
 void test_pages(void);

@@ -335,6 +335,7 @@ int main(void) {
         test_rope();
         test_score();
         test_decode();
+        test_decode_shared();
         test_flash();
         test_merge();
         test_dmc();

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import math
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -173,7 +174,19 @@ DecodeArgs = structure(
     float: scale
     int: causal
     pointer: value_table
-    int64: value_pages value_blocks""",
+    int64: value_pages value_blocks
+    pointer: probabilities
+    int64: columns""",
+)
+DecodeSharedArgs = structure(
+    "DecodeSharedArgs",
+    """
+    pointer: out skipped near near_lse far_lse probabilities
+    int64: stride_b stride_h columns
+    int: dtype cache_dtype
+    pointer: v_pages block_table begin end scratch
+    int64: B Hq Hkv D P pages blocks
+    float: threshold""",
 )
 MergeStatesArgs = structure(
     "MergeStatesArgs",
@@ -208,6 +221,7 @@ ARGS = [
     SelectTopkArgs,
     CompactRowsArgs,
     DecodeArgs,
+    DecodeSharedArgs,
     MergeStatesArgs,
     AttentionArgs,
     AttentionBackwardArgs,
@@ -249,7 +263,7 @@ def slot_arrays(arrays, tokens=None):
 class Kernels:
     def __init__(self, library: Path):
         self.library = ctypes.CDLL(str(library))
-        for name in ("window_scores", "layer_similarity", "decode", "attention_backward"):
+        for name in ("window_scores", "layer_similarity", "decode", "decode_shared", "attention_backward"):
             getattr(self.library, f"kvc_cuda_{name}_scratch_bytes").restype = c_int64
         self.check_sizes(ARGS, self.library.check_sizes)
 
@@ -346,6 +360,7 @@ class Kernels:
         begin=None,
         scale=None,
         causal=False,
+        probabilities=None,
     ):
         B, Hq, S, D = queries.shape
         pages, P, _ = k_pages.shape
@@ -361,8 +376,26 @@ class Kernels:
         args.causal = causal
         args.value_table, args.value_pages = pointer(value_table), v_pages.shape[0]
         args.value_blocks = 1 if value_table is None else value_table.shape[1]
+        args.probabilities = pointer(probabilities)
+        args.columns = 0 if probabilities is None else probabilities.shape[2]
         self.call_with_scratch("kvc_cuda_decode", args)
         return out, lse
+
+    def decode_shared(self, near, probabilities, far_lse, v_pages, begin, end, *, block_table, tau=None):
+        B, Hq, _, D = near[0].shape
+        out, skipped = torch.full_like(near[0], 77.0), torch.full((B, Hq, 1), 77, dtype=torch.uint8)
+        args = DecodeSharedArgs(*(pointer(x) for x in (out, skipped, *near, far_lse, probabilities)))
+        args.stride_b, args.stride_h, args.columns = *probabilities.stride()[:2], probabilities.shape[2]
+        args.dtype, args.cache_dtype = DTYPES.index(out.dtype), DTYPES.index(v_pages.dtype)
+        args.v_pages = pointer(v_pages)
+        args.block_table = pointer(block_table) or 64  # as the binding: without elements it is not missing
+        args.begin, args.end = pointer(begin), pointer(end)
+        args.B, args.Hq, args.Hkv, args.D = B, Hq, end.shape[0] // B if B else 1, D
+        args.pages, args.P, args.blocks = *v_pages.shape[:2], block_table.shape[1]
+        args.threshold = math.inf if tau in (None, 1) else -math.inf if tau == 0 else math.log(tau / (1 - tau))
+        self.call_with_scratch("kvc_cuda_decode_shared", args)
+        assert not (skipped > 1).any()
+        return out, skipped.bool()
 
     def merge_states(self, a, b, *, out=None):
         (out_a, lse_a), (out_b, lse_b) = a, b

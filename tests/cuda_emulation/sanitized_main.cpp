@@ -125,7 +125,7 @@ void run_decode(int64_t D, int64_t Hq, int64_t P, kvc_dtype dtype, bool paged) {
     const std::vector<int32_t> table = {2, 0, 1, 3}, begin = {-2, 1}, end = {static_cast<int32_t>(2 * P), 1000000};
     kvc_decode_args args = {out.bytes.get(), lse.floats(), q.view(), k.bytes.get(), v.bytes.get(), dtype,
                             paged ? table.data() : nullptr, begin.data(), end.data(), nullptr, B, Hq, Hkv, S, D, P,
-                            pages, blocks, 0.2f, 1, nullptr, 0, 0};
+                            pages, blocks, 0.2f, 1, nullptr, 0, 0, nullptr, 0};
     const size_t bytes = static_cast<size_t>(kvc_cuda_decode_scratch_bytes(&args));
     std::unique_ptr<void, void (*)(void*)> scratch(std::aligned_alloc(64, bytes), std::free);
     args.scratch = scratch.get();
@@ -138,11 +138,43 @@ void run_long_decode(int64_t Hq, int64_t S, kvc_dtype dtype) {
         lse(B * Hq * S, KVC_F32);
     const std::vector<int32_t> end = {static_cast<int32_t>(T), 100};
     kvc_decode_args args = {out.bytes.get(), lse.floats(), q.view(), k.bytes.get(), v.bytes.get(), dtype, nullptr,
-                            nullptr, end.data(), nullptr, B, Hq, Hkv, S, D, T, Hkv, 1, 0.2f, 1, nullptr, 0, 0};
+                            nullptr, end.data(), nullptr, B, Hq, Hkv, S, D, T, Hkv, 1, 0.2f, 1, nullptr, 0, 0, nullptr,
+                            0};
     const size_t bytes = static_cast<size_t>(kvc_cuda_decode_scratch_bytes(&args));
     std::unique_ptr<void, void (*)(void*)> scratch(std::aligned_alloc(64, bytes), std::free);
     args.scratch = scratch.get();
     expect(kvc_cuda_decode(&args, nullptr), "long decode", S);
+}
+
+// One layer's probabilities over another's values; rows reach further than the table, than the columns, and to pages
+// that are not there. All query heads of the first row are skipped: its pages lie behind the array's end.
+void run_decode_shared(int64_t G, int64_t D, int64_t P, kvc_dtype dtype, int64_t columns) {
+    const int64_t B = 2, Hkv = 2, Hq = Hkv * G, pages = 3, blocks = 320 / P;
+    array q(B, Hq, 1, D, dtype), k(pages * P * D, dtype), v(pages * P * D, dtype), out(B * Hq * D, dtype),
+        near(B * Hq * D, dtype), lse(B * Hq, KVC_F32), near_lse(B * Hq, KVC_F32), shares(B * Hq * columns, KVC_F32);
+    std::unique_ptr<uint8_t[]> skipped(new uint8_t[static_cast<size_t>(B * Hq)]);
+    std::vector<int32_t> table;
+    for (int64_t i = 0; i < B * Hkv * blocks; i++) table.push_back(static_cast<int32_t>(i % 5) - 1);
+    const std::vector<int32_t> begin = {-2, 1, 300, 70}, end = {1000000, 320, 300, 72};
+    kvc_decode_args decode = {out.bytes.get(), lse.floats(), q.view(), k.bytes.get(), v.bytes.get(), dtype,
+                              table.data(), begin.data(), end.data(), nullptr, B, Hq, Hkv, 1, D, P, pages, blocks, 0.2f,
+                              1, nullptr, 0, 0, shares.floats(), columns};
+    const size_t bytes = static_cast<size_t>(kvc_cuda_decode_scratch_bytes(&decode));
+    std::unique_ptr<void, void (*)(void*)> scratch(std::aligned_alloc(64, bytes), std::free);
+    decode.scratch = scratch.get();
+    expect(kvc_cuda_decode(&decode, nullptr), "decode with probabilities", D);
+    for (int64_t i = 0; i < blocks; i++) table[static_cast<size_t>(i)] = static_cast<int32_t>(pages);
+    for (int64_t i = blocks; i < B * Hkv * blocks; i++) table[static_cast<size_t>(i)] %= pages;
+    for (int64_t h = 0; h < B * Hq; h++) near_lse.floats()[h] = lse.floats()[h] + (h < G ? 9.0f : -9.0f);
+    kvc_decode_shared_args shared = {out.bytes.get(), skipped.get(), near.bytes.get(), near_lse.floats(), lse.floats(),
+                                     shares.floats(), Hq * columns, columns, columns, dtype, dtype, v.bytes.get(),
+                                     table.data(), begin.data(), end.data(), nullptr, B, Hq, Hkv, D, P, pages + 1,
+                                     blocks, 0.5f};
+    const size_t more = static_cast<size_t>(kvc_cuda_decode_shared_scratch_bytes(&shared));
+    std::unique_ptr<void, void (*)(void*)> workspace(std::aligned_alloc(64, (more + 63) / 64 * 64), std::free);
+    shared.scratch = workspace.get();
+    expect(kvc_cuda_decode_shared(&shared, nullptr), "decode_shared", D);
+    if (!skipped[0] || skipped[static_cast<size_t>(G)]) expect(cudaErrorInvalidValue, "other heads are skipped", D);
 }
 
 void run_attention(int64_t D, int64_t S, int64_t T, int64_t window, kvc_dtype dtype, int64_t B = 2, int64_t Hq = 2) {
@@ -262,6 +294,8 @@ int main(int count, char** arguments) {
         run_decode(33, 5, 8, KVC_F32, true);
         run_long_decode(4, 2, KVC_BF16);
         run_long_decode(2, 1, KVC_F32);
+        run_decode_shared(3, 33, 8, KVC_F32, 290);
+        run_decode_shared(5, 64, 64, KVC_BF16, 400);
         run_merge(9, 33, KVC_BF16);
         run_attention(40, 35, 70, 12, KVC_BF16, 1, 1);
         run_attention(24, 9, 40, 12, KVC_F32, 1, 1);
@@ -283,6 +317,7 @@ int main(int count, char** arguments) {
                 run_decode(D, 1, 8, dtype, true);
                 run_decode(D, 5, 8, dtype, true);
                 run_decode(D, 3, 13, dtype, false);
+                for (int64_t G : {1, 3, 9}) run_decode_shared(G, D, 32, dtype, 270 + D);
                 run_merge(9, D, dtype);
                 run_attention(D, 35, 70, D == 33 ? 0 : 12, dtype);
                 run_dmc_gates(D, dtype);
@@ -297,6 +332,8 @@ int main(int count, char** arguments) {
         run_dmc_accumulate(99, 256, 64, KVC_F16, 1, 1);
         run_dmc_append(600, 200, 0, KVC_BF16);
         run_dmc_append(300, 70, 64, KVC_F32);
+        run_decode_shared(4, 256, 4, KVC_F32, 5);
+        run_decode_shared(18, 200, 64, KVC_F16, 320);
         run_long_decode(4, 2, KVC_F32);
         run_long_decode(10, 4, KVC_BF16);
         run_attention(200, 7, 9, 0, KVC_F16);

@@ -24,3 +24,14 @@ def test_merging_notebook_runs_its_answer_is_right_and_its_cache_is_smaller():
     assert asked.endswith(f"{answer})")
     assert float(ratios.rsplit(",", 1)[1].rstrip(")")) > 1.5
     assert float(difference.strip("'").rsplit(" ", 1)[1]) < 1e-3
+
+
+def test_sharing_notebook_runs_its_answer_is_right_and_its_cache_is_smaller():
+    asked, lead, answer, keys, nbytes, _, skipped, difference = executed("sharing.ipynb")
+    assert asked.endswith(f"{answer})")
+    assert "0.625 of all heads follow" in lead
+    assert keys.startswith("([[1904, 1904], [304, 304], [304, 1904], [304, 304]]")
+    ours, dense = (int(part.strip("(')").split()[0].replace(",", "")) for part in nbytes.split("', '"))
+    assert ours < 0.8 * dense
+    assert "SkipShares(followers=0." in skipped
+    assert float(difference.strip("'").rsplit(" ", 1)[1]) < 1e-3

@@ -207,8 +207,8 @@ def test_the_command_reads_files_and_other_models(tmp_path):
         (("--model", "nowhere/at-all"), "text must be given"),
         (("--reduce", "max"), "reduce must be one of mean, min"),
         (("--device", "tpu"), "device must be one of"),
-        (("--share", 0.9, "--samples", 1, "--length", 64), "share must be between 0 and"),
-        (("--samples", 100_000_000, "--length", 64), "samples must be at most the"),
+        (("--share", 0.9, "--samples", 1, "--length", 128), "share must be between 0 and"),
+        (("--samples", 100_000_000, "--length", 64, "--held-out"), "samples must be at most the"),
     ],
 )
 def test_wrong_options_are_named(tmp_path, arguments, message):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from ..caches.base import decoder_config, sizes_of
 from ..checks import need, need_choice
 from ..models import load_example_model
-from ..models.text import held_out_text, training_text
+from ..models.text import held_out_text
 from ..pod.plan import PoDPlan, delta_for_share, lead_table
 from ..pod.refine import refine
 from ..pod.similarity import REDUCTIONS, measure_similarity
@@ -106,10 +107,11 @@ def _texts(
 
         def row(j: int) -> Any:
             return windows[j]["input_ids"]
+    elif not held_out:
+        return _training_rows(samples, length, seed), "the example model's training data"
     else:
-        source = np.frombuffer(held_out_text() if held_out else training_text(rng), dtype=np.uint8)
-        kind = "held-out" if held_out else "training"
-        count, name = len(source) // length, f"Python's standard library, {kind} files"
+        source = np.frombuffer(held_out_text(), dtype=np.uint8)
+        count, name = len(source) // length, "Python's standard library, held-out files"
 
         def row(j: int) -> Any:
             return source[j * length : (j + 1) * length].astype(np.int64)
@@ -120,6 +122,14 @@ def _texts(
     )
     chosen = sorted(rng.choice(count, samples, replace=False).tolist())
     return [torch.as_tensor(row(j)) for j in chosen], name
+
+
+def _training_rows(samples: int, length: int, seed: int) -> list[Tensor]:
+    """Single documents of the mix that the example model was trained on: text alone asks for nothing far away."""
+    from ..retrofit.data import example_rows
+
+    rows = (row for row in example_rows(length, 1, seed) if row["position_ids"][-1] == length - 1)
+    return [torch.as_tensor(row["input_ids"]) for row in itertools.islice(rows, samples)]
 
 
 # ---- what is printed and drawn ----
@@ -144,8 +154,7 @@ def _print(plan: PoDPlan, similarity: Tensor, dtype: torch.dtype, console: Conso
     lines = [
         f"{plan.samples:,} texts of {plan.sample_length:,} tokens ({plan.data}), their last {plan.queries} queries",
         f"similarity: {similarity.min():.3f} to 1, standard error {error}",
-        f"{chosen}: {plan.followers} of {plan.layers * plan.kv_heads} (layer, KV head) follow, "
-        f"phi = {plan.share:.3f}",
+        f"{chosen}: {plan.followers} of {plan.layers * plan.kv_heads} (layer, KV head) follow, phi = {plan.share:.3f}",
         f"delta for a share of {_deltas(similarity)}",
         "blocks of layers",
     ]

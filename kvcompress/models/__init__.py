@@ -21,7 +21,7 @@ def load_example_model(
     """The shipped model (3 M parameters, trained to 2,048 bytes) and its tokenizer (one token per byte); no network.
 
     dtype: float32, bfloat16 or float16. retrofit: None, or "dmc" or "pod": the model after `kvcompress retrofit
-    dmc` or `pod`, to be attached like any converted model. Returns (model in eval mode, tokenizer). See the README.md of
+    dmc` or `pod`, to be attached like any converted model. Returns (model in eval mode, tokenizer). See README.md in
     models/example, example_dmc and example_pod.
     Raises ValueError for another dtype or retrofit, or a device that is not there.
     """

@@ -135,6 +135,20 @@ def write_json(path: Path, rows: list[dict[str, Any]], **more: object) -> None:
     fresh.replace(path)
 
 
+def deliver(
+    choice: argparse.Namespace,
+    rows: list[dict[str, Any]],
+    show: Callable[[list[dict[str, Any]]], None],
+    draw: Callable[[list[dict[str, Any]], Path], None],
+) -> None:
+    """Prints the rows, and writes and draws them where the command (--json, --figure) asks for it."""
+    show(rows)
+    if choice.json is not None:
+        write_json(choice.json, rows)
+    if choice.figure is not None:
+        draw(rows, choice.figure)
+
+
 def report(rows: list[Row], path: Path | None, **ceilings: float) -> None:
     """Prints the table and writes the file."""
     lines = [

@@ -35,7 +35,7 @@ from typing import Any
 import numpy as np
 import quality_common
 import torch
-from common import write_json
+from common import deliver
 from dmc_quality_tables import draw, show
 from quality import FULL as QUALITY_FULL
 from quality import PRUNERS, load
@@ -207,11 +207,7 @@ def main() -> None:
     model, tokenizer = load(choice.original, choice.device)
     subjects, name = subjects_of(choice.models, model), Path(choice.original).name
     rows = run(model, tokenizer, subjects, sizes, name=name, page_size=choice.page_size)
-    show(rows)
-    if choice.json is not None:
-        write_json(choice.json, rows)
-    if choice.figure is not None:
-        draw(rows, choice.figure)
+    deliver(choice, rows, show, draw)
 
 
 if __name__ == "__main__":

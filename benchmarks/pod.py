@@ -116,8 +116,8 @@ def decode_rows(T: int, B: int, dtype: torch.dtype, repeats: int, bandwidth: flo
     drawn = [tuple(tokens(B, 1, dtype, n) for n in (HEADS, KV_HEADS, KV_HEADS)) for _ in range(LAYERS)]
     works = [lambda cache=cache: step(cache, cache.layers, drawn) for cache in caches.values()]  # type: ignore[misc]
     seconds = alternate(repeats, *works, lambda: step(caches["reuse"], dense, drawn))  # type: ignore[arg-type]
-    one, far = B * KV_HEADS * HEAD_DIM * dtype.itemsize, T - PLAN.near
-    follower = 2 * PLAN.near * one
+    one, far = B * KV_HEADS * HEAD_DIM * dtype.itemsize, T - PLAN.window
+    follower = 2 * PLAN.window * one
     weights = B * HEADS * far * 4
     read = {
         "reuse": 2 * T * one + weights + (LAYERS - 1) * (follower + far * one + weights),

@@ -47,7 +47,7 @@ from typing import Any
 
 import numpy as np
 import quality_common
-from common import write_json
+from common import deliver
 from pod_quality_tables import draw, show
 from quality import PRUNERS, load, make_tasks
 from quality_common import (
@@ -320,11 +320,7 @@ def main() -> None:
     model, tokenizer = load(choice.original, choice.device)
     subjects, name = subjects_of(choice.models, model), Path(choice.original).name
     rows = run(model, tokenizer, subjects, sizes, name=name, page_size=choice.page_size)
-    show(rows)
-    if choice.json is not None:
-        write_json(choice.json, rows)
-    if choice.figure is not None:
-        draw(rows, choice.figure)
+    deliver(choice, rows, show, draw)
 
 
 if __name__ == "__main__":

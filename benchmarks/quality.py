@@ -36,7 +36,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import parse_arguments, parser, print_table, tidy, write_json
+from common import deliver, parse_arguments, parser, print_table, tidy
 from quality_tasks import (
     Result,
     Task,
@@ -377,11 +377,7 @@ def main() -> None:
     model, tokenizer = load(choice.model, choice.device)
     sizes = replace(QUICK if choice.quick else FULL, length=choice.length)
     rows = run(model, tokenizer, sizes, name=choice.model, ablation=choice.ablations)
-    show(rows)
-    if choice.json is not None:
-        write_json(choice.json, rows)
-    if choice.figure is not None:
-        draw(rows, choice.figure)
+    deliver(choice, rows, show, draw)
 
 
 if __name__ == "__main__":

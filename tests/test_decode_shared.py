@@ -186,7 +186,7 @@ def test_wrong_arguments_are_named(change, message):
 @pytest.mark.parametrize(
     ("end", "columns", "page", "message"),
     [(25, 40, 0, "end must be between 0 and 24"), (20, 19, 0, "a column for each of 20 keys of row 0, got 19"),
-     (20, 20, 99, "block_table must name pages")],
+     (20, 0, 0, "a column for each of 20 keys of row 0, got 0"), (20, 20, 99, "block_table must name pages")],
 )  # fmt: skip
 def test_rows_that_are_not_there_are_refused(end, columns, page, message):
     queries, near, k_pages, v_pages, table, _, _ = drawn(1, 4, 1, 20, 16, 8)

@@ -48,7 +48,7 @@ def test_later_tokens_see_what_the_lead_chose(name, keep, page_size, monkeypatch
     lead, sinks, recent, _ = setting
     model, ids = converted(setting), random_ids(60, 2)
     seen = chosen_by_drawn(setting, 2, PROMPT, keep, page_size)
-    layers = iter(layer for layer, row in enumerate(lead) if set(row) != {layer})
+    layers = iter(range(4))
 
     def masked(q, k, v, lead_q, lead_k, *, sinks, recent, scale):
         G, T, layer = q.shape[1] // k.shape[1], q.shape[2], next(layers)
@@ -61,25 +61,23 @@ def test_later_tokens_see_what_the_lead_chose(name, keep, page_size, monkeypatch
         every = torch.where(near, logits[0], logits[1]).masked_fill(~(near | far), -math.inf)
         return every.softmax(-1) @ v.repeat_interleave(G, 1), every.logsumexp(-1), (every.softmax(-1) * near).sum(-1)
 
-    plain = kvcompress.ops.attention
-
     def masked_plain(q, k, v, scale):  # of layers that lead for every head: layer 0
         out = masked(q, k, v, q, k, sinks=sinks, recent=recent, scale=scale)
         return out[0], out[1]
 
     with monkeypatch.context() as patch:
         patch.setattr(kvcompress.ops, "pod_attention", masked)
-        layers = iter(range(4))
         patch.setattr(kvcompress.ops, "attention", masked_plain)
         expected = trained(model, ids)
-    assert plain is kvcompress.ops.attention
-    for reuse in (True, False):
+    # what a call of several tokens drops at its end, later calls lack: only the last one may be such
+    for reuse, calls in ((True, [1] * 20), (False, [1] * 20), (None, [20]), (None, [1] * 7 + [13])):
         cache = new_cache(model, page_size=page_size, pruner=Drawn(), distant=keep, reuse=reuse)
-        found = read(model, ids, cache, [PROMPT] + [1] * 20)
+        found = read(model, ids, cache, [PROMPT, *calls])
         torch.testing.assert_close(found[:, PROMPT:], expected[:, PROMPT:], rtol=1e-3, atol=1e-3)
-    gone = PROMPT - int(seen[0, 0].sum())
-    assert all(row == [60 - gone] * 2 for layer in cache.stored_lengths() for row in layer)
-    assert (gone == 0) == (keep == 100)
+        if calls[-1] == 1:
+            gone = PROMPT - int(seen[0, 0].sum())
+            assert all(row == [60 - gone] * 2 for layer in cache.stored_lengths() for row in layer)
+            assert (gone == 0) == (keep == 100)
 
 
 @pytest.mark.parametrize("pruner", [SnapKV(window=8), ExpectedAttention()])
@@ -126,6 +124,37 @@ def test_a_second_prompt_is_chosen_from_again():
     assert cache.stored_lengths()[2][0] == [12 + 5] * 2
     assert cache.seen_lengths() == [70]
     assert bool(logits_of(model, ids[:, 70:], cache).isfinite().all())
+
+
+def test_a_prompt_of_one_new_token_chooses_nothing():
+    model, ids = converted(), random_ids(61)
+    cache = new_cache(model, page_size=1, pruner=SnapKV(window=8), distant=5)
+    prefill(model, ids[:, :41], cache)
+    for t in range(40, 60):
+        logits_of(model, ids[:, t : t + 1], cache)
+    prefill(model, ids, cache)  # all but the last token is there
+    assert cache.stored_lengths()[0][0] == [12 + 5 + 20] * 2
+    assert bool(logits_of(model, ids[:, 60:], cache).isfinite().all())
+
+
+@pytest.mark.parametrize("pruner", [SnapKV(window=8), ExpectedAttention()])
+def test_a_sequence_without_tokens_in_a_call_stays_as_it_is(pruner):
+    model, ids = converted(), random_ids(40, 2)
+    caches = [new_cache(model, page_size=1, pruner=pruner, distant=5) for _ in range(2)]
+    for cache in caches:
+        prefill(model, ids, cache)
+        for step in range(9):
+            logits_of(model, random_ids(1, 2, seed=step), cache)
+    before = caches[0].stored_lengths()[2]
+    mask = torch.tensor([[1] * 6, [0] * 6])
+    with torch.no_grad():
+        model(random_ids(6, 2, seed=20), attention_mask=mask, past_key_values=caches[0])
+    assert caches[0].stored_lengths()[2][0] == [12 + 5] * 2
+    assert caches[0].stored_lengths()[2][1] == before[1] == [12 + 5 + 9] * 2
+    token = random_ids(1, 2, seed=21)
+    torch.testing.assert_close(
+        logits_of(model, token, caches[0])[1], logits_of(model, token, caches[1])[1], rtol=1e-4, atol=1e-4
+    )
 
 
 def test_bytes_of_what_went_are_given_back():
@@ -193,6 +222,9 @@ def test_scores_that_are_no_numbers_change_nothing():
 def test_wrong_settings_are_named(options, message):
     with pytest.raises(ValueError, match=message):
         PoDCache(converted().config, **options)
-    for name in ("window", "cla"):
-        with pytest.raises(ValueError, match="pruner must be None with mode"):
-            PoDCache(converted(SETTINGS[name]).config, pruner=SnapKV(), distant=4)
+
+
+@pytest.mark.parametrize("name", ["window", "cla"])
+def test_baselines_take_no_pruner(name):
+    with pytest.raises(ValueError, match="pruner must be None with mode"):
+        PoDCache(converted(SETTINGS[name]).config, pruner=SnapKV(), distant=4)

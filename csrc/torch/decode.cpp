@@ -78,7 +78,8 @@ static std::tuple<Tensor, Tensor> decode_to(const Tensor& queries, const Tensor&
         check_array(*probabilities, queries, ScalarType::Float, {B, Hq, -1}, "probabilities");
         KVC_CHECK(S == 1, "probabilities are of one query per head, got ", S);
         args.columns = probabilities->size(2);
-        if (args.columns) args.probabilities = static_cast<float*>(probabilities->mutable_data_ptr());
+        static float nothing;  // wanted, though there is no column: a row that has keys is refused
+        args.probabilities = args.columns ? static_cast<float*>(probabilities->mutable_data_ptr()) : &nothing;
     }
     int64_t bytes = 0;
     if (queries.is_cpu()) bytes = kvc_decode_scratch_bytes(&args);

@@ -137,7 +137,7 @@ def _training_rows(samples: int, length: int, seed: int) -> list[Tensor]:
 
 def _lengths(plan: PoDPlan) -> list[int]:
     """Powers of two from the near tokens on, five of them, and the samples' own length."""
-    first = 1 << (plan.near - 1).bit_length()
+    first = 1 << (plan.window - 1).bit_length()
     return sorted({*(first << k for k in range(5)), plan.sample_length})
 
 

@@ -15,21 +15,23 @@ if TYPE_CHECKING:
     from .pod_layer import PoDLayer
 
 
-def select_distant(layers: Sequence[PoDLayer], pruner: Pruner, keep: int) -> bool:
+def select_distant(layers: Sequence[PoDLayer], pruner: Pruner, keep: int) -> None:
     """Leaves `keep` distant tokens per KV head, and the near ones; up to a page more, as pages go as a whole.
 
     The lead of a block scores its own keys by its latest queries; its keys and the values of every layer of the block
     stay for the tokens that it chooses. Near or distant is what a token is by its place; keys keep their rotation.
-    Returns whether anything went. Raises RuntimeError for NaN scores, before anything is changed.
+    A sequence that had no tokens in the call stays as it is. Raises RuntimeError for NaN scores, before anything is
+    changed.
     Source: PoD, section 3.1 (PoD + SnapKV); that the lead chooses is ours.
     """
-    first = layers[0]
-    assert first.values is not None
+    first = layers[0]  # leads every head
+    if first.recent is None:  # no token was read: a prompt of one new token leaves that to who goes on
+        return
     config, P = first.cache.pod, first.cache.pool_settings.page_size
-    held = first.held
-    gone = [max(n - config.window - keep, 0) // P for n in held]
+    held, new = first.held, first.recent.valid
+    gone = [max(n - config.window - keep, 0) // P if had else 0 for n, had in zip(held, new, strict=True)]
     if not any(gone):
-        return False
+        return
     stay = [n - pages * P for n, pages in zip(held, gone, strict=True)]
     chosen: dict[tuple[int, int, int], Tensor] = {}  # (lead, sequence, KV head): slots that stay
     for layer in layers:
@@ -39,7 +41,6 @@ def select_distant(layers: Sequence[PoDLayer], pruner: Pruner, keep: int) -> boo
                 chosen[layer.index, b, head] = slots
     for layer in layers:
         _keep(layer, chosen, gone, stay)
-    return True
 
 
 def _choose(layer: PoDLayer, b: int, heads: list[int], pruner: Pruner, stay: int) -> Tensor:
@@ -53,15 +54,14 @@ def _choose(layer: PoDLayer, b: int, heads: list[int], pruner: Pruner, stay: int
     last = queries[b : b + 1, [head * G + g for head in heads for g in range(G)], queries.shape[2] - valid[b] :]
     seen, device = layer.next[b], queries.device
     places = torch.arange(seen - valid[b], seen, dtype=torch.int32, device=device)[None]
-    rotated = rotary.rotate(last, places, seen, layer.rope_lengths[b : b + 1]) if valid[b] else last
+    rotated = rotary.rotate(last, places, seen, layer.rope_lengths[b : b + 1])
     offer = Candidates(
         queries=rotated, keys=layer.keys.first_slots(rows, n)[None], values=layer.values.first_slots(rows, n)[None],
         count=n, chunk_length=valid[b], guide_length=0, scaling=layer.scaling, layer=layer.index, whole=n == seen,
         unrotated=last, position=seen, rotary=rotary,
     )  # fmt: skip
-    scores = pruner.scored(offer, stay)[:, config.sinks : n - config.recent]
-    bad = scores.isnan().any()
-    if bad:
+    scores = pruner.rank(offer, stay)[:, config.sinks : n - config.recent]
+    if scores.isnan().any():
         raise RuntimeError(
             f"scores of {type(pruner).__name__} in layer {layer.index} hold NaN; that layer's keys or queries do, or "
             "its pruner's scores are wrong"

@@ -85,7 +85,7 @@ class PoDCache(ConvertedCache):
         self.skipped_pairs: Tensor | None = None
         super().__init__(config, page_size, max_pages, grow, chunk_size)
         self.tau = self.pod.tau if tau is None else tau
-        self.skips = self.tau is not None and self.tau != 1
+        self.skips = self.pod.mode == "pod" and self.tau is not None and self.tau != 1
         if reuse is False and self.skips:
             raise ValueError(f"reuse must not be False with tau {self.tau}: the gate is known from what is reused")
         self.reuse = reuse
@@ -160,8 +160,7 @@ class PoDCache(ConvertedCache):
     def _select(self) -> None:
         if self.pruner is None or self.distant is None:
             return
-        if self.layers[0].values is not None:
-            select_distant(self.layers, self.pruner, self.distant)
+        select_distant(self.layers, self.pruner, self.distant)
         for layer in self.layers:
             layer.recent = None
 
@@ -193,9 +192,11 @@ class PoDCache(ConvertedCache):
     # ---- what users ask ----
 
     def skip_shares(self) -> SkipShares:
-        """What tau has saved since the cache was new or reset. Raises ValueError without tau."""
+        """What tau has saved since the cache was new or reset. Raises ValueError where nothing is ever skipped."""
         if not self.skips:
-            raise ValueError(f"tau must be below 1 for anything to be skipped, got {self.tau}")
+            raise ValueError(
+                f"tau must be below 1, and mode 'pod', for anything to be skipped, got {self.tau} and {self.pod.mode!r}"
+            )
         near, lead, follower = (self.pairs[name] for name in ("near", "lead", "follower"))
         skipped = 0 if self.skipped_pairs is None else int(self.skipped_pairs)
         # a key is multiplied once and a value once; followers multiply distant values alone

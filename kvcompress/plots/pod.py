@@ -156,7 +156,7 @@ def saved_over_length(
     axes = one_panel(axes)
     for number, (name, each) in enumerate(by_name.items()):
         style = line_style(number, len(by_name), len(chosen))
-        text = f"phi = {each.share:.2f}, near = {each.near:,}"
+        text = f"phi = {each.share:.2f}, near = {each.window:,}"
         axes.plot(chosen, [100 * each.saved(n) for n in chosen], label=f"{name}: {text}" if name else text, **style)
         axes.axhline(50 * each.share, color=style["color"], linewidth=0.8, linestyle=LINES[3])
     _length_axis(axes, "tokens")
@@ -184,8 +184,8 @@ def memory_curve(
     """
     if not isinstance(plan, PoDPlan):
         raise TypeError(f"plan must be a PoDPlan, got {type(plan).__name__}")
-    most = 8 * plan.near
-    chosen = _lengths(lengths, sorted({max(1, most * k // 64) for k in range(65)} | {plan.near}))
+    most = 8 * plan.window
+    chosen = _lengths(lengths, sorted({max(1, most * k // 64) for k in range(65)} | {plan.window}))
     dense, ours = ([nbytes(n, dtype) for n in chosen] for nbytes in (plan.dense_nbytes, plan.nbytes))
     unit, size = ("GiB", 2**30) if dense[-1] >= 4 * 2**30 else ("MiB", 2**20)
     axes = one_panel(axes)
@@ -200,7 +200,7 @@ def memory_curve(
             marker="x",
             color="black",
         )
-    axes.axvline(plan.near, color="black", linewidth=0.8, linestyle=LINES[3])
+    axes.axvline(plan.window, color="black", linewidth=0.8, linestyle=LINES[3])
     axes.set_xlabel("tokens")
     axes.set_ylabel(f"cache, {unit}")
     axes.set_ylim(bottom=0, auto=True)

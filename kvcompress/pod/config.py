@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from .lead import Lead, check_lead, follower_share, followers
+from .lead import Lead, LeadTable, check_lead
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -16,7 +16,7 @@ MODES = ("pod", "window", "cla")
 
 
 @dataclass(frozen=True)
-class PoDConfig:
+class PoDConfig(LeadTable):
     """How a converted model attends; saved with it as config.kvcompress.
 
     lead: [layers][KV heads], the layer whose queries and keys a head uses for distant tokens, itself or a lower one.
@@ -45,21 +45,6 @@ class PoDConfig:
             raise ValueError(f"tau must be between 0 and 1 or None, got {self.tau!r}")
         if self.mode not in MODES:
             raise ValueError(f"mode must be one of {', '.join(MODES)}, got {self.mode!r}")
-
-    @property
-    def window(self) -> int:
-        """Tokens that are near at most: sinks + recent."""
-        return self.sinks + self.recent
-
-    @property
-    def followers(self) -> int:
-        """KV heads, of all layers, that follow another layer."""
-        return followers(self.lead)
-
-    @property
-    def share(self) -> float:
-        """Followers among all KV heads of all layers: the share of distant keys that a cache drops."""
-        return follower_share(self.lead)
 
     def led_by(self, layer: int) -> list[tuple[int, list[int]]]:
         """The leads of a layer's heads, lowest first, each with the KV heads that it leads."""

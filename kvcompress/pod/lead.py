@@ -43,3 +43,26 @@ def followers(lead: Sequence[Sequence[int]]) -> int:
 def follower_share(lead: Sequence[Sequence[int]]) -> float:
     """Share of (layer, KV head) that follow: phi."""
     return followers(lead) / sum(map(len, lead))
+
+
+class LeadTable:
+    """What follows from a lead table, the first tokens (sinks) and the last ones (recent) that are near."""
+
+    lead: Lead
+    sinks: int
+    recent: int
+
+    @property
+    def window(self) -> int:
+        """Tokens that are near at most, whose keys every layer keeps: sinks + recent."""
+        return self.sinks + self.recent
+
+    @property
+    def followers(self) -> int:
+        """How many (layer, KV head) follow another layer."""
+        return followers(self.lead)
+
+    @property
+    def share(self) -> float:
+        """Share of (layer, KV head) that follow, and of distant keys that need not be kept: phi."""
+        return follower_share(self.lead)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..caches.base import decoder_config, sizes_of
 from ..checks import need, need_choice, need_integer
-from .lead import Lead, check_lead, follower_share, followers
+from .lead import Lead, LeadTable, check_lead, follower_share
 from .similarity import REDUCTIONS
 
 FORMAT = "kvcompress pod plan 1"
@@ -82,7 +82,7 @@ def delta_for_share(similarity: Similarity, target: float) -> float:
 
 
 @dataclass(frozen=True)
-class PoDPlan:
+class PoDPlan(LeadTable):
     """Who leads whom, and what that was found from.
 
     lead: [L][Hkv], lead[l][c] the layer whose distant keys (l, c) reads: the lowest of its block, itself if it leads.
@@ -147,21 +147,6 @@ class PoDPlan:
     def kv_heads(self) -> int:
         return len(self.lead[0])
 
-    @property
-    def near(self) -> int:
-        """Tokens whose keys every layer keeps: W."""
-        return self.sinks + self.recent
-
-    @property
-    def followers(self) -> int:
-        """How many (layer, KV head) follow another layer."""
-        return followers(self.lead)
-
-    @property
-    def share(self) -> float:
-        """Share of (layer, KV head) that follow, and of distant keys that need not be kept: phi."""
-        return follower_share(self.lead)
-
     def blocks(self, head: int) -> list[range]:
         """The layers of each block of a KV head, upwards."""
         need(0 <= head < self.kv_heads, f"head must be between 0 and {self.kv_heads - 1}, got {head}")
@@ -171,7 +156,7 @@ class PoDPlan:
     def saved(self, tokens: int) -> float:
         """Share of a dense cache's bytes that is not needed at that many tokens: keys alone are dropped."""
         need_integer("tokens", tokens, 1)
-        return 0.5 * self.share * max(0, tokens - self.near) / tokens
+        return 0.5 * self.share * max(0, tokens - self.window) / tokens
 
     def dense_nbytes(self, tokens: int, dtype: torch.dtype = torch.bfloat16) -> int:
         """Keys and values of a dense cache of one sequence."""
@@ -180,7 +165,7 @@ class PoDPlan:
 
     def nbytes(self, tokens: int, dtype: torch.dtype = torch.bfloat16) -> int:
         """Keys and values of this plan's cache of one sequence, as its formula has it."""
-        dropped = self.followers * max(0, tokens - self.near) * self.head_dim * dtype.itemsize
+        dropped = self.followers * max(0, tokens - self.window) * self.head_dim * dtype.itemsize
         return self.dense_nbytes(tokens, dtype) - dropped
 
     def check_model(self, config: Any) -> None:

@@ -35,7 +35,7 @@ def refine(
     its own keys. In each round every border between blocks of a KV head is moved by one layer, up and down, one at a
     time; the best of these tables is taken if it lowers the loss, else it ends. A round costs two forward passes over
     the texts for each border.
-    model: not converted; it is not changed (a copy is). rows: int64 [tokens] each, longer than plan.near to tell
+    model: not converted; it is not changed (a copy is). rows: int64 [tokens] each, longer than plan.window to tell
     anything. report: takes a line for each move.
     Returns the plan with its lead table, delta None and `refined` counting the moves, or the plan itself.
     Source: ours; the paper groups by similarity alone.

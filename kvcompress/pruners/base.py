@@ -133,7 +133,7 @@ class Pruner(ABC):
         sinks = min(self.num_sink_tokens, keep)
         recent = min(max(self.recent(keep, candidates.chunk_length), recent), keep - sinks)
         if sinks + recent < keep:
-            scores = self.scored(candidates, keep)
+            scores = self._checked(self.scores(candidates, keep), candidates)
         else:
             scores = torch.zeros(candidates.heads, candidates.count, device=candidates.keys.device)
         places, count = candidates.places()
@@ -142,9 +142,8 @@ class Pruner(ABC):
             scores = scores.masked_fill((places < lost) | (places >= count), float("-inf"))
         return scores
 
-    def scored(self, candidates: Candidates, keep: int) -> Tensor:
-        """scores, checked: float32 [Hkv, count]."""
-        scores, wanted = self.scores(candidates, keep), (candidates.heads, candidates.count)
+    def _checked(self, scores: Tensor, candidates: Candidates) -> Tensor:
+        wanted = (candidates.heads, candidates.count)
         if not isinstance(scores, Tensor) or scores.shape != wanted or not scores.is_floating_point():
             got = f"{scores.dtype} {tuple(scores.shape)}" if isinstance(scores, Tensor) else type(scores).__name__
             raise ValueError(f"scores of {type(self).__name__} must be float32 [Hkv, count] = {wanted}, got {got}")

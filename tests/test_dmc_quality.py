@@ -1,5 +1,6 @@
 """benchmarks/dmc_quality.py on a few short prompts and models that nobody trained: its rows hold what they name."""
 
+import argparse
 import json
 import sys
 from dataclasses import replace
@@ -95,11 +96,10 @@ def test_rows_of_a_converted_model_and_of_pruners_with_its_bytes(benchmark, size
         assert len(mine[f"{field}_samples"]) == len(dense[f"{field}_samples"])
     assert mine["full_bits_per_byte_over_dense"] > 0
 
-    benchmark.show(rows)
-    benchmark.draw(rows, tmp_path / "rows.png")
-    assert (tmp_path / "rows.png").stat().st_size > 10_000
-    benchmark.write_json(tmp_path / "rows.json", rows)
-    assert json.loads((tmp_path / "rows.json").read_text())["rows"] == rows
+    choice = argparse.Namespace(json=tmp_path / "rows.json", figure=tmp_path / "rows.png")
+    benchmark.deliver(choice, rows, benchmark.show, benchmark.draw)
+    assert choice.figure.stat().st_size > 10_000
+    assert json.loads(choice.json.read_text())["rows"] == rows
 
 
 def test_a_model_that_never_merges_is_close_to_the_original(benchmark, sizes):

@@ -1,5 +1,6 @@
 """benchmarks/pod_quality.py on a few short prompts and models that nobody trained: its rows hold what they name."""
 
+import argparse
 import json
 import math
 import sys
@@ -104,11 +105,10 @@ def test_rows_of_every_subject(benchmark, sizes, tmp_path, monkeypatch):
     assert 1.0 == taus[0]["attention_work"] > taus[1]["attention_work"] > taus[2]["attention_work"]
     assert set(taus[1]["skipped_by_task"]) == set(dense["prompt_tokens"])
 
-    benchmark.show(rows)
-    benchmark.draw(rows, tmp_path / "rows.png")
-    assert (tmp_path / "rows.png").stat().st_size > 10_000
-    benchmark.write_json(tmp_path / "rows.json", rows)
-    assert json.loads((tmp_path / "rows.json").read_text())["rows"] == rows
+    choice = argparse.Namespace(json=tmp_path / "rows.json", figure=tmp_path / "rows.png")
+    benchmark.deliver(choice, rows, benchmark.show, benchmark.draw)
+    assert choice.figure.stat().st_size > 10_000
+    assert json.loads(choice.json.read_text())["rows"] == rows
 
 
 def test_recall_is_over_the_originals_and_over_all_tasks(benchmark, sizes):

@@ -1,5 +1,6 @@
 """benchmarks/quality.py on a few short prompts: its tasks ask what was said, and its rows hold what they name."""
 
+import argparse
 import json
 import sys
 from dataclasses import replace
@@ -56,9 +57,9 @@ def test_rows_of_the_example_model(quality, sizes, tmp_path):
     assert streaming["nbytes_share"] == pytest.approx(0.5, abs=0.02)
     assert guided["pair_recall"] == 1.0
     assert "bits_per_byte" not in guided
-    quality.show(rows)
-    quality.write_json(tmp_path / "rows.json", rows)
-    assert json.loads((tmp_path / "rows.json").read_text())["rows"] == rows
+    choice = argparse.Namespace(json=tmp_path / "rows.json", figure=None)
+    quality.deliver(choice, rows, quality.show, lambda *_: None)
+    assert json.loads(choice.json.read_text())["rows"] == rows
 
 
 def test_a_model_that_recalls_nothing_is_measured_on_text_alone(quality, sizes):

@@ -62,7 +62,7 @@ static decode_state state_at(const decode_job *job, int64_t item) {
 static int sizes_are_good(const kvc_decode_args *args) {
     if (args->B < 0 || args->Hq < 0 || args->Hkv < 0 || args->S < 0 || args->D < 1) return 0;
     if (args->D > KVC_MAX_HEAD_DIM || args->P < 0 || args->pages < 0 || (args->block_table && args->blocks < 0)) return 0;
-    if (args->probabilities && (args->S != 1 || args->columns < 0)) return 0;
+    if (args->sinks < 0 || (args->probabilities && (args->S != 1 || args->columns < 0 || args->sinks))) return 0;
     if (args->value_table && (!args->block_table || args->value_blocks < 0 || args->value_pages < 0)) return 0;
     if (args->Hkv ? args->Hq % args->Hkv != 0 : args->Hq != 0) return 0;
     if (args->block_table) return args->P > 0 && (args->P & (args->P - 1)) == 0;
@@ -72,7 +72,7 @@ static int sizes_are_good(const kvc_decode_args *args) {
 int64_t kvc_decode_scratch_bytes(const kvc_decode_args *args) {
     if (!args || !sizes_are_good(args)) return 0;
     const decode_job job = job_of(args);
-    const int64_t pieces = job.rows * ceil_div(job.capacity, job.piece);
+    const int64_t pieces = job.rows * (ceil_div(job.capacity, job.piece) + (args->sinks > 0));
     return (ceil_div(2 * (job.rows + 1), 16) * 16 + pieces * job.state_floats) * (int64_t)sizeof(float);
 }
 
@@ -86,6 +86,17 @@ static int64_t begin_of(const decode_job *job, int64_t row) {
     return job->args->begin ? job->args->begin[row] : 0;
 }
 
+/* The first keys before begin that are seen: [0, front). */
+static int64_t front_of(const decode_job *job, int64_t row) {
+    return min_of(job->args->sinks, begin_of(job, row));
+}
+
+/* Where the range of keys that key t is of ends: the front's, or the rest's. */
+static int64_t bound_of(const decode_job *job, int64_t row, int64_t t) {
+    const int64_t front = front_of(job, row);
+    return t < front ? front : job->args->end[row];
+}
+
 /* Where the probability of key t goes, of query i of a row; S = 1. */
 static float *probabilities_at(const decode_job *job, int64_t row, int64_t i, int64_t t) {
     return job->args->probabilities + (row * job->queries + i) * job->args->columns + t - begin_of(job, row);
@@ -96,11 +107,11 @@ static float *probabilities_at(const decode_job *job, int64_t row, int64_t i, in
 /* sums += weights of values [t, t + n) for `count` queries; behind the last come keys again. */
 static void add_values(const decode_job *job, int64_t row, int64_t t, int64_t n, const float *weights, int64_t count,
                        float *sums) {
+    const int64_t bound = bound_of(job, row, t);
     int64_t run;
     for (int64_t done = 0; done < n; done += run) {
         const char *v = page_at(&job->values, row, t + done, n - done, &run);
-        const char *next = next_at(done + run < n ? &job->values : &job->keys, row, t + done + run, PIECE,
-                                   job->args->end[row]);
+        const char *next = next_at(done + run < n ? &job->values : &job->keys, row, t + done + run, PIECE, bound);
         job->simd->mix[job->args->cache_dtype](sums, job->args->D, weights + done, PIECE, v, run, count, next);
     }
 }
@@ -109,7 +120,7 @@ static void add_values(const decode_job *job, int64_t row, int64_t t, int64_t n,
 static void attend_few(const decode_job *job, int64_t row, int64_t t, int64_t n, int64_t first, int64_t count,
                        const decode_state *state) {
     const kvc_decode_args *args = job->args;
-    const int64_t D = args->D, G = args->Hq / args->Hkv;
+    const int64_t D = args->D, G = args->Hq / args->Hkv, bound = bound_of(job, row, t);
     _Alignas(64) float q[FEW * KVC_MAX_HEAD_DIM], weights[FEW * PIECE];
     float *max = state->max + first, *norm = state->norm + first, *sums = state->sums + first * D;
     for (int64_t i = 0; i < count; i++) {
@@ -120,7 +131,7 @@ static void attend_few(const decode_job *job, int64_t row, int64_t t, int64_t n,
     for (int64_t done = 0; done < n; done += run) {
         const char *k = page_at(&job->keys, row, t + done, n - done, &run);
         const int last = done + run == n; /* then come the values */
-        const char *next = next_at(last ? &job->values : &job->keys, row, last ? t : t + done + run, PIECE, args->end[row]);
+        const char *next = next_at(last ? &job->values : &job->keys, row, last ? t : t + done + run, PIECE, bound);
         job->simd->dots[args->cache_dtype](weights + done, PIECE, q, D, k, run, count, next);
     }
     int64_t common = n; /* keys that every query sees */
@@ -212,8 +223,10 @@ static void attend_range(int64_t begin, int64_t end, void *context) {
     }
     for (int64_t item = begin; item < end; item++) {
         while (job->first[row + 1] <= item) row++;
-        const int64_t t = begin_of(job, row) + (item - job->first[row]) * job->piece;
-        const int64_t last = min_of(t + job->piece, job->args->end[row]);
+        const int64_t front_pieces = ceil_div(front_of(job, row), job->piece), number = item - job->first[row];
+        const int64_t t = number < front_pieces ? number * job->piece
+                                                : begin_of(job, row) + (number - front_pieces) * job->piece;
+        const int64_t last = min_of(t + job->piece, bound_of(job, row, t));
         const decode_state state = state_at(job, item);
         if (job->queries <= FEW || job->args->probabilities) {
             for (int64_t i = 0; i < job->queries; i += FEW) {
@@ -266,9 +279,12 @@ static void finish_range(int64_t begin, int64_t end, void *context) {
 static kvc_status check_rows(const decode_job *job) {
     const kvc_decode_args *args = job->args;
     for (int64_t row = 0; row < job->rows; row++) {
-        const int64_t begin = begin_of(job, row), end = args->end[row];
-        if (!rows_exist(&job->keys, row, begin, end, job->capacity)) return KVC_BAD_INDEX;
-        if (args->value_table && !rows_exist(&job->values, row, begin, end, job->capacity)) return KVC_BAD_INDEX;
+        const int64_t begin = begin_of(job, row), end = args->end[row], front = front_of(job, row);
+        for (int values = 0; values <= (args->value_table != NULL); values++) {
+            const page_rows *of = values ? &job->values : &job->keys;
+            if (!rows_exist(of, row, begin, end, job->capacity)) return KVC_BAD_INDEX;
+            if (!rows_exist(of, row, 0, front, job->capacity)) return KVC_BAD_INDEX;
+        }
         if (args->probabilities && end - begin > args->columns) return KVC_BAD_INDEX;
     }
     return KVC_OK;
@@ -286,7 +302,8 @@ kvc_status kvc_decode(const kvc_decode_args *args, kvc_parallel_for parallel_for
     if (status != KVC_OK) return status;
     job.first[0] = 0;
     for (int64_t row = 0; row < job.rows; row++) {
-        job.first[row + 1] = job.first[row] + ceil_div(args->end[row] - begin_of(&job, row), job.piece);
+        job.first[row + 1] = job.first[row] + ceil_div(front_of(&job, row), job.piece) +
+                             ceil_div(args->end[row] - begin_of(&job, row), job.piece);
     }
     run_parallel(parallel_for, job.first[job.rows], 1, attend_range, (void *)(uintptr_t)&job);
     run_parallel(parallel_for, job.rows * job.queries, 16, finish_range, (void *)(uintptr_t)&job);

@@ -246,7 +246,7 @@ kvc_status kvc_compact_pages(const kvc_compact_pages_args *args, kvc_parallel_fo
  * t lies at pages[block_table[r*blocks + t/P], t%P]; block_table NULL: at pages[r, t] (contiguous rows, P = capacity).
  * Its value t lies there too, or, with a value_table, at v_pages[value_table[r*value_blocks + t/P], t%P].
  * Query s sees keys t in [begin_r, end_r) (causal = 0) or [begin_r, end_r - (S-1-s)) (causal = 1: the row's last S keys
- * are the S new tokens). begin NULL: 0.
+ * are the S new tokens), and of those before begin_r the first `sinks`, t < min(sinks, begin_r). begin NULL: 0.
  *     out[b,h,s] = sum_t softmax_t(scale*<q, k_t>) v_t          lse[b,h,s] = ln sum_t exp(scale*<q, k_t>)
  * A query that sees no key gets out 0, lse -inf; so does one whose logits are all -inf.
  * q [B, Hq, S, D] any dtype; out [B, Hq, S, D] contiguous, dtype of q; lse float32 [B, Hq, S] contiguous;
@@ -258,9 +258,9 @@ kvc_status kvc_compact_pages(const kvc_compact_pages_args *args, kvc_parallel_fo
  * scratch: kvc_decode_scratch_bytes bytes (on CUDA kvc_cuda_decode_scratch_bytes), 64-byte aligned: the partial results
  * of the pieces that long rows are cut into, and the list of pieces. Its size depends on the sizes only, not on the
  * arrays' contents. One query's bits depend on its own row only, not on B.
- * KVC_BAD_SIZE for D < 1 or D > KVC_MAX_HEAD_DIM, or probabilities with S > 1; KVC_BAD_INDEX if a row's range leaves
- * [0, blocks*P] or [0, value_blocks*P], a page that it needs is outside [0, pages) or [0, value_pages), or it has more
- * keys than columns.
+ * KVC_BAD_SIZE for D < 1 or D > KVC_MAX_HEAD_DIM, sinks < 0, or probabilities with S > 1 or sinks; KVC_BAD_INDEX if a
+ * row's range leaves [0, blocks*P] or [0, value_blocks*P], a page that it needs is outside [0, pages) or
+ * [0, value_pages), or it has more keys than columns.
  */
 typedef struct {
     void *out;
@@ -276,7 +276,7 @@ typedef struct {
     const int32_t *value_table;
     int64_t value_pages, value_blocks;
     float *probabilities;
-    int64_t columns;
+    int64_t columns, sinks;
 } kvc_decode_args;
 int64_t kvc_decode_scratch_bytes(const kvc_decode_args *args);
 kvc_status kvc_decode(const kvc_decode_args *args, kvc_parallel_for parallel_for);

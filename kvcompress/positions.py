@@ -29,7 +29,7 @@ class RotaryTables:
             )
         self._module: Any = copy.deepcopy(rotary_emb).requires_grad_(False)
         self._type = rope_type
-        self._tables: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = {}
+        self._tables: dict[tuple[int, torch.device, int | None], tuple[Tensor, Tensor]] = {}
 
     def _regime(self, length: int) -> int:
         """A number that is the same for all lengths with the same frequencies."""
@@ -40,13 +40,23 @@ class RotaryTables:
             return int(length > limit)
         return 0
 
-    @torch.no_grad()
-    def tables(self, rows: int, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """(cos, sin), float32 [at least `rows`, rotary_dim/2], for `length` keys in sight."""
-        key = (self._regime(length), device)
+    def tables(self, rows: int, length: int, device: torch.device, without: int | None = None) -> tuple[Tensor, Tensor]:
+        """(cos, sin), float32 [at least `rows`, rotary_dim/2], for `length` keys in sight.
+
+        without: a coordinate of which nothing goes into the one it is paired with; None = all rotate.
+        """
+        key = (self._regime(length), device, without)
         held = self._tables.get(key)
-        if held is not None and held[0].shape[0] >= rows:
-            return held
+        if held is None or held[0].shape[0] < rows:
+            held = self._grown(key, rows, length, held)
+        return held
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _grown(
+        self, key: tuple[int, torch.device, int | None], rows: int, length: int, held: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, Tensor]:
+        _, device, without = key
         if len(self._tables) >= 8:
             self._tables.clear()
         module = self._module.to(device)
@@ -57,9 +67,12 @@ class RotaryTables:
         module(probe, torch.tensor([[max(length, 1) - 1]], device=device))  # settles the frequencies for this length
         rows = max(rows, 2 * held[0].shape[0] if held is not None else 256)
         angles = torch.arange(rows, device=device).float()[:, None] * module.inv_freq.float()
-        scaling = module.attention_scaling
-        self._tables[key] = (angles.cos() * scaling, angles.sin() * scaling)
-        return self._tables[key]
+        scaling, half = module.attention_scaling, angles.shape[1]
+        cos, sin = angles.cos() * scaling, angles.sin() * scaling
+        if without is not None and without < 2 * half:
+            sin[:, without % half] = 0
+        self._tables[key] = (cos, sin)
+        return cos, sin
 
     def joint_tables(self, rows: int, lengths: list[int], device: torch.device) -> tuple[Tensor, Tensor, Tensor | None]:
         """(cos, sin, offsets) for an op that takes one pair of tables for several sequences.
@@ -89,9 +102,17 @@ class RotaryTables:
         """Factor that cosines and sines carry (yarn, longrope); 1 elsewhere."""
         return float(self._module.attention_scaling)
 
-    def rotate(self, x: Tensor, positions: Tensor | None, bound: int, lengths: list[int]) -> Tensor:
-        """x [B, H, T, D] rotated to positions (int32 [B, T] below bound; None = 0..T-1), lengths[b] keys in sight."""
-        return self._apply(x, positions, bound, lengths, inverse=False)
+    def rotate(
+        self, x: Tensor, positions: Tensor | None, bound: int, lengths: list[int], *, without: int | None = None
+    ) -> Tensor:
+        """x [B, H, T, D] rotated to positions (int32 [B, T] below bound; None = 0..T-1), lengths[b] keys in sight.
+
+        without: a coordinate that counts as 0 and is 0 in the result; None = none.
+        """
+        out = self._apply(x, positions, bound, lengths, inverse=False, without=without)
+        if without is not None:
+            out[..., without] = 0
+        return out
 
     def unrotate(self, x: Tensor, bound: int, lengths: list[int], positions: Tensor | None = None) -> Tensor:
         """Undoes rotate(x, positions, bound, lengths)."""
@@ -102,14 +123,17 @@ class RotaryTables:
         cos, sin = self.tables(bound, length, x.device)
         return ops.rope(x, cos / self.scaling, sin / self.scaling, distance, inverse=True)
 
-    def _apply(self, x: Tensor, positions: Tensor | None, bound: int, lengths: list[int], *, inverse: bool) -> Tensor:
+    def _apply(
+        self, x: Tensor, positions: Tensor | None, bound: int, lengths: list[int], *, inverse: bool,
+        without: int | None = None,
+    ) -> Tensor:  # fmt: skip
         if len({self._regime(length) for length in lengths}) > 1:  # sequences with frequencies of their own
             parts = []
             for b, length in enumerate(lengths):
                 own = None if positions is None else positions[b : b + 1]
-                parts.append(self._apply(x[b : b + 1], own, bound, [length], inverse=inverse))
+                parts.append(self._apply(x[b : b + 1], own, bound, [length], inverse=inverse, without=without))
             return torch.cat(parts)
-        cos, sin = self.tables(bound, lengths[0], x.device)
+        cos, sin = self.tables(bound, lengths[0], x.device, without)
         if inverse and self.scaling != 1.0:  # (a R)^-1 = R^T / a
             cos, sin = cos / self.scaling**2, sin / self.scaling**2
         return ops.rope(x, cos, sin, positions, inverse=inverse)

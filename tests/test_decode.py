@@ -66,6 +66,33 @@ def test_values_may_lie_elsewhere_than_keys(simd, dtype, Hq, S):
         check(queries, k_pages, others, end, value_table=other, **settings)
 
 
+# before the range a page that the row does not have; pieces of 512 keys, so sinks of more than one
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("Hq", "S"), [(4, 1), (2, 5), (16, 3)])
+@pytest.mark.parametrize("sinks", [1, 16, 37, 600, 5000])
+def test_first_keys_are_seen_with_a_range(simd, dtype, Hq, S, sinks):
+    queries, (k, v) = torch.randn(3, Hq, S, 32).to(dtype), torch.randn(2, 6, 1300, 32).to(dtype)
+    begin = torch.tensor([0, 10, 700, 1299, 40, 1000], dtype=torch.int32)
+    end = torch.tensor([1300, 30, 1300, 1300, 40, 1001], dtype=torch.int32)
+    k_pages, v_pages, table = paged(k, v, 16)
+    _, others, other = paged(k, v, 16, seed=1)
+    for causal in (False, True):
+        settings = {"begin": begin, "block_table": table, "causal": causal, "sinks": sinks}
+        check(queries, k_pages, v_pages, end, **settings)
+        check(queries, k_pages, others, end, value_table=other, **settings)
+    dropped = table.clone()
+    first = [min(sinks, int(b)) for b in begin]
+    for row, (front, b) in enumerate(zip(first, begin.tolist(), strict=True)):
+        dropped[row, -(-front // 16) : b // 16] = -1
+    here, there = (
+        ops.decode(queries, k_pages, v_pages, end, begin=begin, block_table=x, sinks=sinks) for x in (table, dropped)
+    )
+    assert torch.equal(here[0], there[0])
+    dropped[2, 0] = -1
+    with pytest.raises(RuntimeError, match="block_table"):
+        ops.decode(queries, k_pages, v_pages, end, begin=begin, block_table=dropped, sinks=sinks)
+
+
 def test_empty_row_gives_zero_and_minus_infinity(simd):
     queries, k, v = torch.randn(1, 4, 2, 16), torch.randn(2, 9, 16), torch.randn(2, 9, 16)
     end = torch.tensor([0, 9], dtype=torch.int32)
@@ -158,7 +185,7 @@ def test_thread_count_changes_no_bit(simd):
 def test_opcheck():
     k_pages, v_pages, table = paged(torch.randn(2, 9, 16), torch.randn(2, 9, 16), 4)
     end = torch.tensor([9, 3], dtype=torch.int32)
-    arguments = (torch.randn(1, 4, 2, 16), k_pages, v_pages, table, None, None, end, 0.25, True)
+    arguments = (torch.randn(1, 4, 2, 16), k_pages, v_pages, table, None, None, end, 0.25, True, 3)
     torch.library.opcheck(torch.ops.kvcompress.decode, arguments)
     state = (torch.randn(1, 2, 3, 16), torch.randn(1, 2, 3))
     torch.library.opcheck(torch.ops.kvcompress.merge_states, (*state, *state))
@@ -172,6 +199,8 @@ def test_opcheck():
         ({"v_pages": torch.randn(6, 4, 8)}, "v_pages must be"),
         ({"end": torch.tensor([1, 2, 3], dtype=torch.int32)}, "end must have"),
         ({"end": torch.tensor([1, 2])}, "end must be int32"),
+        ({"sinks": -1}, "sinks must be .* got -1"),
+        ({"sinks": 2, "probabilities": torch.zeros(1, 4, 9)}, "sinks must be 0 where probabilities are written, got 2"),
         ({"k_pages": torch.randn(6, 3, 16), "v_pages": torch.randn(6, 3, 16)}, "power of two, got 3"),
     ],
 )

@@ -394,7 +394,7 @@ def test_what_cannot_be_done_says_so():
     cache = prefill(model, ids, new_cache(model))
     with pytest.raises(NotImplementedError, match="assisted decoding is not supported by PoDCache"):
         model.generate(ids, past_key_values=cache, prompt_lookup_num_tokens=2, max_new_tokens=5)
-    with pytest.raises(ValueError, match="guide has no effect with PoDCache"):
+    with pytest.raises(ValueError, match="guide is not supported by PoDCache"):
         prefill(model, random_ids(40), new_cache(model), guide=ids[0])
     with pytest.raises(RuntimeError, match="update"):
         cache.update()

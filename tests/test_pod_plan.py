@@ -2,6 +2,8 @@
 
 import itertools
 import json
+import math
+import sys
 
 import pytest
 import torch
@@ -288,10 +290,25 @@ def test_borders_move_to_where_the_loss_is_least(layer, head):
     lines = []
     better = refine(model, plan, rows, rounds=4, report=lines.append)
     assert [row[head] for row in better.lead][layer] == layer
-    assert better.refined == len(lines) == 3 - layer
+    assert better.refined == 3 - layer
+    assert len(lines) == 3 - layer + 1 and "moves lowers the loss" in lines[-1]
     assert better.followers == plan.followers
     assert better.delta is None
     assert refine(model, better, rows) == better  # nothing is left to gain
     assert getattr(model.config, "kvcompress", None) is None
     assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
     assert refine(model, plan, rows, rounds=0) is plan
+
+
+def test_losses_that_are_no_numbers_move_nothing(monkeypatch):
+    model, rows = tiny_model(num_hidden_layers=4, vocab_size=300), [random_ids(20)[0]]
+    plan = PoDPlan(((0, 0), (0, 0), (2, 2), (2, 2)), sinks=1, recent=3, query_heads=4, head_dim=16)
+    module = sys.modules[refine.__module__]
+    for losses, refined in ((iter([3.0, math.nan, 2.0, *[math.nan] * 20]), 1), (iter([3.0, *[math.nan] * 9]), 0)):
+        monkeypatch.setattr(module, "_loss", lambda *_, losses=losses: next(losses))
+        assert refine(model, plan, rows, rounds=4).refined == refined
+    monkeypatch.setattr(module, "_loss", lambda *_: math.nan)
+    with pytest.raises(RuntimeError, match="loss with the plan must be finite, got nan"):
+        refine(model, plan, rows)
+    with pytest.raises(ValueError, match=r"rows must be longer than the 4 tokens .* got 4 at most"):
+        refine(model, plan, [rows[0][:4]])

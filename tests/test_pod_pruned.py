@@ -16,6 +16,14 @@ PROMPT = 40
 
 
 @dataclass(frozen=True)
+class Latest(Pruner):
+    """The later a token, the better."""
+
+    def scores(self, candidates, keep):
+        return torch.arange(candidates.count, dtype=torch.float32).expand(candidates.heads, -1)
+
+
+@dataclass(frozen=True)
 class Drawn(Pruner):
     """Scores of a candidate by layer, head and place alone."""
 
@@ -167,6 +175,27 @@ def test_bytes_of_what_went_are_given_back():
         assert layer.recent is None
 
 
+@pytest.mark.parametrize("trim", [False, True])
+@pytest.mark.parametrize(
+    ("sinks", "recent", "distant", "prompt", "more"), [(1, 2, 0, 67, 70), (1, 1, 0, 299, 3), (1, 40, 3, 110, 70)]
+)
+def test_followers_find_values_where_fewer_pages_of_them_are_left_than_of_near_keys(
+    sinks, recent, distant, prompt, more, trim
+):
+    """Near keys fill pages that began before them; values that were chosen are packed."""
+    model, ids = converted((SETTINGS["one"][0], sinks, recent, "pod")), random_ids(prompt + more)
+    far = prompt - sinks - recent
+    stay, found = far - (far - distant) // 64 * 64, []  # whole pages go
+    assert stay < far
+    for page_size, keep in ((1, stay), (64, distant)):
+        cache = new_cache(model, page_size=page_size, pruner=Latest(), distant=keep)
+        prefill(model, ids[:, : prompt + 1], cache)
+        if trim:
+            cache.trim()
+        found.append([logits_of(model, ids[:, t : t + 1], cache) for t in range(prompt, prompt + more)])
+    torch.testing.assert_close(torch.cat(found[1]), torch.cat(found[0]), rtol=1e-4, atol=1e-4)
+
+
 def test_beams_and_forks():
     model = converted()
     ids, given = random_ids(40), {"pruner": SnapKV(window=8), "distant": 5}
@@ -217,6 +246,7 @@ def test_scores_that_are_no_numbers_change_nothing():
         ({"pruner": "snapkv", "distant": 4}, "pruner must be a Pruner"),
         ({"pruner": SnapKV(), "distant": -1}, "distant must be an integer of at least 0"),
         ({"pruner": SnapKV(), "distant": 0.5}, "distant must be an integer"),
+        ({"pruner": SnapKV(window=13), "distant": 4}, "leave some of 4 distant tokens .* its last 13 .* 9 are near"),
     ],
 )
 def test_wrong_settings_are_named(options, message):

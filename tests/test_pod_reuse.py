@@ -9,6 +9,7 @@ from test_pod_cache import SETTINGS, converted, new_cache, read, trained
 
 import kvcompress
 from kvcompress import prefill
+from kvcompress.caches.pod import SkipShares
 
 
 @pytest.mark.parametrize("setting", [SETTINGS[name] for name in ("one", "mixed", "no sinks")])
@@ -63,8 +64,7 @@ def test_heads_that_skip_take_their_near_keys_alone(tau, monkeypatch):
     dense = trained(model, ids)
     assert torch.allclose(expected, dense, atol=1e-3) == (tau == 1)
     if tau == 1:
-        with pytest.raises(ValueError, match="tau must be below 1"):
-            cache.skip_shares()
+        assert cache.skip_shares() == SkipShares(0.0, 0.0, 1.0)
         return
     shares, skipped, all_far = cache.skip_shares(), int(sum(gates["follower"])), int(sum(gates["near"]))
     heads, far = 4 * model.config.num_attention_heads, sum(range(26 - 12, 46 - 12))
@@ -88,6 +88,18 @@ def test_a_prompts_tokens_are_never_skipped_however_it_is_read():
         assert cache.skip_shares().followers == 1
     for other in found[1:]:
         torch.testing.assert_close(other, found[0], rtol=1e-4, atol=1e-4)
+
+
+def test_near_pairs_are_counted_from_the_first_token_on():
+    """Whether another sequence of the batch has no token, and so goes another way, or not."""
+    model, ids = converted(SETTINGS["one"]), random_ids(6, 2)
+    caches = [new_cache(model, tau=0.5) for _ in range(2)]
+    for t in range(6):
+        logits_of(model, ids[:1, t : t + 1], caches[0])
+        with torch.no_grad():
+            model(ids[:, t : t + 1], attention_mask=torch.tensor([[1], [0]]), past_key_values=caches[1])
+    heads = 4 * model.config.num_attention_heads
+    assert caches[0].pairs == caches[1].pairs == {"near": heads * sum(range(1, 7)), "lead": 0, "follower": 0}
 
 
 @pytest.mark.parametrize("tau", [0.0, 0.6])

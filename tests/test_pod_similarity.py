@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from kvcompress import attach, reference
 from kvcompress.cli import app
 from kvcompress.hf.attach import is_attached
-from kvcompress.models import load_example_model
+from kvcompress.models import EXAMPLE, load_example_model
 from kvcompress.models.text import training_text
 from kvcompress.pod.plan import PoDPlan, delta_for_share, lead_table
 from kvcompress.pod.similarity import LayerSimilarity, agreement, measure_similarity
@@ -197,6 +197,11 @@ def test_the_command_reads_files_and_other_models(tmp_path):
     assert result.exit_code == 0, result.output
     plan = PoDPlan.load(tmp_path / "plan.json")
     assert (plan.data, plan.delta, plan.recent, plan.distant_only, plan.reduce) == ("text.txt", 0.9, 8, True, "min")
+    assert plan.followers == 0 and "No layer follows another" in result.stdout and "training" not in result.stdout
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / "model" / name).unlink()
+    result = run("--model", tmp_path / "model", "--text", text, "--out", tmp_path / "plan.json")
+    assert "model must come with a tokenizer" in " ".join(result.output.replace("│", " ").split())
 
 
 @pytest.mark.parametrize(
@@ -207,12 +212,18 @@ def test_the_command_reads_files_and_other_models(tmp_path):
         (("--model", "nowhere/at-all"), "text must be given"),
         (("--reduce", "max"), "reduce must be one of mean, min"),
         (("--device", "tpu"), "device must be one of"),
+        (("--delta", 1.5), "delta must be between 0 and 1, got 1.5"),
+        (("--delta", "nan"), "delta must be between 0 and 1, got nan"),
+        (("--share", 1.5, "--samples", 1, "--length", 128), "share must be between 0 and (layers - 1) / layers = 0.75"),
+        (("--figure", __file__), "figure must be a folder, got the file"),
+        (("--out", "."), "out must be a file, got the folder ."),
+        (("--model", EXAMPLE.parent / "example_pod", "--text", __file__), "must not be converted yet"),
         (("--share", 0.9, "--samples", 1, "--length", 128), "share must be between 0 and"),
         (("--samples", 100_000_000, "--length", 64, "--held-out"), "samples must be at most the"),
     ],
 )
 def test_wrong_options_are_named(tmp_path, arguments, message):
-    result = run(*arguments, "--out", tmp_path / "plan.json")
+    result = run("--out", tmp_path / "plan.json", *arguments)
     assert result.exit_code == 2
     assert message in " ".join(result.output.replace("│", " ").split())
     assert not list(tmp_path.iterdir())

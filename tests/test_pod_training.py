@@ -413,6 +413,10 @@ def test_the_command_trains_saves_and_resumes(tmp_path, mode):
     result = CliRunner().invoke(app, resume)
     assert result.exit_code == 0, result.output
     assert (out / "checkpoint-10").is_dir()
+    replace(plan, recent=5).save(tmp_path / "changed.json")
+    changed = [*options, "--plan", str(tmp_path / "changed.json"), "--checkpointing", "--resume"]
+    result = CliRunner().invoke(app, changed)
+    assert result.exit_code != 0 and "recent must be 6 as in the run that is resumed" in " ".join(result.output.split())
     on = [*options, "--model", str(out), "--out", str(tmp_path / "on"), "--steps", "1"]  # needs no plan
     result = CliRunner().invoke(app, on)
     assert result.exit_code == 0, result.output
@@ -424,6 +428,14 @@ def test_the_command_trains_saves_and_resumes(tmp_path, mode):
     assert result.exit_code != 0 and f"mode must be '{mode}'" in " ".join(result.output.split())
     result = CliRunner().invoke(app, options)
     assert result.exit_code != 0 and "plan must be given" in " ".join(result.output.split())
+    replace(plan, lead=SELF).save(tmp_path / "self.json")
+    result = CliRunner().invoke(app, [*options, "--out", str(tmp_path / "s"), "--plan", str(tmp_path / "self.json")])
+    assert (result.exit_code == 0) == (mode == "window")
+    if mode != "window":
+        assert "plan must have heads that follow" in " ".join(result.output.split())
+    gone = [*options, "--out", str(tmp_path / "gone"), "--plan", str(tmp_path / "none.json")]
+    result = CliRunner().invoke(app, gone)
+    assert result.exit_code != 0 and "plan must be a file" in " ".join(result.output.split())
     replace(plan, head_dim=8).save(tmp_path / "foreign.json")
     new = [*options, "--out", str(tmp_path / "foreign"), "--plan", str(tmp_path / "foreign.json")]
     result = CliRunner().invoke(app, new)

@@ -245,7 +245,7 @@ def test_text_is_cut_into_windows(tmp_path):
     assert [bytes(row) for row in rows["input_ids"]] == [b"1234", b"5\x006\x00"]
     with pytest.raises(ValueError, match="column must be one of body"):
         text_windows(tokenizer, [tmp_path / "c.jsonl"], 4)
-    with pytest.raises(ValueError, match="at least 100 tokens"):
+    with pytest.raises(ValueError, match=r"at least the 100 tokens of a row \(length\), got 10 in a.txt"):
         text_windows(tokenizer, [tmp_path / "a.txt"], 100)
     with pytest.raises(FileNotFoundError, match="missing"):
         text_windows(tokenizer, [tmp_path / "missing.txt"], 5)

@@ -45,7 +45,7 @@ __global__ __launch_bounds__(THREADS, 1) void pieces_kernel(const kvc_decode_arg
     for (int64_t item = blockIdx.x; item < work; item += gridDim.x) {
         const int4 piece = s.list[item / p.tiles];
         const int64_t row = piece.x, b = row / a.Hkv, g = row % a.Hkv, first = item % p.tiles * QUERIES;
-        const int begin = piece.y, row_end = piece.z, end = row_end < begin + PIECE ? row_end : begin + PIECE;
+        const int begin = piece.y, row_end = piece.z, end = end_of_piece(a, p, piece);
         // Online softmax, one per group of lanes and query: maximum m, sum l, weighted values
         float q[QUERIES][PER_LANE], values[QUERIES][PER_LANE], m[QUERIES], l[QUERIES];
         int limit[QUERIES];
@@ -330,7 +330,7 @@ cudaError_t launch_probabilities(const kvc_decode_args& a, plan p, cudaStream_t 
 bool valid(const kvc_decode_args& a) {
     return a.B >= 0 && a.Hq >= 0 && a.Hkv >= 0 && a.S >= 0 && a.D >= 1 && a.P >= 0 && a.pages >= 0 && a.blocks >= 0 &&
            (!a.value_table || (a.block_table && a.value_blocks >= 0 && a.value_pages >= 0)) &&
-           (!a.probabilities || (a.S == 1 && a.columns >= 0)) &&
+           (!a.probabilities || (a.S == 1 && a.columns >= 0 && a.sinks == 0)) && a.sinks >= 0 &&
            a.D <= KVC_CUDA_MAX_HEAD_DIM && valid_dtype(a.q.dtype) && valid_dtype(a.cache_dtype);
 }
 

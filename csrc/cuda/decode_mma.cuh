@@ -37,7 +37,7 @@ __global__ __launch_bounds__(THREADS) void pieces_mma_kernel(const kvc_decode_ar
     for (int64_t item = blockIdx.x; item < work; item += gridDim.x) {
         const int4 piece = s.list[item / p.tiles];
         const int64_t row = piece.x, b = row / a.Hkv, g = row % a.Hkv, first = item % p.tiles * MMA_QUERIES;
-        const int begin = piece.y, row_end = piece.z, end = row_end < begin + PIECE ? row_end : begin + PIECE;
+        const int begin = piece.y, row_end = piece.z, end = end_of_piece(a, p, piece);
         for (int i = thread; i < PIECE; i += THREADS) {
             int2 none;
             none.x = none.y = -1;

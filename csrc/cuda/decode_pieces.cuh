@@ -44,7 +44,7 @@ plan plan_of(const kvc_decode_args& a) {
     p.queries = a.Hq / a.Hkv * a.S;
     p.capacity = a.block_table ? a.blocks * a.P : a.P;
     if (a.value_table && a.value_blocks < a.blocks) p.capacity = a.value_blocks * a.P;
-    p.row_pieces = ceil_div(p.capacity, PIECE);
+    p.row_pieces = ceil_div(p.capacity, PIECE) + (a.sinks > 0);  // the front ends with a piece of its own
     while (a.P >> p.page_shift > 1) p.page_shift++;
     p.join_columns = 32;
     while (p.join_columns < a.D) p.join_columns *= 2;
@@ -77,9 +77,22 @@ __device__ inline int end_of(const kvc_decode_args& a, const plan& p, int64_t ro
     return a.end[row] < p.capacity ? a.end[row] : static_cast<int>(p.capacity);
 }
 
+// The first keys before the row's range that are seen: [0, front).
+__device__ inline int front_of(const kvc_decode_args& a, const plan& p, int64_t row) {
+    const int begin = begin_of(a, row), end = end_of(a, p, row), before = begin < end ? begin : end;
+    return a.sinks < before ? static_cast<int>(a.sinks) : before;
+}
+
+__device__ inline int pieces_in(int keys) { return keys > 0 ? (keys + PIECE - 1) / PIECE : 0; }
+
 __device__ inline int pieces_of(const kvc_decode_args& a, const plan& p, int64_t row) {
-    const int64_t keys = static_cast<int64_t>(end_of(a, p, row)) - begin_of(a, row);
-    return keys > 0 ? static_cast<int>(ceil_div(keys, PIECE)) : 0;
+    return pieces_in(front_of(a, p, row)) + pieces_in(end_of(a, p, row) - begin_of(a, row));
+}
+
+// One past the piece's last key.
+__device__ inline int end_of_piece(const kvc_decode_args& a, const plan& p, const int4& piece) {
+    const int front = a.sinks > 0 ? front_of(a, p, piece.x) : 0, end = piece.y < front ? front : piece.z;
+    return end < piece.y + PIECE ? end : piece.y + PIECE;
 }
 
 // The pages of key t of the row and of its value, both -1 if one of them is on no page.
@@ -143,10 +156,11 @@ __global__ __launch_bounds__(PLAN_THREADS) void plan_kernel(const kvc_decode_arg
     __syncthreads();
     for (int64_t row = warp; row < p.rows; row += PLAN_THREADS / 32) {
         const int pieces = pieces_of(a, p, row), row_begin = begin_of(a, row), row_end = end_of(a, p, row);
+        const int front_pieces = pieces_in(front_of(a, p, row));
         for (int i = lane; i < pieces; i += 32) {
             int4 piece;
             piece.x = static_cast<int>(row);
-            piece.y = row_begin + i * PIECE;
+            piece.y = i < front_pieces ? i * PIECE : row_begin + (i - front_pieces) * PIECE;
             piece.z = row_end;
             piece.w = static_cast<int>(row * p.row_pieces + i);
             s.list[s.first[row] + i] = piece;

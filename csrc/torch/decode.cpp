@@ -22,11 +22,16 @@ static void explain_rows(const kvc_decode_args& args, int64_t R) {
         const int64_t begin = args.begin ? args.begin[r] : 0, end = args.end[r];
         KVC_CHECK(begin >= 0 && begin <= end, "decode: begin must be between 0 and ", end, " (end), got ", begin, " at ",
                   r);
-        if (!args.block_table || begin == end) continue;
-        find_missing_page("decode", args.block_table, args.blocks, r, begin / args.P, (end - 1) / args.P, args.pages);
-        if (!args.value_table) continue;
-        find_missing_page("decode", args.value_table, args.value_blocks, r, begin / args.P, (end - 1) / args.P,
-                          args.value_pages);
+        if (!args.block_table) continue;
+        const int64_t front = args.sinks < begin ? args.sinks : begin;
+        const int64_t firsts[] = {0, begin}, lasts[] = {front, end};
+        for (int i = 0; i < 2; i++) {
+            if (firsts[i] == lasts[i]) continue;
+            const int64_t first = firsts[i] / args.P, last = (lasts[i] - 1) / args.P;
+            find_missing_page("decode", args.block_table, args.blocks, r, first, last, args.pages);
+            if (!args.value_table) continue;
+            find_missing_page("decode", args.value_table, args.value_blocks, r, first, last, args.value_pages);
+        }
     }
 }
 
@@ -35,7 +40,7 @@ static std::tuple<Tensor, Tensor> decode_to(const Tensor& queries, const Tensor&
                                             const std::optional<Tensor>& block_table,
                                             const std::optional<Tensor>& value_table,
                                             const std::optional<Tensor>& begin, const Tensor& end, double scale,
-                                            bool causal, Tensor* probabilities) {
+                                            bool causal, int64_t sinks, Tensor* probabilities) {
     const kvc_view q = view_of(queries, "queries");
     const int64_t B = queries.size(0), Hq = queries.size(1), S = queries.size(2), D = queries.size(3);
     check_device(k_pages, queries, "k_pages");
@@ -73,6 +78,7 @@ static std::tuple<Tensor, Tensor> decode_to(const Tensor& queries, const Tensor&
         .value_blocks = value_table.has_value() ? value_table->size(1) : 1,
         .probabilities = nullptr,
         .columns = 0,
+        .sinks = sinks,
     };
     if (probabilities) {
         check_array(*probabilities, queries, ScalarType::Float, {B, Hq, -1}, "probabilities");
@@ -96,8 +102,9 @@ static std::tuple<Tensor, Tensor> decode_to(const Tensor& queries, const Tensor&
 static std::tuple<Tensor, Tensor> decode(const Tensor& queries, const Tensor& k_pages, const Tensor& v_pages,
                                          const std::optional<Tensor>& block_table,
                                          const std::optional<Tensor>& value_table, const std::optional<Tensor>& begin,
-                                         const Tensor& end, double scale, bool causal) {
-    return decode_to(queries, k_pages, v_pages, block_table, value_table, begin, end, scale, causal, nullptr);
+                                         const Tensor& end, double scale, bool causal, int64_t sinks) {
+    KVC_CHECK(sinks >= 0, "sinks must be at least 0, got ", sinks);
+    return decode_to(queries, k_pages, v_pages, block_table, value_table, begin, end, scale, causal, sinks, nullptr);
 }
 
 static std::tuple<Tensor, Tensor> decode_probabilities(const Tensor& queries, const Tensor& k_pages,
@@ -105,7 +112,8 @@ static std::tuple<Tensor, Tensor> decode_probabilities(const Tensor& queries, co
                                                        const std::optional<Tensor>& value_table,
                                                        const std::optional<Tensor>& begin, const Tensor& end,
                                                        Tensor probabilities, double scale) {
-    return decode_to(queries, k_pages, v_pages, block_table, value_table, begin, end, scale, false, &probabilities);
+    return decode_to(queries, k_pages, v_pages, block_table, value_table, begin, end, scale, false, 0,
+                     &probabilities);
 }
 
 static std::tuple<Tensor, Tensor> decode_shared(const Tensor& near, const Tensor& near_lse, const Tensor& probabilities,
@@ -199,7 +207,7 @@ static std::tuple<Tensor, Tensor> merge_states(const Tensor& out_a, const Tensor
 
 KVC_REGISTER(decode,
              "decode(Tensor queries, Tensor k_pages, Tensor v_pages, Tensor? block_table, Tensor? value_table, "
-             "Tensor? begin, Tensor end, float scale, bool causal) -> (Tensor, Tensor)")
+             "Tensor? begin, Tensor end, float scale, bool causal, int sinks) -> (Tensor, Tensor)")
 KVC_REGISTER(decode_probabilities,
              "decode_probabilities(Tensor queries, Tensor k_pages, Tensor v_pages, Tensor? block_table, "
              "Tensor? value_table, Tensor? begin, Tensor end, Tensor(a!) probabilities, float scale) -> (Tensor, Tensor)")

@@ -34,10 +34,11 @@ def pod(
     queries: Annotated[int, typer.Option(help="last tokens of a text whose attention is compared", min=1)] = 16,
     delta: Annotated[
         float | None,
-        typer.Option(help="least similarity within a block, 0 to 1; not given, nor --share: 0.5", min=0.0),
+        typer.Option(help="least similarity within a block, 0 to 1; not given, nor --share: 0.5"),
     ] = None,
     share: Annotated[
-        float | None, typer.Option(help="instead of --delta: least share of followers", min=0.0, max=1.0)
+        float | None,
+        typer.Option(help="instead of --delta: least share of followers, 0 to (layers - 1) / layers"),
     ] = None,
     sinks: Annotated[int, typer.Option(help="first tokens whose keys every layer keeps", min=0)] = 16,
     recent: Annotated[

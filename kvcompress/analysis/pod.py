@@ -16,11 +16,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ..caches.base import decoder_config, sizes_of
 from ..checks import need, need_choice
+from ..hf.attach import base_model
 from ..models import load_example_model
 from ..models.text import held_out_text
 from ..pod.plan import PoDPlan, delta_for_share, lead_table
 from ..pod.refine import refine
 from ..pod.similarity import REDUCTIONS, measure_similarity
+from ..retrofit.method import saved_method
 from ..retrofit.run import EXAMPLE_NAME
 
 LONGEST = 32_768
@@ -44,6 +46,9 @@ def run_pod(
     kinds = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
     need_choice("device", device.partition(":")[0], kinds)
     need(out.parent.is_dir(), f"out must be in a folder that exists, got {out}")
+    need(not out.is_dir(), f"out must be a file, got the folder {out}")
+    need(figure is None or figure.is_dir() or not figure.exists(), f"figure must be a folder, got the file {figure}")
+    need(delta is None or 0 <= delta <= 1, f"delta must be between 0 and 1, got {delta}")
     loaded, tokenizer = _load(model, device)
     config = decoder_config(loaded.config)
     reach = getattr(config, "max_position_embeddings", LONGEST)
@@ -68,7 +73,7 @@ def run_pod(
         queries=min(queries, length), sample_length=length, data=data, distant_only=distant_only,
         standard_error=error if measured.samples > 1 else None, similarity=similarity.tolist(),
     )  # fmt: skip
-    if refine_rounds:
+    if refine_rounds and plan.followers:
         plan = refine(
             loaded, plan, rows, rounds=refine_rounds, report=lambda line: console.print(line, highlight=False)
         )  # fmt: skip
@@ -86,11 +91,19 @@ def _load(model: str, device: str) -> tuple[nn.Module, Any]:
     if model == EXAMPLE_NAME:
         return load_example_model(device=device)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(model)
         loaded = AutoModelForCausalLM.from_pretrained(model, dtype="auto")
+        need(
+            saved_method(base_model(loaded)) is None,
+            f"model must not be converted yet, got {model!r}, whose config has kvcompress",
+        )
     except OSError as error:
         reason = next(iter(str(error).splitlines()), "")
         raise ValueError(f"model must be the name or folder of a transformers model, got {model!r}: {reason}") from None
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model)
+    except (OSError, ValueError) as error:
+        reason = next(iter(str(error).splitlines()), "")
+        raise ValueError(f"model must come with a tokenizer, got {model!r}: {reason}") from None
     return loaded.to(device).eval(), tokenizer
 
 
@@ -170,10 +183,19 @@ def _print(plan: PoDPlan, similarity: Tensor, dtype: torch.dtype, console: Conso
         dense, ours = (nbytes(tokens, dtype) / 2**20 for nbytes in (plan.dense_nbytes, plan.nbytes))
         table.add_row(f"{tokens:,}", f"{dense:,.1f}", f"{ours:,.1f}", f"{plan.saved(tokens):.1%}")
     console.print(table)
+    if plan.followers == 0:
+        neighbours = similarity.diagonal(offset=1, dim1=1, dim2=2).flatten().tolist()
+        console.print(
+            f"No layer follows another, and nothing is shared: neighbours are {max(neighbours, default=0):.3f} similar "
+            "at most. Take a smaller --delta, or --share.",
+            highlight=False, markup=False,
+        )  # fmt: skip
+        return
     console.print(
         f"Keys and values of one sequence in {str(dtype).removeprefix('torch.')}. Every layer keeps {plan.sinks} first "
-        f"and {plan.recent:,} last keys, and all values; {plan.share:.1%} of the keys between are dropped. A model "
-        "needs training before it can do without them.",
+        f"and {plan.recent:,} last keys, and all values; {plan.share:.1%} of the keys between are dropped, page by "
+        "page: a cache holds up to a page per row and its tables more. A model needs training before it can do without "
+        "them.",
         highlight=False, markup=False,
     )  # fmt: skip
 

@@ -360,7 +360,7 @@ class CompressedCache(Cache):
         return self.fork()  # what shares its layers would change with it
 
     def stored_lengths(self) -> list[list[list[int]]]:
-        """Tokens held per layer, sequence and KV head: [L][B][Hkv]. get_seq_length() is the number of tokens seen."""
+        """Tokens held per layer, sequence and KV head: [L][B][Hkv]. seen_lengths() says how many tokens were seen."""
         return [layer.stored_lengths() for layer in self.layers]
 
     def reset(self) -> None:

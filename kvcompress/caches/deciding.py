@@ -43,11 +43,13 @@ class DecidingLayer(PagedLayer):
         if self.pool is None:
             self.open_pool(B * Hkv, D, keys, [max(count, 1) for count in counts])
         assert self.places is not None
-        alpha = self._decide(keys)
         if S == 1 and min(counts) == 1:
+            with torch.inference_mode():  # several small ops, that dispatch in half the time past autograd
+                alpha = self._decide(keys)
             out = self.attend_one(queries, keys, values, alpha, scaling)
             self.places = self.places + 1
         else:
+            alpha = self._decide(keys)
             out = self.attend_many(queries, keys, values, alpha, scaling)
             self.places = self.places + self._counts(keys.device)
         self.next = [place + count for place, count in zip(self.next, counts, strict=True)]
@@ -69,8 +71,10 @@ class DecidingLayer(PagedLayer):
         """float32 [B, Hkv, S] of 0 and 1; 0 for the first token of a sequence."""
         counts, S = self.cache.step.counts, keys.shape[2]
         assert self.places is not None
-        # columns before a sequence's first token are padding: their places are negative, their decisions unused
-        places = self.places + self._counts(keys.device) - S + torch.arange(S, device=keys.device)
+        places = self.places
+        if self.cache.dmc.stride is not None:
+            # columns before a sequence's first token are padding: their places are negative, their decisions unused
+            places = places + self._counts(keys.device) - S + torch.arange(S, device=keys.device)
         alpha = decisions_of(self.cache.dmc, keys[..., self.cache.neuron], places).alpha
         for b, (seen, count) in enumerate(zip(self.next, counts, strict=True)):
             if seen == 0 and count:
@@ -104,13 +108,9 @@ class DecidingLayer(PagedLayer):
 
     def _without_neuron(self, x: Tensor, positions: Tensor) -> Tensor:
         """Queries or keys rotated, the neuron 0 before and after."""
-        rotary, neuron = self.cache.rotary, self.cache.neuron
+        rotary = self.cache.rotary
         assert rotary is not None
-        x = x.clone()
-        x[..., neuron] = 0
-        x = rotary.rotate(x, positions, self._bound(), self.rope_lengths)
-        x[..., neuron] = 0
-        return x
+        return rotary.rotate(x, positions, self._bound(), self.rope_lengths, without=self.cache.neuron)
 
     def _left_aligned(self, *tensors: Tensor) -> list[Tensor]:
         """[B, H, S, ...] each, the tokens of a sequence first and its padding after them."""

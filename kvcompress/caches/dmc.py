@@ -34,8 +34,9 @@ class DMCLayer(DecidingLayer):
         pool, places = self.pool, self.places
         assert pool is not None and places is not None
         # a token takes one page at most: that of a new slot, or a copy of the shared one that holds the newest
-        self._append(keys, values, alpha, self._weights(queries, keys), [1] * len(pool.bounds), None, known=False)
-        rotated = self._without_neuron(queries, places)
+        with torch.inference_mode():
+            weights, rotated = self._weights(queries, keys), self._without_neuron(queries, places)
+        self._append(keys, values, alpha, weights, [1] * len(pool.bounds), None, known=False)
         return self._decode(rotated, pool.lengths, None, scaling, causal=False)[0]
 
     def attend_many(self, queries: Tensor, keys: Tensor, values: Tensor, alpha: Tensor, scaling: float) -> Tensor:

@@ -33,6 +33,7 @@ class NearRows:
         self.first = settings.blocks(sinks)  # pages of sinks
         self.dropped = [0] * (batch * self.heads)
         self._gone: tuple[list[int], Tensor] | None = None  # dropped, and the same on the device
+        self._as: tuple[tuple[list[int], list[int], int, int], Tensor] | None = None  # what table_as used last
         self.tokens = [0] * batch
 
     @property
@@ -55,14 +56,21 @@ class NearRows:
     def table_as(self, other: NearRows, rows: Tensor | None = None) -> Tensor:
         """The table of these rows, which hold at least the first and recent tokens that `other` holds, so that slots
         of `other` can be looked up in it."""
-        table, ours, theirs = self.table(rows), self.gone(), other.gone()
-        if ours is theirs is None:
-            return table
-        none = torch.zeros(len(self.keeps), 1, dtype=torch.long, device=table.device)
-        moved = (none if theirs is None else theirs) - (none if ours is None else ours)
-        place = torch.arange(table.shape[1], device=table.device)
-        moved = torch.where(place < self.first, 0, moved if rows is None else moved[rows])
-        return table.gather(1, (place + moved).clamp_(min=0, max=table.shape[1] - 1))
+        table, theirs = self.pool.block_table, other.pool.block_table
+        if any(self.dropped) or any(other.dropped) or theirs.shape[1] > table.shape[1]:
+            sizes = self.dropped, other.dropped, table.shape[1], theirs.shape[1]
+            if self._as is None or self._as[0] != sizes:
+                self._as = (list(self.dropped), list(other.dropped), *sizes[2:]), self._places_as(other)
+            table = table.gather(1, self._as[1])
+        return table if rows is None else table[rows]
+
+    def _places_as(self, other: NearRows) -> Tensor:
+        """int64 [R, blocks of `other`], for each of its pages the number of ours that holds the same tokens."""
+        ours, theirs = (x.pool.block_table.shape[1] for x in (self, other))
+        moved = torch.tensor([theirs - ours for ours, theirs in zip(self.dropped, other.dropped, strict=True)])
+        place = torch.arange(theirs)
+        place = place + torch.where(place < self.first, 0, moved[:, None])
+        return place.clamp_(min=0, max=max(ours - 1, 0)).to(self.pages.device)
 
     # ---- writing ----
 

@@ -69,8 +69,8 @@ class PoDCache(ConvertedCache):
         pruner: Pruner | None = None,
         distant: int | None = None,
     ) -> None:
-        if tau is not None and not 0 <= tau <= 1:
-            raise ValueError(f"tau must be between 0 and 1 or None, got {tau}")
+        if tau is not None and (not isinstance(tau, (int, float)) or not 0 <= tau <= 1):
+            raise ValueError(f"tau must be a number between 0 and 1 or None, got {tau!r}")
         if reuse not in (None, True, False):
             raise ValueError(f"reuse must be True, False or None, got {reuse!r}")
         if pruner is not None and (not isinstance(pruner, Pruner) or pruner.accumulates):
@@ -89,8 +89,19 @@ class PoDCache(ConvertedCache):
         if reuse is False and self.skips:
             raise ValueError(f"reuse must not be False with tau {self.tau}: the gate is known from what is reused")
         self.reuse = reuse
-        if pruner is not None and self.pod.mode != "pod":
+        if pruner is not None and distant is not None:
+            self._check_pruner(pruner, distant)
+
+    def _check_pruner(self, pruner: Pruner, distant: int) -> None:
+        if self.pod.mode != "pod":
             raise ValueError(f"pruner must be None with mode {self.pod.mode!r}, which keeps no tokens of a lead alone")
+        kept = pruner.recent(self.pod.window + distant, pruner.window or 1)
+        if 0 < distant <= kept - self.pod.recent:
+            raise ValueError(
+                f"pruner must leave some of {distant} distant tokens to its scores: {type(pruner).__name__} keeps its "
+                f"last {kept} tokens in any case, of which {self.pod.recent} are near; make its window smaller or "
+                "distant larger"
+            )
 
     @property
     def pod(self) -> PoDConfig:
@@ -165,7 +176,10 @@ class PoDCache(ConvertedCache):
             layer.recent = None
 
     def check_guide(self) -> None:
-        raise ValueError("guide has no effect with PoDCache, which keeps tokens by their place alone")
+        raise ValueError(
+            "guide is not supported by PoDCache, whose pruner looks at the prompt's last queries: put the question "
+            "at the end of the prompt"
+        )
 
     def reset(self) -> None:
         self.leads = {}
@@ -192,11 +206,13 @@ class PoDCache(ConvertedCache):
     # ---- what users ask ----
 
     def skip_shares(self) -> SkipShares:
-        """What tau has saved since the cache was new or reset. Raises ValueError where nothing is ever skipped."""
-        if not self.skips:
+        """What tau has saved since the cache was new or reset; nothing with 1. Raises ValueError without tau."""
+        if self.tau is None or self.pod.mode != "pod":
             raise ValueError(
-                f"tau must be below 1, and mode 'pod', for anything to be skipped, got {self.tau} and {self.pod.mode!r}"
+                f"tau must be given, and mode 'pod', for anything to be skipped, got {self.tau} and {self.pod.mode!r}"
             )
+        if not self.skips:
+            return SkipShares(0.0, 0.0, 1.0)
         near, lead, follower = (self.pairs[name] for name in ("near", "lead", "follower"))
         skipped = 0 if self.skipped_pairs is None else int(self.skipped_pairs)
         # a key is multiplied once and a value once; followers multiply distant values alone

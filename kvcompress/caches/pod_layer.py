@@ -104,9 +104,10 @@ class PoDLayer(CompressedLayer):
             self._open(keys, counts)
         assert self.keys is not None and self.values is not None and self.places is not None
         positions, bound = step_positions(self.places, counts, S), max(self.next) + S
-        q = rotary.rotate(queries, positions, bound, self.rope_lengths)
-        k = rotary.rotate(keys, positions, bound, self.rope_lengths)
         one, config = S == 1 and min(counts) == 1, self.cache.pod
+        with torch.inference_mode(one):
+            q = rotary.rotate(queries, positions, bound, self.rope_lengths)
+            k = rotary.rotate(keys, positions, bound, self.rope_lengths)
         self._note(queries, scaling)
         chunk, near_keys, near_values = None, None, None
         follows = any(lead != self.index for lead, _ in self.groups)
@@ -163,19 +164,17 @@ class PoDLayer(CompressedLayer):
         """One token of every sequence, already held: near keys, and the lead's distant ones."""
         keys, values, cache, config = self.keys, self.values, self.cache, self.cache.pod
         assert keys is not None and values is not None
-        if max(self.next) <= config.window:
-            length = part.rows_of(keys.pool.lengths)
-            return self._near(part, q, torch.zeros_like(length), length, scaling)[0]
-        joined = self._both_near(part, q, scaling)
-        if config.mode == "window":
-            return joined[0]
-        begin, end = self._far(part)
+        if config.mode == "window" or max(self.next) <= config.window:
+            cache.count(self.held, len(part.query_heads), None)  # nothing is distant
+            return self._near(part, q, scaling)[0]
+        with torch.inference_mode():
+            near, (begin, end) = self._near(part, q, scaling), self._far(part)
         lent = cache.leads[lead]
         if lent.probabilities is None:
             cache.count(self.held, len(part.query_heads), None)
-            return ops.merge_states(joined, self._distant(lead, part, begin, end, scaling))[0]
+            return ops.merge_states(near, self._distant(lead, part, begin, end, scaling))[0]
         out, skipped = ops.decode_shared(
-            joined, *lent.shared(part.heads), values.pages, begin, end, block_table=part.table(values),
+            near, *lent.shared(part.heads), values.pages, begin, end, block_table=part.table(values),
             tau=cache.tau if cache.skipping else None,
         )  # fmt: skip
         cache.count(self.held, len(part.query_heads), skipped)
@@ -188,12 +187,13 @@ class PoDLayer(CompressedLayer):
         queries = part.queries(q)
         columns = max(self.held) - config.window
         probabilities = torch.empty(*queries.shape[:2], columns, dtype=torch.float32, device=q.device)
-        begin, end = self._far(part)
+        with torch.inference_mode():
+            near, (begin, end) = self._near(part, q, scaling), self._far(part)
         far = self._distant(self.index, part, begin, end, scaling, probabilities)
         lent = cache.leads[self.index]
         lent.probabilities, lent.heads = (probabilities, far[1]), part.heads
         cache.count(self.held, len(part.query_heads), None)
-        return ops.merge_states(self._both_near(part, q, scaling), far)[0]
+        return ops.merge_states(near, far)[0]
 
     def _far(self, part: _Heads) -> tuple[Tensor, Tensor]:
         """Where the distant tokens of one more query lie in rows that hold all: begin, end, int32 [rows]."""
@@ -202,27 +202,16 @@ class PoDLayer(CompressedLayer):
         begin = total.clamp(max=self.cache.pod.sinks)
         return begin, torch.maximum(total - self.cache.pod.recent, begin)
 
-    def _near(self, part: _Heads, q: Tensor, begin: Tensor | None, end: Tensor, scaling: float) -> State:
-        """Attention of one token to a range of slots of the keys, own values."""
-        keys, values = self.keys, self.values
+    def _near(self, part: _Heads, q: Tensor, scaling: float) -> State:
+        """Attention of one token to the first and the recent ones, by own keys and values."""
+        keys, values, config = self.keys, self.values, self.cache.pod
         assert keys is not None and values is not None
-        # values lie where keys do in the pages of the sinks, and everywhere with window attention
-        alike = begin is None or self.cache.pod.mode == "window"
-        value_table = part.table(values) if alike else values.table_as(keys, part.index)
+        end = part.rows_of(keys.pool.lengths)
+        own = part.table(values) if config.mode == "window" else values.table_as(keys, part.index)
         return ops.decode(
-            part.queries(q), keys.pages, values.pages, end, begin=begin, scale=scaling, block_table=part.table(keys),
-            value_table=value_table,
+            part.queries(q), keys.pages, values.pages, end, begin=(end - config.recent).clamp(min=0),
+            sinks=config.sinks, scale=scaling, block_table=part.table(keys), value_table=own,
         )  # fmt: skip
-
-    def _both_near(self, part: _Heads, q: Tensor, scaling: float) -> State:
-        """Attention of one token to the first and the recent ones."""
-        assert self.keys is not None
-        config, length = self.cache.pod, part.rows_of(self.keys.pool.lengths)
-        start = torch.minimum((length - config.recent).clamp(min=config.sinks), length)
-        recent = self._near(part, q, start, length, scaling)
-        if not config.sinks:
-            return recent
-        return ops.merge_states(self._near(part, q, None, length.clamp(max=config.sinks), scaling), recent)
 
     def _distant(
         self, lead: int, part: _Heads, begin: Tensor, end: Tensor, scaling: float, probabilities: Tensor | None = None

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks import dense, dense_last, need, need_device, need_float, need_int32, need_tensor
+from ..checks import dense, dense_last, need, need_device, need_float, need_int32, need_integer, need_tensor
 from ..no_gradient import without_gradient
 from .native import MAX_HEAD_DIM, native
 
@@ -21,6 +21,7 @@ def decode(
     block_table: Tensor | None = None,
     value_table: Tensor | None = None,
     begin: Tensor | None = None,
+    sinks: int = 0,
     scale: float | None = None,
     causal: bool = False,
     probabilities: Tensor | None = None,
@@ -31,10 +32,11 @@ def decode(
     [R, blocks], R = B*Hkv: key t of row r lies at [block_table[r, t // P], t % P]; None = row r is page r, whatever
     P. value_table: int32 [R, blocks], the same of values where they do not lie as the keys do (each of the two may then
     have its own number of pages and of blocks); None = as the keys. begin, end: int32 [R]: a query sees keys
-    begin_r <= t < end_r; causal: the row's last S keys are the queries' own tokens, query s sees t < end_r - (S-1-s).
+    begin_r <= t < end_r, and the first `sinks` of those before begin_r; causal: the row's last S keys are the queries'
+    own tokens, query s sees t < end_r - (S-1-s).
     scale: factor of the logits, None = 1/sqrt(D). probabilities: contiguous float32 [B, Hq, columns], written, for
-    S = 1 alone: column j of a head becomes the softmax probability of key begin_r + j; columns behind a row's keys keep
-    what they had.
+    S = 1 without sinks: column j of a head becomes the softmax probability of key begin_r + j; columns behind a row's
+    keys keep what they had.
     Returns (out [B, Hq, S, D] in the queries' dtype, lse float32 [B, Hq, S], natural logarithm). A query that sees no
     key gets out 0 and lse -inf. Raises ValueError for wrong shapes, RuntimeError for rows outside the pages
     or longer than probabilities has columns, NotImplementedError if a backward pass comes here (attention is
@@ -59,6 +61,9 @@ def decode(
     )
     need_int32("end", end, (R,))
     need_int32("begin", begin, (R,))
+    if sinks != 0:
+        need_integer("sinks", sinks, 0)
+        need(probabilities is None, f"sinks must be 0 where probabilities are written, got {sinks}")
     P = k_pages.shape[1]
     if block_table is None:
         need(k_pages.shape[0] >= R, f"k_pages must hold one page for each of {R} rows, got {k_pages.shape[0]}")
@@ -78,7 +83,7 @@ def decode(
     rows = (dense_last(queries), k_pages, v_pages, dense(block_table), dense(value_table), dense(begin))
     factor = D**-0.5 if scale is None else scale
     op: Any = native.decode
-    arguments: tuple[Any, ...] = (*rows, end.contiguous(), factor, causal)
+    arguments: tuple[Any, ...] = (*rows, end.contiguous(), factor, causal, sinks)
     if probabilities is not None:
         need(queries.shape[2] == 1, f"probabilities are of one query per head, got {queries.shape[2]}")
         need_probabilities(probabilities, B, Hq)
@@ -100,7 +105,7 @@ def need_probabilities(x: Tensor, batch: int, heads: int) -> None:
 
 
 @torch.library.register_fake("kvcompress::decode")
-def _(queries, k_pages, v_pages, block_table, value_table, begin, end, scale, causal):  # type: ignore[no-untyped-def]
+def _(queries, k_pages, v_pages, block_table, value_table, begin, end, scale, causal, sinks):  # type: ignore[no-untyped-def]
     return queries.new_empty(queries.shape), queries.new_empty(queries.shape[:3], dtype=torch.float32)
 
 

@@ -19,7 +19,8 @@ MODES = ("pod", "window", "cla")
 class PoDConfig(LeadTable):
     """How a converted model attends; saved with it as config.kvcompress.
 
-    lead: [layers][KV heads], the layer whose queries and keys a head uses for distant tokens, itself or a lower one.
+    lead: [layers][KV heads], the layer whose queries and keys a head uses for distant tokens: itself, or the lead of
+    the layer below.
     sinks, recent: the first tokens, and the last ones (the query's own included), that are near. tau: followers skip
     distant tokens while decoding where the near ones have at least this probability; None = never.
     mode: "pod"; or a baseline: "window" (near tokens are all that is seen; lead is of no consequence), "cla" (a head

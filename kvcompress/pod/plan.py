@@ -198,6 +198,8 @@ class PoDPlan(LeadTable):
     def load(cls, path: str | os.PathLike[str]) -> PoDPlan:
         """What save wrote. Raises ValueError for anything else, FileNotFoundError for no file."""
         path = Path(path)
+        if not path.is_file():
+            raise FileNotFoundError(f"plan must be a file, got {path}")
         try:
             saved = json.loads(path.read_text(encoding="utf-8"))
         except (ValueError, RecursionError) as error:

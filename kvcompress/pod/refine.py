@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -36,14 +37,23 @@ def refine(
     time; the best of these tables is taken if it lowers the loss, else it ends. A round costs two forward passes over
     the texts for each border.
     model: not converted; it is not changed (a copy is). rows: int64 [tokens] each, longer than plan.window to tell
-    anything. report: takes a line for each move.
+    anything. report: takes a line for each move, and one at the end.
     Returns the plan with its lead table, delta None and `refined` counting the moves, or the plan itself.
+    Raises ValueError where no row has a distant token, RuntimeError where the plan's loss is not finite.
     Source: ours; the paper groups by similarity alone.
     """
     need_integer("rounds", rounds, 0)
+    longest = max((len(row) for row in rows), default=0)
+    if longest <= plan.window:
+        raise ValueError(
+            f"rows must be longer than the {plan.window} tokens (sinks + recent) that keep their own keys, for the "
+            f"borders to matter, got {longest} at most"
+        )
     converted = copy.deepcopy(model).eval()
     convert(converted, plan)
     decoder, best, lead, moves = base_model(converted), _loss(converted, rows), plan.lead, 0
+    if not math.isfinite(best):
+        raise RuntimeError(f"the model's loss with the plan must be finite, got {best}")
     for _ in range(rounds):
         found: list[tuple[float, Lead, str]] = []
         for table, what in _moves(lead):
@@ -52,8 +62,12 @@ def refine(
             except ValueError:  # the two layers attend in different ways (sliding window)
                 continue
             set_method(decoder, method)
-            found.append((_loss(converted, rows), table, what))
+            loss = _loss(converted, rows)
+            if math.isfinite(loss):
+                found.append((loss, table, what))
         if not found or min(found)[0] >= best:
+            what = "no border of a block can be moved" if not found else f"none of {len(found)} moves lowers the loss"
+            report(f"{what}: {best:.4f} nats per token")
             break
         before, (best, lead, what), moves = best, min(found), moves + 1
         report(f"{what}: loss {before:.4f} -> {best:.4f} nats per token")

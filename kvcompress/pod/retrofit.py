@@ -29,6 +29,8 @@ def retrofit(
         if plan is None or wanted is None:
             raise ValueError("plan must be given for a model that is not converted yet, got none")
         plan.check_model(decoder.config)
+        if wanted.mode != "window" and wanted.followers == 0:
+            raise ValueError("plan must have heads that follow, for anything to be shared, got one with none")
         convert(model, wanted)
     else:
         attach(model)

@@ -17,6 +17,7 @@ def decode(
     block_table: Tensor | None = None,
     value_table: Tensor | None = None,
     begin: Tensor | None = None,
+    sinks: int = 0,
     scale: float | None = None,
     causal: bool = False,
     probabilities: Tensor | None = None,
@@ -42,11 +43,12 @@ def decode(
         first = 0 if begin is None else int(begin[r])
         for s in range(S):
             last = int(end[r]) - (S - 1 - s if causal else 0)
-            if last <= first:
+            seen = [*range(min(sinks, first, max(last, 0))), *range(first, last)]
+            if not seen:
                 continue
             heads = slice(h * G, (h + 1) * G)
-            logits = scale * queries[b, heads, s] @ k[first:last].to(queries.dtype).T
-            out[b, heads, s] = logits.softmax(-1) @ v[first:last].to(queries.dtype)
+            logits = scale * queries[b, heads, s] @ k[seen].to(queries.dtype).T
+            out[b, heads, s] = logits.softmax(-1) @ v[seen].to(queries.dtype)
             lse[b, heads, s] = logits.logsumexp(-1)
             if probabilities is not None:
                 probabilities[b, heads, : last - first] = logits.softmax(-1).to(probabilities.dtype)

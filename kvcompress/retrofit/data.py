@@ -58,7 +58,11 @@ def text_windows(
 
     windowed = rows.map(windows, batched=True, batch_size=1000)
     if len(windowed) == 0:
-        raise ValueError(f"text must hold at least {length} tokens, one row, got fewer")
+        held = sum(len(row) for row in rows["input_ids"])
+        raise ValueError(
+            f"text must hold at least the {length} tokens of a row (length), got {held} in "
+            f"{', '.join(path.name for path in paths)}"
+        )
     return windowed
 
 

@@ -25,6 +25,10 @@ from .recipe import Recipe
 from .trainer import RetrofitTrainer
 
 EXAMPLE_NAME = "example"
+_CHECKPOINTING: dict[str, Any] = {
+    "gradient_checkpointing": True,
+    "gradient_checkpointing_kwargs": {"use_reentrant": False},
+}
 PLAN = "run.json"
 
 
@@ -119,7 +123,7 @@ def train(
     """
     out, last = settings.out, None
     found = sorted(out.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
-    plan = _plan(recipe, settings)
+    plan = _plan(recipe, settings) | {"method": getattr(base_model(model).config, "kvcompress", None) or {}}
     if resume:
         if not found:
             raise FileNotFoundError(f"out must hold a checkpoint to resume from, got {out}")
@@ -148,8 +152,6 @@ def train(
         max_steps=recipe.steps,
         bf16=settings.bfloat16,
         use_cpu=settings.device == "cpu",
-        gradient_checkpointing=settings.checkpointing,
-        gradient_checkpointing_kwargs={"use_reentrant": False} if settings.checkpointing else None,
         save_steps=settings.save_steps,
         save_total_limit=settings.keep_checkpoints,
         logging_steps=settings.log_steps,
@@ -160,6 +162,7 @@ def train(
         # each rank takes batches of its own: their shapes differ
         accelerator_config={"dispatch_batches": False},
         dataloader_pin_memory=settings.device == "cuda",
+        **_CHECKPOINTING if settings.checkpointing else {},
     )
     trainer = RetrofitTrainer(
         model, args, recipe, teacher=load_teacher(settings), distillation=settings.distillation, train_dataset=data,
@@ -188,9 +191,10 @@ def _check_same(path: Path, plan: dict[str, Any]) -> None:
     """Raises ValueError if the run that is to go on was another one."""
     before = json.loads(path.read_text()) if path.is_file() else plan
     now = json.loads(json.dumps(plan))
-    for part, free in (("recipe", ()), ("settings", ("out", "device", "save_steps", "keep_checkpoints", "log_steps"))):
+    free = ("out", "device", "save_steps", "keep_checkpoints", "log_steps")
+    for part in ("method", "recipe", "settings"):
         for name, value in now[part].items():
-            if name not in free and before[part].get(name) != value:
+            if (part != "settings" or name not in free) and before[part].get(name) != value:
                 raise ValueError(
                     f"{name} must be {before[part].get(name)!r} as in the run that is resumed, got {value!r}"
                 )

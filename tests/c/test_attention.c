@@ -158,6 +158,7 @@ typedef struct {
     int64_t B, Hq, Hkv, S, D, P, blocks;
     kvc_dtype q_dtype, cache_dtype;
     int paged, causal;
+    int64_t sinks;
 } decode_case;
 
 static void test_decode_case(const decode_case *c) {
@@ -183,26 +184,27 @@ static void test_decode_case(const decode_case *c) {
             .q = {q_array, c->q_dtype, c->Hq * c->S * c->D, c->S * c->D, c->D},
             .k_pages = k_array, .v_pages = v_array, .cache_dtype = c->cache_dtype,
             .block_table = c->paged ? table : NULL, .begin = begin, .end = end, .B = c->B, .Hq = c->Hq, .Hkv = c->Hkv,
-            .S = c->S, .D = c->D, .P = c->P, .pages = pages, .blocks = c->blocks, .scale = scale, .causal = c->causal};
+            .S = c->S, .D = c->D, .P = c->P, .pages = pages, .blocks = c->blocks, .scale = scale, .causal = c->causal,
+            .sinks = c->sinks};
         args.scratch = room(kvc_decode_scratch_bytes(&args));
         CHECK(kvc_decode(&args, runners[runner]) == KVC_OK);
         for (int64_t i = 0; i < queries && runner == 0; i++) {
             const int64_t s = i % c->S, row = i / (c->S * G), last = end[row] - (c->causal ? c->S - 1 - s : 0);
             double most = -INFINITY, sum = 0;
-            for (int64_t t = begin[row]; t < last; t++) {
+            for (int64_t t = 0; t < last; t++) {
                 const int64_t page = c->paged ? table[row * c->blocks + t / c->P] : row;
-                p[t] = 0;
+                p[t] = t >= begin[row] || t < c->sinks ? 0 : -INFINITY;
                 for (int64_t d = 0; d < c->D; d++) {
                     p[t] += (double)scale * (double)q[i * c->D + d] * (double)k[(page * c->P + t % c->P) * c->D + d];
                 }
                 most = fmax(most, p[t]);
             }
-            for (int64_t t = begin[row]; t < last; t++) sum += exp(p[t] - most);
-            if (last <= begin[row]) CHECK(args.lse[i] == -INFINITY);
+            for (int64_t t = 0; t < last && most > -INFINITY; t++) sum += exp(p[t] - most);
+            if (most == -INFINITY) CHECK(args.lse[i] == -INFINITY);
             else CHECK(fabs((double)args.lse[i] - (most + log(sum))) <= 1e-5);
             for (int64_t d = 0; d < c->D; d++) {
                 double expected = 0;
-                for (int64_t t = begin[row]; t < last; t++) {
+                for (int64_t t = 0; t < last && most > -INFINITY; t++) {
                     const int64_t page = c->paged ? table[row * c->blocks + t / c->P] : row;
                     expected += exp(p[t] - most) / sum * (double)v[(page * c->P + t % c->P) * c->D + d];
                 }
@@ -244,10 +246,16 @@ static void test_decode_case(const decode_case *c) {
 
 void test_decode(void) {
     const decode_case cases[] = {
-        {1, 1, 1, 1, 1, 1, 1, KVC_F32, KVC_F32, 0, 0},      {2, 4, 2, 3, 33, 16, 5, KVC_F32, KVC_F32, 1, 1},
-        {1, 8, 1, 1, 128, 64, 20, KVC_BF16, KVC_BF16, 1, 0}, {2, 2, 2, 1, 256, 700, 1, KVC_F16, KVC_F16, 0, 0},
-        {1, 4, 2, 40, 20, 64, 1, KVC_F32, KVC_F16, 1, 1},    {1, 2, 1, 5, 7, 3, 1, KVC_F32, KVC_F32, 0, 1},
-        {1, 1, 1, 1, 5, 1, 1300, KVC_F32, KVC_F32, 1, 0},    {1, 6, 2, 9, 130, 1100, 1, KVC_F32, KVC_F32, 0, 1},
+        {1, 1, 1, 1, 1, 1, 1, KVC_F32, KVC_F32, 0, 0, 0},
+        {2, 4, 2, 3, 33, 16, 5, KVC_F32, KVC_F32, 1, 1, 0},
+        {1, 8, 1, 1, 128, 64, 20, KVC_BF16, KVC_BF16, 1, 0, 0},
+        {2, 2, 2, 1, 256, 700, 1, KVC_F16, KVC_F16, 0, 0, 0},
+        {1, 4, 2, 40, 20, 64, 1, KVC_F32, KVC_F16, 1, 1, 0},
+        {1, 2, 1, 5, 7, 3, 1, KVC_F32, KVC_F32, 0, 1, 0},
+        {1, 1, 1, 1, 5, 1, 1300, KVC_F32, KVC_F32, 1, 0, 0},
+        {1, 6, 2, 9, 130, 1100, 1, KVC_F32, KVC_F32, 0, 1, 0},
+        {2, 4, 2, 3, 33, 16, 5, KVC_F32, KVC_F32, 1, 1, 7},
+        {3, 2, 1, 1, 24, 8, 500, KVC_BF16, KVC_BF16, 1, 0, 600},
     };
     test_case = "decode";
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) test_decode_case(&cases[i]);

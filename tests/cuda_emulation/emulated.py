@@ -176,7 +176,7 @@ DecodeArgs = structure(
     pointer: value_table
     int64: value_pages value_blocks
     pointer: probabilities
-    int64: columns""",
+    int64: columns sinks""",
 )
 DecodeSharedArgs = structure(
     "DecodeSharedArgs",
@@ -358,6 +358,7 @@ class Kernels:
         block_table=None,
         value_table=None,
         begin=None,
+        sinks=0,
         scale=None,
         causal=False,
         probabilities=None,
@@ -377,7 +378,7 @@ class Kernels:
         args.value_table, args.value_pages = pointer(value_table), v_pages.shape[0]
         args.value_blocks = 1 if value_table is None else value_table.shape[1]
         args.probabilities = pointer(probabilities)
-        args.columns = 0 if probabilities is None else probabilities.shape[2]
+        args.columns, args.sinks = 0 if probabilities is None else probabilities.shape[2], sinks
         self.call_with_scratch("kvc_cuda_decode", args)
         return out, lse
 

@@ -125,7 +125,7 @@ void run_decode(int64_t D, int64_t Hq, int64_t P, kvc_dtype dtype, bool paged) {
     const std::vector<int32_t> table = {2, 0, 1, 3}, begin = {-2, 1}, end = {static_cast<int32_t>(2 * P), 1000000};
     kvc_decode_args args = {out.bytes.get(), lse.floats(), q.view(), k.bytes.get(), v.bytes.get(), dtype,
                             paged ? table.data() : nullptr, begin.data(), end.data(), nullptr, B, Hq, Hkv, S, D, P,
-                            pages, blocks, 0.2f, 1, nullptr, 0, 0, nullptr, 0};
+                            pages, blocks, 0.2f, 1, nullptr, 0, 0, nullptr, 0, P};
     const size_t bytes = static_cast<size_t>(kvc_cuda_decode_scratch_bytes(&args));
     std::unique_ptr<void, void (*)(void*)> scratch(std::aligned_alloc(64, bytes), std::free);
     args.scratch = scratch.get();
@@ -136,10 +136,10 @@ void run_long_decode(int64_t Hq, int64_t S, kvc_dtype dtype) {
     const int64_t B = 1, Hkv = 2, T = 1600, D = 40;  // more pieces than blocks: each takes several
     array q(B, Hq, S, D, dtype), k(Hkv * T * D, dtype), v(Hkv * T * D, dtype), out(B * Hq * S * D, dtype),
         lse(B * Hq * S, KVC_F32);
-    const std::vector<int32_t> end = {static_cast<int32_t>(T), 100};
+    const std::vector<int32_t> begin = {700, 90}, end = {static_cast<int32_t>(T), 100};
     kvc_decode_args args = {out.bytes.get(), lse.floats(), q.view(), k.bytes.get(), v.bytes.get(), dtype, nullptr,
-                            nullptr, end.data(), nullptr, B, Hq, Hkv, S, D, T, Hkv, 1, 0.2f, 1, nullptr, 0, 0, nullptr,
-                            0};
+                            begin.data(), end.data(), nullptr, B, Hq, Hkv, S, D, T, Hkv, 1, 0.2f, 1, nullptr, 0, 0,
+                            nullptr, 0, 600};
     const size_t bytes = static_cast<size_t>(kvc_cuda_decode_scratch_bytes(&args));
     std::unique_ptr<void, void (*)(void*)> scratch(std::aligned_alloc(64, bytes), std::free);
     args.scratch = scratch.get();
@@ -158,7 +158,7 @@ void run_decode_shared(int64_t G, int64_t D, int64_t P, kvc_dtype dtype, int64_t
     const std::vector<int32_t> begin = {-2, 1, 300, 70}, end = {1000000, 320, 300, 72};
     kvc_decode_args decode = {out.bytes.get(), lse.floats(), q.view(), k.bytes.get(), v.bytes.get(), dtype,
                               table.data(), begin.data(), end.data(), nullptr, B, Hq, Hkv, 1, D, P, pages, blocks, 0.2f,
-                              1, nullptr, 0, 0, shares.floats(), columns};
+                              1, nullptr, 0, 0, shares.floats(), columns, 0};
     const size_t bytes = static_cast<size_t>(kvc_cuda_decode_scratch_bytes(&decode));
     std::unique_ptr<void, void (*)(void*)> scratch(std::aligned_alloc(64, bytes), std::free);
     decode.scratch = scratch.get();

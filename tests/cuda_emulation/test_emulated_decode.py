@@ -81,6 +81,19 @@ def test_values_may_lie_elsewhere_than_keys(kernels, reference, dtype, S):
     check(kernels, reference, queries, k_pages, others, end, value_table=other, **settings)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("S", [1, 5])
+@pytest.mark.parametrize("sinks", [1, 16, 300, 5000])
+def test_first_keys_are_seen_with_a_range(kernels, reference, dtype, S, sinks):
+    queries, (k, v) = torch.randn(1, 4, S, 64).to(dtype), torch.randn(2, 4, 600, 64).to(dtype)
+    begin = torch.tensor([0, 10, 350, 40], dtype=torch.int32)
+    end = torch.tensor([600, 30, 600, 40], dtype=torch.int32)
+    k_pages, v_pages, table = paged(k, v, 16)
+    for causal in (False, True):
+        settings = {"begin": begin, "block_table": table, "causal": causal, "sinks": sinks}
+        check(kernels, reference, queries, k_pages, v_pages, end, **settings)
+
+
 def test_query_that_sees_no_key_gives_zero_and_minus_infinity(kernels, reference):
     queries, k, v = torch.randn(1, 4, 3, 16), torch.randn(2, 9, 16), torch.randn(2, 9, 16)
     end = torch.tensor([0, 2], dtype=torch.int32)

@@ -183,6 +183,7 @@ def store(layer: DMCLayer, q: Tensor, k: Tensor, v: Tensor) -> None:
     assert decode == layer._decode
 
 
+@torch.no_grad()  # as a cache runs
 def decode_rows(dtype: torch.dtype, B: int, T: int, kept: tuple[float, ...], kind: str, repeats: int) -> list[Row]:
     cache, compressed, dense = filled(B, T, dtype, kept)
     drawn = [tokens(B, 1, dtype, kept) for _ in range(61)]

@@ -106,6 +106,7 @@ def batch_rows(T: int, dtype: torch.dtype) -> list[Row]:
     return [Row(f"batch/{name_of(dtype)}/T{T}", 1 / fits, 1 / 4, "dense", bytes=several, note=note)]
 
 
+@torch.no_grad()  # as a cache runs
 def decode_rows(T: int, B: int, dtype: torch.dtype, repeats: int, bandwidth: float) -> list[Row]:
     caches = {
         "reuse": pod_cache(B, T, dtype, reuse=True),

@@ -23,10 +23,11 @@ from typer.testing import CliRunner
 import kvcompress
 from kvcompress import pod
 from kvcompress.cli import app
-from kvcompress.hf.attach import is_attached
+from kvcompress.hf.attach import base_model, is_attached
 from kvcompress.hf.plain import use_plain_attention
 from kvcompress.pod import PoDConfig, PoDRecipe
 from kvcompress.pod.plan import PoDPlan
+from kvcompress.pod.retrofit import freeze_unused
 
 ONE = ((0, 0), (0, 0), (0, 0), (0, 0))  # one block
 SELF = ((0, 0), (1, 1), (2, 2), (3, 3))
@@ -383,6 +384,19 @@ def test_the_recipe_warms_up_and_falls_by_a_cosine():
     for name, value in (("steps", 0), ("warmup", 1.0), ("end_rate", -1)):
         with pytest.raises(ValueError, match=f"{name} must be"):
             PoDRecipe(**{name: value})
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_what_is_trained_is_what_gets_a_gradient(family, mode):
+    """DistributedDataParallel waits for the gradient of every parameter that is to be trained."""
+    model = converted(family, lead=((0, 0), (0, 0), (2, 0), (2, 0)), mode=mode)
+    freeze_unused(base_model(model), pod.state(model).config)
+    ids = random_ids(40, 2)
+    model(ids, labels=ids).loss.backward()
+    frozen = [name for name, x in model.named_parameters() if not x.requires_grad]
+    assert frozen == [name for name, x in model.named_parameters() if x.grad is None]
+    assert any("layers.1" in name for name in frozen) == (mode == "cla")
 
 
 @pytest.mark.parametrize("mode", MODES)

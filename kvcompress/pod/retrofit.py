@@ -13,6 +13,16 @@ from .plan import PoDPlan
 from .recipe import PoDRecipe
 
 
+def freeze_unused(decoder: Any, config: PoDConfig) -> None:
+    """With CLA a layer whose heads all follow has no use for keys and values of its own: a distributed run would wait
+    for their gradients."""
+    for index, (layer, row) in enumerate(zip(decoder.layers, config.lead, strict=True)):
+        if config.mode == "cla" and index not in row:
+            for name in ("k_proj", "v_proj", "k_norm"):
+                if (part := getattr(layer.self_attn, name, None)) is not None:
+                    part.requires_grad_(False)
+
+
 def retrofit(
     recipe: PoDRecipe, settings: RunSettings, plan: PoDPlan | None = None, *, resume: bool = False, **config: Any
 ) -> dict[str, Any]:
@@ -39,4 +49,5 @@ def retrofit(
                 raise ValueError(f"{name} must be {own!r}, as the model was converted, or not given; got {value!r}")
         if wanted not in (None, state(model).config):
             raise ValueError("plan must be that of the converted model, or not given, got another one")
+    freeze_unused(decoder, state(model).config)
     return train(model, tokenizer, recipe, settings, resume=resume)

@@ -35,7 +35,7 @@ Resume = Annotated[bool, typer.Option("--resume", help="go on from the last chec
 # steps, what they are made of and the learning rate; "quick" is for the shipped model on two CPU cores
 PRESETS: dict[str, dict[str, Any]] = {
     "quick": {
-        "anneal_steps": 100, "ramp_steps": 6000, "solidify_steps": 2500, "warmup_steps": 20, "learning_rate": 6e-4,
+        "anneal_steps": 100, "ramp_steps": 6000, "solidify_steps": 4400, "warmup_steps": 20, "learning_rate": 6e-4,
         "shift": 2.0, "weight": 2.0, "length": 2048, "rows": 2, "accumulation": 1,
     },
     "paper": {

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -139,7 +140,7 @@ def test_figures_are_means_over_the_passes_that_have_them(tmp_path):
     run.state.logging_steps = 5
     run.train()
     (line,) = [line for line in lines(tmp_path) if "loss" in line]
-    assert line["neuron_scale"] == pytest.approx(2 / 3, abs=1e-3)  # of 1, 2/3, 1/3
+    assert line["neuron_scale"] == 0 and line["target_ratio"] == 3  # as they are now
     assert line["ratio_soft"] > 1 and line["ratio_hard"] >= 1
     assert all(ratio >= 1 for layer in line["ratio_layers"] for ratio in layer)
 
@@ -276,12 +277,61 @@ def test_rows_of_unequal_documents_stay_packed():
     assert collate([{"input_ids": [1, 2], "position_ids": [1, 2]}])["position_ids"].tolist() == [[1, 2]]
 
 
+def test_files_that_are_no_text_are_named(tmp_path):
+    tokenizer = kvcompress.load_example_model()[1]
+    (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"text": ')
+    (tmp_path / "other.jsonl").write_text('{"body": "a"}\n')
+    with pytest.raises(ValueError, match=r"text must be readable as json, got bad\.jsonl"):
+        text_windows(tokenizer, [tmp_path / "bad.jsonl"], 4)
+    with pytest.raises(ValueError, match=r"column must be one of body, which other\.jsonl has, got 'text'"):
+        text_windows(tokenizer, [tmp_path / "other.jsonl"], 4)
+
+
+def test_what_is_logged_of_a_schedule_is_its_newest_value(tmp_path):
+    run = trainer(tmp_path)
+    run.args.logging_steps = run.state.logging_steps = 10
+    run.train()
+    (line,) = [line for line in lines(tmp_path) if "loss" in line]
+    assert line["target_ratio"] == pytest.approx(RECIPE.target(9))
+    assert line["loss"] == pytest.approx(line["lm_loss"] + line["compression_loss"], abs=2e-3)
+
+
+def test_a_model_that_decides_is_not_annealed_again():
+    model = tiny_model()
+    dmc.convert(model, anneal=False)
+    with pytest.raises(ValueError, match="anneal_steps must be 0 for a model that decides already, got 3"):
+        replace(RECIPE, anneal_steps=3).begin_step(model, 0, passes=1)
+    assert dmc.state(model).config.neuron_scale == 0
+    replace(RECIPE, anneal_steps=0).begin_step(model, 0, passes=1)
+    with pytest.raises(ValueError, match="passes at least 1, got 0 and 0"):
+        RECIPE.begin_step(model, 0, passes=0)
+    fresh = tiny_model()
+    dmc.convert(fresh)
+    fresh(random_ids(8))
+    with pytest.raises(RuntimeError, match=r"neuron_scale is 1\.0: call begin_step before each step"):
+        RECIPE.loss(fresh, 9)
+    with pytest.raises(TypeError, match="config must be a DMCConfig or None, got dict"):
+        dmc.convert(tiny_model(), {"mode": "dms"})
+
+
 def test_the_command_trains_saves_and_goes_on(tmp_path):
     out, small = tmp_path / "run", ["--ramp-steps", "2", "--length", "128", "--rows", "2", "--float32"]
     begin = ["retrofit", "dmc", "--out", str(out), "--anneal-steps", "2", "--solidify-steps", "1", *small]
     done = CliRunner().invoke(app, begin)
     assert done.exit_code == 0, done.output
     model = AutoModelForCausalLM.from_pretrained(out)
+    assert model.config.use_cache is True
+    before = (out / "model.safetensors").read_bytes()
+    done = CliRunner().invoke(app, [*begin, "--resume"])
+    assert done.exit_code == 2 and "resume needs a run that is not over" in " ".join(done.output.split())
+    assert (out / "model.safetensors").read_bytes() == before
+    (tmp_path / "text.txt").write_text("a text of some words, again and again. " * 40)
+    solid = [
+        "retrofit", "dmc", "--model", str(out / "checkpoint-5"), "--text", str(tmp_path / "text.txt"),
+        "--out", str(tmp_path / "solid"), "--target-cr", "2", "--start-cr", "2", "--solidify-steps", "1", *small,
+    ]  # fmt: skip
+    done = CliRunner().invoke(app, solid)  # a checkpoint is a model as it is
+    assert done.exit_code == 0, done.output
     assert model.config.kvcompress["neuron_scale"] == 0 and model.config.kvcompress["shift"] == 2.0
     kvcompress.attach(model)
     assert json.loads((out / "training.json").read_text())["recipe"]["target_ratio"] == 4.0
@@ -297,6 +347,8 @@ def test_the_command_trains_saves_and_goes_on(tmp_path):
         (["--model", str(out), "--shift", "4"], "shift must be 2.0"),
         (["--preset", "slow"], "quick, paper"),
         (["--model", "other"], "text must be given"),
+        (["--model", f"{out}/checkpoint-1", "--text", str(tmp_path / "text.txt")], "model must be a folder or a name"),
+        (["--model", str(out), "--length", "4096"], "length must be at most the 2,048 positions"),
         (["--resume", "--out", str(tmp_path / "none")], "checkpoint to resume"),
         (["--start-cr", "5"], "start_ratio"),
     ):

@@ -23,7 +23,7 @@ from ..pod.plan import PoDPlan, delta_for_share, lead_table
 from ..pod.refine import refine
 from ..pod.similarity import REDUCTIONS, measure_similarity
 from ..retrofit.method import saved_method
-from ..retrofit.run import EXAMPLE_NAME
+from ..retrofit.run import EXAMPLE_NAME, pretrained
 
 LONGEST = 32_768
 DEFAULT_DELTA = 0.5
@@ -90,20 +90,12 @@ def run_pod(
 def _load(model: str, device: str) -> tuple[nn.Module, Any]:
     if model == EXAMPLE_NAME:
         return load_example_model(device=device)
-    try:
-        loaded = AutoModelForCausalLM.from_pretrained(model, dtype="auto")
-        need(
-            saved_method(base_model(loaded)) is None,
-            f"model must not be converted yet, got {model!r}, whose config has kvcompress",
-        )
-    except OSError as error:
-        reason = next(iter(str(error).splitlines()), "")
-        raise ValueError(f"model must be the name or folder of a transformers model, got {model!r}: {reason}") from None
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(model)
-    except (OSError, ValueError) as error:
-        reason = next(iter(str(error).splitlines()), "")
-        raise ValueError(f"model must come with a tokenizer, got {model!r}: {reason}") from None
+    loaded = pretrained(AutoModelForCausalLM, model, dtype="auto")
+    need(
+        saved_method(base_model(loaded)) is None,
+        f"model must not be converted yet, got {model!r}, whose config has kvcompress",
+    )
+    tokenizer = pretrained(AutoTokenizer, model)
     return loaded.to(device).eval(), tokenizer
 
 

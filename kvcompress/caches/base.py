@@ -239,6 +239,11 @@ class CompressedCache(Cache):
         """
         self.check_complete()
         rotary_emb, (batch, columns) = decoder.rotary_emb, tokens.shape[:2]
+        if columns == 0:
+            raise ValueError(
+                f"{name} must hold at least one token, got shape {tuple(tokens.shape)}: the cache has seen "
+                f"{self.seen_lengths()} tokens, and generate takes the whole conversation, those included"
+            )
         if self._rotary_source is not rotary_emb:
             self.check_model(decoder)
             self.rotary, self._rotary_source = RotaryTables(rotary_emb), rotary_emb

@@ -209,7 +209,7 @@ class DMCCache(ConvertedCache):
     def _tokens(self) -> int:
         tokens = sum(self.seen_lengths())
         if tokens == 0:
-            raise ValueError("compression_ratio needs a cache that has seen tokens, got an empty one")
+            raise ValueError("a compression ratio needs a cache that has seen tokens, got an empty one")
         return tokens
 
     def decisions(self, layer: int) -> Tensor:
@@ -220,4 +220,6 @@ class DMCCache(ConvertedCache):
         """
         if not self.track:
             raise ValueError("decisions are remembered only with track=True")
+        if not 0 <= layer < len(self.layers):
+            raise ValueError(f"layer must be between 0 and {len(self.layers) - 1}, got {layer}")
         return self.layers[layer].decisions()

@@ -27,6 +27,8 @@ def convert(model: nn.Module, config: DMCConfig | None = None, *, anneal: bool =
     Source: DMC, section 3.2.
     """
     decoder = base_model(model)
+    if config is not None and not isinstance(config, DMCConfig):
+        raise TypeError(f"config must be a DMCConfig or None, got {type(config).__name__}")
     if saved_method(decoder) is not None:
         raise ValueError(f"model must not be converted yet, got one with config.kvcompress = {saved_method(decoder)}")
     method = DMCMethod(

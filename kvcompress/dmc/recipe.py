@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
@@ -34,6 +34,7 @@ class DMCRecipe(Recipe):
     end_rate: float = 0.1
     objective: CompressionLoss = field(default_factory=CompressionLoss)
     seed: int = 0
+    schedules: ClassVar[tuple[str, ...]] = ("target_ratio", "neuron_scale")
 
     def __post_init__(self) -> None:
         if not 1 <= self.start_ratio <= self.target_ratio < math.inf:
@@ -71,9 +72,16 @@ class DMCRecipe(Recipe):
         return self.start_ratio + (self.target_ratio - self.start_ratio) * share
 
     def begin_step(self, model: nn.Module, step: int, passes: int) -> None:
+        if step < 0 or passes < 1:
+            raise ValueError(f"step must be at least 0 and passes at least 1, got {step} and {passes}")
         found = state(model)
-        found.seed, found.draws = self.seed, step * passes
         scale = self.neuron_scale(step)
+        if scale > 0 and found.config.neuron_scale == 0:
+            raise ValueError(
+                f"anneal_steps must be 0 for a model that decides already, got {self.anneal_steps}: annealing would "
+                "put its neurons back into attention and lose what they learned"
+            )
+        found.seed, found.draws = self.seed, step * passes
         if step < self.anneal_steps and scale == 0:
             scale = 1e-6  # faded before its steps are over (anneal_fraction): decisions begin with the next stage
         if scale == found.config.neuron_scale:
@@ -85,15 +93,20 @@ class DMCRecipe(Recipe):
 
     def loss(self, model: nn.Module, step: int) -> tuple[Tensor | None, dict[str, Any]]:
         target = self.target(step)
+        figures: dict[str, Any] = {"target_ratio": target, "neuron_scale": self.neuron_scale(step)}
         if step < self.anneal_steps:
-            return None, {"target_ratio": target, "neuron_scale": self.neuron_scale(step)}
+            return None, figures | {"compression_loss": 0.0}
+        if state(model).config.neuron_scale > 0:
+            raise RuntimeError(
+                f"the model must decide from step {self.anneal_steps} on, but its neuron_scale is "
+                f"{state(model).config.neuron_scale}: call begin_step before each step"
+            )
         if state(model).config.stride is not None:
-            return None, {"target_ratio": float(state(model).config.stride or 1)}
+            return None, figures | {"target_ratio": float(state(model).config.stride or 1)}
         decisions = last_decisions(model)
         loss = self.objective(decisions, target)
         found = compression_ratios(decisions)
-        return loss, {
-            "target_ratio": target,
+        return loss, figures | {
             "ratio_soft": found["soft"],
             "ratio_hard": found["hard"],
             "ratio_layers": found["layers"],

@@ -132,7 +132,8 @@ def _converted(decoder: Any, method: Method, given: dict[str, Any]) -> dict[str,
     """The arguments of a converted model's forward pass without a compressed cache."""
     if (cache := given.get("past_key_values")) is not None:
         raise ValueError(
-            f"past_key_values must be {method.cache_name} for this converted model, or None, got {type(cache).__name__}"
+            f"past_key_values must be {method.cache_name} for this converted model, or None, got "
+            f"{type(cache).__name__}: generate makes one where none is given, unless use_cache=False"
         )
     name = "input_ids" if given.get("input_ids") is not None else "inputs_embeds"
     if given.get(name) is None:

@@ -86,7 +86,9 @@ def ratio_over_length(
             style = line_style(number, len(found), len(over.lengths)) | {"linestyle": line}
             axes.plot(over.lengths.tolist(), values.tolist(), label=lead + kind, **style)
     axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_formatter(ScalarFormatter())
+    axes.set_yscale("log", base=2)  # a head that merges everything has one entry
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(ScalarFormatter())
     axes.set_xlabel("length (tokens)")
     axes.set_ylabel("tokens per entry")
     axes.legend()

@@ -1,1 +1,14 @@
 """Continued pre-training of converted models: what every trained method shares."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def __getattr__(name: str) -> Any:
+    # transformers' Trainer takes a second to import, which models that are only used need not wait for
+    if name == "RetrofitTrainer":
+        from .trainer import RetrofitTrainer
+
+        return RetrofitTrainer
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

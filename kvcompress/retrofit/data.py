@@ -28,6 +28,7 @@ def text_windows(
     Raises FileNotFoundError for a missing file, ValueError for another kind, or for texts shorter than a row.
     """
     from datasets import load_dataset
+    from datasets.exceptions import DatasetGenerationError
 
     kinds = {".txt": "text", ".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
     paths = [Path(file) for file in files]
@@ -41,9 +42,13 @@ def text_windows(
         raise ValueError(f"text must be files of one kind, got {', '.join(sorted(found))}")
     kind = found.pop()
     options: dict[str, Any] = {"sample_by": "document"} if kind == "text" else {}
-    texts = load_dataset(kind, data_files=[str(path) for path in paths], split="train", **options)
+    names = ", ".join(path.name for path in paths)
+    try:
+        texts = load_dataset(kind, data_files=[str(path) for path in paths], split="train", **options)
+    except DatasetGenerationError as error:
+        raise ValueError(f"text must be readable as {kind}, got {names}: {error.__cause__ or error}") from None
     if column not in texts.column_names:
-        raise ValueError(f"column must be one of {', '.join(texts.column_names)}, got {column!r}")
+        raise ValueError(f"column must be one of {', '.join(texts.column_names)}, which {names} has, got {column!r}")
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
 
     def tokens(batch: dict[str, list[str]]) -> dict[str, list[list[int]]]:
@@ -59,10 +64,7 @@ def text_windows(
     windowed = rows.map(windows, batched=True, batch_size=1000)
     if len(windowed) == 0:
         held = sum(len(row) for row in rows["input_ids"])
-        raise ValueError(
-            f"text must hold at least the {length} tokens of a row (length), got {held} in "
-            f"{', '.join(path.name for path in paths)}"
-        )
+        raise ValueError(f"text must hold at least the {length} tokens of a row (length), got {held} in {names}")
     return windowed
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
@@ -13,7 +13,12 @@ from ..checks import need
 
 class Recipe(ABC):
     """A schedule and what is added to the loss. Steps count from 0; all that depends on time depends on the step alone,
-    so that a run can be resumed anywhere."""
+    so that a run can be resumed anywhere.
+
+    schedules: figures of loss that are logged as they are at that step; others are means since the last line.
+    """
+
+    schedules: ClassVar[tuple[str, ...]] = ()
 
     @property
     @abstractmethod

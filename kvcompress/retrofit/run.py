@@ -17,12 +17,13 @@ from transformers import (
     TrainingArguments,
 )
 
+from ..caches.base import decoder_config
 from ..hf.attach import attach, base_model
 from ..models import EXAMPLE, load_example_model
 from .data import collate, example_rows, text_windows
 from .method import saved_method
 from .recipe import Recipe
-from .trainer import RetrofitTrainer
+from .trainer import RetrofitTrainer, TokenizerInCheckpoints
 
 EXAMPLE_NAME = "example"
 _CHECKPOINTING: dict[str, Any] = {
@@ -91,7 +92,7 @@ def load_teacher(settings: RunSettings) -> PreTrainedModel | None:
     if not settings.distillation:
         return None
     name = settings.teacher or settings.model
-    teacher = load_example_model()[0] if name == EXAMPLE_NAME else AutoModelForCausalLM.from_pretrained(name)
+    teacher = load_example_model()[0] if name == EXAMPLE_NAME else pretrained(AutoModelForCausalLM, name)
     if saved_method(base_model(teacher)) is not None:
         attach(teacher)
     return teacher
@@ -101,10 +102,26 @@ def load(settings: RunSettings) -> tuple[PreTrainedModel, PreTrainedTokenizerBas
     """The model to train, in float32 (autocast computes in bfloat16), and its tokenizer."""
     if settings.model == EXAMPLE_NAME:
         return load_example_model()
-    model = AutoModelForCausalLM.from_pretrained(settings.model, dtype=torch.float32)
-    if not settings.text:
-        return model, load_example_model()[1]
-    return model, AutoTokenizer.from_pretrained(settings.model)
+    model = pretrained(AutoModelForCausalLM, settings.model, dtype=torch.float32)
+    reach = getattr(decoder_config(model.config), "max_position_embeddings", None)
+    if reach is not None and settings.length > reach:
+        raise ValueError(f"length must be at most the {reach:,} positions of {settings.model}, got {settings.length:,}")
+    return model, pretrained(AutoTokenizer, settings.model) if settings.text else load_example_model()[1]
+
+
+def pretrained(kind: Any, name: str, **options: Any) -> Any:
+    """kind.from_pretrained(name). FileNotFoundError for what is meant as a folder and is none, which is not looked for
+    on the Hub; ValueError for what cannot be loaded."""
+    path = Path(name)
+    is_path = path.is_absolute() or name.startswith((".", "~")) or len(path.parts) > 2 or Path(path.parts[0]).is_dir()
+    if path.is_file() or (is_path and not path.is_dir()):
+        raise FileNotFoundError(f"model must be a folder or a name on the Hub, got {name}")
+    try:
+        return kind.from_pretrained(name, **options)
+    except (OSError, ValueError) as error:
+        reason = next(iter(str(error).splitlines()), "")
+        what = "come with a tokenizer" if kind is AutoTokenizer else "be the name or folder of a transformers model"
+        raise ValueError(f"model must {what}, got {name!r}: {reason}") from None
 
 
 def train(
@@ -129,6 +146,8 @@ def train(
             raise FileNotFoundError(f"out must hold a checkpoint to resume from, got {out}")
         last = str(found[-1])
         _check_same(out / PLAN, plan)
+        if int(found[-1].name.split("-")[1]) >= recipe.steps:
+            raise ValueError(f"resume needs a run that is not over, got {found[-1]} of {recipe.steps} steps")
     elif found:
         raise ValueError(f"out must hold no checkpoint of another run, got {found[-1]}: resume it or take a new folder")
     elif int(os.environ.get("RANK", 0)) == 0:
@@ -164,12 +183,14 @@ def train(
         dataloader_pin_memory=settings.device == "cuda",
         **_CHECKPOINTING if settings.checkpointing else {},
     )
+    use_cache = model.config.use_cache  # the trainer switches it off for good
     trainer = RetrofitTrainer(
         model, args, recipe, teacher=load_teacher(settings), distillation=settings.distillation, train_dataset=data,
-        data_collator=collate,
+        data_collator=collate, callbacks=[TokenizerInCheckpoints(tokenizer)],
     )  # fmt: skip
     trainer.train(resume_from_checkpoint=last)
     figures = plan | {"last": [line for line in trainer.state.log_history if "loss" in line][-1:]}
+    model.config.use_cache = use_cache
     if trainer.is_world_process_zero():
         save(model, tokenizer, out, figures)
     return figures

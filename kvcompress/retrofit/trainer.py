@@ -10,7 +10,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 
 from .recipe import Recipe
 
@@ -53,6 +61,17 @@ class MetricsFile(TrainerCallback):
             line = {"step": state.global_step} | kwargs.get("logs", {}) | self.latest
             with Path(args.output_dir or ".", METRICS).open("a") as file:
                 file.write(json.dumps(line) + "\n")
+
+
+class TokenizerInCheckpoints(TrainerCallback):
+    """A checkpoint is a model of its own: one that can be loaded as such, with its tokenizer."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.tokenizer = tokenizer
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if state.is_world_process_zero:
+            self.tokenizer.save_pretrained(Path(args.output_dir or ".", f"checkpoint-{state.global_step}"))
 
 
 class RetrofitTrainer(Trainer):
@@ -138,7 +157,8 @@ class RetrofitTrainer(Trainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs:
-            means = {name: _mean(values) for name, values in self._figures.items()}
+            newest = self.recipe.schedules
+            means = {name: _mean(values[-1:] if name in newest else values) for name, values in self._figures.items()}
             self.metrics_file.latest = {name: mean for name, mean in means.items() if isinstance(mean, list)}
             logs = logs | {name: mean for name, mean in means.items() if not isinstance(mean, list)}
             self._figures = {}

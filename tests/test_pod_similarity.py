@@ -212,6 +212,7 @@ def test_the_command_reads_files_and_other_models(tmp_path):
         (("--model", "nowhere/at-all"), "text must be given"),
         (("--reduce", "max"), "reduce must be one of mean, min"),
         (("--device", "tpu"), "device must be one of"),
+        (("--length", 256, "--recent", 240, "--refine", 1), "length must be above sinks + recent = 256 for refine"),
         (("--delta", 1.5), "delta must be between 0 and 1, got 1.5"),
         (("--delta", "nan"), "delta must be between 0 and 1, got nan"),
         (("--share", 1.5, "--samples", 1, "--length", 128), "share must be between 0 and (layers - 1) / layers = 0.75"),

@@ -21,6 +21,7 @@ from kvcompress.cli import app
 from kvcompress.dmc import CompressionLoss, DMCRecipe
 from kvcompress.models import load_example_model
 from kvcompress.retrofit.data import collate, example_rows, text_windows
+from kvcompress.retrofit.run import RunSettings, _check_same, load, pretrained
 from kvcompress.retrofit.trainer import METRICS, RetrofitTrainer
 
 RECIPE = DMCRecipe(target_ratio=3.0, anneal_steps=3, ramp_steps=4, solidify_steps=3, warmup_steps=1)
@@ -287,6 +288,42 @@ def test_files_that_are_no_text_are_named(tmp_path):
         text_windows(tokenizer, [tmp_path / "other.jsonl"], 4)
 
 
+def test_a_folder_that_is_none_is_not_looked_for_elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("run").mkdir()
+    Path("run", "run.json").write_text("{}")
+    for name in ("", "./none", str(tmp_path / "none"), "run/checkpoint-5", "run/run.json", "a/b/c"):
+        with pytest.raises(FileNotFoundError, match="teacher must be a folder or a name on the Hub, got"):
+            pretrained(AutoModelForCausalLM, name, argument="teacher")
+    with pytest.raises(ValueError, match="model must be the name or folder of a transformers model, got 'run'"):
+        pretrained(AutoModelForCausalLM, "run")
+
+
+def test_a_run_of_before_methods_were_noted_goes_on(tmp_path):
+    plan = {"settings": {"seed": 0}, "recipe": {"steps": 3}}
+    (tmp_path / "run.json").write_text(json.dumps(plan))
+    _check_same(tmp_path / "run.json", plan | {"method": {"mode": "dmc"}})
+    (tmp_path / "run.json").write_text(json.dumps(plan | {"method": {"mode": "dms"}}))
+    with pytest.raises(ValueError, match="mode must be 'dms' as in the run that is resumed, got 'dmc'"):
+        _check_same(tmp_path / "run.json", plan | {"method": {"mode": "dmc"}})
+
+
+def test_rows_longer_than_the_model_reaches(tmp_path):
+    (tmp_path / "text.txt").write_text("a")
+    for rope, fits in (({"rope_type": "default", "rope_theta": 1e4}, False),
+                       ({"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}, True)):  # fmt: skip
+        tiny_model(vocab_size=300, max_position_embeddings=64, rope_parameters=rope).save_pretrained(tmp_path / "model")
+        kvcompress.load_example_model()[1].save_pretrained(tmp_path / "model")
+        settings = RunSettings(
+            out=tmp_path / "out", model=str(tmp_path / "model"), text=(tmp_path / "text.txt",), length=65
+        )
+        if fits:
+            assert load(settings)[0].config.max_position_embeddings == 64
+        else:
+            with pytest.raises(ValueError, match="length must be at most the 64 positions"):
+                load(settings)
+
+
 def test_what_is_logged_of_a_schedule_is_its_newest_value(tmp_path):
     run = trainer(tmp_path)
     run.args.logging_steps = run.state.logging_steps = 10
@@ -322,6 +359,7 @@ def test_the_command_trains_saves_and_goes_on(tmp_path):
     model = AutoModelForCausalLM.from_pretrained(out)
     assert model.config.use_cache is True
     before = (out / "model.safetensors").read_bytes()
+    assert "method" not in json.loads((out / "training.json").read_text())
     done = CliRunner().invoke(app, [*begin, "--resume"])
     assert done.exit_code == 2 and "resume needs a run that is not over" in " ".join(done.output.split())
     assert (out / "model.safetensors").read_bytes() == before

@@ -55,6 +55,11 @@ def run_pod(
     length = min(reach, LONGEST) if length is None else length
     need(length <= reach, f"length must be at most the {reach:,} positions that the model was made for, got {length:,}")
     recent = max(1, length // 8 - sinks) if recent is None else recent
+    near = sinks + recent
+    need(
+        not refine_rounds or length > near,
+        f"length must be above sinks + recent = {near:,} for refine to tell anything, got {length:,}",
+    )
     rows, data = _texts(tokenizer, text, held_out, samples, length, seed)
     measured = measure_similarity(
         loaded, rows, queries=queries, distant_only=distant_only, sinks=sinks, recent=recent,
@@ -73,11 +78,12 @@ def run_pod(
         queries=min(queries, length), sample_length=length, data=data, distant_only=distant_only,
         standard_error=error if measured.samples > 1 else None, similarity=similarity.tolist(),
     )  # fmt: skip
+    plan.save(out)  # what was measured stays if what follows fails
     if refine_rounds and plan.followers:
         plan = refine(
             loaded, plan, rows, rounds=refine_rounds, report=lambda line: console.print(line, highlight=False)
         )  # fmt: skip
-    plan.save(out)
+        plan.save(out)
     dtype = next(loaded.parameters()).dtype
     _print(plan, similarity, dtype, console)
     console.print(f"Plan written to {out}", highlight=False, markup=False, soft_wrap=True)

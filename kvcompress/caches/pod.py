@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import torch
@@ -69,7 +70,7 @@ class PoDCache(ConvertedCache):
         pruner: Pruner | None = None,
         distant: int | None = None,
     ) -> None:
-        if tau is not None and (not isinstance(tau, (int, float)) or not 0 <= tau <= 1):
+        if tau is not None and (not isinstance(tau, Real) or not 0 <= tau <= 1):
             raise ValueError(f"tau must be a number between 0 and 1 or None, got {tau!r}")
         if reuse not in (None, True, False):
             raise ValueError(f"reuse must be True, False or None, got {reuse!r}")
@@ -99,8 +100,8 @@ class PoDCache(ConvertedCache):
         if 0 < distant <= kept - self.pod.recent:
             raise ValueError(
                 f"pruner must leave some of {distant} distant tokens to its scores: {type(pruner).__name__} keeps its "
-                f"last {kept} tokens in any case, of which {self.pod.recent} are near; make its window smaller or "
-                "distant larger"
+                f"last {kept} tokens in any case, of which {self.pod.recent} are near; choose a smaller window, or a "
+                "pruner that scores"
             )
 
     @property

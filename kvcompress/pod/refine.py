@@ -44,7 +44,7 @@ def refine(
     """
     need_integer("rounds", rounds, 0)
     longest = max((len(row) for row in rows), default=0)
-    if longest <= plan.window:
+    if rounds and longest <= plan.window:
         raise ValueError(
             f"rows must be longer than the {plan.window} tokens (sinks + recent) that keep their own keys, for the "
             f"borders to matter, got {longest} at most"

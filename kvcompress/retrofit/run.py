@@ -92,7 +92,9 @@ def load_teacher(settings: RunSettings) -> PreTrainedModel | None:
     if not settings.distillation:
         return None
     name = settings.teacher or settings.model
-    teacher = load_example_model()[0] if name == EXAMPLE_NAME else pretrained(AutoModelForCausalLM, name)
+    teacher = (
+        load_example_model()[0] if name == EXAMPLE_NAME else pretrained(AutoModelForCausalLM, name, argument="teacher")
+    )
     if saved_method(base_model(teacher)) is not None:
         attach(teacher)
     return teacher
@@ -103,25 +105,27 @@ def load(settings: RunSettings) -> tuple[PreTrainedModel, PreTrainedTokenizerBas
     if settings.model == EXAMPLE_NAME:
         return load_example_model()
     model = pretrained(AutoModelForCausalLM, settings.model, dtype=torch.float32)
-    reach = getattr(decoder_config(model.config), "max_position_embeddings", None)
-    if reach is not None and settings.length > reach:
+    config = decoder_config(model.config)
+    reach, rope = getattr(config, "max_position_embeddings", None), getattr(config, "rope_parameters", None) or {}
+    if reach is not None and settings.length > reach and rope.get("rope_type", "default") == "default":
         raise ValueError(f"length must be at most the {reach:,} positions of {settings.model}, got {settings.length:,}")
     return model, pretrained(AutoTokenizer, settings.model) if settings.text else load_example_model()[1]
 
 
-def pretrained(kind: Any, name: str, **options: Any) -> Any:
+def pretrained(kind: Any, name: str, *, argument: str = "model", **options: Any) -> Any:
     """kind.from_pretrained(name). FileNotFoundError for what is meant as a folder and is none, which is not looked for
     on the Hub; ValueError for what cannot be loaded."""
     path = Path(name)
-    is_path = path.is_absolute() or name.startswith((".", "~")) or len(path.parts) > 2 or Path(path.parts[0]).is_dir()
-    if path.is_file() or (is_path and not path.is_dir()):
-        raise FileNotFoundError(f"model must be a folder or a name on the Hub, got {name}")
+    of_run = len(path.parts) == 2 and Path(path.parts[0], PLAN).is_file()  # a checkpoint that is gone
+    is_path = not name or path.is_absolute() or name.startswith((".", "~")) or len(path.parts) > 2 or of_run
+    if path.is_file() or (is_path and (not name or not path.is_dir())):
+        raise FileNotFoundError(f"{argument} must be a folder or a name on the Hub, got {name!r}")
     try:
         return kind.from_pretrained(name, **options)
     except (OSError, ValueError) as error:
         reason = next(iter(str(error).splitlines()), "")
         what = "come with a tokenizer" if kind is AutoTokenizer else "be the name or folder of a transformers model"
-        raise ValueError(f"model must {what}, got {name!r}: {reason}") from None
+        raise ValueError(f"{argument} must {what}, got {name!r}: {reason}") from None
 
 
 def train(
@@ -147,7 +151,9 @@ def train(
         last = str(found[-1])
         _check_same(out / PLAN, plan)
         if int(found[-1].name.split("-")[1]) >= recipe.steps:
-            raise ValueError(f"resume needs a run that is not over, got {found[-1]} of {recipe.steps} steps")
+            raise ValueError(
+                f"resume needs a run that is not over, got {found[-1]} of {recipe.steps} steps, the trained model"
+            )
     elif found:
         raise ValueError(f"out must hold no checkpoint of another run, got {found[-1]}: resume it or take a new folder")
     elif int(os.environ.get("RANK", 0)) == 0:
@@ -189,7 +195,9 @@ def train(
         data_collator=collate, callbacks=[TokenizerInCheckpoints(tokenizer)],
     )  # fmt: skip
     trainer.train(resume_from_checkpoint=last)
-    figures = plan | {"last": [line for line in trainer.state.log_history if "loss" in line][-1:]}
+    figures = {part: plan[part] for part in ("settings", "recipe")} | {
+        "last": [line for line in trainer.state.log_history if "loss" in line][-1:]
+    }
     model.config.use_cache = use_cache
     if trainer.is_world_process_zero():
         save(model, tokenizer, out, figures)
@@ -214,7 +222,7 @@ def _check_same(path: Path, plan: dict[str, Any]) -> None:
     now = json.loads(json.dumps(plan))
     free = ("out", "device", "save_steps", "keep_checkpoints", "log_steps")
     for part in ("method", "recipe", "settings"):
-        for name, value in now[part].items():
+        for name, value in now[part].items() if part in before else ():  # runs of before had no method in it
             if (part != "settings" or name not in free) and before[part].get(name) != value:
                 raise ValueError(
                     f"{name} must be {before[part].get(name)!r} as in the run that is resumed, got {value!r}"

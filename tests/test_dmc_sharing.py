@@ -192,8 +192,8 @@ def test_trim_and_reset(dmc):
     assert cache.nbytes() <= cache.reserved_nbytes() < 1.1 * cache.nbytes()
     cache.reset()
     assert cache.nbytes() == 0 and cache.seen_lengths() == []
-    with pytest.raises(ValueError, match="compression_ratio needs a cache that has seen tokens"):
+    with pytest.raises(ValueError, match="compression ratio needs a cache that has seen tokens"):
         cache.compression_ratio()
-    with pytest.raises(ValueError, match="compression_ratio needs a cache that has seen tokens"):
+    with pytest.raises(ValueError, match="compression ratio needs a cache that has seen tokens"):
         cache.total_compression_ratio()
     torch.testing.assert_close(logits_of(model, ids, cache), logits_of(model, ids, new_cache(model)))

@@ -274,7 +274,7 @@ class CompressedCache(Cache):
         if not self.is_croppable:
             raise NotImplementedError(
                 f"assisted decoding is not supported by {type(self).__name__}: what it dropped cannot come back; "
-                "use IterativeCache"
+                "IterativeCache can, for a model that is not converted"
             )
         self._repeated = self.seen
 

@@ -210,6 +210,9 @@ def test_what_cannot_be_done_says_so():
         model(ids[:, -1:], past_key_values=cache)
     with pytest.raises(NotImplementedError, match="StreamingCache cannot take back tokens"):
         cache.crop(-1)
+    for move in (cache.layers[0].offload, cache.layers[0].prefetch):
+        with pytest.raises(NotImplementedError, match="offloading is not supported by compressed caches"):
+            move()
     with pytest.raises(ValueError, match="guide has no effect with StreamingCache"):
         prefill(model, random_ids(40), StreamingCache(model.config), guide=ids[0])
 

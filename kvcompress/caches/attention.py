@@ -7,18 +7,20 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
 from .. import ops
+from ..softmax import Softmax
 
 
-def prompt_attention(queries: Tensor, keys: Tensor, values: Tensor, lengths: list[int], scaling: float) -> Tensor:
+def prompt_attention(queries: Tensor, keys: Tensor, values: Tensor, lengths: list[int], softmax: Softmax) -> Tensor:
     """Causal attention whose queries [B, Hq, S, D] are the last S of each sequence's lengths[b] keys [B, Hkv, T, D].
 
     Queries before a sequence's first key are padding; theirs is 0.
     """
     S, T = queries.shape[2], keys.shape[2]
     whole = min(lengths) == T
-    if queries.device.type != "cpu" and whole:  # on a GPU SDPA's flash attention serves the mask without lengths
+    plain = softmax.softcap is None and softmax.sink_logits is None
+    if queries.device.type != "cpu" and whole and plain:  # on a GPU SDPA's flash attention serves the mask
         return torch.nn.functional.scaled_dot_product_attention(
-            queries, keys, values, attn_mask=causal_lower_right(S, T), scale=scaling, enable_gqa=True
+            queries, keys, values, attn_mask=causal_lower_right(S, T), scale=softmax.scale, enable_gqa=True
         )
     ends = None if whole else torch.tensor(lengths, dtype=torch.int32).to(keys.device)
-    return ops.attention(queries, keys, values, lengths=ends, scale=scaling)[0]
+    return ops.attention(queries, keys, values, lengths=ends, **softmax.options)[0]

@@ -93,8 +93,12 @@ class CachePass(Pass):
         """What a layer's queries find; the same view serves the layers that read its keys. after: what changes it, done
         when the last of them has attended."""
         out = view(queries, softmax)
+        self.lend_view(layer, view, after)
+        return out
+
+    def lend_view(self, layer: int, view: View, after: Callable[[], None] | None = None) -> None:
+        """The same, where the layer's own queries have been answered."""
         if self.facts[layer].readers:
             self._views[layer] = (view, after)
         elif after is not None:
             after()
-        return out

@@ -200,8 +200,13 @@ class CompressedCache(Cache, PassCache):
         self._batch, self._incomplete = len(counts), True
         return step
 
-    def end(self, current: Pass) -> None:
+    def end(self, current: Pass, hidden: Tensor | None) -> None:
         assert isinstance(current, CachePass)
+        # a decoded token on a GPU does not wait for the device
+        if hidden is not None and (hidden.device.type == "cpu" or current.columns > 1) and bool(hidden[:, -1].isnan().any()):
+            raise RuntimeError(
+                "the model's hidden states hold NaN: a layer's weights or inputs do, or overflowed; the cache is incomplete"
+            )
         if current.iteration is None:
             self.seen += current.columns
             if current.padded:  # sequences grew unequally: crop would not know by how much
@@ -424,11 +429,13 @@ class CompressedCache(Cache, PassCache):
     ) -> Tensor:
         return self._state_of(layer_idx).update_recurrent_state(recurrent_states, state_idx, **kwargs)
 
-    def has_previous_state(self, layer_idx: int | None = None, state_idx: int = 0) -> bool:
-        if layer_idx is None:
-            every = [*self.states.values(), *(x for x in self.layers if isinstance(x, LinearAttentionCacheLayerMixin))]
-            return bool(every) and every[-1].has_previous_state[state_idx]
-        return self._state_of(layer_idx).has_previous_state[state_idx]
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        every = [*self.states.values(), *(x for x in self.layers if isinstance(x, LinearAttentionCacheLayerMixin))]
+        found = (every[-1] if every else None) if layer_idx is None else self._state_of(layer_idx)
+        if not isinstance(found, LinearAttentionCacheLayerMixin):
+            return False
+        flags = found.has_previous_state
+        return any(flags.values()) if state_idx is None else flags[state_idx]
 
 
 def _compresses(layer: Any) -> bool:

@@ -16,9 +16,13 @@ def decoder_config(config: PreTrainedConfig) -> Any:
     return config.get_text_config(decoder=True)
 
 
-def sizes_of(config: Any) -> dict[str, int]:
-    """What a cache and the model that it is used with must have in common."""
-    heads = config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    return {"layers": config.num_hidden_layers, "KV heads": kv_heads, "head dim": head_dim}
+def sizes_of(config: Any) -> dict[str, int | list[int]]:
+    """What a cache and the model that it is used with must have in common; a list where layers differ."""
+    layers = config.per_layer_config
+    kv_heads = [getattr(x, "num_key_value_heads", None) or x.num_attention_heads for x in layers]
+    head_dims = [getattr(x, "head_dim", None) or x.hidden_size // x.num_attention_heads for x in layers]
+
+    def short(numbers: list[int]) -> int | list[int]:
+        return numbers[0] if len(set(numbers)) == 1 else numbers
+
+    return {"layers": len(layers), "KV heads": short(kv_heads), "head dim": short(head_dims)}

@@ -157,6 +157,8 @@ class Probe:
     @staticmethod
     def _normed(tables: RotaryTables, x: Tensor, norms: list[tuple[nn.Module, Tensor]]) -> RotaryTables:
         for norm, out in norms:
+            if not any(True for _ in norm.parameters()):
+                continue  # it weighs all coordinates alike
             for y in (out, out.transpose(1, 2) if out.ndim == 4 else out):
                 if y.shape == x.shape and torch.equal(y, x):
                     return NormedTables(tables, norm)

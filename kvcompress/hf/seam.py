@@ -23,7 +23,7 @@ from ..positions import parts
 from ..softmax import Softmax
 from .facts import Facts
 from .method import KEYWORD, Call, Pass, PassCache, method_of
-from .probe import TOKENS, MaskTicket, Probe, like
+from .probe import ROWS, TOKENS, MaskTicket, Probe, like
 
 PREFIX = "kvcompress_"
 _SEAM = "_kvcompress_seam"
@@ -179,8 +179,7 @@ def _rotary_before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
         return None
     at = _position_ids(args, kwargs)
     if NOW.probe is not None:
-        new = NOW.probe.positions.to(at.device).expand(*at.shape[:-2], -1, TOKENS)
-        new = new.expand(*at.shape[:-1], TOKENS)
+        new = NOW.probe.positions.to(at.device).expand(*at.shape[:-2], ROWS, TOKENS)
     else:
         new = at.new_zeros(*at.shape[:-2], 1, 1)  # small: embeddings that depend on length stay as they are
     return (args, kwargs | {"position_ids": new}) if "position_ids" in kwargs else ((args[0], new, *args[2:]), kwargs)
@@ -249,7 +248,8 @@ def _decoder_after(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     current, NOW.current = NOW.current, None
     cache = kwargs.get("past_key_values")
     if current is not None and isinstance(cache, PassCache) and output is not None:
-        cache.end(current)
+        hidden = getattr(output, "last_hidden_state", output[0] if isinstance(output, tuple) else None)
+        cache.end(current, hidden)
 
 
 def checked_call(decoder: Any, facts: Facts, given: dict[str, Any]) -> Call:

@@ -12,17 +12,15 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.cache_utils import (
     Cache,
-    DummyLayer,
-    DynamicCache,
     DynamicLayer,
-    DynamicSlidingWindowLayer,
     LinearAttentionCacheLayerMixin,
     LinearAttentionLayer,
 )
 
-from ..hf.config import decoder_config, sizes_of
+from ..hf.config import cache_layers, decoder_config, sizes_of
 from ..hf.facts import Facts
 from ..hf.method import Call, Pass, PassCache
+from ..hf.seam import noted_update
 from ..planner import Plan
 from .layer import CompressedLayer
 from .local import LocalLayer
@@ -71,22 +69,15 @@ class CompressedCache(Cache, PassCache):
         """The layers of a model as transformers makes them, with ours for attention."""
         kinds = getattr(config, "layer_types", None) or ()
         layers: list[Any] = []
-        for index, theirs in enumerate(DynamicCache(config=config).layers):
-            if isinstance(theirs, DynamicLayer):
-                if isinstance(theirs, LinearAttentionLayer):
-                    self.states[index] = LinearAttentionLayer(number_of_states=theirs.number_of_states)
-                elif type(theirs) not in (DynamicLayer, DynamicSlidingWindowLayer):
-                    raise ValueError(
-                        f"layer {index} is not supported: its cache is a {type(theirs).__name__}, which holds more than "
-                        "keys and values"
-                    )
-                window = getattr(theirs, "sliding_window", None)
-                chunked = index < len(kinds) and kinds[index] == "chunked_attention"
-                layers.append(self._layer(index, layers, None if chunked else window, window if chunked else None))
-            elif isinstance(theirs, (LinearAttentionCacheLayerMixin, DummyLayer)):
+        for index, theirs in enumerate(cache_layers(config)):
+            if not isinstance(theirs, DynamicLayer):
                 layers.append(theirs)
-            else:
-                raise ValueError(f"layer {index} is not supported: its cache is a {type(theirs).__name__}")
+                continue
+            if isinstance(theirs, LinearAttentionLayer):
+                self.states[index] = LinearAttentionLayer(number_of_states=theirs.number_of_states)
+            window = getattr(theirs, "sliding_window", None)
+            chunked = index < len(kinds) and kinds[index] == "chunked_attention"
+            layers.append(self._layer(index, layers, None if chunked else window, window if chunked else None))
         return layers
 
     def _layer(self, index: int, before: list[Any], window: int | None, chunk: int | None) -> CompressedLayer:
@@ -107,7 +98,13 @@ class CompressedCache(Cache, PassCache):
     @property
     def recurs(self) -> bool:
         """Whether layers hold a state that goes from token to token, and cannot take one back."""
-        return bool(self.states) or any(isinstance(x, LinearAttentionCacheLayerMixin) for x in self.layers)
+        return bool(self._every_state)
+
+    @property
+    def _every_state(self) -> list[Any]:
+        """What layers that recur hold, in their order."""
+        found = (self.states.get(index, layer) for index, layer in enumerate(self.layers))
+        return [x for x in found if isinstance(x, LinearAttentionCacheLayerMixin)]
 
     # ---- reading a prompt (kvcompress.prefill) ----
 
@@ -194,6 +191,12 @@ class CompressedCache(Cache, PassCache):
 
     def open(self, facts: Facts, counts: Sequence[int], columns: int, iteration: Iteration | None = None) -> CachePass:
         """A pass of counts[b] tokens of each sequence in so many columns; adopt() has been called."""
+        started = self.seen or any(state.has_previous_state.get(0) for state in self._every_state)
+        if columns > 1 and started and not facts.reads_chunks:
+            raise ValueError(
+                "input_ids of several tokens must come in one call, the first, to this model: its recurrent layers begin "
+                "anew in every call of several tokens; use a cache without chunk_size, or with one that holds the prompt"
+            )
         step = CachePass(facts, self.layers, counts, columns, iteration)
         for layer in self.own:
             layer.check_step(step, facts[layer.index])
@@ -307,8 +310,7 @@ class CompressedCache(Cache, PassCache):
         return sum(layer.reserved_nbytes() for layer in self.own) + self._states_nbytes()
 
     def _states_nbytes(self) -> int:
-        every = [*self.states.values(), *(x for x in self.layers if isinstance(x, LinearAttentionCacheLayerMixin))]
-        tensors = [x for layer in every for held in (layer.conv_states, layer.recurrent_states) for x in held.values()]
+        tensors = [x for layer in self._every_state for held in (layer.conv_states, layer.recurrent_states) for x in held.values()]
         return sum(x.nbytes for x in tensors if x is not None)
 
     def trim(self) -> None:
@@ -385,15 +387,13 @@ class CompressedCache(Cache, PassCache):
         """The family hands its keys and values over here, and to our attention after that: nothing is done yet."""
         if not self._incomplete:
             return self.own[0].update()
-        keys = args[0] if args else kwargs["key_states"]
-        values = args[1] if len(args) > 1 else kwargs["value_states"]
-        return keys, values
+        return noted_update(*args, **kwargs)
 
     def select_sequences(self, indices: list[int]) -> None:
         """Keeps copies of the given sequences in this order."""
         for layer in self.own:
             layer.select_batch(indices)
-        for theirs in (*self.states.values(), *(x for x in self.layers if isinstance(x, LinearAttentionLayer))):
+        for theirs in self._every_state:
             theirs.reorder_cache(torch.tensor(indices, dtype=torch.long))
         self._batch = len(indices) if self._batch else 0
 
@@ -430,12 +430,12 @@ class CompressedCache(Cache, PassCache):
         return self._state_of(layer_idx).update_recurrent_state(recurrent_states, state_idx, **kwargs)
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
-        every = [*self.states.values(), *(x for x in self.layers if isinstance(x, LinearAttentionCacheLayerMixin))]
+        every = self._every_state
         found = (every[-1] if every else None) if layer_idx is None else self._state_of(layer_idx)
         if not isinstance(found, LinearAttentionCacheLayerMixin):
             return False
         flags = found.has_previous_state
-        return any(flags.values()) if state_idx is None else flags[state_idx]
+        return all(flags.values()) if state_idx is None else flags[state_idx]
 
 
 def _compresses(layer: Any) -> bool:

@@ -63,4 +63,8 @@ class LayerFacts:
         return coordinate if self.order is None else int(self.order[coordinate])
 
 
-Facts = dict[int, LayerFacts]
+class Facts(dict[int, LayerFacts]):
+    """The layers of a decoder that attend, by number. reads_chunks: whether the family gives the same whether it reads
+    tokens at once or in several calls of several tokens; some recurrent layers begin anew in each."""
+
+    reads_chunks = True

@@ -21,7 +21,7 @@ _FAR = 1 << 17  # a position beyond every window
 # what attention functions are given that changes nothing here, or that we do
 KNOWN = {
     "dropout", "scaling", "is_causal", "sliding_window", "softcap", "s_aux", "position_ids", "use_cache",
-    "output_attentions", "output_hidden_states", "return_dict", "cache_position", "output_router_logits",
+    "output_attentions", "output_hidden_states", "return_dict", "output_router_logits", "input_ids",
 }  # fmt: skip
 
 
@@ -32,6 +32,9 @@ class MaskTicket:
 
     def __init__(self, sees: Any) -> None:
         self._sees = sees
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError("its layers read the mask of their attention, and change it: no cache can know how")
 
     def __getitem__(self, index: Any) -> MaskTicket:
         return self
@@ -65,7 +68,8 @@ class Probe:
         self.positions = 7 + 5 * torch.arange(TOKENS)
         self._sources: list[tuple[nn.Module, tuple[Any, ...], dict[str, Any], tuple[int, ...]]] = []
         self._norms: list[tuple[nn.Module, Tensor]] = []  # of a head, behind the rotation, since the last attention
-        self._seen: list[tuple[Any, Tensor, Tensor, Tensor, Any, dict[str, Any], list[tuple[nn.Module, Tensor]]]] = []
+        self._seen: list[tuple[Any, ...]] = []
+        self._updated: list[int] = []  # layers that handed keys to the cache
 
     def rotary(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], at: Tensor, out: Any) -> Any:
         """What a call of a rotary embedding gives in this pass. args, kwargs: those behind x and position_ids."""
@@ -85,27 +89,33 @@ class Probe:
         if isinstance(x, Tensor) and isinstance(out, Tensor) and x.shape[0] == ROWS and not torch.equal(x[0], x[1]):
             self._norms.append((module, out))
 
-    def arrived(self, module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, kwargs: dict[str, Any]) -> Tensor:
+    def updated(self, layer: int) -> None:
+        """A layer handed keys to the cache."""
+        self._updated.append(layer)
+
+    def arrived(
+        self, layer: int | None, module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, kwargs: dict[str, Any]
+    ) -> Tensor:
         """An attention function was called; returns what it gives in this pass."""
-        self._seen.append((module, q, k, v, mask, kwargs, self._norms))
+        self._seen.append((layer, module, q, k, v, mask, kwargs, self._norms))
         self._norms = []
         # nothing, so that the rows of the batch stay alike
         return q.new_zeros(q.shape[0], q.shape[2], q.shape[1], v.shape[-1])
 
     def facts(self, tolerance: float) -> Facts:
         """Raises ValueError, naming the layer, for what a cache of ours cannot do."""
-        found: Facts = {}
-        owners: dict[int, int] = {}
+        found, owners = Facts(), dict[int, int]()
         shared: dict[Any, RotaryTables] = {}
-        for module, q, k, v, mask, kwargs, norms in self._seen:
-            index = getattr(module, "layer_idx", None)
+        if not self._updated:
+            raise ValueError("no layer of it hands keys to a cache: there is nothing to compress")
+        for index, module, q, k, v, mask, kwargs, norms in self._seen:
             if not isinstance(index, int):
-                raise ValueError(f"{type(module).__name__} has no layer_idx")
+                raise ValueError(f"{type(module).__name__} attends without saying which layer it is")
             odd = [name for name, x in kwargs.items() if name not in KNOWN and x is not None and x is not False]
             if odd:
                 raise ValueError(f"layer {index} attends by {', '.join(odd)}, which no compressed cache knows")
             if index in found:
-                raise ValueError(f"layer {index} attends more than once")
+                raise ValueError(f"layer {index} attends more than once to the keys that it hands to the cache")
             if not isinstance(mask, MaskTicket) and (mask is not None or not getattr(module, "is_causal", True)):
                 raise ValueError(f"layer {index} makes a mask of its own, or is not causal")
             try:
@@ -113,10 +123,11 @@ class Probe:
             except ValueError as error:
                 raise ValueError(f"layer {index}: {error}") from None
             owners.setdefault(id(k), index)
-        if not found:
+        own_code = sorted(set(self._updated) - set(found))
+        if own_code:
             raise ValueError(
-                "its attention is its own code, which never asks transformers' AttentionInterface: no other can be put "
-                "in its place"
+                f"layer {own_code[0]} attends by code of its own, which never asks transformers' AttentionInterface: "
+                "nothing can be put in its place"
             )
         for facts in list(found.values()):
             if facts.reads is not None:

@@ -37,8 +37,8 @@ UNLIMITED = 1 << 60  # tokens
 class CompressedCache(Cache, PassCache):
     """A cache for an attached model; see IterativeCache and StreamingCache.
 
-    Layers that see a window or a chunk keep that, whatever the cache; recurrent and convolution layers are transformers'
-    own. facts: of the model that it is used with, None before.
+    Layers that see a window or a chunk keep that, whatever the cache; recurrent and convolution layers are
+    transformers' own. facts: of the model that it is used with, None before.
     """
 
     layers: list[Any]
@@ -163,7 +163,9 @@ class CompressedCache(Cache, PassCache):
                     f"{'no cache' if layer is None else type(layer).__name__}; caches of such models are not supported"
                 )
             window, chunk = getattr(layer, "window", None), getattr(layer, "chunk", None)
-            if isinstance(layer, LocalLayer) != found.is_local or (found.is_local and (window, chunk) != (found.window, found.chunk)):
+            if isinstance(layer, LocalLayer) != found.is_local or (
+                found.is_local and (window, chunk) != (found.window, found.chunk)
+            ):
                 if self.seen or layer.stored_lengths():
                     raise ValueError(f"cache was filled by a model whose layer {index} sees another window")
                 self.layers[index] = self._layer(index, self.layers[:index], found.window, found.chunk)
@@ -184,8 +186,8 @@ class CompressedCache(Cache, PassCache):
             self._repeat(call.name, call.tokens)
         if self.recurs and self.seen and min(counts) < columns:
             raise ValueError(
-                "attention_mask must be ones for what follows a prompt where layers recur: padding between a sequence's "
-                "tokens would change their state"
+                "attention_mask must be ones for what follows a prompt where layers recur: padding between a "
+                "sequence's tokens would change their state"
             )
         return self.open(call.facts, counts, columns)
 
@@ -194,8 +196,9 @@ class CompressedCache(Cache, PassCache):
         started = self.seen or any(state.has_previous_state.get(0) for state in self._every_state)
         if columns > 1 and started and not facts.reads_chunks:
             raise ValueError(
-                "input_ids of several tokens must come in one call, the first, to this model: its recurrent layers begin "
-                "anew in every call of several tokens; use a cache without chunk_size, or with one that holds the prompt"
+                "input_ids of several tokens must come in one call, the first, to this model: its recurrent layers "
+                "begin anew in every call of several tokens; use a cache without chunk_size, or with one that holds "
+                "the prompt"
             )
         step = CachePass(facts, self.layers, counts, columns, iteration)
         for layer in self.own:
@@ -206,9 +209,14 @@ class CompressedCache(Cache, PassCache):
     def end(self, current: Pass, hidden: Tensor | None) -> None:
         assert isinstance(current, CachePass)
         # a decoded token on a GPU does not wait for the device
-        if hidden is not None and (hidden.device.type == "cpu" or current.columns > 1) and bool(hidden[:, -1].isnan().any()):
+        if (
+            hidden is not None
+            and (hidden.device.type == "cpu" or current.columns > 1)
+            and bool(hidden[:, -1].isnan().any())
+        ):
             raise RuntimeError(
-                "the model's hidden states hold NaN: a layer's weights or inputs do, or overflowed; the cache is incomplete"
+                "the model's hidden states hold NaN: a layer's weights or inputs do, or overflowed; the cache is "
+                "incomplete, reset() it"
             )
         if current.iteration is None:
             self.seen += current.columns
@@ -228,8 +236,8 @@ class CompressedCache(Cache, PassCache):
             short = int(at[..., -1].max()) + 1 < self.seen + columns
         if columns == 0 or short:
             raise ValueError(
-                f"{call.name} must hold the whole conversation: the cache has seen {self.seen} tokens, and generate slices "
-                "as many from the front of what it is given. Pass those tokens and the new ones, "
+                f"{call.name} must hold the whole conversation: the cache has seen {self.seen} tokens, and generate "
+                "slices as many from the front of what it is given. Pass those tokens and the new ones, "
                 "model.generate(torch.cat([seen_ids, new_ids], 1), past_key_values=cache), or call "
                 "model(new_ids, past_key_values=cache) without attention_mask and position_ids"
             )
@@ -310,7 +318,12 @@ class CompressedCache(Cache, PassCache):
         return sum(layer.reserved_nbytes() for layer in self.own) + self._states_nbytes()
 
     def _states_nbytes(self) -> int:
-        tensors = [x for layer in self._every_state for held in (layer.conv_states, layer.recurrent_states) for x in held.values()]
+        tensors = [
+            x
+            for layer in self._every_state
+            for held in (layer.conv_states, layer.recurrent_states)
+            for x in held.values()
+        ]
         return sum(x.nbytes for x in tensors if x is not None)
 
     def trim(self) -> None:

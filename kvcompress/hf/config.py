@@ -44,16 +44,15 @@ def sizes_of(config: Any) -> dict[str, int | list[int]]:
 
 
 def cache_layers(config: Any) -> list[Any]:
-    """The layers of a decoder's cache as transformers makes them. Raises ValueError, naming the layer, for one that holds
-    more than keys, values and recurrent states."""
+    """The layers of a decoder's cache as transformers makes them. Raises ValueError, naming the layer, for one that
+    holds more than keys, values and recurrent states."""
     layers = list(DynamicCache(config=config).layers)
     kinds = getattr(config, "layer_types", None) or ()
     for index, layer in enumerate(layers):
         if type(layer) not in LAYERS:
             kind = f"a {kinds[index]} layer" if index < len(kinds) else "a layer"
             raise ValueError(
-                f"layer {index} is {kind}, whose cache ({type(layer).__name__}) holds more than the keys and values that a "
-                "compressed cache knows"
+                f"layer {index} is {kind}, whose cache ({type(layer).__name__}) holds more than keys and values"
             )
     return layers
 

@@ -143,7 +143,9 @@ class Probe:
         turns = [_Turns(x) for x in (q, k)]
         if not turns[0].alike(turns[1]):
             raise ValueError("its queries rotate by other pairs of coordinates than its keys")
-        order, tables = None, [Unrotated(), Unrotated()]
+        order: Tensor | None = None
+        q_table: RotaryTables = Unrotated()
+        k_table = q_table
         if turns[0].pairs:
             order = turns[0].order
             key = (turns[0].call, tuple(turns[0].columns))
@@ -151,13 +153,13 @@ class Probe:
                 module, arguments, keywords, axes = self._sources[turns[0].call]
                 columns = torch.tensor(turns[0].columns)
                 shared[key] = RotaryTables(module, columns, arguments=arguments, keywords=keywords, axes=axes)
-            tables = [self._normed(shared[key], x, norms) for x in (q, k)]
+            q_table, k_table = (self._normed(shared[key], x, norms) for x in (q, k))
         facts = LayerFacts(
-            index, q.shape[1], k.shape[1], q.shape[3], v.shape[3], *tables, order=order, window=window, chunk=chunk,
-            reads=owners.get(id(k)), rotates=bool(turns[0].pairs), normed=type(tables[1]) is NormedTables,
+            index, q.shape[1], k.shape[1], q.shape[3], v.shape[3], q_table, k_table, order, window, chunk,
+            owners.get(id(k)), rotates=bool(turns[0].pairs), normed=type(k_table) is NormedTables,
         )  # fmt: skip
         at = self.positions.to(q.device, torch.int32)[None]
-        for x, table in zip((q, k), tables, strict=True):
+        for x, table in ((q, q_table), (k, k_table)):
             x = facts.framed(x)
             ours, own = table.rotate(x[:1], at, int(at.max()) + 1, [int(at.max()) + 1]), x[-1:]
             # `not <` so that NaN is no answer
@@ -179,8 +181,8 @@ class Probe:
 class _Turns:
     """How the queries or keys x [ROWS, H, TOKENS, D] of a layer turn.
 
-    pairs: (first, second) coordinates, of which out[first] = x[first] cos - x[second] sin. columns: of the table, of each
-    pair. call: which call of a rotary embedding.
+    pairs: (first, second) coordinates, of which out[first] = x[first] cos - x[second] sin. columns: of the table, of
+    each pair. call: which call of a rotary embedding.
     """
 
     def __init__(self, x: Tensor) -> None:

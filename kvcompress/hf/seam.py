@@ -1,4 +1,4 @@
-"""The seam with transformers: un-rotated queries and keys of every family, with no class swapped and none known by name.
+"""The seam with transformers: un-rotated queries and keys of every family; no class swapped, none known by name.
 
 Hooks on the rotary embeddings turn them into identities while a forward pass is one of ours (of a cache or of a
 converted model): the family's own code projects, norms and rotates by nothing. An attention function registered with
@@ -61,15 +61,15 @@ NOW = _Now()
 
 
 def noted_update(key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-    """What the update of a cache of ours does in a pass of ours: keys and values go on to our attention. Notes the layer,
-    which a module that serves several layers does not know."""
+    """What the update of a cache of ours does in a pass of ours: keys and values go on to our attention. Notes the
+    layer, which a module that serves several layers does not know."""
     NOW.layer = layer_idx
     return key_states, value_states
 
 
 class NotedCache(DynamicCache):
-    """A plain cache that notes whose keys it is handed, for passes that are to tell layers apart. keeps: whether it holds
-    them. note: called with the layer's number."""
+    """A plain cache that notes whose keys it is handed, for passes that are to tell layers apart. keeps: whether it
+    holds them. note: called with the layer's number."""
 
     def __init__(self, config: Any, *, keeps: bool, note: Callable[[int], None] | None = None) -> None:
         super().__init__(config=config)
@@ -191,8 +191,8 @@ def _attend(
     """[B, T, Hq, value dim], of un-rotated queries and keys as the family has them."""
     if layer is None or layer not in current.facts:
         raise ValueError(
-            f"layer {layer} is not one that attach saw: one attention module serves several layers of this family, which "
-            "only a cache tells apart; use it with a compressed cache"
+            f"layer {layer} is not one that attach saw: one attention module serves several layers of this family, "
+            "which only a cache tells apart; use it with a compressed cache"
         )
     if kwargs.get("dropout"):
         raise ValueError(f"attention_dropout must be 0 where kvcompress attends, got {kwargs['dropout']}")
@@ -222,7 +222,8 @@ def _position_ids(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 def _settled(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     """A position that leaves an embedding whose frequencies depend on length as it is: the last that it has seen."""
     kind = getattr(module, "rope_type", "")
-    prefix = next((f"{x}_" for x in (*args, *kwargs.values()) if isinstance(x, str)), "") if isinstance(kind, dict) else ""
+    types = [x for x in (*args, *kwargs.values()) if isinstance(x, str)] if isinstance(kind, dict) else []
+    prefix = f"{types[0]}_" if types else ""
     length = getattr(module, f"{prefix}max_seq_len_cached", getattr(module, "max_seq_len_cached", 1))
     return max(int(length) - 1, 0)
 
@@ -350,8 +351,8 @@ def _check_checkpointing(decoder: Any, seam: Seam) -> None:
         return
     if any(getattr(module, "gradient_checkpointing", False) for module in decoder.modules()):
         raise ValueError(
-            f"gradient checkpointing is not supported for {type(decoder).__name__}: its layers hand no keywords down to "
-            "their attention, by which a second run would find its pass; train it without"
+            f"gradient checkpointing is not supported for {type(decoder).__name__}: its layers hand no keywords down "
+            "to their attention, by which a second run would find its pass; train it without"
         )
 
 
@@ -388,9 +389,9 @@ def _check_causal(outer: dict[str, Any], kwargs: dict[str, Any]) -> None:
     if tokens is None or tokens.shape[1] < 2:
         return
     batch, last = torch.arange(tokens.shape[0], device=tokens.device)[:, None], tokens.shape[1] - 1
-    query, zero = torch.arange(last, device=tokens.device)[None], torch.zeros((), dtype=torch.long, device=tokens.device)
+    query, zero = torch.arange(last, device=tokens.device)[None], tokens.new_zeros((), dtype=torch.long)
     if bool(torch.as_tensor(kwargs["mask_function"](batch, zero, query, query + 1)).any()):
         raise ValueError(
-            "pixel_values must be None with a compressed cache for this family: tokens of an image see each other in both "
-            "directions, and a compressed cache reads in one; give text"
+            "pixel_values must be None with a compressed cache for this family: tokens of an image see each other in "
+            "both directions, and a compressed cache reads in one; give text"
         )

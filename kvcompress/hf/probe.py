@@ -25,6 +25,12 @@ KNOWN = {
 }  # fmt: skip
 
 
+_OWN_MASK = (
+    "its layers use the mask of their attention themselves: they attend by code of their own, or change what is seen, and "
+    "nothing can be put in its place"
+)
+
+
 class MaskTicket:
     """Stands for the mask of a layer while the probe runs. sees: transformers' mask function."""
 
@@ -34,7 +40,11 @@ class MaskTicket:
         self._sees = sees
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError("its layers read the mask of their attention, and change it: no cache can know how")
+        raise AttributeError(_OWN_MASK)
+
+    @classmethod
+    def __torch_function__(cls, *args: Any, **kwargs: Any) -> Any:
+        raise ValueError(_OWN_MASK)
 
     def __getitem__(self, index: Any) -> MaskTicket:
         return self

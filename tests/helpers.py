@@ -17,7 +17,6 @@ from transformers import (
 )
 
 from kvcompress import attach
-from kvcompress.dmc import DMCConfig
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MASKED_RANGES = (  # settings of window_scores: CGE's two orders, TOVA's and H2O's ends, masks that leave nothing
@@ -69,6 +68,7 @@ def tiny_model(family: str = "llama", seed: int = 0, **settings: object) -> PreT
             "pad_token_id": 0,
             "bos_token_id": 1,
             "eos_token_id": None,
+            **({"sliding_window": None} if family == "mistral" else {}),  # as its models have it today
             **settings,
         }
     )
@@ -89,6 +89,8 @@ def deciding_model(
 
     dmc: fields of DMCConfig; the shift is 0 where it is not given, as random neurons are around 0.
     """
+    from kvcompress.dmc.config import DMCConfig
+
     model = tiny_model(family, seed, **settings)
     model.config.kvcompress = DMCConfig(**{"shift": 0.0, **(dmc or {})}).to_dict()
     return model

@@ -352,12 +352,12 @@ def test_frequencies_are_settled_for_the_whole_prompt():
     torch.testing.assert_close(*keys, atol=1e-3, rtol=1e-3)
 
 
-def test_a_models_sliding_window_is_not_overrun():
-    model, ids = attached("mistral", sliding_window=40), random_ids(41)
-    cache = prefill(model, ids[:, :40], QuestCache(model.config))
-    run(model, cache, ids[:, -1:], [1])
-    with pytest.raises(ValueError, match="40 tokens is shorter than the 41 keys in sight; QuestCache keeps all"):
-        run(model, cache, ids[:, -1:], [1])
+def test_a_layer_with_a_window_of_its_own_keeps_that():
+    model, ids = attached("mistral", sliding_window=20), random_ids(70)
+    dense = model.generate(ids, max_new_tokens=9, do_sample=False)
+    cache = QuestCache(model.config, **SMALL)
+    assert torch.equal(kvcompress.generate(model, ids, cache, max_new_tokens=9, do_sample=False), dense)
+    assert cache.stored_lengths() == [[[20, 20]]] * 3
 
 
 def test_a_guide_is_refused():

@@ -31,8 +31,8 @@ class Iteration:
 
 
 class CachePass(Pass):
-    """counts[b]: tokens of sequence b in it, right-aligned; columns before them are padding. layers: the cache's, by the
-    model's numbers. iteration: of the prompt that is being read by kvcompress.prefill, None = none is."""
+    """counts[b]: tokens of sequence b in it, right-aligned; columns before them are padding. layers: the cache's, by
+    the model's numbers. iteration: of the prompt that is being read by kvcompress.prefill, None = none is."""
 
     def __init__(
         self, facts: Facts, layers: Sequence[Any], counts: Sequence[int], columns: int,

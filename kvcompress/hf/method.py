@@ -59,8 +59,8 @@ class PassCache(ABC):
         """The coming forward pass. Raises, before anything is stored, for what it cannot do."""
 
     @abstractmethod
-    def end(self, current: Pass) -> None:
-        """Every layer has attended."""
+    def end(self, current: Pass, hidden: Tensor | None) -> None:
+        """Every layer has attended. hidden: [B, T, hidden size], what the decoder returns, where it says so."""
 
 
 class Method(ABC):

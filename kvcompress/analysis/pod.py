@@ -72,10 +72,12 @@ def run_pod(
     elif delta is None:
         delta = DEFAULT_DELTA
     error = measured.standard_error(reduce).max().item()
-    sizes = sizes_of(config)
+    head_dim = sizes_of(config)["head dim"]
+    if isinstance(head_dim, list):  # that of the layers that were measured
+        head_dim = head_dim[next(kind for kind in measured.kinds or (0,) if kind is not None)]
     plan = PoDPlan(
         lead=lead_table(similarity, delta, measured.kinds), sinks=sinks, recent=recent, query_heads=config.num_attention_heads,
-        head_dim=sizes["head dim"], model=model, delta=delta, reduce=reduce, samples=measured.samples,
+        head_dim=head_dim, model=model, delta=delta, reduce=reduce, samples=measured.samples,
         queries=min(queries, length), sample_length=length, data=data, distant_only=distant_only,
         standard_error=error if measured.samples > 1 else None, similarity=similarity.tolist(),
         kinds=None if set(measured.kinds or ()) <= {0} else measured.kinds,

@@ -8,7 +8,6 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from ..caches.converted import ConvertedCache
-from ..hf.config import decoder_config, sizes_of
 from .config import DMCConfig
 from .dms import DMSLayer
 from .layer import DecidingLayer
@@ -51,7 +50,7 @@ class DMCCache(ConvertedCache):
                 f"config.kvcompress has neuron_scale {self.dmc.neuron_scale}: the model is still being annealed and "
                 "decides nothing; use it without a compressed cache, or go on until it is 0"
             )
-        self.dmc.place(sizes_of(decoder_config(config))["head dim"])
+        self.dmc.check_model(config)
 
     @property
     def dmc(self) -> DMCConfig:
@@ -79,7 +78,9 @@ class DMCCache(ConvertedCache):
         Raises ValueError for an empty cache.
         """
         tokens = self._tokens()
-        return [[tokens / sum(held) for held in zip(*layer.stored_lengths(), strict=True)] for layer in self.compressing]
+        return [
+            [tokens / sum(held) for held in zip(*layer.stored_lengths(), strict=True)] for layer in self.compressing
+        ]
 
     def total_compression_ratio(self) -> float:
         """Tokens per entry of all converted layers. Raises ValueError for an empty cache."""

@@ -9,7 +9,7 @@ from torch import nn
 from ..hf.attach import attach, base_model, detach, facts_of, is_attached
 from ..hf.method import method_of, saved_method, set_method
 from .config import DMCConfig
-from .method import DMCMethod, check_neuron
+from .method import DMCMethod
 from .neurons import check_floating, zero_neurons
 
 
@@ -32,7 +32,7 @@ def convert(model: nn.Module, config: DMCConfig | None = None, *, anneal: bool =
     if saved_method(decoder) is not None:
         raise ValueError(f"model must not be converted yet, got one with config.kvcompress = {saved_method(decoder)}")
     method = DMCMethod(replace(config or DMCConfig(), neuron_scale=1.0))
-    check_neuron(decoder, method.config)
+    method.config.check_model(decoder.config)
     check_floating(decoder)
     ours = not is_attached(model)
     if ours:

@@ -10,10 +10,9 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..documents import Documents
-from ..hf.config import sizes_of
 from ..hf.facts import Facts
 from ..hf.method import Call, Method, PassCache
-from ..retrofit.passes import TrainingPass, documents_of, learns, whole_layers
+from ..retrofit.passes import TrainingPass, check_layers, documents_of, learns, whole_layers
 from ..softmax import Softmax
 from .cache import DMCCache
 from .config import DMCConfig
@@ -113,7 +112,7 @@ class DMCMethod(Method):
     @classmethod
     def restore(cls, decoder: nn.Module, saved: dict[str, Any]) -> DMCMethod:
         config = DMCConfig.from_dict(saved)
-        check_neuron(decoder, config)
+        config.check_model(decoder.config)
         return cls(config)
 
     @property
@@ -160,16 +159,12 @@ class DMCMethod(Method):
             raise ValueError(f"a model converted to DMC needs {self.cache_name}, got {type(cache).__name__}")
 
 
-def check_neuron(decoder: Any, config: DMCConfig) -> None:
-    """Raises ValueError for a neuron that is no coordinate of a head."""
-    config.place(sizes_of(decoder.config)["head dim"])
-
-
 def converted_layers(decoder: Any, facts: Facts) -> list[int]:
     """The layers of a model that DMC converts: those that see all tokens.
 
     Raises ValueError where one of them cannot be, with the reason.
     """
+    check_layers(decoder, facts)
     layers = whole_layers(facts)
     name = type(decoder).__name__
     if not layers:
@@ -188,7 +183,9 @@ def converted_layers(decoder: Any, facts: Facts) -> list[int]:
         elif found.normed:
             reason = "norms its keys behind their rotation, which would norm an average again"
         elif found.kv_heads != heads:
-            reason = f"has {found.kv_heads} KV heads, layer {layers[0]} has {heads}: decisions are of one number of heads"
+            reason = (
+                f"has {found.kv_heads} KV heads, layer {layers[0]} has {heads}: decisions are of one number of heads"
+            )
         if reason is not None:
             raise ValueError(f"{name} is not supported by DMC: layer {layer} {reason}")
     return layers

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ..softmax import Softmax
 from .facts import Facts
 from .method import KEYWORD, Pass
+from .seam import evaluating
 
 TOKENS = 3
 
@@ -124,17 +125,15 @@ def projections_of(decoder: Any, facts: Facts) -> dict[int, LayerMade]:
         for some in linears.values()
         for number, (_, module) in enumerate(some)
     ]
-    marked, was = _MarkedPass(facts), [(module, module.training) for module in decoder.modules()]
-    decoder.eval()
+    marked = _MarkedPass(facts)
     try:
         device = decoder.get_input_embeddings().weight.device
         ids = torch.ones(rows, TOKENS, dtype=torch.long, device=device)
-        decoder(input_ids=ids, use_cache=False, **{KEYWORD: marked})
+        with evaluating(decoder):
+            decoder(input_ids=ids, use_cache=False, **{KEYWORD: marked})
     finally:
         for hook in hooks:
             hook.remove()
-        for module, mode in was:
-            module.training = mode
     found = {}
     for layer, seen in marked.seen.items():
         some = linears.get(layer, [])
@@ -160,7 +159,7 @@ def _made(kind: str, x: Tensor, row_bits: int, linears: list[tuple[str, Any]]) -
     steady = ((ratio > 0).all(2) | (ratio < 0).all(2)).all(0)
     if not bool((same & steady).all()):
         raise ValueError(
-            f"its {kind} are not each made by one row of a linear layer: what follows the projection (a norm that "
+            f"its {kind} are not made by rows of its linear layers, each by one: what follows the projection (a norm that "
             "subtracts a mean, for one) mixes them"
         )
     bits = (ratio < 0).all(2).long()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from numbers import Real
 from typing import Any
 
+from torch import Tensor
 from transformers import PreTrainedConfig
 
 from ..caches.converted import ConvertedCache
@@ -110,12 +111,12 @@ class PoDCache(ConvertedCache):
 
     # ---- reading ----
 
-    def end(self, current: Pass) -> None:
+    def end(self, current: Pass, hidden: Tensor | None) -> None:
         assert isinstance(current, CachePass)
         prompt = current.iteration is None and current.columns > 1
         if prompt:
             self._select()
-        super().end(current)
+        super().end(current, hidden)
         if prompt and self.pruner is not None:
             self.fixed = self.seen  # what went cannot come back
 

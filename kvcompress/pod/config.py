@@ -58,9 +58,9 @@ class PoDConfig(LeadTable):
 
     def check_model(self, config: Any) -> None:
         """Raises ValueError if lead is not of the size of a model (of its config)."""
-        sizes = sizes_of(decoder_config(config))
-        needed = (sizes["layers"], sizes["KV heads"])
-        found = (len(self.lead), len(self.lead[0]))
+        sizes, found = sizes_of(decoder_config(config)), (len(self.lead), len(self.lead[0]))
+        heads = sizes["KV heads"]
+        needed = (sizes["layers"], found[1] if isinstance(heads, list) and found[1] in heads else heads)
         if needed != found:
             raise ValueError(
                 f"lead must be [{needed[0]} layers][{needed[1]} KV heads] for this model, got [{found[0]}][{found[1]}]"

@@ -23,7 +23,9 @@ def kinds_of(decoder: Any, facts: Facts) -> Kinds:
             kinds.append(None)
             continue
         if own.reads is not None or own.readers:
-            raise ValueError(f"{name} is not supported by PoD: its layers read the keys of others already (layer {layer})")
+            raise ValueError(
+                f"{name} is not supported by PoD: its layers read the keys of others already (layer {layer})"
+            )
         lowest = next(facts[first] for first in [*[k for k in kinds if k is not None], layer])
         if (own.query_heads, own.kv_heads) != (lowest.query_heads, lowest.kv_heads):
             raise ValueError(

@@ -11,7 +11,7 @@ from .. import ops
 from ..documents import Documents
 from ..hf.facts import Facts
 from ..hf.method import Call, Method, PassCache
-from ..retrofit.passes import TrainingPass, documents_of, learns
+from ..retrofit.passes import TrainingPass, check_layers, documents_of, learns
 from ..softmax import Softmax
 from .cache import PoDCache
 from .config import PoDConfig
@@ -112,6 +112,7 @@ class PoDMethod(Method):
         return vars(self) | {"last_gates": {}}
 
     def check_facts(self, decoder: nn.Module, facts: Facts) -> None:
+        check_layers(decoder, facts)
         kinds = kinds_of(decoder, facts)
         heads = next(facts[kind].kv_heads for kind in kinds if kind is not None)
         if heads != len(self.config.lead[0]):

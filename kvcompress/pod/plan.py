@@ -202,7 +202,9 @@ class PoDPlan(LeadTable):
     def dense_nbytes(self, tokens: int, dtype: torch.dtype = torch.bfloat16) -> int:
         """Keys and values of a dense cache of one sequence, of the layers that can share."""
         need_integer("tokens", tokens, 0)
-        return 2 * sum(kind is not None for kind in self.sharing) * self.kv_heads * tokens * self.head_dim * dtype.itemsize
+        return (
+            2 * sum(kind is not None for kind in self.sharing) * self.kv_heads * tokens * self.head_dim * dtype.itemsize
+        )
 
     def nbytes(self, tokens: int, dtype: torch.dtype = torch.bfloat16) -> int:
         """Keys and values of this plan's cache of one sequence, as its formula has it."""
@@ -212,14 +214,15 @@ class PoDPlan(LeadTable):
     def check_model(self, config: Any) -> None:
         """Raises ValueError if the plan is not for a model of this config (model.config), naming what differs."""
         config = decoder_config(config)
-        theirs = sizes_of(config) | {"query heads": config.num_attention_heads}
+        theirs: dict[str, Any] = sizes_of(config) | {"query heads": config.num_attention_heads}
         ours = {
             "layers": self.layers, "KV heads": self.kv_heads, "query heads": self.query_heads,
             "head dim": self.head_dim,
         }  # fmt: skip
         for name, size in ours.items():
+            fits = size in theirs[name] if isinstance(theirs[name], list) else size == theirs[name]
             need(
-                size == theirs[name],
+                fits,
                 f"plan must be of this model: it has {size} {name}, the model {theirs[name]}"
                 + (f"; it was made for {self.model}" if self.model else ""),
             )

@@ -74,7 +74,9 @@ def gqa(
     preset: Preset = "quick",
     model: Model = "example",
     text: Text = None,
-    steps: Annotated[int | None, typer.Option(help="in all; not given: the preset's, which are as many as those of dmc", min=1)] = None,
+    steps: Annotated[
+        int | None, typer.Option(help="in all; not given: the preset's, which are as many as those of dmc", min=1)
+    ] = None,
     decay_steps: Annotated[int | None, typer.Option(help="the last ones, learning rate falling", min=0)] = None,
     learning_rate: Rate = None,
     distillation: Distillation = 0.0,

@@ -60,11 +60,13 @@ def convert_to_gqa(model: nn.Module, kv_heads: int) -> nn.Module:
 
 def check_plain(decoder: nn.Module) -> None:
     """Raises ValueError for projections in attention that are no plain linear layers."""
-    for some in attention_linears(decoder).values():
-        for name, module in some:
-            weight, short = getattr(module, "weight", None), name.rpartition(".")[2]
-            need(type(module) is nn.Linear and isinstance(weight, Tensor) and weight.is_floating_point(),
-                 f"{short} must be nn.Linear of floating point numbers, got {type(module).__name__}")  # fmt: skip
+    names = [name.rpartition(".") for some in attention_linears(decoder).values() for name, _ in some]
+    for owner in {owner for owner, _, _ in names}:
+        for own in {own for _, _, own in names}:  # what is linear in some layers is in all
+            module = getattr(decoder.get_submodule(owner), own, None)
+            weight = getattr(module, "weight", None)
+            need(module is None or (type(module) is nn.Linear and weight.is_floating_point()),  # type: ignore[union-attr]
+                 f"{own} must be nn.Linear of floating point numbers, got {type(module).__name__}")  # fmt: skip
 
 
 def _sources(decoder: Any, facts: Facts, had: int) -> dict[str, int]:
@@ -93,7 +95,9 @@ def _sources(decoder: Any, facts: Facts, had: int) -> dict[str, int]:
         for name, child in owner.named_children():
             weight = getattr(child, "weight", None)
             if name not in linear and isinstance(weight, Tensor) and weight.shape == (size,) and had > 1:
-                raise ValueError(f"{what} norms all heads of its keys together ({name}), which fewer heads would change")
+                raise ValueError(
+                    f"{what} norms all heads of its keys together ({name}), which fewer heads would change"
+                )
     return found
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .. import ops
 from ..documents import Documents, rotated
@@ -69,6 +69,17 @@ def documents_of(call: Call) -> Documents | None:
 def learns(call: Call) -> bool:
     """Whether anything is to be learned from a call."""
     return torch.is_grad_enabled() and any(p.requires_grad for p in call.decoder.parameters())
+
+
+def check_layers(decoder: nn.Module, facts: Facts) -> None:
+    """Raises ValueError for a model whose layers a pass without a cache cannot tell apart."""
+    known = {getattr(module, "layer_idx", None) for module in decoder.modules()}
+    unknown = [layer for layer in sorted(facts) if layer not in known]
+    if unknown:
+        raise ValueError(
+            f"{type(decoder).__name__} cannot be converted: one attention module serves layer {unknown[0]} and others, "
+            "which a forward pass without a cache does not tell apart"
+        )
 
 
 def whole_layers(facts: Facts) -> list[int]:

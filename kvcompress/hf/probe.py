@@ -26,8 +26,8 @@ KNOWN = {
 
 
 _OWN_MASK = (
-    "its layers use the mask of their attention themselves: they attend by code of their own, or change what is seen, and "
-    "nothing can be put in its place"
+    "its layers use the mask of their attention themselves: they attend by code of their own, or change what is seen, "
+    "and nothing can be put in its place"
 )
 
 

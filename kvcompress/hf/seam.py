@@ -382,9 +382,7 @@ class _Outer:
 
 
 def _check_causal(outer: dict[str, Any], kwargs: dict[str, Any]) -> None:
-    """Refuses images whose tokens see each other whatever their order."""
-    if not any(outer.get(name) is not None for name in ("pixel_values", "pixel_values_videos", "input_features")):
-        return
+    """Refuses prompts and images whose tokens see each other whatever their order."""
     tokens = outer.get("input_ids") if outer.get("input_ids") is not None else outer.get("inputs_embeds")
     if tokens is None or tokens.shape[1] < 2:
         return
@@ -392,6 +390,6 @@ def _check_causal(outer: dict[str, Any], kwargs: dict[str, Any]) -> None:
     query, zero = torch.arange(last, device=tokens.device)[None], tokens.new_zeros((), dtype=torch.long)
     if bool(torch.as_tensor(kwargs["mask_function"](batch, zero, query, query + 1)).any()):
         raise ValueError(
-            "pixel_values must be None with a compressed cache for this family: tokens of an image see each other in "
-            "both directions, and a compressed cache reads in one; give text"
+            f"{type(outer['module']).__name__} lets tokens of this call see what follows them (images, or whole prompts); "
+            "a compressed cache reads in one direction: give text alone, to the text decoder if need be"
         )

@@ -17,7 +17,7 @@ except ImportError as error:
         "installed elsewhere, run Python in another directory"
     ) from None
 
-MAX_HEAD_DIM = 256  # of attention and decode
+MAX_HEAD_DIM = 512  # of attention, decode and the ops of DMC; of the others on CUDA
 native = torch.ops.kvcompress
 _wish = os.environ.get("KVC_SIMD")
 if _wish and native.simd("") != _wish:

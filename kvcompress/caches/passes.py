@@ -80,7 +80,9 @@ class CachePass(Pass):
                 held: CompressedLayer = self.layers[layer]
                 return held.attend(self, queries, keys, values, softmax)
             view, after = self._views[facts.reads]
-            out = view(queries, softmax)
+            # a family may go on with the last tokens alone (gemma4, in front of its head)
+            missing = self.columns - queries.shape[2]
+            out = view(torch.nn.functional.pad(queries, (0, 0, missing, 0)), softmax)[:, :, missing:]
             if layer == self.facts[facts.reads].readers[-1]:
                 del self._views[facts.reads]
                 if after is not None:

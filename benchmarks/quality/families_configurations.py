@@ -99,7 +99,7 @@ def _sliding() -> Iterator[Configuration]:
     yield Configuration("ministral3/yarn", "ministral3", rope(
         "yarn", factor=4.0, original_max_position_embeddings=16, llama_4_scaling_beta=0.1))  # fmt: skip
     yield Configuration("gemma3_text/bidirectional", "gemma3_text", SLIDING | {"use_bidirectional_attention": True})
-    for kind in names("cohere2 exaone4 olmo3 smollm3"):
+    for kind in names("exaone4 smollm3"):
         yield Configuration(f"{kind}/full", kind, {"layer_types": ["full_attention"] * 2, "sliding_window": None})
     yield Configuration("gpt_oss/yarn", "gpt_oss", SLIDING | rope(
         "yarn", factor=4.0, original_max_position_embeddings=64))  # fmt: skip

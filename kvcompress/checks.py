@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+SMALLEST, LARGEST = 2.0**-126, 3.4028234663852886e38  # normal numbers of float32
 
 
 def need(condition: bool, message: str) -> None:
@@ -49,6 +51,33 @@ def need_integer(name: str, value: int, least: int, most: int = (1 << 63) - 1) -
     need(isinstance(value, int), f"{name} must be an integer, got {value!r}")
     need(value >= least, f"{name} must be at least {least}, got {value}")
     need(value <= most, f"{name} must be at most {most}, got {value}")
+
+
+def need_scale(scale: float | None, head_dim: int) -> float:
+    """The factor of the logits; None = 1/sqrt(head_dim)."""
+    if scale is None:
+        return head_dim**-0.5 if head_dim else 1.0
+    need(math.isfinite(scale) and abs(scale) <= LARGEST, f"scale must be finite in float32, got {scale}")
+    return scale
+
+
+def need_softcap(softcap: float | None) -> float:
+    """What the native ops take: 0 = none."""
+    if softcap is None:
+        return 0.0
+    good = SMALLEST <= softcap <= LARGEST
+    need(good, f"softcap must be above 0 and finite in float32, or None, got {softcap}")
+    return softcap
+
+
+def need_sink_logits(sink_logits: Tensor | None, heads: int, like: Tensor) -> Tensor | None:
+    if sink_logits is None:
+        return None
+    need_tensor("sink_logits", sink_logits)
+    need(sink_logits.dtype == torch.float32, f"sink_logits must be float32, got {sink_logits.dtype}")
+    need(tuple(sink_logits.shape) == (heads,), f"sink_logits must be [{heads}], got shape {tuple(sink_logits.shape)}")
+    need_device(like, sink_logits=sink_logits)
+    return sink_logits.contiguous()
 
 
 def need_integers(name: str, values: Sequence[int], count: int) -> Tensor:

@@ -92,14 +92,15 @@ class RotaryTables:
     ) -> tuple[Tensor, Tensor]:
         _, device, without = key
         rows = max(rows, 2 * held[0].shape[0] if held is not None else 256)
-        module = _copy(self._module).to(device)  # a length seen before must not linger
+        module = _copy(self._module).to(device)
         forward, x = type(module).forward, torch.empty(1, 1, 1, dtype=torch.float32, device=device)
 
         def called(function: Any, positions: Tensor) -> tuple[Tensor, Tensor]:
             out = function(module, x, positions.expand(*self._axes, 1, -1), *self._arguments, **self._keywords)
             return parts(out)
 
-        called(forward, torch.tensor([[max(length, 1) - 1]], device=device))  # settles the frequencies for this length
+        for last in (0, max(length, 1) - 1):  # forgets what the model saw before, and settles for this length
+            called(forward, torch.tensor([[last]], device=device))
         # past what would settle them anew by the positions of the table
         cos, sin = (
             x.flatten(0, -3)[0] for x in called(inspect.unwrap(forward), torch.arange(rows, device=device)[None])

@@ -14,12 +14,14 @@ FOLDER = Path(__file__).parents[1] / "benchmarks" / "quality"
 sys.path.insert(0, str(FOLDER))
 try:  # now and not in a fixture: names of configurations are parameters of the tests
     import families_checks
-    from families_configurations import CONFIGURATIONS, LEFT_OUT, QUICK
+    from families_configurations import CONFIGURATIONS, LEFT_OUT, QUICK, names
 finally:
     sys.path.remove(str(FOLDER))
 
-REFUSED = """bloom deepseek_v32 deepseek_v4 diffllama doge falcon gpt_neo gptj inkling_text mamba minimax
-    minimax_m3_vl_text/sparse openai-gpt qwen4_exp_text unlimited_ocr/multimodal xglm""".split()
+REFUSED = names(
+    """bloom deepseek_v32 deepseek_v4 diffllama doge falcon gemma3_text/bidirectional gpt_neo gptj inkling_text mamba
+    minimax minimax_m3_vl_text/sparse openai-gpt paligemma/multimodal qwen4_exp_text unlimited_ocr/multimodal xglm"""
+)
 RIGHT = [name for name in QUICK if name not in REFUSED]
 
 

@@ -19,7 +19,7 @@ from families_checks import Result, check
 from families_configurations import CONFIGURATIONS, QUICK
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
-from common import parse_arguments, parser, print_table, write_json  # noqa: E402
+from common import parse_arguments, parser, print_table, write_json
 
 OUTCOMES = ("right", "refused", "wrong", "no answer")
 

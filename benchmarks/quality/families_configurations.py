@@ -1,114 +1,25 @@
 """Tiny configurations of every decoder family that transformers has, and of what varies within one.
 
-A configuration is a model type and what it has besides BASE and PARTS, of which a family takes the fields it knows.
 Names are model types, or model types with what is special: llama, llama/yarn, gemma3/multimodal.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from families_models import OTHERS, VOCABULARY, Configuration
 
-VOCABULARY = 128
-BASE: dict[str, Any] = {
-    "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512,
-    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None,
-}  # fmt: skip
-PARTS: dict[str, Any] = {  # experts, indexers, recurrent layers
-    "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "num_experts_per_token": 2,
-    "moe_intermediate_size": 32, "n_routed_experts": 4, "n_shared_experts": 1, "num_shared_experts": 1,
-    "n_group": 1, "topk_group": 1, "num_expert_group": 1, "shared_expert_intermediate_size": 32,
-    "shared_experts_intermediate_size": 32, "shared_intermediate_size": 32, "index_topk": 16, "index_head_dim": 16,
-    "index_n_heads": 2, "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 8, "mamba_n_groups": 1,
-    "mamba_chunk_size": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16, "linear_head_dim": 16, "linear_num_heads": 2, "short_conv_kernel_size": 4,
-}  # fmt: skip
 MLA: dict[str, Any] = {
     "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
     "v_head_dim": 16, "head_dim": 8,
 }  # fmt: skip
-OTHERS: dict[str, Any] = {  # of a multimodal model's other parts
-    "hidden_size": 32, "embed_dim": 32, "d_model": 32, "num_hidden_layers": 1, "depth": 1, "num_layers": 1,
-    "num_attention_heads": 2, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": 64, "image_size": 28,
-    "patch_size": 14, "projection_dim": 64,
-}  # fmt: skip
 WINDOW = 12
 
 
-@dataclass(frozen=True)
-class Configuration:
-    """kind: the model type. settings: fields of its config, besides those that all have. text: those of its
-    text_config, where the model is a multimodal one; vision: those of its vision_config."""
-
-    name: str
-    kind: str
-    settings: dict[str, Any] = field(default_factory=dict)
-    text: dict[str, Any] | None = None
-    vision: dict[str, Any] = field(default_factory=dict)
-    implementation: str | None = None  # of attention; None = what transformers takes by itself
-    grows: bool = False  # its frequencies change with every token, so that the dense model's keys do not fit together
-
-    def config(self) -> Any:
-        if self.text is None:
-            return CONFIG_MAPPING[self.kind](**tiny_fields(CONFIG_MAPPING[self.kind]) | self.settings)
-        return _multimodal(self)
-
-    def model(self, seed: int = 0) -> Any:
-        """A model with random weights, in float32, whose tokens depend on all they attend to."""
-        torch.manual_seed(seed)
-        causal = self.text is None and self.kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-        auto: Any = AutoModelForCausalLM if causal else AutoModelForImageTextToText
-        model = auto.from_config(self.config(), attn_implementation=self.implementation).eval()
-        enlarge(model)
-        return model
-
-
-@torch.no_grad()
-def enlarge(model: Any, size: float = 0.12) -> None:
-    """Weights as large as trained ones would be in so narrow a model; norms that are not 1, biases that are not 0."""
-    seen: set[int] = set()
-    for parameter in model.parameters():
-        if id(parameter) in seen or not parameter.is_floating_point():
-            continue
-        seen.add(id(parameter))
-        if parameter.ndim == 1:
-            parameter.add_(0.2 * torch.randn_like(parameter))
-        elif (spread := float(parameter.std())) > 1e-6:
-            parameter.mul_(size / spread)
-        else:
-            parameter.add_(size * torch.randn_like(parameter))
-
-
-def tiny_fields(config_class: Any) -> dict[str, Any]:
-    """What of BASE and PARTS this config has."""
-    known = {f.name for f in dataclasses.fields(config_class)} | set(getattr(config_class, "attribute_map", {}))
-    return {name: value for name, value in (PARTS | BASE).items() if name in known}
-
-
-def _multimodal(what: Configuration) -> Any:
-    """Its text part is tiny, its other parts too: nobody shows it a picture here."""
-    config_class = CONFIG_MAPPING[what.kind]
-    whole, text = config_class(), what.text or {}
-    parts: dict[str, Any] = {}
-    for name in config_class.sub_configs:
-        part = getattr(whole, name, None)
-        if name == "text_config":
-            own = CONFIG_MAPPING[text["model_type"]] if "model_type" in text else type(part)
-            parts[name] = own(**tiny_fields(own) | {k: v for k, v in text.items() if k != "model_type"})
-        elif name not in what.settings and dataclasses.is_dataclass(part):
-            known = {f.name for f in dataclasses.fields(part)} | set(type(part).attribute_map)
-            fields = {k: v for k, v in OTHERS.items() if k in known}
-            parts[name] = type(part)(**fields | (what.vision if name == "vision_config" else {}))
-    own_fields = {k: v for k, v in tiny_fields(config_class).items() if k in ("vocab_size", "hidden_size")}
-    return config_class(**own_fields | parts | {"pad_token_id": 0} | what.settings)
+def names(text: str) -> list[str]:
+    return text.split()
 
 
 def layers(*kinds: str, **more: Any) -> dict[str, Any]:
@@ -129,7 +40,7 @@ def _llama_like() -> Iterator[Configuration]:
     plain = """llama arcee apertus bitnet cohere cwm diffllama doge ernie4_5 gemma glm glm4 granite helium
         hunyuan_v1_dense hyperclovax internlm3 iquestcoder jais2 nanochat nemotron olmo olmo2 persimmon phi phi3
         qwen2 qwen3 seed_oss smollm3 solar_open stablelm starcoder2 gpt_neox"""
-    for kind in plain.split():
+    for kind in names(plain):
         yield Configuration(kind, kind)
     long = list(torch.linspace(1.0, 4.0, 8).tolist())
     for name, fields in {
@@ -150,8 +61,7 @@ def _llama_like() -> Iterator[Configuration]:
         "head_dim_24": {"head_dim": 24},
     }.items():  # fmt: skip
         yield Configuration(f"llama/{name}", "llama", fields, grows=name.endswith("/beyond"))
-    partial = "phi phi3 glm glm4 stablelm nemotron persimmon gpt_neox"
-    for kind in partial.split():
+    for kind in names("phi phi3 glm glm4 stablelm nemotron persimmon gpt_neox"):
         part = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25}
         yield Configuration(f"{kind}/quarter", kind, {"rope_parameters": part})
     whole = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0}
@@ -163,28 +73,34 @@ def _llama_like() -> Iterator[Configuration]:
     yield Configuration("stablelm/norm", "stablelm", {"qk_layernorm": True, "use_parallel_residual": True})
     yield Configuration("cohere/norm", "cohere", {"use_qk_norm": True})
     yield Configuration("gpt_neox/sequential", "gpt_neox", {"use_parallel_residual": False})
+    yield Configuration("glm4_moe/norm", "glm4_moe", {"use_qk_norm": True})
     yield Configuration("olmo/clip", "olmo", {"clip_qkv": 0.5})
     yield Configuration("hunyuan_v1_dense/dynamic", "hunyuan_v1_dense", rope("dynamic", factor=2.0, alpha=1000.0))
     yield Configuration("smollm3/no_rope", "smollm3", {"num_hidden_layers": 4, "no_rope_layers": [1, 0, 1, 0]})
 
 
 def _sliding() -> Iterator[Configuration]:
-    for kind in "mistral mixtral phi3 phimoe starcoder2 minimax".split():  # on all layers
+    for kind in names("mistral mixtral phi3 phimoe starcoder2 minimax"):  # on all layers
         yield Configuration(f"{kind}/sliding", kind, {"sliding_window": WINDOW})
     some = {"use_sliding_window": True, "sliding_window": WINDOW, "num_hidden_layers": 4, "max_window_layers": 2}
-    for kind in "qwen2 qwen3 qwen2_moe qwen3_moe".split():
+    for kind in names("qwen2 qwen3 qwen2_moe qwen3_moe"):
         yield Configuration(f"{kind}/sliding", kind, some)
     yield Configuration("qwen2/sliding_all", "qwen2", some | {"max_window_layers": 0})
-    for kind in """afmoe beam cohere2 cohere2_moe cwm exaone4 exaone_moe flint gemma2 gemma3_text gpt_oss granite_swa
+    for (
+        kind
+    ) in names("""afmoe beam cohere2 cohere2_moe cwm exaone4 exaone_moe flint gemma2 gemma3_text gpt_oss granite_swa
                    granitemoe_swa kolibri1 laguna mellum mimo_v2_flash ministral olmo3 smollm3 vaultgemma
-                   modernbert-decoder""".split():
+                   modernbert-decoder"""):
         yield Configuration(f"{kind}/sliding", kind, SLIDING)
-    for kind in "mistral ministral3 gemma2 gemma3_text gpt_oss vaultgemma".split():
+    for kind in names("mistral ministral3 gemma2 gemma3_text gpt_oss vaultgemma"):
         yield Configuration(kind, kind, {"sliding_window": 256})
     yield Configuration("gemma2/softcap", "gemma2", SLIDING | {
         "attn_logit_softcapping": 0.5, "final_logit_softcapping": 5.0})  # fmt: skip
     yield Configuration("ministral3/yarn", "ministral3", rope(
         "yarn", factor=4.0, original_max_position_embeddings=16, llama_4_scaling_beta=0.1))  # fmt: skip
+    yield Configuration("gemma3_text/bidirectional", "gemma3_text", SLIDING | {"use_bidirectional_attention": True})
+    for kind in names("exaone4 smollm3"):
+        yield Configuration(f"{kind}/full", kind, {"layer_types": ["full_attention"] * 2, "sliding_window": None})
     yield Configuration("gpt_oss/yarn", "gpt_oss", SLIDING | rope(
         "yarn", factor=4.0, original_max_position_embeddings=64))  # fmt: skip
     yield Configuration("gemma3_text/linear", "gemma3_text", SLIDING | {"rope_parameters": {
@@ -212,12 +128,15 @@ def _shared() -> Iterator[Configuration]:
 
 
 def _experts() -> Iterator[Configuration]:
-    for kind in """aria_text dots1 ernie4_5_moe flex_olmo glm4_moe granitemoe granitemoeshared hunyuan_v1_moe hy_v3
-                   jetmoe minimax_m2 mixtral olmoe phimoe qwen2_moe qwen3_moe""".split():
+    for (
+        kind
+    ) in names("""aria_text dots1 ernie4_5_moe flex_olmo glm4_moe granitemoe granitemoeshared hunyuan_v1_moe hy_v3
+                   jetmoe minimax_m2 mixtral olmoe phimoe qwen2_moe qwen3_moe"""):
         yield Configuration(kind, kind)
     yield Configuration("dbrx", "dbrx", {
         "n_heads": 4, "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
-        "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": 64}, "d_model": 64})  # fmt: skip
+        "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": 64},
+        "d_model": 64})  # fmt: skip
     chunked = layers("chunked_attention", "full_attention", attention_chunk_size=16, intermediate_size_mlp=96)
     yield Configuration("llama4_text", "llama4_text", {"intermediate_size_mlp": 96})
     yield Configuration("llama4_text/chunked", "llama4_text", chunked | {
@@ -227,16 +146,17 @@ def _experts() -> Iterator[Configuration]:
 
 def _latent() -> Iterator[Configuration]:
     """Multi-head latent attention, and what chooses keys by an indexer."""
-    for kind in "deepseek_v2 deepseek_v3 axk1 glm4_moe_lite youtu minicpm3".split():
+    for kind in names("deepseek_v2 deepseek_v3 axk1 glm4_moe_lite youtu minicpm3"):
         yield Configuration(kind, kind, MLA | {"first_k_dense_replace": 1})
     yield Configuration("deepseek_v3/half_split", "deepseek_v3", MLA | {"rope_interleave": False})
     yield Configuration("deepseek_v3/yarn", "deepseek_v3", MLA | rope(
         "yarn", factor=4.0, original_max_position_embeddings=64, mscale=1.0, mscale_all_dim=1.0))  # fmt: skip
+    yield Configuration("deepseek_v2/no_q_lora", "deepseek_v2", MLA | {"q_lora_rank": None})
     yield Configuration("deepseek_v3/no_q_lora", "deepseek_v3", MLA | {"q_lora_rank": None})
     yield Configuration("longcat_flash", "longcat_flash", MLA | {
         "num_layers": 2, "ffn_hidden_size": 96, "moe_topk": 2, "zero_expert_num": 2,
         "expert_ffn_hidden_size": 32})  # fmt: skip
-    for kind in "axk2 deepseek_v32 glm_moe_dsa hy_v4".split():
+    for kind in names("axk2 deepseek_v32 glm_moe_dsa hy_v4"):
         yield Configuration(kind, kind, MLA | {"first_k_dense_replace": 1})
     yield Configuration("deepseek_v4", "deepseek_v4", {"q_lora_rank": 24, "o_groups": 2, "o_lora_rank": 16})
     yield Configuration("dots3_note_text", "dots3_note_text", MLA)
@@ -249,9 +169,9 @@ def _latent() -> Iterator[Configuration]:
 def _recurrent() -> Iterator[Configuration]:
     """Recurrent or convolutional layers beside attention."""
     half = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
-    for kind in "qwen3_next qwen3_5_text qwen3_5_moe_text olmo_hybrid minimax".split():
+    for kind in names("qwen3_next qwen3_5_text qwen3_5_moe_text olmo_hybrid minimax"):
         yield Configuration(kind, kind, LINEAR)
-    for kind in "lfm2 lfm2_moe".split():
+    for kind in names("lfm2 lfm2_moe"):
         yield Configuration(kind, kind, layers("conv", "full_attention", num_dense_layers=1))
     yield Configuration("lfm3", "lfm3", layers("conv", "full_attention", "sliding_attention", sliding_window=WINDOW))
     yield Configuration("falcon_h1", "falcon_h1", {"mamba_d_ssm": 64, "mamba_d_head": 16})
@@ -276,12 +196,13 @@ def _recurrent() -> Iterator[Configuration]:
     yield Configuration("zamba2", "zamba2", zamba2)
     yield Configuration("zamba2/rope", "zamba2", zamba2 | {"use_mem_rope": True, "num_mem_blocks": 2})
     yield Configuration("recurrent_gemma", "recurrent_gemma", {
-        "num_hidden_layers": 3, "lru_width": 64, "attention_window_size": WINDOW, "num_key_value_heads": 1})  # fmt: skip
+        "num_hidden_layers": 3, "lru_width": 64, "attention_window_size": WINDOW,
+        "num_key_value_heads": 1})  # fmt: skip
     yield Configuration("kimi_linear", "kimi_linear", MLA | LINEAR | {
         "q_lora_rank": None, "mlp_layer_types": ["dense", *["sparse"] * 3]})  # fmt: skip
     yield Configuration("bailing_hybrid", "bailing_hybrid", MLA | LINEAR | {
         "mlp_layer_types": ["dense", *["sparse"] * 3], "q_lora_rank": None})  # fmt: skip
-    for kind in "inkling_text inkling2_text".split():
+    for kind in names("inkling_text inkling2_text"):
         yield Configuration(kind, kind, layers("hybrid_sliding", "hybrid", sliding_window_size=WINDOW, swa_head_dim=16,
                                                swa_num_attention_heads=4, swa_num_key_value_heads=2, d_rel=4,
                                                rel_extent=64, unpadded_vocab_size=VOCABULARY))  # fmt: skip
@@ -290,7 +211,7 @@ def _recurrent() -> Iterator[Configuration]:
         indexer_budget=16, indexer_compress_ratio=4, hc_lowrank=8, ple_embed_dim=64, ngram_vocab_size_base=128,
         make_ngram_vocab_size_divisible_by=1, split_ngram_parts=1))  # fmt: skip
     yield Configuration("zaya", "zaya", {"num_experts_per_tok": 1, "router_hidden_size": 16})
-    for kind in "mamba falcon_mamba rwkv".split():  # no attention at all
+    for kind in names("mamba falcon_mamba rwkv"):  # no attention at all
         yield Configuration(kind, kind)
     yield Configuration("mamba2", "mamba2", {
         "num_heads": 8, "head_dim": 16, "state_size": 8, "n_groups": 1, "chunk_size": 16})  # fmt: skip
@@ -316,7 +237,8 @@ def _positions() -> Iterator[Configuration]:
     yield Configuration("bloom", "bloom")
     for alibi in (True, False):
         yield Configuration(f"mpt/{'alibi' if alibi else 'learned'}", "mpt", {
-            "d_model": 64, "n_heads": 4, "n_layers": 2, "max_seq_len": 512, "attn_config": {"alibi": alibi}})  # fmt: skip
+            "d_model": 64, "n_heads": 4, "n_layers": 2, "max_seq_len": 512,
+            "attn_config": {"alibi": alibi}})  # fmt: skip
     falcon = {"num_kv_heads": 2, "ffn_hidden_size": 96}
     yield Configuration("falcon", "falcon", falcon)
     yield Configuration("falcon/alibi", "falcon", falcon | {"alibi": True})
@@ -328,19 +250,23 @@ def _positions() -> Iterator[Configuration]:
                                                  "decoder_ffn_dim": 96, "is_decoder": True})  # fmt: skip
     yield Configuration("trocr", "trocr", {
         "d_model": 64, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 96})  # fmt: skip
-    yield Configuration("hrm_text", "hrm_text", {"num_layers_per_stack": 1, "H_cycles": 1, "L_cycles": 2, "num_hidden_layers": 3})
+    yield Configuration(
+        "hrm_text", "hrm_text", {"num_layers_per_stack": 1, "H_cycles": 1, "L_cycles": 2, "num_hidden_layers": 3}
+    )
 
 
-def _multimodal_families() -> Iterator[Configuration]:
+def _multimodal() -> Iterator[Configuration]:
     """What people load with AutoModelForImageTextToText, given text alone. Where the text part is a family of its own
     (llama in llava), the configuration shows that the decoder is found inside."""
-    for kind in """aria deepseek_vl fuyu got_ocr2 granite_docling hyperclovax_vision_v2 idefics2 idefics3 internvl janus
+    for (
+        kind
+    ) in names("""aria deepseek_vl fuyu got_ocr2 granite_docling hyperclovax_vision_v2 idefics2 idefics3 internvl janus
                    kosmos-2.5 lighton_ocr llava llava_next llava_onevision minimax_m3_vl mllama ovis2 paligemma
-                   qianfan_ocr smolvlm video_llama_3 vipllava""".split():
+                   qianfan_ocr smolvlm video_llama_3 vipllava"""):
         yield Configuration(f"{kind}/multimodal", kind, text={})
-    for kind in "aya_vision cohere2_vision exaone4_5 gemma3 gemma4_unified muse_glimmer".split():
+    for kind in names("aya_vision cohere2_vision exaone4_5 gemma3 gemma4_unified muse_glimmer"):
         yield Configuration(f"{kind}/multimodal", kind, text=SLIDING)
-    for kind in "qwen3_5 qwen3_5_moe minicpmv4_6".split():
+    for kind in names("qwen3_5 qwen3_5_moe minicpmv4_6"):
         yield Configuration(f"{kind}/multimodal", kind, text=LINEAR)
     sections = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
     few, mixed = {"partial_rotary_factor": 0.5, "mrope_section": [1, 1, 2]}, {"mrope_interleaved": True}
@@ -372,7 +298,7 @@ def _multimodal_families() -> Iterator[Configuration]:
             "sliding_attention": {"rope_type": "default", "rope_theta": 100.0}}},
     }.items():  # fmt: skip
         yield Configuration(f"{kind}/multimodal", kind, text=text)
-    for kind in "chameleon emu3".split():
+    for kind in names("chameleon emu3"):
         yield Configuration(f"{kind}/multimodal", kind, {"vocabulary_map": {"<image>": 9}}, text={})
     yield Configuration("molmo2/multimodal", "molmo2", {"adapter_config": {
         "vision_feature_layer": [0], "hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2,
@@ -384,35 +310,39 @@ def _multimodal_families() -> Iterator[Configuration]:
     yield Configuration("muse_spark/multimodal", "muse_spark", {
         "audio_config": {"hidden_sizes": [8] * 4, "out_hidden_size": 64}}, text=SLIDING)  # fmt: skip
     yield Configuration("phi4_multimodal", "phi4_multimodal", {
-        "vision_config": OTHERS, "audio_config": {"hidden_size": 32, "num_blocks": 1, "num_attention_heads": 2}})  # fmt: skip
+        "vision_config": OTHERS, "audio_config": {
+            "hidden_size": 32, "num_blocks": 1, "num_attention_heads": 2}})  # fmt: skip
 
 
 def _implementations() -> Iterator[Configuration]:
     yield Configuration("llama/eager", "llama", implementation="eager")
-    for kind in "gemma2 gemma3_text gpt_oss".split():
+    for kind in names("gemma2 gemma3_text gpt_oss"):
         yield Configuration(f"{kind}/eager", kind, SLIDING, implementation="eager")
     yield Configuration("mistral/eager", "mistral", {"sliding_window": WINDOW}, implementation="eager")
 
 
 CONFIGURATIONS: dict[str, Configuration] = {
     c.name: c
-    for group in (_llama_like, _sliding, _shared, _experts, _latent, _recurrent, _positions, _multimodal_families,
-                  _implementations)
+    for group in (
+        _llama_like, _sliding, _shared, _experts, _latent, _recurrent, _positions, _multimodal, _implementations
+    )
     for c in group()
-}
+}  # fmt: skip
 
-QUICK = """llama llama/eager llama/yarn llama/longrope llama/dynamic/beyond llama/head_dim_24 llama/one_kv_head mistral/sliding
+QUICK = names("""llama llama/eager llama/yarn llama/longrope llama/dynamic/beyond llama/head_dim_24 llama/one_kv_head
+    mistral/sliding
     qwen2/sliding qwen3 phi3 phi/quarter glm gpt_neox cohere/norm stablelm/norm nemotron hunyuan_v1_dense nanochat
     smollm3/no_rope gemma2/softcap gemma3_text/sliding gpt_oss/sliding cohere2/sliding ministral3/yarn
     gemma3n_text/shared gemma4_text/shared mixtral qwen3_moe dbrx llama4_text/chunked deepseek_v2 deepseek_v3/yarn
     deepseek_v32 qwen3_next falcon_h1 lfm2 jamba zamba2/rope mamba gpt2 opt gptj bloom falcon diffllama
-    unlimited_ocr/multimodal qwen2_5_vl/multimodal qwen3_vl/multimodal gemma3/multimodal""".split()
+    unlimited_ocr/multimodal qwen2_5_vl/multimodal qwen3_vl/multimodal gemma3/multimodal""")
 _ENCODERS = "its decoder is one half of a model with an encoder, and attends to that too"
 LEFT_OUT = {  # families of MODEL_FOR_CAUSAL_LM_MAPPING_NAMES that no configuration here is of, and why
     kind: why
     for kinds, why in (
-        ("bert-generation big_bird camembert data2vec-text electra ernie megatron-bert rembert roberta roberta-prelayernorm "
-         "roc_bert roformer xlm-roberta xlm-roberta-xl xmod", "an encoder like bert, which is here with is_decoder"),
+        ("bert-generation big_bird camembert data2vec-text electra ernie megatron-bert rembert roberta "
+         "roberta-prelayernorm roc_bert roformer xlm-roberta xlm-roberta-xl xmod",
+         "an encoder like bert, which is here with is_decoder"),
         ("bigbird_pegasus blenderbot blenderbot-small marian mbart mvp pegasus plbart prophetnet whisper", _ENCODERS),
         ("musicgen musicgen_melody", "speaks audio codes, several at a time"),
         ("moss_transcribe_diarize", "listens to audio"),

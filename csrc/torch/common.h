@@ -83,10 +83,17 @@ inline const int32_t* int_array(const std::optional<Tensor>& x, const Tensor& li
     return x->numel() ? static_cast<const int32_t*>(x->const_data_ptr()) : &nothing;
 }
 
+// float32 [Hq] or NULL.
+inline const float* sinks_array(const std::optional<Tensor>& x, const Tensor& like, int64_t Hq) {
+    if (!x.has_value()) return nullptr;
+    check_array(*x, like, ScalarType::Float, {Hq}, "sink_logits");
+    return static_cast<const float*>(x->const_data_ptr());
+}
+
 // A [B, H, T, D] tensor with contiguous last dimension and any other strides.
 inline kvc_view view_of(const Tensor& x, const char* name) {
     KVC_CHECK(x.dim() == 4, name, " must have 4 dimensions [B, H, T, D], got ", x.dim());
-    KVC_CHECK(x.size(3) <= 1 || x.stride(3) == 1, name, " must be contiguous in its last dimension");
+    KVC_CHECK(x.numel() == 0 || x.size(3) <= 1 || x.stride(3) == 1, name, " must be contiguous in its last dimension");
     return {const_cast<void*>(x.const_data_ptr()), dtype_of(x, name), x.stride(0), x.stride(1), x.stride(2)};
 }
 
@@ -115,12 +122,12 @@ inline void find_outside(const char* op, const char* name, const int32_t* values
     }
 }
 
-// The same for the pages that columns [first, last] of row r of a block_table name.
-inline void find_missing_page(const char* op, const int32_t* block_table, int64_t blocks, int64_t r, int64_t first,
-                              int64_t last, int64_t pages) {
+// The same for the pages that columns [first, last] of row r of a table name.
+inline void find_missing_page(const char* op, const int32_t* table, int64_t blocks, int64_t r, int64_t first,
+                              int64_t last, int64_t pages, const char* name = "block_table") {
     for (int64_t i = first; i <= last; i++) {
-        const int32_t page = block_table[r * blocks + i];
-        KVC_CHECK(page >= 0 && page < pages, op, ": block_table must name pages between 0 and ", pages - 1, ", got ",
+        const int32_t page = table[r * blocks + i];
+        KVC_CHECK(page >= 0 && page < pages, op, ": ", name, " must name pages between 0 and ", pages - 1, ", got ",
                   page, " at [", r, ", ", i, "]");
     }
 }

@@ -120,7 +120,8 @@ def learn_again(model: nn.Module) -> None:
 @torch.no_grad()
 def _learned(model: nn.Module, decoder: Any) -> tuple[Facts, bool]:
     """The facts of every layer, and whether keywords reach them, from one forward pass."""
-    probe, weight = Probe(), next(p for p in decoder.parameters() if p.is_floating_point())
+    probe = Probe(getattr(decoder.config, "max_position_embeddings", None) or 512)
+    weight = next(p for p in decoder.parameters() if p.is_floating_point())
     tolerance = 1e-3 if weight.dtype == torch.float32 else 5e-2
     hooks = [
         module.register_forward_hook(lambda norm, args, out: probe.normed(norm, args[0] if args else None, out))

@@ -26,8 +26,8 @@ KNOWN = {
 
 
 _OWN_MASK = (
-    "its layers use the mask of their attention themselves: they attend by code of their own, or change what is seen, and "
-    "nothing can be put in its place"
+    "its layers use the mask of their attention themselves: they attend by code of their own, or change what is seen, "
+    "and nothing can be put in its place"
 )
 
 
@@ -73,9 +73,11 @@ class MaskTicket:
 class Probe:
     """What one forward pass brings. rotary() and arrived() are called by the seam's hooks, facts() afterwards."""
 
-    def __init__(self) -> None:
+    def __init__(self, trained_length: int) -> None:
         self.arrives = False  # whether the family hands keywords down to its attention
-        self.positions = 7 + 5 * torch.arange(TOKENS)
+        # where frequencies that depend on length are those of short texts
+        step = max(1, min(5, (trained_length - 8) // TOKENS))
+        self.positions = min(7, max(trained_length // 8, 1)) + step * torch.arange(TOKENS)
         self._sources: list[tuple[nn.Module, tuple[Any, ...], dict[str, Any], tuple[int, ...]]] = []
         self._norms: list[tuple[nn.Module, Tensor]] = []  # of a head, behind the rotation, since the last attention
         self._seen: list[tuple[Any, ...]] = []
@@ -126,8 +128,12 @@ class Probe:
                 raise ValueError(f"layer {index} attends by {', '.join(odd)}, which no compressed cache knows")
             if index in found:
                 raise ValueError(f"layer {index} attends more than once to the keys that it hands to the cache")
-            if not isinstance(mask, MaskTicket) and (mask is not None or not getattr(module, "is_causal", True)):
-                raise ValueError(f"layer {index} makes a mask of its own, or is not causal")
+            if mask is not None and not isinstance(mask, MaskTicket):
+                raise ValueError(f"layer {index} makes a mask of its own")
+            if not getattr(module, "is_causal", True):
+                raise ValueError(
+                    f"layer {index} is not causal: tokens see what follows them, which a cache has not yet"
+                )
             try:
                 found[index] = self._layer(index, q, k, v, mask, owners, shared, norms, tolerance)
             except ValueError as error:

@@ -97,7 +97,7 @@ def open_seam(model: nn.Module, decoder: nn.Module) -> Seam:
     seam.hooks.append(decoder.register_forward_pre_hook(_decoder_before, with_kwargs=True))
     seam.hooks.append(decoder.register_forward_hook(_decoder_after, with_kwargs=True, always_call=True))
     for module in decoder.modules():
-        if any("inv_freq" in name for name, _ in module.named_buffers(recurse=False)):
+        if _is_rotary(module):
             seam.hooks.append(module.register_forward_pre_hook(_rotary_before, with_kwargs=True))
             seam.hooks.append(module.register_forward_hook(_rotary_after, with_kwargs=True))
     # past nn.Module.__setattr__ and state_dict: this is no part of the model
@@ -118,14 +118,27 @@ def close_seam(decoder: Any) -> None:
 
 @contextmanager
 def evaluating(decoder: nn.Module) -> Iterator[None]:
-    """All modules in evaluation mode, and afterwards as they were."""
+    """All modules in evaluation mode, and afterwards as they were, frequencies that depend on length included."""
     modes = [(module, module.training) for module in decoder.modules()]
+    rotary = [module for module in decoder.modules() if _is_rotary(module)]
+    buffers = [{name: (x, x.clone()) for name, x in module.named_buffers(recurse=False)} for module in rotary]
+    others = [{name: x for name, x in vars(module).items() if not name.startswith("_")} for module in rotary]
     decoder.eval()
     try:
         yield
     finally:
         for module, mode in modes:
             module.training = mode
+        for module, held, attributes in zip(rotary, buffers, others, strict=True):
+            for name, (x, content) in held.items():
+                module._buffers[name] = x.copy_(content) if not torch.equal(x, content) else x
+            for name, value in attributes.items():
+                if getattr(module, name) is not value and name != "training":
+                    setattr(module, name, value)
+
+
+def _is_rotary(module: nn.Module) -> bool:
+    return any("inv_freq" in name for name, _ in module.named_buffers(recurse=False))
 
 
 # ---- attention and mask functions ----
@@ -382,9 +395,7 @@ class _Outer:
 
 
 def _check_causal(outer: dict[str, Any], kwargs: dict[str, Any]) -> None:
-    """Refuses images whose tokens see each other whatever their order."""
-    if not any(outer.get(name) is not None for name in ("pixel_values", "pixel_values_videos", "input_features")):
-        return
+    """Refuses prompts and images whose tokens see each other whatever their order."""
     tokens = outer.get("input_ids") if outer.get("input_ids") is not None else outer.get("inputs_embeds")
     if tokens is None or tokens.shape[1] < 2:
         return
@@ -392,6 +403,6 @@ def _check_causal(outer: dict[str, Any], kwargs: dict[str, Any]) -> None:
     query, zero = torch.arange(last, device=tokens.device)[None], tokens.new_zeros((), dtype=torch.long)
     if bool(torch.as_tensor(kwargs["mask_function"](batch, zero, query, query + 1)).any()):
         raise ValueError(
-            "pixel_values must be None with a compressed cache for this family: tokens of an image see each other in "
-            "both directions, and a compressed cache reads in one; give text"
+            f"{type(outer['module']).__name__} lets tokens of this call see what follows them (as in images); "
+            "a compressed cache reads in one direction: give text alone, to the text decoder if need be"
         )

@@ -26,7 +26,7 @@ def dmc_accumulate(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Partial averages that each token sees of the entry it belongs to, with its exact history; differentiable.
 
-    keys, values: [B, Hkv, T, D], un-rotated, D 1..256, one dtype. alpha, omega: float32 [B, Hkv, T]: decisions 0..1 and
+    keys, values: [B, Hkv, T, D], un-rotated, D 1..512, one dtype. alpha, omega: float32 [B, Hkv, T]: decisions 0..1 and
     weights above 0. neuron: coordinate of the keys that counts as 0, negative from the end; None = none. window: sums
     over the last tokens alone, the own one included: 1..64, or T and more, which is all of them; None = all (released
     models need 12). documents: int32 [B, T], a number per packed document, negative = padding; None = one document, no

@@ -55,7 +55,7 @@ def dmc_append_(
 ) -> None:
     """Adds new tokens to all rows of a DMC cache in place: each opens a slot or is merged into its row's newest one.
 
-    k_pages, v_pages: contiguous [pages, P, D], D 1..256. table: their pages, R = B*Hkv rows. tail: the state of each
+    k_pages, v_pages: contiguous [pages, P, D], D 1..512. table: their pages, R = B*Hkv rows. tail: the state of each
     row's newest slot. keys, values: [B, Hkv, S, D], un-rotated, the pages' dtype. alpha, omega: float32 [B, Hkv, S]: a
     token with alpha above 1/2 is merged, others open a slot, and so does the first of a row whose length or tail count
     is 0; omega above 0 is its weight. cos, sin: float32 [T, rotary_dim/2]; positions: int32 [B, S], rows of them;

@@ -28,6 +28,7 @@ from kvcompress import PrunedCache, RemoteGap, ops, prefill, pruners
 from kvcompress.caches.pruned_layer import PrunedLayer
 from kvcompress.models.text import long_text
 from kvcompress.positions import RotaryTables
+from kvcompress.softmax import Softmax
 
 HQ, HKV, D, HIDDEN, MLP, KEPT = 32, 8, 128, 4096, 14336, 2048
 G = HQ // HKV
@@ -93,7 +94,7 @@ def by_pruner(T: int) -> dict[str, object]:
     rotary = RotaryTables(LlamaRotaryEmbedding(llama()))
     queries, keys, values = (torch.randn(1, heads, T, D) for heads in (HQ, HKV, HKV))
     offer = pruners.Candidates(
-        queries, keys, T, T, 0, D**-0.5, values=values, unrotated=queries, position=T, rotary=rotary
+        queries, keys, T, T, 0, Softmax(D**-0.5), values=values, unrotated=queries, position=T, rotary=rotary
     )
     every = (pruners.KeyNorm(), pruners.Random(), pruners.StreamingLLM(), pruners.ExpectedAttention())
     return {type(pruner).__name__: (lambda pruner=pruner: pruner.scores(offer, KEPT)) for pruner in every}

@@ -100,11 +100,12 @@ class Budget(ABC):
 
     @abstractmethod
     def divide(self, ranks: Tensor, keep: int, allowed: int) -> tuple[Tensor, Tensor | None]:
-        """Chooses from one layer of one sequence.
+        """Chooses from one layer of one sequence, or of several alike.
 
-        ranks: float32 [Hkv, T]; higher stays, +inf always, -inf never. keep: tokens per head, mean. allowed: places of
-        all heads that are not -inf, at least Hkv*keep where heads are equal.
-        Returns (indices int32 [Hkv, K] rising, kept int32 [Hkv]: how many of them count; None = all K).
+        ranks: float32 [..., Hkv, T]; higher stays, +inf always, -inf never. keep: tokens per head, mean. allowed:
+        places of all heads of a sequence that are not -inf, at least Hkv*keep where heads are equal.
+        Returns (indices int32 [..., Hkv, K] rising, kept int32 [..., Hkv] on the CPU: how many of them count; None =
+        all K). Waits for the device at most once.
         """
 
     def _shares(self, mean: int, length: int, layers: int) -> list[int]:
@@ -150,7 +151,7 @@ class Uniform(Budget):
         return min(mean, length)
 
     def divide(self, ranks: Tensor, keep: int, allowed: int) -> tuple[Tensor, Tensor | None]:
-        return ops.select_topk(ranks, keep), None
+        return _topk(ranks, keep), None
 
 
 @dataclass(frozen=True)
@@ -191,7 +192,7 @@ class PyramidKV(Budget):
         return self._line(mean, length, layers)
 
     def divide(self, ranks: Tensor, keep: int, allowed: int) -> tuple[Tensor, Tensor | None]:
-        return ops.select_topk(ranks, keep), None
+        return _topk(ranks, keep), None
 
     def _line(self, mean: int, length: int, layers: int) -> list[int]:
         if mean >= length or layers == 1 or mean == 0:
@@ -259,21 +260,28 @@ class AdaKV(Budget):
         return others + -(-(held - others) // shape.page_size)
 
     def divide(self, ranks: Tensor, keep: int, allowed: int) -> tuple[Tensor, Tensor | None]:
-        heads, T = ranks.shape
+        *batch, heads, T = ranks.shape
+        ranks = ranks.reshape(-1, T)
         sure = int(Fraction(repr(float(self.floor))) * keep)
         if sure:
             best = ops.select_topk(ranks, sure).long()
             raised = ranks.gather(1, best)
             ranks = ranks.scatter(1, best, torch.where(raised == float("-inf"), raised, float("inf")))
         # token by token over the heads, so that ties go to all of them alike
-        flat = ops.select_topk(ranks.T.reshape(1, -1), min(heads * keep, allowed))[0].long()
-        flat = flat[(flat % heads).argsort(stable=True)]
-        head = flat % heads
-        kept = torch.bincount(head, minlength=heads)
-        places = torch.arange(len(flat), device=flat.device) - (kept.cumsum(0) - kept)[head]
-        indices = torch.zeros(heads, int(kept.max()), dtype=torch.int32, device=flat.device)
-        indices[head, places] = (flat // heads).to(torch.int32)
-        return indices, kept.to(torch.int32)
+        layers = ranks.view(-1, heads, T).transpose(1, 2).flatten(1)
+        flat = ops.select_topk(layers, min(heads * keep, allowed)).long()
+        row = flat % heads + heads * torch.arange(len(layers), device=flat.device)[:, None]
+        row, order = row.flatten().sort(stable=True)
+        kept = torch.zeros(len(ranks), dtype=torch.long, device=row.device).scatter_add_(0, row, torch.ones_like(row))
+        places = torch.arange(len(row), device=row.device) - (kept.cumsum(0) - kept)[row]
+        counts = kept.to("cpu", torch.int32)
+        indices = torch.zeros(len(ranks), int(counts.max()), dtype=torch.int32, device=row.device)
+        indices[row, places] = (flat.flatten()[order] // heads).to(torch.int32)
+        return indices.view(*batch, heads, -1), counts.view(*batch, heads)
+
+
+def _topk(ranks: Tensor, keep: int) -> Tensor:
+    return ops.select_topk(ranks.flatten(0, -2), keep).view(*ranks.shape[:-1], keep)
 
 
 def as_budget(size: Size | Budget) -> Budget:

@@ -87,17 +87,19 @@ class PagePool:
         """Bytes of all tensors: every page of the store, free or in use by forks, the free list, and this table."""
         return self.store.nbytes() + sum(x.numel() * x.element_size() for x in (self.block_table, self.lengths))
 
-    def gather(self, capacity: int) -> list[Tensor]:
-        """For each name in slots [R, capacity, ...], zeros past each row's length. capacity: at least the longest."""
+    def gather(self, capacity: int, names: Sequence[str] | None = None) -> list[Tensor]:
+        """For each name in slots (or of these) [R, capacity, ...], zeros past each row's length. capacity: at least the
+        longest."""
         counts, P = self.counts, self.page_size
         longest, device = max(counts, default=0), self.lengths.device
-        out = [x.new_zeros(len(counts), capacity, *x.shape[2:]) for x in self.store.arrays.values()]
+        arrays = [array for name, array in self.store.arrays.items() if names is None or name in names]
+        out = [x.new_zeros(len(counts), capacity, *x.shape[2:]) for x in arrays]
         if longest:
             places = torch.arange(longest, dtype=torch.int32, device=device)
             held = places < self.lengths[:, None]
             pages = torch.where(held, self.block_table.gather(1, (places // P).long().expand(len(counts), -1)), 0)
             slots = pages.long() * P + places % P
-            for x, array in zip(out, self.store.arrays.values(), strict=True):
+            for x, array in zip(out, arrays, strict=True):
                 rows = array.flatten(0, 1)[slots]
                 x[:, :longest] = rows.masked_fill_(~held.view(*held.shape, *[1] * (rows.ndim - 2)), 0)
         return out

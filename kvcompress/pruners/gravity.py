@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -58,6 +58,9 @@ class CenterOfGravity(Pruner):
 
     def recent(self, keep: int, chunk_length: int) -> int:
         return -(-keep * self.near_length // self.default_budget)  # at least 1
+
+    def with_sinks(self, tokens: int) -> CenterOfGravity:
+        return replace(self, head_length=tokens)
 
     def lost(self) -> int:
         return 0 if self.keep_head else self.head_length

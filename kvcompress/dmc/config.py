@@ -6,6 +6,7 @@ import math
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
+from ..hf.config import decoder_config, sizes_of
 from ..ops.dmc_accumulate import MAX_DMC_WINDOW
 from ..ops.dmc_gates import IMPORTANCES
 
@@ -92,6 +93,11 @@ class DMCConfig:
         if not -head_dim <= self.neuron < head_dim:
             raise ValueError(f"neuron must be between {-head_dim} and {head_dim - 1}, got {self.neuron}")
         return self.neuron % head_dim
+
+    def check_model(self, config: Any) -> None:
+        """Raises ValueError if the neuron is no coordinate of the heads of a model (of its config)."""
+        sizes = sizes_of(decoder_config(config))["head dim"]
+        self.place(max(sizes) if isinstance(sizes, list) else sizes)
 
     @classmethod
     def released(cls, **changes: Any) -> Self:

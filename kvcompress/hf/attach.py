@@ -108,6 +108,14 @@ def facts_of(decoder: nn.Module) -> Facts:
     return seam.facts
 
 
+def learn_again(model: nn.Module) -> None:
+    """Of an attached model whose layers have changed, what they are now; of others nothing."""
+    decoder = base_model(model)
+    with _CHANGING:
+        if (seam := seam_of(decoder)) is not None:
+            seam.facts, seam.arrives = _learned(model, decoder)
+
+
 @torch.inference_mode(False)
 @torch.no_grad()
 def _learned(model: nn.Module, decoder: Any) -> tuple[Facts, bool]:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
+from ..hf.config import decoder_config, sizes_of
 from .lead import Lead, LeadTable, check_lead
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-    from .plan import PoDPlan
 
 MODES = ("pod", "window", "cla")
 
@@ -20,7 +19,8 @@ class PoDConfig(LeadTable):
     """How a converted model attends; saved with it as config.kvcompress.
 
     lead: [layers][KV heads], the layer whose queries and keys a head uses for distant tokens: itself, or the lead of
-    the layer below.
+    the next layer below of the same kind. A layer that sees a window or a chunk, or recurs, leads itself and is left as
+    it is.
     sinks, recent: the first tokens, and the last ones (the query's own included), that are near. tau: followers skip
     distant tokens while decoding where the near ones have at least this probability; None = never.
     mode: "pod"; or a baseline: "window" (near tokens are all that is seen; lead is of no consequence), "cla" (a head
@@ -58,15 +58,16 @@ class PoDConfig(LeadTable):
 
     def check_model(self, config: Any) -> None:
         """Raises ValueError if lead is not of the size of a model (of its config)."""
-        needed = (config.num_hidden_layers, config.num_key_value_heads)
-        found = (len(self.lead), len(self.lead[0]))
+        sizes, found = sizes_of(decoder_config(config)), (len(self.lead), len(self.lead[0]))
+        heads = sizes["KV heads"]
+        needed = (sizes["layers"], found[1] if isinstance(heads, list) and found[1] in heads else heads)
         if needed != found:
             raise ValueError(
                 f"lead must be [{needed[0]} layers][{needed[1]} KV heads] for this model, got [{found[0]}][{found[1]}]"
             )
 
     @classmethod
-    def of(cls, plan: PoDPlan, **changes: Any) -> Self:
+    def of(cls, plan: LeadTable, **changes: Any) -> Self:
         """What a plan asks for. changes: further fields."""
         return cls(plan.lead, plan.sinks, plan.recent, **changes)
 

@@ -184,10 +184,12 @@ class IterativeLayer(PrunedLayer):
             sinks = min(held)
             pruner = replace(pruner, num_sink_tokens=sinks)  # type: ignore[type-var]
         wanted = new + (sinks if any(held) else 0)  # sinks that memory has take nothing from the chunk
-        ranks = pruner.rank(offer, wanted).masked_fill(offer.places()[0] < ends, float("inf"))
-        slots, kept = self._divided(ranks, keep, sum(here))
+        ranking = pruner.rank(offer, wanted)
+        ranks = ranking.scores.masked_fill(offer.places()[0] < ends, float("inf"))
+        lost = [max(ranking.lost - n, 0) for n in held]  # what memory has stays
+        slots, kept = self._divided(ranks, min(keep, offer.count - max(lost)), sum(here) - sum(lost))
         counts = [slots.shape[1]] * offer.heads if kept is None else kept.tolist()
-        return slots, counts, min(pruner.recent(wanted, offer.chunk_length), new)
+        return slots, counts, min(ranking.recent, new)
 
     def _from_memory(self, b: int, slots: Tensor, kept: list[int]) -> Tensor:
         """int64 [Hkv]: how many of the kept slots were memory."""

@@ -273,16 +273,11 @@ class PrunedLayer(PagedLayer):
 
     def _choose(self, offer: Candidates, keep: int, allowed: int) -> tuple[Tensor, list[int], int]:
         """(indices [Hkv, K], how many of each row count, how many last tokens surely stayed)."""
-        pruner, gap = self.cache.pruner, self.cache.gap
-        lost, recent = pruner.lost_of(offer, keep), pruner.recent(keep, offer.chunk_length)
-        keep = max(min(keep, offer.count - lost), 1)
-        if gap is not None:
-            recent = max(recent, gap.near_length or 0)
-        recent = min(recent, keep - min(pruner.num_sink_tokens, keep))
-        ranks = pruner.rank(offer, keep, recent=recent)
-        indices, kept = self._divided(ranks, keep, allowed - lost * offer.heads)
+        gap = self.cache.gap
+        ranking = self.cache.pruner.rank(offer, keep, recent=0 if gap is None else gap.near_length or 0)
+        indices, kept = self._divided(ranking.scores, ranking.keep, allowed - ranking.lost * offer.heads)
         counts = [indices.shape[1]] * offer.heads if kept is None else kept.tolist()
-        return indices, counts, recent
+        return indices, counts, ranking.recent
 
     def _divided(self, ranks: Tensor, keep: int, allowed: int) -> tuple[Tensor, Tensor | None]:
         """The budget's choice, with an error of NaN scores that says where they are."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -83,6 +84,20 @@ class Candidates:
         return places, self.count if self.lengths is None else (self.lengths - self.guide_length)[:, None]
 
 
+class Ranking(NamedTuple):
+    """What a pruner says of one sequence's candidates.
+
+    scores: float32 [Hkv, count], +inf for what always stays, -inf for what cannot. keep: how many stay per head: as
+    many as were wished, less where too few are left. lost: first candidates of each head that go in any case. recent:
+    last ones that surely stay.
+    """
+
+    scores: Tensor
+    keep: int
+    lost: int
+    recent: int
+
+
 class Pruner(ABC):
     """Chooses which candidates stay. Subclasses are dataclasses that give every candidate a score.
 
@@ -112,35 +127,33 @@ class Pruner(ABC):
         return 0
 
     def lost(self) -> int:
-        """First tokens that the first compression drops in any case."""
+        """First tokens that the first compression drops in any case, but for those among the last that always stay."""
         return 0
-
-    def lost_of(self, candidates: Candidates, keep: int) -> int:
-        """First candidates that go in any case; not those among the last that always stay."""
-        stay = max(self.recent(keep, candidates.chunk_length), 1)
-        return max(min(self.lost(), candidates.count - stay), 0) if candidates.whole else 0
 
     def votes(self, candidates: Candidates) -> Tensor:
         """float32 [Hkv, count]: what this call's queries add to candidates.received, where the pruner accumulates."""
         raise NotImplementedError(f"{type(self).__name__} does not accumulate")
 
-    def rank(self, candidates: Candidates, keep: int, *, recent: int = 0) -> Tensor:
-        """scores with +inf for what always stays and -inf for what cannot.
+    def rank(self, candidates: Candidates, keep: int, *, recent: int = 0) -> Ranking:
+        """The candidates' scores, and how many stay: the one place where it is decided.
 
-        recent: last candidates that stay in any case, besides the pruner's own wish.
+        keep: tokens per head that are wished for, mean, at least 1. recent: last candidates that stay in any case,
+        besides the pruner's own wish.
         """
-        lost = self.lost_of(candidates, keep)
-        sinks = min(self.num_sink_tokens, keep)
+        sinks, count = min(self.num_sink_tokens, keep), candidates.count
         recent = min(max(self.recent(keep, candidates.chunk_length), recent), keep - sinks)
-        if sinks + recent < keep:
+        lost = max(min(self.lost(), count - max(recent, 1)), 0) if candidates.whole else 0
+        stay = max(min(keep, count - lost), 1)
+        recent = min(recent, stay - min(sinks, stay))
+        if sinks + recent < stay:
             scores = self._checked(self.scores(candidates, keep), candidates)
         else:
-            scores = torch.zeros(candidates.heads, candidates.count, device=candidates.keys.device)
-        places, count = candidates.places()
-        scores = scores.masked_fill((places < sinks) | (places >= count - recent), float("inf"))
+            scores = torch.zeros(candidates.heads, count, device=candidates.keys.device)
+        places, held = candidates.places()
+        scores = scores.masked_fill((places < sinks) | (places >= held - recent), float("inf"))
         if lost or candidates.lengths is not None:
-            scores = scores.masked_fill((places < lost) | (places >= count), float("-inf"))
-        return scores
+            scores = scores.masked_fill((places < lost) | (places >= held), float("-inf"))
+        return Ranking(scores, stay, lost, recent)
 
     def _checked(self, scores: Tensor, candidates: Candidates) -> Tensor:
         wanted = (candidates.heads, candidates.count)
@@ -154,8 +167,8 @@ class Pruner(ABC):
 
         keep: 1..candidates.count - 1; less come back where the first tokens go in any case and few others are there.
         """
-        keep = min(keep, candidates.count - self.lost_of(candidates, keep))
-        return ops.select_topk(self.rank(candidates, keep), keep)
+        ranking = self.rank(candidates, keep)
+        return ops.select_topk(ranking.scores, ranking.keep)
 
     def _check(self, **least: int) -> None:
         for name, bound in {"num_sink_tokens": 0, **least}.items():

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+MOST_INT32 = (1 << 31) - 1  # tokens and places on the device
 
 
 def need(condition: bool, message: str) -> None:
@@ -46,9 +48,34 @@ def need_choice(name: str, value: str, choices: tuple[str, ...]) -> int:
 
 
 def need_integer(name: str, value: int, least: int, most: int = (1 << 63) - 1) -> None:
-    need(isinstance(value, int), f"{name} must be an integer, got {value!r}")
-    need(value >= least, f"{name} must be at least {least}, got {value}")
-    need(value <= most, f"{name} must be at most {most}, got {value}")
+    need(isinstance(value, int) and not isinstance(value, bool), f"{name} must be an integer, got {_shown(value)}")
+    need(value >= least, f"{name} must be at least {least}, got {_shown(value)}")
+    need(value <= most, f"{name} must be at most {most}, got {_shown(value)}")
+
+
+def need_number(name: str, value: float, least: float, most: float) -> None:
+    """A finite number between the two."""
+    good = isinstance(value, (int, float)) and not isinstance(value, bool)
+    need(good and least <= value <= most, f"{name} must be a number between {least} and {most}, got {_shown(value)}")
+
+
+def need_fields(saved: Any, method: str, known: Sequence[str]) -> dict[str, Any]:
+    """The fields of a config.kvcompress of this method."""
+    need(isinstance(saved, Mapping), f"config.kvcompress must be a dict, got {_shown(saved)}")
+    given = dict(saved)
+    found = given.pop("method", None)
+    need(found == method, f"config.kvcompress must be of the method {method}, got {_shown(found)}")
+    unknown = sorted(str(name) for name in set(given) - set(known))
+    need(not unknown, f"config.kvcompress has unknown fields {', '.join(unknown)}: saved by a newer version?")
+    return given
+
+
+def _shown(value: object) -> str:
+    """What an error says was given, in a line of reasonable length."""
+    if isinstance(value, int) and abs(value) >= 1 << 128:
+        return f"{'-' if value < 0 else ''}2**{value.bit_length() - 1} or more"
+    shown = repr(value)
+    return shown if len(shown) <= 80 else f"{shown[:77]}..."
 
 
 def need_integers(name: str, values: Sequence[int], count: int) -> Tensor:

@@ -16,11 +16,13 @@ from ..checks import (
     need_float,
     need_int32,
     need_integer,
+    need_number,
     need_tensor,
 )
 from .native import native
 
 IMPORTANCES = ("mean_logit", "mean_sigmoid", "first")
+SMALLEST, LARGEST = 1e-6, 1e6  # factors and shifts of logits: float32 holds their products and quotients
 _WORD = (1 << 32) - 1
 
 
@@ -69,11 +71,14 @@ def dmc_decisions(
     hard = 1 where y > margin, else 0 (a tie and NaN are 0). With hard=True tempered is inf or -inf and alpha is hard,
     so that dmc_mask gives -inf or 0, and nothing has a gradient. Token 0 is treated like the others: what forces it to
     0 is dmc_accumulate. Differentiable in logits.
-    Raises ValueError for wrong shapes or dtypes, a temperature that is not positive, or numbers of noise out of range.
+    Raises ValueError for wrong shapes or dtypes, a temperature outside 1e-6..1e6, a shift, scale or margin beyond
+    1e6 either way, or numbers of noise out of range.
     Source: DMC ("Dynamic Memory Compression"), section 3; Philox 4x32-10 for the noise, see csrc/kvc.h.
     """
     _need_gates("logits", logits, "[B, H, T]")
-    need(temperature > 0, f"temperature must be positive, got {temperature}")
+    need_number("temperature", temperature, SMALLEST, LARGEST)
+    for name, number in (("shift", shift), ("scale", scale), ("margin", margin)):
+        need_number(name, number, -LARGEST, LARGEST)
     given = noise if isinstance(noise, Tensor) else None
     drawn = _NONE if given is not None or noise is None else Noise(*noise)
     if drawn is not _NONE:
@@ -128,13 +133,14 @@ def dmc_importance(
     reduce: how the G = Hq/Hkv query heads of a KV head give one weight: "mean_logit" sigmoid(mean + shift),
     "mean_sigmoid" mean of sigmoid(logit + shift), "first" that of the first head.
     Returns float32 [B, Hkv, T]: max(that, 2**-40) + eps. Differentiable in logits.
-    Raises ValueError for wrong shapes, dtypes, kv_heads, eps or reduce. Source: DMC, section 3.
+    Raises ValueError for wrong shapes, dtypes, kv_heads, shift, eps or reduce. Source: DMC, section 3.
     """
     _need_gates("logits", logits, "[B, Hq, T]")
     need_integer("kv_heads", kv_heads, 1)
     heads = logits.shape[1]
     need(heads >= kv_heads and heads % kv_heads == 0, f"kv_heads must divide the logits' {heads} heads, got {kv_heads}")
-    need(eps >= 0, f"eps must be at least 0, got {eps}")
+    need_number("shift", shift, -LARGEST, LARGEST)
+    need_number("eps", eps, 0, LARGEST)
     return native.dmc_importance(logits, kv_heads, shift, eps, need_choice("reduce", reduce, IMPORTANCES))
 
 

@@ -22,6 +22,19 @@ def need_tensor(name: str, x: Tensor) -> None:
         raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
 
 
+def need_tensors(**tensors: Tensor) -> None:
+    """TypeError for the first that is no tensor: for arguments whose dtype or shape is looked at next."""
+    for name, x in tensors.items():
+        if not isinstance(x, Tensor):
+            need_tensor(name, x)
+
+
+def need_sequence(name: str, values: Sequence[Any], of: str = "tensors") -> None:
+    """A list or tuple; a tensor, which could be iterated too, is none."""
+    if not isinstance(values, (list, tuple)):
+        raise TypeError(f"{name} must be a list or tuple of {of}, got {type(values).__name__}")
+
+
 def need_float(name: str, x: Tensor, ndim: int, shape: str) -> None:
     need_tensor(name, x)
     need(x.dtype in FLOATS, f"{name} must be float32, bfloat16 or float16, got {x.dtype}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..checks import dense, dense_last, need, need_device, need_float, need_int32, need_integer
+from ..checks import dense, dense_last, need, need_device, need_float, need_int32, need_integer, need_sequence
 from .dmc_gates import need_float32
 from .native import MAX_HEAD_DIM, native
 
@@ -60,6 +60,7 @@ def dmc_accumulate(
     need_int32("documents", documents, (B, T))
     before: tuple[Tensor | None, ...] = (None, None, None)
     if initial is not None:
+        need_sequence("initial", initial)
         need(len(initial) == 3, f"initial must hold averages of keys and of values and z, got {len(initial)} tensors")
         for i, (x, shape) in enumerate(zip(initial, ((B, Hkv, D), (B, Hkv, D), (B, Hkv)), strict=True)):
             need_float32(f"initial[{i}]", x, shape)
@@ -84,7 +85,7 @@ def need_neuron(neuron: int | None, D: int) -> int:
     """The coordinate as a number of 0..D-1, -1 for None."""
     if neuron is None:
         return -1
-    if not isinstance(neuron, int) or not -D <= neuron < D:
+    if not isinstance(neuron, int) or isinstance(neuron, bool) or not -D <= neuron < D:
         raise ValueError(f"neuron must be between {-D} and {D - 1}, got {neuron!r}")
     return neuron % D
 

@@ -80,6 +80,8 @@ def dmc_decisions(
     for name, number in (("shift", shift), ("scale", scale), ("margin", margin)):
         need_number(name, number, -LARGEST, LARGEST)
     given = noise if isinstance(noise, Tensor) else None
+    if given is None and noise is not None and (not isinstance(noise, tuple) or not 1 <= len(noise) <= len(_NONE)):
+        raise TypeError(f"noise must be an ops.Noise, a torch.Tensor or None, got {type(noise).__name__}")
     drawn = _NONE if given is not None or noise is None else Noise(*noise)
     if drawn is not _NONE:
         for name, value in zip(drawn._fields, drawn, strict=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..checks import dense, need, need_device, need_float, need_int32
+from ..checks import dense, need, need_device, need_float, need_int32, need_tensors
 from ..no_gradient import change_without_gradient
 from .native import native
 
@@ -18,9 +18,11 @@ def select_topk(scores: Tensor, k: int, *, lengths: Tensor | None = None) -> Ten
     Raises ValueError for wrong shapes; RuntimeError if a row has fewer than k candidates that are not NaN (on CUDA the
     missing places are -1 instead: checking would wait for the device).
     """
+    need_tensors(scores=scores)
     need(scores.dtype == torch.float32, f"scores must be float32, got {scores.dtype}")
     need(scores.ndim == 2, f"scores must be [R, T], got shape {tuple(scores.shape)}")
-    need(0 <= k <= scores.shape[1], f"k must be between 0 and T = {scores.shape[1]}, got {k}")
+    good = isinstance(k, int) and not isinstance(k, bool) and 0 <= k <= scores.shape[1]
+    need(good, f"k must be between 0 and T = {scores.shape[1]}, got {k!r}")
     need_int32("lengths", lengths, (scores.shape[0],))
     need_device(scores, lengths=lengths)
     return native.select_topk(scores.contiguous(), k, dense(lengths))

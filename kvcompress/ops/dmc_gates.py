@@ -14,7 +14,6 @@ from ..checks import (
     need_choice,
     need_device,
     need_float,
-    need_int32,
     need_integer,
     need_number,
     need_tensor,
@@ -174,25 +173,20 @@ def _importance_backward(ctx, grad: Tensor):  # type: ignore[no-untyped-def]
 torch.library.register_autograd("kvcompress::dmc_importance", _importance_backward, setup_context=_importance_setup)
 
 
-def dmc_mask(tempered: Tensor, *, documents: Tensor | None = None) -> Tensor:
+def dmc_mask(tempered: Tensor) -> Tensor:
     """Bias of each key in DMC's training attention: how much of it the next token's decision leaves.
 
-    tempered: float32 [B, H, T], as dmc_decisions gives it. documents: int32 [B, T], a number per packed document,
-    negative = padding; None = one document, no padding.
+    tempered: float32 [B, H, T], as dmc_decisions gives it.
     Returns float32 [B, H, T], the key_bias of attention: log(1 - alpha) of the next token, computed from its logit; 0
-    where the next token is not there, begins a document or is padding (nothing merges across a border); -inf where the
-    token itself is padding. That documents do not see each other is left to attention. Differentiable in tempered.
-    Raises ValueError for wrong shapes or dtypes.
+    for the last token. Differentiable in tempered. Raises ValueError for a wrong shape or dtype.
     Source: DMC, appendix H (which prints alpha for the logit); of DMS the same, for keys outside the window alone.
     """
     need_float32("tempered", tempered, None)
-    need_int32("documents", documents, (tempered.shape[0], tempered.shape[2]))
-    need_device(tempered, documents=documents)
-    return native.dmc_mask(tempered.contiguous(), dense(documents))
+    return native.dmc_mask(tempered.contiguous())
 
 
 @torch.library.register_fake("kvcompress::dmc_mask")
-def _(tempered: Tensor, documents: Tensor | None) -> Tensor:
+def _(tempered: Tensor) -> Tensor:
     return tempered.new_empty(tempered.shape)
 
 
@@ -201,13 +195,10 @@ def _mask_setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
 
 
 def _mask_backward(ctx, grad: Tensor):  # type: ignore[no-untyped-def]
-    tempered, documents = ctx.saved_tensors
+    (tempered,) = ctx.saved_tensors
     found = torch.zeros_like(tempered)
     found[..., 1:] = -tempered[..., 1:].sigmoid() * grad[..., :-1]
-    if documents is not None:
-        joined = (documents[:, 1:] == documents[:, :-1]) & (documents[:, 1:] >= 0)
-        found[..., 1:].masked_fill_(~joined[:, None], 0)
-    return found, None
+    return found
 
 
 torch.library.register_autograd("kvcompress::dmc_mask", _mask_backward, setup_context=_mask_setup)

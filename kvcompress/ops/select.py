@@ -1,12 +1,11 @@
-"""The largest scores, and moving what they choose to the front."""
+"""The largest scores of rows."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from ..checks import dense, need, need_device, need_float, need_int32, need_tensors
-from ..no_gradient import change_without_gradient
+from ..checks import dense, need, need_device, need_int32, need_tensors
 from .native import native
 
 
@@ -31,25 +30,3 @@ def select_topk(scores: Tensor, k: int, *, lengths: Tensor | None = None) -> Ten
 @torch.library.register_fake("kvcompress::select_topk")
 def _(scores: Tensor, k: int, lengths: Tensor | None) -> Tensor:
     return scores.new_empty((scores.shape[0], k), dtype=torch.int32)
-
-
-def compact_rows_(rows: Tensor, indices: Tensor) -> None:
-    """Moves the chosen tokens of each row to its front, in place: rows[r, j] = rows[r, indices[r, j]].
-
-    rows: [R, T, D], any stride between rows, otherwise contiguous. indices: int32 [R, k], strictly rising within
-    [0, T). Tokens from k on keep what they had. Raises ValueError for wrong shapes and for rows that are a leaf that
-    requires grad, RuntimeError for indices that do not rise or lie outside (nothing is moved then; on CUDA indices
-    outside are skipped), NotImplementedError if a backward pass comes here (torch.gather is differentiable).
-    """
-    need_float("rows", rows, 3, "[R, T, D]")
-    need(indices.ndim == 2, f"indices must be [R, k], got shape {tuple(indices.shape)}")
-    need_int32("indices", indices, (rows.shape[0], indices.shape[1]))
-    need(indices.shape[1] <= rows.shape[1], f"indices holds {indices.shape[1]} places for rows of {rows.shape[1]}")
-    need_device(rows, indices=indices)
-    message = "compact_rows_ has no gradient; use torch.gather"
-    change_without_gradient(message, "rows", (rows,), (), native.compact_rows_, rows, indices.contiguous())
-
-
-@torch.library.register_fake("kvcompress::compact_rows_")
-def _(rows: Tensor, indices: Tensor) -> None:
-    return None

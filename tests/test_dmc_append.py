@@ -58,6 +58,7 @@ def test_what_is_added_may_be_views_of_what_is_changed(window):
         pages = [torch.zeros(len(table.refs), 4, D) for _ in range(2)]
         first = tokens(B, 1, 2, D, merging=0.0)
         ops.dmc_append_(*pages, table, tail, *first, cos=cos, sin=sin, window=window)
+        tail.keys.view(-1)[:B] = torch.tensor([0.0, 1.0, 0.0])  # what the first decides
         return pages, table, tail
 
     def views(pages, table, tail):

@@ -193,17 +193,16 @@ class Chooser(SideState):
         pruner = self.pruner
         if self.firsts[b] < pruner.num_sink_tokens:  # only the prompt's own first tokens are sinks
             pruner = pruner.with_sinks(self.firsts[b])
+        wanted, new = keep, keep
         if fixed is not None:
             new = keep - sum(fixed) // len(fixed)
             wanted = new + (pruner.num_sink_tokens if any(fixed) else 0)  # those that memory has take nothing from new
-            lost, sinks, recent = pruner.sure(offer, wanted)
-            scores = pruner.scored(offer, wanted, sinks + recent)
-            return _Ranked(b, scores, keep, allowed, (lost, sinks, min(recent, new)), fixed)
-        near = max(pruner.recent(keep, offer.chunk_length), near)
-        keep = max(min(keep, offer.count - pruner.lost_of(offer, keep)), 1)
-        lost, sinks, recent = pruner.sure(offer, keep, near)
-        scores = pruner.scored(offer, keep, sinks + recent)
-        return _Ranked(b, scores, keep, allowed - lost * offer.heads, (lost, sinks, recent), None)
+        sure = pruner.sure(offer, wanted, near)
+        scores = pruner.scored(offer, wanted, sure)
+        gone = [max(sure.lost - held, 0) for held in fixed or [0] * offer.heads]  # what memory has stays
+        stay = min(keep, offer.count - max(gone)) if fixed is not None else sure.keep
+        marks = (sure.lost, sure.sinks, min(sure.recent, new))
+        return _Ranked(b, scores, stay, allowed - sum(gone), marks, fixed)
 
     def _divided(self, ranked: list[_Ranked], offers: Offers) -> list[tuple[list[int], Tensor, Tensor | None]]:
         """(sequences, indices int32 [n, Hkv, K] of what stays of them, how many count), of those alike at once."""

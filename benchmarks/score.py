@@ -171,16 +171,9 @@ def main() -> None:
                         HKV * T * D * dtype.itemsize, note)
                 )  # fmt: skip
             scores = torch.rand(HKV, T)
-            buffers = [torch.randn(HKV, T, D).to(dtype) for _ in range(2)]
-
-            def choose(scores=scores, buffers=buffers):  # type: ignore[no-untyped-def]
-                indices = ops.select_topk(scores, KEPT)
-                for buffer in buffers:
-                    ops.compact_rows_(buffer, indices)
-
-            (seconds,) = alternate(many, choose)
-            note = f"{seconds * rate / layer_flop(T):.3%} of a prefill layer; K and V"
-            rows.append(Row(f"select+compact/{name}/k{KEPT}", seconds, note=note))
+            (seconds,) = alternate(many, lambda scores=scores: ops.select_topk(scores, KEPT))  # type: ignore[misc]
+            note = f"{seconds * rate / layer_flop(T):.3%} of a prefill layer"
+            rows.append(Row(f"select/{name}/k{KEPT}", seconds, note=note))
     T = 32768
     for pruner, work in by_pruner(T).items():
         (seconds,) = alternate(few, work)

@@ -217,8 +217,10 @@ class AdaKV(Budget):
     """Heads of a layer share its tokens: the best scores of all heads stay, wherever they are.
 
     inner: what each layer keeps on average over its heads: a size, Uniform or PyramidKV. floor: share of that which
-    every head keeps in any case, 0..1 (1 = Uniform). A layer keeps exactly Hkv times its tokens; rows have lengths of
-    their own, and what a head gives up is memory that is free.
+    every head keeps in any case, 0..1 (1 = Uniform): its best floor*tokens, rounded down but at least one, or what
+    always stays in it where that is more. A layer keeps exactly Hkv times its tokens; rows have lengths of their own,
+    and what a head gives up is memory that is free. A budget is at least one token per head, so none is left without;
+    only a head that offers less than its floor keeps less, and one that offers nothing is empty.
     Source: Ada-KV, section 3.3 (flat top-k) and 3.4 (safeguard).
     """
 
@@ -230,8 +232,9 @@ class AdaKV(Budget):
             raise ValueError("inner must be a size, Uniform or PyramidKV, got AdaKV")
         if not isinstance(self.inner, Budget):
             _check_size(self.inner)
-        if not 0.0 <= self.floor <= 1.0:
-            raise ValueError(f"floor must be between 0 and 1, got {self.floor}")
+        number = isinstance(self.floor, (int, float)) and not isinstance(self.floor, bool)
+        if not number or not 0.0 <= self.floor <= 1.0:
+            raise ValueError(f"floor must be between 0 and 1, got {self.floor!r}")
 
     @property
     def _layers(self) -> Uniform | PyramidKV:
@@ -262,7 +265,7 @@ class AdaKV(Budget):
     def divide(self, ranks: Tensor, keep: int, allowed: int) -> tuple[Tensor, Tensor | None]:
         *batch, heads, T = ranks.shape
         ranks = ranks.reshape(-1, T)
-        sure = int(Fraction(repr(float(self.floor))) * keep)
+        sure = min(max(int(Fraction(repr(float(self.floor))) * keep), 1), keep)
         if sure:
             best = ops.select_topk(ranks, sure).long()
             raised = ranks.gather(1, best)

@@ -39,8 +39,8 @@ class RotaryTables:
     module: a rotary embedding, called as module(x, position_ids, *arguments, **keywords); it returns (cos, sin), or the
     two as a complex number. Works on a copy of it, because those that depend on length (dynamic, longrope) change
     themselves when called; their length is the number of keys in sight, never the position in the prompt.
-    columns: which of its columns turns each pair of coordinates, coordinate i being paired with i + len(columns); None =
-    the first half of them. axes: leading axes of its position_ids, () or (3,).
+    columns: which of its columns turns each pair of coordinates, coordinate i being paired with i + len(columns); None
+    = the first half of them. axes: leading axes of its position_ids, () or (3,).
     Raises ValueError for what is no rotary embedding.
     """
 
@@ -54,11 +54,11 @@ class RotaryTables:
             )
         self._module = _plain_copy(module)
         self._columns, self._arguments, self._keywords, self._axes = columns, arguments, keywords or {}, axes
-        kind, prefix = getattr(module, "rope_type", "default"), ""
+        kind = getattr(module, "rope_type", "default")
         parameters: Any = getattr(getattr(module, "config", None), "rope_parameters", None) or {}
         if isinstance(kind, dict):  # one embedding with frequencies of its own for each type of layers
             layer_type = next((x for x in (*arguments, *self._keywords.values()) if x in kind), None)
-            kind, prefix = kind.get(layer_type, "default"), f"{layer_type}_"
+            kind = kind.get(layer_type, "default")
             parameters = parameters.get(layer_type, {})
         self._type: str = kind
         self._switch = 0  # length up to which frequencies are those of any other
@@ -93,16 +93,19 @@ class RotaryTables:
     ) -> tuple[Tensor, Tensor]:
         _, device, without = key
         rows = max(rows, 2 * held[0].shape[0] if held is not None else 256)
-        module = _copy(self._module).to(device)  # a length seen before must not linger
+        module = _copy(self._module).to(device)
         forward, x = type(module).forward, torch.empty(1, 1, 1, dtype=torch.float32, device=device)
 
         def called(function: Any, positions: Tensor) -> tuple[Tensor, Tensor]:
             out = function(module, x, positions.expand(*self._axes, 1, -1), *self._arguments, **self._keywords)
             return parts(out)
 
-        called(forward, torch.tensor([[max(length, 1) - 1]], device=device))  # settles the frequencies for this length
+        for last in (0, max(length, 1) - 1):  # forgets what the model saw before, and settles for this length
+            called(forward, torch.tensor([[last]], device=device))
         # past what would settle them anew by the positions of the table
-        cos, sin = (x.flatten(0, -3)[0] for x in called(inspect.unwrap(forward), torch.arange(rows, device=device)[None]))
+        cos, sin = (
+            x.flatten(0, -3)[0] for x in called(inspect.unwrap(forward), torch.arange(rows, device=device)[None])
+        )
         columns = torch.arange(cos.shape[1] // 2) if self._columns is None else self._columns
         cos, sin = (table[:, columns.to(device)].float().contiguous() for table in (cos, sin))
         if without is not None and without < 2 * len(columns):

@@ -202,13 +202,17 @@ def _places(first: list[int], counts: list[int], width: int, device: torch.devic
 def _check_states(cache: CompressedCache, plans: list[Plan] | None, guide: Tensor | None) -> None:
     """Raises ValueError for what layers that recur cannot do: they take no token back, and have none between others."""
     if guide is not None:
-        raise ValueError("guide must be None for a model with recurrent layers: what they have read they cannot take back")
+        raise ValueError(
+            "guide must be None for a model with recurrent layers: what they have read they cannot take back"
+        )
     if plans is None or len(plans) == 1:
         return
     longest = max(plans, key=len)
     for plan in plans:
         ends = longest.chunks[len(longest) - len(plan) + 1 :] if len(plan) else ()
-        if tuple(plan.chunks[1:]) != tuple(ends) or (len(plan) and plan.chunks[0] > longest.chunks[len(longest) - len(plan)]):
+        if tuple(plan.chunks[1:]) != tuple(ends) or (
+            len(plan) and plan.chunks[0] > longest.chunks[len(longest) - len(plan)]
+        ):
             raise ValueError(
                 "input_ids of several lengths are read by a model with recurrent layers only where their chunks end "
                 f"together: read them one by one, or in one pass ({type(cache).__name__} with a larger chunk_size)"

@@ -17,6 +17,8 @@ from transformers import (
 )
 
 from kvcompress import attach
+from kvcompress.hf.attach import base_model, facts_of
+from kvcompress.hf.method import Call
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MASKED_RANGES = (  # settings of window_scores: CGE's two orders, TOVA's and H2O's ends, masks that leave nothing
@@ -104,6 +106,12 @@ def forward(model: PreTrainedModel, ids: Tensor, **given: object) -> Tensor:
 
 def logits_of(model: PreTrainedModel, ids: Tensor, cache: object) -> Tensor:
     return forward(model, ids, past_key_values=cache)
+
+
+def call_of(model: PreTrainedModel, ids: Tensor) -> Call:
+    """What an attached model hands to its method in a forward pass over these ids."""
+    decoder = base_model(model)
+    return Call(decoder, facts_of(decoder), "input_ids", ids, None, None)
 
 
 def random_ids(length: int, batch: int = 1, seed: int = 1) -> Tensor:

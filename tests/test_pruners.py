@@ -146,6 +146,21 @@ def test_gravity_of_two_query_heads(order, keep_head, stored, scores):
     assert pruner.select(candidates, 8).tolist() == [stored]
 
 
+@pytest.mark.parametrize("sizes", [(3, 3, 3), (3, 8, 3), (8, 3, 4), (4, 4, 4), (8, 8, 1)])
+def test_a_head_that_must_go_goes_under_every_budget(sizes):
+    compressed, near, head = sizes
+    pruner = CenterOfGravity(compressed, near, head, keep_head=False, window=1)
+    for keep in range(1, compressed + near + 1):
+        for count in range(keep + 1, keep + 9):
+            ranking = pruner.rank(offer(count=count, chunk=1), keep, recent=near if count % 2 else 0)
+            assert ranking.lost == min(head, count - max(ranking.recent, 1))
+            assert ranking.keep == min(keep, count - ranking.lost) >= ranking.recent
+            assert (ranking.scores[:, : ranking.lost] == float("-inf")).all()
+            assert (ranking.scores[:, ranking.lost :] > float("-inf")).all()
+            assert (ranking.scores[:, count - ranking.recent :] == float("inf")).all()
+            assert pruner.select(offer(count=count, chunk=1), keep).min() >= ranking.lost
+
+
 def test_gravity_identities():
     candidates = offer(count=60, chunk=20)
     one = Candidates(candidates.queries[:, :1], candidates.keys[:, :1], 60, 20, 0, Softmax(0.25))

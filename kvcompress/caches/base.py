@@ -12,17 +12,15 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.cache_utils import (
     Cache,
-    DummyLayer,
-    DynamicCache,
     DynamicLayer,
-    DynamicSlidingWindowLayer,
     LinearAttentionCacheLayerMixin,
     LinearAttentionLayer,
 )
 
-from ..hf.config import decoder_config, sizes_of
+from ..hf.config import cache_layers, decoder_config, sizes_of
 from ..hf.facts import Facts
 from ..hf.method import Call, Pass, PassCache
+from ..hf.seam import noted_update
 from ..planner import Plan
 from .layer import CompressedLayer
 from .local import LocalLayer
@@ -44,8 +42,8 @@ def trained_length_of(config: PreTrainedConfig) -> int:
 class CompressedCache(Cache, PassCache):
     """A cache for an attached model; see IterativeCache and StreamingCache.
 
-    Layers that see a window or a chunk keep that, whatever the cache; recurrent and convolution layers are transformers'
-    own. facts: of the model that it is used with, None before.
+    Layers that see a window or a chunk keep that, whatever the cache; recurrent and convolution layers are
+    transformers' own. facts: of the model that it is used with, None before.
     """
 
     layers: list[Any]
@@ -76,22 +74,15 @@ class CompressedCache(Cache, PassCache):
         """The layers of a model as transformers makes them, with ours for attention."""
         kinds = getattr(config, "layer_types", None) or ()
         layers: list[Any] = []
-        for index, theirs in enumerate(DynamicCache(config=config).layers):
-            if isinstance(theirs, DynamicLayer):
-                if isinstance(theirs, LinearAttentionLayer):
-                    self.states[index] = LinearAttentionLayer(number_of_states=theirs.number_of_states)
-                elif type(theirs) not in (DynamicLayer, DynamicSlidingWindowLayer):
-                    raise ValueError(
-                        f"layer {index} is not supported: its cache is a {type(theirs).__name__}, which holds more than "
-                        "keys and values"
-                    )
-                window = getattr(theirs, "sliding_window", None)
-                chunked = index < len(kinds) and kinds[index] == "chunked_attention"
-                layers.append(self._layer(index, layers, None if chunked else window, window if chunked else None))
-            elif isinstance(theirs, (LinearAttentionCacheLayerMixin, DummyLayer)):
+        for index, theirs in enumerate(cache_layers(config)):
+            if not isinstance(theirs, DynamicLayer):
                 layers.append(theirs)
-            else:
-                raise ValueError(f"layer {index} is not supported: its cache is a {type(theirs).__name__}")
+                continue
+            if isinstance(theirs, LinearAttentionLayer):
+                self.states[index] = LinearAttentionLayer(number_of_states=theirs.number_of_states)
+            window = getattr(theirs, "sliding_window", None)
+            chunked = index < len(kinds) and kinds[index] == "chunked_attention"
+            layers.append(self._layer(index, layers, None if chunked else window, window if chunked else None))
         return layers
 
     def _layer(self, index: int, before: list[Any], window: int | None, chunk: int | None) -> CompressedLayer:
@@ -112,7 +103,13 @@ class CompressedCache(Cache, PassCache):
     @property
     def recurs(self) -> bool:
         """Whether layers hold a state that goes from token to token, and cannot take one back."""
-        return bool(self.states) or any(isinstance(x, LinearAttentionCacheLayerMixin) for x in self.layers)
+        return bool(self._every_state)
+
+    @property
+    def _every_state(self) -> list[Any]:
+        """What layers that recur hold, in their order."""
+        found = (self.states.get(index, layer) for index, layer in enumerate(self.layers))
+        return [x for x in found if isinstance(x, LinearAttentionCacheLayerMixin)]
 
     # ---- reading a prompt (kvcompress.prefill) ----
 
@@ -171,7 +168,9 @@ class CompressedCache(Cache, PassCache):
                     f"{'no cache' if layer is None else type(layer).__name__}; caches of such models are not supported"
                 )
             window, chunk = getattr(layer, "window", None), getattr(layer, "chunk", None)
-            if isinstance(layer, LocalLayer) != found.is_local or (found.is_local and (window, chunk) != (found.window, found.chunk)):
+            if isinstance(layer, LocalLayer) != found.is_local or (
+                found.is_local and (window, chunk) != (found.window, found.chunk)
+            ):
                 if self.seen or layer.stored_lengths():
                     raise ValueError(f"cache was filled by a model whose layer {index} sees another window")
                 self.layers[index] = self._layer(index, self.layers[:index], found.window, found.chunk)
@@ -192,13 +191,20 @@ class CompressedCache(Cache, PassCache):
             self._repeat(call.name, call.tokens)
         if self.recurs and self.seen and min(counts) < columns:
             raise ValueError(
-                "attention_mask must be ones for what follows a prompt where layers recur: padding between a sequence's "
-                "tokens would change their state"
+                "attention_mask must be ones for what follows a prompt where layers recur: padding between a "
+                "sequence's tokens would change their state"
             )
         return self.open(call.facts, counts, columns)
 
     def open(self, facts: Facts, counts: Sequence[int], columns: int, iteration: Iteration | None = None) -> CachePass:
         """A pass of counts[b] tokens of each sequence in so many columns; adopt() has been called."""
+        started = self.seen or any(state.has_previous_state.get(0) for state in self._every_state)
+        if columns > 1 and started and not facts.reads_chunks:
+            raise ValueError(
+                "input_ids of several tokens must come in one call, the first, to this model: its recurrent layers "
+                "begin anew in every call of several tokens; use a cache without chunk_size, or with one that holds "
+                "the prompt"
+            )
         step = CachePass(facts, self.layers, counts, columns, iteration)
         for layer in self.own:
             layer.check_step(step, facts[layer.index])
@@ -208,9 +214,14 @@ class CompressedCache(Cache, PassCache):
     def end(self, current: Pass, hidden: Tensor | None) -> None:
         assert isinstance(current, CachePass)
         # a decoded token on a GPU does not wait for the device
-        if hidden is not None and (hidden.device.type == "cpu" or current.columns > 1) and bool(hidden[:, -1].isnan().any()):
+        if (
+            hidden is not None
+            and (hidden.device.type == "cpu" or current.columns > 1)
+            and bool(hidden[:, -1].isnan().any())
+        ):
             raise RuntimeError(
-                "the model's hidden states hold NaN: a layer's weights or inputs do, or overflowed; the cache is incomplete"
+                "the model's hidden states hold NaN: a layer's weights or inputs do, or overflowed; the cache is "
+                "incomplete, reset() it"
             )
         if current.iteration is None:
             self.seen += current.columns
@@ -230,8 +241,8 @@ class CompressedCache(Cache, PassCache):
             short = int(at[..., -1].max()) + 1 < self.seen + columns
         if columns == 0 or short:
             raise ValueError(
-                f"{call.name} must hold the whole conversation: the cache has seen {self.seen} tokens, and generate slices "
-                "as many from the front of what it is given. Pass those tokens and the new ones, "
+                f"{call.name} must hold the whole conversation: the cache has seen {self.seen} tokens, and generate "
+                "slices as many from the front of what it is given. Pass those tokens and the new ones, "
                 "model.generate(torch.cat([seen_ids, new_ids], 1), past_key_values=cache), or call "
                 "model(new_ids, past_key_values=cache) without attention_mask and position_ids"
             )
@@ -313,8 +324,12 @@ class CompressedCache(Cache, PassCache):
         return sum(layer.reserved_nbytes() for layer in self.own) + self._states_nbytes()
 
     def _states_nbytes(self) -> int:
-        every = [*self.states.values(), *(x for x in self.layers if isinstance(x, LinearAttentionCacheLayerMixin))]
-        tensors = [x for layer in every for held in (layer.conv_states, layer.recurrent_states) for x in held.values()]
+        tensors = [
+            x
+            for layer in self._every_state
+            for held in (layer.conv_states, layer.recurrent_states)
+            for x in held.values()
+        ]
         return sum(x.nbytes for x in tensors if x is not None)
 
     def trim(self) -> None:
@@ -391,15 +406,13 @@ class CompressedCache(Cache, PassCache):
         """The family hands its keys and values over here, and to our attention after that: nothing is done yet."""
         if not self._incomplete:
             return self.own[0].update()
-        keys = args[0] if args else kwargs["key_states"]
-        values = args[1] if len(args) > 1 else kwargs["value_states"]
-        return keys, values
+        return noted_update(*args, **kwargs)
 
     def select_sequences(self, indices: list[int]) -> None:
         """Keeps copies of the given sequences in this order."""
         for layer in self.own:
             layer.select_batch(indices)
-        for theirs in (*self.states.values(), *(x for x in self.layers if isinstance(x, LinearAttentionLayer))):
+        for theirs in self._every_state:
             theirs.reorder_cache(torch.tensor(indices, dtype=torch.long))
         self._batch = len(indices) if self._batch else 0
 
@@ -436,12 +449,12 @@ class CompressedCache(Cache, PassCache):
         return self._state_of(layer_idx).update_recurrent_state(recurrent_states, state_idx, **kwargs)
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
-        every = [*self.states.values(), *(x for x in self.layers if isinstance(x, LinearAttentionCacheLayerMixin))]
+        every = self._every_state
         found = (every[-1] if every else None) if layer_idx is None else self._state_of(layer_idx)
         if not isinstance(found, LinearAttentionCacheLayerMixin):
             return False
         flags = found.has_previous_state
-        return any(flags.values()) if state_idx is None else flags[state_idx]
+        return all(flags.values()) if state_idx is None else flags[state_idx]
 
 
 def _compresses(layer: Any) -> bool:

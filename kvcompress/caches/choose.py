@@ -220,16 +220,17 @@ class Chooser(SideState):
         pruner, firsts = self.pruner, self.firsts[some[0]]
         if firsts < pruner.num_sink_tokens:  # only the prompt's own first tokens are sinks
             pruner = pruner.with_sinks(firsts)
-        if fixed is None:
-            near = max(pruner.recent(keep, offer.chunk_length), near)
-            wanted = keep = max(min(keep, offer.count - pruner.lost_of(offer, keep)), 1)
-        else:  # sinks that memory has take nothing from the chunk
-            near, wanted = 0, keep - sum(fixed) // len(fixed) + (pruner.num_sink_tokens if any(fixed) else 0)
-        marks = pruner.sure(offer, wanted, near)
-        scores = pruner.scored(offer, wanted, sum(marks[1:])).unflatten(0, (len(some), -1))
+        wanted, new = keep, keep
+        if fixed is not None:
+            new = keep - sum(fixed) // len(fixed)
+            wanted = new + (pruner.num_sink_tokens if any(fixed) else 0)  # those that memory has take nothing from new
+        sure = pruner.sure(offer, wanted, near)
+        scores = pruner.scored(offer, wanted, sure).unflatten(0, (len(some), -1))
+        gone = [max(sure.lost - held, 0) for held in fixed or [0] * offers.heads]  # what memory has stays
+        stay = min(keep, offer.count - max(gone)) if fixed is not None else sure.keep
+        marks = (sure.lost, sure.sinks, min(sure.recent, new))
         return [
-            _Ranked(b, scores[i], keep, sum(offers.counts(b)) - marks[0] * offers.heads, marks, fixed)
-            for i, b in enumerate(some)
+            _Ranked(b, scores[i], stay, sum(offers.counts(b)) - sum(gone), marks, fixed) for i, b in enumerate(some)
         ]
 
     def _divided(self, ranked: list[_Ranked], offers: Offers) -> list[tuple[list[int], Tensor, Tensor | None]]:

@@ -8,8 +8,8 @@ from torch import Tensor
 from .. import ops
 from ..softmax import Softmax
 from .layer import CompressedLayer
-from .passes import CachePass
 from .paged import step_positions
+from .passes import CachePass
 from .ring import Ring
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,9 +12,6 @@ from torch import Tensor
 from ..hf.facts import Facts
 from ..hf.method import Pass
 from ..softmax import Softmax
-
-if TYPE_CHECKING:
-    from .layer import CompressedLayer
 
 View = Callable[[Tensor, Softmax], Tensor]  # attention of un-rotated queries to what a layer holds in this pass
 
@@ -31,8 +28,8 @@ class Iteration:
 
 
 class CachePass(Pass):
-    """counts[b]: tokens of sequence b in it, right-aligned; columns before them are padding. layers: the cache's, by the
-    model's numbers. iteration: of the prompt that is being read by kvcompress.prefill, None = none is."""
+    """counts[b]: tokens of sequence b in it, right-aligned; columns before them are padding. layers: the cache's, by
+    the model's numbers. iteration: of the prompt that is being read by kvcompress.prefill, None = none is."""
 
     def __init__(
         self, facts: Facts, layers: Sequence[Any], counts: Sequence[int], columns: int,
@@ -83,10 +80,12 @@ class CachePass(Pass):
         facts = self.facts[layer]
         with torch.inference_mode(False), torch.no_grad():  # what is stored must be usable outside inference mode
             if facts.reads is None:
-                held: CompressedLayer = self.layers[layer]
-                return held.attend(self, queries, keys, values, softmax)
+                out: Tensor = self.layers[layer].attend(self, queries, keys, values, softmax)
+                return out
             view, after = self._views[facts.reads]
-            out = view(queries, softmax)
+            # a family may go on with the last tokens alone (gemma4, in front of its head)
+            missing = self.columns - queries.shape[2]
+            out = view(torch.nn.functional.pad(queries, (0, 0, missing, 0)), softmax)[:, :, missing:]
             if layer == self.facts[facts.reads].readers[-1]:
                 del self._views[facts.reads]
                 if after is not None:

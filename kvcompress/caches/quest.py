@@ -191,9 +191,10 @@ class QuestCache(CompressedCache):
     of a prompt that kvcompress.generate reads is a decoded one.
 
     config: the model's config. token_budget: tokens that a query reads, at least 1; a context within it is read whole,
-    as by the dense model. page_size: tokens per page, a power of two. dense_layers: so many of the first layers that see all tokens read
-    everything. chunk_size: tokens that `prefill` reads at a time (no influence on results), None = the whole prompt.
-    max_pages, grow: see PoolSettings. Memory: that of the dense cache and 1/page_size of its layers that are not dense.
+    as by the dense model. page_size: tokens per page, a power of two. dense_layers: so many of the first layers that
+    see all tokens read everything. chunk_size: tokens that `prefill` reads at a time (no influence on results), None =
+    the whole prompt. max_pages, grow: see PoolSettings. Memory: that of the dense cache and 1/page_size of its layers
+    that are not dense.
     Raises ValueError for settings out of range, RuntimeError where a layer needs more than max_pages.
     Source: Quest, section 3; the newest page and the defaults are its published code's.
     """

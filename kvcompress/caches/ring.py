@@ -50,7 +50,9 @@ class Ring:
         capacity = self.arrays[0].shape[1]
         t = torch.arange(most + S, device=places.device)
         ring = (places - held + t) % self.size
-        index = torch.where(t < held, ring, capacity + (t - held + S - counts)).clamp_(min=0, max=capacity + S - 1).long()
+        index = (
+            torch.where(t < held, ring, capacity + (t - held + S - counts)).clamp_(min=0, max=capacity + S - 1).long()
+        )
         out = []
         for old, x in zip(self.arrays, new, strict=True):
             both = torch.cat([old.view(B, H, *old.shape[1:]), x], 2)
@@ -58,8 +60,8 @@ class Ring:
         return out, held + counts
 
     def keep(self, tokens: Sequence[Tensor], lengths: Tensor, total: Tensor) -> None:
-        """Makes the newest of tokens [B, H, T, ...] of each kind, lengths[b] of them and the last one number total[b] - 1
-        of its sequence, what the ring holds. int32 [B, 1] both."""
+        """Makes the newest of tokens [B, H, T, ...] of each kind, lengths[b] of them and the last one number total[b]
+        - 1 of its sequence, what the ring holds. int32 [B, 1] both."""
         capacity = self.arrays[0].shape[1]
         slots = torch.arange(capacity, device=total.device)
         newest = total - 1 - (total - 1 - slots) % self.size  # the token that slot s holds now; below 0: none

@@ -249,7 +249,8 @@ class StreamingCache(CompressedCache):
     first tokens kept, at least 0. chunk_size: tokens per forward pass while a prompt is read (no influence on results).
     sink_distance: how far first token j is from query i. "slot" (StreamingLLM): positions are places in the cache, as
     if the tokens that are gone had never been. "window" (LM-Infinite): min(i - j, window_size). All distances in the
-    window are the true ones, and every first token that has left it stands at window_size, whichever it is. A cache with "window" holds the first tokens twice.
+    window are the true ones, and every first token that has left it stands at window_size, whichever it is. A cache
+    with "window" holds the first tokens twice.
     What has left the window is gone: a fact in the middle of a long prompt cannot be asked for.
     Raises ValueError for settings out of range. Source: StreamingLLM, section 3.2; LM-Infinite, section 4.
     """

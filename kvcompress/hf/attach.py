@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
+from .config import cache_layers, recurs
 from .facts import Facts
 from .method import KEYWORD, restored_method, set_method
 from .probe import ROWS, TOKENS, Probe
-from .seam import NOW, close_seam, open_seam, seam_of
+from .seam import NOW, NotedCache, close_seam, evaluating, open_seam, seam_of
 from .verify import verify_layers
 
 _CHANGING = threading.RLock()  # models are attached and detached one at a time
@@ -107,35 +108,59 @@ def facts_of(decoder: nn.Module) -> Facts:
     return seam.facts
 
 
+def learn_again(model: nn.Module) -> None:
+    """Of an attached model whose layers have changed, what they are now; of others nothing."""
+    decoder = base_model(model)
+    with _CHANGING:
+        if (seam := seam_of(decoder)) is not None:
+            seam.facts, seam.arrives = _learned(model, decoder)
+
+
 @torch.inference_mode(False)
 @torch.no_grad()
 def _learned(model: nn.Module, decoder: Any) -> tuple[Facts, bool]:
     """The facts of every layer, and whether keywords reach them, from one forward pass."""
-    if getattr(decoder.config, "is_encoder_decoder", False):
-        raise ValueError(f"{type(model).__name__} is not supported: it has an encoder, and attends to that besides")
-    probe, weight = Probe(), next(p for p in decoder.parameters() if p.is_floating_point())
-    modes = [(module, module.training) for module in decoder.modules()]
-    # a head's norm has one number for each of its coordinates, or none; others are left alone
+    probe = Probe(getattr(decoder.config, "max_position_embeddings", None) or 512)
+    weight = next(p for p in decoder.parameters() if p.is_floating_point())
+    tolerance = 1e-3 if weight.dtype == torch.float32 else 5e-2
     hooks = [
         module.register_forward_hook(lambda norm, args, out: probe.normed(norm, args[0] if args else None, out))
         for module in decoder.modules()
         if "norm" in type(module).__name__.lower()
     ]
-    decoder.eval()
     device = "cpu" if weight.device.type == "meta" else weight.device  # offloaded: accelerate moves its inputs
     size = decoder.config.vocab_size
     tokens = torch.arange(TOKENS, device=device) * 7 % max(size // 2, 1) + size // 4
-    NOW.probe = probe
+    parameters = inspect.signature(type(decoder).forward).parameters
     try:
-        keywords = inspect.signature(type(decoder).forward).parameters.values()
-        takes = any(x.kind is inspect.Parameter.VAR_KEYWORD for x in keywords)
-        decoder(input_ids=tokens.expand(ROWS, -1), use_cache=False, **({KEYWORD: probe} if takes else {}))
-        return probe.facts(1e-3 if weight.dtype == torch.float32 else 5e-2), probe.arrives
+        if decoder.config.is_encoder_decoder:
+            raise ValueError("it has an encoder, and attends to that besides")
+        if "past_key_values" not in parameters:
+            raise ValueError("its decoder takes no past_key_values")
+        layers = cache_layers(decoder.config)
+        takes = any(x.kind is inspect.Parameter.VAR_KEYWORD for x in parameters.values())
+        given: dict[str, Any] = {KEYWORD: probe} if takes else {}
+        with evaluating(decoder):
+            NOW.probe = probe
+            cache = NotedCache(decoder.config, keeps=False, note=probe.updated)
+            decoder(input_ids=tokens.expand(ROWS, -1), past_key_values=cache, use_cache=True, **given)
+            facts = probe.facts(tolerance)
+            NOW.probe = None
+            if recurs(layers):
+                facts.reads_chunks = _reads_chunks(decoder, tokens, tolerance)
+        return facts, probe.arrives
     except Exception as error:
         raise ValueError(f"{type(model).__name__} is not supported: {error}") from error
     finally:
-        NOW.probe = None
+        NOW.probe = NOW.layer = None
         for hook in hooks:
             hook.remove()
-        for module, mode in modes:
-            module.training = mode
+
+
+def _reads_chunks(decoder: Any, tokens: torch.Tensor, tolerance: float) -> bool:
+    """Whether the dense model gives the same in two calls of several tokens as in one."""
+    cache, half = DynamicCache(config=decoder.config), TOKENS // 2
+    whole = decoder(input_ids=tokens[None], past_key_values=DynamicCache(config=decoder.config), use_cache=True)[0]
+    decoder(input_ids=tokens[None, :half], past_key_values=cache, use_cache=True)
+    end = decoder(input_ids=tokens[None, half:], past_key_values=cache, use_cache=True)[0]
+    return bool((end - whole[:, half:]).norm() <= 10 * tolerance * end.norm())

@@ -6,6 +6,21 @@ from typing import Any
 
 from torch import nn
 from transformers import PreTrainedConfig
+from transformers.cache_utils import (
+    DummyLayer,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionLayer,
+)
+
+# layers of transformers' caches that hold keys, values and recurrent states, and nothing else
+LAYERS = (
+    DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer, LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer, DummyLayer,
+)  # fmt: skip
 
 
 def decoder_config(config: PreTrainedConfig) -> Any:
@@ -26,3 +41,22 @@ def sizes_of(config: Any) -> dict[str, int | list[int]]:
         return numbers[0] if len(set(numbers)) == 1 else numbers
 
     return {"layers": len(layers), "KV heads": short(kv_heads), "head dim": short(head_dims)}
+
+
+def cache_layers(config: Any) -> list[Any]:
+    """The layers of a decoder's cache as transformers makes them. Raises ValueError, naming the layer, for one that
+    holds more than keys, values and recurrent states."""
+    layers = list(DynamicCache(config=config).layers)
+    kinds = getattr(config, "layer_types", None) or ()
+    for index, layer in enumerate(layers):
+        if type(layer) not in LAYERS:
+            kind = f"a {kinds[index]} layer" if index < len(kinds) else "a layer"
+            raise ValueError(
+                f"layer {index} is {kind}, whose cache ({type(layer).__name__}) holds more than keys and values"
+            )
+    return layers
+
+
+def recurs(layers: list[Any]) -> bool:
+    """Whether any of them holds a state that goes from token to token."""
+    return any(isinstance(layer, LinearAttentionLayer) for layer in layers)

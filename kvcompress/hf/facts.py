@@ -14,11 +14,12 @@ from ..positions import RotaryTables
 class LayerFacts:
     """index: of the layer. query_heads, kv_heads, head_dim, value_dim: as the family's attention has them.
 
-    query_rotary, key_rotary: what rotates its queries and keys; one object but where a norm follows the rotation. order:
-    int64 [D], in which coordinate i of what we are given stands at place order[i] of the family's head, so that rotation
-    pairs i with i + half; None = as they are. window: keys that a query sees, itself included; chunk: positions in whose
-    multiples it sees those of its own chunk; None = all. reads: the layer whose keys and values it attends to, None =
-    its own. readers: layers that read this one's.
+    query_rotary, key_rotary: what rotates its queries and keys; one object but where a norm follows the rotation.
+    order: int64 [D], in which coordinate i of what we are given stands at place order[i] of the family's head, so that
+    rotation pairs i with i + half; None = as they are. window: keys that a query sees, itself included; chunk: a query
+    sees those of its own chunk of so many positions; None = all. reads: the layer whose keys and values it attends to,
+    None = its own. readers: layers that read this one's. rotates: whether positions turn anything. normed: a norm
+    follows the rotation.
     """
 
     index: int
@@ -34,7 +35,7 @@ class LayerFacts:
     reads: int | None = None
     readers: tuple[int, ...] = ()
     rotates: bool = True
-    normed: bool = False  # a norm follows the rotation
+    normed: bool = False
 
     @property
     def size(self) -> int:
@@ -63,4 +64,8 @@ class LayerFacts:
         return coordinate if self.order is None else int(self.order[coordinate])
 
 
-Facts = dict[int, LayerFacts]
+class Facts(dict[int, LayerFacts]):
+    """The layers of a decoder that attend, by number. reads_chunks: whether the family gives the same whether it reads
+    tokens at once or in several calls of several tokens; some recurrent layers begin anew in each."""
+
+    reads_chunks = True

@@ -21,8 +21,14 @@ _FAR = 1 << 17  # a position beyond every window
 # what attention functions are given that changes nothing here, or that we do
 KNOWN = {
     "dropout", "scaling", "is_causal", "sliding_window", "softcap", "s_aux", "position_ids", "use_cache",
-    "output_attentions", "output_hidden_states", "return_dict", "cache_position", "output_router_logits",
+    "output_attentions", "output_hidden_states", "return_dict", "output_router_logits", "input_ids",
 }  # fmt: skip
+
+
+_OWN_MASK = (
+    "its layers use the mask of their attention themselves: they attend by code of their own, or change what is seen, "
+    "and nothing can be put in its place"
+)
 
 
 class MaskTicket:
@@ -32,6 +38,13 @@ class MaskTicket:
 
     def __init__(self, sees: Any) -> None:
         self._sees = sees
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(_OWN_MASK)
+
+    @classmethod
+    def __torch_function__(cls, *args: Any, **kwargs: Any) -> Any:
+        raise ValueError(_OWN_MASK)
 
     def __getitem__(self, index: Any) -> MaskTicket:
         return self
@@ -60,12 +73,15 @@ class MaskTicket:
 class Probe:
     """What one forward pass brings. rotary() and arrived() are called by the seam's hooks, facts() afterwards."""
 
-    def __init__(self) -> None:
+    def __init__(self, trained_length: int) -> None:
         self.arrives = False  # whether the family hands keywords down to its attention
-        self.positions = 7 + 5 * torch.arange(TOKENS)
+        # where frequencies that depend on length are those of short texts
+        step = max(1, min(5, (trained_length - 8) // TOKENS))
+        self.positions = min(7, max(trained_length // 8, 1)) + step * torch.arange(TOKENS)
         self._sources: list[tuple[nn.Module, tuple[Any, ...], dict[str, Any], tuple[int, ...]]] = []
         self._norms: list[tuple[nn.Module, Tensor]] = []  # of a head, behind the rotation, since the last attention
-        self._seen: list[tuple[Any, Tensor, Tensor, Tensor, Any, dict[str, Any], list[tuple[nn.Module, Tensor]]]] = []
+        self._seen: list[tuple[Any, ...]] = []
+        self._updated: list[int] = []  # layers that handed keys to the cache
 
     def rotary(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], at: Tensor, out: Any) -> Any:
         """What a call of a rotary embedding gives in this pass. args, kwargs: those behind x and position_ids."""
@@ -85,38 +101,49 @@ class Probe:
         if isinstance(x, Tensor) and isinstance(out, Tensor) and x.shape[0] == ROWS and not torch.equal(x[0], x[1]):
             self._norms.append((module, out))
 
-    def arrived(self, module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, kwargs: dict[str, Any]) -> Tensor:
+    def updated(self, layer: int) -> None:
+        """A layer handed keys to the cache."""
+        self._updated.append(layer)
+
+    def arrived(
+        self, layer: int | None, module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, kwargs: dict[str, Any]
+    ) -> Tensor:
         """An attention function was called; returns what it gives in this pass."""
-        self._seen.append((module, q, k, v, mask, kwargs, self._norms))
+        self._seen.append((layer, module, q, k, v, mask, kwargs, self._norms))
         self._norms = []
         # nothing, so that the rows of the batch stay alike
         return q.new_zeros(q.shape[0], q.shape[2], q.shape[1], v.shape[-1])
 
     def facts(self, tolerance: float) -> Facts:
         """Raises ValueError, naming the layer, for what a cache of ours cannot do."""
-        found: Facts = {}
-        owners: dict[int, int] = {}
+        found, owners = Facts(), dict[int, int]()
         shared: dict[Any, RotaryTables] = {}
-        for module, q, k, v, mask, kwargs, norms in self._seen:
-            index = getattr(module, "layer_idx", None)
+        if not self._updated:
+            raise ValueError("no layer of it hands keys to a cache: there is nothing to compress")
+        for index, module, q, k, v, mask, kwargs, norms in self._seen:
             if not isinstance(index, int):
-                raise ValueError(f"{type(module).__name__} has no layer_idx")
+                raise ValueError(f"{type(module).__name__} attends without saying which layer it is")
             odd = [name for name, x in kwargs.items() if name not in KNOWN and x is not None and x is not False]
             if odd:
                 raise ValueError(f"layer {index} attends by {', '.join(odd)}, which no compressed cache knows")
             if index in found:
-                raise ValueError(f"layer {index} attends more than once")
-            if not isinstance(mask, MaskTicket) and (mask is not None or not getattr(module, "is_causal", True)):
-                raise ValueError(f"layer {index} makes a mask of its own, or is not causal")
+                raise ValueError(f"layer {index} attends more than once to the keys that it hands to the cache")
+            if mask is not None and not isinstance(mask, MaskTicket):
+                raise ValueError(f"layer {index} makes a mask of its own")
+            if not getattr(module, "is_causal", True):
+                raise ValueError(
+                    f"layer {index} is not causal: tokens see what follows them, which a cache has not yet"
+                )
             try:
                 found[index] = self._layer(index, q, k, v, mask, owners, shared, norms, tolerance)
             except ValueError as error:
                 raise ValueError(f"layer {index}: {error}") from None
             owners.setdefault(id(k), index)
-        if not found:
+        own_code = sorted(set(self._updated) - set(found))
+        if own_code:
             raise ValueError(
-                "its attention is its own code, which never asks transformers' AttentionInterface: no other can be put "
-                "in its place"
+                f"layer {own_code[0]} attends by code of its own, which never asks transformers' AttentionInterface: "
+                "nothing can be put in its place"
             )
         for facts in list(found.values()):
             if facts.reads is not None:
@@ -132,7 +159,9 @@ class Probe:
         turns = [_Turns(x) for x in (q, k)]
         if not turns[0].alike(turns[1]):
             raise ValueError("its queries rotate by other pairs of coordinates than its keys")
-        order, tables = None, [Unrotated(), Unrotated()]
+        order: Tensor | None = None
+        q_table: RotaryTables = Unrotated()
+        k_table = q_table
         if turns[0].pairs:
             order = turns[0].order
             key = (turns[0].call, tuple(turns[0].columns))
@@ -140,13 +169,13 @@ class Probe:
                 module, arguments, keywords, axes = self._sources[turns[0].call]
                 columns = torch.tensor(turns[0].columns)
                 shared[key] = RotaryTables(module, columns, arguments=arguments, keywords=keywords, axes=axes)
-            tables = [self._normed(shared[key], x, norms) for x in (q, k)]
+            q_table, k_table = (self._normed(shared[key], x, norms) for x in (q, k))
         facts = LayerFacts(
-            index, q.shape[1], k.shape[1], q.shape[3], v.shape[3], *tables, order=order, window=window, chunk=chunk,
-            reads=owners.get(id(k)), rotates=bool(turns[0].pairs), normed=type(tables[1]) is NormedTables,
+            index, q.shape[1], k.shape[1], q.shape[3], v.shape[3], q_table, k_table, order, window, chunk,
+            owners.get(id(k)), rotates=bool(turns[0].pairs), normed=type(k_table) is NormedTables,
         )  # fmt: skip
         at = self.positions.to(q.device, torch.int32)[None]
-        for x, table in zip((q, k), tables, strict=True):
+        for x, table in ((q, q_table), (k, k_table)):
             x = facts.framed(x)
             ours, own = table.rotate(x[:1], at, int(at.max()) + 1, [int(at.max()) + 1]), x[-1:]
             # `not <` so that NaN is no answer
@@ -168,8 +197,8 @@ class Probe:
 class _Turns:
     """How the queries or keys x [ROWS, H, TOKENS, D] of a layer turn.
 
-    pairs: (first, second) coordinates, of which out[first] = x[first] cos - x[second] sin. columns: of the table, of each
-    pair. call: which call of a rotary embedding.
+    pairs: (first, second) coordinates, of which out[first] = x[first] cos - x[second] sin. columns: of the table, of
+    each pair. call: which call of a rotary embedding.
     """
 
     def __init__(self, x: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""The seam with transformers: un-rotated queries and keys of every family, with no class swapped and none known by name.
+"""The seam with transformers: un-rotated queries and keys of every family; no class swapped, none known by name.
 
 Hooks on the rotary embeddings turn them into identities while a forward pass is one of ours (of a cache or of a
 converted model): the family's own code projects, norms and rotates by nothing. An attention function registered with
@@ -10,12 +10,14 @@ from __future__ import annotations
 import inspect
 import sys
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, DynamicCache, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -36,7 +38,7 @@ class Seam:
     keywords down to its attention layers."""
 
     hooks: list[Any] = field(default_factory=list)
-    facts: Facts = field(default_factory=dict)
+    facts: Facts = field(default_factory=Facts)
     references: int = 0
     arrives: bool = False
 
@@ -48,6 +50,7 @@ class _Now(threading.local):
     outer: dict[str, Any] | None = None  # arguments of the multimodal model around the decoder, whose pass will be ours
     probe: Probe | None = None
     watcher: Any = None  # sees the attention of passes that are not ours (hf/verify)
+    layer: int | None = None  # whose keys the family has just handed to the cache
 
     @property
     def ours(self) -> bool:
@@ -55,6 +58,28 @@ class _Now(threading.local):
 
 
 NOW = _Now()
+
+
+def noted_update(key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+    """What the update of a cache of ours does in a pass of ours: keys and values go on to our attention. Notes the
+    layer, which a module that serves several layers does not know."""
+    NOW.layer = layer_idx
+    return key_states, value_states
+
+
+class NotedCache(DynamicCache):
+    """A plain cache that notes whose keys it is handed, for passes that are to tell layers apart. keeps: whether it
+    holds them. note: called with the layer's number."""
+
+    def __init__(self, config: Any, *, keeps: bool, note: Callable[[int], None] | None = None) -> None:
+        super().__init__(config=config)
+        self._keeps, self._note = keeps, note
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        if self._note is not None:
+            self._note(layer_idx)
+        out = noted_update(key_states, value_states, layer_idx)
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs) if self._keeps else out
 
 
 def seam_of(decoder: nn.Module) -> Seam | None:
@@ -72,7 +97,7 @@ def open_seam(model: nn.Module, decoder: nn.Module) -> Seam:
     seam.hooks.append(decoder.register_forward_pre_hook(_decoder_before, with_kwargs=True))
     seam.hooks.append(decoder.register_forward_hook(_decoder_after, with_kwargs=True, always_call=True))
     for module in decoder.modules():
-        if any("inv_freq" in name for name, _ in module.named_buffers(recurse=False)):
+        if _is_rotary(module):
             seam.hooks.append(module.register_forward_pre_hook(_rotary_before, with_kwargs=True))
             seam.hooks.append(module.register_forward_hook(_rotary_after, with_kwargs=True))
     # past nn.Module.__setattr__ and state_dict: this is no part of the model
@@ -89,6 +114,31 @@ def close_seam(decoder: Any) -> None:
     object.__delattr__(decoder, _SEAM)
     config = decoder.config
     config._attn_implementation_internal = (config._attn_implementation or "").removeprefix(PREFIX) or None
+
+
+@contextmanager
+def evaluating(decoder: nn.Module) -> Iterator[None]:
+    """All modules in evaluation mode, and afterwards as they were, frequencies that depend on length included."""
+    modes = [(module, module.training) for module in decoder.modules()]
+    rotary = [module for module in decoder.modules() if _is_rotary(module)]
+    buffers = [{name: (x, x.clone()) for name, x in module.named_buffers(recurse=False)} for module in rotary]
+    others = [{name: x for name, x in vars(module).items() if not name.startswith("_")} for module in rotary]
+    decoder.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+        for module, held, attributes in zip(rotary, buffers, others, strict=True):
+            for name, (x, content) in held.items():
+                module._buffers[name] = x.copy_(content) if not torch.equal(x, content) else x
+            for name, value in attributes.items():
+                if getattr(module, name) is not value and name != "training":
+                    setattr(module, name, value)
+
+
+def _is_rotary(module: nn.Module) -> bool:
+    return any("inv_freq" in name for name, _ in module.named_buffers(recurse=False))
 
 
 # ---- attention and mask functions ----
@@ -113,14 +163,17 @@ def _register(name: str) -> None:
     ) -> Any:
         keyword: Pass | None = kwargs.pop(KEYWORD, None)  # checkpoints run again when NOW is another pass, or none
         current = keyword or NOW.current
+        layer, NOW.layer = NOW.layer, None
+        if layer is None:
+            layer = getattr(module, "layer_idx", None)
         if NOW.probe is not None:
             NOW.probe.arrives = keyword is not None
-            return NOW.probe.arrived(module, query, key, value, attention_mask, kwargs), None
+            return NOW.probe.arrived(layer, module, query, key, value, attention_mask, kwargs), None
         if current is not None:
-            return _attend(current, module, query, key, value, kwargs), None
+            return _attend(current, layer, query, key, value, kwargs), None
         out = _before(module, name)(module, query, key, value, attention_mask, **kwargs)
         if NOW.watcher is not None:
-            NOW.watcher(module, out[0])
+            NOW.watcher(layer, out[0])
         return out
 
     def mask(*args: Any, **kwargs: Any) -> Any:
@@ -146,12 +199,17 @@ def _before(module: nn.Module, name: str) -> Any:
 
 
 def _attend(
-    current: Pass, module: Any, query: Tensor, key: Tensor, value: Tensor, kwargs: dict[str, Any]
+    current: Pass, layer: int | None, query: Tensor, key: Tensor, value: Tensor, kwargs: dict[str, Any]
 ) -> Tensor:
     """[B, T, Hq, value dim], of un-rotated queries and keys as the family has them."""
+    if layer is None or layer not in current.facts:
+        raise ValueError(
+            f"layer {layer} is not one that attach saw: one attention module serves several layers of this family, "
+            "which only a cache tells apart; use it with a compressed cache"
+        )
     if kwargs.get("dropout"):
         raise ValueError(f"attention_dropout must be 0 where kvcompress attends, got {kwargs['dropout']}")
-    facts = current.facts[module.layer_idx]
+    facts = current.facts[layer]
     scale, sinks = kwargs.get("scaling"), kwargs.get("s_aux")
     softmax = Softmax(
         query.shape[3] ** -0.5 if scale is None else scale,
@@ -160,7 +218,7 @@ def _attend(
     )
     # under autocast a norm may have left float32
     query, key = query.to(value.dtype), key.to(value.dtype)
-    out = current.attend(module.layer_idx, facts.framed(query), facts.framed(key), facts.padded(value), softmax)
+    out = current.attend(layer, facts.framed(query), facts.framed(key), facts.padded(value), softmax)
     return out[..., : facts.value_dim].transpose(1, 2).contiguous()
 
 
@@ -174,6 +232,15 @@ def _position_ids(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     return at
 
 
+def _settled(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """A position that leaves an embedding whose frequencies depend on length as it is: the last that it has seen."""
+    kind = getattr(module, "rope_type", "")
+    types = [x for x in (*args, *kwargs.values()) if isinstance(x, str)] if isinstance(kind, dict) else []
+    prefix = f"{types[0]}_" if types else ""
+    length = getattr(module, f"{prefix}max_seq_len_cached", getattr(module, "max_seq_len_cached", 1))
+    return max(int(length) - 1, 0)
+
+
 def _rotary_before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not NOW.ours:
         return None
@@ -181,7 +248,7 @@ def _rotary_before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
     if NOW.probe is not None:
         new = NOW.probe.positions.to(at.device).expand(*at.shape[:-2], ROWS, TOKENS)
     else:
-        new = at.new_zeros(*at.shape[:-2], 1, 1)  # small: embeddings that depend on length stay as they are
+        new = at.new_full((*at.shape[:-2], 1, 1), _settled(module, args, kwargs))
     return (args, kwargs | {"position_ids": new}) if "position_ids" in kwargs else ((args[0], new, *args[2:]), kwargs)
 
 
@@ -297,8 +364,8 @@ def _check_checkpointing(decoder: Any, seam: Seam) -> None:
         return
     if any(getattr(module, "gradient_checkpointing", False) for module in decoder.modules()):
         raise ValueError(
-            f"gradient checkpointing is not supported for {type(decoder).__name__}: its layers hand no keywords down to "
-            "their attention, by which a second run would find its pass; train it without"
+            f"gradient checkpointing is not supported for {type(decoder).__name__}: its layers hand no keywords down "
+            "to their attention, by which a second run would find its pass; train it without"
         )
 
 
@@ -328,16 +395,14 @@ class _Outer:
 
 
 def _check_causal(outer: dict[str, Any], kwargs: dict[str, Any]) -> None:
-    """Refuses images whose tokens see each other whatever their order."""
-    if not any(outer.get(name) is not None for name in ("pixel_values", "pixel_values_videos", "input_features")):
-        return
+    """Refuses prompts and images whose tokens see each other whatever their order."""
     tokens = outer.get("input_ids") if outer.get("input_ids") is not None else outer.get("inputs_embeds")
     if tokens is None or tokens.shape[1] < 2:
         return
     batch, last = torch.arange(tokens.shape[0], device=tokens.device)[:, None], tokens.shape[1] - 1
-    query, zero = torch.arange(last, device=tokens.device)[None], torch.zeros((), dtype=torch.long, device=tokens.device)
+    query, zero = torch.arange(last, device=tokens.device)[None], tokens.new_zeros((), dtype=torch.long)
     if bool(torch.as_tensor(kwargs["mask_function"](batch, zero, query, query + 1)).any()):
         raise ValueError(
-            "pixel_values must be None with a compressed cache for this family: tokens of an image see each other in both "
-            "directions, and a compressed cache reads in one; give text"
+            f"{type(outer['module']).__name__} lets tokens of this call see what follows them (as in images); "
+            "a compressed cache reads in one direction: give text alone, to the text decoder if need be"
         )

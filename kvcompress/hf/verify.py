@@ -11,7 +11,7 @@ from .. import ops
 from ..softmax import Softmax
 from .facts import Facts
 from .method import KEYWORD, Pass
-from .seam import NOW
+from .seam import NOW, NotedCache, evaluating
 
 TOKENS = 48
 
@@ -51,19 +51,18 @@ def verify_layers(decoder: Any, facts: Facts) -> None:
     ids = (torch.arange(TOKENS, device=device) * 31 + 7) % size
     dense: dict[int, Tensor] = {}
 
-    def watch(module: Any, out: Tensor) -> None:
-        dense[module.layer_idx] = out
+    def watch(layer: int, out: Tensor) -> None:
+        dense[layer] = out
 
-    was, NOW.watcher = decoder.training, watch
-    decoder.eval()
     ours = WholePass(facts)
-    try:
-        decoder(input_ids=ids[None], use_cache=False)
-        NOW.watcher = None
-        decoder(input_ids=ids[None], use_cache=False, **{KEYWORD: ours})
-    finally:
-        NOW.watcher = None
-        decoder.train(was)
+    with evaluating(decoder):
+        try:
+            NOW.watcher = watch
+            decoder(input_ids=ids[None], past_key_values=NotedCache(decoder.config, keeps=True), use_cache=True)
+        finally:
+            NOW.watcher = NOW.layer = None
+        passed = NotedCache(decoder.config, keeps=False)
+        decoder(input_ids=ids[None], past_key_values=passed, use_cache=True, **{KEYWORD: ours})
     for layer in sorted(ours.out):
         want, out = dense[layer].float(), ours.out[layer].transpose(1, 2)[..., : facts[layer].value_dim].float()
         error = float((out - want).abs().max() / want.abs().max().clamp_min(1e-20))

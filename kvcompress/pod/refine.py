@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from ..checks import need_integer
-from ..hf.attach import base_model
-from ..retrofit.method import set_method
+from ..hf.attach import base_model, facts_of
+from ..hf.method import set_method
 from .config import PoDConfig
 from .convert import convert
 from .lead import Lead
@@ -58,8 +58,9 @@ def refine(
         found: list[tuple[float, Lead, str]] = []
         for table, what in _moves(lead):
             try:
-                method = PoDMethod(decoder, PoDConfig(table, plan.sinks, plan.recent))
-            except ValueError:  # the two layers attend in different ways (sliding window)
+                method = PoDMethod(PoDConfig(table, plan.sinks, plan.recent))
+                method.check_facts(decoder, facts_of(decoder))
+            except ValueError:  # not a layer that this one could follow
                 continue
             set_method(decoder, method)
             loss = _loss(converted, rows)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..hf.attach import attach, base_model
-from ..retrofit.method import saved_method
+from ..hf.method import saved_method
 from ..retrofit.run import RunSettings, load, train
 from .config import PoDConfig
 from .convert import convert, state

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -101,6 +101,26 @@ def marked(
     return scores.masked_fill((places < lost) | (places >= counts), float("-inf"))
 
 
+class Sure(NamedTuple):
+    """keep: how many candidates per head stay, mean. Of those in any case the first `sinks` and the last `recent`; the
+    first `lost` go in any case."""
+
+    keep: int
+    lost: int
+    sinks: int
+    recent: int
+
+
+class Ranking(NamedTuple):
+    """scores: float32 [Hkv, count], +inf for what always stays, -inf for what cannot; keep of them stay per head, mean,
+    among them the last `recent`; the first `lost` cannot."""
+
+    scores: Tensor
+    keep: int
+    lost: int
+    recent: int
+
+
 class Pruner(ABC):
     """Chooses which candidates stay. Subclasses are dataclasses that give every candidate a score.
 
@@ -132,13 +152,8 @@ class Pruner(ABC):
         return 0
 
     def lost(self) -> int:
-        """First tokens that the first compression drops in any case."""
+        """First tokens that the first compression drops in any case, but for those among the last that always stay."""
         return 0
-
-    def lost_of(self, candidates: Candidates, keep: int) -> int:
-        """First candidates that go in any case; not those among the last that always stay."""
-        stay = max(self.recent(keep, candidates.chunk_length), 1)
-        return max(min(self.lost(), candidates.count - stay), 0) if candidates.whole else 0
 
     def votes(self, candidates: Candidates) -> Tensor:
         """float32 [Hkv, count]: what this call's queries add to candidates.received, where the pruner accumulates."""
@@ -150,26 +165,27 @@ class Pruner(ABC):
         object.__setattr__(other, "num_sink_tokens", tokens)  # past frozen dataclasses
         return other
 
-    def sure(self, candidates: Candidates, keep: int, recent: int = 0) -> tuple[int, int, int]:
-        """(first candidates that go in any case, first and last ones that stay in any case). recent: as in rank."""
-        sinks = min(self.num_sink_tokens, keep)
+    def sure(self, candidates: Candidates, keep: int, recent: int = 0) -> Sure:
+        """What is decided before any score. keep: tokens per head that are wished for, mean, at least 1. recent: last
+        candidates that stay in any case, besides the pruner's own wish."""
+        sinks, count = min(self.num_sink_tokens, keep), candidates.count
         recent = min(max(self.recent(keep, candidates.chunk_length), recent), keep - sinks)
-        return self.lost_of(candidates, keep), sinks, recent
+        lost = max(min(self.lost(), count - max(recent, 1)), 0) if candidates.whole else 0
+        stay = max(min(keep, count - lost), 1)
+        return Sure(stay, lost, sinks, min(recent, stay - min(sinks, stay)))
 
-    def scored(self, candidates: Candidates, keep: int, sure: int) -> Tensor:
+    def scored(self, candidates: Candidates, keep: int, sure: Sure) -> Tensor:
         """scores, checked; zeros where all that stay are sure to."""
-        if sure < keep:
+        if sure.sinks + sure.recent < sure.keep:
             return self._checked(self.scores(candidates, keep), candidates)
         return torch.zeros(candidates.heads, candidates.count, device=candidates.keys.device)
 
-    def rank(self, candidates: Candidates, keep: int, *, recent: int = 0) -> Tensor:
-        """scores with +inf for what always stays and -inf for what cannot.
-
-        recent: last candidates that stay in any case, besides the pruner's own wish.
-        """
-        lost, sinks, recent = self.sure(candidates, keep, recent)
-        scores = self.scored(candidates, keep, sinks + recent)
-        return marked(scores, candidates.places()[1], lost, sinks, recent)
+    def rank(self, candidates: Candidates, keep: int, *, recent: int = 0) -> Ranking:
+        """The candidates' scores, and how many stay. keep, recent: as in sure."""
+        sure = self.sure(candidates, keep, recent)
+        scores = self.scored(candidates, keep, sure)
+        marks = marked(scores, candidates.places()[1], sure.lost, sure.sinks, sure.recent)
+        return Ranking(marks, sure.keep, sure.lost, sure.recent)
 
     def _checked(self, scores: Tensor, candidates: Candidates) -> Tensor:
         wanted = (candidates.heads, candidates.count)
@@ -183,8 +199,8 @@ class Pruner(ABC):
 
         keep: 1..candidates.count - 1; less come back where the first tokens go in any case and few others are there.
         """
-        keep = min(keep, candidates.count - self.lost_of(candidates, keep))
-        return ops.select_topk(self.rank(candidates, keep), keep)
+        ranking = self.rank(candidates, keep)
+        return ops.select_topk(ranking.scores, ranking.keep)
 
     def _check(self, **least: int) -> None:
         for name, bound in {"num_sink_tokens": 0, **least}.items():

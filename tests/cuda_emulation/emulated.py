@@ -121,12 +121,6 @@ SelectTopkArgs = structure(
     pointer: indices scores lengths
     int64: R T k""",
 )
-CompactRowsArgs = structure(
-    "CompactRowsArgs",
-    """
-    pointer: rows indices
-    int64: R T D k row_stride element_bytes""",
-)
 # kvc_page_table and kvc_slot_array, and what each call has after them
 PageTableArgs = structure(
     "PageTableArgs",
@@ -219,7 +213,6 @@ ARGS = [
     WindowScoresArgs,
     LayerSimilarityArgs,
     SelectTopkArgs,
-    CompactRowsArgs,
     DecodeArgs,
     DecodeSharedArgs,
     MergeStatesArgs,
@@ -325,13 +318,6 @@ class Kernels:
         args = SelectTopkArgs(pointer(indices), pointer(scores), pointer(lengths), R, T, k)
         self.call("kvc_cuda_select_topk", args)
         return indices
-
-    def compact_rows_(self, rows, indices):
-        R, T, D = rows.shape
-        k, stride = indices.shape[1], rows.stride(0)
-        args = CompactRowsArgs(pointer(rows), pointer(indices), R, T, D, k, stride, rows.element_size())
-        self.call("kvc_cuda_compact_rows", args)
-        return rows
 
     def append_tokens_(self, arrays, tokens, table, counts=None):
         _, H, S = tokens[0].shape[:3]

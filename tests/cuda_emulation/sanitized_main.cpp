@@ -78,16 +78,13 @@ void run_window_scores(int64_t D, int64_t T, kvc_dtype dtype, int64_t B = 2, int
     expect(kvc_cuda_window_scores(&args, nullptr), "window_scores of maxima", T);
 }
 
-void run_select_and_compact(int64_t T, int64_t k, int64_t D, kvc_dtype dtype) {
+void run_select(int64_t T, int64_t k) {
     const int64_t R = 2;
-    array scores(R * T, KVC_F32), rows(1, R, T, D, dtype);
+    array scores(R * T, KVC_F32);
     std::unique_ptr<int32_t[]> indices(new int32_t[static_cast<size_t>(R * k)]);
     const std::vector<int32_t> lengths = {static_cast<int32_t>(T), static_cast<int32_t>(T / 2)};
     kvc_select_topk_args select = {indices.get(), scores.floats(), lengths.data(), R, T, k};
     expect(kvc_cuda_select_topk(&select, nullptr), "select_topk", T);
-    indices[0] = static_cast<int32_t>(T);  // skipped
-    kvc_compact_rows_args compact = {rows.bytes.get(), indices.get(), R, T, D, k, T * D, dtype == KVC_F32 ? 4 : 2};
-    expect(kvc_cuda_compact_rows(&compact, nullptr), "compact_rows", T);
 }
 
 // Two rows of 6 and 5 slots in pages of 4 that share their first page and the second; 4 pages are free.
@@ -202,17 +199,15 @@ void run_merge(int64_t N, int64_t D, kvc_dtype dtype) {
     expect(kvc_cuda_merge_states(&args, nullptr), "merge_states", D);
 }
 
-// Gates of B*H rows of T: decisions of both kinds, weights above 0, and documents with padding between them.
+// Gates of B*H rows of T: decisions of both kinds, weights above 0.
 struct dmc_gates {
     array alpha, omega;
-    std::vector<int32_t> documents;
 
     dmc_gates(int64_t B, int64_t H, int64_t T) : alpha(B * H * T, KVC_F32), omega(B * H * T, KVC_F32) {
         for (int64_t i = 0; i < B * H * T; i++) {
             alpha.floats()[i] = i % 5 == 0 ? 0.0f : i % 7 == 0 ? 1.0f : 0.9f;
             omega.floats()[i] = 0.5f + static_cast<float>(i % 3);
         }
-        for (int64_t i = 0; i < B * T; i++) documents.push_back(i % T < T / 3 ? 0 : i % T < T / 2 ? -1 : 1);
     }
 };
 
@@ -225,8 +220,7 @@ void run_dmc_gates(int64_t T, kvc_dtype dtype) {
     expect(kvc_cuda_dmc_decisions(&decisions, nullptr), "dmc_decisions", T);
     const kvc_dmc_importance_args importance = {alpha.floats(), logits, B, 2 * H, H, T, 5.0f, 0.0f, KVC_MEAN_SIGMOID};
     expect(kvc_cuda_dmc_importance(&importance, nullptr), "dmc_importance", T);
-    const dmc_gates gates(B, H, T);
-    const kvc_dmc_mask_args mask = {hard.floats(), tempered.floats(), gates.documents.data(), B, H, T};
+    const kvc_dmc_mask_args mask = {hard.floats(), tempered.floats(), B, H, T};
     expect(kvc_cuda_dmc_mask(&mask, nullptr), "dmc_mask", T);
 }
 
@@ -240,7 +234,7 @@ void run_dmc_accumulate(int64_t T, int64_t D, int64_t window, kvc_dtype dtype, i
     for (int64_t i = 0; i < B * H; i++) initial_z.floats()[i] = 1.5f;
     float* before = window ? nullptr : initial.floats();
     kvc_dmc_accumulate_args args = {out_k.view(), out_v.view(), k.view(), v.view(), z.floats(), states.floats(),
-                                    gates.alpha.floats(), gates.omega.floats(), gates.documents.data(), before, before,
+                                    gates.alpha.floats(), gates.omega.floats(), before, before,
                                     window ? nullptr : initial_z.floats(), nullptr, B, H, T, D, D - 1, window};
     const size_t bytes = static_cast<size_t>(kvc_cuda_dmc_accumulate_scratch_bytes(&args));
     std::unique_ptr<void, void (*)(void*)> scratch(std::malloc(bytes), std::free);
@@ -289,7 +283,7 @@ int main(int count, char** arguments) {
     if (count > 1 && !std::strcmp(arguments[1], "few")) {
         run_rope(33, KVC_BF16);
         run_window_scores(33, 70, KVC_BF16, 1, 3, 1);
-        run_select_and_compact(77, 30, 33, KVC_F32);
+        run_select(77, 30);
         run_pages(33, 3, KVC_BF16);
         run_decode(33, 5, 8, KVC_F32, true);
         run_long_decode(4, 2, KVC_BF16);
@@ -311,7 +305,6 @@ int main(int count, char** arguments) {
                 run_rope(D, dtype);
                 run_window_scores(D, 4, dtype);
                 run_window_scores(D, 70, dtype);
-                run_select_and_compact(77, 30, D, dtype);
                 run_pages(D, 1, dtype);
                 run_pages(D, 3, dtype);
                 run_decode(D, 1, 8, dtype, true);
@@ -339,7 +332,7 @@ int main(int count, char** arguments) {
         run_attention(200, 7, 9, 0, KVC_F16);
         run_attention(200, 7, 9, 0, KVC_F32);
         run_attention(136, 3, 70, 5, KVC_BF16);
-        run_select_and_compact(2500, 1200, 3, KVC_BF16);
+        run_select(2500, 1200);
     }
     if (failures == 0) std::printf("done\n");
     return failures != 0;

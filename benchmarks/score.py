@@ -25,7 +25,10 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import kvcompress
 from kvcompress import PrunedCache, RemoteGap, ops, prefill, pruners
+from kvcompress.caches.choose import Offers
+from kvcompress.caches.passes import CachePass
 from kvcompress.caches.pruned_layer import PrunedLayer
+from kvcompress.hf.facts import LayerFacts
 from kvcompress.models.text import long_text
 from kvcompress.positions import RotaryTables
 from kvcompress.softmax import Softmax
@@ -110,14 +113,17 @@ def llama() -> LlamaConfig:
 def compression(T: int):  # type: ignore[no-untyped-def]
     """What PrunedCache does with one layer after its attention over a prompt."""
     cache = PrunedCache(llama(), pruners.CenterOfGravity(), positions=RemoteGap())
-    cache.rotary = RotaryTables(LlamaRotaryEmbedding(llama()))
+    rotary = RotaryTables(LlamaRotaryEmbedding(llama()))
+    facts = LayerFacts(0, HQ, HKV, D, D, rotary, rotary)
     queries, keys, values = (torch.randn(1, heads, T, D) for heads in (HQ, HKV, HKV))
 
     def work():  # type: ignore[no-untyped-def]
-        layer = cache.layers[0]
+        layer, step = cache.layers[0], CachePass({0: facts}, cache.layers, [T], T)
+        layer.chooser.whole = []
         layer.open_pool(HKV, D, keys, [T])
-        layer.next, layer.near, layer.scaling = [T], [T], D**-0.5
-        layer._settle(keys[0], values[0], [T] * HKV, queries, [T], 0, rotated=queries)
+        layer.next, layer.tokens, layer.far.near = [T], [T], [T]
+        offers = Offers(keys[0], values[0], [T] * HKV, queries, queries, [T], [0], [T], rotary, Softmax(D**-0.5))
+        layer.settle(offers, step, facts, held=False)
         return layer.pool
 
     return work
@@ -129,14 +135,14 @@ def shipped(T: int, repeats: int) -> Row:
     model, _ = kvcompress.load_example_model()
     ids = torch.tensor([list(long_text(T + 1))])
     pruner, total = pruners.CenterOfGravity(T // 4, T // 4), []
-    settle = PrunedLayer._settle
+    settle = PrunedLayer.settle
 
     def timed(*args, **kwargs):  # type: ignore[no-untyped-def]
         begin = time.perf_counter()
         settle(*args, **kwargs)
         spent.append(time.perf_counter() - begin)
 
-    with kvcompress.attach(model), mock.patch.object(PrunedLayer, "_settle", timed):
+    with kvcompress.attach(model), mock.patch.object(PrunedLayer, "settle", timed):
         for _ in range(repeats + 1):  # the first is not counted
             spent: list[float] = []
             begin = time.perf_counter()

@@ -78,6 +78,13 @@ class _Ranked:
     fixed: list[int] | None
 
 
+def judges_by_head(pruner: Pruner) -> bool:
+    """Whether it says so of its own scores, not of those of a class that it changes."""
+    classes = type(pruner).__mro__
+    says, scores = (next(i for i, c in enumerate(classes) if name in vars(c)) for name in ("by_head", "scores"))
+    return pruner.by_head and says <= scores
+
+
 class Chooser(SideState):
     """Chooses for one layer, whose number is `layer`, and remembers what choosing needs.
 
@@ -116,22 +123,25 @@ class Chooser(SideState):
         ranked: list[_Ranked] = []
         recent: list[int | None] = [None if tokens is None else 0 for tokens in keep]
         kept = [count for b in range(len(keep)) for count in offers.counts(b)]
-        for b, tokens in enumerate(keep):
-            rows = offers.rows(b)
-            counts, held = offers.counts(b), None if fixed is None else fixed[rows]
-            if any(counts) and self.pruner.accumulates and tokens != 0:
-                offer = self._counted(offers, b)
-            elif tokens:
-                offer = self._offer(offers, b)
+        for some in self._alike(offers, keep, fixed):
+            first, tokens = some[0], keep[some[0]]
+            rows = slice(offers.rows(first).start, offers.rows(some[-1]).stop)
+            held = None if fixed is None else fixed[offers.rows(first)]
+            counts = any(kept[rows]) and self.pruner.accumulates and tokens != 0
+            offer = self._offer(offers, some) if counts or tokens else None
+            if offer is not None and counts:
+                offer = self._counted(offer, rows, offers)
             if held is not None and tokens and tokens <= sum(held) // len(held):
-                kept[rows] = held  # memory is full
-            elif tokens:
-                ranked.append(self._ranked(offer, b, tokens, sum(counts), near, held))
-                recent[b] = ranked[-1].marks[2]
+                kept[rows] = held * len(some)  # memory is full
+            elif tokens and offer is not None:
+                ranked += self._ranked(offer, some, offers, tokens, near, held)
             elif tokens == 0:
-                kept[rows] = [0] * len(counts)
+                kept[rows] = [0] * len(kept[rows])
             if tokens is not None:
-                self.whole[b], self.firsts[b] = False, min(self.firsts[b], tokens)
+                for b in some:
+                    self.whole[b], self.firsts[b] = False, min(self.firsts[b], tokens)
+        for one in ranked:
+            recent[one.b] = one.marks[2]
         slots, kept = self._assembled(self._divided(ranked, offers), kept, offers)
         if self.recent is not None and self.pruner.accumulates:
             self.recent.clear()  # they have voted
@@ -161,48 +171,67 @@ class Chooser(SideState):
             slots[torch.tensor(rows).to(slots.device), :width] = indices[:, :width]
         return slots, kept
 
-    def _offer(self, offers: Offers, b: int) -> Candidates:
-        rows, valid, guide = offers.rows(b), offers.valid[b], offers.guides[b]
-        lengths = offers.lengths[rows]
+    def _alike(self, offers: Offers, keep: Sequence[int | None], fixed: list[int] | None) -> list[list[int]]:
+        """Sequences that a pruner takes as one of more heads: all, where it can and they are alike, else each alone."""
+        pruner, alone = self.pruner, [[b] for b in range(len(keep))]
+        if len(keep) == 1 or not judges_by_head(pruner):
+            return alone
+        facts = set()
+        for b, tokens in enumerate(keep):
+            lengths, held = offers.lengths[offers.rows(b)], None if fixed is None else tuple(fixed[offers.rows(b)])
+            place = offers.positions[b] if pruner.one_frame else 0
+            seen = max(lengths), min(lengths), offers.valid[b], offers.guides[b], self.whole[b], self.firsts[b]
+            facts.add((tokens, held, place, *seen))
+        return [list(range(len(keep)))] if len(facts) == 1 else alone
+
+    def _offer(self, offers: Offers, some: list[int]) -> Candidates:
+        """What some sequences in a row offer, which are alike."""
+        b, part = some[0], slice(some[0], some[-1] + 1)
+        rows, valid, guide = slice(b * offers.heads, part.stop * offers.heads), offers.valid[b], offers.guides[b]
+        lengths, softmax = offers.lengths[rows], offers.softmax
         T, last = max(lengths), offers.queries.shape[2] - valid
         ragged = torch.tensor(lengths, dtype=torch.int32).to(offers.keys.device) if min(lengths) < T else None
+        if softmax.sink_logits is not None:
+            softmax = softmax._replace(sink_logits=softmax.sink_logits.repeat(len(some)))
         return Candidates(
-            queries=offers.queries[b : b + 1, :, last:], keys=offers.keys[None, rows, :T], count=T - guide,
-            chunk_length=valid - guide, guide_length=guide, softmax=offers.softmax,
+            queries=offers.queries[part, :, last:].flatten(0, 1)[None], keys=offers.keys[None, rows, :T],
+            count=T - guide, chunk_length=valid - guide, guide_length=guide, softmax=softmax,
             values=offers.values[None, rows, :T] if offers.values is not None and self.pruner.uses_values else None,
             lengths=ragged, shortest=min(lengths), layer=self.layer, whole=self.whole[b],
-            unrotated=offers.unrotated[b : b + 1, :, last:], position=offers.positions[b], rotary=offers.rotary,
+            unrotated=offers.unrotated[part, :, last:].flatten(0, 1)[None], position=offers.positions[b],
+            rotary=offers.rotary,
         )  # fmt: skip
 
-    def _counted(self, offers: Offers, b: int) -> Candidates:
+    def _counted(self, offer: Candidates, rows: slice, offers: Offers) -> Candidates:
         """The same with its running scores, to which its queries have added theirs."""
-        offer, rows, R = self._offer(offers, b), offers.rows(b), len(offers.lengths)
         if self.received is None or self.received.shape[1] < offer.count:
-            wider = torch.zeros(R, 2 * offer.count, device=offers.keys.device)
+            wider = torch.zeros(len(offers.lengths), 2 * offer.count, device=offers.keys.device)
             if self.received is not None:
                 wider[:, : self.received.shape[1]] = self.received
             self.received = wider
         sums = self.received[rows, : offer.count]
-        if offers.valid[b]:
+        if offer.queries.shape[2]:
             sums += self.pruner.votes(offer)
         return replace(offer, received=sums)
 
     def _ranked(
-        self, offer: Candidates, b: int, keep: int, allowed: int, near: int, fixed: list[int] | None
-    ) -> _Ranked:
-        pruner = self.pruner
-        if self.firsts[b] < pruner.num_sink_tokens:  # only the prompt's own first tokens are sinks
-            pruner = pruner.with_sinks(self.firsts[b])
+        self, offer: Candidates, some: list[int], offers: Offers, keep: int, near: int, fixed: list[int] | None
+    ) -> list[_Ranked]:
+        pruner, firsts = self.pruner, self.firsts[some[0]]
+        if firsts < pruner.num_sink_tokens:  # only the prompt's own first tokens are sinks
+            pruner = pruner.with_sinks(firsts)
         wanted, new = keep, keep
         if fixed is not None:
             new = keep - sum(fixed) // len(fixed)
             wanted = new + (pruner.num_sink_tokens if any(fixed) else 0)  # those that memory has take nothing from new
         sure = pruner.sure(offer, wanted, near)
-        scores = pruner.scored(offer, wanted, sure)
-        gone = [max(sure.lost - held, 0) for held in fixed or [0] * offer.heads]  # what memory has stays
+        scores = pruner.scored(offer, wanted, sure).unflatten(0, (len(some), -1))
+        gone = [max(sure.lost - held, 0) for held in fixed or [0] * offers.heads]  # what memory has stays
         stay = min(keep, offer.count - max(gone)) if fixed is not None else sure.keep
         marks = (sure.lost, sure.sinks, min(sure.recent, new))
-        return _Ranked(b, scores, stay, allowed - sum(gone), marks, fixed)
+        return [
+            _Ranked(b, scores[i], stay, sum(offers.counts(b)) - sum(gone), marks, fixed) for i, b in enumerate(some)
+        ]
 
     def _divided(self, ranked: list[_Ranked], offers: Offers) -> list[tuple[list[int], Tensor, Tensor | None]]:
         """(sequences, indices int32 [n, Hkv, K] of what stays of them, how many count), of those alike at once."""

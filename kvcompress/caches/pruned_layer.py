@@ -54,14 +54,14 @@ class PrunedLayer(PagedLayer):
         recent, facts, policy = self.chooser.recent, step.facts[self.index], self.policy
         one = step.columns == 1 and step.iteration is None
         if not one and recent is not None:  # a new prompt finds no more than the budget
-            self._compress(step, facts, slack=1 if policy.prompts else NEVER)
+            self._compress(step, facts, slack=self._slack)
         view = self.append(step, keys, values)
         self._count(step.counts)
         self.chooser.note(queries, step.counts, step.guide_length)
 
         def after() -> None:
             if not one:
-                self._compress(step, facts, call=queries, slack=1 if policy.prompts else NEVER)
+                self._compress(step, facts, call=queries, slack=self._slack)
             elif recent is not None:
                 every = policy.every or NEVER
                 if self._due(every, step) or (policy.pruner.accumulates and recent.full):
@@ -103,8 +103,7 @@ class PrunedLayer(PagedLayer):
                 k.flatten(0, 1), values.flatten(0, 1), self._per_row(counts), q, queries, list(counts), guides,
                 list(self.next), facts.query_rotary, softmax,
             )  # fmt: skip
-            keep = self._keeps(offers, step, 1 if self.policy.prompts else NEVER)
-            self._store(offers, self.chooser.choose(offers, keep, near=self._least_near), facts, held=False)
+            self.settle(offers, step, facts, held=False)
 
         step.lend_view(self.index, view, after)
         return out
@@ -141,10 +140,6 @@ class PrunedLayer(PagedLayer):
         heads, bounds = self.heads, self.pool.bounds
         held = [sum(bounds[b * heads : (b + 1) * heads]) // heads for b in range(len(self.next))]
         return any(tokens >= self.keep_of(b, step.compressing) + slack for b, tokens in enumerate(held))
-
-    @property
-    def _least_near(self) -> int:
-        return 0 if self.policy.gap is None else self.policy.gap.near_length or 0
 
     def _keeps(self, offers: Offers, step: CachePass, slack: int) -> list[int | None]:
         """What each sequence is to keep; None = all that it has."""
@@ -192,9 +187,23 @@ class PrunedLayer(PagedLayer):
         else:
             return
         offers = self._offers(facts, queries, valid, guides)
-        choice = self.chooser.choose(offers, self._keeps(offers, step, slack), near=self._least_near)
-        if choice.kept != offers.lengths:
-            self._store(offers, choice, facts, held=True)
+        self.settle(offers, step, facts, slack=slack)
+
+    def settle(
+        self, offers: Offers, step: CachePass, facts: LayerFacts, *, slack: int | None = None, held: bool = True
+    ) -> None:
+        """Chooses, and stores what stays. slack: tokens over the budget that are due, None = as after a call of several
+        tokens. held: what is offered are the pool's slots."""
+        slack, gap = self._slack if slack is None else slack, self.policy.gap
+        near = 0 if gap is None else gap.near_length or 0
+        choice = self.chooser.choose(offers, self._keeps(offers, step, slack), near=near)
+        if not held or choice.kept != offers.lengths:
+            self._store(offers, choice, facts, held=held)
+
+    @property
+    def _slack(self) -> int:
+        """Tokens over the budget from which a call of several tokens compresses."""
+        return 1 if self.policy.prompts else NEVER
 
     def _offers(self, facts: LayerFacts, queries: Tensor, valid: list[int], guides: list[int]) -> Offers:
         """What the pages hold."""

@@ -139,6 +139,7 @@ class Pruner(ABC):
     uses_guide = False
     uses_values = False  # scores looks at candidates.values; without it they are None
     accumulates = False  # scores are sums over all queries that ever were; the cache keeps them (see votes)
+    by_head = False  # scores of a KV head look at no other: sequences alike are offered as one of more heads
     one_frame = False  # judges keys by where they stand: cannot choose among keys of two segments (RemoteGap)
     default_budget: int | None = None  # tokens per row where the user gives no budget
 

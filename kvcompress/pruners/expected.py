@@ -29,6 +29,7 @@ class ExpectedAttention(Pruner):
     epsilon: float = 0.0
     window = 256  # queries that a cache keeps for it while decoding
     uses_values = True
+    by_head = True
     one_frame = True
 
     def __post_init__(self) -> None:

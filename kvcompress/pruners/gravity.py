@@ -59,6 +59,10 @@ class CenterOfGravity(Pruner):
     def recent(self, keep: int, chunk_length: int) -> int:
         return -(-keep * self.near_length // self.default_budget)  # at least 1
 
+    @property
+    def by_head(self) -> bool:  # type: ignore[override]
+        return self.heads == "per_kv_head"
+
     def with_sinks(self, tokens: int) -> CenterOfGravity:
         return replace(self, head_length=tokens)
 

@@ -32,7 +32,7 @@ extern "C" {
 #endif
 
 #define KVC_CUDA_MAX_SIMILARITY_LAYERS 188 /* their rows of 64 keys fill 48 KiB of shared memory */
-#define KVC_CUDA_MAX_HEAD_DIM 256 /* window_scores, layer_similarity, decode*, attention, dmc_*; others take any D */
+#define KVC_CUDA_MAX_HEAD_DIM 512 /* window_scores, layer_similarity, decode*, attention, dmc_*; others take any D */
 
 cudaError_t kvc_cuda_rope(const kvc_rope_args *args, cudaStream_t stream);
 

@@ -167,7 +167,7 @@ def test_invalid_sizes_and_empty_work(kernels):
         keys, gate = torch.empty(shape), torch.empty(shape[:3])
         assert kernels.dmc_accumulate(keys, keys, gate, gate, grads=[keys, keys])[0].shape == shape
     keys, gate = torch.randn(1, 1, 99, 4), torch.ones(1, 1, 99)
-    wide = torch.randn(1, 1, 2, 257), torch.ones(1, 1, 2)
+    wide = torch.randn(1, 1, 2, 513), torch.ones(1, 1, 2)
     for (x, gates), options in (((keys, gate), {"window": 65}), (wide, {})):
         with pytest.raises(emulated.LaunchError) as error:
             kernels.dmc_accumulate(x, x, gates, gates, **options)

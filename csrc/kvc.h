@@ -166,18 +166,6 @@ typedef struct {
 } kvc_select_topk_args;
 kvc_status kvc_select_topk(const kvc_select_topk_args *args, kvc_parallel_for parallel_for);
 
-/* rows[r, j] = rows[r, indices[r, j]] for j = 0..k-1, in place. Each row's indices rise strictly and lie in [0, T), so
- * that indices[r, j] >= j and no element is overwritten before it is read. rows[r, j] for j >= k keeps what it had.
- * rows [R, T, D] elements of element_bytes bytes (any dtype), row r at rows + r*row_stride elements, [T, D] contiguous.
- * KVC_BAD_INDEX if a row's indices do not rise strictly within [0, T); nothing is written then.
- */
-typedef struct {
-    void *rows;
-    const int32_t *indices;
-    int64_t R, T, D, k, row_stride, element_bytes;
-} kvc_compact_rows_args;
-kvc_status kvc_compact_rows(const kvc_compact_rows_args *args, kvc_parallel_for parallel_for);
-
 /* ---- pages.c ---------------------------------------------------------------------------------------------------- */
 
 /* Rows of slots in pages that may be shared. Row r holds the slots t < lengths[r]; slot t lies in page

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -262,11 +263,15 @@ class RemoteGap:
         """All compressed keys stand on one id."""
         return self.comp_positions == "shared" or self.reading == "constant"
 
-    def blank(self, compressed: int, near: int, growth: int, trained_length: int) -> int:
+    def blank(
+        self, compressed: int, near: int, growth: int, trained_length: int, *,
+        warn: Callable[[str], None] = warnings.warn,
+    ) -> int:  # fmt: skip
         """Unused ids between the windows ("constant": the distance itself), within the trained length.
 
         compressed, near: tokens of the two windows after a compression. growth: tokens between two compressions, as far
-        as known. Raises ValueError where nothing fits, or where on_overflow says so.
+        as known. warn: told of what does not fit but may. Raises ValueError where nothing fits, or where on_overflow
+        says so.
         """
         headroom = max(self.headroom, growth)
         if self.reading == "constant":
@@ -307,5 +312,5 @@ class RemoteGap:
         )
         if self.on_overflow == "error":
             raise ValueError(message)
-        warnings.warn(message, stacklevel=2)
+        warn(message)
         return most if self.on_overflow == "clamp" else wanted

@@ -24,3 +24,19 @@ def prompt_attention(queries: Tensor, keys: Tensor, values: Tensor, lengths: lis
         )
     ends = None if whole else torch.tensor(lengths, dtype=torch.int32).to(keys.device)
     return ops.attention(queries, keys, values, lengths=ends, **softmax.options)[0]
+
+
+def ragged_attention(queries: Tensor, keys: Tensor, values: Tensor, lengths: list[int], softmax: Softmax) -> Tensor:
+    """The same over rows [R, T, D], R = B*Hkv, each of its own length."""
+    (B, Hq, S, D), R = queries.shape, len(lengths)
+    heads, G = R // B, B * Hq // R
+    rows = queries.unflatten(1, (heads, G))  # [B, Hkv, G, S, D]
+    k, v = (x.unflatten(0, (B, heads)) for x in (keys, values))
+    if softmax.sink_logits is None:  # a row is a batch entry of one KV head
+        out = prompt_attention(rows.flatten(0, 1), k.reshape(R, 1, -1, D), v.reshape(R, 1, -1, D), lengths, softmax)
+        return out.view(B, Hq, S, D)
+    parts = []
+    for h in range(heads):
+        own = softmax.of_heads(slice(h * G, (h + 1) * G))
+        parts.append(prompt_attention(rows[:, h], k[:, h : h + 1], v[:, h : h + 1], lengths[h::heads], own))
+    return torch.cat(parts, 1)

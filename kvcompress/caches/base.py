@@ -34,6 +34,11 @@ if TYPE_CHECKING:
 UNLIMITED = 1 << 60  # tokens
 
 
+def trained_length_of(config: PreTrainedConfig) -> int:
+    """Positions that a model was trained for."""
+    return getattr(decoder_config(config), "max_position_embeddings", None) or UNLIMITED
+
+
 class CompressedCache(Cache, PassCache):
     """A cache for an attached model; see IterativeCache and StreamingCache.
 
@@ -49,7 +54,7 @@ class CompressedCache(Cache, PassCache):
         config = decoder_config(config)
         self.states: dict[int, LinearAttentionLayer] = {}  # of layers that attend and recur
         super().__init__(layers=self._made_for(config))
-        self.trained_length: int = getattr(config, "max_position_embeddings", None) or UNLIMITED
+        self.trained_length = trained_length_of(config)
         self.facts: Facts | None = None
         self._sizes = sizes_of(config)
         self.seen = 0  # columns of input that went in, padding included: generation slices its prompt by it
@@ -278,7 +283,8 @@ class CompressedCache(Cache, PassCache):
     def check_complete(self) -> None:
         if self._incomplete:
             raise RuntimeError(
-                "this cache is incomplete: an earlier forward pass or prefill stopped before its end; call reset()"
+                "this cache is incomplete: a prompt is being read, or an earlier forward pass or prefill stopped before "
+                "its end; call reset() then"
             )
 
     def mark_incomplete(self, incomplete: bool = True) -> None:

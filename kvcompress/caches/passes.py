@@ -37,8 +37,14 @@ class CachePass(Pass):
     ) -> None:  # fmt: skip
         self.facts, self.layers = facts, layers
         self.counts, self.columns, self.iteration = tuple(counts), columns, iteration
+        self.read: tuple[int, ...] = ()  # tokens of each sequence before this pass, where the cache counts them
         self.lent: dict[int, Any] = {}  # what layers lend to others above them in this pass
         self._views: dict[int, tuple[View, Callable[[], None] | None]] = {}
+
+    @property
+    def compressing(self) -> int:
+        """How many layers of the cache compress."""
+        return sum(getattr(layer, "number", -1) >= 0 for layer in self.layers)
 
     @property
     def one(self) -> bool:

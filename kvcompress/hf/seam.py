@@ -284,8 +284,8 @@ def _decoder_before(decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     if current is None and isinstance(cache, PassCache):
         if method is not None:
             method.check_cache(cache)
-        _check_storing(decoder, given)
         call = checked_call(decoder, seam.facts, given)
+        _check_storing(decoder, given)
         columns = call.tokens.shape[1]
         current = cache.begin(call)
         if call.tokens.shape[1] < columns:  # the cache has read some of them already

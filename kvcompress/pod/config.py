@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
+from ..checks import MOST_INT32, need, need_fields, need_integer, need_number
 from ..hf.config import decoder_config, sizes_of
 from .lead import Lead, LeadTable, check_lead
 
@@ -37,15 +38,15 @@ class PoDConfig(LeadTable):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "lead", check_lead(self.lead))  # JSON brings lists
-        for name, least in (("sinks", 0), ("recent", 1)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
-        number = isinstance(self.tau, (int, float)) and not isinstance(self.tau, bool)
-        if self.tau is not None and not (number and 0 <= self.tau <= 1):
-            raise ValueError(f"tau must be between 0 and 1 or None, got {self.tau!r}")
-        if self.mode not in MODES:
-            raise ValueError(f"mode must be one of {', '.join(MODES)}, got {self.mode!r}")
+        need_integer("sinks", self.sinks, 0, MOST_INT32)
+        need_integer("recent", self.recent, 1, MOST_INT32)
+        need(
+            self.window <= MOST_INT32,
+            f"sinks + recent must be at most {MOST_INT32} tokens, got {self.sinks} + {self.recent}",
+        )
+        if self.tau is not None:
+            need_number("tau", self.tau, 0, 1)
+        need(self.mode in MODES, f"mode must be one of {', '.join(MODES)}, got {self.mode!r}")
 
     def led_by(self, layer: int) -> list[tuple[int, list[int]]]:
         """The leads of a layer's heads, lowest first, each with the KV heads that it leads."""
@@ -78,12 +79,6 @@ class PoDConfig(LeadTable):
     @classmethod
     def from_dict(cls, saved: dict[str, Any]) -> Self:
         """Of what to_dict gave; ValueError for other methods and unknown or missing fields."""
-        given = dict(saved)
-        if given.pop("method", None) != "pod":
-            raise ValueError(f"config.kvcompress must be of the method pod, got {saved.get('method')!r}")
-        unknown = sorted(set(given) - {field.name for field in fields(cls)})
-        if unknown:
-            raise ValueError(f"config.kvcompress has unknown fields {', '.join(unknown)}: saved by a newer version?")
-        if "lead" not in given:
-            raise ValueError("config.kvcompress must have the field lead, got none")
+        given = need_fields(saved, "pod", [field.name for field in fields(cls)])
+        need("lead" in given, "config.kvcompress must have the field lead, got none")
         return cls(**given)

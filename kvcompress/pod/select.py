@@ -58,7 +58,7 @@ def _choose(layer: PoDLayer, facts: Facts, b: int, heads: list[int], pruner: Pru
         count=n, chunk_length=valid[b], guide_length=0, scaling=layer.softmax.scale, layer=layer.index, whole=n == seen,
         unrotated=last, position=seen, rotary=rotary,
     )  # fmt: skip
-    scores = pruner.rank(offer, stay)[:, config.sinks : n - config.recent]
+    scores = pruner.rank(offer, stay).scores[:, config.sinks : n - config.recent]
     if scores.isnan().any():
         raise RuntimeError(
             f"scores of {type(pruner).__name__} in layer {layer.index} hold NaN; that layer's keys or queries do, or "

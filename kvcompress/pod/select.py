@@ -49,14 +49,16 @@ def _choose(layer: PoDLayer, facts: Facts, b: int, heads: list[int], pruner: Pru
     rows = [b * layer.keys.heads + head for head in heads]
     queries, valid = layer.recent.get()
     G = queries.shape[1] // layer.keys.heads
-    last = queries[b : b + 1, [head * G + g for head in heads for g in range(G)], queries.shape[2] - valid[b] :]
+    query_heads = [head * G + g for head in heads for g in range(G)]
+    last = queries[b : b + 1, query_heads, queries.shape[2] - valid[b] :]
     seen, device = layer.next[b], queries.device
     places = torch.arange(seen - valid[b], seen, dtype=torch.int32, device=device)[None]
     rotated = rotary.rotate(last, places, seen, layer.rope_lengths[b : b + 1])
     offer = Candidates(
-        queries=rotated, keys=layer.keys.first_slots(rows, n)[None], values=layer.values.first_slots(rows, n)[None],
-        count=n, chunk_length=valid[b], guide_length=0, scaling=layer.softmax.scale, layer=layer.index, whole=n == seen,
-        unrotated=last, position=seen, rotary=rotary,
+        queries=rotated, keys=layer.keys.first_slots(rows, n)[None],
+        values=layer.values.first_slots(rows, n)[None] if pruner.uses_values else None, count=n,
+        chunk_length=valid[b], guide_length=0, softmax=layer.softmax.of_heads(query_heads), layer=layer.index,
+        whole=n == seen, unrotated=last, position=seen, rotary=rotary,
     )  # fmt: skip
     scores = pruner.rank(offer, stay).scores[:, config.sinks : n - config.recent]
     if scores.isnan().any():

@@ -15,8 +15,8 @@ from .layer import PoDLayer
 
 
 def select_distant(layers: Sequence[PoDLayer], facts: Facts, pruner: Pruner, keep: int) -> None:
-    """Leaves `keep` distant tokens per KV head in layers, the lowest of a model's first, and the near ones; up to a page
-    more, as pages go as a whole.
+    """Leaves `keep` distant tokens per KV head in layers, the lowest of a model's first, and the near ones; up to a
+    page more, as pages go as a whole.
 
     The lead of a block scores its own keys by its latest queries; its keys and the values of every layer of the block
     stay for the tokens that it chooses. Near or distant is what a token is by its place; keys keep their rotation.

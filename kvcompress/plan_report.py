@@ -64,8 +64,17 @@ def model_shape(
         reason = next(iter(str(error).splitlines()), "")
         raise ValueError(f"model must be the name or folder of a transformers model, got {model!r}: {reason}") from None
     own = getattr(config, "dtype", None)
+    given = {"layers": layers, "KV heads": kv_heads, "head dim": head_dim}
+    shape: list[int] = []
+    for name, size in sizes.items():
+        size = given[name] or size
+        if not isinstance(size, int):
+            raise ValueError(
+                f"{name.replace(' ', '_').lower()} must be given for {model!r}, whose layers differ: {size}"
+            )
+        shape.append(size)
     return ModelShape(
-        layers or sizes["layers"], kv_heads or sizes["KV heads"], head_dim or sizes["head dim"],
+        *shape,
         chosen or (own if own in FLOATS else torch.bfloat16), getattr(config, "max_position_embeddings", None),
     )  # fmt: skip
 

@@ -283,8 +283,8 @@ class CompressedCache(Cache, PassCache):
     def check_complete(self) -> None:
         if self._incomplete:
             raise RuntimeError(
-                "this cache is incomplete: a prompt is being read, or an earlier forward pass or prefill stopped before "
-                "its end; call reset() then"
+                "this cache is incomplete: a prompt is being read, or an earlier forward pass or prefill stopped "
+                "before its end; call reset() then"
             )
 
     def mark_incomplete(self, incomplete: bool = True) -> None:

@@ -80,8 +80,8 @@ class _Ranked:
 
 def nan_error(pruner: Pruner, layer: int) -> RuntimeError:
     return RuntimeError(
-        f"scores of {type(pruner).__name__} in layer {layer} hold NaN; that layer's keys or queries do, or its pruner's "
-        "scores are wrong"
+        f"scores of {type(pruner).__name__} in layer {layer} hold NaN; that layer's keys or queries do, or its "
+        "pruner's scores are wrong"
     )
 
 

@@ -19,13 +19,13 @@ from typing import Any
 
 import torch
 from common import Row, alternate, options, report
+from kvcompress.caches.dmc import DMCLayer
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from kvcompress import DMCCache, dmc, ops
 from kvcompress.caches.base import Step
-from kvcompress.caches.dmc import DMCLayer
 from kvcompress.caches.paged import PagedLayer
 from kvcompress.dmc import CompressionLoss, DMCConfig
 from kvcompress.positions import RotaryTables

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -34,6 +36,19 @@ FAMILIES = {
     "mistral": (MistralConfig, MistralForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+}
+ALTERNATING = {"sliding_window": 12, "layer_types": ["sliding_attention", "full_attention"] * 2}
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+PLAIN_ROTATION = {"rope_type": "default", "rope_theta": 10000.0}
+KINDS = {  # families that differ in kind: fields of their configs
+    "llama": {},
+    "qwen3": {},
+    "gemma3_text": {**ALTERNATING, "query_pre_attn_scalar": 16},
+    "gemma2": {**ALTERNATING, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 2.0},
+    "phi3": {"rope_parameters": {**PLAIN_ROTATION, "partial_rotary_factor": 0.5}},
+    "gpt_neox": {"num_key_value_heads": 4},
+    "gpt_oss": {**ALTERNATING, **EXPERTS, "rope_parameters": PLAIN_ROTATION},
+    "mixtral": {**EXPERTS, "sliding_window": None},
 }
 DMC_MODES = {  # fields of DMCConfig
     "dmc": {},
@@ -75,6 +90,21 @@ def tiny_model(family: str = "llama", seed: int = 0, **settings: object) -> PreT
         }
     )
     return model_class(config).eval()
+
+
+def kind_model(kind: str, seed: int = 0, **settings: object) -> PreTrainedModel:
+    """A random model of a family of KINDS, of four layers of which those that slide see 12 tokens."""
+    torch.manual_seed(seed)
+    fields = {
+        "vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512, "initializer_range": 0.2,
+        "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None,
+    }  # fmt: skip
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**{**fields, **KINDS[kind], **settings})).eval()
+    for name, parameter in model.named_parameters():  # norms that are not 1, sinks that matter
+        if parameter.ndim == 1:
+            parameter.data += 0.2 * torch.randn_like(parameter) + (name.endswith("sinks") and 0.5)
+    return model
 
 
 def attached(*args: object, **settings: object) -> PreTrainedModel:

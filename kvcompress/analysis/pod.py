@@ -76,8 +76,9 @@ def run_pod(
     if isinstance(head_dim, list):  # that of the layers that were measured
         head_dim = head_dim[next(kind for kind in measured.kinds or (0,) if kind is not None)]
     plan = PoDPlan(
-        lead=lead_table(similarity, delta, measured.kinds), sinks=sinks, recent=recent, query_heads=config.num_attention_heads,
-        head_dim=head_dim, model=model, delta=delta, reduce=reduce, samples=measured.samples,
+        lead=lead_table(similarity, delta, measured.kinds), sinks=sinks, recent=recent,
+        query_heads=config.num_attention_heads, head_dim=head_dim, model=model, delta=delta, reduce=reduce,
+        samples=measured.samples,
         queries=min(queries, length), sample_length=length, data=data, distant_only=distant_only,
         standard_error=error if measured.samples > 1 else None, similarity=similarity.tolist(),
         kinds=None if set(measured.kinds or ()) <= {0} else measured.kinds,

@@ -32,12 +32,15 @@ def convert(model: nn.Module, config: DMCConfig | None = None, *, anneal: bool =
     if saved_method(decoder) is not None:
         raise ValueError(f"model must not be converted yet, got one with config.kvcompress = {saved_method(decoder)}")
     method = DMCMethod(replace(config or DMCConfig(), neuron_scale=1.0))
-    method.config.check_model(decoder.config)
-    check_floating(decoder)
     ours = not is_attached(model)
     if ours:
-        attach(model)
+        try:
+            attach(model)
+        except ValueError:
+            check_floating(decoder)  # numbers that are none may be why it does not run
+            raise
     try:
+        method.config.check_model(decoder.config)
         facts = facts_of(decoder)
         method.check_facts(decoder, facts)
         method.rows(decoder, facts)

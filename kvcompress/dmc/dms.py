@@ -46,7 +46,7 @@ class DMSLayer(DecidingLayer):
             pool.append([held[rows, slots].view(k.shape) for held in (held_k, held_v)], stays)
         ring.put((k, values, decided), rows, slots)
         end = (seen + 1).clamp(max=self.size)
-        near = ops.decode(q, *ring.arrays[:2], end, **softmax.options)
+        near = ops.decode(q, ring.arrays[0], ring.arrays[1], end, **softmax.options)
         return self._with_pages(q, near, softmax)
 
     def _ring(self, *tokens: Tensor) -> Ring:

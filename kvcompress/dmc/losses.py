@@ -13,9 +13,9 @@ from .convert import state
 
 
 class LastDecisions(NamedTuple):
-    """Decisions of a model's last forward pass, float32 [L, B, Hkv, T], L its converted layers. alpha: relaxed. hard: 0 or 1, noise included
-    (with alpha's gradient). bare: 0 or 1 without noise, as a cache would decide. valid: bool [B, T], tokens that are no
-    padding; None = all."""
+    """Decisions of a model's last forward pass, float32 [L, B, Hkv, T], L its converted layers. alpha: relaxed. hard: 0
+    or 1, noise included (with alpha's gradient). bare: 0 or 1 without noise, as a cache would decide. valid: bool
+    [B, T], tokens that are no padding; None = all."""
 
     alpha: Tensor
     hard: Tensor
@@ -54,8 +54,8 @@ def last_decisions(model: nn.Module) -> LastDecisions:
     missing = [layer for layer in found.layers if layer not in last.alpha]
     if missing:
         raise RuntimeError(
-            f"no decisions were made in layer {', '.join(map(str, missing))} in the last forward pass: it stopped before "
-            "its end, or what wraps the model hands its layers copies of the pass"
+            f"no decisions were made in layer {', '.join(map(str, missing))} in the last forward pass: it stopped "
+            "before its end, or what wraps the model hands its layers copies of the pass"
         )
     if last.noise is not None and last.detached:
         raise RuntimeError(f"the decisions have no gradient: {REENTRANT}")

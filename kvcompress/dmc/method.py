@@ -12,7 +12,7 @@ from .. import ops
 from ..documents import Documents
 from ..hf.facts import Facts
 from ..hf.method import Call, Method, PassCache
-from ..retrofit.passes import TrainingPass, check_layers, documents_of, learns, whole_layers
+from ..retrofit.passes import TrainingPass, documents_of, learns, whole_layers
 from ..softmax import Softmax
 from .cache import DMCCache
 from .config import DMCConfig
@@ -164,7 +164,6 @@ def converted_layers(decoder: Any, facts: Facts) -> list[int]:
 
     Raises ValueError where one of them cannot be, with the reason.
     """
-    check_layers(decoder, facts)
     layers = whole_layers(facts)
     name = type(decoder).__name__
     if not layers:

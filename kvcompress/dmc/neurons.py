@@ -50,8 +50,7 @@ def check_floating(decoder: nn.Module) -> None:
     """Raises ValueError for projections whose rows cannot be zeroed."""
     for some in attention_linears(decoder).values():
         for name, module in some:
-            for linear in _parts(name, module):
-                _check_floating(name, linear)
+            _check_floating(name, getattr(module, "base_layer", module))
 
 
 def neurons_of(decoder: nn.Module, rows: NeuronRows, *, frozen_bases: bool = False) -> Iterator[tuple[Tensor, Any]]:

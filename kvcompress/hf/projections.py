@@ -113,10 +113,11 @@ def projections_of(decoder: Any, facts: Facts) -> dict[int, LayerMade]:
         own = torch.stack([*signs, *(torch.full((widest,), 1.0 - 2 * ((number >> b) & 1)) for b in range(number_bits))])
 
         def hook(module: nn.Module, args: Any, out: Any) -> Any:
-            if not isinstance(out, Tensor) or out.ndim != 3 or out.shape[:2] != (rows, TOKENS):
+            if not isinstance(out, Tensor) or out.ndim < 3 or (out.shape[0], out.shape[-2]) != (rows, TOKENS):
                 return None
-            O = out.shape[2]  # noqa: E741
-            return (own[:, None, :O] * marks[None, :, :O]).to(out.device, out.dtype)
+            size = out.shape[-1]
+            marked = (own[:, None, :size] * marks[None, :, :size]).to(out.device, out.dtype)
+            return marked.view(rows, *[1] * (out.ndim - 3), TOKENS, size).expand_as(out)
 
         return hook
 
@@ -159,8 +160,8 @@ def _made(kind: str, x: Tensor, row_bits: int, linears: list[tuple[str, Any]]) -
     steady = ((ratio > 0).all(2) | (ratio < 0).all(2)).all(0)
     if not bool((same & steady).all()):
         raise ValueError(
-            f"its {kind} are not made by rows of its linear layers, each by one: what follows the projection (a norm that "
-            "subtracts a mean, for one) mixes them"
+            f"its {kind} are not made by rows of its linear layers, each by one: what follows the projection (a norm "
+            "that subtracts a mean, for one) mixes them"
         )
     bits = (ratio < 0).all(2).long()
     spelt = [sum(bit << i for i, bit in enumerate(part)) for part in (bits[:row_bits], bits[row_bits:])]

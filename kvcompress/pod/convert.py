@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from ..hf.attach import attach, base_model, detach, facts_of, is_attached
 from ..hf.method import method_of, saved_method, set_method
+from ..retrofit.passes import check_layers
 from .config import PoDConfig
 from .method import PoDMethod
 from .plan import PoDPlan
@@ -15,8 +16,8 @@ def convert(model: nn.Module, config: PoDConfig | PoDPlan) -> PoDMethod:
     """Converts an attached or plain model to PoD, or to a baseline of it, in place, and attaches it.
 
     config: a PoDConfig or a PoDPlan. No parameter is added or changed; a model needs training afterwards to get used to
-    it. Layers that see all tokens are converted, others stay as they are. model.config.kvcompress says what was done, so that
-    save_pretrained, from_pretrained and kvcompress.attach bring the converted model back.
+    it. Layers that see all tokens are converted, others stay as they are. model.config.kvcompress says what was done,
+    so that save_pretrained, from_pretrained and kvcompress.attach bring the converted model back.
     Returns the model's method (see state).
     Raises ValueError for a model that cannot be attached or converted, with the reason: converted already, a lead table
     that does not fit it, layers that read the keys of others.
@@ -25,17 +26,17 @@ def convert(model: nn.Module, config: PoDConfig | PoDPlan) -> PoDMethod:
     decoder = base_model(model)
     if saved_method(decoder) is not None:
         raise ValueError(f"model must not be converted yet, got one with config.kvcompress = {saved_method(decoder)}")
-    if isinstance(config, PoDPlan):
-        config.check_model(decoder.config)
-        config = PoDConfig.of(config)
-    if not isinstance(config, PoDConfig):
+    if not isinstance(config, (PoDConfig, PoDPlan)):
         raise TypeError(f"config must be a PoDConfig or a PoDPlan, got {type(config).__name__}")
-    config.check_model(decoder.config)
-    found, ours = PoDMethod(config), not is_attached(model)
+    ours = not is_attached(model)
     if ours:
         attach(model)
     try:
-        found.check_facts(decoder, facts_of(decoder))
+        config.check_model(decoder.config)
+        found = PoDMethod(config if isinstance(config, PoDConfig) else PoDConfig.of(config))
+        facts = facts_of(decoder)
+        found.check_facts(decoder, facts)
+        check_layers(decoder, facts)
     except BaseException:
         if ours:
             detach(model)

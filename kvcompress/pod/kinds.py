@@ -29,8 +29,8 @@ def kinds_of(decoder: Any, facts: Facts) -> Kinds:
         lowest = next(facts[first] for first in [*[k for k in kinds if k is not None], layer])
         if (own.query_heads, own.kv_heads) != (lowest.query_heads, lowest.kv_heads):
             raise ValueError(
-                f"{name} is not supported by PoD: layer {layer} has {own.query_heads} query and {own.kv_heads} KV heads, "
-                f"layer {lowest.index} has {lowest.query_heads} and {lowest.kv_heads}"
+                f"{name} is not supported by PoD: layer {layer} has {own.query_heads} query and {own.kv_heads} KV "
+                f"heads, layer {lowest.index} has {lowest.query_heads} and {lowest.kv_heads}"
             )
         kinds.append(next((k for k in dict.fromkeys(kinds) if k is not None and _alike(own, facts[k])), layer))
     if all(kind is None for kind in kinds):

@@ -258,8 +258,8 @@ class PoDLayer(CompressedLayer):
             assert lent.keys is not None
             need_alike(self.index, lead, softmax, lent.softmax)
             if v.shape[2] > config.window:  # a token becomes distant within the chunk
-                led = part.queries(lent.queries), part.of(lent.keys)
-                states.append(ops.attention(*led, v, complement=True, **sets, **softmax.rest.options))
+                led_q, led_k = part.queries(lent.queries), part.of(lent.keys)
+                states.append(ops.attention(led_q, led_k, v, complement=True, **sets, **softmax.rest.options))
             if chunk.far:
                 seen = chunk.before[:, None].expand(-1, len(part.heads)).flatten()
                 if (gone := self.values.gone()) is not None:  # tokens of the prompt that a pruner left out

@@ -34,15 +34,16 @@ def check_lead(lead: Any) -> Lead:
 
 
 def check_kinds(lead: Lead, kinds: Sequence[int | None]) -> None:
-    """Raises ValueError for the first layer and KV head that break a table's rules in a model: the lowest layer of a run
-    of layers of one kind leads all of them, itself too; a layer of no kind leads itself."""
+    """Raises ValueError for the first layer and KV head that break a table's rules in a model: the lowest layer of a
+    run of layers of one kind leads all of them, itself too; a layer of no kind leads itself."""
     below: dict[int, int] = {}  # the nearest lower layer, by kind
     for layer, (row, kind) in enumerate(zip(lead, kinds, strict=True)):
         for head, above in enumerate(row):
             if kind is None:
                 need(
                     above == layer,
-                    f"lead[{layer}][{head}] must be {layer} (the layer itself: it does not see all tokens), got {above}",
+                    f"lead[{layer}][{head}] must be {layer} (the layer itself: it does not see all tokens), "
+                    f"got {above}",
                 )
             elif above not in (layer, lead[below[kind]][head] if kind in below else layer):
                 _refuse(lead, layer, head, below.get(kind))

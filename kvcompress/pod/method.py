@@ -11,7 +11,7 @@ from .. import ops
 from ..documents import Documents
 from ..hf.facts import Facts
 from ..hf.method import Call, Method, PassCache
-from ..retrofit.passes import TrainingPass, check_layers, documents_of, learns
+from ..retrofit.passes import TrainingPass, documents_of, learns
 from ..softmax import Softmax
 from .cache import PoDCache
 from .config import PoDConfig
@@ -77,7 +77,8 @@ class PoDPass(TrainingPass):
         for a in set(heads) - {layer}:
             if a not in self.leads:  # given up in a pass that seemed to need no gradient
                 raise RuntimeError(REENTRANT)
-            *states[a], theirs = self.leads[a]  # type: ignore[misc]
+            lead_q, lead_k, lead_v, theirs = self.leads[a]
+            states[a] = lead_q, lead_k, lead_v
             if self.config.mode == "pod":
                 need_alike(layer, a, softmax, theirs)
         if len(set(heads)) == 1:
@@ -112,7 +113,6 @@ class PoDMethod(Method):
         return vars(self) | {"last_gates": {}}
 
     def check_facts(self, decoder: nn.Module, facts: Facts) -> None:
-        check_layers(decoder, facts)
         kinds = kinds_of(decoder, facts)
         heads = next(facts[kind].kv_heads for kind in kinds if kind is not None)
         if heads != len(self.config.lead[0]):

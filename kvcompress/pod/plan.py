@@ -112,8 +112,8 @@ class PoDPlan(LeadTable):
     query_heads, head_dim, model: what it is for; the model's name for the record. delta: None = not from a threshold.
     reduce: over the query heads of a KV head. samples, queries (rows of each), sample_length, data, distant_only,
     standard_error (the largest of an entry, None = not known), refined (borders moved since, see refine), similarity
-    [Hkv][L][L] (None = not kept): for the record. kinds: of the layers, see LayerSimilarity; None = all can share; bytes
-    and shares are of the layers that can.
+    [Hkv][L][L] (None = not kept): for the record. kinds: of the layers, see LayerSimilarity; None = all can share;
+    bytes and shares are of the layers that can.
     Raises ValueError for a field that cannot be; for a lead table, the offending layer and KV head.
     """
 

@@ -1,4 +1,7 @@
-"""`kvcompress retrofit`: what its commands share, and the one that needs no method. Others are registered by kvcompress.cli."""
+"""`kvcompress retrofit`: what its commands share, and the one that needs no method.
+
+Those of the methods are registered by kvcompress.cli.
+"""
 
 from __future__ import annotations
 

@@ -36,13 +36,12 @@ def convert_to_gqa(model: nn.Module, kv_heads: int) -> nn.Module:
     if saved_method(decoder) is not None:
         raise ValueError(f"model must not be converted yet, got one with config.kvcompress = {saved_method(decoder)}")
     had = getattr(decoder.config, FIELD, None)
-    need(had is not None, f"{type(decoder).__name__} is not supported: its config has no {FIELD}")
+    if had is None:
+        raise ValueError(f"{type(decoder).__name__} is not supported: its config has no {FIELD}")
     fits = isinstance(kv_heads, int) and not isinstance(kv_heads, bool) and kv_heads >= 1 and had % kv_heads == 0
     need(fits, f"kv_heads must divide the model's {had} KV heads, got {kv_heads!r}")
-    check_plain(decoder)
     with attach(model):
-        facts = facts_of(decoder)
-        sources = _sources(decoder, facts, had)
+        sources = _sources(decoder, facts_of(decoder), had)
     for name, head_dim in sources.items():
         owner, _, own = name.rpartition(".")
         attention: Any = decoder.get_submodule(owner)
@@ -58,21 +57,30 @@ def convert_to_gqa(model: nn.Module, kv_heads: int) -> nn.Module:
     return model
 
 
-def check_plain(decoder: nn.Module) -> None:
-    """Raises ValueError for projections in attention that are no plain linear layers."""
+def _check_plain(decoder: nn.Module) -> None:
+    """Raises ValueError for projections that are linear layers in some of a model's layers, but not in all."""
     names = [name.rpartition(".") for some in attention_linears(decoder).values() for name, _ in some]
     for owner in {owner for owner, _, _ in names}:
         for own in {own for _, _, own in names}:  # what is linear in some layers is in all
             module = getattr(decoder.get_submodule(owner), own, None)
-            weight = getattr(module, "weight", None)
-            need(module is None or (type(module) is nn.Linear and weight.is_floating_point()),  # type: ignore[union-attr]
-                 f"{own} must be nn.Linear of floating point numbers, got {type(module).__name__}")  # fmt: skip
+            if module is not None:
+                _need_plain(own, module)
+
+
+def _need_plain(name: str, module: Any) -> None:
+    need(type(module) is nn.Linear and module.weight.is_floating_point(),
+         f"{name} must be nn.Linear of floating point numbers, got {type(module).__name__}")  # fmt: skip
 
 
 def _sources(decoder: Any, facts: Facts, had: int) -> dict[str, int]:
     """The linear layers that make keys and values, and the size of a head of each."""
     found: dict[str, int] = {}
-    for layer, made in projections_of(decoder, facts).items():
+    try:
+        every = projections_of(decoder, facts)
+    except ValueError:
+        _check_plain(decoder)
+        raise
+    for layer, made in every.items():
         what = f"{type(decoder).__name__} is not supported: layer {layer}"
         need(facts[layer].kv_heads == had, f"{what} has {facts[layer].kv_heads} KV heads, its config says {had}")
         need(facts[layer].reads is None, f"{what} reads the keys of layer {facts[layer].reads}")
@@ -86,6 +94,7 @@ def _sources(decoder: Any, facts: Facts, had: int) -> dict[str, int]:
         for kind, (part, size) in parts.items():
             (name,), order = part.used, torch.arange(had)[:, None]
             module: Any = decoder.get_submodule(name)
+            _need_plain(name.rpartition(".")[2], module)
             whole = bool((part.row // size == order).all()) and module.out_features == had * size
             need(whole, f"{what} has {kind} that are not rows of {name} head by head")
             found[name] = size

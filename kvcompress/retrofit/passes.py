@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .. import ops
 from ..documents import Documents, rotated
+from ..hf.config import cache_layers, recurs
 from ..hf.facts import Facts, LayerFacts
-from ..hf.method import Call, Pass
+from ..hf.method import KEYWORD, Call, Pass
+from ..hf.seam import evaluating
 from ..softmax import Softmax
 
 REENTRANT = "gradient checkpointing must be non-reentrant, gradient_checkpointing_kwargs={'use_reentrant': False}"
@@ -61,9 +65,20 @@ def local_attention(facts: LayerFacts, q: Tensor, k: Tensor, v: Tensor, softmax:
 
 
 def documents_of(call: Call) -> Documents | None:
-    """The documents of a call; None where every row is one, without padding."""
+    """The documents of a call; None where every row is one, without padding.
+
+    Raises ValueError for rows of several documents where layers recur, whose state goes from one to the next.
+    """
     batch, columns = call.tokens.shape[:2]
-    return Documents.of(call.attention_mask, call.position_ids, batch, columns)
+    found = Documents.of(call.attention_mask, call.position_ids, batch, columns)
+    if found is None or call.position_ids is None or not recurs(cache_layers(call.decoder.config)):
+        return found
+    if len(found.lengths) > int(found.valid.any(1).sum()):
+        raise ValueError(
+            "position_ids must not begin anew within a row for a model with recurrent layers: their state would go "
+            "from one document to the next; give each document a row"
+        )
+    return found
 
 
 def learns(call: Call) -> bool:
@@ -71,15 +86,23 @@ def learns(call: Call) -> bool:
     return torch.is_grad_enabled() and any(p.requires_grad for p in call.decoder.parameters())
 
 
-def check_layers(decoder: nn.Module, facts: Facts) -> None:
-    """Raises ValueError for a model whose layers a pass without a cache cannot tell apart."""
-    known = {getattr(module, "layer_idx", None) for module in decoder.modules()}
-    unknown = [layer for layer in sorted(facts) if layer not in known]
-    if unknown:
-        raise ValueError(
-            f"{type(decoder).__name__} cannot be converted: one attention module serves layer {unknown[0]} and others, "
-            "which a forward pass without a cache does not tell apart"
-        )
+class _Naming(Pass):
+    """Attends to nothing."""
+
+    def __init__(self, facts: Facts) -> None:
+        self.facts = facts
+
+    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax) -> Tensor:
+        return torch.zeros_like(queries)
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def check_layers(decoder: Any, facts: Facts) -> None:
+    """Raises ValueError for an attached model whose layers a pass without a cache cannot tell apart."""
+    ids = torch.ones(1, 2, dtype=torch.long, device=decoder.get_input_embeddings().weight.device)
+    with evaluating(decoder):
+        decoder(input_ids=ids, use_cache=False, **{KEYWORD: _Naming(facts)})
 
 
 def whole_layers(facts: Facts) -> list[int]:

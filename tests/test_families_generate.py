@@ -1,4 +1,4 @@
-"""generate in every mode, on models that differ in kind, with caches that have room for everything: the dense tokens."""
+"""generate in every mode, on models that differ in kind, with room for everything: the dense model's tokens."""
 
 import sys
 from pathlib import Path

@@ -13,7 +13,6 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import (
     Cache,
     DynamicLayer,
-    LinearAttentionCacheLayerMixin,
     LinearAttentionLayer,
 )
 
@@ -25,6 +24,7 @@ from ..planner import Plan
 from .layer import CompressedLayer
 from .local import LocalLayer
 from .passes import CachePass, Iteration
+from .states import RecurrentStates, new_state
 from .store import PoolSettings
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def trained_length_of(config: PreTrainedConfig) -> int:
     return getattr(decoder_config(config), "max_position_embeddings", None) or UNLIMITED
 
 
-class CompressedCache(Cache, PassCache):
+class CompressedCache(RecurrentStates, Cache, PassCache):
     """A cache for an attached model; see IterativeCache and StreamingCache.
 
     Layers that see a window or a chunk keep that, whatever the cache; recurrent and convolution layers are
@@ -79,7 +79,7 @@ class CompressedCache(Cache, PassCache):
                 layers.append(theirs)
                 continue
             if isinstance(theirs, LinearAttentionLayer):
-                self.states[index] = LinearAttentionLayer(number_of_states=theirs.number_of_states)
+                self.states[index] = new_state(theirs)
             window = getattr(theirs, "sliding_window", None)
             chunked = index < len(kinds) and kinds[index] == "chunked_attention"
             layers.append(self._layer(index, layers, None if chunked else window, window if chunked else None))
@@ -99,17 +99,6 @@ class CompressedCache(Cache, PassCache):
     def compressing(self) -> list[Any]:
         """Those of them that compress."""
         return [layer for layer in self.layers if _compresses(layer)]
-
-    @property
-    def recurs(self) -> bool:
-        """Whether layers hold a state that goes from token to token, and cannot take one back."""
-        return bool(self._every_state)
-
-    @property
-    def _every_state(self) -> list[Any]:
-        """What layers that recur hold, in their order."""
-        found = (self.states.get(index, layer) for index, layer in enumerate(self.layers))
-        return [x for x in found if isinstance(x, LinearAttentionCacheLayerMixin)]
 
     # ---- reading a prompt (kvcompress.prefill) ----
 
@@ -198,7 +187,7 @@ class CompressedCache(Cache, PassCache):
 
     def open(self, facts: Facts, counts: Sequence[int], columns: int, iteration: Iteration | None = None) -> CachePass:
         """A pass of counts[b] tokens of each sequence in so many columns; adopt() has been called."""
-        started = self.seen or any(state.has_previous_state.get(0) for state in self._every_state)
+        started = self.seen or self._states_began
         if columns > 1 and started and not facts.reads_chunks:
             raise ValueError(
                 "input_ids of several tokens must come in one call, the first, to this model: its recurrent layers "
@@ -283,8 +272,8 @@ class CompressedCache(Cache, PassCache):
     def check_complete(self) -> None:
         if self._incomplete:
             raise RuntimeError(
-                "this cache is incomplete: a prompt is being read, or an earlier forward pass or prefill stopped before "
-                "its end; call reset() then"
+                "this cache is incomplete: a prompt is being read, or an earlier forward pass or prefill stopped "
+                "before its end; call reset() then"
             )
 
     def mark_incomplete(self, incomplete: bool = True) -> None:
@@ -323,15 +312,6 @@ class CompressedCache(Cache, PassCache):
         """Bytes of all tensors that the cache keeps alive: free pages and those of its forks included."""
         return sum(layer.reserved_nbytes() for layer in self.own) + self._states_nbytes()
 
-    def _states_nbytes(self) -> int:
-        tensors = [
-            x
-            for layer in self._every_state
-            for held in (layer.conv_states, layer.recurrent_states)
-            for x in held.values()
-        ]
-        return sum(x.nbytes for x in tensors if x is not None)
-
     def trim(self) -> None:
         """Gives free pages back, those that dropped forks have left included: reserved_nbytes falls to about nbytes.
 
@@ -369,9 +349,7 @@ class CompressedCache(Cache, PassCache):
                 self.layers[index] = LocalLayer(index, layer.window, layer.chunk)
             elif isinstance(layer, CompressedLayer):
                 self.layers[index] = self._new_layer(index, layer.number)
-            elif isinstance(layer, LinearAttentionLayer):
-                self.layers[index] = LinearAttentionLayer(number_of_states=layer.number_of_states)
-        self.states = {i: LinearAttentionLayer(number_of_states=x.number_of_states) for i, x in self.states.items()}
+        self._reset_states()
         self.seen, self.fixed, self._batch, self._incomplete, self._repeated = 0, 0, 0, False, 0
 
     # ---- what transformers asks ----
@@ -412,8 +390,7 @@ class CompressedCache(Cache, PassCache):
         """Keeps copies of the given sequences in this order."""
         for layer in self.own:
             layer.select_batch(indices)
-        for theirs in self._every_state:
-            theirs.reorder_cache(torch.tensor(indices, dtype=torch.long))
+        self._select_states(indices)
         self._batch = len(indices) if self._batch else 0
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -426,35 +403,6 @@ class CompressedCache(Cache, PassCache):
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self.select_sequences(beam_idx.tolist())
-
-    # recurrent states of layers that attend too, which transformers looks for in the layer itself
-
-    def _state_of(self, layer_idx: int) -> LinearAttentionLayer:
-        return self.states.get(layer_idx, self.layers[layer_idx])
-
-    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        layer = self._state_of(layer_idx)
-        return layer.conv_states[state_idx] if layer.has_previous_state[state_idx] else None
-
-    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        layer = self._state_of(layer_idx)
-        return layer.recurrent_states[state_idx] if layer.has_previous_state[state_idx] else None
-
-    def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:
-        return self._state_of(layer_idx).update_conv_state(conv_states, state_idx, **kwargs)
-
-    def update_recurrent_state(
-        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
-    ) -> Tensor:
-        return self._state_of(layer_idx).update_recurrent_state(recurrent_states, state_idx, **kwargs)
-
-    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
-        every = self._every_state
-        found = (every[-1] if every else None) if layer_idx is None else self._state_of(layer_idx)
-        if not isinstance(found, LinearAttentionCacheLayerMixin):
-            return False
-        flags = found.has_previous_state
-        return all(flags.values()) if state_idx is None else flags[state_idx]
 
 
 def _compresses(layer: Any) -> bool:

@@ -78,6 +78,13 @@ class _Ranked:
     fixed: list[int] | None
 
 
+def nan_error(pruner: Pruner, layer: int) -> RuntimeError:
+    return RuntimeError(
+        f"scores of {type(pruner).__name__} in layer {layer} hold NaN; that layer's keys or queries do, or its "
+        "pruner's scores are wrong"
+    )
+
+
 def judges_by_head(pruner: Pruner) -> bool:
     """Whether it says so of its own scores, not of those of a class that it changes."""
     classes = type(pruner).__mro__
@@ -259,10 +266,7 @@ class Chooser(SideState):
         except RuntimeError as error:
             if "NaN" not in str(error):
                 raise
-            raise RuntimeError(
-                f"scores of {type(self.pruner).__name__} in layer {self.layer} hold NaN; that layer's keys or queries "
-                "do, or its pruner's scores are wrong"
-            ) from error
+            raise nan_error(self.pruner, self.layer) from error
 
     def follow(self, choice: Choice) -> None:
         """The chosen tokens move to the front of their rows, and with them what is remembered of each."""

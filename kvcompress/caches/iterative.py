@@ -177,7 +177,7 @@ class IterativeCache(CompressedCache):
         self.policy.check_guide()
 
     def begin_prompt(self, plans: list[Plan], guide_length: int) -> None:
-        layers, facts = self.compressing, self.facts or {}
+        layers, facts = self.compressing, self.facts or Facts()
         self.read = self.read or [0] * len(plans)
         contexts, pages = [0], 0
         stored = (layers[0].stored_lengths() if layers else []) or [[0]] * len(plans)

@@ -79,10 +79,10 @@ class PagedLayer(CompressedLayer):
         self, rotated: Tensor, end: Tensor, begin: Tensor | None, softmax: Softmax, *, causal: bool
     ) -> tuple[Tensor, Tensor]:
         """(out, lse) of queries over the slots begin..end-1 of every row."""
-        pool = self.pool
-        assert pool is not None
+        assert self.pool is not None
+        pages, table, _ = self.pool.snapshot()
         return ops.decode(
-            rotated, pool.k_pages, pool.v_pages, end, block_table=pool.block_table, begin=begin, causal=causal,
+            rotated, pages["keys"], pages["values"], end, block_table=table, begin=begin, causal=causal,
             **softmax.options,
         )  # fmt: skip
 

@@ -104,8 +104,8 @@ class PagePool:
         """For each name in slots (or of these) [R, capacity, ...], zeros past each row's length. capacity: at least the
         longest."""
         counts, P = self.counts, self.page_size
-        held, table, lengths = self.snapshot()
-        arrays = [array for name, array in held.items() if names is None or name in names]
+        every, table, lengths = self.snapshot()
+        arrays = [array for name, array in every.items() if names is None or name in names]
         longest = max(counts, default=0)
         out = [x.new_zeros(len(counts), capacity, *x.shape[2:]) for x in arrays]
         if longest:

@@ -67,8 +67,9 @@ class QuestLayer(PagedLayer):
         blocks = (pool.lengths + (P - 1)) // P
         # the newest page comes last and is the only one that is not full
         end = pool.lengths - (blocks - pages.shape[1]).clamp_(min=0) * P
-        table = pool.block_table.gather(1, pages.long())
-        return ops.decode(rotated, pool.k_pages, pool.v_pages, end, block_table=table, **softmax.options)[0]
+        arrays, table, _ = pool.snapshot()
+        table = table.gather(1, pages.long())
+        return ops.decode(rotated, arrays["keys"], arrays["values"], end, block_table=table, **softmax.options)[0]
 
     def choose(self, rotated: Tensor) -> Tensor:
         """The pages that one query per sequence reads, rotated [B, Hq, 1, D].
@@ -114,9 +115,9 @@ class QuestLayer(PagedLayer):
             first = torch.tensor(begins, dtype=torch.int32).to(device)
         places = first[:, None] + torch.arange(span, dtype=torch.int32, device=device)
         held = places * P < pool.lengths[:, None]
-        last = pool.block_table.shape[1] - 1
-        pages = torch.where(held, pool.block_table.gather(1, places.clamp(max=last).long()), 0)
-        keys = pool.k_pages[pages]
+        arrays, table, _ = pool.snapshot()
+        pages = torch.where(held, table.gather(1, places.clamp(max=table.shape[1] - 1).long()), 0)
+        keys = arrays["keys"][pages]
         # what lies behind a row's end may be any number
         slots = places[..., None] * P + torch.arange(P, dtype=torch.int32, device=device)
         keys = torch.where((slots < pool.lengths[:, None, None])[..., None], keys, keys[:, :, :1])

@@ -274,7 +274,8 @@ def _decoder_before(decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     _take_over(decoder.config)  # set_attn_implementation may have been called since
     if NOW.probe is not None:
         return None
-    NOW.current, outer = None, NOW.outer
+    NOW.current = NOW.layer = None  # of a pass that an error ended
+    outer = NOW.outer
     given = _named(decoder, args, kwargs)
     if outer is not None:  # it has made masks of its padding; there are none in a pass of ours
         given["attention_mask"] = outer.get("attention_mask")

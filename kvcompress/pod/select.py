@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
+from ..caches.choose import nan_error
 from ..hf.facts import Facts
 from ..pruners.base import Candidates, Pruner
 from .layer import PoDLayer
@@ -49,23 +50,19 @@ def _choose(layer: PoDLayer, facts: Facts, b: int, heads: list[int], pruner: Pru
     rows = [b * layer.keys.heads + head for head in heads]
     queries, valid = layer.recent.get()
     G = queries.shape[1] // layer.keys.heads
-    query_heads = [head * G + g for head in heads for g in range(G)]
-    last = queries[b : b + 1, query_heads, queries.shape[2] - valid[b] :]
+    asking = [head * G + g for head in heads for g in range(G)]
+    last = queries[b : b + 1, asking, queries.shape[2] - valid[b] :]
     seen, device = layer.next[b], queries.device
     places = torch.arange(seen - valid[b], seen, dtype=torch.int32, device=device)[None]
     rotated = rotary.rotate(last, places, seen, layer.rope_lengths[b : b + 1])
     offer = Candidates(
-        queries=rotated, keys=layer.keys.first_slots(rows, n)[None],
-        values=layer.values.first_slots(rows, n)[None] if pruner.uses_values else None, count=n,
-        chunk_length=valid[b], guide_length=0, softmax=layer.softmax.of_heads(query_heads), layer=layer.index,
-        whole=n == seen, unrotated=last, position=seen, rotary=rotary,
+        queries=rotated, keys=layer.keys.first_slots(rows, n)[None], count=n, chunk_length=valid[b], guide_length=0,
+        softmax=layer.softmax.of_heads(asking), layer=layer.index, whole=n == seen, unrotated=last, position=seen,
+        values=layer.values.first_slots(rows, n)[None] if pruner.uses_values else None, rotary=rotary,
     )  # fmt: skip
     scores = pruner.rank(offer, stay).scores[:, config.sinks : n - config.recent]
     if scores.isnan().any():
-        raise RuntimeError(
-            f"scores of {type(pruner).__name__} in layer {layer.index} hold NaN; that layer's keys or queries do, or "
-            "its pruner's scores are wrong"
-        )
+        raise nan_error(pruner, layer.index)
     far = ops.select_topk(scores.contiguous(), stay - config.window) + config.sinks
     near = torch.arange(n, dtype=torch.int32, device=device).expand(len(heads), -1)
     return torch.cat([near[:, : config.sinks], far, near[:, n - config.recent :]], 1)

@@ -46,6 +46,7 @@ KINDS = {  # families that differ in kind: fields of their configs
     "gemma3_text": {**ALTERNATING, "query_pre_attn_scalar": 16},
     "gemma2": {**ALTERNATING, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 2.0},
     "phi3": {"rope_parameters": {**PLAIN_ROTATION, "partial_rotary_factor": 0.5}},
+    "glm": {},  # pairs of neighbours rotate, half of a head
     "gpt_neox": {"num_key_value_heads": 4},
     "gpt_oss": {**ALTERNATING, **EXPERTS, "rope_parameters": PLAIN_ROTATION},
     "mixtral": {**EXPERTS, "sliding_window": None},

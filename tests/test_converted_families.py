@@ -31,6 +31,7 @@ from kvcompress.retrofit.gqa import convert_to_gqa
 METHODS = {
     "dmc": {},
     "window": {"window": 3},
+    "first neuron": {"neuron": 0},
     "uniform": {"omega": "uniform", "share_heads": "mean"},
     "dms": {"mode": "dms", "dms_window": 4},
     "pod": {"mode": "pod"},

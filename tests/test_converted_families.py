@@ -1,5 +1,7 @@
 """Models of families that differ in kind, converted to DMC, DMS and PoD: against plain loops, and in every use."""
 
+import copy
+
 import pytest
 import torch
 from dmc_definition import Logits, definition, local
@@ -23,6 +25,8 @@ from kvcompress.hf.attach import base_model, facts_of, is_attached
 from kvcompress.hf.method import KEYWORD, Pass
 from kvcompress.pod.kinds import kinds_of
 from kvcompress.pod.plan import lead_table
+from kvcompress.pod.similarity import measure_similarity
+from kvcompress.retrofit.gqa import convert_to_gqa
 
 METHODS = {
     "dmc": {},
@@ -315,3 +319,131 @@ def test_layers_that_share_must_rotate_alike(monkeypatch):
     pod.convert(model, pod.PoDConfig(((0, 0), (1, 1), (0, 0), (1, 1)), SINKS, RECENT))
     ids = random_ids(30, 2)
     torch.testing.assert_close(logits_of(model, ids, cache_of(model)), forward(model, ids), rtol=1e-3, atol=1e-3)
+
+
+@main
+def test_checkpointing_is_refused_where_a_pass_does_not_arrive(method, monkeypatch):
+    monkeypatch.setitem(KINDS, "nemotron", {})
+    model, ids = converted("nemotron", method).train(), random_ids(12, 2)
+    model(ids, labels=ids).loss.backward()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    with pytest.raises(ValueError, match="gradient checkpointing is not supported for NemotronModel"):
+        model(ids, labels=ids)
+
+
+def test_a_copy_of_the_pass_goes_not_unnoticed():
+    """What FSDP2 does to dataclasses among a layer's arguments."""
+    model, ids = converted("llama", "dmc"), random_ids(12, 2)
+    layer = model.model.layers[2]
+
+    def copied(module, args, kwargs):
+        other = copy.copy(kwargs[KEYWORD])
+        other.alpha, other.hard, other.bare = {}, {}, {}
+        return args, kwargs | {KEYWORD: other}
+
+    layer.register_forward_pre_hook(copied, with_kwargs=True)
+    forward(model, ids)
+    with pytest.raises(RuntimeError, match="no decisions were made in layer 2"):
+        dmc.last_decisions(model)
+
+
+# ---- what users see is of the converted layers, by the model's numbers ----
+
+
+def test_ratios_and_figures_are_of_converted_layers():
+    from kvcompress import plots
+
+    model, ids = converted("gemma3_text", "dmc"), random_ids(40, 2)
+    forward(model.train(), ids)
+    found = dmc.compression_ratios(dmc.last_decisions(model))
+    assert len(found["layers"]) == 2
+    loss, figures = dmc.DMCRecipe(anneal_steps=0).loss(model, 0)
+    assert figures["layers"] == [1, 3] and len(figures["ratio_layers"]) == 2
+    model.eval()
+    cache = cache_of(model, track=True)
+    logits_of(model, ids, cache)
+    assert cache.converted_layers == [1, 3] and len(cache.compression_ratio()) == 2
+    with pytest.raises(ValueError, match=r"layer must be one of \[1, 3\], which decide, got 0"):
+        cache.decisions(0)
+    assert cache.decisions(3).shape == (2, 2, 40)
+    axes = plots.head_ratios(cache)
+    axes.figure.canvas.draw()
+    assert [axes.xaxis.get_major_formatter()(x) for x in (0, 1)] == ["1", "3"]
+    plots.ratio_over_length(cache)
+    plots.decision_over_position(cache)
+    line = {"step": 1, "ratio_hard": 1.5, "ratio_layers": [[1.5, 2.0], [1.0, 1.5]], "layers": [1.0, 3.0]}
+    (panel,) = plots.ratios_over_training([line])
+    assert panel.xaxis.get_major_formatter()(1) == "3"
+
+
+def test_layers_are_compared_with_those_of_their_kind(monkeypatch):
+    monkeypatch.setitem(KINDS, "smollm3", {})
+    model = kind_model("smollm3", no_rope_layers=[1, 0, 1, 0])
+    measured = measure_similarity(model, [random_ids(40), random_ids(30)], queries=5)
+    assert measured.kinds == (0, 1, 0, 1)
+    sim = measured.similarity()
+    assert (sim[:, 0, [1, 3]] == 0).all() and (sim[:, 0, 2] > 0).all() and (sim[:, 1, 3] > 0).all()
+    windowed = kind_model("gemma3_text")
+    measured = measure_similarity(windowed, [random_ids(40)], queries=5)
+    assert measured.kinds == (None, 1, None, 1)
+    plan = pod.PoDPlan(
+        lead_table(measured.similarity(), 0.0, measured.kinds), SINKS, RECENT, query_heads=4, head_dim=16,
+        similarity=measured.similarity().tolist(), kinds=measured.kinds,
+    )  # fmt: skip
+    assert plan.lead == ((0, 0), (1, 1), (2, 2), (1, 1)) and plan.blocks(0) == [[1, 3]]
+    assert (plan.share, plan.dense_nbytes(10)) == (0.5, 2 * 2 * 2 * 10 * 16 * 2)
+    pod.convert(windowed, plan)
+    assert pod.state(windowed).config.lead == plan.lead
+    with pytest.raises(ValueError, match=r"lead\[2\]\[0\] must be 2 \(the layer itself"):
+        pod.PoDPlan(((0, 0), (1, 1), (0, 2), (1, 1)), SINKS, RECENT, query_heads=4, head_dim=16, kinds=measured.kinds)
+
+
+def test_a_measured_plan_of_some_layers_is_saved_and_refined(tmp_path):
+    model = kind_model("gemma3_text", num_hidden_layers=6, layer_types=ALTERNATING["layer_types"][:2] * 3)
+    lead, kinds = ((0, 0), (1, 1), (2, 2), (1, 3), (4, 4), (1, 3)), (None, 1, None, 1, None, 1)
+    plan = pod.PoDPlan(lead, SINKS, RECENT, query_heads=4, head_dim=16, kinds=kinds)
+    assert pod.PoDPlan.load(plan.save(tmp_path / "plan.json")) == plan
+    ids, losses = random_ids(40), {}
+    for border in (3, 5):  # the one move of a border that there is
+        table = [list(row) for row in lead]
+        table[3][1], table[5][1] = (3, 3) if border == 3 else (1, 5)
+        moved = kind_model("gemma3_text", num_hidden_layers=6, layer_types=ALTERNATING["layer_types"][:2] * 3)
+        pod.convert(moved, pod.PoDConfig(table, SINKS, RECENT))
+        losses[border] = moved(ids, labels=ids).loss.item()
+    refined = pod.refine(model, plan, [ids[0]], rounds=1)
+    assert refined.kinds == kinds
+    assert refined.lead[5][1] == min(losses, key=losses.get)
+
+
+# ---- averaged KV heads ----
+
+
+@pytest.mark.parametrize("kind", ["gemma3_text", "gpt_oss", "mixtral"])
+def test_heads_of_other_families_are_averaged(kind, tmp_path):
+    model, ids = kind_model(kind), random_ids(20, 2)
+    for layer in model.model.layers:
+        for name in ("k_proj", "v_proj"):
+            for parameter in getattr(layer.self_attn, name).parameters():
+                parameter.data[16:] = parameter.data[:16]
+    expected = forward(model, ids)
+    torch.testing.assert_close(forward(convert_to_gqa(model, 1), ids), expected, rtol=1e-3, atol=1e-3)
+    with kvcompress.attach(model, verify=True):
+        assert {x.kv_heads for x in facts_of(base_model(model)).values()} == {1}
+    model.save_pretrained(tmp_path)
+    assert torch.equal(forward(AutoModelForCausalLM.from_pretrained(tmp_path), ids), forward(model, ids))
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "reason"),
+    [
+        ("phi3", {}, "each must come from a linear layer of its own"),
+        ("olmo2", {}, "norms all heads of its keys together"),
+        ("deepseek_v3", LATENT | {"v_head_dim": 24}, "each must come from a linear layer of its own"),
+    ],
+)
+def test_heads_that_cannot_be_averaged_are_refused(kind, settings, reason, monkeypatch):
+    monkeypatch.setitem(KINDS, kind, {})
+    model = kind_model(kind, **settings)
+    with pytest.raises(ValueError, match=reason):
+        convert_to_gqa(model, 1)
+    assert model.config.num_key_value_heads == settings.get("num_key_value_heads", 2)

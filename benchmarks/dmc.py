@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from common import Row, alternate, options, report
-from kvcompress.caches.dmc import DMCLayer
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding

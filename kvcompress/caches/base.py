@@ -62,6 +62,7 @@ class CompressedCache(RecurrentStates, Cache, PassCache):
         self._batch = 0
         self._incomplete = False  # a pass or a prompt has begun and not ended
         self._repeated = 0
+        self._columns_read = 0  # columns of a prompt that kvcompress.prefill is reading, so far
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"facts": None}  # the model's: found again when it is used
@@ -217,8 +218,10 @@ class CompressedCache(RecurrentStates, Cache, PassCache):
             if current.padded:  # sequences grew unequally: crop would not know by how much
                 self.fixed = self.seen
             self._incomplete = False
+        else:
+            self._columns_read += max(current.kept)
         for layer in self.own:
-            layer.seen = self.seen
+            layer.seen = self.get_seq_length()
 
     def _check_sliced(self, call: Call) -> None:
         """Refuses what generate makes of fewer ids than the cache has seen: it slices them from the wrong end."""
@@ -277,7 +280,7 @@ class CompressedCache(RecurrentStates, Cache, PassCache):
             )
 
     def mark_incomplete(self, incomplete: bool = True) -> None:
-        self._incomplete, self._repeated = incomplete, 0
+        self._incomplete, self._repeated, self._columns_read = incomplete, 0, 0
 
     def _counts(self, batch: int, columns: int, mask: Tensor | None) -> tuple[int, ...]:
         # a decode step on a GPU does not wait for the device: its column is a token in every sequence
@@ -350,12 +353,12 @@ class CompressedCache(RecurrentStates, Cache, PassCache):
             elif isinstance(layer, CompressedLayer):
                 self.layers[index] = self._new_layer(index, layer.number)
         self._reset_states()
-        self.seen, self.fixed, self._batch, self._incomplete, self._repeated = 0, 0, 0, False, 0
+        self.seen, self.fixed, self._batch, self._incomplete, self._repeated, self._columns_read = 0, 0, 0, False, 0, 0
 
     # ---- what transformers asks ----
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        return self.seen
+        return self.seen + self._columns_read
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         return self.seen + query_length, 0

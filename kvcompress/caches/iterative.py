@@ -177,25 +177,25 @@ class IterativeCache(CompressedCache):
         self.policy.check_guide()
 
     def begin_prompt(self, plans: list[Plan], guide_length: int) -> None:
-        layers, facts = self.compressing, self.facts or Facts()
-        self.read = self.read or [0] * len(plans)
+        layers, facts = self.compressing, self.facts
+        assert facts is not None
+        self.read, self.largest_context = self.read or [0] * len(plans), 0
+        if not layers:
+            return
         contexts, pages = [0], 0
-        stored = (layers[0].stored_lengths() if layers else []) or [[0]] * len(plans)
+        stored, heads = layers[0].stored_lengths() or [[0]] * len(plans), max(facts[x.index].kv_heads for x in layers)
         for b, (row, plan) in enumerate(zip(stored, plans, strict=True)):
             held, dense = max(row, default=0), self._is_dense(b, plan)
             largest = map(max, zip(*plan.layer_memory, strict=True))
             for chunk, memory in zip(plan.chunks, largest, strict=True):
                 contexts.append(held + chunk + guide_length)
                 held = held + chunk if dense else min(memory, held + chunk)
-            heads = max((facts[layer.index].kv_heads for layer in layers if layer.index in facts), default=1)
             pages += heads * self.pool_settings.blocks(held)
-        if layers and isinstance(self.budget, Uniform) and self.adaptive is None:
+        if isinstance(self.budget, Uniform) and self.adaptive is None:
             self.pool_settings.check(pages)
-        self.largest_context = 0
-        if layers:
-            self._note_context(max(contexts))
+        self._note_context(max(contexts))
         for layer in layers:
-            layer.begin_prompt(facts.get(layer.index), self.read)
+            layer.begin_prompt(facts[layer.index], self.read)
 
     def _note_context(self, keys: int) -> None:
         """Warns, once for a prompt, where more keys are in sight than the model was trained for."""

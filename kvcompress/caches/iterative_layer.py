@@ -187,22 +187,22 @@ class IterativeLayer(CompressedLayer):
 
     # ---- a prompt begins and ends ----
 
-    def begin_prompt(self, facts: LayerFacts | None, read: list[int]) -> None:
+    def begin_prompt(self, facts: LayerFacts, read: list[int]) -> None:
         """A prompt begins; in a conversation, what is held becomes unrotated memory again. read: tokens of each
         sequence so far."""
         pages, pool = self.pages, self.pages.pool
-        if pool is None or facts is None:
+        if pool is None:
             return
-        positions = None
+        split = None
         if isinstance(pages, PrunedLayer):
             pages.count_votes(facts)  # of the queries that came after the last prompt
-            positions = pages.far.split
+            split = pages.far.split
         counts = pool.counts
         k, v = pool.gather(max(counts))
         slots = torch.arange(k.shape[1], dtype=torch.int32, device=k.device)
         places = slots.expand(len(k), -1) if pages.shift is None else slots + pages.shift[:, None]
-        if positions is not None:
-            places = torch.where(slots < positions[:, None], slots, places)
+        if split is not None:
+            places = torch.where(slots < split[:, None], slots, places)
         bound, lengths = max(*pages.next, 0) + k.shape[1], spread(pages.rope_lengths, pages.heads)
         k = facts.key_rotary.unrotate(k[:, None], bound, lengths, places.contiguous())[:, 0]
         origins = self._origins_of(read, counts, slots, pages.heads) if self.reading.track else None

@@ -219,7 +219,7 @@ class QuestCache(CompressedCache):
         self.pool_settings = PoolSettings(page_size, max_pages, grow)
         self.token_budget, self.dense_layers, self.chunk_size = token_budget, dense_layers, chunk_size
         self.pages_read = max(_LEAST_PAGES, token_budget // page_size)
-        self._reading: list[int] = []  # tokens of each sequence of the prompt that is being read
+        self._prompt_lengths: list[int] = []  # tokens of each sequence of the prompt that is being read
         super().__init__(config)
 
     def _new_layer(self, index: int, number: int) -> QuestLayer:
@@ -232,16 +232,16 @@ class QuestCache(CompressedCache):
         raise ValueError("guide has no effect with QuestCache, which keeps every token")
 
     def begin_prompt(self, plans: list[Plan], guide_length: int) -> None:
-        self._reading = [sum(plan.chunks) for plan in plans]
+        self._prompt_lengths = [sum(plan.chunks) for plan in plans]
         assert self.facts is not None
         for layer in self.compressing:
             if layer.pool is None:
-                layer.check_pages(self._reading, self.facts[layer.index])
+                layer.check_pages(self._prompt_lengths, self.facts[layer.index])
             else:
-                layer.pool.reserve(layer._per_row(self._reading))
+                layer.pool.reserve(layer._per_row(self._prompt_lengths))
 
     def end_prompt(self, columns: int) -> None:
         self.seen += columns
-        if len(set(self._reading)) > 1:  # sequences grew unequally: crop would not know by how much
+        if len(set(self._prompt_lengths)) > 1:  # sequences grew unequally: crop would not know by how much
             self.fixed = self.seen
-        self._reading = []
+        self._prompt_lengths = []

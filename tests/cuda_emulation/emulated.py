@@ -407,8 +407,8 @@ class Kernels:
         self, queries, keys, values, *, causal=True, window=None, sinks=0, complement=False, key_bias=None,
         lengths=None, scale=None, softcap=None, sink_logits=None, grads=None, views=torch.empty_like,
     ):  # fmt: skip
-        """(out, lse); with grads = (dout, dlse or None) also (dq, dk, dv, dkey_bias), and dsink_logits with
-        sink_logits. views makes the output tensors from one of their shape."""
+        """(out, lse); with grads = (dout, dlse or None) also (dq, dk, dv, dkey_bias), with sink_logits dsink_logits.
+        views makes the output tensors from one of their shape."""
         B, Hq, S, D = queries.shape
         Hkv, T = keys.shape[1:3]
         out, lse = views(queries.contiguous()), torch.full((B, Hq, S), 77.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -118,9 +119,16 @@ class PoDLayer(CompressedLayer):
     # ---- attention ----
 
     def attend(self, step: CachePass, queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax) -> Tensor:
-        facts, counts, S = step.facts[self.index], step.counts, keys.shape[2]
         if self.keys is None:
             self._open(step, queries, keys)
+        with ExitStack() as locks:  # a fork in another thread may move pages, and the tables after them
+            for layer in (self, *(step.layers[lead] for lead, _ in self.groups if lead not in (-1, self.index))):
+                for rows in (layer.keys, layer.values):
+                    locks.enter_context(rows.pool.store.lock)
+            return self._attend(step, queries, keys, values, softmax)
+
+    def _attend(self, step: CachePass, queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax) -> Tensor:
+        facts, counts, S = step.facts[self.index], step.counts, keys.shape[2]
         assert self.keys is not None and self.values is not None and self.places is not None
         positions, bound = step_positions(self.places, counts, S), max(self.next) + S
         one, config = S == 1 and min(counts) == 1, self.config

@@ -1,6 +1,6 @@
 /* The gates of DMC: decisions, importance, and the bias that hides overwritten keys. */
 #include "philox.h"
-#include "tile.h"
+#include "kernel.h"
 
 #include <math.h>
 

@@ -5,7 +5,7 @@
  */
 #ifndef KVC_LANES_H
 #define KVC_LANES_H
-#include "tile.h"
+#include "kernel.h"
 
 enum {
     KVC_LANES_KEYS = 128,       /* keys per step at most */

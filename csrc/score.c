@@ -10,7 +10,7 @@
  * would be slower than the products. Columns add up by groups of GROUP rows in order, the groups in double (H2O sums
  * over thousands of rows), and a pass is whole groups, so the cut into passes changes no bit either.
  */
-#include "tile.h"
+#include "kernel.h"
 
 #include <math.h>
 #include <stddef.h>

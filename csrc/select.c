@@ -1,5 +1,5 @@
 /* Which keys stay: top-k of each row's scores. */
-#include "tile.h"
+#include "kernel.h"
 
 #include <stddef.h>
 #include <string.h>

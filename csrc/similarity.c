@@ -6,7 +6,7 @@
  * float, everything across tiles in double; each row is reduced by one thread in the order of the tiles, so neither
  * threads nor the slabs change a bit.
  */
-#include "tile.h"
+#include "kernel.h"
 
 #include <math.h>
 #include <string.h>

@@ -15,7 +15,7 @@ from .hf.method import KEYWORD, method_of
 from .logits import LogitsSink
 from .planner import Plan
 from .progress import Progress, showing
-from .prompts import Columns, Prompt, Stream, TokenIds, as_stream
+from .token_sources import Columns, Prompt, Stream, TokenIds, as_stream
 
 _LOGITS = 1 << 24  # logits are computed for as many rows at a time as make so many numbers
 

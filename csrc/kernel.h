@@ -1,6 +1,6 @@
 /* What the kernels share: running ranges, addressing views, and packing queries and keys for simd.h's logits. */
-#ifndef KVC_TILE_H
-#define KVC_TILE_H
+#ifndef KVC_KERNEL_H
+#define KVC_KERNEL_H
 #include "simd.h"
 
 #include <math.h>

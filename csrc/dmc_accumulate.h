@@ -1,7 +1,7 @@
 /* What the accumulation of DMC with a full history and the one with a window share. */
-#ifndef KVC_DMC_H
-#define KVC_DMC_H
-#include "tile.h"
+#ifndef KVC_DMC_ACCUMULATE_H
+#define KVC_DMC_ACCUMULATE_H
+#include "kernel.h"
 
 /* Whether the window leaves anything out. */
 static inline int dmc_windowed(int64_t T, int64_t window) {

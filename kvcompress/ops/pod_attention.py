@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -48,7 +50,7 @@ def pod_attention(
         )
     need(isinstance(recent, int) and recent >= 1, f"recent must be an integer of at least 1, got {recent!r}")
     need(isinstance(sinks, int) and sinks >= 0, f"sinks must be an integer of at least 0, got {sinks!r}")
-    logits = {"window": recent, "sinks": sinks, "lengths": lengths, "scale": scale, "softcap": softcap}
+    logits: dict[str, Any] = {"window": recent, "sinks": sinks, "lengths": lengths, "scale": scale, "softcap": softcap}
     near = attention(queries, keys, values, sink_logits=sink_logits, **logits)
     if keys.shape[2] <= sinks + recent:  # nothing is distant
         return *near, torch.ones_like(near[1])

@@ -61,7 +61,7 @@ def read(config, name, value):
         (lambda: PoDConfig([[0, 0], [True, 1]]), r"lead\[1\]\[0\] must be a layer, got True"),
         (lambda: PoDConfig(None), "lead must be"),
         (lambda: DMCConfig(temperature=1e-320), "temperature must be a number between 1e-06 and 1000000.0, got 1e-320"),
-        (lambda: DMCConfig(neuron=256), "neuron must be at most 255, got 256"),
+        (lambda: DMCConfig(neuron=512), "neuron must be at most 511, got 512"),
         (lambda: DMCConfig(window=65), "window must be at most 64, got 65"),
         (lambda: DMCConfig(dms_window=2**31 - 1), "dms_window must be at most 2147483646, got 2147483647"),
         (lambda: DMCConfig(stride=0), "stride must be at least 1, got 0"),

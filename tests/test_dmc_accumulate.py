@@ -46,7 +46,8 @@ def check(tensors, **options):
             raise AssertionError(f"{name}: {error}") from None
 
 
-SHAPES = [(1, 1, 1, 16), (2, 3, 5, 33), (1, 2, 64, 64), (2, 2, 130, 80), (1, 2, 65, 128), (1, 1, 63, 256), (1, 1, 7, 1)]
+SHAPES = [(1, 1, 1, 16), (2, 3, 5, 33), (1, 2, 64, 64), (2, 2, 130, 80), (1, 2, 65, 128), (1, 1, 63, 256), (1, 1, 7, 1),
+          (1, 2, 70, 512), (1, 1, 9, 301)]  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

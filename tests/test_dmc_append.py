@@ -114,7 +114,7 @@ def test_appends_as_the_reference_and_writes_no_shared_page(data, page_size, S, 
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("D", [1, 16, 33, 128, 256])
+@pytest.mark.parametrize("D", [1, 16, 33, 128, 256, 512, 301])
 def test_dtypes_and_head_dims_as_the_reference(simd, dtype, D):
     B, H, S, P, rotary = 2, 2, 150, 16, D // 4 * 2
     cos, sin = tables(S, rotary)

@@ -96,7 +96,9 @@ def check(kernels, reference, tensors, views=torch.empty_like, **options):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(1, 1, 1, 16), (2, 3, 5, 33), (1, 2, 70, 80), (1, 1, 65, 256), (1, 1, 9, 1)])
+@pytest.mark.parametrize(
+    "shape", [(1, 1, 1, 16), (2, 3, 5, 33), (1, 2, 70, 80), (1, 1, 65, 256), (1, 1, 9, 1), (1, 1, 9, 512)]
+)
 def test_shapes_and_dtypes_as_the_reference(kernels, reference, dtype, shape):
     tensors = inputs(*shape, dtype)
     B, H, _, D = shape

@@ -4,11 +4,12 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from helpers import FAMILIES, attached, random_ids, tiny_model
+from helpers import FAMILIES, attached, forward, kind_model, random_ids, tiny_model
 from transformers import BatchEncoding
 
 import kvcompress
-from kvcompress import IterativeCache, StreamingCache, attach, detach
+from kvcompress import IterativeCache, PrunedCache, StreamingCache, attach, detach
+from kvcompress.pruners import H2O
 
 families = pytest.mark.parametrize("family", FAMILIES)
 
@@ -151,6 +152,24 @@ def test_a_cache_filled_in_inference_mode_is_used_outside(kind):
         kvcompress.prefill(model, ids[:, :30], cache)
         model(ids[:, 29:35], past_key_values=cache)
     assert torch.equal(kvcompress.generate(model, ids, cache, max_new_tokens=70, do_sample=False), dense)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
+@pytest.mark.parametrize("name", ["streaming", "iterative", "pruned"])
+def test_beams_in_inference_mode_change_nothing(kind, name):
+    model, ids = kind_model(kind), random_ids(30, 2)
+    caches = {
+        "streaming": lambda: StreamingCache(model.config, window_size=9),
+        "iterative": lambda: IterativeCache(model.config, memory_size=10, chunk_size=7, every=3),
+        "pruned": lambda: PrunedCache(model.config, H2O(), 10, every=3),
+    }
+    settings = {"num_beams": 3, "max_new_tokens": 8, "do_sample": False}
+    attach(model)
+    expected = kvcompress.generate(model, ids, caches[name](), **settings)
+    with torch.inference_mode():
+        cache = caches[name]()
+        assert torch.equal(kvcompress.generate(model, ids, cache, **settings), expected)
+    forward(model, torch.full((6, 1), 5), past_key_values=cache)
 
 
 def test_a_model_that_is_not_attached_says_so():

@@ -320,6 +320,30 @@ def test_a_multimodal_model_reads_text():
     assert torch.equal(model(ids, **given, past_key_values=DynamicCache(config=model.config)).logits, dense)
 
 
+@pytest.mark.parametrize("which", ["the same model", "its inner model", "its decoder", "another model"])
+@torch.no_grad()
+def test_an_interrupted_pass_leaves_nothing_to_the_next(which):
+    model, other = multimodal_model(), multimodal_model()
+    following = {"the same model": model, "its inner model": model.model, "its decoder": base_model(model)}
+    follows = following.get(which, base_model(other))  # of the same weights
+    ids, mask = left_padded([random_ids(n, seed=n) % 80 + 2 for n in (30, 17)])
+
+    def hidden(cache):
+        return follows(ids, attention_mask=mask, past_key_values=cache, use_cache=True)[0][mask == 1]
+
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    dense = hidden(DynamicCache(config=model.config))
+    with attach(model), attach(other):
+        for make in (DynamicCache, QuestCache):
+            hook = base_model(model).layers[1].register_forward_pre_hook(interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                model(ids[:, :12], attention_mask=torch.ones(2, 12), past_key_values=QuestCache(model.config))
+            hook.remove()
+            torch.testing.assert_close(hidden(make(config=model.config)), dense, rtol=1e-4, atol=1e-4)
+
+
 @torch.no_grad()
 def test_images_that_are_read_in_both_directions_are_refused():
     model = multimodal_model()

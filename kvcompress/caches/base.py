@@ -389,6 +389,7 @@ class CompressedCache(RecurrentStates, Cache, PassCache):
             return self.own[0].update()
         return noted_update(*args, **kwargs)
 
+    @torch.inference_mode(False)
     def select_sequences(self, indices: list[int]) -> None:
         """Keeps copies of the given sequences in this order."""
         for layer in self.own:

@@ -261,6 +261,7 @@ class IterativeCache(CompressedCache):
         super().crop(tokens_to_remove)
         self.read = [read + tokens_to_remove for read in self.read]
 
+    @torch.inference_mode(False)
     def select_sequences(self, indices: list[int]) -> None:
         super().select_sequences(indices)
         self.read = [self.read[b] for b in indices] if self.read else []

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -90,10 +90,11 @@ def seam_of(decoder: nn.Module) -> Seam | None:
 def open_seam(model: nn.Module, decoder: nn.Module) -> Seam:
     """Puts the hooks on a decoder, and on the multimodal models around it."""
     seam = Seam()
-    for around in model.modules():
+    for depth, around in enumerate(model.modules()):
         if isinstance(around, PreTrainedModel) and around.config is not decoder.config and decoder in around.modules():
-            seam.hooks.append(around.register_forward_pre_hook(_Outer(decoder).before, with_kwargs=True))
-            seam.hooks.append(around.register_forward_hook(_Outer(decoder).after, with_kwargs=True, always_call=True))
+            outer = _Outer(decoder, depth)
+            seam.hooks.append(around.register_forward_pre_hook(outer.before, with_kwargs=True))
+            seam.hooks.append(around.register_forward_hook(outer.after, with_kwargs=True, always_call=True))
     seam.hooks.append(decoder.register_forward_pre_hook(_decoder_before, with_kwargs=True))
     seam.hooks.append(decoder.register_forward_hook(_decoder_after, with_kwargs=True, always_call=True))
     for module in decoder.modules():
@@ -275,8 +276,10 @@ def _decoder_before(decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     if NOW.probe is not None:
         return None
     NOW.current = NOW.layer = None  # of a pass that an error ended
-    outer = NOW.outer
     given = _named(decoder, args, kwargs)
+    if not _goes_on(NOW.outer, decoder, given):
+        NOW.outer = None
+    outer = NOW.outer
     if outer is not None:  # it has made masks of its padding; there are none in a pass of ours
         given["attention_mask"] = outer.get("attention_mask")
     seam, cache, method = seam_of(decoder), given.get("past_key_values"), method_of(decoder)
@@ -375,16 +378,20 @@ def _check_checkpointing(decoder: Any, seam: Seam) -> None:
 
 @dataclass(frozen=True)
 class _Outer:
-    """Hooks of a model that makes masks itself and hands them to its decoder."""
+    """Hooks of a model that makes masks itself and hands them to its decoder. depth: greater than those around it."""
 
     decoder: nn.Module
+    depth: int
 
     @torch.compiler.disable
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = _named(module, args, kwargs)
-        if NOW.outer is None and NOW.probe is None and self._is_ours(given):
+        given, outer = _named(module, args, kwargs), NOW.outer
+        if NOW.probe is not None or (_goes_on(outer, self.decoder, given) and outer["hooks"].depth < self.depth):
+            return
+        NOW.current = NOW.layer = NOW.outer = None  # Ctrl-C runs no hook behind a pass
+        if self._is_ours(given):
             _take_over(self.decoder.config)
-            NOW.outer = given | {"module": module}
+            NOW.outer = given | {"module": module, "hooks": self}
 
     def _is_ours(self, given: dict[str, Any]) -> bool:
         return isinstance(given.get("past_key_values"), PassCache) or method_of(self.decoder) is not None
@@ -393,6 +400,14 @@ class _Outer:
     def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if NOW.outer is not None and NOW.outer["module"] is module:
             NOW.outer = None
+
+
+def _goes_on(outer: dict[str, Any] | None, decoder: nn.Module, given: dict[str, Any]) -> TypeGuard[dict[str, Any]]:
+    """Whether a call with these arguments is part of that pass, which may be one that Ctrl-C ended."""
+    if outer is None or outer["hooks"].decoder is not decoder:
+        return False
+    cache = outer.get("past_key_values")
+    return not isinstance(cache, PassCache) or cache is given.get("past_key_values")
 
 
 def _check_causal(outer: dict[str, Any], kwargs: dict[str, Any]) -> None:

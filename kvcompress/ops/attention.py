@@ -15,6 +15,7 @@ from ..checks import (
     need_scale,
     need_sink_logits,
     need_softcap,
+    need_tensors,
 )
 from .native import MAX_HEAD_DIM, native
 
@@ -55,6 +56,7 @@ def attention(
     """
     need_float("queries", queries, 4, "[B, Hq, S, D]")
     need_float("keys", keys, 4, "[B, Hkv, T, D]")
+    need_tensors(values=values)
     B, Hq, S, D = queries.shape
     Hkv, T = keys.shape[1:3]
     need(keys.shape[0] == B and keys.shape[3] == D, f"keys must be [{B}, Hkv, T, {D}], got shape {tuple(keys.shape)}")
@@ -69,6 +71,7 @@ def attention(
     need(window is not None or not complement, "complement needs a window")
     need(sinks >= 0, f"sinks must be at least 0, got {sinks}")
     if key_bias is not None:
+        need_tensors(key_bias=key_bias)
         need(key_bias.dtype == torch.float32, f"key_bias must be float32, got {key_bias.dtype}")
         need(tuple(key_bias.shape) == (B, Hkv, T), f"key_bias must be {(B, Hkv, T)}, got shape {tuple(key_bias.shape)}")
     need_int32("lengths", lengths, (B,))

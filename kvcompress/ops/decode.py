@@ -19,6 +19,7 @@ from ..checks import (
     need_sink_logits,
     need_softcap,
     need_tensor,
+    need_tensors,
 )
 from ..no_gradient import without_gradient
 from .native import MAX_HEAD_DIM, native
@@ -61,6 +62,7 @@ def decode(
     """
     need_float("queries", queries, 4, "[B, Hq, S, D]")
     need_float("k_pages", k_pages, 3, "[pages, P, D]")
+    need_tensors(v_pages=v_pages, end=end)
     B, Hq, _, D = queries.shape
     need(k_pages.shape[2] == D, f"k_pages must have head dim {D}, got {k_pages.shape[2]}")
     need(1 <= D <= MAX_HEAD_DIM, f"queries must have a head dim between 1 and {MAX_HEAD_DIM}, got {D}")
@@ -85,11 +87,13 @@ def decode(
     if block_table is None:
         need(k_pages.shape[0] >= R, f"k_pages must hold one page for each of {R} rows, got {k_pages.shape[0]}")
     else:
+        need_tensors(block_table=block_table)
         need(block_table.ndim == 2, f"block_table must be [R, blocks], got shape {tuple(block_table.shape)}")
         need_int32("block_table", block_table, (R, block_table.shape[1]))
         need(P > 0 and P & (P - 1) == 0, f"k_pages must have a page size that is a power of two, got {P}")
     if value_table is not None:
         need(block_table is not None, "value_table needs a block_table")
+        need_tensors(value_table=value_table)
         need(value_table.ndim == 2, f"value_table must be [R, blocks], got shape {tuple(value_table.shape)}")
         need_int32("value_table", value_table, (R, value_table.shape[1]))
     need_device(

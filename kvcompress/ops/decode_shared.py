@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from ..checks import dense, dense_last, need, need_device, need_float, need_int32
+from ..checks import dense, dense_last, need, need_device, need_float, need_int32, need_sequence, need_tensors
 from ..no_gradient import without_gradient
 from .decode import need_probabilities
 from .native import MAX_HEAD_DIM, native
@@ -40,7 +40,9 @@ def decode_shared(
     columns, NotImplementedError if a backward pass comes here.
     Source: PoD, section 2.3, equation 4.
     """
+    need_sequence("near", near, "(out, lse)")
     out, near_lse = near
+    need_tensors(near_lse=near_lse, far_lse=far_lse, v_pages=v_pages, begin=begin, end=end, block_table=block_table)
     need_float("near", out, 4, "[B, Hq, 1, D]")
     B, Hq, S, D = out.shape
     need(S == 1, f"near must be of one query per head, [B, Hq, 1, D], got shape {tuple(out.shape)}")

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks import need, need_device
+from ..checks import MOST_INT32, need, need_device, need_integer, need_tensors
 from .attention import attention
 from .merge import merge_states
 
@@ -39,6 +39,7 @@ def pod_attention(
     attention does.
     Source: PoD, section 2.2, equations 3 and 4.
     """
+    need_tensors(queries=queries, keys=keys, values=values, lead_queries=lead_queries, lead_keys=lead_keys)
     for name, x, like, own in (
         ("lead_queries", lead_queries, queries, "queries"),
         ("lead_keys", lead_keys, keys, "keys"),
@@ -48,8 +49,8 @@ def pod_attention(
             x.shape == like.shape and x.dtype == like.dtype,
             f"{name} must be {like.dtype} {tuple(like.shape)} as {own}, got {x.dtype} {tuple(x.shape)}",
         )
-    need(isinstance(recent, int) and recent >= 1, f"recent must be an integer of at least 1, got {recent!r}")
-    need(isinstance(sinks, int) and sinks >= 0, f"sinks must be an integer of at least 0, got {sinks!r}")
+    need_integer("recent", recent, 1, MOST_INT32)
+    need_integer("sinks", sinks, 0, MOST_INT32)
     logits: dict[str, Any] = {"window": recent, "sinks": sinks, "lengths": lengths, "scale": scale, "softcap": softcap}
     near = attention(queries, keys, values, sink_logits=sink_logits, **logits)
     if keys.shape[2] <= sinks + recent:  # nothing is distant

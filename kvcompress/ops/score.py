@@ -64,6 +64,10 @@ def window_scores(
     need(Hkv > 0 and Hq % Hkv == 0, f"queries have {Hq} heads, which the keys' {Hkv} heads do not divide")
     need(W >= 1, f"queries must hold at least 1 token, got {W}")
     skip_last = W if skip_last is None else skip_last
+    for name, value in (
+        ("skip_last", skip_last), ("mask_first", mask_first), ("mask_last", mask_last), ("kernel_size", kernel_size),
+    ):  # fmt: skip
+        need(isinstance(value, int), f"{name} must be an integer, got {value!r}")
     need(T >= W, f"keys must be at least as many as the window's {W} queries, got {T}")
     need(0 <= skip_last < T, f"keys must be longer than skip_last = {skip_last} (default: the window), got {T}")
     for name, masked in (("mask_first", mask_first), ("mask_last", mask_last)):

@@ -136,7 +136,7 @@ class _RecordingPass(_NearPass):
         super().__init__(facts)
         self.kinds, self.last = kinds, queries
         self.held: dict[int, tuple[Tensor, Tensor]] = {}  # by kind: queries [n, Hq, q, D], keys [n, Hkv, T, D]
-        self.scales: dict[int, float] = {}
+        self.softmax: dict[int, Softmax] = {}
 
     def layers(self, kind: int) -> list[int]:
         return [layer for layer, own in enumerate(self.kinds) if own == kind]
@@ -147,8 +147,8 @@ class _RecordingPass(_NearPass):
         if kind not in self.held:
             n = len(self.layers(kind))
             self.held[kind] = queries.new_empty(n, *queries.shape), keys.new_empty(n, *keys.shape)
-            self.scales[kind] = softmax.scale
-        scale = self.scales[kind]
+            self.softmax[kind] = softmax.rest
+        scale = self.softmax[kind].scale
         need(softmax.scale == scale, f"layers must scale their logits alike, got {scale} and {softmax.scale}")
         place = self.layers(kind).index(layer)
         self.held[kind][0][place], self.held[kind][1][place] = queries, keys
@@ -157,7 +157,7 @@ class _RecordingPass(_NearPass):
         """float64 [Hq, L, L], summed over rows, and how many those are; 1 for layers that cannot be compared."""
         found, rows = None, 0
         for kind, (queries, keys) in self.held.items():
-            sums, rows = ops.layer_similarity(queries, keys, scale=self.scales[kind], **masked)
+            sums, rows = ops.layer_similarity(queries, keys, **self.softmax[kind].options, **masked)
             if found is None:
                 L = len(self.kinds)
                 found = sums.new_full((sums.shape[0], L, L), rows).cpu() * (1 - torch.eye(L, dtype=sums.dtype))

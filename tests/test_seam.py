@@ -102,6 +102,13 @@ def test_what_was_learned_is_verified(kind):
         pass
 
 
+@pytest.mark.parametrize("kind", ["llama", "llama4_text"])
+def test_autocast_changes_nothing_of_what_is_learned(kind):
+    model = model_of(kind, **({"intermediate_size_mlp": 96, "num_local_experts": 2} if kind == "llama4_text" else {}))
+    with torch.autocast("cpu", torch.bfloat16), attach(model, verify=True):
+        pass
+
+
 def test_verifying_names_the_first_layer_that_differs():
     model = tiny_model()
     with attach(model):

@@ -256,9 +256,14 @@ class CompressedCache(RecurrentStates, Cache, PassCache):
     def activate_past_recording(self) -> None:
         """Assisted decoding begins: tokens must be able to go back."""
         if not self.is_croppable:
+            if self.recurs or any(isinstance(layer, LocalLayer) for layer in self.own):
+                raise NotImplementedError(
+                    "assisted decoding is not supported for a model with recurrent layers, or with layers that see a "
+                    "window or a chunk: what has left those cannot come back"
+                )
             raise NotImplementedError(
                 f"assisted decoding is not supported by {type(self).__name__}: what it dropped cannot come back; "
-                "IterativeCache can, for a model that is not converted"
+                "IterativeCache without every can, for a model that is not converted"
             )
         self._repeated = self.seen
 

@@ -140,7 +140,7 @@ def _learned(model: nn.Module, decoder: Any) -> tuple[Facts, bool]:
         layers = cache_layers(decoder.config)
         takes = any(x.kind is inspect.Parameter.VAR_KEYWORD for x in parameters.values())
         given: dict[str, Any] = {KEYWORD: probe} if takes else {}
-        with evaluating(decoder):
+        with evaluating(decoder), torch.autocast(torch.device(device).type, enabled=False):
             NOW.probe = probe
             cache = NotedCache(decoder.config, keeps=False, note=probe.updated)
             decoder(input_ids=tokens.expand(ROWS, -1), past_key_values=cache, use_cache=True, **given)

@@ -55,7 +55,7 @@ def verify_layers(decoder: Any, facts: Facts) -> None:
         dense[layer] = out
 
     ours = WholePass(facts)
-    with evaluating(decoder):
+    with evaluating(decoder), torch.autocast(torch.device(device).type, enabled=False):
         try:
             NOW.watcher = watch
             decoder(input_ids=ids[None], past_key_values=NotedCache(decoder.config, keeps=True), use_cache=True)

@@ -171,7 +171,7 @@ def prefill(
                         ids[b, width - counts[b] :] = torch.cat([prompt.take(b, chunk).to(device), tail])
                 step = cache.open(facts, counts, width, Iteration(memory, width_of_tail, whole))
                 first = [a + b for a, b in zip(past, read, strict=True)]
-                given = _places(first, counts, width, device) | {KEYWORD: step}
+                given = _places(first, counts, width, device, facts.takes_positions) | {KEYWORD: step}
                 out = decoder(input_ids=ids, past_key_values=cache, use_cache=True, **given)
                 if logits is not None:
                     end = width - width_of_tail
@@ -188,9 +188,18 @@ def prefill(
     return cache
 
 
-def _places(first: list[int], counts: list[int], width: int, device: torch.device) -> dict[str, Tensor]:
+def _places(
+    first: list[int], counts: list[int], width: int, device: torch.device, told: bool
+) -> dict[str, Tensor]:  # fmt: skip
     """position_ids of the tokens in a chunk, for families that use them beside rotation, and the attention_mask where
-    there is padding, for layers that recur."""
+    there is padding, for layers that recur. told: whether the family wants to be told; else it counts by its ids."""
+    if not told:
+        if min(counts) < width:
+            raise ValueError(
+                "input_ids must be of one length for this model, which counts its positions from its own padding: read "
+                "prompts of several lengths one by one"
+            )
+        return {}
     counted = torch.tensor(counts)[:, None]
     places = (torch.tensor(first)[:, None] + torch.arange(width) - (width - counted)).clamp_(min=0).to(device)
     if min(counts) == width:
@@ -207,7 +216,7 @@ def _check_states(cache: CompressedCache, plans: list[Plan] | None, guide: Tenso
         )
     if plans is None or len(plans) == 1:
         return
-    longest = max(plans, key=len)
+    longest = max(plans, key=lambda plan: (len(plan), sum(plan.chunks)))
     for plan in plans:
         ends = longest.chunks[len(longest) - len(plan) + 1 :] if len(plan) else ()
         if tuple(plan.chunks[1:]) != tuple(ends) or (

@@ -148,6 +148,7 @@ def _learned(model: nn.Module, decoder: Any) -> tuple[Facts, bool]:
             NOW.probe = None
             if recurs(layers):
                 facts.reads_chunks = _reads_chunks(decoder, tokens, tolerance)
+            facts.takes_positions = "position_ids" in parameters and _counts_from_0(decoder, tokens, tolerance)
         return facts, probe.arrives
     except Exception as error:
         raise ValueError(f"{type(model).__name__} is not supported: {error}") from error
@@ -155,6 +156,13 @@ def _learned(model: nn.Module, decoder: Any) -> tuple[Facts, bool]:
         NOW.probe = NOW.layer = None
         for hook in hooks:
             hook.remove()
+
+
+def _counts_from_0(decoder: Any, tokens: torch.Tensor, tolerance: float) -> bool:
+    """Whether the dense model gives the same where it is told the places of its tokens, from 0 on."""
+    given = {"position_ids": torch.arange(TOKENS, device=tokens.device)[None]}
+    own, told = (decoder(input_ids=tokens[None], use_cache=False, **more)[0] for more in ({}, given))
+    return bool((own - told).norm() <= tolerance * own.norm())
 
 
 def _reads_chunks(decoder: Any, tokens: torch.Tensor, tolerance: float) -> bool:

@@ -66,6 +66,9 @@ class LayerFacts:
 
 class Facts(dict[int, LayerFacts]):
     """The layers of a decoder that attend, by number. reads_chunks: whether the family gives the same whether it reads
-    tokens at once or in several calls of several tokens; some recurrent layers begin anew in each."""
+    tokens at once or in several calls of several tokens; some recurrent layers begin anew in each. takes_positions:
+    whether position_ids from 0 on are what the family counts by itself; some count from elsewhere, by their ids.
+    """
 
     reads_chunks = True
+    takes_positions = True

@@ -188,7 +188,12 @@ class CompressedCache(RecurrentStates, Cache, PassCache):
 
     def open(self, facts: Facts, counts: Sequence[int], columns: int, iteration: Iteration | None = None) -> CachePass:
         """A pass of counts[b] tokens of each sequence in so many columns; adopt() has been called."""
-        started = self.seen or self._states_began
+        started = self.seen or self._columns_read or self._states_began
+        if self._columns_read and facts.asks_length and min(counts) < columns:
+            raise ValueError(
+                "input_ids of several lengths must be read in one pass by this model, whose layers ask how many tokens "
+                "came before, for a whole batch: read them one by one, or use a chunk_size that holds the prompts"
+            )
         if columns > 1 and started and not facts.reads_chunks:
             raise ValueError(
                 "input_ids of several tokens must come in one call, the first, to this model: its recurrent layers "

@@ -145,6 +145,7 @@ def _learned(model: nn.Module, decoder: Any) -> tuple[Facts, bool]:
             cache = NotedCache(decoder.config, keeps=False, note=probe.updated)
             decoder(input_ids=tokens.expand(ROWS, -1), past_key_values=cache, use_cache=True, **given)
             facts = probe.facts(tolerance)
+            facts.asks_length = cache.asked
             NOW.probe = None
             if recurs(layers):
                 facts.reads_chunks = _reads_chunks(decoder, tokens, tolerance)

@@ -68,7 +68,9 @@ class Facts(dict[int, LayerFacts]):
     """The layers of a decoder that attend, by number. reads_chunks: whether the family gives the same whether it reads
     tokens at once or in several calls of several tokens; some recurrent layers begin anew in each. takes_positions:
     whether position_ids from 0 on are what the family counts by itself; some count from elsewhere, by their ids.
+    asks_length: whether layers ask the cache how many tokens came before, which is one number for a whole batch.
     """
 
     reads_chunks = True
     takes_positions = True
+    asks_length = False

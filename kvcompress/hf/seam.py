@@ -69,13 +69,18 @@ def noted_update(key_states: Tensor, value_states: Tensor, layer_idx: int, *args
 
 class NotedCache(DynamicCache):
     """A plain cache that notes whose keys it is handed, for passes that are to tell layers apart. keeps: whether it
-    holds them. note: called with the layer's number."""
+    holds them. note: called with the layer's number. asked: whether a layer asked for the length."""
 
     def __init__(self, config: Any, *, keeps: bool, note: Callable[[int], None] | None = None) -> None:
         super().__init__(config=config)
-        self._keeps, self._note = keeps, note
+        self._keeps, self._note, self._began, self.asked = keeps, note, False, False
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        self.asked = self.asked or self._began  # the decoder asks before its layers
+        return super().get_seq_length(layer_idx)
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        self._began = True
         if self._note is not None:
             self._note(layer_idx)
         out = noted_update(key_states, value_states, layer_idx)

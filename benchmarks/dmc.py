@@ -24,11 +24,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from kvcompress import DMCCache, dmc, ops
-from kvcompress.caches.base import Step
-from kvcompress.caches.dmc import DMCLayer
 from kvcompress.caches.paged import PagedLayer
+from kvcompress.caches.passes import CachePass
 from kvcompress.dmc import CompressionLoss, DMCConfig
+from kvcompress.dmc.merging import DMCLayer
+from kvcompress.hf.facts import Facts, LayerFacts
 from kvcompress.positions import RotaryTables
+from kvcompress.softmax import Softmax
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128  # of a Llama 3 8B layer
 KEPT = (0.6, 0.4, 0.3, 0.25, 0.2, 0.12, 0.08, 0.05)  # share of tokens that open an entry, per KV head; mean 0.25
@@ -154,29 +156,28 @@ def filled(B: int, T: int, dtype: torch.dtype, kept: tuple[float, ...]) -> tuple
     """(cache, DMC layer, dense layer) of T stored tokens a row; nothing is attended to meanwhile."""
     config = layer_config(T)
     cache = DMCCache(config)
-    cache.rotary = RotaryTables(LlamaRotaryEmbedding(config))
+    rotary = RotaryTables(LlamaRotaryEmbedding(config))
+    cache.facts = Facts({0: LayerFacts(0, HEADS, KV_HEADS, HEAD_DIM, HEAD_DIM, rotary, rotary)})
     compressed: Any = cache.layers[0]
-    dense: Any = PagedLayer(cache, 0, None)
+    dense: Any = PagedLayer(0, 0, cache.pool_settings)
     for layer in (compressed, dense):
         layer.open_pool(B * KV_HEADS, HEAD_DIM, torch.empty(0, dtype=dtype), [T] * B)
     for begin in range(0, T, CHUNK):
         S = min(CHUNK, T - begin)
         q, k, v = tokens(B, S, dtype, kept)
-        cache.step = Step((S,) * B, S)
         dense.pool.append((k, v), [S] * (B * KV_HEADS))
         dense.next = [begin + S] * B
-        store(compressed, q, k, v)
-    cache.step = Step((1,) * B, 1)
+        store(compressed, CachePass(cache.facts, cache.layers, [S] * B, S), q, k, v)
     return cache, compressed, dense
 
 
-def store(layer: DMCLayer, q: Tensor, k: Tensor, v: Tensor) -> None:
+def store(layer: DMCLayer, step: CachePass, q: Tensor, k: Tensor, v: Tensor) -> None:
     """The chunk's tokens go into the rows as attend_many stores them, without its attention."""
     attention, decode = ops.attention, layer._decode
     nothing = torch.zeros_like(q), torch.zeros(q.shape[:3])
     ops.attention, layer._decode = (lambda *_, **__: nothing), (lambda *_, **__: nothing)  # type: ignore[assignment]
     try:
-        layer.attend(q, k, v, 1.0)
+        layer.attend(step, q, k, v, Softmax(1.0))
     finally:
         ops.attention = attention
         del layer._decode
@@ -187,11 +188,12 @@ def store(layer: DMCLayer, q: Tensor, k: Tensor, v: Tensor) -> None:
 def decode_rows(dtype: torch.dtype, B: int, T: int, kept: tuple[float, ...], kind: str, repeats: int) -> list[Row]:
     cache, compressed, dense = filled(B, T, dtype, kept)
     drawn = [tokens(B, 1, dtype, kept) for _ in range(61)]
-    scaling, turn = HEAD_DIM**-0.5, [0, 0]
+    softmax, turn = Softmax(HEAD_DIM**-0.5), [0, 0]
 
     def step(number: int, layer: Any) -> None:
         turn[number] += 1
-        layer.attend(*drawn[turn[number] % len(drawn)], scaling)
+        one = CachePass(cache.facts, cache.layers, (1,) * B, 1)
+        layer.attend(one, *drawn[turn[number] % len(drawn)], softmax)
 
     seconds = alternate(repeats, lambda: step(0, compressed), lambda: step(1, dense))
     ratio = cache.total_compression_ratio()

@@ -78,15 +78,11 @@ def check_layer_similarity(device: str, dtype: torch.dtype, few: bool) -> None:
             assert not ops.layer_similarity(queries, keys, **options)[0][:, 0, 1].any()
 
 
-def check_select_and_compact(device: str, dtype: torch.dtype, few: bool) -> None:
+def check_select(device: str, dtype: torch.dtype, few: bool) -> None:
     for T, k in ((300, 77),) if few else ((300, 77), (5000, 4999), (20_000, 1024)):
         scores = torch.randn(3, T, device=device).mul(50).round()
         indices = ops.select_topk(scores, k)
         assert torch.equal(indices, reference.select_topk(scores, k)), "indices differ"
-        rows = torch.randn(3, T, 64, device=device).to(dtype)
-        expected = reference.compact_rows(rows, indices)
-        ops.compact_rows_(rows, indices)
-        assert torch.equal(rows, expected), "compacted rows differ"
 
 
 def check_decode(device: str, dtype: torch.dtype, few: bool) -> None:
@@ -231,9 +227,8 @@ def check_dmc_accumulate(device: str, dtype: torch.dtype, few: bool) -> None:
         alpha, omega = torch.rand(B, H, T, device=device) ** 0.3, 0.01 + torch.rand(B, H, T, device=device)
         alpha[..., ::9] = 0
         grads = [torch.randn(B, H, T, D, device=device).to(dtype) for _ in range(2)]
-        documents = (torch.arange(T, device=device, dtype=torch.int32) // (T // 3) - 1).expand(B, T)
         tensors = [keys, values, alpha, omega]
-        for options in ({"neuron": -1}, {"documents": documents}, {"window": 12, "documents": documents}):
+        for options in ({"neuron": -1}, {"window": 12}):
             exact = averages(reference.dmc_accumulate, double(*tensors), grads, options)
             plain = averages(reference.dmc_accumulate, tensors, grads, options)
             ours = averages(ops.dmc_accumulate, tensors, grads, options)
@@ -268,7 +263,7 @@ def check_dmc_append(device: str, dtype: torch.dtype, few: bool) -> None:
 
 
 CHECKS = (
-    check_rope, check_window_scores, check_layer_similarity, check_select_and_compact, check_decode,
+    check_rope, check_window_scores, check_layer_similarity, check_select, check_decode,
     check_decode_shared, check_merge_states, check_attention, check_dmc_gates, check_dmc_accumulate, check_dmc_append,
 )  # fmt: skip
 

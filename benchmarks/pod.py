@@ -25,10 +25,12 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from kvcompress import PoDCache
-from kvcompress.caches.base import Step
 from kvcompress.caches.paged import PagedLayer
+from kvcompress.caches.passes import CachePass
+from kvcompress.hf.facts import Facts, LayerFacts
 from kvcompress.pod import PoDConfig, PoDPlan
 from kvcompress.positions import RotaryTables
+from kvcompress.softmax import Softmax
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 LAYERS, SINKS, RECENT = 5, 16, 4080
@@ -49,25 +51,27 @@ def pod_cache(B: int, T: int, dtype: torch.dtype, **settings: Any) -> PoDCache:
     )  # fmt: skip
     config.kvcompress = PoDConfig.of(PLAN).to_dict()
     cache = PoDCache(config, **settings)
-    cache.rotary = RotaryTables(LlamaRotaryEmbedding(config))
+    rotary = RotaryTables(LlamaRotaryEmbedding(config))
+    cache.facts = Facts(
+        {index: LayerFacts(index, HEADS, KV_HEADS, HEAD_DIM, HEAD_DIM, rotary, rotary) for index in range(LAYERS)}
+    )
     for begin in range(0, T, CHUNK):
         S = min(CHUNK, T - begin)
-        cache.step = Step((S,) * B, S)
+        opened = CachePass(cache.facts, cache.layers, [S] * B, S)
         for layer in cache.layers:
             k, v = tokens(B, S, dtype, KV_HEADS), tokens(B, S, dtype, KV_HEADS)
             if layer.keys is None:
-                layer._open(k, (S,) * B)
+                layer._open(opened, k.repeat_interleave(HEADS // KV_HEADS, 1), k)
             layer.keys.append(k, (S,) * B)  # type: ignore[union-attr]
             layer.values.append(v, (S,) * B)  # type: ignore[union-attr]
             layer.next = [begin + S] * B
             layer.places = torch.full((B, 1), begin + S, dtype=torch.int32)
-    cache.step = Step((1,) * B, 1)
     return cache
 
 
 def dense_layers(cache: PoDCache, B: int, T: int, dtype: torch.dtype) -> list[PagedLayer]:
     """As many layers that keep everything."""
-    layers = [PagedLayer(cache, index, None) for index in range(LAYERS)]
+    layers = [PagedLayer(index, index, cache.pool_settings) for index in range(LAYERS)]
     for layer in layers:
         layer.open_pool(B * KV_HEADS, HEAD_DIM, torch.empty(0, dtype=dtype), [T] * B)
         for begin in range(0, T, CHUNK):
@@ -82,9 +86,10 @@ def held(layers: list[PagedLayer]) -> int:
 
 
 def step(cache: PoDCache, layers: list[Any], drawn: list[tuple[Tensor, Tensor, Tensor]]) -> None:
-    cache.leads = {}
+    assert cache.facts is not None
+    one = CachePass(cache.facts, layers, (1,) * drawn[0][0].shape[0], 1)
     for layer, given in zip(layers, drawn, strict=True):
-        layer.attend(*given, HEAD_DIM**-0.5)
+        layer.attend(one, *given, Softmax(HEAD_DIM**-0.5))
 
 
 def bytes_rows(T: int, dtype: torch.dtype) -> list[Row]:

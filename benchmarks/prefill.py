@@ -43,9 +43,9 @@ import kvcompress
 from kvcompress import IterativeCache, prefill
 from kvcompress.caches import iterative_layer
 from kvcompress.caches.iterative_layer import IterativeLayer
-from kvcompress.memory import PeakMemory
 from kvcompress.models.text import long_text
 from kvcompress.planner import Plan
+from kvcompress.process_memory import PeakMemory
 from kvcompress.pruners import Pruner, SnapKV, StreamingLLM
 
 SCHEDULES = ("linear", "square", "sqrt", "square-sqrt", "adaptive")

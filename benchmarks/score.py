@@ -25,9 +25,13 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import kvcompress
 from kvcompress import PrunedCache, RemoteGap, ops, prefill, pruners
+from kvcompress.caches.choose import Offers
+from kvcompress.caches.passes import CachePass
 from kvcompress.caches.pruned_layer import PrunedLayer
+from kvcompress.hf.facts import LayerFacts
 from kvcompress.models.text import long_text
 from kvcompress.positions import RotaryTables
+from kvcompress.softmax import Softmax
 
 HQ, HKV, D, HIDDEN, MLP, KEPT = 32, 8, 128, 4096, 14336, 2048
 G = HQ // HKV
@@ -93,7 +97,7 @@ def by_pruner(T: int) -> dict[str, object]:
     rotary = RotaryTables(LlamaRotaryEmbedding(llama()))
     queries, keys, values = (torch.randn(1, heads, T, D) for heads in (HQ, HKV, HKV))
     offer = pruners.Candidates(
-        queries, keys, T, T, 0, D**-0.5, values=values, unrotated=queries, position=T, rotary=rotary
+        queries, keys, T, T, 0, Softmax(D**-0.5), values=values, unrotated=queries, position=T, rotary=rotary
     )
     every = (pruners.KeyNorm(), pruners.Random(), pruners.StreamingLLM(), pruners.ExpectedAttention())
     return {type(pruner).__name__: (lambda pruner=pruner: pruner.scores(offer, KEPT)) for pruner in every}
@@ -109,14 +113,17 @@ def llama() -> LlamaConfig:
 def compression(T: int):  # type: ignore[no-untyped-def]
     """What PrunedCache does with one layer after its attention over a prompt."""
     cache = PrunedCache(llama(), pruners.CenterOfGravity(), positions=RemoteGap())
-    cache.rotary = RotaryTables(LlamaRotaryEmbedding(llama()))
+    rotary = RotaryTables(LlamaRotaryEmbedding(llama()))
+    facts = LayerFacts(0, HQ, HKV, D, D, rotary, rotary)
     queries, keys, values = (torch.randn(1, heads, T, D) for heads in (HQ, HKV, HKV))
 
     def work():  # type: ignore[no-untyped-def]
-        layer = cache.layers[0]
+        layer, step = cache.layers[0], CachePass({0: facts}, cache.layers, [T], T)
+        layer.chooser.whole = []
         layer.open_pool(HKV, D, keys, [T])
-        layer.next, layer.near, layer.scaling = [T], [T], D**-0.5
-        layer._settle(keys[0], values[0], [T] * HKV, queries, [T], 0, rotated=queries)
+        layer.next, layer.tokens, layer.far.near = [T], [T], [T]
+        offers = Offers(keys[0], values[0], [T] * HKV, queries, queries, [T], [0], [T], rotary, Softmax(D**-0.5))
+        layer.settle(offers, step, facts, held=False)
         return layer.pool
 
     return work
@@ -128,14 +135,14 @@ def shipped(T: int, repeats: int) -> Row:
     model, _ = kvcompress.load_example_model()
     ids = torch.tensor([list(long_text(T + 1))])
     pruner, total = pruners.CenterOfGravity(T // 4, T // 4), []
-    settle = PrunedLayer._settle
+    settle = PrunedLayer.settle
 
     def timed(*args, **kwargs):  # type: ignore[no-untyped-def]
         begin = time.perf_counter()
         settle(*args, **kwargs)
         spent.append(time.perf_counter() - begin)
 
-    with kvcompress.attach(model), mock.patch.object(PrunedLayer, "_settle", timed):
+    with kvcompress.attach(model), mock.patch.object(PrunedLayer, "settle", timed):
         for _ in range(repeats + 1):  # the first is not counted
             spent: list[float] = []
             begin = time.perf_counter()
@@ -164,16 +171,9 @@ def main() -> None:
                         HKV * T * D * dtype.itemsize, note)
                 )  # fmt: skip
             scores = torch.rand(HKV, T)
-            buffers = [torch.randn(HKV, T, D).to(dtype) for _ in range(2)]
-
-            def choose(scores=scores, buffers=buffers):  # type: ignore[no-untyped-def]
-                indices = ops.select_topk(scores, KEPT)
-                for buffer in buffers:
-                    ops.compact_rows_(buffer, indices)
-
-            (seconds,) = alternate(many, choose)
-            note = f"{seconds * rate / layer_flop(T):.3%} of a prefill layer; K and V"
-            rows.append(Row(f"select+compact/{name}/k{KEPT}", seconds, note=note))
+            (seconds,) = alternate(many, lambda scores=scores: ops.select_topk(scores, KEPT))  # type: ignore[misc]
+            note = f"{seconds * rate / layer_flop(T):.3%} of a prefill layer"
+            rows.append(Row(f"select/{name}/k{KEPT}", seconds, note=note))
     T = 32768
     for pruner, work in by_pruner(T).items():
         (seconds,) = alternate(few, work)

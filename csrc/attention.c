@@ -119,7 +119,8 @@ static void forward_block(const kvc_attention_args *args, int64_t g, const query
     const int64_t D = args->D, b = block->b;
     _Alignas(64) float q[KVC_TILE * KVC_MAX_HEAD_DIM], sums[KVC_TILE * KVC_MAX_HEAD_DIM];
     _Alignas(64) float rows[KVC_LANES_FLOATS], x[KVC_LANES_KEYS * KVC_TILE];
-    kvc_lanes_state state = {.simd = kvc_simd_table(), .queries = block->count, .D = D, .q = q, .sums = sums};
+    kvc_lanes_state state = {.simd = kvc_simd_table(), .queries = block->count, .D = D, .q = q, .sums = sums,
+                             .softcap = args->softcap};
     columns_of(args, block, &args->q, args->scale, q);
     kvc_lanes_begin(&state);
     int64_t t = 0, n = 0;
@@ -135,11 +136,13 @@ static void forward_block(const kvc_attention_args *args, int64_t g, const query
     for (int64_t i = 0; i < block->count; i++) {
         int64_t h, s;
         query_at(args, block, i, &h, &s);
-        const float norm = state.norm[i], inverse = norm == 0.0f ? 0.0f : 1.0f / norm;
+        float norm = state.norm[i], max = state.max[i], keep = 1.0f;
+        if (block->lanes.own[i] >= 0) keep = join_sink(sink_of(args->sink_logits, h), &max, &norm);
+        const float inverse = norm == 0.0f ? 0.0f : keep / norm;
         float *row = sums + i * D;
         for (int64_t d = 0; d < D; d++) row[d] = norm == 0.0f ? 0.0f : row[d] * inverse;
         state.simd->store[args->out.dtype](view_at(&args->out, b, h, s, 0), row, D);
-        args->lse[(b * args->Hq + h) * args->S + s] = norm == 0.0f ? -INFINITY : state.max[i] + logf(norm);
+        args->lse[(b * args->Hq + h) * args->S + s] = norm == 0.0f ? -INFINITY : max + logf(norm);
     }
 }
 
@@ -160,6 +163,7 @@ static kvc_status check(const kvc_attention_args *args) {
     if (args->Hkv ? args->Hq % args->Hkv != 0 : args->Hq != 0) return KVC_BAD_SIZE;
     if (args->window < 0 || args->sinks < 0 || (args->window && !args->causal)) return KVC_BAD_SIZE;
     if (args->complement && !args->window) return KVC_BAD_SIZE;
+    if (!scale_is_good(args->scale, args->softcap)) return KVC_BAD_SIZE;
     const kvc_dtype dtype = args->q.dtype;
     if (!dtype_known(dtype) || args->k.dtype != dtype || args->v.dtype != dtype || args->out.dtype != dtype) {
         return KVC_BAD_DTYPE;
@@ -235,6 +239,16 @@ static const float *block_rows_of(const kvc_attention_args *args, const query_bl
     return rows;
 }
 
+/* <dout, out> - dlse of a query; ds are differences from it. */
+static double delta_of(const kvc_attention_backward_args *args, int64_t b, int64_t h, int64_t s, const float *dout) {
+    const kvc_attention_args *forward = &args->forward;
+    float out[KVC_MAX_HEAD_DIM];
+    kvc_simd_table()->load[forward->out.dtype](out, view_at(&forward->out, b, h, s, 0), forward->D);
+    double sum = args->dlse ? -(double)args->dlse[(b * forward->Hq + h) * forward->S + s] : 0.0;
+    for (int64_t d = 0; d < forward->D; d++) sum += (double)dout[d] * (double)out[d];
+    return sum;
+}
+
 static void backward_block(const backward_job *job, int64_t g, const query_block *block, float *dk, float *dv,
                            float *dbias) {
     const kvc_attention_backward_args *args = job->args;
@@ -244,8 +258,9 @@ static void backward_block(const backward_job *job, int64_t g, const query_block
     _Alignas(64) float q_copy[KVC_TILE * KVC_MAX_HEAD_DIM], dout_copy[KVC_TILE * KVC_MAX_HEAD_DIM];
     _Alignas(64) float dq[KVC_TILE * KVC_MAX_HEAD_DIM], base[KVC_TILE], delta[KVC_TILE];
     _Alignas(64) float k_copy[KVC_LANES_FLOATS], v_copy[KVC_LANES_FLOATS];
-    _Alignas(64) float p[KVC_LANES_KEYS * KVC_TILE], ds[KVC_LANES_KEYS * KVC_TILE];
-    const kvc_lanes_state state = {.simd = job->simd, .queries = count, .D = D, .q = q};
+    _Alignas(64) float p[KVC_LANES_KEYS * KVC_TILE], ds[KVC_LANES_KEYS * KVC_TILE], slope[KVC_LANES_KEYS * KVC_TILE];
+    const kvc_lanes_state state = {.simd = job->simd, .queries = count, .D = D, .q = q, .softcap = forward->softcap,
+                                   .slope = slope};
     int blind = 0;
     for (int64_t i = 0; i < KVC_TILE; i++) {
         base[i] = INFINITY; /* an unused lane, and a query that saw nothing: weights 0 */
@@ -265,12 +280,7 @@ static void backward_block(const backward_job *job, int64_t g, const query_block
         if (base[i] == INFINITY) continue;
         int64_t h, s;
         query_at(forward, block, i, &h, &s);
-        float out[KVC_MAX_HEAD_DIM];
-        job->simd->load[forward->out.dtype](out, view_at(&forward->out, b, h, s, 0), D);
-        double sum = 0.0; /* ds are differences from it */
-        if (args->dlse) sum -= (double)args->dlse[(b * forward->Hq + h) * forward->S + s];
-        for (int64_t d = 0; d < D; d++) sum += (double)dout_rows[i * dout_stride + d] * (double)out[d];
-        delta[i] = (float)sum;
+        delta[i] = (float)delta_of(args, b, h, s, dout_rows + i * dout_stride);
     }
     memset(dq, 0, (size_t)(count * D) * sizeof(float));
     int64_t t = 0, n = 0;
@@ -281,10 +291,11 @@ static void backward_block(const backward_job *job, int64_t g, const query_block
         const float *v = kvc_lanes_rows(&forward->v, b, g, t, n, D, v_copy, &v_stride);
         kvc_lanes_logits(&state, &block->lanes, k, k_stride, t, n, bias_at(forward, b, g, t), hide, p);
         job->simd->lanes_exp(p, n, base);
-        job->simd->gemm(ds, KVC_TILE, v, v_stride, 1, dout, KVC_TILE, n, KVC_TILE, D, 0);
+        kvc_lanes_product(job->simd, ds, v, v_stride, dout, n, D);
         job->simd->gemm(dv + t * D, D, p, KVC_TILE, 1, dout_rows, dout_stride, n, D, count, 1);
         job->simd->lanes_gradient(ds, p, n, delta);
         if (dbias) job->simd->lanes_total(dbias + t, ds, n, (int32_t)t, &block->lanes);
+        if (forward->softcap > 0.0f) job->simd->multiply(ds, slope, n * KVC_TILE);
         job->simd->gemm(dk + t * D, D, ds, KVC_TILE, 1, q_rows, q_stride, n, D, count, 1);
         job->simd->gemm(dq, D, ds, 1, KVC_TILE, k, k_stride, count, D, n, 1);
     }
@@ -332,6 +343,25 @@ static void join_range(int64_t begin, int64_t end, void *context) {
     }
 }
 
+/* The sinks' gradients of query heads [begin, end): each is summed by one thread. */
+static void sinks_range(int64_t begin, int64_t end, void *context) {
+    const kvc_attention_backward_args *args = ((const backward_job *)context)->args;
+    const kvc_attention_args *forward = &args->forward;
+    float dout[KVC_MAX_HEAD_DIM];
+    for (int64_t h = begin; h < end; h++) {
+        double sum = 0.0;
+        const float sink = forward->sink_logits[h];
+        for (int64_t i = 0; i < forward->B * forward->S && sink != -INFINITY; i++) {
+            const int64_t b = i / forward->S, s = i % forward->S;
+            const float lse = forward->lse[(b * forward->Hq + h) * forward->S + s];
+            if (lse == -INFINITY) continue; /* padding */
+            kvc_simd_table()->load[args->dout.dtype](dout, view_at(&args->dout, b, h, s, 0), forward->D);
+            sum -= (double)expf(sink - lse) * delta_of(args, b, h, s, dout);
+        }
+        args->dsink_logits[h] = (float)sum;
+    }
+}
+
 kvc_status kvc_attention_backward(const kvc_attention_backward_args *args, kvc_parallel_for parallel_for) {
     if (!args) return KVC_NULL_POINTER;
     const kvc_attention_args *forward = &args->forward;
@@ -345,6 +375,7 @@ kvc_status kvc_attention_backward(const kvc_attention_backward_args *args, kvc_p
     const int empty = !forward->B || !forward->Hq || !forward->S;
     if (keys && (!args->dk.data || !args->dv.data)) return KVC_NULL_POINTER;
     if (!empty && (!args->dq.data || !args->dout.data)) return KVC_NULL_POINTER;
+    if (args->dsink_logits && !forward->sink_logits) return KVC_NULL_POINTER;
     backward_job job = {.args = args, .simd = kvc_simd_table()}; /* no shares: without queries every gradient is 0 */
     if (!empty) {
         if (!args->scratch) return KVC_NULL_POINTER;
@@ -352,5 +383,6 @@ kvc_status kvc_attention_backward(const kvc_attention_backward_args *args, kvc_p
         run_parallel(parallel_for, forward->B * forward->Hkv * job.shares, 1, backward_range, &job);
     }
     run_parallel(parallel_for, keys, 64, join_range, &job);
+    if (args->dsink_logits) run_parallel(parallel_for, forward->Hq, 1, sinks_range, &job);
     return KVC_OK;
 }

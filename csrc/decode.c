@@ -65,6 +65,7 @@ static int sizes_are_good(const kvc_decode_args *args) {
     if (args->sinks < 0 || (args->probabilities && (args->S != 1 || args->columns < 0 || args->sinks))) return 0;
     if (args->value_table && (!args->block_table || args->value_blocks < 0 || args->value_pages < 0)) return 0;
     if (args->Hkv ? args->Hq % args->Hkv != 0 : args->Hq != 0) return 0;
+    if (!scale_is_good(args->scale, args->softcap)) return 0;
     if (args->block_table) return args->P > 0 && (args->P & (args->P - 1)) == 0;
     return args->pages >= args->B * args->Hkv;
 }
@@ -137,7 +138,9 @@ static void attend_few(const decode_job *job, int64_t row, int64_t t, int64_t n,
     int64_t common = n; /* keys that every query sees */
     for (int64_t i = 0; i < count; i++) {
         const int64_t seen = min_of(max_of(end_for(job, row, first + i) - t, 0), n);
-        job->simd->softmax(weights + i * PIECE, 1, PIECE, seen, seen, args->scale, max + i, norm + i);
+        const int capped = args->softcap > 0.0f;
+        if (capped) job->simd->softcap(weights + i * PIECE, seen, args->scale, args->softcap, NULL);
+        job->simd->softmax(weights + i * PIECE, 1, PIECE, seen, seen, capped ? 1.0f : args->scale, max + i, norm + i);
         common = min_of(common, seen);
     }
     if (args->probabilities) { /* of one query per head, which sees all of the piece; finish_range knows their sum */
@@ -174,7 +177,8 @@ static void attend_lanes(const decode_job *job, int64_t row, int64_t t, int64_t 
     const kvc_decode_args *args = job->args;
     const int64_t D = args->D, G = args->Hq / args->Hkv;
     _Alignas(64) float q[KVC_TILE * KVC_MAX_HEAD_DIM], rows[KVC_LANES_FLOATS], x[KVC_LANES_KEYS * KVC_TILE];
-    kvc_lanes_state lanes_state = {.simd = job->simd, .queries = count, .D = D, .q = q, .sums = state->sums + first * D};
+    kvc_lanes_state lanes_state = {.simd = job->simd, .queries = count, .D = D, .q = q, .sums = state->sums + first * D,
+                                   .softcap = args->softcap};
     kvc_lanes lanes;
     int64_t common = last; /* keys before it are seen by every query */
     memset(q, 0, (size_t)(KVC_TILE * D) * sizeof(float));
@@ -268,7 +272,8 @@ static void finish_range(int64_t begin, int64_t end, void *context) {
             for (int64_t d = 0; d < D; d++) sums[d] = sums[d] * old + state.sums[i * D + d] * new;
             max = most;
         }
-        for (int64_t d = 0; d < D; d++) sums[d] = norm == 0.0f ? 0.0f : sums[d] / norm;
+        const float keep = join_sink(sink_of(args->sink_logits, item / args->S % args->Hq), &max, &norm);
+        for (int64_t d = 0; d < D; d++) sums[d] = norm == 0.0f ? 0.0f : sums[d] * keep / norm;
         /* rows are b*Hkv + g and heads g*G + i, so (row, query of the row) counts [B, Hq, S] straight through */
         job->simd->store[args->q.dtype]((char *)args->out + item * D * bytes, sums, D);
         args->lse[item] = norm == 0.0f ? -INFINITY : max + logf(norm);

@@ -4,7 +4,7 @@
  * ends are joined from segment to segment, and then all segments run with the right state. Mostly few tokens count for
  * an end, because what lies before them has faded.
  */
-#include "dmc.h"
+#include "dmc_accumulate.h"
 
 #include <string.h>
 

@@ -1,6 +1,6 @@
 /* The gates of DMC: decisions, importance, and the bias that hides overwritten keys. */
 #include "philox.h"
-#include "tile.h"
+#include "kernel.h"
 
 #include <math.h>
 
@@ -111,13 +111,9 @@ static float hiding(float x) {
 static void mask_range(int64_t begin, int64_t end, void *context) {
     const kvc_dmc_mask_args *args = context;
     for (int64_t row = begin; row < end; row++) {
-        const int32_t *document = args->documents ? args->documents + row / args->H * args->T : NULL;
         const float *next = args->tempered + row * args->T + 1;
         float *bias = args->bias + row * args->T;
-        for (int64_t t = 0; t < args->T; t++) {
-            const int follows = t + 1 < args->T && (!document || document[t] == document[t + 1]);
-            bias[t] = document && document[t] < 0 ? -INFINITY : follows ? hiding(next[t]) : 0.0f;
-        }
+        for (int64_t t = 0; t < args->T; t++) bias[t] = t + 1 < args->T ? hiding(next[t]) : 0.0f;
     }
 }
 

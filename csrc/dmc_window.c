@@ -1,5 +1,5 @@
 /* DMC's partial averages over a window of the last tokens: no recursion, each token sums its window anew. */
-#include "dmc.h"
+#include "dmc_accumulate.h"
 
 #include <string.h>
 

@@ -7,6 +7,10 @@
  * Dims: B sequences, Hq query heads, Hkv key-value heads, G = Hq/Hkv (query head h reads KV head h/G), S queries,
  * T keys, D head dim, W observation window, R rows (one row: keys or values of one KV head of a sequence), P page size.
  * Sizes and strides are int64_t, strides in elements; the last dimension (D) is always contiguous.
+ * Logits: l = scale*<q, k>, scale finite; with a softcap c > 0 (finite; 0: none) they become c*tanh(l/c), before a bias
+ * and before what is not seen is left out. sink_logits (float32 [Hq] or NULL): one more column in the softmax of every
+ * query of a head, of a key without a value: it adds exp(sink) to the sum and nothing to out, is not scaled and not
+ * capped; finite, or -inf: none. KVC_BAD_SIZE for a scale or softcap that is not finite and for a negative softcap.
  * Arrays with several leading dimensions are described by kvc_view. Indices and lengths in arrays are int32_t.
  * A count of 0 in any dimension is valid unless the function says otherwise: nothing is read, and nothing written unless
  * it says so.
@@ -33,7 +37,7 @@ typedef enum {
 /* One English sentence for each status; never NULL. */
 const char *kvc_status_message(kvc_status status);
 
-enum { KVC_MAX_HEAD_DIM = 256 }; /* of attention and decode, whose D is at least 1 */
+enum { KVC_MAX_HEAD_DIM = 512 }; /* of attention and decode, whose D is at least 1 */
 
 typedef enum { KVC_F32 = 0, KVC_BF16 = 1, KVC_F16 = 2 } kvc_dtype;
 
@@ -91,7 +95,7 @@ typedef enum { KVC_POOL_AVG = 0, KVC_POOL_MAX = 1 } kvc_pool;
 
 /* Attention that the last W queries pay to each key.
  *     N(w)       = { t : mask_first <= t <= T_b - W + w, t < T_b - mask_last }    the keys in the softmax
- *     p[b,h,w,t] = softmax over t in N(w) of scale * <q[b,h,w], k[b,h/G,t]>; 0 for t outside, and where N(w) is empty
+ *     p[b,h,w,t] = softmax over t in N(w), and the sink of head h, of the logits; 0 for t outside, and where N(w) is empty
  *     s[b,g,t]   = reduce of p over the G query heads of KV head g and the W queries, t < T_b - skip_last
  *     scores     = s pooled over kernel_size neighbours, same length; average: zeros count at the edges (sum /
  *                  kernel_size); maximum: only neighbours that exist. kernel_size odd, 1 = none.
@@ -113,6 +117,8 @@ typedef struct {
     kvc_reduce reduce;
     kvc_pool pool;
     int64_t kernel_size, skip_last, mask_first, mask_last;
+    float softcap;
+    const float *sink_logits;
 } kvc_window_scores_args;
 int64_t kvc_window_scores_scratch_bytes(const kvc_window_scores_args *args);
 kvc_status kvc_window_scores(const kvc_window_scores_args *args, kvc_parallel_for parallel_for);
@@ -121,11 +127,11 @@ kvc_status kvc_window_scores(const kvc_window_scores_args *args, kvc_parallel_fo
 
 /* How differently layers attend: for the last S queries of one sequence, each over the keys that it sees
  *     N(s)         = { t : sinks <= t <= T - S + s - recent }      (sinks = recent = 0: all up to the query itself)
- *     p[l,h,s,t]   = softmax over t in N(s) of scale * <q[l,h,s], k[l,h/G,t]>
+ *     p[l,h,s,t]   = softmax over t in N(s) of the logits of q[l,h,s] and k[l,h/G,t]
  *     sums[h,a,b]  = sum over s of JS(p[a,h,s], p[b,h,s]),
  *     JS(p, r)     = 1/2 sum_t p*log2(2p/(p+r)) + r*log2(2r/(p+r)), in bits, 0..1, 0 for equal rows
  * Queries with an empty N(s) add nothing: max(0, min(S, T - sinks - recent)) of them count. Sums of several sequences
- * add up. The views' B is L, the layers: q [L, Hq, S, D], k [L, Hkv, T, D] rotated, any dtypes; S <= T; scale > 0.
+ * add up. The views' B is L, the layers: q [L, Hq, S, D], k [L, Hkv, T, D] rotated, any dtypes; S <= T; scale >= 0.
  * sums double [Hq, L, L] contiguous, symmetric, 0 on the diagonal.
  * scratch: kvc_layer_similarity_scratch_bytes bytes, 64-byte aligned: row statistics per tile of keys, and the
  * probabilities of a few tiles of one KV head's layers; never those of all keys.
@@ -139,6 +145,7 @@ typedef struct {
     int64_t L, Hq, Hkv, S, T, D;
     float scale;
     int64_t sinks, recent;
+    float softcap;
 } kvc_layer_similarity_args;
 int64_t kvc_layer_similarity_scratch_bytes(const kvc_layer_similarity_args *args);
 kvc_status kvc_layer_similarity(const kvc_layer_similarity_args *args, kvc_parallel_for parallel_for);
@@ -158,18 +165,6 @@ typedef struct {
     int64_t R, T, k;
 } kvc_select_topk_args;
 kvc_status kvc_select_topk(const kvc_select_topk_args *args, kvc_parallel_for parallel_for);
-
-/* rows[r, j] = rows[r, indices[r, j]] for j = 0..k-1, in place. Each row's indices rise strictly and lie in [0, T), so
- * that indices[r, j] >= j and no element is overwritten before it is read. rows[r, j] for j >= k keeps what it had.
- * rows [R, T, D] elements of element_bytes bytes (any dtype), row r at rows + r*row_stride elements, [T, D] contiguous.
- * KVC_BAD_INDEX if a row's indices do not rise strictly within [0, T); nothing is written then.
- */
-typedef struct {
-    void *rows;
-    const int32_t *indices;
-    int64_t R, T, D, k, row_stride, element_bytes;
-} kvc_compact_rows_args;
-kvc_status kvc_compact_rows(const kvc_compact_rows_args *args, kvc_parallel_for parallel_for);
 
 /* ---- pages.c ---------------------------------------------------------------------------------------------------- */
 
@@ -247,14 +242,15 @@ kvc_status kvc_compact_pages(const kvc_compact_pages_args *args, kvc_parallel_fo
  * Its value t lies there too, or, with a value_table, at v_pages[value_table[r*value_blocks + t/P], t%P].
  * Query s sees keys t in [begin_r, end_r) (causal = 0) or [begin_r, end_r - (S-1-s)) (causal = 1: the row's last S keys
  * are the S new tokens), and of those before begin_r the first `sinks`, t < min(sinks, begin_r). begin NULL: 0.
- *     out[b,h,s] = sum_t softmax_t(scale*<q, k_t>) v_t          lse[b,h,s] = ln sum_t exp(scale*<q, k_t>)
- * A query that sees no key gets out 0, lse -inf; so does one whose logits are all -inf.
+ *     out[b,h,s] = sum_t softmax_t(x) v_t          lse[b,h,s] = ln sum_t exp(x), x_t the logits and the head's sink
+ * A query that sees no key gets out 0, lse -inf (with a sink: lse = sink); so does one whose logits are all -inf. Of
+ * segments that are merged one has the sink_logits.
  * q [B, Hq, S, D] any dtype; out [B, Hq, S, D] contiguous, dtype of q; lse float32 [B, Hq, S] contiguous;
  * k_pages, v_pages [pages, P, D] contiguous, one dtype; P a power of two unless block_table is NULL;
  * block_table int32 [R, blocks] (NULL: blocks is not read, pages >= R); begin, end int32 [R]; value_table int32
  * [R, value_blocks], only with a block_table, v_pages is then [value_pages, P, D] (NULL: neither number is read).
  * probabilities (NULL: not wanted; S = 1 alone): float32 [B, Hq, columns], column j of a row's query head becomes
- *     exp(scale*<q, k_t> - lse), t = begin_r + j < end_r          columns behind keep what they had
+ *     exp(x_t - lse), t = begin_r + j < end_r          columns behind keep what they had
  * scratch: kvc_decode_scratch_bytes bytes (on CUDA kvc_cuda_decode_scratch_bytes), 64-byte aligned: the partial results
  * of the pieces that long rows are cut into, and the list of pieces. Its size depends on the sizes only, not on the
  * arrays' contents. One query's bits depend on its own row only, not on B.
@@ -277,6 +273,8 @@ typedef struct {
     int64_t value_pages, value_blocks;
     float *probabilities;
     int64_t columns, sinks;
+    float softcap;
+    const float *sink_logits;
 } kvc_decode_args;
 int64_t kvc_decode_scratch_bytes(const kvc_decode_args *args);
 kvc_status kvc_decode(const kvc_decode_args *args, kvc_parallel_for parallel_for);
@@ -289,8 +287,8 @@ kvc_status kvc_decode(const kvc_decode_args *args, kvc_parallel_for parallel_for
  *     out[b,h] = near[b,h] if skipped[b,h], else gate*near[b,h] + (1 - gate)*far[h]
  *     skipped[b,h] = begin_r < end_r and near_lse - far_lse >= threshold
  * Of a row whose query heads are all skipped no value is read. threshold +inf: none is skipped.
- * near_lse, far_lse -inf: that side is empty (both: out 0). near, out [B, Hq, D] contiguous, one dtype; near_lse, far_lse
- * float32 [B, Hq]; probabilities float32, those of head h at + b*stride_b + h*stride_h; skipped uint8 [B, Hq];
+ * near_lse, far_lse -inf: that side is empty (both: out 0). A near side with sink_logits counts the sink as near.
+ * near, out [B, Hq, D] contiguous, one dtype; near_lse, far_lse float32 [B, Hq]; probabilities float32, those of head h at + b*stride_b + h*stride_h; skipped uint8 [B, Hq];
  * v_pages [pages, P, D] contiguous, block_table int32 [R, blocks], begin, end int32 [R], P a power of two.
  * scratch: kvc_decode_shared_scratch_bytes bytes (on CUDA kvc_cuda_decode_shared_scratch_bytes), 64-byte aligned; of the
  * sizes alone. One query's bits depend on its own row only.
@@ -338,14 +336,15 @@ kvc_status kvc_merge_states(const kvc_merge_states_args *args, kvc_parallel_for 
  *     causal = 1, window 0: t <= i
  *     causal = 1, window > 0, complement 0: t <= i and (t < sinks or t > i - window)
  *     causal = 1, window > 0, complement 1: sinks <= t <= i - window: what the line above leaves out of the causal mask
- *     x = scale*<q[b,h,s], k[b,h/G,t]> + (key_bias && t != i ? key_bias[b,h/G,t] : 0)
+ *     x = logit of q[b,h,s] and k[b,h/G,t] + (key_bias && t != i ? key_bias[b,h/G,t] : 0), or the sink of head h
  *     out[b,h,s] = sum_t softmax_t(x) v[b,h/G,t]          lse[b,h,s] = ln sum_t exp(x)
- * A query that sees no key, or only keys with bias -inf, gets out 0, lse -inf, and gradients 0; no other gradient
- * depends on what q, dout and dlse hold there.
+ * A query that sees no key, or only keys with bias -inf, gets out 0, lse -inf (with a sink: lse = sink; a padding query
+ * has none). Where lse is -inf gradients are 0, and no other gradient depends on what q, dout and dlse hold there.
  * q, out [B, Hq, S, D]; k, v [B, Hkv, T, D]; all of one dtype, any strides; lse float32 [B, Hq, S] contiguous; key_bias
  * float32 [B, Hkv, T] contiguous or NULL, finite or -inf; lengths int32 [B], 0..T. S <= T. out aliases nothing.
  * A key or value that is not finite may reach queries that do not see it (0*inf) unless it lies at or past T_b.
- * KVC_BAD_SIZE for D < 1 or D > KVC_MAX_HEAD_DIM, S > T, a negative window or sinks, a window without causal, a complement without a window.
+ * KVC_BAD_SIZE for D < 1 or D > KVC_MAX_HEAD_DIM, S > T, a negative window or sinks, a window without causal, a complement
+ * without a window.
  */
 typedef struct {
     kvc_view out, q, k, v;
@@ -355,14 +354,18 @@ typedef struct {
     int64_t B, Hq, Hkv, S, T, D, window, sinks;
     float scale;
     int causal, complement;
+    float softcap;
+    const float *sink_logits;
 } kvc_attention_args;
 kvc_status kvc_attention(const kvc_attention_args *args, kvc_parallel_for parallel_for);
 
 /* Gradients of the above. With p = exp(x - lse), dp = <dout, v_t>, delta = <dout, out> - dlse, ds = p*(dp - delta):
- *     dv_t = sum p*dout    dk_t = scale*sum ds*q    dq = scale*sum ds*k_t    dkey_bias_t = sum ds over s with i != t
+ *     dv_t = sum p*dout    dk_t = scale*sum dl*q    dq = scale*sum dl*k_t    dkey_bias_t = sum ds over s with i != t
+ *     dl = ds, with a softcap ds*(1 - tanh^2(l/softcap))         dsink_logits[h] = sum over b, s of -exp(sink - lse)*delta
  * sums over the queries of a KV head's G query heads and over keys as above; every element is written.
  * forward: the arguments of the forward call, out and lse filled by it. dout as out; dlse float32 [B, Hq, S] contiguous
- * or NULL (0); dq as q, dk, dv as k (dtype of q, any strides); dkey_bias float32 [B, Hkv, T] contiguous or NULL.
+ * or NULL (0); dq as q, dk, dv as k (dtype of q, any strides); dkey_bias float32 [B, Hkv, T] contiguous or NULL;
+ * dsink_logits float32 [Hq] or NULL, only with sink_logits.
  * scratch: kvc_attention_backward_scratch_bytes bytes (on CUDA kvc_cuda_attention_backward_scratch_bytes), 64-byte
  * aligned. Same bits for any number of threads: reductions have a fixed order.
  */
@@ -372,6 +375,7 @@ typedef struct {
     const float *dlse;
     float *dkey_bias;
     void *scratch;
+    float *dsink_logits;
 } kvc_attention_backward_args;
 int64_t kvc_attention_backward_scratch_bytes(const kvc_attention_backward_args *args);
 kvc_status kvc_attention_backward(const kvc_attention_backward_args *args, kvc_parallel_for parallel_for);

@@ -48,15 +48,13 @@ typedef struct {
 } kvc_dmc_importance_args;
 kvc_status kvc_dmc_importance(const kvc_dmc_importance_args *args, kvc_parallel_for parallel_for);
 
-/* Bias of key t in DMC's training attention: bias[b,h,t] = ln(1 - alpha[t+1]) = -ln(1 + exp(tempered[b,h,t+1])); 0 where
- * token t+1 is not there, begins a document or is padding; -inf where t is padding.
- * documents int32 [B, T]: a number per document, negative = padding; NULL = one document, no padding.
+/* Bias of key t in DMC's training attention: bias[b,h,t] = ln(1 - alpha[t+1]) = -ln(1 + exp(tempered[b,h,t+1])); 0 for
+ * the last token.
  * bias, tempered float32 [B, H, T] contiguous, apart from each other. Source: DMC, appendix H (whose sign is a misprint).
  */
 typedef struct {
     float *bias;
     const float *tempered;
-    const int32_t *documents;
     int64_t B, H, T;
 } kvc_dmc_mask_args;
 kvc_status kvc_dmc_mask(const kvc_dmc_mask_args *args, kvc_parallel_for parallel_for);
@@ -70,12 +68,11 @@ enum {
 
 /* Partial averages of keys and values, x either of them, with a = alpha, w = omega, per KV head:
  *     z[t] = a[t] z[t-1] + w[t]        out[t] = (a[t] z[t-1] out[t-1] + w[t] x[t]) / z[t]
- * a counts as 0 at token 0 (unless there is an initial state), at the first token of a document and at padding: the
- * token is then out[t], whatever lies before it. Coordinate `neuron` of the keys, initial_k included, counts as 0 (-1:
+ * a counts as 0 at token 0 (unless there is an initial state): the token is then out[t]. Coordinate `neuron` of the keys, initial_k included, counts as 0 (-1:
  * none).
  *     window N > 0: out[t] = sum over j = t-N+1 .. t of (a[j+1] ... a[t]) w[j] x[j] / z[t], z[t] the same sum without x
  * k, v, out_k, out_v [B, Hkv, T, D] of one dtype, out may not alias; alpha, omega, z float32 [B, Hkv, T] contiguous,
- * omega > 0; documents int32 [B, T] as for kvc_dmc_mask. initial_k, initial_v float32 [B, Hkv, D], initial_z [B, Hkv]:
+ * omega > 0. initial_k, initial_v float32 [B, Hkv, D], initial_z [B, Hkv]:
  * out and z before token 0, all three or none; z 0: nothing there. Computed in float32, rounded once.
  * states float32 [B, Hkv, kvc_dmc_chunks(T, window), 2, D]: the state (keys, values) before each chunk, for the
  * backward pass; may be NULL if that count is 0. States older than 2^-40 of the weight may be left out where a long row
@@ -89,7 +86,6 @@ typedef struct {
     kvc_view out_k, out_v, k, v;
     float *z, *states;
     const float *alpha, *omega;
-    const int32_t *documents;
     const float *initial_k, *initial_v, *initial_z;
     void *scratch;
     int64_t B, Hkv, T, D, neuron, window;

@@ -4,6 +4,8 @@
 #include <math.h>
 #include <string.h>
 
+enum { DEPTH = 128 }; /* head dims per sum where there are many: a long one rounds too often */
+
 void kvc_lanes_begin(kvc_lanes_state *state) {
     for (int64_t i = 0; i < KVC_TILE; i++) {
         state->max[i] = -INFINITY;
@@ -12,9 +14,19 @@ void kvc_lanes_begin(kvc_lanes_state *state) {
     memset(state->sums, 0, (size_t)(state->queries * state->D) * sizeof(float));
 }
 
+void kvc_lanes_product(const kvc_simd *simd, float *x, const float *rows, int64_t stride, const float *columns, int64_t n,
+                       int64_t D) {
+    const int64_t most = D > 256 ? DEPTH : D;
+    for (int64_t d = 0; d < D; d += most) {
+        simd->gemm(x, KVC_TILE, rows + d, stride, 1, columns + d * KVC_TILE, KVC_TILE, n, KVC_TILE, min_of(most, D - d),
+                   d > 0);
+    }
+}
+
 void kvc_lanes_logits(const kvc_lanes_state *state, const kvc_lanes *lanes, const float *k, int64_t k_stride, int64_t t,
                       int64_t n, const float *bias, int hide, float *x) {
-    state->simd->gemm(x, KVC_TILE, k, k_stride, 1, state->q, KVC_TILE, n, KVC_TILE, state->D, 0);
+    kvc_lanes_product(state->simd, x, k, k_stride, state->q, n, state->D);
+    if (state->softcap > 0.0f) state->simd->softcap(x, n * KVC_TILE, 1.0f, state->softcap, state->slope);
     if (bias) state->simd->lanes_bias(x, n, (int32_t)t, bias, lanes);
     if (hide) state->simd->lanes_hide(x, n, (int32_t)t, lanes);
 }

@@ -5,30 +5,35 @@
  */
 #ifndef KVC_LANES_H
 #define KVC_LANES_H
-#include "tile.h"
+#include "kernel.h"
 
 enum {
     KVC_LANES_KEYS = 128,       /* keys per step at most */
     KVC_LANES_FLOATS = 1 << 14  /* floats of a converted block of keys or values: 64 KiB */
 };
 
-/* queries: how many of the lanes are in use. q [D, KVC_TILE]: queries as columns, times the scale. sums [queries, D]. */
+/* queries: how many of the lanes are in use. q [D, KVC_TILE]: queries as columns, times the scale. sums [queries, D].
+ * slope (NULL: not wanted): the derivatives of capped logits [keys, KVC_TILE]; written with a softcap alone. */
 typedef struct {
     const kvc_simd *simd;
     int64_t queries, D;
-    float *q, *sums;
+    float *q, *sums, softcap, *slope;
     float max[KVC_TILE], norm[KVC_TILE];
 } kvc_lanes_state;
 
 /* Keys per step, so that a converted block fits KVC_LANES_FLOATS; D <= KVC_MAX_HEAD_DIM. */
 static inline int64_t kvc_lanes_keys(int64_t D) {
-    return D > KVC_LANES_FLOATS / KVC_LANES_KEYS ? KVC_LANES_FLOATS / KVC_MAX_HEAD_DIM : KVC_LANES_KEYS;
+    return D <= 128 ? KVC_LANES_KEYS : D <= 256 ? KVC_LANES_FLOATS / 256 : KVC_LANES_FLOATS / KVC_MAX_HEAD_DIM;
 }
 
 /* Empties the state. */
 void kvc_lanes_begin(kvc_lanes_state *state);
 
-/* x [n, KVC_TILE] = logits of keys [t, t + n), the first at k, k_stride floats apart: with bias (NULL: none) added where
+/* x [n, KVC_TILE] = products of n rows of D floats, stride apart, and columns [D, KVC_TILE]. */
+void kvc_lanes_product(const kvc_simd *simd, float *x, const float *rows, int64_t stride, const float *columns, int64_t n,
+                       int64_t D);
+
+/* x [n, KVC_TILE] = capped logits of keys [t, t + n), the first at k, k_stride floats apart: with bias (NULL: none) added where
  * the key is not the lane's own, and -inf where `hide` and the lane does not see the key. */
 void kvc_lanes_logits(const kvc_lanes_state *state, const kvc_lanes *lanes, const float *k, int64_t k_stride, int64_t t,
                       int64_t n, const float *bias, int hide, float *x);

@@ -1,5 +1,5 @@
 /* Joining attention over two disjoint sets of keys. */
-#include "tile.h"
+#include "kernel.h"
 
 #include <math.h>
 #include <string.h>

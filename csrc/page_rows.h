@@ -1,7 +1,7 @@
 /* Rows of keys or values in pages: what the kernels that read them share. */
 #ifndef KVC_PAGE_ROWS_H
 #define KVC_PAGE_ROWS_H
-#include "tile.h"
+#include "kernel.h"
 
 typedef struct { /* keys or values of all rows */
     const void *pages;

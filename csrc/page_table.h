@@ -1,7 +1,7 @@
 /* The table of pages (kvc_page_table): what every function that appends to rows needs. */
 #ifndef KVC_PAGE_TABLE_H
 #define KVC_PAGE_TABLE_H
-#include "tile.h"
+#include "kernel.h"
 
 static inline kvc_status check_table(const kvc_page_table *table) {
     if (table->R < 0 || table->blocks < 0 || table->P < 1 || table->pages < 0 || table->pages > INT32_MAX) {

@@ -1,5 +1,5 @@
 /* Rotary position embedding: rotate, rotate back, and (by tables of the difference) re-rotate. */
-#include "tile.h"
+#include "kernel.h"
 
 #include <stddef.h>
 #include <string.h>

@@ -10,7 +10,7 @@
  * would be slower than the products. Columns add up by groups of GROUP rows in order, the groups in double (H2O sums
  * over thousands of rows), and a pass is whole groups, so the cut into passes changes no bit either.
  */
-#include "tile.h"
+#include "kernel.h"
 
 #include <math.h>
 #include <stddef.h>
@@ -85,6 +85,7 @@ static int sizes_are_good(const kvc_window_scores_args *args) {
     if (args->B < 0 || args->Hq < 0 || args->Hkv < 0 || args->W < 0 || args->T < 0 || args->D < 0) return 0;
     if (args->skip_last < 0 || args->mask_first < 0 || args->mask_last < 0) return 0;
     if (args->T > INT32_MAX || args->kernel_size < 1 || args->kernel_size % 2 == 0) return 0;
+    if (!scale_is_good(args->scale, args->softcap)) return 0;
     return args->Hkv ? args->Hq % args->Hkv == 0 : args->Hq == 0;
 }
 
@@ -110,6 +111,15 @@ static void exponentiate(const score_job *job, int64_t tile, int64_t block, int6
     const int64_t W = job->args->W, at = tile * job->rows + block, t0 = tile * KVC_TILE;
     const int64_t masked = max_of(job->args->mask_first - t0, 0);
     const int64_t first = (job->first + block) % W, earliest = first + rows > W ? 0 : first;
+    float scale = job->args->scale;
+    if (job->args->softcap > 0.0f) {
+        job->simd->softcap(job->scratch.e + at * KVC_TILE, rows * KVC_TILE, scale, job->args->softcap, NULL);
+        scale = 1.0f;
+    } else if (masked > 0) { /* -inf times a scale of 0 or below would be no mask */
+        float *logits = job->scratch.e + at * KVC_TILE;
+        for (int64_t i = 0; i < rows * KVC_TILE; i++) logits[i] *= scale;
+        scale = 1.0f;
+    }
     const int together = masked == 0 && t0 + KVC_TILE <= seen_end(job, earliest); /* every query sees the whole tile */
     for (int64_t i = 0; i < rows; i += together ? rows : 1) {
         float *e = job->scratch.e + (at + i) * KVC_TILE;
@@ -118,7 +128,7 @@ static void exponentiate(const score_job *job, int64_t tile, int64_t block, int6
         /* before the exponentials: a masked logit must not be the maximum */
         for (int64_t t = 0; t < masked && !none; t++) e[t] = -INFINITY;
         job->simd->softmax(e, together ? rows : 1, KVC_TILE, none ? 0 : min_of(seen, KVC_TILE), KVC_TILE,
-                           job->args->scale, job->scratch.tile_max + at + i, job->scratch.tile_sum + at + i);
+                           scale, job->scratch.tile_max + at + i, job->scratch.tile_sum + at + i);
     }
 }
 
@@ -164,6 +174,11 @@ static int sees_nothing(const score_job *job, int64_t row) {
     return seen_end(job, (job->first + row) % job->args->W) <= job->args->mask_first;
 }
 
+static float sink_of_row(const score_job *job, int64_t row) {
+    const kvc_window_scores_args *args = job->args;
+    return sink_of(args->sink_logits, job->head * (args->Hq / args->Hkv) + (job->first + row) / args->W);
+}
+
 /* Row maxima and normalisers over the tiles; leaves exp(tile_max - row_max) in tile_max. */
 static void merge_range(int64_t begin, int64_t end, void *context) {
     const score_job *job = context;
@@ -177,7 +192,9 @@ static void merge_range(int64_t begin, int64_t end, void *context) {
             for (int64_t i = 0; i < rows; i++) row_max[i] = tile_max[i] > row_max[i] ? tile_max[i] : row_max[i];
         }
         for (int64_t i = 0; i < rows; i++) {
+            const float sink = sink_of_row(job, first + i);
             if (sees_nothing(job, first + i)) row_max[i] = 0.0f; /* its weights are then exp(-inf) = 0 */
+            else if (!(sink <= row_max[i])) row_max[i] = sink;
         }
         for (int64_t tile = job->tile_begin; tile < job->tile_end; tile++) {
             float *tile_max = job->scratch.tile_max + tile * job->rows + first;
@@ -186,6 +203,8 @@ static void merge_range(int64_t begin, int64_t end, void *context) {
             for (int64_t i = 0; i < rows; i++) sums[i] += (double)tile_sum[i] * (double)tile_max[i];
         }
         for (int64_t i = 0; i < rows; i++) {
+            const float sink = sink_of_row(job, first + i);
+            if (sink != -INFINITY) sums[i] += (double)expf(sink - row_max[i]);
             if (sees_nothing(job, first + i)) row_norm[i] = 0.0f;
             else row_norm[i] = sums[i] > 0.0 && sums[i] < (double)INFINITY ? (float)(1.0 / sums[i]) : NAN;
         }

@@ -1,5 +1,5 @@
-/* Which keys stay: top-k of each row's scores, and in-place compaction of rows to the chosen places. */
-#include "tile.h"
+/* Which keys stay: top-k of each row's scores. */
+#include "kernel.h"
 
 #include <stddef.h>
 #include <string.h>
@@ -70,39 +70,5 @@ kvc_status kvc_select_topk(const kvc_select_topk_args *args, kvc_parallel_for pa
     for (int64_t r = 0; r < args->R; r++) {
         if (args->indices[r * args->k + args->k - 1] < 0) return KVC_TOO_FEW_SCORES;
     }
-    return KVC_OK;
-}
-
-/* ---- compaction ------------------------------------------------------------------------------------------------- */
-
-static void compact_range(int64_t begin, int64_t end, void *context) {
-    const kvc_compact_rows_args *args = context;
-    const int64_t bytes = args->D * args->element_bytes;
-    for (int64_t r = begin; r < end; r++) {
-        char *row = (char *)args->rows + r * args->row_stride * args->element_bytes;
-        const int32_t *indices = args->indices + r * args->k;
-        for (int64_t j = 0; j < args->k;) {
-            int64_t run = 1;
-            while (j + run < args->k && indices[j + run] == indices[j] + run) run++;
-            if (indices[j] != j) memmove(row + j * bytes, row + indices[j] * bytes, (size_t)(run * bytes));
-            j += run;
-        }
-    }
-}
-
-kvc_status kvc_compact_rows(const kvc_compact_rows_args *args, kvc_parallel_for parallel_for) {
-    if (!args) return KVC_NULL_POINTER;
-    if (args->R < 0 || args->T < 0 || args->D < 0 || args->k < 0 || args->k > args->T) return KVC_BAD_SIZE;
-    if (args->element_bytes < 1 || (args->R > 1 && args->row_stride < args->T * args->D)) return KVC_BAD_SIZE;
-    if (!args->R || !args->k) return KVC_OK;
-    if (!args->indices || (args->D && !args->rows)) return KVC_NULL_POINTER;
-    for (int64_t r = 0; r < args->R; r++) {
-        const int32_t *indices = args->indices + r * args->k;
-        for (int64_t j = 0, last = -1; j < args->k; last = indices[j++]) {
-            if (indices[j] <= last || indices[j] >= args->T) return KVC_BAD_INDEX;
-        }
-    }
-    if (!args->D) return KVC_OK;
-    run_parallel(parallel_for, args->R, 1, compact_range, (void *)(uintptr_t)args);
     return KVC_OK;
 }

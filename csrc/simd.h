@@ -63,6 +63,13 @@ typedef struct {
     void (*lanes_gradient)(float *y, const float *p, int64_t keys, const float *delta);
     void (*lanes_total)(float *total, const float *x, int64_t keys, int32_t t, const kvc_lanes *lanes);
 
+    /* x[i] = cap*tanh(scale*x[i] / cap), i < n, saturated for any size, NaN stays; slope[i] (NULL: not wanted) =
+     * 1 - tanh^2, 0 for NaN. */
+    void (*softcap)(float *x, int64_t n, float scale, float cap, float *slope);
+
+    /* y[i] *= x[i], i < n. */
+    void (*multiply)(float *y, const float *x, int64_t n);
+
     /* For each of `rows` rows x + r*stride: x[i] = exp(scale*x[i] - m) for i < n, 0 for n <= i < width; max[r] = m =
      * the largest scale*x[i] (-inf if none), sum[r] = sum of x. All -inf: x = 0. A NaN, or a +inf, gives sum NaN. */
     void (*softmax)(float *x, int64_t rows, int64_t stride, int64_t n, int64_t width, float scale, float *max,
@@ -120,6 +127,14 @@ extern const kvc_simd kvc_simd_avx512_bf16; /* avx512 with products of bfloat16 
 #define KVC_EXP_P3 4.1665795894e-2f
 #define KVC_EXP_P4 1.6666665459e-1f
 #define KVC_EXP_P5 5.0000001201e-1f
+
+/* tanh(x) below KVC_TANH_SMALL: x + x^3 * polynomial of x^2, Cephes' tanhf; above it 1 - 2e/(1 + e), e = exp(-2|x|). */
+#define KVC_TANH_SMALL 0.625f
+#define KVC_TANH_P0 (-5.70498872745e-3f)
+#define KVC_TANH_P1 2.06390887954e-2f
+#define KVC_TANH_P2 (-5.37397155531e-2f)
+#define KVC_TANH_P3 1.33314422036e-1f
+#define KVC_TANH_P4 (-3.33332819422e-1f)
 
 /* Defined once here, so that each instruction set's file can finish the last few elements with the reference. */
 void kvc_portable_transpose(float *dst, const float *src, int64_t stride, int64_t keys, int64_t depth);

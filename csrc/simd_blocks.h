@@ -4,7 +4,7 @@
  * product (KVC_TILE_ROWS * VEC_COLUMNS accumulators stay in registers); and the functions on vec used below, of which
  * vec_part(p, n) loads n < VEC_WIDTH floats and zeros, vec_sums(x) is the vec of the sums of VEC_WIDTH vecs,
  * vec_hide(x, t, near, begin, end) is x where t < near or begin <= t < end, -inf elsewhere, vec_add_unless(x, y, t, own)
- * is x where t == own, x + y elsewhere, and vec_typed(src, i, n, dtype) loads n elements of a kvc_dtype.
+ * is x where t == own, x + y elsewhere, vec_less(a, b, x, y) is x where a < b, y elsewhere, and vec_typed(src, i, n, dtype) loads n elements of a kvc_dtype.
  */
 #ifndef KVC_SIMD_BLOCKS_H
 #define KVC_SIMD_BLOCKS_H
@@ -366,8 +366,42 @@ static void lanes_total(float *total, const float *x, int64_t keys, int32_t t, c
     }
 }
 
-#define KVC_SIMD_BLOCKS                                                                                    \
-    .gemm = gemm, .mix = {mix_f32, mix_bf16, mix_f16},            \
+/* ---- soft capping ---- */
+
+BLOCKS_INLINE vec tanh_of(vec x) {
+    const vec zero = vec_set(0.0f), one = vec_set(1.0f), size = vec_max(x, vec_sub(zero, x)), square = vec_mul(x, x);
+    vec p = vec_set(KVC_TANH_P0);
+    p = vec_fma(p, square, vec_set(KVC_TANH_P1));
+    p = vec_fma(p, square, vec_set(KVC_TANH_P2));
+    p = vec_fma(p, square, vec_set(KVC_TANH_P3));
+    p = vec_fma(p, square, vec_set(KVC_TANH_P4));
+    const vec small = vec_fma(vec_mul(p, square), x, x), e = vec_exp(vec_mul(vec_set(-2.0f), size));
+    const vec large = vec_sub(one, vec_div(vec_add(e, e), vec_add(one, e)));
+    return vec_less(size, vec_set(KVC_TANH_SMALL), small, vec_less(x, zero, vec_sub(zero, large), large));
+}
+
+static void softcap(float *x, int64_t n, float scale, float cap, float *slope) {
+    const vec scales = vec_set(scale), caps = vec_set(cap);
+    for (int64_t i = 0; i < n; i += VEC_WIDTH) {
+        const int64_t some = n - i < VEC_WIDTH ? n - i : VEC_WIDTH;
+        const int whole = some == VEC_WIDTH;
+        const vec t = tanh_of(vec_div(vec_mul(scales, whole ? vec_load(x + i) : vec_part(x + i, some)), caps));
+        const vec s = vec_max(vec_sub(vec_set(1.0f), vec_mul(t, t)), vec_set(0.0f));
+        if (whole) vec_store(x + i, vec_mul(caps, t));
+        else vec_store_part(x + i, some, vec_mul(caps, t));
+        if (slope && whole) vec_store(slope + i, s);
+        else if (slope) vec_store_part(slope + i, some, s);
+    }
+}
+
+static void multiply(float *y, const float *x, int64_t n) {
+    int64_t i = 0;
+    for (; i + VEC_WIDTH <= n; i += VEC_WIDTH) vec_store(y + i, vec_mul(vec_load(y + i), vec_load(x + i)));
+    for (; i < n; i++) y[i] *= x[i];
+}
+
+#define KVC_SIMD_BLOCKS                                                                                         \
+    .gemm = gemm, .mix = {mix_f32, mix_bf16, mix_f16}, .softcap = softcap, .multiply = multiply,                \
     .lanes_hide = lanes_hide, .lanes_bias = lanes_bias, .lanes_softmax = lanes_softmax, .lanes_exp = lanes_exp, \
     .lanes_gradient = lanes_gradient, .lanes_total = lanes_total
 #endif

@@ -165,6 +165,8 @@ static inline vec vec_sub(vec a, vec b) { EACH a.x[i] -= b.x[i]; return a; }
 static inline vec vec_mul(vec a, vec b) { EACH a.x[i] *= b.x[i]; return a; }
 static inline vec vec_fma(vec a, vec b, vec c) { EACH c.x[i] += a.x[i] * b.x[i]; return c; }
 static inline vec vec_max(vec a, vec b) { EACH a.x[i] = a.x[i] > b.x[i] ? a.x[i] : b.x[i]; return a; }
+static inline vec vec_div(vec a, vec b) { EACH a.x[i] /= b.x[i]; return a; }
+static inline vec vec_less(vec a, vec b, vec x, vec y) { EACH y.x[i] = a.x[i] < b.x[i] ? x.x[i] : y.x[i]; return y; }
 static inline vec vec_exp(vec a) { EACH a.x[i] = exp_of(a.x[i]); return a; }
 static inline vec vec_base(vec a) { EACH a.x[i] = a.x[i] == -INFINITY ? 0.0f : a.x[i]; return a; }
 

@@ -6,7 +6,7 @@
  * float, everything across tiles in double; each row is reduced by one thread in the order of the tiles, so neither
  * threads nor the slabs change a bit.
  */
-#include "tile.h"
+#include "kernel.h"
 
 #include <math.h>
 #include <string.h>
@@ -71,7 +71,8 @@ static int64_t lay_out(const kvc_layer_similarity_args *args, similarity_scratch
 static int sizes_are_good(const kvc_layer_similarity_args *args) {
     if (args->L < 0 || args->Hq < 0 || args->Hkv < 0 || args->S < 0 || args->T < 0 || args->D < 0) return 0;
     if (args->sinks < 0 || args->recent < 0 || args->S > args->T || args->T > INT32_MAX) return 0;
-    if (args->sinks > INT32_MAX || args->recent > INT32_MAX || !(args->scale > 0.0f)) return 0;
+    if (args->sinks > INT32_MAX || args->recent > INT32_MAX || args->scale < 0.0f) return 0;
+    if (!scale_is_good(args->scale, args->softcap)) return 0;
     return args->Hkv ? args->Hq % args->Hkv == 0 : args->Hq == 0;
 }
 
@@ -99,10 +100,18 @@ static void exponentiate(const similarity_job *job, float *e, int64_t stride, in
     const int64_t at = (layer * job->tiles + tile) * job->rows + block, t0 = (job->first_tile + tile) * KVC_TILE;
     const int64_t masked = max_of(args->sinks - t0, 0);
     for (int64_t i = 0; i < rows; i++, e += stride) {
+        float scale = args->scale;
+        if (args->softcap > 0.0f) {
+            job->simd->softcap(e, KVC_TILE, scale, args->softcap, NULL);
+            scale = 1.0f;
+        } else if (masked > 0) { /* -inf times a scale of 0 would be no mask */
+            for (int64_t t = 0; t < KVC_TILE; t++) e[t] *= scale;
+            scale = 1.0f;
+        }
         const int64_t seen = max_of(min_of(seen_end(job, block + i) - t0, KVC_TILE), 0);
         for (int64_t t = 0; t < masked; t++) e[t] = -INFINITY; /* a masked logit must not be the maximum */
         float max, sum;
-        job->simd->softmax(e, 1, stride, masked >= seen ? 0 : seen, KVC_TILE, args->scale, &max, &sum);
+        job->simd->softmax(e, 1, stride, masked >= seen ? 0 : seen, KVC_TILE, scale, &max, &sum);
         if (job->again) continue;
         job->scratch.tile_max[at + i] = max;
         job->scratch.tile_sum[at + i] = sum;

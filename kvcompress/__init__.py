@@ -5,18 +5,18 @@ import torch  # noqa: F401  loads libtorch before the extension that needs it
 from .budgets import AdaKV, PyramidKV, Uniform
 from .caches import (
     CompressedCache,
-    DMCCache,
     IterativeCache,
-    PoDCache,
     PoolSettings,
     PrunedCache,
     QuestCache,
     StreamingCache,
 )
+from .dmc.cache import DMCCache
 from .hf import attach, detach
 from .logits import AllLogits, TokenLoss
 from .models import load_example_model
 from .planner import Adaptive, Plan, plan
+from .pod.cache import PoDCache
 from .positions import RemoteGap
 from .prefill import generate, prefill
 

@@ -100,11 +100,12 @@ class Budget(ABC):
 
     @abstractmethod
     def divide(self, ranks: Tensor, keep: int, allowed: int) -> tuple[Tensor, Tensor | None]:
-        """Chooses from one layer of one sequence.
+        """Chooses from one layer of one sequence, or of several alike.
 
-        ranks: float32 [Hkv, T]; higher stays, +inf always, -inf never. keep: tokens per head, mean. allowed: places of
-        all heads that are not -inf, at least Hkv*keep where heads are equal.
-        Returns (indices int32 [Hkv, K] rising, kept int32 [Hkv]: how many of them count; None = all K).
+        ranks: float32 [..., Hkv, T]; higher stays, +inf always, -inf never. keep: tokens per head, mean. allowed:
+        places of all heads of a sequence that are not -inf, at least Hkv*keep where heads are equal.
+        Returns (indices int32 [..., Hkv, K] rising, kept int32 [..., Hkv] on the CPU: how many of them count; None =
+        all K). Waits for the device at most once.
         """
 
     def _shares(self, mean: int, length: int, layers: int) -> list[int]:
@@ -150,7 +151,7 @@ class Uniform(Budget):
         return min(mean, length)
 
     def divide(self, ranks: Tensor, keep: int, allowed: int) -> tuple[Tensor, Tensor | None]:
-        return ops.select_topk(ranks, keep), None
+        return _topk(ranks, keep), None
 
 
 @dataclass(frozen=True)
@@ -191,7 +192,7 @@ class PyramidKV(Budget):
         return self._line(mean, length, layers)
 
     def divide(self, ranks: Tensor, keep: int, allowed: int) -> tuple[Tensor, Tensor | None]:
-        return ops.select_topk(ranks, keep), None
+        return _topk(ranks, keep), None
 
     def _line(self, mean: int, length: int, layers: int) -> list[int]:
         if mean >= length or layers == 1 or mean == 0:
@@ -216,8 +217,10 @@ class AdaKV(Budget):
     """Heads of a layer share its tokens: the best scores of all heads stay, wherever they are.
 
     inner: what each layer keeps on average over its heads: a size, Uniform or PyramidKV. floor: share of that which
-    every head keeps in any case, 0..1 (1 = Uniform). A layer keeps exactly Hkv times its tokens; rows have lengths of
-    their own, and what a head gives up is memory that is free.
+    every head keeps in any case, 0..1 (1 = Uniform): its best floor*tokens, rounded down but at least one, or what
+    always stays in it where that is more. A layer keeps exactly Hkv times its tokens; rows have lengths of their own,
+    and what a head gives up is memory that is free. A budget is at least one token per head, so none is left without;
+    only a head that offers less than its floor keeps less, and one that offers nothing is empty.
     Source: Ada-KV, section 3.3 (flat top-k) and 3.4 (safeguard).
     """
 
@@ -229,8 +232,9 @@ class AdaKV(Budget):
             raise ValueError("inner must be a size, Uniform or PyramidKV, got AdaKV")
         if not isinstance(self.inner, Budget):
             _check_size(self.inner)
-        if not 0.0 <= self.floor <= 1.0:
-            raise ValueError(f"floor must be between 0 and 1, got {self.floor}")
+        number = isinstance(self.floor, (int, float)) and not isinstance(self.floor, bool)
+        if not number or not 0.0 <= self.floor <= 1.0:
+            raise ValueError(f"floor must be between 0 and 1, got {self.floor!r}")
 
     @property
     def _layers(self) -> Uniform | PyramidKV:
@@ -259,21 +263,28 @@ class AdaKV(Budget):
         return others + -(-(held - others) // shape.page_size)
 
     def divide(self, ranks: Tensor, keep: int, allowed: int) -> tuple[Tensor, Tensor | None]:
-        heads, T = ranks.shape
-        sure = int(Fraction(repr(float(self.floor))) * keep)
+        *batch, heads, T = ranks.shape
+        ranks = ranks.reshape(-1, T)
+        sure = min(max(int(Fraction(repr(float(self.floor))) * keep), 1), keep)
         if sure:
             best = ops.select_topk(ranks, sure).long()
             raised = ranks.gather(1, best)
             ranks = ranks.scatter(1, best, torch.where(raised == float("-inf"), raised, float("inf")))
         # token by token over the heads, so that ties go to all of them alike
-        flat = ops.select_topk(ranks.T.reshape(1, -1), min(heads * keep, allowed))[0].long()
-        flat = flat[(flat % heads).argsort(stable=True)]
-        head = flat % heads
-        kept = torch.bincount(head, minlength=heads)
-        places = torch.arange(len(flat), device=flat.device) - (kept.cumsum(0) - kept)[head]
-        indices = torch.zeros(heads, int(kept.max()), dtype=torch.int32, device=flat.device)
-        indices[head, places] = (flat // heads).to(torch.int32)
-        return indices, kept.to(torch.int32)
+        layers = ranks.view(-1, heads, T).transpose(1, 2).flatten(1)
+        flat = ops.select_topk(layers, min(heads * keep, allowed)).long()
+        row = flat % heads + heads * torch.arange(len(layers), device=flat.device)[:, None]
+        row, order = row.flatten().sort(stable=True)
+        kept = torch.zeros(len(ranks), dtype=torch.long, device=row.device).scatter_add_(0, row, torch.ones_like(row))
+        places = torch.arange(len(row), device=row.device) - (kept.cumsum(0) - kept)[row]
+        counts = kept.to("cpu", torch.int32)
+        indices = torch.zeros(len(ranks), int(counts.max()), dtype=torch.int32, device=row.device)
+        indices[row, places] = (flat.flatten()[order] // heads).to(torch.int32)
+        return indices.view(*batch, heads, -1), counts.view(*batch, heads)
+
+
+def _topk(ranks: Tensor, keep: int) -> Tensor:
+    return ops.select_topk(ranks.flatten(0, -2), keep).view(*ranks.shape[:-1], keep)
 
 
 def as_budget(size: Size | Budget) -> Budget:

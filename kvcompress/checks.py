@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+SMALLEST, LARGEST = 2.0**-126, 3.4028234663852886e38  # normal numbers of float32
+MOST_INT32 = (1 << 31) - 1  # tokens and places on the device
 
 
 def need(condition: bool, message: str) -> None:
@@ -18,6 +22,19 @@ def need(condition: bool, message: str) -> None:
 def need_tensor(name: str, x: Tensor) -> None:
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+
+
+def need_tensors(**tensors: Tensor) -> None:
+    """TypeError for the first that is no tensor: for arguments whose dtype or shape is looked at next."""
+    for name, x in tensors.items():
+        if not isinstance(x, Tensor):
+            need_tensor(name, x)
+
+
+def need_sequence(name: str, values: Sequence[Any], of: str = "tensors") -> None:
+    """A list or tuple; a tensor, which could be iterated too, is none."""
+    if not isinstance(values, (list, tuple)):
+        raise TypeError(f"{name} must be a list or tuple of {of}, got {type(values).__name__}")
 
 
 def need_float(name: str, x: Tensor, ndim: int, shape: str) -> None:
@@ -46,9 +63,61 @@ def need_choice(name: str, value: str, choices: tuple[str, ...]) -> int:
 
 
 def need_integer(name: str, value: int, least: int, most: int = (1 << 63) - 1) -> None:
-    need(isinstance(value, int), f"{name} must be an integer, got {value!r}")
-    need(value >= least, f"{name} must be at least {least}, got {value}")
-    need(value <= most, f"{name} must be at most {most}, got {value}")
+    need(isinstance(value, int) and not isinstance(value, bool), f"{name} must be an integer, got {_shown(value)}")
+    need(value >= least, f"{name} must be at least {least}, got {_shown(value)}")
+    need(value <= most, f"{name} must be at most {most}, got {_shown(value)}")
+
+
+def need_number(name: str, value: float, least: float, most: float) -> None:
+    """A finite number between the two."""
+    good = isinstance(value, (int, float)) and not isinstance(value, bool)
+    need(good and least <= value <= most, f"{name} must be a number between {least} and {most}, got {_shown(value)}")
+
+
+def need_fields(saved: Any, method: str, known: Sequence[str]) -> dict[str, Any]:
+    """The fields of a config.kvcompress of this method."""
+    need(isinstance(saved, Mapping), f"config.kvcompress must be a dict, got {_shown(saved)}")
+    given = dict(saved)
+    found = given.pop("method", None)
+    need(found == method, f"config.kvcompress must be of the method {method}, got {_shown(found)}")
+    unknown = sorted(str(name) for name in set(given) - set(known))
+    need(not unknown, f"config.kvcompress has unknown fields {', '.join(unknown)}: saved by a newer version?")
+    return given
+
+
+def _shown(value: object) -> str:
+    """What an error says was given, in a line of reasonable length."""
+    if isinstance(value, int) and abs(value) >= 1 << 128:
+        return f"{'-' if value < 0 else ''}2**{value.bit_length() - 1} or more"
+    shown = repr(value)
+    return shown if len(shown) <= 80 else f"{shown[:77]}..."
+
+
+def need_scale(scale: float | None, head_dim: int) -> float:
+    """The factor of the logits; None = 1/sqrt(head_dim)."""
+    if scale is None:
+        return head_dim**-0.5 if head_dim else 1.0
+    need(math.isfinite(scale) and abs(scale) <= LARGEST, f"scale must be finite in float32, got {scale}")
+    return scale
+
+
+def need_softcap(softcap: float | None) -> float:
+    """What the native ops take: 0 = none."""
+    if softcap is None:
+        return 0.0
+    good = SMALLEST <= softcap <= LARGEST
+    need(good, f"softcap must be above 0 and finite in float32, or None, got {softcap}")
+    return softcap
+
+
+def need_sink_logits(sink_logits: Tensor | None, heads: int, like: Tensor) -> Tensor | None:
+    if sink_logits is None:
+        return None
+    need_tensor("sink_logits", sink_logits)
+    need(sink_logits.dtype == torch.float32, f"sink_logits must be float32, got {sink_logits.dtype}")
+    need(tuple(sink_logits.shape) == (heads,), f"sink_logits must be [{heads}], got shape {tuple(sink_logits.shape)}")
+    need_device(like, sink_logits=sink_logits)
+    return sink_logits.contiguous()
 
 
 def need_integers(name: str, values: Sequence[int], count: int) -> Tensor:

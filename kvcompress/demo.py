@@ -15,10 +15,10 @@ from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
 from .caches import CompressedCache, IterativeCache, StreamingCache
 from .hf import attach
-from .memory import PeakMemory
 from .models import load_example_model
 from .models.text import fact, long_text, plant, question, random_name, random_pass_key
 from .prefill import prefill
+from .process_memory import PeakMemory
 from .progress import showing
 from .pruners import SnapKV
 

@@ -64,8 +64,15 @@ def model_shape(
         reason = next(iter(str(error).splitlines()), "")
         raise ValueError(f"model must be the name or folder of a transformers model, got {model!r}: {reason}") from None
     own = getattr(config, "dtype", None)
+    found: dict[str, int] = {}
+    for name, wish in (("layers", layers), ("KV heads", kv_heads), ("head dim", head_dim)):
+        size = wish or sizes[name]
+        if not isinstance(size, int):
+            option = name.replace(" ", "_").lower()
+            raise ValueError(f"{option} must be given for {model!r}, whose layers differ: {size}")
+        found[name] = size
     return ModelShape(
-        layers or sizes["layers"], kv_heads or sizes["KV heads"], head_dim or sizes["head dim"],
+        found["layers"], found["KV heads"], found["head dim"],
         chosen or (own if own in FLOATS else torch.bfloat16), getattr(config, "max_position_embeddings", None),
     )  # fmt: skip
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,32 +15,65 @@ from torch import Tensor, nn
 from . import ops
 
 
+def parts(out: Any) -> tuple[Tensor, Tensor]:
+    """(cos, sin) of what a rotary embedding returns: these, or a complex number of them (llama4)."""
+    return (out.real, out.imag) if isinstance(out, Tensor) else (out[0], out[1])
+
+
+def _copy(module: nn.Module) -> Any:
+    config = getattr(module, "config", None)
+    return copy.deepcopy(module, {} if config is None else {id(config): config})
+
+
+def _plain_copy(module: nn.Module) -> Any:
+    """A copy without hooks, those of other libraries that replace its forward included."""
+    out = _copy(module).requires_grad_(False)
+    for name in ("_forward_hooks", "_forward_pre_hooks"):
+        getattr(out, name).clear()
+    return out
+
+
 class RotaryTables:
     """Cosines and sines of the positions that a cache gives out, with the model's own frequencies.
 
-    Works on a copy of the model's rotary embedding, because those that depend on length (dynamic, longrope) change
-    themselves when called. Their length is the number of keys in sight, never the position in the prompt.
+    module: a rotary embedding, called as module(x, position_ids, *arguments, **keywords); it returns (cos, sin), or the
+    two as a complex number. Works on a copy of it, because those that depend on length (dynamic, longrope) change
+    themselves when called; their length is the number of keys in sight, never the position in the prompt.
+    columns: which of its columns turns each pair of coordinates, coordinate i being paired with i + len(columns); None
+    = the first half of them. axes: leading axes of its position_ids, () or (3,).
+    Raises ValueError for what is no rotary embedding.
     """
 
-    def __init__(self, rotary_emb: nn.Module) -> None:
-        rope_type = getattr(rotary_emb, "rope_type", None)
-        if not isinstance(rope_type, str) or not hasattr(rotary_emb, "inv_freq"):
+    def __init__(
+        self, module: nn.Module, columns: Tensor | None = None, *, arguments: tuple[Any, ...] = (),
+        keywords: dict[str, Any] | None = None, axes: tuple[int, ...] = (),
+    ) -> None:  # fmt: skip
+        if not any("inv_freq" in name for name, _ in module.named_buffers(recurse=False)):
             raise ValueError(
-                f"{type(rotary_emb).__name__} is not supported: rotary_emb must have one rope_type and inv_freq for "
-                "all layers"
+                f"{type(module).__name__} is not supported: a rotary embedding has frequencies in a buffer inv_freq"
             )
-        self._module: Any = copy.deepcopy(rotary_emb).requires_grad_(False)
-        self._type = rope_type
+        self._module = _plain_copy(module)
+        self._columns, self._arguments, self._keywords, self._axes = columns, arguments, keywords or {}, axes
+        kind = getattr(module, "rope_type", "default")
+        parameters: Any = getattr(getattr(module, "config", None), "rope_parameters", None) or {}
+        if isinstance(kind, dict):  # one embedding with frequencies of its own for each type of layers
+            layer_type = next((x for x in (*arguments, *self._keywords.values()) if x in kind), None)
+            kind = kind.get(layer_type, "default")
+            parameters = parameters.get(layer_type, {})
+        self._type: str = kind
+        self._switch = 0  # length up to which frequencies are those of any other
+        if "dynamic" in kind:
+            self._switch = int(module.original_max_seq_len)  # type: ignore[arg-type]
+        elif kind == "longrope":
+            self._switch = int(parameters["original_max_position_embeddings"])
         self._tables: dict[tuple[int, torch.device, int | None], tuple[Tensor, Tensor]] = {}
+        self._scaling: float | None = None
 
     def _regime(self, length: int) -> int:
         """A number that is the same for all lengths with the same frequencies."""
         if "dynamic" in self._type:
-            return length if length > self._module.original_max_seq_len else 0
-        if self._type == "longrope":
-            limit = self._module.config.rope_parameters["original_max_position_embeddings"]
-            return int(length > limit)
-        return 0
+            return length if length > self._switch else 0
+        return int(self._type == "longrope" and length > self._switch)
 
     def tables(self, rows: int, length: int, device: torch.device, without: int | None = None) -> tuple[Tensor, Tensor]:
         """(cos, sin), float32 [at least `rows`, rotary_dim/2], for `length` keys in sight.
@@ -57,20 +92,26 @@ class RotaryTables:
         self, key: tuple[int, torch.device, int | None], rows: int, length: int, held: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, Tensor]:
         _, device, without = key
-        if len(self._tables) >= 8:
-            self._tables.clear()
-        module = self._module.to(device)
-        if "dynamic" in self._type:  # a larger length seen before must not linger
-            module.inv_freq = module.original_inv_freq.to(device)
-            module.max_seq_len_cached = module.original_max_seq_len
-        probe = torch.empty(0, dtype=torch.float32, device=device)
-        module(probe, torch.tensor([[max(length, 1) - 1]], device=device))  # settles the frequencies for this length
         rows = max(rows, 2 * held[0].shape[0] if held is not None else 256)
-        angles = torch.arange(rows, device=device).float()[:, None] * module.inv_freq.float()
-        scaling, half = module.attention_scaling, angles.shape[1]
-        cos, sin = angles.cos() * scaling, angles.sin() * scaling
-        if without is not None and without < 2 * half:
-            sin[:, without % half] = 0
+        module = _copy(self._module).to(device)
+        forward, x = type(module).forward, torch.empty(1, 1, 1, dtype=torch.float32, device=device)
+
+        def called(function: Any, positions: Tensor) -> tuple[Tensor, Tensor]:
+            out = function(module, x, positions.expand(*self._axes, 1, -1), *self._arguments, **self._keywords)
+            return parts(out)
+
+        for last in (0, max(length, 1) - 1):  # forgets what the model saw before, and settles for this length
+            called(forward, torch.tensor([[last]], device=device))
+        # past what would settle them anew by the positions of the table
+        cos, sin = (
+            x.flatten(0, -3)[0] for x in called(inspect.unwrap(forward), torch.arange(rows, device=device)[None])
+        )
+        columns = torch.arange(cos.shape[1] // 2) if self._columns is None else self._columns
+        cos, sin = (table[:, columns.to(device)].float().contiguous() for table in (cos, sin))
+        if without is not None and without < 2 * len(columns):
+            sin[:, without % len(columns)] = 0
+        if len(self._tables) >= 8:
+            self._tables = {}
         self._tables[key] = (cos, sin)
         return cos, sin
 
@@ -100,7 +141,9 @@ class RotaryTables:
     @property
     def scaling(self) -> float:
         """Factor that cosines and sines carry (yarn, longrope); 1 elsewhere."""
-        return float(self._module.attention_scaling)
+        if self._scaling is None:  # the cosine of no angle
+            self._scaling = float(self.tables(1, 1, torch.device("cpu"))[0][0].max())
+        return self._scaling
 
     def rotate(
         self, x: Tensor, positions: Tensor | None, bound: int, lengths: list[int], *, without: int | None = None
@@ -137,6 +180,42 @@ class RotaryTables:
         if inverse and self.scaling != 1.0:  # (a R)^-1 = R^T / a
             cos, sin = cos / self.scaling**2, sin / self.scaling**2
         return ops.rope(x, cos, sin, positions, inverse=inverse)
+
+
+class NormedTables(RotaryTables):
+    """Rotation that a norm follows in every head (hunyuan): its weights, as they are now, are taken out of queries or
+    keys before they rotate and put back behind. norm: without a mean."""
+
+    def __init__(self, tables: RotaryTables, norm: nn.Module) -> None:
+        self.__dict__.update(vars(tables))
+        self._norm = norm
+
+    def _weights(self, like: Tensor) -> Tensor:
+        return self._norm(torch.ones(like.shape[-1], dtype=torch.float32, device=like.device))
+
+    def move_back(self, x: Tensor, distance: Tensor, bound: int, length: int) -> Tensor:
+        weights = self._weights(x)
+        return (super().move_back(x.float() / weights, distance, bound, length) * weights).to(x.dtype)
+
+    def _apply(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        weights = self._weights(x)
+        return (super()._apply(x.float() / weights, *args, **kwargs) * weights).to(x.dtype)
+
+
+class Unrotated(RotaryTables):
+    """Of a layer that gives its queries and keys no position."""
+
+    def __init__(self) -> None:
+        self._type, self._switch, self._scaling = "default", 0, 1.0
+
+    def tables(self, rows: int, length: int, device: torch.device, without: int | None = None) -> tuple[Tensor, Tensor]:
+        return torch.ones(rows, 1, device=device), torch.zeros(rows, 1, device=device)
+
+    def move_back(self, x: Tensor, distance: Tensor, bound: int, length: int) -> Tensor:
+        return x
+
+    def _apply(self, x: Tensor, *args: Any, without: int | None = None, **kwargs: Any) -> Tensor:
+        return x if without is None else x.clone()
 
 
 @dataclass(frozen=True)
@@ -184,11 +263,15 @@ class RemoteGap:
         """All compressed keys stand on one id."""
         return self.comp_positions == "shared" or self.reading == "constant"
 
-    def blank(self, compressed: int, near: int, growth: int, trained_length: int) -> int:
+    def blank(
+        self, compressed: int, near: int, growth: int, trained_length: int, *,
+        warn: Callable[[str], None] = warnings.warn,
+    ) -> int:  # fmt: skip
         """Unused ids between the windows ("constant": the distance itself), within the trained length.
 
         compressed, near: tokens of the two windows after a compression. growth: tokens between two compressions, as far
-        as known. Raises ValueError where nothing fits, or where on_overflow says so.
+        as known. warn: told of what does not fit but may. Raises ValueError where nothing fits, or where on_overflow
+        says so.
         """
         headroom = max(self.headroom, growth)
         if self.reading == "constant":
@@ -229,5 +312,5 @@ class RemoteGap:
         )
         if self.on_overflow == "error":
             raise ValueError(message)
-        warnings.warn(message, stacklevel=2)
+        warn(message)
         return most if self.on_overflow == "clamp" else wanted

@@ -8,13 +8,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from .caches import CompressedCache
-from .caches.base import Iteration, Step
-from .hf.attach import base_model, is_attached
+from .caches.base import CompressedCache
+from .caches.passes import Iteration
+from .hf.attach import base_model, facts_of
+from .hf.method import KEYWORD, method_of
 from .logits import LogitsSink
 from .planner import Plan
 from .progress import Progress, showing
-from .prompts import Columns, Prompt, Stream, TokenIds, as_stream
+from .token_sources import Columns, Prompt, Stream, TokenIds, as_stream
 
 _LOGITS = 1 << 24  # logits are computed for as many rows at a time as make so many numbers
 
@@ -106,8 +107,8 @@ def prefill(
     """
     if not isinstance(cache, CompressedCache):
         raise ValueError(f"cache must be a kvcompress cache, got {type(cache).__name__}")
-    if not is_attached(model):
-        raise RuntimeError("model is not attached: call kvcompress.attach(model) first")
+    decoder = base_model(model)
+    facts = facts_of(decoder)
     _need_tensors(attention_mask=attention_mask, guide=guide)
     if logits is not None and (isinstance(logits, type) or not callable(logits)):
         got = f"the class {logits.__name__}: give one of it" if isinstance(logits, type) else repr(logits)
@@ -117,9 +118,10 @@ def prefill(
     if guide is not None and (guide.ndim != 1 or guide.shape[0] < 1 or guide.is_floating_point()):
         raise ValueError(f"guide must be [g] token ids with g >= 1, got {guide.dtype} of shape {tuple(guide.shape)}")
     cache.check_complete()
-    decoder = base_model(model)
-    cache.check_model(decoder)
-    device = decoder.embed_tokens.weight.device
+    if (method := method_of(decoder)) is not None:
+        method.check_cache(cache)
+    cache.adopt(decoder, facts)
+    device = decoder.get_input_embeddings().weight.device
     tail = torch.empty(0, dtype=torch.int64) if guide is None else guide.long()
     prompt: Prompt | None = as_stream(input_ids)
     if prompt is None:
@@ -140,17 +142,20 @@ def prefill(
         return cache
     if guide is not None:
         cache.check_guide()
+    if cache.recurs:
+        _check_states(cache, plans, guide)
     if plans is not None:
         begin, steps = plans, _known(plans)
     else:
         begin, steps = [cache.stream_plan()], _unknown(cache, cast(Stream, prompt))
     head = None if logits is None else _head_of(model)
     tail, width_of_tail = tail.to(device), len(tail)
-    read = [0] * batch
+    read, whole = [0] * batch, None if prompt.lengths is None else tuple(prompt.lengths)
+    seen = cache.get_seq_length()  # columns; of tokens each sequence may have had fewer
+    past = [seen] * batch if attention_mask is None else attention_mask[:, :seen].long().sum(1).tolist()
     cache.mark_incomplete()
     try:
         cache.begin_prompt(begin, width_of_tail)
-        cache.mark_incomplete(False)
         with showing(progress, None if prompt.lengths is None else sum(prompt.lengths)) as show:
             for plans_now, numbers in steps:
                 chunks = [plan.chunks[i] if i >= 0 else 0 for plan, i in zip(plans_now, numbers, strict=True)]
@@ -160,27 +165,67 @@ def prefill(
                 )
                 width = max(chunks) + width_of_tail
                 ids = torch.zeros(batch, width, dtype=torch.int64, device=device)
-                mask = torch.zeros(batch, width, dtype=torch.bool)
+                counts = [chunk + width_of_tail if chunk else 0 for chunk in chunks]
                 for b, chunk in enumerate(chunks):
                     if chunk:
-                        ids[b, width - width_of_tail - chunk :] = torch.cat([prompt.take(b, chunk).to(device), tail])
-                        mask[b, width - width_of_tail - chunk :] = True
-                cache.step = Step(iteration=Iteration(memory, width_of_tail))
-                out = decoder(input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True)
+                        ids[b, width - counts[b] :] = torch.cat([prompt.take(b, chunk).to(device), tail])
+                step = cache.open(facts, counts, width, Iteration(memory, width_of_tail, whole))
+                first = [a + b for a, b in zip(past, read, strict=True)]
+                given = _places(first, counts, width, device, facts.takes_positions) | {KEYWORD: step}
+                out = decoder(input_ids=ids, past_key_values=cache, use_cache=True, **given)
                 if logits is not None:
                     end = width - width_of_tail
                     for b, chunk in enumerate(chunks):
                         rows = slice(end - chunk, end)
                         _give(logits, head, b, read[b], out.last_hidden_state[b, rows], ids[b, rows], prompt.peek(b))
-                read = [before + chunk for before, chunk in zip(read, chunks, strict=True)]
+                read = [done + chunk for done, chunk in zip(read, chunks, strict=True)]
                 show(sum(read))
         cache.end_prompt(prompt.columns)
+        cache.mark_incomplete(False)
     except BaseException:
         cache.mark_incomplete()
         raise
-    finally:
-        cache.step = Step()
     return cache
+
+
+def _places(
+    first: list[int], counts: list[int], width: int, device: torch.device, told: bool
+) -> dict[str, Tensor]:  # fmt: skip
+    """position_ids of the tokens in a chunk, for families that use them beside rotation, and the attention_mask where
+    there is padding, for layers that recur. told: whether the family wants to be told; else it counts by its ids."""
+    if not told:
+        if min(counts) < width:
+            raise ValueError(
+                "input_ids must be of one length for this model, which counts its positions from its own padding: read "
+                "prompts of several lengths one by one"
+            )
+        return {}
+    counted = torch.tensor(counts)[:, None]
+    places = (torch.tensor(first)[:, None] + torch.arange(width) - (width - counted)).clamp_(min=0).to(device)
+    if min(counts) == width:
+        return {"position_ids": places}
+    mask = (torch.arange(width) >= width - counted).long().to(device)
+    return {"position_ids": places, "attention_mask": mask}
+
+
+def _check_states(cache: CompressedCache, plans: list[Plan] | None, guide: Tensor | None) -> None:
+    """Raises ValueError for what layers that recur cannot do: they take no token back, and have none between others."""
+    if guide is not None:
+        raise ValueError(
+            "guide must be None for a model with recurrent layers: what they have read they cannot take back"
+        )
+    if plans is None or len(plans) == 1:
+        return
+    longest = max(plans, key=lambda plan: (len(plan), sum(plan.chunks)))
+    for plan in plans:
+        ends = longest.chunks[len(longest) - len(plan) + 1 :] if len(plan) else ()
+        if tuple(plan.chunks[1:]) != tuple(ends) or (
+            len(plan) and plan.chunks[0] > longest.chunks[len(longest) - len(plan)]
+        ):
+            raise ValueError(
+                "input_ids of several lengths are read by a model with recurrent layers only where their chunks end "
+                f"together: read them one by one, or in one pass ({type(cache).__name__} with a larger chunk_size)"
+            )
 
 
 Steps = Iterator[tuple[list[Plan], list[int]]]

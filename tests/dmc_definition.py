@@ -27,11 +27,38 @@ class Result:
     lengths: list[list[int]]  # of each KV head after each token
 
 
-def rotated(x: Tensor, t: int, frequencies: Tensor) -> Tensor:
-    half = len(frequencies)
-    angles = t * frequencies
+@dataclass
+class Logits:
+    """scale: of products; None = 1/sqrt(D). softcap: logits l become softcap * tanh(l / softcap). sinks: a logit per
+    query head of a key without value."""
+
+    scale: float | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+    def probabilities(self, products: Tensor, head: int) -> Tensor:
+        """Of the last dimension; of products that are -inf none."""
+        logits = products if self.scale is None else products * self.scale
+        if self.softcap is not None:
+            capped = self.softcap * torch.tanh(logits / self.softcap)
+            logits = torch.where(logits == float("-inf"), logits, capped)
+        if self.sinks is not None:
+            sink = self.sinks[head].double().expand(*logits.shape[:-1], 1)
+            return torch.cat([logits, sink], -1).softmax(-1)[..., :-1]
+        return logits.softmax(-1)
+
+
+Turning = Tensor | tuple[Tensor, Tensor]  # frequencies, or cosines and sines [T, pairs] of every position
+
+
+def rotated(x: Tensor, t: int, turning: Turning) -> Tensor:
+    if isinstance(turning, tuple):
+        cos, sin = (table[t].double() for table in turning)
+    else:
+        cos, sin = (t * turning).cos(), (t * turning).sin()
+    half = len(cos)
     first, second, rest = x[:half], x[half : 2 * half], x[2 * half :]
-    return torch.cat([first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin(), rest])
+    return torch.cat([first * cos - second * sin, second * cos + first * sin, rest])
 
 
 def without(x: Tensor, neuron: int) -> Tensor:
@@ -40,7 +67,7 @@ def without(x: Tensor, neuron: int) -> Tensor:
     return x
 
 
-def turned(x: Tensor, t: int, frequencies: Tensor, neuron: int) -> Tensor:
+def turned(x: Tensor, t: int, frequencies: Turning, neuron: int) -> Tensor:
     return without(rotated(without(x, neuron), t, frequencies), neuron)
 
 
@@ -72,14 +99,29 @@ def decision(k: Tensor, h: int, t: int, config, scale: float) -> bool:
     return t > 0 and scale * logit - config.shift > config.decision_margin
 
 
-def attended(q: Tensor, entries: list[tuple[Tensor, Tensor]]) -> Tensor:
+def attended(q: Tensor, entries: list[tuple[Tensor, Tensor]], logits: Logits, head: int) -> Tensor:
     keys, values = (torch.stack(x) for x in zip(*entries, strict=True))
-    return (keys @ q / math.sqrt(len(q))).softmax(0) @ values
+    products = keys @ q if logits.scale is not None else keys @ q / math.sqrt(len(q))
+    return logits.probabilities(products, head) @ values
 
 
-def dmc(q: Tensor, k: Tensor, v: Tensor, config, frequencies: Tensor) -> Result:
+def local(q: Tensor, k: Tensor, v: Tensor, turning: Turning, logits: Logits, window: int | None) -> Tensor:
+    """Plain attention of one sequence, q [Hq, T, D], k, v: [Hkv, T, D], to a window or to all."""
+    q, k, v = (x.double() for x in (q, k, v))
+    T, G = q.shape[1], q.shape[0] // k.shape[0]
+    q, k = (torch.stack([torch.stack([rotated(x[t], t, turning) for t in range(T)]) for x in y]) for y in (q, k))
+    i, j = torch.arange(T)[:, None], torch.arange(T)
+    hidden = (j > i) | (j <= i - (window or T))
+    out = []
+    for head in range(q.shape[0]):
+        products = (q[head] @ k[head // G].T).masked_fill(hidden, float("-inf"))
+        out.append(logits.probabilities(products, head) @ v[head // G])
+    return torch.stack(out)
+
+
+def dmc(q: Tensor, k: Tensor, v: Tensor, config, frequencies: Turning, logits: Logits) -> Result:
     """q: [Hq, T, D], k, v: [Hkv, T, D], before rotation."""
-    q, k, v, frequencies = (x.double() for x in (q, k, v, frequencies))
+    q, k, v = (x.double() for x in (q, k, v))
     (Hq, T, D), Hkv = q.shape, k.shape[0]
     n, G = config.neuron % D, Hq // Hkv
     rows = [Row() for _ in range(Hkv)]
@@ -100,13 +142,13 @@ def dmc(q: Tensor, k: Tensor, v: Tensor, config, frequencies: Tensor) -> Result:
             row.entries.append((turned(key, t, frequencies, n), value))
             lengths[h].append(len(row.entries))
             for g in range(h * G, (h + 1) * G):
-                out[g, t] = attended(turned(q[g, t], t, frequencies, n), row.entries)
+                out[g, t] = attended(turned(q[g, t], t, frequencies, n), row.entries, logits, g)
     return Result(out, alpha, rows, lengths)
 
 
-def dms(q: Tensor, k: Tensor, v: Tensor, config, frequencies: Tensor) -> Result:
+def dms(q: Tensor, k: Tensor, v: Tensor, config, frequencies: Turning, logits: Logits) -> Result:
     """As dmc; entries are the tokens that the last query sees, oldest first."""
-    q, k, v, frequencies = (x.double() for x in (q, k, v, frequencies))
+    q, k, v = (x.double() for x in (q, k, v))
     (Hq, T, D), Hkv = q.shape, k.shape[0]
     n, G = config.neuron % D, Hq // Hkv
     rows = [Row() for _ in range(Hkv)]
@@ -119,9 +161,10 @@ def dms(q: Tensor, k: Tensor, v: Tensor, config, frequencies: Tensor) -> Result:
             row.entries = [(turned(k[h, j], j, frequencies, n), v[h, j]) for j in seen]
             lengths[h].append(len(seen))
             for g in range(h * G, (h + 1) * G):
-                out[g, t] = attended(turned(q[g, t], t, frequencies, n), row.entries)
+                out[g, t] = attended(turned(q[g, t], t, frequencies, n), row.entries, logits, g)
     return Result(out, alpha, rows, lengths)
 
 
-def definition(q: Tensor, k: Tensor, v: Tensor, config, frequencies: Tensor) -> Result:
-    return (dms if config.mode == "dms" else dmc)(q, k, v, config, frequencies)
+def definition(q: Tensor, k: Tensor, v: Tensor, config, frequencies: Turning, logits: Logits | None = None) -> Result:
+    turning = frequencies if isinstance(frequencies, tuple) else frequencies.double()
+    return (dms if config.mode == "dms" else dmc)(q, k, v, config, turning, logits or Logits())

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -17,7 +19,8 @@ from transformers import (
 )
 
 from kvcompress import attach
-from kvcompress.dmc import DMCConfig
+from kvcompress.hf.attach import base_model, facts_of
+from kvcompress.hf.method import Call
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MASKED_RANGES = (  # settings of window_scores: CGE's two orders, TOVA's and H2O's ends, masks that leave nothing
@@ -33,6 +36,20 @@ FAMILIES = {
     "mistral": (MistralConfig, MistralForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+}
+ALTERNATING = {"sliding_window": 12, "layer_types": ["sliding_attention", "full_attention"] * 2}
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+PLAIN_ROTATION = {"rope_type": "default", "rope_theta": 10000.0}
+KINDS = {  # families that differ in kind: fields of their configs
+    "llama": {},
+    "qwen3": {},
+    "gemma3_text": {**ALTERNATING, "query_pre_attn_scalar": 16},
+    "gemma2": {**ALTERNATING, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 2.0},
+    "phi3": {"rope_parameters": {**PLAIN_ROTATION, "partial_rotary_factor": 0.5}},
+    "glm": {},  # pairs of neighbours rotate, half of a head
+    "gpt_neox": {"num_key_value_heads": 4},
+    "gpt_oss": {**ALTERNATING, **EXPERTS, "rope_parameters": PLAIN_ROTATION},
+    "mixtral": {**EXPERTS, "sliding_window": None},
 }
 DMC_MODES = {  # fields of DMCConfig
     "dmc": {},
@@ -69,10 +86,26 @@ def tiny_model(family: str = "llama", seed: int = 0, **settings: object) -> PreT
             "pad_token_id": 0,
             "bos_token_id": 1,
             "eos_token_id": None,
+            **({"sliding_window": None} if family == "mistral" else {}),  # as its models have it today
             **settings,
         }
     )
     return model_class(config).eval()
+
+
+def kind_model(kind: str, seed: int = 0, **settings: object) -> PreTrainedModel:
+    """A random model of a family of KINDS, of four layers of which those that slide see 12 tokens."""
+    torch.manual_seed(seed)
+    fields = {
+        "vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512, "initializer_range": 0.2,
+        "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None,
+    }  # fmt: skip
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**{**fields, **KINDS[kind], **settings})).eval()
+    for name, parameter in model.named_parameters():  # norms that are not 1, sinks that matter
+        if parameter.ndim == 1:
+            parameter.data += 0.2 * torch.randn_like(parameter) + (name.endswith("sinks") and 0.5)
+    return model
 
 
 def attached(*args: object, **settings: object) -> PreTrainedModel:
@@ -89,6 +122,8 @@ def deciding_model(
 
     dmc: fields of DMCConfig; the shift is 0 where it is not given, as random neurons are around 0.
     """
+    from kvcompress.dmc.config import DMCConfig
+
     model = tiny_model(family, seed, **settings)
     model.config.kvcompress = DMCConfig(**{"shift": 0.0, **(dmc or {})}).to_dict()
     return model
@@ -102,6 +137,12 @@ def forward(model: PreTrainedModel, ids: Tensor, **given: object) -> Tensor:
 
 def logits_of(model: PreTrainedModel, ids: Tensor, cache: object) -> Tensor:
     return forward(model, ids, past_key_values=cache)
+
+
+def call_of(model: PreTrainedModel, ids: Tensor) -> Call:
+    """What an attached model hands to its method in a forward pass over these ids."""
+    decoder = base_model(model)
+    return Call(decoder, facts_of(decoder), "input_ids", ids, None, None)
 
 
 def random_ids(length: int, batch: int = 1, seed: int = 1) -> Tensor:

@@ -58,7 +58,7 @@ def plain_reading(
             h = h + attention.o_proj((attended @ repeat_kv(v, 2)).transpose(1, 2).flatten(2))
             h = h + layer.mlp(layer.post_attention_layernorm(h))
             if layer_sizes is not None:
-                indices = choose(attended, e, S, layer_sizes[j]) if layer_sizes[j] < T else None
+                indices = choose(attended, e, S, layer_sizes[j], places) if layer_sizes[j] < T else None
                 if indices is not None:
                     at = indices[None, :, :, None].expand(-1, -1, -1, 16)
                     k, v, places = k.gather(2, at), v.gather(2, at), places.gather(1, indices)
@@ -72,18 +72,20 @@ def plain_reading(
             out.ratios.append(ratios)
         return model.lm_head(base.norm(h))[:, -1]
 
-    def choose(attended: Tensor, e: int, S: int, size: int) -> Tensor:
+    def choose(attended: Tensor, e: int, S: int, size: int, places: Tensor) -> Tensor:
         T = e + S
         if append:
             if size <= e:
                 return torch.arange(e).expand(2, -1)
-            new = best(attended, T, S, size - e, first=e)
+            new = best(attended, T, S, size - e, places, first=e)
             return torch.cat([torch.arange(e).expand(2, -1), new], 1)
-        return best(attended, T, S, size)
+        return best(attended, T, S, size, places)
 
-    def best(attended: Tensor, T: int, S: int, size: int, first: int = 0) -> Tensor:
+    def best(attended: Tensor, T: int, S: int, size: int, places: Tensor, first: int = 0) -> Tensor:
         """Of places first..T-1 those that stay."""
-        sinks = min(pruner.num_sink_tokens, size) if first == 0 else 0
+        n = min(pruner.num_sink_tokens, T)
+        there = int((places[:, :n] == torch.arange(n)).all(0).long().cumprod(0).sum())  # of the prompt's own first
+        sinks = min(there, size) if first == 0 else 0
         if isinstance(pruner, StreamingLLM) or size == sinks:
             return torch.tensor([[*range(sinks), *range(T - size + sinks, T)]] * 2)
         W = min(pruner.window, S, size - sinks)

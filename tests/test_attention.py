@@ -30,9 +30,9 @@ def inputs(B, Hq, Hkv, S, T, D, dtype=torch.float32, bias=False):
 
 
 def results(function, tensors, grads, **options):
-    """out, lse and the gradients of queries, keys, values (and key_bias)."""
-    queries, keys, values, key_bias = tensors
-    out, lse = function(queries, keys, values, key_bias=key_bias, **options)
+    """out, lse and the gradients of queries, keys, values (and key_bias, sink_logits)."""
+    queries, keys, values, key_bias, *sinks = tensors
+    out, lse = function(queries, keys, values, key_bias=key_bias, sink_logits=sinks[0] if sinks else None, **options)
     wanted = [x for x in tensors if x is not None]
     finite = torch.where(lse.isinf(), 0, lse)
     return out, lse, *torch.autograd.grad((out, finite), wanted, [g.to(x.dtype) for g, x in zip(grads, (out, lse))])  # noqa: B905
@@ -40,12 +40,17 @@ def results(function, tensors, grads, **options):
 
 def plain_results(tensors, grads, **options):
     """The kernel's own formula in plain PyTorch: as results, with p = exp(logit - lse) in the gradients."""
-    queries, keys, values, key_bias = tensors
-    out, lse = reference.attention(queries, keys, values, key_bias=key_bias, **options)
+    queries, keys, values, key_bias, *sinks = tensors
+    sink_logits, cap = sinks[0] if sinks else None, options.get("softcap")
+    out, lse = reference.attention(queries, keys, values, key_bias=key_bias, sink_logits=sink_logits, **options)
     (B, _, S, D), (Hkv, T), G = queries.shape, keys.shape[1:3], queries.shape[1] // keys.shape[1]
     k, v = (x.repeat_interleave(G, 1) for x in (keys, values))
     mask = {name: options[name] for name in ("causal", "window", "sinks", "complement", "lengths") if name in options}
     logits = queries @ k.mT * D**-0.5
+    slope = 1.0
+    if cap is not None:
+        slope = 1 - torch.tanh(logits / cap) ** 2
+        logits = cap * torch.tanh(logits / cap)
     ends = options.get("lengths", torch.full((B,), T)).long()
     own = (torch.arange(T) == (ends[:, None, None] - S + torch.arange(S)[:, None]))[:, None]
     if key_bias is not None:
@@ -54,23 +59,33 @@ def plain_results(tensors, grads, **options):
     base = torch.where(lse.isinf(), float("inf"), lse)
     p = torch.exp(logits.float() - base[..., None].float()).to(queries.dtype)
     dout, dlse = (g.to(x.dtype) for g, x in zip(grads, (out, lse), strict=True))
-    ds = p * (dout @ v.mT - (dout * out).sum(-1, keepdim=True) + dlse[..., None])
-    heads = [x.unflatten(1, (Hkv, G)).sum(2) for x in (ds.mT @ queries * D**-0.5, p.mT @ dout)]
-    found = out, lse, ds @ k * D**-0.5, *heads
-    if key_bias is None:
-        return found
-    return *found, ds.masked_fill(own, 0).sum(2).unflatten(1, (Hkv, G)).sum(2)
+    delta = (dout * out).sum(-1) - dlse
+    ds = p * (dout @ v.mT - delta[..., None])
+    dl = ds * slope
+    heads = [x.unflatten(1, (Hkv, G)).sum(2) for x in (dl.mT @ queries * D**-0.5, p.mT @ dout)]
+    found = [out, lse, dl @ k * D**-0.5, *heads]
+    if key_bias is not None:
+        found.append(ds.masked_fill(own, 0).sum(2).unflatten(1, (Hkv, G)).sum(2))
+    if sink_logits is not None:
+        found.append(-(torch.exp(sink_logits[:, None].float() - base.float()) * delta.float()).sum((0, 2)))
+    return found
 
 
 def check(tensors, **options):
-    out, lse = ops.attention(*tensors[:3], key_bias=tensors[3], **options)
-    grads = torch.randn_like(out), torch.randn_like(lse)
+    queries = tensors[0]
+    grads = torch.randn(queries.shape).to(queries.dtype), torch.randn(queries.shape[:3])
     double = [None if x is None else x.detach().double().requires_grad_() for x in tensors]
     exact = results(reference.attention, double, grads, **options)
     plain = plain_results([None if x is None else x.detach() for x in tensors], grads, **options)
     ours = results(ops.attention, tensors, grads, **options)
-    for name, x, y, z in zip(("out", "lse", "dq", "dk", "dv", "dbias"), ours, plain, exact, strict=False):
+    names = ["out", "lse", "dq", "dk", "dv"] + ["dbias"] * (tensors[3] is not None) + ["dsinks"] * (len(tensors) > 4)
+    for name, x, y, z in zip(names, ours, plain, exact, strict=True):
         try:
+            if name == "dsinks":  # a few sums of many terms: what rounding leaves of each in a row of them
+                term = (grads[0].double() * exact[0].detach()).sum(-1).abs().sum().item() + queries[0, 0].shape[0]
+                error, allowed = (x.double() - z).abs().max().item(), (y.double() - z).abs().max().item()
+                assert error <= 2 * allowed + torch.finfo(queries.dtype).eps * term, f"error {error:.3g}, {allowed:.3g}"
+                continue
             assert_as_accurate(x.detach(), y.to(x.dtype), z.detach(), typical=True)
         except AssertionError as error:
             raise AssertionError(f"{name}: {error}") from None
@@ -80,6 +95,89 @@ def check(tensors, **options):
 @pytest.mark.parametrize("bias", [False, True])
 def test_masks_and_gradients_as_the_reference(simd, mask, bias):
     check(inputs(2, 4, 2, 150, 200, 32, bias=bias), **MASKS[mask])
+
+
+def with_sinks(*args, **settings):
+    tensors = inputs(*args, **settings)
+    sinks = 2 * torch.randn(tensors[0].shape[1])
+    sinks[-1] = float("-inf")
+    return *tensors, sinks.requires_grad_()
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("bias", [False, True])
+def test_softcap_and_sinks_as_the_reference(simd, mask, bias):
+    check(with_sinks(2, 4, 2, 70, 130, 32, bias=bias), **MASKS[mask])
+    check(inputs(2, 4, 2, 70, 130, 32, bias=bias), softcap=1.5, **MASKS[mask])
+    check(with_sinks(2, 4, 2, 70, 130, 32, bias=bias), softcap=40.0, **MASKS[mask])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("B", "Hq", "Hkv", "S", "T", "D"),
+    [(1, 8, 1, 3, 70, 64), (2, 6, 3, 65, 65, 80), (1, 2, 1, 7, 9, 33), (1, 2, 2, 70, 90, 256),
+     (2, 4, 2, 20, 70, 512), (1, 2, 1, 65, 80, 300), (1, 2, 1, 9, 40, 509)],
+)  # fmt: skip
+def test_softcap_sinks_and_large_head_dims_in_every_dtype(simd, dtype, B, Hq, Hkv, S, T, D):
+    check(with_sinks(B, Hq, Hkv, S, T, D, dtype, bias=True), softcap=2.0)
+    check(with_sinks(B, Hq, Hkv, S, T, D, dtype), window=20, sinks=2)
+    check(inputs(B, Hq, Hkv, S, T, D, dtype, bias=True), softcap=30.0, window=20, sinks=2, complement=True)
+    check(inputs(B, Hq, Hkv, S, T, D, dtype))
+
+
+def test_capped_logits_saturate(simd):
+    queries, keys, values, _ = inputs(1, 2, 1, 5, 30, 16)
+    huge = [(1e19 * x).detach().requires_grad_() for x in (queries, keys)]
+    check((*huge, values, None), softcap=3.0)
+    (dq,) = torch.autograd.grad(ops.attention(*huge, values, softcap=3.0)[0].sum(), huge[0])
+    assert not dq.any()
+    huge = [(1e30 * x).detach().requires_grad_() for x in (queries, keys)]  # logits of infinity, or NaN by inf - inf
+    out, lse = ops.attention(huge[0].abs(), huge[1].abs(), values, softcap=3.0)
+    torch.testing.assert_close(lse[0, 0], 3 + torch.arange(26, 31).log())
+    assert out.isfinite().all()
+    keys = keys.detach().clone()
+    keys[0, 0, 3, 2] = float("nan")
+    assert ops.attention(queries, keys, values, softcap=3.0)[0].isnan().all()
+
+
+def test_queries_that_see_nothing_have_their_sink_and_padding_has_none(simd):
+    tensors = with_sinks(3, 4, 2, 20, 40, 16)
+    lengths = torch.tensor([40, 7, 0], dtype=torch.int32)
+    options = {"window": 30, "complement": True, "lengths": lengths}
+    check(tensors, **options)
+    out, lse = ops.attention(*tensors[:3], sink_logits=tensors[4], **options)
+    assert not out[0, :, :9].any()
+    assert torch.equal(lse[0, :, :10], tensors[4][:, None].expand(4, 10))
+    assert (lse[1, :, :13] == float("-inf")).all() and torch.equal(lse[1, :, 13:], tensors[4][:, None].expand(4, 7))
+    assert (lse[2] == float("-inf")).all() and not out[1:].any()
+    # what padding holds reaches no gradient
+    grads = torch.randn_like(out), torch.randn_like(lse)
+    clean = torch.autograd.grad((out, lse), (*tensors[:3], tensors[4]), grads)
+    dirty = [x.clone() for x in (tensors[0].detach(), *grads)]
+    for x in dirty:
+        x[1, :, :13] = x[2] = float("nan")
+    dirty[0].requires_grad_()
+    found = ops.attention(*dirty[:1], *tensors[1:3], sink_logits=tensors[4], **options, softcap=None)
+    for x, y in zip(torch.autograd.grad(found, (dirty[0], *tensors[1:3], tensors[4]), dirty[1:]), clean, strict=True):
+        assert torch.equal(x, y)
+    found = ops.attention(*dirty[:1], *tensors[1:3], sink_logits=tensors[4], lengths=lengths, softcap=2.0)
+    for x in torch.autograd.grad(found, (dirty[0], *tensors[1:3], tensors[4]), dirty[1:]):
+        assert x.isfinite().all()
+
+
+def test_a_branch_with_the_sinks_and_one_without_merge_to_the_whole_with_exact_gradients(simd):
+    tensors = with_sinks(2, 4, 2, 60, 90, 32)
+    options, leaves = {"window": 20, "sinks": 3, "softcap": 2.0}, (*tensors[:3], tensors[4])
+    for first in (True, False):
+        sinks = (tensors[4], None) if first else (None, tensors[4])
+        near = ops.attention(*tensors[:3], sink_logits=sinks[0], **options)
+        far = ops.attention(*tensors[:3], sink_logits=sinks[1], complement=True, **options)
+        merged = ops.merge_states(near, far)
+        whole = ops.attention(*tensors[:3], sink_logits=tensors[4], softcap=2.0)
+        grads = torch.randn_like(whole[0]), torch.randn_like(whole[1])
+        found = [*merged, *torch.autograd.grad(merged, leaves, grads)]
+        for x, y in zip(found, [*whole, *torch.autograd.grad(whole, leaves, grads)], strict=True):
+            torch.testing.assert_close(x, y, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -199,14 +297,14 @@ def test_window_and_complement_merge_to_causal_with_exact_gradients(simd, dtype)
 
 
 def test_threads_change_no_bit(simd):
-    tensors = inputs(1, 6, 2, 300, 400, 64, bias=True)
+    tensors = with_sinks(1, 6, 2, 300, 400, 64, bias=True)
     grads = torch.randn(1, 6, 300, 64), torch.randn(1, 6, 300)
     threads = torch.get_num_threads()
     found = []
     try:
         for count in (1, 2, 5):
             torch.set_num_threads(count)
-            found.append(results(ops.attention, tensors, grads, window=100, sinks=4))
+            found.append(results(ops.attention, tensors, grads, window=100, sinks=4, softcap=5.0))
     finally:
         torch.set_num_threads(threads)
     for other in found[1:]:
@@ -277,12 +375,15 @@ def test_reference_passes_gradcheck():
         ]
         lengths = torch.tensor([9, 4], dtype=torch.int32)
 
-        def function(q, k, v, bias, mask=mask, lengths=lengths):
-            out, lse = reference.attention(q, k, v, key_bias=bias, lengths=lengths, **mask)
+        def function(q, k, v, bias, sinks, mask=mask, lengths=lengths):
+            out, lse = reference.attention(
+                q, k, v, key_bias=bias, sink_logits=sinks, softcap=2.0, lengths=lengths, **mask
+            )
             return out, torch.where(lse.isinf(), 0, lse)
 
         # finite biases: the derivative in one of -inf is 0, but no difference quotient shows it
         tensors[3] = torch.randn(2, 1, 9, dtype=torch.float64, requires_grad=True)
+        tensors.append(torch.randn(2, dtype=torch.float64, requires_grad=True))
         assert torch.autograd.gradcheck(function, tensors)
 
 
@@ -294,6 +395,9 @@ def test_opcheck():
         torch.library.opcheck(
             torch.ops.kvcompress.attention, (q, k, v, key_bias, lengths, 0.25, True, 4, 1, False), rtol=1e-4, atol=1e-4
         )
+        sinks = torch.randn(4, requires_grad=True)
+        arguments = (q, k, v, key_bias, lengths, 0.25, True, 4, 1, False, sinks, 2.0)
+        torch.library.opcheck(torch.ops.kvcompress.attention, arguments, rtol=1e-4, atol=1e-4)
 
 
 def test_only_one_of_out_and_lse_is_used(simd):
@@ -351,8 +455,8 @@ def test_lengths_that_are_no_tensor_are_named(lengths):
         ops.attention(*inputs(1, 4, 2, 4, 8, 8)[:3], lengths=lengths)
 
 
-@pytest.mark.parametrize("D", [0, 257])
+@pytest.mark.parametrize("D", [0, 513])
 def test_head_dim_limits(D):
     x = torch.randn(1, 1, 2, D)
-    with pytest.raises(ValueError, match=f"queries must have a head dim between 1 and 256, got {D}"):
+    with pytest.raises(ValueError, match=f"queries must have a head dim between 1 and 512, got {D}"):
         ops.attention(x, x, x, scale=1.0)

@@ -87,8 +87,7 @@ def test_heads_share_a_layers_tokens():
     indices, kept = AdaKV(2, floor=0.0).divide(ranks, 2, 10)
     assert kept.tolist() == [2, 2]
     indices, kept = AdaKV(3, floor=0.0).divide(ranks * torch.tensor([[1.0], [0.1]]), 2, 10)
-    assert kept.tolist() == [4, 0]
-    assert indices[0].tolist() == [0, 2, 3, 4]
+    assert [row[:n].tolist() for row, n in zip(indices, kept, strict=True)] == [[0, 3, 4], [1]]
     indices, kept = AdaKV(3, floor=0.5).divide(ranks * torch.tensor([[1.0], [0.1]]), 2, 10)
     assert [row[:n].tolist() for row, n in zip(indices, kept, strict=True)] == [[0, 3, 4], [1]]
 
@@ -112,7 +111,7 @@ def test_flat_top_k_with_a_floor(heads, T, keep, floor, seed, sure, hidden):
     chosen = [row[:n].tolist() for row, n in zip(indices, kept.tolist(), strict=True)]
     # the definition, in loops
     order = {h: sorted(range(T), key=lambda t, h=h: (-float(ranks[h, t]), t)) for h in range(heads)}
-    floor_count = int(round(floor * 10) * keep // 10)
+    floor_count = max(int(round(floor * 10) * keep // 10), 1)
     sets = [{t for t in order[h][:floor_count] if ranks[h, t] > float("-inf")} for h in range(heads)]
     rest = sorted(
         ((float(ranks[h, t]), -h, -t) for h in range(heads) for t in range(T) if t not in sets[h]), reverse=True
@@ -121,6 +120,28 @@ def test_flat_top_k_with_a_floor(heads, T, keep, floor, seed, sure, hidden):
         sets[-h].add(-t)
     assert [set(row) for row in chosen] == sets
     assert all(row == sorted(row) for row in chosen)
+    for row, offered in zip(chosen, ranks, strict=True):
+        assert len(row) >= min(floor_count, int((offered > float("-inf")).sum()))
+        assert set(offered.isposinf().nonzero().flatten().tolist()) <= set(row)
+
+
+@pytest.mark.parametrize("keep", [1, 2, 3, 4])
+@pytest.mark.parametrize("always", [0, 1])
+def test_the_smallest_budgets_empty_no_head(keep, always):
+    ranks = torch.rand(8, 20) + torch.arange(8)[:, None]  # the last head outdoes all others
+    ranks[:, 20 - always :] = float("inf")
+    indices, kept = AdaKV(keep).divide(ranks, keep, 160)
+    assert kept.sum() == 8 * keep and kept.min() == 1
+    best = ranks.argmax(1).tolist()
+    assert all(best[h] in indices[h, :n].tolist() for h, n in enumerate(kept.tolist()))
+
+
+def test_a_head_that_offers_nothing_is_empty_and_leaves_its_share_to_others():
+    ranks = torch.rand(3, 6)
+    ranks[1] = float("-inf")
+    indices, kept = AdaKV(2, floor=1.0).divide(ranks, 2, 12)
+    assert kept[1] == 0 and kept.sum() == 6 and kept.min(dim=0).values == 0
+    assert AdaKV(2).divide(torch.full((3, 6), float("-inf")), 2, 0)[1].tolist() == [0, 0, 0]
 
 
 @pytest.mark.parametrize(
@@ -133,6 +154,8 @@ def test_flat_top_k_with_a_floor(heads, T, keep, floor, seed, sure, hidden):
         (lambda: PyramidKV(10, beta=0), "beta must be an integer of at least 1, got 0"),
         (lambda: PyramidKV(10, window=-1), "window must be an integer of at least 0, got -1"),
         (lambda: AdaKV(10, floor=1.1), "floor must be between 0 and 1, got 1.1"),
+        (lambda: AdaKV(10, floor="0.2"), "floor must be between 0 and 1, got '0.2'"),
+        (lambda: AdaKV(10, floor=float("nan")), "floor must be between 0 and 1, got nan"),
         (lambda: AdaKV(AdaKV(10)), "inner must be a size, Uniform or PyramidKV, got AdaKV"),
     ],
 )

@@ -47,6 +47,39 @@ def random_tail(table: PageTable, D: int, window: int | None, neuron: int | None
     return tail
 
 
+@pytest.mark.parametrize("window", [None, 2])
+def test_what_is_added_may_be_views_of_what_is_changed(window):
+    B, D = 3, 6
+    cos, sin = tables(30, 4)
+
+    def given():
+        torch.manual_seed(0)
+        table, tail = empty_table(B, 4, 8), Tail.empty(B, D, window=window)
+        pages = [torch.zeros(len(table.refs), 4, D) for _ in range(2)]
+        first = tokens(B, 1, 2, D, merging=0.0)
+        ops.dmc_append_(*pages, table, tail, *first, cos=cos, sin=sin, window=window)
+        tail.keys.view(-1)[:B] = torch.tensor([0.0, 1.0, 0.0])  # what the first decides
+        return pages, table, tail
+
+    def views(pages, table, tail):
+        """Keys and values: the slot that is written next, of each row's page in reverse order."""
+        keys, values = (x[int(table.block_table[:, 0].min()) :][:B, 2][:, None, None] for x in pages)
+        alpha, omega = tail.keys.view(-1)[:B].view(B, 1, 1), tail.weights[:, :1, None]
+        return keys, values, alpha, omega, table.lengths[:, None], tail.counts
+
+    def append(pages, table, tail, keys, values, alpha, omega, positions, counts):
+        options = {"cos": cos, "sin": sin, "window": window, "positions": positions, "counts": counts}
+        ops.dmc_append_(*pages, table, tail, keys, values, alpha, omega, **options)
+        return [*pages, *table, *tail]
+
+    changed = given()
+    expected = given()
+    expected = append(*expected, *(x.clone() for x in views(*expected)))
+    assert [x.data_ptr() for x in views(*changed)[4:]] == [changed[1].lengths.data_ptr(), changed[2].counts.data_ptr()]
+    for x, y in zip(append(*changed, *views(*changed)), expected, strict=True):
+        assert torch.equal(x, y)
+
+
 @settings(deadline=None, max_examples=60)
 @given(
     data=st.data(),
@@ -81,7 +114,7 @@ def test_appends_as_the_reference_and_writes_no_shared_page(data, page_size, S, 
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("D", [1, 16, 33, 128, 256])
+@pytest.mark.parametrize("D", [1, 16, 33, 128, 256, 512, 301])
 def test_dtypes_and_head_dims_as_the_reference(simd, dtype, D):
     B, H, S, P, rotary = 2, 2, 150, 16, D // 4 * 2
     cos, sin = tables(S, rotary)

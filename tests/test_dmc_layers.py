@@ -7,9 +7,12 @@ from helpers import DTYPES, tiny_model
 from torch import nn
 
 from kvcompress import DMCCache
-from kvcompress.caches.base import Step
+from kvcompress.caches.passes import CachePass
 from kvcompress.dmc import DMCConfig
+from kvcompress.dmc.dms import DMSLayer
+from kvcompress.hf.facts import Facts, LayerFacts
 from kvcompress.positions import RotaryTables
+from kvcompress.softmax import Softmax
 
 Hq, Hkv, D = 4, 2, 16
 SETTINGS = {
@@ -38,10 +41,11 @@ class Rotation(nn.Module):
 
     def __init__(self, inv_freq):
         super().__init__()
-        self.inv_freq = inv_freq
+        self.register_buffer("inv_freq", inv_freq)
 
     def forward(self, x, positions):
-        """Settles frequencies that depend on length; these do not."""
+        angles = positions[..., None] * self.inv_freq
+        return angles.cos(), angles.sin()
 
 
 FREQUENCIES = 100.0 ** (-torch.arange(D // 2) / (D // 2))
@@ -53,16 +57,16 @@ def new_layer(config, frequencies=FREQUENCIES, heads=(Hq, Hkv), head_dim=D, **op
     ).config
     model_config.kvcompress = config.to_dict()
     cache = DMCCache(model_config, **{"page_size": 4, **options})
-    cache.rotary = RotaryTables(Rotation(frequencies))
+    rotary = RotaryTables(Rotation(frequencies), torch.arange(len(frequencies)))
+    cache.facts = Facts({0: LayerFacts(0, *heads, head_dim, head_dim, rotary, rotary)})
     return cache
 
 
 def feed(cache, q, k, v, counts=None):
     """One call of the layer with all these columns; counts: real ones of each sequence."""
     B, S = q.shape[0], q.shape[2]
-    cache.step = Step(tuple(counts or [S] * B), S)
-    with torch.no_grad():
-        return cache.layers[0].attend(q, k, v, q.shape[3] ** -0.5)
+    step = CachePass(cache.facts, cache.layers, counts or [S] * B, S)
+    return step.attend(0, q, k, v, Softmax(q.shape[3] ** -0.5))
 
 
 def read(cache, q, k, v, chunks):
@@ -91,12 +95,14 @@ def held(layer):
     """(keys, values) of each row, newest last; of DMS in the order of tokens."""
     k, v = layer.pool.gather(max(layer.pool.counts))
     rows = [(k[r, :n], v[r, :n]) for r, n in enumerate(layer.pool.counts)]
-    if hasattr(layer, "alpha"):
+    if isinstance(layer, DMSLayer):
         heads = layer.heads
         for r, (keys, values) in enumerate(rows):
             total = layer.next[r // heads]
             slots = torch.arange(max(total - layer.size, 0), total) % layer.size
-            rows[r] = (torch.cat([keys, layer.keys[r, slots]]), torch.cat([values, layer.values[r, slots]]))
+            rows[r] = tuple(
+                torch.cat([x, near[r, slots]]) for x, near in zip((keys, values), layer.ring.arrays[:2], strict=True)
+            )
     return rows
 
 
@@ -270,7 +276,7 @@ def test_where_nothing_merges_every_token_is_an_entry(chunks, window):
     assert cache.stored_lengths() == [[[60] * Hkv] * 2]
     live = torch.ones(D)
     live[-1] = 0
-    turned = [cache.rotary.rotate(x * live, None, 60, [60]) * live for x in (q, k)]
+    turned = [cache.facts[0].key_rotary.rotate(x * live, None, 60, [60]) * live for x in (q, k)]
     dense = torch.nn.functional.scaled_dot_product_attention(*turned, v, is_causal=True, enable_gqa=True)
     torch.testing.assert_close(out, dense, rtol=1e-5, atol=1e-5)
     dms = new_layer(DMCConfig(mode="dms", dms_window=2))

@@ -9,6 +9,7 @@ from helpers import (
     REFUSED_BATCHES,
     assert_packed_documents_are_apart,
     assert_padding_changes_nothing,
+    call_of,
     forward,
     left_padded,
     random_ids,
@@ -20,6 +21,7 @@ import kvcompress
 from kvcompress import dmc, ops
 from kvcompress.dmc import CompressionLoss, DMCConfig, LastDecisions
 from kvcompress.hf.attach import is_attached
+from kvcompress.softmax import Softmax
 
 
 def converted(family="llama", scale=0.0, spread=2.0, **config):
@@ -74,8 +76,8 @@ def test_half_annealed_attention_is_plain_attention_with_scaled_neurons():
     dmc.set_neuron_scale(model, 0.5)
     attention = model.model.layers[0].self_attn
     q, k, v = torch.randn(1, 4, 30, 16), torch.randn(1, 2, 30, 16), torch.randn(1, 2, 30, 16)
-    run = dmc.state(model).begin(model.model, {"input_ids": ids})
-    out = run.attend(0, q, k, v, attention.scaling)
+    run = dmc.state(model).begin(call_of(model, ids))
+    out = run.attend(0, q, k, v, Softmax(attention.scaling))
     rotary = scaled.model.rotary_emb(v, torch.arange(30)[None])
     half = torch.ones(16).index_fill_(0, torch.tensor([15]), 0.5)
     from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
@@ -88,10 +90,14 @@ def test_half_annealed_attention_is_plain_attention_with_scaled_neurons():
 def test_a_model_that_never_merges_attends_as_the_same_kernel_without_decisions_bit_for_bit():
     model = converted(shift=1e4)
     q, k, v = torch.randn(2, 4, 70, 16), torch.randn(2, 2, 70, 16), torch.randn(2, 2, 70, 16)
-    run = dmc.state(model).begin(model.model, {"input_ids": random_ids(70, 2)})
+    run = dmc.state(model).begin(call_of(model, random_ids(70, 2)))
     live = torch.ones(16).index_fill_(0, torch.tensor([15]), 0.0)
-    qr, kr = (run.rotary.rotate(x * live, None, 70, [70]) for x in (q, k))
-    assert torch.equal(run.attend(0, q, k, v, 0.25), ops.attention(qr * live, kr * live, v, scale=0.25)[0])
+    qr, kr = (run.facts[0].key_rotary.rotate(x * live, None, 70, [70]) for x in (q, k))
+    plain = ops.attention(qr * live, kr * live, v, scale=0.25)[0]
+    assert torch.equal(run.attend(0, q, k, v, Softmax(0.25)), plain)
+    with pytest.raises(RuntimeError, match="no decisions were made in layer 1, 2 in the last forward pass"):
+        dmc.last_decisions(model)
+    assert all(torch.equal(run.attend(layer, q, k, v, Softmax(0.25)), plain) for layer in (1, 2))
     assert not dmc.last_decisions(model).hard.any()
 
 

@@ -2,13 +2,14 @@
 
 import copy
 import pickle
+import threading
 
 import pytest
 import torch
-from helpers import random_ids, tiny_model
+from helpers import deciding_model, random_ids, tiny_model
 
 import kvcompress
-from kvcompress import IterativeCache, PoolSettings, QuestCache, StreamingCache, attach, prefill
+from kvcompress import IterativeCache, PoolSettings, PrunedCache, QuestCache, StreamingCache, attach, prefill
 
 CACHES = {
     "iterative": lambda config: IterativeCache(config, memory_size=20, chunk_size=16, page_size=4),
@@ -147,7 +148,7 @@ def test_a_saved_cache_comes_back(model, new_cache):
 @caches
 def test_a_cache_is_not_forked_while_it_reads(model, new_cache):
     cache = new_cache(model.config)
-    with pytest.raises(RuntimeError, match="cannot be forked while a prompt is being read"):
+    with pytest.raises(RuntimeError, match="incomplete: a prompt is being read, or"):
         prefill(model, random_ids(60), cache, progress=lambda read, total: cache.fork())
     with pytest.raises(RuntimeError, match="incomplete"):
         cache.fork()
@@ -231,3 +232,46 @@ def test_wrong_settings_are_named(model):
         IterativeCache(model.config, page_size=3)
     with pytest.raises(ValueError, match="max_pages must be given with grow='error'"):
         IterativeCache(model.config, grow="error")
+
+
+@pytest.mark.parametrize("kind", ["pruned", "iterative", "quest", "streaming", "dmc"])
+def test_forks_are_used_by_several_threads(kind):
+    """Each thread forks one cache again and again, and generates from it what one thread alone does."""
+    make = {
+        "pruned": lambda config: PrunedCache(config, budget=16, every=4, page_size=4),
+        "iterative": lambda config: IterativeCache(config, memory_size=16, chunk_size=8, every=3, page_size=4),
+        "quest": lambda config: kvcompress.QuestCache(config, token_budget=16, page_size=4),
+        "streaming": lambda config: kvcompress.StreamingCache(config, window_size=12, num_sink_tokens=2),
+        "dmc": lambda config: kvcompress.DMCCache(config, page_size=4),
+    }[kind]
+    model = deciding_model() if kind == "dmc" else tiny_model()
+    attach(model)
+    prompt = random_ids(40)
+    cache = prefill(model, prompt, make(model.config))
+    questions = [torch.cat([prompt, random_ids(3, seed=n)], 1) for n in range(4)]
+
+    def answer(question, held):
+        out = model.generate(question, past_key_values=held, max_new_tokens=9, do_sample=False)
+        return out[0, question.shape[1] :].tolist()
+
+    want = [answer(question, cache.fork()) for question in questions]
+    wrong, start = [], threading.Barrier(4)
+
+    def work(first):
+        start.wait()
+        for n in range(6):
+            number = (first + n) % 4
+            try:
+                if (found := answer(questions[number], cache.fork())) != want[number]:
+                    wrong.append((number, found))
+            except Exception as error:
+                wrong.append((number, repr(error)))
+                return
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert [answer(question, cache.fork()) for question in questions] == want

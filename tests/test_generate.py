@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from helpers import attached, random_ids, tiny_model
+from helpers import attached, kind_model, random_ids, tiny_model
 
 import kvcompress
-from kvcompress import IterativeCache, QuestCache, StreamingCache, prefill
+from kvcompress import IterativeCache, QuestCache, StreamingCache, attach, prefill
 
 CACHES = {
     "iterative": lambda config: IterativeCache(config, memory_size=128, chunk_size=16),
@@ -72,6 +72,13 @@ def test_assisted_decoding_gives_the_greedy_tokens(memory):
         ids, past_key_values=new_cache(), max_new_tokens=20, do_sample=False, assistant_model=tiny_model(seed=5)
     )
     assert torch.equal(helped, greedy)
+
+
+def test_assisted_decoding_over_a_window_is_refused_with_the_reason():
+    model = kind_model("gemma3_text")
+    given = {"max_new_tokens": 4, "prompt_lookup_num_tokens": 2}
+    with attach(model), pytest.raises(NotImplementedError, match="layers that see a window or a chunk"):
+        kvcompress.generate(model, random_ids(30), IterativeCache(model.config), **given)
 
 
 def test_a_batch_that_does_not_fit_the_cache_is_refused():

@@ -7,7 +7,7 @@ from reading_definition import plain_reading
 from test_positions import SCALINGS, scaled_model
 
 import kvcompress
-from kvcompress import IterativeCache, attach, prefill
+from kvcompress import IterativeCache, PrunedCache, attach, prefill
 from kvcompress.pruners import Pruner, SnapKV, StreamingLLM
 
 PRUNERS = {"snapkv": SnapKV(window=6, num_sink_tokens=2), "streaming": StreamingLLM(num_sink_tokens=2)}
@@ -255,7 +255,7 @@ def test_an_interrupted_reading_is_refused_until_reset():
 def test_a_failure_at_the_start_of_a_second_prompt_is_not_forgotten(monkeypatch):
     model, ids = attached(), random_ids(60)
     cache = prefill(model, ids[:, :30], IterativeCache(model.config, memory_size=20, chunk_size=16))
-    monkeypatch.setattr(cache.layers[1], "begin_prompt", lambda: 1 / 0)
+    monkeypatch.setattr(cache.layers[1], "begin_prompt", lambda facts, read: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         prefill(model, ids, cache)
     with pytest.raises(RuntimeError, match="incomplete"):
@@ -326,11 +326,39 @@ def test_a_second_prompt_warns_about_what_both_add_up_to():
         prefill(model, random_ids(63), cache)
 
 
-def test_a_models_sliding_window_is_not_overrun():
-    model, ids = attached("mistral", sliding_window=40), random_ids(60)
-    prefill(model, ids, IterativeCache(model.config, memory_size=20, chunk_size=16))
-    with pytest.raises(ValueError, match="sliding_window of 40 tokens is shorter than the 48 keys"):
-        prefill(model, ids, IterativeCache(model.config, memory_size=32, chunk_size=16))
+@torch.no_grad()
+def test_layers_with_a_window_keep_it_and_take_no_part():
+    """All of a model's layers, or every other one."""
+    ids = random_ids(70)
+    model = attached("mistral", sliding_window=40)
+    for cache in (
+        IterativeCache(model.config, memory_size=20, chunk_size=16, schedule="linear", dynamic=True, every=4),
+        IterativeCache(model.config, memory_size=20, chunk_size=16, schedule="adaptive", track=True, max_pages=1),
+        PrunedCache(model.config, SnapKV(window=4), 12, every=2, chunk_size=16, positions="contiguous"),
+    ):
+        torch.testing.assert_close(next_logits(model, ids, cache), model(ids).logits[:, -1], atol=2e-4, rtol=2e-4)
+        assert cache.stored_lengths() == [[[40, 40]]] * 3
+        cache.reset()
+        answer = kvcompress.generate(model, ids, cache, max_new_tokens=5, do_sample=False)
+        assert torch.equal(answer, model.generate(ids, max_new_tokens=5, do_sample=False))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("schedule", ["fixed", "linear", "square-sqrt", "adaptive"])
+def test_memory_is_divided_over_the_layers_that_compress(schedule):
+    kinds = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
+    model = attached("qwen3", num_hidden_layers=4, layer_types=kinds, sliding_window=12, use_sliding_window=True)
+    ids = random_ids(121)
+    settings = {"memory_size": 30, "chunk_size": 24, "schedule": schedule, "pruner": SnapKV(window=4)}
+    initial = None if schedule == "fixed" else 6
+    cache = IterativeCache(model.config, **settings, initial_memory=initial, track=True)
+    prefill(model, ids, cache)
+    stored = cache.stored_lengths()
+    assert stored[0] == stored[2] == [[12, 12]]
+    assert stored[1][0][0] + stored[3][0][0] == 60
+    assert len(cache.track.readings[0][0].layers) == 2
+    whole = IterativeCache(model.config, memory_size=128, chunk_size=24)
+    torch.testing.assert_close(next_logits(model, ids, whole), model(ids).logits[:, -1], atol=5e-4, rtol=5e-4)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from kvcompress.pruners import SnapKV, StreamingLLM
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 SMALL = {"position": 1024, "dense": 512, "warm_up": 128, "edge": 256, "window": 256, "block": 256, "chunk": 128,
-         "position_memory": 128, "recall_memory": 64, "lengths": (256, 384), "tracked": 512}  # fmt: skip
+         "position_memory": 128, "recall_memory": 128, "lengths": (256, 384), "tracked": 512}  # fmt: skip
 
 
 @pytest.fixture
@@ -155,8 +155,9 @@ def test_teacher_forced_answers_are_the_greedy_ones(bench, tasks):
 
     def make():
         return IterativeCache(
-            model.config, memory_size=64, chunk_size=128, pruner=SnapKV(num_sink_tokens=4), schedule="linear"
-        )
+            model.config, memory_size=64, chunk_size=128, pruner=SnapKV(num_sink_tokens=4), schedule="linear",
+            initial_memory=8,
+        )  # fmt: skip
 
     answers = []
     with kvcompress.attach(model):
@@ -206,9 +207,9 @@ def test_rows_tables_and_figures_of_each_part(bench, sizes, part, tmp_path, caps
         dense, fixed = rows[:2]
         assert dense["recall_by_length"] == [1.0, None]
         assert fixed["method"] == "FM/SnapKV" and fixed["recall_by_length"] == [1.0, 1.0]
-        assert len(fixed["recall"]) == 2 and fixed["memory_at_fact"] == [[64, 64]] * 2
+        assert len(fixed["recall"]) == 2 and fixed["memory_at_fact"] == [[128, 128]] * 2
         growing = next(row for row in rows if row["method"] == "IM/linear/SnapKV")
-        assert growing["memory_at_fact"] == [[32, 21], [64, 64]]
+        assert growing["memory_at_fact"] == [[68, 68], [128, 128]]
     else:
         assert [row["last_chunk_share"] > 0.9 for row in rows if row["method"] == "FM/StreamingLLM"] == [True]
         needles = [row for row in rows if "digits_held" in row]

@@ -189,6 +189,74 @@ def test_an_unchanged_page_stays_shared_in_a_compaction():
     assert torch.equal(rows_of(arrays[0], table)[0], before[0][[0, 1, 2, 3, 5]])
 
 
+def chain() -> tuple[list[torch.Tensor], PageTable]:
+    """Rows of 2 slots in pages 1, 2 and 3 of 4 slots; pages 0, 4 and 5 are free."""
+    table = PageTable(
+        torch.tensor([[1, 0], [2, 0], [3, 0]], dtype=torch.int32),
+        torch.tensor([2, 2, 2], dtype=torch.int32),
+        torch.tensor([0, 1, 1, 1, 0, 0], dtype=torch.int32),
+        torch.tensor([5, 4, 0, 0, 0, 0], dtype=torch.int32),
+        torch.tensor([3, 0], dtype=torch.int32),
+    )
+    return [torch.randn(6, 4, 2), torch.randn(6, 4, 2)], table
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda a: [a[0][0:3, 2:4][None], a[1][0:3, 2:4][None]],  # what the row before has just written
+        lambda a: [a[0][1:4, 1:4][None], a[1][1:4, 1:4][None]],  # a row's own slots, moved by one
+        lambda a: [a[1][0:3, 2:4][None], a[0][0:3, 2:4][None]],  # another array's
+        lambda a: [a[0][2:3, 1:3][None].expand(1, 3, 2, 2), a[1][:3, :2].transpose(0, 1)[None].transpose(1, 2)],
+    ],
+)
+def test_tokens_may_be_views_of_the_pages(view):
+    arrays, table = chain()
+    tokens = [x.clone() for x in view(arrays)]
+    before = [rows_of(array, table) for array in arrays]
+    ops.append_tokens_(arrays, view(arrays), table)
+    for array, new, old in zip(arrays, tokens, before, strict=True):
+        for r, row in enumerate(rows_of(array, table)):
+            assert torch.equal(row, torch.cat([old[r], new[0, r]]))
+    plain, table = chain()
+    expected = [x.clone() for x in view(plain)]
+    reference.append_tokens_(plain, view(plain), table)
+    assert torch.equal(rows_of(plain[0], table)[1][2:], expected[0][0, 1])
+
+
+def test_counts_and_places_may_be_those_of_the_table():
+    arrays, table = chain()
+    x, before = [torch.randn(1, 3, 3, 2)] * 2, rows_of(arrays[0], table)
+    ops.append_tokens_(arrays, x, table, counts=table.lengths)
+    assert table.lengths.tolist() == [4, 4, 4]
+    for r, row in enumerate(rows_of(arrays[0], table)):
+        assert torch.equal(row, torch.cat([before[r], x[0][0, r, 1:]]))
+    arrays, table = chain()
+    rows = rows_of(arrays[0], table)
+    ops.compact_pages_(arrays, table, torch.tensor([[1, 0]] * 3, dtype=torch.int32), kept=table.refs[1:4])
+    assert table.refs.tolist() == [0, 1, 1, 1, 0, 0] and table.lengths.tolist() == [1, 1, 1]
+    assert all(torch.equal(row, old[1:]) for row, old in zip(rows_of(arrays[0], table), rows, strict=True))
+    ops.truncate_rows_(table, table.lengths, 4)
+    assert table.lengths.tolist() == [1, 1, 1]
+
+
+def test_tensors_that_are_changed_and_share_memory_are_refused():
+    _, table = chain()
+    whole = torch.randn(60)
+    for arrays in ([whole[:48].view(6, 4, 2)] * 2, [whole[:48].view(6, 4, 2), whole[12:].view(6, 4, 2)]):
+        before = [x.clone() for x in (*arrays, *table)]
+        for call in (
+            lambda arrays=arrays: ops.append_tokens_(arrays, [torch.ones(1, 3, 1, 2)] * 2, table),
+            lambda arrays=arrays: ops.compact_pages_(arrays, table, torch.tensor([[1]] * 3, dtype=torch.int32)),
+            lambda: ops.truncate_rows_(table._replace(refs=table.free_pages), table.lengths, 4),
+        ):
+            with pytest.raises(
+                RuntimeError, match="must not share memory with another tensor that is changed in place"
+            ):
+                call()
+        assert all(torch.equal(x, y) for x, y in zip((*arrays, *table), before, strict=True))
+
+
 def test_empty_work():
     empty = torch.empty(0, dtype=torch.int32)
     table = PageTable(torch.empty(0, 0, dtype=torch.int32), empty, empty, empty, torch.zeros(2, dtype=torch.int32))

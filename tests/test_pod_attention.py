@@ -180,8 +180,8 @@ def test_the_worked_example(op):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"recent": 0}, "recent must be an integer of at least 1, got 0"),
-        ({"sinks": -1}, "sinks must be an integer of at least 0, got -1"),
+        ({"recent": 0}, "recent must be at least 1, got 0"),
+        ({"sinks": -1}, "sinks must be at least 0, got -1"),
         ({3: torch.randn(2, 4, 23, 16)}, "lead_queries must be torch.float32"),
         ({4: torch.randn(2, 2, 24, 16).double()}, "lead_keys must be torch.float32"),
         ({1: torch.randn(2, 3, 24, 16), 4: torch.randn(2, 3, 24, 16), 2: torch.randn(2, 3, 24, 16)}, "4 heads"),

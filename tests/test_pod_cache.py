@@ -400,14 +400,6 @@ def test_what_cannot_be_done_says_so():
         cache.update()
 
 
-def test_a_models_sliding_window_is_not_overrun():
-    model, ids = converted(family="mistral", sliding_window=40), random_ids(50)
-    cache = prefill(model, ids[:, :40], new_cache(model))
-    logits_of(model, ids[:, 39:40], cache)
-    with pytest.raises(ValueError, match="sliding_window of 40 tokens is shorter than the 41 keys in sight"):
-        logits_of(model, ids[:, 40:41], cache)
-
-
 def test_a_prompt_without_end_is_read_in_chunks():
     model, ids = converted(), random_ids(70)
     cache = prefill(model, iter(ids[0].tolist()), new_cache(model, chunk_size=16))

@@ -162,7 +162,7 @@ def test_shares_of_batches_are_weighed_by_their_prompts(benchmark):
             return [1] * self.prompts
 
         def skip_shares(self):
-            return kvcompress.caches.pod.SkipShares(self.share, self.share / 2, 1 - self.share)
+            return kvcompress.pod.skips.SkipShares(self.share, self.share / 2, 1 - self.share)
 
     found = benchmark.skip_shares([Cache(3, 0.4), Cache(1, 0.8)])
     assert found == pytest.approx({"skipped_of_followers": 0.5, "skipped_of_distant": 0.25, "attention_work": 0.5})

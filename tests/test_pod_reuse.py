@@ -9,7 +9,7 @@ from test_pod_cache import SETTINGS, converted, new_cache, read, trained
 
 import kvcompress
 from kvcompress import prefill
-from kvcompress.caches.pod import SkipShares
+from kvcompress.pod.skips import SkipShares
 
 
 @pytest.mark.parametrize("setting", [SETTINGS[name] for name in ("one", "mixed", "no sinks")])
@@ -97,9 +97,12 @@ def test_near_pairs_are_counted_from_the_first_token_on():
     for t in range(6):
         logits_of(model, ids[:1, t : t + 1], caches[0])
         with torch.no_grad():
-            model(ids[:, t : t + 1], attention_mask=torch.tensor([[1], [0]]), past_key_values=caches[1])
+            mask = torch.tensor([[1] * (t + 1), [0] * (t + 1)])
+            model(ids[:, t : t + 1], attention_mask=mask, past_key_values=caches[1])
     heads = 4 * model.config.num_attention_heads
-    assert caches[0].pairs == caches[1].pairs == {"near": heads * sum(range(1, 7)), "lead": 0, "follower": 0}
+    assert (
+        caches[0].skips.pairs == caches[1].skips.pairs == {"near": heads * sum(range(1, 7)), "lead": 0, "follower": 0}
+    )
 
 
 @pytest.mark.parametrize("tau", [0.0, 0.6])

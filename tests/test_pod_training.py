@@ -12,6 +12,7 @@ from helpers import (
     REFUSED_BATCHES,
     assert_packed_documents_are_apart,
     assert_padding_changes_nothing,
+    call_of,
     forward,
     left_padded,
     random_ids,
@@ -28,6 +29,7 @@ from kvcompress.hf.plain import use_plain_attention
 from kvcompress.pod import PoDConfig, PoDRecipe
 from kvcompress.pod.plan import PoDPlan
 from kvcompress.pod.retrofit import freeze_unused
+from kvcompress.softmax import Softmax
 
 ONE = ((0, 0), (0, 0), (0, 0), (0, 0))  # one block
 SELF = ((0, 0), (1, 1), (2, 2), (3, 3))
@@ -107,10 +109,12 @@ def test_where_every_layer_leads_itself_it_is_the_plain_kernel_bit_for_bit(mode)
     torch.testing.assert_close(outs[1], dense, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(outs[1], outs[0], rtol=1e-5, atol=1e-5)
     q, k, v = torch.randn(2, 4, 40, 16), torch.randn(2, 2, 40, 16), torch.randn(2, 2, 40, 16)
-    run = pod.state(model).begin(model.model, {"input_ids": ids})
-    qr, kr = (run.rotary.rotate(x, None, 40, [40]) for x in (q, k))
+    run = pod.state(model).begin(call_of(model, ids))
+    qr, kr = (run.facts[0].key_rotary.rotate(x, None, 40, [40]) for x in (q, k))
     for layer in range(4):
-        assert torch.equal(run.attend(layer, q, k, v, 0.25), kvcompress.ops.attention(qr, kr, v, scale=0.25)[0])
+        assert torch.equal(
+            run.attend(layer, q, k, v, Softmax(0.25)), kvcompress.ops.attention(qr, kr, v, scale=0.25)[0]
+        )
     for name in grads[0]:
         assert (grads[0][name] - grads[1][name]).norm() < 1e-4 * grads[0][name].norm()
 
@@ -165,10 +169,10 @@ def test_training_gives_finite_gradients_everywhere(family, mode):
 
 def test_a_leads_gradient_is_the_sum_over_its_block():
     model, ids = converted(lead=ONE), random_ids(30)
-    run = pod.state(model).begin(model.model, {"input_ids": ids})
+    run = pod.state(model).begin(call_of(model, ids))
     states = [[torch.randn(1, H, 30, 16, requires_grad=True) for H in (4, 2, 2)] for _ in range(4)]
     weights = torch.randn(4, 1, 4, 30, 16)
-    outs = [run.attend(layer, *states[layer], 0.25) for layer in range(4)]
+    outs = [run.attend(layer, *states[layer], Softmax(0.25)) for layer in range(4)]
     parts = [
         torch.autograd.grad((out * w).sum(), states[0][:2], retain_graph=True)
         for out, w in zip(outs, weights, strict=True)
@@ -210,9 +214,9 @@ def test_reentrant_checkpointing_is_refused():
 def test_nothing_of_a_pass_but_its_gates_is_kept():
     model, ids = converted(), random_ids(20)
     with torch.no_grad():
-        run = pod.state(model).begin(model.model, {"input_ids": ids})
+        run = pod.state(model).begin(call_of(model, ids))
         for layer in range(4):
-            run.attend(layer, torch.randn(1, 4, 20, 16), torch.randn(1, 2, 20, 16), torch.randn(1, 2, 20, 16), 0.25)
+            run.attend(layer, *(torch.randn(1, H, 20, 16) for H in (4, 2, 2)), Softmax(0.25))
             assert set(run.leads) <= {0, 1, 2}
     assert not run.leads
     model(ids, labels=ids).loss.backward()
@@ -265,11 +269,9 @@ def test_what_a_batch_cannot_be_is_named(given, message):
         forward(converted(), random_ids(4), **given)
 
 
-def test_a_models_sliding_window_is_not_overrun():
-    model = converted("mistral", sliding_window=30)
-    forward(model, random_ids(30))
-    with pytest.raises(ValueError, match="at most sliding_window = 30 tokens, got 31"):
-        forward(model, random_ids(31))
+def test_a_model_that_sees_a_window_in_every_layer_is_refused():
+    with pytest.raises(ValueError, match="MistralModel is not supported by PoD: none of its layers sees all tokens"):
+        converted("mistral", sliding_window=30)
 
 
 # ---- saving and loading, other caches, wrong tables ----
@@ -324,7 +326,6 @@ def test_caches_that_know_nothing_of_leads_are_refused():
         (((1, 0), (0, 0)), r"lead\[0\]\[0\] must be 0 .*, got 1"),
         (((0, 0), (0, -1)), r"lead\[1\]\[1\] must be .*, got -1"),
         (((0,), (0,), (1,)), r"lead\[2\]\[0\] must be 0 or 2 .*, got 1"),
-        (((0, 0), (1, 1), (2, 0)), r"lead\[2\]\[1\] must be 1 or 2 .*, got 0"),
         (((0,), (0.5,)), r"lead\[1\]\[0\] must be a layer, got 0.5"),
     ],
 )
@@ -357,6 +358,14 @@ def test_a_plan_converts_as_its_config_does():
         pod.convert(tiny_model(num_hidden_layers=4), PoDPlan(MIXED, sinks=2, recent=6, query_heads=4, head_dim=8))
 
 
+def test_a_table_that_jumps_over_a_layer_of_the_same_kind_is_refused():
+    table = ((0, 0), (1, 1), (2, 0), (3, 3))
+    model = tiny_model(num_hidden_layers=4)
+    with pytest.raises(ValueError, match=r"lead\[2\]\[1\] must be 1 or 2 .*, got 0"):
+        pod.convert(model, PoDConfig(table))
+    assert not hasattr(model.config, "kvcompress") and not is_attached(model)
+
+
 def test_what_cannot_be_converted_is_named():
     with pytest.raises(ValueError, match="must not be converted yet"):
         pod.convert(converted(), PoDConfig(MIXED))
@@ -368,7 +377,9 @@ def test_what_cannot_be_converted_is_named():
         pod.state(model)
     kinds = ["full_attention", "sliding_attention"] * 2
     model = tiny_model("qwen3", num_hidden_layers=4, layer_types=kinds, sliding_window=100, use_sliding_window=True)
-    with pytest.raises(ValueError, match=r"at \(layer 1, head 0\), which is of sliding_attention"):
+    with pytest.raises(
+        ValueError, match=r"lead\[1\]\[0\] must be 1 \(the layer itself: it does not see all tokens\), got 0"
+    ):
         pod.convert(model, PoDConfig(ONE))
 
 

@@ -246,7 +246,7 @@ def test_ragged_rows_stand_where_equal_ones_would():
     assert row[0] != row[1]
     with torch.no_grad():
         logits = model(ids[:, -1:], past_key_values=cache).logits[0, -1]
-    layer, base = cache.layers[0], model.model
+    layer, base = cache.layers[0].pages, model.model
     k, v = layer.pool.gather(max(layer.pool.counts))
     places = torch.arange(k.shape[1])[None] + layer.shift[:, None]
     ends = places.gather(1, layer.pool.lengths[:, None].long() - 1)[:, 0]
@@ -254,7 +254,7 @@ def test_ragged_rows_stand_where_equal_ones_would():
     with torch.no_grad():
         x = base.layers[0].input_layernorm(base.embed_tokens(ids[:, -1:]))
         q = base.layers[0].self_attn.q_proj(x).unflatten(-1, (4, 16)).transpose(1, 2)
-        q = cache.rotary.rotate(q, torch.tensor([[layer.next[0] - 1]], dtype=torch.int32), 100, [20])
+        q = cache.facts[0].query_rotary.rotate(q, torch.tensor([[layer.next[0] - 1]], dtype=torch.int32), 100, [20])
         out = torch.zeros(4, 16)
         for h in range(4):
             n = layer.pool.counts[h // 2]
@@ -286,10 +286,10 @@ def test_the_guides_queries_do_not_score_while_decoding(chunk_size):
     model, ids, guide = attached(), random_ids(60), random_ids(5, seed=9)[0]
     cache = PrunedCache(model.config, SnapKV(window=6), 16, chunk_size=chunk_size, every=2)
     prefill(model, ids, cache, guide=guide)
-    queries, valid = cache.layers[0].recent.get()
+    queries, valid = cache.layers[0].chooser.recent.get()
     plain = prefill(model, ids, PrunedCache(model.config, SnapKV(window=6), 16, chunk_size=chunk_size, every=2))
     assert valid == [6]
-    torch.testing.assert_close(queries, plain.layers[0].recent.get()[0])  # layer 0 sees the same tokens in both
+    torch.testing.assert_close(queries, plain.layers[0].chooser.recent.get()[0])  # layer 0 sees the same tokens in both
 
 
 @pytest.mark.parametrize("gap", ["auto", 30, 12], ids=["auto", "between", "to_query"])
@@ -331,16 +331,18 @@ def test_decoded_queries_vote_in_iterative_reading_too(every):
         for t in range(29, 40):
             model(ids[:, t : t + 1], past_key_values=cache)
     prefill(model, ids, cache)
-    torch.testing.assert_close(cache.layers[0].received[:, :59].sum(1), torch.full((2,), 2.0 * 59), rtol=1e-4, atol=0)
+    torch.testing.assert_close(
+        cache.layers[0].chooser.received[:, :59].sum(1), torch.full((2,), 2.0 * 59), rtol=1e-4, atol=0
+    )
 
 
 def test_a_short_turn_leaves_only_queries_whose_keys_are_held():
     model, ids = attached(num_hidden_layers=2), random_ids(60)
     cache = PrunedCache(model.config, SnapKV(window=8), 12, every=1)
     run(model, cache, ids, [30, 1, 1, 2])
-    assert cache.layers[0].recent.get()[1] == [2]
+    assert cache.layers[0].chooser.recent.get()[1] == [2]
     run(model, cache, ids[:, 34:], [1])
-    assert cache.layers[0].recent.get()[1] == [3]
+    assert cache.layers[0].chooser.recent.get()[1] == [3]
 
 
 @torch.no_grad()

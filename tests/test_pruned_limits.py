@@ -8,6 +8,7 @@ from helpers import attached, left_padded, random_ids, tiny_model
 
 import kvcompress
 from kvcompress import AdaKV, IterativeCache, PrunedCache, RemoteGap, prefill
+from kvcompress.budgets import as_budget
 from kvcompress.pruners import CenterOfGravity, ExpectedAttention, SnapKV
 
 # ---- memory ----
@@ -175,6 +176,31 @@ def test_a_head_that_goes_does_not_reach_into_what_stays():
         assert cache.stored_lengths() == [[[kept] * 2]] * 3
     ids, mask = left_padded([random_ids(2), random_ids(50)])
     prefill(model, ids, PrunedCache(model.config, pruner, AdaKV(0.5), chunk_size=5), mask)
+
+
+@pytest.mark.parametrize("budget", [3, 4, 5, None, AdaKV(5, floor=0.0)])
+@pytest.mark.parametrize("sizes", [(3, 3, 3), (3, 4, 3)])
+def test_a_head_that_goes_is_not_kept_by_a_small_budget(sizes, budget):
+    model, pruner = attached(), CenterOfGravity(*sizes, keep_head=False, window=1)
+    keep = sum(sizes[:2]) if budget is None else as_budget(budget).tokens
+    for length in range(keep + 1, keep + 6):
+        ids = random_ids(length)
+        whole, cache = PrunedCache(model.config, pruner, 100), PrunedCache(model.config, pruner, budget)
+        iterative = IterativeCache(model.config, memory_size=keep, pruner=pruner, chunk_size=length, append=True)
+        with torch.no_grad():
+            for one in (whole, cache):
+                model(ids, past_key_values=one)
+            prefill(model, torch.cat([ids, ids[:, :1]], 1), iterative)
+        recent = -(-keep * sizes[1] // sum(sizes[:2]))
+        lost = min(sizes[2], length - recent)
+        for held in (cache, iterative):
+            for layer, every in zip(held.layers, whole.layers, strict=True):
+                values, all_values = layer.pool.gather(length)[1], every.pool.gather(length)[1]
+                for row, count, candidates in zip(values, layer.pool.counts, all_values, strict=True):
+                    places = torch.cdist(row[:count], candidates).argmin(1).tolist()
+                    assert lost <= min(places) and places == sorted(set(places))
+                if not isinstance(budget, AdaKV):
+                    assert layer.pool.counts == [min(keep, length - lost)] * 2
 
 
 def test_ties_go_to_all_heads_alike():

@@ -17,12 +17,13 @@ from kvcompress.pruners import (
     SnapKV,
     StreamingLLM,
 )
+from kvcompress.softmax import Softmax
 
 
 def offer(count=60, chunk=20, guide=0, heads=2, group=2):
     queries = torch.randn(1, heads * group, chunk + guide, 16)
     keys = torch.randn(1, heads, count + guide, 16)
-    return Candidates(queries, keys, count, chunk, guide, 0.25)
+    return Candidates(queries, keys, count, chunk, guide, Softmax(0.25))
 
 
 def assert_valid(chosen, heads, keep, count):
@@ -120,7 +121,7 @@ def test_gravity_of_one_head(order, keep_head, stored, scores):
     keys = torch.zeros(1, 1, 12, 16)
     keys[0, 0, :, :2] = LOGITS.T
     pruner = gravity(order=order, keep_head=keep_head)
-    candidates = Candidates(queries, keys, 12, 2, 0, 1.0)
+    candidates = Candidates(queries, keys, 12, 2, 0, Softmax(1.0))
     if scores is not None:
         torch.testing.assert_close(pruner.scores(candidates, 8)[0, 2:9], torch.tensor(scores), atol=1e-5, rtol=1e-4)
     assert pruner.select(candidates, 8).tolist() == [stored]
@@ -139,15 +140,30 @@ def test_gravity_of_two_query_heads(order, keep_head, stored, scores):
     queries = torch.tensor([[HEAD_A, HEAD_B]])
     keys = torch.tensor([[KEYS]], dtype=torch.float32)
     pruner = gravity(order=order, keep_head=keep_head)
-    candidates = Candidates(queries, keys, 12, 2, 0, 2**-0.5)
+    candidates = Candidates(queries, keys, 12, 2, 0, Softmax(2**-0.5))
     if scores is not None:
         torch.testing.assert_close(pruner.scores(candidates, 8)[0, 2:9], torch.tensor(scores), atol=1e-5, rtol=1e-4)
     assert pruner.select(candidates, 8).tolist() == [stored]
 
 
+@pytest.mark.parametrize("sizes", [(3, 3, 3), (3, 8, 3), (8, 3, 4), (4, 4, 4), (8, 8, 1)])
+def test_a_head_that_must_go_goes_under_every_budget(sizes):
+    compressed, near, head = sizes
+    pruner = CenterOfGravity(compressed, near, head, keep_head=False, window=1)
+    for keep in range(1, compressed + near + 1):
+        for count in range(keep + 1, keep + 9):
+            ranking = pruner.rank(offer(count=count, chunk=1), keep, recent=near if count % 2 else 0)
+            assert ranking.lost == min(head, count - max(ranking.recent, 1))
+            assert ranking.keep == min(keep, count - ranking.lost) >= ranking.recent
+            assert (ranking.scores[:, : ranking.lost] == float("-inf")).all()
+            assert (ranking.scores[:, ranking.lost :] > float("-inf")).all()
+            assert (ranking.scores[:, count - ranking.recent :] == float("inf")).all()
+            assert pruner.select(offer(count=count, chunk=1), keep).min() >= ranking.lost
+
+
 def test_gravity_identities():
     candidates = offer(count=60, chunk=20)
-    one = Candidates(candidates.queries[:, :1], candidates.keys[:, :1], 60, 20, 0, 0.25)
+    one = Candidates(candidates.queries[:, :1], candidates.keys[:, :1], 60, 20, 0, Softmax(0.25))
     settings = {"compressed_length": 10, "near_length": 10, "head_length": 3}
     local, tail = (CenterOfGravity(**settings, order=order, window=1) for order in ("local", "global"))
     assert torch.equal(local.select(one, 20), tail.select(one, 20))  # one row: both orders choose the same
@@ -161,7 +177,7 @@ def test_gravity_identities():
 
 
 def test_gravity_is_finite_at_large_logits():
-    candidates = Candidates(100 * torch.randn(1, 2, 5, 16), 100 * torch.randn(1, 1, 40, 16), 40, 5, 0, 1.0)
+    candidates = Candidates(100 * torch.randn(1, 2, 5, 16), 100 * torch.randn(1, 1, 40, 16), 40, 5, 0, Softmax(1.0))
     for order in ("local", "global"):
         assert CenterOfGravity(8, 8, 2, order, window=5).scores(candidates, 16).isfinite().all()
 
@@ -187,7 +203,7 @@ def test_presets_score_as_those_codes_do(name, settings):
     votes = getattr(logits.softmax(-1)[..., :-window], reduce)(dim=-2)
     pool = torch.nn.functional.avg_pool1d if pooling == "avg" else torch.nn.functional.max_pool1d
     expected = pool(votes, kernel, stride=1, padding=kernel // 2)[0]
-    ours = pruner.scores(Candidates(queries, keys, 90, 90, 0, 0.25), 85)
+    ours = pruner.scores(Candidates(queries, keys, 90, 90, 0, Softmax(0.25)), 85)
     torch.testing.assert_close(ours[:, : 90 - window], expected, atol=1e-6, rtol=1e-5)
 
 
@@ -231,7 +247,7 @@ def test_expected_attention_as_its_formula(use_covariance, use_value_norm, rope)
     queries, keys, values = torch.randn(1, 4, 40, 16), torch.randn(1, 2, 40, 16), torch.randn(1, 2, 40, 16)
     pruner = ExpectedAttention(8, 3, use_covariance, use_value_norm, epsilon=0.01)
     candidates = Candidates(
-        queries, keys, 40, 40, 0, 0.25, values=values, unrotated=queries, position=40, rotary=rotary
+        queries, keys, 40, 40, 0, Softmax(0.25), values=values, unrotated=queries, position=40, rotary=rotary
     )
     scores = pruner.scores(candidates, 20)
     # kvpress: matrices of rotation, their mean, mean and covariance of the queries through it

@@ -319,7 +319,8 @@ def test_nothing_not_a_number_hides():
     pool = cache.layers[1].pool
     pool.k_pages[pool.block_table[0, 3]] = float("nan")
     cache.layers[1]._note_keys([59] * 2)
-    assert run(model, cache, ids[:, -1:], [1])[0].isnan().all()
+    with pytest.raises(RuntimeError, match="hidden states hold NaN"):
+        run(model, cache, ids[:, -1:], [1])
 
 
 @pytest.mark.parametrize("grow", ["double", "error"])
@@ -352,12 +353,12 @@ def test_frequencies_are_settled_for_the_whole_prompt():
     torch.testing.assert_close(*keys, atol=1e-3, rtol=1e-3)
 
 
-def test_a_models_sliding_window_is_not_overrun():
-    model, ids = attached("mistral", sliding_window=40), random_ids(41)
-    cache = prefill(model, ids[:, :40], QuestCache(model.config))
-    run(model, cache, ids[:, -1:], [1])
-    with pytest.raises(ValueError, match="40 tokens is shorter than the 41 keys in sight; QuestCache keeps all"):
-        run(model, cache, ids[:, -1:], [1])
+def test_a_layer_with_a_window_of_its_own_keeps_that():
+    model, ids = attached("mistral", sliding_window=20), random_ids(70)
+    dense = model.generate(ids, max_new_tokens=9, do_sample=False)
+    cache = QuestCache(model.config, **SMALL)
+    assert torch.equal(kvcompress.generate(model, ids, cache, max_new_tokens=9, do_sample=False), dense)
+    assert cache.stored_lengths() == [[[20, 20]]] * 3
 
 
 def test_a_guide_is_refused():

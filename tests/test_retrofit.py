@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -12,7 +13,7 @@ import torch
 from helpers import random_ids, tiny_model
 from peft import LoraConfig, get_peft_model
 from test_dmc_training import converted
-from transformers import AutoModelForCausalLM, TrainingArguments
+from transformers import AutoModelForCausalLM, TrainerControl, TrainerState, TrainingArguments
 from typer.testing import CliRunner
 
 import kvcompress
@@ -22,7 +23,7 @@ from kvcompress.dmc import CompressionLoss, DMCRecipe
 from kvcompress.models import load_example_model
 from kvcompress.retrofit.data import collate, example_rows, text_windows
 from kvcompress.retrofit.run import RunSettings, _check_same, load, pretrained
-from kvcompress.retrofit.trainer import METRICS, RetrofitTrainer
+from kvcompress.retrofit.trainer import METRICS, MetricsFile, RetrofitTrainer
 
 RECIPE = DMCRecipe(target_ratio=3.0, anneal_steps=3, ramp_steps=4, solidify_steps=3, warmup_steps=1)
 
@@ -118,6 +119,25 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, accumulation):
     for (name, x), y in zip(whole.model.named_parameters(), resumed.model.parameters(), strict=True):
         torch.testing.assert_close(x, y, rtol=0, atol=0, msg=name)
     assert [line["step"] for line in lines(tmp_path / "whole") if "loss" in line] == list(range(1, 11))
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [b'{"step": 7, "lo', b"[1]", b"{}", b'{"step": "7"}', b'{"step": null}', b"7", b"null", b'"step"', b"\xff\xfe"],
+)
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_a_broken_line_of_metrics_is_named_and_nothing_is_lost(tmp_path, broken, at):
+    good = [b'{"step": 4, "loss": NaN}', b'{"step": 9}']
+    good.insert(at, broken)
+    path = tmp_path / METRICS
+    path.write_bytes(b"\n".join(good))
+    settings, state = TrainingArguments(output_dir=str(tmp_path), report_to=[]), TrainerState(global_step=5)
+    with pytest.raises(ValueError, match=f"^{re.escape(str(path))}, line {at + 1}, must be a JSON object with a step"):
+        MetricsFile().on_train_begin(settings, state, TrainerControl())
+    assert path.read_bytes() == b"\n".join(good)
+    path.write_bytes(b"\n".join(line for line in good if line != broken) + b"\n\n")
+    MetricsFile().on_train_begin(settings, state, TrainerControl())
+    assert path.read_bytes() == b'{"step": 4, "loss": NaN}\n'
 
 
 def test_a_resumed_adapter_stands_on_the_zeroed_neurons_of_its_base(tmp_path):

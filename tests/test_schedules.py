@@ -18,6 +18,11 @@ STREAMING = StreamingLLM(num_sink_tokens=2)
 SCHEDULES = ["fixed", "linear", "square", "sqrt", "square-sqrt", "adaptive"]
 
 
+def growing(schedule, initial=4):
+    """A memory that grows from few tokens, as the paper has it."""
+    return {} if schedule == "fixed" else {"initial_memory": initial}
+
+
 def plain_sizes(plan, chunks, schedule, pruner, *, most):
     """Memory of each layer after iteration i by the definition."""
     L = len(plan.memory)
@@ -52,7 +57,7 @@ def plain_sizes(plan, chunks, schedule, pruner, *, most):
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_schedule_is_what_the_definition_says(schedule, dynamic, pruner, prune):
     model, ids = attached(), random_ids(151)
-    settings = {"schedule": schedule, "dynamic": dynamic, "layers": 3}
+    settings = {"schedule": schedule, "dynamic": dynamic, "layers": 3, **growing(schedule)}
     plan = plain_plan(150, 24, 30, **settings)
     most = model.config.max_position_embeddings
     expected = plain_reading(
@@ -60,7 +65,7 @@ def test_every_schedule_is_what_the_definition_says(schedule, dynamic, pruner, p
     )
     cache = IterativeCache(
         model.config, memory_size=30, chunk_size=24, pruner=pruner, schedule=schedule, dynamic=dynamic, prune=prune,
-        track=True,
+        track=True, **growing(schedule),
     )  # fmt: skip
     prefill(model, ids, cache)
     assert len(cache.track.readings[0]) == len(plan.chunks)
@@ -80,13 +85,14 @@ def test_every_schedule_is_what_the_definition_says(schedule, dynamic, pruner, p
 @pytest.mark.parametrize("pruner", [SNAPKV, STREAMING], ids=["snapkv", "streaming"])
 def test_append_only_memory_is_what_the_definition_says(pruner):
     model, ids = attached(), random_ids(151)
-    plan = plain_plan(150, 24, 40, schedule="linear", layers=3)
+    plan = plain_plan(150, 24, 40, schedule="linear", layers=3, initial_memory=6)
     expected = plain_reading(
         model, ids, plan.chunks, lambda i, ratios: [layer[i] for layer in plan.memory], pruner, append=True
     )
     cache = IterativeCache(
-        model.config, memory_size=40, chunk_size=24, pruner=pruner, schedule="linear", append=True, track=True
-    )
+        model.config, memory_size=40, chunk_size=24, pruner=pruner, schedule="linear", append=True, track=True,
+        initial_memory=6,
+    )  # fmt: skip
     prefill(model, ids, cache)
     for i, reading in enumerate(cache.track.readings[0]):
         for j, layer in enumerate(reading.layers):
@@ -104,8 +110,9 @@ def test_positions_stay_below_memory_and_chunk(schedule, dynamic, monkeypatch):
     """What keys and queries are rotated to, in every iteration."""
     model, ids = attached(), random_ids(300)
     cache = IterativeCache(
-        model.config, memory_size=32, chunk_size=20, schedule=schedule, dynamic=dynamic, pruner=SNAPKV
-    )
+        model.config, memory_size=32, chunk_size=20, schedule=schedule, dynamic=dynamic, pruner=SNAPKV,
+        **growing(schedule),
+    )  # fmt: skip
     places, rotate = [], RotaryTables.rotate
 
     def noting(self, x, positions, bound, lengths):
@@ -117,7 +124,9 @@ def test_positions_stay_below_memory_and_chunk(schedule, dynamic, monkeypatch):
     plan = (
         cache.track_plan
         if hasattr(cache, "track_plan")
-        else kvcompress.plan(299, chunk_size=20, memory_size=32, schedule=schedule, dynamic=dynamic, layers=3)
+        else kvcompress.plan(
+            299, chunk_size=20, memory_size=32, schedule=schedule, dynamic=dynamic, layers=3, **growing(schedule)
+        )
     )
     if schedule != "adaptive":
         assert max(places) == plan.largest_context - 1
@@ -130,7 +139,7 @@ def test_adaptive_over_streaming_is_linear():
     model, ids = attached(), random_ids(200)
     out = []
     for schedule in ("adaptive", "linear"):
-        cache = IterativeCache(model.config, memory_size=30, chunk_size=24, pruner=STREAMING, schedule=schedule)
+        cache = iterative(model, pruner=STREAMING, schedule=schedule, **growing(schedule))
         prefill(model, ids, cache)
         out.append(model(ids[:, -1:], past_key_values=cache).logits)
     assert torch.equal(*out)
@@ -139,9 +148,9 @@ def test_adaptive_over_streaming_is_linear():
 @pytest.mark.parametrize("schedule", [Adaptive("mean"), Adaptive("last", "softmax"), Adaptive("mean", "softmax")])
 def test_adaptive_conserves_the_total(schedule):
     model, ids = attached(), random_ids(300)
-    cache = IterativeCache(model.config, memory_size=30, chunk_size=24, pruner=SNAPKV, schedule=schedule, track=True)
+    cache = iterative(model, schedule=schedule, track=True, **growing(schedule))
     prefill(model, ids, cache)
-    plan = kvcompress.plan(299, chunk_size=24, memory_size=30, schedule="linear")
+    plan = kvcompress.plan(299, chunk_size=24, memory_size=30, schedule="linear", **growing(schedule))
     for i, reading in enumerate(cache.track.readings[0][2:], 2):
         assert sum(len(layer.positions[0]) for layer in reading.layers) == 3 * plan.memory[i]
     assert len({len(layer.positions[0]) for layer in cache.track.readings[0][-1].layers}) > 1
@@ -162,8 +171,9 @@ def test_each_prompt_of_a_padded_batch_gives_what_it_gives_alone(schedule, dynam
 
     def next_logits(ids, mask=None):
         cache = IterativeCache(
-            model.config, memory_size=budget, chunk_size=24, pruner=SNAPKV, schedule=schedule, dynamic=dynamic
-        )
+            model.config, memory_size=budget, chunk_size=24, pruner=SNAPKV, schedule=schedule, dynamic=dynamic,
+            **growing(schedule),
+        )  # fmt: skip
         prefill(model, ids, cache, mask)
         return model(ids[:, -1:], past_key_values=cache, attention_mask=mask).logits[:, -1]
 
@@ -177,8 +187,9 @@ def test_each_prompt_of_a_padded_batch_gives_what_it_gives_alone(schedule, dynam
 def test_a_later_prompt_continues_with_the_full_memory(schedule, pruner):
     model, ids = attached(), random_ids(120)
     cache = IterativeCache(
-        model.config, memory_size=30, chunk_size=24, pruner=pruner, schedule=schedule, dynamic=True, track=True
-    )
+        model.config, memory_size=30, chunk_size=24, pruner=pruner, schedule=schedule, dynamic=True, track=True,
+        **growing(schedule),
+    )  # fmt: skip
     prefill(model, ids, cache)
     assert sum(rows[0][0] for rows in cache.stored_lengths()) == 90
     longer = torch.cat([ids, random_ids(60, seed=4)], 1)
@@ -266,8 +277,10 @@ def test_streams_and_arrays_read_as_a_tensor_does(guide, tmp_path):
 @pytest.mark.parametrize("schedule", SCHEDULES[1:])
 def test_schedules_read_an_array_whose_length_is_known(schedule):
     model, ids = attached(), random_ids(151)
-    whole = prefill(model, torch.cat([ids, ids[:, :1]], 1), iterative(model, schedule=schedule, dynamic=True))
-    array = prefill(model, ids[0].numpy(), iterative(model, schedule=schedule, dynamic=True))
+    whole = prefill(
+        model, torch.cat([ids, ids[:, :1]], 1), iterative(model, schedule=schedule, dynamic=True, **growing(schedule))
+    )
+    array = prefill(model, ids[0].numpy(), iterative(model, schedule=schedule, dynamic=True, **growing(schedule)))
     assert torch.equal(*(model(ids[:, :1], past_key_values=cache).logits for cache in (whole, array)))
 
 
@@ -440,11 +453,14 @@ def test_memory_may_begin_with_nothing(pruner, append):
 @pytest.mark.parametrize("pruner", [StreamingLLM(4), SnapKV(window=4, num_sink_tokens=4)], ids=["streaming", "snapkv"])
 def test_appended_memory_shorter_than_the_sinks_takes_none_from_a_chunk(pruner):
     model, ids = attached(), random_ids(151)
-    plan = plain_plan(150, 15, 10, schedule="linear", layers=3)
+    plan = plain_plan(150, 15, 10, schedule="linear", layers=3, initial_memory=1)
     expected = plain_reading(
         model, ids, plan.chunks, lambda i, ratios: [layer[i] for layer in plan.memory], pruner, append=True
     )
-    cache = iterative(model, memory_size=10, chunk_size=15, pruner=pruner, schedule="linear", append=True, track=True)
+    cache = iterative(
+        model, memory_size=10, chunk_size=15, pruner=pruner, schedule="linear", append=True, track=True,
+        initial_memory=1,
+    )  # fmt: skip
     prefill(model, ids, cache)
     for reading, kept in zip(cache.track.readings[0], expected.kept, strict=True):
         assert [[places.tolist() for places in layer.positions] for layer in reading.layers] == kept

@@ -1,6 +1,5 @@
 import pytest
 import torch
-from helpers import DTYPES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -43,16 +42,6 @@ def test_too_few_candidates_is_an_error():
         ops.select_topk(scores, 3)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("D", [1, 7, 64])
-def test_compaction_moves_the_chosen_to_the_front(simd, dtype, D):
-    rows = torch.randn(3, 50, D).to(dtype)
-    indices = torch.stack([torch.randperm(50)[:20].sort().values for _ in range(3)]).to(torch.int32)
-    expected = reference.compact_rows(rows, indices)
-    ops.compact_rows_(rows, indices)
-    assert torch.equal(rows, expected)
-
-
 @pytest.mark.parametrize("length", [4, 21])
 def test_candidates_out_of_range_are_named(length):
     lengths = torch.tensor([20, length], dtype=torch.int32)
@@ -62,33 +51,8 @@ def test_candidates_out_of_range_are_named(length):
         ops.select_topk(torch.randn(2, 20), 5, lengths=lengths)
 
 
-def test_compaction_of_part_of_a_buffer_leaves_the_rest(simd):
-    buffer = torch.randn(2, 3, 40, 8)
-    before = buffer.clone()
-    indices = torch.arange(5, 25, 2, dtype=torch.int32).expand(3, -1)
-    ops.compact_rows_(buffer[1, :, :30], indices)
-    assert torch.equal(buffer[1, :, :10], before[1, :, 5:25:2])
-    assert torch.equal(buffer[1, :, 10:], before[1, :, 10:])
-    assert torch.equal(buffer[0], before[0])
-
-
-@pytest.mark.parametrize(("bad", "place"), [([0, 0, 1], 1), ([2, 1, 3], 1), ([-1, 0, 1], 0), ([0, 1, 10], 2)])
-def test_indices_that_do_not_rise_are_refused_and_nothing_moves(bad, place):
-    rows = torch.randn(2, 10, 4)
-    before = rows.clone()
-    indices = torch.tensor([[0, 1, 2], bad], dtype=torch.int32)
-    message = (
-        rf"^compact_rows_: indices of a row must rise and lie between 0 and 9, got {bad[place]} at \[1, {place}\]$"
-    )
-    with pytest.raises(RuntimeError, match=message):
-        ops.compact_rows_(rows, indices)
-    assert torch.equal(rows, before)
-
-
 def test_opcheck():
     torch.library.opcheck(torch.ops.kvcompress.select_topk, (torch.randn(2, 20), 5, None))
-    indices = torch.tensor([[1, 3]], dtype=torch.int32)
-    torch.library.opcheck(torch.ops.kvcompress.compact_rows_, (torch.randn(1, 6, 4), indices))
 
 
 @pytest.mark.parametrize(
@@ -103,20 +67,3 @@ def test_opcheck():
 def test_wrong_arguments_are_named(arguments, message):
     with pytest.raises(ValueError, match=message):
         ops.select_topk(*arguments)
-
-
-def test_a_gradient_of_compacted_rows_is_refused_when_it_comes_back():
-    leaf, indices = torch.randn(2, 5, 3, requires_grad=True), torch.tensor([[0, 3], [1, 2]], dtype=torch.int32)
-    with pytest.raises(ValueError, match="rows must not be a leaf that requires grad"):
-        ops.compact_rows_(leaf, indices)
-    rows = 1 * leaf
-    ops.compact_rows_(rows, indices)
-    assert torch.equal(rows[1, :2], leaf[1, 1:3])
-    part = 1 * leaf
-    ops.compact_rows_(part[:1], indices[:1])
-    for x in (rows, part):
-        with pytest.raises(NotImplementedError, match=r"compact_rows_ has no gradient; use torch.gather"):
-            x.sum().backward()
-    with torch.no_grad():
-        ops.compact_rows_(leaf, indices)
-    assert leaf.is_leaf and torch.equal(leaf, rows)

@@ -173,7 +173,7 @@ def test_opcheck():
         ({"sinks": -1}, "sinks must be at least 0, got -1"),
         ({"recent": -2}, "recent must be at least 0, got -2"),
         ({"scale": 0.0}, "scale must be above 0, got 0.0"),
-        ({"scale": float("nan")}, "scale must be above 0"),
+        ({"scale": float("nan")}, "scale must be finite in float32, got nan"),
     ],
 )
 def test_wrong_arguments_are_named(change, message):

@@ -84,7 +84,7 @@ def test_keys_at_position_zero_carry_the_scaling_of_their_rotation(sink_distance
     cache = StreamingCache(model.config, window_size=12, num_sink_tokens=3, sink_distance=sink_distance)
     with torch.no_grad():
         logits = model(ids, past_key_values=cache).logits[:, -1]
-    assert cache.rotary.scaling != 1
+    assert cache.facts[0].key_rotary.scaling != 1
     torch.testing.assert_close(logits, expected, atol=5e-4, rtol=5e-4)
 
 
@@ -164,24 +164,14 @@ def test_reading_is_as_accurate_as_decoding_with_large_logits(dtype, sink_distan
     assert error < 200 * torch.finfo(dtype).eps
 
 
-def test_a_models_sliding_window_is_not_overrun():
-    model, ids = attached("mistral", sliding_window=40), random_ids(30)
-    prefill(model, ids, StreamingCache(model.config, window_size=36))
-    with pytest.raises(ValueError, match="40 tokens is shorter than the 41 keys in sight; use a smaller window_size"):
-        prefill(model, ids, StreamingCache(model.config, window_size=37))
-
-
-@pytest.mark.parametrize(("sinks", "window"), [(4, 39), (0, 40)])
-def test_a_models_sliding_window_holds_the_largest_distance(sinks, window):
-    model, ids = attached("mistral", sliding_window=40), random_ids(70)
-    expected = plain_streaming(model, ids, sinks, window, "window")
-    cache = StreamingCache(model.config, window_size=window, num_sink_tokens=sinks, sink_distance="window")
+@both_distances
+def test_a_layer_with_a_window_of_its_own_keeps_that(sink_distance):
+    model, ids = attached("mistral", sliding_window=20), random_ids(70)
     with torch.no_grad():
-        logits = model(ids, past_key_values=cache).logits[:, -1]
-    torch.testing.assert_close(logits, expected, atol=5e-4, rtol=5e-4)
-    larger = StreamingCache(model.config, window_size=window + 1, num_sink_tokens=sinks, sink_distance="window")
-    with pytest.raises(ValueError, match="40 tokens is shorter than the 41 keys in sight; use a smaller window_size"):
-        prefill(model, ids, larger)
+        dense = model(ids).logits
+        cache = StreamingCache(model.config, window_size=8, num_sink_tokens=2, sink_distance=sink_distance)
+        torch.testing.assert_close(model(ids, past_key_values=cache).logits, dense, atol=5e-4, rtol=5e-4)
+    assert cache.stored_lengths() == [[[20, 20]]] * 3
 
 
 def test_first_tokens_in_another_order_are_at_one_distance():

@@ -30,7 +30,7 @@ struct forward_shared {
     T p[WARPS][sizeof(T) == 2 ? PER_16_BYTES<T> : 16 * P_PITCH];  // float32: the weights between the two products
 };
 
-template <class T, int MAX_D>
+template <class T, int MAX_D, bool CAPPED>
 __global__ __launch_bounds__(THREADS) void forward_kernel(const kvc_attention_args a, const settings set) {
     using memory = forward_shared<T, MAX_D>;
     constexpr int KEYS = memory::KEYS, PITCH = memory::PITCH, P_PITCH = memory::P_PITCH, N = MAX_D / 8;
@@ -74,6 +74,7 @@ __global__ __launch_bounds__(THREADS) void forward_kernel(const kvc_attention_ar
             const int r = i % 4 / 2, s = first + row + 8 * r, t = t0 + i / 4 * 8 + lane % 4 * 2 + i % 2;
             float& logit = x[i / 4][i % 4];
             logit *= a.scale;
+            if constexpr (CAPPED) logit = a.softcap * tanh_of_logit(logit, a.softcap);
             if (!all_seen && !mask.sees(s, t)) logit = -INFINITY;
             else if (bias && t != mask.shift + s) logit += bias[t];
             top[r] = fmaxf(top[r], logit);
@@ -109,25 +110,28 @@ __global__ __launch_bounds__(THREADS) void forward_kernel(const kvc_attention_ar
     }
     wait_for_copies<0>();
     __syncthreads();  // without a tile nobody has waited for the queries yet
+    const float sink = sink_of(a, h);
+    float keep[2] = {1.0f, 1.0f};
     KVC_UNROLL
     for (int r = 0; r < 2; r++) {
         l[r] += __shfl_xor_sync(FULL_WARP, l[r], 1);
         l[r] += __shfl_xor_sync(FULL_WARP, l[r], 2);
         const int s = first + row + 8 * r;
+        if (mask.shift + s >= 0) keep[r] = join_sink(sink, m[r], l[r]);
         if (lane % 4 == 0 && s < mask.S)
             a.lse[head * a.S + s] = l[r] == 0.0f ? -INFINITY : m[r] + logf(l[r]);
     }
     KVC_UNROLL
     for (int n = 0; n < N; n++) {
         KVC_UNROLL
-        for (int i = 0; i < 4; i++) values[n][i] = l[i / 2] == 0.0f ? 0.0f : values[n][i] / l[i / 2];
+        for (int i = 0; i < 4; i++) values[n][i] = l[i / 2] == 0.0f ? 0.0f : values[n][i] * keep[i / 2] / l[i / 2];
     }
     store_result(shared->q + 16 * warp * PITCH, PITCH, values);
     __syncthreads();
     store_rows<QUERIES, MAX_D, THREADS>(a.out, set.wide_out, b, h, first, mask.S, D, shared->q);
 }
 
-template <class T, int MAX_D>
+template <class T, int MAX_D, bool CAPPED>
 cudaError_t launch(const kvc_attention_args& a, cudaStream_t stream) {
     settings set = {};
     set.mask = mask_of(a);
@@ -138,12 +142,18 @@ cudaError_t launch(const kvc_attention_args& a, cudaStream_t stream) {
     set.wide_out = wide_rows(a.out, a.D);
     if (a.B * a.Hq > MAX_GRID_X / set.tiles) return cudaErrorInvalidValue;
     constexpr size_t SHARED = sizeof(forward_shared<T, MAX_D>);
-    const auto kernel = forward_kernel<T, MAX_D>;
+    const auto kernel = forward_kernel<T, MAX_D, CAPPED>;
     const cudaError_t error = allow_shared(kernel, SHARED);
     if (error != cudaSuccess) return error;
     const unsigned blocks = static_cast<unsigned>(a.B * a.Hq * set.tiles);
     KVC_LAUNCH(kernel, blocks, THREADS, SHARED, stream, a, set);
     return cudaGetLastError();
+}
+
+template <class T, int MAX_D>
+cudaError_t launch(const kvc_attention_args& a, cudaStream_t stream) {
+    if (!shared_fits(sizeof(forward_shared<T, MAX_D>))) return attend_wide(a, stream);
+    return a.softcap > 0.0f ? launch<T, MAX_D, true>(a, stream) : launch<T, MAX_D, false>(a, stream);
 }
 
 }  // namespace
@@ -157,6 +167,6 @@ extern "C" cudaError_t kvc_cuda_attention(const kvc_attention_args* args, cudaSt
         using T = decltype(element);
         if (a.D <= 64) return launch<T, 64>(a, stream);
         if (a.D <= 128) return launch<T, 128>(a, stream);
-        return launch<T, 256>(a, stream);
+        return a.D <= 256 ? launch<T, 256>(a, stream) : attend_wide(a, stream);
     });
 }

@@ -14,6 +14,19 @@ __device__ inline float exp_of_difference(float x, float y) {
 // -inf - -inf is no number, so a maximum of -inf counts as 0.
 __device__ inline float finite_or_0(float m) { return m == -INFINITY ? 0.0f : m; }
 
+// Joins the sink of a head to a row's maximum and sum; returns by what sums made with the old maximum shrink. NaN shows.
+__device__ inline float join_sink(float sink, float& m, float& l) {
+    if (sink == -INFINITY) return 1.0f;
+    const float top = fmaxf(m, sink), keep = m == -INFINITY ? 0.0f : expf(m - top);
+    l = l * keep + expf(sink - top);
+    m = top;
+    return keep;
+}
+
+__device__ inline float sink_of(const kvc_attention_args& a, int64_t h) {
+    return a.sink_logits ? a.sink_logits[h] : -INFINITY;
+}
+
 // The mask of one call; window and sinks are cut to T, beyond which they change nothing.
 struct mask_settings {
     int S, T, window, sinks;
@@ -160,9 +173,14 @@ inline bool valid_attention(const kvc_attention_args& a) {
                        a.T <= MAX_GRID_X / 2 && a.D <= KVC_CUDA_MAX_HEAD_DIM &&
                        (a.Hq == 0 || (a.Hkv > 0 && a.Hq % a.Hkv == 0));
     const bool mask = a.window >= 0 && a.sinks >= 0 && (a.causal || a.window == 0) && (a.window > 0 || !a.complement);
-    return sizes && mask && valid_dtype(a.q.dtype) && a.k.dtype == a.q.dtype && a.v.dtype == a.q.dtype &&
-           a.out.dtype == a.q.dtype;
+    return sizes && mask && valid_scale(a.scale, a.softcap) && valid_dtype(a.q.dtype) && a.k.dtype == a.q.dtype &&
+           a.v.dtype == a.q.dtype && a.out.dtype == a.q.dtype;
 }
+
+// Head dims above 256, and others where the tiles do not fit into a block's shared memory: attention_wide.cu.
+cudaError_t attend_wide(const kvc_attention_args& a, cudaStream_t stream);
+// All but delta and the gradients of the sinks.
+cudaError_t attend_wide_backward(const kvc_attention_backward_args& a, const float* delta, cudaStream_t stream);
 
 template <class Kernel>
 cudaError_t allow_shared(Kernel* kernel, size_t bytes) {

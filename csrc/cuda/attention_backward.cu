@@ -69,7 +69,7 @@ __device__ __noinline__ void clear_blind_rows(keys_shared<T, MAX_D>* shared) {
             shared->q[row * S::PITCH + i] = shared->dout[row * S::PITCH + i] = T{};
 }
 
-template <class T, int MAX_D>
+template <class T, int MAX_D, bool CAPPED>
 __global__ __launch_bounds__(shape<T, MAX_D>::THREADS, 1) void keys_kernel(const kvc_attention_backward_args a,
                                                                         const settings set, const float* delta) {
     using S = shape<T, MAX_D>;
@@ -129,9 +129,16 @@ __global__ __launch_bounds__(shape<T, MAX_D>::THREADS, 1) void keys_kernel(const
                 const float lse = shared->lse[n];
                 const bool own = t == mask.shift + s, seen = (all_seen || mask.sees(s, t)) && lse != -INFINITY;
                 float &weight = p[i / 4][i % 4], &change = ds[i / 4][i % 4];
-                weight = seen ? exp_of_difference<T>(weight * f.scale + (own ? 0.0f : bias[r]), lse) : 0.0f;
+                float logit = weight * f.scale, slope = 1.0f;
+                if constexpr (CAPPED) {
+                    const float tanh = tanh_of_logit(logit, f.softcap);
+                    logit = f.softcap * tanh;
+                    slope = 1.0f - tanh * tanh;
+                }
+                weight = seen ? exp_of_difference<T>(logit + (own ? 0.0f : bias[r]), lse) : 0.0f;
                 change = seen ? weight * (change - shared->delta[n]) : 0.0f;
                 if (!own) dbias[r] += change;
+                if (CAPPED && seen) change *= slope;
             }
             const int at = 16 * group * S::P_PITCH + queries;
             store_result(shared->p + at, S::P_PITCH, p);
@@ -182,7 +189,7 @@ struct queries_shared {
     T ds[S::TILE * S::P_PITCH];  // [query][key]
 };
 
-template <class T, int MAX_D>
+template <class T, int MAX_D, bool CAPPED>
 __global__ __launch_bounds__(shape<T, MAX_D>::THREADS, 1) void queries_kernel(const kvc_attention_backward_args a,
                                                                            const settings set, const float* delta) {
     using S = shape<T, MAX_D>;
@@ -230,9 +237,15 @@ __global__ __launch_bounds__(shape<T, MAX_D>::THREADS, 1) void queries_kernel(co
             const int r = i % 4 / 2, s = s0 + row + 8 * r, t = t0 + keys + i / 4 * 8 + lane % 4 * 2 + i % 2;
             const bool seen = (all_seen || mask.sees(s, t)) && lse[r] != -INFINITY;
             float& change = ds[i / 4][i % 4];
-            float x = p[i / 4][i % 4] * f.scale;
+            float x = p[i / 4][i % 4] * f.scale, slope = 1.0f;
+            if constexpr (CAPPED) {
+                const float tanh = tanh_of_logit(x, f.softcap);
+                x = f.softcap * tanh;
+                slope = 1.0f - tanh * tanh;
+            }
             if (seen && bias && t != mask.shift + s) x += bias[t];
             change = seen ? exp_of_difference<T>(x, lse[r]) * (change - own_delta[r]) : 0.0f;
+            if (CAPPED && seen) change *= slope;
         }
         store_result(shared->ds + 16 * group * S::P_PITCH + keys, S::P_PITCH, ds);
         __syncthreads();
@@ -251,9 +264,46 @@ __global__ __launch_bounds__(shape<T, MAX_D>::THREADS, 1) void queries_kernel(co
     store_rows<TILE, MAX_D, THREADS>(a.dq, set.wide_dq, b, h, s0, mask.S, D, shared->q);
 }
 
+// ---- gradients of the sinks: a block per head ----
+
+__global__ __launch_bounds__(DELTA_THREADS) void sinks_kernel(const kvc_attention_backward_args a, const float* delta) {
+    __shared__ double of_warp[DELTA_THREADS / 32];
+    const kvc_attention_args& f = a.forward;
+    const int64_t h = blockIdx.x, rows = f.B * f.S;
+    const float sink = f.sink_logits[h];
+    double sum = 0.0;
+    for (int64_t i = threadIdx.x; i < rows && sink != -INFINITY; i += DELTA_THREADS) {
+        const int64_t at = (i / f.S * f.Hq + h) * f.S + i % f.S;
+        if (f.lse[at] == -INFINITY) continue;  // padding
+        sum -= static_cast<double>(expf(sink - f.lse[at])) * static_cast<double>(delta[at]);
+    }
+    KVC_UNROLL
+    for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(FULL_WARP, sum, step);
+    if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = sum;
+    __syncthreads();
+    if (threadIdx.x > 0) return;
+    for (int w = 1; w < DELTA_THREADS / 32; w++) sum += of_warp[w];
+    a.dsink_logits[h] = static_cast<float>(sum);
+}
+
 // ---- host ----
 
-template <class T, int MAX_D>
+cudaError_t launch_sinks(const kvc_attention_backward_args& a, cudaStream_t stream) {
+    if (!a.dsink_logits || a.forward.Hq == 0) return cudaSuccess;
+    const float* delta = static_cast<const float*>(a.scratch);
+    KVC_LAUNCH(sinks_kernel, static_cast<unsigned>(a.forward.Hq), DELTA_THREADS, 0, stream, a, delta);
+    return cudaGetLastError();
+}
+
+cudaError_t launch_delta(const kvc_attention_backward_args& a, cudaStream_t stream) {
+    const int64_t blocks = ceil_div(a.forward.B * a.forward.Hq * a.forward.S, DELTA_THREADS / 32);
+    if (blocks > MAX_GRID_X) return cudaErrorInvalidValue;
+    if (blocks == 0) return cudaSuccess;
+    KVC_LAUNCH(delta_kernel, static_cast<unsigned>(blocks), DELTA_THREADS, 0, stream, a, static_cast<float*>(a.scratch));
+    return cudaGetLastError();
+}
+
+template <class T, int MAX_D, bool CAPPED>
 cudaError_t launch(const kvc_attention_backward_args& a, cudaStream_t stream) {
     using S = shape<T, MAX_D>;
     const kvc_attention_args& f = a.forward;
@@ -266,25 +316,18 @@ cudaError_t launch(const kvc_attention_backward_args& a, cudaStream_t stream) {
     set.wide_dq = wide_rows(a.dq, f.D);
     set.wide_dk = wide_rows(a.dk, f.D);
     set.wide_dv = wide_rows(a.dv, f.D);
-    const int64_t rows = f.B * f.Hq * f.S, delta_blocks = ceil_div(rows, DELTA_THREADS / 32);
     const int64_t key_blocks = f.B * f.Hkv * ceil_div(f.T, S::TILE);
     const int64_t query_blocks = f.B * f.Hq * ceil_div(f.S, S::TILE);
-    if (delta_blocks > MAX_GRID_X || key_blocks > MAX_GRID_X || query_blocks > MAX_GRID_X) return cudaErrorInvalidValue;
-    float* delta = static_cast<float*>(a.scratch);
-    cudaError_t error = cudaSuccess;
-    if (delta_blocks > 0) {
-        KVC_LAUNCH(delta_kernel, static_cast<unsigned>(delta_blocks), DELTA_THREADS, 0, stream, a, delta);
-        error = cudaGetLastError();
-        if (error != cudaSuccess) return error;
-    }
+    if (key_blocks > MAX_GRID_X || query_blocks > MAX_GRID_X) return cudaErrorInvalidValue;
+    const float* delta = static_cast<const float*>(a.scratch);
     constexpr size_t KEYS_SHARED = sizeof(keys_shared<T, MAX_D>), QUERIES_SHARED = sizeof(queries_shared<T, MAX_D>);
-    const auto of_keys = keys_kernel<T, MAX_D>;
-    error = allow_shared(of_keys, KEYS_SHARED);
+    const auto of_keys = keys_kernel<T, MAX_D, CAPPED>;
+    cudaError_t error = allow_shared(of_keys, KEYS_SHARED);
     if (error != cudaSuccess) return error;
     KVC_LAUNCH(of_keys, static_cast<unsigned>(key_blocks), S::THREADS, KEYS_SHARED, stream, a, set, delta);
     error = cudaGetLastError();
     if (error != cudaSuccess || query_blocks == 0) return error;
-    const auto of_queries = queries_kernel<T, MAX_D>;
+    const auto of_queries = queries_kernel<T, MAX_D, CAPPED>;
     error = allow_shared(of_queries, QUERIES_SHARED);
     if (error != cudaSuccess) return error;
     set.tiles = static_cast<int>(ceil_div(f.S, S::TILE));
@@ -292,10 +335,17 @@ cudaError_t launch(const kvc_attention_backward_args& a, cudaStream_t stream) {
     return cudaGetLastError();
 }
 
+template <class T, int MAX_D>
+cudaError_t launch(const kvc_attention_backward_args& a, cudaStream_t stream) {
+    if (!shared_fits(sizeof(keys_shared<T, MAX_D>)) || !shared_fits(sizeof(queries_shared<T, MAX_D>)))
+        return attend_wide_backward(a, static_cast<const float*>(a.scratch), stream);
+    return a.forward.softcap > 0.0f ? launch<T, MAX_D, true>(a, stream) : launch<T, MAX_D, false>(a, stream);
+}
+
 bool valid(const kvc_attention_backward_args& a) {
     const kvc_dtype dtype = a.forward.q.dtype;
     return valid_attention(a.forward) && a.dout.dtype == dtype && a.dq.dtype == dtype && a.dk.dtype == dtype &&
-           a.dv.dtype == dtype;
+           a.dv.dtype == dtype && (a.forward.sink_logits || !a.dsink_logits);
 }
 
 }  // namespace
@@ -310,15 +360,19 @@ extern "C" cudaError_t kvc_cuda_attention_backward(const kvc_attention_backward_
     const kvc_attention_backward_args& a = *args;
     const kvc_attention_args& f = a.forward;
     if (!valid(a)) return cudaErrorInvalidValue;
-    if (f.B == 0 || f.Hkv == 0 || f.T == 0) return cudaSuccess;
+    if (f.B == 0 || f.Hkv == 0 || f.T == 0) return launch_sinks(a, stream);
     if (!f.k.data || !f.v.data || !a.dk.data || !a.dv.data) return cudaErrorInvalidValue;
     if (f.Hq > 0 && f.S > 0 &&
         (!f.q.data || !f.out.data || !f.lse || !a.dout.data || !a.dq.data || !a.scratch))
         return cudaErrorInvalidValue;
+    cudaError_t error = launch_delta(a, stream);
+    if (error == cudaSuccess) error = launch_sinks(a, stream);
+    if (error != cudaSuccess) return error;
     return with_dtype(f.q.dtype, [&](auto element) {
         using T = decltype(element);
         if (f.D <= 64) return launch<T, 64>(a, stream);
         if (f.D <= 128) return launch<T, 128>(a, stream);
-        return launch<T, 256>(a, stream);
+        if (f.D <= 256) return launch<T, 256>(a, stream);
+        return attend_wide_backward(a, static_cast<const float*>(a.scratch), stream);
     });
 }

@@ -22,21 +22,23 @@
 // probabilities_kernel, behind join_kernel, reads and replaces them. At G = 4, D = 128 that is 48 bytes beside the 512
 // of a 16-bit key and value: 9%, less where the logits are still in L2. The kernels that write none are apart.
 //
-// pieces_kernel takes the rest: float32 caches, queries of another type, head dims that are no multiple of 16 bytes.
+// pieces_kernel takes the rest: float32 caches, queries of another type, head dims that are no multiple of 16 bytes or
+// above 256, or whose stages do not fit into a block's shared memory.
 #include "decode_mma.cuh"
 
 namespace {
 
 // ---- everything else: plain FMA ----
 
-template <class T, int VEC, int QUERIES, bool PROBABILITIES>
+template <class T, int VEC, int QUERIES, int PER_LANE, bool PROBABILITIES>
 __global__ __launch_bounds__(THREADS, 1) void pieces_kernel(const kvc_decode_args a, const plan p, const scratch s) {
     constexpr int CHUNKS = PER_LANE / VEC;
-    constexpr int AHEAD = QUERIES > 4 ? 2 : 4;  // keys that a lane loads before it uses the first
+    constexpr int AHEAD = QUERIES * PER_LANE <= 32 ? 4 : VEC > 1 || PER_LANE == FEW_PER_LANE ? 2 : 1;  // keys that a lane loads before it uses the first
     KVC_DYNAMIC_SHARED(float, shared);
     const int lanes = p.lanes, groups = THREADS / lanes;
     const int lane = static_cast<int>(threadIdx.x) % lanes, group = static_cast<int>(threadIdx.x) / lanes;
     const int D = static_cast<int>(a.D);
+    const float cap = a.softcap * LOG2_E;
     const int64_t work = static_cast<int64_t>(*s.count) * p.tiles;
     float* m_of = shared;                        // [groups][QUERIES]
     float* l_of = m_of + groups * QUERIES;       // [groups][QUERIES]
@@ -98,6 +100,7 @@ __global__ __launch_bounds__(THREADS, 1) void pieces_kernel(const kvc_decode_arg
                     for (int i = 0; i < PER_LANE; i++) score[u] += q[n][i] * to_float(k[u][i / VEC].at[i % VEC]);
                     for (int step = lanes / 2; step > 0; step /= 2)
                         score[u] += __shfl_xor_sync(FULL_WARP, score[u], step);
+                    if (cap > 0.0f) score[u] = capped(score[u], cap);
                     if (!there[u] || base + u * groups + group >= limit[n]) score[u] = -INFINITY;
                     if constexpr (PROBABILITIES) {
                         const int key = base - begin + u * groups + group;
@@ -179,6 +182,8 @@ __global__ __launch_bounds__(JOIN_THREADS) void join_kernel(const kvc_decode_arg
     __syncthreads();
     KVC_UNROLL
     for (int w = 0; w < WARPS_HERE; w++) top = fmaxf(top, of_warp[w]);
+    const float of_keys = top, sink = a.sink_logits ? a.sink_logits[q.h] : -INFINITY;
+    top = fmaxf(top, sink * LOG2_E);
     const float shift = finite_or_0(top);
     __syncthreads();
 
@@ -196,13 +201,14 @@ __global__ __launch_bounds__(JOIN_THREADS) void join_kernel(const kvc_decode_arg
     of_thread[thread] = value;
     __syncthreads();
     if (part > 0 || d >= D) return;
-    sum = 0.0f;
+    sum = exp2f(sink * LOG2_E - shift);  // a sink that is NaN shows
     KVC_UNROLL
     for (int w = 0; w < WARPS_HERE; w++) sum += of_warp[w];
     for (int i = 1; i < parts; i++) value += of_thread[i * columns + d];
     const int64_t at = (b * a.Hq + q.h) * a.S + q.s;
     store_any(a.out, a.q.dtype, at * D + d, sum == 0.0f ? 0.0f : value / sum);
-    if (d == 0) a.lse[at] = sum == 0.0f ? -INFINITY : (shift + log2f(sum)) * LN_2;
+    const bool no_key = of_keys == -INFINITY && sum == 1.0f;  // then the sink's own bits
+    if (d == 0) a.lse[at] = sum == 0.0f ? -INFINITY : no_key ? sink : (shift + log2f(sum)) * LN_2;
     if constexpr (PROBABILITIES) {
         if (d > 0 || pieces == 0) return;
         // Every thread has read its pieces' statistics: from here on those of the first are the row's
@@ -268,7 +274,11 @@ cudaError_t blocks_for(unsigned& blocks, Kernel* kernel, size_t shared, int64_t 
 template <class T, int MAX_D>
 cudaError_t launch_mma(const kvc_decode_args& a, plan p, cudaStream_t stream) {
     constexpr size_t SHARED = sizeof(mma_shared<T, MAX_D>);
-    const auto kernel = a.probabilities ? pieces_mma_kernel<T, MAX_D, true> : pieces_mma_kernel<T, MAX_D, false>;
+    const bool capped = a.softcap > 0.0f;
+    const auto kernel = a.probabilities ? capped ? pieces_mma_kernel<T, MAX_D, true, true>
+                                                 : pieces_mma_kernel<T, MAX_D, true, false>
+                        : capped        ? pieces_mma_kernel<T, MAX_D, false, true>
+                                        : pieces_mma_kernel<T, MAX_D, false, false>;
     p.tiles = static_cast<int>(ceil_div(p.queries, MMA_QUERIES));
     if (SHARED > 48 * 1024) {
         const cudaError_t error =
@@ -282,12 +292,15 @@ cudaError_t launch_mma(const kvc_decode_args& a, plan p, cudaStream_t stream) {
     return cudaGetLastError();
 }
 
-template <class T, int VEC, int QUERIES>
+template <class T, int VEC, int QUERIES, int PER_LANE = FEW_PER_LANE>
 cudaError_t launch_fma(const kvc_decode_args& a, plan p, cudaStream_t stream) {
-    const auto kernel = a.probabilities ? pieces_kernel<T, VEC, QUERIES, true> : pieces_kernel<T, VEC, QUERIES, false>;
+    const auto kernel = a.probabilities ? pieces_kernel<T, VEC, QUERIES, PER_LANE, true>
+                                        : pieces_kernel<T, VEC, QUERIES, PER_LANE, false>;
     p.lanes = lanes_for(ceil_div(a.D, VEC));
     p.tiles = static_cast<int>(ceil_div(p.queries, QUERIES));
-    // At most 128 groups * 8 queries * 2 + 128 threads * 8 queries * 8 floats = 40 KiB: no attribute to set
+    // At most 128 groups * 8 queries * 2 + 128 threads * 8 queries * 8 floats = 40 KiB: no attribute to set; above
+    // D = 256 with 4 groups and 4 queries
+    static_assert(QUERIES * PER_LANE <= 64, "their sums are registers, and then shared memory");
     const size_t shared = static_cast<size_t>(THREADS / p.lanes * QUERIES * (a.D + 2)) * sizeof(float);
     unsigned blocks = 0;
     const cudaError_t error = blocks_for(blocks, kernel, shared, p.rows * p.row_pieces * p.tiles);
@@ -299,6 +312,9 @@ cudaError_t launch_fma(const kvc_decode_args& a, plan p, cudaStream_t stream) {
 // The smallest tile that holds all of a row's queries, up to 8.
 template <class T, int VEC>
 cudaError_t launch_fma(const kvc_decode_args& a, const plan& p, cudaStream_t stream) {
+    if (a.D > 32 * FEW_PER_LANE)
+        return p.queries == 1 ? launch_fma<T, VEC, 1, MANY_PER_LANE>(a, p, stream)
+                              : launch_fma<T, VEC, 4, MANY_PER_LANE>(a, p, stream);
     if (p.queries == 1) return launch_fma<T, VEC, 1>(a, p, stream);
     if (p.queries <= 4) return launch_fma<T, VEC, 4>(a, p, stream);
     return launch_fma<T, VEC, 8>(a, p, stream);
@@ -312,7 +328,7 @@ cudaError_t launch_pieces(const kvc_decode_args& a, const plan& p, cudaStream_t 
         if (wide && a.q.dtype == a.cache_dtype) {
             if (a.D <= 64) return launch_mma<T, 64>(a, p, stream);
             if (a.D <= 128) return launch_mma<T, 128>(a, p, stream);
-            return launch_mma<T, 256>(a, p, stream);
+            if (a.D <= 256 && shared_fits(sizeof(mma_shared<T, 256>))) return launch_mma<T, 256>(a, p, stream);
         }
     }
     return wide ? launch_fma<T, VEC>(a, p, stream) : launch_fma<T, 1>(a, p, stream);
@@ -331,7 +347,8 @@ bool valid(const kvc_decode_args& a) {
     return a.B >= 0 && a.Hq >= 0 && a.Hkv >= 0 && a.S >= 0 && a.D >= 1 && a.P >= 0 && a.pages >= 0 && a.blocks >= 0 &&
            (!a.value_table || (a.block_table && a.value_blocks >= 0 && a.value_pages >= 0)) &&
            (!a.probabilities || (a.S == 1 && a.columns >= 0 && a.sinks == 0)) && a.sinks >= 0 &&
-           a.D <= KVC_CUDA_MAX_HEAD_DIM && valid_dtype(a.q.dtype) && valid_dtype(a.cache_dtype);
+           a.D <= KVC_CUDA_MAX_HEAD_DIM && valid_scale(a.scale, a.softcap) &&
+           valid_dtype(a.q.dtype) && valid_dtype(a.cache_dtype);
 }
 
 bool empty(const kvc_decode_args& a) { return a.B == 0 || a.Hq == 0 || a.S == 0; }

@@ -20,7 +20,7 @@ struct mma_shared {
 
 static_assert(sizeof(mma_shared<bf16, 128>) + 1024 <= 228 * 1024 / 3, "three blocks per multiprocessor of an H200");
 
-template <class T, int MAX_D, bool PROBABILITIES>
+template <class T, int MAX_D, bool PROBABILITIES, bool CAPPED>
 __global__ __launch_bounds__(THREADS) void pieces_mma_kernel(const kvc_decode_args a, const plan p, const scratch s) {
     using memory = mma_shared<T, MAX_D>;
     constexpr int PITCH = memory::PITCH, N = MAX_D / 8, CHUNKS = MAX_D / 8;  // a chunk: 16 bytes
@@ -32,6 +32,7 @@ __global__ __launch_bounds__(THREADS) void pieces_mma_kernel(const kvc_decode_ar
     const T* v_pages = static_cast<const T*>(a.v_pages);
     const T* queries = static_cast<const T*>(a.q.data);
     const float scale = a.scale * LOG2_E;
+    [[maybe_unused]] const float cap = a.softcap * LOG2_E;
     const int64_t work = static_cast<int64_t>(*s.count) * p.tiles;
 
     for (int64_t item = blockIdx.x; item < work; item += gridDim.x) {
@@ -94,7 +95,9 @@ __global__ __launch_bounds__(THREADS) void pieces_mma_kernel(const kvc_decode_ar
                 const int r = i % 4 / 2, key = stage * STAGE + 16 * warp + i / 4 * 8 + lane % 4 * 2 + i % 2;
                 const bool seen = begin + key < limit[r] && shared->pages[key].x >= 0;
                 float& logit = x[i / 4][i % 4];
-                logit = seen ? logit * scale : -INFINITY;
+                logit *= scale;
+                if constexpr (CAPPED) logit = cap * tanh_of_logit(logit, cap);
+                if (!seen) logit = -INFINITY;
                 if constexpr (PROBABILITIES) {
                     const int64_t n = first + lane / 4 + 8 * r;
                     if (n < p.queries && key < columns.count) columns.at[n * a.columns + key] = logit;

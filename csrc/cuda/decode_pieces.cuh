@@ -8,7 +8,7 @@ namespace {
 
 constexpr int THREADS = 128;
 constexpr int WARPS = THREADS / 32;
-constexpr int PER_LANE = 8;  // elements of a head that one lane of pieces_kernel holds: 32 * 8 = KVC_CUDA_MAX_HEAD_DIM
+constexpr int FEW_PER_LANE = 8, MANY_PER_LANE = 16;  // elements of a head that one lane of pieces_kernel holds
 constexpr int PIECE = 256;   // keys
 constexpr int STAGE = 64;    // keys of a piece in shared memory at a time, 16 per warp
 constexpr int MMA_QUERIES = 16;
@@ -113,6 +113,9 @@ __device__ inline int64_t offset_in(const kvc_decode_args& a, int page, int64_t 
 
 // 2^x of a difference to a maximum; -inf - -inf is no number, so a maximum of -inf counts as 0.
 __device__ inline float finite_or_0(float m) { return m == -INFINITY ? 0.0f : m; }
+
+// A capped logit in base 2. Not inline: it would take registers from the loop around it, mostly for nothing.
+__device__ __noinline__ float capped(float x, float cap) { return cap * tanh_of_logit(x, cap); }
 
 // Where a piece's logits, in base 2, wait in a.probabilities until probabilities_kernel knows their sum: those of the
 // row's query n at + n*columns. count: keys of the piece that have a column.

@@ -21,7 +21,7 @@ namespace {
 
 constexpr int THREADS = 128, JOIN_THREADS = 512;
 constexpr int PIECE = 256;   // values
-constexpr int PER_LANE = 8;  // elements of a head that one lane of mix_kernel holds: 32 * 8 = KVC_CUDA_MAX_HEAD_DIM
+constexpr int FEW_PER_LANE = 8, MANY_PER_LANE = 16;  // elements of a head that one lane of mix_kernel holds
 
 struct plan {
     int64_t rows, G, capacity;
@@ -40,7 +40,7 @@ plan plan_of(const kvc_decode_shared_args& a) {
     p.capacity = a.blocks * a.P;
     p.row_pieces = ceil_div(p.capacity, PIECE);
     while (a.P >> p.page_shift > 1) p.page_shift++;
-    p.lanes = lanes_for(ceil_div(a.D, PER_LANE));
+    p.lanes = lanes_for(ceil_div(a.D, FEW_PER_LANE));  // all 32 where D is above 256, with MANY_PER_LANE
     p.join_columns = 32;
     while (p.join_columns < a.D) p.join_columns *= 2;
     p.sums = static_cast<float*>(a.scratch);
@@ -65,10 +65,10 @@ __device__ inline bool is_skipped(const kvc_decode_shared_args& a, bool has_valu
     return has_values && a.threshold != INFINITY && near - far >= a.threshold;
 }
 
-template <class T, int VEC, int HEADS>
-__global__ __launch_bounds__(THREADS, 4) void mix_kernel(const kvc_decode_shared_args a, const plan p) {
+template <class T, int VEC, int HEADS, int PER_LANE>
+__global__ __launch_bounds__(THREADS, PER_LANE == FEW_PER_LANE ? 4 : 2) void mix_kernel(const kvc_decode_shared_args a, const plan p) {
     constexpr int CHUNKS = PER_LANE / VEC;
-    constexpr int AHEAD = VEC == 8 ? 4 : 2;       // values that a lane loads at once: 16 registers
+    constexpr int AHEAD = VEC == 8 && PER_LANE == FEW_PER_LANE ? 4 : 2;  // values that a lane loads at once
     constexpr int STEP = HEADS < 4 ? HEADS : 4;   // weights per load from shared memory
     constexpr int WIDTH = VEC < 4 ? VEC : 4;      // sums per store into it
     KVC_DYNAMIC_SHARED(int64_t, shared);
@@ -216,22 +216,25 @@ __global__ __launch_bounds__(JOIN_THREADS) void join_kernel(const kvc_decode_sha
 
 // ---- host ----
 
-template <class T, int VEC, int HEADS>
+template <class T, int VEC, int HEADS, int PER_LANE = FEW_PER_LANE>
 cudaError_t launch_mix(const kvc_decode_shared_args& a, plan p, cudaStream_t stream) {
     p.tiles = static_cast<int>(ceil_div(p.G, HEADS));
     const int64_t blocks = p.rows * p.row_pieces * p.tiles;
     if (blocks > MAX_GRID_X) return cudaErrorInvalidValue;
-    // At most 128 threads * 8 heads * 8 floats = 32 KiB: no attribute to set
+    // At most 128 threads * 8 heads * 8 floats (above D = 256: 4 heads * 16) = 32 KiB: no attribute to set
     const size_t held = PIECE * (sizeof(int64_t) + HEADS * sizeof(float));
     const size_t sums = static_cast<size_t>(THREADS / p.lanes * HEADS * a.D) * sizeof(float);
     const size_t bytes = held > sums ? held : sums;
-    KVC_LAUNCH((mix_kernel<T, VEC, HEADS>), static_cast<unsigned>(blocks), THREADS, bytes, stream, a, p);
+    KVC_LAUNCH((mix_kernel<T, VEC, HEADS, PER_LANE>), static_cast<unsigned>(blocks), THREADS, bytes, stream, a, p);
     return cudaGetLastError();
 }
 
 // The smallest tile that holds all of a row's query heads, up to 8.
 template <class T, int VEC>
 cudaError_t launch_mix(const kvc_decode_shared_args& a, const plan& p, cudaStream_t stream) {
+    if (a.D > 32 * FEW_PER_LANE)
+        return p.G == 1 ? launch_mix<T, VEC, 1, MANY_PER_LANE>(a, p, stream)
+                        : launch_mix<T, VEC, 4, MANY_PER_LANE>(a, p, stream);
     if (p.G == 1) return launch_mix<T, VEC, 1>(a, p, stream);
     if (p.G <= 4) return launch_mix<T, VEC, 4>(a, p, stream);
     return launch_mix<T, VEC, 8>(a, p, stream);

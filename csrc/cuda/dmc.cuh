@@ -13,23 +13,17 @@ constexpr float FADED = 0x1p-40f;  // of the weight: below the rounding of what 
 // Row b*Hkv + h of [B, Hkv, T] gates.
 struct dmc_row {
     const float *alpha, *omega, *z;
-    const int32_t* document;  // of its sequence, or NULL
     float initial_z;
     bool open;  // token 0 continues what was there before
 };
 
 __device__ inline dmc_row row_of(const kvc_dmc_accumulate_args& a, int64_t row) {
     return {a.alpha + row * a.T, a.omega + row * a.T, a.z + row * a.T,
-            a.documents ? a.documents + row / a.Hkv * a.T : nullptr,
             a.initial_z ? a.initial_z[row] : 0.0f, a.initial_z != nullptr};
 }
 
-// Whether token t never merges: first of a document, or padding.
-__device__ inline bool starts(const dmc_row& row, int64_t t) {
-    if (row.document && row.document[t] < 0) return true;
-    if (t == 0) return !row.open;
-    return row.document && row.document[t] != row.document[t - 1];
-}
+// Whether token t never merges.
+__device__ inline bool starts(const dmc_row& row, int64_t t) { return t == 0 && !row.open; }
 
 __device__ inline float alpha_of(const dmc_row& row, int64_t t) { return starts(row, t) ? 0.0f : row.alpha[t]; }
 

@@ -234,7 +234,8 @@ template <class Fn>
 cudaError_t with_columns(int64_t D, Fn fn) {
     if (D <= 64) return fn(std::integral_constant<int, 2>{});
     if (D <= 128) return fn(std::integral_constant<int, 4>{});
-    return fn(std::integral_constant<int, 8>{});
+    if (D <= 256) return fn(std::integral_constant<int, 8>{});
+    return fn(std::integral_constant<int, 16>{});
 }
 
 }  // namespace

@@ -63,10 +63,7 @@ __device__ inline float hiding(float x) { return -((x < 0.0f ? 0.0f : x) + log1p
 
 __global__ void mask_kernel(const kvc_dmc_mask_args a) {
     for (int64_t i = first_item(); i < a.B * a.H * a.T; i += items_between()) {
-        const int64_t t = i % a.T;
-        const int32_t* document = a.documents ? a.documents + i / a.T / a.H * a.T + t : nullptr;
-        const bool follows = t + 1 < a.T && (!document || document[0] == document[1]);
-        a.bias[i] = document && document[0] < 0 ? -INFINITY : follows ? hiding(a.tempered[i + 1]) : 0.0f;
+        a.bias[i] = i % a.T + 1 < a.T ? hiding(a.tempered[i + 1]) : 0.0f;
     }
 }
 

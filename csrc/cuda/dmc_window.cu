@@ -14,7 +14,7 @@ constexpr int HALVES = KVC_DMC_MAX_WINDOW / 32;
 
 // The window of a token: lane l holds what is l and what is l + 32 tokens away from it.
 struct window_of_token {
-    int seen;                // tokens of the document within the window
+    int seen;                // tokens within the window
     float product[HALVES];   // of the decisions between the two, those of the later of them included
 };
 

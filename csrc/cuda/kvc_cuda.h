@@ -10,7 +10,6 @@
  *   rope           a position outside the tables gives NaN in the rotated part of its token
  *   window_scores  lengths are clamped to [0, T]; a sequence no longer than W scores 0
  *   select_topk    missing places are -1; lengths are clamped to [0, T]
- *   compact_rows   a slot whose index is negative or >= T keeps what it had
  *   append_tokens  a call that does not fit, or a count or length out of range: nothing is changed, free_count[1] grows
  *   truncate_rows  lengths are clamped to what the rows hold
  *   compact_pages  as append_tokens where pages run out; a place whose index is no slot of its row is not written
@@ -33,7 +32,7 @@ extern "C" {
 #endif
 
 #define KVC_CUDA_MAX_SIMILARITY_LAYERS 188 /* their rows of 64 keys fill 48 KiB of shared memory */
-#define KVC_CUDA_MAX_HEAD_DIM 256 /* window_scores, layer_similarity, decode*, attention, dmc_*; others take any D */
+#define KVC_CUDA_MAX_HEAD_DIM 512 /* window_scores, layer_similarity, decode*, attention, dmc_*; others take any D */
 
 cudaError_t kvc_cuda_rope(const kvc_rope_args *args, cudaStream_t stream);
 
@@ -48,7 +47,6 @@ int64_t kvc_cuda_layer_similarity_scratch_bytes(const kvc_layer_similarity_args 
 cudaError_t kvc_cuda_layer_similarity(const kvc_layer_similarity_args *args, cudaStream_t stream);
 
 cudaError_t kvc_cuda_select_topk(const kvc_select_topk_args *args, cudaStream_t stream);
-cudaError_t kvc_cuda_compact_rows(const kvc_compact_rows_args *args, cudaStream_t stream);
 /* The order of the free list is not fixed where several pages become free. */
 cudaError_t kvc_cuda_append_tokens(const kvc_append_tokens_args *args, cudaStream_t stream);
 cudaError_t kvc_cuda_truncate_rows(const kvc_truncate_rows_args *args, cudaStream_t stream);

@@ -173,7 +173,7 @@ __global__ void claim_kernel(const kvc_compact_pages_args a) {
 }
 
 // A block moves one slice of every kept slot of one row, tile by tile: a tile is read whole before it is written, and
-// as indices[j] >= j no later tile reads a slot that an earlier one wrote (see compact.cu).
+// as indices[j] >= j no later tile reads a slot that an earlier one wrote.
 template <class Unit>
 __global__ void move_kernel(const kvc_compact_pages_args a, const kvc_slot_array array, int64_t slices) {
     constexpr int LANES = SLICE_BYTES / static_cast<int>(sizeof(Unit)), GROUPS = THREADS / LANES;

@@ -104,9 +104,17 @@ __device__ void compute_logits(float (&logits)[4][4], tiles& tile, const kvc_win
     kvc_view q = a.q, k = a.k;
     q.data = static_cast<char*>(a.q.data) + b * a.q.stride_b * (a.q.dtype == KVC_F32 ? 4 : 2);
     k.data = static_cast<char*>(a.k.data) + (b * a.k.stride_b + g * a.k.stride_h) * (a.k.dtype == KVC_F32 ? 4 : 2);
+    float before[4][4] = {};  // sums of 128 products each: one chain of 512 roundings would lose twice as much
     KVC_UNROLL
     for (int i = 0; i < 16; i++) logits[i / 4][i % 4] = 0.0f;
     for (int d0 = 0; d0 < D; d0 += DEPTH) {
+        if (d0 > 0 && d0 % 128 == 0) {
+            KVC_UNROLL
+            for (int i = 0; i < 16; i++) {
+                before[i / 4][i % 4] += logits[i / 4][i % 4];
+                logits[i / 4][i % 4] = 0.0f;
+            }
+        }
         __syncthreads();  // the tile before has been used by all
         load_tile(tile.q, q, p.wide_q, query, d0, D);
         load_tile(tile.k, k, p.wide_k, key, d0, D);
@@ -120,7 +128,14 @@ __device__ void compute_logits(float (&logits)[4][4], tiles& tile, const kvc_win
         }
     }
     KVC_UNROLL
-    for (int i = 0; i < 16; i++) logits[i / 4][i % 4] *= a.scale;
+    for (int i = 0; i < 16; i++) logits[i / 4][i % 4] = (before[i / 4][i % 4] + logits[i / 4][i % 4]) * a.scale;
+    if (a.softcap > 0.0f) {
+        KVC_UNROLL
+        for (int i = 0; i < 16; i++) {
+            float& logit = logits[i / 4][i % 4];
+            logit = a.softcap * tanh_of_logit(logit, a.softcap);
+        }
+    }
 }
 
 // (m, l) of a softmax, maximum and sum, joined with another; m = -inf: nothing seen, or only logits of -inf.
@@ -185,8 +200,9 @@ __global__ __launch_bounds__(THREADS) void statistics_kernel(const kvc_window_sc
     }
 }
 
-// (m, l) of each query row over all splits. Kept apart: exp(x - m)/l loses less than exp(x - lse) with a rounded lse.
-__global__ void join_kernel(float2* joined, const float2* statistics, int64_t rows, int64_t splits) {
+// (m, l) of each query row over all splits and the sink of its head. Kept apart: exp(x - m)/l loses less than exp(x - lse) with a rounded lse.
+__global__ void join_kernel(const kvc_window_scores_args a, float2* joined, const float2* statistics, int64_t rows,
+                            int64_t splits) {
     const int64_t row = blockIdx.x * static_cast<int64_t>(THREADS) + threadIdx.x;
     if (row >= rows) return;
     float2 all;
@@ -195,6 +211,11 @@ __global__ void join_kernel(float2* joined, const float2* statistics, int64_t ro
     for (int64_t split = 0; split < splits; split++) {
         const float2 part = statistics[row * splits + split];
         join(all.x, all.y, part.x, part.y);
+    }
+    if (a.sink_logits) {
+        const float sink = a.sink_logits[row / a.W % a.Hq];
+        join(all.x, all.y, sink, 1.0f);
+        if (sink != sink) all.y = sink;  // NaN shows
     }
     joined[row] = all;
 }
@@ -258,7 +279,7 @@ __global__ void pool_kernel(const kvc_window_scores_args a, const float* columns
 
 bool valid(const kvc_window_scores_args& a) {
     return a.B >= 0 && a.Hq >= 0 && a.Hkv >= 0 && a.W >= 0 && a.T >= 0 && a.D >= 0 && a.D <= KVC_CUDA_MAX_HEAD_DIM &&
-           valid_dtype(a.q.dtype) && valid_dtype(a.k.dtype) && a.kernel_size >= 1 && a.kernel_size % 2 == 1 &&
+           valid_scale(a.scale, a.softcap) && valid_dtype(a.q.dtype) && valid_dtype(a.k.dtype) && a.kernel_size >= 1 && a.kernel_size % 2 == 1 &&
            a.reduce >= KVC_REDUCE_MEAN && a.reduce <= KVC_REDUCE_MAX && a.pool >= KVC_POOL_AVG &&
            a.pool <= KVC_POOL_MAX && a.skip_last >= 0 && a.mask_first >= 0 && a.mask_last >= 0;
 }
@@ -298,7 +319,8 @@ extern "C" cudaError_t kvc_cuda_window_scores(const kvc_window_scores_args* args
     KVC_LAUNCH(statistics_kernel, static_cast<unsigned>(p.blocks_statistics), THREADS, 0, stream, a, p, statistics);
     cudaError_t error = cudaGetLastError();
     if (error != cudaSuccess) return error;
-    KVC_LAUNCH(join_kernel, static_cast<unsigned>(join_blocks), THREADS, 0, stream, joined, statistics, rows, p.splits);
+    KVC_LAUNCH(join_kernel, static_cast<unsigned>(join_blocks), THREADS, 0, stream, a, joined, statistics, rows,
+               p.splits);
     error = cudaGetLastError();
     if (error != cudaSuccess) return error;
     KVC_LAUNCH(columns_kernel, static_cast<unsigned>(p.blocks_columns), THREADS, 0, stream, a, p, joined, columns);

@@ -57,6 +57,10 @@ __device__ inline float dot(const float* q, const T* k, int64_t D) {
     return sum;
 }
 
+__device__ inline float capped(float logit, float cap) {
+    return cap > 0.0f ? cap * tanh_of_logit(logit, cap) : logit;
+}
+
 // (m, l) joined with another row part's; NaN stays in l.
 __device__ inline void join(float& m, float& l, float other_m, float other_l) {
     const float top = fmaxf(m, other_m), shift = top == -INFINITY ? 0.0f : top;
@@ -73,7 +77,7 @@ __global__ __launch_bounds__(THREADS) void statistics_kernel(const kvc_layer_sim
     const T* k = static_cast<const T*>(a.k.data) + layer * a.k.stride_b + h / (a.Hq / a.Hkv) * a.k.stride_h;
     float m = -INFINITY, l = 0.0f;
     for (int64_t t = a.sinks + threadIdx.x; t < seen_end(a, s); t += THREADS) {
-        const float logit = dot<T, VEC>(queries + row * a.D, k + t * a.k.stride_t, a.D);
+        const float logit = capped(dot<T, VEC>(queries + row * a.D, k + t * a.k.stride_t, a.D), a.softcap);
         join(m, l, logit, 1.0f);
     }
     for (int step = 16; step > 0; step /= 2) {
@@ -110,7 +114,7 @@ __global__ __launch_bounds__(THREADS) void divergence_kernel(const kvc_layer_sim
                 const T* k = static_cast<const T*>(a.k.data) + layer * a.k.stride_b +
                              h / (a.Hq / a.Hkv) * a.k.stride_h + t * a.k.stride_t;
                 const float2 row_of_layer = statistics[layer * p.rows + row];
-                const float logit = dot<T, VEC>(queries + (layer * p.rows + row) * a.D, k, a.D);
+                const float logit = capped(dot<T, VEC>(queries + (layer * p.rows + row) * a.D, k, a.D), a.softcap);
                 probability = expf(logit - row_of_layer.x) * row_of_layer.y;
             }
             rows[layer * PITCH + i % KEYS] = probability;
@@ -146,7 +150,8 @@ __global__ void sums_kernel(const kvc_layer_similarity_args a, const plan p, con
 bool valid(const kvc_layer_similarity_args& a) {
     return a.L >= 0 && a.L <= MAX_LAYERS && a.Hq >= 0 && a.Hkv >= 0 && a.S >= 0 && a.S <= a.T && a.T <= INT32_MAX &&
            a.D >= 0 && a.D <= KVC_CUDA_MAX_HEAD_DIM && valid_dtype(a.q.dtype) && valid_dtype(a.k.dtype) &&
-           a.sinks >= 0 && a.sinks <= INT32_MAX && a.recent >= 0 && a.recent <= INT32_MAX && a.scale > 0.0f &&
+           a.sinks >= 0 && a.sinks <= INT32_MAX && a.recent >= 0 && a.recent <= INT32_MAX && a.scale >= 0.0f &&
+           valid_scale(a.scale, a.softcap) &&
            (a.Hkv ? a.Hq % a.Hkv == 0 : a.Hq == 0);
 }
 

@@ -114,6 +114,9 @@ __device__ inline void store(T* to, const float (&from)[N]) {
     }
 }
 
+// A logit or its slope's tanh under a softcap.
+__device__ inline float tanh_of_logit(float x, float cap) { return tanhf(x / cap); }
+
 // Element i of an array whose type is known at run time only; for what is read or written once.
 __device__ inline float load_any(const void* data, kvc_dtype dtype, int64_t i) {
     if (dtype == KVC_F32) return static_cast<const float*>(data)[i];
@@ -135,6 +138,20 @@ __device__ inline void store_any(void* data, kvc_dtype dtype, int64_t i, float x
 inline bool valid_dtype(kvc_dtype dtype) { return dtype == KVC_F32 || dtype == KVC_BF16 || dtype == KVC_F16; }
 
 inline int64_t bytes_of(kvc_dtype dtype) { return dtype == KVC_F32 ? 4 : 2; }
+
+// Whether logits of this scale and softcap (0: none) are defined.
+inline bool valid_scale(float scale, float softcap) {
+    return scale - scale == 0.0f && softcap - softcap == 0.0f && softcap >= 0.0f;
+}
+
+// Whether a block of this device may have that much shared memory; 99 KB are there from sm_80 on.
+inline bool shared_fits(size_t bytes) {
+    int device = 0, most = 0;
+    if (bytes <= 99 * 1024) return true;
+    if (cudaGetDevice(&device) != cudaSuccess) return false;
+    if (cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device) != cudaSuccess) return false;
+    return static_cast<size_t>(most) >= bytes;
+}
 
 inline bool aligned_16(const void* data) { return reinterpret_cast<uintptr_t>(data) % 16 == 0; }
 

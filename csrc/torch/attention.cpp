@@ -5,7 +5,7 @@ namespace {
 kvc_attention_args arguments(const Tensor& queries, const Tensor& keys, const Tensor& values,
                              const std::optional<Tensor>& key_bias, const std::optional<Tensor>& lengths,
                              const Tensor& out, const Tensor& lse, double scale, bool causal, int64_t window,
-                             int64_t sinks, bool complement) {
+                             int64_t sinks, bool complement, const std::optional<Tensor>& sink_logits, double softcap) {
     const int64_t B = queries.size(0), Hq = queries.size(1), S = queries.size(2), D = queries.size(3);
     const int64_t Hkv = keys.size(1), T = keys.size(2);
     if (key_bias.has_value()) check_array(*key_bias, queries, ScalarType::Float, {B, Hkv, T}, "key_bias");
@@ -23,6 +23,8 @@ kvc_attention_args arguments(const Tensor& queries, const Tensor& keys, const Te
         .scale = static_cast<float>(scale),
         .causal = causal,
         .complement = complement,
+        .softcap = static_cast<float>(softcap),
+        .sink_logits = sinks_array(sink_logits, queries, Hq),
     };
 }
 
@@ -42,24 +44,26 @@ void check_keys(const Tensor& queries, const Tensor& keys, const Tensor& values)
 
 std::tuple<Tensor, Tensor> attention(const Tensor& queries, const Tensor& keys, const Tensor& values,
                                      const std::optional<Tensor>& key_bias, const std::optional<Tensor>& lengths,
-                                     double scale, bool causal, int64_t window, int64_t sinks, bool complement) {
+                                     double scale, bool causal, int64_t window, int64_t sinks, bool complement,
+                                     const std::optional<Tensor>& sink_logits, double softcap) {
     check_keys(queries, keys, values);
     const int64_t B = queries.size(0), Hq = queries.size(1), S = queries.size(2);
     Tensor out = torch::stable::new_empty(queries, {B, Hq, S, queries.size(3)});
     Tensor lse = torch::stable::new_empty(queries, {B, Hq, S}, ScalarType::Float);
     const kvc_attention_args args = arguments(queries, keys, values, key_bias, lengths, out, lse, scale, causal, window,
-                                              sinks, complement);
+                                              sinks, complement, sink_logits, softcap);
     run("attention", queries, [&] { return kvc_attention(&args, torch_parallel_for); },
         KVC_CUDA_CALL(kvc_cuda_attention(&args, stream)),
         [&] { find_outside("attention", "lengths", args.lengths, B, 0, args.T, "T"); });
     return {out, lse};
 }
 
-// Returns dq, dk, dv, dkey_bias (no elements without key_bias).
-std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
+// Returns dq, dk, dv, dkey_bias and dsink_logits (no elements without key_bias and sink_logits).
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
     const Tensor& dout, const std::optional<Tensor>& dlse, const Tensor& queries, const Tensor& keys,
     const Tensor& values, const std::optional<Tensor>& key_bias, const std::optional<Tensor>& lengths, const Tensor& out,
-    const Tensor& lse, double scale, bool causal, int64_t window, int64_t sinks, bool complement) {
+    const Tensor& lse, double scale, bool causal, int64_t window, int64_t sinks, bool complement,
+    const std::optional<Tensor>& sink_logits, double softcap) {
     check_keys(queries, keys, values);
     check_same(dout, queries, "dout");
     check_same(out, queries, "out");
@@ -70,9 +74,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
     Tensor dq = torch::stable::new_empty(queries, {B, Hq, S, D});
     Tensor dk = torch::stable::new_empty(queries, {B, Hkv, T, D}), dv = torch::stable::new_empty(queries, {B, Hkv, T, D});
     Tensor dbias = torch::stable::new_empty(queries, {B, Hkv, key_bias.has_value() ? T : 0}, ScalarType::Float);
+    Tensor dsinks = torch::stable::new_empty(queries, {sink_logits.has_value() ? Hq : 0}, ScalarType::Float);
     kvc_attention_backward_args args = {
         .forward = arguments(queries, keys, values, key_bias, lengths, out, lse, scale, causal, window, sinks,
-                             complement),
+                             complement, sink_logits, softcap),
         .dout = view_of(dout, "dout"),
         .dq = view_of(dq, "dq"),
         .dk = view_of(dk, "dk"),
@@ -80,6 +85,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
         .dlse = dlse.has_value() ? static_cast<const float*>(dlse->const_data_ptr()) : nullptr,
         .dkey_bias = key_bias.has_value() ? static_cast<float*>(dbias.mutable_data_ptr()) : nullptr,
         .scratch = nullptr,
+        .dsink_logits = sink_logits.has_value() ? static_cast<float*>(dsinks.mutable_data_ptr()) : nullptr,
     };
     int64_t bytes = 0;
     if (queries.is_cpu()) bytes = kvc_attention_backward_scratch_bytes(&args);
@@ -91,15 +97,17 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
     run("attention_backward", queries, [&] { return kvc_attention_backward(&args, torch_parallel_for); },
         KVC_CUDA_CALL(kvc_cuda_attention_backward(&args, stream)),
         [&] { find_outside("attention_backward", "lengths", args.forward.lengths, B, 0, T, "T"); });
-    return {dq, dk, dv, dbias};
+    return {dq, dk, dv, dbias, dsinks};
 }
 
 }  // namespace
 
 KVC_REGISTER(attention,
              "attention(Tensor queries, Tensor keys, Tensor values, Tensor? key_bias, Tensor? lengths, float scale, "
-             "bool causal, int window, int sinks, bool complement) -> (Tensor, Tensor)")
+             "bool causal, int window, int sinks, bool complement, Tensor? sink_logits=None, float softcap=0.) "
+             "-> (Tensor, Tensor)")
 KVC_REGISTER(attention_backward,
              "attention_backward(Tensor dout, Tensor? dlse, Tensor queries, Tensor keys, Tensor values, "
              "Tensor? key_bias, Tensor? lengths, Tensor out, Tensor lse, float scale, bool causal, int window, "
-             "int sinks, bool complement) -> (Tensor, Tensor, Tensor, Tensor)")
+             "int sinks, bool complement, Tensor? sink_logits=None, float softcap=0.) "
+             "-> (Tensor, Tensor, Tensor, Tensor, Tensor)")

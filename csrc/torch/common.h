@@ -12,6 +12,8 @@
 #include <sstream>
 #include <stdexcept>
 #include <tuple>
+#include <utility>
+#include <vector>
 
 #include "kvc.h"
 
@@ -83,12 +85,73 @@ inline const int32_t* int_array(const std::optional<Tensor>& x, const Tensor& li
     return x->numel() ? static_cast<const int32_t*>(x->const_data_ptr()) : &nothing;
 }
 
+// float32 [Hq] or NULL.
+inline const float* sinks_array(const std::optional<Tensor>& x, const Tensor& like, int64_t Hq) {
+    if (!x.has_value()) return nullptr;
+    check_array(*x, like, ScalarType::Float, {Hq}, "sink_logits");
+    return static_cast<const float*>(x->const_data_ptr());
+}
+
 // A [B, H, T, D] tensor with contiguous last dimension and any other strides.
 inline kvc_view view_of(const Tensor& x, const char* name) {
     KVC_CHECK(x.dim() == 4, name, " must have 4 dimensions [B, H, T, D], got ", x.dim());
-    KVC_CHECK(x.size(3) <= 1 || x.stride(3) == 1, name, " must be contiguous in its last dimension");
+    KVC_CHECK(x.numel() == 0 || x.size(3) <= 1 || x.stride(3) == 1, name, " must be contiguous in its last dimension");
     return {const_cast<void*>(x.const_data_ptr()), dtype_of(x, name), x.stride(0), x.stride(1), x.stride(2)};
 }
+
+// Memory that an op changes, and reads nowhere else: what it is given besides is copied where it lies in that.
+class Changed {
+ public:
+    Changed(std::initializer_list<std::pair<const char*, const Tensor*>> tensors) {
+        all_.reserve(tensors.size() + 8);
+        for (const auto& [name, x] : tensors) add(name, *x);
+    }
+
+    void add(const char* name, const Tensor& x) {
+        const Bytes own = bytes_of(x);
+        for (const Bytes& other : all_) {
+            KVC_CHECK(!overlap(own, other), name, " must not share memory with another tensor that is changed in place");
+        }
+        all_.push_back(own);
+    }
+
+    // The tensor itself; a contiguous copy if it shares memory with any of the changed ones.
+    Tensor apart(const Tensor& x) const {
+        const Bytes own = bytes_of(x);
+        for (const Bytes& other : all_) {
+            if (!overlap(own, other)) continue;
+            Tensor copy = torch::stable::new_empty(x, x.sizes());
+            torch::stable::copy_(copy, x);
+            return copy;
+        }
+        return x;
+    }
+
+    std::optional<Tensor> apart(const std::optional<Tensor>& x) const {
+        return x.has_value() ? std::optional<Tensor>(apart(*x)) : std::nullopt;
+    }
+
+ private:
+    struct Bytes {
+        const char *begin, *end;  // equal where there are none
+    };
+
+    static Bytes bytes_of(const Tensor& x) {
+        const char* begin = static_cast<const char*>(x.const_data_ptr());
+        int64_t last = 0;
+        for (int64_t d = 0; d < x.dim(); d++) {
+            if (x.size(d) == 0) return {begin, begin};
+            last += (x.size(d) - 1) * x.stride(d);
+        }
+        return {begin, begin + (last + 1) * static_cast<int64_t>(x.element_size())};
+    }
+
+    static bool overlap(const Bytes& a, const Bytes& b) {
+        return a.begin < b.end && b.begin < a.end && a.begin < a.end && b.begin < b.end;
+    }
+
+    std::vector<Bytes> all_;
+};
 
 inline void check_status(kvc_status status, const char* op) {
     KVC_CHECK(status == KVC_OK, op, ": ", kvc_status_message(status));
@@ -115,12 +178,12 @@ inline void find_outside(const char* op, const char* name, const int32_t* values
     }
 }
 
-// The same for the pages that columns [first, last] of row r of a block_table name.
-inline void find_missing_page(const char* op, const int32_t* block_table, int64_t blocks, int64_t r, int64_t first,
-                              int64_t last, int64_t pages) {
+// The same for the pages that columns [first, last] of row r of a table name.
+inline void find_missing_page(const char* op, const int32_t* table, int64_t blocks, int64_t r, int64_t first,
+                              int64_t last, int64_t pages, const char* name = "block_table") {
     for (int64_t i = first; i <= last; i++) {
-        const int32_t page = block_table[r * blocks + i];
-        KVC_CHECK(page >= 0 && page < pages, op, ": block_table must name pages between 0 and ", pages - 1, ", got ",
+        const int32_t page = table[r * blocks + i];
+        KVC_CHECK(page >= 0 && page < pages, op, ": ", name, " must name pages between 0 and ", pages - 1, ", got ",
                   page, " at [", r, ", ", i, "]");
     }
 }

@@ -30,7 +30,8 @@ static void explain_rows(const kvc_decode_args& args, int64_t R) {
             const int64_t first = firsts[i] / args.P, last = (lasts[i] - 1) / args.P;
             find_missing_page("decode", args.block_table, args.blocks, r, first, last, args.pages);
             if (!args.value_table) continue;
-            find_missing_page("decode", args.value_table, args.value_blocks, r, first, last, args.value_pages);
+            find_missing_page("decode", args.value_table, args.value_blocks, r, first, last, args.value_pages,
+                              "value_table");
         }
     }
 }
@@ -40,7 +41,8 @@ static std::tuple<Tensor, Tensor> decode_to(const Tensor& queries, const Tensor&
                                             const std::optional<Tensor>& block_table,
                                             const std::optional<Tensor>& value_table,
                                             const std::optional<Tensor>& begin, const Tensor& end, double scale,
-                                            bool causal, int64_t sinks, Tensor* probabilities) {
+                                            bool causal, int64_t sinks, const std::optional<Tensor>& sink_logits,
+                                            double softcap, Tensor* probabilities) {
     const kvc_view q = view_of(queries, "queries");
     const int64_t B = queries.size(0), Hq = queries.size(1), S = queries.size(2), D = queries.size(3);
     check_device(k_pages, queries, "k_pages");
@@ -79,6 +81,8 @@ static std::tuple<Tensor, Tensor> decode_to(const Tensor& queries, const Tensor&
         .probabilities = nullptr,
         .columns = 0,
         .sinks = sinks,
+        .softcap = static_cast<float>(softcap),
+        .sink_logits = sinks_array(sink_logits, queries, Hq),
     };
     if (probabilities) {
         check_array(*probabilities, queries, ScalarType::Float, {B, Hq, -1}, "probabilities");
@@ -102,18 +106,21 @@ static std::tuple<Tensor, Tensor> decode_to(const Tensor& queries, const Tensor&
 static std::tuple<Tensor, Tensor> decode(const Tensor& queries, const Tensor& k_pages, const Tensor& v_pages,
                                          const std::optional<Tensor>& block_table,
                                          const std::optional<Tensor>& value_table, const std::optional<Tensor>& begin,
-                                         const Tensor& end, double scale, bool causal, int64_t sinks) {
+                                         const Tensor& end, double scale, bool causal, int64_t sinks,
+                                         const std::optional<Tensor>& sink_logits, double softcap) {
     KVC_CHECK(sinks >= 0, "sinks must be at least 0, got ", sinks);
-    return decode_to(queries, k_pages, v_pages, block_table, value_table, begin, end, scale, causal, sinks, nullptr);
+    return decode_to(queries, k_pages, v_pages, block_table, value_table, begin, end, scale, causal, sinks,
+                     sink_logits, softcap, nullptr);
 }
 
 static std::tuple<Tensor, Tensor> decode_probabilities(const Tensor& queries, const Tensor& k_pages,
                                                        const Tensor& v_pages, const std::optional<Tensor>& block_table,
                                                        const std::optional<Tensor>& value_table,
                                                        const std::optional<Tensor>& begin, const Tensor& end,
-                                                       Tensor probabilities, double scale) {
+                                                       Tensor probabilities, double scale,
+                                                       const std::optional<Tensor>& sink_logits, double softcap) {
     return decode_to(queries, k_pages, v_pages, block_table, value_table, begin, end, scale, false, 0,
-                     &probabilities);
+                     sink_logits, softcap, &probabilities);
 }
 
 static std::tuple<Tensor, Tensor> decode_shared(const Tensor& near, const Tensor& near_lse, const Tensor& probabilities,
@@ -126,7 +133,7 @@ static std::tuple<Tensor, Tensor> decode_shared(const Tensor& near, const Tensor
     check_device(probabilities, near, "probabilities");
     KVC_CHECK(probabilities.dim() == 3 && probabilities.size(0) == B && probabilities.size(1) == Hq &&
                   probabilities.scalar_type() == ScalarType::Float &&
-                  (probabilities.size(2) <= 1 || probabilities.stride(2) == 1),
+                  (probabilities.numel() == 0 || probabilities.size(2) <= 1 || probabilities.stride(2) == 1),
               "probabilities must be float32 [B, Hq, columns], contiguous in its last dimension");
     check_array(v_pages, near, v_pages.scalar_type(), {-1, -1, D}, "v_pages");
     check_array(end, near, ScalarType::Int, {-1}, "end");
@@ -207,10 +214,12 @@ static std::tuple<Tensor, Tensor> merge_states(const Tensor& out_a, const Tensor
 
 KVC_REGISTER(decode,
              "decode(Tensor queries, Tensor k_pages, Tensor v_pages, Tensor? block_table, Tensor? value_table, "
-             "Tensor? begin, Tensor end, float scale, bool causal, int sinks) -> (Tensor, Tensor)")
+             "Tensor? begin, Tensor end, float scale, bool causal, int sinks, Tensor? sink_logits=None, float softcap=0.) "
+             "-> (Tensor, Tensor)")
 KVC_REGISTER(decode_probabilities,
              "decode_probabilities(Tensor queries, Tensor k_pages, Tensor v_pages, Tensor? block_table, "
-             "Tensor? value_table, Tensor? begin, Tensor end, Tensor(a!) probabilities, float scale) -> (Tensor, Tensor)")
+             "Tensor? value_table, Tensor? begin, Tensor end, Tensor(a!) probabilities, float scale, "
+             "Tensor? sink_logits=None, float softcap=0.) -> (Tensor, Tensor)")
 KVC_REGISTER(decode_shared,
              "decode_shared(Tensor near, Tensor near_lse, Tensor probabilities, Tensor far_lse, Tensor v_pages, "
              "Tensor block_table, Tensor begin, Tensor end, float threshold) -> (Tensor, Tensor)")

@@ -13,8 +13,7 @@ void check_like(const Tensor& x, const Tensor& like, const char* name) {
 }
 
 kvc_dmc_accumulate_args arguments(const Tensor& keys, const Tensor& values, const Tensor& alpha, const Tensor& omega,
-                                  const std::optional<Tensor>& documents, const std::optional<Tensor>& initial_z,
-                                  int64_t neuron, int64_t window) {
+                                  const std::optional<Tensor>& initial_z, int64_t neuron, int64_t window) {
     KVC_CHECK(keys.dim() == 4, "keys must be [B, Hkv, T, D]");
     const int64_t B = keys.size(0), Hkv = keys.size(1), T = keys.size(2), D = keys.size(3);
     check_like(values, keys, "values");
@@ -27,7 +26,6 @@ kvc_dmc_accumulate_args arguments(const Tensor& keys, const Tensor& values, cons
         .v = view_of(values, "values"),
         .z = nullptr, .states = nullptr,
         .alpha = floats(alpha), .omega = floats(omega),
-        .documents = int_array(documents, keys, {B, T}, "documents"),
         .initial_k = nullptr, .initial_v = nullptr, .initial_z = floats(initial_z),
         .scratch = nullptr,
         .B = B, .Hkv = Hkv, .T = T, .D = D,
@@ -39,9 +37,9 @@ kvc_dmc_accumulate_args arguments(const Tensor& keys, const Tensor& values, cons
 // Averages of keys and values, z and the states of the scan.
 std::tuple<Tensor, Tensor, Tensor, Tensor> dmc_accumulate(
     const Tensor& keys, const Tensor& values, const Tensor& alpha, const Tensor& omega,
-    const std::optional<Tensor>& documents, const std::optional<Tensor>& initial_k,
-    const std::optional<Tensor>& initial_v, const std::optional<Tensor>& initial_z, int64_t neuron, int64_t window) {
-    kvc_dmc_accumulate_args args = arguments(keys, values, alpha, omega, documents, initial_z, neuron, window);
+    const std::optional<Tensor>& initial_k, const std::optional<Tensor>& initial_v,
+    const std::optional<Tensor>& initial_z, int64_t neuron, int64_t window) {
+    kvc_dmc_accumulate_args args = arguments(keys, values, alpha, omega, initial_z, neuron, window);
     if (initial_z.has_value()) {
         KVC_CHECK(initial_k.has_value() && initial_v.has_value(), "initial_k and initial_v must come with initial_z");
         check_array(*initial_k, keys, ScalarType::Float, {args.B, args.Hkv, args.D}, "initial_k");
@@ -72,11 +70,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> dmc_accumulate(
 // dk, dv, dalpha, domega.
 std::tuple<Tensor, Tensor, Tensor, Tensor> dmc_accumulate_backward(
     const Tensor& dout_k, const Tensor& dout_v, const Tensor& keys, const Tensor& values, const Tensor& alpha,
-    const Tensor& omega, const std::optional<Tensor>& documents, const std::optional<Tensor>& initial_z, const Tensor& z,
-    const Tensor& states, int64_t neuron, int64_t window) {
+    const Tensor& omega, const std::optional<Tensor>& initial_z, const Tensor& z, const Tensor& states, int64_t neuron,
+    int64_t window) {
     kvc_dmc_accumulate_backward_args args = {};
     kvc_dmc_accumulate_args& forward = args.forward;
-    forward = arguments(keys, values, alpha, omega, documents, initial_z, neuron, window);
+    forward = arguments(keys, values, alpha, omega, initial_z, neuron, window);
     check_like(dout_k, keys, "dout_k");
     check_like(dout_v, keys, "dout_v");
     check_array(z, keys, ScalarType::Float, {forward.B, forward.Hkv, forward.T}, "z");
@@ -112,10 +110,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> dmc_accumulate_backward(
 }  // namespace
 
 KVC_REGISTER(dmc_accumulate,
-             "dmc_accumulate(Tensor keys, Tensor values, Tensor alpha, Tensor omega, Tensor? documents, "
+             "dmc_accumulate(Tensor keys, Tensor values, Tensor alpha, Tensor omega, "
              "Tensor? initial_k, Tensor? initial_v, Tensor? initial_z, int neuron, int window) -> "
              "(Tensor, Tensor, Tensor, Tensor)")
 KVC_REGISTER(dmc_accumulate_backward,
              "dmc_accumulate_backward(Tensor dout_k, Tensor dout_v, Tensor keys, Tensor values, Tensor alpha, "
-             "Tensor omega, Tensor? documents, Tensor? initial_z, Tensor z, Tensor states, int neuron, int window) -> "
+             "Tensor omega, Tensor? initial_z, Tensor z, Tensor states, int neuron, int window) -> "
              "(Tensor, Tensor, Tensor, Tensor)")

@@ -43,10 +43,16 @@ kvc_view tokens_of(const Tensor& x, const Tensor& pages, int64_t B, int64_t Hkv,
 
 void dmc_append_(Tensor k_pages, Tensor v_pages, Tensor block_table, Tensor lengths, Tensor refs, Tensor free_pages,
                  Tensor free_count, Tensor tail_keys, Tensor tail_values, Tensor tail_weights, Tensor tail_counts,
-                 const Tensor& keys, const Tensor& values, const Tensor& alpha, const Tensor& omega,
-                 const std::optional<Tensor>& cos, const std::optional<Tensor>& sin,
-                 const std::optional<Tensor>& positions, const std::optional<Tensor>& counts, int64_t neuron,
-                 int64_t window) {
+                 const Tensor& given_keys, const Tensor& given_values, const Tensor& given_alpha,
+                 const Tensor& given_omega, const std::optional<Tensor>& given_cos,
+                 const std::optional<Tensor>& given_sin, const std::optional<Tensor>& given_positions,
+                 const std::optional<Tensor>& given_counts, int64_t neuron, int64_t window) {
+    const Changed changed = changed_of(block_table, lengths, refs, free_pages, free_count,
+                                       {k_pages, v_pages, tail_keys, tail_values, tail_weights, tail_counts});
+    const Tensor keys = changed.apart(given_keys), values = changed.apart(given_values);
+    const Tensor alpha = changed.apart(given_alpha), omega = changed.apart(given_omega);
+    const std::optional<Tensor> cos = changed.apart(given_cos), sin = changed.apart(given_sin);
+    const std::optional<Tensor> positions = changed.apart(given_positions), counts = changed.apart(given_counts);
     KVC_CHECK(k_pages.dim() == 3 && keys.dim() == 4, "k_pages must be [pages, P, D] and keys [B, Hkv, S, D]");
     const int64_t B = keys.size(0), Hkv = keys.size(1), S = keys.size(2), P = k_pages.size(1), D = k_pages.size(2);
     const int64_t N = window > 0 ? window : 1, R = block_table.size(0);

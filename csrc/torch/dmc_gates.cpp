@@ -57,14 +57,13 @@ Tensor dmc_importance(const Tensor& logits, int64_t kv_heads, double shift, doub
     return omega;
 }
 
-Tensor dmc_mask(const Tensor& tempered, const std::optional<Tensor>& documents) {
+Tensor dmc_mask(const Tensor& tempered) {
     check_array(tempered, tempered, ScalarType::Float, {-1, -1, -1}, "tempered");
     const int64_t B = tempered.size(0), H = tempered.size(1), T = tempered.size(2);
     Tensor bias = torch::stable::new_empty(tempered, {B, H, T});
     const kvc_dmc_mask_args args = {
         .bias = floats(bias),
         .tempered = static_cast<const float*>(tempered.const_data_ptr()),
-        .documents = int_array(documents, tempered, {B, T}, "documents"),
         .B = B, .H = H, .T = T,
     };
     run("dmc_mask", tempered, [&] { return kvc_dmc_mask(&args, torch_parallel_for); },
@@ -80,4 +79,4 @@ KVC_REGISTER(dmc_decisions,
              "(Tensor, Tensor, Tensor)")
 KVC_REGISTER(dmc_importance,
              "dmc_importance(Tensor logits, int kv_heads, float shift, float eps, int reduce) -> Tensor")
-KVC_REGISTER(dmc_mask, "dmc_mask(Tensor tempered, Tensor? documents) -> Tensor")
+KVC_REGISTER(dmc_mask, "dmc_mask(Tensor tempered) -> Tensor")

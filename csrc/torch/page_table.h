@@ -20,6 +20,15 @@ inline kvc_page_table table_of(const Tensor& block_table, const Tensor& lengths,
     };
 }
 
+// The table's arrays, which ops change, and some others.
+inline Changed changed_of(const Tensor& block_table, const Tensor& lengths, const Tensor& refs,
+                          const Tensor& free_pages, const Tensor& free_count, const std::vector<Tensor>& arrays) {
+    Changed changed = {{"block_table", &block_table}, {"lengths", &lengths}, {"refs", &refs},
+                       {"free_pages", &free_pages}, {"free_count", &free_count}};
+    for (const Tensor& array : arrays) changed.add("arrays", array);
+    return changed;
+}
+
 // Fails with what is out of range in the table itself.
 inline void explain_table(const char* op, const kvc_page_table& table) {
     find_outside(op, "lengths", table.lengths, table.R, 0, table.blocks * table.P, "slots in a row of block_table");

@@ -54,12 +54,15 @@ static void check_count(const std::vector<Tensor>& arrays) {
 }
 
 static void append_tokens_(std::vector<Tensor> arrays, std::vector<Tensor> tokens, Tensor block_table, Tensor lengths,
-                           Tensor refs, Tensor free_pages, Tensor free_count, const std::optional<Tensor>& counts) {
+                           Tensor refs, Tensor free_pages, Tensor free_count, const std::optional<Tensor>& given_counts) {
     check_count(arrays);
     KVC_CHECK(!arrays.empty() && arrays.size() == tokens.size() && tokens[0].dim() >= 3,
               "tokens must hold one [B, H, S, ...] tensor for each of arrays");
     KVC_CHECK(arrays[0].dim() >= 2, "arrays must be [pages, P, ...]");
     const int64_t B = tokens[0].size(0), H = tokens[0].size(1), S = tokens[0].size(2);
+    const Changed changed = changed_of(block_table, lengths, refs, free_pages, free_count, arrays);
+    for (Tensor& x : tokens) x = changed.apart(x);
+    const std::optional<Tensor> counts = changed.apart(given_counts);
     kvc_append_tokens_args args = {
         .table = table_of(block_table, lengths, refs, free_pages, free_count, arrays[0].size(1)),
         .arrays = {},
@@ -97,7 +100,9 @@ static void append_tokens_(std::vector<Tensor> arrays, std::vector<Tensor> token
 }
 
 static void truncate_rows_(Tensor block_table, Tensor lengths, Tensor refs, Tensor free_pages, Tensor free_count,
-                           const Tensor& new_lengths, int64_t page_size) {
+                           const Tensor& given_lengths, int64_t page_size) {
+    const Changed changed = changed_of(block_table, lengths, refs, free_pages, free_count, {});
+    const Tensor new_lengths = changed.apart(given_lengths);
     check_array(new_lengths, block_table, ScalarType::Int, {lengths.size(0)}, "new_lengths");
     const kvc_truncate_rows_args args = {
         .table = table_of(block_table, lengths, refs, free_pages, free_count, page_size),
@@ -108,10 +113,13 @@ static void truncate_rows_(Tensor block_table, Tensor lengths, Tensor refs, Tens
 }
 
 static void compact_pages_(std::vector<Tensor> arrays, Tensor block_table, Tensor lengths, Tensor refs,
-                           Tensor free_pages, Tensor free_count, const Tensor& indices,
-                           const std::optional<Tensor>& kept) {
+                           Tensor free_pages, Tensor free_count, const Tensor& given_indices,
+                           const std::optional<Tensor>& given_kept) {
     check_count(arrays);
     KVC_CHECK(!arrays.empty() && arrays[0].dim() >= 2, "arrays must be [pages, P, ...], at least one");
+    const Changed changed = changed_of(block_table, lengths, refs, free_pages, free_count, arrays);
+    const Tensor indices = changed.apart(given_indices);
+    const std::optional<Tensor> kept = changed.apart(given_kept);
     check_array(indices, block_table, ScalarType::Int, {lengths.size(0), -1}, "indices");
     kvc_compact_pages_args args = {
         .table = table_of(block_table, lengths, refs, free_pages, free_count, arrays[0].size(1)),

@@ -4,7 +4,8 @@
 
 static Tensor window_scores(const Tensor& queries, const Tensor& keys, const std::optional<Tensor>& lengths,
                             double scale, int64_t reduce, int64_t pool, int64_t kernel_size, int64_t skip_last,
-                            int64_t mask_first, int64_t mask_last) {
+                            int64_t mask_first, int64_t mask_last, const std::optional<Tensor>& sink_logits,
+                            double softcap) {
     const kvc_view q = view_of(queries, "queries"), k = view_of(keys, "keys");
     const int64_t B = queries.size(0), Hq = queries.size(1), W = queries.size(2), D = queries.size(3);
     const int64_t Hkv = keys.size(1), T = keys.size(2);
@@ -27,6 +28,8 @@ static Tensor window_scores(const Tensor& queries, const Tensor& keys, const std
         .reduce = static_cast<kvc_reduce>(reduce),
         .pool = static_cast<kvc_pool>(pool),
         .kernel_size = kernel_size, .skip_last = skip_last, .mask_first = mask_first, .mask_last = mask_last,
+        .softcap = static_cast<float>(softcap),
+        .sink_logits = sinks_array(sink_logits, queries, Hq),
     };
     int64_t bytes = 0;
     if (queries.is_cpu()) bytes = kvc_window_scores_scratch_bytes(&args);
@@ -43,4 +46,5 @@ static Tensor window_scores(const Tensor& queries, const Tensor& keys, const std
 
 KVC_REGISTER(window_scores,
              "window_scores(Tensor queries, Tensor keys, Tensor? lengths, float scale, int reduce, int pool, "
-             "int kernel_size, int skip_last, int mask_first, int mask_last) -> Tensor")
+             "int kernel_size, int skip_last, int mask_first, int mask_last, Tensor? sink_logits=None, "
+             "float softcap=0.) -> Tensor")

@@ -1,6 +1,7 @@
 #include "common.h"
 
-static Tensor layer_similarity(const Tensor& queries, const Tensor& keys, double scale, int64_t sinks, int64_t recent) {
+static Tensor layer_similarity(const Tensor& queries, const Tensor& keys, double scale, int64_t sinks, int64_t recent,
+                               double softcap) {
     const kvc_view q = view_of(queries, "queries"), k = view_of(keys, "keys");
     const int64_t L = queries.size(0), Hq = queries.size(1), S = queries.size(2), D = queries.size(3);
     const int64_t Hkv = keys.size(1), T = keys.size(2);
@@ -16,6 +17,7 @@ static Tensor layer_similarity(const Tensor& queries, const Tensor& keys, double
         .L = L, .Hq = Hq, .Hkv = Hkv, .S = S, .T = T, .D = D,
         .scale = static_cast<float>(scale),
         .sinks = sinks, .recent = recent,
+        .softcap = static_cast<float>(softcap),
     };
     int64_t bytes = 0;
     if (queries.is_cpu()) bytes = kvc_layer_similarity_scratch_bytes(&args);
@@ -30,4 +32,4 @@ static Tensor layer_similarity(const Tensor& queries, const Tensor& keys, double
 }
 
 KVC_REGISTER(layer_similarity,
-             "layer_similarity(Tensor queries, Tensor keys, float scale, int sinks, int recent) -> Tensor")
+             "layer_similarity(Tensor queries, Tensor keys, float scale, int sinks, int recent, float softcap=0.) -> Tensor")

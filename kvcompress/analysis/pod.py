@@ -14,15 +14,16 @@ from rich.table import Table
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ..caches.base import decoder_config, sizes_of
 from ..checks import need, need_choice
 from ..hf.attach import base_model
+from ..hf.config import decoder_config, sizes_of
+from ..hf.method import saved_method
 from ..models import load_example_model
 from ..models.text import held_out_text
-from ..pod.plan import PoDPlan, delta_for_share, lead_table
+from ..pod.lead import Kinds
+from ..pod.plan import PoDPlan, delta_for_share, lead_table, most_share
 from ..pod.refine import refine
 from ..pod.similarity import REDUCTIONS, measure_similarity
-from ..retrofit.method import saved_method
 from ..retrofit.run import EXAMPLE_NAME, pretrained
 
 LONGEST = 32_768
@@ -67,16 +68,20 @@ def run_pod(
     )  # fmt: skip
     similarity = measured.similarity(reduce)
     if share is not None:
-        delta = delta_for_share(similarity, share)
+        delta = delta_for_share(similarity, share, measured.kinds)
     elif delta is None:
         delta = DEFAULT_DELTA
     error = measured.standard_error(reduce).max().item()
-    sizes = sizes_of(config)
+    head_dim = sizes_of(config)["head dim"]
+    if isinstance(head_dim, list):  # that of the layers that were measured
+        head_dim = head_dim[next(kind for kind in measured.kinds or (0,) if kind is not None)]
     plan = PoDPlan(
-        lead=lead_table(similarity, delta), sinks=sinks, recent=recent, query_heads=config.num_attention_heads,
-        head_dim=sizes["head dim"], model=model, delta=delta, reduce=reduce, samples=measured.samples,
+        lead=lead_table(similarity, delta, measured.kinds), sinks=sinks, recent=recent,
+        query_heads=config.num_attention_heads, head_dim=head_dim, model=model, delta=delta, reduce=reduce,
+        samples=measured.samples,
         queries=min(queries, length), sample_length=length, data=data, distant_only=distant_only,
         standard_error=error if measured.samples > 1 else None, similarity=similarity.tolist(),
+        kinds=None if set(measured.kinds or ()) <= {0} else measured.kinds,
     )  # fmt: skip
     plan.save(out)  # what was measured stays if what follows fails
     if refine_rounds and plan.followers:
@@ -152,28 +157,48 @@ def _lengths(plan: PoDPlan) -> list[int]:
     return sorted({*(first << k for k in range(5)), plan.sample_length})
 
 
-def _deltas(similarity: Tensor) -> str:
+def _deltas(similarity: Tensor, kinds: Kinds) -> str:
     """The largest delta with which a quarter, half, ... of all follow."""
-    layers = similarity.shape[1]
-    reached = [share for share in (0.25, 0.5, 0.75, 0.9) if share <= (layers - 1) / layers]
-    return ", ".join(f"{share:g}: {delta_for_share(similarity, share):.4g}" for share in reached)
+    reached = [share for share in (0.25, 0.5, 0.75, 0.9) if share <= most_share(kinds)]
+    return ", ".join(f"{share:g}: {delta_for_share(similarity, share, kinds):.4g}" for share in reached)
+
+
+def _pairs(similarity: Tensor, kinds: Kinds, *, neighbours: bool = False) -> list[float]:
+    """Similarities of layers that can share, of those next to each other alone or of all."""
+    found: list[float] = []
+    for kind in {kind for kind in kinds if kind is not None}:
+        layers = [layer for layer, own in enumerate(kinds) if own == kind]
+        for place, layer in enumerate(layers[1:], 1):
+            for other in layers[place - 1 : place] if neighbours else layers[:place]:
+                found += similarity[:, layer, other].tolist()
+    return found
+
+
+def _named(block: list[int]) -> str:
+    """Layers of a block: 2-5, or 1,3,5 where others are between them."""
+    if len(block) > 1 and block == list(range(block[0], block[-1] + 1)):
+        return f"{block[0]}-{block[-1]}"
+    return ",".join(map(str, block))
 
 
 def _print(plan: PoDPlan, similarity: Tensor, dtype: torch.dtype, console: Console) -> None:
     error = "unknown (one sample)" if plan.standard_error is None else f"{plan.standard_error:.3f} at most"
+    sharing = sum(kind is not None for kind in plan.sharing)
     chosen = f"{plan.refined} borders moved" if plan.delta is None else f"delta {plan.delta:.4g}"
     lines = [
         f"{plan.samples:,} texts of {plan.sample_length:,} tokens ({plan.data}), their last {plan.queries} queries",
-        f"similarity: {similarity.min():.3f} to 1, standard error {error}",
-        f"{chosen}: {plan.followers} of {plan.layers * plan.kv_heads} (layer, KV head) follow, phi = {plan.share:.3f}",
-        f"delta for a share of {_deltas(similarity)}",
+        f"similarity: {min(_pairs(similarity, plan.sharing), default=1.0):.3f} to 1, standard error {error}",
+        f"{chosen}: {plan.followers} of {sharing * plan.kv_heads} (layer, KV head) follow, phi = {plan.share:.3f}",
+        f"delta for a share of {_deltas(similarity, plan.sharing)}",
         "blocks of layers",
     ]
+    if sharing < plan.layers:
+        lines.insert(1, f"{sharing} of {plan.layers} layers see all tokens; the others stay as they are")
     for line in lines:
         console.print(line, highlight=False, markup=False)
     for head in range(plan.kv_heads):
-        names = (f"{b[0]}-{b[-1]}" if len(b) > 1 else f"{b[0]}" for b in plan.blocks(head))
-        console.print(f"  KV head {head}: {'  '.join(names)}", highlight=False, markup=False)
+        names = "  ".join(_named(block) for block in plan.blocks(head))
+        console.print(f"  KV head {head}: {names}", highlight=False, markup=False)
     table = Table(box=SIMPLE, padding=(0, 1, 0, 0))
     for column in ("tokens", "dense, MiB", "PoD, MiB", "saved"):
         table.add_column(column, justify="right", no_wrap=True)
@@ -182,7 +207,7 @@ def _print(plan: PoDPlan, similarity: Tensor, dtype: torch.dtype, console: Conso
         table.add_row(f"{tokens:,}", f"{dense:,.1f}", f"{ours:,.1f}", f"{plan.saved(tokens):.1%}")
     console.print(table)
     if plan.followers == 0:
-        neighbours = similarity.diagonal(offset=1, dim1=1, dim2=2).flatten().tolist()
+        neighbours = _pairs(similarity, plan.sharing, neighbours=True)
         console.print(
             f"No layer follows another, and nothing is shared: neighbours are {max(neighbours, default=0):.3f} similar "
             "at most. Take a smaller --delta, or --share.",

@@ -1,9 +1,8 @@
 """Caches: transformers caches that keep less than they have seen."""
 
-from .base import CompressedCache, CompressedLayer
-from .dmc import DMCCache
+from .base import CompressedCache
 from .iterative import IterativeCache
-from .pod import PoDCache
+from .layer import CompressedLayer
 from .pool import PagePool
 from .pruned import PrunedCache
 from .quest import QuestCache
@@ -13,10 +12,8 @@ from .streaming import StreamingCache
 __all__ = [
     "CompressedCache",
     "CompressedLayer",
-    "DMCCache",
     "IterativeCache",
     "PagePool",
-    "PoDCache",
     "PoolSettings",
     "PrunedCache",
     "QuestCache",

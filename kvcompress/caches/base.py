@@ -1,192 +1,105 @@
-"""What every compressed cache is: a transformers Cache whose layers own positions, storage and attention."""
+"""What every compressed cache is: a transformers Cache whose attention layers own positions, storage and attention."""
 
 from __future__ import annotations
 
 import copy
-import weakref
 from abc import abstractmethod
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedConfig
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import (
+    Cache,
+    DynamicLayer,
+    LinearAttentionLayer,
+)
 
+from ..hf.config import cache_layers, decoder_config, sizes_of
+from ..hf.facts import Facts
+from ..hf.method import Call, Pass, PassCache
+from ..hf.seam import noted_update
 from ..planner import Plan
-from ..positions import RotaryTables
+from .layer import CompressedLayer
+from .local import LocalLayer
+from .passes import CachePass, Iteration
+from .states import RecurrentStates, new_state
 from .store import PoolSettings
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-@dataclass(frozen=True)
-class Iteration:
-    """One iteration of reading a prompt. memory[b][layer]: tokens per KV head to keep; () for a sequence that has no
-    tokens in it. guide_length: how many of its last tokens are the guide."""
-
-    memory: tuple[tuple[int, ...], ...]
-    guide_length: int = 0
+UNLIMITED = 1 << 60  # tokens
 
 
-@dataclass(frozen=True)
-class Step:
-    """One forward pass. counts[b]: tokens of sequence b in it, right-aligned; columns before them are padding."""
-
-    counts: tuple[int, ...] = ()
-    columns: int = 0
-    iteration: Iteration | None = None
+def trained_length_of(config: PreTrainedConfig) -> int:
+    """Positions that a model was trained for."""
+    return getattr(decoder_config(config), "max_position_embeddings", None) or UNLIMITED
 
 
-def decoder_config(config: PreTrainedConfig) -> Any:
-    """The part of a model's config that describes its decoder."""
-    if not isinstance(config, PreTrainedConfig):
-        what = "the model itself: pass model.config" if isinstance(config, nn.Module) else type(config).__name__
-        raise TypeError(f"config must be a transformers config (model.config), got {what}")
-    return config.get_text_config(decoder=True)
+class CompressedCache(RecurrentStates, Cache, PassCache):
+    """A cache for an attached model; see IterativeCache and StreamingCache.
 
+    Layers that see a window or a chunk keep that, whatever the cache; recurrent and convolution layers are
+    transformers' own. facts: of the model that it is used with, None before.
+    """
 
-def sizes_of(config: Any) -> dict[str, int]:
-    """What a cache and the model that it is used with must have in common."""
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return {"layers": config.num_hidden_layers, "KV heads": config.num_key_value_heads, "head dim": head_dim}
-
-
-class CompressedLayer(CacheLayerMixin):
-    """One attention layer's cache. Subclasses store keys and values and answer `attend`."""
-
-    is_sliding = False
-    supports_early_init = False
-
-    def __init__(self, cache: CompressedCache, index: int, sliding_window: int | None) -> None:
-        super().__init__()
-        self.index = index  # of the layer
-        # weak, so that a cache is freed as soon as nobody holds it, and its pages with it
-        self.cache = cast(CompressedCache, weakref.proxy(cache))
-        self.sliding_window = sliding_window
-
-    @abstractmethod
-    def attend(self, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
-        """Stores the new tokens and returns their attention.
-
-        queries: [B, Hq, S, D], keys, values: [B, Hkv, S, D], before rotation (after any q/k norm).
-        Returns [B, Hq, S, D]. Which columns are tokens says cache.step.
-        """
-
-    @abstractmethod
-    def nbytes(self) -> int:
-        """Bytes of keys, values and tables in use now."""
-
-    def reserved_nbytes(self) -> int:
-        """Bytes of all tensors held for them, room to grow included."""
-        return self.nbytes()
-
-    def trim(self) -> None:
-        """Gives back room to grow."""
-
-    @abstractmethod
-    def stored_lengths(self) -> list[list[int]]:
-        """Tokens held per sequence and KV head: [B][Hkv]."""
-
-    @abstractmethod
-    def select_batch(self, indices: list[int]) -> None:
-        """Keeps copies of the given sequences in this order."""
-
-    @abstractmethod
-    def keys_in_sight(self, step: Step) -> int:
-        """Most keys that a query of this step sees."""
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "cache"}
-
-    def check_step(self, step: Step) -> None:
-        """Refuses to go where the model's own sliding window would hide keys."""
-        if self.sliding_window is not None and (keys := self.keys_in_sight(step)) > self.sliding_window:
-            raise ValueError(
-                f"this layer's sliding_window of {self.sliding_window} tokens is shorter than the {keys} keys in "
-                f"sight; {self.cache.smaller}"
-            )
-
-    # the rest of CacheLayerMixin, and what generation calls besides
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self.is_initialized = True
-
-    def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        raise RuntimeError(
-            "compressed caches have no update(): an attached model fills them in its own forward pass. If a model "
-            "called it, that model is not attached: call kvcompress.attach(model) first. If you did: give the cache to "
-            "a model, model(input_ids, past_key_values=cache)"
-        )
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return query_length, 0  # as for a first prompt: transformers then builds no mask
-
-    def get_seq_length(self) -> int:
-        return self.cache.seen
-
-    def get_max_length(self) -> int:
-        return -1
-
-    def offload(self) -> None:
-        raise NotImplementedError(
-            "offloading is not supported by compressed caches; they are small: keep them in place"
-        )
-
-    prefetch = offload
-
-    def drop_last(self, tokens: int) -> None:
-        """Takes back the last tokens of every sequence; called only where is_croppable is true."""
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        self.select_batch(beam_idx.tolist())
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        self.select_batch([b for b in range(len(self.stored_lengths())) for _ in range(repeats)])
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        if indices.dtype == torch.bool:
-            indices = indices.nonzero().flatten()
-        self.select_batch(indices.tolist())
-
-
-class CompressedCache(Cache):
-    """A cache for an attached model; see IterativeCache and StreamingCache."""
-
-    layers: list[CompressedLayer]
-    smaller = "let the cache hold less"  # advice where too many keys are in sight
+    layers: list[Any]
     pool_settings = PoolSettings()  # of layers that store pages
     chunk_size: int | None = None  # tokens that prefill reads at a time; None = the whole prompt
 
     def __init__(self, config: PreTrainedConfig) -> None:
         config = decoder_config(config)
-        kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
-        for kind in kinds:
-            if kind not in ("full_attention", "sliding_attention"):
-                raise ValueError(f"layer type {kind!r} is not supported, only full_attention and sliding_attention")
-        window = getattr(config, "sliding_window", None)
-        has_types = getattr(config, "layer_types", None) is not None
-        windows = [window if kind == "sliding_attention" or not has_types else None for kind in kinds]
-        super().__init__(layers=[self._new_layer(index, window) for index, window in enumerate(windows)])
-        self.trained_length: int = config.max_position_embeddings
+        self.states: dict[int, LinearAttentionLayer] = {}  # of layers that attend and recur
+        super().__init__(layers=self._made_for(config))
+        self.trained_length = trained_length_of(config)
+        self.facts: Facts | None = None
         self._sizes = sizes_of(config)
-        self.step = Step()
         self.seen = 0  # columns of input that went in, padding included: generation slices its prompt by it
         self.fixed = 0  # how many of them cannot be taken back
-        self.rotary: RotaryTables | None = None
-        self._rotary_source: nn.Module | None = None
         self._batch = 0
-        self._running = False
+        self._incomplete = False  # a pass or a prompt has begun and not ended
         self._repeated = 0
+        self._columns_read = 0  # columns of a prompt that kvcompress.prefill is reading, so far
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        for layer in self.layers:
-            layer.cache = cast(CompressedCache, weakref.proxy(self))
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"facts": None}  # the model's: found again when it is used
 
     @abstractmethod
-    def _new_layer(self, index: int, sliding_window: int | None) -> CompressedLayer: ...
+    def _new_layer(self, index: int, number: int) -> CompressedLayer:
+        """A layer that compresses. number: how many of them come before it."""
+
+    def _made_for(self, config: Any) -> list[Any]:
+        """The layers of a model as transformers makes them, with ours for attention."""
+        kinds = getattr(config, "layer_types", None) or ()
+        layers: list[Any] = []
+        for index, theirs in enumerate(cache_layers(config)):
+            if not isinstance(theirs, DynamicLayer):
+                layers.append(theirs)
+                continue
+            if isinstance(theirs, LinearAttentionLayer):
+                self.states[index] = new_state(theirs)
+            window = getattr(theirs, "sliding_window", None)
+            chunked = index < len(kinds) and kinds[index] == "chunked_attention"
+            layers.append(self._layer(index, layers, None if chunked else window, window if chunked else None))
+        return layers
+
+    def _layer(self, index: int, before: list[Any], window: int | None, chunk: int | None) -> CompressedLayer:
+        if window is not None or chunk is not None:
+            return LocalLayer(index, window, chunk)
+        return self._new_layer(index, sum(_compresses(layer) for layer in before))
+
+    @property
+    def own(self) -> list[CompressedLayer]:
+        """The layers that attend."""
+        return [layer for layer in self.layers if isinstance(layer, CompressedLayer)]
+
+    @property
+    def compressing(self) -> list[Any]:
+        """Those of them that compress."""
+        return [layer for layer in self.layers if _compresses(layer)]
 
     # ---- reading a prompt (kvcompress.prefill) ----
 
@@ -219,7 +132,7 @@ class CompressedCache(Cache):
         self.seen += columns
         self.fixed = self.seen
 
-    # ---- one forward pass (the hook of kvcompress.attach) ----
+    # ---- one forward pass (kvcompress.hf.seam) ----
 
     def check_model(self, decoder: Any) -> None:
         """Raises ValueError if the cache was made for a model of another shape."""
@@ -230,30 +143,106 @@ class CompressedCache(Cache):
                     f"{name} = {size}; make it from this model's config"
                 )
 
-    @torch.inference_mode(False)
-    def begin_forward(self, decoder: Any, name: str, tokens: Tensor, attention_mask: Tensor | None) -> None:
-        """Checks and notes what the coming forward pass brings.
+    def adopt(self, decoder: Any, facts: Facts) -> None:
+        """Takes note of the model that the cache is used with. Raises ValueError for one that it was not made for."""
+        if self.facts is facts:
+            return
+        self.check_model(decoder)
+        for index, found in facts.items():
+            layer = self.layers[index] if index < len(self.layers) else None
+            if found.reads is not None:
+                continue
+            if not isinstance(layer, CompressedLayer):
+                raise ValueError(
+                    f"layer {index} of {type(decoder).__name__} attends, but its config gives it "
+                    f"{'no cache' if layer is None else type(layer).__name__}; caches of such models are not supported"
+                )
+            window, chunk = getattr(layer, "window", None), getattr(layer, "chunk", None)
+            if isinstance(layer, LocalLayer) != found.is_local or (
+                found.is_local and (window, chunk) != (found.window, found.chunk)
+            ):
+                if self.seen or layer.stored_lengths():
+                    raise ValueError(f"cache was filled by a model whose layer {index} sees another window")
+                self.layers[index] = self._layer(index, self.layers[:index], found.window, found.chunk)
+        for number, layer in enumerate(self.compressing):
+            layer.number = number
+        self.facts = facts
 
-        decoder: has config and rotary_emb. tokens: the argument of that name, input_ids [B, columns] or inputs_embeds
-        [B, columns, hidden size]. attention_mask: [B, at least columns] or None.
-        """
+    @torch.inference_mode(False)
+    def begin(self, call: Call) -> CachePass:
+        """Checks what the coming forward pass brings, and takes what it needs. See kvcompress.hf.method.PassCache."""
         self.check_complete()
-        rotary_emb, (batch, columns) = decoder.rotary_emb, tokens.shape[:2]
-        if columns == 0:
-            raise ValueError(
-                f"{name} must hold at least one token, got shape {tuple(tokens.shape)}: the cache has seen "
-                f"{self.seen_lengths()} tokens, and generate takes the whole conversation, those included"
-            )
-        if self._rotary_source is not rotary_emb:
-            self.check_model(decoder)
-            self.rotary, self._rotary_source = RotaryTables(rotary_emb), rotary_emb
-        counts = self._counts(batch, columns, attention_mask)
+        call.skip(self._repeated_columns(call))
+        batch, columns = call.tokens.shape[:2]
+        self._check_sliced(call)
+        counts = self._counts(batch, columns, call.attention_mask)
+        self.adopt(call.decoder, call.facts)
         if self._batch and batch != self._batch:
-            self._repeat(name, tokens)
-        step = Step(counts, columns, self.step.iteration)
-        for layer in self.layers:
-            layer.check_step(step)
-        self._batch, self.step, self._running = batch, step, True
+            self._repeat(call.name, call.tokens)
+        if self.recurs and self.seen and min(counts) < columns:
+            raise ValueError(
+                "attention_mask must be ones for what follows a prompt where layers recur: padding between a "
+                "sequence's tokens would change their state"
+            )
+        return self.open(call.facts, counts, columns)
+
+    def open(self, facts: Facts, counts: Sequence[int], columns: int, iteration: Iteration | None = None) -> CachePass:
+        """A pass of counts[b] tokens of each sequence in so many columns; adopt() has been called."""
+        started = self.seen or self._columns_read or self._states_began
+        if self._columns_read and facts.asks_length and min(counts) < columns:
+            raise ValueError(
+                "input_ids of several lengths must be read in one pass by this model, whose layers ask how many tokens "
+                "came before, for a whole batch: read them one by one, or use a chunk_size that holds the prompts"
+            )
+        if columns > 1 and started and not facts.reads_chunks:
+            raise ValueError(
+                "input_ids of several tokens must come in one call, the first, to this model: its recurrent layers "
+                "begin anew in every call of several tokens; use a cache without chunk_size, or with one that holds "
+                "the prompt"
+            )
+        step = CachePass(facts, self.layers, counts, columns, iteration)
+        for layer in self.own:
+            layer.check_step(step, facts[layer.index])
+        self._batch, self._incomplete = len(counts), True
+        return step
+
+    def end(self, current: Pass, hidden: Tensor | None) -> None:
+        assert isinstance(current, CachePass)
+        # a decoded token on a GPU does not wait for the device
+        if (
+            hidden is not None
+            and (hidden.device.type == "cpu" or current.columns > 1)
+            and bool(hidden[:, -1].isnan().any())
+        ):
+            raise RuntimeError(
+                "the model's hidden states hold NaN: a layer's weights or inputs do, or overflowed; the cache is "
+                "incomplete, reset() it"
+            )
+        if current.iteration is None:
+            self.seen += current.columns
+            if current.padded:  # sequences grew unequally: crop would not know by how much
+                self.fixed = self.seen
+            self._incomplete = False
+        else:
+            self._columns_read += max(current.kept)
+        for layer in self.own:
+            layer.seen = self.get_seq_length()
+
+    def _check_sliced(self, call: Call) -> None:
+        """Refuses what generate makes of fewer ids than the cache has seen: it slices them from the wrong end."""
+        columns, mask, at, short = call.tokens.shape[1], call.attention_mask, call.position_ids, False
+        if self.seen and mask is not None and mask.ndim == 2:
+            width = mask.shape[1]
+            short = width < self.seen + columns and (width > columns or columns == self.seen)
+        elif self.seen and at is not None and (columns > 1 or at.device.type == "cpu"):
+            short = int(at[..., -1].max()) + 1 < self.seen + columns
+        if columns == 0 or short:
+            raise ValueError(
+                f"{call.name} must hold the whole conversation: the cache has seen {self.seen} tokens, and generate "
+                "slices as many from the front of what it is given. Pass those tokens and the new ones, "
+                "model.generate(torch.cat([seen_ids, new_ids], 1), past_key_values=cache), or call "
+                "model(new_ids, past_key_values=cache) without attention_mask and position_ids"
+            )
 
     def _repeat(self, name: str, tokens: Tensor) -> None:
         """Repeats every sequence, for beams and several samples: their rows begin alike. Waits for the device."""
@@ -272,36 +261,36 @@ class CompressedCache(Cache):
     def activate_past_recording(self) -> None:
         """Assisted decoding begins: tokens must be able to go back."""
         if not self.is_croppable:
+            if self.recurs or any(isinstance(layer, LocalLayer) for layer in self.own):
+                raise NotImplementedError(
+                    "assisted decoding is not supported for a model with recurrent layers, or with layers that see a "
+                    "window or a chunk: what has left those cannot come back"
+                )
             raise NotImplementedError(
                 f"assisted decoding is not supported by {type(self).__name__}: what it dropped cannot come back; "
-                "IterativeCache can, for a model that is not converted"
+                "IterativeCache without every can, for a model that is not converted"
             )
         self._repeated = self.seen
 
-    def repeated_columns(self, columns: int, attention_mask: Tensor | None) -> int:
+    def _repeated_columns(self, call: Call) -> int:
         """How many of this forward's first columns the cache has read already.
 
         transformers' assisted decoding passes the whole prompt once more in its first step, mask and all.
         """
         repeated, self._repeated = self._repeated, 0
-        whole = attention_mask is None or attention_mask.shape[-1] == columns
+        columns, mask = call.tokens.shape[1], call.attention_mask
+        whole = mask is None or mask.shape[-1] == columns
         return repeated if columns > repeated and whole else 0
 
-    def end_forward(self) -> None:
-        if self.step.iteration is None:
-            self.seen += self.step.columns
-            if min(self.step.counts) < self.step.columns:  # sequences grew unequally: crop would not know by how much
-                self.fixed = self.seen
-        self._running = False
-
     def check_complete(self) -> None:
-        if self._running:
+        if self._incomplete:
             raise RuntimeError(
-                "this cache is incomplete: an earlier forward pass or prefill stopped before its end; call reset()"
+                "this cache is incomplete: a prompt is being read, or an earlier forward pass or prefill stopped "
+                "before its end; call reset() then"
             )
 
     def mark_incomplete(self, incomplete: bool = True) -> None:
-        self._running, self._repeated = incomplete, 0
+        self._incomplete, self._repeated, self._columns_read = incomplete, 0, 0
 
     def _counts(self, batch: int, columns: int, mask: Tensor | None) -> tuple[int, ...]:
         # a decode step on a GPU does not wait for the device: its column is a token in every sequence
@@ -328,12 +317,13 @@ class CompressedCache(Cache):
 
     def nbytes(self) -> int:
         """Bytes in use now: the pages that hold this cache's tokens (each once; one shared with a fork counts in both),
-        tables and buffers of all layers. Free pages, kept for coming tokens, count in reserved_nbytes alone."""
-        return sum(layer.nbytes() for layer in self.layers)
+        tables and buffers of all layers, recurrent ones included. Free pages, kept for coming tokens, count in
+        reserved_nbytes alone."""
+        return sum(layer.nbytes() for layer in self.own) + self._states_nbytes()
 
     def reserved_nbytes(self) -> int:
         """Bytes of all tensors that the cache keeps alive: free pages and those of its forks included."""
-        return sum(layer.reserved_nbytes() for layer in self.layers)
+        return sum(layer.reserved_nbytes() for layer in self.own) + self._states_nbytes()
 
     def trim(self) -> None:
         """Gives free pages back, those that dropped forks have left included: reserved_nbytes falls to about nbytes.
@@ -343,39 +333,49 @@ class CompressedCache(Cache):
         of one layer's pages in use; RuntimeError if there is none: each layer is then trimmed or as it was. On a GPU
         the memory goes back to PyTorch's allocator: torch.cuda.empty_cache() gives it to others.
         """
-        for layer in self.layers:
+        for layer in self.own:
             layer.trim()
 
     @torch.inference_mode(False)
     def fork(self) -> Self:
         """An independent cache of the same state, for one of several questions over one prompt.
 
-        Pages are shared until one of the two writes to them, and free again when no cache needs them; windows of
-        StreamingCache are copied. copy.copy does the same.
+        Pages are shared until one of the two writes to them, and free again when no cache needs them; windows and
+        recurrent states are copied. copy.copy does the same.
         Raises RuntimeError while a prompt is being read or if the cache is incomplete.
         """
         self.check_complete()
-        if self.step.iteration is not None:
-            raise RuntimeError("a cache cannot be forked while a prompt is being read")
-        # a rotary embedding is the model's, and its tables are the same for both
-        shared = {id(x): x for x in (self.rotary, self._rotary_source) if x is not None}
-        return copy.deepcopy(self, dict(shared))
+        return copy.deepcopy(self)
 
     def __copy__(self) -> Self:
         return self.fork()  # what shares its layers would change with it
 
     def stored_lengths(self) -> list[list[list[int]]]:
-        """Tokens held per layer, sequence and KV head: [L][B][Hkv]. seen_lengths() says how many tokens were seen."""
-        return [layer.stored_lengths() for layer in self.layers]
+        """Tokens held per layer, sequence and KV head: [L][B][Hkv]; [] for a layer that holds no keys of its own.
+        get_seq_length() says how many tokens were seen."""
+        return [layer.stored_lengths() if isinstance(layer, CompressedLayer) else [] for layer in self.layers]
 
     def reset(self) -> None:
         """Empties the cache and makes it usable again, whatever state it was in."""
-        windows = [layer.sliding_window for layer in self.layers]
-        self.layers = [self._new_layer(index, window) for index, window in enumerate(windows)]
-        self.step, self.seen, self.fixed, self._batch, self._running, self._repeated = Step(), 0, 0, 0, False, 0
+        for index, layer in enumerate(self.layers):
+            if isinstance(layer, LocalLayer):
+                self.layers[index] = LocalLayer(index, layer.window, layer.chunk)
+            elif isinstance(layer, CompressedLayer):
+                self.layers[index] = self._new_layer(index, layer.number)
+        self._reset_states()
+        self.seen, self.fixed, self._batch, self._incomplete, self._repeated, self._columns_read = 0, 0, 0, False, 0, 0
+
+    # ---- what transformers asks ----
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        return self.seen
+        return self.seen + self._columns_read
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return self.seen + query_length, 0
+
+    @property
+    def is_croppable(self) -> bool:
+        return not self.recurs and all(layer.is_croppable for layer in self.own)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Takes back tokens; a negative number, as transformers has it. Not those of a compressed prompt."""
@@ -389,21 +389,35 @@ class CompressedCache(Cache):
                 f"input), got {-tokens_to_remove}"
             )
         if tokens_to_remove:
-            for layer in self.layers:
+            for layer in self.own:
                 layer.drop_last(-tokens_to_remove)
             self.seen += tokens_to_remove
 
     def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        return self.layers[0].update()
+        """The family hands its keys and values over here, and to our attention after that: nothing is done yet."""
+        if not self._incomplete:
+            return self.own[0].update()
+        return noted_update(*args, **kwargs)
+
+    @torch.inference_mode(False)
+    def select_sequences(self, indices: list[int]) -> None:
+        """Keeps copies of the given sequences in this order."""
+        for layer in self.own:
+            layer.select_batch(indices)
+        self._select_states(indices)
+        self._batch = len(indices) if self._batch else 0
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        super().batch_repeat_interleave(repeats)
-        self._batch *= repeats
+        self.select_sequences([b for b in range(self._batch) for _ in range(repeats)])
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        super().batch_select_indices(indices)
-        self._batch = len(self.layers[0].stored_lengths())
+        if indices.dtype == torch.bool:
+            indices = indices.nonzero().flatten()
+        self.select_sequences(indices.tolist())
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        super().reorder_cache(beam_idx)
-        self._batch = len(beam_idx)
+        self.select_sequences(beam_idx.tolist())
+
+
+def _compresses(layer: Any) -> bool:
+    return isinstance(layer, CompressedLayer) and not isinstance(layer, LocalLayer)

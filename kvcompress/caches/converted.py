@@ -8,8 +8,9 @@ from typing import Any, ClassVar
 from transformers import PreTrainedConfig
 
 from .. import planner
+from ..hf.config import decoder_config
 from ..planner import Plan
-from .base import CompressedCache, decoder_config
+from .base import CompressedCache
 from .store import PoolSettings
 
 
@@ -30,7 +31,6 @@ class ConvertedCache(CompressedCache):
             raise ValueError(f"chunk_size must be an integer of at least 1 or None, got {chunk_size!r}")
         self.pool_settings, self.chunk_size = PoolSettings(page_size, max_pages, grow), chunk_size
         self.settings = self._settings_of(decoder_config(config))
-        self.prompt_lengths: list[int] = []  # of the prompt that is being read
         super().__init__(config)
 
     @staticmethod
@@ -63,17 +63,13 @@ class ConvertedCache(CompressedCache):
     def plan_prompt(self, length: int) -> Plan:
         return planner.plan(length, chunk_size=self.chunk_size or max(length, 1), memory_size=1)
 
-    def begin_prompt(self, plans: list[Plan], guide_length: int) -> None:
-        self.prompt_lengths = [sum(plan.chunks) for plan in plans]
+    # ---- what users ask ----
 
-    def end_prompt(self, columns: int) -> None:
-        super().end_prompt(columns)
-        self.prompt_lengths = []
-
-    def reset(self) -> None:
-        self.prompt_lengths = []
-        super().reset()
+    @property
+    def converted_layers(self) -> list[int]:
+        """The model's numbers of the layers that the method converted; others are as in any cache."""
+        return [layer.index for layer in self.compressing]
 
     def seen_lengths(self) -> list[int]:
         """Tokens that each sequence has had, padding not counted."""
-        return list(self.layers[0].next)
+        return list(self.compressing[0].next)

@@ -3,36 +3,42 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedConfig
 
 from .. import ops, planner
 from ..budgets import Budget, Uniform
+from ..hf.facts import Facts
+from ..hf.method import Call, Pass
 from ..planner import Adaptive, Plan
 from ..pruners import Pruner
-from .base import decoder_config
-from .iterative_layer import IterativeLayer
-from .pruned import PrunedCache
-from .pruned_layer import NEVER
+from .base import CompressedCache, trained_length_of
+from .iterative_layer import IterativeLayer, ReadingSettings
+from .passes import CachePass, Iteration
+from .policy import NEVER, Policy
+from .store import PoolSettings
 from .track import Reading, Track
 
 PRUNE = ("layer", "forward")
+ROOM = 32  # tokens that the default memory has for what a pruner chooses, besides sinks and window
+LEAST = 64  # and tokens in all: with fewer, 2 facts of 43 outlasted long prompts; with these 369 of 370
 _UNIT = 1 << 30  # weights of layers are counted in parts of this
 
 
-class IterativeCache(PrunedCache):
+class IterativeCache(CompressedCache):
     """Reads a prompt of any length through a small memory; `kvcompress.prefill` or `generate` do the reading.
 
     config: the model's config. memory_size: tokens kept per layer and KV head (per sequence) when the prompt is read,
     or PyramidKV or AdaKV of a number of tokens, which divide them over layers or heads. chunk_size: tokens read per
     iteration, mean. pruner: chooses the memory among the old memory and the chunk (default SnapKV()).
-    schedule: how memory grows from initial_memory (default memory_size divided by the number of iterations) to
-    memory_size: "fixed" (full size from the start), "linear", "square", "sqrt", "square-sqrt" (lower layers square,
-    higher ones sqrt) or "adaptive" (= Adaptive(): layers that retain more get more). The default initial_memory is a
-    token or two for long prompts: give it room for what must not be lost early (a fact and its words). dynamic: chunks
+    schedule: how memory grows from initial_memory to memory_size: "fixed" (full size from the start), "linear",
+    "square", "sqrt", "square-sqrt" (lower layers square, higher ones sqrt) or "adaptive" (= Adaptive(): layers that
+    retain more get more). initial_memory: None = memory_size divided by the number of iterations, as IMDC has it, but
+    where that is less, the pruner's sinks and window and 32 tokens for what it chooses, 64 at least: a smaller memory
+    loses what stands early. Give the paper's number for the paper's plan. dynamic: chunks
     shrink as memory grows, so that a chunk and the memory before it are one constant. Both need the prompt's length; a
     later prompt of a conversation continues the iteration with the full memory.
     append: True compresses each chunk alone and appends it; memory is never rewritten (a baseline, IMDC, B.4).
@@ -44,9 +50,6 @@ class IterativeCache(PrunedCache):
     With "fixed", a prompt that fits into memory_size is kept whole: the model then sees what it would see with a dense
     cache. Raises ValueError for sizes below 1, RuntimeError where a layer needs more than max_pages. Source: IMDC.
     """
-
-    layers: list[IterativeLayer]
-    smaller = "use a smaller memory_size and chunk_size, or generate fewer tokens"
 
     def __init__(
         self,
@@ -72,10 +75,7 @@ class IterativeCache(PrunedCache):
             raise ValueError(f"memory_size must be a number of tokens, got {memory_size}")
         self.adaptive = Adaptive() if schedule == "adaptive" else schedule if isinstance(schedule, Adaptive) else None
         self.memory_size, self.schedule = tokens, "adaptive" if isinstance(schedule, Adaptive) else schedule
-        self.dynamic, self.initial_memory, self.append, self.prune = dynamic, initial_memory, append, prune
-        self.dense_below = dense_below
-        self.kv_heads: int = decoder_config(config).num_key_value_heads
-        self.largest_context = 0
+        self.dynamic, self.initial_memory, self.dense_below = dynamic, initial_memory, dense_below
         if initial_memory is not None and self.schedule == "fixed":
             raise ValueError(f"initial_memory must be None with schedule='fixed', got {initial_memory}")
         # refuses wrong sizes and schedules
@@ -98,24 +98,36 @@ class IterativeCache(PrunedCache):
             )
         if track and every:
             raise ValueError(f"track follows prompts only: every must be None with it, got {every}")
-        super().__init__(
-            config, pruner, memory_size, every=every, positions="contiguous" if every else "original",
-            chunk_size=chunk_size, page_size=page_size, max_pages=max_pages, grow=grow,
+        self.pool_settings = PoolSettings(page_size, max_pages, grow)
+        self.policy = Policy.of(
+            pruner, memory_size, self.pool_settings, trained_length_of(config), every=every, chunk_size=chunk_size,
+            positions="contiguous" if every else "original", prompts=every is not None,
         )  # fmt: skip
+        self.pruner, self.budget, self.every = self.policy.pruner, self.policy.budget, self.policy.every
+        self.chunk_size: int = chunk_size
+        self.reading = ReadingSettings(append, prune, retention=self.adaptive is not None, track=track)
         self.track = Track() if track else None
+        self.read: list[int] = []  # tokens of each sequence so far
+        self.largest_context = 0
+        super().__init__(config)
 
-    def _new_layer(self, index: int, sliding_window: int | None) -> IterativeLayer:
-        return IterativeLayer(self, index, sliding_window)
+    def _new_layer(self, index: int, number: int) -> IterativeLayer:
+        return IterativeLayer(index, number, self.policy, self.reading)
 
     # ---- how much memory ----
 
     def plan_prompt(self, length: int) -> Plan:
-        later = self.read_before > 0
-        return planner.plan(
-            length, chunk_size=self.chunk_size or 1, memory_size=self.memory_size,
-            schedule="fixed" if later else self.schedule, dynamic=self.dynamic,
-            initial_memory=None if later else self.initial_memory, layers=len(self.layers),
-        )  # fmt: skip
+        settings: dict[str, Any] = {
+            "chunk_size": self.chunk_size, "memory_size": self.memory_size, "dynamic": self.dynamic,
+            "layers": max(len(self.compressing), 1),
+        }  # fmt: skip
+        if max(self.read, default=0) > 0:  # a later prompt continues with the full memory
+            return planner.plan(length, schedule="fixed", **settings)
+        plan = planner.plan(length, schedule=self.schedule, initial_memory=self.initial_memory, **settings)
+        least = min(self.memory_size, max(LEAST, self.pruner.num_sink_tokens + self.pruner.window + ROOM))
+        if self.initial_memory is None and len(plan) and min(memory[0] for memory in plan.layer_memory) < least:
+            plan = planner.plan(length, schedule=self.schedule, initial_memory=least, **settings)
+        return plan
 
     def stream_plan(self) -> Plan:
         if self.dense_below:
@@ -125,75 +137,67 @@ class IterativeCache(PrunedCache):
                 f"input_ids of unknown length can be read with schedule='fixed' and dynamic=False alone, got "
                 f"{self.schedule!r} and {self.dynamic}: the others divide the length"
             )
-        return self.plan_prompt(self.memory_size + 2 * (self.chunk_size or 1))
+        return self.plan_prompt(self.memory_size + 2 * self.chunk_size)
 
-    @property
-    def read_before(self) -> int:
-        """Tokens of the longest sequence so far."""
-        return max(self.layers[0].read, default=0)
+    def _is_dense(self, b: int, plan: Plan, i: int = 0) -> bool:
+        """Whether sequence b is read without any pruning; iteration i is to come."""
+        return (self.read[b] if self.read else 0) + sum(plan.chunks[i:]) <= self.dense_below
 
     def memory_sizes(self, b: int, plan: Plan, i: int) -> tuple[int, ...]:
-        L, chunk = len(self.layers), plan.chunks[i]
-        read = self.layers[0].read[b] if self.layers[0].read else 0
-        if read + sum(plan.chunks[i:]) <= self.dense_below:
+        L, read = len(self.compressing), (self.read[b] if self.read else 0) + plan.chunks[i]
+        if self._is_dense(b, plan, i):
             return (NEVER,) * L
-        if self.adaptive is not None:
+        if self.adaptive is not None and L:
             return self._adaptive_sizes(self.adaptive, b, plan, i)
         if self.schedule == "square-sqrt":
-            return tuple(memory[i] for memory in plan.layer_memory)
-        return tuple(self.budget.layer_share(plan.memory[i], read + chunk, j, L) for j in range(L))
+            return tuple(memory[i] for memory in plan.layer_memory)[:L]
+        return tuple(self.budget.layer_share(plan.memory[i], read, j, L) for j in range(L))
 
     def _adaptive_sizes(self, adaptive: Adaptive, b: int, plan: Plan, i: int) -> tuple[int, ...]:
         """IMDC, eq 3: in the third iteration and later, by how much of its memory each layer retained."""
-        L, mean = len(self.layers), plan.memory[i]
-        history = [layer.retained[b] if layer.retained else [] for layer in self.layers]
+        layers, mean = self.compressing, plan.memory[i]
+        history = [layer.retained[b] if layer.retained else [] for layer in layers]
         if len(history[0]) < 2:
-            return (mean,) * L
+            return (mean,) * len(layers)
         if adaptive.ratio == "last" and adaptive.normalise == "sum":
             kept, stored = [past[-1][0] for past in history], [past[-1][1] for past in history]
         else:
             weights = adaptive.weights(history)
-            kept, stored = [round(weight * _UNIT) for weight in weights], [_UNIT] * L
-        most = [layer.mean_of(b) + plan.chunks[i] for layer in self.layers]
+            kept, stored = [round(weight * _UNIT) for weight in weights], [_UNIT] * len(layers)
+        most = [layer.mean_of(b, self._batch) + plan.chunks[i] for layer in layers]
         if i + 1 < len(plan) and (room := self.trained_length - plan.chunks[i + 1]) >= mean:
             most = [min(count, room) for count in most]  # positions stay where the model was trained
         least = max(1, self.pruner.num_sink_tokens + self.pruner.window)
         lowest = [min(mean, count, least) for count in most]
-        return tuple(ops.divide_memory(L * mean, kept, stored, lowest=lowest, highest=most).tolist())
-
-    def final_memory(self, b: int, read: int, layer: int) -> int:
-        """Tokens per head of one layer while decoding, where `read` tokens have been read."""
-        if self.adaptive is not None:
-            shares = [each.share[b] for each in self.layers if each.share]
-            if sum(shares) == len(self.layers) * self.memory_size:
-                return shares[layer]
-        return self.budget.layer_share(self.memory_size, read, layer, len(self.layers))
-
-    @property
-    def measures_retention(self) -> bool:
-        return self.adaptive is not None
+        return tuple(ops.divide_memory(len(layers) * mean, kept, stored, lowest=lowest, highest=most).tolist())
 
     # ---- reading ----
 
+    def check_guide(self) -> None:
+        self.policy.check_guide()
+
     def begin_prompt(self, plans: list[Plan], guide_length: int) -> None:
-        stored = self.layers[0].stored_lengths() or [[0]] * len(plans)
+        layers, facts = self.compressing, self.facts
+        assert facts is not None
+        self.read, self.largest_context = self.read or [0] * len(plans), 0
+        if not layers:
+            return
         contexts, pages = [0], 0
+        stored, heads = layers[0].stored_lengths() or [[0]] * len(plans), max(facts[x.index].kv_heads for x in layers)
         for b, (row, plan) in enumerate(zip(stored, plans, strict=True)):
-            held, before = max(row, default=0), self.layers[0].read[b] if self.layers[0].read else 0
-            dense = before + sum(plan.chunks) <= self.dense_below
+            held, dense = max(row, default=0), self._is_dense(b, plan)
             largest = map(max, zip(*plan.layer_memory, strict=True))
             for chunk, memory in zip(plan.chunks, largest, strict=True):
                 contexts.append(held + chunk + guide_length)
                 held = held + chunk if dense else min(memory, held + chunk)
-            pages += self.kv_heads * self.pool_settings.blocks(held)
+            pages += heads * self.pool_settings.blocks(held)
         if isinstance(self.budget, Uniform) and self.adaptive is None:
             self.pool_settings.check(pages)
-        self.largest_context = 0
-        self.note_context(max(contexts))
-        for layer in self.layers:
-            layer.begin_prompt()
+        self._note_context(max(contexts))
+        for layer in layers:
+            layer.begin_prompt(facts[layer.index], self.read)
 
-    def note_context(self, keys: int) -> None:
+    def _note_context(self, keys: int) -> None:
         """Warns, once for a prompt, where more keys are in sight than the model was trained for."""
         if keys > self.trained_length >= self.largest_context:
             warnings.warn(
@@ -203,55 +207,67 @@ class IterativeCache(PrunedCache):
             )
         self.largest_context = max(self.largest_context, keys)
 
-    def begin_forward(self, decoder: Any, name: str, tokens: Tensor, attention_mask: Tensor | None) -> None:
-        if self.step.iteration is None and not self.every and tokens.shape[1] > self.memory_size:
-            self.warn_once(
-                f"a prompt of {tokens.shape[1]} tokens came without kvcompress.prefill or kvcompress.generate, which "
-                "read through the memory: all of it is kept"
+    @torch.inference_mode(False)
+    def begin(self, call: Call) -> CachePass:
+        step = super().begin(call)
+        if self.compressing and not self.every and step.columns > self.memory_size:
+            self.policy.notices.give(
+                "whole prompt",
+                f"a prompt of {step.columns} tokens came without kvcompress.prefill or kvcompress.generate, which read "
+                "through the memory: all of it is kept",
             )
-        super().begin_forward(decoder, name, tokens, attention_mask)
+        return step
 
-    def end_forward(self) -> None:
-        if self.step.iteration is not None:
-            for layer in self.layers:
+    def open(self, facts: Facts, counts: Sequence[int], columns: int, iteration: Iteration | None = None) -> CachePass:
+        if iteration is not None:
+            for layer in self.compressing:
+                self._note_context(layer.keys_in_sight(tuple(counts)))
+        step = super().open(facts, counts, columns, iteration)
+        step.read = tuple(self.read or [0] * len(counts))
+        return step
+
+    def end(self, current: Pass, hidden: Any) -> None:
+        assert isinstance(current, CachePass)
+        if current.iteration is not None:
+            for layer in self.compressing:
                 layer.prune()
             if self.track is not None:
-                self._note_reading(self.track)
-        super().end_forward()
+                self._note_reading(self.track, current)
+        super().end(current, hidden)
+        self.read = [read + count for read, count in zip(current.read, current.kept, strict=True)]
 
-    def _note_reading(self, track: Track) -> None:
-        step = self.step
-        assert step.iteration is not None
+    def _note_reading(self, track: Track, step: CachePass) -> None:
         while len(track.readings) < len(step.counts):
             track.readings.append([])
-        for b, count in enumerate(step.counts):
-            if count:
-                chunk = count - step.iteration.guide_length
-                layers = tuple(layer.layer_reading(b) for layer in self.layers)
-                track.readings[b].append(Reading(self.layers[0].read[b] - chunk, chunk, layers))
+        for b, (start, chunk) in enumerate(zip(step.read, step.kept, strict=True)):
+            if chunk:
+                layers = tuple(layer.layer_reading(b, start) for layer in self.compressing)
+                track.readings[b].append(Reading(start, chunk, layers))
 
     def end_prompt(self, columns: int) -> None:
         super().end_prompt(columns)
-        for layer in self.layers:
-            layer.end_prompt()
+        assert self.facts is not None
+        layers = self.compressing
+        # memory that was divided by retention stays so while decoding, where it is all of it
+        total = len(layers) * self.memory_size
+        lasting = [
+            self.adaptive is not None and sum(layer.share[b] for layer in layers if layer.share) == total
+            for b in range(len(self.read))
+        ]
+        for layer in layers:
+            layer.end_prompt(self.facts[layer.index], self.read, lasting)
 
-    def batch_select_indices(self, indices: Tensor) -> None:
-        super().batch_select_indices(indices)
-        self._select_readings(indices.nonzero().flatten() if indices.dtype == torch.bool else indices)
+    def crop(self, tokens_to_remove: int) -> None:
+        super().crop(tokens_to_remove)
+        self.read = [read + tokens_to_remove for read in self.read]
 
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        batch = self._batch
-        super().batch_repeat_interleave(repeats)
-        self._select_readings(torch.arange(batch).repeat_interleave(repeats))
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        super().reorder_cache(beam_idx)
-        self._select_readings(beam_idx)
-
-    def _select_readings(self, indices: Tensor) -> None:
+    @torch.inference_mode(False)
+    def select_sequences(self, indices: list[int]) -> None:
+        super().select_sequences(indices)
+        self.read = [self.read[b] for b in indices] if self.read else []
         if self.track is not None and self.track.readings:
-            self.track.readings = [list(self.track.readings[b]) for b in indices.tolist()]
+            self.track.readings = [list(self.track.readings[b]) for b in indices]
 
     def reset(self) -> None:
         super().reset()
-        self.track = Track() if self.track is not None else None
+        self.read, self.track = [], Track() if self.track is not None else None

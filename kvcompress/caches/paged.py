@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from .. import ops
-from .base import CompressedLayer, Step
+from ..hf.facts import LayerFacts
+from ..softmax import Softmax
+from .layer import CompressedLayer
+from .passes import CachePass
 from .pool import PagePool
-from .store import keys_and_values
+from .store import PoolSettings, keys_and_values
 
 
 def step_positions(first: Tensor, counts: Sequence[int], tokens: int) -> Tensor:
@@ -29,8 +32,9 @@ class PagedLayer(CompressedLayer):
 
     is_croppable = True
 
-    def __init__(self, *args: object, **kwargs: object) -> None:
-        super().__init__(*args, **kwargs)  # type: ignore[arg-type]
+    def __init__(self, index: int, number: int, pool_settings: PoolSettings) -> None:
+        super().__init__(index, number)
+        self.pool_settings = pool_settings
         self.pool: PagePool | None = None
         self.rope_lengths: list[int] = []  # keys in sight when a sequence's frequencies were settled
         self.shift: Tensor | None = None  # int32 [R]; None = 0. shift + length is the same for all heads of a sequence
@@ -41,46 +45,49 @@ class PagedLayer(CompressedLayer):
         assert self.pool is not None
         return len(self.pool.bounds) // len(self.rope_lengths)
 
-    def attend(self, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
-        rotary, counts = self.cache.rotary, self.cache.step.counts
-        assert rotary is not None
+    def attend(self, step: CachePass, queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax) -> Tensor:
+        view = self.append(step, keys, values)
+        return step.answer(self.index, view, queries, softmax)
+
+    def append(self, step: CachePass, keys: Tensor, values: Tensor) -> Callable[[Tensor, Softmax], Tensor]:
+        """Stores new tokens; returns the attention of queries [B, Hq, S, D] at their places."""
+        facts, counts = step.facts[self.index], step.counts
         B, Hkv, S, D = keys.shape
         if self.pool is None:
-            self.open_pool(B * Hkv, D, keys, [max(count, 1) for count in counts])
+            self.open_pool(B * Hkv, D, keys, step.whole)
         pool = self.pool
         assert pool is not None
         bound = max(max(place + count for place, count in zip(self.next, counts, strict=True)), S)
         place = pool.lengths if self.shift is None else pool.lengths + self.shift
-        positions = self._positions(place.view(B, Hkv)[:, :1], S)
-        q = rotary.rotate(queries, positions, bound, self.rope_lengths)
-        k = rotary.rotate(keys, positions, bound, self.rope_lengths)
-        pool.append((k, values), self._per_row(counts))
+        positions = step_positions(place.view(B, Hkv)[:, :1], counts, S)
+        pool.append((facts.key_rotary.rotate(keys, positions, bound, self.rope_lengths), values), self._per_row(counts))
         self.next = [place + count for place, count in zip(self.next, counts, strict=True)]
-        return self.attend_held(queries, q, scaling)
 
-    def attend_held(self, queries: Tensor, rotated: Tensor, scaling: float) -> Tensor:
+        def view(queries: Tensor, softmax: Softmax) -> Tensor:
+            rotated = facts.query_rotary.rotate(queries, positions, bound, self.rope_lengths)
+            return self.attend_held(step, queries, rotated, softmax)
+
+        return view
+
+    def attend_held(self, step: CachePass, queries: Tensor, rotated: Tensor, softmax: Softmax) -> Tensor:
         """Attention of the last S tokens, which are held already. queries: the same before rotation."""
         pool = self.pool
         assert pool is not None
-        return self._decode(rotated, pool.lengths, None, scaling, causal=True)[0]
+        return self._decode(rotated, pool.lengths, None, softmax, causal=True)[0]
 
     def _decode(
-        self, rotated: Tensor, end: Tensor, begin: Tensor | None, scaling: float, *, causal: bool
+        self, rotated: Tensor, end: Tensor, begin: Tensor | None, softmax: Softmax, *, causal: bool
     ) -> tuple[Tensor, Tensor]:
         """(out, lse) of queries over the slots begin..end-1 of every row."""
-        pool = self.pool
-        assert pool is not None
+        assert self.pool is not None
+        pages, table, _ = self.pool.snapshot()
         return ops.decode(
-            rotated, pool.k_pages, pool.v_pages, end, block_table=pool.block_table, begin=begin, scale=scaling,
-            causal=causal,
+            rotated, pages["keys"], pages["values"], end, block_table=table, begin=begin, causal=causal,
+            **softmax.options,
         )  # fmt: skip
 
-    def _positions(self, first: Tensor, tokens: int) -> Tensor:
-        return step_positions(first, self.cache.step.counts, tokens)
-
     def open_pool(self, rows: int, head_dim: int, like: Tensor, rope_lengths: list[int]) -> None:
-        slots = keys_and_values(head_dim, like.dtype)
-        self.pool = PagePool(rows, slots, like.device, self.cache.pool_settings)
+        self.pool = PagePool(rows, keys_and_values(head_dim, like.dtype), like.device, self.pool_settings)
         self.rope_lengths, self.next = rope_lengths, [0] * len(rope_lengths)
         self.shift = None
 
@@ -88,15 +95,10 @@ class PagedLayer(CompressedLayer):
         assert self.pool is not None
         return [count for count in counts for _ in range(len(self.pool.bounds) // len(counts))]
 
-    def check_step(self, step: Step) -> None:
+    def check_step(self, step: CachePass, facts: LayerFacts) -> None:
         """Takes the pages that the step needs before any layer has changed, so that a full pool loses nothing."""
-        super().check_step(step)
-        if self.pool is not None and step.iteration is None and self.cache.pool_settings.max_pages is not None:
+        if self.pool is not None and step.iteration is None and self.pool_settings.max_pages is not None:
             self.pool.reserve(self._per_row(step.counts))
-
-    def keys_in_sight(self, step: Step) -> int:
-        held = self.next or [0] * len(step.counts)
-        return max(have + count for have, count in zip(held, step.counts, strict=True))
 
     def drop_last(self, tokens: int) -> None:
         if self.pool is not None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from .store import PageStore, PoolSettings, Rows, Slots
+from .store import PageStore, PoolSettings, Rows, Slots, Snapshot, locked
 
 
 class PagePool:
@@ -22,6 +22,8 @@ class PagePool:
     its own is a pool of its own. block_table: int32 [R, blocks], the pages of each row in order. lengths: int32 [R].
     Both are on the device and nothing waits for it there; the host keeps `bounds`, which lengths never exceed (and
     equal while `exact`). Forks and selected rows share pages until one of them writes.
+    Each thread may have a pool of its own over the same pages, and several may fork one. A thread whose pool has forks
+    elsewhere reads by snapshot(): between two looks at k_pages and block_table another may trim.
     """
 
     def __init__(self, rows: int, slots: Slots, device: torch.device, settings: PoolSettings | None = None) -> None:
@@ -38,11 +40,16 @@ class PagePool:
         self._shares = False  # whether any page may
         self._register()
 
+    @locked
     def _register(self) -> None:
         self.store.tables.add(self._rows)
         weakref.finalize(self, self.store.dropped.append, self._rows).atexit = False
 
     # ---- what there is ----
+
+    @property
+    def lock(self) -> Any:
+        return self.store.lock
 
     @property
     def page_size(self) -> int:
@@ -64,6 +71,11 @@ class PagePool:
     def lengths(self) -> Tensor:
         return self._rows.lengths
 
+    @locked
+    def snapshot(self) -> Snapshot:
+        """What attention reads, all of one moment: for a pool whose forks other threads change."""
+        return Snapshot(self.store.arrays, self._rows.block_table, self._rows.lengths)
+
     @property
     def counts(self) -> list[int]:
         """Slots per row. Waits for the device if only the device knows."""
@@ -71,6 +83,7 @@ class PagePool:
             self.bounds, self.exact = self.lengths.tolist(), True
         return self.bounds
 
+    @locked
     def pages_in_use(self) -> int:
         """Pages that these rows name, each once. Waits for the device."""
         if self.store.pages == 0:
@@ -87,23 +100,27 @@ class PagePool:
         """Bytes of all tensors: every page of the store, free or in use by forks, the free list, and this table."""
         return self.store.nbytes() + sum(x.numel() * x.element_size() for x in (self.block_table, self.lengths))
 
-    def gather(self, capacity: int) -> list[Tensor]:
-        """For each name in slots [R, capacity, ...], zeros past each row's length. capacity: at least the longest."""
+    def gather(self, capacity: int, names: Sequence[str] | None = None) -> list[Tensor]:
+        """For each name in slots (or of these) [R, capacity, ...], zeros past each row's length. capacity: at least the
+        longest."""
         counts, P = self.counts, self.page_size
-        longest, device = max(counts, default=0), self.lengths.device
-        out = [x.new_zeros(len(counts), capacity, *x.shape[2:]) for x in self.store.arrays.values()]
+        every, table, lengths = self.snapshot()
+        arrays = [array for name, array in every.items() if names is None or name in names]
+        longest = max(counts, default=0)
+        out = [x.new_zeros(len(counts), capacity, *x.shape[2:]) for x in arrays]
         if longest:
-            places = torch.arange(longest, dtype=torch.int32, device=device)
-            held = places < self.lengths[:, None]
-            pages = torch.where(held, self.block_table.gather(1, (places // P).long().expand(len(counts), -1)), 0)
+            places = torch.arange(longest, dtype=torch.int32, device=lengths.device)
+            held = places < lengths[:, None]
+            pages = torch.where(held, table.gather(1, (places // P).long().expand(len(counts), -1)), 0)
             slots = pages.long() * P + places % P
-            for x, array in zip(out, self.store.arrays.values(), strict=True):
+            for x, array in zip(out, arrays, strict=True):
                 rows = array.flatten(0, 1)[slots]
                 x[:, :longest] = rows.masked_fill_(~held.view(*held.shape, *[1] * (rows.ndim - 2)), 0)
         return out
 
     # ---- what changes it ----
 
+    @locked
     def reserve(self, counts: Sequence[int], rewrites: Sequence[bool] | None = None) -> int:
         """Makes sure that an append of counts[r] tokens to each row r finds its pages; returns the most it can take.
 
@@ -153,6 +170,7 @@ class PagePool:
 
         self.extend(write, most, known=known)
 
+    @locked
     def extend(
         self,
         write: Callable[[ops.PageTable], None],
@@ -177,6 +195,7 @@ class PagePool:
             rows = zip(self._last_shared, counts, again, strict=True)
             self._last_shared = [here and not (count or rewritten) for here, count, rewritten in rows]
 
+    @locked
     def truncate(self, lengths: Sequence[int] | Tensor) -> None:
         """Shortens every row r to lengths[r]; pages left empty become free.
 
@@ -199,6 +218,7 @@ class PagePool:
             raise ValueError(f"tokens must be between 0 and the shortest row's {shortest}, got {tokens}")
         self.truncate([count - tokens for count in self.counts])
 
+    @locked
     def give_back(self, first: int, pages: Sequence[int]) -> None:
         """Takes pages[r] pages out of every row r, from its page number `first` on; what follows moves up by as many.
 
@@ -225,6 +245,7 @@ class PagePool:
         self.bounds = kept
         self._last_shared = [self._shares] * len(kept)
 
+    @locked
     def compact(self, indices: Tensor, kept: Sequence[int] | Tensor | None = None) -> None:
         """Keeps the chosen slots of every row in all arrays; pages that become empty are free again.
 
@@ -249,6 +270,7 @@ class PagePool:
             self.bounds = [count if count >= 0 else held for count, held in zip(wanted, self.bounds, strict=True)]
         self._last_shared = [self._shares] * len(self.bounds)
 
+    @locked
     def rewrite(self, tokens: Sequence[Tensor], counts: Sequence[int]) -> None:
         """Makes every row r the last counts[r] of S tokens; what it held before is gone.
 
@@ -271,6 +293,7 @@ class PagePool:
         """
         self.store.trim()
 
+    @locked
     def fork(self) -> PagePool:
         """An independent pool of the same rows over the same pages, which are copied when one of the two writes.
 
@@ -283,6 +306,7 @@ class PagePool:
             one._shares, one._last_shared = True, [True] * len(self.bounds)
         return pool
 
+    @locked
     def select_rows(self, rows: Sequence[int]) -> None:
         """Makes row i what rows[i] was. Rows that are named twice share their pages; those not named give theirs up.
 
@@ -309,6 +333,12 @@ class PagePool:
     def __deepcopy__(self, memo: dict[int, Any]) -> PagePool:
         return self.fork()
 
+    @locked
+    def __getstate__(self) -> dict[str, Any]:
+        """A pool is saved alone: not with the pages of its forks, nor with free ones."""
+        store, rows = self.store.copy_of(self._rows)
+        return vars(self) | {"store": store, "_rows": rows, "_stock": -1}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._register()
@@ -325,12 +355,13 @@ class PagePool:
     def _share(self, index: Tensor | None) -> Rows:
         """Further lines that name the pages of the given rows (None: all)."""
         self.store.tidy()
-        table, named, lengths = self.block_table, self._named(), self.lengths.clone()
-        if index is not None:
-            table, named, lengths = table[index], named[index], lengths[index]
+        table, named = self.block_table, self._named()
+        rows = Rows(table.clone(), self.lengths.clone()) if index is None else Rows(table[index], self.lengths[index])
+        named = named if index is None else named[index]
         if self.store.pages:
-            self.store.refs.index_add_(0, torch.where(named, table, 0).flatten(), named.flatten().to(torch.int32))
-        return Rows(table.clone(), lengths)
+            pages = torch.where(named, rows.block_table, 0).flatten()
+            self.store.refs.index_add_(0, pages, named.flatten().to(torch.int32))
+        return rows
 
     def _most_pages(self, counts: Sequence[int], rewrites: Sequence[bool] | None = None) -> int:
         """Pages that an append of counts[r] tokens takes at most, as far as the host knows."""

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import warnings
+from collections.abc import Sequence
 
 from transformers import PreTrainedConfig
 
 from .. import planner
-from ..budgets import AdaKV, Budget, CacheShape, Size, as_budget
+from ..budgets import Budget, Size, Uniform
+from ..hf.facts import Facts
 from ..planner import Plan
 from ..positions import RemoteGap
-from ..pruners import Pruner, SnapKV
-from .base import CompressedCache
+from ..pruners import Pruner
+from .base import CompressedCache, trained_length_of
+from .passes import CachePass, Iteration
+from .policy import Policy
 from .pruned_layer import PrunedLayer
 from .store import PoolSettings
 
@@ -35,9 +38,6 @@ class PrunedCache(CompressedCache):
     Raises ValueError for settings out of range. Source: SnapKV, H2O, TOVA, IntelLLM.
     """
 
-    layers: list[PrunedLayer]
-    smaller = "use a smaller budget with positions='contiguous' or a RemoteGap, and a chunk_size for long prompts"
-
     def __init__(
         self,
         config: PreTrainedConfig,
@@ -51,78 +51,52 @@ class PrunedCache(CompressedCache):
         max_pages: int | None = None,
         grow: str = "double",
     ) -> None:
-        self.pruner: Pruner = SnapKV() if pruner is None else pruner
-        if not isinstance(self.pruner, Pruner):
-            raise ValueError(
-                f"pruner must be one of kvcompress.pruners or a subclass of kvcompress.pruners.Pruner, got "
-                f"{type(pruner).__name__}"
-            )
-        if budget is None and (budget := self.pruner.default_budget) is None:
-            raise ValueError(f"budget must be given with {type(self.pruner).__name__}, got None")
-        self.budget = as_budget(budget)
-        for name, value in (("every", every), ("chunk_size", chunk_size)):
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-                raise ValueError(f"{name} must be an integer of at least 1 or None, got {value!r}")
-        self.every, self.chunk_size = every or 0, chunk_size
-        self.growth = max(self.every, chunk_size or 0)  # tokens between two compressions at most
-        self.gap = self._gap_of(positions)
-        self.bounded = isinstance(positions, RemoteGap)  # no position beyond the trained length
-        if self.gap is not None and self.pruner.one_frame:
-            raise ValueError(f"positions must be 'original' with {type(self.pruner).__name__}, got {positions!r}")
         self.pool_settings = PoolSettings(page_size, max_pages, grow)
-        self._warned: set[str] = set()
-        self.prompt_lengths: list[int] = []  # of the prompt that is being read
+        self.policy = Policy.of(
+            pruner, budget, self.pool_settings, trained_length_of(config), every=every, chunk_size=chunk_size,
+            positions=positions,
+        )  # fmt: skip
+        self.pruner, self.budget, self.every = self.policy.pruner, self.policy.budget, self.policy.every
+        self.chunk_size = chunk_size
         super().__init__(config)
-        if (
-            self.gap is not None
-            and self.bounded
-            and (keep := self.budget.tokens) is not None
-            and not isinstance(self.budget, AdaKV)
-        ):
-            near = self.near_of(keep)
-            self.gap.blank(keep - near, near, self.growth, self.trained_length)  # refuses what cannot fit
 
-    def _gap_of(self, positions: str | RemoteGap) -> RemoteGap | None:
-        if isinstance(positions, RemoteGap):
-            gap = positions
-        elif positions == "contiguous":
-            gap = RemoteGap(gap=0, on_overflow="warn")  # warns as IterativeCache does, refuses nothing
-        elif positions == "original":
-            return None
-        else:
-            raise ValueError(f"positions must be 'original', 'contiguous' or a RemoteGap, got {positions!r}")
-        return gap
-
-    def near_of(self, keep: int) -> int:
-        """Near tokens of a compression to `keep` tokens."""
-        assert self.gap is not None
-        near = max(self.pruner.recent(keep, keep), self.gap.near_length or 0)
-        return min(near, keep - min(self.pruner.num_sink_tokens, keep))
-
-    def _new_layer(self, index: int, sliding_window: int | None) -> PrunedLayer:
-        return PrunedLayer(self, index, sliding_window)
-
-    def tokens_of(self, length: int, layer: int, rows: int, slot_nbytes: int) -> int:
-        """Tokens per head that a layer keeps of a sequence of `length` tokens."""
-        shape = CacheShape(len(self.layers), rows, slot_nbytes, self.pool_settings.page_size, self.every)
-        return self.budget.layer_tokens(length, layer, shape)
+    def _new_layer(self, index: int, number: int) -> PrunedLayer:
+        return PrunedLayer(index, number, self.policy)
 
     def plan_prompt(self, length: int) -> Plan:
         return planner.plan(length, chunk_size=self.chunk_size or max(length, 1), memory_size=1)
 
-    def begin_prompt(self, plans: list[Plan], guide_length: int) -> None:
-        self.prompt_lengths = [sum(plan.chunks) for plan in plans]
-
     def end_prompt(self, columns: int) -> None:
         super().end_prompt(columns)
-        if self.chunk_size is not None or any(layer.whole and not all(layer.whole) for layer in self.layers):
+        if self.chunk_size is not None or not all(all(layer.chooser.whole) for layer in self.compressing):
             self.trim()  # pages that held a chunk before it was pruned
 
     def check_guide(self) -> None:
-        if not self.pruner.uses_guide:
-            raise ValueError(f"guide has no effect with the pruner {type(self.pruner).__name__}")
+        self.policy.check_guide()
 
-    def warn_once(self, message: str) -> None:
-        if message.split(",")[0][:16] not in self._warned:
-            self._warned.add(message.split(",")[0][:16])
-            warnings.warn(message, stacklevel=3)
+    def open(self, facts: Facts, counts: Sequence[int], columns: int, iteration: Iteration | None = None) -> CachePass:
+        if self.policy.gap is not None:
+            layers = self.compressing
+            # with the same number of tokens everywhere all layers are alike
+            for layer in layers[:1] if isinstance(self.budget, Uniform) else layers:
+                self._check_positions(layer, counts)
+        return super().open(facts, counts, columns, iteration)
+
+    def _check_positions(self, layer: PrunedLayer, counts: Sequence[int]) -> None:
+        """Refuses, or warns of, positions beyond the trained length, before any layer has changed."""
+        policy, trained = self.policy, self.trained_length
+        if layer.pool is None:
+            if policy.bounded and max(counts) > trained:
+                raise ValueError(
+                    f"a prompt of {max(counts)} tokens in one pass has positions beyond the {trained} that the model "
+                    "was trained for; give PrunedCache a chunk_size"
+                )
+        elif layer.far.split is not None or policy.bounded:
+            reach = max(layer.reach(b, count, len(self.compressing)) for b, count in enumerate(counts))
+            if reach <= trained:
+                return
+            assert policy.gap is not None
+            message = f"positions reach {reach}, but the model was trained for {trained}"
+            if policy.gap.on_overflow == "error":
+                raise ValueError(f"{message}; compress more often (every), or leave more headroom in RemoteGap")
+            policy.notices.give("positions", message)

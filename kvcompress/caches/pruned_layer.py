@@ -2,431 +2,289 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from .. import ops
-from ..budgets import Uniform
-from ..pruners import Candidates
-from .base import Step
-from .paged import PagedLayer
-from .prompt import prompt_attention
-from .queries import RecentQueries
-
-if TYPE_CHECKING:
-    from .pruned import PrunedCache
-
-NEVER = 1 << 60  # tokens
+from ..hf.facts import LayerFacts
+from ..softmax import Softmax
+from .attention import prompt_attention
+from .choose import Choice, Chooser, Offers
+from .far import FarSegment, Ranks
+from .paged import PagedLayer, step_positions
+from .passes import CachePass
+from .policy import NEVER, Policy
 
 
 class PrunedLayer(PagedLayer):
     """Pages that are compressed after a call of several tokens, and every so many decoded tokens.
 
     Near tokens stay rotated at their true positions. With positions="original" all others do too; with RemoteGap those
-    that the last compression moved into the far segment, the first `split` slots of a row, stand at ids by rank: a
-    query is rotated once for each segment, and the two results are merged.
+    that the last compression moved into the far segment stand at ids by rank: a query is rotated once for each segment,
+    and the two results are merged.
+    tokens: of each sequence so far, which its budget goes by. limits: tokens per head that a sequence keeps where the
+    budget does not say; None = it does.
     """
 
-    cache: PrunedCache
     is_croppable = False
 
-    def __init__(self, cache: PrunedCache, index: int, sliding_window: int | None) -> None:
-        super().__init__(cache, index, sliding_window)
-        self.split: Tensor | None = None  # int32 [R], slots of the far segment; None = there is none
-        self.recent: RecentQueries | None = None
-        self.received: Tensor | None = None  # float32 [R, capacity]: running scores of pruners that accumulate
-        self.whole: list[bool] = []  # no token of a sequence was ever dropped
-        self.near: list[int] = []  # tokens of a sequence outside the far segment
-        self.blank: list[int] = []  # unused ids between the segments of each sequence ("constant": their distance)
-        self.blank_rows: Tensor | None = None  # int32 [R], blank of each row, on the device
-        self.scaling = 1.0
+    def __init__(self, index: int, number: int, policy: Policy, chooser: Chooser | None = None) -> None:
+        super().__init__(index, number, policy.pool)
+        self.policy = policy
+        self.chooser = chooser or Chooser(policy.pruner, policy.budget, index, policy.every)
+        self.far = FarSegment(0)
+        self.tokens: list[int] = []
+        self.limits: list[int | None] = []
+        self.softmax = Softmax(1.0)  # of the last call
 
     def open_pool(self, rows: int, head_dim: int, like: Tensor, rope_lengths: list[int]) -> None:
         super().open_pool(rows, head_dim, like, rope_lengths)
-        B, self.split = len(rope_lengths), None
-        self.near, self.whole, self.blank, self.blank_rows = [0] * B, [True] * B, [0] * B, None
+        batch = len(rope_lengths)
+        self.far, self.tokens, self.limits = FarSegment(batch), [0] * batch, [None] * batch
+        self.chooser.begin(batch)
 
     # ---- attention ----
 
-    def attend(self, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
-        iteration, S, self.scaling = self.cache.step.iteration, queries.shape[2], scaling
-        guide = 0 if iteration is None else iteration.guide_length
+    def attend(self, step: CachePass, queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax) -> Tensor:
+        self.softmax = softmax
         if self.pool is None:
-            return self._read_first(queries, keys, values, guide, scaling)
-        one = S == 1 and iteration is None
-        if not one and self.recent is not None:
-            self._settle_held(slack=self._slack())  # a new prompt finds no more than the budget
-        out = super().attend(queries, keys, values, scaling)
-        self.near = [near + count for near, count in zip(self.near, self.cache.step.counts, strict=True)]
-        self._note(queries, guide)
-        if one:
-            every = self.cache.every or NEVER
-            if self.recent is not None and (self._due(every) or (self.cache.pruner.accumulates and self.recent.full)):
-                self._settle_held(slack=every)
-        else:
-            self._settle_held(call=queries, guide=guide, slack=self._slack())
-        return out
+            return self._read_first(step, queries, keys, values, softmax)
+        recent, facts, policy = self.chooser.recent, step.facts[self.index], self.policy
+        one = step.columns == 1 and step.iteration is None
+        if not one and recent is not None:  # a new prompt finds no more than the budget
+            self._compress(step, facts, slack=self._slack)
+        view = self.append(step, keys, values)
+        self._count(step.counts)
+        self.chooser.note(queries, step.counts, step.guide_length)
 
-    def _slack(self) -> int:
-        """Tokens over the budget from which a call of several tokens compresses."""
-        return 1
+        def after() -> None:
+            if not one:
+                self._compress(step, facts, call=queries, slack=self._slack)
+            elif recent is not None:
+                every = policy.every or NEVER
+                if self._due(every, step) or (policy.pruner.accumulates and recent.full):
+                    self._compress(step, facts, slack=every)
 
-    def _note(self, queries: Tensor, guide: int) -> None:
-        """Keeps the queries of this call, without the guide's, for scoring while decoding."""
-        if self.recent is not None and (S := queries.shape[2] - guide) > 0:
-            self.recent.add(queries[:, :, :S], [max(count - guide, 0) for count in self.cache.step.counts])
+        return step.answer(self.index, view, queries, softmax, after)
 
-    def _read_first(self, queries: Tensor, keys: Tensor, values: Tensor, guide: int, scaling: float) -> Tensor:
+    def _count(self, counts: Sequence[int]) -> None:
+        self.tokens = [tokens + count for tokens, count in zip(self.tokens, counts, strict=True)]
+        self.far.near = [near + count for near, count in zip(self.far.near, counts, strict=True)]
+
+    def _read_first(self, step: CachePass, queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax) -> Tensor:
         """The first call: plain attention over itself; only what is chosen goes into pages."""
-        rotary, counts = self.cache.rotary, self.cache.step.counts
-        assert rotary is not None
+        facts, counts, lengths = step.facts[self.index], step.counts, step.whole
         B, Hkv, S, D = keys.shape
-        # frequencies that depend on length are those of the whole prompt, in whatever chunks it comes
-        whole = self.cache.prompt_lengths if self.cache.step.iteration is not None else counts
-        lengths = [max(count, 1) for count in whole]
-        q = rotary.rotate(
-            queries, self._positions(torch.zeros(B, 1, dtype=torch.int32, device=keys.device), S), S, lengths
-        )
-        if min(counts) < S:
-            keys, values = keys.clone(), values.clone()
-            for b, count in enumerate(counts):
-                keys[b], values[b] = keys[b].roll(count - S, 1), values[b].roll(count - S, 1)
-        k = rotary.rotate(keys, None, S, lengths)
-        out = prompt_attention(q, k, values, list(counts), scaling)
+        positions = step_positions(torch.zeros(B, 1, dtype=torch.int32, device=keys.device), counts, S)
+        if step.padded:
+            last = torch.arange(S, device=keys.device) - step.on(keys.device)  # columns of tokens, left-aligned
+            index = last.remainder(S)[:, None, :, None].expand_as(keys)
+            keys, values = keys.gather(2, index), values.gather(2, index)
+        k = facts.key_rotary.rotate(keys, None, S, lengths)
+
+        def rotated(x: Tensor) -> Tensor:
+            return facts.query_rotary.rotate(x, positions, S, lengths)
+
+        def view(x: Tensor, softmax: Softmax) -> Tensor:
+            return prompt_attention(rotated(x), k, values, list(counts), softmax)
+
         self.open_pool(B * Hkv, D, k, lengths)
-        self.next = [max(count - guide, 0) for count in counts]
-        self.near = list(self.next)
-        self.recent = RecentQueries.of(self.cache.pruner, self.cache.every)
-        self._note(queries, guide)
-        held = [count for count in counts for _ in range(Hkv)]
-        self._settle(
-            k.flatten(0, 1), values.flatten(0, 1), held, queries, list(counts), guide, rotated=q, slack=self._slack()
-        )
+        self.next = list(counts)
+        self._count(counts)
+        self.chooser.note(queries, counts, step.guide_length)
+        q = rotated(queries)
+        out = prompt_attention(q, k, values, list(counts), softmax)
+
+        def after() -> None:
+            guides = self._without_guide(step)
+            offers = Offers(
+                k.flatten(0, 1), values.flatten(0, 1), self._per_row(counts), q, queries, list(counts), guides,
+                list(self.next), facts.query_rotary, softmax,
+            )  # fmt: skip
+            self.settle(offers, step, facts, held=False)
+
+        step.lend_view(self.index, view, after)
         return out
 
-    def attend_held(self, queries: Tensor, rotated: Tensor, scaling: float) -> Tensor:
-        if self.split is None or self.pool is None:
-            return super().attend_held(queries, rotated, scaling)
-        near = self._decode(rotated, self.pool.lengths, self.split, scaling, causal=True)
-        far = self._decode(self._rotate_far(queries), self.split, None, scaling, causal=False)
-        return ops.merge_states(near, far)[0]
+    def attend_held(self, step: CachePass, queries: Tensor, rotated: Tensor, softmax: Softmax) -> Tensor:
+        pool, split = self.pool, self.far.split
+        if split is None or pool is None:
+            return super().attend_held(step, queries, rotated, softmax)
+        near = self._decode(rotated, pool.lengths, split, softmax, causal=True)
+        turned = self.far.turned(queries, self._ranks(queries), self.policy, step.facts[self.index].query_rotary)
+        return ops.merge_states(near, self._decode(turned, split, None, softmax.rest, causal=False))[0]
 
-    def _rotate_far(self, queries: Tensor) -> Tensor:
-        """[B, Hq, S, D] at the ids that the last S tokens have as the far segment sees them."""
+    def _ranks(self, queries: Tensor) -> Ranks:
+        """Of queries [B, Hq, S, D] of the last S tokens held."""
         assert self.pool is not None
         S = queries.shape[2]
-        slots = (self.pool.lengths[:, None] - S + torch.arange(S, dtype=torch.int32, device=queries.device)).clamp_(
-            min=0
-        )
-        return self._at_ids(queries, slots)
-
-    def _at_ids(self, queries: Tensor, slots: Tensor) -> Tensor:
-        """Queries of the tokens in these slots, int32 [R, S], as the far segment sees them."""
-        rotary, gap = self.cache.rotary, self.cache.gap
-        assert rotary is not None and self.pool is not None and gap is not None and self.split is not None
-        B, Hq, S, D = queries.shape
-        R = slots.shape[0]
-        if self.blank_rows is None:
-            self.blank_rows = torch.tensor(self.blank, dtype=torch.int32).to(slots.device).repeat_interleave(R // B)
-        blank = self.blank_rows[:, None]
-        if gap.reading == "constant":
-            ids = blank.expand_as(slots).contiguous()
-        else:
-            ids = slots + blank + (1 - self.split[:, None] if gap.shared else 0)
-        bound = max(self.pool.bounds) + max(self.blank) + 2
-        rows = queries.reshape(R, B * Hq // R, S, D)
-        lengths = [length for length in self.rope_lengths for _ in range(R // B)]
-        return rotary.rotate(rows, ids.clamp_(min=0), bound, lengths).reshape(B, Hq, S, D)
+        slots = self.pool.lengths[:, None] - S + torch.arange(S, dtype=torch.int32, device=queries.device)
+        return Ranks(slots.clamp_(min=0), max(self.pool.bounds), self.rope_lengths)
 
     # ---- compression ----
 
-    def _keep(self, b: int) -> int:
-        """Tokens per head that sequence b keeps in this layer."""
+    def keep_of(self, b: int, layers: int) -> int:
+        """Tokens per head that sequence b keeps in this one of so many layers."""
         assert self.pool is not None
+        if (limit := self.limits[b]) is not None:
+            return limit
         slot = self.pool.store.page_nbytes() // self.pool.page_size
-        return self.cache.tokens_of(self.next[b], self.index, len(self.pool.bounds), slot)
+        return self.policy.tokens_of(self.tokens[b], self.number, layers, len(self.pool.bounds), slot)
 
-    def _due(self, slack: int) -> bool:
-        heads = self.heads
-        held = [sum(self.pool.bounds[b * heads : (b + 1) * heads]) // heads for b in range(len(self.next))]  # type: ignore[union-attr]
-        return any(tokens > self._keep(b) + slack - 1 for b, tokens in enumerate(held))
+    def _due(self, slack: int, step: CachePass) -> bool:
+        assert self.pool is not None
+        if slack == NEVER:
+            return False
+        heads, bounds = self.heads, self.pool.bounds
+        held = [sum(bounds[b * heads : (b + 1) * heads]) // heads for b in range(len(self.next))]
+        return any(tokens >= self.keep_of(b, step.compressing) + slack for b, tokens in enumerate(held))
 
-    def _settle_held(self, *, call: Tensor | None = None, guide: int = 0, slack: int = 1) -> None:
-        """Compresses what is held where it is over the budget. call: this call's queries; else the latest ones."""
-        pool, pruner = self.pool, self.cache.pruner
-        assert pool is not None
-        if guide:  # of the sequences that had it
-            guides = [guide if count else 0 for count in self.cache.step.counts]
+    def _keeps(self, offers: Offers, step: CachePass, slack: int) -> list[int | None]:
+        """What each sequence is to keep; None = all that it has."""
+        keeps: list[int | None] = []
+        one = step.columns == 1 and step.iteration is None
+        for b, valid in enumerate(offers.valid):
+            count = sum(offers.counts(b)) // offers.heads
+            keep = self.keep_of(b, step.compressing) if count > 0 and slack != NEVER else count
+            # a sequence that has no tokens in a call of several goes on as if there had been no call
+            due = count > keep + slack - 1 and (one or step.counts[b] > 0)
+            keeps.append(keep if due and (valid > 0 or self.policy.pruner.accumulates) else None)
+        return keeps
+
+    def _without_guide(self, step: CachePass) -> list[int]:
+        """Tokens of the guide in each sequence, which are counted no more."""
+        guides = [step.guide_length if count else 0 for count in step.counts]
+        if step.guide_length:
+            self._count([-length for length in guides])
             self.next = [place - length for place, length in zip(self.next, guides, strict=True)]
-            self.near = [near - length for near, length in zip(self.near, guides, strict=True)]
-        if not (guide or pruner.accumulates or self._due(slack)):
+        return guides
+
+    def count_votes(self, facts: LayerFacts) -> None:
+        """The queries that have come since the last vote, where the pruner accumulates."""
+        recent = self.chooser.recent
+        if self.policy.pruner.accumulates and recent is not None and recent.held:
+            offers = self._offers(facts, *recent.get(), [0] * len(self.next))
+            self.chooser.choose(offers, [None] * len(self.next))
+
+    def _compress(self, step: CachePass, facts: LayerFacts, *, call: Tensor | None = None, slack: int) -> None:
+        """Compresses what is held where it is over the budget. call: this call's queries; else the latest ones."""
+        pool, recent, accumulates = self.pool, self.chooser.recent, self.policy.pruner.accumulates
+        assert pool is not None
+        guides = [0] * len(self.next) if call is None else self._without_guide(step)
+        if not (any(guides) or accumulates or self._due(slack, step)):
             return
         if call is not None:
-            queries, valid = call, list(self.cache.step.counts)
-        elif self.recent is not None and self.recent.held:
-            queries, valid = self.recent.get()
-        elif pruner.accumulates:  # all have voted
-            B = len(self.next)
-            queries, valid = pool.k_pages.new_zeros(B, self.heads, 0, pool.k_pages.shape[2]), [0] * B
-        else:
-            return
-        k, v = pool.gather(max(pool.counts, default=0))
-        self._settle(k, v, list(pool.counts), queries, valid, guide, slack=slack, held=True)
-
-    def _settle(
-        self, k: Tensor, v: Tensor, lengths: list[int], queries: Tensor, valid: list[int], guide_length: int,
-        *, rotated: Tensor | None = None, slack: int = 1, held: bool = False,
-    ) -> None:  # fmt: skip
-        """Chooses among rows k, v [R, T, D] of these lengths, the guide's tokens last, and stores what stays.
-
-        queries: [B, Hq, S, D] of the last tokens, valid[b] of them real; rotated: the same at true positions. held:
-        the rows are what the pool holds already.
-        """
-        B, step = len(valid), self.cache.step
-        one = step.columns == 1 and step.iteration is None
-        heads = len(lengths) // B
-        chosen: list[tuple[Tensor, list[int]]] = []
-        near, compressed = list(self.near), [False] * B
-        for b in range(B):
-            rows = slice(b * heads, (b + 1) * heads)
-            guide = guide_length if valid[b] else 0
-            count = sum(lengths[rows]) // heads - guide
-            keep = self._keep(b) if count > 0 else 0
-            # a sequence that has no tokens in a call of several goes on as if there had been no call
-            due = count > keep + slack - 1 and count > 0 and (one or step.counts[b] > 0)
-            indices = torch.arange(max(max(lengths[rows]) - guide, 0), dtype=torch.int32, device=k.device).expand(
-                heads, -1
+            queries, valid = call, list(step.counts)
+        elif recent is not None and recent.held:
+            queries, valid = recent.get()
+        elif accumulates:  # all have voted
+            queries, valid = (
+                pool.k_pages.new_zeros(len(self.next), self.heads, 0, pool.k_pages.shape[2]),
+                [0] * len(self.next),
             )
-            kept = [max(length - guide, 0) for length in lengths[rows]]
-            if count > 0 and (self.cache.pruner.accumulates or (due and valid[b] > 0)):
-                offer = self._offer(b, k[rows], v[rows], lengths[rows], queries, valid[b], guide, rotated)
-                if due:
-                    indices, kept, recent = self._choose(offer, keep, sum(kept))
-                    near[b] = min(recent, near[b]) if self.cache.gap is not None else near[b]
-                    self.whole[b], compressed[b] = False, True
-                    if self.recent is not None and not self.cache.pruner.one_frame:
-                        self.recent.forget(b, recent)  # queries whose own keys may be gone
-            chosen.append((indices, kept))
-        longest = max(indices.shape[1] for indices, _ in chosen)
-        every = torch.cat([torch.nn.functional.pad(indices, (0, longest - indices.shape[1])) for indices, _ in chosen])
-        counts = [count for _, kept in chosen for count in kept]
-        if held and counts == lengths:
-            return  # nothing goes
-        self._store(k, v, every.contiguous(), counts, near, compressed, held)
-
-    def _offer(
-        self, b: int, k: Tensor, v: Tensor, lengths: list[int], queries: Tensor, valid: int, guide: int,
-        rotated: Tensor | None,
-    ) -> Candidates:  # fmt: skip
-        """What sequence b offers; updates its running scores."""
-        rotary, pruner, position = self.cache.rotary, self.cache.pruner, self.next[b]
-        assert rotary is not None
-        T, heads, device = max(lengths), len(lengths), k.device
-        ragged = torch.tensor(lengths, dtype=torch.int32).to(device) if min(lengths) < T else None
-        last = queries[b : b + 1, :, queries.shape[2] - valid :]
-        keys, q = k[None, :, :T], last
-        if pruner.window and valid:
-            if rotated is not None:
-                q = rotated[b : b + 1, :, rotated.shape[2] - valid :]
-            else:
-                places = torch.arange(position + guide - valid, position + guide, dtype=torch.int32, device=device)
-                q = rotary.rotate(last, places[None].contiguous(), position + guide, self.rope_lengths[b : b + 1])
-            if self.split is not None:
-                keys, q = self._both_segments(b, keys, last, q, lengths)
-        offer = Candidates(
-            queries=q, keys=keys, count=T - guide, chunk_length=valid - guide, guide_length=guide, scaling=self.scaling,
-            values=v[None, :, :T], lengths=ragged, shortest=min(lengths), layer=self.index,
-            whole=self.whole[b], unrotated=last, position=position, rotary=rotary,
-        )  # fmt: skip
-        if not pruner.accumulates:
-            return offer
-        sums = pruner.votes(offer) if valid else k.new_zeros(heads, T - guide, dtype=torch.float32)
-        rows = slice(b * heads, (b + 1) * heads)
-        if self.received is None or self.received.shape[1] < T:
-            wider = sums.new_zeros(len(self.next) * heads, 2 * T)
-            if self.received is not None:
-                wider[:, : self.received.shape[1]] = self.received
-            self.received = wider
-        self.received[rows, : T - guide] += sums
-        if self.recent is not None:
-            self.recent.clear()
-        return Candidates(**{**vars(offer), "received": self.received[rows, : T - guide]})
-
-    def _both_segments(
-        self, b: int, keys: Tensor, queries: Tensor, near: Tensor, lengths: list[int]
-    ) -> tuple[Tensor, Tensor]:
-        """Keys and queries of twice the head dim, whose products are those of the segment that a key is in."""
-        assert self.split is not None
-        heads, T, S = keys.shape[1], keys.shape[2], queries.shape[2]
-        split = self.split[b * heads : (b + 1) * heads, None]
-        slots = torch.arange(T, dtype=torch.int32, device=keys.device)
-        far = (slots < split)[None, ..., None]
-        both = torch.cat([keys.masked_fill(~far, 0), keys.masked_fill(far, 0)], dim=-1)
-        ends = torch.tensor(lengths, dtype=torch.int32).to(keys.device)[:, None]
-        own = (ends - S + torch.arange(S, dtype=torch.int32, device=keys.device)).clamp_(min=0)
-        every = self.split.new_zeros(len(self.rope_lengths) * heads, S)
-        every[b * heads : (b + 1) * heads] = own
-        wide = queries.expand(len(self.rope_lengths), -1, -1, -1)
-        return both, torch.cat([self._at_ids(wide, every)[b : b + 1], near], dim=-1)
-
-    def _choose(self, offer: Candidates, keep: int, allowed: int) -> tuple[Tensor, list[int], int]:
-        """(indices [Hkv, K], how many of each row count, how many last tokens surely stayed)."""
-        pruner, gap = self.cache.pruner, self.cache.gap
-        lost, recent = pruner.lost_of(offer, keep), pruner.recent(keep, offer.chunk_length)
-        keep = max(min(keep, offer.count - lost), 1)
-        if gap is not None:
-            recent = max(recent, gap.near_length or 0)
-        recent = min(recent, keep - min(pruner.num_sink_tokens, keep))
-        ranks = pruner.rank(offer, keep, recent=recent)
-        indices, kept = self._divided(ranks, keep, allowed - lost * offer.heads)
-        counts = [indices.shape[1]] * offer.heads if kept is None else kept.tolist()
-        return indices, counts, recent
-
-    def _divided(self, ranks: Tensor, keep: int, allowed: int) -> tuple[Tensor, Tensor | None]:
-        """The budget's choice, with an error of NaN scores that says where they are."""
-        try:
-            return self.cache.budget.divide(ranks, keep, allowed)
-        except RuntimeError as error:
-            if "NaN" not in str(error):
-                raise
-            raise RuntimeError(
-                f"scores of {type(self.cache.pruner).__name__} in layer {self.index} hold NaN; that layer's keys or "
-                "queries do, or its pruner's scores are wrong"
-            ) from error
-
-    def _store(
-        self,
-        k: Tensor,
-        v: Tensor,
-        indices: Tensor,
-        kept: list[int],
-        near: list[int],
-        compressed: list[bool],
-        held: bool,
-    ) -> None:
-        """Makes the chosen slots of rows k, v [R, T, D] what the pool holds."""
-        pool, gap = self.pool, self.cache.gap
-        assert pool is not None
-        R, T, D = k.shape
-        device, heads = k.device, R // len(self.next)
-        counts = torch.tensor(kept, dtype=torch.int32).to(device)
-        dropped = not all(self.whole)
-        if self.received is not None:
-            taken = self.received.gather(1, indices.long().clamp(max=self.received.shape[1] - 1))
-            slots = torch.arange(indices.shape[1], device=device)
-            self.received = taken.masked_fill_(slots >= counts[:, None], 0)
-        places = torch.tensor([place for place in self.next for _ in range(heads)], dtype=torch.int32).to(device)
-        if held and gap is None:
-            pool.compact(indices, kept)
-            self.shift = places - counts
-            return
-        longest = max(kept, default=0)
-        # the pool takes right-aligned tokens
-        right = (torch.arange(longest, device=device) - (longest - counts[:, None])).clamp_(min=0)
-        old = indices.long().gather(1, right)
-        flat = (torch.arange(R, device=device)[:, None] * T + old).flatten()
-        k, v = (x.reshape(R * T, D)[flat].view(R, longest, D) for x in (k, v))
-        if gap is not None and dropped:
-            k, split = self._renumber(k, old, right, counts, near, compressed)
-            self.split = split
-            self.near = near
-        if held:
-            pool.rewrite([x.unflatten(0, (-1, heads)) for x in (k, v)], kept)
         else:
-            pool.append([x.unflatten(0, (-1, heads)) for x in (k, v)], kept)
-        self.shift = places - counts if dropped else None
+            return
+        offers = self._offers(facts, queries, valid, guides)
+        self.settle(offers, step, facts, slack=slack)
 
-    def _renumber(
-        self, k: Tensor, old: Tensor, new: Tensor, counts: Tensor, near: list[int], compressed: list[bool]
-    ) -> tuple[Tensor, Tensor]:
-        """Moves the keys of the far segment to their ids. k: [R, K, D] from slots old to slots new, int64 [R, K]."""
-        rotary, gap = self.cache.rotary, self.cache.gap
-        assert rotary is not None and gap is not None
-        rotary.check_one_table(max(*self.next, *self.rope_lengths))
-        heads = len(counts) // len(near)
-        whole = torch.tensor(self.whole, device=k.device).repeat_interleave(heads)
-        near_counts = torch.tensor([n for n in near for _ in range(heads)], dtype=torch.int32).to(k.device)
-        split = torch.where(whole, 0, (counts - near_counts).clamp(min=0))
-        position = old if self.shift is None else old + self.shift[:, None]
-        if self.split is not None:
-            position = torch.where(old < self.split[:, None], 0 if gap.shared else old, position)
-        ids = torch.where(new < split[:, None], 0 if gap.shared else new, position)
-        distance = (position - ids).clamp_(min=0).to(torch.int32)
-        moved = rotary.move_back(k[:, None], distance, max(self.next) + 1, self.rope_lengths[0])[:, 0]
-        if self.cache.bounded:
-            self.blank_rows = None
-            for b, (far, here) in enumerate(zip(split.view(-1, heads).amax(1).tolist(), compressed, strict=True)):
-                if here:
-                    self.blank[b] = gap.blank(far, near[b], self.cache.growth, self.cache.trained_length)
-        return torch.where((distance == 0)[..., None], k, moved), split.to(torch.int32)
+    def settle(
+        self, offers: Offers, step: CachePass, facts: LayerFacts, *, slack: int | None = None, held: bool = True
+    ) -> None:
+        """Chooses, and stores what stays. slack: tokens over the budget that are due, None = as after a call of several
+        tokens. held: what is offered are the pool's slots."""
+        slack, gap = self._slack if slack is None else slack, self.policy.gap
+        near = 0 if gap is None else gap.near_length or 0
+        choice = self.chooser.choose(offers, self._keeps(offers, step, slack), near=near)
+        if not held or choice.kept != offers.lengths:
+            self._store(offers, choice, facts, held=held)
+
+    @property
+    def _slack(self) -> int:
+        """Tokens over the budget from which a call of several tokens compresses."""
+        return 1 if self.policy.prompts else NEVER
+
+    def _offers(self, facts: LayerFacts, queries: Tensor, valid: list[int], guides: list[int]) -> Offers:
+        """What the pages hold."""
+        pool, pruner = self.pool, self.policy.pruner
+        assert pool is not None
+        names = ("keys", "values") if pruner.uses_values else ("keys",)
+        keys, *values = pool.gather(max(pool.counts, default=0), names)
+        seen = queries
+        if pruner.window and queries.shape[2]:
+            ends = [place + guide for place, guide in zip(self.next, guides, strict=True)]
+            first = torch.tensor(ends, dtype=torch.int32).to(queries.device)[:, None] - queries.shape[2]
+            positions = step_positions(first, [queries.shape[2]], queries.shape[2])
+            seen = facts.query_rotary.rotate(queries, positions, max(ends), self.rope_lengths)
+            if self.far.split is not None:
+                ranks = self._ranks(queries)
+                keys, seen = self.far.both(keys, queries, seen, ranks, self.policy, facts.query_rotary)
+        return Offers(
+            keys, values[0] if values else None, list(pool.counts), seen, queries, valid, guides, list(self.next),
+            facts.query_rotary, self.softmax,
+        )  # fmt: skip
+
+    def _store(self, offers: Offers, choice: Choice, facts: LayerFacts, *, held: bool) -> None:
+        """Makes the chosen slots what the pool holds. held: they are slots of the pool."""
+        pool, policy, kept = self.pool, self.policy, choice.kept
+        assert pool is not None
+        device, heads, whole = pool.lengths.device, self.heads, self.chooser.whole
+        counts = torch.tensor(kept, dtype=torch.int32).to(device)
+        places = torch.tensor(self._per_row(self.next), dtype=torch.int32).to(device)
+        self.chooser.follow(choice)
+        shift, self.shift = self.shift, None if all(whole) else places - counts
+        if held and policy.gap is None:
+            pool.compact(choice.slots.contiguous(), kept)
+            return
+        keys, values = pool.gather(max(pool.counts)) if held else (offers.keys, offers.values)
+        assert values is not None
+        # the pool takes right-aligned tokens
+        K, (_, T, D) = max(kept, default=0), keys.shape
+        new = (torch.arange(K, device=device) - (K - counts[:, None])).clamp_(min=0)
+        old = choice.slots.long().gather(1, new)
+        flat = (torch.arange(len(kept), device=device)[:, None] * T + old).flatten()
+        keys, values = (x.reshape(-1, D)[flat].view(-1, K, D) for x in (keys, values))
+        if policy.gap is not None and not all(whole):
+            pairs = zip(self.far.near, choice.recent, strict=True)
+            self.far.near = [near if recent is None else min(recent, near) for near, recent in pairs]
+            self.far.reopen(kept, choice.recent, policy)
+            bound = max(self.next) + 1
+            keys = self.far.renumber(keys, old, counts, new, shift, whole, policy, facts, bound, self.rope_lengths)
+        rows = [x.unflatten(0, (-1, heads)) for x in (keys, values)]
+        if held:
+            pool.rewrite(rows, kept)
+        else:
+            pool.append(rows, kept)
 
     # ---- limits ----
 
-    def check_step(self, step: Step) -> None:
-        super().check_step(step)
-        gap, trained = self.cache.gap, self.cache.trained_length
-        if gap is None or (self.index and isinstance(self.cache.budget, Uniform)):  # then all layers are alike
-            return
-        if self.pool is None:
-            if self.cache.bounded and max(step.counts) > trained:
-                raise ValueError(
-                    f"a prompt of {max(step.counts)} tokens in one pass has positions beyond the {trained} that the "
-                    "model was trained for; give PrunedCache a chunk_size"
-                )
-            return
-        if self.split is not None or self.cache.bounded:
-            reach = max(self._reach(b, count) for b, count in enumerate(step.counts))
-            if reach > trained and gap.on_overflow == "error":
-                raise ValueError(
-                    f"positions reach {reach}, but the model was trained for {trained}; compress more often (every), "
-                    "or leave more headroom in RemoteGap"
-                )
-            if reach > trained:
-                self.cache.warn_once(f"positions reach {reach}, but the model was trained for {trained}")
-
-    def _reach(self, b: int, count: int) -> int:
+    def reach(self, b: int, count: int, layers: int) -> int:
         """Positions that sequence b uses once `count` tokens have been added."""
-        gap, heads = self.cache.gap, self.heads
+        gap, heads = self.policy.gap, self.heads
         assert self.pool is not None and gap is not None
-        if self.whole[b]:
+        if self.chooser.whole[b]:
             return self.next[b] + count
-        held, near = max(self.pool.bounds[b * heads : (b + 1) * heads]), self.near[b]
-        if count > 1 and self.recent is not None and held > (keep := self._keep(b)):  # compresses before it starts
-            held, near = keep, min(near, self.cache.near_of(keep))
+        held, near = max(self.pool.bounds[b * heads : (b + 1) * heads]), self.far.near[b]
+        if count > 1 and self.chooser.recent is not None and held > (keep := self.keep_of(b, layers)):
+            held, near = keep, min(near, self.policy.near_of(keep))  # compresses before it starts
         if gap.reading == "constant":
             return near + count
-        return self.blank[b] + count + (1 + near if gap.shared else held)
-
-    def keys_in_sight(self, step: Step) -> int:
-        if self.split is None or self.pool is None:
-            return super().keys_in_sight(step)
-        return max(self.pool.bounds) + max(self.blank) + max(step.counts)
+        return self.far.blank[b] + count + (1 + near if gap.shared else held)
 
     # ---- state ----
 
     def select_batch(self, indices: list[int]) -> None:
         if self.pool is None:
             return
-        heads = self.heads
+        batch = len(self.next)
         super().select_batch(indices)
-        self.near, self.blank = ([numbers[b] for b in indices] for numbers in (self.near, self.blank))
-        self.whole, self.blank_rows = [self.whole[b] for b in indices], None
-        rows = torch.tensor([b * heads + h for b in indices for h in range(heads)])
-        if self.split is not None:
-            self.split = self.split[rows.to(self.split.device)]
-        if self.received is not None:
-            self.received = self.received[rows.to(self.received.device)]
-        if self.recent is not None:
-            self.recent.select_batch(indices)
-
-    def _side_nbytes(self) -> int:
-        tensors = [self.split, self.received, None if self.recent is None else self.recent.queries]
-        return sum(x.nbytes for x in tensors if x is not None)
+        self.tokens, self.limits = [self.tokens[b] for b in indices], [self.limits[b] for b in indices]
+        self.chooser.select(indices, batch)
+        self.far.select(indices, batch)
 
     def nbytes(self) -> int:
-        return super().nbytes() + self._side_nbytes()
+        return super().nbytes() + self.chooser.nbytes() + self.far.nbytes()
 
     def reserved_nbytes(self) -> int:
-        return super().reserved_nbytes() + self._side_nbytes()
+        return super().reserved_nbytes() + self.chooser.nbytes() + self.far.nbytes()

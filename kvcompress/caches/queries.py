@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from ..pruners import Pruner
+from .rows import SideState
 
 VOTING = 16  # queries of decoded tokens that vote together
 
 
-class RecentQueries:
+class RecentQueries(SideState):
     """A ring of the last queries, before rotation: a pruner rotates them for the positions that their keys then have.
 
     queries: [B, Hq, capacity, D] or None before the first. valid[b]: how many of the last ones are sequence b's own
@@ -44,28 +45,25 @@ class RecentQueries:
         """queries: [B, Hq, S, D], the last counts[b] of them tokens."""
         B, Hq, S, D = queries.shape
         if self.queries is None:
-            self.queries = queries.new_zeros(B, Hq, self.capacity, D)
-            self.valid = [0] * B
-        if min(counts) < S:
-            self._add_padded(queries, counts)
-            return
+            self.queries, self.valid = queries.new_zeros(B, Hq, self.capacity, D), [0] * B
         last = queries[:, :, -self.capacity :]
-        places = (torch.arange(last.shape[2], device=queries.device) + self._next) % self.capacity
-        self.queries[:, :, places] = last
-        self._next = (self._next + last.shape[2]) % self.capacity
+        if min(counts) < S:  # a sequence's own must have no padding between them
+            self.queries, self._next = self._joined(last, [min(count, last.shape[2]) for count in counts]), 0
+        else:
+            places = (torch.arange(last.shape[2], device=queries.device) + self._next) % self.capacity
+            self.queries[:, :, places] = last
+            self._next = (self._next + last.shape[2]) % self.capacity
         self.valid = [min(held + count, self.capacity) for held, count in zip(self.valid, counts, strict=True)]
 
-    def _add_padded(self, queries: Tensor, counts: Sequence[int]) -> None:
-        """The same where some sequences have fewer tokens: theirs must not have padding between them."""
+    def _joined(self, new: Tensor, counts: list[int]) -> Tensor:
+        """The held ones in order, then the last counts[b] of new ones: [B, Hq, capacity, D], right-aligned."""
         assert self.queries is not None
-        S = queries.shape[2]
-        held, room = self.get()[0], self.queries.new_zeros(self.queries.shape)
-        for b, count in enumerate(counts):
-            old = held[b, :, held.shape[2] - self.valid[b] :]
-            every = torch.cat([old, queries[b, :, S - count :]], 1)[:, -self.capacity :]
-            room[b, :, self.capacity - every.shape[1] :] = every
-        self.queries, self._next = room, 0
-        self.valid = [min(held + count, self.capacity) for held, count in zip(self.valid, counts, strict=True)]
+        both = torch.cat([self.queries.roll(-self._next, 2), new], 2)
+        age = torch.arange(self.capacity - 1, -1, -1)  # of each place; 0 is the newest
+        own = torch.tensor(counts)[:, None]
+        index = both.shape[2] - 1 - torch.where(age < own, age, age - own + new.shape[2])
+        index = index.clamp_(min=0).to(new.device)[:, None, :, None]
+        return both.gather(2, index.expand(-1, both.shape[1], -1, both.shape[3]))
 
     def get(self) -> tuple[Tensor, list[int]]:
         """(the last queries in order [B, Hq, n, D], how many of them are each sequence's own)."""
@@ -83,6 +81,4 @@ class RecentQueries:
         self.valid = [0] * len(self.valid)
 
     def select_batch(self, indices: list[int]) -> None:
-        if self.queries is not None:
-            self.queries = self.queries[torch.tensor(indices).to(self.queries.device)]
-            self.valid = [self.valid[b] for b in indices]
+        self.select(indices, len(self.valid))

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
 from .. import ops, planner
+from ..hf.facts import LayerFacts
 from ..planner import Plan
-from .base import CompressedCache, Step
+from ..softmax import Softmax
+from .attention import prompt_attention
+from .base import CompressedCache
 from .paged import PagedLayer
-from .prompt import prompt_attention
+from .passes import CachePass, View
 from .store import PoolSettings
 
 _LEAST_PAGES = 3
@@ -24,57 +29,57 @@ class QuestLayer(PagedLayer):
     sum_d max(q_d m_d, q_d M_d) = relu(q).M + relu(-q).(-m), a page's score is one product. None in dense layers.
     """
 
-    cache: QuestCache
-
-    def __init__(self, cache: QuestCache, index: int, sliding_window: int | None) -> None:
-        super().__init__(cache, index, sliding_window)
+    def __init__(
+        self, index: int, number: int, pool_settings: PoolSettings, pages_read: int, *, is_dense: bool
+    ) -> None:
+        super().__init__(index, number, pool_settings)
+        self.pages_read, self.is_dense = pages_read, is_dense
         self.ranges: Tensor | None = None
 
-    @property
-    def is_dense(self) -> bool:
-        return self.index < self.cache.dense_layers
-
     def open_pool(self, rows: int, head_dim: int, like: Tensor, rope_lengths: list[int]) -> None:
-        # frequencies that depend on length are settled for the whole prompt, not for its first chunk
-        whole = self.cache.prompt_lengths or rope_lengths
-        super().open_pool(rows, head_dim, like, [max(n, m) for n, m in zip(rope_lengths, whole, strict=True)])
+        super().open_pool(rows, head_dim, like, rope_lengths)
         self.ranges = None if self.is_dense else like.new_zeros(rows, 0, 2 * head_dim)
 
     # ---- attention ----
 
-    def attend_held(self, queries: Tensor, rotated: Tensor, scaling: float) -> Tensor:
-        pool, step = self.pool, self.cache.step
-        assert pool is not None
-        S = rotated.shape[2]
+    def append(self, step: CachePass, keys: Tensor, values: Tensor) -> View:
+        view = super().append(step, keys, values)
         if not self.is_dense:
             self._note_keys(self._per_row(step.counts))
-            blocks = self.cache.pool_settings.blocks(max(pool.counts))
-            if S == 1 and step.iteration is None and blocks > self.cache.pages_read:
-                return self._read_chosen(rotated, scaling)
-        if S < _LONG:
-            return super().attend_held(queries, rotated, scaling)
-        k, v = (x.unflatten(0, (-1, self.heads)) for x in pool.gather(max(S, *pool.counts)))
-        return prompt_attention(rotated, k, v, pool.counts[:: self.heads], scaling)
+        return view
 
-    def _read_chosen(self, rotated: Tensor, scaling: float) -> Tensor:
-        pool, P = self.pool, self.cache.pool_settings.page_size
+    def attend_held(self, step: CachePass, queries: Tensor, rotated: Tensor, softmax: Softmax) -> Tensor:
+        pool, S = self.pool, rotated.shape[2]
+        assert pool is not None
+        if not self.is_dense and S == 1 and step.iteration is None:
+            blocks = self.pool_settings.blocks(max(pool.counts))
+            if blocks > self.pages_read:
+                return self._read_chosen(rotated, softmax)
+        if S < _LONG:
+            return super().attend_held(step, queries, rotated, softmax)
+        k, v = (x.unflatten(0, (-1, self.heads)) for x in pool.gather(max(S, *pool.counts)))
+        return prompt_attention(rotated, k, v, pool.counts[:: self.heads], softmax)
+
+    def _read_chosen(self, rotated: Tensor, softmax: Softmax) -> Tensor:
+        pool, P = self.pool, self.pool_settings.page_size
         assert pool is not None
         pages = self.choose(rotated)
         blocks = (pool.lengths + (P - 1)) // P
         # the newest page comes last and is the only one that is not full
         end = pool.lengths - (blocks - pages.shape[1]).clamp_(min=0) * P
-        table = pool.block_table.gather(1, pages.long())
-        return ops.decode(rotated, pool.k_pages, pool.v_pages, end, block_table=table, scale=scaling)[0]
+        arrays, table, _ = pool.snapshot()
+        table = table.gather(1, pages.long())
+        return ops.decode(rotated, arrays["keys"], arrays["values"], end, block_table=table, **softmax.options)[0]
 
     def choose(self, rotated: Tensor) -> Tensor:
         """The pages that one query per sequence reads, rotated [B, Hq, 1, D].
 
         Returns int32 [R, n], rising numbers within the row; a row that has fewer pages has all of them first.
         """
-        pool, P = self.pool, self.cache.pool_settings.page_size
+        pool, P = self.pool, self.pool_settings.page_size
         assert pool is not None and self.ranges is not None
         R, D = len(pool.bounds), rotated.shape[3]
-        counts = [self.cache.pool_settings.blocks(count) for count in pool.counts]
+        counts = [self.pool_settings.blocks(count) for count in pool.counts]
         q = rotated.reshape(R, -1, D)
         q = torch.cat([q, -q], dim=-1).relu_()
         ranges = self.ranges[:, : max(counts)]
@@ -89,18 +94,18 @@ class QuestLayer(PagedLayer):
             places = torch.arange(max(counts), dtype=torch.int32, device=scores.device)
             scores.masked_fill_(places >= blocks, -torch.inf)
         scores.scatter_(1, (blocks - 1).clamp_(min=0).long(), torch.inf)
-        return ops.select_topk(scores, min(self.cache.pages_read, max(counts)))
+        return ops.select_topk(scores, min(self.pages_read, max(counts)))
 
     # ---- ranges ----
 
     def _note_keys(self, new: list[int]) -> None:
         """Ranges of the pages that hold the last new[r] slots of each row r, read anew."""
-        pool, P = self.pool, self.cache.pool_settings.page_size
+        pool, P = self.pool, self.pool_settings.page_size
         assert pool is not None and self.ranges is not None
         if max(new) == 0:
             return
         begins = [(count - n) // P for count, n in zip(pool.counts, new, strict=True)]
-        ends = [self.cache.pool_settings.blocks(count) for count in pool.counts]
+        ends = [self.pool_settings.blocks(count) for count in pool.counts]
         span = max(end - begin for begin, end in zip(begins, ends, strict=True))
         device = self.ranges.device
         self._make_room(max(begins) + span)
@@ -110,9 +115,9 @@ class QuestLayer(PagedLayer):
             first = torch.tensor(begins, dtype=torch.int32).to(device)
         places = first[:, None] + torch.arange(span, dtype=torch.int32, device=device)
         held = places * P < pool.lengths[:, None]
-        last = pool.block_table.shape[1] - 1
-        pages = torch.where(held, pool.block_table.gather(1, places.clamp(max=last).long()), 0)
-        keys = pool.k_pages[pages]
+        arrays, table, _ = pool.snapshot()
+        pages = torch.where(held, table.gather(1, places.clamp(max=table.shape[1] - 1).long()), 0)
+        keys = arrays["keys"][pages]
         # what lies behind a row's end may be any number
         slots = places[..., None] * P + torch.arange(P, dtype=torch.int32, device=device)
         keys = torch.where((slots < pool.lengths[:, None, None])[..., None], keys, keys[:, :, :1])
@@ -145,15 +150,19 @@ class QuestLayer(PagedLayer):
             rows = torch.tensor([b * heads + h for b in indices for h in range(heads)])
             self.ranges = self.ranges[rows.to(self.ranges.device)]
 
-    def check_step(self, step: Step) -> None:
-        super().check_step(step)
-        if self.pool is None and self.index == 0 and step.iteration is None:
-            self.cache.check_pages(list(step.counts))
+    def check_step(self, step: CachePass, facts: LayerFacts) -> None:
+        super().check_step(step, facts)
+        if self.pool is None and step.iteration is None:
+            self.check_pages(step.counts, facts)
+
+    def check_pages(self, counts: Sequence[int], facts: LayerFacts) -> None:
+        """Raises RuntimeError if an empty layer may not take so many tokens per sequence."""
+        self.pool_settings.check(facts.kv_heads * sum(self.pool_settings.blocks(count) for count in counts))
 
     def nbytes(self) -> int:
         used = 0
         if self.pool is not None and self.ranges is not None:
-            blocks = sum(self.cache.pool_settings.blocks(count) for count in self.pool.counts)
+            blocks = sum(self.pool_settings.blocks(count) for count in self.pool.counts)
             used = blocks * self.ranges.shape[2] * self.ranges.element_size()
         return super().nbytes() + used
 
@@ -161,7 +170,7 @@ class QuestLayer(PagedLayer):
     def trim(self) -> None:
         super().trim()
         if self.pool is not None and self.ranges is not None:
-            blocks = self.cache.pool_settings.blocks(max(self.pool.counts, default=0))
+            blocks = self.pool_settings.blocks(max(self.pool.counts, default=0))
             if blocks < self.ranges.shape[1]:
                 self.ranges = self.ranges[:, :blocks].clone()
 
@@ -183,15 +192,13 @@ class QuestCache(CompressedCache):
     of a prompt that kvcompress.generate reads is a decoded one.
 
     config: the model's config. token_budget: tokens that a query reads, at least 1; a context within it is read whole,
-    as by the dense model. page_size: tokens per page, a power of two. dense_layers: so many first layers read
-    everything. chunk_size: tokens that `prefill` reads at a time (no influence on results), None = the whole prompt.
-    max_pages, grow: see PoolSettings. Memory: that of the dense cache and 1/page_size of its layers that are not dense.
+    as by the dense model. page_size: tokens per page, a power of two. dense_layers: so many of the first layers that
+    see all tokens read everything. chunk_size: tokens that `prefill` reads at a time (no influence on results), None =
+    the whole prompt. max_pages, grow: see PoolSettings. Memory: that of the dense cache and 1/page_size of its layers
+    that are not dense.
     Raises ValueError for settings out of range, RuntimeError where a layer needs more than max_pages.
     Source: Quest, section 3; the newest page and the defaults are its published code's.
     """
-
-    layers: list[QuestLayer]
-    smaller = "QuestCache keeps all of them; use a cache that keeps fewer"
 
     def __init__(
         self,
@@ -212,12 +219,11 @@ class QuestCache(CompressedCache):
         self.pool_settings = PoolSettings(page_size, max_pages, grow)
         self.token_budget, self.dense_layers, self.chunk_size = token_budget, dense_layers, chunk_size
         self.pages_read = max(_LEAST_PAGES, token_budget // page_size)
-        self.kv_heads: int = config.get_text_config(decoder=True).num_key_value_heads
-        self.prompt_lengths: list[int] = []  # of the prompt that is being read
+        self._prompt_lengths: list[int] = []  # tokens of each sequence of the prompt that is being read
         super().__init__(config)
 
-    def _new_layer(self, index: int, sliding_window: int | None) -> QuestLayer:
-        return QuestLayer(self, index, sliding_window)
+    def _new_layer(self, index: int, number: int) -> QuestLayer:
+        return QuestLayer(index, number, self.pool_settings, self.pages_read, is_dense=number < self.dense_layers)
 
     def plan_prompt(self, length: int) -> Plan:
         return planner.plan(length, chunk_size=self.chunk_size or max(length, 1), memory_size=1)
@@ -225,24 +231,17 @@ class QuestCache(CompressedCache):
     def check_guide(self) -> None:
         raise ValueError("guide has no effect with QuestCache, which keeps every token")
 
-    def check_pages(self, counts: list[int]) -> None:
-        """Raises RuntimeError if an empty cache may not take so many tokens per sequence."""
-        self.pool_settings.check(self.kv_heads * sum(self.pool_settings.blocks(count) for count in counts))
-
     def begin_prompt(self, plans: list[Plan], guide_length: int) -> None:
-        self.prompt_lengths = [sum(plan.chunks) for plan in plans]
-        for layer in self.layers:
+        self._prompt_lengths = [sum(plan.chunks) for plan in plans]
+        assert self.facts is not None
+        for layer in self.compressing:
             if layer.pool is None:
-                self.check_pages(self.prompt_lengths)
+                layer.check_pages(self._prompt_lengths, self.facts[layer.index])
             else:
-                layer.pool.reserve(layer._per_row(self.prompt_lengths))
+                layer.pool.reserve(layer._per_row(self._prompt_lengths))
 
     def end_prompt(self, columns: int) -> None:
         self.seen += columns
-        if len(set(self.prompt_lengths)) > 1:  # sequences grew unequally: crop would not know by how much
+        if len(set(self._prompt_lengths)) > 1:  # sequences grew unequally: crop would not know by how much
             self.fixed = self.seen
-        self.prompt_lengths = []
-
-    def reset(self) -> None:
-        self.prompt_lengths = []
-        super().reset()
+        self._prompt_lengths = []

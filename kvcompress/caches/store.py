@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import threading
 import weakref
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 from .. import ops
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 
 MANY_TABLES = 32  # of dropped pools, after which their pages are given up though none runs short
 Slots = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
@@ -20,6 +26,17 @@ Slots = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 def keys_and_values(head_dim: int, dtype: torch.dtype) -> Slots:
     """What a slot holds in most caches."""
     return {"keys": ((head_dim,), dtype), "values": ((head_dim,), dtype)}
+
+
+def locked(method: Callable[Concatenate[Any, Arguments], Result]) -> Callable[Concatenate[Any, Arguments], Result]:
+    """A method that holds self.lock, so that threads take turns."""
+
+    @functools.wraps(method)
+    def in_turn(self: Any, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        with self.lock:
+            return method(self, *args, **kwargs)
+
+    return in_turn
 
 
 @dataclass(frozen=True)
@@ -67,12 +84,34 @@ class Rows:
     lengths: Tensor
 
 
+class Snapshot(NamedTuple):
+    """What attention reads of one pool, all of the same moment. arrays: by name in slots [pages, P, ...].
+
+    It stays readable until that pool itself is changed, whatever its forks do meanwhile in other threads: they write to
+    pages that no other pool names, and where the store grows or is trimmed the arrays of before stay as they are.
+    """
+
+    arrays: Mapping[str, Tensor]
+    block_table: Tensor
+    lengths: Tensor
+
+    @property
+    def k_pages(self) -> Tensor:
+        return self.arrays["keys"]
+
+    @property
+    def v_pages(self) -> Tensor:
+        return self.arrays["values"]
+
+
 class PageStore:
     """Pages that one pool and its forks take theirs from.
 
     arrays: for each name in slots [pages, P, ...]. refs: int32 [pages], rows that name a page. free_pages, free_count:
     the pages that nobody names (see ops.PageTable). All on the device, and replaced when the store grows. The host
     knows only that at least `free_at_least` pages are free: enough to take pages without asking the device.
+    lock: held by whatever changes pages, tables or any of these. A thread that has it may take it again. On CUDA the
+    order of the threads is that of the stream: all of them must use the same one, as they do unless told otherwise.
     """
 
     def __init__(self, slots: Slots, device: torch.device, settings: PoolSettings) -> None:
@@ -87,16 +126,20 @@ class PageStore:
         self.free_at_least = 0
         self.stock = 0  # how often the free pages were counted: bounds from before that no longer add up
         self.tables = weakref.WeakSet[Rows]()  # of every pool over these pages
-        self.dropped: list[Rows] = []  # of pools that are gone; their pages are given up by and by
+        # of pools that are gone, to be given up by and by: a finalizer comes in any thread and at any time, also amid
+        # what holds the lock, and does no more than append here
+        self.dropped: deque[Rows] = deque()
+        self.lock = threading.RLock()
         if settings.grow == "error":
             assert settings.max_pages is not None
             self._add_pages(settings.max_pages)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "tables"}
+        return {name: value for name, value in vars(self).items() if name not in ("tables", "lock")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+        self.lock = threading.RLock()
         self.tables = weakref.WeakSet(self.dropped)  # the pools add theirs when they come back
 
     @property
@@ -111,10 +154,12 @@ class PageStore:
     def table(self, rows: Rows) -> ops.PageTable:
         return ops.PageTable(rows.block_table, rows.lengths, self.refs, self.free_pages, self.free_count)
 
+    @locked
     def release(self, rows: Rows) -> None:
         """Empties the rows."""
         ops.truncate_rows_(self.table(rows), torch.zeros_like(rows.lengths), self.settings.page_size)
 
+    @locked
     def tidy(self) -> None:
         """Gives up the pages of dropped pools where many tables have piled up. Waits for nothing."""
         if len(self.dropped) >= MANY_TABLES:
@@ -129,6 +174,7 @@ class PageStore:
                 self.dropped.append(rows)
                 raise
 
+    @locked
     def count_free(self) -> int:
         """Free pages, those of dropped pools included. Waits for the device."""
         self._release_dropped()
@@ -138,6 +184,7 @@ class PageStore:
             raise RuntimeError("tokens were lost: pages ran out on the device; reserve() more before appending")
         return self.free_at_least
 
+    @locked
     def provide(self, pages: int) -> None:
         """Makes sure that this many pages are free; RuntimeError, and nothing changed, if the settings forbid it.
 
@@ -166,6 +213,7 @@ class PageStore:
         self.arrays, self.refs, self.free_pages, self.free_count = arrays, refs, free_pages, free_count
         self.free_at_least += count
 
+    @locked
     @torch.inference_mode(False)
     def trim(self) -> None:
         """Gives back the memory of free pages: those in use move together, and every table over them follows.
@@ -191,10 +239,30 @@ class PageStore:
         self.arrays, self.refs, self.free_pages, self.free_count = arrays, refs, free_pages, free_count
         self.free_at_least = 0
 
+    @locked
+    @torch.inference_mode(False)
+    def copy_of(self, rows: Rows) -> tuple[PageStore, Rows]:
+        """A store of its own for these rows, which holds their pages alone. Waits for the device."""
+        slots = {name: (tuple(array.shape[2:]), array.dtype) for name, array in self.arrays.items()}
+        store, named = PageStore(slots, self.refs.device, self.settings), self.named(rows)
+        pages, place = torch.unique(rows.block_table[named], return_inverse=True)
+        count = len(pages)
+        store.provide(count)
+        for name, array in self.arrays.items():
+            store.arrays[name][:count] = array[pages]
+        store.refs[:count] = torch.bincount(place, minlength=count)
+        store.free_count[0] -= count  # a new store hands out its lowest pages first
+        store.free_count[1] = self.free_count[1]
+        store.free_at_least -= count
+        table = torch.zeros_like(rows.block_table)
+        table[named] = place.to(torch.int32)
+        return store, Rows(table, rows.lengths.clone())
+
     def page_nbytes(self) -> int:
         """Bytes of one page, all arrays together."""
         return sum(math.prod(array.shape[1:]) * array.element_size() for array in self.arrays.values())
 
+    @locked
     def nbytes(self) -> int:
         """Bytes of all pages, free ones included, and of the free list."""
         tensors = (*self.arrays.values(), self.refs, self.free_pages, self.free_count)

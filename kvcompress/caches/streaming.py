@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
 from .. import ops, planner
+from ..hf.facts import LayerFacts
 from ..planner import Plan
-from .base import CompressedCache, CompressedLayer, Step
+from ..positions import RotaryTables
+from ..softmax import Softmax
+from .base import CompressedCache
+from .layer import CompressedLayer
+from .passes import CachePass, View
 
 _BLOCK = 256  # tokens of a prompt read at a time; positions stay below twice what is held plus this
 
@@ -24,49 +31,56 @@ class StreamingLayer(CompressedLayer):
     sinks that have left the window are far; the query stands at `window`, and their keys are those of a copy at id 0.
     """
 
-    cache: StreamingCache
-
-    def __init__(self, cache: StreamingCache, index: int, sliding_window: int | None) -> None:
-        super().__init__(cache, index, sliding_window)
-        self.sinks, self.window = cache.num_sink_tokens, cache.window_size
+    def __init__(self, index: int, number: int, sinks: int, window: int, sink_distance: str) -> None:
+        super().__init__(index, number)
+        self.sinks, self.window, self.copies = sinks, window, sink_distance == "window"
         self.keys: Tensor | None = None  # [R, sinks + window, D]
         self.values: Tensor | None = None
         self.far: tuple[Tensor, Tensor] | None = None  # for "window": keys at id 0 and values, [R, sinks, D] each
         self.tokens: list[int] = []  # tokens seen per sequence, padding not counted
         self.base: list[int] = []
 
-    def attend(self, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
+    def attend(self, step: CachePass, queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax) -> Tensor:
         B, Hkv, S, D = keys.shape
+        facts = step.facts[self.index]
         if self.keys is None:
             self.keys = keys.new_zeros(B * Hkv, self.sinks + self.window, D)
             self.values = torch.zeros_like(self.keys)
-            if self.cache.sink_distance == "window":
+            if self.copies:
                 self.far = (keys.new_zeros(B * Hkv, self.sinks, D), keys.new_zeros(B * Hkv, self.sinks, D))
             self.tokens, self.base = [0] * B, [0] * B
-        counts = self.cache.step.counts
-        if S == 1 and min(counts) == 1:
-            out = self._decode(queries, keys, values, scaling)
-        else:
-            out = torch.zeros_like(queries)
-            for b, count in enumerate(counts):
-                start = S - count
-                while start < S:
-                    stop = min(S, start + self._block(b))
-                    part = (slice(b, b + 1), slice(None), slice(start, stop))
-                    out[part] = self._read(b, queries[part], keys[part], values[part], scaling)
-                    start = stop
+        if step.one:
+            return step.answer(self.index, self._decode(facts, keys, values), queries, softmax)
+        out, views = torch.zeros_like(queries), []
+        for b, count in enumerate(step.counts):
+            start = S - count
+            while start < S:
+                stop = min(S, start + self._block(b))
+                part = (slice(b, b + 1), slice(None), slice(start, stop))
+                view = self._read(facts, b, keys[part], values[part])
+                out[part] = view(queries[part], softmax)
+                if facts.readers:
+                    views.append((part, view))
+                start = stop
+
+        def every(x: Tensor, softmax: Softmax) -> Tensor:
+            out = torch.zeros_like(x)
+            for part, view in views:
+                out[part] = view(x[part], softmax)
+            return out
+
+        step.lend_view(self.index, every)
         return out
 
-    def _rotate(self, x: Tensor, positions: Tensor) -> Tensor:
-        assert self.cache.rotary is not None
+    def _rotate(self, rotary: RotaryTables, x: Tensor, positions: Tensor) -> Tensor:
         slots = self.sinks + self.window
-        return self.cache.rotary.rotate(x, positions, self._bound(), [slots] * x.shape[0])
+        return rotary.rotate(x, positions, self._bound(), [slots] * x.shape[0])
 
     def _bound(self) -> int:
         """Positions stay below this: the ring is moved back before they reach it."""
         return 2 * (self.sinks + self.window) + _BLOCK
 
-    def _move_back(self, new: int) -> None:
+    def _move_back(self, rotary: RotaryTables, new: int) -> None:
         """Raises base where the next `new` tokens would pass the bound, and rotates the ring back by as much."""
         distance = [0] * len(self.tokens)
         for b, (tokens, base) in enumerate(zip(self.tokens, self.base, strict=True)):
@@ -74,11 +88,11 @@ class StreamingLayer(CompressedLayer):
                 distance[b] = tokens - self.window - base  # the oldest key of the ring then has position 0
                 self.base[b] += distance[b]
         if any(distance):
-            assert self.keys is not None and self.cache.rotary is not None
+            assert self.keys is not None
             B, R = len(self.tokens), self.keys.shape[0]
             ring = self.keys[:, self.sinks :].unflatten(0, (B, R // B))
             places = torch.tensor(distance, dtype=torch.int32).to(ring.device)[:, None].expand(B, self.window)
-            moved = self.cache.rotary.move_back(ring, places.contiguous(), max(distance) + 1, self.sinks + self.window)
+            moved = rotary.move_back(ring, places.contiguous(), max(distance) + 1, self.sinks + self.window)
             self.keys[:, self.sinks :] = moved.flatten(0, 1)
 
     def _slot(self, token: int) -> int:
@@ -95,19 +109,19 @@ class StreamingLayer(CompressedLayer):
         """Where a query stands as far sinks see it."""
         return self.window if self.far is not None else self.sinks + self.window - 1
 
-    def _note_sinks(self, b: int, keys: Tensor, values: Tensor) -> None:
+    def _note_sinks(self, rotary: RotaryTables, b: int, keys: Tensor, values: Tensor) -> None:
         """Copies the next tokens of sequence b, [1, Hkv, n, D], if they are sinks."""
         if self.far is None or self.tokens[b] >= self.sinks:
             return
         first, heads, n = self.tokens[b], keys.shape[1], keys.shape[2]
-        at_zero = self._rotate(keys, torch.zeros(1, n, dtype=torch.int32, device=keys.device))
+        at_zero = self._rotate(rotary, keys, torch.zeros(1, n, dtype=torch.int32, device=keys.device))
         for held, new in zip(self.far, (at_zero, values), strict=True):
             held[b * heads : (b + 1) * heads, first : first + n] = new[0]
 
-    def _decode(self, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
+    def _decode(self, facts: LayerFacts, keys: Tensor, values: Tensor) -> View:
         """One token per sequence."""
         assert self.keys is not None and self.values is not None
-        self._move_back(1)
+        self._move_back(facts.key_rotary, 1)
         device, B = keys.device, len(self.tokens)
         R = self.keys.shape[0]
 
@@ -120,25 +134,29 @@ class StreamingLayer(CompressedLayer):
         ring_places = per_sequence([token - base for token, base in zip(self.tokens, self.base, strict=True)])
         slots = per_sequence([self._slot(token) for token in self.tokens]).expand(B, R // B).reshape(R).long()
         rows = torch.arange(R, device=device)
-        self.keys[rows, slots] = self._rotate(keys, per_sequence(places)).reshape(R, -1)
+        self.keys[rows, slots] = self._rotate(facts.key_rotary, keys, per_sequence(places)).reshape(R, -1)
         self.values[rows, slots] = values.reshape(R, -1)
         for b in range(B):
-            self._note_sinks(b, keys[b : b + 1], values[b : b + 1])
+            self._note_sinks(facts.key_rotary, b, keys[b : b + 1], values[b : b + 1])
         self.tokens = [token + 1 for token in self.tokens]
 
         def per_row(numbers: list[int]) -> Tensor:
             return per_sequence(numbers).expand(B, R // B).reshape(R).contiguous()
 
         filled = per_row([min(token, self.sinks + self.window) for token in self.tokens])
-        q = self._rotate(queries, ring_places)
         far = [self._far_sinks(token) for token in self.tokens]
-        if max(far) == 0:
-            return ops.decode(q, self.keys, self.values, filled, scale=scaling)[0]
-        ends = per_row(far)
-        near = ops.decode(q, self.keys, self.values, filled, begin=ends, scale=scaling)
-        q = self._rotate(queries, per_sequence([self._far_place] * B))
-        held = (self.keys, self.values) if self.far is None else self.far
-        return ops.merge_states(near, ops.decode(q, *held, ends, scale=scaling))[0]
+        held = (self.keys, self.values)
+
+        def view(queries: Tensor, softmax: Softmax) -> Tensor:
+            q = self._rotate(facts.query_rotary, queries, ring_places)
+            if max(far) == 0:
+                return ops.decode(q, *held, filled, **softmax.options)[0]
+            ends = per_row(far)
+            near = ops.decode(q, *held, filled, begin=ends, **softmax.options)
+            q = self._rotate(facts.query_rotary, queries, per_sequence([self._far_place] * B))
+            return ops.merge_states(near, ops.decode(q, *(self.far or held), ends, **softmax.rest.options))[0]
+
+        return view
 
     def _block(self, b: int) -> int:
         """Tokens that one call of _read takes: sinks first, so that later blocks find all of them stored."""
@@ -147,16 +165,16 @@ class StreamingLayer(CompressedLayer):
             return self.sinks - tokens
         return min(_BLOCK, full - tokens) if self.far is not None and tokens < full else _BLOCK
 
-    def _read(self, b: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
+    def _read(self, facts: LayerFacts, b: int, keys: Tensor, values: Tensor) -> View:
         """A block of tokens of sequence b, [1, H, n, D]: each sees the sinks and the window tokens up to itself."""
         assert self.keys is not None and self.values is not None
         n, heads, device = keys.shape[2], keys.shape[1], keys.device
-        self._move_back(n)
+        self._move_back(facts.key_rotary, n)
         first, base = self.tokens[b], self.base[b]
         new = torch.arange(first, first + n, device=device)
         # nothing is gone yet, and all tokens before these lie in the slots of their numbers. With "window" sinks leave
         # the window one by one then, and the mask says which have
-        early = first < self.sinks or (self.far is not None and first < self.sinks + self.window)
+        early = first < self.sinks or (self.copies and first < self.sinks + self.window)
         old = torch.arange(0 if early else max(self.sinks, first - self.window + 1), first, device=device)
         old_slots = torch.where(old < self.sinks, old, self.sinks + (old - self.sinks) % self.window)
 
@@ -164,43 +182,45 @@ class StreamingLayer(CompressedLayer):
             return places.to(torch.int32)[None].contiguous()
 
         row = slice(b * heads, (b + 1) * heads)
-        k_new = self._rotate(keys, at(new - base))
+        k_new = self._rotate(facts.key_rotary, keys, at(new - base))
         k = torch.cat([self.keys[row, old_slots][None], k_new], dim=2)
         v = torch.cat([self.values[row, old_slots][None], values], dim=2)
-        q = self._rotate(queries, at(new - base))
-        self._note_sinks(b, keys, values)
-        if early and not self._far_sinks(first + n):
-            out = ops.attention(q, k, v, scale=scaling)[0]
-        else:
-            near = ops.attention(q, k, v, window=self.window, scale=scaling)
-            q = self._rotate(queries, at(new.clamp(max=self._far_place)))
-            out = ops.merge_states(near, self._read_far(row, q, k if early else None, v, scaling))[0]
+        self._note_sinks(facts.key_rotary, b, keys, values)
+        whole = early and not self._far_sinks(first + n)
+        far = None if whole else self._far_view(row, k if early else None, v)
+        place, window = self._far_place, self.window
+
+        def view(queries: Tensor, softmax: Softmax) -> Tensor:
+            q = self._rotate(facts.query_rotary, queries, at(new - base))
+            if far is None:
+                return ops.attention(q, k, v, **softmax.options)[0]
+            near = ops.attention(q, k, v, window=window, **softmax.options)
+            q = self._rotate(facts.query_rotary, queries, at(new.clamp(max=place)))
+            return ops.merge_states(near, far(q, softmax.rest))[0]
 
         kept = new if early else new[-self.window :]
         slots = torch.where(kept < self.sinks, kept, self.sinks + (kept - self.sinks) % self.window)
         self.keys[row, slots] = k_new[0, :, kept - first]
         self.values[row, slots] = values[0, :, kept - first]
         self.tokens[b] += n
-        return out
+        return view
 
-    def _read_far(
-        self, row: slice, queries: Tensor, keys: Tensor | None, values: Tensor, scaling: float
-    ) -> tuple[Tensor, Tensor]:
-        """Attention of one sequence's queries to far sinks. keys, values: of all tokens so far, if none is gone."""
+    def _far_view(
+        self, row: slice, keys: Tensor | None, values: Tensor
+    ) -> Callable[[Tensor, Softmax], tuple[Tensor, Tensor]]:
+        """Attention of one sequence's rotated queries to far sinks. keys, values: of all tokens so far, if none is
+        gone."""
         assert self.keys is not None and self.values is not None
         if keys is not None:
             assert self.far is not None
-            keys = keys.clone()
-            keys[:, :, : self.sinks] = self.far[0][row, : keys.shape[2]]
-            return ops.attention(queries, keys, values, window=self.window, complement=True, scale=scaling)
-        held = (self.keys, self.values) if self.far is None else self.far
-        k, v = (x[row, : self.sinks].contiguous() for x in held)
+            copied = keys.clone()
+            copied[:, :, : self.sinks] = self.far[0][row, : keys.shape[2]]
+            return lambda q, softmax: ops.attention(
+                q, copied, values, window=self.window, complement=True, **softmax.options
+            )
+        k, v = (x[row, : self.sinks].contiguous() for x in self.far or (self.keys, self.values))
         ends = torch.full((len(k),), self.sinks, dtype=torch.int32, device=k.device)
-        return ops.decode(queries, k, v, ends, scale=scaling)
-
-    def keys_in_sight(self, step: Step) -> int:
-        """With sink_distance "window", how far back a query reaches, itself included."""
-        return self.sinks + self.window if self.cache.sink_distance == "slot" else self.window + min(self.sinks, 1)
+        return lambda q, softmax: ops.decode(q, k, v, ends, **softmax.options)
 
     def select_batch(self, indices: list[int]) -> None:
         if self.keys is None or self.values is None:
@@ -229,14 +249,11 @@ class StreamingCache(CompressedCache):
     first tokens kept, at least 0. chunk_size: tokens per forward pass while a prompt is read (no influence on results).
     sink_distance: how far first token j is from query i. "slot" (StreamingLLM): positions are places in the cache, as
     if the tokens that are gone had never been. "window" (LM-Infinite): min(i - j, window_size). All distances in the
-    window are the true ones, and every first token that has left it stands at window_size, whichever it is; a model's
-    sliding_window must then be at least window_size + 1. A cache with "window" holds the first tokens twice.
+    window are the true ones, and every first token that has left it stands at window_size, whichever it is. A cache
+    with "window" holds the first tokens twice.
     What has left the window is gone: a fact in the middle of a long prompt cannot be asked for.
     Raises ValueError for settings out of range. Source: StreamingLLM, section 3.2; LM-Infinite, section 4.
     """
-
-    layers: list[StreamingLayer]
-    smaller = "use a smaller window_size"
 
     def __init__(
         self,
@@ -260,8 +277,8 @@ class StreamingCache(CompressedCache):
         self.sink_distance = sink_distance
         super().__init__(config)
 
-    def _new_layer(self, index: int, sliding_window: int | None) -> StreamingLayer:
-        return StreamingLayer(self, index, sliding_window)
+    def _new_layer(self, index: int, number: int) -> StreamingLayer:
+        return StreamingLayer(index, number, self.num_sink_tokens, self.window_size, self.sink_distance)
 
     def plan_prompt(self, length: int) -> Plan:
         return planner.plan(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
+from ..checks import MOST_INT32, need, need_fields, need_integer, need_number
+from ..hf.config import decoder_config, sizes_of
 from ..ops.dmc_accumulate import MAX_DMC_WINDOW
-from ..ops.dmc_gates import IMPORTANCES
+from ..ops.dmc_gates import IMPORTANCES, LARGEST, SMALLEST
+from ..ops.native import MAX_HEAD_DIM
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -57,41 +59,32 @@ class DMCConfig:
 
     def __post_init__(self) -> None:
         for name, choices in CHOICES.items():
-            if getattr(self, name) not in choices:
-                raise ValueError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
-        if isinstance(self.neuron, bool) or not isinstance(self.neuron, int):
-            raise ValueError(f"neuron must be an integer, got {self.neuron!r}")
-        for name in ("shift", "temperature", "omega_eps", "decision_margin", "dms_scale", "neuron_scale"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-                raise ValueError(f"{name} must be a finite number, got {value!r}")
-        for name in ("window", "dms_window", "stride"):
-            if isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} must be an integer, got {getattr(self, name)}")
-        if not self.temperature > 0:
-            raise ValueError(f"temperature must be positive, got {self.temperature}")
-        if self.window is not None and (not isinstance(self.window, int) or not 1 <= self.window <= MAX_DMC_WINDOW):
-            raise ValueError(f"window must be between 1 and {MAX_DMC_WINDOW} or None, got {self.window!r}")
-        if not self.omega_eps >= 0:
-            raise ValueError(f"omega_eps must be at least 0, got {self.omega_eps}")
-        if not isinstance(self.dms_window, int) or self.dms_window < 0:
-            raise ValueError(f"dms_window must be an integer of at least 0, got {self.dms_window!r}")
-        if not self.dms_scale > 0:
-            raise ValueError(f"dms_scale must be positive, got {self.dms_scale}")
-        if self.stride is not None and (not isinstance(self.stride, int) or self.stride < 1):
-            raise ValueError(f"stride must be an integer of at least 1 or None, got {self.stride!r}")
-        if self.stride is not None and self.mode != "dmc":
-            raise ValueError(f"stride must be None with mode={self.mode!r}, got {self.stride}")
-        if not 0 <= self.neuron_scale <= 1:
-            raise ValueError(f"neuron_scale must be between 0 and 1, got {self.neuron_scale}")
-        if self.mode == "dms" and self.window is not None:
-            raise ValueError(f"window must be None with mode='dms', which merges nothing, got {self.window}")
+            need(value in choices, f"{name} must be one of {', '.join(choices)}, got {value!r}")
+        for name, least, most in (
+            ("shift", -LARGEST, LARGEST), ("temperature", SMALLEST, LARGEST), ("omega_eps", 0, LARGEST),
+            ("decision_margin", -LARGEST, LARGEST), ("dms_scale", SMALLEST, LARGEST), ("neuron_scale", 0, 1),
+        ):  # fmt: skip
+            need_number(name, getattr(self, name), least, most)
+        need_integer("neuron", self.neuron, -MAX_HEAD_DIM, MAX_HEAD_DIM - 1)
+        need_integer("dms_window", self.dms_window, 0, MOST_INT32 - 1)  # and the newest token besides
+        if self.window is not None:
+            need_integer("window", self.window, 1, MAX_DMC_WINDOW)
+            need(self.mode == "dmc", f"window must be None with mode='dms', which merges nothing, got {self.window}")
+        if self.stride is not None:
+            need_integer("stride", self.stride, 1, MOST_INT32)
+            need(self.mode == "dmc", f"stride must be None with mode={self.mode!r}, got {self.stride}")
 
     def place(self, head_dim: int) -> int:
         """The neuron as a number of 0..head_dim-1; ValueError where it is none."""
         if not -head_dim <= self.neuron < head_dim:
             raise ValueError(f"neuron must be between {-head_dim} and {head_dim - 1}, got {self.neuron}")
         return self.neuron % head_dim
+
+    def check_model(self, config: Any) -> None:
+        """Raises ValueError if the neuron is no coordinate of the heads of a model (of its config)."""
+        sizes = sizes_of(decoder_config(config))["head dim"]
+        self.place(max(sizes) if isinstance(sizes, list) else sizes)
 
     @classmethod
     def released(cls, **changes: Any) -> Self:
@@ -105,10 +98,4 @@ class DMCConfig:
     @classmethod
     def from_dict(cls, saved: dict[str, Any]) -> Self:
         """Of what to_dict gave; ValueError for other methods and unknown fields."""
-        given = dict(saved)
-        if given.pop("method", None) != "dmc":
-            raise ValueError(f"config.kvcompress must be of the method dmc, got {saved.get('method')!r}")
-        unknown = sorted(set(given) - {field.name for field in fields(cls)})
-        if unknown:
-            raise ValueError(f"config.kvcompress has unknown fields {', '.join(unknown)}: saved by a newer version?")
-        return cls(**given)
+        return cls(**need_fields(saved, "dmc", [field.name for field in fields(cls)]))

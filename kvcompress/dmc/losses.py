@@ -8,13 +8,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..retrofit.passes import REENTRANT
 from .convert import state
 
 
 class LastDecisions(NamedTuple):
-    """Decisions of a model's last forward pass, float32 [L, B, Hkv, T]. alpha: relaxed. hard: 0 or 1, noise included
-    (with alpha's gradient). bare: 0 or 1 without noise, as a cache would decide. valid: bool [B, T], tokens that are no
-    padding; None = all."""
+    """Decisions of a model's last forward pass, float32 [L, B, Hkv, T], L its converted layers. alpha: relaxed. hard: 0
+    or 1, noise included (with alpha's gradient). bare: 0 or 1 without noise, as a cache would decide. valid: bool
+    [B, T], tokens that are no padding; None = all."""
 
     alpha: Tensor
     hard: Tensor
@@ -43,19 +44,24 @@ class LastDecisions(NamedTuple):
 def last_decisions(model: nn.Module) -> LastDecisions:
     """Of the last forward pass without a cache of a converted model.
 
-    Raises RuntimeError if there was none, or if gradient checkpointing has cut the decisions off from the weights.
+    Raises RuntimeError if there was none, if a converted layer has not decided in it, or if gradient checkpointing has
+    cut the decisions off from the weights.
     """
-    last = state(model).last
-    if last is None or not last.alpha:
+    found = state(model)
+    last = found.last
+    if last is None or last.config.neuron_scale > 0:
         raise RuntimeError("no decisions were made yet: call the converted model without a cache first")
-    alpha, hard, bare = (
-        torch.stack([found[layer] for layer in sorted(found)]) for found in (last.alpha, last.hard, last.bare)
-    )
-    if last.noise is not None and last.with_gradient and not alpha.requires_grad:
+    missing = [layer for layer in found.layers if layer not in last.alpha]
+    if missing:
         raise RuntimeError(
-            "the decisions have no gradient: gradient checkpointing must be non-reentrant, "
-            "gradient_checkpointing_kwargs={'use_reentrant': False}"
+            f"no decisions were made in layer {', '.join(map(str, missing))} in the last forward pass: it stopped "
+            "before its end, or what wraps the model hands its layers copies of the pass"
         )
+    if last.noise is not None and last.detached:
+        raise RuntimeError(f"the decisions have no gradient: {REENTRANT}")
+    alpha, hard, bare = (
+        torch.stack([of[layer] for layer in found.layers]) for of in (last.alpha, last.hard, last.bare)
+    )
     return LastDecisions(alpha, hard, bare, None if last.documents is None else last.documents.valid)
 
 

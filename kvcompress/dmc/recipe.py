@@ -34,7 +34,7 @@ class DMCRecipe(Recipe):
     end_rate: float = 0.1
     objective: CompressionLoss = field(default_factory=CompressionLoss)
     seed: int = 0
-    schedules: ClassVar[tuple[str, ...]] = ("target_ratio", "neuron_scale")
+    schedules: ClassVar[tuple[str, ...]] = ("target_ratio", "neuron_scale", "layers")
 
     def __post_init__(self) -> None:
         if not 1 <= self.start_ratio <= self.target_ratio < math.inf:
@@ -110,5 +110,6 @@ class DMCRecipe(Recipe):
             "ratio_soft": found["soft"],
             "ratio_hard": found["hard"],
             "ratio_layers": found["layers"],
+            "layers": list(state(model).layers),
             "compression_loss": float(loss.detach()),
         }

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..hf.attach import attach, base_model
-from ..retrofit.method import saved_method
+from ..hf.method import saved_method
 from ..retrofit.run import RunSettings, load, train
 from .config import DMCConfig
 from .convert import convert, state

@@ -1,4 +1,4 @@
-"""The seam with transformers: attention classes are swapped in and out on one model, nothing is patched globally."""
+"""The seam with transformers: hooks and an attention function, on one model; nothing is patched globally."""
 
 from .attach import attach, base_model, detach
 

@@ -22,7 +22,7 @@ from .planner import SCHEDULES, divide_memory, plan
 from .pod_attention import pod_attention
 from .rope import rope
 from .score import POOLINGS, REDUCTIONS, window_scores
-from .select import compact_rows_, select_topk
+from .select import select_topk
 from .similarity import layer_similarity
 
 __all__ = [
@@ -39,7 +39,6 @@ __all__ = [
     "append_tokens_",
     "attention",
     "compact_pages_",
-    "compact_rows_",
     "decode",
     "decode_shared",
     "divide_memory",

@@ -5,7 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..checks import dense, dense_last, need, need_device, need_float, need_int32
+from ..checks import (
+    dense,
+    dense_last,
+    need,
+    need_device,
+    need_float,
+    need_int32,
+    need_scale,
+    need_sink_logits,
+    need_softcap,
+    need_tensors,
+)
 from .native import MAX_HEAD_DIM, native
 
 
@@ -21,23 +32,31 @@ def attention(
     key_bias: Tensor | None = None,
     lengths: Tensor | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
+    sink_logits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of many queries, with the masks of the methods; memory linear in S and T, differentiable.
 
-    queries: [B, Hq, S, D], the last S tokens of the keys. keys, values: [B, Hkv, T, D], S <= T, D 1..256, the queries'
+    queries: [B, Hq, S, D], the last S tokens of the keys. keys, values: [B, Hkv, T, D], S <= T, D 1..512, the queries'
     dtype. lengths: int32 [B], keys that exist in each sequence, its last S being the queries' own tokens; None = all T.
     Query s stands at position i = lengths - S + s; where that is negative it is padding and sees nothing. It sees key
     t <= i (causal), all keys (causal=False); with window: t < sinks or t > i - window; with complement: what window
     leaves out, sinks <= t <= i - window. key_bias: float32 [B, Hkv, T], finite or -inf, added to the logit of a key for
-    every query but the key's own position (DMC's mask). scale: factor of the logits, None = 1/sqrt(D).
-    Returns (out [B, Hq, S, D], lse float32 [B, Hq, S], natural logarithm). A query that sees no key gets out 0 and lse
-    -inf, and its gradients are 0, whatever comes back for its out and lse. Gradients flow to queries, keys, values and
-    key_bias, from out and from lse, so that merge_states of several branches differentiates exactly; the same bits for
-    any number of threads.
-    Raises ValueError for wrong shapes, dtypes, window, sinks or complement; RuntimeError for lengths out of range.
+    every query but the key's own position (DMC's mask). scale: factor of the logits, None = 1/sqrt(D). softcap: logits
+    become softcap * tanh(logit / softcap), before key_bias and mask; None = as they are.
+    sink_logits: float32 [Hq] whatever the dtype of queries (callers convert), finite or -inf = none: one more column in
+    the softmax of each query of a head, of a key without a value, which adds exp(sink_logits) to the sum; not scaled,
+    not capped. Of branches that are merged, one is given them.
+    Returns (out [B, Hq, S, D], lse float32 [B, Hq, S], natural logarithm, the sink included). A query that sees no key
+    gets out 0 and lse -inf, with a sink lse = sink; padding always -inf. Where lse is -inf gradients are 0, whatever
+    comes back for out and lse. Gradients flow to queries, keys, values, key_bias and sink_logits, from out and from
+    lse, so that merge_states of several branches differentiates exactly; the same bits for any number of threads.
+    Raises ValueError for wrong shapes, dtypes, window, sinks, complement, scale or softcap; RuntimeError for lengths
+    out of range.
     """
     need_float("queries", queries, 4, "[B, Hq, S, D]")
     need_float("keys", keys, 4, "[B, Hkv, T, D]")
+    need_tensors(values=values)
     B, Hq, S, D = queries.shape
     Hkv, T = keys.shape[1:3]
     need(keys.shape[0] == B and keys.shape[3] == D, f"keys must be [{B}, Hkv, T, {D}], got shape {tuple(keys.shape)}")
@@ -52,6 +71,7 @@ def attention(
     need(window is not None or not complement, "complement needs a window")
     need(sinks >= 0, f"sinks must be at least 0, got {sinks}")
     if key_bias is not None:
+        need_tensors(key_bias=key_bias)
         need(key_bias.dtype == torch.float32, f"key_bias must be float32, got {key_bias.dtype}")
         need(tuple(key_bias.shape) == (B, Hkv, T), f"key_bias must be {(B, Hkv, T)}, got shape {tuple(key_bias.shape)}")
     need_int32("lengths", lengths, (B,))
@@ -62,38 +82,47 @@ def attention(
         dense_last(values),
         dense(key_bias),
         dense(lengths),
-        D**-0.5 if scale is None else scale,
+        need_scale(scale, D),
         causal,
         window or 0,
         sinks,
         complement,
+        need_sink_logits(sink_logits, Hq, queries),
+        need_softcap(softcap),
     )
 
 
 @torch.library.register_fake("kvcompress::attention")
-def _(queries, keys, values, key_bias, lengths, scale, causal, window, sinks, complement):  # type: ignore[no-untyped-def]
+def _(queries, keys, values, *rest):  # type: ignore[no-untyped-def]
     return queries.new_empty(queries.shape), queries.new_empty(queries.shape[:3], dtype=torch.float32)
 
 
 @torch.library.register_fake("kvcompress::attention_backward")
-def _(dout, dlse, queries, keys, values, key_bias, *rest):  # type: ignore[no-untyped-def]
+def _(  # type: ignore[no-untyped-def]
+    dout, dlse, queries, keys, values, key_bias, lengths, out, lse, scale, causal, window, sinks, complement,
+    sink_logits=None, softcap=0.0,
+):  # fmt: skip
     bias = keys.new_empty((*keys.shape[:2], 0 if key_bias is None else keys.shape[2]), dtype=torch.float32)
-    return queries.new_empty(queries.shape), keys.new_empty(keys.shape), keys.new_empty(keys.shape), bias
+    of_sinks = queries.new_empty(0 if sink_logits is None else queries.shape[1], dtype=torch.float32)
+    return queries.new_empty(queries.shape), keys.new_empty(keys.shape), keys.new_empty(keys.shape), bias, of_sinks
 
 
 def _attention_setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    queries, keys, values, key_bias, lengths, *ctx.settings = inputs
-    ctx.save_for_backward(queries, keys, values, key_bias, lengths, *output)
+    queries, keys, values, key_bias, lengths, *ctx.settings, sink_logits, ctx.softcap = inputs
+    ctx.save_for_backward(queries, keys, values, key_bias, lengths, sink_logits, *output)
     ctx.set_materialize_grads(False)
 
 
 def _attention_backward(ctx, dout: Tensor | None, dlse: Tensor | None):  # type: ignore[no-untyped-def]
-    queries, keys, values, key_bias, lengths, out, lse = ctx.saved_tensors
+    queries, keys, values, key_bias, lengths, sink_logits, out, lse = ctx.saved_tensors
     dout = torch.zeros_like(out) if dout is None else dense_last(dout)
     grads = native.attention_backward(
-        dout, dense(dlse), queries, keys, values, key_bias, lengths, out, lse, *ctx.settings
+        dout, dense(dlse), queries, keys, values, key_bias, lengths, out, lse, *ctx.settings, sink_logits, ctx.softcap
     )
-    return *grads[:3], grads[3] if key_bias is not None else None, None, *(None for _ in ctx.settings)
+    of_bias, of_sinks = (
+        grad if x is not None else None for x, grad in zip((key_bias, sink_logits), grads[3:], strict=True)
+    )
+    return *grads[:3], of_bias, None, *(None for _ in ctx.settings), of_sinks, None
 
 
 def _attention_no_second(ctx, *grads):  # type: ignore[no-untyped-def]

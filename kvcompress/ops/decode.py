@@ -7,7 +7,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks import dense, dense_last, need, need_device, need_float, need_int32, need_integer, need_tensor
+from ..checks import (
+    dense,
+    dense_last,
+    need,
+    need_device,
+    need_float,
+    need_int32,
+    need_integer,
+    need_scale,
+    need_sink_logits,
+    need_softcap,
+    need_tensor,
+    need_tensors,
+)
 from ..no_gradient import without_gradient
 from .native import MAX_HEAD_DIM, native
 
@@ -25,10 +38,12 @@ def decode(
     scale: float | None = None,
     causal: bool = False,
     probabilities: Tensor | None = None,
+    softcap: float | None = None,
+    sink_logits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of a few queries over rows of any length kept in pages.
 
-    queries: [B, Hq, S, D], D 1..256. k_pages, v_pages: contiguous [pages, P, D], P a power of two. block_table: int32
+    queries: [B, Hq, S, D], D 1..512. k_pages, v_pages: contiguous [pages, P, D], P a power of two. block_table: int32
     [R, blocks], R = B*Hkv: key t of row r lies at [block_table[r, t // P], t % P]; None = row r is page r, whatever
     P. value_table: int32 [R, blocks], the same of values where they do not lie as the keys do (each of the two may then
     have its own number of pages and of blocks); None = as the keys. begin, end: int32 [R]: a query sees keys
@@ -36,14 +51,18 @@ def decode(
     own tokens, query s sees t < end_r - (S-1-s).
     scale: factor of the logits, None = 1/sqrt(D). probabilities: contiguous float32 [B, Hq, columns], written, for
     S = 1 without sinks: column j of a head becomes the softmax probability of key begin_r + j; columns behind a row's
-    keys keep what they had.
+    keys keep what they had. softcap: logits become softcap * tanh(logit / softcap); None = as they are.
+    sink_logits: float32 [Hq] whatever the dtype of queries (callers convert), finite or -inf = none: one more column in
+    the softmax of each query of a head, of a key without a value, which adds exp(sink_logits) to the sum; not scaled,
+    not capped. lse includes it: of segments that are merged, exactly one is given it.
     Returns (out [B, Hq, S, D] in the queries' dtype, lse float32 [B, Hq, S], natural logarithm). A query that sees no
-    key gets out 0 and lse -inf. Raises ValueError for wrong shapes, RuntimeError for rows outside the pages
-    or longer than probabilities has columns, NotImplementedError if a backward pass comes here (attention is
-    differentiable).
+    key gets out 0 and lse -inf, with a sink lse = sink. Raises ValueError for wrong shapes, dtypes, scale or
+    softcap, RuntimeError for rows outside the pages or longer than probabilities has columns, NotImplementedError if a
+    backward pass comes here (attention is differentiable).
     """
     need_float("queries", queries, 4, "[B, Hq, S, D]")
     need_float("k_pages", k_pages, 3, "[pages, P, D]")
+    need_tensors(v_pages=v_pages, end=end)
     B, Hq, _, D = queries.shape
     need(k_pages.shape[2] == D, f"k_pages must have head dim {D}, got {k_pages.shape[2]}")
     need(1 <= D <= MAX_HEAD_DIM, f"queries must have a head dim between 1 and {MAX_HEAD_DIM}, got {D}")
@@ -68,11 +87,13 @@ def decode(
     if block_table is None:
         need(k_pages.shape[0] >= R, f"k_pages must hold one page for each of {R} rows, got {k_pages.shape[0]}")
     else:
+        need_tensors(block_table=block_table)
         need(block_table.ndim == 2, f"block_table must be [R, blocks], got shape {tuple(block_table.shape)}")
         need_int32("block_table", block_table, (R, block_table.shape[1]))
         need(P > 0 and P & (P - 1) == 0, f"k_pages must have a page size that is a power of two, got {P}")
     if value_table is not None:
         need(block_table is not None, "value_table needs a block_table")
+        need_tensors(value_table=value_table)
         need(value_table.ndim == 2, f"value_table must be [R, blocks], got shape {tuple(value_table.shape)}")
         need_int32("value_table", value_table, (R, value_table.shape[1]))
     need_device(
@@ -81,19 +102,20 @@ def decode(
     )  # fmt: skip
     need(k_pages.is_contiguous() and v_pages.is_contiguous(), "k_pages and v_pages must be contiguous")
     rows = (dense_last(queries), k_pages, v_pages, dense(block_table), dense(value_table), dense(begin))
-    factor = D**-0.5 if scale is None else scale
+    factor = need_scale(scale, D)
+    logits = need_sink_logits(sink_logits, Hq, queries), need_softcap(softcap)
     op: Any = native.decode
-    arguments: tuple[Any, ...] = (*rows, end.contiguous(), factor, causal, sinks)
+    arguments: tuple[Any, ...] = (*rows, end.contiguous(), factor, causal, sinks, *logits)
     if probabilities is not None:
         need(queries.shape[2] == 1, f"probabilities are of one query per head, got {queries.shape[2]}")
         need_probabilities(probabilities, B, Hq)
         need(probabilities.is_contiguous(), "probabilities must be contiguous")
         need_device(queries, probabilities=probabilities)
         op = native.decode_probabilities
-        arguments = (*rows, end.contiguous(), probabilities, factor)
+        arguments = (*rows, end.contiguous(), probabilities, factor, *logits)
     return without_gradient(
         "decode has no gradient: it is for generation; use attention, which is differentiable, or torch.no_grad()",
-        (queries, k_pages, v_pages), op, *arguments,
+        (queries, k_pages, v_pages, *(() if sink_logits is None else (sink_logits,))), op, *arguments,
     )  # fmt: skip
 
 
@@ -105,10 +127,10 @@ def need_probabilities(x: Tensor, batch: int, heads: int) -> None:
 
 
 @torch.library.register_fake("kvcompress::decode")
-def _(queries, k_pages, v_pages, block_table, value_table, begin, end, scale, causal, sinks):  # type: ignore[no-untyped-def]
+def _(queries, *rest):  # type: ignore[no-untyped-def]
     return queries.new_empty(queries.shape), queries.new_empty(queries.shape[:3], dtype=torch.float32)
 
 
 @torch.library.register_fake("kvcompress::decode_probabilities")
-def _(queries, k_pages, v_pages, block_table, value_table, begin, end, probabilities, scale):  # type: ignore[no-untyped-def]
+def _(queries, *rest):  # type: ignore[no-untyped-def]
     return queries.new_empty(queries.shape), queries.new_empty(queries.shape[:3], dtype=torch.float32)

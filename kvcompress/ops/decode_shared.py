@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from ..checks import dense, dense_last, need, need_device, need_float, need_int32
+from ..checks import dense, dense_last, need, need_device, need_float, need_int32, need_sequence, need_tensors
 from ..no_gradient import without_gradient
 from .decode import need_probabilities
 from .native import MAX_HEAD_DIM, native
@@ -26,19 +26,23 @@ def decode_shared(
 ) -> tuple[Tensor, Tensor]:
     """One query's attention to near keys, joined with that to distant ones by another layer's probabilities.
 
-    near: (out [B, Hq, 1, D], lse float32 [B, Hq, 1]) of decode over the near keys. probabilities, far_lse: what decode
-    wrote and returned for the same tokens in the layer that leads, float32 [B, Hq, columns], any strides but the last,
-    and float32 [B, Hq, 1]. v_pages: contiguous [pages, P, D], the layer's own values, P a power of two. block_table:
-    int32 [R, blocks], R = B*Hkv: value t of row r lies at [block_table[r, t // P], t % P]. begin, end: int32 [R]:
-    column j weighs value begin_r + j < end_r. tau: a query head is skipped, and its near attention taken alone, if it
-    has distant keys and gives the near ones at least this probability; the values of a KV head that are needed by none
-    of its query heads are not read. None or 1 = nothing is skipped, 0 = everything.
+    near: (out [B, Hq, 1, D], lse float32 [B, Hq, 1]) of decode over the near keys, D 1..512. probabilities, far_lse:
+    what decode wrote and returned for the same tokens in the layer that leads, float32 [B, Hq, columns], any strides
+    but the last, and float32 [B, Hq, 1]. v_pages: contiguous [pages, P, D], the layer's own values, P a power of two.
+    block_table: int32 [R, blocks], R = B*Hkv: value t of row r lies at [block_table[r, t // P], t % P]. begin, end:
+    int32 [R]: column j weighs value begin_r + j < end_r. tau: a query head is skipped, and its near attention taken
+    alone, if it has distant keys and gives the near ones at least this probability; the values of a KV head that are
+    needed by none of its query heads are not read. None or 1 = nothing is skipped, 0 = everything.
+    sink_logits are given to decode of the near keys alone: near's lse then includes the sink, the result is that of one
+    softmax over near keys, distant ones and the sink, and tau is compared with the probability of near keys and sink.
     Returns (out [B, Hq, 1, D] in near's dtype, skipped bool [B, Hq, 1]). A side whose lse is -inf counts nothing.
     Raises ValueError for wrong shapes and tau, RuntimeError for rows outside the pages or longer than probabilities has
     columns, NotImplementedError if a backward pass comes here.
     Source: PoD, section 2.3, equation 4.
     """
+    need_sequence("near", near, "(out, lse)")
     out, near_lse = near
+    need_tensors(near_lse=near_lse, far_lse=far_lse, v_pages=v_pages, begin=begin, end=end, block_table=block_table)
     need_float("near", out, 4, "[B, Hq, 1, D]")
     B, Hq, S, D = out.shape
     need(S == 1, f"near must be of one query per head, [B, Hq, 1, D], got shape {tuple(out.shape)}")

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..checks import FLOATS, dense, dense_last, need, need_device, need_float, need_int32, need_integer
+from ..checks import FLOATS, dense, dense_last, need, need_device, need_float, need_int32, need_integer, need_tensor
 from ..no_gradient import change_without_gradient
 from .dmc_accumulate import MAX_DMC_WINDOW, need_neuron
 from .native import MAX_HEAD_DIM, native
@@ -55,7 +55,7 @@ def dmc_append_(
 ) -> None:
     """Adds new tokens to all rows of a DMC cache in place: each opens a slot or is merged into its row's newest one.
 
-    k_pages, v_pages: contiguous [pages, P, D], D 1..256. table: their pages, R = B*Hkv rows. tail: the state of each
+    k_pages, v_pages: contiguous [pages, P, D], D 1..512. table: their pages, R = B*Hkv rows. tail: the state of each
     row's newest slot. keys, values: [B, Hkv, S, D], un-rotated, the pages' dtype. alpha, omega: float32 [B, Hkv, S]: a
     token with alpha above 1/2 is merged, others open a slot, and so does the first of a row whose length or tail count
     is 0; omega above 0 is its weight. cos, sin: float32 [T, rotary_dim/2]; positions: int32 [B, S], rows of them;
@@ -64,7 +64,8 @@ def dmc_append_(
     window: a slot averages its last tokens alone, 1..64; None = all of them.
     A slot holds the average of its tokens, keys rotated at the newest one's position; older slots never change. One
     call with S tokens is S calls with one, and equals dmc_accumulate with the same decisions. A page that others share
-    is copied before it is written; pages come from the free list. Waits for nothing on CUDA.
+    is copied before it is written; pages come from the free list. What is added may be views of what is changed, which
+    itself may not share memory. Waits for nothing on CUDA.
     Raises ValueError for wrong shapes and for pages that are leaves that require grad; RuntimeError if the free list
     is too short, a row outgrows its line of the table or a position is outside the tables (nothing is changed then; on
     CUDA free_count[1] grows where pages or columns run out, and a position outside gives a NaN key);
@@ -72,12 +73,16 @@ def dmc_append_(
     Source: DMC, algorithm 1.
     """
     need_table(table)
+    if not isinstance(tail, Tail):
+        raise TypeError(f"tail must be an ops.Tail, got {type(tail).__name__}")
     R = table.block_table.shape[0]
     for name, x, ndim in (("k_pages", k_pages, 3), ("keys", keys, 4)):
         if not isinstance(x, Tensor) or x.ndim != ndim or x.dtype not in FLOATS:
             need_float(name, x, ndim, "[pages, P, D]" if ndim == 3 else "[B, Hkv, S, D]")
     (B, Hkv, S, D), dtype, device = keys.shape, keys.dtype, table.refs.device
     N = 1 if window is None else window
+    if isinstance(N, bool) or not isinstance(N, int):
+        need_integer("window", N, 1, MAX_DMC_WINDOW)
     if not 1 <= D <= MAX_HEAD_DIM or not 1 <= N <= MAX_DMC_WINDOW or B * Hkv != R:
         need(B * Hkv == R, f"keys must be [B, Hkv, S, D] with B*Hkv = {R}, got shape {tuple(keys.shape)}")
         need(1 <= D <= MAX_HEAD_DIM, f"keys must have a head dim between 1 and {MAX_HEAD_DIM}, got {D}")
@@ -90,6 +95,8 @@ def dmc_append_(
         ("tail.keys", tail[0], single, (R, N, D)), ("tail.values", tail[1], single, (R, N, D)),
         ("tail.weights", tail[2], single, (R, N)), ("tail.counts", tail[3], torch.int32, (R,)),
     ):  # fmt: skip
+        if not isinstance(x, Tensor):
+            need_tensor(name, x)
         if x.dtype != kind or x.shape != size or x.device != device:
             raise ValueError(
                 f"{name} must be {kind} {tuple(size)} on {device}, got {x.dtype} {tuple(x.shape)} on {x.device}"
@@ -137,6 +144,7 @@ def need_tables(cos: Tensor | None, sin: Tensor | None, D: int, device: torch.de
     if cos is None or sin is None:
         raise ValueError("cos and sin must be given together")
     for name, x in (("cos", cos), ("sin", sin)):
+        need_tensor(name, x)
         if x.dtype != torch.float32 or x.ndim != 2 or x.shape != cos.shape or x.device != device:
             raise ValueError(
                 f"{name} must be float32 [T, rotary_dim/2] on {device}, got {x.dtype} {tuple(x.shape)} on {x.device}"

@@ -14,13 +14,14 @@ from ..checks import (
     need_choice,
     need_device,
     need_float,
-    need_int32,
     need_integer,
+    need_number,
     need_tensor,
 )
 from .native import native
 
 IMPORTANCES = ("mean_logit", "mean_sigmoid", "first")
+SMALLEST, LARGEST = 1e-6, 1e6  # factors and shifts of logits: float32 holds their products and quotients
 _WORD = (1 << 32) - 1
 
 
@@ -69,12 +70,17 @@ def dmc_decisions(
     hard = 1 where y > margin, else 0 (a tie and NaN are 0). With hard=True tempered is inf or -inf and alpha is hard,
     so that dmc_mask gives -inf or 0, and nothing has a gradient. Token 0 is treated like the others: what forces it to
     0 is dmc_accumulate. Differentiable in logits.
-    Raises ValueError for wrong shapes or dtypes, a temperature that is not positive, or numbers of noise out of range.
+    Raises ValueError for wrong shapes or dtypes, a temperature outside 1e-6..1e6, a shift, scale or margin beyond
+    1e6 either way, or numbers of noise out of range.
     Source: DMC ("Dynamic Memory Compression"), section 3; Philox 4x32-10 for the noise, see csrc/kvc.h.
     """
     _need_gates("logits", logits, "[B, H, T]")
-    need(temperature > 0, f"temperature must be positive, got {temperature}")
+    need_number("temperature", temperature, SMALLEST, LARGEST)
+    for name, number in (("shift", shift), ("scale", scale), ("margin", margin)):
+        need_number(name, number, -LARGEST, LARGEST)
     given = noise if isinstance(noise, Tensor) else None
+    if given is None and noise is not None and (not isinstance(noise, tuple) or not 1 <= len(noise) <= len(_NONE)):
+        raise TypeError(f"noise must be an ops.Noise, a torch.Tensor or None, got {type(noise).__name__}")
     drawn = _NONE if given is not None or noise is None else Noise(*noise)
     if drawn is not _NONE:
         for name, value in zip(drawn._fields, drawn, strict=True):
@@ -128,13 +134,14 @@ def dmc_importance(
     reduce: how the G = Hq/Hkv query heads of a KV head give one weight: "mean_logit" sigmoid(mean + shift),
     "mean_sigmoid" mean of sigmoid(logit + shift), "first" that of the first head.
     Returns float32 [B, Hkv, T]: max(that, 2**-40) + eps. Differentiable in logits.
-    Raises ValueError for wrong shapes, dtypes, kv_heads, eps or reduce. Source: DMC, section 3.
+    Raises ValueError for wrong shapes, dtypes, kv_heads, shift, eps or reduce. Source: DMC, section 3.
     """
     _need_gates("logits", logits, "[B, Hq, T]")
     need_integer("kv_heads", kv_heads, 1)
     heads = logits.shape[1]
     need(heads >= kv_heads and heads % kv_heads == 0, f"kv_heads must divide the logits' {heads} heads, got {kv_heads}")
-    need(eps >= 0, f"eps must be at least 0, got {eps}")
+    need_number("shift", shift, -LARGEST, LARGEST)
+    need_number("eps", eps, 0, LARGEST)
     return native.dmc_importance(logits, kv_heads, shift, eps, need_choice("reduce", reduce, IMPORTANCES))
 
 
@@ -166,25 +173,20 @@ def _importance_backward(ctx, grad: Tensor):  # type: ignore[no-untyped-def]
 torch.library.register_autograd("kvcompress::dmc_importance", _importance_backward, setup_context=_importance_setup)
 
 
-def dmc_mask(tempered: Tensor, *, documents: Tensor | None = None) -> Tensor:
+def dmc_mask(tempered: Tensor) -> Tensor:
     """Bias of each key in DMC's training attention: how much of it the next token's decision leaves.
 
-    tempered: float32 [B, H, T], as dmc_decisions gives it. documents: int32 [B, T], a number per packed document,
-    negative = padding; None = one document, no padding.
+    tempered: float32 [B, H, T], as dmc_decisions gives it.
     Returns float32 [B, H, T], the key_bias of attention: log(1 - alpha) of the next token, computed from its logit; 0
-    where the next token is not there, begins a document or is padding (nothing merges across a border); -inf where the
-    token itself is padding. That documents do not see each other is left to attention. Differentiable in tempered.
-    Raises ValueError for wrong shapes or dtypes.
+    for the last token. Differentiable in tempered. Raises ValueError for a wrong shape or dtype.
     Source: DMC, appendix H (which prints alpha for the logit); of DMS the same, for keys outside the window alone.
     """
     need_float32("tempered", tempered, None)
-    need_int32("documents", documents, (tempered.shape[0], tempered.shape[2]))
-    need_device(tempered, documents=documents)
-    return native.dmc_mask(tempered.contiguous(), dense(documents))
+    return native.dmc_mask(tempered.contiguous())
 
 
 @torch.library.register_fake("kvcompress::dmc_mask")
-def _(tempered: Tensor, documents: Tensor | None) -> Tensor:
+def _(tempered: Tensor) -> Tensor:
     return tempered.new_empty(tempered.shape)
 
 
@@ -193,13 +195,10 @@ def _mask_setup(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
 
 
 def _mask_backward(ctx, grad: Tensor):  # type: ignore[no-untyped-def]
-    tempered, documents = ctx.saved_tensors
+    (tempered,) = ctx.saved_tensors
     found = torch.zeros_like(tempered)
     found[..., 1:] = -tempered[..., 1:].sigmoid() * grad[..., :-1]
-    if documents is not None:
-        joined = (documents[:, 1:] == documents[:, :-1]) & (documents[:, 1:] >= 0)
-        found[..., 1:].masked_fill_(~joined[:, None], 0)
-    return found, None
+    return found
 
 
 torch.library.register_autograd("kvcompress::dmc_mask", _mask_backward, setup_context=_mask_setup)

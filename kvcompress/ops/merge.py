@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..checks import need, need_float
+from ..checks import need, need_device, need_float, need_sequence, need_tensors
 from .native import native
 
 
@@ -17,10 +17,15 @@ def merge_states(*states: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     Raises ValueError for no states or unequal shapes.
     """
     need(len(states) > 0, "states must hold at least one (out, lse) pair, got none")
+    for i, state in enumerate(states):
+        need_sequence(f"states[{i}]", state, "(out, lse)")
+        need(len(state) == 2, f"states[{i}] must be (out, lse), got {len(state)} elements")
+        need_tensors(out=state[0], lse=state[1])
     out, lse = states[0]
     need_float("out", out, 4, "[B, Hq, S, D]")
     need(lse.dtype == torch.float32, f"lse must be float32, got {lse.dtype}")
     need(lse.shape == out.shape[:3], f"lse must be {tuple(out.shape[:3])}, got {tuple(lse.shape)}")
+    need_device(out, lse=lse)
     for other, other_lse in states[1:]:
         need(
             other.shape == out.shape and other.dtype == out.dtype,
@@ -28,6 +33,7 @@ def merge_states(*states: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         )
         need(other_lse.dtype == torch.float32, f"lse must be float32, got {other_lse.dtype}")
         need(other_lse.shape == lse.shape, f"every lse must be {tuple(lse.shape)}, got {tuple(other_lse.shape)}")
+        need_device(out, out=other, lse=other_lse)
         out, lse = native.merge_states(out.contiguous(), lse.contiguous(), other.contiguous(), other_lse.contiguous())
     return out, lse
 

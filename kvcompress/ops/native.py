@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import os
+from importlib import import_module
 
 import torch
 
 try:
-    from .. import _C  # type: ignore[attr-defined]  # noqa: F401  registers torch.ops.kvcompress
+    import_module("kvcompress._C")  # registers torch.ops.kvcompress
 except ImportError as error:
-    if error.name != "kvcompress":  # the file is there but does not load: its own message says why
-        raise
+    if not isinstance(error, ModuleNotFoundError) or error.name != "kvcompress._C":
+        raise  # the file is there but does not load: its own message says why
     raise ImportError(
         f"kvcompress was imported from {os.path.dirname(os.path.dirname(__file__))}, where its extension (_C.abi3.so) "
         "is not built. If this is a clone, run `pip install --no-build-isolation -e .` in it; if kvcompress is "
         "installed elsewhere, run Python in another directory"
     ) from None
 
-MAX_HEAD_DIM = 256  # of attention and decode
+MAX_HEAD_DIM = 512  # of attention, decode and the ops of DMC; of the others on CUDA
 native = torch.ops.kvcompress
 _wish = os.environ.get("KVC_SIMD")
 if _wish and native.simd("") != _wish:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..checks import dense, need, need_device, need_int32
+from ..checks import dense, need, need_device, need_int32, need_integer, need_sequence, need_tensor, need_tensors
 from ..no_gradient import change_without_gradient
 from .native import native
 
@@ -35,20 +35,34 @@ NO_GRADIENT = (
 
 
 def need_table(table: PageTable) -> None:
+    if not isinstance(table, PageTable):
+        raise TypeError(f"table must be an ops.PageTable, got {type(table).__name__}")
+    need_tensors(block_table=table.block_table, refs=table.refs)
     lines, pages = table.block_table, table.refs.shape
     need(lines.ndim == 2, "block_table must be [R, blocks]")
     shapes = (lines.shape, lines.shape[:1], pages, pages, (2,))
     # messages only where they are needed: a decode step comes by for every layer
     for name, x, shape in zip(table._fields, table, shapes, strict=True):
-        if x.dtype != torch.int32 or x.shape != shape or x.device != lines.device or not x.is_contiguous():
+        if (
+            not isinstance(x, Tensor)
+            or x.dtype != torch.int32
+            or x.shape != shape
+            or x.device != lines.device
+            or not x.is_contiguous()
+        ):
+            need_tensor(name, x)
             need_int32(name, x, tuple(shape))
             need_device(lines, **{name: x})
             raise ValueError(f"{name} must be contiguous")
 
 
 def _need_arrays(arrays: Sequence[Tensor], table: PageTable) -> None:
+    need_sequence("arrays", arrays)
     need(1 <= len(arrays) <= 8, f"arrays must hold 1 to 8 tensors, got {len(arrays)}")
     pages, device = table.refs.shape[0], table.refs.device
+    for i, array in enumerate(arrays):
+        if not isinstance(array, Tensor):
+            need_tensor(f"arrays[{i}]", array)
     P = arrays[0].shape[1] if arrays[0].ndim > 1 else 0
     for i, array in enumerate(arrays):
         if P == 0 or array.shape[:2] != (pages, P):
@@ -62,18 +76,23 @@ def append_tokens_(
 ) -> None:
     """Appends new tokens to all rows in place, taking pages from the free list; shared pages are copied first.
 
-    arrays: up to 8 contiguous [pages, P, ...] of any dtype, one for keys, one for values, others that move with them.
-    tokens: for each array, in its dtype, [B, H, S, ...] with B*H = R, any strides in the first three dimensions.
-    counts: int32 [R], 0..S: row r gets its last counts[r] tokens; None = all S.
+    arrays: up to 8 contiguous [pages, P, ...] of any dtype, one for keys, one for values, others that move with them;
+    none may share memory with another.
+    tokens: for each array, in its dtype, [B, H, S, ...] with B*H = R, any strides in the first three dimensions; they
+    may be views of arrays. counts: int32 [R], 0..S: row r gets its last counts[r] tokens; None = all S.
     Waits for nothing on CUDA. Raises ValueError for wrong shapes and for arrays that are leaves that require grad,
-    RuntimeError if the free list is too short or a row outgrows its line of the table; nothing is changed then (on CUDA
-    free_count[1] grows instead of an error). Tokens in pages have no gradient: NotImplementedError if a backward pass
-    comes here.
+    RuntimeError if the free list is too short, a row outgrows its line of the table, or arrays share memory; nothing is
+    changed then (on CUDA free_count[1] grows where pages or columns run out). Tokens in pages have no gradient:
+    NotImplementedError if a backward pass comes here.
     """
     need_table(table)
     _need_arrays(arrays, table)
     R = table.block_table.shape[0]
+    need_sequence("tokens", tokens)
     need(len(tokens) == len(arrays), f"tokens must hold {len(arrays)} tensors, one for each array, got {len(tokens)}")
+    for i, x in enumerate(tokens):
+        if not isinstance(x, Tensor):
+            need_tensor(f"tokens[{i}]", x)
     first = tokens[0].shape[:3]
     need(len(first) == 3 and first[0] * first[1] == R, f"tokens must be [B, H, S, ...] with B*H = {R}")
     readable = []
@@ -105,9 +124,10 @@ def truncate_rows_(table: PageTable, new_lengths: Tensor, page_size: int) -> Non
     out of range (nothing is changed then; on CUDA it is clamped).
     """
     need_table(table)
+    need_tensor("new_lengths", new_lengths)
     need_int32("new_lengths", new_lengths, (table.block_table.shape[0],))
     need_device(table.refs, new_lengths=new_lengths)
-    need(page_size >= 1, f"page_size must be at least 1, got {page_size}")
+    need_integer("page_size", page_size, 1)
     native.truncate_rows_(*table, new_lengths.contiguous(), page_size)
 
 
@@ -129,6 +149,7 @@ def compact_pages_(arrays: Sequence[Tensor], table: PageTable, indices: Tensor, 
     need_table(table)
     _need_arrays(arrays, table)
     R = table.block_table.shape[0]
+    need_tensor("indices", indices)
     need(indices.ndim == 2, f"indices must be [R, K], got shape {tuple(indices.shape)}")
     need_int32("indices", indices, (R, indices.shape[1]))
     need_int32("kept", kept, (R,))

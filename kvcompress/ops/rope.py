@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..checks import dense, dense_last, need, need_device, need_float, need_int32
+from ..checks import dense, dense_last, need, need_device, need_float, need_int32, need_tensors
 from .native import native
 
 
@@ -22,6 +22,7 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None = None, *
     """
     need_float("x", x, 4, "[B, H, T, D]")
     B, _, T, D = x.shape
+    need_tensors(cos=cos, sin=sin)
     for name, table in (("cos", cos), ("sin", sin)):
         need(table.dtype == torch.float32, f"{name} must be float32, got {table.dtype}")
     need(cos.ndim == 2 and cos.shape == sin.shape, f"cos and sin must be [P, rotary_dim/2], got {tuple(cos.shape)}")

@@ -1,12 +1,11 @@
-"""The largest scores, and moving what they choose to the front."""
+"""The largest scores of rows."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from ..checks import dense, need, need_device, need_float, need_int32
-from ..no_gradient import change_without_gradient
+from ..checks import dense, need, need_device, need_int32, need_tensors
 from .native import native
 
 
@@ -18,9 +17,11 @@ def select_topk(scores: Tensor, k: int, *, lengths: Tensor | None = None) -> Ten
     Raises ValueError for wrong shapes; RuntimeError if a row has fewer than k candidates that are not NaN (on CUDA the
     missing places are -1 instead: checking would wait for the device).
     """
+    need_tensors(scores=scores)
     need(scores.dtype == torch.float32, f"scores must be float32, got {scores.dtype}")
     need(scores.ndim == 2, f"scores must be [R, T], got shape {tuple(scores.shape)}")
-    need(0 <= k <= scores.shape[1], f"k must be between 0 and T = {scores.shape[1]}, got {k}")
+    good = isinstance(k, int) and not isinstance(k, bool) and 0 <= k <= scores.shape[1]
+    need(good, f"k must be between 0 and T = {scores.shape[1]}, got {k!r}")
     need_int32("lengths", lengths, (scores.shape[0],))
     need_device(scores, lengths=lengths)
     return native.select_topk(scores.contiguous(), k, dense(lengths))
@@ -29,25 +30,3 @@ def select_topk(scores: Tensor, k: int, *, lengths: Tensor | None = None) -> Ten
 @torch.library.register_fake("kvcompress::select_topk")
 def _(scores: Tensor, k: int, lengths: Tensor | None) -> Tensor:
     return scores.new_empty((scores.shape[0], k), dtype=torch.int32)
-
-
-def compact_rows_(rows: Tensor, indices: Tensor) -> None:
-    """Moves the chosen tokens of each row to its front, in place: rows[r, j] = rows[r, indices[r, j]].
-
-    rows: [R, T, D], any stride between rows, otherwise contiguous. indices: int32 [R, k], strictly rising within
-    [0, T). Tokens from k on keep what they had. Raises ValueError for wrong shapes and for rows that are a leaf that
-    requires grad, RuntimeError for indices that do not rise or lie outside (nothing is moved then; on CUDA indices
-    outside are skipped), NotImplementedError if a backward pass comes here (torch.gather is differentiable).
-    """
-    need_float("rows", rows, 3, "[R, T, D]")
-    need(indices.ndim == 2, f"indices must be [R, k], got shape {tuple(indices.shape)}")
-    need_int32("indices", indices, (rows.shape[0], indices.shape[1]))
-    need(indices.shape[1] <= rows.shape[1], f"indices holds {indices.shape[1]} places for rows of {rows.shape[1]}")
-    need_device(rows, indices=indices)
-    message = "compact_rows_ has no gradient; use torch.gather"
-    change_without_gradient(message, "rows", (rows,), (), native.compact_rows_, rows, indices.contiguous())
-
-
-@torch.library.register_fake("kvcompress::compact_rows_")
-def _(rows: Tensor, indices: Tensor) -> None:
-    return None

@@ -12,13 +12,13 @@ from typing import Any, TypeAlias
 import torch
 from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
-from matplotlib.ticker import MaxNLocator, ScalarFormatter
+from matplotlib.ticker import FuncFormatter, MaxNLocator, ScalarFormatter
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from ..caches import DMCCache
 from ..checks import need
 from ..dmc import statistics
+from ..dmc.cache import DMCCache
 from .panels import LINES, MAP, count_axis, label, line_style, one_panel, panels, shade
 
 MOST_NUMBERED_CELLS = 150
@@ -28,7 +28,7 @@ Ratios: TypeAlias = DMCCache | Tensor | ArrayLike
 
 
 def head_ratios(ratios: Ratios | Mapping[str, Ratios], *, axes: Axes | Iterable[Axes] | None = None) -> Any:
-    """Heat map of the compression ratio of each layer and KV head.
+    """Heat map of the compression ratio of each converted layer and KV head.
 
     ratios: tokens per entry [L, Hkv], at least 1, or a DMCCache that has read something; a dict has one panel per name
     and one scale of colours. x: layer; y: the heads of a layer sorted by their ratio, the highest on top; colours are
@@ -38,9 +38,10 @@ def head_ratios(ratios: Ratios | Mapping[str, Ratios], *, axes: Axes | Iterable[
     """
     by_name = _by_name("ratios", ratios)
     maps = [_ratios(label("ratios", name), given) for name, given in by_name.items()]
+    numbers = [_layers(given, len(each)) for given, each in zip(by_name.values(), maps, strict=True)]
     found = panels(axes, by_name, "KV heads, by ratio")
     highest = max(float(each.max()) for each in maps)
-    for panel, each in zip(found, maps, strict=True):
+    for panel, each, layers in zip(found, maps, numbers, strict=True):
         cells = each.sort(1, descending=True).values.T  # [Hkv, L]
         norm = LogNorm(1, max(highest, 1.1))
         image = panel.imshow(cells.numpy(), cmap=MAP, norm=norm, origin="upper", aspect="auto", interpolation="nearest")
@@ -49,7 +50,7 @@ def head_ratios(ratios: Ratios | Mapping[str, Ratios], *, axes: Axes | Iterable[
                 for layer, value in enumerate(row):
                     ink = "black" if norm(value) > 0.6 else "white"
                     panel.text(layer, head, f"{value:.3g}", ha="center", va="center", color=ink, fontsize="small")
-        count_axis(panel, "layer")
+        _layer_axis(panel, layers)
         panel.set_yticks([])
     ticks = [2**k for k in range(64) if 2**k <= max(highest, 1.1)]
     bar = found[0].figure.colorbar(image, ax=found, label="tokens per entry", ticks=ticks)
@@ -133,7 +134,8 @@ def ratios_over_training(
 ) -> list[Axes]:
     """What each layer keeps while the ratio rises, one panel per ratio.
 
-    metrics: a run's metrics.jsonl, or its lines as dicts; those with step, ratio_hard and ratio_layers count. at: the
+    metrics: a run's metrics.jsonl, or its lines as dicts; those with step, ratio_hard and ratio_layers count, and
+    layers, where it is there, says which these are. at: the
     global ratios (ratio_hard) to show, each by the first line that reaches it; None = up to 8, evenly spread. x: layer;
     bar: share of the layer's tokens that stay as entries, the space above it is compression.
     Returns the list of Axes, titled with ratio and step.
@@ -164,7 +166,7 @@ def ratios_over_training(
             range(len(kept)), kept.tolist(), 0.8, color=shade(number, len(shown)), edgecolor="black", linewidth=0.5
         )
         panel.set_ylim(0, 1)
-        count_axis(panel, "layer")
+        _layer_axis(panel, [int(layer) for layer in line.get("layers") or range(len(kept))])
         panel.yaxis.set_major_locator(MaxNLocator(5))
     return found
 
@@ -177,6 +179,20 @@ def _by_name(argument: str, given: Any) -> dict[str | None, Any]:
         return {None: given}
     need(len(given) > 0, f"{argument} must have at least one entry, got an empty dict")
     return dict(given)
+
+
+def _layers(given: Any, count: int) -> list[int]:
+    """The model's numbers of the layers of ratios [L, Hkv]."""
+    return given.converted_layers if isinstance(given, DMCCache) else list(range(count))
+
+
+def _layer_axis(axes: Axes, layers: Sequence[int]) -> None:
+    """The model's numbers of its converted layers, which are drawn side by side."""
+    count_axis(axes, "layer")
+    if list(layers) != list(range(len(layers))):
+        axes.xaxis.set_major_formatter(
+            FuncFormatter(lambda x, _: str(layers[round(x)]) if 0 <= round(x) < len(layers) else "")
+        )
 
 
 def _ratios(where: str, given: Any) -> Tensor:
@@ -201,7 +217,7 @@ def _decisions(where: str, given: Decisions, *, dms: bool) -> Tensor:
         )
         lengths = given.seen_lengths()
         need(len(set(lengths)) == 1, f"{where} must be a cache of texts of equal length, got lengths {lengths}")
-        given = [given.decisions(layer) for layer in range(len(given.layers))]
+        given = [given.decisions(layer) for layer in given.converted_layers]
     if not isinstance(given, (Tensor, Sequence)) or isinstance(given, str):
         raise TypeError(f"{where} must be a tensor, a list of them or a DMCCache, got {type(given).__name__}")
     return statistics.as_decisions(given)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
+from ..checks import MOST_INT32, need, need_fields, need_integer, need_number
+from ..hf.config import decoder_config, sizes_of
 from .lead import Lead, LeadTable, check_lead
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-    from .plan import PoDPlan
 
 MODES = ("pod", "window", "cla")
 
@@ -20,7 +20,8 @@ class PoDConfig(LeadTable):
     """How a converted model attends; saved with it as config.kvcompress.
 
     lead: [layers][KV heads], the layer whose queries and keys a head uses for distant tokens: itself, or the lead of
-    the layer below.
+    the next layer below of the same kind. A layer that sees a window or a chunk, or recurs, leads itself and is left as
+    it is.
     sinks, recent: the first tokens, and the last ones (the query's own included), that are near. tau: followers skip
     distant tokens while decoding where the near ones have at least this probability; None = never.
     mode: "pod"; or a baseline: "window" (near tokens are all that is seen; lead is of no consequence), "cla" (a head
@@ -37,15 +38,15 @@ class PoDConfig(LeadTable):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "lead", check_lead(self.lead))  # JSON brings lists
-        for name, least in (("sinks", 0), ("recent", 1)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
-        number = isinstance(self.tau, (int, float)) and not isinstance(self.tau, bool)
-        if self.tau is not None and not (number and 0 <= self.tau <= 1):
-            raise ValueError(f"tau must be between 0 and 1 or None, got {self.tau!r}")
-        if self.mode not in MODES:
-            raise ValueError(f"mode must be one of {', '.join(MODES)}, got {self.mode!r}")
+        need_integer("sinks", self.sinks, 0, MOST_INT32)
+        need_integer("recent", self.recent, 1, MOST_INT32)
+        need(
+            self.window <= MOST_INT32,
+            f"sinks + recent must be at most {MOST_INT32} tokens, got {self.sinks} + {self.recent}",
+        )
+        if self.tau is not None:
+            need_number("tau", self.tau, 0, 1)
+        need(self.mode in MODES, f"mode must be one of {', '.join(MODES)}, got {self.mode!r}")
 
     def led_by(self, layer: int) -> list[tuple[int, list[int]]]:
         """The leads of a layer's heads, lowest first, each with the KV heads that it leads."""
@@ -58,15 +59,16 @@ class PoDConfig(LeadTable):
 
     def check_model(self, config: Any) -> None:
         """Raises ValueError if lead is not of the size of a model (of its config)."""
-        needed = (config.num_hidden_layers, config.num_key_value_heads)
-        found = (len(self.lead), len(self.lead[0]))
+        sizes, found = sizes_of(decoder_config(config)), (len(self.lead), len(self.lead[0]))
+        heads = sizes["KV heads"]
+        needed = (sizes["layers"], found[1] if isinstance(heads, list) and found[1] in heads else heads)
         if needed != found:
             raise ValueError(
                 f"lead must be [{needed[0]} layers][{needed[1]} KV heads] for this model, got [{found[0]}][{found[1]}]"
             )
 
     @classmethod
-    def of(cls, plan: PoDPlan, **changes: Any) -> Self:
+    def of(cls, plan: LeadTable, **changes: Any) -> Self:
         """What a plan asks for. changes: further fields."""
         return cls(plan.lead, plan.sinks, plan.recent, **changes)
 
@@ -77,12 +79,6 @@ class PoDConfig(LeadTable):
     @classmethod
     def from_dict(cls, saved: dict[str, Any]) -> Self:
         """Of what to_dict gave; ValueError for other methods and unknown or missing fields."""
-        given = dict(saved)
-        if given.pop("method", None) != "pod":
-            raise ValueError(f"config.kvcompress must be of the method pod, got {saved.get('method')!r}")
-        unknown = sorted(set(given) - {field.name for field in fields(cls)})
-        if unknown:
-            raise ValueError(f"config.kvcompress has unknown fields {', '.join(unknown)}: saved by a newer version?")
-        if "lead" not in given:
-            raise ValueError("config.kvcompress must have the field lead, got none")
+        given = need_fields(saved, "pod", [field.name for field in fields(cls)])
+        need("lead" in given, "config.kvcompress must have the field lead, got none")
         return cls(**given)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from ..hf.attach import attach, base_model
-from ..retrofit.method import method_of, saved_method, set_method
+from ..hf.attach import attach, base_model, detach, facts_of, is_attached
+from ..hf.method import method_of, saved_method, set_method
+from ..retrofit.passes import check_layers
 from .config import PoDConfig
 from .method import PoDMethod
 from .plan import PoDPlan
@@ -14,28 +15,33 @@ from .plan import PoDPlan
 def convert(model: nn.Module, config: PoDConfig | PoDPlan) -> PoDMethod:
     """Converts an attached or plain model to PoD, or to a baseline of it, in place, and attaches it.
 
-    config: a PoDConfig or a PoDPlan. No parameter is added or changed; a
-    model needs training afterwards to get used to it. model.config.kvcompress says what was done, so that
-    save_pretrained, from_pretrained and kvcompress.attach bring the converted model back.
+    config: a PoDConfig or a PoDPlan. No parameter is added or changed; a model needs training afterwards to get used to
+    it. Layers that see all tokens are converted, others stay as they are. model.config.kvcompress says what was done,
+    so that save_pretrained, from_pretrained and kvcompress.attach bring the converted model back.
     Returns the model's method (see state).
-    Raises ValueError for a family that is not supported, a model that is converted already, or a lead table that does
-    not fit the model.
+    Raises ValueError for a model that cannot be attached or converted, with the reason: converted already, a lead table
+    that does not fit it, layers that read the keys of others.
     Source: PoD, section 2.
     """
     decoder = base_model(model)
     if saved_method(decoder) is not None:
         raise ValueError(f"model must not be converted yet, got one with config.kvcompress = {saved_method(decoder)}")
-    if isinstance(config, PoDPlan):
-        config.check_model(decoder.config)
-        config = PoDConfig.of(config)
-    if not isinstance(config, PoDConfig):
+    if not isinstance(config, (PoDConfig, PoDPlan)):
         raise TypeError(f"config must be a PoDConfig or a PoDPlan, got {type(config).__name__}")
-    found = PoDMethod(decoder, config)  # checks the config before anything is attached
-    try:
+    ours = not is_attached(model)
+    if ours:
         attach(model)
+    try:
+        config.check_model(decoder.config)
+        found = PoDMethod(config if isinstance(config, PoDConfig) else PoDConfig.of(config))
+        facts = facts_of(decoder)
+        found.check_facts(decoder, facts)
+        check_layers(decoder, facts)
     except BaseException:
-        del decoder.config.kvcompress
+        if ours:
+            detach(model)
         raise
+    found.store(decoder)
     set_method(decoder, found)
     return found
 

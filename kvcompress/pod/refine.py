@@ -12,11 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from ..checks import need_integer
-from ..hf.attach import base_model
-from ..retrofit.method import set_method
+from ..hf.attach import base_model, facts_of
+from ..hf.method import set_method
 from .config import PoDConfig
 from .convert import convert
-from .lead import Lead
+from .kinds import kinds_of
+from .lead import Kinds, Lead
 from .method import PoDMethod
 from .plan import PoDPlan
 
@@ -52,16 +53,13 @@ def refine(
     converted = copy.deepcopy(model).eval()
     convert(converted, plan)
     decoder, best, lead, moves = base_model(converted), _loss(converted, rows), plan.lead, 0
+    kinds = kinds_of(decoder, facts_of(decoder))
     if not math.isfinite(best):
         raise RuntimeError(f"the model's loss with the plan must be finite, got {best}")
     for _ in range(rounds):
         found: list[tuple[float, Lead, str]] = []
-        for table, what in _moves(lead):
-            try:
-                method = PoDMethod(decoder, PoDConfig(table, plan.sinks, plan.recent))
-            except ValueError:  # the two layers attend in different ways (sliding window)
-                continue
-            set_method(decoder, method)
+        for table, what in _moves(lead, kinds):
+            set_method(decoder, PoDMethod(PoDConfig(table, plan.sinks, plan.recent)))
             loss = _loss(converted, rows)
             if math.isfinite(loss):
                 found.append((loss, table, what))
@@ -74,22 +72,23 @@ def refine(
     return plan if moves == 0 else replace(plan, lead=lead, delta=None, refined=plan.refined + moves)
 
 
-def _moves(lead: Lead) -> Iterator[tuple[Lead, str]]:
-    """Tables in which one block begins a layer lower or higher, and what was done."""
-    layers = len(lead)
+def _moves(lead: Lead, kinds: Kinds) -> Iterator[tuple[Lead, str]]:
+    """Tables in which one block begins a layer of its kind lower or higher, and what was done."""
     for head in range(len(lead[0])):
-        starts = [layer for layer in range(layers) if lead[layer][head] == layer]
-        for place, start in enumerate(starts):
-            for to in (start - 1, start + 1):
-                if start == 0 or to in starts or to >= layers:
-                    continue
-                moved = [*starts[:place], to, *starts[place + 1 :]]
-                column = [max(first for first in moved if first <= layer) for layer in range(layers)]
-                table = tuple(
-                    tuple(column[layer] if c == head else above for c, above in enumerate(row))
-                    for layer, row in enumerate(lead)
-                )
-                yield table, f"KV head {head}: layer {to} leads in place of layer {start}"
+        for kind in dict.fromkeys(kind for kind in kinds if kind is not None):
+            layers = [layer for layer, own in enumerate(kinds) if own == kind]
+            starts = [i for i, layer in enumerate(layers) if lead[layer][head] == layer]
+            for place, start in enumerate(starts):
+                for to in (start - 1, start + 1):
+                    if start == 0 or to in starts or to >= len(layers):
+                        continue
+                    moved = [*starts[:place], to, *starts[place + 1 :]]
+                    column = {layer: layers[max(j for j in moved if j <= i)] for i, layer in enumerate(layers)}
+                    table = tuple(
+                        tuple(column.get(layer, above) if c == head else above for c, above in enumerate(row))
+                        for layer, row in enumerate(lead)
+                    )
+                    yield table, f"KV head {head}: layer {layers[to]} leads in place of layer {layers[start]}"
 
 
 def _loss(model: Any, rows: Sequence[Tensor]) -> float:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from ..hf.attach import attach, base_model
-from ..retrofit.method import saved_method
+from ..hf.method import saved_method
+from ..hf.seam import evaluating
 from ..retrofit.run import RunSettings, load, train
 from .config import PoDConfig
 from .convert import convert, state
@@ -15,12 +18,24 @@ from .recipe import PoDRecipe
 
 def freeze_unused(decoder: Any, config: PoDConfig) -> None:
     """With CLA a layer whose heads all follow has no use for keys and values of its own: a distributed run would wait
-    for their gradients."""
-    for index, (layer, row) in enumerate(zip(decoder.layers, config.lead, strict=True)):
-        if config.mode == "cla" and index not in row:
-            for name in ("k_proj", "v_proj", "k_norm"):
-                if (part := getattr(layer.self_attn, name, None)) is not None:
-                    part.requires_grad_(False)
+    for their gradients. decoder: converted; what makes them is what a small pass gives no gradient."""
+    if config.mode != "cla":
+        return
+    following = {layer for layer, row in enumerate(config.lead) if layer not in row}
+    known = [module for module in decoder.modules() if getattr(module, "layer_idx", None) in following]
+    attentions = [
+        module for module in known if not any(inner in known for inner in module.modules() if inner is not module)
+    ]
+    parameters = [p for module in attentions for p in module.parameters() if p.requires_grad]
+    if not parameters:
+        return
+    ids = torch.arange(4, device=decoder.get_input_embeddings().weight.device)[None]
+    with torch.enable_grad(), evaluating(decoder):
+        out = decoder(input_ids=ids, use_cache=False).last_hidden_state
+        grads = torch.autograd.grad(out.float().square().sum(), parameters, allow_unused=True)
+    for parameter, grad in zip(parameters, grads, strict=True):
+        if grad is None:
+            parameter.requires_grad_(False)
 
 
 def retrofit(

@@ -11,12 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from .. import ops
-from ..caches.base import sizes_of
 from ..checks import need, need_choice, need_integer
-from ..hf.attach import attach, base_model
-from ..positions import RotaryTables
+from ..hf.attach import attach, base_model, facts_of
+from ..hf.facts import Facts
+from ..hf.method import KEYWORD, Pass, saved_method
 from ..progress import Progress, showing
-from ..retrofit.method import KEYWORD, Pass, saved_method
+from ..retrofit.passes import TrainingPass
+from ..softmax import Softmax
+from .kinds import kinds_of
+from .lead import Kinds
 
 REDUCTIONS = ("mean", "min")  # over the query heads of a KV head
 
@@ -43,7 +46,8 @@ class LayerSimilarity:
     """What samples say of how alike layers attend: sums of the divergence of their attention rows, in bits.
 
     heads: [Hq, L, L]; groups: [Hkv, L, L], of the mean over the G query heads of a KV head. rows: queries that were
-    compared, over all samples; rows_squared: the sum of the squares of each sample's. Adding two joins their samples.
+    compared, over all samples; rows_squared: the sum of the squares of each sample's. kinds: of the layers, see
+    kinds_of; None = all alike. Adding two joins their samples.
     """
 
     heads: Sums
@@ -51,19 +55,20 @@ class LayerSimilarity:
     samples: int
     rows: int
     rows_squared: int
+    kinds: Kinds | None = None
 
     @classmethod
-    def of(cls, divergence: Tensor, rows: int, kv_heads: int) -> LayerSimilarity:
+    def of(cls, divergence: Tensor, rows: int, kv_heads: int, kinds: Kinds | None = None) -> LayerSimilarity:
         """One sample. divergence: float64 [Hq, L, L], the sum over its rows (ops.layer_similarity)."""
         groups = divergence.unflatten(0, (kv_heads, -1)).mean(1)
-        return cls(Sums.of(divergence, rows), Sums.of(groups, rows), 1, rows, rows * rows)
+        return cls(Sums.of(divergence, rows), Sums.of(groups, rows), 1, rows, rows * rows, kinds)
 
     def __add__(self, other: LayerSimilarity) -> LayerSimilarity:
         ours, theirs = (tuple(x.heads.total.shape) + tuple(x.groups.total.shape) for x in (self, other))
         need(ours == theirs, f"both must be of one model, got heads, layers {ours} and {theirs}")
         return LayerSimilarity(
             self.heads + other.heads, self.groups + other.groups, self.samples + other.samples, self.rows + other.rows,
-            self.rows_squared + other.rows_squared,
+            self.rows_squared + other.rows_squared, self.kinds,
         )  # fmt: skip
 
     @property
@@ -103,40 +108,63 @@ class LayerSimilarity:
         return (scatter.clamp(min=0) * self.samples / (self.samples - 1)).sqrt() / self.rows
 
 
-class _NearPass(Pass):
-    """Attention of every query to the first `sinks` and the last `recent` tokens; recent None: to all."""
+class _NearPass(TrainingPass):
+    """Attention of every query to the first `sinks` and the last `recent` tokens, recent None: to all, in layers that
+    see all tokens; in others as the model does."""
 
-    def __init__(self, rotary: RotaryTables, sinks: int = 0, recent: int | None = None) -> None:
-        self.rotary, self.sinks, self.recent = rotary, sinks, recent
+    def __init__(self, facts: Facts, sinks: int = 0, recent: int | None = None) -> None:
+        super().__init__(facts)
+        self.sinks, self.recent = sinks, recent
 
-    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
-        T = keys.shape[2]
-        queries, keys = (self.rotary.rotate(x, None, T, [T]) for x in (queries, keys))
-        self.record(layer, queries, keys, scaling)
+    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax) -> Tensor:
+        if self.facts[layer].is_local:
+            return self.attend_locally(layer, queries, keys, values, softmax)
+        queries, keys = self.queries(layer, queries), self.keys(layer, keys)
+        self.record(layer, queries, keys, softmax)
         window, sinks = (None, 0) if self.recent is None else (self.recent, self.sinks)
-        return ops.attention(queries, keys, values, window=window, sinks=sinks, scale=scaling)[0]
+        return ops.attention(queries, keys, values, window=window, sinks=sinks, **softmax.options)[0]
 
-    def record(self, layer: int, queries: Tensor, keys: Tensor, scaling: float) -> None:
+    def record(self, layer: int, queries: Tensor, keys: Tensor, softmax: Softmax) -> None:
         pass
 
 
 class _RecordingPass(_NearPass):
-    """Plain attention that keeps, of each layer, all rotated keys and the last queries."""
+    """Plain attention that keeps, of each layer, all rotated keys and the last queries. kinds: of layers that are
+    compared with each other, whose keys are kept in one tensor."""
 
-    def __init__(self, rotary: RotaryTables, layers: int, queries: int) -> None:
-        super().__init__(rotary)
-        self.layers, self.last = layers, queries
-        self.queries, self.keys = torch.empty(0), torch.empty(0)
-        self.scaling: float | None = None
+    def __init__(self, facts: Facts, kinds: Kinds, queries: int) -> None:
+        super().__init__(facts)
+        self.kinds, self.last = kinds, queries
+        self.held: dict[int, tuple[Tensor, Tensor]] = {}  # by kind: queries [n, Hq, q, D], keys [n, Hkv, T, D]
+        self.softmax: dict[int, Softmax] = {}
 
-    def record(self, layer: int, queries: Tensor, keys: Tensor, scaling: float) -> None:
-        queries, keys = queries[0, :, -self.last :], keys[0]
-        if self.scaling is None:
-            self.scaling = scaling
-            self.queries = queries.new_empty(self.layers, *queries.shape)
-            self.keys = keys.new_empty(self.layers, *keys.shape)
-        need(scaling == self.scaling, f"layers must scale their logits alike, got {self.scaling} and {scaling}")
-        self.queries[layer], self.keys[layer] = queries, keys
+    def layers(self, kind: int) -> list[int]:
+        return [layer for layer, own in enumerate(self.kinds) if own == kind]
+
+    def record(self, layer: int, queries: Tensor, keys: Tensor, softmax: Softmax) -> None:
+        kind, queries, keys = self.kinds[layer], queries[0, :, -self.last :], keys[0]
+        assert kind is not None
+        if kind not in self.held:
+            n = len(self.layers(kind))
+            self.held[kind] = queries.new_empty(n, *queries.shape), keys.new_empty(n, *keys.shape)
+            self.softmax[kind] = softmax.rest
+        scale = self.softmax[kind].scale
+        need(softmax.scale == scale, f"layers must scale their logits alike, got {scale} and {softmax.scale}")
+        place = self.layers(kind).index(layer)
+        self.held[kind][0][place], self.held[kind][1][place] = queries, keys
+
+    def divergence(self, **masked: int) -> tuple[Tensor, int]:
+        """float64 [Hq, L, L], summed over rows, and how many those are; 1 for layers that cannot be compared."""
+        found, rows = None, 0
+        for kind, (queries, keys) in self.held.items():
+            sums, rows = ops.layer_similarity(queries, keys, **self.softmax[kind].options, **masked)
+            if found is None:
+                L = len(self.kinds)
+                found = sums.new_full((sums.shape[0], L, L), rows).cpu() * (1 - torch.eye(L, dtype=sums.dtype))
+            own = torch.tensor(self.layers(kind))
+            found[:, own[:, None], own] = sums.cpu()
+        assert found is not None
+        return found, rows
 
 
 def measure_similarity(
@@ -151,28 +179,31 @@ def measure_similarity(
 ) -> LayerSimilarity:
     """How alike the layers of a model attend, from the last queries of each sample.
 
-    model: of a supported family, attached or not, not converted; it is left as it was. samples: token ids [T] or
-    [1, T] each, of any lengths. queries: rows of a sample, its last ones (all of a shorter one). distant_only: compare
+    model: attached or not, not converted; it is left as it was. Layers are compared that see all tokens and whose keys
+    are of one size and rotate alike; others count as not alike at all. samples: token ids [T] or [1, T] each, of any
+    lengths. queries: rows of a sample, its last ones (all of a shorter one). distant_only: compare
     the rows over distant keys alone, renormalised: neither the first `sinks` nor the last `recent` tokens, the query
     among them; rows without such keys do not count. progress: called with the tokens read, or True for a bar.
     Memory: the keys of one sample in every layer and the model's own, on the model's device; the [queries, T] rows are
-    never held at once.
-    Raises ValueError for a converted model, no samples, samples that are not token ids or longer than the model's
-    sliding window, and for NaN. Source: PoD, section 2.2 and figure 1d.
+    never held at once. A softcap and sink logits of the model are left out: rows are a softmax of the plain products
+    over tokens alone.
+    Raises ValueError for a model that PoD cannot convert or is converted, no samples, samples that are not token ids,
+    and for NaN. Source: PoD, section 2.2 and figure 1d.
     """
     need_integer("queries", queries, 1)
     masked = {"sinks": sinks, "recent": recent} if distant_only else {}
     need_integer("sinks", sinks, 0)
     need_integer("recent", recent, 1)
     found: LayerSimilarity | None = None
-    with _plain(model) as (decoder, rotary), showing(progress, None, label="measuring") as show:
-        shape, read = sizes_of(decoder.config), 0
+    with _plain(model) as (decoder, facts), showing(progress, None, label="measuring") as show:
+        kinds, read = kinds_of(decoder, facts), 0
+        kv_heads = next(facts[kind].kv_heads for kind in kinds if kind is not None)
         for ids in _rows(decoder, samples):
-            watch = _RecordingPass(rotary, shape["layers"], queries)
+            watch = _RecordingPass(facts, kinds, queries)
             _run(decoder, ids, watch)
-            sums, rows = ops.layer_similarity(watch.queries, watch.keys, scale=watch.scaling, **masked)
+            sums, rows = watch.divergence(**masked)
             need(bool(sums.isfinite().all()), f"the model must attend with numbers, got NaN in a sample of {len(ids)}")
-            one = LayerSimilarity.of(sums.cpu(), rows, shape["KV heads"])
+            one = LayerSimilarity.of(sums, rows, kv_heads, kinds)
             found = one if found is None else found + one
             show(read := read + len(ids))
     if found is None:
@@ -215,13 +246,13 @@ def agreement(
     if head is None:
         raise ValueError(f"model must predict tokens, got {type(model).__name__} without an output layer")
     shares: list[list[float]] = []
-    with _plain(model) as (decoder, rotary), showing(progress, None, label="measuring") as show:
+    with _plain(model) as (decoder, facts), showing(progress, None, label="measuring") as show:
         read = 0
         for ids in _rows(decoder, samples):
 
             def predicted(size: int | None, ids: Tensor = ids) -> Tensor:
                 first = 0 if size is None else min(sinks, size - 1)
-                near = _NearPass(rotary, first, None if size is None else size - first)
+                near = _NearPass(facts, first, None if size is None else size - first)
                 return head(_run(decoder, ids, near)[0, -positions:]).argmax(-1)
 
             full = predicted(None)
@@ -237,8 +268,8 @@ def agreement(
 
 
 @contextmanager
-def _plain(model: nn.Module) -> Iterator[tuple[Any, RotaryTables]]:
-    """The decoder, attached and in eval mode until the end, and its rotation."""
+def _plain(model: nn.Module) -> Iterator[tuple[Any, Facts]]:
+    """The decoder, attached and in eval mode until the end, and its layers."""
     decoder = base_model(model)
     if (saved := saved_method(decoder)) is not None:
         name = saved.get("method") if isinstance(saved, dict) else saved
@@ -247,7 +278,7 @@ def _plain(model: nn.Module) -> Iterator[tuple[Any, RotaryTables]]:
     with attach(model), torch.no_grad():
         decoder.eval()
         try:
-            yield decoder, RotaryTables(decoder.rotary_emb)
+            yield decoder, facts_of(decoder)
         finally:
             decoder.train(training)
 
@@ -255,7 +286,6 @@ def _plain(model: nn.Module) -> Iterator[tuple[Any, RotaryTables]]:
 def _rows(decoder: Any, samples: Iterable[Tensor | Sequence[int]]) -> Iterator[Tensor]:
     """int64 [T] each, on the decoder's device."""
     config = decoder.config
-    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
     device = next(decoder.parameters()).device
     for j, sample in enumerate(samples):
         ids = torch.as_tensor(sample)
@@ -269,10 +299,6 @@ def _rows(decoder: Any, samples: Iterable[Tensor | Sequence[int]]) -> Iterator[T
         need(
             least >= 0 and most < config.vocab_size,
             f"samples[{j}] must be token ids between 0 and {config.vocab_size - 1}, got {least}..{most}",
-        )
-        need(
-            window is None or len(ids) <= window,
-            f"samples[{j}] must have at most sliding_window = {window} tokens, got {len(ids)}",
         )
         yield ids.long().to(device)
 

@@ -1,6 +1,6 @@
 """Pruners: which keys and values stay when a cache is over its budget. One idea each."""
 
-from .base import Candidates, Pruner
+from .base import Candidates, Pruner, Ranking
 from .expected import ExpectedAttention
 from .gravity import CenterOfGravity
 from .h2o import H2O
@@ -18,6 +18,7 @@ __all__ = [
     "KeyNorm",
     "Pruner",
     "Random",
+    "Ranking",
     "SnapKV",
     "StreamingLLM",
     "WindowAttention",

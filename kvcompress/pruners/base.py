@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .. import ops
 from ..positions import RotaryTables
+from ..softmax import Softmax
 
 
 @dataclass(frozen=True)
@@ -18,10 +21,11 @@ class Candidates:
 
     queries: [1, Hq, S, D] rotated, of the last S tokens, the guide's included. keys: [1, Hkv, T, D] rotated, T = count
     + guide_length. count: candidates per head at most. chunk_length: how many of them have their query in queries.
-    scaling: of the logits. values: [1, Hkv, T, D]. lengths: int32 [Hkv], keys of each head with the guide's, where they
-    differ; None = all T. shortest: the least of them; None = T. received: float32 [Hkv, count], what pruners that
-    accumulate have summed up so far. layer: number of the layer. whole: nothing was ever dropped, the first candidates
-    are the first tokens. unrotated: the queries before rotation; position: that of the next token; rotary: its tables.
+    softmax: of the logits. values: [1, Hkv, T, D], None where the pruner uses none. lengths: int32 [Hkv], keys of each
+    head with the guide's, where they differ; None = all T. shortest: the least of them; None = T. received: float32
+    [Hkv, count], what pruners that accumulate have summed up so far. layer: number of the layer. whole: nothing was
+    ever dropped, the first candidates are the first tokens. unrotated: the queries before rotation; position: that of
+    the next token; rotary: its tables.
     """
 
     queries: Tensor
@@ -29,7 +33,7 @@ class Candidates:
     count: int
     chunk_length: int
     guide_length: int
-    scaling: float
+    softmax: Softmax
     values: Tensor | None = None
     lengths: Tensor | None = None
     received: Tensor | None = None
@@ -60,27 +64,61 @@ class Candidates:
         A window of more queries than there are (or than a head has keys) is all of them. skip_last, mask_first,
         mask_last count candidates, not the guide, which scores nothing.
         """
-        heads, D = self.heads, self.keys.shape[3]
         window = min(window, self.queries.shape[2], self.keys.shape[2] if self.shortest is None else self.shortest)
-        queries = self.queries[:, :, -window:].reshape(heads, -1, window, D)
-        scores = ops.window_scores(
-            queries,
-            self.keys.reshape(heads, 1, -1, D),
-            scale=self.scaling,
-            reduce=reduce,
-            pooling=pooling,
-            kernel_size=kernel_size,
-            lengths=self.lengths,
-            skip_last=skip_last + self.guide_length,
-            mask_first=mask_first,
-            mask_last=mask_last + self.guide_length if mask_last else 0,
-        )[:, 0]
+        queries = self.queries[:, :, -window:]
+        options: dict[str, Any] = {
+            "reduce": reduce, "pooling": pooling, "kernel_size": kernel_size, "mask_first": mask_first,
+            "mask_last": mask_last + self.guide_length if mask_last else 0, "skip_last": skip_last + self.guide_length,
+        }  # fmt: skip
+        if self.lengths is None:
+            scores = ops.window_scores(queries, self.keys, **options, **self.softmax.options)[0]
+        else:  # a head is a batch entry
+            groups = queries[0].unflatten(0, (self.heads, -1))
+            keys, ends, scores_of = self.keys[0][:, None], self.lengths, []
+            each = self.heads if self.softmax.sink_logits is None else 1  # heads of one call: those of one softmax
+            for first in range(0, self.heads, each):
+                part = slice(first, first + each)
+                softmax = self.softmax.of_heads(slice(first * groups.shape[1], (first + each) * groups.shape[1]))
+                scores_of.append(
+                    ops.window_scores(groups[part], keys[part], lengths=ends[part], **options, **softmax.options)[:, 0]
+                )
+            scores = torch.cat(scores_of)
         return torch.nn.functional.pad(scores, (0, skip_last))
 
     def places(self) -> tuple[Tensor, Tensor | int]:
         """(0..count-1, candidates of each head [Hkv, 1] or the number that they all have)."""
         places = torch.arange(self.count, device=self.keys.device)
         return places, self.count if self.lengths is None else (self.lengths - self.guide_length)[:, None]
+
+
+def marked(
+    scores: Tensor, counts: Tensor | int, lost: Tensor | int, sinks: Tensor | int, recent: Tensor | int
+) -> Tensor:
+    """scores [..., T] of `counts` candidates, with +inf for the first `sinks` and the last `recent` of them and -inf
+    for the first `lost` and what follows the last. Tensors are [..., 1]."""
+    places = torch.arange(scores.shape[-1], device=scores.device)
+    scores = scores.masked_fill((places < sinks) | (places >= counts - recent), float("inf"))
+    return scores.masked_fill((places < lost) | (places >= counts), float("-inf"))
+
+
+class Sure(NamedTuple):
+    """keep: how many candidates per head stay, mean. Of those in any case the first `sinks` and the last `recent`; the
+    first `lost` go in any case."""
+
+    keep: int
+    lost: int
+    sinks: int
+    recent: int
+
+
+class Ranking(NamedTuple):
+    """scores: float32 [Hkv, count], +inf for what always stays, -inf for what cannot; keep of them stay per head, mean,
+    among them the last `recent`; the first `lost` cannot."""
+
+    scores: Tensor
+    keep: int
+    lost: int
+    recent: int
 
 
 class Pruner(ABC):
@@ -99,7 +137,9 @@ class Pruner(ABC):
     num_sink_tokens: int = 0  # first tokens that always stay, counted inside the budget
     window: int = 0  # queries that scores looks at; 0 = none
     uses_guide = False
+    uses_values = False  # scores looks at candidates.values; without it they are None
     accumulates = False  # scores are sums over all queries that ever were; the cache keeps them (see votes)
+    by_head = False  # scores of a KV head look at no other: sequences alike are offered as one of more heads
     one_frame = False  # judges keys by where they stand: cannot choose among keys of two segments (RemoteGap)
     default_budget: int | None = None  # tokens per row where the user gives no budget
 
@@ -112,35 +152,40 @@ class Pruner(ABC):
         return 0
 
     def lost(self) -> int:
-        """First tokens that the first compression drops in any case."""
+        """First tokens that the first compression drops in any case, but for those among the last that always stay."""
         return 0
-
-    def lost_of(self, candidates: Candidates, keep: int) -> int:
-        """First candidates that go in any case; not those among the last that always stay."""
-        stay = max(self.recent(keep, candidates.chunk_length), 1)
-        return max(min(self.lost(), candidates.count - stay), 0) if candidates.whole else 0
 
     def votes(self, candidates: Candidates) -> Tensor:
         """float32 [Hkv, count]: what this call's queries add to candidates.received, where the pruner accumulates."""
         raise NotImplementedError(f"{type(self).__name__} does not accumulate")
 
-    def rank(self, candidates: Candidates, keep: int, *, recent: int = 0) -> Tensor:
-        """scores with +inf for what always stays and -inf for what cannot.
+    def with_sinks(self, tokens: int) -> Pruner:
+        """The same pruner with so many num_sink_tokens."""
+        other = copy.copy(self)
+        object.__setattr__(other, "num_sink_tokens", tokens)  # past frozen dataclasses
+        return other
 
-        recent: last candidates that stay in any case, besides the pruner's own wish.
-        """
-        lost = self.lost_of(candidates, keep)
-        sinks = min(self.num_sink_tokens, keep)
+    def sure(self, candidates: Candidates, keep: int, recent: int = 0) -> Sure:
+        """What is decided before any score. keep: tokens per head that are wished for, mean, at least 1. recent: last
+        candidates that stay in any case, besides the pruner's own wish."""
+        sinks, count = min(self.num_sink_tokens, keep), candidates.count
         recent = min(max(self.recent(keep, candidates.chunk_length), recent), keep - sinks)
-        if sinks + recent < keep:
-            scores = self._checked(self.scores(candidates, keep), candidates)
-        else:
-            scores = torch.zeros(candidates.heads, candidates.count, device=candidates.keys.device)
-        places, count = candidates.places()
-        scores = scores.masked_fill((places < sinks) | (places >= count - recent), float("inf"))
-        if lost or candidates.lengths is not None:
-            scores = scores.masked_fill((places < lost) | (places >= count), float("-inf"))
-        return scores
+        lost = max(min(self.lost(), count - max(recent, 1)), 0) if candidates.whole else 0
+        stay = max(min(keep, count - lost), 1)
+        return Sure(stay, lost, sinks, min(recent, stay - min(sinks, stay)))
+
+    def scored(self, candidates: Candidates, keep: int, sure: Sure) -> Tensor:
+        """scores, checked; zeros where all that stay are sure to."""
+        if sure.sinks + sure.recent < sure.keep:
+            return self._checked(self.scores(candidates, keep), candidates)
+        return torch.zeros(candidates.heads, candidates.count, device=candidates.keys.device)
+
+    def rank(self, candidates: Candidates, keep: int, *, recent: int = 0) -> Ranking:
+        """The candidates' scores, and how many stay. keep, recent: as in sure."""
+        sure = self.sure(candidates, keep, recent)
+        scores = self.scored(candidates, keep, sure)
+        marks = marked(scores, candidates.places()[1], sure.lost, sure.sinks, sure.recent)
+        return Ranking(marks, sure.keep, sure.lost, sure.recent)
 
     def _checked(self, scores: Tensor, candidates: Candidates) -> Tensor:
         wanted = (candidates.heads, candidates.count)
@@ -154,8 +199,8 @@ class Pruner(ABC):
 
         keep: 1..candidates.count - 1; less come back where the first tokens go in any case and few others are there.
         """
-        keep = min(keep, candidates.count - self.lost_of(candidates, keep))
-        return ops.select_topk(self.rank(candidates, keep), keep)
+        ranking = self.rank(candidates, keep)
+        return ops.select_topk(ranking.scores, ranking.keep)
 
     def _check(self, **least: int) -> None:
         for name, bound in {"num_sink_tokens": 0, **least}.items():

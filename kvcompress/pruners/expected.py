@@ -28,6 +28,8 @@ class ExpectedAttention(Pruner):
     use_value_norm: bool = True
     epsilon: float = 0.0
     window = 256  # queries that a cache keeps for it while decoding
+    uses_values = True
+    by_head = True
     one_frame = True
 
     def __post_init__(self) -> None:
@@ -53,12 +55,12 @@ class ExpectedAttention(Pruner):
         heads, group = candidates.heads, queries.shape[0] // candidates.heads
         keys = candidates.keys[0, :, :count].float()  # [Hkv, T, D]
         mu = (mean @ turned).view(heads, group, -1)
-        logits = candidates.scaling * keys @ mu.transpose(1, 2)  # [Hkv, T, G]
+        logits = candidates.softmax.scale * keys @ mu.transpose(1, 2)  # [Hkv, T, G]
         if self.use_covariance:
             spread = (queries - mean) @ turned
             spread = (spread.transpose(1, 2) @ spread / queries.shape[1]).unflatten(0, (heads, group))
             for g in range(group):
-                logits[:, :, g] += candidates.scaling**2 / 2 * ((keys @ spread[:, g]) * keys).sum(-1)
+                logits[:, :, g] += candidates.softmax.scale**2 / 2 * ((keys @ spread[:, g]) * keys).sum(-1)
         places, held = candidates.places()
         logits = logits.masked_fill(((places < self.num_sink_tokens) | (places >= held))[..., None], float("-inf"))
         scores = logits.softmax(1).nan_to_num(0.0).mean(-1) + self.epsilon

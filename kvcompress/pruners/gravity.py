@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -58,6 +58,13 @@ class CenterOfGravity(Pruner):
 
     def recent(self, keep: int, chunk_length: int) -> int:
         return -(-keep * self.near_length // self.default_budget)  # at least 1
+
+    @property
+    def by_head(self) -> bool:  # type: ignore[override]
+        return self.heads == "per_kv_head"
+
+    def with_sinks(self, tokens: int) -> CenterOfGravity:
+        return replace(self, head_length=tokens)
 
     def lost(self) -> int:
         return 0 if self.keep_head else self.head_length

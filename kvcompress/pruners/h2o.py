@@ -25,6 +25,7 @@ class H2O(Pruner):
     num_sink_tokens: int = 0
     accumulates = True
     window = 1
+    by_head = True
 
     def __post_init__(self) -> None:
         self._check()

@@ -48,6 +48,7 @@ class SnapKV(Pruner):
     pooling: str = "avg"
     reduce: str = "mean"
     uses_guide = True
+    by_head = True
 
     def __post_init__(self) -> None:
         self._check(window=1)

@@ -18,6 +18,7 @@ class StreamingLLM(Pruner):
     """
 
     num_sink_tokens: int = 4
+    by_head = True
 
     def __post_init__(self) -> None:
         self._check()

@@ -10,14 +10,13 @@ from .planner import divide_memory, plan
 from .pod_attention import pod_attention
 from .rope import rope
 from .score import window_scores
-from .select import compact_rows, select_topk
+from .select import select_topk
 from .similarity import layer_similarity
 
 __all__ = [
     "append_tokens_",
     "attention",
     "compact_pages_",
-    "compact_rows",
     "decode",
     "decode_shared",
     "divide_memory",

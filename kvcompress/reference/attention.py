@@ -30,6 +30,10 @@ def visible(
     return seen
 
 
+def capped(logits: Tensor, softcap: float | None) -> Tensor:
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+
 def attention(
     queries: Tensor,
     keys: Tensor,
@@ -42,12 +46,14 @@ def attention(
     key_bias: Tensor | None = None,
     lengths: Tensor | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
+    sink_logits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As ops.attention, in the inputs' dtype; differentiable by autograd."""
     S, D = queries.shape[2:]
     T, G = keys.shape[2], queries.shape[1] // keys.shape[1]
     k, v = (x.repeat_interleave(G, 1) for x in (keys, values))
-    logits = queries @ k.mT * (D**-0.5 if scale is None else scale)
+    logits = capped(queries @ k.mT * (D**-0.5 if scale is None else scale), softcap)
     if key_bias is not None:
         ends = torch.full((1,), T, device=keys.device) if lengths is None else lengths.long()
         own = (
@@ -60,6 +66,12 @@ def attention(
         S, T, causal=causal, window=window, sinks=sinks, complement=complement, lengths=lengths, device=keys.device
     )[:, None]
     logits = logits.masked_fill(~seen, float("-inf"))
+    if sink_logits is not None:  # one more key, with a value of 0; not for padding
+        column = sink_logits.to(logits.dtype)[:, None, None].expand(*logits.shape[:3], 1)
+        ends = torch.full((1,), T, device=keys.device) if lengths is None else lengths.long()
+        padding = (ends[:, None] - S + torch.arange(S, device=keys.device) < 0)[:, None, :, None]
+        logits = torch.cat([logits, column.masked_fill(padding, float("-inf"))], -1)
+        v = torch.nn.functional.pad(v, (0, 0, 0, 1))
     # a row of -inf alone has no softmax, and no gradient: it is computed as a row of zeros and then taken out
     empty = (logits == float("-inf")).all(-1, keepdim=True)
     logits = logits.masked_fill(empty, 0)

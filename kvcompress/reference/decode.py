@@ -7,6 +7,8 @@ import math
 import torch
 from torch import Tensor
 
+from .attention import capped
+
 
 def decode(
     queries: Tensor,
@@ -21,6 +23,8 @@ def decode(
     scale: float | None = None,
     causal: bool = False,
     probabilities: Tensor | None = None,
+    softcap: float | None = None,
+    sink_logits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As ops.decode, in the dtype of queries; lse in that dtype too."""
     B, Hq, S, D = queries.shape
@@ -44,14 +48,19 @@ def decode(
         for s in range(S):
             last = int(end[r]) - (S - 1 - s if causal else 0)
             seen = [*range(min(sinks, first, max(last, 0))), *range(first, last)]
-            if not seen:
+            if not seen and sink_logits is None:
                 continue
             heads = slice(h * G, (h + 1) * G)
-            logits = scale * queries[b, heads, s] @ k[seen].to(queries.dtype).T
-            out[b, heads, s] = logits.softmax(-1) @ v[seen].to(queries.dtype)
+            logits = capped(scale * queries[b, heads, s] @ k[seen].to(queries.dtype).T, softcap)
+            if sink_logits is not None:  # one more key, without a value
+                logits = torch.cat([logits, sink_logits[heads, None].to(logits.dtype)], -1)
+                if bool((logits == -math.inf).all()):
+                    continue
+            shares = logits.softmax(-1)[:, : len(seen)]
+            out[b, heads, s] = shares @ v[seen].to(queries.dtype)
             lse[b, heads, s] = logits.logsumexp(-1)
             if probabilities is not None:
-                probabilities[b, heads, : last - first] = logits.softmax(-1).to(probabilities.dtype)
+                probabilities[b, heads, : last - first] = shares.to(probabilities.dtype)
     return out, lse
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .dmc_gates import forced_starts
-
 
 def dmc_accumulate(
     keys: Tensor,
@@ -16,16 +14,13 @@ def dmc_accumulate(
     *,
     neuron: int | None = None,
     window: int | None = None,
-    documents: Tensor | None = None,
     initial: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As ops.dmc_accumulate; differentiable by autograd. Computed in float32, in float64 for float64 inputs."""
-    B, _, T, D = keys.shape
-    starts = forced_starts(documents, B, T, keys.device)
-    if initial is not None:
-        starts[:, :1] = False if documents is None else documents[:, :1] < 0
-    wide = torch.promote_types(keys.dtype, torch.float32)
-    k, v, a, w = (x.to(wide) for x in (keys, values, alpha.masked_fill(starts[:, None], 0), omega))
+    D, wide = keys.shape[3], torch.promote_types(keys.dtype, torch.float32)
+    if initial is None:
+        alpha = torch.cat([torch.zeros_like(alpha[..., :1]), alpha[..., 1:]], -1)
+    k, v, a, w = (x.to(wide) for x in (keys, values, alpha, omega))
     if neuron is not None:
         live = torch.ones(D, dtype=wide, device=k.device)
         live[neuron] = 0

@@ -31,6 +31,8 @@ def dmc_append_(
     """As ops.dmc_append_; table, tail: anything with the fields of ops.PageTable and ops.Tail."""
     R, (_, H, S, _), P = len(table.lengths), keys.shape, k_pages.shape[1]
     lengths, added = table.lengths.tolist(), [S] * R if counts is None else counts.tolist()
+    keys, values, alpha, omega = (x.clone() for x in (keys, values, alpha, omega))  # they may be views of pages or tail
+    positions = None if positions is None else positions.clone()
     merges, copied, needed = [], [], 0
     for r in range(R):
         joins, open_slot = [], lengths[r] > 0 and int(tail.counts[r]) > 0

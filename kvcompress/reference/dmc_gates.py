@@ -50,23 +50,10 @@ def dmc_importance(
     return x.clamp(min=OMEGA_FLOOR) + eps
 
 
-def dmc_mask(tempered: Tensor, documents: Tensor | None = None) -> Tensor:
+def dmc_mask(tempered: Tensor) -> Tensor:
     """As ops.dmc_mask."""
-    B, _, T = tempered.shape
-    starts = forced_starts(documents, B, T, tempered.device)[:, None]
-    bias = torch.nn.functional.logsigmoid(-tempered).masked_fill(starts, 0)
-    bias = torch.cat([bias[..., 1:], torch.zeros_like(bias[..., :1])], -1)
-    return bias if documents is None else bias.masked_fill(documents[:, None] < 0, -torch.inf)
-
-
-def forced_starts(documents: Tensor | None, B: int, T: int, device: torch.device) -> Tensor:
-    """Tokens that never merge: bool [B, T]: the first of each document, and padding."""
-    starts = torch.zeros(B, T, dtype=torch.bool, device=device)
-    starts[:, :1] = True
-    if documents is not None:
-        starts[:, 1:] = documents[:, 1:] != documents[:, :-1]
-        starts |= documents < 0
-    return starts
+    bias = torch.nn.functional.logsigmoid(-tempered)
+    return torch.cat([bias[..., 1:], torch.zeros_like(bias[..., :1])], -1)
 
 
 def logistic_noise(

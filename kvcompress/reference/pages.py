@@ -16,6 +16,7 @@ def append_tokens_(
     R, (_, H, S), P = len(table.lengths), tokens[0].shape[:3], arrays[0].shape[1]
     added = [S] * R if counts is None else counts.tolist()
     starts, copied = table.lengths.tolist(), []
+    tokens = [x.clone() for x in tokens]  # they may be views of arrays
     needed = sum(blocks(start + n, P) - blocks(start, P) for start, n in zip(starts, added, strict=True))
     for r, (start, n) in enumerate(zip(starts, added, strict=True)):
         shared = n > 0 and start % P > 0 and int(table.refs[table.block_table[r, start // P]]) > 1
@@ -52,7 +53,7 @@ def truncate_rows_(table: Any, new_lengths: Tensor, page_size: int) -> None:
 def compact_pages_(arrays: Sequence[Tensor], table: Any, indices: Tensor, kept: Tensor | None = None) -> None:
     """As ops.compact_pages_."""
     R, K, P = len(table.lengths), indices.shape[1], arrays[0].shape[1]
-    counts = [K] * R if kept is None else kept.tolist()
+    counts, indices = [K] * R if kept is None else kept.tolist(), indices.clone()
     before = table.block_table.clone()
     identity = torch.arange(K, dtype=indices.dtype, device=indices.device)
     fresh = []

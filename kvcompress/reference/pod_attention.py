@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .attention import visible
+from .attention import capped, visible
 
 
 def pod_attention(
@@ -19,6 +19,8 @@ def pod_attention(
     recent: int,
     lengths: Tensor | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
+    sink_logits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As ops.pod_attention, in the inputs' dtype; differentiable by autograd.
 
@@ -36,11 +38,14 @@ def pod_attention(
         for distant in (False, True)
     ]
     seen = torch.cat(sets, -1)[:, None]
-    logits = (q @ k.mT * (D**-0.5 if scale is None else scale)).masked_fill(~seen, float("-inf"))
+    logits = capped(q @ k.mT * (D**-0.5 if scale is None else scale), softcap).masked_fill(~seen, float("-inf"))
     # a row of -inf alone has no softmax, and no gradient: it is computed as a row of zeros and then taken out
     empty = ~seen.any(-1, keepdim=True).expand_as(logits[..., :1])
+    if sink_logits is not None:  # one more key, near and with a value of 0
+        column = sink_logits.to(logits.dtype)[:, None, None].expand(*logits.shape[:3], 1)
+        logits, v = torch.cat([column, logits], -1), wide(v, (0, 0, 1, 0))
     logits = logits.masked_fill(empty, 0)
     probabilities = logits.softmax(-1)
-    out, lse, near = probabilities @ v, logits.logsumexp(-1), probabilities[..., :T].sum(-1)
+    out, lse, near = probabilities @ v, logits.logsumexp(-1), probabilities[..., :-T].sum(-1)
     empty_rows = empty[..., 0]
     return out.masked_fill(empty, 0), lse.masked_fill(empty_rows, float("-inf")), near.masked_fill(empty_rows, 1)

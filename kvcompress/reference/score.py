@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .attention import capped
+
 
 def window_scores(
     queries: Tensor,
@@ -18,6 +20,8 @@ def window_scores(
     skip_last: int | None = None,
     mask_first: int = 0,
     mask_last: int = 0,
+    softcap: float | None = None,
+    sink_logits: Tensor | None = None,
 ) -> Tensor:
     """As ops.window_scores, in the dtype of queries."""
     B, Hq, W, D = queries.shape
@@ -28,11 +32,15 @@ def window_scores(
     for b in range(B):
         length = T if lengths is None else int(lengths[b])
         q = queries[b].reshape(Hkv, Hq // Hkv, W, D)
-        logits = scale * torch.einsum("hgwd,htd->hgwt", q, keys[b, :, :length])
+        logits = capped(scale * torch.einsum("hgwd,htd->hgwt", q, keys[b, :, :length]), softcap)
         hidden = torch.ones(W, length, dtype=torch.bool, device=q.device).triu(length - W + 1)
         hidden[:, :mask_first] = True
         hidden[:, max(length - mask_last, 0) :] = True
-        attention = logits.masked_fill(hidden, float("-inf")).softmax(-1).masked_fill(hidden, 0)
+        logits = logits.masked_fill(hidden, float("-inf"))
+        if sink_logits is not None:  # one more key
+            column = sink_logits.to(logits.dtype).reshape(Hkv, -1, 1, 1).expand(*logits.shape[:3], 1)
+            logits = torch.cat([logits, column], -1)
+        attention = logits.softmax(-1)[..., :length].masked_fill(hidden, 0)
         votes = attention[..., : length - skip_last].flatten(1, 2)  # [Hkv, G*W, T-skip_last]
         score = {"mean": votes.mean(1), "sum": votes.sum(1), "max": votes.amax(1)}[reduce]
         pool = torch.nn.functional.avg_pool1d if pooling == "avg" else torch.nn.functional.max_pool1d

@@ -18,11 +18,3 @@ def select_topk(scores: Tensor, k: int, *, lengths: Tensor | None = None) -> Ten
         order = torch.sort(row[allowed], descending=True, stable=True).indices[:k]
         out[r] = allowed[order].sort().values.to(torch.int32)
     return out
-
-
-def compact_rows(rows: Tensor, indices: Tensor) -> Tensor:
-    """As ops.compact_rows_, but returns a new tensor."""
-    out = rows.clone()
-    k = indices.shape[1]
-    out[:, :k] = rows.gather(1, indices.long()[..., None].expand(-1, -1, rows.shape[2]))
-    return out

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .attention import capped
+
 
 def divergence_bits(p: Tensor, r: Tensor) -> Tensor:
     """Jensen-Shannon divergence of probabilities [..., T], base 2: [...], 0..1."""
@@ -17,12 +19,18 @@ def divergence_bits(p: Tensor, r: Tensor) -> Tensor:
 
 
 def layer_similarity(
-    queries: Tensor, keys: Tensor, *, scale: float | None = None, sinks: int = 0, recent: int = 0
+    queries: Tensor,
+    keys: Tensor,
+    *,
+    scale: float | None = None,
+    sinks: int = 0,
+    recent: int = 0,
+    softcap: float | None = None,
 ) -> tuple[Tensor, int]:
     """As ops.layer_similarity, in the dtype of queries: all probabilities at once."""
     L, Hq, S, D = queries.shape
     T, G = keys.shape[2], Hq // keys.shape[1]
-    logits = queries @ keys.repeat_interleave(G, 1).mT * (D**-0.5 if scale is None else scale)
+    logits = capped(queries @ keys.repeat_interleave(G, 1).mT * (D**-0.5 if scale is None else scale), softcap)
     position = torch.arange(T - S, T, device=keys.device)[:, None]
     key = torch.arange(T, device=keys.device)
     seen = (key >= sinks) & (key <= position - recent)

@@ -9,48 +9,105 @@ import torch
 from torch import Tensor, nn
 
 from ..checks import need
-from ..hf.attach import base_model
-from ..hf.families import ATTENTION_CLASSES, supported_families
+from ..hf.attach import attach, base_model, facts_of, learn_again
+from ..hf.facts import Facts
+from ..hf.method import saved_method
 from ..hf.plain import use_plain_attention
-from .method import saved_method
+from ..hf.projections import attention_linears, projections_of
 from .recipe import Recipe, cosine_decay, need_end_rate
 from .run import RunSettings, load, train
 
 FIELD = "num_key_value_heads"
+COUNTS = (FIELD, "num_kv_heads", "n_kv_heads")  # as attention modules name it
 
 
 def convert_to_gqa(model: nn.Module, kv_heads: int) -> nn.Module:
     """Makes a model one with fewer KV heads, in place: each is the mean of r consecutive ones, their weights' and
-    biases'; queries, and Qwen3's norm of keys, which all heads share, stay as they are.
+    biases'; queries, and a norm of keys that all heads share (Qwen3), stay as they are.
 
-    model: a plain transformers model of a supported family, attached or not. kv_heads: a divisor of its own number,
-    the same number changes nothing. model.config.num_key_value_heads says what was done, so that save_pretrained,
-    from_pretrained and any cache treat it as the plain model that it is. Returns the model.
-    Raises ValueError for another number, a family that is not supported, projections that are not nn.Linear (PEFT,
-    quantised), or a model that is converted to another method; nothing is changed then.
+    model: a plain transformers model, attached or not, whose keys and values come from a linear layer each. kv_heads: a
+    divisor of its own number, the same number changes nothing. model.config.num_key_value_heads says what was done, so
+    that save_pretrained, from_pretrained and any cache treat it as the plain model that it is. Returns the model.
+    Raises ValueError for another number, a model that cannot be attached, projections that are fused, made from latents
+    or not nn.Linear (PEFT, quantised), or a model that is converted to another method; nothing is changed then.
     Source: GQA (Ainslie et al. 2023), section 2.1; the baseline of DMC, section 4.
     """
     decoder = base_model(model)
     if saved_method(decoder) is not None:
         raise ValueError(f"model must not be converted yet, got one with config.kvcompress = {saved_method(decoder)}")
-    attentions: list[Any] = [layer.self_attn for layer in decoder.layers]
-    for attention in attentions:
-        need(isinstance(attention, ATTENTION_CLASSES),
-             f"{type(attention).__name__} is not supported; supported families: {supported_families()}")  # fmt: skip
-        for name in ("k_proj", "v_proj"):
-            found = getattr(attention, name)
-            need(type(found) is nn.Linear and found.weight.is_floating_point(),
-                 f"{name} must be nn.Linear of floating point numbers, got {type(found).__name__}")  # fmt: skip
-    had = decoder.config.num_key_value_heads
+    had = getattr(decoder.config, FIELD, None)
+    if had is None:
+        raise ValueError(f"{type(decoder).__name__} is not supported: its config has no {FIELD}")
     fits = isinstance(kv_heads, int) and not isinstance(kv_heads, bool) and kv_heads >= 1 and had % kv_heads == 0
     need(fits, f"kv_heads must divide the model's {had} KV heads, got {kv_heads!r}")
-    for attention in attentions:
-        for name in ("k_proj", "v_proj"):
-            setattr(attention, name, _averaged(getattr(attention, name), kv_heads, attention.head_dim))
-        attention.num_key_value_groups = decoder.config.num_attention_heads // kv_heads
+    with attach(model):
+        sources = _sources(decoder, facts_of(decoder), had)
+    for name, head_dim in sources.items():
+        owner, _, own = name.rpartition(".")
+        attention: Any = decoder.get_submodule(owner)
+        setattr(attention, own, _averaged(getattr(attention, own), kv_heads, head_dim))
+        for field in COUNTS:
+            if getattr(attention, field, None) == had:
+                setattr(attention, field, kv_heads)
+        if hasattr(attention, "num_key_value_groups"):
+            attention.num_key_value_groups = decoder.config.num_attention_heads // kv_heads
     for config in {id(m.config): m.config for m in (model, decoder) if hasattr(m, "config")}.values():
         setattr(config, FIELD, kv_heads)
+    learn_again(model)
     return model
+
+
+def _check_plain(decoder: nn.Module) -> None:
+    """Raises ValueError for projections that are linear layers in some of a model's layers, but not in all."""
+    names = [name.rpartition(".") for some in attention_linears(decoder).values() for name, _ in some]
+    for owner in {owner for owner, _, _ in names}:
+        for own in {own for _, _, own in names}:  # what is linear in some layers is in all
+            module = getattr(decoder.get_submodule(owner), own, None)
+            if module is not None:
+                _need_plain(own, module)
+
+
+def _need_plain(name: str, module: Any) -> None:
+    need(type(module) is nn.Linear and module.weight.is_floating_point(),
+         f"{name} must be nn.Linear of floating point numbers, got {type(module).__name__}")  # fmt: skip
+
+
+def _sources(decoder: Any, facts: Facts, had: int) -> dict[str, int]:
+    """The linear layers that make keys and values, and the size of a head of each."""
+    found: dict[str, int] = {}
+    try:
+        every = projections_of(decoder, facts)
+    except ValueError:
+        _check_plain(decoder)
+        raise
+    for layer, made in every.items():
+        what = f"{type(decoder).__name__} is not supported: layer {layer}"
+        need(facts[layer].kv_heads == had, f"{what} has {facts[layer].kv_heads} KV heads, its config says {had}")
+        need(facts[layer].reads is None, f"{what} reads the keys of layer {facts[layer].reads}")
+        parts = {"keys": (made.keys, facts[layer].head_dim), "values": (made.values, facts[layer].value_dim)}
+        names = [part.used for part, _ in parts.values()]
+        need(
+            all(len(used) == 1 for used in names) and names[0] != names[1],
+            f"{what} makes its keys by {', '.join(names[0])} and its values by {', '.join(names[1])}; each must come "
+            "from a linear layer of its own",
+        )
+        for kind, (part, size) in parts.items():
+            (name,), order = part.used, torch.arange(had)[:, None]
+            module: Any = decoder.get_submodule(name)
+            _need_plain(name.rpartition(".")[2], module)
+            whole = bool((part.row // size == order).all()) and module.out_features == had * size
+            need(whole, f"{what} has {kind} that are not rows of {name} head by head")
+            found[name] = size
+        owner = decoder.get_submodule(names[0][0].rpartition(".")[0])
+        linear = {name.rpartition(".")[2] for used in names for name in used}
+        size = had * facts[layer].head_dim
+        for name, child in owner.named_children():
+            weight = getattr(child, "weight", None)
+            if name not in linear and isinstance(weight, Tensor) and weight.shape == (size,) and had > 1:
+                raise ValueError(
+                    f"{what} norms all heads of its keys together ({name}), which fewer heads would change"
+                )
+    return found
 
 
 def _averaged(linear: nn.Linear, kv_heads: int, head_dim: int) -> nn.Linear:

@@ -17,11 +17,11 @@ from transformers import (
     TrainingArguments,
 )
 
-from ..caches.base import decoder_config
 from ..hf.attach import attach, base_model
+from ..hf.config import decoder_config
+from ..hf.method import saved_method
 from ..models import EXAMPLE, load_example_model
 from .data import collate, example_rows, text_windows
-from .method import saved_method
 from .recipe import Recipe
 from .trainer import RetrofitTrainer, TokenizerInCheckpoints
 

@@ -38,7 +38,10 @@ class RecipeCallback(TrainerCallback):
 
 
 class MetricsFile(TrainerCallback):
-    """One JSON line in output_dir/metrics.jsonl each time figures are logged; a resumed run goes on where it stood."""
+    """One JSON line in output_dir/metrics.jsonl each time figures are logged; a resumed run goes on where it stood.
+
+    Raises ValueError where a run is resumed and a line of the file is none of these; the file stays as it is.
+    """
 
     def __init__(self) -> None:
         self.latest: dict[str, Any] = {}
@@ -50,10 +53,10 @@ class MetricsFile(TrainerCallback):
         if not state.is_world_process_zero:
             return
         path.parent.mkdir(parents=True, exist_ok=True)
-        lines = path.read_text().splitlines() if path.is_file() and state.global_step else []
-        kept = [line for line in lines if json.loads(line)["step"] <= state.global_step]
+        lines = path.read_bytes().split(b"\n") if path.is_file() and state.global_step else []
+        steps = [(_step_of(path, number, line), line) for number, line in enumerate(lines, 1) if line.strip()]
         fresh = path.with_suffix(".new")
-        fresh.write_text("".join(f"{line}\n" for line in kept))
+        fresh.write_bytes(b"".join(line + b"\n" for step, line in steps if step <= state.global_step))
         fresh.replace(path)
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -61,6 +64,21 @@ class MetricsFile(TrainerCallback):
             line = {"step": state.global_step} | kwargs.get("logs", {}) | self.latest
             with Path(args.output_dir or ".", METRICS).open("a") as file:
                 file.write(json.dumps(line) + "\n")
+
+
+def _step_of(path: Path, number: int, line: bytes) -> int:
+    """The step that a line of metrics is of."""
+    try:
+        step = json.loads(line)["step"]
+    except (ValueError, TypeError, KeyError, IndexError):  # no JSON, or of something else
+        step = None
+    if isinstance(step, bool) or not isinstance(step, int):
+        shown = line[:60].decode(errors="replace")
+        raise ValueError(
+            f"{path}, line {number}, must be a JSON object with a step, got {shown!r}: a run that was stopped may have "
+            "left it half written. Remove or mend that line and resume again; nothing was changed"
+        )
+    return step
 
 
 class TokenizerInCheckpoints(TrainerCallback):

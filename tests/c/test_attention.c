@@ -6,12 +6,12 @@ typedef struct {
     kvc_reduce reduce;
     kvc_pool pool;
     kvc_dtype dtype;
-    int ragged;
+    int ragged, capped; /* capped: softcap 2 and sinks */
 } score_case;
 
 /* The formula of kvc.h, in double; k and q are [B, H, T, D] float32. */
 static void naive_scores(const score_case *c, const float *q, const float *k, const int32_t *lengths, double scale,
-                         double *scores) {
+                         const float *sinks, double *scores) {
     const int64_t G = c->Hq / c->Hkv, width = c->T - c->W;
     double *p = room(8 * c->T), *s = room(8 * c->T);
     for (int64_t row = 0; row < c->B * c->Hkv; row++) {
@@ -25,9 +25,11 @@ static void naive_scores(const score_case *c, const float *q, const float *k, co
                 for (int64_t d = 0; d < c->D; d++) {
                     p[t] += scale * (double)q[(row * G * c->W + i) * c->D + d] * (double)k[(row * c->T + t) * c->D + d];
                 }
+                if (c->capped) p[t] = 2 * tanh(p[t] / 2);
                 most = fmax(most, p[t]);
             }
             for (int64_t t = 0; t < seen; t++) sum += exp(p[t] - most);
+            if (c->capped) sum += exp((double)sinks[row % c->Hkv * G + i / c->W] - most);
             for (int64_t t = 0; t < count; t++) {
                 const double value = exp(p[t] - most) / sum;
                 s[t] = c->reduce == KVC_REDUCE_MAX ? fmax(s[t], value) : s[t] + value;
@@ -52,18 +54,21 @@ static void test_score_case(const score_case *c) {
     const int64_t outputs = c->B * c->Hkv * (c->T - c->W);
     float *q = room(4 * queries), *k = room(4 * keys), *first = NULL;
     double *expected = room(8 * outputs);
+    float *sinks = room(4 * c->Hq);
+    fill(sinks, c->Hq, 3.0f);
     fill(q, queries, 2.0f), fill(k, keys, 2.0f);
     void *q_array = rounded(q, queries, c->dtype), *k_array = rounded(k, keys, c->dtype);
     int32_t *lengths = room(4 * c->B);
     for (int64_t b = 0; b < c->B; b++) lengths[b] = (int32_t)(c->T - (c->T - c->W - 1) * b / c->B);
     const float scale = c->D ? 1.0f / sqrtf((float)c->D) : 1.0f;
-    naive_scores(c, q, k, c->ragged ? lengths : NULL, (double)scale, expected);
+    naive_scores(c, q, k, c->ragged ? lengths : NULL, (double)scale, sinks, expected);
     for (int runner = 0; runner < RUNNERS; runner++) {
         kvc_window_scores_args args = {
             .scores = room(4 * outputs), .q = {q_array, c->dtype, c->Hq * c->W * c->D, c->W * c->D, c->D},
             .k = {k_array, c->dtype, c->Hkv * c->T * c->D, c->T * c->D, c->D}, .lengths = c->ragged ? lengths : NULL,
             .B = c->B, .Hq = c->Hq, .Hkv = c->Hkv, .W = c->W, .T = c->T, .D = c->D, .scale = scale,
-            .reduce = c->reduce, .pool = c->pool, .kernel_size = c->kernel, .skip_last = c->W};
+            .reduce = c->reduce, .pool = c->pool, .kernel_size = c->kernel, .skip_last = c->W,
+            .softcap = c->capped ? 2.0f : 0.0f, .sink_logits = c->capped ? sinks : NULL};
         args.scratch = room(kvc_window_scores_scratch_bytes(&args));
         CHECK(kvc_window_scores(&args, runners[runner]) == KVC_OK);
         for (int64_t i = 0; i < outputs; i++) {
@@ -73,7 +78,7 @@ static void test_score_case(const score_case *c) {
         CHECK(memcmp(first, args.scores, (size_t)(4 * outputs)) == 0);
         /* a NaN key, an infinite logit: its head is NaN, the others keep their bits */
         const int64_t shortest = c->ragged ? lengths[c->B - 1] : c->T, per_head = c->T - c->W;
-        if (c->D && c->dtype == KVC_F32 && c->Hq) {
+        if (c->D && c->dtype == KVC_F32 && c->Hq && !c->capped) {
             float *element_of_last = (float *)k_array + keys - (c->T - shortest + 1) * c->D, kept = *element_of_last;
             for (int kind = 0; kind < 2; kind++) {
                 *element_of_last = kind ? NAN : INFINITY;
@@ -94,6 +99,7 @@ static void test_score_case(const score_case *c) {
         free(args.scratch), free(args.scores);
     }
     free(q), free(k), free(first), free(expected), free(q_array), free(k_array), free(lengths);
+    free(sinks);
 }
 
 static void test_score_arguments(void) {
@@ -118,6 +124,10 @@ static void test_score_arguments(void) {
     CHECK(kvc_window_scores(&args, NULL) == KVC_BAD_SIZE);
     args = good, args.mask_first = -1;
     CHECK(kvc_window_scores(&args, NULL) == KVC_BAD_SIZE);
+    args = good, args.scale = NAN;
+    CHECK(kvc_window_scores(&args, NULL) == KVC_BAD_SIZE);
+    args = good, args.softcap = -1;
+    CHECK(kvc_window_scores(&args, NULL) == KVC_BAD_SIZE);
     args = good, args.scratch = NULL;
     CHECK(kvc_window_scores(&args, NULL) == KVC_NULL_POINTER);
     args = good, args.k.dtype = (kvc_dtype)5;
@@ -138,16 +148,19 @@ static void test_score_arguments(void) {
 
 void test_score(void) {
     const score_case cases[] = {
-        {1, 1, 1, 1, 2, 1, 1, KVC_REDUCE_MEAN, KVC_POOL_AVG, KVC_F32, 0},
-        {2, 4, 2, 3, 150, 33, 5, KVC_REDUCE_MEAN, KVC_POOL_AVG, KVC_F32, 1},
-        {2, 4, 1, 3, 130, 16, 7, KVC_REDUCE_MAX, KVC_POOL_MAX, KVC_F32, 1},
-        {1, 8, 1, 2, 65, 128, 3, KVC_REDUCE_SUM, KVC_POOL_MAX, KVC_BF16, 0},
-        {1, 2, 2, 70, 200, 80, 5, KVC_REDUCE_MEAN, KVC_POOL_AVG, KVC_F16, 0},
-        {3, 3, 3, 5, 64, 256, 1, KVC_REDUCE_MAX, KVC_POOL_AVG, KVC_F32, 1},
-        {1, 2, 1, 64, 320, 129, 999, KVC_REDUCE_SUM, KVC_POOL_AVG, KVC_F32, 0},
-        {1, 2, 1, 4, 70, 0, 5, KVC_REDUCE_MEAN, KVC_POOL_AVG, KVC_F32, 0},
-        {1, 7, 1, 1, 20000, 2, 5, KVC_REDUCE_MEAN, KVC_POOL_AVG, KVC_F32, 0},
-        {1, 9, 1, 30, 17000, 2, 5, KVC_REDUCE_MEAN, KVC_POOL_AVG, KVC_F32, 0}, /* several passes of rows */
+        {1, 1, 1, 1, 2, 1, 1, KVC_REDUCE_MEAN, KVC_POOL_AVG, KVC_F32, 0, 0},
+        {2, 4, 2, 3, 150, 33, 5, KVC_REDUCE_MEAN, KVC_POOL_AVG, KVC_F32, 1, 0},
+        {2, 4, 1, 3, 130, 16, 7, KVC_REDUCE_MAX, KVC_POOL_MAX, KVC_F32, 1, 0},
+        {1, 8, 1, 2, 65, 128, 3, KVC_REDUCE_SUM, KVC_POOL_MAX, KVC_BF16, 0, 0},
+        {1, 2, 2, 70, 200, 80, 5, KVC_REDUCE_MEAN, KVC_POOL_AVG, KVC_F16, 0, 0},
+        {3, 3, 3, 5, 64, 256, 1, KVC_REDUCE_MAX, KVC_POOL_AVG, KVC_F32, 1, 0},
+        {1, 2, 1, 64, 320, 129, 999, KVC_REDUCE_SUM, KVC_POOL_AVG, KVC_F32, 0, 0},
+        {1, 2, 1, 4, 70, 0, 5, KVC_REDUCE_MEAN, KVC_POOL_AVG, KVC_F32, 0, 0},
+        {1, 7, 1, 1, 20000, 2, 5, KVC_REDUCE_MEAN, KVC_POOL_AVG, KVC_F32, 0, 0},
+        {1, 9, 1, 30, 17000, 2, 5, KVC_REDUCE_MEAN, KVC_POOL_AVG, KVC_F32, 0, 0}, /* several passes of rows */
+        {2, 4, 2, 3, 150, 33, 5, KVC_REDUCE_MEAN, KVC_POOL_AVG, KVC_F32, 1, 1},
+        {1, 9, 1, 30, 17000, 2, 5, KVC_REDUCE_SUM, KVC_POOL_AVG, KVC_F32, 0, 1},
+        {1, 2, 1, 9, 70, 512, 3, KVC_REDUCE_MAX, KVC_POOL_MAX, KVC_BF16, 0, 1},
     };
     test_case = "score";
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) test_score_case(&cases[i]);
@@ -159,6 +172,8 @@ typedef struct {
     kvc_dtype q_dtype, cache_dtype;
     int paged, causal;
     int64_t sinks;
+    float softcap;
+    int has_sinks;
 } decode_case;
 
 static void test_decode_case(const decode_case *c) {
@@ -176,6 +191,9 @@ static void test_decode_case(const decode_case *c) {
         begin[r] = r == R - 1 && R > 1 ? end[r] : (int32_t)(r * capacity / (4 * R));
     }
     double *p = room(8 * capacity);
+    float *sink_logits = room(4 * c->Hq);
+    fill(sink_logits, c->Hq, 2.0f);
+    if (c->Hq > 1) sink_logits[0] = -INFINITY;
     const float scale = 0.3f;
     for (int runner = 0; runner < RUNNERS; runner++) {
         const int64_t bytes = queries * c->D * kvc_dtype_bytes(c->q_dtype);
@@ -185,7 +203,7 @@ static void test_decode_case(const decode_case *c) {
             .k_pages = k_array, .v_pages = v_array, .cache_dtype = c->cache_dtype,
             .block_table = c->paged ? table : NULL, .begin = begin, .end = end, .B = c->B, .Hq = c->Hq, .Hkv = c->Hkv,
             .S = c->S, .D = c->D, .P = c->P, .pages = pages, .blocks = c->blocks, .scale = scale, .causal = c->causal,
-            .sinks = c->sinks};
+            .sinks = c->sinks, .softcap = c->softcap, .sink_logits = c->has_sinks ? sink_logits : NULL};
         args.scratch = room(kvc_decode_scratch_bytes(&args));
         CHECK(kvc_decode(&args, runners[runner]) == KVC_OK);
         for (int64_t i = 0; i < queries && runner == 0; i++) {
@@ -193,13 +211,18 @@ static void test_decode_case(const decode_case *c) {
             double most = -INFINITY, sum = 0;
             for (int64_t t = 0; t < last; t++) {
                 const int64_t page = c->paged ? table[row * c->blocks + t / c->P] : row;
-                p[t] = t >= begin[row] || t < c->sinks ? 0 : -INFINITY;
+                double x = 0;
                 for (int64_t d = 0; d < c->D; d++) {
-                    p[t] += (double)scale * (double)q[i * c->D + d] * (double)k[(page * c->P + t % c->P) * c->D + d];
+                    x += (double)scale * (double)q[i * c->D + d] * (double)k[(page * c->P + t % c->P) * c->D + d];
                 }
+                if (c->softcap > 0) x = (double)c->softcap * tanh(x / (double)c->softcap);
+                p[t] = t >= begin[row] || t < c->sinks ? x : -INFINITY;
                 most = fmax(most, p[t]);
             }
+            const double sink = c->has_sinks ? (double)sink_logits[i / c->S % c->Hq] : -INFINITY;
+            most = fmax(most, sink);
             for (int64_t t = 0; t < last && most > -INFINITY; t++) sum += exp(p[t] - most);
+            if (most > -INFINITY) sum += exp(sink - most);
             if (most == -INFINITY) CHECK(args.lse[i] == -INFINITY);
             else CHECK(fabs((double)args.lse[i] - (most + log(sum))) <= 1e-5);
             for (int64_t d = 0; d < c->D; d++) {
@@ -231,6 +254,10 @@ static void test_decode_case(const decode_case *c) {
             bad = args, bad.D = head_dims[i];
             CHECK(kvc_decode(&bad, NULL) == KVC_BAD_SIZE && kvc_decode_scratch_bytes(&bad) == 0);
         }
+        bad = args, bad.scale = INFINITY;
+        CHECK(kvc_decode(&bad, NULL) == KVC_BAD_SIZE);
+        bad = args, bad.softcap = NAN;
+        CHECK(kvc_decode(&bad, NULL) == KVC_BAD_SIZE);
         bad = args, bad.scratch = NULL;
         CHECK(kvc_decode(&bad, NULL) == KVC_NULL_POINTER);
         bad = args, bad.cache_dtype = (kvc_dtype)4;
@@ -241,21 +268,25 @@ static void test_decode_case(const decode_case *c) {
         free(args.out), free(args.lse), free(args.scratch);
     }
     free(q), free(k), free(v), free(q_array), free(k_array), free(v_array), free(table), free(begin), free(end);
-    free(p), free(first), free(first_lse);
+    free(p), free(first), free(first_lse), free(sink_logits);
 }
 
 void test_decode(void) {
     const decode_case cases[] = {
-        {1, 1, 1, 1, 1, 1, 1, KVC_F32, KVC_F32, 0, 0, 0},
-        {2, 4, 2, 3, 33, 16, 5, KVC_F32, KVC_F32, 1, 1, 0},
-        {1, 8, 1, 1, 128, 64, 20, KVC_BF16, KVC_BF16, 1, 0, 0},
-        {2, 2, 2, 1, 256, 700, 1, KVC_F16, KVC_F16, 0, 0, 0},
-        {1, 4, 2, 40, 20, 64, 1, KVC_F32, KVC_F16, 1, 1, 0},
-        {1, 2, 1, 5, 7, 3, 1, KVC_F32, KVC_F32, 0, 1, 0},
-        {1, 1, 1, 1, 5, 1, 1300, KVC_F32, KVC_F32, 1, 0, 0},
-        {1, 6, 2, 9, 130, 1100, 1, KVC_F32, KVC_F32, 0, 1, 0},
-        {2, 4, 2, 3, 33, 16, 5, KVC_F32, KVC_F32, 1, 1, 7},
-        {3, 2, 1, 1, 24, 8, 500, KVC_BF16, KVC_BF16, 1, 0, 600},
+        {1, 1, 1, 1, 1, 1, 1, KVC_F32, KVC_F32, 0, 0, 0, 0, 0},
+        {2, 4, 2, 3, 33, 16, 5, KVC_F32, KVC_F32, 1, 1, 0, 0, 0},
+        {1, 8, 1, 1, 128, 64, 20, KVC_BF16, KVC_BF16, 1, 0, 0, 0, 0},
+        {2, 2, 2, 1, 256, 700, 1, KVC_F16, KVC_F16, 0, 0, 0, 0, 0},
+        {1, 4, 2, 40, 20, 64, 1, KVC_F32, KVC_F16, 1, 1, 0, 0, 0},
+        {1, 2, 1, 5, 7, 3, 1, KVC_F32, KVC_F32, 0, 1, 0, 0, 0},
+        {1, 1, 1, 1, 5, 1, 1300, KVC_F32, KVC_F32, 1, 0, 0, 0, 0},
+        {1, 6, 2, 9, 130, 1100, 1, KVC_F32, KVC_F32, 0, 1, 0, 0, 0},
+        {2, 4, 2, 3, 33, 16, 5, KVC_F32, KVC_F32, 1, 1, 7, 0, 0},
+        {3, 2, 1, 1, 24, 8, 500, KVC_BF16, KVC_BF16, 1, 0, 600, 0, 0},
+        {2, 4, 2, 3, 33, 16, 5, KVC_F32, KVC_F32, 1, 1, 0, 2, 1},
+        {2, 8, 2, 1, 64, 16, 40, KVC_BF16, KVC_BF16, 1, 0, 0, 0, 1},
+        {1, 4, 2, 40, 512, 64, 1, KVC_F32, KVC_F16, 1, 1, 7, 3, 1},
+        {2, 3, 1, 1, 512, 8, 5, KVC_BF16, KVC_BF16, 1, 0, 0, 3, 0},
     };
     test_case = "decode";
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) test_decode_case(&cases[i]);

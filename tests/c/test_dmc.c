@@ -16,8 +16,6 @@ static void test_gates(kvc_dtype dtype) {
     float *keys = room(4 * COUNT * D), *noise = room(4 * COUNT), *first = NULL;
     fill(keys, COUNT * D, 8.0f), fill(noise, COUNT, 4.0f);
     void *array = rounded(keys, COUNT * D, dtype);
-    int32_t *documents = room(4 * B * T);
-    for (int i = 0; i < B * T; i++) documents[i] = i % T < 9 ? -1 : i % T / 100;
     const kvc_view x = {(char *)array + 2 * kvc_dtype_bytes(dtype), dtype, H * T * D, T * D, D};
     for (int runner = 0; runner < RUNNERS; runner++) {
         float *out = room(4 * COUNT * 8), *alpha = out, *hard = out + COUNT, *tempered = out + 2 * COUNT;
@@ -27,17 +25,16 @@ static void test_gates(kvc_dtype dtype) {
                                          .B = B, .H = H, .T = T, .shift = 1.0f, .temperature = 0.5f, .scale = 2.0f,
                                          .margin = 0.25f};
         CHECK(kvc_dmc_decisions(&decide, runners[runner]) == KVC_OK);
-        const kvc_dmc_mask_args mask = {bias, tempered, documents, B, H, T};
+        const kvc_dmc_mask_args mask = {bias, tempered, B, H, T};
         CHECK(kvc_dmc_mask(&mask, runners[runner]) == KVC_OK);
         const kvc_dmc_importance_args weigh = {omega, x, B, H, 2, T, -2.0f, 0.125f, KVC_MEAN_LOGIT};
         CHECK(kvc_dmc_importance(&weigh, runners[runner]) == KVC_OK);
         for (int i = 0; i < COUNT; i++) {
-            const int t = i % T, row = i / T, *document = documents + row / H * T;
+            const int t = i % T, row = i / T;
             const double y = 2 * (double)keys[i * D + 2] - 1 + (double)noise[i];
             CHECK(close_to((double)tempered[i], y / 0.5, 1e-5) && close_to((double)alpha[i], sigmoid(y / 0.5), 1e-5));
             CHECK(hard[i] == (float)(y > 0.25));
-            const double hiding = t + 1 < T && document[t] == document[t + 1] ? -log1p(exp((double)tempered[i + 1])) : 0;
-            CHECK(close_to((double)bias[i], document[t] < 0 ? -INFINITY : hiding, 1e-5));
+            CHECK(close_to((double)bias[i], t + 1 < T ? -log1p(exp((double)tempered[i + 1])) : 0, 1e-5));
             if (row % H < 2) {
                 const int b = row / H, h = row % H, from = ((b * H + 2 * h) * T + t) * D + 2;
                 const double mean = ((double)keys[from] + (double)keys[from + T * D]) / 2;
@@ -55,7 +52,7 @@ static void test_gates(kvc_dtype dtype) {
         CHECK(memcmp(first, out, 4 * COUNT * 8) == 0);
         free(out);
     }
-    free(first), free(array), free(keys), free(noise), free(documents);
+    free(first), free(array), free(keys), free(noise);
 }
 
 static void test_gate_arguments(void) {
@@ -75,7 +72,7 @@ static void test_gate_arguments(void) {
     CHECK(kvc_dmc_importance(&weigh, NULL) == KVC_BAD_SIZE);
     weigh.reduce = KVC_FIRST_HEAD, weigh.T = 0;
     CHECK(kvc_dmc_importance(&weigh, NULL) == KVC_OK);
-    kvc_dmc_mask_args mask = {out, NULL, NULL, 1, 1, 4};
+    kvc_dmc_mask_args mask = {out, NULL, 1, 1, 4};
     CHECK(kvc_dmc_mask(&mask, NULL) == KVC_NULL_POINTER);
     mask.T = -1;
     CHECK(kvc_dmc_mask(&mask, NULL) == KVC_BAD_SIZE);
@@ -87,7 +84,7 @@ static void test_gate_arguments(void) {
 typedef struct {
     int64_t R, T, D, window, neuron;
     kvc_dtype dtype;
-    int documents, initial;
+    int initial;
     double merging;
 } accumulate_case;
 
@@ -155,7 +152,6 @@ static void test_accumulate_case(const accumulate_case *c) {
         x_array[w] = rounded(x[w], count, c->dtype), dout_array[w] = rounded(dout[w], count, c->dtype);
     }
     float *alpha = room(4 * gates), *omega = room(4 * gates), *initial_z = room(4 * R);
-    int32_t *documents = room(4 * T); /* one sequence of R heads */
     for (int64_t i = 0; i < gates; i++) {
         alpha[i] = (float)pow(0.5 + 0.5 * (double)uniform(), (1 - c->merging) / c->merging);
         if (i % 11 == 3) alpha[i] = 0;
@@ -163,7 +159,6 @@ static void test_accumulate_case(const accumulate_case *c) {
         omega[i] = 0.51f + 0.5f * uniform();
     }
     for (int64_t r = 0; r < R; r++) initial_z[r] = r ? 0.7f : 0;
-    for (int64_t t = 0; t < T; t++) documents[t] = (int32_t)(t % 29 < 4 ? -1 : t / 29);
     double *a = room(8 * T), *found[4], *row_gates = room(24 * T);
     int *forced = room(4 * T);
     for (int i = 0; i < 4; i++) found[i] = room(8 * T * D);
@@ -178,7 +173,7 @@ static void test_accumulate_case(const accumulate_case *c) {
         }
         kvc_dmc_accumulate_backward_args args = {
             .forward = {.out_k = views[4], .out_v = views[5], .k = views[0], .v = views[1], .z = of_gates,
-                        .states = states, .alpha = alpha, .omega = omega, .documents = c->documents ? documents : NULL,
+                        .states = states, .alpha = alpha, .omega = omega,
                         .B = 1, .Hkv = R, .T = T, .D = D, .neuron = c->neuron, .window = c->window},
             .dout_k = views[2], .dout_v = views[3], .dk = views[6], .dv = views[7], .dalpha = of_gates + gates,
             .domega = of_gates + 2 * gates};
@@ -192,9 +187,7 @@ static void test_accumulate_case(const accumulate_case *c) {
         CHECK(kvc_dmc_accumulate_backward(&args, runners[runner]) == KVC_OK);
         for (int64_t r = 0; runner == 0 && r < R; r++) {
             for (int64_t t = 0; t < T; t++) {
-                const int border = t > 0 && documents[t] != documents[t - 1];
-                forced[t] = t == 0 ? !c->initial : c->documents && border;
-                if (c->documents && documents[t] < 0) forced[t] = 1;
+                forced[t] = t == 0 && !c->initial;
                 a[t] = forced[t] ? 0 : (double)alpha[r * T + t];
             }
             const float *row_x[2], *row_dout[2], *row_initial[2];
@@ -217,17 +210,17 @@ static void test_accumulate_case(const accumulate_case *c) {
     }
     for (int i = 0; i < 4; i++) free(found[i]);
     for (int w = 0; w < 2; w++) free(x[w]), free(dout[w]), free(initial[w]), free(x_array[w]), free(dout_array[w]);
-    free(first), free(alpha), free(omega), free(initial_z), free(documents), free(a), free(row_gates), free(forced);
+    free(first), free(alpha), free(omega), free(initial_z), free(a), free(row_gates), free(forced);
 }
 
 static void test_accumulate(void) {
     test_case = "dmc_accumulate";
     const accumulate_case cases[] = {
-        {2, 1, 7, 0, 3, KVC_F32, 0, 0, 0.5},     {3, 130, 33, 0, -1, KVC_BF16, 0, 1, 0.9},
-        {2, 100, 16, 0, 15, KVC_F16, 1, 0, 0.9}, {1, 700, 8, 0, 2, KVC_F32, 0, 0, 0.97},
-        {2, 600, 5, 0, -1, KVC_F32, 1, 1, 0.5},  {2, 129, 17, 12, 4, KVC_F32, 0, 0, 0.9},
-        {2, 70, 128, 64, 0, KVC_BF16, 1, 0, 0.9}, {1, 65, 3, 1, 0, KVC_F16, 0, 0, 0.5},
-        {1, 40, 256, 40, -1, KVC_F32, 0, 0, 0.9}, {2, 63, 200, 2, 199, KVC_F16, 1, 0, 0.5},
+        {2, 1, 7, 0, 3, KVC_F32, 0, 0.5},      {3, 130, 33, 0, -1, KVC_BF16, 1, 0.9},
+        {2, 100, 16, 0, 15, KVC_F16, 0, 0.9},  {1, 700, 8, 0, 2, KVC_F32, 0, 0.97},
+        {2, 600, 5, 0, -1, KVC_F32, 1, 0.5},   {2, 129, 17, 12, 4, KVC_F32, 0, 0.9},
+        {2, 70, 128, 64, 0, KVC_BF16, 0, 0.9}, {1, 65, 3, 1, 0, KVC_F16, 0, 0.5},
+        {1, 40, 256, 40, -1, KVC_F32, 0, 0.9}, {2, 63, 200, 2, 199, KVC_F16, 0, 0.5},
     };
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) test_accumulate_case(cases + i);
 }

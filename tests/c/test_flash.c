@@ -5,10 +5,12 @@ typedef struct {
     int64_t B, Hq, Hkv, S, T, D, window, sinks;
     int causal, complement, bias, ragged;
     kvc_dtype dtype;
+    float softcap;
+    int has_sinks;
 } flash_case;
 
 typedef struct {
-    double *out, *lse, *dq, *dk, *dv, *dbias;
+    double *out, *lse, *dq, *dk, *dv, *dbias, *dsinks;
 } flash_results;
 
 static int sees(const flash_case *c, int64_t length, int64_t i, int64_t t) {
@@ -20,9 +22,10 @@ static int sees(const flash_case *c, int64_t length, int64_t i, int64_t t) {
 
 /* The formulas of kvc.h; arrays are [B, H, T, D], contiguous. */
 static void naive(const flash_case *c, const float *q, const float *k, const float *v, const float *bias,
-                  const int32_t *lengths, const float *dout, const float *dlse, double scale, const flash_results *r) {
+                  const int32_t *lengths, const float *dout, const float *dlse, double scale, const float *sinks,
+                  const flash_results *r) {
     const int64_t G = c->Hq / c->Hkv, D = c->D;
-    double *p = room(8 * c->T);
+    double *p = room(8 * c->T), *slope = room(8 * c->T);
     for (int64_t row = 0; row < c->B * c->Hq * c->S; row++) {
         const int64_t s = row % c->S, h = row / c->S % c->Hq, b = row / c->S / c->Hq, kv = b * c->Hkv + h / G;
         const int64_t length = lengths ? lengths[b] : c->T, i = length - c->S + s;
@@ -30,11 +33,17 @@ static void naive(const flash_case *c, const float *q, const float *k, const flo
         for (int64_t t = 0; t < c->T; t++) {
             p[t] = -INFINITY;
             if (!sees(c, length, i, t)) continue;
-            p[t] = bias && t != i ? (double)bias[kv * c->T + t] : 0;
-            for (int64_t d = 0; d < D; d++) p[t] += scale * (double)q[row * D + d] * (double)k[(kv * c->T + t) * D + d];
+            double x = 0;
+            for (int64_t d = 0; d < D; d++) x += scale * (double)q[row * D + d] * (double)k[(kv * c->T + t) * D + d];
+            const double cap = (double)c->softcap, tanh_of = cap > 0 ? tanh(x / cap) : 0;
+            slope[t] = 1 - tanh_of * tanh_of;
+            p[t] = (cap > 0 ? cap * tanh_of : x) + (bias && t != i ? (double)bias[kv * c->T + t] : 0);
             most = fmax(most, p[t]);
         }
+        const double sink = sinks && i >= 0 ? (double)sinks[h] : -INFINITY;
+        most = fmax(most, sink);
         for (int64_t t = 0; t < c->T && most > -INFINITY; t++) sum += exp(p[t] - most);
+        if (most > -INFINITY) sum += exp(sink - most);
         r->lse[row] = most + log(sum);
         for (int64_t d = 0; d < D; d++) {
             for (int64_t t = 0; t < c->T && most > -INFINITY; t++) {
@@ -42,20 +51,22 @@ static void naive(const flash_case *c, const float *q, const float *k, const flo
             }
             delta += (double)dout[row * D + d] * r->out[row * D + d];
         }
+        if (most > -INFINITY) r->dsinks[h] -= exp(sink - r->lse[row]) * delta;
         for (int64_t t = 0; t < c->T && most > -INFINITY; t++) {
+            if (p[t] == -INFINITY) continue;
             const double weight = exp(p[t] - r->lse[row]);
             double dp = 0;
             for (int64_t d = 0; d < D; d++) dp += (double)dout[row * D + d] * (double)v[(kv * c->T + t) * D + d];
             const double ds = weight * (dp - delta);
             if (t != i) r->dbias[kv * c->T + t] += ds;
             for (int64_t d = 0; d < D; d++) {
-                r->dq[row * D + d] += scale * ds * (double)k[(kv * c->T + t) * D + d];
-                r->dk[(kv * c->T + t) * D + d] += scale * ds * (double)q[row * D + d];
+                r->dq[row * D + d] += scale * ds * slope[t] * (double)k[(kv * c->T + t) * D + d];
+                r->dk[(kv * c->T + t) * D + d] += scale * ds * slope[t] * (double)q[row * D + d];
                 r->dv[(kv * c->T + t) * D + d] += weight * (double)dout[row * D + d];
             }
         }
     }
-    free(p);
+    free(p), free(slope);
 }
 
 static double *zeros(int64_t count) {
@@ -76,17 +87,19 @@ static void compare(const void *array, kvc_dtype dtype, const double *expected, 
 static void test_flash_case(const flash_case *c) {
     const int64_t queries = c->B * c->Hq * c->S, keys = c->B * c->Hkv * c->T, D = c->D, size = kvc_dtype_bytes(c->dtype);
     float *q = room(4 * queries * D), *k = room(4 * keys * D), *v = room(4 * keys * D), *dout = room(4 * queries * D);
-    float *bias = room(4 * keys), *dlse = room(4 * queries);
+    float *bias = room(4 * keys), *dlse = room(4 * queries), *sinks = room(4 * c->Hq);
     fill(q, queries * D, 2.0f), fill(k, keys * D, 2.0f), fill(v, keys * D, 1.0f), fill(dout, queries * D, 1.0f);
-    fill(bias, keys, 3.0f), fill(dlse, queries, 1.0f);
+    fill(bias, keys, 3.0f), fill(dlse, queries, 1.0f), fill(sinks, c->Hq, 2.0f);
+    sinks[c->Hq - 1] = c->Hq > 1 ? -INFINITY : 0.5f;
     for (int64_t i = 0; i < keys; i += 3) bias[i] = -INFINITY;
     void *arrays[4] = {rounded(q, queries * D, c->dtype), rounded(k, keys * D, c->dtype), rounded(v, keys * D, c->dtype),
                        rounded(dout, queries * D, c->dtype)};
     int32_t *lengths = room(4 * c->B);
     for (int64_t b = 0; b < c->B; b++) lengths[b] = (int32_t)(c->T * b / c->B);
     const flash_results exact = {zeros(queries * D), zeros(queries), zeros(queries * D), zeros(keys * D), zeros(keys * D),
-                                 zeros(keys)};
-    naive(c, q, k, v, c->bias ? bias : NULL, c->ragged ? lengths : NULL, dout, dlse, 0.3, &exact);
+                                 zeros(keys), zeros(c->Hq)};
+    naive(c, q, k, v, c->bias ? bias : NULL, c->ragged ? lengths : NULL, dout, dlse, 0.3,
+          c->has_sinks ? sinks : NULL, &exact);
     for (int64_t i = 0; i < queries; i++) { /* what a query that sees nothing holds reaches nothing */
         for (int64_t d = 0; d < D && exact.lse[i] == -INFINITY; d++) q[i * D + d] = dout[i * D + d] = NAN;
         if (exact.lse[i] == -INFINITY) dlse[i] = NAN;
@@ -96,17 +109,20 @@ static void test_flash_case(const flash_case *c) {
     const kvc_view query_view = {NULL, c->dtype, c->Hq * c->S * D, c->S * D, D};
     const kvc_view key_view = {NULL, c->dtype, c->Hkv * c->T * D, c->T * D, D};
     unsigned char *first = NULL;
-    const int64_t bytes = size * D * (2 * queries + 2 * keys) + 4 * (queries + keys);
+    const int64_t bytes = size * D * (2 * queries + 2 * keys) + 4 * (queries + keys + c->Hq);
     for (int runner = 0; runner < RUNNERS; runner++) {
-        unsigned char *all = room(bytes); /* lse, dkey_bias, out, dq, dk, dv */
+        unsigned char *all = room(bytes); /* lse, dkey_bias, dsink_logits, out, dq, dk, dv */
+        memset(all, 0, (size_t)bytes);
         kvc_attention_backward_args args = {.forward = {
             .out = query_view, .q = query_view, .k = key_view, .v = key_view, .lse = (float *)(void *)all,
             .key_bias = c->bias ? bias : NULL, .lengths = c->ragged ? lengths : NULL, .B = c->B, .Hq = c->Hq,
             .Hkv = c->Hkv, .S = c->S, .T = c->T, .D = D, .window = c->window, .sinks = c->sinks, .scale = 0.3f,
-            .causal = c->causal, .complement = c->complement},
+            .causal = c->causal, .complement = c->complement, .softcap = c->softcap,
+            .sink_logits = c->has_sinks ? sinks : NULL},
             .dout = query_view, .dq = query_view, .dk = key_view, .dv = key_view, .dlse = dlse};
-        unsigned char *next = all + 4 * (queries + keys);
+        unsigned char *next = all + 4 * (queries + keys + c->Hq);
         args.dkey_bias = args.forward.lse + queries;
+        args.dsink_logits = c->has_sinks ? args.dkey_bias + keys : NULL;
         args.forward.out.data = next, args.dq.data = next + size * D * queries;
         args.dk.data = next + 2 * size * D * queries, args.dv.data = next + size * D * (2 * queries + keys);
         args.forward.q.data = arrays[0], args.forward.k.data = arrays[1], args.forward.v.data = arrays[2];
@@ -125,6 +141,7 @@ static void test_flash_case(const flash_case *c) {
             compare(args.dk.data, c->dtype, exact.dk, keys * D, loose);
             compare(args.dv.data, c->dtype, exact.dv, keys * D, loose);
             compare(args.dkey_bias, KVC_F32, exact.dbias, keys, loose);
+            if (c->has_sinks) compare(args.dsink_logits, KVC_F32, exact.dsinks, c->Hq, 10 * loose);
             first = memcpy(room(bytes), all, (size_t)bytes);
         }
         CHECK(memcmp(first, all, (size_t)bytes) == 0);
@@ -142,6 +159,16 @@ static void test_flash_case(const flash_case *c) {
             CHECK(kvc_attention(&bad.forward, NULL) == KVC_BAD_SIZE);
             CHECK(kvc_attention_backward(&bad, NULL) == KVC_BAD_SIZE);
         }
+        for (int i = 0; i < 5; i++) {
+            const float numbers[5] = {INFINITY, NAN, -1, INFINITY, NAN};
+            bad = args;
+            if (i < 2) bad.forward.scale = numbers[i];
+            else bad.forward.softcap = numbers[i];
+            CHECK(kvc_attention(&bad.forward, NULL) == KVC_BAD_SIZE);
+            CHECK(kvc_attention_backward(&bad, NULL) == KVC_BAD_SIZE);
+        }
+        bad = args, bad.forward.sink_logits = NULL, bad.dsink_logits = dlse;
+        CHECK(kvc_attention_backward(&bad, NULL) == KVC_NULL_POINTER);
         bad = args, bad.forward.k.dtype = (kvc_dtype)7;
         CHECK(kvc_attention(&bad.forward, NULL) == KVC_BAD_DTYPE);
         bad = args, bad.dv.dtype = (kvc_dtype)7;
@@ -155,18 +182,23 @@ static void test_flash_case(const flash_case *c) {
         for (int64_t i = 0; i < bytes; i++) CHECK(all[i] == 0x77);
         free(all), free(args.scratch);
     }
-    free(q), free(k), free(v), free(dout), free(bias), free(dlse), free(lengths), free(first);
+    free(q), free(k), free(v), free(dout), free(bias), free(dlse), free(lengths), free(first), free(sinks);
     for (int i = 0; i < 4; i++) free(arrays[i]);
     free(exact.out), free(exact.lse), free(exact.dq), free(exact.dk), free(exact.dv), free(exact.dbias);
+    free(exact.dsinks);
 }
 
 void test_flash(void) {
     const flash_case cases[] = {
-        {1, 1, 1, 1, 1, 1, 0, 0, 1, 0, 0, 0, KVC_F32},       {2, 4, 2, 5, 9, 16, 0, 0, 1, 0, 1, 1, KVC_F32},
-        {1, 2, 1, 70, 150, 33, 0, 0, 0, 0, 1, 0, KVC_F32},   {3, 2, 2, 40, 140, 64, 20, 3, 1, 0, 1, 1, KVC_BF16},
-        {1, 3, 1, 65, 130, 80, 30, 5, 1, 1, 1, 0, KVC_F32},  {2, 6, 2, 7, 20, 16, 3, 9, 1, 0, 0, 0, KVC_F16},
-        {1, 1, 1, 66, 66, 256, 0, 0, 1, 0, 0, 0, KVC_BF16},  {1, 2, 2, 10, 12, 4, 100, 2, 1, 1, 0, 0, KVC_F32},
-        {1, 2, 1, 33, 200, 128, 1, 200, 1, 0, 1, 0, KVC_F32},
+        {1, 1, 1, 1, 1, 1, 0, 0, 1, 0, 0, 0, KVC_F32, 0, 0},       {2, 4, 2, 5, 9, 16, 0, 0, 1, 0, 1, 1, KVC_F32, 0, 0},
+        {1, 2, 1, 70, 150, 33, 0, 0, 0, 0, 1, 0, KVC_F32, 0, 0},   {3, 2, 2, 40, 140, 64, 20, 3, 1, 0, 1, 1, KVC_BF16, 0, 0},
+        {1, 3, 1, 65, 130, 80, 30, 5, 1, 1, 1, 0, KVC_F32, 0, 0},  {2, 6, 2, 7, 20, 16, 3, 9, 1, 0, 0, 0, KVC_F16, 0, 0},
+        {1, 1, 1, 66, 66, 256, 0, 0, 1, 0, 0, 0, KVC_BF16, 0, 0},  {1, 2, 2, 10, 12, 4, 100, 2, 1, 1, 0, 0, KVC_F32, 0, 0},
+        {1, 2, 1, 33, 200, 128, 1, 200, 1, 0, 1, 0, KVC_F32, 0, 0},
+        {2, 4, 2, 70, 90, 32, 20, 3, 1, 0, 1, 1, KVC_F32, 2, 1},
+        {2, 4, 2, 40, 60, 24, 20, 3, 1, 1, 0, 1, KVC_F32, 0, 1},
+        {1, 3, 1, 9, 70, 512, 0, 0, 1, 0, 1, 0, KVC_BF16, 3, 1},
+        {1, 1, 1, 66, 66, 301, 0, 0, 0, 0, 0, 0, KVC_F32, 5, 0},
     };
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         char name[32];

@@ -1,4 +1,4 @@
-/* Tests of the C kernels without Torch or Python: rope, select, compact, conversions; main. Every table of inner
+/* Tests of the C kernels without Torch or Python: rope, select, conversions; main. Every table of inner
  * loops that the CPU can run is compared with naive loops in double. */
 #include "check.h"
 
@@ -281,47 +281,6 @@ static void test_select(void) {
     CHECK(kvc_select_topk(&args, NULL) == KVC_OK && indices[0] == 9 && indices[1] == 9);
 }
 
-static void test_compact(void) {
-    enum { R = 3, T = 9, K = 4 };
-    const int32_t indices[R * K] = {0, 1, 2, 3, 5, 6, 7, 8, 1, 2, 4, 8};
-    const int64_t bytes_of[] = {1, 2, 4, 8};
-    for (int c = 0; c < 4; c++) {
-        test_case = "compact";
-        const int64_t D = 5, bytes = bytes_of[c], stride = T * D + 3, all = ((R - 1) * stride + T * D) * bytes;
-        unsigned char *before = room(all), *first = NULL;
-        for (int64_t i = 0; i < all; i++) before[i] = (unsigned char)(i * 7 + i / 256);
-        for (int runner = 0; runner < RUNNERS; runner++) {
-            unsigned char *rows = memcpy(room(all), before, (size_t)all);
-            const kvc_compact_rows_args args = {rows, indices, R, T, D, K, stride, bytes};
-            CHECK(kvc_compact_rows(&args, runners[runner]) == KVC_OK);
-            for (int64_t r = 0; r < R; r++) {
-                for (int64_t j = 0; j < T; j++) {
-                    const int64_t from = j < K ? indices[r * K + j] : j, row = r * stride * bytes, size = D * bytes;
-                    CHECK(memcmp(rows + row + j * size, before + row + from * size, (size_t)size) == 0);
-                }
-            }
-            if (!first) first = memcpy(room(all), rows, (size_t)all);
-            CHECK(memcmp(first, rows, (size_t)all) == 0);
-            free(rows);
-        }
-        free(before), free(first);
-    }
-    test_case = "compact arguments";
-    float rows[6] = {0, 1, 2, 3, 4, 5};
-    const int32_t bad[4][2] = {{1, 1}, {2, 1}, {-1, 0}, {1, 3}};
-    for (int i = 0; i < 4; i++) {
-        kvc_compact_rows_args args = {rows, bad[i], 1, 3, 2, 2, 6, 4};
-        CHECK(kvc_compact_rows(&args, NULL) == KVC_BAD_INDEX);
-        args.element_bytes = 0;
-        CHECK(kvc_compact_rows(&args, NULL) == KVC_BAD_SIZE);
-        args.element_bytes = 4, args.rows = NULL;
-        CHECK(kvc_compact_rows(&args, NULL) == KVC_NULL_POINTER);
-        args.R = 0;
-        CHECK(kvc_compact_rows(&args, NULL) == KVC_OK);
-    }
-    for (int i = 0; i < 6; i++) CHECK(rows[i] == (float)i);
-}
-
 int main(void) {
     const char *names[4] = {"portable", "avx2", "avx512", "avx512_bf16"};
     for (int i = 0; i < 4; i++) {
@@ -343,7 +302,6 @@ int main(void) {
         printf("%s: %s\n", tables[i], failures ? "failed" : "passed");
     }
     test_select();
-    test_compact();
     test_pages();
     test_planner();
     printf("%d checks failed\n", failures);

@@ -68,7 +68,7 @@ static void test_errors(void) {
                                       .Hq = 1, .Hkv = 1, .S = 1, .T = 2, .D = 8, .scale = 1.0f};
     CHECK(kvc_layer_similarity(NULL, NULL) == KVC_NULL_POINTER);
     CHECK(kvc_layer_similarity(&args, NULL) == KVC_NULL_POINTER); /* no scratch */
-    args.scale = 0.0f;
+    args.scale = -1.0f;
     CHECK(kvc_layer_similarity(&args, NULL) == KVC_BAD_SIZE);
     args.scale = 1.0f, args.S = 3;
     CHECK(kvc_layer_similarity(&args, NULL) == KVC_BAD_SIZE);

@@ -15,6 +15,7 @@
 
 #include <math.h>
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
 
 #include "block_threads.h"
@@ -102,13 +103,18 @@ inline int atomicMax(int* at, int x) {
     return old;
 }
 
-// A device of three multiprocessors that hold two blocks each: blocks of persistent kernels take several turns.
+// A device of three multiprocessors that hold two blocks each: blocks of persistent kernels take several turns. Its blocks
+// have 227 KB of shared memory, or as many bytes as KVC_EMULATION_SHARED says.
+inline int most_shared_bytes() {
+    const char* wish = getenv("KVC_EMULATION_SHARED");
+    return wish ? atoi(wish) : 227 * 1024;
+}
 inline cudaError_t cudaGetDevice(int* device) {
     *device = 0;
     return cudaSuccess;
 }
-inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
-    *value = 3;
+inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
+    *value = attribute == cudaDevAttrMaxSharedMemoryPerBlockOptin ? most_shared_bytes() : 3;
     return cudaSuccess;
 }
 template <class Kernel>
@@ -119,7 +125,7 @@ cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, Kernel*, 
 inline cudaError_t cudaGetLastError() { return kvc_emulation::take_last_error(); }
 template <class Kernel>
 cudaError_t cudaFuncSetAttribute(Kernel* kernel, cudaFuncAttribute, int bytes) {
-    if (bytes < 0 || bytes > 227 * 1024) return cudaErrorInvalidValue;
+    if (bytes < 0 || bytes > most_shared_bytes()) return cudaErrorInvalidValue;
     kvc_emulation::allow_shared_bytes(reinterpret_cast<const void*>(kernel), static_cast<size_t>(bytes));
     return cudaSuccess;
 }

@@ -103,7 +103,9 @@ WindowScoresArgs = structure(
     int64: B Hq Hkv W T D
     float: scale
     int: reduce pool
-    int64: kernel_size skip_last mask_first mask_last""",
+    int64: kernel_size skip_last mask_first mask_last
+    float: softcap
+    pointer: sink_logits""",
 )
 LayerSimilarityArgs = structure(
     "LayerSimilarityArgs",
@@ -113,19 +115,14 @@ LayerSimilarityArgs = structure(
     pointer: scratch
     int64: L Hq Hkv S T D
     float: scale
-    int64: sinks recent""",
+    int64: sinks recent
+    float: softcap""",
 )
 SelectTopkArgs = structure(
     "SelectTopkArgs",
     """
     pointer: indices scores lengths
     int64: R T k""",
-)
-CompactRowsArgs = structure(
-    "CompactRowsArgs",
-    """
-    pointer: rows indices
-    int64: R T D k row_stride element_bytes""",
 )
 # kvc_page_table and kvc_slot_array, and what each call has after them
 PageTableArgs = structure(
@@ -176,7 +173,9 @@ DecodeArgs = structure(
     pointer: value_table
     int64: value_pages value_blocks
     pointer: probabilities
-    int64: columns sinks""",
+    int64: columns sinks
+    float: softcap
+    pointer: sink_logits""",
 )
 DecodeSharedArgs = structure(
     "DecodeSharedArgs",
@@ -202,7 +201,9 @@ AttentionArgs = structure(
     pointer: lse key_bias lengths
     int64: B Hq Hkv S T D window sinks
     float: scale
-    int: causal complement""",
+    int: causal complement
+    float: softcap
+    pointer: sink_logits""",
 )
 
 
@@ -210,7 +211,7 @@ class AttentionBackwardArgs(Structure):
     _fields_ = (
         ("forward", AttentionArgs),
         *((name, View) for name in ("dout", "dq", "dk", "dv")),
-        *((name, c_void_p) for name in ("dlse", "dkey_bias", "scratch")),
+        *((name, c_void_p) for name in ("dlse", "dkey_bias", "scratch", "dsink_logits")),
     )
 
 
@@ -219,7 +220,6 @@ ARGS = [
     WindowScoresArgs,
     LayerSimilarityArgs,
     SelectTopkArgs,
-    CompactRowsArgs,
     DecodeArgs,
     DecodeSharedArgs,
     MergeStatesArgs,
@@ -295,7 +295,7 @@ class Kernels:
 
     def window_scores(
         self, queries, keys, *, scale=None, reduce="mean", pooling="avg", kernel_size=5, lengths=None, skip_last=None,
-        mask_first=0, mask_last=0,
+        mask_first=0, mask_last=0, softcap=None, sink_logits=None,
     ):  # fmt: skip
         B, Hq, W, D = queries.shape
         Hkv, T = keys.shape[1:3]
@@ -303,19 +303,20 @@ class Kernels:
         scores = torch.full((B, Hkv, max(T - skip_last, 0)), float("nan"))
         scale = D**-0.5 if scale is None else scale
         options = (scale, REDUCTIONS.index(reduce), POOLINGS.index(pooling), kernel_size)
-        options += (skip_last, mask_first, mask_last)
+        options += (skip_last, mask_first, mask_last, softcap or 0.0, pointer(sink_logits))
         sizes = (B, Hq, Hkv, W, T, D)
         args = WindowScoresArgs(pointer(scores), view(queries), view(keys), pointer(lengths), None, *sizes, *options)
         self.call_with_scratch("kvc_cuda_window_scores", args)
         return scores
 
-    def layer_similarity(self, queries, keys, *, scale=None, sinks=0, recent=0):
+    def layer_similarity(self, queries, keys, *, scale=None, sinks=0, recent=0, softcap=None):
         L, Hq, S, D = queries.shape
         Hkv, T = keys.shape[1:3]
         sums = torch.full((Hq, L, L), float("nan"), dtype=torch.float64)
         scale = D**-0.5 if scale is None else scale
         sizes = (L, Hq, Hkv, S, T, D)
-        args = LayerSimilarityArgs(pointer(sums), view(queries), view(keys), None, *sizes, scale, sinks, recent)
+        options = (scale, sinks, recent, softcap or 0.0)
+        args = LayerSimilarityArgs(pointer(sums), view(queries), view(keys), None, *sizes, *options)
         self.call_with_scratch("kvc_cuda_layer_similarity", args)
         return sums, max(0, min(S, T - sinks - recent))
 
@@ -325,13 +326,6 @@ class Kernels:
         args = SelectTopkArgs(pointer(indices), pointer(scores), pointer(lengths), R, T, k)
         self.call("kvc_cuda_select_topk", args)
         return indices
-
-    def compact_rows_(self, rows, indices):
-        R, T, D = rows.shape
-        k, stride = indices.shape[1], rows.stride(0)
-        args = CompactRowsArgs(pointer(rows), pointer(indices), R, T, D, k, stride, rows.element_size())
-        self.call("kvc_cuda_compact_rows", args)
-        return rows
 
     def append_tokens_(self, arrays, tokens, table, counts=None):
         _, H, S = tokens[0].shape[:3]
@@ -362,6 +356,8 @@ class Kernels:
         scale=None,
         causal=False,
         probabilities=None,
+        softcap=None,
+        sink_logits=None,
     ):
         B, Hq, S, D = queries.shape
         pages, P, _ = k_pages.shape
@@ -379,6 +375,7 @@ class Kernels:
         args.value_blocks = 1 if value_table is None else value_table.shape[1]
         args.probabilities = pointer(probabilities)
         args.columns, args.sinks = 0 if probabilities is None else probabilities.shape[2], sinks
+        args.softcap, args.sink_logits = softcap or 0.0, pointer(sink_logits)
         self.call_with_scratch("kvc_cuda_decode", args)
         return out, lse
 
@@ -408,10 +405,10 @@ class Kernels:
 
     def attention(
         self, queries, keys, values, *, causal=True, window=None, sinks=0, complement=False, key_bias=None,
-        lengths=None, scale=None, grads=None, views=torch.empty_like,
+        lengths=None, scale=None, softcap=None, sink_logits=None, grads=None, views=torch.empty_like,
     ):  # fmt: skip
-        """(out, lse); with grads = (dout, dlse or None) also (dq, dk, dv, dkey_bias). views makes the output tensors
-        from one of their shape."""
+        """(out, lse); with grads = (dout, dlse or None) also (dq, dk, dv, dkey_bias), with sink_logits dsink_logits.
+        views makes the output tensors from one of their shape."""
         B, Hq, S, D = queries.shape
         Hkv, T = keys.shape[1:3]
         out, lse = views(queries.contiguous()), torch.full((B, Hq, S), 77.0)
@@ -420,6 +417,7 @@ class Kernels:
         args.window, args.sinks = 0 if window is None else window, sinks
         args.scale = D**-0.5 if scale is None else scale
         args.causal, args.complement = causal, complement
+        args.softcap, args.sink_logits = softcap or 0.0, pointer(sink_logits)
         self.call("kvc_cuda_attention", args)
         if grads is None:
             return out, lse
@@ -428,8 +426,10 @@ class Kernels:
         dkey_bias = None if key_bias is None else torch.full((B, Hkv, T), 77.0)
         backward = AttentionBackwardArgs(args, *(view(x) for x in (dout, dq, dk, dv)), pointer(dlse))
         backward.dkey_bias = pointer(dkey_bias)
+        dsinks = None if sink_logits is None else torch.full((Hq,), 77.0)
+        backward.dsink_logits = pointer(dsinks)
         self.call_with_scratch("kvc_cuda_attention_backward", backward)
-        return out, lse, dq, dk, dv, dkey_bias
+        return out, lse, dq, dk, dv, dkey_bias, *(() if dsinks is None else (dsinks,))
 
 
 def int_array(count: int):

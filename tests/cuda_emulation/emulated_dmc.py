@@ -33,14 +33,14 @@ ImportanceArgs = structure(
 MaskArgs = structure(
     "MaskArgs",
     """
-    pointer: bias tempered documents
+    pointer: bias tempered
     int64: B H T""",
 )
 AccumulateArgs = structure(
     "AccumulateArgs",
     """
     view: out_k out_v k v
-    pointer: z states alpha omega documents initial_k initial_v initial_z scratch
+    pointer: z states alpha omega initial_k initial_v initial_z scratch
     int64: B Hkv T D neuron window""",
 )
 
@@ -105,14 +105,14 @@ class DmcKernels(Kernels):
         self.call("kvc_cuda_dmc_importance", ImportanceArgs(pointer(omega), gates(logits), *settings))
         return omega
 
-    def dmc_mask(self, tempered, documents=None):
+    def dmc_mask(self, tempered):
         bias = nans(*tempered.shape)
-        args = MaskArgs(pointer(bias), pointer(tempered), pointer(documents), *tempered.shape)
+        args = MaskArgs(pointer(bias), pointer(tempered), *tempered.shape)
         self.call("kvc_cuda_dmc_mask", args)
         return bias
 
     def dmc_accumulate(
-        self, keys, values, alpha, omega, *, neuron=None, window=None, documents=None, initial=None, grads=None,
+        self, keys, values, alpha, omega, *, neuron=None, window=None, initial=None, grads=None,
         views=torch.empty_like,
     ):  # fmt: skip
         """Averages and z; with grads, those of the averages, also the gradients of keys, values, alpha and omega. views
@@ -122,7 +122,7 @@ class DmcKernels(Kernels):
         chunks = 0 if window is not None and window < T else -(-T // CHUNK)
         z, states = nans(B, H, T), nans(B, H, chunks, 2, D)
         args = AccumulateArgs(*(view(x) for x in (out_k, out_v, keys, values)), pointer(z), pointer(states))
-        args.alpha, args.omega, args.documents = pointer(alpha), pointer(omega), pointer(documents)
+        args.alpha, args.omega = pointer(alpha), pointer(omega)
         if initial is not None:
             args.initial_k, args.initial_v, args.initial_z = (pointer(x) for x in initial)
         args.B, args.Hkv, args.T, args.D = B, H, T, D

@@ -167,7 +167,7 @@ cudaError_t check_grid(unsigned x, unsigned y, unsigned threads) {
 void check_sizes(int64_t* sizes) {
     const size_t all[] = {sizeof(kvc_rope_args),         sizeof(kvc_window_scores_args),
                           sizeof(kvc_layer_similarity_args),
-                          sizeof(kvc_select_topk_args),  sizeof(kvc_compact_rows_args),
+                          sizeof(kvc_select_topk_args),
                           sizeof(kvc_decode_args),       sizeof(kvc_decode_shared_args), sizeof(kvc_merge_states_args),
                           sizeof(kvc_attention_args),    sizeof(kvc_attention_backward_args),
                           sizeof(kvc_append_tokens_args), sizeof(kvc_truncate_rows_args), sizeof(kvc_compact_pages_args)};

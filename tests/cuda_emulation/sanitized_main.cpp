@@ -63,7 +63,7 @@ void run_window_scores(int64_t D, int64_t T, kvc_dtype dtype, int64_t B = 2, int
     array q(B, Hq, W, D, dtype), k(B, Hkv, T, D, dtype), scores(B * Hkv * T, KVC_F32);
     const std::vector<int32_t> lengths = {static_cast<int32_t>(T), 4};
     kvc_window_scores_args args = {scores.floats(), q.view(), k.view(), lengths.data(), nullptr, B, Hq, Hkv, W, T, D,
-                                   0.3f, KVC_REDUCE_MEAN, KVC_POOL_AVG, 5, 0, 0, 0};
+                                   0.3f, KVC_REDUCE_MEAN, KVC_POOL_AVG, 5, 0, 0, 0, 0.0f, nullptr};
     const size_t bytes = static_cast<size_t>(kvc_cuda_window_scores_scratch_bytes(&args));  // enough for each below
     std::unique_ptr<void, void (*)(void*)> scratch(std::aligned_alloc(64, bytes), std::free);
     args.scratch = scratch.get();
@@ -76,18 +76,19 @@ void run_window_scores(int64_t D, int64_t T, kvc_dtype dtype, int64_t B = 2, int
     args.reduce = KVC_REDUCE_MAX;
     args.pool = KVC_POOL_MAX;
     expect(kvc_cuda_window_scores(&args, nullptr), "window_scores of maxima", T);
+    array sinks(Hq, KVC_F32);
+    args.softcap = 2.0f;
+    args.sink_logits = sinks.floats();
+    expect(kvc_cuda_window_scores(&args, nullptr), "window_scores with sinks", T);
 }
 
-void run_select_and_compact(int64_t T, int64_t k, int64_t D, kvc_dtype dtype) {
+void run_select(int64_t T, int64_t k) {
     const int64_t R = 2;
-    array scores(R * T, KVC_F32), rows(1, R, T, D, dtype);
+    array scores(R * T, KVC_F32);
     std::unique_ptr<int32_t[]> indices(new int32_t[static_cast<size_t>(R * k)]);
     const std::vector<int32_t> lengths = {static_cast<int32_t>(T), static_cast<int32_t>(T / 2)};
     kvc_select_topk_args select = {indices.get(), scores.floats(), lengths.data(), R, T, k};
     expect(kvc_cuda_select_topk(&select, nullptr), "select_topk", T);
-    indices[0] = static_cast<int32_t>(T);  // skipped
-    kvc_compact_rows_args compact = {rows.bytes.get(), indices.get(), R, T, D, k, T * D, dtype == KVC_F32 ? 4 : 2};
-    expect(kvc_cuda_compact_rows(&compact, nullptr), "compact_rows", T);
 }
 
 // Two rows of 6 and 5 slots in pages of 4 that share their first page and the second; 4 pages are free.
@@ -121,11 +122,11 @@ void run_pages(int64_t D, int64_t S, kvc_dtype dtype) {
 void run_decode(int64_t D, int64_t Hq, int64_t P, kvc_dtype dtype, bool paged) {
     const int64_t B = 2, Hkv = 1, S = 2, pages = 3, blocks = 2;
     array q(B, Hq, S, D, dtype), k(pages * P * D, dtype), v(pages * P * D, dtype), out(B * Hq * S * D, dtype),
-        lse(B * Hq * S, KVC_F32);
+        lse(B * Hq * S, KVC_F32), sinks(Hq, KVC_F32);
     const std::vector<int32_t> table = {2, 0, 1, 3}, begin = {-2, 1}, end = {static_cast<int32_t>(2 * P), 1000000};
     kvc_decode_args args = {out.bytes.get(), lse.floats(), q.view(), k.bytes.get(), v.bytes.get(), dtype,
                             paged ? table.data() : nullptr, begin.data(), end.data(), nullptr, B, Hq, Hkv, S, D, P,
-                            pages, blocks, 0.2f, 1, nullptr, 0, 0, nullptr, 0, P};
+                            pages, blocks, 0.2f, 1, nullptr, 0, 0, nullptr, 0, P, 2.0f, sinks.floats()};
     const size_t bytes = static_cast<size_t>(kvc_cuda_decode_scratch_bytes(&args));
     std::unique_ptr<void, void (*)(void*)> scratch(std::aligned_alloc(64, bytes), std::free);
     args.scratch = scratch.get();
@@ -139,7 +140,7 @@ void run_long_decode(int64_t Hq, int64_t S, kvc_dtype dtype) {
     const std::vector<int32_t> begin = {700, 90}, end = {static_cast<int32_t>(T), 100};
     kvc_decode_args args = {out.bytes.get(), lse.floats(), q.view(), k.bytes.get(), v.bytes.get(), dtype, nullptr,
                             begin.data(), end.data(), nullptr, B, Hq, Hkv, S, D, T, Hkv, 1, 0.2f, 1, nullptr, 0, 0,
-                            nullptr, 0, 600};
+                            nullptr, 0, 600, 0.0f, nullptr};
     const size_t bytes = static_cast<size_t>(kvc_cuda_decode_scratch_bytes(&args));
     std::unique_ptr<void, void (*)(void*)> scratch(std::aligned_alloc(64, bytes), std::free);
     args.scratch = scratch.get();
@@ -158,7 +159,7 @@ void run_decode_shared(int64_t G, int64_t D, int64_t P, kvc_dtype dtype, int64_t
     const std::vector<int32_t> begin = {-2, 1, 300, 70}, end = {1000000, 320, 300, 72};
     kvc_decode_args decode = {out.bytes.get(), lse.floats(), q.view(), k.bytes.get(), v.bytes.get(), dtype,
                               table.data(), begin.data(), end.data(), nullptr, B, Hq, Hkv, 1, D, P, pages, blocks, 0.2f,
-                              1, nullptr, 0, 0, shares.floats(), columns, 0};
+                              1, nullptr, 0, 0, shares.floats(), columns, 0, 0.0f, nullptr};
     const size_t bytes = static_cast<size_t>(kvc_cuda_decode_scratch_bytes(&decode));
     std::unique_ptr<void, void (*)(void*)> scratch(std::aligned_alloc(64, bytes), std::free);
     decode.scratch = scratch.get();
@@ -181,13 +182,15 @@ void run_attention(int64_t D, int64_t S, int64_t T, int64_t window, kvc_dtype dt
     const int64_t Hkv = 1;
     array q(B, Hq, S, D, dtype), k(B, Hkv, T, D, dtype), v(B, Hkv, T, D, dtype), out(B, Hq, S, D, dtype),
         dout(B, Hq, S, D, dtype), dq(B, Hq, S, D, dtype), dk(B, Hkv, T, D, dtype), dv(B, Hkv, T, D, dtype),
-        lse(B * Hq * S, KVC_F32), dlse(B * Hq * S, KVC_F32), bias(B * Hkv * T, KVC_F32), dbias(B * Hkv * T, KVC_F32);
+        lse(B * Hq * S, KVC_F32), dlse(B * Hq * S, KVC_F32), bias(B * Hkv * T, KVC_F32), dbias(B * Hkv * T, KVC_F32),
+        sinks(Hq, KVC_F32), dsinks(Hq, KVC_F32);
     const std::vector<int32_t> lengths = {static_cast<int32_t>(T), static_cast<int32_t>(S - 1)};
     const kvc_attention_args args = {out.view(), q.view(), k.view(), v.view(), lse.floats(), bias.floats(),
-                                     lengths.data(), B, Hq, Hkv, S, T, D, window, 2, 0.2f, 1, 0};
+                                     lengths.data(), B, Hq, Hkv, S, T, D, window, 2, 0.2f, 1, 0, window ? 3.0f : 0.0f,
+                                     sinks.floats()};
     expect(kvc_cuda_attention(&args, nullptr), "attention", D);
     kvc_attention_backward_args backward = {args, dout.view(), dq.view(), dk.view(), dv.view(), dlse.floats(),
-                                            dbias.floats(), nullptr};
+                                            dbias.floats(), nullptr, dsinks.floats()};
     const size_t bytes = static_cast<size_t>(kvc_cuda_attention_backward_scratch_bytes(&backward));
     std::unique_ptr<void, void (*)(void*)> scratch(std::aligned_alloc(64, bytes), std::free);
     backward.scratch = scratch.get();
@@ -202,17 +205,15 @@ void run_merge(int64_t N, int64_t D, kvc_dtype dtype) {
     expect(kvc_cuda_merge_states(&args, nullptr), "merge_states", D);
 }
 
-// Gates of B*H rows of T: decisions of both kinds, weights above 0, and documents with padding between them.
+// Gates of B*H rows of T: decisions of both kinds, weights above 0.
 struct dmc_gates {
     array alpha, omega;
-    std::vector<int32_t> documents;
 
     dmc_gates(int64_t B, int64_t H, int64_t T) : alpha(B * H * T, KVC_F32), omega(B * H * T, KVC_F32) {
         for (int64_t i = 0; i < B * H * T; i++) {
             alpha.floats()[i] = i % 5 == 0 ? 0.0f : i % 7 == 0 ? 1.0f : 0.9f;
             omega.floats()[i] = 0.5f + static_cast<float>(i % 3);
         }
-        for (int64_t i = 0; i < B * T; i++) documents.push_back(i % T < T / 3 ? 0 : i % T < T / 2 ? -1 : 1);
     }
 };
 
@@ -225,8 +226,7 @@ void run_dmc_gates(int64_t T, kvc_dtype dtype) {
     expect(kvc_cuda_dmc_decisions(&decisions, nullptr), "dmc_decisions", T);
     const kvc_dmc_importance_args importance = {alpha.floats(), logits, B, 2 * H, H, T, 5.0f, 0.0f, KVC_MEAN_SIGMOID};
     expect(kvc_cuda_dmc_importance(&importance, nullptr), "dmc_importance", T);
-    const dmc_gates gates(B, H, T);
-    const kvc_dmc_mask_args mask = {hard.floats(), tempered.floats(), gates.documents.data(), B, H, T};
+    const kvc_dmc_mask_args mask = {hard.floats(), tempered.floats(), B, H, T};
     expect(kvc_cuda_dmc_mask(&mask, nullptr), "dmc_mask", T);
 }
 
@@ -240,7 +240,7 @@ void run_dmc_accumulate(int64_t T, int64_t D, int64_t window, kvc_dtype dtype, i
     for (int64_t i = 0; i < B * H; i++) initial_z.floats()[i] = 1.5f;
     float* before = window ? nullptr : initial.floats();
     kvc_dmc_accumulate_args args = {out_k.view(), out_v.view(), k.view(), v.view(), z.floats(), states.floats(),
-                                    gates.alpha.floats(), gates.omega.floats(), gates.documents.data(), before, before,
+                                    gates.alpha.floats(), gates.omega.floats(), before, before,
                                     window ? nullptr : initial_z.floats(), nullptr, B, H, T, D, D - 1, window};
     const size_t bytes = static_cast<size_t>(kvc_cuda_dmc_accumulate_scratch_bytes(&args));
     std::unique_ptr<void, void (*)(void*)> scratch(std::malloc(bytes), std::free);
@@ -289,7 +289,7 @@ int main(int count, char** arguments) {
     if (count > 1 && !std::strcmp(arguments[1], "few")) {
         run_rope(33, KVC_BF16);
         run_window_scores(33, 70, KVC_BF16, 1, 3, 1);
-        run_select_and_compact(77, 30, 33, KVC_F32);
+        run_select(77, 30);
         run_pages(33, 3, KVC_BF16);
         run_decode(33, 5, 8, KVC_F32, true);
         run_long_decode(4, 2, KVC_BF16);
@@ -299,6 +299,10 @@ int main(int count, char** arguments) {
         run_merge(9, 33, KVC_BF16);
         run_attention(40, 35, 70, 12, KVC_BF16, 1, 1);
         run_attention(24, 9, 40, 12, KVC_F32, 1, 1);
+        run_attention(300, 17, 20, 12, KVC_BF16, 1, 1);
+        run_attention(260, 3, 17, 0, KVC_F32, 1, 1);
+        run_decode(260, 5, 8, KVC_F32, true);
+        run_decode_shared(2, 300, 8, KVC_BF16, 290);
         run_dmc_gates(9, KVC_BF16);
         run_dmc_accumulate(300, 33, 0, KVC_BF16, 1, 1);
         run_dmc_accumulate(20, 36, 5, KVC_F32, 1, 1);
@@ -311,7 +315,6 @@ int main(int count, char** arguments) {
                 run_rope(D, dtype);
                 run_window_scores(D, 4, dtype);
                 run_window_scores(D, 70, dtype);
-                run_select_and_compact(77, 30, D, dtype);
                 run_pages(D, 1, dtype);
                 run_pages(D, 3, dtype);
                 run_decode(D, 1, 8, dtype, true);
@@ -339,7 +342,18 @@ int main(int count, char** arguments) {
         run_attention(200, 7, 9, 0, KVC_F16);
         run_attention(200, 7, 9, 0, KVC_F32);
         run_attention(136, 3, 70, 5, KVC_BF16);
-        run_select_and_compact(2500, 1200, 3, KVC_BF16);
+        for (kvc_dtype dtype : {KVC_F32, KVC_BF16})
+            for (int64_t D : {512, 301}) {
+                run_attention(D, 20, 40, D == 512 ? 0 : 12, dtype, 1, 2);
+                run_decode(D, 5, 8, dtype, true);
+                run_decode(D, 1, 13, dtype, false);
+                run_decode_shared(1, D, 32, dtype, 290);
+                run_decode_shared(3, D, 32, dtype, 290);
+                run_window_scores(D, 70, dtype);
+                run_dmc_append(3, D, 0, dtype);
+                run_dmc_accumulate(70, D, 0, dtype, 1, 1);
+            }
+        run_select(2500, 1200);
     }
     if (failures == 0) std::printf("done\n");
     return failures != 0;

@@ -15,28 +15,33 @@ MASKS = {
 }
 
 
-def by_autograd(reference, queries, keys, values, dout, dlse, key_bias, options):
-    """out, lse and the gradients of queries, keys, values and bias."""
+def by_autograd(reference, queries, keys, values, dout, dlse, key_bias, sink_logits, options):
+    """out, lse and the gradients of queries, keys, values, bias and sinks."""
     leaves = [x.clone().requires_grad_() for x in (queries, keys, values)]
     bias = None if key_bias is None else key_bias.clone().requires_grad_()
-    out, lse = reference.attention(*leaves, key_bias=bias, **options)
+    sinks = None if sink_logits is None else sink_logits.clone().requires_grad_()
+    out, lse = reference.attention(*leaves, key_bias=bias, sink_logits=sinks, **options)
     loss = (out * dout).sum()
     if dlse is not None:
         loss = loss + (lse.masked_fill(lse == -INF, 0) * dlse).sum()  # -inf has no gradient
     loss.backward()
-    return out.detach(), lse.detach(), *(x.grad for x in leaves), None if bias is None else bias.grad
+    return out.detach(), lse.detach(), *(None if x is None else x.grad for x in (*leaves, bias, sinks))
 
 
-def by_formula(reference, queries, keys, values, dout, dlse, key_bias, options):
+def by_formula(reference, queries, keys, values, dout, dlse, key_bias, sink_logits, options):
     """The same by the formula of kvc_attention_backward: probabilities from lse in float32, as a kernel has them."""
-    out, lse = reference.attention(queries, keys, values, key_bias=key_bias, **options)
+    out, lse = reference.attention(queries, keys, values, key_bias=key_bias, sink_logits=sink_logits, **options)
+    mask, cap = {name: x for name, x in options.items() if name != "softcap"}, options.get("softcap")
     (S, D), (Hkv, T), dtype = queries.shape[2:], keys.shape[1:3], queries.dtype
     k, v = (x.repeat_interleave(queries.shape[1] // Hkv, 1) for x in (keys, values))
     scale, lengths = D**-0.5, options.get("lengths")
     ends = torch.tensor([T]) if lengths is None else lengths.long()
     own = torch.arange(T) == ends[:, None, None] - S + torch.arange(S)[:, None]
-    seen = reference.visible(S, T, **options)[:, None] & (lse[..., None] > -INF)
-    x = (queries @ k.mT).float() * scale
+    seen = reference.visible(S, T, **mask)[:, None] & (lse[..., None] > -INF)
+    x, slope = (queries @ k.mT).float() * scale, 1.0
+    if cap is not None:
+        slope = 1 - torch.tanh(x / cap) ** 2
+        x = cap * torch.tanh(x / cap)
     if key_bias is not None:
         bias = key_bias.repeat_interleave(queries.shape[1] // Hkv, 1)[:, :, None]
         x = x + torch.where(own[:, None], 0, bias.float())
@@ -47,20 +52,30 @@ def by_formula(reference, queries, keys, values, dout, dlse, key_bias, options):
     def of_kv_heads(x):
         return x.unflatten(1, (Hkv, -1)).sum(2)
 
-    dk, dv = ds.to(dtype).mT @ queries * scale, p.to(dtype).mT @ dout
+    dl = (ds * slope).to(dtype)
+    dk, dv = dl.mT @ queries * scale, p.to(dtype).mT @ dout
     dbias = None if key_bias is None else of_kv_heads(ds.masked_fill(own[:, None], 0).sum(2))
-    return out, lse, ds.to(dtype) @ k * scale, of_kv_heads(dk), of_kv_heads(dv), dbias
+    dsinks = None
+    if sink_logits is not None:
+        of_sink = torch.exp(sink_logits[:, None] - lse.float()).masked_fill(lse == -INF, 0)
+        dsinks = -(of_sink * delta).sum((0, 2))
+    return out, lse, dl @ k * scale, of_kv_heads(dk), of_kv_heads(dv), dbias, dsinks
 
 
-def check(kernels, reference, queries, keys, values, *, key_bias=None, dlse=True, **options):
+def check(kernels, reference, queries, keys, values, *, key_bias=None, sink_logits=None, dlse=True, **options):
     dout = torch.randn(*queries.shape).to(queries.dtype)
     dlse = torch.randn(*queries.shape[:3]) if dlse else None
-    ours = kernels.attention(queries, keys, values, key_bias=key_bias, grads=(dout, dlse), **options)
-    tensors = (queries, keys, values, dout, dlse, key_bias)
+    given = {"key_bias": key_bias, "sink_logits": sink_logits}
+    ours = kernels.attention(queries, keys, values, **given, grads=(dout, dlse), **options)
+    tensors = (queries, keys, values, dout, dlse, key_bias, sink_logits)
     exact = by_autograd(reference, *(None if x is None else x.double() for x in tensors), options)
     plain = by_formula(reference, *tensors, options)
-    for name, x, y, z in zip(("out", "lse", "dq", "dk", "dv", "dkey_bias"), ours, plain, exact, strict=True):
+    names = ("out", "lse", "dq", "dk", "dv", "dkey_bias", "dsinks")
+    for name, x, y, z in zip(names, ours, plain, exact, strict=False):
         if z is None:
+            continue
+        if name == "dsinks":  # a few sums of many terms
+            torch.testing.assert_close(x.double(), z, atol=200 * torch.finfo(queries.dtype).eps, rtol=1e-3)
             continue
         try:
             assert_as_accurate(x, y.to(x.dtype), z)
@@ -91,6 +106,37 @@ def test_odd_sizes_as_the_reference(kernels, reference, dtype, B, Hq, Hkv, S, T,
     check(kernels, reference, *random_inputs(B, Hq, Hkv, S, T, D, dtype))
     if D < 100:
         check(kernels, reference, *random_inputs(B, Hq, Hkv, S, T, D, dtype), dlse=False, causal=False)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("D", [16, 300])
+def test_softcap_and_sinks_as_the_reference(kernels, reference, dtype, mask, D):
+    inputs, lengths = random_inputs(2, 2, 1, 40, 70, D, dtype), torch.tensor([70, 25], dtype=torch.int32)
+    options = {"lengths": lengths, **MASKS[mask]}
+    check(kernels, reference, *inputs, key_bias=torch.randn(2, 1, 70), softcap=1.5, **options)
+    check(kernels, reference, *inputs, sink_logits=torch.tensor([1.5, -INF]), **options)
+    ours = check(kernels, reference, *inputs, sink_logits=torch.tensor([1.5, -2.0]), softcap=30.0, **options)
+    assert (ours[1][1, :, :15] == -INF).all() and not ours[0][1, :, :15].any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("B", "Hq", "Hkv", "S", "T", "D"),
+    [(1, 2, 1, 17, 33, 512), (2, 2, 2, 3, 40, 400), (1, 3, 1, 33, 34, 257), (1, 1, 1, 2, 5, 509)],
+)
+def test_head_dims_above_256_as_the_reference(kernels, reference, dtype, B, Hq, Hkv, S, T, D):
+    inputs = random_inputs(B, Hq, Hkv, S, T, D, dtype)
+    check(kernels, reference, *inputs, key_bias=torch.randn(B, Hkv, T))
+    check(kernels, reference, *inputs, dlse=False, causal=False)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_device_with_less_shared_memory(kernels, reference, monkeypatch, dtype):
+    inputs = random_inputs(1, 2, 1, 20, 40, 256, dtype)
+    monkeypatch.setenv("KVC_EMULATION_SHARED", str(99 * 1024))
+    check(kernels, reference, *inputs, softcap=3.0, sink_logits=torch.randn(2))
+    check(kernels, reference, *random_inputs(1, 2, 1, 20, 40, 128, dtype))
 
 
 def test_one_key_is_its_value(kernels):
@@ -126,9 +172,10 @@ def test_ragged_batch_with_padding_queries(kernels, reference, mask):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("D", [16, 200])
+@pytest.mark.parametrize("D", [16, 200, 300])
+@pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("spoiled", ["queries", "dout", "dlse"])
-def test_what_a_query_that_sees_nothing_holds_reaches_no_gradient(kernels, dtype, D, spoiled):
+def test_what_a_query_that_sees_nothing_holds_reaches_no_gradient(kernels, dtype, D, softcap, spoiled):
     lengths = torch.tensor([75, 3, 0], dtype=torch.int32)  # none, 67 and 70 of the queries are padding
     queries, *rest = random_inputs(3, 2, 1, 70, 75, D, dtype)
     bias, grads = torch.randn(3, 1, 75), {"dout": torch.randn(3, 2, 70, D).to(dtype), "dlse": torch.randn(3, 2, 70)}
@@ -136,7 +183,8 @@ def test_what_a_query_that_sees_nothing_holds_reaches_no_gradient(kernels, dtype
     blind = (torch.arange(70) < 70 - lengths[:, None])[:, None].expand(3, 2, 70)
 
     def results(queries, dout, dlse):
-        return kernels.attention(queries, *rest, key_bias=bias, grads=(dout, dlse), lengths=lengths)
+        options = {"lengths": lengths, "softcap": softcap}
+        return kernels.attention(queries, *rest, key_bias=bias, grads=(dout, dlse), **options)
 
     clean = results(queries, **grads)
     assert torch.equal(clean[1] == -INF, blind)
@@ -241,14 +289,14 @@ def test_no_queries_give_zero_gradients(kernels):
 @pytest.mark.parametrize(
     "options",
     [{"window": -1}, {"window": 3, "sinks": -1}, {"window": 3, "causal": False}, {"complement": True}, {"S": 9},
-     {"D": 257}, {"D": 0}, {"Hq": 3}],
+     {"D": 513}, {"D": 0}, {"Hq": 3}, {"scale": INF}, {"softcap": -1.0}, {"softcap": float("nan")}],
 )  # fmt: skip
 def test_invalid_sizes(kernels, options):
     sizes = {"B": 1, "Hq": 2, "Hkv": 2, "S": 4, "T": 8, "D": 16}
     sizes |= {name: options.pop(name) for name in list(options) if name in sizes}
     inputs = random_inputs(**sizes)
     with pytest.raises(emulated.LaunchError) as error:
-        kernels.attention(*inputs, scale=1.0, **options)
+        kernels.attention(*inputs, **{"scale": 1.0, **options})
     assert error.value.code == emulated.INVALID_VALUE
 
 

@@ -326,7 +326,7 @@ def test_empty_work_and_invalid_sizes(kernels):
     out, _ = kernels.decode_shared(near, weights, far_lse, v_pages, none, none, block_table=int32()[None].expand(2, 0))
     assert torch.equal(out, near[0])
     given = {"near": near, "probabilities": weights, "far_lse": far_lse, "v_pages": v_pages, "begin": begin, "end": end}
-    wide = torch.randn(1, 4, 1, 257)
+    wide = torch.randn(1, 4, 1, 513)
     for change in (
         {"v_pages": torch.randn(4, 6, 16)}, {"tau": NAN}, {"near": (wide, near[1])}, {"far_lse": None},
         {"probabilities": torch.empty(1, 4, 0).expand(1, 4, 0), "begin": None}, {"end": torch.cat([end, end[:1]])},
@@ -343,4 +343,4 @@ def test_scratch_holds_the_partial_sums(kernels):
 
     assert scratch_bytes() == 64 * 32768 // 256 * 4 * 128 * 4
     assert scratch_bytes(pages=1000, columns=40_000) == scratch_bytes()
-    assert scratch_bytes(B=0) == scratch_bytes(D=257) == scratch_bytes(P=6) == scratch_bytes(threshold=NAN) == 0
+    assert scratch_bytes(B=0) == scratch_bytes(D=513) == scratch_bytes(P=6) == scratch_bytes(threshold=NAN) == 0

@@ -96,7 +96,7 @@ def test_appends_as_the_reference_and_writes_no_shared_page(kernels, reference, 
 
 
 @pytest.mark.parametrize("dtype", emulated.DTYPES)
-@pytest.mark.parametrize("D", [1, 33, 80, 200])
+@pytest.mark.parametrize("D", [1, 33, 80, 200, 300, 512])
 @pytest.mark.parametrize("window", [None, 12])
 def test_dtypes_and_head_dims_as_the_reference(kernels, reference, dtype, D, window):
     B, H, S, P = 1, 2, 40, 16

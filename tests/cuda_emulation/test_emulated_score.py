@@ -102,4 +102,4 @@ def test_invalid_sizes_and_empty_work(kernels):
     with pytest.raises(emulated.LaunchError):
         kernels.window_scores(queries, keys[:, :, :3])  # T = W
     with pytest.raises(emulated.LaunchError):
-        kernels.window_scores(torch.randn(1, 2, 3, 257), torch.randn(1, 1, 8, 257))
+        kernels.window_scores(torch.randn(1, 2, 3, 513), torch.randn(1, 1, 8, 513))

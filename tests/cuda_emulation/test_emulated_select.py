@@ -1,9 +1,8 @@
-"""csrc/cuda/select.cu and compact.cu in the emulation, against kvcompress.reference."""
+"""csrc/cuda/select.cu in the emulation, against kvcompress.reference."""
 
 import emulated
 import pytest
 import torch
-from helpers import DTYPES
 
 INF, NAN = float("inf"), float("nan")
 
@@ -44,44 +43,9 @@ def test_missing_places_are_minus_one(kernels):
     assert kernels.select_topk(scores, 3, lengths=lengths).tolist() == [[1, 3, -1], [-1, -1, -1], [-1, -1, -1]]
 
 
-def random_indices(R: int, T: int, k: int) -> torch.Tensor:
-    return torch.stack([torch.randperm(T)[:k].sort().values for _ in range(R)]).to(torch.int32)
-
-
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.uint8])
-@pytest.mark.parametrize(
-    ("R", "T", "D", "k"),
-    [(1, 1, 16, 1), (3, 50, 64, 20), (2, 70, 33, 70), (2, 40, 80, 39), (1, 600, 128, 555), (1, 900, 33, 800)],
-)
-def test_rows_move_to_their_indices(kernels, reference, dtype, R, T, D, k):
-    rows = (100 * torch.randn(R, T, D)).to(dtype)
-    indices = random_indices(R, T, k)
-    expected = reference.compact_rows(rows, indices)
-    assert torch.equal(kernels.compact_rows_(rows, indices), expected)
-
-
-def test_strided_rows_leave_the_gap_alone(kernels, reference):
-    storage = torch.randn(3, 40 * 16 + 5)
-    before = storage.clone()
-    rows = storage[:, : 40 * 16].unflatten(1, (40, 16))
-    indices = random_indices(3, 40, 11)
-    expected = reference.compact_rows(rows, indices)
-    assert torch.equal(kernels.compact_rows_(rows, indices), expected)
-    assert torch.equal(storage[:, 40 * 16 :], before[:, 40 * 16 :])
-
-
-def test_slots_without_a_valid_index_keep_what_they_had(kernels):
-    rows = torch.arange(8.0).reshape(1, 8, 1).repeat(1, 1, 16)
-    indices = torch.tensor([[2, 5, -1, 8]], dtype=torch.int32)
-    assert kernels.compact_rows_(rows, indices)[0, :, 0].tolist() == [2, 5, 2, 3, 4, 5, 6, 7]
-
-
 def test_invalid_sizes_and_empty_work(kernels):
     assert kernels.select_topk(torch.empty(0, 5), 3).shape == (0, 3)
     assert kernels.select_topk(torch.randn(2, 5), 0).shape == (2, 0)
-    assert kernels.compact_rows_(torch.randn(2, 3, 4), torch.empty(2, 0, dtype=torch.int32)).shape == (2, 3, 4)
     with pytest.raises(emulated.LaunchError) as error:
         kernels.select_topk(torch.randn(1, 5), 6)
     assert error.value.code == emulated.INVALID_VALUE
-    with pytest.raises(emulated.LaunchError):
-        kernels.compact_rows_(torch.randn(1, 2, 4), torch.zeros(1, 3, dtype=torch.int32))

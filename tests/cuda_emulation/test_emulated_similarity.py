@@ -54,7 +54,7 @@ def test_large_logits_equal_layers_and_nan(kernels, reference):
 def test_invalid_sizes_and_no_queries(kernels):
     queries, keys = torch.randn(2, 2, 3, 16), torch.randn(2, 1, 8, 16)
     assert not kernels.layer_similarity(queries[:, :, :0], keys)[0].any()
-    for change in ({"sinks": -1}, {"recent": -1}, {"scale": 0.0}):
+    for change in ({"sinks": -1}, {"recent": -1}, {"scale": -1.0}):
         with pytest.raises(emulated.LaunchError) as error:
             kernels.layer_similarity(queries, keys, **change)
         assert error.value.code == emulated.INVALID_VALUE

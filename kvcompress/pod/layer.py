@@ -3,34 +3,40 @@
 from __future__ import annotations
 
 import math
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import ops
+from ..caches.layer import CompressedLayer
+from ..caches.paged import step_positions
+from ..caches.passes import CachePass
+from ..caches.queries import RecentQueries
+from ..caches.store import PoolSettings
+from ..hf.facts import LayerFacts
 from ..ops.decode_shared import gate_threshold
-from .base import CompressedLayer, Step
-from .near import Chunk, NearRows
-from .paged import step_positions
-from .queries import RecentQueries
-
-if TYPE_CHECKING:
-    from .pod import PoDCache
+from ..softmax import Softmax
+from .config import PoDConfig
+from .lead import need_alike
+from .rows import Chunk, WindowRows
+from .skips import Skips
 
 State = tuple[Tensor, Tensor]  # out, lse
 
 
 @dataclass
-class Lead:
+class Lent:
     """What a layer lends to its followers in a forward pass. queries: [B, Hq, S, D]; keys: [B, Hkv, T, D], the near
-    ones of the chunk (see Chunk), None in a step of one token; both rotated. probabilities: float32 [B, Hq', columns]
-    of the distant tokens of a step of one token, and their lse [B, Hq', 1], of the query heads of KV heads `heads`;
-    None where followers compute them anew."""
+    ones of the chunk (see Chunk), None in a step of one token; both rotated. softmax: the layer's. probabilities:
+    float32 [B, Hq', columns] of the distant tokens of a step of one token, and their lse [B, Hq', 1], of the query
+    heads of KV heads `heads`; None where followers compute them anew."""
 
     queries: Tensor
     keys: Tensor | None
+    softmax: Softmax
     probabilities: State | None = None
     heads: list[int] | None = None
 
@@ -50,44 +56,59 @@ class Lead:
 
 class PoDLayer(CompressedLayer):
     """Keys and values of a layer, each in rows of their own: a head that leads itself keeps all, one that follows keeps
-    all values and near keys (PoD) or nothing (CLA); with window attention every head keeps what is near."""
+    all values and near keys (PoD) or nothing (CLA); with window attention every head keeps what is near.
 
-    cache: PoDCache
+    reuse: as PoDCache has it, None = where it moves fewer bytes. skips: those of the whole cache. votes: latest queries
+    of a prompt that are kept for a pruner, 0 = none.
+    """
+
     is_croppable = True
 
-    def __init__(self, cache: PoDCache, index: int, sliding_window: int | None) -> None:
-        super().__init__(cache, index, sliding_window)
-        self.keys: NearRows | None = None
-        self.values: NearRows | None = None
+    def __init__(
+        self, index: int, number: int, pool_settings: PoolSettings, config: PoDConfig, *, reuse: bool | None,
+        skips: Skips, votes: int,
+    ) -> None:  # fmt: skip
+        super().__init__(index, number)
+        self.pool_settings, self.config, self.skips = pool_settings, config, skips
+        self.keys: WindowRows | None = None
+        self.values: WindowRows | None = None
         self.rope_lengths: list[int] = []
         self.next: list[int] = []  # tokens seen of each sequence
         self.places: Tensor | None = None  # int32 [B, 1], the same on the device
         self.parts: dict[int, _Heads] = {}  # by lead
-        config = cache.pod
+        self.leads_any = index in config.lead[index]
         self.lends = config.mode == "pod" and config.last_follower(index) > index
+        self.reuse = reuse
         self.reuses = False  # whether followers take over its probabilities
+        self.votes = votes if self.leads_any else 0
         self.recent: RecentQueries | None = None  # of a prompt that is being read, for the pruner
-        self.scaling = 1.0
+        self.softmax = Softmax(1.0)  # of those
         self.groups = [(-1, list(range(len(config.lead[index]))))] if config.mode == "window" else config.led_by(index)
 
-    def _open(self, keys: Tensor, counts: tuple[int, ...]) -> None:
-        cache, config, batch = self.cache, self.cache.pod, len(counts)
+    def _open(self, step: CachePass, queries: Tensor, keys: Tensor) -> None:
+        config, batch = self.config, len(step.counts)
         of_mode = {"pod": ("near", "all"), "window": ("near", "near"), "cla": ("none", "none")}[config.mode]
         own = [config.mode != "window" and a == self.index for a in config.lead[self.index]]
         self.keys, self.values = (
-            NearRows(
+            WindowRows(
                 name, batch, ["all" if leads else keep for leads in own], config.sinks, config.recent, keys,
-                cache.pool_settings,
+                self.pool_settings,
             )
             for name, keep in zip(("keys", "values"), of_mode, strict=True)
         )  # fmt: skip
         if self.lends:
-            self.reuses = cache.reuses(self.index, keys)
-        # frequencies that depend on length are settled for the whole prompt, not for its first chunk
-        whole = cache.prompt_lengths or [1] * batch
-        self.rope_lengths = [max(n, m, 1) for n, m in zip(counts, whole, strict=True)]
+            self.reuses = self._saves(queries, keys) if self.reuse is None else self.reuse
+        self.rope_lengths = step.whole
         self.next = [0] * batch
         self.places = torch.zeros(batch, 1, dtype=torch.int32, device=keys.device)
+
+    def _saves(self, queries: Tensor, keys: Tensor) -> bool:
+        """Whether probabilities that are written once and read by each follower are fewer bytes than the keys that each
+        would read."""
+        lead, G = self.config.lead, queries.shape[1] // keys.shape[1]
+        leads = sum(a == self.index for a in lead[self.index])
+        followers = sum(a == self.index for row in lead[self.index + 1 :] for a in row)
+        return 4 * G * (leads + followers) < followers * keys.shape[3] * keys.element_size()
 
     @property
     def held(self) -> list[int]:
@@ -97,18 +118,24 @@ class PoDLayer(CompressedLayer):
 
     # ---- attention ----
 
-    def attend(self, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
-        rotary, counts, S = self.cache.rotary, self.cache.step.counts, keys.shape[2]
-        assert rotary is not None
+    def attend(self, step: CachePass, queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax) -> Tensor:
         if self.keys is None:
-            self._open(keys, counts)
+            self._open(step, queries, keys)
+        with ExitStack() as locks:  # a fork in another thread may move pages, and the tables after them
+            for layer in (self, *(step.layers[lead] for lead, _ in self.groups if lead not in (-1, self.index))):
+                for rows in (layer.keys, layer.values):
+                    locks.enter_context(rows.pool.store.lock)
+            return self._attend(step, queries, keys, values, softmax)
+
+    def _attend(self, step: CachePass, queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax) -> Tensor:
+        facts, counts, S = step.facts[self.index], step.counts, keys.shape[2]
         assert self.keys is not None and self.values is not None and self.places is not None
         positions, bound = step_positions(self.places, counts, S), max(self.next) + S
-        one, config = S == 1 and min(counts) == 1, self.cache.pod
+        one, config = S == 1 and min(counts) == 1, self.config
         with torch.inference_mode(one):
-            q = rotary.rotate(queries, positions, bound, self.rope_lengths)
-            k = rotary.rotate(keys, positions, bound, self.rope_lengths)
-        self._note(queries, scaling)
+            q = facts.query_rotary.rotate(queries, positions, bound, self.rope_lengths)
+            k = facts.key_rotary.rotate(keys, positions, bound, self.rope_lengths)
+        self._note(step, queries, softmax)
         chunk, near_keys, near_values = None, None, None
         follows = any(lead != self.index for lead, _ in self.groups)
         if not one and config.mode != "cla" and (follows or self.lends):
@@ -116,166 +143,161 @@ class PoDLayer(CompressedLayer):
             near_keys = chunk.sequence(self.keys, k)
             near_values = chunk.sequence(self.values, values) if follows else None
         if self.lends:
-            self.cache.leads[self.index] = Lead(q, near_keys)
+            step.lent[self.index] = Lent(q, near_keys, softmax)
         self.keys.append(k, counts)
         self.values.append(values, counts)
         self.next = list(self.values.tokens)
-        self.places = self.places + (1 if one else torch.tensor(counts, dtype=torch.int32).to(k.device)[:, None])
+        self.places = self.places + (1 if one else step.on(k.device))
         out = torch.zeros_like(q) if len(self.groups) > 1 else q
         for lead, heads in self.groups:
             if lead not in self.parts:
                 self.parts[lead] = _Heads(heads, self.keys.heads, q)
             part = self.parts[lead]
+            own = softmax if part.whole else softmax.of_heads(part.query_heads)
             if lead == self.index and self.reuses and one and max(self.next) > config.window:
-                found = self._lend(part, q, scaling)
+                found = self._lend(step, part, q, own)
             elif lead == self.index or config.mode == "cla":
-                found = self._whole(self.cache.layers[lead], part, q, scaling)
+                found = self._whole(step.layers[lead], part, q, own)
                 if config.mode == "pod":
-                    self.cache.count(self.held, len(part.query_heads), None)
+                    self.skips.count(step, self.held, len(part.query_heads), None)
             elif chunk is None:
-                found = self._decode(lead, part, q, scaling)
+                found = self._decode(step, lead, part, q, own)
             else:
                 assert near_keys is not None and near_values is not None
-                found = self._read(lead, part, q, near_keys, near_values, chunk, scaling)
+                found = self._read(step, lead, part, q, near_keys, near_values, chunk, own)
             if len(self.groups) == 1:
                 return found
             out[:, part.query_heads] = found
         return out
 
-    def _note(self, queries: Tensor, scaling: float) -> None:
+    def _note(self, step: CachePass, queries: Tensor, softmax: Softmax) -> None:
         """Keeps the latest queries of a prompt where a pruner will look at them."""
-        pruner, step = self.cache.pruner, self.cache.step
-        if pruner is None or self.index not in self.cache.pod.lead[self.index]:
-            return
-        if step.columns > 1 or step.iteration is not None:
-            self.recent = self.recent or RecentQueries(pruner.window or 1)
+        if self.votes and (step.columns > 1 or step.iteration is not None):
+            self.recent = self.recent or RecentQueries(self.votes)
             self.recent.add(queries, step.counts)
-            self.scaling = scaling
+            self.softmax = softmax
 
-    def _whole(self, layer: PoDLayer, part: _Heads, q: Tensor, scaling: float) -> Tensor:
+    def _whole(self, layer: PoDLayer, part: _Heads, q: Tensor, softmax: Softmax) -> Tensor:
         """Causal attention to all that a layer holds."""
         assert layer.keys is not None and layer.values is not None
         return ops.decode(
             part.queries(q), layer.keys.pages, layer.values.pages, part.rows_of(layer.keys.pool.lengths),
-            block_table=part.table(layer.keys), value_table=part.table(layer.values), scale=scaling, causal=True,
+            block_table=part.table(layer.keys), value_table=part.table(layer.values), causal=True, **softmax.options,
         )[0]  # fmt: skip
 
-    def _decode(self, lead: int, part: _Heads, q: Tensor, scaling: float) -> Tensor:
+    def _decode(self, step: CachePass, lead: int, part: _Heads, q: Tensor, softmax: Softmax) -> Tensor:
         """One token of every sequence, already held: near keys, and the lead's distant ones."""
-        keys, values, cache, config = self.keys, self.values, self.cache, self.cache.pod
-        assert keys is not None and values is not None
+        values, config = self.values, self.config
+        assert values is not None
         if config.mode == "window" or max(self.next) <= config.window:
-            cache.count(self.held, len(part.query_heads), None)  # nothing is distant
-            return self._near(part, q, scaling)[0]
+            self.skips.count(step, self.held, len(part.query_heads), None)  # nothing is distant
+            return self._near(part, q, softmax)[0]
         with torch.inference_mode():
-            near, (begin, end) = self._near(part, q, scaling), self._far(part)
-        lent = cache.leads[lead]
+            near, (begin, end) = self._near(part, q, softmax), self._far(part)
+        lent: Lent = step.lent[lead]
+        need_alike(self.index, lead, softmax, lent.softmax)
         if lent.probabilities is None:
-            cache.count(self.held, len(part.query_heads), None)
-            return ops.merge_states(near, self._distant(lead, part, begin, end, scaling))[0]
+            self.skips.count(step, self.held, len(part.query_heads), None)
+            return ops.merge_states(near, self._distant(step, lead, part, begin, end, softmax))[0]
         out, skipped = ops.decode_shared(
             near, *lent.shared(part.heads), values.pages, begin, end, block_table=part.table(values),
-            tau=cache.tau if cache.skipping else None,
+            tau=self.skips.tau if self.skips.in_step(step) else None,
         )  # fmt: skip
-        cache.count(self.held, len(part.query_heads), skipped)
+        self.skips.count(step, self.held, len(part.query_heads), skipped)
         return out
 
-    def _lend(self, part: _Heads, q: Tensor, scaling: float) -> Tensor:
+    def _lend(self, step: CachePass, part: _Heads, q: Tensor, softmax: Softmax) -> Tensor:
         """One token of every sequence, of heads that lead: plain attention, whose distant part followers reuse."""
-        keys, cache, config = self.keys, self.cache, self.cache.pod
-        assert keys is not None
         queries = part.queries(q)
-        columns = max(self.held) - config.window
+        columns = max(self.held) - self.config.window
         probabilities = torch.empty(*queries.shape[:2], columns, dtype=torch.float32, device=q.device)
         with torch.inference_mode():
-            near, (begin, end) = self._near(part, q, scaling), self._far(part)
-        far = self._distant(self.index, part, begin, end, scaling, probabilities)
-        lent = cache.leads[self.index]
+            near, (begin, end) = self._near(part, q, softmax), self._far(part)
+        far = self._distant(step, self.index, part, begin, end, softmax, probabilities)
+        lent: Lent = step.lent[self.index]
         lent.probabilities, lent.heads = (probabilities, far[1]), part.heads
-        cache.count(self.held, len(part.query_heads), None)
+        self.skips.count(step, self.held, len(part.query_heads), None)
         return ops.merge_states(near, far)[0]
 
     def _far(self, part: _Heads) -> tuple[Tensor, Tensor]:
         """Where the distant tokens of one more query lie in rows that hold all: begin, end, int32 [rows]."""
         assert self.values is not None
         total = part.rows_of(self.values.pool.lengths)
-        begin = total.clamp(max=self.cache.pod.sinks)
-        return begin, torch.maximum(total - self.cache.pod.recent, begin)
+        begin = total.clamp(max=self.config.sinks)
+        return begin, torch.maximum(total - self.config.recent, begin)
 
-    def _near(self, part: _Heads, q: Tensor, scaling: float) -> State:
+    def _near(self, part: _Heads, q: Tensor, softmax: Softmax) -> State:
         """Attention of one token to the first and the recent ones, by own keys and values."""
-        keys, values, config = self.keys, self.values, self.cache.pod
+        keys, values, config = self.keys, self.values, self.config
         assert keys is not None and values is not None
         end = part.rows_of(keys.pool.lengths)
         own = part.table(values) if config.mode == "window" else values.table_as(keys, part.index)
         return ops.decode(
             part.queries(q), keys.pages, values.pages, end, begin=(end - config.recent).clamp(min=0),
-            sinks=config.sinks, scale=scaling, block_table=part.table(keys), value_table=own,
+            sinks=config.sinks, block_table=part.table(keys), value_table=own, **softmax.options,
         )  # fmt: skip
 
     def _distant(
-        self, lead: int, part: _Heads, begin: Tensor, end: Tensor, scaling: float, probabilities: Tensor | None = None
-    ) -> State:
-        """Attention to a range of tokens by the lead's queries and keys, and the layer's own values."""
-        keys, values = self.cache.layers[lead].keys, self.values
+        self, step: CachePass, lead: int, part: _Heads, begin: Tensor, end: Tensor, softmax: Softmax,
+        probabilities: Tensor | None = None,
+    ) -> State:  # fmt: skip
+        """Attention to a range of tokens by the lead's queries and keys, and the layer's own values; sinks of the
+        softmax count in that to near ones."""
+        keys, values = step.layers[lead].keys, self.values
         assert keys is not None and values is not None
         return ops.decode(
-            part.queries(self.cache.leads[lead].queries), keys.pages, values.pages, end, begin=begin, scale=scaling,
+            part.queries(step.lent[lead].queries), keys.pages, values.pages, end, begin=begin,
             block_table=part.table(keys), value_table=part.table(values), probabilities=probabilities,
+            **softmax.rest.options,
         )  # fmt: skip
 
     def _read(
-        self, lead: int, part: _Heads, q: Tensor, keys: Tensor, values: Tensor, chunk: Chunk, scaling: float
-    ) -> Tensor:
+        self, step: CachePass, lead: int, part: _Heads, q: Tensor, keys: Tensor, values: Tensor, chunk: Chunk,
+        softmax: Softmax,
+    ) -> Tensor:  # fmt: skip
         """Some tokens of each sequence, with the near keys and values of the chunk."""
-        config, states = self.cache.pod, []
+        config, states = self.config, []
         assert self.values is not None
-        sets: dict[str, Any] = {
-            "window": config.recent, "sinks": config.sinks, "lengths": chunk.lengths, "scale": scaling,
-        }  # fmt: skip
+        sets: dict[str, Any] = {"window": config.recent, "sinks": config.sinks, "lengths": chunk.lengths}
         v = part.of(values)
-        states.append(ops.attention(part.queries(q), part.of(keys), v, **sets))
+        states.append(ops.attention(part.queries(q), part.of(keys), v, **sets, **softmax.options))
         if config.mode == "pod":
-            lent = self.cache.leads[lead]
+            lent: Lent = step.lent[lead]
             assert lent.keys is not None
+            need_alike(self.index, lead, softmax, lent.softmax)
             if v.shape[2] > config.window:  # a token becomes distant within the chunk
-                led = part.queries(lent.queries), part.of(lent.keys)
-                states.append(ops.attention(*led, v, complement=True, **sets))
+                led_q, led_k = part.queries(lent.queries), part.of(lent.keys)
+                states.append(ops.attention(led_q, led_k, v, complement=True, **sets, **softmax.rest.options))
             if chunk.far:
                 seen = chunk.before[:, None].expand(-1, len(part.heads)).flatten()
                 if (gone := self.values.gone()) is not None:  # tokens of the prompt that a pruner left out
                     seen = seen - part.rows_of(gone[:, 0]).int() * self.values.pool.page_size
                 begin = seen.clamp(max=config.sinks)
                 end = torch.maximum(seen - config.recent + 1, begin)
-                states.append(self._distant(lead, part, begin, end, scaling))
-        out, cache = ops.merge_states(*states)[0], self.cache
-        if not cache.skipping:
+                states.append(self._distant(step, lead, part, begin, end, softmax))
+        out = ops.merge_states(*states)[0]
+        if not self.skips.in_step(step):
             return out
         # one token of some sequences and none of others: what _decode computes, though nothing is saved here
         (near, near_lse), far_lse = states[0], torch.full_like(states[0][1], -math.inf)
         if len(states) > 1:
             far_lse = ops.merge_states(*states[1:])[1]
-        skipped = (far_lse > -math.inf) & (near_lse - far_lse >= gate_threshold(cache.tau))
-        cache.count(self.held, len(part.query_heads), skipped)
+        skipped = (far_lse > -math.inf) & (near_lse - far_lse >= gate_threshold(self.skips.tau))
+        self.skips.count(step, self.held, len(part.query_heads), skipped)
         return torch.where(skipped[..., None], near, out)
 
     # ---- state ----
 
-    def check_step(self, step: Step) -> None:
+    def check_step(self, step: CachePass, facts: LayerFacts) -> None:
         """Takes the pages that a step of one token needs before any layer has changed."""
-        super().check_step(step)
-        if self.cache.pool_settings.max_pages is None or step.columns != 1:
+        if self.pool_settings.max_pages is None or step.columns != 1:
             return
         for rows in (self.keys, self.values):
             if rows is not None:
                 rows.pool.reserve(rows.most_slots(step.counts))
 
-    def keys_in_sight(self, step: Step) -> int:
-        held, config = self.next or [0] * len(step.counts), self.cache.pod
-        most = max(have + count for have, count in zip(held, step.counts, strict=True))
-        return min(most, config.recent) if config.mode == "window" and config.sinks == 0 else most
-
     def removable(self) -> int:
+        """Tokens that can be taken back."""
         return min((rows.removable() for rows in (self.keys, self.values) if rows is not None), default=0)
 
     def drop_last(self, tokens: int) -> None:
@@ -319,7 +341,7 @@ class PoDLayer(CompressedLayer):
     def stored_keys(self) -> list[list[int]]:
         return self._lengths(self.keys)
 
-    def _lengths(self, rows: NearRows | None) -> list[list[int]]:
+    def _lengths(self, rows: WindowRows | None) -> list[list[int]]:
         if rows is None:
             return []
         counts, heads = rows.pool.counts, rows.heads
@@ -345,5 +367,5 @@ class _Heads:
     def rows_of(self, x: Tensor) -> Tensor:
         return x if self.index is None else x[self.index]
 
-    def table(self, rows: NearRows) -> Tensor:
+    def table(self, rows: WindowRows) -> Tensor:
         return rows.table(self.index)

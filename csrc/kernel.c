@@ -1,5 +1,5 @@
 /* Packing of queries and keys for the logits of a tile. */
-#include "tile.h"
+#include "kernel.h"
 
 void kvc_tile_pack_queries(float *packed, const kvc_view *q, int64_t b, int64_t head, int64_t S, int64_t D,
                            int64_t first, int64_t rows) {

@@ -1,8 +1,9 @@
 /* What the kernels share: running ranges, addressing views, and packing queries and keys for simd.h's logits. */
-#ifndef KVC_TILE_H
-#define KVC_TILE_H
+#ifndef KVC_KERNEL_H
+#define KVC_KERNEL_H
 #include "simd.h"
 
+#include <math.h>
 #include <stddef.h>
 
 /* fn over [0, count), on the caller's threads if it has any. */
@@ -39,6 +40,25 @@ static inline char *view_at(const kvc_view *view, int64_t b, int64_t h, int64_t 
     if (!view->data) return NULL;
     const int64_t element = b * view->stride_b + h * view->stride_h + t * view->stride_t + d;
     return (char *)view->data + element * kvc_dtype_bytes(view->dtype);
+}
+
+/* Whether logits of this scale and softcap (0: none) are defined. */
+static inline int scale_is_good(float scale, float softcap) {
+    return isfinite(scale) && isfinite(softcap) && softcap >= 0.0f;
+}
+
+/* The sink of query head h, -inf: none. */
+static inline float sink_of(const float *sink_logits, int64_t h) {
+    return sink_logits ? sink_logits[h] : -INFINITY;
+}
+
+/* Joins a sink to a softmax of maximum *max and sum *norm; returns by what weights made with the old maximum shrink. */
+static inline float join_sink(float sink, float *max, float *norm) {
+    if (sink == -INFINITY) return 1.0f;
+    const float most = *max > sink ? *max : sink, keep = expf(*max - most);
+    *norm = *norm * keep + expf(sink - most);
+    *max = most;
+    return keep;
 }
 
 /* Whether a view's dtype is known. */

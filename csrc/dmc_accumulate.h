@@ -1,7 +1,7 @@
 /* What the accumulation of DMC with a full history and the one with a window share. */
-#ifndef KVC_DMC_H
-#define KVC_DMC_H
-#include "tile.h"
+#ifndef KVC_DMC_ACCUMULATE_H
+#define KVC_DMC_ACCUMULATE_H
+#include "kernel.h"
 
 /* Whether the window leaves anything out. */
 static inline int dmc_windowed(int64_t T, int64_t window) {
@@ -11,7 +11,6 @@ static inline int dmc_windowed(int64_t T, int64_t window) {
 /* Row b*Hkv + h of [B, Hkv, T] gates. */
 typedef struct {
     const float *alpha, *omega, *z;
-    const int32_t *document; /* of its sequence, or NULL */
     float initial_z;
     int open; /* token 0 continues what was there before */
 } dmc_row;
@@ -21,18 +20,15 @@ static inline dmc_row dmc_row_of(const kvc_dmc_accumulate_args *args, int64_t ro
         .alpha = args->alpha + row * args->T,
         .omega = args->omega + row * args->T,
         .z = args->z + row * args->T,
-        .document = args->documents ? args->documents + row / args->Hkv * args->T : NULL,
         .initial_z = args->initial_z ? args->initial_z[row] : 0.0f,
         .open = args->initial_z != NULL,
     };
     return found;
 }
 
-/* Whether token t never merges: first of a document, or padding. */
+/* Whether token t never merges. */
 static inline int dmc_starts(const dmc_row *row, int64_t t) {
-    if (row->document && row->document[t] < 0) return 1;
-    if (t == 0) return !row->open;
-    return row->document && row->document[t] != row->document[t - 1];
+    return t == 0 && !row->open;
 }
 
 static inline float dmc_alpha(const dmc_row *row, int64_t t) {
@@ -41,12 +37,8 @@ static inline float dmc_alpha(const dmc_row *row, int64_t t) {
 
 /* alpha of tokens [t, t + n), 0 where none may merge. */
 static inline void dmc_alphas(const dmc_row *row, int64_t t, int64_t n, float *alpha) {
-    if (row->document) {
-        for (int64_t i = 0; i < n; i++) alpha[i] = dmc_alpha(row, t + i);
-    } else {
-        for (int64_t i = 0; i < n; i++) alpha[i] = row->alpha[t + i];
-        if (t == 0 && n) alpha[0] = dmc_alpha(row, 0);
-    }
+    for (int64_t i = 0; i < n; i++) alpha[i] = row->alpha[t + i];
+    if (t == 0 && n) alpha[0] = dmc_alpha(row, 0);
 }
 
 /* What a decision keeps of the weight before it; nothing for 0, whatever lies there. */

@@ -2,31 +2,21 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from ..pod.config import PoDConfig
-from ..pruners import Pruner
-from .converted import ConvertedCache
-from .distant import select_distant
-from .pod_layer import Lead, PoDLayer
-
-
-@dataclass(frozen=True)
-class SkipShares:
-    """Shares of what decoding did since the cache was new or reset, 0..1: followers = skipped of the followers' distant
-    (query head, token) pairs; distant = skipped of all distant pairs; work = multiply-adds of attention, of those with
-    tau=None. NaN where there were none."""
-
-    followers: float
-    distant: float
-    work: float
+from ..caches.converted import ConvertedCache
+from ..caches.passes import CachePass
+from ..hf.config import decoder_config
+from ..hf.method import Pass
+from ..pruners.base import Pruner
+from .config import PoDConfig
+from .layer import PoDLayer
+from .select import select_distant
+from .skips import Skips, SkipShares
 
 
 class PoDCache(ConvertedCache):
@@ -54,8 +44,6 @@ class PoDCache(ConvertedCache):
     """
 
     title = "PoD"
-    layers: list[PoDLayer]
-    smaller = "PoDCache lets every token be seen; use shorter prompts"
 
     def __init__(
         self,
@@ -81,15 +69,13 @@ class PoDCache(ConvertedCache):
         if distant is not None and (type(distant) is not int or distant < 0):
             raise ValueError(f"distant must be an integer of at least 0 or None, got {distant!r}")
         self.pruner, self.distant = pruner, distant
-        self.leads: dict[int, Lead] = {}  # of the forward pass that is under way
-        self.pairs = {"near": 0, "lead": 0, "follower": 0}  # (query head, token), counted with tau alone
-        self.skipped_pairs: Tensor | None = None
-        super().__init__(config, page_size, max_pages, grow, chunk_size)
-        self.tau = self.pod.tau if tau is None else tau
-        self.skips = self.pod.mode == "pod" and self.tau is not None and self.tau != 1
-        if reuse is False and self.skips:
+        settings = self._settings_of(decoder_config(config))
+        self.tau = settings.tau if tau is None else tau
+        self.skips = Skips(self.tau if settings.mode == "pod" else None, settings.window)
+        if reuse is False and self.skips.any:
             raise ValueError(f"reuse must not be False with tau {self.tau}: the gate is known from what is reused")
-        self.reuse = reuse
+        self.reuse = True if self.skips.any else reuse
+        super().__init__(config, page_size, max_pages, grow, chunk_size)
         if pruner is not None and distant is not None:
             self._check_pruner(pruner, distant)
 
@@ -114,54 +100,23 @@ class PoDCache(ConvertedCache):
 
     def _settings_of(self, config: Any) -> PoDConfig:
         settings: PoDConfig = super()._settings_of(config)
-        self.query_heads = config.num_attention_heads
         settings.check_model(config)
         return settings
 
-    def _new_layer(self, index: int, sliding_window: int | None) -> PoDLayer:
-        return PoDLayer(self, index, sliding_window)
-
-    def reuses(self, lead: int, keys: Tensor) -> bool:
-        """Whether followers of a layer take over its probabilities. keys: [B, Hkv, S, D], any."""
-        if self.reuse is not None or self.skips:
-            return self.reuse is not False
-        # what is written once and read by each follower, against the keys that each would read
-        G = self.query_heads // keys.shape[1]
-        leads = sum(a == lead for a in self.pod.lead[lead])
-        followers = sum(a == lead for row in self.pod.lead[lead + 1 :] for a in row)
-        return 4 * G * (leads + followers) < followers * keys.shape[3] * keys.element_size()
-
-    @property
-    def skipping(self) -> bool:
-        """Whether the pass that is under way skips: one token of each sequence at most, which is not of a prompt."""
-        return self.skips and self.step.columns == 1 and self.step.iteration is None
-
-    def count(self, held: list[int], heads: int, skipped: Tensor | None) -> None:
-        """Adds up what a step attends to in one layer: held tokens of each sequence by so many query heads; skipped:
-        bool [B, heads, 1] in a follower, None in a lead."""
-        if not self.skipping:
-            return
-        seen = [n * count for n, count in zip(held, self.step.counts, strict=True)]
-        far = [max(n - self.pod.window, 0) for n in seen]
-        self.pairs["near"] += heads * (sum(seen) - sum(far))
-        self.pairs["lead" if skipped is None else "follower"] += heads * sum(far)
-        if skipped is not None:
-            counts = torch.tensor(far).to(skipped.device)[:, None, None]
-            more = (skipped * counts).sum()
-            self.skipped_pairs = more if self.skipped_pairs is None else self.skipped_pairs + more
+    def _new_layer(self, index: int, number: int) -> PoDLayer:
+        votes = 0 if self.pruner is None else self.pruner.window or 1
+        return PoDLayer(
+            index, number, self.pool_settings, self.pod, reuse=self.reuse, skips=self.skips, votes=votes
+        )  # fmt: skip
 
     # ---- reading ----
 
-    def begin_forward(self, decoder: Any, name: str, tokens: Tensor, attention_mask: Tensor | None) -> None:
-        self.leads = {}
-        super().begin_forward(decoder, name, tokens, attention_mask)
-
-    def end_forward(self) -> None:
-        self.leads = {}
-        prompt = self.step.iteration is None and self.step.columns > 1
+    def end(self, current: Pass, hidden: Tensor | None) -> None:
+        assert isinstance(current, CachePass)
+        prompt = current.iteration is None and current.columns > 1
         if prompt:
             self._select()
-        super().end_forward()
+        super().end(current, hidden)
         if prompt and self.pruner is not None:
             self.fixed = self.seen  # what went cannot come back
 
@@ -170,10 +125,10 @@ class PoDCache(ConvertedCache):
         super().end_prompt(columns)
 
     def _select(self) -> None:
-        if self.pruner is None or self.distant is None:
+        if self.pruner is None or self.distant is None or self.facts is None:
             return
-        select_distant(self.layers, self.pruner, self.distant)
-        for layer in self.layers:
+        select_distant(self.compressing, self.facts, self.pruner, self.distant)
+        for layer in self.compressing:
             layer.recent = None
 
     def check_guide(self) -> None:
@@ -183,8 +138,7 @@ class PoDCache(ConvertedCache):
         )
 
     def reset(self) -> None:
-        self.leads = {}
-        self.pairs, self.skipped_pairs = dict.fromkeys(self.pairs, 0), None
+        self.skips.reset()
         super().reset()
 
     def activate_past_recording(self) -> None:
@@ -197,7 +151,7 @@ class PoDCache(ConvertedCache):
     def crop(self, tokens_to_remove: int) -> None:
         """Takes back tokens; a negative number, as transformers has it. Not those of the prompt, and not so many that
         a near key that was dropped would be near again."""
-        most = min(layer.removable() for layer in self.layers)
+        most = min(layer.removable() for layer in self.compressing)
         if most < -tokens_to_remove <= self.seen - self.fixed:
             raise ValueError(
                 f"crop can remove at most {most} tokens here, got {-tokens_to_remove}: earlier near keys were dropped"
@@ -212,18 +166,12 @@ class PoDCache(ConvertedCache):
             raise ValueError(
                 f"tau must be given, and mode 'pod', for anything to be skipped, got {self.tau} and {self.pod.mode!r}"
             )
-        if not self.skips:
-            return SkipShares(0.0, 0.0, 1.0)
-        near, lead, follower = (self.pairs[name] for name in ("near", "lead", "follower"))
-        skipped = 0 if self.skipped_pairs is None else int(self.skipped_pairs)
-        # a key is multiplied once and a value once; followers multiply distant values alone
-        work = 2 * near + 2 * lead + follower
-        return SkipShares(
-            skipped / follower if follower else math.nan,
-            skipped / (lead + follower) if lead + follower else math.nan,
-            (work - skipped) / work if work else math.nan,
-        )
+        return self.skips.shares()
 
     def stored_keys(self) -> list[list[list[int]]]:
-        """Keys held per layer, sequence and KV head: [L][B][Hkv]; stored_lengths() says it of values."""
-        return [layer.stored_keys() for layer in self.layers]
+        """Keys held per layer, sequence and KV head: [L][B][Hkv]; stored_lengths() says it of values. The same for
+        layers that are not converted."""
+        return [
+            layer.stored_keys() if isinstance(layer, PoDLayer) else held
+            for layer, held in zip(self.layers, self.stored_lengths(), strict=True)
+        ]

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..positions import RotaryTables
+from .positions import RotaryTables
 
 
 @dataclass(frozen=True)
@@ -96,18 +95,6 @@ class Documents:
         shape = (-1,) + (1,) * (flat.ndim - 1)
         flat = torch.where((self.place >= 0).view(shape), flat, 0)
         return flat.unflatten(0, tuple(self.valid.shape)).transpose(1, 2)
-
-
-def documents_of(decoder: Any, given: dict[str, Any]) -> tuple[int, Documents | None]:
-    """Sequences of a decoder's arguments, and their documents; ValueError for longer ones than its sliding window."""
-    name = "input_ids" if given.get("input_ids") is not None else "inputs_embeds"
-    batch, columns = given[name].shape[:2]
-    documents = Documents.of(given.get("attention_mask"), given.get("position_ids"), batch, columns)
-    longest = columns if documents is None else documents.source.shape[1]
-    window = getattr(decoder.config, "sliding_window", None)
-    if window is not None and getattr(decoder.config, "use_sliding_window", True) and longest > window:
-        raise ValueError(f"{name} must have at most sliding_window = {window} tokens, got {longest}")
-    return batch, documents
 
 
 def rotated(x: Tensor, rotary: RotaryTables, documents: Documents | None) -> Tensor:

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .pool import PagePool
-from .store import PoolSettings
+from ..caches.pool import PagePool
+from ..caches.store import PoolSettings
 
 
-class NearRows:
+class WindowRows:
     """R rows of vectors in pages, of which some keep all tokens ("all"), some the first `sinks` and what the next query
     sees of the last `recent` ones ("near"), and some nothing ("none").
 
@@ -53,7 +53,7 @@ class NearRows:
             self._gone = (list(self.dropped), torch.tensor(self.dropped).to(self.pages.device)[:, None])
         return self._gone[1]
 
-    def table_as(self, other: NearRows, rows: Tensor | None = None) -> Tensor:
+    def table_as(self, other: WindowRows, rows: Tensor | None = None) -> Tensor:
         """The table of these rows, which hold at least the first and recent tokens that `other` holds, so that slots
         of `other` can be looked up in it."""
         table, theirs = self.pool.block_table, other.pool.block_table
@@ -64,7 +64,7 @@ class NearRows:
             table = table.gather(1, self._as[1])
         return table if rows is None else table[rows]
 
-    def _places_as(self, other: NearRows) -> Tensor:
+    def _places_as(self, other: WindowRows) -> Tensor:
         """int64 [R, blocks of `other`], for each of its pages the number of ours that holds the same tokens."""
         ours, theirs = (x.pool.block_table.shape[1] for x in (self, other))
         moved = torch.tensor([theirs - ours for ours, theirs in zip(self.dropped, other.dropped, strict=True)])
@@ -221,7 +221,7 @@ class Chunk:
         index = torch.where(t < column(helds), t, moved).clamp(min=0, max=N + columns - 1)
         return cls(held, index, torch.tensor(totals, dtype=torch.int32).to(device), before, far)
 
-    def sequence(self, rows: NearRows, new: Tensor) -> Tensor:
+    def sequence(self, rows: WindowRows, new: Tensor) -> Tensor:
         """[B, Hkv, T, D] of what rows hold and new ones [B, Hkv, S, D]."""
         both = torch.cat([rows.gather(self.held), new], 2) if self.held.shape[1] else new
         if self.index is None:

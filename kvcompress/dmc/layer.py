@@ -3,87 +3,85 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from .. import ops
-from ..dmc.gates import decisions_of
-from .base import Step
-from .paged import PagedLayer
-
-if TYPE_CHECKING:
-    from .dmc import DMCCache
+from ..caches.paged import PagedLayer, step_positions
+from ..caches.passes import CachePass
+from ..caches.store import PoolSettings
+from ..hf.facts import LayerFacts
+from ..softmax import Softmax
+from .config import DMCConfig
+from .gates import decisions_of
 
 
 class DecidingLayer(PagedLayer):
     """A layer each of whose tokens comes with a decision of every KV head; subclasses say what it does.
 
-    places: int32 [B, 1], tokens seen of each sequence, the device's copy of `next`.
+    places: int32 [B, 1], tokens seen of each sequence, the device's copy of `next`. track: decisions are remembered.
     """
 
-    cache: DMCCache
     is_croppable = False
 
-    def __init__(self, cache: DMCCache, index: int, sliding_window: int | None) -> None:
-        super().__init__(cache, index, sliding_window)
+    def __init__(self, index: int, number: int, pool_settings: PoolSettings, config: DMCConfig, track: bool) -> None:
+        super().__init__(index, number, pool_settings)
+        self.config, self.track = config, track
+        self.neuron = 0
         self.places: Tensor | None = None
         self.noted: list[tuple[Tensor, tuple[int, ...]]] = []  # with track: decisions [B, Hkv, S] and counts of calls
 
     def open_pool(self, rows: int, head_dim: int, like: Tensor, rope_lengths: list[int]) -> None:
-        # frequencies that depend on length are settled for the whole prompt, not for its first chunk
-        whole = self.cache.prompt_lengths or rope_lengths
-        super().open_pool(rows, head_dim, like, [max(n, m) for n, m in zip(rope_lengths, whole, strict=True)])
+        super().open_pool(rows, head_dim, like, rope_lengths)
+        self.neuron = self.config.place(head_dim)
         self.places = torch.zeros(len(rope_lengths), 1, dtype=torch.int32, device=like.device)
 
-    def attend(self, queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
-        counts = self.cache.step.counts
-        B, Hkv, S, D = keys.shape
+    def attend(self, step: CachePass, queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax) -> Tensor:
+        B, Hkv, _, D = keys.shape
         if self.pool is None:
-            self.open_pool(B * Hkv, D, keys, [max(count, 1) for count in counts])
+            self.open_pool(B * Hkv, D, keys, step.whole)
         assert self.places is not None
-        if S == 1 and min(counts) == 1:
+        if step.one:
             with torch.inference_mode():  # several small ops, that dispatch in half the time past autograd
-                alpha = self._decide(keys)
-            out = self.attend_one(queries, keys, values, alpha, scaling)
+                alpha = self._decide(step, keys)
+            out = self.attend_one(step, queries, keys, values, alpha, softmax)
             self.places = self.places + 1
         else:
-            alpha = self._decide(keys)
-            out = self.attend_many(queries, keys, values, alpha, scaling)
-            self.places = self.places + self._counts(keys.device)
-        self.next = [place + count for place, count in zip(self.next, counts, strict=True)]
-        if self.cache.track:
-            self.noted.append((alpha > 0.5, counts))
+            alpha = self._decide(step, keys)
+            out = self.attend_many(step, queries, keys, values, alpha, softmax)
+            self.places = self.places + step.on(keys.device)
+        self.next = [place + count for place, count in zip(self.next, step.counts, strict=True)]
+        if self.track:
+            self.noted.append((alpha > 0.5, step.counts))
         return out
 
     @abstractmethod
-    def attend_one(self, queries: Tensor, keys: Tensor, values: Tensor, alpha: Tensor, scaling: float) -> Tensor:
+    def attend_one(
+        self, step: CachePass, queries: Tensor, keys: Tensor, values: Tensor, alpha: Tensor, softmax: Softmax
+    ) -> Tensor:
         """One token of every sequence. alpha: float32 [B, Hkv, 1] of 0 and 1; the rest as for attend."""
 
     @abstractmethod
-    def attend_many(self, queries: Tensor, keys: Tensor, values: Tensor, alpha: Tensor, scaling: float) -> Tensor:
+    def attend_many(
+        self, step: CachePass, queries: Tensor, keys: Tensor, values: Tensor, alpha: Tensor, softmax: Softmax
+    ) -> Tensor:
         """Some tokens of each sequence, in parallel; gives what attend_one would one by one."""
 
     # ---- decisions ----
 
-    def _decide(self, keys: Tensor) -> Tensor:
+    def _decide(self, step: CachePass, keys: Tensor) -> Tensor:
         """float32 [B, Hkv, S] of 0 and 1; 0 for the first token of a sequence."""
-        counts, S = self.cache.step.counts, keys.shape[2]
-        assert self.places is not None
-        places = self.places
-        if self.cache.dmc.stride is not None:
+        S, places = keys.shape[2], self.places
+        assert places is not None
+        if self.config.stride is not None:
             # columns before a sequence's first token are padding: their places are negative, their decisions unused
-            places = places + self._counts(keys.device) - S + torch.arange(S, device=keys.device)
-        alpha = decisions_of(self.cache.dmc, keys[..., self.cache.neuron], places).alpha
-        for b, (seen, count) in enumerate(zip(self.next, counts, strict=True)):
+            places = places + step.on(keys.device) - S + torch.arange(S, device=keys.device)
+        alpha = decisions_of(self.config, keys[..., self.neuron], places).alpha
+        for b, (seen, count) in enumerate(zip(self.next, step.counts, strict=True)):
             if seen == 0 and count:
                 alpha[b, :, -count] = 0
         return alpha
-
-    def _counts(self, device: torch.device) -> Tensor:
-        """int32 [B, 1], tokens of each sequence in this step."""
-        return torch.tensor(self.cache.step.counts, dtype=torch.int32).to(device)[:, None]
 
     def decisions(self) -> Tensor:
         """bool [B, Hkv, T], right-aligned, False before a shorter sequence's first token."""
@@ -102,35 +100,30 @@ class DecidingLayer(PagedLayer):
 
     # ---- positions ----
 
-    def _bound(self) -> int:
+    def positions(self, step: CachePass) -> Tensor:
+        """int32 [B, S], of a step's tokens."""
+        assert self.places is not None
+        return step_positions(self.places, step.counts, step.columns)
+
+    def bound(self, step: CachePass) -> int:
         """No position of this step reaches it, those of padding after the last token included."""
-        return max(self.next) + self.cache.step.columns
+        return max(self.next) + step.columns
 
-    def _without_neuron(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Queries or keys rotated, the neuron 0 before and after."""
-        rotary = self.cache.rotary
-        assert rotary is not None
-        return rotary.rotate(x, positions, self._bound(), self.rope_lengths, without=self.cache.neuron)
+    def queries_at(self, step: CachePass, queries: Tensor, positions: Tensor) -> Tensor:
+        """Rotated, the neuron 0 before and after."""
+        rotary = step.facts[self.index].query_rotary
+        return rotary.rotate(queries, positions, self.bound(step), self.rope_lengths, without=self.neuron)
 
-    def _left_aligned(self, *tensors: Tensor) -> list[Tensor]:
-        """[B, H, S, ...] each, the tokens of a sequence first and its padding after them."""
-        counts, columns = self.cache.step.counts, self.cache.step.columns
-        if min(counts) == columns:
-            return list(tensors)
-        out = []
-        for x in tensors:
-            moved = torch.empty_like(x, memory_format=torch.contiguous_format)
-            for b, count in enumerate(counts):
-                moved[b] = x[b].roll(count - columns, 1)
-            out.append(moved)
-        return out
+    def keys_at(self, step: CachePass, keys: Tensor, positions: Tensor) -> Tensor:
+        """Rotated, the neuron 0 before and after."""
+        rotary = step.facts[self.index].key_rotary
+        return rotary.rotate(keys, positions, self.bound(step), self.rope_lengths, without=self.neuron)
 
     # ---- state ----
 
-    def check_step(self, step: Step) -> None:
+    def check_step(self, step: CachePass, facts: LayerFacts) -> None:
         """Takes the pages that a step of one token may need; what more tokens need, their decisions say."""
-        super(PagedLayer, self).check_step(step)
-        if self.pool is not None and step.columns == 1 and self.cache.pool_settings.max_pages is not None:
+        if self.pool is not None and step.columns == 1 and self.pool_settings.max_pages is not None:
             self.pool.reserve(self._per_row(self.most_slots(step.counts)))
 
     def most_slots(self, counts: tuple[int, ...]) -> list[int]:
@@ -163,6 +156,19 @@ class DecidingLayer(PagedLayer):
 
     def reserved_nbytes(self) -> int:
         return super().reserved_nbytes() + sum(x.nbytes for x in self.state())
+
+
+def left_aligned(step: CachePass, *tensors: Tensor) -> list[Tensor]:
+    """[B, H, S, ...] each, the tokens of a sequence first and its padding after them."""
+    if not step.padded:
+        return list(tensors)
+    out = []
+    for x in tensors:
+        moved = torch.empty_like(x, memory_format=torch.contiguous_format)
+        for b, count in enumerate(step.counts):
+            moved[b] = x[b].roll(count - step.columns, 1)
+        out.append(moved)
+    return out
 
 
 def hiding(alpha: Tensor) -> Tensor:

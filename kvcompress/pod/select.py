@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from .. import ops
-from ..pruners import Candidates, Pruner
+from ..caches.choose import nan_error
+from ..hf.facts import Facts
+from ..pruners.base import Candidates, Pruner
+from .layer import PoDLayer
 
-if TYPE_CHECKING:
-    from .pod_layer import PoDLayer
 
-
-def select_distant(layers: Sequence[PoDLayer], pruner: Pruner, keep: int) -> None:
-    """Leaves `keep` distant tokens per KV head, and the near ones; up to a page more, as pages go as a whole.
+def select_distant(layers: Sequence[PoDLayer], facts: Facts, pruner: Pruner, keep: int) -> None:
+    """Leaves `keep` distant tokens per KV head in layers, the lowest of a model's first, and the near ones; up to a
+    page more, as pages go as a whole.
 
     The lead of a block scores its own keys by its latest queries; its keys and the values of every layer of the block
     stay for the tokens that it chooses. Near or distant is what a token is by its place; keys keep their rotation.
@@ -27,7 +27,7 @@ def select_distant(layers: Sequence[PoDLayer], pruner: Pruner, keep: int) -> Non
     first = layers[0]  # leads every head
     if first.recent is None:  # no token was read: a prompt of one new token leaves that to who goes on
         return
-    config, P = first.cache.pod, first.cache.pool_settings.page_size
+    config, P = first.config, first.pool_settings.page_size
     held, new = first.held, first.recent.valid
     gone = [max(n - config.window - keep, 0) // P if had else 0 for n, had in zip(held, new, strict=True)]
     if not any(gone):
@@ -37,35 +37,32 @@ def select_distant(layers: Sequence[PoDLayer], pruner: Pruner, keep: int) -> Non
     for layer in layers:
         heads = [head for head, lead in enumerate(config.lead[layer.index]) if lead == layer.index]
         for b in [b for b, pages in enumerate(gone) if heads and pages]:
-            for head, slots in zip(heads, _choose(layer, b, heads, pruner, stay[b]), strict=True):
+            for head, slots in zip(heads, _choose(layer, facts, b, heads, pruner, stay[b]), strict=True):
                 chosen[layer.index, b, head] = slots
     for layer in layers:
         _keep(layer, chosen, gone, stay)
 
 
-def _choose(layer: PoDLayer, b: int, heads: list[int], pruner: Pruner, stay: int) -> Tensor:
+def _choose(layer: PoDLayer, facts: Facts, b: int, heads: list[int], pruner: Pruner, stay: int) -> Tensor:
     """int32 [heads, stay], rising: the slots of sequence b that stay in some KV heads of a layer that lead."""
     assert layer.keys is not None and layer.values is not None and layer.recent is not None
-    config, rotary, n = layer.cache.pod, layer.cache.rotary, layer.held[b]
-    assert rotary is not None
+    config, rotary, n = layer.config, facts[layer.index].query_rotary, layer.held[b]
     rows = [b * layer.keys.heads + head for head in heads]
     queries, valid = layer.recent.get()
     G = queries.shape[1] // layer.keys.heads
-    last = queries[b : b + 1, [head * G + g for head in heads for g in range(G)], queries.shape[2] - valid[b] :]
+    asking = [head * G + g for head in heads for g in range(G)]
+    last = queries[b : b + 1, asking, queries.shape[2] - valid[b] :]
     seen, device = layer.next[b], queries.device
     places = torch.arange(seen - valid[b], seen, dtype=torch.int32, device=device)[None]
     rotated = rotary.rotate(last, places, seen, layer.rope_lengths[b : b + 1])
     offer = Candidates(
-        queries=rotated, keys=layer.keys.first_slots(rows, n)[None], values=layer.values.first_slots(rows, n)[None],
-        count=n, chunk_length=valid[b], guide_length=0, scaling=layer.scaling, layer=layer.index, whole=n == seen,
-        unrotated=last, position=seen, rotary=rotary,
+        queries=rotated, keys=layer.keys.first_slots(rows, n)[None], count=n, chunk_length=valid[b], guide_length=0,
+        softmax=layer.softmax.of_heads(asking), layer=layer.index, whole=n == seen, unrotated=last, position=seen,
+        values=layer.values.first_slots(rows, n)[None] if pruner.uses_values else None, rotary=rotary,
     )  # fmt: skip
-    scores = pruner.rank(offer, stay)[:, config.sinks : n - config.recent]
+    scores = pruner.rank(offer, stay).scores[:, config.sinks : n - config.recent]
     if scores.isnan().any():
-        raise RuntimeError(
-            f"scores of {type(pruner).__name__} in layer {layer.index} hold NaN; that layer's keys or queries do, or "
-            "its pruner's scores are wrong"
-        )
+        raise nan_error(pruner, layer.index)
     far = ops.select_topk(scores.contiguous(), stay - config.window) + config.sinks
     near = torch.arange(n, dtype=torch.int32, device=device).expand(len(heads), -1)
     return torch.cat([near[:, : config.sinks], far, near[:, n - config.recent :]], 1)
@@ -73,7 +70,7 @@ def _choose(layer: PoDLayer, b: int, heads: list[int], pruner: Pruner, stay: int
 
 def _keep(layer: PoDLayer, chosen: dict[tuple[int, int, int], Tensor], gone: list[int], stay: list[int]) -> None:
     assert layer.keys is not None and layer.values is not None
-    leads = layer.cache.pod.lead[layer.index]
+    leads = layer.config.lead[layer.index]
     longest, index, kept, pages = max(stay), [], [], []
     like = next(iter(chosen.values()))
     for b, cut in enumerate(gone):

@@ -1,0 +1,278 @@
+"""Choosing which tokens stay: what a sequence offers to a pruner, and which of it a budget keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ..budgets import Budget
+from ..positions import RotaryTables
+from ..pruners import Candidates, Pruner
+from ..pruners.base import marked
+from ..softmax import Softmax
+from .queries import RecentQueries
+from .rows import SideState
+
+
+@dataclass
+class Offers:
+    """What a batch of sequences offers: tokens held before, then those of a call, then the guide if any.
+
+    keys: [R, T, D], values: the same or None; rotated, a row for each sequence and KV head, of lengths[r] tokens.
+    queries: [B, Hq, S, D] of the last S tokens as they meet those keys, unrotated: the same before rotation; valid[b]
+    of them are sequence b's own. guides[b]: how many tokens are the guide's. positions[b]: that of the next token, the
+    guide aside. rotary: of the queries.
+    """
+
+    keys: Tensor
+    values: Tensor | None
+    lengths: list[int]
+    queries: Tensor
+    unrotated: Tensor
+    valid: list[int]
+    guides: list[int]
+    positions: list[int]
+    rotary: RotaryTables
+    softmax: Softmax
+
+    @property
+    def heads(self) -> int:
+        return len(self.lengths) // len(self.valid)
+
+    def rows(self, b: int) -> slice:
+        return slice(b * self.heads, (b + 1) * self.heads)
+
+    def counts(self, b: int) -> list[int]:
+        """Candidates of each row of a sequence."""
+        return [max(length - self.guides[b], 0) for length in self.lengths[self.rows(b)]]
+
+
+@dataclass
+class Choice:
+    """slots: int32 [R, K], rising, of what stays; the first kept[r] count. recent[b]: how many last tokens of a
+    sequence surely stay, None = it keeps all."""
+
+    slots: Tensor
+    kept: list[int]
+    recent: list[int | None]
+
+    def below(self, slots: list[int]) -> Tensor:
+        """int64 [R]: how many of a row's tokens were in its first slots[r]."""
+        ends, kept = (torch.tensor(numbers).to(self.slots.device)[:, None] for numbers in (slots, self.kept))
+        return ((self.slots < ends) & (torch.arange(self.slots.shape[1], device=ends.device) < kept)).sum(1)
+
+
+@dataclass
+class _Ranked:
+    """What a sequence is to choose: `keep` of its scores [Hkv, count] per head, mean, `allowed` for all heads. marks:
+    (lost, sinks, recent), see pruners.base.marked. fixed: first tokens of each row that stay besides; None = none."""
+
+    b: int
+    scores: Tensor
+    keep: int
+    allowed: int
+    marks: tuple[int, int, int]
+    fixed: list[int] | None
+
+
+def nan_error(pruner: Pruner, layer: int) -> RuntimeError:
+    return RuntimeError(
+        f"scores of {type(pruner).__name__} in layer {layer} hold NaN; that layer's keys or queries do, or its "
+        "pruner's scores are wrong"
+    )
+
+
+def judges_by_head(pruner: Pruner) -> bool:
+    """Whether it says so of its own scores, not of those of a class that it changes."""
+    classes = type(pruner).__mro__
+    says, scores = (next(i for i, c in enumerate(classes) if name in vars(c)) for name in ("by_head", "scores"))
+    return pruner.by_head and says <= scores
+
+
+class Chooser(SideState):
+    """Chooses for one layer, whose number is `layer`, and remembers what choosing needs.
+
+    whole[b]: no token of a sequence was ever dropped. firsts[b]: first tokens of the prompt that are still its first
+    ones, where pruners keep them. received: float32 [R, capacity], running scores of pruners that accumulate. recent:
+    the latest queries, None where nobody will ask for them.
+    """
+
+    def __init__(self, pruner: Pruner, budget: Budget, layer: int, every: int) -> None:
+        self.pruner, self.budget, self.layer = pruner, budget, layer
+        self.whole: list[bool] = []
+        self.firsts: list[int] = []
+        self.received: Tensor | None = None
+        self.recent = RecentQueries.of(pruner, every)
+
+    def begin(self, batch: int) -> None:
+        """Of so many sequences, unless it has begun."""
+        if not self.whole:
+            self.whole, self.firsts = [True] * batch, [self.pruner.num_sink_tokens] * batch
+
+    def note(self, queries: Tensor, counts: Sequence[int], guide: int) -> None:
+        """Keeps queries [B, Hq, S, D] of counts[b] tokens, the guide's last, for scoring while decoding."""
+        if self.recent is not None and (S := queries.shape[2] - guide) > 0:
+            self.recent.add(queries[:, :, :S], [max(count - guide, 0) for count in counts])
+
+    # ---- what stays ----
+
+    def choose(
+        self, offers: Offers, keep: Sequence[int | None], *, near: int = 0, fixed: list[int] | None = None
+    ) -> Choice:
+        """keep[b]: tokens per head that stay of a sequence, mean; None = all. near: last tokens that stay in any case.
+        fixed: first tokens of each row that stay in any case, of which the pruner has chosen before (append).
+
+        Running scores are counted. Raises RuntimeError for NaN scores, before anything is dropped.
+        """
+        ranked: list[_Ranked] = []
+        recent: list[int | None] = [None if tokens is None else 0 for tokens in keep]
+        kept = [count for b in range(len(keep)) for count in offers.counts(b)]
+        for some in self._alike(offers, keep, fixed):
+            first, tokens = some[0], keep[some[0]]
+            rows = slice(offers.rows(first).start, offers.rows(some[-1]).stop)
+            held = None if fixed is None else fixed[offers.rows(first)]
+            counts = any(kept[rows]) and self.pruner.accumulates and tokens != 0
+            offer = self._offer(offers, some) if counts or tokens else None
+            if offer is not None and counts:
+                offer = self._counted(offer, rows, offers)
+            if held is not None and tokens and tokens <= sum(held) // len(held):
+                kept[rows] = held * len(some)  # memory is full
+            elif tokens and offer is not None:
+                ranked += self._ranked(offer, some, offers, tokens, near, held)
+            elif tokens == 0:
+                kept[rows] = [0] * len(kept[rows])
+            if tokens is not None:
+                for b in some:
+                    self.whole[b], self.firsts[b] = False, min(self.firsts[b], tokens)
+        for one in ranked:
+            recent[one.b] = one.marks[2]
+        slots, kept = self._assembled(self._divided(ranked, offers), kept, offers)
+        if self.recent is not None and self.pruner.accumulates:
+            self.recent.clear()  # they have voted
+        elif self.recent is not None and not self.pruner.one_frame:
+            for b, stay in enumerate(recent):
+                if stay is not None:
+                    self.recent.forget(b, stay)  # queries whose own keys may be gone
+        return Choice(slots, kept, recent)
+
+    def _assembled(
+        self, chosen: list[tuple[list[int], Tensor, Tensor | None]], kept: list[int], offers: Offers
+    ) -> tuple[Tensor, list[int]]:
+        """(slots int32 [R, K], how many of each row count): what was chosen, and the first `kept` of other rows."""
+        heads, parts = offers.heads, []
+        for sequences, indices, counts in chosen:
+            rows = [b * heads + head for b in sequences for head in range(heads)]
+            stay = [indices.shape[2]] * len(rows) if counts is None else counts.flatten().tolist()
+            for row, count in zip(rows, stay, strict=True):
+                kept[row] = count
+            parts.append((rows, indices.flatten(0, 1)))
+        K = max(kept, default=0)
+        if len(parts) == 1 and len(parts[0][0]) == len(kept):
+            return parts[0][1][:, :K], kept
+        slots = torch.arange(K, dtype=torch.int32, device=offers.keys.device).repeat(len(kept), 1)
+        for rows, indices in parts:
+            width = min(K, indices.shape[1])
+            slots[torch.tensor(rows).to(slots.device), :width] = indices[:, :width]
+        return slots, kept
+
+    def _alike(self, offers: Offers, keep: Sequence[int | None], fixed: list[int] | None) -> list[list[int]]:
+        """Sequences that a pruner takes as one of more heads: all, where it can and they are alike, else each alone."""
+        pruner, alone = self.pruner, [[b] for b in range(len(keep))]
+        if len(keep) == 1 or not judges_by_head(pruner):
+            return alone
+        facts = set()
+        for b, tokens in enumerate(keep):
+            lengths, held = offers.lengths[offers.rows(b)], None if fixed is None else tuple(fixed[offers.rows(b)])
+            place = offers.positions[b] if pruner.one_frame else 0
+            seen = max(lengths), min(lengths), offers.valid[b], offers.guides[b], self.whole[b], self.firsts[b]
+            facts.add((tokens, held, place, *seen))
+        return [list(range(len(keep)))] if len(facts) == 1 else alone
+
+    def _offer(self, offers: Offers, some: list[int]) -> Candidates:
+        """What some sequences in a row offer, which are alike."""
+        b, part = some[0], slice(some[0], some[-1] + 1)
+        rows, valid, guide = slice(b * offers.heads, part.stop * offers.heads), offers.valid[b], offers.guides[b]
+        lengths, softmax = offers.lengths[rows], offers.softmax
+        T, last = max(lengths), offers.queries.shape[2] - valid
+        ragged = torch.tensor(lengths, dtype=torch.int32).to(offers.keys.device) if min(lengths) < T else None
+        if softmax.sink_logits is not None:
+            softmax = softmax._replace(sink_logits=softmax.sink_logits.repeat(len(some)))
+        return Candidates(
+            queries=offers.queries[part, :, last:].flatten(0, 1)[None], keys=offers.keys[None, rows, :T],
+            count=T - guide, chunk_length=valid - guide, guide_length=guide, softmax=softmax,
+            values=offers.values[None, rows, :T] if offers.values is not None and self.pruner.uses_values else None,
+            lengths=ragged, shortest=min(lengths), layer=self.layer, whole=self.whole[b],
+            unrotated=offers.unrotated[part, :, last:].flatten(0, 1)[None], position=offers.positions[b],
+            rotary=offers.rotary,
+        )  # fmt: skip
+
+    def _counted(self, offer: Candidates, rows: slice, offers: Offers) -> Candidates:
+        """The same with its running scores, to which its queries have added theirs."""
+        if self.received is None or self.received.shape[1] < offer.count:
+            wider = torch.zeros(len(offers.lengths), 2 * offer.count, device=offers.keys.device)
+            if self.received is not None:
+                wider[:, : self.received.shape[1]] = self.received
+            self.received = wider
+        sums = self.received[rows, : offer.count]
+        if offer.queries.shape[2]:
+            sums += self.pruner.votes(offer)
+        return replace(offer, received=sums)
+
+    def _ranked(
+        self, offer: Candidates, some: list[int], offers: Offers, keep: int, near: int, fixed: list[int] | None
+    ) -> list[_Ranked]:
+        pruner, firsts = self.pruner, self.firsts[some[0]]
+        if firsts < pruner.num_sink_tokens:  # only the prompt's own first tokens are sinks
+            pruner = pruner.with_sinks(firsts)
+        wanted, new = keep, keep
+        if fixed is not None:
+            new = keep - sum(fixed) // len(fixed)
+            wanted = new + (pruner.num_sink_tokens if any(fixed) else 0)  # those that memory has take nothing from new
+        sure = pruner.sure(offer, wanted, near)
+        scores = pruner.scored(offer, wanted, sure).unflatten(0, (len(some), -1))
+        gone = [max(sure.lost - held, 0) for held in fixed or [0] * offers.heads]  # what memory has stays
+        stay = min(keep, offer.count - max(gone)) if fixed is not None else sure.keep
+        marks = (sure.lost, sure.sinks, min(sure.recent, new))
+        return [
+            _Ranked(b, scores[i], stay, sum(offers.counts(b)) - sum(gone), marks, fixed) for i, b in enumerate(some)
+        ]
+
+    def _divided(self, ranked: list[_Ranked], offers: Offers) -> list[tuple[list[int], Tensor, Tensor | None]]:
+        """(sequences, indices int32 [n, Hkv, K] of what stays of them, how many count), of those alike at once."""
+        alike: dict[tuple[int, int], list[_Ranked]] = {}
+        for one in ranked:
+            alike.setdefault((one.keep, one.allowed), []).append(one)
+        out = []
+        for (keep, allowed), some in alike.items():
+            T = max(one.scores.shape[1] for one in some)
+            scores = torch.stack([torch.nn.functional.pad(one.scores, (0, T - one.scores.shape[1])) for one in some])
+            ends = [[offers.counts(one.b)] for one in some]
+            marks = [[[mark] * offers.heads for mark in one.marks] for one in some]
+            numbers = torch.tensor([end + mark for end, mark in zip(ends, marks, strict=True)]).to(scores.device)
+            ranks = marked(scores, *numbers[..., None].unbind(1))
+            if some[0].fixed is not None:
+                fixed = torch.tensor([one.fixed for one in some]).to(scores.device)[..., None]
+                ranks = ranks.masked_fill(torch.arange(T, device=scores.device) < fixed, float("inf"))
+            out.append(([one.b for one in some], *self._divide(ranks, keep, allowed)))
+        return out
+
+    def _divide(self, ranks: Tensor, keep: int, allowed: int) -> tuple[Tensor, Tensor | None]:
+        """The budget's choice, with an error of NaN scores that says where they are."""
+        try:
+            return self.budget.divide(ranks, keep, allowed)
+        except RuntimeError as error:
+            if "NaN" not in str(error):
+                raise
+            raise nan_error(self.pruner, self.layer) from error
+
+    def follow(self, choice: Choice) -> None:
+        """The chosen tokens move to the front of their rows, and with them what is remembered of each."""
+        if self.received is None:
+            return
+        slots = choice.slots.long().clamp(max=self.received.shape[1] - 1)
+        ends = torch.tensor(choice.kept).to(slots.device)[:, None]
+        gone = torch.arange(slots.shape[1], device=slots.device) >= ends
+        self.received = self.received.gather(1, slots).masked_fill_(gone, 0)

@@ -1,0 +1,128 @@
+"""A layer whose queries see a window or a chunk: all of that is kept, in a ring, and nothing else."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .. import ops
+from ..softmax import Softmax
+from .layer import CompressedLayer
+from .paged import step_positions
+from .passes import CachePass
+from .ring import Ring
+
+
+class LocalLayer(CompressedLayer):
+    """Keys stand at the tokens' own places. window: keys that a query sees, itself included; or chunk: it sees those of
+    its own chunk of so many positions. The guide of a prompt attends and is not kept.
+
+    places: int32 [B, 1], tokens of each sequence so far; next: the same on the host.
+    """
+
+    is_sliding = True
+
+    def __init__(self, index: int, window: int | None, chunk: int | None) -> None:
+        super().__init__(index, -1)
+        self.window, self.chunk = window, chunk
+        self.ring: Ring | None = None
+        self.places: Tensor | None = None
+        self.next: list[int] = []
+        self.rope_lengths: list[int] = []
+
+    @property
+    def size(self) -> int:
+        size = self.chunk if self.window is None else self.window
+        assert size is not None
+        return size
+
+    def attend(self, step: CachePass, queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax) -> Tensor:
+        facts, S = step.facts[self.index], keys.shape[2]
+        if self.ring is None or self.places is None:
+            self.ring = Ring(self.size, (keys, values))
+            self.places = torch.zeros(keys.shape[0], 1, dtype=torch.int32, device=keys.device)
+            self.next, self.rope_lengths = [0] * keys.shape[0], step.whole
+        ring, places = self.ring, self.places
+        positions, bound = step_positions(places, step.counts, S), max(self.next) + S
+        k = facts.key_rotary.rotate(keys, positions, bound, self.rope_lengths)
+        lengths = self.rope_lengths
+
+        def rotated(x: Tensor) -> Tensor:
+            return facts.query_rotary.rotate(x, positions, bound, lengths)
+
+        if step.one:
+            ring.make_room(max(self.next) + 1)
+            ring.put((k, values), *ring.slots(places))
+            # a chunk begins in slot 0
+            end = (places + 1).clamp(max=self.size) if self.chunk is None else places % self.size + 1
+            end = end.expand(-1, ring.heads).reshape(-1).contiguous()
+            held_k, held_v = ring.arrays
+
+            def view(x: Tensor, softmax: Softmax) -> Tensor:
+                return ops.decode(rotated(x), held_k, held_v, end, **softmax.options)[0]
+
+        else:
+            # of a chunk those that are in the next token's
+            held = places.clamp(max=self.size) if self.chunk is None else places % self.size
+            most = max(min(n, self.size) if self.chunk is None else n % self.size for n in self.next)
+            counts = step.on(keys.device)
+            (all_k, all_v), totals = ring.joined((k, values), places, counts, most, held)
+            befores = [min(n, self.size) if self.chunk is None else n % self.size for n in self.next]
+
+            def view(x: Tensor, softmax: Softmax) -> Tensor:
+                q = rotated(x)
+                if self.chunk is None:
+                    whole = not step.padded and min(befores) == most
+                    ends = None if whole else totals.flatten()
+                    return ops.attention(q, all_k, all_v, window=self.window, lengths=ends, **softmax.options)[0]
+                return self._in_chunks(q, all_k, all_v, befores, step.counts, softmax)
+
+            kept = torch.tensor(step.kept, dtype=torch.int32).to(keys.device)[:, None]
+            ring.make_room(max(n + count for n, count in zip(self.next, step.kept, strict=True)))
+            self._keep(ring, (all_k, all_v), held, kept, places)
+        self.next = [n + count for n, count in zip(self.next, step.kept, strict=True)]
+        self.places = places + (1 if step.one else kept)
+        return step.answer(self.index, view, queries, softmax)
+
+    def _keep(self, ring: Ring, tokens: tuple[Tensor, Tensor], held: Tensor, kept: Tensor, places: Tensor) -> None:
+        if ring.arrays[0].shape[1]:
+            ring.keep(tokens, held + kept, places + kept)
+
+    def _in_chunks(
+        self, q: Tensor, k: Tensor, v: Tensor, befores: list[int], counts: tuple[int, ...], softmax: Softmax
+    ) -> Tensor:
+        """Queries [B, Hq, S, D] over keys [B, Hkv, T, D], left-aligned; befores[b] of them come before those of the
+        queries, all in one chunk."""
+        out, S, size = torch.zeros_like(q), q.shape[2], self.size
+        for b, (before, count) in enumerate(zip(befores, counts, strict=True)):
+            start = 0  # of the chunk, among the keys
+            while start < before + count:
+                stop = min(start + size, before + count)
+                first = max(start, before)  # query of the chunk
+                if stop > first:
+                    columns = slice(S - count + first - before, S - count + stop - before)
+                    part = slice(b, b + 1)
+                    out[part, :, columns] = ops.attention(
+                        q[part, :, columns], k[part, :, start:stop], v[part, :, start:stop], **softmax.options
+                    )[0]
+                start = stop
+        return out
+
+    # ---- state ----
+
+    def nbytes(self) -> int:
+        return 0 if self.ring is None else self.ring.nbytes()
+
+    def stored_lengths(self) -> list[list[int]]:
+        if self.ring is None:
+            return []
+        held = [min(n, self.size) if self.chunk is None else n % self.size or min(n, self.size) for n in self.next]
+        return [[n] * self.ring.heads for n in held]
+
+    def select_batch(self, indices: list[int]) -> None:
+        if self.ring is None or self.places is None:
+            return
+        heads, device = self.ring.heads, self.places.device
+        self.ring.select_rows(torch.tensor([b * heads + h for b in indices for h in range(heads)]).to(device))
+        self.places = self.places[torch.tensor(indices, dtype=torch.long).to(device)]
+        self.next, self.rope_lengths = ([numbers[b] for b in indices] for numbers in (self.next, self.rope_lengths))

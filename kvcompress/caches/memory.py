@@ -1,0 +1,98 @@
+"""The memory of a prompt that is being read: unrotated keys and values in rows of any length."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..positions import RotaryTables
+from .choose import Choice
+from .passes import CachePass
+from .rows import SideState
+
+
+def spread(numbers: list[int], heads: int) -> list[int]:
+    """Of each sequence for each of its rows."""
+    return [number for number in numbers for _ in range(heads)]
+
+
+class Memory(SideState):
+    """keys, values: [R, M, D]; held[r] of a row's tokens count, what lies past them is never read. origins: int32
+    [R, M], their places in the prompt, None = not tracked.
+
+    Rows end where the longest of their sequence does: the tokens of a chunk stand at the same positions in all heads,
+    and a shorter row begins later.
+    """
+
+    def __init__(self, keys: Tensor, values: Tensor, held: list[int], origins: Tensor | None = None) -> None:
+        self.keys, self.values, self.held, self.origins = keys, values, held, origins
+
+    @staticmethod
+    def empty(batch: int, keys: Tensor, values: Tensor, *, tracks: bool) -> Memory:
+        """keys, values: those of a chunk, [B, Hkv, S, D]."""
+        R = batch * keys.shape[1]
+        origins = torch.zeros(R, 0, dtype=torch.int32, device=keys.device) if tracks else None
+        return Memory(keys.new_zeros(R, 0, keys.shape[3]), values.new_zeros(R, 0, values.shape[3]), [0] * R, origins)
+
+    def without_tokens(self) -> Memory:
+        """Its lengths alone."""
+        return Memory(self.keys[:, :0].clone(), self.values[:, :0].clone(), self.held)
+
+    def longest(self, batch: int) -> list[int]:
+        """Tokens of each sequence's longest row."""
+        heads = len(self.held) // batch
+        return [max(self.held[b * heads : (b + 1) * heads]) for b in range(batch)]
+
+    def late(self, batch: int) -> list[int]:
+        """Position at which each row begins."""
+        ends = spread(self.longest(batch), len(self.held) // batch)
+        return [end - held for end, held in zip(ends, self.held, strict=True)]
+
+    def joined(self, keys: Tensor, values: Tensor, step: CachePass) -> Memory:
+        """The memory followed by the last counts[b] tokens of a chunk [B, Hkv, S, D]."""
+        heads, S = keys.shape[1:3]
+        lengths = [held + count for held, count in zip(self.held, spread(list(step.counts), heads), strict=True)]
+        places = None
+        if self.origins is not None:
+            first = [read + count - S for read, count in zip(step.read, step.counts, strict=True)]
+            places = torch.tensor(spread(first, heads))[:, None] + torch.arange(S)
+            places = places.to(keys.device, torch.int32)[..., None]
+        pairs = (self.keys, keys.flatten(0, 1)), (self.values, values.flatten(0, 1))
+        k, v = (self._joined(old, new, lengths) for old, new in pairs)
+        origins = (
+            None if places is None or self.origins is None else self._joined(self.origins[..., None], places, lengths)
+        )
+        return Memory(k, v, lengths, None if origins is None else origins[..., 0])
+
+    def _joined(self, old: Tensor, new: Tensor, lengths: list[int]) -> Tensor:
+        """[R, T, D], row r filled up to lengths[r]."""
+        S, most = new.shape[1], max(self.held)
+        if min(self.held) == most and min(lengths) == most + S:
+            return new if most == 0 else torch.cat([old[:, :most], new], 1)
+        both = torch.cat([old[:, :most], new], 1)
+        held, ends = (torch.tensor(numbers).to(new.device)[:, None] for numbers in (self.held, lengths))
+        t = torch.arange(max(lengths), device=new.device)
+        index = torch.where(t < held, t, most + S - ends + t).clamp_(max=most + S - 1)
+        return both.gather(1, index[..., None].expand(-1, -1, new.shape[2]))
+
+    def rotated(self, rotary: RotaryTables, in_sight: list[int], *, late: list[int]) -> Tensor:
+        """keys [R, T, D] at their positions, the first of row r at late[r]. in_sight: keys of each sequence."""
+        R, T, _ = self.keys.shape
+        heads = R // len(in_sight)
+        if not any(late):
+            return rotary.rotate(self.keys.unflatten(0, (-1, heads)), None, T, in_sight).flatten(0, 1)
+        first = torch.tensor(late, dtype=torch.int32).to(self.keys.device)[:, None]
+        places = first + torch.arange(T, dtype=torch.int32, device=self.keys.device)
+        return rotary.rotate(self.keys[:, None], places, T + max(late), spread(in_sight, heads))[:, 0]
+
+    def taken(self, choice: Choice) -> Memory:
+        """What was chosen of it."""
+        R, T, _ = self.keys.shape
+        slots = choice.slots
+        rows = (torch.arange(R, device=slots.device)[:, None] * T + slots).flatten()
+
+        def of(x: Tensor) -> Tensor:
+            return x.flatten(0, 1).index_select(0, rows).view(R, slots.shape[1], *x.shape[2:])
+
+        origins = None if self.origins is None else of(self.origins)
+        return Memory(of(self.keys), of(self.values), choice.kept, origins)

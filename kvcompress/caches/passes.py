@@ -1,0 +1,109 @@
+"""One forward pass over a compressed cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..hf.facts import Facts
+from ..hf.method import Pass
+from ..softmax import Softmax
+
+View = Callable[[Tensor, Softmax], Tensor]  # attention of un-rotated queries to what a layer holds in this pass
+
+
+@dataclass(frozen=True)
+class Iteration:
+    """One iteration of reading a prompt. memory[b][n]: tokens per KV head that layer n of those that compress keeps of
+    sequence b; () for a sequence that has no tokens in it. guide_length: how many of its last tokens are the guide.
+    prompt: tokens of each sequence's whole prompt, None = not known."""
+
+    memory: tuple[tuple[int, ...], ...]
+    guide_length: int = 0
+    prompt: tuple[int, ...] | None = None
+
+
+class CachePass(Pass):
+    """counts[b]: tokens of sequence b in it, right-aligned; columns before them are padding. layers: the cache's, by
+    the model's numbers. iteration: of the prompt that is being read by kvcompress.prefill, None = none is."""
+
+    def __init__(
+        self, facts: Facts, layers: Sequence[Any], counts: Sequence[int], columns: int,
+        iteration: Iteration | None = None,
+    ) -> None:  # fmt: skip
+        self.facts, self.layers = facts, layers
+        self.counts, self.columns, self.iteration = tuple(counts), columns, iteration
+        self.read: tuple[int, ...] = ()  # tokens of each sequence before this pass, where the cache counts them
+        self.lent: dict[int, Any] = {}  # what layers lend to others above them in this pass
+        self._views: dict[int, tuple[View, Callable[[], None] | None]] = {}
+
+    @property
+    def compressing(self) -> int:
+        """How many layers of the cache compress."""
+        return sum(getattr(layer, "number", -1) >= 0 for layer in self.layers)
+
+    @property
+    def one(self) -> bool:
+        """Every sequence has one token, which is not of a prompt that is being read."""
+        return self.columns == 1 and self.iteration is None and min(self.counts) == 1
+
+    @property
+    def padded(self) -> bool:
+        return min(self.counts) < self.columns
+
+    @property
+    def guide_length(self) -> int:
+        return 0 if self.iteration is None else self.iteration.guide_length
+
+    @property
+    def kept(self) -> tuple[int, ...]:
+        """Tokens of each sequence that are not the guide's."""
+        guide = self.guide_length
+        return tuple(max(count - guide, 0) for count in self.counts) if guide else self.counts
+
+    @property
+    def whole(self) -> list[int]:
+        """Tokens of each sequence by which frequencies that depend on length are settled: of a prompt that is read in
+        chunks all of them."""
+        known = None if self.iteration is None else self.iteration.prompt
+        return [max(count, n, 1) for count, n in zip(self.counts, known or self.counts, strict=True)]
+
+    def on(self, device: torch.device) -> Tensor:
+        """counts, int32 [B, 1] on a device."""
+        return torch.tensor(self.counts, dtype=torch.int32).to(device)[:, None]
+
+    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax) -> Tensor:
+        facts = self.facts[layer]
+        with torch.inference_mode(False), torch.no_grad():  # what is stored must be usable outside inference mode
+            if facts.reads is None:
+                out: Tensor = self.layers[layer].attend(self, queries, keys, values, softmax)
+                return out
+            view, after = self._views[facts.reads]
+            # a family may go on with the last tokens alone (gemma4, in front of its head)
+            missing = self.columns - queries.shape[2]
+            out = view(torch.nn.functional.pad(queries, (0, 0, missing, 0)), softmax)[:, :, missing:]
+            if layer == self.facts[facts.reads].readers[-1]:
+                del self._views[facts.reads]
+                if after is not None:
+                    after()
+            return out
+
+    def answer(
+        self, layer: int, view: View, queries: Tensor, softmax: Softmax, after: Callable[[], None] | None = None
+    ) -> Tensor:
+        """What a layer's queries find; the same view serves the layers that read its keys. after: what changes it, done
+        when the last of them has attended."""
+        out = view(queries, softmax)
+        self.lend_view(layer, view, after)
+        return out
+
+    def lend_view(self, layer: int, view: View, after: Callable[[], None] | None = None) -> None:
+        """The same, where the layer's own queries have been answered."""
+        if self.facts[layer].readers:
+            self._views[layer] = (view, after)
+        elif after is not None:
+            after()

@@ -1,0 +1,106 @@
+"""What a cache keeps: how much of it, by whose choice, and where it then stands."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..budgets import AdaKV, Budget, CacheShape, Size, as_budget
+from ..positions import RemoteGap
+from ..pruners import Pruner, SnapKV
+from .store import PoolSettings
+
+NEVER = 1 << 60  # tokens
+
+
+class Notices:
+    """Warnings of one cache, each kind once."""
+
+    def __init__(self) -> None:
+        self._given: set[str] = set()
+
+    def give(self, kind: str, message: str) -> None:
+        if kind not in self._given:
+            self._given.add(kind)
+            warnings.warn(message, stacklevel=4)
+
+
+@dataclass(frozen=True)
+class Policy:
+    """pruner, budget: what stays, and how much. every: tokens over the budget at which a decoded token compresses; 0 =
+    none does. growth: tokens between two compressions at most. prompts: whether calls of several tokens compress (those
+    of kvcompress.prefill aside, where an IterativeCache does). gap: where compressed tokens stand; None = where they
+    were. bounded: no position may lie beyond trained_length."""
+
+    pruner: Pruner
+    budget: Budget
+    pool: PoolSettings
+    trained_length: int
+    every: int = 0
+    growth: int = 0
+    prompts: bool = True
+    gap: RemoteGap | None = None
+    bounded: bool = False
+    notices: Notices = field(default_factory=Notices)
+
+    @staticmethod
+    def of(
+        pruner: Any, budget: Size | Budget | None, pool: PoolSettings, trained_length: int, *, every: int | None,
+        chunk_size: int | None, positions: str | RemoteGap, prompts: bool = True,
+    ) -> Policy:  # fmt: skip
+        """From what users give. Raises ValueError for what is out of range or cannot fit."""
+        pruner = SnapKV() if pruner is None else pruner
+        if not isinstance(pruner, Pruner):
+            raise ValueError(
+                f"pruner must be one of kvcompress.pruners or a subclass of kvcompress.pruners.Pruner, got "
+                f"{type(pruner).__name__}"
+            )
+        if budget is None and (budget := pruner.default_budget) is None:
+            raise ValueError(f"budget must be given with {type(pruner).__name__}, got None")
+        for name, value in (("every", every), ("chunk_size", chunk_size)):
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise ValueError(f"{name} must be an integer of at least 1 or None, got {value!r}")
+        gap = _gap_of(positions)
+        if gap is not None and pruner.one_frame:
+            raise ValueError(f"positions must be 'original' with {type(pruner).__name__}, got {positions!r}")
+        policy = Policy(
+            pruner, as_budget(budget), pool, trained_length, every=every or 0, growth=max(every or 0, chunk_size or 0),
+            prompts=prompts, gap=gap, bounded=isinstance(positions, RemoteGap),
+        )  # fmt: skip
+        if policy.bounded and (keep := policy.budget.tokens) is not None and not isinstance(policy.budget, AdaKV):
+            near = policy.near_of(keep)
+            policy.blank(keep - near, near)  # refuses what cannot fit
+        return policy
+
+    def tokens_of(self, length: int, layer: int, layers: int, rows: int, slot_nbytes: int) -> int:
+        """Tokens per head that one of so many layers keeps of a sequence of `length` tokens."""
+        shape = CacheShape(layers, rows, slot_nbytes, self.pool.page_size, self.every)
+        return self.budget.layer_tokens(length, layer, shape)
+
+    def near_of(self, keep: int) -> int:
+        """Near tokens of a compression to `keep` tokens."""
+        assert self.gap is not None
+        near = max(self.pruner.recent(keep, keep), self.gap.near_length or 0)
+        return min(near, keep - min(self.pruner.num_sink_tokens, keep))
+
+    def blank(self, compressed: int, near: int) -> int:
+        """Unused ids between so many compressed and near tokens (see RemoteGap.blank)."""
+        assert self.gap is not None
+        return self.gap.blank(
+            compressed, near, self.growth, self.trained_length, warn=lambda text: self.notices.give("gap", text)
+        )
+
+    def check_guide(self) -> None:
+        if not self.pruner.uses_guide:
+            raise ValueError(f"guide has no effect with the pruner {type(self.pruner).__name__}")
+
+
+def _gap_of(positions: str | RemoteGap) -> RemoteGap | None:
+    if isinstance(positions, RemoteGap):
+        return positions
+    if positions == "contiguous":
+        return RemoteGap(gap=0, on_overflow="warn")  # warns as IterativeCache does, refuses nothing
+    if positions == "original":
+        return None
+    raise ValueError(f"positions must be 'original', 'contiguous' or a RemoteGap, got {positions!r}")

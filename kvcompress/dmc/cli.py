@@ -1,0 +1,110 @@
+"""`kvcompress retrofit dmc`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from ..retrofit.cli import (
+    Accumulation,
+    Checkpointing,
+    Device,
+    Distillation,
+    Float32,
+    KeepAll,
+    Length,
+    Model,
+    Out,
+    Preset,
+    Rate,
+    Resume,
+    Rows,
+    SaveSteps,
+    Teacher,
+    Text,
+    chosen_of,
+    settings_of,
+)
+
+# steps, what they are made of and the learning rate; "quick" is for the shipped model on two CPU cores
+PRESETS: dict[str, dict[str, Any]] = {
+    "quick": {
+        "anneal_steps": 100, "ramp_steps": 6000, "solidify_steps": 4400, "warmup_steps": 20, "learning_rate": 6e-4,
+        "shift": 2.0, "weight": 2.0, "length": 2048, "rows": 2, "accumulation": 1,
+    },
+    "paper": {
+        "anneal_steps": 250, "ramp_steps": 18000, "solidify_steps": 2000, "warmup_steps": 0, "learning_rate": 3e-5,
+        "shift": 5.0, "weight": 1.0, "length": 4096, "rows": 4, "accumulation": 256,
+    },
+}  # fmt: skip
+
+
+def dmc(
+    out: Out,
+    target_cr: Annotated[float, typer.Option(help="tokens per cache entry to reach", min=1.0)] = 4.0,
+    preset: Preset = "quick",
+    model: Model = "example",
+    text: Text = None,
+    mode: Annotated[str | None, typer.Option(help="dmc (merge, the default) or dms (drop)")] = None,
+    dms_window: Annotated[int | None, typer.Option(help="tokens that dms never drops (512)", min=0)] = None,
+    start_cr: Annotated[float, typer.Option(help="where the ramp begins", min=1.0)] = 1.0,
+    anneal_steps: Annotated[int | None, typer.Option(help="steps that fade the neurons out", min=0)] = None,
+    ramp_steps: Annotated[int | None, typer.Option(help="steps from start to target", min=0)] = None,
+    solidify_steps: Annotated[
+        int | None, typer.Option(help="steps at the target, learning rate falling", min=0)
+    ] = None,
+    learning_rate: Rate = None,
+    weight: Annotated[float | None, typer.Option(help="of the compression loss", min=0.0)] = None,
+    shift: Annotated[float | None, typer.Option(help="c: how unlikely a merge is at first")] = None,
+    hinge: Annotated[str, typer.Option(help="over what the ratio is meant: global, sequence or layer")] = "global",
+    stride: Annotated[int | None, typer.Option(help="fixed pooling of so many tokens, the baseline", min=1)] = None,
+    equal_weight: Annotated[float, typer.Option(help="DMC-C: weight of equal ratios within a layer", min=0.0)] = 0.0,
+    distillation: Distillation = 0.0,
+    teacher: Teacher = None,
+    length: Length = None,
+    rows: Rows = None,
+    accumulation: Accumulation = None,
+    save_steps: SaveSteps = 500,
+    keep_all: KeepAll = False,
+    seed: Annotated[int, typer.Option(help="of data and noise", min=0)] = 0,
+    device: Device = "cpu",
+    float32: Float32 = False,
+    checkpointing: Checkpointing = False,
+    resume: Resume = False,
+) -> None:
+    """Retrofit a model with Dynamic Memory Compression: each KV head learns which tokens to merge.
+
+    A model that is converted already (an earlier run's folder) goes on without annealing.
+    """
+    from .losses import CompressionLoss
+    from .recipe import DMCRecipe
+    from .retrofit import retrofit
+
+    own = {
+        "anneal_steps": anneal_steps, "ramp_steps": ramp_steps, "solidify_steps": solidify_steps, "weight": weight,
+        "learning_rate": learning_rate, "shift": shift, "length": length, "rows": rows, "accumulation": accumulation,
+    }  # fmt: skip
+    chosen = chosen_of(preset, own, PRESETS)
+    try:
+        recipe = DMCRecipe(
+            target_ratio=target_cr, start_ratio=start_cr, seed=seed,
+            objective=CompressionLoss(weight=chosen["weight"], hinge=hinge, equal_weight=equal_weight),
+            **{name: chosen[name] for name in ("anneal_steps", "ramp_steps", "solidify_steps", "warmup_steps")},
+        )  # fmt: skip
+        settings = settings_of(
+            chosen, out=out, model=model, text=text, distillation=distillation, teacher=teacher, seed=seed,
+            save_steps=save_steps, keep_all=keep_all, device=device, float32=float32, checkpointing=checkpointing,
+        )  # fmt: skip
+        given = {"mode": mode, "dms_window": dms_window, "shift": shift, "stride": stride}
+        if stride is not None:
+            given["omega"] = "uniform"
+        retrofit(
+            recipe,
+            settings,
+            defaults={"shift": chosen["shift"]},
+            resume=resume,
+            **{name: value for name, value in given.items() if value is not None},
+        )
+    except (ValueError, FileNotFoundError) as error:
+        raise typer.BadParameter(str(error)) from None

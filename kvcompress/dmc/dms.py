@@ -1,0 +1,116 @@
+"""The layer of DMS: recent tokens in a ring, and of older ones those that were not marked for dropping."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from .. import ops
+from ..caches.passes import CachePass
+from ..caches.ring import Ring
+from ..caches.store import PoolSettings
+from ..softmax import Softmax
+from .config import DMCConfig
+from .layer import DecidingLayer, hiding
+
+
+class DMSLayer(DecidingLayer):
+    """The newest W + 1 tokens, W = dms_window, lie in a ring: keys, values, and each token's own decision, bool.
+
+    A token that leaves the ring goes into pages, unless the decision of its successor is 1. Keys are rotated once.
+    """
+
+    def __init__(self, index: int, number: int, pool_settings: PoolSettings, config: DMCConfig, track: bool) -> None:
+        super().__init__(index, number, pool_settings, config, track)
+        self.size = config.dms_window + 1
+        self.ring: Ring | None = None
+
+    # ---- attention ----
+
+    def attend_one(
+        self, step: CachePass, queries: Tensor, keys: Tensor, values: Tensor, alpha: Tensor, softmax: Softmax
+    ) -> Tensor:
+        pool, places = self.pool, self.places
+        assert pool is not None and places is not None
+        k, q = self.keys_at(step, keys, places), self.queries_at(step, queries, places)
+        decided = alpha > 0.5
+        ring = self._ring(k, values, decided)
+        ring.make_room(max(self.next) + 1)
+        rows, slots = ring.slots(places)
+        seen = places.expand(-1, ring.heads).flatten()
+        if max(self.next) >= self.size:  # else nothing leaves
+            held_k, held_v, held_alpha = ring.arrays
+            marked = decided.flatten() if self.size == 1 else held_alpha[rows, (seen.long() + 1) % self.size]
+            stays = ((seen >= self.size) & ~marked).to(torch.int32)
+            pool.append([held[rows, slots].view(k.shape) for held in (held_k, held_v)], stays)
+        ring.put((k, values, decided), rows, slots)
+        end = (seen + 1).clamp(max=self.size)
+        near = ops.decode(q, ring.arrays[0], ring.arrays[1], end, **softmax.options)
+        return self._with_pages(q, near, softmax)
+
+    def _ring(self, *tokens: Tensor) -> Ring:
+        if self.ring is None:
+            self.ring = Ring(self.size, tokens)
+        return self.ring
+
+    def _with_pages(self, q: Tensor, near: tuple[Tensor, Tensor], softmax: Softmax) -> Tensor:
+        """Joins attention over the tokens in pages to that over others."""
+        assert self.pool is not None
+        if max(self.pool.bounds) == 0:
+            return near[0]
+        return ops.merge_states(near, self._decode(q, self.pool.lengths, None, softmax.rest, causal=False))[0]
+
+    def attend_many(
+        self, step: CachePass, queries: Tensor, keys: Tensor, values: Tensor, alpha: Tensor, softmax: Softmax
+    ) -> Tensor:
+        """Attention over the ring and the chunk, near and far tokens apart, and over what was in pages before."""
+        places = self.places
+        assert places is not None
+        positions, counts = self.positions(step), step.on(keys.device)
+        q = self.queries_at(step, queries, positions)
+        tokens = self.keys_at(step, keys, positions), values, alpha > 0.5
+        ring, most = self._ring(*tokens), min(max(self.next), self.size)
+        (k, v, decided), totals = ring.joined(tokens, places, counts, most)
+        lengths = totals.flatten()
+        near = ops.attention(q, k, v, window=self.size, lengths=lengths, **softmax.options)
+        if k.shape[2] > self.size:
+            far = ops.attention(
+                q, k, v, window=self.size, complement=True, key_bias=hiding(decided), lengths=lengths,
+                **softmax.rest.options,
+            )  # fmt: skip
+            near = ops.merge_states(near, far)
+        out = self._with_pages(q, near, softmax)
+        self._page(k, v, decided, lengths)
+        ring.make_room(max(n + count for n, count in zip(self.next, step.counts, strict=True)))
+        if ring.arrays[0].shape[1]:
+            ring.keep((k, v, decided), totals, places + counts)
+        return out
+
+    def _page(self, k: Tensor, v: Tensor, decided: Tensor, lengths: Tensor) -> None:
+        """Puts into pages what leaves the ring unmarked, of tokens of which the newest stay there."""
+        assert self.pool is not None
+        leaving, D = k.shape[2] - self.size, k.shape[3]
+        if leaving > 0:
+            t = torch.arange(leaving, device=k.device)
+            stays = (t < lengths[:, None, None] - self.size) & ~functional.pad(decided, (0, 1))[..., 1 : leaving + 1]
+            # those that stay last, in their order
+            order = stays.to(torch.int8).argsort(stable=True, dim=-1)[..., None].expand(-1, -1, -1, D)
+            kept = stays.sum(-1, dtype=torch.int32).flatten().tolist()
+            self.pool.append([x[:, :, :leaving].gather(2, order) for x in (k, v)], kept)
+
+    # ---- state ----
+
+    def most_slots(self, counts: tuple[int, ...]) -> list[int]:
+        return [count if seen >= self.size else 0 for count, seen in zip(counts, self.next, strict=True)]
+
+    def stored_lengths(self) -> list[list[int]]:
+        recent = [min(count, self.size) for count in self.next]
+        return [[near + far for far in row] for near, row in zip(recent, super().stored_lengths(), strict=True)]
+
+    def select_state(self, rows: Tensor) -> None:
+        assert self.ring is not None
+        self.ring.select_rows(rows)
+
+    def state(self) -> tuple[Tensor, ...]:
+        return () if self.ring is None else tuple(self.ring.arrays)

@@ -1,0 +1,134 @@
+"""The layer of DMC: each token opens an entry of its row or is merged into the newest one."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .. import ops
+from ..caches.passes import CachePass
+from ..caches.store import PoolSettings
+from ..softmax import Softmax
+from .config import DMCConfig
+from .gates import weights_of
+from .layer import DecidingLayer, hiding, left_aligned
+
+
+class DMCLayer(DecidingLayer):
+    """Rows of entries, each the average of one or more tokens; the newest one's sums are kept in float32."""
+
+    def __init__(self, index: int, number: int, pool_settings: PoolSettings, config: DMCConfig, track: bool) -> None:
+        super().__init__(index, number, pool_settings, config, track)
+        self.tail: ops.Tail | None = None
+
+    def open_pool(self, rows: int, head_dim: int, like: Tensor, rope_lengths: list[int]) -> None:
+        super().open_pool(rows, head_dim, like, rope_lengths)
+        self.tail = ops.Tail.empty(rows, head_dim, window=self.config.window, device=like.device)
+
+    # ---- attention ----
+
+    def attend_one(
+        self, step: CachePass, queries: Tensor, keys: Tensor, values: Tensor, alpha: Tensor, softmax: Softmax
+    ) -> Tensor:
+        pool, places = self.pool, self.places
+        assert pool is not None and places is not None
+        # a token takes one page at most: that of a new slot, or a copy of the shared one that holds the newest
+        with torch.inference_mode():
+            weights, rotated = self._weights(queries, keys), self.queries_at(step, queries, places)
+        self._append(step, keys, values, alpha, weights, [1] * len(pool.bounds), None, known=False)
+        return self._decode(rotated, pool.lengths, None, softmax, causal=False)[0]
+
+    def attend_many(
+        self, step: CachePass, queries: Tensor, keys: Tensor, values: Tensor, alpha: Tensor, softmax: Softmax
+    ) -> Tensor:
+        """Attention over the chunk's own partial averages and over entries that were closed before it.
+
+        A token's partial average is hidden from later ones where the next token merges into it, and so is the newest
+        entry where the first token does.
+        """
+        pool, places, S = self.pool, self.places, keys.shape[2]
+        assert pool is not None and places is not None
+        omega, counts = self._weights(queries, keys), step.on(keys.device)
+        k, v, gates, weights = left_aligned(step, keys, values, alpha, omega)
+        mean_k, mean_v = self._averages(k, v, gates, weights)
+        first = places + torch.arange(S, dtype=torch.int32, device=places.device)
+        rotated_k = self.keys_at(step, mean_k, first)
+        q = self.queries_at(step, queries, self.positions(step))
+        lengths = counts.flatten() if step.padded else None
+        out = ops.attention(q, rotated_k, mean_v, key_bias=hiding(gates), lengths=lengths, **softmax.options)
+
+        here = torch.arange(S, device=places.device) < counts
+        opens = ((gates < 0.5) & here[:, None]).sum(-1, dtype=torch.int32).flatten()
+        merges = ((gates[..., 0] > 0.5) & here[:, :1]).flatten().to(torch.int32)
+        if max(pool.bounds) > 0:
+            out = ops.merge_states(out, self._decode(q, pool.lengths - merges, None, softmax.rest, causal=False))
+        opened, rewrites = torch.stack([opens, merges]).tolist()
+        self._append(step, keys, values, alpha, omega, opened, [bool(row) for row in rewrites], known=True)
+        return out[0]
+
+    def _weights(self, queries: Tensor, keys: Tensor) -> Tensor:
+        """float32 [B, Hkv, S], omega: how much each token weighs in the average of its entry."""
+        return weights_of(self.config, queries[..., self.neuron], keys.shape[1])
+
+    def _averages(self, k: Tensor, v: Tensor, alpha: Tensor, omega: Tensor) -> tuple[Tensor, Tensor]:
+        """Partial averages that the chunk's tokens see of their entries, un-rotated, what was there included."""
+        tail, neuron, window = self.tail, self.neuron, self.config.window
+        assert tail is not None
+        B, Hkv, S, D = k.shape
+        if window is None:
+            initial = (tail.keys.view(B, Hkv, D), tail.values.view(B, Hkv, D), tail.weights.view(B, Hkv))
+            return ops.dmc_accumulate(k, v, alpha, omega, neuron=neuron, initial=initial)[:2]
+        if window == 1:
+            return ops.dmc_accumulate(k, v, alpha, omega, neuron=neuron, window=1)[:2]
+        # tokens of the window once more, before the chunk; one joins the one before it where there is one
+        ages = torch.arange(window - 1, 0, -1, device=k.device)
+        age, count = ages[None], tail.counts[:, None]
+        held = (age <= count)[..., None]
+        place = ((count - age) % window)[..., None].long()
+        before_k, before_v = (
+            torch.where(held, x.gather(1, place.expand(-1, -1, D)), 0).to(k.dtype).view(B, Hkv, -1, D)
+            for x in (tail.keys, tail.values)
+        )
+        before_weight = torch.where(held[..., 0], tail.weights.gather(1, place[..., 0]), 1).view(B, Hkv, -1)
+        before_alpha = (age < count.clamp(max=window - 1)).float().view(B, Hkv, -1)
+        out = ops.dmc_accumulate(
+            torch.cat([before_k, k], 2),
+            torch.cat([before_v, v], 2),
+            torch.cat([before_alpha, alpha], 2),
+            torch.cat([before_weight, omega], 2),
+            neuron=neuron,
+            window=window,
+        )
+        return out[0][:, :, window - 1 :], out[1][:, :, window - 1 :]
+
+    def _append(
+        self, step: CachePass, keys: Tensor, values: Tensor, alpha: Tensor, omega: Tensor, opened: list[int],
+        rewrites: list[bool] | None, *, known: bool,
+    ) -> None:  # fmt: skip
+        """Stores new tokens. opened, rewrites, known: as PagePool.extend takes them."""
+        pool, tail, rotary = self.pool, self.tail, step.facts[self.index].key_rotary
+        assert pool is not None and tail is not None
+        cos, sin, offsets = rotary.joint_tables(self.bound(step), self.rope_lengths, keys.device)
+        positions = self.positions(step)
+        if offsets is not None:
+            positions = positions + offsets
+        new = None
+        if step.padded:
+            new = torch.tensor(self._per_row(step.counts), dtype=torch.int32).to(keys.device)
+
+        def write(table: ops.PageTable) -> None:
+            ops.dmc_append_(
+                pool.k_pages, pool.v_pages, table, tail, keys, values, alpha, omega, cos=cos, sin=sin,
+                positions=positions, counts=new, neuron=self.neuron, window=self.config.window,
+            )  # fmt: skip
+
+        pool.extend(write, opened, rewrites=rewrites, known=known)
+
+    # ---- state ----
+
+    def select_state(self, rows: Tensor) -> None:
+        assert self.tail is not None
+        self.tail = ops.Tail(*(x[rows] for x in self.tail))
+
+    def state(self) -> tuple[Tensor, ...]:
+        return self.tail or ()

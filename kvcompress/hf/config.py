@@ -1,0 +1,62 @@
+"""What a transformers config says of a decoder."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedConfig
+from transformers.cache_utils import (
+    DummyLayer,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionLayer,
+)
+
+# layers of transformers' caches that hold keys, values and recurrent states, and nothing else
+LAYERS = (
+    DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer, LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer, DummyLayer,
+)  # fmt: skip
+
+
+def decoder_config(config: PreTrainedConfig) -> Any:
+    """The part of a model's config that describes its decoder. Raises TypeError for what is no config."""
+    if not isinstance(config, PreTrainedConfig):
+        what = "the model itself: pass model.config" if isinstance(config, nn.Module) else type(config).__name__
+        raise TypeError(f"config must be a transformers config (model.config), got {what}")
+    return config.get_text_config(decoder=True)
+
+
+def sizes_of(config: Any) -> dict[str, int | list[int]]:
+    """What a cache and the model that it is used with must have in common; a list where layers differ."""
+    layers = config.per_layer_config
+    kv_heads = [getattr(x, "num_key_value_heads", None) or x.num_attention_heads for x in layers]
+    head_dims = [getattr(x, "head_dim", None) or x.hidden_size // x.num_attention_heads for x in layers]
+
+    def short(numbers: list[int]) -> int | list[int]:
+        return numbers[0] if len(set(numbers)) == 1 else numbers
+
+    return {"layers": len(layers), "KV heads": short(kv_heads), "head dim": short(head_dims)}
+
+
+def cache_layers(config: Any) -> list[Any]:
+    """The layers of a decoder's cache as transformers makes them. Raises ValueError, naming the layer, for one that
+    holds more than keys, values and recurrent states."""
+    layers = list(DynamicCache(config=config).layers)
+    kinds = getattr(config, "layer_types", None) or ()
+    for index, layer in enumerate(layers):
+        if type(layer) not in LAYERS:
+            kind = f"a {kinds[index]} layer" if index < len(kinds) else "a layer"
+            raise ValueError(
+                f"layer {index} is {kind}, whose cache ({type(layer).__name__}) holds more than keys and values"
+            )
+    return layers
+
+
+def recurs(layers: list[Any]) -> bool:
+    """Whether any of them holds a state that goes from token to token."""
+    return any(isinstance(layer, LinearAttentionLayer) for layer in layers)

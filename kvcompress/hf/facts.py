@@ -1,0 +1,76 @@
+"""What a model's layers are to attention: learned by the probe, read by passes and caches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..positions import RotaryTables
+
+
+@dataclass(frozen=True, eq=False)
+class LayerFacts:
+    """index: of the layer. query_heads, kv_heads, head_dim, value_dim: as the family's attention has them.
+
+    query_rotary, key_rotary: what rotates its queries and keys; one object but where a norm follows the rotation.
+    order: int64 [D], in which coordinate i of what we are given stands at place order[i] of the family's head, so that
+    rotation pairs i with i + half; None = as they are. window: keys that a query sees, itself included; chunk: a query
+    sees those of its own chunk of so many positions; None = all. reads: the layer whose keys and values it attends to,
+    None = its own. readers: layers that read this one's. rotates: whether positions turn anything. normed: a norm
+    follows the rotation.
+    """
+
+    index: int
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    query_rotary: RotaryTables
+    key_rotary: RotaryTables
+    order: Tensor | None = None
+    window: int | None = None
+    chunk: int | None = None
+    reads: int | None = None
+    readers: tuple[int, ...] = ()
+    rotates: bool = True
+    normed: bool = False
+
+    @property
+    def size(self) -> int:
+        """Numbers of a key, and of a value, as we are given them."""
+        return max(self.head_dim, self.value_dim)
+
+    @property
+    def is_local(self) -> bool:
+        """Sees a window or a chunk: keeps it, and nothing of it is dropped or merged."""
+        return self.window is not None or self.chunk is not None
+
+    def framed(self, x: Tensor) -> Tensor:
+        """Queries or keys [B, H, T, head_dim] of the family, as we want them: [B, H, T, size]."""
+        if self.order is not None:
+            x = x.index_select(-1, self.order.to(x.device))
+        return x if self.size == self.head_dim else torch.nn.functional.pad(x, (0, self.size - self.head_dim))
+
+    def padded(self, values: Tensor) -> Tensor:
+        """Values [B, H, T, value_dim] as we want them: [B, H, T, size]."""
+        if self.size == self.value_dim:
+            return values
+        return torch.nn.functional.pad(values, (0, self.size - self.value_dim))
+
+    def place(self, coordinate: int) -> int:
+        """Which coordinate of the family's head is coordinate i of what we are given."""
+        return coordinate if self.order is None else int(self.order[coordinate])
+
+
+class Facts(dict[int, LayerFacts]):
+    """The layers of a decoder that attend, by number. reads_chunks: whether the family gives the same whether it reads
+    tokens at once or in several calls of several tokens; some recurrent layers begin anew in each. takes_positions:
+    whether position_ids from 0 on are what the family counts by itself; some count from elsewhere, by their ids.
+    asks_length: whether layers ask the cache how many tokens came before, which is one number for a whole batch.
+    """
+
+    reads_chunks = True
+    takes_positions = True
+    asks_length = False

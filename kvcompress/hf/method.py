@@ -1,0 +1,123 @@
+"""What attends in a family's place: passes, the caches that give them, and the methods of converted models."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from ..softmax import Softmax
+from .facts import Facts
+
+# A method is registered here and nowhere else: by the name in config.kvcompress, where its Method is.
+METHODS = {"dmc": ("kvcompress.dmc.method", "DMCMethod"), "pod": ("kvcompress.pod.method", "PoDMethod")}
+_ATTRIBUTE = "_kvcompress_method"
+KEYWORD = "kvcompress_pass"  # by which a Pass travels from the decoder to its attention layers
+
+
+@dataclass(eq=False)
+class Call:
+    """One call of a decoder. name, tokens: what brings them, input_ids [B, T] or inputs_embeds [B, T, hidden].
+    attention_mask, position_ids: as given, None where they are not."""
+
+    decoder: Any
+    facts: Facts
+    name: str
+    tokens: Tensor
+    attention_mask: Tensor | None
+    position_ids: Tensor | None
+
+    def skip(self, columns: int) -> None:
+        """Leaves the first columns out."""
+        if columns:
+            self.tokens = self.tokens[:, columns:]
+            self.position_ids = None if self.position_ids is None else self.position_ids[..., columns:]
+
+
+class Pass(ABC):
+    """One forward pass in which we attend. It is handed from layer to layer as an argument where the family hands
+    arguments down, so that gradient checkpointing gives the second run of a layer what the first one had.
+
+    A plain object: FSDP2 makes new dataclasses of those that it finds among a layer's arguments.
+    """
+
+    facts: Facts
+
+    @abstractmethod
+    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax) -> Tensor:
+        """queries: [B, Hq, T, D], keys, values: [B, Hkv, T, D], before rotation. Returns [B, Hq, T, D]."""
+
+
+class PassCache(ABC):
+    """A cache that attends itself: the seam asks it for a pass, and tells it when that is over."""
+
+    @abstractmethod
+    def begin(self, call: Call) -> Pass:
+        """The coming forward pass. Raises, before anything is stored, for what it cannot do."""
+
+    @abstractmethod
+    def end(self, current: Pass, hidden: Tensor | None) -> None:
+        """Every layer has attended. hidden: [B, T, hidden size], what the decoder returns, where it says so."""
+
+
+class Method(ABC):
+    """Lives on the decoder of an attached, converted model; no part of its state_dict."""
+
+    name: ClassVar[str]
+
+    @classmethod
+    @abstractmethod
+    def restore(cls, decoder: nn.Module, saved: dict[str, Any]) -> Method:
+        """From what config.kvcompress says; ValueError for what this version does not know."""
+
+    @abstractmethod
+    def check_facts(self, decoder: nn.Module, facts: Facts) -> None:
+        """Raises ValueError for a family that the method cannot take, with the reason."""
+
+    @abstractmethod
+    def begin(self, call: Call) -> Pass:
+        """The coming forward pass without a cache."""
+
+    @abstractmethod
+    def check_cache(self, cache: PassCache) -> None:
+        """Raises ValueError if the model's weights mean nothing to this cache."""
+
+    @property
+    @abstractmethod
+    def cache_name(self) -> str:
+        """What to generate with, for messages."""
+
+
+def saved_method(decoder: Any) -> dict[str, Any] | None:
+    """What a decoder's config says of its conversion; None if it was not converted."""
+    return getattr(decoder.config, "kvcompress", None)
+
+
+def method_of(decoder: nn.Module) -> Method | None:
+    """The method of an attached decoder; None if it was not converted."""
+    return vars(decoder).get(_ATTRIBUTE)
+
+
+def set_method(decoder: nn.Module, method: Method | None) -> None:
+    # past nn.Module.__setattr__ and state_dict: this is no part of the model
+    if method is not None:
+        object.__setattr__(decoder, _ATTRIBUTE, method)
+    elif _ATTRIBUTE in vars(decoder):
+        object.__delattr__(decoder, _ATTRIBUTE)
+
+
+def restored_method(decoder: Any) -> Method | None:
+    """The method that a decoder's config names; None if it names none."""
+    saved = saved_method(decoder)
+    if saved is None:
+        return None
+    if not isinstance(saved, dict) or saved.get("method") not in METHODS:
+        raise ValueError(
+            f"config.kvcompress must name a method ({', '.join(METHODS)}), got {saved!r}: saved by a newer version?"
+        )
+    module, name = METHODS[saved["method"]]
+    method: Method = getattr(import_module(module), name).restore(decoder, saved)
+    return method

@@ -1,0 +1,73 @@
+"""Does what the probe learned give what the dense model gives? Compared layer by layer, on a few tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import ops
+from ..softmax import Softmax
+from .facts import Facts
+from .method import KEYWORD, Pass
+from .seam import NOW, NotedCache, evaluating
+
+TOKENS = 48
+
+
+class WholePass(Pass):
+    """Every layer attends to all tokens that its window or chunk shows."""
+
+    def __init__(self, facts: Facts) -> None:
+        self.facts = facts
+        self.out: dict[int, Tensor] = {}
+        self._held: dict[int, tuple[Tensor, Tensor]] = {}  # rotated keys and values of layers that others read
+
+    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax) -> Tensor:
+        facts, T = self.facts[layer], queries.shape[2]
+        q = facts.query_rotary.rotate(queries, None, T, [T] * queries.shape[0])
+        if facts.reads is None:
+            self._held[layer] = facts.key_rotary.rotate(keys, None, T, [T] * keys.shape[0]), values
+        k, v = self._held[layer if facts.reads is None else facts.reads]
+        size = facts.chunk or T
+        parts = [
+            ops.attention(q[:, :, a : a + size], k[:, :, a : a + size], v[:, :, a : a + size], window=facts.window,
+                          **softmax.options)[0]
+            for a in range(0, T, size)
+        ]  # fmt: skip
+        self.out[layer] = torch.cat(parts, 2)
+        return self.out[layer]
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def verify_layers(decoder: Any, facts: Facts) -> None:
+    """Raises RuntimeError that names the first layer whose attention differs from the dense model's."""
+    weight = next(p for p in decoder.parameters() if p.is_floating_point())
+    tolerance = 1e-4 if weight.dtype == torch.float32 else 5e-2
+    size = decoder.config.vocab_size
+    device = "cpu" if weight.device.type == "meta" else weight.device
+    ids = (torch.arange(TOKENS, device=device) * 31 + 7) % size
+    dense: dict[int, Tensor] = {}
+
+    def watch(layer: int, out: Tensor) -> None:
+        dense[layer] = out
+
+    ours = WholePass(facts)
+    with evaluating(decoder), torch.autocast(torch.device(device).type, enabled=False):
+        try:
+            NOW.watcher = watch
+            decoder(input_ids=ids[None], past_key_values=NotedCache(decoder.config, keeps=True), use_cache=True)
+        finally:
+            NOW.watcher = NOW.layer = None
+        passed = NotedCache(decoder.config, keeps=False)
+        decoder(input_ids=ids[None], past_key_values=passed, use_cache=True, **{KEYWORD: ours})
+    for layer in sorted(ours.out):
+        want, out = dense[layer].float(), ours.out[layer].transpose(1, 2)[..., : facts[layer].value_dim].float()
+        error = float((out - want).abs().max() / want.abs().max().clamp_min(1e-20))
+        if not error <= tolerance:
+            raise RuntimeError(
+                f"layer {layer} of {type(decoder).__name__} attends otherwise than the dense model: {error:.2g} of the "
+                f"largest number, {tolerance:.2g} are allowed; please report this model"
+            )

@@ -1,0 +1,111 @@
+"""What forward passes without a cache have in common, whichever the method."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import ops
+from ..documents import Documents, rotated
+from ..hf.config import cache_layers, recurs
+from ..hf.facts import Facts, LayerFacts
+from ..hf.method import KEYWORD, Call, Pass
+from ..hf.seam import evaluating
+from ..softmax import Softmax
+
+REENTRANT = "gradient checkpointing must be non-reentrant, gradient_checkpointing_kwargs={'use_reentrant': False}"
+
+
+class TrainingPass(Pass):
+    """A forward pass over rows that may be padded, or hold several documents each.
+
+    with_gradient: whether anything is to be learned from it.
+    """
+
+    def __init__(self, facts: Facts, documents: Documents | None = None, *, with_gradient: bool = False) -> None:
+        self.facts, self.documents, self.with_gradient = facts, documents, with_gradient
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether this layer will run again, by reentrant gradient checkpointing, before anything is learned."""
+        return self.with_gradient and not torch.is_grad_enabled()
+
+    def split(self, *tensors: Tensor) -> list[Tensor]:
+        """[B, H, T, ...] as documents [N, H, longest, ...], where there are any."""
+        return list(tensors) if self.documents is None else [self.documents.split(x) for x in tensors]
+
+    def join(self, out: Tensor) -> Tensor:
+        """What split did, undone."""
+        return out if self.documents is None else self.documents.join(out)
+
+    def queries(self, layer: int, x: Tensor) -> Tensor:
+        """Rotated."""
+        return rotated(x, self.facts[layer].query_rotary, self.documents)
+
+    def keys(self, layer: int, x: Tensor) -> Tensor:
+        """Rotated."""
+        return rotated(x, self.facts[layer].key_rotary, self.documents)
+
+    def attend_locally(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax) -> Tensor:
+        """As the model does in a layer that sees a window or a chunk, within each document."""
+        q, k, v = self.split(queries, keys, values)
+        return self.join(local_attention(self.facts[layer], self.queries(layer, q), self.keys(layer, k), v, softmax))
+
+
+def local_attention(facts: LayerFacts, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:
+    """Attention to a layer's window or chunk, to all where it has none. q, k: rotated."""
+    size = facts.chunk or q.shape[2]
+    parts = []
+    for first in range(0, q.shape[2], size):
+        part = [x[:, :, first : first + size] for x in (q, k, v)]
+        parts.append(ops.attention(*part, window=facts.window, **softmax.options)[0])
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
+
+
+def documents_of(call: Call) -> Documents | None:
+    """The documents of a call; None where every row is one, without padding.
+
+    Raises ValueError for rows of several documents where layers recur, whose state goes from one to the next.
+    """
+    batch, columns = call.tokens.shape[:2]
+    found = Documents.of(call.attention_mask, call.position_ids, batch, columns)
+    if found is None or call.position_ids is None or not recurs(cache_layers(call.decoder.config)):
+        return found
+    if len(found.lengths) > int(found.valid.any(1).sum()):
+        raise ValueError(
+            "position_ids must not begin anew within a row for a model with recurrent layers: their state would go "
+            "from one document to the next; give each document a row"
+        )
+    return found
+
+
+def learns(call: Call) -> bool:
+    """Whether anything is to be learned from a call."""
+    return torch.is_grad_enabled() and any(p.requires_grad for p in call.decoder.parameters())
+
+
+class _Naming(Pass):
+    """Attends to nothing."""
+
+    def __init__(self, facts: Facts) -> None:
+        self.facts = facts
+
+    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax) -> Tensor:
+        return torch.zeros_like(queries)
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def check_layers(decoder: Any, facts: Facts) -> None:
+    """Raises ValueError for an attached model whose layers a pass without a cache cannot tell apart."""
+    ids = torch.ones(1, 2, dtype=torch.long, device=decoder.get_input_embeddings().weight.device)
+    with evaluating(decoder):
+        decoder(input_ids=ids, use_cache=False, **{KEYWORD: _Naming(facts)})
+
+
+def whole_layers(facts: Facts) -> list[int]:
+    """Layers that see all tokens: those that a method may convert. Those that see a window or a chunk, and those that
+    recur, stay as they are."""
+    return [layer for layer in sorted(facts) if not facts[layer].is_local]

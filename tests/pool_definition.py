@@ -1,0 +1,51 @@
+"""What a pool must hold: rows as lists of tensors, and no page lost or owned twice."""
+
+from __future__ import annotations
+
+import torch
+
+from kvcompress.caches import PagePool, PoolSettings, keys_and_values
+
+CPU = torch.device("cpu")
+D = 4
+
+
+def new_pool(rows: int = 3, page_size: int = 4, **options: object) -> PagePool:
+    slots = {**keys_and_values(D, torch.float32), "positions": ((), torch.int32)}
+    return PagePool(rows, slots, CPU, PoolSettings(page_size, **options))
+
+
+def numbered(rows: int, width: int, start: int = 0) -> torch.Tensor:
+    """Keys [1, rows, width, D] that are all different."""
+    return torch.arange(start, start + rows * width * D, dtype=torch.float32).reshape(1, rows, width, D)
+
+
+def append(pool: PagePool, x: torch.Tensor, counts=None) -> None:
+    """Keys x, values -x, and the first number of each key as its position."""
+    pool.append((x, -x, x[..., 0].to(torch.int32)), counts)
+
+
+def check(*pairs: tuple[PagePool, list[torch.Tensor]]) -> None:
+    """Each pool holds exactly its rows; no page of their common store is lost or has two owners that do not know it."""
+    store = pairs[0][0].store
+    store.count_free()
+    named = torch.zeros(store.pages, dtype=torch.int32)
+    for pool, rows in pairs:
+        assert pool.store is store
+        assert pool.lengths.tolist() == [len(row) for row in rows]
+        assert all(bound >= len(row) for bound, row in zip(pool.bounds, rows, strict=True))
+        assert not pool.exact or pool.bounds == pool.lengths.tolist()
+        longest = max(len(row) for row in rows)
+        gathered = [PagePool.gather(pool, longest + 2)] if pool.exact else []
+        for k, v, positions in gathered:
+            for r, row in enumerate(rows):
+                assert torch.equal(k[r, : len(row)], row)
+                assert torch.equal(v[r, : len(row)], -row)
+                assert torch.equal(positions[r, : len(row)], row[:, 0].to(torch.int32))
+                assert not k[r, len(row) :].any()
+        for r, row in enumerate(rows):
+            for page in pool.block_table[r, : -(-len(row) // pool.page_size)].tolist():
+                named[page] += 1
+    assert torch.equal(store.refs, named)
+    free = store.free_pages[: int(store.free_count[0])].tolist()
+    assert sorted(free) == (named == 0).nonzero().flatten().tolist()

@@ -1,0 +1,102 @@
+"""What is no tensor where an op wants one is named: TypeError or ValueError, never an AttributeError."""
+
+import pytest
+import torch
+
+from kvcompress import ops
+from kvcompress.ops import PageTable, Tail
+
+ints = torch.int32
+
+
+def table() -> PageTable:
+    return PageTable(
+        torch.zeros(2, 2, dtype=ints), torch.zeros(2, dtype=ints), torch.zeros(4, dtype=ints),
+        torch.arange(4, dtype=ints), torch.tensor([4, 0], dtype=ints),
+    )  # fmt: skip
+
+
+def given():
+    """For each op its function and arguments by name; those in OPTIONAL may be None."""
+    x, gates, pages = torch.randn(1, 2, 3, 4), torch.rand(1, 2, 3), torch.zeros(4, 4, 4)
+    angles = torch.ones(8, 2)
+    return {
+        "rope": (ops.rope, {"x": x, "cos": angles, "sin": angles, "positions": torch.zeros(1, 3, dtype=ints)}),
+        "select_topk": (ops.select_topk, {"scores": gates[0], "k": 1, "lengths": torch.full((2,), 3, dtype=ints)}),
+        "append_tokens_": (
+            ops.append_tokens_,
+            {"arrays": [pages], "tokens": [x], "table": table(), "counts": torch.ones(2, dtype=ints)},
+        ),
+        "truncate_rows_": (
+            ops.truncate_rows_, {"table": table(), "new_lengths": torch.zeros(2, dtype=ints), "page_size": 4},
+        ),
+        "compact_pages_": (
+            ops.compact_pages_,
+            {"arrays": [pages], "table": table(), "indices": torch.zeros(2, 0, dtype=ints),
+             "kept": torch.zeros(2, dtype=ints)},
+        ),
+        "dmc_accumulate": (
+            ops.dmc_accumulate,
+            {"keys": x, "values": x, "alpha": gates, "omega": gates + 1,
+             "initial": (x[:, :, 0], x[:, :, 0], gates[..., 0])},
+        ),
+        "dmc_append_": (
+            ops.dmc_append_,
+            {"k_pages": pages, "v_pages": pages.clone(), "table": table(), "tail": Tail.empty(2, 4), "keys": x,
+             "values": x, "alpha": gates, "omega": gates + 1, "cos": angles, "sin": angles,
+             "positions": torch.zeros(1, 3, dtype=ints), "counts": torch.ones(2, dtype=ints)},
+        ),
+        "dmc_decisions": (ops.dmc_decisions, {"logits": gates, "noise": gates}),
+        "dmc_importance": (ops.dmc_importance, {"logits": gates, "kv_heads": 1}),
+        "dmc_mask": (ops.dmc_mask, {"tempered": gates}),
+    }  # fmt: skip
+
+
+OPTIONAL = ("positions", "lengths", "counts", "kept", "initial", "noise", "cos", "sin")
+CASES = [
+    (op, name, value)
+    for op, (_, arguments) in given().items()
+    for name in arguments
+    for value in (None, [[1.0]], 1.5, "x", torch.zeros(0, 0, 0, 0, 0, 0))
+    if not (value is None and name in OPTIONAL and not (op == "rope" and name in ("cos", "sin")))
+]
+
+
+@pytest.mark.parametrize(("op", "name", "value"), CASES, ids=[f"{op}-{name}-{value!r:.9}" for op, name, value in CASES])
+def test_an_argument_of_another_kind_is_named(op, name, value):
+    function, arguments = given()[op]
+    with pytest.raises((TypeError, ValueError), match=rf"\b{name}\b.* (must|need)"):
+        function(**{**arguments, name: value})
+
+
+@pytest.mark.parametrize("op", given())
+def test_the_arguments_of_these_tests_are_good(op):
+    function, arguments = given()[op]
+    function(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("op", "name", "part"),
+    [("append_tokens_", "arrays", 0), ("append_tokens_", "tokens", 0), ("compact_pages_", "arrays", 0),
+     ("dmc_accumulate", "initial", 1), *(("append_tokens_", "table", i) for i in range(5)),
+     *(("dmc_append_", "tail", i) for i in range(4))],
+)  # fmt: skip
+@pytest.mark.parametrize("value", [None, [1]])
+def test_a_part_of_another_kind_is_named(op, name, part, value):
+    function, arguments = given()[op]
+    whole = list(arguments[name])
+    whole[part] = value
+    kind = type(arguments[name])
+    wanted = PageTable._fields[part] if name == "table" else Tail._fields[part] if name == "tail" else rf"\[{part}\]"
+    with pytest.raises(TypeError, match=rf"{wanted} must be a torch.Tensor, got {type(value).__name__}"):
+        function(**{**arguments, name: kind(whole) if kind in (list, tuple) else kind(*whole)})
+
+
+@pytest.mark.parametrize("value", [None, [1], 3, "ab", (torch.zeros(1, 1, 1, 1),)])
+def test_states_that_are_none_are_named(value):
+    good = (torch.zeros(1, 1, 1, 1), torch.zeros(1, 1, 1))
+    with pytest.raises((TypeError, ValueError), match=r"states\[1\] must be"):
+        ops.merge_states(good, value)
+    for wrong, name in (((good[0], None), "lse"), (([0], good[1]), "out")):
+        with pytest.raises(TypeError, match=f"{name} must be a torch.Tensor"):
+            ops.merge_states(good, wrong)

@@ -1,0 +1,79 @@
+"""Tiny models of many families with room for every token: as the dense model, before, during and after attach.
+
+benchmarks/quality/families.py does the same with all configurations; here are those that differ in kind.
+"""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+FOLDER = Path(__file__).parents[1] / "benchmarks" / "quality"
+sys.path.insert(0, str(FOLDER))
+try:  # now and not in a fixture: names of configurations are parameters of the tests
+    import families_checks
+    from families_configurations import CONFIGURATIONS, LEFT_OUT, QUICK, names
+finally:
+    sys.path.remove(str(FOLDER))
+
+REFUSED = names(
+    """bloom deepseek_v32 deepseek_v4 diffllama doge falcon gemma3_text/bidirectional gpt_neo gptj inkling_text mamba
+    minimax minimax_m3_vl_text/sparse openai-gpt paligemma/multimodal qwen4_exp_text unlimited_ocr/multimodal xglm"""
+)
+RIGHT = [name for name in QUICK if name not in REFUSED] + [
+    "kosmos-2.5/multimodal",  # counts positions by its ids
+    "bart/decoder",  # counts columns, padding included
+    "recurrent_gemma",  # keeps its states in its modules
+    "llama4_text/chunked",  # its layers ask the cache for the length
+]
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_caches_with_room_for_everything_equal_the_dense_model(name):
+    result = families_checks.check(CONFIGURATIONS[name])
+    assert result.outcome == "right", result.reason
+    assert result.worst <= result.tolerance <= 1e-3
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_work_is_refused_and_left_as_it_was(name):
+    result = families_checks.check(CONFIGURATIONS[name])
+    assert result.outcome == "refused", result.reason
+    assert result.worst is None
+    assert not any(word in result.reason for word in ("Error:", "object has no", "unsupported operand", "positional"))
+
+
+def test_a_cache_without_room_is_noticed(monkeypatch):
+    monkeypatch.setattr(families_checks, "ROOM", 20)
+    result = families_checks.check(CONFIGURATIONS["llama"], caches=("StreamingCache",))
+    assert result.outcome == "wrong"
+    assert "StreamingCache, at once" in result.reason
+
+
+def test_a_trace_of_attach_is_noticed(monkeypatch):
+    def left(model):
+        model.lm_head.register_forward_hook(lambda *given: None)
+
+    def attach(model):
+        left(model)
+        raise ValueError("not supported")
+
+    monkeypatch.setattr(families_checks.kvcompress, "attach", attach)
+    result = families_checks.check(CONFIGURATIONS["llama"])
+    assert result.outcome == "wrong"
+    assert result.reason == "detach leaves other hooks"
+
+
+def test_every_causal_language_model_of_transformers_is_known():
+    kinds = {configuration.kind for configuration in CONFIGURATIONS.values()}
+    assert set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - kinds == set(LEFT_OUT)

@@ -23,7 +23,8 @@ sanitize:
 	$(MAKE) -C tests/c sanitize
 
 bench: $(VENV)/installed
-	for file in $(filter-out benchmarks/%common.py benchmarks/%_tasks.py benchmarks/%_tables.py benchmarks/long_prompts_%.py benchmarks/gpu_%.py,$(wildcard benchmarks/*.py)); do \
+	for file in $(filter-out benchmarks/%common.py benchmarks/%_tasks.py benchmarks/%_tables.py benchmarks/long_prompts_%.py benchmarks/gpu_%.py,$(wildcard benchmarks/*.py)) \
+		benchmarks/quality/families.py; do \
 		$(BIN)/python $$file --quick || exit 1; \
 	done
 

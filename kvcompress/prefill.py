@@ -144,6 +144,8 @@ def prefill(
         cache.check_guide()
     if cache.recurs:
         _check_states(cache, plans, guide)
+    if plans is not None and max(map(len, plans)) > 1:  # before anything is read
+        cache.check_parts(facts, padded=len(set(prompt.lengths or ())) > 1)
     if plans is not None:
         begin, steps = plans, _known(plans)
     else:

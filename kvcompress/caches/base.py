@@ -188,23 +188,29 @@ class CompressedCache(RecurrentStates, Cache, PassCache):
 
     def open(self, facts: Facts, counts: Sequence[int], columns: int, iteration: Iteration | None = None) -> CachePass:
         """A pass of counts[b] tokens of each sequence in so many columns; adopt() has been called."""
-        started = self.seen or self._columns_read or self._states_began
-        if self._columns_read and facts.asks_length and min(counts) < columns:
-            raise ValueError(
-                "input_ids of several lengths must be read in one pass by this model, whose layers ask how many tokens "
-                "came before, for a whole batch: read them one by one, or use a chunk_size that holds the prompts"
-            )
-        if columns > 1 and started and not facts.reads_chunks:
-            raise ValueError(
-                "input_ids of several tokens must come in one call, the first, to this model: its recurrent layers "
-                "begin anew in every call of several tokens; use a cache without chunk_size, or with one that holds "
-                "the prompt"
-            )
+        if columns > 1 and (self.seen or self._columns_read or self._states_began):
+            self.check_parts(facts, padded=iteration is not None and min(counts) < columns)
         step = CachePass(facts, self.layers, counts, columns, iteration)
         for layer in self.own:
             layer.check_step(step, facts[layer.index])
         self._batch, self._incomplete = len(counts), True
         return step
+
+    @staticmethod
+    def check_parts(facts: Facts, *, padded: bool) -> None:
+        """Raises ValueError where a family cannot read tokens in several calls of several tokens. padded: whether one
+        of them brings sequences of several lengths."""
+        if not facts.reads_chunks:
+            raise ValueError(
+                "input_ids of several tokens must come in one call, the first, to this model: its recurrent layers "
+                "begin anew in every call of several tokens; use a cache without chunk_size, or with one that holds "
+                "the prompt"
+            )
+        if facts.asks_length and padded:
+            raise ValueError(
+                "input_ids of several lengths must be read in one pass by this model, whose layers ask how many tokens "
+                "came before, for a whole batch: read them one by one, or use a chunk_size that holds the prompts"
+            )
 
     def end(self, current: Pass, hidden: Tensor | None) -> None:
         assert isinstance(current, CachePass)

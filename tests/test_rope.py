@@ -22,7 +22,7 @@ def tables(rows: int, half: int) -> tuple[torch.Tensor, torch.Tensor]:
         (1, 8, 70, 256, 256),
     ],
 )
-def test_rotates_as_the_reference(simd, dtype, B, H, T, D, rotary):
+def test_rotates_as_the_reference(backend, dtype, B, H, T, D, rotary):
     x = torch.randn(B, H, T, D).to(dtype)
     cos, sin = tables(200, rotary // 2)
     positions = torch.randint(0, 200, (B, T), dtype=torch.int32)
@@ -32,19 +32,19 @@ def test_rotates_as_the_reference(simd, dtype, B, H, T, D, rotary):
         assert_as_accurate(ops.rope(x, cos, sin, positions, inverse=inverse), plain, exact)
 
 
-def test_strided_input_is_rotated_in_place_of_a_copy(simd):
+def test_strided_input_is_rotated_in_place_of_a_copy(backend):
     x = torch.randn(2, 7, 3, 32).transpose(1, 2)  # as projections give it
     cos, sin = tables(7, 16)
     torch.testing.assert_close(ops.rope(x, cos, sin), reference.rope(x, cos, sin))
 
 
-def test_rotating_there_and_back_changes_nothing(simd):
+def test_rotating_there_and_back_changes_nothing(backend):
     x = torch.randn(1, 2, 50, 64)
     cos, sin = tables(50, 32)
     torch.testing.assert_close(ops.rope(ops.rope(x, cos, sin), cos, sin, inverse=True), x, atol=1e-6, rtol=0)
 
 
-def test_a_key_moves_by_the_rotation_of_the_difference(simd):
+def test_a_key_moves_by_the_rotation_of_the_difference(backend):
     x = torch.randn(1, 2, 20, 64)
     cos, sin = tables(100, 32)
     there = torch.arange(30, 50, dtype=torch.int32)[None]
@@ -52,7 +52,7 @@ def test_a_key_moves_by_the_rotation_of_the_difference(simd):
     torch.testing.assert_close(moved, ops.rope(x, cos, sin), atol=1e-5, rtol=0)
 
 
-def test_gradient_is_the_references(simd):
+def test_gradient_is_the_references(backend):
     x = torch.randn(2, 3, 5, 16)
     cos, sin = tables(9, 8)
     positions = torch.randint(0, 9, (2, 5), dtype=torch.int32)

@@ -9,7 +9,7 @@ from kvcompress import ops, reference
 @pytest.mark.parametrize(
     ("R", "T", "k"), [(1, 1, 1), (3, 100, 10), (2, 1000, 999), (8, 5000, 1024), (2, 64, 64), (2, 7, 0)]
 )
-def test_selects_as_a_stable_sort(simd, R, T, k):
+def test_selects_as_a_stable_sort(backend, R, T, k):
     scores = torch.randn(R, T)
     assert torch.equal(ops.select_topk(scores, k), reference.select_topk(scores, k))
 
@@ -29,7 +29,7 @@ def test_ties_infinities_and_nan(values, share):
     assert not scores[0, chosen[0].long()].isnan().any()
 
 
-def test_ragged_rows_choose_among_their_own(simd):
+def test_ragged_rows_choose_among_their_own(backend):
     scores = torch.randn(4, 60)
     lengths = torch.tensor([60, 10, 33, 11], dtype=torch.int32)
     assert torch.equal(ops.select_topk(scores, 10, lengths=lengths), reference.select_topk(scores, 10, lengths=lengths))

@@ -54,7 +54,7 @@ def _run(name: str, node: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]
 
 @pytest.fixture(params=[*_tables(), *CUDA])
 def backend(request, monkeypatch):
-    """Runs the test with each table of inner loops, with the CUDA kernels in the emulation, and on a GPU if there is one."""
+    """Each table of inner loops, the CUDA kernels in the emulation, and a GPU if there is one."""
     yield from _run(request.param, request.node.name, monkeypatch)
 
 

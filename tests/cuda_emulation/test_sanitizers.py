@@ -9,7 +9,6 @@ import emulated
 import pytest
 
 
-
 @pytest.fixture(scope="module", autouse=True)
 def _programs():
     emulated.make("programs")

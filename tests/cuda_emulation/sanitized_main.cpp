@@ -296,7 +296,8 @@ struct gapped {
     array all;
     int64_t rows, D;
 
-    gapped(int64_t B, int64_t H, int64_t T, int64_t D_, kvc_dtype type) : all(B, H, T, D_ + 8, type), rows(B * H * T), D(D_) {
+    gapped(int64_t B, int64_t H, int64_t T, int64_t width, kvc_dtype type)
+        : all(B, H, T, width + 8, type), rows(B * H * T), D(width) {
         std::memset(all.bytes.get(), 0x55, bytes(rows * (D + 8)));
     }
     size_t bytes(int64_t elements) const { return static_cast<size_t>(elements) * (all.dtype == KVC_F32 ? 4 : 2); }
@@ -321,8 +322,8 @@ void check_attention_contract(kvc_dtype dtype) {
     array q(B, Hq, S, D, dtype), k(B, Hkv, T, D, dtype), out(B, Hq, S, D, dtype), dout(B, Hq, S, D, dtype),
         dq(B, Hq, S, D, dtype), dk(B, Hkv, T, D, dtype), dv(B, Hkv, T, D, dtype), lse(B * Hq * S, KVC_F32),
         scratch(B * Hq * S + 16, KVC_F32);
-    const kvc_attention_args right = {out.view(), q.view(), k.view(), k.view(), lse.floats(), nullptr, nullptr, B, Hq, Hkv,
-                                      S, T, D, 0, 0, 0.2f, 1, 0, 0.0f, nullptr};
+    const kvc_attention_args right = {out.view(), q.view(), k.view(), k.view(), lse.floats(), nullptr, nullptr, B, Hq,
+                                      Hkv, S, T, D, 0, 0, 0.2f, 1, 0, 0.0f, nullptr};
     kvc_attention_backward_args backward = {right, dout.view(), dq.view(), dk.view(), dv.view(), nullptr, nullptr,
                                             scratch.bytes.get(), nullptr};
     expect(kvc_cuda_attention(&right, nullptr), "attention", D);
@@ -393,7 +394,8 @@ void check_dmc_contract(kvc_dtype dtype) {
     // two rows of one page of two slots
     std::vector<int32_t> table = {0, 1}, lengths = {0, 0}, refs = {0, 0}, free_list = {0, 1}, free_count = {2, 0},
         held = {0, 0}, workspace(16, 0);
-    const kvc_page_table pool = {table.data(), lengths.data(), refs.data(), free_list.data(), free_count.data(), 2, 1, 2, 2};
+    const kvc_page_table pool = {table.data(), lengths.data(), refs.data(), free_list.data(), free_count.data(), 2, 1,
+                                 2, 2};
     const kvc_dmc_append_args right = {pool, out_k.bytes.get(), out_v.bytes.get(), k.view(), k.view(), states.floats(),
                                        states.floats(), z.floats(), held.data(), gates.alpha.floats(),
                                        gates.omega.floats(), z.floats(), z.floats(), nullptr, nullptr, workspace.data(),

@@ -92,7 +92,7 @@ __global__ __launch_bounds__(shape<T, MAX_D>::THREADS, 1) void keys_kernel(const
     for (int r = 0; r < 2; r++)
         if (f.key_bias && t0 + row + 8 * r < mask.T) bias[r] = f.key_bias[head * f.T + t0 + row + 8 * r];
 
-    if (range.begin < range.end) {
+    if (G > 0 && range.begin < range.end) {  // else nobody waits for the copies
         load_rows<TILE, MAX_D, THREADS>(shared->k, f.k, set.wide_k, b, g, t0, mask.length, D);
         load_rows<TILE, MAX_D, THREADS>(shared->v, f.v, set.wide_v, b, g, t0, mask.length, D);
     }

@@ -19,6 +19,8 @@ def tables(rows: int, half: int) -> tuple[torch.Tensor, torch.Tensor]:
         (1, 2, 5, 80, 32),
         (2, 1, 9, 6, 6),
         (1, 2, 3, 34, 34),
+        (2, 1, 7, 33, 20),
+        (1, 1, 2, 8, 0),
         (1, 8, 70, 256, 256),
     ],
 )
@@ -76,9 +78,10 @@ def test_opcheck():
     torch.library.opcheck(torch.ops.kvcompress.rope, (x, cos, sin, positions, False))
 
 
-def test_empty_input_gives_empty_output():
+def test_empty_input_gives_empty_output(backend):
     cos, sin = tables(4, 8)
-    assert ops.rope(torch.empty(2, 3, 0, 16), cos, sin).shape == (2, 3, 0, 16)
+    for shape in ((2, 3, 0, 16), (0, 2, 3, 16)):
+        assert ops.rope(torch.empty(shape), cos, sin).shape == shape
 
 
 @pytest.mark.parametrize(
@@ -106,3 +109,11 @@ def test_position_outside_the_tables_is_refused(place):
     message = rf"^rope: positions must be between 0 and 8 \(last row of cos and sin\), got {place} at \[0, 1\]$"
     with pytest.raises(RuntimeError, match=message):
         ops.rope(torch.randn(1, 1, 2, 16), cos, sin, torch.tensor([[0, place]], dtype=torch.int32))
+
+
+def test_position_outside_the_tables_gives_nan_in_the_rotated_part_of_its_token(cuda):
+    x, (cos, sin) = torch.randn(1, 2, 3, 16), tables(4, 4)
+    out = ops.rope(x, cos, sin, torch.tensor([[0, 4, -1]], dtype=torch.int32))
+    assert torch.equal(out[:, :, 0], x[:, :, 0])
+    assert out[:, :, 1:, :8].isnan().all()
+    assert torch.equal(out[..., 8:], x[..., 8:])

@@ -61,33 +61,39 @@ def test_a_long_window_is_cut_into_passes_without_a_difference():
     check(queries, keys, reduce="sum", kernel_size=1, skip_last=0)
 
 
-def test_ragged_batch_scores_each_sequence_as_alone(backend):
+@pytest.mark.parametrize("pooling", ops.POOLINGS)
+def test_ragged_batch_scores_each_sequence_as_alone(backend, pooling):
     queries, keys = torch.randn(3, 4, 4, 32), torch.randn(3, 2, 90, 32)
-    lengths = torch.tensor([90, 5, 41], dtype=torch.int32)
-    check(queries, keys, lengths=lengths)
-    together = ops.window_scores(queries, keys, lengths=lengths)
+    lengths, options = torch.tensor([90, 5, 41], dtype=torch.int32), {"pooling": pooling, "kernel_size": 7}
+    check(queries, keys, lengths=lengths, **options)
+    keys[1, :, 5:] = float("nan")  # past the length: never seen
+    together = ops.window_scores(queries, keys, lengths=lengths, **options)
     for b, length in enumerate(lengths.tolist()):
-        alone = ops.window_scores(queries[b : b + 1], keys[b : b + 1, :, :length])
+        alone = ops.window_scores(queries[b : b + 1], keys[b : b + 1, :, :length], **options)
         assert torch.equal(together[b, :, : length - 4], alone[0])
         assert not together[b, :, length - 4 :].any()
 
 
 def test_strided_queries_and_keys(backend):
     queries = torch.randn(1, 9, 4, 32).transpose(1, 2)[:, :, -5:]
-    keys = torch.randn(1, 80, 2, 32).transpose(1, 2)
-    check(queries, keys)
+    keys = torch.randn(1, 80, 2, 40).transpose(1, 2)
+    check(queries, keys[..., 8:])
+    check(queries.to(torch.bfloat16), keys[..., 5:37])  # of two types, not on 16 bytes
 
 
 def test_large_logits_do_not_overflow(backend):
     check(60 * torch.randn(1, 2, 3, 64), 60 * torch.randn(1, 1, 40, 64))
 
 
-def test_nan_key_spoils_its_head_only(backend):
-    queries, keys = torch.randn(1, 4, 3, 16), torch.randn(1, 2, 70, 16)
-    keys[0, 1, 10, 3] = float("nan")
-    scores = ops.window_scores(queries, keys, kernel_size=1)
+@pytest.mark.parametrize("reduce", ops.REDUCTIONS)
+@pytest.mark.parametrize("kernel_size", [1, 5])
+def test_nan_key_spoils_its_head_only(backend, reduce, kernel_size):
+    queries, keys = torch.randn(1, 4, 3, 16), torch.randn(1, 2, 80, 16)
+    keys[0, 1, 70, 3] = float("nan")
+    options = {"reduce": reduce, "kernel_size": kernel_size}
+    scores = ops.window_scores(queries, keys, **options)
     assert scores[0, 1].isnan().all()
-    assert torch.equal(scores[0, 0], ops.window_scores(queries[:, :2], keys[:, :1], kernel_size=1)[0, 0])
+    assert torch.equal(scores[0, 0], ops.window_scores(queries[:, :2], keys[:, :1], **options)[0, 0])
 
 
 def test_thread_count_changes_no_bit(cpu):
@@ -158,11 +164,21 @@ def test_length_out_of_range_is_refused(length):
         ops.window_scores(torch.randn(1, 4, 4, 16), torch.randn(1, 2, 40, 16), lengths=lengths)
 
 
-def test_a_sequence_of_no_more_keys_than_are_skipped_scores_nothing():
+def test_a_sequence_of_no_more_keys_than_are_skipped_scores_nothing(backend):
     queries, keys = torch.randn(2, 4, 4, 16), torch.randn(2, 2, 40, 16)
     scores = ops.window_scores(queries, keys, lengths=torch.tensor([4, 40], dtype=torch.int32))
     assert not scores[0].any()
     torch.testing.assert_close(scores[1:], ops.window_scores(queries[1:], keys[1:]))
+
+
+def test_lengths_shorter_than_the_window_score_zero(cuda):
+    queries, keys = torch.randn(3, 1, 4, 16), torch.randn(3, 1, 9, 16)
+    assert not ops.window_scores(queries, keys, lengths=torch.tensor([3, 0, -3], dtype=torch.int32)).any()
+
+
+def test_heads_that_are_too_large_are_refused(cuda):
+    with pytest.raises((ValueError, RuntimeError), match=r"head dim of at most 512|invalid argument"):
+        ops.window_scores(torch.randn(1, 2, 3, 513), torch.randn(1, 1, 8, 513))
 
 
 def test_a_gradient_is_refused_when_it_comes_back():

@@ -1,7 +1,8 @@
 // Runs every CUDA kernel once over odd sizes with arrays that end exactly where the contract says, for the sanitizers.
 // test_sanitizers.py builds it with -fsanitize=address,undefined and with -fsanitize=thread -DKVC_EMULATE_THREADS: then
 // the threads of a block are real, and the argument "few" leaves one case of each kernel. Prints "done" if every launch
-// succeeds; the values are checked by the other tests.
+// succeeds. Values are checked by the tests of the ops, here only what no op asks for: results in place and of another
+// type, what a launcher refuses behind the checks of the ops, and how much scratch memory it asks for.
 #include <math.h>
 
 #include <cstdio>
@@ -11,6 +12,7 @@
 #include <vector>
 
 #include "cuda/kvc_cuda.h"
+#include "cuda/types.cuh"
 
 namespace {
 
@@ -20,6 +22,25 @@ void expect(cudaError_t error, const char* what, int64_t size) {
     if (error == cudaSuccess) return;
     std::printf("%s (%lld): error %d\n", what, static_cast<long long>(size), static_cast<int>(error));
     failures++;
+}
+
+void expect_true(bool condition, const char* what, int64_t size) {
+    if (!condition) std::printf("%s (%lld): wrong\n", what, static_cast<long long>(size)), failures++;
+}
+
+void expect_refused(cudaError_t error, const char* what) { expect_true(error == cudaErrorInvalidValue, what, error); }
+
+// Arguments that are right but for one change; none of the calls may do anything.
+template <class Args, class... Changes>
+void expect_refused(cudaError_t (*launch)(const Args*, cudaStream_t), const Args& args, const char* what,
+                    Changes... changes) {
+    int place = 0;
+    const auto check = [&](auto change) {
+        Args changed = args;
+        change(changed);
+        expect_true(launch(&changed, nullptr) == cudaErrorInvalidValue, what, place++);
+    };
+    (check(changes), ...);
 }
 
 // Heap array of exactly `count` elements of a dtype, small numbers of both signs.
@@ -48,14 +69,46 @@ struct array {
 
 void run_rope(int64_t D, kvc_dtype dtype) {
     const int64_t B = 2, H = 3, T = 5, rotary_dim = D / 4 * 2;
-    array x(B, H, T, D, dtype), out(B, H, T, D, KVC_F32), cos(7 * rotary_dim / 2, KVC_F32),
-        sin(7 * rotary_dim / 2, KVC_F32);
+    array x(B, H, T, D, dtype), wide(B, H, T, D, KVC_F32), right(B, H, T, D, KVC_F32), held(B, H, T, D + 8, dtype),
+        before(B, H, T, D + 8, dtype), cos(7 * rotary_dim / 2, KVC_F32), sin(7 * rotary_dim / 2, KVC_F32);
     const std::vector<int32_t> positions = {0, 6, 3, 7, -1, 1, 2, 3, 4, 5};
-    kvc_rope_args args = {out.view(), x.view(), cos.floats(), sin.floats(), positions.data(), B, H, T, D,
+    for (int64_t i = 0; i < B * H * T * D; i++) {
+        wide.floats()[i] = load_any(x.bytes.get(), dtype, i);
+        store_any(held.bytes.get(), dtype, i / D * (D + 8) + i % D, wide.floats()[i]);
+    }
+    kvc_rope_args args = {right.view(), wide.view(), cos.floats(), sin.floats(), positions.data(), B, H, T, D,
                           rotary_dim, 7, 1};
     expect(kvc_cuda_rope(&args, nullptr), "rope", D);
-    args.out = x.view();
+    const auto expect_right = [&](const array& found, int64_t stride, const char* what) {
+        array rounded(1, found.dtype);
+        const size_t size = static_cast<size_t>(bytes_of(found.dtype));
+        bool same = true;
+        for (int64_t i = 0; i < B * H * T * D; i++) {
+            store_any(rounded.bytes.get(), found.dtype, 0, right.floats()[i]);
+            const int64_t at = (i / D * stride + i % D) * bytes_of(found.dtype);
+            same = same && !std::memcmp(found.bytes.get() + at, rounded.bytes.get(), size);
+        }
+        expect_true(same, what, D);
+    };
+    args.x = x.view();
+    for (kvc_dtype type : {KVC_F32, KVC_BF16, KVC_F16}) {
+        array out(B, H, T, D, type);
+        args.out = out.view();
+        expect(kvc_cuda_rope(&args, nullptr), "rope", D);
+        expect_right(out, D, "rope into another type");
+    }
+    args.x = args.out = held.view();
     expect(kvc_cuda_rope(&args, nullptr), "rope in place", D);
+    expect_right(held, D + 8, "rope in place");
+    const int64_t size = bytes_of(dtype);
+    for (int64_t row = 1; row <= B * H * T; row++) {
+        const int64_t tail = (row * (D + 8) - 8) * size;
+        expect_true(!std::memcmp(held.bytes.get() + tail, before.bytes.get() + tail, static_cast<size_t>(8 * size)),
+                    "rope in place beside its part of a row", row);
+    }
+    args.positions = nullptr;
+    expect_refused(kvc_cuda_rope, args, "rope of wrong sizes", [](auto& a) { a.table_rows = a.T - 1; },
+                   [](auto& a) { a.rotary_dim = a.D / 2 * 2 + 2; });
 }
 
 void run_window_scores(int64_t D, int64_t T, kvc_dtype dtype, int64_t B = 2, int64_t Hq = 6, int64_t Hkv = 2) {
@@ -80,6 +133,30 @@ void run_window_scores(int64_t D, int64_t T, kvc_dtype dtype, int64_t B = 2, int
     args.softcap = 2.0f;
     args.sink_logits = sinks.floats();
     expect(kvc_cuda_window_scores(&args, nullptr), "window_scores with sinks", T);
+    expect_refused(kvc_cuda_window_scores, args, "window_scores of wrong arguments", [](auto& a) { a.kernel_size = 4; },
+                   [](auto& a) { a.kernel_size = 0; }, [](auto& a) { a.skip_last = a.T; }, [](auto& a) { a.D = 513; },
+                   [](auto& a) { a.scale = INFINITY; }, [](auto& a) { a.scale = NAN; },
+                   [](auto& a) { a.softcap = -1.0f; }, [](auto& a) { a.softcap = INFINITY; });
+}
+
+void run_layer_similarity(int64_t L, int64_t S, int64_t T, int64_t D, kvc_dtype dtype) {
+    const int64_t Hq = 4, Hkv = 2;
+    array q(L, Hq, S, D, dtype), k(L, Hkv, T, D, dtype);
+    std::vector<double> sums(static_cast<size_t>(Hq * L * L), 7.0);
+    kvc_layer_similarity_args args = {sums.data(), q.view(), k.view(), nullptr, L, Hq, Hkv, S, T, D, 0.3f, 1, 2, 2.0f};
+    const size_t bytes = static_cast<size_t>(kvc_cuda_layer_similarity_scratch_bytes(&args));
+    std::unique_ptr<void, void (*)(void*)> scratch(std::aligned_alloc(64, (bytes + 63) / 64 * 64), std::free);
+    args.scratch = scratch.get();
+    expect(kvc_cuda_layer_similarity(&args, nullptr), "layer_similarity", D);
+    kvc_layer_similarity_args none = args;
+    none.S = 0;
+    expect(kvc_cuda_layer_similarity(&none, nullptr), "layer_similarity of no queries", D);
+    for (double sum : sums) expect_true(sum == 0.0, "layer_similarity of no queries", D);
+    expect_refused(kvc_cuda_layer_similarity, args, "layer_similarity of wrong arguments",
+                   [](auto& a) { a.sinks = -1; }, [](auto& a) { a.recent = -1; }, [](auto& a) { a.scale = -1.0f; },
+                   [](auto& a) { a.L = 189; }, [](auto& a) { a.D = 513; }, [](auto& a) { a.scale = INFINITY; },
+                   [](auto& a) { a.scale = NAN; }, [](auto& a) { a.softcap = -1.0f; },
+                   [](auto& a) { a.softcap = INFINITY; });
 }
 
 void run_select(int64_t T, int64_t k) {
@@ -89,6 +166,7 @@ void run_select(int64_t T, int64_t k) {
     const std::vector<int32_t> lengths = {static_cast<int32_t>(T), static_cast<int32_t>(T / 2)};
     kvc_select_topk_args select = {indices.get(), scores.floats(), lengths.data(), R, T, k};
     expect(kvc_cuda_select_topk(&select, nullptr), "select_topk", T);
+    expect_refused(kvc_cuda_select_topk, select, "select_topk of more than there are", [](auto& a) { a.k = a.T + 1; });
 }
 
 // Two rows of 6 and 5 slots in pages of 4 that share their first page and the second; 4 pages are free.
@@ -116,7 +194,9 @@ void run_pages(int64_t D, int64_t S, kvc_dtype dtype) {
     const kvc_truncate_rows_args truncate = {pool, nothing.data()};
     expect(kvc_cuda_truncate_rows(&truncate, nullptr), "truncate_rows", D);
     for (int i = 0; i < 20; i++) expect(kvc_cuda_append_tokens(&append, nullptr), "append_tokens until full", D);
-    if (free_count[1] == 0) expect(cudaErrorInvalidValue, "a full pool refused nothing", D);
+    expect_true(free_count[1] > 0, "what a full pool refused", D);
+    expect_refused(kvc_cuda_append_tokens, append, "append_tokens of wrong sizes", [](auto& a) { a.heads = 3; });
+    expect_refused(kvc_cuda_truncate_rows, truncate, "truncate_rows of wrong sizes", [](auto& a) { a.table.P = 0; });
 }
 
 void run_decode(int64_t D, int64_t Hq, int64_t P, kvc_dtype dtype, bool paged) {
@@ -131,6 +211,15 @@ void run_decode(int64_t D, int64_t Hq, int64_t P, kvc_dtype dtype, bool paged) {
     std::unique_ptr<void, void (*)(void*)> scratch(std::aligned_alloc(64, bytes), std::free);
     args.scratch = scratch.get();
     expect(kvc_cuda_decode(&args, nullptr), "decode", D);
+    if (!paged) return;
+    expect_refused(kvc_cuda_decode, args, "decode of wrong arguments", [](auto& a) { a.P = 3; },
+                   [](auto& a) { a.D = 0; }, [](auto& a) { a.D = 513; },
+                   [](auto& a) { a.probabilities = a.lse, a.sinks = 0; },
+                   [](auto& a) { a.probabilities = a.lse, a.sinks = a.S = 0; }, [](auto& a) { a.scale = INFINITY; },
+                   [](auto& a) { a.scale = NAN; }, [](auto& a) { a.softcap = -1.0f; },
+                   [](auto& a) { a.softcap = INFINITY; });
+    args.B = 0;
+    expect(kvc_cuda_decode(&args, nullptr), "decode of no rows", D);
 }
 
 void run_long_decode(int64_t Hq, int64_t S, kvc_dtype dtype) {
@@ -175,7 +264,46 @@ void run_decode_shared(int64_t G, int64_t D, int64_t P, kvc_dtype dtype, int64_t
     std::unique_ptr<void, void (*)(void*)> workspace(std::aligned_alloc(64, (more + 63) / 64 * 64), std::free);
     shared.scratch = workspace.get();
     expect(kvc_cuda_decode_shared(&shared, nullptr), "decode_shared", D);
-    if (!skipped[0] || skipped[static_cast<size_t>(G)]) expect(cudaErrorInvalidValue, "other heads are skipped", D);
+    expect_true(skipped[0] && !skipped[static_cast<size_t>(G)], "which heads are skipped", D);
+    expect_refused(kvc_cuda_decode_shared, shared, "decode_shared of wrong arguments", [](auto& a) { a.P = 6; },
+                   [](auto& a) { a.threshold = NAN; }, [](auto& a) { a.D = 513; }, [](auto& a) { a.far_lse = nullptr; },
+                   [](auto& a) { a.begin = nullptr; }, [](auto& a) { a.probabilities = nullptr; },
+                   [](auto& a) { a.Hkv = a.Hq + 1; });
+    shared.B = 0;
+    expect(kvc_cuda_decode_shared(&shared, nullptr), "decode_shared of no rows", D);
+}
+
+// Partial results, never logits or probabilities, and from sizes alone.
+void check_scratch() {
+    const int32_t table = 0;
+    kvc_window_scores_args scores = {};
+    scores.B = 1, scores.Hq = 32, scores.Hkv = 8, scores.W = scores.skip_last = 64, scores.T = 131072, scores.D = 128;
+    scores.kernel_size = 5;
+    expect_true(kvc_cuda_window_scores_scratch_bytes(&scores) < 131072 * 8 * 4 + 64 * 32 * 4 * 256 * 2,
+                "scratch of window_scores", 0);
+
+    const int64_t pieces = 64 * 32768 / 256;
+    const auto decode = [&](int64_t B, int64_t D, int64_t pages) {
+        kvc_decode_args a = {};
+        a.B = B, a.Hq = 32, a.Hkv = 8, a.S = 1, a.D = D, a.P = 64, a.pages = pages, a.blocks = 512;
+        a.block_table = &table;
+        return kvc_cuda_decode_scratch_bytes(&a);
+    };
+    expect_true(decode(8, 128, 1) < pieces * (4 * 130 * 4 + 16) + 1024, "scratch of decode", 0);
+    expect_true(decode(8, 128, 1000) == decode(8, 128, 1), "scratch of decode", 1);
+    expect_true(decode(0, 128, 1) == 0 && decode(8, 513, 1) == 0, "scratch of decode", 2);
+
+    const auto shared = [](int64_t B, int64_t D, int64_t P, int64_t pages, int64_t columns, float threshold) {
+        kvc_decode_shared_args a = {};
+        a.B = B, a.Hq = 32, a.Hkv = 8, a.D = D, a.P = P, a.pages = pages, a.blocks = 512, a.columns = columns;
+        a.threshold = threshold;
+        return kvc_cuda_decode_shared_scratch_bytes(&a);
+    };
+    expect_true(shared(8, 128, 64, 1, 9, 0.0f) == pieces * 4 * 128 * 4, "scratch of decode_shared", 0);
+    expect_true(shared(8, 128, 64, 1000, 40000, 0.0f) == pieces * 4 * 128 * 4, "scratch of decode_shared", 1);
+    expect_true(shared(0, 128, 64, 1, 9, 0.0f) == 0 && shared(8, 513, 64, 1, 9, 0.0f) == 0 &&
+                    shared(8, 128, 6, 1, 9, 0.0f) == 0 && shared(8, 128, 64, 1, 9, NAN) == 0,
+                "scratch of decode_shared", 2);
 }
 
 void run_attention(int64_t D, int64_t S, int64_t T, int64_t window, kvc_dtype dtype, int64_t B = 2, int64_t Hq = 2) {
@@ -198,11 +326,17 @@ void run_attention(int64_t D, int64_t S, int64_t T, int64_t window, kvc_dtype dt
 }
 
 void run_merge(int64_t N, int64_t D, kvc_dtype dtype) {
-    array a(N * D, dtype), b(N * D, dtype), lse_a(N, KVC_F32), lse_b(N, KVC_F32);
-    lse_a.floats()[0] = -INFINITY;
-    kvc_merge_states_args args = {a.bytes.get(), lse_a.floats(), a.bytes.get(), b.bytes.get(), lse_a.floats(),
+    array a(N * D, dtype), b(N * D, dtype), out(N * D, dtype), lse_a(N, KVC_F32), lse_b(N, KVC_F32), lse(N, KVC_F32);
+    lse_a.floats()[0] = lse_b.floats()[1] = -INFINITY;
+    kvc_merge_states_args args = {out.bytes.get(), lse.floats(), a.bytes.get(), b.bytes.get(), lse_a.floats(),
                                   lse_b.floats(), dtype, N, D};
     expect(kvc_cuda_merge_states(&args, nullptr), "merge_states", D);
+    args.out = a.bytes.get();
+    args.lse = lse_a.floats();
+    expect(kvc_cuda_merge_states(&args, nullptr), "merge_states in place", D);
+    const bool same = !std::memcmp(a.bytes.get(), out.bytes.get(), static_cast<size_t>(N * D * bytes_of(dtype))) &&
+                      !std::memcmp(lse_a.bytes.get(), lse.bytes.get(), static_cast<size_t>(4 * N));
+    expect_true(same, "merge_states in place", D);
 }
 
 // Gates of B*H rows of T: decisions of both kinds, weights above 0.
@@ -280,16 +414,10 @@ void run_dmc_append(int64_t S, int64_t D, int64_t window, kvc_dtype dtype) {
                                       gates.omega.floats(), cos.floats(), sin.floats(), positions.data(), counts.data(),
                                       scratch.data(), 1, H, S, D, rotary_dim, 7, D - 1, window};
     expect(kvc_cuda_dmc_append(&args, nullptr), "dmc_append", S);
-    if (free_count[1] != 0) std::printf("dmc_append (%lld): refused\n", static_cast<long long>(S)), failures++;
+    expect_true(free_count[1] == 0, "dmc_append without refusal", S);
 }
 
 // ---- contracts: what no op of the extension reaches ----
-
-void expect_refused(cudaError_t error, const char* what) {
-    if (error == cudaErrorInvalidValue) return;
-    std::printf("%s: error %d, not refused\n", what, static_cast<int>(error));
-    failures++;
-}
 
 // [B, H, T, D] whose rows have a gap between them and start on no 16 bytes.
 struct gapped {
@@ -313,7 +441,7 @@ struct gapped {
             right &= std::memcmp(row + bytes(3), plain.bytes.get() + bytes(i * D), bytes(D)) == 0;
             for (size_t j = 0; j < bytes(D + 8); j++) right &= (j >= bytes(3) && j < bytes(D + 3)) || row[j] == 0x55;
         }
-        if (!right) std::printf("%s: a gapped array differs\n", what), failures++;
+        expect_true(right, what, rows);
     }
 };
 
@@ -342,7 +470,7 @@ void check_attention_contract(kvc_dtype dtype) {
         expect_refused(kvc_cuda_attention(&args, nullptr), what);
         backward.forward = args;
         expect_refused(kvc_cuda_attention_backward(&backward, nullptr), what);
-        if (kvc_cuda_attention_backward_scratch_bytes(&backward) != 0) std::printf("%s: scratch\n", what), failures++;
+        expect_true(kvc_cuda_attention_backward_scratch_bytes(&backward) == 0, what, 0);
     };
     refused("window below 0", [](auto& a) { a.window = -1; });
     refused("sinks below 0", [](auto& a) { a.window = 3, a.sinks = -1; });
@@ -401,7 +529,7 @@ void check_dmc_contract(kvc_dtype dtype) {
                                        gates.omega.floats(), z.floats(), z.floats(), nullptr, nullptr, workspace.data(),
                                        1, H, 2, D, 4, 2, -1, 0};
     expect(kvc_cuda_dmc_append(&right, nullptr), "dmc_append", 2);
-    if (free_count[1] != 0) std::printf("dmc_append: does not fit\n"), failures++;
+    expect_true(free_count[1] == 0, "dmc_append that fits", 2);
     const auto refused = [&](const char* what, auto change) {
         kvc_dmc_append_args args = right;
         change(args);
@@ -415,9 +543,11 @@ void check_dmc_contract(kvc_dtype dtype) {
 }  // namespace
 
 int main(int count, char** arguments) {
+    check_scratch();
     if (count > 1 && !std::strcmp(arguments[1], "few")) {
         run_rope(33, KVC_BF16);
         run_window_scores(33, 70, KVC_BF16, 1, 3, 1);
+        run_layer_similarity(3, 2, 70, 33, KVC_BF16);
         run_select(77, 30);
         run_pages(33, 3, KVC_BF16);
         run_decode(33, 5, 8, KVC_F32, true);
@@ -444,6 +574,7 @@ int main(int count, char** arguments) {
                 run_rope(D, dtype);
                 run_window_scores(D, 4, dtype);
                 run_window_scores(D, 70, dtype);
+                run_layer_similarity(3, 2, 70, D, dtype);
                 run_pages(D, 1, dtype);
                 run_pages(D, 3, dtype);
                 run_decode(D, 1, 8, dtype, true);
@@ -479,6 +610,7 @@ int main(int count, char** arguments) {
                 run_decode_shared(1, D, 32, dtype, 290);
                 run_decode_shared(3, D, 32, dtype, 290);
                 run_window_scores(D, 70, dtype);
+                run_layer_similarity(2, 1, 5, D, dtype);
                 run_dmc_append(3, D, 0, dtype);
                 run_dmc_accumulate(70, D, 0, dtype, 1, 1);
             }
@@ -487,6 +619,7 @@ int main(int count, char** arguments) {
             check_attention_contract(dtype);
             check_dmc_contract(dtype);
         }
+        run_layer_similarity(24, 1, 70, 8, KVC_F32);
     }
     if (failures == 0) std::printf("done\n");
     return failures != 0;

@@ -554,7 +554,7 @@ int main(int count, char** arguments) {
         run_long_decode(4, 2, KVC_BF16);
         run_long_decode(2, 1, KVC_F32);
         run_decode_shared(3, 33, 8, KVC_F32, 290);
-        run_decode_shared(5, 64, 64, KVC_BF16, 400);
+        run_decode_shared(5, 64, 64, KVC_BF16, 290);
         run_merge(9, 33, KVC_BF16);
         run_attention(40, 35, 70, 12, KVC_BF16, 1, 1);
         run_attention(24, 9, 40, 12, KVC_F32, 1, 1);
@@ -571,6 +571,7 @@ int main(int count, char** arguments) {
     } else {
         for (kvc_dtype dtype : {KVC_F32, KVC_BF16, KVC_F16})
             for (int64_t D : {33, 64}) {
+                if (dtype == KVC_F16 && D == 64) continue;  // the code of bfloat16
                 run_rope(D, dtype);
                 run_window_scores(D, 4, dtype);
                 run_window_scores(D, 70, dtype);

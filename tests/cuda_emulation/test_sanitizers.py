@@ -17,7 +17,7 @@ def _programs():
 def run(kind: str, program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """kind: bounds or races."""
     command = [str(emulated.BUILD / kind / program), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, capture_output=True, text=True, timeout=900)
 
 
 def test_kernels_stay_within_their_arrays():

@@ -14,7 +14,7 @@ demo: $(VENV)/installed
 test: $(VENV)/installed sanitize emulation
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
 
-# ruff, mypy; warnings of the C and C++ compilers are errors in every build
+# ruff, mypy; warnings of the compilers are errors in the builds of this file
 lint: $(VENV)/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -45,5 +45,5 @@ $(VENV)/torch:
 	touch $@
 
 $(VENV)/installed: $(VENV)/torch setup.py pyproject.toml $(NATIVE)
-	$(BIN)/pip install --disable-pip-version-check -q --no-build-isolation -e ".[dev]"
+	KVC_STRICT=1 $(BIN)/pip install --disable-pip-version-check -q --no-build-isolation -e ".[dev]"
 	touch $@

@@ -29,6 +29,8 @@ def retrofit(
     """
     model, tokenizer = load(settings)
     if saved_method(base_model(model)) is None:
+        if "dms_window" in config and config.get("mode") != "dms":
+            raise ValueError(f"dms_window needs mode 'dms', got dms_window = {config['dms_window']} without it")
         convert(model, DMCConfig(**((defaults or {}) | config)), anneal=recipe.anneal_steps > 0)
     else:
         attach(model)

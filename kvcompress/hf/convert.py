@@ -20,6 +20,9 @@ def install(model: nn.Module, method: M, check: Callable[[Any, Facts], Any]) -> 
     Raises ValueError, and leaves the model as it was, if it cannot be attached, is converted already, or a check fails.
     """
     decoder = base_model(model)
+    if not isinstance(method.config, method.config_class):
+        wanted = method.config_class.__name__
+        raise TypeError(f"config must be a {wanted}, got {type(method.config).__name__}")
     if saved_method(decoder) is not None:
         raise ValueError(f"model must not be converted yet, got one with config.kvcompress = {saved_method(decoder)}")
     ours = not is_attached(model)
@@ -42,7 +45,12 @@ def install(model: nn.Module, method: M, check: Callable[[Any, Facts], Any]) -> 
 def installed(model: nn.Module, kind: type[M], how: str) -> M:
     """The method of an attached model that was converted to this one by `how`. Raises ValueError for another."""
     found = method_of(base_model(model))
-    if not isinstance(found, kind):
+    if found is not None and not isinstance(found, kind):
+        raise ValueError(
+            f"{type(model).__name__} must be converted to {kind.title}, got one that is converted to {found.title}; a "
+            "model takes one method: start from the original"
+        )
+    if found is None:
         raise ValueError(
             f"{type(model).__name__} must be converted to {kind.title} and attached: {how}, or "
             "kvcompress.attach(model) after loading a converted one"

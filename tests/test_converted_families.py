@@ -464,7 +464,5 @@ def test_a_converted_model_can_be_verified_and_stays_converted(change):
 def test_one_model_takes_one_method():
     model = kind_model("llama")
     pod.convert(model, ONE_LEAD)
-    with pytest.raises(
-        ValueError, match="must be converted to DMC, got one that is converted to PoD"
-    ):
+    with pytest.raises(ValueError, match="must be converted to DMC, got one that is converted to PoD"):
         dmc.state(model)

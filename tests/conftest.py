@@ -31,24 +31,27 @@ CUDA = ["emulated", *(["cuda"] if torch.cuda.is_available() else [])]
 
 def _run(name: str, node: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The ops on one backend. Memory that an op gets and does not write holds NaN."""
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
-        torch.use_deterministic_algorithms(True, warn_only=True)
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    start, library = ops.simd(), None
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
         if name == "emulated":
             # half of the tests, always the same half, run a block's threads from the last to the first
-            patch.setenv("KVC_EMULATION_ORDER", ("forward", "reverse")[zlib.crc32(node.encode()) % 2])
-            with warnings.catch_warnings(action="ignore"):  # that kernels are overridden
+            monkeypatch.setenv("KVC_EMULATION_ORDER", ("forward", "reverse")[zlib.crc32(node.encode()) % 2])
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # that kernels are overridden
                 library = emulated.serve()
             yield name
-            library._destroy()
         elif name == "cuda":
             with torch.device("cuda"):
                 yield name
         else:
-            start = ops.simd()
             ops.simd(name)
             yield name
-            ops.simd(start)
+    finally:
+        if library is not None:
+            library._destroy()
+        ops.simd(start)
         torch.use_deterministic_algorithms(False)
 
 

@@ -208,6 +208,9 @@ def assert_as_accurate(ours: Tensor, plain: Tensor, exact: Tensor, *, typical: b
     error, allowed = error_of(ours), error_of(plain)
     ulps = (2 if typical else 1) * torch.finfo(ours.dtype).eps * scale
     assert error <= 2 * allowed + ulps, f"error {error:.3g}, plain PyTorch {allowed:.3g}, scale {scale:.3g}"
+    if typical and finite.any():  # and none is far out
+        worst, most = ((x.double() - exact)[finite].abs().max().item() for x in (ours, plain))
+        assert worst <= 5 * (most + torch.finfo(ours.dtype).eps * scale), f"largest error {worst:.3g}, plain {most:.3g}"
 
 
 def paged(k: Tensor, v: Tensor, page_size: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:

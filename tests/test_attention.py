@@ -231,16 +231,18 @@ def test_sequences_of_different_length(backend, mask):
     assert not out[2, :, :10].any()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_what_lies_past_a_sequence_is_not_read(backend, dtype):
+@pytest.mark.parametrize(
+    ("dtype", "mask"), [*((dtype, "causal") for dtype in DTYPES), *((torch.bfloat16, mask) for mask in MASKS)]
+)
+def test_what_lies_past_a_sequence_is_not_read(backend, dtype, mask):
     tensors = inputs(2, 2, 1, 40, 80, 16, dtype, bias=True)
     grads = torch.randn(2, 2, 40, 16), torch.randn(2, 2, 40)
     lengths = torch.tensor([33, 80], dtype=torch.int32)
-    clean = results(ops.attention, tensors, grads, lengths=lengths)
+    clean = results(ops.attention, tensors, grads, lengths=lengths, **MASKS[mask])
     with torch.no_grad():
         for x in tensors[1:]:
             x[0, :, 33:] = float("nan")
-    for x, y in zip(results(ops.attention, tensors, grads, lengths=lengths), clean, strict=True):
+    for x, y in zip(results(ops.attention, tensors, grads, lengths=lengths, **MASKS[mask]), clean, strict=True):
         assert torch.equal(x, y)
     assert not clean[3][0, :, 33:].any() and not clean[4][0, :, 33:].any()
 

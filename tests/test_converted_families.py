@@ -466,3 +466,20 @@ def test_one_model_takes_one_method():
     pod.convert(model, ONE_LEAD)
     with pytest.raises(ValueError, match="must be converted to DMC, got one that is converted to PoD"):
         dmc.state(model)
+
+
+def test_a_second_conversion_is_refused_as_such_whatever_the_weights_are():
+    model = kind_model("llama")
+    dmc.convert(model, anneal=False)
+    kvcompress.detach(model)
+    for linear in (model.model.layers[0].self_attn.q_proj, model.model.layers[0].self_attn.k_proj):
+        linear.weight = torch.nn.Parameter(linear.weight.to(torch.int8), requires_grad=False)
+    with pytest.raises(ValueError, match="must not be converted yet"):
+        dmc.convert(model)
+
+
+def test_a_field_that_does_not_fit_is_named_and_the_model_left_as_it_was():
+    model = kind_model("llama")
+    with pytest.raises(ValueError, match="neuron must be between"):
+        dmc.convert(model, dmc.DMCConfig(neuron=99))
+    assert not is_attached(model) and getattr(model.config, "kvcompress", None) is None

@@ -171,7 +171,7 @@ def test_dtypes_and_head_dims_as_the_reference(backend, dtype, D):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_any_chunks_are_token_by_token(backend, dtype, window):
     """Also those of several pieces, and a slot that is longer than a piece."""
-    B, H, S, D, P = 1, 2, 600, 6, 4
+    B, H, S, D, P = 1, 2, 600, 20, 4
     new = tokens(B, H, S, D, dtype, merging=0.9)
     new[2][:, 0, 200:590] = 1
     cos, sin = tables(S, D)

@@ -230,7 +230,8 @@ def test_empty_input_gives_empty_output(backend):
     for shape in ((0, 2, 3), (2, 0, 3), (2, 2, 0)):
         assert all(x.shape == shape for x in ops.dmc_decisions(torch.empty(shape)))
         assert ops.dmc_mask(torch.empty(shape)).shape == shape
-    assert ops.dmc_importance(torch.empty(0, 4, 3), 2).shape == (0, 2, 3)
+    for shape in ((0, 4, 3), (2, 4, 0)):
+        assert ops.dmc_importance(torch.empty(shape), 2).shape == (shape[0], 2, shape[2])
 
 
 @pytest.mark.parametrize(

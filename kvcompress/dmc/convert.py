@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from ..hf.attach import base_model, facts_of, is_attached
+from ..hf.attach import base_model, facts_of
 from ..hf.convert import install, installed
 from .config import DMCConfig
 from .method import DMCMethod
@@ -29,12 +29,8 @@ def convert(model: nn.Module, config: DMCConfig | None = None, *, anneal: bool =
     if config is not None and not isinstance(config, DMCConfig):
         raise TypeError(f"config must be a DMCConfig or None, got {type(config).__name__}")
     method = DMCMethod(replace(config or DMCConfig(), neuron_scale=1.0))
-    try:
-        install(model, method, method.rows)
-    except ValueError:
-        if not is_attached(model):
-            check_floating(base_model(model))  # weights that are no numbers may be why it does not run
-        raise
+    # a model may not run because of weights that are no numbers
+    install(model, method, method.rows, refused=check_floating)
     set_neuron_scale(model, 1.0 if anneal else 0.0)
     return method
 

@@ -14,8 +14,17 @@ from .method import Method, method_of, saved_method, set_method
 M = TypeVar("M", bound=Method)
 
 
-def install(model: nn.Module, method: M, check: Callable[[Any, Facts], Any]) -> M:
+def install(
+    model: nn.Module,
+    method: M,
+    check: Callable[[Any, Facts], Any],
+    *,
+    made_for: Any = None,
+    refused: Callable[[Any], Any] | None = None,
+) -> M:
     """Gives an attached or plain model a method, and attaches it. check: what the method needs besides check_facts.
+    made_for: whose check_model says whether this is the model; None: the config's. refused: may know a better reason
+    why a model cannot be attached.
 
     Raises ValueError, and leaves the model as it was, if it cannot be attached, is converted already, or a check fails.
     """
@@ -27,9 +36,14 @@ def install(model: nn.Module, method: M, check: Callable[[Any, Facts], Any]) -> 
         raise ValueError(f"model must not be converted yet, got one with config.kvcompress = {saved_method(decoder)}")
     ours = not is_attached(model)
     if ours:
-        attach(model)
+        try:
+            attach(model)
+        except ValueError:
+            if refused is not None:
+                refused(decoder)
+            raise
     try:
-        method.config.check_model(decoder.config)
+        (made_for or method.config).check_model(decoder.config)
         facts = facts_of(decoder)
         method.check_facts(decoder, facts)
         check(decoder, facts)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from ..hf.attach import base_model
 from ..hf.convert import install, installed
 from ..retrofit.passes import check_layers
 from .config import PoDConfig
@@ -25,11 +24,8 @@ def convert(model: nn.Module, config: PoDConfig | PoDPlan) -> PoDMethod:
     """
     if not isinstance(config, (PoDConfig, PoDPlan)):
         raise TypeError(f"config must be a PoDConfig or a PoDPlan, got {type(config).__name__}")
-    if isinstance(config, PoDPlan):
-        config.check_model(base_model(model).config)
-        config = PoDConfig.of(config)
-    method = PoDMethod(config)
-    return install(model, method, check_layers)
+    method = PoDMethod(config if isinstance(config, PoDConfig) else PoDConfig.of(config))
+    return install(model, method, check_layers, made_for=config)
 
 
 def state(model: nn.Module) -> PoDMethod:

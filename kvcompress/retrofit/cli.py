@@ -1,6 +1,6 @@
 """`kvcompress retrofit`: what its commands share, and the one that needs no method.
 
-Those of the methods are in their folders, registered by kvcompress.cli
+Those of the methods are in their folders, registered by kvcompress.cli.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ app = typer.Typer(no_args_is_help=True, help="Train a model for a compressed cac
 
 @dataclass(frozen=True)
 class Common:
-    """The options that every command has; None: the preset says."""
+    """The options that every command has; numbers that are None are the preset's."""
 
     out: Annotated[Path, typer.Option(help="folder for checkpoints, metrics and the trained model")]
     preset: Annotated[str, typer.Option(help="quick (minutes to hours, a small model) or paper")] = "quick"
@@ -38,7 +38,7 @@ class Common:
     accumulation: Annotated[int | None, typer.Option(help="forward passes of a step", min=1)] = None
     save_steps: Annotated[int, typer.Option(help="steps between checkpoints", min=1)] = 500
     keep_all: Annotated[bool, typer.Option("--keep-all", help="keep every checkpoint, not the last two")] = False
-    seed: Annotated[int, typer.Option(help="of data and noise", min=0)] = 0
+    seed: Annotated[int, typer.Option(help="of what is random", min=0)] = 0
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu"
     float32: Annotated[bool, typer.Option("--float32", help="no bfloat16 autocast")] = False
     checkpointing: Annotated[bool, typer.Option("--checkpointing", help="recompute activations")] = False
@@ -83,7 +83,7 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
         except (ValueError, FileNotFoundError) as error:
             raise typer.BadParameter(str(error)) from None
 
-    every = [p.replace(kind=p.KEYWORD_ONLY) for p in (*own, *shared)]
+    every = [p.replace(kind=p.KEYWORD_ONLY) for p in (*shared, *own)]
     run.__signature__ = inspect.Signature(every)  # type: ignore[attr-defined]
     run.__annotations__ = {p.name: p.annotation for p in every}
     app.command()(run)

@@ -2,17 +2,19 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+JOBS := $(shell nproc)
 NATIVE := $(wildcard csrc/*.c csrc/*.h csrc/torch/* csrc/cuda/*)
 
-.PHONY: demo test lint bench sanitize clean
+.PHONY: demo test lint bench sanitize emulation clean
 
 demo: $(VENV)/installed
 	$(BIN)/kvcompress demo
 
-test: $(VENV)/installed sanitize
-	$(BIN)/python -m pytest
+# one process of tests on each processor, none of them on several
+test: $(VENV)/installed sanitize emulation
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
 
-# ruff, mypy; warnings of the C and C++ compilers are errors in every build
+# ruff, mypy; warnings of the compilers are errors in the builds of this file
 lint: $(VENV)/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -20,7 +22,12 @@ lint: $(VENV)/installed
 
 # the C kernels alone, without Torch and Python, under address and undefined-behaviour sanitizers
 sanitize:
-	$(MAKE) -C tests/c sanitize
+	$(MAKE) -j$(JOBS) -C tests/c sanitize
+
+# the CUDA kernels built for the CPU: as ops for the tests, and in programs for the sanitizers
+emulation: $(VENV)/torch
+	$(MAKE) -s -j$(JOBS) -C tests/cuda_emulation library programs TORCH=$$($(BIN)/python -c \
+		"import os, torch; print(os.path.dirname(torch.__file__))")
 
 bench: $(VENV)/installed
 	for file in $(filter-out benchmarks/%common.py benchmarks/%_tasks.py benchmarks/%_tables.py benchmarks/long_prompts_%.py benchmarks/gpu_%.py,$(wildcard benchmarks/*.py)) \
@@ -29,7 +36,7 @@ bench: $(VENV)/installed
 	done
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info kvcompress/*.so tests/c/build
+	rm -rf $(VENV) build dist *.egg-info kvcompress/*.so tests/c/build tests/cuda_emulation/build
 
 # PyTorch first and by version: a resolver left to itself may take another build, of several gigabytes
 $(VENV)/torch:
@@ -38,5 +45,5 @@ $(VENV)/torch:
 	touch $@
 
 $(VENV)/installed: $(VENV)/torch setup.py pyproject.toml $(NATIVE)
-	$(BIN)/pip install --disable-pip-version-check -q --no-build-isolation -e ".[dev]"
+	KVC_STRICT=1 $(BIN)/pip install --disable-pip-version-check -q --no-build-isolation -e ".[dev]"
 	touch $@

@@ -13,8 +13,9 @@ position  bits per byte of held-out source text, 262,144 tokens in one reading, 
           8K, as transformers runs it.
 recall    the share of five-digit facts answered right (all five digits, greedy) by prompt length, 10 depths each;
           chunk 512. guided: the question is the guide, so it chooses what is kept from the first chunk on; else the
-          prompt alone ends with it, which is too late for what is gone by then. @64: memory starts at 64 tokens, not at
-          memory / iterations. Facts and texts depend on length and depth alone: all methods read the same prompts.
+          prompt alone ends with it, which is too late for what is gone by then. @4: memory starts at 4 tokens, which is
+          what the paper's rule (memory / iterations) gives at 32K; else at the floor of IterativeCache. Facts and texts
+          depend on length and depth alone: all methods read the same prompts.
           Methods that differ little are not read at the greatest lengths, which leaves blanks in the table.
 tracks    one reading of 32K per method: what memory receives and retains, and where it comes from (figures 1, 6 and 7
           of the paper), and which layers hold the digits of an early fact over the iterations of a guided reading.
@@ -206,7 +207,7 @@ def recall_methods(sizes: Sizes) -> Iterator[Method]:
         for kind in ("IM", "IMDC"):
             whole = schedule == "linear" or (kind == "IMDC" and schedule == "sqrt")
             yield Method(kind, memory, schedule, guided=True, longest=math.inf if whole else middle)
-    yield Method("IMDC", memory, "linear", guided=True, initial=memory // 4)
+    yield Method("IMDC", memory, "linear", guided=True, initial=memory // 64)
     for kind, schedule in KINDS:
         yield Method(kind, 2 * memory, schedule, guided=True, longest=middle)
     yield Method("FM", memory, pruner="StreamingLLM")
@@ -281,7 +282,7 @@ def tracks(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sizes: Si
     guide = task.questions[0][0].asked
     read = task.prompts[0][: len(task.prompts[0]) - task.question_tokens[0]]
     starts = [Method(kind, sizes.recall_memory, schedule, guided=True) for kind, schedule in KINDS]
-    for method in (*starts, replace(starts[-1], initial=sizes.recall_memory // 4)):
+    for method in (*starts, replace(starts[-1], initial=sizes.recall_memory // 64)):
         with kvcompress.attach(model):
             cache = method.cache(model, sizes.chunk, track=True)
             memory = cache.plan_prompt(len(read)).memory

@@ -166,10 +166,6 @@ static void begin_rows(const scan_job *job) {
     }
 }
 
-int64_t kvc_dmc_chunks(int64_t T, int64_t window) {
-    return T <= 0 || dmc_windowed(T, window) ? 0 : ceil_div(T, CHUNK);
-}
-
 static int nothing_to_do(const kvc_dmc_accumulate_args *args) {
     return !args->B || !args->Hkv || !args->T;
 }

@@ -90,7 +90,9 @@ typedef struct {
     void *scratch;
     int64_t B, Hkv, T, D, neuron, window;
 } kvc_dmc_accumulate_args;
-int64_t kvc_dmc_chunks(int64_t T, int64_t window);
+static inline int64_t kvc_dmc_chunks(int64_t T, int64_t window) {
+    return T <= 0 || (window > 0 && window < T) ? 0 : (T + KVC_DMC_CHUNK - 1) / KVC_DMC_CHUNK;
+}
 kvc_status kvc_dmc_accumulate(const kvc_dmc_accumulate_args *args, kvc_parallel_for parallel_for);
 
 /* Gradients of the above; g = gradient of out, over keys and values, b[t] = a[t] z[t-1] / z[t], from the last t:

@@ -82,9 +82,9 @@ class Budget(ABC):
     """
 
     @property
+    @abstractmethod
     def divides_layers(self) -> bool:
         """Whether layers keep different numbers of tokens."""
-        return False
 
     @abstractmethod
     def mean_tokens(self, length: int, shape: CacheShape) -> int:
@@ -92,11 +92,19 @@ class Budget(ABC):
 
     @abstractmethod
     def layer_share(self, mean: int, length: int, layer: int, layers: int) -> int:
-        """Tokens per row of one layer, mean over its heads, where the mean over layers is `mean`."""
+        """Tokens per row of one layer, mean over its heads, where the mean over layers is `mean`: at least 1 where that
+        is; their sum is layers * mean."""
 
     def layer_tokens(self, length: int, layer: int, shape: CacheShape) -> int:
         """Tokens per row of one layer, mean over its heads, for a sequence of `length` tokens."""
-        return self.layer_share(self.mean_tokens(length, shape), length, layer, shape.layers)
+        mean = self.mean_tokens(length, shape)
+        share = self.layer_share(mean, length, layer, shape.layers)
+        if mean and not 1 <= share <= length:
+            raise ValueError(
+                f"layer_share of {type(self).__name__} must be between 1 and length = {length}, got {share} for layer "
+                f"{layer} with mean = {mean}"
+            )
+        return share
 
     @abstractmethod
     def divide(self, ranks: Tensor, keep: int, allowed: int) -> tuple[Tensor, Tensor | None]:
@@ -139,6 +147,10 @@ class Uniform(Budget):
 
     def __post_init__(self) -> None:
         _check_size(self.size)
+
+    @property
+    def divides_layers(self) -> bool:
+        return False
 
     @property
     def tokens(self) -> int | None:
@@ -228,8 +240,8 @@ class AdaKV(Budget):
     floor: float = 0.2
 
     def __post_init__(self) -> None:
-        if isinstance(self.inner, AdaKV):
-            raise ValueError("inner must be a size, Uniform or PyramidKV, got AdaKV")
+        if isinstance(self.inner, Budget) and not isinstance(self.inner, (Uniform, PyramidKV)):
+            raise ValueError(f"inner must be a size, Uniform or PyramidKV, got {type(self.inner).__name__}")
         if not isinstance(self.inner, Budget):
             _check_size(self.inner)
         number = isinstance(self.floor, (int, float)) and not isinstance(self.floor, bool)

@@ -8,15 +8,13 @@ import typer
 from rich.console import Console
 
 from .analysis.cli import app as analyze
-from .dmc.cli import dmc
-from .pod.cli import pod
+from .dmc import cli as _dmc  # noqa: F401  registers its command
+from .pod import cli as _pod  # noqa: F401
 from .retrofit.cli import app as retrofit
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Attention over a compressed key-value cache.")
 app.add_typer(analyze, name="analyze")
 app.add_typer(retrofit, name="retrofit")
-retrofit.command()(dmc)
-retrofit.command()(pod)
 # option of the argument that a ValueError begins with, where they differ in more than dashes
 OPTIONS = {"prompt_length": "--tokens", "chunk_size": "--chunk", "memory_size": "--memory"}
 

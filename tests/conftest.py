@@ -1,7 +1,16 @@
+import sys
+import warnings
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 import torch
 
 from kvcompress import ops
+
+sys.path.insert(0, str(Path(__file__).parent / "cuda_emulation"))
+import emulated
 
 
 def _tables() -> list[str]:
@@ -17,13 +26,51 @@ def _tables() -> list[str]:
     return found
 
 
+CUDA = ["emulated", *(["cuda"] if torch.cuda.is_available() else [])]
+
+
+def _run(name: str, node: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The ops on one backend. Memory that an op gets and does not write holds NaN."""
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    start, library = ops.simd(), None
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        if name == "emulated":
+            # half of the tests, always the same half, run a block's threads from the last to the first
+            monkeypatch.setenv("KVC_EMULATION_ORDER", ("forward", "reverse")[zlib.crc32(node.encode()) % 2])
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # that kernels are overridden
+                library = emulated.serve()
+            yield name
+        elif name == "cuda":
+            with torch.device("cuda"):
+                yield name
+        else:
+            ops.simd(name)
+            yield name
+    finally:
+        if library is not None:
+            library._destroy()
+        ops.simd(start)
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(params=[*_tables(), *CUDA])
+def backend(request, monkeypatch):
+    """Each table of inner loops, the CUDA kernels in the emulation, and a GPU if there is one."""
+    yield from _run(request.param, request.node.name, monkeypatch)
+
+
 @pytest.fixture(params=_tables())
-def simd(request):
-    """Runs the test with each table of inner loops."""
-    start = ops.simd()
-    ops.simd(request.param)
-    yield request.param
-    ops.simd(start)
+def cpu(request, monkeypatch):
+    """The tables alone: for what only the CPU promises."""
+    yield from _run(request.param, request.node.name, monkeypatch)
+
+
+@pytest.fixture(params=CUDA)
+def cuda(request, monkeypatch):
+    """The CUDA kernels alone: for what they promise where they cannot raise."""
+    yield from _run(request.param, request.node.name, monkeypatch)
 
 
 @pytest.fixture(autouse=True)

@@ -42,32 +42,30 @@ class Definition:
         self.voted = [0] * len(self.rows)
         self.seen = 0
 
-    def turn(self, x: Tensor, place: int) -> Tensor:
-        inverse = self.model.model.rotary_emb.inv_freq.double()
-        angle = torch.cat([place * inverse, place * inverse])
-        half = torch.cat([-x[self.D // 2 :], x[: self.D // 2]])
+    def turn(self, x: Tensor, places: list[int]) -> Tensor:
+        """x [n, D] or [D], turned to n places."""
+        angle = torch.tensor(places)[:, None] * self.model.model.rotary_emb.inv_freq.double().repeat(2)
+        half = torch.cat([-x[..., self.D // 2 :], x[..., : self.D // 2]], -1)
         return x * angle.cos() + half * angle.sin()
 
-    def logits(self, row: Row, q: Tensor, place: int) -> list[float]:
-        """Of every key of the row that the query at this true position sees."""
-        out = []
-        near = self.turn(q, place)
+    def logits(self, row: Row, q: Tensor, place: int) -> Tensor:
+        """Of every key of the row that the query at this true position sees; places rise."""
+        seen = sum(at <= place for at in row.place)
+        if not seen:
+            return torch.empty(0, dtype=q.dtype)
+        slots = [0 if self.shared else j for j in range(row.far)]
+        keys = self.turn(torch.stack(row.k[:seen]), (slots + row.place[row.far :])[:seen])
         if self.constant:
-            far = self.turn(q, self.blank)
+            far = self.blank
         elif self.blank is not None and row.far:
-            base = min(row.far, 1) if self.shared else row.far
-            far = self.turn(q, base + self.blank + place - row.place[row.far])
-        for j, (k, at) in enumerate(zip(row.k, row.place, strict=True)):
-            if at > place:
-                continue
-            if j < row.far:
-                out.append(far @ self.turn(k, 0 if self.shared else j) / self.D**0.5)
-            else:
-                out.append(near @ self.turn(k, at) / self.D**0.5)
-        return out
+            far = (min(row.far, 1) if self.shared else row.far) + self.blank + place - row.place[row.far]
+        else:
+            far = place
+        queries = self.turn(q, ([far] * row.far + [place] * (len(row.k) - row.far))[:seen])
+        return (queries * keys).sum(1) / self.D**0.5
 
     def attention(self, row: Row, q: Tensor, place: int) -> Tensor:
-        return torch.stack(self.logits(row, q, place)).softmax(0)
+        return self.logits(row, q, place).softmax(0)
 
     @torch.no_grad()
     def __call__(self, tokens: Tensor) -> Tensor:
@@ -107,8 +105,8 @@ class Definition:
         for q, place in self.queries[number][self.voted[number] :]:  # H2O's sums
             for r, row in enumerate(rows):
                 for g in range(r * self.group, (r + 1) * self.group):
-                    for j, p in enumerate(self.attention(row, q[g], place)):
-                        row.received[j] += float(p)
+                    for j, p in enumerate(self.attention(row, q[g], place).tolist()):
+                        row.received[j] += p
         self.voted[number] = len(self.queries[number])
         chosen, near = self.score(self, rows, queries, self.keep)
         for row, places in zip(rows, chosen, strict=True):
@@ -130,8 +128,8 @@ def column_sums(definition, row, r, queries, lo=0, hi=None):
             logits = definition.logits(row, q[g], place)
             end = min(hi, len(logits))
             if end > lo:
-                for j, p in enumerate(torch.stack(logits[lo:end]).softmax(0)):
-                    total[lo + j] += float(p)
+                for j, p in enumerate(logits[lo:end].softmax(0).tolist()):
+                    total[lo + j] += p
     return total
 
 

@@ -5,10 +5,11 @@ import numpy as np
 import pytest
 import torch
 from helpers import FAMILIES, attached, forward, kind_model, random_ids, tiny_model
-from transformers import BatchEncoding
+from transformers import BatchEncoding, MambaConfig
 
 import kvcompress
 from kvcompress import IterativeCache, PrunedCache, StreamingCache, attach, detach
+from kvcompress.hf.attach import is_attached
 from kvcompress.pruners import H2O
 
 families = pytest.mark.parametrize("family", FAMILIES)
@@ -312,3 +313,14 @@ def test_a_prompt_without_prefill_is_warned_about():
     model, ids = attached(), random_ids(20)
     with pytest.warns(UserWarning, match="20 tokens came without kvcompress.prefill"), torch.no_grad():
         model(ids, past_key_values=IterativeCache(model.config, memory_size=8, chunk_size=8))
+
+
+def test_what_attach_returns_detaches():
+    model = tiny_model()
+    attach(model).detach()
+    assert not is_attached(model)
+
+
+def test_a_config_without_attention_is_refused():
+    with pytest.raises(ValueError, match="config must be of a model with attention layers, got MambaConfig"):
+        PrunedCache(MambaConfig(num_hidden_layers=2, hidden_size=16, vocab_size=97), budget=20)

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcompress import AdaKV, PyramidKV, Uniform
-from kvcompress.budgets import CacheShape, as_budget
+from kvcompress.budgets import Budget, CacheShape, as_budget
 
 SHAPE = CacheShape(layers=4, rows=2, slot_nbytes=128, page_size=16)
 
@@ -162,3 +162,20 @@ def test_a_head_that_offers_nothing_is_empty_and_leaves_its_share_to_others():
 def test_wrong_settings_are_named(build, message):
     with pytest.raises(ValueError, match=message):
         build()
+
+
+class Steep(Uniform):
+    """All tokens in the last layer."""
+
+    def layer_share(self, mean, length, layer, layers):
+        return mean * layers if layer == layers - 1 else 0
+
+
+def test_a_layer_without_tokens_is_refused():
+    with pytest.raises(ValueError, match=r"layer_share of Steep must be between 1 and length = 100, got 0 for layer 1"):
+        Steep(10).layer_tokens(100, 1, CacheShape(4, 2, 64, 16))
+
+
+def test_adakv_over_a_budget_of_ones_own_is_refused():
+    with pytest.raises(ValueError, match="inner must be a size, Uniform or PyramidKV, got Other"):
+        AdaKV(type("Other", (Budget,), {name: None for name in Budget.__abstractmethods__})())

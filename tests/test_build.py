@@ -2,9 +2,11 @@
 
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -63,6 +65,20 @@ def test_a_source_tree_without_the_extension_says_what_to_do(tmp_path):
     (tmp_path / "kvcompress" / LIBRARY.name).write_bytes(b"no library")
     tried = subprocess.run(tried.args, cwd=tmp_path, capture_output=True, text=True)
     assert "not built" not in tried.stderr and LIBRARY.name in tried.stderr.strip().splitlines()[-1]
+
+
+@pytest.mark.parametrize(("torch_has", "stops"), [("13.0", True), ("12.1", False), (None, False)])
+def test_a_toolkit_of_another_major_version_than_torchs_stops_the_build(torch_has, stops, tmp_path, monkeypatch):
+    nvcc = tmp_path / "bin" / "nvcc"
+    nvcc.parent.mkdir()
+    nvcc.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 12.4, V12.4.131'\n")
+    nvcc.chmod(0o755)
+    monkeypatch.setattr(torch.version, "cuda", torch_has)
+    with monkeypatch.context() as patch:
+        patch.setattr("setuptools.setup", lambda **options: None)
+        check_cuda = runpy.run_path(str(Path(__file__).parents[1] / "setup.py"))["check_cuda"]
+    with pytest.raises(SystemExit, match=r"nvcc in .* is of CUDA 12, .* CUDA 13\.0") if stops else nullcontext():
+        check_cuda(tmp_path)
 
 
 def test_imports_without_a_gpu_in_a_fresh_process():

@@ -22,7 +22,7 @@ import kvcompress
 from kvcompress import DMCCache, PoDCache, dmc, pod
 from kvcompress.dmc.neurons import neurons_of
 from kvcompress.hf.attach import base_model, facts_of, is_attached
-from kvcompress.hf.method import KEYWORD, Pass
+from kvcompress.hf.method import KEYWORD, Pass, method_of
 from kvcompress.pod.kinds import kinds_of
 from kvcompress.pod.plan import lead_table
 from kvcompress.pod.similarity import measure_similarity
@@ -448,3 +448,38 @@ def test_heads_that_cannot_be_averaged_are_refused(kind, settings, reason, monke
     with pytest.raises(ValueError, match=reason):
         convert_to_gqa(model, 1)
     assert model.config.num_key_value_heads == settings.get("num_key_value_heads", 2)
+
+
+ONE_LEAD = pod.PoDConfig([[0, 0]] * 4)
+
+
+@pytest.mark.parametrize("change", [lambda m: dmc.convert(m, anneal=False), lambda m: pod.convert(m, ONE_LEAD)])
+def test_a_converted_model_can_be_verified_and_stays_converted(change):
+    model = kind_model("llama")
+    method = change(model)
+    kvcompress.attach(model, verify=True)
+    assert method_of(base_model(model)) is method
+
+
+def test_one_model_takes_one_method():
+    model = kind_model("llama")
+    pod.convert(model, ONE_LEAD)
+    with pytest.raises(ValueError, match="must be converted to DMC, got one that is converted to PoD"):
+        dmc.state(model)
+
+
+def test_a_second_conversion_is_refused_as_such_whatever_the_weights_are():
+    model = kind_model("llama")
+    dmc.convert(model, anneal=False)
+    kvcompress.detach(model)
+    for linear in (model.model.layers[0].self_attn.q_proj, model.model.layers[0].self_attn.k_proj):
+        linear.weight = torch.nn.Parameter(linear.weight.to(torch.int8), requires_grad=False)
+    with pytest.raises(ValueError, match="must not be converted yet"):
+        dmc.convert(model)
+
+
+def test_a_field_that_does_not_fit_is_named_and_the_model_left_as_it_was():
+    model = kind_model("llama")
+    with pytest.raises(ValueError, match="neuron must be between"):
+        dmc.convert(model, dmc.DMCConfig(neuron=99))
+    assert not is_attached(model) and getattr(model.config, "kvcompress", None) is None

@@ -1,3 +1,5 @@
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -10,22 +12,26 @@ from kvcompress import ops, reference
 INF = float("inf")
 
 
+def int32(*values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
 def check(queries, k, v, end, **options):
     exact = reference.decode(queries.double(), k, v, end, **options)
     plain = reference.decode(queries, k, v, end, **options)
     ours = ops.decode(queries, k, v, end, **options)
-    assert_as_accurate(ours[0], plain[0], exact[0])
+    assert_as_accurate(ours[0], plain[0], exact[0], typical=True)
     assert ours[1].dtype == torch.float32
-    assert_as_accurate(ours[1], plain[1].float(), exact[1])
+    assert_as_accurate(ours[1], plain[1].float(), exact[1], typical=True)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("B", "Hq", "Hkv", "S", "T", "D", "P"),
     [(1, 1, 1, 1, 1, 16, 4), (2, 8, 2, 1, 300, 64, 64), (1, 8, 1, 3, 70, 128, 16), (2, 3, 3, 2, 33, 80, 8),
-     (1, 4, 2, 5, 1500, 33, 256), (1, 2, 1, 1, 20, 256, 32)],
+     (1, 4, 2, 3, 300, 33, 256), (1, 2, 1, 1, 20, 256, 32), (1, 5, 1, 1, 40, 7, 1)],
 )  # fmt: skip
-def test_paged_rows_as_the_reference(simd, dtype, B, Hq, Hkv, S, T, D, P):
+def test_paged_rows_as_the_reference(backend, dtype, B, Hq, Hkv, S, T, D, P):
     R = B * Hkv
     queries = torch.randn(B, Hq, S, D).to(dtype)
     k, v = torch.randn(R, T, D).to(dtype), torch.randn(R, T, D).to(dtype)
@@ -37,9 +43,9 @@ def test_paged_rows_as_the_reference(simd, dtype, B, Hq, Hkv, S, T, D, P):
         check(queries, k_pages, v_pages, end, block_table=table, causal=causal)
 
 
-def test_contiguous_rows_equal_paged_rows(simd):
+def test_contiguous_rows_equal_paged_rows(backend):
     queries, k, v = torch.randn(2, 4, 2, 32), torch.randn(4, 50, 32), torch.randn(4, 50, 32)
-    end = torch.tensor([50, 1, 17, 33], dtype=torch.int32)
+    end = int32(50, 1, 17, 33)
     k_pages, v_pages, table = paged(k, v, 8)
     there = ops.decode(queries, k_pages, v_pages, end, block_table=table)
     here = ops.decode(queries, k, v, end)
@@ -48,38 +54,34 @@ def test_contiguous_rows_equal_paged_rows(simd):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("Hq", "S"), [(4, 1), (2, 5), (8, 3)])
-def test_values_may_lie_elsewhere_than_keys(simd, dtype, Hq, S):
-    queries, (k, v) = torch.randn(2, Hq, S, 32).to(dtype), torch.randn(2, 4, 700, 32).to(dtype)
-    begin = torch.tensor([0, 10, 69, 3], dtype=torch.int32)
-    end = torch.tensor([700, 30, 70, 600], dtype=torch.int32)
+@pytest.mark.parametrize(("Hq", "S"), [(4, 1), (4, 10)])
+def test_values_may_lie_elsewhere_than_keys(backend, dtype, Hq, S):
+    queries, (k, v) = torch.randn(2, Hq, S, 32).to(dtype), torch.randn(2, 4, 300, 32).to(dtype)
+    begin, end = int32(0, 10, 69, 230), int32(300, 30, 70, 290)
     k_pages, v_pages, table = paged(k, v, 16)
     _, others, other = paged(k, v, 16, seed=1)
     other = torch.cat([other, other.new_full((4, 3), -1)], 1)
     others = torch.cat([others, others[:2]])  # another number of pages, and of blocks
-    for causal in (False, True):
-        settings = {"begin": begin, "block_table": table, "causal": causal}
-        there = ops.decode(queries, k_pages, v_pages, end, **settings)
-        here = ops.decode(queries, k_pages, others, end, value_table=other, **settings)
-        assert torch.equal(here[0], there[0])
-        assert torch.equal(here[1], there[1])
-        check(queries, k_pages, others, end, value_table=other, **settings)
+    settings = {"begin": begin, "block_table": table, "causal": True}
+    there = ops.decode(queries, k_pages, v_pages, end, **settings)
+    here = ops.decode(queries, k_pages, others, end, value_table=other, **settings)
+    assert torch.equal(here[0], there[0])
+    assert torch.equal(here[1], there[1])
+    check(queries, k_pages, others, end, value_table=other, **settings)
 
 
 # before the range a page that the row does not have; pieces of 512 keys, so sinks of more than one
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("Hq", "S"), [(4, 1), (2, 5), (16, 3)])
+@pytest.mark.parametrize(("Hq", "S"), [(4, 1), (4, 5)])
 @pytest.mark.parametrize("sinks", [1, 16, 37, 600, 5000])
-def test_first_keys_are_seen_with_a_range(simd, dtype, Hq, S, sinks):
-    queries, (k, v) = torch.randn(3, Hq, S, 32).to(dtype), torch.randn(2, 6, 1300, 32).to(dtype)
-    begin = torch.tensor([0, 10, 700, 1299, 40, 1000], dtype=torch.int32)
-    end = torch.tensor([1300, 30, 1300, 1300, 40, 1001], dtype=torch.int32)
+def test_first_keys_are_seen_with_a_range(backend, dtype, Hq, S, sinks):
+    queries, (k, v) = torch.randn(2, Hq, S, 32).to(dtype), torch.randn(2, 4, 730, 32).to(dtype)
+    begin, end = int32(0, 10, 700, 720), int32(20, 30, 730, 720)
     k_pages, v_pages, table = paged(k, v, 16)
     _, others, other = paged(k, v, 16, seed=1)
-    for causal in (False, True):
-        settings = {"begin": begin, "block_table": table, "causal": causal, "sinks": sinks}
-        check(queries, k_pages, v_pages, end, **settings)
-        check(queries, k_pages, others, end, value_table=other, **settings)
+    settings = {"begin": begin, "block_table": table, "sinks": sinks}
+    check(queries, k_pages, v_pages, end, causal=True, **settings)
+    check(queries, k_pages, others, end, value_table=other, **settings)
     dropped = table.clone()
     first = [min(sinks, int(b)) for b in begin]
     for row, (front, b) in enumerate(zip(first, begin.tolist(), strict=True)):
@@ -88,31 +90,126 @@ def test_first_keys_are_seen_with_a_range(simd, dtype, Hq, S, sinks):
         ops.decode(queries, k_pages, v_pages, end, begin=begin, block_table=x, sinks=sinks) for x in (table, dropped)
     )
     assert torch.equal(here[0], there[0])
-    dropped[2, 0] = -1
-    with pytest.raises(RuntimeError, match="block_table"):
-        ops.decode(queries, k_pages, v_pages, end, begin=begin, block_table=dropped, sinks=sinks)
 
 
-def test_empty_row_gives_zero_and_minus_infinity(simd):
-    queries, k, v = torch.randn(1, 4, 2, 16), torch.randn(2, 9, 16), torch.randn(2, 9, 16)
-    end = torch.tensor([0, 9], dtype=torch.int32)
-    check(queries, k, v, end)
-    out, lse = ops.decode(queries, k, v, end)
-    assert not out[:, :2].any()
-    assert (lse[:, :2] == float("-inf")).all()
+@pytest.mark.parametrize("sinks", [1, 37])
+def test_a_missing_page_of_the_first_keys_is_refused(sinks):
+    k_pages, v_pages, table = paged(torch.randn(1, 100, 16), torch.randn(1, 100, 16), 16)
+    table[0, 0] = -1
+    with pytest.raises(RuntimeError, match=r"block_table must name pages between 0 and 9, got -1 at \[0, 0\]"):
+        ops.decode(
+            torch.randn(1, 2, 1, 16), k_pages, v_pages, int32(100), begin=int32(90), block_table=table, sinks=sinks
+        )
 
 
-def test_causal_query_before_the_first_key_sees_nothing(simd):
-    queries, k, v = torch.randn(1, 2, 3, 16), torch.randn(1, 9, 16), torch.randn(1, 9, 16)
-    check(queries, k, v, torch.tensor([2], dtype=torch.int32), causal=True)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("S", [1, 2, 16])
+def test_every_group_size_and_tile_of_queries(backend, dtype, S):
+    for group in {1: range(1, 17), 2: (1, 3, 8, 16), 16: (1, 3)}[S]:
+        queries, (k, v) = torch.randn(1, group, S, 16).to(dtype), torch.randn(2, 1, 300, 16).to(dtype)
+        check(queries, k, v, int32(290), causal=True)
+
+
+def test_query_and_cache_of_different_dtypes(backend):
+    for query_dtype, cache_dtype in itertools.product(DTYPES, DTYPES):
+        queries, (k, v) = torch.randn(1, 4, 1, 16).to(query_dtype), torch.randn(2, 2, 30, 16).to(cache_dtype)
+        check(queries, k, v, int32(30, 17))
+
+
+def test_ranges_begin_anywhere(backend):
+    queries = torch.randn(2, 3, 4, 40).transpose(1, 2)[..., 8:]  # [B, S, Hq, D] storage
+    k, v = torch.randn(4, 50, 32), torch.randn(4, 50, 32)
+    for causal in (False, True):
+        check(queries, k, v, int32(50, 50, 18, 20), begin=int32(0, 49, 17, 20), causal=causal)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_segments_merge_to_the_whole(simd, dtype):
+@pytest.mark.parametrize(
+    ("Hq", "S", "D", "P"), [(4, 1, 64, 64), (2, 1, 128, 16), (2, 16, 32, 32), (18, 1, 72, 8), (2, 3, 33, 256)]
+)
+def test_one_long_row_among_short_ones(backend, dtype, Hq, S, D, P):
+    """Rows of many pieces, of one, and of none; the pieces begin where the row does."""
+    queries, (k, v) = torch.randn(2, Hq, S, D).to(dtype), torch.randn(2, 4, 1100, D).to(dtype)
+    k_pages, v_pages, table = paged(k, v, P)
+    begin, end = int32(3, 0, 700, 40), int32(1099, 30, 700, 297)
+    check(queries, k_pages, v_pages, end, begin=begin, block_table=table, causal=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_caches_and_queries_that_are_not_aligned(backend, dtype):
+    queries = torch.randn(1, 2, 3, 67).to(dtype)[..., 3:]
+    k, v = (torch.randn(90 * 64 + 1).to(dtype)[1:].view(1, 90, 64) for _ in range(2))
+    check(queries, k, v, int32(77))
+    check(queries, k.clone(), v.clone(), int32(77))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_bits_of_a_query_depend_on_its_own_row_only(backend, dtype):
+    queries, (k, v) = torch.randn(3, 4, 1, 64).to(dtype), torch.randn(2, 6, 700, 64).to(dtype)
+    end = int32(700, 5, 300, 256, 257, 0)
+    out, lse = ops.decode(queries, k, v, end)
+    for b in range(3):
+        rows = slice(2 * b, 2 * b + 2)
+        alone = ops.decode(queries[b : b + 1], k[rows], v[rows], end[rows])
+        assert torch.equal(alone[0], out[b : b + 1])
+        assert torch.equal(alone[1], lse[b : b + 1])
+    # neither on how much further the rows could reach
+    k_pages, v_pages, table = paged(k, v, 64)
+    wider = torch.cat([table, table.new_full((6, 40), -1)], 1)
+    there = ops.decode(queries, k_pages, v_pages, end, block_table=wider)
+    assert torch.equal(there[0], out)
+    assert torch.equal(there[1], lse)
+
+
+def test_query_that_sees_no_key_gives_zero_and_minus_infinity(backend):
+    queries, k, v = torch.randn(1, 4, 3, 16), torch.randn(2, 9, 16), torch.randn(2, 9, 16)
+    end = int32(0, 2)
+    for causal in (False, True):
+        check(queries, k, v, end, causal=causal)
+    out, lse = ops.decode(queries, k, v, end)
+    assert not out[:, :2].any()
+    assert (lse[:, :2] == -INF).all()
+    out, lse = ops.decode(queries, k[:, :0], v[:, :0], 0 * end)  # no capacity at all
+    assert not out.any()
+    assert (lse == -INF).all()
+
+
+def test_key_past_a_causal_query_may_hold_anything(backend):
+    queries, k, v = torch.randn(1, 2, 2, 16), torch.randn(1, 9, 16), torch.randn(1, 9, 16)
+    v[0, 8] = INF
+    out, _ = ops.decode(queries, k, v, int32(9), causal=True)
+    assert out[:, :, 0].isfinite().all()
+    assert not out[:, :, 1].isfinite().any()
+
+
+def test_keys_that_are_not_finite_reach_the_queries_that_see_them(backend):
+    queries, k, v = (torch.randn(1, n, m, 32).to(torch.bfloat16) for n, m in ((2, 1), (1, 600), (1, 600)))
+    k[0, 0, 300, 3] = float("nan")
+    out, lse = ops.decode(queries, k[0], v[0], int32(600))
+    assert out.isnan().all()
+    assert lse.isnan().all()
+
+
+def test_large_logits_do_not_overflow(backend):
+    queries, k, v = 300 * torch.randn(1, 2, 1, 16), 300 * torch.randn(1, 70, 16), torch.randn(1, 70, 16)
+    check(queries, k, v, int32(70))
+
+
+def test_ranges_and_pages_outside_are_clamped_and_skipped(cuda):
+    queries, (k, v) = torch.randn(1, 2, 1, 16), torch.randn(2, 1, 16, 16)
+    pages = k.reshape(2, 8, 16), v.reshape(2, 8, 16)
+    ours = ops.decode(queries, *pages, int32(1000), block_table=int32(1, 2, 0, -1)[None], begin=int32(-5))
+    expected = reference.decode(queries.double(), k, v, int32(16))
+    torch.testing.assert_close(ours[0].double(), expected[0], atol=1e-5, rtol=0)
+    torch.testing.assert_close(ours[1].double(), expected[1], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_segments_merge_to_the_whole(backend, dtype):
     queries = torch.randn(2, 4, 1, 64).to(dtype)
     k, v = torch.randn(4, 600, 64).to(dtype), torch.randn(4, 600, 64).to(dtype)
-    end = torch.tensor([600, 4, 100, 577], dtype=torch.int32)
-    cut = torch.tensor([5, 4, 0, 300], dtype=torch.int32)
+    end = int32(600, 4, 100, 577)
+    cut = int32(5, 4, 0, 300)
     parts = ops.decode(queries, k, v, cut), ops.decode(queries, k, v, end, begin=cut)
     merged = ops.merge_states(*parts)
     exact = reference.decode(queries.double(), k, v, end)
@@ -123,9 +220,22 @@ def test_segments_merge_to_the_whole(simd, dtype):
     torch.testing.assert_close(merged[1].double(), exact[1], atol=1e-2 if dtype != torch.float32 else 1e-5, rtol=0)
 
 
-def test_merging_with_nothing_changes_nothing(simd):
-    out, lse = torch.randn(1, 2, 3, 16), torch.randn(1, 2, 3)
-    nothing = torch.zeros_like(out), torch.full_like(lse, float("-inf"))
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("D", [16, 33, 80, 128])
+def test_merge_as_the_reference(backend, dtype, D):
+    states = [(torch.randn(2, 3, 5, D).to(dtype), 3 * torch.randn(2, 3, 5)) for _ in range(2)]
+    states[0][1][0, 0, 0] = states[1][1][0, 0, 1] = -INF
+    exact = reference.merge_states(*((out.double(), lse.double()) for out, lse in states))
+    plain = reference.merge_states(*states)
+    ours = ops.merge_states(*states)
+    assert_as_accurate(ours[0], plain[0].to(dtype), exact[0])
+    assert_as_accurate(ours[1], plain[1], exact[1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_merging_with_nothing_changes_no_bit(backend, dtype):
+    out, lse = torch.randn(1, 2, 3, 16).to(dtype), torch.randn(1, 2, 3)
+    nothing = torch.full_like(out, float("nan")), torch.full_like(lse, -INF)
     for states in (((out, lse), nothing), (nothing, (out, lse))):
         merged = ops.merge_states(*states)
         assert torch.equal(merged[0], out)
@@ -153,7 +263,7 @@ def test_rows_do_not_touch_each_other(lengths, P, seed):
         assert torch.equal(together[:, 2 * r : 2 * r + 2], alone)
 
 
-def test_rows_without_any_page(simd):
+def test_rows_without_any_page(backend):
     end = torch.zeros(2, dtype=torch.int32)
     nothing, table = torch.empty(0, 4, 16), torch.empty(2, 0, dtype=torch.int32)
     out, lse = ops.decode(torch.randn(1, 4, 1, 16), nothing, nothing, end, block_table=table)
@@ -161,15 +271,15 @@ def test_rows_without_any_page(simd):
     assert (lse == float("-inf")).all()
 
 
-def test_strided_ends_are_taken(simd):
+def test_strided_ends_are_taken(backend):
     queries, k, v = torch.randn(1, 4, 1, 16), torch.randn(2, 9, 16), torch.randn(2, 9, 16)
-    end = torch.tensor([7], dtype=torch.int32).expand(2)
+    end = int32(7).expand(2)
     check(queries, k, v, end)
 
 
-def test_thread_count_changes_no_bit(simd):
+def test_thread_count_changes_no_bit(cpu):
     queries, k, v = torch.randn(1, 4, 1, 64), torch.randn(2, 5000, 64), torch.randn(2, 5000, 64)
-    end = torch.tensor([5000, 4100], dtype=torch.int32)
+    end = int32(5000, 4100)
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(1)

@@ -1,5 +1,6 @@
 """Probabilities that decode writes, and attention by them over other values."""
 
+import itertools
 import math
 
 import pytest
@@ -10,70 +11,191 @@ from hypothesis import strategies as st
 
 from kvcompress import ops, reference
 
+INF, NAN = math.inf, math.nan
 SIZES = [
-    (1, 1, 1, 1, 16, 4), (2, 8, 2, 700, 64, 64), (1, 12, 1, 1100, 33, 16), (2, 3, 3, 33, 80, 8),
-    (1, 18, 2, 520, 128, 256),
+    (1, 1, 1, 1, 16, 4), (2, 8, 2, 300, 64, 64), (1, 5, 1, 520, 33, 16), (2, 3, 3, 33, 80, 8),
+    (1, 18, 2, 270, 128, 256), (1, 5, 1, 40, 7, 4), (1, 12, 1, 90, 256, 256),
 ]  # fmt: skip
 
 
-def rows(R, T, generator):
-    begin = torch.randint(0, T + 1, (R,), generator=generator, dtype=torch.int32)
-    end = torch.maximum(begin, torch.randint(0, T + 1, (R,), generator=generator, dtype=torch.int32))
+def int32(*values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def rows(R, T):
+    """Rows of any part of T; the first is whole, the second of several is empty."""
+    begin = torch.randint(0, T + 1, (R,), dtype=torch.int32)
+    end = torch.maximum(begin, torch.randint(0, T + 1, (R,), dtype=torch.int32))
     begin[0], end[0] = 0, T
+    end[1:2] = begin[1:2]
     return begin, end
 
 
-def drawn(B, Hq, Hkv, T, D, P, dtype=torch.float32, seed=0):
+def drawn(B, Hq, Hkv, T, D, P, seed=0):
     """Queries, keys, the follower's values, its near attention, ranges, all in pages."""
-    generator = torch.Generator().manual_seed(seed)
+    torch.manual_seed(seed)
     R = B * Hkv
-    randn = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
-    queries, near = randn(B, Hq, 1, D).to(dtype), (randn(B, Hq, 1, D).to(dtype), randn(B, Hq, 1) + math.log(T))
-    k, v = randn(R, T, D).to(dtype), randn(R, T, D).to(dtype)
-    return queries, near, *paged(k, v, P), *rows(R, T, generator)
+    queries, near = torch.randn(B, Hq, 1, D), (torch.randn(B, Hq, 1, D), torch.randn(B, Hq, 1) + math.log(T))
+    return queries, near, *paged(*torch.randn(2, R, T, D), P), *rows(R, T)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("B", "Hq", "Hkv", "T", "D", "P"), SIZES)
-def test_probabilities_as_the_reference(simd, dtype, B, Hq, Hkv, T, D, P):
-    queries, _, k_pages, v_pages, table, begin, end = drawn(B, Hq, Hkv, T, D, P, dtype)
-    kinds = (torch.float32, torch.float32, torch.float64)
-    ours, plain, exact = (torch.full((B, Hq, T + 3), 7.0, dtype=kind) for kind in kinds)
-    given = {"begin": begin, "block_table": table}
-    found = ops.decode(queries, k_pages, v_pages, end, probabilities=ours, **given)
-    reference.decode(queries.float(), k_pages, v_pages, end, probabilities=plain, **given)
-    reference.decode(queries.double(), k_pages, v_pages, end, probabilities=exact, **given)
+def drawn_shared(B, Hq, Hkv, T, D, P, dtype=torch.float32):
+    """near, probabilities, far_lse, v_pages, begin, end of decode_shared, and its table."""
+    begin, end = rows(B * Hkv, T)
+    near = torch.randn(B, Hq, 1, D).to(dtype), torch.randn(B, Hq, 1)
+    v_pages, _, table = paged(*torch.randn(2, B * Hkv, T, D).to(dtype), P)
+    return (near, torch.rand(B, Hq, T) / T, torch.randn(B, Hq, 1), v_pages, begin, end), table
+
+
+def check_probabilities(queries, k, v, end, **options):
+    """What decode gives, its probabilities found as accurate as the reference's."""
+    columns = k.shape[0] * k.shape[1] + 3  # more than any row has keys
+    ours, plain = (torch.full((*queries.shape[:2], columns), 7.0) for _ in range(2))
+    exact = plain.double()
+    found = ops.decode(queries, k, v, end, probabilities=ours, **options)
+    reference.decode(queries.float(), k, v, end, probabilities=plain, **options)
+    reference.decode(queries.double(), k, v, end, probabilities=exact, **options)
     assert_as_accurate(ours, plain, exact)
-    without = ops.decode(queries, k_pages, v_pages, end, **given)
-    for a, b in zip(found, without, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-2 if dtype != torch.float32 else 1e-5, atol=1e-5)
-    for r in range(B * Hkv):  # columns behind keep what they had
-        heads = slice(r % Hkv * (Hq // Hkv), (r % Hkv + 1) * (Hq // Hkv))
-        assert bool((ours[r // Hkv, heads, int(end[r] - begin[r]) :] == 7).all())
+    assert torch.equal(ours == 7, exact == 7)  # columns behind a row's end keep what they had
+    return found
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("tau", [None, 0.0, 0.4, 0.6, 1.0])
-@pytest.mark.parametrize(("B", "Hq", "Hkv", "T", "D", "P"), SIZES)
-def test_shared_as_the_reference(simd, dtype, tau, B, Hq, Hkv, T, D, P):
-    queries, near, k_pages, v_pages, table, begin, end = drawn(B, Hq, Hkv, T, D, P, dtype)
-    weights = torch.zeros(B, Hq, T)
-    far_lse = ops.decode(queries, k_pages, v_pages, end, begin=begin, block_table=table, probabilities=weights)[1]
-    others, _, other = paged(torch.randn(B * Hkv, T, D).to(dtype), torch.zeros(B * Hkv, T, D).to(dtype), P, seed=1)
-    given = (weights, far_lse, others, begin, end)
-    ours = ops.decode_shared(near, *given, block_table=other, tau=tau)
-    plain = reference.decode_shared(near, *given, block_table=other, tau=tau)
-    near64 = (near[0].double(), near[1].double())
-    given = (weights.double(), far_lse.double(), others.double(), begin, end)
-    exact = reference.decode_shared(near64, *given, block_table=other, tau=tau)
+def check_shared(given, table, tau=None):
+    """What decode_shared gives, found as accurate as the reference."""
+    near, weights, far_lse, v_pages, begin, end = given
+    ours = ops.decode_shared(*given, block_table=table, tau=tau)
+    plain = reference.decode_shared(*given, block_table=table, tau=tau)
+    doubles = (near[0].double(), near[1].double()), weights.double(), far_lse.double()
+    exact = reference.decode_shared(*doubles, v_pages.double(), begin, end, block_table=table, tau=tau)
     assert_as_accurate(ours[0], plain[0], exact[0])
     assert torch.equal(ours[1], exact[1])
-    if tau in (None, 1.0):
-        assert not ours[1].any()
-    elif tau == 0:
-        has = (end > begin).view(B, Hkv, 1).repeat_interleave(Hq // Hkv, 1)
-        assert torch.equal(ours[1], has)
-        assert torch.equal(torch.where(has[..., None], ours[0], 0), torch.where(has[..., None], near[0], 0))
+    return ours
+
+
+# ---- decode writes probabilities ----
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("B", "Hq", "Hkv", "T", "D", "P"), SIZES)
+def test_probabilities_as_the_reference(backend, dtype, B, Hq, Hkv, T, D, P):
+    queries, (k, v) = torch.randn(B, Hq, 1, D).to(dtype), torch.randn(2, B * Hkv, T, D).to(dtype)
+    begin, end = rows(B * Hkv, T)
+    k_pages, v_pages, table = paged(k, v, P)
+    # CUDA adds up the same way whether it writes probabilities or not
+    tolerance = 0 if backend in ("emulated", "cuda") else 1e-5 if dtype == torch.float32 else 1e-2
+    for kv, options in (((k_pages, v_pages), {"begin": begin, "block_table": table}), ((k, v), {})):
+        found = check_probabilities(queries, *kv, end, **options)
+        without = ops.decode(queries, *kv, end, **options)
+        torch.testing.assert_close(found, without, rtol=tolerance, atol=min(tolerance, 1e-5))
+
+
+def test_probabilities_of_every_group_size(backend):
+    for group, dtype in itertools.product(range(1, 19), (torch.float32, torch.bfloat16)):
+        queries, (k, v) = torch.randn(1, group, 1, 16).to(dtype), torch.randn(2, 1, 270, 16).to(dtype)
+        check_probabilities(queries, k, v, int32(269), begin=int32(3))
+
+
+def test_probabilities_of_queries_and_caches_of_different_dtypes(backend):
+    queries, (k, v) = torch.randn(1, 4, 1, 16), torch.randn(2, 2, 30, 16).to(torch.float16)
+    check_probabilities(queries, k, v, int32(30, 17))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_values_that_lie_elsewhere_change_no_probability(backend, dtype):
+    queries, (k, v) = torch.randn(1, 4, 1, 64).to(dtype), torch.randn(2, 2, 300, 64).to(dtype)
+    k_pages, _, table = paged(k, v, 16)
+    _, others, other = paged(k, v, 16, seed=1)
+    options = {"begin": int32(3, 250), "block_table": table, "value_table": other}
+    check_probabilities(queries, k_pages, others, int32(300, 280), **options)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_probabilities_of_logits_that_are_not_finite(backend, dtype):
+    queries, (k, v) = torch.ones(3, 2, 1, 16).to(dtype), torch.randn(2, 3, 20, 16).to(dtype)
+    weights = torch.full((3, 2, 20), 7.0)
+    k[0, 4, 3], k[1] = NAN, -INF
+    ops.decode(queries, k, v, int32(20, 20, 20), probabilities=weights)
+    assert weights[0].isnan().all()
+    assert not weights[1].any()  # lse -inf
+    torch.testing.assert_close(weights[2].sum(-1), torch.ones(2))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_with_more_keys_than_columns_are_written_as_far_as_they_have_columns(cuda, dtype):
+    queries, (k, v) = torch.randn(1, 6, 1, 32).to(dtype), torch.randn(2, 2, 600, 32).to(dtype)
+    end = int32(600, 290)
+    whole, cut, none = torch.full((1, 6, 600), 7.0), torch.full((1, 7, 300), 7.0), torch.empty(1, 6, 0)
+    out = ops.decode(queries, k, v, end, probabilities=whole)
+    found = ops.decode(queries, k, v, end, probabilities=cut[:, :6])
+    assert torch.equal(cut[:, :6], whole[..., :300])
+    assert (cut[:, 6] == 7).all()  # what lies behind the last head
+    for other in (found, ops.decode(queries, k, v, end, probabilities=none)):
+        assert torch.equal(other[0], out[0])
+        assert torch.equal(other[1], out[1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_keys_on_no_page_have_probability_zero(cuda, dtype):
+    queries, (k, v) = torch.randn(1, 2, 1, 16).to(dtype), torch.randn(2, 2, 8, 16).to(dtype)
+    weights, expected = torch.full((1, 2, 40), 7.0), torch.empty(1, 2, 16, dtype=torch.float64)
+    table = int32(1, 2, 0, -1)[None]
+    ops.decode(queries, k, v, int32(1000), block_table=table, begin=int32(-5), probabilities=weights)
+    both = {"block_table": int32(1, 0)[None], "probabilities": expected}
+    reference.decode(queries.double(), k, v, int32(16), **both)
+    torch.testing.assert_close(weights[..., :8].double(), expected[..., :8], atol=1e-5, rtol=0)
+    torch.testing.assert_close(weights[..., 16:24].double(), expected[..., 8:], atol=1e-5, rtol=0)
+    assert not weights[..., 8:16].any()
+    assert not weights[..., 24:32].any()
+    assert (weights[..., 32:] == 7).all()  # behind the row's capacity
+    ops.decode(queries, k, v, int32(32), block_table=torch.full_like(table, 2), probabilities=weights)
+    assert not weights[..., :32].any()  # nothing is seen at all
+
+
+# ---- decode_shared ----
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("B", "Hq", "Hkv", "T", "D", "P"), SIZES)
+def test_shared_as_the_reference(backend, dtype, B, Hq, Hkv, T, D, P):
+    given, table = drawn_shared(B, Hq, Hkv, T, D, P, dtype)
+    for tau in (None, 0.0, 0.4, 0.6, 1.0):
+        out, skipped = check_shared(given, table, tau)
+        if tau == 0.0:
+            has = (given[5] > given[4]).view(B, Hkv, 1).repeat_interleave(Hq // Hkv, 1)
+            assert torch.equal(skipped, has)
+            assert torch.equal(out[skipped], given[0][0][skipped])
+        if tau in (None, 1.0):
+            assert not skipped.any()
+
+
+def test_shared_of_every_group_size(backend):
+    for group, dtype in itertools.product(range(1, 19), (torch.float32, torch.bfloat16)):
+        check_shared(*drawn_shared(2, group, 1, 270, 16, 16, dtype), 0.6)
+
+
+def test_near_and_cache_of_different_dtypes(backend):
+    for near_dtype, cache_dtype in itertools.product(DTYPES, DTYPES):
+        (near, weights, far_lse, v_pages, *rest), table = drawn_shared(1, 4, 2, 50, 40, 8, near_dtype)
+        check_shared((near, weights, far_lse, v_pages.to(cache_dtype), *rest), table)
+
+
+def test_values_that_are_not_aligned(backend):
+    for D, dtype in itertools.product((16, 64), DTYPES):
+        (near, weights, far_lse, v_pages, *rest), table = drawn_shared(1, 4, 2, 50, D, 8, dtype)
+        moved = torch.empty(v_pages.numel() + 1, dtype=dtype)[1:].view(v_pages.shape)
+        moved[:] = v_pages
+        check_shared((near, weights, far_lse, moved, *rest), table)
+
+
+def test_probabilities_may_have_any_strides_but_the_last(backend):
+    (near, weights, *rest), table = drawn_shared(2, 6, 2, 90, 32, 8)
+    columns = torch.empty(6, 2, 95).transpose(0, 1)[..., 2:92]
+    columns[:] = weights
+    for strided in (columns, weights[:, :1].expand(-1, 6, -1)):
+        found, expected = (
+            ops.decode_shared(near, x, *rest, block_table=table)[0] for x in (strided, strided.contiguous())
+        )
+        assert torch.equal(found, expected)
 
 
 @settings(deadline=None, max_examples=40)
@@ -90,33 +212,30 @@ def test_near_and_shared_are_one_softmax(T, seed, heads):
     torch.testing.assert_close(found, ops.decode(queries, k_pages, v_pages, end, block_table=table)[0])
 
 
-def test_the_values_of_a_skipped_row_are_not_read(simd):
-    queries, near, k_pages, v_pages, table, begin, end = drawn(1, 4, 2, 600, 64, 16)
-    weights = torch.zeros(1, 4, 600)
-    far_lse = ops.decode(queries, k_pages, v_pages, end, begin=begin, block_table=table, probabilities=weights)[1]
-    near[1][0, :2], near[1][0, 2:] = far_lse[0, :2] + 3, far_lse[0, 2:] - 3
-    v_pages[table[0].long()] = torch.nan  # of KV head 0, both of whose query heads are skipped
-    out, skipped = ops.decode_shared(near, weights, far_lse, v_pages, begin, end, block_table=table, tau=0.7)
-    assert skipped.flatten().tolist() == [True, True, False, False]
-    assert torch.equal(out[:, :2], near[0][:, :2])
-    assert bool(out.isfinite().all())
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_values_of_a_skipped_row_are_not_read(backend, dtype):
+    (near, weights, far_lse, v_pages, *_), table = drawn_shared(1, 20, 2, 600, 64, 16, dtype)
+    near[1][0, :10], near[1][0, 10:] = far_lse[0, :10] + 3, far_lse[0, 10:] - 3
+    v_pages[table[0].long()] = NAN  # of KV head 0, all of whose query heads are skipped
+    out, skipped = check_shared((near, weights, far_lse, v_pages, int32(0, 5), int32(600, 590)), table, 0.7)
+    assert skipped[0, :10].all()
+    assert not skipped[0, 10:].any()
+    assert torch.equal(out[:, :10], near[0][:, :10])
+    assert out.isfinite().all()
 
 
-def test_one_query_head_of_a_row_is_skipped(simd):
-    queries, near, k_pages, v_pages, table, begin, end = drawn(1, 5, 1, 900, 32, 64)
-    weights = torch.zeros(1, 5, 900)
-    far_lse = ops.decode(queries, k_pages, v_pages, end, begin=begin, block_table=table, probabilities=weights)[1]
+def test_one_query_head_of_a_row_is_skipped(backend):
+    (near, weights, far_lse, v_pages, *_), table = drawn_shared(1, 5, 1, 900, 32, 64)
+    given = (near, weights, far_lse, v_pages, int32(0), int32(900))
     near[1][:] = far_lse + torch.tensor([1.0, -1.0, 1.0, -1.0, -1.0])[None, :, None]
-    given = (weights, far_lse, v_pages, begin, end)
-    out, skipped = ops.decode_shared(near, *given, block_table=table, tau=0.7)
+    out, skipped = check_shared(given, table, 0.7)
     assert skipped.flatten().tolist() == [True, False, True, False, False]
-    whole, _ = ops.decode_shared(near, *given, block_table=table)
-    assert torch.equal(out[:, 1], whole[:, 1])
-    assert torch.equal(out[:, 3:], whole[:, 3:])
-    assert torch.equal(out[:, ::2][:, :2], near[0][:, ::2][:, :2])
+    whole, _ = ops.decode_shared(*given, block_table=table)
+    assert torch.equal(out[~skipped], whole[~skipped])
+    assert torch.equal(out[skipped], near[0][skipped])
 
 
-def test_a_gate_that_rounds_to_one_does_not_skip():
+def test_a_gate_that_rounds_to_one_does_not_skip(backend):
     queries, near, k_pages, v_pages, table, begin, end = drawn(1, 2, 1, 50, 16, 8)
     weights = torch.zeros(1, 2, 50)
     far_lse = ops.decode(queries, k_pages, v_pages, end, begin=begin, block_table=table, probabilities=weights)[1]
@@ -124,20 +243,95 @@ def test_a_gate_that_rounds_to_one_does_not_skip():
     assert not ops.decode_shared(near, weights, far_lse, v_pages, begin, end, block_table=table, tau=1.0)[1].any()
 
 
-@pytest.mark.parametrize(("near_lse", "far_lse"), [(-math.inf, 0.0), (0.0, -math.inf), (-math.inf, -math.inf)])
-def test_an_empty_side_counts_nothing(simd, near_lse, far_lse):
-    out, lse = torch.randn(1, 2, 1, 16), torch.full((1, 2, 1), near_lse)
-    if near_lse == -math.inf:
-        out[:] = torch.nan
-    v, weights = torch.randn(1, 4, 16), torch.softmax(torch.randn(1, 2, 4), -1)
-    begin, end = torch.zeros(1, dtype=torch.int32), torch.full((1,), 4, dtype=torch.int32)
-    table = torch.zeros(1, 1, dtype=torch.int32)
-    found, _ = ops.decode_shared((out, lse), weights, torch.full((1, 2, 1), far_lse), v, begin, end, block_table=table)
-    expected = torch.zeros_like(out) if far_lse == near_lse else out if near_lse == 0 else (weights @ v)[:, :, None]
-    torch.testing.assert_close(found, expected)
+@pytest.mark.parametrize("tau", [None, 0.0, 0.7])
+def test_lse_that_are_not_finite(backend, tau):
+    """Against the formula, written out."""
+    table, threshold = int32(0)[None], {None: INF, 0.0: -INF, 0.7: math.log(0.7 / 0.3)}[tau]
+    for near_lse, far_lse in itertools.product((-INF, 0.0, INF, NAN), repeat=2):
+        out, (v, weights) = torch.randn(1, 2, 1, 16), (torch.randn(1, 4, 16), torch.rand(1, 2, 4))
+        if near_lse == -INF:
+            out[:] = NAN
+        if far_lse == -INF:
+            weights[:] = NAN
+        near, far = (torch.full((1, 2, 1), x) for x in (near_lse, far_lse))
+        given = (out, near), weights, far, v, int32(0), int32(4)
+        found, skipped = ops.decode_shared(*given, block_table=table, tau=tau)
+        skips = tau is not None and near_lse - far_lse >= threshold
+        assert (skipped == skips).all()
+        own = torch.zeros_like(out) if near_lse == -INF else out
+        gate = 0.0 if near_lse == -INF else 1 / (1 + torch.tensor(far_lse - near_lse).exp())
+        expected = own if skips or far_lse == -INF else gate * own + (1 - gate) * (weights @ v)[:, :, None]
+        torch.testing.assert_close(found, expected, equal_nan=True)
 
 
-def test_thread_count_changes_no_bit(simd):
+def test_values_that_are_not_finite_pass_on_to_the_heads_that_are_not_skipped(backend):
+    (near, weights, far_lse, v_pages, *_), table = drawn_shared(1, 4, 2, 300, 32, 16)
+    v_pages[table[0, 7], 3, 5] = NAN
+    weights[0, 2, 280] = NAN
+    near[1][0, :1] = far_lse[0, :1] + 5
+    given = (near, weights, far_lse, v_pages, int32(0, 0), int32(300, 300))
+    out, skipped = ops.decode_shared(*given, block_table=table, tau=0.99)
+    assert skipped.flatten().tolist() == [True, False, False, False]
+    assert torch.equal(out[0, 0], near[0][0, 0])
+    assert out[0, 1].isnan().sum() == 1
+    assert out[0, 1, 0, 5].isnan()
+    assert out[0, 2].isnan().all()
+    assert out[0, 3].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_ranges_columns_and_pages_outside(cuda, dtype):
+    near, far_lse = (torch.randn(1, 2, 1, 16).to(dtype), torch.randn(1, 2, 1)), torch.randn(1, 2, 1)
+    v_pages, weights = torch.randn(2, 8, 16).to(dtype), torch.rand(1, 2, 40)
+    table = int32(1, 2, 0, -1)[None]
+    weights[..., 8:16] = weights[..., 24:] = NAN  # of no page, and behind the row's capacity
+    seen, both = torch.cat([weights[..., :8], weights[..., 16:24]], -1), int32(1, 0)[None]
+
+    def as_expected(found, columns, begin, end):
+        exact = (near[0].double(), near[1].double()), columns.double(), far_lse.double()
+        expected, _ = reference.decode_shared(*exact, v_pages, int32(begin), int32(end), block_table=both)
+        tolerance = 2 * torch.finfo(dtype).eps
+        torch.testing.assert_close(found[0].double(), expected, rtol=tolerance, atol=tolerance)
+
+    found = ops.decode_shared(near, weights, far_lse, v_pages, int32(-5), int32(1000), block_table=table)
+    as_expected(found, seen, 0, 16)
+    # no more than there are columns
+    few = ops.decode_shared(near, weights[..., :5], far_lse, v_pages, int32(2), int32(1000), block_table=both)
+    as_expected(few, weights, 2, 7)
+    # a row without a value is none that is skipped
+    for begin, end, columns in ((5, 5, 40), (9, 3, 40), (0, -1, 40), (40, 50, 40), (0, 9, 0)):
+        given = (near, weights[..., :columns], far_lse, v_pages, int32(begin), int32(end))
+        found, skipped = ops.decode_shared(*given, block_table=both, tau=0.0)
+        assert torch.equal(found, near[0])
+        assert not skipped.any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_bits_of_a_query_depend_on_its_own_row_only(backend, dtype):
+    (near, weights, far_lse, v_pages, *_), table = drawn_shared(3, 4, 2, 700, 64, 64, dtype)
+    begin, end = int32(0, 0, 9, 0, 3, 4), int32(700, 5, 300, 256, 260, 4)
+    out, skipped = ops.decode_shared(near, weights, far_lse, v_pages, begin, end, block_table=table, tau=0.6)
+    for b in range(3):
+        pair, one = slice(2 * b, 2 * b + 2), slice(b, b + 1)
+        given = ((near[0][one], near[1][one]), weights[one], far_lse[one], v_pages, begin[pair], end[pair])
+        alone = ops.decode_shared(*given, block_table=table[pair], tau=0.6)
+        assert torch.equal(alone[0], out[one])
+        assert torch.equal(alone[1], skipped[one])
+    # neither on how much further the rows could reach
+    wider = torch.cat([table, table.new_full((6, 40), -1)], 1)
+    there = ops.decode_shared(near, weights, far_lse, v_pages, begin, end, block_table=wider, tau=0.6)
+    assert torch.equal(there[0], out)
+
+
+def test_rows_without_any_page(backend):
+    (near, weights, far_lse, v_pages, _, _), _ = drawn_shared(1, 4, 2, 20, 16, 8)
+    none, table = int32(0, 0), torch.empty(2, 0, dtype=torch.int32)
+    out, skipped = ops.decode_shared(near, weights, far_lse, v_pages, none, none, block_table=table, tau=0.0)
+    assert torch.equal(out, near[0])
+    assert not skipped.any()
+
+
+def test_thread_count_changes_no_bit(cpu):
     queries, near, k_pages, v_pages, table, begin, end = drawn(2, 8, 2, 3000, 64, 16)
     before = torch.get_num_threads()
     found = []

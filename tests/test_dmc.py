@@ -85,13 +85,13 @@ def test_what_is_worked_out_by_hand(module):
 
 
 @pytest.mark.parametrize("G", [1, 2, 8])
-@pytest.mark.parametrize("T", [1, 2, 33, 150])
+@pytest.mark.parametrize("T", [1, 2, 70])
 @pytest.mark.parametrize("window", [None, 12])
-def test_training_attention_and_its_gradients_are_the_dense_ones(simd, G, T, window):
-    tensors = projections(2, 2 * G, 2, T, 16)
+def test_training_attention_and_its_gradients_are_the_dense_ones(backend, G, T, window):
+    tensors = projections(1, 2 * G, 2, T, 16)
     # tempered logits of order 1, so that gradients do not vanish
-    noise = 0.1 * torch.randn(2, 2, T) - (tensors[1][..., -1] - 5)
-    grad = torch.randn(2, 2 * G, T, 16)
+    noise = 0.1 * torch.randn(1, 2, T) - (tensors[1][..., -1] - 5)
+    grad = torch.randn(1, 2 * G, T, 16)
     ours, exact = ([x.to(kind).requires_grad_() for x in tensors] for kind in (torch.float32, torch.float64))
     out, _ = training(ops, *ours, noise=noise, window=window)
     dense, _ = training(reference, *exact, noise=noise.double(), window=window)
@@ -104,17 +104,17 @@ def test_training_attention_and_its_gradients_are_the_dense_ones(simd, G, T, win
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("hard", [False, True])
-def test_a_model_that_never_merges_is_the_dense_one_bit_for_bit(simd, dtype, hard):
-    q, k, v = projections(2, 4, 2, 150, 32, dtype)
+def test_a_model_that_never_merges_is_the_dense_one_bit_for_bit(backend, dtype, hard):
+    q, k, v = projections(1, 4, 2, 80, 32, dtype)
     k[..., -1] = -100
-    cos, sin = tables(150, 32)
+    cos, sin = tables(80, 32)
     out, alpha = training(ops, q, k, v, hard=hard)
     assert not alpha.any()
     dense, _ = ops.attention(*(live(ops.rope(live(x, -1), cos, sin), -1) for x in (q, k)), v)
     assert torch.equal(out, dense)
 
 
-def test_a_model_that_always_merges_reads_the_running_mean(simd):
+def test_a_model_that_always_merges_reads_the_running_mean(backend):
     q, k, v = projections(1, 4, 2, 80, 16)
     k[..., -1] = 100
     for hard in (False, True):
@@ -125,7 +125,7 @@ def test_a_model_that_always_merges_reads_the_running_mean(simd):
 
 
 @pytest.mark.parametrize("hard", [False, True])
-def test_no_output_depends_on_a_later_token(simd, hard):
+def test_no_output_depends_on_a_later_token(backend, hard):
     q, k, v = projections(1, 4, 2, 140, 16)
     noise = Noise(1)
     out, _ = training(ops, q, k, v, noise=noise, hard=hard)
@@ -138,7 +138,7 @@ def test_no_output_depends_on_a_later_token(simd, hard):
         assert not torch.equal(changed, out)
 
 
-def test_which_coordinate_decides_is_immaterial_without_rotation(simd):
+def test_which_coordinate_decides_is_immaterial_without_rotation(backend):
     q, k, v = projections(1, 4, 2, 70, 16)
     order = [15, *range(1, 15), 0]
     out, _ = training(ops, q, k, v, noise=Noise(2), rotate=False)
@@ -146,7 +146,7 @@ def test_which_coordinate_decides_is_immaterial_without_rotation(simd):
     torch.testing.assert_close(out, swapped, rtol=1e-5, atol=1e-5)
 
 
-def test_the_order_of_query_heads_of_a_group_is_immaterial(simd):
+def test_the_order_of_query_heads_of_a_group_is_immaterial(backend):
     q, k, v = projections(1, 6, 2, 70, 16)
     order = [2, 0, 1, 4, 5, 3]
     out, _ = training(ops, q, k, v)
@@ -155,7 +155,7 @@ def test_the_order_of_query_heads_of_a_group_is_immaterial(simd):
 
 
 @pytest.mark.parametrize("size", [1e2, 1e4])
-def test_extreme_logits_give_finite_outputs_and_gradients(simd, size):
+def test_extreme_logits_give_finite_outputs_and_gradients(backend, size):
     q, k, v = projections(1, 2, 1, 90, 16)
     k[..., -1] = torch.where(torch.rand(1, 1, 90) < 0.5, size, -size)
     q[..., -1] = torch.where(torch.rand(1, 2, 90) < 0.5, 100.0, -100.0)
@@ -173,9 +173,9 @@ def test_extreme_logits_give_finite_outputs_and_gradients(simd, size):
 
 
 @pytest.mark.parametrize("window", [None, 3])
-@pytest.mark.parametrize("chunk", [1, 7, 60])
-def test_training_with_hard_decisions_is_inference(simd, window, chunk):
-    B, Hq, Hkv, T, D, P = 2, 4, 2, 60, 16, 8
+@pytest.mark.parametrize("chunk", [1, 7, 30])
+def test_training_with_hard_decisions_is_inference(backend, window, chunk):
+    B, Hq, Hkv, T, D, P = 2, 4, 2, 30, 16, 8
     q, k, v = projections(B, Hq, Hkv, T, D)
     expected, alpha = training(ops, q, k, v, hard=True, window=window)
     cos, sin = tables(T, D)
@@ -216,7 +216,7 @@ def dms(q, k, v, tempered, window):
 
 
 @pytest.mark.parametrize("window", [0, 1, 4, 99])
-def test_dms_is_eviction_of_marked_tokens_outside_the_window(simd, window):
+def test_dms_is_eviction_of_marked_tokens_outside_the_window(backend, window):
     q, k, v = projections(2, 4, 2, 90, 16)
     alpha, _, tempered = ops.dmc_decisions(k[..., -1], hard=True)
     kept = torch.cat([alpha[..., 1:] == 0, torch.ones(2, 2, 1, dtype=torch.bool)], -1).repeat_interleave(2, 1)
@@ -229,7 +229,7 @@ def test_dms_is_eviction_of_marked_tokens_outside_the_window(simd, window):
 
 
 @pytest.mark.parametrize("window", [0, 4, 99])
-def test_dms_gradients_are_the_dense_ones(simd, window):
+def test_dms_gradients_are_the_dense_ones(backend, window):
     q, k, v = projections(1, 4, 2, 70, 16)
     noise = 0.1 * torch.randn(1, 2, 70) - (k[..., -1] - 5)
     grad = torch.randn(1, 4, 70, 16)

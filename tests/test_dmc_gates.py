@@ -9,6 +9,7 @@ from kvcompress.ops import Noise
 from kvcompress.reference.dmc_gates import philox
 
 INF = float("inf")
+NOISES = (Noise(0), Noise(2**63 - 1, 5, 6, 7, 8), Noise(77, 2**32 - 1, 3, 2**32 - 1, 2**32 - 100))  # counters wrap
 
 
 def logits_like_keys(B, H, T, dtype=torch.float32, shift=5.0):
@@ -41,6 +42,21 @@ def test_noise_is_the_references(seed, offset, stream, sample, token):
     torch.testing.assert_close(drawn.double(), exact, rtol=3e-7, atol=1e-7)
 
 
+@pytest.fixture(scope="module")
+def drawn():
+    """Logits and decisions on the CPU by NOISES: before `backend` has the ops run elsewhere."""
+    logits = 5 + torch.randn(3, 4, 300, generator=torch.Generator().manual_seed(0))
+    return logits, [ops.dmc_decisions(logits, noise=noise) for noise in NOISES]
+
+
+def test_noise_has_the_same_bits_everywhere(drawn, backend):
+    device = torch.get_default_device()
+    for noise, expected in zip(NOISES, drawn[1], strict=True):
+        found = ops.dmc_decisions(drawn[0].to(device), noise=noise)
+        assert torch.equal(found.hard, expected.hard.to(device))
+        assert torch.equal(found.tempered, expected.tempered.to(device))
+
+
 def test_the_same_numbers_give_the_same_noise_and_others_do_not():
     x = logits_like_keys(3, 4, 70)
     first = ops.dmc_decisions(x, noise=Noise(7, 11))
@@ -50,7 +66,7 @@ def test_the_same_numbers_give_the_same_noise_and_others_do_not():
         assert not torch.equal(first.tempered, ops.dmc_decisions(x, noise=other).tempered)
 
 
-def test_a_shard_draws_what_the_whole_draws():
+def test_a_shard_draws_what_the_whole_draws(backend):
     x = logits_like_keys(3, 4, 70)
     whole = ops.dmc_decisions(x, noise=Noise(3, 1, stream=40, sample=6))
     part = ops.dmc_decisions(x[1:, 2:, 30:50], noise=Noise(3, 1, stream=42, sample=7, token=30))
@@ -69,30 +85,36 @@ def test_mean_of_hard_decisions_is_the_sigmoid_of_the_logit():
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("T", [1, 7, 300])
-@pytest.mark.parametrize("options", [{}, {"scale": 100.0, "shift": 500.0, "temperature": 2.0}, {"margin": 0.25}])
-def test_decisions_as_the_reference(dtype, T, options):
-    x = logits_like_keys(2, 3, T, dtype)
-    for noise in (None, torch.randn(2, 3, T), Noise(5, 6)):
-        double = noise.double() if isinstance(noise, torch.Tensor) else noise
-        exact = reference.dmc_decisions(x.double(), noise=double, **options)
-        plain = reference.dmc_decisions(x, noise=noise, **options)
-        ours = ops.dmc_decisions(x, noise=noise, **options)
-        for y, z, w in zip(ours, plain, exact, strict=True):
-            assert_as_accurate(y, z, w)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"scale": 100.0, "shift": 500.0, "temperature": 2.0}, {"margin": 0.25}, {"hard": True, "margin": 0.5}],
+)
+def test_decisions_as_the_reference(backend, dtype, options):
+    for shape in ((1, 1, 1), (2, 3, 7), (2, 3, 300), (1, 2, 1000)):
+        x = logits_like_keys(*shape, dtype)
+        for noise in (None, torch.randn(shape), *NOISES[2:]):
+            if noise is not None and "hard" in options:
+                continue
+            double = noise.double() if isinstance(noise, torch.Tensor) else noise
+            exact = reference.dmc_decisions(x.double(), noise=double, **options)
+            plain = reference.dmc_decisions(x, noise=noise, **options)
+            ours = ops.dmc_decisions(x, noise=noise, **options)
+            for y, z, w in zip(ours, plain, exact, strict=True):
+                assert_as_accurate(y, z, w)
 
 
-def test_hard_decisions_are_thresholds_and_hide_all_or_nothing():
+def test_hard_decisions_are_thresholds_and_hide_all_or_nothing(backend):
     x = torch.tensor([[[4.0, 5.0, 5.5, 6.0, float("nan")]]])
     soft = ops.dmc_decisions(x, margin=0.5)
     assert soft.hard.tolist() == [[[0, 0, 0, 1, 0]]]
+    assert soft.alpha.isnan().tolist() == [[[False] * 4 + [True]]]
     alpha, hard, tempered = ops.dmc_decisions(x, margin=0.5, hard=True)
     assert torch.equal(alpha, soft.hard) and torch.equal(hard, soft.hard)
     assert tempered.tolist() == [[[-INF, -INF, -INF, INF, -INF]]]
     assert ops.dmc_mask(tempered).tolist() == [[[0, 0, -INF, 0, 0]]]
 
 
-def test_gradients_of_decisions_as_the_references():
+def test_gradients_of_decisions_as_the_references(backend):
     x, noise = logits_like_keys(2, 3, 50), torch.randn(2, 3, 50)
     grads = [torch.randn(2, 3, 50) for _ in range(3)]
     for chosen in ((0,), (1,), (2,), (0, 1, 2)):
@@ -119,7 +141,7 @@ def test_hard_decisions_have_no_gradient():
 
 
 @pytest.mark.parametrize("size", [1e3, 1e30])
-def test_extreme_logits_give_finite_decisions_and_gradients(size):
+def test_extreme_logits_give_finite_decisions_and_gradients(backend, size):
     x = torch.tensor([[[-size, size, 5.0]]], requires_grad=True)
     alpha, _, tempered = ops.dmc_decisions(x)
     bias = ops.dmc_mask(tempered)
@@ -134,7 +156,7 @@ def test_extreme_logits_give_finite_decisions_and_gradients(size):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("reduce", ops.IMPORTANCES)
 @pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (6, 2), (8, 8), (8, 1)])
-def test_importance_as_the_reference(dtype, reduce, heads, kv_heads):
+def test_importance_as_the_reference(backend, dtype, reduce, heads, kv_heads):
     x = logits_like_keys(2, heads, 300, dtype, shift=-5.0)
     exact = reference.dmc_importance(x.double(), kv_heads, reduce=reduce, eps=2.0**-7)
     plain = reference.dmc_importance(x, kv_heads, reduce=reduce, eps=2.0**-7)
@@ -146,7 +168,7 @@ def test_importance_as_the_reference(dtype, reduce, heads, kv_heads):
     torch.testing.assert_close(ours.grad.double(), double.grad, rtol=1e-5, atol=1e-7)
 
 
-def test_importance_is_never_zero_and_does_not_depend_on_the_order_of_heads():
+def test_importance_is_never_zero_and_does_not_depend_on_the_order_of_heads(backend):
     x = torch.tensor([-100.0, 100.0, -33.0, -30.0])[None, :, None]
     assert ops.dmc_importance(x, 4).flatten().tolist() == [2.0**-40, 1.0, 2.0**-40, pytest.approx(1.388794e-11)]
     x = logits_like_keys(1, 4, 20, shift=-5.0)
@@ -159,13 +181,13 @@ def test_importance_is_never_zero_and_does_not_depend_on_the_order_of_heads():
 # ---- mask ----
 
 
-def test_mask_as_the_reference():
-    tempered = 30 * torch.randn(2, 3, 10)
-    tempered[0, 0] = torch.tensor([1e4, -1e4, 17, 20, 100, -100, INF, -INF, 0, 50])
+def test_mask_as_the_reference(backend):
+    tempered = 30 * torch.randn(2, 3, 300)
+    tempered[0, 0, :10] = torch.tensor([1e4, -1e4, 17, 20, 100, -100, INF, -INF, 0, 50])
     exact = reference.dmc_mask(tempered.double())
     assert_as_accurate(ops.dmc_mask(tempered), reference.dmc_mask(tempered), exact)
     ours, double = tempered.clone().requires_grad_(), tempered.double().requires_grad_()
-    grad = torch.randn(2, 3, 10)
+    grad = torch.randn(2, 3, 300)
     ops.dmc_mask(ours).backward(grad)
     reference.dmc_mask(double).backward(grad.double())
     torch.testing.assert_close(ours.grad.double(), double.grad, rtol=1e-6, atol=1e-7)
@@ -204,11 +226,12 @@ def test_opcheck():
     torch.library.opcheck(native.dmc_mask, (x,), rtol=1e-4, atol=1e-4)
 
 
-def test_empty_input_gives_empty_output():
+def test_empty_input_gives_empty_output(backend):
     for shape in ((0, 2, 3), (2, 0, 3), (2, 2, 0)):
         assert all(x.shape == shape for x in ops.dmc_decisions(torch.empty(shape)))
         assert ops.dmc_mask(torch.empty(shape)).shape == shape
-    assert ops.dmc_importance(torch.empty(0, 4, 3), 2).shape == (0, 2, 3)
+    for shape in ((0, 4, 3), (2, 4, 0)):
+        assert ops.dmc_importance(torch.empty(shape), 2).shape == (shape[0], 2, shape[2])
 
 
 @pytest.mark.parametrize(

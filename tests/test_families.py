@@ -10,6 +10,9 @@ import pytest
 import torch
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+import kvcompress
+from kvcompress.hf.attach import base_model, facts_of
+
 FOLDER = Path(__file__).parents[1] / "benchmarks" / "quality"
 sys.path.insert(0, str(FOLDER))
 try:  # now and not in a fixture: names of configurations are parameters of the tests
@@ -77,3 +80,12 @@ def test_a_trace_of_attach_is_noticed(monkeypatch):
 def test_every_causal_language_model_of_transformers_is_known():
     kinds = {configuration.kind for configuration in CONFIGURATIONS.values()}
     assert set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - kinds == set(LEFT_OUT)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("name", "reads_chunks"), [("jamba", False), ("recurrent_gemma", False), ("qwen3_next", True)])
+@torch.no_grad()
+def test_families_that_begin_anew_in_every_call_are_known_in_every_dtype(name, reads_chunks, dtype):
+    model = CONFIGURATIONS[name].model().to(dtype)
+    with kvcompress.attach(model):
+        assert facts_of(base_model(model)).reads_chunks is reads_chunks

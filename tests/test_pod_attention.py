@@ -36,7 +36,7 @@ SETS = [(3, 5), (0, 1), (0, 7), (16, 1), (2, 300), (50, 4)]
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize(("sinks", "recent"), SETS)
-def test_results_and_gradients_are_those_of_one_softmax(shape, sinks, recent):
+def test_results_and_gradients_are_those_of_one_softmax(backend, shape, sinks, recent):
     tensors, settings = states(**shape), {"sinks": sinks, "recent": recent}
     weights = [torch.randn_like(tensors[0]), *torch.randn(2, *tensors[0].shape[:3])]
     exact, exact_grads = gradients(reference.pod_attention, [x.double() for x in tensors], weights, **settings)
@@ -46,7 +46,7 @@ def test_results_and_gradients_are_those_of_one_softmax(shape, sinks, recent):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_every_dtype_is_as_accurate_as_the_formula_in_it(dtype):
+def test_every_dtype_is_as_accurate_as_the_formula_in_it(backend, dtype):
     tensors = states(S=60, T=60, dtype=dtype)
     exact = reference.pod_attention(*(x.double() for x in tensors), sinks=4, recent=9)
     plain = reference.pod_attention(*tensors, sinks=4, recent=9)
@@ -64,7 +64,7 @@ def test_the_reference_passes_gradcheck():
     )
 
 
-def test_rows_of_unequal_length_are_each_as_alone():
+def test_rows_of_unequal_length_are_each_as_alone(backend):
     tensors = states(B=3, S=20, T=30)
     lengths = torch.tensor([30, 17, 4], dtype=torch.int32)  # the last two begin with padded queries
     weights = [torch.randn_like(tensors[0]), torch.zeros(3, 4, 20), torch.randn(3, 4, 20)]
@@ -108,7 +108,7 @@ def test_a_window_that_holds_all_is_plain_attention_and_the_lead_gets_nothing(si
     assert not grads[3].any() and not grads[4].any()
 
 
-def test_queries_without_distant_keys_and_near_keys_send_their_lead_nothing():
+def test_queries_without_distant_keys_and_near_keys_send_their_lead_nothing(backend):
     tensors = states(S=30, T=30)
     weights = [torch.randn_like(tensors[0]), *torch.randn(2, 2, 4, 30)]
     results, grads = gradients(ops.pod_attention, tensors, weights, sinks=3, recent=5)

@@ -19,10 +19,12 @@ def tables(rows: int, half: int) -> tuple[torch.Tensor, torch.Tensor]:
         (1, 2, 5, 80, 32),
         (2, 1, 9, 6, 6),
         (1, 2, 3, 34, 34),
+        (2, 1, 7, 33, 20),
+        (1, 1, 2, 8, 0),
         (1, 8, 70, 256, 256),
     ],
 )
-def test_rotates_as_the_reference(simd, dtype, B, H, T, D, rotary):
+def test_rotates_as_the_reference(backend, dtype, B, H, T, D, rotary):
     x = torch.randn(B, H, T, D).to(dtype)
     cos, sin = tables(200, rotary // 2)
     positions = torch.randint(0, 200, (B, T), dtype=torch.int32)
@@ -32,19 +34,19 @@ def test_rotates_as_the_reference(simd, dtype, B, H, T, D, rotary):
         assert_as_accurate(ops.rope(x, cos, sin, positions, inverse=inverse), plain, exact)
 
 
-def test_strided_input_is_rotated_in_place_of_a_copy(simd):
+def test_strided_input_is_rotated_in_place_of_a_copy(backend):
     x = torch.randn(2, 7, 3, 32).transpose(1, 2)  # as projections give it
     cos, sin = tables(7, 16)
     torch.testing.assert_close(ops.rope(x, cos, sin), reference.rope(x, cos, sin))
 
 
-def test_rotating_there_and_back_changes_nothing(simd):
+def test_rotating_there_and_back_changes_nothing(backend):
     x = torch.randn(1, 2, 50, 64)
     cos, sin = tables(50, 32)
     torch.testing.assert_close(ops.rope(ops.rope(x, cos, sin), cos, sin, inverse=True), x, atol=1e-6, rtol=0)
 
 
-def test_a_key_moves_by_the_rotation_of_the_difference(simd):
+def test_a_key_moves_by_the_rotation_of_the_difference(backend):
     x = torch.randn(1, 2, 20, 64)
     cos, sin = tables(100, 32)
     there = torch.arange(30, 50, dtype=torch.int32)[None]
@@ -52,7 +54,7 @@ def test_a_key_moves_by_the_rotation_of_the_difference(simd):
     torch.testing.assert_close(moved, ops.rope(x, cos, sin), atol=1e-5, rtol=0)
 
 
-def test_gradient_is_the_references(simd):
+def test_gradient_is_the_references(backend):
     x = torch.randn(2, 3, 5, 16)
     cos, sin = tables(9, 8)
     positions = torch.randint(0, 9, (2, 5), dtype=torch.int32)
@@ -76,9 +78,10 @@ def test_opcheck():
     torch.library.opcheck(torch.ops.kvcompress.rope, (x, cos, sin, positions, False))
 
 
-def test_empty_input_gives_empty_output():
+def test_empty_input_gives_empty_output(backend):
     cos, sin = tables(4, 8)
-    assert ops.rope(torch.empty(2, 3, 0, 16), cos, sin).shape == (2, 3, 0, 16)
+    for shape in ((2, 3, 0, 16), (0, 2, 3, 16)):
+        assert ops.rope(torch.empty(shape), cos, sin).shape == shape
 
 
 @pytest.mark.parametrize(
@@ -106,3 +109,11 @@ def test_position_outside_the_tables_is_refused(place):
     message = rf"^rope: positions must be between 0 and 8 \(last row of cos and sin\), got {place} at \[0, 1\]$"
     with pytest.raises(RuntimeError, match=message):
         ops.rope(torch.randn(1, 1, 2, 16), cos, sin, torch.tensor([[0, place]], dtype=torch.int32))
+
+
+def test_position_outside_the_tables_gives_nan_in_the_rotated_part_of_its_token(cuda):
+    x, (cos, sin) = torch.randn(1, 2, 3, 16), tables(4, 4)
+    out = ops.rope(x, cos, sin, torch.tensor([[0, 4, -1]], dtype=torch.int32))
+    assert torch.equal(out[:, :, 0], x[:, :, 0])
+    assert out[:, :, 1:, :8].isnan().all()
+    assert torch.equal(out[..., 8:], x[..., 8:])

@@ -18,7 +18,7 @@ def check(queries, keys, **options):
     ("B", "Hq", "Hkv", "W", "T", "D"),
     [(1, 1, 1, 1, 2, 16), (2, 4, 2, 8, 77, 64), (1, 8, 1, 32, 300, 128), (1, 3, 3, 5, 64, 33), (1, 2, 1, 65, 130, 256)],
 )
-def test_scores_as_the_reference(simd, dtype, B, Hq, Hkv, W, T, D):
+def test_scores_as_the_reference(backend, dtype, B, Hq, Hkv, W, T, D):
     queries, keys = torch.randn(B, Hq, W, D).to(dtype), torch.randn(B, Hkv, T, D).to(dtype)
     check(queries, keys)
 
@@ -26,14 +26,14 @@ def test_scores_as_the_reference(simd, dtype, B, Hq, Hkv, W, T, D):
 @pytest.mark.parametrize("reduce", ops.REDUCTIONS)
 @pytest.mark.parametrize("pooling", ops.POOLINGS)
 @pytest.mark.parametrize("kernel_size", [1, 3, 15])
-def test_every_reduction_and_pooling(simd, reduce, pooling, kernel_size):
+def test_every_reduction_and_pooling(backend, reduce, pooling, kernel_size):
     queries, keys = 2 * torch.randn(1, 4, 6, 32), torch.randn(1, 2, 150, 32)
     check(queries, keys, reduce=reduce, pooling=pooling, kernel_size=kernel_size)
 
 
 @pytest.mark.parametrize("reduce", ops.REDUCTIONS)
 @pytest.mark.parametrize("ranges", MASKED_RANGES)
-def test_masked_columns_and_own_keys(simd, ranges, reduce):
+def test_masked_columns_and_own_keys(backend, ranges, reduce):
     queries, keys = torch.randn(2, 4, 9, 32), 3 * torch.randn(2, 2, 150, 32)
     lengths = torch.tensor([150, 40], dtype=torch.int32)
     check(queries, keys, reduce=reduce, kernel_size=1, lengths=lengths, **ranges)
@@ -41,14 +41,14 @@ def test_masked_columns_and_own_keys(simd, ranges, reduce):
 
 
 @pytest.mark.parametrize(("Hq", "Hkv", "T"), [(2, 1, 300), (1, 1, 64), (3, 3, 65), (1, 1, 1)])
-def test_every_query_scores_every_key_it_sees(simd, Hq, Hkv, T):
+def test_every_query_scores_every_key_it_sees(backend, Hq, Hkv, T):
     queries, keys = torch.randn(1, Hq, T, 16), torch.randn(1, Hkv, T, 16)
     check(queries, keys, reduce="sum", kernel_size=1, skip_last=0)
     every = ops.window_scores(queries, keys, reduce="sum", kernel_size=1, skip_last=0)
     torch.testing.assert_close(every.sum(), torch.tensor(float(Hq * T)), rtol=1e-5, atol=0)
 
 
-def test_a_masked_key_does_not_hide_small_logits(simd):
+def test_a_masked_key_does_not_hide_small_logits(backend):
     """The heaviest key is masked before the exponentials, so that the others do not vanish beside it."""
     queries, keys = torch.ones(1, 1, 1, 16), torch.randn(1, 1, 40, 16)
     keys[0, 0, 1] = 100.0
@@ -61,36 +61,42 @@ def test_a_long_window_is_cut_into_passes_without_a_difference():
     check(queries, keys, reduce="sum", kernel_size=1, skip_last=0)
 
 
-def test_ragged_batch_scores_each_sequence_as_alone(simd):
+@pytest.mark.parametrize("pooling", ops.POOLINGS)
+def test_ragged_batch_scores_each_sequence_as_alone(backend, pooling):
     queries, keys = torch.randn(3, 4, 4, 32), torch.randn(3, 2, 90, 32)
-    lengths = torch.tensor([90, 5, 41], dtype=torch.int32)
-    check(queries, keys, lengths=lengths)
-    together = ops.window_scores(queries, keys, lengths=lengths)
+    lengths, options = torch.tensor([90, 5, 41], dtype=torch.int32), {"pooling": pooling, "kernel_size": 7}
+    check(queries, keys, lengths=lengths, **options)
+    keys[1, :, 5:] = float("nan")  # past the length: never seen
+    together = ops.window_scores(queries, keys, lengths=lengths, **options)
     for b, length in enumerate(lengths.tolist()):
-        alone = ops.window_scores(queries[b : b + 1], keys[b : b + 1, :, :length])
+        alone = ops.window_scores(queries[b : b + 1], keys[b : b + 1, :, :length], **options)
         assert torch.equal(together[b, :, : length - 4], alone[0])
         assert not together[b, :, length - 4 :].any()
 
 
-def test_strided_queries_and_keys(simd):
+def test_strided_queries_and_keys(backend):
     queries = torch.randn(1, 9, 4, 32).transpose(1, 2)[:, :, -5:]
-    keys = torch.randn(1, 80, 2, 32).transpose(1, 2)
-    check(queries, keys)
+    keys = torch.randn(1, 80, 2, 40).transpose(1, 2)
+    check(queries, keys[..., 8:])
+    check(queries.to(torch.bfloat16), keys[..., 5:37])  # of two types, not on 16 bytes
 
 
-def test_large_logits_do_not_overflow(simd):
+def test_large_logits_do_not_overflow(backend):
     check(60 * torch.randn(1, 2, 3, 64), 60 * torch.randn(1, 1, 40, 64))
 
 
-def test_nan_key_spoils_its_head_only(simd):
-    queries, keys = torch.randn(1, 4, 3, 16), torch.randn(1, 2, 70, 16)
-    keys[0, 1, 10, 3] = float("nan")
-    scores = ops.window_scores(queries, keys, kernel_size=1)
+@pytest.mark.parametrize("reduce", ops.REDUCTIONS)
+@pytest.mark.parametrize("kernel_size", [1, 5])
+def test_nan_key_spoils_its_head_only(backend, reduce, kernel_size):
+    queries, keys = torch.randn(1, 4, 3, 16), torch.randn(1, 2, 80, 16)
+    keys[0, 1, 70, 3] = float("nan")
+    options = {"reduce": reduce, "kernel_size": kernel_size}
+    scores = ops.window_scores(queries, keys, **options)
     assert scores[0, 1].isnan().all()
-    assert torch.equal(scores[0, 0], ops.window_scores(queries[:, :2], keys[:, :1], kernel_size=1)[0, 0])
+    assert torch.equal(scores[0, 0], ops.window_scores(queries[:, :2], keys[:, :1], **options)[0, 0])
 
 
-def test_thread_count_changes_no_bit(simd):
+def test_thread_count_changes_no_bit(cpu):
     queries, keys = torch.randn(1, 4, 8, 64), torch.randn(1, 2, 1000, 64)
     threads = torch.get_num_threads()
     try:
@@ -158,11 +164,21 @@ def test_length_out_of_range_is_refused(length):
         ops.window_scores(torch.randn(1, 4, 4, 16), torch.randn(1, 2, 40, 16), lengths=lengths)
 
 
-def test_a_sequence_of_no_more_keys_than_are_skipped_scores_nothing():
+def test_a_sequence_of_no_more_keys_than_are_skipped_scores_nothing(backend):
     queries, keys = torch.randn(2, 4, 4, 16), torch.randn(2, 2, 40, 16)
     scores = ops.window_scores(queries, keys, lengths=torch.tensor([4, 40], dtype=torch.int32))
     assert not scores[0].any()
     torch.testing.assert_close(scores[1:], ops.window_scores(queries[1:], keys[1:]))
+
+
+def test_lengths_shorter_than_the_window_score_zero(cuda):
+    queries, keys = torch.randn(3, 1, 4, 16), torch.randn(3, 1, 9, 16)
+    assert not ops.window_scores(queries, keys, lengths=torch.tensor([3, 0, -3], dtype=torch.int32)).any()
+
+
+def test_heads_that_are_too_large_are_refused(cuda):
+    with pytest.raises((ValueError, RuntimeError), match=r"head dim of at most 512|invalid argument"):
+        ops.window_scores(torch.randn(1, 2, 3, 513), torch.randn(1, 1, 8, 513))
 
 
 def test_a_gradient_is_refused_when_it_comes_back():

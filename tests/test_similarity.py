@@ -27,10 +27,10 @@ def check(queries, keys, **options):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("L", "Hq", "Hkv", "S", "T", "D"),
-    [(1, 2, 1, 3, 9, 16), (3, 4, 2, 8, 77, 64), (5, 8, 1, 16, 300, 128), (2, 3, 3, 5, 64, 33), (4, 2, 1, 65, 130, 256),
-     (2, 1, 1, 1, 1, 16), (3, 2, 2, 7, 7, 20)],
+    [(1, 2, 1, 3, 9, 16), (3, 4, 2, 8, 77, 64), (5, 6, 1, 5, 300, 128), (2, 3, 3, 5, 64, 33), (2, 2, 1, 65, 130, 256),
+     (2, 1, 1, 1, 1, 16), (3, 2, 2, 7, 7, 20), (24, 1, 1, 1, 70, 8)],
 )  # fmt: skip
-def test_sums_as_the_reference(simd, dtype, L, Hq, Hkv, S, T, D):
+def test_sums_as_the_reference(backend, dtype, L, Hq, Hkv, S, T, D):
     sums, count = check(*states(L, Hq, Hkv, S, T, D, dtype))
     assert count == S
     assert torch.equal(sums, sums.mT)
@@ -41,33 +41,33 @@ def test_sums_as_the_reference(simd, dtype, L, Hq, Hkv, S, T, D):
 @pytest.mark.parametrize(
     ("sinks", "recent"), [(0, 1), (1, 2), (64, 5), (70, 64), (3, 130), (10, 139), (200, 0), (0, 200)]
 )
-def test_distant_keys_alone(simd, sinks, recent):
+def test_distant_keys_alone(backend, sinks, recent):
     queries, keys = states(3, 4, 2, 12, 150, 32, spread=2.0)
     sums, count = check(queries, keys, sinks=sinks, recent=recent)
     assert count == max(0, min(12, 150 - sinks - recent))
     assert bool(sums.any()) == (count > 0 and sinks + recent != 149)
 
 
-def test_a_masked_key_does_not_hide_small_logits(simd):
+def test_a_masked_key_does_not_hide_small_logits(backend):
     queries, keys = torch.ones(2, 1, 2, 16), torch.randn(2, 1, 80, 16)
     keys[:, 0, 1] = 100.0
     sums, _ = check(queries, keys, sinks=2, scale=1.0)
     assert sums[0, 0, 1] > 0.1
 
 
-def test_large_logits_do_not_overflow(simd):
+def test_large_logits_do_not_overflow(backend):
     sums, count = check(*states(3, 2, 1, 4, 100, 64, spread=60.0))
     assert sums.isfinite().all() and sums.max() > 0.9 * count
 
 
-def test_rows_without_a_common_key_differ_by_one_bit():
+def test_rows_without_a_common_key_differ_by_one_bit(backend):
     queries = torch.ones(2, 1, 1, 16)
     keys = torch.full((2, 1, 200, 16), -50.0)
     keys[0, 0, 3], keys[1, 0, 150] = 50.0, 50.0
     assert ops.layer_similarity(queries, keys)[0][0, 0, 1].item() == pytest.approx(1.0, abs=1e-6)
 
 
-def test_equal_layers_do_not_differ_at_all(simd):
+def test_equal_layers_do_not_differ_at_all(backend):
     queries, keys = states(1, 4, 2, 9, 500, 40)
     queries, keys = (torch.cat([x, x, torch.randn_like(x)]) for x in (queries, keys))
     sums, _ = ops.layer_similarity(queries, keys)
@@ -90,7 +90,7 @@ def test_the_order_of_the_keys_does_not_matter():
     )
 
 
-def test_heads_of_a_group_read_the_same_keys():
+def test_heads_of_a_group_read_the_same_keys(backend):
     queries, keys = states(3, 6, 2, 5, 70, 16)
     together, _ = ops.layer_similarity(queries, keys)
     for h in range(6):
@@ -98,10 +98,12 @@ def test_heads_of_a_group_read_the_same_keys():
         torch.testing.assert_close(together[h : h + 1], alone, atol=1e-7, rtol=0)
 
 
-def test_strided_states(simd):
+def test_strided_states(backend):
     queries = torch.randn(3, 9, 4, 32).transpose(1, 2)[:, :, -5:]
     keys = torch.randn(3, 80, 2, 32).transpose(1, 2)
     check(queries, keys)
+    check(queries, keys.to(torch.bfloat16))
+    check(queries, torch.randn(3, 2, 80, 33)[..., 1:])  # not on 16 bytes
 
 
 def test_long_rows_are_cut_into_slabs_without_a_difference():
@@ -109,15 +111,19 @@ def test_long_rows_are_cut_into_slabs_without_a_difference():
     check(*states(4, 2, 1, 16, 20_000, 16))
 
 
-def test_nan_spoils_the_pairs_of_its_layer_and_head_only():
+@pytest.mark.parametrize("side", ["queries", "keys"])
+def test_nan_spoils_the_pairs_of_its_layer_and_head_only(backend, side):
     queries, keys = states(3, 4, 2, 3, 70, 16)
-    keys[1, 1, 10, 3] = float("nan")
+    if side == "keys":
+        keys[1, 1, 10, 3] = float("nan")
+    else:
+        queries[1, 2:, 0, 3] = float("nan")
     sums, _ = ops.layer_similarity(queries, keys)
     assert sums[2:, 1, [0, 2]].isnan().all() and sums[2:, [0, 2], 1].isnan().all()
     assert sums[:2].isfinite().all() and sums[2:, 0, 2].isfinite().all()
 
 
-def test_thread_count_changes_no_bit(simd):
+def test_thread_count_changes_no_bit(cpu):
     queries, keys = states(4, 4, 2, 8, 1000, 64)
     threads = torch.get_num_threads()
     try:
@@ -153,6 +159,12 @@ def test_memory_does_not_grow_with_the_probabilities():
     largest = max(event.cpu_memory_usage for event in profile.events())
     assert L * Hq * S * T * 4 == 64 << 20
     assert 1 << 20 < largest < 12 << 20
+
+
+def test_more_layers_or_larger_heads_than_fit_are_refused(cuda):
+    for L, D, message in ((189, 4, "at most 188 layers"), (2, 513, "head dim of at most 512")):
+        with pytest.raises((ValueError, RuntimeError), match=f"{message}|invalid argument"):
+            ops.layer_similarity(torch.randn(L, 1, 1, D), torch.randn(L, 1, 2, D))
 
 
 def test_opcheck():

@@ -35,9 +35,7 @@ def plain_streaming(model, ids, sinks, window, sink_distance="slot"):
                     distance = torch.tensor([min(i - number, window) for number in numbers])
                 # a key at 0 and the query at their distance, for each key
                 cos, sin = base.rotary_emb(x, distance[None])
-                qr = torch.cat(
-                    [apply_rotary_pos_emb(q, q, cos[:, t : t + 1], sin[:, t : t + 1])[0] for t in range(T)], 2
-                )
+                qr, _ = apply_rotary_pos_emb(q.expand(-1, -1, T, -1), q, cos, sin)
                 first = base.rotary_emb(x, torch.zeros_like(distance)[None])
                 kr, _ = apply_rotary_pos_emb(k, k, *first)
                 attended = ((qr * repeat_kv(kr, 2)).sum(-1)[:, :, None] / 4).softmax(-1)

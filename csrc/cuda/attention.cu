@@ -143,11 +143,10 @@ cudaError_t launch(const kvc_attention_args& a, cudaStream_t stream) {
     if (a.B * a.Hq > MAX_GRID_X / set.tiles) return cudaErrorInvalidValue;
     constexpr size_t SHARED = sizeof(forward_shared<T, MAX_D>);
     const auto kernel = forward_kernel<T, MAX_D, CAPPED>;
-    const cudaError_t error = allow_shared(kernel, SHARED);
-    if (error != cudaSuccess) return error;
+    KVC_TRY(allow_shared(kernel, SHARED));
     const unsigned blocks = static_cast<unsigned>(a.B * a.Hq * set.tiles);
     KVC_LAUNCH(kernel, blocks, THREADS, SHARED, stream, a, set);
-    return cudaGetLastError();
+    return cudaSuccess;
 }
 
 template <class T, int MAX_D>

@@ -181,9 +181,3 @@ inline bool valid_attention(const kvc_attention_args& a) {
 cudaError_t attend_wide(const kvc_attention_args& a, cudaStream_t stream);
 // All but delta and the gradients of the sinks.
 cudaError_t attend_wide_backward(const kvc_attention_backward_args& a, const float* delta, cudaStream_t stream);
-
-template <class Kernel>
-cudaError_t allow_shared(Kernel* kernel, size_t bytes) {
-    if (bytes <= 48 * 1024) return cudaSuccess;
-    return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
-}

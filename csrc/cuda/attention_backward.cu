@@ -92,7 +92,7 @@ __global__ __launch_bounds__(shape<T, MAX_D>::THREADS, 1) void keys_kernel(const
     for (int r = 0; r < 2; r++)
         if (f.key_bias && t0 + row + 8 * r < mask.T) bias[r] = f.key_bias[head * f.T + t0 + row + 8 * r];
 
-    if (range.begin < range.end) {
+    if (G > 0 && range.begin < range.end) {  // else nobody waits for the copies
         load_rows<TILE, MAX_D, THREADS>(shared->k, f.k, set.wide_k, b, g, t0, mask.length, D);
         load_rows<TILE, MAX_D, THREADS>(shared->v, f.v, set.wide_v, b, g, t0, mask.length, D);
     }
@@ -292,7 +292,7 @@ cudaError_t launch_sinks(const kvc_attention_backward_args& a, cudaStream_t stre
     if (!a.dsink_logits || a.forward.Hq == 0) return cudaSuccess;
     const float* delta = static_cast<const float*>(a.scratch);
     KVC_LAUNCH(sinks_kernel, static_cast<unsigned>(a.forward.Hq), DELTA_THREADS, 0, stream, a, delta);
-    return cudaGetLastError();
+    return cudaSuccess;
 }
 
 cudaError_t launch_delta(const kvc_attention_backward_args& a, cudaStream_t stream) {
@@ -300,7 +300,7 @@ cudaError_t launch_delta(const kvc_attention_backward_args& a, cudaStream_t stre
     if (blocks > MAX_GRID_X) return cudaErrorInvalidValue;
     if (blocks == 0) return cudaSuccess;
     KVC_LAUNCH(delta_kernel, static_cast<unsigned>(blocks), DELTA_THREADS, 0, stream, a, static_cast<float*>(a.scratch));
-    return cudaGetLastError();
+    return cudaSuccess;
 }
 
 template <class T, int MAX_D, bool CAPPED>
@@ -322,17 +322,14 @@ cudaError_t launch(const kvc_attention_backward_args& a, cudaStream_t stream) {
     const float* delta = static_cast<const float*>(a.scratch);
     constexpr size_t KEYS_SHARED = sizeof(keys_shared<T, MAX_D>), QUERIES_SHARED = sizeof(queries_shared<T, MAX_D>);
     const auto of_keys = keys_kernel<T, MAX_D, CAPPED>;
-    cudaError_t error = allow_shared(of_keys, KEYS_SHARED);
-    if (error != cudaSuccess) return error;
+    KVC_TRY(allow_shared(of_keys, KEYS_SHARED));
     KVC_LAUNCH(of_keys, static_cast<unsigned>(key_blocks), S::THREADS, KEYS_SHARED, stream, a, set, delta);
-    error = cudaGetLastError();
-    if (error != cudaSuccess || query_blocks == 0) return error;
+    if (query_blocks == 0) return cudaSuccess;
     const auto of_queries = queries_kernel<T, MAX_D, CAPPED>;
-    error = allow_shared(of_queries, QUERIES_SHARED);
-    if (error != cudaSuccess) return error;
+    KVC_TRY(allow_shared(of_queries, QUERIES_SHARED));
     set.tiles = static_cast<int>(ceil_div(f.S, S::TILE));
     KVC_LAUNCH(of_queries, static_cast<unsigned>(query_blocks), S::THREADS, QUERIES_SHARED, stream, a, set, delta);
-    return cudaGetLastError();
+    return cudaSuccess;
 }
 
 template <class T, int MAX_D>
@@ -365,9 +362,8 @@ extern "C" cudaError_t kvc_cuda_attention_backward(const kvc_attention_backward_
     if (f.Hq > 0 && f.S > 0 &&
         (!f.q.data || !f.out.data || !f.lse || !a.dout.data || !a.dq.data || !a.scratch))
         return cudaErrorInvalidValue;
-    cudaError_t error = launch_delta(a, stream);
-    if (error == cudaSuccess) error = launch_sinks(a, stream);
-    if (error != cudaSuccess) return error;
+    KVC_TRY(launch_delta(a, stream));
+    KVC_TRY(launch_sinks(a, stream));
     return with_dtype(f.q.dtype, [&](auto element) {
         using T = decltype(element);
         if (f.D <= 64) return launch<T, 64>(a, stream);

@@ -346,11 +346,10 @@ cudaError_t forward(const kvc_attention_args& a, cudaStream_t stream) {
     const auto kernel = forward_kernel<T>;
     const int64_t tiles = ceil_div(a.S, ROWS);
     if (a.B * a.Hq > MAX_GRID_X / tiles) return cudaErrorInvalidValue;
-    const cudaError_t error = allow_shared(kernel, SHARED);
-    if (error != cudaSuccess) return error;
+    KVC_TRY(allow_shared(kernel, SHARED));
     KVC_LAUNCH(kernel, static_cast<unsigned>(a.B * a.Hq * tiles), THREADS, SHARED, stream, a, settings_of(a),
                static_cast<int>(tiles));
-    return cudaGetLastError();
+    return cudaSuccess;
 }
 
 template <class T>
@@ -367,17 +366,14 @@ cudaError_t backward(const kvc_attention_backward_args& a, const float* delta, c
     const int64_t query_blocks = f.B * f.Hq * tiles;
     if (key_blocks > MAX_GRID_X || query_blocks > MAX_GRID_X) return cudaErrorInvalidValue;
     const auto of_keys = keys_kernel<T>;
-    cudaError_t error = allow_shared(of_keys, SHARED);
-    if (error != cudaSuccess) return error;
+    KVC_TRY(allow_shared(of_keys, SHARED));
     KVC_LAUNCH(of_keys, static_cast<unsigned>(key_blocks), THREADS, SHARED, stream, a, set, delta);
-    error = cudaGetLastError();
-    if (error != cudaSuccess || query_blocks == 0) return error;
+    if (query_blocks == 0) return cudaSuccess;
     const auto of_queries = queries_kernel<T>;
-    error = allow_shared(of_queries, SHARED);
-    if (error != cudaSuccess) return error;
+    KVC_TRY(allow_shared(of_queries, SHARED));
     KVC_LAUNCH(of_queries, static_cast<unsigned>(query_blocks), THREADS, SHARED, stream, a, set, delta,
                static_cast<int>(tiles));
-    return cudaGetLastError();
+    return cudaSuccess;
 }
 
 }  // namespace

@@ -262,13 +262,12 @@ __global__ __launch_bounds__(THREADS) void probabilities_kernel(const kvc_decode
 template <class Kernel>
 cudaError_t blocks_for(unsigned& blocks, Kernel* kernel, size_t shared, int64_t work) {
     int device = 0, processors = 0, resident = 0;
-    cudaError_t error = cudaGetDevice(&device);
-    if (error == cudaSuccess) error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
-    if (error == cudaSuccess)
-        error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, THREADS, shared);
+    KVC_TRY(cudaGetDevice(&device));
+    KVC_TRY(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
+    KVC_TRY(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, THREADS, shared));
     const int64_t all = static_cast<int64_t>(processors) * (resident > 0 ? resident : 1);
     blocks = static_cast<unsigned>(work < all ? work : all);
-    return error;
+    return cudaSuccess;
 }
 
 template <class T, int MAX_D>
@@ -280,16 +279,11 @@ cudaError_t launch_mma(const kvc_decode_args& a, plan p, cudaStream_t stream) {
                         : capped        ? pieces_mma_kernel<T, MAX_D, false, true>
                                         : pieces_mma_kernel<T, MAX_D, false, false>;
     p.tiles = static_cast<int>(ceil_div(p.queries, MMA_QUERIES));
-    if (SHARED > 48 * 1024) {
-        const cudaError_t error =
-            cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(SHARED));
-        if (error != cudaSuccess) return error;
-    }
+    KVC_TRY(allow_shared(kernel, SHARED));
     unsigned blocks = 0;
-    const cudaError_t error = blocks_for(blocks, kernel, SHARED, p.rows * p.row_pieces * p.tiles);
-    if (error != cudaSuccess) return error;
+    KVC_TRY(blocks_for(blocks, kernel, SHARED, p.rows * p.row_pieces * p.tiles));
     KVC_LAUNCH(kernel, blocks, THREADS, SHARED, stream, a, p, scratch_of(a, p));
-    return cudaGetLastError();
+    return cudaSuccess;
 }
 
 template <class T, int VEC, int QUERIES, int PER_LANE = FEW_PER_LANE>
@@ -303,10 +297,9 @@ cudaError_t launch_fma(const kvc_decode_args& a, plan p, cudaStream_t stream) {
     static_assert(QUERIES * PER_LANE <= 64, "their sums are registers, and then shared memory");
     const size_t shared = static_cast<size_t>(THREADS / p.lanes * QUERIES * (a.D + 2)) * sizeof(float);
     unsigned blocks = 0;
-    const cudaError_t error = blocks_for(blocks, kernel, shared, p.rows * p.row_pieces * p.tiles);
-    if (error != cudaSuccess) return error;
+    KVC_TRY(blocks_for(blocks, kernel, shared, p.rows * p.row_pieces * p.tiles));
     KVC_LAUNCH(kernel, blocks, THREADS, shared, stream, a, p, scratch_of(a, p));
-    return cudaGetLastError();
+    return cudaSuccess;
 }
 
 // The smallest tile that holds all of a row's queries, up to 8.
@@ -337,10 +330,9 @@ cudaError_t launch_pieces(const kvc_decode_args& a, const plan& p, cudaStream_t 
 cudaError_t launch_probabilities(const kvc_decode_args& a, plan p, cudaStream_t stream) {
     p.tiles = static_cast<int>(ceil_div(p.queries, SOFTMAX_QUERIES));
     unsigned blocks = 0;
-    const cudaError_t error = blocks_for(blocks, probabilities_kernel, 0, p.rows * p.row_pieces * p.tiles);
-    if (error != cudaSuccess) return error;
+    KVC_TRY(blocks_for(blocks, probabilities_kernel, 0, p.rows * p.row_pieces * p.tiles));
     KVC_LAUNCH(probabilities_kernel, blocks, THREADS, 0, stream, a, p, scratch_of(a, p));
-    return cudaGetLastError();
+    return cudaSuccess;
 }
 
 bool valid(const kvc_decode_args& a) {
@@ -378,17 +370,10 @@ extern "C" cudaError_t kvc_cuda_decode(const kvc_decode_args* args, cudaStream_t
     p.wide_q = aligned_16(a.q);
     const scratch s = scratch_of(a, p);
     KVC_LAUNCH(plan_kernel, 1, PLAN_THREADS, 0, stream, a, p, s);
-    cudaError_t error = cudaGetLastError();
-    if (error != cudaSuccess) return error;
-    if (p.row_pieces > 0) {
-        error = with_dtype(a.cache_dtype, [&](auto element) {
-            return launch_pieces<decltype(element)>(a, p, stream);
-        });
-        if (error != cudaSuccess) return error;
-    }
+    if (p.row_pieces > 0)
+        KVC_TRY(with_dtype(a.cache_dtype, [&](auto element) { return launch_pieces<decltype(element)>(a, p, stream); }));
     const auto join = a.probabilities ? join_kernel<true> : join_kernel<false>;
     KVC_LAUNCH(join, static_cast<unsigned>(p.rows * p.queries), JOIN_THREADS, 0, stream, a, p, s);
-    error = cudaGetLastError();
-    if (error != cudaSuccess || !a.probabilities || p.row_pieces == 0) return error;
+    if (!a.probabilities || p.row_pieces == 0) return cudaSuccess;
     return launch_probabilities(a, p, stream);
 }

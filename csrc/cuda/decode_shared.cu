@@ -226,7 +226,7 @@ cudaError_t launch_mix(const kvc_decode_shared_args& a, plan p, cudaStream_t str
     const size_t sums = static_cast<size_t>(THREADS / p.lanes * HEADS * a.D) * sizeof(float);
     const size_t bytes = held > sums ? held : sums;
     KVC_LAUNCH((mix_kernel<T, VEC, HEADS, PER_LANE>), static_cast<unsigned>(blocks), THREADS, bytes, stream, a, p);
-    return cudaGetLastError();
+    return cudaSuccess;
 }
 
 // The smallest tile that holds all of a row's query heads, up to 8.
@@ -269,14 +269,13 @@ extern "C" cudaError_t kvc_cuda_decode_shared(const kvc_decode_shared_args* args
     if (p.capacity > MAX_GRID_X || p.rows * p.row_pieces > MAX_GRID_X || p.rows * p.G > MAX_GRID_X)
         return cudaErrorInvalidValue;
     if (p.row_pieces > 0 && a.columns > 0) {
-        const cudaError_t error = with_dtype(a.cache_dtype, [&](auto element) {
+        KVC_TRY(with_dtype(a.cache_dtype, [&](auto element) {
             using T = decltype(element);
             constexpr int VEC = PER_16_BYTES<T>;
             if (a.D % VEC == 0 && aligned_16(a.v_pages)) return launch_mix<T, VEC>(a, p, stream);
             return launch_mix<T, 1>(a, p, stream);
-        });
-        if (error != cudaSuccess) return error;
+        }));
     }
     KVC_LAUNCH(join_kernel, static_cast<unsigned>(p.rows * p.G), JOIN_THREADS, 0, stream, a, p);
-    return cudaGetLastError();
+    return cudaSuccess;
 }

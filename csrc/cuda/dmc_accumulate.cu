@@ -17,7 +17,7 @@ __device__ inline float* states_at(const kvc_dmc_accumulate_args& a, const dmc_c
 }
 
 // A block per row.
-__global__ void weights_kernel(const kvc_dmc_accumulate_args a) {
+__global__ __launch_bounds__(MOST_THREADS) void weights_kernel(const kvc_dmc_accumulate_args a) {
     const int64_t r = blockIdx.x;
     const dmc_row row = row_of(a, r);
     float* z = a.z + r * a.T;
@@ -55,7 +55,7 @@ __device__ inline void fold(const kvc_dmc_accumulate_args& a, const dmc_row& row
 // The end of segment s, as the state before segment s + 1, and what it leaves of the state before it; 0 if that has
 // faded: then the tokens before those that were read have too.
 template <bool WHOLE, class X>
-__global__ void ends_kernel(const kvc_dmc_accumulate_args a, const dmc_cut cut) {
+__global__ __launch_bounds__(WARPS * 32) void ends_kernel(const kvc_dmc_accumulate_args a, const dmc_cut cut) {
     const int64_t lane = threadIdx.x % 32, items = cut.rows * (cut.segments - 1) * 2 * cut.slabs;
     float* shares = static_cast<float*>(a.scratch);
     for (int64_t i = first_warp(); i < items; i += warps_between()) {
@@ -77,7 +77,7 @@ __global__ void ends_kernel(const kvc_dmc_accumulate_args a, const dmc_cut cut) 
 }
 
 // A thread per column of the keys and values of a row: the states before all its segments.
-__global__ void join_kernel(const kvc_dmc_accumulate_args a, const dmc_cut cut) {
+__global__ __launch_bounds__(WARPS * 32) void join_kernel(const kvc_dmc_accumulate_args a, const dmc_cut cut) {
     const int64_t place = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x, r = place / (2 * a.D);
     if (r >= cut.rows) return;
     const int64_t column = place % (2 * a.D), d = column % a.D, joints = cut.segments - 1;
@@ -103,7 +103,7 @@ __global__ void join_kernel(const kvc_dmc_accumulate_args a, const dmc_cut cut) 
 }
 
 template <bool WHOLE, class X>
-__global__ void forward_kernel(const kvc_dmc_accumulate_args a, const dmc_cut cut) {
+__global__ __launch_bounds__(WARPS * 32) void forward_kernel(const kvc_dmc_accumulate_args a, const dmc_cut cut) {
     const int64_t items = cut.rows * cut.segments * 2 * cut.slabs;
     for (int64_t i = first_warp(); i < items; i += warps_between()) {
         const dmc_item item = item_of(cut, i, cut.segments);
@@ -164,7 +164,7 @@ extern "C" cudaError_t kvc_cuda_dmc_accumulate(const kvc_dmc_accumulate_args* ar
         if (blocks > MAX_GRID_X) return cudaErrorInvalidValue;
         KVC_LAUNCH(join_kernel, static_cast<unsigned>(blocks), static_cast<unsigned>(threads), 0, stream, a, cut);
         KVC_LAUNCH((forward), grid_of_warps(slabs * cut.segments), WARPS * 32, 0, stream, a, cut);
-        return cudaGetLastError();
+        return cudaSuccess;
     };
     return with_dtype(a.k.dtype, [&](auto type) {
         using X = decltype(type);

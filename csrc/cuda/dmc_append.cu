@@ -34,7 +34,7 @@ __host__ __device__ inline notes notes_of(const kvc_dmc_append_args& a) {
 }
 
 // A warp per piece of a row.
-__global__ void count_kernel(const kvc_dmc_append_args a) {
+__global__ __launch_bounds__(WARPS * 32) void count_kernel(const kvc_dmc_append_args a) {
     const notes n = notes_of(a);
     const int lane = threadIdx.x % 32;
     for (int64_t i = blockIdx.x * static_cast<int64_t>(WARPS) + threadIdx.x / 32; i < a.table.R * n.count;
@@ -82,7 +82,7 @@ __device__ inline growth growth_of(const kvc_dmc_append_args& a, const notes& n,
 }
 
 // One block: takes the pages of all rows, writes table, lengths and the notes about rows.
-__global__ void grow_kernel(const kvc_dmc_append_args a) {
+__global__ __launch_bounds__(MOST_THREADS) void grow_kernel(const kvc_dmc_append_args a) {
     const kvc_page_table& table = a.table;
     const notes n = notes_of(a);
     int own = 0;
@@ -186,7 +186,7 @@ __device__ inline void open_slots(const kvc_dmc_append_args& a, const notes& n, 
 // A warp per row: what comes before all slots that open, as it reads the tail that they write; and if the row is one
 // piece, they too.
 template <int COLUMNS, class X>
-__global__ void rows_kernel(const kvc_dmc_append_args a) {
+__global__ __launch_bounds__(WARPS * 32) void rows_kernel(const kvc_dmc_append_args a) {
     __shared__ float keys[WARPS][32 * COLUMNS];
     const notes n = notes_of(a);
     const int64_t row = blockIdx.x * static_cast<int64_t>(WARPS) + threadIdx.x / 32;
@@ -201,7 +201,7 @@ __global__ void rows_kernel(const kvc_dmc_append_args a) {
 
 // A warp per piece of a row.
 template <int COLUMNS, class X>
-__global__ void pieces_kernel(const kvc_dmc_append_args a) {
+__global__ __launch_bounds__(WARPS * 32) void pieces_kernel(const kvc_dmc_append_args a) {
     __shared__ float keys[WARPS][32 * COLUMNS];
     const notes n = notes_of(a);
     if (*n.refused) return;
@@ -253,7 +253,7 @@ extern "C" cudaError_t kvc_cuda_dmc_append(const kvc_dmc_append_args* args, cuda
             constexpr int COLUMNS = decltype(columns)::value;
             KVC_LAUNCH((rows_kernel<COLUMNS, X>), grid_of(R), WARPS * 32, 0, stream, a);
             if (pieces > 1) KVC_LAUNCH((pieces_kernel<COLUMNS, X>), grid_of(R * pieces), WARPS * 32, 0, stream, a);
-            return cudaGetLastError();
+            return cudaSuccess;
         });
     });
 }

@@ -26,7 +26,7 @@ __device__ inline int64_t first_item() { return blockIdx.x * static_cast<int64_t
 
 __device__ inline int64_t items_between() { return gridDim.x * static_cast<int64_t>(THREADS); }
 
-__global__ void decisions_kernel(const kvc_dmc_decisions_args a) {
+__global__ __launch_bounds__(THREADS) void decisions_kernel(const kvc_dmc_decisions_args a) {
     for (int64_t i = first_item(); i < a.B * a.H * a.T; i += items_between()) {
         const int64_t t = i % a.T, h = i / a.T % a.H, b = i / a.T / a.H;
         // operations that round one by one, as on the CPU: the same bits of hard
@@ -43,7 +43,7 @@ __global__ void decisions_kernel(const kvc_dmc_decisions_args a) {
     }
 }
 
-__global__ void importance_kernel(const kvc_dmc_importance_args a) {
+__global__ __launch_bounds__(THREADS) void importance_kernel(const kvc_dmc_importance_args a) {
     const int64_t G = a.Hq / a.Hkv, heads = a.reduce == KVC_FIRST_HEAD ? 1 : G;
     for (int64_t i = first_item(); i < a.B * a.Hkv * a.T; i += items_between()) {
         const int64_t t = i % a.T, h = i / a.T % a.Hkv, b = i / a.T / a.Hkv;
@@ -61,7 +61,7 @@ __global__ void importance_kernel(const kvc_dmc_importance_args a) {
 // ln(1 - sigmoid(x)), which an alpha rounded to 1 no longer tells; a NaN passes.
 __device__ inline float hiding(float x) { return -((x < 0.0f ? 0.0f : x) + log1pf(expf(-fabsf(x)))); }
 
-__global__ void mask_kernel(const kvc_dmc_mask_args a) {
+__global__ __launch_bounds__(THREADS) void mask_kernel(const kvc_dmc_mask_args a) {
     for (int64_t i = first_item(); i < a.B * a.H * a.T; i += items_between()) {
         a.bias[i] = i % a.T + 1 < a.T ? hiding(a.tempered[i + 1]) : 0.0f;
     }
@@ -80,7 +80,7 @@ extern "C" cudaError_t kvc_cuda_dmc_decisions(const kvc_dmc_decisions_args* args
     if (a.B == 0 || a.H == 0 || a.T == 0) return cudaSuccess;
     if (!a.x.data || !a.alpha || !a.hard || !a.tempered) return cudaErrorInvalidValue;
     KVC_LAUNCH(decisions_kernel, grid_for(a.B * a.H * a.T), THREADS, 0, stream, a);
-    return cudaGetLastError();
+    return cudaSuccess;
 }
 
 extern "C" cudaError_t kvc_cuda_dmc_importance(const kvc_dmc_importance_args* args, cudaStream_t stream) {
@@ -92,7 +92,7 @@ extern "C" cudaError_t kvc_cuda_dmc_importance(const kvc_dmc_importance_args* ar
     if (a.B == 0 || a.Hkv == 0 || a.T == 0) return cudaSuccess;
     if (!a.x.data || !a.omega) return cudaErrorInvalidValue;
     KVC_LAUNCH(importance_kernel, grid_for(a.B * a.Hkv * a.T), THREADS, 0, stream, a);
-    return cudaGetLastError();
+    return cudaSuccess;
 }
 
 extern "C" cudaError_t kvc_cuda_dmc_mask(const kvc_dmc_mask_args* args, cudaStream_t stream) {
@@ -101,5 +101,5 @@ extern "C" cudaError_t kvc_cuda_dmc_mask(const kvc_dmc_mask_args* args, cudaStre
     if (a.B == 0 || a.H == 0 || a.T == 0) return cudaSuccess;
     if (!a.bias || !a.tempered) return cudaErrorInvalidValue;
     KVC_LAUNCH(mask_kernel, grid_for(a.B * a.H * a.T), THREADS, 0, stream, a);
-    return cudaGetLastError();
+    return cudaSuccess;
 }

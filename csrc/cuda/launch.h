@@ -5,8 +5,22 @@
 
 #include <cstdint>
 
+// Returns the error of a call from the function it stands in.
+#define KVC_TRY(...)                                                              \
+    do {                                                                          \
+        if (const cudaError_t failed = __VA_ARGS__; failed != cudaSuccess) return failed; \
+    } while (0)
+
+// Launches, and returns the error from the function it stands in if that failed: what follows would run on what was never
+// written. A kernel with template arguments goes in parentheses: KVC_LAUNCH((kernel<float, 4>), ...).
+#define KVC_LAUNCH(...)                                                                            \
+    do {                                                                                           \
+        KVC_ENQUEUE(__VA_ARGS__);                                                                  \
+        KVC_TRY(cudaGetLastError());                                                               \
+    } while (0)
+
 #ifdef KVC_CUDA_EMULATION
-#define KVC_LAUNCH(kernel, grid, block, shared_bytes, stream, ...)                                         \
+#define KVC_ENQUEUE(kernel, grid, block, shared_bytes, stream, ...)                                         \
     kvc_emulation::launch(reinterpret_cast<const void*>(kernel), grid, block, shared_bytes, stream, [&]() { \
         (kernel)(__VA_ARGS__);                                                                             \
     })
@@ -14,8 +28,7 @@
 #define KVC_DYNAMIC_SHARED(type, name) type* name = static_cast<type*>(kvc_emulation::dynamic_shared())
 #define KVC_UNROLL
 #else
-// A kernel with template arguments goes in parentheses: KVC_LAUNCH((kernel<float, 4>), ...).
-#define KVC_LAUNCH(kernel, grid, block, shared_bytes, stream, ...) \
+#define KVC_ENQUEUE(kernel, grid, block, shared_bytes, stream, ...) \
     (kernel)<<<grid, block, shared_bytes, stream>>>(__VA_ARGS__)
 #define KVC_DYNAMIC_SHARED(type, name)                           \
     extern __shared__ __align__(16) unsigned char name##_bytes[]; \
@@ -23,6 +36,7 @@
 #define KVC_UNROLL _Pragma("unroll")
 #endif
 
+constexpr int MOST_THREADS = 1024;  // of a block
 constexpr unsigned FULL_WARP = 0xffffffffu;
 constexpr int64_t MAX_GRID_X = 0x7fffffff;  // y and z end at 65,535: kernels here count everything in x
 

@@ -45,7 +45,7 @@ __device__ inline growth growth_of(const kvc_append_tokens_args& a, int64_t row)
 
 // One block: takes the pages of all rows, writes table and lengths; scratch [R + 1]: the page that each row copies (or
 // -1), and whether the call is refused.
-__global__ void extend_kernel(const kvc_append_tokens_args a) {
+__global__ __launch_bounds__(MOST_THREADS) void extend_kernel(const kvc_append_tokens_args a) {
     const kvc_page_table& table = a.table;
     int own = 0;
     bool objects = false;
@@ -78,7 +78,7 @@ __global__ void extend_kernel(const kvc_append_tokens_args a) {
 
 // A block copies TILE tokens of one row of one array, and with the first of them the slots of the shared page.
 template <class Unit>
-__global__ void append_kernel(const kvc_append_tokens_args a, int64_t first_array, int64_t tiles) {
+__global__ __launch_bounds__(THREADS) void append_kernel(const kvc_append_tokens_args a, int64_t first_array, int64_t tiles) {
     const kvc_page_table& table = a.table;
     if (a.scratch[table.R]) return;
     const int64_t tile = blockIdx.x % tiles, row = blockIdx.x / tiles % table.R;
@@ -111,7 +111,7 @@ __global__ void append_kernel(const kvc_append_tokens_args a, int64_t first_arra
 // ---- truncate ----
 
 // A block per row.
-__global__ void truncate_kernel(const kvc_truncate_rows_args a) {
+__global__ __launch_bounds__(THREADS) void truncate_kernel(const kvc_truncate_rows_args a) {
     const kvc_page_table& table = a.table;
     const int64_t row = blockIdx.x, capacity = table.blocks * table.P;
     int64_t old = table.lengths[row], now = a.new_lengths[row];
@@ -150,7 +150,7 @@ __device__ inline target target_of(const kvc_compact_pages_args& a, int64_t item
 }
 
 // One block: scratch [R*blocks + 1]: the page that each block of each row is written to, and whether the call is refused.
-__global__ void claim_kernel(const kvc_compact_pages_args a) {
+__global__ __launch_bounds__(MOST_THREADS) void claim_kernel(const kvc_compact_pages_args a) {
     const kvc_page_table& table = a.table;
     const int64_t items = table.R * table.blocks;
     int own = 0;
@@ -175,7 +175,7 @@ __global__ void claim_kernel(const kvc_compact_pages_args a) {
 // A block moves one slice of every kept slot of one row, tile by tile: a tile is read whole before it is written, and
 // as indices[j] >= j no later tile reads a slot that an earlier one wrote.
 template <class Unit>
-__global__ void move_kernel(const kvc_compact_pages_args a, const kvc_slot_array array, int64_t slices) {
+__global__ __launch_bounds__(THREADS) void move_kernel(const kvc_compact_pages_args a, const kvc_slot_array array, int64_t slices) {
     constexpr int LANES = SLICE_BYTES / static_cast<int>(sizeof(Unit)), GROUPS = THREADS / LANES;
     const kvc_page_table& table = a.table;
     if (a.scratch[table.R * table.blocks]) return;
@@ -207,7 +207,7 @@ __global__ void move_kernel(const kvc_compact_pages_args a, const kvc_slot_array
 }
 
 // A block per row: the fresh pages enter the table, what is no longer named is given up.
-__global__ void settle_kernel(const kvc_compact_pages_args a) {
+__global__ __launch_bounds__(THREADS) void settle_kernel(const kvc_compact_pages_args a) {
     const kvc_page_table& table = a.table;
     if (a.scratch[table.R * table.blocks]) return;
     const int64_t row = blockIdx.x, kept = kept_of(a, row), blocks = ceil_div(held_of(table, row), table.P);
@@ -268,19 +268,19 @@ extern "C" cudaError_t kvc_cuda_append_tokens(const kvc_append_tokens_args* args
     const int64_t tiles = ceil_div(a.S, TILE);
     if (!a.scratch || a.table.R > MAX_GRID_X / tiles / KVC_MAX_SLOT_ARRAYS) return cudaErrorInvalidValue;
     KVC_LAUNCH(extend_kernel, 1, threads_for(a.table.R), 0, stream, a);
-    cudaError_t error = cudaGetLastError();
     // Neighbouring arrays of one unit, keys and values above all, go in one launch
-    for (int64_t first = 0, count; first < a.array_count && error == cudaSuccess; first += count) {
+    for (int64_t first = 0, count; first < a.array_count; first += count) {
         const int unit = unit_of(a.arrays[first], true);
         count = 1;
         while (first + count < a.array_count && unit_of(a.arrays[first + count], true) == unit) count++;
         const unsigned blocks = static_cast<unsigned>(a.table.R * tiles * count);
-        error = with_unit(unit, [&](auto type) {
+        const auto launch = [&](auto type) {
             KVC_LAUNCH((append_kernel<decltype(type)>), blocks, THREADS, 0, stream, a, first, tiles);
-            return cudaGetLastError();
-        });
+            return cudaSuccess;
+        };
+        KVC_TRY(with_unit(unit, launch));
     }
-    return error;
+    return cudaSuccess;
 }
 
 extern "C" cudaError_t kvc_cuda_truncate_rows(const kvc_truncate_rows_args* args, cudaStream_t stream) {
@@ -289,7 +289,7 @@ extern "C" cudaError_t kvc_cuda_truncate_rows(const kvc_truncate_rows_args* args
     if (a.table.R == 0) return cudaSuccess;
     if (!a.new_lengths) return cudaErrorInvalidValue;
     KVC_LAUNCH(truncate_kernel, static_cast<unsigned>(a.table.R), THREADS, 0, stream, a);
-    return cudaGetLastError();
+    return cudaSuccess;
 }
 
 extern "C" cudaError_t kvc_cuda_compact_pages(const kvc_compact_pages_args* args, cudaStream_t stream) {
@@ -299,19 +299,18 @@ extern "C" cudaError_t kvc_cuda_compact_pages(const kvc_compact_pages_args* args
     if (a.table.R == 0) return cudaSuccess;
     if (!a.scratch || (a.K && !a.indices)) return cudaErrorInvalidValue;
     KVC_LAUNCH(claim_kernel, 1, threads_for(a.table.R * a.table.blocks), 0, stream, a);
-    cudaError_t error = cudaGetLastError();
-    for (int64_t i = 0; i < a.array_count && a.K > 0 && error == cudaSuccess; i++) {
+    for (int64_t i = 0; i < a.array_count && a.K > 0; i++) {
         const kvc_slot_array& array = a.arrays[i];
         const int64_t slices = ceil_div(array.slot_bytes, SLICE_BYTES);
         if (slices == 0) continue;
         if (a.table.R > MAX_GRID_X / slices) return cudaErrorInvalidValue;
-        error = with_unit(unit_of(array, false), [&](auto type) {
+        const auto launch = [&](auto type) {
             const unsigned blocks = static_cast<unsigned>(a.table.R * slices);
             KVC_LAUNCH((move_kernel<decltype(type)>), blocks, THREADS, 0, stream, a, array, slices);
-            return cudaGetLastError();
-        });
+            return cudaSuccess;
+        };
+        KVC_TRY(with_unit(unit_of(array, false), launch));
     }
-    if (error != cudaSuccess) return error;
     KVC_LAUNCH(settle_kernel, static_cast<unsigned>(a.table.R), THREADS, 0, stream, a);
-    return cudaGetLastError();
+    return cudaSuccess;
 }

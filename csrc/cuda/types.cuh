@@ -153,6 +153,12 @@ inline bool shared_fits(size_t bytes) {
     return static_cast<size_t>(most) >= bytes;
 }
 
+template <class Kernel>
+cudaError_t allow_shared(Kernel* kernel, size_t bytes) {
+    if (bytes <= 48 * 1024) return cudaSuccess;
+    return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
+}
+
 inline bool aligned_16(const void* data) { return reinterpret_cast<uintptr_t>(data) % 16 == 0; }
 
 // Whether every [b, h, t] row of the view starts on 16 bytes (then 16-byte loads cover D if D fills them).

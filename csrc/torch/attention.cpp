@@ -87,12 +87,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
         .scratch = nullptr,
         .dsink_logits = sink_logits.has_value() ? static_cast<float*>(dsinks.mutable_data_ptr()) : nullptr,
     };
-    int64_t bytes = 0;
-    if (queries.is_cpu()) bytes = kvc_attention_backward_scratch_bytes(&args);
-#ifdef KVC_WITH_CUDA
-    else bytes = kvc_cuda_attention_backward_scratch_bytes(&args);
-#endif
-    Tensor scratch = torch::stable::new_empty(queries, {bytes}, ScalarType::Byte);
+    Tensor scratch = scratch_for(queries, KVC_SCRATCH_BYTES(queries, attention_backward, &args));
     args.scratch = scratch.mutable_data_ptr();
     run("attention_backward", queries, [&] { return kvc_attention_backward(&args, torch_parallel_for); },
         KVC_CUDA_CALL(kvc_cuda_attention_backward(&args, stream)),

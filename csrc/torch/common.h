@@ -157,6 +157,29 @@ inline void check_status(kvc_status status, const char* op) {
     KVC_CHECK(status == KVC_OK, op, ": ", kvc_status_message(status));
 }
 
+// Whether the CPU's kernels serve this tensor. Built for the tests' emulation of CUDA, whose arrays lie in the memory of the
+// CPU, they never do.
+inline bool on_cpu([[maybe_unused]] const Tensor& x) {
+#ifdef KVC_CUDA_EMULATION
+    return false;
+#else
+    return x.is_cpu();
+#endif
+}
+
+// What scratch_for needs to know of an op that has a count for each device.
+#ifdef KVC_WITH_CUDA
+#define KVC_SCRATCH_BYTES(on, op, args) \
+    (on_cpu(on) ? kvc_##op##_scratch_bytes(args) : kvc_cuda_##op##_scratch_bytes(args))
+#else
+#define KVC_SCRATCH_BYTES(on, op, args) kvc_##op##_scratch_bytes(args)
+#endif
+
+// Bytes beside `on`; none for the counts below 0 of sizes that the kernel will refuse.
+inline Tensor scratch_for(const Tensor& on, int64_t bytes) {
+    return torch::stable::new_empty(on, {bytes > 0 ? bytes : 0}, ScalarType::Byte);
+}
+
 // KVC_CUDA_CALL(expression of `stream`): the CUDA side of run(); nothing in a build without CUDA.
 #ifdef KVC_WITH_CUDA
 #define KVC_CUDA_CALL(...) [&]([[maybe_unused]] cudaStream_t stream) -> cudaError_t { return __VA_ARGS__; }
@@ -204,18 +227,20 @@ inline void no_explanation() {}
 // KVC_BAD_INDEX on the CPU, to fail in terms of the arguments.
 template <class Cpu, class Cuda, class Explain = void (*)()>
 void run(const char* op, const Tensor& on, Cpu cpu, [[maybe_unused]] Cuda cuda, Explain explain = no_explanation) {
-    if (on.is_cpu()) {
+    if (on_cpu(on)) {
         const kvc_status status = cpu();
         if (status == KVC_BAD_INDEX) explain();
         check_status(status, op);
         return;
     }
 #ifdef KVC_WITH_CUDA
-    torch::stable::accelerator::DeviceGuard guard(on.get_device_index());
     void* stream = nullptr;
+#ifndef KVC_CUDA_EMULATION
+    torch::stable::accelerator::DeviceGuard guard(on.get_device_index());
     KVC_CHECK(aoti_torch_get_current_cuda_stream != nullptr &&
                   aoti_torch_get_current_cuda_stream(on.get_device_index(), &stream) == 0,
               op, ": Torch gave no CUDA stream");
+#endif
     cudaError_t error = cuda(static_cast<cudaStream_t>(stream));
     KVC_CHECK(error == cudaSuccess, op, ": ", cudaGetErrorString(error));
 #else

@@ -91,12 +91,7 @@ static std::tuple<Tensor, Tensor> decode_to(const Tensor& queries, const Tensor&
         static float nothing;  // wanted, though there is no column: a row that has keys is refused
         args.probabilities = args.columns ? static_cast<float*>(probabilities->mutable_data_ptr()) : &nothing;
     }
-    int64_t bytes = 0;
-    if (queries.is_cpu()) bytes = kvc_decode_scratch_bytes(&args);
-#ifdef KVC_WITH_CUDA
-    else bytes = kvc_cuda_decode_scratch_bytes(&args);
-#endif
-    Tensor scratch = torch::stable::new_empty(queries, {bytes}, ScalarType::Byte);
+    Tensor scratch = scratch_for(queries, KVC_SCRATCH_BYTES(queries, decode, &args));
     args.scratch = scratch.mutable_data_ptr();
     run("decode", queries, [&] { return kvc_decode(&args, torch_parallel_for); },
         KVC_CUDA_CALL(kvc_cuda_decode(&args, stream)), [&] { explain_rows(args, R); });
@@ -165,12 +160,7 @@ static std::tuple<Tensor, Tensor> decode_shared(const Tensor& near, const Tensor
         .blocks = block_table.size(1),
         .threshold = static_cast<float>(threshold),
     };
-    int64_t bytes = 0;
-    if (near.is_cpu()) bytes = kvc_decode_shared_scratch_bytes(&args);
-#ifdef KVC_WITH_CUDA
-    else bytes = kvc_cuda_decode_shared_scratch_bytes(&args);
-#endif
-    Tensor scratch = torch::stable::new_empty(near, {bytes}, ScalarType::Byte);
+    Tensor scratch = scratch_for(near, KVC_SCRATCH_BYTES(near, decode_shared, &args));
     args.scratch = scratch.mutable_data_ptr();
     run("decode_shared", near, [&] { return kvc_decode_shared(&args, torch_parallel_for); },
         KVC_CUDA_CALL(kvc_cuda_decode_shared(&args, stream)), [&] {

@@ -58,9 +58,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> dmc_accumulate(
     args.states = static_cast<float*>(states.mutable_data_ptr());
     int64_t bytes = 0;
 #ifdef KVC_WITH_CUDA
-    if (!keys.is_cpu()) bytes = kvc_cuda_dmc_accumulate_scratch_bytes(&args);
+    if (!on_cpu(keys)) bytes = kvc_cuda_dmc_accumulate_scratch_bytes(&args);
 #endif
-    Tensor scratch = torch::stable::new_empty(keys, {bytes}, ScalarType::Byte);
+    Tensor scratch = scratch_for(keys, bytes);
     args.scratch = scratch.mutable_data_ptr();
     run("dmc_accumulate", keys, [&] { return kvc_dmc_accumulate(&args, torch_parallel_for); },
         KVC_CUDA_CALL(kvc_cuda_dmc_accumulate(&args, stream)));
@@ -95,12 +95,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> dmc_accumulate_backward(
     args.dv = view_of(dv, "dv");
     args.dalpha = static_cast<float*>(dalpha.mutable_data_ptr());
     args.domega = static_cast<float*>(domega.mutable_data_ptr());
-    int64_t bytes = 0;
-    if (keys.is_cpu()) bytes = kvc_dmc_accumulate_backward_scratch_bytes(&args);
-#ifdef KVC_WITH_CUDA
-    else bytes = kvc_cuda_dmc_accumulate_backward_scratch_bytes(&args);
-#endif
-    Tensor scratch = torch::stable::new_empty(keys, {bytes}, ScalarType::Byte);
+    Tensor scratch = scratch_for(keys, KVC_SCRATCH_BYTES(keys, dmc_accumulate_backward, &args));
     args.scratch = scratch.mutable_data_ptr();
     run("dmc_accumulate_backward", keys, [&] { return kvc_dmc_accumulate_backward(&args, torch_parallel_for); },
         KVC_CUDA_CALL(kvc_cuda_dmc_accumulate_backward(&args, stream)));

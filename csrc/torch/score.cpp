@@ -31,12 +31,7 @@ static Tensor window_scores(const Tensor& queries, const Tensor& keys, const std
         .softcap = static_cast<float>(softcap),
         .sink_logits = sinks_array(sink_logits, queries, Hq),
     };
-    int64_t bytes = 0;
-    if (queries.is_cpu()) bytes = kvc_window_scores_scratch_bytes(&args);
-#ifdef KVC_WITH_CUDA
-    else bytes = kvc_cuda_window_scores_scratch_bytes(&args);
-#endif
-    Tensor scratch = torch::stable::new_empty(queries, {bytes > 0 ? bytes : 0}, ScalarType::Byte);
+    Tensor scratch = scratch_for(queries, KVC_SCRATCH_BYTES(queries, window_scores, &args));
     args.scratch = scratch.mutable_data_ptr();
     run("window_scores", queries, [&] { return kvc_window_scores(&args, torch_parallel_for); },
         KVC_CUDA_CALL(kvc_cuda_window_scores(&args, stream)),

@@ -19,12 +19,7 @@ static Tensor layer_similarity(const Tensor& queries, const Tensor& keys, double
         .sinks = sinks, .recent = recent,
         .softcap = static_cast<float>(softcap),
     };
-    int64_t bytes = 0;
-    if (queries.is_cpu()) bytes = kvc_layer_similarity_scratch_bytes(&args);
-#ifdef KVC_WITH_CUDA
-    else bytes = kvc_cuda_layer_similarity_scratch_bytes(&args);
-#endif
-    Tensor scratch = torch::stable::new_empty(queries, {bytes > 0 ? bytes : 0}, ScalarType::Byte);
+    Tensor scratch = scratch_for(queries, KVC_SCRATCH_BYTES(queries, layer_similarity, &args));
     args.scratch = scratch.mutable_data_ptr();
     run("layer_similarity", queries, [&] { return kvc_layer_similarity(&args, torch_parallel_for); },
         KVC_CUDA_CALL(kvc_cuda_layer_similarity(&args, stream)));

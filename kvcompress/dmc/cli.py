@@ -6,26 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..retrofit.cli import (
-    Accumulation,
-    Checkpointing,
-    Device,
-    Distillation,
-    Float32,
-    KeepAll,
-    Length,
-    Model,
-    Out,
-    Preset,
-    Rate,
-    Resume,
-    Rows,
-    SaveSteps,
-    Teacher,
-    Text,
-    chosen_of,
-    settings_of,
-)
+from ..retrofit.cli import Common, command
 
 # steps, what they are made of and the learning rate; "quick" is for the shipped model on two CPU cores
 PRESETS: dict[str, dict[str, Any]] = {
@@ -40,12 +21,10 @@ PRESETS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+@command
 def dmc(
-    out: Out,
+    common: Common,
     target_cr: Annotated[float, typer.Option(help="tokens per cache entry to reach", min=1.0)] = 4.0,
-    preset: Preset = "quick",
-    model: Model = "example",
-    text: Text = None,
     mode: Annotated[str | None, typer.Option(help="dmc (merge, the default) or dms (drop)")] = None,
     dms_window: Annotated[int | None, typer.Option(help="tokens that dms never drops (512)", min=0)] = None,
     start_cr: Annotated[float, typer.Option(help="where the ramp begins", min=1.0)] = 1.0,
@@ -54,24 +33,11 @@ def dmc(
     solidify_steps: Annotated[
         int | None, typer.Option(help="steps at the target, learning rate falling", min=0)
     ] = None,
-    learning_rate: Rate = None,
     weight: Annotated[float | None, typer.Option(help="of the compression loss", min=0.0)] = None,
     shift: Annotated[float | None, typer.Option(help="c: how unlikely a merge is at first")] = None,
     hinge: Annotated[str, typer.Option(help="over what the ratio is meant: global, sequence or layer")] = "global",
     stride: Annotated[int | None, typer.Option(help="fixed pooling of so many tokens, the baseline", min=1)] = None,
     equal_weight: Annotated[float, typer.Option(help="DMC-C: weight of equal ratios within a layer", min=0.0)] = 0.0,
-    distillation: Distillation = 0.0,
-    teacher: Teacher = None,
-    length: Length = None,
-    rows: Rows = None,
-    accumulation: Accumulation = None,
-    save_steps: SaveSteps = 500,
-    keep_all: KeepAll = False,
-    seed: Annotated[int, typer.Option(help="of data and noise", min=0)] = 0,
-    device: Device = "cpu",
-    float32: Float32 = False,
-    checkpointing: Checkpointing = False,
-    resume: Resume = False,
 ) -> None:
     """Retrofit a model with Dynamic Memory Compression: each KV head learns which tokens to merge.
 
@@ -81,30 +47,17 @@ def dmc(
     from .recipe import DMCRecipe
     from .retrofit import retrofit
 
-    own = {
-        "anneal_steps": anneal_steps, "ramp_steps": ramp_steps, "solidify_steps": solidify_steps, "weight": weight,
-        "learning_rate": learning_rate, "shift": shift, "length": length, "rows": rows, "accumulation": accumulation,
-    }  # fmt: skip
-    chosen = chosen_of(preset, own, PRESETS)
-    try:
-        recipe = DMCRecipe(
-            target_ratio=target_cr, start_ratio=start_cr, seed=seed,
-            objective=CompressionLoss(weight=chosen["weight"], hinge=hinge, equal_weight=equal_weight),
-            **{name: chosen[name] for name in ("anneal_steps", "ramp_steps", "solidify_steps", "warmup_steps")},
-        )  # fmt: skip
-        settings = settings_of(
-            chosen, out=out, model=model, text=text, distillation=distillation, teacher=teacher, seed=seed,
-            save_steps=save_steps, keep_all=keep_all, device=device, float32=float32, checkpointing=checkpointing,
-        )  # fmt: skip
-        given = {"mode": mode, "dms_window": dms_window, "shift": shift, "stride": stride}
-        if stride is not None:
-            given["omega"] = "uniform"
-        retrofit(
-            recipe,
-            settings,
-            defaults={"shift": chosen["shift"]},
-            resume=resume,
-            **{name: value for name, value in given.items() if value is not None},
-        )
-    except (ValueError, FileNotFoundError) as error:
-        raise typer.BadParameter(str(error)) from None
+    chosen = common.chosen(
+        PRESETS, anneal_steps=anneal_steps, ramp_steps=ramp_steps, solidify_steps=solidify_steps, weight=weight,
+        shift=shift,
+    )  # fmt: skip
+    recipe = DMCRecipe(
+        target_ratio=target_cr, start_ratio=start_cr, seed=common.seed,
+        objective=CompressionLoss(weight=chosen["weight"], hinge=hinge, equal_weight=equal_weight),
+        **{name: chosen[name] for name in ("anneal_steps", "ramp_steps", "solidify_steps", "warmup_steps")},
+    )  # fmt: skip
+    given = {"mode": mode, "dms_window": dms_window, "shift": shift, "stride": stride}
+    if stride is not None:
+        given["omega"] = "uniform"
+    config = {name: value for name, value in given.items() if value is not None}
+    retrofit(recipe, common.settings(chosen), defaults={"shift": chosen["shift"]}, resume=common.resume, **config)

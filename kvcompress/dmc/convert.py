@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from torch import nn
 
-from ..hf.attach import attach, base_model, detach, facts_of, is_attached
-from ..hf.method import method_of, saved_method, set_method
+from ..hf.attach import base_model, facts_of
+from ..hf.convert import install, installed
 from .config import DMCConfig
 from .method import DMCMethod
 from .neurons import check_floating, zero_neurons
@@ -26,30 +26,11 @@ def convert(model: nn.Module, config: DMCConfig | None = None, *, anneal: bool =
     projections, a norm that subtracts a mean, keys made from latents (MLA) or read from another layer.
     Source: DMC, section 3.2.
     """
-    decoder = base_model(model)
     if config is not None and not isinstance(config, DMCConfig):
         raise TypeError(f"config must be a DMCConfig or None, got {type(config).__name__}")
-    if saved_method(decoder) is not None:
-        raise ValueError(f"model must not be converted yet, got one with config.kvcompress = {saved_method(decoder)}")
     method = DMCMethod(replace(config or DMCConfig(), neuron_scale=1.0))
-    ours = not is_attached(model)
-    if ours:
-        try:
-            attach(model)
-        except ValueError:
-            check_floating(decoder)  # numbers that are none may be why it does not run
-            raise
-    try:
-        method.config.check_model(decoder.config)
-        facts = facts_of(decoder)
-        method.check_facts(decoder, facts)
-        method.rows(decoder, facts)
-    except BaseException:
-        if ours:
-            detach(model)
-        raise
-    method.store(decoder)
-    set_method(decoder, method)
+    # a model may not run because of weights that are no numbers
+    install(model, method, method.rows, refused=check_floating)
     set_neuron_scale(model, 1.0 if anneal else 0.0)
     return method
 
@@ -59,13 +40,7 @@ def state(model: nn.Module) -> DMCMethod:
 
     Raises ValueError if the model is not attached or was not converted to DMC.
     """
-    found = method_of(base_model(model))
-    if not isinstance(found, DMCMethod):
-        raise ValueError(
-            f"{type(model).__name__} must be converted to DMC and attached: kvcompress.dmc.convert(model), or "
-            "kvcompress.attach(model) after loading a converted one"
-        )
-    return found
+    return installed(model, DMCMethod, "kvcompress.dmc.convert(model)")
 
 
 def set_neuron_scale(model: nn.Module, scale: float) -> None:

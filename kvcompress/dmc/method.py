@@ -100,24 +100,15 @@ class DMCMethod(Method):
     layers: numbers of those that are converted; none before the model is attached.
     """
 
-    name = "dmc"
+    title, config_class, cache_class = "DMC", DMCConfig, DMCCache
+    config: DMCConfig
 
     def __init__(self, config: DMCConfig) -> None:
-        self.config = config
+        super().__init__(config)
         self.seed, self.draws = 0, 0
         self.layers: tuple[int, ...] = ()
         self.last: DMCPass | None = None
         self._rows: NeuronRows | None = None
-
-    @classmethod
-    def restore(cls, decoder: nn.Module, saved: dict[str, Any]) -> DMCMethod:
-        config = DMCConfig.from_dict(saved)
-        config.check_model(decoder.config)
-        return cls(config)
-
-    @property
-    def cache_name(self) -> str:
-        return "kvcompress.DMCCache(model.config)"
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"last": None}  # a graph of tensors can be neither copied nor saved
@@ -137,9 +128,6 @@ class DMCMethod(Method):
         self.config = replace(self.config, neuron_scale=scale)
         self.store(decoder)
 
-    def store(self, decoder: Any) -> None:
-        decoder.config.kvcompress = self.config.to_dict()
-
     def begin(self, call: Call) -> DMCPass:
         documents, batch = documents_of(call), call.tokens.shape[0]
         noise = None
@@ -155,8 +143,7 @@ class DMCMethod(Method):
             raise ValueError(
                 f"the model is still being annealed (neuron_scale {self.config.neuron_scale}): a cache needs 0"
             )
-        if not isinstance(cache, DMCCache):
-            raise ValueError(f"a model converted to DMC needs {self.cache_name}, got {type(cache).__name__}")
+        super().check_cache(cache)
 
 
 def converted_layers(decoder: Any, facts: Facts) -> list[int]:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..hf.attach import attach, base_model
+from ..hf.convert import check_kept
 from ..hf.method import saved_method
 from ..retrofit.run import RunSettings, load, train
 from .config import DMCConfig
@@ -28,12 +29,12 @@ def retrofit(
     """
     model, tokenizer = load(settings)
     if saved_method(base_model(model)) is None:
+        if "dms_window" in config and config.get("mode") != "dms":
+            raise ValueError(f"dms_window needs mode 'dms', got dms_window = {config['dms_window']} without it")
         convert(model, DMCConfig(**((defaults or {}) | config)), anneal=recipe.anneal_steps > 0)
     else:
         attach(model)
-        for name, value in config.items():
-            if (own := getattr(state(model).config, name)) != value:
-                raise ValueError(f"{name} must be {own!r}, as the model was converted, or not given; got {value!r}")
+        check_kept(state(model).config, config)
         if state(model).config.neuron_scale == 0:
             recipe = replace(recipe, anneal_steps=0)
     return train(model, tokenizer, recipe, settings, resume=resume)

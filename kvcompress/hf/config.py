@@ -34,6 +34,8 @@ def decoder_config(config: PreTrainedConfig) -> Any:
 def sizes_of(config: Any) -> dict[str, int | list[int]]:
     """What a cache and the model that it is used with must have in common; a list where layers differ."""
     layers = config.per_layer_config
+    if not any(getattr(x, "num_attention_heads", None) for x in layers):
+        raise ValueError(f"config must be of a model with attention layers, got {type(config).__name__}")
     kv_heads = [getattr(x, "num_key_value_heads", None) or x.num_attention_heads for x in layers]
     head_dims = [getattr(x, "head_dim", None) or x.hidden_size // x.num_attention_heads for x in layers]
 

@@ -64,14 +64,27 @@ class PassCache(ABC):
 
 
 class Method(ABC):
-    """Lives on the decoder of an attached, converted model; no part of its state_dict."""
+    """Lives on the decoder of an attached, converted model; no part of its state_dict.
 
-    name: ClassVar[str]
+    title: for messages. config_class: to_dict, from_dict and check_model(config of a model), which raise ValueError.
+    """
+
+    title: ClassVar[str]
+    config_class: ClassVar[Any]
+    cache_class: ClassVar[type[PassCache]]
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
 
     @classmethod
-    @abstractmethod
-    def restore(cls, decoder: nn.Module, saved: dict[str, Any]) -> Method:
+    def restore(cls, decoder: Any, saved: dict[str, Any]) -> Method:
         """From what config.kvcompress says; ValueError for what this version does not know."""
+        config = cls.config_class.from_dict(saved)
+        config.check_model(decoder.config)
+        return cls(config)
+
+    def store(self, decoder: Any) -> None:
+        decoder.config.kvcompress = self.config.to_dict()
 
     @abstractmethod
     def check_facts(self, decoder: nn.Module, facts: Facts) -> None:
@@ -81,14 +94,15 @@ class Method(ABC):
     def begin(self, call: Call) -> Pass:
         """The coming forward pass without a cache."""
 
-    @abstractmethod
     def check_cache(self, cache: PassCache) -> None:
         """Raises ValueError if the model's weights mean nothing to this cache."""
+        if not isinstance(cache, self.cache_class):
+            raise ValueError(f"a model converted to {self.title} needs {self.cache_name}, got {type(cache).__name__}")
 
     @property
-    @abstractmethod
     def cache_name(self) -> str:
         """What to generate with, for messages."""
+        return f"kvcompress.{self.cache_class.__name__}(model.config)"
 
 
 def saved_method(decoder: Any) -> dict[str, Any] | None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from ..hf.attach import attach, base_model, detach, facts_of, is_attached
-from ..hf.method import method_of, saved_method, set_method
+from ..hf.convert import install, installed
 from ..retrofit.passes import check_layers
 from .config import PoDConfig
 from .method import PoDMethod
@@ -23,27 +22,10 @@ def convert(model: nn.Module, config: PoDConfig | PoDPlan) -> PoDMethod:
     that does not fit it, layers that read the keys of others.
     Source: PoD, section 2.
     """
-    decoder = base_model(model)
-    if saved_method(decoder) is not None:
-        raise ValueError(f"model must not be converted yet, got one with config.kvcompress = {saved_method(decoder)}")
     if not isinstance(config, (PoDConfig, PoDPlan)):
         raise TypeError(f"config must be a PoDConfig or a PoDPlan, got {type(config).__name__}")
-    ours = not is_attached(model)
-    if ours:
-        attach(model)
-    try:
-        config.check_model(decoder.config)
-        found = PoDMethod(config if isinstance(config, PoDConfig) else PoDConfig.of(config))
-        facts = facts_of(decoder)
-        found.check_facts(decoder, facts)
-        check_layers(decoder, facts)
-    except BaseException:
-        if ours:
-            detach(model)
-        raise
-    found.store(decoder)
-    set_method(decoder, found)
-    return found
+    method = PoDMethod(config if isinstance(config, PoDConfig) else PoDConfig.of(config))
+    return install(model, method, check_layers, made_for=config)
 
 
 def state(model: nn.Module) -> PoDMethod:
@@ -51,13 +33,7 @@ def state(model: nn.Module) -> PoDMethod:
 
     Raises ValueError if the model is not attached or was not converted to PoD.
     """
-    found = method_of(base_model(model))
-    if not isinstance(found, PoDMethod):
-        raise ValueError(
-            f"{type(model).__name__} must be converted to PoD and attached: kvcompress.pod.convert(model, config), or "
-            "kvcompress.attach(model) after loading a converted one"
-        )
-    return found
+    return installed(model, PoDMethod, "kvcompress.pod.convert(model, config)")
 
 
 def mean_gates(model: nn.Module) -> list[float | None]:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from .. import ops
 from ..documents import Documents
 from ..hf.facts import Facts
-from ..hf.method import Call, Method, PassCache
+from ..hf.method import Call, Method
 from ..retrofit.passes import TrainingPass, documents_of, learns
 from ..softmax import Softmax
 from .cache import PoDCache
@@ -93,21 +93,12 @@ class PoDPass(TrainingPass):
 class PoDMethod(Method):
     """last_gates: the gates of the last forward pass, by layer."""
 
-    name = "pod"
+    title, config_class, cache_class = "PoD", PoDConfig, PoDCache
+    config: PoDConfig
 
     def __init__(self, config: PoDConfig) -> None:
-        self.config = config
+        super().__init__(config)
         self.last_gates: dict[int, Tensor] = {}
-
-    @classmethod
-    def restore(cls, decoder: nn.Module, saved: dict[str, Any]) -> PoDMethod:
-        config = PoDConfig.from_dict(saved)
-        config.check_model(decoder.config)
-        return cls(config)
-
-    @property
-    def cache_name(self) -> str:
-        return "kvcompress.PoDCache(model.config)"
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"last_gates": {}}
@@ -120,15 +111,8 @@ class PoDMethod(Method):
         if self.config.mode != "window":
             check_kinds(self.config.lead, kinds)
 
-    def store(self, decoder: Any) -> None:
-        decoder.config.kvcompress = self.config.to_dict()
-
     def begin(self, call: Call) -> PoDPass:
         # the gates alone are kept: the states of leads go with the pass
         self.last_gates = {}
         documents = documents_of(call)
         return PoDPass(self.config, call.facts, documents, self.last_gates, with_gradient=learns(call))
-
-    def check_cache(self, cache: PassCache) -> None:
-        if not isinstance(cache, PoDCache):
-            raise ValueError(f"a model converted to PoD needs {self.cache_name}, got {type(cache).__name__}")

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from ..hf.attach import attach, base_model
+from ..hf.convert import check_kept
 from ..hf.method import saved_method
 from ..hf.seam import evaluating
 from ..retrofit.run import RunSettings, load, train
@@ -59,9 +60,7 @@ def retrofit(
         convert(model, wanted)
     else:
         attach(model)
-        for name, value in config.items():
-            if (own := getattr(state(model).config, name)) != value:
-                raise ValueError(f"{name} must be {own!r}, as the model was converted, or not given; got {value!r}")
+        check_kept(state(model).config, config)
         if wanted not in (None, state(model).config):
             raise ValueError("plan must be that of the converted model, or not given, got another one")
     freeze_unused(decoder, state(model).config)

@@ -122,6 +122,11 @@ cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, Kernel*, 
     *blocks = 2;
     return cudaSuccess;
 }
+inline const char* cudaGetErrorString(cudaError_t error) {
+    return error == cudaErrorInvalidValue           ? "invalid argument"
+           : error == cudaErrorInvalidConfiguration ? "invalid configuration argument"
+                                                    : "unspecified launch failure";
+}
 inline cudaError_t cudaGetLastError() { return kvc_emulation::take_last_error(); }
 template <class Kernel>
 cudaError_t cudaFuncSetAttribute(Kernel* kernel, cudaFuncAttribute, int bytes) {

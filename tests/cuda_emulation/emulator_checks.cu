@@ -163,23 +163,6 @@ cudaError_t check_grid(unsigned x, unsigned y, unsigned threads) {
     KVC_LAUNCH(nothing, dim3(x, y), threads, 0, nullptr);
     return cudaGetLastError();
 }
-// In the order of emulated.ARGS: the ctypes structures there must follow kvc.h.
-void check_sizes(int64_t* sizes) {
-    const size_t all[] = {sizeof(kvc_rope_args),         sizeof(kvc_window_scores_args),
-                          sizeof(kvc_layer_similarity_args),
-                          sizeof(kvc_select_topk_args),
-                          sizeof(kvc_decode_args),       sizeof(kvc_decode_shared_args), sizeof(kvc_merge_states_args),
-                          sizeof(kvc_attention_args),    sizeof(kvc_attention_backward_args),
-                          sizeof(kvc_append_tokens_args), sizeof(kvc_truncate_rows_args), sizeof(kvc_compact_pages_args)};
-    for (size_t size : all) *sizes++ = static_cast<int64_t>(size);
-}
-// In the order of emulated_dmc.ARGS.
-void check_dmc_sizes(int64_t* sizes) {
-    const size_t all[] = {sizeof(kvc_dmc_decisions_args), sizeof(kvc_dmc_importance_args), sizeof(kvc_dmc_mask_args),
-                          sizeof(kvc_dmc_accumulate_args), sizeof(kvc_dmc_accumulate_backward_args),
-                          sizeof(kvc_dmc_append_args)};
-    for (size_t size : all) *sizes++ = static_cast<int64_t>(size);
-}
 void check_conversions(const float* from, uint16_t* as_f16, uint16_t* as_bf16, int64_t count) {
     for (int64_t i = 0; i < count; i++) {
         f16 half;

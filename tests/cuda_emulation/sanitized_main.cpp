@@ -1,7 +1,8 @@
 // Runs every CUDA kernel once over odd sizes with arrays that end exactly where the contract says, for the sanitizers.
-// test_sanitizers.py builds it with -fsanitize=address,undefined and with -fsanitize=thread -DKVC_EMULATE_THREADS: then
+// The Makefile builds it with -fsanitize=address,undefined and with -fsanitize=thread -DKVC_EMULATE_THREADS: then
 // the threads of a block are real, and the argument "few" leaves one case of each kernel. Prints "done" if every launch
-// succeeds; the values are checked by the other tests.
+// succeeds. Values are checked by the tests of the ops, here only what no op asks for: results in place and of another
+// type, what a launcher refuses behind the checks of the ops, and how much scratch memory it asks for.
 #include <math.h>
 
 #include <cstdio>
@@ -11,6 +12,7 @@
 #include <vector>
 
 #include "cuda/kvc_cuda.h"
+#include "cuda/types.cuh"
 
 namespace {
 
@@ -20,6 +22,25 @@ void expect(cudaError_t error, const char* what, int64_t size) {
     if (error == cudaSuccess) return;
     std::printf("%s (%lld): error %d\n", what, static_cast<long long>(size), static_cast<int>(error));
     failures++;
+}
+
+void expect_true(bool condition, const char* what, int64_t size) {
+    if (!condition) std::printf("%s (%lld): wrong\n", what, static_cast<long long>(size)), failures++;
+}
+
+void expect_refused(cudaError_t error, const char* what) { expect_true(error == cudaErrorInvalidValue, what, error); }
+
+// Arguments that are right but for one change; none of the calls may do anything.
+template <class Args, class... Changes>
+void expect_refused(cudaError_t (*launch)(const Args*, cudaStream_t), const Args& args, const char* what,
+                    Changes... changes) {
+    int place = 0;
+    const auto check = [&](auto change) {
+        Args changed = args;
+        change(changed);
+        expect_true(launch(&changed, nullptr) == cudaErrorInvalidValue, what, place++);
+    };
+    (check(changes), ...);
 }
 
 // Heap array of exactly `count` elements of a dtype, small numbers of both signs.
@@ -48,14 +69,46 @@ struct array {
 
 void run_rope(int64_t D, kvc_dtype dtype) {
     const int64_t B = 2, H = 3, T = 5, rotary_dim = D / 4 * 2;
-    array x(B, H, T, D, dtype), out(B, H, T, D, KVC_F32), cos(7 * rotary_dim / 2, KVC_F32),
-        sin(7 * rotary_dim / 2, KVC_F32);
+    array x(B, H, T, D, dtype), wide(B, H, T, D, KVC_F32), right(B, H, T, D, KVC_F32), held(B, H, T, D + 8, dtype),
+        before(B, H, T, D + 8, dtype), cos(7 * rotary_dim / 2, KVC_F32), sin(7 * rotary_dim / 2, KVC_F32);
     const std::vector<int32_t> positions = {0, 6, 3, 7, -1, 1, 2, 3, 4, 5};
-    kvc_rope_args args = {out.view(), x.view(), cos.floats(), sin.floats(), positions.data(), B, H, T, D,
+    for (int64_t i = 0; i < B * H * T * D; i++) {
+        wide.floats()[i] = load_any(x.bytes.get(), dtype, i);
+        store_any(held.bytes.get(), dtype, i / D * (D + 8) + i % D, wide.floats()[i]);
+    }
+    kvc_rope_args args = {right.view(), wide.view(), cos.floats(), sin.floats(), positions.data(), B, H, T, D,
                           rotary_dim, 7, 1};
     expect(kvc_cuda_rope(&args, nullptr), "rope", D);
-    args.out = x.view();
+    const auto expect_right = [&](const array& found, int64_t stride, const char* what) {
+        array rounded(1, found.dtype);
+        const size_t size = static_cast<size_t>(bytes_of(found.dtype));
+        bool same = true;
+        for (int64_t i = 0; i < B * H * T * D; i++) {
+            store_any(rounded.bytes.get(), found.dtype, 0, right.floats()[i]);
+            const int64_t at = (i / D * stride + i % D) * bytes_of(found.dtype);
+            same = same && !std::memcmp(found.bytes.get() + at, rounded.bytes.get(), size);
+        }
+        expect_true(same, what, D);
+    };
+    args.x = x.view();
+    for (kvc_dtype type : {KVC_F32, KVC_BF16, KVC_F16}) {
+        array out(B, H, T, D, type);
+        args.out = out.view();
+        expect(kvc_cuda_rope(&args, nullptr), "rope", D);
+        expect_right(out, D, "rope into another type");
+    }
+    args.x = args.out = held.view();
     expect(kvc_cuda_rope(&args, nullptr), "rope in place", D);
+    expect_right(held, D + 8, "rope in place");
+    const int64_t size = bytes_of(dtype);
+    for (int64_t row = 1; row <= B * H * T; row++) {
+        const int64_t tail = (row * (D + 8) - 8) * size;
+        expect_true(!std::memcmp(held.bytes.get() + tail, before.bytes.get() + tail, static_cast<size_t>(8 * size)),
+                    "rope in place beside its part of a row", row);
+    }
+    args.positions = nullptr;
+    expect_refused(kvc_cuda_rope, args, "rope of wrong sizes", [](auto& a) { a.table_rows = a.T - 1; },
+                   [](auto& a) { a.rotary_dim = a.D / 2 * 2 + 2; });
 }
 
 void run_window_scores(int64_t D, int64_t T, kvc_dtype dtype, int64_t B = 2, int64_t Hq = 6, int64_t Hkv = 2) {
@@ -80,6 +133,30 @@ void run_window_scores(int64_t D, int64_t T, kvc_dtype dtype, int64_t B = 2, int
     args.softcap = 2.0f;
     args.sink_logits = sinks.floats();
     expect(kvc_cuda_window_scores(&args, nullptr), "window_scores with sinks", T);
+    expect_refused(kvc_cuda_window_scores, args, "window_scores of wrong arguments", [](auto& a) { a.kernel_size = 4; },
+                   [](auto& a) { a.kernel_size = 0; }, [](auto& a) { a.skip_last = a.T; }, [](auto& a) { a.D = 513; },
+                   [](auto& a) { a.scale = INFINITY; }, [](auto& a) { a.scale = NAN; },
+                   [](auto& a) { a.softcap = -1.0f; }, [](auto& a) { a.softcap = INFINITY; });
+}
+
+void run_layer_similarity(int64_t L, int64_t S, int64_t T, int64_t D, kvc_dtype dtype) {
+    const int64_t Hq = 4, Hkv = 2;
+    array q(L, Hq, S, D, dtype), k(L, Hkv, T, D, dtype);
+    std::vector<double> sums(static_cast<size_t>(Hq * L * L), 7.0);
+    kvc_layer_similarity_args args = {sums.data(), q.view(), k.view(), nullptr, L, Hq, Hkv, S, T, D, 0.3f, 1, 2, 2.0f};
+    const size_t bytes = static_cast<size_t>(kvc_cuda_layer_similarity_scratch_bytes(&args));
+    std::unique_ptr<void, void (*)(void*)> scratch(std::aligned_alloc(64, (bytes + 63) / 64 * 64), std::free);
+    args.scratch = scratch.get();
+    expect(kvc_cuda_layer_similarity(&args, nullptr), "layer_similarity", D);
+    kvc_layer_similarity_args none = args;
+    none.S = 0;
+    expect(kvc_cuda_layer_similarity(&none, nullptr), "layer_similarity of no queries", D);
+    for (double sum : sums) expect_true(sum == 0.0, "layer_similarity of no queries", D);
+    expect_refused(kvc_cuda_layer_similarity, args, "layer_similarity of wrong arguments",
+                   [](auto& a) { a.sinks = -1; }, [](auto& a) { a.recent = -1; }, [](auto& a) { a.scale = -1.0f; },
+                   [](auto& a) { a.L = 189; }, [](auto& a) { a.D = 513; }, [](auto& a) { a.scale = INFINITY; },
+                   [](auto& a) { a.scale = NAN; }, [](auto& a) { a.softcap = -1.0f; },
+                   [](auto& a) { a.softcap = INFINITY; });
 }
 
 void run_select(int64_t T, int64_t k) {
@@ -89,6 +166,7 @@ void run_select(int64_t T, int64_t k) {
     const std::vector<int32_t> lengths = {static_cast<int32_t>(T), static_cast<int32_t>(T / 2)};
     kvc_select_topk_args select = {indices.get(), scores.floats(), lengths.data(), R, T, k};
     expect(kvc_cuda_select_topk(&select, nullptr), "select_topk", T);
+    expect_refused(kvc_cuda_select_topk, select, "select_topk of more than there are", [](auto& a) { a.k = a.T + 1; });
 }
 
 // Two rows of 6 and 5 slots in pages of 4 that share their first page and the second; 4 pages are free.
@@ -116,7 +194,9 @@ void run_pages(int64_t D, int64_t S, kvc_dtype dtype) {
     const kvc_truncate_rows_args truncate = {pool, nothing.data()};
     expect(kvc_cuda_truncate_rows(&truncate, nullptr), "truncate_rows", D);
     for (int i = 0; i < 20; i++) expect(kvc_cuda_append_tokens(&append, nullptr), "append_tokens until full", D);
-    if (free_count[1] == 0) expect(cudaErrorInvalidValue, "a full pool refused nothing", D);
+    expect_true(free_count[1] > 0, "what a full pool refused", D);
+    expect_refused(kvc_cuda_append_tokens, append, "append_tokens of wrong sizes", [](auto& a) { a.heads = 3; });
+    expect_refused(kvc_cuda_truncate_rows, truncate, "truncate_rows of wrong sizes", [](auto& a) { a.table.P = 0; });
 }
 
 void run_decode(int64_t D, int64_t Hq, int64_t P, kvc_dtype dtype, bool paged) {
@@ -131,6 +211,15 @@ void run_decode(int64_t D, int64_t Hq, int64_t P, kvc_dtype dtype, bool paged) {
     std::unique_ptr<void, void (*)(void*)> scratch(std::aligned_alloc(64, bytes), std::free);
     args.scratch = scratch.get();
     expect(kvc_cuda_decode(&args, nullptr), "decode", D);
+    if (!paged) return;
+    expect_refused(kvc_cuda_decode, args, "decode of wrong arguments", [](auto& a) { a.P = 3; },
+                   [](auto& a) { a.D = 0; }, [](auto& a) { a.D = 513; },
+                   [](auto& a) { a.probabilities = a.lse, a.sinks = 0; },
+                   [](auto& a) { a.probabilities = a.lse, a.sinks = a.S = 0; }, [](auto& a) { a.scale = INFINITY; },
+                   [](auto& a) { a.scale = NAN; }, [](auto& a) { a.softcap = -1.0f; },
+                   [](auto& a) { a.softcap = INFINITY; });
+    args.B = 0;
+    expect(kvc_cuda_decode(&args, nullptr), "decode of no rows", D);
 }
 
 void run_long_decode(int64_t Hq, int64_t S, kvc_dtype dtype) {
@@ -175,7 +264,46 @@ void run_decode_shared(int64_t G, int64_t D, int64_t P, kvc_dtype dtype, int64_t
     std::unique_ptr<void, void (*)(void*)> workspace(std::aligned_alloc(64, (more + 63) / 64 * 64), std::free);
     shared.scratch = workspace.get();
     expect(kvc_cuda_decode_shared(&shared, nullptr), "decode_shared", D);
-    if (!skipped[0] || skipped[static_cast<size_t>(G)]) expect(cudaErrorInvalidValue, "other heads are skipped", D);
+    expect_true(skipped[0] && !skipped[static_cast<size_t>(G)], "which heads are skipped", D);
+    expect_refused(kvc_cuda_decode_shared, shared, "decode_shared of wrong arguments", [](auto& a) { a.P = 6; },
+                   [](auto& a) { a.threshold = NAN; }, [](auto& a) { a.D = 513; }, [](auto& a) { a.far_lse = nullptr; },
+                   [](auto& a) { a.begin = nullptr; }, [](auto& a) { a.probabilities = nullptr; },
+                   [](auto& a) { a.Hkv = a.Hq + 1; });
+    shared.B = 0;
+    expect(kvc_cuda_decode_shared(&shared, nullptr), "decode_shared of no rows", D);
+}
+
+// Partial results, never logits or probabilities, and from sizes alone.
+void check_scratch() {
+    const int32_t table = 0;
+    kvc_window_scores_args scores = {};
+    scores.B = 1, scores.Hq = 32, scores.Hkv = 8, scores.W = scores.skip_last = 64, scores.T = 131072, scores.D = 128;
+    scores.kernel_size = 5;
+    expect_true(kvc_cuda_window_scores_scratch_bytes(&scores) < 131072 * 8 * 4 + 64 * 32 * 4 * 256 * 2,
+                "scratch of window_scores", 0);
+
+    const int64_t pieces = 64 * 32768 / 256;
+    const auto decode = [&](int64_t B, int64_t D, int64_t pages) {
+        kvc_decode_args a = {};
+        a.B = B, a.Hq = 32, a.Hkv = 8, a.S = 1, a.D = D, a.P = 64, a.pages = pages, a.blocks = 512;
+        a.block_table = &table;
+        return kvc_cuda_decode_scratch_bytes(&a);
+    };
+    expect_true(decode(8, 128, 1) < pieces * (4 * 130 * 4 + 16) + 1024, "scratch of decode", 0);
+    expect_true(decode(8, 128, 1000) == decode(8, 128, 1), "scratch of decode", 1);
+    expect_true(decode(0, 128, 1) == 0 && decode(8, 513, 1) == 0, "scratch of decode", 2);
+
+    const auto shared = [](int64_t B, int64_t D, int64_t P, int64_t pages, int64_t columns, float threshold) {
+        kvc_decode_shared_args a = {};
+        a.B = B, a.Hq = 32, a.Hkv = 8, a.D = D, a.P = P, a.pages = pages, a.blocks = 512, a.columns = columns;
+        a.threshold = threshold;
+        return kvc_cuda_decode_shared_scratch_bytes(&a);
+    };
+    expect_true(shared(8, 128, 64, 1, 9, 0.0f) == pieces * 4 * 128 * 4, "scratch of decode_shared", 0);
+    expect_true(shared(8, 128, 64, 1000, 40000, 0.0f) == pieces * 4 * 128 * 4, "scratch of decode_shared", 1);
+    expect_true(shared(0, 128, 64, 1, 9, 0.0f) == 0 && shared(8, 513, 64, 1, 9, 0.0f) == 0 &&
+                    shared(8, 128, 6, 1, 9, 0.0f) == 0 && shared(8, 128, 64, 1, 9, NAN) == 0,
+                "scratch of decode_shared", 2);
 }
 
 void run_attention(int64_t D, int64_t S, int64_t T, int64_t window, kvc_dtype dtype, int64_t B = 2, int64_t Hq = 2) {
@@ -198,11 +326,17 @@ void run_attention(int64_t D, int64_t S, int64_t T, int64_t window, kvc_dtype dt
 }
 
 void run_merge(int64_t N, int64_t D, kvc_dtype dtype) {
-    array a(N * D, dtype), b(N * D, dtype), lse_a(N, KVC_F32), lse_b(N, KVC_F32);
-    lse_a.floats()[0] = -INFINITY;
-    kvc_merge_states_args args = {a.bytes.get(), lse_a.floats(), a.bytes.get(), b.bytes.get(), lse_a.floats(),
+    array a(N * D, dtype), b(N * D, dtype), out(N * D, dtype), lse_a(N, KVC_F32), lse_b(N, KVC_F32), lse(N, KVC_F32);
+    lse_a.floats()[0] = lse_b.floats()[1] = -INFINITY;
+    kvc_merge_states_args args = {out.bytes.get(), lse.floats(), a.bytes.get(), b.bytes.get(), lse_a.floats(),
                                   lse_b.floats(), dtype, N, D};
     expect(kvc_cuda_merge_states(&args, nullptr), "merge_states", D);
+    args.out = a.bytes.get();
+    args.lse = lse_a.floats();
+    expect(kvc_cuda_merge_states(&args, nullptr), "merge_states in place", D);
+    const bool same = !std::memcmp(a.bytes.get(), out.bytes.get(), static_cast<size_t>(N * D * bytes_of(dtype))) &&
+                      !std::memcmp(lse_a.bytes.get(), lse.bytes.get(), static_cast<size_t>(4 * N));
+    expect_true(same, "merge_states in place", D);
 }
 
 // Gates of B*H rows of T: decisions of both kinds, weights above 0.
@@ -280,29 +414,154 @@ void run_dmc_append(int64_t S, int64_t D, int64_t window, kvc_dtype dtype) {
                                       gates.omega.floats(), cos.floats(), sin.floats(), positions.data(), counts.data(),
                                       scratch.data(), 1, H, S, D, rotary_dim, 7, D - 1, window};
     expect(kvc_cuda_dmc_append(&args, nullptr), "dmc_append", S);
-    if (free_count[1] != 0) std::printf("dmc_append (%lld): refused\n", static_cast<long long>(S)), failures++;
+    expect_true(free_count[1] == 0, "dmc_append without refusal", S);
+}
+
+// ---- contracts: what no op of the extension reaches ----
+
+// [B, H, T, D] whose rows have a gap between them and start on no 16 bytes.
+struct gapped {
+    array all;
+    int64_t rows, D;
+
+    gapped(int64_t B, int64_t H, int64_t T, int64_t width, kvc_dtype type)
+        : all(B, H, T, width + 8, type), rows(B * H * T), D(width) {
+        std::memset(all.bytes.get(), 0x55, bytes(rows * (D + 8)));
+    }
+    size_t bytes(int64_t elements) const { return static_cast<size_t>(elements) * (all.dtype == KVC_F32 ? 4 : 2); }
+    kvc_view view() const {
+        kvc_view x = all.view();
+        x.data = all.bytes.get() + bytes(3);
+        return x;
+    }
+    void expect_as(const array& plain, const char* what) const {
+        bool right = true;
+        for (int64_t i = 0; i < rows; i++) {
+            const char* row = all.bytes.get() + bytes(i * (D + 8));
+            right &= std::memcmp(row + bytes(3), plain.bytes.get() + bytes(i * D), bytes(D)) == 0;
+            for (size_t j = 0; j < bytes(D + 8); j++) right &= (j >= bytes(3) && j < bytes(D + 3)) || row[j] == 0x55;
+        }
+        expect_true(right, what, rows);
+    }
+};
+
+void check_attention_contract(kvc_dtype dtype) {
+    const int64_t B = 1, Hq = 2, Hkv = 1, S = 20, T = 40, D = 16;
+    array q(B, Hq, S, D, dtype), k(B, Hkv, T, D, dtype), out(B, Hq, S, D, dtype), dout(B, Hq, S, D, dtype),
+        dq(B, Hq, S, D, dtype), dk(B, Hkv, T, D, dtype), dv(B, Hkv, T, D, dtype), lse(B * Hq * S, KVC_F32),
+        scratch(B * Hq * S + 16, KVC_F32);
+    const kvc_attention_args right = {out.view(), q.view(), k.view(), k.view(), lse.floats(), nullptr, nullptr, B, Hq,
+                                      Hkv, S, T, D, 0, 0, 0.2f, 1, 0, 0.0f, nullptr};
+    kvc_attention_backward_args backward = {right, dout.view(), dq.view(), dk.view(), dv.view(), nullptr, nullptr,
+                                            scratch.bytes.get(), nullptr};
+    expect(kvc_cuda_attention(&right, nullptr), "attention", D);
+    expect(kvc_cuda_attention_backward(&backward, nullptr), "attention backward", D);
+    gapped out2(B, Hq, S, D, dtype), dq2(B, Hq, S, D, dtype), dk2(B, Hkv, T, D, dtype), dv2(B, Hkv, T, D, dtype);
+    kvc_attention_args apart = right;
+    apart.out = out2.view();
+    expect(kvc_cuda_attention(&apart, nullptr), "attention to gapped rows", D);
+    const kvc_attention_backward_args apart_backward = {apart, dout.view(), dq2.view(), dk2.view(), dv2.view(), nullptr,
+                                                        nullptr, scratch.bytes.get(), nullptr};
+    expect(kvc_cuda_attention_backward(&apart_backward, nullptr), "attention backward to gapped rows", D);
+    out2.expect_as(out, "out"), dq2.expect_as(dq, "dq"), dk2.expect_as(dk, "dk"), dv2.expect_as(dv, "dv");
+    const auto refused = [&](const char* what, auto change) {
+        kvc_attention_args args = right;
+        change(args);
+        expect_refused(kvc_cuda_attention(&args, nullptr), what);
+        backward.forward = args;
+        expect_refused(kvc_cuda_attention_backward(&backward, nullptr), what);
+        expect_true(kvc_cuda_attention_backward_scratch_bytes(&backward) == 0, what, 0);
+    };
+    refused("window below 0", [](auto& a) { a.window = -1; });
+    refused("sinks below 0", [](auto& a) { a.window = 3, a.sinks = -1; });
+    refused("window that is not causal", [](auto& a) { a.window = 3, a.causal = 0; });
+    refused("complement of no window", [](auto& a) { a.complement = 1; });
+    refused("more queries than keys", [](auto& a) { a.S = 41; });
+    refused("no head dim", [](auto& a) { a.D = 0; });
+    refused("large head dim", [](auto& a) { a.D = KVC_CUDA_MAX_HEAD_DIM + 1; });
+    refused("uneven groups", [](auto& a) { a.Hq = 3, a.Hkv = 2; });
+    refused("infinite scale", [](auto& a) { a.scale = INFINITY; });
+    refused("softcap below 0", [](auto& a) { a.softcap = -1.0f; });
+    refused("softcap of NaN", [](auto& a) { a.softcap = NAN; });
+    refused("mixed dtypes", [&](auto& a) { a.k.dtype = dtype == KVC_F32 ? KVC_BF16 : KVC_F32; });
+}
+
+void check_dmc_contract(kvc_dtype dtype) {
+    const int64_t H = 2, T = 99, D = 16;
+    array k(1, H, T, D, dtype), out_k(1, H, T, D, dtype), out_v(1, H, T, D, dtype), dk(1, H, T, D, dtype),
+        dv(1, H, T, D, dtype), z(H * T, KVC_F32), dalpha(H * T, KVC_F32), domega(H * T, KVC_F32),
+        states(H * 2 * 2 * D, KVC_F32), scratch(4 * KVC_DMC_MAX_WINDOW * H * T, KVC_F32);
+    const dmc_gates gates(1, H, T);
+    for (int64_t window : {0, 9, KVC_DMC_MAX_WINDOW + 1}) {
+        gapped out_k2(1, H, T, D, dtype), out_v2(1, H, T, D, dtype), dk2(1, H, T, D, dtype), dv2(1, H, T, D, dtype);
+        kvc_dmc_accumulate_args args = {out_k.view(), out_v.view(), k.view(), k.view(), z.floats(), states.floats(),
+                                        gates.alpha.floats(), gates.omega.floats(), nullptr, nullptr, nullptr,
+                                        scratch.bytes.get(), 1, H, T, D, -1, window};
+        kvc_dmc_accumulate_backward_args backward = {args, k.view(), k.view(), dk.view(), dv.view(), dalpha.floats(),
+                                                     domega.floats(), scratch.bytes.get()};
+        if (window > KVC_DMC_MAX_WINDOW) {
+            expect_refused(kvc_cuda_dmc_accumulate(&args, nullptr), "large window");
+            expect_refused(kvc_cuda_dmc_accumulate_backward(&backward, nullptr), "large window");
+            continue;
+        }
+        expect(kvc_cuda_dmc_accumulate(&args, nullptr), "dmc_accumulate", window);
+        expect(kvc_cuda_dmc_accumulate_backward(&backward, nullptr), "dmc_accumulate backward", window);
+        args.out_k = out_k2.view(), args.out_v = out_v2.view();
+        backward.dk = dk2.view(), backward.dv = dv2.view();
+        expect(kvc_cuda_dmc_accumulate(&args, nullptr), "dmc_accumulate to gapped rows", window);
+        expect(kvc_cuda_dmc_accumulate_backward(&backward, nullptr), "dmc_accumulate backward to gapped rows", window);
+        out_k2.expect_as(out_k, "out_k"), out_v2.expect_as(out_v, "out_v");
+        dk2.expect_as(dk, "dk"), dv2.expect_as(dv, "dv");
+        args.D = backward.forward.D = KVC_CUDA_MAX_HEAD_DIM + 1;
+        expect_refused(kvc_cuda_dmc_accumulate(&args, nullptr), "large head dim");
+        expect_refused(kvc_cuda_dmc_accumulate_backward(&backward, nullptr), "large head dim");
+    }
+    const kvc_dmc_importance_args importance = {z.floats(), k.view(), 1, 3, 2, 4, 5.0f, 0.0f, KVC_MEAN_SIGMOID};
+    expect_refused(kvc_cuda_dmc_importance(&importance, nullptr), "uneven groups");
+
+    // two rows of one page of two slots
+    std::vector<int32_t> table = {0, 1}, lengths = {0, 0}, refs = {0, 0}, free_list = {0, 1}, free_count = {2, 0},
+        held = {0, 0}, workspace(16, 0);
+    const kvc_page_table pool = {table.data(), lengths.data(), refs.data(), free_list.data(), free_count.data(), 2, 1,
+                                 2, 2};
+    const kvc_dmc_append_args right = {pool, out_k.bytes.get(), out_v.bytes.get(), k.view(), k.view(), states.floats(),
+                                       states.floats(), z.floats(), held.data(), gates.alpha.floats(),
+                                       gates.omega.floats(), z.floats(), z.floats(), nullptr, nullptr, workspace.data(),
+                                       1, H, 2, D, 4, 2, -1, 0};
+    expect(kvc_cuda_dmc_append(&right, nullptr), "dmc_append", 2);
+    expect_true(free_count[1] == 0, "dmc_append that fits", 2);
+    const auto refused = [&](const char* what, auto change) {
+        kvc_dmc_append_args args = right;
+        change(args);
+        expect_refused(kvc_cuda_dmc_append(&args, nullptr), what);
+    };
+    refused("rows of another number", [](auto& a) { a.Hkv = 3; });
+    refused("more than D to rotate", [](auto& a) { a.rotary_dim = D + 2; });
+    refused("tables that are too short", [](auto& a) { a.table_rows = 1; });
 }
 
 }  // namespace
 
 int main(int count, char** arguments) {
+    check_scratch();
     if (count > 1 && !std::strcmp(arguments[1], "few")) {
         run_rope(33, KVC_BF16);
         run_window_scores(33, 70, KVC_BF16, 1, 3, 1);
+        run_layer_similarity(3, 2, 70, 33, KVC_BF16);
         run_select(77, 30);
         run_pages(33, 3, KVC_BF16);
-        run_decode(33, 5, 8, KVC_F32, true);
+        run_decode(33, 2, 8, KVC_F32, true);
         run_long_decode(4, 2, KVC_BF16);
         run_long_decode(2, 1, KVC_F32);
-        run_decode_shared(3, 33, 8, KVC_F32, 290);
-        run_decode_shared(5, 64, 64, KVC_BF16, 400);
+        run_decode_shared(1, 33, 8, KVC_F32, 290);
+        run_decode_shared(2, 64, 64, KVC_BF16, 290);
         run_merge(9, 33, KVC_BF16);
         run_attention(40, 35, 70, 12, KVC_BF16, 1, 1);
         run_attention(24, 9, 40, 12, KVC_F32, 1, 1);
         run_attention(300, 17, 20, 12, KVC_BF16, 1, 1);
         run_attention(260, 3, 17, 0, KVC_F32, 1, 1);
-        run_decode(260, 5, 8, KVC_F32, true);
-        run_decode_shared(2, 300, 8, KVC_BF16, 290);
+        run_decode(260, 2, 8, KVC_F32, true);
+        run_decode_shared(1, 300, 8, KVC_BF16, 290);
         run_dmc_gates(9, KVC_BF16);
         run_dmc_accumulate(300, 33, 0, KVC_BF16, 1, 1);
         run_dmc_accumulate(20, 36, 5, KVC_F32, 1, 1);
@@ -312,9 +571,11 @@ int main(int count, char** arguments) {
     } else {
         for (kvc_dtype dtype : {KVC_F32, KVC_BF16, KVC_F16})
             for (int64_t D : {33, 64}) {
+                if (dtype == KVC_F16 && D == 64) continue;  // the code of bfloat16
                 run_rope(D, dtype);
                 run_window_scores(D, 4, dtype);
                 run_window_scores(D, 70, dtype);
+                run_layer_similarity(3, 2, 70, D, dtype);
                 run_pages(D, 1, dtype);
                 run_pages(D, 3, dtype);
                 run_decode(D, 1, 8, dtype, true);
@@ -350,10 +611,16 @@ int main(int count, char** arguments) {
                 run_decode_shared(1, D, 32, dtype, 290);
                 run_decode_shared(3, D, 32, dtype, 290);
                 run_window_scores(D, 70, dtype);
+                run_layer_similarity(2, 1, 5, D, dtype);
                 run_dmc_append(3, D, 0, dtype);
                 run_dmc_accumulate(70, D, 0, dtype, 1, 1);
             }
         run_select(2500, 1200);
+        for (kvc_dtype dtype : {KVC_F32, KVC_BF16}) {
+            check_attention_contract(dtype);
+            check_dmc_contract(dtype);
+        }
+        run_layer_similarity(24, 1, 70, 8, KVC_F32);
     }
     if (failures == 0) std::printf("done\n");
     return failures != 0;

@@ -7,7 +7,7 @@ import emulated
 import pytest
 import torch
 
-BENCHMARKS = emulated.ROOT / "benchmarks"
+BENCHMARKS = emulated.HERE.parent.parent / "benchmarks"
 
 
 def test_checks_pass_on_the_cpu(monkeypatch):

@@ -4,48 +4,38 @@ Planted faults show that each of them would be seen.
 """
 
 import subprocess
-from pathlib import Path
 
 import emulated
 import pytest
 
-FLAGS = ["-O0", "-g1", "-fno-strict-aliasing", "-fno-omit-frame-pointer"]
-BOUNDS = [*FLAGS, "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
-RACES = [*FLAGS, "-fsanitize=thread", "-DKVC_EMULATE_THREADS"]
+
+@pytest.fixture(scope="module", autouse=True)
+def _programs():
+    emulated.make("programs")
 
 
-def run(program: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([str(program), *arguments], capture_output=True, text=True, timeout=300)
+def run(kind: str, program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """kind: bounds or races."""
+    command = [str(emulated.BUILD / kind / program), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=900)
 
 
-@pytest.fixture(scope="module")
-def faults(tmp_path_factory):
-    """The program of planted faults by the flags it is built with."""
-    sources = [emulated.HERE / "planted_faults.cu", emulated.HERE / "block_threads.cpp"]
-    return {
-        name: emulated.compile_and_link(tmp_path_factory.mktemp(name), sources, flags, [], "faults")
-        for name, flags in (("bounds", BOUNDS), ("races", RACES))
-    }
-
-
-def test_kernels_stay_within_their_arrays(tmp_path):
-    sources = [*emulated.kernel_sources(), emulated.HERE / "sanitized_main.cpp"]
-    result = run(emulated.compile_and_link(tmp_path, sources, BOUNDS, [], "sanitized"))
+def test_kernels_stay_within_their_arrays():
+    result = run("bounds", "sanitized_main")
     assert result.returncode == 0, result.stderr + result.stdout
     assert result.stdout == "done\n"
 
 
-def test_threads_of_a_block_do_not_race(tmp_path):
+def test_threads_of_a_block_do_not_race():
     """Real threads: a missing __syncthreads or __syncwarp is a race."""
-    sources = [*emulated.kernel_sources(), emulated.HERE / "sanitized_main.cpp"]
-    result = run(emulated.compile_and_link(tmp_path, sources, RACES, [], "sanitized"), "few")
+    result = run("races", "sanitized_main", "few")
     assert result.returncode == 0, result.stderr + result.stdout
     assert result.stdout == "done\n"
 
 
-def test_kernel_without_a_fault_passes(faults):
-    for program in faults.values():
-        result = run(program, "none")
+def test_kernel_without_a_fault_passes():
+    for kind in ("bounds", "races"):
+        result = run(kind, "planted_faults", "none")
         assert (result.returncode, result.stdout) == (0, "right\n"), result.stderr
 
 
@@ -57,11 +47,11 @@ def test_kernel_without_a_fault_passes(faults):
         ("races", "missing barrier", "data race"),
     ],
 )
-def test_planted_fault_is_reported(faults, build, fault, report):
-    result = run(faults[build], fault)
+def test_planted_fault_is_reported(build, fault, report):
+    result = run(build, "planted_faults", fault)
     assert result.returncode != 0
     assert report in result.stderr
 
 
-def test_copy_that_nobody_waits_for_has_not_arrived(faults):
-    assert run(faults["bounds"], "copy without wait").stdout == "wrong\n"
+def test_copy_that_nobody_waits_for_has_not_arrived():
+    assert run("bounds", "planted_faults", "copy without wait").stdout == "wrong\n"

@@ -279,6 +279,36 @@ typedef struct {
 int64_t kvc_decode_scratch_bytes(const kvc_decode_args *args);
 kvc_status kvc_decode(const kvc_decode_args *args, kvc_parallel_for parallel_for);
 
+/* ---- paged_step.c ------------------------------------------------------------------------------------------------ */
+
+/* One step of a cache that keeps its tokens: S new tokens of every sequence are rotated, appended and attended from.
+ *     p[b,s] = lengths[b*Hkv] + shift[b*Hkv] + s          position of token s (shift NULL: 0); lengths of before the call
+ *     rows   = rows of before and the S keys, rotated to p as kvc_rope does, with their values, as kvc_append_tokens does
+ *     out, lse = kvc_decode of q, rotated to p, over the rows, begin_r <= t (NULL: 0), causal
+ * The bits are those of the three in turn. q [B, Hq, S, D], k, v [B, Hkv, S, D] un-rotated; q any dtype, k, v and
+ * k_pages, v_pages [pages, P, D] of one; cos, sin float32 [table_rows, rotary_dim/2] (rotary_dim 0: no rotation);
+ * shift, begin int32 [R], R = table.R = B*Hkv; P a power of two; the rest as in the three.
+ * scratch: kvc_paged_step_scratch_bytes bytes (on CUDA kvc_cuda_paged_step_scratch_bytes), 64-byte aligned.
+ * KVC_BAD_INDEX for a position outside the tables or a begin past its row, and with KVC_POOL_FULL as in
+ * kvc_append_tokens; nothing is changed then. KVC_BAD_INDEX for an earlier page of a row that does not exist: the rows
+ * have grown then.
+ */
+typedef struct {
+    void *out;
+    float *lse;
+    kvc_view q, k, v;
+    void *k_pages, *v_pages;
+    kvc_page_table table;
+    const int32_t *shift, *begin;
+    const float *cos, *sin;
+    void *scratch;
+    int64_t B, Hq, Hkv, S, D, rotary_dim, table_rows;
+    float scale, softcap;
+    const float *sink_logits;
+} kvc_paged_step_args;
+int64_t kvc_paged_step_scratch_bytes(const kvc_paged_step_args *args);
+kvc_status kvc_paged_step(const kvc_paged_step_args *args, kvc_parallel_for parallel_for);
+
 /* ---- decode_shared.c -------------------------------------------------------------------------------------------- */
 
 /* Joins attention to near keys with attention to distant ones whose probabilities another layer has computed (kvc_decode,

@@ -115,6 +115,17 @@ class RotaryTables:
         self._tables[key] = (cos, sin)
         return cos, sin
 
+    def step_tables(
+        self, rows: int, lengths: list[int], device: torch.device
+    ) -> tuple[Tensor, Tensor] | tuple[None, None] | None:
+        """(cos, sin) for an op that rotates queries and keys of all sequences itself; (None, None) where nothing turns.
+
+        None where it cannot: sequences have frequencies of their own, or rotation is more than a table.
+        """
+        if self._switch and len({self._regime(length) for length in lengths}) > 1:
+            return None
+        return self.tables(rows, lengths[0], device)
+
     def joint_tables(self, rows: int, lengths: list[int], device: torch.device) -> tuple[Tensor, Tensor, Tensor | None]:
         """(cos, sin, offsets) for an op that takes one pair of tables for several sequences.
 
@@ -193,6 +204,9 @@ class NormedTables(RotaryTables):
     def _weights(self, like: Tensor) -> Tensor:
         return self._norm(torch.ones(like.shape[-1], dtype=torch.float32, device=like.device))
 
+    def step_tables(self, rows: int, lengths: list[int], device: torch.device) -> None:
+        return None
+
     def move_back(self, x: Tensor, distance: Tensor, bound: int, length: int) -> Tensor:
         weights = self._weights(x)
         return (super().move_back(x.float() / weights, distance, bound, length) * weights).to(x.dtype)
@@ -210,6 +224,9 @@ class Unrotated(RotaryTables):
 
     def tables(self, rows: int, length: int, device: torch.device, without: int | None = None) -> tuple[Tensor, Tensor]:
         return torch.ones(rows, 1, device=device), torch.zeros(rows, 1, device=device)
+
+    def step_tables(self, rows: int, lengths: list[int], device: torch.device) -> tuple[None, None]:
+        return None, None
 
     def move_back(self, x: Tensor, distance: Tensor, bound: int, length: int) -> Tensor:
         return x

@@ -46,19 +46,39 @@ def given():
              "values": x, "alpha": gates, "omega": gates + 1, "cos": angles, "sin": angles,
              "positions": torch.zeros(1, 3, dtype=ints), "counts": torch.ones(2, dtype=ints)},
         ),
+        "paged_step_": (
+            ops.paged_step_,
+            {"queries": x, "keys": x, "values": x, "k_pages": pages, "v_pages": pages.clone(), "table": table(),
+             "shift": torch.zeros(2, dtype=ints), "begin": torch.zeros(2, dtype=ints), "cos": angles, "sin": angles,
+             "sink_logits": torch.zeros(2)},
+        ),
+        "dmc_step_": (
+            ops.dmc_step_,
+            {"queries": x[:, :, :1], "keys": x[:, :, :1], "values": x[:, :, :1], "k_pages": pages,
+             "v_pages": pages.clone(), "table": table(), "tail": Tail.empty(2, 4),
+             "places": torch.zeros(1, 1, dtype=ints), "neuron": -1, "offsets": torch.zeros(1, 1, dtype=ints),
+             "alpha": gates[..., :1], "omega": gates[..., :1] + 1, "cos": angles, "sin": angles,
+             "sink_logits": torch.zeros(2)},
+        ),
         "dmc_decisions": (ops.dmc_decisions, {"logits": gates, "noise": gates}),
         "dmc_importance": (ops.dmc_importance, {"logits": gates, "kv_heads": 1}),
         "dmc_mask": (ops.dmc_mask, {"tempered": gates}),
     }  # fmt: skip
 
 
-OPTIONAL = ("positions", "lengths", "counts", "kept", "initial", "noise", "cos", "sin")
+OPTIONAL = (
+    "positions", "lengths", "counts", "kept", "initial", "noise", "cos", "sin", "shift", "begin", "sink_logits",
+    "offsets",
+)  # fmt: skip
+OR_NONE = [("dmc_step_", "alpha"), ("dmc_step_", "omega")]
 CASES = [
     (op, name, value)
     for op, (_, arguments) in given().items()
     for name in arguments
     for value in (None, [[1.0]], 1.5, "x", torch.zeros(0, 0, 0, 0, 0, 0))
-    if not (value is None and name in OPTIONAL and not (op == "rope" and name in ("cos", "sin")))
+    if not (
+        value is None and (name in OPTIONAL or (op, name) in OR_NONE) and not (op == "rope" and name in ("cos", "sin"))
+    )
 ]
 
 

@@ -258,6 +258,10 @@ __global__ __launch_bounds__(THREADS) void probabilities_kernel(const kvc_decode
 
 // ---- host ----
 
+__global__ __launch_bounds__(PLAN_THREADS) void plan_kernel(const kvc_decode_args a, const plan p, const scratch s) {
+    list_pieces(a, p, s);
+}
+
 // As many blocks as the device holds at a time, at most one for each piece and tile that can exist.
 template <class Kernel>
 cudaError_t blocks_for(unsigned& blocks, Kernel* kernel, size_t shared, int64_t work) {
@@ -357,6 +361,18 @@ extern "C" int64_t kvc_cuda_decode_scratch_bytes(const kvc_decode_args* args) {
     return p.bytes_list + p.bytes_first + p.bytes_count + p.bytes_statistics + p.bytes_values;
 }
 
+cudaError_t decode_listed(const kvc_decode_args& a, cudaStream_t stream) {
+    plan p = plan_of(a);
+    p.wide_q = aligned_16(a.q);
+    const scratch s = scratch_of(a, p);
+    if (p.row_pieces > 0)
+        KVC_TRY(with_dtype(a.cache_dtype, [&](auto element) { return launch_pieces<decltype(element)>(a, p, stream); }));
+    const auto join = a.probabilities ? join_kernel<true> : join_kernel<false>;
+    KVC_LAUNCH(join, static_cast<unsigned>(p.rows * p.queries), JOIN_THREADS, 0, stream, a, p, s);
+    if (!a.probabilities || p.row_pieces == 0) return cudaSuccess;
+    return launch_probabilities(a, p, stream);
+}
+
 extern "C" cudaError_t kvc_cuda_decode(const kvc_decode_args* args, cudaStream_t stream) {
     const kvc_decode_args& a = *args;
     if (!valid(a)) return cudaErrorInvalidValue;
@@ -364,16 +380,8 @@ extern "C" cudaError_t kvc_cuda_decode(const kvc_decode_args* args, cudaStream_t
     if (!fits(a)) return cudaErrorInvalidValue;
     if (!a.out || !a.lse || !a.q.data || !a.end || !a.scratch) return cudaErrorInvalidValue;
     if (a.pages > 0 && a.P > 0 && (!a.k_pages || !a.v_pages)) return cudaErrorInvalidValue;
-    plan p = plan_of(a);
-    if (p.capacity > MAX_GRID_X || p.rows * p.row_pieces > MAX_GRID_X || p.rows * p.queries > MAX_GRID_X)
-        return cudaErrorInvalidValue;
-    p.wide_q = aligned_16(a.q);
-    const scratch s = scratch_of(a, p);
-    KVC_LAUNCH(plan_kernel, 1, PLAN_THREADS, 0, stream, a, p, s);
-    if (p.row_pieces > 0)
-        KVC_TRY(with_dtype(a.cache_dtype, [&](auto element) { return launch_pieces<decltype(element)>(a, p, stream); }));
-    const auto join = a.probabilities ? join_kernel<true> : join_kernel<false>;
-    KVC_LAUNCH(join, static_cast<unsigned>(p.rows * p.queries), JOIN_THREADS, 0, stream, a, p, s);
-    if (!a.probabilities || p.row_pieces == 0) return cudaSuccess;
-    return launch_probabilities(a, p, stream);
+    const plan p = plan_of(a);
+    if (!fits_grids(p)) return cudaErrorInvalidValue;
+    KVC_LAUNCH(plan_kernel, 1, PLAN_THREADS, 0, stream, a, p, scratch_of(a, p));
+    return decode_listed(a, stream);
 }

@@ -4,6 +4,9 @@
 
 namespace {
 
+// A capped logit in base 2. Not inline: it would take registers from the loop around it, mostly for nothing.
+__device__ __noinline__ float capped(float x, float cap) { return cap * tanh_of_logit(x, cap); }
+
 template <class T, int MAX_D>
 struct mma_shared {
     static constexpr int PITCH = pitch_of<T>(MAX_D);

@@ -29,6 +29,11 @@ struct plan {
     bool wide_q;
 };
 
+// Whether every grid of a call stays within bounds.
+inline bool fits_grids(const plan& p) {
+    return p.capacity <= MAX_GRID_X && p.rows * p.row_pieces <= MAX_GRID_X && p.rows * p.queries <= MAX_GRID_X;
+}
+
 // Where everything lies in the scratch memory. Maximum and sum are of base 2: m = max(x*log2(e)), l = sum 2^(.. - m).
 struct scratch {
     int4* list;          // [pieces] row, first key, end of the row, place of the result
@@ -38,7 +43,7 @@ struct scratch {
     float* values;       // [rows, row_pieces, queries, D]
 };
 
-plan plan_of(const kvc_decode_args& a) {
+inline plan plan_of(const kvc_decode_args& a) {
     plan p = {};
     p.rows = a.B * a.Hkv;
     p.queries = a.Hq / a.Hkv * a.S;
@@ -58,7 +63,7 @@ plan plan_of(const kvc_decode_args& a) {
     return p;
 }
 
-scratch scratch_of(const kvc_decode_args& a, const plan& p) {
+inline scratch scratch_of(const kvc_decode_args& a, const plan& p) {
     char* at = static_cast<char*>(a.scratch);
     scratch s = {};
     s.list = reinterpret_cast<int4*>(at);
@@ -114,9 +119,6 @@ __device__ inline int64_t offset_in(const kvc_decode_args& a, int page, int64_t 
 // 2^x of a difference to a maximum; -inf - -inf is no number, so a maximum of -inf counts as 0.
 __device__ inline float finite_or_0(float m) { return m == -INFINITY ? 0.0f : m; }
 
-// A capped logit in base 2. Not inline: it would take registers from the loop around it, mostly for nothing.
-__device__ __noinline__ float capped(float x, float cap) { return cap * tanh_of_logit(x, cap); }
-
 // Where a piece's logits, in base 2, wait in a.probabilities until probabilities_kernel knows their sum: those of the
 // row's query n at + n*columns. count: keys of the piece that have a column.
 struct piece_columns {
@@ -133,8 +135,8 @@ __device__ inline piece_columns columns_of(const kvc_decode_args& a, const plan&
     return columns;
 }
 
-// One block: counts the pieces of every row, adds the counts up, lists the pieces row by row.
-__global__ __launch_bounds__(PLAN_THREADS) void plan_kernel(const kvc_decode_args a, const plan p, const scratch s) {
+// A whole block of PLAN_THREADS: counts the pieces of every row, adds the counts up, lists the pieces row by row.
+__device__ inline void list_pieces(const kvc_decode_args& a, const plan& p, const scratch& s) {
     __shared__ int of_warp[PLAN_THREADS / 32];
     const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
     const int64_t share = ceil_div(p.rows, PLAN_THREADS), begin = thread * share;
@@ -188,3 +190,6 @@ __device__ inline query query_of(const kvc_decode_args& a, const plan& p, int64_
 }
 
 }  // namespace
+
+// kvc_cuda_decode for arguments that it would take, whose pieces list_pieces has listed; they are not empty.
+cudaError_t decode_listed(const kvc_decode_args& a, cudaStream_t stream);

@@ -3,25 +3,11 @@
 // Must move: decisions 12 bytes per gate out and the logits in; importance 4 out and G logits in; mask 4 in and 4 out.
 // The logits of a neuron lie D elements apart, so that a sector of 32 bytes is read for each: the ceiling is memory
 // bandwidth over sectors. About 120 integer operations per gate that is drawn, hidden behind it.
-#include "../philox.h"
-#include "kvc_cuda.h"
-#include "types.cuh"
+#include "gates.cuh"
 
 namespace {
 
 constexpr int THREADS = 256;
-constexpr float OMEGA_FLOOR = 0x1p-40f;
-
-// Without overflow: exp of a number <= 0 only.
-__device__ inline float sigmoid(float x) {
-    const float e = expf(-fabsf(x)), large = 1.0f / (1.0f + e);
-    return x < 0.0f ? e * large : large;  // a NaN passes
-}
-
-__device__ inline float gate_at(const kvc_view& x, int64_t b, int64_t h, int64_t t) {
-    return load_any(x.data, x.dtype, b * x.stride_b + h * x.stride_h + t * x.stride_t);
-}
-
 __device__ inline int64_t first_item() { return blockIdx.x * static_cast<int64_t>(THREADS) + threadIdx.x; }
 
 __device__ inline int64_t items_between() { return gridDim.x * static_cast<int64_t>(THREADS); }
@@ -29,8 +15,7 @@ __device__ inline int64_t items_between() { return gridDim.x * static_cast<int64
 __global__ __launch_bounds__(THREADS) void decisions_kernel(const kvc_dmc_decisions_args a) {
     for (int64_t i = first_item(); i < a.B * a.H * a.T; i += items_between()) {
         const int64_t t = i % a.T, h = i / a.T % a.H, b = i / a.T / a.H;
-        // operations that round one by one, as on the CPU: the same bits of hard
-        float y = kvc_add(kvc_mul(a.scale, gate_at(a.x, b, h, t)), -a.shift);
+        float y = decision_at(gate_at(a.x, b, h, t), a.scale, a.shift);
         if (a.drawn)
             y = kvc_add(y, kvc_logistic(a.token + t, a.stream + h, a.sample + b, a.offset, a.seed));
         else if (a.noise)
@@ -44,17 +29,9 @@ __global__ __launch_bounds__(THREADS) void decisions_kernel(const kvc_dmc_decisi
 }
 
 __global__ __launch_bounds__(THREADS) void importance_kernel(const kvc_dmc_importance_args a) {
-    const int64_t G = a.Hq / a.Hkv, heads = a.reduce == KVC_FIRST_HEAD ? 1 : G;
     for (int64_t i = first_item(); i < a.B * a.Hkv * a.T; i += items_between()) {
         const int64_t t = i % a.T, h = i / a.T % a.Hkv, b = i / a.T / a.Hkv;
-        float sum = 0.0f;
-        for (int64_t g = 0; g < heads; g++) {
-            const float x = gate_at(a.x, b, h * G + g, t);
-            sum += a.reduce == KVC_MEAN_SIGMOID ? sigmoid(x + a.shift) : x;
-        }
-        const float mean = sum / static_cast<float>(heads);
-        const float y = a.reduce == KVC_MEAN_SIGMOID ? mean : sigmoid(mean + a.shift);
-        a.omega[i] = (y < OMEGA_FLOOR ? OMEGA_FLOOR : y) + a.eps;
+        a.omega[i] = importance_at(a.x, b, h, t, a.Hq / a.Hkv, a.shift, a.eps, a.reduce);
     }
 }
 

@@ -62,6 +62,11 @@ cudaError_t kvc_cuda_decode(const kvc_decode_args *args, cudaStream_t stream);
 int64_t kvc_cuda_decode_shared_scratch_bytes(const kvc_decode_shared_args *args);
 cudaError_t kvc_cuda_decode_shared(const kvc_decode_shared_args *args, cudaStream_t stream);
 
+/* The rotated queries, int32 [R + 1] and what kvc_cuda_decode takes; from sizes only. 64-byte aligned. 0 for sizes that the
+ * launcher rejects. Three launches for a few sequences, four for many; nothing waits for the host. */
+int64_t kvc_cuda_paged_step_scratch_bytes(const kvc_paged_step_args *args);
+cudaError_t kvc_cuda_paged_step(const kvc_paged_step_args *args, cudaStream_t stream);
+
 cudaError_t kvc_cuda_merge_states(const kvc_merge_states_args *args, cudaStream_t stream);
 
 cudaError_t kvc_cuda_attention(const kvc_attention_args *args, cudaStream_t stream);
@@ -83,6 +88,11 @@ int64_t kvc_cuda_dmc_accumulate_backward_scratch_bytes(const kvc_dmc_accumulate_
 cudaError_t kvc_cuda_dmc_accumulate_backward(const kvc_dmc_accumulate_backward_args *args, cudaStream_t stream);
 
 cudaError_t kvc_cuda_dmc_append(const kvc_dmc_append_args *args, cudaStream_t stream);
+
+/* The rotated queries, gates, notes and what kvc_cuda_decode takes; from sizes only. 64-byte aligned. 0 for sizes that the
+ * launcher rejects. Three launches for a few rows, four for many; nothing waits for the host. */
+int64_t kvc_cuda_dmc_step_scratch_bytes(const kvc_dmc_step_args *args);
+cudaError_t kvc_cuda_dmc_step(const kvc_dmc_step_args *args, cudaStream_t stream);
 
 #ifdef __cplusplus
 }

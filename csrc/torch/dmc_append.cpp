@@ -1,12 +1,6 @@
-#include "page_table.h"
+#include "dmc_append.h"
 
 namespace {
-
-float* floats(const Tensor& x) { return static_cast<float*>(x.mutable_data_ptr()); }
-
-const float* floats(const std::optional<Tensor>& x) {
-    return x.has_value() ? static_cast<const float*>(x->const_data_ptr()) : nullptr;
-}
 
 void explain(const kvc_dmc_append_args& args) {
     const char* op = "dmc_append_";
@@ -33,14 +27,6 @@ void explain(const kvc_dmc_append_args& args) {
     }
 }
 
-kvc_view tokens_of(const Tensor& x, const Tensor& pages, int64_t B, int64_t Hkv, int64_t S, const char* name) {
-    check_device(x, pages, name);
-    KVC_CHECK(x.dim() == 4 && x.scalar_type() == pages.scalar_type(), name, " must be [B, Hkv, S, D] in the pages' dtype");
-    KVC_CHECK(x.size(0) == B && x.size(1) == Hkv && x.size(2) == S && x.size(3) == pages.size(2), name,
-              " must be [B, Hkv, S, D] with the pages' D");
-    return view_of(x, name);
-}
-
 void dmc_append_(Tensor k_pages, Tensor v_pages, Tensor block_table, Tensor lengths, Tensor refs, Tensor free_pages,
                  Tensor free_count, Tensor tail_keys, Tensor tail_values, Tensor tail_weights, Tensor tail_counts,
                  const Tensor& given_keys, const Tensor& given_values, const Tensor& given_alpha,
@@ -54,45 +40,19 @@ void dmc_append_(Tensor k_pages, Tensor v_pages, Tensor block_table, Tensor leng
     const std::optional<Tensor> cos = changed.apart(given_cos), sin = changed.apart(given_sin);
     const std::optional<Tensor> positions = changed.apart(given_positions), counts = changed.apart(given_counts);
     KVC_CHECK(k_pages.dim() == 3 && keys.dim() == 4, "k_pages must be [pages, P, D] and keys [B, Hkv, S, D]");
-    const int64_t B = keys.size(0), Hkv = keys.size(1), S = keys.size(2), P = k_pages.size(1), D = k_pages.size(2);
-    const int64_t N = window > 0 ? window : 1, R = block_table.size(0);
-    KVC_CHECK(B * Hkv == R, "keys must be of ", R, " rows, got ", B * Hkv);
-    check_device(k_pages, block_table, "k_pages");
-    check_array(k_pages, block_table, k_pages.scalar_type(), {refs.size(0), P, D}, "k_pages");
-    check_array(v_pages, block_table, k_pages.scalar_type(), {refs.size(0), P, D}, "v_pages");
-    check_array(tail_keys, block_table, ScalarType::Float, {R, N, D}, "tail.keys");
-    check_array(tail_values, block_table, ScalarType::Float, {R, N, D}, "tail.values");
-    check_array(tail_weights, block_table, ScalarType::Float, {R, N}, "tail.weights");
-    check_array(tail_counts, block_table, ScalarType::Int, {R}, "tail.counts");
+    const int64_t B = keys.size(0), Hkv = keys.size(1), S = keys.size(2), R = block_table.size(0);
     check_array(alpha, block_table, ScalarType::Float, {B, Hkv, S}, "alpha");
     check_array(omega, block_table, ScalarType::Float, {B, Hkv, S}, "omega");
-    KVC_CHECK(cos.has_value() == sin.has_value(), "cos and sin must come together");
-    if (cos.has_value()) {
-        check_array(*cos, block_table, ScalarType::Float, {-1, -1}, "cos");
-        check_array(*sin, block_table, ScalarType::Float, {cos->size(0), cos->size(1)}, "sin");
-    }
+    kvc_dmc_append_args args = append_of(k_pages, v_pages, table_of(block_table, lengths, refs, free_pages, free_count,
+                                         k_pages.size(1)), block_table, tail_keys, tail_values, tail_weights, tail_counts,
+                                         keys, values, rotation_of(cos, sin, block_table), neuron, window);
+    args.alpha = static_cast<const float*>(alpha.const_data_ptr());
+    args.omega = static_cast<const float*>(omega.const_data_ptr());
+    args.positions = int_array(positions, block_table, {B, S}, "positions");
+    args.counts = int_array(counts, block_table, {R}, "counts");
     const int64_t pieces = (S + KVC_DMC_PIECE - 1) / KVC_DMC_PIECE;
     Tensor scratch = torch::stable::new_empty(block_table, {R * (3 + pieces) + 1}, ScalarType::Int);
-    const kvc_dmc_append_args args = {
-        .table = table_of(block_table, lengths, refs, free_pages, free_count, P),
-        .k_pages = k_pages.mutable_data_ptr(),
-        .v_pages = v_pages.mutable_data_ptr(),
-        .k = tokens_of(keys, k_pages, B, Hkv, S, "keys"),
-        .v = tokens_of(values, k_pages, B, Hkv, S, "values"),
-        .tail_k = floats(tail_keys), .tail_v = floats(tail_values), .tail_w = floats(tail_weights),
-        .tail_counts = ints(tail_counts),
-        .alpha = static_cast<const float*>(alpha.const_data_ptr()),
-        .omega = static_cast<const float*>(omega.const_data_ptr()),
-        .cos = floats(cos), .sin = floats(sin),
-        .positions = int_array(positions, block_table, {B, S}, "positions"),
-        .counts = int_array(counts, block_table, {R}, "counts"),
-        .scratch = ints(scratch),
-        .B = B, .Hkv = Hkv, .S = S, .D = D,
-        .rotary_dim = cos.has_value() ? 2 * cos->size(1) : 0,
-        .table_rows = cos.has_value() ? cos->size(0) : 0,
-        .neuron = neuron,
-        .window = window,
-    };
+    args.scratch = ints(scratch);
     run("dmc_append_", block_table, [&] { return kvc_dmc_append(&args, torch_parallel_for); },
         KVC_CUDA_CALL(kvc_cuda_dmc_append(&args, stream)), [&] { explain(args); });
 }

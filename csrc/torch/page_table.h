@@ -41,3 +41,40 @@ inline void explain_pages(const char* op, const kvc_page_table& table, int64_t r
     const int64_t first = (slots + table.P - 1) / table.P, last = (table.lengths[r] + table.P - 1) / table.P - 1;
     find_missing_page(op, table.block_table, table.blocks, r, first, last, table.pages);
 }
+
+// Fails with what is wrong with an append of counts[r] (NULL: S) of S tokens to every row r.
+inline void explain_append(const char* op, const kvc_page_table& table, const int32_t* counts, int64_t S) {
+    explain_table(op, table);
+    find_outside(op, "counts", counts, table.R, 0, S, "S");
+    for (int64_t r = 0; r < table.R; r++) {
+        const int64_t length = table.lengths[r], count = counts ? counts[r] : S;
+        KVC_CHECK(length + count <= table.blocks * table.P, op, ": block_table must have room for ", length + count,
+                  " slots in row ", r, " (", length, " held and ", count, " new), got ", table.blocks, " pages of ",
+                  table.P);
+        explain_pages(op, table, r, length / table.P * table.P);
+    }
+}
+
+// New tokens in the pages' dtype, [B, Hkv, S, D] with the pages' D.
+inline kvc_view tokens_of(const Tensor& x, const Tensor& pages, int64_t B, int64_t Hkv, int64_t S, const char* name) {
+    check_device(x, pages, name);
+    KVC_CHECK(x.dim() == 4 && x.scalar_type() == pages.scalar_type(), name, " must be [B, Hkv, S, D] in the pages' dtype");
+    KVC_CHECK(x.size(0) == B && x.size(1) == Hkv && x.size(2) == S && x.size(3) == pages.size(2), name,
+              " must be [B, Hkv, S, D] with the pages' D");
+    return view_of(x, name);
+}
+
+// Tables of cosines and sines, [rows, dim/2]; dim 0 without.
+struct rotation {
+    const float *cos, *sin;
+    int64_t dim, rows;
+};
+
+inline rotation rotation_of(const std::optional<Tensor>& cos, const std::optional<Tensor>& sin, const Tensor& like) {
+    KVC_CHECK(cos.has_value() == sin.has_value(), "cos and sin must come together");
+    if (!cos.has_value()) return {nullptr, nullptr, 0, 0};
+    check_array(*cos, like, ScalarType::Float, {-1, -1}, "cos");
+    check_array(*sin, like, ScalarType::Float, {cos->size(0), cos->size(1)}, "sin");
+    return {static_cast<const float*>(cos->const_data_ptr()), static_cast<const float*>(sin->const_data_ptr()),
+            2 * cos->size(1), cos->size(0)};
+}

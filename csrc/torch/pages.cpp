@@ -14,20 +14,6 @@ static kvc_slot_array slots_of(const Tensor& array, const kvc_page_table& table,
             .stride_b = 0, .stride_h = 0, .stride_s = 0};
 }
 
-static void explain_append(const kvc_append_tokens_args& args) {
-    const char* op = "append_tokens_";
-    const kvc_page_table& table = args.table;
-    explain_table(op, table);
-    find_outside(op, "counts", args.counts, table.R, 0, args.S, "S");
-    for (int64_t r = 0; r < table.R; r++) {
-        const int64_t length = table.lengths[r], count = args.counts ? args.counts[r] : args.S;
-        KVC_CHECK(length + count <= table.blocks * table.P, op, ": block_table must have room for ", length + count,
-                  " slots in row ", r, " (", length, " held and ", count, " new), got ", table.blocks, " pages of ",
-                  table.P);
-        explain_pages(op, table, r, length / table.P * table.P);
-    }
-}
-
 static void explain_truncate(const kvc_truncate_rows_args& args) {
     explain_table("truncate_rows_", args.table);
     for (int64_t r = 0; r < args.table.R; r++) {
@@ -96,7 +82,7 @@ static void append_tokens_(std::vector<Tensor> arrays, std::vector<Tensor> token
     Tensor scratch = torch::stable::new_empty(block_table, {args.table.R + 1}, ScalarType::Int);
     args.scratch = ints(scratch);
     run("append_tokens_", block_table, [&] { return kvc_append_tokens(&args, torch_parallel_for); },
-        KVC_CUDA_CALL(kvc_cuda_append_tokens(&args, stream)), [&] { explain_append(args); });
+        KVC_CUDA_CALL(kvc_cuda_append_tokens(&args, stream)), [&] { explain_append("append_tokens_", args.table, args.counts, args.S); });
 }
 
 static void truncate_rows_(Tensor block_table, Tensor lengths, Tensor refs, Tensor free_pages, Tensor free_count,

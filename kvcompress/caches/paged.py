@@ -46,8 +46,39 @@ class PagedLayer(CompressedLayer):
         return len(self.pool.bounds) // len(self.rope_lengths)
 
     def attend(self, step: CachePass, queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax) -> Tensor:
+        if (out := self.attend_one(step, queries, keys, values, softmax)) is not None:
+            return out
         view = self.append(step, keys, values)
         return step.answer(self.index, view, queries, softmax)
+
+    def attend_one(
+        self, step: CachePass, queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax
+    ) -> Tensor | None:
+        """One token of every sequence in a single op; None where that cannot be."""
+        state = self._step(step, queries, keys, values, softmax, None)
+        return None if state is None else state[0]
+
+    def _step(
+        self, step: CachePass, queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax, begin: Tensor | None
+    ) -> tuple[Tensor, Tensor] | None:
+        """(out, lse) over the slots from begin on, the new one included, once that is stored; None, and nothing is
+        stored, where an op cannot do all of it."""
+        pool, facts = self.pool, step.facts[self.index]
+        if pool is None or not step.one or facts.readers or facts.query_rotary is not facts.key_rotary:
+            return None
+        tables = facts.query_rotary.step_tables(max(self.next) + 1, self.rope_lengths, queries.device)
+        if tables is None:
+            return None
+
+        def write(table: ops.PageTable) -> tuple[Tensor, Tensor]:
+            return ops.paged_step_(
+                queries, keys, values, pool.k_pages, pool.v_pages, table, shift=self.shift, begin=begin, cos=tables[0],
+                sin=tables[1], scale=softmax.scale, softcap=softmax.softcap, sink_logits=softmax.sink_logits,
+            )  # fmt: skip
+
+        state = pool.step(write)
+        self.next = [place + 1 for place in self.next]
+        return state
 
     def append(self, step: CachePass, keys: Tensor, values: Tensor) -> Callable[[Tensor, Softmax], Tensor]:
         """Stores new tokens; returns the attention of queries [B, Hq, S, D] at their places."""
@@ -97,8 +128,11 @@ class PagedLayer(CompressedLayer):
 
     def check_step(self, step: CachePass, facts: LayerFacts) -> None:
         """Takes the pages that the step needs before any layer has changed, so that a full pool loses nothing."""
-        if self.pool is not None and step.iteration is None and self.pool_settings.max_pages is not None:
-            self.pool.reserve(self._per_row(step.counts))
+        pool = self.pool
+        if pool is None or step.iteration is not None or self.pool_settings.max_pages is None:
+            return
+        if not (step.one and pool.has_room):
+            pool.reserve(self._per_row(step.counts))
 
     def drop_last(self, tokens: int) -> None:
         if self.pool is not None:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from .. import ops
 from .store import PageStore, PoolSettings, Rows, Slots, Snapshot, locked
+
+Result = TypeVar("Result")
 
 
 class PagePool:
@@ -33,7 +35,10 @@ class PagePool:
 
     def _open(self, store: PageStore, rows: Rows, bounds: list[int]) -> None:
         self.store, self._rows = store, rows
-        self.bounds = bounds
+        self._bounds = bounds
+        self._taken = 0  # steps since bounds were as they are written down
+        self._room = 0  # further steps whose pages are set aside, as long as nobody counts the free ones anew
+        self._room_stock = -1
         self.exact = True
         self._stock = store.stock
         self._last_shared = [False] * len(bounds)  # whether a row's last page may be named by others too
@@ -75,6 +80,17 @@ class PagePool:
     def snapshot(self) -> Snapshot:
         """What attention reads, all of one moment: for a pool whose forks other threads change."""
         return Snapshot(self.store.arrays, self._rows.block_table, self._rows.lengths)
+
+    @property
+    def bounds(self) -> list[int]:
+        """Most slots that each row has."""
+        if self._taken:
+            self._bounds, self._taken = [bound + self._taken for bound in self._bounds], 0
+        return self._bounds
+
+    @bounds.setter
+    def bounds(self, bounds: list[int]) -> None:
+        self._bounds, self._taken, self._room = bounds, 0, 0
 
     @property
     def counts(self) -> list[int]:
@@ -196,6 +212,45 @@ class PagePool:
             self._last_shared = [here and not (count or rewritten) for here, count, rewritten in rows]
 
     @locked
+    def step(self, write: Callable[[ops.PageTable], Result], *, known: bool = True) -> Result:
+        """What write(table) gives, an op that adds a slot to every row.
+
+        Pages are set aside for as many steps as a page has slots, where there are as many: the steps between do nothing
+        on the host. known: False = the op adds a slot or writes the newest one anew, and the device alone knows.
+        Raises RuntimeError as reserve does; write is not called then.
+        """
+        first = not self.has_room
+        if first:
+            self._make_room(known)
+        out = write(self._table())
+        self._room -= 1
+        self._taken += 1
+        if first and known and self._shares:
+            self._last_shared = [False] * len(self._bounds)
+        return out
+
+    @property
+    def has_room(self) -> bool:
+        """Whether pages are set aside for another step."""
+        return self._room > 0 and self._room_stock == self.store.stock
+
+    def _make_room(self, known: bool) -> None:
+        store, R, steps = self.store, len(self._bounds), self.page_size
+        needed = self.reserve([1] * R)
+        columns = self.block_table.shape[1] * self.page_size
+        most = max(self.bounds, default=0)
+        while steps > 1:
+            more = self._most_pages([steps] * R, None if known else [True] * R)
+            if more <= store.free_at_least and most + steps <= columns:
+                needed = more
+                break
+            steps //= 2
+        store.free_at_least -= needed
+        if not known:
+            self._lose_sight()
+        self._room, self._room_stock = steps, store.stock
+
+    @locked
     def truncate(self, lengths: Sequence[int] | Tensor) -> None:
         """Shortens every row r to lengths[r]; pages left empty become free.
 
@@ -300,6 +355,7 @@ class PagePool:
         copy.copy and copy.deepcopy do the same.
         """
         pool = object.__new__(type(self))
+        self._room = 0
         pool._open(self.store, self._share(None), list(self.bounds))
         pool.exact, pool._stock = self.exact, -1
         for one in (self, pool):
@@ -337,7 +393,7 @@ class PagePool:
     def __getstate__(self) -> dict[str, Any]:
         """A pool is saved alone: not with the pages of its forks, nor with free ones."""
         store, rows = self.store.copy_of(self._rows)
-        return vars(self) | {"store": store, "_rows": rows, "_stock": -1}
+        return vars(self) | {"store": store, "_rows": rows, "_stock": -1, "_room": 0}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -392,8 +448,10 @@ class PagePool:
         if self.exact:
             self._stock = self.store.stock
         self.exact = False
-        if moved and self._shares:
-            self._stock = -1
+        if moved:
+            self._room = 0
+            if self._shares:
+                self._stock = -1
 
     def _count_copies(self, indices: Tensor, kept: Tensor | None) -> int:
         """Shared pages that a compaction would write. Waits for the device."""

@@ -55,7 +55,8 @@ class PrunedLayer(PagedLayer):
         one = step.columns == 1 and step.iteration is None
         if not one and recent is not None:  # a new prompt finds no more than the budget
             self._compress(step, facts, slack=self._slack)
-        view = self.append(step, keys, values)
+        out = self.attend_one(step, queries, keys, values, softmax)
+        view = None if out is not None else self.append(step, keys, values)
         self._count(step.counts)
         self.chooser.note(queries, step.counts, step.guide_length)
 
@@ -67,7 +68,21 @@ class PrunedLayer(PagedLayer):
                 if self._due(every, step) or (policy.pruner.accumulates and recent.full):
                     self._compress(step, facts, slack=every)
 
-        return step.answer(self.index, view, queries, softmax, after)
+        if view is not None:
+            return step.answer(self.index, view, queries, softmax, after)
+        after()
+        assert out is not None
+        return out
+
+    def attend_one(
+        self, step: CachePass, queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax
+    ) -> Tensor | None:
+        split = self.far.split
+        near = self._step(step, queries, keys, values, softmax, split)
+        if near is None or split is None:
+            return None if near is None else near[0]
+        turned = self.far.turned(queries, self._ranks(queries), self.policy, step.facts[self.index].query_rotary)
+        return ops.merge_states(near, self._decode(turned, split, None, softmax.rest, causal=False))[0]
 
     def _count(self, counts: Sequence[int]) -> None:
         self.tokens = [tokens + count for tokens, count in zip(self.tokens, counts, strict=True)]

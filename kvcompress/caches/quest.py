@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,6 +42,10 @@ class QuestLayer(PagedLayer):
         self.ranges = None if self.is_dense else like.new_zeros(rows, 0, 2 * head_dim)
 
     # ---- attention ----
+
+    def attend_one(self, *step: Any) -> Tensor | None:
+        # a step chooses the pages that it reads between append and attention
+        return super().attend_one(*step) if self.is_dense else None
 
     def append(self, step: CachePass, keys: Tensor, values: Tensor) -> View:
         view = super().append(step, keys, values)

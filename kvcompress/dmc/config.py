@@ -75,6 +75,11 @@ class DMCConfig:
             need_integer("stride", self.stride, 1, MOST_INT32)
             need(self.mode == "dmc", f"stride must be None with mode={self.mode!r}, got {self.stride}")
 
+    @property
+    def decides_alone(self) -> bool:
+        """Every KV head decides and weighs by its own neurons."""
+        return self.share_heads == "none" and self.stride is None
+
     def place(self, head_dim: int) -> int:
         """The neuron as a number of 0..head_dim-1; ValueError where it is none."""
         if not -head_dim <= self.neuron < head_dim:

@@ -28,11 +28,11 @@ class DMSLayer(DecidingLayer):
 
     # ---- attention ----
 
-    def attend_one(
-        self, step: CachePass, queries: Tensor, keys: Tensor, values: Tensor, alpha: Tensor, softmax: Softmax
-    ) -> Tensor:
+    def attend_token(self, step: CachePass, queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax) -> Tensor:
         pool, places = self.pool, self.places
         assert pool is not None and places is not None
+        with torch.inference_mode():  # several small ops, that dispatch in half the time past autograd
+            alpha = self._decide(step, keys)
         k, q = self.keys_at(step, keys, places), self.queries_at(step, queries, places)
         decided = alpha > 0.5
         ring = self._ring(k, values, decided)
@@ -46,6 +46,8 @@ class DMSLayer(DecidingLayer):
             pool.append([held[rows, slots].view(k.shape) for held in (held_k, held_v)], stays)
         ring.put((k, values, decided), rows, slots)
         end = (seen + 1).clamp(max=self.size)
+        places += 1
+        self.note(alpha, step)
         near = ops.decode(q, ring.arrays[0], ring.arrays[1], end, **softmax.options)
         return self._with_pages(q, near, softmax)
 

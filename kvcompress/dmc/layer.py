@@ -43,30 +43,30 @@ class DecidingLayer(PagedLayer):
             self.open_pool(B * Hkv, D, keys, step.whole)
         assert self.places is not None
         if step.one:
-            with torch.inference_mode():  # several small ops, that dispatch in half the time past autograd
-                alpha = self._decide(step, keys)
-            out = self.attend_one(step, queries, keys, values, alpha, softmax)
-            self.places = self.places + 1
+            out = self.attend_token(step, queries, keys, values, softmax)
         else:
             alpha = self._decide(step, keys)
             out = self.attend_many(step, queries, keys, values, alpha, softmax)
-            self.places = self.places + step.on(keys.device)
+            self.places += step.on(keys.device)
+            self.note(alpha, step)
         self.next = [place + count for place, count in zip(self.next, step.counts, strict=True)]
-        if self.track:
-            self.noted.append((alpha > 0.5, step.counts))
         return out
 
+    def note(self, alpha: Tensor, step: CachePass) -> None:
+        """Remembers what a step's tokens decided, if anyone will ask."""
+        if self.track:
+            self.noted.append((alpha > 0.5, step.counts))
+
     @abstractmethod
-    def attend_one(
-        self, step: CachePass, queries: Tensor, keys: Tensor, values: Tensor, alpha: Tensor, softmax: Softmax
-    ) -> Tensor:
-        """One token of every sequence. alpha: float32 [B, Hkv, 1] of 0 and 1; the rest as for attend."""
+    def attend_token(self, step: CachePass, queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax) -> Tensor:
+        """One token of every sequence; adds 1 to places."""
 
     @abstractmethod
     def attend_many(
         self, step: CachePass, queries: Tensor, keys: Tensor, values: Tensor, alpha: Tensor, softmax: Softmax
     ) -> Tensor:
-        """Some tokens of each sequence, in parallel; gives what attend_one would one by one."""
+        """Some tokens of each sequence, in parallel; gives what attend_token would one by one. alpha: float32
+        [B, Hkv, S] of 0 and 1."""
 
     # ---- decisions ----
 

@@ -27,16 +27,26 @@ class DMCLayer(DecidingLayer):
 
     # ---- attention ----
 
-    def attend_one(
-        self, step: CachePass, queries: Tensor, keys: Tensor, values: Tensor, alpha: Tensor, softmax: Softmax
-    ) -> Tensor:
-        pool, places = self.pool, self.places
-        assert pool is not None and places is not None
-        # a token takes one page at most: that of a new slot, or a copy of the shared one that holds the newest
-        with torch.inference_mode():
-            weights, rotated = self._weights(queries, keys), self.queries_at(step, queries, places)
-        self._append(step, keys, values, alpha, weights, [1] * len(pool.bounds), None, known=False)
-        return self._decode(rotated, pool.lengths, None, softmax, causal=False)[0]
+    def attend_token(self, step: CachePass, queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax) -> Tensor:
+        pool, tail, places, config = self.pool, self.tail, self.places, self.config
+        assert pool is not None and tail is not None and places is not None
+        rotary = step.facts[self.index].key_rotary
+        cos, sin, offsets = rotary.joint_tables(max(self.next) + 1, self.rope_lengths, keys.device)
+        alpha = self._decide(step, keys) if self.track or not config.decides_alone else None
+        omega = self._weights(queries, keys) if not config.decides_alone or config.omega == "uniform" else None
+
+        def write(table: ops.PageTable) -> Tensor:
+            return ops.dmc_step_(
+                queries, keys, values, pool.k_pages, pool.v_pages, table, tail, places, neuron=self.neuron,
+                offsets=offsets, alpha=alpha, omega=omega, cos=cos, sin=sin, window=config.window, shift=config.shift,
+                margin=config.decision_margin, omega_shift=config.shift, eps=config.omega_eps, reduce=config.gqa_omega,
+                **softmax.options,
+            )[0]  # fmt: skip
+
+        out = pool.step(write, known=False)
+        if alpha is not None:
+            self.note(alpha, step)
+        return out
 
     def attend_many(
         self, step: CachePass, queries: Tensor, keys: Tensor, values: Tensor, alpha: Tensor, softmax: Softmax

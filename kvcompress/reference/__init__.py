@@ -5,6 +5,8 @@ from .decode import decode, decode_shared, merge_states
 from .dmc_accumulate import dmc_accumulate
 from .dmc_append import dmc_append_
 from .dmc_gates import dmc_decisions, dmc_importance, dmc_mask
+from .dmc_step import dmc_step_
+from .paged_step import paged_step_
 from .pages import append_tokens_, compact_pages_, truncate_rows_
 from .planner import divide_memory, plan
 from .pod_attention import pod_attention
@@ -25,8 +27,10 @@ __all__ = [
     "dmc_decisions",
     "dmc_importance",
     "dmc_mask",
+    "dmc_step_",
     "layer_similarity",
     "merge_states",
+    "paged_step_",
     "plan",
     "pod_attention",
     "rope",

@@ -1,0 +1,34 @@
+// What the kernels share that begin a decoded step: a head rotated by a warp, and how the caller's scratch is divided.
+#pragma once
+#include "decode_pieces.cuh"
+#include "page_table.cuh"
+#include "../step.h"
+
+namespace {
+
+constexpr int STEP_WARPS = PLAN_THREADS / 32;  // of the block that begins a step, which lists pieces too
+
+// One head [D] of a view's row to `to` + at of another array, by a warp: rotated to a row of the tables, NaN outside them;
+// the neuron (-1: none) 0 before and after.
+__device__ inline void rotate_head(const kvc_view& x, int64_t from, void* to, kvc_dtype dtype, int64_t at, int64_t D,
+                                   int64_t rotary_dim, const float* cos, const float* sin, int64_t position,
+                                   int64_t table_rows, int64_t neuron) {
+    const int64_t half = rotary_dim / 2;
+    const bool inside = position >= 0 && position < table_rows;
+    for (int64_t i = threadIdx.x % 32; i < half; i += 32) {
+        const float first = i == neuron ? 0.0f : load_any(x.data, x.dtype, from + i);
+        const float second = i + half == neuron ? 0.0f : load_any(x.data, x.dtype, from + i + half);
+        const float c = inside ? cos[position * half + i] : NAN, s = inside ? sin[position * half + i] : NAN;
+        store_any(to, dtype, at + i, i == neuron ? 0.0f : first * c - second * s);
+        store_any(to, dtype, at + i + half, i + half == neuron ? 0.0f : second * c + first * s);
+    }
+    for (int64_t d = rotary_dim + threadIdx.x % 32; d < D; d += 32)
+        store_any(to, dtype, at + d, d == neuron ? 0.0f : load_any(x.data, x.dtype, from + d));
+}
+
+// Element (b, h, t, 0) of a view.
+__device__ inline int64_t row_at(const kvc_view& x, int64_t b, int64_t h, int64_t t) {
+    return b * x.stride_b + h * x.stride_h + t * x.stride_t;
+}
+
+}  // namespace

@@ -1,0 +1,99 @@
+/* One decoded step of a cache that keeps its tokens: rotate, append and attend in one call.
+ *
+ * The kernels of the three do the work; what this saves is two passes through the caller for each layer and token.
+ */
+#include "kernel.h"
+#include "step.h"
+
+/* Scratch, each part on a cache line of its own. */
+typedef struct {
+    int32_t *positions, *copied; /* [B, S]; [R + 1] */
+    void *q, *k, *decode;        /* rotated */
+    int64_t bytes;
+} step_scratch;
+
+static kvc_decode_args decode_of(const kvc_paged_step_args *args) {
+    const kvc_page_table *table = &args->table;
+    return (kvc_decode_args){
+        .out = args->out, .lse = args->lse, .q = args->q, .k_pages = args->k_pages, .v_pages = args->v_pages,
+        .cache_dtype = args->k.dtype, .block_table = table->block_table, .begin = args->begin, .end = table->lengths,
+        .B = args->B, .Hq = args->Hq, .Hkv = args->Hkv, .S = args->S, .D = args->D, .P = table->P,
+        .pages = table->pages, .blocks = table->blocks, .scale = args->scale, .causal = 1,
+        .softcap = args->softcap, .sink_logits = args->sink_logits,
+    };
+}
+
+static step_scratch scratch_of(const kvc_paged_step_args *args) {
+    const kvc_decode_args decode = decode_of(args);
+    const int64_t q = args->B * args->Hq * args->S * args->D * kvc_dtype_bytes(args->q.dtype);
+    const int64_t k = args->B * args->Hkv * args->S * args->D * kvc_dtype_bytes(args->k.dtype);
+    step_scratch scratch = {0};
+    scratch.positions = kvc_part_of(args->scratch, &scratch.bytes, args->B * args->S * (int64_t)sizeof(int32_t));
+    scratch.copied = kvc_part_of(args->scratch, &scratch.bytes, (args->table.R + 1) * (int64_t)sizeof(int32_t));
+    scratch.q = kvc_part_of(args->scratch, &scratch.bytes, q);
+    scratch.k = kvc_part_of(args->scratch, &scratch.bytes, k);
+    scratch.decode = kvc_part_of(args->scratch, &scratch.bytes, kvc_decode_scratch_bytes(&decode));
+    return scratch;
+}
+
+static kvc_status check(const kvc_paged_step_args *args) {
+    const kvc_page_table *table = &args->table;
+    if (args->B < 0 || args->Hq < 0 || args->Hkv < 0 || args->S < 0 || args->D < 1) return KVC_BAD_SIZE;
+    if (args->D > KVC_MAX_HEAD_DIM || table->R != args->B * args->Hkv || table->P < 1) return KVC_BAD_SIZE;
+    if ((table->P & (table->P - 1)) != 0 || !scale_is_good(args->scale, args->softcap)) return KVC_BAD_SIZE;
+    if (args->Hkv ? args->Hq % args->Hkv != 0 : args->Hq != 0) return KVC_BAD_SIZE;
+    if (args->rotary_dim < 0 || args->rotary_dim > args->D || args->rotary_dim % 2) return KVC_BAD_SIZE;
+    if (!dtype_known(args->q.dtype) || !dtype_known(args->k.dtype)) return KVC_BAD_DTYPE;
+    if (args->v.dtype != args->k.dtype) return KVC_BAD_DTYPE;
+    if (!table->R || !args->Hq || !args->S) return KVC_OK;
+    if (!args->out || !args->lse || !args->q.data || !args->k.data || !args->v.data || !args->scratch ||
+        !table->lengths || (table->pages && (!args->k_pages || !args->v_pages))) {
+        return KVC_NULL_POINTER;
+    }
+    return KVC_OK;
+}
+
+int64_t kvc_paged_step_scratch_bytes(const kvc_paged_step_args *args) {
+    return args && check(args) != KVC_BAD_SIZE ? scratch_of(args).bytes : 0;
+}
+
+kvc_status kvc_paged_step(const kvc_paged_step_args *args, kvc_parallel_for parallel_for) {
+    if (!args) return KVC_NULL_POINTER;
+    kvc_status status = check(args);
+    if (status != KVC_OK || !args->table.R || !args->Hq || !args->S) return status;
+    for (int64_t r = 0; args->begin && r < args->table.R; r++) {
+        if (args->begin[r] < 0 || args->begin[r] > args->table.lengths[r] + args->S) return KVC_BAD_INDEX;
+    }
+    const step_scratch scratch = scratch_of(args);
+    const int64_t B = args->B, S = args->S, D = args->D, Hkv = args->Hkv;
+    kvc_view k = args->k;
+    kvc_decode_args decode = decode_of(args);
+    if (args->rotary_dim) {
+        for (int64_t i = 0; i < B * S; i++) {
+            const int64_t row = i / S * Hkv, place = args->table.lengths[row] + i % S;
+            const int64_t position = place + (args->shift ? args->shift[row] : 0);
+            scratch.positions[i] = (int32_t)min_of(max_of(position, -1), INT32_MAX);
+        }
+        kvc_rope_args rope = {.out = kvc_dense_view(scratch.q, args->q.dtype, args->Hq, S, D), .x = args->q,
+                              .cos = args->cos, .sin = args->sin, .positions = scratch.positions, .B = B,
+                              .H = args->Hq, .T = S, .D = D, .rotary_dim = args->rotary_dim,
+                              .table_rows = args->table_rows};
+        status = kvc_rope(&rope, parallel_for);
+        if (status != KVC_OK) return status;
+        decode.q = rope.out;
+        rope.x = args->k;
+        rope.H = Hkv;
+        rope.out = kvc_dense_view(scratch.k, args->k.dtype, Hkv, S, D);
+        status = kvc_rope(&rope, parallel_for);
+        if (status != KVC_OK) return status;
+        k = rope.out;
+    }
+    const kvc_append_tokens_args append = {
+        .table = args->table, .scratch = scratch.copied, .array_count = 2, .heads = Hkv, .S = S,
+        .arrays = {kvc_slots_of(args->k_pages, &k, D), kvc_slots_of(args->v_pages, &args->v, D)},
+    };
+    status = kvc_append_tokens(&append, parallel_for);
+    if (status != KVC_OK) return status;
+    decode.scratch = scratch.decode;
+    return kvc_decode(&decode, parallel_for);
+}

@@ -1,0 +1,114 @@
+"""One decoded step of DMC's cache, in one call."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..checks import (
+    dense,
+    dense_last,
+    need,
+    need_choice,
+    need_integer,
+    need_number,
+    need_scale,
+    need_sink_logits,
+    need_softcap,
+)
+from ..no_gradient import without_gradient
+from .dmc_accumulate import MAX_DMC_WINDOW, need_neuron
+from .dmc_append import Tail, need_tables
+from .dmc_gates import IMPORTANCES, LARGEST
+from .native import native
+from .paged_step import NO_STEP_GRADIENT, need_parts, need_step
+from .pages import PageTable, need_table
+
+
+def dmc_step_(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    table: PageTable,
+    tail: Tail,
+    places: Tensor,
+    *,
+    neuron: int,
+    offsets: Tensor | None = None,
+    alpha: Tensor | None = None,
+    omega: Tensor | None = None,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    window: int | None = None,
+    shift: float = 5.0,
+    margin: float = 0.0,
+    omega_shift: float = 5.0,
+    eps: float = 0.0,
+    reduce: str = "mean_logit",
+    scale: float | None = None,
+    softcap: float | None = None,
+    sink_logits: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """One new token of every sequence of a DMC cache: decides, appends or merges it in place, and attends from it.
+
+    queries: [B, Hq, 1, D], D 1..512; keys, values: [B, Hkv, 1, D] in the pages' dtype; un-rotated. k_pages, v_pages,
+    table, tail, window: as in dmc_append_. places: int32 [B, 1], contiguous, the tokens' places, each of which grows by
+    one. offsets: int32 [B, 1], to be added to the places for the rows of cos and sin; None = 0. neuron: the coordinate
+    of queries and keys that decides and is 0 in attention, negative from the end.
+    alpha, omega: float32 [B, Hkv, 1], as in dmc_append_; None = dmc_decisions(keys[..., neuron], shift, margin,
+    hard=True).hard and dmc_importance(queries[..., neuron], Hkv, shift=omega_shift, eps, reduce). cos, sin: float32
+    [T, rotary_dim/2]; None = nothing is rotated. scale, softcap, sink_logits: as in decode.
+    Returns (out [B, Hq, 1, D] in the queries' dtype, lse float32 [B, Hq, 1]): the bits of dmc_decisions,
+    dmc_importance, rope, dmc_append_ and decode in turn. Waits for nothing on CUDA.
+    Raises ValueError for wrong shapes, dtypes, devices or numbers; RuntimeError as dmc_append_ does (nothing is changed
+    then); NotImplementedError if a backward pass comes here. Source: DMC, algorithm 1.
+    """
+    need_table(table)
+    if not isinstance(tail, Tail):
+        raise TypeError(f"tail must be an ops.Tail, got {type(tail).__name__}")
+    need_step(queries, k_pages, table)
+    (B, Hq, S, D), R, dtype, single = queries.shape, table.block_table.shape[0], k_pages.dtype, torch.float32
+    if S != 1:
+        raise ValueError(f"queries must be of one token, got {S}")
+    Hkv, N = R // B, window or 1
+    if window is not None:
+        need_integer("window", window, 1, MAX_DMC_WINDOW)
+    pages, token = (table.refs.shape[0], k_pages.shape[1], D), (B, Hkv, 1, D)
+    need_parts(
+        table, ("k_pages", k_pages, dtype, pages), ("v_pages", v_pages, dtype, pages), ("keys", keys, dtype, token),
+        ("values", values, dtype, token), ("tail.keys", tail[0], single, (R, N, D)),
+        ("tail.values", tail[1], single, (R, N, D)), ("tail.weights", tail[2], single, (R, N)),
+        ("tail.counts", tail[3], torch.int32, (R,)), ("places", places, torch.int32, (B, 1)),
+    )  # fmt: skip
+    for name, x in (*zip(_TAIL, tail, strict=True), ("places", places)):
+        if not x.is_contiguous():
+            raise ValueError(f"{name} must be contiguous")
+    for name, gate in (("alpha", alpha), ("omega", omega)):
+        if gate is not None:
+            need_parts(table, (name, gate, single, (B, Hkv, 1)))
+    if offsets is not None:
+        need_parts(table, ("offsets", offsets, torch.int32, (B, 1)))
+    if cos is not None or sin is not None:
+        need_tables(cos, sin, D, table.refs.device)
+    for name, number in (("shift", shift), ("margin", margin), ("omega_shift", omega_shift)):
+        need_number(name, number, -LARGEST, LARGEST)
+    need_number("eps", eps, 0, LARGEST)
+    place = need_neuron(neuron, D)
+    need(place >= 0, f"neuron must be a coordinate, got {neuron}")
+    return without_gradient(
+        NO_STEP_GRADIENT.format("dmc_step_"), (queries, keys, values), native.dmc_step_, dense_last(queries),
+        dense_last(keys), dense_last(values), k_pages, v_pages, *table, *tail, places, dense(offsets), dense(alpha),
+        dense(omega), dense(cos), dense(sin), place, window or 0, shift, margin, omega_shift, eps,
+        need_choice("reduce", reduce, IMPORTANCES), need_scale(scale, D), need_sink_logits(sink_logits, Hq, queries),
+        need_softcap(softcap),
+    )  # fmt: skip
+
+
+_TAIL = tuple(f"tail.{name}" for name in Tail._fields)
+
+
+@torch.library.register_fake("kvcompress::dmc_step_")
+def _(queries, *rest):  # type: ignore[no-untyped-def]
+    return queries.new_empty(queries.shape), queries.new_empty(queries.shape[:3], dtype=torch.float32)

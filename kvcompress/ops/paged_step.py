@@ -1,0 +1,111 @@
+"""One decoded step of a cache that keeps its tokens, in one call."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..checks import (
+    FLOATS,
+    dense,
+    dense_last,
+    need,
+    need_device,
+    need_float,
+    need_int32,
+    need_scale,
+    need_sink_logits,
+    need_softcap,
+    need_tensor,
+)
+from ..no_gradient import without_gradient
+from .dmc_append import need_tables
+from .native import MAX_HEAD_DIM, native
+from .pages import PageTable, need_table
+
+NO_STEP_GRADIENT = "{} has no gradient: it is for generation; use torch.no_grad(), or train without a cache"
+
+
+def paged_step_(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    table: PageTable,
+    *,
+    shift: Tensor | None = None,
+    begin: Tensor | None = None,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sink_logits: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Rotates a few new tokens of every sequence, appends them to its rows in place, and attends from them.
+
+    queries: [B, Hq, S, D], D 1..512; keys, values: [B, Hkv, S, D] in the pages' dtype; un-rotated. k_pages, v_pages:
+    contiguous [pages, P, D], P a power of two, of the rows of table, R = B*Hkv. The tokens stand at positions lengths +
+    shift and on, lengths of before the call; shift: int32 [R], None = 0; that of a sequence's first row counts. cos,
+    sin: float32 [T, rotary_dim/2], indexed by position; None = nothing is rotated. begin: int32 [R]: a query sees a
+    row's keys from there on, up to its own token; None = 0. scale, softcap, sink_logits: as in decode.
+    Returns (out [B, Hq, S, D] in the queries' dtype, lse float32 [B, Hq, S]): the bits of rope, append_tokens_ and
+    decode(causal=True) in turn. Waits for nothing on CUDA.
+    Raises ValueError for wrong shapes, dtypes or devices; RuntimeError if the free list is too short, a row outgrows
+    its line of the table, or a position or begin is out of range (nothing is changed then; on CUDA free_count[1] grows
+    where pages or columns run out, and a position outside gives NaN); NotImplementedError if a backward pass comes
+    here.
+    """
+    need_table(table)
+    need_step(queries, k_pages, table)
+    (B, Hq, S, D), R, dtype = queries.shape, table.block_table.shape[0], k_pages.dtype
+    Hkv = R // B if B else 0
+    pages = (table.refs.shape[0], k_pages.shape[1], D)
+    need_parts(
+        table, ("k_pages", k_pages, dtype, pages), ("v_pages", v_pages, dtype, pages),
+        ("keys", keys, dtype, (B, Hkv, S, D)), ("values", values, dtype, (B, Hkv, S, D)),
+    )  # fmt: skip
+    if shift is not None or begin is not None:
+        need_int32("shift", shift, (R,))
+        need_int32("begin", begin, (R,))
+        need_device(table.refs, shift=shift, begin=begin)
+    if cos is not None or sin is not None:
+        need_tables(cos, sin, D, table.refs.device)
+    return without_gradient(
+        NO_STEP_GRADIENT.format("paged_step_"), (queries, keys, values), native.paged_step_, dense_last(queries),
+        dense_last(keys), dense_last(values), k_pages, v_pages, *table, dense(shift), dense(begin), dense(cos),
+        dense(sin), need_scale(scale, D), need_sink_logits(sink_logits, Hq, queries), need_softcap(softcap),
+    )  # fmt: skip
+
+
+def need_step(queries: Tensor, k_pages: Tensor, table: PageTable) -> None:
+    """Queries that the rows of a table belong to, and pages of floats whose size is a power of two."""
+    if not isinstance(k_pages, Tensor) or k_pages.ndim != 3 or k_pages.dtype not in FLOATS:
+        need_float("k_pages", k_pages, 3, "[pages, P, D]")
+    P = k_pages.shape[1]
+    need(P > 0 and P & (P - 1) == 0, f"k_pages must have a page size that is a power of two, got {P}")
+    if not isinstance(queries, Tensor) or queries.ndim != 4 or queries.dtype not in FLOATS:
+        need_float("queries", queries, 4, "[B, Hq, S, D]")
+    B, Hq, _, D = queries.shape
+    R = table.block_table.shape[0]
+    if B == 0 or R == 0 or R % B or Hq % (R // B):
+        raise ValueError(f"block_table must have B*Hkv rows with B = {B} and Hkv dividing Hq = {Hq}, got {R}")
+    need(1 <= D <= MAX_HEAD_DIM, f"queries must have a head dim between 1 and {MAX_HEAD_DIM}, got {D}")
+    need_device(table.refs, queries=queries)
+
+
+def need_parts(table: PageTable, *parts: tuple[str, Tensor, torch.dtype, tuple[int, ...]]) -> None:
+    """Tensors of one dtype and shape each, on the table's device; those whose names end in pages are contiguous."""
+    device = table.refs.device
+    for name, x, kind, size in parts:
+        if not isinstance(x, Tensor):
+            need_tensor(name, x)
+        if x.dtype != kind or x.shape != size or x.device != device:
+            raise ValueError(f"{name} must be {kind} {size} on {device}, got {x.dtype} {tuple(x.shape)} on {x.device}")
+        if name.endswith("pages") and not x.is_contiguous():
+            raise ValueError(f"{name} must be contiguous")
+
+
+@torch.library.register_fake("kvcompress::paged_step_")
+def _(queries, *rest):  # type: ignore[no-untyped-def]
+    return queries.new_empty(queries.shape), queries.new_empty(queries.shape[:3], dtype=torch.float32)

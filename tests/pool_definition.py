@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from kvcompress import ops
 from kvcompress.caches import PagePool, PoolSettings, keys_and_values
 
 CPU = torch.device("cpu")
@@ -23,6 +24,16 @@ def numbered(rows: int, width: int, start: int = 0) -> torch.Tensor:
 def append(pool: PagePool, x: torch.Tensor, counts=None) -> None:
     """Keys x, values -x, and the first number of each key as its position."""
     pool.append((x, -x, x[..., 0].to(torch.int32)), counts)
+
+
+def step(pool: PagePool, x: torch.Tensor, counts: list[int] | None = None) -> None:
+    """The same for one token a row, as decoding adds it; counts 0 and 1, which the device alone knows."""
+    on_device = None if counts is None else torch.tensor(counts, dtype=torch.int32)
+    tokens = (x, -x, x[..., 0].to(torch.int32))
+    pool.step(
+        lambda table: ops.append_tokens_(list(pool.store.arrays.values()), tokens, table, counts=on_device),
+        known=counts is None,
+    )
 
 
 def check(*pairs: tuple[PagePool, list[torch.Tensor]]) -> None:

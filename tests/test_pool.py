@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pool_definition import D, append, check, new_pool, numbered
+from pool_definition import D, append, check, new_pool, numbered, step
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvcompress.caches import PoolSettings
@@ -49,7 +49,9 @@ def test_pools_and_forks_hold_what_lists_would(data, page_size, grow):
         pool, rows = pools[which]
         R = len(rows)
         action = data.draw(
-            st.sampled_from(["append", "append", "truncate", "fork", "select", "compact", "trim", "drop"])
+            st.sampled_from(
+                ["append", "append", "steps", "steps", "truncate", "fork", "select", "compact", "trim", "drop"]
+            )
         )
         if action == "append":
             width = data.draw(st.integers(1, 9))
@@ -60,6 +62,21 @@ def test_pools_and_forks_hold_what_lists_would(data, page_size, grow):
             on_device = counts is not None and data.draw(st.booleans())
             append(pool, x, torch.tensor(counts, dtype=torch.int32) if on_device else counts)
             rows = [torch.cat([row, x[0, r, width - added[r] :]]) for r, row in enumerate(rows)]
+        elif action == "steps":  # of several pools in turn, and nobody looks between them
+            del pool, rows
+            for turn in data.draw(st.lists(st.integers(0, len(pools) - 1), min_size=1, max_size=12)):
+                pool, rows = pools[turn]
+                counts = data.draw(
+                    st.one_of(st.none(), st.lists(st.integers(0, 1), min_size=len(rows), max_size=len(rows)))
+                )
+                x = numbered(len(rows), 1, written)
+                written += x.numel()
+                step(pool, x, counts)
+                added = counts or [1] * len(rows)
+                pools[turn] = pool, [torch.cat([row, x[0, r, 1 - added[r] :]]) for r, row in enumerate(rows)]
+                del pool
+            check(*pools)
+            continue
         elif action == "truncate":
             lengths = [data.draw(st.integers(0, len(row))) for row in rows]
             pool.truncate(torch.tensor(lengths, dtype=torch.int32) if data.draw(st.booleans()) else lengths)
@@ -220,6 +237,50 @@ def test_a_pool_that_finds_no_memory_to_grow_stays_as_it_was():
         append(pool, y)
         check((pool, [torch.cat([x[0, r], y[0, r]]) for r in range(2)]), (fork, forked))
     assert 20 < failed < 999
+
+
+def test_steps_ask_the_device_and_the_host_once_in_a_page(monkeypatch):
+    pool = new_pool(2, 8)
+    append(pool, numbered(2, 11))
+    made, make_room = [], pool._make_room
+    monkeypatch.setattr(pool, "_make_room", lambda known: made.append(pool._taken) or make_room(known))
+    for i in range(64):
+        step(pool, numbered(2, 1, i))
+    assert len(made) <= 2 + 64 // 8 and pool.bounds == [75, 75] == pool.counts
+
+
+def test_steps_of_forks_never_take_the_same_page_nor_more_than_there_are():
+    """Pages that one fork has set aside go to another that needs them, and the first finds out."""
+    pool = new_pool(1, 4, grow="error", max_pages=6)
+    append(pool, numbered(1, 6))
+    other, rows = pool.fork(), [[numbered(1, 6)[0, 0]] for _ in range(2)]
+    for i in range(6):
+        for turn, one in enumerate((pool, other)):
+            x = numbered(1, 1, 100 * i + 10 * turn)
+            step(one, x)
+            rows[turn] = [torch.cat([rows[turn][0], x[0, 0]])]
+    check((pool, rows[0]), (other, rows[1]))  # one page together, two each of their own
+    for _ in range(4):
+        step(pool, numbered(1, 1))  # into the last page that is free
+    with pytest.raises(RuntimeError, match="max_pages = 6 is too few"):
+        step(other, numbered(1, 1))
+    rows[0] = [torch.cat([rows[0][0], *[numbered(1, 1)[0, 0]] * 4])]
+    check((pool, rows[0]), (other, rows[1]))
+
+
+def test_a_step_that_fails_changes_nothing():
+    pool = new_pool(2, 4)
+    append(pool, numbered(2, 3))
+
+    def fails(table):
+        raise KeyboardInterrupt
+
+    for _ in range(3):
+        with pytest.raises(KeyboardInterrupt):
+            pool.step(fails)
+    assert pool.bounds == [3, 3]
+    step(pool, numbered(2, 1, 50))
+    check((pool, [torch.cat([numbered(2, 3)[0, r], numbered(2, 1, 50)[0, r]]) for r in range(2)]))
 
 
 def test_reserved_pages_are_found_without_asking_the_device(monkeypatch):

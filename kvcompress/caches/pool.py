@@ -38,7 +38,7 @@ class PagePool:
         self._bounds = bounds
         self._taken = 0  # steps since bounds were as they are written down
         self._room = 0  # further steps whose pages are set aside, as long as nobody counts the free ones anew
-        self._room_stock = -1
+        self._room_stock, self._room_known = -1, True
         self.exact = True
         self._stock = store.stock
         self._last_shared = [False] * len(bounds)  # whether a row's last page may be named by others too
@@ -219,7 +219,7 @@ class PagePool:
         on the host. known: False = the op adds a slot or writes the newest one anew, and the device alone knows.
         Raises RuntimeError as reserve does; write is not called then.
         """
-        first = not self.has_room
+        first = not self.has_room or known != self._room_known
         if first:
             self._make_room(known)
         out = write(self._table())
@@ -248,7 +248,7 @@ class PagePool:
         store.free_at_least -= needed
         if not known:
             self._lose_sight()
-        self._room, self._room_stock = steps, store.stock
+        self._room, self._room_stock, self._room_known = steps, store.stock, known
 
     @locked
     def truncate(self, lengths: Sequence[int] | Tensor) -> None:

@@ -31,7 +31,7 @@ emulation: $(VENV)/torch
 
 bench: $(VENV)/installed
 	for file in $(filter-out benchmarks/%common.py benchmarks/%_tasks.py benchmarks/%_tables.py benchmarks/long_prompts_%.py benchmarks/gpu_%.py,$(wildcard benchmarks/*.py)) \
-		benchmarks/quality/families.py; do \
+		benchmarks/speed/*.py benchmarks/quality/families.py; do \
 		$(BIN)/python $$file --quick || exit 1; \
 	done
 

@@ -1,6 +1,6 @@
 """PoD's cache: bytes, sequences that fit, and the time of a decoded token, beside the dense cache with the same kernel.
 
-    python benchmarks/pod.py [--quick] [--json FILE]
+    python benchmarks/speed/pod.py [--quick] [--json FILE]
 
 One block of 5 layers as Llama 3 8B has them (32 query heads, 8 KV heads of 128): one leads and four follow, so that
 phi = 0.8 as in the paper, with 16 + 4,080 near tokens; random keys and values.
@@ -16,13 +16,17 @@ decode   one token through the block's 5 layers: rotation, append, attention. re
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Any
 
 import torch
-from common import Row, alternate, options, read_bandwidth, report
 from torch import Tensor
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from common import Row, alternate, options, read_bandwidth, report
 
 from kvcompress import PoDCache
 from kvcompress.caches.paged import PagedLayer

@@ -1,6 +1,6 @@
 """QuestCache's decode step of one layer against dense decoding: ours, and PyTorch's SDPA.
 
-    python benchmarks/quest.py [--quick] [--json FILE]
+    python benchmarks/speed/quest.py [--quick] [--json FILE]
 
 Shape of one layer of Llama-3-8B: Hq 32, Hkv 8, D 128, one query token over T tokens, pages of 16. A step notes the
 newest page's range, scores every page, takes the highest and reads them: 2*Hkv*(T/16 + budget)*D elements instead of
@@ -13,10 +13,14 @@ from __future__ import annotations
 
 import itertools
 import statistics
+import sys
+from pathlib import Path
 
 import torch
-from common import Row, alternate, options, report
 from transformers import LlamaConfig
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from common import Row, alternate, options, report
 
 from kvcompress import QuestCache, ops
 from kvcompress.caches.base import Step

@@ -1,10 +1,10 @@
-"""Shared by the benchmarks: alternating medians, the machine's own ceilings, the table and the JSON file."""
+"""Shared by the benchmarks: the command, alternating medians, the machine's own ceilings, tables, the JSON file."""
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
-import math
 import os
 import platform
 import random
@@ -19,8 +19,63 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+import kvcompress
 from kvcompress import ops
+
+# bytes through which buffers take turns, so that no cache answers twice, and the size of the machine's own products
+COLD_NBYTES = {"full": 1 << 30, "quick": 1 << 30, "tiny": 1 << 20}
+PRODUCT = {"full": 2048, "quick": 2048, "tiny": 64}
+
+
+# ---- the command ----
+
+
+def parser(description: str | None, *, figure: str | None = None) -> argparse.ArgumentParser:
+    """figure: what --figure draws, None = there is no such option."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    size = parser.add_mutually_exclusive_group()
+    for name, help in (
+        ("quick", "fewer sizes and repetitions; ends within 50 s"),
+        ("tiny", "sizes for tests, of which no figure means anything; ends within seconds"),
+    ):
+        size.add_argument(f"--{name}", dest="size", action="store_const", const=name, help=help)
+    parser.set_defaults(size="full")
+    parser.add_argument("--json", type=Path, help="write the rows to this file")
+    if figure is not None:
+        parser.add_argument("--figure", type=Path, help=f"draw {figure} into this file")
+    return parser
+
+
+def parse_arguments(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """The arguments, once what --json and figures need is known to be there. size: full, quick or tiny."""
+    choice = parser.parse_args()
+    files = {name: getattr(choice, name, None) for name in ("json", "figure", "figures")}
+    for name, path in files.items():
+        if path is None:
+            continue
+        folder = path if name == "figures" else path.parent
+        if not folder.is_dir():
+            parser.error(f"argument --{name}: the directory {folder} does not exist")
+        if name != "json" and importlib.util.find_spec("matplotlib") is None:
+            parser.error(f"--{name} needs matplotlib: pip install 'kvcompress[eval]'")
+    return choice
+
+
+def options(description: str | None) -> argparse.Namespace:
+    return parse_arguments(parser(description))
+
+
+def load(name: str, device: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A Hugging Face model by name or folder; "example" is the shipped one."""
+    if name == "example":
+        return kvcompress.load_example_model(device=device)
+    model = AutoModelForCausalLM.from_pretrained(name, dtype="auto").to(device).eval()
+    return model, AutoTokenizer.from_pretrained(name)
+
+
+# ---- measuring ----
 
 
 @dataclass
@@ -38,25 +93,6 @@ class Row:
 
     def __post_init__(self) -> None:
         self.ratio = None if self.peer is None else self.peer / self.ours
-
-
-def parser(description: str | None) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer repetitions; ends within 50 s")
-    parser.add_argument("--json", type=Path, help="write the rows to this file")
-    return parser
-
-
-def parse_arguments(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """The arguments, once the directory of --json is known to be there."""
-    choice = parser.parse_args()
-    if choice.json is not None and not choice.json.parent.is_dir():
-        parser.error(f"argument --json: the directory {choice.json.parent} does not exist")
-    return choice
-
-
-def options(description: str | None) -> argparse.Namespace:
-    return parse_arguments(parser(description))
 
 
 def alternate(repeats: int, *works: Callable[[], object]) -> list[float]:
@@ -77,16 +113,18 @@ def alternate(repeats: int, *works: Callable[[], object]) -> list[float]:
     return [statistics.median(times) for times in seconds]
 
 
-def read_bandwidth(nbytes: int = 1 << 30) -> float:
-    """Bytes per second of summing a large float32 array with all threads."""
+def read_bandwidth(size: str) -> float:
+    """Bytes per second of summing a large float32 array with all threads. size: the command's."""
+    nbytes = COLD_NBYTES[size]
     x = torch.ones(nbytes // 4)
     return nbytes / alternate(5, x.sum)[0]
 
 
-def gemm_rate(dtype: torch.dtype = torch.float32, size: int = 2048) -> float:
-    """FLOP per second of a square matrix product with all threads."""
-    a, b = torch.randn(size, size).to(dtype), torch.randn(size, size).to(dtype)
-    return 2 * size**3 / alternate(5, lambda: a @ b)[0]
+def gemm_rate(size: str) -> float:
+    """FLOP per second of a square float32 matrix product with all threads. size: the command's."""
+    n = PRODUCT[size]
+    a, b = torch.randn(n, n), torch.randn(n, n)
+    return 2 * n**3 / alternate(5, lambda: a @ b)[0]
 
 
 def machine() -> dict[str, object]:
@@ -106,6 +144,9 @@ def machine() -> dict[str, object]:
     }
 
 
+# ---- what comes of it ----
+
+
 def print_table(
     title: str, columns: Sequence[str], lines: Iterable[Sequence[str]], *, left: Sequence[str] = ()
 ) -> None:
@@ -118,35 +159,12 @@ def print_table(
     Console(width=None if sys.stdout.isatty() else 160).print(table)
 
 
-def tidy(x: Any) -> Any:
-    """Without nan, which JSON lacks, and with six decimals."""
-    if isinstance(x, dict):
-        return {name: tidy(value) for name, value in x.items()}
-    if isinstance(x, list):
-        return [tidy(value) for value in x]
-    return (None if math.isnan(x) else round(x, 6)) if isinstance(x, float) else x
-
-
 def write_json(path: Path, rows: list[dict[str, Any]], **more: object) -> None:
     """The file of a benchmark's rows, first under a temporary name. more: what else there is to know of the machine."""
     content = {"machine": machine() | more, "command": " ".join(["python", *sys.argv]), "rows": rows}
     fresh = path.with_name(path.name + ".new")
     fresh.write_text(json.dumps(content, indent=1) + "\n")
     fresh.replace(path)
-
-
-def deliver(
-    choice: argparse.Namespace,
-    rows: list[dict[str, Any]],
-    show: Callable[[list[dict[str, Any]]], None],
-    draw: Callable[[list[dict[str, Any]], Path], None],
-) -> None:
-    """Prints the rows, and writes and draws them where the command (--json, --figure) asks for it."""
-    show(rows)
-    if choice.json is not None:
-        write_json(choice.json, rows)
-    if choice.figure is not None:
-        draw(rows, choice.figure)
 
 
 def report(rows: list[Row], path: Path | None, **ceilings: float) -> None:
@@ -169,7 +187,3 @@ def report(rows: list[Row], path: Path | None, **ceilings: float) -> None:
     if path is not None:
         per_second = {f"{name}_per_second": value for name, value in ceilings.items()}
         write_json(path, [asdict(row) for row in rows], **per_second)
-
-
-if __name__ == "__main__":
-    sys.exit("common.py is no benchmark but what they share; run one of the others, such as benchmarks/decode.py")

@@ -1,25 +1,63 @@
-"""The benchmarks' command line; what they measure is not tested."""
+"""Every benchmark runs from beginning to end at a size for tests; files that are named are there."""
 
+import json
+import math
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+ROOT = Path(__file__).parents[1]
+FOLDERS = ("speed", "quality")
+PROGRAMS = sorted(x.relative_to(ROOT).as_posix() for name in FOLDERS for x in ROOT.glob(f"benchmarks/{name}/*.py"))
+POSITIVE = ("ours", "peer", "ratio", "seconds", "nbytes", "nbytes_share")
 
 
-def run(*arguments):
-    return subprocess.run([sys.executable, *arguments], cwd=BENCHMARKS.parent, capture_output=True, text=True)
+def run(program, *arguments):
+    return subprocess.run([sys.executable, program, *arguments], cwd=ROOT, capture_output=True, text=True)
+
+
+def numbers(x):
+    if isinstance(x, dict | list):
+        for value in x.values() if isinstance(x, dict) else x:
+            yield from numbers(value)
+    elif isinstance(x, int | float):
+        yield x
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_benchmark_writes_rows_of_finite_numbers(program, tmp_path):
+    path = tmp_path / "rows.json"
+    done = run(program, "--tiny", "--json", path)
+    assert done.returncode == 0, done.stderr
+    written = json.loads(path.read_text())
+    assert written["command"] == f"python {program} --tiny --json {path}"
+    rows = written["rows"]
+    assert rows and len({(row["name"], row.get("tokens")) for row in rows}) == len(rows)
+    for row in rows:
+        assert all(map(math.isfinite, numbers(row))), row
+        assert all(row[field] > 0 for field in POSITIVE if row.get(field) is not None), row
+    assert len(done.stdout.splitlines()) > 4  # a table
 
 
 def test_a_missing_directory_is_found_before_anything_is_measured(tmp_path):
-    tried = run(BENCHMARKS / "append.py", "--json", tmp_path / "missing" / "rows.json")
+    tried = run("benchmarks/speed/append.py", "--json", tmp_path / "missing" / "rows.json")
     assert tried.returncode == 2 and not tried.stdout
     assert f"argument --json: the directory {tmp_path / 'missing'} does not exist" in " ".join(tried.stderr.split())
 
 
-@pytest.mark.parametrize(("name", "instead"), [("common.py", "decode.py"), ("gpu_ops.py", "gpu_check.py")])
-def test_a_file_that_is_no_script_names_one(name, instead):
-    tried = run(BENCHMARKS / name)
-    assert tried.returncode == 1 and instead in tried.stderr and "Traceback" not in tried.stderr
+def test_the_file_of_gpu_checks_names_the_program_that_runs_them():
+    tried = run("benchmarks/gpu/gpu_ops.py")
+    assert tried.returncode == 1 and "gpu_check.py" in tried.stderr and "Traceback" not in tried.stderr
+
+
+def test_commands_of_results_and_files_in_texts_are_there():
+    named = {
+        path.name: json.loads(path.read_text())["command"].split()[1] for path in ROOT.glob("benchmarks/results/*.json")
+    }
+    assert named and all(ROOT.joinpath(program).is_file() for program in named.values()), named
+    for text in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("kvcompress/models/*/README.md")):
+        for file in re.findall(r"benchmarks/[\w/]+\.(?:py|json|png)", text.read_text()):
+            assert ROOT.joinpath(file).is_file(), f"{text}: {file}"

@@ -1,16 +1,15 @@
 """Choosing what stays: sinks that are the prompt's own, batches at once, and every family under compression."""
 
-import sys
 import warnings
 from collections import Counter
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import torch
 from helpers import attached, left_padded, random_ids
 
 import kvcompress
+from benchmarks.quality.parts.families_configurations import CONFIGURATIONS
 from kvcompress import AdaKV, IterativeCache, PrunedCache, RemoteGap, ops, prefill
 from kvcompress.caches.choose import judges_by_head
 from kvcompress.pruners import (
@@ -24,13 +23,6 @@ from kvcompress.pruners import (
     SnapKV,
     StreamingLLM,
 )
-
-FOLDER = Path(__file__).parents[1] / "benchmarks" / "quality"
-sys.path.insert(0, str(FOLDER))
-try:  # now and not in a fixture: names of configurations are parameters of the tests
-    from families_configurations import CONFIGURATIONS
-finally:
-    sys.path.remove(str(FOLDER))
 
 FAMILIES = [
     "gemma2/sliding",

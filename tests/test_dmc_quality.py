@@ -1,41 +1,21 @@
-"""benchmarks/dmc_quality.py on a few short prompts and models that nobody trained: its rows hold what they name."""
+"""quality/dmc_quality.py on a few short prompts and models that nobody trained: its rows hold what they name."""
 
 import argparse
 import json
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from helpers import tiny_model
 
 import kvcompress
+from benchmarks.quality import dmc_quality as benchmark
 from kvcompress.dmc import DMCConfig, convert
 from kvcompress.models.tokenizer import byte_tokenizer
 from kvcompress.retrofit.gqa import convert_to_gqa
 
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
-SMALL = {"length": 256, "scored": 32, "texts": 2, "facts": 2, "later": 1, "pairs": 1, "per_prompt": 2}
+SIZES = benchmark.SIZES["tiny"]
 MEASURED = ("bits_per_byte", "fact_recall", "later_recall", "pair_recall")
-
-
-@pytest.fixture
-def benchmark(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    names = ("common", "quality_tasks", "quality", "quality_common", "dmc_quality_tables", "dmc_quality")
-    for name in names:
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    import dmc_quality
-
-    yield dmc_quality
-    for name in names:
-        sys.modules.pop(name, None)
-
-
-@pytest.fixture
-def sizes(benchmark):
-    return replace(benchmark.QUICK, **SMALL, pairs_per_prompt=4, window=256, windows=2, stepwise=1)
 
 
 def example():
@@ -58,10 +38,10 @@ def by_name(rows):
     return {row["name"].removeprefix("dmc_quality/example/"): row for row in rows}
 
 
-def test_rows_of_a_converted_model_and_of_pruners_with_its_bytes(benchmark, sizes, tmp_path):
+def test_rows_of_a_converted_model_and_of_pruners_with_its_bytes(tmp_path):
     subjects = [benchmark.Subject("mine", "DMC", deciding()),
                 benchmark.Subject("heads", "GQA", convert_to_gqa(example(), 1))]  # fmt: skip
-    rows = benchmark.run(example(), byte_tokenizer(), subjects, sizes, page_size=4, pruners=("H2O", "StreamingLLM"))
+    rows = benchmark.run(example(), byte_tokenizer(), subjects, SIZES, page_size=4, pruners=("H2O", "StreamingLLM"))
     found = by_name(rows)
     assert list(found) == [
         "dense", "DMC/mine", "DMC/mine/every1", "GQA/heads", "H2O/as_mine", "H2O/as_mine/every1",
@@ -102,11 +82,11 @@ def test_rows_of_a_converted_model_and_of_pruners_with_its_bytes(benchmark, size
     assert json.loads(choice.json.read_text())["rows"] == rows
 
 
-def test_a_model_that_never_merges_is_close_to_the_original(benchmark, sizes):
+def test_a_model_that_never_merges_is_close_to_the_original():
     """What is lost is one coordinate of 64 alone; all its bytes are there."""
     model = example()
     convert(model, anneal=False)
-    sizes = replace(sizes, stepwise=0)
+    sizes = replace(SIZES, stepwise=0)
     dense, whole = benchmark.run(example(), byte_tokenizer(), [benchmark.Subject("whole", "DMC", model)], sizes,
                                  pruners=())  # fmt: skip
     assert whole["compression_ratio"] == 1.0
@@ -116,18 +96,18 @@ def test_a_model_that_never_merges_is_close_to_the_original(benchmark, sizes):
         assert whole[field] == pytest.approx(dense[field], abs=0.5)
 
 
-def test_other_converted_models_are_matched_where_there_is_no_dmc(benchmark, sizes):
+def test_other_converted_models_are_matched_where_there_is_no_dmc():
     model = deciding(stride=4, omega="uniform")
     subject = benchmark.Subject("four", "pooling", model)
-    sizes = replace(sizes, facts=1, stepwise=0)
+    sizes = replace(SIZES, facts=1, stepwise=0)
     found = by_name(benchmark.run(example(), byte_tokenizer(), [subject], sizes, pruners=("TOVA",)))
     assert found["pooling/four"]["compression_ratio"] == 4.0
     assert found["TOVA/as_four"]["nbytes_share"] == pytest.approx(found["pooling/four"]["nbytes_share"], rel=0.05)
 
 
-def test_models_of_another_vocabulary_and_missing_folders_are_refused(benchmark, sizes, tmp_path):
+def test_models_of_another_vocabulary_and_missing_folders_are_refused(tmp_path):
     with pytest.raises(ValueError, match="vocabulary of 256, got 97 in tiny"):
         benchmark.run(example(), byte_tokenizer(), [benchmark.Subject("tiny", "DMC", tiny_model())],
-                      replace(sizes, stepwise=0))  # fmt: skip
+                      replace(SIZES, stepwise=0))  # fmt: skip
     with pytest.raises(FileNotFoundError, match="must be folders with a config"):
         list(benchmark.subjects_of([f"DMC-C={tmp_path}"], tiny_model()))

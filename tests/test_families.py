@@ -3,23 +3,14 @@
 benchmarks/quality/families.py does the same with all configurations; here are those that differ in kind.
 """
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import kvcompress
+from benchmarks.quality.parts import families_checks
+from benchmarks.quality.parts.families_configurations import CONFIGURATIONS, LEFT_OUT, QUICK, names
 from kvcompress.hf.attach import base_model, facts_of
-
-FOLDER = Path(__file__).parents[1] / "benchmarks" / "quality"
-sys.path.insert(0, str(FOLDER))
-try:  # now and not in a fixture: names of configurations are parameters of the tests
-    import families_checks
-    from families_configurations import CONFIGURATIONS, LEFT_OUT, QUICK, names
-finally:
-    sys.path.remove(str(FOLDER))
 
 REFUSED = names(
     """bloom deepseek_v32 deepseek_v4 diffllama doge falcon gemma3_text/bidirectional gpt_neo gptj inkling_text mamba

@@ -1,21 +1,12 @@
 """generate in every mode, on models that differ in kind, with room for everything: the dense model's tokens."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 import transformers
 from helpers import left_padded
 
 import kvcompress
-
-FOLDER = Path(__file__).parents[1] / "benchmarks" / "quality"
-sys.path.insert(0, str(FOLDER))
-try:  # now and not in a fixture: names of configurations are parameters of the tests
-    from families_configurations import CONFIGURATIONS
-finally:
-    sys.path.remove(str(FOLDER))
+from benchmarks.quality.parts.families_configurations import CONFIGURATIONS
 
 NAMES = [
     "llama", "qwen3_moe", "gemma3_text/sliding", "gemma4_text/shared", "gpt_oss/sliding", "phi3", "cohere2/sliding",

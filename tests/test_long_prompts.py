@@ -1,58 +1,23 @@
-"""benchmarks/long_prompts.py on short texts: losses are the model's own, answers are counted, rows and figures fit."""
+"""quality/long_prompts.py on short texts: losses are the model's own, answers are counted, rows and figures fit."""
 
 import json
 import math
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from helpers import tiny_model
 
 import kvcompress
+from benchmarks.quality import long_prompts as bench
+from benchmarks.quality.parts import long_prompts_tasks as tasks
 from kvcompress import IterativeCache
 from kvcompress.caches.track import LayerReading, Reading, Track
 from kvcompress.models.text import held_out_text
 from kvcompress.models.tokenizer import byte_tokenizer
 from kvcompress.pruners import SnapKV, StreamingLLM
 
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
-SMALL = {"position": 1024, "dense": 512, "warm_up": 128, "edge": 256, "window": 256, "block": 256, "chunk": 128,
-         "position_memory": 128, "recall_memory": 128, "lengths": (256, 384), "tracked": 512}  # fmt: skip
-
-
-@pytest.fixture
-def bench(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    names = (
-        "common",
-        "quality_tasks",
-        "quality",
-        "long_prompts_tasks",
-        "long_prompts_figures",
-        "long_prompts_tables",
-        "long_prompts",
-    )
-    for name in names:
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    import long_prompts
-
-    yield long_prompts
-    for name in names:
-        sys.modules.pop(name, None)
-
-
-@pytest.fixture
-def sizes(bench):
-    return replace(bench.QUICK, **SMALL)
-
-
-@pytest.fixture
-def tasks(bench):
-    import long_prompts_tasks
-
-    return long_prompts_tasks
+SIZES, FULL = bench.SIZES["tiny"], bench.SIZES["full"]
 
 
 def losses_one_by_one(model, ids, context=lambda t: 0):
@@ -62,7 +27,7 @@ def losses_one_by_one(model, ids, context=lambda t: 0):
                             for t in range(1, len(ids))])  # fmt: skip
 
 
-def test_losses_are_those_of_a_loop_over_the_dense_model(tasks):
+def test_losses_are_those_of_a_loop_over_the_dense_model():
     model, ids = tiny_model(), torch.randint(2, 97, (50,))
     expected = losses_one_by_one(model, ids)
     torch.testing.assert_close(tasks.dense_losses(model, ids), expected, atol=1e-4, rtol=1e-4)
@@ -73,21 +38,21 @@ def test_losses_are_those_of_a_loop_over_the_dense_model(tasks):
 
 
 @pytest.mark.parametrize("length", [10, 16, 17, 50, 52])
-def test_windows_score_every_token_once_with_enough_context(tasks, length):
+def test_windows_score_every_token_once_with_enough_context(length):
     model, ids = tiny_model(), torch.randint(2, 97, (length,))
     window, context = 16, 12
     expected = losses_one_by_one(model, ids, lambda t: max(0, (t - context) // (window - context) * (window - context)))
     torch.testing.assert_close(tasks.window_losses(model, ids, window, context), expected, atol=1e-4, rtol=1e-4)
 
 
-def test_logits_in_pieces_change_no_loss(tasks, monkeypatch):
+def test_logits_in_pieces_change_no_loss(monkeypatch):
     model, ids = tiny_model(), torch.randint(2, 97, (50,))
     whole = tasks.dense_losses(model, ids)
     monkeypatch.setattr(tasks, "ROWS", 7)
     torch.testing.assert_close(tasks.dense_losses(model, ids), whole)
 
 
-def test_bits_per_byte_count_the_bytes_of_the_tokens_that_were_scored(tasks):
+def test_bits_per_byte_count_the_bytes_of_the_tokens_that_were_scored():
     ids = torch.tensor(list(b"abcdefgh"))
     bits = tasks.BitsPerByte(byte_tokenizer(), ids)
     losses = torch.arange(1, 8) * math.log(2)  # token t costs t bits
@@ -104,15 +69,15 @@ def test_bits_per_byte_count_the_bytes_of_the_tokens_that_were_scored(tasks):
     assert tasks.BitsPerByte(TwoBytes(), ids)(losses, 3, 5) == pytest.approx((3 + 4) / 4)
 
 
-def test_all_text_is_held_out(bench, tasks):
+def test_all_text_is_held_out():
     write = bench.Writer(byte_tokenizer())
-    assert bench.FULL.position <= len(held_out_text())
-    assert bytes(tasks.held_out_ids(write, bench.FULL.position).tolist()) == held_out_text()[: bench.FULL.position]
+    assert FULL.position <= len(held_out_text())
+    assert bytes(tasks.held_out_ids(write, FULL.position).tolist()) == held_out_text()[: FULL.position]
     with pytest.raises(ValueError, match="length must be at most that of the held-out text"):
         tasks.needle_task(write, len(held_out_text()) + 1, [0.5])
 
 
-def test_a_fact_stands_at_its_depth_whatever_else_is_asked(bench, tasks):
+def test_a_fact_stands_at_its_depth_whatever_else_is_asked():
     write, length = bench.Writer(byte_tokenizer()), 600
     at = tasks.depths(4)
     assert at[0] == 0.05 and at[-1] == 0.95
@@ -129,7 +94,7 @@ def test_a_fact_stands_at_its_depth_whatever_else_is_asked(bench, tasks):
         assert first == pytest.approx(at[row // 2] * length, abs=90)
 
 
-def test_recall_counts_right_and_wrong_answers_batched_or_alone(bench, tasks):
+def test_recall_counts_right_and_wrong_answers_batched_or_alone():
     model, tokenizer = kvcompress.load_example_model()
     task = tasks.needle_task(bench.Writer(tokenizer), 400, [0.2, 0.5, 0.8])
     wrong = [replace(task.questions[1][0], answer=(*task.questions[1][0].answer[:-1], ord("x")))]
@@ -148,7 +113,7 @@ def test_recall_counts_right_and_wrong_answers_batched_or_alone(bench, tasks):
         assert bench.measure_guided(model, task, roomy).samples == [1.0, 0.0, 1.0]
 
 
-def test_teacher_forced_answers_are_the_greedy_ones(bench, tasks):
+def test_teacher_forced_answers_are_the_greedy_ones():
     model, tokenizer = kvcompress.load_example_model()
     at = [0.05, 0.35, 0.65, 0.95]
     task = tasks.needle_task(bench.Writer(tokenizer), 1024, at)
@@ -171,7 +136,7 @@ def test_teacher_forced_answers_are_the_greedy_ones(bench, tasks):
     assert 0.0 in answers and 1.0 in answers
 
 
-def test_tokens_held_are_counted_over_the_heads_of_a_layer(tasks):
+def test_tokens_held_are_counted_over_the_heads_of_a_layer():
     def layer(*positions):
         nothing = torch.zeros(len(positions))
         return LayerReading(tuple(torch.tensor(p, dtype=torch.int32) for p in positions), nothing, nothing, nothing)
@@ -182,12 +147,12 @@ def test_tokens_held_are_counted_over_the_heads_of_a_layer(tasks):
 
 
 @pytest.mark.parametrize("part", ["position", "recall", "tracks"])
-def test_rows_tables_and_figures_of_each_part(bench, sizes, part, tmp_path, capsys):
+def test_rows_tables_and_figures_of_each_part(part, tmp_path, capsys):
     pytest.importorskip("matplotlib")
-    import long_prompts_figures as figures
+    from benchmarks.quality.parts import long_prompts_figures as figures
 
     model, tokenizer = kvcompress.load_example_model()
-    found = [(bench.tidy(row), seen) for row, seen in getattr(bench, part)(model, tokenizer, sizes, "example")]
+    found = [(bench.tidy(row), seen) for row, seen in getattr(bench, part)(model, tokenizer, SIZES, "example")]
     rows = [row for row, _ in found]
     assert len({row["name"] for row in rows}) == len(rows)
     getattr(bench.long_prompts_tables, part)(rows)
@@ -213,12 +178,12 @@ def test_rows_tables_and_figures_of_each_part(bench, sizes, part, tmp_path, caps
     else:
         assert [row["last_chunk_share"] > 0.9 for row in rows if row["method"] == "FM/StreamingLLM"] == [True]
         needles = [row for row in rows if "digits_held" in row]
-        assert needles[0]["memory_then"] == sizes.recall_memory and max(needles[0]["digits_held"]) == 1.0
+        assert needles[0]["memory_then"] == SIZES.recall_memory and max(needles[0]["digits_held"]) == 1.0
 
 
-def test_methods_have_names_of_their_own_and_the_longest_prompts_are_for_few(bench):
-    for methods in (bench.position_methods(bench.FULL), bench.recall_methods(bench.FULL)):
+def test_methods_have_names_of_their_own_and_the_longest_prompts_are_for_few():
+    for methods in (bench.position_methods(FULL), bench.recall_methods(FULL)):
         names = [(method.name, method.guided, method.memory) for method in methods]
         assert len(set(names)) == len(names)
-    everywhere = {m.name for m in bench.recall_methods(bench.FULL) if m.longest == math.inf and m.guided}
+    everywhere = {m.name for m in bench.recall_methods(FULL) if m.longest == math.inf and m.guided}
     assert {"FM/SnapKV", "IM/linear/SnapKV", "IMDC/linear/SnapKV"} <= everywhere

@@ -1,44 +1,21 @@
-"""benchmarks/pod_quality.py on a few short prompts and models that nobody trained: its rows hold what they name."""
+"""quality/pod_quality.py on a few short prompts and models that nobody trained: its rows hold what they name."""
 
 import argparse
 import json
 import math
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 import kvcompress
+from benchmarks.quality import pod_quality as benchmark
 from kvcompress.models.tokenizer import byte_tokenizer
 from kvcompress.pod import PoDConfig, convert
 
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
-SMALL = {
-    "length": 256, "scored": 32, "texts": 2, "facts": 2, "later": 1, "pairs": 1, "per_prompt": 2, "pairs_per_prompt": 3,
-    "window": 512, "windows": 1, "taus": (1.0, 0.5, 0.0),
-}  # fmt: skip
+SIZES = replace(benchmark.SIZES["tiny"], taus=(1.0, 0.5, 0.0))
 LEAD = ((0, 0), (0, 0), (0, 2), (0, 2))  # 5 of 8 follow
 CONFIG = PoDConfig(LEAD, sinks=4, recent=28)
 MEASURED = ("bits_per_byte", "fact_recall", "later_recall", "pair_recall")
-
-
-@pytest.fixture
-def benchmark(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    names = ("common", "quality_tasks", "quality", "quality_common", "pod_quality_tables", "pod_quality")
-    for name in names:
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    import pod_quality
-
-    yield pod_quality
-    for name in names:
-        sys.modules.pop(name, None)
-
-
-@pytest.fixture
-def sizes(benchmark):
-    return replace(benchmark.QUICK, **SMALL)
 
 
 def example():
@@ -55,13 +32,13 @@ def by_name(rows):
     return {row["name"].removeprefix("pod_quality/example/"): row for row in rows}
 
 
-def test_rows_of_every_subject(benchmark, sizes, tmp_path, monkeypatch):
+def test_rows_of_every_subject(tmp_path, monkeypatch):
     pruned = ("SnapKV", "PyramidKV31")
     monkeypatch.setattr(benchmark, "PRUNED", {name: benchmark.PRUNED[name] for name in pruned})
     subjects = [benchmark.Subject("near", "window", converted(mode="window")),
                 benchmark.Subject("mine", "PoD", converted()),
                 benchmark.Subject("pairs", "CLA", converted(mode="cla"))]  # fmt: skip
-    rows = benchmark.run(example(), byte_tokenizer(), subjects, sizes, page_size=4)
+    rows = benchmark.run(example(), byte_tokenizer(), subjects, SIZES, page_size=4)
     found = by_name(rows)
     assert list(found) == [
         "dense", "window/near", "PoD/mine", "PoD+SnapKV/distant32", "PoD+SnapKV31/distant32", "PoD/mine/tau1",
@@ -111,9 +88,9 @@ def test_rows_of_every_subject(benchmark, sizes, tmp_path, monkeypatch):
     assert json.loads(choice.json.read_text())["rows"] == rows
 
 
-def test_recall_is_over_the_originals_and_over_all_tasks(benchmark, sizes):
+def test_recall_is_over_the_originals_and_over_all_tasks():
     row = benchmark.run(example(), byte_tokenizer(), [benchmark.Subject("near", "window", converted(mode="window"))],
-                        replace(sizes, facts=4))[1]  # fmt: skip
+                        replace(SIZES, facts=4))[1]  # fmt: skip
     recalls = ("fact_recall", "later_recall", "pair_recall")
     assert row["recall_kept"] == pytest.approx(sum(row[field] for field in recalls) / 3, abs=1e-5)
     assert row["recall_kept"] < 1
@@ -124,12 +101,12 @@ def test_recall_is_over_the_originals_and_over_all_tasks(benchmark, sizes):
         assert row["recall_by_depth"][depth] == (wanted if wanted is None else pytest.approx(wanted, abs=1e-5))
 
 
-def test_a_plan_without_followers_is_the_original(benchmark, sizes, monkeypatch):
+def test_a_plan_without_followers_is_the_original(monkeypatch):
     monkeypatch.setattr(benchmark, "PRUNED", {})
     monkeypatch.setattr(benchmark, "DISTANT", ())
     monkeypatch.setattr(benchmark, "UNTRAINED", ())
     subject = benchmark.Subject("all", "PoD", converted(lead=((0, 0), (1, 1), (2, 2), (3, 3))))
-    rows = benchmark.run(example(), byte_tokenizer(), [subject], replace(sizes, taus=(0.5,)))
+    rows = benchmark.run(example(), byte_tokenizer(), [subject], replace(SIZES, taus=(0.5,)))
     dense, same, *_ = rows
     assert same["phi"] == 0.0 and same["nbytes_share"] == pytest.approx(1, abs=0.03)
     for field in (*MEASURED, "full_bits_per_byte"):
@@ -139,19 +116,19 @@ def test_a_plan_without_followers_is_the_original(benchmark, sizes, monkeypatch)
     benchmark.show(rows)
 
 
-def test_prompts_and_what_follows_fill_a_window(benchmark, sizes):
-    for given, longest in ((benchmark.FULL, 2048), (benchmark.QUICK, 1024 + 156)):
-        chosen = benchmark.fitted(byte_tokenizer(), given)
+def test_prompts_and_what_follows_fill_a_window():
+    for given, longest in (("full", 2048), ("quick", 1024 + 156)):
+        chosen = benchmark.fitted(byte_tokenizer(), benchmark.SIZES[given])
         tasks = benchmark.make_tasks(byte_tokenizer(), chosen)
         lengths = {task.name: len(task.prompts[0]) + max(map(len, task.following)) for task in tasks}
         assert max(lengths.values()) == lengths["later"] == longest
     with pytest.raises(ValueError, match=r"window must hold .*, got 512 for 490 \+ 33 tokens of text"):
-        benchmark.fitted(byte_tokenizer(), replace(sizes, length=490))
+        benchmark.fitted(byte_tokenizer(), replace(SIZES, length=490))
     with pytest.raises(ValueError, match="window must be at most 2048 tokens"):
-        benchmark.run(example(), byte_tokenizer(), [], replace(sizes, window=4096))
+        benchmark.run(example(), byte_tokenizer(), [], replace(SIZES, window=4096))
 
 
-def test_shares_of_batches_are_weighed_by_their_prompts(benchmark):
+def test_shares_of_batches_are_weighed_by_their_prompts():
     class Cache:
         skips = True
 

@@ -1,41 +1,20 @@
-"""benchmarks/quality.py on a few short prompts: its tasks ask what was said, and its rows hold what they name."""
+"""quality/quality.py on a few short prompts: its tasks ask what was said, and its rows hold what they name."""
 
 import argparse
 import json
-import sys
-from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from helpers import tiny_model
 
 import kvcompress
+from benchmarks.quality import quality
 from kvcompress.models.tokenizer import byte_tokenizer
 
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
-SMALL = {"length": 256, "scored": 32, "texts": 2, "facts": 2, "later": 2, "pairs": 2, "per_prompt": 2}
+SIZES = quality.SIZES["tiny"]
 
 
-@pytest.fixture
-def quality(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    names = ("common", "quality_tasks", "quality")
-    for name in names:
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    import quality
-
-    yield quality
-    for name in names:
-        sys.modules.pop(name, None)
-
-
-@pytest.fixture
-def sizes(quality):
-    return replace(quality.QUICK, **SMALL, pairs_per_prompt=4, removed=(0.5,))
-
-
-def test_every_answer_is_in_its_prompt_and_where_it_is_scored(quality, sizes):
-    for task in quality.make_tasks(byte_tokenizer(), sizes)[1:]:
+def test_every_answer_is_in_its_prompt_and_where_it_is_scored():
+    for task in quality.make_tasks(byte_tokenizer(), SIZES)[1:]:
         assert len({len(prompt) for prompt in task.prompts}) == 1
         for prompt, following, questions in zip(task.prompts, task.following, task.questions, strict=True):
             assert questions
@@ -44,10 +23,10 @@ def test_every_answer_is_in_its_prompt_and_where_it_is_scored(quality, sizes):
                 assert following[asked.place : asked.place + 5] == list(asked.answer)
 
 
-def test_rows_of_the_example_model(quality, sizes, tmp_path):
+def test_rows_of_the_example_model(tmp_path):
     model, tokenizer = kvcompress.load_example_model()
     chosen = ("StreamingLLM", "SnapKV/guided")
-    rows = quality.run(model, tokenizer, sizes, only=lambda method: method.name in chosen)
+    rows = quality.run(model, tokenizer, SIZES, only=lambda method: method.name in chosen)
     dense, whole, streaming, guided = rows
     assert dense["fact_recall"] == 1.0
     for field in ("bits_per_byte", "fact_recall", "later_recall", "pair_recall"):
@@ -62,15 +41,15 @@ def test_rows_of_the_example_model(quality, sizes, tmp_path):
     assert json.loads(choice.json.read_text())["rows"] == rows
 
 
-def test_a_model_that_recalls_nothing_is_measured_on_text_alone(quality, sizes):
+def test_a_model_that_recalls_nothing_is_measured_on_text_alone():
     model = tiny_model("qwen2", vocab_size=256)
-    rows = quality.run(model, byte_tokenizer(), sizes, only=lambda method: method.name == "H2O")
+    rows = quality.run(model, byte_tokenizer(), SIZES, only=lambda method: method.name == "H2O")
     assert [row["method"] for row in rows] == ["dense", "PrunedCache/whole", "H2O"]
     assert rows[2]["bits_per_byte"] > 1.0
     assert not any("recall" in field for row in rows for field in row)
 
 
-def test_ablations_have_the_paper_s_settings_once(quality):
+def test_ablations_have_the_paper_s_settings_once():
     methods = list(quality.ablations(64))
     assert len({(method.pruner, method.positions) for method in methods}) == len(methods)
     assert {method.pruner.head_length for method in methods} == {0, 4, 6, 16}

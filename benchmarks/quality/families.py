@@ -15,12 +15,13 @@ from pathlib import Path
 
 import torch
 import transformers
-from families_checks import Result, check
-from families_configurations import CONFIGURATIONS, QUICK
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))
-from common import parse_arguments, parser, print_table, write_json
+sys.path.append(str(Path(__file__).resolve().parents[2]))
+from benchmarks.common import parse_arguments, parser, print_table, write_json
+from benchmarks.quality.parts.families_checks import Result, check
+from benchmarks.quality.parts.families_configurations import CONFIGURATIONS, QUICK
 
+SIZES = {"full": list(CONFIGURATIONS), "quick": QUICK, "tiny": ["llama", "gemma3_text/sliding"]}
 OUTCOMES = ("right", "refused", "wrong", "no answer")
 
 
@@ -40,7 +41,7 @@ def main() -> int:
     arguments = parser(__doc__)
     arguments.add_argument("names", nargs="*", help="configurations; all of them if none is given")
     choice = parse_arguments(arguments)
-    names = list(QUICK if choice.quick else CONFIGURATIONS)
+    names = SIZES[choice.size]
     if choice.names:
         names = [name for name in CONFIGURATIONS if any(fnmatchcase(name, given) for given in choice.names)]
         if not names:

@@ -1,6 +1,6 @@
 """What a trained cache costs in quality, beside pruning and fewer KV heads, at the same bytes.
 
-    python benchmarks/dmc_quality.py [--quick] [--json FILE] [--figure FILE] [--models [KIND=]FOLDER ...]
+    python benchmarks/quality/dmc_quality.py [--quick] [--json FILE] [--figure FILE] [--models [KIND=]FOLDER ...]
 
 FOLDER holds what `kvcompress retrofit` made of the original model: DMC, DMS or fixed memory pooling, measured with
 DMCCache, or fewer KV heads (GQA), measured with transformers' DynamicCache as the original is. KIND names the line of
@@ -26,6 +26,7 @@ by position.
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -33,28 +34,26 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import quality_common
 import torch
-from common import deliver
-from dmc_quality_tables import draw, show
-from quality import FULL as QUALITY_FULL
-from quality import PRUNERS, load
-from quality import QUICK as QUALITY_QUICK
-from quality_common import (
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+sys.path.append(str(Path(__file__).resolve().parents[2]))
+import kvcompress
+from benchmarks.common import load, parse_arguments
+from benchmarks.quality.parts.comparison import (
     ComparedSizes,
+    Comparison,
     MatchedBudget,
     Subject,
     Target,
     comparison_parser,
-    parse_comparison,
     pruned,
     read,
     subjects_of,
 )
-from quality_tasks import Task, measure
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-import kvcompress
+from benchmarks.quality.parts.dmc_tables import draw, show
+from benchmarks.quality.parts.measures import PRUNERS, deliver, sizes_of
+from benchmarks.quality.parts.tasks import Task, measure
 from kvcompress import DMCCache
 from kvcompress.dmc.statistics import decision_over_position, ratio_over_length
 from kvcompress.models import RETROFITTED
@@ -70,8 +69,14 @@ class DMCSizes(ComparedSizes):
     stepwise: int = 4
 
 
-FULL = DMCSizes(**vars(QUALITY_FULL))
-QUICK = DMCSizes(**vars(QUALITY_QUICK) | {"texts": 2}, windows=2, stepwise=1, matched=1)
+SIZES = {
+    "full": DMCSizes(),
+    "quick": DMCSizes(texts=2, facts=4, later=2, pairs=2, windows=2, stepwise=1, matched=1),
+    "tiny": DMCSizes(
+        length=256, scored=32, texts=2, facts=2, later=1, pairs=1, per_prompt=2, pairs_per_prompt=4, window=256,
+        windows=2, stepwise=1, matched=1,
+    ),
+}  # fmt: skip
 
 
 # ---- measuring ----
@@ -105,7 +110,7 @@ def statistics_of(subject: Subject, task: Task, page_size: int, batch: int = 8) 
     return found
 
 
-class Comparison(quality_common.Comparison):
+class DMCComparison(Comparison):
     title = "dmc_quality"
     sizes: DMCSizes
 
@@ -168,7 +173,7 @@ def run(
     """All rows: the original's, each subject's, then the pruners'. subjects: read one after the other, so that a
     generator holds one model at a time."""
     first = Subject(name, "dense", original)
-    comparison = Comparison(first, tokenizer, sizes, page_size)
+    comparison = DMCComparison(first, tokenizer, sizes, page_size)
     targets: list[tuple[str, Target]] = []
     with kvcompress.attach(original):
         comparison.subject(first)
@@ -194,18 +199,16 @@ def options() -> argparse.Namespace:
         "--models", nargs="+", default=[str(RETROFITTED["dmc"])], metavar="[KIND=]FOLDER",
         help="what was made of the original (default: the shipped one)",
     )  # fmt: skip
-    parse.add_argument("--length", type=int, default=FULL.length, help="tokens of a prompt")
+    parse.add_argument("--length", type=int, help="tokens of a prompt (default: 1,024)")
     parse.add_argument("--stepwise", type=int, help="texts that are also read token by token, 0 = none")
-    return parse_comparison(parse)
+    return parse_arguments(parse)
 
 
 def main() -> None:
     choice = options()
-    sizes = replace(QUICK if choice.quick else FULL, length=choice.length, window=choice.window)
-    if choice.stepwise is not None:
-        sizes = replace(sizes, stepwise=choice.stepwise)
     model, tokenizer = load(choice.original, choice.device)
     subjects, name = subjects_of(choice.models, model), Path(choice.original).name
+    sizes = sizes_of(choice, SIZES)
     rows = run(model, tokenizer, subjects, sizes, name=name, page_size=choice.page_size)
     deliver(choice, rows, show, draw)
 

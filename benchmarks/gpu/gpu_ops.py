@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvcompress import ops, reference
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 from helpers import assert_as_accurate
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -283,4 +283,4 @@ def run_checks(device: str, few: bool = False) -> Iterator[tuple[str, Exception 
 
 
 if __name__ == "__main__":
-    sys.exit("gpu_ops.py holds the checks of a GPU's ops; run benchmarks/gpu_check.py, which calls them")
+    sys.exit("gpu_ops.py holds the checks of a GPU's ops; run benchmarks/gpu/gpu_check.py, which calls them")

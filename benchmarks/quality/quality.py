@@ -1,10 +1,10 @@
 """What pruning costs in quality: bits per byte, recall of facts and of key-value pairs, against the share kept.
 
-    python benchmarks/quality.py [--quick] [--json FILE] [--figure FILE] [--model NAME] [--ablations]
+    python benchmarks/quality/quality.py [--quick] [--json FILE] [--figure FILE] [--model NAME] [--ablations]
 
 Every pruner keeps 1/2, 1/4, 1/8 and 1/16 of a prompt (PrunedCache with the rest as the share to remove); besides them
 AdaKV and PyramidKV with SnapKV, SnapKV guided by a question that is known beforehand, IterativeCache of the same memory
-(chunks of a quarter of the prompt), and CenterOfGravity's positions. How a task reads and scores: quality_tasks.py.
+(chunks of a quarter of the prompt), and CenterOfGravity's positions. How a task reads and scores: parts/tasks.py.
 
 bits      bits per byte of held-out source text after a prompt of held-out source text; +bits: over the dense cache's,
           the mean of the differences on the same texts and its standard error, which is smaller than that of either
@@ -26,7 +26,6 @@ this. On busy cores set OMP_NUM_THREADS=1: threads that wait for each other take
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -34,55 +33,30 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from common import deliver, parse_arguments, parser, print_table, tidy
-from quality_tasks import (
-    Result,
-    Task,
-    Writer,
-    facts_task,
-    later_task,
-    measure,
-    measure_guided,
-    pairs_task,
-    standard_error,
-    text_task,
-)
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
+sys.path.append(str(Path(__file__).resolve().parents[2]))
 import kvcompress
+from benchmarks.common import load, parse_arguments, parser, print_table
+from benchmarks.quality.parts.figures import legend_below
+from benchmarks.quality.parts.measures import (
+    PRUNERS,
+    Sizes,
+    answered,
+    deliver,
+    make_tasks,
+    measures_of,
+    number,
+    sizes_of,
+    tidy,
+)
+from benchmarks.quality.parts.tasks import Result, Task, measure, measure_guided
 from kvcompress import AdaKV, CompressedCache, IterativeCache, PrunedCache, PyramidKV, RemoteGap
 from kvcompress.budgets import Budget
-from kvcompress.pruners import (
-    H2O,
-    TOVA,
-    CenterOfGravity,
-    ExpectedAttention,
-    KeyNorm,
-    Pruner,
-    Random,
-    SnapKV,
-    StreamingLLM,
-    WindowAttention,
-)
+from kvcompress.pruners import CenterOfGravity, Pruner
 
-REMOVED = (0.5, 0.75, 0.875, 0.9375)
 FIXED = 0.875  # removed in the ablations
-LEAST_DENSE_RECALL = 0.9
-MEASURES = {"text": "bits_per_byte", "facts": "fact_recall", "later": "later_recall", "pairs": "pair_recall"}
-PRUNERS: dict[str, Pruner] = {
-    "SnapKV": SnapKV(),
-    "SnapKV31": SnapKV(kernel_size=31, pooling="max"),
-    "CenterOfGravity": CenterOfGravity(),
-    "H2O": H2O(),
-    "TOVA": TOVA(),
-    "ExpectedAttention": ExpectedAttention(),
-    "KeyNorm": KeyNorm(),
-    "StreamingLLM": StreamingLLM(),
-    "WindowAttention": WindowAttention(),
-    "Random": Random(),
-}
 
 
 @dataclass(frozen=True)
@@ -106,37 +80,13 @@ class Method:
         return PrunedCache(model.config, self.pruner, self.budget(self.removed), positions=self.positions)
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """Prompts of each task, and tokens."""
-
-    length: int = 1024
-    scored: int = 256
-    texts: int = 12
-    facts: int = 24
-    later: int = 6
-    pairs: int = 6
-    per_prompt: int = 8
-    pairs_per_prompt: int = 20
-    removed: tuple[float, ...] = REMOVED
-
-
-FULL = Sizes()
-QUICK = Sizes(texts=3, facts=4, later=2, pairs=2, removed=(0.75,))
-
-
-def make_tasks(tokenizer: PreTrainedTokenizerBase, sizes: Sizes) -> list[Task]:
-    write, length, each = Writer(tokenizer), sizes.length, sizes.per_prompt
-    tasks = [text_task(write, count=sizes.texts, length=length, following=sizes.scored)]
-    if not write.gives_text_back():
-        print("bits per byte are left out: this tokenizer does not give the text back", file=sys.stderr)
-        tasks = []
-    return [
-        *tasks,
-        facts_task(write, count=sizes.facts, length=length, per_prompt=each),
-        later_task(write, count=sizes.later, length=length, per_prompt=each),
-        pairs_task(write, count=sizes.pairs, per_prompt=sizes.pairs_per_prompt),
-    ]
+SIZES = {
+    "full": Sizes(),
+    "quick": Sizes(texts=3, facts=4, later=2, pairs=2, removed=(0.75,)),
+    "tiny": Sizes(
+        length=256, scored=32, texts=2, facts=2, later=2, pairs=2, per_prompt=2, pairs_per_prompt=4, removed=(0.5,)
+    ),
+}
 
 
 # ---- what is measured ----
@@ -196,37 +146,6 @@ def run_method(model: PreTrainedModel, method: Method, tasks: list[Task]) -> dic
     return results
 
 
-def answered(tasks: list[Task], dense: dict[str, Result], name: str) -> list[Task]:
-    """The tasks that the dense cache itself can do."""
-    weak = [t.name for t in tasks if t.questions and dense[t.name].mean < LEAST_DENSE_RECALL]
-    for task in weak:
-        print(f"{task} is left out: dense recall is {dense[task].mean:.2f}", file=sys.stderr)
-    if len(weak) == len(tasks):
-        raise ValueError(f"model must be able to do one of the tasks, got {name}")
-    return [task for task in tasks if task.name not in weak]
-
-
-def measures_of(results: dict[str, Result], dense: dict[str, Result], tasks: list[Task]) -> dict[str, Any]:
-    """What a row says of the tasks that were measured."""
-    row: dict[str, Any] = {}
-    for task in tasks:
-        if (result := results.get(task.name)) is None:
-            continue
-        field = MEASURES[task.name]
-        row |= {field: result.mean, f"{field}_se": result.standard_error, f"{field}_samples": result.samples}
-        if task.questions:
-            row |= {f"{field}_questions": result.asked, f"{field}_by_depth": result.by_depth}
-        else:
-            row |= over_dense(field, result.samples, dense[task.name].samples)
-    return row
-
-
-def over_dense(field: str, samples: list[float], dense: list[float]) -> dict[str, float]:
-    """Mean of the differences on the same texts, and its standard error."""
-    over = [ours - theirs for ours, theirs in zip(samples, dense, strict=True)]
-    return {f"{field}_over_dense": float(np.mean(over)), f"{field}_over_dense_se": standard_error(over)}
-
-
 def row_of(method: Method, model_name: str, results: dict[str, Result], dense: dict[str, Result],
            tasks: list[Task], seconds: float) -> dict[str, Any]:  # fmt: skip
     """One row of the file; a measure that does not apply is missing or null. Samples, one per prompt, are of the same
@@ -282,13 +201,6 @@ def run(
 # ---- what is shown ----
 
 
-def number(row: dict[str, Any], field: str, sign: str = "") -> str:
-    if row.get(field) is None:
-        return ""
-    error = row.get(f"{field}_se")
-    return f"{row[field]:{sign}.3f}" + ("" if error is None else f" +-{error:.3f}")
-
-
 def show(rows: list[dict[str, Any]]) -> None:
     lines = [
         (
@@ -327,12 +239,12 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     names = list(dict.fromkeys(row["method"] for row in shown))
     colors = pyplot.get_cmap("tab20").colors
     for axis, (field, title) in zip(axes.flat, panels.items(), strict=True):
-        for number, name in enumerate(names):
+        for place, name in enumerate(names):
             line = [row for row in shown if row["method"] == name and row.get(field) is not None]
             if line:
                 axis.errorbar(
                     [row["share_kept"] for row in line], [row[field] for row in line],
-                    [row[f"{field}_se"] or 0 for row in line], label=name, color=colors[number % len(colors)],
+                    [row[f"{field}_se"] or 0 for row in line], label=name, color=colors[place % len(colors)],
                     marker="o", markersize=4, capsize=2, linestyle="-" if name in PRUNERS else "--",
                 )  # fmt: skip
         if field != "bits_per_byte_over_dense" and rows[0].get(field) is not None:
@@ -344,39 +256,25 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
         axis.grid(alpha=0.3)
     for axis in axes[1]:
         axis.set_xlabel("share of the prompt kept")
-    handles = {label: handle for axis in axes.flat for handle, label in zip(*axis.get_legend_handles_labels())}  # noqa: B905
-    figure.legend(handles.values(), handles.keys(), loc="lower center", ncols=5, fontsize=8, frameon=False)
-    figure.tight_layout(rect=(0, 0.1, 1, 1))
+    legend_below(figure, axes.flat, 5, 0.1)
     figure.savefig(path, dpi=110)
 
 
 def options() -> argparse.Namespace:
-    parse = parser(__doc__)
-    parse.add_argument("--figure", type=Path, help="draw the measures against the share kept into this file")
+    parse = parser(__doc__, figure="the measures against the share kept")
     parse.add_argument("--ablations", action="store_true", help="the settings of CenterOfGravity at a fixed total")
     parse.add_argument(
         "--model", default="example", help="a Hugging Face model by name or folder (default: the example)"
     )
-    parse.add_argument("--length", type=int, default=FULL.length, help="tokens of a prompt")
+    parse.add_argument("--length", type=int, help="tokens of a prompt (default: 1,024)")
     parse.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    choice = parse_arguments(parse)
-    if choice.figure is not None and importlib.util.find_spec("matplotlib") is None:
-        parse.error("--figure needs matplotlib: pip install 'kvcompress[eval]'")
-    return choice
-
-
-def load(name: str, device: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    if name == "example":
-        return kvcompress.load_example_model(device=device)
-    model = AutoModelForCausalLM.from_pretrained(name, dtype="auto").to(device).eval()
-    return model, AutoTokenizer.from_pretrained(name)
+    return parse_arguments(parse)
 
 
 def main() -> None:
     choice = options()
     model, tokenizer = load(choice.model, choice.device)
-    sizes = replace(QUICK if choice.quick else FULL, length=choice.length)
-    rows = run(model, tokenizer, sizes, name=choice.model, ablation=choice.ablations)
+    rows = run(model, tokenizer, sizes_of(choice, SIZES), name=choice.model, ablation=choice.ablations)
     deliver(choice, rows, show, draw)
 
 

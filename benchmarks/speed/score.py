@@ -1,6 +1,6 @@
 """Every pruner's scoring against the plain PyTorch formula, and as a share of one prefill layer.
 
-    python benchmarks/score.py [--quick] [--json FILE]
+    python benchmarks/speed/score.py [--quick] [--json FILE]
 
 Shape of one layer of Llama-3-8B: Hq 32, Hkv 8, D 128, hidden 4096, MLP 14336. The peer is what a user would write:
 matmul, mask, fp32 softmax, reduction (SnapKV: and avg_pool1d); it holds [Hq, W, T] floats (256 MiB at T = 32,768 with
@@ -15,26 +15,52 @@ and values that stay, rotate the compressed ones to their new positions, append 
 from __future__ import annotations
 
 import statistics
+import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from unittest import mock
 
 import torch
-from common import Row, alternate, gemm_rate, options, report
-from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+sys.path.append(str(Path(__file__).resolve().parents[2]))
 import kvcompress
+from benchmarks.common import Row, alternate, gemm_rate, options, report
+from benchmarks.speed.parts.layers import HKV, HQ, D, adopt, attend, draw_queries, draw_rows, layers_of, unattended
 from kvcompress import PrunedCache, RemoteGap, ops, prefill, pruners
-from kvcompress.caches.choose import Offers
-from kvcompress.caches.passes import CachePass
 from kvcompress.caches.pruned_layer import PrunedLayer
-from kvcompress.hf.facts import LayerFacts
 from kvcompress.models.text import long_text
 from kvcompress.positions import RotaryTables
 from kvcompress.softmax import Softmax
 
-HQ, HKV, D, HIDDEN, MLP, KEPT = 32, 8, 128, 4096, 14336, 2048
+HIDDEN, MLP = 4096, 14336
 G = HQ // HKV
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """repeats: of what takes long, and of what does not. lengths: of prompts that are scored with W queries, in these
+    dtypes; the last is that of by_pruner. kept: tokens that are selected. near: those of CGE. whole: length and
+    repetitions where all queries are scored. compressed: length, near and far tokens that stay. shipped: the prompt of
+    the shipped model."""
+
+    repeats: tuple[int, int] = (9, 25)
+    dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)
+    lengths: tuple[int, ...] = (8192, 32768)
+    kept: int = 2048
+    near: int = 2048
+    whole: tuple[int, int] = (8192, 3)
+    compressed: tuple[int, int] = (8192, 2048)
+    shipped: int = 2000
+
+
+SIZES = {
+    "full": Sizes(),
+    "quick": Sizes((3, 3), (torch.float32,), (32768,), whole=(2048, 1)),
+    "tiny": Sizes((1, 1), (torch.float32,), (256,), 64, 64, (128, 1), (256, 64), 400),
+}
 
 
 def layer_flop(T: int) -> float:
@@ -69,10 +95,9 @@ def plain_h2o(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def works(dtype: torch.dtype, T: int, W: int):  # type: ignore[no-untyped-def]
+def works(dtype: torch.dtype, T: int, W: int, near: int):  # type: ignore[no-untyped-def]
     """name -> (ours, peer, queries of the score); none of them but H2O looks at more than W queries."""
-    queries, keys = torch.randn(1, HQ, W, D).to(dtype), torch.randn(1, HKV, T, D).to(dtype)
-    near = min(2048, T // 4)
+    queries, (keys, _) = draw_queries(1, W, dtype), draw_rows(1, T, dtype)
 
     def score(**settings):  # type: ignore[no-untyped-def]
         return ops.window_scores(queries, keys, reduce="sum", kernel_size=1, **settings)
@@ -92,41 +117,42 @@ def works(dtype: torch.dtype, T: int, W: int):  # type: ignore[no-untyped-def]
     }  # fmt: skip
 
 
-def by_pruner(T: int) -> dict[str, object]:
+def by_pruner(T: int, kept: int) -> dict[str, Callable[[], object]]:
     """Pruners without a score of attention, called as a cache calls them."""
-    rotary = RotaryTables(LlamaRotaryEmbedding(llama()))
-    queries, keys, values = (torch.randn(1, heads, T, D) for heads in (HQ, HKV, HKV))
+    rotary = RotaryTables(layers_of(1, T).model.rotary_emb)
+    queries, (keys, values) = draw_queries(1, T, torch.float32), draw_rows(1, T, torch.float32)
     offer = pruners.Candidates(
         queries, keys, T, T, 0, Softmax(D**-0.5), values=values, unrotated=queries, position=T, rotary=rotary
     )
     every = (pruners.KeyNorm(), pruners.Random(), pruners.StreamingLLM(), pruners.ExpectedAttention())
-    return {type(pruner).__name__: (lambda pruner=pruner: pruner.scores(offer, KEPT)) for pruner in every}
+    return {type(pruner).__name__: (lambda pruner=pruner: pruner.scores(offer, kept)) for pruner in every}
 
 
-def llama() -> LlamaConfig:
-    return LlamaConfig(
-        hidden_size=HIDDEN, intermediate_size=MLP, num_hidden_layers=1, num_attention_heads=HQ, num_key_value_heads=HKV,
-        head_dim=D, max_position_embeddings=8192,
-    )  # fmt: skip
+@contextmanager
+def compressing() -> Iterator[list[float]]:
+    """Seconds that each layer of a PrunedCache takes to compress, one after the other."""
+    seconds: list[float] = []
+    settle = PrunedLayer.settle
+
+    def timed(*args, **kwargs):  # type: ignore[no-untyped-def]
+        begin = time.perf_counter()
+        settle(*args, **kwargs)
+        seconds.append(time.perf_counter() - begin)
+
+    with mock.patch.object(PrunedLayer, "settle", timed):
+        yield seconds
 
 
-def compression(T: int):  # type: ignore[no-untyped-def]
-    """What PrunedCache does with one layer after its attention over a prompt."""
-    cache = PrunedCache(llama(), pruners.CenterOfGravity(), positions=RemoteGap())
-    rotary = RotaryTables(LlamaRotaryEmbedding(llama()))
-    facts = LayerFacts(0, HQ, HKV, D, D, rotary, rotary)
-    queries, keys, values = (torch.randn(1, heads, T, D) for heads in (HQ, HKV, HKV))
-
-    def work():  # type: ignore[no-untyped-def]
-        layer, step = cache.layers[0], CachePass({0: facts}, cache.layers, [T], T)
-        layer.chooser.whole = []
-        layer.open_pool(HKV, D, keys, [T])
-        layer.next, layer.tokens, layer.far.near = [T], [T], [T]
-        offers = Offers(keys[0], values[0], [T] * HKV, queries, queries, [T], [0], [T], rotary, Softmax(D**-0.5))
-        layer.settle(offers, step, facts, held=False)
-        return layer.pool
-
-    return work
+def compression(T: int, near: int, repeats: int) -> float:
+    """Seconds of what PrunedCache does with one layer after its attention over a prompt."""
+    model, pruner = layers_of(1, T), pruners.CenterOfGravity(near, near)
+    prompt = draw_queries(1, T, torch.float32), *draw_rows(1, T, torch.float32)
+    with compressing() as seconds, unattended():
+        for _ in range(repeats + 1):  # the first is not counted
+            cache = PrunedCache(model.config, pruner, positions=RemoteGap())
+            adopt(cache, model)
+            attend(cache, 1, T, [prompt])
+    return statistics.median(seconds[1:])
 
 
 @torch.no_grad()
@@ -135,18 +161,11 @@ def shipped(T: int, repeats: int) -> Row:
     model, _ = kvcompress.load_example_model()
     ids = torch.tensor([list(long_text(T + 1))])
     pruner, total = pruners.CenterOfGravity(T // 4, T // 4), []
-    settle = PrunedLayer.settle
-
-    def timed(*args, **kwargs):  # type: ignore[no-untyped-def]
-        begin = time.perf_counter()
-        settle(*args, **kwargs)
-        spent.append(time.perf_counter() - begin)
-
-    with kvcompress.attach(model), mock.patch.object(PrunedLayer, "settle", timed):
+    with kvcompress.attach(model):
         for _ in range(repeats + 1):  # the first is not counted
-            spent: list[float] = []
             begin = time.perf_counter()
-            prefill(model, ids, PrunedCache(model.config, pruner, positions=RemoteGap()))
+            with compressing() as spent:
+                prefill(model, ids, PrunedCache(model.config, pruner, positions=RemoteGap()))
             total.append((sum(spent), time.perf_counter() - begin))
     seconds, whole = (statistics.median(x) for x in zip(*total[1:], strict=True))
     note = f"{seconds / whole:.1%} of reading the prompt in {whole * 1e3:.0f} ms, all layers"
@@ -155,13 +174,14 @@ def shipped(T: int, repeats: int) -> Row:
 
 def main() -> None:
     choice = options(__doc__)
-    rate, W = gemm_rate(), 64
-    few, many = (3, 3) if choice.quick else (9, 25)
+    sizes, rate, W = SIZES[choice.size], gemm_rate(choice.size), 64
+    few, many = sizes.repeats
+    kept, shape = sizes.kept, f"Hq{HQ}/Hkv{HKV}/D{D}"
     rows = []
-    for dtype in (torch.float32,) if choice.quick else (torch.float32, torch.bfloat16):
-        for T in (32768,) if choice.quick else (8192, 32768):
-            name = f"{str(dtype).removeprefix('torch.')}/T{T}/Hq{HQ}/Hkv{HKV}/D{D}"
-            for pruner, (ours, peer, count) in works(dtype, T, W).items():
+    for dtype in sizes.dtypes:
+        for T in sizes.lengths:
+            name = f"{str(dtype).removeprefix('torch.')}/T{T}/{shape}"
+            for pruner, (ours, peer, count) in works(dtype, T, W, sizes.near).items():
                 torch.testing.assert_close(ours(), peer().float(), atol=1e-2, rtol=0.1)
                 seconds, plainly = alternate(few, ours, peer)
                 flop = 2 * HQ * count * T * D
@@ -171,31 +191,31 @@ def main() -> None:
                         HKV * T * D * dtype.itemsize, note)
                 )  # fmt: skip
             scores = torch.rand(HKV, T)
-            (seconds,) = alternate(many, lambda scores=scores: ops.select_topk(scores, KEPT))  # type: ignore[misc]
+            (seconds,) = alternate(many, lambda scores=scores: ops.select_topk(scores, kept))  # type: ignore[misc]
             note = f"{seconds * rate / layer_flop(T):.3%} of a prefill layer"
-            rows.append(Row(f"select/{name}/k{KEPT}", seconds, note=note))
-    T = 32768
-    for pruner, work in by_pruner(T).items():
+            rows.append(Row(f"select/{name}/k{kept}", seconds, note=note))
+    T = sizes.lengths[-1]
+    for pruner, work in by_pruner(T, kept).items():
         (seconds,) = alternate(few, work)
         note = f"{seconds * rate / layer_flop(T):.3%} of a prefill layer"
-        rows.append(Row(f"score/{pruner}/float32/T{T}/Hq{HQ}/Hkv{HKV}/D{D}", seconds, note=note))
-    T = 2048 if choice.quick else 8192
-    queries, keys = torch.randn(1, HQ, T, D), torch.randn(1, HKV, T, D)
+        rows.append(Row(f"score/{pruner}/float32/T{T}/{shape}", seconds, note=note))
+    T, repeats = sizes.whole
+    queries, (keys, _) = draw_queries(1, T, torch.float32), draw_rows(1, T, torch.float32)
     ours, peer = alternate(
-        1 if choice.quick else 3,
+        repeats,
         lambda: ops.window_scores(queries, keys, reduce="sum", kernel_size=1, skip_last=0),
         lambda: plain_h2o(queries, keys),
     )
     note = f"{ours * rate / layer_flop(T):.1%} of a prefill layer; all queries"
     rows.append(
-        Row(f"score/H2O/float32/T{T}/Hq{HQ}/Hkv{HKV}/D{D}", ours, peer, "plain PyTorch, head by head",
+        Row(f"score/H2O/float32/T{T}/{shape}", ours, peer, "plain PyTorch, head by head",
             HQ * T * T * D / ours / rate, note=note)
     )  # fmt: skip
-    T = 8192
-    (seconds,) = alternate(few, compression(T))
+    T, near = sizes.compressed
+    seconds = compression(T, near, few)
     note = f"{seconds * rate / layer_flop(T):.3%} of a prefill layer (paper: 0.26%)"
-    rows.append(Row(f"compress/CGE+RGL/float32/T{T}/kept4096/Hq{HQ}/Hkv{HKV}/D{D}", seconds, note=note))
-    rows.append(shipped(2000, few))
+    rows.append(Row(f"compress/CGE+RGL/float32/T{T}/kept{2 * near}/{shape}", seconds, note=note))
+    rows.append(shipped(sizes.shipped, few))
     report(rows, choice.json, gemm_flop=rate)
 
 

@@ -1,10 +1,10 @@
-"""Tables of benchmarks/long_prompts.py, one function per part, from its rows."""
+"""Tables of benchmarks/quality/long_prompts.py, one function per part, from its rows."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from common import print_table
+from benchmarks.common import print_table
 
 Rows = list[dict[str, Any]]
 STEPS = (0, 16, 32, 48, 64, 96, 128)  # sizes of memory that recall is told apart by

@@ -1,6 +1,6 @@
 """Reading long prompts: dense, fixed memory (FM), incremental memory (IM), with decremental chunks (IMDC).
 
-    python benchmarks/prefill.py [--quick] [--json FILE] [--lengths 32768 131072 1000000] [--model NAME]
+    python benchmarks/speed/prefill.py [--quick] [--json FILE] [--lengths 32768 131072 1000000] [--model NAME]
                                  [--chunk 1024] [--memory 1024] [--dense-tokens 32768] [--repeats 3]
 
 Every row reads the same source text through a memory of `memory` tokens and chunks of `chunk` (mean), then decodes one
@@ -28,26 +28,32 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
-from common import parse_arguments, parser, print_table, write_json
-from quality import load
-from quality_tasks import Writer, dense_nbytes
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+sys.path.append(str(Path(__file__).resolve().parents[2]))
 import kvcompress
-from kvcompress import IterativeCache, prefill
-from kvcompress.caches import iterative_layer
+from benchmarks.common import load, parse_arguments, parser, print_table, write_json
+from benchmarks.quality.parts.tasks import Writer, dense_nbytes
+from kvcompress import IterativeCache, ops, prefill
 from kvcompress.caches.iterative_layer import IterativeLayer
 from kvcompress.models.text import long_text
 from kvcompress.planner import Plan
 from kvcompress.process_memory import PeakMemory
 from kvcompress.pruners import Pruner, SnapKV, StreamingLLM
 
+SIZES = {  # lengths of prompts, tokens of a chunk and of memory
+    "full": ([32768, 131072, 1_000_000], 1024),
+    "quick": ([8192], 1024),
+    "tiny": ([512], 128),
+}
 SCHEDULES = ("linear", "square", "sqrt", "square-sqrt", "adaptive")
 PRUNERS: dict[str, Pruner] = {"SnapKV": SnapKV(), "StreamingLLM": StreamingLLM()}
 
@@ -79,14 +85,11 @@ class Meter:
         self.attention = self.products = self.within = 0.0
         self.cache_nbytes = 0
         self._begin = 0.0
-        self._handles = []
+        self._undo = ExitStack()
         for module in model.modules():
             if isinstance(module, torch.nn.Linear):
-                self._handles += [
-                    module.register_forward_pre_hook(self._start),
-                    module.register_forward_hook(self._stop),
-                ]
-        self._plain, self._read = iterative_layer.prompt_attention, IterativeLayer._read
+                self._undo.callback(module.register_forward_pre_hook(self._start).remove)
+                self._undo.callback(module.register_forward_hook(self._stop).remove)
 
     def _start(self, *_: Any) -> None:
         self._begin = time.perf_counter()
@@ -95,30 +98,29 @@ class Meter:
         self.products += time.perf_counter() - self._begin
 
     def watch(self, cache: IterativeCache) -> None:
-        """Times the attention of the readings that follow."""
+        """Times the attention of the readings that follow, and all that layers do in them."""
+        attention, attend = ops.attention, IterativeLayer.attend
 
-        def timed(queries, keys, values, lengths, scaling):  # type: ignore[no-untyped-def]
+        def timed(queries, keys, values, **options):  # type: ignore[no-untyped-def]
             # keys are the rotated copy of what the layer joined; its unrotated keys are as large
             self.cache_nbytes = max(self.cache_nbytes, cache.nbytes() + 2 * keys.nbytes + values.nbytes)
             begin = time.perf_counter()
-            out = self._plain(queries, keys, values, lengths, scaling)
+            out = attention(queries, keys, values, **options)
             self.attention += time.perf_counter() - begin
             return out
 
-        def timed_layer(*args):  # type: ignore[no-untyped-def]
+        def timed_layer(layer, step, *given):  # type: ignore[no-untyped-def]
             begin = time.perf_counter()
-            out = self._read(*args)
-            self.within += time.perf_counter() - begin
+            out = attend(layer, step, *given)
+            if step.iteration is not None:  # of the prompt
+                self.within += time.perf_counter() - begin
             return out
 
-        iterative_layer.prompt_attention = timed
-        IterativeLayer._read = timed_layer
+        self._undo.enter_context(mock.patch.object(ops, "attention", timed))
+        self._undo.enter_context(mock.patch.object(IterativeLayer, "attend", timed_layer))
 
     def close(self) -> None:
-        iterative_layer.prompt_attention = self._plain
-        IterativeLayer._read = self._read
-        for handle in self._handles:
-            handle.remove()
+        self._undo.close()
 
 
 def _resident() -> int:
@@ -253,14 +255,16 @@ def main() -> None:
     parse.add_argument("--lengths", type=int, nargs="+", default=None, help="tokens of the prompts")
     parse.add_argument("--model", default="example", help="a Hugging Face model by name or folder")
     parse.add_argument("--width", type=int, help="instead: a random Llama of this width, 4 layers, head dim 64")
-    parse.add_argument("--chunk", type=int, default=1024)
-    parse.add_argument("--memory", type=int, default=1024)
+    parse.add_argument("--chunk", type=int, help="mean tokens of a chunk (default: 1,024)")
+    parse.add_argument("--memory", type=int, help="tokens of the memory (default: 1,024)")
     parse.add_argument("--dense-tokens", type=int, default=32768, help="longest prompt of the dense row, 0 = none")
     parse.add_argument("--repeats", type=int, default=3)
     choice = parse_arguments(parse)
-    lengths = choice.lengths or ([8192] if choice.quick else [32768, 131072, 1_000_000])
-    if min(lengths) < 2 * choice.chunk:
-        parse.error(f"argument --lengths: must be at least two chunks, {2 * choice.chunk} tokens, got {min(lengths)}")
+    lengths, size = SIZES[choice.size]
+    lengths = choice.lengths or lengths
+    chunk, memory = (size if given is None else given for given in (choice.chunk, choice.memory))
+    if min(lengths) < 2 * chunk:
+        parse.error(f"argument --lengths: must be at least two chunks, {2 * chunk} tokens, got {min(lengths)}")
     model, tokenizer = load(choice.model, "cpu")
     if choice.width is not None:
         model = random_model(choice.width, len(tokenizer))
@@ -274,17 +278,15 @@ def main() -> None:
         del tokens
         for length in lengths:
             ids = np.memmap(path, dtype=np.int32, mode="r")[:length]
-            repeats = 1 if choice.quick or length > 65_536 else choice.repeats
+            repeats = choice.repeats if choice.size == "full" and length <= 65_536 else 1
             if length <= choice.dense_tokens:
                 dense = read_dense(model, ids)
                 rows.append(
                     {"name": "dense", "tokens": length, "tokens_per_second": length / dense.seconds} | asdict(dense)
                 )
             for name in PRUNERS:
-                methods = methods_of(length, quick=choice.quick)
-                rows += rows_of(
-                    model, ids, name, methods, chunk=choice.chunk, memory=choice.memory, repeats=repeats
-                )  # fmt: skip
+                methods = methods_of(length, quick=choice.size != "full")
+                rows += rows_of(model, ids, name, methods, chunk=chunk, memory=memory, repeats=repeats)
     show(rows)
     if choice.json is not None:
         write_json(choice.json, rows)

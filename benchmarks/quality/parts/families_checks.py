@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from families_models import VOCABULARY, Configuration
 from torch import Tensor
 from transformers import DynamicCache
 
 import kvcompress
+from benchmarks.quality.parts.families_models import VOCABULARY, Configuration
 
 TOLERANCE = 2e-5  # of the largest difference, relative to the largest logit
 UNLIKE = 1e-3  # a dense model that differs by more from itself, read another way, has no right answer to compare with

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from families_models import OTHERS, VOCABULARY, Configuration
+
+from benchmarks.quality.parts.families_models import OTHERS, VOCABULARY, Configuration
 
 MLA: dict[str, Any] = {
     "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,

@@ -1,6 +1,6 @@
 """Everything that needs a GPU, in one command: build, every op against the reference, sanitizer, benchmarks.
 
-    python benchmarks/gpu_check.py [--quick] [--json FILE]
+    python benchmarks/gpu/gpu_check.py [--quick] [--json FILE]
 
 1. builds the extension in place with KVC_CUDA=1; 2. runs gpu_ops.py's checks on the GPU, and a decode step captured in
 a CUDA graph; 3. runs a few of them under compute-sanitizer (memcheck, racecheck, synccheck) if it is on PATH; 4. times
@@ -26,9 +26,10 @@ from pathlib import Path
 
 import torch
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))  # what is built in place comes before what is installed
 HQ, HKV, D, PAGE, W = 32, 8, 128, 64, 64
-RESULTS = Path(__file__).parent / "results"
+RESULTS = ROOT / "benchmarks" / "results"
 
 
 def build() -> None:
@@ -38,7 +39,7 @@ def build() -> None:
 
 def print_checks(few: bool) -> int:
     """Runs the checks on the GPU; the number of failures."""
-    from gpu_ops import run_checks
+    from benchmarks.gpu.gpu_ops import run_checks
 
     failures = 0
     for name, error in run_checks("cuda", few):
@@ -116,9 +117,8 @@ def product_rate() -> float:
 
 
 def decode_rows(repeats: int, bandwidth: float, quick: bool) -> list:
-    from common import Row
-    from gpu_ops import pages_of
-
+    from benchmarks.common import Row
+    from benchmarks.gpu.gpu_ops import pages_of
     from kvcompress import ops
 
     rows = []
@@ -188,8 +188,7 @@ def decode_rows(repeats: int, bandwidth: float, quick: bool) -> list:
 
 
 def score_rows(repeats: int, rate: float) -> list:
-    from common import Row
-
+    from benchmarks.common import Row
     from kvcompress import ops
 
     rows = []
@@ -211,8 +210,7 @@ def score_rows(repeats: int, rate: float) -> list:
 
 
 def attention_rows(repeats: int, rate: float, quick: bool) -> list:
-    from common import Row
-
+    from benchmarks.common import Row
     from kvcompress import ops, reference
 
     rows = []
@@ -256,7 +254,6 @@ def main() -> int:
     if not torch.cuda.is_available():
         print(f"gpu_check: no GPU: torch {torch.__version__} sees no CUDA device. Nothing was built or run.")
         return 2
-    sys.path.insert(0, str(ROOT))
     if choice.checks_only:
         return int(print_checks(few=True) > 0)
     name = torch.cuda.get_device_name()
@@ -267,7 +264,7 @@ def main() -> int:
     print("compute-sanitizer", flush=True)
     failures += sanitize()
 
-    from common import report
+    from benchmarks.common import report
 
     repeats = 11 if choice.quick else 41
     bandwidth, rate = copy_bandwidth(), product_rate()

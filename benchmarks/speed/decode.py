@@ -1,6 +1,6 @@
 """Decode over contiguous and paged rows against PyTorch's SDPA.
 
-    python benchmarks/decode.py [--quick] [--json FILE]
+    python benchmarks/speed/decode.py [--quick] [--json FILE]
 
 Shape of one layer of Llama-3-8B: Hq 32, Hkv 8, D 128, one query token. Bytes that must be read: 2*Hkv*T*D elements per
 sequence; the ceiling is the read bandwidth: summing as many bytes as the cache has, in turns with the rows that it is
@@ -14,10 +14,13 @@ from __future__ import annotations
 
 import itertools
 import statistics
+import sys
+from pathlib import Path
 
 import torch
-from common import Row, alternate, options, report
 
+sys.path.append(str(Path(__file__).resolve().parents[2]))
+from benchmarks.common import COLD_NBYTES, Row, alternate, options, report
 from kvcompress import ops
 
 HQ, HKV, D = 32, 8, 128
@@ -28,15 +31,17 @@ FULL = [(dtype, B, T) for dtype in (torch.float32, torch.bfloat16) for B, T in (
     (torch.float16, 1, 32768),
 ]
 QUICK = [(dtype, 1, T) for dtype in (torch.float32, torch.bfloat16) for T in (4096, 32768)]
+SIZES = {"full": (25, 9, FULL), "quick": (7, 9, QUICK), "tiny": (1, 1, [(torch.bfloat16, 1, 512)])}
+LONG = 1 << 28  # bytes from which the second number of repetitions is taken
 
 
-def measure(dtype: torch.dtype, B: int, T: int, repeats: int) -> tuple[list[Row], float]:
+def measure(dtype: torch.dtype, B: int, T: int, repeats: tuple[int, int], cold_nbytes: int) -> tuple[list[Row], float]:
     R = B * HKV
     nbytes = 2 * R * T * D * dtype.itemsize
-    large = torch.ones(max(1 << 30, nbytes) // 4).view(-1, nbytes // 4)
+    large = torch.ones(max(cold_nbytes, nbytes) // 4).view(-1, nbytes // 4)
     kv = [
         (torch.randn(R, T, D, dtype=dtype), torch.randn(R, T, D, dtype=dtype))
-        for _ in range(max(1, -(-(1 << 30) // nbytes)))
+        for _ in range(max(1, -(-cold_nbytes // nbytes)))
     ]
     queries = torch.randn(B, HQ, 1, D).to(dtype)
     full = torch.full((R,), T, dtype=torch.int32)
@@ -69,7 +74,7 @@ def measure(dtype: torch.dtype, B: int, T: int, repeats: int) -> tuple[list[Row]
         works[f"paged{page}/"] = through(page, torch.arange(count), full)
         works[f"shuffled{page}/"] = through(page, torch.randperm(count), full)
     works["ragged4/"] = through(PAGES[0], torch.arange(R * T // PAGES[0]), ragged)
-    *times, peer, seconds = alternate(repeats if nbytes < 1 << 28 else 9, *works.values(), sdpa, reading)
+    *times, peer, seconds = alternate(repeats[nbytes >= LONG], *works.values(), sdpa, reading)
     bandwidth, dense = nbytes / seconds, times[0]
     rows = []
     for what, seconds in zip(works, times, strict=True):
@@ -85,9 +90,10 @@ def measure(dtype: torch.dtype, B: int, T: int, repeats: int) -> tuple[list[Row]
 
 def main() -> None:
     choice = options(__doc__)
+    *repeats, measured = SIZES[choice.size]
     rows, bandwidths = [], []
-    for dtype, B, T in QUICK if choice.quick else FULL:
-        more, bandwidth = measure(dtype, B, T, 7 if choice.quick else 25)
+    for dtype, B, T in measured:
+        more, bandwidth = measure(dtype, B, T, repeats, COLD_NBYTES[choice.size])
         rows += more
         bandwidths.append(bandwidth)
     report(rows, choice.json, read_bytes=statistics.median(bandwidths))

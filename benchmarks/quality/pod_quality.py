@@ -1,6 +1,6 @@
 """What sharing distant keys (PoD) costs in quality, beside its baselines: the comparison of the paper by one command.
 
-    python benchmarks/pod_quality.py --models [KIND=]FOLDER ... [--quick] [--json FILE] [--figure FILE]
+    python benchmarks/quality/pod_quality.py --models [KIND=]FOLDER ... [--quick] [--json FILE] [--figure FILE]
 
 FOLDER holds what `kvcompress retrofit pod` made of the original model: PoD or, with --mode, one of its baselines,
 window (near tokens alone in every layer) and CLA (followers use their lead's keys and values); all with PoDCache. KIND
@@ -39,6 +39,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -46,26 +47,26 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import quality_common
-from common import deliver
-from pod_quality_tables import draw, show
-from quality import PRUNERS, load, make_tasks
-from quality_common import (
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+sys.path.append(str(Path(__file__).resolve().parents[2]))
+import kvcompress
+from benchmarks.common import load, parse_arguments
+from benchmarks.quality.parts.comparison import (
     POD_KINDS,
     ComparedSizes,
+    Comparison,
     MakeBudget,
     MatchedBudget,
     Subject,
     Target,
     comparison_parser,
-    parse_comparison,
     pruned,
     subjects_of,
 )
-from quality_tasks import MakeCache, Result, measure
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-import kvcompress
+from benchmarks.quality.parts.measures import PRUNERS, deliver, make_tasks, sizes_of
+from benchmarks.quality.parts.pod_tables import draw, show
+from benchmarks.quality.parts.tasks import MakeCache, Result, measure
 from kvcompress import PoDCache, PyramidKV, QuestCache, StreamingCache
 from kvcompress.models import RETROFITTED
 from kvcompress.pod import PoDConfig, convert
@@ -92,11 +93,17 @@ class PoDSizes(ComparedSizes):
     taus: tuple[float, ...] = (1.0, 0.95, 0.9, 0.8, 0.7, 0.6, 0.5, 0.3, 0.0)
 
 
-FULL = PoDSizes()
-QUICK = PoDSizes(
-    length=1024, scored=128, texts=2, facts=4, later=2, pairs=2, per_prompt=4, pairs_per_prompt=12, windows=2,
-    matched=1, distant=(1.0,), taus=(1.0, 0.7),
-)  # fmt: skip
+SIZES = {
+    "full": PoDSizes(),
+    "quick": PoDSizes(
+        length=1024, scored=128, texts=2, facts=4, later=2, pairs=2, per_prompt=4, pairs_per_prompt=12, windows=2,
+        matched=1, distant=(1.0,), taus=(1.0, 0.7),
+    ),
+    "tiny": PoDSizes(
+        length=256, scored=32, texts=2, facts=2, later=1, pairs=1, per_prompt=2, pairs_per_prompt=3, window=512,
+        windows=1, matched=1, distant=(1.0,), taus=(1.0, 0.5),
+    ),
+}  # fmt: skip
 
 
 def fitted(tokenizer: PreTrainedTokenizerBase, sizes: PoDSizes) -> PoDSizes:
@@ -117,7 +124,7 @@ def fitted(tokenizer: PreTrainedTokenizerBase, sizes: PoDSizes) -> PoDSizes:
     return sizes
 
 
-class Comparison(quality_common.Comparison):
+class PoDComparison(Comparison):
     title = "pod_quality"
     sizes: PoDSizes
 
@@ -277,7 +284,7 @@ def run(
     if sizes.window > reach:
         raise ValueError(f"window must be at most {reach} tokens, the original's positions, got {sizes.window}")
     first, shared = Subject(name, "dense", original), None
-    comparison, targets = Comparison(first, tokenizer, fitted(tokenizer, sizes), page_size), []
+    comparison, targets = PoDComparison(first, tokenizer, fitted(tokenizer, sizes), page_size), []
     comparison.subject(first)
     for subject in subjects:
         comparison.check_vocabulary(subject)
@@ -309,16 +316,14 @@ def options() -> argparse.Namespace:
     parse.add_argument(
         "--length", type=int, help="tokens of a prompt (default, and 0: what a window leaves; 1,024 with --quick)"
     )
-    return parse_comparison(parse)
+    return parse_arguments(parse)
 
 
 def main() -> None:
     choice = options()
-    sizes = replace(QUICK if choice.quick else FULL, window=choice.window)
-    if choice.length is not None:
-        sizes = replace(sizes, length=choice.length)
     model, tokenizer = load(choice.original, choice.device)
     subjects, name = subjects_of(choice.models, model), Path(choice.original).name
+    sizes = sizes_of(choice, SIZES)
     rows = run(model, tokenizer, subjects, sizes, name=name, page_size=choice.page_size)
     deliver(choice, rows, show, draw)
 

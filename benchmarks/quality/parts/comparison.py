@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from common import parse_arguments, parser, tidy
-from quality import MEASURES, Sizes, answered, make_tasks, measures_of, over_dense
-from quality_tasks import MakeCache, Result, Task, Writer, measure, standard_error
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 import kvcompress
+from benchmarks.common import parser
+from benchmarks.quality.parts.measures import MEASURES, Sizes, answered, make_tasks, measures_of, over_dense, tidy
+from benchmarks.quality.parts.tasks import MakeCache, Result, Task, Writer, measure, standard_error
 from kvcompress import CompressedCache, DMCCache, PoDCache, PrunedCache
 from kvcompress.budgets import Budget
 from kvcompress.pruners import Pruner
@@ -240,44 +239,14 @@ class Comparison:
         return mean | over_dense(field, samples, self.full)
 
 
-# ---- figures ----
-
-
-def share_axis(axis: Any) -> None:
-    """x: bytes of a cache, of the dense one's."""
-    axis.set_xlabel("bytes of the cache, of the dense one's")
-    axis.set_xscale("log", base=2)
-    axis.xaxis.set_major_formatter(lambda share, _: f"1/{1 / share:g}" if share < 1 else f"{share:g}")
-    axis.grid(alpha=0.3)
-
-
-def legend_below(figure: Any, axes: Iterable[Any], columns: int, height: float) -> None:
-    """One legend of all axes, in the lowest part of the figure, 0..1."""
-    handles = {label: handle for axis in axes for handle, label in zip(*axis.get_legend_handles_labels())}  # noqa: B905
-    figure.legend(handles.values(), handles.keys(), loc="lower center", ncols=columns, fontsize=8, frameon=False)
-    figure.tight_layout(rect=(0, height, 1, 1))
-
-
 # ---- the command ----
 
 
 def comparison_parser(description: str | None) -> argparse.ArgumentParser:
     """Everything but --models and the length of prompts."""
-    parse = parser(description)
-    parse.add_argument("--figure", type=Path, help="draw the measures against the bytes into this file")
+    parse = parser(description, figure="the measures against the bytes")
     parse.add_argument("--original", default="example", help="a model by name or folder (default: the example)")
-    parse.add_argument("--window", type=int, default=ComparedSizes.window, help="tokens of a window of `full`")
+    parse.add_argument("--window", type=int, help="tokens of a window of `full` (default: 2,048)")
     parse.add_argument("--page-size", type=int, default=8, help="entries of a page, in all caches but the dense")
     parse.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     return parse
-
-
-def parse_comparison(parse: argparse.ArgumentParser) -> argparse.Namespace:
-    choice = parse_arguments(parse)
-    if choice.figure is not None and importlib.util.find_spec("matplotlib") is None:
-        parse.error("--figure needs matplotlib: pip install 'kvcompress[eval]'")
-    return choice
-
-
-if __name__ == "__main__":
-    sys.exit("quality_common.py is no benchmark but what they share; run benchmarks/dmc_quality.py, for one")

@@ -1,13 +1,13 @@
-"""How benchmarks/pod_quality.py shows its rows."""
+"""How benchmarks/quality/pod_quality.py shows its rows."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from common import print_table
-from quality import number
-from quality_common import legend_below, share_axis
+from benchmarks.common import print_table
+from benchmarks.quality.parts.figures import legend_below, share_axis
+from benchmarks.quality.parts.measures import number
 
 Row = dict[str, Any]
 RECALLS = ("fact_recall", "later_recall", "pair_recall")

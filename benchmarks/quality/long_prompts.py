@@ -1,7 +1,7 @@
 """What iterative reading costs on prompts far longer than the model was trained on: loss over position, recall, memory.
 
-    python benchmarks/long_prompts.py [--position] [--recall] [--tracks] [--quick] [--json FILE] [--figures DIR]
-                                      [--model NAME]
+    python benchmarks/quality/long_prompts.py [--position] [--recall] [--tracks] [--quick] [--json FILE]
+                                              [--figures DIR] [--model NAME]
 
 All three parts unless some are named. FM keeps a memory of fixed size, IM lets it grow, IMDC also shrinks the chunks.
 
@@ -28,7 +28,6 @@ the text was trained on by the example model, which is all that can be said of o
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import math
 import sys
 import time
@@ -39,11 +38,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import long_prompts_tables
 import numpy as np
 import torch
-from common import parse_arguments, parser, tidy, write_json
-from long_prompts_tasks import (
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils.logging import set_verbosity_error
+
+sys.path.append(str(Path(__file__).resolve().parents[2]))
+import kvcompress
+from benchmarks.common import load, parse_arguments, parser, write_json
+from benchmarks.quality.parts import long_prompts_tables
+from benchmarks.quality.parts.long_prompts_tasks import (
     BitsPerByte,
     dense_losses,
     depths,
@@ -55,13 +60,8 @@ from long_prompts_tasks import (
     tracked,
     window_losses,
 )
-from quality import load
-from quality_tasks import MakeCache, Writer, measure, measure_guided, standard_error
-from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils.logging import set_verbosity_error
-
-import kvcompress
+from benchmarks.quality.parts.measures import tidy
+from benchmarks.quality.parts.tasks import MakeCache, Writer, measure, measure_guided, standard_error
 from kvcompress import IterativeCache
 from kvcompress.pruners import Pruner, SnapKV, StreamingLLM
 
@@ -97,11 +97,17 @@ class Sizes:
     schedules: tuple[str, ...] = SCHEDULES
 
 
-FULL = Sizes()
-QUICK = Sizes(
-    position=8192, dense=4096, warm_up=1024, edge=2048, block=2048, lengths=(1024, 4096), depths=2, tracked=4096,
-    schedules=("linear",),
-)  # fmt: skip
+SIZES = {
+    "full": Sizes(),
+    "quick": Sizes(
+        position=8192, dense=4096, warm_up=1024, edge=2048, block=2048, lengths=(1024, 4096), depths=2, tracked=4096,
+        schedules=("linear",),
+    ),
+    "tiny": Sizes(
+        chunk=128, position_memory=128, position=1024, dense=512, warm_up=128, edge=256, window=256, block=256,
+        recall_memory=128, lengths=(256, 384), depths=2, tracked=512, schedules=("linear",),
+    ),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -309,13 +315,7 @@ def options() -> argparse.Namespace:
         "--model", default="example", help="a Hugging Face model by name or folder (default: the example)"
     )
     parse.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    choice = parse_arguments(parse)
-    if choice.figures is not None:
-        if importlib.util.find_spec("matplotlib") is None:
-            parse.error("--figures needs matplotlib: pip install 'kvcompress[eval]'")
-        if not choice.figures.is_dir():
-            parse.error(f"argument --figures: the directory {choice.figures} does not exist")
-    return choice
+    return parse_arguments(parse)
 
 
 def main() -> None:
@@ -323,7 +323,7 @@ def main() -> None:
     set_verbosity_error()  # texts are longer than the trained length on purpose
     warnings.filterwarnings("ignore", message=".*would be shorter than min_chunk")
     model, tokenizer = load(choice.model, choice.device)
-    sizes, rows = QUICK if choice.quick else FULL, []
+    sizes, rows = SIZES[choice.size], []
     named = [part for part in PARTS if getattr(choice, part)]
     if not Writer(tokenizer).gives_text_back():
         raise SystemExit(f"{choice.model}: bits per byte need a tokenizer that gives the text back")
@@ -339,7 +339,7 @@ def main() -> None:
                 write_json(choice.json, rows)
         getattr(long_prompts_tables, part)([row for row, _ in found.values()])
         if choice.figures is not None:
-            import long_prompts_figures
+            from benchmarks.quality.parts import long_prompts_figures
 
             getattr(long_prompts_figures, part)(list(found.values()), choice.figures / f"long_prompts_{part}.png")
 

@@ -1,4 +1,4 @@
-"""Figures of benchmarks/long_prompts.py, one per part, from its rows and what was seen with them."""
+"""Figures of benchmarks/quality/long_prompts.py, one per part, from its rows and what was seen with them."""
 
 from __future__ import annotations
 

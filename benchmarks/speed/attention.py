@@ -1,6 +1,6 @@
 """Flash attention, forward and forward + backward, against PyTorch's SDPA.
 
-    python benchmarks/attention.py [--quick] [--json FILE]
+    python benchmarks/speed/attention.py [--quick] [--json FILE]
 
 B 1, Hq 8, Hkv 8 (and 2). FLOPs: 4*D per visible (query, key) forward, 14*D forward + backward (SDPA does the same: the
 logits anew, then four products). ceiling: our FLOP rate over that of a large matrix product in the same run, which is
@@ -10,27 +10,32 @@ the same boolean mask, the bias rows the same float mask; making the mask is not
 
 from __future__ import annotations
 
-import torch
-from common import Row, alternate, gemm_rate, options, report
+import sys
+from pathlib import Path
 
+import torch
+
+sys.path.append(str(Path(__file__).resolve().parents[2]))
+from benchmarks.common import Row, alternate, gemm_rate, options, report
 from kvcompress import ops, reference
+
+SIZES = {"full": (7, 1), "quick": (3, 2), "tiny": (1, 64)}  # repetitions, and what lengths are divided by
 
 
 def main() -> None:
     choice = options(__doc__)
-    rate = gemm_rate()
+    (repeats, part), rate = SIZES[choice.size], gemm_rate(choice.size)
     rows = []
     sdpa = torch.nn.functional.scaled_dot_product_attention
     for kind, T, D, Hkv in (
         ("causal", 4096, 64, 8), ("causal", 4096, 128, 8), ("causal", 4096, 128, 2),
         ("window", 8192, 64, 8), ("complement", 8192, 64, 8), ("bias", 4096, 64, 8),
     ):  # fmt: skip
-        if choice.quick:
-            T //= 2
+        T //= part
         q = torch.randn(1, 8, T, D, requires_grad=True)
         k, v = (torch.randn(1, Hkv, T, D, requires_grad=True) for _ in range(2))
         grad = torch.randn(1, 8, T, D)
-        masks = {"window": 1024, "sinks": 16} if kind in ("window", "complement") else {}
+        masks = {"window": min(1024, T // 4), "sinks": 16} if kind in ("window", "complement") else {}
         if kind == "complement":
             masks["complement"] = True
         seen = reference.visible(T, T, **masks) if masks or kind == "bias" else None
@@ -50,7 +55,6 @@ def main() -> None:
         def both(forward, grad=grad):
             forward().backward(grad)
 
-        repeats = 3 if choice.quick else 7
         with torch.no_grad():
             forward = alternate(repeats, ours, peer)
         backward = alternate(repeats, lambda ours=ours: both(ours), lambda peer=peer: both(peer))

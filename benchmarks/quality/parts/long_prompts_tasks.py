@@ -1,4 +1,4 @@
-"""What benchmarks/long_prompts.py measures: loss along a text, one fact at a depth of it, what memory holds of a fact.
+"""What long_prompts.py measures: loss along a text, one fact at a depth of it, what memory holds of a fact.
 
 Nothing here is trained text: all of it is cut from the held-out files, and asking for more than they hold is an error.
 """
@@ -10,11 +10,11 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from quality_tasks import Question, Task, Writer, planted
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import kvcompress
+from benchmarks.quality.parts.tasks import Question, Task, Writer, planted
 from kvcompress import CompressedCache, IterativeCache
 from kvcompress.caches.track import Track
 from kvcompress.logits import TokenLoss

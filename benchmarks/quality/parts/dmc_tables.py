@@ -1,13 +1,13 @@
-"""How benchmarks/dmc_quality.py shows its rows."""
+"""How benchmarks/quality/dmc_quality.py shows its rows."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from common import print_table
-from quality import PRUNERS, number
-from quality_common import legend_below, share_axis
+from benchmarks.common import print_table
+from benchmarks.quality.parts.figures import legend_below, share_axis
+from benchmarks.quality.parts.measures import PRUNERS, number
 
 
 def show(rows: list[dict[str, Any]]) -> None:

@@ -1,4 +1,4 @@
-"""What benchmarks/quality.py measures: held-out text, facts over depth, dense key-value recall.
+"""What the benchmarks of quality measure: held-out text, facts over depth, dense key-value recall.
 
 A task is a number of prompts of equal length and, for each, what follows. A cache reads the prompts with
 `kvcompress.prefill`, which prunes; what follows then goes through the model in one call over the pruned cache, teacher

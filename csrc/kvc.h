@@ -357,6 +357,62 @@ typedef struct {
 } kvc_merge_states_args;
 kvc_status kvc_merge_states(const kvc_merge_states_args *args, kvc_parallel_for parallel_for);
 
+/* ---- pod_step.c -------------------------------------------------------------------------------------------------- */
+
+typedef enum {
+    KVC_FAR_NONE = 0, /* out and lse are those of near keys */
+    KVC_FAR_OWN,      /* the layer leads: its own keys; probabilities, if not NULL, and far_lse are written for followers */
+    KVC_FAR_LED,      /* the queries and keys of the layer that leads, the layer's own values */
+    KVC_FAR_SHARED    /* probabilities and far_lse that the lead has written, the layer's own values */
+} kvc_far;
+
+/* One step of a layer of PoD, one token of every sequence. Keys and values have tables of their own over pages of P slots,
+ * row r = b*Hkv + g of both. With n_k, n_v the rows' lengths once the token is there:
+ *     turned = q and the key rotated to places[b], as kvc_rope does; both tables grow by one slot, as kvc_append_tokens
+ *         does; each of places [B] grows by one
+ *     near = kvc_decode of turned over the keys max(n_k - recent, 0) <= t < n_k and the first `sinks` before those; the
+ *         value of a key in page i of its row lies in page i of the values' row if i < first, else in page i + moved[r]
+ *         (NULL: 0)
+ *     the far range: min(sinks, n_v) <= t < max(n_v - recent, that), in the tables of the values and of the keys that are
+ *         read
+ *     OWN, LED: near joined with kvc_decode over the far range (kvc_merge_states; sink_logits count as near)
+ *     SHARED: kvc_decode_shared of near and the far range's values; `skipped` is written
+ * q [B, Hq, 1, D], k, v [B, Hkv, 1, D] un-rotated; k, v and all pages of one dtype; turned [B, Hq, D] contiguous, dtype of
+ * q; out [B, Hq, D], lse float32 [B, Hq] (SHARED: not written); far_lse float32 [B, Hq]; probabilities float32, those of
+ * head h at + b*stride_b + h*stride_h (OWN: contiguous [B, Hq, columns]); lead_q [B, Hq, 1, D] rotated, dtype of q;
+ * lead_table int32 [R, lead_blocks]; moved int32 [R]; skipped uint8 [B, Hq]; the rest as in the functions named.
+ * scratch: kvc_pod_step_scratch_bytes bytes (on CUDA kvc_cuda_pod_step_scratch_bytes), 64-byte aligned.
+ * KVC_POOL_FULL and KVC_BAD_INDEX as in kvc_append_tokens and for a place outside the tables; nothing is changed then,
+ * but that the last page of a row may be its own instead of shared. KVC_BAD_INDEX from kvc_decode and kvc_decode_shared:
+ * the rows have grown then.
+ * Source: PoD, sections 2.2 and 2.3.
+ */
+typedef struct {
+    void *out, *turned;
+    float *lse;
+    kvc_view q, k, v;
+    void *k_pages, *v_pages;
+    kvc_page_table keys, values;
+    int32_t *places;
+    const int32_t *moved;
+    const float *cos, *sin;
+    void *scratch;
+    int64_t B, Hq, Hkv, D, rotary_dim, table_rows, sinks, recent, first;
+    float scale, softcap;
+    const float *sink_logits;
+    kvc_far far;
+    float *probabilities, *far_lse;
+    int64_t stride_b, stride_h, columns;
+    kvc_view lead_q;
+    const void *lead_k_pages;
+    const int32_t *lead_table;
+    int64_t lead_pages, lead_blocks;
+    uint8_t *skipped;
+    float threshold;
+} kvc_pod_step_args;
+int64_t kvc_pod_step_scratch_bytes(const kvc_pod_step_args *args);
+kvc_status kvc_pod_step(const kvc_pod_step_args *args, kvc_parallel_for parallel_for);
+
 /* ---- attention.c ------------------------------------------------------------------------------------------------ */
 
 /* Flash attention: many queries over contiguous keys, forward and backward, memory linear in S and T.

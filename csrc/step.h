@@ -5,6 +5,12 @@
 
 #include <stddef.h>
 
+#ifdef __cplusplus
+#define KVC_EMPTY {}
+#else
+#define KVC_EMPTY {0}
+#endif
+
 /* The next part of a caller's scratch, of so many bytes, on a cache line of its own; *bytes: of all parts so far. */
 static inline void *kvc_part_of(void *scratch, int64_t *bytes, int64_t size) {
     char *part = scratch ? (char *)scratch + *bytes : NULL;

@@ -67,6 +67,11 @@ cudaError_t kvc_cuda_decode_shared(const kvc_decode_shared_args *args, cudaStrea
 int64_t kvc_cuda_paged_step_scratch_bytes(const kvc_paged_step_args *args);
 cudaError_t kvc_cuda_paged_step(const kvc_paged_step_args *args, cudaStream_t stream);
 
+/* As the CPU's, with the scratch of kvc_cuda_decode and kvc_cuda_decode_shared. 64-byte aligned. 0 for sizes that the
+ * launcher rejects. Where one of the tables has no room it stays as it is, and places too; nothing waits for the host. */
+int64_t kvc_cuda_pod_step_scratch_bytes(const kvc_pod_step_args *args);
+cudaError_t kvc_cuda_pod_step(const kvc_pod_step_args *args, cudaStream_t stream);
+
 cudaError_t kvc_cuda_merge_states(const kvc_merge_states_args *args, cudaStream_t stream);
 
 cudaError_t kvc_cuda_attention(const kvc_attention_args *args, cudaStream_t stream);

@@ -22,6 +22,7 @@ from .paged_step import paged_step_
 from .pages import PageTable, append_tokens_, compact_pages_, truncate_rows_
 from .planner import SCHEDULES, divide_memory, plan
 from .pod_attention import pod_attention
+from .pod_step import Lead, PodStep, pod_step_
 from .rope import rope
 from .score import POOLINGS, REDUCTIONS, window_scores
 from .select import select_topk
@@ -35,8 +36,10 @@ __all__ = [
     "REDUCTIONS",
     "SCHEDULES",
     "Decisions",
+    "Lead",
     "Noise",
     "PageTable",
+    "PodStep",
     "Tail",
     "append_tokens_",
     "attention",
@@ -55,6 +58,7 @@ __all__ = [
     "paged_step_",
     "plan",
     "pod_attention",
+    "pod_step_",
     "rope",
     "select_topk",
     "simd",

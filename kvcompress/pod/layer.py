@@ -16,6 +16,7 @@ from ..caches.paged import step_positions
 from ..caches.passes import CachePass
 from ..caches.queries import RecentQueries
 from ..caches.store import PoolSettings
+from ..checks import MOST_INT32
 from ..hf.facts import LayerFacts
 from ..ops.decode_shared import gate_threshold
 from ..softmax import Softmax
@@ -125,7 +126,58 @@ class PoDLayer(CompressedLayer):
             for layer in (self, *(step.layers[lead] for lead, _ in self.groups if lead not in (-1, self.index))):
                 for rows in (layer.keys, layer.values):
                     locks.enter_context(rows.pool.store.lock)
-            return self._attend(step, queries, keys, values, softmax)
+            found = self._step(step, queries, keys, values, softmax) if step.one else None
+            return self._attend(step, queries, keys, values, softmax) if found is None else found
+
+    def _step(self, step: CachePass, queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax) -> Tensor | None:
+        """One token of every sequence in a single op; None, and nothing is stored, where heads differ in what they
+        follow or rotation is more than a table."""
+        facts, config, places = step.facts[self.index], self.config, self.places
+        held, all_ = self.keys, self.values
+        assert held is not None and all_ is not None and places is not None
+        if config.mode != "pod" or len(self.groups) > 1 or facts.query_rotary is not facts.key_rotary:
+            return None
+        longest = max(self.next) + 1
+        tables = facts.query_rotary.step_tables(longest, self.rope_lengths, queries.device)
+        if tables is None:
+            return None
+        lead, heads = self.groups[0]
+        distant, lent = longest > config.window, step.lent.get(lead)
+        given: dict[str, Any] = {"sinks": config.sinks, "recent": config.recent}
+        probabilities = far_lse = None
+        if lead == self.index and self.reuses and distant:
+            columns = max(max(self.held) + 1 - config.window, 0)
+            probabilities = torch.empty(*queries.shape[:2], columns, dtype=torch.float32, device=queries.device)
+            far_lse = torch.empty(*queries.shape[:3], dtype=torch.float32, device=queries.device)
+            given |= {"far": "own", "probabilities": probabilities, "far_lse": far_lse}
+        elif lead == self.index:  # all of it at once
+            given = {"sinks": 0, "recent": MOST_INT32}
+        elif distant:
+            assert lent is not None
+            need_alike(self.index, lead, softmax, lent.softmax)
+            if lent.probabilities is None:
+                theirs: WindowRows = step.layers[lead].keys
+                given |= {"far": "led", "lead": ops.Lead(lent.queries, theirs.pages, theirs.table())}
+            else:
+                shared, shared_lse = lent.shared(heads)
+                given |= {"far": "shared", "probabilities": shared, "far_lse": shared_lse}
+                given["tau"] = self.skips.tau if self.skips.any else None
+
+        def write(table: ops.PageTable, value_table: ops.PageTable) -> ops.PodStep:
+            return ops.pod_step_(
+                queries, keys, values, held.pages, all_.pages, table, value_table, places, first=held.first,
+                moved=all_.moved_as(held), cos=tables[0], sin=tables[1], **given, **softmax.options,
+            )  # fmt: skip
+
+        found = held.step(lambda table: all_.step(lambda value_table: write(table, value_table)))
+        self.next = list(all_.tokens)
+        if self.lends:
+            own = None if probabilities is None or far_lse is None else (probabilities, far_lse)
+            step.lent[self.index] = Lent(found.turned, None, softmax, own, heads)
+        if self.skips.any:
+            skipped = found.skipped if given.get("far") == "shared" else None
+            self.skips.count(step, self.held, queries.shape[1], skipped)
+        return found.out
 
     def _attend(self, step: CachePass, queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax) -> Tensor:
         facts, counts, S = step.facts[self.index], step.counts, keys.shape[2]

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from .. import ops
 from ..caches.pool import PagePool
 from ..caches.store import PoolSettings
+
+Result = TypeVar("Result")
 
 
 class WindowRows:
@@ -34,6 +38,7 @@ class WindowRows:
         self.dropped = [0] * (batch * self.heads)
         self._gone: tuple[list[int], Tensor] | None = None  # dropped, and the same on the device
         self._as: tuple[tuple[list[int], list[int], int, int], Tensor] | None = None  # what table_as used last
+        self._moved: tuple[list[int], list[int], Tensor] | None = None  # what moved_as used last
         self.tokens = [0] * batch
 
     @property
@@ -118,6 +123,30 @@ class WindowRows:
             if self.keeps[row] == "near" and starts[row] > self.first * P:
                 self.dropped[row] = starts[row] // P - self.first
         self.tokens = [n + count for n, count in zip(self.tokens, counts, strict=True)]
+
+    def step(self, write: Callable[[ops.PageTable], Result]) -> Result:
+        """What write(table) gives, an op that adds one token to every row; no row keeps nothing."""
+        P = self.pool.page_size
+        if any(
+            (n - self.recent + 1) % P == 0 for n in self.tokens
+        ):  # a page of a "near" row may have gone out of sight
+            least = self.first * P
+            self._drop([max((self.tokens[row // self.heads] - self.recent + 1) // P * P, least)
+                        for row in range(len(self.keeps))])  # fmt: skip
+        found = self.pool.step(write)
+        self.tokens = [n + 1 for n in self.tokens]
+        return found
+
+    def moved_as(self, other: WindowRows) -> Tensor | None:
+        """int32 [R]: how many pages further behind those of the sinks a token lies in these rows than in `other`;
+        None = none."""
+        if self.dropped == other.dropped:
+            return None
+        if self._moved is None or self._moved[:2] != (self.dropped, other.dropped):
+            moved = [theirs - ours for ours, theirs in zip(self.dropped, other.dropped, strict=True)]
+            on_device = torch.tensor(moved, dtype=torch.int32).to(self.pages.device)
+            self._moved = (list(self.dropped), list(other.dropped), on_device)
+        return self._moved[2]
 
     def _drop(self, starts: Sequence[int]) -> None:
         """Gives back pages of near rows that hold only tokens before starts[row], those of sinks excepted."""

@@ -10,6 +10,7 @@ from .paged_step import paged_step_
 from .pages import append_tokens_, compact_pages_, truncate_rows_
 from .planner import divide_memory, plan
 from .pod_attention import pod_attention
+from .pod_step import pod_step_
 from .rope import rope
 from .score import window_scores
 from .select import select_topk
@@ -33,6 +34,7 @@ __all__ = [
     "paged_step_",
     "plan",
     "pod_attention",
+    "pod_step_",
     "rope",
     "select_topk",
     "truncate_rows_",

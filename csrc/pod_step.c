@@ -1,0 +1,98 @@
+/* One decoded step of a layer of PoD: rotate, append to two tables, attend to near and to distant tokens in one call. */
+#include "page_table.h"
+#include "pod_step.h"
+
+static kvc_pod_parts parts_of(const kvc_pod_step_args *args) {
+    const kvc_pod_parts none = kvc_pod_parts_of(args, 0, 0);
+    const kvc_decode_args near = kvc_pod_near(args, &none), far = kvc_pod_far(args, &none);
+    const kvc_decode_shared_args shared = kvc_pod_shared(args, &none);
+    int64_t far_bytes = 0;
+    if (args->far == KVC_FAR_SHARED) far_bytes = kvc_decode_shared_scratch_bytes(&shared);
+    else if (args->far != KVC_FAR_NONE) far_bytes = kvc_decode_scratch_bytes(&far);
+    /* the near table is there where it matters: sizes do not depend on it */
+    return kvc_pod_parts_of(args, kvc_decode_scratch_bytes(&near), far_bytes);
+}
+
+static kvc_status check(const kvc_pod_step_args *args) {
+    if (!kvc_pod_sizes_are_good(args) || !scale_is_good(args->scale, args->softcap)) return KVC_BAD_SIZE;
+    if (!dtype_known(args->q.dtype) || !dtype_known(args->k.dtype) || args->v.dtype != args->k.dtype) return KVC_BAD_DTYPE;
+    if (!args->keys.R || !args->Hq) return KVC_OK;
+    if (!args->out || !args->turned || !args->q.data || !args->k.data || !args->v.data || !args->places ||
+        !args->scratch || !args->keys.lengths || !args->values.lengths || (args->keys.pages && !args->k_pages) ||
+        (args->values.pages && !args->v_pages)) {
+        return KVC_NULL_POINTER;
+    }
+    if (args->far != KVC_FAR_SHARED && !args->lse) return KVC_NULL_POINTER;
+    if (args->far == KVC_FAR_OWN && !args->far_lse) return KVC_NULL_POINTER;
+    if (args->far == KVC_FAR_LED && (!args->lead_q.data || (args->lead_pages && !args->lead_k_pages) ||
+                                     (args->lead_blocks && !args->lead_table))) {
+        return KVC_NULL_POINTER;
+    }
+    if (args->far == KVC_FAR_SHARED && (!args->far_lse || !args->skipped || (args->columns && !args->probabilities))) {
+        return KVC_NULL_POINTER;
+    }
+    return KVC_OK;
+}
+
+int64_t kvc_pod_step_scratch_bytes(const kvc_pod_step_args *args) {
+    return args && check(args) != KVC_BAD_SIZE ? parts_of(args).bytes : 0;
+}
+
+/* Where near and distant tokens lie, of rows that have grown. */
+static void find_ranges(const kvc_pod_step_args *args, const kvc_pod_parts *parts) {
+    const kvc_page_table *keys = &args->keys, *values = &args->values;
+    for (int64_t r = 0; r < keys->R; r++) {
+        const int64_t held = keys->lengths[r], all = values->lengths[r], begin = min_of(args->sinks, all);
+        const int64_t pages = blocks_of(keys, held), moved = args->moved ? args->moved[r] : 0;
+        parts->begin[r] = (int32_t)max_of(held - args->recent, 0);
+        parts->far_begin[r] = (int32_t)begin;
+        parts->far_end[r] = (int32_t)max_of(all - args->recent, begin);
+        for (int64_t i = 0; i < pages; i++) {
+            const int64_t place = i < args->first ? i : i + moved;
+            const int here = place >= 0 && place < values->blocks;
+            parts->near_table[r * keys->blocks + i] = here ? *entry(values, r, place) : -1;
+        }
+    }
+}
+
+static kvc_status append_both(const kvc_pod_step_args *args, const kvc_pod_parts *parts, kvc_parallel_for parallel_for) {
+    const kvc_append_tokens_args keys = kvc_pod_append(args, parts, 0), values = kvc_pod_append(args, parts, 1);
+    kvc_status status = kvc_append_tokens(&keys, parallel_for);
+    if (status != KVC_OK) return status;
+    status = kvc_append_tokens(&values, parallel_for);
+    if (status == KVC_OK) return status;
+    for (int64_t r = 0; r < args->keys.R; r++) parts->begin[r] = args->keys.lengths[r] - 1;
+    const kvc_truncate_rows_args undo = {.table = args->keys, .new_lengths = parts->begin};
+    kvc_truncate_rows(&undo);
+    return status;
+}
+
+kvc_status kvc_pod_step(const kvc_pod_step_args *args, kvc_parallel_for parallel_for) {
+    if (!args) return KVC_NULL_POINTER;
+    kvc_status status = check(args);
+    if (status != KVC_OK || !args->keys.R || !args->Hq) return status;
+    const kvc_pod_parts parts = parts_of(args);
+    for (int64_t b = 0; b < args->B; b++) {
+        if (args->places[b] < 0 || args->places[b] == INT32_MAX) return KVC_BAD_INDEX;
+        parts.positions[b] = args->rotary_dim ? args->places[b] : 0;
+    }
+    kvc_rope_args queries = kvc_pod_rope(args, &parts, 0), keys = kvc_pod_rope(args, &parts, 1);
+    if (!args->rotary_dim) queries.table_rows = keys.table_rows = 1;
+    status = kvc_rope(&queries, parallel_for);
+    if (status == KVC_OK) status = kvc_rope(&keys, parallel_for);
+    if (status == KVC_OK) status = append_both(args, &parts, parallel_for);
+    if (status != KVC_OK) return status;
+    for (int64_t b = 0; b < args->B; b++) args->places[b]++;
+    find_ranges(args, &parts);
+    const kvc_decode_args near = kvc_pod_near(args, &parts);
+    status = kvc_decode(&near, parallel_for);
+    if (status != KVC_OK || args->far == KVC_FAR_NONE) return status;
+    if (args->far == KVC_FAR_SHARED) {
+        const kvc_decode_shared_args shared = kvc_pod_shared(args, &parts);
+        return kvc_decode_shared(&shared, parallel_for);
+    }
+    const kvc_decode_args far = kvc_pod_far(args, &parts);
+    const kvc_merge_states_args merge = kvc_pod_merge(args, &parts);
+    status = kvc_decode(&far, parallel_for);
+    return status == KVC_OK ? kvc_merge_states(&merge, parallel_for) : status;
+}

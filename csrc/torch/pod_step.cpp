@@ -1,0 +1,124 @@
+#include "page_table.h"
+
+namespace {
+
+void explain(const kvc_pod_step_args& args) {
+    const char* op = "pod_step_";
+    find_outside(op, "places", args.places, args.B, 0, args.rotary_dim ? args.table_rows - 1 : INT32_MAX - 1,
+                 args.rotary_dim ? "last row of cos and sin" : "most that int32 counts");
+    for (const kvc_page_table* table : {&args.keys, &args.values}) {
+        for (int64_t r = 0; r < table->R; r++) explain_pages(op, *table, r, 0);
+        explain_append(op, *table, nullptr, 1);
+    }
+}
+
+// far: of kvc_far. probabilities, far_lse: written if the layer leads (OWN), read if it follows (SHARED).
+std::tuple<Tensor, Tensor, Tensor, Tensor> pod_step_(
+    const Tensor& given_queries, const Tensor& given_keys, const Tensor& given_values, Tensor k_pages, Tensor v_pages,
+    Tensor block_table, Tensor lengths, Tensor refs, Tensor free_pages, Tensor free_count, Tensor value_table,
+    Tensor value_lengths, Tensor value_refs, Tensor value_free_pages, Tensor value_free_count, Tensor places,
+    const std::optional<Tensor>& moved, const std::optional<Tensor>& cos, const std::optional<Tensor>& sin, int64_t sinks,
+    int64_t recent, int64_t first, int64_t far, std::optional<Tensor> probabilities, std::optional<Tensor> far_lse,
+    const std::optional<Tensor>& lead_queries, const std::optional<Tensor>& lead_k_pages,
+    const std::optional<Tensor>& lead_table, double scale, const std::optional<Tensor>& sink_logits, double softcap,
+    double threshold) {
+    Changed changed = changed_of(block_table, lengths, refs, free_pages, free_count, {k_pages, v_pages, places});
+    for (const auto& [x, name] : {std::pair{&value_table, "value_table"}, std::pair{&value_lengths, "value_lengths"},
+                                  std::pair{&value_refs, "value_refs"}, std::pair{&value_free_pages, "value_free_pages"},
+                                  std::pair{&value_free_count, "value_free_count"}}) {
+        changed.add(name, *x);
+    }
+    const Tensor queries = changed.apart(given_queries), keys = changed.apart(given_keys);
+    const Tensor values = changed.apart(given_values);
+    const kvc_view q = view_of(queries, "queries");
+    const int64_t B = queries.size(0), Hq = queries.size(1), D = queries.size(3), R = block_table.size(0);
+    KVC_CHECK(k_pages.dim() == 3 && keys.dim() == 4, "k_pages must be [pages, P, D] and keys [B, Hkv, 1, D]");
+    const int64_t Hkv = keys.size(1), P = k_pages.size(1);
+    check_device(queries, block_table, "queries");
+    KVC_CHECK(queries.size(2) == 1 && keys.size(2) == 1, "queries and keys must be of one token");
+    KVC_CHECK(R == B * Hkv && (R == 0 || Hq % Hkv == 0), "block_table must have B*Hkv rows, Hkv dividing Hq, got ", R);
+    KVC_CHECK(D >= 1 && D <= KVC_MAX_HEAD_DIM, "queries must have a head dim between 1 and ",
+              static_cast<int>(KVC_MAX_HEAD_DIM), ", got ", D);
+    KVC_CHECK(P > 0 && (P & (P - 1)) == 0, "k_pages must have a page size that is a power of two, got ", P);
+    KVC_CHECK(far >= KVC_FAR_NONE && far <= KVC_FAR_SHARED, "far must be between 0 and 3, got ", far);
+    KVC_CHECK(sinks >= 0 && recent >= 1 && first >= 0, "sinks and first must be at least 0 and recent at least 1, got ",
+              sinks, ", ", first, " and ", recent);
+    check_array(k_pages, block_table, k_pages.scalar_type(), {refs.size(0), P, D}, "k_pages");
+    check_array(v_pages, block_table, k_pages.scalar_type(), {value_refs.size(0), P, D}, "v_pages");
+    check_array(value_table, block_table, ScalarType::Int, {R, -1}, "value_table");
+    check_array(places, block_table, ScalarType::Int, {B, 1}, "places");
+    const rotation turns = rotation_of(cos, sin, block_table);
+    Tensor out = torch::stable::new_empty(queries, {B, Hq, 1, D}), turned = torch::stable::new_empty(queries, {B, Hq, 1, D});
+    Tensor lse = torch::stable::new_empty(queries, {B, Hq, 1}, ScalarType::Float);
+    Tensor skipped = torch::stable::new_empty(queries, {B, Hq, 1}, ScalarType::Byte);
+    kvc_pod_step_args args = {};
+    args.out = out.mutable_data_ptr();
+    args.turned = turned.mutable_data_ptr();
+    args.lse = static_cast<float*>(lse.mutable_data_ptr());
+    args.q = q;
+    args.k = tokens_of(keys, k_pages, B, Hkv, 1, "keys");
+    args.v = tokens_of(values, k_pages, B, Hkv, 1, "values");
+    args.k_pages = k_pages.mutable_data_ptr();
+    args.v_pages = v_pages.mutable_data_ptr();
+    args.keys = table_of(block_table, lengths, refs, free_pages, free_count, P);
+    args.values = table_of(value_table, value_lengths, value_refs, value_free_pages, value_free_count, P);
+    args.places = ints(places);
+    args.moved = int_array(moved, block_table, {R}, "moved");
+    args.cos = turns.cos, args.sin = turns.sin, args.rotary_dim = turns.dim, args.table_rows = turns.rows;
+    args.B = B, args.Hq = Hq, args.Hkv = Hkv, args.D = D;
+    args.sinks = sinks, args.recent = recent, args.first = first;
+    args.scale = static_cast<float>(scale);
+    args.softcap = static_cast<float>(softcap);
+    args.sink_logits = sinks_array(sink_logits, queries, Hq);
+    args.far = static_cast<kvc_far>(far);
+    args.threshold = static_cast<float>(threshold);
+    args.skipped = static_cast<uint8_t*>(skipped.mutable_data_ptr());
+    static float nothing;  // there is no column: a row that has distant tokens is refused
+    if (far == KVC_FAR_OWN || far == KVC_FAR_SHARED) {
+        KVC_CHECK(far_lse.has_value(), "far_lse must be given");
+        check_array(*far_lse, queries, ScalarType::Float, {B, Hq, 1}, "far_lse");
+        args.far_lse = static_cast<float*>(far_lse->mutable_data_ptr());
+        KVC_CHECK(far == KVC_FAR_OWN || probabilities.has_value(), "probabilities must be given");
+    }
+    if (probabilities.has_value() && far != KVC_FAR_NONE) {
+        check_device(*probabilities, queries, "probabilities");
+        KVC_CHECK(probabilities->dim() == 3 && probabilities->size(0) == B && probabilities->size(1) == Hq &&
+                      probabilities->scalar_type() == ScalarType::Float &&
+                      (probabilities->numel() == 0 || probabilities->size(2) <= 1 || probabilities->stride(2) == 1) &&
+                      (far == KVC_FAR_SHARED || probabilities->is_contiguous()),
+                  "probabilities must be float32 [B, Hq, columns], contiguous in its last dimension");
+        args.columns = probabilities->size(2);
+        args.stride_b = probabilities->stride(0), args.stride_h = probabilities->stride(1);
+        args.probabilities = args.columns ? static_cast<float*>(probabilities->mutable_data_ptr()) : &nothing;
+    }
+    if (far == KVC_FAR_LED) {
+        KVC_CHECK(lead_queries.has_value() && lead_k_pages.has_value() && lead_table.has_value(),
+                  "lead_queries, lead_k_pages and lead_table must be given");
+        check_device(*lead_queries, queries, "lead_queries");
+        KVC_CHECK(lead_queries->dim() == 4 && lead_queries->size(0) == B && lead_queries->size(1) == Hq &&
+                      lead_queries->size(2) == 1 && lead_queries->size(3) == D &&
+                      lead_queries->scalar_type() == queries.scalar_type(),
+                  "lead_queries must be [B, Hq, 1, D] in the queries' dtype");
+        check_array(*lead_k_pages, queries, k_pages.scalar_type(), {-1, P, D}, "lead_k_pages");
+        args.lead_q = view_of(*lead_queries, "lead_queries");
+        args.lead_k_pages = lead_k_pages->const_data_ptr();
+        args.lead_table = int_array(lead_table, queries, {R, -1}, "lead_table");
+        args.lead_pages = lead_k_pages->size(0), args.lead_blocks = lead_table->size(1);
+    }
+    Tensor scratch = scratch_for(queries, KVC_SCRATCH_BYTES(queries, pod_step, &args));
+    args.scratch = scratch.mutable_data_ptr();
+    run("pod_step_", queries, [&] { return kvc_pod_step(&args, torch_parallel_for); },
+        KVC_CUDA_CALL(kvc_cuda_pod_step(&args, stream)), [&] { explain(args); });
+    return {out, turned, lse, skipped};
+}
+
+}  // namespace
+
+KVC_REGISTER(pod_step_,
+             "pod_step_(Tensor queries, Tensor keys, Tensor values, Tensor(a!) k_pages, Tensor(b!) v_pages, "
+             "Tensor(c!) block_table, Tensor(d!) lengths, Tensor(e!) refs, Tensor(f!) free_pages, Tensor(g!) free_count, "
+             "Tensor(h!) value_table, Tensor(i!) value_lengths, Tensor(j!) value_refs, Tensor(k!) value_free_pages, "
+             "Tensor(l!) value_free_count, Tensor(m!) places, Tensor? moved, Tensor? cos, Tensor? sin, int sinks, "
+             "int recent, int first, int far, Tensor(n!)? probabilities, Tensor(o!)? far_lse, Tensor? lead_queries, "
+             "Tensor? lead_k_pages, Tensor? lead_table, float scale, Tensor? sink_logits, float softcap, float threshold) "
+             "-> (Tensor, Tensor, Tensor, Tensor)")

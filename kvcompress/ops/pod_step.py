@@ -1,0 +1,145 @@
+"""One decoded step of a layer of PoD, in one call."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..checks import dense, dense_last, need, need_float, need_integer, need_scale, need_sink_logits, need_softcap
+from ..no_gradient import without_gradient
+from .decode import need_probabilities
+from .decode_shared import gate_threshold
+from .dmc_append import need_tables
+from .native import native
+from .paged_step import NO_STEP_GRADIENT, need_parts, need_step
+from .pages import PageTable, need_table
+
+
+class Lead(NamedTuple):
+    """What a layer that follows reads of the one that leads it. queries: [B, Hq, 1, D], rotated. k_pages:
+    [pages, P, D]. block_table: int32 [R, blocks], where its keys lie."""
+
+    queries: Tensor
+    k_pages: Tensor
+    block_table: Tensor
+
+
+class PodStep(NamedTuple):
+    """out: [B, Hq, 1, D]. turned: the rotated queries. lse: float32 [B, Hq, 1]; not set where probabilities were
+    shared. skipped: bool [B, Hq, 1], heads that took near tokens alone; set where they were."""
+
+    out: Tensor
+    turned: Tensor
+    lse: Tensor
+    skipped: Tensor
+
+
+FAR = ("none", "own", "led", "shared")
+
+
+def pod_step_(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    table: PageTable,
+    value_table: PageTable,
+    places: Tensor,
+    *,
+    sinks: int,
+    recent: int,
+    first: int,
+    far: str = "none",
+    moved: Tensor | None = None,
+    probabilities: Tensor | None = None,
+    far_lse: Tensor | None = None,
+    lead: Lead | None = None,
+    tau: float | None = None,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sink_logits: Tensor | None = None,
+) -> PodStep:
+    """One new token of every sequence of a layer: stores its key and value in place, and attends to near and far ones.
+
+    queries: [B, Hq, 1, D], D 1..512; keys, values: [B, Hkv, 1, D] in the pages' dtype; un-rotated. k_pages, v_pages:
+    contiguous [pages, P, D], P a power of two, each with a table of its own over R = B*Hkv rows: table, value_table.
+    places: int32 [B, 1], contiguous, the tokens' positions, each of which grows by one. near: the first `sinks` keys
+    that a row holds and its last `recent`; the value of a key in page i of its row is in page i of the values' row if
+    i < first, else in page i + moved[r]; moved: int32 [R], None = 0. distant: the values' tokens between the first
+    `sinks` and the last `recent`.
+    far: "none" = near tokens alone. "own" = distant ones by the layer's own keys; far_lse [B, Hq, 1] and probabilities
+    [B, Hq, columns] (None = not wanted), both contiguous float32, are written for the layers that follow. "led" = by
+    the queries and keys of `lead`. "shared" = by probabilities and far_lse that the lead has written; heads whose gate
+    is at least tau take near tokens alone. cos, sin: float32 [T, rotary_dim/2], indexed by place; None = nothing is
+    rotated. scale, softcap, sink_logits: as in decode; sinks of the softmax count as near.
+    Returns PodStep: the results of rope, append_tokens_, decode, merge_states and decode_shared in turn.
+    Raises ValueError for wrong shapes, dtypes, devices or numbers; RuntimeError if a free list is too short, a row
+    outgrows its line or a place is outside the tables (nothing is changed then but that a shared last page may have
+    become a row's own; on CUDA free_count[1] grows); NotImplementedError if a backward pass comes here.
+    Source: PoD, sections 2.2 and 2.3.
+    """
+    need_table(table)
+    need_table(value_table)
+    need_step(queries, k_pages, table)
+    (B, Hq, S, D), R, dtype, P = queries.shape, table.block_table.shape[0], k_pages.dtype, k_pages.shape[1]
+    if S != 1:
+        raise ValueError(f"queries must be of one token, got {S}")
+    Hkv = R // B
+    need_parts(
+        table, ("k_pages", k_pages, dtype, (table.refs.shape[0], P, D)),
+        ("v_pages", v_pages, dtype, (value_table.refs.shape[0], P, D)), ("keys", keys, dtype, (B, Hkv, 1, D)),
+        ("values", values, dtype, (B, Hkv, 1, D)), ("places", places, torch.int32, (B, 1)),
+        ("value_table", value_table.block_table, torch.int32, (R, value_table.block_table.shape[1])),
+    )  # fmt: skip
+    if not places.is_contiguous():
+        raise ValueError("places must be contiguous")
+    if moved is not None:
+        need_parts(table, ("moved", moved, torch.int32, (R,)))
+    if cos is not None or sin is not None:
+        need_tables(cos, sin, D, table.refs.device)
+    for name, number, least in (("sinks", sinks, 0), ("recent", recent, 1), ("first", first, 0)):
+        need_integer(name, number, least)
+    if far not in FAR:
+        raise ValueError(f"far must be one of {', '.join(FAR)}, got {far!r}")
+    if far in ("own", "shared"):
+        if far_lse is None or (far == "shared" and probabilities is None):
+            raise ValueError(f"far_lse{' and probabilities' if far == 'shared' else ''} must be given with far={far!r}")
+        need_parts(table, ("far_lse", far_lse, torch.float32, (B, Hq, 1)))
+        if probabilities is not None:
+            need_probabilities(probabilities, B, Hq)
+            written = probabilities.is_contiguous() and far_lse.is_contiguous()
+            need(far == "shared" or written, "probabilities and far_lse must be contiguous")
+    if far == "led":
+        if not isinstance(lead, Lead):
+            raise TypeError(f"lead must be an ops.Lead with far='led', got {type(lead).__name__}")
+        need_float("lead.k_pages", lead.k_pages, 3, "[pages, P, D]")
+        need_parts(
+            table, ("lead.queries", lead.queries, queries.dtype, (B, Hq, 1, D)),
+            ("lead.k_pages", lead.k_pages, dtype, (lead.k_pages.shape[0], P, D)),
+            ("lead.block_table", lead.block_table, torch.int32, (R, *lead.block_table.shape[1:2])),
+        )  # fmt: skip
+    need(tau is None or 0 <= tau <= 1, f"tau must be between 0 and 1 or None, got {tau}")
+    q, k_lead, t_lead = (None, None, None) if lead is None else lead
+    out, turned, lse, skipped = without_gradient(
+        NO_STEP_GRADIENT.format("pod_step_"), (queries, keys, values), native.pod_step_, dense_last(queries),
+        dense_last(keys), dense_last(values), k_pages, v_pages, *table, *value_table, places, dense(moved), dense(cos),
+        dense(sin), sinks, recent, first, FAR.index(far),
+        None if probabilities is None else dense_last(probabilities), dense(far_lse),
+        None if q is None else dense_last(q), k_lead, dense(t_lead), need_scale(scale, D),
+        need_sink_logits(sink_logits, Hq, queries), need_softcap(softcap), gate_threshold(tau),
+    )  # fmt: skip
+    return PodStep(out, turned, lse, skipped.bool() if far == "shared" else skipped)
+
+
+@torch.library.register_fake("kvcompress::pod_step_")
+def _(queries, *rest):  # type: ignore[no-untyped-def]
+    heads = queries.shape[:3]
+    return (
+        queries.new_empty(queries.shape), queries.new_empty(queries.shape),
+        queries.new_empty(heads, dtype=torch.float32), queries.new_empty(heads, dtype=torch.uint8),
+    )  # fmt: skip

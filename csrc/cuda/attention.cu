@@ -31,7 +31,7 @@ struct forward_shared {
 };
 
 template <class T, int MAX_D, bool CAPPED>
-__global__ __launch_bounds__(THREADS) void forward_kernel(const kvc_attention_args a, const settings set) {
+__global__ __launch_bounds__(THREADS, MAX_D <= 128 ? 3 : 1) void forward_kernel(const kvc_attention_args a, const settings set) {
     using memory = forward_shared<T, MAX_D>;
     constexpr int KEYS = memory::KEYS, PITCH = memory::PITCH, P_PITCH = memory::P_PITCH, N = MAX_D / 8;
     KVC_DYNAMIC_SHARED(memory, shared);

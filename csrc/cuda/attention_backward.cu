@@ -20,10 +20,12 @@ struct settings {
 template <class T, int MAX_D>
 struct shape {
     static constexpr int TILE = sizeof(T) == 2 ? 64 : 32;
-    static constexpr int WARPS = sizeof(T) == 2 && MAX_D > 128 ? 8 : 4, THREADS = 32 * WARPS;
+    static constexpr int WARPS = sizeof(T) == 2 && MAX_D > 64 ? 8 : 4, THREADS = 32 * WARPS;
     static constexpr int GROUPS = TILE / 16, PARTS = WARPS / GROUPS;
     static constexpr int LOGITS = TILE / 8 / PARTS, SUMS = MAX_D / 8 / PARTS;  // tiles of 8 columns per warp
     static constexpr int PITCH = pitch_of<T>(MAX_D), P_PITCH = pitch_of<T>(TILE);
+    // Blocks of queries_kernel at a time: two where 128 registers do, so that one computes while the other waits
+    static constexpr int RESIDENT = sizeof(T) == 2 && MAX_D == 128 ? 2 : 1;
 };
 
 // ---- delta = <dout, out> - dlse ----
@@ -190,8 +192,8 @@ struct queries_shared {
 };
 
 template <class T, int MAX_D, bool CAPPED>
-__global__ __launch_bounds__(shape<T, MAX_D>::THREADS, 1) void queries_kernel(const kvc_attention_backward_args a,
-                                                                           const settings set, const float* delta) {
+__global__ __launch_bounds__(shape<T, MAX_D>::THREADS, CAPPED ? 1 : shape<T, MAX_D>::RESIDENT) void queries_kernel(
+    const kvc_attention_backward_args a, const settings set, const float* delta) {
     using S = shape<T, MAX_D>;
     using memory = queries_shared<T, MAX_D>;
     constexpr int TILE = S::TILE, PITCH = S::PITCH, THREADS = S::THREADS;

@@ -80,7 +80,7 @@ struct forward_shared {
 };
 
 template <class T>
-__global__ __launch_bounds__(THREADS) void forward_kernel(const kvc_attention_args a, const settings set,
+__global__ __launch_bounds__(THREADS, 1) void forward_kernel(const kvc_attention_args a, const settings set,
                                                           int tiles_of_queries) {
     using memory = forward_shared<T>;
     constexpr int KEYS = memory::KEYS, PITCH = memory::PITCH, P_PITCH = memory::P_PITCH;
@@ -207,7 +207,7 @@ __device__ inline float gradient(const kvc_attention_args& f, float product, flo
 }
 
 template <class T>
-__global__ __launch_bounds__(THREADS) void keys_kernel(const kvc_attention_backward_args a, const settings set,
+__global__ __launch_bounds__(THREADS, 1) void keys_kernel(const kvc_attention_backward_args a, const settings set,
                                                        const float* delta) {
     using memory = backward_shared<T>;
     constexpr int PITCH = memory::PITCH, P_PITCH = memory::P_PITCH;
@@ -283,7 +283,7 @@ __global__ __launch_bounds__(THREADS) void keys_kernel(const kvc_attention_backw
 }
 
 template <class T>
-__global__ __launch_bounds__(THREADS) void queries_kernel(const kvc_attention_backward_args a, const settings set,
+__global__ __launch_bounds__(THREADS, 1) void queries_kernel(const kvc_attention_backward_args a, const settings set,
                                                           const float* delta, int tiles_of_queries) {
     using memory = backward_shared<T>;
     constexpr int PITCH = memory::PITCH, P_PITCH = memory::P_PITCH;

@@ -1,9 +1,12 @@
 // What the kernels of DMC's partial averages share: the gates of a row, the columns of a warp, how long rows are cut.
 #pragma once
+#include <type_traits>
+
 #include "kvc_cuda.h"
 #include "types.cuh"
 
 constexpr int WARPS = 4;     // of a block whose warps work alone
+constexpr int RESIDENT = 4;  // such blocks of a multiprocessor: 128 registers are there for what a lane reads ahead
 constexpr int COLUMNS = 4;   // neighbouring columns of a lane
 constexpr int SLAB = 32 * COLUMNS;
 constexpr float FADED = 0x1p-40f;  // of the weight: below the rounding of what is there
@@ -90,7 +93,8 @@ __device__ inline void advance(float (&state)[COLUMNS], float keep, float add, c
 
 template <class X>
 __device__ inline X* token_at(const kvc_view& view, const kvc_dmc_accumulate_args& a, int64_t row, int64_t t) {
-    return static_cast<X*>(view.data) + row / a.Hkv * view.stride_b + row % a.Hkv * view.stride_h + t * view.stride_t;
+    const unsigned heads = static_cast<unsigned>(a.Hkv), r = static_cast<unsigned>(row);
+    return static_cast<X*>(view.data) + r / heads * view.stride_b + r % heads * view.stride_h + t * view.stride_t;
 }
 
 // ---- how rows are cut ----
@@ -127,14 +131,75 @@ struct dmc_item {
     int which;  // 0: keys, 1: values
 };
 
-__device__ inline dmc_item item_of(const dmc_cut& cut, int64_t item, int64_t segments) {
+// In 32 bits, which valid_dmc_sizes sees to: a division of 64 bits is a call that costs registers.
+__device__ inline dmc_item item_of(const dmc_cut& cut, int64_t index, int64_t count) {
+    const unsigned item = static_cast<unsigned>(index), slabs = static_cast<unsigned>(cut.slabs);
+    const unsigned segments = static_cast<unsigned>(count);
     dmc_item found;
-    found.d = item % cut.slabs * SLAB + threadIdx.x % 32 * COLUMNS;
-    found.which = static_cast<int>(item / cut.slabs % 2);
-    found.segment = item / cut.slabs / 2 % segments;
-    found.row = item / cut.slabs / 2 / segments;
+    found.d = item % slabs * SLAB + threadIdx.x % 32 * COLUMNS;
+    found.which = static_cast<int>(item / slabs % 2);
+    found.segment = item / slabs / 2 % segments;
+    found.row = item / slabs / 2 / segments;
     return found;
 }
+
+// ---- the columns of a lane, token by token ----
+
+// Of one row of a view. A column past D reads column 0 and writes nothing, a token past the last one reads that: no branch
+// stands between a load and the next one, so that those of AHEAD tokens are on their way at a time.
+template <bool WHOLE, class X>
+struct lane_columns {
+    static constexpr int AHEAD = WHOLE && sizeof(X) == 2 ? 16 : 8;
+    // As they lie in memory: 2 to 4 registers of a 16-byte or 8-byte load, or one element each
+    using raw = std::conditional_t<WHOLE, std::conditional_t<sizeof(X) == 4, uint4, uint2>, packed<X, COLUMNS>>;
+
+    X* token;  // 0; at the lane's first column if that is inside
+    int64_t stride;
+    int last;  // token
+    bool inside[COLUMNS], counts[COLUMNS];  // not past D; nor the neuron
+
+    __device__ lane_columns(const kvc_view& view, const kvc_dmc_accumulate_args& a, const dmc_item& item, int64_t neuron)
+        : token(token_at<X>(view, a, item.row, 0) + (item.d < a.D ? item.d : 0)),
+          stride(view.stride_t),
+          last(static_cast<int>(a.T) - 1) {
+        KVC_UNROLL
+        for (int e = 0; e < COLUMNS; e++) {
+            inside[e] = item.d + e < a.D;
+            counts[e] = inside[e] && item.d + e != neuron;
+        }
+    }
+
+    __device__ raw load(int64_t t) const {
+        const int there = static_cast<int>(t);
+        const X* from = token + (there < last ? there : last) * stride;
+        if constexpr (WHOLE) {
+            return *reinterpret_cast<const raw*>(from);
+        } else {
+            raw x;
+            KVC_UNROLL
+            for (int e = 0; e < COLUMNS; e++) x.at[e] = from[inside[e] ? e : 0];
+            return x;
+        }
+    }
+
+    __device__ void unpack(float (&x)[COLUMNS], const raw& from) const {
+        packed<X, COLUMNS> elements;
+        memcpy(&elements, &from, sizeof elements);
+        KVC_UNROLL
+        for (int e = 0; e < COLUMNS; e++) x[e] = counts[e] ? to_float(elements.at[e]) : 0.0f;
+    }
+
+    __device__ void store(int64_t t, const float (&x)[COLUMNS]) const {
+        X* to = token + t * stride;
+        if constexpr (WHOLE) {
+            if (inside[0]) ::store<COLUMNS>(to, x);
+        } else {
+            KVC_UNROLL
+            for (int e = 0; e < COLUMNS; e++)
+                if (inside[e]) from_float(x[e], to[e]);
+        }
+    }
+};
 
 // ---- host ----
 

@@ -9,7 +9,6 @@
 
 namespace {
 
-constexpr int AHEAD = 8;   // rows that a warp reads before it uses the first
 constexpr int JOINED = 8;  // segments whose ends a thread reads before it uses the first
 
 __device__ inline float* states_at(const kvc_dmc_accumulate_args& a, const dmc_cut& cut, int64_t row, int64_t chunk) {
@@ -26,27 +25,32 @@ __global__ __launch_bounds__(MOST_THREADS) void weights_kernel(const kvc_dmc_acc
         [&](int64_t t, float, float now) { z[t] = now; });
 }
 
-// Takes a warp's columns of tokens [begin, end) into state; out, if there is one, gets the state behind each of them.
+// The tokens that are averaged: keys without the neuron, or values.
 template <bool WHOLE, class X>
-__device__ inline void fold(const kvc_dmc_accumulate_args& a, const dmc_row& row, const dmc_item& item, int64_t begin,
-                            int64_t end, float (&state)[COLUMNS], const kvc_view* out) {
-    const kvc_view& view = item.which ? a.v : a.k;
-    const int64_t neuron = item.which ? -1 : a.neuron, lane = threadIdx.x % 32;
+__device__ inline lane_columns<WHOLE, X> averaged(const kvc_dmc_accumulate_args& a, const dmc_item& item) {
+    return {item.which ? a.v : a.k, a, item, item.which ? -1 : a.neuron};
+}
+
+// Takes a warp's columns of tokens [begin, end) into state; STORED: `out` gets the state behind each of them.
+template <bool STORED, bool WHOLE, class X>
+__device__ inline void fold(const dmc_row& row, const lane_columns<WHOLE, X>& from, const lane_columns<WHOLE, X>& out,
+                            int64_t begin, int64_t end, float (&state)[COLUMNS]) {
+    constexpr int AHEAD = lane_columns<WHOLE, X>::AHEAD;
+    const int64_t lane = threadIdx.x % 32;
     for (int64_t group = begin; group < end; group += 32) {
         const int n = static_cast<int>(end - group < 32 ? end - group : 32);
         const float keep = lane < n ? share_of(row, group + lane) : 0.0f;
         const float add = lane < n ? row.omega[group + lane] / row.z[group + lane] : 0.0f;
         for (int first = 0; first < n; first += AHEAD) {
-            float x[AHEAD][COLUMNS];
+            typename lane_columns<WHOLE, X>::raw x[AHEAD];
             KVC_UNROLL
-            for (int i = 0; i < AHEAD; i++)
-                if (first + i < n)
-                    load_columns<WHOLE>(x[i], token_at<const X>(view, a, item.row, group + first + i), item.d, a.D, neuron);
+            for (int i = 0; i < AHEAD; i++) x[i] = from.load(group + first + i);
             KVC_UNROLL
-            for (int i = 0; i < AHEAD; i++) {
-                if (first + i >= n) break;
-                advance(state, __shfl_sync(FULL_WARP, keep, first + i), __shfl_sync(FULL_WARP, add, first + i), x[i]);
-                if (out) store_columns<WHOLE>(token_at<X>(*out, a, item.row, group + first + i), state, item.d, a.D);
+            for (int i = 0; i < AHEAD; i++) {  // behind the last token of a row the state is lost, but nobody asks for it
+                float token[COLUMNS];
+                from.unpack(token, x[i]);
+                advance(state, __shfl_sync(FULL_WARP, keep, first + i), __shfl_sync(FULL_WARP, add, first + i), token);
+                if (STORED && first + i < n) out.store(group + first + i, state);
             }
         }
     }
@@ -55,7 +59,7 @@ __device__ inline void fold(const kvc_dmc_accumulate_args& a, const dmc_row& row
 // The end of segment s, as the state before segment s + 1, and what it leaves of the state before it; 0 if that has
 // faded: then the tokens before those that were read have too.
 template <bool WHOLE, class X>
-__global__ __launch_bounds__(WARPS * 32) void ends_kernel(const kvc_dmc_accumulate_args a, const dmc_cut cut) {
+__global__ __launch_bounds__(WARPS * 32, RESIDENT) void ends_kernel(const kvc_dmc_accumulate_args a, const dmc_cut cut) {
     const int64_t lane = threadIdx.x % 32, items = cut.rows * (cut.segments - 1) * 2 * cut.slabs;
     float* shares = static_cast<float*>(a.scratch);
     for (int64_t i = first_warp(); i < items; i += warps_between()) {
@@ -68,7 +72,8 @@ __global__ __launch_bounds__(WARPS * 32) void ends_kernel(const kvc_dmc_accumula
             begin -= 32;
             share *= warp_product(share_of(row, begin + lane));
         }
-        fold<WHOLE, X>(a, row, item, begin, end, state, nullptr);
+        const lane_columns<WHOLE, X> from = averaged<WHOLE, X>(a, item);
+        fold<false>(row, from, from, begin, end, state);
         float* to = states_at(a, cut, item.row, (item.segment + 1) * cut.span) + item.which * a.D;
         store_columns<false>(to, state, item.d, a.D);
         // also a NaN: the tokens behind it are NaN anyway
@@ -103,13 +108,14 @@ __global__ __launch_bounds__(WARPS * 32) void join_kernel(const kvc_dmc_accumula
 }
 
 template <bool WHOLE, class X>
-__global__ __launch_bounds__(WARPS * 32) void forward_kernel(const kvc_dmc_accumulate_args a, const dmc_cut cut) {
+__global__ __launch_bounds__(WARPS * 32, RESIDENT) void forward_kernel(const kvc_dmc_accumulate_args a, const dmc_cut cut) {
     const int64_t items = cut.rows * cut.segments * 2 * cut.slabs;
     for (int64_t i = first_warp(); i < items; i += warps_between()) {
         const dmc_item item = item_of(cut, i, cut.segments);
         const dmc_row row = row_of(a, item.row);
         const int64_t first = item.segment * cut.span;
         const int64_t last = first + cut.span < cut.chunks ? first + cut.span : cut.chunks;
+        const lane_columns<WHOLE, X> from = averaged<WHOLE, X>(a, item), out(item.which ? a.out_v : a.out_k, a, item, -1);
         float state[COLUMNS];
         for (int64_t chunk = first; chunk < last; chunk++) {
             const int64_t t = chunk * KVC_DMC_CHUNK, end = t + KVC_DMC_CHUNK < a.T ? t + KVC_DMC_CHUNK : a.T;
@@ -118,7 +124,7 @@ __global__ __launch_bounds__(WARPS * 32) void forward_kernel(const kvc_dmc_accum
                 load_columns<false>(state, states, item.d, a.D, -1);
             else
                 store_columns<false>(states, state, item.d, a.D);
-            fold<WHOLE, X>(a, row, item, t, end, state, item.which ? &a.out_v : &a.out_k);
+            fold<true>(row, from, out, t, end, state);
         }
     }
 }
@@ -130,7 +136,7 @@ bool valid_dmc_sizes(const kvc_dmc_accumulate_args& a) {
     if (a.neuron < -1 || a.neuron >= a.D || a.window < 0 || (a.window && a.initial_z)) return false;
     if (a.window > KVC_DMC_MAX_WINDOW && a.window < a.T) return false;
     if (dmc_nothing_to_do(a)) return true;
-    return a.B <= MAX_GRID_X / a.Hkv;
+    return a.B <= MAX_GRID_X / a.Hkv / 4 / ceil_div(a.D, SLAB);  // items are counted in 32 bits
 }
 
 bool valid_dmc_inputs(const kvc_dmc_accumulate_args& a) {

@@ -29,6 +29,24 @@ workspace workspace_of(const kvc_dmc_accumulate_args& a, const dmc_cut& cut, voi
     return w;
 }
 
+// Sums of GROUP values over the warp: lane l gets that of value l / 4. The two halves of the warp divide the values between
+// them, then the quarters: 9 shuffles in place of 40.
+__device__ inline float warp_sums(float (&x)[GROUP]) {
+    static_assert(GROUP == 8, "three halvings leave one value per lane");
+    const int lane = threadIdx.x % 32;
+    KVC_UNROLL
+    for (int half = 4; half > 0; half /= 2) {
+        const bool upper = lane & 4 * half;
+        KVC_UNROLL
+        for (int i = 0; i < half; i++) {
+            const float own = upper ? x[half + i] : x[i], other = upper ? x[i] : x[half + i];
+            x[i] = own + __shfl_xor_sync(FULL_WARP, other, 4 * half);
+        }
+    }
+    const float sum = x[0] + __shfl_xor_sync(FULL_WARP, x[0], 2);
+    return sum + __shfl_xor_sync(FULL_WARP, sum, 1);
+}
+
 // What of the gradient of token t + 1 reaches token t; 0 at the end of the row.
 __device__ inline float share_of_next(const dmc_row& row, int64_t t, int64_t T) {
     return t + 1 < T ? share_of(row, t + 1) : 0.0f;
@@ -36,13 +54,14 @@ __device__ inline float share_of_next(const dmc_row& row, int64_t t, int64_t T) 
 
 // G[t] of the first token of segment s + 1, as if nothing lay behind that segment.
 template <bool WHOLE, class X>
-__global__ __launch_bounds__(WARPS * 32) void starts_kernel(const kvc_dmc_accumulate_backward_args args, const dmc_cut cut, const workspace w) {
+__global__ __launch_bounds__(WARPS * 32, RESIDENT) void starts_kernel(const kvc_dmc_accumulate_backward_args args, const dmc_cut cut, const workspace w) {
     const kvc_dmc_accumulate_args& a = args.forward;
+    constexpr int AHEAD = lane_columns<WHOLE, X>::AHEAD;
     const int lane = threadIdx.x % 32;
     for (int64_t i = first_warp(); i < cut.rows * (cut.segments - 1) * 2 * cut.slabs; i += warps_between()) {
         const dmc_item item = item_of(cut, i, cut.segments - 1);
         const dmc_row row = row_of(a, item.row);
-        const kvc_view& dout = item.which ? args.dout_v : args.dout_k;
+        const lane_columns<WHOLE, X> dout(item.which ? args.dout_v : args.dout_k, a, item, item.which ? -1 : a.neuron);
         const int64_t first = first_token(cut, item.segment + 1, a.T), after = first_token(cut, item.segment + 2, a.T);
         // tokens whose gradient still counts at the first one; share: of the one behind them
         int64_t end = first;
@@ -53,13 +72,19 @@ __global__ __launch_bounds__(WARPS * 32) void starts_kernel(const kvc_dmc_accumu
         }
         float G[COLUMNS] = {};
         for (int64_t group = (end - 1 - first) / 32 * 32 + first; group >= first; group -= 32) {
-            const int n = static_cast<int>(end - group < 32 ? end - group : 32);
             const float next = group + lane + 1 < end ? share_of(row, group + lane + 1) : 0.0f;
-            for (int t = n - 1; t >= 0; t--) {
-                float g[COLUMNS];
-                load_columns<WHOLE>(g, token_at<const X>(dout, a, item.row, group + t), item.d, a.D,
-                                    item.which ? -1 : a.neuron);
-                advance(G, __shfl_sync(FULL_WARP, next, t), 1.0f, g);
+            // Tokens behind the last one leave in G what its share, 0, drops
+            for (int begin = 32 - AHEAD; begin >= 0; begin -= AHEAD) {
+                if (group + begin >= end) continue;
+                typename lane_columns<WHOLE, X>::raw x[AHEAD];
+                KVC_UNROLL
+                for (int j = 0; j < AHEAD; j++) x[j] = dout.load(group + begin + j);
+                KVC_UNROLL
+                for (int j = AHEAD - 1; j >= 0; j--) {
+                    float g[COLUMNS];
+                    dout.unpack(g, x[j]);
+                    advance(G, __shfl_sync(FULL_WARP, next, begin + j), 1.0f, g);
+                }
             }
         }
         store_columns<false>(w.carries + ((item.row * cut.segments + item.segment) * 2 + item.which) * a.D, G, item.d, a.D);
@@ -80,16 +105,17 @@ __global__ __launch_bounds__(WARPS * 32) void join_back_kernel(const kvc_dmc_acc
 }
 
 template <bool WHOLE, class X>
-__global__ __launch_bounds__(WARPS * 32) void backward_kernel(const kvc_dmc_accumulate_backward_args args, const dmc_cut cut, const workspace w) {
+__global__ __launch_bounds__(WARPS * 32, WHOLE ? RESIDENT - 1 : RESIDENT - 2) void backward_kernel(const kvc_dmc_accumulate_backward_args args, const dmc_cut cut, const workspace w) {
     __shared__ float starts_of_groups[WARPS][CHUNK / GROUP][SLAB];  // each lane reads what it wrote
     const kvc_dmc_accumulate_args& a = args.forward;
     const int lane = threadIdx.x % 32;
     for (int64_t i = first_warp(); i < cut.rows * cut.segments * 2 * cut.slabs; i += warps_between()) {
         const dmc_item item = item_of(cut, i, cut.segments);
         const dmc_row row = row_of(a, item.row);
-        const kvc_view &x_view = item.which ? a.v : a.k, &dx_view = item.which ? args.dv : args.dk;
-        const kvc_view& g_view = item.which ? args.dout_v : args.dout_k;
         const int64_t neuron = item.which ? -1 : a.neuron, first = item.segment * cut.span;
+        const lane_columns<WHOLE, X> tokens(item.which ? a.v : a.k, a, item, neuron);
+        const lane_columns<WHOLE, X> dtokens(item.which ? args.dv : args.dk, a, item, neuron);
+        const lane_columns<WHOLE, X> douts(item.which ? args.dout_v : args.dout_k, a, item, neuron);
         const int64_t last = first + cut.span < cut.chunks ? first + cut.span : cut.chunks;
         float* dbeta = w.dbeta + ((item.d / SLAB * 2 + item.which) * cut.rows + item.row) * a.T;
         float G[COLUMNS] = {};
@@ -108,12 +134,14 @@ __global__ __launch_bounds__(WARPS * 32) void backward_kernel(const kvc_dmc_accu
                     float* start = starts_of_groups[threadIdx.x / 32][(half - t0 + group) / GROUP] + lane * COLUMNS;
                     KVC_UNROLL
                     for (int e = 0; e < COLUMNS; e++) start[e] = state[e];
+                    typename lane_columns<WHOLE, X>::raw from[GROUP];
                     KVC_UNROLL
-                    for (int j = group; j < group + GROUP; j++) {
-                        if (half + j >= a.T) break;
+                    for (int j = 0; j < GROUP; j++) from[j] = tokens.load(half + group + j);
+                    KVC_UNROLL
+                    for (int j = 0; j < GROUP; j++) {
                         float x[COLUMNS];
-                        load_columns<WHOLE>(x, token_at<const X>(x_view, a, item.row, half + j), item.d, a.D, neuron);
-                        advance(state, __shfl_sync(FULL_WARP, keep, j), __shfl_sync(FULL_WARP, add, j), x);
+                        tokens.unpack(x, from[j]);
+                        advance(state, __shfl_sync(FULL_WARP, keep, group + j), __shfl_sync(FULL_WARP, add, group + j), x);
                     }
                 }
             }
@@ -127,35 +155,38 @@ __global__ __launch_bounds__(WARPS * 32) void backward_kernel(const kvc_dmc_accu
                 for (int group = 32 - GROUP; group >= 0; group -= GROUP) {
                     if (half + group >= a.T) continue;
                     const float* start = starts_of_groups[threadIdx.x / 32][(half - t0 + group) / GROUP] + lane * COLUMNS;
-                    float difference[GROUP][COLUMNS], g[GROUP][COLUMNS];
                     KVC_UNROLL
                     for (int e = 0; e < COLUMNS; e++) state[e] = start[e];
+                    typename lane_columns<WHOLE, X>::raw x[GROUP], g[GROUP];
+                    KVC_UNROLL
+                    for (int j = 0; j < GROUP; j++) x[j] = tokens.load(half + group + j);
+                    KVC_UNROLL
+                    for (int j = 0; j < GROUP; j++) g[j] = douts.load(half + group + j);
+                    float difference[GROUP][COLUMNS], dots[GROUP] = {};
                     KVC_UNROLL
                     for (int j = 0; j < GROUP; j++) {
-                        if (half + group + j >= a.T) break;
-                        float x[COLUMNS];
-                        load_columns<WHOLE>(x, token_at<const X>(x_view, a, item.row, half + group + j), item.d, a.D, neuron);
-                        load_columns<WHOLE>(g[j], token_at<const X>(g_view, a, item.row, half + group + j), item.d, a.D,
-                                            neuron);
+                        float token[COLUMNS];
+                        tokens.unpack(token, x[j]);
                         KVC_UNROLL
-                        for (int e = 0; e < COLUMNS; e++) difference[j][e] = state[e] - x[e];
-                        advance(state, __shfl_sync(FULL_WARP, keep, group + j), __shfl_sync(FULL_WARP, add, group + j), x);
+                        for (int e = 0; e < COLUMNS; e++) difference[j][e] = state[e] - token[e];
+                        advance(state, __shfl_sync(FULL_WARP, keep, group + j), __shfl_sync(FULL_WARP, add, group + j), token);
                     }
+                    // Tokens behind the last one leave in G what its share, 0, drops
                     KVC_UNROLL
                     for (int j = GROUP - 1; j >= 0; j--) {
-                        if (half + group + j >= a.T) continue;
-                        advance(G, __shfl_sync(FULL_WARP, next, group + j), 1.0f, g[j]);
+                        float dout[COLUMNS], dx[COLUMNS];
+                        douts.unpack(dout, g[j]);
+                        advance(G, __shfl_sync(FULL_WARP, next, group + j), 1.0f, dout);
                         const float share = __shfl_sync(FULL_WARP, add, group + j);
-                        float dx[COLUMNS], dot = 0.0f;
                         KVC_UNROLL
                         for (int e = 0; e < COLUMNS; e++) {
-                            dot = fmaf(G[e], difference[j][e], dot);
+                            dots[j] = fmaf(G[e], difference[j][e], dots[j]);
                             dx[e] = item.d + e == neuron ? 0.0f : share * G[e];
                         }
-                        store_columns<WHOLE>(token_at<X>(dx_view, a, item.row, half + group + j), dx, item.d, a.D);
-                        dot = warp_sum(dot);
-                        if (lane == group + j) sum = dot;
+                        if (half + group + j < a.T) dtokens.store(half + group + j, dx);
                     }
+                    const float dot = __shfl_sync(FULL_WARP, warp_sums(dots), 4 * (lane - group));
+                    if (lane >= group && lane < group + GROUP) sum = dot;
                 }
                 if (there) dbeta[half + lane] = sum;
             }

@@ -71,7 +71,7 @@ __device__ inline float held_for(const float (&held)[HALVES], int away) {
 static_assert(HALVES == 2, "held_for tells two halves apart");
 
 template <bool WHOLE, class X>
-__global__ __launch_bounds__(WARPS * 32) void forward_kernel(const kvc_dmc_accumulate_args a, int64_t rows, int64_t tiles) {
+__global__ __launch_bounds__(WARPS * 32, RESIDENT) void forward_kernel(const kvc_dmc_accumulate_args a, int64_t rows, int64_t tiles) {
     const int lane = threadIdx.x % 32;
     for (int64_t i = first_warp(); i < rows * tiles; i += warps_between()) {
         const int64_t r = i / tiles;
@@ -101,7 +101,7 @@ __global__ __launch_bounds__(WARPS * 32) void forward_kernel(const kvc_dmc_accum
 
 // u[t, l] = <g[t], x[t - l] - out[t]> / z[t] over keys and values: the gradient of the weight of token t - l in out[t].
 template <bool WHOLE, class X>
-__global__ __launch_bounds__(WARPS * 32) void weights_kernel(const kvc_dmc_accumulate_backward_args args, int64_t rows, int64_t tiles) {
+__global__ __launch_bounds__(WARPS * 32, RESIDENT) void weights_kernel(const kvc_dmc_accumulate_backward_args args, int64_t rows, int64_t tiles) {
     const kvc_dmc_accumulate_args& a = args.forward;
     const int lane = threadIdx.x % 32;
     for (int64_t i = first_warp(); i < rows * tiles; i += warps_between()) {
@@ -142,7 +142,7 @@ __global__ __launch_bounds__(WARPS * 32) void weights_kernel(const kvc_dmc_accum
 
 // dx[j] from the averages that token j is in.
 template <bool WHOLE, class X>
-__global__ __launch_bounds__(WARPS * 32) void backward_kernel(const kvc_dmc_accumulate_backward_args args, int64_t rows, int64_t tiles) {
+__global__ __launch_bounds__(WARPS * 32, RESIDENT) void backward_kernel(const kvc_dmc_accumulate_backward_args args, int64_t rows, int64_t tiles) {
     const kvc_dmc_accumulate_args& a = args.forward;
     const int lane = threadIdx.x % 32;
     for (int64_t i = first_warp(); i < rows * tiles; i += warps_between()) {

@@ -27,6 +27,7 @@
 // The block's dynamic shared memory; at most one per kernel.
 #define KVC_DYNAMIC_SHARED(type, name) type* name = static_cast<type*>(kvc_emulation::dynamic_shared())
 #define KVC_UNROLL
+#define KVC_ROLLED
 #else
 #define KVC_ENQUEUE(kernel, grid, block, shared_bytes, stream, ...) \
     (kernel)<<<grid, block, shared_bytes, stream>>>(__VA_ARGS__)
@@ -34,6 +35,7 @@
     extern __shared__ __align__(16) unsigned char name##_bytes[]; \
     type* name = reinterpret_cast<type*>(name##_bytes)
 #define KVC_UNROLL _Pragma("unroll")
+#define KVC_ROLLED _Pragma("unroll 1")  // where more turns at a time would cost registers
 #endif
 
 constexpr int MOST_THREADS = 1024;  // of a block

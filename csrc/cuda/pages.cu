@@ -2,16 +2,20 @@
 //
 // Must move: append 2*R*S*slot bytes, compaction 2*R*K*slot bytes and 4*R*K bytes of indices; the tables are a few bytes
 // per row. No arithmetic: the ceiling is memory bandwidth; with one token per row, the latency of the two launches.
-// Pages are handed out by one block (prefix sums over the rows, so that the same call gives the same pages), moved by
-// one block per row or slice of a row, and given up with atomics.
+// Pages are handed out by one block (prefix sums over the rows, so that the same call gives the same pages), filled by
+// one block per row and tile of tokens, or moved by one per row and slice of its slots, and given up with atomics.
 #include "extend.cuh"
 
 namespace {
 
 constexpr int THREADS = 128;
 constexpr int TILE = 64;         // tokens that one block appends
-constexpr int SLOTS = 4;         // slots that a thread of a compaction holds in registers between load and store
-constexpr int SLICE_BYTES = 64;  // bytes of each slot that one block of a compaction moves: two sectors of memory
+
+// Of a compaction
+constexpr int MOVERS = 256;         // threads of a block
+constexpr int SLOTS = 4;            // slots that a thread reads while it writes as many
+constexpr int SLICE_BYTES = 64;     // of each slot that a block moves: two sectors of memory; one of them where
+constexpr int FEWEST_BLOCKS = 256;  // otherwise fewer than two blocks would come to a multiprocessor
 
 // ---- append ----
 
@@ -113,37 +117,89 @@ __global__ __launch_bounds__(MOST_THREADS) void claim_kernel(const kvc_compact_p
     if (threadIdx.x == 0) table.free_count[0] = static_cast<int32_t>(held);
 }
 
-// A block moves one slice of every kept slot of one row, tile by tile: a tile is read whole before it is written, and
-// as indices[j] >= j no later tile reads a slot that an earlier one wrote.
+// How the arrays of a compaction are cut into slices, one for each block of a row.
+struct move_plan {
+    int slices[KVC_MAX_SLOT_ARRAYS];  // of each array
+    int units[KVC_MAX_SLOT_ARRAYS];   // bytes that one load moves
+    int all, slice_bytes;
+    int page_shift;  // log2(P), or -1 where P is no power of two
+};
+
+__device__ inline int64_t page_of(const kvc_page_table& table, const move_plan& plan, int64_t slot) {
+    // 32 bits: a row holds fewer slots, and a division of 64 takes a hundred instructions
+    return plan.page_shift >= 0 ? slot >> plan.page_shift : static_cast<unsigned>(slot) / static_cast<unsigned>(table.P);
+}
+
+// Moves one slice of every kept slot of a row, tile by tile. As indices[j] >= j, a tile reads no slot that an earlier one
+// writes: while it is written, the next one is read, and the indices of the one after that.
 template <class Unit>
-__global__ __launch_bounds__(THREADS) void move_kernel(const kvc_compact_pages_args a, const kvc_slot_array array, int64_t slices) {
-    constexpr int LANES = SLICE_BYTES / static_cast<int>(sizeof(Unit)), GROUPS = THREADS / LANES;
+__device__ inline void move_slice(const kvc_compact_pages_args& a, const move_plan& plan, const kvc_slot_array& array,
+                                  int64_t row, int slice) {
     const kvc_page_table& table = a.table;
-    if (a.scratch[table.R * table.blocks]) return;
-    const int64_t row = blockIdx.x / slices, units = array.slot_bytes / static_cast<int64_t>(sizeof(Unit));
-    const int64_t unit = blockIdx.x % slices * LANES + threadIdx.x % LANES;
-    const int group = static_cast<int>(threadIdx.x) / LANES;
-    const int64_t kept = kept_of(a, row), length = held_of(table, row);
-    Unit* pages = static_cast<Unit*>(array.pages) + unit;
-    for (int64_t tile = 0; tile < kept; tile += GROUPS * SLOTS) {
-        Unit held[SLOTS];
-        int64_t to[SLOTS];
+    const int lanes = plan.slice_bytes / static_cast<int>(sizeof(Unit)), groups = MOVERS / lanes;
+    const int group = static_cast<int>(threadIdx.x) / lanes;
+    const int64_t units = array.slot_bytes / static_cast<int64_t>(sizeof(Unit));
+    const int64_t unit = static_cast<int64_t>(slice) * lanes + threadIdx.x % lanes;
+    const int64_t kept = kept_of(a, row), length = held_of(table, row), step = groups * SLOTS;
+    const int32_t *indices = a.indices + row * a.K, *pages_of_row = entry(table, row, 0);
+    const int32_t* targets = a.scratch + row * table.blocks;
+    Unit* slots = static_cast<Unit*>(array.pages) + unit;
+
+    int64_t from[SLOTS];  // slots of the tile to be read next; -1: none
+    const auto ask = [&](int64_t tile) {
         KVC_UNROLL
         for (int i = 0; i < SLOTS; i++) {
-            const int64_t j = tile + i * GROUPS + group;
-            const int64_t from = j < kept && unit < units ? a.indices[row * a.K + j] : -1;
-            to[i] = -1;
-            if (from < 0 || from >= length) continue;
-            const int32_t source = *entry(table, row, from / table.P);
-            const int32_t page = a.scratch[row * table.blocks + j / table.P];
-            if (!page_exists(table, source) || !page_exists(table, page)) continue;
-            to[i] = (page * table.P + j % table.P) * units;
-            held[i] = pages[(source * table.P + from % table.P) * units];
+            const int64_t j = tile + i * groups + group;
+            from[i] = -1;
+            if (j < kept && unit < units) from[i] = indices[j];
         }
-        __syncthreads();
+    };
+    const auto read = [&](int64_t tile, Unit (&values)[SLOTS], int64_t (&to)[SLOTS]) {
+        int64_t at[SLOTS];
+        KVC_UNROLL
+        for (int i = 0; i < SLOTS; i++) {
+            const int64_t j = tile + i * groups + group;
+            int32_t source = -1, target = -1;
+            if (from[i] >= 0 && from[i] < length) {
+                source = pages_of_row[page_of(table, plan, from[i])];
+                target = targets[page_of(table, plan, j)];
+            }
+            const bool there = page_exists(table, source) && page_exists(table, target);
+            at[i] = (source * table.P + from[i] - page_of(table, plan, from[i]) * table.P) * units;
+            to[i] = there ? (target * table.P + j - page_of(table, plan, j) * table.P) * units : -1;
+        }
         KVC_UNROLL
         for (int i = 0; i < SLOTS; i++)
-            if (to[i] >= 0) pages[to[i]] = held[i];
+            if (to[i] >= 0) values[i] = slots[at[i]];
+    };
+    Unit values[SLOTS], next[SLOTS];
+    int64_t to[SLOTS], next_to[SLOTS];
+    ask(0);
+    read(0, values, to);
+    ask(step);
+    for (int64_t tile = 0; tile < kept; tile += step) {
+        __syncthreads();  // all of this tile is read
+        read(tile + step, next, next_to);
+        ask(tile + 2 * step);
+        KVC_UNROLL
+        for (int i = 0; i < SLOTS; i++) {
+            if (to[i] >= 0) slots[to[i]] = values[i];
+            values[i] = next[i];
+            to[i] = next_to[i];
+        }
+    }
+}
+
+__global__ __launch_bounds__(MOVERS) void move_kernel(const kvc_compact_pages_args a, const move_plan plan) {
+    if (a.scratch[a.table.R * a.table.blocks]) return;
+    const int64_t row = blockIdx.x / static_cast<unsigned>(plan.all);
+    int slice = static_cast<int>(blockIdx.x % static_cast<unsigned>(plan.all)), i = 0;
+    while (slice >= plan.slices[i]) slice -= plan.slices[i++];
+    switch (plan.units[i]) {
+        case 16: return move_slice<uint4>(a, plan, a.arrays[i], row, slice);
+        case 4: return move_slice<uint32_t>(a, plan, a.arrays[i], row, slice);
+        case 2: return move_slice<uint16_t>(a, plan, a.arrays[i], row, slice);
+        default: return move_slice<uint8_t>(a, plan, a.arrays[i], row, slice);
     }
 }
 
@@ -198,6 +254,24 @@ cudaError_t with_unit(int bytes, Fn fn) {
     }
 }
 
+move_plan plan_of(const kvc_compact_pages_args& a) {
+    move_plan plan = {};
+    plan.page_shift = -1;
+    if ((a.table.P & (a.table.P - 1)) == 0)
+        for (int64_t P = a.table.P; P > 0; P /= 2) plan.page_shift++;
+    for (int bytes = SLICE_BYTES; bytes >= SLICE_BYTES / 2; bytes /= 2) {
+        plan.slice_bytes = bytes;
+        plan.all = 0;
+        for (int64_t i = 0; i < a.array_count; i++) {
+            plan.units[i] = unit_of(a.arrays[i], false);
+            plan.slices[i] = static_cast<int>(ceil_div(a.arrays[i].slot_bytes, bytes));
+            plan.all += plan.slices[i];
+        }
+        if (a.table.R * plan.all >= FEWEST_BLOCKS) break;
+    }
+    return plan;
+}
+
 }  // namespace
 
 extern "C" cudaError_t kvc_cuda_append_tokens(const kvc_append_tokens_args* args, cudaStream_t stream) {
@@ -240,17 +314,10 @@ extern "C" cudaError_t kvc_cuda_compact_pages(const kvc_compact_pages_args* args
     if (a.table.R == 0) return cudaSuccess;
     if (!a.scratch || (a.K && !a.indices)) return cudaErrorInvalidValue;
     KVC_LAUNCH(claim_kernel, 1, threads_for(a.table.R * a.table.blocks), 0, stream, a);
-    for (int64_t i = 0; i < a.array_count && a.K > 0; i++) {
-        const kvc_slot_array& array = a.arrays[i];
-        const int64_t slices = ceil_div(array.slot_bytes, SLICE_BYTES);
-        if (slices == 0) continue;
-        if (a.table.R > MAX_GRID_X / slices) return cudaErrorInvalidValue;
-        const auto launch = [&](auto type) {
-            const unsigned blocks = static_cast<unsigned>(a.table.R * slices);
-            KVC_LAUNCH((move_kernel<decltype(type)>), blocks, THREADS, 0, stream, a, array, slices);
-            return cudaSuccess;
-        };
-        KVC_TRY(with_unit(unit_of(array, false), launch));
+    const move_plan plan = plan_of(a);
+    if (plan.all > 0 && a.K > 0) {
+        if (a.table.R > MAX_GRID_X / plan.all) return cudaErrorInvalidValue;
+        KVC_LAUNCH(move_kernel, static_cast<unsigned>(a.table.R * plan.all), MOVERS, 0, stream, a, plan);
     }
     KVC_LAUNCH(settle_kernel, static_cast<unsigned>(a.table.R), THREADS, 0, stream, a);
     return cudaSuccess;

@@ -140,6 +140,7 @@ __device__ inline const T* row_of_b(const T* b, int pitch_b) {
 template <b_layout B, int N>
 __device__ inline void multiply_floats(float (&c)[N][4], const float* a, int pitch_a, const float* b, int pitch_b,
                                        int K, int tiles) {
+    KVC_ROLLED
     for (int k = 0; k < K; k += 4) {
         float upper[4], lower[4];
         load<4>(upper, a + k);

@@ -4,8 +4,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
 
@@ -19,7 +17,6 @@ def test_a_missing_directory_is_found_before_anything_is_measured(tmp_path):
     assert f"argument --json: the directory {tmp_path / 'missing'} does not exist" in " ".join(tried.stderr.split())
 
 
-@pytest.mark.parametrize(("name", "instead"), [("common.py", "decode.py"), ("gpu_ops.py", "gpu_check.py")])
-def test_a_file_that_is_no_script_names_one(name, instead):
-    tried = run(BENCHMARKS / name)
-    assert tried.returncode == 1 and instead in tried.stderr and "Traceback" not in tried.stderr
+def test_a_file_that_is_no_script_names_one():
+    tried = run(BENCHMARKS / "common.py")
+    assert tried.returncode == 1 and "decode.py" in tried.stderr and "Traceback" not in tried.stderr

@@ -26,7 +26,7 @@ static inline kvc_view kvc_dense_view(void *data, kvc_dtype dtype, int64_t H, in
 
 /* The array of pages that the tokens of a view are appended to. */
 static inline kvc_slot_array kvc_slots_of(void *pages, const kvc_view *tokens, int64_t D) {
-    const int64_t bytes = kvc_dtype_bytes(tokens->dtype);
+    const int64_t bytes = tokens->dtype == KVC_F32 ? 4 : 2;
     const kvc_slot_array slots = {pages, tokens->data, D * bytes, tokens->stride_b * bytes, tokens->stride_h * bytes,
                                   tokens->stride_t * bytes};
     return slots;

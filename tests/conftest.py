@@ -26,7 +26,9 @@ def _tables() -> list[str]:
     return found
 
 
-CUDA = ["emulated", *(["cuda"] if torch.cuda.is_available() else [])]
+# A second device too: while the first is the current one
+GPUS = [pytest.param(name, marks=pytest.mark.gpu) for name in ("cuda", "cuda:1")[: torch.cuda.device_count()]]
+CUDA = ["emulated", *GPUS]
 
 
 def _run(name: str, node: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
@@ -42,9 +44,9 @@ def _run(name: str, node: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]
                 warnings.simplefilter("ignore")  # that kernels are overridden
                 library = emulated.serve()
             yield name
-        elif name == "cuda":
-            with torch.device("cuda"):
-                yield name
+        elif name.startswith("cuda"):
+            with torch.device(name):
+                yield "cuda"
         else:
             ops.simd(name)
             yield name
@@ -70,6 +72,18 @@ def cpu(request, monkeypatch):
 @pytest.fixture(params=CUDA)
 def cuda(request, monkeypatch):
     """The CUDA kernels alone: for what they promise where they cannot raise."""
+    yield from _run(request.param, request.node.name, monkeypatch)
+
+
+@pytest.fixture(params=[_tables()[-1], *GPUS])
+def hardware(request, monkeypatch):
+    """The CPU's widest table, and a GPU if there is one: for sizes that the emulation takes too long for."""
+    yield from _run(request.param, request.node.name, monkeypatch)
+
+
+@pytest.fixture(params=GPUS or [pytest.param("cuda", marks=pytest.mark.skip("there is no GPU"))])
+def gpu(request, monkeypatch):
+    """A GPU: for what nothing else has."""
     yield from _run(request.param, request.node.name, monkeypatch)
 
 

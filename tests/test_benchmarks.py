@@ -48,9 +48,9 @@ def test_a_missing_directory_is_found_before_anything_is_measured(tmp_path):
     assert f"argument --json: the directory {tmp_path / 'missing'} does not exist" in " ".join(tried.stderr.split())
 
 
-def test_the_file_of_gpu_checks_names_the_program_that_runs_them():
-    tried = run("benchmarks/gpu/gpu_ops.py")
-    assert tried.returncode == 1 and "gpu_check.py" in tried.stderr and "Traceback" not in tried.stderr
+def test_a_file_that_is_no_script_names_one():
+    tried = run("benchmarks/common.py")
+    assert tried.returncode == 1 and "decode.py" in tried.stderr and "Traceback" not in tried.stderr
 
 
 def test_commands_of_results_and_files_in_texts_are_there():

@@ -1,3 +1,6 @@
+import ctypes
+
+import emulated
 import pytest
 import torch
 from helpers import DTYPES, MASKED_RANGES, assert_as_accurate
@@ -16,41 +19,46 @@ def check(queries, keys, **options):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("B", "Hq", "Hkv", "W", "T", "D"),
-    [(1, 1, 1, 1, 2, 16), (2, 4, 2, 8, 77, 64), (1, 8, 1, 32, 300, 128), (1, 3, 3, 5, 64, 33), (1, 2, 1, 65, 130, 256)],
-)
+    [(1, 1, 1, 1, 2, 16), (2, 4, 2, 8, 77, 64), (1, 8, 1, 32, 300, 128), (1, 3, 3, 5, 64, 33), (1, 2, 1, 65, 130, 256),
+     (3, 6, 3, 4, 200, 8), (1, 2, 1, 130, 200, 40)],
+)  # fmt: skip
 def test_scores_as_the_reference(backend, dtype, B, Hq, Hkv, W, T, D):
     queries, keys = torch.randn(B, Hq, W, D).to(dtype), torch.randn(B, Hkv, T, D).to(dtype)
     check(queries, keys)
 
 
+@pytest.mark.parametrize("dtype", DTYPES[:2])
 @pytest.mark.parametrize("reduce", ops.REDUCTIONS)
 @pytest.mark.parametrize("pooling", ops.POOLINGS)
 @pytest.mark.parametrize("kernel_size", [1, 3, 15])
-def test_every_reduction_and_pooling(backend, reduce, pooling, kernel_size):
-    queries, keys = 2 * torch.randn(1, 4, 6, 32), torch.randn(1, 2, 150, 32)
+def test_every_reduction_and_pooling(backend, reduce, pooling, kernel_size, dtype):
+    queries, keys = 2 * torch.randn(1, 4, 6, 32).to(dtype), torch.randn(1, 2, 150, 32).to(dtype)
     check(queries, keys, reduce=reduce, pooling=pooling, kernel_size=kernel_size)
 
 
+@pytest.mark.parametrize("dtype", DTYPES[:2])
 @pytest.mark.parametrize("reduce", ops.REDUCTIONS)
 @pytest.mark.parametrize("ranges", MASKED_RANGES)
-def test_masked_columns_and_own_keys(backend, ranges, reduce):
-    queries, keys = torch.randn(2, 4, 9, 32), 3 * torch.randn(2, 2, 150, 32)
+def test_masked_columns_and_own_keys(backend, ranges, reduce, dtype):
+    queries, keys = torch.randn(2, 4, 9, 32).to(dtype), 3 * torch.randn(2, 2, 150, 32).to(dtype)
     lengths = torch.tensor([150, 40], dtype=torch.int32)
     check(queries, keys, reduce=reduce, kernel_size=1, lengths=lengths, **ranges)
     check(queries, keys, reduce=reduce, pooling="max", kernel_size=3, lengths=lengths, **ranges)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("Hq", "Hkv", "T"), [(2, 1, 300), (1, 1, 64), (3, 3, 65), (1, 1, 1)])
-def test_every_query_scores_every_key_it_sees(backend, Hq, Hkv, T):
-    queries, keys = torch.randn(1, Hq, T, 16), torch.randn(1, Hkv, T, 16)
+def test_every_query_scores_every_key_it_sees(backend, Hq, Hkv, T, dtype):
+    queries, keys = torch.randn(1, Hq, T, 16).to(dtype), torch.randn(1, Hkv, T, 16).to(dtype)
     check(queries, keys, reduce="sum", kernel_size=1, skip_last=0)
     every = ops.window_scores(queries, keys, reduce="sum", kernel_size=1, skip_last=0)
     torch.testing.assert_close(every.sum(), torch.tensor(float(Hq * T)), rtol=1e-5, atol=0)
 
 
-def test_a_masked_key_does_not_hide_small_logits(backend):
+@pytest.mark.parametrize("dtype", DTYPES[:2])
+def test_a_masked_key_does_not_hide_small_logits(backend, dtype):
     """The heaviest key is masked before the exponentials, so that the others do not vanish beside it."""
-    queries, keys = torch.ones(1, 1, 1, 16), torch.randn(1, 1, 40, 16)
+    queries, keys = torch.ones(1, 1, 1, 16, dtype=dtype), torch.randn(1, 1, 40, 16).to(dtype)
     keys[0, 0, 1] = 100.0
     check(queries, keys, mask_first=2, kernel_size=1, scale=1.0)
     assert ops.window_scores(queries, keys, mask_first=2, kernel_size=1, scale=1.0)[0, 0, 2:].sum() > 0.5
@@ -85,15 +93,67 @@ def test_large_logits_do_not_overflow(backend):
     check(60 * torch.randn(1, 2, 3, 64), 60 * torch.randn(1, 1, 40, 64))
 
 
+@pytest.mark.parametrize("dtype", DTYPES[:2])
 @pytest.mark.parametrize("reduce", ops.REDUCTIONS)
 @pytest.mark.parametrize("kernel_size", [1, 5])
-def test_nan_key_spoils_its_head_only(backend, reduce, kernel_size):
-    queries, keys = torch.randn(1, 4, 3, 16), torch.randn(1, 2, 80, 16)
+def test_nan_key_spoils_its_head_only(backend, reduce, kernel_size, dtype):
+    queries, keys = torch.randn(1, 4, 3, 16).to(dtype), torch.randn(1, 2, 80, 16).to(dtype)
     keys[0, 1, 70, 3] = float("nan")
     options = {"reduce": reduce, "kernel_size": kernel_size}
     scores = ops.window_scores(queries, keys, **options)
     assert scores[0, 1].isnan().all()
-    assert torch.equal(scores[0, 0], ops.window_scores(queries[:, :2], keys[:, :1], **options)[0, 0])
+    torch.testing.assert_close(
+        scores[0, 0], ops.window_scores(queries[:, :2], keys[:, :1], **options)[0, 0], rtol=1e-6, atol=1e-9
+    )
+
+
+def keys_in_memory(layout: str) -> torch.Tensor:
+    """Keys [3, 2, 150, 16] in bfloat16 that lie in memory in different ways."""
+    shapes = {
+        "dense": lambda x: x(3, 2, 150, 16),
+        "room behind": lambda x: x(3, 2, 190, 16)[:, :, :150],
+        "room in front, heads apart": lambda x: x(3, 5, 190, 16)[:, 1:3, 40:],
+        "heads of a token beside each other": lambda x: x(3, 150, 2, 16).transpose(1, 2),
+        "one for all sequences": lambda x: x(1, 2, 150, 16).expand(3, 2, 150, 16),
+        "one for all heads": lambda x: x(3, 1, 150, 16).expand(3, 2, 150, 16),
+        "one token": lambda x: x(3, 2, 1, 16).expand(3, 2, 150, 16),
+        "odd rows": lambda x: x(3, 2, 150, 19)[..., :16],
+        "odd start": lambda x: x(3, 2, 150, 24)[..., 3:19],
+        "every second": lambda x: x(3, 2, 300, 16)[:, :, ::2],
+    }
+    return shapes[layout](lambda *shape: torch.randn(*shape).to(torch.bfloat16))
+
+
+NOT_ON_16_BYTES = ("one token", "odd rows", "odd start")  # or on top of each other
+
+
+@pytest.mark.parametrize(
+    "layout",
+    ["dense", "room behind", "room in front, heads apart", "heads of a token beside each other",
+     "one for all sequences", "one for all heads", "every second", *NOT_ON_16_BYTES],
+)  # fmt: skip
+def test_16_bit_keys_may_lie_anyhow(backend, layout):
+    keys = keys_in_memory(layout)
+    chunk = torch.randn(3, 4, 20, 24).to(torch.bfloat16)
+    for queries in (chunk[..., :16], chunk[:, :, -6:, 4:20], chunk[:, :, ::2, 1:17]):
+        check(queries, keys)
+        check(queries, keys, lengths=torch.tensor([150, 64, 101], dtype=torch.int32), reduce="max", kernel_size=1)
+    check(chunk[:, :2, -3:, :16], keys[:, 1:])  # one head, whose stride means nothing
+
+
+def test_sinks_and_softcap_of_16_bit_products(backend):
+    queries, keys = torch.randn(2, 6, 5, 32).half(), torch.randn(2, 3, 150, 32).half()
+    for sinks in (torch.randn(6), torch.full((6,), float("-inf")), torch.tensor([50.0, -9, 3, 0, -60, 1])):
+        check(queries, keys, sink_logits=sinks)
+        check(queries, keys, sink_logits=sinks, softcap=1.5, mask_first=130)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_one_sequence_of_a_batch_scores_as_alone_in_every_dtype(backend, dtype):
+    queries, keys = torch.randn(5, 4, 4, 32).to(dtype), torch.randn(5, 2, 300, 32).to(dtype)
+    together = ops.window_scores(queries, keys)
+    for b in range(5):
+        torch.testing.assert_close(together[b : b + 1], ops.window_scores(queries[b : b + 1], keys[b : b + 1]))
 
 
 def test_thread_count_changes_no_bit(cpu):
@@ -189,3 +249,37 @@ def test_a_gradient_is_refused_when_it_comes_back():
         assert not ops.select_topk(scores[0], 3).requires_grad  # places are numbers, not functions of the scores
         with pytest.raises(NotImplementedError, match=r"window_scores has no gradient; use kvcompress.reference"):
             scores.sum().backward()
+
+
+def products(queries: torch.Tensor, keys: torch.Tensor) -> int:
+    """How often window_scores calls cuBLAS."""
+    library = ctypes.CDLL(str(emulated.library()))
+    library.emulated_gemm_calls.restype = ctypes.c_int64
+    before = library.emulated_gemm_calls()
+    ops.window_scores(queries, keys)
+    return library.emulated_gemm_calls() - before
+
+
+@pytest.mark.parametrize("backend", ["emulated"], indirect=True)
+def test_16_bit_products_go_through_cublas_and_no_others(backend):
+    queries, keys = torch.randn(1, 8, 32, 64), torch.randn(1, 1, 300, 64)
+    assert products(queries, keys) == 0
+    for dtype in DTYPES[1:]:
+        # 256 rows: the emulation's slabs hold 64 keys, and the last is multiplied once only
+        assert products(queries.to(dtype), keys.to(dtype)) == 5 + 4
+    assert products(queries.half(), keys.bfloat16()) == 0
+    assert products(queries[..., :60].half(), keys[..., :60].half()) == 0
+    assert products(queries[:, :1, :3].half(), torch.randn(1, 1, 40, 64).half()) == 1
+    for layout in NOT_ON_16_BYTES:
+        assert products(torch.randn(3, 4, 6, 16).bfloat16(), keys_in_memory(layout)) == 0
+
+
+@pytest.mark.parametrize("backend", ["emulated"], indirect=True)
+def test_what_cublas_says_of_a_failure_is_the_error(backend):
+    library = ctypes.CDLL(str(emulated.library()))
+    library.emulated_gemm_fails(14)
+    try:
+        with pytest.raises(RuntimeError, match=r"^window_scores: cuBLAS refused a product with status 14$"):
+            ops.window_scores(torch.randn(1, 2, 3, 16).half(), torch.randn(1, 1, 40, 16).half())
+    finally:
+        library.emulated_gemm_fails(0)

@@ -1,13 +1,15 @@
-"""Everything that needs a GPU, in one command: build, every op against the reference, sanitizer, benchmarks.
+"""Everything that needs a GPU, in one command: build, the tests of every op, sanitizer, benchmarks.
 
     python benchmarks/gpu/gpu_check.py [--quick] [--json FILE]
 
-1. builds the extension in place with KVC_CUDA=1; 2. runs gpu_ops.py's checks on the GPU, and a decode step captured in
-a CUDA graph; 3. runs a few of them under compute-sanitizer (memcheck, racecheck, synccheck) if it is on PATH; 4. times
-decode, decode_shared, scores and attention: medians of CUDA events, ours and the peer in turns, buffers that rotate
-through at least 1 GiB. Ceilings are measured in the same run: copy bandwidth (read + write) and the rate of a large
-bfloat16 product.
-Writes benchmarks/results/gpu_<name of the GPU>.json. Exit status: 0 all well, 1 something failed, 2 no GPU.
+1. builds the extension in place with KVC_CUDA=1; 2. runs the tests that have a GPU to run on (pytest -m gpu, with
+two devices if they are there), each file in a process of its own, and what failed once more alone: after an illegal
+access nothing else runs in that process; 3. runs some of them under compute-sanitizer (memcheck, racecheck,
+synccheck) if it is on PATH; 4. times decode, decode_shared, scores and attention, in processes of their own: medians
+of CUDA events, ours and the peer in turns behind a queue that is never empty, buffers that rotate through at least
+1 GiB. Ceilings are measured in the same run: copy bandwidth (read + write) and the rate of a large bfloat16 product.
+Writes benchmarks/results/gpu_<name of the GPU>.json, anew after every step. Exit status: 0 all well, 1 a failure,
+2 no GPU.
 """
 
 from __future__ import annotations
@@ -21,15 +23,18 @@ import shutil
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))  # what is built in place comes before what is installed
 HQ, HKV, D, PAGE, W = 32, 8, 128, 64, 64
-RESULTS = ROOT / "benchmarks" / "results"
+RESULTS = Path(__file__).parent / "results"
+SANITIZED = "as_the_reference"  # tests with this in their name run under compute-sanitizer
+MOST_ALONE = 20  # failed tests of a file that are run once more alone
 
 
 def build() -> None:
@@ -37,70 +42,86 @@ def build() -> None:
     subprocess.run([sys.executable, "setup.py", "-q", "build_ext", "--inplace"], cwd=ROOT, env=environment, check=True)
 
 
-def print_checks(few: bool) -> int:
-    """Runs the checks on the GPU; the number of failures."""
-    from benchmarks.gpu.gpu_ops import run_checks
-
-    failures = 0
-    for name, error in run_checks("cuda", few):
-        print(f"  {name}: {'passed' if error is None else f'FAILED: {error}'}", flush=True)
-        failures += error is not None
-    return failures
-
-
-def check_graph() -> int:
-    """A captured decode step reads the lengths and pages of the moment it is replayed."""
-    from kvcompress import ops
-
-    queries = torch.randn(2, 8, 1, D, device="cuda", dtype=torch.bfloat16)
-    k, v = (torch.randn(4, 1024, D, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    end = torch.tensor([100, 1, 700, 9], dtype=torch.int32, device="cuda")
-    ops.decode(queries, k, v, end)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out, lse = ops.decode(queries, k, v, end)
-    end.copy_(torch.tensor([1024, 0, 257, 300]))
-    queries.normal_()
-    graph.replay()
-    expected = ops.decode(queries, k, v, end)
-    right = torch.equal(out, expected[0]) and torch.equal(lse, expected[1])
-    print(f"  decode in a CUDA graph: {'passed' if right else 'FAILED: replay differs from a call'}")
-    return not right
+def run(command: list[str], timeout: float, **environment: str) -> tuple[int, str]:
+    """Exit status (-9 after the time limit) and what was printed."""
+    try:
+        done = subprocess.run(
+            command, cwd=ROOT, env=os.environ | environment, timeout=timeout,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired as late:
+        printed = late.stdout or b""
+        return -9, (printed if isinstance(printed, str) else printed.decode(errors="replace")) + "\ntoo late"
+    return done.returncode, done.stdout
 
 
-def sanitize() -> int:
+def pytest(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "pytest", "-q", "-rfE", "--tb=short", *arguments]
+
+
+def files_with_tests(*arguments: str, marker: str = "gpu") -> list[str]:
+    """Files that have such tests."""
+    status, printed = run(pytest("--collect-only", "-m", marker, *arguments), 600)
+    if status not in (0, 5):  # 5: none
+        raise SystemExit(f"gpu_check: the tests cannot be collected\n{printed}")
+    return sorted({line.split("::")[0] for line in printed.splitlines() if "::" in line})
+
+
+def failed_tests(printed: str) -> list[str]:
+    """Names in the summary of pytest -rfE."""
+    return re.findall(r"^(?:FAILED|ERROR) (\S+?::[^[\s]+(?:\[.*?\])?)(?= - |$)", printed, flags=re.MULTILINE)
+
+
+def check_file(name: str, *, marker: str = "gpu", timeout: float = 1800) -> dict:
+    """What came of the tests of a file. failed: alone too; failed_after_others: not alone."""
+    status, printed = run(pytest("-m", marker, name), timeout)
+    found: dict = {"name": name, "status": status, "summary": printed.strip().rpartition("\n")[2]}
+    if status in (0, 5):
+        return found
+    failed = failed_tests(printed)
+    alone = {test: run(pytest(test), 600) for test in failed[:MOST_ALONE]}
+    found["failed"] = {test: text[-4000:] for test, (code, text) in alone.items() if code}
+    found["failed_after_others"] = [test for test, (code, _) in alone.items() if not code]
+    found["not_run_alone"] = failed[MOST_ALONE:]
+    if not failed:  # the process died
+        found["output"] = printed[-4000:]
+    return found
+
+
+def sanitize() -> Iterator[dict]:
     tool = shutil.which("compute-sanitizer")
     if tool is None:
         print("  compute-sanitizer is not on PATH: left out")
-        return 0
-    failures = 0
-    environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    for check in ("memcheck", "racecheck", "synccheck"):
-        command = [tool, "--tool", check, "--error-exitcode", "9", sys.executable, __file__, "--checks-only"]
-        result = subprocess.run(command, env=environment, capture_output=True, text=True)
-        print(f"  {check}: {'passed' if result.returncode == 0 else 'FAILED'}", flush=True)
-        if result.returncode:
-            print(result.stdout[-4000:], result.stderr[-4000:])
-            failures += 1
-    return failures
+        return
+    files = files_with_tests("-k", SANITIZED)
+    for check, name in itertools.product(("memcheck", "racecheck", "synccheck"), files):
+        command = [tool, "--tool", check, "--error-exitcode", "9", *pytest("-m", "gpu", "-k", SANITIZED, name)]
+        status, printed = run(command, 3600, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
+        found = {"name": f"{check}/{name}", "status": status, "summary": printed.strip().rpartition("\n")[2]}
+        yield found if status == 0 else found | {"output": printed[-4000:]}
 
 
 def alternate(repeats: int, *works: Callable[[], object]) -> list[float]:
-    """Median seconds of each work on the GPU; they take turns, and the queue never runs empty between them."""
+    """Median seconds of each work on the GPU; they take turns.
+
+    A large product goes first in every round: while it runs the host enqueues all of the round, so that no work,
+    however short, waits for the host.
+    """
+    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     for work in works:
         for _ in range(2):
             work()
     torch.cuda.synchronize()
     marks: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = [[] for _ in works]
     for _ in range(repeats):
+        a @ b
         for number, work in enumerate(works):
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()
             work()
             end.record()
             marks[number].append((begin, end))
-    torch.cuda.synchronize()
+        torch.cuda.synchronize()
     return [statistics.median(begin.elapsed_time(end) for begin, end in pairs) / 1e3 for pairs in marks]
 
 
@@ -116,12 +137,20 @@ def product_rate() -> float:
     return 2 * 8192**3 / alternate(10, lambda: a @ b)[0]
 
 
-def decode_rows(repeats: int, bandwidth: float, quick: bool) -> list:
+def pages_of(k: torch.Tensor, v: torch.Tensor, page: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Rows [R, T, D], T a multiple of page, as pages in random order and their table."""
+    R, T, dim = k.shape
+    order = torch.randperm(R * T // page, device=k.device)
+    k_pages, v_pages = (torch.empty(R * T // page, page, dim, dtype=k.dtype, device=k.device) for _ in range(2))
+    k_pages[order], v_pages[order] = k.reshape(-1, page, dim), v.reshape(-1, page, dim)
+    return k_pages, v_pages, order.to(torch.int32).reshape(R, T // page)
+
+
+def decode_rows(repeats: int, quick: bool) -> Iterator:
     from benchmarks.common import Row
-    from benchmarks.gpu.gpu_ops import pages_of
     from kvcompress import ops
 
-    rows = []
+    bandwidth = copy_bandwidth()
     sdpa = torch.nn.functional.scaled_dot_product_attention
     for dtype, B, T in itertools.product((torch.bfloat16, torch.float32), (1, 8), (4096, 32768)):
         if quick and (B, T) not in ((1, 4096), (8, 32768)):
@@ -174,25 +203,22 @@ def decode_rows(repeats: int, bandwidth: float, quick: bool) -> list:
             ("decode/ragged4", times[2], part, f"{times[1] / times[2]:.2f}x our own dense time at compression 4"),
         ):
             note = f"{moved / seconds / 1e9:.0f} GB/s; {note}"
-            rows.append(
-                Row(f"{kind}/{name}", seconds, times[3], "SDPA, dense", moved / seconds / bandwidth, moved, note)
-            )
+            yield Row(f"{kind}/{name}", seconds, times[3], "SDPA, dense", moved / seconds / bandwidth, moved, note)
         for kind, seconds, moved in (
             ("decode/probabilities", times[4], nbytes + 12 * B * HQ * T),
             ("decode_shared", times[5], nbytes // 2 + 4 * B * HQ * T),
         ):
             note = f"{moved / seconds / 1e9:.0f} GB/s"
             peer_name = "decode, the same pages"
-            rows.append(Row(f"{kind}/{name}", seconds, times[1], peer_name, moved / seconds / bandwidth, moved, note))
-    return rows
+            yield Row(f"{kind}/{name}", seconds, times[1], peer_name, moved / seconds / bandwidth, moved, note)
 
 
-def score_rows(repeats: int, rate: float) -> list:
+def score_rows(repeats: int, quick: bool) -> Iterator:
     from benchmarks.common import Row
     from kvcompress import ops
 
-    rows = []
-    for T in (4096, 32768):
+    rate = product_rate()
+    for T in (4096,) if quick else (4096, 32768):
         queries, keys = (torch.randn(1, H, n, D, device="cuda", dtype=torch.bfloat16) for H, n in ((HQ, W), (HKV, T)))
         hidden = torch.ones(W, T, dtype=torch.bool, device="cuda").triu(T - W + 1)
 
@@ -205,15 +231,14 @@ def score_rows(repeats: int, rate: float) -> list:
         times = alternate(repeats, lambda q=queries, k=keys: ops.window_scores(q, k), peer)
         ceiling = 2 * HQ * W * T * D / times[0] / rate
         name = f"score/bfloat16/T{T}/Hq{HQ}/Hkv{HKV}/D{D}/W{W}"
-        rows.append(Row(name, *times, "matmul, mask, softmax, mean, avg_pool1d", ceiling, keys.nbytes))
-    return rows
+        yield Row(name, *times, "matmul, mask, softmax, mean, avg_pool1d", ceiling, keys.nbytes)
 
 
-def attention_rows(repeats: int, rate: float, quick: bool) -> list:
+def attention_rows(repeats: int, quick: bool) -> Iterator:
     from benchmarks.common import Row
     from kvcompress import ops, reference
 
-    rows = []
+    rate = product_rate()
     sdpa = torch.nn.functional.scaled_dot_product_attention
     for kind, T, dim in (("causal", 8192, 128), ("causal", 8192, 64), ("window", 8192, 128)):
         T = T // 2 if quick else T
@@ -241,44 +266,74 @@ def attention_rows(repeats: int, rate: float, quick: bool) -> list:
             note = f"{done / times[0] / 1e12:.0f} TFLOP/s; SDPA {done / times[1] / 1e12:.0f}"
             name = f"attention/{kind}/{what}/bfloat16/T{T}/D{dim}/Hkv{HKV}"
             peer_name = "SDPA, causal" if seen is None else "SDPA, boolean mask"
-            rows.append(Row(name, *times, peer_name, done / times[0] / rate, None, note))
-    return rows
+            yield Row(name, *times, peer_name, done / times[0] / rate, None, note)
+
+
+PARTS = {"decode": decode_rows, "score": score_rows, "attention": attention_rows}
+
+
+def measure(part: str, path: Path, quick: bool) -> None:
+    """Writes the rows of a part to the file, one more each time."""
+    rows = []
+    for row in PARTS[part](11 if quick else 41, quick):
+        rows.append(asdict(row))
+        path.write_text(json.dumps(rows))
+
+
+def measured(part: str, quick: bool) -> tuple[list[dict], dict | None]:
+    """Rows of a part, measured in a process of its own, as far as it came; and what failed, if something did."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "rows.json"
+        command = [sys.executable, __file__, "--part", part, "--json", str(path), *(["--quick"] if quick else [])]
+        status, printed = run(command, 3600)
+        rows = json.loads(path.read_text()) if path.exists() else []
+    return rows, {"name": f"time/{part}", "status": status, "output": printed[-4000:]} if status else None
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer sizes and repetitions")
-    parser.add_argument("--json", type=Path, help="write the rows to this file")
-    parser.add_argument("--checks-only", action="store_true", help="only a few checks, with the extension as it is")
+    parser.add_argument("--json", type=Path, help="write the results to this file")
+    parser.add_argument("--part", choices=PARTS, help="only measure this, with the extension as it is; needs --json")
     choice = parser.parse_args()
     if not torch.cuda.is_available():
         print(f"gpu_check: no GPU: torch {torch.__version__} sees no CUDA device. Nothing was built or run.")
         return 2
-    if choice.checks_only:
-        return int(print_checks(few=True) > 0)
+    sys.path.insert(0, str(ROOT))
+    if choice.part:
+        measure(choice.part, choice.json, choice.quick)
+        return 0
+    from benchmarks.common import write_json
+
     name = torch.cuda.get_device_name()
-    print(f"building for {name}", flush=True)
-    build()
-    print("checks against kvcompress.reference", flush=True)
-    failures = print_checks(few=False) + check_graph()
-    print("compute-sanitizer", flush=True)
-    failures += sanitize()
-
-    from benchmarks.common import report
-
-    repeats = 11 if choice.quick else 41
-    bandwidth, rate = copy_bandwidth(), product_rate()
-    rows = decode_rows(repeats, bandwidth, choice.quick)
-    rows += score_rows(repeats, rate)
-    rows += attention_rows(repeats, rate, choice.quick)
     path = choice.json or RESULTS / f"gpu_{re.sub('[^a-z0-9]+', '_', name.lower())}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    report(rows, path, copy_bytes=bandwidth, gemm_flops=rate)
-    content = json.loads(path.read_text())
-    content["machine"] |= {"gpu": name, "cuda": torch.version.cuda, "failed_checks": failures}
-    path.write_text(json.dumps(content, indent=1) + "\n")
-    print(f"{path}: {len(rows)} rows; {failures} checks failed")
-    return int(failures > 0)
+    print(f"building for {name}", flush=True)
+    build()
+    checks: list[dict] = []
+    rows: list[dict] = []
+
+    def keep(found: dict | None = None) -> None:
+        if found is not None:
+            checks.append(found)
+            well = found["status"] in (0, 5)
+            print(f"  {found['name']}: {'passed' if well else 'FAILED'} {found.get('summary', '')}", flush=True)
+        write_json(path, rows, gpu=name, cuda=torch.version.cuda, checks=checks)
+
+    print("tests that run on the GPU", flush=True)
+    for file in files_with_tests():
+        keep(check_file(file))
+    print("compute-sanitizer", flush=True)
+    for found in sanitize():
+        keep(found)
+    print("measuring", flush=True)
+    for part in PARTS:
+        more, failure = measured(part, choice.quick)
+        rows += more
+        keep(failure)
+    failures = [found["name"] for found in checks if found["status"] not in (0, 5)]
+    print(f"{path}: {len(rows)} rows; failed: {', '.join(failures) or 'nothing'}")
+    return int(bool(failures))
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-// Attention that a window of queries pays to each earlier key: see kvc_window_scores in kvc.h.
+// Attention that a window of queries pays to each earlier key: see kvc_window_scores in kvc.h. Queries and keys of 16 bits
+// go another way if the caller has cuBLAS (score_blas.cu); here are float32, what suits_blas refuses, and all without it.
 //
 // The probabilities are never stored. One kernel finds maximum and sum of each query row per split of T, a second joins
 // the splits, a third computes the logits again, turns them into probabilities and reduces each column, a fourth pools.
 // Must move: the keys twice, 2*B*Hkv*T*D*bytes, once more for every further 64 rows of the G*W query rows (from L2).
 // Flops: 4*B*Hq*W*T*D. With G*W rows per key the ratio is G*W flops per byte of bf16: from a few dozen rows on the
-// ceiling is the float32 rate, not memory; the products belong on tensor cores.
-#include "kvc_cuda.h"
-#include "types.cuh"
+// ceiling is the float32 rate, not memory.
+#include "score.cuh"
 
 namespace {
 
@@ -20,7 +20,7 @@ constexpr int64_t MAX_SPLITS = 256;
 struct plan {
     int64_t row_tiles, splits, split_keys;
     int64_t blocks_statistics, blocks_columns;
-    int64_t bytes_statistics, bytes_joined, bytes_raw;
+    int64_t bytes_statistics, bytes_joined;
     bool wide_q, wide_k;
 };
 
@@ -38,34 +38,21 @@ plan plan_of(const kvc_window_scores_args& a) {
     const int64_t rows = a.B * a.Hq * a.W;
     p.bytes_statistics = ceil_div(rows * p.splits * static_cast<int64_t>(sizeof(float2)), 64) * 64;
     p.bytes_joined = ceil_div(rows * static_cast<int64_t>(sizeof(float2)), 64) * 64;
-    if (a.kernel_size > 1) p.bytes_raw = ceil_div(heads * (a.T - a.skip_last) * static_cast<int64_t>(sizeof(float)), 64) * 64;
     const auto wide = [&](const kvc_view& x) { return aligned_16(x) && a.D * bytes_of(x.dtype) % 16 == 0; };
     p.wide_q = wide(a.q);
     p.wide_k = wide(a.k);
     return p;
 }
 
-__device__ inline int64_t keys_of(const kvc_window_scores_args& a, int64_t b) {
-    const int64_t length = a.lengths ? a.lengths[b] : a.T;
-    return length < 0 ? 0 : length > a.T ? a.T : length;
-}
-
-// End of the keys that a query sees; it sees those from mask_first on.
-__device__ inline int64_t seen_end(const kvc_window_scores_args& a, int64_t length, int64_t query) {
-    const int64_t causal = length - a.W + query + 1, unmasked = length - a.mask_last;
-    return causal < unmasked ? causal : unmasked;
-}
-
-// The last query among the rows of a tile of them.
-__device__ inline int64_t latest_query(const kvc_window_scores_args& a, int64_t n0, int64_t rows) {
-    const int64_t last = (n0 + TILE < rows ? n0 + TILE : rows) - 1;
-    return last / a.W > n0 / a.W ? a.W - 1 : last % a.W;
-}
+__device__ inline int64_t end_of_tile(int64_t n0, int64_t rows) { return n0 + TILE < rows ? n0 + TILE : rows; }
 
 // dst[d][row] = element d0 + d of TILE rows as float, zeros past D; a negative offset stands for a row of zeros.
 template <class T, int VEC, class Offset>
 __device__ void load_tile(float (&dst)[DEPTH][PITCH], const T* data, Offset offset_of, int d0, int D) {
     constexpr int PER_ROW = DEPTH / VEC;
+#ifndef KVC_CUDA_EMULATION
+#pragma unroll 2  // with more, registers spill
+#endif
     for (int i = threadIdx.x; i < TILE * PER_ROW; i += THREADS) {
         const int row = i / PER_ROW, d = i % PER_ROW * VEC;
         const int64_t offset = offset_of(row);
@@ -80,9 +67,7 @@ template <class Offset>
 __device__ void load_tile(float (&dst)[DEPTH][PITCH], const kvc_view& x, bool wide, Offset offset_of, int d0, int D) {
     if (x.dtype == KVC_F32 && wide) load_tile<float, 4>(dst, static_cast<const float*>(x.data), offset_of, d0, D);
     else if (x.dtype == KVC_F32) load_tile<float, 1>(dst, static_cast<const float*>(x.data), offset_of, d0, D);
-    else if (x.dtype == KVC_BF16 && wide) load_tile<bf16, 8>(dst, static_cast<const bf16*>(x.data), offset_of, d0, D);
     else if (x.dtype == KVC_BF16) load_tile<bf16, 1>(dst, static_cast<const bf16*>(x.data), offset_of, d0, D);
-    else if (wide) load_tile<f16, 8>(dst, static_cast<const f16*>(x.data), offset_of, d0, D);
     else load_tile<f16, 1>(dst, static_cast<const f16*>(x.data), offset_of, d0, D);
 }
 
@@ -128,21 +113,7 @@ __device__ void compute_logits(float (&logits)[4][4], tiles& tile, const kvc_win
         }
     }
     KVC_UNROLL
-    for (int i = 0; i < 16; i++) logits[i / 4][i % 4] = (before[i / 4][i % 4] + logits[i / 4][i % 4]) * a.scale;
-    if (a.softcap > 0.0f) {
-        KVC_UNROLL
-        for (int i = 0; i < 16; i++) {
-            float& logit = logits[i / 4][i % 4];
-            logit = a.softcap * tanh_of_logit(logit, a.softcap);
-        }
-    }
-}
-
-// (m, l) of a softmax, maximum and sum, joined with another; m = -inf: nothing seen, or only logits of -inf.
-__device__ inline void join(float& m, float& l, float other_m, float other_l) {
-    const float top = fmaxf(m, other_m), shift = top == -INFINITY ? 0.0f : top;
-    l = l * expf(m - shift) + other_l * expf(other_m - shift);
-    m = top;
+    for (int i = 0; i < 16; i++) logits[i / 4][i % 4] = logit_of(a, before[i / 4][i % 4] + logits[i / 4][i % 4]);
 }
 
 __global__ __launch_bounds__(THREADS) void statistics_kernel(const kvc_window_scores_args a, const plan p,
@@ -162,7 +133,7 @@ __global__ __launch_bounds__(THREADS) void statistics_kernel(const kvc_window_sc
         l[i] = 0.0f;
     }
     const int64_t begin = split * p.split_keys, stop = begin + p.split_keys;
-    const int64_t seen = seen_end(a, length, latest_query(a, n0, rows)), end = stop < seen ? stop : seen;
+    const int64_t seen = seen_end(a, length, latest_query(a, n0, end_of_tile(n0, rows))), end = stop < seen ? stop : seen;
     for (int64_t t0 = begin; t0 < end; t0 += TILE) {
         if (t0 + TILE <= a.mask_first) continue;
         float logits[4][4];
@@ -220,10 +191,6 @@ __global__ __launch_bounds__(THREADS) void join_kernel(const kvc_window_scores_a
     joined[row] = all;
 }
 
-__device__ inline float reduce(float x, float y, bool maximum) {
-    return !maximum ? x + y : x > y || x != x ? x : y;  // fmaxf would lose NaN
-}
-
 __global__ __launch_bounds__(THREADS) void columns_kernel(const kvc_window_scores_args a, const plan p,
                                                           const float2* rows_statistics, float* columns) {
     __shared__ tiles tile;
@@ -236,7 +203,7 @@ __global__ __launch_bounds__(THREADS) void columns_kernel(const kvc_window_score
     const bool maximum = a.reduce == KVC_REDUCE_MAX;
     float column[4] = {};  // 0 is neutral for the maximum too: no probability is below it
     for (int64_t n0 = 0; n0 < rows && t0 < scored; n0 += TILE) {
-        if (t0 + TILE <= a.mask_first || t0 >= seen_end(a, length, latest_query(a, n0, rows))) continue;
+        if (t0 + TILE <= a.mask_first || t0 >= seen_end(a, length, latest_query(a, n0, end_of_tile(n0, rows)))) continue;
         float logits[4][4];
         compute_logits(logits, tile, a, p, b, g, n0, t0);
         KVC_UNROLL
@@ -292,20 +259,34 @@ bool bad_sizes(const kvc_window_scores_args& a) {
     return a.W > a.T || a.skip_last >= a.T || a.Hq % a.Hkv != 0;
 }
 
+// Whether cuBLAS, where the caller has it, does the products.
+bool by_blas(const kvc_window_scores_args& a, const kvc_cuda_blas* blas) { return blas && blas->gemm && suits_blas(a); }
+
 }  // namespace
 
-extern "C" int64_t kvc_cuda_window_scores_scratch_bytes(const kvc_window_scores_args* args) {
-    if (!valid(*args) || empty(*args) || bad_sizes(*args)) return 0;
-    const plan p = plan_of(*args);
-    return p.bytes_statistics + p.bytes_joined + p.bytes_raw;
+cudaError_t pool_columns(const kvc_window_scores_args& a, const float* columns, cudaStream_t stream) {
+    if (a.kernel_size == 1) return cudaSuccess;
+    const int64_t blocks = ceil_div(a.B * a.Hkv * (a.T - a.skip_last), THREADS);
+    const unsigned grid = static_cast<unsigned>(blocks < MAX_GRID_X ? blocks : MAX_GRID_X);
+    KVC_LAUNCH(pool_kernel, grid, THREADS, 0, stream, a, columns);
+    return cudaSuccess;
 }
 
-extern "C" cudaError_t kvc_cuda_window_scores(const kvc_window_scores_args* args, cudaStream_t stream) {
+extern "C" int64_t kvc_cuda_window_scores_scratch_bytes(const kvc_window_scores_args* args, const kvc_cuda_blas* blas) {
+    if (!valid(*args) || empty(*args) || bad_sizes(*args)) return 0;
+    if (by_blas(*args, blas)) return blas_scratch_bytes(*args);
+    const plan p = plan_of(*args);
+    return p.bytes_statistics + p.bytes_joined + column_bytes(*args);
+}
+
+extern "C" cudaError_t kvc_cuda_window_scores(const kvc_window_scores_args* args, kvc_cuda_blas* blas,
+                                              cudaStream_t stream) {
     const kvc_window_scores_args& a = *args;
     if (!valid(a)) return cudaErrorInvalidValue;
     if (empty(a)) return cudaSuccess;
     if (bad_sizes(a)) return cudaErrorInvalidValue;
     if (!a.scores || !a.q.data || !a.k.data || !a.scratch) return cudaErrorInvalidValue;
+    if (by_blas(a, blas)) return score_by_blas(a, *blas, stream);
     const plan p = plan_of(a);
     const int64_t rows = a.B * a.Hq * a.W, join_blocks = ceil_div(rows, THREADS);
     if (p.blocks_statistics > MAX_GRID_X || p.blocks_columns > MAX_GRID_X || join_blocks > MAX_GRID_X)
@@ -320,9 +301,5 @@ extern "C" cudaError_t kvc_cuda_window_scores(const kvc_window_scores_args* args
     KVC_LAUNCH(join_kernel, static_cast<unsigned>(join_blocks), THREADS, 0, stream, a, joined, statistics, rows,
                p.splits);
     KVC_LAUNCH(columns_kernel, static_cast<unsigned>(p.blocks_columns), THREADS, 0, stream, a, p, joined, columns);
-    if (a.kernel_size == 1) return cudaSuccess;
-    const int64_t pool_blocks = ceil_div(a.B * a.Hkv * (a.T - a.skip_last), THREADS);
-    const unsigned grid = static_cast<unsigned>(pool_blocks < MAX_GRID_X ? pool_blocks : MAX_GRID_X);
-    KVC_LAUNCH(pool_kernel, grid, THREADS, 0, stream, a, columns);
-    return cudaSuccess;
+    return pool_columns(a, columns, stream);
 }

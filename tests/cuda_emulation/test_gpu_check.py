@@ -1,31 +1,89 @@
-"""gpu/gpu_check.py where there is no GPU: its checks of the ops run on the CPU, and it says what is missing."""
+"""benchmarks/gpu/gpu_check.py where there is no GPU: it runs tests apart from each other, and says what is missing."""
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import emulated
 import pytest
 import torch
 
-from benchmarks.gpu import gpu_ops
+from benchmarks.gpu import gpu_check
+
+PROGRAM = emulated.HERE.parent.parent / "benchmarks" / "gpu" / "gpu_check.py"
+PLANTED = """
+import os
+import pytest
+import torch
+
+pytestmark = pytest.mark.skipif("PLANTED" not in os.environ, reason="planted")
+spoiled = []
+
+def test_right():
+    assert not spoiled
+
+@pytest.mark.parametrize("what", ["a name with - a dash"])
+def test_wrong(what):
+    spoiled.append(1)
+    assert 1 == 2
+
+def test_spoiled_by_the_one_before():
+    assert not spoiled
+
+@pytest.mark.skipif(os.environ.get("PLANTED") != "crash", reason="planted")
+def test_that_kills_its_process():
+    os.abort()
+"""
 
 
-def test_checks_pass_on_the_cpu():
-    results = dict(gpu_ops.run_checks("cpu", few=True))
-    assert len(results) == len(gpu_ops.CHECKS) * len(gpu_ops.DTYPES)
-    assert not {name: error for name, error in results.items() if error}
+@pytest.fixture
+def planted(tmp_path):
+    file = tmp_path / "test_planted.py"
+    file.write_text(PLANTED)
+    return str(file)
 
 
-def test_wrong_result_fails_its_check(monkeypatch):
-    right = gpu_ops.ops.decode
-    monkeypatch.setattr(gpu_ops.ops, "decode", lambda *args, **options: right(*args, **options | {"scale": 0.5}))
-    failed = {name for name, error in gpu_ops.run_checks("cpu", few=True) if error}
-    assert failed == {"decode/float32", "decode/bfloat16", "decode/float16"}
+def test_what_fails_only_after_another_test_is_told_apart(monkeypatch, planted):
+    monkeypatch.setenv("PLANTED", "yes")
+    found = gpu_check.check_file(planted, marker="not gpu")
+    assert found["status"] == 1 and "2 failed, 1 passed, 1 skipped" in found["summary"]
+    assert [name.rpartition("::")[2] for name in found["failed"]] == ["test_wrong[a name with - a dash]"]
+    assert [name.rpartition("::")[2] for name in found["failed_after_others"]] == ["test_spoiled_by_the_one_before"]
+    assert "assert 1 == 2" in next(iter(found["failed"].values()))
+
+
+def test_a_process_that_dies_is_a_failure(monkeypatch, planted):
+    monkeypatch.setenv("PLANTED", "crash")
+    found = gpu_check.check_file(planted, marker="not gpu")
+    assert found["status"] not in (0, 5) and "Abort" in found["output"]
+
+
+def test_a_file_whose_tests_pass_passes(planted):
+    assert gpu_check.check_file(planted, marker="not gpu")["status"] == 0
+
+
+def test_a_command_that_takes_too_long_is_ended():
+    wait = "import time; print(1, flush=True); time.sleep(999)"
+    assert gpu_check.run([sys.executable, "-c", wait], 3) == (-9, "1\n\ntoo late")
+
+
+def test_files_of_every_op_are_found():
+    """Without a GPU there is no test of it; those of the emulation are in the same files."""
+    found = {Path(name).name for name in gpu_check.files_with_tests("-k", "emulated", marker="not gpu")}
+    ops = ("rope", "score", "similarity", "select", "decode", "decode_shared", "attention", "pages", "dmc_gates",
+           "dmc_accumulate", "dmc_append")  # fmt: skip
+    assert {f"test_{op}.py" for op in ops} <= found
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_no_test_is_marked_so():
+    assert gpu_check.files_with_tests() == []
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_says_that_no_gpu_is_there():
-    command = [sys.executable, str(emulated.HERE.parent.parent / "benchmarks" / "gpu" / "gpu_check.py")]
-    result = subprocess.run(command, capture_output=True, text=True)
+    command = [sys.executable, str(PROGRAM)]
+    result = subprocess.run(command, capture_output=True, text=True, env=os.environ)
     assert result.returncode == 2
     assert "no GPU" in result.stdout

@@ -33,7 +33,10 @@ namespace {
 template <class T, int VEC, int QUERIES, int PER_LANE, bool PROBABILITIES>
 __global__ __launch_bounds__(THREADS, 1) void pieces_kernel(const kvc_decode_args a, const plan p, const scratch s) {
     constexpr int CHUNKS = PER_LANE / VEC;
-    constexpr int AHEAD = QUERIES * PER_LANE <= 32 ? 4 : VEC > 1 || PER_LANE == FEW_PER_LANE ? 2 : 1;  // keys that a lane loads before it uses the first
+    // keys that a lane loads before it uses the first; of wide float32 rows a second one would not find registers
+    constexpr int AHEAD = QUERIES * PER_LANE <= 32                                       ? 4
+                          : PER_LANE == FEW_PER_LANE || (VEC > 1 && sizeof(T) == 2) ? 2
+                                                                                          : 1;
     KVC_DYNAMIC_SHARED(float, shared);
     const int lanes = p.lanes, groups = THREADS / lanes;
     const int lane = static_cast<int>(threadIdx.x) % lanes, group = static_cast<int>(threadIdx.x) / lanes;

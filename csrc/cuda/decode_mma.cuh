@@ -24,7 +24,7 @@ struct mma_shared {
 static_assert(sizeof(mma_shared<bf16, 128>) + 1024 <= 228 * 1024 / 3, "three blocks per multiprocessor of an H200");
 
 template <class T, int MAX_D, bool PROBABILITIES, bool CAPPED>
-__global__ __launch_bounds__(THREADS) void pieces_mma_kernel(const kvc_decode_args a, const plan p, const scratch s) {
+__global__ __launch_bounds__(THREADS, MAX_D > 128 ? 1 : 3) void pieces_mma_kernel(const kvc_decode_args a, const plan p, const scratch s) {
     using memory = mma_shared<T, MAX_D>;
     constexpr int PITCH = memory::PITCH, N = MAX_D / 8, CHUNKS = MAX_D / 8;  // a chunk: 16 bytes
     KVC_DYNAMIC_SHARED(memory, shared);

@@ -14,7 +14,6 @@ from benchmarks.gpu.gate import ceilings, cubins, launches, rules, sass
 pytestmark = pytest.mark.skipif(cubins.nvcc() is None, reason="needs nvcc")
 
 DEVICES = ("sm_80", "sm_86")
-SPILLING = ("decode", "dmc_append", "score")
 COPY = """
 #include <cstdint>
 extern "C" __global__ void ahead(float4* to, const float4* from, int64_t n) {
@@ -37,13 +36,7 @@ extern "C" __global__ void local(float* at, const int* places, int n) {
 """
 
 
-def sources():
-    for source in gpu_static.SOURCES:
-        spills = pytest.mark.xfail(strict=True, reason="a few registers spill still")
-        yield pytest.param(source, id=source.stem, marks=spills if source.stem in SPILLING else ())
-
-
-@pytest.mark.parametrize("source", list(sources()))
+@pytest.mark.parametrize("source", gpu_static.SOURCES, ids=lambda source: source.stem)
 def test_kernels_pass_the_gate(source):
     reports = gpu_static.look(list(DEVICES), (source,), jobs=1)
     assert reports

@@ -152,6 +152,26 @@ def calls() -> Iterator[tuple[str, Callable[[], object]]]:
                         f"dmc_append/{tail}",
                         lambda kp=k_pages, vp=v_pages, t=table, s=state, n=new: ops.dmc_append_(kp, vp, t, s, *n),
                     )
+            turns = {"cos": half, "sin": half}
+            for batch in (1, 200):  # one block, or a launch of their own for the heads
+                table, places = table_of(batch * 2, 8), ints(batch, 1)
+                k_pages, v_pages = pages_of(table, 16, D, dtype)
+                x, one = make(batch, 2, 1, D), make(batch, 8, 1, D)
+                state = ops.Tail(
+                    floats(2 * batch, 1, D), floats(2 * batch, 1, D), floats(2 * batch, 1), ints(2 * batch)
+                )
+                given = (one, x, x, k_pages, v_pages, table)
+                yield f"paged_step/{tail}", lambda g=given, c=turns: ops.paged_step_(*g, **c)
+                yield (
+                    f"dmc_step/{tail}",
+                    lambda g=given, s=state, p=places, c=turns: ops.dmc_step_(*g, s, p, neuron=-1, **c),
+                )
+                yield (
+                    f"pod_step/{tail}",
+                    lambda g=given, p=places, c=turns: ops.pod_step_(
+                        *g, table_of(*g[5].block_table.shape), p, sinks=4, recent=64, first=1, **c
+                    ),
+                )
             table = table_of(B * Hkv, 256)
             k_pages, v_pages = pages_of(table, 16, D, dtype)
             for heads in (2, 4, 16):  # one, two and eight query heads per KV head

@@ -1,4 +1,7 @@
-"""Checks of arguments that the ops share: each names the argument, its value and what is allowed."""
+"""Checks of arguments that the ops share: each names the argument, its value and what is allowed.
+
+Those that a decoded token comes by for every layer make no message before it is needed.
+"""
 
 from __future__ import annotations
 
@@ -38,31 +41,36 @@ def need_sequence(name: str, values: Sequence[Any], of: str = "tensors") -> None
 
 
 def need_float(name: str, x: Tensor, ndim: int, shape: str) -> None:
+    if isinstance(x, Tensor) and x.dtype in FLOATS and x.ndim == ndim:
+        return
     need_tensor(name, x)
     need(x.dtype in FLOATS, f"{name} must be float32, bfloat16 or float16, got {x.dtype}")
-    need(x.ndim == ndim, f"{name} must be {shape}, got shape {tuple(x.shape)}")
+    raise ValueError(f"{name} must be {shape}, got shape {tuple(x.shape)}")
 
 
 def need_device(like: Tensor, **tensors: Tensor | None) -> None:
     for name, x in tensors.items():
-        if x is not None:
+        if x is not None and not (isinstance(x, Tensor) and x.device == like.device):
             need_tensor(name, x)
-            need(x.device == like.device, f"{name} must be on {like.device}, got {x.device}")
+            raise ValueError(f"{name} must be on {like.device}, got {x.device}")
 
 
 def need_int32(name: str, x: Tensor | None, shape: tuple[int, ...]) -> None:
-    if x is not None:
+    if x is not None and not (isinstance(x, Tensor) and x.dtype == torch.int32 and x.shape == shape):
         need_tensor(name, x)
         need(x.dtype == torch.int32, f"{name} must be int32, got {x.dtype}")
-        need(tuple(x.shape) == shape, f"{name} must have shape {shape}, got {tuple(x.shape)}")
+        raise ValueError(f"{name} must have shape {shape}, got {tuple(x.shape)}")
 
 
 def need_choice(name: str, value: str, choices: tuple[str, ...]) -> int:
-    need(value in choices, f"{name} must be one of {', '.join(choices)}, got {value!r}")
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
     return choices.index(value)
 
 
 def need_integer(name: str, value: int, least: int, most: int = (1 << 63) - 1) -> None:
+    if type(value) is int and least <= value <= most:
+        return
     need(isinstance(value, int) and not isinstance(value, bool), f"{name} must be an integer, got {_shown(value)}")
     need(value >= least, f"{name} must be at least {least}, got {_shown(value)}")
     need(value <= most, f"{name} must be at most {most}, got {_shown(value)}")
@@ -70,8 +78,8 @@ def need_integer(name: str, value: int, least: int, most: int = (1 << 63) - 1) -
 
 def need_number(name: str, value: float, least: float, most: float) -> None:
     """A finite number between the two."""
-    good = isinstance(value, (int, float)) and not isinstance(value, bool)
-    need(good and least <= value <= most, f"{name} must be a number between {least} and {most}, got {_shown(value)}")
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not least <= value <= most:
+        raise ValueError(f"{name} must be a number between {least} and {most}, got {_shown(value)}")
 
 
 def need_fields(saved: Any, method: str, known: Sequence[str]) -> dict[str, Any]:
@@ -97,7 +105,8 @@ def need_scale(scale: float | None, head_dim: int) -> float:
     """The factor of the logits; None = 1/sqrt(head_dim)."""
     if scale is None:
         return head_dim**-0.5 if head_dim else 1.0
-    need(math.isfinite(scale) and abs(scale) <= LARGEST, f"scale must be finite in float32, got {scale}")
+    if not (math.isfinite(scale) and abs(scale) <= LARGEST):
+        raise ValueError(f"scale must be finite in float32, got {scale}")
     return scale
 
 

@@ -85,8 +85,8 @@ def main() -> int:
     if cubins.nvcc() is None:
         print("no nvcc in CUDA_HOME, PATH or /usr/local/cuda: the kernels cannot be compiled")
         return 2
-    # --quick: the code with the least memory and registers to spend
-    devices = choice.device or (["sm_86"] if choice.quick else list(DEVICES))
+    # smaller than full: the code with the least memory and registers to spend
+    devices = choice.device or (list(DEVICES) if choice.size == "full" else ["sm_86"])
     reports = look(devices, SOURCES, choice.jobs)
     show(reports)
     estimates = ceilings.estimates([report for report in reports if report.device.name == "sm_90"])

@@ -9,7 +9,6 @@ from ..checks import (
     FLOATS,
     dense,
     dense_last,
-    need,
     need_device,
     need_float,
     need_int32,
@@ -83,14 +82,16 @@ def need_step(queries: Tensor, k_pages: Tensor, table: PageTable) -> None:
     if not isinstance(k_pages, Tensor) or k_pages.ndim != 3 or k_pages.dtype not in FLOATS:
         need_float("k_pages", k_pages, 3, "[pages, P, D]")
     P = k_pages.shape[1]
-    need(P > 0 and P & (P - 1) == 0, f"k_pages must have a page size that is a power of two, got {P}")
+    if P < 1 or P & (P - 1):
+        raise ValueError(f"k_pages must have a page size that is a power of two, got {P}")
     if not isinstance(queries, Tensor) or queries.ndim != 4 or queries.dtype not in FLOATS:
         need_float("queries", queries, 4, "[B, Hq, S, D]")
     B, Hq, _, D = queries.shape
     R = table.block_table.shape[0]
     if B == 0 or R == 0 or R % B or Hq % (R // B):
         raise ValueError(f"block_table must have B*Hkv rows with B = {B} and Hkv dividing Hq = {Hq}, got {R}")
-    need(1 <= D <= MAX_HEAD_DIM, f"queries must have a head dim between 1 and {MAX_HEAD_DIM}, got {D}")
+    if not 1 <= D <= MAX_HEAD_DIM:
+        raise ValueError(f"queries must have a head dim between 1 and {MAX_HEAD_DIM}, got {D}")
     need_device(table.refs, queries=queries)
 
 

@@ -123,7 +123,8 @@ def pod_step_(
             ("lead.k_pages", lead.k_pages, dtype, (lead.k_pages.shape[0], P, D)),
             ("lead.block_table", lead.block_table, torch.int32, (R, *lead.block_table.shape[1:2])),
         )  # fmt: skip
-    need(tau is None or 0 <= tau <= 1, f"tau must be between 0 and 1 or None, got {tau}")
+    if tau is not None and not 0 <= tau <= 1:
+        raise ValueError(f"tau must be between 0 and 1 or None, got {tau}")
     q, k_lead, t_lead = (None, None, None) if lead is None else lead
     out, turned, lse, skipped = without_gradient(
         NO_STEP_GRADIENT.format("pod_step_"), (queries, keys, values), native.pod_step_, dense_last(queries),

@@ -452,3 +452,42 @@ def test_a_gradient_is_refused_when_it_comes_back(tracked, which):
     joined = ops.merge_states(state, plain)
     with pytest.raises(NotImplementedError, match=r"decode has no gradient.* use attention"):
         joined[which].sum().backward()
+
+
+def largest_allocation(call) -> int:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        call()
+    return max(event.cpu_memory_usage for event in profile.events())
+
+
+@pytest.mark.parametrize("S", [60, 200])
+def test_many_new_tokens_over_a_long_row(backend, S):
+    """In slabs of positions where their results would take too much memory, on CUDA."""
+    B, Hq, Hkv, D, P, blocks = 1, 8, 2, 16, 16, 40
+    ends = torch.tensor([600, 431], dtype=torch.int32)
+    k, v = (torch.randn(Hkv * blocks, P, D) for _ in range(2))
+    table = torch.randperm(Hkv * blocks).to(torch.int32).view(Hkv, blocks)
+    q = torch.randn(B, Hq, S, D)
+    options = {"block_table": table, "begin": ends // 3, "sinks": 5, "causal": True}
+    found, expected = ops.decode(q, k, v, ends, **options), reference.decode(
+        q.double(), k.double(), v.double(), ends, **options
+    )  # fmt: skip
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x.double(), y, rtol=1e-5, atol=1e-5)
+
+
+def test_scratch_does_not_grow_with_capacity_times_tokens(backend):
+    """Results of many new tokens over a long row wait for each other in bounded memory."""
+    B, Hq, Hkv, D, P, blocks = 1, 8, 2, 16, 16, 64
+    k, v = (torch.randn(Hkv * blocks, P, D) for _ in range(2))
+    table = torch.arange(Hkv * blocks, dtype=torch.int32).view(Hkv, blocks)
+    ends = torch.full((Hkv,), P * blocks, dtype=torch.int32)
+    took = []
+    for S in (64, 256):
+        q = torch.randn(B, Hq, S, D)
+        took.append(largest_allocation(lambda q=q: ops.decode(q, k, v, ends, block_table=table, causal=True)))
+    out = B * Hq * 256 * D * 4
+    if backend == "emulated":
+        assert max(took) < out + (1 << 17)
+    elif backend != "cuda":
+        assert took[1] <= 4 * took[0]

@@ -18,6 +18,9 @@
 // H200's 20 bytes per clock and multiprocessor that is 206 of 1640 issue slots.
 // The pieces' results are (D + 2)*4 bytes per query and piece, written and read once: 3% of the keys and values at
 // G*S = 4, D = 128.
+// Many queries go in slabs of positions whose results fill at most SLAB_BYTES: 2,048 new tokens over 32,768 of Hq 32, Hkv 8,
+// D 128 are 17 slabs of 126, where all at once would take 4.4 GB. A slab reads the keys that its own queries see once
+// more: 4*G*D flops per byte and position, at 126 of them far above what the tensor cores need.
 // Probabilities, where they are wanted, take 12 bytes more per key and query head: the pieces write the logits, and
 // probabilities_kernel, behind join_kernel, reads and replaces them. At G = 4, D = 128 that is 48 bytes beside the 512
 // of a 16-bit key and value: 9%, less where the logits are still in L2. The kernels that write none are apart.
@@ -366,14 +369,18 @@ extern "C" int64_t kvc_cuda_decode_scratch_bytes(const kvc_decode_args* args) {
 
 cudaError_t decode_listed(const kvc_decode_args& a, cudaStream_t stream) {
     plan p = plan_of(a);
-    p.wide_q = aligned_16(a.q);
-    const scratch s = scratch_of(a, p);
-    if (p.row_pieces > 0)
-        KVC_TRY(with_dtype(a.cache_dtype, [&](auto element) { return launch_pieces<decltype(element)>(a, p, stream); }));
-    const auto join = a.probabilities ? join_kernel<true> : join_kernel<false>;
-    KVC_LAUNCH(join, static_cast<unsigned>(p.rows * p.queries), JOIN_THREADS, 0, stream, a, p, s);
-    if (!a.probabilities || p.row_pieces == 0) return cudaSuccess;
-    return launch_probabilities(a, p, stream);
+    while (p.slab > 0) {
+        p.wide_q = aligned_16(a.q);
+        const scratch s = scratch_of(a, p);
+        if (p.first > 0) KVC_LAUNCH(plan_kernel, 1, PLAN_THREADS, 0, stream, a, p, s);
+        if (p.row_pieces > 0)
+            KVC_TRY(with_dtype(a.cache_dtype, [&](auto element) { return launch_pieces<decltype(element)>(a, p, stream); }));
+        const auto join = a.probabilities ? join_kernel<true> : join_kernel<false>;
+        KVC_LAUNCH(join, static_cast<unsigned>(p.rows * p.queries), JOIN_THREADS, 0, stream, a, p, s);
+        if (a.probabilities && p.row_pieces > 0) KVC_TRY(launch_probabilities(a, p, stream));
+        p = plan_of(a, p.first + p.slab);
+    }
+    return cudaSuccess;
 }
 
 extern "C" cudaError_t kvc_cuda_decode(const kvc_decode_args* args, cudaStream_t stream) {

@@ -18,7 +18,8 @@ constexpr int SOFTMAX_QUERIES = 4;  // whose logits a block turns into probabili
 constexpr float LOG2_E = 1.44269504088896340736f, LN_2 = 0.69314718055994530942f;
 
 struct plan {
-    int64_t rows, queries;  // queries that share a row's keys: G*S
+    int64_t rows, queries;  // queries that share a row's keys: G*slab
+    int64_t first, slab;    // which of the S positions are served at a time: their results wait in the scratch memory
     int64_t row_pieces;     // pieces of a row that is full
     int64_t capacity;
     int64_t bytes_list, bytes_first, bytes_count, bytes_statistics, bytes_values;
@@ -43,16 +44,27 @@ struct scratch {
     float* values;       // [rows, row_pieces, queries, D]
 };
 
-inline plan plan_of(const kvc_decode_args& a) {
+#ifdef KVC_CUDA_EMULATION
+constexpr int64_t SLAB_BYTES = 1 << 16;  // so that a few queries are several slabs
+#else
+constexpr int64_t SLAB_BYTES = 1 << 26;
+#endif
+
+// Of positions `first` and on, as many as SLAB_BYTES hold the results of; one at least.
+inline plan plan_of(const kvc_decode_args& a, int64_t first = 0) {
     plan p = {};
     p.rows = a.B * a.Hkv;
-    p.queries = a.Hq / a.Hkv * a.S;
+    p.first = first;
     p.capacity = a.block_table ? a.blocks * a.P : a.P;
     if (a.value_table && a.value_blocks < a.blocks) p.capacity = a.value_blocks * a.P;
     p.row_pieces = ceil_div(p.capacity, PIECE) + (a.sinks > 0);  // the front ends with a piece of its own
     while (a.P >> p.page_shift > 1) p.page_shift++;
     p.join_columns = 32;
     while (p.join_columns < a.D) p.join_columns *= 2;
+    const int64_t position = p.rows * p.row_pieces * (a.Hq / a.Hkv) * (a.D + 2) * static_cast<int64_t>(sizeof(float));
+    const int64_t most = position > 0 && position < SLAB_BYTES ? SLAB_BYTES / position : 1;
+    p.slab = a.S - first < most ? a.S - first : most;
+    p.queries = a.Hq / a.Hkv * p.slab;
     const auto size = [](int64_t count, int64_t bytes) { return ceil_div(count * bytes, 64) * 64; };
     const int64_t pieces = p.rows * p.row_pieces;
     p.bytes_list = size(pieces, sizeof(int4));
@@ -78,8 +90,10 @@ __device__ inline int begin_of(const kvc_decode_args& a, int64_t row) {
     return a.begin && a.begin[row] > 0 ? a.begin[row] : 0;
 }
 
+// One past the last key that a query of the slab sees.
 __device__ inline int end_of(const kvc_decode_args& a, const plan& p, int64_t row) {
-    return a.end[row] < p.capacity ? a.end[row] : static_cast<int>(p.capacity);
+    const int end = a.end[row] < p.capacity ? a.end[row] : static_cast<int>(p.capacity);
+    return a.causal ? end - static_cast<int>(a.S - p.first - p.slab) : end;
 }
 
 // The first keys before the row's range that are seen: [0, front).
@@ -173,7 +187,8 @@ __device__ inline void list_pieces(const kvc_decode_args& a, const plan& p, cons
     }
 }
 
-// Query n of a row: head g*G + n / S, position n % S. limit: the key behind the last one that it sees.
+// Query n of a row and slab: head g*G + n / slab, position first + n % slab. limit: the key behind the last one that it
+// sees.
 struct query {
     bool here;
     int64_t h, s;
@@ -183,13 +198,13 @@ struct query {
 __device__ inline query query_of(const kvc_decode_args& a, const plan& p, int64_t g, int64_t n, int row_end) {
     query q;
     q.here = n < p.queries;
-    q.h = g * (a.Hq / a.Hkv) + n / a.S;
-    q.s = n % a.S;
-    q.limit = !q.here ? -1 : a.causal ? row_end - static_cast<int>(a.S - 1 - q.s) : row_end;
+    q.h = g * (a.Hq / a.Hkv) + n / p.slab;
+    q.s = p.first + n % p.slab;
+    q.limit = !q.here ? -1 : a.causal ? row_end - static_cast<int>(p.first + p.slab - 1 - q.s) : row_end;
     return q;
 }
 
 }  // namespace
 
-// kvc_cuda_decode for arguments that it would take, whose pieces list_pieces has listed; they are not empty.
+// kvc_cuda_decode for arguments that it would take, whose pieces list_pieces has listed by plan_of(a); they are not empty.
 cudaError_t decode_listed(const kvc_decode_args& a, cudaStream_t stream);

@@ -61,8 +61,8 @@ cudaError_t kvc_cuda_append_tokens(const kvc_append_tokens_args *args, cudaStrea
 cudaError_t kvc_cuda_truncate_rows(const kvc_truncate_rows_args *args, cudaStream_t stream);
 cudaError_t kvc_cuda_compact_pages(const kvc_compact_pages_args *args, cudaStream_t stream);
 
-/* The list of pieces that rows are cut into and their partial results; from sizes only. 64-byte aligned. 0 for sizes
- * that the launcher rejects. Nothing waits for the host: a call can be captured in a CUDA graph. */
+/* The list of pieces that rows are cut into, and the partial results of as many positions as 64 MiB hold, one at least;
+ * from sizes only. 64-byte aligned. 0 for sizes that the launcher rejects. Nothing waits for the host: a call can be captured in a CUDA graph. */
 int64_t kvc_cuda_decode_scratch_bytes(const kvc_decode_args *args);
 cudaError_t kvc_cuda_decode(const kvc_decode_args *args, cudaStream_t stream);
 

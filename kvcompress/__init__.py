@@ -12,6 +12,7 @@ from .caches import (
     StreamingCache,
 )
 from .dmc.cache import DMCCache
+from .graphs import StepGraph
 from .hf import attach, detach
 from .logits import AllLogits, TokenLoss
 from .models import load_example_model
@@ -35,6 +36,7 @@ __all__ = [
     "PyramidKV",
     "QuestCache",
     "RemoteGap",
+    "StepGraph",
     "StreamingCache",
     "TokenLoss",
     "Uniform",

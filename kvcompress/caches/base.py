@@ -234,6 +234,36 @@ class CompressedCache(RecurrentStates, Cache, PassCache):
         for layer in self.own:
             layer.seen = self.get_seq_length()
 
+    # ---- steps that repeat without the host (StepGraph) ----
+
+    def check_repeats(self) -> None:
+        """Raises NotImplementedError if decoded tokens need the host each."""
+        for index, layer in enumerate(self.layers):
+            if self.recurs or not isinstance(layer, CompressedLayer) or not layer.repeats:
+                raise NotImplementedError(
+                    f"layer {index} of {type(self).__name__} ({type(layer).__name__}) needs the host for each token, "
+                    "as windows, recurrent states and what is compressed while decoding do: a step cannot be recorded"
+                )
+
+    def steps_ahead(self) -> int:
+        """How many one-token steps can come now with nothing done on the host but to count them."""
+        assert self.facts is not None
+        self.check_complete()
+        return min(layer.steps_ahead(self.facts[layer.index]) for layer in self.own)
+
+    def count_step(self) -> None:
+        """Counts such a step, which the device has done alone."""
+        self.seen += 1
+        for layer in self.own:
+            layer.count_step()
+            layer.seen = self.seen
+
+    def held_tensors(self) -> tuple[int, ...]:
+        """Where the tensors are that a step reads and writes."""
+        facts = self.facts
+        assert facts is not None
+        return tuple(x.data_ptr() for layer in self.own for x in layer.held_tensors(facts[layer.index]))
+
     def _check_sliced(self, call: Call) -> None:
         """Refuses what generate makes of fewer ids than the cache has seen: it slices them from the wrong end."""
         columns, mask, at, short = call.tokens.shape[1], call.attention_mask, call.position_ids, False

@@ -84,6 +84,19 @@ class IterativeLayer(CompressedLayer):
             return self._read(step, step.iteration, queries, keys, values, softmax)
         return self.pages.attend(step, queries, keys, values, softmax)
 
+    @property
+    def repeats(self) -> bool:
+        return self.pages.repeats
+
+    def steps_ahead(self, facts: LayerFacts) -> int:
+        return self.pages.steps_ahead(facts) if self.memory is None else 0
+
+    def count_step(self) -> None:
+        self.pages.count_step()
+
+    def held_tensors(self, facts: LayerFacts) -> tuple[Tensor, ...]:
+        return self.pages.held_tensors(facts)
+
     # ---- reading ----
 
     def _read(

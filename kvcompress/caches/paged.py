@@ -134,6 +134,31 @@ class PagedLayer(CompressedLayer):
         if not (step.one and pool.has_room):
             pool.reserve(self._per_row(step.counts))
 
+    @property
+    def repeats(self) -> bool:
+        return True
+
+    def steps_ahead(self, facts: LayerFacts) -> int:
+        pool = self.pool
+        if pool is None or not pool.has_room or facts.readers or facts.query_rotary is not facts.key_rotary:
+            return 0
+        place = max(self.next)
+        tables = facts.query_rotary.step_tables(place + 1, self.rope_lengths, pool.lengths.device)
+        if tables is None:
+            return 0
+        return pool.room if tables[0] is None else min(pool.room, tables[0].shape[0] - place)
+
+    def count_step(self) -> None:
+        assert self.pool is not None
+        self.pool.count_step()
+        self.next = [place + 1 for place in self.next]
+
+    def held_tensors(self, facts: LayerFacts) -> tuple[Tensor, ...]:
+        assert self.pool is not None
+        tables = facts.query_rotary.step_tables(max(self.next), self.rope_lengths, self.pool.lengths.device) or ()
+        held = (*self.pool.held_tensors(), self.shift, *tables)
+        return tuple(x for x in held if x is not None)
+
     def drop_last(self, tokens: int) -> None:
         if self.pool is not None:
             self.pool.drop_last(tokens)

@@ -234,6 +234,22 @@ class PagePool:
         """Whether pages are set aside for another step."""
         return self._room > 0 and self._room_stock == self.store.stock
 
+    @property
+    def room(self) -> int:
+        """Steps that find their pages with nothing done on the host."""
+        return self._room if self.has_room else 0
+
+    @locked
+    def count_step(self) -> None:
+        """Counts one of them, which the device has done alone."""
+        self._room -= 1
+        self._taken += 1
+
+    @locked
+    def held_tensors(self) -> tuple[Tensor, ...]:
+        """What a step reads and writes."""
+        return *self.store.arrays.values(), *self._table()
+
     def _make_room(self, known: bool) -> None:
         store, R, steps = self.store, len(self._bounds), self.page_size
         needed = self.reserve([1] * R)

@@ -138,6 +138,14 @@ class PrunedLayer(PagedLayer):
         slots = self.pool.lengths[:, None] - S + torch.arange(S, dtype=torch.int32, device=queries.device)
         return Ranks(slots.clamp_(min=0), max(self.pool.bounds), self.rope_lengths)
 
+    @property
+    def repeats(self) -> bool:
+        return self.chooser.recent is None and self.policy.gap is None
+
+    def count_step(self) -> None:
+        super().count_step()
+        self._count([1] * len(self.next))
+
     # ---- compression ----
 
     def keep_of(self, b: int, layers: int) -> int:

@@ -47,6 +47,10 @@ class QuestLayer(PagedLayer):
         # a step chooses the pages that it reads between append and attention
         return super().attend_one(*step) if self.is_dense else None
 
+    @property
+    def repeats(self) -> bool:
+        return self.is_dense
+
     def append(self, step: CachePass, keys: Tensor, values: Tensor) -> View:
         view = super().append(step, keys, values)
         if not self.is_dense:

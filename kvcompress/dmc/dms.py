@@ -101,6 +101,10 @@ class DMSLayer(DecidingLayer):
             kept = stays.sum(-1, dtype=torch.int32).flatten().tolist()
             self.pool.append([x[:, :, :leaving].gather(2, order) for x in (k, v)], kept)
 
+    @property
+    def repeats(self) -> bool:
+        return False
+
     # ---- state ----
 
     def most_slots(self, counts: tuple[int, ...]) -> list[int]:

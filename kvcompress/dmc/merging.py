@@ -8,6 +8,7 @@ from torch import Tensor
 from .. import ops
 from ..caches.passes import CachePass
 from ..caches.store import PoolSettings
+from ..hf.facts import LayerFacts
 from ..softmax import Softmax
 from .config import DMCConfig
 from .gates import weights_of
@@ -133,6 +134,14 @@ class DMCLayer(DecidingLayer):
             )  # fmt: skip
 
         pool.extend(write, opened, rewrites=rewrites, known=known)
+
+    @property
+    def repeats(self) -> bool:
+        return not self.track and self.config.decides_alone
+
+    def held_tensors(self, facts: LayerFacts) -> tuple[Tensor, ...]:
+        assert self.places is not None
+        return *super().held_tensors(facts), self.places, *self.state()
 
     # ---- state ----
 

@@ -1,0 +1,85 @@
+"""Decoding by CUDA graphs: a whole step of a model with a compressed cache, recorded once and replayed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .caches.base import CompressedCache
+
+WARM = 2  # steps that run before one is recorded: libraries take their workspaces then
+
+
+def record(run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+    """What does again on the device what run() does there, and run's results, into which it goes. Nothing is done
+    yet."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = run()
+    return graph.replay, results
+
+
+class StepGraph:
+    """One decoded token of every sequence per call, as a CUDA graph: the host launches the step as a whole.
+
+        step = kvcompress.StepGraph(model, cache)      # a prompt is in the cache
+        logits = step(ids)                             # [B, 1] -> [B, 1, vocabulary]
+
+    model: attached, on a CUDA device, in evaluation mode. cache: one whose step needs nothing of the host from token to
+    token: IterativeCache, PrunedCache without `every` and RemoteGap, DMCCache without track (not DMS), of a model
+    without windows and recurrent layers. Pages are set aside for as many steps as a page has slots; the step that
+    takes the next ones is launched op by op, and where it replaced tensors of the cache (its table grew) the graph is
+    recorded anew. What else changes the cache (further prompts, forks, crop) may come between calls.
+    The sequences of the batch are of one length: positions are counted from cache.get_seq_length().
+    Raises ValueError for a model that is not on a CUDA device and for a cache that has read nothing;
+    NotImplementedError for a cache or a layer that needs the host in each step.
+    """
+
+    def __init__(self, model: nn.Module, cache: CompressedCache) -> None:
+        if not isinstance(cache, CompressedCache):
+            raise TypeError(f"cache must be a cache of kvcompress, got {type(cache).__name__}")
+        if cache.facts is None or not cache.get_seq_length():
+            raise ValueError("cache must hold a prompt: use kvcompress.prefill(model, ids, cache) first")
+        device = next(model.parameters()).device
+        if record is _RECORD and device.type != "cuda":
+            raise ValueError(f"model must be on a CUDA device, got {device}")
+        cache.check_repeats()
+        self.model, self.cache = model, cache
+        self.ids = torch.zeros(cache.batch_size, 1, dtype=torch.long, device=device)
+        self.positions = torch.zeros_like(self.ids)
+        self.recordings = 0  # how often a step was recorded
+        self._warm = 0
+        self._replay: Callable[[], None] | None = None
+        self._held: tuple[int, ...] = ()  # the tensors that the recorded step works on
+        self._logits: Tensor | None = None
+
+    @torch.inference_mode()
+    def __call__(self, ids: Tensor) -> Tensor:
+        """ids: [B, 1], int64. Returns logits [B, 1, vocabulary], a tensor of its own."""
+        if not isinstance(ids, Tensor) or ids.shape != self.ids.shape:
+            got = tuple(ids.shape) if isinstance(ids, Tensor) else type(ids).__name__
+            raise ValueError(f"ids must be {tuple(self.ids.shape)}, one token of each sequence, got {got}")
+        cache = self.cache
+        self.ids.copy_(ids)
+        self.positions.fill_(cache.get_seq_length())
+        if self._warm < WARM or cache.steps_ahead() < 1:
+            self._warm += 1
+            return self._step().clone()
+        if self._replay is None or self._held != cache.held_tensors():
+            self._replay, self._logits = record(self._step)  # the host counts the token now, the device below
+            self._held = cache.held_tensors()
+            self.recordings += 1
+        else:
+            cache.count_step()
+        self._replay()
+        assert self._logits is not None
+        return self._logits.clone()
+
+    def _step(self) -> Tensor:
+        return self.model(self.ids, past_key_values=self.cache, position_ids=self.positions).logits
+
+
+_RECORD = record

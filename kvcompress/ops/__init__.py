@@ -22,6 +22,7 @@ from .paged_step import paged_step_
 from .pages import PageTable, append_tokens_, compact_pages_, truncate_rows_
 from .planner import SCHEDULES, divide_memory, plan
 from .pod_attention import pod_attention
+from .ring_step import ring_step_
 from .rope import rope
 from .score import POOLINGS, REDUCTIONS, window_scores
 from .select import select_topk
@@ -55,6 +56,7 @@ __all__ = [
     "paged_step_",
     "plan",
     "pod_attention",
+    "ring_step_",
     "rope",
     "select_topk",
     "simd",

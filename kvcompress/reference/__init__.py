@@ -10,6 +10,7 @@ from .paged_step import paged_step_
 from .pages import append_tokens_, compact_pages_, truncate_rows_
 from .planner import divide_memory, plan
 from .pod_attention import pod_attention
+from .ring_step import ring_step_
 from .rope import rope
 from .score import window_scores
 from .select import select_topk
@@ -33,6 +34,7 @@ __all__ = [
     "paged_step_",
     "plan",
     "pod_attention",
+    "ring_step_",
     "rope",
     "select_topk",
     "truncate_rows_",

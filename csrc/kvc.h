@@ -309,6 +309,54 @@ typedef struct {
 int64_t kvc_paged_step_scratch_bytes(const kvc_paged_step_args *args);
 kvc_status kvc_paged_step(const kvc_paged_step_args *args, kvc_parallel_for parallel_for);
 
+/* ---- ring_step.c ------------------------------------------------------------------------------------------------- */
+
+/* One step of a cache whose newest tokens lie in rings: one new token of every sequence is rotated, written and attended
+ * from. With t = places[b], the tokens that the sequence has had, and full = sinks + window:
+ *     slot(t) = t < sinks ? t : sinks + (t - sinks) % window          where token t lies in its rows of k_ring, v_ring
+ *     p       = t - base[b] (base NULL: 0)                            position of its query and key
+ *     k_ring, v_ring [r, slot(t)] = key, rotated to p as kvc_rope does, and value; then places[b] = t + 1
+ *     out, lse = kvc_decode of q, rotated to p, over slots far_b <= j < end_b of the ring
+ *         end_b = min(t + 1, full); chunked: t % window + 1 (a chunk begins in slot 0)
+ * Further keys, whose attention is merged as kvc_merge_states does, and which do not count the sink_logits:
+ *     sinks > 0, k_far NULL: the ring's slots j < far_b; the query stands at full - 1; far_b = t >= full ? sinks : 0
+ *     sinks > 0, with k_far, v_far [R, sinks, D]: slots j < far_b of these; the query stands at window; far_b =
+ *         min(max(t + 1 - window, 0), sinks). Before, token t < sinks is written there at t, its key rotated to position 0
+ *     table.R > 0 (sinks = 0): all slots of the row's pages, the query at p. Before, token t - window leaves the ring:
+ *         where t >= window and its successor is not marked, it is appended as kvc_append_tokens does
+ * marks uint8 [R, capacity] (NULL: none; pages need them): marks[r, slot(t)] = alpha[r] > 1/2, alpha NULL: hard of
+ * kvc_dmc_decisions of k's neuron (decision_*). neuron: coordinate of q and k that is 0 before and after rotation, -1: none.
+ * q [B, Hq, 1, D], k, v [B, Hkv, 1, D] un-rotated; q any dtype, k, v and all arrays of keys and values of one; k_ring,
+ * v_ring [R, capacity, D], R = B*Hkv, end_b <= capacity <= full; places, base int32 [B]; alpha float32 [R]; cos, sin float32
+ * [table_rows, rotary_dim/2] (rotary_dim 0: no rotation); table, k_pages, v_pages as in kvc_paged_step.
+ * The bits are those of the ops in turn. scratch: kvc_ring_step_scratch_bytes bytes (on CUDA
+ * kvc_cuda_ring_step_scratch_bytes), 64-byte aligned.
+ * KVC_BAD_SIZE for chunked or pages with sinks, pages without marks, marks without alpha or neuron; KVC_BAD_INDEX for a
+ * place that is negative or INT32_MAX or has no slot, or a position outside the tables, and with KVC_POOL_FULL as in
+ * kvc_append_tokens; nothing is changed then. KVC_BAD_INDEX for an earlier page of a row that does not exist: the rings
+ * have changed then.
+ * Source: StreamingLLM, section 3.2; LM-Infinite, section 4; DMS.
+ */
+typedef struct {
+    void *out;
+    float *lse;
+    kvc_view q, k, v;
+    void *k_ring, *v_ring, *k_far, *v_far, *k_pages, *v_pages;
+    kvc_page_table table;
+    int32_t *places;
+    const int32_t *base;
+    uint8_t *marks;
+    const float *alpha, *cos, *sin;
+    void *scratch;
+    int64_t B, Hq, Hkv, D, capacity, window, sinks, neuron, rotary_dim, table_rows;
+    int chunked;
+    float scale, softcap;
+    const float *sink_logits;
+    float decision_scale, decision_shift, decision_margin;
+} kvc_ring_step_args;
+int64_t kvc_ring_step_scratch_bytes(const kvc_ring_step_args *args);
+kvc_status kvc_ring_step(const kvc_ring_step_args *args, kvc_parallel_for parallel_for);
+
 /* ---- decode_shared.c -------------------------------------------------------------------------------------------- */
 
 /* Joins attention to near keys with attention to distant ones whose probabilities another layer has computed (kvc_decode,

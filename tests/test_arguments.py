@@ -60,6 +60,20 @@ def given():
              "alpha": gates[..., :1], "omega": gates[..., :1] + 1, "cos": angles, "sin": angles,
              "sink_logits": torch.zeros(2)},
         ),
+        "ring_step_": (
+            ops.ring_step_,
+            {"queries": x[:, :, :1], "keys": x[:, :, :1], "values": x[:, :, :1], "k_ring": torch.zeros(2, 3, 4),
+             "v_ring": torch.zeros(2, 3, 4), "places": torch.zeros(1, 1, dtype=ints), "window": 3,
+             "base": torch.zeros(1, 1, dtype=ints), "marks": torch.zeros(2, 3, dtype=torch.bool),
+             "alpha": gates[..., :1], "k_pages": pages, "v_pages": pages.clone(), "table": table(), "neuron": 0,
+             "cos": angles, "sin": angles, "sink_logits": torch.zeros(2)},
+        ),
+        "ring_step_ with sinks": (
+            ops.ring_step_,
+            {"queries": x[:, :, :1], "keys": x[:, :, :1], "values": x[:, :, :1], "k_ring": torch.zeros(2, 3, 4),
+             "v_ring": torch.zeros(2, 3, 4), "places": torch.zeros(1, 1, dtype=ints), "window": 2, "sinks": 1,
+             "k_far": torch.zeros(2, 1, 4), "v_far": torch.zeros(2, 1, 4)},
+        ),
         "dmc_decisions": (ops.dmc_decisions, {"logits": gates, "noise": gates}),
         "dmc_importance": (ops.dmc_importance, {"logits": gates, "kv_heads": 1}),
         "dmc_mask": (ops.dmc_mask, {"tempered": gates}),
@@ -68,9 +82,9 @@ def given():
 
 OPTIONAL = (
     "positions", "lengths", "counts", "kept", "initial", "noise", "cos", "sin", "shift", "begin", "sink_logits",
-    "offsets",
+    "offsets", "base",
 )  # fmt: skip
-OR_NONE = [("dmc_step_", "alpha"), ("dmc_step_", "omega")]
+OR_NONE = [("dmc_step_", "alpha"), ("dmc_step_", "omega"), ("ring_step_", "alpha"), ("ring_step_", "neuron")]
 CASES = [
     (op, name, value)
     for op, (_, arguments) in given().items()

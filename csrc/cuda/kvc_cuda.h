@@ -80,6 +80,11 @@ cudaError_t kvc_cuda_paged_step(const kvc_paged_step_args *args, cudaStream_t st
  * launcher rejects. Where one of the tables has no room it stays as it is, and places too; nothing waits for the host. */
 int64_t kvc_cuda_pod_step_scratch_bytes(const kvc_pod_step_args *args);
 cudaError_t kvc_cuda_pod_step(const kvc_pod_step_args *args, cudaStream_t stream);
+/* The rotated queries, a few numbers per row, and, with further keys, their state; what kvc_cuda_decode takes for each set of
+ * keys; from sizes only. 64-byte aligned. 0 for sizes that the launcher rejects. Three launches for a few sequences, four
+ * for many, three more with further keys; nothing waits for the host. */
+int64_t kvc_cuda_ring_step_scratch_bytes(const kvc_ring_step_args *args);
+cudaError_t kvc_cuda_ring_step(const kvc_ring_step_args *args, cudaStream_t stream);
 
 cudaError_t kvc_cuda_merge_states(const kvc_merge_states_args *args, cudaStream_t stream);
 

@@ -56,21 +56,15 @@ __device__ inline void place_head(const kvc_paged_step_args& a, const parts& p, 
     }
     if (refused) return;
     const int64_t row = first + h, before = table.lengths[row] - a.S, slot = before + s;
-    if (s == 0 && p.copied[row] >= 0) {  // the slots of the page that the row shared until now
-        const int32_t now = *entry(table, row, before / table.P);
-        const int64_t from = p.copied[row] * table.P * a.D, to = now * table.P * a.D;
-        for (int64_t i = threadIdx.x % 32; page_exists(table, now) && i < before % table.P * a.D; i += 32) {
-            store_any(a.k_pages, a.k.dtype, to + i, load_any(a.k_pages, a.k.dtype, from + i));
-            store_any(a.v_pages, a.k.dtype, to + i, load_any(a.v_pages, a.k.dtype, from + i));
-        }
-    }
+    if (s == 0 && p.copied[row] >= 0)
+        copy_slots(table, p.copied[row], *entry(table, row, before / table.P), before % table.P, a.k_pages, a.v_pages,
+                   a.k.dtype, a.D);
     const int32_t page = *entry(table, row, slot / table.P);
     if (!page_exists(table, page)) return;
     const int64_t at = (page * table.P + slot % table.P) * a.D, from = row_at(a.v, b, h, s);
     rotate_head(a.k, row_at(a.k, b, h, s), a.k_pages, a.k.dtype, at, a.D, a.rotary_dim, a.cos, a.sin, position,
                 a.table_rows, -1);
-    for (int64_t d = threadIdx.x % 32; d < a.D; d += 32)
-        store_any(a.v_pages, a.k.dtype, at + d, load_any(a.v.data, a.v.dtype, from + d));
+    copy_head(a.v.data, from, a.v_pages, at, a.k.dtype, a.D);
 }
 
 __global__ __launch_bounds__(PLAN_THREADS, 1) void begin_kernel(const kvc_paged_step_args a, const parts p,

@@ -31,4 +31,19 @@ __device__ inline int64_t row_at(const kvc_view& x, int64_t b, int64_t h, int64_
     return b * x.stride_b + h * x.stride_h + t * x.stride_t;
 }
 
+// The first `slots` slots of a page, keys and values, to another page, by a warp: what a row keeps of a page that it shared.
+__device__ inline void copy_slots(const kvc_page_table& table, int32_t from, int32_t to, int64_t slots, void* k_pages,
+                                  void* v_pages, kvc_dtype dtype, int64_t D) {
+    const int64_t source = from * table.P * D, target = to * table.P * D;
+    for (int64_t i = threadIdx.x % 32; page_exists(table, to) && i < slots * D; i += 32) {
+        store_any(k_pages, dtype, target + i, load_any(k_pages, dtype, source + i));
+        store_any(v_pages, dtype, target + i, load_any(v_pages, dtype, source + i));
+    }
+}
+
+// D elements, by a warp.
+__device__ inline void copy_head(const void* x, int64_t from, void* to, int64_t at, kvc_dtype dtype, int64_t D) {
+    for (int64_t d = threadIdx.x % 32; d < D; d += 32) store_any(to, dtype, at + d, load_any(x, dtype, from + d));
+}
+
 }  // namespace

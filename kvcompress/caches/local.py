@@ -42,6 +42,8 @@ class LocalLayer(CompressedLayer):
             self.ring = Ring(self.size, (keys, values))
             self.places = torch.zeros(keys.shape[0], 1, dtype=torch.int32, device=keys.device)
             self.next, self.rope_lengths = [0] * keys.shape[0], step.whole
+        if (out := self._step(step, queries, keys, values, softmax)) is not None:
+            return out
         ring, places = self.ring, self.places
         positions, bound = step_positions(places, step.counts, S), max(self.next) + S
         k = facts.key_rotary.rotate(keys, positions, bound, self.rope_lengths)
@@ -83,6 +85,25 @@ class LocalLayer(CompressedLayer):
         self.next = [n + count for n, count in zip(self.next, step.kept, strict=True)]
         self.places = places + (1 if step.one else kept)
         return step.answer(self.index, view, queries, softmax)
+
+    def _step(self, step: CachePass, queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax) -> Tensor | None:
+        """One token of every sequence in a single op; None, and nothing is stored, where that cannot be."""
+        facts, ring, places = step.facts[self.index], self.ring, self.places
+        if not step.one or facts.readers or facts.query_rotary is not facts.key_rotary:
+            return None
+        most = max(self.next) + 1
+        tables = facts.query_rotary.step_tables(most, self.rope_lengths, queries.device)
+        if tables is None:
+            return None
+        assert ring is not None and places is not None
+        ring.make_room(most)
+        k_ring, v_ring = ring.arrays
+        out = ops.ring_step_(
+            queries, keys, values, k_ring, v_ring, places, window=self.size, chunked=self.chunk is not None,
+            cos=tables[0], sin=tables[1], **softmax.options,
+        )[0]  # fmt: skip
+        self.next = [n + 1 for n in self.next]
+        return out
 
     def _keep(self, ring: Ring, tokens: tuple[Tensor, Tensor], held: Tensor, kept: Tensor, places: Tensor) -> None:
         if ring.arrays[0].shape[1]:

@@ -39,6 +39,8 @@ class StreamingLayer(CompressedLayer):
         self.far: tuple[Tensor, Tensor] | None = None  # for "window": keys at id 0 and values, [R, sinks, D] each
         self.tokens: list[int] = []  # tokens seen per sequence, padding not counted
         self.base: list[int] = []
+        self.places: Tensor | None = None  # int32 [B, 1] each, the device's copies of tokens and base
+        self.bases: Tensor | None = None
 
     def attend(self, step: CachePass, queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax) -> Tensor:
         B, Hkv, S, D = keys.shape
@@ -49,6 +51,11 @@ class StreamingLayer(CompressedLayer):
             if self.copies:
                 self.far = (keys.new_zeros(B * Hkv, self.sinks, D), keys.new_zeros(B * Hkv, self.sinks, D))
             self.tokens, self.base = [0] * B, [0] * B
+            self.places, self.bases = (torch.zeros(B, 1, dtype=torch.int32, device=keys.device) for _ in range(2))
+        if (found := self._step(step, queries, keys, values, softmax)) is not None:
+            return found
+        assert self.places is not None
+        self.places += step.on(keys.device)
         if step.one:
             return step.answer(self.index, self._decode(facts, keys, values), queries, softmax)
         out, views = torch.zeros_like(queries), []
@@ -72,6 +79,24 @@ class StreamingLayer(CompressedLayer):
         step.lend_view(self.index, every)
         return out
 
+    def _step(self, step: CachePass, queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax) -> Tensor | None:
+        """One token of every sequence in a single op; None, and nothing is stored, where that cannot be."""
+        facts = step.facts[self.index]
+        if not step.one or facts.readers or facts.query_rotary is not facts.key_rotary:
+            return None
+        tables = facts.key_rotary.step_tables(self._bound(), [self.sinks + self.window], queries.device)
+        if tables is None:
+            return None
+        assert self.keys is not None and self.values is not None and self.places is not None
+        self._move_back(facts.key_rotary, 1)
+        k_far, v_far = self.far or (None, None)
+        out = ops.ring_step_(
+            queries, keys, values, self.keys, self.values, self.places, window=self.window, sinks=self.sinks,
+            k_far=k_far, v_far=v_far, base=self.bases, cos=tables[0], sin=tables[1], **softmax.options,
+        )[0]  # fmt: skip
+        self.tokens = [token + 1 for token in self.tokens]
+        return out
+
     def _rotate(self, rotary: RotaryTables, x: Tensor, positions: Tensor) -> Tensor:
         slots = self.sinks + self.window
         return rotary.rotate(x, positions, self._bound(), [slots] * x.shape[0])
@@ -82,18 +107,23 @@ class StreamingLayer(CompressedLayer):
 
     def _move_back(self, rotary: RotaryTables, new: int) -> None:
         """Raises base where the next `new` tokens would pass the bound, and rotates the ring back by as much."""
-        distance = [0] * len(self.tokens)
-        for b, (tokens, base) in enumerate(zip(self.tokens, self.base, strict=True)):
-            if tokens + new - base > self._bound():
-                distance[b] = tokens - self.window - base  # the oldest key of the ring then has position 0
-                self.base[b] += distance[b]
-        if any(distance):
-            assert self.keys is not None
-            B, R = len(self.tokens), self.keys.shape[0]
-            ring = self.keys[:, self.sinks :].unflatten(0, (B, R // B))
-            places = torch.tensor(distance, dtype=torch.int32).to(ring.device)[:, None].expand(B, self.window)
-            moved = rotary.move_back(ring, places.contiguous(), max(distance) + 1, self.sinks + self.window)
-            self.keys[:, self.sinks :] = moved.flatten(0, 1)
+        most = self._bound() - new
+        if all(tokens - base <= most for tokens, base in zip(self.tokens, self.base, strict=True)):
+            return
+        distance = [  # the oldest key of the ring then has position 0
+            tokens - self.window - base if tokens - base > most else 0
+            for tokens, base in zip(self.tokens, self.base, strict=True)
+        ]
+        assert self.keys is not None and self.bases is not None
+        B, R = len(self.tokens), self.keys.shape[0]
+        ring = self.keys[:, self.sinks :].unflatten(0, (B, R // B))
+        places = torch.tensor(distance, dtype=torch.int32).to(ring.device)[:, None]
+        moved = rotary.move_back(
+            ring, places.expand(B, self.window).contiguous(), max(distance) + 1, self.sinks + self.window
+        )
+        self.keys[:, self.sinks :] = moved.flatten(0, 1)
+        self.base = [base + by for base, by in zip(self.base, distance, strict=True)]
+        self.bases += places
 
     def _slot(self, token: int) -> int:
         return token if token < self.sinks else self.sinks + (token - self.sinks) % self.window
@@ -231,6 +261,9 @@ class StreamingLayer(CompressedLayer):
         if self.far is not None:
             self.far = (self.far[0][rows], self.far[1][rows])
         self.tokens, self.base = [self.tokens[b] for b in indices], [self.base[b] for b in indices]
+        assert self.places is not None and self.bases is not None
+        index = torch.tensor(indices, dtype=torch.long).to(self.places.device)
+        self.places, self.bases = self.places[index], self.bases[index]
 
     def nbytes(self) -> int:
         return sum(x.numel() * x.element_size() for x in (self.keys, self.values, *(self.far or ())) if x is not None)

@@ -29,31 +29,32 @@ class DMSLayer(DecidingLayer):
     # ---- attention ----
 
     def attend_token(self, step: CachePass, queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax) -> Tensor:
-        pool, places = self.pool, self.places
+        pool, places, config, most = self.pool, self.places, self.config, max(self.next)
         assert pool is not None and places is not None
-        with torch.inference_mode():  # several small ops, that dispatch in half the time past autograd
-            alpha = self._decide(step, keys)
-        k, q = self.keys_at(step, keys, places), self.queries_at(step, queries, places)
-        decided = alpha > 0.5
-        ring = self._ring(k, values, decided)
-        ring.make_room(max(self.next) + 1)
-        rows, slots = ring.slots(places)
-        seen = places.expand(-1, ring.heads).flatten()
-        if max(self.next) >= self.size:  # else nothing leaves
-            held_k, held_v, held_alpha = ring.arrays
-            marked = decided.flatten() if self.size == 1 else held_alpha[rows, (seen.long() + 1) % self.size]
-            stays = ((seen >= self.size) & ~marked).to(torch.int32)
-            pool.append([held[rows, slots].view(k.shape) for held in (held_k, held_v)], stays)
-        ring.put((k, values, decided), rows, slots)
-        end = (seen + 1).clamp(max=self.size)
-        places += 1
-        self.note(alpha, step)
-        near = ops.decode(q, ring.arrays[0], ring.arrays[1], end, **softmax.options)
-        return self._with_pages(q, near, softmax)
+        cos, sin, offsets = step.facts[self.index].key_rotary.joint_tables(most + 1, self.rope_lengths, keys.device)
+        alpha = self._decide(step, keys) if self.track or not config.decides_alone else None
+        ring = self._ring(keys, values)
+        ring.make_room(most + 1)
+        k_ring, v_ring, marks = ring.arrays
 
-    def _ring(self, *tokens: Tensor) -> Ring:
+        def write(table: ops.PageTable | None) -> Tensor:
+            k_pages, v_pages = (None, None) if table is None else (pool.k_pages, pool.v_pages)
+            return ops.ring_step_(
+                queries, keys, values, k_ring, v_ring, places, window=self.size, marks=marks, alpha=alpha,
+                k_pages=k_pages, v_pages=v_pages, table=table, base=None if offsets is None else -offsets,
+                neuron=self.neuron, factor=config.dms_scale, shift=config.shift, margin=config.decision_margin, cos=cos,
+                sin=sin, **softmax.options,
+            )[0]  # fmt: skip
+
+        # until a sequence's ring is full nothing leaves, and there are no pages
+        out = write(None) if most < self.size else pool.step(write, known=False)
+        if alpha is not None:
+            self.note(alpha, step)
+        return out
+
+    def _ring(self, keys: Tensor, values: Tensor) -> Ring:
         if self.ring is None:
-            self.ring = Ring(self.size, tokens)
+            self.ring = Ring(self.size, (keys, values, keys.new_zeros(keys.shape[:3], dtype=torch.bool)))
         return self.ring
 
     def _with_pages(self, q: Tensor, near: tuple[Tensor, Tensor], softmax: Softmax) -> Tensor:
@@ -72,7 +73,7 @@ class DMSLayer(DecidingLayer):
         positions, counts = self.positions(step), step.on(keys.device)
         q = self.queries_at(step, queries, positions)
         tokens = self.keys_at(step, keys, positions), values, alpha > 0.5
-        ring, most = self._ring(*tokens), min(max(self.next), self.size)
+        ring, most = self._ring(*tokens[:2]), min(max(self.next), self.size)
         (k, v, decided), totals = ring.joined(tokens, places, counts, most)
         lengths = totals.flatten()
         near = ops.attention(q, k, v, window=self.size, lengths=lengths, **softmax.options)

@@ -123,8 +123,11 @@ class DecidingLayer(PagedLayer):
 
     def check_step(self, step: CachePass, facts: LayerFacts) -> None:
         """Takes the pages that a step of one token may need; what more tokens need, their decisions say."""
-        if self.pool is not None and step.columns == 1 and self.pool_settings.max_pages is not None:
-            self.pool.reserve(self._per_row(self.most_slots(step.counts)))
+        pool = self.pool
+        if pool is None or step.columns > 1 or self.pool_settings.max_pages is None:
+            return
+        if not (step.one and pool.has_room):
+            pool.reserve(self._per_row(self.most_slots(step.counts)))
 
     def most_slots(self, counts: tuple[int, ...]) -> list[int]:
         """Slots of pages that a step of at most one token per sequence fills at most, per sequence."""

@@ -23,6 +23,7 @@ from .pages import PageTable, append_tokens_, compact_pages_, truncate_rows_
 from .planner import SCHEDULES, divide_memory, plan
 from .pod_attention import pod_attention
 from .pod_step import Lead, PodStep, pod_step_
+from .ring_step import ring_step_
 from .rope import rope
 from .score import POOLINGS, REDUCTIONS, window_scores
 from .select import select_topk
@@ -59,6 +60,7 @@ __all__ = [
     "plan",
     "pod_attention",
     "pod_step_",
+    "ring_step_",
     "rope",
     "select_topk",
     "simd",

@@ -72,12 +72,12 @@ def dmc_step_(
     (B, Hq, S, D), R, dtype, single = queries.shape, table.block_table.shape[0], k_pages.dtype, torch.float32
     if S != 1:
         raise ValueError(f"queries must be of one token, got {S}")
-    Hkv, N = R // B, window or 1
+    Hkv, N, device = R // B, window or 1, table.refs.device
     if window is not None:
         need_integer("window", window, 1, MAX_DMC_WINDOW)
     pages, token = (table.refs.shape[0], k_pages.shape[1], D), (B, Hkv, 1, D)
     need_parts(
-        table, ("k_pages", k_pages, dtype, pages), ("v_pages", v_pages, dtype, pages), ("keys", keys, dtype, token),
+        device, ("k_pages", k_pages, dtype, pages), ("v_pages", v_pages, dtype, pages), ("keys", keys, dtype, token),
         ("values", values, dtype, token), ("tail.keys", tail[0], single, (R, N, D)),
         ("tail.values", tail[1], single, (R, N, D)), ("tail.weights", tail[2], single, (R, N)),
         ("tail.counts", tail[3], torch.int32, (R,)), ("places", places, torch.int32, (B, 1)),
@@ -87,11 +87,11 @@ def dmc_step_(
             raise ValueError(f"{name} must be contiguous")
     for name, gate in (("alpha", alpha), ("omega", omega)):
         if gate is not None:
-            need_parts(table, (name, gate, single, (B, Hkv, 1)))
+            need_parts(device, (name, gate, single, (B, Hkv, 1)))
     if offsets is not None:
-        need_parts(table, ("offsets", offsets, torch.int32, (B, 1)))
+        need_parts(device, ("offsets", offsets, torch.int32, (B, 1)))
     if cos is not None or sin is not None:
-        need_tables(cos, sin, D, table.refs.device)
+        need_tables(cos, sin, D, device)
     for name, number in (("shift", shift), ("margin", margin), ("omega_shift", omega_shift)):
         need_number(name, number, -LARGEST, LARGEST)
     need_number("eps", eps, 0, LARGEST)

@@ -61,7 +61,7 @@ def paged_step_(
     Hkv = R // B if B else 0
     pages = (table.refs.shape[0], k_pages.shape[1], D)
     need_parts(
-        table, ("k_pages", k_pages, dtype, pages), ("v_pages", v_pages, dtype, pages),
+        table.refs.device, ("k_pages", k_pages, dtype, pages), ("v_pages", v_pages, dtype, pages),
         ("keys", keys, dtype, (B, Hkv, S, D)), ("values", values, dtype, (B, Hkv, S, D)),
     )  # fmt: skip
     if shift is not None or begin is not None:
@@ -95,9 +95,8 @@ def need_step(queries: Tensor, k_pages: Tensor, table: PageTable) -> None:
     need_device(table.refs, queries=queries)
 
 
-def need_parts(table: PageTable, *parts: tuple[str, Tensor, torch.dtype, tuple[int, ...]]) -> None:
-    """Tensors of one dtype and shape each, on the table's device; those whose names end in pages are contiguous."""
-    device = table.refs.device
+def need_parts(device: torch.device, *parts: tuple[str, Tensor, torch.dtype, tuple[int, ...]]) -> None:
+    """Tensors of one dtype and shape each, on a device; those whose names end in pages are contiguous."""
     for name, x, kind, size in parts:
         if not isinstance(x, Tensor):
             need_tensor(name, x)

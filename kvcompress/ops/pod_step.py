@@ -89,9 +89,9 @@ def pod_step_(
     (B, Hq, S, D), R, dtype, P = queries.shape, table.block_table.shape[0], k_pages.dtype, k_pages.shape[1]
     if S != 1:
         raise ValueError(f"queries must be of one token, got {S}")
-    Hkv = R // B
+    Hkv, device = R // B, table.refs.device
     need_parts(
-        table, ("k_pages", k_pages, dtype, (table.refs.shape[0], P, D)),
+        device, ("k_pages", k_pages, dtype, (table.refs.shape[0], P, D)),
         ("v_pages", v_pages, dtype, (value_table.refs.shape[0], P, D)), ("keys", keys, dtype, (B, Hkv, 1, D)),
         ("values", values, dtype, (B, Hkv, 1, D)), ("places", places, torch.int32, (B, 1)),
         ("value_table", value_table.block_table, torch.int32, (R, value_table.block_table.shape[1])),
@@ -99,7 +99,7 @@ def pod_step_(
     if not places.is_contiguous():
         raise ValueError("places must be contiguous")
     if moved is not None:
-        need_parts(table, ("moved", moved, torch.int32, (R,)))
+        need_parts(device, ("moved", moved, torch.int32, (R,)))
     if cos is not None or sin is not None:
         need_tables(cos, sin, D, table.refs.device)
     for name, number, least in (("sinks", sinks, 0), ("recent", recent, 1), ("first", first, 0)):
@@ -109,7 +109,7 @@ def pod_step_(
     if far in ("own", "shared"):
         if far_lse is None or (far == "shared" and probabilities is None):
             raise ValueError(f"far_lse{' and probabilities' if far == 'shared' else ''} must be given with far={far!r}")
-        need_parts(table, ("far_lse", far_lse, torch.float32, (B, Hq, 1)))
+        need_parts(device, ("far_lse", far_lse, torch.float32, (B, Hq, 1)))
         if probabilities is not None:
             need_probabilities(probabilities, B, Hq)
             written = probabilities.is_contiguous() and far_lse.is_contiguous()
@@ -119,7 +119,7 @@ def pod_step_(
             raise TypeError(f"lead must be an ops.Lead with far='led', got {type(lead).__name__}")
         need_float("lead.k_pages", lead.k_pages, 3, "[pages, P, D]")
         need_parts(
-            table, ("lead.queries", lead.queries, queries.dtype, (B, Hq, 1, D)),
+            device, ("lead.queries", lead.queries, queries.dtype, (B, Hq, 1, D)),
             ("lead.k_pages", lead.k_pages, dtype, (lead.k_pages.shape[0], P, D)),
             ("lead.block_table", lead.block_table, torch.int32, (R, *lead.block_table.shape[1:2])),
         )  # fmt: skip

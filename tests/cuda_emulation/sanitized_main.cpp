@@ -213,6 +213,51 @@ void run_pages(int64_t D, int64_t S, kvc_dtype dtype) {
     expect_refused(kvc_cuda_truncate_rows, truncate, "truncate_rows of wrong sizes", [](auto& a) { a.table.P = 0; });
 }
 
+enum class ring { window, sinks, apart, pages };
+
+// Two sequences, one at its beginning and one whose ring is full; with pages these are shared until written, and run out
+// in the fourth step.
+void run_ring_step(int64_t D, int64_t Hq, ring kind, kvc_dtype dtype, int steps = 4) {
+    const int64_t B = 2, Hkv = 2, R = B * Hkv, window = 3, sinks = kind == ring::sinks || kind == ring::apart ? 2 : 0;
+    const int64_t full = window + sinks, P = 2, pages = 9, blocks = 6, rows = 40, half = D / 4;
+    array q(B, Hq, 1, D, dtype), k(B, Hkv, 1, D, dtype), v(B, Hkv, 1, D, dtype), out(B * Hq * D, dtype),
+        lse(B * Hq, KVC_F32), k_ring(R * full * D, dtype), v_ring(R * full * D, dtype), k_far(R * sinks * D, dtype),
+        v_far(R * sinks * D, dtype), k_pages(pages * P * D, dtype), v_pages(pages * P * D, dtype),
+        cos(rows * half, KVC_F32), sin(rows * half, KVC_F32), logits(Hq, KVC_F32);
+    std::vector<int32_t> places = {0, 17}, base = {0, 9}, lengths = {0, 0, 1, 1}, refs(static_cast<size_t>(pages), 0),
+                         free_pages = {0, 1, 2, 3, 4, 5, 99, 99, 99}, free_count = {6, 0},
+                         table(static_cast<size_t>(R * blocks), 99);
+    table[static_cast<size_t>(2 * blocks)] = table[static_cast<size_t>(3 * blocks)] = 8;
+    refs[8] = 2;
+    std::unique_ptr<uint8_t[]> marks(new uint8_t[static_cast<size_t>(R * full)]());
+    kvc_ring_step_args args = {};
+    args.out = out.bytes.get(), args.lse = lse.floats(), args.q = q.view(), args.k = k.view(), args.v = v.view();
+    args.k_ring = k_ring.bytes.get(), args.v_ring = v_ring.bytes.get();
+    args.places = places.data(), args.base = base.data(), args.cos = cos.floats(), args.sin = sin.floats();
+    args.B = B, args.Hq = Hq, args.Hkv = Hkv, args.D = D, args.capacity = full, args.window = window, args.sinks = sinks;
+    args.neuron = -1, args.rotary_dim = 2 * half, args.table_rows = rows, args.scale = 0.2f;
+    args.sink_logits = logits.floats(), args.chunked = kind == ring::window, args.decision_scale = 1.0f;
+    if (kind == ring::apart) args.k_far = k_far.bytes.get(), args.v_far = v_far.bytes.get();
+    if (kind == ring::pages) {
+        args.k_pages = k_pages.bytes.get(), args.v_pages = v_pages.bytes.get(), args.marks = marks.get(), args.neuron = 0;
+        args.table = {table.data(), lengths.data(), refs.data(), free_pages.data(), free_count.data(), R, blocks, P, pages};
+        args.decision_shift = INFINITY;  // nothing is marked: all that leaves is kept
+    }
+    const size_t bytes = static_cast<size_t>(kvc_cuda_ring_step_scratch_bytes(&args));
+    std::unique_ptr<void, void (*)(void*)> scratch(std::aligned_alloc(64, bytes), std::free);
+    args.scratch = scratch.get();
+    for (int i = 0; i < steps; i++) expect(kvc_cuda_ring_step(&args, nullptr), "ring_step", D);
+    const bool ran_out = kind == ring::pages && steps == 4;
+    expect_true(ran_out ? free_count[1] > 0 : places[0] == steps && places[1] == 17 + steps, "places of rings", D);
+    places[0] = -1;  // has no slot
+    expect(kvc_cuda_ring_step(&args, nullptr), "ring_step of no place", D);
+    expect_true(places[0] == -1, "places of rings", D);
+    expect_refused(kvc_cuda_ring_step, args, "ring_step of wrong arguments", [](auto& a) { a.window = 0; },
+                   [](auto& a) { a.capacity++; }, [](auto& a) { a.sinks = -1; }, [](auto& a) { a.neuron = a.D; },
+                   [](auto& a) { a.D = 513; }, [](auto& a) { a.scale = NAN; }, [](auto& a) { a.places = nullptr; },
+                   [](auto& a) { a.sinks = 1, a.chunked = 1; }, [](auto& a) { a.table.R = 3; });
+}
+
 void run_decode(int64_t D, int64_t Hq, int64_t P, kvc_dtype dtype, bool paged) {
     const int64_t B = 2, Hkv = 1, S = 2, pages = 3, blocks = 2;
     array q(B, Hq, S, D, dtype), k(pages * P * D, dtype), v(pages * P * D, dtype), out(B * Hq * S * D, dtype),
@@ -580,6 +625,7 @@ int main(int count, char** arguments) {
         run_decode(33, 2, 8, KVC_F32, true);
         run_long_decode(4, 2, KVC_BF16);
         run_long_decode(2, 1, KVC_F32);
+        run_ring_step(8, 2, ring::pages, KVC_F32, 2);
         run_decode_shared(1, 33, 8, KVC_F32, 290);
         run_decode_shared(2, 64, 64, KVC_BF16, 290);
         run_merge(9, 33, KVC_BF16);
@@ -605,6 +651,7 @@ int main(int count, char** arguments) {
                 run_layer_similarity(3, 2, 70, D, dtype);
                 run_pages(D, 1, dtype);
                 run_pages(D, 3, dtype);
+                for (ring kind : {ring::window, ring::sinks, ring::apart, ring::pages}) run_ring_step(D, 4, kind, dtype);
                 run_decode(D, 1, 8, dtype, true);
                 run_decode(D, 5, 8, dtype, true);
                 run_decode(D, 3, 13, dtype, false);
@@ -618,6 +665,7 @@ int main(int count, char** arguments) {
                 run_dmc_append(1, D, 3, dtype);
                 run_dmc_append(40, D, 0, dtype);
             }
+        run_ring_step(8, 64, ring::pages, KVC_F32);
         run_dmc_accumulate(500, 132, 0, KVC_BF16, 1, 1);
         run_dmc_accumulate(500, 1, 0, KVC_F32, 1, 1);
         run_dmc_accumulate(99, 256, 64, KVC_F16, 1, 1);

@@ -1,0 +1,227 @@
+// One decoded step of a cache whose newest tokens lie in rings: see kvc_ring_step in kvc.h.
+//
+// Must move, beside what decode reads: B*(2*Hq + 4*Hkv)*D elements, and 2*R*D twice where tokens leave for pages. What counts
+// is launches: one block says where each token goes, takes the pages, lists decode's pieces and, for a few heads, rotates
+// and stores them; then the two kernels of decode, and, with further keys, these once more and the merge. With many
+// sequences the heads have a launch of their own.
+#include "extend.cuh"
+#include "gates.cuh"
+#include "step.cuh"
+
+namespace {
+
+constexpr int64_t FEW_HEADS = 128;  // which the one block serves itself, a warp at a time
+
+struct parts {
+    int32_t *tokens;                            // [B] t, or -1: it has no slot
+    int32_t *begin, *end, *far, *stays, *copied;  // [R] each; copied [R + 1], of extend_rows
+    uint8_t* marks;                             // [R]
+    void *q, *far_q, *out, *lse, *decode, *decode_far;
+    int64_t bytes;
+};
+
+struct ring_span {
+    int64_t slot, end, far;
+};
+
+__device__ inline ring_span span_of(const kvc_ring_step_args& a, int64_t t) {
+    const int64_t full = a.sinks + a.window, gone = t + 1 - a.window;
+    ring_span span = {t < a.sinks ? t : a.sinks + (t - a.sinks) % a.window, t < full ? t + 1 : full, 0};
+    if (a.chunked) span.end = t % a.window + 1;
+    if (a.k_far)
+        span.far = gone < 0 ? 0 : gone < a.sinks ? gone : a.sinks;
+    else if (t >= full)
+        span.far = a.sinks;
+    return span;
+}
+
+kvc_decode_args near_of(const kvc_ring_step_args& a) {
+    kvc_decode_args d = {};
+    d.out = a.out, d.lse = a.lse, d.k_pages = a.k_ring, d.v_pages = a.v_ring, d.cache_dtype = a.k.dtype;
+    d.q = kvc_dense_view(nullptr, a.q.dtype, a.Hq, 1, a.D);
+    d.B = a.B, d.Hq = a.Hq, d.Hkv = a.Hkv, d.S = 1, d.D = a.D, d.P = a.capacity, d.pages = a.B * a.Hkv;
+    d.scale = a.scale, d.softcap = a.softcap, d.sink_logits = a.sink_logits;
+    return d;
+}
+
+// Attention to the further keys.
+kvc_decode_args far_of(const kvc_ring_step_args& a) {
+    kvc_decode_args d = near_of(a);
+    d.sink_logits = nullptr;
+    if (a.table.R) {
+        d.k_pages = a.k_pages, d.v_pages = a.v_pages, d.block_table = a.table.block_table, d.end = a.table.lengths;
+        d.P = a.table.P, d.pages = a.table.pages, d.blocks = a.table.blocks;
+    } else if (a.k_far) {
+        d.k_pages = a.k_far, d.v_pages = a.v_far, d.P = a.sinks;
+    }
+    return d;
+}
+
+bool has_far(const kvc_ring_step_args& a) { return a.sinks > 0 || a.table.R > 0; }
+
+parts parts_of(const kvc_ring_step_args& a) {
+    const int64_t R = a.B * a.Hkv, q = a.B * a.Hq * a.D * bytes_of(a.q.dtype);
+    const kvc_decode_args near = near_of(a), far = far_of(a);
+    parts p = {};
+    const auto part = [&](int64_t bytes) { return kvc_part_of(a.scratch, &p.bytes, bytes); };
+    p.tokens = static_cast<int32_t*>(part(a.B * 4));
+    p.begin = static_cast<int32_t*>(part(R * 4));
+    p.end = static_cast<int32_t*>(part(R * 4));
+    p.far = static_cast<int32_t*>(part(R * 4));
+    p.stays = static_cast<int32_t*>(part(a.table.R * 4));
+    p.copied = static_cast<int32_t*>(part((a.table.R + 1) * 4));
+    p.marks = static_cast<uint8_t*>(part(R));
+    p.q = part(q);
+    p.decode = part(kvc_cuda_decode_scratch_bytes(&near));
+    if (!has_far(a)) return p;
+    p.far_q = part(a.sinks ? q : 0);
+    p.out = part(q);
+    p.lse = part(a.B * a.Hq * 4);
+    p.decode_far = part(kvc_cuda_decode_scratch_bytes(&far));
+    return p;
+}
+
+kvc_append_tokens_args append_of(const kvc_ring_step_args& a, const parts& p) {
+    kvc_append_tokens_args append = {};
+    append.table = a.table, append.counts = p.stays, append.scratch = p.copied, append.heads = a.Hkv, append.S = 1;
+    return append;
+}
+
+// Where the token of a row goes, and whether the one that it overwrites stays.
+__device__ inline void place_row(const kvc_ring_step_args& a, const parts& p, int64_t row) {
+    const int64_t b = row / a.Hkv, h = row % a.Hkv, t = a.places[b];
+    ring_span span = {-1, 0, 0};
+    if (t >= 0 && t < INT32_MAX) span = span_of(a, t);
+    const bool here = span.slot >= 0 && span.end <= a.capacity;
+    if (h == 0) p.tokens[b] = here ? static_cast<int32_t>(t) : -1;
+    p.begin[row] = p.far[row] = here ? static_cast<int32_t>(span.far) : 0;
+    p.end[row] = here ? static_cast<int32_t>(span.end) : 0;
+    if (!a.marks) return;
+    const float logit = a.alpha ? 0.0f : load_any(a.k.data, a.k.dtype, row_at(a.k, b, h, 0) + a.neuron);
+    const bool marked =
+        a.alpha ? a.alpha[row] > 0.5f : decision_at(logit, a.decision_scale, a.decision_shift) > a.decision_margin;
+    p.marks[row] = marked;
+    if (!a.table.R) return;
+    const bool leaves = here && t >= a.window;
+    p.stays[row] = leaves && !(a.window == 1 ? marked : a.marks[row * a.capacity + (t + 1) % a.window] != 0);
+}
+
+// Query head `item`, then row item - B*Hq, by a warp; pages have been taken.
+__device__ inline void place_head(const kvc_ring_step_args& a, const parts& p, int64_t item) {
+    const int64_t queries = a.B * a.Hq, row = item - queries;
+    const int64_t heads = item < queries ? a.Hq : a.Hkv, own = item < queries ? item : row, b = own / heads, h = own % heads;
+    const int64_t t = p.tokens[b], position = t < 0 ? -1 : t - (a.base ? a.base[b] : 0);
+    const auto rotate = [&](const kvc_view& x, void* to, int64_t at, int64_t where) {
+        rotate_head(x, row_at(x, b, h, 0), to, x.dtype, at, a.D, a.rotary_dim, a.cos, a.sin, where, a.table_rows, a.neuron);
+    };
+    if (item < queries) {
+        rotate(a.q, p.q, item * a.D, position);
+        if (a.sinks > 0) rotate(a.q, p.far_q, item * a.D, a.k_far ? a.window : a.sinks + a.window - 1);
+        return;
+    }
+    const kvc_page_table& table = a.table;
+    if (t < 0 || (table.R && p.copied[table.R])) return;
+    const int64_t place = row * a.capacity + span_of(a, t).slot, value = row_at(a.v, b, h, 0);
+    if (table.R && p.stays[row]) {
+        const int64_t slot = table.lengths[row] - 1;
+        const int32_t page = *entry(table, row, slot / table.P);
+        if (p.copied[row] >= 0)
+            copy_slots(table, p.copied[row], page, slot % table.P, a.k_pages, a.v_pages, a.k.dtype, a.D);
+        const int64_t at = (page * table.P + slot % table.P) * a.D;
+        if (page_exists(table, page)) {
+            copy_head(a.k_ring, place * a.D, a.k_pages, at, a.k.dtype, a.D);
+            copy_head(a.v_ring, place * a.D, a.v_pages, at, a.k.dtype, a.D);
+        }
+    }
+    __syncwarp();  // the token that leaves is out of its slot
+    rotate(a.k, a.k_ring, place * a.D, position);
+    copy_head(a.v.data, value, a.v_ring, place * a.D, a.k.dtype, a.D);
+    if (a.marks && threadIdx.x % 32 == 0) a.marks[place] = p.marks[row];
+    if (!a.k_far || t >= a.sinks) return;
+    rotate(a.k, a.k_far, (row * a.sinks + t) * a.D, 0);
+    copy_head(a.v.data, value, a.v_far, (row * a.sinks + t) * a.D, a.k.dtype, a.D);
+}
+
+__global__ __launch_bounds__(PLAN_THREADS, 1) void begin_kernel(const kvc_ring_step_args a, const parts p,
+                                                             const kvc_append_tokens_args append,
+                                                             const kvc_decode_args near, const plan near_pieces,
+                                                             const scratch near_scratch, const kvc_decode_args far,
+                                                             const plan far_pieces, const scratch far_scratch,
+                                                             int64_t heads) {
+    for (int64_t row = threadIdx.x; row < a.B * a.Hkv; row += PLAN_THREADS) place_row(a, p, row);
+    __syncthreads();
+    if (a.table.R) extend_rows(append);
+    __syncthreads();
+    const bool refused = a.table.R && p.copied[a.table.R];
+    for (int64_t b = threadIdx.x; b < a.B; b += PLAN_THREADS)
+        if (p.tokens[b] >= 0 && !refused) a.places[b] = p.tokens[b] + 1;
+    list_pieces(near, near_pieces, near_scratch);
+    if (far.scratch) {
+        __syncthreads();  // the list's sums are free
+        list_pieces(far, far_pieces, far_scratch);
+    }
+    for (int64_t item = threadIdx.x / 32; item < heads; item += STEP_WARPS) place_head(a, p, item);
+}
+
+__global__ __launch_bounds__(PLAN_THREADS, 1) void place_kernel(const kvc_ring_step_args a, const parts p, int64_t heads) {
+    const int64_t between = gridDim.x * static_cast<int64_t>(STEP_WARPS);
+    for (int64_t item = blockIdx.x * static_cast<int64_t>(STEP_WARPS) + threadIdx.x / 32; item < heads; item += between)
+        place_head(a, p, item);
+}
+
+bool valid(const kvc_ring_step_args& a) {
+    return a.B >= 0 && a.Hq >= 0 && a.Hkv >= 0 && a.D >= 1 && a.D <= KVC_CUDA_MAX_HEAD_DIM &&
+           (a.Hkv ? a.Hq % a.Hkv == 0 : a.Hq == 0) && a.window >= 1 && a.window <= INT32_MAX && a.sinks >= 0 &&
+           a.sinks <= INT32_MAX && a.sinks + a.window <= INT32_MAX && a.capacity >= 0 &&
+           a.capacity <= a.sinks + a.window && !(a.sinks && (a.chunked || a.table.R)) && a.neuron >= -1 &&
+           a.neuron < a.D && !(a.marks && !a.alpha && a.neuron < 0) &&
+           (!a.table.R || (a.table.R == a.B * a.Hkv && valid_table(a.table) && (a.table.P & (a.table.P - 1)) == 0 && a.marks)) &&
+           a.rotary_dim >= 0 && a.rotary_dim <= a.D && a.rotary_dim % 2 == 0 && valid_scale(a.scale, a.softcap) &&
+           valid_dtype(a.q.dtype) && valid_dtype(a.k.dtype) && a.v.dtype == a.k.dtype;
+}
+
+bool empty(const kvc_ring_step_args& a) { return a.B == 0 || a.Hq == 0; }
+
+}  // namespace
+
+extern "C" int64_t kvc_cuda_ring_step_scratch_bytes(const kvc_ring_step_args* args) {
+    return valid(*args) && !empty(*args) ? parts_of(*args).bytes : 0;
+}
+
+extern "C" cudaError_t kvc_cuda_ring_step(const kvc_ring_step_args* args, cudaStream_t stream) {
+    const kvc_ring_step_args& a = *args;
+    if (!valid(a)) return cudaErrorInvalidValue;
+    if (empty(a)) return cudaSuccess;
+    if (!a.out || !a.lse || !a.q.data || !a.k.data || !a.v.data || !a.places || !a.scratch) return cudaErrorInvalidValue;
+    if ((a.capacity && (!a.k_ring || !a.v_ring)) || (a.k_far && !a.v_far)) return cudaErrorInvalidValue;
+    if (a.table.R && a.table.pages && (!a.k_pages || !a.v_pages)) return cudaErrorInvalidValue;
+    if (a.rotary_dim && a.table_rows && (!a.cos || !a.sin)) return cudaErrorInvalidValue;
+    const parts p = parts_of(a);
+    kvc_decode_args near = near_of(a), far = {};
+    near.q.data = p.q, near.begin = p.begin, near.end = p.end, near.scratch = p.decode;
+    const plan near_pieces = plan_of(near);
+    plan far_pieces = {};
+    if (has_far(a)) {
+        far = far_of(a);
+        far.q.data = a.sinks ? p.far_q : p.q, far.out = p.out, far.lse = static_cast<float*>(p.lse);
+        far.scratch = p.decode_far;
+        if (!a.table.R) far.end = p.far;
+        far_pieces = plan_of(far);
+    }
+    if (!fits_grids(near_pieces) || !fits_grids(far_pieces)) return cudaErrorInvalidValue;
+    const int64_t heads = a.B * (a.Hq + a.Hkv), alone = heads <= FEW_HEADS ? heads : 0;
+    KVC_LAUNCH(begin_kernel, 1, PLAN_THREADS, 0, stream, a, p, append_of(a, p), near, near_pieces,
+               scratch_of(near, near_pieces), far, far_pieces, scratch_of(far, far_pieces), alone);
+    if (!alone) {
+        const int64_t blocks = ceil_div(heads, STEP_WARPS);
+        KVC_LAUNCH(place_kernel, static_cast<unsigned>(blocks < MAX_GRID_X ? blocks : MAX_GRID_X), PLAN_THREADS, 0, stream,
+                   a, p, heads);
+    }
+    KVC_TRY(decode_listed(near, stream));
+    if (!has_far(a)) return cudaSuccess;
+    KVC_TRY(decode_listed(far, stream));
+    kvc_merge_states_args merge = {};
+    merge.out = a.out, merge.lse = a.lse, merge.out_a = a.out, merge.out_b = far.out, merge.lse_a = a.lse;
+    merge.lse_b = far.lse, merge.dtype = a.q.dtype, merge.N = a.B * a.Hq, merge.D = a.D;
+    return kvc_cuda_merge_states(&merge, stream);
+}

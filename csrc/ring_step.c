@@ -1,0 +1,245 @@
+/* One decoded step of a cache whose newest tokens lie in rings: rotate, write and attend in one call. */
+#include "kernel.h"
+#include "step.h"
+
+#include <string.h>
+
+typedef struct { /* parts of the scratch; those of a kind of cache that it is not are empty */
+    int32_t *positions, *far_positions, *zeros; /* [B] each */
+    int32_t *begin, *end, *far, *stays, *notes; /* [R] each; notes [R + 1] */
+    float *alpha, *unused;                      /* [R]; what else decisions give, [2, R] */
+    void *q, *k, *far_q, *far_k;                /* rotated */
+    void *left_k, *left_v;                      /* [R, D], what leaves the ring */
+    void *out, *lse;                            /* of the further keys */
+    void *decode, *decode_far;
+    int64_t bytes;
+} step_scratch;
+
+typedef struct {
+    int64_t slot, end, far; /* of a token, as in kvc.h */
+} ring_span;
+
+static ring_span span_of(const kvc_ring_step_args *args, int64_t t) {
+    const int64_t sinks = args->sinks, full = sinks + args->window;
+    ring_span span = {.slot = t < sinks ? t : sinks + (t - sinks) % args->window, .end = min_of(t + 1, full), .far = 0};
+    if (args->chunked) span.end = t % args->window + 1;
+    if (sinks && !args->k_far) span.far = t >= full ? sinks : 0;
+    if (sinks && args->k_far) span.far = min_of(max_of(t + 1 - args->window, 0), sinks);
+    return span;
+}
+
+static kvc_decode_args near_of(const kvc_ring_step_args *args) {
+    return (kvc_decode_args){
+        .out = args->out, .lse = args->lse, .k_pages = args->k_ring, .v_pages = args->v_ring,
+        .q = {.dtype = args->q.dtype}, .cache_dtype = args->k.dtype, .B = args->B, .Hq = args->Hq, .Hkv = args->Hkv,
+        .S = 1, .D = args->D, .P = args->capacity, .pages = args->B * args->Hkv, .scale = args->scale,
+        .softcap = args->softcap, .sink_logits = args->sink_logits,
+    };
+}
+
+/* Attention to the further keys. */
+static kvc_decode_args far_of(const kvc_ring_step_args *args) {
+    kvc_decode_args decode = near_of(args);
+    decode.sink_logits = NULL;
+    if (args->table.R) {
+        decode.k_pages = args->k_pages, decode.v_pages = args->v_pages;
+        decode.block_table = args->table.block_table, decode.end = args->table.lengths;
+        decode.P = args->table.P, decode.pages = args->table.pages, decode.blocks = args->table.blocks;
+    } else if (args->k_far) {
+        decode.k_pages = args->k_far, decode.v_pages = args->v_far, decode.P = args->sinks;
+    }
+    return decode;
+}
+
+static int has_far(const kvc_ring_step_args *args) {
+    return args->sinks || args->table.R;
+}
+
+static step_scratch scratch_of(const kvc_ring_step_args *args) {
+    const kvc_decode_args near = near_of(args), far = far_of(args);
+    const int64_t R = args->B * args->Hkv, paged = args->table.R != 0, word = (int64_t)sizeof(int32_t);
+    const int64_t q = args->B * args->Hq * args->D * kvc_dtype_bytes(args->q.dtype);
+    const int64_t k = R * args->D * kvc_dtype_bytes(args->k.dtype);
+    step_scratch scratch = {0};
+    int64_t *bytes = &scratch.bytes;
+    scratch.positions = kvc_part_of(args->scratch, bytes, args->B * word);
+    scratch.far_positions = kvc_part_of(args->scratch, bytes, args->B * word);
+    scratch.zeros = kvc_part_of(args->scratch, bytes, args->B * word);
+    scratch.begin = kvc_part_of(args->scratch, bytes, R * word);
+    scratch.end = kvc_part_of(args->scratch, bytes, R * word);
+    scratch.far = kvc_part_of(args->scratch, bytes, R * word);
+    scratch.stays = kvc_part_of(args->scratch, bytes, paged ? R * word : 0);
+    scratch.notes = kvc_part_of(args->scratch, bytes, paged ? (R + 1) * word : 0);
+    scratch.alpha = kvc_part_of(args->scratch, bytes, args->marks ? R * word : 0);
+    scratch.unused = kvc_part_of(args->scratch, bytes, args->marks ? 2 * R * word : 0);
+    scratch.q = kvc_part_of(args->scratch, bytes, q);
+    scratch.k = kvc_part_of(args->scratch, bytes, k);
+    scratch.far_q = kvc_part_of(args->scratch, bytes, args->sinks ? q : 0);
+    scratch.far_k = kvc_part_of(args->scratch, bytes, args->k_far ? k : 0);
+    scratch.left_k = kvc_part_of(args->scratch, bytes, paged ? k : 0);
+    scratch.left_v = kvc_part_of(args->scratch, bytes, paged ? k : 0);
+    scratch.decode = kvc_part_of(args->scratch, bytes, kvc_decode_scratch_bytes(&near));
+    if (has_far(args)) {
+        scratch.out = kvc_part_of(args->scratch, bytes, q);
+        scratch.lse = kvc_part_of(args->scratch, bytes, args->B * args->Hq * word);
+        scratch.decode_far = kvc_part_of(args->scratch, bytes, kvc_decode_scratch_bytes(&far));
+    }
+    return scratch;
+}
+
+static kvc_status check(const kvc_ring_step_args *args) {
+    const kvc_page_table *table = &args->table;
+    if (args->B < 0 || args->Hq < 0 || args->Hkv < 0 || args->D < 1 || args->D > KVC_MAX_HEAD_DIM) return KVC_BAD_SIZE;
+    if (args->Hkv ? args->Hq % args->Hkv != 0 : args->Hq != 0) return KVC_BAD_SIZE;
+    if (args->window < 1 || args->window > INT32_MAX || args->sinks < 0 || args->sinks > INT32_MAX) return KVC_BAD_SIZE;
+    if (args->capacity < 0 || args->capacity > args->sinks + args->window) return KVC_BAD_SIZE;
+    if (args->sinks + args->window > INT32_MAX || (args->sinks && (args->chunked || table->R))) return KVC_BAD_SIZE;
+    if (args->neuron < -1 || args->neuron >= args->D || (args->marks && !args->alpha && args->neuron < 0)) return KVC_BAD_SIZE;
+    if (table->R && (table->R != args->B * args->Hkv || table->P < 1 || (table->P & (table->P - 1)) || !args->marks)) {
+        return KVC_BAD_SIZE;
+    }
+    if (args->rotary_dim < 0 || args->rotary_dim > args->D || args->rotary_dim % 2) return KVC_BAD_SIZE;
+    if (!scale_is_good(args->scale, args->softcap)) return KVC_BAD_SIZE;
+    if (!dtype_known(args->q.dtype) || !dtype_known(args->k.dtype)) return KVC_BAD_DTYPE;
+    if (args->v.dtype != args->k.dtype) return KVC_BAD_DTYPE;
+    if (!args->B || !args->Hq) return KVC_OK;
+    if (!args->out || !args->lse || !args->q.data || !args->k.data || !args->v.data || !args->places || !args->scratch) {
+        return KVC_NULL_POINTER;
+    }
+    if ((args->capacity && (!args->k_ring || !args->v_ring)) || (args->k_far && !args->v_far)) return KVC_NULL_POINTER;
+    if (table->R && (!table->lengths || (table->pages && (!args->k_pages || !args->v_pages)))) return KVC_NULL_POINTER;
+    return KVC_OK;
+}
+
+int64_t kvc_ring_step_scratch_bytes(const kvc_ring_step_args *args) {
+    return args && check(args) != KVC_BAD_SIZE ? scratch_of(args).bytes : 0;
+}
+
+/* One head of every sequence to a dense array: rotated, the neuron 0 before and after. */
+static kvc_status turn(const kvc_ring_step_args *args, const kvc_view *x, int64_t H, void *to, const int32_t *positions,
+                       kvc_view *out, kvc_parallel_for parallel_for) {
+    const int64_t bytes = kvc_dtype_bytes(x->dtype), D = args->D, at = args->neuron * bytes;
+    *out = kvc_dense_view(to, x->dtype, H, 1, D);
+    for (int64_t i = 0; i < args->B * H; i++) {
+        char *head = (char *)to + i * D * bytes;
+        memcpy(head, view_at(x, i / H, i % H, 0, 0), (size_t)(D * bytes));
+        if (args->neuron >= 0) memset(head + at, 0, (size_t)bytes);
+    }
+    if (!args->rotary_dim) return KVC_OK;
+    const kvc_rope_args rope = {.out = *out, .x = *out, .cos = args->cos, .sin = args->sin, .positions = positions,
+                                .B = args->B, .H = H, .T = 1, .D = D, .rotary_dim = args->rotary_dim,
+                                .table_rows = args->table_rows};
+    const kvc_status status = kvc_rope(&rope, parallel_for);
+    for (int64_t i = 0; i < args->B * H && args->neuron >= 0; i++) {
+        memset((char *)to + i * D * bytes + at, 0, (size_t)bytes);
+    }
+    return status;
+}
+
+/* Where the tokens of all sequences stand and lie; KVC_BAD_INDEX for one that has no slot. */
+static kvc_status place(const kvc_ring_step_args *args, const step_scratch *scratch) {
+    for (int64_t b = 0; b < args->B; b++) {
+        const int64_t t = args->places[b];
+        if (t < 0 || t == INT32_MAX) return KVC_BAD_INDEX;
+        const ring_span span = span_of(args, t);
+        if (span.end > args->capacity) return KVC_BAD_INDEX;
+        const int64_t position = t - (args->base ? args->base[b] : 0);
+        scratch->positions[b] = (int32_t)min_of(max_of(position, -1), INT32_MAX);
+        scratch->far_positions[b] = (int32_t)(args->k_far ? args->window : args->sinks + args->window - 1);
+        scratch->zeros[b] = 0;
+        for (int64_t r = b * args->Hkv; r < (b + 1) * args->Hkv; r++) {
+            scratch->begin[r] = scratch->far[r] = (int32_t)span.far;
+            scratch->end[r] = (int32_t)span.end;
+        }
+    }
+    return KVC_OK;
+}
+
+static kvc_status decide(const kvc_ring_step_args *args, const step_scratch *scratch, kvc_parallel_for parallel_for) {
+    const int64_t R = args->B * args->Hkv;
+    if (args->alpha) {
+        memcpy(scratch->alpha, args->alpha, (size_t)R * sizeof(float));
+        return KVC_OK;
+    }
+    kvc_view neuron = args->k;
+    neuron.data = (char *)neuron.data + args->neuron * kvc_dtype_bytes(neuron.dtype);
+    const kvc_dmc_decisions_args decisions = {
+        .alpha = scratch->unused, .hard = scratch->alpha, .tempered = scratch->unused + R, .x = neuron, .B = args->B,
+        .H = args->Hkv, .T = 1, .shift = args->decision_shift, .temperature = 1.0f, .scale = args->decision_scale,
+        .margin = args->decision_margin, .only_hard = 1,
+    };
+    return kvc_dmc_decisions(&decisions, parallel_for);
+}
+
+/* Appends to the pages what leaves the ring for them. */
+static kvc_status leave(const kvc_ring_step_args *args, const step_scratch *scratch, kvc_parallel_for parallel_for) {
+    const int64_t D = args->D, token = D * kvc_dtype_bytes(args->k.dtype);
+    for (int64_t r = 0; r < args->table.R; r++) {
+        const int64_t t = args->places[r / args->Hkv], from = (r * args->capacity + t % args->window) * token;
+        const int64_t next = r * args->capacity + (t + 1) % args->window;
+        scratch->stays[r] = 0;
+        if (t < args->window) continue;
+        scratch->stays[r] = !(args->window == 1 ? scratch->alpha[r] > 0.5f : args->marks[next] != 0);
+        memcpy((char *)scratch->left_k + r * token, (const char *)args->k_ring + from, (size_t)token);
+        memcpy((char *)scratch->left_v + r * token, (const char *)args->v_ring + from, (size_t)token);
+    }
+    const kvc_view k = kvc_dense_view(scratch->left_k, args->k.dtype, args->Hkv, 1, D);
+    const kvc_view v = kvc_dense_view(scratch->left_v, args->k.dtype, args->Hkv, 1, D);
+    const kvc_append_tokens_args append = {
+        .table = args->table, .counts = scratch->stays, .scratch = scratch->notes, .array_count = 2, .heads = args->Hkv,
+        .S = 1, .arrays = {kvc_slots_of(args->k_pages, &k, D), kvc_slots_of(args->v_pages, &v, D)},
+    };
+    return kvc_append_tokens(&append, parallel_for);
+}
+
+/* Rotated tokens into their slots; the sequences have one more then. */
+static void write(const kvc_ring_step_args *args, const step_scratch *scratch) {
+    const int64_t token = args->D * kvc_dtype_bytes(args->k.dtype);
+    for (int64_t r = 0; r < args->B * args->Hkv; r++) {
+        const int64_t b = r / args->Hkv, h = r % args->Hkv, t = args->places[b];
+        const int64_t slot = r * args->capacity + span_of(args, t).slot;
+        const char *value = view_at(&args->v, b, h, 0, 0);
+        memcpy((char *)args->k_ring + slot * token, (const char *)scratch->k + r * token, (size_t)token);
+        memcpy((char *)args->v_ring + slot * token, value, (size_t)token);
+        if (args->marks) args->marks[slot] = scratch->alpha[r] > 0.5f;
+        if (!args->k_far || t >= args->sinks) continue;
+        const int64_t far = (r * args->sinks + t) * token;
+        memcpy((char *)args->k_far + far, (const char *)scratch->far_k + r * token, (size_t)token);
+        memcpy((char *)args->v_far + far, value, (size_t)token);
+    }
+    for (int64_t b = 0; b < args->B; b++) args->places[b]++;
+}
+
+kvc_status kvc_ring_step(const kvc_ring_step_args *args, kvc_parallel_for parallel_for) {
+    if (!args) return KVC_NULL_POINTER;
+    kvc_status status = check(args);
+    if (status != KVC_OK || !args->B || !args->Hq) return status;
+    const step_scratch scratch = scratch_of(args);
+    kvc_decode_args near = near_of(args), far = far_of(args);
+    kvc_view ignored;
+    status = place(args, &scratch);
+    if (status == KVC_OK) status = turn(args, &args->q, args->Hq, scratch.q, scratch.positions, &near.q, parallel_for);
+    if (status == KVC_OK) status = turn(args, &args->k, args->Hkv, scratch.k, scratch.positions, &ignored, parallel_for);
+    far.q = near.q;
+    if (status == KVC_OK && args->sinks) {
+        status = turn(args, &args->q, args->Hq, scratch.far_q, scratch.far_positions, &far.q, parallel_for);
+    }
+    if (status == KVC_OK && args->k_far) {
+        status = turn(args, &args->k, args->Hkv, scratch.far_k, scratch.zeros, &ignored, parallel_for);
+    }
+    if (status == KVC_OK && args->marks) status = decide(args, &scratch, parallel_for);
+    if (status == KVC_OK && args->table.R) status = leave(args, &scratch, parallel_for);
+    if (status != KVC_OK) return status;
+    write(args, &scratch);
+    near.begin = scratch.begin, near.end = scratch.end, near.scratch = scratch.decode;
+    status = kvc_decode(&near, parallel_for);
+    if (status != KVC_OK || !has_far(args)) return status;
+    if (!args->table.R) far.end = scratch.far;
+    far.out = scratch.out, far.lse = scratch.lse, far.scratch = scratch.decode_far;
+    status = kvc_decode(&far, parallel_for);
+    if (status != KVC_OK) return status;
+    const kvc_merge_states_args merge = {.out = near.out, .lse = near.lse, .out_a = near.out, .out_b = far.out,
+                                         .lse_a = near.lse, .lse_b = far.lse, .dtype = args->q.dtype,
+                                         .N = args->B * args->Hq, .D = args->D};
+    return kvc_merge_states(&merge, parallel_for);
+}

@@ -1,0 +1,155 @@
+"""One decoded step of a cache whose newest tokens lie in rings, in one call."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..checks import (
+    FLOATS,
+    MOST_INT32,
+    dense,
+    dense_last,
+    need,
+    need_device,
+    need_float,
+    need_integer,
+    need_number,
+    need_scale,
+    need_sink_logits,
+    need_softcap,
+)
+from ..no_gradient import without_gradient
+from .dmc_accumulate import need_neuron
+from .dmc_append import need_tables
+from .dmc_gates import LARGEST
+from .native import MAX_HEAD_DIM, native
+from .paged_step import NO_STEP_GRADIENT, need_parts
+from .pages import PageTable, need_table
+
+NO_TABLE = (None,) * len(PageTable._fields)
+
+
+def ring_step_(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    k_ring: Tensor,
+    v_ring: Tensor,
+    places: Tensor,
+    *,
+    window: int,
+    sinks: int = 0,
+    chunked: bool = False,
+    k_far: Tensor | None = None,
+    v_far: Tensor | None = None,
+    base: Tensor | None = None,
+    marks: Tensor | None = None,
+    alpha: Tensor | None = None,
+    k_pages: Tensor | None = None,
+    v_pages: Tensor | None = None,
+    table: PageTable | None = None,
+    neuron: int | None = None,
+    factor: float = 1.0,
+    shift: float = 5.0,
+    margin: float = 0.0,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sink_logits: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Rotates a new token of every sequence, writes it into the sequence's rings in place, and attends from it.
+
+    queries: [B, Hq, 1, D], D 1..512; keys, values: [B, Hkv, 1, D] in the rings' dtype; un-rotated. k_ring, v_ring:
+    contiguous [R, capacity, D], R = B*Hkv: token t lies in slot t if t < sinks, else in sinks + (t - sinks) % window;
+    capacity is at most sinks + window, and enough for the slots that there are. places: int32 [B, 1], contiguous,
+    tokens that each sequence has had, each of which grows by one. base: int32 [B, 1]; a token stands at its place -
+    base; None = 0. chunked: a query sees the slots up to its own token's alone; else all tokens that are there.
+    The first `sinks` tokens never leave, and become far. Without k_far and v_far: all of them, once a token is gone;
+    for them the query stands at sinks + window - 1. With these, contiguous [R, sinks, D], their keys at position 0 and
+    their values, written too: those that have left the window; for them the query stands at window.
+    marks: contiguous bool [R, capacity], written: whether alpha, float32 [B, Hkv, 1], is above 1/2; alpha None =
+    dmc_decisions(keys[..., neuron], factor, shift, margin, hard=True).hard. k_pages, v_pages, table: as in paged_step_;
+    a token that leaves the ring is appended there if the one after it is not marked, and queries see all of a row's
+    pages. neuron: the coordinate of queries and keys that is 0 in attention, negative from the end; None = none.
+    cos, sin: float32 [T, rotary_dim/2]; None = nothing is rotated. scale, softcap, sink_logits: as in decode.
+    Returns (out [B, Hq, 1, D] in the queries' dtype, lse float32 [B, Hq, 1]): the bits of dmc_decisions, rope,
+    append_tokens_, decode and merge_states in turn. Waits for nothing on CUDA.
+    Raises ValueError for wrong shapes, dtypes, devices or numbers; RuntimeError if a place has no slot, a position is
+    outside the tables, or as append_tokens_ does (nothing is changed then; on CUDA free_count[1] grows where pages or
+    columns run out, a place without a slot is not written, and it or a position outside gives NaN);
+    NotImplementedError if a backward pass comes here.
+    Source: StreamingLLM, section 3.2; LM-Infinite, section 4; DMS.
+    """
+    if not isinstance(k_ring, Tensor) or k_ring.ndim != 3 or k_ring.dtype not in FLOATS:
+        need_float("k_ring", k_ring, 3, "[R, capacity, D]")
+    if not isinstance(queries, Tensor) or queries.ndim != 4 or queries.dtype not in FLOATS:
+        need_float("queries", queries, 4, "[B, Hq, 1, D]")
+    (B, Hq, S, D), (R, capacity, _), dtype, device = queries.shape, k_ring.shape, k_ring.dtype, k_ring.device
+    if S != 1:
+        raise ValueError(f"queries must be of one token, got {S}")
+    if B == 0 or R == 0 or R % B or Hq % (R // B):
+        raise ValueError(f"k_ring must have B*Hkv rows with B = {B} and Hkv dividing Hq = {Hq}, got {R}")
+    need(1 <= D <= MAX_HEAD_DIM, f"queries must have a head dim between 1 and {MAX_HEAD_DIM}, got {D}")
+    need_device(k_ring, queries=queries)
+    need_integer("window", window, 1, MOST_INT32)
+    need_integer("sinks", sinks, 0, MOST_INT32 - window)
+    need(capacity <= sinks + window, f"k_ring must have at most {sinks + window} slots, got {capacity}")
+    ring, token, far = (R, capacity, D), (B, R // B, 1, D), (R, sinks, D)
+    need_parts(
+        device, ("k_ring", k_ring, dtype, ring), ("v_ring", v_ring, dtype, ring), ("keys", keys, dtype, token),
+        ("values", values, dtype, token), ("places", places, torch.int32, (B, 1)),
+    )  # fmt: skip
+    whole = {"k_ring": k_ring, "v_ring": v_ring, "places": places}
+    if k_far is not None or v_far is not None:
+        if k_far is None or v_far is None:
+            raise ValueError("k_far and v_far must be given together")
+        need_parts(device, ("k_far", k_far, dtype, far), ("v_far", v_far, dtype, far))
+        whole |= {"k_far": k_far, "v_far": v_far}
+    if base is not None:
+        need_parts(device, ("base", base, torch.int32, (B, 1)))
+    if marks is not None:
+        need_parts(device, ("marks", marks, torch.bool, (R, capacity)))
+        whole["marks"] = marks
+        need(alpha is not None or neuron is not None, "marks need alpha or a neuron, got neither")
+    if alpha is not None:
+        need_parts(device, ("alpha", alpha, torch.float32, (B, R // B, 1)))
+    for name, x in whole.items():
+        if not x.is_contiguous():
+            raise ValueError(f"{name} must be contiguous")
+    if table is not None or k_pages is not None or v_pages is not None:
+        need_far_pages(table, k_pages, v_pages, k_ring, marks)
+    need(not (sinks and (chunked or table is not None)), f"sinks must be 0 with chunks or pages, got {sinks}")
+    if cos is not None or sin is not None:
+        need_tables(cos, sin, D, device)
+    for name, number in (("factor", factor), ("shift", shift), ("margin", margin)):
+        need_number(name, number, -LARGEST, LARGEST)
+    place = -1 if neuron is None else need_neuron(neuron, D)
+    return without_gradient(
+        NO_STEP_GRADIENT.format("ring_step_"), (queries, keys, values), native.ring_step_, dense_last(queries),
+        dense_last(keys), dense_last(values), k_ring, v_ring, places, k_far, v_far, marks, k_pages, v_pages,
+        *(table or NO_TABLE), dense(base), dense(alpha), dense(cos), dense(sin), window, sinks, chunked, place, factor,
+        shift, margin, need_scale(scale, D), need_sink_logits(sink_logits, Hq, queries), need_softcap(softcap),
+    )  # fmt: skip
+
+
+def need_far_pages(
+    table: PageTable | None, k_pages: Tensor | None, v_pages: Tensor | None, k_ring: Tensor, marks: Tensor | None
+) -> None:
+    """Pages of rows like the rings', which come with marks."""
+    if table is None or k_pages is None or v_pages is None or marks is None:
+        raise ValueError("k_pages, v_pages, marks and table must be given together, or only marks, or none")
+    need_table(table)
+    need_float("k_pages", k_pages, 3, "[pages, P, D]")
+    (R, _, D), dtype, P = k_ring.shape, k_ring.dtype, k_pages.shape[1]
+    need(P > 0 and P & (P - 1) == 0, f"k_pages must have a page size that is a power of two, got {P}")
+    pages = (table.refs.shape[0], P, D)
+    need_parts(k_ring.device, ("k_pages", k_pages, dtype, pages), ("v_pages", v_pages, dtype, pages))
+    need_device(k_ring, table=table.refs)
+    need(table.block_table.shape[0] == R, f"table must have {R} rows, got {table.block_table.shape[0]}")
+
+
+@torch.library.register_fake("kvcompress::ring_step_")
+def _(queries, *rest):  # type: ignore[no-untyped-def]
+    return queries.new_empty(queries.shape), queries.new_empty(queries.shape[:3], dtype=torch.float32)

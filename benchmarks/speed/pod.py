@@ -19,26 +19,15 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 from benchmarks.common import Row, alternate, options, read_bandwidth, report
-from benchmarks.speed.parts.layers import (
-    HKV,
-    HQ,
-    D,
-    adopt,
-    attend,
-    dense_cache,
-    draw_queries,
-    draw_rows,
-    fill,
-    layers_of,
-)
-from kvcompress import CompressedCache, PoDCache, QuestCache, pod
-from kvcompress.pod import PoDConfig, PoDPlan
+from benchmarks.speed.parts.caches import pod_cache
+from benchmarks.speed.parts.layers import HKV, HQ, D, attend, dense_cache, draw_queries, draw_rows
+from kvcompress import CompressedCache, QuestCache
+from kvcompress.pod import PoDPlan
 
 LAYERS = 5
 LEAD = ((0,) * HKV,) * LAYERS
@@ -66,16 +55,6 @@ SIZES = {
     "quick": Sizes(10, (8192,), 8192, ((16384, 1, BOTH[:1]),)),
     "tiny": Sizes(1, (512,), 512, ((512, 1, BOTH[:1]),), 4, 60),
 }
-
-
-def pod_cache(B: int, T: int, dtype: torch.dtype, plan: PoDPlan, **settings: Any) -> PoDCache:
-    """With T tokens stored."""
-    model = layers_of(LAYERS, 2 * T)
-    pod.convert(model, PoDConfig.of(plan))
-    cache = PoDCache(model.config, **settings)
-    adopt(cache, model)
-    fill(cache, B, T, lambda _, S: draw_rows(B, S, dtype))
-    return cache
 
 
 def dense(B: int, T: int, dtype: torch.dtype) -> QuestCache:

@@ -24,7 +24,7 @@ import torch
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 from benchmarks.common import Row, alternate, options, read_bandwidth, report
-from benchmarks.speed.parts.caches import pod_cache
+from benchmarks.speed.parts.caches import pod_cache, pod_reads
 from benchmarks.speed.parts.layers import HKV, HQ, D, attend, dense_cache, draw_queries, draw_rows
 from kvcompress import CompressedCache, QuestCache
 from kvcompress.pod import PoDPlan
@@ -87,14 +87,8 @@ def decode_rows(T: int, B: int, dtype: torch.dtype, plan: PoDPlan, repeats: int,
     drawn = [(draw_queries(B, 1, dtype), *draw_rows(B, 1, dtype)) for _ in range(LAYERS)]
     works = [lambda cache=cache: attend(cache, B, 1, drawn) for cache in caches.values()]  # type: ignore[misc]
     *seconds, peer = alternate(repeats, *works)
-    one, far = B * HKV * D * dtype.itemsize, T - plan.window
-    follower = 2 * plan.window * one
-    weights = B * HQ * far * 4
-    read = {
-        "reuse": 2 * T * one + weights + (LAYERS - 1) * (follower + far * one + weights),
-        "recompute": 2 * T * one + (LAYERS - 1) * (follower + 2 * far * one),
-        "skipped": 2 * T * one + weights + (LAYERS - 1) * follower,
-    }
+    one = B * HKV * D * dtype.itemsize
+    read = pod_reads(LAYERS, T, plan.window, one, B * HQ * 4)
     name = f"decode/{name_of(dtype)}/T{T}/B{B}"
     return [
         Row(f"{name}/{kind}", took, peer, "dense, same kernel", read[kind] / took / bandwidth, read[kind],

@@ -66,3 +66,19 @@ def keep(cache: CompressedCache, B: int, T: int, kept: Sequence[int], draw: Draw
         layer.shift = T - layer.pool.lengths
         layer.next, layer.tokens = [T] * B, [T] * B
     cache.seen = T
+
+
+def pod_reads(layers: int, T: int, window: int, token_nbytes: int, weight_nbytes: int) -> dict[str, int]:
+    """Bytes that a decoded token moves in one block of PoD, by how followers attend to distant tokens: reuse (the
+    probabilities of their lead), recompute (from its queries and keys), skipped (all of them skip).
+
+    token_nbytes: of the keys of a token in all heads, and of its values; weight_nbytes: of its probabilities.
+    """
+    far, follower = T - window, 2 * window * token_nbytes
+    weights = far * weight_nbytes
+    whole, values = 2 * T * token_nbytes, far * token_nbytes
+    return {
+        "reuse": whole + weights + (layers - 1) * (follower + values + weights),
+        "recompute": whole + (layers - 1) * (follower + 2 * values),
+        "skipped": whole + weights + (layers - 1) * follower,
+    }

@@ -78,14 +78,16 @@ def unattended() -> Iterator[None]:
         raise RuntimeError("caches attend to a prompt by other ops than those that unattended() replaces")
 
 
-def fill(cache: CompressedCache, B: int, T: int, rows: Callable[[int, int], tuple[Tensor, Tensor]]) -> None:
+def fill(
+    cache: CompressedCache, B: int, T: int, rows: Callable[[int, int], tuple[Tensor, Tensor]], query_heads: int = HQ
+) -> None:
     """Stores T tokens of each sequence in every layer. rows: of a place and a number of tokens from there on, their
     keys and values [B, Hkv, S, D]."""
 
     def drawn(begin: int, S: int) -> Iterator[Drawn]:
         for _ in cache.layers:
             k, v = rows(begin, S)
-            yield k.new_zeros(B, HQ, S, D), k, v
+            yield k.new_zeros(B, query_heads, S, k.shape[3]), k, v
 
     with unattended():
         most = max(CHUNK // B, 1)

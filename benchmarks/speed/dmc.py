@@ -25,8 +25,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 from benchmarks.common import Row, alternate, options, report
-from benchmarks.speed.parts.layers import HKV, D, adopt, attend, dense_cache, draw_queries, draw_rows, fill, layers_of
-from kvcompress import CompressedCache, DMCCache, QuestCache, dmc, ops
+from benchmarks.speed.parts.caches import deciding, dmc_cache
+from benchmarks.speed.parts.layers import HKV, D, attend, dense_cache, draw_queries, draw_rows
+from kvcompress import CompressedCache, QuestCache, dmc, ops
 from kvcompress.dmc import CompressionLoss, DMCConfig
 
 KEPT = (0.6, 0.4, 0.3, 0.25, 0.2, 0.12, 0.08, 0.05)  # share of tokens that open an entry, per KV head; mean 0.25
@@ -153,31 +154,13 @@ def accumulate_rows(dtype: torch.dtype, nbytes: int, copied: int, repeats: int) 
 # ---- decoding ----
 
 
-def tokens(B: int, S: int, dtype: torch.dtype, kept: tuple[float, ...]) -> tuple[Tensor, Tensor]:
-    """Keys and values whose decisions open an entry with the probability of their head."""
-    k, v = draw_rows(B, S, dtype)
-    opens = torch.rand(B, HKV, S) < torch.tensor(kept)[:, None]
-    k[..., -1] = torch.where(opens, -5.0, 5.0).to(dtype)
-    return k, v
-
-
-def compressed(B: int, T: int, dtype: torch.dtype, kept: tuple[float, ...]) -> DMCCache:
-    """The cache of one layer that has seen T tokens a row."""
-    model = layers_of(1, 2 * T)
-    dmc.convert(model, DMCConfig(shift=0.0), anneal=False)
-    cache = DMCCache(model.config)
-    adopt(cache, model)
-    fill(cache, B, T, lambda _, S: tokens(B, S, dtype, kept))
-    return cache
-
-
 def dense(B: int, T: int, dtype: torch.dtype) -> QuestCache:
     return dense_cache(1, B, T, lambda _, S: draw_rows(B, S, dtype))
 
 
 def decode_rows(dtype: torch.dtype, B: int, T: int, kind: str, repeats: int) -> list[Row]:
-    ours, peer = compressed(B, T, dtype, KINDS[kind]), dense(B, T, dtype)
-    drawn = [(draw_queries(B, 1, dtype), *tokens(B, 1, dtype, KINDS[kind])) for _ in range(61)]
+    ours, peer = dmc_cache(1, B, T, dtype, KINDS[kind]), dense(B, T, dtype)
+    drawn = [(draw_queries(B, 1, dtype), *deciding(B, 1, dtype, KINDS[kind])) for _ in range(61)]
     turn = [0, 0]
 
     def step(number: int, cache: CompressedCache) -> None:
@@ -192,9 +175,9 @@ def decode_rows(dtype: torch.dtype, B: int, T: int, kind: str, repeats: int) -> 
 
 
 def batch_rows(dtype: torch.dtype, T: int) -> list[Row]:
-    ours, memory = compressed(1, T, dtype, KEPT), 16 * dense(1, T, dtype).nbytes()
+    ours, memory = dmc_cache(1, 1, T, dtype, KEPT), 16 * dense(1, T, dtype).nbytes()
     fits = memory // ours.nbytes()
-    several = compressed(int(fits), T, dtype, KEPT).nbytes() if T <= 4096 else None
+    several = dmc_cache(1, int(fits), T, dtype, KEPT).nbytes() if T <= 4096 else None
     checked = "" if several is None else f", held {several / memory:.3f} of the memory"
     note = f"{fits} sequences, ratio {ours.total_compression_ratio():.2f}{checked}"
     name = f"batch/{str(dtype).removeprefix('torch.')}/T{T}"

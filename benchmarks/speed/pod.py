@@ -19,26 +19,15 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 from benchmarks.common import Row, alternate, options, read_bandwidth, report
-from benchmarks.speed.parts.layers import (
-    HKV,
-    HQ,
-    D,
-    adopt,
-    attend,
-    dense_cache,
-    draw_queries,
-    draw_rows,
-    fill,
-    layers_of,
-)
-from kvcompress import CompressedCache, PoDCache, QuestCache, pod
-from kvcompress.pod import PoDConfig, PoDPlan
+from benchmarks.speed.parts.caches import pod_cache, pod_reads
+from benchmarks.speed.parts.layers import HKV, HQ, D, attend, dense_cache, draw_queries, draw_rows
+from kvcompress import CompressedCache, QuestCache
+from kvcompress.pod import PoDPlan
 
 LAYERS = 5
 LEAD = ((0,) * HKV,) * LAYERS
@@ -66,16 +55,6 @@ SIZES = {
     "quick": Sizes(10, (8192,), 8192, ((16384, 1, BOTH[:1]),)),
     "tiny": Sizes(1, (512,), 512, ((512, 1, BOTH[:1]),), 4, 60),
 }
-
-
-def pod_cache(B: int, T: int, dtype: torch.dtype, plan: PoDPlan, **settings: Any) -> PoDCache:
-    """With T tokens stored."""
-    model = layers_of(LAYERS, 2 * T)
-    pod.convert(model, PoDConfig.of(plan))
-    cache = PoDCache(model.config, **settings)
-    adopt(cache, model)
-    fill(cache, B, T, lambda _, S: draw_rows(B, S, dtype))
-    return cache
 
 
 def dense(B: int, T: int, dtype: torch.dtype) -> QuestCache:
@@ -108,14 +87,8 @@ def decode_rows(T: int, B: int, dtype: torch.dtype, plan: PoDPlan, repeats: int,
     drawn = [(draw_queries(B, 1, dtype), *draw_rows(B, 1, dtype)) for _ in range(LAYERS)]
     works = [lambda cache=cache: attend(cache, B, 1, drawn) for cache in caches.values()]  # type: ignore[misc]
     *seconds, peer = alternate(repeats, *works)
-    one, far = B * HKV * D * dtype.itemsize, T - plan.window
-    follower = 2 * plan.window * one
-    weights = B * HQ * far * 4
-    read = {
-        "reuse": 2 * T * one + weights + (LAYERS - 1) * (follower + far * one + weights),
-        "recompute": 2 * T * one + (LAYERS - 1) * (follower + 2 * far * one),
-        "skipped": 2 * T * one + weights + (LAYERS - 1) * follower,
-    }
+    one = B * HKV * D * dtype.itemsize
+    read = pod_reads(LAYERS, T, plan.window, one, B * HQ * 4)
     name = f"decode/{name_of(dtype)}/T{T}/B{B}"
     return [
         Row(f"{name}/{kind}", took, peer, "dense, same kernel", read[kind] / took / bandwidth, read[kind],

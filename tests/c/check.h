@@ -47,5 +47,6 @@ void test_merge(void);
 void test_pages(void);
 void test_planner(void);
 void test_dmc(void);
+void test_step(void);
 void test_similarity(void);
 #endif

@@ -298,6 +298,7 @@ int main(void) {
         test_flash();
         test_merge();
         test_dmc();
+        test_step();
         test_similarity();
         printf("%s: %s\n", tables[i], failures ? "failed" : "passed");
     }

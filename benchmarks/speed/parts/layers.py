@@ -12,7 +12,9 @@ from unittest import mock
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import kvcompress
 from kvcompress import CompressedCache, QuestCache, ops
@@ -76,14 +78,16 @@ def unattended() -> Iterator[None]:
         raise RuntimeError("caches attend to a prompt by other ops than those that unattended() replaces")
 
 
-def fill(cache: CompressedCache, B: int, T: int, rows: Callable[[int, int], tuple[Tensor, Tensor]]) -> None:
+def fill(
+    cache: CompressedCache, B: int, T: int, rows: Callable[[int, int], tuple[Tensor, Tensor]], query_heads: int = HQ
+) -> None:
     """Stores T tokens of each sequence in every layer. rows: of a place and a number of tokens from there on, their
     keys and values [B, Hkv, S, D]."""
 
     def drawn(begin: int, S: int) -> Iterator[Drawn]:
         for _ in cache.layers:
             k, v = rows(begin, S)
-            yield k.new_zeros(B, HQ, S, D), k, v
+            yield k.new_zeros(B, query_heads, S, k.shape[3]), k, v
 
     with unattended():
         most = max(CHUNK // B, 1)
@@ -99,3 +103,28 @@ def dense_cache(layers: int, B: int, T: int, rows: Callable[[int, int], tuple[Te
     adopt(cache, model)
     fill(cache, B, T, rows)
     return cache
+
+
+# ---- the same with transformers' cache ----
+
+
+def dynamic_cache(model: LlamaForCausalLM, B: int, T: int, dtype: torch.dtype) -> DynamicCache:
+    """With T tokens of each sequence in every layer of the model."""
+    cache = DynamicCache(config=model.config)
+    for layer in range(model.config.num_hidden_layers):
+        cache.update(*draw_rows(B, T, dtype), layer)
+    return cache
+
+
+@torch.no_grad()
+def attend_dynamic(model: LlamaForCausalLM, cache: DynamicCache, drawn: Iterable[Drawn]) -> None:
+    """One pass of a token over all layers, as the model itself makes it: rotation, update, SDPA with enable_gqa."""
+    decoder = base_model(model)
+    tables = None
+    for layer, (q, k, v) in enumerate(drawn):
+        if tables is None:
+            tables = decoder.rotary_emb(q, torch.tensor([[cache.get_seq_length()]]))
+        q, k = apply_rotary_pos_emb(q, k, *tables)
+        k, v = cache.update(k, v, layer)
+        attention = decoder.layers[layer].self_attn
+        sdpa_attention_forward(attention, q, k, v, None, scaling=attention.scaling)

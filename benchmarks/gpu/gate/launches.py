@@ -172,6 +172,11 @@ def calls() -> Iterator[tuple[str, Callable[[], object]]]:
                         *g, table_of(*g[5].block_table.shape), p, sinks=4, recent=64, first=1, **c
                     ),
                 )
+                ring = [make(2 * batch, 68, D) for _ in range(2)]
+                yield (
+                    f"ring_step/{tail}",
+                    lambda g=given, r=ring, p=places, c=turns: ops.ring_step_(*g[:3], *r, p, window=64, sinks=4, **c),
+                )
             table = table_of(B * Hkv, 256)
             k_pages, v_pages = pages_of(table, 16, D, dtype)
             for heads in (2, 4, 16):  # one, two and eight query heads per KV head

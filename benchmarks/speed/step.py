@@ -17,8 +17,8 @@ step/<cache>/<dtype>/T<T>/B<B>
     pod        a block of 5 layers: one leads and four follow, with 16 + 4,080 near tokens. Its peers: 5 layers
     dense      one layer of a PrunedCache that kept everything: the cost of the machinery
 dispatch/<cache>
-    microseconds: time per layer that a step spends outside of the ops that attend (paged_step_, dmc_step_, decode,
-    decode_shared). A pass over 30 layers with 128 tokens each, from its opening to its end, less the time within those
+    microseconds: time per layer that a step spends outside of the ops that attend (paged_step_, dmc_step_, pod_step_,
+    ring_step_, decode, decode_shared). A pass over 30 layers with 128 tokens each, from its opening to its end, less the time within those
     ops, which is taken in the same pass, over 30. Everything else counts, rotation and append by ops of their own too.
     float32, one sequence. dense keeps everything, as does iterative after its prompt; pruned: a quarter, and dmc, as
     above; dms drops three in four tokens behind 32; pod has blocks of 5 layers and 4 + 28 near tokens; streaming has
@@ -79,7 +79,8 @@ from kvcompress.pod import PoDPlan
 
 OPENS = (0.6, 0.4, 0.3, 0.25, 0.2, 0.12, 0.08, 0.05)  # share of tokens that open an entry, per KV head; mean 1/4
 BLOCK = 5  # layers of PoD with one lead
-ATTENDING = ("paged_step_", "dmc_step_", "decode", "decode_probabilities", "decode_shared")  # as PyTorch knows them
+# as PyTorch knows them
+ATTENDING = ("paged_step_", "dmc_step_", "pod_step_", "ring_step_", "decode", "decode_probabilities", "decode_shared")
 TOKENS = 8  # drawn passes, which take turns
 Work = Callable[[], object]
 Kept = TypeVar("Kept")

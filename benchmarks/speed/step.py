@@ -18,8 +18,9 @@ step/<cache>/<dtype>/T<T>/B<B>
     dense      one layer of a PrunedCache that kept everything: the cost of the machinery
 dispatch/<cache>
     microseconds: time per layer that a step spends outside of the ops that attend (paged_step_, dmc_step_, pod_step_,
-    ring_step_, decode, decode_shared). A pass over 30 layers with 128 tokens each, from its opening to its end, less the
-    time within those ops, which is taken in the same pass, over 30. Everything else counts, rotation and append by ops of their own too.
+    ring_step_, decode, decode_shared). A pass over 30 layers with 128 tokens each, from its opening to its end, less
+    the time within those ops, which is taken in the same pass, over 30. Everything else counts, rotation and append by
+    ops of their own too.
     float32, one sequence. dense keeps everything, as does iterative after its prompt; pruned: a quarter, and dmc, as
     above; dms drops three in four tokens behind 32; pod has blocks of 5 layers and 4 + 28 near tokens; streaming has
     4 + 60 tokens, so that the first ones are far; quest reads 4 of 8 pages

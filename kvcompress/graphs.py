@@ -53,7 +53,7 @@ class StepGraph:
         self.recordings = 0  # how often a step was recorded
         self._warm = 0
         self._replay: Callable[[], None] | None = None
-        self._held: tuple[int, ...] = ()  # the tensors that the recorded step works on
+        self._held: tuple[tuple[int, ...], ...] = ()  # the tensors that the recorded step works on
         self._logits: Tensor | None = None
 
     @torch.inference_mode()

@@ -258,11 +258,12 @@ class CompressedCache(RecurrentStates, Cache, PassCache):
             layer.count_step()
             layer.seen = self.seen
 
-    def held_tensors(self) -> tuple[int, ...]:
-        """Where the tensors are that a step reads and writes."""
+    def held_tensors(self) -> tuple[tuple[int, ...], ...]:
+        """Where the tensors are that a step reads and writes, and their shapes: memory is used again."""
         facts = self.facts
         assert facts is not None
-        return tuple(x.data_ptr() for layer in self.own for x in layer.held_tensors(facts[layer.index]))
+        held = (x for layer in self.own for x in layer.held_tensors(facts[layer.index]))
+        return tuple((x.data_ptr(), *x.shape) for x in held)
 
     def _check_sliced(self, call: Call) -> None:
         """Refuses what generate makes of fewer ids than the cache has seen: it slices them from the wrong end."""

@@ -8,6 +8,7 @@ block of 1,024 threads wherever a launcher chooses) and that lead through every 
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import subprocess
 import sys
@@ -212,6 +213,7 @@ def calls() -> Iterator[tuple[str, Callable[[], object]]]:
                     )
 
 
+@functools.cache
 def launches(shared_limit: int) -> list[Launch]:
     """Every launch on a device whose blocks may have that many bytes of shared memory. RuntimeError if one fails."""
     path = emulated.library()

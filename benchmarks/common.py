@@ -187,3 +187,7 @@ def report(rows: list[Row], path: Path | None, **ceilings: float) -> None:
     if path is not None:
         per_second = {f"{name}_per_second": value for name, value in ceilings.items()}
         write_json(path, [asdict(row) for row in rows], **per_second)
+
+
+if __name__ == "__main__":
+    sys.exit("common.py is no benchmark but what they share; run one of the others, such as benchmarks/speed/decode.py")

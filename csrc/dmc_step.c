@@ -1,5 +1,5 @@
 /* One decoded step of DMC's cache: decide, rotate, append or merge, and attend in one call. */
-#include "kernel.h"
+#include "page_table.h"
 #include "step.h"
 
 #include <string.h>
@@ -41,7 +41,9 @@ static kvc_status check(const kvc_dmc_step_args *args) {
     const kvc_dmc_append_args *append = &args->append;
     if (append->B < 0 || append->Hkv < 0 || args->Hq < 0 || append->S != 1) return KVC_BAD_SIZE;
     if (append->Hkv ? args->Hq % args->append.Hkv != 0 : args->Hq != 0) return KVC_BAD_SIZE;
-    if (append->D < 1 || append->D > KVC_MAX_HEAD_DIM || append->table.P < 1) return KVC_BAD_SIZE;
+    if (append->D < 1 || append->D > KVC_MAX_HEAD_DIM || !table_sizes_are_good(&append->table)) return KVC_BAD_SIZE;
+    if (append->rotary_dim < 0 || append->rotary_dim > append->D || append->rotary_dim % 2) return KVC_BAD_SIZE;
+    if (append->table_rows < 0 || append->window < 0 || append->window > KVC_DMC_MAX_WINDOW) return KVC_BAD_SIZE;
     if ((append->table.P & (append->table.P - 1)) != 0 || append->table.R != append->B * append->Hkv) return KVC_BAD_SIZE;
     if (append->neuron < 0 || append->neuron >= append->D) return KVC_BAD_SIZE;
     if (append->counts || append->positions || !scale_is_good(args->scale, args->softcap)) return KVC_BAD_SIZE;

@@ -1,5 +1,5 @@
 /* Contract of the kernels: every function that csrc/ offers, its shapes, units, scratch and errors (those of DMC are in
- * kvc_dmc.h, which this file includes).
+ * kvc_dmc.h, those of whole decoded steps in kvc_step.h; this file includes both).
  *
  * No Torch, no Python, no allocation, no printing. A kernel is a function of its arguments; the one piece of state is
  * the table of inner loops (simd.h), chosen once from the CPU's features.
@@ -279,84 +279,6 @@ typedef struct {
 int64_t kvc_decode_scratch_bytes(const kvc_decode_args *args);
 kvc_status kvc_decode(const kvc_decode_args *args, kvc_parallel_for parallel_for);
 
-/* ---- paged_step.c ------------------------------------------------------------------------------------------------ */
-
-/* One step of a cache that keeps its tokens: S new tokens of every sequence are rotated, appended and attended from.
- *     p[b,s] = lengths[b*Hkv] + shift[b*Hkv] + s          position of token s (shift NULL: 0); lengths of before the call
- *     rows   = rows of before and the S keys, rotated to p as kvc_rope does, with their values, as kvc_append_tokens does
- *     out, lse = kvc_decode of q, rotated to p, over the rows, begin_r <= t (NULL: 0), causal
- * The bits are those of the three in turn. q [B, Hq, S, D], k, v [B, Hkv, S, D] un-rotated; q any dtype, k, v and
- * k_pages, v_pages [pages, P, D] of one; cos, sin float32 [table_rows, rotary_dim/2] (rotary_dim 0: no rotation);
- * shift, begin int32 [R], R = table.R = B*Hkv; P a power of two; the rest as in the three.
- * scratch: kvc_paged_step_scratch_bytes bytes (on CUDA kvc_cuda_paged_step_scratch_bytes), 64-byte aligned.
- * KVC_BAD_INDEX for a position outside the tables or a begin past its row, and with KVC_POOL_FULL as in
- * kvc_append_tokens; nothing is changed then. KVC_BAD_INDEX for an earlier page of a row that does not exist: the rows
- * have grown then.
- */
-typedef struct {
-    void *out;
-    float *lse;
-    kvc_view q, k, v;
-    void *k_pages, *v_pages;
-    kvc_page_table table;
-    const int32_t *shift, *begin;
-    const float *cos, *sin;
-    void *scratch;
-    int64_t B, Hq, Hkv, S, D, rotary_dim, table_rows;
-    float scale, softcap;
-    const float *sink_logits;
-} kvc_paged_step_args;
-int64_t kvc_paged_step_scratch_bytes(const kvc_paged_step_args *args);
-kvc_status kvc_paged_step(const kvc_paged_step_args *args, kvc_parallel_for parallel_for);
-
-/* ---- ring_step.c ------------------------------------------------------------------------------------------------- */
-
-/* One step of a cache whose newest tokens lie in rings: one new token of every sequence is rotated, written and attended
- * from. With t = places[b], the tokens that the sequence has had, and full = sinks + window:
- *     slot(t) = t < sinks ? t : sinks + (t - sinks) % window          where token t lies in its rows of k_ring, v_ring
- *     p       = t - base[b] (base NULL: 0)                            position of its query and key
- *     k_ring, v_ring [r, slot(t)] = key, rotated to p as kvc_rope does, and value; then places[b] = t + 1
- *     out, lse = kvc_decode of q, rotated to p, over slots far_b <= j < end_b of the ring
- *         end_b = min(t + 1, full); chunked: t % window + 1 (a chunk begins in slot 0)
- * Further keys, whose attention is merged as kvc_merge_states does, and which do not count the sink_logits:
- *     sinks > 0, k_far NULL: the ring's slots j < far_b; the query stands at full - 1; far_b = t >= full ? sinks : 0
- *     sinks > 0, with k_far, v_far [R, sinks, D]: slots j < far_b of these; the query stands at window; far_b =
- *         min(max(t + 1 - window, 0), sinks). Before, token t < sinks is written there at t, its key rotated to position 0
- *     table.R > 0 (sinks = 0): all slots of the row's pages, the query at p. Before, token t - window leaves the ring:
- *         where t >= window and its successor is not marked, it is appended as kvc_append_tokens does
- * marks uint8 [R, capacity] (NULL: none; pages need them): marks[r, slot(t)] = alpha[r] > 1/2, alpha NULL: hard of
- * kvc_dmc_decisions of k's neuron (decision_*). neuron: coordinate of q and k that is 0 before and after rotation, -1: none.
- * q [B, Hq, 1, D], k, v [B, Hkv, 1, D] un-rotated; q any dtype, k, v and all arrays of keys and values of one; k_ring,
- * v_ring [R, capacity, D], R = B*Hkv, end_b <= capacity <= full; places, base int32 [B]; alpha float32 [R]; cos, sin float32
- * [table_rows, rotary_dim/2] (rotary_dim 0: no rotation); table, k_pages, v_pages as in kvc_paged_step.
- * The bits are those of the ops in turn. scratch: kvc_ring_step_scratch_bytes bytes (on CUDA
- * kvc_cuda_ring_step_scratch_bytes), 64-byte aligned.
- * KVC_BAD_SIZE for chunked or pages with sinks, pages without marks, marks without alpha or neuron; KVC_BAD_INDEX for a
- * place that is negative or INT32_MAX or has no slot, or a position outside the tables, and with KVC_POOL_FULL as in
- * kvc_append_tokens; nothing is changed then. KVC_BAD_INDEX for an earlier page of a row that does not exist: the rings
- * have changed then.
- * Source: StreamingLLM, section 3.2; LM-Infinite, section 4; DMS.
- */
-typedef struct {
-    void *out;
-    float *lse;
-    kvc_view q, k, v;
-    void *k_ring, *v_ring, *k_far, *v_far, *k_pages, *v_pages;
-    kvc_page_table table;
-    int32_t *places;
-    const int32_t *base;
-    uint8_t *marks;
-    const float *alpha, *cos, *sin;
-    void *scratch;
-    int64_t B, Hq, Hkv, D, capacity, window, sinks, neuron, rotary_dim, table_rows;
-    int chunked;
-    float scale, softcap;
-    const float *sink_logits;
-    float decision_scale, decision_shift, decision_margin;
-} kvc_ring_step_args;
-int64_t kvc_ring_step_scratch_bytes(const kvc_ring_step_args *args);
-kvc_status kvc_ring_step(const kvc_ring_step_args *args, kvc_parallel_for parallel_for);
-
 /* ---- decode_shared.c -------------------------------------------------------------------------------------------- */
 
 /* Joins attention to near keys with attention to distant ones whose probabilities another layer has computed (kvc_decode,
@@ -404,62 +326,6 @@ typedef struct {
     int64_t N, D;
 } kvc_merge_states_args;
 kvc_status kvc_merge_states(const kvc_merge_states_args *args, kvc_parallel_for parallel_for);
-
-/* ---- pod_step.c -------------------------------------------------------------------------------------------------- */
-
-typedef enum {
-    KVC_FAR_NONE = 0, /* out and lse are those of near keys */
-    KVC_FAR_OWN,      /* the layer leads: its own keys; probabilities, if not NULL, and far_lse are written for followers */
-    KVC_FAR_LED,      /* the queries and keys of the layer that leads, the layer's own values */
-    KVC_FAR_SHARED    /* probabilities and far_lse that the lead has written, the layer's own values */
-} kvc_far;
-
-/* One step of a layer of PoD, one token of every sequence. Keys and values have tables of their own over pages of P slots,
- * row r = b*Hkv + g of both. With n_k, n_v the rows' lengths once the token is there:
- *     turned = q and the key rotated to places[b], as kvc_rope does; both tables grow by one slot, as kvc_append_tokens
- *         does; each of places [B] grows by one
- *     near = kvc_decode of turned over the keys max(n_k - recent, 0) <= t < n_k and the first `sinks` before those; the
- *         value of a key in page i of its row lies in page i of the values' row if i < first, else in page i + moved[r]
- *         (NULL: 0)
- *     the far range: min(sinks, n_v) <= t < max(n_v - recent, that), in the tables of the values and of the keys that are
- *         read
- *     OWN, LED: near joined with kvc_decode over the far range (kvc_merge_states; sink_logits count as near)
- *     SHARED: kvc_decode_shared of near and the far range's values; `skipped` is written
- * q [B, Hq, 1, D], k, v [B, Hkv, 1, D] un-rotated; k, v and all pages of one dtype; turned [B, Hq, D] contiguous, dtype of
- * q; out [B, Hq, D], lse float32 [B, Hq] (SHARED: not written); far_lse float32 [B, Hq]; probabilities float32, those of
- * head h at + b*stride_b + h*stride_h (OWN: contiguous [B, Hq, columns]); lead_q [B, Hq, 1, D] rotated, dtype of q;
- * lead_table int32 [R, lead_blocks]; moved int32 [R]; skipped uint8 [B, Hq]; the rest as in the functions named.
- * scratch: kvc_pod_step_scratch_bytes bytes (on CUDA kvc_cuda_pod_step_scratch_bytes), 64-byte aligned.
- * KVC_POOL_FULL and KVC_BAD_INDEX as in kvc_append_tokens and for a place outside the tables; nothing is changed then,
- * but that the last page of a row may be its own instead of shared. KVC_BAD_INDEX from kvc_decode and kvc_decode_shared:
- * the rows have grown then.
- * Source: PoD, sections 2.2 and 2.3.
- */
-typedef struct {
-    void *out, *turned;
-    float *lse;
-    kvc_view q, k, v;
-    void *k_pages, *v_pages;
-    kvc_page_table keys, values;
-    int32_t *places;
-    const int32_t *moved;
-    const float *cos, *sin;
-    void *scratch;
-    int64_t B, Hq, Hkv, D, rotary_dim, table_rows, sinks, recent, first;
-    float scale, softcap;
-    const float *sink_logits;
-    kvc_far far;
-    float *probabilities, *far_lse;
-    int64_t stride_b, stride_h, columns;
-    kvc_view lead_q;
-    const void *lead_k_pages;
-    const int32_t *lead_table;
-    int64_t lead_pages, lead_blocks;
-    uint8_t *skipped;
-    float threshold;
-} kvc_pod_step_args;
-int64_t kvc_pod_step_scratch_bytes(const kvc_pod_step_args *args);
-kvc_status kvc_pod_step(const kvc_pod_step_args *args, kvc_parallel_for parallel_for);
 
 /* ---- attention.c ------------------------------------------------------------------------------------------------ */
 
@@ -582,4 +448,5 @@ kvc_status kvc_divide_memory(const kvc_divide_memory_args *args);
 }
 #endif
 #include "kvc_dmc.h"
+#include "kvc_step.h"
 #endif

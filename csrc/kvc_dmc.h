@@ -153,37 +153,6 @@ typedef struct {
 } kvc_dmc_append_args;
 kvc_status kvc_dmc_append(const kvc_dmc_append_args *args, kvc_parallel_for parallel_for);
 
-/* ---- dmc_step.c ------------------------------------------------------------------------------------------------- */
-
-/* One step of DMC's cache, one token of every sequence:
- *     alpha, omega: append.alpha and append.omega, or where these are NULL
- *         alpha = hard of kvc_dmc_decisions of k's neuron (decision_*)
- *         omega = kvc_dmc_importance of q's neuron (omega_*, reduce)
- *     kvc_dmc_append at the positions places[b] + offsets[b] (NULL: 0); then each of places [B] grows by one
- *     out, lse = kvc_decode of q over the rows, q rotated to the same positions, its neuron 0 before and after
- * The bits are those of the ops in turn. append: S = 1; its neuron 0..D-1; positions, counts NULL and scratch not read.
- * q [B, Hq, 1, D] un-rotated, any dtype; out, lse, scale, softcap and sink_logits as in kvc_decode.
- * scratch: kvc_dmc_step_scratch_bytes bytes (on CUDA kvc_cuda_dmc_step_scratch_bytes), 64-byte aligned.
- * KVC_POOL_FULL and KVC_BAD_INDEX as in kvc_dmc_append; nothing is changed then. KVC_BAD_INDEX for an earlier page of a
- * row that does not exist: the rows have changed then.
- */
-typedef struct {
-    kvc_dmc_append_args append;
-    void *out;
-    float *lse;
-    kvc_view q;
-    int32_t *places;
-    const int32_t *offsets;
-    void *scratch;
-    int64_t Hq;
-    float scale, softcap;
-    const float *sink_logits;
-    float decision_shift, decision_margin, omega_shift, omega_eps;
-    kvc_importance reduce;
-} kvc_dmc_step_args;
-int64_t kvc_dmc_step_scratch_bytes(const kvc_dmc_step_args *args);
-kvc_status kvc_dmc_step(const kvc_dmc_step_args *args, kvc_parallel_for parallel_for);
-
 #ifdef __cplusplus
 }
 #endif

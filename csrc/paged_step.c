@@ -2,7 +2,7 @@
  *
  * The kernels of the three do the work; what this saves is two passes through the caller for each layer and token.
  */
-#include "kernel.h"
+#include "page_table.h"
 #include "step.h"
 
 /* Scratch, each part on a cache line of its own. */
@@ -39,7 +39,8 @@ static step_scratch scratch_of(const kvc_paged_step_args *args) {
 static kvc_status check(const kvc_paged_step_args *args) {
     const kvc_page_table *table = &args->table;
     if (args->B < 0 || args->Hq < 0 || args->Hkv < 0 || args->S < 0 || args->D < 1) return KVC_BAD_SIZE;
-    if (args->D > KVC_MAX_HEAD_DIM || table->R != args->B * args->Hkv || table->P < 1) return KVC_BAD_SIZE;
+    if (args->D > KVC_MAX_HEAD_DIM || table->R != args->B * args->Hkv) return KVC_BAD_SIZE;
+    if (!table_sizes_are_good(table) || args->table_rows < 0) return KVC_BAD_SIZE;
     if ((table->P & (table->P - 1)) != 0 || !scale_is_good(args->scale, args->softcap)) return KVC_BAD_SIZE;
     if (args->Hkv ? args->Hq % args->Hkv != 0 : args->Hq != 0) return KVC_BAD_SIZE;
     if (args->rotary_dim < 0 || args->rotary_dim > args->D || args->rotary_dim % 2) return KVC_BAD_SIZE;

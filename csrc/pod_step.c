@@ -14,6 +14,7 @@ static kvc_pod_parts parts_of(const kvc_pod_step_args *args) {
 }
 
 static kvc_status check(const kvc_pod_step_args *args) {
+    if (!table_sizes_are_good(&args->keys) || !table_sizes_are_good(&args->values)) return KVC_BAD_SIZE;
     if (!kvc_pod_sizes_are_good(args) || !scale_is_good(args->scale, args->softcap)) return KVC_BAD_SIZE;
     if (!dtype_known(args->q.dtype) || !dtype_known(args->k.dtype) || args->v.dtype != args->k.dtype) return KVC_BAD_DTYPE;
     if (!args->keys.R || !args->Hq) return KVC_OK;

@@ -3,9 +3,9 @@
 #include <type_traits>
 
 #include "dmc_slots.cuh"
+#include "extend.cuh"
 
 namespace {
-
 
 // ---- decisions ----
 
@@ -29,33 +29,13 @@ __host__ __device__ inline notes notes_of(const kvc_dmc_append_args& a) {
 
 // ---- pages ----
 
-struct growth {
-    int64_t length, opened;
-    int32_t shared;  // the page that the row copies, or -1
-    int pages;       // how many it takes
-    bool continues, valid;
-};
-
-__device__ inline growth growth_of(const kvc_dmc_append_args& a, const notes& n, int64_t row) {
-    const kvc_page_table& table = a.table;
-    growth g = {table.lengths[row], 0, -1, 0, false, false};
+// Slots that the row's new tokens open; -1 for numbers out of range.
+__device__ inline int64_t opened_by(const kvc_dmc_append_args& a, const notes& n, int64_t row, int64_t length) {
     const int64_t count = count_of(a, row);
-    if (g.length < 0 || g.length > table.blocks * table.P || count < 0 || count > a.S) return g;
-    g.continues = continues(a, row, g.length, count);
-    g.opened = count > 0 && !g.continues;
-    for (int64_t piece = 0; a.S > 1 && piece < n.count; piece++) g.opened += n.pieces[row * n.count + piece];
-    if (g.length + g.opened > table.blocks * table.P) return g;
-    g.valid = true;
-    g.pages = static_cast<int>(ceil_div(g.length + g.opened, table.P) - ceil_div(g.length, table.P));
-    if (g.continues || (count > 0 && g.length % table.P != 0)) {
-        const int32_t last = *entry(table, row, (g.length - 1) / table.P);
-        g.valid = page_exists(table, last);
-        if (g.valid && table.page_refs[last] > 1) {
-            g.shared = last;
-            g.pages++;
-        }
-    }
-    return g;
+    if (length < 0 || length > a.table.blocks * a.table.P || count < 0 || count > a.S) return -1;
+    int64_t opened = count > 0 && !continues(a, row, length, count);
+    for (int64_t piece = 0; a.S > 1 && piece < n.count; piece++) opened += n.pieces[row * n.count + piece];
+    return opened;
 }
 
 // A whole block, all of its threads: takes the pages of all rows, writes table, lengths and the notes about rows, which the
@@ -63,35 +43,19 @@ __device__ inline growth growth_of(const kvc_dmc_append_args& a, const notes& n,
 __device__ inline void grow_rows(const kvc_dmc_append_args& a) {
     const kvc_page_table& table = a.table;
     const notes n = notes_of(a);
-    int own = 0;
-    bool objects = false;
-    for (int64_t row = threadIdx.x; row < table.R; row += blockDim.x) {
-        const growth g = growth_of(a, n, row);
-        own += g.pages;
-        objects |= !g.valid;
-    }
-    if (!can_take(table, own, objects, n.refused)) return;
-    int64_t held = free_pages(table);
-    for (int64_t first = 0; first < table.R; first += blockDim.x) {
-        const int64_t row = first + threadIdx.x;
-        const growth g = row < table.R ? growth_of(a, n, row) : growth{0, 0, -1, 0, false, false};
-        int total;
-        int64_t place = held - 1 - scan_block(g.pages, &total);
-        held -= total;
-        if (row >= table.R) continue;
-        int64_t block = ceil_div(g.length, table.P);
-        if (g.shared >= 0) block--;
-        for (int i = 0; i < g.pages; i++) *entry(table, row, block + i) = take_page(table, place--);
-        n.rows[3 * row] = g.shared;
-        n.rows[3 * row + 1] = static_cast<int32_t>(g.opened);
-        n.rows[3 * row + 2] = g.continues;
-        table.lengths[row] = static_cast<int32_t>(g.length + g.opened);
-    }
-    __syncthreads();
-    if (threadIdx.x == 0) table.free_count[0] = static_cast<int32_t>(held);
-    __syncthreads();
-    for (int64_t row = threadIdx.x; row < table.R; row += blockDim.x)
-        if (n.rows[3 * row] >= 0) give_up_page(table, n.rows[3 * row]);
+    grow(
+        table, n.refused,
+        [&](int64_t row) {
+            const int64_t length = table.lengths[row], count = count_of(a, row), opened = opened_by(a, n, row, length);
+            const bool touches = opened >= 0 && (continues(a, row, length, count) || (count > 0 && length % table.P != 0));
+            return growth_by(table, row, length, opened, touches);
+        },
+        [&](int64_t row, const growth& g) {
+            n.rows[3 * row] = g.shared;
+            n.rows[3 * row + 1] = static_cast<int32_t>(g.added);
+            n.rows[3 * row + 2] = continues(a, row, g.length, count_of(a, row));
+        },
+        [&](int64_t row) { return n.rows[3 * row]; });
 }
 
 // A warp copies the slots of the page that the row shared until now.

@@ -1,4 +1,4 @@
-// One decoded step of DMC's cache: see kvc_dmc_step in kvc_dmc.h.
+// One decoded step of DMC's cache: see kvc_dmc_step in kvc_step.h.
 //
 // Must move, beside what decode reads: the queries in and out, the new keys and values, each row's tail and newest slot in
 // and out, 12*R*D bytes of float32 and 2*R*D elements. What counts is launches: one block decides, takes the pages, lists

@@ -1,4 +1,4 @@
-// One decoded step of a cache that keeps its tokens: see kvc_paged_step in kvc.h.
+// One decoded step of a cache that keeps its tokens: see kvc_paged_step in kvc_step.h.
 //
 // Must move, beside what decode reads: B*S*(2*Hq + 4*Hkv)*D elements, 25 KB for a token of a Llama 3 8B layer. What counts
 // is launches: one block takes the pages, lists decode's pieces and, for a few heads, rotates and stores them; then the two

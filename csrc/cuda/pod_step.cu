@@ -1,4 +1,4 @@
-// One decoded step of a layer of PoD: see kvc_pod_step in kvc.h.
+// One decoded step of a layer of PoD: see kvc_pod_step in kvc_step.h.
 //
 // The launches of its parts in turn, and two small kernels of its own that tell them on the device where the token stands
 // and where near and distant tokens lie: nothing waits for the host.

@@ -1,4 +1,4 @@
-// One decoded step of a cache whose newest tokens lie in rings: see kvc_ring_step in kvc.h.
+// One decoded step of a cache whose newest tokens lie in rings: see kvc_ring_step in kvc_step.h.
 //
 // Must move, beside what decode reads: B*(2*Hq + 4*Hkv)*D elements, and 2*R*D twice where tokens leave for pages. What counts
 // is launches: one block says where each token goes, takes the pages, lists decode's pieces and, for a few heads, rotates

@@ -21,7 +21,7 @@ from ..hf.facts import Facts
 from ..hf.method import Call, Pass, PassCache
 from ..hf.seam import noted_update
 from ..planner import Plan
-from .layer import CompressedLayer
+from .layer import CompressedLayer, RepeatingLayer
 from .local import LocalLayer
 from .passes import CachePass, Iteration
 from .states import RecurrentStates, new_state
@@ -239,22 +239,26 @@ class CompressedCache(RecurrentStates, Cache, PassCache):
     def check_repeats(self) -> None:
         """Raises NotImplementedError if decoded tokens need the host each."""
         for index, layer in enumerate(self.layers):
-            if self.recurs or not isinstance(layer, CompressedLayer) or not layer.repeats:
+            if self.recurs or not isinstance(layer, RepeatingLayer) or not layer.repeats:
                 raise NotImplementedError(
                     f"layer {index} of {type(self).__name__} ({type(layer).__name__}) needs the host for each token, "
                     "as windows, recurrent states and what is compressed while decoding do: a step cannot be recorded"
                 )
 
+    @property
+    def _repeating(self) -> list[RepeatingLayer]:
+        return [layer for layer in self.layers if isinstance(layer, RepeatingLayer)]
+
     def steps_ahead(self) -> int:
         """How many one-token steps can come now with nothing done on the host but to count them."""
         assert self.facts is not None
         self.check_complete()
-        return min(layer.steps_ahead(self.facts[layer.index]) for layer in self.own)
+        return min(layer.steps_ahead(self.facts[layer.index]) for layer in self._repeating)
 
     def count_step(self) -> None:
         """Counts such a step, which the device has done alone."""
         self.seen += 1
-        for layer in self.own:
+        for layer in self._repeating:
             layer.count_step()
             layer.seen = self.seen
 
@@ -262,7 +266,7 @@ class CompressedCache(RecurrentStates, Cache, PassCache):
         """Where the tensors are that a step reads and writes, and their shapes: memory is used again."""
         facts = self.facts
         assert facts is not None
-        held = (x for layer in self.own for x in layer.held_tensors(facts[layer.index]))
+        held = (x for layer in self._repeating for x in layer.held_tensors(facts[layer.index]))
         return tuple((x.data_ptr(), *x.shape) for x in held)
 
     def _check_sliced(self, call: Call) -> None:

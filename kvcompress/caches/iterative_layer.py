@@ -12,7 +12,7 @@ from ..hf.facts import LayerFacts
 from ..softmax import Softmax
 from .attention import prompt_attention, ragged_attention
 from .choose import Choice, Chooser, Offers
-from .layer import CompressedLayer
+from .layer import RepeatingLayer
 from .memory import Memory, spread
 from .paged import PagedLayer, step_positions
 from .passes import CachePass, Iteration
@@ -43,7 +43,7 @@ class _Pending:
     choice: Choice
 
 
-class IterativeLayer(CompressedLayer):
+class IterativeLayer(RepeatingLayer):
     """While a prompt is read: the memory. Before, between and after prompts: pages, of a PrunedLayer where decoding
     compresses or is scored, else of a PagedLayer.
 

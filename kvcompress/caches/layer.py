@@ -58,25 +58,6 @@ class CompressedLayer(CacheLayerMixin):
     def check_step(self, step: CachePass, facts: LayerFacts) -> None:
         """Refuses what the layer cannot do, and takes what it needs, before any layer has changed."""
 
-    # ---- steps that repeat without the host (StepGraph) ----
-
-    @property
-    def repeats(self) -> bool:
-        """Whether decoded tokens can follow each other with nothing done on the host."""
-        return False
-
-    def steps_ahead(self, facts: LayerFacts) -> int:
-        """How many one-token steps can come now with nothing done on the host but to count them."""
-        return 0
-
-    def count_step(self) -> None:
-        """Counts such a step, which the device has done alone."""
-        raise NotImplementedError
-
-    def held_tensors(self, facts: LayerFacts) -> tuple[Tensor, ...]:
-        """What a step reads and writes; while these are the same, a recorded step can be done again."""
-        raise NotImplementedError
-
     def drop_last(self, tokens: int) -> None:
         """Takes back the last tokens of every sequence; called only where is_croppable is true."""
 
@@ -107,3 +88,24 @@ class CompressedLayer(CacheLayerMixin):
         )
 
     prefetch = offload
+
+
+class RepeatingLayer(CompressedLayer):
+    """A layer whose decoded tokens can follow each other with nothing done on the host (StepGraph)."""
+
+    @property
+    @abstractmethod
+    def repeats(self) -> bool:
+        """Whether they can with these settings."""
+
+    @abstractmethod
+    def steps_ahead(self, facts: LayerFacts) -> int:
+        """How many one-token steps can come now with nothing done on the host but to count them."""
+
+    @abstractmethod
+    def count_step(self) -> None:
+        """Counts such a step, which the device has done alone."""
+
+    @abstractmethod
+    def held_tensors(self, facts: LayerFacts) -> tuple[Tensor, ...]:
+        """What a step reads and writes; while these are the same, a recorded step can be done again."""

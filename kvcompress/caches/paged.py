@@ -10,7 +10,7 @@ from torch import Tensor
 from .. import ops
 from ..hf.facts import LayerFacts
 from ..softmax import Softmax
-from .layer import CompressedLayer
+from .layer import RepeatingLayer
 from .passes import CachePass
 from .pool import PagePool
 from .store import PoolSettings, keys_and_values
@@ -24,7 +24,7 @@ def step_positions(first: Tensor, counts: Sequence[int], tokens: int) -> Tensor:
     return (first + torch.arange(tokens, dtype=torch.int32, device=first.device)).clamp_(min=0)
 
 
-class PagedLayer(CompressedLayer):
+class PagedLayer(RepeatingLayer):
     """Appends tokens and attends to all that is held.
 
     The token in slot s of a row stands at position s + shift.

@@ -3,70 +3,11 @@
 // the threads of a block are real, and the argument "few" leaves one case of each kernel. Prints "done" if every launch
 // succeeds. Values are checked by the tests of the ops, here only what no op asks for: results in place and of another
 // type, what a launcher refuses behind the checks of the ops, and how much scratch memory it asks for.
-#include <math.h>
+#include "sanitized.h"
 
-#include <cstdio>
-#include <cstdlib>
-#include <cstring>
-#include <memory>
-#include <vector>
-
-#include "cuda/kvc_cuda.h"
-#include "cuda/types.cuh"
 #include "emulated_blas.h"
 
 namespace {
-
-int failures = 0;
-
-void expect(cudaError_t error, const char* what, int64_t size) {
-    if (error == cudaSuccess) return;
-    std::printf("%s (%lld): error %d\n", what, static_cast<long long>(size), static_cast<int>(error));
-    failures++;
-}
-
-void expect_true(bool condition, const char* what, int64_t size) {
-    if (!condition) std::printf("%s (%lld): wrong\n", what, static_cast<long long>(size)), failures++;
-}
-
-void expect_refused(cudaError_t error, const char* what) { expect_true(error == cudaErrorInvalidValue, what, error); }
-
-// Arguments that are right but for one change; none of the calls may do anything.
-template <class Args, class... Changes>
-void expect_refused(cudaError_t (*launch)(const Args*, cudaStream_t), const Args& args, const char* what,
-                    Changes... changes) {
-    int place = 0;
-    const auto check = [&](auto change) {
-        Args changed = args;
-        change(changed);
-        expect_true(launch(&changed, nullptr) == cudaErrorInvalidValue, what, place++);
-    };
-    (check(changes), ...);
-}
-
-// Heap array of exactly `count` elements of a dtype, small numbers of both signs.
-struct array {
-    std::unique_ptr<char, void (*)(void*)> bytes;
-    kvc_dtype dtype;
-    int64_t strides[3] = {0, 0, 0};
-
-    array(int64_t count, kvc_dtype type) : bytes(nullptr, std::free), dtype(type) {
-        const size_t size = type == KVC_F32 ? 4 : 2;
-        bytes.reset(static_cast<char*>(std::malloc(static_cast<size_t>(count) * size)));
-        for (int64_t i = 0; i < count; i++) {
-            const float value = static_cast<float>(i * 37 % 19 - 9) / 8.0f;
-            if (type == KVC_F32) std::memcpy(bytes.get() + 4 * i, &value, 4);
-            else std::memset(bytes.get() + 2 * i, static_cast<int>(0x30 + i % 9), 2);
-        }
-    }
-    array(int64_t B, int64_t H, int64_t T, int64_t D, kvc_dtype type) : array(B * H * T * D, type) {
-        strides[0] = H * T * D;
-        strides[1] = T * D;
-        strides[2] = D;
-    }
-    kvc_view view() const { return {bytes.get(), dtype, strides[0], strides[1], strides[2]}; }
-    float* floats() const { return reinterpret_cast<float*>(bytes.get()); }
-};
 
 void run_rope(int64_t D, kvc_dtype dtype) {
     const int64_t B = 2, H = 3, T = 5, rotary_dim = D / 4 * 2;
@@ -211,51 +152,6 @@ void run_pages(int64_t D, int64_t S, kvc_dtype dtype) {
     expect_true(free_count[1] > 0, "what a full pool refused", D);
     expect_refused(kvc_cuda_append_tokens, append, "append_tokens of wrong sizes", [](auto& a) { a.heads = 3; });
     expect_refused(kvc_cuda_truncate_rows, truncate, "truncate_rows of wrong sizes", [](auto& a) { a.table.P = 0; });
-}
-
-enum class ring { window, sinks, apart, pages };
-
-// Two sequences, one at its beginning and one whose ring is full; with pages these are shared until written, and run out
-// in the fourth step.
-void run_ring_step(int64_t D, int64_t Hq, ring kind, kvc_dtype dtype, int steps = 4) {
-    const int64_t B = 2, Hkv = 2, R = B * Hkv, window = 3, sinks = kind == ring::sinks || kind == ring::apart ? 2 : 0;
-    const int64_t full = window + sinks, P = 2, pages = 9, blocks = 6, rows = 40, half = D / 4;
-    array q(B, Hq, 1, D, dtype), k(B, Hkv, 1, D, dtype), v(B, Hkv, 1, D, dtype), out(B * Hq * D, dtype),
-        lse(B * Hq, KVC_F32), k_ring(R * full * D, dtype), v_ring(R * full * D, dtype), k_far(R * sinks * D, dtype),
-        v_far(R * sinks * D, dtype), k_pages(pages * P * D, dtype), v_pages(pages * P * D, dtype),
-        cos(rows * half, KVC_F32), sin(rows * half, KVC_F32), logits(Hq, KVC_F32);
-    std::vector<int32_t> places = {0, 17}, base = {0, 9}, lengths = {0, 0, 1, 1}, refs(static_cast<size_t>(pages), 0),
-                         free_pages = {0, 1, 2, 3, 4, 5, 99, 99, 99}, free_count = {6, 0},
-                         table(static_cast<size_t>(R * blocks), 99);
-    table[static_cast<size_t>(2 * blocks)] = table[static_cast<size_t>(3 * blocks)] = 8;
-    refs[8] = 2;
-    std::unique_ptr<uint8_t[]> marks(new uint8_t[static_cast<size_t>(R * full)]());
-    kvc_ring_step_args args = {};
-    args.out = out.bytes.get(), args.lse = lse.floats(), args.q = q.view(), args.k = k.view(), args.v = v.view();
-    args.k_ring = k_ring.bytes.get(), args.v_ring = v_ring.bytes.get();
-    args.places = places.data(), args.base = base.data(), args.cos = cos.floats(), args.sin = sin.floats();
-    args.B = B, args.Hq = Hq, args.Hkv = Hkv, args.D = D, args.capacity = full, args.window = window, args.sinks = sinks;
-    args.neuron = -1, args.rotary_dim = 2 * half, args.table_rows = rows, args.scale = 0.2f;
-    args.sink_logits = logits.floats(), args.chunked = kind == ring::window, args.decision_scale = 1.0f;
-    if (kind == ring::apart) args.k_far = k_far.bytes.get(), args.v_far = v_far.bytes.get();
-    if (kind == ring::pages) {
-        args.k_pages = k_pages.bytes.get(), args.v_pages = v_pages.bytes.get(), args.marks = marks.get(), args.neuron = 0;
-        args.table = {table.data(), lengths.data(), refs.data(), free_pages.data(), free_count.data(), R, blocks, P, pages};
-        args.decision_shift = INFINITY;  // nothing is marked: all that leaves is kept
-    }
-    const size_t bytes = static_cast<size_t>(kvc_cuda_ring_step_scratch_bytes(&args));
-    std::unique_ptr<void, void (*)(void*)> scratch(std::aligned_alloc(64, bytes), std::free);
-    args.scratch = scratch.get();
-    for (int i = 0; i < steps; i++) expect(kvc_cuda_ring_step(&args, nullptr), "ring_step", D);
-    const bool ran_out = kind == ring::pages && steps == 4;
-    expect_true(ran_out ? free_count[1] > 0 : places[0] == steps && places[1] == 17 + steps, "places of rings", D);
-    places[0] = -1;  // has no slot
-    expect(kvc_cuda_ring_step(&args, nullptr), "ring_step of no place", D);
-    expect_true(places[0] == -1, "places of rings", D);
-    expect_refused(kvc_cuda_ring_step, args, "ring_step of wrong arguments", [](auto& a) { a.window = 0; },
-                   [](auto& a) { a.capacity++; }, [](auto& a) { a.sinks = -1; }, [](auto& a) { a.neuron = a.D; },
-                   [](auto& a) { a.D = 513; }, [](auto& a) { a.scale = NAN; }, [](auto& a) { a.places = nullptr; },
-                   [](auto& a) { a.sinks = 1, a.chunked = 1; }, [](auto& a) { a.table.R = 3; });
 }
 
 void run_decode(int64_t D, int64_t Hq, int64_t P, kvc_dtype dtype, bool paged) {
@@ -410,18 +306,6 @@ void run_merge(int64_t N, int64_t D, kvc_dtype dtype) {
     expect_true(same, "merge_states in place", D);
 }
 
-// Gates of B*H rows of T: decisions of both kinds, weights above 0.
-struct dmc_gates {
-    array alpha, omega;
-
-    dmc_gates(int64_t B, int64_t H, int64_t T) : alpha(B * H * T, KVC_F32), omega(B * H * T, KVC_F32) {
-        for (int64_t i = 0; i < B * H * T; i++) {
-            alpha.floats()[i] = i % 5 == 0 ? 0.0f : i % 7 == 0 ? 1.0f : 0.9f;
-            omega.floats()[i] = 0.5f + static_cast<float>(i % 3);
-        }
-    }
-};
-
 void run_dmc_gates(int64_t T, kvc_dtype dtype) {
     const int64_t B = 2, H = 3;
     array x(B, 2 * H, T, 5, dtype), alpha(B * H * T, KVC_F32), hard(B * H * T, KVC_F32), tempered(B * H * T, KVC_F32);
@@ -488,129 +372,6 @@ void run_dmc_append(int64_t S, int64_t D, int64_t window, kvc_dtype dtype) {
     expect_true(free_count[1] == 0, "dmc_append without refusal", S);
 }
 
-// ---- contracts: what no op of the extension reaches ----
-
-// [B, H, T, D] whose rows have a gap between them and start on no 16 bytes.
-struct gapped {
-    array all;
-    int64_t rows, D;
-
-    gapped(int64_t B, int64_t H, int64_t T, int64_t width, kvc_dtype type)
-        : all(B, H, T, width + 8, type), rows(B * H * T), D(width) {
-        std::memset(all.bytes.get(), 0x55, bytes(rows * (D + 8)));
-    }
-    size_t bytes(int64_t elements) const { return static_cast<size_t>(elements) * (all.dtype == KVC_F32 ? 4 : 2); }
-    kvc_view view() const {
-        kvc_view x = all.view();
-        x.data = all.bytes.get() + bytes(3);
-        return x;
-    }
-    void expect_as(const array& plain, const char* what) const {
-        bool right = true;
-        for (int64_t i = 0; i < rows; i++) {
-            const char* row = all.bytes.get() + bytes(i * (D + 8));
-            right &= std::memcmp(row + bytes(3), plain.bytes.get() + bytes(i * D), bytes(D)) == 0;
-            for (size_t j = 0; j < bytes(D + 8); j++) right &= (j >= bytes(3) && j < bytes(D + 3)) || row[j] == 0x55;
-        }
-        expect_true(right, what, rows);
-    }
-};
-
-void check_attention_contract(kvc_dtype dtype) {
-    const int64_t B = 1, Hq = 2, Hkv = 1, S = 20, T = 40, D = 16;
-    array q(B, Hq, S, D, dtype), k(B, Hkv, T, D, dtype), out(B, Hq, S, D, dtype), dout(B, Hq, S, D, dtype),
-        dq(B, Hq, S, D, dtype), dk(B, Hkv, T, D, dtype), dv(B, Hkv, T, D, dtype), lse(B * Hq * S, KVC_F32),
-        scratch(B * Hq * S + 16, KVC_F32);
-    const kvc_attention_args right = {out.view(), q.view(), k.view(), k.view(), lse.floats(), nullptr, nullptr, B, Hq,
-                                      Hkv, S, T, D, 0, 0, 0.2f, 1, 0, 0.0f, nullptr};
-    kvc_attention_backward_args backward = {right, dout.view(), dq.view(), dk.view(), dv.view(), nullptr, nullptr,
-                                            scratch.bytes.get(), nullptr};
-    expect(kvc_cuda_attention(&right, nullptr), "attention", D);
-    expect(kvc_cuda_attention_backward(&backward, nullptr), "attention backward", D);
-    gapped out2(B, Hq, S, D, dtype), dq2(B, Hq, S, D, dtype), dk2(B, Hkv, T, D, dtype), dv2(B, Hkv, T, D, dtype);
-    kvc_attention_args apart = right;
-    apart.out = out2.view();
-    expect(kvc_cuda_attention(&apart, nullptr), "attention to gapped rows", D);
-    const kvc_attention_backward_args apart_backward = {apart, dout.view(), dq2.view(), dk2.view(), dv2.view(), nullptr,
-                                                        nullptr, scratch.bytes.get(), nullptr};
-    expect(kvc_cuda_attention_backward(&apart_backward, nullptr), "attention backward to gapped rows", D);
-    out2.expect_as(out, "out"), dq2.expect_as(dq, "dq"), dk2.expect_as(dk, "dk"), dv2.expect_as(dv, "dv");
-    const auto refused = [&](const char* what, auto change) {
-        kvc_attention_args args = right;
-        change(args);
-        expect_refused(kvc_cuda_attention(&args, nullptr), what);
-        backward.forward = args;
-        expect_refused(kvc_cuda_attention_backward(&backward, nullptr), what);
-        expect_true(kvc_cuda_attention_backward_scratch_bytes(&backward) == 0, what, 0);
-    };
-    refused("window below 0", [](auto& a) { a.window = -1; });
-    refused("sinks below 0", [](auto& a) { a.window = 3, a.sinks = -1; });
-    refused("window that is not causal", [](auto& a) { a.window = 3, a.causal = 0; });
-    refused("complement of no window", [](auto& a) { a.complement = 1; });
-    refused("more queries than keys", [](auto& a) { a.S = 41; });
-    refused("no head dim", [](auto& a) { a.D = 0; });
-    refused("large head dim", [](auto& a) { a.D = KVC_CUDA_MAX_HEAD_DIM + 1; });
-    refused("uneven groups", [](auto& a) { a.Hq = 3, a.Hkv = 2; });
-    refused("infinite scale", [](auto& a) { a.scale = INFINITY; });
-    refused("softcap below 0", [](auto& a) { a.softcap = -1.0f; });
-    refused("softcap of NaN", [](auto& a) { a.softcap = NAN; });
-    refused("mixed dtypes", [&](auto& a) { a.k.dtype = dtype == KVC_F32 ? KVC_BF16 : KVC_F32; });
-}
-
-void check_dmc_contract(kvc_dtype dtype) {
-    const int64_t H = 2, T = 99, D = 16;
-    array k(1, H, T, D, dtype), out_k(1, H, T, D, dtype), out_v(1, H, T, D, dtype), dk(1, H, T, D, dtype),
-        dv(1, H, T, D, dtype), z(H * T, KVC_F32), dalpha(H * T, KVC_F32), domega(H * T, KVC_F32),
-        states(H * 2 * 2 * D, KVC_F32), scratch(4 * KVC_DMC_MAX_WINDOW * H * T, KVC_F32);
-    const dmc_gates gates(1, H, T);
-    for (int64_t window : {0, 9, KVC_DMC_MAX_WINDOW + 1}) {
-        gapped out_k2(1, H, T, D, dtype), out_v2(1, H, T, D, dtype), dk2(1, H, T, D, dtype), dv2(1, H, T, D, dtype);
-        kvc_dmc_accumulate_args args = {out_k.view(), out_v.view(), k.view(), k.view(), z.floats(), states.floats(),
-                                        gates.alpha.floats(), gates.omega.floats(), nullptr, nullptr, nullptr,
-                                        scratch.bytes.get(), 1, H, T, D, -1, window};
-        kvc_dmc_accumulate_backward_args backward = {args, k.view(), k.view(), dk.view(), dv.view(), dalpha.floats(),
-                                                     domega.floats(), scratch.bytes.get()};
-        if (window > KVC_DMC_MAX_WINDOW) {
-            expect_refused(kvc_cuda_dmc_accumulate(&args, nullptr), "large window");
-            expect_refused(kvc_cuda_dmc_accumulate_backward(&backward, nullptr), "large window");
-            continue;
-        }
-        expect(kvc_cuda_dmc_accumulate(&args, nullptr), "dmc_accumulate", window);
-        expect(kvc_cuda_dmc_accumulate_backward(&backward, nullptr), "dmc_accumulate backward", window);
-        args.out_k = out_k2.view(), args.out_v = out_v2.view();
-        backward.dk = dk2.view(), backward.dv = dv2.view();
-        expect(kvc_cuda_dmc_accumulate(&args, nullptr), "dmc_accumulate to gapped rows", window);
-        expect(kvc_cuda_dmc_accumulate_backward(&backward, nullptr), "dmc_accumulate backward to gapped rows", window);
-        out_k2.expect_as(out_k, "out_k"), out_v2.expect_as(out_v, "out_v");
-        dk2.expect_as(dk, "dk"), dv2.expect_as(dv, "dv");
-        args.D = backward.forward.D = KVC_CUDA_MAX_HEAD_DIM + 1;
-        expect_refused(kvc_cuda_dmc_accumulate(&args, nullptr), "large head dim");
-        expect_refused(kvc_cuda_dmc_accumulate_backward(&backward, nullptr), "large head dim");
-    }
-    const kvc_dmc_importance_args importance = {z.floats(), k.view(), 1, 3, 2, 4, 5.0f, 0.0f, KVC_MEAN_SIGMOID};
-    expect_refused(kvc_cuda_dmc_importance(&importance, nullptr), "uneven groups");
-
-    // two rows of one page of two slots
-    std::vector<int32_t> table = {0, 1}, lengths = {0, 0}, refs = {0, 0}, free_list = {0, 1}, free_count = {2, 0},
-        held = {0, 0}, workspace(16, 0);
-    const kvc_page_table pool = {table.data(), lengths.data(), refs.data(), free_list.data(), free_count.data(), 2, 1,
-                                 2, 2};
-    const kvc_dmc_append_args right = {pool, out_k.bytes.get(), out_v.bytes.get(), k.view(), k.view(), states.floats(),
-                                       states.floats(), z.floats(), held.data(), gates.alpha.floats(),
-                                       gates.omega.floats(), z.floats(), z.floats(), nullptr, nullptr, workspace.data(),
-                                       1, H, 2, D, 4, 2, -1, 0};
-    expect(kvc_cuda_dmc_append(&right, nullptr), "dmc_append", 2);
-    expect_true(free_count[1] == 0, "dmc_append that fits", 2);
-    const auto refused = [&](const char* what, auto change) {
-        kvc_dmc_append_args args = right;
-        change(args);
-        expect_refused(kvc_cuda_dmc_append(&args, nullptr), what);
-    };
-    refused("rows of another number", [](auto& a) { a.Hkv = 3; });
-    refused("more than D to rotate", [](auto& a) { a.rotary_dim = D + 2; });
-    refused("tables that are too short", [](auto& a) { a.table_rows = 1; });
-}
-
 }  // namespace
 
 int main(int count, char** arguments) {
@@ -641,6 +402,8 @@ int main(int count, char** arguments) {
         run_dmc_append(1, 33, 0, KVC_BF16);
         run_dmc_append(300, 20, 0, KVC_F32);
         run_dmc_append(9, 20, 5, KVC_F32);
+        run_paged_step(1, 2, 1, 33, KVC_BF16);
+        run_dmc_step(1, 2, 33, 5, KVC_F32);
     } else {
         for (kvc_dtype dtype : {KVC_F32, KVC_BF16, KVC_F16})
             for (int64_t D : {33, 64}) {
@@ -691,10 +454,17 @@ int main(int count, char** arguments) {
                 run_dmc_accumulate(70, D, 0, dtype, 1, 1);
             }
         run_select(2500, 1200);
-        for (kvc_dtype dtype : {KVC_F32, KVC_BF16}) {
-            check_attention_contract(dtype);
-            check_dmc_contract(dtype);
+        for (kvc_dtype dtype : {KVC_F32, KVC_BF16, KVC_F16}) {
+            run_paged_step(2, 2, 1, 40, dtype);    // one block
+            run_paged_step(2, 2, 3, 33, dtype);
+            run_paged_step(15, 3, 1, 20, dtype);  // a launch for the heads
+            run_dmc_step(2, 2, 40, 0, dtype);
+            run_dmc_step(2, 2, 33, 5, dtype);
+            run_dmc_step(15, 3, 20, 0, dtype);
         }
+        run_paged_step(1, 2, 1, 512, KVC_F32);
+        run_dmc_step(1, 2, 512, 64, KVC_BF16);
+        check_contracts();
         run_layer_similarity(24, 1, 70, 8, KVC_F32);
     }
     if (failures == 0) std::printf("done\n");

@@ -1,0 +1,158 @@
+// A whole decoded step: with few heads, which one block serves, and with many, which have a launch of their own; rows of
+// shared pages; what the launchers refuse; calls that the device refuses for want of pages, which change nothing.
+#include "sanitized.h"
+
+namespace {
+
+constexpr int64_t P = 2, BLOCKS = 3, ROTARY = 8, POSITIONS = 12, SHARED = 3;  // slots of every row
+
+// R rows of 3 slots that all name pages 0 and 1: each takes a copy of the second. `spare` pages are free.
+struct pool {
+    int64_t pages;
+    size_t bytes;  // of all keys
+    std::vector<int32_t> table, lengths, refs, free_list, free_count;
+    array k, v;
+
+    pool(int64_t R, int64_t spare, int64_t D, kvc_dtype dtype)
+        : pages(2 + spare), bytes(static_cast<size_t>(pages * P * D * bytes_of(dtype))), table(static_cast<size_t>(R * BLOCKS), -1), lengths(static_cast<size_t>(R), SHARED),
+          refs(static_cast<size_t>(pages), 0), free_list(static_cast<size_t>(pages), -1), free_count{0, 0},
+          k(pages * P * D, dtype), v(pages * P * D, dtype) {
+        for (size_t r = 0; r < lengths.size(); r++) table[r * BLOCKS] = 0, table[r * BLOCKS + 1] = 1;
+        refs[0] = refs[1] = static_cast<int32_t>(R);
+        for (int64_t i = 0; i < spare; i++) free_list[static_cast<size_t>(i)] = static_cast<int32_t>(2 + i);
+        free_count[0] = static_cast<int32_t>(spare);
+    }
+    kvc_page_table view() {
+        return {table.data(), lengths.data(), refs.data(), free_list.data(), free_count.data(),
+                static_cast<int64_t>(lengths.size()), BLOCKS, P, pages};
+    }
+    // Nothing but the note of one refused call differs from what a pool begins with.
+    void expect_unchanged(const pool& before, const char* what) const {
+        expect_true(table == before.table && lengths == before.lengths && refs == before.refs &&
+                        free_list == before.free_list && free_count[0] == before.free_count[0] && free_count[1] == 1 &&
+                        !std::memcmp(k.bytes.get(), before.k.bytes.get(), bytes) &&
+                        !std::memcmp(v.bytes.get(), before.v.bytes.get(), bytes),
+                    what, pages);
+    }
+};
+
+}  // namespace
+
+void run_paged_step(int64_t B, int64_t Hkv, int64_t S, int64_t D, kvc_dtype dtype) {
+    const int64_t Hq = 2 * Hkv, R = B * Hkv;
+    array q(B, Hq, S, D, dtype), k(B, Hkv, S, D, dtype), v(B, Hkv, S, D, dtype), out(B * Hq * S * D, dtype),
+        lse(B * Hq * S, KVC_F32), cos(POSITIONS * ROTARY / 2, KVC_F32), sin(POSITIONS * ROTARY / 2, KVC_F32);
+    const std::vector<int32_t> shift(static_cast<size_t>(R), 1), begin(static_cast<size_t>(R), 1);
+    pool full(R, 2 * R, D, dtype), empty(R, R - 1, D, dtype), before(R, R - 1, D, dtype);
+    kvc_paged_step_args args = {out.bytes.get(), lse.floats(), q.view(), k.view(), v.view(), full.k.bytes.get(),
+                                full.v.bytes.get(), full.view(), shift.data(), begin.data(), cos.floats(), sin.floats(),
+                                nullptr, B, Hq, Hkv, S, D, ROTARY, POSITIONS, 0.3f, 0.0f, nullptr};
+    const scratch_memory scratch = scratch_of(kvc_cuda_paged_step_scratch_bytes(&args));
+    args.scratch = scratch.get();
+    expect(kvc_cuda_paged_step(&args, nullptr), "paged_step", D);
+    expect_true(full.free_count[1] == 0 && full.lengths.back() == SHARED + S && full.table[1] != 1, "paged_step's rows", D);
+    args.shift = args.begin = nullptr, args.table_rows = 3;  // positions outside
+    for (int i = 0; i < 3; i++) expect(kvc_cuda_paged_step(&args, nullptr), "paged_step until full", D);
+    expect_true(full.free_count[1] > 0 || S == 1, "paged_step past the table", D);
+    kvc_paged_step_args short_of = args;
+    short_of.table = empty.view(), short_of.k_pages = empty.k.bytes.get(), short_of.v_pages = empty.v.bytes.get();
+    expect(kvc_cuda_paged_step(&short_of, nullptr), "paged_step without pages", D);
+    empty.expect_unchanged(before, "paged_step without pages");
+    expect_refused(kvc_cuda_paged_step, args, "paged_step of wrong arguments", [](auto& a) { a.D = 513; },
+                   [](auto& a) { a.D = 0; }, [](auto& a) { a.table.R++; }, [](auto& a) { a.table.P = 3; },
+                   [](auto& a) { a.rotary_dim = 3; }, [](auto& a) { a.Hq++; }, [](auto& a) { a.scale = NAN; },
+                   [](auto& a) { a.softcap = -1.0f; }, [](auto& a) { a.S = -1; }, [](auto& a) { a.out = nullptr; },
+                   [](auto& a) { a.lse = nullptr; }, [](auto& a) { a.k_pages = nullptr; }, [](auto& a) { a.cos = nullptr; },
+                   [](auto& a) { a.scratch = nullptr; }, [](auto& a) { a.table.lengths = nullptr; },
+                   [](auto& a) { a.v.dtype = a.k.dtype == KVC_F32 ? KVC_F16 : KVC_F32; });
+    args.S = 0;
+    expect(kvc_cuda_paged_step(&args, nullptr), "paged_step of no tokens", D);
+    expect_true(kvc_cuda_paged_step_scratch_bytes(&args) == 0, "scratch of paged_step of no tokens", D);
+}
+
+void run_dmc_step(int64_t B, int64_t Hkv, int64_t D, int64_t window, kvc_dtype dtype) {
+    const int64_t Hq = 2 * Hkv, R = B * Hkv, N = window ? window : 1;
+    array q(B, Hq, 1, D, dtype), k(B, Hkv, 1, D, dtype), v(B, Hkv, 1, D, dtype), out(B * Hq * D, dtype),
+        lse(B * Hq, KVC_F32), cos(POSITIONS * ROTARY / 2, KVC_F32), sin(POSITIONS * ROTARY / 2, KVC_F32),
+        tail_k(R * N * D, KVC_F32), tail_v(R * N * D, KVC_F32), tail_w(R * N, KVC_F32);
+    for (int64_t i = 0; i < R * N; i++) tail_w.floats()[i] = 1.0f;
+    std::vector<int32_t> held(static_cast<size_t>(R), 3), places(static_cast<size_t>(B), 6);
+    const std::vector<int32_t> offsets(static_cast<size_t>(B), 1), first = places;
+    dmc_gates gates(B, Hkv, 1);
+    pool full(R, 2 * R, D, dtype), empty(R, R - 1, D, dtype), before(R, R - 1, D, dtype);
+    kvc_dmc_step_args args = {};
+    args.append = {full.view(), full.k.bytes.get(), full.v.bytes.get(), k.view(), v.view(), tail_k.floats(),
+                   tail_v.floats(), tail_w.floats(), held.data(), nullptr, nullptr, cos.floats(), sin.floats(), nullptr,
+                   nullptr, nullptr, B, Hkv, 1, D, ROTARY, POSITIONS, D - 1, window};
+    args.out = out.bytes.get(), args.lse = lse.floats(), args.q = q.view(), args.places = places.data();
+    args.offsets = offsets.data(), args.Hq = Hq, args.scale = 0.3f, args.omega_shift = 1.0f, args.omega_eps = 0.1f;
+    args.reduce = KVC_MEAN_SIGMOID;
+    const scratch_memory scratch = scratch_of(kvc_cuda_dmc_step_scratch_bytes(&args));
+    args.scratch = scratch.get();
+    kvc_dmc_step_args short_of = args;
+    short_of.append.table = empty.view();
+    short_of.append.k_pages = empty.k.bytes.get(), short_of.append.v_pages = empty.v.bytes.get();
+    const std::vector<int32_t> same = held;
+    expect(kvc_cuda_dmc_step(&short_of, nullptr), "dmc_step without pages", D);
+    empty.expect_unchanged(before, "dmc_step without pages");
+    expect_true(places == first && held == same, "dmc_step without pages", D);
+    expect(kvc_cuda_dmc_step(&args, nullptr), "dmc_step", D);
+    expect_true(full.free_count[1] == 0 && places[0] == first[0] + 1 && full.table[1] != 1, "dmc_step's rows", D);
+    args.append.alpha = gates.alpha.floats(), args.append.omega = gates.omega.floats(), args.offsets = nullptr;
+    args.append.table_rows = 3;  // positions outside
+    for (int i = 0; i < 5; i++) expect(kvc_cuda_dmc_step(&args, nullptr), "dmc_step until full", D);
+    expect_refused(kvc_cuda_dmc_step, args, "dmc_step of wrong arguments", [](auto& a) { a.append.D = 513; },
+                   [](auto& a) { a.append.S = 2; }, [](auto& a) { a.append.S = 0; }, [](auto& a) { a.append.neuron = -1; },
+                   [](auto& a) { a.append.neuron = a.append.D; }, [](auto& a) { a.append.table.R++; },
+                   [](auto& a) { a.append.table.P = 3; }, [](auto& a) { a.append.rotary_dim = 3; }, [](auto& a) { a.Hq++; },
+                   [](auto& a) { a.append.window = KVC_DMC_MAX_WINDOW + 1; }, [](auto& a) { a.scale = INFINITY; },
+                   [](auto& a) { a.append.counts = a.places; }, [](auto& a) { a.append.positions = a.places; },
+                   [](auto& a) { a.places = nullptr; }, [](auto& a) { a.append.tail_w = nullptr; },
+                   [](auto& a) { a.append.v.data = nullptr; }, [](auto& a) { a.append.sin = nullptr; });
+    args.append.B = args.append.table.R = 0;
+    expect(kvc_cuda_dmc_step(&args, nullptr), "dmc_step of no rows", D);
+    expect_true(kvc_cuda_dmc_step_scratch_bytes(&args) == 0, "scratch of dmc_step of no rows", D);
+}
+
+// Two sequences, one at its beginning and one whose ring is full; with pages these are shared until written, and run out
+// in the fourth step.
+void run_ring_step(int64_t D, int64_t Hq, ring kind, kvc_dtype dtype, int steps) {
+    const int64_t B = 2, Hkv = 2, R = B * Hkv, window = 3, sinks = kind == ring::sinks || kind == ring::apart ? 2 : 0;
+    const int64_t full = window + sinks, P = 2, pages = 9, blocks = 6, rows = 40, half = D / 4;
+    array q(B, Hq, 1, D, dtype), k(B, Hkv, 1, D, dtype), v(B, Hkv, 1, D, dtype), out(B * Hq * D, dtype),
+        lse(B * Hq, KVC_F32), k_ring(R * full * D, dtype), v_ring(R * full * D, dtype), k_far(R * sinks * D, dtype),
+        v_far(R * sinks * D, dtype), k_pages(pages * P * D, dtype), v_pages(pages * P * D, dtype),
+        cos(rows * half, KVC_F32), sin(rows * half, KVC_F32), logits(Hq, KVC_F32);
+    std::vector<int32_t> places = {0, 17}, base = {0, 9}, lengths = {0, 0, 1, 1}, refs(static_cast<size_t>(pages), 0),
+                         free_pages = {0, 1, 2, 3, 4, 5, 99, 99, 99}, free_count = {6, 0},
+                         table(static_cast<size_t>(R * blocks), 99);
+    table[static_cast<size_t>(2 * blocks)] = table[static_cast<size_t>(3 * blocks)] = 8;
+    refs[8] = 2;
+    std::unique_ptr<uint8_t[]> marks(new uint8_t[static_cast<size_t>(R * full)]());
+    kvc_ring_step_args args = {};
+    args.out = out.bytes.get(), args.lse = lse.floats(), args.q = q.view(), args.k = k.view(), args.v = v.view();
+    args.k_ring = k_ring.bytes.get(), args.v_ring = v_ring.bytes.get();
+    args.places = places.data(), args.base = base.data(), args.cos = cos.floats(), args.sin = sin.floats();
+    args.B = B, args.Hq = Hq, args.Hkv = Hkv, args.D = D, args.capacity = full, args.window = window, args.sinks = sinks;
+    args.neuron = -1, args.rotary_dim = 2 * half, args.table_rows = rows, args.scale = 0.2f;
+    args.sink_logits = logits.floats(), args.chunked = kind == ring::window, args.decision_scale = 1.0f;
+    if (kind == ring::apart) args.k_far = k_far.bytes.get(), args.v_far = v_far.bytes.get();
+    if (kind == ring::pages) {
+        args.k_pages = k_pages.bytes.get(), args.v_pages = v_pages.bytes.get(), args.marks = marks.get(), args.neuron = 0;
+        args.table = {table.data(), lengths.data(), refs.data(), free_pages.data(), free_count.data(), R, blocks, P, pages};
+        args.decision_shift = INFINITY;  // nothing is marked: all that leaves is kept
+    }
+    const size_t bytes = static_cast<size_t>(kvc_cuda_ring_step_scratch_bytes(&args));
+    std::unique_ptr<void, void (*)(void*)> scratch(std::aligned_alloc(64, bytes), std::free);
+    args.scratch = scratch.get();
+    for (int i = 0; i < steps; i++) expect(kvc_cuda_ring_step(&args, nullptr), "ring_step", D);
+    const bool ran_out = kind == ring::pages && steps == 4;
+    expect_true(ran_out ? free_count[1] > 0 : places[0] == steps && places[1] == 17 + steps, "places of rings", D);
+    places[0] = -1;  // has no slot
+    expect(kvc_cuda_ring_step(&args, nullptr), "ring_step of no place", D);
+    expect_true(places[0] == -1, "places of rings", D);
+    expect_refused(kvc_cuda_ring_step, args, "ring_step of wrong arguments", [](auto& a) { a.window = 0; },
+                   [](auto& a) { a.capacity++; }, [](auto& a) { a.sinks = -1; }, [](auto& a) { a.neuron = a.D; },
+                   [](auto& a) { a.D = 513; }, [](auto& a) { a.scale = NAN; }, [](auto& a) { a.places = nullptr; },
+                   [](auto& a) { a.sinks = 1, a.chunked = 1; }, [](auto& a) { a.table.R = 3; });
+}

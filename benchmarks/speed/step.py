@@ -3,19 +3,20 @@
     python benchmarks/speed/step.py [--quick] [--json FILE]
 
 Random keys and values in layers as Llama 3 8B has them (32 query heads, 8 KV heads of 128), without their model: a pass
-of the cache over its layers is timed, with rotation, append or merge, and attention. All kinds take turns, and several
-caches of each kind, over at least 1 GiB, so that nothing comes from a processor's cache. A pool sets pages aside for 64
-steps at a time: the medians are of the 63 steps between.
+of the cache over its layers is timed, with rotation, append or merge, and attention. A pass has as many layers as take
+a quarter of a GiB in the dense cache, and at least one; times are of a whole pass. All kinds take turns, and several
+caches of each kind, over at least 1 GiB, so that no keys or values come from a processor's cache. A pool sets pages
+aside for 64 steps at a time: the medians are of the 63 steps between.
 
 step/<cache>/<dtype>/T<T>/B<B>
     T tokens of each of B sequences. ratio: time of the dense cache, which keeps everything and reads it with the same
     kernel, over ours. transformers: seconds of DynamicCache, where a token is rotated, joined to the others (update)
     and attended from (SDPA with enable_gqa) by the functions of transformers' own attention layer.
-    dmc4       one layer of DMC, of whose tokens a quarter opened entries, at heads of very different ratios
-    pruned4    one layer of a PrunedCache that kept a quarter, as AdaKV divides it over heads: all of the tokens, 1/2,
-               1/8, 1/16, 1/16, 1/16, 1/16 and 1/8
+    dmc4       DMC, of whose tokens a quarter opened entries, at heads of very different ratios
+    pruned4    a PrunedCache that kept a quarter, as AdaKV divides it over heads: all of the tokens, 1/2, 1/8, 1/16,
+               1/16, 1/16, 1/16 and 1/8
     pod        a block of 5 layers: one leads and four follow, with 16 + 4,080 near tokens. Its peers: 5 layers
-    dense      one layer of a PrunedCache that kept everything: the cost of the machinery
+    dense      a PrunedCache that kept everything: the cost of the machinery
 dispatch/<cache>
     microseconds: time per layer that a step spends outside of the ops that attend (paged_step_, dmc_step_, pod_step_,
     ring_step_, decode, decode_shared). A pass over 30 layers with 128 tokens each, from its opening to its end, less
@@ -80,6 +81,7 @@ from kvcompress.pod import PoDPlan
 
 OPENS = (0.6, 0.4, 0.3, 0.25, 0.2, 0.12, 0.08, 0.05)  # share of tokens that open an entry, per KV head; mean 1/4
 BLOCK = 5  # layers of PoD with one lead
+PASS_NBYTES = 1 << 28  # that the dense cache reads in a pass
 # as PyTorch knows them
 ATTENDING = ("paged_step_", "dmc_step_", "pod_step_", "ring_step_", "decode", "decode_probabilities", "decode_shared")
 TOKENS = 8  # drawn passes, which take turns
@@ -154,10 +156,12 @@ def turns(make: Callable[[], Kept], count: int, step: Callable[[Kept], object]) 
 
 def step_rows(dtype: torch.dtype, T: int, B: int, near: tuple[int, int], repeats: int, cold: int) -> list[Row]:
     name = f"{str(dtype).removeprefix('torch.')}/T{T}/B{B}"
+    layer_nbytes = 2 * B * HKV * T * D * dtype.itemsize
+    several = max(PASS_NBYTES // layer_nbytes, 1)
 
     def measure(layers: int, kinds: dict[str, Callable[[], CompressedCache]]) -> list[Row]:
         tokens, model = itertools.cycle(passes(layers, B, dtype)), layers_of(layers, 2 * T)
-        nbytes = 2 * layers * B * HKV * T * D * dtype.itemsize
+        nbytes = layers * layer_nbytes
 
         def ours(cache: CompressedCache) -> None:
             attend(cache, B, 1, next(tokens))
@@ -176,17 +180,17 @@ def step_rows(dtype: torch.dtype, T: int, B: int, near: tuple[int, int], repeats
         return [
             StepRow(
                 f"step/{kind}/{name}", took, peer, "dense, same kernel", transformers=transformers,
-                note=f"DynamicCache {transformers * 1e3:.3f} ms, {transformers / took:.2f}x",
+                note=f"{layers} layers; DynamicCache {transformers * 1e3:.3f} ms, {transformers / took:.2f}x",
             )
             for kind, took in zip(kinds, seconds, strict=True)
         ]  # fmt: skip
 
     rows = measure(
-        1,
+        several,
         {
-            "dmc4": lambda: dmc_cache(1, B, T, dtype, OPENS),
-            "pruned4": lambda: pruned_cache(1, B, T, dtype),
-            "dense": lambda: pruned_cache(1, B, T, dtype, (1,) * HKV),
+            "dmc4": lambda: dmc_cache(several, B, T, dtype, OPENS),
+            "pruned4": lambda: pruned_cache(several, B, T, dtype),
+            "dense": lambda: pruned_cache(several, B, T, dtype, (1,) * HKV),
         },
     )
     return rows + measure(BLOCK, {"pod": lambda: pod_cache(B, T, dtype, plan_of(BLOCK, near))})

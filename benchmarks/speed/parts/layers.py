@@ -6,6 +6,7 @@ besides is the same for every cache, and not in the figures.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from unittest import mock
@@ -23,6 +24,7 @@ from kvcompress.softmax import Softmax
 
 HQ, HKV, D = 32, 8, 128  # of a layer of Llama 3 8B
 CHUNK = 4096  # tokens of all sequences that are stored at once
+BANK = CHUNK * HKV * D  # numbers of them
 Drawn = tuple[Tensor, Tensor, Tensor]  # un-rotated queries [B, Hq, S, D], keys and values [B, Hkv, S, D]
 
 
@@ -42,9 +44,17 @@ def adopt(cache: CompressedCache, model: LlamaForCausalLM) -> None:
         cache.adopt(decoder, facts_of(decoder))
 
 
+@functools.cache
+def drawn_once(dtype: torch.dtype) -> Tensor:
+    """Numbers for every cache: to draw new ones takes longer than to store them."""
+    return torch.randn(BANK).to(dtype)
+
+
 def draw_rows(B: int, S: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Keys and values [B, Hkv, S, D]."""
-    k, v = (torch.randn(B, HKV, S, D).to(dtype) for _ in range(2))
+    """Keys and values [B, Hkv, S, D]; from random places of the same numbers."""
+    count, numbers = B * HKV * S * D, drawn_once(dtype)
+    numbers = numbers.repeat(2 + count // BANK)
+    k, v = (numbers[place : place + count].clone().view(B, HKV, S, D) for place in torch.randint(BANK, (2,)).tolist())
     return k, v
 
 

@@ -2,6 +2,7 @@
 
 import torch  # noqa: F401  loads libtorch before the extension that needs it
 
+from . import analysis
 from .budgets import AdaKV, PyramidKV, Uniform
 from .caches import (
     CompressedCache,
@@ -40,6 +41,7 @@ __all__ = [
     "StreamingCache",
     "TokenLoss",
     "Uniform",
+    "analysis",
     "attach",
     "detach",
     "generate",

@@ -1,1 +1,5 @@
 """`kvcompress analyze`: what a model says of how it can be compressed, before anything is trained."""
+
+from .statistics import AttentionStatistics, Estimate, attention
+
+__all__ = ["AttentionStatistics", "Estimate", "attention"]

@@ -1,4 +1,4 @@
-"""`kvcompress analyze`: one command per method that is planned from measurements."""
+"""`kvcompress analyze`: what a model says of how it can be compressed."""
 
 from __future__ import annotations
 
@@ -66,6 +66,45 @@ def pod(
             queries=queries, delta=delta, share=share, sinks=sinks, recent=recent, reduce=reduce,
             distant_only=distant_only, refine_rounds=refine, figure=figure, seed=seed, device=device,
             console=Console(width=80),
+        )  # fmt: skip
+    except (ValueError, FileNotFoundError) as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+@app.command()
+def attention(
+    out: Annotated[Path | None, typer.Option(help="file for the measurements, JSON")] = None,
+    model: Annotated[str, typer.Option(help="folder or name of a transformers model, or example")] = "example",
+    text: Annotated[
+        list[Path] | None,
+        typer.Option(help="text to measure on: .txt, .jsonl, .csv or .parquet; not needed for the example model"),
+    ] = None,
+    held_out: Annotated[
+        bool, typer.Option("--held-out", help="example model: measure on text that it was never trained on")
+    ] = False,
+    samples: Annotated[int, typer.Option(help="texts to read", min=1)] = 8,
+    length: Annotated[
+        int | None, typer.Option(help="tokens of a text; not given: what the model reaches, at most 32,768", min=2)
+    ] = None,
+    rows: Annotated[
+        int | None, typer.Option(help="queries of a text that are measured, spread evenly; not given: all", min=1)
+    ] = None,
+    head: Annotated[int, typer.Option(help="first keys whose mass is counted", min=0)] = 4,
+    tail: Annotated[int, typer.Option(help="last keys whose mass is counted", min=0)] = 256,
+    top_k: Annotated[int, typer.Option(help="strongest keys of a row that are compared", min=1)] = 32,
+    local: Annotated[int, typer.Option(help="last queries of a text that are compared with each other", min=2)] = 256,
+    figure: Annotated[Path | None, typer.Option(help="folder for figures: sparsity, gravity and neighbours")] = None,
+    seed: Annotated[int, typer.Option(help="draws the texts", min=0)] = 0,
+    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
+) -> None:
+    """Measure how sparse a model's attention is, where its mass lies, and how alike near queries are."""
+    from .run_attention import run_attention
+
+    try:
+        run_attention(
+            out=out, model=model, text=tuple(text or ()), held_out=held_out, samples=samples, length=length, rows=rows,
+            head=head, tail=tail, top_k=top_k, local=local, figure=figure, seed=seed, device=device,
+            console=Console(width=100),
         )  # fmt: skip
     except (ValueError, FileNotFoundError) as error:
         raise typer.BadParameter(str(error)) from None

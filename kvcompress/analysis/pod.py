@@ -2,31 +2,22 @@
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from torch import Tensor
 
 from ..checks import need, need_choice
-from ..hf.attach import base_model
 from ..hf.config import decoder_config, sizes_of
-from ..hf.method import saved_method
-from ..models import load_example_model
-from ..models.text import held_out_text
 from ..pod.lead import Kinds
 from ..pod.plan import PoDPlan, delta_for_share, lead_table, most_share
 from ..pod.refine import refine
 from ..pod.similarity import REDUCTIONS, measure_similarity
-from ..retrofit.run import EXAMPLE_NAME, pretrained
+from .texts import check_source, length_within, load_plain, texts
 
-LONGEST = 32_768
 DEFAULT_DELTA = 0.5
 
 
@@ -41,27 +32,21 @@ def run_pod(
     """
     need(delta is None or share is None, f"share must not be given beside delta, got {share} and {delta}")
     need_choice("reduce", reduce, REDUCTIONS)
-    need(model == EXAMPLE_NAME or not held_out, "held_out is the example model's; give --text for another model")
-    need(not (text and held_out), "held_out must not be given beside text")
-    need(model == EXAMPLE_NAME or len(text) > 0, "text must be given, one file at least, for a model but the example")
-    kinds = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
-    need_choice("device", device.partition(":")[0], kinds)
+    check_source(model, text, held_out, device)
     need(out.parent.is_dir(), f"out must be in a folder that exists, got {out}")
     need(not out.is_dir(), f"out must be a file, got the folder {out}")
     need(figure is None or figure.is_dir() or not figure.exists(), f"figure must be a folder, got the file {figure}")
     need(delta is None or 0 <= delta <= 1, f"delta must be between 0 and 1, got {delta}")
-    loaded, tokenizer = _load(model, device)
+    loaded, tokenizer = load_plain(model, device)
     config = decoder_config(loaded.config)
-    reach = getattr(config, "max_position_embeddings", LONGEST)
-    length = min(reach, LONGEST) if length is None else length
-    need(length <= reach, f"length must be at most the {reach:,} positions that the model was made for, got {length:,}")
+    length = length_within(config, length)
     recent = max(1, length // 8 - sinks) if recent is None else recent
     near = sinks + recent
     need(
         not refine_rounds or length > near,
         f"length must be above sinks + recent = {near:,} for refine to tell anything, got {length:,}",
     )
-    rows, data = _texts(tokenizer, text, held_out, samples, length, seed)
+    rows, data = texts(tokenizer, text, held_out, samples, length, seed)
     measured = measure_similarity(
         loaded, rows, queries=queries, distant_only=distant_only, sinks=sinks, recent=recent,
         progress=console.is_terminal,
@@ -96,56 +81,6 @@ def run_pod(
         _draw(plan, dtype, figure)
         console.print(f"Figures written to {figure}", highlight=False, markup=False, soft_wrap=True)
     return plan
-
-
-def _load(model: str, device: str) -> tuple[nn.Module, Any]:
-    if model == EXAMPLE_NAME:
-        return load_example_model(device=device)
-    loaded = pretrained(AutoModelForCausalLM, model, dtype="auto")
-    need(
-        saved_method(base_model(loaded)) is None,
-        f"model must not be converted yet, got {model!r}, whose config has kvcompress",
-    )
-    tokenizer = pretrained(AutoTokenizer, model)
-    return loaded.to(device).eval(), tokenizer
-
-
-def _texts(
-    tokenizer: Any, text: tuple[Path, ...], held_out: bool, samples: int, length: int, seed: int
-) -> tuple[list[Tensor], str]:
-    """`samples` rows of `length` tokens, none twice, and what they are of."""
-    rng = np.random.default_rng(seed)
-    if text:
-        from ..retrofit.data import text_windows
-
-        windows = text_windows(tokenizer, text, length)
-        count, name = len(windows), ", ".join(path.name for path in text)
-
-        def row(j: int) -> Any:
-            return windows[j]["input_ids"]
-    elif not held_out:
-        return _training_rows(samples, length, seed), "the example model's training data"
-    else:
-        source = np.frombuffer(held_out_text(), dtype=np.uint8)
-        count, name = len(source) // length, "Python's standard library, held-out files"
-
-        def row(j: int) -> Any:
-            return source[j * length : (j + 1) * length].astype(np.int64)
-
-    need(
-        samples <= count,
-        f"samples must be at most the {count:,} rows of {length:,} tokens in the text, got {samples:,}",
-    )
-    chosen = sorted(rng.choice(count, samples, replace=False).tolist())
-    return [torch.as_tensor(row(j)) for j in chosen], name
-
-
-def _training_rows(samples: int, length: int, seed: int) -> list[Tensor]:
-    """Single documents of the mix that the example model was trained on: text alone asks for nothing far away."""
-    from ..retrofit.data import example_rows
-
-    rows = (row for row in example_rows(length, 1, seed) if row["position_ids"][-1] == length - 1)
-    return [torch.as_tensor(row["input_ids"]) for row in itertools.islice(rows, samples)]
 
 
 # ---- what is printed and drawn ----

@@ -1,5 +1,6 @@
 """Figures of a reading: what was planned, what memory received and kept, and what it is worth; of a model converted to
-DMC: where it compresses; of a plan for PoD: which layers attend alike and share keys.
+DMC: where it compresses; of a plan for PoD: which layers attend alike and share keys; of
+a measured model: what its attention is like.
 
 Each function draws into axes, or into a new figure where axes is None (no display, no pyplot state), and returns the
 Axes. plan, memory_share, memory_map and head_ratios have one panel per name: given a dict they take as many Axes and
@@ -15,6 +16,7 @@ except ModuleNotFoundError as error:
         raise
     raise ImportError("kvcompress.plots needs matplotlib: pip install 'kvcompress[eval]'", name=error.name) from error
 
+from .attention import attention_gravity, attention_neighbours, attention_sparsity
 from .dmc import decision_over_position, head_ratios, ratio_over_length, ratios_over_training
 from .files import save
 from .plans import plan
@@ -34,7 +36,10 @@ from .sources import memory_map, memory_sources
 __all__ = [
     "Segment",
     "agreement_curve",
+    "attention_gravity",
+    "attention_neighbours",
     "attention_sets",
+    "attention_sparsity",
     "block_map",
     "decision_over_position",
     "head_ratios",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import uuid
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..checks import need, need_choice, need_integer
+from ..files import write_text
 from ..hf.config import decoder_config, sizes_of
 from .lead import Kinds, Lead, LeadTable, check_kinds, check_lead, follower_share
 from .similarity import REDUCTIONS
@@ -229,14 +229,7 @@ class PoDPlan(LeadTable):
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """As JSON, whole or not at all: under a temporary name in the same folder, then renamed. Returns the path."""
-        path = Path(path)
-        temporary = path.with_name(f".{uuid.uuid4().hex}.tmp")
-        try:
-            temporary.write_text(json.dumps({"format": FORMAT} | asdict(self), allow_nan=False) + "\n")
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
-        return path
+        return write_text(path, json.dumps({"format": FORMAT} | asdict(self), allow_nan=False) + "\n")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> PoDPlan:

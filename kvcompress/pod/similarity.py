@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,9 +11,8 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..checks import need, need_choice, need_integer
-from ..hf.attach import attach, base_model, facts_of
 from ..hf.facts import Facts
-from ..hf.method import KEYWORD, Pass, saved_method
+from ..hf.reading import plain_decoder, read, token_rows
 from ..progress import Progress, showing
 from ..retrofit.passes import TrainingPass
 from ..softmax import Softmax
@@ -195,17 +193,17 @@ def measure_similarity(
     need_integer("sinks", sinks, 0)
     need_integer("recent", recent, 1)
     found: LayerSimilarity | None = None
-    with _plain(model) as (decoder, facts), showing(progress, None, label="measuring") as show:
-        kinds, read = kinds_of(decoder, facts), 0
+    with plain_decoder(model) as (decoder, facts), showing(progress, None, label="measuring") as show:
+        kinds, tokens = kinds_of(decoder, facts), 0
         kv_heads = next(facts[kind].kv_heads for kind in kinds if kind is not None)
-        for ids in _rows(decoder, samples):
+        for ids in token_rows(decoder, samples):
             watch = _RecordingPass(facts, kinds, queries)
-            _run(decoder, ids, watch)
+            read(decoder, ids, watch)
             sums, rows = watch.divergence(**masked)
             need(bool(sums.isfinite().all()), f"the model must attend with numbers, got NaN in a sample of {len(ids)}")
             one = LayerSimilarity.of(sums, rows, kv_heads, kinds)
             found = one if found is None else found + one
-            show(read := read + len(ids))
+            show(tokens := tokens + len(ids))
     if found is None:
         raise ValueError("samples must hold at least one, got none")
     return found
@@ -246,63 +244,19 @@ def agreement(
     if head is None:
         raise ValueError(f"model must predict tokens, got {type(model).__name__} without an output layer")
     shares: list[list[float]] = []
-    with _plain(model) as (decoder, facts), showing(progress, None, label="measuring") as show:
-        read = 0
-        for ids in _rows(decoder, samples):
+    with plain_decoder(model) as (decoder, facts), showing(progress, None, label="measuring") as show:
+        tokens = 0
+        for ids in token_rows(decoder, samples):
 
             def predicted(size: int | None, ids: Tensor = ids) -> Tensor:
                 first = 0 if size is None else min(sinks, size - 1)
                 near = _NearPass(facts, first, None if size is None else size - first)
-                return head(_run(decoder, ids, near)[0, -positions:]).argmax(-1)
+                return head(read(decoder, ids, near)[0, -positions:]).argmax(-1)
 
             full = predicted(None)
             shares.append([float((predicted(size) == full).double().mean()) for size in sizes])
-            show(read := read + len(ids))
+            show(tokens := tokens + len(ids))
     need(len(shares) > 0, "samples must hold at least one, got none")
     all_shares = torch.tensor(shares, dtype=torch.float64)
     error = all_shares.std(0) / len(shares) ** 0.5 if len(shares) > 1 else torch.full_like(all_shares[0], float("nan"))
     return Agreement(tuple(sizes), tuple(all_shares.mean(0).tolist()), tuple(error.tolist()), len(shares))
-
-
-# ---- running a model ----
-
-
-@contextmanager
-def _plain(model: nn.Module) -> Iterator[tuple[Any, Facts]]:
-    """The decoder, attached and in eval mode until the end, and its layers."""
-    decoder = base_model(model)
-    if (saved := saved_method(decoder)) is not None:
-        name = saved.get("method") if isinstance(saved, dict) else saved
-        raise ValueError(f"model must not be converted, got one of method {name!r}: measure the model it was made from")
-    training = decoder.training
-    with attach(model), torch.no_grad():
-        decoder.eval()
-        try:
-            yield decoder, facts_of(decoder)
-        finally:
-            decoder.train(training)
-
-
-def _rows(decoder: Any, samples: Iterable[Tensor | Sequence[int]]) -> Iterator[Tensor]:
-    """int64 [T] each, on the decoder's device."""
-    config = decoder.config
-    device = next(decoder.parameters()).device
-    for j, sample in enumerate(samples):
-        ids = torch.as_tensor(sample)
-        if ids.ndim == 2 and ids.shape[0] == 1:
-            ids = ids[0]
-        need(
-            ids.ndim == 1 and len(ids) > 0 and not ids.is_floating_point(),
-            f"samples[{j}] must be token ids [T], T at least 1, got {ids.dtype} of shape {tuple(ids.shape)}",
-        )
-        least, most = int(ids.min()), int(ids.max())
-        need(
-            least >= 0 and most < config.vocab_size,
-            f"samples[{j}] must be token ids between 0 and {config.vocab_size - 1}, got {least}..{most}",
-        )
-        yield ids.long().to(device)
-
-
-def _run(decoder: Any, ids: Tensor, attention: Pass) -> Tensor:
-    """Hidden states [1, T, hidden] of a text that is read with that attention."""
-    return decoder(input_ids=ids[None], use_cache=False, **{KEYWORD: attention}).last_hidden_state

@@ -1,0 +1,88 @@
+"""The model that `kvcompress analyze` measures, and the texts that it reads."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from ..checks import need, need_choice
+from ..hf.attach import base_model
+from ..hf.method import saved_method
+from ..models import load_example_model
+from ..models.text import held_out_text
+from ..retrofit.run import EXAMPLE_NAME, pretrained
+
+LONGEST = 32_768
+
+
+def check_source(model: str, text: tuple[Path, ...], held_out: bool, device: str) -> None:
+    """Raises ValueError for options that do not fit together, or a device that is not there."""
+    need(model == EXAMPLE_NAME or not held_out, "held_out is the example model's; give --text for another model")
+    need(not (text and held_out), "held_out must not be given beside text")
+    need(model == EXAMPLE_NAME or len(text) > 0, "text must be given, one file at least, for a model but the example")
+    kinds = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+    need_choice("device", device.partition(":")[0], kinds)
+
+
+def length_within(config: Any, length: int | None) -> int:
+    """Tokens of a text: as asked, or what the model reaches. Raises ValueError for more than that."""
+    reach = getattr(config, "max_position_embeddings", LONGEST)
+    length = min(reach, LONGEST) if length is None else length
+    need(length <= reach, f"length must be at most the {reach:,} positions that the model was made for, got {length:,}")
+    return length
+
+
+def load_plain(model: str, device: str) -> tuple[nn.Module, Any]:
+    if model == EXAMPLE_NAME:
+        return load_example_model(device=device)
+    loaded = pretrained(AutoModelForCausalLM, model, dtype="auto")
+    need(
+        saved_method(base_model(loaded)) is None,
+        f"model must not be converted yet, got {model!r}, whose config has kvcompress",
+    )
+    tokenizer = pretrained(AutoTokenizer, model)
+    return loaded.to(device).eval(), tokenizer
+
+
+def texts(
+    tokenizer: Any, text: tuple[Path, ...], held_out: bool, samples: int, length: int, seed: int
+) -> tuple[list[Tensor], str]:
+    """`samples` rows of `length` tokens, none twice, and what they are of."""
+    rng = np.random.default_rng(seed)
+    if text:
+        from ..retrofit.data import text_windows
+
+        windows = text_windows(tokenizer, text, length)
+        count, name = len(windows), ", ".join(path.name for path in text)
+
+        def row(j: int) -> Any:
+            return windows[j]["input_ids"]
+    elif not held_out:
+        return _training_rows(samples, length, seed), "the example model's training data"
+    else:
+        source = np.frombuffer(held_out_text(), dtype=np.uint8)
+        count, name = len(source) // length, "Python's standard library, held-out files"
+
+        def row(j: int) -> Any:
+            return source[j * length : (j + 1) * length].astype(np.int64)
+
+    need(
+        samples <= count,
+        f"samples must be at most the {count:,} rows of {length:,} tokens in the text, got {samples:,}",
+    )
+    chosen = sorted(rng.choice(count, samples, replace=False).tolist())
+    return [torch.as_tensor(row(j)) for j in chosen], name
+
+
+def _training_rows(samples: int, length: int, seed: int) -> list[Tensor]:
+    """Single documents of the mix that the example model was trained on: text alone asks for nothing far away."""
+    from ..retrofit.data import example_rows
+
+    rows = (row for row in example_rows(length, 1, seed) if row["position_ids"][-1] == length - 1)
+    return [torch.as_tensor(row["input_ids"]) for row in itertools.islice(rows, samples)]

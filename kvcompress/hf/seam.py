@@ -53,7 +53,7 @@ class _Weak:
 
 @dataclass(eq=False)
 class Seam(Handled):
-    """What attaching leaves on a decoder. arguments: names of its forward's. references: how often it was attached.
+    """What attaching leaves on a decoder. arguments: of its forward, by position. references: how often it was attached.
     arrives: whether the family hands keywords down to its attention layers."""
 
     decoder: _Weak
@@ -74,10 +74,10 @@ def seam_of(decoder: nn.Module) -> Seam | None:
 
 def open_seam(model: nn.Module, decoder: nn.Module) -> Seam:
     """Puts the hooks on a decoder, and on the multimodal models around it."""
-    seam = Seam(_Weak(decoder), tuple(inspect.signature(type(decoder).forward).parameters)[1:])
+    seam = Seam(_Weak(decoder), _positional(decoder))
     for depth, around in enumerate(model.modules()):
         if isinstance(around, PreTrainedModel) and around.config is not decoder.config and decoder in around.modules():
-            outer = _Outer(decoder, depth)
+            outer = _Outer(decoder, depth, _positional(around))
             seam.hooks.append(around.register_forward_pre_hook(outer.before, with_kwargs=True))
             seam.hooks.append(around.register_forward_hook(outer.after, with_kwargs=True, always_call=True))
     seam.hooks.append(decoder.register_forward_pre_hook(_decoder_before, with_kwargs=True))
@@ -245,9 +245,10 @@ def _decoder_before(decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     if torch.compiler.is_dynamo_compiling():
         seam = seam_of(decoder)
         assert seam is not None
-        given = dict(zip(seam.arguments, args, strict=False)) | kwargs
+        given = _named(seam.arguments, args, kwargs)
+        outer = _masked_as_outer(decoder, given)
         if _is_taken_over(decoder.config) and compiled.before(decoder, seam, given):
-            return None
+            return None if outer is None else ((), given)
     return _begin(decoder, args, kwargs)
 
 
@@ -258,14 +259,11 @@ def _begin(decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if now.probe is not None:
         return None
     now.over()  # of a pass that an error ended
-    given = _named(decoder, args, kwargs)
-    if not _goes_on(now.outer, decoder, given):
-        now.outer = None
-    outer = now.outer
-    if outer is not None:  # it has made masks of its padding; there are none in a pass of ours
-        given["attention_mask"] = outer.get("attention_mask")
-    seam, cache, method = seam_of(decoder), given.get("past_key_values"), method_of(decoder)
+    seam = seam_of(decoder)
     assert seam is not None
+    given = _named(seam.arguments, args, kwargs)
+    _masked_as_outer(decoder, given)
+    cache, method = given.get("past_key_values"), method_of(decoder)
     current: Pass | None = given.pop(KEYWORD, None)
     if current is None and isinstance(cache, PassCache):
         call, current = begun(decoder, seam.facts, cache, given)
@@ -309,12 +307,28 @@ def _end(cache: PassCache, current: Pass, output: Any) -> None:
     cache.end(current, hidden_of(output))
 
 
-def _named(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of a call of a module by name."""
-    if not args:
-        return dict(kwargs)
-    named = inspect.signature(type(module).forward).bind_partial(module, *args).arguments
-    return {name: x for name, x in named.items() if name != "self"} | kwargs
+def _positional(module: nn.Module) -> tuple[str, ...]:
+    """Arguments that a module takes by position."""
+    every = list(inspect.signature(type(module).forward).parameters.values())[1:]
+    return tuple(x.name for x in every if x.kind is x.POSITIONAL_OR_KEYWORD)
+
+
+def _named(names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of a call by name. names: by position."""
+    if len(args) > len(names):
+        raise TypeError(f"the model takes {len(names)} arguments by position, got {len(args)}")
+    return dict(zip(names, args, strict=False)) | kwargs if args else dict(kwargs)
+
+
+def _masked_as_outer(decoder: nn.Module, given: dict[str, Any]) -> dict[str, Any] | None:
+    """What the model around the decoder was given, if this call of the decoder is of its pass. It has made masks of its
+    padding; there are none in a pass of ours."""
+    now = THREAD.now
+    if not _goes_on(now.outer, decoder, given):
+        now.outer = None
+        return None
+    given["attention_mask"] = now.outer.get("attention_mask")
+    return now.outer
 
 
 def _check_checkpointing(decoder: Any, seam: Seam) -> None:
@@ -332,15 +346,16 @@ def _check_checkpointing(decoder: Any, seam: Seam) -> None:
 
 @dataclass(frozen=True)
 class _Outer:
-    """Hooks of a model that makes masks itself and hands them to its decoder. depth: greater than those around it."""
+    """Hooks of a model that makes masks itself and hands them to its decoder. depth: greater than those around it.
+    arguments: of its forward, by position."""
 
     decoder: nn.Module
     depth: int
+    arguments: tuple[str, ...]
 
-    @torch.compiler.disable
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         now = THREAD.now
-        given, outer = _named(module, args, kwargs), now.outer
+        given, outer = _named(self.arguments, args, kwargs), now.outer
         if now.probe is not None or (_goes_on(outer, self.decoder, given) and outer["hooks"].depth < self.depth):
             return
         now.over()  # Ctrl-C runs no hook behind a pass
@@ -352,7 +367,6 @@ class _Outer:
     def _is_ours(self, given: dict[str, Any]) -> bool:
         return isinstance(given.get("past_key_values"), PassCache) or method_of(self.decoder) is not None
 
-    @torch.compiler.disable
     def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         now = THREAD.now
         if now.outer is not None and now.outer["module"] is module:
@@ -363,8 +377,11 @@ def _goes_on(outer: dict[str, Any] | None, decoder: nn.Module, given: dict[str, 
     """Whether a call with these arguments is part of that pass, which may be one that Ctrl-C ended."""
     if outer is None or outer["hooks"].decoder is not decoder:
         return False
-    cache = outer.get("past_key_values")
-    return not isinstance(cache, PassCache) or cache is given.get("past_key_values")
+    cache = given.get("past_key_values")
+    # torch.compile knows a cache by where it finds it first: as an argument, so that its length is no constant
+    if isinstance(cache, PassCache) and cache is outer.get("past_key_values"):
+        return True
+    return not isinstance(outer.get("past_key_values"), PassCache)
 
 
 def _check_causal(outer: dict[str, Any], kwargs: dict[str, Any]) -> None:

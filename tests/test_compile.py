@@ -1,4 +1,4 @@
-"""torch.compile of attached models: no break of the graph, no graph anew per token, the tokens of the uncompiled model."""
+"""torch.compile of attached models: no break of the graph, no new graph per token, the uncompiled model's tokens."""
 
 import copy
 import pickle
@@ -184,9 +184,10 @@ def test_what_ends_in_the_middle_is_known(monkeypatch):
     def interrupted(*args, **kwargs):
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch:
         patch.setattr(type(cache.own[1]), "attend", interrupted)
-        run(ids[:, :1], past_key_values=cache)
+        with pytest.raises(KeyboardInterrupt):
+            run(ids[:, :1], past_key_values=cache)
     assert THREAD.now.current is None
     with pytest.raises(RuntimeError, match="this cache is incomplete"):
         run(ids[:, :1], past_key_values=cache)

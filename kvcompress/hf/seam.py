@@ -53,8 +53,8 @@ class _Weak:
 
 @dataclass(eq=False)
 class Seam(Handled):
-    """What attaching leaves on a decoder. arguments: of its forward, by position. references: how often it was attached.
-    arrives: whether the family hands keywords down to its attention layers."""
+    """What attaching leaves on a decoder. arguments: of its forward, by position. references: how often it was
+    attached. arrives: whether the family hands keywords down to its attention layers."""
 
     decoder: _Weak
     arguments: tuple[str, ...]

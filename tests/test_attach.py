@@ -291,18 +291,6 @@ def test_a_nested_attachment_leaves_the_outer_one_alone():
         kvcompress.prefill(model, random_ids(9), IterativeCache(model.config))
 
 
-@torch.no_grad()
-def test_a_compiled_model_fills_and_reads_a_cache():
-    model, ids = attached(), random_ids(60)
-    compiled = torch.compile(model, backend="eager")
-    out = []
-    for one in (model, compiled):
-        cache = kvcompress.PrunedCache(model.config, budget=20)
-        out.append([one(ids, past_key_values=cache).logits, one(ids[:, :1], past_key_values=cache).logits])
-    for ours, theirs in zip(*out, strict=True):
-        torch.testing.assert_close(ours, theirs)
-
-
 def test_an_additive_mask_is_refused():
     model, ids = attached(), random_ids(20)
     with pytest.raises(ValueError, match="attention_mask must hold zeros and ones"), torch.no_grad():

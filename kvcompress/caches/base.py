@@ -19,7 +19,7 @@ from transformers.cache_utils import (
 from ..hf.config import cache_layers, decoder_config, sizes_of
 from ..hf.facts import Facts
 from ..hf.method import Call, Pass, PassCache
-from ..hf.seam import noted_update
+from ..hf.now import THREAD
 from ..planner import Plan
 from .layer import CompressedLayer, RepeatingLayer
 from .local import LocalLayer
@@ -54,6 +54,7 @@ class CompressedCache(RecurrentStates, Cache, PassCache):
         config = decoder_config(config)
         self.states: dict[int, LinearAttentionLayer] = {}  # of layers that attend and recur
         super().__init__(layers=self._made_for(config))
+        self.take_handle()
         self.trained_length = trained_length_of(config)
         self.facts: Facts | None = None
         self._sizes = sizes_of(config)
@@ -65,7 +66,7 @@ class CompressedCache(RecurrentStates, Cache, PassCache):
         self._columns_read = 0  # columns of a prompt that kvcompress.prefill is reading, so far
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"facts": None}  # the model's: found again when it is used
+        return super().__getstate__() | {"facts": None}  # the model's: found again when it is used
 
     @abstractmethod
     def _new_layer(self, index: int, number: int) -> CompressedLayer:
@@ -313,6 +314,10 @@ class CompressedCache(RecurrentStates, Cache, PassCache):
             )
         self._repeated = self.seen
 
+    @property
+    def rereads(self) -> bool:
+        return self._repeated > 0
+
     def _repeated_columns(self, call: Call) -> int:
         """How many of this forward's first columns the cache has read already.
 
@@ -434,11 +439,15 @@ class CompressedCache(RecurrentStates, Cache, PassCache):
                 layer.drop_last(-tokens_to_remove)
             self.seen += tokens_to_remove
 
-    def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         """The family hands its keys and values over here, and to our attention after that: nothing is done yet."""
-        if not self._incomplete:
+        now = THREAD.now
+        if not now.ours:
             return self.own[0].update()
-        return noted_update(*args, **kwargs)
+        now.layer = layer_idx  # an attention module that serves several layers does not know it
+        return key_states, value_states
 
     @torch.inference_mode(False)
     def select_sequences(self, indices: list[int]) -> None:

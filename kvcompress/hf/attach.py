@@ -14,8 +14,9 @@ from transformers import DynamicCache, PreTrainedModel
 from .config import cache_layers, recurs
 from .facts import Facts
 from .method import KEYWORD, method_of, restored_method, set_method
+from .now import THREAD, NotedCache
 from .probe import ROWS, TOKENS, Probe
-from .seam import NOW, NotedCache, close_seam, evaluating, open_seam, seam_of
+from .seam import close_seam, evaluating, open_seam, seam_of
 from .verify import verify_layers
 
 _CHANGING = threading.RLock()  # models are attached and detached one at a time
@@ -148,12 +149,12 @@ def _learned(model: nn.Module, decoder: Any) -> tuple[Facts, bool]:
         takes = any(x.kind is inspect.Parameter.VAR_KEYWORD for x in parameters.values())
         given: dict[str, Any] = {KEYWORD: probe} if takes else {}
         with evaluating(decoder), torch.autocast(torch.device(device).type, enabled=False):
-            NOW.probe = probe
+            THREAD.now.probe = probe
             cache = NotedCache(decoder.config, keeps=False, note=probe.updated)
             decoder(input_ids=tokens.expand(ROWS, -1), past_key_values=cache, use_cache=True, **given)
             facts = probe.facts(tolerance)
             facts.asks_length = cache.asked
-            NOW.probe = None
+            THREAD.now.probe = None
             if recurs(layers):
                 facts.reads_chunks = _reads_chunks(decoder, tokens, tolerance)
             facts.takes_positions = "position_ids" in parameters and _counts_from_0(decoder, tokens, tolerance)
@@ -161,7 +162,7 @@ def _learned(model: nn.Module, decoder: Any) -> tuple[Facts, bool]:
     except Exception as error:
         raise ValueError(f"{type(model).__name__} is not supported: {error}") from error
     finally:
-        NOW.probe = NOW.layer = None
+        THREAD.now.probe = THREAD.now.layer = None
         for hook in hooks:
             hook.remove()
 

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
+from ..ops.opaque import Handled
 from ..softmax import Softmax
 from .facts import Facts
 
@@ -51,8 +52,13 @@ class Pass(ABC):
         """queries: [B, Hq, T, D], keys, values: [B, Hkv, T, D], before rotation. Returns [B, Hq, T, D]."""
 
 
-class PassCache(ABC):
+class PassCache(Handled, ABC):
     """A cache that attends itself: the seam asks it for a pass, and tells it when that is over."""
+
+    @property
+    @abstractmethod
+    def rereads(self) -> bool:
+        """Whether the coming pass may bring tokens that it has read already, which begin leaves out of the call."""
 
     @abstractmethod
     def begin(self, call: Call) -> Pass:

@@ -10,81 +10,61 @@ from __future__ import annotations
 import inspect
 import sys
 import threading
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, DynamicCache, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from ..ops.opaque import Handled
 from ..positions import parts
-from ..softmax import Softmax
+from . import compiled
+from .attending import attend, begun, checked_call, hidden_of
 from .facts import Facts
-from .method import KEYWORD, Call, Pass, PassCache, method_of
-from .probe import ROWS, TOKENS, MaskTicket, Probe, like
+from .method import KEYWORD, Pass, PassCache, method_of
+from .now import THREAD
+from .probe import ROWS, TOKENS, MaskTicket, like
 
 PREFIX = "kvcompress_"
 _SEAM = "_kvcompress_seam"
 _REGISTERING = threading.Lock()
 
 
-@dataclass(eq=False)
-class Seam:
-    """What attaching leaves on a decoder. references: how often it was attached. arrives: whether the family hands
-    keywords down to its attention layers."""
+class _Weak:
+    """A reference that keeps nothing alive, and that a copy of a model has to that copy."""
 
+    def __init__(self, target: nn.Module) -> None:
+        self._target = weakref.ref(target)
+
+    def __call__(self) -> nn.Module:
+        target = self._target()
+        assert target is not None
+        return target
+
+    def __reduce__(self) -> Any:
+        return _Weak, (self(),)
+
+
+@dataclass(eq=False)
+class Seam(Handled):
+    """What attaching leaves on a decoder. arguments: of its forward, by position. references: how often it was
+    attached. arrives: whether the family hands keywords down to its attention layers."""
+
+    decoder: _Weak
+    arguments: tuple[str, ...]
     hooks: list[Any] = field(default_factory=list)
     facts: Facts = field(default_factory=Facts)
     references: int = 0
     arrives: bool = False
 
-
-class _Now(threading.local):
-    """What the forward pass of this thread is; at most one of them is set."""
-
-    current: Pass | None = None
-    outer: dict[str, Any] | None = None  # arguments of the multimodal model around the decoder, whose pass will be ours
-    probe: Probe | None = None
-    watcher: Any = None  # sees the attention of passes that are not ours (hf/verify)
-    layer: int | None = None  # whose keys the family has just handed to the cache
-
-    @property
-    def ours(self) -> bool:
-        return self.current is not None or self.probe is not None
-
-
-NOW = _Now()
-
-
-def noted_update(key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-    """What the update of a cache of ours does in a pass of ours: keys and values go on to our attention. Notes the
-    layer, which a module that serves several layers does not know."""
-    NOW.layer = layer_idx
-    return key_states, value_states
-
-
-class NotedCache(DynamicCache):
-    """A plain cache that notes whose keys it is handed, for passes that are to tell layers apart. keeps: whether it
-    holds them. note: called with the layer's number. asked: whether a layer asked for the length."""
-
-    def __init__(self, config: Any, *, keeps: bool, note: Callable[[int], None] | None = None) -> None:
-        super().__init__(config=config)
-        self._keeps, self._note, self._began, self.asked = keeps, note, False, False
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        self.asked = self.asked or self._began  # the decoder asks before its layers
-        return super().get_seq_length(layer_idx)
-
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        self._began = True
-        if self._note is not None:
-            self._note(layer_idx)
-        out = noted_update(key_states, value_states, layer_idx)
-        return super().update(key_states, value_states, layer_idx, *args, **kwargs) if self._keeps else out
+    def __post_init__(self) -> None:
+        self.take_handle()
 
 
 def seam_of(decoder: nn.Module) -> Seam | None:
@@ -94,10 +74,10 @@ def seam_of(decoder: nn.Module) -> Seam | None:
 
 def open_seam(model: nn.Module, decoder: nn.Module) -> Seam:
     """Puts the hooks on a decoder, and on the multimodal models around it."""
-    seam = Seam()
+    seam = Seam(_Weak(decoder), _positional(decoder))
     for depth, around in enumerate(model.modules()):
         if isinstance(around, PreTrainedModel) and around.config is not decoder.config and decoder in around.modules():
-            outer = _Outer(decoder, depth)
+            outer = _Outer(decoder, depth, _positional(around))
             seam.hooks.append(around.register_forward_pre_hook(outer.before, with_kwargs=True))
             seam.hooks.append(around.register_forward_hook(outer.after, with_kwargs=True, always_call=True))
     seam.hooks.append(decoder.register_forward_pre_hook(_decoder_before, with_kwargs=True))
@@ -150,6 +130,10 @@ def _is_rotary(module: nn.Module) -> bool:
 # ---- attention and mask functions ----
 
 
+def _is_taken_over(config: Any) -> bool:
+    return (config._attn_implementation or "").startswith(PREFIX)
+
+
 def _take_over(config: Any) -> None:
     """Our functions before those that the model has now. The name says what was there: two models, or one whose
     implementation is set anew, need no other record."""
@@ -167,28 +151,32 @@ def _register(name: str) -> None:
     def attention(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
     ) -> Any:
-        keyword: Pass | None = kwargs.pop(KEYWORD, None)  # checkpoints run again when NOW is another pass, or none
-        current = keyword or NOW.current
-        layer, NOW.layer = NOW.layer, None
+        keyword: Pass | None = kwargs.pop(KEYWORD, None)  # checkpoints run again when now is another pass, or none
+        now = THREAD.now
+        layer, now.layer = now.layer, None
         if layer is None:
             layer = getattr(module, "layer_idx", None)
-        if NOW.probe is not None:
-            NOW.probe.arrives = keyword is not None
-            return NOW.probe.arrived(layer, module, query, key, value, attention_mask, kwargs), None
+        if now.probe is not None:
+            now.probe.arrives = keyword is not None
+            return now.probe.arrived(layer, module, query, key, value, attention_mask, kwargs), None
+        if now.handle is not None and torch.compiler.is_dynamo_compiling():
+            return compiled.attention(layer, query, key, value, kwargs), None
+        current = keyword or now.current
         if current is not None:
-            return _attend(current, layer, query, key, value, kwargs), None
+            return attend(current, layer, query, key, value, kwargs), None
         out = _before(module, name)(module, query, key, value, attention_mask, **kwargs)
-        if NOW.watcher is not None:
-            NOW.watcher(layer, out[0])
+        if now.watcher is not None:
+            now.watcher(layer, out[0])
         return out
 
     def mask(*args: Any, **kwargs: Any) -> Any:
-        if NOW.probe is not None:
+        now = THREAD.now
+        if now.probe is not None:
             return MaskTicket(kwargs["mask_function"])
-        if NOW.current is None and NOW.outer is None:
+        if not now.ours and now.outer is None:
             return ALL_MASK_ATTENTION_FUNCTIONS[name](*args, **kwargs)
-        if NOW.outer is not None:
-            _check_causal(NOW.outer, kwargs)
+        if now.outer is not None:
+            _check_causal(now.outer, kwargs)
         return None
 
     if name in ALL_MASK_ATTENTION_FUNCTIONS:
@@ -202,30 +190,6 @@ def _before(module: nn.Module, name: str) -> Any:
     for cls in type(module).__mro__:
         eager = eager or getattr(sys.modules.get(cls.__module__), "eager_attention_forward", None)
     return ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
-
-
-def _attend(
-    current: Pass, layer: int | None, query: Tensor, key: Tensor, value: Tensor, kwargs: dict[str, Any]
-) -> Tensor:
-    """[B, T, Hq, value dim], of un-rotated queries and keys as the family has them."""
-    if layer is None or layer not in current.facts:
-        raise ValueError(
-            f"layer {layer} is not one that attach saw: one attention module serves several layers of this family, "
-            "which only a cache tells apart; use it with a compressed cache"
-        )
-    if kwargs.get("dropout"):
-        raise ValueError(f"attention_dropout must be 0 where kvcompress attends, got {kwargs['dropout']}")
-    facts = current.facts[layer]
-    scale, sinks = kwargs.get("scaling"), kwargs.get("s_aux")
-    softmax = Softmax(
-        query.shape[3] ** -0.5 if scale is None else scale,
-        kwargs.get("softcap"),
-        None if sinks is None else sinks.float().reshape(-1),
-    )
-    # under autocast a norm may have left float32
-    query, key = query.to(value.dtype), key.to(value.dtype)
-    out = current.attend(layer, facts.framed(query), facts.framed(key), facts.padded(value), softmax)
-    return out[..., : facts.value_dim].transpose(1, 2).contiguous()
 
 
 # ---- rotary embeddings ----
@@ -248,23 +212,25 @@ def _settled(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def _rotary_before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if not NOW.ours:
+    now = THREAD.now
+    if not now.ours:
         return None
     at = _position_ids(args, kwargs)
-    if NOW.probe is not None:
-        new = NOW.probe.positions.to(at.device).expand(*at.shape[:-2], ROWS, TOKENS)
+    if now.probe is not None:
+        new = now.probe.positions.to(at.device).expand(*at.shape[:-2], ROWS, TOKENS)
     else:
         new = at.new_full((*at.shape[:-2], 1, 1), _settled(module, args, kwargs))
     return (args, kwargs | {"position_ids": new}) if "position_ids" in kwargs else ((args[0], new, *args[2:]), kwargs)
 
 
 def _rotary_after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
-    if not NOW.ours:
+    now = THREAD.now
+    if not now.ours:
         return None
-    if NOW.probe is not None:
+    if now.probe is not None:
         rest = {name: x for name, x in kwargs.items() if name != "position_ids"}
         behind = args[2:] if "position_ids" not in kwargs else args[1:]
-        return NOW.probe.rotary(module, behind, rest, _position_ids(args, kwargs), out)
+        return now.probe.rotary(module, behind, rest, _position_ids(args, kwargs), out)
     cos, sin = parts(out)
     x = args[0] if args else kwargs.get("x")
     tokens = x.shape[-2] if isinstance(x, Tensor) else 1
@@ -275,29 +241,33 @@ def _rotary_after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
 # ---- the decoder ----
 
 
-@torch.compiler.disable
 def _decoder_before(decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if torch.compiler.is_dynamo_compiling():
+        seam = seam_of(decoder)
+        assert seam is not None
+        given = _named(seam.arguments, args, kwargs)
+        outer = _masked_as_outer(decoder, given)
+        if _is_taken_over(decoder.config) and compiled.before(decoder, seam, given):
+            return None if outer is None else ((), given)
+    return _begin(decoder, args, kwargs)
+
+
+@torch.compiler.disable(reason="kvcompress begins or refuses this pass uncompiled: without fullgraph=True it says why")
+def _begin(decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     _take_over(decoder.config)  # set_attn_implementation may have been called since
-    if NOW.probe is not None:
+    now = THREAD.now
+    if now.probe is not None:
         return None
-    NOW.current = NOW.layer = None  # of a pass that an error ended
-    given = _named(decoder, args, kwargs)
-    if not _goes_on(NOW.outer, decoder, given):
-        NOW.outer = None
-    outer = NOW.outer
-    if outer is not None:  # it has made masks of its padding; there are none in a pass of ours
-        given["attention_mask"] = outer.get("attention_mask")
-    seam, cache, method = seam_of(decoder), given.get("past_key_values"), method_of(decoder)
+    now.over()  # of a pass that an error ended
+    seam = seam_of(decoder)
     assert seam is not None
+    given = _named(seam.arguments, args, kwargs)
+    _masked_as_outer(decoder, given)
+    cache, method = given.get("past_key_values"), method_of(decoder)
     current: Pass | None = given.pop(KEYWORD, None)
     if current is None and isinstance(cache, PassCache):
-        if method is not None:
-            method.check_cache(cache)
-        call = checked_call(decoder, seam.facts, given)
-        _check_storing(decoder, given)
-        columns = call.tokens.shape[1]
-        current = cache.begin(call)
-        if call.tokens.shape[1] < columns:  # the cache has read some of them already
+        call, current = begun(decoder, seam.facts, cache, given)
+        if call.tokens is not given[call.name]:  # the cache has read some of them already
             given |= {call.name: call.tokens, "position_ids": call.position_ids}
     elif current is None and method is not None:
         if cache is not None:
@@ -309,63 +279,56 @@ def _decoder_before(decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
         given["use_cache"] = False  # there is nothing to keep for later
     if current is None:
         return None
-    if not isinstance(cache, PassCache):
+    if isinstance(cache, PassCache):
+        now.handle = cache.handle
+    else:
         _check_checkpointing(decoder, seam)
         if seam.arrives:
             given[KEYWORD] = current
-    NOW.current = current
+    now.current = current
     return (), given
 
 
-@torch.compiler.disable
 def _decoder_after(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-    if NOW.probe is not None:
+    now = THREAD.now
+    if now.probe is not None:
         return
-    current, NOW.current = NOW.current, None
-    cache = kwargs.get("past_key_values")
+    if torch.compiler.is_dynamo_compiling():
+        compiled.after(output)
+        return
+    current, cache = now.current, kwargs.get("past_key_values")
+    now.over()
     if current is not None and isinstance(cache, PassCache) and output is not None:
-        hidden = getattr(output, "last_hidden_state", output[0] if isinstance(output, tuple) else None)
-        cache.end(current, hidden)
+        _end(cache, current, output)
 
 
-def checked_call(decoder: Any, facts: Facts, given: dict[str, Any]) -> Call:
-    """What a decoder was given, for a pass of ours. Raises for what no pass can do, before anything is stored."""
-    name = "input_ids" if given.get("input_ids") is not None else "inputs_embeds"
-    tokens, mask, at = (given.get(key) for key in (name, "attention_mask", "position_ids"))
-    if tokens is None:
-        raise ValueError("input_ids or inputs_embeds must be given, got neither")
-    for key, x in ((name, tokens), ("attention_mask", mask), ("position_ids", at)):
-        if x is not None and not isinstance(x, Tensor):
-            raise TypeError(f"{key} must be a torch.Tensor, got {type(x).__name__}")
-    if given.get("output_attentions"):
-        raise ValueError("output_attentions must be False: kvcompress never forms attention weights")
-    if at is not None and at.ndim == 3:  # M-RoPE: one row of positions for each axis of an image
-        if bool((at != at[:1]).any()):
-            raise ValueError(
-                "position_ids must be the same on every axis, got those of an image or video: its tokens have places "
-                "that compressed caches do not know; give text"
-            )
-        at = at[0]
-    return Call(decoder, facts, name, tokens, mask, at)
+@torch.compiler.disable
+def _end(cache: PassCache, current: Pass, output: Any) -> None:
+    cache.end(current, hidden_of(output))
 
 
-def _named(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of a call of a module by name."""
-    if not args:
-        return dict(kwargs)
-    named = inspect.signature(type(module).forward).bind_partial(module, *args).arguments
-    return {name: x for name, x in named.items() if name != "self"} | kwargs
+def _positional(module: nn.Module) -> tuple[str, ...]:
+    """Arguments that a module takes by position."""
+    every = list(inspect.signature(type(module).forward).parameters.values())[1:]
+    return tuple(x.name for x in every if x.kind is x.POSITIONAL_OR_KEYWORD)
 
 
-def _check_storing(decoder: Any, given: dict[str, Any]) -> None:
-    if torch.is_grad_enabled():
-        embeds = given.get("inputs_embeds")
-        if (embeds is not None and embeds.requires_grad) or any(p.requires_grad for p in decoder.parameters()):
-            raise RuntimeError(
-                "compressed caches do not carry gradients: use torch.no_grad(), or train without a cache"
-            )
-    if given.get("use_cache") is False:
-        raise ValueError("use_cache must not be False with a compressed cache: what it is given is stored")
+def _named(names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of a call by name. names: by position."""
+    if len(args) > len(names):
+        raise TypeError(f"the model takes {len(names)} arguments by position, got {len(args)}")
+    return dict(zip(names, args, strict=False)) | kwargs if args else dict(kwargs)
+
+
+def _masked_as_outer(decoder: nn.Module, given: dict[str, Any]) -> dict[str, Any] | None:
+    """What the model around the decoder was given, if this call of the decoder is of its pass. It has made masks of its
+    padding; there are none in a pass of ours."""
+    now = THREAD.now
+    if not _goes_on(now.outer, decoder, given):
+        now.outer = None
+        return None
+    given["attention_mask"] = now.outer.get("attention_mask")
+    return now.outer
 
 
 def _check_checkpointing(decoder: Any, seam: Seam) -> None:
@@ -383,36 +346,42 @@ def _check_checkpointing(decoder: Any, seam: Seam) -> None:
 
 @dataclass(frozen=True)
 class _Outer:
-    """Hooks of a model that makes masks itself and hands them to its decoder. depth: greater than those around it."""
+    """Hooks of a model that makes masks itself and hands them to its decoder. depth: greater than those around it.
+    arguments: of its forward, by position."""
 
     decoder: nn.Module
     depth: int
+    arguments: tuple[str, ...]
 
-    @torch.compiler.disable
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given, outer = _named(module, args, kwargs), NOW.outer
-        if NOW.probe is not None or (_goes_on(outer, self.decoder, given) and outer["hooks"].depth < self.depth):
+        now = THREAD.now
+        given, outer = _named(self.arguments, args, kwargs), now.outer
+        if now.probe is not None or (_goes_on(outer, self.decoder, given) and outer["hooks"].depth < self.depth):
             return
-        NOW.current = NOW.layer = NOW.outer = None  # Ctrl-C runs no hook behind a pass
+        now.over()  # Ctrl-C runs no hook behind a pass
+        now.outer = None
         if self._is_ours(given):
             _take_over(self.decoder.config)
-            NOW.outer = given | {"module": module, "hooks": self}
+            now.outer = given | {"module": module, "hooks": self}
 
     def _is_ours(self, given: dict[str, Any]) -> bool:
         return isinstance(given.get("past_key_values"), PassCache) or method_of(self.decoder) is not None
 
-    @torch.compiler.disable
     def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        if NOW.outer is not None and NOW.outer["module"] is module:
-            NOW.outer = None
+        now = THREAD.now
+        if now.outer is not None and now.outer["module"] is module:
+            now.outer = None
 
 
 def _goes_on(outer: dict[str, Any] | None, decoder: nn.Module, given: dict[str, Any]) -> TypeGuard[dict[str, Any]]:
     """Whether a call with these arguments is part of that pass, which may be one that Ctrl-C ended."""
     if outer is None or outer["hooks"].decoder is not decoder:
         return False
-    cache = outer.get("past_key_values")
-    return not isinstance(cache, PassCache) or cache is given.get("past_key_values")
+    cache = given.get("past_key_values")
+    # torch.compile knows a cache by where it finds it first: as an argument, so that its length is no constant
+    if isinstance(cache, PassCache) and cache is outer.get("past_key_values"):
+        return True
+    return not isinstance(outer.get("past_key_values"), PassCache)
 
 
 def _check_causal(outer: dict[str, Any], kwargs: dict[str, Any]) -> None:

@@ -11,7 +11,8 @@ from .. import ops
 from ..softmax import Softmax
 from .facts import Facts
 from .method import KEYWORD, Pass
-from .seam import NOW, NotedCache, evaluating
+from .now import THREAD, NotedCache
+from .seam import evaluating
 
 TOKENS = 48
 
@@ -57,10 +58,10 @@ def verify_layers(decoder: Any, facts: Facts) -> None:
     ours = WholePass(facts)
     with evaluating(decoder), torch.autocast(torch.device(device).type, enabled=False):
         try:
-            NOW.watcher = watch
+            THREAD.now.watcher = watch
             decoder(input_ids=ids[None], past_key_values=NotedCache(decoder.config, keeps=True), use_cache=True)
         finally:
-            NOW.watcher = NOW.layer = None
+            THREAD.now.watcher = THREAD.now.layer = None
         passed = NotedCache(decoder.config, keeps=False)
         decoder(input_ids=ids[None], past_key_values=passed, use_cache=True, **{KEYWORD: ours})
     for layer in sorted(ours.out):

@@ -52,6 +52,12 @@ def given():
              "shift": torch.zeros(2, dtype=ints), "begin": torch.zeros(2, dtype=ints), "cos": angles, "sin": angles,
              "sink_logits": torch.zeros(2)},
         ),
+        "quest_step_": (
+            ops.quest_step_,
+            {"queries": x[:, :, :1], "keys": x[:, :, :1], "values": x[:, :, :1], "k_pages": pages,
+             "v_pages": pages.clone(), "ranges": torch.zeros(2, 2, 8), "table": table(), "pages_read": 1,
+             "cos": angles, "sin": angles, "sink_logits": torch.zeros(2)},
+        ),
         "dmc_step_": (
             ops.dmc_step_,
             {"queries": x[:, :, :1], "keys": x[:, :, :1], "values": x[:, :, :1], "k_pages": pages,

@@ -10,6 +10,7 @@ from torch import Tensor
 from ..checks import dense, dense_last, need, need_integer, need_scale, need_sink_logits, need_softcap
 from ..no_gradient import without_gradient
 from .dmc_append import need_tables
+from .explained import explained_by
 from .native import native
 from .paged_step import NO_STEP_GRADIENT, need_parts, need_step
 from .pages import PageTable, need_table
@@ -24,6 +25,38 @@ class QuestStep(NamedTuple):
     chosen: Tensor
 
 
+NO_GRADIENT = NO_STEP_GRADIENT.format("quest_step_")
+
+
+def _check(
+    queries: Tensor, keys: Tensor | None, values: Tensor | None, k_pages: Tensor, v_pages: Tensor, ranges: Tensor,
+    table: PageTable, *, pages_read: int, cos: Tensor | None = None, sin: Tensor | None = None, **others: object,
+) -> None:  # fmt: skip
+    """ValueError or TypeError for the first argument of quest_step_ that is wrong."""
+    need_table(table)
+    need_step(queries, k_pages, table)
+    (B, _, S, D), (R, blocks), dtype = queries.shape, table.block_table.shape, k_pages.dtype
+    if S != 1:
+        raise ValueError(f"queries must be of one token, got {S}")
+    need_integer("pages_read", pages_read, 1)
+    device, pages = table.refs.device, (table.refs.shape[0], k_pages.shape[1], D)
+    capacity = ranges.shape[1] if isinstance(ranges, Tensor) and ranges.ndim == 3 else 0
+    need_parts(
+        device, ("k_pages", k_pages, dtype, pages), ("v_pages", v_pages, dtype, pages),
+        ("ranges", ranges, dtype, (R, max(capacity, blocks), 2 * D)),
+    )  # fmt: skip
+    need(ranges.is_contiguous(), "ranges must be contiguous")
+    if keys is None or values is None:
+        given = [name for name, x in (("keys", keys), ("values", values), ("cos", cos), ("sin", sin)) if x is not None]
+        need(not given, f"keys and values must be given together, and with cos and sin; got {', '.join(given)} alone")
+    else:
+        token = (B, R // B, 1, D)
+        need_parts(device, ("keys", keys, dtype, token), ("values", values, dtype, token))
+        if cos is not None or sin is not None:
+            need_tables(cos, sin, D, device)
+
+
+@explained_by(_check)
 def quest_step_(
     queries: Tensor,
     keys: Tensor | None,
@@ -57,36 +90,15 @@ def quest_step_(
     where pages or columns run out, and a position outside gives NaN); NotImplementedError if a backward pass comes
     here. Source: Quest, section 3.
     """
-    need_table(table)
-    need_step(queries, k_pages, table)
-    (B, Hq, S, D), (R, blocks), dtype = queries.shape, table.block_table.shape, k_pages.dtype
-    if S != 1:
-        raise ValueError(f"queries must be of one token, got {S}")
-    need_integer("pages_read", pages_read, 1)
-    device, pages = table.refs.device, (table.refs.shape[0], k_pages.shape[1], D)
-    capacity = ranges.shape[1] if isinstance(ranges, Tensor) and ranges.ndim == 3 else 0
-    need_parts(
-        device, ("k_pages", k_pages, dtype, pages), ("v_pages", v_pages, dtype, pages),
-        ("ranges", ranges, dtype, (R, max(capacity, blocks), 2 * D)),
+    B, Hq, _, D = queries.shape
+    need(B > 0, "queries must be of at least one sequence, got 0")
+    new = [] if keys is None or values is None else [dense_last(keys), dense_last(values)]
+    found = without_gradient(
+        NO_GRADIENT, (queries, *new), native.quest_step_, dense_last(queries), *(new or (keys, values)), k_pages,
+        v_pages, ranges, *table, pages_read, dense(cos), dense(sin), need_scale(scale, D),
+        need_sink_logits(sink_logits, Hq, queries), need_softcap(softcap),
     )  # fmt: skip
-    need(ranges.is_contiguous(), "ranges must be contiguous")
-    if keys is None or values is None:
-        given = [name for name, x in (("keys", keys), ("values", values), ("cos", cos), ("sin", sin)) if x is not None]
-        need(not given, f"keys and values must be given together, and with cos and sin; got {', '.join(given)} alone")
-    else:
-        token = (B, R // B, 1, D)
-        need_parts(device, ("keys", keys, dtype, token), ("values", values, dtype, token))
-        keys, values = dense_last(keys), dense_last(values)
-        if cos is not None or sin is not None:
-            need_tables(cos, sin, D, device)
-    inputs = (queries,) if keys is None or values is None else (queries, keys, values)
-    return QuestStep(
-        *without_gradient(
-            NO_STEP_GRADIENT.format("quest_step_"), inputs, native.quest_step_, dense_last(queries), keys, values,
-            k_pages, v_pages, ranges, *table, pages_read, dense(cos), dense(sin), need_scale(scale, D),
-            need_sink_logits(sink_logits, Hq, queries), need_softcap(softcap),
-        )
-    )  # fmt: skip
+    return QuestStep(*found)
 
 
 @torch.library.register_fake("kvcompress::quest_step_")

@@ -2,15 +2,7 @@
  *
  * The kernels of the three do the work; what this saves is two passes through the caller for each layer and token.
  */
-#include "page_table.h"
-#include "step.h"
-
-/* Scratch, each part on a cache line of its own. */
-typedef struct {
-    int32_t *positions, *copied; /* [B, S]; [R + 1] */
-    void *q, *k, *decode;        /* rotated */
-    int64_t bytes;
-} step_scratch;
+#include "paged_step.h"
 
 static kvc_decode_args decode_of(const kvc_paged_step_args *args) {
     const kvc_page_table *table = &args->table;
@@ -23,20 +15,18 @@ static kvc_decode_args decode_of(const kvc_paged_step_args *args) {
     };
 }
 
-static step_scratch scratch_of(const kvc_paged_step_args *args) {
-    const kvc_decode_args decode = decode_of(args);
+kvc_placing kvc_placing_of(const kvc_paged_step_args *args, int64_t *bytes) {
     const int64_t q = args->B * args->Hq * args->S * args->D * kvc_dtype_bytes(args->q.dtype);
     const int64_t k = args->B * args->Hkv * args->S * args->D * kvc_dtype_bytes(args->k.dtype);
-    step_scratch scratch = {0};
-    scratch.positions = kvc_part_of(args->scratch, &scratch.bytes, args->B * args->S * (int64_t)sizeof(int32_t));
-    scratch.copied = kvc_part_of(args->scratch, &scratch.bytes, (args->table.R + 1) * (int64_t)sizeof(int32_t));
-    scratch.q = kvc_part_of(args->scratch, &scratch.bytes, q);
-    scratch.k = kvc_part_of(args->scratch, &scratch.bytes, k);
-    scratch.decode = kvc_part_of(args->scratch, &scratch.bytes, kvc_decode_scratch_bytes(&decode));
-    return scratch;
+    kvc_placing placing = {0};
+    placing.positions = kvc_part_of(args->scratch, bytes, args->B * args->S * (int64_t)sizeof(int32_t));
+    placing.copied = kvc_part_of(args->scratch, bytes, (args->table.R + 1) * (int64_t)sizeof(int32_t));
+    placing.q = kvc_part_of(args->scratch, bytes, q);
+    placing.k = kvc_part_of(args->scratch, bytes, k);
+    return placing;
 }
 
-static kvc_status check(const kvc_paged_step_args *args) {
+kvc_status kvc_paged_step_check(const kvc_paged_step_args *args) {
     const kvc_page_table *table = &args->table;
     if (args->B < 0 || args->Hq < 0 || args->Hkv < 0 || args->S < 0 || args->D < 1) return KVC_BAD_SIZE;
     if (args->D > KVC_MAX_HEAD_DIM || table->R != args->B * args->Hkv) return KVC_BAD_SIZE;
@@ -54,47 +44,59 @@ static kvc_status check(const kvc_paged_step_args *args) {
     return KVC_OK;
 }
 
-int64_t kvc_paged_step_scratch_bytes(const kvc_paged_step_args *args) {
-    return args && check(args) != KVC_BAD_SIZE ? scratch_of(args).bytes : 0;
-}
-
-kvc_status kvc_paged_step(const kvc_paged_step_args *args, kvc_parallel_for parallel_for) {
-    if (!args) return KVC_NULL_POINTER;
-    kvc_status status = check(args);
-    if (status != KVC_OK || !args->table.R || !args->Hq || !args->S) return status;
-    for (int64_t r = 0; args->begin && r < args->table.R; r++) {
-        if (args->begin[r] < 0 || args->begin[r] > args->table.lengths[r] + args->S) return KVC_BAD_INDEX;
-    }
-    const step_scratch scratch = scratch_of(args);
+kvc_status kvc_paged_step_place(const kvc_paged_step_args *args, const kvc_placing *placing, kvc_view *turned,
+                                kvc_parallel_for parallel_for) {
     const int64_t B = args->B, S = args->S, D = args->D, Hkv = args->Hkv;
     kvc_view k = args->k;
-    kvc_decode_args decode = decode_of(args);
+    *turned = args->q;
     if (args->rotary_dim) {
         for (int64_t i = 0; i < B * S; i++) {
             const int64_t row = i / S * Hkv, place = args->table.lengths[row] + i % S;
             const int64_t position = place + (args->shift ? args->shift[row] : 0);
-            scratch.positions[i] = (int32_t)min_of(max_of(position, -1), INT32_MAX);
+            placing->positions[i] = (int32_t)min_of(max_of(position, -1), INT32_MAX);
         }
-        kvc_rope_args rope = {.out = kvc_dense_view(scratch.q, args->q.dtype, args->Hq, S, D), .x = args->q,
-                              .cos = args->cos, .sin = args->sin, .positions = scratch.positions, .B = B,
+        kvc_rope_args rope = {.out = kvc_dense_view(placing->q, args->q.dtype, args->Hq, S, D), .x = args->q,
+                              .cos = args->cos, .sin = args->sin, .positions = placing->positions, .B = B,
                               .H = args->Hq, .T = S, .D = D, .rotary_dim = args->rotary_dim,
                               .table_rows = args->table_rows};
-        status = kvc_rope(&rope, parallel_for);
+        kvc_status status = kvc_rope(&rope, parallel_for);
         if (status != KVC_OK) return status;
-        decode.q = rope.out;
+        *turned = rope.out;
         rope.x = args->k;
         rope.H = Hkv;
-        rope.out = kvc_dense_view(scratch.k, args->k.dtype, Hkv, S, D);
+        rope.out = kvc_dense_view(placing->k, args->k.dtype, Hkv, S, D);
         status = kvc_rope(&rope, parallel_for);
         if (status != KVC_OK) return status;
         k = rope.out;
     }
     const kvc_append_tokens_args append = {
-        .table = args->table, .scratch = scratch.copied, .array_count = 2, .heads = Hkv, .S = S,
+        .table = args->table, .scratch = placing->copied, .array_count = 2, .heads = Hkv, .S = S,
         .arrays = {kvc_slots_of(args->k_pages, &k, D), kvc_slots_of(args->v_pages, &args->v, D)},
     };
-    status = kvc_append_tokens(&append, parallel_for);
+    return kvc_append_tokens(&append, parallel_for);
+}
+
+int64_t kvc_paged_step_scratch_bytes(const kvc_paged_step_args *args) {
+    if (!args || kvc_paged_step_check(args) == KVC_BAD_SIZE) return 0;
+    const kvc_decode_args decode = decode_of(args);
+    int64_t bytes = 0;
+    kvc_placing_of(args, &bytes);
+    kvc_part_of(NULL, &bytes, kvc_decode_scratch_bytes(&decode));
+    return bytes;
+}
+
+kvc_status kvc_paged_step(const kvc_paged_step_args *args, kvc_parallel_for parallel_for) {
+    if (!args) return KVC_NULL_POINTER;
+    kvc_status status = kvc_paged_step_check(args);
+    if (status != KVC_OK || !args->table.R || !args->Hq || !args->S) return status;
+    for (int64_t r = 0; args->begin && r < args->table.R; r++) {
+        if (args->begin[r] < 0 || args->begin[r] > args->table.lengths[r] + args->S) return KVC_BAD_INDEX;
+    }
+    int64_t bytes = 0;
+    const kvc_placing placing = kvc_placing_of(args, &bytes);
+    kvc_decode_args decode = decode_of(args);
+    status = kvc_paged_step_place(args, &placing, &decode.q, parallel_for);
     if (status != KVC_OK) return status;
-    decode.scratch = scratch.decode;
+    decode.scratch = kvc_part_of(args->scratch, &bytes, kvc_decode_scratch_bytes(&decode));
     return kvc_decode(&decode, parallel_for);
 }

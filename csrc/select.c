@@ -1,5 +1,5 @@
 /* Which keys stay: top-k of each row's scores. */
-#include "kernel.h"
+#include "select.h"
 
 #include <stddef.h>
 #include <string.h>
@@ -33,7 +33,7 @@ static uint32_t descend(const float *scores, int64_t length, uint32_t prefix, in
 }
 
 /* Radix select from the top bits down: no sort, three passes of counting and one that writes the places in order. */
-static void select_row(int32_t *indices, const float *scores, int64_t length, int64_t k) {
+void kvc_select_row(int32_t *indices, const float *scores, int64_t length, int64_t k) {
     int64_t ties = k;
     uint32_t threshold = descend(scores, length, 0, 21, 11, &ties);
     threshold = descend(scores, length, threshold, 10, 11, &ties);
@@ -54,7 +54,7 @@ static void select_range(int64_t begin, int64_t end, void *context) {
     const kvc_select_topk_args *args = context;
     for (int64_t r = begin; r < end; r++) {
         const int64_t length = args->lengths ? args->lengths[r] : args->T;
-        select_row(args->indices + r * args->k, args->scores + r * args->T, length, args->k);
+        kvc_select_row(args->indices + r * args->k, args->scores + r * args->T, length, args->k);
     }
 }
 

@@ -29,8 +29,8 @@ class StepGraph:
         logits = step(ids)                             # [B, 1] -> [B, 1, vocabulary]
 
     model: attached, on a CUDA device, in evaluation mode. cache: one whose step needs nothing of the host from token to
-    token: IterativeCache, PrunedCache without `every` and RemoteGap, DMCCache without track (not DMS), of a model
-    without windows and recurrent layers. Pages are set aside for as many steps as a page has slots; the step that
+    token: IterativeCache, PrunedCache without `every` and RemoteGap, QuestCache, DMCCache without track (not DMS), of a
+    model without windows and recurrent layers. Pages are set aside for as many steps as a page has slots; the step that
     takes the next ones is launched op by op, and where it replaced tensors of the cache (its table grew) the graph is
     recorded anew. What else changes the cache (further prompts, forks, crop) may come between calls.
     The sequences of the batch are of one length: positions are counted from cache.get_seq_length().

@@ -52,6 +52,12 @@ def given():
              "shift": torch.zeros(2, dtype=ints), "begin": torch.zeros(2, dtype=ints), "cos": angles, "sin": angles,
              "sink_logits": torch.zeros(2)},
         ),
+        "quest_step_": (
+            ops.quest_step_,
+            {"queries": x[:, :, :1], "keys": x[:, :, :1], "values": x[:, :, :1], "k_pages": pages,
+             "v_pages": pages.clone(), "ranges": torch.zeros(2, 2, 8), "table": table(), "pages_read": 1,
+             "cos": angles, "sin": angles, "sink_logits": torch.zeros(2)},
+        ),
         "dmc_step_": (
             ops.dmc_step_,
             {"queries": x[:, :, :1], "keys": x[:, :, :1], "values": x[:, :, :1], "k_pages": pages,
@@ -134,3 +140,23 @@ def test_states_that_are_none_are_named(value):
     for wrong, name in (((good[0], None), "lse"), (([0], good[1]), "out")):
         with pytest.raises(TypeError, match=f"{name} must be a torch.Tensor"):
             ops.merge_states(good, wrong)
+
+
+STEPS = [op for op in given() if op in ("paged_step_", "quest_step_", "dmc_step_", "ring_step_")]
+
+
+@pytest.mark.parametrize("op", STEPS)
+def test_a_step_names_arguments_that_it_does_not_take_or_misses(op):
+    function, arguments = given()[op]
+    with pytest.raises(TypeError, match=rf"^{op}\(\) got an unexpected keyword argument 'sinsk'"):
+        function(**arguments, sinsk=4)
+    with pytest.raises(TypeError, match=rf"^{op}\(\) missing 1 required positional argument: 'values'"):
+        function(**{name: x for name, x in arguments.items() if name != "values"})
+
+
+@pytest.mark.parametrize("op", STEPS)
+def test_a_step_of_no_sequences_is_refused(op):
+    function, arguments = given()[op]
+    none = {name: arguments[name][:0] for name in ("queries", "keys", "values")}
+    with pytest.raises(ValueError, match="must have B\\*Hkv rows with B = 0"):
+        function(**arguments | none)

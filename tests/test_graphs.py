@@ -77,6 +77,7 @@ CASES = {
     "pruned": (attached, lambda config: PrunedCache(config, SnapKV(), 15, page_size=4)),
     "ragged": (attached, lambda config: PrunedCache(config, SnapKV(), kvcompress.AdaKV(15), page_size=8)),
     "dense": (attached, lambda config: QuestCache(config, page_size=4, dense_layers=9)),
+    "quest": (attached, lambda config: QuestCache(config, page_size=4, token_budget=12, dense_layers=1)),
     "dmc": (merging, lambda config: DMCCache(config, page_size=4)),
     "window": (merging, lambda config: DMCCache(config, page_size=16)),
 }

@@ -18,10 +18,10 @@ step/<cache>/<dtype>/T<T>/B<B>
     pod        a block of 5 layers: one leads and four follow, with 16 + 4,080 near tokens. Its peers: 5 layers
     dense      a PrunedCache that kept everything: the cost of the machinery
 dispatch/<cache>
-    microseconds: time per layer that a step spends outside of the ops that attend (paged_step_, dmc_step_, pod_step_,
-    ring_step_, decode, decode_shared). A pass over 30 layers with 128 tokens each, from its opening to its end, less
-    the time within those ops, which is taken in the same pass, over 30. Everything else counts, rotation and append by
-    ops of their own too.
+    microseconds: time per layer that a step spends outside of the ops that attend (paged_step_, quest_step_, dmc_step_,
+    pod_step_, ring_step_, decode, decode_shared). A pass over 30 layers with 128 tokens each, from its opening to its
+    end, less the time within those ops, which is taken in the same pass, over 30. Everything else counts, rotation and
+    append by ops of their own too.
     float32, one sequence. dense keeps everything, as does iterative after its prompt; pruned: a quarter, and dmc, as
     above; dms drops three in four tokens behind 32; pod has blocks of 5 layers and 4 + 28 near tokens; streaming has
     4 + 60 tokens, so that the first ones are far; quest reads 4 of 8 pages
@@ -83,7 +83,10 @@ OPENS = (0.6, 0.4, 0.3, 0.25, 0.2, 0.12, 0.08, 0.05)  # share of tokens that ope
 BLOCK = 5  # layers of PoD with one lead
 PASS_NBYTES = 1 << 28  # that the dense cache reads in a pass
 # as PyTorch knows them
-ATTENDING = ("paged_step_", "dmc_step_", "pod_step_", "ring_step_", "decode", "decode_probabilities", "decode_shared")
+ATTENDING = (
+    "paged_step_", "quest_step_", "dmc_step_", "pod_step_", "ring_step_", "decode", "decode_probabilities",
+    "decode_shared",
+)  # fmt: skip
 TOKENS = 8  # drawn passes, which take turns
 Work = Callable[[], object]
 Kept = TypeVar("Kept")

@@ -76,6 +76,12 @@ cudaError_t kvc_cuda_decode_shared(const kvc_decode_shared_args *args, cudaStrea
 int64_t kvc_cuda_paged_step_scratch_bytes(const kvc_paged_step_args *args);
 cudaError_t kvc_cuda_paged_step(const kvc_paged_step_args *args, cudaStream_t stream);
 
+/* The same, a score and a number for every page of a row and every chosen one; from sizes only. 64-byte aligned. 0 for sizes
+ * that the launcher rejects. Four launches where every page is read, one more to score them, one more for many sequences;
+ * nothing waits for the host. */
+int64_t kvc_cuda_quest_step_scratch_bytes(const kvc_quest_step_args *args);
+cudaError_t kvc_cuda_quest_step(const kvc_quest_step_args *args, cudaStream_t stream);
+
 /* As the CPU's, with the scratch of kvc_cuda_decode and kvc_cuda_decode_shared. 64-byte aligned. 0 for sizes that the
  * launcher rejects. Where one of the tables has no room it stays as it is, and places too; nothing waits for the host. */
 int64_t kvc_cuda_pod_step_scratch_bytes(const kvc_pod_step_args *args);

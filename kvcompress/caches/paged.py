@@ -15,6 +15,8 @@ from .passes import CachePass
 from .pool import PagePool
 from .store import PoolSettings, keys_and_values
 
+StepTables = tuple[Tensor, Tensor] | tuple[None, None]  # cos and sin of a step; None where nothing turns
+
 
 def step_positions(first: Tensor, counts: Sequence[int], tokens: int) -> Tensor:
     """int32 [B, tokens]: first[b] is the place of sequence b's first real token, of which there are counts[b],
@@ -70,15 +72,21 @@ class PagedLayer(RepeatingLayer):
         if tables is None:
             return None
 
-        def write(table: ops.PageTable) -> tuple[Tensor, Tensor]:
-            return ops.paged_step_(
-                queries, keys, values, pool.k_pages, pool.v_pages, table, shift=self.shift, begin=begin, cos=tables[0],
-                sin=tables[1], scale=softmax.scale, softcap=softmax.softcap, sink_logits=softmax.sink_logits,
-            )  # fmt: skip
-
-        state = pool.step(write)
+        state = pool.step(lambda table: self.write_step(table, queries, keys, values, softmax, tables, begin))
         self.next = [place + 1 for place in self.next]
         return state
+
+    def write_step(
+        self, table: ops.PageTable, queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax,
+        tables: StepTables, begin: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """The op of a step: adds the token to every row; (out, lse) from begin on."""
+        pool = self.pool
+        assert pool is not None
+        return ops.paged_step_(
+            queries, keys, values, pool.k_pages, pool.v_pages, table, shift=self.shift, begin=begin, cos=tables[0],
+            sin=tables[1], scale=softmax.scale, softcap=softmax.softcap, sink_logits=softmax.sink_logits,
+        )  # fmt: skip
 
     def append(self, step: CachePass, keys: Tensor, values: Tensor) -> Callable[[Tensor, Softmax], Tensor]:
         """Stores new tokens; returns the attention of queries [B, Hq, S, D] at their places."""

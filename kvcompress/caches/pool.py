@@ -212,6 +212,11 @@ class PagePool:
             self._last_shared = [here and not (count or rewritten) for here, count, rewritten in rows]
 
     @locked
+    def read(self, look: Callable[[ops.PageTable], Result]) -> Result:
+        """What look(table) gives, an op that leaves the rows as they are."""
+        return look(self._table())
+
+    @locked
     def step(self, write: Callable[[ops.PageTable], Result], *, known: bool = True) -> Result:
         """What write(table) gives, an op that adds a slot to every row.
 

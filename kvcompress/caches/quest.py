@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +14,7 @@ from ..planner import Plan
 from ..softmax import Softmax
 from .attention import prompt_attention
 from .base import CompressedCache
-from .paged import PagedLayer
+from .paged import PagedLayer, StepTables
 from .passes import CachePass, View
 from .store import PoolSettings
 
@@ -26,8 +25,9 @@ _LONG = 64  # tokens of a call from which one dense copy of the layer's keys and
 class QuestLayer(PagedLayer):
     """Pages of the whole context, and for each of them the elementwise range of its keys.
 
-    ranges: [R, capacity, 2D]: the maximum M of a page's rotated keys, then that of the negated ones, -m. As
-    sum_d max(q_d m_d, q_d M_d) = relu(q).M + relu(-q).(-m), a page's score is one product. None in dense layers.
+    ranges: [R, capacity, 2D], a place for each column of the pool's table: the maximum M of a page's rotated keys, then
+    that of the negated ones, -m. As sum_d max(q_d m_d, q_d M_d) = relu(q).M + relu(-q).(-m), a page's score is one
+    product. None in dense layers.
     """
 
     def __init__(
@@ -43,14 +43,6 @@ class QuestLayer(PagedLayer):
 
     # ---- attention ----
 
-    def attend_one(self, *step: Any) -> Tensor | None:
-        # a step chooses the pages that it reads between append and attention
-        return super().attend_one(*step) if self.is_dense else None
-
-    @property
-    def repeats(self) -> bool:
-        return self.is_dense
-
     def append(self, step: CachePass, keys: Tensor, values: Tensor) -> View:
         view = super().append(step, keys, values)
         if not self.is_dense:
@@ -61,49 +53,42 @@ class QuestLayer(PagedLayer):
         pool, S = self.pool, rotated.shape[2]
         assert pool is not None
         if not self.is_dense and S == 1 and step.iteration is None:
-            blocks = self.pool_settings.blocks(max(pool.counts))
-            if blocks > self.pages_read:
-                return self._read_chosen(rotated, softmax)
+            return pool.read(lambda table: self._read(table, rotated, None, None, (None, None), softmax))[0]
         if S < _LONG:
             return super().attend_held(step, queries, rotated, softmax)
         k, v = (x.unflatten(0, (-1, self.heads)) for x in pool.gather(max(S, *pool.counts)))
         return prompt_attention(rotated, k, v, pool.counts[:: self.heads], softmax)
 
-    def _read_chosen(self, rotated: Tensor, softmax: Softmax) -> Tensor:
-        pool, P = self.pool, self.pool_settings.page_size
-        assert pool is not None
-        pages = self.choose(rotated)
-        blocks = (pool.lengths + (P - 1)) // P
-        # the newest page comes last and is the only one that is not full
-        end = pool.lengths - (blocks - pages.shape[1]).clamp_(min=0) * P
-        arrays, table, _ = pool.snapshot()
-        table = table.gather(1, pages.long())
-        return ops.decode(rotated, arrays["keys"], arrays["values"], end, block_table=table, **softmax.options)[0]
+    def write_step(
+        self, table: ops.PageTable, queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax,
+        tables: StepTables, begin: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        if self.is_dense:
+            return super().write_step(table, queries, keys, values, softmax, tables, begin)
+        return self._read(table, queries, keys, values, tables, softmax)
 
-    def choose(self, rotated: Tensor) -> Tensor:
-        """The pages that one query per sequence reads, rotated [B, Hq, 1, D].
-
-        Returns int32 [R, n], rising numbers within the row; a row that has fewer pages has all of them first.
-        """
-        pool, P = self.pool, self.pool_settings.page_size
+    def _read(
+        self, table: ops.PageTable, queries: Tensor, keys: Tensor | None, values: Tensor | None,
+        tables: StepTables, softmax: Softmax,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """(out, lse) of one query per sequence over the pages that may matter to it; keys None: see quest_step_."""
+        pool = self.pool
         assert pool is not None and self.ranges is not None
-        R, D = len(pool.bounds), rotated.shape[3]
-        counts = [self.pool_settings.blocks(count) for count in pool.counts]
-        q = rotated.reshape(R, -1, D)
-        q = torch.cat([q, -q], dim=-1).relu_()
-        ranges = self.ranges[:, : max(counts)]
-        # [R, G, 2D] and [R, pages, 2D]; which of them comes first decides how fast PyTorch's CPU product is
-        if q.dtype == torch.float32:
-            scores = torch.matmul(ranges, q.transpose(1, 2)).amax(2)
-        else:
-            scores = torch.matmul(q, ranges.transpose(1, 2)).amax(1).float()
-        scores.masked_fill_(scores.isnan(), torch.inf)  # a page that holds NaN is read, as dense attention would
-        blocks = ((pool.lengths + (P - 1)) // P)[:, None]
-        if min(counts) < max(counts):
-            places = torch.arange(max(counts), dtype=torch.int32, device=scores.device)
-            scores.masked_fill_(places >= blocks, -torch.inf)
-        scores.scatter_(1, (blocks - 1).clamp_(min=0).long(), torch.inf)
-        return ops.select_topk(scores, min(self.pages_read, max(counts)))
+        self._make_room(table.block_table.shape[1])
+        out, lse, _ = ops.quest_step_(
+            queries, keys, values, pool.k_pages, pool.v_pages, self.ranges, table, pages_read=self.pages_read,
+            cos=tables[0], sin=tables[1], scale=softmax.scale, softcap=softmax.softcap, sink_logits=softmax.sink_logits,
+        )  # fmt: skip
+        return out, lse
+
+    def steps_ahead(self, facts: LayerFacts) -> int:
+        if self.pool is not None and self.ranges is not None and self.ranges.shape[1] < self.pool.block_table.shape[1]:
+            return 0  # the next step widens them
+        return super().steps_ahead(facts)
+
+    def held_tensors(self, facts: LayerFacts) -> tuple[Tensor, ...]:
+        held = super().held_tensors(facts)
+        return held if self.ranges is None else (*held, self.ranges)
 
     # ---- ranges ----
 
@@ -117,7 +102,7 @@ class QuestLayer(PagedLayer):
         ends = [self.pool_settings.blocks(count) for count in pool.counts]
         span = max(end - begin for begin, end in zip(begins, ends, strict=True))
         device = self.ranges.device
-        self._make_room(max(begins) + span)
+        self._make_room(max(max(begins) + span, pool.block_table.shape[1]))
         if min(new) == max(new):
             first = (pool.lengths - new[0]) // P
         else:
@@ -138,7 +123,7 @@ class QuestLayer(PagedLayer):
         assert self.ranges is not None
         held = self.ranges.shape[1]
         if blocks > held:
-            bigger = self.ranges.new_zeros(self.ranges.shape[0], max(blocks, 2 * held), self.ranges.shape[2])
+            bigger = self.ranges.new_zeros(self.ranges.shape[0], blocks, self.ranges.shape[2])
             bigger[:, :held] = self.ranges
             self.ranges = bigger
 

@@ -23,6 +23,7 @@ from .pages import PageTable, append_tokens_, compact_pages_, truncate_rows_
 from .planner import SCHEDULES, divide_memory, plan
 from .pod_attention import pod_attention
 from .pod_step import Lead, PodStep, pod_step_
+from .quest_step import QuestStep, quest_step_
 from .ring_step import ring_step_
 from .rope import rope
 from .score import POOLINGS, REDUCTIONS, window_scores
@@ -41,6 +42,7 @@ __all__ = [
     "Noise",
     "PageTable",
     "PodStep",
+    "QuestStep",
     "Tail",
     "append_tokens_",
     "attention",
@@ -60,6 +62,7 @@ __all__ = [
     "plan",
     "pod_attention",
     "pod_step_",
+    "quest_step_",
     "ring_step_",
     "rope",
     "select_topk",

@@ -20,11 +20,51 @@ from ..no_gradient import without_gradient
 from .dmc_accumulate import MAX_DMC_WINDOW, need_neuron
 from .dmc_append import Tail, need_tables
 from .dmc_gates import IMPORTANCES, LARGEST
+from .explained import explained_by
 from .native import native
 from .paged_step import NO_STEP_GRADIENT, need_parts, need_step
 from .pages import PageTable, need_table
 
+NO_GRADIENT = NO_STEP_GRADIENT.format("dmc_step_")
 
+
+def _check(
+    queries: Tensor, keys: Tensor, values: Tensor, k_pages: Tensor, v_pages: Tensor, table: PageTable, tail: Tail,
+    places: Tensor, *, neuron: int, offsets: Tensor | None = None, alpha: Tensor | None = None,
+    omega: Tensor | None = None, cos: Tensor | None = None, sin: Tensor | None = None, window: int | None = None,
+    **others: object,
+) -> None:  # fmt: skip
+    """ValueError or TypeError for the first argument of dmc_step_ that is wrong."""
+    need_table(table)
+    if not isinstance(tail, Tail):
+        raise TypeError(f"tail must be an ops.Tail, got {type(tail).__name__}")
+    need_step(queries, k_pages, table)
+    (B, _, S, D), R, dtype, single = queries.shape, table.block_table.shape[0], k_pages.dtype, torch.float32
+    if S != 1:
+        raise ValueError(f"queries must be of one token, got {S}")
+    Hkv, N, device = R // B, window or 1, table.refs.device
+    if window is not None:
+        need_integer("window", window, 1, MAX_DMC_WINDOW)
+    pages, token = (table.refs.shape[0], k_pages.shape[1], D), (B, Hkv, 1, D)
+    need_parts(
+        device, ("k_pages", k_pages, dtype, pages), ("v_pages", v_pages, dtype, pages), ("keys", keys, dtype, token),
+        ("values", values, dtype, token), ("tail.keys", tail[0], single, (R, N, D)),
+        ("tail.values", tail[1], single, (R, N, D)), ("tail.weights", tail[2], single, (R, N)),
+        ("tail.counts", tail[3], torch.int32, (R,)), ("places", places, torch.int32, (B, 1)),
+    )  # fmt: skip
+    for name, x in (*zip(_TAIL, tail, strict=True), ("places", places)):
+        if not x.is_contiguous():
+            raise ValueError(f"{name} must be contiguous")
+    for name, gate in (("alpha", alpha), ("omega", omega)):
+        if gate is not None:
+            need_parts(device, (name, gate, single, (B, Hkv, 1)))
+    if offsets is not None:
+        need_parts(device, ("offsets", offsets, torch.int32, (B, 1)))
+    if cos is not None or sin is not None:
+        need_tables(cos, sin, D, device)
+
+
+@explained_by(_check)
 def dmc_step_(
     queries: Tensor,
     keys: Tensor,
@@ -65,42 +105,17 @@ def dmc_step_(
     Raises ValueError for wrong shapes, dtypes, devices or numbers; RuntimeError as dmc_append_ does (nothing is changed
     then); NotImplementedError if a backward pass comes here. Source: DMC, algorithm 1.
     """
-    need_table(table)
-    if not isinstance(tail, Tail):
-        raise TypeError(f"tail must be an ops.Tail, got {type(tail).__name__}")
-    need_step(queries, k_pages, table)
-    (B, Hq, S, D), R, dtype, single = queries.shape, table.block_table.shape[0], k_pages.dtype, torch.float32
-    if S != 1:
-        raise ValueError(f"queries must be of one token, got {S}")
-    Hkv, N, device = R // B, window or 1, table.refs.device
-    if window is not None:
-        need_integer("window", window, 1, MAX_DMC_WINDOW)
-    pages, token = (table.refs.shape[0], k_pages.shape[1], D), (B, Hkv, 1, D)
-    need_parts(
-        device, ("k_pages", k_pages, dtype, pages), ("v_pages", v_pages, dtype, pages), ("keys", keys, dtype, token),
-        ("values", values, dtype, token), ("tail.keys", tail[0], single, (R, N, D)),
-        ("tail.values", tail[1], single, (R, N, D)), ("tail.weights", tail[2], single, (R, N)),
-        ("tail.counts", tail[3], torch.int32, (R,)), ("places", places, torch.int32, (B, 1)),
-    )  # fmt: skip
-    for name, x in (*zip(_TAIL, tail, strict=True), ("places", places)):
-        if not x.is_contiguous():
-            raise ValueError(f"{name} must be contiguous")
-    for name, gate in (("alpha", alpha), ("omega", omega)):
-        if gate is not None:
-            need_parts(device, (name, gate, single, (B, Hkv, 1)))
-    if offsets is not None:
-        need_parts(device, ("offsets", offsets, torch.int32, (B, 1)))
-    if cos is not None or sin is not None:
-        need_tables(cos, sin, D, device)
+    B, Hq, _, D = queries.shape
+    need(B > 0, "queries must be of at least one sequence, got 0")
     for name, number in (("shift", shift), ("margin", margin), ("omega_shift", omega_shift)):
         need_number(name, number, -LARGEST, LARGEST)
     need_number("eps", eps, 0, LARGEST)
     place = need_neuron(neuron, D)
     need(place >= 0, f"neuron must be a coordinate, got {neuron}")
     return without_gradient(
-        NO_STEP_GRADIENT.format("dmc_step_"), (queries, keys, values), native.dmc_step_, dense_last(queries),
-        dense_last(keys), dense_last(values), k_pages, v_pages, *table, *tail, places, dense(offsets), dense(alpha),
-        dense(omega), dense(cos), dense(sin), place, window or 0, shift, margin, omega_shift, eps,
+        NO_GRADIENT, (queries, keys, values), native.dmc_step_, dense_last(queries), dense_last(keys),
+        dense_last(values), k_pages, v_pages, *table, *tail, places, dense(offsets), dense(alpha), dense(omega),
+        dense(cos), dense(sin), place, 0 if window is None else window or -1, shift, margin, omega_shift, eps,
         need_choice("reduce", reduce, IMPORTANCES), need_scale(scale, D), need_sink_logits(sink_logits, Hq, queries),
         need_softcap(softcap),
     )  # fmt: skip

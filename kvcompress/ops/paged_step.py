@@ -9,6 +9,7 @@ from ..checks import (
     FLOATS,
     dense,
     dense_last,
+    need,
     need_device,
     need_float,
     need_int32,
@@ -19,12 +20,39 @@ from ..checks import (
 )
 from ..no_gradient import without_gradient
 from .dmc_append import need_tables
+from .explained import explained_by
 from .native import MAX_HEAD_DIM, native
 from .pages import PageTable, need_table
 
 NO_STEP_GRADIENT = "{} has no gradient: it is for generation; use torch.no_grad(), or train without a cache"
 
+NO_GRADIENT = NO_STEP_GRADIENT.format("paged_step_")
 
+
+def _check(
+    queries: Tensor, keys: Tensor, values: Tensor, k_pages: Tensor, v_pages: Tensor, table: PageTable, *,
+    shift: Tensor | None = None, begin: Tensor | None = None, cos: Tensor | None = None, sin: Tensor | None = None,
+    **others: object,
+) -> None:  # fmt: skip
+    """ValueError or TypeError for the first argument of paged_step_ that is wrong."""
+    need_table(table)
+    need_step(queries, k_pages, table)
+    (B, _, S, D), R, dtype = queries.shape, table.block_table.shape[0], k_pages.dtype
+    Hkv = R // B if B else 0
+    pages = (table.refs.shape[0], k_pages.shape[1], D)
+    need_parts(
+        table.refs.device, ("k_pages", k_pages, dtype, pages), ("v_pages", v_pages, dtype, pages),
+        ("keys", keys, dtype, (B, Hkv, S, D)), ("values", values, dtype, (B, Hkv, S, D)),
+    )  # fmt: skip
+    if shift is not None or begin is not None:
+        need_int32("shift", shift, (R,))
+        need_int32("begin", begin, (R,))
+        need_device(table.refs, shift=shift, begin=begin)
+    if cos is not None or sin is not None:
+        need_tables(cos, sin, D, table.refs.device)
+
+
+@explained_by(_check)
 def paged_step_(
     queries: Tensor,
     keys: Tensor,
@@ -55,24 +83,11 @@ def paged_step_(
     where pages or columns run out, and a position outside gives NaN); NotImplementedError if a backward pass comes
     here.
     """
-    need_table(table)
-    need_step(queries, k_pages, table)
-    (B, Hq, S, D), R, dtype = queries.shape, table.block_table.shape[0], k_pages.dtype
-    Hkv = R // B if B else 0
-    pages = (table.refs.shape[0], k_pages.shape[1], D)
-    need_parts(
-        table.refs.device, ("k_pages", k_pages, dtype, pages), ("v_pages", v_pages, dtype, pages),
-        ("keys", keys, dtype, (B, Hkv, S, D)), ("values", values, dtype, (B, Hkv, S, D)),
-    )  # fmt: skip
-    if shift is not None or begin is not None:
-        need_int32("shift", shift, (R,))
-        need_int32("begin", begin, (R,))
-        need_device(table.refs, shift=shift, begin=begin)
-    if cos is not None or sin is not None:
-        need_tables(cos, sin, D, table.refs.device)
+    B, Hq, _, D = queries.shape
+    need(B > 0, "queries must be of at least one sequence, got 0")
     return without_gradient(
-        NO_STEP_GRADIENT.format("paged_step_"), (queries, keys, values), native.paged_step_, dense_last(queries),
-        dense_last(keys), dense_last(values), k_pages, v_pages, *table, dense(shift), dense(begin), dense(cos),
+        NO_GRADIENT, (queries, keys, values), native.paged_step_, dense_last(queries), dense_last(keys),
+        dense_last(values), k_pages, v_pages, *table, dense(shift), dense(begin), dense(cos),
         dense(sin), need_scale(scale, D), need_sink_logits(sink_logits, Hq, queries), need_softcap(softcap),
     )  # fmt: skip
 

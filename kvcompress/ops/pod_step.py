@@ -12,6 +12,7 @@ from ..no_gradient import without_gradient
 from .decode import need_probabilities
 from .decode_shared import gate_threshold
 from .dmc_append import need_tables
+from .explained import explained_by
 from .native import native
 from .paged_step import NO_STEP_GRADIENT, need_parts, need_step
 from .pages import PageTable, need_table
@@ -37,8 +38,59 @@ class PodStep(NamedTuple):
 
 
 FAR = ("none", "own", "led", "shared")
+NO_GRADIENT = NO_STEP_GRADIENT.format("pod_step_")
 
 
+def _check(
+    queries: Tensor, keys: Tensor, values: Tensor, k_pages: Tensor, v_pages: Tensor, table: PageTable,
+    value_table: PageTable, places: Tensor, *, sinks: int, recent: int, first: int, far: str = "none",
+    moved: Tensor | None = None, probabilities: Tensor | None = None, far_lse: Tensor | None = None,
+    lead: Lead | None = None, cos: Tensor | None = None, sin: Tensor | None = None, **others: object,
+) -> None:  # fmt: skip
+    """ValueError or TypeError for the first argument of pod_step_ that is wrong."""
+    need_table(table)
+    need_table(value_table)
+    need_step(queries, k_pages, table)
+    (B, Hq, S, D), R, dtype, P = queries.shape, table.block_table.shape[0], k_pages.dtype, k_pages.shape[1]
+    if S != 1:
+        raise ValueError(f"queries must be of one token, got {S}")
+    Hkv, device = R // B, table.refs.device
+    need_parts(
+        device, ("k_pages", k_pages, dtype, (table.refs.shape[0], P, D)),
+        ("v_pages", v_pages, dtype, (value_table.refs.shape[0], P, D)), ("keys", keys, dtype, (B, Hkv, 1, D)),
+        ("values", values, dtype, (B, Hkv, 1, D)), ("places", places, torch.int32, (B, 1)),
+        ("value_table", value_table.block_table, torch.int32, (R, value_table.block_table.shape[1])),
+    )  # fmt: skip
+    if not places.is_contiguous():
+        raise ValueError("places must be contiguous")
+    if moved is not None:
+        need_parts(device, ("moved", moved, torch.int32, (R,)))
+    if cos is not None or sin is not None:
+        need_tables(cos, sin, D, table.refs.device)
+    for name, number, least in (("sinks", sinks, 0), ("recent", recent, 1), ("first", first, 0)):
+        need_integer(name, number, least)
+    if far not in FAR:
+        raise ValueError(f"far must be one of {', '.join(FAR)}, got {far!r}")
+    if far in ("own", "shared"):
+        if far_lse is None or (far == "shared" and probabilities is None):
+            raise ValueError(f"far_lse{' and probabilities' if far == 'shared' else ''} must be given with far={far!r}")
+        need_parts(device, ("far_lse", far_lse, torch.float32, (B, Hq, 1)))
+        if probabilities is not None:
+            need_probabilities(probabilities, B, Hq)
+            written = probabilities.is_contiguous() and far_lse.is_contiguous()
+            need(far == "shared" or written, "probabilities and far_lse must be contiguous")
+    if far == "led":
+        if not isinstance(lead, Lead):
+            raise TypeError(f"lead must be an ops.Lead with far='led', got {type(lead).__name__}")
+        need_float("lead.k_pages", lead.k_pages, 3, "[pages, P, D]")
+        need_parts(
+            device, ("lead.queries", lead.queries, queries.dtype, (B, Hq, 1, D)),
+            ("lead.k_pages", lead.k_pages, dtype, (lead.k_pages.shape[0], P, D)),
+            ("lead.block_table", lead.block_table, torch.int32, (R, *lead.block_table.shape[1:2])),
+        )  # fmt: skip
+
+
+@explained_by(_check)
 def pod_step_(
     queries: Tensor,
     keys: Tensor,
@@ -83,51 +135,13 @@ def pod_step_(
     become a row's own; on CUDA free_count[1] grows); NotImplementedError if a backward pass comes here.
     Source: PoD, sections 2.2 and 2.3.
     """
-    need_table(table)
-    need_table(value_table)
-    need_step(queries, k_pages, table)
-    (B, Hq, S, D), R, dtype, P = queries.shape, table.block_table.shape[0], k_pages.dtype, k_pages.shape[1]
-    if S != 1:
-        raise ValueError(f"queries must be of one token, got {S}")
-    Hkv, device = R // B, table.refs.device
-    need_parts(
-        device, ("k_pages", k_pages, dtype, (table.refs.shape[0], P, D)),
-        ("v_pages", v_pages, dtype, (value_table.refs.shape[0], P, D)), ("keys", keys, dtype, (B, Hkv, 1, D)),
-        ("values", values, dtype, (B, Hkv, 1, D)), ("places", places, torch.int32, (B, 1)),
-        ("value_table", value_table.block_table, torch.int32, (R, value_table.block_table.shape[1])),
-    )  # fmt: skip
-    if not places.is_contiguous():
-        raise ValueError("places must be contiguous")
-    if moved is not None:
-        need_parts(device, ("moved", moved, torch.int32, (R,)))
-    if cos is not None or sin is not None:
-        need_tables(cos, sin, D, table.refs.device)
-    for name, number, least in (("sinks", sinks, 0), ("recent", recent, 1), ("first", first, 0)):
-        need_integer(name, number, least)
-    if far not in FAR:
-        raise ValueError(f"far must be one of {', '.join(FAR)}, got {far!r}")
-    if far in ("own", "shared"):
-        if far_lse is None or (far == "shared" and probabilities is None):
-            raise ValueError(f"far_lse{' and probabilities' if far == 'shared' else ''} must be given with far={far!r}")
-        need_parts(device, ("far_lse", far_lse, torch.float32, (B, Hq, 1)))
-        if probabilities is not None:
-            need_probabilities(probabilities, B, Hq)
-            written = probabilities.is_contiguous() and far_lse.is_contiguous()
-            need(far == "shared" or written, "probabilities and far_lse must be contiguous")
-    if far == "led":
-        if not isinstance(lead, Lead):
-            raise TypeError(f"lead must be an ops.Lead with far='led', got {type(lead).__name__}")
-        need_float("lead.k_pages", lead.k_pages, 3, "[pages, P, D]")
-        need_parts(
-            device, ("lead.queries", lead.queries, queries.dtype, (B, Hq, 1, D)),
-            ("lead.k_pages", lead.k_pages, dtype, (lead.k_pages.shape[0], P, D)),
-            ("lead.block_table", lead.block_table, torch.int32, (R, *lead.block_table.shape[1:2])),
-        )  # fmt: skip
     if tau is not None and not 0 <= tau <= 1:
         raise ValueError(f"tau must be between 0 and 1 or None, got {tau}")
+    B, Hq, _, D = queries.shape
+    need(B > 0, "queries must be of at least one sequence, got 0")
     q, k_lead, t_lead = (None, None, None) if lead is None else lead
     out, turned, lse, skipped = without_gradient(
-        NO_STEP_GRADIENT.format("pod_step_"), (queries, keys, values), native.pod_step_, dense_last(queries),
+        NO_GRADIENT, (queries, keys, values), native.pod_step_, dense_last(queries),
         dense_last(keys), dense_last(values), k_pages, v_pages, *table, *value_table, places, dense(moved), dense(cos),
         dense(sin), sinks, recent, first, FAR.index(far),
         None if probabilities is None else dense_last(probabilities), dense(far_lse),

@@ -23,13 +23,68 @@ from ..no_gradient import without_gradient
 from .dmc_accumulate import need_neuron
 from .dmc_append import need_tables
 from .dmc_gates import LARGEST
+from .explained import explained_by
 from .native import MAX_HEAD_DIM, native
 from .paged_step import NO_STEP_GRADIENT, need_parts
 from .pages import PageTable, need_table
 
 NO_TABLE = (None,) * len(PageTable._fields)
 
+NO_GRADIENT = NO_STEP_GRADIENT.format("ring_step_")
 
+
+def _check(
+    queries: Tensor, keys: Tensor, values: Tensor, k_ring: Tensor, v_ring: Tensor, places: Tensor, *, window: int,
+    sinks: int = 0, chunked: bool = False, k_far: Tensor | None = None, v_far: Tensor | None = None,
+    base: Tensor | None = None, marks: Tensor | None = None, alpha: Tensor | None = None,
+    k_pages: Tensor | None = None, v_pages: Tensor | None = None, table: PageTable | None = None,
+    neuron: int | None = None, cos: Tensor | None = None, sin: Tensor | None = None, **others: object,
+) -> None:  # fmt: skip
+    """ValueError or TypeError for the first argument of ring_step_ that is wrong."""
+    if not isinstance(k_ring, Tensor) or k_ring.ndim != 3 or k_ring.dtype not in FLOATS:
+        need_float("k_ring", k_ring, 3, "[R, capacity, D]")
+    if not isinstance(queries, Tensor) or queries.ndim != 4 or queries.dtype not in FLOATS:
+        need_float("queries", queries, 4, "[B, Hq, 1, D]")
+    (B, Hq, S, D), (R, capacity, _), dtype, device = queries.shape, k_ring.shape, k_ring.dtype, k_ring.device
+    if S != 1:
+        raise ValueError(f"queries must be of one token, got {S}")
+    if B == 0 or R == 0 or R % B or Hq % (R // B):
+        raise ValueError(f"k_ring must have B*Hkv rows with B = {B} and Hkv dividing Hq = {Hq}, got {R}")
+    need(1 <= D <= MAX_HEAD_DIM, f"queries must have a head dim between 1 and {MAX_HEAD_DIM}, got {D}")
+    need_device(k_ring, queries=queries)
+    need_integer("window", window, 1, MOST_INT32)
+    need_integer("sinks", sinks, 0, MOST_INT32 - window)
+    need(capacity <= sinks + window, f"k_ring must have at most {sinks + window} slots, got {capacity}")
+    ring, token, far = (R, capacity, D), (B, R // B, 1, D), (R, sinks, D)
+    need_parts(
+        device, ("k_ring", k_ring, dtype, ring), ("v_ring", v_ring, dtype, ring), ("keys", keys, dtype, token),
+        ("values", values, dtype, token), ("places", places, torch.int32, (B, 1)),
+    )  # fmt: skip
+    whole = {"k_ring": k_ring, "v_ring": v_ring, "places": places}
+    if k_far is not None or v_far is not None:
+        if k_far is None or v_far is None:
+            raise ValueError("k_far and v_far must be given together")
+        need_parts(device, ("k_far", k_far, dtype, far), ("v_far", v_far, dtype, far))
+        whole |= {"k_far": k_far, "v_far": v_far}
+    if base is not None:
+        need_parts(device, ("base", base, torch.int32, (B, 1)))
+    if marks is not None:
+        need_parts(device, ("marks", marks, torch.bool, (R, capacity)))
+        whole["marks"] = marks
+        need(alpha is not None or neuron is not None, "marks need alpha or a neuron, got neither")
+    if alpha is not None:
+        need_parts(device, ("alpha", alpha, torch.float32, (B, R // B, 1)))
+    for name, x in whole.items():
+        if not x.is_contiguous():
+            raise ValueError(f"{name} must be contiguous")
+    if table is not None or k_pages is not None or v_pages is not None:
+        need_far_pages(table, k_pages, v_pages, k_ring, marks)
+    need(not (sinks and (chunked or table is not None)), f"sinks must be 0 with chunks or pages, got {sinks}")
+    if cos is not None or sin is not None:
+        need_tables(cos, sin, D, device)
+
+
+@explained_by(_check)
 def ring_step_(
     queries: Tensor,
     keys: Tensor,
@@ -82,55 +137,17 @@ def ring_step_(
     NotImplementedError if a backward pass comes here.
     Source: StreamingLLM, section 3.2; LM-Infinite, section 4; DMS.
     """
-    if not isinstance(k_ring, Tensor) or k_ring.ndim != 3 or k_ring.dtype not in FLOATS:
-        need_float("k_ring", k_ring, 3, "[R, capacity, D]")
-    if not isinstance(queries, Tensor) or queries.ndim != 4 or queries.dtype not in FLOATS:
-        need_float("queries", queries, 4, "[B, Hq, 1, D]")
-    (B, Hq, S, D), (R, capacity, _), dtype, device = queries.shape, k_ring.shape, k_ring.dtype, k_ring.device
-    if S != 1:
-        raise ValueError(f"queries must be of one token, got {S}")
-    if B == 0 or R == 0 or R % B or Hq % (R // B):
-        raise ValueError(f"k_ring must have B*Hkv rows with B = {B} and Hkv dividing Hq = {Hq}, got {R}")
-    need(1 <= D <= MAX_HEAD_DIM, f"queries must have a head dim between 1 and {MAX_HEAD_DIM}, got {D}")
-    need_device(k_ring, queries=queries)
-    need_integer("window", window, 1, MOST_INT32)
-    need_integer("sinks", sinks, 0, MOST_INT32 - window)
-    need(capacity <= sinks + window, f"k_ring must have at most {sinks + window} slots, got {capacity}")
-    ring, token, far = (R, capacity, D), (B, R // B, 1, D), (R, sinks, D)
-    need_parts(
-        device, ("k_ring", k_ring, dtype, ring), ("v_ring", v_ring, dtype, ring), ("keys", keys, dtype, token),
-        ("values", values, dtype, token), ("places", places, torch.int32, (B, 1)),
-    )  # fmt: skip
-    whole = {"k_ring": k_ring, "v_ring": v_ring, "places": places}
-    if k_far is not None or v_far is not None:
-        if k_far is None or v_far is None:
-            raise ValueError("k_far and v_far must be given together")
-        need_parts(device, ("k_far", k_far, dtype, far), ("v_far", v_far, dtype, far))
-        whole |= {"k_far": k_far, "v_far": v_far}
-    if base is not None:
-        need_parts(device, ("base", base, torch.int32, (B, 1)))
-    if marks is not None:
-        need_parts(device, ("marks", marks, torch.bool, (R, capacity)))
-        whole["marks"] = marks
-        need(alpha is not None or neuron is not None, "marks need alpha or a neuron, got neither")
-    if alpha is not None:
-        need_parts(device, ("alpha", alpha, torch.float32, (B, R // B, 1)))
-    for name, x in whole.items():
-        if not x.is_contiguous():
-            raise ValueError(f"{name} must be contiguous")
-    if table is not None or k_pages is not None or v_pages is not None:
-        need_far_pages(table, k_pages, v_pages, k_ring, marks)
-    need(not (sinks and (chunked or table is not None)), f"sinks must be 0 with chunks or pages, got {sinks}")
-    if cos is not None or sin is not None:
-        need_tables(cos, sin, D, device)
+    B, Hq, _, D = queries.shape
+    need(B > 0, "queries must be of at least one sequence, got 0")
+    need((k_pages is None) == (v_pages is None) == (table is None), "k_pages, v_pages and table must be given together")
     for name, number in (("factor", factor), ("shift", shift), ("margin", margin)):
         need_number(name, number, -LARGEST, LARGEST)
     place = -1 if neuron is None else need_neuron(neuron, D)
     return without_gradient(
-        NO_STEP_GRADIENT.format("ring_step_"), (queries, keys, values), native.ring_step_, dense_last(queries),
-        dense_last(keys), dense_last(values), k_ring, v_ring, places, k_far, v_far, marks, k_pages, v_pages,
-        *(table or NO_TABLE), dense(base), dense(alpha), dense(cos), dense(sin), window, sinks, chunked, place, factor,
-        shift, margin, need_scale(scale, D), need_sink_logits(sink_logits, Hq, queries), need_softcap(softcap),
+        NO_GRADIENT, (queries, keys, values), native.ring_step_, dense_last(queries), dense_last(keys),
+        dense_last(values), k_ring, v_ring, places, k_far, v_far, marks, k_pages, v_pages, *(table or NO_TABLE),
+        dense(base), dense(alpha), dense(cos), dense(sin), window, sinks, chunked, place, factor, shift, margin,
+        need_scale(scale, D), need_sink_logits(sink_logits, Hq, queries), need_softcap(softcap),
     )  # fmt: skip
 
 

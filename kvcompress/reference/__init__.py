@@ -11,6 +11,7 @@ from .pages import append_tokens_, compact_pages_, truncate_rows_
 from .planner import divide_memory, plan
 from .pod_attention import pod_attention
 from .pod_step import pod_step_
+from .quest_step import quest_step_
 from .ring_step import ring_step_
 from .rope import rope
 from .score import window_scores
@@ -36,6 +37,7 @@ __all__ = [
     "plan",
     "pod_attention",
     "pod_step_",
+    "quest_step_",
     "ring_step_",
     "rope",
     "select_topk",

@@ -48,5 +48,6 @@ void test_pages(void);
 void test_planner(void);
 void test_dmc(void);
 void test_step(void);
+void test_quest_step(void);
 void test_similarity(void);
 #endif

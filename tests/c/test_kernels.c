@@ -299,6 +299,7 @@ int main(void) {
         test_merge();
         test_dmc();
         test_step();
+        test_quest_step();
         test_similarity();
         printf("%s: %s\n", tables[i], failures ? "failed" : "passed");
     }

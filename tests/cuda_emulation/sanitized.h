@@ -84,6 +84,8 @@ inline scratch_memory scratch_of(int64_t bytes) {
 void check_contracts();  // sanitized_contracts.cpp
 // sanitized_steps.cpp: B sequences of Hkv KV heads, at least 2, with 2 query heads each
 void run_paged_step(int64_t B, int64_t Hkv, int64_t S, int64_t D, kvc_dtype dtype);
+// rows of so many slots, G query heads per KV head
+void run_quest_step(int64_t B, int64_t Hkv, int64_t G, int64_t D, int64_t pages_read, int64_t length, kvc_dtype dtype);
 void run_dmc_step(int64_t B, int64_t Hkv, int64_t D, int64_t window, kvc_dtype dtype);
 enum class ring { window, sinks, apart, pages };
 void run_ring_step(int64_t D, int64_t Hq, ring kind, kvc_dtype dtype, int steps = 4);

@@ -403,6 +403,7 @@ int main(int count, char** arguments) {
         run_dmc_append(300, 20, 0, KVC_F32);
         run_dmc_append(9, 20, 5, KVC_F32);
         run_paged_step(1, 2, 1, 33, KVC_BF16);
+        run_quest_step(1, 2, 5, 33, 3, 90, KVC_BF16);
         run_dmc_step(1, 2, 33, 5, KVC_F32);
     } else {
         for (kvc_dtype dtype : {KVC_F32, KVC_BF16, KVC_F16})
@@ -458,12 +459,16 @@ int main(int count, char** arguments) {
         for (kvc_dtype dtype : {KVC_F32, KVC_BF16, KVC_F16}) {
             run_paged_step(2, 2, 1, 40, dtype);    // one block
             run_paged_step(2, 2, 3, 33, dtype);
+            run_quest_step(2, 2, 2, 40, 3, 7, dtype);  // one block
+            run_quest_step(1, 1, 6, 33, 40, 200, dtype);
             run_dmc_step(2, 2, 40, 0, dtype);
             run_dmc_step(2, 2, 33, 5, dtype);
         }
         run_paged_step(15, 3, 1, 20, KVC_BF16);  // a launch for the heads
+        run_quest_step(15, 3, 2, 20, 9, 6, KVC_BF16);  // every page
         run_dmc_step(15, 3, 20, 0, KVC_F32);
         run_paged_step(1, 2, 1, 512, KVC_F32);
+        run_quest_step(1, 2, 2, 512, 1, 9, KVC_F32);
         run_dmc_step(1, 2, 512, 64, KVC_BF16);
         check_contracts();
         run_layer_similarity(24, 1, 70, 8, KVC_F32);

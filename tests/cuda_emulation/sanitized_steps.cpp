@@ -70,6 +70,55 @@ void run_paged_step(int64_t B, int64_t Hkv, int64_t S, int64_t D, kvc_dtype dtyp
     expect_true(kvc_cuda_paged_step_scratch_bytes(&args) == 0, "scratch of paged_step of no tokens", D);
 }
 
+void run_quest_step(int64_t B, int64_t Hkv, int64_t G, int64_t D, int64_t pages_read, int64_t length, kvc_dtype dtype) {
+    const int64_t Hq = G * Hkv, R = B * Hkv, blocks = length / P + 2, pages = blocks * R;
+    const int64_t width = pages_read < blocks ? pages_read : blocks;
+    array q(B, Hq, 1, D, dtype), k(B, Hkv, 1, D, dtype), v(B, Hkv, 1, D, dtype), out(B * Hq * D, dtype), lse(B * Hq, KVC_F32),
+        cos((length + 2) * ROTARY / 2, KVC_F32), sin((length + 2) * ROTARY / 2, KVC_F32), k_pages(pages * P * D, dtype),
+        v_pages(pages * P * D, dtype), ranges(R * blocks * 2 * D, dtype);
+    std::vector<int32_t> table(static_cast<size_t>(R * blocks), -1), lengths(static_cast<size_t>(R), static_cast<int32_t>(length)),
+        refs(static_cast<size_t>(pages), 1), free_pages(static_cast<size_t>(pages), -1), free_count{static_cast<int32_t>(R), 0},
+        chosen(static_cast<size_t>(R * width), 99);
+    const int64_t held = (length + P - 1) / P;
+    for (int64_t r = 0; r < R; r++) {
+        for (int64_t i = 0; i < held; i++) table[static_cast<size_t>(r * blocks + i)] = static_cast<int32_t>(r * held + i);
+        free_pages[static_cast<size_t>(r)] = static_cast<int32_t>(R * held + r);
+        refs[static_cast<size_t>(R * held + r)] = 0;
+    }
+    kvc_quest_step_args args = {};
+    args.step = {out.bytes.get(), lse.floats(), q.view(), k.view(), v.view(), k_pages.bytes.get(), v_pages.bytes.get(),
+                 {table.data(), lengths.data(), refs.data(), free_pages.data(), free_count.data(), R, blocks, P, pages},
+                 nullptr, nullptr, cos.floats(), sin.floats(), nullptr, B, Hq, Hkv, 1, D, ROTARY, length + 2, 0.3f, 0.0f,
+                 nullptr};
+    args.ranges = ranges.bytes.get(), args.chosen = chosen.data(), args.range_pages = blocks, args.pages_read = pages_read;
+    const scratch_memory scratch = scratch_of(kvc_cuda_quest_step_scratch_bytes(&args));
+    args.step.scratch = scratch.get();
+    for (int i = 0; i < 2; i++) expect(kvc_cuda_quest_step(&args, nullptr), "quest_step", D);
+    const int32_t grown = static_cast<int32_t>(length + 2);
+    expect_true(free_count[1] == 0 && lengths.back() == grown, "quest_step's rows", D);
+    const int64_t count = (grown + P - 1) / P < width ? (grown + P - 1) / P : width;
+    expect_true(chosen[static_cast<size_t>(count - 1)] == (grown - 1) / P, "quest_step's newest page", D);
+    kvc_quest_step_args read = args;
+    read.held = 1, read.step.rotary_dim = 0, read.step.k.data = read.step.v.data = nullptr;
+    const std::vector<int32_t> first = chosen;
+    expect(kvc_cuda_quest_step(&read, nullptr), "quest_step of a held token", D);
+    expect_true(lengths.back() == grown && chosen.back() == first.back(), "quest_step of a held token", D);
+    args.step.table_rows = 1;  // positions outside
+    for (int i = 0; i < 3; i++) expect(kvc_cuda_quest_step(&args, nullptr), "quest_step until full", D);
+    expect_true(free_count[1] > 0, "quest_step past the table", D);
+    lengths[0] = static_cast<int32_t>(blocks * P + 5);  // of a row that is too long nothing is read past its line
+    expect(kvc_cuda_quest_step(&read, nullptr), "quest_step of a row past its line", D);
+    expect_refused(kvc_cuda_quest_step, args, "quest_step of wrong arguments", [](auto& a) { a.step.D = 513; },
+                   [](auto& a) { a.step.S = 2; }, [](auto& a) { a.step.begin = a.step.table.lengths; },
+                   [](auto& a) { a.step.shift = a.step.table.lengths; }, [](auto& a) { a.pages_read = 0; },
+                   [](auto& a) { a.range_pages--; }, [](auto& a) { a.held = 1; }, [](auto& a) { a.ranges = nullptr; },
+                   [](auto& a) { a.chosen = nullptr; }, [](auto& a) { a.step.k.data = nullptr; },
+                   [](auto& a) { a.step.scratch = nullptr; }, [](auto& a) { a.step.table.P = 3; });
+    args.step.B = args.step.table.R = 0;
+    expect(kvc_cuda_quest_step(&args, nullptr), "quest_step of no rows", D);
+    expect_true(kvc_cuda_quest_step_scratch_bytes(&args) == 0, "scratch of quest_step of no rows", D);
+}
+
 void run_dmc_step(int64_t B, int64_t Hkv, int64_t D, int64_t window, kvc_dtype dtype) {
     const int64_t Hq = 2 * Hkv, R = B * Hkv, N = window ? window : 1;
     array q(B, Hq, 1, D, dtype), k(B, Hkv, 1, D, dtype), v(B, Hkv, 1, D, dtype), out(B * Hq * D, dtype),

@@ -165,6 +165,11 @@ def calls() -> Iterator[tuple[str, Callable[[], object]]]:
                 )
                 given = (one, x, x, k_pages, v_pages, table)
                 yield f"paged_step/{tail}", lambda g=given, c=turns: ops.paged_step_(*g, **c)
+                ranges = make(2 * batch, 8, 2 * D)
+                yield (
+                    f"quest_step/{tail}",
+                    lambda g=given, r=ranges, c=turns: ops.quest_step_(*g[:5], r, g[5], pages_read=3, **c),
+                )
                 yield (
                     f"dmc_step/{tail}",
                     lambda g=given, s=state, p=places, c=turns: ops.dmc_step_(*g, s, p, neuron=-1, **c),

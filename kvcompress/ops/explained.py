@@ -1,0 +1,31 @@
+"""Ops that come by for every layer and token: what is wrong with a call is looked for once it failed."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+
+def explained_by(check: Callable[..., None]) -> Callable[[Callable[Arguments, Result]], Callable[Arguments, Result]]:
+    """An op whose binding refuses whatever `check`, which takes the same arguments, does, and changes nothing then: the
+    error is that of check, in terms of the arguments, or else the op's own."""
+
+    def of(op: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+        check.__qualname__ = op.__qualname__  # by which Python names what takes no such argument
+
+        @functools.wraps(op)
+        def call(*arguments: Arguments.args, **options: Arguments.kwargs) -> Result:
+            try:
+                return op(*arguments, **options)
+            except Exception as error:
+                refused = error
+            check(*arguments, **options)
+            raise refused
+
+        return call
+
+    return of

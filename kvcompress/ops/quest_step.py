@@ -1,0 +1,110 @@
+"""One decoded step of a cache that reads only the pages that may matter to its query, in one call."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..checks import dense, dense_last, need, need_integer, need_scale, need_sink_logits, need_softcap
+from ..no_gradient import without_gradient
+from .dmc_append import need_tables
+from .explained import explained_by
+from .native import native
+from .paged_step import NO_STEP_GRADIENT, need_parts, need_step
+from .pages import PageTable, need_table
+
+
+class QuestStep(NamedTuple):
+    """out: [B, Hq, 1, D] in the queries' dtype. lse: float32 [B, Hq, 1]. chosen: int32 [R, min(pages_read, blocks)],
+    the pages of each row that its query read, rising; -1 behind the last one of a row that has fewer."""
+
+    out: Tensor
+    lse: Tensor
+    chosen: Tensor
+
+
+NO_GRADIENT = NO_STEP_GRADIENT.format("quest_step_")
+
+
+def _check(
+    queries: Tensor, keys: Tensor | None, values: Tensor | None, k_pages: Tensor, v_pages: Tensor, ranges: Tensor,
+    table: PageTable, *, pages_read: int, cos: Tensor | None = None, sin: Tensor | None = None, **others: object,
+) -> None:  # fmt: skip
+    """ValueError or TypeError for the first argument of quest_step_ that is wrong."""
+    need_table(table)
+    need_step(queries, k_pages, table)
+    (B, _, S, D), (R, blocks), dtype = queries.shape, table.block_table.shape, k_pages.dtype
+    if S != 1:
+        raise ValueError(f"queries must be of one token, got {S}")
+    need_integer("pages_read", pages_read, 1)
+    device, pages = table.refs.device, (table.refs.shape[0], k_pages.shape[1], D)
+    capacity = ranges.shape[1] if isinstance(ranges, Tensor) and ranges.ndim == 3 else 0
+    need_parts(
+        device, ("k_pages", k_pages, dtype, pages), ("v_pages", v_pages, dtype, pages),
+        ("ranges", ranges, dtype, (R, max(capacity, blocks), 2 * D)),
+    )  # fmt: skip
+    need(ranges.is_contiguous(), "ranges must be contiguous")
+    if keys is None or values is None:
+        given = [name for name, x in (("keys", keys), ("values", values), ("cos", cos), ("sin", sin)) if x is not None]
+        need(not given, f"keys and values must be given together, and with cos and sin; got {', '.join(given)} alone")
+    else:
+        token = (B, R // B, 1, D)
+        need_parts(device, ("keys", keys, dtype, token), ("values", values, dtype, token))
+        if cos is not None or sin is not None:
+            need_tables(cos, sin, D, device)
+
+
+@explained_by(_check)
+def quest_step_(
+    queries: Tensor,
+    keys: Tensor | None,
+    values: Tensor | None,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    ranges: Tensor,
+    table: PageTable,
+    *,
+    pages_read: int,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sink_logits: Tensor | None = None,
+) -> QuestStep:
+    """Rotates a new token of every sequence, appends it in place, and attends to the pages that may matter to it.
+
+    queries: [B, Hq, 1, D], D 1..512; keys, values: [B, Hkv, 1, D] in the pages' dtype; un-rotated. keys and values
+    None: the rows hold their newest token already, and the queries are rotated. k_pages, v_pages: contiguous
+    [pages, P, D], P a power of two, of the rows of table, R = B*Hkv. The tokens stand at positions `lengths`, those of
+    before the call. cos, sin: float32 [T, rotary_dim/2], indexed by position; None = nothing is rotated, as it must be
+    without keys. ranges: contiguous [R, N, 2D] in the pages' dtype, N at least the columns of table.block_table: the
+    largest of a page's keys and of the negated ones, M and -m; that of the newest page is joined with the new key, and
+    begins with it where the token is the page's first. A page's score is the largest over the row's query heads of
+    relu(q)·M + relu(-q)·(-m), +inf where that is NaN; a row reads its newest page and the others of highest score
+    (ties: the earlier one), pages_read >= 1 in all, or every page of fewer. scale, softcap, sink_logits: as in decode.
+    Returns QuestStep: the results of rope, append_tokens_, select_topk and decode in turn. Waits for nothing on CUDA.
+    Raises ValueError for wrong shapes, dtypes, devices or numbers; RuntimeError if the free list is too short, a row
+    outgrows its line of the table, or a position is out of range (nothing is changed then; on CUDA free_count[1] grows
+    where pages or columns run out, and a position outside gives NaN); NotImplementedError if a backward pass comes
+    here. Source: Quest, section 3.
+    """
+    B, Hq, _, D = queries.shape
+    need(B > 0, "queries must be of at least one sequence, got 0")
+    new = [] if keys is None or values is None else [dense_last(keys), dense_last(values)]
+    found = without_gradient(
+        NO_GRADIENT, (queries, *new), native.quest_step_, dense_last(queries), *(new or (keys, values)), k_pages,
+        v_pages, ranges, *table, pages_read, dense(cos), dense(sin), need_scale(scale, D),
+        need_sink_logits(sink_logits, Hq, queries), need_softcap(softcap),
+    )  # fmt: skip
+    return QuestStep(*found)
+
+
+@torch.library.register_fake("kvcompress::quest_step_")
+def _(queries, keys, values, k_pages, v_pages, ranges, block_table, *rest):  # type: ignore[no-untyped-def]
+    rows, blocks = block_table.shape
+    return (
+        queries.new_empty(queries.shape), queries.new_empty(queries.shape[:3], dtype=torch.float32),
+        block_table.new_empty(rows, min(rest[4], blocks)),
+    )  # fmt: skip

@@ -1,0 +1,142 @@
+/* Tests of kvc_quest_step: known pages are chosen and attended to, and what is refused changes nothing. */
+#include "check.h"
+
+enum { B = 1, HKV = 2, HQ = 20, R = B * HKV, D = 6, P = 2, BLOCKS = 160, PAGES = 2 * BLOCKS, RANGES = BLOCKS + 1 };
+enum { LONG = 300, SHORT = 3, READ = 4, NEWEST = LONG / P }; /* slots of the two rows; pages that are read */
+
+typedef struct {
+    int32_t block_table[R * BLOCKS], lengths[R], refs[PAGES], free_pages[PAGES], free_count[2], chosen[R * READ];
+    float k_pages[PAGES * P * D], v_pages[PAGES * P * D], ranges[R * RANGES * 2 * D], out[B * HQ * D], lse[B * HQ];
+} state;
+
+static state now;
+static float q[B * HQ * D], k[R * D], v[R * D], cosines[LONG + 1], sines[LONG + 1];
+
+/* Keys are small but in pages 7, 140 and 9 of the first row, each of which one query head likes. */
+static void open_state(void) {
+    memset(&now, 0, sizeof now);
+    now.lengths[0] = LONG, now.lengths[1] = SHORT, now.free_count[0] = PAGES - NEWEST - 2;
+    for (int i = 0; i < NEWEST; i++) now.block_table[i] = PAGES - 1 - i, now.refs[PAGES - 1 - i] = 1;
+    for (int i = 0; i < 2; i++) now.block_table[BLOCKS + i] = i, now.refs[i] = 1;
+    for (int i = 0; i < PAGES; i++) now.free_pages[i] = i < now.free_count[0] ? 2 + i : -1;
+    for (int i = 0; i < PAGES * P * D; i++) now.k_pages[i] = (float)(i % 7 - 3) / 64, now.v_pages[i] = (float)(i % 11) / 8;
+    const int liked[3] = {7, 140, 9};
+    for (int i = 0; i < 3; i++) now.k_pages[(PAGES - 1 - liked[i]) * P * D + i] = i == 2 ? -9.0f : 9.0f;
+    for (int i = 0; i < B * HQ * D; i++) q[i] = 0.0f;
+    for (int i = 0; i < 3; i++) q[(i * 4 + 1) * D + i] = i == 2 ? -1.0f : 1.0f; /* heads 1, 5, 9 of the first row */
+    for (int i = 0; i < R * D; i++) k[i] = (float)(i - 5), v[i] = 2.0f;
+    for (int i = 0; i <= LONG; i++) cosines[i] = 1.0f, sines[i] = 0.0f;
+    for (int r = 0; r < R; r++) {
+        for (int i = 0; i * P < now.lengths[r]; i++) {
+            float *range = now.ranges + (r * RANGES + i) * 2 * D;
+            for (int d = 0; d < 2 * D; d++) range[d] = -INFINITY;
+            for (int t = i * P; t < now.lengths[r] && t < (i + 1) * P; t++) {
+                const float *key = now.k_pages + (now.block_table[r * BLOCKS + i] * P + t % P) * D;
+                for (int d = 0; d < D; d++) range[d] = fmaxf(range[d], key[d]), range[D + d] = fmaxf(range[D + d], -key[d]);
+            }
+        }
+    }
+}
+
+static kvc_view view_of(float *data, int64_t heads) {
+    return (kvc_view){data, KVC_F32, heads * D, D, D};
+}
+
+static kvc_quest_step_args quest_args(void) {
+    return (kvc_quest_step_args){
+        .step = {.out = now.out, .lse = now.lse, .q = view_of(q, HQ), .k = view_of(k, HKV), .v = view_of(v, HKV),
+                 .k_pages = now.k_pages, .v_pages = now.v_pages,
+                 .table = {now.block_table, now.lengths, now.refs, now.free_pages, now.free_count, R, BLOCKS, P, PAGES},
+                 .cos = cosines, .sin = sines, .B = B, .Hq = HQ, .Hkv = HKV, .S = 1, .D = D, .rotary_dim = 2,
+                 .table_rows = LONG + 1, .scale = 0.5f},
+        .ranges = now.ranges, .chosen = now.chosen, .range_pages = RANGES, .pages_read = READ,
+    };
+}
+
+static kvc_status quest_step(kvc_quest_step_args args, int runner) {
+    args.step.scratch = room(kvc_quest_step_scratch_bytes(&args));
+    const kvc_status status = kvc_quest_step(&args, runners[runner]);
+    free(args.step.scratch);
+    return status;
+}
+
+static void test_choice(int runner) {
+    test_case = "quest_step, choice";
+    open_state();
+    CHECK(quest_step(quest_args(), runner) == KVC_OK);
+    const int32_t chosen[R * READ] = {7, 9, 140, NEWEST, 0, 1, -1, -1};
+    CHECK(memcmp(now.chosen, chosen, sizeof chosen) == 0 && now.lengths[0] == LONG + 1 && now.lengths[1] == SHORT + 1);
+    const float *fresh = now.ranges + NEWEST * 2 * D, *joined = now.ranges + (RANGES + 1) * 2 * D;
+    const float *before = now.k_pages + P * D; /* slot 2 of the second row */
+    for (int d = 0; d < D; d++) {
+        CHECK(fresh[d] == k[d] && fresh[D + d] == -k[d]);
+        CHECK(joined[d] == fmaxf(before[d], k[D + d]) && joined[D + d] == fmaxf(-before[d], -k[D + d]));
+    }
+    const state found = now;
+    kvc_quest_step_args held = quest_args();
+    held.held = 1, held.step.rotary_dim = 0, held.step.k.data = held.step.v.data = NULL;
+    CHECK(quest_step(held, runner) == KVC_OK && memcmp(&found, &now, sizeof now) == 0);
+    held.pages_read = 1;
+    CHECK(quest_step(held, runner) == KVC_OK && now.chosen[0] == NEWEST && now.chosen[1] == 1);
+}
+
+#define QUEST_REFUSES(expected, ...)                                                                     \
+    do {                                                                                                 \
+        open_state();                                                                                    \
+        kvc_quest_step_args args = quest_args();                                                         \
+        __VA_ARGS__;                                                                                     \
+        const state before = now;                                                                        \
+        CHECK(quest_step(args, 0) == (expected) && memcmp(&before, &now, sizeof now) == 0);              \
+    } while (0)
+
+#define QUEST_REFUSES_SIZE(...)                                                                          \
+    do {                                                                                                 \
+        QUEST_REFUSES(KVC_BAD_SIZE, __VA_ARGS__);                                                        \
+        QUEST_REFUSES(kvc_quest_step_scratch_bytes(&args) ? KVC_OK : KVC_BAD_SIZE, __VA_ARGS__);         \
+    } while (0)
+
+static void test_refusals(void) {
+    test_case = "quest_step, refusals";
+    const int32_t numbers[R] = {0, 0};
+    QUEST_REFUSES_SIZE(args.step.S = 0);
+    QUEST_REFUSES_SIZE(args.step.S = 2);
+    QUEST_REFUSES_SIZE(args.step.shift = numbers);
+    QUEST_REFUSES_SIZE(args.step.begin = numbers);
+    QUEST_REFUSES_SIZE(args.pages_read = 0);
+    QUEST_REFUSES_SIZE(args.range_pages = BLOCKS - 1);
+    QUEST_REFUSES_SIZE(args.held = 1); /* with a rotation */
+    QUEST_REFUSES_SIZE(args.step.D = KVC_MAX_HEAD_DIM + 1);
+    QUEST_REFUSES_SIZE(args.step.table.P = 3);
+    QUEST_REFUSES_SIZE(args.step.Hq = HQ + 1);
+    QUEST_REFUSES_SIZE(args.step.scale = NAN);
+    QUEST_REFUSES(KVC_BAD_DTYPE, args.step.q.dtype = (kvc_dtype)5);
+    QUEST_REFUSES(KVC_BAD_DTYPE, args.step.v.dtype = KVC_BF16);
+    QUEST_REFUSES(KVC_NULL_POINTER, args.ranges = NULL);
+    QUEST_REFUSES(KVC_NULL_POINTER, args.chosen = NULL);
+    QUEST_REFUSES(KVC_NULL_POINTER, args.step.k.data = NULL);
+    QUEST_REFUSES(KVC_NULL_POINTER, args.step.q.data = NULL, args.step.rotary_dim = 0, args.held = 1);
+    QUEST_REFUSES(KVC_NULL_POINTER, args.step.table.free_count = NULL, args.step.rotary_dim = 0, args.held = 1);
+    QUEST_REFUSES(KVC_POOL_FULL, now.free_count[0] = 0);
+    QUEST_REFUSES(KVC_BAD_INDEX, args.step.table_rows = LONG);
+    QUEST_REFUSES(KVC_BAD_INDEX, now.lengths[1] = -1);
+    QUEST_REFUSES(KVC_BAD_INDEX, now.lengths[0] = BLOCKS * P);
+    QUEST_REFUSES(KVC_BAD_INDEX, now.lengths[0] = BLOCKS * P + 1, args.step.rotary_dim = 0, args.held = 1);
+    QUEST_REFUSES(KVC_OK, args.step.B = 0, args.step.table.R = 0);
+    QUEST_REFUSES(KVC_OK, args.step.Hq = 0);
+    kvc_quest_step_args args = quest_args();
+    CHECK(kvc_quest_step(&args, NULL) == KVC_NULL_POINTER && kvc_quest_step(NULL, NULL) == KVC_NULL_POINTER);
+    CHECK(kvc_quest_step_scratch_bytes(NULL) == 0);
+
+    /* a page that does not exist: found where it is chosen, once the row has grown */
+    open_state();
+    now.block_table[7] = PAGES;
+    CHECK(quest_step(quest_args(), 0) == KVC_BAD_INDEX && now.lengths[0] == LONG + 1);
+    open_state();
+    now.block_table[8] = PAGES; /* nobody looks there */
+    CHECK(quest_step(quest_args(), 0) == KVC_OK);
+}
+
+void test_quest_step(void) {
+    for (int runner = 0; runner < RUNNERS; runner++) test_choice(runner);
+    test_refusals();
+}

@@ -305,12 +305,15 @@ kvc_status kvc_decode(const kvc_decode_args *args, kvc_parallel_for parallel_for
     if (args->pages && job.capacity && (!args->k_pages || !args->v_pages)) return KVC_NULL_POINTER;
     const kvc_status status = check_rows(&job);
     if (status != KVC_OK) return status;
+    int64_t slots = 0;
     job.first[0] = 0;
     for (int64_t row = 0; row < job.rows; row++) {
-        job.first[row + 1] = job.first[row] + ceil_div(front_of(&job, row), job.piece) +
-                             ceil_div(args->end[row] - begin_of(&job, row), job.piece);
+        const int64_t front = front_of(&job, row), rest = max_of(args->end[row] - begin_of(&job, row), 0);
+        job.first[row + 1] = job.first[row] + ceil_div(front, job.piece) + ceil_div(rest, job.piece);
+        slots += front + rest;
     }
-    run_parallel(parallel_for, job.first[job.rows], 1, attend_range, (void *)(uintptr_t)&job);
-    run_parallel(parallel_for, job.rows * job.queries, 16, finish_range, (void *)(uintptr_t)&job);
+    const int64_t pieces = job.first[job.rows], results = job.rows * job.queries, numbers = job.queries * args->D;
+    run_parallel(parallel_for, pieces, grain_of(pieces, 2 * slots * numbers), attend_range, (void *)(uintptr_t)&job);
+    run_parallel(parallel_for, results, grain_of(results, 8 * pieces * numbers), finish_range, (void *)(uintptr_t)&job);
     return KVC_OK;
 }

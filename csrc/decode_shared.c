@@ -120,14 +120,17 @@ kvc_status kvc_decode_shared(const kvc_decode_shared_args *args, kvc_parallel_fo
     if (!args->block_table || !args->begin || !args->end || !args->scratch) return KVC_NULL_POINTER;
     if ((args->columns && !args->probabilities) || (args->pages && !args->v_pages)) return KVC_NULL_POINTER;
     const shared_job job = job_of(args);
+    int64_t slots = 0;
     job.first[0] = 0;
     for (int64_t row = 0; row < job.rows; row++) {
         const int64_t begin = args->begin[row], end = args->end[row];
         if (!rows_exist(&job.values, row, begin, end, args->blocks * args->P)) return KVC_BAD_INDEX;
         if (end - begin > args->columns) return KVC_BAD_INDEX;
         job.first[row + 1] = job.first[row] + ceil_div(end - begin, PIECE);
+        slots += max_of(end - begin, 0);
     }
-    run_parallel(parallel_for, job.first[job.rows], 1, mix_range, (void *)(uintptr_t)&job);
-    run_parallel(parallel_for, job.rows * job.G, 16, finish_range, (void *)(uintptr_t)&job);
+    const int64_t pieces = job.first[job.rows], heads = job.rows * job.G, numbers = job.G * args->D;
+    run_parallel(parallel_for, pieces, grain_of(pieces, slots * numbers), mix_range, (void *)(uintptr_t)&job);
+    run_parallel(parallel_for, heads, grain_of(heads, 8 * pieces * numbers), finish_range, (void *)(uintptr_t)&job);
     return KVC_OK;
 }

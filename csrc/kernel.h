@@ -17,6 +17,14 @@ static inline void run_parallel(kvc_parallel_for parallel_for, int64_t count, in
     }
 }
 
+/* Least items of a thread, of `count` that do `work` multiply-adds altogether: what is done sooner than a second thread
+ * has begun is not worth one. */
+static inline int64_t grain_of(int64_t count, int64_t work) {
+    enum { THREAD_WORK = 1 << 20 }; /* some 30 microseconds */
+    const double least = work > 0 ? (double)count * THREAD_WORK / (double)work : (double)count;
+    return least >= (double)count ? (count > 1 ? count : 1) : least > 1.0 ? (int64_t)least : 1;
+}
+
 static inline int64_t min_of(int64_t a, int64_t b) {
     return a < b ? a : b;
 }

@@ -166,9 +166,11 @@ kvc_status kvc_quest_step(const kvc_quest_step_args *args, kvc_parallel_for para
     int64_t longest = 0;
     for (int64_t r = 0; r < table->R; r++) longest = max_of(longest, blocks_of(table, table->lengths[r]));
     if (longest > job.width) {
-        run_parallel(parallel_for, table->R * ceil_div(table->blocks, AT_ONCE), 1, score_range, &job);
+        const int64_t stretches = table->R * ceil_div(table->blocks, AT_ONCE);
+        const int64_t work = 2 * longest * step->B * step->Hq * step->D;
+        run_parallel(parallel_for, stretches, grain_of(stretches, work), score_range, &job);
     }
-    run_parallel(parallel_for, table->R, 4, rows_range, &job);
+    run_parallel(parallel_for, table->R, grain_of(table->R, 32 * longest * table->R), rows_range, &job);
     kvc_decode_args decode = decode_of(&job);
     decode.scratch = kvc_part_of(step->scratch, &job.bytes, kvc_decode_scratch_bytes(&decode));
     return kvc_decode(&decode, parallel_for);

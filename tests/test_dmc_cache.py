@@ -209,7 +209,7 @@ def test_what_cannot_be_done_says_so(dmc):
     with pytest.raises(ValueError, match="guide has no effect with DMCCache"):
         prefill(model, random_ids(40), new_cache(model), guide=ids[0])
     with pytest.raises(RuntimeError, match="update"):
-        cache.update()
+        cache.update(None, None, 0)
 
 
 def test_a_model_that_sees_a_window_in_every_layer_is_refused():

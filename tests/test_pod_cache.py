@@ -397,7 +397,7 @@ def test_what_cannot_be_done_says_so():
     with pytest.raises(ValueError, match="guide is not supported by PoDCache"):
         prefill(model, random_ids(40), new_cache(model), guide=ids[0])
     with pytest.raises(RuntimeError, match="update"):
-        cache.update()
+        cache.update(None, None, 0)
 
 
 def test_a_prompt_without_end_is_read_in_chunks():

@@ -130,19 +130,20 @@ class PoDLayer(CompressedLayer):
             return self._attend(step, queries, keys, values, softmax) if found is None else found
 
     def _step(self, step: CachePass, queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax) -> Tensor | None:
-        """One token of every sequence in a single op; None, and nothing is stored, where heads differ in what they
-        follow or rotation is more than a table."""
+        """One token of every sequence in a single op; None, and nothing is stored, where heads differ in whose distant
+        tokens they follow or rotation is more than a table."""
         facts, config, places = step.facts[self.index], self.config, self.places
         held, all_ = self.keys, self.values
         assert held is not None and all_ is not None and places is not None
-        if config.mode != "pod" or len(self.groups) > 1 or facts.query_rotary is not facts.key_rotary:
-            return None
         longest = max(self.next) + 1
+        distant = longest > config.window
+        if config.mode != "pod" or (distant and len(self.groups) > 1) or facts.query_rotary is not facts.key_rotary:
+            return None
         tables = facts.query_rotary.step_tables(longest, self.rope_lengths, queries.device)
         if tables is None:
             return None
         lead, heads = self.groups[0]
-        distant, lent = longest > config.window, step.lent.get(lead)
+        lent = step.lent.get(lead)
         given: dict[str, Any] = {"sinks": config.sinks, "recent": config.recent}
         probabilities = far_lse = None
         if lead == self.index and self.reuses and distant:
@@ -150,7 +151,7 @@ class PoDLayer(CompressedLayer):
             probabilities = torch.empty(*queries.shape[:2], columns, dtype=torch.float32, device=queries.device)
             far_lse = torch.empty(*queries.shape[:3], dtype=torch.float32, device=queries.device)
             given |= {"far": "own", "probabilities": probabilities, "far_lse": far_lse}
-        elif lead == self.index:  # all of it at once
+        elif distant and lead == self.index:  # all of it at once
             given = {"sinks": 0, "recent": MOST_INT32}
         elif distant:
             assert lent is not None

@@ -27,9 +27,10 @@ static int64_t width_of(const kvc_quest_step_args *args) {
 
 static kvc_decode_args decode_of(const quest_job *job) {
     const kvc_paged_step_args *step = &job->args->step;
+    const int32_t *table = job->table ? job->table : step->table.block_table; /* where scratch is only counted */
     return (kvc_decode_args){
         .out = step->out, .lse = step->lse, .q = job->q, .k_pages = step->k_pages, .v_pages = step->v_pages,
-        .cache_dtype = step->k.dtype, .block_table = job->table, .end = job->end, .B = step->B, .Hq = step->Hq,
+        .cache_dtype = step->k.dtype, .block_table = table, .end = job->end, .B = step->B, .Hq = step->Hq,
         .Hkv = step->Hkv, .S = 1, .D = step->D, .P = step->table.P, .pages = step->table.pages, .blocks = job->width,
         .scale = step->scale, .softcap = step->softcap, .sink_logits = step->sink_logits,
     };

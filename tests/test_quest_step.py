@@ -17,6 +17,7 @@ SHAPES = [  # B, Hq, Hkv, D, rotary_dim, page_size, pages_read, longest row
     (8, 24, 2, 8, 8, 2, 4, 30),  # more heads than one block of the device serves
     (1, 2, 1, 512, 128, 4, 2, 30),
     (2, 4, 2, 16, 16, 4, 99, 30),  # every page is read
+    (1, 4, 2, 16, 16, 16, 70, 1300),  # more slots than one piece of decode
 ]
 
 

@@ -41,7 +41,8 @@ kvc_decode_args decode_of(const kvc_quest_step_args& a, const parts& p) {
     kvc_decode_args d = {};
     d.out = step.out, d.lse = step.lse, d.k_pages = step.k_pages, d.v_pages = step.v_pages, d.cache_dtype = step.k.dtype;
     d.q = a.held ? step.q : kvc_dense_view(p.heads.q, step.q.dtype, step.Hq, 1, step.D);
-    d.block_table = p.table, d.end = p.end, d.B = step.B, d.Hq = step.Hq, d.Hkv = step.Hkv, d.S = 1, d.D = step.D;
+    d.block_table = p.table ? p.table : step.table.block_table,  // where scratch is only counted
+    d.end = p.end, d.B = step.B, d.Hq = step.Hq, d.Hkv = step.Hkv, d.S = 1, d.D = step.D;
     d.P = step.table.P, d.pages = step.table.pages, d.blocks = p.width;
     d.scale = step.scale, d.softcap = step.softcap, d.sink_logits = step.sink_logits;
     return d;

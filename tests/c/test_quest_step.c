@@ -126,6 +126,10 @@ static void test_refusals(void) {
     kvc_quest_step_args args = quest_args();
     CHECK(kvc_quest_step(&args, NULL) == KVC_NULL_POINTER && kvc_quest_step(NULL, NULL) == KVC_NULL_POINTER);
     CHECK(kvc_quest_step_scratch_bytes(NULL) == 0);
+    args = quest_args(), args.step.table.P = 16, args.pages_read = BLOCKS; /* more slots than one piece of decode */
+    const kvc_decode_args decode = {.block_table = now.block_table, .B = B, .Hq = HQ, .Hkv = HKV, .S = 1, .D = D, .P = 16,
+                                    .pages = PAGES, .blocks = BLOCKS, .scale = 0.5f};
+    CHECK(kvc_quest_step_scratch_bytes(&args) > kvc_decode_scratch_bytes(&decode));
 
     /* a page that does not exist: found where it is chosen, once the row has grown */
     open_state();

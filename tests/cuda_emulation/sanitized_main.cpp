@@ -466,6 +466,7 @@ int main(int count, char** arguments) {
         }
         run_paged_step(15, 3, 1, 20, KVC_BF16);  // a launch for the heads
         run_quest_step(15, 3, 2, 20, 9, 6, KVC_BF16);  // every page
+        run_quest_step(1, 1, 2, 8, 400, 900, KVC_F32);  // more slots than one piece of decode
         run_dmc_step(15, 3, 20, 0, KVC_F32);
         run_paged_step(1, 2, 1, 512, KVC_F32);
         run_quest_step(1, 2, 2, 512, 1, 9, KVC_F32);

@@ -163,9 +163,10 @@ def test_training_draws_anew_in_each_pass_and_the_same_from_the_same_numbers():
     found = dmc.state(model)
     first, second = forward(model, ids), forward(model, ids)
     assert not torch.equal(first, second)
-    found.draws = 0
+    found.begin_step(0)
     assert torch.equal(forward(model, ids), first)
-    found.seed, found.draws = 7, 0
+    found.seed = 7
+    found.begin_step(0)
     assert not torch.equal(forward(model, ids), first)
 
 
@@ -177,7 +178,7 @@ def test_gradient_checkpointing_changes_no_gradient(mode):
         if checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.zero_grad()
-        dmc.state(model).draws = 3
+        dmc.state(model).begin_step(3)
         # two passes before the backward pass: what is computed again must draw what its own pass drew
         losses = []
         for _ in range(2):
@@ -201,7 +202,7 @@ def test_reentrant_checkpointing_is_refused_where_it_would_lose_the_gradient():
 def test_future_tokens_change_no_output():
     model, ids = converted().train(), random_ids(40)
     before = forward(model, ids)
-    dmc.state(model).draws = 0
+    dmc.state(model).begin_step(0)
     changed = ids.clone()
     changed[:, 25:] = (changed[:, 25:] + 1) % 97
     after = forward(model, changed)

@@ -22,8 +22,9 @@ from kvcompress.cli import app
 from kvcompress.dmc import CompressionLoss, DMCRecipe
 from kvcompress.models import load_example_model
 from kvcompress.retrofit.data import collate, example_rows, text_windows
+from kvcompress.retrofit.figures import METRICS, MetricsFile
 from kvcompress.retrofit.run import RunSettings, _check_same, load, pretrained
-from kvcompress.retrofit.trainer import METRICS, MetricsFile, RetrofitTrainer
+from kvcompress.retrofit.trainer import RetrofitTrainer
 
 RECIPE = DMCRecipe(target_ratio=3.0, anneal_steps=3, ramp_steps=4, solidify_steps=3, warmup_steps=1)
 
@@ -173,7 +174,7 @@ def test_accumulated_passes_are_a_mean_of_losses(tmp_path):
     run.train()
     (line,) = [line for line in lines(tmp_path) if "loss" in line]
     assert line["loss"] == pytest.approx(line["lm_loss"] + line["compression_loss"], abs=1e-3)
-    assert dmc.state(run.model).draws == 2
+    assert dmc.state(run.model).sequences == 8
 
 
 def test_distillation_from_the_model_itself_costs_nothing_at_first(tmp_path):

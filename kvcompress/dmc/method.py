@@ -13,10 +13,12 @@ from ..documents import Documents
 from ..hf.facts import Facts
 from ..hf.method import Call, Method, PassCache
 from ..retrofit.passes import TrainingPass, documents_of, learns, whole_layers
+from ..retrofit.ranks import place_among_ranks
 from ..softmax import Softmax
 from .cache import DMCCache
 from .config import DMCConfig
 from .gates import decisions_of, weights_of
+from .merged import MergedShare
 from .neurons import NeuronRows, neuron_rows
 
 
@@ -95,9 +97,10 @@ def dms_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, window: int, so
 
 
 class DMCMethod(Method):
-    """seed, draws: of the noise; draws counts training passes, and the trainer sets it when a run is resumed.
+    """seed, step, sequences: of the noise. sequences counts those that this rank has drawn for since the step began, so
+    that a step draws the same however its sequences are divided into passes and ranks of equal size.
 
-    layers: numbers of those that are converted; none before the model is attached.
+    merged: how much whole steps merge. layers: numbers of those that are converted; none before the model is attached.
     """
 
     title, config_class, cache_class = "DMC", DMCConfig, DMCCache
@@ -105,7 +108,8 @@ class DMCMethod(Method):
 
     def __init__(self, config: DMCConfig) -> None:
         super().__init__(config)
-        self.seed, self.draws = 0, 0
+        self.seed, self.step, self.sequences = 0, 0, 0
+        self.merged = MergedShare()
         self.layers: tuple[int, ...] = ()
         self.last: DMCPass | None = None
         self._rows: NeuronRows | None = None
@@ -128,13 +132,18 @@ class DMCMethod(Method):
         self.config = replace(self.config, neuron_scale=scale)
         self.store(decoder)
 
+    def begin_step(self, step: int) -> None:
+        """An optimizer step begins, of as many passes as come before the next; collective over the ranks of a run."""
+        self.step, self.sequences = step, 0
+        self.merged.close()
+
     def begin(self, call: Call) -> DMCPass:
         documents, batch = documents_of(call), call.tokens.shape[0]
         noise = None
         if call.decoder.training and self.config.neuron_scale == 0:
-            rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-            noise = ops.Noise(self.seed, offset=self.draws, sample=rank * batch)
-            self.draws += 1
+            rank, ranks = place_among_ranks()
+            noise = ops.Noise(self.seed, offset=self.step, sample=ranks * self.sequences + rank * batch)
+            self.sequences += batch
         self.last = DMCPass(self.config, call.facts, documents, noise, with_gradient=learns(call))
         return self.last
 

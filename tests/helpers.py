@@ -174,6 +174,13 @@ def in_ranks(ranks: int, function: Callable[..., object], *given: object, timeou
 
 def _ranked(folder: str, rank: int, ranks: int, function: Callable[..., object], given: tuple[object, ...]) -> None:
     torch.set_num_threads(1)
+    numbers = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": ranks,
+        "LOCAL_WORLD_SIZE": ranks,
+    }  # as of torchrun
+    os.environ.update({name: str(value) for name, value in numbers.items()} | {"MASTER_ADDR": "localhost"})
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
     try:
         torch.save(function(*given), Path(folder, f"{rank}.pt"))

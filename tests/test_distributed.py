@@ -1,8 +1,12 @@
 """Several processes do what one does: losses, gradients and weights, whatever wraps the model and divides its steps."""
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 from helpers import in_ranks, random_ids, tiny_model
+from test_retrofit import Rows, arguments
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -10,14 +14,14 @@ from torch.nn.parallel import DistributedDataParallel
 from kvcompress import dmc, pod
 from kvcompress.dmc.neurons import neurons_of
 from kvcompress.hf.attach import facts_of
+from kvcompress.retrofit.data import collate
+from kvcompress.retrofit.figures import METRICS
 from kvcompress.retrofit.ranks import place_among_ranks
+from kvcompress.retrofit.trainer import RetrofitTrainer
 
 METHODS = ("dmc", "dms", "pod")
-SIZES = {
-    "hidden_size": 96,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 3,
-}  # 48 rows of keys: two shards cut the head in the middle
+# 48 rows of keys: two shards cut the head in the middle
+SIZES = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3}
 ROWS = 4  # of a step
 RECIPE = dmc.DMCRecipe(start_ratio=1.2, target_ratio=1.4, anneal_steps=2, ramp_steps=3, solidify_steps=2)
 
@@ -144,3 +148,31 @@ def test_neurons_of_sharded_weights_are_zeroed_where_a_shard_cuts_a_head():
         assert len(errors) == 2
         for message, scale in errors:
             assert "fully_shard" in message and "FSDP1" in message and scale == 1.0
+
+
+def run_of_the_trainer(folder, passes):
+    """Metrics and weights of a run, which is resumed in its middle once it is over."""
+    ranks = place_among_ranks()[1]
+    settings = {"per_device_train_batch_size": ROWS // passes // ranks, "gradient_accumulation_steps": passes}
+    found = []
+    for checkpoint in (None, f"{folder}/checkpoint-5"):
+        run = RetrofitTrainer(
+            model_of("dmc"), arguments(folder, **settings), RECIPE, train_dataset=Rows(), data_collator=collate
+        )
+        run.train(resume_from_checkpoint=checkpoint)
+        lines = [json.loads(line) for line in Path(folder, METRICS).read_text().splitlines()]
+        found.append(([line for line in lines if "loss" in line], [x.detach() for x in run.model.parameters()]))
+    return found
+
+
+def test_figures_of_the_trainer_are_of_all_ranks_and_passes(tmp_path):
+    (expected, weights), _ = run_of_the_trainer(tmp_path / "alone", 1)
+    for rank in in_ranks(2, run_of_the_trainer, tmp_path / "ranks", 2):
+        (found, own), (resumed, again) = rank
+        assert all(torch.equal(x, y) for x, y in zip(own, again, strict=True)) and found == resumed
+        assert_same(own, weights, "weights")
+        assert len(found) == len(expected) == RECIPE.steps
+        for line, other in zip(found, expected, strict=True):
+            assert line.keys() == other.keys()
+            for name, value in other.items():
+                torch.testing.assert_close(line[name], value, rtol=1e-3, atol=1e-3, msg=lambda m, n=name: f"{n}: {m}")

@@ -75,8 +75,9 @@ class Rows(torch.utils.data.Dataset):
 
 def arguments(folder, **settings):
     return TrainingArguments(
-        output_dir=str(folder), per_device_train_batch_size=4, use_cpu=True, report_to="none", learning_rate=3e-3,
-        logging_steps=1, save_steps=5, seed=0, remove_unused_columns=False, disable_tqdm=True, **settings,
+        output_dir=str(folder), use_cpu=True, report_to="none", learning_rate=3e-3, logging_steps=1, save_steps=5,
+        seed=0, remove_unused_columns=False, disable_tqdm=True,
+        **{"per_device_train_batch_size": 4, **settings},
     )  # fmt: skip
 
 

@@ -244,8 +244,8 @@ def test_a_saved_model_comes_back_converted(tmp_path):
     model(ids).logits.sum().backward()
     copy.deepcopy(model)  # with a graph in its last pass
     assert torch.equal(forward(twin.eval(), ids), forward(again, ids))
-    kvcompress.detach(again)
-    assert not torch.allclose(forward(again, ids), forward(model.eval(), ids))
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="sdpa")
+    assert not torch.allclose(forward(plain, ids), forward(model.eval(), ids))
 
 
 @pytest.mark.parametrize(
@@ -264,9 +264,6 @@ def test_caches_that_know_nothing_of_decisions_are_refused():
     for cache in (DynamicCache(config=model.config), kvcompress.StreamingCache(model.config)):
         with pytest.raises(ValueError, match="DMCCache"):
             model(ids, past_key_values=cache)
-    with pytest.raises(ValueError, match="DMCCache"):
-        model.generate(ids, max_new_tokens=2)
-    model.generate(ids, max_new_tokens=2, use_cache=False)
 
 
 def test_what_cannot_be_converted_is_named():

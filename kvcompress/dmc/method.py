@@ -19,7 +19,7 @@ from .cache import DMCCache
 from .config import DMCConfig
 from .gates import decisions_of, weights_of
 from .merged import MergedShare
-from .neurons import NeuronRows, neuron_rows
+from .neurons import NeuronRows, neuron_rows, zero_neurons
 
 
 class DMCPass(TrainingPass):
@@ -127,6 +127,10 @@ class DMCMethod(Method):
         if self._rows is None:
             self._rows = neuron_rows(decoder, facts, self.config)
         return self._rows
+
+    def fit_base(self, decoder: Any, facts: Facts) -> None:
+        if self.config.neuron_scale == 0:
+            zero_neurons(decoder, self.rows(decoder, facts))
 
     def set_neuron_scale(self, decoder: Any, scale: float) -> None:
         self.config = replace(self.config, neuron_scale=scale)

@@ -19,6 +19,7 @@ from transformers import (
     TrainingArguments,
 )
 
+from ..hf.adapters import carry_conversion
 from . import checkpoints
 from .figures import Figures, MetricsFile, rounded
 from .ranks import place_among_ranks, summed
@@ -76,6 +77,7 @@ class RetrofitTrainer(Trainer):
         if (teacher is None) != (distillation == 0):
             raise ValueError(f"teacher and distillation must be given together, got distillation {distillation}")
         args.max_steps = recipe.steps
+        carry_conversion(model)
         super().__init__(model, args, **kwargs)
         self.recipe, self.teacher, self.distillation = recipe, teacher, distillation
         if teacher is not None:

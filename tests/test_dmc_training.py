@@ -363,6 +363,19 @@ def test_lora_trains_the_decisions():
 # ---- losses ----
 
 
+def test_training_without_the_loss_on_the_ratio_warns_once(recwarn):
+    model, ids = converted().train(), random_ids(20)
+    for _ in range(2):
+        model(ids, labels=ids).loss.backward()
+        dmc.last_decisions(model)
+    with torch.no_grad():  # of which nothing is learned
+        model(ids), model(ids)
+    assert not [x for x in recwarn if "stop compressing" in str(x.message)]
+    for _ in range(3):
+        model(ids, labels=ids).loss.backward()
+    assert len([x for x in recwarn if "stop compressing" in str(x.message)]) == 1
+
+
 def decisions(alpha, valid=None):
     hard = (alpha > 0.5).float()
     return LastDecisions(alpha, hard, hard, valid)

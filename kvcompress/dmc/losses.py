@@ -58,6 +58,7 @@ def last_decisions(model: nn.Module) -> LastDecisions:
             f"no decisions were made in layer {', '.join(map(str, missing))} in the last forward pass: it stopped "
             "before its end, or what wraps the model hands its layers copies of the pass"
         )
+    last.asked = True
     if last.noise is not None and last.detached:
         raise RuntimeError(f"the decisions have no gradient: {REENTRANT}")
     alpha, hard, bare = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -26,7 +27,7 @@ class DMCPass(TrainingPass):
     """One forward pass. alpha, hard, bare: of each converted layer that it has gone through, as LastDecisions has them.
 
     noise: None = hard decisions without noise. detached: a layer's decisions were made where nothing can be learned
-    from them, though something is to be.
+    from them, though something is to be. asked: whether a loss has looked at its decisions.
     """
 
     def __init__(
@@ -35,7 +36,7 @@ class DMCPass(TrainingPass):
     ) -> None:  # fmt: skip
         super().__init__(facts, documents, with_gradient=with_gradient)
         self.config, self.noise = config, noise
-        self.detached = False
+        self.detached, self.asked = False, False
         self.alpha: dict[int, Tensor] = {}
         self.hard: dict[int, Tensor] = {}
         self.bare: dict[int, Tensor] = {}
@@ -113,6 +114,7 @@ class DMCMethod(Method):
         self.layers: tuple[int, ...] = ()
         self.last: DMCPass | None = None
         self._rows: NeuronRows | None = None
+        self._warned = False
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"last": None}  # a graph of tensors can be neither copied nor saved
@@ -145,11 +147,25 @@ class DMCMethod(Method):
         documents, batch = documents_of(call), call.tokens.shape[0]
         noise = None
         if call.decoder.training and self.config.neuron_scale == 0:
+            self._check_asked()
             rank, ranks = place_among_ranks()
             noise = ops.Noise(self.seed, offset=self.step, sample=ranks * self.sequences + rank * batch)
             self.sequences += batch
         self.last = DMCPass(self.config, call.facts, documents, noise, with_gradient=learns(call))
         return self.last
+
+    def _check_asked(self) -> None:
+        """Warns once where a training pass is over whose decisions no loss has seen."""
+        last = self.last
+        if self._warned or last is None or last.noise is None or not last.with_gradient or last.asked:
+            return
+        if self.config.stride is None:
+            self._warned = True
+            warnings.warn(
+                f"a model converted to {self.title} is trained, and nothing asks for its decisions: without the loss on "
+                "the ratio (DMCRecipe.loss, or CompressionLoss of last_decisions) it will stop compressing",
+                stacklevel=2,
+            )
 
     def check_cache(self, cache: PassCache) -> None:
         if self.config.neuron_scale > 0:

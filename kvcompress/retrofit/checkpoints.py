@@ -15,7 +15,7 @@ from typing import Any
 
 import safetensors
 
-MARKER = "checkpoint.json"  # step, run, progress, and files: their sizes in bytes by name
+MARKER = "checkpoint.json"  # step, run, and files: their sizes in bytes by name
 STAGING = "writing"  # in the output folder: what is being written or removed
 _NAME = re.compile(r"checkpoint-(\d+)")
 _WEIGHTS = ("model", "pytorch_model", "adapter_model")
@@ -38,7 +38,7 @@ def read_marker(folder: Path) -> dict[str, Any]:
     path = folder / MARKER
     if not path.is_file():
         raise ValueError(f"{path} is missing: the checkpoint was cut off, or written by an older version")
-    marker = read_json(path, "step", "run", "progress", "files")
+    marker = read_json(path, "step", "run", "files")
     for name, size in marker["files"].items():
         file = folder / name
         if not file.is_file():
@@ -61,11 +61,11 @@ def newest_whole(out: Path) -> tuple[Path | None, list[str]]:
     return None, faults
 
 
-def need_state(folder: Path, marker: dict[str, Any], ranks: int) -> None:
+def need_state(folder: Path, marker: dict[str, Any], ranks: int, *also: str) -> None:
     """Raises FileNotFoundError, naming the file, for a whole checkpoint without all that a run goes on from."""
     names = {name.partition("/")[0] for name in marker["files"]}
     random = ["rng_state.pth"] if ranks == 1 else [f"rng_state_{rank}.pth" for rank in range(ranks)]
-    for name in ("optimizer.pt", "scheduler.pt", "trainer_state.json", *random):
+    for name in ("optimizer.pt", "scheduler.pt", "trainer_state.json", *random, *also):
         stem = name.partition(".")[0]
         sharded = stem == "optimizer" and any(re.fullmatch(r"optimizer(_\d+|\.bin)", found) for found in names)
         if name not in names and not sharded:

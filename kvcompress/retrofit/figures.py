@@ -40,6 +40,10 @@ class Figures:
             total, passes = self._sums.get(name, (0.0, 0))
             self._sums[name] = value + total, passes + 1
 
+    @property
+    def noted(self) -> bool:
+        return bool(self._sums or self._last)
+
     def take(self, device: torch.device) -> dict[str, Any]:
         """Means over the passes that have a figure, on all ranks, and begins anew; collective. Every rank gets them."""
         names = sorted(self._sums)

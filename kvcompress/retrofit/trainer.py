@@ -13,15 +13,13 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
     Trainer,
-    TrainerCallback,
-    TrainerControl,
-    TrainerState,
     TrainingArguments,
 )
 
 from ..hf.adapters import carry_conversion
 from . import checkpoints
-from .figures import Figures, MetricsFile, rounded
+from .callback import PROGRESS, RetrofitCallback
+from .figures import MetricsFile
 from .ranks import place_among_ranks, summed
 from .recipe import Recipe
 
@@ -29,27 +27,8 @@ LOG = logging.getLogger(__name__)
 TRAINER_STATE = "trainer_state.json"
 
 
-class RecipeCallback(TrainerCallback):
-    """Lets the recipe set the model up before each step. progress: what the recipe goes on from, of a resumed run."""
-
-    def __init__(self, recipe: Recipe) -> None:
-        self.recipe = recipe
-        self.progress: dict[str, Any] | None = None
-
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        if self.progress is not None:
-            self.recipe.resume(kwargs["model"], self.progress)
-
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        self.recipe.begin_step(kwargs["model"], state.global_step, args.gradient_accumulation_steps)
-
-
 class RetrofitTrainer(Trainer):
-    """Trains a converted model by a recipe: its schedules as a callback, what it adds to the loss in compute_loss.
+    """Trains a converted model by a recipe: RetrofitCallback, its loss, its learning rate, and whole checkpoints.
 
     recipe: what to do at each step; args.max_steps is set to its steps, the learning rate follows it. teacher: a model
     of the same vocabulary, usually the original one; None = no distillation. distillation: share of the loss that is
@@ -83,11 +62,10 @@ class RetrofitTrainer(Trainer):
         if teacher is not None:
             teacher.requires_grad_(False).eval().to(args.device)
         self.tokenizer = tokenizer
-        self.metrics_file, self.recipe_callback = MetricsFile(), RecipeCallback(recipe)
-        self.add_callback(self.recipe_callback)
+        self.metrics_file, self.retrofit = MetricsFile(), RetrofitCallback(recipe)
+        self.add_callback(self.retrofit)
         self.add_callback(self.metrics_file)
         self.model_accepts_loss_kwargs = False  # every part of the loss is a mean over the batch
-        self._figures = Figures(recipe.schedules)  # since the last line of the log
         self._staging: Path | None = None  # while a checkpoint is written
 
     def create_scheduler(
@@ -113,14 +91,12 @@ class RetrofitTrainer(Trainer):
         loss = outputs.loss
         if not model.training:
             return (loss, outputs) if return_outputs else loss
-        figures: dict[str, Any] = {"lm_loss": loss.detach()}
+        more = {}
         if self.teacher is not None:
             distance = self._distance(outputs.logits, inputs)
-            figures["distillation_loss"] = distance.detach()
+            more = {"lm_loss": loss.detach(), "distillation_loss": distance.detach()}
             loss = (1 - self.distillation) * loss + self.distillation * distance
-        added, more = self.recipe.loss(self.accelerator.unwrap_model(model), self.state.global_step)
-        loss = loss if added is None else loss + added
-        self._figures.note(figures | more)
+        loss = self.retrofit.add_loss(model, loss, **more)
         return (loss, outputs) if return_outputs else loss
 
     def _distance(self, logits: Tensor, inputs: dict[str, Any]) -> Tensor:
@@ -135,7 +111,7 @@ class RetrofitTrainer(Trainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs:
-            found = {name: rounded(x) for name, x in self.recipe.summary(self._figures.take(self.args.device)).items()}
+            found = self.retrofit.take_figures(self.args)
             self.metrics_file.latest = {name: x for name, x in found.items() if isinstance(x, list)}
             logs = logs | {name: x for name, x in found.items() if not isinstance(x, list)}
         super().log(logs, start_time)
@@ -148,7 +124,6 @@ class RetrofitTrainer(Trainer):
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """As transformers does, but aside; then at once under its name."""
         out, step = Path(self._get_output_dir(trial)), self.state.global_step
-        progress = self.recipe.progress(self.accelerator.unwrap_model(self.model))
         self._make_room(out)
         self._staging = out / checkpoints.STAGING
         staged = self._staging / f"checkpoint-{step}"
@@ -156,6 +131,7 @@ class RetrofitTrainer(Trainer):
             super()._save_checkpoint(model, trial)
         finally:
             self._staging = None
+        self.retrofit.save(staged, self.model, writes=self.args.should_save)
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
             if self.state.best_model_checkpoint == str(staged):
@@ -163,7 +139,7 @@ class RetrofitTrainer(Trainer):
                 self.state.save_to_json(str(staged / TRAINER_STATE))
             if self.tokenizer is not None:
                 self.tokenizer.save_pretrained(staged)
-            checkpoints.seal(staged, out, step=step, run=self._division(), progress=progress)
+            checkpoints.seal(staged, out, step=step, run=self._division())
             checkpoints.rotate(out, self.args.save_total_limit, also=[self.state.best_model_checkpoint])
         self.accelerator.wait_for_everyone()
 
@@ -208,12 +184,14 @@ class RetrofitTrainer(Trainer):
         elif resume_from_checkpoint:
             found = Path(resume_from_checkpoint)
         if found is not None:
-            self.recipe_callback.progress = self._check_resumable(found)
+            self._check_resumable(found)
+        self.retrofit.folder = found
         return super().train(None if found is None else str(found), *args, **kwargs)
 
-    def _check_resumable(self, folder: Path) -> dict[str, Any]:
+    def _check_resumable(self, folder: Path) -> None:
         marker = checkpoints.read_marker(folder)
-        checkpoints.need_state(folder, marker, place_among_ranks()[1])
+        checkpoints.need_state(folder, marker, place_among_ranks()[1], PROGRESS)
+        checkpoints.read_json(folder / PROGRESS)
         for name, now in self._division().items():
             if marker["run"].get(name) != now:
                 raise ValueError(f"{name} must be {marker['run'].get(name)}, as {folder} was trained, got {now}")
@@ -221,18 +199,15 @@ class RetrofitTrainer(Trainer):
         if state["global_step"] != marker["step"]:
             wrong = folder / TRAINER_STATE
             raise ValueError(f"{wrong} must have global_step {marker['step']}, got {state['global_step']!r}")
-        progress: dict[str, Any] = marker["progress"]
-        return progress
 
     def load_trained(self, folder: Path) -> None:
         """Gives the model what the checkpoint behind the last step holds, instead of training it."""
-        progress = self._check_resumable(folder)
+        self._check_resumable(folder)
         if self.is_fsdp_enabled:
             raise ValueError(f"{folder} is of a run that is over: load it without FSDP to export the model")
         self._load_from_checkpoint(str(folder))
-        model = self.accelerator.unwrap_model(self.model)
-        self.recipe.begin_step(model, self.recipe.steps, self.args.gradient_accumulation_steps)
-        self.recipe.resume(model, progress)
+        assert self.model is not None
+        self.recipe.begin_step(self.model, self.recipe.steps, self.args.gradient_accumulation_steps)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         with checkpoints.naming_the_file(Path(resume_from_checkpoint), *checkpoints.WEIGHTS):

@@ -162,8 +162,8 @@ class DMCMethod(Method):
         if self.config.stride is None:
             self._warned = True
             warnings.warn(
-                f"a model converted to {self.title} is trained, and nothing asks for its decisions: without the loss on "
-                "the ratio (DMCRecipe.loss, or CompressionLoss of last_decisions) it will stop compressing",
+                f"a model converted to {self.title} is trained, and nothing asks for its decisions: without the loss "
+                "on the ratio (DMCRecipe.loss, or CompressionLoss of last_decisions) it will stop compressing",
                 stacklevel=2,
             )
 

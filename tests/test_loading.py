@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from helpers import forward, random_ids, tiny_model
+from helpers import KINDS, forward, kind_model, random_ids, tiny_model
 from peft import LoraConfig, PeftModel, get_peft_model
 from test_dmc_training import converted
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, LlamaForCausalLM
@@ -42,6 +42,17 @@ def test_one_line_loads_and_attaches(method, tmp_path):
     plain.save_pretrained(tmp_path / "plain")
     assert is_attached(kvcompress.from_pretrained(tmp_path / "plain"))
     assert "attn_implementation" not in json.loads((tmp_path / "plain" / "config.json").read_text())
+
+
+@pytest.mark.parametrize("mode", ["dmc", "dms"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_neurons_that_have_not_learned_yet_hide_no_rotation(kind, mode):
+    model, ids = kind_model(kind), random_ids(40, 2)
+    dmc.convert(model, dmc.DMCConfig(mode=mode), anneal=False)
+    expected = forward(model, ids)
+    kvcompress.detach(model)
+    kvcompress.attach(model)  # learns the layers anew, of whose queries and keys a coordinate is 0
+    assert torch.equal(forward(model, ids), expected)
 
 
 @methods

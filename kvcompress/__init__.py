@@ -14,7 +14,7 @@ from .caches import (
 )
 from .dmc.cache import DMCCache
 from .graphs import StepGraph
-from .hf import attach, detach
+from .hf import attach, detach, from_pretrained
 from .logits import AllLogits, TokenLoss
 from .models import load_example_model
 from .planner import Adaptive, Plan, plan
@@ -44,6 +44,7 @@ __all__ = [
     "analysis",
     "attach",
     "detach",
+    "from_pretrained",
     "generate",
     "load_example_model",
     "plan",

@@ -13,6 +13,10 @@ sys.path.insert(0, str(Path(__file__).parent / "cuda_emulation"))
 import emulated
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--kills", type=int, default=3, help="how often tests/test_kills.py kills a run")
+
+
 def _tables() -> list[str]:
     """The tables of inner loops that this CPU can run."""
     start, found = ops.simd(), []

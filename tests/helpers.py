@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
 import torch
 from torch import Tensor
 from transformers import (
@@ -143,6 +150,45 @@ def call_of(model: PreTrainedModel, ids: Tensor) -> Call:
     """What an attached model hands to its method in a forward pass over these ids."""
     decoder = base_model(model)
     return Call(decoder, facts_of(decoder), "input_ids", ids, None, None)
+
+
+def in_ranks(ranks: int, function: Callable[..., object], *given: object, timeout: float = 180) -> list[object]:
+    """What a function of a test file returns in each of so many processes, joined by gloo; it is called with `given`.
+
+    They are forked from one that has imported what takes long. Raises AssertionError where one fails, with its error.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["kvcompress", "peft", "transformers.models.llama.modeling_llama"])
+    with tempfile.TemporaryDirectory() as folder:
+        running = [context.Process(target=_ranked, args=(folder, r, ranks, function, given)) for r in range(ranks)]
+        for process in running:
+            process.start()
+        for process in running:
+            process.join(timeout)
+            if process.is_alive():
+                process.kill()
+        errors = [path.read_text() for path in sorted(Path(folder).glob("*.error"))]
+        assert not errors and all(process.exitcode == 0 for process in running), "\n".join(errors) or "killed"
+        return [torch.load(Path(folder, f"{r}.pt"), weights_only=False) for r in range(ranks)]
+
+
+def _ranked(folder: str, rank: int, ranks: int, function: Callable[..., object], given: tuple[object, ...]) -> None:
+    torch.set_num_threads(1)
+    numbers = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": ranks,
+        "LOCAL_WORLD_SIZE": ranks,
+    }  # as of torchrun
+    os.environ.update({name: str(value) for name, value in numbers.items()} | {"MASTER_ADDR": "localhost"})
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
+    try:
+        torch.save(function(*given), Path(folder, f"{rank}.pt"))
+        torch.distributed.barrier()  # who leaves first must not cut off the others
+    except BaseException:
+        Path(folder, f"{rank}.error").write_text(f"rank {rank}: {traceback.format_exc()}")
+        os._exit(1)
+    torch.distributed.destroy_process_group()
 
 
 def random_ids(length: int, batch: int = 1, seed: int = 1) -> Tensor:

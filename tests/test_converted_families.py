@@ -47,7 +47,8 @@ SINKS, RECENT = 2, 6
 def neurons(model):
     """Weights and biases that feed the neurons, each with the index of those numbers in it."""
     decoder = base_model(model)
-    return list(neurons_of(decoder, dmc.state(model).rows(decoder, facts_of(decoder))))
+    found = neurons_of(decoder, dmc.state(model).rows(decoder, facts_of(decoder)))
+    return [(tensor, (slice(None),) * dim + (rows,)) for _, tensor, dim, rows in found]
 
 
 def lead_of(model):
@@ -191,7 +192,7 @@ def test_everything_learns_and_checkpointing_changes_no_gradient(kind, method):
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.zero_grad()
         if method != "pod":
-            dmc.state(model).draws = 3
+            dmc.state(model).begin_step(3)
         losses = []
         for x in (ids, ids.flip(1)):  # what is computed again must be of its own pass
             losses.append(model(x, labels=x).loss)
@@ -358,7 +359,9 @@ def test_ratios_and_figures_are_of_converted_layers():
     forward(model.train(), ids)
     found = dmc.compression_ratios(dmc.last_decisions(model))
     assert len(found["layers"]) == 2
-    loss, figures = dmc.DMCRecipe(anneal_steps=0).loss(model, 0)
+    recipe = dmc.DMCRecipe(anneal_steps=0)
+    loss, figures = recipe.loss(model, 0)
+    figures = recipe.summary(figures)
     assert figures["layers"] == [1, 3] and len(figures["ratio_layers"]) == 2
     model.eval()
     cache = cache_of(model, track=True)

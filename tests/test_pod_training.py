@@ -288,8 +288,8 @@ def test_a_saved_model_comes_back_converted(tmp_path, mode):
     model(ids).logits.sum().backward()
     twin = copy.deepcopy(model)  # after a pass with a graph
     assert torch.equal(forward(twin, ids), forward(again, ids))
-    kvcompress.detach(again)
-    assert not torch.allclose(forward(again, ids), forward(model, ids))
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="sdpa")
+    assert not torch.allclose(forward(plain, ids), forward(model, ids))
 
 
 @pytest.mark.parametrize(
@@ -314,7 +314,6 @@ def test_caches_that_know_nothing_of_leads_are_refused():
     for cache in caches:
         with pytest.raises(ValueError, match="PoDCache"):
             model(ids, past_key_values=cache)
-    model.generate(ids, max_new_tokens=2, use_cache=False)
 
 
 @pytest.mark.parametrize(

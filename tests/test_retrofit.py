@@ -13,7 +13,7 @@ import torch
 from helpers import random_ids, tiny_model
 from peft import LoraConfig, get_peft_model
 from test_dmc_training import converted
-from transformers import AutoModelForCausalLM, TrainerControl, TrainerState, TrainingArguments
+from transformers import AutoModelForCausalLM, Trainer, TrainerControl, TrainerState, TrainingArguments
 from typer.testing import CliRunner
 
 import kvcompress
@@ -21,9 +21,11 @@ from kvcompress import dmc
 from kvcompress.cli import app
 from kvcompress.dmc import CompressionLoss, DMCRecipe
 from kvcompress.models import load_example_model
+from kvcompress.retrofit.callback import RetrofitCallback
 from kvcompress.retrofit.data import collate, example_rows, text_windows
+from kvcompress.retrofit.figures import METRICS, MetricsFile
 from kvcompress.retrofit.run import RunSettings, _check_same, load, pretrained
-from kvcompress.retrofit.trainer import METRICS, MetricsFile, RetrofitTrainer
+from kvcompress.retrofit.trainer import RetrofitTrainer
 
 RECIPE = DMCRecipe(target_ratio=3.0, anneal_steps=3, ramp_steps=4, solidify_steps=3, warmup_steps=1)
 
@@ -74,8 +76,9 @@ class Rows(torch.utils.data.Dataset):
 
 def arguments(folder, **settings):
     return TrainingArguments(
-        output_dir=str(folder), per_device_train_batch_size=4, use_cpu=True, report_to="none", learning_rate=3e-3,
-        logging_steps=1, save_steps=5, seed=0, remove_unused_columns=False, disable_tqdm=True, **settings,
+        output_dir=str(folder), use_cpu=True, report_to="none", learning_rate=3e-3, logging_steps=1, save_steps=5,
+        seed=0, remove_unused_columns=False, disable_tqdm=True,
+        **{"per_device_train_batch_size": 4, **settings},
     )  # fmt: skip
 
 
@@ -108,6 +111,45 @@ def test_a_run_anneals_ramps_and_logs_each_step(tmp_path):
         assert line["loss"] == pytest.approx(line["lm_loss"] + line["compression_loss"], abs=2e-4)
     assert dmc.state(run.model).config.neuron_scale == 0
     assert found[-1]["ratio_soft"] > found[3]["ratio_soft"] + 0.05  # the loss pushes
+
+
+class OwnTrainer(Trainer):
+    """Somebody's own, with the parts of a retrofit; its loss is divided by the tokens of whole steps, by default."""
+
+    def __init__(self, model, args, recipe, **given):
+        self.retrofit = RetrofitCallback(recipe)
+        args.max_steps = recipe.steps
+        super().__init__(model, args, callbacks=[self.retrofit], **given)
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        if model.training:
+            loss = self.retrofit.add_loss(model, loss, num_items_in_batch)
+        return (loss, outputs) if return_outputs else loss
+
+
+def test_any_trainer_retrofits_with_the_parts(tmp_path):
+    settings = {"gradient_accumulation_steps": 2, "lr_scheduler_type": "constant"}
+    recipe = DMCRecipe(target_ratio=1.5, start_ratio=1.2, anneal_steps=3, ramp_steps=7, solidify_steps=0)
+    ours = trainer(tmp_path / "ours", recipe, **settings)
+    ours.train()
+    runs = []
+    for resumed in (None, str(tmp_path / "own" / "checkpoint-5")):
+        model = tiny_model()
+        dmc.convert(model, dmc.DMCConfig(shift=1.0))
+        own = OwnTrainer(
+            model, arguments(tmp_path / "own", **settings), recipe, train_dataset=Rows(), data_collator=collate
+        )
+        own.train(resume_from_checkpoint=resumed)
+        runs.append(list(model.parameters()))
+    for x, y, again in zip(ours.model.parameters(), *runs, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-3, atol=1e-3)
+        assert torch.equal(y, again)
+    logged, expected = ([x for x in run.state.log_history if "loss" in x] for run in (own, ours))
+    assert logged[-1]["ratio_soft"] == pytest.approx(expected[-1]["ratio_soft"], abs=1e-3)
+    (tmp_path / "own" / "checkpoint-5" / "retrofit.json").unlink()
+    with pytest.raises(ValueError, match=r"checkpoint-5/retrofit\.json must be"):
+        own.train(resume_from_checkpoint=str(tmp_path / "own" / "checkpoint-5"))
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
@@ -173,7 +215,7 @@ def test_accumulated_passes_are_a_mean_of_losses(tmp_path):
     run.train()
     (line,) = [line for line in lines(tmp_path) if "loss" in line]
     assert line["loss"] == pytest.approx(line["lm_loss"] + line["compression_loss"], abs=1e-3)
-    assert dmc.state(run.model).draws == 2
+    assert dmc.state(run.model).sequences == 8
 
 
 def test_distillation_from_the_model_itself_costs_nothing_at_first(tmp_path):

@@ -10,7 +10,7 @@ from ..hf.attach import base_model, facts_of
 from ..hf.convert import install, installed
 from .config import DMCConfig
 from .method import DMCMethod
-from .neurons import check_floating, zero_neurons
+from .neurons import check_floating, neurons_of, zero_neurons
 
 
 def convert(model: nn.Module, config: DMCConfig | None = None, *, anneal: bool = True) -> DMCMethod:
@@ -36,7 +36,7 @@ def convert(model: nn.Module, config: DMCConfig | None = None, *, anneal: bool =
 
 
 def state(model: nn.Module) -> DMCMethod:
-    """What convert made of an attached model: config, converted layers, seed and draws of the noise, the last pass.
+    """What convert made of an attached model: config, converted layers, seed and step of the noise, the last pass.
 
     Raises ValueError if the model is not attached or was not converted to DMC.
     """
@@ -46,14 +46,17 @@ def state(model: nn.Module) -> DMCMethod:
 def set_neuron_scale(model: nn.Module, scale: float) -> None:
     """What is left of the neurons in attention, 1 to 0; at 0 their weights are zeroed and decisions begin.
 
-    Decisions begin at -shift for every token, weights at +shift. ValueError out of range.
+    Decisions begin at -shift for every token, weights at +shift. Raises ValueError for a scale out of range, and for
+    weights whose neurons cannot be zeroed (see neurons_of), even where that is still to come; nothing is changed then.
     """
     decoder, found = base_model(model), state(model)
-    begins = scale == 0 and found.config.neuron_scale > 0
-    rows = found.rows(decoder, facts_of(decoder)) if begins else None
+    if found.config.neuron_scale > 0:
+        rows = found.rows(decoder, facts_of(decoder))
+        for _ in neurons_of(decoder, rows):
+            pass
+        if scale == 0:  # once: afterwards the rows hold what was learned
+            zero_neurons(decoder, rows)
     found.set_neuron_scale(decoder, scale)
-    if rows is not None:  # once: afterwards the rows hold what was learned
-        zero_neurons(decoder, rows)
 
 
 def resume_decisions(model: nn.Module) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..retrofit.passes import REENTRANT
+from ..retrofit.ranks import place_among_ranks, summed
 from .convert import state
 
 
@@ -57,6 +58,7 @@ def last_decisions(model: nn.Module) -> LastDecisions:
             f"no decisions were made in layer {', '.join(map(str, missing))} in the last forward pass: it stopped "
             "before its end, or what wraps the model hands its layers copies of the pass"
         )
+    last.asked = True
     if last.noise is not None and last.detached:
         raise RuntimeError(f"the decisions have no gradient: {REENTRANT}")
     alpha, hard, bare = (
@@ -71,8 +73,8 @@ class CompressionLoss:
 
     weight: of the loss on the ratio. of: "soft" (relaxed decisions) or "hard" (thresholded ones with the relaxed ones'
     gradient; released code). hinge: over what the mean is taken that must reach 1 - 1/target: "global" (layers, heads,
-    tokens), "sequence" (mean of the hinges of each; released code) or "layer" (the local prior). equal_weight: of
-    DMC-C, which wants equal decisions in all heads of a layer; 0 = off. equal_centre: "mean" of the heads, or their
+    tokens of a step), "sequence" (mean of the hinges of each; released code) or "layer" (local prior). equal_weight:
+    of DMC-C, which wants equal decisions in all heads of a layer; 0 = off. equal_centre: "mean" of the heads, or their
     "sum" as printed. equal_per: "token" or "head" (means over time). All means are over all ranks of a distributed run;
     sequences of padding alone count nowhere.
     Raises ValueError for a field out of range. Source: DMC, eq 10, 11 and 13.
@@ -98,23 +100,41 @@ class CompressionLoss:
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
 
-    def __call__(self, decisions: LastDecisions, target_ratio: float) -> Tensor:
-        """decisions: of the forward pass. target_ratio: tokens per entry, at least 1. Returns a float32 scalar: 0 with
-        zero gradient where the target is reached (and equal_weight is 0)."""
+    def __call__(self, decisions: LastDecisions, target_ratio: float, reached: Tensor | None = None) -> Tensor:
+        """decisions: of the forward pass, on every rank. target_ratio: tokens per entry, at least 1. Returns a float32
+        scalar: 0 with zero gradient where the target is reached (and equal_weight is 0).
+
+        reached: float32 [L], the share that a whole step merged, by layer: says where the target is reached, in place
+        of these decisions, and the loss is linear in them, so that a step has the mean of its passes' losses however it
+        is divided; None = these decisions are the step's. A hinge of each sequence asks for neither.
+        """
         if not target_ratio >= 1:
             raise ValueError(f"target_ratio must be at least 1, got {target_ratio}")
-        loss = self.weight * self._ratio(decisions, 1 - 1 / target_ratio)
+        loss = self.weight * self._ratio(decisions, 1 - 1 / target_ratio, reached)
         if self.equal_weight:
             loss = loss + self.equal_weight * self._equal(decisions)
         return loss
 
-    def _ratio(self, decisions: LastDecisions, share: float) -> Tensor:
-        of, counts = decisions.alpha if self.of == "soft" else decisions.hard, decisions.counts()
+    def merged(self, decisions: LastDecisions) -> tuple[Tensor, Tensor]:
+        """[L] tokens of a forward pass that merge, mean over heads, and how many tokens there are, on this rank."""
+        counts = decisions.counts()
+        return (decisions.mean(self._of(decisions)) * counts[:, None]).mean(2).sum(1), counts.sum()
+
+    def _of(self, decisions: LastDecisions) -> Tensor:
+        return decisions.alpha if self.of == "soft" else decisions.hard
+
+    def _ratio(self, decisions: LastDecisions, share: float, reached: Tensor | None) -> Tensor:
         if self.hinge == "sequence":
-            hinges = (share - decisions.mean(of).mean((0, 2))).relu()  # [B]; relu: no gradient at the target itself
+            hinges = (share - decisions.mean(self._of(decisions)).mean((0, 2))).relu()  # [B]
             return _over_ranks((hinges * decisions.present()).sum(), decisions.present().sum())
-        totals = (decisions.mean(of) * counts[:, None]).mean((0, 2) if self.hinge == "global" else 2)  # [B] or [L, B]
-        return (share - _over_ranks(totals.sum(-1), counts.sum())).relu().mean()
+        totals, tokens = self.merged(decisions)
+        missing = share - _over_ranks(totals, tokens)  # [L]
+        if self.hinge == "global":
+            missing = missing.mean()
+        if reached is None:
+            return missing.relu().mean()  # relu: no gradient at the target itself
+        reached = reached.to(missing.device)
+        return torch.where((reached.mean() if self.hinge == "global" else reached) < share, missing, 0.0).mean()
 
     def _equal(self, decisions: LastDecisions) -> Tensor:
         L, B, H, T = decisions.alpha.shape
@@ -130,29 +150,45 @@ class CompressionLoss:
 def _over_ranks(total: Tensor, count: Tensor) -> Tensor:
     """total / count, each summed over the ranks of a distributed run. Each rank's gradient is its share times the
     number of ranks, because distributed training averages gradients."""
-    if not torch.distributed.is_initialized():
+    ranks = place_among_ranks()[1]
+    if ranks == 1:
         return total / count.clamp(min=1)
-    ranks = torch.distributed.get_world_size()
-    everywhere = torch.cat([total.detach().reshape(-1), count[None]])
-    torch.distributed.all_reduce(everywhere)
+    everywhere = summed(torch.cat([total.detach().reshape(-1), count[None]]))
     joined, count = everywhere[:-1].reshape(total.shape), everywhere[-1].clamp(min=1)
     local = total * (ranks / count)
     return joined / count + (local - local.detach())
 
 
+class MergedTokens(NamedTuple):
+    """How many tokens merge, sums over the sequences of forward passes, or means of such sums. soft, hard: [L, Hkv],
+    relaxed decisions as in the loss, and those that a cache would take, without noise. tokens: of one head."""
+
+    soft: Tensor
+    hard: Tensor
+    tokens: Tensor
+
+    @classmethod
+    def of(cls, decisions: LastDecisions) -> MergedTokens:
+        counts = decisions.counts()
+        soft, hard = ((decisions.mean(x.detach()) * counts[:, None]).sum(1) for x in (decisions.alpha, decisions.bare))
+        return cls(soft, hard, counts.sum())
+
+    def ratios(self) -> dict[str, float | list[list[float]]]:
+        """Tokens per entry: "soft" and "hard" over all, "layers" hard, [L][Hkv]."""
+        tokens = self.tokens.clamp(min=1)
+        soft, hard = self.soft / tokens, self.hard / tokens
+        least = float(1 / tokens)
+        found: dict[str, float | list[list[float]]] = {
+            name: float(1 / (1 - x.mean()).clamp(min=least)) for name, x in (("soft", soft), ("hard", hard))
+        }
+        found["layers"] = (1 / (1 - hard).clamp(min=least)).tolist()
+        return found
+
+
 def compression_ratios(decisions: LastDecisions) -> dict[str, float | list[list[float]]]:
     """Tokens per entry over all: "soft" as in the loss, "hard" as a cache would decide, without noise (a head whose
-    probabilities hover at 0.4 trains at 1.67 and infers at 1); "layers": hard, [L][Hkv].
+    probabilities hover at 0.4 trains at 1.67 and infers at 1); "layers": hard, [L][Hkv]. Of this rank.
 
     A first token never merges; here it counts with its own decision, as in the loss.
     """
-    counts = decisions.counts()
-    share = {}
-    for name, x in (("soft", decisions.alpha), ("hard", decisions.bare)):
-        share[name] = (decisions.mean(x.detach()) * counts[:, None]).sum(1) / counts.sum().clamp(min=1)  # [L, Hkv]
-    least = 1 / max(float(counts.sum()), 1.0)
-    found: dict[str, float | list[list[float]]] = {
-        name: float(1 / (1 - x.mean()).clamp(min=least)) for name, x in share.items()
-    }
-    found["layers"] = (1 / (1 - share["hard"]).clamp(min=least)).tolist()
-    return found
+    return MergedTokens.of(decisions).ratios()

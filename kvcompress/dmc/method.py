@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -13,18 +14,20 @@ from ..documents import Documents
 from ..hf.facts import Facts
 from ..hf.method import Call, Method, PassCache
 from ..retrofit.passes import TrainingPass, documents_of, learns, whole_layers
+from ..retrofit.ranks import place_among_ranks
 from ..softmax import Softmax
 from .cache import DMCCache
 from .config import DMCConfig
 from .gates import decisions_of, weights_of
-from .neurons import NeuronRows, neuron_rows
+from .merged import MergedShare
+from .neurons import NeuronRows, neuron_rows, zero_neurons
 
 
 class DMCPass(TrainingPass):
     """One forward pass. alpha, hard, bare: of each converted layer that it has gone through, as LastDecisions has them.
 
     noise: None = hard decisions without noise. detached: a layer's decisions were made where nothing can be learned
-    from them, though something is to be.
+    from them, though something is to be. asked: whether a loss has looked at its decisions.
     """
 
     def __init__(
@@ -33,7 +36,7 @@ class DMCPass(TrainingPass):
     ) -> None:  # fmt: skip
         super().__init__(facts, documents, with_gradient=with_gradient)
         self.config, self.noise = config, noise
-        self.detached = False
+        self.detached, self.asked = False, False
         self.alpha: dict[int, Tensor] = {}
         self.hard: dict[int, Tensor] = {}
         self.bare: dict[int, Tensor] = {}
@@ -95,9 +98,10 @@ def dms_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, window: int, so
 
 
 class DMCMethod(Method):
-    """seed, draws: of the noise; draws counts training passes, and the trainer sets it when a run is resumed.
+    """seed, step, sequences: of the noise. sequences counts those that this rank has drawn for since the step began, so
+    that a step draws the same however its sequences are divided into passes and ranks of equal size.
 
-    layers: numbers of those that are converted; none before the model is attached.
+    merged: how much whole steps merge. layers: numbers of those that are converted; none before the model is attached.
     """
 
     title, config_class, cache_class = "DMC", DMCConfig, DMCCache
@@ -105,10 +109,12 @@ class DMCMethod(Method):
 
     def __init__(self, config: DMCConfig) -> None:
         super().__init__(config)
-        self.seed, self.draws = 0, 0
+        self.seed, self.step, self.sequences = 0, 0, 0
+        self.merged = MergedShare()
         self.layers: tuple[int, ...] = ()
         self.last: DMCPass | None = None
         self._rows: NeuronRows | None = None
+        self._warned = False
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"last": None}  # a graph of tensors can be neither copied nor saved
@@ -124,19 +130,42 @@ class DMCMethod(Method):
             self._rows = neuron_rows(decoder, facts, self.config)
         return self._rows
 
+    def fit_base(self, decoder: Any, facts: Facts) -> None:
+        if self.config.neuron_scale == 0:
+            zero_neurons(decoder, self.rows(decoder, facts))
+
     def set_neuron_scale(self, decoder: Any, scale: float) -> None:
         self.config = replace(self.config, neuron_scale=scale)
         self.store(decoder)
+
+    def begin_step(self, step: int) -> None:
+        """An optimizer step begins, of as many passes as come before the next; collective over the ranks of a run."""
+        self.step, self.sequences = step, 0
+        self.merged.close()
 
     def begin(self, call: Call) -> DMCPass:
         documents, batch = documents_of(call), call.tokens.shape[0]
         noise = None
         if call.decoder.training and self.config.neuron_scale == 0:
-            rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-            noise = ops.Noise(self.seed, offset=self.draws, sample=rank * batch)
-            self.draws += 1
+            self._check_asked()
+            rank, ranks = place_among_ranks()
+            noise = ops.Noise(self.seed, offset=self.step, sample=ranks * self.sequences + rank * batch)
+            self.sequences += batch
         self.last = DMCPass(self.config, call.facts, documents, noise, with_gradient=learns(call))
         return self.last
+
+    def _check_asked(self) -> None:
+        """Warns once where a training pass is over whose decisions no loss has seen."""
+        last = self.last
+        if self._warned or last is None or last.noise is None or not last.with_gradient or last.asked:
+            return
+        if self.config.stride is None:
+            self._warned = True
+            warnings.warn(
+                f"a model converted to {self.title} is trained, and nothing asks for its decisions: without the loss "
+                "on the ratio (DMCRecipe.loss, or CompressionLoss of last_decisions) it will stop compressing",
+                stacklevel=2,
+            )
 
     def check_cache(self, cache: PassCache) -> None:
         if self.config.neuron_scale > 0:

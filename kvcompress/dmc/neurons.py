@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ..hf.facts import Facts
 from ..hf.projections import attention_linears, out_dim, projections_of
 from .config import DMCConfig
+from .shards import fill_slices, need_addressable
 
 NeuronRows = dict[str, Tensor]  # rows, int64 [n], of linear layers, by their name in the decoder
 
@@ -53,27 +54,32 @@ def check_floating(decoder: nn.Module) -> None:
             _check_floating(name, getattr(module, "base_layer", module))
 
 
-def neurons_of(decoder: nn.Module, rows: NeuronRows, *, frozen_bases: bool = False) -> Iterator[tuple[Tensor, Any]]:
-    """The weights and biases that feed neurons, each with the index of those numbers in it.
+def neurons_of(
+    decoder: nn.Module, rows: NeuronRows, *, frozen_bases: bool = False
+) -> Iterator[tuple[str, Tensor, int, Tensor]]:
+    """The weights and biases that feed neurons: name, the tensor, and which slices of which of its dimensions.
 
-    frozen_bases: only those of layers under an adapter that are not trained.
+    frozen_bases: only those of layers under an adapter that are not trained. Raises ValueError for weights that are not
+    of floating point numbers, or cut up so that a row cannot be told (FSDP1, DeepSpeed's ZeRO-3).
     """
     for name, own in rows.items():
         module = decoder.get_submodule(name)
         for linear in _parts(name, module)[: 1 if frozen_bases else None]:
             _check_floating(name, linear)
-            for tensor in (linear.weight, linear.bias):
-                if frozen_bases and (linear is module or (tensor is not None and tensor.requires_grad)):
+            need_addressable(_short(name), linear)
+            for kind, tensor in (("weight", linear.weight), ("bias", linear.bias)):
+                if tensor is None or (frozen_bases and (linear is module or tensor.requires_grad)):
                     continue
-                if tensor is not None:
-                    index = own.to(tensor.device)
-                    yield tensor, (slice(None), index) if tensor.ndim == 2 and out_dim(linear) else index
+                yield f"{name}.{kind}", tensor, out_dim(linear) if tensor.ndim == 2 else 0, own
 
 
 def zero_neurons(decoder: nn.Module, rows: NeuronRows, *, frozen_bases: bool = False) -> None:
-    with torch.no_grad():
-        for tensor, index in neurons_of(decoder, rows, frozen_bases=frozen_bases):
-            tensor[index] = 0
+    """Zeroes them, in every shard of weights that FSDP2 or tensor parallelism cut up; collective over their ranks.
+
+    Raises ValueError as neurons_of does, before anything is zeroed, and RuntimeError where one is not zero afterwards.
+    """
+    for name, tensor, dim, own in list(neurons_of(decoder, rows, frozen_bases=frozen_bases)):
+        fill_slices(name, tensor, dim, own, 0.0)
 
 
 def _parts(name: str, module: nn.Module) -> list[Any]:

@@ -6,11 +6,12 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from ..retrofit.recipe import Recipe, cosine_decay, need_end_rate
 from .convert import resume_decisions, set_neuron_scale, state
-from .losses import CompressionLoss, compression_ratios, last_decisions
+from .losses import CompressionLoss, MergedTokens, last_decisions
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,10 @@ class DMCRecipe(Recipe):
     neuron_scale goes from 1 to 0 in anneal_fraction of its steps. To go on to a higher ratio, start from the model of
     an earlier run that was not solidified: anneal_steps=0 and start_ratio its target.
     Defaults are the paper's for 4x, in its steps of 4.2 M tokens.
+
+    The loss on the ratio is of a whole step, over all ranks and passes, exactly: where the target is reached
+    is what the step before merged as a whole (stored in checkpoints), and elsewhere the loss is linear in decisions.
+    Asking the running step would take a forward pass more of all that it accumulates.
     Raises ValueError for a field out of range. Source: DMC, section 3.2; dmc_ramp of the released code.
     """
 
@@ -81,7 +86,8 @@ class DMCRecipe(Recipe):
                 f"anneal_steps must be 0 for a model that decides already, got {self.anneal_steps}: annealing would "
                 "put its neurons back into attention and lose what they learned"
             )
-        found.seed, found.draws = self.seed, step * passes
+        found.seed = self.seed
+        found.begin_step(step)
         if step < self.anneal_steps and scale == 0:
             scale = 1e-6  # faded before its steps are over (anneal_fraction): decisions begin with the next stage
         if scale == found.config.neuron_scale:
@@ -103,13 +109,29 @@ class DMCRecipe(Recipe):
             )
         if state(model).config.stride is not None:
             return None, figures | {"target_ratio": float(state(model).config.stride or 1)}
-        decisions = last_decisions(model)
-        loss = self.objective(decisions, target)
-        found = compression_ratios(decisions)
+        decisions, merged = last_decisions(model), state(model).merged
+        # before the first step is over nothing counts as reached
+        reached = torch.zeros(decisions.alpha.shape[0]) if merged.reached is None else merged.reached
+        loss = self.objective(decisions, target, reached)
+        merged.note(*self.objective.merged(decisions))
         return loss, figures | {
-            "ratio_soft": found["soft"],
-            "ratio_hard": found["hard"],
-            "ratio_layers": found["layers"],
+            **MergedTokens.of(decisions)._asdict(),
             "layers": list(state(model).layers),
-            "compression_loss": float(loss.detach()),
+            "compression_loss": loss.detach(),
         }
+
+    def summary(self, figures: dict[str, Any]) -> dict[str, Any]:
+        """With ratio_soft, ratio_hard and ratio_layers [L][Hkv], tokens per entry, for what they are made of."""
+        rest = {name: value for name, value in figures.items() if name not in MergedTokens._fields}
+        if len(rest) == len(figures):
+            return rest
+        ratios = MergedTokens(*(torch.as_tensor(figures[name]) for name in MergedTokens._fields)).ratios()
+        return rest | {f"ratio_{name}": value for name, value in ratios.items()}
+
+    def progress(self, model: nn.Module) -> dict[str, Any]:
+        merged = state(model).merged
+        merged.close()
+        return {"merged": merged.to_list()}
+
+    def resume(self, model: nn.Module, progress: dict[str, Any]) -> None:
+        state(model).merged.restore(progress["merged"])

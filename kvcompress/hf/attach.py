@@ -13,6 +13,8 @@ from transformers import DynamicCache, PreTrainedModel
 
 from .config import cache_layers, recurs
 from .facts import Facts
+from .generation import make_no_caches, make_own_caches
+from .guard import guard, is_guarded, set_guard
 from .method import KEYWORD, method_of, restored_method, set_method
 from .now import THREAD, NotedCache
 from .probe import ROWS, TOKENS, Probe
@@ -42,13 +44,19 @@ class Attachment:
 
 def base_model(model: nn.Module) -> Any:
     """The text decoder inside a model (with or without head, in a multimodal model, wrapped by PEFT or not)."""
+    top = _top(model)
+    inner = top.get_decoder()
+    return inner if isinstance(inner, PreTrainedModel) else top
+
+
+def _top(model: nn.Module) -> PreTrainedModel:
+    """The transformers model that is all of a model, or what wraps it."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a transformers model, got {type(model).__name__}")
     top = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)  # PEFT's is none
     if top is None:
         raise ValueError(f"{type(model).__name__} is not supported: there is no transformers model in it")
-    inner = top.get_decoder()
-    return inner if isinstance(inner, PreTrainedModel) else top
+    return top
 
 
 def attach(model: nn.Module, *, verify: bool = False) -> Attachment:
@@ -57,8 +65,9 @@ def attach(model: nn.Module, *, verify: bool = False) -> Attachment:
     model: a transformers model of any decoder family, PEFT-wrapped or not. What its layers are is learned from one
     forward pass over eight tokens. No parameter is added and state_dict does not change. A converted model
     (config.kvcompress) gets its method back: without a cache it attends as in training, with its method's cache as that
-    does, and other caches are refused. verify: compares with the dense model on a few tokens, and raises RuntimeError
-    that names the first layer that differs (of a converted model, in the attention that it had before).
+    does, and other caches are refused; its generate makes such a cache where it is given none. verify: compares with
+    the dense model on a few tokens, and raises RuntimeError that names the first layer that differs (of a converted
+    model, in the attention that it had before).
     Attachments are counted: a model stays attached until each of them was given up, by detach or by leaving its `with`.
     Returns a context manager that gives up what this call attached.
     Raises ValueError for a model that cannot be attached, with the reason, and for a conversion that this version does
@@ -68,15 +77,21 @@ def attach(model: nn.Module, *, verify: bool = False) -> Attachment:
     with _CHANGING:
         seam = seam_of(decoder)
         if seam is None:
+            guarded = is_guarded(decoder)
+            if guarded:
+                set_guard(decoder, False)
             seam = open_seam(model, decoder)
+            seam.guarded = guarded
             try:
                 seam.facts, seam.arrives = _learned(model, decoder)
                 if (method := restored_method(decoder)) is not None:
                     method.check_facts(decoder, seam.facts)
                     set_method(decoder, method)
+                    guard(model, decoder)
             except BaseException:
-                close_seam(decoder)
+                _close(model, decoder)
                 raise
+            make_own_caches(_top(model), decoder)
         seam.references += 1
         if verify:
             method = method_of(decoder)
@@ -100,8 +115,18 @@ def detach(model: nn.Module) -> None:
             return
         seam.references -= 1
         if seam.references < 1:
-            close_seam(decoder)
+            _close(model, decoder)
             set_method(decoder, None)
+
+
+def _close(model: nn.Module, decoder: Any) -> None:
+    """A decoder is again as it was before it was attached."""
+    seam = seam_of(decoder)
+    assert seam is not None
+    close_seam(decoder)
+    make_no_caches(_top(model))
+    if seam.guarded:
+        set_guard(decoder, True)
 
 
 def is_attached(model: nn.Module) -> bool:

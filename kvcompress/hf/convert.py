@@ -7,8 +7,10 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from .adapters import carry_conversion
 from .attach import attach, base_model, detach, facts_of, is_attached
 from .facts import Facts
+from .guard import guard
 from .method import Method, method_of, saved_method, set_method
 
 M = TypeVar("M", bound=Method)
@@ -53,6 +55,8 @@ def install(
         raise
     method.store(decoder)
     set_method(decoder, method)
+    guard(model, decoder)
+    carry_conversion(model)
     return method
 
 

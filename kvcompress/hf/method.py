@@ -105,6 +105,14 @@ class Method(ABC):
         if not isinstance(cache, self.cache_class):
             raise ValueError(f"a model converted to {self.title} needs {self.cache_name}, got {type(cache).__name__}")
 
+    def new_cache(self, config: Any) -> PassCache:
+        """What generation uses where it is given none. config: of the model."""
+        return self.cache_class(config)  # type: ignore[call-arg]
+
+    def fit_base(self, decoder: Any, facts: Facts) -> None:
+        """Makes the weights of a plain model those that an adapter of a converted one stands on."""
+        del decoder, facts
+
     @property
     def cache_name(self) -> str:
         """What to generate with, for messages."""

@@ -198,7 +198,8 @@ class _Turns:
     """How the queries or keys x [ROWS, H, TOKENS, D] of a layer turn.
 
     pairs: (first, second) coordinates, of which out[first] = x[first] cos - x[second] sin. columns: of the table, of
-    each pair. call: which call of a rotary embedding.
+    each pair. call: which call of a rotary embedding. A neuron that DMC has zeroed is 0 in every row: where it is a
+    second, its first is 0 after a quarter turn, and what is known of the pair is known from the second.
     """
 
     def __init__(self, x: Tensor) -> None:
@@ -211,10 +212,15 @@ class _Turns:
         sign = (quarter * still[:, partner]).sum(0)
         bits = ((x[2:-1] * quarter).sum(1) < 0).long()  # [BITS + CALL_BITS, D]
         column = torch.stack([bits[b] << b for b in range(BITS)]).sum(0)
-        call = torch.stack([bits[BITS + b] << b for b in range(CALL_BITS)]).sum(0)[turns].unique()
-        firsts = (turns & (sign < 0)).nonzero().flatten().tolist()
-        self.pairs = [(d, int(partner[d])) for d in firsts]
-        self.columns = [int(column[d]) for d in firsts]
+        told = turns & (quarter != 0).any(0)
+        call = torch.stack([bits[BITS + b] << b for b in range(CALL_BITS)]).sum(0)[told].unique()
+        found = {int(d): (int(partner[d]), int(column[d])) for d in (told & (sign < 0)).nonzero()}
+        by_second = {int(partner[d]): (int(d), int(column[d])) for d in (told & (sign > 0)).nonzero()}
+        self.guessed = {d for d in by_second if turns[d] and not told[d]}  # columns that may be the second's
+        found |= {d: by_second[d] for d in self.guessed}
+        firsts = sorted(found)
+        self.pairs = [(d, found[d][0]) for d in firsts]
+        self.columns = [found[d][1] for d in firsts]
         self.call = int(call[0]) if len(call) else -1
         seconds = [second for _, second in self.pairs]
         whole = set(firsts) | set(seconds) == set(turns.nonzero().flatten().tolist())
@@ -228,7 +234,10 @@ class _Turns:
         return None if self._order == list(range(self.size)) else torch.tensor(self._order)
 
     def alike(self, other: _Turns) -> bool:
-        return (self.pairs, self.columns, self.call) == (other.pairs, other.columns, other.call)
+        guessed = self.guessed | other.guessed
+        columns = zip(self.pairs, self.columns, other.columns, strict=False)
+        same = all(a == b or pair[0] in guessed for pair, a, b in columns)
+        return (self.pairs, self.call) == (other.pairs, other.call) and same
 
 
 def like(out: Any, cos: Tensor, sin: Tensor) -> Any:

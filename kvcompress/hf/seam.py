@@ -54,7 +54,8 @@ class _Weak:
 @dataclass(eq=False)
 class Seam(Handled):
     """What attaching leaves on a decoder. arguments: of its forward, by position. references: how often it was
-    attached. arrives: whether the family hands keywords down to its attention layers."""
+    attached. arrives: whether the family hands keywords down to its attention layers. guarded: whether it raised
+    before (hf/guard)."""
 
     decoder: _Weak
     arguments: tuple[str, ...]
@@ -62,6 +63,7 @@ class Seam(Handled):
     facts: Facts = field(default_factory=Facts)
     references: int = 0
     arrives: bool = False
+    guarded: bool = False
 
     def __post_init__(self) -> None:
         self.take_handle()
@@ -273,7 +275,7 @@ def _begin(decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if cache is not None:
             raise ValueError(
                 f"past_key_values must be {method.cache_name} for this converted model, or None, got "
-                f"{type(cache).__name__}: generate makes one where none is given, unless use_cache=False"
+                f"{type(cache).__name__}; generate of the attached model makes it where none is given"
             )
         current = method.begin(checked_call(decoder, seam.facts, given))
         given["use_cache"] = False  # there is nothing to keep for later

@@ -11,4 +11,8 @@ def __getattr__(name: str) -> Any:
         from .trainer import RetrofitTrainer
 
         return RetrofitTrainer
+    if name == "RetrofitCallback":
+        from .callback import RetrofitCallback
+
+        return RetrofitCallback
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -35,8 +35,20 @@ class Recipe(ABC):
 
     @abstractmethod
     def loss(self, model: nn.Module, step: int) -> tuple[Tensor | None, dict[str, Any]]:
-        """What is added to the language model's loss after a forward pass (None = nothing), and figures to log: numbers
-        for the log and the metrics file, lists for the file alone."""
+        """What is added to the language model's loss after a forward pass (None = nothing; a step has the mean over its
+        passes and ranks), and figures: numbers, tensors and lists of which means over passes and ranks are taken."""
+
+    def summary(self, figures: dict[str, Any]) -> dict[str, Any]:
+        """What is to be logged, from such means: numbers for the log and the metrics file, lists for the file alone."""
+        return figures
+
+    def progress(self, model: nn.Module) -> dict[str, Any]:
+        """What a checkpoint must hold for loss to go on as it would have, for json; called on every rank."""
+        return {}
+
+    def resume(self, model: nn.Module, progress: dict[str, Any]) -> None:
+        """Goes on from what progress said. Raises KeyError for what it lacks."""
+        del model, progress
 
 
 def need_end_rate(end_rate: float) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,16 +22,17 @@ from ..hf.attach import attach, base_model
 from ..hf.config import decoder_config
 from ..hf.method import saved_method
 from ..models import EXAMPLE, load_example_model
+from .checkpoints import checkpoints, flush, flush_folder, read_json, step_of, write_whole
 from .data import collate, example_rows, text_windows
 from .recipe import Recipe
-from .trainer import RetrofitTrainer, TokenizerInCheckpoints
+from .trainer import TRAINER_STATE, RetrofitTrainer, newest
 
 EXAMPLE_NAME = "example"
 _CHECKPOINTING: dict[str, Any] = {
     "gradient_checkpointing": True,
     "gradient_checkpointing_kwargs": {"use_reentrant": False},
 }
-PLAN = "run.json"
+PLAN, FIGURES = "run.json", "training.json"
 
 
 @dataclass(frozen=True)
@@ -138,29 +140,24 @@ def train(
 ) -> dict[str, Any]:
     """Trains a converted, attached model and saves it, its tokenizer and training.json in settings.out.
 
-    resume: go on from the last checkpoint in settings.out. Returns what training.json holds: settings, recipe, and the
-    last logged figures.
-    Raises FileNotFoundError if there is no checkpoint to resume from.
+    resume: go on from the newest whole checkpoint in settings.out. Returns what training.json holds: settings, recipe,
+    and the last logged figures.
+    Raises FileNotFoundError if there is no checkpoint to resume from, and as RetrofitTrainer.train does.
     """
     out, last = settings.out, None
-    found = sorted(out.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
     plan = _plan(recipe, settings) | {"method": getattr(base_model(model).config, "kvcompress", None) or {}}
     if resume:
-        if not found:
-            raise FileNotFoundError(f"out must hold a checkpoint to resume from, got {out}")
-        last = str(found[-1])
+        last = newest(out)
         _check_same(out / PLAN, plan)
-        if int(found[-1].name.split("-")[1]) >= recipe.steps:
+        if step_of(last) >= recipe.steps and (out / FIGURES).is_file():
             raise ValueError(
-                f"resume needs a run that is not over, got {found[-1]} of {recipe.steps} steps, the trained model"
+                f"resume needs a run that is not over, got {last} of {recipe.steps} steps, the trained model"
             )
-    elif found:
+    elif found := checkpoints(out):
         raise ValueError(f"out must hold no checkpoint of another run, got {found[-1]}: resume it or take a new folder")
     elif int(os.environ.get("RANK", 0)) == 0:
         out.mkdir(parents=True, exist_ok=True)
-        fresh = out / f"{PLAN}.new"
-        fresh.write_text(json.dumps(plan, indent=1) + "\n")
-        fresh.replace(out / PLAN)
+        write_whole(out / PLAN, json.dumps(plan, indent=1).encode() + b"\n")
     if settings.text:
         data: Any = text_windows(tokenizer, settings.text, settings.length)
     else:
@@ -192,11 +189,16 @@ def train(
     use_cache = model.config.use_cache  # the trainer switches it off for good
     trainer = RetrofitTrainer(
         model, args, recipe, teacher=load_teacher(settings), distillation=settings.distillation, train_dataset=data,
-        data_collator=collate, callbacks=[TokenizerInCheckpoints(tokenizer)],
+        data_collator=collate, tokenizer=tokenizer,
     )  # fmt: skip
-    trainer.train(resume_from_checkpoint=last)
+    if last is not None and step_of(last) >= recipe.steps:  # stopped between its end and the writing of the model
+        trainer.load_trained(last)
+        history = read_json(last / TRAINER_STATE, "log_history")["log_history"]
+    else:
+        trainer.train(resume_from_checkpoint=last)
+        history = trainer.state.log_history
     figures = {part: plan[part] for part in ("settings", "recipe")} | {
-        "last": [line for line in trainer.state.log_history if "loss" in line][-1:]
+        "last": [line for line in history if "loss" in line][-1:]
     }
     model.config.use_cache = use_cache
     if trainer.is_world_process_zero():
@@ -217,9 +219,8 @@ def _plan(recipe: Recipe, settings: RunSettings) -> dict[str, Any]:
 
 
 def _check_same(path: Path, plan: dict[str, Any]) -> None:
-    """Raises ValueError if the run that is to go on was another one."""
-    before = json.loads(path.read_text()) if path.is_file() else plan
-    now = json.loads(json.dumps(plan))
+    """Raises ValueError if the run that is to go on was another one, or if its plan cannot be read."""
+    before, now = read_json(path, "settings", "recipe"), json.loads(json.dumps(plan))
     free = ("out", "device", "save_steps", "keep_checkpoints", "log_steps")
     for part in ("method", "recipe", "settings"):
         for name, value in now[part].items() if part in before else ():  # runs of before had no method in it
@@ -230,11 +231,15 @@ def _check_same(path: Path, plan: dict[str, Any]) -> None:
 
 
 def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, out: Path, figures: dict[str, Any]) -> None:
-    """Written beside what is there and then renamed, so that a broken run leaves the old files whole."""
+    """Written beside what is there and then renamed, training.json last: where that is, all of it is."""
     fresh = out / "new"
+    shutil.rmtree(fresh, ignore_errors=True)
     model.save_pretrained(fresh)
     tokenizer.save_pretrained(fresh)
-    (fresh / "training.json").write_text(json.dumps(figures, indent=1, default=str) + "\n")
+    flush(fresh)
+    (out / FIGURES).unlink(missing_ok=True)
     for path in fresh.iterdir():
         path.replace(out / path.name)
     fresh.rmdir()
+    flush_folder(out)
+    write_whole(out / FIGURES, json.dumps(figures, indent=1, default=str).encode() + b"\n")

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
+import logging
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
@@ -14,92 +13,30 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
     Trainer,
-    TrainerCallback,
-    TrainerControl,
-    TrainerState,
     TrainingArguments,
 )
 
+from ..hf.adapters import carry_conversion
+from . import checkpoints
+from .callback import PROGRESS, RetrofitCallback
+from .figures import MetricsFile
+from .ranks import place_among_ranks, summed
 from .recipe import Recipe
 
-METRICS = "metrics.jsonl"
-
-
-class RecipeCallback(TrainerCallback):
-    """Lets the recipe set the model up before each step."""
-
-    def __init__(self, recipe: Recipe) -> None:
-        self.recipe = recipe
-
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        self.recipe.begin_step(kwargs["model"], state.global_step, args.gradient_accumulation_steps)
-
-
-class MetricsFile(TrainerCallback):
-    """One JSON line in output_dir/metrics.jsonl each time figures are logged; a resumed run goes on where it stood.
-
-    Raises ValueError where a run is resumed and a line of the file is none of these; the file stays as it is.
-    """
-
-    def __init__(self) -> None:
-        self.latest: dict[str, Any] = {}
-
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        path = Path(args.output_dir or ".", METRICS)
-        if not state.is_world_process_zero:
-            return
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lines = path.read_bytes().split(b"\n") if path.is_file() and state.global_step else []
-        steps = [(_step_of(path, number, line), line) for number, line in enumerate(lines, 1) if line.strip()]
-        fresh = path.with_suffix(".new")
-        fresh.write_bytes(b"".join(line + b"\n" for step, line in steps if step <= state.global_step))
-        fresh.replace(path)
-
-    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        if state.is_world_process_zero:
-            line = {"step": state.global_step} | kwargs.get("logs", {}) | self.latest
-            with Path(args.output_dir or ".", METRICS).open("a") as file:
-                file.write(json.dumps(line) + "\n")
-
-
-def _step_of(path: Path, number: int, line: bytes) -> int:
-    """The step that a line of metrics is of."""
-    try:
-        step = json.loads(line)["step"]
-    except (ValueError, TypeError, KeyError, IndexError):  # no JSON, or of something else
-        step = None
-    if isinstance(step, bool) or not isinstance(step, int):
-        shown = line[:60].decode(errors="replace")
-        raise ValueError(
-            f"{path}, line {number}, must be a JSON object with a step, got {shown!r}: a run that was stopped may have "
-            "left it half written. Remove or mend that line and resume again; nothing was changed"
-        )
-    return step
-
-
-class TokenizerInCheckpoints(TrainerCallback):
-    """A checkpoint is a model of its own: one that can be loaded as such, with its tokenizer."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.tokenizer = tokenizer
-
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        if state.is_world_process_zero:
-            self.tokenizer.save_pretrained(Path(args.output_dir or ".", f"checkpoint-{state.global_step}"))
+LOG = logging.getLogger(__name__)
+TRAINER_STATE = "trainer_state.json"
 
 
 class RetrofitTrainer(Trainer):
-    """Trains a converted model by a recipe: its schedules as a callback, what it adds to the loss in compute_loss.
+    """Trains a converted model by a recipe: RetrofitCallback, its loss, its learning rate, and whole checkpoints.
 
     recipe: what to do at each step; args.max_steps is set to its steps, the learning rate follows it. teacher: a model
     of the same vocabulary, usually the original one; None = no distillation. distillation: share of the loss that is
-    the KL divergence to the teacher, per token, the rest being the language model's; 0 to 1.
-    Everything else as transformers.Trainer. Figures of the recipe are logged, and written with lists to metrics.jsonl
-    in the output folder.
+    the KL divergence to the teacher, per token, the rest being the language model's; 0 to 1. tokenizer: goes into
+    checkpoints, each of which is a model of its own.
+    Everything else as transformers.Trainer. Figures of the recipe are logged, as means over passes and ranks, and
+    written with lists to metrics.jsonl in the output folder. A checkpoint is there with all its files or not at all;
+    train with resume_from_checkpoint=True takes the newest whole one, says so, and goes on as the run would have.
     Raises ValueError for a teacher without distillation or the reverse, or a share out of range.
     """
 
@@ -111,6 +48,7 @@ class RetrofitTrainer(Trainer):
         *,
         teacher: PreTrainedModel | None = None,
         distillation: float = 0.0,
+        tokenizer: PreTrainedTokenizerBase | None = None,
         **kwargs: Any,
     ) -> None:
         if not 0 <= distillation <= 1:
@@ -118,15 +56,17 @@ class RetrofitTrainer(Trainer):
         if (teacher is None) != (distillation == 0):
             raise ValueError(f"teacher and distillation must be given together, got distillation {distillation}")
         args.max_steps = recipe.steps
+        carry_conversion(model)
         super().__init__(model, args, **kwargs)
         self.recipe, self.teacher, self.distillation = recipe, teacher, distillation
         if teacher is not None:
             teacher.requires_grad_(False).eval().to(args.device)
-        self.metrics_file = MetricsFile()
-        self.add_callback(RecipeCallback(recipe))
+        self.tokenizer = tokenizer
+        self.metrics_file, self.retrofit = MetricsFile(), RetrofitCallback(recipe)
+        self.add_callback(self.retrofit)
         self.add_callback(self.metrics_file)
         self.model_accepts_loss_kwargs = False  # every part of the loss is a mean over the batch
-        self._figures: dict[str, list[Any]] = {}  # since the last line of the log
+        self._staging: Path | None = None  # while a checkpoint is written
 
     def create_scheduler(
         self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
@@ -137,6 +77,8 @@ class RetrofitTrainer(Trainer):
             assert chosen is not None
             self.lr_scheduler = scheduler = LambdaLR(chosen, self.recipe.learning_rate)
         return scheduler
+
+    # ---- the loss ----
 
     def compute_loss(
         self,
@@ -149,14 +91,12 @@ class RetrofitTrainer(Trainer):
         loss = outputs.loss
         if not model.training:
             return (loss, outputs) if return_outputs else loss
-        figures: dict[str, Any] = {"lm_loss": float(loss.detach())}
+        more = {}
         if self.teacher is not None:
             distance = self._distance(outputs.logits, inputs)
-            figures["distillation_loss"] = float(distance.detach())
+            more = {"lm_loss": loss.detach(), "distillation_loss": distance.detach()}
             loss = (1 - self.distillation) * loss + self.distillation * distance
-        added, more = self.recipe.loss(self.accelerator.unwrap_model(model), self.state.global_step)
-        loss = loss if added is None else loss + added
-        self._note(figures | more)
+        loss = self.retrofit.add_loss(model, loss, **more)
         return (loss, outputs) if return_outputs else loss
 
     def _distance(self, logits: Tensor, inputs: dict[str, Any]) -> Tensor:
@@ -169,24 +109,142 @@ class RetrofitTrainer(Trainer):
         student, teacher = (x[:, :-1][kept].float().log_softmax(-1) for x in (logits, wanted))
         return nn.functional.kl_div(student, teacher, log_target=True, reduction="batchmean")
 
-    def _note(self, figures: dict[str, Any]) -> None:
-        for name, value in figures.items():
-            self._figures.setdefault(name, []).append(value)
-
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs:
-            newest = self.recipe.schedules
-            means = {name: _mean(values[-1:] if name in newest else values) for name, values in self._figures.items()}
-            self.metrics_file.latest = {name: mean for name, mean in means.items() if isinstance(mean, list)}
-            logs = logs | {name: mean for name, mean in means.items() if not isinstance(mean, list)}
-            self._figures = {}
+            found = self.retrofit.take_figures(self.args)
+            self.metrics_file.latest = {name: x for name, x in found.items() if isinstance(x, list)}
+            logs = logs | {name: x for name, x in found.items() if not isinstance(x, list)}
         super().log(logs, start_time)
 
+    # ---- checkpoints ----
 
-def _mean(values: list[Any]) -> Any:
-    """Of numbers, or of lists of them element by element; None where one is missing."""
-    if any(value is None for value in values):
-        return None
-    if isinstance(values[0], list):
-        return [_mean(list(column)) for column in zip(*values, strict=True)]
-    return round(float(np.mean(values)), 5)
+    def _get_output_dir(self, trial: Any) -> str:
+        return super()._get_output_dir(trial) if self._staging is None else str(self._staging)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """As transformers does, but aside; then at once under its name."""
+        out, step = Path(self._get_output_dir(trial)), self.state.global_step
+        self._make_room(out)
+        self._staging = out / checkpoints.STAGING
+        staged = self._staging / f"checkpoint-{step}"
+        try:
+            super()._save_checkpoint(model, trial)
+        finally:
+            self._staging = None
+        self.retrofit.save(staged, self.model, writes=self.args.should_save)
+        self.accelerator.wait_for_everyone()
+        if self.args.should_save:
+            if self.state.best_model_checkpoint == str(staged):
+                self.state.best_model_checkpoint = str(out / staged.name)
+                self.state.save_to_json(str(staged / TRAINER_STATE))
+            if self.tokenizer is not None:
+                self.tokenizer.save_pretrained(staged)
+            checkpoints.seal(staged, out, step=step, run=self._division())
+            checkpoints.rotate(out, self.args.save_total_limit, also=[self.state.best_model_checkpoint])
+        self.accelerator.wait_for_everyone()
+
+    def _make_room(self, out: Path) -> None:
+        """An empty folder to write in. Raises OSError on every rank if the disk of one that saves has no room."""
+        error = None
+        if self.args.should_save:
+            checkpoints.begin(out)
+            try:
+                checkpoints.need_space(out, self._nbytes())
+            except OSError as found:
+                error = found
+        full = summed(torch.tensor(float(error is not None), device=self.args.device))
+        if error is not None:
+            raise error
+        if bool(full):
+            raise OSError(f"a checkpoint was not written: another rank has no room for it in {out}")
+
+    def _nbytes(self) -> int:
+        """Of a checkpoint: weights (of an adapter those that are trained) and what the optimizer keeps of them."""
+        assert self.model is not None and self.optimizer is not None
+        every = isinstance(self.accelerator.unwrap_model(self.model), PreTrainedModel)
+        kept = [x for state in self.optimizer.state.values() for x in state.values() if isinstance(x, Tensor)]
+        kept += [p for p in self.model.parameters() if every or p.requires_grad]
+        return sum(x.numel() * x.element_size() for x in kept) + 2**20
+
+    def _division(self) -> dict[str, int]:
+        """On what it depends which tokens a step has."""
+        args, ranks = self.args, place_among_ranks()[1]
+        sequences = args.per_device_train_batch_size * args.gradient_accumulation_steps * ranks
+        return {"ranks": ranks, "sequences of a step": sequences}
+
+    def train(self, resume_from_checkpoint: str | Path | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """As transformers.Trainer does. resume_from_checkpoint: True = the newest whole one in the output folder.
+
+        Raises FileNotFoundError where there is none, or where one lacks a file that the run needs to go on as it was;
+        ValueError for one that is cut off, or of a run divided otherwise over ranks; both name the file.
+        """
+        found: Path | None = None
+        if resume_from_checkpoint is True:
+            found = newest(Path(self.args.output_dir or "."))
+        elif resume_from_checkpoint:
+            found = Path(resume_from_checkpoint)
+        if found is not None:
+            self._check_resumable(found)
+        self.retrofit.folder = found
+        return super().train(None if found is None else str(found), *args, **kwargs)
+
+    def _check_resumable(self, folder: Path) -> None:
+        marker = checkpoints.read_marker(folder)
+        checkpoints.need_state(folder, marker, place_among_ranks()[1], PROGRESS)
+        checkpoints.read_json(folder / PROGRESS)
+        for name, now in self._division().items():
+            if marker["run"].get(name) != now:
+                raise ValueError(f"{name} must be {marker['run'].get(name)}, as {folder} was trained, got {now}")
+        state = checkpoints.read_json(folder / TRAINER_STATE, "global_step", "log_history")
+        if state["global_step"] != marker["step"]:
+            wrong = folder / TRAINER_STATE
+            raise ValueError(f"{wrong} must have global_step {marker['step']}, got {state['global_step']!r}")
+
+    def load_trained(self, folder: Path) -> None:
+        """Gives the model what the checkpoint behind the last step holds, instead of training it."""
+        self._check_resumable(folder)
+        if self.is_fsdp_enabled:
+            raise ValueError(f"{folder} is of a run that is over: load it without FSDP to export the model")
+        self._load_from_checkpoint(str(folder))
+        assert self.model is not None
+        self.recipe.begin_step(self.model, self.recipe.steps, self.args.gradient_accumulation_steps)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        with checkpoints.naming_the_file(Path(resume_from_checkpoint), *checkpoints.WEIGHTS):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        assert self.model is not None
+        tied = set(getattr(self.model, "_keys_to_ignore_on_save", None) or ())
+        tied |= set(getattr(self.model, "all_tied_weights_keys", None) or ())
+        missing = [name for name in load_result.missing_keys if name not in tied]
+        if missing or load_result.unexpected_keys:
+            raise ValueError(
+                f"it lacks {missing[:3]} and has {load_result.unexpected_keys[:3]}, which the model has not"
+            )
+        super()._issue_warnings_after_load(load_result)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is not None:
+            with checkpoints.naming_the_file(Path(checkpoint), *checkpoints.OPTIMIZER):
+                super()._load_optimizer_and_scheduler(checkpoint)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if checkpoint is not None:
+            with checkpoints.naming_the_file(Path(checkpoint), *checkpoints.RANDOM):
+                super()._load_rng_state(checkpoint)
+
+
+def newest(out: Path) -> Path:
+    """The newest checkpoint of a run that is whole; says which, and what is wrong with newer ones.
+
+    Raises FileNotFoundError where there is none.
+    """
+    found, faults = checkpoints.newest_whole(out)
+    if found is None:
+        what = f"{out}: {'; '.join(faults)}" if faults else str(out)
+        raise FileNotFoundError(f"out must hold a checkpoint to resume from, got {what}")
+    for fault in faults:
+        LOG.warning("a newer checkpoint is not whole and is left out: %s", fault)
+    LOG.warning("resuming from %s", found)
+    return found

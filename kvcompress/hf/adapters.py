@@ -1,0 +1,32 @@
+"""Adapters (PEFT) that say in their config how the model under them was converted."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+FIELD = "kvcompress"  # of adapter_config.json, as of the model's config
+
+
+class _Carrying:
+    """Stands on the config of one adapter for its to_dict, which is what PEFT saves of it."""
+
+    def __init__(self, adapter: Any, config: Any) -> None:
+        self.adapter, self.config = adapter, config
+
+    def __call__(self) -> dict[str, Any]:
+        saved = getattr(self.config, FIELD, None)
+        return asdict(self.adapter) | ({} if saved is None else {FIELD: saved})
+
+
+def carry_conversion(model: nn.Module) -> None:
+    """Makes the adapters of a converted model carry config.kvcompress as it is when they are saved; a model without
+    adapters stays as it is."""
+    top = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
+    adapters = getattr(model, "peft_config", None)
+    if top is not None and isinstance(adapters, dict):
+        for adapter in adapters.values():
+            object.__setattr__(adapter, "to_dict", _Carrying(adapter, top.get_decoder().config))

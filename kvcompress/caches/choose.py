@@ -24,7 +24,8 @@ class Offers:
     keys: [R, T, D], values: the same or None; rotated, a row for each sequence and KV head, of lengths[r] tokens.
     queries: [B, Hq, S, D] of the last S tokens as they meet those keys, unrotated: the same before rotation; valid[b]
     of them are sequence b's own. guides[b]: how many tokens are the guide's. positions[b]: that of the next token, the
-    guide aside. rotary: of the queries.
+    guide aside. rotary, key_rotary: of the queries and the keys; in_sight[b]: keys in sight when their frequencies were
+    settled. sums: float32 [B, Hq, S], logarithms of the sums of the queries' own softmax; None = not known.
     """
 
     keys: Tensor
@@ -36,7 +37,10 @@ class Offers:
     guides: list[int]
     positions: list[int]
     rotary: RotaryTables
+    key_rotary: RotaryTables
+    in_sight: list[int]
     softmax: Softmax
+    sums: Tensor | None = None
 
     @property
     def heads(self) -> int:
@@ -96,8 +100,8 @@ class Chooser(SideState):
     """Chooses for one layer, whose number is `layer`, and remembers what choosing needs.
 
     whole[b]: no token of a sequence was ever dropped. firsts[b]: first tokens of the prompt that are still its first
-    ones, where pruners keep them. received: float32 [R, capacity], running scores of pruners that accumulate. recent:
-    the latest queries, None where nobody will ask for them.
+    ones, where pruners keep them. received: float32 [R, capacity], running scores of pruners that accumulate. notes:
+    float32 [R, D], what they write down of each row. recent: the latest queries, None where nobody will ask for them.
     """
 
     def __init__(self, pruner: Pruner, budget: Budget, layer: int, every: int) -> None:
@@ -105,6 +109,7 @@ class Chooser(SideState):
         self.whole: list[bool] = []
         self.firsts: list[int] = []
         self.received: Tensor | None = None
+        self.notes: Tensor | None = None
         self.recent = RecentQueries.of(pruner, every)
 
     def begin(self, batch: int) -> None:
@@ -150,8 +155,9 @@ class Chooser(SideState):
         for one in ranked:
             recent[one.b] = one.marks[2]
         slots, kept = self._assembled(self._divided(ranked, offers), kept, offers)
-        if self.recent is not None and self.pruner.accumulates:
-            self.recent.clear()  # they have voted
+        if self.recent is not None and self.pruner.accumulates:  # they have voted
+            for b in range(len(keep)):
+                self.recent.forget(b, self.pruner.overlap)
         elif self.recent is not None and not self.pruner.one_frame:
             for b, stay in enumerate(recent):
                 if stay is not None:
@@ -186,9 +192,9 @@ class Chooser(SideState):
         facts = set()
         for b, tokens in enumerate(keep):
             lengths, held = offers.lengths[offers.rows(b)], None if fixed is None else tuple(fixed[offers.rows(b)])
-            place = offers.positions[b] if pruner.one_frame else 0
+            place = (offers.positions[b], offers.in_sight[b]) if pruner.one_frame else (0, 0)
             seen = max(lengths), min(lengths), offers.valid[b], offers.guides[b], self.whole[b], self.firsts[b]
-            facts.add((tokens, held, place, *seen))
+            facts.add((tokens, held, *place, *seen))
         return [list(range(len(keep)))] if len(facts) == 1 else alone
 
     def _offer(self, offers: Offers, some: list[int]) -> Candidates:
@@ -206,7 +212,8 @@ class Chooser(SideState):
             values=offers.values[None, rows, :T] if offers.values is not None and self.pruner.uses_values else None,
             lengths=ragged, shortest=min(lengths), layer=self.layer, whole=self.whole[b],
             unrotated=offers.unrotated[part, :, last:].flatten(0, 1)[None], position=offers.positions[b],
-            rotary=offers.rotary,
+            rotary=offers.rotary, key_rotary=offers.key_rotary, in_sight=offers.in_sight[b],
+            sums=None if offers.sums is None else offers.sums[part, :, last:].flatten(0, 1)[None],
         )  # fmt: skip
 
     def _counted(self, offer: Candidates, rows: slice, offers: Offers) -> Candidates:
@@ -216,10 +223,13 @@ class Chooser(SideState):
             if self.received is not None:
                 wider[:, : self.received.shape[1]] = self.received
             self.received = wider
-        sums = self.received[rows, : offer.count]
+        if self.pruner.uses_notes and self.notes is None:
+            self.notes = torch.zeros(len(offers.lengths), offers.keys.shape[2], device=offers.keys.device)
+        received = self.received[rows, : offer.count]
+        offer = replace(offer, received=received, notes=None if self.notes is None else self.notes[rows])
         if offer.queries.shape[2]:
-            sums += self.pruner.votes(offer)
-        return replace(offer, received=sums)
+            received.copy_(self.pruner.carried(received, self.pruner.votes(offer)))
+        return offer
 
     def _ranked(
         self, offer: Candidates, some: list[int], offers: Offers, keep: int, near: int, fixed: list[int] | None

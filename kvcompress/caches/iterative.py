@@ -193,6 +193,8 @@ class IterativeCache(CompressedCache):
             pages += heads * self.pool_settings.blocks(held)
         if isinstance(self.budget, Uniform) and self.adaptive is None:
             self.pool_settings.check(pages)
+        longest = max((chunk for plan in plans for chunk in plan.chunks), default=0)
+        self.policy.check_behind(max(contexts), longest, (facts[layer.index] for layer in layers))
         self._note_context(max(contexts))
         for layer in layers:
             layer.begin_prompt(facts[layer.index], self.read)

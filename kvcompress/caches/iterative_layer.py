@@ -134,8 +134,9 @@ class IterativeLayer(RepeatingLayer):
                 self.chooser.note(queries, counts, iteration.guide_length)
             ends = [total - guide for total, guide in zip(totals, guides, strict=True)]
             offers = Offers(
-                k, joined.values, joined.held, q, queries, list(counts), guides, ends, facts.query_rotary, softmax
-            )
+                k, joined.values, joined.held, q, queries, list(counts), guides, ends, facts.query_rotary,
+                facts.key_rotary, in_sight, softmax,
+            )  # fmt: skip
             self._pending = _Pending(joined, self._choose(offers, before, iteration))
             if self.reading.prune == "layer":
                 self.prune()

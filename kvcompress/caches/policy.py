@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..budgets import AdaKV, Budget, CacheShape, Size, as_budget
+from ..hf.facts import LayerFacts
 from ..positions import RemoteGap
 from ..pruners import Pruner, SnapKV
 from .store import PoolSettings
@@ -90,6 +92,19 @@ class Policy:
         return self.gap.blank(
             compressed, near, self.growth, self.trained_length, warn=lambda text: self.notices.give("gap", text)
         )
+
+    def check_behind(self, end: int, tokens: int, layers: Iterable[LayerFacts]) -> None:
+        """Raises ValueError where the pruner asks the queries of a call of so many tokens, the last at position end - 1,
+        behind it, and the model does not know those positions. layers: those that compress."""
+        behind = self.pruner.positions_behind(tokens)
+        limited = any(facts.rotates and not facts.query_rotary.follows_length for facts in layers)
+        if behind and limited and end + behind > self.trained_length:
+            name = type(self.pruner).__name__
+            raise ValueError(
+                f"{name} asks queries again at {behind} positions behind the {end} that are in sight, but the model was "
+                f"trained for {self.trained_length}; use {name} with a smaller chunk, or read less at once "
+                "(IterativeCache)"
+            )
 
     def check_guide(self) -> None:
         if not self.pruner.uses_guide:

@@ -80,6 +80,10 @@ class PrunedCache(CompressedCache):
             # with the same number of tokens everywhere all layers are alike
             for layer in layers[:1] if isinstance(self.budget, Uniform) else layers:
                 self._check_positions(layer, counts)
+        if columns > 1 and (layers := self.compressing):
+            places = layers[0].next or [0] * len(counts)
+            end = max(place + count for place, count in zip(places, counts, strict=True))
+            self.policy.check_behind(end, max(counts), (facts[layer.index] for layer in layers))
         return super().open(facts, counts, columns, iteration)
 
     def _check_positions(self, layer: PrunedLayer, counts: Sequence[int]) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from .. import ops
 from ..hf.facts import LayerFacts
 from ..softmax import Softmax
-from .attention import prompt_attention
+from .attention import prompt_attention, prompt_state
 from .choose import Choice, Chooser, Offers
 from .far import FarSegment, Ranks
 from .paged import PagedLayer, step_positions
@@ -110,13 +110,17 @@ class PrunedLayer(PagedLayer):
         self._count(counts)
         self.chooser.note(queries, counts, step.guide_length)
         q = rotated(queries)
-        out = prompt_attention(q, k, values, list(counts), softmax)
+        sums = None
+        if self.policy.pruner.uses_sums:
+            out, sums = prompt_state(q, k, values, list(counts), softmax)
+        else:
+            out = prompt_attention(q, k, values, list(counts), softmax)
 
         def after() -> None:
             guides = self._without_guide(step)
             offers = Offers(
                 k.flatten(0, 1), values.flatten(0, 1), self._per_row(counts), q, queries, list(counts), guides,
-                list(self.next), facts.query_rotary, softmax,
+                list(self.next), facts.query_rotary, facts.key_rotary, lengths, softmax, sums,
             )  # fmt: skip
             self.settle(offers, step, facts, held=False)
 
@@ -245,7 +249,7 @@ class PrunedLayer(PagedLayer):
                 keys, seen = self.far.both(keys, queries, seen, ranks, self.policy, facts.query_rotary)
         return Offers(
             keys, values[0] if values else None, list(pool.counts), seen, queries, valid, guides, list(self.next),
-            facts.query_rotary, self.softmax,
+            facts.query_rotary, facts.key_rotary, self.rope_lengths, self.softmax,
         )  # fmt: skip
 
     def _store(self, offers: Offers, choice: Choice, facts: LayerFacts, *, held: bool) -> None:

@@ -30,7 +30,7 @@ class RecentQueries(SideState):
     def of(pruner: Pruner, every: int) -> RecentQueries | None:
         """What a pruner needs in a cache that compresses every so many tokens; None if nothing."""
         if pruner.accumulates:  # they wait for a common vote; few, as they count beside a small budget
-            return RecentQueries(min(every or VOTING, VOTING))
+            return RecentQueries(min(every or VOTING, VOTING) + pruner.overlap)
         return RecentQueries(pruner.window or 1) if every else None
 
     @property
@@ -75,10 +75,6 @@ class RecentQueries(SideState):
         """Forgets all but the last queries of sequence b."""
         if self.valid:
             self.valid[b] = min(self.valid[b], but)
-
-    def clear(self) -> None:
-        """Forgets them: they have voted."""
-        self.valid = [0] * len(self.valid)
 
     def select_batch(self, indices: list[int]) -> None:
         self.select(indices, len(self.valid))

@@ -4,9 +4,12 @@ from .base import Candidates, Pruner, Ranking
 from .expected import ExpectedAttention
 from .gravity import CenterOfGravity
 from .h2o import H2O
+from .keydiff import KeyDiff
 from .plain import KeyNorm, Random
+from .replay import Replay
 from .snapkv import SnapKV
 from .streaming import StreamingLLM, WindowAttention
+from .successor import Successor
 from .tova import TOVA
 
 __all__ = [
@@ -15,11 +18,14 @@ __all__ = [
     "Candidates",
     "CenterOfGravity",
     "ExpectedAttention",
+    "KeyDiff",
     "KeyNorm",
     "Pruner",
     "Random",
     "Ranking",
+    "Replay",
     "SnapKV",
     "StreamingLLM",
+    "Successor",
     "WindowAttention",
 ]

@@ -3,8 +3,9 @@
     python benchmarks/quality/quality.py [--quick] [--json FILE] [--figure FILE] [--model NAME] [--ablations]
 
 Every pruner keeps 1/2, 1/4, 1/8 and 1/16 of a prompt (PrunedCache with the rest as the share to remove); besides them
-AdaKV and PyramidKV with SnapKV, SnapKV guided by a question that is known beforehand, IterativeCache of the same memory
-(chunks of a quarter of the prompt), and CenterOfGravity's positions. How a task reads and scores: parts/tasks.py.
+AdaKV and PyramidKV with SnapKV, GlobalTopK with pruners that need no question, SnapKV guided by a question that is
+known beforehand, IterativeCache of the same memory (chunks of a quarter of the prompt), and CenterOfGravity's
+positions. How a task reads and scores: parts/tasks.py.
 
 bits      bits per byte of held-out source text after a prompt of held-out source text; +bits: over the dense cache's,
           the mean of the differences on the same texts and its standard error, which is smaller than that of either
@@ -52,7 +53,7 @@ from benchmarks.quality.parts.measures import (
     tidy,
 )
 from benchmarks.quality.parts.tasks import Result, Task, measure, measure_guided
-from kvcompress import AdaKV, CompressedCache, IterativeCache, PrunedCache, PyramidKV, RemoteGap
+from kvcompress import AdaKV, CompressedCache, GlobalTopK, IterativeCache, PrunedCache, PyramidKV, RemoteGap
 from kvcompress.budgets import Budget
 from kvcompress.pruners import CenterOfGravity, Pruner
 
@@ -100,6 +101,9 @@ def methods(removed: tuple[float, ...], headroom: int) -> Iterator[Method]:
         for name in ("SnapKV", "SnapKV31"):
             yield Method(f"{name}/AdaKV", PRUNERS[name], share, AdaKV)
             yield Method(f"{name}/PyramidKV", PRUNERS[name], share, PyramidKV)
+        for name in ("Replay", "Successor", "KeyDiff"):
+            yield Method(f"{name}/GlobalTopK", PRUNERS[name], share, GlobalTopK)
+        yield Method("Replay/AdaKV", PRUNERS["Replay"], share, AdaKV)
         yield Method("SnapKV/guided", snap, share, guided=True)
         yield Method("IterativeCache/SnapKV", snap, share, iterative=True)
         yield Method("IterativeCache/SnapKV/guided", snap, share, iterative=True, guided=True)

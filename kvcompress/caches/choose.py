@@ -13,6 +13,7 @@ from ..positions import RotaryTables
 from ..pruners import Candidates, Pruner
 from ..pruners.base import marked
 from ..softmax import Softmax
+from .contest import Contest
 from .queries import RecentQueries
 from .rows import SideState
 
@@ -119,16 +120,22 @@ class Chooser(SideState):
 
     def note(self, queries: Tensor, counts: Sequence[int], guide: int) -> None:
         """Keeps queries [B, Hq, S, D] of counts[b] tokens, the guide's last, for scoring while decoding."""
-        if self.recent is not None and (S := queries.shape[2] - guide) > 0:
-            self.recent.add(queries[:, :, :S], [max(count - guide, 0) for count in counts])
+        if self.recent is None or (S := queries.shape[2] - guide) <= 0:
+            return
+        last = S if S == 1 or not self.pruner.accumulates else min(self.pruner.overlap, S)  # the others vote at once
+        if last:
+            queries = queries[:, :, S - last : S]
+            self.recent.add(queries, [min(max(count - guide, 0), last) for count in counts])
 
     # ---- what stays ----
 
     def choose(
-        self, offers: Offers, keep: Sequence[int | None], *, near: int = 0, fixed: list[int] | None = None
-    ) -> Choice:
-        """keep[b]: tokens per head that stay of a sequence, mean; None = all. near: last tokens that stay in any case.
-        fixed: first tokens of each row that stay in any case, of which the pruner has chosen before (append).
+        self, offers: Offers, keep: Sequence[int | None], *, number: int = 0, near: int = 0,
+        fixed: list[int] | None = None, contest: Contest | None = None,
+    ) -> Choice:  # fmt: skip
+        """keep[b]: tokens per head that stay of a sequence, mean; None = all. number: of the layer among those that
+        compress. near: last tokens that stay in any case. fixed: first tokens of each row that stay in any case, of
+        which the pruner has chosen before (append). contest: where layers share a budget, it says what stays.
 
         Running scores are counted. Raises RuntimeError for NaN scores, before anything is dropped.
         """
@@ -154,10 +161,9 @@ class Chooser(SideState):
                     self.whole[b], self.firsts[b] = False, min(self.firsts[b], tokens)
         for one in ranked:
             recent[one.b] = one.marks[2]
-        slots, kept = self._assembled(self._divided(ranked, offers), kept, offers)
+        slots, kept = self._assembled(self._divided(ranked, offers, number, contest), kept, offers)
         if self.recent is not None and self.pruner.accumulates:  # they have voted
-            for b in range(len(keep)):
-                self.recent.forget(b, self.pruner.overlap)
+            self.recent.vote(self.pruner.overlap)
         elif self.recent is not None and not self.pruner.one_frame:
             for b, stay in enumerate(recent):
                 if stay is not None:
@@ -250,7 +256,9 @@ class Chooser(SideState):
             _Ranked(b, scores[i], stay, sum(offers.counts(b)) - sum(gone), marks, fixed) for i, b in enumerate(some)
         ]
 
-    def _divided(self, ranked: list[_Ranked], offers: Offers) -> list[tuple[list[int], Tensor, Tensor | None]]:
+    def _divided(
+        self, ranked: list[_Ranked], offers: Offers, number: int, contest: Contest | None
+    ) -> list[tuple[list[int], Tensor, Tensor | None]]:
         """(sequences, indices int32 [n, Hkv, K] of what stays of them, how many count), of those alike at once."""
         alike: dict[tuple[int, int], list[_Ranked]] = {}
         for one in ranked:
@@ -266,13 +274,18 @@ class Chooser(SideState):
             if some[0].fixed is not None:
                 fixed = torch.tensor([one.fixed for one in some]).to(scores.device)[..., None]
                 ranks = ranks.masked_fill(torch.arange(T, device=scores.device) < fixed, float("inf"))
-            out.append(([one.b for one in some], *self._divide(ranks, keep, allowed)))
+            if contest is None:
+                out.append(([one.b for one in some], *self._divide(number, ranks, keep, allowed)))
+                continue
+            for one, own in zip(some, ranks, strict=True):
+                left = contest.enter(self.layer, one.b, own, lambda: nan_error(self.pruner, self.layer))
+                out.append(([one.b], left.slots[None], torch.tensor([left.kept])))
         return out
 
-    def _divide(self, ranks: Tensor, keep: int, allowed: int) -> tuple[Tensor, Tensor | None]:
+    def _divide(self, number: int, ranks: Tensor, keep: int, allowed: int) -> tuple[Tensor, Tensor | None]:
         """The budget's choice, with an error of NaN scores that says where they are."""
         try:
-            return self.budget.divide(ranks, keep, allowed)
+            return self.budget.divide_layer(number, ranks, keep, allowed)
         except RuntimeError as error:
             if "NaN" not in str(error):
                 raise

@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from .. import ops, planner
-from ..budgets import Budget, Uniform
+from ..budgets import Budget, GlobalTopK, Uniform
 from ..hf.facts import Facts
 from ..hf.method import Call, Pass
 from ..planner import Adaptive, Plan
@@ -73,6 +73,11 @@ class IterativeCache(CompressedCache):
         tokens = memory_size.tokens if isinstance(memory_size, Budget) else memory_size
         if tokens is None:
             raise ValueError(f"memory_size must be a number of tokens, got {memory_size}")
+        if isinstance(memory_size, GlobalTopK):
+            raise ValueError(
+                "memory_size must be divided over layers before they are read, got GlobalTopK; measure its shares as a "
+                "profile (kvcompress.analysis.shares), and give Profiled"
+            )
         self.adaptive = Adaptive() if schedule == "adaptive" else schedule if isinstance(schedule, Adaptive) else None
         self.memory_size, self.schedule = tokens, "adaptive" if isinstance(schedule, Adaptive) else schedule
         self.dynamic, self.initial_memory, self.dense_below = dynamic, initial_memory, dense_below
@@ -172,6 +177,11 @@ class IterativeCache(CompressedCache):
         return tuple(ops.divide_memory(len(layers) * mean, kept, stored, lowest=lowest, highest=most).tolist())
 
     # ---- reading ----
+
+    def adopt(self, decoder: Any, facts: Facts) -> None:
+        if self.facts is not facts:
+            super().adopt(decoder, facts)
+            self.policy.check_model(facts[layer.index] for layer in self.compressing)
 
     def check_guide(self) -> None:
         self.policy.check_guide()

@@ -153,7 +153,7 @@ class IterativeLayer(RepeatingLayer):
                 self.share[b] = iteration.memory[b][self.number]
                 candidates = sum(offers.counts(b)) // heads
                 keep[b] = self.share[b] if self.share[b] < candidates else None
-        choice = self.chooser.choose(offers, keep, fixed=held if self.reading.append else None)
+        choice = self.chooser.choose(offers, keep, number=self.number, fixed=held if self.reading.append else None)
         if self.reading.retention:
             stayed = choice.below(held).tolist()
             for b, valid in enumerate(offers.valid):

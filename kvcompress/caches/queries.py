@@ -16,15 +16,15 @@ VOTING = 16  # queries of decoded tokens that vote together
 class RecentQueries(SideState):
     """A ring of the last queries, before rotation: a pruner rotates them for the positions that their keys then have.
 
-    queries: [B, Hq, capacity, D] or None before the first. valid[b]: how many of the last ones are sequence b's own
-    tokens, without padding between them.
+    queries: [B, Hq, n, D] or None before the first; n is capacity, or less where few are held after a vote. valid[b]:
+    how many of the last ones are sequence b's own tokens, without padding between them.
     """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.queries: Tensor | None = None
         self.valid: list[int] = []
-        self._next = 0  # where the next query goes, modulo capacity
+        self._next = 0  # where the next query goes, modulo n
 
     @staticmethod
     def of(pruner: Pruner, every: int) -> RecentQueries | None:
@@ -46,6 +46,9 @@ class RecentQueries(SideState):
         B, Hq, S, D = queries.shape
         if self.queries is None:
             self.queries, self.valid = queries.new_zeros(B, Hq, self.capacity, D), [0] * B
+        elif (n := self.queries.shape[2]) < self.capacity:
+            self.queries = torch.nn.functional.pad(self.queries.roll(-self._next, 2), (0, 0, self.capacity - n, 0))
+            self._next = 0
         last = queries[:, :, -self.capacity :]
         if min(counts) < S:  # a sequence's own must have no padding between them
             self.queries, self._next = self._joined(last, [min(count, last.shape[2]) for count in counts]), 0
@@ -68,13 +71,19 @@ class RecentQueries(SideState):
     def get(self) -> tuple[Tensor, list[int]]:
         """(the last queries in order [B, Hq, n, D], how many of them are each sequence's own)."""
         assert self.queries is not None
-        places = (torch.arange(-self.held, 0, device=self.queries.device) + self._next) % self.capacity
+        places = (torch.arange(-self.held, 0, device=self.queries.device) + self._next) % self.queries.shape[2]
         return self.queries[:, :, places], list(self.valid)
 
     def forget(self, b: int, but: int) -> None:
         """Forgets all but the last queries of sequence b."""
         if self.valid:
             self.valid[b] = min(self.valid[b], but)
+
+    def vote(self, stay: int) -> None:
+        """They have voted: forgets all but the last `stay` of each sequence, and gives their memory back."""
+        self.valid = [min(held, stay) for held in self.valid]
+        self.queries = None if self.queries is None or not self.held else self.get()[0]
+        self._next = 0
 
     def select_batch(self, indices: list[int]) -> None:
         self.select(indices, len(self.valid))

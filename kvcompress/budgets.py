@@ -294,14 +294,14 @@ class GlobalTopK(Budget):
     have so far is cut to the budget, and the pages of what goes are free. What stays in the end is what one top-k over
     all scores would keep, and never is more held than the budget and one layer. Further calls are cut in the same way;
     until the last layer has had its turn, what the layers above held before comes on top.
-    Rows have lengths of their own (on the example model up to 3 times their mean), which a decoded token waits for:
+    Rows have lengths of their own (on the example model up to 6 times their mean), which a decoded token waits for:
     the longest row of a layer decides. Scores must mean the same in every layer: shares of attention do (Replay,
     Successor, SnapKV), cosines do (KeyDiff).
     Source: KVzip, section 3.3 (its non-uniform budget); the running form as in CAKE's cascade of layers.
     """
 
     size: Size
-    floor: float = 0.0
+    floor: float = 0.1
 
     def __post_init__(self) -> None:
         _check_size(self.size)

@@ -20,7 +20,6 @@ from kvcompress.pruners import (
     Replay,
     SnapKV,
     StreamingLLM,
-    Successor,
     WindowAttention,
 )
 
@@ -35,9 +34,7 @@ EVERY_PRUNER = [
     Random(),
     ExpectedAttention(future_positions=16),
     Replay(chunk=16, last=4),
-    Successor(last=4),
     KeyDiff(last=4),
-    KeyDiff.preset("paper"),
 ]
 EVERY_BUDGET = [20, 0.6, "48KiB", PyramidKV(20, window=4), AdaKV(20), AdaKV(PyramidKV(20, window=4), floor=0.5)]
 

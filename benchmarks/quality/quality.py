@@ -71,6 +71,7 @@ class Method:
     positions: str | RemoteGap = "original"
     guided: bool = False
     iterative: bool = False
+    page_size: int = 64
 
     def cache(self, model: PreTrainedModel, prompt_tokens: int) -> CompressedCache | DynamicCache:
         if self.removed is None:
@@ -78,7 +79,9 @@ class Method:
         if self.iterative:
             kept = max(round(prompt_tokens * (1 - self.removed)), 1)
             return IterativeCache(model.config, memory_size=kept, chunk_size=prompt_tokens // 4, pruner=self.pruner)
-        return PrunedCache(model.config, self.pruner, self.budget(self.removed), positions=self.positions)
+        return PrunedCache(
+            model.config, self.pruner, self.budget(self.removed), positions=self.positions, page_size=self.page_size
+        )
 
 
 SIZES = {
@@ -102,8 +105,8 @@ def methods(removed: tuple[float, ...], headroom: int) -> Iterator[Method]:
             yield Method(f"{name}/AdaKV", PRUNERS[name], share, AdaKV)
             yield Method(f"{name}/PyramidKV", PRUNERS[name], share, PyramidKV)
         for name in ("Replay", "Successor", "KeyDiff"):
-            yield Method(f"{name}/GlobalTopK", PRUNERS[name], share, GlobalTopK)
-        yield Method("Replay/AdaKV", PRUNERS["Replay"], share, AdaKV)
+            yield Method(f"{name}/GlobalTopK", PRUNERS[name], share, GlobalTopK, page_size=16)
+        yield Method("Replay/AdaKV", PRUNERS["Replay"], share, AdaKV, page_size=16)
         yield Method("SnapKV/guided", snap, share, guided=True)
         yield Method("IterativeCache/SnapKV", snap, share, iterative=True)
         yield Method("IterativeCache/SnapKV/guided", snap, share, iterative=True, guided=True)

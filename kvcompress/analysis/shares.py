@@ -20,7 +20,7 @@ def measure_profile(
     *,
     size: Size = 0.75,
     pruner: Pruner | None = None,
-    floor: float = 0.0,
+    floor: float = 0.1,
 ) -> BudgetProfile:
     """Reads texts as prompts under GlobalTopK(size, floor), and takes the mean of what each row then holds.
 

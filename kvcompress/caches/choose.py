@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..budgets import Budget
+from ..hf.facts import OutputLayer
 from ..positions import RotaryTables
 from ..pruners import Candidates, Pruner
 from ..pruners.base import marked
@@ -131,25 +132,28 @@ class Chooser(SideState):
 
     def choose(
         self, offers: Offers, keep: Sequence[int | None], *, number: int = 0, near: int = 0,
-        fixed: list[int] | None = None, contest: Contest | None = None,
+        fixed: list[int] | None = None, votes: list[bool] | None = None,
+        contest: Contest | None = None, output: OutputLayer | None = None,
     ) -> Choice:  # fmt: skip
         """keep[b]: tokens per head that stay of a sequence, mean; None = all. number: of the layer among those that
         compress. near: last tokens that stay in any case. fixed: first tokens of each row that stay in any case, of
-        which the pruner has chosen before (append). contest: where layers share a budget, it says what stays.
-
-        Running scores are counted. Raises RuntimeError for NaN scores, before anything is dropped.
+        which the pruner has chosen before (append). votes[b]: whether its queries are counted in running scores, None =
+        all are. contest: where layers share a budget, it says what stays. output: the layer's output projection, for
+        pruners that ask for it.
+        Raises RuntimeError for NaN scores, before anything is dropped.
         """
         ranked: list[_Ranked] = []
         recent: list[int | None] = [None if tokens is None else 0 for tokens in keep]
         kept = [count for b in range(len(keep)) for count in offers.counts(b)]
-        for some in self._alike(offers, keep, fixed):
+        votes = [True] * len(keep) if votes is None else votes
+        for some in self._alike(offers, keep, fixed, votes):
             first, tokens = some[0], keep[some[0]]
             rows = slice(offers.rows(first).start, offers.rows(some[-1]).stop)
             held = None if fixed is None else fixed[offers.rows(first)]
             counts = any(kept[rows]) and self.pruner.accumulates and tokens != 0
-            offer = self._offer(offers, some) if counts or tokens else None
+            offer = self._offer(offers, some, output) if counts or tokens else None
             if offer is not None and counts:
-                offer = self._counted(offer, rows, offers)
+                offer = self._counted(offer, rows, offers, votes[first])
             if held is not None and tokens and tokens <= sum(held) // len(held):
                 kept[rows] = held * len(some)  # memory is full
             elif tokens and offer is not None:
@@ -163,7 +167,7 @@ class Chooser(SideState):
             recent[one.b] = one.marks[2]
         slots, kept = self._assembled(self._divided(ranked, offers, number, contest), kept, offers)
         if self.recent is not None and self.pruner.accumulates:  # they have voted
-            self.recent.vote(self.pruner.overlap)
+            self.recent.vote(votes, self.pruner.overlap)
         elif self.recent is not None and not self.pruner.one_frame:
             for b, stay in enumerate(recent):
                 if stay is not None:
@@ -190,7 +194,9 @@ class Chooser(SideState):
             slots[torch.tensor(rows).to(slots.device), :width] = indices[:, :width]
         return slots, kept
 
-    def _alike(self, offers: Offers, keep: Sequence[int | None], fixed: list[int] | None) -> list[list[int]]:
+    def _alike(
+        self, offers: Offers, keep: Sequence[int | None], fixed: list[int] | None, votes: list[bool]
+    ) -> list[list[int]]:
         """Sequences that a pruner takes as one of more heads: all, where it can and they are alike, else each alone."""
         pruner, alone = self.pruner, [[b] for b in range(len(keep))]
         if len(keep) == 1 or not judges_by_head(pruner):
@@ -200,10 +206,10 @@ class Chooser(SideState):
             lengths, held = offers.lengths[offers.rows(b)], None if fixed is None else tuple(fixed[offers.rows(b)])
             place = (offers.positions[b], offers.in_sight[b]) if pruner.one_frame else (0, 0)
             seen = max(lengths), min(lengths), offers.valid[b], offers.guides[b], self.whole[b], self.firsts[b]
-            facts.add((tokens, held, *place, *seen))
+            facts.add((tokens, held, votes[b], *place, *seen))
         return [list(range(len(keep)))] if len(facts) == 1 else alone
 
-    def _offer(self, offers: Offers, some: list[int]) -> Candidates:
+    def _offer(self, offers: Offers, some: list[int], output: OutputLayer | None) -> Candidates:
         """What some sequences in a row offer, which are alike."""
         b, part = some[0], slice(some[0], some[-1] + 1)
         rows, valid, guide = slice(b * offers.heads, part.stop * offers.heads), offers.valid[b], offers.guides[b]
@@ -219,11 +225,12 @@ class Chooser(SideState):
             lengths=ragged, shortest=min(lengths), layer=self.layer, whole=self.whole[b],
             unrotated=offers.unrotated[part, :, last:].flatten(0, 1)[None], position=offers.positions[b],
             rotary=offers.rotary, key_rotary=offers.key_rotary, in_sight=offers.in_sight[b],
+            output=None if output is None else output.weights(),
             sums=None if offers.sums is None else offers.sums[part, :, last:].flatten(0, 1)[None],
         )  # fmt: skip
 
-    def _counted(self, offer: Candidates, rows: slice, offers: Offers) -> Candidates:
-        """The same with its running scores, to which its queries have added theirs."""
+    def _counted(self, offer: Candidates, rows: slice, offers: Offers, votes: bool) -> Candidates:
+        """The same with its running scores, to which its queries have added theirs where they vote."""
         if self.received is None or self.received.shape[1] < offer.count:
             wider = torch.zeros(len(offers.lengths), 2 * offer.count, device=offers.keys.device)
             if self.received is not None:
@@ -233,7 +240,7 @@ class Chooser(SideState):
             self.notes = torch.zeros(len(offers.lengths), offers.keys.shape[2], device=offers.keys.device)
         received = self.received[rows, : offer.count]
         offer = replace(offer, received=received, notes=None if self.notes is None else self.notes[rows])
-        if offer.queries.shape[2]:
+        if votes and offer.queries.shape[2]:
             received.copy_(self.pruner.carried(received, self.pruner.votes(offer)))
         return offer
 

@@ -13,6 +13,7 @@ from .. import ops, planner
 from ..budgets import Budget, GlobalTopK, Uniform
 from ..hf.facts import Facts
 from ..hf.method import Call, Pass
+from ..hf.outputs import output_layers
 from ..planner import Adaptive, Plan
 from ..pruners import Pruner
 from .base import CompressedCache, trained_length_of
@@ -182,6 +183,8 @@ class IterativeCache(CompressedCache):
         if self.facts is not facts:
             super().adopt(decoder, facts)
             self.policy.check_model(facts[layer.index] for layer in self.compressing)
+            if self.pruner.uses_output and not facts.outputs:
+                facts.outputs = output_layers(decoder, facts, [layer.index for layer in self.compressing])
 
     def check_guide(self) -> None:
         self.policy.check_guide()

@@ -10,6 +10,7 @@ from transformers import PreTrainedConfig
 from .. import planner
 from ..budgets import Budget, GlobalTopK, Size, Uniform
 from ..hf.facts import Facts
+from ..hf.outputs import output_layers
 from ..planner import Plan
 from ..positions import RemoteGap
 from ..pruners import Pruner
@@ -77,6 +78,8 @@ class PrunedCache(CompressedCache):
         if self.facts is not facts:
             super().adopt(decoder, facts)
             self.policy.check_model(facts[layer.index] for layer in self.compressing)
+            if self.pruner.uses_output and not facts.outputs:
+                facts.outputs = output_layers(decoder, facts, [layer.index for layer in self.compressing])
 
     def check_guide(self) -> None:
         self.policy.check_guide()

@@ -55,7 +55,7 @@ class PrunedLayer(PagedLayer):
         recent, facts, policy = self.chooser.recent, step.facts[self.index], self.policy
         one = step.columns == 1 and step.iteration is None
         if not one and recent is not None and step.contest is not None:
-            self.count_votes(facts)
+            self.count_votes(facts, [count > 0 for count in step.counts])
         elif not one and recent is not None:  # a new prompt finds no more than the budget
             self._compress(step, facts, slack=self._slack)
         out = self.attend_one(step, queries, keys, values, softmax)
@@ -202,12 +202,12 @@ class PrunedLayer(PagedLayer):
             self.next = [place - length for place, length in zip(self.next, guides, strict=True)]
         return guides
 
-    def count_votes(self, facts: LayerFacts) -> None:
-        """The queries that have come since the last vote, where the pruner accumulates."""
+    def count_votes(self, facts: LayerFacts, votes: list[bool] | None = None) -> None:
+        """The queries that have come since the last vote, where the pruner accumulates; votes: of which sequences."""
         recent = self.chooser.recent
         if self.policy.pruner.accumulates and recent is not None and recent.held:
             offers = self._offers(facts, *recent.get(), [0] * len(self.next))
-            self.chooser.choose(offers, [None] * len(self.next))
+            self.chooser.choose(offers, [None] * len(self.next), votes=votes)
 
     def _compress(self, step: CachePass, facts: LayerFacts, *, call: Tensor | None = None, slack: int) -> None:
         """Compresses what is held where it is over the budget. call: this call's queries; else the latest ones."""
@@ -238,7 +238,21 @@ class PrunedLayer(PagedLayer):
         slack, gap = self._slack if slack is None else slack, self.policy.gap
         near = 0 if gap is None else gap.near_length or 0
         keeps = self._keeps(offers, step, slack)
-        choice = self.chooser.choose(offers, keeps, near=near, number=self.number, contest=step.contest)
+        if step.columns == 1 and step.iteration is None:  # when a sequence votes, others have no say in
+            recent = self.chooser.recent
+            full = [recent is not None and held >= recent.capacity for held in offers.valid]
+            votes = [keep is not None or own for keep, own in zip(keeps, full, strict=True)]
+        else:
+            votes = [count > 0 for count in step.counts]
+        choice = self.chooser.choose(
+            offers,
+            keeps,
+            near=near,
+            number=self.number,
+            votes=votes,
+            contest=step.contest,
+            output=step.facts.outputs.get(self.index),
+        )
         if not held or choice.kept != offers.lengths:
             self._store(offers, choice, facts, held=held)
         if step.contest is not None:

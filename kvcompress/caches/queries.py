@@ -79,11 +79,14 @@ class RecentQueries(SideState):
         if self.valid:
             self.valid[b] = min(self.valid[b], but)
 
-    def vote(self, stay: int) -> None:
-        """They have voted: forgets all but the last `stay` of each sequence, and gives their memory back."""
-        self.valid = [min(held, stay) for held in self.valid]
-        self.queries = None if self.queries is None or not self.held else self.get()[0]
-        self._next = 0
+    def vote(self, voted: list[bool], stay: int) -> None:
+        """These sequences' queries have voted: forgets all but the last `stay` of each, and gives back the memory where
+        no more are held of any."""
+        if self.queries is None:
+            return
+        self.valid = [min(held, stay) if done else held for held, done in zip(self.valid, voted, strict=True)]
+        if self.held <= stay:
+            self.queries, self._next = self.get()[0] if self.held else None, 0
 
     def select_batch(self, indices: list[int]) -> None:
         self.select(indices, len(self.valid))

@@ -28,7 +28,8 @@ class Candidates:
     the next token; rotary, key_rotary: tables of the queries and of the keys (None = the same); in_sight: keys
     in sight when their frequencies were settled, None = position. sums: float32 [1, Hq, S], logarithm of
     the sum that each query's own causal softmax divides by; None = not known (see log_sums). notes: float32
-    [Hkv, D], what the pruner's votes write down of each head, zeros at first; None where it takes none.
+    [Hkv, D], what the pruner's votes write down of each head, zeros at first; None where it takes none. output: the
+    weights of the output projection [Hq, D, hidden], None where the pruner asks for none.
     """
 
     queries: Tensor
@@ -50,6 +51,7 @@ class Candidates:
     in_sight: int | None = None
     sums: Tensor | None = None
     notes: Tensor | None = None
+    output: Tensor | None = None
 
     @property
     def heads(self) -> int:
@@ -180,6 +182,7 @@ class Pruner(ABC):
     uses_values = False  # scores looks at candidates.values; without it they are None
     accumulates = False  # scores are carried on from call to call; the cache keeps them (see votes)
     overlap = 0  # of the queries that have voted, how many vote once more with those that follow them
+    uses_output = False  # scores looks at candidates.output
     uses_notes = False  # votes writes into candidates.notes, which the cache keeps
     uses_sums = False  # scores looks at candidates.log_sums(), which the prompt's own attention then notes
     by_head = False  # scores of a KV head look at no other: sequences alike are offered as one of more heads

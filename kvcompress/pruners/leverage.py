@@ -81,7 +81,7 @@ class Compactor(LeverageScore):
     chunk of `chunk` tokens, later ones included; summed over the queries, mean over the query heads of a KV head, times
     the value's norm, mean of 3 neighbours. The first num_sink_tokens and the last `last` stay and are left out of both.
     blending: how much leverage counts. scaled: False leaves the scale out of the logits.
-    preset("kvpress", removed) is kvpress's CompactorPress at that share to remove, which it takes as blending; its logits
+    preset("kvpress", removed) is its CompactorPress at that share to remove, which it takes as blending; its logits
     have no scale.
     Source: Compactor (Chari and Van Durme 2025, arXiv:2507.08143), section 3, in the form of kvpress.
     """

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import kvcompress
 from kvcompress import BudgetProfile, GlobalTopK, IterativeCache, Profiled, PrunedCache, prefill
-from kvcompress.analysis.shares import measure_profile
+from kvcompress.analysis import measure_profile
 from kvcompress.budgets import CacheShape
 from kvcompress.pruners import H2O, Replay, SnapKV
 

@@ -77,7 +77,7 @@ class IterativeCache(CompressedCache):
         if isinstance(memory_size, GlobalTopK):
             raise ValueError(
                 "memory_size must be divided over layers before they are read, got GlobalTopK; measure its shares as a "
-                "profile (kvcompress.analysis.shares), and give Profiled"
+                "profile (kvcompress.analysis.measure_profile), and give Profiled"
             )
         self.adaptive = Adaptive() if schedule == "adaptive" else schedule if isinstance(schedule, Adaptive) else None
         self.memory_size, self.schedule = tokens, "adaptive" if isinstance(schedule, Adaptive) else schedule

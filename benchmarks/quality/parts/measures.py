@@ -58,6 +58,12 @@ PRUNERS: dict[str, Pruner] = {
     "Replay": Replay(),
     "Successor": Successor(),
     "KeyDiff": KeyDiff(),
+    "KeyNorm": KeyNorm(),
+    "StreamingLLM": StreamingLLM(),
+    "WindowAttention": WindowAttention(),
+    "Random": Random(),
+}
+NAMED: dict[str, Pruner] = {  # in the whole run alone
     "KeyDiff/paper": KeyDiff.preset("paper"),
     "CriticalKV": CriticalKV(),
     "LagKV": LagKV.preset("kvpress"),
@@ -65,16 +71,12 @@ PRUNERS: dict[str, Pruner] = {
     "RKV": RKV(),
     "LeverageScore": LeverageScore(),
     "Compactor": Compactor(),
-    "KeyNorm": KeyNorm(),
-    "StreamingLLM": StreamingLLM(),
-    "WindowAttention": WindowAttention(),
-    "Random": Random(),
 }
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Prompts of each task, and tokens."""
+    """Prompts of each task, and tokens. named: with the pruners of NAMED."""
 
     length: int = 1024
     scored: int = 256
@@ -85,6 +87,7 @@ class Sizes:
     per_prompt: int = 8
     pairs_per_prompt: int = 20
     removed: tuple[float, ...] = (0.5, 0.75, 0.875, 0.9375)
+    named: bool = True
 
 
 AnySizes = TypeVar("AnySizes", bound=Sizes)

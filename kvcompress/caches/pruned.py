@@ -95,7 +95,8 @@ class PrunedCache(CompressedCache):
             end = max(place + count for place, count in zip(places, counts, strict=True))
             self.policy.check_behind(end, max(counts), (facts[layer.index] for layer in layers))
         step = super().open(facts, counts, columns, iteration)
-        if isinstance(self.budget, GlobalTopK) and self.compressing:
+        compresses = self.every is not None or columns > 1 or iteration is not None
+        if isinstance(self.budget, GlobalTopK) and compresses and self.compressing:
             step.contest = self._contest(self.budget, facts, len(counts))
         return step
 

@@ -3,7 +3,7 @@
 import torch  # noqa: F401  loads libtorch before the extension that needs it
 
 from . import analysis
-from .budgets import AdaKV, PyramidKV, Uniform
+from .budgets import AdaKV, GlobalTopK, PyramidKV, Uniform
 from .caches import (
     CompressedCache,
     IterativeCache,
@@ -21,18 +21,22 @@ from .planner import Adaptive, Plan, plan
 from .pod.cache import PoDCache
 from .positions import RemoteGap
 from .prefill import generate, prefill
+from .profiles import BudgetProfile, Profiled
 
 __version__ = "0.1.0"
 __all__ = [
     "AdaKV",
     "Adaptive",
     "AllLogits",
+    "BudgetProfile",
     "CompressedCache",
     "DMCCache",
+    "GlobalTopK",
     "IterativeCache",
     "Plan",
     "PoDCache",
     "PoolSettings",
+    "Profiled",
     "PrunedCache",
     "PyramidKV",
     "QuestCache",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import re
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -57,8 +58,7 @@ def _tokens_within(budget: Budget, size: str, length: int, shape: CacheShape) ->
     page = shape.page_size * shape.slot_nbytes + 8  # two entries of the block table, which grows by doubling
 
     def nbytes(mean: int) -> int:
-        pages = sum(budget._pages(tokens, shape) for tokens in budget._shares(mean, length, shape.layers))
-        return 4 * rows + page * pages
+        return 4 * rows + page * budget.all_pages(mean, length, shape)
 
     if nbytes(1) > allowed:
         raise ValueError(
@@ -116,9 +116,20 @@ class Budget(ABC):
         all K). Waits for the device at most once.
         """
 
+    def divide_layer(self, layer: int, ranks: Tensor, keep: int, allowed: int) -> tuple[Tensor, Tensor | None]:
+        """divide, of the layer of this number among those that compress."""
+        return self.divide(ranks, keep, allowed)
+
+    def check_rows(self, heads: Sequence[int]) -> None:  # noqa: B027  (most are for any model)
+        """Raises ValueError for a model whose layers that compress have so many KV heads, if it is not for it."""
+
     def _shares(self, mean: int, length: int, layers: int) -> list[int]:
         """Tokens per row of every layer."""
         return [self.layer_share(mean, length, j, layers) for j in range(layers)]
+
+    def all_pages(self, mean: int, length: int, shape: CacheShape) -> int:
+        """Most pages of all layers, before the next compression."""
+        return sum(self._pages(tokens, shape) for tokens in self._shares(mean, length, shape.layers))
 
     def _pages(self, tokens: int, shape: CacheShape) -> int:
         """Most pages of one layer whose rows hold so many tokens on average, before the next compression."""
@@ -244,9 +255,7 @@ class AdaKV(Budget):
             raise ValueError(f"inner must be a size, Uniform or PyramidKV, got {type(self.inner).__name__}")
         if not isinstance(self.inner, Budget):
             _check_size(self.inner)
-        number = isinstance(self.floor, (int, float)) and not isinstance(self.floor, bool)
-        if not number or not 0.0 <= self.floor <= 1.0:
-            raise ValueError(f"floor must be between 0 and 1, got {self.floor!r}")
+        _check_floor(self.floor)
 
     @property
     def _layers(self) -> Uniform | PyramidKV:
@@ -270,29 +279,98 @@ class AdaKV(Budget):
         return self._layers._shares(mean, length, layers)
 
     def _pages(self, tokens: int, shape: CacheShape) -> int:
-        """However the heads divide them: all rows but one end with a page of one token."""
-        held, others = shape.rows * (tokens + shape.growth), shape.rows - 1
-        return others + -(-(held - others) // shape.page_size)
+        return flat_pages(tokens, shape, shape.rows)
 
     def divide(self, ranks: Tensor, keep: int, allowed: int) -> tuple[Tensor, Tensor | None]:
-        *batch, heads, T = ranks.shape
-        ranks = ranks.reshape(-1, T)
-        sure = min(max(int(Fraction(repr(float(self.floor))) * keep), 1), keep)
-        if sure:
-            best = ops.select_topk(ranks, sure).long()
-            raised = ranks.gather(1, best)
-            ranks = ranks.scatter(1, best, torch.where(raised == float("-inf"), raised, float("inf")))
-        # token by token over the heads, so that ties go to all of them alike
-        layers = ranks.view(-1, heads, T).transpose(1, 2).flatten(1)
-        flat = ops.select_topk(layers, min(heads * keep, allowed)).long()
-        row = flat % heads + heads * torch.arange(len(layers), device=flat.device)[:, None]
-        row, order = row.flatten().sort(stable=True)
-        kept = torch.zeros(len(ranks), dtype=torch.long, device=row.device).scatter_add_(0, row, torch.ones_like(row))
-        places = torch.arange(len(row), device=row.device) - (kept.cumsum(0) - kept)[row]
-        counts = kept.to("cpu", torch.int32)
-        indices = torch.zeros(len(ranks), int(counts.max()), dtype=torch.int32, device=row.device)
-        indices[row, places] = (flat.flatten()[order] // heads).to(torch.int32)
-        return indices.view(*batch, heads, -1), counts.view(*batch, heads)
+        return flat_topk(ranks, keep, allowed, sure_tokens(self.floor, keep))
+
+
+@dataclass(frozen=True)
+class GlobalTopK(Budget):
+    """All rows of all layers share one budget: the best scores of a sequence stay, whatever layer and head they are in.
+
+    size: tokens per row, mean over layers and heads, as a number, a share to remove, or bytes. floor: share of that
+    which every row keeps in any case, as in AdaKV. Layers are compared as they are read: after each, what all of them
+    have so far is cut to the budget, and the pages of what goes are free. What stays in the end is what one top-k over
+    all scores would keep, and never is more held than the budget and one layer. Further calls are cut in the same way;
+    until the last layer has had its turn, what the layers above held before comes on top.
+    Rows have lengths of their own (on the example model up to 6 times their mean), which a decoded token waits for:
+    the longest row of a layer decides. Scores must mean the same in every layer: shares of attention do (Replay,
+    Successor, SnapKV), cosines do (KeyDiff).
+    Source: KVzip, section 3.3 (its non-uniform budget); the running form as in CAKE's cascade of layers.
+    """
+
+    size: Size
+    floor: float = 0.1
+
+    def __post_init__(self) -> None:
+        _check_size(self.size)
+        _check_floor(self.floor)
+
+    @property
+    def divides_layers(self) -> bool:
+        return True
+
+    @property
+    def tokens(self) -> int | None:
+        return self.size if isinstance(self.size, int) else None
+
+    def mean_tokens(self, length: int, shape: CacheShape) -> int:
+        return _mean_tokens(self, self.size, length, shape)
+
+    def layer_share(self, mean: int, length: int, layer: int, layers: int) -> int:
+        """What an even share is; the scores say the rest."""
+        return min(mean, length)
+
+    def all_pages(self, mean: int, length: int, shape: CacheShape) -> int:
+        return flat_pages(min(mean, length), shape, shape.layers * shape.rows)
+
+    def divide(self, ranks: Tensor, keep: int, allowed: int) -> tuple[Tensor, Tensor | None]:
+        """The same with the rows of all layers in place of one layer's heads."""
+        return flat_topk(ranks, keep, allowed, sure_tokens(self.floor, keep))
+
+
+def flat_pages(tokens: int, shape: CacheShape, rows: int) -> int:
+    """Most pages of rows of so many tokens, mean, however they divide them: all but one end with a page of one."""
+    held, others = rows * (tokens + shape.growth), rows - 1
+    return others + -(-(held - others) // shape.page_size)
+
+
+def _check_floor(floor: float) -> None:
+    number = isinstance(floor, (int, float)) and not isinstance(floor, bool)
+    if not number or not 0.0 <= floor <= 1.0:
+        raise ValueError(f"floor must be between 0 and 1, got {floor!r}")
+
+
+def sure_tokens(floor: float, keep: int) -> int:
+    """Tokens that every row keeps of a mean of `keep`: that share of it, as it is written, at least 1."""
+    return min(max(int(Fraction(repr(float(floor))) * keep), 1), keep)
+
+
+def raised(ranks: Tensor, sure: int) -> Tensor:
+    """ranks [..., T] with +inf for the best `sure` of each row, as far as they are not -inf."""
+    rows = ranks.flatten(0, -2)
+    best = ops.select_topk(rows, sure).long()
+    scores = rows.gather(1, best)
+    return rows.scatter(1, best, torch.where(scores == float("-inf"), scores, float("inf"))).view(ranks.shape)
+
+
+def flat_topk(ranks: Tensor, keep: int, allowed: int, sure: int) -> tuple[Tensor, Tensor]:
+    """The best of all rows of ranks [..., Hkv, T]: Hkv*keep of them, at most `allowed`, the best `sure` of each row in
+    any case. Returns (indices int32 [..., Hkv, K] rising, kept int32 [..., Hkv] on the CPU)."""
+    *batch, heads, T = ranks.shape
+    ranks = raised(ranks, sure).reshape(-1, T)
+    # token by token over the heads, so that ties go to all of them alike
+    layers = ranks.view(-1, heads, T).transpose(1, 2).flatten(1)
+    flat = ops.select_topk(layers, min(heads * keep, allowed)).long()
+    row = flat % heads + heads * torch.arange(len(layers), device=flat.device)[:, None]
+    row, order = row.flatten().sort(stable=True)
+    kept = torch.zeros(len(ranks), dtype=torch.long, device=row.device).scatter_add_(0, row, torch.ones_like(row))
+    places = torch.arange(len(row), device=row.device) - (kept.cumsum(0) - kept)[row]
+    counts = kept.to("cpu", torch.int32)
+    indices = torch.zeros(len(ranks), int(counts.max()), dtype=torch.int32, device=row.device)
+    indices[row, places] = (flat.flatten()[order] // heads).to(torch.int32)
+    return indices.view(*batch, heads, -1), counts.view(*batch, heads)
 
 
 def _topk(ranks: Tensor, keep: int) -> Tensor:

@@ -141,6 +141,11 @@ class RotaryTables:
         offsets = torch.tensor([[of[regime] * rows] for regime in regimes], dtype=torch.int32)
         return cos, sin, offsets.to(device)
 
+    @property
+    def follows_length(self) -> bool:
+        """Whether frequencies follow the number of keys in sight (dynamic), so that no position is too large."""
+        return "dynamic" in self._type
+
     def check_one_table(self, length: int) -> None:
         """Raises ValueError if `length` keys in sight have other frequencies: keys cannot move then."""
         if self._regime(length):
@@ -174,8 +179,15 @@ class RotaryTables:
 
     def move_back(self, x: Tensor, distance: Tensor, bound: int, length: int) -> Tensor:
         """Rotated x [B, H, T, D] moved to positions smaller by distance (int32 [B, T] below bound)."""
+        return self._moved(x, distance, bound, length, inverse=True)
+
+    def move_on(self, x: Tensor, distance: Tensor, bound: int, length: int) -> Tensor:
+        """The same to larger positions."""
+        return self._moved(x, distance, bound, length, inverse=False)
+
+    def _moved(self, x: Tensor, distance: Tensor, bound: int, length: int, *, inverse: bool) -> Tensor:
         cos, sin = self.tables(bound, length, x.device)
-        return ops.rope(x, cos / self.scaling, sin / self.scaling, distance, inverse=True)
+        return ops.rope(x, cos / self.scaling, sin / self.scaling, distance, inverse=inverse)
 
     def _apply(
         self, x: Tensor, positions: Tensor | None, bound: int, lengths: list[int], *, inverse: bool,
@@ -207,9 +219,9 @@ class NormedTables(RotaryTables):
     def step_tables(self, rows: int, lengths: list[int], device: torch.device) -> None:
         return None
 
-    def move_back(self, x: Tensor, distance: Tensor, bound: int, length: int) -> Tensor:
+    def _moved(self, x: Tensor, distance: Tensor, bound: int, length: int, *, inverse: bool) -> Tensor:
         weights = self._weights(x)
-        return (super().move_back(x.float() / weights, distance, bound, length) * weights).to(x.dtype)
+        return (super()._moved(x.float() / weights, distance, bound, length, inverse=inverse) * weights).to(x.dtype)
 
     def _apply(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         weights = self._weights(x)
@@ -228,7 +240,7 @@ class Unrotated(RotaryTables):
     def step_tables(self, rows: int, lengths: list[int], device: torch.device) -> tuple[None, None]:
         return None, None
 
-    def move_back(self, x: Tensor, distance: Tensor, bound: int, length: int) -> Tensor:
+    def _moved(self, x: Tensor, distance: Tensor, bound: int, length: int, *, inverse: bool) -> Tensor:
         return x
 
     def _apply(self, x: Tensor, *args: Any, without: int | None = None, **kwargs: Any) -> Tensor:

@@ -10,7 +10,7 @@ from helpers import attached, left_padded, random_ids
 
 import kvcompress
 from benchmarks.quality.parts.families_configurations import CONFIGURATIONS
-from kvcompress import AdaKV, IterativeCache, PrunedCache, RemoteGap, ops, prefill
+from kvcompress import AdaKV, GlobalTopK, IterativeCache, PrunedCache, RemoteGap, ops, prefill
 from kvcompress.caches.choose import judges_by_head
 from kvcompress.pruners import (
     H2O,
@@ -20,6 +20,7 @@ from kvcompress.pruners import (
     KeyNorm,
     Pruner,
     Random,
+    Replay,
     SnapKV,
     StreamingLLM,
 )
@@ -197,11 +198,12 @@ def test_values_are_gathered_only_for_pruners_that_look_at_them(uses_values, mon
     [
         lambda config: PrunedCache(config, SnapKV(window=4), 12, every=3),
         lambda config: PrunedCache(config, SnapKV(window=4), AdaKV(12, floor=0.0), every=3),
+        lambda config: PrunedCache(config, Replay(chunk=16, last=4), GlobalTopK(12), every=3),
         lambda config: PrunedCache(config, H2O(), 12, every=3, positions=RemoteGap(8, near_length=4, headroom=24)),
         lambda config: IterativeCache(config, memory_size=12, chunk_size=40, pruner=SnapKV(window=4)),
         lambda config: IterativeCache(config, memory_size=AdaKV(12), chunk_size=40, pruner=H2O(), every=4),
     ],
-    ids=["pruned", "adakv", "gap", "iterative", "iterative-adakv"],
+    ids=["pruned", "adakv", "global", "gap", "iterative", "iterative-adakv"],
 )
 @pytest.mark.parametrize("name", FAMILIES)
 @torch.no_grad()

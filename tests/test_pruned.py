@@ -14,8 +14,10 @@ from kvcompress.pruners import (
     TOVA,
     CenterOfGravity,
     ExpectedAttention,
+    KeyDiff,
     KeyNorm,
     Random,
+    Replay,
     SnapKV,
     StreamingLLM,
     WindowAttention,
@@ -31,6 +33,8 @@ EVERY_PRUNER = [
     KeyNorm(),
     Random(),
     ExpectedAttention(future_positions=16),
+    Replay(chunk=16, last=4),
+    KeyDiff(last=4),
 ]
 EVERY_BUDGET = [20, 0.6, "48KiB", PyramidKV(20, window=4), AdaKV(20), AdaKV(PyramidKV(20, window=4), floor=0.5)]
 
@@ -112,7 +116,7 @@ def test_what_the_definition_says(pruner, choose, every, positions):
 @pytest.mark.parametrize("budget", EVERY_BUDGET, ids=name_of)
 @pytest.mark.parametrize("pruner", EVERY_PRUNER, ids=name_of)
 def test_every_pruner_with_every_budget_keeps_what_the_budget_says(pruner, budget, positions):
-    if isinstance(pruner, ExpectedAttention) and positions != "original":
+    if pruner.one_frame and positions != "original":
         pytest.skip("judges keys of one segment only")
     model, ids = attached(), random_ids(61)
     cache = PrunedCache(model.config, pruner, budget, every=4, positions=positions, page_size=8)
@@ -229,7 +233,7 @@ def test_iterative_reading_with_every_pruner_and_budget(pruner, budget):
         model(ids[:, 79:83], past_key_values=cache)
     prefill(model, ids, cache)  # a further prompt
     assert sum(sum(row) for (row,) in cache.stored_lengths()) == 3 * 2 * 20
-    if not isinstance(pruner, ExpectedAttention):
+    if not pruner.one_frame:
         cache = IterativeCache(model.config, memory_size=budget, chunk_size=16, pruner=pruner, page_size=8, every=4)
         kvcompress.generate(model, ids, cache, max_new_tokens=20, do_sample=False)
         assert sum(sum(row) for (row,) in cache.stored_lengths()) < 3 * 2 * 24

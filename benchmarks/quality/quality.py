@@ -2,9 +2,10 @@
 
     python benchmarks/quality/quality.py [--quick] [--json FILE] [--figure FILE] [--model NAME] [--ablations]
 
-Every pruner keeps 1/2, 1/4, 1/8 and 1/16 of a prompt (PrunedCache with the rest as the share to remove); besides them
-AdaKV and PyramidKV with SnapKV, SnapKV guided by a question that is known beforehand, IterativeCache of the same memory
-(chunks of a quarter of the prompt), and CenterOfGravity's positions. How a task reads and scores: parts/tasks.py.
+Every pruner keeps 1/2, 1/4, 1/8 and 1/16 of a prompt (PrunedCache with the rest as the share to remove; some pruners
+in the whole run alone); besides them AdaKV and PyramidKV with SnapKV, GlobalTopK with pruners that need no question,
+SnapKV guided by a question that is known beforehand, IterativeCache of the same memory (chunks of a quarter of the
+prompt), and CenterOfGravity's positions. How a task reads and scores: parts/tasks.py.
 
 bits      bits per byte of held-out source text after a prompt of held-out source text; +bits: over the dense cache's,
           the mean of the differences on the same texts and its standard error, which is smaller than that of either
@@ -41,6 +42,7 @@ import kvcompress
 from benchmarks.common import load, parse_arguments, parser, print_table
 from benchmarks.quality.parts.figures import legend_below
 from benchmarks.quality.parts.measures import (
+    NAMED,
     PRUNERS,
     Sizes,
     answered,
@@ -52,7 +54,7 @@ from benchmarks.quality.parts.measures import (
     tidy,
 )
 from benchmarks.quality.parts.tasks import Result, Task, measure, measure_guided
-from kvcompress import AdaKV, CompressedCache, IterativeCache, PrunedCache, PyramidKV, RemoteGap
+from kvcompress import AdaKV, CompressedCache, GlobalTopK, IterativeCache, PrunedCache, PyramidKV, RemoteGap
 from kvcompress.budgets import Budget
 from kvcompress.pruners import CenterOfGravity, Pruner
 
@@ -70,6 +72,7 @@ class Method:
     positions: str | RemoteGap = "original"
     guided: bool = False
     iterative: bool = False
+    page_size: int = 64
 
     def cache(self, model: PreTrainedModel, prompt_tokens: int) -> CompressedCache | DynamicCache:
         if self.removed is None:
@@ -77,14 +80,25 @@ class Method:
         if self.iterative:
             kept = max(round(prompt_tokens * (1 - self.removed)), 1)
             return IterativeCache(model.config, memory_size=kept, chunk_size=prompt_tokens // 4, pruner=self.pruner)
-        return PrunedCache(model.config, self.pruner, self.budget(self.removed), positions=self.positions)
+        return PrunedCache(
+            model.config, self.pruner, self.budget(self.removed), positions=self.positions, page_size=self.page_size
+        )
 
 
 SIZES = {
     "full": Sizes(),
-    "quick": Sizes(texts=3, facts=4, later=2, pairs=2, removed=(0.75,)),
+    "quick": Sizes(texts=3, facts=4, later=2, pairs=2, removed=(0.75,), named=False),
     "tiny": Sizes(
-        length=256, scored=32, texts=2, facts=2, later=2, pairs=2, per_prompt=2, pairs_per_prompt=4, removed=(0.5,)
+        named=False,
+        length=256,
+        scored=32,
+        texts=2,
+        facts=2,
+        later=2,
+        pairs=2,
+        per_prompt=2,
+        pairs_per_prompt=4,
+        removed=(0.5,),
     ),
 }
 
@@ -92,14 +106,18 @@ SIZES = {
 # ---- what is measured ----
 
 
-def methods(removed: tuple[float, ...], headroom: int) -> Iterator[Method]:
+def methods(removed: tuple[float, ...], headroom: int, *, named: bool) -> Iterator[Method]:
+    """named: with the pruners of NAMED."""
     snap, gravity = PRUNERS["SnapKV"], PRUNERS["CenterOfGravity"]
     for share in removed:
-        for name, pruner in PRUNERS.items():
+        for name, pruner in (PRUNERS | (NAMED if named else {})).items():
             yield Method(name, pruner, share)
         for name in ("SnapKV", "SnapKV31"):
             yield Method(f"{name}/AdaKV", PRUNERS[name], share, AdaKV)
             yield Method(f"{name}/PyramidKV", PRUNERS[name], share, PyramidKV)
+        for name in ("Replay", "Successor", "KeyDiff"):
+            yield Method(f"{name}/GlobalTopK", PRUNERS[name], share, GlobalTopK, page_size=16)
+        yield Method("Replay/AdaKV", PRUNERS["Replay"], share, AdaKV, page_size=16)
         yield Method("SnapKV/guided", snap, share, guided=True)
         yield Method("IterativeCache/SnapKV", snap, share, iterative=True)
         yield Method("IterativeCache/SnapKV/guided", snap, share, iterative=True, guided=True)
@@ -181,7 +199,8 @@ def run(
     headroom = max(len(following) for task in tasks for following in task.following)
     snap = PRUNERS["SnapKV"]
     whole = [Method("dense", snap, None), Method("PrunedCache/whole", snap, 0.0)]
-    chosen = [m for m in (ablations(headroom) if ablation else methods(sizes.removed, headroom)) if only(m)]
+    every = ablations(headroom) if ablation else methods(sizes.removed, headroom, named=sizes.named)
+    chosen = [m for m in every if only(m)]
     rows: list[dict[str, Any]] = []
     dense: dict[str, Result] = {}
     with kvcompress.attach(model):

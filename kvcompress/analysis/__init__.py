@@ -1,5 +1,6 @@
 """`kvcompress analyze`: what a model says of how it can be compressed, before anything is trained."""
 
+from .shares import measure_profile
 from .statistics import AttentionStatistics, Estimate, attention
 
-__all__ = ["AttentionStatistics", "Estimate", "attention"]
+__all__ = ["AttentionStatistics", "Estimate", "attention", "measure_profile"]

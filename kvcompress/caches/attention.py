@@ -22,8 +22,15 @@ def prompt_attention(queries: Tensor, keys: Tensor, values: Tensor, lengths: lis
         return torch.nn.functional.scaled_dot_product_attention(
             queries, keys, values, attn_mask=causal_lower_right(S, T), scale=softmax.scale, enable_gqa=True
         )
-    ends = None if whole else torch.tensor(lengths, dtype=torch.int32).to(keys.device)
-    return ops.attention(queries, keys, values, lengths=ends, **softmax.options)[0]
+    return prompt_state(queries, keys, values, lengths, softmax)[0]
+
+
+def prompt_state(
+    queries: Tensor, keys: Tensor, values: Tensor, lengths: list[int], softmax: Softmax
+) -> tuple[Tensor, Tensor]:
+    """The same, with the logarithms of what its softmax divides by: float32 [B, Hq, S]."""
+    ends = None if min(lengths) == keys.shape[2] else torch.tensor(lengths, dtype=torch.int32).to(keys.device)
+    return ops.attention(queries, keys, values, lengths=ends, **softmax.options)
 
 
 def ragged_attention(queries: Tensor, keys: Tensor, values: Tensor, lengths: list[int], softmax: Softmax) -> Tensor:

@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 from ..budgets import Budget
+from ..hf.facts import OutputLayer
 from ..positions import RotaryTables
 from ..pruners import Candidates, Pruner
 from ..pruners.base import marked
 from ..softmax import Softmax
+from .contest import Contest
 from .queries import RecentQueries
 from .rows import SideState
 
@@ -24,7 +26,8 @@ class Offers:
     keys: [R, T, D], values: the same or None; rotated, a row for each sequence and KV head, of lengths[r] tokens.
     queries: [B, Hq, S, D] of the last S tokens as they meet those keys, unrotated: the same before rotation; valid[b]
     of them are sequence b's own. guides[b]: how many tokens are the guide's. positions[b]: that of the next token, the
-    guide aside. rotary: of the queries.
+    guide aside. rotary, key_rotary: of the queries and the keys; in_sight[b]: keys in sight when their frequencies were
+    settled. sums: float32 [B, Hq, S], logarithms of the sums of the queries' own softmax; None = not known.
     """
 
     keys: Tensor
@@ -36,7 +39,10 @@ class Offers:
     guides: list[int]
     positions: list[int]
     rotary: RotaryTables
+    key_rotary: RotaryTables
+    in_sight: list[int]
     softmax: Softmax
+    sums: Tensor | None = None
 
     @property
     def heads(self) -> int:
@@ -96,8 +102,8 @@ class Chooser(SideState):
     """Chooses for one layer, whose number is `layer`, and remembers what choosing needs.
 
     whole[b]: no token of a sequence was ever dropped. firsts[b]: first tokens of the prompt that are still its first
-    ones, where pruners keep them. received: float32 [R, capacity], running scores of pruners that accumulate. recent:
-    the latest queries, None where nobody will ask for them.
+    ones, where pruners keep them. received: float32 [R, capacity], running scores of pruners that accumulate. notes:
+    float32 [R, D], what they write down of each row. recent: the latest queries, None where nobody will ask for them.
     """
 
     def __init__(self, pruner: Pruner, budget: Budget, layer: int, every: int) -> None:
@@ -105,6 +111,7 @@ class Chooser(SideState):
         self.whole: list[bool] = []
         self.firsts: list[int] = []
         self.received: Tensor | None = None
+        self.notes: Tensor | None = None
         self.recent = RecentQueries.of(pruner, every)
 
     def begin(self, batch: int) -> None:
@@ -114,30 +121,39 @@ class Chooser(SideState):
 
     def note(self, queries: Tensor, counts: Sequence[int], guide: int) -> None:
         """Keeps queries [B, Hq, S, D] of counts[b] tokens, the guide's last, for scoring while decoding."""
-        if self.recent is not None and (S := queries.shape[2] - guide) > 0:
-            self.recent.add(queries[:, :, :S], [max(count - guide, 0) for count in counts])
+        if self.recent is None or (S := queries.shape[2] - guide) <= 0:
+            return
+        last = S if S == 1 or not self.pruner.accumulates else min(self.pruner.overlap, S)  # the others vote at once
+        if last:
+            queries = queries[:, :, S - last : S]
+            self.recent.add(queries, [min(max(count - guide, 0), last) for count in counts])
 
     # ---- what stays ----
 
     def choose(
-        self, offers: Offers, keep: Sequence[int | None], *, near: int = 0, fixed: list[int] | None = None
-    ) -> Choice:
-        """keep[b]: tokens per head that stay of a sequence, mean; None = all. near: last tokens that stay in any case.
-        fixed: first tokens of each row that stay in any case, of which the pruner has chosen before (append).
-
-        Running scores are counted. Raises RuntimeError for NaN scores, before anything is dropped.
+        self, offers: Offers, keep: Sequence[int | None], *, number: int = 0, near: int = 0,
+        fixed: list[int] | None = None, votes: list[bool] | None = None,
+        contest: Contest | None = None, output: OutputLayer | None = None,
+    ) -> Choice:  # fmt: skip
+        """keep[b]: tokens per head that stay of a sequence, mean; None = all. number: of the layer among those that
+        compress. near: last tokens that stay in any case. fixed: first tokens of each row that stay in any case, of
+        which the pruner has chosen before (append). votes[b]: whether its queries are counted in running scores, None =
+        all are. contest: where layers share a budget, it says what stays. output: the layer's output projection, for
+        pruners that ask for it.
+        Raises RuntimeError for NaN scores, before anything is dropped.
         """
         ranked: list[_Ranked] = []
         recent: list[int | None] = [None if tokens is None else 0 for tokens in keep]
         kept = [count for b in range(len(keep)) for count in offers.counts(b)]
-        for some in self._alike(offers, keep, fixed):
+        votes = [True] * len(keep) if votes is None else votes
+        for some in self._alike(offers, keep, fixed, votes):
             first, tokens = some[0], keep[some[0]]
             rows = slice(offers.rows(first).start, offers.rows(some[-1]).stop)
             held = None if fixed is None else fixed[offers.rows(first)]
             counts = any(kept[rows]) and self.pruner.accumulates and tokens != 0
-            offer = self._offer(offers, some) if counts or tokens else None
+            offer = self._offer(offers, some, output) if counts or tokens else None
             if offer is not None and counts:
-                offer = self._counted(offer, rows, offers)
+                offer = self._counted(offer, rows, offers, votes[first])
             if held is not None and tokens and tokens <= sum(held) // len(held):
                 kept[rows] = held * len(some)  # memory is full
             elif tokens and offer is not None:
@@ -149,9 +165,9 @@ class Chooser(SideState):
                     self.whole[b], self.firsts[b] = False, min(self.firsts[b], tokens)
         for one in ranked:
             recent[one.b] = one.marks[2]
-        slots, kept = self._assembled(self._divided(ranked, offers), kept, offers)
-        if self.recent is not None and self.pruner.accumulates:
-            self.recent.clear()  # they have voted
+        slots, kept = self._assembled(self._divided(ranked, offers, number, contest), kept, offers)
+        if self.recent is not None and self.pruner.accumulates:  # they have voted
+            self.recent.vote(votes, self.pruner.overlap)
         elif self.recent is not None and not self.pruner.one_frame:
             for b, stay in enumerate(recent):
                 if stay is not None:
@@ -178,7 +194,9 @@ class Chooser(SideState):
             slots[torch.tensor(rows).to(slots.device), :width] = indices[:, :width]
         return slots, kept
 
-    def _alike(self, offers: Offers, keep: Sequence[int | None], fixed: list[int] | None) -> list[list[int]]:
+    def _alike(
+        self, offers: Offers, keep: Sequence[int | None], fixed: list[int] | None, votes: list[bool]
+    ) -> list[list[int]]:
         """Sequences that a pruner takes as one of more heads: all, where it can and they are alike, else each alone."""
         pruner, alone = self.pruner, [[b] for b in range(len(keep))]
         if len(keep) == 1 or not judges_by_head(pruner):
@@ -186,12 +204,12 @@ class Chooser(SideState):
         facts = set()
         for b, tokens in enumerate(keep):
             lengths, held = offers.lengths[offers.rows(b)], None if fixed is None else tuple(fixed[offers.rows(b)])
-            place = offers.positions[b] if pruner.one_frame else 0
+            place = (offers.positions[b], offers.in_sight[b]) if pruner.one_frame else (0, 0)
             seen = max(lengths), min(lengths), offers.valid[b], offers.guides[b], self.whole[b], self.firsts[b]
-            facts.add((tokens, held, place, *seen))
+            facts.add((tokens, held, votes[b], *place, *seen))
         return [list(range(len(keep)))] if len(facts) == 1 else alone
 
-    def _offer(self, offers: Offers, some: list[int]) -> Candidates:
+    def _offer(self, offers: Offers, some: list[int], output: OutputLayer | None) -> Candidates:
         """What some sequences in a row offer, which are alike."""
         b, part = some[0], slice(some[0], some[-1] + 1)
         rows, valid, guide = slice(b * offers.heads, part.stop * offers.heads), offers.valid[b], offers.guides[b]
@@ -206,20 +224,25 @@ class Chooser(SideState):
             values=offers.values[None, rows, :T] if offers.values is not None and self.pruner.uses_values else None,
             lengths=ragged, shortest=min(lengths), layer=self.layer, whole=self.whole[b],
             unrotated=offers.unrotated[part, :, last:].flatten(0, 1)[None], position=offers.positions[b],
-            rotary=offers.rotary,
+            rotary=offers.rotary, key_rotary=offers.key_rotary, in_sight=offers.in_sight[b],
+            output=None if output is None else output.weights(),
+            sums=None if offers.sums is None else offers.sums[part, :, last:].flatten(0, 1)[None],
         )  # fmt: skip
 
-    def _counted(self, offer: Candidates, rows: slice, offers: Offers) -> Candidates:
-        """The same with its running scores, to which its queries have added theirs."""
+    def _counted(self, offer: Candidates, rows: slice, offers: Offers, votes: bool) -> Candidates:
+        """The same with its running scores, to which its queries have added theirs where they vote."""
         if self.received is None or self.received.shape[1] < offer.count:
             wider = torch.zeros(len(offers.lengths), 2 * offer.count, device=offers.keys.device)
             if self.received is not None:
                 wider[:, : self.received.shape[1]] = self.received
             self.received = wider
-        sums = self.received[rows, : offer.count]
-        if offer.queries.shape[2]:
-            sums += self.pruner.votes(offer)
-        return replace(offer, received=sums)
+        if self.pruner.uses_notes and self.notes is None:
+            self.notes = torch.zeros(len(offers.lengths), offers.keys.shape[2], device=offers.keys.device)
+        received = self.received[rows, : offer.count]
+        offer = replace(offer, received=received, notes=None if self.notes is None else self.notes[rows])
+        if votes and offer.queries.shape[2]:
+            received.copy_(self.pruner.carried(received, self.pruner.votes(offer)))
+        return offer
 
     def _ranked(
         self, offer: Candidates, some: list[int], offers: Offers, keep: int, near: int, fixed: list[int] | None
@@ -240,7 +263,9 @@ class Chooser(SideState):
             _Ranked(b, scores[i], stay, sum(offers.counts(b)) - sum(gone), marks, fixed) for i, b in enumerate(some)
         ]
 
-    def _divided(self, ranked: list[_Ranked], offers: Offers) -> list[tuple[list[int], Tensor, Tensor | None]]:
+    def _divided(
+        self, ranked: list[_Ranked], offers: Offers, number: int, contest: Contest | None
+    ) -> list[tuple[list[int], Tensor, Tensor | None]]:
         """(sequences, indices int32 [n, Hkv, K] of what stays of them, how many count), of those alike at once."""
         alike: dict[tuple[int, int], list[_Ranked]] = {}
         for one in ranked:
@@ -256,13 +281,18 @@ class Chooser(SideState):
             if some[0].fixed is not None:
                 fixed = torch.tensor([one.fixed for one in some]).to(scores.device)[..., None]
                 ranks = ranks.masked_fill(torch.arange(T, device=scores.device) < fixed, float("inf"))
-            out.append(([one.b for one in some], *self._divide(ranks, keep, allowed)))
+            if contest is None:
+                out.append(([one.b for one in some], *self._divide(number, ranks, keep, allowed)))
+                continue
+            for one, own in zip(some, ranks, strict=True):
+                left = contest.enter(self.layer, one.b, own, lambda: nan_error(self.pruner, self.layer))
+                out.append(([one.b], left.slots[None], torch.tensor([left.kept])))
         return out
 
-    def _divide(self, ranks: Tensor, keep: int, allowed: int) -> tuple[Tensor, Tensor | None]:
+    def _divide(self, number: int, ranks: Tensor, keep: int, allowed: int) -> tuple[Tensor, Tensor | None]:
         """The budget's choice, with an error of NaN scores that says where they are."""
         try:
-            return self.budget.divide(ranks, keep, allowed)
+            return self.budget.divide_layer(number, ranks, keep, allowed)
         except RuntimeError as error:
             if "NaN" not in str(error):
                 raise

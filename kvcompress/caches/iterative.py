@@ -10,9 +10,10 @@ import torch
 from transformers import PreTrainedConfig
 
 from .. import ops, planner
-from ..budgets import Budget, Uniform
+from ..budgets import Budget, GlobalTopK, Uniform
 from ..hf.facts import Facts
 from ..hf.method import Call, Pass
+from ..hf.outputs import output_layers
 from ..planner import Adaptive, Plan
 from ..pruners import Pruner
 from .base import CompressedCache, trained_length_of
@@ -73,6 +74,11 @@ class IterativeCache(CompressedCache):
         tokens = memory_size.tokens if isinstance(memory_size, Budget) else memory_size
         if tokens is None:
             raise ValueError(f"memory_size must be a number of tokens, got {memory_size}")
+        if isinstance(memory_size, GlobalTopK):
+            raise ValueError(
+                "memory_size must be divided over layers before they are read, got GlobalTopK; measure its shares as a "
+                "profile (kvcompress.analysis.measure_profile), and give Profiled"
+            )
         self.adaptive = Adaptive() if schedule == "adaptive" else schedule if isinstance(schedule, Adaptive) else None
         self.memory_size, self.schedule = tokens, "adaptive" if isinstance(schedule, Adaptive) else schedule
         self.dynamic, self.initial_memory, self.dense_below = dynamic, initial_memory, dense_below
@@ -173,6 +179,13 @@ class IterativeCache(CompressedCache):
 
     # ---- reading ----
 
+    def adopt(self, decoder: Any, facts: Facts) -> None:
+        if self.facts is not facts:
+            super().adopt(decoder, facts)
+            self.policy.check_model(facts[layer.index] for layer in self.compressing)
+            if self.pruner.uses_output and not facts.outputs:
+                facts.outputs = output_layers(decoder, facts, [layer.index for layer in self.compressing])
+
     def check_guide(self) -> None:
         self.policy.check_guide()
 
@@ -193,6 +206,8 @@ class IterativeCache(CompressedCache):
             pages += heads * self.pool_settings.blocks(held)
         if isinstance(self.budget, Uniform) and self.adaptive is None:
             self.pool_settings.check(pages)
+        longest = max((chunk for plan in plans for chunk in plan.chunks), default=0)
+        self.policy.check_behind(max(contexts), longest, (facts[layer.index] for layer in layers))
         self._note_context(max(contexts))
         for layer in layers:
             layer.begin_prompt(facts[layer.index], self.read)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..hf.facts import LayerFacts
+from ..hf.facts import LayerFacts, OutputLayer
 from ..softmax import Softmax
 from .attention import prompt_attention, ragged_attention
 from .choose import Choice, Chooser, Offers
@@ -134,16 +134,19 @@ class IterativeLayer(RepeatingLayer):
                 self.chooser.note(queries, counts, iteration.guide_length)
             ends = [total - guide for total, guide in zip(totals, guides, strict=True)]
             offers = Offers(
-                k, joined.values, joined.held, q, queries, list(counts), guides, ends, facts.query_rotary, softmax
+                k, joined.values, joined.held, q, queries, list(counts), guides, ends, facts.query_rotary,
+                facts.key_rotary, in_sight, softmax,
+            )  # fmt: skip
+            self._pending = _Pending(
+                joined, self._choose(offers, before, iteration, step.facts.outputs.get(self.index))
             )
-            self._pending = _Pending(joined, self._choose(offers, before, iteration))
             if self.reading.prune == "layer":
                 self.prune()
 
         step.lend_view(self.index, lambda x, softmax: seen(rotated(x), softmax), after)
         return out
 
-    def _choose(self, offers: Offers, held: list[int], iteration: Iteration) -> Choice:
+    def _choose(self, offers: Offers, held: list[int], iteration: Iteration, output: OutputLayer | None) -> Choice:
         B, heads = len(offers.valid), offers.heads
         self.retained, self.share = self.retained or [[] for _ in range(B)], self.share or [0] * B
         keep: list[int | None] = [None] * B
@@ -152,7 +155,9 @@ class IterativeLayer(RepeatingLayer):
                 self.share[b] = iteration.memory[b][self.number]
                 candidates = sum(offers.counts(b)) // heads
                 keep[b] = self.share[b] if self.share[b] < candidates else None
-        choice = self.chooser.choose(offers, keep, fixed=held if self.reading.append else None)
+        choice = self.chooser.choose(
+            offers, keep, number=self.number, fixed=held if self.reading.append else None, output=output
+        )
         if self.reading.retention:
             stayed = choice.below(held).tolist()
             for b, valid in enumerate(offers.valid):

@@ -12,6 +12,7 @@ from torch import Tensor
 from ..hf.facts import Facts
 from ..hf.method import Pass
 from ..softmax import Softmax
+from .contest import Contest
 
 View = Callable[[Tensor, Softmax], Tensor]  # attention of un-rotated queries to what a layer holds in this pass
 
@@ -38,6 +39,7 @@ class CachePass(Pass):
         self.facts, self.layers = facts, layers
         self.counts, self.columns, self.iteration = tuple(counts), columns, iteration
         self.read: tuple[int, ...] = ()  # tokens of each sequence before this pass, where the cache counts them
+        self.contest: Contest | None = None  # where layers share a budget
         self.lent: dict[int, Any] = {}  # what layers lend to others above them in this pass
         self._views: dict[int, tuple[View, Callable[[], None] | None]] = {}
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..budgets import AdaKV, Budget, CacheShape, Size, as_budget
+from ..budgets import AdaKV, Budget, CacheShape, GlobalTopK, Size, as_budget
+from ..hf.facts import LayerFacts
 from ..positions import RemoteGap
 from ..pruners import Pruner, SnapKV
 from .store import PoolSettings
@@ -64,6 +66,8 @@ class Policy:
         gap = _gap_of(positions)
         if gap is not None and pruner.one_frame:
             raise ValueError(f"positions must be 'original' with {type(pruner).__name__}, got {positions!r}")
+        if gap is not None and isinstance(budget, GlobalTopK):
+            raise ValueError(f"positions must be 'original' with GlobalTopK, got {positions!r}")
         policy = Policy(
             pruner, as_budget(budget), pool, trained_length, every=every or 0, growth=max(every or 0, chunk_size or 0),
             prompts=prompts, gap=gap, bounded=isinstance(positions, RemoteGap),
@@ -90,6 +94,23 @@ class Policy:
         return self.gap.blank(
             compressed, near, self.growth, self.trained_length, warn=lambda text: self.notices.give("gap", text)
         )
+
+    def check_behind(self, end: int, tokens: int, layers: Iterable[LayerFacts]) -> None:
+        """Raises ValueError where the pruner asks the queries of a call of so many tokens, which ends at position end,
+        behind it, and the model does not know those positions. layers: those that compress."""
+        behind = self.pruner.positions_behind(tokens)
+        limited = any(facts.rotates and not facts.query_rotary.follows_length for facts in layers)
+        if behind and limited and end + behind > self.trained_length:
+            name = type(self.pruner).__name__
+            raise ValueError(
+                f"{name} asks queries again at {behind} positions behind the {end} that are in sight, but the model "
+                f"was trained for {self.trained_length}; use {name} with a smaller chunk, or read less at once "
+                "(IterativeCache)"
+            )
+
+    def check_model(self, layers: Iterable[LayerFacts]) -> None:
+        """Raises ValueError if the budget is not for a model of these layers, those that compress."""
+        self.budget.check_rows([facts.kv_heads for facts in layers])
 
     def check_guide(self) -> None:
         if not self.pruner.uses_guide:

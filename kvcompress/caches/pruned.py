@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from transformers import PreTrainedConfig
 
 from .. import planner
-from ..budgets import Budget, Size, Uniform
+from ..budgets import Budget, GlobalTopK, Size, Uniform
 from ..hf.facts import Facts
+from ..hf.outputs import output_layers
 from ..planner import Plan
 from ..positions import RemoteGap
 from ..pruners import Pruner
 from .base import CompressedCache, trained_length_of
+from .contest import Contest
 from .passes import CachePass, Iteration
 from .policy import Policy
 from .pruned_layer import PrunedLayer
@@ -25,7 +28,7 @@ class PrunedCache(CompressedCache):
     config: the model's config. pruner: any of kvcompress.pruners (default SnapKV()). budget: how many tokens each row
     (a KV head of a layer) keeps: tokens (int), the share to remove (float), bytes of all pages and their tables
     ("512MiB"; what a pruner keeps besides, the latest queries or running scores, comes on top and counts in nbytes), or
-    a Budget that divides them over layers and heads (PyramidKV, AdaKV); None = the pruner's own.
+    a Budget that divides them over layers and heads (PyramidKV, AdaKV, GlobalTopK); None = the pruner's own.
     every: None compresses after calls of several tokens alone (prompts, further turns); k also while decoding, when a
     row has grown by k tokens over its budget. positions: "original" (kept tokens stay where they were), "contiguous"
     (numbered anew without holes) or a RemoteGap. chunk_size: tokens that `prefill` reads at a time, each chunk followed
@@ -71,6 +74,13 @@ class PrunedCache(CompressedCache):
         if self.chunk_size is not None or not all(all(layer.chooser.whole) for layer in self.compressing):
             self.trim()  # pages that held a chunk before it was pruned
 
+    def adopt(self, decoder: Any, facts: Facts) -> None:
+        if self.facts is not facts:
+            super().adopt(decoder, facts)
+            self.policy.check_model(facts[layer.index] for layer in self.compressing)
+            if self.pruner.uses_output and not facts.outputs:
+                facts.outputs = output_layers(decoder, facts, [layer.index for layer in self.compressing])
+
     def check_guide(self) -> None:
         self.policy.check_guide()
 
@@ -80,7 +90,24 @@ class PrunedCache(CompressedCache):
             # with the same number of tokens everywhere all layers are alike
             for layer in layers[:1] if isinstance(self.budget, Uniform) else layers:
                 self._check_positions(layer, counts)
-        return super().open(facts, counts, columns, iteration)
+        if columns > 1 and (layers := self.compressing):
+            places = layers[0].next or [0] * len(counts)
+            end = max(place + count for place, count in zip(places, counts, strict=True))
+            self.policy.check_behind(end, max(counts), (facts[layer.index] for layer in layers))
+        step = super().open(facts, counts, columns, iteration)
+        compresses = self.every is not None or columns > 1 or iteration is not None
+        if isinstance(self.budget, GlobalTopK) and compresses and self.compressing:
+            step.contest = self._contest(self.budget, facts, len(counts))
+        return step
+
+    def _contest(self, budget: GlobalTopK, facts: Facts, batch: int) -> Contest:
+        layers, held = self.compressing, [0] * batch
+        for layer in layers:
+            if layer.pool is not None:
+                bounds, heads = layer.pool.bounds, layer.heads
+                held = [n + sum(bounds[b * heads : (b + 1) * heads]) for b, n in enumerate(held)]
+        rows = sum(facts[layer.index].kv_heads for layer in layers)
+        return Contest(held, rows, budget.floor, trims=layers[0].pool is None)
 
     def _check_positions(self, layer: PrunedLayer, counts: Sequence[int]) -> None:
         """Refuses, or warns of, positions beyond the trained length, before any layer has changed."""

@@ -10,8 +10,9 @@ from torch import Tensor
 from .. import ops
 from ..hf.facts import LayerFacts
 from ..softmax import Softmax
-from .attention import prompt_attention
+from .attention import prompt_attention, prompt_state
 from .choose import Choice, Chooser, Offers
+from .contest import Left
 from .far import FarSegment, Ranks
 from .paged import PagedLayer, step_positions
 from .passes import CachePass
@@ -53,7 +54,9 @@ class PrunedLayer(PagedLayer):
             return self._read_first(step, queries, keys, values, softmax)
         recent, facts, policy = self.chooser.recent, step.facts[self.index], self.policy
         one = step.columns == 1 and step.iteration is None
-        if not one and recent is not None:  # a new prompt finds no more than the budget
+        if not one and recent is not None and step.contest is not None:
+            self.count_votes(facts, [count > 0 for count in step.counts])
+        elif not one and recent is not None:  # a new prompt finds no more than the budget
             self._compress(step, facts, slack=self._slack)
         out = self.attend_one(step, queries, keys, values, softmax)
         view = None if out is not None else self.append(step, keys, values)
@@ -110,13 +113,17 @@ class PrunedLayer(PagedLayer):
         self._count(counts)
         self.chooser.note(queries, counts, step.guide_length)
         q = rotated(queries)
-        out = prompt_attention(q, k, values, list(counts), softmax)
+        sums = None
+        if self.policy.pruner.uses_sums:
+            out, sums = prompt_state(q, k, values, list(counts), softmax)
+        else:
+            out = prompt_attention(q, k, values, list(counts), softmax)
 
         def after() -> None:
             guides = self._without_guide(step)
             offers = Offers(
                 k.flatten(0, 1), values.flatten(0, 1), self._per_row(counts), q, queries, list(counts), guides,
-                list(self.next), facts.query_rotary, softmax,
+                list(self.next), facts.query_rotary, facts.key_rotary, lengths, softmax, sums,
             )  # fmt: skip
             self.settle(offers, step, facts, held=False)
 
@@ -160,15 +167,26 @@ class PrunedLayer(PagedLayer):
         assert self.pool is not None
         if slack == NEVER:
             return False
+        if step.contest is not None:
+            return any(self._contested(step, b, slack) is not None for b in range(len(self.next)))
         heads, bounds = self.heads, self.pool.bounds
         held = [sum(bounds[b * heads : (b + 1) * heads]) // heads for b in range(len(self.next))]
         return any(tokens >= self.keep_of(b, step.compressing) + slack for b, tokens in enumerate(held))
+
+    def _contested(self, step: CachePass, b: int, slack: int) -> int | None:
+        """Tokens per head that sequence b keeps where layers share a budget, mean over all; None = all that it has."""
+        assert step.contest is not None
+        return step.contest.keep(b, self.keep_of(b, step.compressing), step.kept[b], slack)
 
     def _keeps(self, offers: Offers, step: CachePass, slack: int) -> list[int | None]:
         """What each sequence is to keep; None = all that it has."""
         keeps: list[int | None] = []
         one = step.columns == 1 and step.iteration is None
         for b, valid in enumerate(offers.valid):
+            if step.contest is not None:
+                due_to = self._contested(step, b, slack) if slack != NEVER else None
+                keeps.append(due_to if valid > 0 or self.policy.pruner.accumulates else None)
+                continue
             count = sum(offers.counts(b)) // offers.heads
             keep = self.keep_of(b, step.compressing) if count > 0 and slack != NEVER else count
             # a sequence that has no tokens in a call of several goes on as if there had been no call
@@ -184,12 +202,12 @@ class PrunedLayer(PagedLayer):
             self.next = [place - length for place, length in zip(self.next, guides, strict=True)]
         return guides
 
-    def count_votes(self, facts: LayerFacts) -> None:
-        """The queries that have come since the last vote, where the pruner accumulates."""
+    def count_votes(self, facts: LayerFacts, votes: list[bool] | None = None) -> None:
+        """The queries that have come since the last vote, where the pruner accumulates; votes: of which sequences."""
         recent = self.chooser.recent
         if self.policy.pruner.accumulates and recent is not None and recent.held:
             offers = self._offers(facts, *recent.get(), [0] * len(self.next))
-            self.chooser.choose(offers, [None] * len(self.next))
+            self.chooser.choose(offers, [None] * len(self.next), votes=votes)
 
     def _compress(self, step: CachePass, facts: LayerFacts, *, call: Tensor | None = None, slack: int) -> None:
         """Compresses what is held where it is over the budget. call: this call's queries; else the latest ones."""
@@ -219,9 +237,41 @@ class PrunedLayer(PagedLayer):
         tokens. held: what is offered are the pool's slots."""
         slack, gap = self._slack if slack is None else slack, self.policy.gap
         near = 0 if gap is None else gap.near_length or 0
-        choice = self.chooser.choose(offers, self._keeps(offers, step, slack), near=near)
+        keeps = self._keeps(offers, step, slack)
+        if step.columns == 1 and step.iteration is None:  # when a sequence votes, others have no say in
+            recent = self.chooser.recent
+            full = [recent is not None and held >= recent.capacity for held in offers.valid]
+            votes = [keep is not None or own for keep, own in zip(keeps, full, strict=True)]
+        else:
+            votes = [count > 0 for count in step.counts]
+        choice = self.chooser.choose(
+            offers,
+            keeps,
+            near=near,
+            number=self.number,
+            votes=votes,
+            contest=step.contest,
+            output=step.facts.outputs.get(self.index),
+        )
         if not held or choice.kept != offers.lengths:
             self._store(offers, choice, facts, held=held)
+        if step.contest is not None:
+            for index, left in step.contest.lost().items():
+                step.layers[index].lose(left, trim=step.contest.trims)
+
+    def lose(self, left: dict[int, Left], *, trim: bool) -> None:
+        """Keeps what other layers of the same pass have left of it, of some sequences. trim: gives free pages back."""
+        pool, heads = self.pool, self.heads
+        assert pool is not None
+        kept = list(pool.counts)
+        for b, own in left.items():
+            kept[b * heads : (b + 1) * heads] = own.kept
+        slots = torch.arange(max(kept), dtype=torch.int32, device=pool.lengths.device).repeat(len(kept), 1)
+        for b, own in left.items():
+            slots[b * heads : (b + 1) * heads, : own.slots.shape[1]] = own.slots
+        self._compact(Choice(slots, kept, [None] * len(self.next)))
+        if trim:
+            pool.trim()
 
     @property
     def _slack(self) -> int:
@@ -245,21 +295,19 @@ class PrunedLayer(PagedLayer):
                 keys, seen = self.far.both(keys, queries, seen, ranks, self.policy, facts.query_rotary)
         return Offers(
             keys, values[0] if values else None, list(pool.counts), seen, queries, valid, guides, list(self.next),
-            facts.query_rotary, self.softmax,
+            facts.query_rotary, facts.key_rotary, self.rope_lengths, self.softmax,
         )  # fmt: skip
 
     def _store(self, offers: Offers, choice: Choice, facts: LayerFacts, *, held: bool) -> None:
         """Makes the chosen slots what the pool holds. held: they are slots of the pool."""
         pool, policy, kept = self.pool, self.policy, choice.kept
         assert pool is not None
+        if held and policy.gap is None:
+            self._compact(choice)
+            return
         device, heads, whole = pool.lengths.device, self.heads, self.chooser.whole
         counts = torch.tensor(kept, dtype=torch.int32).to(device)
-        places = torch.tensor(self._per_row(self.next), dtype=torch.int32).to(device)
-        self.chooser.follow(choice)
-        shift, self.shift = self.shift, None if all(whole) else places - counts
-        if held and policy.gap is None:
-            pool.compact(choice.slots.contiguous(), kept)
-            return
+        shift = self._moved(choice)
         keys, values = pool.gather(max(pool.counts)) if held else (offers.keys, offers.values)
         assert values is not None
         # the pool takes right-aligned tokens
@@ -279,6 +327,22 @@ class PrunedLayer(PagedLayer):
             pool.rewrite(rows, kept)
         else:
             pool.append(rows, kept)
+
+    def _compact(self, choice: Choice) -> None:
+        """Makes the chosen slots of the pool what it holds, where they stand."""
+        assert self.pool is not None
+        self._moved(choice)
+        self.pool.compact(choice.slots.contiguous(), choice.kept)
+
+    def _moved(self, choice: Choice) -> Tensor | None:
+        """The shift so far. What is noted of the chosen tokens follows them, and shift says where they stand."""
+        assert self.pool is not None
+        device, shift = self.pool.lengths.device, self.shift
+        counts = torch.tensor(choice.kept, dtype=torch.int32).to(device)
+        places = torch.tensor(self._per_row(self.next), dtype=torch.int32).to(device)
+        self.chooser.follow(choice)
+        self.shift = None if all(self.chooser.whole) else places - counts
+        return shift
 
     # ---- limits ----
 

@@ -16,21 +16,21 @@ VOTING = 16  # queries of decoded tokens that vote together
 class RecentQueries(SideState):
     """A ring of the last queries, before rotation: a pruner rotates them for the positions that their keys then have.
 
-    queries: [B, Hq, capacity, D] or None before the first. valid[b]: how many of the last ones are sequence b's own
-    tokens, without padding between them.
+    queries: [B, Hq, n, D] or None before the first; n is capacity, or less where few are held after a vote. valid[b]:
+    how many of the last ones are sequence b's own tokens, without padding between them.
     """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.queries: Tensor | None = None
         self.valid: list[int] = []
-        self._next = 0  # where the next query goes, modulo capacity
+        self._next = 0  # where the next query goes, modulo n
 
     @staticmethod
     def of(pruner: Pruner, every: int) -> RecentQueries | None:
         """What a pruner needs in a cache that compresses every so many tokens; None if nothing."""
         if pruner.accumulates:  # they wait for a common vote; few, as they count beside a small budget
-            return RecentQueries(min(every or VOTING, VOTING))
+            return RecentQueries(min(every or VOTING, VOTING) + pruner.overlap)
         return RecentQueries(pruner.window or 1) if every else None
 
     @property
@@ -46,6 +46,9 @@ class RecentQueries(SideState):
         B, Hq, S, D = queries.shape
         if self.queries is None:
             self.queries, self.valid = queries.new_zeros(B, Hq, self.capacity, D), [0] * B
+        elif (n := self.queries.shape[2]) < self.capacity:
+            self.queries = torch.nn.functional.pad(self.queries.roll(-self._next, 2), (0, 0, self.capacity - n, 0))
+            self._next = 0
         last = queries[:, :, -self.capacity :]
         if min(counts) < S:  # a sequence's own must have no padding between them
             self.queries, self._next = self._joined(last, [min(count, last.shape[2]) for count in counts]), 0
@@ -68,7 +71,7 @@ class RecentQueries(SideState):
     def get(self) -> tuple[Tensor, list[int]]:
         """(the last queries in order [B, Hq, n, D], how many of them are each sequence's own)."""
         assert self.queries is not None
-        places = (torch.arange(-self.held, 0, device=self.queries.device) + self._next) % self.capacity
+        places = (torch.arange(-self.held, 0, device=self.queries.device) + self._next) % self.queries.shape[2]
         return self.queries[:, :, places], list(self.valid)
 
     def forget(self, b: int, but: int) -> None:
@@ -76,9 +79,14 @@ class RecentQueries(SideState):
         if self.valid:
             self.valid[b] = min(self.valid[b], but)
 
-    def clear(self) -> None:
-        """Forgets them: they have voted."""
-        self.valid = [0] * len(self.valid)
+    def vote(self, voted: list[bool], stay: int) -> None:
+        """These sequences' queries have voted: forgets all but the last `stay` of each, and gives back the memory where
+        no more are held of any."""
+        if self.queries is None:
+            return
+        self.valid = [min(held, stay) if done else held for held, done in zip(self.valid, voted, strict=True)]
+        if self.held <= stay:
+            self.queries, self._next = self.get()[0] if self.held else None, 0
 
     def select_batch(self, indices: list[int]) -> None:
         self.select(indices, len(self.valid))

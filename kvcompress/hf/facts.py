@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -64,13 +67,31 @@ class LayerFacts:
         return coordinate if self.order is None else int(self.order[coordinate])
 
 
+@dataclass(frozen=True, eq=False)
+class OutputLayer:
+    """The output projection of a layer: a linear layer whose input is the heads' results, one behind the other.
+    transposed: its weight is [outputs, inputs]."""
+
+    module: Any
+    heads: int
+    value_dim: int
+    transposed: bool
+
+    def weights(self) -> Tensor:
+        """[Hq, D, hidden], as they are now: a head's result [D] times these is what it adds to the hidden state."""
+        weight = getattr(self.module, "base_layer", self.module).weight.detach()
+        return (weight.T if self.transposed else weight).unflatten(0, (self.heads, self.value_dim))
+
+
 class Facts(dict[int, LayerFacts]):
     """The layers of a decoder that attend, by number. reads_chunks: whether the family gives the same whether it reads
     tokens at once or in several calls of several tokens; some recurrent layers begin anew in each. takes_positions:
     whether position_ids from 0 on are what the family counts by itself; some count from elsewhere, by their ids.
     asks_length: whether layers ask the cache how many tokens came before, which is one number for a whole batch.
+    outputs: the output projections by layer, where something has asked for them.
     """
 
     reads_chunks = True
     takes_positions = True
     asks_length = False
+    outputs: Mapping[int, OutputLayer] = MappingProxyType({})

@@ -59,6 +59,7 @@ def _choose(layer: PoDLayer, facts: Facts, b: int, heads: list[int], pruner: Pru
         queries=rotated, keys=layer.keys.first_slots(rows, n)[None], count=n, chunk_length=valid[b], guide_length=0,
         softmax=layer.softmax.of_heads(asking), layer=layer.index, whole=n == seen, unrotated=last, position=seen,
         values=layer.values.first_slots(rows, n)[None] if pruner.uses_values else None, rotary=rotary,
+        in_sight=layer.rope_lengths[b],
     )  # fmt: skip
     scores = pruner.rank(offer, stay).scores[:, config.sinks : n - config.recent]
     if scores.isnan().any():

@@ -1,25 +1,42 @@
 """Pruners: which keys and values stay when a cache is over its budget. One idea each."""
 
 from .base import Candidates, Pruner, Ranking
+from .chunkkv import ChunkKV
+from .criticalkv import CriticalKV
 from .expected import ExpectedAttention
 from .gravity import CenterOfGravity
 from .h2o import H2O
+from .keydiff import KeyDiff
+from .lagkv import LagKV
+from .leverage import Compactor, LeverageScore
 from .plain import KeyNorm, Random
+from .replay import Replay
+from .rkv import RKV
 from .snapkv import SnapKV
 from .streaming import StreamingLLM, WindowAttention
+from .successor import Successor
 from .tova import TOVA
 
 __all__ = [
     "H2O",
+    "RKV",
     "TOVA",
     "Candidates",
     "CenterOfGravity",
+    "ChunkKV",
+    "Compactor",
+    "CriticalKV",
     "ExpectedAttention",
+    "KeyDiff",
     "KeyNorm",
+    "LagKV",
+    "LeverageScore",
     "Pruner",
     "Random",
     "Ranking",
+    "Replay",
     "SnapKV",
     "StreamingLLM",
+    "Successor",
     "WindowAttention",
 ]

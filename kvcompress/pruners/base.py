@@ -25,7 +25,11 @@ class Candidates:
     head with the guide's, where they differ; None = all T. shortest: the least of them; None = T. received: float32
     [Hkv, count], what pruners that accumulate have summed up so far. layer: number of the layer. whole: nothing was
     ever dropped, the first candidates are the first tokens. unrotated: the queries before rotation; position: that of
-    the next token; rotary: its tables.
+    the next token; rotary, key_rotary: tables of the queries and of the keys (None = the same); in_sight: keys
+    in sight when their frequencies were settled, None = position. sums: float32 [1, Hq, S], logarithm of
+    the sum that each query's own causal softmax divides by; None = not known (see log_sums). notes: float32
+    [Hkv, D], what the pruner's votes write down of each head, zeros at first; None where it takes none. output: the
+    weights of the output projection [Hq, D, hidden], None where the pruner asks for none.
     """
 
     queries: Tensor
@@ -43,6 +47,11 @@ class Candidates:
     unrotated: Tensor | None = None
     position: int = 0
     rotary: RotaryTables | None = None
+    key_rotary: RotaryTables | None = None
+    in_sight: int | None = None
+    sums: Tensor | None = None
+    notes: Tensor | None = None
+    output: Tensor | None = None
 
     @property
     def heads(self) -> int:
@@ -84,6 +93,39 @@ class Candidates:
                 )
             scores = torch.cat(scores_of)
         return torch.nn.functional.pad(scores, (0, skip_last))
+
+    def again(self, first: int, end: int) -> Tensor:
+        """[1, Hq, end - first, D]: these of the call's queries, rotated as if they stood behind the last token."""
+        if self.unrotated is None or self.rotary is None:
+            raise ValueError("candidates must have unrotated and rotary where queries are asked again, got None")
+        places = torch.arange(end - first, dtype=torch.int32, device=self.keys.device)[None] + self.position
+        queries = self.unrotated[:, :, first:end]
+        return self.rotary.rotate(queries, places, self.position + end - first, [self.settled])
+
+    @property
+    def settled(self) -> int:
+        """Keys in sight when the frequencies of keys and queries were settled."""
+        return self.position if self.in_sight is None else self.in_sight
+
+    def own_slots(self) -> Tensor:
+        """int64 [Hkv, chunk_length]: where each head has the tokens that have their query."""
+        last = torch.arange(-self.chunk_length, 0, device=self.keys.device)
+        ends = self.count if self.lengths is None else (self.lengths.long() - self.guide_length)[:, None]
+        return (last + ends).expand(self.heads, -1)
+
+    def log_sums(self) -> Tensor:
+        """sums; computed, by one attention of the queries, where nobody knows them."""
+        if self.sums is not None:
+            return self.sums
+        if self.lengths is None:
+            return ops.attention(self.queries, self.keys, self.keys, **self.softmax.options)[1]
+        groups, keys, sums = self.queries[0].unflatten(0, (self.heads, -1)), self.keys[0][:, None], []
+        G = groups.shape[1]
+        for head in range(self.heads):
+            options = self.softmax.of_heads(slice(head * G, (head + 1) * G)).options
+            row, end = slice(head, head + 1), self.lengths[head : head + 1]
+            sums.append(ops.attention(groups[row], keys[row], keys[row], lengths=end, **options)[1])
+        return torch.cat(sums, 1)
 
     def places(self) -> tuple[Tensor, Tensor | int]:
         """(0..count-1, candidates of each head [Hkv, 1] or the number that they all have)."""
@@ -138,7 +180,11 @@ class Pruner(ABC):
     window: int = 0  # queries that scores looks at; 0 = none
     uses_guide = False
     uses_values = False  # scores looks at candidates.values; without it they are None
-    accumulates = False  # scores are sums over all queries that ever were; the cache keeps them (see votes)
+    accumulates = False  # scores are carried on from call to call; the cache keeps them (see votes)
+    overlap = 0  # of the queries that have voted, how many vote once more with those that follow them
+    uses_output = False  # scores looks at candidates.output
+    uses_notes = False  # votes writes into candidates.notes, which the cache keeps
+    uses_sums = False  # scores looks at candidates.log_sums(), which the prompt's own attention then notes
     by_head = False  # scores of a KV head look at no other: sequences alike are offered as one of more heads
     one_frame = False  # judges keys by where they stand: cannot choose among keys of two segments (RemoteGap)
     default_budget: int | None = None  # tokens per row where the user gives no budget
@@ -158,6 +204,14 @@ class Pruner(ABC):
     def votes(self, candidates: Candidates) -> Tensor:
         """float32 [Hkv, count]: what this call's queries add to candidates.received, where the pruner accumulates."""
         raise NotImplementedError(f"{type(self).__name__} does not accumulate")
+
+    def carried(self, received: Tensor, votes: Tensor) -> Tensor:
+        """What becomes of running scores, both float32 [Hkv, count]; those of new tokens begin at 0."""
+        return received + votes
+
+    def positions_behind(self, tokens: int) -> int:
+        """How many positions behind a call of so many tokens its queries are asked at again."""
+        return 0
 
     def with_sinks(self, tokens: int) -> Pruner:
         """The same pruner with so many num_sink_tokens."""

@@ -50,7 +50,7 @@ class ExpectedAttention(Pruner):
         basis = torch.eye(queries.shape[2], device=mean.device)
         turned = rotary.rotate(
             basis[None, :, None].expand(1, -1, len(future), -1), future[None],
-            candidates.position + len(future), [candidates.position],
+            candidates.position + len(future), [candidates.settled],
         )[0].mean(1)  # [D, D]: row i is where axis i goes, with the factor that yarn's keys carry too  # fmt: skip
         heads, group = candidates.heads, queries.shape[0] // candidates.heads
         keys = candidates.keys[0, :, :count].float()  # [Hkv, T, D]

@@ -12,6 +12,7 @@ from .planner import divide_memory, plan
 from .pod_attention import pod_attention
 from .pod_step import pod_step_
 from .quest_step import quest_step_
+from .replay import replay_scores
 from .ring_step import ring_step_
 from .rope import rope
 from .score import window_scores
@@ -38,6 +39,7 @@ __all__ = [
     "pod_attention",
     "pod_step_",
     "quest_step_",
+    "replay_scores",
     "ring_step_",
     "rope",
     "select_topk",

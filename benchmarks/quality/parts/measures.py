@@ -26,14 +26,23 @@ from benchmarks.quality.parts.tasks import (
 )
 from kvcompress.pruners import (
     H2O,
+    RKV,
     TOVA,
     CenterOfGravity,
+    ChunkKV,
+    Compactor,
+    CriticalKV,
     ExpectedAttention,
+    KeyDiff,
     KeyNorm,
+    LagKV,
+    LeverageScore,
     Pruner,
     Random,
+    Replay,
     SnapKV,
     StreamingLLM,
+    Successor,
     WindowAttention,
 )
 
@@ -46,16 +55,28 @@ PRUNERS: dict[str, Pruner] = {
     "H2O": H2O(),
     "TOVA": TOVA(),
     "ExpectedAttention": ExpectedAttention(),
+    "Replay": Replay(),
+    "Successor": Successor(),
+    "KeyDiff": KeyDiff(),
     "KeyNorm": KeyNorm(),
     "StreamingLLM": StreamingLLM(),
     "WindowAttention": WindowAttention(),
     "Random": Random(),
 }
+NAMED: dict[str, Pruner] = {  # in the whole run alone
+    "KeyDiff/paper": KeyDiff.preset("paper"),
+    "CriticalKV": CriticalKV(),
+    "LagKV": LagKV.preset("kvpress"),
+    "ChunkKV": ChunkKV(),
+    "RKV": RKV(),
+    "LeverageScore": LeverageScore(),
+    "Compactor": Compactor(),
+}
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Prompts of each task, and tokens."""
+    """Prompts of each task, and tokens. named: with the pruners of NAMED."""
 
     length: int = 1024
     scored: int = 256
@@ -66,6 +87,7 @@ class Sizes:
     per_prompt: int = 8
     pairs_per_prompt: int = 20
     removed: tuple[float, ...] = (0.5, 0.75, 0.875, 0.9375)
+    named: bool = True
 
 
 AnySizes = TypeVar("AnySizes", bound=Sizes)

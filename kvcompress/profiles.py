@@ -1,0 +1,157 @@
+"""Budgets whose shares of layers and heads were measured before: a profile of a model, and what goes by it."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import uuid
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from . import ops
+from .budgets import Budget, CacheShape, Size, _check_size, _mean_tokens, flat_pages, flat_topk
+from .checks import need
+
+FORMAT = "kvcompress budget profile 1"
+_UNIT = 1 << 20  # shares are counted in parts of this
+
+
+@dataclass(frozen=True)
+class BudgetProfile:
+    """How a budget is divided over the layers and KV heads of a model, in shares of the mean of all rows.
+
+    shares: [layers that compress][KV heads], at least 0; their mean is made 1. measured: what they come from, for
+    people. kvcompress.analysis.measure_profile makes one.
+    """
+
+    shares: tuple[tuple[float, ...], ...]
+    measured: str = ""
+
+    def __post_init__(self) -> None:
+        rows = self.shares
+        good = isinstance(rows, (list, tuple)) and rows and all(isinstance(row, (list, tuple)) and row for row in rows)
+        need(bool(good), f"shares must be a list of numbers for each layer, got {rows!r}")
+        flat = [share for row in rows for share in row]
+        for share in flat:
+            number = isinstance(share, (int, float)) and not isinstance(share, bool)
+            need(number and 0 <= share < float("inf"), f"shares must be at least 0 and finite, got {share!r}")
+        need(sum(flat) > 0, "shares must not be 0 everywhere")
+        need(isinstance(self.measured, str), f"measured must be a text, got {self.measured!r}")
+        mean = sum(flat) / len(flat)
+        mean = 1.0 if abs(mean - 1) < 1e-6 else mean  # what was saved is read as it was
+        object.__setattr__(self, "shares", tuple(tuple(float(share / mean) for share in row) for row in rows))
+
+    def check_rows(self, heads: Sequence[int]) -> None:
+        """Raises ValueError if it is not for a model whose layers that compress have so many KV heads."""
+        own = [len(row) for row in self.shares]
+        need(
+            own == list(heads),
+            f"profile must be of this model: it has KV heads {own}, the model's layers that compress {list(heads)}"
+            + (f"; measured: {self.measured}" if self.measured else ""),
+        )
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """As JSON, whole or not at all: under a temporary name in the same folder, then renamed. Returns the path."""
+        path = Path(path)
+        temporary = path.with_name(f".{uuid.uuid4().hex}.tmp")
+        try:
+            temporary.write_text(json.dumps({"format": FORMAT} | asdict(self), allow_nan=False) + "\n")
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+        return path
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> BudgetProfile:
+        """What save wrote. Raises ValueError for anything else, FileNotFoundError for no file."""
+        path = Path(path)
+        if not path.is_file():
+            raise FileNotFoundError(f"profile must be a file, got {path}")
+        try:
+            saved = json.loads(path.read_text(encoding="utf-8"))
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{path.name} must be a profile in JSON: {error}") from None
+        need(isinstance(saved, dict), f"{path.name} must be a profile, got a JSON {type(saved).__name__}")
+        kind = saved.pop("format", None)
+        need(kind == FORMAT, f"format of {path.name} must be {FORMAT!r}, got {kind!r}")
+        known = {field.name for field in fields(BudgetProfile)}
+        need(set(saved) == known, f"{path.name} must have the fields {', '.join(sorted(known))}, got {sorted(saved)}")
+        return BudgetProfile(**saved)
+
+
+@dataclass(frozen=True)
+class Profiled(Budget):
+    """Every row has its share of a profile, whatever its scores: known before anything is read.
+
+    size: tokens per row, mean over layers and heads, as a number, a share to remove, or bytes. A layer keeps exactly
+    what its rows' shares are of it (rounded so that the sum over all layers is exact, at least 1 token per row and at
+    most all), and in it each row its own share: the best of its own scores. What always stays in a row stays even where
+    its share is less, at the cost of others in its layer. Needs no scores that mean the same in other rows, and no
+    layer waits for another: it serves iterative reading too.
+    """
+
+    size: Size
+    profile: BudgetProfile
+
+    def __post_init__(self) -> None:
+        _check_size(self.size)
+        need(
+            isinstance(self.profile, BudgetProfile),
+            f"profile must be a BudgetProfile, got {type(self.profile).__name__}: BudgetProfile.load reads a file",
+        )
+
+    @property
+    def divides_layers(self) -> bool:
+        return True
+
+    @property
+    def tokens(self) -> int | None:
+        return self.size if isinstance(self.size, int) else None
+
+    def mean_tokens(self, length: int, shape: CacheShape) -> int:
+        return _mean_tokens(self, self.size, length, shape)
+
+    def layer_share(self, mean: int, length: int, layer: int, layers: int) -> int:
+        need(
+            layers == len(self.profile.shares),
+            f"profile must be of this model: it has {len(self.profile.shares)} layers, the model {layers} that "
+            "compress",
+        )
+        return self._shares(mean, length, layers)[layer]
+
+    def _shares(self, mean: int, length: int, layers: int) -> list[int]:
+        if mean == 0 or mean >= length:
+            return [min(mean, length)] * layers
+        weights = tuple(sum(row) / len(row) for row in self.profile.shares)
+        return list(_apportioned(layers * mean, weights, length))
+
+    def _pages(self, tokens: int, shape: CacheShape) -> int:
+        return flat_pages(tokens, shape, shape.rows)
+
+    def check_rows(self, heads: Sequence[int]) -> None:
+        self.profile.check_rows(heads)
+
+    def divide(self, ranks: Tensor, keep: int, allowed: int) -> tuple[Tensor, Tensor | None]:
+        raise NotImplementedError("Profiled divides layer by layer: divide_layer")
+
+    def divide_layer(self, layer: int, ranks: Tensor, keep: int, allowed: int) -> tuple[Tensor, Tensor | None]:
+        T, row = ranks.shape[-1], self.profile.shares[layer]
+        counts = torch.tensor(_apportioned(len(row) * keep, row, max(T, keep))).to(ranks.device)[:, None]
+        # the best `counts` of each row come before all others, then the next best of every row in turn
+        order = ranks.argsort(stable=True, dim=-1, descending=True)
+        behind = torch.empty_like(order).scatter_(-1, order, torch.arange(T, device=order.device).expand_as(order))
+        places = torch.where(ranks.isinf(), ranks, (counts - behind).to(ranks.dtype))
+        return flat_topk(places.masked_fill(ranks.isnan(), float("nan")), keep, allowed, 1)
+
+
+@functools.lru_cache(maxsize=1024)
+def _apportioned(total: int, weights: tuple[float, ...], most: int) -> tuple[int, ...]:
+    """total in parts as the weights are to each other, each 1..most."""
+    kept, n = [round(weight / max(max(weights), 1e-30) * _UNIT) for weight in weights], len(weights)
+    parts = ops.divide_memory(total, kept, [_UNIT] * n, lowest=[min(1, total // n)] * n, highest=[most] * n)
+    return tuple(parts.tolist())

@@ -1,0 +1,85 @@
+"""ChunkKV: keep or drop neighbours together."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .base import Candidates, Pruner
+from .snapkv import SnapKV
+
+
+@dataclass(frozen=True)
+class ChunkKV(Pruner):
+    """Another pruner's scores, of chunks of neighbours in place of tokens: each token gets its chunk's mean.
+
+    pruner: whose scores, SnapKV's window by default. chunk: tokens of a chunk, counted from the start of what is held;
+    the last one may be shorter. heads: "shared" sums over the KV heads of a layer, which then keep the same chunks;
+    "per_kv_head" leaves each its own. A budget that ends inside a chunk takes the first tokens of it. What the inner
+    pruner always keeps stays.
+    preset("kvpress") is kvpress's ChunkKVPress: chunks of 20.
+    Source: ChunkKV (Liu et al. 2025, arXiv:2502.00299), section 3; without its reuse of a layer's choice in others.
+    """
+
+    pruner: Pruner = field(default_factory=SnapKV)
+    chunk: int = 10
+    heads: str = "shared"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.pruner, Pruner) or isinstance(self.pruner, ChunkKV):
+            raise ValueError(f"pruner must be one of kvcompress.pruners, got {type(self.pruner).__name__}")
+        if self.heads not in ("shared", "per_kv_head"):
+            raise ValueError(f"heads must be one of shared, per_kv_head, got {self.heads!r}")
+        self._check(chunk=1)
+        for name in ("window", "uses_guide", "uses_values", "uses_sums", "uses_notes", "accumulates", "overlap",
+                     "one_frame", "default_budget", "num_sink_tokens"):  # fmt: skip
+            object.__setattr__(self, name, getattr(self.pruner, name))
+
+    @staticmethod
+    def preset(name: str, **changes: Any) -> ChunkKV:
+        """ChunkKV as an implementation sets it: kvpress. changes: other fields."""
+        if name != "kvpress":
+            raise ValueError(f"preset must be kvpress, got {name!r}")
+        return replace(ChunkKV(chunk=20), **changes)
+
+    @property
+    def by_head(self) -> bool:  # type: ignore[override]
+        return self.heads == "per_kv_head" and self.pruner.by_head
+
+    def with_sinks(self, tokens: int) -> ChunkKV:
+        other = copy.copy(self)
+        object.__setattr__(other, "pruner", self.pruner.with_sinks(tokens))
+        object.__setattr__(other, "num_sink_tokens", tokens)
+        return other
+
+    def recent(self, keep: int, chunk_length: int) -> int:
+        return self.pruner.recent(keep, chunk_length)
+
+    def lost(self) -> int:
+        return self.pruner.lost()
+
+    def positions_behind(self, tokens: int) -> int:
+        return self.pruner.positions_behind(tokens)
+
+    def votes(self, candidates: Candidates) -> Tensor:
+        return self.pruner.votes(candidates)
+
+    def carried(self, received: Tensor, votes: Tensor) -> Tensor:
+        return self.pruner.carried(received, votes)
+
+    def scores(self, candidates: Candidates, keep: int) -> Tensor:
+        scores = self.pruner.scores(candidates, keep).float()
+        places, held = candidates.places()
+        scores = scores.masked_fill(places >= held, 0)
+        counted = (places < held).expand_as(scores).float()
+        if self.heads == "shared":
+            scores, counted = (x.sum(0, keepdim=True).expand_as(x) for x in (scores, counted))
+        spare = -candidates.count % self.chunk
+        chunks, sizes = (
+            torch.nn.functional.pad(x, (0, spare)).unflatten(1, (-1, self.chunk)).sum(-1) for x in (scores, counted)
+        )
+        return (chunks / sizes.clamp_min(1)).repeat_interleave(self.chunk, 1)[:, : candidates.count]

@@ -1,0 +1,102 @@
+"""CriticalKV: weigh attention by what a value does to the hidden state."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+from fractions import Fraction
+
+import torch
+from torch import Tensor
+
+from .. import ops
+from .base import Candidates, Pruner
+from .snapkv import SnapKV
+
+_NUMBERS = 1 << 24  # of projected values that are held at a time
+NORMS = ("l1", "l2")
+
+
+@dataclass(frozen=True)
+class CriticalKV(Pruner):
+    """Another pruner's scores, times the size of what the value adds to the hidden state.
+
+    Half of the budget (first_stage) goes to the best scores as they are; the other half to the best of (score +
+    epsilon) * norm, norm of the value through its heads' output projection, mean over the query heads of a KV head.
+    pruner: whose scores, SnapKV's by default; those of ExpectedAttention with use_value_norm=False. norm: "l1" as in
+    the paper, T*D*hidden products a query head; "l2" by the projection's Gram matrix, T*D*D.
+    With AdaKV each head's first half is that of the mean over the heads.
+    Source: CriticalKV (Feng et al. 2025, arXiv:2502.03805), algorithm 1; numbers as in kvpress's CriticalKVPress.
+    """
+
+    pruner: Pruner = field(default_factory=SnapKV)
+    epsilon: float = 1e-4
+    first_stage: float = 0.5
+    norm: str = "l1"
+    uses_values = True
+    uses_output = True
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.pruner, Pruner) or isinstance(self.pruner, CriticalKV):
+            raise ValueError(f"pruner must be one of kvcompress.pruners, got {type(self.pruner).__name__}")
+        if isinstance(self.epsilon, bool) or not isinstance(self.epsilon, (int, float)) or not self.epsilon >= 0:
+            raise ValueError(f"epsilon must be at least 0, got {self.epsilon!r}")
+        share = self.first_stage
+        if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0.0 <= share <= 1.0:
+            raise ValueError(f"first_stage must be between 0 and 1, got {share!r}")
+        if self.norm not in NORMS:
+            raise ValueError(f"norm must be one of {', '.join(NORMS)}, got {self.norm!r}")
+        for name in ("window", "uses_guide", "uses_sums", "uses_notes", "accumulates", "overlap", "one_frame",
+                     "default_budget", "num_sink_tokens"):  # fmt: skip
+            object.__setattr__(self, name, getattr(self.pruner, name))
+
+    def with_sinks(self, tokens: int) -> CriticalKV:
+        other = copy.copy(self)
+        object.__setattr__(other, "pruner", self.pruner.with_sinks(tokens))
+        object.__setattr__(other, "num_sink_tokens", tokens)
+        return other
+
+    def recent(self, keep: int, chunk_length: int) -> int:
+        return self.pruner.recent(keep, chunk_length)
+
+    def lost(self) -> int:
+        return self.pruner.lost()
+
+    def positions_behind(self, tokens: int) -> int:
+        return self.pruner.positions_behind(tokens)
+
+    def votes(self, candidates: Candidates) -> Tensor:
+        return self.pruner.votes(candidates)
+
+    def carried(self, received: Tensor, votes: Tensor) -> Tensor:
+        return self.pruner.carried(received, votes)
+
+    def scores(self, candidates: Candidates, keep: int) -> Tensor:
+        if candidates.values is None or candidates.output is None:
+            raise ValueError("candidates must have values and output for CriticalKV, got None")
+        scores = self.pruner.scores(candidates, keep).float()
+        places, held = candidates.places()
+        scores = scores.masked_fill(places >= held, float("-inf"))
+        first = min(int(Fraction(repr(float(self.first_stage))) * keep), scores.shape[1])
+        best = ops.select_topk(scores.contiguous(), first).long()
+        norms = self._norms(candidates.values[0, :, : candidates.count], candidates.output)
+        weighed = ((scores + self.epsilon) * norms).nan_to_num(neginf=float("-inf"))
+        kept = torch.where(scores.gather(1, best) == float("-inf"), float("-inf"), torch.finfo(torch.float32).max)
+        return weighed.scatter(1, best, kept)
+
+    def _norms(self, values: Tensor, weights: Tensor) -> Tensor:
+        """float32 [Hkv, T] of values [Hkv, T, D], weights [Hq, Dv, hidden]."""
+        (heads, T, _), (Hq, Dv, hidden) = values.shape, weights.shape
+        values, weights = values[..., :Dv].float(), weights.float()
+        norms = torch.zeros(heads, T, device=values.device)
+        step = max(_NUMBERS // hidden, 1)
+        for query_head in range(Hq):
+            head = query_head * heads // Hq
+            if self.norm == "l2":
+                gram = weights[query_head] @ weights[query_head].T
+                norms[head] += ((values[head] @ gram) * values[head]).sum(-1).clamp_min(0).sqrt()
+                continue
+            for start in range(0, T, step):
+                part = slice(start, start + step)
+                norms[head, part] += (values[head, part] @ weights[query_head]).abs().sum(-1)
+        return norms / (Hq // heads)

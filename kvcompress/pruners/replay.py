@@ -1,0 +1,78 @@
+"""Replay: keep what a second reading of the same text would attend to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from .base import Candidates, Pruner
+
+
+@dataclass(frozen=True)
+class Replay(Pruner):
+    """Keeps keys by the most attention that they would get if the text were read once more, behind itself.
+
+    A model that copies or answers finds a key by what stood before it, as it would in a second reading. That reading is
+    not done: the queries of the first one are rotated again, to positions behind the text, and asked there. They come
+    in chunks: a query's softmax is over the whole text, at a distance, and over its own chunk up to itself, which the
+    second reading would have before it; so the distance never passes the text's length + chunk. A key's score is the
+    maximum over all queries and the query heads of a KV head: heads that look back at one place only, as those that
+    copy do, count as much as those that look everywhere. No question need be known, and nothing is trained.
+    In further calls (chunks of a prompt, turns, decoded tokens in groups) the queries of the call are asked, about what
+    is held then; a key keeps the highest score that it ever had, 4 bytes in the cache.
+    chunk: queries that are asked together. last: most recent tokens that always stay.
+    Cost: the products of one causal attention of the call, in the score kernel. A call of several tokens needs `chunk`
+    positions behind it that the model knows, but where frequencies follow the length (dynamic).
+    Source: ours; KVzip scores by a second reading that is done. reference.replay_scores is the definition.
+    """
+
+    chunk: int = 256
+    last: int = 16
+    num_sink_tokens: int = 0
+    accumulates = True
+    window = 1
+    by_head = True
+    one_frame = True
+
+    def __post_init__(self) -> None:
+        self._check(chunk=1, last=0)
+
+    def recent(self, keep: int, chunk_length: int) -> int:
+        return min(self.last, keep - min(self.num_sink_tokens, keep))
+
+    def positions_behind(self, tokens: int) -> int:
+        return min(self.chunk, tokens)
+
+    def carried(self, received: Tensor, votes: Tensor) -> Tensor:
+        return torch.maximum(received, votes)
+
+    def votes(self, candidates: Candidates) -> Tensor:
+        S, rotary = candidates.chunk_length, candidates.key_rotary or candidates.rotary
+        out = torch.zeros(candidates.heads, candidates.count, device=candidates.keys.device)
+        if S == 0 or rotary is None:
+            return out
+        keys, heads, D = candidates.keys[0], candidates.heads, candidates.keys.shape[3]
+        own = keys.gather(1, candidates.own_slots()[..., None].expand(-1, -1, D))
+        most, bound = min(self.chunk, S), candidates.position + self.chunk
+        room = torch.cat([keys, keys.new_zeros(heads, most, D)], 1)  # the second reading's chunk follows the text
+        ends = candidates.count if candidates.lengths is None else candidates.lengths[:, None].long()
+        shortest = candidates.count if candidates.shortest is None else candidates.shortest
+        for first in range(0, S, self.chunk):
+            end = min(first + self.chunk, S)
+            n, distance = end - first, S - first
+            moved = torch.full((1, n), distance, dtype=torch.int32, device=keys.device)
+            near = rotary.move_on(own[None, :, first:end], moved, bound, candidates.settled)[0]
+            slots = (torch.arange(n, device=keys.device) + ends).expand(heads, -1)
+            room.scatter_(1, slots[..., None].expand(-1, -1, D), near)
+            asked = replace(  # the chunk is to the text what a guide is
+                candidates, queries=candidates.again(first, end), keys=room[None, :, : candidates.count + n],
+                guide_length=n, shortest=shortest + n,
+                lengths=None if candidates.lengths is None else candidates.lengths + n,
+            )  # fmt: skip
+            out = torch.maximum(out, asked.attention(n, reduce="max"))
+        return out
+
+    def scores(self, candidates: Candidates, keep: int) -> Tensor:
+        return self.votes(candidates) if candidates.received is None else candidates.received

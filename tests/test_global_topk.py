@@ -1,0 +1,201 @@
+"""One budget for all layers and heads, in one reading."""
+
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from helpers import KINDS, attached, kind_model, left_padded, random_ids, tiny_model
+
+import kvcompress
+from kvcompress import GlobalTopK, IterativeCache, PrunedCache, RemoteGap, prefill
+from kvcompress.budgets import CacheShape
+from kvcompress.caches.contest import Contest
+from kvcompress.caches.pruned_layer import PrunedLayer
+from kvcompress.pruners import H2O, TOVA, KeyDiff, Pruner, Random, Replay, SnapKV, StreamingLLM, Successor
+
+PRUNERS = [
+    SnapKV(window=6), Replay(chunk=16, last=4), Successor(last=4), KeyDiff(last=4), H2O(0.2), TOVA(), Random(),
+    StreamingLLM(),
+]  # fmt: skip
+
+
+def name_of(x):
+    return type(x).__name__
+
+
+@dataclass(frozen=True)
+class Uneven(Pruner):
+    """Scores that differ by layer and head, noted with the keys that they are of."""
+
+    last: int = 3
+    num_sink_tokens: int = 2
+    noted: list = field(default_factory=list)
+
+    def recent(self, keep, chunk_length):
+        return min(self.last, keep - min(self.num_sink_tokens, keep))
+
+    def scores(self, candidates, keep):
+        generator = torch.Generator().manual_seed(candidates.layer)
+        scores = torch.rand(candidates.heads, candidates.count, generator=generator)
+        scores = scores * torch.tensor([[0.3], [1.0]]) * (1 + candidates.layer % 2)
+        self.noted.append((scores, candidates.keys[0].clone()))
+        return scores
+
+
+@pytest.mark.parametrize("floor", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("size", [12, 0.75])
+def test_what_stays_is_one_top_k_over_all_rows(size, floor):
+    model, ids, pruner = attached(num_hidden_layers=4), random_ids(50), Uneven()
+    cache = prefill(model, ids, PrunedCache(model.config, pruner, GlobalTopK(size, floor), page_size=4))
+    keep = 12 if size == 12 else 13
+    ranks = torch.cat([scores for scores, _ in pruner.noted])
+    ranks[:, :2] = ranks[:, -3:] = float("inf")
+    indices, kept = GlobalTopK(size, floor).divide(ranks, keep, 8 * 49)
+    # the definition, in loops
+    sure = max(int(floor * keep), 1)
+    order = [sorted(range(49), key=lambda t, r=r: (-float(ranks[r, t]), t)) for r in range(8)]
+    rows = [set(order[r][:sure]) for r in range(8)]
+    rest = sorted(((float(ranks[r, t]), r, t) for r in range(8) for t in range(49) if t not in rows[r]), reverse=True)
+    for _, r, t in rest[: 8 * keep - sum(map(len, rows))]:
+        rows[r].add(t)
+    assert [set(indices[r, : kept[r]].tolist()) for r in range(8)] == rows
+    assert sum(map(len, rows)) == 8 * keep
+    for layer, (_, keys) in zip(cache.layers, pruner.noted, strict=True):
+        held, counts = layer.pool.gather(max(layer.pool.counts))[0], layer.pool.counts
+        for h in range(2):
+            expected = keys[h, sorted(rows[2 * layer.index + h])]
+            torch.testing.assert_close(held[h, : counts[h]], expected, rtol=0, atol=0)
+
+
+def test_no_more_is_held_than_the_budget_and_one_layer(monkeypatch):
+    """Pages of what earlier layers lose go back while the prompt is read."""
+    model, ids, peaks = attached(num_hidden_layers=6), random_ids(129), []
+    settle = PrunedLayer.settle
+
+    def noted(self, offers, step, facts, **kwargs):
+        settle(self, offers, step, facts, **kwargs)
+        peaks.append(sum(x.pool.reserved_nbytes() for x in step.layers if x.pool is not None))
+
+    monkeypatch.setattr(PrunedLayer, "settle", noted)
+    slot, rows = 2 * 16 * 4, 12
+    cache = prefill(model, ids, PrunedCache(model.config, Replay(last=4), GlobalTopK(24), page_size=1))
+    assert len(peaks) == 6
+    slack = rows * 160 * 8  # tables and reference counts
+    assert max(peaks) <= rows * 24 * slot + slack
+    lengths = [n for (row,) in cache.stored_lengths() for n in row]
+    assert sum(lengths) == rows * 24 and len(set(lengths)) > 2
+    assert cache.reserved_nbytes() <= rows * 24 * (slot + 4) + slack
+
+
+@pytest.mark.parametrize("pruner", PRUNERS, ids=name_of)
+@pytest.mark.parametrize("size", [20, 0.6, "48KiB"])
+@pytest.mark.parametrize("every", [None, 4])
+def test_prompts_turns_and_decoding_stay_within_the_budget(pruner, size, every):
+    model, ids = attached(), random_ids(61)
+    cache = PrunedCache(model.config, pruner, GlobalTopK(size), every=every, page_size=8)
+    out = kvcompress.generate(model, ids, cache, max_new_tokens=14, do_sample=False)
+
+    def held():
+        return sum(sum(row) for (row,) in cache.stored_lengths())
+
+    mean = {20: 20, 0.6: 30}.get(size)
+    if mean is None:
+        assert sum(layer.pool.nbytes() for layer in cache.layers) <= 48 * 1024 + (0 if every else 14 * 6 * 8 * 128)
+        return
+    if every:
+        assert 6 * mean <= held() <= 6 * (mean + 4)
+    else:
+        assert held() == 6 * ((24 if size == 0.6 else 20) + 14)
+    turn = torch.cat([out, random_ids(30, seed=1)], 1)
+    with torch.no_grad():
+        model(turn[:, 74:], past_key_values=cache)
+    assert held() == 6 * (20 if size == 20 else 42)
+    assert all(n > 0 for (row,) in cache.stored_lengths() for n in row)
+
+
+@pytest.mark.parametrize("pruner", [*PRUNERS[:4], H2O(0.2)], ids=name_of)
+@pytest.mark.parametrize("chunk_size", [None, 16])
+def test_each_sequence_has_a_budget_of_its_own(pruner, chunk_size):
+    model = attached()
+    prompts = [random_ids(length, seed=length) for length in (70, 9, 41)]
+    ids, mask = left_padded(prompts)
+    settings = {"every": 5, "chunk_size": chunk_size, "page_size": 8}
+    cache = PrunedCache(model.config, pruner, GlobalTopK(15), **settings)
+    together = kvcompress.generate(model, ids, cache, mask, max_new_tokens=12, do_sample=False)
+    for b, prompt in enumerate(prompts):
+        alone = PrunedCache(model.config, pruner, GlobalTopK(15), **settings)
+        expected = kvcompress.generate(model, prompt, alone, max_new_tokens=12, do_sample=False)
+        assert torch.equal(together[b, -12:], expected[0, -12:]), b
+        assert [layer[b] for layer in cache.stored_lengths()] == [layer[0] for layer in alone.stored_lengths()]
+
+
+def test_a_budget_that_holds_everything_changes_nothing():
+    model, ids = attached(), random_ids(61)
+    dense = model.generate(ids, max_new_tokens=12, do_sample=False)
+    for size in (61, 0.0, "64MiB"):
+        cache = PrunedCache(model.config, Replay(), GlobalTopK(size))
+        assert torch.equal(kvcompress.generate(model, ids, cache, max_new_tokens=12, do_sample=False), dense)
+        assert cache.stored_lengths() == [[[72, 72]]] * 3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_family(kind):
+    """Layers with a window keep it and take no part; heads, rotations and softmaxes of every kind."""
+    model, ids = kind_model(kind), random_ids(50)
+    kvcompress.attach(model)
+    cache = PrunedCache(model.config, Replay(chunk=16, last=4), GlobalTopK(12), every=3)
+    assert kvcompress.generate(model, ids, cache, max_new_tokens=10, do_sample=False).shape == (1, 60)
+    stored = [cache.stored_lengths()[layer.index][0] for layer in cache.compressing]
+    heads = sum(map(len, stored))
+    assert 12 * heads <= sum(map(sum, stored)) <= 15 * heads
+    assert len(stored) == (2 if "sliding_window" in KINDS[kind] and KINDS[kind]["sliding_window"] else 4)
+
+
+def test_forks_go_on_alone():
+    model, ids = attached(), random_ids(61)
+    settings = {"every": 4, "page_size": 8}
+    cache = prefill(model, ids, PrunedCache(model.config, Replay(last=4), GlobalTopK(20), **settings))
+    before = cache.stored_lengths()
+    for seed in range(3):
+        question = torch.cat([ids, random_ids(15, seed=seed)], 1)
+        alone = prefill(model, ids, PrunedCache(model.config, Replay(last=4), GlobalTopK(20), **settings))
+        expected = model.generate(question, past_key_values=alone, max_new_tokens=9, do_sample=False)
+        found = model.generate(question, past_key_values=cache.fork(), max_new_tokens=9, do_sample=False)
+        assert torch.equal(found, expected)
+    assert cache.stored_lengths() == before
+
+
+@pytest.mark.parametrize("growth", [0, 5])
+@pytest.mark.parametrize("size", ["16KiB", "33000B", "40 KiB"])
+def test_bytes_hold_pages_and_tables(size, growth):
+    shape = CacheShape(layers=4, rows=2, slot_nbytes=128, page_size=4, growth=growth)
+    number, rows = {"16KiB": 16384, "33000B": 33000, "40 KiB": 40960}[size], 8
+
+    def worst(mean):
+        total = rows * (mean + growth)
+        return ((rows - 1) + -(-(total - rows + 1) // 4)) * (4 * 128 + 8) + rows * 4
+
+    mean = GlobalTopK(size).mean_tokens(500, shape)
+    assert 1 <= mean < 500
+    assert worst(mean) <= number < worst(mean + 1)
+
+
+def test_nan_is_refused_before_anything_is_dropped():
+    contest = Contest([0], 4, 0.0, trims=True)
+    assert contest.keep(0, 2, 9, 1) == 2
+    with pytest.raises(RuntimeError, match="hold NaN"):
+        contest.enter(0, 0, torch.tensor([[1.0, float("nan"), 2.0]] * 2), lambda: RuntimeError("hold NaN"))
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda config: GlobalTopK(0), "at least 1 token, got 0"),
+        (lambda config: GlobalTopK(10, floor=1.1), "floor must be between 0 and 1, got 1.1"),
+        (lambda config: PrunedCache(config, SnapKV(), GlobalTopK(9), positions=RemoteGap()), "must be 'original'"),
+        (lambda config: IterativeCache(config, memory_size=GlobalTopK(9)), "divided over layers before they are read"),
+    ],
+)  # fmt: skip
+def test_what_has_no_meaning_is_refused(build, message):
+    with pytest.raises(ValueError, match=message):
+        build(tiny_model().config)

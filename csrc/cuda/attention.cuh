@@ -6,13 +6,9 @@
 // e^(x - y). For 16-bit types one FMA and ex2; for float32 the difference comes first, so that it loses nothing.
 template <class T>
 __device__ inline float exp_of_difference(float x, float y) {
-    constexpr float LOG2_E = 1.44269504088896340736f;
-    if constexpr (sizeof(T) == 2) return exp2f(x * LOG2_E - y * LOG2_E);
+    if constexpr (sizeof(T) == 2) return exp2_fast(x * LOG2_E - y * LOG2_E);
     else return expf(x - y);
 }
-
-// -inf - -inf is no number, so a maximum of -inf counts as 0.
-__device__ inline float finite_or_0(float m) { return m == -INFINITY ? 0.0f : m; }
 
 // Joins the sink of a head to a row's maximum and sum; returns by what sums made with the old maximum shrink. NaN shows.
 __device__ inline float join_sink(float sink, float& m, float& l) {
@@ -57,13 +53,15 @@ struct sequence_mask : mask_settings {
         shift = length - S;
         has_window = a.window > 0;
     }
-    __device__ bool sees(int s, int t) const {
+    // Of the keys that query s sees: one past the last, and the first in its window.
+    __device__ int end_of(int s) const {
         const int i = shift + s;
-        if (t >= length || i < 0 || s >= S) return false;
-        if (!causal) return true;
-        if (t > i) return false;
-        return !has_window || (t < sinks || t > i - window) != complement;
+        return i < 0 || s >= S ? 0 : causal ? smaller(i + 1, length) : length;
     }
+    __device__ int window_of(int s) const { return has_window ? shift + s - window + 1 : -T; }
+    // end, near: what these say of the query.
+    __device__ bool sees_key(int end, int near, int t) const { return t < end && (t < sinks || t >= near) != complement; }
+    __device__ bool sees(int s, int t) const { return sees_key(end_of(s), window_of(s), t); }
     // Whether each of `queries` queries from s sees each of `keys` keys from t.
     __device__ bool sees_all(int s, int queries, int t, int keys) const {
         const int low = shift + s, high = low + queries - 1, last = t + keys - 1;
@@ -72,6 +70,14 @@ struct sequence_mask : mask_settings {
         if (last > low) return false;
         if (!has_window) return true;
         return complement ? t >= sinks && last <= low - window : last < sinks || t > high - window;
+    }
+    // Whether one of them may see one: false where the end of the queries, the diagonal or a window rules it out.
+    __device__ bool sees_some(int s, int queries, int t, int keys) const {
+        const int low = shift + s, high = shift + smaller(s + queries, S) - 1;
+        if (s >= S || high < 0) return false;
+        if (!causal) return true;
+        if (t > high) return false;
+        return !has_window || complement || t < sinks || t + keys - 1 > low - window;
     }
 };
 
@@ -120,22 +126,25 @@ struct query_range {
 // K (D rounded up to 16). Wide: by copies in the background, which the caller commits and waits for.
 template <int ROWS, int MAX_D, int THREADS, class T>
 __device__ inline void load_rows(T* to, const kvc_view& x, bool wide, int64_t b, int64_t h, int first, int end, int D) {
-    constexpr int VEC = PER_16_BYTES<T>, CHUNKS = MAX_D / VEC, STEP = THREADS / CHUNKS;
-    const int column = static_cast<int>(threadIdx.x) % CHUNKS * VEC;
+    constexpr int VEC = PER_16_BYTES<T>, CHUNKS = MAX_D / VEC, STEP = THREADS / CHUNKS, PITCH = pitch_of<T>(MAX_D);
+    const int column = static_cast<int>(threadIdx.x) % CHUNKS * VEC, own = static_cast<int>(threadIdx.x) / CHUNKS;
     if (column >= (D + 15) / 16 * 16) return;
-    const T* from = static_cast<const T*>(x.data) + b * x.stride_b + h * x.stride_h;
-    to += column;
-    for (int row = static_cast<int>(threadIdx.x) / CHUNKS; row < ROWS; row += STEP) {
-        const bool there = first + row < end && column < D;
-        const int64_t at = there ? (first + row) * x.stride_t + column : 0;
-        if (wide) {
-            copy_16_async(to + row * pitch_of<T>(MAX_D), from + at, there);
-        } else {
+    const T* from = static_cast<const T*>(x.data) + b * x.stride_b + h * x.stride_h + (first + own) * x.stride_t + column;
+    to += own * PITCH + column;
+    const int64_t next = STEP * x.stride_t;
+    const int rows = column < D ? end - first - own : 0;  // from the own one on
+    if (wide) {
+        KVC_UNROLL
+        for (int row = 0; row < ROWS; row += STEP, from += next)
+            if (ROWS % STEP == 0 || own + row < ROWS) copy_16_async(to + row * PITCH, from, row < rows);
+    } else {
+        KVC_ROLLED
+        for (int row = 0; own + row < ROWS; row += STEP, from += next) {
             packed<T, VEC> part = {};
             KVC_UNROLL
             for (int e = 0; e < VEC; e++)
-                if (there && column + e < D) part.at[e] = from[at + e];
-            *reinterpret_cast<packed<T, VEC>*>(to + row * pitch_of<T>(MAX_D)) = part;
+                if (row < rows && column + e < D) part.at[e] = from[e];
+            *reinterpret_cast<packed<T, VEC>*>(to + row * PITCH) = part;
         }
     }
 }

@@ -5,6 +5,11 @@
 // queries), the gradient of queries (a block per tile of queries, over keys). Every sum has one place and one order: no
 // atomics, the same bits every time. The price is that logits and dp are computed twice: 14*D flops per query and key
 // that see each other instead of 10*D. The ceiling is the rate of the products, as in attention.cu.
+//
+// At D = 128 in 16 bits a block's eight warps share 16 rows two by two: 169 registers in keys_kernel and 128 in
+// queries_kernel. The former runs one block per multiprocessor on every device (two would leave 128 registers, which
+// spill), so that only its own copies in advance hide the latency of L2: dout's behind the product of dk, q's behind
+// nothing but the barrier. A second pair of tiles would hide both, but takes 35 KB that sm_86 does not have.
 #include "attention.cuh"
 
 namespace {
@@ -94,67 +99,80 @@ __global__ __launch_bounds__(shape<T, MAX_D>::THREADS, 1) void keys_kernel(const
     for (int r = 0; r < 2; r++)
         if (f.key_bias && t0 + row + 8 * r < mask.T) bias[r] = f.key_bias[head * f.T + t0 + row + 8 * r];
 
-    if (G > 0 && range.begin < range.end) {  // else nobody waits for the copies
+    // The next round's dout is on its way while dk is computed, its q from there on
+    const int begin = range.begin / TILE * TILE;
+    const int64_t heads_end = range.begin < range.end ? (g + 1) * G : g * G;
+    int64_t h = g * G;
+    int s0 = begin;
+    if (h < heads_end) {  // else nobody waits for the copies
         load_rows<TILE, MAX_D, THREADS>(shared->k, f.k, set.wide_k, b, g, t0, mask.length, D);
         load_rows<TILE, MAX_D, THREADS>(shared->v, f.v, set.wide_v, b, g, t0, mask.length, D);
+        load_rows<TILE, MAX_D, THREADS>(shared->q, f.q, set.wide_q, b, h, s0, mask.S, D);
+        load_rows<TILE, MAX_D, THREADS>(shared->dout, a.dout, set.wide_dout, b, h, s0, mask.S, D);
+        commit_copies();
     }
-    for (int64_t h = g * G; h < (g + 1) * G; h++)
-        for (int s0 = range.begin / TILE * TILE; s0 < range.end; s0 += TILE) {
-            load_rows<TILE, MAX_D, THREADS>(shared->q, f.q, set.wide_q, b, h, s0, mask.S, D);
-            load_rows<TILE, MAX_D, THREADS>(shared->dout, a.dout, set.wide_dout, b, h, s0, mask.S, D);
-            commit_copies();
-            if (const int i = static_cast<int>(threadIdx.x); i < TILE) {  // a thread for each query
-                const int64_t at = (b * f.Hq + h) * f.S + s0 + i;
-                const float lse = s0 + i < mask.S ? f.lse[at] : 0.0f;  // past the end: zeros, which no mask sees
-                shared->lse[i] = lse;
-                shared->delta[i] = s0 + i < mask.S ? delta[at] : 0.0f;
-                const bool some_blind = __ballot_sync(FULL_WARP, lse == -INFINITY) != 0;
-                if (i % 32 == 0) shared->blind[i / 32] = some_blind;
-            }
-            wait_for_copies<0>();
-            __syncthreads();
-            if (shared->blind[0] || shared->blind[TILE / 32 - 1]) {  // the same in every thread
-                clear_blind_rows(shared);
-                __syncthreads();
-            }
-            const bool all_seen = mask.sees_all(s0, TILE, t0, TILE);
-            const int queries = part * S::LOGITS * 8;  // the first one of this warp's logits
-            float p[S::LOGITS][4] = {}, ds[S::LOGITS][4] = {};
-            warp_multiply<b_layout::columns>(p, shared->k + 16 * group * PITCH, PITCH, shared->q + queries * PITCH,
-                                             PITCH, K);
-            warp_multiply<b_layout::columns>(ds, shared->v + 16 * group * PITCH, PITCH,
-                                             shared->dout + queries * PITCH, PITCH, K);
-            KVC_UNROLL
-            for (int i = 0; i < 4 * S::LOGITS; i++) {
-                const int r = i % 4 / 2, n = queries + i / 4 * 8 + lane % 4 * 2 + i % 2;
-                const int s = s0 + n, t = t0 + row + 8 * r;
-                const float lse = shared->lse[n];
-                const bool own = t == mask.shift + s, seen = (all_seen || mask.sees(s, t)) && lse != -INFINITY;
-                float &weight = p[i / 4][i % 4], &change = ds[i / 4][i % 4];
-                float logit = weight * f.scale, slope = 1.0f;
-                if constexpr (CAPPED) {
-                    const float tanh = tanh_of_logit(logit, f.softcap);
-                    logit = f.softcap * tanh;
-                    slope = 1.0f - tanh * tanh;
-                }
-                weight = seen ? exp_of_difference<T>(logit + (own ? 0.0f : bias[r]), lse) : 0.0f;
-                change = seen ? weight * (change - shared->delta[n]) : 0.0f;
-                if (!own) dbias[r] += change;
-                if (CAPPED && seen) change *= slope;
-            }
-            const int at = 16 * group * S::P_PITCH + queries;
-            store_result(shared->p + at, S::P_PITCH, p);
-            store_result(shared->ds + at, S::P_PITCH, ds);
-            __syncthreads();
-            if (tiles > 0) {
-                const int rows = 16 * group * S::P_PITCH;
-                warp_multiply<b_layout::rows>(dv, shared->p + rows, S::P_PITCH, shared->dout + column, PITCH, TILE,
-                                              tiles);
-                warp_multiply<b_layout::rows>(dk, shared->ds + rows, S::P_PITCH, shared->q + column, PITCH, TILE,
-                                              tiles);
-            }
-            __syncthreads();  // all tiles of this round are used
+    while (h < heads_end) {
+        if (const int i = static_cast<int>(threadIdx.x); i < TILE) {  // a thread for each query
+            const int64_t at = (b * f.Hq + h) * f.S + s0 + i;
+            const float lse = s0 + i < mask.S ? f.lse[at] : 0.0f;  // past the end: zeros, which no mask sees
+            shared->lse[i] = lse;
+            shared->delta[i] = s0 + i < mask.S ? delta[at] : 0.0f;
+            const bool some_blind = __ballot_sync(FULL_WARP, lse == -INFINITY) != 0;
+            if (i % 32 == 0) shared->blind[i / 32] = some_blind;
         }
+        wait_for_copies<0>();
+        __syncthreads();
+        if (shared->blind[0] || shared->blind[TILE / 32 - 1]) {  // the same in every thread
+            clear_blind_rows(shared);
+            __syncthreads();
+        }
+        const bool all_seen = mask.sees_all(s0, TILE, t0, TILE);
+        const int queries = part * S::LOGITS * 8;  // the first one of this warp's logits
+        float p[S::LOGITS][4] = {}, ds[S::LOGITS][4] = {};
+        warp_multiply<b_layout::columns, MAX_D>(p, shared->k + 16 * group * PITCH, PITCH, shared->q + queries * PITCH,
+                                                PITCH, K);
+        warp_multiply<b_layout::columns, MAX_D>(ds, shared->v + 16 * group * PITCH, PITCH,
+                                                shared->dout + queries * PITCH, PITCH, K);
+        KVC_UNROLL
+        for (int i = 0; i < 4 * S::LOGITS; i++) {
+            const int r = i % 4 / 2, n = queries + i / 4 * 8 + lane % 4 * 2 + i % 2;
+            const int s = s0 + n, t = t0 + row + 8 * r;
+            const float lse = shared->lse[n];
+            const bool own = t == mask.shift + s, seen = (all_seen || mask.sees(s, t)) && lse != -INFINITY;
+            float &weight = p[i / 4][i % 4], &change = ds[i / 4][i % 4];
+            float logit = weight * f.scale, slope = 1.0f;
+            if constexpr (CAPPED) {
+                const float tanh = softcap_tanh<T>(logit, f.softcap);
+                logit = f.softcap * tanh;
+                slope = 1.0f - tanh * tanh;
+            }
+            weight = seen ? exp_of_difference<T>(logit + (own ? 0.0f : bias[r]), lse) : 0.0f;
+            change = seen ? weight * (change - shared->delta[n]) : 0.0f;
+            if (!own) dbias[r] += change;
+            if (CAPPED && seen) change *= slope;
+        }
+        const int at = 16 * group * S::P_PITCH + queries;
+        store_result(shared->p + at, S::P_PITCH, p);
+        store_result(shared->ds + at, S::P_PITCH, ds);
+        __syncthreads();
+        const int rows = 16 * group * S::P_PITCH;
+        if (tiles > 0)
+            warp_multiply<b_layout::rows, TILE>(dv, shared->p + rows, S::P_PITCH, shared->dout + column, PITCH, TILE,
+                                                tiles);
+        __syncthreads();  // dout is used
+        s0 += TILE;
+        if (s0 >= range.end) {
+            s0 = begin;
+            h++;
+        }
+        if (h < heads_end) load_rows<TILE, MAX_D, THREADS>(shared->dout, a.dout, set.wide_dout, b, h, s0, mask.S, D);
+        if (tiles > 0)
+            warp_multiply<b_layout::rows, TILE>(dk, shared->ds + rows, S::P_PITCH, shared->q + column, PITCH, TILE,
+                                                tiles);
+        __syncthreads();  // so is q
+        if (h < heads_end) load_rows<TILE, MAX_D, THREADS>(shared->q, f.q, set.wide_q, b, h, s0, mask.S, D);
+        commit_copies();
+    }
     KVC_UNROLL
     for (int n = 0; n < S::SUMS; n++) {
         KVC_UNROLL
@@ -220,19 +238,20 @@ __global__ __launch_bounds__(shape<T, MAX_D>::THREADS, CAPPED ? 1 : shape<T, MAX
     if (tiles.first() < tiles.end) {
         load_rows<TILE, MAX_D, THREADS>(shared->q, f.q, set.wide_q, b, h, s0, mask.S, D);
         load_rows<TILE, MAX_D, THREADS>(shared->dout, a.dout, set.wide_dout, b, h, s0, mask.S, D);
-    }
-    for (int tile = tiles.first(); tile < tiles.end; tile = tiles.after(tile)) {
-        const int t0 = tile * TILE;
-        load_rows<TILE, MAX_D, THREADS>(shared->k, f.k, set.wide_k, b, g, t0, mask.length, D);
-        load_rows<TILE, MAX_D, THREADS>(shared->v, f.v, set.wide_v, b, g, t0, mask.length, D);
+        load_rows<TILE, MAX_D, THREADS>(shared->k, f.k, set.wide_k, b, g, tiles.first() * TILE, mask.length, D);
+        load_rows<TILE, MAX_D, THREADS>(shared->v, f.v, set.wide_v, b, g, tiles.first() * TILE, mask.length, D);
         commit_copies();
+    }
+    // The next tile's values are on their way while dq is computed, its keys from there on
+    for (int tile = tiles.first(); tile < tiles.end;) {
+        const int t0 = tile * TILE;
         wait_for_copies<0>();
         __syncthreads();
         const bool all_seen = mask.sees_all(s0, TILE, t0, TILE);
         const int keys = part * S::LOGITS * 8;  // the first one of this warp's logits
         float p[S::LOGITS][4] = {}, ds[S::LOGITS][4] = {};
-        warp_multiply<b_layout::columns>(p, shared->q + 16 * group * PITCH, PITCH, shared->k + keys * PITCH, PITCH, K);
-        warp_multiply<b_layout::columns>(ds, shared->dout + 16 * group * PITCH, PITCH, shared->v + keys * PITCH, PITCH,
+        warp_multiply<b_layout::columns, MAX_D>(p, shared->q + 16 * group * PITCH, PITCH, shared->k + keys * PITCH, PITCH, K);
+        warp_multiply<b_layout::columns, MAX_D>(ds, shared->dout + 16 * group * PITCH, PITCH, shared->v + keys * PITCH, PITCH,
                                          K);
         KVC_UNROLL
         for (int i = 0; i < 4 * S::LOGITS; i++) {
@@ -241,7 +260,7 @@ __global__ __launch_bounds__(shape<T, MAX_D>::THREADS, CAPPED ? 1 : shape<T, MAX
             float& change = ds[i / 4][i % 4];
             float x = p[i / 4][i % 4] * f.scale, slope = 1.0f;
             if constexpr (CAPPED) {
-                const float tanh = tanh_of_logit(x, f.softcap);
+                const float tanh = softcap_tanh<T>(x, f.softcap);
                 x = f.softcap * tanh;
                 slope = 1.0f - tanh * tanh;
             }
@@ -250,11 +269,17 @@ __global__ __launch_bounds__(shape<T, MAX_D>::THREADS, CAPPED ? 1 : shape<T, MAX
             if (CAPPED && seen) change *= slope;
         }
         store_result(shared->ds + 16 * group * S::P_PITCH + keys, S::P_PITCH, ds);
-        __syncthreads();
+        __syncthreads();  // the values are used
+        tile = tiles.after(tile);
+        if (tile < tiles.end)
+            load_rows<TILE, MAX_D, THREADS>(shared->v, f.v, set.wide_v, b, g, tile * TILE, mask.length, D);
         if (columns > 0)
-            warp_multiply<b_layout::rows>(dq, shared->ds + 16 * group * S::P_PITCH, S::P_PITCH, shared->k + column,
+            warp_multiply<b_layout::rows, TILE>(dq, shared->ds + 16 * group * S::P_PITCH, S::P_PITCH, shared->k + column,
                                           PITCH, TILE, columns);
-        __syncthreads();  // all tiles of this round are used
+        __syncthreads();  // so are the keys
+        if (tile < tiles.end)
+            load_rows<TILE, MAX_D, THREADS>(shared->k, f.k, set.wide_k, b, g, tile * TILE, mask.length, D);
+        commit_copies();
     }
     KVC_UNROLL
     for (int n = 0; n < S::SUMS; n++) {

@@ -28,6 +28,7 @@
 // pieces_kernel takes the rest: float32 caches, queries of another type, head dims that are no multiple of 16 bytes or
 // above 256, or whose stages do not fit into a block's shared memory.
 #include "decode_mma.cuh"
+#include "resident.cuh"
 
 namespace {
 
@@ -268,38 +269,29 @@ __global__ __launch_bounds__(PLAN_THREADS) void plan_kernel(const kvc_decode_arg
     list_pieces(a, p, s);
 }
 
-// As many blocks as the device holds at a time, at most one for each piece and tile that can exist.
-template <class Kernel>
-cudaError_t blocks_for(unsigned& blocks, Kernel* kernel, size_t shared, int64_t work) {
-    int device = 0, processors = 0, resident = 0;
-    KVC_TRY(cudaGetDevice(&device));
-    KVC_TRY(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
-    KVC_TRY(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, THREADS, shared));
-    const int64_t all = static_cast<int64_t>(processors) * (resident > 0 ? resident : 1);
-    blocks = static_cast<unsigned>(work < all ? work : all);
+template <class T, int MAX_D, bool PROBABILITIES, bool CAPPED>
+cudaError_t launch_mma(const kvc_decode_args& a, const plan& p, cudaStream_t stream) {
+    constexpr auto kernel = pieces_mma_kernel<T, MAX_D, PROBABILITIES, CAPPED>;
+    constexpr size_t SHARED = sizeof(mma_shared<T, MAX_D>);
+    unsigned blocks = 0;
+    KVC_TRY(resident_blocks<kernel>(blocks, THREADS, SHARED, p.rows * p.row_pieces * p.tiles));
+    KVC_LAUNCH(kernel, blocks, THREADS, SHARED, stream, a, p, scratch_of(a, p));
     return cudaSuccess;
 }
 
 template <class T, int MAX_D>
 cudaError_t launch_mma(const kvc_decode_args& a, plan p, cudaStream_t stream) {
-    constexpr size_t SHARED = sizeof(mma_shared<T, MAX_D>);
-    const bool capped = a.softcap > 0.0f;
-    const auto kernel = a.probabilities ? capped ? pieces_mma_kernel<T, MAX_D, true, true>
-                                                 : pieces_mma_kernel<T, MAX_D, true, false>
-                        : capped        ? pieces_mma_kernel<T, MAX_D, false, true>
-                                        : pieces_mma_kernel<T, MAX_D, false, false>;
     p.tiles = static_cast<int>(ceil_div(p.queries, MMA_QUERIES));
-    KVC_TRY(allow_shared(kernel, SHARED));
-    unsigned blocks = 0;
-    KVC_TRY(blocks_for(blocks, kernel, SHARED, p.rows * p.row_pieces * p.tiles));
-    KVC_LAUNCH(kernel, blocks, THREADS, SHARED, stream, a, p, scratch_of(a, p));
-    return cudaSuccess;
+    if (a.probabilities)
+        return a.softcap > 0.0f ? launch_mma<T, MAX_D, true, true>(a, p, stream)
+                                : launch_mma<T, MAX_D, true, false>(a, p, stream);
+    return a.softcap > 0.0f ? launch_mma<T, MAX_D, false, true>(a, p, stream)
+                            : launch_mma<T, MAX_D, false, false>(a, p, stream);
 }
 
-template <class T, int VEC, int QUERIES, int PER_LANE = FEW_PER_LANE>
+template <class T, int VEC, int QUERIES, int PER_LANE, bool PROBABILITIES>
 cudaError_t launch_fma(const kvc_decode_args& a, plan p, cudaStream_t stream) {
-    const auto kernel = a.probabilities ? pieces_kernel<T, VEC, QUERIES, PER_LANE, true>
-                                        : pieces_kernel<T, VEC, QUERIES, PER_LANE, false>;
+    constexpr auto kernel = pieces_kernel<T, VEC, QUERIES, PER_LANE, PROBABILITIES>;
     p.lanes = lanes_for(ceil_div(a.D, VEC));
     p.tiles = static_cast<int>(ceil_div(p.queries, QUERIES));
     // At most 128 groups * 8 queries * 2 + 128 threads * 8 queries * 8 floats = 40 KiB: no attribute to set; above
@@ -307,9 +299,15 @@ cudaError_t launch_fma(const kvc_decode_args& a, plan p, cudaStream_t stream) {
     static_assert(QUERIES * PER_LANE <= 64, "their sums are registers, and then shared memory");
     const size_t shared = static_cast<size_t>(THREADS / p.lanes * QUERIES * (a.D + 2)) * sizeof(float);
     unsigned blocks = 0;
-    KVC_TRY(blocks_for(blocks, kernel, shared, p.rows * p.row_pieces * p.tiles));
+    KVC_TRY(resident_blocks<kernel>(blocks, THREADS, shared, p.rows * p.row_pieces * p.tiles));
     KVC_LAUNCH(kernel, blocks, THREADS, shared, stream, a, p, scratch_of(a, p));
     return cudaSuccess;
+}
+
+template <class T, int VEC, int QUERIES, int PER_LANE = FEW_PER_LANE>
+cudaError_t launch_fma(const kvc_decode_args& a, const plan& p, cudaStream_t stream) {
+    return a.probabilities ? launch_fma<T, VEC, QUERIES, PER_LANE, true>(a, p, stream)
+                           : launch_fma<T, VEC, QUERIES, PER_LANE, false>(a, p, stream);
 }
 
 // The smallest tile that holds all of a row's queries, up to 8.
@@ -340,7 +338,7 @@ cudaError_t launch_pieces(const kvc_decode_args& a, const plan& p, cudaStream_t 
 cudaError_t launch_probabilities(const kvc_decode_args& a, plan p, cudaStream_t stream) {
     p.tiles = static_cast<int>(ceil_div(p.queries, SOFTMAX_QUERIES));
     unsigned blocks = 0;
-    KVC_TRY(blocks_for(blocks, probabilities_kernel, 0, p.rows * p.row_pieces * p.tiles));
+    KVC_TRY(resident_blocks<probabilities_kernel>(blocks, THREADS, 0, p.rows * p.row_pieces * p.tiles));
     KVC_LAUNCH(probabilities_kernel, blocks, THREADS, 0, stream, a, p, scratch_of(a, p));
     return cudaSuccess;
 }

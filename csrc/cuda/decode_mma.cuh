@@ -14,7 +14,8 @@ struct mma_shared {
         struct {
             T k[STAGE * PITCH], v[STAGE * PITCH];
         } stages[2];
-        float values[WARPS][MMA_QUERIES][MAX_D];  // after the last key of a piece
+        // After the last key of a piece. Rows 8 banks apart: the 16 lanes that store 8 bytes at a time meet no other's
+        float values[WARPS][MMA_QUERIES][MAX_D + 8];
     };
     T q[MMA_QUERIES * PITCH];
     float2 statistics[WARPS][MMA_QUERIES];
@@ -91,7 +92,7 @@ __global__ __launch_bounds__(THREADS, MAX_D > 128 ? 1 : 3) void pieces_mma_kerne
             __syncthreads();
             const auto& now = shared->stages[stage % 2];
             float x[2][4] = {};
-            warp_multiply<b_layout::columns>(x, shared->q, PITCH, now.k + 16 * warp * PITCH, PITCH, K);
+            warp_multiply<b_layout::columns, MAX_D>(x, shared->q, PITCH, now.k + 16 * warp * PITCH, PITCH, K);
             float top[2] = {m[0], m[1]}, keep[2];
             KVC_UNROLL
             for (int i = 0; i < 8; i++) {
@@ -99,7 +100,7 @@ __global__ __launch_bounds__(THREADS, MAX_D > 128 ? 1 : 3) void pieces_mma_kerne
                 const bool seen = begin + key < limit[r] && shared->pages[key].x >= 0;
                 float& logit = x[i / 4][i % 4];
                 logit *= scale;
-                if constexpr (CAPPED) logit = cap * tanh_of_logit(logit, cap);
+                if constexpr (CAPPED) logit = capped_logit<T>(logit, cap);
                 if (!seen) logit = -INFINITY;
                 if constexpr (PROBABILITIES) {
                     const int64_t n = first + lane / 4 + 8 * r;
@@ -111,7 +112,7 @@ __global__ __launch_bounds__(THREADS, MAX_D > 128 ? 1 : 3) void pieces_mma_kerne
             for (int r = 0; r < 2; r++) {
                 top[r] = fmaxf(top[r], __shfl_xor_sync(FULL_WARP, top[r], 1));
                 top[r] = fmaxf(top[r], __shfl_xor_sync(FULL_WARP, top[r], 2));
-                keep[r] = exp2f(m[r] - finite_or_0(top[r]));
+                keep[r] = exp2_fast(m[r] - finite_or_0(top[r]));
                 l[r] *= keep[r];
                 m[r] = top[r];
             }
@@ -119,7 +120,7 @@ __global__ __launch_bounds__(THREADS, MAX_D > 128 ? 1 : 3) void pieces_mma_kerne
             for (int i = 0; i < 8; i++) {
                 const int r = i % 4 / 2;
                 float& weight = x[i / 4][i % 4];
-                weight = exp2f(weight - finite_or_0(m[r]));
+                weight = exp2_fast(weight - finite_or_0(m[r]));
                 l[r] += weight;
             }
             // Maxima settle after a few stages; then nothing is scaled
@@ -146,10 +147,15 @@ __global__ __launch_bounds__(THREADS, MAX_D > 128 ? 1 : 3) void pieces_mma_kerne
             if (lane % 4 == 0) shared->statistics[warp][lane / 4 + 8 * r] = both;
         }
         KVC_UNROLL
-        for (int n = 0; n < N; n++) {
+        for (int r = 0; r < 2; r++) {
+            if (first + lane / 4 + 8 * r >= p.queries) continue;  // nobody reads rows that are no query
             KVC_UNROLL
-            for (int i = 0; i < 4; i++)
-                shared->values[warp][lane / 4 + i / 2 * 8][8 * n + lane % 4 * 2 + i % 2] = values[n][i];
+            for (int n = 0; n < N; n++) {
+                float2 both;
+                both.x = values[n][2 * r];
+                both.y = values[n][2 * r + 1];
+                *reinterpret_cast<float2*>(&shared->values[warp][lane / 4 + 8 * r][8 * n + lane % 4 * 2]) = both;
+            }
         }
         __syncthreads();
         for (int i = thread; i < MMA_QUERIES * MAX_D; i += THREADS) {

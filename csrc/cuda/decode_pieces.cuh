@@ -15,7 +15,7 @@ constexpr int MMA_QUERIES = 16;
 constexpr int PLAN_THREADS = 256;
 constexpr int JOIN_THREADS = 512;
 constexpr int SOFTMAX_QUERIES = 4;  // whose logits a block turns into probabilities at a time
-constexpr float LOG2_E = 1.44269504088896340736f, LN_2 = 0.69314718055994530942f;
+constexpr float LN_2 = 0.69314718055994530942f;
 
 struct plan {
     int64_t rows, queries;  // queries that share a row's keys: G*slab
@@ -129,9 +129,6 @@ __device__ inline int2 pages_of(const kvc_decode_args& a, const plan& p, int64_t
 __device__ inline int64_t offset_in(const kvc_decode_args& a, int page, int64_t t) {
     return (page * a.P + (a.block_table ? t & (a.P - 1) : t)) * a.D;
 }
-
-// 2^x of a difference to a maximum; -inf - -inf is no number, so a maximum of -inf counts as 0.
-__device__ inline float finite_or_0(float m) { return m == -INFINITY ? 0.0f : m; }
 
 // Where a piece's logits, in base 2, wait in a.probabilities until probabilities_kernel knows their sum: those of the
 // row's query n at + n*columns. count: keys of the piece that have a column.

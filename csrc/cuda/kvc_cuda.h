@@ -83,7 +83,9 @@ int64_t kvc_cuda_quest_step_scratch_bytes(const kvc_quest_step_args *args);
 cudaError_t kvc_cuda_quest_step(const kvc_quest_step_args *args, cudaStream_t stream);
 
 /* As the CPU's, with the scratch of kvc_cuda_decode and kvc_cuda_decode_shared. 64-byte aligned. 0 for sizes that the
- * launcher rejects. Where one of the tables has no room it stays as it is, and places too; nothing waits for the host. */
+ * launcher rejects. Where one of the tables has no room it stays as it is, and places too; nothing waits for the host. Three
+ * launches for a few sequences, four for many; three more with distant keys, four if their probabilities are written; two
+ * more with shared probabilities. */
 int64_t kvc_cuda_pod_step_scratch_bytes(const kvc_pod_step_args *args);
 cudaError_t kvc_cuda_pod_step(const kvc_pod_step_args *args, cudaStream_t stream);
 /* The rotated queries, a few numbers per row, and, with further keys, their state; what kvc_cuda_decode takes for each set of

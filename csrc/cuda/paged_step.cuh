@@ -42,8 +42,8 @@ __device__ inline void place_head(const kvc_paged_step_args& a, const placing& p
     if (refused) return;
     const int64_t row = first + h, before = table.lengths[row] - a.S, slot = before + s;
     if (s == 0 && p.copied[row] >= 0)
-        copy_slots(table, p.copied[row], *entry(table, row, before / table.P), before % table.P, a.k_pages, a.v_pages,
-                   a.k.dtype, a.D);
+        for (void* pages : {a.k_pages, a.v_pages})
+            copy_slots(table, p.copied[row], *entry(table, row, before / table.P), before % table.P, pages, a.k.dtype, a.D);
     const int32_t page = *entry(table, row, slot / table.P);
     if (!page_exists(table, page)) return;
     const int64_t at = (page * table.P + slot % table.P) * a.D, from = row_at(a.v, b, h, s);

@@ -1,34 +1,97 @@
 // One decoded step of a layer of PoD: see kvc_pod_step in kvc_step.h.
 //
-// The launches of its parts in turn, and two small kernels of its own that tell them on the device where the token stands
-// and where near and distant tokens lie: nothing waits for the host.
+// Must move, beside what decode reads: B*(2*Hq + 4*Hkv)*D elements and a table of the near values' pages. What counts is
+// launches: one block says where the token stands, takes the pages of both tables, lists the pieces of near and distant
+// keys and, for a few heads, rotates and stores them; then the two kernels of decode. With many sequences the heads have a
+// launch of their own. Distant keys take two more and the merge, one more for their probabilities; shared probabilities the
+// two of decode_shared. Nothing waits for the host.
 #include "../pod_step.h"
-#include "page_table.cuh"
+#include "extend.cuh"
+#include "step.cuh"
 
 namespace {
 
-constexpr int THREADS = 128;
+constexpr int64_t FEW_HEADS = 128;  // which the one block serves itself, a warp at a time
 
-__global__ __launch_bounds__(THREADS) void places_kernel(const kvc_pod_step_args a, const kvc_pod_parts parts) {
-    for (int64_t b = threadIdx.x; b < a.B; b += THREADS) parts.positions[b] = a.rotary_dim ? a.places[b] : 0;
+// Whether the keys, or the values, found no room.
+__device__ inline bool refused(const kvc_pod_step_args& a, const kvc_pod_parts& parts, int values) {
+    return parts.copied[(a.keys.R + 1) * values + a.keys.R] != 0;
 }
 
-// A block per row, whose tables have grown.
-__global__ __launch_bounds__(THREADS) void ranges_kernel(const kvc_pod_step_args a, const kvc_pod_parts parts) {
-    const int64_t row = blockIdx.x, held = a.keys.lengths[row], all = a.values.lengths[row];
-    const int64_t begin = a.sinks < all ? a.sinks : all, end = all - a.recent, moved = a.moved ? a.moved[row] : 0;
-    if (threadIdx.x == 0) {
-        parts.begin[row] = static_cast<int32_t>(held > a.recent ? held - a.recent : 0);
-        parts.far_begin[row] = static_cast<int32_t>(begin);
-        parts.far_end[row] = static_cast<int32_t>(end > begin ? end : begin);
-        const int64_t R = a.keys.R;
-        if (row % a.Hkv == 0 && !parts.copied[R] && !parts.copied[2 * R + 1]) a.places[row / a.Hkv]++;
+// Where near and distant tokens of a row lie, whose tables have grown.
+__device__ inline void place_row(const kvc_pod_step_args& a, const kvc_pod_parts& parts, int64_t row) {
+    const int64_t held = a.keys.lengths[row], all = a.values.lengths[row];
+    const int64_t begin = a.sinks < all ? a.sinks : all, end = all - a.recent;
+    parts.begin[row] = static_cast<int32_t>(held > a.recent ? held - a.recent : 0);
+    parts.far_begin[row] = static_cast<int32_t>(begin);
+    parts.far_end[row] = static_cast<int32_t>(end > begin ? end : begin);
+}
+
+// Slot of the newest token of a row in the keys' pages, or the values'; -1: it has none. What the row shared is its own
+// then.
+__device__ inline int64_t newest_slot(const kvc_pod_step_args& a, const kvc_pod_parts& parts, int64_t row, int values) {
+    const kvc_page_table& table = values ? a.values : a.keys;
+    if (refused(a, parts, values)) return -1;
+    const int64_t slot = table.lengths[row] - 1;
+    const int32_t page = *entry(table, row, slot / table.P), copied = parts.copied[(table.R + 1) * values + row];
+    if (copied >= 0)
+        copy_slots(table, copied, page, slot % table.P, values ? a.v_pages : a.k_pages, a.k.dtype, a.D);
+    return page_exists(table, page) ? page * table.P + slot % table.P : -1;
+}
+
+// Query head `item`, then row item - B*Hq, by a warp; pages have been taken.
+__device__ inline void place_head(const kvc_pod_step_args& a, const kvc_pod_parts& parts, int64_t item) {
+    const int64_t queries = a.B * a.Hq, row = item - queries;
+    const int64_t heads = item < queries ? a.Hq : a.Hkv, own = item < queries ? item : row, b = own / heads, h = own % heads;
+    const auto rotate = [&](const kvc_view& x, void* to, int64_t at) {
+        rotate_head(x, row_at(x, b, h, 0), to, x.dtype, at, a.D, a.rotary_dim, a.cos, a.sin, parts.positions[b],
+                    a.table_rows, -1);
+    };
+    if (item < queries) {
+        rotate(a.q, a.turned, item * a.D);
+        return;
     }
-    for (int64_t i = threadIdx.x; i < a.keys.blocks; i += THREADS) {
+    const int64_t key = newest_slot(a, parts, row, 0), value = newest_slot(a, parts, row, 1);
+    const int64_t moved = a.moved ? a.moved[row] : 0;
+    if (key >= 0) rotate(a.k, a.k_pages, key * a.D);
+    if (value >= 0) copy_head(a.v.data, row_at(a.v, b, h, 0), a.v_pages, value * a.D, a.k.dtype, a.D);
+    for (int64_t i = threadIdx.x % 32; i < a.keys.blocks; i += 32) {
         const int64_t place = i < a.first ? i : i + moved;
         const bool here = place >= 0 && place < a.values.blocks;
         parts.near_table[row * a.keys.blocks + i] = here ? *entry(a.values, row, place) : -1;
     }
+}
+
+// far.scratch: NULL where no distant keys are read.
+__global__ __launch_bounds__(PLAN_THREADS, 1) void begin_kernel(const kvc_pod_step_args a, const kvc_pod_parts parts,
+                                                             const kvc_append_tokens_args keys,
+                                                             const kvc_append_tokens_args values,
+                                                             const kvc_decode_args near, const plan near_pieces,
+                                                             const scratch near_scratch, const kvc_decode_args far,
+                                                             const plan far_pieces, const scratch far_scratch,
+                                                             int64_t heads) {
+    for (int64_t b = threadIdx.x; b < a.B; b += PLAN_THREADS) parts.positions[b] = a.rotary_dim ? a.places[b] : 0;
+    extend_rows(keys);
+    __syncthreads();
+    extend_rows(values);
+    __syncthreads();
+    const bool grown = !refused(a, parts, 0) && !refused(a, parts, 1);
+    for (int64_t b = threadIdx.x; b < a.B && grown; b += PLAN_THREADS) a.places[b]++;
+    for (int64_t row = threadIdx.x; row < a.keys.R; row += PLAN_THREADS) place_row(a, parts, row);
+    __syncthreads();
+    list_pieces(near, near_pieces, near_scratch);
+    if (far.scratch) {
+        __syncthreads();  // the list's sums are free
+        list_pieces(far, far_pieces, far_scratch);
+    }
+    for (int64_t item = threadIdx.x / 32; item < heads; item += STEP_WARPS) place_head(a, parts, item);
+}
+
+__global__ __launch_bounds__(PLAN_THREADS, 1) void place_kernel(const kvc_pod_step_args a, const kvc_pod_parts parts,
+                                                             int64_t heads) {
+    const int64_t between = gridDim.x * static_cast<int64_t>(STEP_WARPS);
+    for (int64_t item = blockIdx.x * static_cast<int64_t>(STEP_WARPS) + threadIdx.x / 32; item < heads; item += between)
+        place_head(a, parts, item);
 }
 
 kvc_pod_parts parts_of(const kvc_pod_step_args& a) {
@@ -43,13 +106,15 @@ kvc_pod_parts parts_of(const kvc_pod_step_args& a) {
 
 bool valid(const kvc_pod_step_args& a) {
     return kvc_pod_sizes_are_good(&a) && valid_scale(a.scale, a.softcap) && valid_dtype(a.q.dtype) &&
-           valid_dtype(a.k.dtype) && a.v.dtype == a.k.dtype && valid_table(a.keys) && valid_table(a.values);
+           valid_dtype(a.k.dtype) && a.v.dtype == a.k.dtype && valid_table(a.keys) && valid_table(a.values) &&
+           (a.far != KVC_FAR_LED || (a.lead_pages >= 0 && valid_dtype(a.lead_q.dtype)));
 }
 
 bool empty(const kvc_pod_step_args& a) { return a.keys.R == 0 || a.Hq == 0; }
 
 bool complete(const kvc_pod_step_args& a) {
     if (!a.out || !a.turned || !a.q.data || !a.k.data || !a.v.data || !a.places || !a.scratch) return false;
+    if (a.rotary_dim && a.table_rows && (!a.cos || !a.sin)) return false;
     if ((a.keys.pages && !a.k_pages) || (a.values.pages && !a.v_pages)) return false;
     if (a.far != KVC_FAR_SHARED && !a.lse) return false;
     if (a.far == KVC_FAR_OWN && !a.far_lse) return false;
@@ -69,20 +134,28 @@ extern "C" cudaError_t kvc_cuda_pod_step(const kvc_pod_step_args* args, cudaStre
     if (empty(a)) return cudaSuccess;
     if (!complete(a)) return cudaErrorInvalidValue;
     const kvc_pod_parts parts = parts_of(a);
-    kvc_rope_args queries = kvc_pod_rope(&a, &parts, 0), keys = kvc_pod_rope(&a, &parts, 1);
-    if (!a.rotary_dim) queries.table_rows = keys.table_rows = 1;
-    const kvc_append_tokens_args both[] = {kvc_pod_append(&a, &parts, 0), kvc_pod_append(&a, &parts, 1)};
-    const kvc_decode_args near = kvc_pod_near(&a, &parts), far = kvc_pod_far(&a, &parts);
-    const kvc_decode_shared_args shared = kvc_pod_shared(&a, &parts);
+    const kvc_append_tokens_args keys = kvc_pod_append(&a, &parts, 0), values = kvc_pod_append(&a, &parts, 1);
+    const kvc_decode_args near = kvc_pod_near(&a, &parts);
+    const bool has_far = a.far == KVC_FAR_OWN || a.far == KVC_FAR_LED;
+    kvc_decode_args far = {};
+    if (has_far) far = kvc_pod_far(&a, &parts);
+    const plan near_pieces = plan_of(near), far_pieces = has_far ? plan_of(far) : plan{};
+    if (!fits_grids(near_pieces) || !fits_grids(far_pieces)) return cudaErrorInvalidValue;
+    const int64_t heads = a.B * (a.Hq + a.Hkv), alone = heads <= FEW_HEADS ? heads : 0;
+    KVC_LAUNCH(begin_kernel, 1, PLAN_THREADS, 0, stream, a, parts, keys, values, near, near_pieces,
+               scratch_of(near, near_pieces), far, far_pieces, scratch_of(far, far_pieces), alone);
+    if (!alone) {
+        const int64_t blocks = ceil_div(heads, STEP_WARPS);
+        KVC_LAUNCH(place_kernel, static_cast<unsigned>(blocks < MAX_GRID_X ? blocks : MAX_GRID_X), PLAN_THREADS, 0, stream,
+                   a, parts, heads);
+    }
+    KVC_TRY(decode_listed(near, stream));
+    if (a.far == KVC_FAR_SHARED) {
+        const kvc_decode_shared_args shared = kvc_pod_shared(&a, &parts);
+        return kvc_cuda_decode_shared(&shared, stream);
+    }
+    if (!has_far) return cudaSuccess;
+    KVC_TRY(decode_listed(far, stream));
     const kvc_merge_states_args merge = kvc_pod_merge(&a, &parts);
-    KVC_LAUNCH(places_kernel, 1, THREADS, 0, stream, a, parts);
-    KVC_TRY(kvc_cuda_rope(&queries, stream));
-    KVC_TRY(kvc_cuda_rope(&keys, stream));
-    for (const kvc_append_tokens_args& append : both) KVC_TRY(kvc_cuda_append_tokens(&append, stream));
-    KVC_LAUNCH(ranges_kernel, static_cast<unsigned>(a.keys.R), THREADS, 0, stream, a, parts);
-    KVC_TRY(kvc_cuda_decode(&near, stream));
-    if (a.far == KVC_FAR_NONE) return cudaSuccess;
-    if (a.far == KVC_FAR_SHARED) return kvc_cuda_decode_shared(&shared, stream);
-    KVC_TRY(kvc_cuda_decode(&far, stream));
     return kvc_cuda_merge_states(&merge, stream);
 }

@@ -167,7 +167,7 @@ __global__ __launch_bounds__(SCORE_THREADS, 1) void score_kernel(const kvc_quest
 }
 
 // A row's chosen pages, and where they lie.
-__global__ __launch_bounds__(MOST_THREADS) void choose_kernel(const kvc_quest_step_args a, const parts p) {
+__global__ __launch_bounds__(MOST_THREADS, 1) void choose_kernel(const kvc_quest_step_args a, const parts p) {
     const kvc_page_table& table = a.step.table;
     const int64_t row = blockIdx.x, blocks = ceil_div(length_of(table, row), table.P);
     const auto write = [&](int64_t j, int64_t place) {

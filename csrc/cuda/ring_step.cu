@@ -126,7 +126,8 @@ __device__ inline void place_head(const kvc_ring_step_args& a, const parts& p, i
         const int64_t slot = table.lengths[row] - 1;
         const int32_t page = *entry(table, row, slot / table.P);
         if (p.copied[row] >= 0)
-            copy_slots(table, p.copied[row], page, slot % table.P, a.k_pages, a.v_pages, a.k.dtype, a.D);
+            for (void* pages : {a.k_pages, a.v_pages})
+                copy_slots(table, p.copied[row], page, slot % table.P, pages, a.k.dtype, a.D);
         const int64_t at = (page * table.P + slot % table.P) * a.D;
         if (page_exists(table, page)) {
             copy_head(a.k_ring, place * a.D, a.k_pages, at, a.k.dtype, a.D);

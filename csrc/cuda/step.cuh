@@ -1,5 +1,7 @@
 // What the kernels share that begin a decoded step: a head rotated by a warp, and how the caller's scratch is divided.
 #pragma once
+#include <initializer_list>
+
 #include "decode_pieces.cuh"
 #include "page_table.cuh"
 #include "../step.h"
@@ -31,14 +33,12 @@ __device__ inline int64_t row_at(const kvc_view& x, int64_t b, int64_t h, int64_
     return b * x.stride_b + h * x.stride_h + t * x.stride_t;
 }
 
-// The first `slots` slots of a page, keys and values, to another page, by a warp: what a row keeps of a page that it shared.
-__device__ inline void copy_slots(const kvc_page_table& table, int32_t from, int32_t to, int64_t slots, void* k_pages,
-                                  void* v_pages, kvc_dtype dtype, int64_t D) {
+// The first `slots` slots of a page to another page, by a warp: what a row keeps of a page that it shared.
+__device__ inline void copy_slots(const kvc_page_table& table, int32_t from, int32_t to, int64_t slots, void* pages,
+                                  kvc_dtype dtype, int64_t D) {
     const int64_t source = from * table.P * D, target = to * table.P * D;
-    for (int64_t i = threadIdx.x % 32; page_exists(table, to) && i < slots * D; i += 32) {
-        store_any(k_pages, dtype, target + i, load_any(k_pages, dtype, source + i));
-        store_any(v_pages, dtype, target + i, load_any(v_pages, dtype, source + i));
-    }
+    for (int64_t i = threadIdx.x % 32; page_exists(table, to) && i < slots * D; i += 32)
+        store_any(pages, dtype, target + i, load_any(pages, dtype, source + i));
 }
 
 // D elements, by a warp.

@@ -114,16 +114,20 @@ __device__ inline void multiply_16x8x16(float (&c)[4], const uint32_t (&a)[4], u
 // How B lies in shared memory: its column n at b + n*pitch, or its row k at b + k*pitch.
 enum class b_layout { columns, rows };
 
-// B for tiles j and j + 1 of one step of 16 k, from the address that this lane gives for it: see warp_multiply.
-template <b_layout B, class T, int N>
-__device__ inline void multiply_step(float (&c)[N][4], const uint32_t (&a)[4], const T* b, int pitch_b, int tiles) {
+// B for tiles j and j + 1 of one step of 16 k, from the address that this lane gives for it: see warp_multiply. A load
+// of B serves M blocks of 16 rows.
+template <b_layout B, class T, int M, int N>
+__device__ inline void multiply_step(float (&c)[M][N][4], const uint32_t (&a)[M][4], const T* b, int pitch_b, int tiles) {
     KVC_UNROLL
     for (int j = 0; j < N; j += 2) {
         if (j >= tiles) break;
         uint32_t of_b[4];
         load_matrices<B == b_layout::rows>(of_b, b + 8 * j * (B == b_layout::rows ? 1 : pitch_b));
-        multiply_16x8x16<T>(c[j], a, of_b[0], of_b[1]);
-        multiply_16x8x16<T>(c[j + 1], a, of_b[2], of_b[3]);
+        KVC_UNROLL
+        for (int m = 0; m < M; m++) {
+            multiply_16x8x16<T>(c[m][j], a[m], of_b[0], of_b[1]);
+            multiply_16x8x16<T>(c[m][j + 1], a[m], of_b[2], of_b[3]);
+        }
     }
 }
 
@@ -172,10 +176,11 @@ __device__ inline void multiply_floats(float (&c)[N][4], const float* a, int pit
     }
 }
 
-// c += A x B with A [16, K] at a + row*pitch_a + k, for the first `tiles` (even, at most N) tiles of 8 columns. K is a
-// multiple of 16; rows of A and B start on 16 bytes. All lanes of the warp take part.
-template <b_layout B, int N, class T>
-__device__ inline void warp_multiply(float (&c)[N][4], const T* a, int pitch_a, const T* b, int pitch_b, int K,
+// c += A x B with A [16*M, K] at a + row*pitch_a + k, for the first `tiles` (even, at most N) tiles of 8 columns. K is a
+// multiple of 16; rows of A and B start on 16 bytes. All lanes of the warp take part. MAX_K: a K known when this is
+// compiled; a product of that K and of all N tiles has neither a loop nor a test.
+template <b_layout B, int MAX_K = 0, int M, int N, class T>
+__device__ inline void warp_multiply(float (&c)[M][N][4], const T* a, int pitch_a, const T* b, int pitch_b, int K,
                                      int tiles = N) {
     static_assert(N % 2 == 0, "two tiles of B come with one load");
     const int lane = static_cast<int>(threadIdx.x) % 32;
@@ -184,34 +189,57 @@ __device__ inline void warp_multiply(float (&c)[N][4], const T* a, int pitch_a, 
         // A: matrices (rows 0-7, k 0-7), (8-15, 0-7), (0-7, 8-15), (8-15, 8-15)
         a += (row + matrix % 2 * 8) * pitch_a + matrix / 2 * 8;
         b = row_of_b<B>(b, pitch_b);
-        for (int k = 0; k < K; k += 16) {
-            uint32_t of_a[4];
-            load_matrices<false>(of_a, a + k);
-            multiply_step<B>(c, of_a, b + k * (B == b_layout::rows ? pitch_b : 1), pitch_b, tiles);
+        const auto step = [&](int k, int count) {
+            uint32_t of_a[M][4];
+            KVC_UNROLL
+            for (int m = 0; m < M; m++) load_matrices<false>(of_a[m], a + 16 * m * pitch_a + k);
+            multiply_step<B>(c, of_a, b + k * (B == b_layout::rows ? pitch_b : 1), pitch_b, count);
+        };
+        if (MAX_K > 0 && K == MAX_K && tiles == N) {
+            KVC_UNROLL
+            for (int k = 0; k < MAX_K; k += 16) step(k, N);
+        } else {
+            KVC_ROLLED
+            for (int k = 0; k < K; k += 16) step(k, tiles);
         }
     } else {
         const int group = lane / 4, t = lane % 4;
         a += group * pitch_a;
         b += B == b_layout::columns ? 2 * t * pitch_b : 2 * t;
-        if constexpr (B == b_layout::columns) {
-            // Sums of up to 64 products, then their sum: a chain of 256 roundings would lose twice as much
-            for (int k = 0; k < K; k += 64) {
-                float part[N][4] = {};
-                multiply_floats<B>(part, a + k, pitch_a, b + k, pitch_b, K - k < 64 ? K - k : 64, tiles);
-                KVC_UNROLL
-                for (int i = 0; i < 4 * N; i++) c[i / 4][i % 4] += part[i / 4][i % 4];
+        KVC_UNROLL
+        for (int m = 0; m < M; m++, a += 16 * pitch_a) {
+            if constexpr (B == b_layout::columns) {
+                // Sums of up to 64 products, then their sum: a chain of 256 roundings would lose twice as much
+                for (int k = 0; k < K; k += 64) {
+                    float part[N][4] = {};
+                    multiply_floats<B>(part, a + k, pitch_a, b + k, pitch_b, K - k < 64 ? K - k : 64, tiles);
+                    KVC_UNROLL
+                    for (int i = 0; i < 4 * N; i++) c[m][i / 4][i % 4] += part[i / 4][i % 4];
+                }
+            } else {
+                multiply_floats<B>(c[m], a, pitch_a, b, pitch_b, K, tiles);
             }
-        } else {
-            multiply_floats<B>(c, a, pitch_a, b, pitch_b, K, tiles);
         }
     }
 }
 
-// c += A x B with A [16, 8*M] a result of warp_multiply, rounded to T (16 bits), and row k of B at b + k*pitch_b: the
+// The results of one block of 16 rows as those of M = 1.
+template <int N>
+__device__ inline float (&one_block(float (&c)[N][4]))[1][N][4] {
+    return reinterpret_cast<float (&)[1][N][4]>(c);
+}
+
+template <b_layout B, int MAX_K = 0, int N, class T>
+__device__ inline void warp_multiply(float (&c)[N][4], const T* a, int pitch_a, const T* b, int pitch_b, int K,
+                                     int tiles = N) {
+    warp_multiply<B, MAX_K>(one_block(c), a, pitch_a, b, pitch_b, K, tiles);
+}
+
+// c += A x B with A [16*M, 8*L] results of warp_multiply, rounded to T (16 bits), and row k of B at b + k*pitch_b: the
 // lanes already hold the elements that the product wants from them.
-template <class T, int M, int N>
-__device__ inline void multiply_result(float (&c)[N][4], const float (&a)[M][4], const T* b, int pitch_b, int tiles) {
-    static_assert(M % 2 == 0 && N % 2 == 0, "steps of 16 k, two tiles of B with one load");
+template <class T, int M, int L, int N>
+__device__ inline void multiply_result(float (&c)[M][N][4], float (&a)[M][L][4], const T* b, int pitch_b, int tiles) {
+    static_assert(L % 2 == 0 && N % 2 == 0, "steps of 16 k, two tiles of B with one load");
     const auto pair = [](float low, float high) {
         T both[2];
         from_float(low, both[0]);
@@ -219,12 +247,25 @@ __device__ inline void multiply_result(float (&c)[N][4], const float (&a)[M][4],
         return both[0].bits | static_cast<uint32_t>(both[1].bits) << 16;
     };
     b = row_of_b<b_layout::rows>(b, pitch_b);
-    KVC_UNROLL
-    for (int i = 0; i < M; i += 2) {
-        const uint32_t of_a[4] = {pair(a[i][0], a[i][1]), pair(a[i][2], a[i][3]), pair(a[i + 1][0], a[i + 1][1]),
-                                  pair(a[i + 1][2], a[i + 1][3])};
-        multiply_step<b_layout::rows>(c, of_a, b + 8 * i * pitch_b, pitch_b, tiles);
-    }
+    const auto multiply = [&](int count) {
+        KVC_UNROLL
+        for (int i = 0; i < L; i += 2) {
+            uint32_t of_a[M][4];
+            KVC_UNROLL
+            for (int m = 0; m < M; m++) {
+                KVC_UNROLL
+                for (int e = 0; e < 4; e++) of_a[m][e] = pair(a[m][i + e / 2][e % 2 * 2], a[m][i + e / 2][e % 2 * 2 + 1]);
+            }
+            multiply_step<b_layout::rows>(c, of_a, b + 8 * i * pitch_b, pitch_b, count);
+        }
+    };
+    if (tiles == N) multiply(N);
+    else multiply(tiles);
+}
+
+template <class T, int L, int N>
+__device__ inline void multiply_result(float (&c)[N][4], float (&a)[L][4], const T* b, int pitch_b, int tiles) {
+    multiply_result(one_block(c), one_block(a), b, pitch_b, tiles);
 }
 
 // A result of warp_multiply as a tile of T in shared memory, so that it can be the A of another product.

@@ -114,8 +114,48 @@ __device__ inline void store(T* to, const float (&from)[N]) {
     }
 }
 
+constexpr float LOG2_E = 1.44269504088896340736f;
+
+// 2^x for weights that are rounded to 16 bits: on the device one instruction, whose results below 2^-126 are 0.
+__device__ inline float exp2_fast(float x) {
+#ifdef KVC_CUDA_EMULATION
+    return exp2f(x);
+#else
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+#endif
+}
+
+// 1/x within 1 ulp; of more than 2^126 and of infinity 0.
+__device__ inline float reciprocal_fast(float x) {
+#ifdef KVC_CUDA_EMULATION
+    return 1.0f / x;
+#else
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+#endif
+}
+
 // A logit or its slope's tanh under a softcap.
 __device__ inline float tanh_of_logit(float x, float cap) { return tanhf(x / cap); }
+
+// A logit's tanh under a softcap. For 16-bit types 1 - 2 / (1 + e^(2x)), off by at most about 2^-21: under a cap of 50 that
+// is 2e-5 of a logit, far below what rounding queries and keys to 16 bits does; five instructions instead of 25 and a branch.
+template <class T>
+__device__ inline float softcap_tanh(float logit, float cap) {
+    if constexpr (sizeof(T) == 4) return tanh_of_logit(logit, cap);
+    else return 1.0f - 2.0f * reciprocal_fast(1.0f + exp2_fast(logit * (2.0f * LOG2_E / cap)));
+}
+
+template <class T>
+__device__ inline float capped_logit(float logit, float cap) {
+    return cap * softcap_tanh<T>(logit, cap);
+}
+
+// -inf - -inf is no number, so a maximum of -inf counts as 0.
+__device__ inline float finite_or_0(float m) { return m == -INFINITY ? 0.0f : m; }
 
 // Element i of an array whose type is known at run time only; for what is read or written once.
 __device__ inline float load_any(const void* data, kvc_dtype dtype, int64_t i) {

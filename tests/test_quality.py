@@ -56,3 +56,23 @@ def test_ablations_have_the_paper_s_settings_once():
     assert {method.pruner.window for method in methods} == {1, 16, 64}
     gaps = {getattr(method.positions, "gap", method.positions) for method in methods}
     assert gaps == {"original", 0, 64, 128, "auto"}
+
+
+def test_the_best_rows_are_the_best_of_what_was_measured():
+    def row(method, part, **measured):
+        share = 1 - round(1 - 1 / part + quality.TABLES, 4)
+        return {"method": method, "share_kept": share, "nbytes_share": 1 / part} | measured
+
+    dense = {"method": "dense", "share_kept": 1.0, "bits_per_byte": 2.0, "fact_recall": 1.0, "later_recall": 0.9}
+    rows = [
+        dense,
+        row("a", 4, bits_per_byte_over_dense=0.1, fact_recall=0.99, later_recall=0.9),
+        row("b", 4, bits_per_byte_over_dense=0.02, fact_recall=0.5, later_recall=0.8),
+        row("c", 8, bits_per_byte_over_dense=0.3, fact_recall=0.2, later_recall=0.1),
+    ]
+    found = {best.pop("name"): best for best in quality.best_rows(rows)}
+    assert set(found) == {"best/later/4", "best/bits/4", "both/4", "best/later/8", "best/bits/8"}
+    assert found["best/later/4"] == {"method": "a", "recall": 0.9, "nbytes_share": 0.25}
+    assert found["best/bits/4"] == {"method": "b", "over_dense": 0.01, "nbytes_share": 0.25}
+    assert found["both/4"] == {"method": "a", "over_dense": 0.05, "facts": 0.99, "later": 0.9, "nbytes_share": 0.25}
+    assert all(method.page_size == 8 for method in quality.unguided())

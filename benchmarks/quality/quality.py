@@ -1,6 +1,6 @@
 """What pruning costs in quality: bits per byte, recall of facts and of key-value pairs, against the share kept.
 
-    python benchmarks/quality/quality.py [--quick] [--json FILE] [--figure FILE] [--model NAME] [--ablations]
+    python benchmarks/quality/quality.py [--quick] [--json FILE] [--figure FILE] [--model NAME] [--ablations | --best]
 
 Every pruner keeps 1/2, 1/4, 1/8 and 1/16 of a prompt (PrunedCache with the rest as the share to remove; some pruners
 in the whole run alone); besides them AdaKV and PyramidKV with SnapKV, GlobalTopK with pruners that need no question,
@@ -22,6 +22,10 @@ than 9 times in 10 are left out: they would not measure pruning. Seeds are fixed
 this. On busy cores set OMP_NUM_THREADS=1: threads that wait for each other take longer than one.
 
 --ablations: CenterOfGravity at 1/8: head gravity x order x keep_head, gap x order, window x order.
+--best: what to take where no question is known, at 1/4, 1/8 and 1/16 of the dense cache's bytes as they are held,
+tables included, in pages of 8. The file then has rows besides: best/<later, pairs or bits>/<n>, the best method at 1/n
+(recall, or over_dense as a share of the dense cache's bits), and both/<n>, the one with the lowest bits among those
+whose facts, later facts and pairs are the dense cache's to within 2 %; missing where there is none.
 """
 
 from __future__ import annotations
@@ -59,6 +63,8 @@ from kvcompress.budgets import Budget
 from kvcompress.pruners import CenterOfGravity, Pruner
 
 FIXED = 0.875  # removed in the ablations
+PARTS = (4, 8, 16)  # of the dense cache's bytes, in --best
+TABLES = 0.006  # of them, for the tables of pages of 8 and what row ends leave free
 
 
 @dataclass(frozen=True)
@@ -123,6 +129,44 @@ def methods(removed: tuple[float, ...], headroom: int, *, named: bool) -> Iterat
         yield Method("IterativeCache/SnapKV/guided", snap, share, iterative=True, guided=True)
         yield Method("CenterOfGravity/contiguous", gravity, share, positions="contiguous")
         yield Method("CenterOfGravity/RemoteGap", gravity, share, positions=RemoteGap(headroom=headroom))
+
+
+def unguided() -> Iterator[Method]:
+    for part in PARTS:
+        share = round(1 - 1 / part + TABLES, 4)
+        for name in ("Replay", "Successor", "KeyDiff", "SnapKV31"):
+            yield Method(f"{name}/GlobalTopK", PRUNERS[name], share, GlobalTopK, page_size=8)
+        for name in ("Replay", "SnapKV31"):
+            yield Method(f"{name}/AdaKV", PRUNERS[name], share, AdaKV, page_size=8)
+
+
+def best_rows(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """best/<measure>/<n> and both/<n>, see the head of the file. rows: those of the dense cache and of `unguided`."""
+    dense, found = rows[0], []
+    recalls = {"facts": "fact_recall", "later": "later_recall", "pairs": "pair_recall"}
+    bits = "bits_per_byte_over_dense"
+
+    def best(name: str, row: dict[str, Any], **measures: float) -> dict[str, Any]:
+        return {"name": name, "method": row["method"], "nbytes_share": row["nbytes_share"]} | measures
+
+    for part in PARTS:
+        share = 1 - round(1 - 1 / part + TABLES, 4)
+        rivals = [row for row in rows if abs(row["share_kept"] - share) < 1e-9]
+        for asked in ("later", "pairs"):
+            field = recalls[asked]
+            if some := [row for row in rivals if field in row]:
+                row = max(some, key=lambda row: row[field])
+                found.append(best(f"best/{asked}/{part}", row, recall=row[field]))
+        if not (some := [row for row in rivals if bits in row]):
+            continue
+        row = min(some, key=lambda row: row[bits])
+        found.append(best(f"best/bits/{part}", row, over_dense=row[bits] / dense["bits_per_byte"]))
+        kept = {asked: field for asked, field in recalls.items() if field in dense}
+        if whole := [row for row in some if all(row.get(x, 0.0) >= 0.98 * dense[x] for x in kept.values())]:
+            row = min(whole, key=lambda row: row[bits])
+            recalled = {asked: row[field] for asked, field in kept.items()}
+            found.append(best(f"both/{part}", row, over_dense=row[bits] / dense["bits_per_byte"], **recalled))
+    return found
 
 
 def ablations(headroom: int) -> Iterator[Method]:
@@ -192,6 +236,7 @@ def run(
     *,
     name: str = "example",
     ablation: bool = False,
+    best: bool = False,
     only: Callable[[Method], bool] = lambda method: True,
 ) -> list[dict[str, Any]]:
     """All rows; the dense cache's and the whole PrunedCache's first. only: which methods besides them."""
@@ -200,6 +245,8 @@ def run(
     snap = PRUNERS["SnapKV"]
     whole = [Method("dense", snap, None), Method("PrunedCache/whole", snap, 0.0)]
     every = ablations(headroom) if ablation else methods(sizes.removed, headroom, named=sizes.named)
+    if best:
+        every = unguided()
     chosen = [m for m in every if only(m)]
     rows: list[dict[str, Any]] = []
     dense: dict[str, Result] = {}
@@ -281,7 +328,9 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
 
 def options() -> argparse.Namespace:
     parse = parser(__doc__, figure="the measures against the share kept")
-    parse.add_argument("--ablations", action="store_true", help="the settings of CenterOfGravity at a fixed total")
+    which = parse.add_mutually_exclusive_group()
+    which.add_argument("--ablations", action="store_true", help="the settings of CenterOfGravity at a fixed total")
+    which.add_argument("--best", action="store_true", help="what to take where no question is known, at equal bytes")
     parse.add_argument(
         "--model", default="example", help="a Hugging Face model by name or folder (default: the example)"
     )
@@ -293,8 +342,10 @@ def options() -> argparse.Namespace:
 def main() -> None:
     choice = options()
     model, tokenizer = load(choice.model, choice.device)
-    rows = run(model, tokenizer, sizes_of(choice, SIZES), name=choice.model, ablation=choice.ablations)
-    deliver(choice, rows, show, draw)
+    rows = run(
+        model, tokenizer, sizes_of(choice, SIZES), name=choice.model, ablation=choice.ablations, best=choice.best
+    )
+    deliver(choice, rows, show, draw, best_rows(rows) if choice.best else [])
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -166,10 +166,12 @@ def deliver(
     rows: list[dict[str, Any]],
     show: Callable[[list[dict[str, Any]]], None],
     draw: Callable[[list[dict[str, Any]], Path], None],
+    more: Sequence[dict[str, Any]] = (),
 ) -> None:
-    """Prints the rows, and writes and draws them where the command (--json, --figure) asks for it."""
+    """Prints the rows, and writes and draws them where the command (--json, --figure) asks for it. more: rows of the
+    file alone."""
     show(rows)
     if choice.json is not None:
-        write_json(choice.json, rows)
+        write_json(choice.json, [*rows, *more])
     if choice.figure is not None:
         draw(rows, choice.figure)

@@ -12,6 +12,7 @@ from .caches import (
     QuestCache,
     StreamingCache,
 )
+from .caches.spec import CacheSpec
 from .dmc.cache import DMCCache
 from .graphs import StepGraph
 from .hf import attach, detach, from_pretrained
@@ -29,6 +30,7 @@ __all__ = [
     "Adaptive",
     "AllLogits",
     "BudgetProfile",
+    "CacheSpec",
     "CompressedCache",
     "DMCCache",
     "GlobalTopK",

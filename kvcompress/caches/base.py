@@ -135,6 +135,11 @@ class CompressedCache(RecurrentStates, Cache, PassCache):
 
     # ---- one forward pass (kvcompress.hf.seam) ----
 
+    @property
+    def steps_differ(self) -> bool:
+        """Whether tokens that come one by one, as in decoding, attend to less than in one call."""
+        return False
+
     def check_model(self, decoder: Any) -> None:
         """Raises ValueError if the cache was made for a model of another shape."""
         for name, size in sizes_of(decoder.config).items():

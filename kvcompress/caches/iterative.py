@@ -186,6 +186,10 @@ class IterativeCache(CompressedCache):
             if self.pruner.uses_output and not facts.outputs:
                 facts.outputs = output_layers(decoder, facts, [layer.index for layer in self.compressing])
 
+    @property
+    def steps_differ(self) -> bool:
+        return self.every > 0
+
     def check_guide(self) -> None:
         self.policy.check_guide()
 

@@ -81,6 +81,10 @@ class PrunedCache(CompressedCache):
             if self.pruner.uses_output and not facts.outputs:
                 facts.outputs = output_layers(decoder, facts, [layer.index for layer in self.compressing])
 
+    @property
+    def steps_differ(self) -> bool:
+        return self.every > 0
+
     def check_guide(self) -> None:
         self.policy.check_guide()
 

@@ -219,6 +219,10 @@ class QuestCache(CompressedCache):
     def _new_layer(self, index: int, number: int) -> QuestLayer:
         return QuestLayer(index, number, self.pool_settings, self.pages_read, is_dense=number < self.dense_layers)
 
+    @property
+    def steps_differ(self) -> bool:
+        return True
+
     def plan_prompt(self, length: int) -> Plan:
         return planner.plan(length, chunk_size=self.chunk_size or max(length, 1), memory_size=1)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from torch import Tensor, nn
 
@@ -137,6 +137,12 @@ def set_method(decoder: nn.Module, method: Method | None) -> None:
         object.__delattr__(decoder, _ATTRIBUTE)
 
 
+def method_class(name: str) -> type[Method]:
+    """The Method registered as `name`."""
+    module, found = METHODS[name]
+    return cast(type[Method], getattr(import_module(module), found))
+
+
 def restored_method(decoder: Any) -> Method | None:
     """The method that a decoder's config names; None if it names none."""
     saved = saved_method(decoder)
@@ -146,6 +152,4 @@ def restored_method(decoder: Any) -> Method | None:
         raise ValueError(
             f"config.kvcompress must name a method ({', '.join(METHODS)}), got {saved!r}: saved by a newer version?"
         )
-    module, name = METHODS[saved["method"]]
-    method: Method = getattr(import_module(module), name).restore(decoder, saved)
-    return method
+    return method_class(saved["method"]).restore(decoder, saved)

@@ -131,6 +131,10 @@ class PoDCache(ConvertedCache):
         for layer in self.compressing:
             layer.recent = None
 
+    @property
+    def steps_differ(self) -> bool:
+        return self.skips.any
+
     def check_guide(self) -> None:
         raise ValueError(
             "guide is not supported by PoDCache, whose pruner looks at the prompt's last queries: put the question "

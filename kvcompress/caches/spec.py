@@ -1,0 +1,229 @@
+"""Caches as text: "pruned,pruner=snapkv,budget=0.75" makes a cache for every prompt."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import DynamicCache, PreTrainedConfig
+from transformers.cache_utils import Cache
+
+from .. import budgets, profiles, pruners
+from ..budgets import Budget
+from ..hf.config import decoder_config
+from ..hf.method import METHODS, method_class
+from ..positions import RemoteGap
+from ..profiles import BudgetProfile
+from ..pruners import Pruner
+from .iterative import IterativeCache
+from .pruned import PrunedCache
+from .quest import QuestCache
+from .streaming import StreamingCache
+
+DENSE = "dense"
+_UNTRAINED: dict[str, type[Cache]] = {
+    "iterative": IterativeCache, "pruned": PrunedCache, "quest": QuestCache, "streaming": StreamingCache,
+}  # fmt: skip
+KINDS = (DENSE, *sorted((*_UNTRAINED, *METHODS)))
+
+
+def _concrete(module: types.ModuleType, base: type) -> dict[str, type]:
+    """The classes of a module that can be made, by their names in lower case."""
+    found = (x for x in vars(module).values() if isinstance(x, type) and issubclass(x, base))
+    return {x.__name__.lower(): x for x in found if not inspect.isabstract(x)}
+
+
+PRUNERS, BUDGETS = _concrete(pruners, Pruner), _concrete(budgets, Budget) | _concrete(profiles, Budget)
+
+
+class UnknownKey(ValueError):
+    """A setting that nothing here has."""
+
+
+@dataclass(frozen=True)
+class CacheSpec:
+    """What cache to make, as it is written on a command line: CacheSpec.parse(text).make(model.config).
+
+    kind: dense (transformers' DynamicCache), pruned, iterative, streaming, quest, or a trained method: dmc (DMS too),
+    pod. given: its settings as text, by name. The names are those of the cache's constructor in Python; `pruner` takes
+    a pruner's class in lower case, and the pruner's own fields stand beside it; one that asks another is written
+    criticalkv:tova or chunkkv:snapkv:window=64. A budget is tokens (1024), a share to remove (0.75), bytes (512MiB), or
+    one of these divided over layers or heads, with fields of its own before it: pyramidkv:1024, adakv:512MiB,
+    adakv:floor=0.3:pyramidkv:beta=10:1024, profiled:profile=heads.json:1024. positions takes remotegap, or
+    remotegap:gap=512:headroom=64.
+
+        pruned,pruner=snapkv,window=64,budget=0.75
+        cache=iterative,memory_size=1024,chunk_size=512,schedule=sqrt,dynamic=true
+
+    Raises ValueError for an unknown kind, key or pruner, with those that are known, and for a value of the wrong type;
+    what is out of range for a cache, `make` refuses.
+    """
+
+    kind: str
+    given: Mapping[str, str]
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"cache must be one of {', '.join(KINDS)}, got {self.kind!r}")
+        _ = self._settings  # refuses what cannot be read
+
+    @staticmethod
+    def parse(text: str) -> CacheSpec:
+        """Of "kind,key=value,..." or "cache=kind,key=value,..."; order means nothing but that a bare kind is first."""
+        given: dict[str, str] = {}
+        for number, item in enumerate(text.split(",")):
+            key, equals, value = (part.strip() for part in item.partition("="))
+            if not equals and number == 0:
+                key, value = "cache", key
+            elif not equals or not key:
+                raise ValueError(f"cache must be written as kind,key=value,..., got {item!r} in {text!r}")
+            if key in given:
+                raise ValueError(f"{key} must be given once, got {given[key]!r} and {value!r} in {text!r}")
+            given[key] = value
+        if "cache" not in given:
+            raise ValueError(f"cache must be one of {', '.join(KINDS)}, got none in {text!r}")
+        return CacheSpec(given.pop("cache"), given)
+
+    @staticmethod
+    def of(kind: str, settings: Mapping[str, object]) -> CacheSpec:
+        """Of settings that another parser has read already: text, numbers, booleans, None."""
+        return CacheSpec(kind, {key: _written(key, value) for key, value in settings.items()})
+
+    @staticmethod
+    def kind_of(config: PreTrainedConfig) -> str | None:
+        """The kind that a converted model needs; None for a model that is not converted."""
+        saved = getattr(decoder_config(config), "kvcompress", None)
+        return None if saved is None else saved["method"]
+
+    def make(self, config: PreTrainedConfig) -> Cache:
+        """A new cache for one conversation, or a batch of them."""
+        return (
+            DynamicCache(config=decoder_config(config)) if self.kind == DENSE else self._class(config, **self._settings)
+        )
+
+    def __str__(self) -> str:
+        return ",".join([self.kind, *(f"{key}={value}" for key, value in self.given.items())])
+
+    # ---- names ----
+
+    @property
+    def _class(self) -> type[Cache]:
+        return _UNTRAINED.get(self.kind) or typing.cast(type[Cache], method_class(self.kind).cache_class)
+
+    @functools.cached_property
+    def _settings(self) -> dict[str, Any]:
+        owner = f"cache={self.kind}"
+        taken = {} if self.kind == DENSE else _parameters(self._class)
+        rest, settings = dict(self.given), {}
+        if "pruner" in taken and rest.get("pruner", "none") != "none":
+            text = rest.pop("pruner")
+            name = text.partition(":")[0]
+            fields = _parameters(_pruner(name))
+            own = {key: rest.pop(key) for key in list(rest) if key in fields and key not in taken}
+            settings["pruner"] = _nested(text, _pruner(name), _read(own, fields, f"pruner={name}"))
+            if unknown := [key for key in rest if key not in taken]:
+                raise _unknown_key(unknown[0], owner, taken, f"; of pruner={name}: {', '.join(fields) or 'none'}")
+        more = "; and those of a pruner, beside pruner=..." if "pruner" in taken else ""
+        return settings | _read(rest, taken, owner, more)
+
+
+# ---- values ----
+
+
+def _parameters(made: type) -> dict[str, frozenset[type]]:
+    """What a class can be given besides a config: the types that each may have."""
+    hints = typing.get_type_hints(vars(made)["__init__"])
+    names = [name for name in inspect.signature(made).parameters if name != "config"]
+    unions = (types.UnionType, typing.Union)
+    return {
+        name: frozenset(typing.get_args(hints[name]) if typing.get_origin(hints[name]) in unions else [hints[name]])
+        for name in names
+    }
+
+
+def _unknown_key(key: str, owner: str, known: Mapping[str, Any], more: str = "") -> UnknownKey:
+    return UnknownKey(f"{owner} has no {key!r}; known are {', '.join(known) or 'none'}{more}")
+
+
+def _read(given: Mapping[str, str], known: Mapping[str, frozenset[type]], owner: str, more: str = "") -> dict[str, Any]:
+    for key in given:
+        if key not in known:
+            raise _unknown_key(key, owner, known, more)
+    return {key: _value(key, text, known[key]) for key, text in given.items()}
+
+
+def _pruner(name: str) -> type:
+    if name not in PRUNERS:
+        raise ValueError(f"pruner must be one of {', '.join(sorted(PRUNERS))}, got {name!r}")
+    return PRUNERS[name]
+
+
+def _value(key: str, text: str, allowed: frozenset[type]) -> Any:
+    """The first of the allowed types that a text can be read as."""
+    lower, name = text.lower(), text.partition(":")[0]
+    if type(None) in allowed and lower == "none":
+        return None
+    if Budget in allowed and name in BUDGETS:
+        return _nested(text, BUDGETS[name])
+    if RemoteGap in allowed and name == "remotegap":
+        return _nested(text, RemoteGap)
+    if Pruner in allowed:
+        return _nested(text, _pruner(name))
+    if BudgetProfile in allowed:
+        return BudgetProfile.load(text)
+    if bool in allowed and lower in ("true", "false"):
+        return lower == "true"
+    if int in allowed and re.fullmatch(r"[+-]?\d+", text):
+        return int(text)
+    if float in allowed and re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", text):
+        return float(text)
+    if str in allowed and not (Budget in allowed and not re.match(r"\d", text)):  # bytes are no name
+        return text
+    raise ValueError(f"{key} must be {' or '.join(_expected(allowed))}, got {text!r}")
+
+
+def _nested(text: str, made: type, own: dict[str, Any] | None = None) -> Any:
+    """Of name:field=value:...:operand. operand: what a budget divides, the pruner that another one asks. own: fields
+    that were read elsewhere."""
+    name, *parts = text.split(":")
+    known, fields = _parameters(made), dict(own or {})
+    operand = next((x for x in known if x in ("size", "inner") or Pruner in known[x]), None)
+    while parts and "=" in parts[0]:
+        key, _, value = parts.pop(0).partition("=")
+        if key in fields:
+            raise ValueError(f"{key} must be given once, got {fields[key]!r} and {value!r} for {name}")
+        if key not in known or key == operand:
+            raise _unknown_key(key, name, {x: 0 for x in known if x != operand})
+        fields[key] = _value(key, value, known[key])
+    rest = ":".join(parts)
+    if operand is not None and (rest or issubclass(made, Budget)):
+        fields[operand] = _value(f"what follows {name}:", rest, known[operand])
+    elif parts:
+        raise ValueError(f"{name} must be written as {name}:field=value:..., got {text!r}")
+    for key, parameter in inspect.signature(made).parameters.items():
+        if parameter.default is parameter.empty and key not in fields:
+            raise ValueError(f"{name} needs {key}, as in {name}:{key}=...:1024, got {text!r}")
+    return made(**fields)
+
+
+def _expected(allowed: frozenset[type]) -> list[str]:
+    written = {
+        int: "a whole number", float: "a number", bool: "true or false",
+        str: "bytes such as 512MiB" if Budget in allowed else "a name", type(None): "none",
+        Budget: f"one of {', '.join(f'{name}:...' for name in BUDGETS)}", RemoteGap: "remotegap",
+    }  # fmt: skip
+    return [words for kind, words in written.items() if kind in allowed]
+
+
+def _written(key: str, value: object) -> str:
+    if value is None or isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, (int, float, str)):
+        return str(value)
+    raise ValueError(f"{key} must be text, a number, a boolean or None, got {type(value).__name__}")

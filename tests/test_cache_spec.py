@@ -1,0 +1,155 @@
+"""Caches as text (kvcompress.CacheSpec): what is written is what Python would make; what is wrong is named."""
+
+import inspect
+
+import pytest
+from helpers import tiny_model
+from transformers import AutoConfig, DynamicCache
+
+import kvcompress
+from kvcompress import (
+    AdaKV,
+    BudgetProfile,
+    CacheSpec,
+    GlobalTopK,
+    Profiled,
+    PyramidKV,
+    RemoteGap,
+    Uniform,
+    pruners,
+)
+from kvcompress.caches.spec import KINDS, PRUNERS
+from kvcompress.models import RETROFITTED
+from kvcompress.pruners import H2O, TOVA, CenterOfGravity, ChunkKV, CriticalKV, ExpectedAttention, SnapKV
+
+WRITTEN = [  # text, class, attributes of the cache
+    ("dense", DynamicCache, {}),
+    ("pruned,pruner=snapkv,budget=0.75", kvcompress.PrunedCache, {"pruner": SnapKV(), "budget": Uniform(0.75)}),
+    (
+        " cache=pruned , budget=1024, window=64 ,pruner=snapkv,every=16",  # order and blanks mean nothing
+        kvcompress.PrunedCache,
+        {"pruner": SnapKV(window=64), "budget": Uniform(1024), "every": 16},
+    ),
+    (
+        "pruned,pruner=chunkkv:snapkv:window=16,chunk=20,budget=globaltopk:0.75",
+        kvcompress.PrunedCache,
+        {"pruner": ChunkKV(SnapKV(window=16), chunk=20), "budget": GlobalTopK(0.75)},
+    ),
+    (
+        "pruned,pruner=criticalkv:chunkkv:chunk=4:expectedattention:use_value_norm=false,norm=l2,budget=64",
+        kvcompress.PrunedCache,
+        {"pruner": CriticalKV(ChunkKV(ExpectedAttention(use_value_norm=False), chunk=4), norm="l2")},
+    ),
+    ("pruned,budget=512MiB,page_size=32", kvcompress.PrunedCache, {"budget": Uniform("512MiB")}),
+    ("pruned,pruner=tova,budget=adakv:1024", kvcompress.PrunedCache, {"pruner": TOVA(), "budget": AdaKV(1024)}),
+    (
+        "pruned,pruner=h2o,recent_ratio=0.25,budget=adakv:floor=0.3:pyramidkv:beta=10:window=8:64",
+        kvcompress.PrunedCache,
+        {"pruner": H2O(recent_ratio=0.25), "budget": AdaKV(PyramidKV(64, beta=10, window=8), floor=0.3)},
+    ),
+    (
+        "pruned,pruner=centerofgravity,compressed_length=64,near_length=64,keep_head=false,every=16,positions=remotegap:gap=128:reading=to_query",
+        kvcompress.PrunedCache,
+        {"pruner": CenterOfGravity(64, 64, keep_head=False)},
+    ),
+    (
+        "cache=iterative,memory_size=128,chunk_size=64,schedule=sqrt,dynamic=true,pruner=snapkv,window=16,initial_memory=none",
+        kvcompress.IterativeCache,
+        {"memory_size": 128, "chunk_size": 64, "schedule": "sqrt", "dynamic": True, "pruner": SnapKV(window=16)},
+    ),
+    ("iterative,memory_size=pyramidkv:128", kvcompress.IterativeCache, {"budget": PyramidKV(128)}),
+    ("streaming,window_size=60,sink_distance=window", kvcompress.StreamingCache, {"window_size": 60}),
+    ("quest,token_budget=128,dense_layers=0", kvcompress.QuestCache, {"token_budget": 128, "dense_layers": 0}),
+    ("dmc,chunk_size=64,track=true", kvcompress.DMCCache, {"chunk_size": 64, "track": True}),
+    ("pod,tau=0.7,pruner=snapkv,window=8,distant=600", kvcompress.PoDCache, {"tau": 0.7, "distant": 600}),
+]
+WRONG = [  # text, message
+    ("fancy", r"cache must be one of dense, dmc, iterative, pod, pruned, quest, streaming, got 'fancy'"),
+    ("budget=3", r"cache must be one of dense, .* got none"),
+    ("", r"cache must be one of dense, .* got ''"),
+    ("pruned,pruner=snap", r"pruner must be one of centerofgravity, .*snapkv.*, got 'snap'"),
+    ("pruned,bugdet=3", r"cache=pruned has no 'bugdet'; known are pruner, budget, every, .*those of a pruner"),
+    ("pruned,pruner=tova,window=3", r"cache=pruned has no 'window'; known are .*; of pruner=tova: num_sink_tokens"),
+    ("quest,pruner=snapkv", r"cache=quest has no 'pruner'; known are token_budget, page_size, "),
+    ("dense,chunk_size=3", r"cache=dense has no 'chunk_size'; known are none"),
+    ("pruned,budget=many", r"budget must be a whole number or .*512MiB.*adakv:\.\.\., .*got 'many'"),
+    ("pruned,budget=adakv:floor=x:3", r"floor must be a number, got 'x'"),
+    ("pruned,budget=adakv:size=3", r"adakv has no 'size'; known are floor"),
+    ("pruned,budget=adakv", r"what follows adakv: must be .* got ''"),
+    ("pruned,budget=2.0", r"share to remove must be at least 0 and below 1, got 2.0"),
+    ("pruned,budget=3,budget=4", r"budget must be given once, got '3' and '4'"),
+    ("pruned,budget", r"cache must be written as kind,key=value,\.\.\., got 'budget'"),
+    ("pruned,budget=3,positions=remotegap:gap=x:y", r"remotegap must be written as remotegap:field=value"),
+    ("pruned,budget=3,positions=remotegap:size=3", r"remotegap has no 'size'; known are gap, reading"),
+    ("iterative,memory_size=0.5", r"memory_size must be a whole number or one of .*, got '0.5'"),
+    ("iterative,dynamic=1", r"dynamic must be true or false, got '1'"),
+    ("iterative,schedule=cubic", r"schedule must be .* 'cubic'"),
+    ("pruned,pruner=criticalkv:snap,budget=3", r"pruner must be one of centerofgravity, .*, got 'snap'"),
+    ("pruned,pruner=criticalkv:snapkv:windw=3,budget=3", r"snapkv has no 'windw'; known are window, "),
+    ("pruned,pruner=snapkv:window=3,window=4,budget=3", r"window must be given once, got 4 and '3' for snapkv"),
+    ("pruned,pruner=tova:snapkv,budget=3", r"tova must be written as tova:field=value:\.\.\., got 'tova:snapkv'"),
+    ("pruned,budget=profiled:3", r"profiled needs profile, as in profiled:profile="),
+    ("streaming,window_size=0", r"window_size must be an integer of at least 1, got 0"),
+]
+
+
+def config_of(kind):
+    return AutoConfig.from_pretrained(RETROFITTED[kind]) if kind in RETROFITTED else tiny_model().config
+
+
+@pytest.mark.parametrize(("text", "made", "attributes"), WRITTEN)
+def test_text_makes_what_python_makes(text, made, attributes):
+    spec = CacheSpec.parse(text)
+    cache = spec.make(config_of(spec.kind))
+    assert type(cache) is made
+    assert {name: getattr(cache, name) for name in attributes} == attributes
+    assert spec.make(config_of(spec.kind)) is not cache
+    assert CacheSpec.parse(str(spec)) == spec
+
+
+def test_every_kind_is_written_here():
+    assert {CacheSpec.parse(text).kind for text, _, _ in WRITTEN} == set(KINDS)
+    spec = CacheSpec.parse(next(text for text, _, _ in WRITTEN if "remotegap" in text))
+    assert spec.make(config_of("pruned")).policy.gap == RemoteGap(gap=128, reading="to_query")
+
+
+def test_every_exported_pruner_has_a_name():
+    exported = [getattr(pruners, name) for name in pruners.__all__]
+    assert {x for x in exported if issubclass(x, pruners.Pruner) and not inspect.isabstract(x)} == set(PRUNERS.values())
+    for name, made in PRUNERS.items():
+        assert type(CacheSpec.parse(f"pruned,pruner={name},budget=64").make(config_of("pruned")).pruner) is made
+
+
+def test_fields_of_pruners_are_no_settings_of_caches():
+    """Both stand side by side: a name must mean one thing."""
+    caches = [kvcompress.PrunedCache, kvcompress.IterativeCache, kvcompress.PoDCache]
+    for cache in caches:
+        for pruner in PRUNERS.values():
+            shared = inspect.signature(cache).parameters.keys() & inspect.signature(pruner).parameters.keys()
+            assert shared <= {"pruner"}  # which is written after a colon
+
+
+def test_a_profile_is_read_from_its_file(tmp_path):
+    profile = BudgetProfile(((1.0, 3.0), (2.0, 2.0), (2.0, 2.0)))
+    path = profile.save(tmp_path / "heads.json")
+    cache = CacheSpec.parse(f"pruned,budget=profiled:profile={path}:64").make(config_of("pruned"))
+    assert cache.budget == Profiled(64, profile)
+
+
+@pytest.mark.parametrize(("text", "message"), WRONG)
+def test_what_is_wrong_is_named(text, message):
+    with pytest.raises(ValueError, match=message):
+        CacheSpec.parse(text).make(config_of("pruned"))
+
+
+def test_settings_that_another_parser_has_read():
+    given = {"pruner": "snapkv", "window": 64, "budget": 0.75, "every": None}
+    assert CacheSpec.of("pruned", given) == CacheSpec.parse("pruned,pruner=snapkv,window=64,budget=0.75,every=none")
+    assert CacheSpec.of("iterative", {"dynamic": True}) == CacheSpec.parse("iterative,dynamic=true")
+    with pytest.raises(ValueError, match=r"budget must be text, a number, a boolean or None, got list"):
+        CacheSpec.of("pruned", {"budget": [1]})
+
+
+@pytest.mark.parametrize("kind", ["dmc", "pod", None])
+def test_the_kind_that_a_converted_model_needs(kind):
+    assert CacheSpec.kind_of(config_of(kind)) == kind

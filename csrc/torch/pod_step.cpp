@@ -7,6 +7,7 @@ void explain(const kvc_pod_step_args& args) {
     find_outside(op, "places", args.places, args.B, 0, args.rotary_dim ? args.table_rows - 1 : INT32_MAX - 1,
                  args.rotary_dim ? "last row of cos and sin" : "most that int32 counts");
     for (const kvc_page_table* table : {&args.keys, &args.values}) {
+        explain_table(op, *table);
         for (int64_t r = 0; r < table->R; r++) explain_pages(op, *table, r, 0);
         explain_append(op, *table, nullptr, 1);
     }

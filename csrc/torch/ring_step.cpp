@@ -77,6 +77,9 @@ std::tuple<Tensor, Tensor> ring_step_(const Tensor& given_queries, const Tensor&
     if (alpha.has_value()) check_array(*alpha, k_ring, ScalarType::Float, {B, Hkv, 1}, "alpha");
     kvc_page_table table = {};
     table.P = 1;
+    KVC_CHECK(block_table.has_value() || !(lengths.has_value() || refs.has_value() || free_pages.has_value() ||
+                                           free_count.has_value() || k_pages.has_value() || v_pages.has_value()),
+              "block_table must come with the rest of a table, k_pages and v_pages");
     if (block_table.has_value()) {
         KVC_CHECK(lengths && refs && free_pages && free_count && k_pages && v_pages && marks && k_pages->dim() == 3,
                   "block_table must come with the rest of a table, k_pages, v_pages and marks");

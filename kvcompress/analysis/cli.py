@@ -67,7 +67,7 @@ def pod(
             distant_only=distant_only, refine_rounds=refine, figure=figure, seed=seed, device=device,
             console=Console(width=80),
         )  # fmt: skip
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, FileNotFoundError, ImportError) as error:
         raise typer.BadParameter(str(error)) from None
 
 
@@ -106,5 +106,5 @@ def attention(
             head=head, tail=tail, top_k=top_k, local=local, figure=figure, seed=seed, device=device,
             console=Console(width=100),
         )  # fmt: skip
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, FileNotFoundError, ImportError) as error:
         raise typer.BadParameter(str(error)) from None

@@ -31,7 +31,10 @@ def measure_profile(
     pruner = Replay() if pruner is None else pruner
     held: Tensor | None = None
     count = 0
-    for text in texts:
+    for j, text in enumerate(texts):
+        if not isinstance(text, Tensor):
+            kind = type(text).__name__
+            raise TypeError(f"texts[{j}] must be token ids as a torch.Tensor [1, T] or [T], got a {kind}")
         ids = text[None] if text.ndim == 1 else text
         cache = PrunedCache(model.config, pruner, GlobalTopK(size, floor), page_size=16)
         prefill(model, ids, cache)

@@ -159,9 +159,9 @@ def _read(given: Mapping[str, str], known: Mapping[str, frozenset[type]], owner:
 
 
 def _pruner(name: str) -> type:
-    if name not in PRUNERS:
+    if name.lower() not in PRUNERS:
         raise ValueError(f"pruner must be one of {', '.join(sorted(PRUNERS))}, got {name!r}")
-    return PRUNERS[name]
+    return PRUNERS[name.lower()]
 
 
 def _value(key: str, text: str, allowed: frozenset[type]) -> Any:

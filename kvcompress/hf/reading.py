@@ -36,7 +36,13 @@ def token_rows(decoder: Any, samples: Iterable[Tensor | Sequence[int]]) -> Itera
     config = decoder.config
     device = next(decoder.parameters()).device
     for j, sample in enumerate(samples):
-        ids = torch.as_tensor(sample)
+        try:
+            ids = torch.as_tensor(sample)
+        except (TypeError, ValueError, RuntimeError):
+            kind = type(sample).__name__
+            raise ValueError(
+                f"samples[{j}] must be token ids [T], got a {kind}: give tokenizer(text).input_ids"
+            ) from None
         if ids.ndim == 2 and ids.shape[0] == 1:
             ids = ids[0]
         need(

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
+from ..hf.guard import guard
 from .tokenizer import byte_tokenizer
 
 EXAMPLE = Path(__file__).parent / "example"
@@ -35,4 +36,6 @@ def load_example_model(
         raise ValueError(f"retrofit must be None or one of {', '.join(RETROFITTED)}, got {retrofit!r}")
     folder = EXAMPLE if retrofit is None else RETROFITTED[retrofit]
     model = LlamaForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
+    if retrofit is not None:
+        guard(model, model.model)
     return model.to(device).eval(), byte_tokenizer()

@@ -23,8 +23,11 @@ def explained_by(check: Callable[..., None]) -> Callable[[Callable[Arguments, Re
                 return op(*arguments, **options)
             except Exception as error:
                 refused = error
-            check(*arguments, **options)
-            raise refused
+            try:
+                check(*arguments, **options)
+                raise refused
+            finally:
+                del refused  # its traceback knows this frame, which would hold the arguments until they are collected
 
         return call
 

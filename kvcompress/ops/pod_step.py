@@ -140,11 +140,13 @@ def pod_step_(
     B, Hq, _, D = queries.shape
     need(B > 0, "queries must be of at least one sequence, got 0")
     q, k_lead, t_lead = (None, None, None) if lead is None else lead
+    if far != "own":  # what is read may lie anyhow; what is written lies where the caller looks for it
+        probabilities = None if probabilities is None else dense_last(probabilities)
+        far_lse = dense(far_lse)
     out, turned, lse, skipped = without_gradient(
         NO_GRADIENT, (queries, keys, values), native.pod_step_, dense_last(queries),
         dense_last(keys), dense_last(values), k_pages, v_pages, *table, *value_table, places, dense(moved), dense(cos),
-        dense(sin), sinks, recent, first, FAR.index(far),
-        None if probabilities is None else dense_last(probabilities), dense(far_lse),
+        dense(sin), sinks, recent, first, FAR.index(far), probabilities, far_lse,
         None if q is None else dense_last(q), k_lead, dense(t_lead), need_scale(scale, D),
         need_sink_logits(sink_logits, Hq, queries), need_softcap(softcap), gate_threshold(tau),
     )  # fmt: skip

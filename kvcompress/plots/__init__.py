@@ -14,7 +14,7 @@ try:
 except ModuleNotFoundError as error:
     if error.name != "matplotlib":
         raise
-    raise ImportError("kvcompress.plots needs matplotlib: pip install 'kvcompress[eval]'", name=error.name) from error
+    raise ImportError("kvcompress.plots needs matplotlib: pip install matplotlib", name=error.name) from error
 
 from .attention import attention_gravity, attention_neighbours, attention_sparsity
 from .dmc import decision_over_position, head_ratios, ratio_over_length, ratios_over_training

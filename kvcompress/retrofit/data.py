@@ -27,8 +27,11 @@ def text_windows(
     Returns a datasets.Dataset with input_ids.
     Raises FileNotFoundError for a missing file, ValueError for another kind, or for texts shorter than a row.
     """
-    from datasets import load_dataset
-    from datasets.exceptions import DatasetGenerationError
+    try:
+        from datasets import load_dataset
+        from datasets.exceptions import DatasetGenerationError
+    except ModuleNotFoundError as error:
+        raise ImportError("texts in files need the package datasets: pip install datasets", name=error.name) from error
 
     kinds = {".txt": "text", ".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
     paths = [Path(file) for file in files]

@@ -74,7 +74,8 @@ def texts(
 
     need(
         samples <= count,
-        f"samples must be at most the {count:,} rows of {length:,} tokens in the text, got {samples:,}: take fewer samples, a smaller length or more text",
+        f"samples must be at most the {count:,} rows of {length:,} tokens in the text, got {samples:,}: take "
+        "fewer samples, a smaller length or more text",
     )
     chosen = sorted(rng.choice(count, samples, replace=False).tolist())
     return [torch.as_tensor(row(j)) for j in chosen], name

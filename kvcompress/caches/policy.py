@@ -104,8 +104,8 @@ class Policy:
             name = type(self.pruner).__name__
             raise ValueError(
                 f"{name} asks queries again at {behind} positions behind the {end} that are in sight, but the model "
-                f"was trained for {self.trained_length}; read shorter prompts, read through a memory (IterativeCache), or "
-                "take a pruner that asks nothing behind"
+                f"was trained for {self.trained_length}; read shorter prompts, read through a memory "
+                "(IterativeCache), or take a pruner that asks nothing behind"
             )
 
     def check_model(self, layers: Iterable[LayerFacts]) -> None:

@@ -292,8 +292,9 @@ class GlobalTopK(Budget):
     size: tokens per row, mean over layers and heads, as a number, a share to remove, or bytes. floor: share of that
     which every row keeps in any case, as in AdaKV. Layers are compared as they are read: after each, what all of them
     have so far is cut to the budget, and the pages of what goes are free. What stays in the end is what one top-k over
-    all scores would keep, and never is more held than the budget and one layer. Further calls are cut in the same way;
-    until the last layer has had its turn, what the layers above held before comes on top.
+    all scores would keep (ties go to the first tokens, of all rows alike), and never is more held than the budget and
+    one layer. Further calls are cut in the same way; until the last layer has had its turn, what the layers above held
+    before comes on top.
     Rows have lengths of their own (on the example model up to 6 times their mean), which a decoded token waits for:
     the longest row of a layer decides. Scores must mean the same in every layer: shares of attention do (Replay,
     Successor, SnapKV), cosines do (KeyDiff).
@@ -348,17 +349,20 @@ def sure_tokens(floor: float, keep: int) -> int:
 
 
 def raised(ranks: Tensor, sure: int) -> Tensor:
-    """ranks [..., T] with +inf for the best `sure` of each row, as far as they are not -inf."""
+    """ranks [..., T] with +inf for the best `sure` of each row, as far as they are neither -inf nor NaN."""
     rows = ranks.flatten(0, -2)
-    best = ops.select_topk(rows, sure).long()
+    # where a row has too few that are not NaN, CUDA gives -1: place 0 instead, which is NaN or chosen anyway
+    best = ops.select_topk(rows, sure).long().clamp(min=0)
     scores = rows.gather(1, best)
-    return rows.scatter(1, best, torch.where(scores == float("-inf"), scores, float("inf"))).view(ranks.shape)
+    return rows.scatter(1, best, torch.where(scores > float("-inf"), float("inf"), scores)).view(ranks.shape)
 
 
 def flat_topk(ranks: Tensor, keep: int, allowed: int, sure: int) -> tuple[Tensor, Tensor]:
     """The best of all rows of ranks [..., Hkv, T]: Hkv*keep of them, at most `allowed`, the best `sure` of each row in
-    any case. Returns (indices int32 [..., Hkv, K] rising, kept int32 [..., Hkv] on the CPU)."""
+    any case. Returns (indices int32 [..., Hkv, K] rising, kept int32 [..., Hkv] on the CPU). Raises RuntimeError for
+    NaN. Waits for the device once."""
     *batch, heads, T = ranks.shape
+    wrong = ranks.isnan().any()
     ranks = raised(ranks, sure).reshape(-1, T)
     # token by token over the heads, so that ties go to all of them alike
     layers = ranks.view(-1, heads, T).transpose(1, 2).flatten(1)
@@ -367,7 +371,9 @@ def flat_topk(ranks: Tensor, keep: int, allowed: int, sure: int) -> tuple[Tensor
     row, order = row.flatten().sort(stable=True)
     kept = torch.zeros(len(ranks), dtype=torch.long, device=row.device).scatter_add_(0, row, torch.ones_like(row))
     places = torch.arange(len(row), device=row.device) - (kept.cumsum(0) - kept)[row]
-    counts = kept.to("cpu", torch.int32)
+    counts, bad = torch.cat([kept, wrong[None]]).to("cpu", torch.int32).split([len(ranks), 1])
+    if bad:
+        raise RuntimeError("ranks hold NaN")
     indices = torch.zeros(len(ranks), int(counts.max()), dtype=torch.int32, device=row.device)
     indices[row, places] = (flat.flatten()[order] // heads).to(torch.int32)
     return indices.view(*batch, heads, -1), counts.view(*batch, heads)

@@ -1,5 +1,6 @@
 """One budget for all layers and heads, in one reading."""
 
+import math
 from dataclasses import dataclass, field
 
 import pytest
@@ -7,11 +8,22 @@ import torch
 from helpers import KINDS, attached, kind_model, left_padded, random_ids, tiny_model
 
 import kvcompress
-from kvcompress import GlobalTopK, IterativeCache, PrunedCache, RemoteGap, prefill
-from kvcompress.budgets import CacheShape
+from kvcompress import AdaKV, GlobalTopK, IterativeCache, Profiled, PrunedCache, RemoteGap, prefill
+from kvcompress.budgets import CacheShape, raised
 from kvcompress.caches.contest import Contest
 from kvcompress.caches.pruned_layer import PrunedLayer
-from kvcompress.pruners import H2O, TOVA, KeyDiff, Pruner, Random, Replay, SnapKV, StreamingLLM, Successor
+from kvcompress.pruners import (
+    H2O,
+    TOVA,
+    KeyDiff,
+    LeverageScore,
+    Pruner,
+    Random,
+    Replay,
+    SnapKV,
+    StreamingLLM,
+    Successor,
+)
 
 PRUNERS = [
     SnapKV(window=6), Replay(chunk=16, last=4), Successor(last=4), KeyDiff(last=4), H2O(0.2), TOVA(), Random(),
@@ -65,6 +77,48 @@ def test_what_stays_is_one_top_k_over_all_rows(size, floor):
         for h in range(2):
             expected = keys[h, sorted(rows[2 * layer.index + h])]
             torch.testing.assert_close(held[h, : counts[h]], expected, rtol=0, atol=0)
+
+
+def first_of_all_rows(scores, budget, sure):
+    """The definition: tokens of each row [layer][head] of one top-k over all; ties to the first token, then the row."""
+    found = []
+    for layer, ranks in enumerate(scores):
+        for head, row in enumerate(ranks.tolist()):
+            order = sorted((t for t, x in enumerate(row) if x > -math.inf), key=lambda t, row=row: (-row[t], t))
+            found += [(-math.inf if i < sure else -row[t], t, layer, head) for i, t in enumerate(order)]
+    rows = [[[] for _ in ranks] for ranks in scores]
+    for _, t, layer, head in sorted(found)[:budget]:
+        rows[layer][head].append(t)
+    return [[sorted(row) for row in layer] for layer in rows]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_ties_leave_after_every_layer_what_one_top_k_would(seed):
+    generator = torch.Generator().manual_seed(seed)
+    heads, keep, floor, T = [2, 3, 1, 2, 2], 4 + seed % 3, 0.5 * (seed % 2), 19
+    scores = [torch.randint(0, 1 + seed % 4, (rows, T), generator=generator).float() for rows in heads]
+    for ranks in scores:  # what must stay and what must go, and rows of lengths of their own
+        ranks[:, 0], ranks[0, T - seed :] = math.inf, -math.inf
+    contest, held = Contest([0], sum(heads), floor, trims=True), []
+    assert contest.keep(0, keep, T, 1) == keep
+    for layer, ranks in enumerate(scores):
+        left = {layer: contest.enter(layer, 0, ranks, AssertionError)}
+        left |= {number: lost[0] for number, lost in contest.lost().items()}
+        held.append([list(range(T))] * len(ranks))
+        for number, own in left.items():
+            slots = [row[:count] for row, count in zip(own.slots.tolist(), own.kept, strict=True)]
+            held[number] = [[row[i] for i in some] for row, some in zip(held[number], slots, strict=True)]
+        budget, sure = keep * sum(heads), max(int(floor * keep), 1)
+        assert held == first_of_all_rows(scores[: layer + 1], budget, sure)
+    indices, kept = GlobalTopK(keep, floor).divide(torch.cat(scores), keep, sum(heads) * T)
+    every = [row for layer in held for row in layer]
+    assert [row[:count] for row, count in zip(indices.tolist(), kept, strict=True)] == every
+
+
+def test_equal_scores_leave_layers_alike():
+    model = attached(num_hidden_layers=4)
+    cache = prefill(model, random_ids(17), PrunedCache(model.config, LeverageScore(), GlobalTopK(6, 0.0), page_size=4))
+    assert cache.stored_lengths() == [[[6, 6]]] * 4  # it scores nothing in a call this short
 
 
 def test_no_more_is_held_than_the_budget_and_one_layer(monkeypatch):
@@ -180,11 +234,37 @@ def test_bytes_hold_pages_and_tables(size, growth):
     assert worst(mean) <= number < worst(mean + 1)
 
 
-def test_nan_is_refused_before_anything_is_dropped():
-    contest = Contest([0], 4, 0.0, trims=True)
+@pytest.mark.parametrize("missing", [[2], [0, 1, 2], [0, 2]])
+def test_nan_is_refused_before_anything_is_dropped(missing):
+    contest, ranks = Contest([0], 4, 0.0, trims=True), torch.tensor([[1.0, 3.0, 2.0]] * 2)
+    ranks[1, missing] = float("nan")
     assert contest.keep(0, 2, 9, 1) == 2
-    with pytest.raises(RuntimeError, match="hold NaN"):
-        contest.enter(0, 0, torch.tensor([[1.0, float("nan"), 2.0]] * 2), lambda: RuntimeError("hold NaN"))
+    with pytest.raises(RuntimeError, match="layer 0 hold NaN"):
+        contest.enter(0, 0, ranks, lambda: RuntimeError("layer 0 hold NaN"))
+    assert contest.lost() == {}
+
+
+@pytest.mark.parametrize("missing", [[0], [2], [0, 1, 2], [0, 2]])
+def test_places_that_the_device_leaves_out_are_no_index(missing, monkeypatch):
+    """On CUDA select_topk has -1 where a row has too few that are not NaN."""
+
+    def on_cuda(scores, k):
+        picks = [
+            sorted((t for t, x in enumerate(row) if x == x), key=lambda t, r=row: -r[t]) for row in scores.tolist()
+        ]
+        return torch.tensor([(sorted(row[:k]) + [-1] * k)[:k] for row in picks], dtype=torch.int32)
+
+    monkeypatch.setattr(kvcompress.ops, "select_topk", on_cuda)
+    nan, inf = float("nan"), float("inf")
+    ranks = torch.tensor([[3.0, 1.0, 2.0, -inf], [1.0, 2.0, 3.0, -inf]])
+    ranks[1, missing] = nan
+    expected = torch.tensor([[inf, inf, inf, -inf]] * 2)
+    expected[1, missing] = nan
+    torch.testing.assert_close(raised(ranks, 4), expected, equal_nan=True)
+    profile = kvcompress.BudgetProfile([[0.5, 0.5]])
+    for budget in (AdaKV(2), GlobalTopK(2), Profiled(2, profile)):
+        with pytest.raises(RuntimeError, match="ranks hold NaN"):
+            budget.divide_layer(0, ranks, 2, 6)
 
 
 @pytest.mark.parametrize(

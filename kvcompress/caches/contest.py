@@ -14,24 +14,26 @@ from ..budgets import raised, sure_tokens
 
 @dataclass
 class _Entry:
-    """What a layer of so many rows holds of one sequence, token by token over its heads: scores float32 [n], heads and
-    slots int64 [n]."""
+    """What a layer of so many rows holds of one sequence, token by token over its heads: scores float32 [n]; heads,
+    slots and tokens int64 [n], a token being the slot that it had when the layer entered."""
 
     rows: int
     scores: Tensor
     heads: Tensor
     slots: Tensor
+    tokens: Tensor
 
     def cut(self, stays: Tensor) -> tuple[Left, _Entry]:
         """(what stays of it, the entry with the slots that this then has). stays: bool [n]."""
-        scores, heads, slots = self.scores[stays], self.heads[stays], self.slots[stays]
+        scores, heads, slots, tokens = (x[stays] for x in (self.scores, self.heads, self.slots, self.tokens))
         row, order = heads.sort(stable=True)
         kept = torch.bincount(row, minlength=self.rows)
         places = torch.arange(len(row), device=row.device) - (kept.cumsum(0) - kept)[row]
         counts = kept.tolist()
         left = torch.zeros(self.rows, max(counts), dtype=torch.int32, device=row.device)
         left[row, places] = slots[order].to(torch.int32)
-        return Left(left, counts), _Entry(self.rows, scores, heads, torch.empty_like(places).scatter_(0, order, places))
+        slots = torch.empty_like(places).scatter_(0, order, places)
+        return Left(left, counts), _Entry(self.rows, scores, heads, slots, tokens)
 
 
 @dataclass
@@ -43,7 +45,8 @@ class Left:
 
 
 class Contest:
-    """The running top-k of one pass. After each layer what has entered is cut to each sequence's budget.
+    """The running top-k of one pass. After each layer what has entered is cut to each sequence's budget. Ties go to
+    the first tokens, of all layers and heads alike, as in flat_topk.
 
     held[b]: tokens of all rows of sequence b before the pass. rows: of a sequence, over all layers that compress.
     floor: see GlobalTopK. trims: whether layers give back the pages that they lose, as they do in a first reading.
@@ -68,17 +71,21 @@ class Contest:
         them. The layers before it may lose theirs (see lost). Raises error() for NaN. Waits for the device."""
         keep = self._keep[b]
         assert keep is not None
+        if bool(ranks.isnan().any()):  # first: a top-k may have too few to choose from
+            raise error()
         ranks = raised(ranks, min(sure_tokens(self.floor, keep), ranks.shape[1]))
         heads, flat = len(ranks), ranks.T.reshape(-1)
-        if bool(flat.isnan().any()):
-            raise error()
         places = (flat > float("-inf")).nonzero()[:, 0]
         entries = self._entries[b]
-        entries[layer] = _Entry(heads, flat[places], places % heads, places // heads)
+        tokens = places // heads
+        entries[layer] = _Entry(heads, flat[places], places % heads, tokens, tokens)
         every = torch.cat([entry.scores for entry in entries.values()])
         stays = torch.ones_like(every, dtype=torch.bool)
         if len(every) > keep * self.rows:
-            stays.zero_()[ops.select_topk(every[None], keep * self.rows)[0].long()] = True
+            # token by token over layers and heads: select_topk gives ties to the lower place
+            order = torch.cat([entry.tokens for entry in entries.values()]).argsort(stable=True)
+            best = ops.select_topk(every[order][None], keep * self.rows)[0].long()
+            stays.zero_()[order[best]] = True
         parts = dict(zip(entries, stays.split([len(entry.scores) for entry in entries.values()]), strict=True))
         counts = torch.stack([part.sum() for part in parts.values()]).tolist()
         lost = [n for n, count in zip(parts, counts, strict=True) if n != layer and count < len(parts[n])]

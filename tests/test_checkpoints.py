@@ -134,15 +134,44 @@ def test_what_fails_while_it_is_written_leaves_no_checkpoint(tmp_path, monkeypat
     assert checkpoints.newest_whole(tmp_path) == (tmp_path / "checkpoint-10", [])
 
 
+def sealed(out, step):
+    staged = checkpoints.begin(out) / f"checkpoint-{step}"
+    staged.mkdir()
+    (staged / "weights").write_bytes(b"1" * step)
+    return checkpoints.seal(staged, out, step=step, run={})
+
+
+def steps(out):
+    return [checkpoints.step_of(path) for path in checkpoints.checkpoints(out)]
+
+
 def test_old_checkpoints_go_and_the_best_one_stays(tmp_path):
-    for step in (2, 4, 6, 8):
-        staged = checkpoints.begin(tmp_path) / f"checkpoint-{step}"
-        staged.mkdir()
-        (staged / "weights").write_bytes(b"1" * step)
-        checkpoints.seal(staged, tmp_path, step=step, run={})
-    (tmp_path / "checkpoint-7").mkdir()  # cut off
-    checkpoints.rotate(tmp_path, 2, also=["elsewhere/checkpoint-2", None])
-    assert [path.name for path in checkpoints.checkpoints(tmp_path)] == ["checkpoint-2", "checkpoint-6", "checkpoint-8"]
+    newest = [sealed(tmp_path, step) for step in (2, 4, 6, 8)][-1]
+    checkpoints.rotate(tmp_path, 2, newest, also=["elsewhere/checkpoint-2", None])
+    assert steps(tmp_path) == [2, 6, 8]
+    assert not (tmp_path / checkpoints.STAGING).exists()
+
+
+def test_a_damaged_checkpoint_takes_no_whole_ones_place(tmp_path):
+    for step in (10, 20):
+        sealed(tmp_path, step)
+    cut(tmp_path / "checkpoint-20" / "weights")
+    checkpoints.rotate(tmp_path, 1, sealed(tmp_path, 15))
+    assert steps(tmp_path) == [15, 20] and checkpoints.newest_whole(tmp_path)[0] == tmp_path / "checkpoint-15"
+    checkpoints.rotate(tmp_path, 1, sealed(tmp_path, 20))  # in the damaged one's place
+    assert steps(tmp_path) == [20] and checkpoints.newest_whole(tmp_path) == (tmp_path / "checkpoint-20", [])
+    checkpoints.rotate(tmp_path, 1, sealed(tmp_path, 5))  # of a run that went back
+    assert steps(tmp_path) == [5]
+
+
+@pytest.mark.parametrize("keep", [None, 1])
+def test_checkpoints_of_other_tools_stay(tmp_path, keep):
+    for step in (3, 500):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        (tmp_path / f"checkpoint-{step}" / "pytorch_model.bin").write_bytes(b"theirs")
+    checkpoints.rotate(tmp_path, keep, sealed(tmp_path, 10))
+    assert steps(tmp_path) == [3, 10, 500]
+    assert (tmp_path / "checkpoint-500" / "pytorch_model.bin").read_bytes() == b"theirs"
     assert not (tmp_path / checkpoints.STAGING).exists()
 
 

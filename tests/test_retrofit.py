@@ -76,9 +76,9 @@ class Rows(torch.utils.data.Dataset):
 
 def arguments(folder, **settings):
     return TrainingArguments(
-        output_dir=str(folder), use_cpu=True, report_to="none", learning_rate=3e-3, logging_steps=1, save_steps=5,
+        output_dir=str(folder), use_cpu=True, report_to="none", logging_steps=1, save_steps=5,
         seed=0, remove_unused_columns=False, disable_tqdm=True,
-        **{"per_device_train_batch_size": 4, **settings},
+        **{"per_device_train_batch_size": 4, "learning_rate": 3e-3, **settings},
     )  # fmt: skip
 
 
@@ -124,7 +124,7 @@ class OwnTrainer(Trainer):
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
         if model.training:
-            loss = self.retrofit.add_loss(model, loss, num_items_in_batch)
+            loss = self.retrofit.add_loss(model, loss, num_items_in_batch, self.current_gradient_accumulation_steps)
         return (loss, outputs) if return_outputs else loss
 
 
@@ -216,6 +216,29 @@ def test_accumulated_passes_are_a_mean_of_losses(tmp_path):
     (line,) = [line for line in lines(tmp_path) if "loss" in line]
     assert line["loss"] == pytest.approx(line["lm_loss"] + line["compression_loss"], abs=1e-3)
     assert dmc.state(run.model).sequences == 8
+
+
+def test_a_step_of_fewer_passes_has_the_mean_of_those(tmp_path):
+    """An epoch of 3 passes is a step of 2 and a step of 1."""
+    recipe = DMCRecipe(
+        target_ratio=3.0, start_ratio=3.0, anneal_steps=0, ramp_steps=2, solidify_steps=0, warmup_steps=0
+    )
+    settings = {"gradient_accumulation_steps": 2, "lr_scheduler_type": "constant", "optim": "sgd", "learning_rate": 0.1}
+    rows, trained = torch.utils.data.Subset(Rows(), range(12)), []
+    for kind in (RetrofitTrainer, OwnTrainer):
+        model = tiny_model()
+        dmc.convert(model, dmc.DMCConfig(shift=1.0))
+        dmc.set_neuron_scale(model, 0.0)
+        own = kind(model, arguments(tmp_path, **settings), recipe, train_dataset=rows, data_collator=collate)
+        own.train()
+        assert own.current_gradient_accumulation_steps == 1
+        trained.append(list(model.parameters()))
+    for x, y in zip(*trained, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
+    with pytest.raises(
+        ValueError, match=r"passes must be the Trainer's current_gradient_accumulation_steps.* got None"
+    ):
+        own.retrofit.add_loss(model, torch.tensor(0.0), 96)
 
 
 def test_distillation_from_the_model_itself_costs_nothing_at_first(tmp_path):

@@ -29,19 +29,34 @@ class RetrofitCallback(TrainerCallback):
         self.recipe = recipe
         self.folder: Path | None = None  # the checkpoint that is resumed from; None = that of its step in output_dir
         self._figures = Figures(recipe.schedules)  # since the last line of the log
-        self._step, self._passes = 0, 1
+        self._step = 0
 
-    def add_loss(self, model: Any, loss: Tensor, num_items_in_batch: Tensor | int | None = None, **more: Any) -> Tensor:
+    def add_loss(
+        self,
+        model: Any,
+        loss: Tensor,
+        num_items_in_batch: Tensor | int | None = None,
+        passes: int | None = None,
+        **more: Any,
+    ) -> Tensor:
         """The loss of a forward pass in training, with what the recipe adds.
 
         model: as compute_loss is given it. num_items_in_batch: as compute_loss is given it; where it is a number, loss
-        is this pass's part of the step's, and so is what is added. more: figures to log beside.
+        is this pass's part of the step's, and so is what is added. passes: the Trainer's
+        current_gradient_accumulation_steps, forward passes of this step (the last one of an epoch may have fewer than
+        others); needed where num_items_in_batch is a number. more: figures to log beside.
+        Raises ValueError where it is needed and not given.
         """
+        if num_items_in_batch is not None and (passes is None or passes < 1):
+            raise ValueError(
+                "passes must be the Trainer's current_gradient_accumulation_steps, at least 1, where "
+                f"num_items_in_batch is a number, got {passes}"
+            )
         added, figures = self.recipe.loss(model, self._step)
         self._figures.note({"lm_loss": loss.detach()} | more | figures)
         if added is None:
             return loss
-        return loss + (added if num_items_in_batch is None else added / self._passes)
+        return loss + (added if num_items_in_batch is None or passes is None else added / passes)
 
     def save(self, folder: Path, model: Any, *, writes: bool) -> None:
         """Writes what the recipe goes on from; called on every rank, of which those that save write."""
@@ -68,8 +83,8 @@ class RetrofitCallback(TrainerCallback):
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._step, self._passes = state.global_step, args.gradient_accumulation_steps
-        self.recipe.begin_step(kwargs["model"], self._step, self._passes)
+        self._step = state.global_step
+        self.recipe.begin_step(kwargs["model"], self._step, args.gradient_accumulation_steps)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         folder = _folder(args, state)

@@ -148,16 +148,24 @@ def seal(staged: Path, out: Path, **facts: Any) -> Path:
     return final
 
 
-def rotate(out: Path, keep: int | None, also: Sequence[str | None] = ()) -> None:
-    """Removes all whole checkpoints but the newest `keep` (None: none) and those named, and what has no marker."""
-    for folder in checkpoints(out):
-        if not (folder / MARKER).is_file():
-            _remove(folder, out)
+def rotate(out: Path, keep: int | None, sealed: Path, also: Sequence[str | None] = ()) -> None:
+    """Removes all whole checkpoints but `keep` (None: no one is removed), which are the one just sealed and the newest
+    others, and those named in also. What is not whole is not counted and stays: it may be another tool's."""
     if keep is not None and keep > 0:
         spared = {Path(path).name for path in also if path is not None}
-        for folder in [x for x in checkpoints(out) if x.name not in spared][:-keep]:
+        whole = [x for x in checkpoints(out) if x.name not in spared and _is_whole(x)]
+        whole.sort(key=lambda folder: folder.name == sealed.name)  # the last, though another may be of a later step
+        for folder in whole[:-keep]:
             _remove(folder, out)
     shutil.rmtree(out / STAGING, ignore_errors=True)
+
+
+def _is_whole(folder: Path) -> bool:
+    try:
+        read_marker(folder)
+    except ValueError:
+        return False
+    return True
 
 
 def _remove(folder: Path, out: Path) -> None:

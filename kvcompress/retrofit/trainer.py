@@ -139,8 +139,8 @@ class RetrofitTrainer(Trainer):
                 self.state.save_to_json(str(staged / TRAINER_STATE))
             if self.tokenizer is not None:
                 self.tokenizer.save_pretrained(staged)
-            checkpoints.seal(staged, out, step=step, run=self._division())
-            checkpoints.rotate(out, self.args.save_total_limit, also=[self.state.best_model_checkpoint])
+            sealed = checkpoints.seal(staged, out, step=step, run=self._division())
+            checkpoints.rotate(out, self.args.save_total_limit, sealed, also=[self.state.best_model_checkpoint])
         self.accelerator.wait_for_everyone()
 
     def _make_room(self, out: Path) -> None:

@@ -6,11 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 
 from kvcompress import ops
 
 sys.path.insert(0, str(Path(__file__).parent / "cuda_emulation"))
 import emulated
+
+settings.register_profile("kvcompress", deadline=None)  # a busy machine is no failure
+settings.load_profile("kvcompress")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, LlamaFo
 import kvcompress
 from kvcompress import dmc, pod
 from kvcompress.hf.attach import is_attached
+from kvcompress.hf.plain import use_plain_attention
 
 LEAD = ((0, 0), (0, 1), (0, 1))
 
@@ -74,6 +75,23 @@ def test_a_converted_model_that_is_not_attached_raises(method, tmp_path):
             again(ids)
     plain = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="sdpa")
     assert forward(plain, ids).isfinite().all()
+
+
+def test_plain_attention_of_another_model_leaves_the_guard(tmp_path):
+    """What `retrofit gqa` trains with is an implementation of another name."""
+    model_of("dmc").save_pretrained(tmp_path)
+    plain = tiny_model()
+    use_plain_attention(plain)
+    assert forward(plain, random_ids(8)).isfinite().all()
+    with pytest.raises(RuntimeError, match="not attached"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)(random_ids(8))
+
+
+def test_the_shipped_models_keep_the_guard_when_they_are_saved(tmp_path):
+    model, _ = kvcompress.load_example_model(retrofit="dmc")
+    model.save_pretrained(tmp_path)
+    with pytest.raises(RuntimeError, match="not attached"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)(random_ids(8))
 
 
 def test_transformers_alone_refuses_a_converted_model(tmp_path):

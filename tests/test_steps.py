@@ -421,6 +421,10 @@ def test_a_step_of_pod_whose_values_find_no_page_leaves_the_rows_as_they_were(cp
         ({"far": "near"}, "far must be one of none, own, led, shared, got 'near'"),
         ({"far": "own"}, "far_lse must be given"),
         ({"far": "shared", "far_lse": torch.zeros(1, 4, 1)}, "far_lse and probabilities must be given"),
+        (  # they are written: a copy would be lost
+            {"far": "own", "far_lse": torch.zeros(1, 4, 1), "probabilities": torch.zeros(1, 4, 8)[..., ::2]},
+            "probabilities and far_lse must be contiguous",
+        ),
         ({"recent": 0}, "recent must be at least 1"),
         ({"sinks": -1}, "sinks must be at least 0"),
         ({"moved": torch.zeros(3, dtype=torch.int32)}, "moved must be"),

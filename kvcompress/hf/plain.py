@@ -12,7 +12,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .. import ops
 
-NAME = "kvcompress"
+NAME = "kvcompress-plain"
 REFUSED = "attention kvcompress is for whole rows without padding, packing, cache or sliding window"
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-import uuid
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -16,6 +15,7 @@ from torch import Tensor
 from . import ops
 from .budgets import Budget, CacheShape, Size, _check_size, _mean_tokens, flat_pages, flat_topk
 from .checks import need
+from .files import write_text
 
 FORMAT = "kvcompress budget profile 1"
 _UNIT = 1 << 20  # shares are counted in parts of this
@@ -57,14 +57,7 @@ class BudgetProfile:
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """As JSON, whole or not at all: under a temporary name in the same folder, then renamed. Returns the path."""
-        path = Path(path)
-        temporary = path.with_name(f".{uuid.uuid4().hex}.tmp")
-        try:
-            temporary.write_text(json.dumps({"format": FORMAT} | asdict(self), allow_nan=False) + "\n")
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
-        return path
+        return write_text(path, json.dumps({"format": FORMAT} | asdict(self), allow_nan=False) + "\n")
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> BudgetProfile:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .asking import AskingPruner
 from .base import Candidates, Pruner
 from .snapkv import SnapKV
 
 
 @dataclass(frozen=True)
-class ChunkKV(Pruner):
+class ChunkKV(AskingPruner):
     """Another pruner's scores, of chunks of neighbours in place of tokens: each token gets its chunk's mean.
 
     pruner: whose scores, SnapKV's window by default. chunk: tokens of a chunk, counted from the start of what is held;
@@ -30,14 +30,10 @@ class ChunkKV(Pruner):
     heads: str = "shared"
 
     def __post_init__(self) -> None:
-        if not isinstance(self.pruner, Pruner) or isinstance(self.pruner, ChunkKV):
-            raise ValueError(f"pruner must be one of kvcompress.pruners, got {type(self.pruner).__name__}")
+        self._follow()
         if self.heads not in ("shared", "per_kv_head"):
             raise ValueError(f"heads must be one of shared, per_kv_head, got {self.heads!r}")
         self._check(chunk=1)
-        for name in ("window", "uses_guide", "uses_values", "uses_sums", "uses_notes", "accumulates", "overlap",
-                     "one_frame", "default_budget", "num_sink_tokens"):  # fmt: skip
-            object.__setattr__(self, name, getattr(self.pruner, name))
 
     @staticmethod
     def preset(name: str, **changes: Any) -> ChunkKV:
@@ -49,27 +45,6 @@ class ChunkKV(Pruner):
     @property
     def by_head(self) -> bool:  # type: ignore[override]
         return self.heads == "per_kv_head" and self.pruner.by_head
-
-    def with_sinks(self, tokens: int) -> ChunkKV:
-        other = copy.copy(self)
-        object.__setattr__(other, "pruner", self.pruner.with_sinks(tokens))
-        object.__setattr__(other, "num_sink_tokens", tokens)
-        return other
-
-    def recent(self, keep: int, chunk_length: int) -> int:
-        return self.pruner.recent(keep, chunk_length)
-
-    def lost(self) -> int:
-        return self.pruner.lost()
-
-    def positions_behind(self, tokens: int) -> int:
-        return self.pruner.positions_behind(tokens)
-
-    def votes(self, candidates: Candidates) -> Tensor:
-        return self.pruner.votes(candidates)
-
-    def carried(self, received: Tensor, votes: Tensor) -> Tensor:
-        return self.pruner.carried(received, votes)
 
     def scores(self, candidates: Candidates, keep: int) -> Tensor:
         scores = self.pruner.scores(candidates, keep).float()

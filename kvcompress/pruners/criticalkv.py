@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass, field
 from fractions import Fraction
 
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
+from .asking import AskingPruner
 from .base import Candidates, Pruner
 from .snapkv import SnapKV
 
@@ -18,7 +18,7 @@ NORMS = ("l1", "l2")
 
 
 @dataclass(frozen=True)
-class CriticalKV(Pruner):
+class CriticalKV(AskingPruner):
     """Another pruner's scores, times the size of what the value adds to the hidden state.
 
     Half of the budget (first_stage) goes to the best scores as they are; the other half to the best of (score +
@@ -37,8 +37,7 @@ class CriticalKV(Pruner):
     uses_output = True
 
     def __post_init__(self) -> None:
-        if not isinstance(self.pruner, Pruner) or isinstance(self.pruner, CriticalKV):
-            raise ValueError(f"pruner must be one of kvcompress.pruners, got {type(self.pruner).__name__}")
+        self._follow()
         if isinstance(self.epsilon, bool) or not isinstance(self.epsilon, (int, float)) or not self.epsilon >= 0:
             raise ValueError(f"epsilon must be at least 0, got {self.epsilon!r}")
         share = self.first_stage
@@ -46,30 +45,6 @@ class CriticalKV(Pruner):
             raise ValueError(f"first_stage must be between 0 and 1, got {share!r}")
         if self.norm not in NORMS:
             raise ValueError(f"norm must be one of {', '.join(NORMS)}, got {self.norm!r}")
-        for name in ("window", "uses_guide", "uses_sums", "uses_notes", "accumulates", "overlap", "one_frame",
-                     "default_budget", "num_sink_tokens"):  # fmt: skip
-            object.__setattr__(self, name, getattr(self.pruner, name))
-
-    def with_sinks(self, tokens: int) -> CriticalKV:
-        other = copy.copy(self)
-        object.__setattr__(other, "pruner", self.pruner.with_sinks(tokens))
-        object.__setattr__(other, "num_sink_tokens", tokens)
-        return other
-
-    def recent(self, keep: int, chunk_length: int) -> int:
-        return self.pruner.recent(keep, chunk_length)
-
-    def lost(self) -> int:
-        return self.pruner.lost()
-
-    def positions_behind(self, tokens: int) -> int:
-        return self.pruner.positions_behind(tokens)
-
-    def votes(self, candidates: Candidates) -> Tensor:
-        return self.pruner.votes(candidates)
-
-    def carried(self, received: Tensor, votes: Tensor) -> Tensor:
-        return self.pruner.carried(received, votes)
 
     def scores(self, candidates: Candidates, keep: int) -> Tensor:
         if candidates.values is None or candidates.output is None:

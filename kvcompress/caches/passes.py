@@ -80,19 +80,21 @@ class CachePass(Pass):
 
     def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax) -> Tensor:
         facts = self.facts[layer]
-        with torch.inference_mode(False), torch.no_grad():  # what is stored must be usable outside inference mode
-            if facts.reads is None:
-                out: Tensor = self.layers[layer].attend(self, queries, keys, values, softmax)
-                return out
-            view, after = self._views[facts.reads]
-            # a family may go on with the last tokens alone (gemma4, in front of its head)
-            missing = self.columns - queries.shape[2]
-            out = view(torch.nn.functional.pad(queries, (0, 0, missing, 0)), softmax)[:, :, missing:]
-            if layer == self.facts[facts.reads].readers[-1]:
-                del self._views[facts.reads]
-                if after is not None:
-                    after()
+        if torch.is_inference_mode_enabled() or torch.is_grad_enabled():
+            with torch.inference_mode(False), torch.no_grad():  # what is stored must be usable outside inference mode
+                return self.attend(layer, queries, keys, values, softmax)
+        if facts.reads is None:
+            out: Tensor = self.layers[layer].attend(self, queries, keys, values, softmax)
             return out
+        view, after = self._views[facts.reads]
+        # a family may go on with the last tokens alone (gemma4, in front of its head)
+        missing = self.columns - queries.shape[2]
+        out = view(torch.nn.functional.pad(queries, (0, 0, missing, 0)), softmax)[:, :, missing:]
+        if layer == self.facts[facts.reads].readers[-1]:
+            del self._views[facts.reads]
+            if after is not None:
+                after()
+        return out
 
     def answer(
         self, layer: int, view: View, queries: Tensor, softmax: Softmax, after: Callable[[], None] | None = None

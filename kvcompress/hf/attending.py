@@ -72,8 +72,8 @@ def attend(
         options.get("softcap"),
         None if sinks is None else sinks.float().reshape(-1),
     )
-    # under autocast a norm may have left float32
-    query, key = query.to(value.dtype), key.to(value.dtype)
+    if query.dtype != value.dtype or key.dtype != value.dtype:  # under autocast a norm may have left float32
+        query, key = query.to(value.dtype), key.to(value.dtype)
     out = current.attend(layer, facts.framed(query), facts.framed(key), facts.padded(value), softmax)
     return out[..., : facts.value_dim].transpose(1, 2).contiguous()
 

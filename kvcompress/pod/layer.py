@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,12 +121,17 @@ class PoDLayer(CompressedLayer):
     def attend(self, step: CachePass, queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax) -> Tensor:
         if self.keys is None:
             self._open(step, queries, keys)
-        with ExitStack() as locks:  # a fork in another thread may move pages, and the tables after them
-            for layer in (self, *(step.layers[lead] for lead, _ in self.groups if lead not in (-1, self.index))):
-                for rows in (layer.keys, layer.values):
-                    locks.enter_context(rows.pool.store.lock)
+        layers = [self, *(step.layers[lead] for lead, _ in self.groups if lead not in (-1, self.index))]
+        # a fork in another thread may move pages, and the tables after them
+        locks = [rows.pool.store.lock for layer in layers for rows in (layer.keys, layer.values)]
+        for lock in locks:
+            lock.acquire()
+        try:
             found = self._step(step, queries, keys, values, softmax) if step.one else None
             return self._attend(step, queries, keys, values, softmax) if found is None else found
+        finally:
+            for lock in locks:
+                lock.release()
 
     def _step(self, step: CachePass, queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax) -> Tensor | None:
         """One token of every sequence in a single op; None, and nothing is stored, where heads differ in whose distant

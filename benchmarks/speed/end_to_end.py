@@ -59,7 +59,8 @@ BOTH = (torch.bfloat16, torch.float32)
 
 @dataclass(frozen=True)
 class Sizes:
-    """tokens, prompts: lengths of their rows, in each of the dtypes. chunk: of IMDC. window: of streaming."""
+    """tokens: lengths of their rows, in each of the dtypes; prompts: in the first of them. chunk: of IMDC. window: of
+    streaming."""
 
     repeats: int
     dtypes: tuple[torch.dtype, ...]
@@ -234,7 +235,7 @@ def main() -> None:
                 found, bandwidth = token_rows(plain, kinds, name, T, dtype, sizes.repeats, cold)
                 rows += found
                 bandwidths.append(bandwidth)
-            if T in sizes.prompts:
+            if T in sizes.prompts and dtype == sizes.dtypes[0]:
                 rows += prompt_rows(plain, kinds, name, T)
     report(rows, choice.json, read_bytes=max(bandwidths))
 

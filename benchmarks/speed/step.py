@@ -15,7 +15,8 @@ step/<cache>/<dtype>/T<T>/B<B>
     dmc4       DMC, of whose tokens a quarter opened entries, at heads of very different ratios
     pruned4    a PrunedCache that kept a quarter, as AdaKV divides it over heads: all of the tokens, 1/2, 1/8, 1/16,
                1/16, 1/16, 1/16 and 1/8
-    pod        a block of 5 layers: one leads and four follow, with 16 + 4,080 near tokens. Its peers: 5 layers
+    pod        a block of 5 layers: one leads and four follow, with 16 + 4,080 near tokens. Its peers: 5 layers. At most
+               two sequences of 32,768 tokens or eight of 8,192, so that the three caches fit into 16 GiB
     dense      a PrunedCache that kept everything: the cost of the machinery
 dispatch/<cache>
     microseconds: time per layer that a step spends outside of the ops that attend (paged_step_, quest_step_, dmc_step_,
@@ -82,6 +83,7 @@ from kvcompress.pod import PoDPlan
 
 OPENS = (0.6, 0.4, 0.3, 0.25, 0.2, 0.12, 0.08, 0.05)  # share of tokens that open an entry, per KV head; mean 1/4
 BLOCK = 5  # layers of PoD with one lead
+BLOCK_TOKENS = 1 << 16  # of all sequences at most
 PASS_NBYTES = 1 << 28  # that the dense cache reads in a pass
 # as PyTorch knows them
 ATTENDING = (
@@ -107,7 +109,7 @@ class Sizes:
 
 SIZES = {
     "full": Sizes(
-        25,
+        9,
         (
             *((torch.bfloat16, T, B) for T in (8192, 32768) for B in (1, 8)),
             *((torch.float32, T, 1) for T in (8192, 32768)),
@@ -159,11 +161,10 @@ def turns(make: Callable[[], Kept], count: int, step: Callable[[Kept], object]) 
 
 
 def step_rows(dtype: torch.dtype, T: int, B: int, near: tuple[int, int], repeats: int, cold: int) -> list[Row]:
-    name = f"{str(dtype).removeprefix('torch.')}/T{T}/B{B}"
-    layer_nbytes = 2 * B * HKV * T * D * dtype.itemsize
-    several = max(PASS_NBYTES // layer_nbytes, 1)
+    several = max(PASS_NBYTES // (2 * B * HKV * T * D * dtype.itemsize), 1)
 
-    def measure(layers: int, kinds: dict[str, Callable[[], CompressedCache]]) -> list[Row]:
+    def measure(layers: int, B: int, kinds: dict[str, Callable[[], CompressedCache]]) -> list[Row]:
+        name, layer_nbytes = f"{str(dtype).removeprefix('torch.')}/T{T}/B{B}", 2 * B * HKV * T * D * dtype.itemsize
         tokens, model = itertools.cycle(passes(layers, B, dtype)), layers_of(layers, 2 * T)
         nbytes = layers * layer_nbytes
 
@@ -191,13 +192,15 @@ def step_rows(dtype: torch.dtype, T: int, B: int, near: tuple[int, int], repeats
 
     rows = measure(
         several,
+        B,
         {
             "dmc4": lambda: dmc_cache(several, B, T, dtype, OPENS),
             "pruned4": lambda: pruned_cache(several, B, T, dtype),
             "dense": lambda: pruned_cache(several, B, T, dtype, (1,) * HKV),
         },
     )
-    return rows + measure(BLOCK, {"pod": lambda: pod_cache(B, T, dtype, plan_of(BLOCK, near))})
+    B = min(B, BLOCK_TOKENS // T)
+    return rows + measure(BLOCK, B, {"pod": lambda: pod_cache(B, T, dtype, plan_of(BLOCK, near))})
 
 
 # ---- what is not kernel ----
@@ -309,6 +312,7 @@ def main() -> None:
     sizes, rows = SIZES[choice.size], []
     for dtype, T, B in sizes.steps:
         rows += step_rows(dtype, T, B, sizes.near, sizes.repeats, COLD_NBYTES[choice.size])
+        print(*(f"{row.name} {row.ratio:.2f}" for row in rows[-4:]), sep=", ", file=sys.stderr, flush=True)
     rows += dispatch_rows(sizes.layers, sizes.dispatched)
     rows += short_rows(sizes.short)
     report(rows, choice.json)

@@ -120,6 +120,13 @@ class DMCRecipe(Recipe):
             "compression_loss": loss.detach(),
         }
 
+    def measured(self, model: nn.Module) -> dict[str, Any]:
+        """What would merge; nothing while the neurons are annealed, or tokens are pooled by a fixed stride."""
+        config = state(model).config
+        if config.neuron_scale > 0 or config.stride is not None:
+            return {}
+        return MergedTokens.of(last_decisions(model))._asdict()
+
     def summary(self, figures: dict[str, Any]) -> dict[str, Any]:
         """With ratio_soft, ratio_hard and ratio_layers [L][Hkv], tokens per entry, for what they are made of."""
         rest = {name: value for name, value in figures.items() if name not in MergedTokens._fields}

@@ -37,14 +37,15 @@ class RetrofitCallback(TrainerCallback):
         loss: Tensor,
         num_items_in_batch: Tensor | int | None = None,
         passes: int | None = None,
-        **more: Any,
+        **more: Tensor,
     ) -> Tensor:
         """The loss of a forward pass in training, with what the recipe adds.
 
         model: as compute_loss is given it. num_items_in_batch: as compute_loss is given it; where it is a number, loss
         is this pass's part of the step's, and so is what is added. passes: the Trainer's
         current_gradient_accumulation_steps, forward passes of this step (the last one of an epoch may have fewer than
-        others); needed where num_items_in_batch is a number. more: figures to log beside.
+        others); needed where num_items_in_batch is a number. more: other parts of the loss, scaled as it is, to be
+        logged beside it.
         Raises ValueError where it is needed and not given.
         """
         if num_items_in_batch is not None and (passes is None or passes < 1):
@@ -53,10 +54,11 @@ class RetrofitCallback(TrainerCallback):
                 f"num_items_in_batch is a number, got {passes}"
             )
         added, figures = self.recipe.loss(model, self._step)
-        self._figures.note({"lm_loss": loss.detach()} | more | figures)
-        if added is None:
-            return loss
-        return loss + (added if num_items_in_batch is None or passes is None else added / passes)
+        parts = 1 if num_items_in_batch is None or passes is None else passes
+        # a step has the sum of its passes' parts; the mean over passes is to be the step's
+        own = {name: parts * value.detach() for name, value in ({"lm_loss": loss} | more).items()}
+        self._figures.note(own | figures)
+        return loss if added is None else loss + added / parts
 
     def save(self, folder: Path, model: Any, *, writes: bool) -> None:
         """Writes what the recipe goes on from; called on every rank, of which those that save write."""

@@ -28,6 +28,25 @@ class Common:
     preset: Annotated[str, typer.Option(help="quick (minutes to hours, a small model) or paper")] = "quick"
     model: Annotated[str, typer.Option(help="folder or name of a transformers model, or example")] = "example"
     text: Annotated[list[Path] | None, typer.Option(help="training text: .txt, .jsonl, .csv or .parquet")] = None
+    data: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="a data set, folder or file: name,config=...,split=...,column=...,weight=...,validation=a split; "
+            "once for each"
+        ),
+    ] = None
+    streaming: Annotated[bool, typer.Option("--streaming", help="read data as it goes, without downloading it")] = False
+    shuffle_buffer: Annotated[int, typer.Option(help="documents of a stream to draw the next one from", min=1)] = 1000
+    no_borders: Annotated[bool, typer.Option("--no-borders", help="documents in a row see each other, as one text")] = (
+        False
+    )
+    validation: Annotated[
+        float, typer.Option(help="documents to hold out of each data set, below 1 a share of them; 0: none", min=0.0)
+    ] = 0.0
+    eval_steps: Annotated[
+        int | None, typer.Option(help="steps between evaluations on what is held out; not given: --save-steps", min=1)
+    ] = None
+    report_to: Annotated[list[str] | None, typer.Option(help="tensorboard, wandb, ...: who else gets the log")] = None
     learning_rate: Annotated[float | None, typer.Option(help="AdamW's")] = None
     distillation: Annotated[
         float, typer.Option(help="share of the loss that is the distance to the teacher", min=0.0, max=1.0)
@@ -56,7 +75,10 @@ class Common:
         from .run import RunSettings
 
         return RunSettings(
-            out=self.out, model=self.model, text=tuple(self.text or ()), distillation=self.distillation,
+            out=self.out, model=self.model, text=tuple(self.text or ()), data=tuple(self.data or ()),
+            streaming=self.streaming, shuffle_buffer=self.shuffle_buffer, borders=not self.no_borders,
+            validation=self.validation, eval_steps=self.eval_steps, report_to=tuple(self.report_to or ()),
+            distillation=self.distillation,
             teacher=self.teacher, seed=self.seed, save_steps=self.save_steps,
             keep_checkpoints=None if self.keep_all else 2, device=self.device, bfloat16=not self.float32,
             checkpointing=self.checkpointing, **{name: chosen[name] for name in FROM_PRESET},

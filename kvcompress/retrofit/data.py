@@ -1,17 +1,19 @@
-"""Training data as rows of token ids: any text in windows, or what the shipped model was trained on."""
+"""Training data as rows of token ids: any text in windows, what the shipped model was trained on, and batches."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..models.text import training_text
+from ..models.text import held_out_text, training_text
 from ..models.train_example import Mixture
+from .packing import LENGTHS, Packing, Validation
+from .sources import KINDS, DataSource
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -27,48 +29,15 @@ def text_windows(
     Returns a datasets.Dataset with input_ids.
     Raises FileNotFoundError for a missing file, ValueError for another kind, or for texts shorter than a row.
     """
-    try:
-        from datasets import load_dataset
-        from datasets.exceptions import DatasetGenerationError
-    except ModuleNotFoundError as error:
-        raise ImportError("texts in files need the package datasets: pip install datasets", name=error.name) from error
-
-    kinds = {".txt": "text", ".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
     paths = [Path(file) for file in files]
     for path in paths:
         if not path.is_file():
             raise FileNotFoundError(f"text must be a file, got {path}")
-        if path.suffix not in kinds:
-            raise ValueError(f"text must end in {', '.join(kinds)}, got {path.name!r}")
-    found = {kinds[path.suffix] for path in paths}
-    if len(found) != 1:
+    found = {KINDS[path.suffix] for path in paths if path.suffix in KINDS}
+    if len(found) > 1:
         raise ValueError(f"text must be files of one kind, got {', '.join(sorted(found))}")
-    kind = found.pop()
-    options: dict[str, Any] = {"sample_by": "document"} if kind == "text" else {}
-    names = ", ".join(path.name for path in paths)
-    try:
-        texts = load_dataset(kind, data_files=[str(path) for path in paths], split="train", **options)
-    except DatasetGenerationError as error:
-        raise ValueError(f"text must be readable as {kind}, got {names}: {error.__cause__ or error}") from None
-    if column not in texts.column_names:
-        raise ValueError(f"column must be one of {', '.join(texts.column_names)}, which {names} has, got {column!r}")
-    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-
-    def tokens(batch: dict[str, list[str]]) -> dict[str, list[list[int]]]:
-        ids = tokenizer(batch[column], add_special_tokens=False)["input_ids"]
-        return {"input_ids": [[*row, *end] for row in ids]}
-
-    rows = texts.map(tokens, batched=True, remove_columns=texts.column_names)
-
-    def windows(batch: dict[str, list[list[int]]]) -> dict[str, list[list[int]]]:
-        flat = [token for row in batch["input_ids"] for token in row]
-        return {"input_ids": [flat[i : i + length] for i in range(0, len(flat) - length + 1, length)]}
-
-    windowed = rows.map(windows, batched=True, batch_size=1000)
-    if len(windowed) == 0:
-        held = sum(len(row) for row in rows["input_ids"])
-        raise ValueError(f"text must hold at least the {length} tokens of a row (length), got {held} in {names}")
-    return windowed
+    sources = [DataSource(str(path), column=column) for path in paths]
+    return Packing(length, borders=False).rows(sources, tokenizer)[0]
 
 
 def example_rows(length: int, rows_per_step: int, seed: int) -> IterableDataset:
@@ -87,6 +56,21 @@ def example_rows(length: int, rows_per_step: int, seed: int) -> IterableDataset:
     return IterableDataset.from_generator(
         _example_rows, gen_kwargs={"length": length, "rows_per_step": rows_per_step, "seed": seed}
     )
+
+
+def example_validation(length: int, count: int) -> Validation:
+    """`count` rows of text that the shipped model was never trained on, evenly spread over it.
+
+    Raises ValueError for more than there are.
+    """
+    from datasets import Dataset
+
+    text = held_out_text()
+    most = len(text) // length
+    if not 1 <= count <= most:
+        raise ValueError(f"validation must be 1 to {most} rows of {length:,} tokens for the example model, got {count}")
+    rows = [text[i * most // count * length :][:length] for i in range(count)]
+    return Validation(Dataset.from_dict({"input_ids": [list(row) for row in rows]}), count * length, count * length)
 
 
 def _example_rows(length: int, rows_per_step: int, seed: int) -> Iterator[dict[str, list[int]]]:
@@ -108,16 +92,23 @@ def _example_rows(length: int, rows_per_step: int, seed: int) -> Iterator[dict[s
 
 
 def collate(rows: list[dict[str, list[int]]]) -> dict[str, Tensor]:
-    """A batch of rows of equal length; labels are the ids where there are none.
+    """A batch of rows of equal length; position_ids go from 0 in each document, where rows say what documents they
+    hold; labels are the ids where there are none, but for each document's first token, which nothing foretells.
 
     Rows that are all cut into documents of one length become a row per document, without position_ids: plain causal
     attention, where packed ones would need a mask.
     """
-    batch = {name: torch.tensor([row[name] for row in rows]) for name in rows[0]}
-    if (places := batch.get("position_ids")) is not None:
+    batch = {name: torch.tensor([row[name] for row in rows]) for name in rows[0] if name != LENGTHS}
+    if LENGTHS in rows[0]:
+        every = [torch.cat([torch.arange(tokens) for tokens in row[LENGTHS]]) for row in rows]
+        batch["position_ids"] = torch.stack(every)
+    places = batch.get("position_ids")
+    if "labels" not in batch:
+        labels = batch["input_ids"].clone()
+        batch["labels"] = labels if places is None else labels.masked_fill(places == 0, -100)
+    if places is not None:
         size = int(places.max()) + 1
         count, left = divmod(places.shape[1], size)
         if not left and torch.equal(places, torch.arange(size).repeat(count).expand_as(places)):
             batch = {name: x.reshape(-1, size) for name, x in batch.items() if name != "position_ids"}
-    batch.setdefault("labels", batch["input_ids"].clone())
     return batch

@@ -161,5 +161,6 @@ def retrofit_gqa(recipe: PlainRecipe, settings: RunSettings, kv_heads: int, *, r
     """Loads, converts, trains and saves a model; see convert_to_gqa, PlainRecipe, RunSettings and run.train."""
     model, tokenizer = load(settings)
     convert_to_gqa(model, kv_heads)
-    use_plain_attention(model)
+    if not (settings.sources and settings.borders):  # which need a mask, as transformers makes it
+        use_plain_attention(model)
     return train(model, tokenizer, recipe, settings, resume=resume)

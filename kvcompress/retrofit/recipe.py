@@ -42,6 +42,10 @@ class Recipe(ABC):
         """What is to be logged, from such means: numbers for the log and the metrics file, lists for the file alone."""
         return figures
 
+    def measured(self, model: nn.Module) -> dict[str, Any]:
+        """Figures of a forward pass in evaluation, for summary, as loss has them of one in training."""
+        return {}
+
     def progress(self, model: nn.Module) -> dict[str, Any]:
         """What a checkpoint must hold for loss to go on as it would have, for json; called on every rank."""
         return {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,14 @@ from transformers import (
 )
 
 from ..hf.attach import attach, base_model
-from ..hf.config import decoder_config
+from ..hf.config import cache_layers, decoder_config, recurs
 from ..hf.method import saved_method
 from ..models import EXAMPLE, load_example_model
 from .checkpoints import checkpoints, flush, flush_folder, read_json, step_of, write_whole
-from .data import collate, example_rows, text_windows
+from .data import collate, example_rows, example_validation
+from .packing import Packing, Validation
 from .recipe import Recipe
+from .sources import DataSource
 from .trainer import TRAINER_STATE, RetrofitTrainer, newest
 
 EXAMPLE_NAME = "example"
@@ -39,9 +41,13 @@ PLAN, FIGURES = "run.json", "training.json"
 class RunSettings:
     """What is trained on what, and where it goes.
 
-    model: "example" (the shipped model), a folder or a name of a transformers model. text: files of training text; ()
-    = the shipped model's own data, for that model alone. out: folder for checkpoints, metrics.jsonl and the trained
-    model. length: tokens of a row; rows: rows of a forward pass on one device; accumulation: passes of a step.
+    model: "example" (the shipped model), a folder or a name of a transformers model. text, data: files of training
+    text, and data sets as DataSource.parse takes them; () = the shipped model's own data, for that model alone.
+    streaming, shuffle_buffer, borders, validation: see Packing; of the shipped model's own data validation is a number
+    of rows of text that it was never trained on. eval_steps: between evaluations, None = save_steps; there is one
+    before the first step and one after the last. report_to: what else gets the log: tensorboard, wandb, ... out: folder
+    for checkpoints, metrics.jsonl and the trained model. length: tokens of a row; rows: rows of a forward pass on one
+    device; accumulation: passes of a step.
     learning_rate: AdamW's, betas 0.9 and 0.95, eps 1e-5, weight decay 0.1, gradients clipped to 1. distillation: share
     of the loss that is the distance to the teacher; 0 = none. teacher: folder or name; None = model as it was.
     bfloat16: autocast. checkpointing: recompute activations in the backward pass. save_steps: between checkpoints, of
@@ -53,6 +59,13 @@ class RunSettings:
     out: Path
     model: str = EXAMPLE_NAME
     text: tuple[Path, ...] = ()
+    data: tuple[str, ...] = ()
+    streaming: bool = False
+    shuffle_buffer: int = 1000
+    borders: bool = True
+    validation: float = 0
+    eval_steps: int | None = None
+    report_to: tuple[str, ...] = ()
     length: int = 2048
     rows: int = 4
     accumulation: int = 1
@@ -74,10 +87,21 @@ class RunSettings:
                 raise ValueError(f"{name} must be an integer of at least 1, got {getattr(self, name)!r}")
         if not self.learning_rate > 0:
             raise ValueError(f"learning_rate must be positive, got {self.learning_rate}")
-        if not self.text and self.model != EXAMPLE_NAME and not _is_example(self.model):
+        if self.eval_steps is not None and (not isinstance(self.eval_steps, int) or self.eval_steps < 1):
+            raise ValueError(f"eval_steps must be an integer of at least 1, or None, got {self.eval_steps!r}")
+        whole = self.streaming or not self.sources
+        if not self.validation >= 0 or (self.validation != int(self.validation) and (self.validation > 1 or whole)):
+            what = "a number of documents" if whole else "a number of documents, or a share of them below 1"
+            raise ValueError(f"validation must be {what}, got {self.validation}")
+        if not self.sources and self.model != EXAMPLE_NAME and not _is_example(self.model):
             raise ValueError(f"text must be given for {self.model!r}: only the example model has data of its own")
         if self.device == "cuda" and not torch.cuda.is_available():
             raise ValueError("device must be one that PyTorch finds here, got 'cuda'")
+
+    @property
+    def sources(self) -> tuple[DataSource, ...]:
+        """Of text and data; none = the shipped model's own."""
+        return (*(DataSource(str(path)) for path in self.text), *map(DataSource.parse, self.data))
 
 
 def _is_example(model: str) -> bool:
@@ -111,7 +135,25 @@ def load(settings: RunSettings) -> tuple[PreTrainedModel, PreTrainedTokenizerBas
     reach, rope = getattr(config, "max_position_embeddings", None), getattr(config, "rope_parameters", None) or {}
     if reach is not None and settings.length > reach and rope.get("rope_type", "default") == "default":
         raise ValueError(f"length must be at most the {reach:,} positions of {settings.model}, got {settings.length:,}")
-    return model, pretrained(AutoTokenizer, settings.model) if settings.text else load_example_model()[1]
+    if settings.sources and settings.borders and recurs(cache_layers(config)):
+        raise ValueError(
+            f"borders must be off for {settings.model}: its recurrent layers would carry a state from one "
+            "document of a row to the next"
+        )
+    return model, pretrained(AutoTokenizer, settings.model) if settings.sources else load_example_model()[1]
+
+
+def load_data(settings: RunSettings, tokenizer: PreTrainedTokenizerBase) -> tuple[Any, Validation | None]:
+    """Training rows, and held-out ones. Raises ValueError and FileNotFoundError as DataSource and Packing do."""
+    if not settings.sources:
+        rows = example_rows(settings.length, settings.rows, settings.seed)
+        count = int(settings.validation)
+        return rows, example_validation(settings.length, count) if count else None
+    packing = Packing(
+        settings.length, settings.borders, settings.streaming, settings.shuffle_buffer, settings.validation,
+        settings.seed,
+    )  # fmt: skip
+    return packing.rows(settings.sources, tokenizer)
 
 
 def pretrained(kind: Any, name: str, *, argument: str = "model", **options: Any) -> Any:
@@ -158,13 +200,10 @@ def train(
     elif int(os.environ.get("RANK", 0)) == 0:
         out.mkdir(parents=True, exist_ok=True)
         write_whole(out / PLAN, json.dumps(plan, indent=1).encode() + b"\n")
-    if settings.text:
-        data: Any = text_windows(tokenizer, settings.text, settings.length)
-    else:
-        data = example_rows(settings.length, settings.rows, settings.seed)
     args = TrainingArguments(
         output_dir=str(out),
         per_device_train_batch_size=settings.rows,
+        per_device_eval_batch_size=settings.rows,
         gradient_accumulation_steps=settings.accumulation,
         learning_rate=settings.learning_rate,
         weight_decay=settings.weight_decay,
@@ -177,7 +216,7 @@ def train(
         save_steps=settings.save_steps,
         save_total_limit=settings.keep_checkpoints,
         logging_steps=settings.log_steps,
-        report_to="none",
+        report_to=list(settings.report_to) or "none",
         seed=settings.seed,
         data_seed=settings.seed,
         remove_unused_columns=False,
@@ -186,10 +225,15 @@ def train(
         dataloader_pin_memory=settings.device == "cuda",
         **_CHECKPOINTING if settings.checkpointing else {},
     )
+    with args.main_process_first(desc="tokenising"):  # others find its work in the cache of datasets
+        data, validation = load_data(settings, tokenizer)
+    if validation is not None:
+        args.set_evaluate("steps", settings.eval_steps or settings.save_steps, batch_size=settings.rows, delay=0)
+        args.eval_on_start = last is None
     use_cache = model.config.use_cache  # the trainer switches it off for good
     trainer = RetrofitTrainer(
         model, args, recipe, teacher=load_teacher(settings), distillation=settings.distillation, train_dataset=data,
-        data_collator=collate, tokenizer=tokenizer,
+        data_collator=collate, tokenizer=tokenizer, validation=validation,
     )  # fmt: skip
     if last is not None and step_of(last) >= recipe.steps:  # stopped between its end and the writing of the model
         trainer.load_trained(last)
@@ -197,8 +241,12 @@ def train(
     else:
         trainer.train(resume_from_checkpoint=last)
         history = trainer.state.log_history
+    evaluated = [line for line in history if "eval_loss" in line]
+    if validation is not None and (not evaluated or evaluated[-1]["step"] != recipe.steps):
+        evaluated.append({"step": recipe.steps} | trainer.evaluate())
     figures = {part: plan[part] for part in ("settings", "recipe")} | {
-        "last": [line for line in history if "loss" in line][-1:]
+        "last": [line for line in history if "loss" in line][-1:],
+        "validation": evaluated[:1] + evaluated[1:][-1:],  # the first, and the last
     }
     model.config.use_cache = use_cache
     if trainer.is_world_process_zero():
@@ -214,6 +262,7 @@ def _plan(recipe: Recipe, settings: RunSettings) -> dict[str, Any]:
     """What is run, with names but without folders: the file goes where the model goes."""
     names: dict[str, Any] = {"out": settings.out.name, "model": _named(settings.model)}
     names |= {"teacher": _named(settings.teacher), "text": [path.name for path in settings.text]}
+    names["data"] = [str(replace(source, name=source.shown)) for source in map(DataSource.parse, settings.data)]
     steps = {"kind": type(recipe).__name__} | asdict(recipe)  # type: ignore[call-overload]
     return {"settings": asdict(settings) | names, "recipe": steps}
 
@@ -221,7 +270,7 @@ def _plan(recipe: Recipe, settings: RunSettings) -> dict[str, Any]:
 def _check_same(path: Path, plan: dict[str, Any]) -> None:
     """Raises ValueError if the run that is to go on was another one, or if its plan cannot be read."""
     before, now = read_json(path, "settings", "recipe"), json.loads(json.dumps(plan))
-    free = ("out", "device", "save_steps", "keep_checkpoints", "log_steps")
+    free = ("out", "device", "save_steps", "keep_checkpoints", "log_steps", "report_to")
     for part in ("method", "recipe", "settings"):
         for name, value in now[part].items() if part in before else ():  # runs of before had no method in it
             if (part != "settings" or name not in free) and before[part].get(name) != value:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ from transformers import (
 from ..hf.adapters import carry_conversion
 from . import checkpoints
 from .callback import PROGRESS, RetrofitCallback
-from .figures import MetricsFile
+from .figures import Figures, MetricsFile, rounded
+from .packing import Validation
 from .ranks import place_among_ranks, summed
 from .recipe import Recipe
 
@@ -33,7 +35,9 @@ class RetrofitTrainer(Trainer):
     recipe: what to do at each step; args.max_steps is set to its steps, the learning rate follows it. teacher: a model
     of the same vocabulary, usually the original one; None = no distillation. distillation: share of the loss that is
     the KL divergence to the teacher, per token, the rest being the language model's; 0 to 1. tokenizer: goes into
-    checkpoints, each of which is a model of its own.
+    checkpoints, each of which is a model of its own. validation: held-out rows, in place of eval_dataset: evaluations
+    then log bits per byte besides, and what the recipe measures, over all their tokens.
+    The loss is a mean over all tokens of a step that have a label, whatever passes and ranks they are in.
     Everything else as transformers.Trainer. Figures of the recipe are logged, as means over passes and ranks, and
     written with lists to metrics.jsonl in the output folder. A checkpoint is there with all its files or not at all;
     train with resume_from_checkpoint=True takes the newest whole one, says so, and goes on as the run would have.
@@ -49,6 +53,7 @@ class RetrofitTrainer(Trainer):
         teacher: PreTrainedModel | None = None,
         distillation: float = 0.0,
         tokenizer: PreTrainedTokenizerBase | None = None,
+        validation: Validation | None = None,
         **kwargs: Any,
     ) -> None:
         if not 0 <= distillation <= 1:
@@ -57,15 +62,17 @@ class RetrofitTrainer(Trainer):
             raise ValueError(f"teacher and distillation must be given together, got distillation {distillation}")
         args.max_steps = recipe.steps
         carry_conversion(model)
+        if validation is not None:
+            kwargs["eval_dataset"] = validation.rows
         super().__init__(model, args, **kwargs)
         self.recipe, self.teacher, self.distillation = recipe, teacher, distillation
+        self.validation, self._held_out = validation, Figures(())
         if teacher is not None:
             teacher.requires_grad_(False).eval().to(args.device)
         self.tokenizer = tokenizer
         self.metrics_file, self.retrofit = MetricsFile(), RetrofitCallback(recipe)
         self.add_callback(self.retrofit)
         self.add_callback(self.metrics_file)
-        self.model_accepts_loss_kwargs = False  # every part of the loss is a mean over the batch
         self._staging: Path | None = None  # while a checkpoint is written
 
     def create_scheduler(
@@ -87,27 +94,56 @@ class RetrofitTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        outputs = model(**inputs)
-        loss = outputs.loss
         if not model.training:
-            return (loss, outputs) if return_outputs else loss
+            outputs = model(**inputs)
+            self._measure(model, outputs.loss, inputs)
+            return (outputs.loss, outputs) if return_outputs else outputs.loss
+        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
         more = {}
         if self.teacher is not None:
-            distance = self._distance(outputs.logits, inputs)
-            more = {"lm_loss": loss.detach(), "distillation_loss": distance.detach()}
+            distance = self._distance(outputs.logits, inputs, num_items_in_batch)
+            more = {"lm_loss": loss, "distillation_loss": distance}
             loss = (1 - self.distillation) * loss + self.distillation * distance
-        loss = self.retrofit.add_loss(model, loss, **more)
+        passes = self.current_gradient_accumulation_steps
+        loss = self.retrofit.add_loss(model, loss, num_items_in_batch, passes, **more)
         return (loss, outputs) if return_outputs else loss
 
-    def _distance(self, logits: Tensor, inputs: dict[str, Any]) -> Tensor:
-        """KL divergence from the teacher's next-token distributions, mean over the tokens that have a label."""
+    def _distance(self, logits: Tensor, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None) -> Tensor:
+        """KL divergence from the teacher's next-token distributions over the tokens that have a label: their mean, or
+        this pass's part of the step's as compute_loss gives the model's own."""
         assert self.teacher is not None
         with torch.no_grad():
             given = {name: x for name, x in inputs.items() if name != "labels"}
             wanted = self.teacher(**given, use_cache=False).logits
         kept = inputs["labels"][:, 1:] != -100
         student, teacher = (x[:, :-1][kept].float().log_softmax(-1) for x in (logits, wanted))
-        return nn.functional.kl_div(student, teacher, log_target=True, reduction="batchmean")
+        total = nn.functional.kl_div(student, teacher, log_target=True, reduction="sum")
+        if num_items_in_batch is None:
+            return total / kept.sum()
+        ranks = self.accelerator.num_processes if self.args.average_tokens_across_devices else 1
+        return total * ranks / num_items_in_batch
+
+    # ---- evaluation ----
+
+    def _measure(self, model: nn.Module, loss: Tensor, inputs: dict[str, Any]) -> None:
+        tokens = (inputs["labels"][:, 1:] != -100).sum()
+        self._held_out.note({"nats": loss * tokens, "predicted": tokens} | self.recipe.measured(model))
+
+    def evaluation_loop(
+        self, dataloader: Any, description: str, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any
+    ) -> Any:
+        """As transformers does, with the mean over all tokens as the loss, and the recipe's figures. Where ranks do not
+        divide the rows, some count twice."""
+        self._held_out = Figures(())
+        output = super().evaluation_loop(dataloader, description, *args, metric_key_prefix=metric_key_prefix, **kwargs)
+        found = self._held_out.take(self.args.device)
+        loss = found.pop("nats") / found.pop("predicted")
+        metrics = {"loss": loss}
+        if self.validation is not None and dataloader.dataset is self.validation.rows:
+            metrics["bits_per_byte"] = loss * self.validation.tokens / self.validation.nbytes / math.log(2)
+        metrics |= {name: x for name, x in self.recipe.summary(found).items() if not isinstance(x, list)}
+        output.metrics.update({f"{metric_key_prefix}_{name}": rounded(value) for name, value in metrics.items()})
+        return output
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs:

@@ -160,3 +160,13 @@ def test_a_step_of_no_sequences_is_refused(op):
     none = {name: arguments[name][:0] for name in ("queries", "keys", "values")}
     with pytest.raises(ValueError, match="must have B\\*Hkv rows with B = 0"):
         function(**arguments | none)
+
+
+@pytest.mark.parametrize(
+    ("op", "name"), [(op, name) for op in STEPS for name, x in given()[op][1].items() if isinstance(x, torch.Tensor)]
+)
+def test_a_tensor_without_storage_among_others_is_refused(op, name):
+    """PyTorch takes such a call to the op's fake, which knows no values."""
+    function, arguments = given()[op]
+    with pytest.raises(ValueError, match="meta"):
+        function(**arguments | {name: arguments[name].to("meta")})

@@ -74,7 +74,7 @@ class Sizes:
 
 
 SIZES = {
-    "full": Sizes(15, BOTH, (4096, 16384), (4096, 16384)),
+    "full": Sizes(15, BOTH, (4096, 16384), (16384,)),
     "quick": Sizes(7, BOTH[:1], (4096,), ()),
     "tiny": Sizes(1, BOTH[:1], (256,), (256,), 128, (4, 2), 500, 32, 28),
 }
@@ -170,7 +170,7 @@ def dynamic_of(plain: LlamaForCausalLM, T: int, dtype: torch.dtype) -> DynamicCa
 @torch.no_grad()
 def token_rows(
     plain: LlamaForCausalLM, kinds: dict[str, Kind], name: str, T: int, dtype: torch.dtype, repeats: int, cold: int
-) -> tuple[list[Row], float]:
+) -> tuple[list[TokenRow], float]:
     ids, large = torch.zeros(1, 1, dtype=torch.int64), torch.ones(cold // 4)
     caches = {kind: own.make() for kind, own in kinds.items()}
     for kind, cache in caches.items():
@@ -185,7 +185,8 @@ def token_rows(
         work()  # pages and tables grow
     theirs, bare = (step(plain, dynamic_of(plain, tokens, dtype)) for tokens in (T, 1))
     *seconds, peer, weights, reading = alternate(repeats, *works, theirs, bare, large.sum)
-    bandwidth, rows = cold / reading, []
+    bandwidth = cold / reading
+    rows: list[TokenRow] = []
     for (kind, cache), took in zip(caches.items(), seconds, strict=True):
         nbytes = kinds[kind].reads(cache)
         floor = weights + nbytes / bandwidth
@@ -193,7 +194,7 @@ def token_rows(
         rows.append(
             TokenRow(f"token/{kind}/{name}", took, peer, "DynamicCache", None, nbytes, note, of_floor=took / floor)
         )
-    return list(rows), bandwidth
+    return rows, bandwidth
 
 
 @torch.no_grad()
@@ -234,6 +235,7 @@ def main() -> None:
             if T in sizes.tokens:
                 found, bandwidth = token_rows(plain, kinds, name, T, dtype, sizes.repeats, cold)
                 rows += found
+                print(*(f"{row.name} {row.of_floor:.2f}" for row in found), sep=", ", file=sys.stderr, flush=True)
                 bandwidths.append(bandwidth)
             if T in sizes.prompts and dtype == sizes.dtypes[0]:
                 rows += prompt_rows(plain, kinds, name, T)

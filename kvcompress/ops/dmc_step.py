@@ -20,7 +20,7 @@ from ..no_gradient import without_gradient
 from .dmc_accumulate import MAX_DMC_WINDOW, need_neuron
 from .dmc_append import Tail, need_tables
 from .dmc_gates import IMPORTANCES, LARGEST
-from .explained import explained_by
+from .explained import explained_by, need_one_device
 from .native import native
 from .paged_step import NO_STEP_GRADIENT, need_parts, need_step
 from .pages import PageTable, need_table
@@ -126,4 +126,5 @@ _TAIL = tuple(f"tail.{name}" for name in Tail._fields)
 
 @torch.library.register_fake("kvcompress::dmc_step_")
 def _(queries, *rest):  # type: ignore[no-untyped-def]
+    need_one_device(queries, *rest)
     return queries.new_empty(queries.shape), queries.new_empty(queries.shape[:3], dtype=torch.float32)

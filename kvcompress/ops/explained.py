@@ -6,6 +6,8 @@ import functools
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
+from torch import Tensor
+
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
@@ -32,3 +34,13 @@ def explained_by(check: Callable[..., None]) -> Callable[[Callable[Arguments, Re
         return call
 
     return of
+
+
+def need_one_device(*arguments: object) -> None:
+    """ValueError for the first tensor that is not where the first argument is. A fake asks: PyTorch takes an op to it
+    as soon as one of its tensors is meta, whatever the others are."""
+    first = arguments[0]
+    assert isinstance(first, Tensor)
+    for x in arguments:
+        if isinstance(x, Tensor) and x.device != first.device:
+            raise ValueError(f"all tensors must be on {first.device}, where queries are, got one on {x.device}")

@@ -20,7 +20,7 @@ from ..checks import (
 )
 from ..no_gradient import without_gradient
 from .dmc_append import need_tables
-from .explained import explained_by
+from .explained import explained_by, need_one_device
 from .native import MAX_HEAD_DIM, native
 from .pages import PageTable, need_table
 
@@ -123,4 +123,5 @@ def need_parts(device: torch.device, *parts: tuple[str, Tensor, torch.dtype, tup
 
 @torch.library.register_fake("kvcompress::paged_step_")
 def _(queries, *rest):  # type: ignore[no-untyped-def]
+    need_one_device(queries, *rest)
     return queries.new_empty(queries.shape), queries.new_empty(queries.shape[:3], dtype=torch.float32)

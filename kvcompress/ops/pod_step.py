@@ -12,7 +12,7 @@ from ..no_gradient import without_gradient
 from .decode import need_probabilities
 from .decode_shared import gate_threshold
 from .dmc_append import need_tables
-from .explained import explained_by
+from .explained import explained_by, need_one_device
 from .native import native
 from .paged_step import NO_STEP_GRADIENT, need_parts, need_step
 from .pages import PageTable, need_table
@@ -155,6 +155,7 @@ def pod_step_(
 
 @torch.library.register_fake("kvcompress::pod_step_")
 def _(queries, *rest):  # type: ignore[no-untyped-def]
+    need_one_device(queries, *rest)
     heads = queries.shape[:3]
     return (
         queries.new_empty(queries.shape), queries.new_empty(queries.shape),

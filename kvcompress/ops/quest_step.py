@@ -10,7 +10,7 @@ from torch import Tensor
 from ..checks import dense, dense_last, need, need_integer, need_scale, need_sink_logits, need_softcap
 from ..no_gradient import without_gradient
 from .dmc_append import need_tables
-from .explained import explained_by
+from .explained import explained_by, need_one_device
 from .native import native
 from .paged_step import NO_STEP_GRADIENT, need_parts, need_step
 from .pages import PageTable, need_table
@@ -103,6 +103,7 @@ def quest_step_(
 
 @torch.library.register_fake("kvcompress::quest_step_")
 def _(queries, keys, values, k_pages, v_pages, ranges, block_table, *rest):  # type: ignore[no-untyped-def]
+    need_one_device(queries, keys, values, k_pages, v_pages, ranges, block_table, *rest)
     rows, blocks = block_table.shape
     return (
         queries.new_empty(queries.shape), queries.new_empty(queries.shape[:3], dtype=torch.float32),

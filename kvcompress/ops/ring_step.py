@@ -23,7 +23,7 @@ from ..no_gradient import without_gradient
 from .dmc_accumulate import need_neuron
 from .dmc_append import need_tables
 from .dmc_gates import LARGEST
-from .explained import explained_by
+from .explained import explained_by, need_one_device
 from .native import MAX_HEAD_DIM, native
 from .paged_step import NO_STEP_GRADIENT, need_parts
 from .pages import PageTable, need_table
@@ -169,4 +169,5 @@ def need_far_pages(
 
 @torch.library.register_fake("kvcompress::ring_step_")
 def _(queries, *rest):  # type: ignore[no-untyped-def]
+    need_one_device(queries, *rest)
     return queries.new_empty(queries.shape), queries.new_empty(queries.shape[:3], dtype=torch.float32)

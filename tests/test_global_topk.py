@@ -8,7 +8,7 @@ import torch
 from helpers import KINDS, attached, kind_model, left_padded, random_ids, tiny_model
 
 import kvcompress
-from kvcompress import AdaKV, GlobalTopK, IterativeCache, Profiled, PrunedCache, RemoteGap, prefill
+from kvcompress import AdaKV, GlobalTopK, IterativeCache, Profiled, PrunedCache, RemoteGap, prefill, reference
 from kvcompress.budgets import CacheShape, raised
 from kvcompress.caches.contest import Contest
 from kvcompress.caches.pruned_layer import PrunedLayer
@@ -192,9 +192,56 @@ def test_a_budget_that_holds_everything_changes_nothing():
         assert cache.stored_lengths() == [[[72, 72]]] * 3
 
 
+@torch.no_grad()
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_of_family(kind):
-    """Layers with a window keep it and take no part; heads, rotations and softmaxes of every kind."""
+def test_every_kind_of_family_keeps_and_reads_what_the_definition_says(kind):
+    """Replay's scores, one budget of them, and the logits that follow: those of transformers' own model with a mask per
+    layer and head. Layers with a window keep it and take no part; rotations, norms and softmaxes of every kind."""
+    model, ids, noted = kind_model(kind), random_ids(51), {}
+    kvcompress.attach(model)
+
+    class Noting(Replay):
+        def scores(self, candidates, keep):
+            scores = super().scores(candidates, keep)
+            noted[len(noted)] = candidates, scores
+            return scores
+
+    cache = prefill(model, ids, PrunedCache(model.config, Noting(chunk=16, last=4), GlobalTopK(12)))
+    numbers = [layer.index for layer in cache.compressing]
+    assert numbers == ([1, 3] if KINDS[kind].get("sliding_window") else [0, 1, 2, 3])
+    places = (torch.arange(50) % 16 + 50)[None].to(torch.int32)
+    for asked, scores in noted.values():
+        again = asked.rotary.rotate(asked.unrotated, places, 66, [50])
+        x = (y.double() for y in (asked.queries, again, asked.keys))
+        expected = reference.replay_scores(*x, chunk=16, **asked.softmax.options)[0]
+        torch.testing.assert_close(scores.double(), expected, atol=1e-5, rtol=1e-3)
+        scores[:, -4:] = math.inf
+    heads = len(noted[0][1])
+    rows = first_of_all_rows([scores for _, scores in noted.values()], len(numbers) * heads * 12, 1)
+    assert [cache.stored_lengths()[number][0] for number in numbers] == [list(map(len, layer)) for layer in rows]
+    ours = model(ids[:, -1:], past_key_values=cache).logits[0, -1]
+
+    plain = kind_model(kind)
+    plain.set_attn_implementation("eager")
+    attentions = [module for module in plain.modules() if hasattr(module, "layer_idx") and hasattr(module, "scaling")]
+    for number, kept in zip(numbers, rows, strict=True):
+        gone = torch.ones(heads, 51, dtype=torch.bool)
+        for head, row in enumerate(kept):
+            gone[head, [*row, 50]] = False
+
+        def hide(module, args, kwargs, gone=gone):
+            mask = kwargs["attention_mask"].repeat(1, plain.config.num_attention_heads, 1, 1)
+            mask[0, :, -1].masked_fill_(gone.repeat_interleave(len(mask[0]) // heads, 0), torch.finfo(mask.dtype).min)
+            return args, kwargs | {"attention_mask": mask}
+
+        attentions[number].register_forward_pre_hook(hide, with_kwargs=True)
+    torch.testing.assert_close(ours, plain(ids).logits[0, -1], atol=1e-4, rtol=1e-3)
+    dense = kind_model(kind)(ids).logits[0, -1]
+    assert (ours - dense).abs().max() > 1e-3  # what went was not without meaning
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_family_decodes_within_the_budget(kind):
     model, ids = kind_model(kind), random_ids(50)
     kvcompress.attach(model)
     cache = PrunedCache(model.config, Replay(chunk=16, last=4), GlobalTopK(12), every=3)
@@ -202,7 +249,6 @@ def test_every_kind_of_family(kind):
     stored = [cache.stored_lengths()[layer.index][0] for layer in cache.compressing]
     heads = sum(map(len, stored))
     assert 12 * heads <= sum(map(sum, stored)) <= 15 * heads
-    assert len(stored) == (2 if "sliding_window" in KINDS[kind] and KINDS[kind]["sliding_window"] else 4)
 
 
 def test_forks_go_on_alone():

@@ -1,18 +1,21 @@
-"""What pruning costs in quality: bits per byte, recall of facts and of key-value pairs, against the share kept.
+"""What pruning costs in quality: bits per byte, recall of facts and of key-value pairs, against the bytes held.
 
-    python benchmarks/quality/quality.py [--quick] [--json FILE] [--figure FILE] [--model NAME] [--ablations | --best]
+    python benchmarks/quality/quality.py [--quick] [--json FILE] [--figure FILE] [--model NAME]
+                                         [--methods NAME ... | --ablations]
 
-Every pruner keeps 1/2, 1/4, 1/8 and 1/16 of a prompt (PrunedCache with the rest as the share to remove; some pruners
-in the whole run alone); besides them AdaKV and PyramidKV with SnapKV, GlobalTopK with pruners that need no question,
-SnapKV guided by a question that is known beforehand, IterativeCache of the same memory (chunks of a quarter of the
-prompt), and CenterOfGravity's positions. How a task reads and scores: parts/tasks.py.
+Every pruner holds 1/2, 1/4, 1/8 and 1/16 of the dense cache's bytes after a prompt (PrunedCache in pages of 8; some
+pruners in the whole run alone); besides them AdaKV, PyramidKV and GlobalTopK with some of them, SnapKV guided by a
+question that is known beforehand, IterativeCache of the same memory (chunks of a quarter of the prompt), and
+CenterOfGravity's positions. How a task reads and scores: parts/tasks.py.
 
 bits      bits per byte of held-out source text after a prompt of held-out source text; +bits: over the dense cache's,
           the mean of the differences on the same texts and its standard error, which is smaller than that of either
 facts     recall of five-digit facts over depth in source text, 8 to a prompt, the prompt ends with the question for one
 later     the same where all 8 are asked after the prompt was read and pruned: nothing says what to keep
 pairs     recall of facts alone, one after the other, all asked afterwards: every token of an answer is wanted
-bytes     cache.nbytes() after the text prompts, of what transformers' DynamicCache holds of them
+bytes     cache.nbytes() after the prompts of text, of what transformers' DynamicCache holds of them: tables, running
+          scores and what pages leave free included. The share to remove (`budget`) is raised until it is 1/n or less,
+          to within 0.2 %, which is what the tables of a page come to.
 
 SnapKV31 is SnapKV with maximum pooling over 31 neighbours: the example model's tokens are bytes, a fact is 39 of them,
 and SnapKV's own 5 were chosen for words. Guided rows know each question beforehand, also in `pairs` (two questions a
@@ -21,16 +24,19 @@ after +- are standard errors over prompts; 0 where all prompts agree. Tasks that
 than 9 times in 10 are left out: they would not measure pruning. Seeds are fixed; text is that of the Python that runs
 this. On busy cores set OMP_NUM_THREADS=1: threads that wait for each other take longer than one.
 
+The file has rows besides, of what to take where no question is known: best/<facts, later, pairs or bits>/<n>, the best
+method at 1/n of the bytes (recall; or over_dense, bits over the dense cache's as a share of those), and both/<n>, the
+one with the lowest bits among those whose facts, later facts and pairs are the dense cache's to within 2 %; missing
+where there is none.
+
+--methods: these alone; their rows take the places of those that --json's file has, which must be of this command.
 --ablations: CenterOfGravity at 1/8: head gravity x order x keep_head, gap x order, window x order.
---best: what to take where no question is known, at 1/4, 1/8 and 1/16 of the dense cache's bytes as they are held,
-tables included, in pages of 8. The file then has rows besides: best/<later, pairs or bits>/<n>, the best method at 1/n
-(recall, or over_dense as a share of the dense cache's bits), and both/<n>, the one with the lowest bits among those
-whose facts, later facts and pairs are the dense cache's to within 2 %; missing where there is none.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -62,38 +68,44 @@ from kvcompress import AdaKV, CompressedCache, GlobalTopK, IterativeCache, Prune
 from kvcompress.budgets import Budget
 from kvcompress.pruners import CenterOfGravity, Pruner
 
-FIXED = 0.875  # removed in the ablations
-PARTS = (4, 8, 16)  # of the dense cache's bytes, in --best
-TABLES = 0.006  # of them, for the tables of pages of 8 and what row ends leave free
+FIXED = 8  # in the ablations: an eighth
+TOLERANCE = 0.002  # of the bytes that a cache may hold
+NEAR_DENSE = 0.98  # of the dense cache's recall
+RECALLS = {"facts": "fact_recall", "later": "later_recall", "pairs": "pair_recall"}
 
 
 @dataclass(frozen=True)
 class Method:
-    """A cache to measure. removed: share of the prompt; None = the dense cache of transformers."""
+    """A cache to measure. part: it holds 1/part of the dense cache's bytes, 1 = all of them; None = that cache itself,
+    transformers'. removed: the share of a prompt to remove for that, found by `run_method`."""
 
     name: str
     pruner: Pruner
-    removed: float | None
+    part: int | None
     budget: Callable[[float], float | Budget] = float
     positions: str | RemoteGap = "original"
     guided: bool = False
     iterative: bool = False
-    page_size: int = 64
+    removed: float = 0.0
+
+    @property
+    def share(self) -> float:
+        return 1.0 if self.part is None else 1 / self.part
 
     def cache(self, model: PreTrainedModel, prompt_tokens: int) -> CompressedCache | DynamicCache:
-        if self.removed is None:
+        if self.part is None:
             return DynamicCache(config=model.config)
         if self.iterative:
             kept = max(round(prompt_tokens * (1 - self.removed)), 1)
-            return IterativeCache(model.config, memory_size=kept, chunk_size=prompt_tokens // 4, pruner=self.pruner)
-        return PrunedCache(
-            model.config, self.pruner, self.budget(self.removed), positions=self.positions, page_size=self.page_size
-        )
+            return IterativeCache(
+                model.config, memory_size=kept, chunk_size=prompt_tokens // 4, pruner=self.pruner, page_size=8
+            )
+        return PrunedCache(model.config, self.pruner, self.budget(self.removed), positions=self.positions, page_size=8)
 
 
 SIZES = {
     "full": Sizes(),
-    "quick": Sizes(texts=3, facts=4, later=2, pairs=2, removed=(0.75,), named=False),
+    "quick": Sizes(texts=3, facts=4, later=2, pairs=2, parts=(4,), named=False),
     "tiny": Sizes(
         named=False,
         length=256,
@@ -104,7 +116,7 @@ SIZES = {
         pairs=2,
         per_prompt=2,
         pairs_per_prompt=4,
-        removed=(0.5,),
+        parts=(2,),
     ),
 }
 
@@ -112,61 +124,23 @@ SIZES = {
 # ---- what is measured ----
 
 
-def methods(removed: tuple[float, ...], headroom: int, *, named: bool) -> Iterator[Method]:
+def methods(parts: tuple[int, ...], headroom: int, *, named: bool) -> Iterator[Method]:
     """named: with the pruners of NAMED."""
     snap, gravity = PRUNERS["SnapKV"], PRUNERS["CenterOfGravity"]
-    for share in removed:
+    for part in parts:
         for name, pruner in (PRUNERS | (NAMED if named else {})).items():
-            yield Method(name, pruner, share)
+            yield Method(name, pruner, part)
         for name in ("SnapKV", "SnapKV31"):
-            yield Method(f"{name}/AdaKV", PRUNERS[name], share, AdaKV)
-            yield Method(f"{name}/PyramidKV", PRUNERS[name], share, PyramidKV)
-        for name in ("Replay", "Successor", "KeyDiff"):
-            yield Method(f"{name}/GlobalTopK", PRUNERS[name], share, GlobalTopK, page_size=16)
-        yield Method("Replay/AdaKV", PRUNERS["Replay"], share, AdaKV, page_size=16)
-        yield Method("SnapKV/guided", snap, share, guided=True)
-        yield Method("IterativeCache/SnapKV", snap, share, iterative=True)
-        yield Method("IterativeCache/SnapKV/guided", snap, share, iterative=True, guided=True)
-        yield Method("CenterOfGravity/contiguous", gravity, share, positions="contiguous")
-        yield Method("CenterOfGravity/RemoteGap", gravity, share, positions=RemoteGap(headroom=headroom))
-
-
-def unguided() -> Iterator[Method]:
-    for part in PARTS:
-        share = round(1 - 1 / part + TABLES, 4)
+            yield Method(f"{name}/PyramidKV", PRUNERS[name], part, PyramidKV)
+        for name in ("SnapKV", "SnapKV31", "Replay"):
+            yield Method(f"{name}/AdaKV", PRUNERS[name], part, AdaKV)
         for name in ("Replay", "Successor", "KeyDiff", "SnapKV31"):
-            yield Method(f"{name}/GlobalTopK", PRUNERS[name], share, GlobalTopK, page_size=8)
-        for name in ("Replay", "SnapKV31"):
-            yield Method(f"{name}/AdaKV", PRUNERS[name], share, AdaKV, page_size=8)
-
-
-def best_rows(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """best/<measure>/<n> and both/<n>, see the head of the file. rows: those of the dense cache and of `unguided`."""
-    dense, found = rows[0], []
-    recalls = {"facts": "fact_recall", "later": "later_recall", "pairs": "pair_recall"}
-    bits = "bits_per_byte_over_dense"
-
-    def best(name: str, row: dict[str, Any], **measures: float) -> dict[str, Any]:
-        return {"name": name, "method": row["method"], "nbytes_share": row["nbytes_share"]} | measures
-
-    for part in PARTS:
-        share = 1 - round(1 - 1 / part + TABLES, 4)
-        rivals = [row for row in rows if abs(row["share_kept"] - share) < 1e-9]
-        for asked in ("later", "pairs"):
-            field = recalls[asked]
-            if some := [row for row in rivals if field in row]:
-                row = max(some, key=lambda row: row[field])
-                found.append(best(f"best/{asked}/{part}", row, recall=row[field]))
-        if not (some := [row for row in rivals if bits in row]):
-            continue
-        row = min(some, key=lambda row: row[bits])
-        found.append(best(f"best/bits/{part}", row, over_dense=row[bits] / dense["bits_per_byte"]))
-        kept = {asked: field for asked, field in recalls.items() if field in dense}
-        if whole := [row for row in some if all(row.get(x, 0.0) >= 0.98 * dense[x] for x in kept.values())]:
-            row = min(whole, key=lambda row: row[bits])
-            recalled = {asked: row[field] for asked, field in kept.items()}
-            found.append(best(f"both/{part}", row, over_dense=row[bits] / dense["bits_per_byte"], **recalled))
-    return found
+            yield Method(f"{name}/GlobalTopK", PRUNERS[name], part, GlobalTopK)
+        yield Method("SnapKV/guided", snap, part, guided=True)
+        yield Method("IterativeCache/SnapKV", snap, part, iterative=True)
+        yield Method("IterativeCache/SnapKV/guided", snap, part, iterative=True, guided=True)
+        yield Method("CenterOfGravity/contiguous", gravity, part, positions="contiguous")
+        yield Method("CenterOfGravity/RemoteGap", gravity, part, positions=RemoteGap(headroom=headroom))
 
 
 def ablations(headroom: int) -> Iterator[Method]:
@@ -194,31 +168,43 @@ def ablations(headroom: int) -> Iterator[Method]:
             yield from method(f"window{window}/{order}", order=order, window=window)
 
 
-def run_method(model: PreTrainedModel, method: Method, tasks: list[Task]) -> dict[str, Result]:
-    results = {}
-    for task in tasks:
+def run_method(
+    model: PreTrainedModel, method: Method, tasks: list[Task], dense: dict[str, Result]
+) -> tuple[Method, dict[str, Result]]:
+    """(the method with the share to remove at which it holds no more than its part of the bytes, its results). dense:
+    the dense cache's, empty if this is it."""
+    tasks = [task for task in tasks if not method.guided or task.name in ("facts", "pairs")]
+    of = measure_guided if method.guided else measure
 
-        def make(tokens: int = len(task.prompts[0])) -> CompressedCache | DynamicCache:
-            return method.cache(model, tokens)
+    def measured(task: Task) -> Result:
+        return of(model, task, lambda: method.cache(model, len(task.prompts[0])))
 
-        if not method.guided:
-            results[task.name] = measure(model, task, make)
-        elif task.name in ("facts", "pairs"):
-            results[task.name] = measure_guided(model, task, make)
-    return results
+    first, *others = tasks
+    if method.part in (None, 1):
+        return method, {task.name: measured(task) for task in tasks}
+    method = replace(method, removed=1 - method.share)
+    while True:
+        result = measured(first)
+        excess = result.nbytes / dense[first.name].nbytes - method.share
+        if excess <= TOLERANCE * method.share:
+            break
+        removed = round(method.removed + max(excess, 1 / len(first.prompts[0])), 6)
+        if removed >= 1:
+            raise ValueError(f"parts must leave room for {method.name}, got {method.part} of {first.name}'s prompts")
+        method = replace(method, removed=removed)
+    return method, {first.name: result} | {task.name: measured(task) for task in others}
 
 
 def row_of(method: Method, model_name: str, results: dict[str, Result], dense: dict[str, Result],
            tasks: list[Task], seconds: float) -> dict[str, Any]:  # fmt: skip
     """One row of the file; a measure that does not apply is missing or null. Samples, one per prompt, are of the same
     prompts in every row, so that two rows can be compared by their differences."""
-    kept = 1.0 if method.removed is None else 1 - method.removed
     row: dict[str, Any] = {
-        "name": f"quality/{model_name}/{method.name}/keep{kept:g}",
+        "name": f"quality/{model_name}/{method.name}/keep{method.share:g}",
         "method": method.name,
-        "share_kept": kept,
-        "pruner": None if method.removed is None else repr(method.pruner),
-        "budget": None if method.removed is None else repr(method.budget(method.removed)),
+        "share_kept": method.share,
+        "pruner": None if method.part is None else repr(method.pruner),
+        "budget": None if method.part is None else repr(method.budget(method.removed)),
         "positions": "contiguous" if method.iterative else str(method.positions),
         "guided": method.guided,
     }
@@ -236,24 +222,21 @@ def run(
     *,
     name: str = "example",
     ablation: bool = False,
-    best: bool = False,
     only: Callable[[Method], bool] = lambda method: True,
 ) -> list[dict[str, Any]]:
     """All rows; the dense cache's and the whole PrunedCache's first. only: which methods besides them."""
     tasks = make_tasks(tokenizer, sizes)
     headroom = max(len(following) for task in tasks for following in task.following)
     snap = PRUNERS["SnapKV"]
-    whole = [Method("dense", snap, None), Method("PrunedCache/whole", snap, 0.0)]
-    every = ablations(headroom) if ablation else methods(sizes.removed, headroom, named=sizes.named)
-    if best:
-        every = unguided()
+    whole = [Method("dense", snap, None), Method("PrunedCache/whole", snap, 1)]
+    every = ablations(headroom) if ablation else methods(sizes.parts, headroom, named=sizes.named)
     chosen = [m for m in every if only(m)]
     rows: list[dict[str, Any]] = []
     dense: dict[str, Result] = {}
     with kvcompress.attach(model):
         for number, method in enumerate(whole + chosen):
             begin = time.perf_counter()
-            results = run_method(model, method, tasks)
+            method, results = run_method(model, method, tasks, dense)
             if not dense:
                 dense = results
                 tasks = answered(tasks, results, name)
@@ -262,6 +245,35 @@ def run(
             count = len(whole) + len(chosen)
             print(f"{number + 1}/{count} {rows[-1]['name']} {seconds:.1f} s", file=sys.stderr, flush=True)
     return rows
+
+
+def best_rows(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """best/<measure>/<n> and both/<n>, see the head of the file. rows: the dense cache's first; ties go to the row with
+    the lower bits."""
+    dense, found = rows[0], []
+    recalls = {asked: field for asked, field in RECALLS.items() if field in dense}
+    bits = "bits_per_byte_over_dense"
+    for part in sorted({round(1 / row["share_kept"]) for row in rows} - {1}):
+        rivals = [row for row in rows if round(1 / row["share_kept"]) == part and not row["guided"]]
+        rivals.sort(key=lambda row: row.get(bits, 0.0))
+
+        def best(name: str, row: dict[str, Any], **measures: float) -> dict[str, Any]:
+            name = f"{name}/{part}"  # noqa: B023
+            return {"name": name, "method": row["method"], "nbytes_share": row["nbytes_share"]} | measures
+
+        def over_dense(row: dict[str, Any]) -> dict[str, float]:
+            return {"over_dense": row[bits] / dense["bits_per_byte"]} if bits in row else {}
+
+        for asked, field in recalls.items():
+            row = max(rivals, key=lambda row: row[field])
+            found.append(best(f"best/{asked}", row, recall=row[field]))
+        if bits in dense:
+            found.append(best("best/bits", rivals[0], **over_dense(rivals[0])))
+        whole = [row for row in rivals if all(row[x] >= NEAR_DENSE * dense[x] for x in recalls.values())]
+        if whole:
+            recalled = {asked: whole[0][field] for asked, field in recalls.items()}
+            found.append(best("both", whole[0], **over_dense(whole[0]), **recalled))
+    return tidy(found)
 
 
 # ---- what is shown ----
@@ -330,7 +342,7 @@ def options() -> argparse.Namespace:
     parse = parser(__doc__, figure="the measures against the share kept")
     which = parse.add_mutually_exclusive_group()
     which.add_argument("--ablations", action="store_true", help="the settings of CenterOfGravity at a fixed total")
-    which.add_argument("--best", action="store_true", help="what to take where no question is known, at equal bytes")
+    which.add_argument("--methods", nargs="+", metavar="NAME", help="these alone, into the file that --json has")
     parse.add_argument(
         "--model", default="example", help="a Hugging Face model by name or folder (default: the example)"
     )
@@ -339,13 +351,31 @@ def options() -> argparse.Namespace:
     return parse_arguments(parse)
 
 
+def among(rows: list[dict[str, Any]], path: Path) -> list[dict[str, Any]]:
+    """Rows in the places of those of the same names in a file, new ones at its end; without the best ones, which follow
+    from all of them. Raises ValueError if the file's dense cache read other prompts."""
+    old = [row for row in json.loads(path.read_text())["rows"] if row["name"].startswith("quality/")]
+    new = {row["name"]: row for row in rows}
+    dense, again = old[0], new.get(old[0]["name"], {})
+    if any(again.get(field) != value for field, value in dense.items() if field.endswith("_samples")):
+        raise ValueError(f"json must be of the same model, sizes and texts, got {path}")
+    kept = {row["name"]: row for row in old}
+    return list((kept | new).values())
+
+
 def main() -> None:
     choice = options()
     model, tokenizer = load(choice.model, choice.device)
-    rows = run(
-        model, tokenizer, sizes_of(choice, SIZES), name=choice.model, ablation=choice.ablations, best=choice.best
-    )
-    deliver(choice, rows, show, draw, best_rows(rows) if choice.best else [])
+    sizes = sizes_of(choice, SIZES)
+    known = {method.name for method in methods(sizes.parts, 1, named=sizes.named)}
+    if unknown := set(choice.methods or ()) - known:
+        raise ValueError(f"methods must be among {', '.join(sorted(known))}, got {', '.join(sorted(unknown))}")
+    chosen = set(choice.methods or known)
+    rows = run(model, tokenizer, sizes, name=choice.model, ablation=choice.ablations,
+               only=lambda method: choice.ablations or method.name in chosen)  # fmt: skip
+    if choice.methods and choice.json is not None and choice.json.exists():
+        rows = among(rows, choice.json)
+    deliver(choice, rows, show, draw, [] if choice.ablations else best_rows(rows))
 
 
 if __name__ == "__main__":

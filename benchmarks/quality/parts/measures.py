@@ -76,7 +76,7 @@ NAMED: dict[str, Pruner] = {  # in the whole run alone
 
 @dataclass(frozen=True)
 class Sizes:
-    """Prompts of each task, and tokens. named: with the pruners of NAMED."""
+    """Prompts of each task, and tokens. parts: n of 1/n of the dense bytes. named: with the pruners of NAMED."""
 
     length: int = 1024
     scored: int = 256
@@ -86,7 +86,7 @@ class Sizes:
     pairs: int = 6
     per_prompt: int = 8
     pairs_per_prompt: int = 20
-    removed: tuple[float, ...] = (0.5, 0.75, 0.875, 0.9375)
+    parts: tuple[int, ...] = (2, 4, 8, 16)
     named: bool = True
 
 

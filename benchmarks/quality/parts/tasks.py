@@ -254,8 +254,8 @@ def _right(logits: Tensor, asked: Question, place: int) -> bool:
 
 def measure(model: PreTrainedModel, task: Task, make: MakeCache, *, batch: int = 8, stepwise: bool = False) -> Result:
     """One task with one kind of cache; the model is attached. stepwise: see logits_after."""
-    samples: list[float] = []
-    found: dict[int, list[bool]] = {}
+    nats: list[float] = []
+    right: list[list[bool]] = []
     nbytes = 0
     for first in range(0, len(task.prompts), batch):
         part = slice(first, first + batch)
@@ -263,39 +263,38 @@ def measure(model: PreTrainedModel, task: Task, make: MakeCache, *, batch: int =
         nbytes += held
         for row, scores in enumerate(logits, first):
             if task.questions:
-                answers = [_right(scores, asked, asked.place) for asked in task.questions[row]]
-                _note(found, task.questions[row], answers)
-                samples.append(float(np.mean(answers)))
+                right.append([_right(scores, asked, asked.place) for asked in task.questions[row]])
             else:
                 wanted = torch.tensor(task.following[row][1:], device=scores.device)
-                nats = torch.nn.functional.cross_entropy(scores[: len(wanted)], wanted, reduction="sum").item()
-                samples.append(nats / math.log(2) / task.sizes[row])
-    return _result(samples, found, nbytes)
+                nats.append(torch.nn.functional.cross_entropy(scores[: len(wanted)], wanted, reduction="sum").item())
+    return result_of(task, nats, right, nbytes)
 
 
 def measure_guided(model: PreTrainedModel, task: Task, make: MakeCache, *, per_prompt: int = 2) -> Result:
     """The same where each question is known before its prompt is read; the first per_prompt of each prompt, each with a
     reading of its own. A question at the prompt's end is taken from there."""
-    samples: list[float] = []
-    found: dict[int, list[bool]] = {}
+    right: list[list[bool]] = []
     nbytes = 0
     for row, prompt in enumerate(task.prompts):
         read = prompt[: len(prompt) - task.question_tokens[row]] if task.question_tokens else prompt
-        questions, answers = task.questions[row][:per_prompt], []
-        for asked in questions:
+        answers = []
+        for asked in task.questions[row][:per_prompt]:
             logits, held = logits_after(model, [read], [[*asked.asked, *asked.answer]], make, asked.asked)
             answers.append(_right(logits[0], asked, len(asked.asked)))
         nbytes += held
-        _note(found, questions, answers)
-        samples.append(float(np.mean(answers)))
-    return _result(samples, found, nbytes)
+        right.append(answers)
+    return result_of(task, [], right, nbytes)
 
 
-def _note(found: dict[int, list[bool]], questions: list[Question], answers: list[bool]) -> None:
-    for asked, answer in zip(questions, answers, strict=True):
-        found.setdefault(int(8 * asked.depth), []).append(answer)
-
-
-def _result(samples: list[float], found: dict[int, list[bool]], nbytes: int) -> Result:
-    by_depth = [float(np.mean(found[depth])) if depth in found else math.nan for depth in range(8)] if found else []
-    return Result(samples, by_depth, sum(map(len, found.values())), nbytes)
+def result_of(task: Task, nats: Sequence[float], right: Sequence[Sequence[bool]], nbytes: int) -> Result:
+    """nats: of each following text, where there are no questions. right: whether the first questions of each prompt
+    were answered so."""
+    if not task.questions:
+        samples = [total / math.log(2) / size for total, size in zip(nats, task.sizes, strict=True)]
+        return Result(samples, [], 0, nbytes)
+    found: dict[int, list[bool]] = {}
+    for questions, answers in zip(task.questions, right, strict=True):
+        for asked, answer in zip(questions, answers, strict=False):
+            found.setdefault(int(8 * asked.depth), []).append(answer)
+    by_depth = [float(np.mean(found[depth])) if depth in found else math.nan for depth in range(8)]
+    return Result([float(np.mean(answers)) for answers in right], by_depth, sum(map(len, right)), nbytes)

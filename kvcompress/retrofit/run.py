@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import ModelCard
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -22,6 +23,7 @@ from ..hf.attach import attach, base_model
 from ..hf.config import cache_layers, decoder_config, recurs
 from ..hf.method import saved_method
 from ..models import EXAMPLE, load_example_model
+from .card import CARD, keeps_own_card, measured_ratio, model_card
 from .checkpoints import checkpoints, flush, flush_folder, read_json, step_of, write_whole
 from .data import collate, example_rows, example_validation
 from .packing import Packing, Validation
@@ -250,7 +252,10 @@ def train(
     }
     model.config.use_cache = use_cache
     if trainer.is_world_process_zero():
-        save(model, tokenizer, out, figures)
+        text = torch.tensor([next(iter(data if validation is None else validation.rows))["input_ids"]])
+        tokens = recipe.steps * settings.accumulation * settings.rows * settings.length * args.world_size
+        ratio = measured_ratio(model, text.to(args.device))
+        save(model, tokenizer, out, figures, model_card(model, figures, steps=recipe.steps, tokens=tokens, ratio=ratio))
     return figures
 
 
@@ -279,12 +284,17 @@ def _check_same(path: Path, plan: dict[str, Any]) -> None:
                 )
 
 
-def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, out: Path, figures: dict[str, Any]) -> None:
-    """Written beside what is there and then renamed, training.json last: where that is, all of it is."""
+def save(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, out: Path, figures: dict[str, Any], card: ModelCard
+) -> None:
+    """Written beside what is there and then renamed, training.json last: where that is, all of it is. A README.md that
+    is not ours stays."""
     fresh = out / "new"
     shutil.rmtree(fresh, ignore_errors=True)
     model.save_pretrained(fresh)
     tokenizer.save_pretrained(fresh)
+    if not keeps_own_card(out):
+        card.save(fresh / CARD)
     flush(fresh)
     (out / FIGURES).unlink(missing_ok=True)
     for path in fresh.iterdir():

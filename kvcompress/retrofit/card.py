@@ -1,0 +1,120 @@
+"""The model card of a retrofit: what was done to which model, with what, what came of it, and how to load it."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import ModelCard, ModelCardData
+from torch import Tensor, nn
+
+from ..caches.spec import CacheSpec
+from ..hf.attach import base_model, facts_of
+from ..hf.method import method_of
+from ..hf.seam import evaluating
+from ..prefill import prefill
+from .sources import DataSource
+
+LOG = logging.getLogger(__name__)
+CARD = "README.md"
+MARK = "<!-- written by kvcompress: without this line it is yours, and is not written over -->"
+_NAMES = {
+    "loss": "loss, nats per token",
+    "bits_per_byte": "bits per byte",
+    "ratio_hard": "tokens per cache entry",
+    "ratio_soft": "tokens per cache entry, relaxed",
+    "gate": "mean gate of near tokens",
+}
+
+
+@torch.no_grad()
+def measured_ratio(model: nn.Module, input_ids: Tensor) -> float | None:
+    """Bytes of a dense cache over those of a converted model's own, after one text. input_ids: [1, T].
+
+    None for a model that is not converted, whose cache is dense, and for weights that are divided over ranks.
+    """
+    decoder = base_model(model)
+    kind = CacheSpec.kind_of(decoder.config)
+    if kind is None or any(hasattr(p, "placements") for p in model.parameters()):
+        return None
+    facts, T = facts_of(decoder), input_ids.shape[1]
+    with evaluating(model):
+        cache: Any = CacheSpec(kind, {}).make(decoder.config)
+        prefill(model, input_ids, cache, torch.ones_like(input_ids))  # a pad token is a token here
+        model(input_ids[:, -1:], past_key_values=cache)
+    sizes = [
+        layer.kv_heads * (layer.head_dim + layer.value_dim) * min(T, layer.window or T)
+        for layer in (facts[number] for number in facts)
+        if layer.reads is None
+    ]
+    return sum(sizes) * next(model.parameters()).element_size() / cache.nbytes()
+
+
+def model_card(model: nn.Module, figures: dict[str, Any], *, steps: int, tokens: int, ratio: float | None) -> ModelCard:
+    """figures: what training.json holds. steps, tokens: of the run. ratio: of measured_ratio."""
+    settings, recipe, decoder = figures["settings"], figures["recipe"], base_model(model)
+    method = method_of(decoder)
+    saved = dict(getattr(decoder.config, "kvcompress", None) or {})
+    kind = "" if method is None else str(saved.get("mode") or saved["method"])
+    title = "plain transformers model, KV heads averaged" if method is None else f"{method.title}, mode {kind}"
+    names = [DataSource.parse(text).name for text in settings["data"]] + list(settings["text"])
+    on_hub = [name for name in names if "/" in name and not Path(name).suffix]
+    about = ModelCardData(
+        base_model=settings["model"] if "/" in settings["model"] else None, datasets=on_hub or None,
+        library_name="transformers", pipeline_tag="text-generation",
+        tags=["kvcompress", *([saved["method"]] if saved else [])],
+    )  # fmt: skip
+    last: dict[str, Any] = (figures["last"] or [{}])[-1]
+    lines = [
+        f"- Method: {title}",
+        f"- Base model: {settings['model']}",
+        f"- Data: {'; '.join([*settings['data'], *settings['text']]) or 'what the example model was trained on'}",
+        f"- Trained on {tokens:,} tokens in {steps:,} steps, rows of {settings['length']:,} tokens",
+    ]
+    if "target_ratio" in recipe:
+        lines.append(f"- Target: {recipe['target_ratio']:g} tokens per cache entry")
+    if "ratio_hard" in last:
+        lines.append(f"- Reached in training: {last['ratio_hard']:.2f} tokens per cache entry, without noise")
+    if ratio is not None:
+        lines.append(
+            f"- Measured: a dense cache takes {ratio:.2f} times the bytes of its own, after a text of "
+            f"{settings['length']:,} tokens"
+        )
+    parts = [f"# {settings['out']}", "\n".join(lines)]
+    if figures["validation"]:
+        parts.append(_evaluation(figures["validation"]))
+    how = "AutoModelForCausalLM.from_pretrained" if method is None else "kvcompress.from_pretrained"
+    imported = "from transformers import AutoModelForCausalLM" if method is None else "import kvcompress"
+    code = f'{imported}\n\nmodel = {how}("{settings["out"]}")  # this folder, or its name on the Hub'
+    if method is not None:
+        code += "\nmodel.generate(input_ids, max_new_tokens=50)  # makes its cache by itself"
+    parts.append(f"## Use\n\n```python\n{code}\n```")
+    parts.append(
+        f"## Settings\n\n```json\n{json.dumps({'settings': settings, 'recipe': recipe}, indent=1, default=str)}\n```"
+    )
+    body = "\n\n".join(parts)
+    return ModelCard(f"---\n{about.to_yaml()}\n---\n{MARK}\n\n{body}\n")
+
+
+def _evaluation(lines: list[dict[str, Any]]) -> str:
+    """A table of the first and the last evaluation."""
+    heads = " | ".join(f"step {line['step']:,}" for line in lines)
+    rows = [f"| | {heads} |", "|---|" + "---|" * len(lines)]
+    for name, words in _NAMES.items():
+        found = [line.get(f"eval_{name}") for line in lines]
+        if any(value is not None for value in found):
+            values = " | ".join("" if value is None else f"{value:.4g}" for value in found)
+            rows.append(f"| {words} | {values} |")
+    return "## On held-out text\n\n" + "\n".join(rows)
+
+
+def keeps_own_card(folder: Path) -> bool:
+    """Whether a folder's card is somebody's own, which stays; says so."""
+    path = folder / CARD
+    own = path.is_file() and MARK not in path.read_text(encoding="utf-8", errors="replace")
+    if own:
+        LOG.warning("%s is not ours and stays as it is: the model has no new card", path)
+    return own

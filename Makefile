@@ -1,11 +1,11 @@
-# make demo | test | lint | bench | sanitize | clean. Everything lives in .venv; the first target that needs it makes it.
+# make demo | test | lint | docs | bench | sanitize | clean. Everything lives in .venv; the first target that needs it makes it.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 JOBS := $(shell nproc)
 NATIVE := $(wildcard csrc/*.c csrc/*.h csrc/torch/* csrc/cuda/*)
 
-.PHONY: demo test lint bench sanitize emulation clean
+.PHONY: demo test lint docs bench sanitize emulation clean
 
 demo: $(VENV)/installed
 	$(BIN)/kvcompress demo
@@ -19,6 +19,11 @@ lint: $(VENV)/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# the documentation as a site, build/site/index.html: a dead link is an error (tests/test_docs.py does the same)
+docs: $(VENV)/installed
+	$(BIN)/python tools/pages.py
+	$(BIN)/zensical build --strict
 
 # the C kernels alone, without Torch and Python, under address and undefined-behaviour sanitizers
 sanitize:

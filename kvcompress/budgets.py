@@ -152,7 +152,10 @@ def _mean_tokens(budget: Budget, size: Size, length: int, shape: CacheShape) -> 
 
 @dataclass(frozen=True)
 class Uniform(Budget):
-    """The same number of tokens in every layer and head."""
+    """The same number of tokens in every layer and head.
+
+    size: tokens per row as a number, a share to remove, or bytes. Raises ValueError for one that is none of these.
+    """
 
     size: Size
 
@@ -181,10 +184,11 @@ class Uniform(Budget):
 class PyramidKV(Budget):
     """Lower layers keep more: a straight line from the first layer to the last, its mean is the size.
 
+    size: tokens per row, mean over layers, as a number, a share to remove, or bytes.
     The line goes from 2*b - b/beta down to b/beta, b = mean - window, and every layer keeps `window` tokens besides. A
     first layer that would keep more than there is keeps all, and the last one the more. Rounding conserves the sum over
     the layers exactly (largest remainders, ties to the lower layer).
-    Source: PyramidKV, section 3.2.
+    Raises ValueError for a field out of range. Source: PyramidKV, section 3.2.
     """
 
     size: Size
@@ -244,7 +248,7 @@ class AdaKV(Budget):
     always stays in it where that is more. A layer keeps exactly Hkv times its tokens; rows have lengths of their own,
     and what a head gives up is memory that is free. A budget is at least one token per head, so none is left without;
     only a head that offers less than its floor keeps less, and one that offers nothing is empty.
-    Source: Ada-KV, section 3.3 (flat top-k) and 3.4 (safeguard).
+    Raises ValueError for a field out of range. Source: Ada-KV, section 3.3 (flat top-k) and 3.4 (safeguard).
     """
 
     inner: Size | Budget

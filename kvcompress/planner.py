@@ -39,6 +39,7 @@ class Plan:
 
     @property
     def prompt_length(self) -> int:
+        """Tokens of the prompt."""
         return sum(self.chunks)
 
     @property
@@ -202,7 +203,7 @@ class Adaptive:
     linearly.
 
     ratio: "last" weighs with the last iteration's retention ratio, "mean" with the mean of all so far. normalise: "sum"
-    (weights are the ratios) or "softmax" of them. Source: IMDC, eq 2 and 3.
+    (weights are the ratios) or "softmax" of them. Raises ValueError for other words. Source: IMDC, eq 2 and 3.
     """
 
     ratio: str = "last"

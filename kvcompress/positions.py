@@ -260,7 +260,7 @@ class RemoteGap:
     None = as many as the pruner always keeps. headroom: tokens that may follow a compression (the cache's every or
     chunk_size, where that is more).
     on_overflow: where ids would reach the trained length: "error", "warn" (once, go on) or "clamp" (warn, smaller gap).
-    Source: IntelLLM, section 4.3.2; the two-segment form is ours.
+    Raises ValueError for a field out of range. Source: IntelLLM, section 4.3.2; the two-segment form is ours.
     """
 
     gap: int | str = "auto"

@@ -296,8 +296,9 @@ def generate(
 ) -> Any:
     """prefill, then model.generate with the same cache; returns what model.generate returns.
 
-    attention_mask: where it is None and the prompts hold the pad token, those are padding, as model.generate has it.
-    generation: any argument of model.generate (max_new_tokens, do_sample, num_beams, num_return_sequences, ...).
+    model, input_ids [B, T], cache, guide, logits, progress: as for prefill. attention_mask: where it is None and the
+    prompts hold the pad token, those are padding, as model.generate has it. generation: any argument of model.generate
+    (max_new_tokens, do_sample, num_beams, num_return_sequences, ...).
     """
     _need_tensors(input_ids=input_ids, attention_mask=attention_mask)
     whole: Any = model

@@ -41,6 +41,7 @@ class Estimate:
 
     @classmethod
     def of(cls, samples: list[Tensor]) -> Estimate:
+        """Of one tensor per sample, all of one shape; NaN is left out."""
         values = torch.stack(samples)
         counts = values.isfinite().sum(0)
         mean = values.nanmean(0)

@@ -41,10 +41,10 @@ def trained_length_of(config: PreTrainedConfig) -> int:
 
 
 class CompressedCache(RecurrentStates, Cache, PassCache):
-    """A cache for an attached model; see IterativeCache and StreamingCache.
+    """A cache for an attached model: what all of them answer; see IterativeCache and StreamingCache.
 
-    Layers that see a window or a chunk keep that, whatever the cache; recurrent and convolution layers are
-    transformers' own. facts: of the model that it is used with, None before.
+    config: the model's config. Layers that see a window or a chunk keep that, whatever the cache; recurrent and
+    convolution layers are transformers' own. facts: of the model that it is used with, None before.
     """
 
     layers: list[Any]
@@ -335,6 +335,7 @@ class CompressedCache(RecurrentStates, Cache, PassCache):
         return repeated if columns > repeated and whole else 0
 
     def check_complete(self) -> None:
+        """Raises RuntimeError if a pass or a prompt has begun and not ended."""
         if self._incomplete:
             raise RuntimeError(
                 "this cache is incomplete: a prompt is being read, or an earlier forward pass or prefill stopped "
@@ -342,6 +343,7 @@ class CompressedCache(RecurrentStates, Cache, PassCache):
             )
 
     def mark_incomplete(self, incomplete: bool = True) -> None:
+        """A pass or a prompt begins (incomplete) or has ended."""
         self._incomplete, self._repeated, self._columns_read = incomplete, 0, 0
 
     def _counts(self, batch: int, columns: int, mask: Tensor | None) -> tuple[int, ...]:

@@ -55,22 +55,27 @@ class RecurrentStates:
         return self.states.get(layer_idx, self.layers[layer_idx])
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """As transformers has it: that of a layer, None before the first token."""
         layer = self._state_of(layer_idx)
         return layer.conv_states[state_idx] if layer.has_previous_state[state_idx] else None
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """As transformers has it: that of a layer, None before the first token."""
         layer = self._state_of(layer_idx)
         return layer.recurrent_states[state_idx] if layer.has_previous_state[state_idx] else None
 
     def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:
+        """As transformers has it: stores the state of a layer and returns it."""
         return self._state_of(layer_idx).update_conv_state(conv_states, state_idx, **kwargs)
 
     def update_recurrent_state(
         self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
     ) -> Tensor:
+        """As transformers has it: stores the state of a layer and returns it."""
         return self._state_of(layer_idx).update_recurrent_state(recurrent_states, state_idx, **kwargs)
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        """As transformers has it: whether a layer (None: the last that recurs) holds a state."""
         every = self._every_state
         found = (every[-1] if every else None) if layer_idx is None else self._state_of(layer_idx)
         if not isinstance(found, LinearAttentionCacheLayerMixin):

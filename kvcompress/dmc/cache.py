@@ -54,6 +54,7 @@ class DMCCache(ConvertedCache):
 
     @property
     def dmc(self) -> DMCConfig:
+        """How the model decides."""
         return self.settings
 
     @staticmethod

@@ -46,8 +46,9 @@ def state(model: nn.Module) -> DMCMethod:
 def set_neuron_scale(model: nn.Module, scale: float) -> None:
     """What is left of the neurons in attention, 1 to 0; at 0 their weights are zeroed and decisions begin.
 
-    Decisions begin at -shift for every token, weights at +shift. Raises ValueError for a scale out of range, and for
-    weights whose neurons cannot be zeroed (see neurons_of), even where that is still to come; nothing is changed then.
+    model: converted and attached. Decisions begin at -shift for every token, weights at +shift. Raises ValueError for a
+    scale out of range, and for weights whose neurons cannot be zeroed (see neurons_of), even where that is still to
+    come; nothing is changed then.
     """
     decoder, found = base_model(model), state(model)
     if found.config.neuron_scale > 0:

@@ -189,6 +189,7 @@ def compression_ratios(decisions: LastDecisions) -> dict[str, float | list[list[
     """Tokens per entry over all: "soft" as in the loss, "hard" as a cache would decide, without noise (a head whose
     probabilities hover at 0.4 trains at 1.67 and infers at 1); "layers": hard, [L][Hkv]. Of this rank.
 
-    A first token never merges; here it counts with its own decision, as in the loss.
+    decisions: what last_decisions returns. A first token never merges; here it counts with its own decision, as in the
+    loss.
     """
     return MergedTokens.of(decisions).ratios()

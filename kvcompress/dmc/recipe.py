@@ -21,7 +21,8 @@ class DMCRecipe(Recipe):
     the learning rate falls by a cosine to end_rate of it. warmup_steps: of the learning rate, at the start.
     neuron_scale goes from 1 to 0 in anneal_fraction of its steps. To go on to a higher ratio, start from the model of
     an earlier run that was not solidified: anneal_steps=0 and start_ratio its target.
-    Defaults are the paper's for 4x, in its steps of 4.2 M tokens.
+    objective: what is added to the loss. seed: of the noise of decisions. Defaults are the paper's for 4x, in its steps
+    of 4.2 M tokens.
 
     The loss on the ratio is of a whole step, over all ranks and passes, exactly: where the target is reached
     is what the step before merged as a whole (stored in checkpoints), and elsewhere the loss is linear in decisions.
@@ -65,6 +66,7 @@ class DMCRecipe(Recipe):
         return rate * cosine_decay(step - self.anneal_steps - self.ramp_steps, self.solidify_steps, self.end_rate)
 
     def neuron_scale(self, step: int) -> float:
+        """What is left of the neurons in attention in a step, 1 to 0."""
         if step >= self.anneal_steps:
             return 0.0
         return max(0.0, 1 - step / (self.anneal_fraction * self.anneal_steps))

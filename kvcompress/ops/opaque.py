@@ -25,6 +25,7 @@ class Handled:
     handle: Tensor
 
     def take_handle(self) -> None:
+        """Gives the object a number of its own."""
         number = next(_NUMBERS)
         with torch.inference_mode(False):
             self.handle = torch.tensor(number, device="cpu")

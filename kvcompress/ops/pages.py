@@ -120,8 +120,9 @@ def _(arrays, tokens, block_table, lengths, refs, free_pages, free_count, counts
 def truncate_rows_(table: PageTable, new_lengths: Tensor, page_size: int) -> None:
     """Shortens rows in place; pages that nobody names any more return to the free list.
 
-    new_lengths: int32 [R], each at most the row's length. Raises ValueError for wrong shapes, RuntimeError for a length
-    out of range (nothing is changed then; on CUDA it is clamped).
+    table: as for append_tokens_. new_lengths: int32 [R], each at most the row's length. page_size: slots per page.
+    Raises ValueError for wrong shapes, RuntimeError for a length out of range (nothing is changed then; on CUDA it is
+    clamped).
     """
     need_table(table)
     need_tensor("new_lengths", new_lengths)
@@ -139,7 +140,7 @@ def _(block_table, lengths, refs, free_pages, free_count, new_lengths, page_size
 def compact_pages_(arrays: Sequence[Tensor], table: PageTable, indices: Tensor, *, kept: Tensor | None = None) -> None:
     """Keeps the chosen slots of every row, in place and in all arrays, and frees the pages that become empty.
 
-    arrays: as for append_tokens_. indices: int32 [R, K]: slot j of row r becomes its slot indices[r, j] for
+    arrays, table: as for append_tokens_. indices: int32 [R, K]: slot j of row r becomes its slot indices[r, j] for
     j < kept[r]; those rise strictly within the row. kept: int32 [R], 0..K; negative leaves a row as it is; None = K.
     Pages that other rows share are copied, not written. Raises ValueError for wrong shapes, RuntimeError for indices
     that do not rise or lie outside, or if the copies find no free page; nothing is changed then (on CUDA bad indices

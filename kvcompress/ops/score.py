@@ -47,9 +47,9 @@ def window_scores(
     the end that are left out of the softmax; their scores are 0. softcap: logits become softcap * tanh(logit /
     softcap); None = as they are. sink_logits: float32 [Hq] whatever the dtype of queries (callers convert), finite or
     -inf = none: exp(sink_logits) is added to the softmax's sum for each query of a head, whatever is masked.
-    Returns float32 [B, Hkv, T - skip_last]: softmax over all keys that a query sees (causal inside the window), mean,
-    sum or max over the W queries and the G query heads of a KV head, then pooled over kernel_size neighbours (avg:
-    zeros count at the edges; max: neighbours that exist). Entries past lengths - skip_last are 0.
+    Returns float32 [B, Hkv, T - skip_last]: softmax over all keys that a query sees (causal inside the window), then
+    `reduce` (mean, sum or max) over the W queries and the G query heads of a KV head, then `pooling` over kernel_size
+    neighbours (avg: zeros count at the edges; max: neighbours that exist). Entries past lengths - skip_last are 0.
     Raises ValueError for wrong shapes, dtypes, scale or softcap, T <= skip_last or an even kernel_size, and on CUDA for
     a head dim above 512; RuntimeError for lengths out of range; NotImplementedError if a backward pass comes here
     (reference.window_scores is differentiable).

@@ -2,11 +2,12 @@
 DMC: where it compresses; of a plan for PoD: which layers attend alike and share keys; of
 a measured model: what its attention is like.
 
-Each function draws into axes, or into a new figure where axes is None (no display, no pyplot state), and returns the
-Axes. plan, memory_share, memory_map and head_ratios have one panel per name: given a dict they take as many Axes and
-return a list of them, in the dict's order; ratios_over_training has one per ratio. Iterations, chunks and layers count
-from 0. axes.figure is the figure, save writes it. segments_html and segments_text give text, coloured by cache entries.
-In a notebook, `axes.figure` as a cell's last line shows it after `%matplotlib inline`.
+measured is what kvcompress.analysis.attention returns. Each function draws into axes, or into a new figure where axes
+is None (no display, no pyplot state), and returns the Axes. plan, memory_share, memory_map and head_ratios have one
+panel per name: given a dict they take as many Axes and return a list of them, in the dict's order; ratios_over_training
+has one per ratio. Iterations, chunks and layers count from 0. axes.figure is the figure, save writes it. segments_html
+and segments_text give text, coloured by cache entries. In a notebook, `axes.figure` as a cell's last line shows it
+after `%matplotlib inline`.
 """
 
 try:

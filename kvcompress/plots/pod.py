@@ -177,8 +177,8 @@ def memory_curve(
 ) -> Axes:
     """Bytes of a dense cache and of a plan's, one sequence, over its length.
 
-    lengths: tokens; None = 65 of them up to 8 times the near tokens. measured: bytes of a real cache by tokens, drawn
-    as crosses. x: tokens; y: MiB, or GiB from 4 GiB on.
+    dtype: of keys and values. lengths: tokens; None = 65 of them up to 8 times the near tokens. measured: bytes of a
+    real cache by tokens, drawn as crosses. x: tokens; y: MiB, or GiB from 4 GiB on.
     Returns the Axes.
     Raises TypeError for what is no plan, ValueError for a length below 1.
     """

@@ -72,7 +72,10 @@ def segments_html(pieces: Sequence[str], decisions: Tensor | ArrayLike, *, title
 
 
 def segments_text(pieces: Sequence[str], decisions: Tensor | ArrayLike) -> Text:
-    """The same for rich: console.print(segments_text(...)). Every second entry is underlined too."""
+    """The same for rich: console.print(segments_text(...)). Every second entry is underlined too.
+
+    pieces, decisions: as for segments. Raises as segments does.
+    """
     text = Text()
     for number, segment in enumerate(segments(pieces, decisions)):
         style = f"{INK} on {FILLS[number % len(FILLS)]}" + (" underline" if number % 2 else "")
@@ -83,7 +86,10 @@ def segments_text(pieces: Sequence[str], decisions: Tensor | ArrayLike) -> Text:
 def print_segments(
     pieces: Sequence[str], decisions: Tensor | ArrayLike, *, title: str = "", console: Console | None = None
 ) -> None:
-    """segments_text on a terminal. console: None = standard output. Raises as segments does."""
+    """segments_text on a terminal.
+
+    pieces, decisions: as for segments. title: above the text. console: None = standard output. Raises as segments does.
+    """
     shown, console = segments_text(pieces, decisions), console or Console()
     if title:
         console.print(Text(title, "bold"))

@@ -92,6 +92,7 @@ class PoDCache(ConvertedCache):
 
     @property
     def pod(self) -> PoDConfig:
+        """How the model shares."""
         return self.settings
 
     @staticmethod

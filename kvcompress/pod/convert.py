@@ -40,7 +40,7 @@ def mean_gates(model: nn.Module) -> list[float | None]:
     """Probability of near tokens in each layer in the last forward pass without a cache, mean over batch, heads and
     tokens; None for layers in which every head leads itself. Tokens that see none but near ones count as 1.
 
-    Raises ValueError as state does.
+    model: converted and attached. Raises ValueError as state does.
     """
     found = state(model)
     gates: list[Tensor | None] = [found.last_gates.get(layer) for layer in range(len(found.config.lead))]

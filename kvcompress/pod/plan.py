@@ -168,10 +168,12 @@ class PoDPlan(LeadTable):
 
     @property
     def layers(self) -> int:
+        """L."""
         return len(self.lead)
 
     @property
     def kv_heads(self) -> int:
+        """Hkv, of every layer."""
         return len(self.lead[0])
 
     @property

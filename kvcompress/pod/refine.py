@@ -38,7 +38,7 @@ def refine(
     time; the best of these tables is taken if it lowers the loss, else it ends. A round costs two forward passes over
     the texts for each border.
     model: not converted; it is not changed (a copy is). rows: int64 [tokens] each, longer than plan.window to tell
-    anything. report: takes a line for each move, and one at the end.
+    anything. rounds: most of them, at least 0. report: takes a line for each move, and one at the end.
     Returns the plan with its lead table, delta None and `refined` counting the moves, or the plan itself.
     Raises ValueError where no row has a distant token, RuntimeError where the plan's loss is not finite.
     Source: ours; the paper groups by similarity alone.

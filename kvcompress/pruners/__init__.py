@@ -1,4 +1,8 @@
-"""Pruners: which keys and values stay when a cache is over its budget. One idea each."""
+"""Pruners: which keys and values stay when a cache is over its budget. One idea each.
+
+num_sink_tokens, where a pruner has it: first tokens of the prompt that always stay, counted inside the budget, at least
+0. seed, sketch and jitter of Compactor are LeverageScore's. A field out of range raises ValueError.
+"""
 
 from .base import Candidates, Pruner, Ranking
 from .chunkkv import ChunkKV

@@ -55,6 +55,7 @@ class Candidates:
 
     @property
     def heads(self) -> int:
+        """Hkv."""
         return self.keys.shape[1]
 
     def attention(

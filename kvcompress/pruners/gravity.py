@@ -23,7 +23,7 @@ class CenterOfGravity(Pruner):
     score[j] = sum over the queries and the query heads of a KV head of exp(a[i,j]) / sum over unmasked l exp(a[i,l]).
     With a guide, the guide's tokens are the queries.
     The paper's text and the comments of its Algorithm 1 give the two orders opposite names; these follow the text.
-    Source: IntelLLM, section 4.3 and Algorithm 1.
+    Raises ValueError for a field out of range. Source: IntelLLM, section 4.3 and Algorithm 1.
     """
 
     compressed_length: int = 2048
@@ -54,6 +54,7 @@ class CenterOfGravity(Pruner):
 
     @property
     def default_budget(self) -> int:  # type: ignore[override]
+        """Tokens of both windows."""
         return self.compressed_length + self.near_length
 
     def recent(self, keep: int, chunk_length: int) -> int:

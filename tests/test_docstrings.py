@@ -1,0 +1,72 @@
+"""Every public name says what it takes, what it refuses and where it is from."""
+
+import inspect
+import re
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+import kvcompress
+from kvcompress import analysis, dmc, ops, plots, pod, pruners
+
+MODULES = (kvcompress, analysis, dmc, ops, plots, pod, pruners)
+
+
+def public() -> Iterator[tuple[str, object]]:
+    """Functions and classes that the modules offer, each once, under the first of its names."""
+    seen = set()
+    for module in MODULES:
+        for name in module.__all__:
+            found = getattr(module, name)
+            if (inspect.isclass(found) or inspect.isfunction(found)) and found not in seen:
+                seen.add(found)
+                yield f"{module.__name__}.{name}", found
+
+
+def methods(owner: type) -> Iterator[tuple[str, object]]:
+    """Those of ours that users may call; what transformers has, it documents."""
+    for name in dir(owner):
+        found = inspect.getattr_static(owner, name)
+        function = getattr(found, "__func__", getattr(found, "fget", found))
+        ours = str(getattr(function, "__module__", "")).startswith("kvcompress")
+        if not name.startswith("_") and inspect.isfunction(function) and ours:
+            yield name, getattr(owner, name)
+
+
+PUBLIC = dict(public())
+
+
+def told(found: object) -> str:
+    """What is said of a name: its docstring, and what its package says of all that are in it."""
+    package = sys.modules[found.__module__.rpartition(".")[0]]
+    return f"{inspect.getdoc(found)}\n{package.__doc__ if package is not kvcompress else ''}"
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_public_names_have_a_docstring_that_names_their_arguments(name):
+    found = PUBLIC[name]
+    assert inspect.getdoc(found), f"{name} has no docstring"
+    said = told(found)
+    missing = [x for x in inspect.signature(found).parameters if not re.search(rf"\b{x}\b", said)]
+    assert not missing, f"{name} says nothing of {', '.join(missing)}"
+
+
+@pytest.mark.parametrize("name", [name for name, found in PUBLIC.items() if inspect.isclass(found)])
+def test_methods_of_public_classes_have_a_docstring(name):
+    assert sorted(method for method, found in methods(PUBLIC[name]) if not inspect.getdoc(found)) == []
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_what_raises_says_so(name):
+    found = PUBLIC[name]
+    body = found if inspect.isfunction(found) else vars(found).get("__post_init__", vars(found).get("__init__"))
+    written = inspect.isfunction(body) and body.__code__.co_filename != "<string>"  # not made by dataclass
+    if written and re.search(r"^\s+raise \w+Error", inspect.getsource(body), re.MULTILINE):
+        assert re.search(r"\b[Rr]aises\b", told(found))
+
+
+@pytest.mark.parametrize("name", [name for name in PUBLIC if name.startswith(pruners.__name__)])
+def test_pruners_name_their_source(name):
+    if issubclass(PUBLIC[name], pruners.Pruner) and not inspect.isabstract(PUBLIC[name]):
+        assert re.search(r"Source: |by chance", inspect.getdoc(PUBLIC[name]))

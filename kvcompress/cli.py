@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -17,6 +18,91 @@ app.add_typer(analyze, name="analyze")
 app.add_typer(retrofit, name="retrofit")
 # option of the argument that a ValueError begins with, where they differ in more than dashes
 OPTIONS = {"prompt_length": "--tokens", "chunk_size": "--chunk", "memory_size": "--memory"}
+
+
+CACHE = typer.Option(
+    help="as lm-eval and CacheSpec have it, such as pruned,pruner=snapkv,budget=0.75; dense: no compression"
+)
+MODEL = typer.Option(help="folder or name of a transformers model, or example")
+AS_JSON = typer.Option("--json", help="print JSON and nothing else")
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        from . import __version__
+
+        typer.echo(f"kvcompress {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def kvcompress(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="show it")] = False,
+) -> None:
+    """Attention over a compressed key-value cache."""
+
+
+@app.command()
+def info(
+    model: Annotated[
+        str | None, typer.Option(help="name or folder of a transformers model, or example: its cache")
+    ] = None,
+    as_json: Annotated[bool, AS_JSON] = False,
+) -> None:
+    """Show what is installed here, and what a model's cache takes."""
+    from .info import run_info
+
+    try:
+        run_info(model=model, as_json=as_json, console=Console())
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--model") from None
+
+
+@app.command()
+def generate(
+    text: Annotated[str | None, typer.Argument(help="the prompt; not given: --file, or standard input")] = None,
+    file: Annotated[Path | None, typer.Option(help="UTF-8 text, the prompt")] = None,
+    question: Annotated[str, typer.Option(help="follows the prompt, and chooses what is kept of it")] = "",
+    model: Annotated[str, MODEL] = "example",
+    cache: Annotated[str, CACHE] = "iterative",
+    max_new_tokens: Annotated[int, typer.Option(help="tokens to write", min=1)] = 64,
+    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
+    as_json: Annotated[bool, AS_JSON] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="the text alone")] = False,
+) -> None:
+    """Let a model go on from a text that is read through a compressed cache."""
+    from .write_text import run_generate
+
+    try:
+        run_generate(
+            text=text, file=file, question=question, model=model, cache=cache, max_new_tokens=max_new_tokens,
+            device=device, as_json=as_json, quiet=quiet, console=Console(),
+        )  # fmt: skip
+    except (ValueError, FileNotFoundError) as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+@app.command()
+def needle(
+    lengths: Annotated[list[int] | None, typer.Option(help="tokens of a text; several; not given: 1024, 4096")] = None,
+    depths: Annotated[int, typer.Option(help="places of the fact, spread evenly", min=1)] = 5,
+    model: Annotated[str, MODEL] = "example",
+    cache: Annotated[str, CACHE] = "iterative,memory_size=256,chunk_size=512,num_sink_tokens=4,pruner=snapkv",
+    unguided: Annotated[bool, typer.Option("--unguided", help="the question does not choose what is kept")] = False,
+    seed: Annotated[int, typer.Option(help="draws the facts", min=0)] = 0,
+    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
+    as_json: Annotated[bool, AS_JSON] = False,
+) -> None:
+    """Plant a fact in texts, at several lengths and depths, and ask for it through a cache."""
+    from .needle import run_needle
+
+    try:
+        run_needle(
+            model=model, cache=cache, lengths=lengths or [1024, 4096], depths=depths, guided=not unguided, seed=seed,
+            device=device, as_json=as_json, console=Console(),
+        )  # fmt: skip
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
 
 
 @app.command()

@@ -1,0 +1,63 @@
+"""`kvcompress info`: what is installed here, and what a model's cache takes."""
+
+from __future__ import annotations
+
+import json
+import platform
+from typing import Any
+
+import torch
+import transformers
+from rich.console import Console
+from rich.table import Table
+
+from . import ops
+from .models import EXAMPLE
+from .plan_report import model_shape
+
+
+def facts(model: str | None) -> dict[str, Any]:
+    """By name; of a model what its config says, without its weights. Raises ValueError as model_shape does."""
+    from . import __version__
+
+    has_cuda = torch._C._dispatch_has_kernel_for_dispatch_key("kvcompress::rope", "CUDA")
+    found: dict[str, Any] = {
+        "kvcompress": __version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+        "inner_loops": ops.simd(),
+        "threads": torch.get_num_threads(),
+        "cuda_kernels": has_cuda,
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+    }
+    if model is None:
+        return found
+    shape = model_shape(str(EXAMPLE) if model == "example" else model, None, None, None, None)
+    assert shape is not None
+    return found | {
+        "model": model,
+        "layers": shape.layers,
+        "kv_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "dtype": str(shape.dtype).removeprefix("torch."),
+        "trained_length": shape.trained_length,
+        "cache_nbytes_per_token": shape.nbytes(shape.layers),
+    }
+
+
+def run_info(*, model: str | None, as_json: bool, console: Console) -> None:
+    found = facts(model)
+    if as_json:
+        print(json.dumps(found, indent=2))
+        return
+    table = Table(box=None, show_header=False)
+    for name, value in found.items():
+        if isinstance(value, bool):
+            shown = "built" if value else "not built"
+        elif isinstance(value, list):
+            shown = ", ".join(value) or "none"
+        else:
+            shown = f"{value:,}" if isinstance(value, int) else str(value)
+        table.add_row(name.replace("_", " "), shown)
+    console.print(table)

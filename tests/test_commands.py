@@ -1,0 +1,83 @@
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+import kvcompress
+from kvcompress.cli import app
+
+FACT = (
+    "def f(x):\n    return x\n\n" * 8 + "# The pass key of iron-lake is 48213.\n" + "def g(x):\n    return x\n\n" * 24
+)
+QUESTION = "\n# The pass key of iron-lake is "
+MEMORY = "iterative,memory_size=128,chunk_size=256,pruner=snapkv,num_sink_tokens=4"
+
+
+def run(*arguments, text=None, code=0):
+    result = CliRunner().invoke(app, list(arguments), input=text, env={"COLUMNS": "100"})
+    assert result.exit_code == code, result.output
+    return result.output if code else result.stdout
+
+
+def test_version_is_that_of_the_package():
+    assert run("--version") == f"kvcompress {kvcompress.__version__}\n"
+
+
+def test_info_says_what_a_token_takes():
+    found = json.loads(run("info", "--model", "example", "--json"))
+    assert (
+        found["cache_nbytes_per_token"] == 2 * 4 * 2 * 64 * 2
+    )  # keys and values, layers, KV heads, head dim, bfloat16
+    assert (found["layers"], found["trained_length"]) == (4, 2048)
+    assert "inner loops" in run("info")
+    assert "nowhere" in run("info", "--model", "nowhere", code=2)
+
+
+@pytest.mark.parametrize("source", ["argument", "file", "input"])
+def test_generate_answers_from_a_prompt_however_it_comes(source, tmp_path):
+    file = tmp_path / "text.txt"
+    file.write_text(FACT)
+    given = {"argument": [FACT], "file": ["--file", str(file)], "input": []}[source]
+    options = ["--question", QUESTION, "--cache", MEMORY, "--max-new-tokens", "5", "--json"]
+    found = json.loads(run("generate", *given, *options, text=FACT if source == "input" else None))
+    assert found["text"] == "48213"
+    assert found["tokens_read"] == len(FACT) + len(QUESTION)
+
+
+def test_generate_writes_as_it_goes_and_says_what_was_held():
+    output = run("generate", "def area(width, height):\n    return", "--cache", "streaming", "--max-new-tokens", "4")
+    assert "35 tokens read, 4 written" in output
+    quiet = run("generate", "def area(", "--cache", "dense", "--max-new-tokens", "4", "--quiet")
+    assert "tokens read" not in quiet
+
+
+def test_a_dense_cache_holds_more_than_a_memory():
+    def held(cache):
+        arguments = ("generate", FACT, "--cache", cache, "--max-new-tokens", "1", "--json")
+        return json.loads(run(*arguments))["cache_nbytes"]
+
+    assert held("dense") > 4 * held(MEMORY)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (("generate", "x", "--cache", "prund"), "prund"),
+        (("generate", "x", "--cache", "pruned,budgt=3"), "budgt"),
+        (("generate", "x", "--model", "nowhere"), "nowhere"),
+        (("generate", "--file", "nowhere.txt"), "nowhere.txt"),
+        (("generate", "x", "--file", "nowhere.txt"), "file"),
+        (("needle", "--lengths", "10"), "10"),
+    ],
+)
+def test_what_is_wrong_is_named(arguments, named):
+    assert named in run(*arguments, code=2)
+
+
+def test_needle_finds_what_the_question_keeps_and_loses_it_without():
+    options = ["--lengths", "1024", "--depths", "2", "--cache", MEMORY, "--json"]
+    guided, unguided = (json.loads(run("needle", *options, *more))["rows"] for more in ([], ["--unguided"]))
+    assert [row["recalled"] for row in guided] == [True, True]
+    assert [row["recalled"] for row in unguided] == [False, False]
+    assert abs(guided[0]["tokens"] - 1024) < 64
+    assert "1.00" in run("needle", *options[:-1])

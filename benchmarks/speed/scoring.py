@@ -1,0 +1,107 @@
+"""What it costs to score a prompt, beside the work that the prompt takes anyway.
+
+    python benchmarks/speed/scoring.py [--quick] [--json FILE]
+
+scoring/<pruner>/<dtype>/T<T>
+    Replay, Successor, KeyDiff: what the pruner does with one layer of a prompt of T tokens, shape of Llama 3 8B (Hq 32,
+    Hkv 8, D 128), random numbers; the peer is that layer's causal attention, by our own kernel too (ops.attention), in
+    turns. Successor is given the logarithms of that attention's sums, as a cache gives them.
+    CriticalKV: its scores over SnapKV's alone, with the l1 norms of the paper and with l2; hidden 4,096. The peer is
+    the time that the FLOPs of one layer's prefill (projections, MLP of 14,336, causal attention) take at the GEMM rate
+    measured in the same run: a real prefill takes longer.
+share: ours over the peer's time. bar: what it should be at most, None where nobody said.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+sys.path.append(str(Path(__file__).resolve().parents[2]))
+from benchmarks.common import Row, alternate, gemm_rate, options, report
+from benchmarks.speed.parts.layers import HQ, D, draw_queries, draw_rows, layers_of
+from benchmarks.speed.score import HIDDEN, layer_flop
+from kvcompress import ops
+from kvcompress.positions import RotaryTables
+from kvcompress.pruners import Candidates, CriticalKV, KeyDiff, Pruner, Replay, SnapKV, Successor
+from kvcompress.softmax import Softmax
+
+BARS = {"Replay": 1.0, "Successor": 0.05, "KeyDiff": None, "CriticalKV/l1": 0.01, "CriticalKV/l2": 0.01}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """prompts: dtype, T and repetitions of the scores' rows."""
+
+    prompts: tuple[tuple[torch.dtype, int, int], ...]
+
+
+SIZES = {
+    "full": Sizes(
+        tuple((dtype, T, repeats) for dtype in (torch.float32, torch.bfloat16)
+              for T, repeats in ((4096, 5), (8192, 3), (16384, 1))),
+    ),
+    "quick": Sizes(((torch.float32, 4096, 3),)),
+    "tiny": Sizes(((torch.float32, 128, 1),)),
+}  # fmt: skip
+
+
+@dataclass
+class ScoringRow(Row):
+    share: float = 0.0
+    bar: float | None = None
+
+
+def row(pruner: str, sizes: str, ours: float, peer: float, peer_name: str) -> ScoringRow:
+    share, bar = ours / peer, BARS[pruner]
+    note = f"{share:.2%} of it" + ("" if bar is None else f", bar {bar:.0%}")
+    return ScoringRow(f"scoring/{pruner}/{sizes}", ours, peer, peer_name, note=note, share=share, bar=bar)
+
+
+def offer(dtype: torch.dtype, T: int) -> Candidates:
+    """What a cache offers after a prompt of one sequence."""
+    rotary = RotaryTables(layers_of(1, 2 * T).model.rotary_emb)
+    queries, (keys, values) = draw_queries(1, T, dtype), draw_rows(1, T, dtype)
+    sums = ops.attention(queries, keys, values)[1]
+    output = torch.randn(HQ, D, HIDDEN).to(dtype) / HIDDEN**0.5
+    return Candidates(queries, keys, T, T, 0, Softmax(D**-0.5), values=values, unrotated=queries, position=T,
+                      rotary=rotary, in_sight=T, sums=sums, output=output)  # fmt: skip
+
+
+def score_rows(dtype: torch.dtype, T: int, repeats: int, rate: float) -> list[Row]:
+    asked, keep = offer(dtype, T), T // 4
+    assert asked.values is not None
+    queries, keys, values = asked.queries, asked.keys, asked.values
+
+    def scores(pruner: Pruner) -> Callable[[], object]:
+        return lambda: pruner.scores(asked, keep)
+
+    by_attention = {"Replay": Replay(), "Successor": Successor(), "KeyDiff": KeyDiff()}
+    by_layer = {f"CriticalKV/{norm}": CriticalKV(norm=norm) for norm in ("l1", "l2")}
+    works = [scores(pruner) for pruner in (*by_attention.values(), SnapKV(), *by_layer.values())]
+    attention, *times = alternate(repeats, lambda: ops.attention(queries, keys, values), *works)
+    sizes = f"{str(dtype).removeprefix('torch.')}/T{T}"
+    rows: list[Row] = [
+        row(name, sizes, seconds, attention, "causal attention, our kernel")
+        for name, seconds in zip(by_attention, times, strict=False)
+    ]
+    alone, layer = times[len(by_attention)], layer_flop(T) / rate
+    for name, seconds in zip(by_layer, times[len(by_attention) + 1 :], strict=True):
+        rows.append(row(name, sizes, max(seconds - alone, 1e-9), layer, "prefill of a layer, FLOPs at the GEMM rate"))
+    return rows
+
+
+def main() -> None:
+    choice = options(__doc__)
+    torch.manual_seed(0)
+    sizes, rate = SIZES[choice.size], gemm_rate(choice.size)
+    rows = [row for prompt in sizes.prompts for row in score_rows(*prompt, rate)]
+    report(rows, choice.json, gemm_flop=rate)
+
+
+if __name__ == "__main__":
+    main()

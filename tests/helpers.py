@@ -158,7 +158,7 @@ def in_ranks(ranks: int, function: Callable[..., object], *given: object, timeou
     They are forked from one that has imported what takes long. Raises AssertionError where one fails, with its error.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["kvcompress", "peft", "transformers.models.llama.modeling_llama"])
+    context.set_forkserver_preload(["kvcompress.retrofit.trainer", "peft", "transformers.models.llama.modeling_llama"])
     with tempfile.TemporaryDirectory() as folder:
         running = [context.Process(target=_ranked, args=(folder, r, ranks, function, given)) for r in range(ranks)]
         for process in running:

@@ -17,8 +17,10 @@ import safetensors
 
 MARKER = "checkpoint.json"  # step, run, and files: their sizes in bytes by name
 STAGING = "writing"  # in the output folder: what is being written or removed
+# how names of files begin
+WEIGHTS = ("model", "pytorch_model", "adapter_model", "shard-")
+OPTIMIZER, RANDOM = ("optimizer", "scheduler"), ("rng_state",)
 _NAME = re.compile(r"checkpoint-(\d+)")
-_WEIGHTS = ("model", "pytorch_model", "adapter_model")
 
 
 def checkpoints(out: Path) -> list[Path]:
@@ -61,15 +63,17 @@ def newest_whole(out: Path) -> tuple[Path | None, list[str]]:
     return None, faults
 
 
-def need_state(folder: Path, marker: dict[str, Any], ranks: int, *also: str) -> None:
+def need_state(folder: Path, marker: dict[str, Any], *also: str) -> None:
     """Raises FileNotFoundError, naming the file, for a whole checkpoint without all that a run goes on from."""
     names = {name.partition("/")[0] for name in marker["files"]}
-    random = ["rng_state.pth"] if ranks == 1 else [f"rng_state_{rank}.pth" for rank in range(ranks)]
-    for name in ("optimizer.pt", "scheduler.pt", "trainer_state.json", *random, *also):
-        stem = name.partition(".")[0]
-        sharded = stem == "optimizer" and any(re.fullmatch(r"optimizer(_\d+|\.bin)", found) for found in names)
-        if name not in names and not sharded:
+    for name in ("optimizer.pt", "scheduler.pt", "trainer_state.json", *random_files(marker["run"]["ranks"]), *also):
+        if name not in names and not (name == "optimizer.pt" and "optimizer" in names):  # a folder of parts
             raise FileNotFoundError(f"{folder / name} must be there for a run to go on as it was; it was not saved")
+
+
+def random_files(ranks: int) -> set[str]:
+    """The state of random number generators of so many processes."""
+    return {"rng_state.pth"} if ranks == 1 else {f"rng_state_{rank}.pth" for rank in range(ranks)}
 
 
 def read_json(path: Path, *fields: str) -> dict[str, Any]:
@@ -91,7 +95,8 @@ def naming_the_file(folder: Path, *stems: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        files = [x for stem in stems for x in sorted(folder.rglob("*")) if x.is_file() and x.name.startswith(stem)]
+        inside = [x for x in sorted(folder.rglob("*")) if x.is_file()]
+        files = [x for stem in stems for x in inside if str(x.relative_to(folder)).startswith(stem)]
         wrong = next((path for path in files if not _readable(path)), files[0] if files else folder)
         raise ValueError(f"{wrong} must be as the run saved it, got {type(error).__name__}: {error}") from error
 
@@ -107,12 +112,12 @@ def _readable(path: Path) -> bool:
         elif path.suffix in (".pt", ".pth", ".bin"):
             with zipfile.ZipFile(path) as archive:  # as torch.save writes it
                 return archive.testzip() is None
+        elif path.suffix == ".distcp" or path.name == ".metadata":  # as torch.distributed.checkpoint does
+            with path.open("rb") as file:
+                return file.read(2)[:1] in (b"P", b"\x80")
     except Exception:  # whatever a broken file makes of its reader
         return False
     return True
-
-
-WEIGHTS, OPTIMIZER, RANDOM = _WEIGHTS, ("optimizer", "scheduler"), ("rng_state",)
 
 
 def need_space(out: Path, nbytes: int) -> None:

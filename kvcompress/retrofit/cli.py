@@ -61,6 +61,9 @@ class Common:
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu"
     float32: Annotated[bool, typer.Option("--float32", help="no bfloat16 autocast")] = False
     checkpointing: Annotated[bool, typer.Option("--checkpointing", help="recompute activations")] = False
+    shards: Annotated[
+        int, typer.Option(help="ranks (torchrun) that weights are cut over, by FSDP2; the others hold copies", min=1)
+    ] = 1
     resume: Annotated[bool, typer.Option("--resume", help="go on from the last checkpoint in the folder")] = False
 
     def chosen(self, presets: dict[str, dict[str, Any]], **own: Any) -> dict[str, Any]:
@@ -81,7 +84,7 @@ class Common:
             distillation=self.distillation,
             teacher=self.teacher, seed=self.seed, save_steps=self.save_steps,
             keep_checkpoints=None if self.keep_all else 2, device=self.device, bfloat16=not self.float32,
-            checkpointing=self.checkpointing, **{name: chosen[name] for name in FROM_PRESET},
+            checkpointing=self.checkpointing, shards=self.shards, **{name: chosen[name] for name in FROM_PRESET},
         )  # fmt: skip
 
 

@@ -26,6 +26,7 @@ from ..models import EXAMPLE, load_example_model
 from .card import CARD, keeps_own_card, measured_ratio, model_card
 from .checkpoints import checkpoints, flush, flush_folder, read_json, step_of, write_whole
 from .data import collate, example_rows, example_validation
+from .fsdp import need_whole_loading, sharding, sum_gradients_in_float32
 from .packing import Packing, Validation
 from .recipe import Recipe
 from .sources import DataSource
@@ -52,9 +53,11 @@ class RunSettings:
     device; accumulation: passes of a step.
     learning_rate: AdamW's, betas 0.9 and 0.95, eps 1e-5, weight decay 0.1, gradients clipped to 1. distillation: share
     of the loss that is the distance to the teacher; 0 = none. teacher: folder or name; None = model as it was.
-    bfloat16: autocast. checkpointing: recompute activations in the backward pass. save_steps: between checkpoints, of
-    which the last keep_checkpoints stay; None = all, each a usable model on the way. log_steps: between lines of
-    metrics.
+    bfloat16: autocast; with shards what FSDP2 computes in, gradients summed in float32. checkpointing: recompute
+    activations in the backward pass. shards: ranks of a distributed run that a model's weights are cut over, by FSDP2:
+    1 = every rank has them all; as many as there are; fewer: the others hold copies of the parts (HSDP). save_steps:
+    between checkpoints, of which the last keep_checkpoints stay; None = all, each a usable model on the way. log_steps:
+    between lines of metrics.
     Raises ValueError for a field out of range.
     """
 
@@ -79,12 +82,13 @@ class RunSettings:
     device: str = "cpu"
     bfloat16: bool = True
     checkpointing: bool = False
+    shards: int = 1
     save_steps: int = 500
     keep_checkpoints: int | None = 2
     log_steps: int = 10
 
     def __post_init__(self) -> None:
-        for name in ("length", "rows", "accumulation", "save_steps", "log_steps"):
+        for name in ("length", "rows", "accumulation", "shards", "save_steps", "log_steps"):
             if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
                 raise ValueError(f"{name} must be an integer of at least 1, got {getattr(self, name)!r}")
         if not self.learning_rate > 0:
@@ -97,6 +101,8 @@ class RunSettings:
             raise ValueError(f"validation must be {what}, got {self.validation}")
         if not self.sources and self.model != EXAMPLE_NAME and not _is_example(self.model):
             raise ValueError(f"text must be given for {self.model!r}: only the example model has data of its own")
+        if self.ranks % self.shards:
+            raise ValueError(f"shards must divide the {self.ranks} ranks of the run (WORLD_SIZE), got {self.shards}")
         if self.device == "cuda" and not torch.cuda.is_available():
             raise ValueError("device must be one that PyTorch finds here, got 'cuda'")
 
@@ -104,6 +110,10 @@ class RunSettings:
     def sources(self) -> tuple[DataSource, ...]:
         """Of text and data; none = the shipped model's own."""
         return (*(DataSource(str(path)) for path in self.text), *map(DataSource.parse, self.data))
+
+    @property
+    def ranks(self) -> int:
+        return int(os.environ.get("WORLD_SIZE", 1))
 
 
 def _is_example(model: str) -> bool:
@@ -130,6 +140,7 @@ def load_teacher(settings: RunSettings) -> PreTrainedModel | None:
 
 def load(settings: RunSettings) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The model to train, in float32 (autocast computes in bfloat16), and its tokenizer."""
+    need_whole_loading()
     if settings.model == EXAMPLE_NAME:
         return load_example_model()
     model = pretrained(AutoModelForCausalLM, settings.model, dtype=torch.float32)
@@ -148,7 +159,8 @@ def load(settings: RunSettings) -> tuple[PreTrainedModel, PreTrainedTokenizerBas
 def load_data(settings: RunSettings, tokenizer: PreTrainedTokenizerBase) -> tuple[Any, Validation | None]:
     """Training rows, and held-out ones. Raises ValueError and FileNotFoundError as DataSource and Packing do."""
     if not settings.sources:
-        rows = example_rows(settings.length, settings.rows, settings.seed)
+        in_step = settings.rows * settings.accumulation * settings.ranks
+        rows = example_rows(settings.length, in_step, settings.seed)
         count = int(settings.validation)
         return rows, example_validation(settings.length, count) if count else None
     packing = Packing(
@@ -226,7 +238,9 @@ def train(
         accelerator_config={"dispatch_batches": False},
         dataloader_pin_memory=settings.device == "cuda",
         **_CHECKPOINTING if settings.checkpointing else {},
+        **sharding(settings.shards, settings.ranks),
     )
+    sum_gradients_in_float32(args)
     with args.main_process_first(desc="tokenising"):  # others find its work in the cache of datasets
         data, validation = load_data(settings, tokenizer)
     if validation is not None:
@@ -251,11 +265,14 @@ def train(
         "validation": evaluated[:1] + evaluated[1:][-1:],  # the first, and the last
     }
     model.config.use_cache = use_cache
+    weights = trainer.gathered()
     if trainer.is_world_process_zero():
         text = torch.tensor([next(iter(data if validation is None else validation.rows))["input_ids"]])
         tokens = recipe.steps * settings.accumulation * settings.rows * settings.length * args.world_size
         ratio = measured_ratio(model, text.to(args.device))
-        save(model, tokenizer, out, figures, model_card(model, figures, steps=recipe.steps, tokens=tokens, ratio=ratio))
+        card = model_card(model, figures, steps=recipe.steps, tokens=tokens, ratio=ratio)
+        save(model, tokenizer, out, figures, card, weights)
+    trainer.accelerator.wait_for_everyone()
     return figures
 
 
@@ -275,7 +292,18 @@ def _plan(recipe: Recipe, settings: RunSettings) -> dict[str, Any]:
 def _check_same(path: Path, plan: dict[str, Any]) -> None:
     """Raises ValueError if the run that is to go on was another one, or if its plan cannot be read."""
     before, now = read_json(path, "settings", "recipe"), json.loads(json.dumps(plan))
-    free = ("out", "device", "save_steps", "keep_checkpoints", "log_steps", "report_to")
+    # of rows and accumulation the trainer wants the same product, over all ranks
+    free = (
+        "out",
+        "device",
+        "rows",
+        "accumulation",
+        "shards",
+        "save_steps",
+        "keep_checkpoints",
+        "log_steps",
+        "report_to",
+    )
     for part in ("method", "recipe", "settings"):
         for name, value in now[part].items() if part in before else ():  # runs of before had no method in it
             if (part != "settings" or name not in free) and before[part].get(name) != value:
@@ -285,13 +313,21 @@ def _check_same(path: Path, plan: dict[str, Any]) -> None:
 
 
 def save(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, out: Path, figures: dict[str, Any], card: ModelCard
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    out: Path,
+    figures: dict[str, Any],
+    card: ModelCard,
+    weights: dict[str, Any] | None = None,
 ) -> None:
     """Written beside what is there and then renamed, training.json last: where that is, all of it is. A README.md that
-    is not ours stays."""
+    is not ours stays.
+
+    weights: the state_dict of a model that is cut up over ranks.
+    """
     fresh = out / "new"
     shutil.rmtree(fresh, ignore_errors=True)
-    model.save_pretrained(fresh)
+    model.save_pretrained(fresh, state_dict=weights)
     tokenizer.save_pretrained(fresh)
     if not keeps_own_card(out):
         card.save(fresh / CARD)

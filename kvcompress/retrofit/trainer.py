@@ -15,10 +15,11 @@ from transformers import (
     PreTrainedTokenizerBase,
     Trainer,
     TrainingArguments,
+    set_seed,
 )
 
 from ..hf.adapters import carry_conversion
-from . import checkpoints
+from . import checkpoints, fsdp, sharded
 from .callback import PROGRESS, RetrofitCallback
 from .figures import Figures, MetricsFile, rounded
 from .packing import Validation
@@ -26,7 +27,8 @@ from .ranks import place_among_ranks, summed
 from .recipe import Recipe
 
 LOG = logging.getLogger(__name__)
-TRAINER_STATE = "trainer_state.json"
+TRAINER_STATE, SCHEDULER = "trainer_state.json", "scheduler.pt"
+SEQUENCES = "sequences of a step"
 
 
 class RetrofitTrainer(Trainer):
@@ -40,8 +42,12 @@ class RetrofitTrainer(Trainer):
     The loss is a mean over all tokens of a step that have a label, whatever passes and ranks they are in.
     Everything else as transformers.Trainer. Figures of the recipe are logged, as means over passes and ranks, and
     written with lists to metrics.jsonl in the output folder. A checkpoint is there with all its files or not at all;
-    train with resume_from_checkpoint=True takes the newest whole one, says so, and goes on as the run would have.
-    Raises ValueError for a teacher without distillation or the reverse, or a share out of range.
+    train with resume_from_checkpoint=True takes the newest whole one, says so, and goes on as the run would have, on
+    another number of ranks too, with FSDP2 or without.
+    FSDP is that of args and of accelerate's launcher, on CPUs too; with FSDP2 each rank writes its parts of a
+    checkpoint, which from_pretrained loads as it does others.
+    Raises ValueError for a teacher without distillation or the reverse, or a share out of range, and for context,
+    sequence and tensor parallelism.
     """
 
     def __init__(
@@ -61,6 +67,7 @@ class RetrofitTrainer(Trainer):
         if (teacher is None) != (distillation == 0):
             raise ValueError(f"teacher and distillation must be given together, got distillation {distillation}")
         args.max_steps = recipe.steps
+        fsdp.need_whole_rows(args)
         carry_conversion(model)
         if validation is not None:
             kwargs["eval_dataset"] = validation.rows
@@ -74,6 +81,10 @@ class RetrofitTrainer(Trainer):
         self.add_callback(self.retrofit)
         self.add_callback(self.metrics_file)
         self._staging: Path | None = None  # while a checkpoint is written
+
+    def create_accelerator_and_postprocess(self) -> None:
+        with fsdp.on_cpus_too(self.args):
+            super().create_accelerator_and_postprocess()
 
     def create_scheduler(
         self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
@@ -179,6 +190,42 @@ class RetrofitTrainer(Trainer):
             checkpoints.rotate(out, self.args.save_total_limit, sealed, also=[self.state.best_model_checkpoint])
         self.accelerator.wait_for_everyone()
 
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """A folder that from_pretrained loads, of one file where nothing is larger than those may be; collective."""
+        assert self.model is not None
+        folder, writes = Path(output_dir or self.args.output_dir or "."), self.args.should_save
+        if not sharded.is_sharded(self.model):
+            super().save_model(output_dir, _internal_call)
+        elif _internal_call and isinstance(self.model, PreTrainedModel):
+            sharded.save_weights(self.model, folder, writes=writes)
+        else:
+            state = self.gathered()
+            if writes:
+                self._save(str(folder), state_dict=state)
+
+    def gathered(self) -> dict[str, Any] | None:
+        """The whole state_dict that save_pretrained is to write, on rank 0, where ranks hold parts; collective. None
+        where each of them holds the model."""
+        assert self.model is not None
+        if not sharded.is_sharded(self.model):
+            return None
+        return sharded.gathered(self.model, trained_alone=not isinstance(self.model, PreTrainedModel))
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        assert self.model is not None and self.lr_scheduler is not None
+        if not sharded.is_sharded(self.model):
+            super()._save_optimizer_and_scheduler(output_dir)
+            return
+        sharded.save_optimizer(self.model, self._own_optimizer(), Path(output_dir))
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER))
+
+    def _own_optimizer(self) -> torch.optim.Optimizer:
+        """Without what accelerate wraps it in."""
+        found = getattr(self.optimizer, "optimizer", self.optimizer)
+        assert isinstance(found, torch.optim.Optimizer)
+        return found
+
     def _make_room(self, out: Path) -> None:
         """An empty folder to write in. Raises OSError on every rank if the disk of one that saves has no room."""
         error = None
@@ -203,16 +250,16 @@ class RetrofitTrainer(Trainer):
         return sum(x.numel() * x.element_size() for x in kept) + 2**20
 
     def _division(self) -> dict[str, int]:
-        """On what it depends which tokens a step has."""
+        """How many processes there are, and on what it depends which tokens a step has."""
         args, ranks = self.args, place_among_ranks()[1]
         sequences = args.per_device_train_batch_size * args.gradient_accumulation_steps * ranks
-        return {"ranks": ranks, "sequences of a step": sequences}
+        return {"ranks": ranks, SEQUENCES: sequences}
 
     def train(self, resume_from_checkpoint: str | Path | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """As transformers.Trainer does. resume_from_checkpoint: True = the newest whole one in the output folder.
 
         Raises FileNotFoundError where there is none, or where one lacks a file that the run needs to go on as it was;
-        ValueError for one that is cut off, or of a run divided otherwise over ranks; both name the file.
+        ValueError for one that is cut off, or of a run with other steps; both name the file.
         """
         found: Path | None = None
         if resume_from_checkpoint is True:
@@ -221,16 +268,18 @@ class RetrofitTrainer(Trainer):
             found = Path(resume_from_checkpoint)
         if found is not None:
             self._check_resumable(found)
+            if self.is_fsdp_enabled and not isinstance(self.model, PreTrainedModel):
+                super()._load_from_checkpoint(str(found))  # an adapter, before it is cut up
         self.retrofit.folder = found
         return super().train(None if found is None else str(found), *args, **kwargs)
 
     def _check_resumable(self, folder: Path) -> None:
-        marker = checkpoints.read_marker(folder)
-        checkpoints.need_state(folder, marker, place_among_ranks()[1], PROGRESS)
+        marker, division = checkpoints.read_marker(folder), self._division()
+        checkpoints.need_state(folder, marker, PROGRESS)
         checkpoints.read_json(folder / PROGRESS)
-        for name, now in self._division().items():
-            if marker["run"].get(name) != now:
-                raise ValueError(f"{name} must be {marker['run'].get(name)}, as {folder} was trained, got {now}")
+        before, now = marker["run"].get(SEQUENCES), division[SEQUENCES]
+        if before != now:
+            raise ValueError(f"{SEQUENCES} must be {before}, as {folder} was trained, got {now}")
         state = checkpoints.read_json(folder / TRAINER_STATE, "global_step", "log_history")
         if state["global_step"] != marker["step"]:
             wrong = folder / TRAINER_STATE
@@ -239,15 +288,20 @@ class RetrofitTrainer(Trainer):
     def load_trained(self, folder: Path) -> None:
         """Gives the model what the checkpoint behind the last step holds, instead of training it."""
         self._check_resumable(folder)
-        if self.is_fsdp_enabled:
-            raise ValueError(f"{folder} is of a run that is over: load it without FSDP to export the model")
         self._load_from_checkpoint(str(folder))
         assert self.model is not None
         self.recipe.begin_step(self.model, self.recipe.steps, self.args.gradient_accumulation_steps)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        with checkpoints.naming_the_file(Path(resume_from_checkpoint), *checkpoints.WEIGHTS):
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        folder, found = Path(resume_from_checkpoint), model or self.model
+        assert found is not None
+        with checkpoints.naming_the_file(folder, *checkpoints.WEIGHTS):
+            if not isinstance(self.model, PreTrainedModel) and sharded.is_sharded(found):
+                return  # train has loaded it
+            if sharded.is_sharded(found) or sharded.has_parts(folder):
+                sharded.load_weights(found, folder)
+            else:
+                super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
         assert self.model is not None
@@ -261,14 +315,31 @@ class RetrofitTrainer(Trainer):
         super()._issue_warnings_after_load(load_result)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is not None:
-            with checkpoints.naming_the_file(Path(checkpoint), *checkpoints.OPTIMIZER):
+        if checkpoint is None:
+            return
+        assert self.model is not None and self.lr_scheduler is not None
+        folder, optimizer = Path(checkpoint), self._own_optimizer()
+        with checkpoints.naming_the_file(folder, *checkpoints.OPTIMIZER):
+            if (folder / sharded.OPTIMIZER).is_dir():
+                sharded.load_optimizer(self.model, optimizer, folder)
+            elif sharded.is_sharded(self.model):
+                state = torch.load(folder / f"{sharded.OPTIMIZER}.pt", map_location="cpu", weights_only=True)
+                sharded.load_whole_optimizer(optimizer, state)
+            else:
                 super()._load_optimizer_and_scheduler(checkpoint)
+                return
+            self.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULER, weights_only=True))
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        if checkpoint is not None:
-            with checkpoints.naming_the_file(Path(checkpoint), *checkpoints.RANDOM):
+        """On another number of ranks each begins anew: what a method draws depends on the step, dropout does not."""
+        if checkpoint is None:
+            return
+        folder, (rank, ranks) = Path(checkpoint), place_among_ranks()
+        if checkpoints.random_files(ranks) <= {path.name for path in folder.glob(f"{checkpoints.RANDOM[0]}*")}:
+            with checkpoints.naming_the_file(folder, *checkpoints.RANDOM):
                 super()._load_rng_state(checkpoint)
+        else:
+            set_seed(self.args.seed + checkpoints.step_of(folder) * ranks + rank)
 
 
 def newest(out: Path) -> Path:

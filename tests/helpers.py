@@ -174,14 +174,7 @@ def in_ranks(ranks: int, function: Callable[..., object], *given: object, timeou
 
 def _ranked(folder: str, rank: int, ranks: int, function: Callable[..., object], given: tuple[object, ...]) -> None:
     torch.set_num_threads(1)
-    numbers = {
-        "RANK": rank,
-        "LOCAL_RANK": rank,
-        "WORLD_SIZE": ranks,
-        "LOCAL_WORLD_SIZE": ranks,
-    }  # as of torchrun
-    os.environ.update({name: str(value) for name, value in numbers.items()} | {"MASTER_ADDR": "localhost"})
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
+    join(rank, ranks, Path(folder, "store"))
     try:
         torch.save(function(*given), Path(folder, f"{rank}.pt"))
         torch.distributed.barrier()  # who leaves first must not cut off the others
@@ -189,6 +182,13 @@ def _ranked(folder: str, rank: int, ranks: int, function: Callable[..., object],
         Path(folder, f"{rank}.error").write_text(f"rank {rank}: {traceback.format_exc()}")
         os._exit(1)
     torch.distributed.destroy_process_group()
+
+
+def join(rank: int, ranks: int, store: Path) -> None:
+    """Makes this process one of so many, as torchrun does, by a file that they share."""
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    os.environ.update({name: str(value) for name, value in numbers.items()} | {"MASTER_ADDR": "localhost"})
+    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
 
 
 def random_ids(length: int, batch: int = 1, seed: int = 1) -> Tensor:

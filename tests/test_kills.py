@@ -10,10 +10,11 @@ import multiprocessing
 import os
 import random
 import time
+import uuid
 
 import pytest
 import torch
-from helpers import tiny_model
+from helpers import join, tiny_model
 
 import kvcompress
 from kvcompress import dmc
@@ -33,16 +34,19 @@ def source(tmp_path):
     return tmp_path
 
 
-def run(folder, name, resume):
-    """A retrofit from start to end, or on from its newest whole checkpoint, by what the command calls."""
+def run(folder, name, resume, rank, ranks, store):
+    """A retrofit from start to end, or on from its newest whole checkpoint, by what the command calls: in this process,
+    or with its weights cut over several, of which this is one."""
     from kvcompress.dmc.retrofit import retrofit
     from kvcompress.retrofit.run import RunSettings
 
     os.setsid()
     torch.set_num_threads(1)
+    if ranks > 1:
+        join(rank, ranks, store)
     settings = RunSettings(
-        out=folder / name, model=str(folder / "source"), text=(folder / "text.txt",), length=32, rows=2, accumulation=2,
-        learning_rate=3e-3, bfloat16=False, save_steps=1, log_steps=1,
+        out=folder / name, model=str(folder / "source"), text=(folder / "text.txt",), length=32, rows=2 // ranks,
+        accumulation=2, learning_rate=3e-3, bfloat16=False, save_steps=1, log_steps=1, shards=ranks,
     )  # fmt: skip
     with open(folder / f"{name}.log", "a") as log, contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
         retrofit(RECIPE, settings, resume=resume, shift=1.0)
@@ -54,20 +58,28 @@ def losses(out):
     return [(line["step"], line["loss"]) for line in lines if "loss" in line]
 
 
-def started(folder, name):
+def started(folder, name, ranks):
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
         ["kvcompress.dmc.retrofit", "datasets", "peft", "transformers.models.llama.modeling_llama"]
     )
-    process = context.Process(target=run, args=(folder, name, bool(checkpoints(folder / name))))
-    process.start()
-    return process
+    resume, store = bool(checkpoints(folder / name)), folder / f"store-{uuid.uuid4()}"
+    processes = [context.Process(target=run, args=(folder, name, resume, r, ranks, store)) for r in range(ranks)]
+    for process in processes:
+        process.start()
+    return processes
 
 
-def kill(process, out, writing, generator):
+def finished(processes):
+    for process in processes:
+        process.join(120)
+    return all(process.exitcode == 0 for process in processes)
+
+
+def kill(processes, out, writing, generator):
     """Somewhere in the next checkpoint, or at any time between two; True if the run was over before."""
     done = max([int(path.name.split("-")[1]) for path in checkpoints(out)], default=0)
-    while process.is_alive():
+    while all(process.is_alive() for process in processes):
         steps = [int(path.name.split("-")[1]) for path in checkpoints(out)]
         if writing and any((out / STAGING).glob("checkpoint-*/*")):
             time.sleep(generator.random() * 0.01)
@@ -76,15 +88,14 @@ def kill(process, out, writing, generator):
             time.sleep(generator.random() * 0.3)
             break
         time.sleep(0.0002)
-    process.kill()
-    process.join()
-    return process.exitcode == 0
+    for process in processes:
+        process.kill()
+    return finished(processes)
 
 
-def test_a_run_that_is_killed_ends_as_one_that_is_not(source, request):
-    whole = started(source, "whole")
-    whole.join(120)
-    assert whole.exitcode == 0, (source / "whole.log").read_text()[-2000:]
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_that_is_killed_ends_as_one_that_is_not(source, request, ranks):
+    assert finished(started(source, "whole", ranks)), (source / "whole.log").read_text()[-2000:]
     generator, kills, unfinished = random.Random(1), 0, 0
     for number in itertools.count():
         name, left = f"killed-{number}", request.config.getoption("kills") - kills
@@ -92,14 +103,12 @@ def test_a_run_that_is_killed_ends_as_one_that_is_not(source, request):
             break
         out = source / name
         for writing in itertools.cycle((True, False)):
-            process = started(source, name)
-            if left <= 0:
-                process.join(120)
-            elif not kill(process, out, writing, generator):
+            processes = started(source, name, ranks)
+            if left > 0 and not kill(processes, out, writing, generator):
                 kills, left = kills + 1, left - 1
                 unfinished += (out / STAGING).exists()
                 continue
-            assert process.exitcode == 0, (source / f"{name}.log").read_text()[-2000:]
+            assert finished(processes), (source / f"{name}.log").read_text()[-2000:]
             break
         assert (out / WEIGHTS).read_bytes() == (source / "whole" / WEIGHTS).read_bytes()
         assert losses(out) == losses(source / "whole")

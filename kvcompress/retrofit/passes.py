@@ -82,8 +82,18 @@ def documents_of(call: Call) -> Documents | None:
 
 
 def learns(call: Call) -> bool:
-    """Whether anything is to be learned from a call."""
-    return torch.is_grad_enabled() and any(p.requires_grad for p in call.decoder.parameters())
+    """Whether anything is to be learned from a call.
+
+    Raises ValueError if it is by a model whose heads are cut over ranks.
+    """
+    found = torch.is_grad_enabled() and any(p.requires_grad for p in call.decoder.parameters())
+    tp_size = getattr(getattr(call.decoder.config, "distributed_config", None), "tp_size", 1)
+    if found and tp_size > 1:
+        raise ValueError(
+            f"tp_size must be 1 in training, got {tp_size}: noise, plans and the loss on the ratio are of all heads of "
+            "a layer; cut weights over ranks by FSDP2 instead, and take torch.no_grad() for inference"
+        )
+    return found
 
 
 class _Naming(Pass):

@@ -48,6 +48,11 @@ def has_parts(folder: Path) -> bool:
     return any(folder.glob(WEIGHTS))
 
 
+def _tied(model: nn.Module) -> set[str]:
+    """Names of weights that have another one too."""
+    return set(getattr(model, "all_tied_weights_keys", None) or ())
+
+
 def save_weights(model: Any, folder: Path, *, writes: bool) -> None:
     """Collective. writes: whether this rank writes what is no weight."""
     if writes:
@@ -56,9 +61,12 @@ def save_weights(model: Any, folder: Path, *, writes: bool) -> None:
         model.config.save_pretrained(folder)
         if model.can_generate():
             model.generation_config.save_pretrained(folder)
+    state: dict[str, Any] = get_model_state_dict(model)
+    for name in _tied(model) & set(state):
+        state[name] = state[name].clone()  # a file holds no tensor by two names, and from_pretrained asks for both
     writer = dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True)
     with _own_error():
-        dcp.save(get_model_state_dict(model), storage_writer=writer)
+        dcp.save(state, storage_writer=writer)
 
 
 def load_weights(model: nn.Module, folder: Path) -> None:
@@ -68,7 +76,7 @@ def load_weights(model: nn.Module, folder: Path) -> None:
     """
     state, reader = get_model_state_dict(model), dcp.HuggingFaceStorageReader(str(folder))
     there = set(reader.read_metadata().state_dict_metadata)
-    tied = set(getattr(model, "all_tied_weights_keys", None) or ())
+    tied = _tied(model)
     state = {name: x for name, x in state.items() if name in there or name not in tied}
     missing, more = sorted(set(state) - there), sorted(there - set(state) - tied)
     if missing or more:
@@ -79,9 +87,10 @@ def load_weights(model: nn.Module, folder: Path) -> None:
 
 
 def gathered(model: nn.Module, *, trained_alone: bool = False) -> dict[str, Any]:
-    """The whole weights, on the CPU, on rank 0 alone; collective. trained_alone: only those that are."""
+    """The whole weights, each once, on the CPU, on rank 0 alone; collective. trained_alone: only those that are."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=trained_alone)
-    return get_model_state_dict(model, options=options)
+    tied = _tied(model)
+    return {name: x for name, x in get_model_state_dict(model, options=options).items() if name not in tied}
 
 
 @contextmanager

@@ -1,0 +1,67 @@
+"""Models whose heads are cut over ranks (tp_plan): each rank compresses those that it has."""
+
+import pytest
+import torch
+from helpers import in_ranks, random_ids, tiny_model
+
+import kvcompress
+from kvcompress import dmc, pod
+from kvcompress.pruners import SnapKV
+
+IDS = random_ids(30, 2)
+
+
+def caches(config):
+    yield kvcompress.PrunedCache(config, SnapKV(window=4), 12)
+    yield kvcompress.IterativeCache(config, memory_size=16, chunk_size=8)
+    yield kvcompress.StreamingCache(config, window_size=8)
+
+
+def answers(folder, **options):
+    """Logits and tokens of a converted model and its cache's bytes, tokens of the plain one by other caches."""
+    model = kvcompress.from_pretrained(folder / "dmc", dtype=torch.float32, **options)
+    with torch.no_grad():
+        logits = model(input_ids=IDS).logits
+    cache = kvcompress.DMCCache(model.config)
+    found = [kvcompress.generate(model, IDS, cache, max_new_tokens=10, do_sample=False)]
+    found.append(model.generate(IDS, max_new_tokens=10, do_sample=False))
+    plain = kvcompress.from_pretrained(folder / "plain", dtype=torch.float32, **options)
+    for other in caches(plain.config):
+        found.append(kvcompress.generate(plain, IDS, other, max_new_tokens=10, do_sample=False))
+    return logits, found, cache.nbytes(), cache.total_compression_ratio(), model
+
+
+def in_parts(folder):
+    """The same by a rank that has half of the heads, and what it says to training and to PoD."""
+    logits, found, nbytes, ratio, model = answers(folder, tp_plan="auto")
+    errors = []
+    for step in (
+        lambda: model.train()(input_ids=IDS, labels=IDS),
+        lambda: kvcompress.from_pretrained(folder / "pod", tp_plan="auto"),
+    ):
+        with pytest.raises(ValueError, match=r"must (be|have)") as error:
+            step()
+        errors.append(str(error.value))
+    return logits, found, nbytes, ratio, errors
+
+
+def test_heads_on_two_ranks_give_the_tokens_of_one(tmp_path):
+    torch.manual_seed(0)
+    for name in ("plain", "dmc", "pod"):
+        model = tiny_model()
+        if name == "dmc":
+            dmc.convert(model, dmc.DMCConfig(shift=0.0), anneal=False)
+            for layer in model.model.layers:
+                layer.self_attn.k_proj.weight.data += 0.1 * torch.randn_like(layer.self_attn.k_proj.weight)
+        if name == "pod":
+            pod.convert(model, pod.PoDConfig(((0, 0), (0, 1), (0, 1)), 2, 6))
+        model.save_pretrained(tmp_path / name)
+    logits, expected, nbytes, ratio, _ = answers(tmp_path)
+    ranks = in_ranks(2, in_parts, tmp_path)
+    for found in ranks:
+        torch.testing.assert_close(found[0], logits, rtol=1e-4, atol=1e-4)
+        assert all(torch.equal(x, y) for x, y in zip(found[1], expected, strict=True))
+        assert found[2] < 0.7 * nbytes
+        assert "tp_size must be 1 in training, got 2" in found[4][0]
+        assert "lead must have the 1 KV heads" in found[4][1]
+    assert ranks[0][3] != ranks[1][3] and min(x[3] for x in ranks) < ratio < max(x[3] for x in ranks)

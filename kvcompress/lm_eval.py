@@ -13,6 +13,7 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils import Collator
 from torch import Tensor
 from tqdm import tqdm
+from transformers.cache_utils import Cache
 
 from .caches.base import CompressedCache
 from .caches.converted import ConvertedCache
@@ -64,7 +65,7 @@ class CompressedLM(HFLM):
                 )
             spec = _spec(kind, settings)
         self.spec = spec
-        self.spec.make(self.model.config)  # refuses what is out of range, before anything is run
+        self._new_cache()  # refuses what is out of range, before anything is run
         self._stored = self._read = 0  # tokens of rows
         if spec.kind != DENSE or CacheSpec.kind_of(self.model.config) is not None:
             attach(self.model)
@@ -136,7 +137,7 @@ class CompressedLM(HFLM):
         return [(-float(loss.nll(b)[-len(end) :].double().sum()), False) for b, (_, _, end) in enumerate(requests)]
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-        cache = self.spec.make(self.model.config)
+        cache = self._new_cache()
         in_one_pass = getattr(cache, "chunk_size", None) is None and not isinstance(cache, ConvertedCache)
         if self.spec.kind != DENSE and (in_one_pass or isinstance(cache, QuestCache)):
             raise ValueError(
@@ -154,13 +155,16 @@ class CompressedLM(HFLM):
 
     # ---- the model ----
 
+    def _new_cache(self) -> Cache:
+        return self.spec.make(self.model.config, self.tokenizer)
+
     def _autocast(self) -> torch.autocast:
         kind = self.mixed_precision_dtype
         return torch.autocast(self.device.type, dtype=kind, enabled=kind is not None)
 
     def _prefilled(self, ids: Tensor, mask: Tensor, logits: TokenLoss | None = None) -> CompressedCache:
         """A new cache that has read all but the last token of ids [B, T], left-padded."""
-        cache = cast(CompressedCache, self.spec.make(self.model.config))
+        cache = cast(CompressedCache, self._new_cache())
         with self._autocast():
             prefill(self.model, ids.to(self.device), cache, mask.to(self.device), logits=logits)
         tokens = int(mask.sum()) - len(mask)

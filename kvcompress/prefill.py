@@ -15,6 +15,7 @@ from .hf.method import KEYWORD, method_of
 from .logits import LogitsSink
 from .planner import Plan
 from .progress import Progress, showing
+from .rereading import latest, pruner_that_rereads, reread
 from .token_sources import Columns, Prompt, Stream, TokenIds, as_stream
 
 _LOGITS = 1 << 24  # logits are computed for as many rows at a time as make so many numbers
@@ -144,7 +145,8 @@ def prefill(
         cache.check_guide()
     if cache.recurs:
         _check_states(cache, plans, guide)
-    if plans is not None and max(map(len, plans)) > 1:  # before anything is read
+    again = pruner_that_rereads(cache)
+    if again is not None or (plans is not None and max(map(len, plans)) > 1):  # before anything is read
         cache.check_parts(facts, padded=len(set(prompt.lengths or ())) > 1)
     if plans is not None:
         begin, steps = plans, _known(plans)
@@ -155,6 +157,13 @@ def prefill(
     read, whole = [0] * batch, None if prompt.lengths is None else tuple(prompt.lengths)
     seen = cache.get_seq_length()  # columns; of tokens each sequence may have had fewer
     past = [seen] * batch if attention_mask is None else attention_mask[:, :seen].long().sum(1).tolist()
+    before = [torch.empty(0, dtype=torch.int64, device=device)] * batch
+
+    def run(ids: Tensor, counts: list[int], places: list[int], iteration: Iteration) -> Any:
+        step = cache.open(facts, counts, ids.shape[1], iteration)
+        given = _places(places, counts, ids.shape[1], device, facts.takes_positions) | {KEYWORD: step}
+        return decoder(input_ids=ids, past_key_values=cache, use_cache=True, **given)
+
     cache.mark_incomplete()
     try:
         cache.begin_prompt(begin, width_of_tail)
@@ -171,15 +180,17 @@ def prefill(
                 for b, chunk in enumerate(chunks):
                     if chunk:
                         ids[b, width - counts[b] :] = torch.cat([prompt.take(b, chunk).to(device), tail])
-                step = cache.open(facts, counts, width, Iteration(memory, width_of_tail, whole))
                 first = [a + b for a, b in zip(past, read, strict=True)]
-                given = _places(first, counts, width, device, facts.takes_positions) | {KEYWORD: step}
-                out = decoder(input_ids=ids, past_key_values=cache, use_cache=True, **given)
+                out = run(ids, counts, first, Iteration(memory, width_of_tail, whole, compresses=again is None))
                 if logits is not None:
                     end = width - width_of_tail
                     for b, chunk in enumerate(chunks):
                         rows = slice(end - chunk, end)
                         _give(logits, head, b, read[b], out.last_hidden_state[b, rows], ids[b, rows], prompt.peek(b))
+                if again is not None:
+                    own = [ids[b, width - count :] for b, count in enumerate(counts)]
+                    reread(again, run, own, before, first, whole)
+                    before = latest(before, own, again.lead_in)
                 read = [done + chunk for done, chunk in zip(read, chunks, strict=True)]
                 show(sum(read))
         cache.end_prompt(prompt.columns)

@@ -20,7 +20,8 @@ from kvcompress import (
 )
 from kvcompress.caches.spec import KINDS, PRUNERS
 from kvcompress.models import RETROFITTED
-from kvcompress.pruners import H2O, TOVA, CenterOfGravity, ChunkKV, CriticalKV, ExpectedAttention, SnapKV
+from kvcompress.models.tokenizer import byte_tokenizer
+from kvcompress.pruners import H2O, TOVA, CenterOfGravity, ChunkKV, CriticalKV, ExpectedAttention, KVzip, SnapKV
 
 WRITTEN = [  # text, class, attributes of the cache
     ("dense", DynamicCache, {}),
@@ -34,6 +35,11 @@ WRITTEN = [  # text, class, attributes of the cache
         "pruned,pruner=chunkkv:snapkv:window=16,chunk=20,budget=globaltopk:0.75",
         kvcompress.PrunedCache,
         {"pruner": ChunkKV(SnapKV(window=16), chunk=20), "budget": GlobalTopK(0.75)},
+    ),
+    (
+        "pruned,pruner=kvzip,chunk=64,prompt=12+7,budget=64",
+        kvcompress.PrunedCache,
+        {"pruner": KVzip(chunk=64, prompt=(12, 7))},
     ),
     (
         "pruned,pruner=criticalkv:chunkkv:chunk=4:expectedattention:use_value_norm=false,norm=l2,budget=64",
@@ -111,6 +117,12 @@ def test_every_kind_is_written_here():
     assert {CacheSpec.parse(text).kind for text, _, _ in WRITTEN} == set(KINDS)
     spec = CacheSpec.parse(next(text for text, _, _ in WRITTEN if "remotegap" in text))
     assert spec.make(config_of("pruned")).policy.gap == RemoteGap(gap=128, reading="to_query")
+
+
+def test_what_a_pruner_asks_in_words_is_the_tokenizers():
+    spec, config = CacheSpec.parse("pruned,pruner=chunkkv:kvzip,budget=64"), tiny_model().config
+    assert spec.make(config).pruner.pruner.prompt == ()
+    assert bytes(spec.make(config, byte_tokenizer()).pruner.pruner.suffix) == b"\n"
 
 
 def test_every_exported_pruner_has_a_name():

@@ -100,7 +100,7 @@ def test_ties_leave_after_every_layer_what_one_top_k_would(seed):
     for ranks in scores:  # what must stay and what must go, and rows of lengths of their own
         ranks[:, 0], ranks[0, T - seed :] = math.inf, -math.inf
     contest, held = Contest([0], sum(heads), floor, trims=True), []
-    assert contest.keep(0, keep, T, 1) == keep
+    assert contest.keep(0, keep, T, 1, called=True) == keep
     for layer, ranks in enumerate(scores):
         left = {layer: contest.enter(layer, 0, ranks, AssertionError)}
         left |= {number: lost[0] for number, lost in contest.lost().items()}
@@ -284,7 +284,7 @@ def test_bytes_hold_pages_and_tables(size, growth):
 def test_nan_is_refused_before_anything_is_dropped(missing):
     contest, ranks = Contest([0], 4, 0.0, trims=True), torch.tensor([[1.0, 3.0, 2.0]] * 2)
     ranks[1, missing] = float("nan")
-    assert contest.keep(0, 2, 9, 1) == 2
+    assert contest.keep(0, 2, 9, 1, called=True) == 2
     with pytest.raises(RuntimeError, match="layer 0 hold NaN"):
         contest.enter(0, 0, ranks, lambda: RuntimeError("layer 0 hold NaN"))
     assert contest.lost() == {}

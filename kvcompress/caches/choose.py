@@ -28,6 +28,7 @@ class Offers:
     of them are sequence b's own. guides[b]: how many tokens are the guide's. positions[b]: that of the next token, the
     guide aside. rotary, key_rotary: of the queries and the keys; in_sight[b]: keys in sight when their frequencies were
     settled. sums: float32 [B, Hq, S], logarithms of the sums of the queries' own softmax; None = not known.
+    repeated[b]: which candidates the guide repeats (see Candidates); None = it does not.
     """
 
     keys: Tensor
@@ -43,6 +44,7 @@ class Offers:
     in_sight: list[int]
     softmax: Softmax
     sums: Tensor | None = None
+    repeated: tuple[tuple[int, int] | None, ...] | None = None
 
     @property
     def heads(self) -> int:
@@ -206,7 +208,8 @@ class Chooser(SideState):
             lengths, held = offers.lengths[offers.rows(b)], None if fixed is None else tuple(fixed[offers.rows(b)])
             place = (offers.positions[b], offers.in_sight[b]) if pruner.one_frame else (0, 0)
             seen = max(lengths), min(lengths), offers.valid[b], offers.guides[b], self.whole[b], self.firsts[b]
-            facts.add((tokens, held, votes[b], *place, *seen))
+            repeated = None if offers.repeated is None else offers.repeated[b]
+            facts.add((tokens, held, votes[b], repeated, *place, *seen))
         return [list(range(len(keep)))] if len(facts) == 1 else alone
 
     def _offer(self, offers: Offers, some: list[int], output: OutputLayer | None) -> Candidates:
@@ -227,6 +230,7 @@ class Chooser(SideState):
             rotary=offers.rotary, key_rotary=offers.key_rotary, in_sight=offers.in_sight[b],
             output=None if output is None else output.weights(),
             sums=None if offers.sums is None else offers.sums[part, :, last:].flatten(0, 1)[None],
+            repeated=None if offers.repeated is None else offers.repeated[b],
         )  # fmt: skip
 
     def _counted(self, offer: Candidates, rows: slice, offers: Offers, votes: bool) -> Candidates:

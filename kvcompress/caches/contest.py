@@ -58,11 +58,12 @@ class Contest:
         self._entries: list[dict[int, _Entry]] = [{} for _ in held]  # of each sequence by layer
         self._lost: dict[int, dict[int, Left]] = {}  # by layer and sequence, since it was last asked
 
-    def keep(self, b: int, mean: int, new: int, slack: int) -> int | None:
+    def keep(self, b: int, mean: int, new: int, slack: int, *, called: bool) -> int | None:
         """Tokens per row, mean, that sequence b keeps of what it holds and so many new ones; None = all. It is decided
-        once for all layers. mean: its budget. slack: tokens per row over the budget that are due."""
+        once for all layers. mean: its budget. slack: tokens per row over the budget that are due. called: whether the
+        pass is about it."""
         if b not in self._keep:
-            due = new > 0 and self.held[b] + new * self.rows > (mean + slack - 1) * self.rows
+            due = called and self.held[b] + new * self.rows > (mean + slack - 1) * self.rows
             self._keep[b] = mean if due else None
         return self._keep[b]
 

@@ -104,6 +104,11 @@ class IterativeCache(CompressedCache):
             )
         if track and every:
             raise ValueError(f"track follows prompts only: every must be None with it, got {every}")
+        if isinstance(pruner, Pruner) and pruner.rereads:
+            raise ValueError(
+                f"pruner must not be {type(pruner).__name__}, whose second reading needs the keys where they stand: "
+                "read with PrunedCache, in chunks by its chunk_size"
+            )
         self.pool_settings = PoolSettings(page_size, max_pages, grow)
         self.policy = Policy.of(
             pruner, memory_size, self.pool_settings, trained_length_of(config), every=every, chunk_size=chunk_size,

@@ -20,12 +20,16 @@ View = Callable[[Tensor, Softmax], Tensor]  # attention of un-rotated queries to
 @dataclass(frozen=True)
 class Iteration:
     """One iteration of reading a prompt. memory[b][n]: tokens per KV head that layer n of those that compress keeps of
-    sequence b; () for a sequence that has no tokens in it. guide_length: how many of its last tokens are the guide.
-    prompt: tokens of each sequence's whole prompt, None = not known."""
+    sequence b; () for a sequence that has no tokens in it. guide_length: how many of its last tokens are the guide, at
+    most. prompt: tokens of each sequence's whole prompt, None = not known. compresses: whether what is held is cut to
+    its budget. repeated: where the guide repeats what is held, (back, length) of each sequence (see Candidates); None
+    for one that has no tokens in it."""
 
     memory: tuple[tuple[int, ...], ...]
     guide_length: int = 0
     prompt: tuple[int, ...] | None = None
+    compresses: bool = True
+    repeated: tuple[tuple[int, int] | None, ...] | None = None
 
 
 class CachePass(Pass):
@@ -62,10 +66,16 @@ class CachePass(Pass):
         return 0 if self.iteration is None else self.iteration.guide_length
 
     @property
+    def guides(self) -> list[int]:
+        """Tokens of the guide in each sequence."""
+        return [min(self.guide_length, count) for count in self.counts]
+
+    @property
     def kept(self) -> tuple[int, ...]:
         """Tokens of each sequence that are not the guide's."""
-        guide = self.guide_length
-        return tuple(max(count - guide, 0) for count in self.counts) if guide else self.counts
+        if self.guide_length == 0:
+            return self.counts
+        return tuple(count - guide for count, guide in zip(self.counts, self.guides, strict=True))
 
     @property
     def whole(self) -> list[int]:
@@ -73,6 +83,10 @@ class CachePass(Pass):
         chunks all of them."""
         known = None if self.iteration is None else self.iteration.prompt
         return [max(count, n, 1) for count, n in zip(self.counts, known or self.counts, strict=True)]
+
+    def ends_unheard(self, layer: int) -> bool:
+        """Whether nobody looks at what a layer gives: the last one, in a pass that only scores."""
+        return self.iteration is not None and self.iteration.repeated is not None and layer == max(self.facts)
 
     def on(self, device: torch.device) -> Tensor:
         """counts, int32 [B, 1] on a device."""

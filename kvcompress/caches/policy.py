@@ -11,6 +11,7 @@ from ..budgets import AdaKV, Budget, CacheShape, GlobalTopK, Size, as_budget
 from ..hf.facts import LayerFacts
 from ..positions import RemoteGap
 from ..pruners import Pruner, SnapKV
+from .passes import Iteration
 from .store import PoolSettings
 
 NEVER = 1 << 60  # tokens
@@ -63,6 +64,11 @@ class Policy:
         for name, value in (("every", every), ("chunk_size", chunk_size)):
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise ValueError(f"{name} must be an integer of at least 1 or None, got {value!r}")
+        if pruner.rereads and every is not None:
+            raise ValueError(
+                f"every must be None with {type(pruner).__name__}, whose scores come from a second reading of prompts, "
+                f"got {every}"
+            )
         gap = _gap_of(positions)
         if gap is not None and pruner.one_frame:
             raise ValueError(f"positions must be 'original' with {type(pruner).__name__}, got {positions!r}")
@@ -81,6 +87,10 @@ class Policy:
         """Tokens per head that one of so many layers keeps of a sequence of `length` tokens."""
         shape = CacheShape(layers, rows, slot_nbytes, self.pool.page_size, self.every)
         return self.budget.layer_tokens(length, layer, shape)
+
+    def compresses(self, iteration: Iteration | None) -> bool:
+        """Whether a call of several tokens may compress: one that the pruner can score."""
+        return not self.pruner.rereads if iteration is None else iteration.compresses
 
     def near_of(self, keep: int) -> int:
         """Near tokens of a compression to `keep` tokens."""
@@ -102,10 +112,11 @@ class Policy:
         limited = any(facts.rotates and not facts.query_rotary.follows_length for facts in layers)
         if behind and limited and end + behind > self.trained_length:
             name = type(self.pruner).__name__
+            memory = "" if self.pruner.rereads else "read through a memory (IterativeCache), "
             raise ValueError(
                 f"{name} asks queries again at {behind} positions behind the {end} that are in sight, but the model "
-                f"was trained for {self.trained_length}; read shorter prompts, read through a memory "
-                "(IterativeCache), or take a pruner that asks nothing behind"
+                f"was trained for {self.trained_length}; read shorter prompts, {memory}or take a pruner that asks "
+                "nothing behind"
             )
 
     def check_model(self, layers: Iterable[LayerFacts]) -> None:

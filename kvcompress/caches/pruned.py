@@ -94,12 +94,19 @@ class PrunedCache(CompressedCache):
             # with the same number of tokens everywhere all layers are alike
             for layer in layers[:1] if isinstance(self.budget, Uniform) else layers:
                 self._check_positions(layer, counts)
-        if columns > 1 and (layers := self.compressing):
+        if self.pruner.rereads and iteration is None and columns > 1 and not self.seen:
+            raise ValueError(
+                f"a prompt must be read by kvcompress.prefill or generate with {type(self.pruner).__name__}, which "
+                "scores by a second reading, got a call of the model"
+            )
+        scores = iteration is not None and iteration.repeated is not None
+        if columns > 1 and not scores and (layers := self.compressing):
             places = layers[0].next or [0] * len(counts)
             end = max(place + count for place, count in zip(places, counts, strict=True))
             self.policy.check_behind(end, max(counts), (facts[layer.index] for layer in layers))
         step = super().open(facts, counts, columns, iteration)
         compresses = self.every is not None or columns > 1 or iteration is not None
+        compresses = compresses and self.policy.compresses(iteration)
         if isinstance(self.budget, GlobalTopK) and compresses and self.compressing:
             step.contest = self._contest(self.budget, facts, len(counts))
         return step

@@ -57,7 +57,7 @@ class PrunedLayer(PagedLayer):
         if not one and recent is not None and step.contest is not None:
             self.count_votes(facts, [count > 0 for count in step.counts])
         elif not one and recent is not None:  # a new prompt finds no more than the budget
-            self._compress(step, facts, slack=self._slack)
+            self._compress(step, facts, slack=self._slack(step))
         out = self.attend_one(step, queries, keys, values, softmax)
         view = None if out is not None else self.append(step, keys, values)
         self._count(step.counts)
@@ -65,12 +65,15 @@ class PrunedLayer(PagedLayer):
 
         def after() -> None:
             if not one:
-                self._compress(step, facts, call=queries, slack=self._slack)
+                self._compress(step, facts, call=queries, slack=self._slack(step))
             elif recent is not None:
                 every = policy.every or NEVER
                 if self._due(every, step) or (policy.pruner.accumulates and recent.full):
                     self._compress(step, facts, slack=every)
 
+        if view is not None and step.ends_unheard(self.index):
+            after()
+            return torch.zeros_like(queries)
         if view is not None:
             return step.answer(self.index, view, queries, softmax, after)
         after()
@@ -176,7 +179,8 @@ class PrunedLayer(PagedLayer):
     def _contested(self, step: CachePass, b: int, slack: int) -> int | None:
         """Tokens per head that sequence b keeps where layers share a budget, mean over all; None = all that it has."""
         assert step.contest is not None
-        return step.contest.keep(b, self.keep_of(b, step.compressing), step.kept[b], slack)
+        keep = self.keep_of(b, step.compressing)
+        return step.contest.keep(b, keep, step.kept[b], slack, called=step.counts[b] > 0)
 
     def _keeps(self, offers: Offers, step: CachePass, slack: int) -> list[int | None]:
         """What each sequence is to keep; None = all that it has."""
@@ -196,7 +200,7 @@ class PrunedLayer(PagedLayer):
 
     def _without_guide(self, step: CachePass) -> list[int]:
         """Tokens of the guide in each sequence, which are counted no more."""
-        guides = [step.guide_length if count else 0 for count in step.counts]
+        guides = step.guides
         if step.guide_length:
             self._count([-length for length in guides])
             self.next = [place - length for place, length in zip(self.next, guides, strict=True)]
@@ -228,6 +232,7 @@ class PrunedLayer(PagedLayer):
         else:
             return
         offers = self._offers(facts, queries, valid, guides)
+        offers.repeated = None if step.iteration is None else step.iteration.repeated
         self.settle(offers, step, facts, slack=slack)
 
     def settle(
@@ -235,7 +240,7 @@ class PrunedLayer(PagedLayer):
     ) -> None:
         """Chooses, and stores what stays. slack: tokens over the budget that are due, None = as after a call of several
         tokens. held: what is offered are the pool's slots."""
-        slack, gap = self._slack if slack is None else slack, self.policy.gap
+        slack, gap = self._slack(step) if slack is None else slack, self.policy.gap
         near = 0 if gap is None else gap.near_length or 0
         keeps = self._keeps(offers, step, slack)
         if step.columns == 1 and step.iteration is None:  # when a sequence votes, others have no say in
@@ -253,7 +258,9 @@ class PrunedLayer(PagedLayer):
             contest=step.contest,
             output=step.facts.outputs.get(self.index),
         )
-        if not held or choice.kept != offers.lengths:
+        if held and gap is None and keeps == [None] * len(keeps):
+            self._forget_guide(choice)
+        elif not held or choice.kept != offers.lengths:
             self._store(offers, choice, facts, held=held)
         if step.contest is not None:
             for index, left in step.contest.lost().items():
@@ -273,10 +280,9 @@ class PrunedLayer(PagedLayer):
         if trim:
             pool.trim()
 
-    @property
-    def _slack(self) -> int:
+    def _slack(self, step: CachePass) -> int:
         """Tokens over the budget from which a call of several tokens compresses."""
-        return 1 if self.policy.prompts else NEVER
+        return 1 if self.policy.prompts and self.policy.compresses(step.iteration) else NEVER
 
     def _offers(self, facts: LayerFacts, queries: Tensor, valid: list[int], guides: list[int]) -> Offers:
         """What the pages hold."""
@@ -327,6 +333,12 @@ class PrunedLayer(PagedLayer):
             pool.rewrite(rows, kept)
         else:
             pool.append(rows, kept)
+
+    def _forget_guide(self, choice: Choice) -> None:
+        """Nothing goes but the guide, which is the last of each row."""
+        assert self.pool is not None
+        if choice.kept != self.pool.counts:
+            self.pool.truncate(choice.kept)
 
     def _compact(self, choice: Choice) -> None:
         """Makes the chosen slots of the pool what it holds, where they stand."""

@@ -29,6 +29,8 @@ class RecentQueries(SideState):
     @staticmethod
     def of(pruner: Pruner, every: int) -> RecentQueries | None:
         """What a pruner needs in a cache that compresses every so many tokens; None if nothing."""
+        if pruner.rereads:  # queries of prompts alone
+            return None
         if pruner.accumulates:  # they wait for a common vote; few, as they count beside a small budget
             return RecentQueries(min(every or VOTING, VOTING) + pruner.overlap)
         return RecentQueries(pruner.window or 1) if every else None

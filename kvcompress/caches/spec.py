@@ -27,6 +27,7 @@ from .quest import QuestCache
 from .streaming import StreamingCache
 
 DENSE = "dense"
+_IDS = tuple[int, ...]
 _UNTRAINED: dict[str, type[Cache]] = {
     "iterative": IterativeCache, "pruned": PrunedCache, "quest": QuestCache, "streaming": StreamingCache,
 }  # fmt: skip
@@ -101,11 +102,15 @@ class CacheSpec:
         saved = getattr(decoder_config(config), "kvcompress", None)
         return None if saved is None else saved["method"]
 
-    def make(self, config: PreTrainedConfig) -> Cache:
-        """A new cache for one conversation, or a batch of them."""
-        return (
-            DynamicCache(config=decoder_config(config)) if self.kind == DENSE else self._class(config, **self._settings)
-        )
+    def make(self, config: PreTrainedConfig, tokenizer: Any = None) -> Cache:
+        """A new cache for one conversation, or a batch of them. tokenizer: of what a pruner asks in words (KVzip); None
+        = it asks without."""
+        if self.kind == DENSE:
+            return DynamicCache(config=decoder_config(config))
+        settings = dict(self._settings)
+        if tokenizer is not None and isinstance(pruner := settings.get("pruner"), Pruner):
+            settings["pruner"] = pruner.with_tokenizer(tokenizer)
+        return self._class(config, **settings)
 
     def __str__(self) -> str:
         return ",".join([self.kind, *(f"{key}={value}" for key, value in self.given.items())])
@@ -183,6 +188,8 @@ def _value(key: str, text: str, allowed: frozenset[type]) -> Any:
         return int(text)
     if float in allowed and re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", text):
         return float(text)
+    if _IDS in allowed and re.fullmatch(r"\d+(\+\d+)*", text):
+        return tuple(map(int, text.split("+")))
     if str in allowed and not (Budget in allowed and not re.match(r"\d", text)):  # bytes are no name
         return text
     raise ValueError(f"{key} must be {' or '.join(_expected(allowed))}, got {text!r}")
@@ -216,6 +223,7 @@ def _expected(allowed: frozenset[type]) -> list[str]:
     written = {
         int: "a whole number", float: "a number", bool: "true or false",
         str: "bytes such as 512MiB" if Budget in allowed else "a name", type(None): "none",
+        _IDS: "token ids such as 12+7",
         Budget: f"one of {', '.join(f'{name}:...' for name in BUDGETS)}", RemoteGap: "remotegap",
     }  # fmt: skip
     return [words for kind, words in written.items() if kind in allowed]

@@ -11,6 +11,7 @@ from .expected import ExpectedAttention
 from .gravity import CenterOfGravity
 from .h2o import H2O
 from .keydiff import KeyDiff
+from .kvzip import KVzip
 from .lagkv import LagKV
 from .leverage import Compactor, LeverageScore
 from .plain import KeyNorm, Random
@@ -31,6 +32,7 @@ __all__ = [
     "Compactor",
     "CriticalKV",
     "ExpectedAttention",
+    "KVzip",
     "KeyDiff",
     "KeyNorm",
     "LagKV",

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import copy
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor
 
-from .base import Candidates, Pruner
+from .base import Candidates, Pruner, Reread
 
 Self = TypeVar("Self", bound="AskingPruner")
 _SEES = ("window", "uses_guide", "uses_values", "uses_output", "uses_sums", "uses_notes", "accumulates", "overlap",
-         "one_frame", "default_budget", "num_sink_tokens")  # fmt: skip
+         "rereads", "lead_in", "one_frame", "default_budget", "num_sink_tokens")  # fmt: skip
 
 
 class AskingPruner(Pruner):
@@ -44,6 +44,14 @@ class AskingPruner(Pruner):
 
     def positions_behind(self, tokens: int) -> int:
         return self.pruner.positions_behind(tokens)
+
+    def reread(self, tokens: Tensor, before: Tensor, begins: bool) -> list[Reread]:
+        return self.pruner.reread(tokens, before, begins)
+
+    def with_tokenizer(self: Self, tokenizer: Any) -> Self:
+        other = copy.copy(self)
+        object.__setattr__(other, "pruner", self.pruner.with_tokenizer(tokenizer))
+        return other
 
     def votes(self, candidates: Candidates) -> Tensor:
         return self.pruner.votes(candidates)

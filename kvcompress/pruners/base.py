@@ -29,7 +29,8 @@ class Candidates:
     in sight when their frequencies were settled, None = position. sums: float32 [1, Hq, S], logarithm of
     the sum that each query's own causal softmax divides by; None = not known (see log_sums). notes: float32
     [Hkv, D], what the pruner's votes write down of each head, zeros at first; None where it takes none. output: the
-    weights of the output projection [Hq, D, hidden], None where the pruner asks for none.
+    weights of the output projection [Hq, D, hidden], None where the pruner asks for none. repeated: (back, length), the
+    guide repeats so many candidates of each head, which begin `back` before the last one's end; None = it does not.
     """
 
     queries: Tensor
@@ -52,6 +53,7 @@ class Candidates:
     sums: Tensor | None = None
     notes: Tensor | None = None
     output: Tensor | None = None
+    repeated: tuple[int, int] | None = None
 
     @property
     def heads(self) -> int:
@@ -164,6 +166,15 @@ class Ranking(NamedTuple):
     recent: int
 
 
+class Reread(NamedTuple):
+    """A reading that only scores: `tokens` [n] follow the text and are not stored; they repeat places first..end-1 of
+    what was read last."""
+
+    first: int
+    end: int
+    tokens: Tensor
+
+
 class Pruner(ABC):
     """Chooses which candidates stay. Subclasses are dataclasses that give every candidate a score.
 
@@ -187,6 +198,8 @@ class Pruner(ABC):
     uses_notes = False  # votes writes into candidates.notes, which the cache keeps
     uses_sums = False  # scores looks at candidates.log_sums(), which the prompt's own attention then notes
     by_head = False  # scores of a KV head look at no other: sequences alike are offered as one of more heads
+    rereads = False  # what kvcompress.prefill has read is read once more, to be scored (see reread)
+    lead_in: int = 0  # tokens before a call's own that reread looks at
     one_frame = False  # judges keys by where they stand: cannot choose among keys of two segments (RemoteGap)
     default_budget: int | None = None  # tokens per row where the user gives no budget
 
@@ -213,6 +226,16 @@ class Pruner(ABC):
     def positions_behind(self, tokens: int) -> int:
         """How many positions behind a call of so many tokens its queries are asked at again."""
         return 0
+
+    def reread(self, tokens: Tensor, before: Tensor, begins: bool) -> list[Reread]:
+        """What is read once more of tokens [n] that were just read, where the pruner rereads. before: the last of
+        those that were read before them in the same prompt; begins: they are a sequence's first."""
+        raise NotImplementedError(f"{type(self).__name__} does not reread")
+
+    def with_tokenizer(self, tokenizer: Any) -> Pruner:
+        """The same pruner, with what it asks in words as this tokenizer's ids."""
+        del tokenizer
+        return self
 
     def with_sinks(self, tokens: int) -> Pruner:
         """The same pruner with so many num_sink_tokens."""

@@ -35,6 +35,7 @@ from kvcompress.pruners import (
     ExpectedAttention,
     KeyDiff,
     KeyNorm,
+    KVzip,
     LagKV,
     LeverageScore,
     Pruner,
@@ -64,6 +65,7 @@ PRUNERS: dict[str, Pruner] = {
     "Random": Random(),
 }
 NAMED: dict[str, Pruner] = {  # in the whole run alone
+    "KVzip": KVzip(chunk=512),
     "KeyDiff/paper": KeyDiff.preset("paper"),
     "CriticalKV": CriticalKV(),
     "LagKV": LagKV.preset("kvpress"),

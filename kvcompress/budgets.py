@@ -6,8 +6,9 @@ import functools
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -180,6 +181,12 @@ class Uniform(Budget):
         return _topk(ranks, keep), None
 
 
+_PYRAMIDS: dict[str, dict[str, Any]] = {
+    "kvpress": {"beta": 20, "window": 64, "inside": True},
+    "kvcache-factory": {"beta": 20, "window": 8},
+}
+
+
 @dataclass(frozen=True)
 class PyramidKV(Budget):
     """Lower layers keep more: a straight line from the first layer to the last, its mean is the size.
@@ -188,12 +195,24 @@ class PyramidKV(Budget):
     The line goes from 2*b - b/beta down to b/beta, b = mean - window, and every layer keeps `window` tokens besides. A
     first layer that would keep more than there is keeps all, and the last one the more. Rounding conserves the sum over
     the layers exactly (largest remainders, ties to the lower layer).
+    inside: the window counts in the line, b = mean: the first layer keeps at most length - window, and where the last
+    one would keep less than window, all keep the mean.
+    preset(name, size): "kvpress" (window 64, inside; its layers are rounded one by one, ours conserve the sum: within a
+    token) and "kvcache-factory", the authors' code (window 8). SnapKV.preset has the same names.
     Raises ValueError for a field out of range. Source: PyramidKV, section 3.2.
     """
 
     size: Size
     beta: int = 20
     window: int = 32
+    inside: bool = False
+
+    @staticmethod
+    def preset(name: str, size: Size, **changes: Any) -> PyramidKV:
+        """PyramidKV as an implementation sets it: kvpress, kvcache-factory. changes: other fields."""
+        if name not in _PYRAMIDS:
+            raise ValueError(f"preset must be one of {', '.join(_PYRAMIDS)}, got {name!r}")
+        return replace(PyramidKV(size, **_PYRAMIDS[name]), **changes)
 
     @property
     def divides_layers(self) -> bool:
@@ -204,6 +223,8 @@ class PyramidKV(Budget):
         for name, value, least in (("beta", self.beta, 1), ("window", self.window, 0)):
             if not isinstance(value, int) or value < least:
                 raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
+        if not isinstance(self.inside, bool):
+            raise ValueError(f"inside must be True or False, got {self.inside!r}")
 
     @property
     def tokens(self) -> int | None:
@@ -224,13 +245,15 @@ class PyramidKV(Budget):
     def _line(self, mean: int, length: int, layers: int) -> list[int]:
         if mean >= length or layers == 1 or mean == 0:
             return [min(mean, length)] * layers
-        window = min(self.window, mean - 1)
-        base = mean - window
+        window = 0 if self.inside else min(self.window, mean - 1)
+        base, most = mean - window, length - self.window if self.inside else length - window
         low = max(Fraction(base, self.beta), Fraction(0 if window else 1))
         high = 2 * base - low
-        if high > length - window:
-            high = Fraction(length - window)
+        if high > most:
+            high = Fraction(most)
             low = 2 * base - high
+        if self.inside and not high >= low >= self.window:
+            return [mean] * layers
         exact = [high - j * (high - low) / (layers - 1) for j in range(layers)]
         tokens = [int(x) for x in exact]
         by_remainder = sorted(range(layers), key=lambda j: (tokens[j] - exact[j], j))

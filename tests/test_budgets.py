@@ -82,6 +82,28 @@ def test_a_pyramid_is_the_line_of_the_paper():
     assert [PyramidKV(100, 20, 20).layer_tokens(120, j, shape) for j in range(5)] == [120, 110, 100, 90, 80]
 
 
+@pytest.mark.parametrize("length", [200, 700, 5000])
+@pytest.mark.parametrize("removed", [0.25, 0.5, 0.9])
+def test_pyramids_of_kvpress(length, removed):
+    """get_layer_budget of its PyramidKVPress, written out; whose layers are rounded one by one."""
+    window, beta, layers = 64, 20, 6
+    capacity = window + length * (1 - removed)
+    least = (capacity - window) / beta
+    most = (capacity - window) * 2 - least
+    if most >= length - window:
+        most = length - window
+        least = (capacity - window) * 2 - most
+    if length >= most >= least >= window:
+        theirs = [round(most - j * (most - least) / (layers - 1)) for j in range(layers)]
+    else:
+        theirs = [round(length * (1 - removed))] * layers
+    budget, shape = PyramidKV.preset("kvpress", removed), CacheShape(layers, 2, 64, 16, 0)
+    ours = [budget.layer_tokens(length, j, shape) for j in range(layers)]
+    assert max(abs(a - b) for a, b in zip(ours, theirs, strict=True)) <= 1
+    assert sum(ours) == layers * budget.mean_tokens(length, shape)
+    assert PyramidKV.preset("kvcache-factory", removed, beta=5) == PyramidKV(removed, 5, 8)
+
+
 def test_heads_share_a_layers_tokens():
     ranks = torch.tensor([[9.0, 1, 2, 8, 3], [4, 7, 0, 0, 5]])
     indices, kept = AdaKV(2, floor=0.0).divide(ranks, 2, 10)
@@ -151,6 +173,8 @@ def test_a_head_that_offers_nothing_is_empty_and_leaves_its_share_to_others():
         (lambda: Uniform(True), r"must be tokens \(int\)"),
         (lambda: Uniform(1.5), "below 1, got 1.5"),
         (lambda: Uniform("10"), "number of bytes like"),
+        (lambda: PyramidKV(10, inside=1), "inside must be True or False, got 1"),
+        (lambda: PyramidKV.preset("paper", 10), "preset must be one of kvpress, kvcache-factory, got 'paper'"),
         (lambda: PyramidKV(10, beta=0), "beta must be an integer of at least 1, got 0"),
         (lambda: PyramidKV(10, window=-1), "window must be an integer of at least 0, got -1"),
         (lambda: AdaKV(10, floor=1.1), "floor must be between 0 and 1, got 1.1"),

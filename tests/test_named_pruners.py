@@ -9,13 +9,26 @@ from helpers import attached, kind_model, left_padded, random_ids, tiny_model
 import kvcompress
 from kvcompress import AdaKV, GlobalTopK, PrunedCache
 from kvcompress.positions import RotaryTables
-from kvcompress.pruners import RKV, Candidates, ChunkKV, Compactor, CriticalKV, LagKV, LeverageScore, Replay, SnapKV
+from kvcompress.pruners import (
+    H2O,
+    RKV,
+    TOVA,
+    Candidates,
+    ChunkKV,
+    Compactor,
+    CriticalKV,
+    LagKV,
+    LeverageScore,
+    ObservedAttention,
+    Replay,
+    SnapKV,
+)
 from kvcompress.softmax import Softmax
 
 PRUNERS = [
     LagKV(lag=8, num_sink_tokens=2), ChunkKV(SnapKV(window=4), chunk=5),
     ChunkKV(Replay(chunk=16, last=4), heads="per_kv_head"), RKV(window=4), LeverageScore(sketch=None),
-    Compactor(num_sink_tokens=2, chunk=16), CriticalKV(SnapKV(window=4)),
+    Compactor(num_sink_tokens=2, chunk=16), CriticalKV(SnapKV(window=4)), ObservedAttention(window=8),
 ]  # fmt: skip
 
 
@@ -222,7 +235,41 @@ def test_values_that_pass_a_gate_cannot_be_weighed():
         kvcompress.prefill(model, random_ids(30), PrunedCache(model.config, CriticalKV(), 12))
 
 
+def test_criticalkv_hides_no_nan():
+    offer, _ = text()
+    offer = replace(offer, output=torch.randn(4, 16, 24))
+    offer.keys[0, 1, 7] = float("nan")
+    assert CriticalKV(SnapKV(window=5)).scores(offer, 20)[1].isnan().any()
+    offer = replace(text()[0], output=torch.full((4, 16, 24), float("nan")))
+    assert CriticalKV(SnapKV(window=5)).scores(offer, 20).isnan().any(1).all()
+
+
+def test_tova_and_observed_attention_are_kvpresss():
+    offer, _ = text()
+    weights = torch.zeros(4, 50, 50)
+    for head in range(4):
+        logits = offer.queries[0, head] @ offer.keys[0, head // 2].T / 4
+        weights[head] = logits.masked_fill(torch.ones(50, 50).triu(1).bool(), float("-inf")).softmax(-1)
+    observed = (weights.sum(1) / torch.arange(50, 0, -1)).view(2, 2, 50)
+    assert H2O.preset("kvpress") == ObservedAttention()
+    torch.testing.assert_close(ObservedAttention().scores(offer, 20), observed.sum(1), atol=1e-5, rtol=1e-4)
+    kept = H2O.preset("kvpress").select(offer, 20)
+    assert torch.equal(kept.long(), observed.mean(1).topk(20)[1].sort()[0])
+    last = weights[:, -1].mean(0)
+    last[-1] = 1  # TOVAPress pads with the largest score
+    assert torch.equal(TOVA.preset("kvpress").select(offer, 20)[0].long(), last.topk(20)[1].sort()[0])
+
+
+def test_observed_attention_of_a_later_call_is_of_its_queries():
+    offer, _ = text()
+    later = replace(offer, queries=offer.queries[:, :, -10:], chunk_length=10, whole=False)
+    scores = ObservedAttention().scores(later, 20)
+    expected = later.attention(10) / torch.tensor([10.0] * 40 + [*range(10, 0, -1)])
+    torch.testing.assert_close(scores, expected)
+
+
 def test_presets():
+    assert TOVA.preset("kvpress") == TOVA(last=1)
     assert LagKV.preset("kvpress") == LagKV(lag=128, num_sink_tokens=4)
     assert ChunkKV.preset("kvpress").chunk == 20
     assert Compactor.preset("kvpress", 0.75) == Compactor(blending=0.75, scaled=False)
@@ -232,6 +279,10 @@ def test_presets():
 @pytest.mark.parametrize(
     ("build", "message"),
     [
+        (lambda: TOVA.preset("paper"), "preset must be kvpress, got 'paper'"),
+        (lambda: H2O.preset("paper"), "preset must be kvpress, got 'paper'"),
+        (lambda: TOVA(last=-1), "last must be at least 0, got -1"),
+        (lambda: ObservedAttention(window=0), "window must be at least 1, got 0"),
         (lambda: LagKV(lag=1), "lag must be at least 2, got 1"),
         (lambda: LagKV.preset("paper"), "preset must be kvpress, got 'paper'"),
         (lambda: ChunkKV("SnapKV"), "pruner must be one of kvcompress.pruners, got str"),

@@ -14,6 +14,7 @@ from .keydiff import KeyDiff
 from .kvzip import KVzip
 from .lagkv import LagKV
 from .leverage import Compactor, LeverageScore
+from .observed import ObservedAttention
 from .plain import KeyNorm, Random
 from .replay import Replay
 from .rkv import RKV
@@ -37,6 +38,7 @@ __all__ = [
     "KeyNorm",
     "LagKV",
     "LeverageScore",
+    "ObservedAttention",
     "Pruner",
     "Random",
     "Ranking",

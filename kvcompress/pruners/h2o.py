@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Any
 
 from torch import Tensor
 
 from .base import Candidates, Pruner
+from .observed import ObservedAttention
 
 
 @dataclass(frozen=True)
@@ -18,6 +20,7 @@ class H2O(Pruner):
     sum goes on over chunks and decoded tokens and follows its key through compaction. recent_ratio: share of the budget
     that the most recent tokens take, 0..1 (paper: half).
     Old keys have had more queries to collect from; that is the paper's definition, and why recent tokens are protected.
+    preset("kvpress") is ObservedAttention, which is what kvpress has of it.
     Source: H2O, section 4; a running sum per KV head.
     """
 
@@ -31,6 +34,13 @@ class H2O(Pruner):
         self._check()
         if not isinstance(self.recent_ratio, (int, float)) or not 0.0 <= self.recent_ratio <= 1.0:
             raise ValueError(f"recent_ratio must be between 0 and 1, got {self.recent_ratio}")
+
+    @staticmethod
+    def preset(name: str, **changes: Any) -> Pruner:
+        """What an implementation has in H2O's place: kvpress. changes: other fields of that."""
+        if name != "kvpress":
+            raise ValueError(f"preset must be kvpress, got {name!r}")
+        return ObservedAttention(**changes)
 
     def recent(self, keep: int, chunk_length: int) -> int:
         return min(int(Fraction(repr(float(self.recent_ratio))) * keep), keep - min(self.num_sink_tokens, keep))

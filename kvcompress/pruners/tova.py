@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import Tensor
 
@@ -13,16 +14,29 @@ from .base import Candidates, Pruner
 class TOVA(Pruner):
     """Keeps the keys that the last query attends to most, summed over all heads of a layer, which keep the same tokens.
 
-    The last token competes like any other. With a guide, its last token is the one that asks.
+    The last token competes like any other, but for the `last` ones, which always stay. With a guide, its last token is
+    the one that asks.
+    preset("kvpress") is kvpress's TOVAPress: the last token always stays.
     Source: TOVA, section 4.
     """
 
+    last: int = 0
     num_sink_tokens: int = 0
     window = 1
     uses_guide = True
 
     def __post_init__(self) -> None:
-        self._check()
+        self._check(last=0)
+
+    @staticmethod
+    def preset(name: str, **changes: Any) -> TOVA:
+        """TOVA as an implementation sets it: kvpress. changes: other fields."""
+        if name != "kvpress":
+            raise ValueError(f"preset must be kvpress, got {name!r}")
+        return replace(TOVA(last=1), **changes)
+
+    def recent(self, keep: int, chunk_length: int) -> int:
+        return min(self.last, keep - min(self.num_sink_tokens, keep))
 
     def scores(self, candidates: Candidates, keep: int) -> Tensor:
         return candidates.attention(1).sum(0, keepdim=True).expand(candidates.heads, -1)

@@ -121,6 +121,11 @@ class Budget(ABC):
         """divide, of the layer of this number among those that compress."""
         return self.divide(ranks, keep, allowed)
 
+    def over(self, layer: int, held: Sequence[int], keep: int, slack: int) -> bool:
+        """Whether the rows of one sequence in a layer, which hold so many tokens each, are `slack` tokens over it, at
+        least 1. layer: its number among those that compress. keep: tokens per row, mean (layer_tokens)."""
+        return sum(held) // len(held) >= keep + slack
+
     def check_rows(self, heads: Sequence[int]) -> None:  # noqa: B027  (most are for any model)
         """Raises ValueError for a model whose layers that compress have so many KV heads, if it is not for it."""
 

@@ -1,10 +1,14 @@
-"""Files that are written whole or not at all."""
+"""Files that are written whole or not at all, and JSON that is what it says."""
 
 from __future__ import annotations
 
+import json
 import os
 import uuid
 from pathlib import Path
+from typing import Any
+
+from .checks import need
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> Path:
@@ -17,3 +21,21 @@ def write_text(path: str | os.PathLike[str], text: str) -> Path:
     finally:
         temporary.unlink(missing_ok=True)
     return path
+
+
+def read_json(path: str | os.PathLike[str], what: str, form: str) -> dict[str, Any]:
+    """The fields of a file of this format, but for the format itself. what: it is, for messages.
+
+    Raises FileNotFoundError for no file, ValueError for no JSON object of the format.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"{what} must be a file, got {path}")
+    try:
+        saved = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path.name} must be a {what} in JSON: {error}") from None
+    need(isinstance(saved, dict), f"{path.name} must be a {what}, got a JSON {type(saved).__name__}")
+    kind = saved.pop("format", None)
+    need(kind == form, f"format of {path.name} must be {form!r}, got {kind!r}")
+    return dict(saved)

@@ -15,7 +15,7 @@ from torch import Tensor
 from . import ops
 from .budgets import Budget, CacheShape, Size, _check_size, _mean_tokens, flat_pages, flat_topk
 from .checks import need
-from .files import write_text
+from .files import read_json, write_text
 
 FORMAT = "kvcompress budget profile 1"
 _UNIT = 1 << 20  # shares are counted in parts of this
@@ -62,16 +62,7 @@ class BudgetProfile:
     @staticmethod
     def load(path: str | os.PathLike[str]) -> BudgetProfile:
         """What save wrote. Raises ValueError for anything else, FileNotFoundError for no file."""
-        path = Path(path)
-        if not path.is_file():
-            raise FileNotFoundError(f"profile must be a file, got {path}")
-        try:
-            saved = json.loads(path.read_text(encoding="utf-8"))
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path.name} must be a profile in JSON: {error}") from None
-        need(isinstance(saved, dict), f"{path.name} must be a profile, got a JSON {type(saved).__name__}")
-        kind = saved.pop("format", None)
-        need(kind == FORMAT, f"format of {path.name} must be {FORMAT!r}, got {kind!r}")
+        saved, path = read_json(path, "profile", FORMAT), Path(path)
         known = {field.name for field in fields(BudgetProfile)}
         need(set(saved) == known, f"{path.name} must have the fields {', '.join(sorted(known))}, got {sorted(saved)}")
         return BudgetProfile(**saved)

@@ -59,6 +59,12 @@ class Policy:
                 f"pruner must be one of kvcompress.pruners or a subclass of kvcompress.pruners.Pruner, got "
                 f"{type(pruner).__name__}"
             )
+        if (own := pruner.own_budget) is not None:
+            if budget is not None:
+                raise ValueError(
+                    f"budget must be None with {type(pruner).__name__}, which brings its own, got {budget!r}"
+                )
+            budget = own
         if budget is None and (budget := pruner.default_budget) is None:
             raise ValueError(f"budget must be given with {type(pruner).__name__}, got None")
         for name, value in (("every", every), ("chunk_size", chunk_size)):

@@ -173,8 +173,14 @@ class PrunedLayer(PagedLayer):
         if step.contest is not None:
             return any(self._contested(step, b, slack) is not None for b in range(len(self.next)))
         heads, bounds = self.heads, self.pool.bounds
-        held = [sum(bounds[b * heads : (b + 1) * heads]) // heads for b in range(len(self.next))]
-        return any(tokens >= self.keep_of(b, step.compressing) + slack for b, tokens in enumerate(held))
+        return any(
+            self._over(bounds[b * heads : (b + 1) * heads], self.keep_of(b, step.compressing), slack)
+            for b in range(len(self.next))
+        )
+
+    def _over(self, held: list[int], keep: int, slack: int) -> bool:
+        """Whether the rows of one sequence are so many tokens over what they are to keep, mean."""
+        return self.policy.budget.over(self.number, held, keep, slack)
 
     def _contested(self, step: CachePass, b: int, slack: int) -> int | None:
         """Tokens per head that sequence b keeps where layers share a budget, mean over all; None = all that it has."""
@@ -191,10 +197,11 @@ class PrunedLayer(PagedLayer):
                 due_to = self._contested(step, b, slack) if slack != NEVER else None
                 keeps.append(due_to if valid > 0 or self.policy.pruner.accumulates else None)
                 continue
-            count = sum(offers.counts(b)) // offers.heads
-            keep = self.keep_of(b, step.compressing) if count > 0 and slack != NEVER else count
+            counts = offers.counts(b)
             # a sequence that has no tokens in a call of several goes on as if there had been no call
-            due = count > keep + slack - 1 and (one or step.counts[b] > 0)
+            asked = sum(counts) >= offers.heads and slack != NEVER and (one or step.counts[b] > 0)
+            keep = self.keep_of(b, step.compressing) if asked else 0
+            due = asked and self._over(counts, keep, slack)
             keeps.append(keep if due and (valid > 0 or self.policy.pruner.accumulates) else None)
         return keeps
 

@@ -16,6 +16,7 @@ from transformers.cache_utils import Cache
 
 from .. import budgets, profiles, pruners
 from ..budgets import Budget
+from ..heads import HeadProfile
 from ..hf.config import decoder_config
 from ..hf.method import METHODS, method_class
 from ..positions import RemoteGap
@@ -180,8 +181,9 @@ def _value(key: str, text: str, allowed: frozenset[type]) -> Any:
         return _nested(text, RemoteGap)
     if Pruner in allowed:
         return _nested(text, _pruner(name))
-    if BudgetProfile in allowed:
-        return BudgetProfile.load(text)
+    for profile in (BudgetProfile, HeadProfile):
+        if profile in allowed:
+            return profile.load(text)
     if bool in allowed and lower in ("true", "false"):
         return lower == "true"
     if int in allowed and re.fullmatch(r"[+-]?\d+", text):

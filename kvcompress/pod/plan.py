@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..checks import need, need_choice, need_integer
-from ..files import write_text
+from ..files import read_json, write_text
 from ..hf.config import decoder_config, sizes_of
 from .lead import Kinds, Lead, LeadTable, check_kinds, check_lead, follower_share
 from .similarity import REDUCTIONS
@@ -236,16 +236,7 @@ class PoDPlan(LeadTable):
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> PoDPlan:
         """What save wrote. Raises ValueError for anything else, FileNotFoundError for no file."""
-        path = Path(path)
-        if not path.is_file():
-            raise FileNotFoundError(f"plan must be a file, got {path}")
-        try:
-            saved = json.loads(path.read_text(encoding="utf-8"))
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path.name} must be a plan in JSON: {error}") from None
-        need(isinstance(saved, dict), f"{path.name} must be a plan, got a JSON {type(saved).__name__}")
-        kind = saved.pop("format", None)
-        need(kind == FORMAT, f"format of {path.name} must be {FORMAT!r}, got {kind!r}")
+        saved, path = read_json(path, "plan", FORMAT), Path(path)
         known = [field.name for field in fields(cls)]
         for name in known:
             need(name in saved or name == "kinds", f"{path.name} must have the field {name}")

@@ -7,6 +7,7 @@ num_sink_tokens, where a pruner has it: first tokens of the prompt that always s
 from .base import Candidates, Pruner, Ranking
 from .chunkkv import ChunkKV
 from .criticalkv import CriticalKV
+from .duo import DuoAttention
 from .expected import ExpectedAttention
 from .gravity import CenterOfGravity
 from .h2o import H2O
@@ -32,6 +33,7 @@ __all__ = [
     "ChunkKV",
     "Compactor",
     "CriticalKV",
+    "DuoAttention",
     "ExpectedAttention",
     "KVzip",
     "KeyDiff",

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
+from ..budgets import Budget
 from ..positions import RotaryTables
 from ..softmax import Softmax
 
@@ -202,6 +203,11 @@ class Pruner(ABC):
     lead_in: int = 0  # tokens before a call's own that reread looks at
     one_frame = False  # judges keys by where they stand: cannot choose among keys of two segments (RemoteGap)
     default_budget: int | None = None  # tokens per row where the user gives no budget
+
+    @property
+    def own_budget(self) -> Budget | None:
+        """Of a pruner that says itself how many stay; None = the user's."""
+        return None
 
     @abstractmethod
     def scores(self, candidates: Candidates, keep: int) -> Tensor:

@@ -15,6 +15,7 @@ from .caches import (
 from .caches.spec import CacheSpec
 from .dmc.cache import DMCCache
 from .graphs import StepGraph
+from .heads import HeadProfile
 from .hf import attach, detach, from_pretrained
 from .logits import AllLogits, TokenLoss
 from .models import load_example_model
@@ -34,6 +35,7 @@ __all__ = [
     "CompressedCache",
     "DMCCache",
     "GlobalTopK",
+    "HeadProfile",
     "IterativeCache",
     "Plan",
     "PoDCache",

@@ -12,6 +12,7 @@ from kvcompress import (
     BudgetProfile,
     CacheSpec,
     GlobalTopK,
+    HeadProfile,
     Profiled,
     PyramidKV,
     RemoteGap,
@@ -21,7 +22,17 @@ from kvcompress import (
 from kvcompress.caches.spec import KINDS, PRUNERS
 from kvcompress.models import RETROFITTED
 from kvcompress.models.tokenizer import byte_tokenizer
-from kvcompress.pruners import H2O, TOVA, CenterOfGravity, ChunkKV, CriticalKV, ExpectedAttention, KVzip, SnapKV
+from kvcompress.pruners import (
+    H2O,
+    TOVA,
+    CenterOfGravity,
+    ChunkKV,
+    CriticalKV,
+    DuoAttention,
+    ExpectedAttention,
+    KVzip,
+    SnapKV,
+)
 
 WRITTEN = [  # text, class, attributes of the cache
     ("dense", DynamicCache, {}),
@@ -75,7 +86,10 @@ WRONG = [  # text, message
     ("", r"cache must be one of dense, .* got ''"),
     ("pruned,pruner=snap", r"pruner must be one of centerofgravity, .*snapkv.*, got 'snap'"),
     ("pruned,bugdet=3", r"cache=pruned has no 'bugdet'; known are pruner, budget, every, .*those of a pruner"),
-    ("pruned,pruner=tova,window=3", r"cache=pruned has no 'window'; known are .*; of pruner=tova: num_sink_tokens"),
+    (
+        "pruned,pruner=tova,window=3",
+        r"cache=pruned has no 'window'; known are .*; of pruner=tova: last, num_sink_tokens",
+    ),
     ("quest,pruner=snapkv", r"cache=quest has no 'pruner'; known are token_budget, page_size, "),
     ("dense,chunk_size=3", r"cache=dense has no 'chunk_size'; known are none"),
     ("pruned,budget=many", r"budget must be a whole number or .*512MiB.*adakv:\.\.\., .*got 'many'"),
@@ -125,11 +139,13 @@ def test_what_a_pruner_asks_in_words_is_the_tokenizers():
     assert bytes(spec.make(config, byte_tokenizer()).pruner.pruner.suffix) == b"\n"
 
 
-def test_every_exported_pruner_has_a_name():
+def test_every_exported_pruner_has_a_name(tmp_path):
+    path = HeadProfile(((1.0, 0.0),) * 3).save(tmp_path / "heads.json")
     exported = [getattr(pruners, name) for name in pruners.__all__]
     assert {x for x in exported if issubclass(x, pruners.Pruner) and not inspect.isabstract(x)} == set(PRUNERS.values())
     for name, made in PRUNERS.items():
-        assert type(CacheSpec.parse(f"pruned,pruner={name},budget=64").make(config_of("pruned")).pruner) is made
+        rest = f"heads={path}" if made is DuoAttention else "budget=64"  # which brings a budget of its own
+        assert type(CacheSpec.parse(f"pruned,pruner={name},{rest}").make(config_of("pruned")).pruner) is made
 
 
 def test_fields_of_pruners_are_no_settings_of_caches():

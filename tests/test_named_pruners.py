@@ -17,6 +17,7 @@ from kvcompress.pruners import (
     ChunkKV,
     Compactor,
     CriticalKV,
+    CurDKV,
     LagKV,
     LeverageScore,
     ObservedAttention,
@@ -150,7 +151,7 @@ def test_compactor_is_what_its_definition_says():
     assert all({0, 1, 2, 48, 49} < set(row.tolist()) for row in chosen)
 
 
-@pytest.mark.parametrize("pruner", PRUNERS[:4], ids=name_of)
+@pytest.mark.parametrize("pruner", [*PRUNERS[:4], CurDKV(local=8)], ids=name_of)
 def test_heads_of_unequal_length_score_as_each_alone(pruner):
     offer, _ = text(heads=3)
     if isinstance(pruner, ChunkKV):
@@ -244,6 +245,19 @@ def test_criticalkv_hides_no_nan():
     assert CriticalKV(SnapKV(window=5)).scores(offer, 20).isnan().any(1).all()
 
 
+@pytest.mark.parametrize("combine", ["product", "mean", "key", "value"])
+def test_curdkv_is_what_its_definition_says(combine):
+    offer, _ = text()
+    scores = CurDKV(local=16, combine=combine).scores(offer, 20)
+    for h in range(2):
+        k2, v2 = ((x[0, h] ** 2).sum(1) for x in (offer.keys, offer.values))
+        k2, v2 = (torch.cat([part / part.sum() for part in x.split(16)]) for x in (k2, v2))
+        expected = {"product": k2 * v2, "mean": (k2 + v2) / 2, "key": k2, "value": v2}[combine]
+        torch.testing.assert_close(scores[h], expected / expected.sum())
+    whole = CurDKV(local=None, combine="key").scores(offer, 20)
+    torch.testing.assert_close(whole[0], (offer.keys[0, 0] ** 2).sum(1) / (offer.keys[0, 0] ** 2).sum())
+
+
 def test_tova_and_observed_attention_are_kvpresss():
     offer, _ = text()
     weights = torch.zeros(4, 50, 50)
@@ -282,6 +296,8 @@ def test_presets():
         (lambda: TOVA.preset("paper"), "preset must be kvpress, got 'paper'"),
         (lambda: H2O.preset("paper"), "preset must be kvpress, got 'paper'"),
         (lambda: TOVA(last=-1), "last must be at least 0, got -1"),
+        (lambda: CurDKV(local=0), "local must be at least 1, got 0"),
+        (lambda: CurDKV(combine="sum"), "combine must be one of product, mean, key, value, got 'sum'"),
         (lambda: ObservedAttention(window=0), "window must be at least 1, got 0"),
         (lambda: LagKV(lag=1), "lag must be at least 2, got 1"),
         (lambda: LagKV.preset("paper"), "preset must be kvpress, got 'paper'"),

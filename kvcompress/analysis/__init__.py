@@ -1,6 +1,8 @@
 """`kvcompress analyze`: what a model says of how it can be compressed, before anything is trained."""
 
+from .heads import measure_heads
+from .passkeys import pass_keys
 from .shares import measure_profile
 from .statistics import AttentionStatistics, Estimate, attention
 
-__all__ = ["AttentionStatistics", "Estimate", "attention", "measure_profile"]
+__all__ = ["AttentionStatistics", "Estimate", "attention", "measure_heads", "measure_profile", "pass_keys"]

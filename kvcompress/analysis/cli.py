@@ -108,3 +108,43 @@ def attention(
         )  # fmt: skip
     except (ValueError, FileNotFoundError, ImportError) as error:
         raise typer.BadParameter(str(error)) from None
+
+
+@app.command()
+def heads(
+    out: Annotated[Path, typer.Option(help="file for the profile, JSON")],
+    model: Annotated[str, typer.Option(help="folder or name of a transformers model, or example")] = "example",
+    text: Annotated[
+        list[Path] | None,
+        typer.Option(help="text to plant pass keys in: .txt, .jsonl, .csv or .parquet; not for the example model"),
+    ] = None,
+    held_out: Annotated[
+        bool, typer.Option("--held-out", help="example model: text that it was never trained on")
+    ] = False,
+    samples: Annotated[int, typer.Option(help="texts to read", min=1)] = 16,
+    length: Annotated[
+        int | None, typer.Option(help="tokens of a text; not given: what the model reaches, at most 32,768", min=2)
+    ] = None,
+    facts: Annotated[int, typer.Option(help="pass keys of a text", min=1)] = 5,
+    method: Annotated[
+        str, typer.Option(help="gates, trained as in DuoAttention; mass or kvzip, one or two passes for each text")
+    ] = "gates",
+    sinks: Annotated[int, typer.Option(help="first tokens that a streaming head sees", min=0)] = 128,
+    recent: Annotated[int, typer.Option(help="last tokens that a streaming head sees", min=1)] = 256,
+    steps: Annotated[int, typer.Option(help="steps of training, of a text each", min=1)] = 2000,
+    lr: Annotated[float, typer.Option(help="learning rate of the gates")] = 0.02,
+    weight: Annotated[float, typer.Option(help="of the gates' mean in the loss", min=0.0)] = 0.05,
+    seed: Annotated[int, typer.Option(help="draws the texts and the pass keys", min=0)] = 0,
+    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
+) -> None:
+    """Measure which heads look far back, for a cache in which the others keep the first and latest tokens alone."""
+    from .run_heads import run_heads
+
+    try:
+        run_heads(
+            out=out, model=model, text=tuple(text or ()), held_out=held_out, samples=samples, length=length,
+            facts=facts, method=method, sinks=sinks, recent=recent, steps=steps, lr=lr, weight=weight, seed=seed,
+            device=device, console=Console(width=100),
+        )  # fmt: skip
+    except (ValueError, FileNotFoundError, ImportError) as error:
+        raise typer.BadParameter(str(error)) from None

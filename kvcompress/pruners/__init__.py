@@ -7,6 +7,7 @@ num_sink_tokens, where a pruner has it: first tokens of the prompt that always s
 from .base import Candidates, Pruner, Ranking
 from .chunkkv import ChunkKV
 from .criticalkv import CriticalKV
+from .curdkv import CurDKV
 from .duo import DuoAttention
 from .expected import ExpectedAttention
 from .gravity import CenterOfGravity
@@ -33,6 +34,7 @@ __all__ = [
     "ChunkKV",
     "Compactor",
     "CriticalKV",
+    "CurDKV",
     "DuoAttention",
     "ExpectedAttention",
     "KVzip",

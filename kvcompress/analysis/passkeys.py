@@ -22,9 +22,11 @@ class PassKeys(NamedTuple):
 
 
 def pass_keys(tokenizer: Any, texts: Sequence[Tensor], *, facts: int = 5, seed: int = 0) -> list[PassKeys]:
-    """One sample of each text, token ids int64 [T]: `facts` facts of different names at random places in its front,
-    and in its place at the end, in the same order, each fact once more; of the same length as the text.
+    """Texts with facts planted in them, which are asked for at their ends.
 
+    texts: token ids int64 [T] each. tokenizer: a transformers one of theirs, for the sentences. facts: how many, of
+    different names, at random places in the front of each text; in its place at the end, in the same order, each fact
+    once more; seed draws names, keys and places. Returns one sample of each text, of the text's length.
     Raises ValueError for a text that is too short.
     """
     need_integer("facts", facts, 1)

@@ -407,6 +407,15 @@ class CompressedCache(RecurrentStates, Cache, PassCache):
         get_seq_length() says how many tokens were seen."""
         return [layer.stored_lengths() if isinstance(layer, CompressedLayer) else [] for layer in self.layers]
 
+    def kept_positions(self) -> list[list[list[Tensor]]]:
+        """Which tokens are held: [L][B][Hkv] of int64, rising, on the CPU; as many as stored_lengths() says.
+
+        Numbers are those of a sequence's tokens, from 0, its padding and guides not counted, wherever their keys stand
+        for attention: tokens[kept_positions()[layer][b][head]] are the tokens that a KV head still has. [] for a layer
+        that holds no keys of its own. Waits for the device.
+        """
+        return [layer.kept_positions() if isinstance(layer, CompressedLayer) else [] for layer in self.layers]
+
     def reset(self) -> None:
         """Empties the cache and makes it usable again, whatever state it was in."""
         for index, layer in enumerate(self.layers):

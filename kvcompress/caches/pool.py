@@ -413,8 +413,8 @@ class PagePool:
     @locked
     def __getstate__(self) -> dict[str, Any]:
         """A pool is saved alone: not with the pages of its forks, nor with free ones."""
-        store, rows = self.store.copy_of(self._rows)
-        return vars(self) | {"store": store, "_rows": rows, "_stock": -1, "_room": 0}
+        store, rows = self.store.copy_of([self._rows])
+        return vars(self) | {"store": store, "_rows": rows[0], "_stock": -1, "_room": 0}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

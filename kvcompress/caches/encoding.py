@@ -17,12 +17,13 @@ from .store import PageStore, Rows
 from .track import LayerReading
 
 _THEIRS = {f"{x.__module__}:{x.__qualname__}": x for x in (DummyLayer, LinearAttentionLayer)}
+_LEAVES = (bool, int, float, str, Tensor, torch.dtype, torch.device, PagePool, PageStore)
 _ON_HOST = (Origins, LayerReading)  # whose tensors are on the host, wherever the model is
 
 
 def state_of(x: Any) -> dict[str, Any]:
     """What an object holds."""
-    state = x.__getstate__() if "__getstate__" in dir(type(x)) else vars(x)
+    state = (x.__getstate__() or {}) if "__getstate__" in dir(type(x)) else vars(x)
     if not isinstance(state, dict):
         raise TypeError(f"a {type(x).__name__} cannot be saved")
     return state
@@ -34,11 +35,7 @@ def _parts(x: Any) -> Iterator[Any]:
         yield from x
     elif isinstance(x, Mapping):
         yield from x.values()
-    elif (
-        isinstance(x, (PagePool, PageStore, Tensor, torch.dtype)) or x is None or isinstance(x, (bool, int, float, str))
-    ):
-        return
-    else:
+    elif not (x is None or isinstance(x, _LEAVES)):
         yield from state_of(x).values()
 
 
@@ -65,7 +62,6 @@ class Encoder:
         self.objects: list[Any] = []
         self._numbers: dict[int, int] = {}
         self._keep: list[Any] = []  # so that no id is given twice
-        self._tensor_names: dict[tuple[int, bool], str] = {}
         self._copies: dict[int, tuple[PageStore, Rows]] = {}
         stores: dict[int, list[PagePool]] = {}
         for pool in pools_of(list(caches)):
@@ -85,6 +81,8 @@ class Encoder:
             return {"tensor": self._tensor(x), **({"host": True} if host else {})}
         if isinstance(x, torch.dtype):
             return {"dtype": str(x).removeprefix("torch.")}
+        if isinstance(x, torch.device):
+            return {"device": "model"}
         if type(x) is list:
             return [self.encode(y, host=host) for y in x]
         if type(x) is tuple:
@@ -128,10 +126,12 @@ class Encoder:
 
 
 class Decoder:
-    """tensor: by name and whether it stays on the host. classes: of users' own pruners and budgets."""
+    """tensor: by name and whether it stays on the host. device: the model's. classes: of users' pruners and budgets."""
 
-    def __init__(self, objects: list[Any], tensor: Callable[[str, bool], Tensor], classes: Sequence[type]) -> None:
-        self._objects, self._tensor = objects, tensor
+    def __init__(
+        self, objects: list[Any], tensor: Callable[[str, bool], Tensor], device: torch.device, classes: Sequence[type]
+    ) -> None:
+        self._objects, self._tensor, self._device = objects, tensor, device
         self._known = _THEIRS | {_name(x): x for x in classes}
         self._made: dict[int, Any] = {}
         self._tensors: dict[tuple[str, bool], Tensor] = {}
@@ -153,6 +153,8 @@ class Decoder:
         [(kind, value)] = x.items()
         if kind == "dict":
             return {self.decode(key): self.decode(y) for key, y in value}
+        if kind == "device":
+            return self._device
         if kind == "dtype":
             return getattr(torch, value)
         made: dict[str, Callable[[Any], Any]] = {"tuple": tuple, "set": set, "frozenset": frozenset}
@@ -167,7 +169,8 @@ class Decoder:
             given = {name: self.decode(value) for name, value in saved["state"].items()}
             self._made[number] = PageStore.of_pages(**given)
             return self._made[number]
-        one = self._made[number] = object.__new__(kind)
+        one: Any = object.__new__(kind)
+        self._made[number] = one
         state = {name: self.decode(value) for name, value in saved["state"].items()}
         if "__setstate__" in dir(kind):
             one.__setstate__(state)

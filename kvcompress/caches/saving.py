@@ -34,6 +34,7 @@ def save_caches(caches: Sequence[Any], path: str | os.PathLike[str], model: nn.M
     for cache in caches:
         if not isinstance(cache, PassCache):
             raise ValueError(f"caches must be kvcompress caches, got {type(cache).__name__}")
+    for cache in caches:
         cache.check_complete()
     if not caches:
         raise ValueError("caches must hold at least one, got none")
@@ -100,12 +101,12 @@ def load_caches(
             found: Tensor = file.get_tensor(name)
             return found if host else found.to(device)
 
-        made = Decoder(saved["objects"], tensor, classes)
+        made = Decoder(saved["objects"], tensor, device, classes)
         try:
             caches = [made.decode(one) for one in saved["caches"]]
         except UnknownClass as error:
             raise ValueError(
-                f"{path} holds a {error}, which is no class of kvcompress: give the class, load_cache(..., classes=[...])"
+                f"{path} holds a {error}, which is no class of kvcompress: give it, load_cache(..., classes=[...])"
             ) from None
         except (ImportError, KeyError, TypeError, AttributeError, IndexError) as error:
             raise ValueError(f"{path} was written by another version of kvcompress: {error!r}") from None

@@ -19,8 +19,8 @@ _IGNORED = {
 
 
 def fingerprint(decoder: Any) -> dict[str, Any]:
-    """Of a decoder, as JSON has it: {"class", "dtype", "config", "weights"}; the last is a SHA-256 of 32 numbers of each
-    parameter, so that it costs next to nothing. Raises ValueError for a model whose weights are not loaded."""
+    """Of a decoder, as JSON has it: {"class", "dtype", "config", "weights"}; the last is a SHA-256 of 32 numbers of
+    each parameter, so that it costs next to nothing. Raises ValueError for a model whose weights are not loaded."""
     hashed, samples = hashlib.sha256(), dict[torch.device, list[Tensor]]()
     for name, parameter in decoder.named_parameters():
         if parameter.device.type == "meta":

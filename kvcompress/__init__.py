@@ -12,6 +12,7 @@ from .caches import (
     QuestCache,
     StreamingCache,
 )
+from .caches.saving import load_cache, load_caches, save_caches
 from .caches.spec import CacheSpec
 from .dmc.cache import DMCCache
 from .graphs import StepGraph
@@ -54,7 +55,10 @@ __all__ = [
     "detach",
     "from_pretrained",
     "generate",
+    "load_cache",
+    "load_caches",
     "load_example_model",
     "plan",
     "prefill",
+    "save_caches",
 ]

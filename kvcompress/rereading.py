@@ -18,7 +18,7 @@ Run = Callable[[Tensor, list[int], list[int], Iteration], object]
 def pruner_that_rereads(cache: CompressedCache) -> Pruner | None:
     """Of a cache; None if it has none. Raises ValueError where layers recur."""
     pruner = getattr(cache, "pruner", None)
-    if pruner is None or not pruner.rereads:
+    if pruner is None or not pruner.rereads or getattr(cache, "follows", False):  # what is kept whole needs no scores
         return None
     if cache.recurs:
         raise ValueError(

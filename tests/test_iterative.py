@@ -255,7 +255,7 @@ def test_an_interrupted_reading_is_refused_until_reset():
 def test_a_failure_at_the_start_of_a_second_prompt_is_not_forgotten(monkeypatch):
     model, ids = attached(), random_ids(60)
     cache = prefill(model, ids[:, :30], IterativeCache(model.config, memory_size=20, chunk_size=16))
-    monkeypatch.setattr(cache.layers[1], "begin_prompt", lambda facts, read: 1 / 0)
+    monkeypatch.setattr(cache.layers[1], "begin_prompt", lambda facts: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         prefill(model, ids, cache)
     with pytest.raises(RuntimeError, match="incomplete"):

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 import math
+import os
+import weakref
 from abc import abstractmethod
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.cache_utils import (
     Cache,
@@ -25,6 +28,7 @@ from ..planner import Plan
 from .layer import CompressedLayer, RepeatingLayer
 from .local import LocalLayer
 from .passes import CachePass, Iteration
+from .saving import save_caches
 from .states import RecurrentStates, new_state
 from .store import PoolSettings
 
@@ -58,6 +62,7 @@ class CompressedCache(RecurrentStates, Cache, PassCache):
         self.take_handle()
         self.trained_length = trained_length_of(config)
         self.facts: Facts | None = None
+        self._decoder: weakref.ref[Any] | None = None
         self._sizes = sizes_of(config)
         self.seen = 0  # columns of input that went in, padding included: generation slices its prompt by it
         self.fixed = 0  # how many of them cannot be taken back
@@ -67,7 +72,7 @@ class CompressedCache(RecurrentStates, Cache, PassCache):
         self._columns_read = 0  # columns of a prompt that kvcompress.prefill is reading, so far
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"facts": None}  # the model's: found again when it is used
+        return super().__getstate__() | {"facts": None, "_decoder": None}  # the model's: found again when it is used
 
     @abstractmethod
     def _new_layer(self, index: int, number: int) -> CompressedLayer:
@@ -174,6 +179,16 @@ class CompressedCache(RecurrentStates, Cache, PassCache):
         for number, layer in enumerate(self.compressing):
             layer.number = number
         self.facts = facts
+        self.belongs_to(decoder)
+
+    def belongs_to(self, decoder: Any) -> None:
+        """Notes the model that it was filled by."""
+        self._decoder = weakref.ref(decoder)
+
+    @property
+    def decoder(self) -> Any:
+        """That model's decoder; None where nobody knows."""
+        return None if self._decoder is None else self._decoder()
 
     @torch.inference_mode(False)
     def begin(self, call: Call) -> CachePass:
@@ -399,7 +414,19 @@ class CompressedCache(RecurrentStates, Cache, PassCache):
         Raises RuntimeError while a prompt is being read or if the cache is incomplete.
         """
         self.check_complete()
-        return copy.deepcopy(self)
+        fork = copy.deepcopy(self)
+        fork._decoder = self._decoder
+        return fork
+
+    def save(self, path: str | os.PathLike[str], model: nn.Module | None = None) -> Path:
+        """Saves the cache as one file, without code, whole or not at all; kvcompress.load_cache(path, model) goes on
+        with it in any process, token for token.
+
+        path: of the file, usually .safetensors. model: that it belongs to; None = the one that it was used with last.
+        kvcompress.save_caches saves several forks, which go on sharing the pages of their prompt. Returns the path.
+        Raises RuntimeError for an incomplete cache, ValueError where its model is not there.
+        """
+        return save_caches([self], path, model)
 
     def __copy__(self) -> Self:
         return self.fork()  # what shares its layers would change with it
@@ -408,6 +435,15 @@ class CompressedCache(RecurrentStates, Cache, PassCache):
         """Tokens held per layer, sequence and KV head: [L][B][Hkv]; [] for a layer that holds no keys of its own.
         get_seq_length() says how many tokens were seen."""
         return [layer.stored_lengths() if isinstance(layer, CompressedLayer) else [] for layer in self.layers]
+
+    def kept_positions(self) -> list[list[list[Tensor]]]:
+        """Which tokens are held: [L][B][Hkv] of int64, rising, on the CPU; as many as stored_lengths() says.
+
+        Numbers are those of a sequence's tokens, from 0, its padding and guides not counted, wherever their keys stand
+        for attention: tokens[kept_positions()[layer][b][head]] are the tokens that a KV head still has. [] for a layer
+        that holds no keys of its own. Waits for the device.
+        """
+        return [layer.kept_positions() if isinstance(layer, CompressedLayer) else [] for layer in self.layers]
 
     def reset(self) -> None:
         """Empties the cache and makes it usable again, whatever state it was in."""

@@ -12,11 +12,12 @@ from ..budgets import Budget
 from ..hf.facts import OutputLayer
 from ..positions import RotaryTables
 from ..pruners import Candidates, Pruner
-from ..pruners.base import marked
+from ..pruners.base import Sure, marked
 from ..softmax import Softmax
-from .contest import Contest
+from .contest import Contest, Left
 from .queries import RecentQueries
 from .rows import SideState
+from .scores import HeldScores
 
 
 @dataclass
@@ -61,16 +62,43 @@ class Offers:
 @dataclass
 class Choice:
     """slots: int32 [R, K], rising, of what stays; the first kept[r] count. recent[b]: how many last tokens of a
-    sequence surely stay, None = it keeps all."""
+    sequence surely stay, None = it keeps all. scored: how many of them were chosen by scores that are held, None = all;
+    the others are later tokens."""
 
     slots: Tensor
     kept: list[int]
     recent: list[int | None]
+    scored: list[int] | None = None
 
     def below(self, slots: list[int]) -> Tensor:
         """int64 [R]: how many of a row's tokens were in its first slots[r]."""
         ends, kept = (torch.tensor(numbers).to(self.slots.device)[:, None] for numbers in (slots, self.kept))
         return ((self.slots < ends) & (torch.arange(self.slots.shape[1], device=ends.device) < kept)).sum(1)
+
+    def left(self, left: dict[int, Left]) -> Choice:
+        """The same where of some sequences less is left: slots among those that were chosen."""
+        slots, kept = self.slots.clone(), list(self.kept)
+        for b, own in left.items():
+            heads, K = own.slots.shape
+            rows = slice(b * heads, (b + 1) * heads)
+            slots[rows, :K], kept[rows] = self.slots[rows].gather(1, own.slots.long()), own.kept
+        return Choice(slots[:, : max(kept, default=0)], kept, self.recent)
+
+    def with_later(self, offered: list[int], held: list[int]) -> Choice:
+        """The same, of offered[r] slots of each row, with all that follow them up to held[r]."""
+        if offered == held:
+            return self
+        device, recent, heads = self.slots.device, list(self.recent), len(held) // len(self.recent)
+        kept = [count + n - m for count, n, m in zip(self.kept, held, offered, strict=True)]
+        ends, firsts = (
+            torch.tensor(numbers, dtype=torch.int32).to(device)[:, None] for numbers in (self.kept, offered)
+        )
+        places = torch.arange(max(kept), dtype=torch.int32, device=device)
+        slots = torch.nn.functional.pad(self.slots, (0, max(kept)))[:, : max(kept)]
+        slots = torch.where(places < ends, slots, places - ends + firsts)
+        for b, sure in enumerate(recent):
+            recent[b] = None if sure is None else sure + held[b * heads] - offered[b * heads]
+        return Choice(slots, kept, recent, list(self.kept))
 
 
 @dataclass
@@ -106,10 +134,12 @@ class Chooser(SideState):
     whole[b]: no token of a sequence was ever dropped. firsts[b]: first tokens of the prompt that are still its first
     ones, where pruners keep them. received: float32 [R, capacity], running scores of pruners that accumulate. notes:
     float32 [R, D], what they write down of each row. recent: the latest queries, None where nobody will ask for them.
+    holds: whether scores are held for further choices; held: those.
     """
 
-    def __init__(self, pruner: Pruner, budget: Budget, layer: int, every: int) -> None:
-        self.pruner, self.budget, self.layer = pruner, budget, layer
+    def __init__(self, pruner: Pruner, budget: Budget, layer: int, every: int, *, holds: bool = False) -> None:
+        self.pruner, self.budget, self.layer, self.holds = pruner, budget, layer, holds
+        self.held: HeldScores | None = None
         self.whole: list[bool] = []
         self.firsts: list[int] = []
         self.received: Tensor | None = None
@@ -135,13 +165,13 @@ class Chooser(SideState):
     def choose(
         self, offers: Offers, keep: Sequence[int | None], *, number: int = 0, near: int = 0,
         fixed: list[int] | None = None, votes: list[bool] | None = None,
-        contest: Contest | None = None, output: OutputLayer | None = None,
+        contest: Contest | None = None, output: OutputLayer | None = None, scores: bool = True,
     ) -> Choice:  # fmt: skip
         """keep[b]: tokens per head that stay of a sequence, mean; None = all. number: of the layer among those that
         compress. near: last tokens that stay in any case. fixed: first tokens of each row that stay in any case, of
         which the pruner has chosen before (append). votes[b]: whether its queries are counted in running scores, None =
         all are. contest: where layers share a budget, it says what stays. output: the layer's output projection, for
-        pruners that ask for it.
+        pruners that ask for it. scores: whether the pruner can score in this pass; else all must stay.
         Raises RuntimeError for NaN scores, before anything is dropped.
         """
         ranked: list[_Ranked] = []
@@ -153,7 +183,10 @@ class Chooser(SideState):
             rows = slice(offers.rows(first).start, offers.rows(some[-1]).stop)
             held = None if fixed is None else fixed[offers.rows(first)]
             counts = any(kept[rows]) and self.pruner.accumulates and tokens != 0
-            offer = self._offer(offers, some, output) if counts or tokens else None
+            if self.holds and self.held is None:
+                self.held = HeldScores(len(offers.lengths), len(keep))
+            holds = self.holds and scores and any(kept[rows]) and offers.valid[first] > 0
+            offer = self._offer(offers, some, output) if counts or tokens or holds else None
             if offer is not None and counts:
                 offer = self._counted(offer, rows, offers, votes[first])
             if held is not None and tokens and tokens <= sum(held) // len(held):
@@ -162,12 +195,15 @@ class Chooser(SideState):
                 ranked += self._ranked(offer, some, offers, tokens, near, held)
             elif tokens == 0:
                 kept[rows] = [0] * len(kept[rows])
-            if tokens is not None:
-                for b in some:
-                    self.whole[b], self.firsts[b] = False, min(self.firsts[b], tokens)
+            elif offer is not None and holds:
+                self._scored(offer, some, offers, self._pruner_of(first), offer.count, near)
+        self.dropped(keep)
         for one in ranked:
             recent[one.b] = one.marks[2]
-        slots, kept = self._assembled(self._divided(ranked, offers, number, contest), kept, offers)
+        ends = [offers.counts(b) for b in range(len(keep))]
+        slots, kept = self._assembled(
+            self._divided(ranked, ends, number, contest, self.budget), kept, offers.heads, offers.keys
+        )
         if self.recent is not None and self.pruner.accumulates:  # they have voted
             self.recent.vote(votes, self.pruner.overlap)
         elif self.recent is not None and not self.pruner.one_frame:
@@ -176,11 +212,41 @@ class Chooser(SideState):
                     self.recent.forget(b, stay)  # queries whose own keys may be gone
         return Choice(slots, kept, recent)
 
+    def choose_again(
+        self, keep: Sequence[int | None], budget: Budget, *, number: int, near: int, contest: Contest | None
+    ) -> Choice:
+        """Chooses among the slots that have scores, by those, as choose does among what it is offered."""
+        held = self.held
+        assert held is not None and held.scores is not None
+        heads = len(held.counts) // len(keep)
+        ends = [held.counts[b * heads : (b + 1) * heads] for b in range(len(keep))]
+        ranked, recent = [], list[int | None]([None] * len(keep))
+        for b, tokens in enumerate(keep):
+            if tokens is not None:
+                scores = held.scores[b * heads : (b + 1) * heads, : max(ends[b])]
+                if bool(scores.isnan().any()):
+                    raise nan_error(self.pruner, self.layer)
+                offer = Candidates(
+                    queries=scores[None, :, :0, None], keys=scores[None, ..., None], count=scores.shape[1],
+                    chunk_length=held.asked[b], guide_length=0, softmax=Softmax(1.0), whole=self.whole[b],
+                )  # fmt: skip
+                sure = self._pruner_of(b).sure(offer, tokens, near)
+                marks, recent[b] = (sure.lost, sure.sinks, sure.recent), sure.recent
+                ranked.append(_Ranked(b, scores, sure.keep, sum(ends[b]) - heads * sure.lost, marks, None))
+        divided = self._divided(ranked, ends, number, contest, budget)
+        return Choice(*self._assembled(divided, list(held.counts), heads, held.scores), recent)
+
+    def dropped(self, keep: Sequence[int | None]) -> None:
+        """Sequences have been compressed to keep[b] tokens, None = not."""
+        for b, tokens in enumerate(keep):
+            if tokens is not None:
+                self.whole[b], self.firsts[b] = False, min(self.firsts[b], tokens)
+
     def _assembled(
-        self, chosen: list[tuple[list[int], Tensor, Tensor | None]], kept: list[int], offers: Offers
+        self, chosen: list[tuple[list[int], Tensor, Tensor | None]], kept: list[int], heads: int, like: Tensor
     ) -> tuple[Tensor, list[int]]:
         """(slots int32 [R, K], how many of each row count): what was chosen, and the first `kept` of other rows."""
-        heads, parts = offers.heads, []
+        parts = []
         for sequences, indices, counts in chosen:
             rows = [b * heads + head for b in sequences for head in range(heads)]
             stay = [indices.shape[2]] * len(rows) if counts is None else counts.flatten().tolist()
@@ -190,7 +256,7 @@ class Chooser(SideState):
         K = max(kept, default=0)
         if len(parts) == 1 and len(parts[0][0]) == len(kept):
             return parts[0][1][:, :K], kept
-        slots = torch.arange(K, dtype=torch.int32, device=offers.keys.device).repeat(len(kept), 1)
+        slots = torch.arange(K, dtype=torch.int32, device=like.device).repeat(len(kept), 1)
         for rows, indices in parts:
             width = min(K, indices.shape[1])
             slots[torch.tensor(rows).to(slots.device), :width] = indices[:, :width]
@@ -251,15 +317,11 @@ class Chooser(SideState):
     def _ranked(
         self, offer: Candidates, some: list[int], offers: Offers, keep: int, near: int, fixed: list[int] | None
     ) -> list[_Ranked]:
-        pruner, firsts = self.pruner, self.firsts[some[0]]
-        if firsts < pruner.num_sink_tokens:  # only the prompt's own first tokens are sinks
-            pruner = pruner.with_sinks(firsts)
-        wanted, new = keep, keep
+        pruner, wanted, new = self._pruner_of(some[0]), keep, keep
         if fixed is not None:
             new = keep - sum(fixed) // len(fixed)
             wanted = new + (pruner.num_sink_tokens if any(fixed) else 0)  # those that memory has take nothing from new
-        sure = pruner.sure(offer, wanted, near)
-        scores = pruner.scored(offer, wanted, sure).unflatten(0, (len(some), -1))
+        sure, scores = self._scored(offer, some, offers, pruner, wanted, near)
         gone = [max(sure.lost - held, 0) for held in fixed or [0] * offers.heads]  # what memory has stays
         stay = min(keep, offer.count - max(gone)) if fixed is not None else sure.keep
         marks = (sure.lost, sure.sinks, min(sure.recent, new))
@@ -267,10 +329,27 @@ class Chooser(SideState):
             _Ranked(b, scores[i], stay, sum(offers.counts(b)) - sum(gone), marks, fixed) for i, b in enumerate(some)
         ]
 
+    def _pruner_of(self, b: int) -> Pruner:
+        """Only the prompt's own first tokens are sinks."""
+        pruner, firsts = self.pruner, self.firsts[b]
+        return pruner.with_sinks(firsts) if firsts < pruner.num_sink_tokens else pruner
+
+    def _scored(
+        self, offer: Candidates, some: list[int], offers: Offers, pruner: Pruner, keep: int, near: int
+    ) -> tuple[Sure, Tensor]:
+        """(what is sure, scores [n, Hkv, count]) of some sequences; they are held where they will be asked for."""
+        sure = pruner.sure(offer, keep, near)
+        scores = pruner.scored(offer, keep, sure, all_=self.holds).unflatten(0, (len(some), -1))
+        if self.held is not None:
+            counts = [count for b in some for count in offers.counts(b)]
+            self.held.note(some, scores, counts, offer.chunk_length, [offers.positions[b] for b in some])
+        return sure, scores
+
     def _divided(
-        self, ranked: list[_Ranked], offers: Offers, number: int, contest: Contest | None
+        self, ranked: list[_Ranked], every: list[list[int]], number: int, contest: Contest | None, budget: Budget
     ) -> list[tuple[list[int], Tensor, Tensor | None]]:
-        """(sequences, indices int32 [n, Hkv, K] of what stays of them, how many count), of those alike at once."""
+        """(sequences, indices int32 [n, Hkv, K] of what stays of them, how many count), of those alike at once.
+        every[b]: candidates of each row of a sequence."""
         alike: dict[tuple[int, int], list[_Ranked]] = {}
         for one in ranked:
             alike.setdefault((one.keep, one.allowed), []).append(one)
@@ -278,25 +357,27 @@ class Chooser(SideState):
         for (keep, allowed), some in alike.items():
             T = max(one.scores.shape[1] for one in some)
             scores = torch.stack([torch.nn.functional.pad(one.scores, (0, T - one.scores.shape[1])) for one in some])
-            ends = [[offers.counts(one.b)] for one in some]
-            marks = [[[mark] * offers.heads for mark in one.marks] for one in some]
+            ends = [[every[one.b]] for one in some]
+            marks = [[[mark] * len(every[one.b]) for mark in one.marks] for one in some]
             numbers = torch.tensor([end + mark for end, mark in zip(ends, marks, strict=True)]).to(scores.device)
             ranks = marked(scores, *numbers[..., None].unbind(1))
             if some[0].fixed is not None:
                 fixed = torch.tensor([one.fixed for one in some]).to(scores.device)[..., None]
                 ranks = ranks.masked_fill(torch.arange(T, device=scores.device) < fixed, float("inf"))
             if contest is None:
-                out.append(([one.b for one in some], *self._divide(number, ranks, keep, allowed)))
+                out.append(([one.b for one in some], *self._divide(budget, number, ranks, keep, allowed)))
                 continue
             for one, own in zip(some, ranks, strict=True):
                 left = contest.enter(self.layer, one.b, own, lambda: nan_error(self.pruner, self.layer))
                 out.append(([one.b], left.slots[None], torch.tensor([left.kept])))
         return out
 
-    def _divide(self, number: int, ranks: Tensor, keep: int, allowed: int) -> tuple[Tensor, Tensor | None]:
+    def _divide(
+        self, budget: Budget, number: int, ranks: Tensor, keep: int, allowed: int
+    ) -> tuple[Tensor, Tensor | None]:
         """The budget's choice, with an error of NaN scores that says where they are."""
         try:
-            return self.budget.divide_layer(number, ranks, keep, allowed)
+            return budget.divide_layer(number, ranks, keep, allowed)
         except RuntimeError as error:
             if "NaN" not in str(error):
                 raise
@@ -304,6 +385,8 @@ class Chooser(SideState):
 
     def follow(self, choice: Choice) -> None:
         """The chosen tokens move to the front of their rows, and with them what is remembered of each."""
+        if self.held is not None:
+            self.held.follow(choice.slots, choice.kept if choice.scored is None else choice.scored)
         if self.received is None:
             return
         slots = choice.slots.long().clamp(max=self.received.shape[1] - 1)

@@ -219,7 +219,7 @@ class IterativeCache(CompressedCache):
         self.policy.check_behind(max(contexts), longest, (facts[layer.index] for layer in layers))
         self._note_context(max(contexts))
         for layer in layers:
-            layer.begin_prompt(facts[layer.index], self.read)
+            layer.begin_prompt(facts[layer.index])
 
     def _note_context(self, keys: int) -> None:
         """Warns, once for a prompt, where more keys are in sight than the model was trained for."""

@@ -37,10 +37,12 @@ class ReadingSettings:
 
 @dataclass
 class _Pending:
-    """One iteration of a layer, attended but not pruned yet: memory and chunk, and what stays of them."""
+    """One iteration of a layer, attended but not pruned yet: memory and chunk, and what stays of before[r] tokens of
+    each row, the guide's aside."""
 
     joined: Memory
     choice: Choice
+    before: list[int]
 
 
 class IterativeLayer(RepeatingLayer):
@@ -57,10 +59,6 @@ class IterativeLayer(RepeatingLayer):
         self.chooser = Chooser(policy.pruner, policy.budget, index, policy.every)
         self.pages: PagedLayer = self._new_pages()
         self.memory: Memory | None = None  # None = no prompt is being read
-        self.origins: Tensor | None = (
-            None  # int32 [R, M]: places in the prompt of what memory was at its end, if tracked
-        )
-        self.held_at_end: list[int] = []  # tokens of each row then
         self.retained: list[list[tuple[int, int]]] = []
         self.share: list[int] = []
         self.observed: list[tuple[Tensor, Tensor] | None] = []  # of this iteration, if tracked: attention, memory size
@@ -104,7 +102,7 @@ class IterativeLayer(RepeatingLayer):
     ) -> Tensor:
         """Attention of memory and chunk, positions from 0 in each iteration; then the memory is chosen anew."""
         facts, counts, (B, Hkv, S) = step.facts[self.index], step.counts, keys.shape[:3]
-        memory = self.memory or Memory.empty(B, keys, values, tracks=self.reading.track)
+        memory = self.memory or Memory.empty(B, keys, values)
         self.chooser.begin(B)
         longest = memory.longest(B)
         totals = [held + count for held, count in zip(longest, counts, strict=True)]
@@ -137,9 +135,8 @@ class IterativeLayer(RepeatingLayer):
                 k, joined.values, joined.held, q, queries, list(counts), guides, ends, facts.query_rotary,
                 facts.key_rotary, in_sight, softmax,
             )  # fmt: skip
-            self._pending = _Pending(
-                joined, self._choose(offers, before, iteration, step.facts.outputs.get(self.index))
-            )
+            choice = self._choose(offers, before, iteration, step.facts.outputs.get(self.index))
+            self._pending = _Pending(joined, choice, [n for b in range(B) for n in offers.counts(b)])
             if self.reading.prune == "layer":
                 self.prune()
 
@@ -171,7 +168,7 @@ class IterativeLayer(RepeatingLayer):
     def prune(self) -> None:
         """Makes what was chosen the memory."""
         if self._pending is not None:
-            self.memory = self._pending.joined.taken(self._pending.choice)
+            self.memory = self._pending.joined.taken(self._pending.choice, self._pending.before)
             self.chooser.follow(self._pending.choice)
             self._pending = None
 
@@ -196,18 +193,17 @@ class IterativeLayer(RepeatingLayer):
     def layer_reading(self, b: int, start: int) -> LayerReading:
         """What was seen of sequence b in the iteration that ends, whose chunk began at place `start`."""
         memory, observed = self.memory, self.observed[b]
-        assert memory is not None and memory.origins is not None and observed is not None
-        heads = len(memory.held) // len(self.observed)
-        positions = tuple(memory.origins[row, : memory.held[row]].cpu() for row in range(b * heads, (b + 1) * heads))
+        assert memory is not None and observed is not None
+        heads, origins = len(memory.held) // len(self.observed), memory.origins.of(memory.held)
+        positions = tuple(origins[row, : memory.held[row]].clone() for row in range(b * heads, (b + 1) * heads))
         old = torch.tensor([int((places < start).sum()) for places in positions])
         retention = old / torch.tensor([max(len(places), 1) for places in positions])
         return LayerReading(positions, retention, *observed)
 
     # ---- a prompt begins and ends ----
 
-    def begin_prompt(self, facts: LayerFacts, read: list[int]) -> None:
-        """A prompt begins; in a conversation, what is held becomes unrotated memory again. read: tokens of each
-        sequence so far."""
+    def begin_prompt(self, facts: LayerFacts) -> None:
+        """A prompt begins; in a conversation, what is held becomes unrotated memory again."""
         pages, pool = self.pages, self.pages.pool
         if pool is None:
             return
@@ -223,19 +219,8 @@ class IterativeLayer(RepeatingLayer):
             places = torch.where(slots < split[:, None], slots, places)
         bound, lengths = max(*pages.next, 0) + k.shape[1], spread(pages.rope_lengths, pages.heads)
         k = facts.key_rotary.unrotate(k[:, None], bound, lengths, places.contiguous())[:, 0]
-        origins = self._origins_of(read, counts, slots, pages.heads) if self.reading.track else None
-        self.memory = Memory(k, v, list(counts), origins)
-        self.pages, self.held_at_end, self.origins = self._new_pages(), [], None
+        self.memory, self.pages = Memory(k, v, list(counts), pages.origins), self._new_pages()
         self.chooser.recent = RecentQueries.of(self.policy.pruner, self.policy.every)
-
-    def _origins_of(self, read: list[int], counts: list[int], slots: Tensor, heads: int) -> Tensor:
-        """int32 [R, T]: tokens since the last prompt follow those of its memory."""
-        since = [read[row // heads] - count for row, count in enumerate(counts)]
-        later = torch.tensor(since, dtype=torch.int32).to(slots.device)[:, None] + slots
-        if self.origins is None:
-            return later
-        known = torch.nn.functional.pad(self.origins, (0, len(slots)))[:, : len(slots)]
-        return torch.where(slots < torch.tensor(self.held_at_end).to(slots.device)[:, None], known, later)
 
     def end_prompt(self, facts: LayerFacts, read: list[int], lasting: list[bool]) -> None:
         """Memory moves into pages, rotated once for the positions that it keeps while decoding. lasting: sequences that
@@ -254,13 +239,13 @@ class IterativeLayer(RepeatingLayer):
             right = (torch.arange(T) - T + torch.tensor(kept)[:, None]).clamp_(min=0).to(k.device)[..., None]
             k, v = (torch.take_along_dim(x, right, 1) for x in (k, v))
         pages.pool.append([x.unflatten(0, (B, heads)) for x in (k, v)], kept)
-        pages.next = longest
+        pages.next, pages.origins = longest, memory.origins
         pages.shift = torch.tensor(late, dtype=torch.int32).to(k.device) if any(late) else None
         if isinstance(pages, PrunedLayer):
             pages.tokens = list(read)
             pages.far.near = [min(kept[b * heads : (b + 1) * heads]) for b in range(B)]
             pages.limits = [share if last else None for share, last in zip(self.share or [0] * B, lasting, strict=True)]
-        self.memory, self.origins, self.held_at_end = None, memory.origins, list(kept)
+        self.memory = None
 
     # ---- state ----
 
@@ -287,13 +272,9 @@ class IterativeLayer(RepeatingLayer):
             raise RuntimeError("the batch of this cache cannot change while a prompt is being read")
         if self.pages.pool is None:
             return
-        heads = self.pages.heads
         self.pages.select_batch(indices)
         if not isinstance(self.pages, PrunedLayer):  # which takes it along
             self.chooser.select(indices, len(self.chooser.whole))
-        rows = [b * heads + head for b in indices for head in range(heads)]
-        self.origins = None if self.origins is None else self.origins[rows]
-        self.held_at_end = [self.held_at_end[row] for row in rows] if self.held_at_end else []
         self.retained = [list(self.retained[b]) for b in indices] if self.retained else []
         self.share = [self.share[b] for b in indices] if self.share else []
 
@@ -303,12 +284,17 @@ class IterativeLayer(RepeatingLayer):
         heads = len(self.memory.held) // len(self.chooser.whole)
         return [self.memory.held[row : row + heads] for row in range(0, len(self.memory.held), heads)]
 
+    def kept_positions(self) -> list[list[Tensor]]:
+        memory = self.memory
+        if memory is None:
+            return self.pages.kept_positions()
+        return memory.origins.rows(memory.held, len(self.chooser.whole))
+
     def _side_nbytes(self) -> int:
         parts: list[SideState | None] = [self.memory, None if self._pending is None else self._pending.joined]
         if not isinstance(self.pages, PrunedLayer):
             parts.append(self.chooser)
-        held = sum(part.nbytes() for part in parts if part is not None)
-        return held + (0 if self.origins is None else self.origins.nbytes)
+        return sum(part.nbytes() for part in parts if part is not None)
 
     def nbytes(self) -> int:
         return self.pages.nbytes() + self._side_nbytes()

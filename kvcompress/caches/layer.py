@@ -52,6 +52,10 @@ class CompressedLayer(CacheLayerMixin):
         """Tokens held per sequence and KV head: [B][Hkv]; [] before the first token."""
 
     @abstractmethod
+    def kept_positions(self) -> list[list[Tensor]]:
+        """Which tokens those are, per sequence and KV head; [] before the first token. See CompressedCache."""
+
+    @abstractmethod
     def select_batch(self, indices: list[int]) -> None:
         """Keeps copies of the given sequences in this order."""
 

@@ -137,8 +137,17 @@ class LocalLayer(CompressedLayer):
     def stored_lengths(self) -> list[list[int]]:
         if self.ring is None:
             return []
-        held = [min(n, self.size) if self.chunk is None else n % self.size or min(n, self.size) for n in self.next]
-        return [[n] * self.ring.heads for n in held]
+        return [[n] * self.ring.heads for n in self._held()]
+
+    def _held(self) -> list[int]:
+        """Tokens of each sequence that the next one may see; of a chunk that has just ended all."""
+        return [min(n, self.size) if self.chunk is None else n % self.size or min(n, self.size) for n in self.next]
+
+    def kept_positions(self) -> list[list[Tensor]]:
+        if self.ring is None:
+            return []
+        last = zip(self.next, self._held(), strict=True)
+        return [[torch.arange(n - held, n)] * self.ring.heads for n, held in last]
 
     def select_batch(self, indices: list[int]) -> None:
         if self.ring is None or self.places is None:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ..positions import RotaryTables
 from .choose import Choice
+from .origins import Origins
 from .passes import CachePass
 from .rows import SideState
 
@@ -17,26 +18,25 @@ def spread(numbers: list[int], heads: int) -> list[int]:
 
 
 class Memory(SideState):
-    """keys, values: [R, M, D]; held[r] of a row's tokens count, what lies past them is never read. origins: int32
-    [R, M], their places in the prompt, None = not tracked.
+    """keys, values: [R, M, D]; held[r] of a row's tokens count, what lies past them is never read. origins: which of
+    their sequence's tokens they are.
 
     Rows end where the longest of their sequence does: the tokens of a chunk stand at the same positions in all heads,
     and a shorter row begins later.
     """
 
-    def __init__(self, keys: Tensor, values: Tensor, held: list[int], origins: Tensor | None = None) -> None:
+    def __init__(self, keys: Tensor, values: Tensor, held: list[int], origins: Origins) -> None:
         self.keys, self.values, self.held, self.origins = keys, values, held, origins
 
     @staticmethod
-    def empty(batch: int, keys: Tensor, values: Tensor, *, tracks: bool) -> Memory:
+    def empty(batch: int, keys: Tensor, values: Tensor) -> Memory:
         """keys, values: those of a chunk, [B, Hkv, S, D]."""
         R = batch * keys.shape[1]
-        origins = torch.zeros(R, 0, dtype=torch.int32, device=keys.device) if tracks else None
-        return Memory(keys.new_zeros(R, 0, keys.shape[3]), values.new_zeros(R, 0, values.shape[3]), [0] * R, origins)
+        return Memory(keys.new_zeros(R, 0, keys.shape[3]), values.new_zeros(R, 0, values.shape[3]), [0] * R, Origins(R))
 
     def without_tokens(self) -> Memory:
         """Its lengths alone."""
-        return Memory(self.keys[:, :0].clone(), self.values[:, :0].clone(), self.held)
+        return Memory(self.keys[:, :0].clone(), self.values[:, :0].clone(), self.held, self.origins)
 
     def longest(self, batch: int) -> list[int]:
         """Tokens of each sequence's longest row."""
@@ -50,19 +50,11 @@ class Memory(SideState):
 
     def joined(self, keys: Tensor, values: Tensor, step: CachePass) -> Memory:
         """The memory followed by the last counts[b] tokens of a chunk [B, Hkv, S, D]."""
-        heads, S = keys.shape[1:3]
+        heads = keys.shape[1]
         lengths = [held + count for held, count in zip(self.held, spread(list(step.counts), heads), strict=True)]
-        places = None
-        if self.origins is not None:
-            first = [read + count - S for read, count in zip(step.read, step.counts, strict=True)]
-            places = torch.tensor(spread(first, heads))[:, None] + torch.arange(S)
-            places = places.to(keys.device, torch.int32)[..., None]
         pairs = (self.keys, keys.flatten(0, 1)), (self.values, values.flatten(0, 1))
         k, v = (self._joined(old, new, lengths) for old, new in pairs)
-        origins = (
-            None if places is None or self.origins is None else self._joined(self.origins[..., None], places, lengths)
-        )
-        return Memory(k, v, lengths, None if origins is None else origins[..., 0])
+        return Memory(k, v, lengths, self.origins)
 
     def _joined(self, old: Tensor, new: Tensor, lengths: list[int]) -> Tensor:
         """[R, T, D], row r filled up to lengths[r]."""
@@ -85,8 +77,8 @@ class Memory(SideState):
         places = first + torch.arange(T, dtype=torch.int32, device=self.keys.device)
         return rotary.rotate(self.keys[:, None], places, T + max(late), spread(in_sight, heads))[:, 0]
 
-    def taken(self, choice: Choice) -> Memory:
-        """What was chosen of it."""
+    def taken(self, choice: Choice, before: list[int]) -> Memory:
+        """What was chosen of before[r] tokens of each row."""
         R, T, _ = self.keys.shape
         slots = choice.slots
         rows = (torch.arange(R, device=slots.device)[:, None] * T + slots).flatten()
@@ -94,5 +86,5 @@ class Memory(SideState):
         def of(x: Tensor) -> Tensor:
             return x.flatten(0, 1).index_select(0, rows).view(R, slots.shape[1], *x.shape[2:])
 
-        origins = None if self.origins is None else of(self.origins)
-        return Memory(of(self.keys), of(self.values), choice.kept, origins)
+        self.origins.follow(choice, before)
+        return Memory(of(self.keys), of(self.values), choice.kept, self.origins)

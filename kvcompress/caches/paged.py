@@ -11,6 +11,7 @@ from .. import ops
 from ..hf.facts import LayerFacts
 from ..softmax import Softmax
 from .layer import RepeatingLayer
+from .origins import Origins
 from .passes import CachePass
 from .pool import PagePool
 from .store import PoolSettings, keys_and_values
@@ -41,6 +42,7 @@ class PagedLayer(RepeatingLayer):
         self.rope_lengths: list[int] = []  # keys in sight when a sequence's frequencies were settled
         self.shift: Tensor | None = None  # int32 [R]; None = 0. shift + length is the same for all heads of a sequence
         self.next: list[int] = []  # position of each sequence's next token
+        self.origins = Origins(0)
 
     @property
     def heads(self) -> int:
@@ -128,7 +130,7 @@ class PagedLayer(RepeatingLayer):
     def open_pool(self, rows: int, head_dim: int, like: Tensor, rope_lengths: list[int]) -> None:
         self.pool = PagePool(rows, keys_and_values(head_dim, like.dtype), like.device, self.pool_settings)
         self.rope_lengths, self.next = rope_lengths, [0] * len(rope_lengths)
-        self.shift = None
+        self.shift, self.origins = None, Origins(rows)
 
     def _per_row(self, counts: Sequence[int]) -> list[int]:
         assert self.pool is not None
@@ -191,10 +193,14 @@ class PagedLayer(RepeatingLayer):
         counts, heads = self.pool.counts, self.heads
         return [counts[b * heads : (b + 1) * heads] for b in range(batch)]
 
+    def kept_positions(self) -> list[list[Tensor]]:
+        return [] if self.pool is None else self.origins.rows(self.pool.counts, len(self.rope_lengths))
+
     def select_batch(self, indices: list[int]) -> None:
         if self.pool is None:
             return
         heads = self.heads
+        self.origins.select(indices, len(self.rope_lengths))
         rows = [b * heads + h for b in indices for h in range(heads)]
         self.pool.select_rows(rows)
         index = torch.tensor(rows).to(self.pool.lengths.device)

@@ -44,6 +44,7 @@ class CachePass(Pass):
         self.counts, self.columns, self.iteration = tuple(counts), columns, iteration
         self.read: tuple[int, ...] = ()  # tokens of each sequence before this pass, where the cache counts them
         self.contest: Contest | None = None  # where layers share a budget
+        self.later = False  # whether its tokens follow a prompt that is compressed, and are kept whole
         self.lent: dict[int, Any] = {}  # what layers lend to others above them in this pass
         self._views: dict[int, tuple[View, Callable[[], None] | None]] = {}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..budgets import AdaKV, Budget, CacheShape, GlobalTopK, Size, as_budget
@@ -15,6 +15,7 @@ from .passes import Iteration
 from .store import PoolSettings
 
 NEVER = 1 << 60  # tokens
+LATER = ("compress", "keep")
 
 
 class Notices:
@@ -34,7 +35,8 @@ class Policy:
     """pruner, budget: what stays, and how much. every: tokens over the budget at which a decoded token compresses; 0 =
     none does. growth: tokens between two compressions at most. prompts: whether calls of several tokens compress (those
     of kvcompress.prefill aside, where an IterativeCache does). gap: where compressed tokens stand; None = where they
-    were. bounded: no position may lie beyond trained_length."""
+    were. bounded: no position may lie beyond trained_length. later: "keep" = what follows the first prompt is kept, and
+    scores are held for further compressions of it."""
 
     pruner: Pruner
     budget: Budget
@@ -45,12 +47,13 @@ class Policy:
     prompts: bool = True
     gap: RemoteGap | None = None
     bounded: bool = False
+    later: str = "compress"
     notices: Notices = field(default_factory=Notices)
 
     @staticmethod
     def of(
         pruner: Any, budget: Size | Budget | None, pool: PoolSettings, trained_length: int, *, every: int | None,
-        chunk_size: int | None, positions: str | RemoteGap, prompts: bool = True,
+        chunk_size: int | None, positions: str | RemoteGap, prompts: bool = True, later: str = "compress",
     ) -> Policy:  # fmt: skip
         """From what users give. Raises ValueError for what is out of range or cannot fit."""
         pruner = SnapKV() if pruner is None else pruner
@@ -75,19 +78,32 @@ class Policy:
                 f"every must be None with {type(pruner).__name__}, whose scores come from a second reading of prompts, "
                 f"got {every}"
             )
+        if later not in LATER:
+            raise ValueError(f"later must be one of {', '.join(LATER)}, got {later!r}")
+        if later == "keep" and every is not None:
+            raise ValueError(f"every must be None with later='keep', which keeps all decoded tokens; got {every}")
         gap = _gap_of(positions)
         if gap is not None and pruner.one_frame:
             raise ValueError(f"positions must be 'original' with {type(pruner).__name__}, got {positions!r}")
-        if gap is not None and isinstance(budget, GlobalTopK):
-            raise ValueError(f"positions must be 'original' with GlobalTopK, got {positions!r}")
         policy = Policy(
             pruner, as_budget(budget), pool, trained_length, every=every or 0, growth=max(every or 0, chunk_size or 0),
-            prompts=prompts, gap=gap, bounded=isinstance(positions, RemoteGap),
+            prompts=prompts, gap=gap, bounded=isinstance(positions, RemoteGap), later=later,
         )  # fmt: skip
+        return policy.with_budget(budget)
+
+    def with_budget(self, budget: Size | Budget) -> Policy:
+        """The same with another budget. Raises ValueError for one that is out of range or cannot fit."""
+        policy = replace(self, budget=as_budget(budget))
+        if policy.gap is not None and isinstance(budget, GlobalTopK):
+            raise ValueError("positions must be 'original' with GlobalTopK, got others")
         if policy.bounded and (keep := policy.budget.tokens) is not None and not isinstance(policy.budget, AdaKV):
             near = policy.near_of(keep)
             policy.blank(keep - near, near)  # refuses what cannot fit
         return policy
+
+    @property
+    def holds_scores(self) -> bool:
+        return self.later == "keep" and not self.pruner.uses_keep
 
     def tokens_of(self, length: int, layer: int, layers: int, rows: int, slot_nbytes: int) -> int:
         """Tokens per head that one of so many layers keeps of a sequence of `length` tokens."""

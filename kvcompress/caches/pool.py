@@ -359,6 +359,19 @@ class PagePool:
         self._shares, self._last_shared = False, [False] * len(self.bounds)
         self.append(tokens, counts)
 
+    @locked
+    def make_room(self, kept: Sequence[int], indices: Tensor | None) -> None:
+        """Takes the free pages that compact(indices, kept) will need, or rewrite to kept[r] slots where indices are
+        None. Raises RuntimeError as those do; no row is changed."""
+        if not self._shares:
+            return
+        self.store.count_free()
+        if indices is None:
+            self.store.provide(sum(self.store.settings.blocks(count) for count in kept))
+            return
+        self._refresh()
+        self.store.provide(self._count_copies(indices, torch.tensor(kept, dtype=torch.int32).to(self.lengths.device)))
+
     def trim(self) -> None:
         """Gives free pages back, those of dropped forks included; pools over the same pages go on as before.
 
@@ -413,8 +426,8 @@ class PagePool:
     @locked
     def __getstate__(self) -> dict[str, Any]:
         """A pool is saved alone: not with the pages of its forks, nor with free ones."""
-        store, rows = self.store.copy_of(self._rows)
-        return vars(self) | {"store": store, "_rows": rows, "_stock": -1, "_room": 0}
+        store, rows = self.store.copy_of([self._rows])
+        return vars(self) | {"store": store, "_rows": rows[0], "_stock": -1, "_room": 0}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

@@ -5,16 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from transformers import PreTrainedConfig
 
 from .. import planner
 from ..budgets import Budget, GlobalTopK, Size, Uniform
+from ..hf.attach import facts_of
 from ..hf.facts import Facts
+from ..hf.method import Pass
 from ..hf.outputs import output_layers
 from ..planner import Plan
 from ..positions import RemoteGap
 from ..pruners import Pruner
 from .base import CompressedCache, trained_length_of
+from .choose import Choice
 from .contest import Contest
 from .passes import CachePass, Iteration
 from .policy import Policy
@@ -33,6 +37,10 @@ class PrunedCache(CompressedCache):
     row has grown by k tokens over its budget. positions: "original" (kept tokens stay where they were), "contiguous"
     (numbered anew without holes) or a RemoteGap. chunk_size: tokens that `prefill` reads at a time, each chunk followed
     by a compression; None = the whole prompt. page_size, max_pages, grow: see PoolSettings.
+    later: what becomes of tokens that follow the first prompt (what prefill reads first, or the first call).
+    "compress": further calls of several tokens compress again, old and new together. "keep": all that follows is kept
+    whole, on top of the budget; only what the prompt left is ever compressed again, and by compress() alone. The scores
+    of its tokens are held for that, 4 bytes for each that is kept.
     A prompt within the budget is kept whole: the model then sees what it would see with a dense cache. Each sequence of
     a batch has a budget of its own. One layer at a time holds the whole prompt, never the cache. A budget holds when
     the cache has compressed; tokens that follow come on top until it compresses again (every). With model.generate
@@ -50,6 +58,7 @@ class PrunedCache(CompressedCache):
         every: int | None = None,
         positions: str | RemoteGap = "original",
         chunk_size: int | None = None,
+        later: str = "compress",
         page_size: int = 64,
         max_pages: int | None = None,
         grow: str = "double",
@@ -57,8 +66,9 @@ class PrunedCache(CompressedCache):
         self.pool_settings = PoolSettings(page_size, max_pages, grow)
         self.policy = Policy.of(
             pruner, budget, self.pool_settings, trained_length_of(config), every=every, chunk_size=chunk_size,
-            positions=positions,
+            positions=positions, later=later,
         )  # fmt: skip
+        self.later = later
         self.pruner, self.budget, self.every = self.policy.pruner, self.policy.budget, self.policy.every
         self.chunk_size = chunk_size
         super().__init__(config)
@@ -69,8 +79,16 @@ class PrunedCache(CompressedCache):
     def plan_prompt(self, length: int) -> Plan:
         return planner.plan(length, chunk_size=self.chunk_size or max(length, 1), memory_size=1)
 
+    def end(self, current: Pass, hidden: Any) -> None:
+        super().end(current, hidden)
+        if isinstance(current, CachePass) and not current.later:
+            self.fixed = self.seen  # what the prompt lost cannot come back
+
     def end_prompt(self, columns: int) -> None:
+        follows = self.follows
         super().end_prompt(columns)
+        if follows:
+            return
         if self.chunk_size is not None or not all(all(layer.chooser.whole) for layer in self.compressing):
             self.trim()  # pages that held a chunk before it was pruned
 
@@ -85,8 +103,86 @@ class PrunedCache(CompressedCache):
     def steps_differ(self) -> bool:
         return self.every > 0
 
+    @property
+    def follows(self) -> bool:
+        """Whether coming tokens follow the prompt and are kept whole."""
+        return self.later == "keep" and self.seen > 0
+
     def check_guide(self) -> None:
+        if self.follows:
+            raise ValueError("guide has no effect on what follows the prompt with later='keep', which keeps all of it")
         self.policy.check_guide()
+
+    # ---- what users ask ----
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def compress(self, budget: Size | Budget) -> None:
+        """Compresses what is left of the prompt again, to another budget; from then on the cache is one of that budget.
+
+        So one reading serves several budgets: read with a large one, or with 0.0, which keeps everything; fork(), and
+        compress each fork. The pruner's scores of the prompt's tokens are held (later="keep") and decide. The same
+        tokens stay as after reading with this budget, where the prompt was read in one pass (in chunks a small budget
+        leaves later chunks less to see) and all of those are left: always after budget 0.0, and after a larger budget
+        of the same kind (a size, AdaKV, GlobalTopK of the same floor). Else the best of what is left stay.
+        Tokens that follow the prompt stay, on top. A budget that holds more than is left changes nothing.
+
+        Raises ValueError without later="keep", for a pruner whose scores depend on the budget (uses_keep), for a budget
+        that is out of range, and before a prompt was read; RuntimeError for NaN scores, for copies of pages that forks
+        share where max_pages leaves no room for them, and where positions change (positions other than "original") for
+        a model that is gone; nothing is dropped then.
+        """
+        self.check_complete()
+        if self.later != "keep":
+            raise ValueError(
+                f"later must be 'keep' for compress(), got {self.later!r}: PrunedCache(..., later='keep') holds the "
+                "scores that it goes by"
+            )
+        if self.pruner.own_budget is not None:
+            raise ValueError(
+                f"pruner must not bring a budget of its own for compress(), as {type(self.pruner).__name__} does"
+            )
+        if self.pruner.uses_keep:
+            raise ValueError(
+                f"pruner must score alike for every budget for compress(), but {type(self.pruner).__name__} scores for "
+                "the budget that it is given: read the prompt again with the other one"
+            )
+        policy, layers = self.policy.with_budget(budget), self.compressing
+        if any(layer.pool is None for layer in layers):
+            raise ValueError("compress() needs a cache that has read a prompt, got an empty one")
+        policy.budget.check_rows([layer.heads for layer in layers])
+        facts = self.facts  # a fork's are not known before it is used
+        if facts is None and policy.gap is not None:
+            if self.decoder is None:
+                raise RuntimeError("compress() turns keys where positions change, and needs the model, which is gone")
+            facts = facts_of(self.decoder)
+        contest = self._contest_again(policy.budget) if isinstance(policy.budget, GlobalTopK) else None
+        chosen: dict[int, tuple[Choice, list[int | None]]] = {}
+        for layer in layers:
+            chosen[layer.index] = layer.choose_again(policy, len(layers), contest)
+            for index, left in ({} if contest is None else contest.lost()).items():
+                choice, keep = chosen[index]
+                chosen[index] = choice.left(left), keep
+        for layer in layers:
+            layer.make_room(chosen[layer.index][0])
+        self.mark_incomplete()
+        for layer in layers:
+            layer.keep_chosen(*chosen[layer.index], policy, None if facts is None else facts[layer.index])
+        self.mark_incomplete(False)
+        self.policy, self.budget = policy, policy.budget
+        self.trim()
+
+    def _contest_again(self, budget: GlobalTopK) -> Contest:
+        layers = self.compressing
+        counts = [layer.chooser.held.counts for layer in layers]
+        rows, batch = sum(layer.heads for layer in layers), self._batch
+        held = [
+            sum(sum(n[b * x.heads : (b + 1) * x.heads]) for x, n in zip(layers, counts, strict=True))
+            for b in range(batch)
+        ]
+        return Contest([n - rows for n in held], rows, budget.floor, trims=False)
+
+    # ---- one forward pass ----
 
     def open(self, facts: Facts, counts: Sequence[int], columns: int, iteration: Iteration | None = None) -> CachePass:
         if self.policy.gap is not None:
@@ -100,12 +196,14 @@ class PrunedCache(CompressedCache):
                 "scores by a second reading, got a call of the model"
             )
         scores = iteration is not None and iteration.repeated is not None
-        if columns > 1 and not scores and (layers := self.compressing):
+        later = self.follows
+        if columns > 1 and not scores and not later and (layers := self.compressing):
             places = layers[0].next or [0] * len(counts)
             end = max(place + count for place, count in zip(places, counts, strict=True))
             self.policy.check_behind(end, max(counts), (facts[layer.index] for layer in layers))
         step = super().open(facts, counts, columns, iteration)
-        compresses = self.every is not None or columns > 1 or iteration is not None
+        step.later = later
+        compresses = not later and (self.every is not None or columns > 1 or iteration is not None)
         compresses = compresses and self.policy.compresses(iteration)
         if isinstance(self.budget, GlobalTopK) and compresses and self.compressing:
             step.contest = self._contest(self.budget, facts, len(counts))

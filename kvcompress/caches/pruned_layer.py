@@ -12,7 +12,7 @@ from ..hf.facts import LayerFacts
 from ..softmax import Softmax
 from .attention import prompt_attention, prompt_state
 from .choose import Choice, Chooser, Offers
-from .contest import Left
+from .contest import Contest, Left
 from .far import FarSegment, Ranks
 from .paged import PagedLayer, step_positions
 from .passes import CachePass
@@ -29,12 +29,10 @@ class PrunedLayer(PagedLayer):
     budget does not say; None = it does.
     """
 
-    is_croppable = False
-
     def __init__(self, index: int, number: int, policy: Policy, chooser: Chooser | None = None) -> None:
         super().__init__(index, number, policy.pool)
         self.policy = policy
-        self.chooser = chooser or Chooser(policy.pruner, policy.budget, index, policy.every)
+        self.chooser = chooser or Chooser(policy.pruner, policy.budget, index, policy.every, holds=policy.holds_scores)
         self.far = FarSegment(0)
         self.tokens: list[int] = []
         self.limits: list[int | None] = []
@@ -52,6 +50,10 @@ class PrunedLayer(PagedLayer):
         self.softmax = softmax
         if self.pool is None:
             return self._read_first(step, queries, keys, values, softmax)
+        if step.later:
+            found = super().attend(step, queries, keys, values, softmax)
+            self._count(step.counts)
+            return found
         recent, facts, policy = self.chooser.recent, step.facts[self.index], self.policy
         one = step.columns == 1 and step.iteration is None
         if not one and recent is not None and step.contest is not None:
@@ -225,7 +227,9 @@ class PrunedLayer(PagedLayer):
         pool, recent, accumulates = self.pool, self.chooser.recent, self.policy.pruner.accumulates
         assert pool is not None
         guides = [0] * len(self.next) if call is None else self._without_guide(step)
-        if not (any(guides) or accumulates or self._due(slack, step)):
+        # the scores of all of a prompt are held, whether some of it goes yet or not
+        holds = call is not None and self.chooser.holds and self.policy.compresses(step.iteration)
+        if not (any(guides) or accumulates or holds or self._due(slack, step)):
             return
         if call is not None:
             queries, valid = call, list(step.counts)
@@ -264,28 +268,61 @@ class PrunedLayer(PagedLayer):
             votes=votes,
             contest=step.contest,
             output=step.facts.outputs.get(self.index),
+            scores=self.policy.compresses(step.iteration),
         )
         if held and gap is None and keeps == [None] * len(keeps):
             self._forget_guide(choice)
         elif not held or choice.kept != offers.lengths:
-            self._store(offers, choice, facts, held=held)
+            before = [count for b in range(len(offers.valid)) for count in offers.counts(b)]
+            self._store(choice, before, facts, None if held else (offers.keys, offers.values))
         if step.contest is not None:
             for index, left in step.contest.lost().items():
                 step.layers[index].lose(left, trim=step.contest.trims)
 
     def lose(self, left: dict[int, Left], *, trim: bool) -> None:
         """Keeps what other layers of the same pass have left of it, of some sequences. trim: gives free pages back."""
-        pool, heads = self.pool, self.heads
+        pool = self.pool
         assert pool is not None
-        kept = list(pool.counts)
-        for b, own in left.items():
-            kept[b * heads : (b + 1) * heads] = own.kept
-        slots = torch.arange(max(kept), dtype=torch.int32, device=pool.lengths.device).repeat(len(kept), 1)
-        for b, own in left.items():
-            slots[b * heads : (b + 1) * heads, : own.slots.shape[1]] = own.slots
-        self._compact(Choice(slots, kept, [None] * len(self.next)))
+        held = pool.counts
+        slots = torch.arange(max(held), dtype=torch.int32, device=pool.lengths.device).repeat(len(held), 1)
+        self._compact(Choice(slots, held, [None] * len(self.next)).left(left), held)
         if trim:
             pool.trim()
+
+    def choose_again(self, policy: Policy, layers: int, contest: Contest | None) -> tuple[Choice, list[int | None]]:
+        """What a budget of so many layers that compress keeps of the tokens that have scores, and how many per head;
+        nothing is changed. contest: where layers share it."""
+        pool, held, chooser = self.pool, self.chooser.held, self.chooser
+        assert pool is not None and held is not None
+        slot = pool.store.page_nbytes() // pool.page_size
+        keep: list[int | None] = []
+        for b, tokens in enumerate(held.tokens):
+            wanted = policy.tokens_of(tokens, self.number, layers, len(pool.bounds), slot)
+            here = held.counts[b * self.heads : (b + 1) * self.heads]
+            if contest is not None:
+                keep.append(contest.keep(b, wanted, 1, 1, called=True))
+            else:
+                keep.append(wanted if policy.budget.over(self.number, here, wanted, 1) else None)
+        near = 0 if policy.gap is None else policy.gap.near_length or 0
+        return chooser.choose_again(keep, policy.budget, number=self.number, near=near, contest=contest), keep
+
+    def keep_chosen(self, choice: Choice, keep: list[int | None], policy: Policy, facts: LayerFacts | None) -> None:
+        """Keeps that, and all tokens that have no scores. facts: not needed where tokens stay at their positions."""
+        pool, held = self.pool, self.chooser.held
+        assert pool is not None and held is not None
+        self.policy, self.chooser.budget = policy, policy.budget
+        self.chooser.dropped(keep)
+        choice = choice.with_later(held.counts, pool.counts)
+        if choice.kept != pool.counts:
+            self._store(choice, list(pool.counts), facts, None)
+
+    def make_room(self, choice: Choice) -> None:
+        """Takes the pages that keeping it needs beside those that forks share. Raises RuntimeError for too few."""
+        pool, held = self.pool, self.chooser.held
+        assert pool is not None and held is not None
+        choice = choice.with_later(held.counts, pool.counts)
+        if choice.kept != pool.counts:
+            pool.make_room(choice.kept, choice.slots.contiguous() if self.policy.gap is None else None)
 
     def _slack(self, step: CachePass) -> int:
         """Tokens over the budget from which a call of several tokens compresses."""
@@ -311,32 +348,36 @@ class PrunedLayer(PagedLayer):
             facts.query_rotary, facts.key_rotary, self.rope_lengths, self.softmax,
         )  # fmt: skip
 
-    def _store(self, offers: Offers, choice: Choice, facts: LayerFacts, *, held: bool) -> None:
-        """Makes the chosen slots what the pool holds. held: they are slots of the pool."""
+    def _store(
+        self, choice: Choice, before: list[int], facts: LayerFacts | None, new: tuple[Tensor, Tensor | None] | None
+    ) -> None:
+        """Makes the chosen ones of before[r] slots of each row what the pool holds. new: keys and values [R, T, D] of
+        which they are slots, None = of the pool. facts: None where tokens stay at their positions."""
         pool, policy, kept = self.pool, self.policy, choice.kept
         assert pool is not None
-        if held and policy.gap is None:
-            self._compact(choice)
+        if new is None and policy.gap is None:
+            self._compact(choice, before)
             return
         device, heads, whole = pool.lengths.device, self.heads, self.chooser.whole
         counts = torch.tensor(kept, dtype=torch.int32).to(device)
-        shift = self._moved(choice)
-        keys, values = pool.gather(max(pool.counts)) if held else (offers.keys, offers.values)
+        shift = self._moved(choice, before)
+        keys, values = pool.gather(max(pool.counts)) if new is None else new
         assert values is not None
         # the pool takes right-aligned tokens
         K, (_, T, D) = max(kept, default=0), keys.shape
-        new = (torch.arange(K, device=device) - (K - counts[:, None])).clamp_(min=0)
-        old = choice.slots.long().gather(1, new)
+        places = (torch.arange(K, device=device) - (K - counts[:, None])).clamp_(min=0)
+        old = choice.slots.long().gather(1, places)
         flat = (torch.arange(len(kept), device=device)[:, None] * T + old).flatten()
         keys, values = (x.reshape(-1, D)[flat].view(-1, K, D) for x in (keys, values))
         if policy.gap is not None and not all(whole):
+            assert facts is not None
             pairs = zip(self.far.near, choice.recent, strict=True)
             self.far.near = [near if recent is None else min(recent, near) for near, recent in pairs]
             self.far.reopen(kept, choice.recent, policy)
             bound = max(self.next) + 1
-            keys = self.far.renumber(keys, old, counts, new, shift, whole, policy, facts, bound, self.rope_lengths)
+            keys = self.far.renumber(keys, old, counts, places, shift, whole, policy, facts, bound, self.rope_lengths)
         rows = [x.unflatten(0, (-1, heads)) for x in (keys, values)]
-        if held:
+        if new is None:
             pool.rewrite(rows, kept)
         else:
             pool.append(rows, kept)
@@ -347,19 +388,20 @@ class PrunedLayer(PagedLayer):
         if choice.kept != self.pool.counts:
             self.pool.truncate(choice.kept)
 
-    def _compact(self, choice: Choice) -> None:
-        """Makes the chosen slots of the pool what it holds, where they stand."""
+    def _compact(self, choice: Choice, before: list[int]) -> None:
+        """Makes the chosen ones of before[r] slots of each row what the pool holds, where they stand."""
         assert self.pool is not None
-        self._moved(choice)
+        self._moved(choice, before)
         self.pool.compact(choice.slots.contiguous(), choice.kept)
 
-    def _moved(self, choice: Choice) -> Tensor | None:
+    def _moved(self, choice: Choice, before: list[int]) -> Tensor | None:
         """The shift so far. What is noted of the chosen tokens follows them, and shift says where they stand."""
         assert self.pool is not None
         device, shift = self.pool.lengths.device, self.shift
         counts = torch.tensor(choice.kept, dtype=torch.int32).to(device)
         places = torch.tensor(self._per_row(self.next), dtype=torch.int32).to(device)
         self.chooser.follow(choice)
+        self.origins.follow(choice, before)
         self.shift = None if all(self.chooser.whole) else places - counts
         return shift
 
@@ -372,13 +414,22 @@ class PrunedLayer(PagedLayer):
         if self.chooser.whole[b]:
             return self.next[b] + count
         held, near = max(self.pool.bounds[b * heads : (b + 1) * heads]), self.far.near[b]
-        if count > 1 and self.chooser.recent is not None and held > (keep := self.keep_of(b, layers)):
+        compresses = count > 1 and self.chooser.recent is not None and self.policy.later != "keep"
+        if compresses and held > (keep := self.keep_of(b, layers)):
             held, near = keep, min(near, self.policy.near_of(keep))  # compresses before it starts
         if gap.reading == "constant":
             return near + count
         return self.far.blank[b] + count + (1 + near if gap.shared else held)
 
     # ---- state ----
+
+    @property
+    def is_croppable(self) -> bool:  # type: ignore[override]
+        return self.policy.later == "keep"  # what follows the prompt stays, and nothing needs its queries
+
+    def drop_last(self, tokens: int) -> None:
+        super().drop_last(tokens)
+        self._count([-tokens] * len(self.tokens))
 
     def select_batch(self, indices: list[int]) -> None:
         if self.pool is None:

@@ -7,7 +7,7 @@ import math
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
@@ -241,22 +241,41 @@ class PageStore:
 
     @locked
     @torch.inference_mode(False)
-    def copy_of(self, rows: Rows) -> tuple[PageStore, Rows]:
-        """A store of its own for these rows, which holds their pages alone. Waits for the device."""
-        slots = {name: (tuple(array.shape[2:]), array.dtype) for name, array in self.arrays.items()}
-        store, named = PageStore(slots, self.refs.device, self.settings), self.named(rows)
-        pages, place = torch.unique(rows.block_table[named], return_inverse=True)
-        count = len(pages)
-        store.provide(count)
-        for name, array in self.arrays.items():
-            store.arrays[name][:count] = array[pages]
-        store.refs[:count] = torch.bincount(place, minlength=count)
-        store.free_count[0] -= count  # a new store hands out its lowest pages first
+    def copy_of(self, every: Sequence[Rows]) -> tuple[PageStore, list[Rows]]:
+        """A store of their own for these rows, which holds their pages alone. Waits for the device."""
+        names = [self.named(rows) for rows in every]
+        pages, place = torch.unique(
+            torch.cat([rows.block_table[named] for rows, named in zip(every, names, strict=True)]), return_inverse=True
+        )
+        arrays = {name: array[pages] for name, array in self.arrays.items()}
+        refs = torch.bincount(place, minlength=len(pages)).to(torch.int32)
+        store = PageStore.of_pages(self.settings, arrays, refs)
         store.free_count[1] = self.free_count[1]
-        store.free_at_least -= count
-        table = torch.zeros_like(rows.block_table)
-        table[named] = place.to(torch.int32)
-        return store, Rows(table, rows.lengths.clone())
+        copies = []
+        places = place.to(torch.int32).split([int(named.sum()) for named in names])
+        for rows, named, own in zip(every, names, places, strict=True):
+            table = torch.zeros_like(rows.block_table)
+            table[named] = own
+            copies.append(Rows(table, rows.lengths.clone()))
+        return store, copies
+
+    @staticmethod
+    @torch.inference_mode(False)
+    def of_pages(settings: PoolSettings, arrays: dict[str, Tensor], refs: Tensor) -> PageStore:
+        """A store whose first pages are these [pages, P, ...], page i named refs[i] times, at least once. More are
+        there where settings say so."""
+        slots = {name: (tuple(array.shape[2:]), array.dtype) for name, array in arrays.items()}
+        store, count = PageStore(slots, refs.device, settings), len(refs)
+        if store.pages:  # it has all that it may have
+            for name, array in arrays.items():
+                store.arrays[name][:count] = array
+            store.refs[:count] = refs
+            store.free_count[0] -= count  # a new store hands out its lowest pages first
+            store.free_at_least -= count
+        else:
+            store.arrays, store.refs = dict(arrays), refs
+            store.free_pages = torch.zeros(count, dtype=torch.int32, device=refs.device)
+        return store
 
     def page_nbytes(self) -> int:
         """Bytes of one page, all arrays together."""

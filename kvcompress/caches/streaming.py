@@ -274,6 +274,15 @@ class StreamingLayer(CompressedLayer):
         heads = self.keys.shape[0] // len(self.tokens)
         return [[min(token, self.sinks + self.window)] * heads for token in self.tokens]
 
+    def kept_positions(self) -> list[list[Tensor]]:
+        if self.keys is None:
+            return []
+        heads, kept = self.keys.shape[0] // len(self.tokens), []
+        for token in self.tokens:
+            sinks = torch.arange(min(token, self.sinks))
+            kept.append([torch.cat([sinks, torch.arange(max(token - self.window, len(sinks)), token)])] * heads)
+        return kept
+
 
 class StreamingCache(CompressedCache):
     """First tokens and a sliding window of recent ones; generates without end in constant memory.

@@ -96,6 +96,12 @@ class DMCCache(ConvertedCache):
             raise ValueError("a compression ratio needs a cache that has seen tokens, got an empty one")
         return tokens
 
+    def kept_positions(self) -> list[list[list[Tensor]]]:
+        """As in every cache. DMC: the token that opened each entry, which holds that token and all that follow up to
+        the next entry's (with a window, the last so many of them). DMS: the tokens that are held. In layers that are
+        not converted as in any cache. Raises ValueError without track=True."""
+        return super().kept_positions()
+
     def decisions(self, layer: int) -> Tensor:
         """What each token decided in a converted layer: bool [B, Hkv, T], T tokens of the longest sequence,
         right-aligned.

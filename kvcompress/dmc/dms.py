@@ -115,6 +115,11 @@ class DMSLayer(DecidingLayer):
         recent = [min(count, self.size) for count in self.next]
         return [[near + far for far in row] for near, row in zip(recent, super().stored_lengths(), strict=True)]
 
+    def kept_of(self, alpha: Tensor) -> Tensor:
+        stays = ~functional.pad(alpha, (0, 1))[1:]
+        stays[max(len(stays) - self.size, 0) :] = True
+        return stays
+
     def select_state(self, rows: Tensor) -> None:
         assert self.ring is not None
         self.ring.select_rows(rows)

@@ -98,6 +98,24 @@ class DecidingLayer(PagedLayer):
                     ends[b] -= count
         return out
 
+    def kept_positions(self) -> list[list[Tensor]]:
+        if not self.track:
+            raise ValueError(
+                "kept_positions needs a DMCCache with track=True: which tokens a row's entries are of follows from "
+                "its decisions"
+            )
+        if self.pool is None:
+            return []
+        every, kept = self.decisions().cpu(), []
+        for b, n in enumerate(self.next):
+            alpha = every[b, :, every.shape[2] - n :]
+            kept.append([self.kept_of(row).nonzero().flatten() for row in alpha])
+        return kept
+
+    @abstractmethod
+    def kept_of(self, alpha: Tensor) -> Tensor:
+        """bool [T]: the tokens of a row that have entries of their own. alpha: bool [T], its decisions."""
+
     # ---- positions ----
 
     def positions(self, step: CachePass) -> Tensor:

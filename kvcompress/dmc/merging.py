@@ -145,6 +145,9 @@ class DMCLayer(DecidingLayer):
 
     # ---- state ----
 
+    def kept_of(self, alpha: Tensor) -> Tensor:
+        return ~alpha  # those that open an entry
+
     def select_state(self, rows: Tensor) -> None:
         assert self.tail is not None
         self.tail = ops.Tail(*(x[rows] for x in self.tail))

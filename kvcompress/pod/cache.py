@@ -173,6 +173,18 @@ class PoDCache(ConvertedCache):
             )
         return self.skips.shares()
 
+    def kept_positions(self) -> list[list[list[Tensor]]]:
+        """As in every cache, of values; kept_key_positions() says it of keys."""
+        return super().kept_positions()
+
+    def kept_key_positions(self) -> list[list[list[Tensor]]]:
+        """Which keys are held: [L][B][Hkv] of int64, rising, on the CPU, as many as stored_keys() says; of followers
+        the near ones and those that share a page with them. The same as of values for layers that are not converted."""
+        return [
+            layer.kept_key_positions() if isinstance(layer, PoDLayer) else held
+            for layer, held in zip(self.layers, self.kept_positions(), strict=True)
+        ]
+
     def stored_keys(self) -> list[list[list[int]]]:
         """Keys held per layer, sequence and KV head: [L][B][Hkv]; stored_lengths() says it of values. The same for
         layers that are not converted."""

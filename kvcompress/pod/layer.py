@@ -395,6 +395,12 @@ class PoDLayer(CompressedLayer):
     def stored_lengths(self) -> list[list[int]]:
         return self._lengths(self.values)
 
+    def kept_positions(self) -> list[list[Tensor]]:
+        return [] if self.values is None else self.values.kept_positions()
+
+    def kept_key_positions(self) -> list[list[Tensor]]:
+        return [] if self.keys is None else self.keys.kept_positions()
+
     def stored_keys(self) -> list[list[int]]:
         return self._lengths(self.keys)
 

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from .. import ops
+from ..caches.choose import Choice
+from ..caches.origins import Origins
 from ..caches.pool import PagePool
 from ..caches.store import PoolSettings
 
@@ -40,6 +42,7 @@ class WindowRows:
         self._as: tuple[tuple[list[int], list[int], int, int], Tensor] | None = None  # what table_as used last
         self._moved: tuple[list[int], list[int], Tensor] | None = None  # what moved_as used last
         self.tokens = [0] * batch
+        self.origins = Origins(batch * self.heads)  # of rows that hold all
 
     @property
     def pages(self) -> Tensor:
@@ -165,10 +168,26 @@ class WindowRows:
 
         Sinks and recent tokens must be among them.
         """
+        before = list(self.pool.counts)
         self.pool.compact(indices, list(kept))
+        left = list(self.pool.counts)
+        slots = torch.arange(max(left), dtype=torch.int32).repeat(len(left), 1)
+        cut = [row for row, count in enumerate(kept) if count >= 0]
+        slots[cut, : indices.shape[1]] = indices.to("cpu", torch.int32)[cut, : slots.shape[1]]
+        self.origins.follow(Choice(slots, left, []), before)
         self.dropped = [gone + more for gone, more in zip(self.dropped, pages, strict=True)]
 
     # ---- reading ----
+
+    def kept_positions(self) -> list[list[Tensor]]:
+        """Which tokens are held, by sequence and KV head: int64, on the CPU."""
+        kept, P = self.origins.rows(self.pool.counts, len(self.tokens)), self.pool.page_size
+        for row, keep in enumerate(self.keeps):
+            if keep == "near":
+                tokens = torch.arange(self.pool.counts[row])
+                tokens[self.first * P :] += self.dropped[row] * P
+                kept[row // self.heads][row % self.heads] = tokens
+        return kept
 
     def first_slots(self, rows: Sequence[int], count: int) -> Tensor:
         """[rows, count, D], the first slots of some rows."""
@@ -208,6 +227,7 @@ class WindowRows:
 
     def select_rows(self, rows: Sequence[int]) -> None:
         self.pool.select_rows(rows)
+        self.origins.select(list(rows), len(self.keeps))
         self.keeps, self.dropped = [self.keeps[row] for row in rows], [self.dropped[row] for row in rows]
         self.tokens = [self.tokens[row // self.heads] for row in rows[:: self.heads]]
 

@@ -10,8 +10,8 @@ from torch import Tensor
 from .base import Candidates, Pruner, Reread
 
 Self = TypeVar("Self", bound="AskingPruner")
-_SEES = ("window", "uses_guide", "uses_values", "uses_output", "uses_sums", "uses_notes", "accumulates", "overlap",
-         "rereads", "lead_in", "one_frame", "default_budget", "num_sink_tokens")  # fmt: skip
+_SEES = ("window", "uses_guide", "uses_values", "uses_output", "uses_sums", "uses_notes", "uses_keep", "accumulates",
+         "overlap", "rereads", "lead_in", "one_frame", "default_budget", "num_sink_tokens")  # fmt: skip
 
 
 class AskingPruner(Pruner):

@@ -197,6 +197,7 @@ class Pruner(ABC):
     overlap = 0  # of the queries that have voted, how many vote once more with those that follow them
     uses_output = False  # scores looks at candidates.output
     uses_notes = False  # votes writes into candidates.notes, which the cache keeps
+    uses_keep = False  # scores looks at keep: those for one budget mean nothing to another (PrunedCache.compress)
     uses_sums = False  # scores looks at candidates.log_sums(), which the prompt's own attention then notes
     by_head = False  # scores of a KV head look at no other: sequences alike are offered as one of more heads
     rereads = False  # what kvcompress.prefill has read is read once more, to be scored (see reread)
@@ -258,9 +259,9 @@ class Pruner(ABC):
         stay = max(min(keep, count - lost), 1)
         return Sure(stay, lost, sinks, min(recent, stay - min(sinks, stay)))
 
-    def scored(self, candidates: Candidates, keep: int, sure: Sure) -> Tensor:
-        """scores, checked; zeros where all that stay are sure to."""
-        if sure.sinks + sure.recent < sure.keep:
+    def scored(self, candidates: Candidates, keep: int, sure: Sure, *, all_: bool = False) -> Tensor:
+        """scores, checked; zeros where all that stay are sure to, unless all_ are wanted and some are not sure."""
+        if sure.sinks + sure.recent < (candidates.count if all_ else sure.keep):
             return self._checked(self.scores(candidates, keep), candidates)
         return torch.zeros(candidates.heads, candidates.count, device=candidates.keys.device)
 

@@ -35,6 +35,7 @@ class CriticalKV(AskingPruner):
     first_stage: float = 0.5
     norm: str = "l1"
     uses_values = True
+    uses_keep = True
     uses_output = True
 
     def __post_init__(self) -> None:

@@ -34,6 +34,7 @@ class CenterOfGravity(Pruner):
     window: int = 64
     heads: str = "per_kv_head"
     uses_guide = True
+    uses_keep = True
 
     def __post_init__(self) -> None:
         self._check(compressed_length=0, near_length=1)

@@ -1,0 +1,58 @@
+"""Whether two models are the same: their configs, and some numbers of every weight."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_SAMPLES = 32  # numbers of a weight that are looked at, spread evenly
+# fields of a config that change nothing of what a cache holds
+_IGNORED = {
+    "architectures", "attn_implementation", "bos_token_id", "dtype", "eos_token_id", "id2label", "label2id",
+    "name_or_path", "pad_token_id", "problem_type", "return_dict", "tokenizer_class", "torch_dtype",
+    "transformers_version", "use_cache",
+}  # fmt: skip
+
+
+def fingerprint(decoder: Any) -> dict[str, Any]:
+    """Of a decoder, as JSON has it: {"class", "dtype", "config", "weights"}; the last is a SHA-256 of 32 numbers of
+    each parameter, so that it costs next to nothing. Raises ValueError for a model whose weights are not loaded."""
+    hashed, samples = hashlib.sha256(), dict[torch.device, list[Tensor]]()
+    for name, parameter in decoder.named_parameters():
+        if parameter.device.type == "meta":
+            raise ValueError(f"model must hold its weights, but {name} is on the meta device")
+        flat = parameter.detach().reshape(-1)
+        hashed.update(f"{tuple(parameter.shape)}{parameter.dtype}".encode())
+        if flat.numel():
+            places = torch.linspace(0, flat.numel() - 1, min(_SAMPLES, flat.numel()), dtype=torch.float64).long()
+            samples.setdefault(flat.device, []).append(flat[places.to(flat.device)].view(torch.uint8))
+    for parts in samples.values():
+        hashed.update(torch.cat(parts).cpu().numpy().tobytes())
+    config = {
+        name: value
+        for name, value in decoder.config.to_dict().items()
+        if name not in _IGNORED and not name.startswith(("_", "output_"))
+    }
+    return {
+        "class": type(decoder).__name__,
+        "dtype": str(decoder.dtype).removeprefix("torch."),
+        "config": json.loads(json.dumps(config, default=str, sort_keys=True)),
+        "weights": hashed.hexdigest(),
+    }
+
+
+def difference(saved: dict[str, Any], own: dict[str, Any]) -> str | None:
+    """In what two fingerprints differ, in words; None = in nothing."""
+    for name in ("class", "dtype"):
+        if saved[name] != own[name]:
+            return f"{name} {saved[name]}, this one {own[name]}"
+    before, now = saved["config"], own["config"]
+    names = sorted(name for name in {**before, **now} if before.get(name) != now.get(name))
+    if names:
+        some = ", ".join(f"{name} = {before.get(name)!r} (here {now.get(name)!r})" for name in names[:3])
+        return f"config.{some}" + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return None if saved["weights"] == own["weights"] else "other weights"

@@ -30,7 +30,7 @@ def test_info_says_what_a_token_takes():
     )  # keys and values, layers, KV heads, head dim, bfloat16
     assert (found["layers"], found["trained_length"]) == (4, 2048)
     assert "inner loops" in run("info")
-    assert "nowhere" in run("info", "--model", "nowhere", code=2)
+    assert "./no/where" in run("info", "--model", "./no/where", code=2)
 
 
 @pytest.mark.parametrize("source", ["argument", "file", "input"])
@@ -64,7 +64,7 @@ def test_a_dense_cache_holds_more_than_a_memory():
     [
         (("generate", "x", "--cache", "prund"), "prund"),
         (("generate", "x", "--cache", "pruned,budgt=3"), "budgt"),
-        (("generate", "x", "--model", "nowhere"), "nowhere"),
+        (("generate", "x", "--model", "./no/where"), "./no/where"),
         (("generate", "--file", "nowhere.txt"), "nowhere.txt"),
         (("generate", "x", "--file", "nowhere.txt"), "file"),
         (("needle", "--lengths", "10"), "10"),

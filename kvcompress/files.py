@@ -20,6 +20,8 @@ def staged(path: str | os.PathLike[str]) -> Iterator[Path]:
     temporary = path.with_name(f".{uuid.uuid4().hex}.tmp")
     try:
         yield temporary
+        with temporary.open("rb") as written:
+            os.fsync(written.fileno())
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)

@@ -250,3 +250,12 @@ def test_what_cannot_be_saved_is_refused_and_leaves_the_file(tmp_path, monkeypat
     cache.mark_incomplete()
     with pytest.raises(RuntimeError, match="incomplete"):
         cache.save(path)
+
+
+def test_a_path_that_cannot_be_written_is_named(tmp_path):
+    model = attached()
+    cache = prefill(model, random_ids(20), IterativeCache(model.config))
+    for path in (tmp_path, tmp_path / "none" / "a.safetensors"):
+        with pytest.raises(ValueError, match=f"path must be a file in a folder that exists, got {path}"):
+            cache.save(path)
+    assert list(tmp_path.iterdir()) == []

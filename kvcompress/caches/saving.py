@@ -29,8 +29,11 @@ def save_caches(caches: Sequence[Any], path: str | os.PathLike[str], model: nn.M
     caches: forks of one prompt, or any; complete ones. path: of the file, usually .safetensors; written whole or not
     at all (a temporary name in the same folder, then renamed). model: that they belong to; None = the one that they
     were used with last. Returns the path. Copies of the pages in use exist while it writes.
-    Raises ValueError for caches of several models or of none, RuntimeError for an incomplete one.
+    Raises ValueError for caches of several models or of none, and a path that is a folder or in none; RuntimeError for
+    an incomplete one.
     """
+    if Path(path).is_dir() or not Path(path).parent.is_dir():
+        raise ValueError(f"path must be a file in a folder that exists, got {path}")
     for cache in caches:
         if not isinstance(cache, PassCache):
             raise ValueError(f"caches must be kvcompress caches, got {type(cache).__name__}")
@@ -69,7 +72,7 @@ def load_caches(
 ) -> list[Any]:
     """What save_caches or cache.save wrote, to go on with in any process.
 
-    model: the one that filled them: its class, dtype, config and some numbers of each weight are compared. verify:
+    path: the file. model: the one that filled them: its class, dtype, config and some numbers of each weight are compared. verify:
     reads the file once to see whether it is damaged; without it nothing is read before it is used, as tensors on the
     CPU are the file, mapped into memory (writing to them does not change it). classes: of pruners and budgets of
     one's own, which a file cannot bring along.
@@ -119,7 +122,11 @@ def load_caches(
 def load_cache(
     path: str | os.PathLike[str], model: nn.Module, *, verify: bool = True, classes: Sequence[type] = ()
 ) -> Any:
-    """The one cache that cache.save wrote; see load_caches. ValueError where the file holds several."""
+    """The one cache that cache.save wrote.
+
+    path: the file. model, verify, classes: as in load_caches. Raises what that does, and ValueError where the file holds
+    several.
+    """
     caches = load_caches(path, model, verify=verify, classes=classes)
     if len(caches) != 1:
         raise ValueError(f"{path} holds {len(caches)} caches: load_caches gives them all")
@@ -136,7 +143,9 @@ def _header(path: Path, metadata: dict[str, str]) -> dict[str, Any]:
         raise ValueError(f"{path} is a safetensors file, but not one that a cache was saved in")
     if metadata.get("check") != str(zlib.crc32(text.encode())):
         raise ValueError(f"{path} is damaged: its header is not what was saved")
-    saved: dict[str, Any] = json.loads(text)
+    saved = json.loads(text)
+    if not isinstance(saved, dict):
+        raise ValueError(f"{path} is damaged: its header holds no fields")
     if saved.get("format") != FORMAT:
         raise ValueError(f"format of {path} must be {FORMAT!r}, got {saved.get('format')!r}: another version wrote it")
     return saved

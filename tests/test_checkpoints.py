@@ -5,6 +5,7 @@ import logging
 import shutil
 from pathlib import Path
 
+import datasets
 import pytest
 import torch
 from test_retrofit import lines, trainer
@@ -106,6 +107,23 @@ def test_state_that_was_not_saved_is_named(tmp_path):
 def test_a_run_divided_otherwise_is_refused(folder):
     with pytest.raises(ValueError, match=r"sequences of a step must be 4, as .*checkpoint-5 was trained, got 8"):
         trainer(folder, gradient_accumulation_steps=2).train(resume_from_checkpoint=str(folder / "checkpoint-5"))
+
+
+def test_a_stream_of_several_files_goes_on_with_as_many_processes(folder):
+    """Each process would read files of its own, in another order than one process does."""
+    found = folder / "checkpoint-5"
+    marker = json.loads((found / checkpoints.MARKER).read_text())
+    marker["run"]["ranks"] = 2
+    (found / checkpoints.MARKER).write_text(json.dumps(marker))
+    (found / "rng_state.pth").rename(found / "rng_state_0.pth")
+    shutil.copy(found / "rng_state_0.pth", found / "rng_state_1.pth")
+    marker["files"] = {str(x.relative_to(found)): x.stat().st_size for x in found.rglob("*") if x.is_file()}
+    del marker["files"][checkpoints.MARKER]
+    (found / checkpoints.MARKER).write_text(json.dumps(marker))
+    run = trainer(folder)
+    run.train_dataset = datasets.Dataset.from_list([{"input_ids": [1, 2]}] * 2).to_iterable_dataset(num_shards=2)
+    with pytest.raises(ValueError, match=r"processes must be 2, as .*checkpoint-5 was trained, got 1: .* of the 2"):
+        run.train(resume_from_checkpoint=str(found))
 
 
 def test_a_full_disk_is_noticed_before_anything_is_written(tmp_path, monkeypatch):

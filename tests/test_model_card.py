@@ -64,3 +64,11 @@ def test_a_model_that_merges_nothing_holds_what_a_dense_one_does():
     model = tiny_model()
     dmc.convert(model, dmc.DMCConfig(shift=100.0), anneal=False)
     assert measured_ratio(model, torch.ones(1, 128, dtype=torch.long)) == pytest.approx(1.0, rel=0.1)
+
+
+def test_the_ratio_is_measured_under_a_trainers_autocast():
+    """accelerate wraps the model's forward, not its decoder's."""
+    model = tiny_model()
+    dmc.convert(model, dmc.DMCConfig(shift=100.0), anneal=False)
+    model.forward = torch.autocast("cpu", dtype=torch.bfloat16)(model.forward)
+    assert measured_ratio(model, torch.ones(1, 128, dtype=torch.long)) == pytest.approx(1.0, rel=0.1)

@@ -72,10 +72,10 @@ def load_caches(
 ) -> list[Any]:
     """What save_caches or cache.save wrote, to go on with in any process.
 
-    path: the file. model: the one that filled them: its class, dtype, config and some numbers of each weight are compared. verify:
-    reads the file once to see whether it is damaged; without it nothing is read before it is used, as tensors on the
-    CPU are the file, mapped into memory (writing to them does not change it). classes: of pruners and budgets of
-    one's own, which a file cannot bring along.
+    path: the file. model: the one that filled them: its class, dtype, config and some numbers of each weight are
+    compared. verify: reads the file once to see whether it is damaged; without it nothing is read before it is used, as
+    tensors on the CPU are the file, mapped into memory (writing to them does not change it). classes: of pruners and
+    budgets of one's own, which a file cannot bring along.
     Raises FileNotFoundError, and ValueError for a file that is damaged, no saved cache, of another version or model, or
     that holds what is in no class known.
     """
@@ -124,8 +124,8 @@ def load_cache(
 ) -> Any:
     """The one cache that cache.save wrote.
 
-    path: the file. model, verify, classes: as in load_caches. Raises what that does, and ValueError where the file holds
-    several.
+    path: the file. model, verify, classes: as in load_caches. Raises what that does, and ValueError where the file
+    holds several.
     """
     caches = load_caches(path, model, verify=verify, classes=classes)
     if len(caches) != 1:

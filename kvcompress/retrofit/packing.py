@@ -136,7 +136,11 @@ class Packing:
         if not self.validation:
             return texts, None
         if self.streaming:
-            first = {record["text"] for record in texts.take(int(self.validation))}
+            first: set[str] = set()
+            for record in texts:
+                first |= {record["text"]} if record["text"] else set()
+                if len(first) == int(self.validation):
+                    break
             # skip would leave out others where ranks divide the files among them
             rest = texts.filter(lambda text: text not in first, input_columns="text")
             return rest, load_datasets().Dataset.from_dict({"text": sorted(first)})

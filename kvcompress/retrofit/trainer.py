@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import IterableDataset
 from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -43,7 +44,7 @@ class RetrofitTrainer(Trainer):
     Everything else as transformers.Trainer. Figures of the recipe are logged, as means over passes and ranks, and
     written with lists to metrics.jsonl in the output folder. A checkpoint is there with all its files or not at all;
     train with resume_from_checkpoint=True takes the newest whole one, says so, and goes on as the run would have, on
-    another number of ranks too, with FSDP2 or without.
+    another number of ranks too (but for a stream of several files), with FSDP2 or without.
     FSDP is that of args and of accelerate's launcher, on CPUs too; with FSDP2 each rank writes its parts of a
     checkpoint, which from_pretrained loads as it does others.
     Raises ValueError for a teacher without distillation or the reverse, or a share out of range, and for context,
@@ -280,6 +281,12 @@ class RetrofitTrainer(Trainer):
         before, now = marker["run"].get(SEQUENCES), division[SEQUENCES]
         if before != now:
             raise ValueError(f"{SEQUENCES} must be {before}, as {folder} was trained, got {now}")
+        ranks, shards = marker["run"].get("ranks"), getattr(self.train_dataset, "num_shards", 1)
+        if isinstance(self.train_dataset, IterableDataset) and shards > 1 and ranks != division["ranks"]:
+            raise ValueError(
+                f"processes must be {ranks}, as {folder} was trained, got {division['ranks']}: each reads files of its "
+                f"own of the {shards} that are streamed, in another order on another number of them"
+            )
         state = checkpoints.read_json(folder / TRAINER_STATE, "global_step", "log_history")
         if state["global_step"] != marker["step"]:
             wrong = folder / TRAINER_STATE

@@ -34,7 +34,10 @@ class CacheShape:
 def _bytes_of(size: str) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*", size)
     if match is None or match[2] not in _UNITS:
-        raise ValueError(f"budget must be a number of bytes like '512MiB' (units: {', '.join(_UNITS)}), got {size!r}")
+        raise ValueError(
+            f"budget must be a number (tokens; below 1 the share to remove) or a text of bytes like '512MiB' (units: "
+            f"{', '.join(_UNITS)}), got the text {size!r}"
+        )
     return int(Fraction(match[1]) * _UNITS[match[2]])
 
 

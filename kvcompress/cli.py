@@ -20,9 +20,9 @@ app.add_typer(retrofit, name="retrofit")
 OPTIONS = {"prompt_length": "--tokens", "chunk_size": "--chunk", "memory_size": "--memory"}
 
 
-CACHE = typer.Option(
-    help="as lm-eval and CacheSpec have it, such as pruned,pruner=snapkv,budget=0.75; dense: no compression"
-)
+_CACHE = "as lm-eval and CacheSpec have it, such as pruned,pruner=snapkv,budget=0.75; dense: no compression"
+CACHE = typer.Option(help=_CACHE)
+CACHE_OR_OWN = typer.Option(help=_CACHE + "; not given: a converted model's own, else iterative")
 MODEL = typer.Option(help="folder or name of a transformers model, or example")
 AS_JSON = typer.Option("--json", help="print JSON and nothing else")
 
@@ -64,7 +64,7 @@ def generate(
     file: Annotated[Path | None, typer.Option(help="UTF-8 text, the prompt")] = None,
     question: Annotated[str, typer.Option(help="follows the prompt, and chooses what is kept of it")] = "",
     model: Annotated[str, MODEL] = "example",
-    cache: Annotated[str, CACHE] = "iterative",
+    cache: Annotated[str | None, CACHE_OR_OWN] = None,
     max_new_tokens: Annotated[int, typer.Option(help="tokens to write", min=1)] = 64,
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
     as_json: Annotated[bool, AS_JSON] = False,

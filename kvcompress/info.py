@@ -12,7 +12,6 @@ from rich.console import Console
 from rich.table import Table
 
 from . import ops
-from .models import EXAMPLE
 from .plan_report import model_shape
 
 
@@ -33,7 +32,7 @@ def facts(model: str | None) -> dict[str, Any]:
     }
     if model is None:
         return found
-    shape = model_shape(str(EXAMPLE) if model == "example" else model, None, None, None, None)
+    shape = model_shape(model, None, None, None, None)
     assert shape is not None
     return found | {
         "model": model,

@@ -15,6 +15,7 @@ from transformers import AutoConfig
 
 from .caches.base import decoder_config, sizes_of
 from .checks import FLOATS
+from .models import EXAMPLE
 from .planner import Plan, plan
 
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in FLOATS}
@@ -40,7 +41,7 @@ class ModelShape:
 def model_shape(
     model: str | None, layers: int | None, kv_heads: int | None, head_dim: int | None, dtype: str | None
 ) -> ModelShape | None:
-    """From a model's config (a name or a folder) and the settings that are not None, which come first.
+    """From a model's config (a name or a folder, or example) and the settings that are not None, which come first.
 
     None where these do not say enough for bytes. Raises ValueError for a config that cannot be read or lacks a size, an
     unknown dtype, or settings for bytes that are not enough for them.
@@ -48,6 +49,8 @@ def model_shape(
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     chosen = DTYPES[dtype] if dtype is not None else None
+    if model == "example":  # load_example_model gives float32
+        model, chosen = str(EXAMPLE), chosen or torch.float32
     if model is None:
         if layers is not None and kv_heads is not None and head_dim is not None:
             return ModelShape(layers, kv_heads, head_dim, chosen or torch.bfloat16)

@@ -64,16 +64,18 @@ def write(model: Any, ids: Tensor, guide: Tensor | None, spec: CacheSpec, **opti
 
 
 def run_generate(
-    *, text: str | None, file: Path | None, question: str, model: str, cache: str, max_new_tokens: int, device: str,
-    as_json: bool, quiet: bool, console: Console,
+    *, text: str | None, file: Path | None, question: str, model: str, cache: str | None, max_new_tokens: int,
+    device: str, as_json: bool, quiet: bool, console: Console,
 ) -> None:  # fmt: skip
-    """Prints what the model writes after the text and the question, as it comes; then what the cache held.
+    """Prints what the model writes after the text and the question, as it comes; then what the cache held. cache: None
+    = the converted model's own, or IterativeCache.
 
     Raises ValueError for wrong settings, FileNotFoundError for a file that is not there.
     """
-    spec = CacheSpec.parse(cache)
+    asked = None if cache is None else CacheSpec.parse(cache)
     prompt = read_prompt(text, file)
     loaded, tokenizer = load(model, device)
+    spec = asked or CacheSpec(CacheSpec.kind_of(loaded.config) or "iterative", {})
     ids = tokenizer(prompt + question, return_tensors="pt").input_ids.to(device)
     guide = tokenizer(question, return_tensors="pt", add_special_tokens=False).input_ids[0].to(device)
     streamer = None if as_json else TextStreamer(tokenizer, skip_prompt=True)

@@ -172,7 +172,7 @@ def test_a_head_that_offers_nothing_is_empty_and_leaves_its_share_to_others():
         (lambda: Uniform(0), "at least 1 token, got 0"),
         (lambda: Uniform(True), r"must be tokens \(int\)"),
         (lambda: Uniform(1.5), "below 1, got 1.5"),
-        (lambda: Uniform("10"), "number of bytes like"),
+        (lambda: Uniform("10"), "text of bytes like"),
         (lambda: PyramidKV(10, inside=1), "inside must be True or False, got 1"),
         (lambda: PyramidKV.preset("paper", 10), "preset must be one of kvpress, kvcache-factory, got 'paper'"),
         (lambda: PyramidKV(10, beta=0), "beta must be an integer of at least 1, got 0"),

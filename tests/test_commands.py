@@ -25,9 +25,7 @@ def test_version_is_that_of_the_package():
 
 def test_info_says_what_a_token_takes():
     found = json.loads(run("info", "--model", "example", "--json"))
-    assert (
-        found["cache_nbytes_per_token"] == 2 * 4 * 2 * 64 * 2
-    )  # keys and values, layers, KV heads, head dim, bfloat16
+    assert found["cache_nbytes_per_token"] == 2 * 4 * 2 * 64 * 4  # keys and values, layers, KV heads, head dim, float32
     assert (found["layers"], found["trained_length"]) == (4, 2048)
     assert "inner loops" in run("info")
     assert "./no/where" in run("info", "--model", "./no/where", code=2)
@@ -49,6 +47,18 @@ def test_generate_writes_as_it_goes_and_says_what_was_held():
     assert "35 tokens read, 4 written" in output
     quiet = run("generate", "def area(", "--cache", "dense", "--max-new-tokens", "4", "--quiet")
     assert "tokens read" not in quiet
+
+
+def test_a_converted_model_is_read_through_its_own_cache(tmp_path):
+    model, tokenizer = kvcompress.load_example_model(retrofit="dmc")
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    found = json.loads(run("generate", "def area(", "--model", str(tmp_path), "--max-new-tokens", "2", "--json"))
+    assert found["cache"] == "dmc"
+
+
+def test_a_plan_of_the_example_model_asks_no_network():
+    assert "MiB" in run("plan", "--tokens", "10000", "--model", "example")
 
 
 def test_a_dense_cache_holds_more_than_a_memory():

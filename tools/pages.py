@@ -21,7 +21,7 @@ ROOT = Path(__file__).parent.parent
 RESULTS, DOCS = ROOT / "benchmarks/results", ROOT / "docs"
 MADE = "<!-- from here on made by tools/pages.py -->"
 REASON = "is not supported: "
-# of quality_best.json: what is drawn, and what it is called
+# of quality.json: what is drawn, and what it is called
 DRAWN = {
     "Replay/GlobalTopK": "Replay, one budget for all layers and heads",
     "Replay/AdaKV": "Replay, a budget per layer",
@@ -88,7 +88,7 @@ def draw_recall(path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    found = [row for row in rows("quality_best") if "later_recall" in row]  # others say what is best
+    found = [row for row in rows("quality") if "later_recall" in row]  # others say what is best
     dense = next(row for row in found if row["method"] == "dense")
     figure, panels = pyplot.subplots(1, 2, figsize=(9, 3.6), sharey=True, layout="constrained")
     shown = (("later_recall", "Facts in source code"), ("pair_recall", "Key-value pairs"))
@@ -99,7 +99,7 @@ def draw_recall(path: Path) -> None:
             axes.plot(shares, recall, marker="o", linewidth=2, label=label)
         axes.axhline(dense[field], color="black", linestyle=":", linewidth=1, label="dense: every token kept")
         axes.set_xscale("log", base=2)
-        axes.set_xticks([1 / 16, 1 / 8, 1 / 4], ["1/16", "1/8", "1/4"])
+        axes.set_xticks([1 / 16, 1 / 8, 1 / 4, 1 / 2], ["1/16", "1/8", "1/4", "1/2"])
         axes.set_xlabel("bytes held, of the dense cache's")
         axes.set_title(title, fontsize=11)
         axes.set_ylim(-0.03, 1.05)

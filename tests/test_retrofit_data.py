@@ -79,12 +79,29 @@ def test_errors_name_what_is_not_there(tmp_path, streaming):
     for name in (str(tmp_path / "none"), "none.jsonl", "./none", "a/b/c"):
         with pytest.raises(FileNotFoundError, match=f"a file, a folder or the name of a data set, got {name}"):
             DataSource(name).load(streaming=streaming)
+    with pytest.raises(FileNotFoundError, match=r"a pattern of files that are there, got zzz\*\.jsonl"):
+        DataSource("zzz*.jsonl").load(streaming=streaming)
     loaded = DataSource(str(folder), split="test").load(streaming=streaming)
     assert list(loaded) == [{"text": "c"}]
     assert sorted(x["text"] for x in DataSource(f"{folder}/*.jsonl").load(streaming=streaming)) == ["a", "b", "c"]
 
 
 # ---- packing ----
+
+
+@pytest.mark.parametrize("validation", [-1, float("nan"), float("inf"), 1.5])
+def test_a_validation_that_is_no_number_of_documents_is_refused(validation):
+    with pytest.raises(ValueError, match="validation must be a number of documents, or a share of them below 1"):
+        Packing(4, validation=validation)
+    with pytest.raises(ValueError, match=r"validation must be a number of documents, got 0\.5"):
+        Packing(4, streaming=True, validation=0.5)
+
+
+def test_empty_texts_of_a_stream_are_not_held_out(tmp_path):
+    file = write(tmp_path / "a.jsonl", ["", None, "abcdefgh", "abcdefgh", "ijklmnop", "qrstuvwxyz"])
+    rows, held = Packing(4, streaming=True, validation=2).rows([DataSource(file)], TOKENIZER)
+    assert text_of(held.rows) == b"abcdefgh\0ijklmno"
+    assert next(iter(rows))["input_ids"] == list(b"qrst")
 
 
 def test_rows_know_where_their_documents_begin(tmp_path):

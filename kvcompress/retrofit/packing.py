@@ -71,6 +71,13 @@ def _numbers(*columns: str) -> Any:
     return datasets.Features({name: datasets.List(datasets.Value("int32")) for name in columns})
 
 
+def need_validation(validation: float, *, counted: bool) -> None:
+    """ValueError for what is neither a number of documents nor, unless they are counted one by one, a share of them."""
+    if not validation >= 0 or (validation % 1 != 0 and (validation > 1 or counted)):
+        what = "a number of documents" if counted else "a number of documents, or a share of them below 1"
+        raise ValueError(f"validation must be {what}, got {validation}")
+
+
 @dataclass(frozen=True)
 class Packing:
     """How sources become rows. length: tokens of a row. borders: rows know where their documents begin, so that none
@@ -85,6 +92,9 @@ class Packing:
     buffer: int = 1000
     validation: float = 0
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        need_validation(self.validation, counted=self.streaming)
 
     def rows(self, sources: Sequence[DataSource], tokenizer: PreTrainedTokenizerBase) -> tuple[Any, Validation | None]:
         """Training rows, and what is held out (None: nothing). With weights each source has its share of the rows, and

@@ -27,7 +27,7 @@ from .card import CARD, keeps_own_card, measured_ratio, model_card
 from .checkpoints import checkpoints, flush, flush_folder, read_json, step_of, write_whole
 from .data import collate, example_rows, example_validation
 from .fsdp import need_whole_loading, sharding, sum_gradients_in_float32
-from .packing import Packing, Validation
+from .packing import Packing, Validation, need_validation
 from .recipe import Recipe
 from .sources import DataSource
 from .trainer import TRAINER_STATE, RetrofitTrainer, newest
@@ -95,10 +95,7 @@ class RunSettings:
             raise ValueError(f"learning_rate must be positive, got {self.learning_rate}")
         if self.eval_steps is not None and (not isinstance(self.eval_steps, int) or self.eval_steps < 1):
             raise ValueError(f"eval_steps must be an integer of at least 1, or None, got {self.eval_steps!r}")
-        whole = self.streaming or not self.sources
-        if not self.validation >= 0 or (self.validation != int(self.validation) and (self.validation > 1 or whole)):
-            what = "a number of documents" if whole else "a number of documents, or a share of them below 1"
-            raise ValueError(f"validation must be {what}, got {self.validation}")
+        need_validation(self.validation, counted=self.streaming or not self.sources)
         if not self.sources and self.model != EXAMPLE_NAME and not _is_example(self.model):
             raise ValueError(f"text must be given for {self.model!r}: only the example model has data of its own")
         if self.ranks % self.shards:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import glob
 import itertools
 import math
 from dataclasses import dataclass
@@ -115,6 +116,8 @@ class DataSource:
             if path.suffix in KINDS or path.is_absolute() or self.name.startswith((".", "~")) or len(path.parts) > 2:
                 raise FileNotFoundError(f"text must be a file, a folder or the name of a data set, got {self.name}")
             return self.name, {}
+        if is_pattern and not glob.glob(str(path), recursive=True):
+            raise FileNotFoundError(f"text must be a pattern of files that are there, got {self.name}")
         if path.suffix not in KINDS:
             raise ValueError(f"text must end in {', '.join(KINDS)}, got {path.name!r}")
         kind = KINDS[path.suffix]

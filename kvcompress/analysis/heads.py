@@ -85,7 +85,8 @@ def measure_heads(
     would lose at what is asked, the most of a KV head's query heads, mean over the samples. "kvzip", training-free, two
     readings of each sample: the most that a key of the head gets when the text is read again (KVzip), the most of all
     samples, as KVzip's authors score heads, but for the words that ask for it; sinks and recent only go into the
-    profile. steps, lr and weight are for gates. report(step, distillation, mean gate) is called in each step of training.
+    profile. steps, lr and weight are for gates. report(step, distillation, mean gate) is called in each step of
+    training.
     Raises ValueError for settings out of range, samples that streaming sees in full, layers that read others' keys, and
     models that are converted.
     Source: DuoAttention (Xiao et al. 2024, arXiv:2410.10819), section 2.3 and the settings of the authors' published

@@ -9,28 +9,42 @@ from torch import Tensor
 
 from .positions import RotaryTables
 
+ALIKE = 0.7  # of the longest in a group: at most half of its attention is spent on what is behind a document's end
+SHORT = 64  # tokens, up to which all documents are alike: a group has calls of its own
+
 
 @dataclass(frozen=True)
-class Documents:
-    """The documents of a batch, each from its first token on, and back.
+class Group:
+    """Documents about as long as each other, each from its first token on.
 
     source: int64 [N, longest], where each token of a document is in the flattened batch [B*T]; beyond a document's
-    end, any token: causal attention hides from every token what follows it. place: int64 [B*T], the inverse, -1 for
-    padding. valid: bool [B, T], tokens. positions: int32 [N, longest] for rotation, None = 0 and up; none of them
-    reaches bound. lengths: tokens of each document.
+    end its own first token: causal attention hides from every token what follows it. positions: int32 [N, longest] for
+    rotation, None = 0 and up; none of them reaches bound. lengths: tokens of each document.
     """
 
     source: Tensor
-    place: Tensor
-    valid: Tensor
     positions: Tensor | None
     bound: int
     lengths: list[int]
 
-    @property
-    def within(self) -> Tensor:
-        """int64 [B, T], place of each token in its document; any number for padding."""
-        return (self.place % max(self.source.shape[1], 1)).view(self.valid.shape)
+    def split(self, x: Tensor) -> Tensor:
+        """[B, H, T, ...] as [N, H, longest, ...]."""
+        return x.transpose(1, 2).flatten(0, 1)[self.source].transpose(1, 2)
+
+
+@dataclass(frozen=True)
+class Documents:
+    """The documents of a batch, in groups, and back.
+
+    place: int64 [B*T], where each token is in the groups, one behind the other; -1 for padding. within: int64 [B, T],
+    place of each token in its document; 0 for padding. valid: bool [B, T], tokens. lengths: tokens of each document.
+    """
+
+    groups: list[Group]
+    place: Tensor
+    within: Tensor
+    valid: Tensor
+    lengths: list[int]
 
     @classmethod
     def of(cls, mask: Tensor | None, position_ids: Tensor | None, batch: int, columns: int) -> Documents | None:
@@ -68,37 +82,52 @@ class Documents:
         number = begins.flatten().cumsum(0) - 1  # document of each token
         starts = begins.flatten().nonzero().flatten()
         flat = here.flatten().nonzero().flatten()
-        within = flat - starts[number[flat]]
         if len(flat) == 0:
             raise ValueError("attention_mask must leave at least one token, got zeros alone")
-        longest = int(within.max()) + 1
-        # beyond a document's end its own first token: no padding, whose positions may be anything
-        source = starts[:, None].repeat(1, longest)
+        within = torch.zeros(batch * columns, dtype=torch.int64, device=device)
+        within[flat] = flat - starts[number[flat]]
+        lengths = number[flat].bincount().tolist()
         place = torch.full((batch * columns,), -1, dtype=torch.int64, device=device)
-        source[number[flat], within] = flat
-        place[flat] = number[flat] * longest + within
-        own, bound = None, longest
-        if positions is not None:
-            own = positions.flatten()[source].int()
-            bound = int(own.max()) + 1
-            if bool((own < 0).any()):
-                raise ValueError(f"position_ids must not be negative, got {int(own.min())}")
-        return cls(source, place, here, own, bound, number[flat].bincount().tolist())
+        groups, behind = [], 0
+        for members in _alike(lengths):
+            longest = lengths[members[0]]
+            column = torch.arange(longest, device=device)
+            sizes = torch.tensor([lengths[i] for i in members], device=device)[:, None]
+            # beyond a document's end its own first token: no padding, whose positions may be anything
+            source = starts[members][:, None] + torch.where(column < sizes, column, 0)
+            place[source[column < sizes]] = behind + (column < sizes).flatten().nonzero().flatten()
+            behind += source.numel()
+            own, bound = None, longest
+            if positions is not None:
+                own = positions.flatten()[source].int()
+                bound = int(own.max()) + 1
+                if bool((own < 0).any()):
+                    raise ValueError(f"position_ids must not be negative, got {int(own.min())}")
+            groups.append(Group(source, own, bound, sizes.flatten().tolist()))
+        return cls(groups, place, within.view(batch, columns), here, lengths)
 
-    def split(self, x: Tensor) -> Tensor:
-        """[B, H, T, ...] as [N, H, longest, ...]."""
-        return x.transpose(1, 2).flatten(0, 1)[self.source].transpose(1, 2)
-
-    def join(self, x: Tensor) -> Tensor:
-        """[N, H, longest, ...] as [B, H, T, ...]; 0 at padding."""
-        flat = x.transpose(1, 2).flatten(0, 1)[self.place.clamp(min=0)]
+    def join(self, parts: list[Tensor]) -> Tensor:
+        """[N, H, longest, ...] of each group as [B, H, T, ...]; 0 at padding."""
+        flat = torch.cat([x.transpose(1, 2).flatten(0, 1) for x in parts])[self.place.clamp(min=0)]
         shape = (-1,) + (1,) * (flat.ndim - 1)
         flat = torch.where((self.place >= 0).view(shape), flat, 0)
         return flat.unflatten(0, tuple(self.valid.shape)).transpose(1, 2)
 
 
-def rotated(x: Tensor, rotary: RotaryTables, documents: Documents | None) -> Tensor:
-    """Queries or keys, [B, H, T, D] or those of documents, at their positions."""
-    if documents is None:
+def _alike(lengths: list[int]) -> list[list[int]]:
+    """Numbers of documents, the longest first, in groups of about the same length."""
+    groups: list[list[int]] = []
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        longest = lengths[groups[-1][0]] if groups else 0
+        if groups and (longest <= SHORT or lengths[i] >= ALIKE * longest):
+            groups[-1].append(i)
+        else:
+            groups.append([i])
+    return groups
+
+
+def rotated(x: Tensor, rotary: RotaryTables, group: Group | None) -> Tensor:
+    """Queries or keys, [B, H, T, D] or those of a group of documents, at their positions."""
+    if group is None:
         return rotary.rotate(x, None, x.shape[2], [x.shape[2]])
-    return rotary.rotate(x, documents.positions, documents.bound, documents.lengths)
+    return rotary.rotate(x, group.positions, group.bound, group.lengths)

@@ -225,7 +225,7 @@ def assert_padding_changes_nothing(model: PreTrainedModel) -> None:
 
 def assert_packed_documents_are_apart(model: PreTrainedModel) -> None:
     """Documents of one row, told apart by position_ids, have the logits that each has alone."""
-    documents = [random_ids(n, seed=n) for n in (9, 1, 25, 13)]
+    documents = [random_ids(n, seed=n) for n in (9, 1, 110, 70, 25)]  # in groups of their lengths
     packed = torch.cat(documents, 1)
     places = torch.cat([torch.arange(x.shape[1]) for x in documents])[None]
     together, begin = forward(model, packed, position_ids=places), 0

@@ -45,6 +45,15 @@ def test_a_checkpoint_says_what_is_in_it_and_nothing_else_is_left(folder):
         assert len(json.loads((found / "retrofit.json").read_text())["merged"]) == 3
 
 
+@pytest.mark.parametrize("run", [None, {}, {"ranks": "two"}])
+def test_a_marker_that_does_not_name_its_ranks_is_none(folder, run):
+    path = folder / "checkpoint-10" / checkpoints.MARKER
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"run": run}))
+    found, (fault,) = checkpoints.newest_whole(folder)
+    assert found == folder / "checkpoint-5"
+    assert fault.startswith(f"{path} must name the ranks of its run")
+
+
 @pytest.mark.parametrize("name", STATE)
 def test_a_newest_checkpoint_that_is_cut_off_is_left_out(folder, name, caplog):
     for break_it in (Path.unlink, cut):

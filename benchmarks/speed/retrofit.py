@@ -46,7 +46,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))
-from benchmarks.common import Row, options, print_table, report, write_json
+from benchmarks.common import Row, options, write_json
 from kvcompress import dmc, pod
 from kvcompress.models.tokenizer import byte_tokenizer
 from kvcompress.process_memory import PeakMemory
@@ -76,8 +76,8 @@ class Sizes:
 
 
 SIZES = {
-    "full": Sizes(9, 4, 8, 768, 2048, 2, 8192),
-    "quick": Sizes(5, 3, 4, 512, 1024, 2, 4096),
+    "full": Sizes(5, 3, 4, 512, 2048, 1, 4096),
+    "quick": Sizes(3, 3, 2, 256, 1024, 1, 1024),
     "tiny": Sizes(1, 2, 2, 128, 128, 2, 256, METHODS[:1]),
 }
 
@@ -173,14 +173,13 @@ def turns(kinds: tuple[str, ...], count: int, work: Callable[[str], list[float]]
     return {kind: statistics.median(seconds) for kind, seconds in found.items()}
 
 
-def train_rows(sizes: Sizes, folder: str) -> list[Row]:
+def train_rows(sizes: Sizes, folder: str) -> Iterator[Row]:
     kinds = (PLAIN, *METHODS)
-    models, rows = {kind: model_of(kind, sizes) for kind in kinds}, []
+    models = {kind: model_of(kind, sizes) for kind in kinds}
     for name, whole in (("whole", True), ("packed", False)):
         data = data_of(sizes, folder, whole=whole)
         found = turns(kinds, sizes.turns, lambda kind: run_of(kind, models[kind], data, sizes, folder))  # noqa: B023
-        rows += rows_of("train", found, sizes, f"/{name}", "Trainer")
-    return rows
+        yield from rows_of("train", found, sizes, f"/{name}", "Trainer")
 
 
 def rows_of(group: str, found: dict[str, float], sizes: Sizes, suffix: str, peer: str) -> list[Row]:
@@ -216,13 +215,14 @@ def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def memory_rows(sizes: Sizes, folder: str) -> list[MemoryRow]:
+def memory_rows(sizes: Sizes, folder: str) -> Iterator[MemoryRow]:
     peaks = {}
     for kind in (PLAIN, *sizes.measured):
         receive, send = CONTEXT.Pipe(duplex=False)
         in_processes(peak_of, [(kind, sizes, folder, send)])
         peaks[kind] = receive.recv()
-    return [MemoryRow(f"memory/{kind}", peaks[kind], peaks[PLAIN]) for kind in sizes.measured]
+        if kind != PLAIN:
+            yield MemoryRow(f"memory/{kind}", peaks[kind], peaks[PLAIN])
 
 
 CONTEXT = multiprocessing.get_context("forkserver")  # imports once
@@ -292,10 +292,11 @@ def loop(
     return [end - begin for begin, end in itertools.pairwise(times)]
 
 
-def distributed_rows(sizes: Sizes, folder: str) -> list[Row]:
+def distributed_rows(sizes: Sizes, folder: str) -> Iterator[Row]:
     receive, send = CONTEXT.Pipe(duplex=False)
     in_processes(rank_of, [(rank, sizes, folder, send) for rank in range(2)])
-    return [row for how, found in receive.recv().items() for row in rows_of(how, found, sizes, "", "the plain model")]
+    for how, found in receive.recv().items():
+        yield from rows_of(how, found, sizes, "", "the plain model")
 
 
 def main() -> None:
@@ -303,14 +304,14 @@ def main() -> None:
     sizes = SIZES[choice.size]
     logging.disable(logging.WARNING)
     datasets.disable_progress_bars()
+    rows: list[Row | MemoryRow] = []
     with tempfile.TemporaryDirectory() as folder:
-        rows = train_rows(sizes, folder) + distributed_rows(sizes, folder)
-        memory = memory_rows(sizes, folder)
-    report(rows, None)
-    lines = [(x.name, f"{x.nbytes / 1e6:.0f}", f"{x.peer_nbytes / 1e6:.0f}", f"{x.times:.2f}") for x in memory]
-    print_table("", ("name", "MB", "plain MB", "times"), lines, left=("name",))
-    if choice.json is not None:
-        write_json(choice.json, [asdict(row) for row in (*rows, *memory)])
+        for row in itertools.chain(*(part(sizes, folder) for part in (train_rows, memory_rows, distributed_rows))):
+            rows.append(row)
+            found = f"{row.times:.2f} times" if isinstance(row, MemoryRow) else f"{row.ratio:.2f}"
+            print(f"{row.name}: {found}", flush=True)
+            if choice.json is not None:
+                write_json(choice.json, [asdict(row) for row in rows])
 
 
 if __name__ == "__main__":

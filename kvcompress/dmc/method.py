@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import ops
-from ..documents import Documents
+from ..documents import Documents, Group
 from ..hf.facts import Facts
 from ..hf.method import Call, Method, PassCache
 from ..retrofit.passes import TrainingPass, documents_of, learns, whole_layers
@@ -45,8 +45,8 @@ class DMCPass(TrainingPass):
         if self.facts[layer].is_local:
             return self.attend_locally(layer, queries, keys, values, softmax)
         if self.config.neuron_scale > 0:
-            return self.join(self._annealed(layer, queries, keys, values, softmax))
-        return self.join(self._compressed(layer, queries, keys, values, softmax))
+            return self._annealed(layer, queries, keys, values, softmax)
+        return self._compressed(layer, queries, keys, values, softmax)
 
     def _scaled(self, x: Tensor, factor: float) -> Tensor:
         """x with its neuron times factor."""
@@ -56,11 +56,14 @@ class DMCPass(TrainingPass):
 
     def _annealed(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax) -> Tensor:
         """Plain attention with what is left of the neuron, before and after rotation."""
-        q, k, v = self.split(queries, keys, values)
         m = self.config.neuron_scale
-        q = self._scaled(self.queries(layer, self._scaled(q, m)), m)
-        k = self._scaled(self.keys(layer, self._scaled(k, m)), m)
-        return ops.attention(q, k, v, **softmax.options)[0]
+
+        def attend(group: Group | None, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor]:
+            q = self._scaled(self.queries(layer, self._scaled(q, m), group), m)
+            k = self._scaled(self.keys(layer, self._scaled(k, m), group), m)
+            return (ops.attention(q, k, v, **softmax.options)[0],)
+
+        return self.over_documents(attend, queries, keys, values)[0]
 
     def _compressed(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax) -> Tensor:
         config, n = self.config, self.config.neuron
@@ -73,15 +76,21 @@ class DMCPass(TrainingPass):
             with torch.no_grad():
                 bare = decisions if self.noise is None else decisions_of(config, keys[..., n], places, layer=layer)
             self.bare[layer] = bare.hard
-        q, k, v, alpha, tempered = self.split(queries, keys, values, decisions.alpha, decisions.tempered)
-        bias = ops.dmc_mask(tempered)
-        # after rotation the neuron is zeroed in the queries alone: a product needs one zero
-        q = self._scaled(self.queries(layer, self._scaled(q, 0.0)), 0.0)
-        if config.mode == "dms":
-            return dms_attention(q, self.keys(layer, self._scaled(k, 0.0)), v, bias, config.dms_window, softmax)
-        (omega,) = self.split(weights_of(config, queries[..., n], Hkv))
-        k, v, _ = ops.dmc_accumulate(k, v, alpha, omega, neuron=n, window=self._window(k.shape[2]))
-        return ops.attention(q, self.keys(layer, k), v, key_bias=bias, **softmax.options)[0]
+        parts = [queries, keys, values, decisions.tempered]
+        if config.mode == "dmc":
+            parts += [decisions.alpha, weights_of(config, queries[..., n], Hkv)]
+
+        def attend(group: Group | None, q: Tensor, k: Tensor, v: Tensor, tempered: Tensor, *merging: Tensor):  # type: ignore[no-untyped-def]
+            bias = ops.dmc_mask(tempered)
+            # after rotation the neuron is zeroed in the queries alone: a product needs one zero
+            q = self._scaled(self.queries(layer, self._scaled(q, 0.0), group), 0.0)
+            if config.mode == "dms":
+                k = self.keys(layer, self._scaled(k, 0.0), group)
+                return (dms_attention(q, k, v, bias, config.dms_window, softmax),)
+            k, v, _ = ops.dmc_accumulate(k, v, *merging, neuron=n, window=self._window(k.shape[2]))
+            return (ops.attention(q, self.keys(layer, k, group), v, key_bias=bias, **softmax.options)[0],)
+
+        return self.over_documents(attend, *parts)[0]
 
     def _window(self, tokens: int) -> int | None:
         window = self.config.window

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .. import ops
-from ..documents import Documents
+from ..documents import Documents, Group
 from ..hf.facts import Facts
 from ..hf.method import Call, Method
 from ..retrofit.passes import TrainingPass, documents_of, learns
@@ -25,7 +26,8 @@ REENTRANT = (
 
 
 class PoDPass(TrainingPass):
-    """One forward pass. leads: rotated queries and keys, the values and the softmax, of the layers that others follow.
+    """One forward pass. leads: of the layers that others follow, for each group of documents, rotated queries and keys,
+    the values and the softmax.
     gates: of each layer in which a head follows, float32 [B, Hq, T] without gradient, NaN at padding."""
 
     def __init__(
@@ -34,50 +36,60 @@ class PoDPass(TrainingPass):
     ) -> None:  # fmt: skip
         super().__init__(facts, documents, with_gradient=with_gradient)
         self.config, self.gates = config, gates
-        self.leads: dict[int, tuple[Tensor, Tensor, Tensor, Softmax]] = {}
+        self.leads: dict[int, list[tuple[Tensor, Tensor, Tensor, Softmax]]] = {}
 
     def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax) -> Tensor:
         if self.facts[layer].is_local:
             return self.attend_locally(layer, queries, keys, values, softmax)
-        q, k, v = self.split(queries, keys, values)
-        return self.join(self._attend(layer, self.queries(layer, q), self.keys(layer, k), v, softmax))
+        number, config = itertools.count(), self.config
 
-    def _attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:
-        config = self.config
-        if config.mode == "window":
-            return ops.attention(q, k, v, window=config.recent, sinks=config.sinks, **softmax.options)[0]
-        if config.last_follower(layer) > layer and layer not in self.leads:  # not in the second run of checkpointing
-            if self.recomputes:
-                raise RuntimeError(REENTRANT)
-            self.leads[layer] = (q, k, v, softmax)
-        if set(config.lead[layer]) == {layer}:
-            return ops.attention(q, k, v, **softmax.options)[0]
-        lead_q, lead_k, lead_v = self._lead_states(layer, q, k, v, softmax)
+        def attend(group: Group | None, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+            q, k = self.queries(layer, q, group), self.keys(layer, k, group)
+            return self._attend(layer, next(number), q, k, v, softmax)
+
+        out, *gate = self.over_documents(attend, queries, keys, values)
+        if gate and layer not in self.gates:
+            found = gate[0].detach()
+            if self.documents is not None:
+                found = found.masked_fill(~self.documents.valid[:, None], torch.nan)
+            self.gates[layer] = found
         if not torch.is_grad_enabled():  # nothing runs twice: what no layer above needs may go
             for a in [a for a in self.leads if config.last_follower(a) <= layer]:
                 del self.leads[a]
+        return out
+
+    def _attend(
+        self, layer: int, group: int, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        """Of the documents of group number `group`: what they attend to, and the gates [B, Hq, T] where any follows."""
+        config = self.config
+        if config.mode == "window":
+            return (ops.attention(q, k, v, window=config.recent, sinks=config.sinks, **softmax.options)[0],)
+        groups = self.leads.setdefault(layer, []) if config.last_follower(layer) > layer else None
+        if groups is not None and len(groups) == group:  # not in the second run of checkpointing
+            if self.recomputes:
+                raise RuntimeError(REENTRANT)
+            groups.append((q, k, v, softmax))
+        if set(config.lead[layer]) == {layer}:
+            return (ops.attention(q, k, v, **softmax.options)[0],)
+        lead_q, lead_k, lead_v = self._lead_states(layer, group, q, k, v, softmax)
         if config.mode == "cla":
-            return ops.attention(q, lead_k, lead_v, **softmax.options)[0]
+            return (ops.attention(q, lead_k, lead_v, **softmax.options)[0],)
         out, _, gate = ops.pod_attention(
             q, k, v, lead_q, lead_k, sinks=config.sinks, recent=config.recent, **softmax.options
         )
-        if layer not in self.gates:
-            self._note(layer, gate.detach())
-        return out
+        return out, gate
 
-    def _note(self, layer: int, gate: Tensor) -> None:
-        if self.documents is not None:
-            gate = self.documents.join(gate).masked_fill(~self.documents.valid[:, None], torch.nan)
-        self.gates[layer] = gate
-
-    def _lead_states(self, layer: int, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> tuple[Tensor, ...]:
+    def _lead_states(
+        self, layer: int, group: int, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax
+    ) -> tuple[Tensor, ...]:  # fmt: skip
         """Queries, keys and values of each KV head's lead; the layer's own where the head leads itself."""
         heads = self.config.lead[layer]
         states = {layer: (q, k, v)}
         for a in set(heads) - {layer}:
-            if a not in self.leads:  # given up in a pass that seemed to need no gradient
+            if not self.leads.get(a):  # given up in a pass that seemed to need no gradient
                 raise RuntimeError(REENTRANT)
-            lead_q, lead_k, lead_v, theirs = self.leads[a]
+            lead_q, lead_k, lead_v, theirs = self.leads[a][group]
             states[a] = lead_q, lead_k, lead_v
             if self.config.mode == "pod":
                 need_alike(layer, a, softmax, theirs)

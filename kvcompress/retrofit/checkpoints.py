@@ -41,6 +41,8 @@ def read_marker(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(f"{path} is missing: the checkpoint was cut off, or written by an older version")
     marker = read_json(path, "step", "run", "files")
+    if not isinstance(marker["run"], dict) or not isinstance(marker["run"].get("ranks"), int):
+        raise ValueError(f"{path} must name the ranks of its run, got {str(marker['run'])[:60]}")
     for name, size in marker["files"].items():
         file = folder / name
         if not file.is_file():

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import ops
-from ..documents import Documents, rotated
+from ..documents import Documents, Group, rotated
 from ..hf.config import cache_layers, recurs
 from ..hf.facts import Facts, LayerFacts
 from ..hf.method import KEYWORD, Call, Pass
@@ -32,26 +33,30 @@ class TrainingPass(Pass):
         """Whether this layer will run again, by reentrant gradient checkpointing, before anything is learned."""
         return self.with_gradient and not torch.is_grad_enabled()
 
-    def split(self, *tensors: Tensor) -> list[Tensor]:
-        """[B, H, T, ...] as documents [N, H, longest, ...], where there are any."""
-        return list(tensors) if self.documents is None else [self.documents.split(x) for x in tensors]
+    def over_documents(self, attend: Callable[..., tuple[Tensor, ...]], *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Of what attend(group, *parts) returns of documents that are about as long as each other, [N, H, longest, ...]
+        each, the whole, [B, H, T, ...]. tensors: [B, H, T, ...]; group: None where each row is one document."""
+        if self.documents is None:
+            return attend(None, *tensors)
+        found = [attend(group, *map(group.split, tensors)) for group in self.documents.groups]
+        return tuple(self.documents.join(list(parts)) for parts in zip(*found, strict=True))
 
-    def join(self, out: Tensor) -> Tensor:
-        """What split did, undone."""
-        return out if self.documents is None else self.documents.join(out)
-
-    def queries(self, layer: int, x: Tensor) -> Tensor:
+    def queries(self, layer: int, x: Tensor, group: Group | None = None) -> Tensor:
         """Rotated."""
-        return rotated(x, self.facts[layer].query_rotary, self.documents)
+        return rotated(x, self.facts[layer].query_rotary, group)
 
-    def keys(self, layer: int, x: Tensor) -> Tensor:
+    def keys(self, layer: int, x: Tensor, group: Group | None = None) -> Tensor:
         """Rotated."""
-        return rotated(x, self.facts[layer].key_rotary, self.documents)
+        return rotated(x, self.facts[layer].key_rotary, group)
 
     def attend_locally(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax) -> Tensor:
         """As the model does in a layer that sees a window or a chunk, within each document."""
-        q, k, v = self.split(queries, keys, values)
-        return self.join(local_attention(self.facts[layer], self.queries(layer, q), self.keys(layer, k), v, softmax))
+
+        def attend(group: Group | None, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor]:
+            q, k = self.queries(layer, q, group), self.keys(layer, k, group)
+            return (local_attention(self.facts[layer], q, k, v, softmax),)
+
+        return self.over_documents(attend, queries, keys, values)[0]
 
 
 def local_attention(facts: LayerFacts, q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> Tensor:

@@ -161,13 +161,13 @@ def test_training_and_cache_compute_what_the_method_says(kind, method):
 @pytest.mark.parametrize("chunk_size", [None, 7])
 def test_each_prompt_of_a_padded_batch_gives_what_it_gives_alone(kind, method, chunk_size):
     model = converted(kind, method)
-    prompts = [random_ids(length, seed=length) for length in (40, 23, 9, 1)]
+    prompts = [random_ids(length, seed=length) for length in (40, 9, 1)]
     ids, mask = left_padded(prompts)
     cache = cache_of(model, chunk_size=chunk_size)
-    together = kvcompress.generate(model, ids, cache, mask, max_new_tokens=12, do_sample=False)
+    together = kvcompress.generate(model, ids, cache, mask, max_new_tokens=6, do_sample=False)
     for b, prompt in enumerate(prompts):
         alone = cache_of(model)
-        out = kvcompress.generate(model, prompt, alone, max_new_tokens=12, do_sample=False)
+        out = kvcompress.generate(model, prompt, alone, max_new_tokens=6, do_sample=False)
         assert together[b, ids.shape[1] :].tolist() == out[0, prompt.shape[1] :].tolist()
         assert [layer[b] for layer in cache.stored_lengths()] == [layer[0] for layer in alone.stored_lengths()]
 

@@ -1,5 +1,7 @@
 """A decoded step of a cache whose newest tokens lie in rings: what its parts give in turn, on every backend."""
 
+import zlib
+
 import pytest
 import torch
 from helpers import DTYPES, check_table, others_of, rows_of
@@ -169,37 +171,37 @@ def start_places(kind, B, seed):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_step_is_its_parts_in_turn(backend, shape, kind, dtype):
     B, Hq, Hkv, D, rotary_dim = shape
-    for seed in range(3):
-        torch.manual_seed(seed)
-        state = new_state(kind, B, Hkv, D, dtype, start_places(kind, B, seed))
-        others = others_of(state["table"], 4) if "table" in state else None
-        options = options_of(kind, B, Hkv, D, rotary_dim)
-        window, sinks, how = KINDS[kind]
-        if seed:
-            options["base"] = (state["places"] - sinks - window).clamp(min=0)  # only what is long has one
-        if seed == 2:
-            options |= {"softcap": 5.0, "sink_logits": torch.randn(Hq), "scale": 0.3}
-            if "marked" in how:
-                options["alpha"] = torch.rand(B, Hkv, 1).round()
-        ours, theirs, exact = (copy_of(state) for _ in range(3))
-        exact = {name: x.double() if name != "table" and x.is_floating_point() else x for name, x in exact.items()}
-        for _ in range(2):
-            q, k, v = tokens(B, Hq, Hkv, D, dtype)
-            out = ops.ring_step_(q, k, v, **ours, **options)
-            bits = in_turn(q, k, v, theirs, **options)
-            wanted = reference.ring_step_(q.double(), k.double(), v.double(), **exact, **options)
-            if backend in ("emulated", "cuda"):
-                close(out, bits, dtype)
-            else:
-                assert all(torch.equal(x, y) for x, y in zip(out, bits, strict=True))
-            close(out, wanted, dtype)
-        same_state(ours, theirs, backend not in ("emulated", "cuda"))
-        for name, x in ours.items():
-            if name.startswith("k_") or name.startswith("v_"):
-                assert x.dtype == dtype
-        same_state(ours, exact, exact=False)
-        if others is not None:
-            check_table(ours["table"], 4, others)
+    seed = zlib.crc32(f"{backend}{shape}{kind}{dtype}".encode()) % 3  # each kind has all three many times
+    torch.manual_seed(seed)
+    state = new_state(kind, B, Hkv, D, dtype, start_places(kind, B, seed))
+    others = others_of(state["table"], 4) if "table" in state else None
+    options = options_of(kind, B, Hkv, D, rotary_dim)
+    window, sinks, how = KINDS[kind]
+    if seed:
+        options["base"] = (state["places"] - sinks - window).clamp(min=0)  # only what is long has one
+    if seed == 2:
+        options |= {"softcap": 5.0, "sink_logits": torch.randn(Hq), "scale": 0.3}
+        if "marked" in how:
+            options["alpha"] = torch.rand(B, Hkv, 1).round()
+    ours, theirs, exact = (copy_of(state) for _ in range(3))
+    exact = {name: x.double() if name != "table" and x.is_floating_point() else x for name, x in exact.items()}
+    for _ in range(2):
+        q, k, v = tokens(B, Hq, Hkv, D, dtype)
+        out = ops.ring_step_(q, k, v, **ours, **options)
+        bits = in_turn(q, k, v, theirs, **options)
+        wanted = reference.ring_step_(q.double(), k.double(), v.double(), **exact, **options)
+        if backend in ("emulated", "cuda"):
+            close(out, bits, dtype)
+        else:
+            assert all(torch.equal(x, y) for x, y in zip(out, bits, strict=True))
+        close(out, wanted, dtype)
+    same_state(ours, theirs, backend not in ("emulated", "cuda"))
+    for name, x in ours.items():
+        if name.startswith("k_") or name.startswith("v_"):
+            assert x.dtype == dtype
+    same_state(ours, exact, exact=False)
+    if others is not None:
+        check_table(ours["table"], 4, others)
 
 
 @pytest.mark.parametrize("kind", ["window", "chunks", "sinks", "sinks apart", "pages"])

@@ -62,8 +62,8 @@ PLAIN = "plain"
 
 @dataclass(frozen=True)
 class Sizes:
-    """turns: of each kind. steps: of a turn, whose first is not counted. length, rows: of a pass. measured: methods
-    whose memory and distributed steps are measured."""
+    """turns: of each kind, half as many in two processes. steps: of a turn, whose first is not counted. length, rows:
+    of a pass. measured: methods whose memory and distributed steps are measured."""
 
     turns: int
     steps: int
@@ -250,9 +250,9 @@ def rank_of(rank: int, sizes: Sizes, folder: str, send: Any) -> None:
     for how, wrap in (("ddp", DistributedDataParallel), ("fsdp2", sharded)):
         models = {kind: wrap(model_of(kind, sizes)) for kind in kinds}
         optimizers = {kind: torch.optim.AdamW(models[kind].parameters(), lr=1e-4) for kind in kinds}
-        batches = batches_of(data, sizes, rank)
+        batches, count = batches_of(data, sizes, rank), max(sizes.turns // 2, 1)
         found[how] = turns(
-            kinds, sizes.turns, lambda kind: loop(kind, models[kind], optimizers[kind], batches, sizes.steps)  # noqa: B023
+            kinds, count, lambda kind: loop(kind, models[kind], optimizers[kind], batches, sizes.steps)  # noqa: B023
         )  # fmt: skip
     if rank == 0:
         send.send(found)

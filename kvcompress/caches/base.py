@@ -501,6 +501,15 @@ class CompressedCache(RecurrentStates, Cache, PassCache):
         self._select_states(indices)
         self._batch = len(indices) if self._batch else 0
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def join(self, other: Self) -> None:
+        """Takes over the sequences of another cache of the same settings and model, behind its own; the other is of no
+        use then. Layers with pages must have theirs from one store."""
+        for layer, new in zip(self.own, other.own, strict=True):
+            layer.join(new)
+        self._batch += other._batch
+
     def batch_repeat_interleave(self, repeats: int) -> None:
         self.select_sequences([b for b in range(self._batch) for _ in range(repeats)])
 

@@ -59,6 +59,11 @@ class CompressedLayer(CacheLayerMixin):
     def select_batch(self, indices: list[int]) -> None:
         """Keeps copies of the given sequences in this order."""
 
+    def join(self, other: CompressedLayer) -> None:
+        """Takes over the sequences of another layer of the same cache class, model and settings, behind its own. Layers
+        with pages must have theirs from one store; the other is of no use then."""
+        raise NotImplementedError(f"sequences of {type(self).__name__} cannot join others")
+
     def check_step(self, step: CachePass, facts: LayerFacts) -> None:
         """Refuses what the layer cannot do, and takes what it needs, before any layer has changed."""
 

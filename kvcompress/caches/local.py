@@ -149,6 +149,13 @@ class LocalLayer(CompressedLayer):
         last = zip(self.next, self._held(), strict=True)
         return [[torch.arange(n - held, n)] * self.ring.heads for n, held in last]
 
+    def join(self, other: CompressedLayer) -> None:
+        assert isinstance(other, LocalLayer) and self.ring is not None and other.ring is not None
+        assert self.places is not None and other.places is not None
+        self.ring.join(other.ring, len(self.next), len(other.next))
+        self.places = torch.cat([self.places, other.places])
+        self.next, self.rope_lengths = self.next + other.next, self.rope_lengths + other.rope_lengths
+
     def select_batch(self, indices: list[int]) -> None:
         if self.ring is None or self.places is None:
             return

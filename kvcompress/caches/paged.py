@@ -10,11 +10,12 @@ from torch import Tensor
 from .. import ops
 from ..hf.facts import LayerFacts
 from ..softmax import Softmax
-from .layer import RepeatingLayer
+from .layer import CompressedLayer, RepeatingLayer
 from .origins import Origins
 from .passes import CachePass
 from .pool import PagePool
-from .store import PoolSettings, keys_and_values
+from .rows import joined_rows
+from .store import PageStore, PoolSettings, keys_and_values
 
 StepTables = tuple[Tensor, Tensor] | tuple[None, None]  # cos and sin of a step; None where nothing turns
 
@@ -30,10 +31,13 @@ def step_positions(first: Tensor, counts: Sequence[int], tokens: int) -> Tensor:
 class PagedLayer(RepeatingLayer):
     """Appends tokens and attends to all that is held.
 
-    The token in slot s of a row stands at position s + shift.
+    The token in slot s of a row stands at position s + shift. store: where its pages come from, None = a store of its
+    own. steps_known: whether a decoded token surely adds a slot to every row.
     """
 
     is_croppable = True
+    store: PageStore | None = None
+    steps_known = True
 
     def __init__(self, index: int, number: int, pool_settings: PoolSettings) -> None:
         super().__init__(index, number)
@@ -128,9 +132,14 @@ class PagedLayer(RepeatingLayer):
         )  # fmt: skip
 
     def open_pool(self, rows: int, head_dim: int, like: Tensor, rope_lengths: list[int]) -> None:
-        self.pool = PagePool(rows, keys_and_values(head_dim, like.dtype), like.device, self.pool_settings)
+        slots = keys_and_values(head_dim, like.dtype)
+        self.pool = PagePool(rows, slots, like.device, self.pool_settings, store=self.store)
         self.rope_lengths, self.next = rope_lengths, [0] * len(rope_lengths)
         self.shift, self.origins = None, Origins(rows)
+
+    def most_slots(self, counts: tuple[int, ...]) -> list[int]:
+        """Slots of pages that a step of counts[b] tokens of each sequence fills at most, per sequence."""
+        return list(counts)
 
     def _per_row(self, counts: Sequence[int]) -> list[int]:
         assert self.pool is not None
@@ -195,6 +204,14 @@ class PagedLayer(RepeatingLayer):
 
     def kept_positions(self) -> list[list[Tensor]]:
         return [] if self.pool is None else self.origins.rows(self.pool.counts, len(self.rope_lengths))
+
+    def join(self, other: CompressedLayer) -> None:
+        assert isinstance(other, PagedLayer) and self.pool is not None and other.pool is not None
+        batch, more = len(self.next), len(other.next)
+        self.pool.join(other.pool)
+        self.shift = joined_rows(self.shift, other.shift, batch, more)
+        self.origins.join(other.origins, batch, more)
+        self.rope_lengths, self.next = self.rope_lengths + other.rope_lengths, self.next + other.next
 
     def select_batch(self, indices: list[int]) -> None:
         if self.pool is None:

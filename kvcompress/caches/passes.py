@@ -45,6 +45,7 @@ class CachePass(Pass):
         self.read: tuple[int, ...] = ()  # tokens of each sequence before this pass, where the cache counts them
         self.contest: Contest | None = None  # where layers share a budget
         self.later = False  # whether its tokens follow a prompt that is compressed, and are kept whole
+        self.prompts: tuple[int, ...] | None = None  # tokens of whole prompts of which this pass reads a part
         self.lent: dict[int, Any] = {}  # what layers lend to others above them in this pass
         self._views: dict[int, tuple[View, Callable[[], None] | None]] = {}
 
@@ -82,7 +83,7 @@ class CachePass(Pass):
     def whole(self) -> list[int]:
         """Tokens of each sequence by which frequencies that depend on length are settled: of a prompt that is read in
         chunks all of them."""
-        known = None if self.iteration is None else self.iteration.prompt
+        known = self.prompts if self.iteration is None else self.iteration.prompt
         return [max(count, n, 1) for count, n in zip(self.counts, known or self.counts, strict=True)]
 
     def ends_unheard(self, layer: int) -> bool:

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,8 +29,15 @@ class PagePool:
     elsewhere reads by snapshot(): between two looks at k_pages and block_table another may trim.
     """
 
-    def __init__(self, rows: int, slots: Slots, device: torch.device, settings: PoolSettings | None = None) -> None:
-        store = PageStore(slots, device, settings or PoolSettings())
+    def __init__(
+        self, rows: int, slots: Slots, device: torch.device, settings: PoolSettings | None = None, *,
+        store: PageStore | None = None,
+    ) -> None:  # fmt: skip
+        """store: where pages come from, which must be of these slots; None = one of its own, of these settings."""
+        if store is None:
+            store = PageStore(slots, device, settings or PoolSettings())
+        else:
+            store.check_slots(slots, device)
         lines = torch.zeros(rows, 0, dtype=torch.int32, device=device)
         self._open(store, Rows(lines, torch.zeros(rows, dtype=torch.int32, device=device)), [0] * rows)
 
@@ -144,7 +152,7 @@ class PagePool:
         not grow as far (it names max_pages), and changes nothing then. Asks the device only where what the host knows
         does not suffice.
         """
-        store, settings = self.store, self.store.settings
+        store = self.store
         store.tidy()
         if not self.exact and self._stock != store.stock:
             self._refresh()
@@ -154,13 +162,16 @@ class PagePool:
             self._refresh()
             needed = self._most_pages(counts, rewrites)
             store.provide(needed)
-        blocks = max((settings.blocks(b + n) for b, n in zip(self.bounds, counts, strict=True)), default=0)
-        held = self.block_table.shape[1]
-        if blocks > held:
-            wider = max(blocks, 2 * held)
-            with torch.inference_mode(False):
-                self._rows.block_table = torch.nn.functional.pad(self.block_table, (0, wider - held))
+        self._widen(max((b + n for b, n in zip(self.bounds, counts, strict=True)), default=0))
         return needed
+
+    def _widen(self, slots: int) -> None:
+        """Makes the table wide enough for rows of so many slots."""
+        blocks, held = self.store.settings.blocks(slots), self.block_table.shape[1]
+        if blocks > held:
+            with torch.inference_mode(False):
+                wider = torch.nn.functional.pad(self.block_table, (0, max(blocks, 2 * held) - held))
+                self._rows.block_table = wider
 
     def append(self, tokens: Sequence[Tensor], counts: Sequence[int] | Tensor | None = None) -> None:
         """Appends to every row its last counts[r] of S new tokens, in one call for all rows and arrays.
@@ -416,6 +427,61 @@ class PagePool:
         self._stock = -1
         self._last_shared = [self._last_shared[row] or times[row] > 1 for row in rows]
         self._shares = self._shares or max(times.values(), default=0) > 1
+
+    @locked
+    def join(self, other: PagePool) -> None:
+        """Takes over the rows of another pool over the same store, behind its own; the other has none then.
+
+        Raises ValueError for a pool over other pages.
+        """
+        if other.store is not self.store:
+            raise ValueError("a pool must be over the same store to join another")
+        stock, mine, new = self.store.stock, self._rows, other._rows
+        known = all(pool.exact or pool._stock == stock for pool in (self, other))
+        tables = [rows.block_table for rows in (mine, new)]
+        width = max(table.shape[1] for table in tables)
+        with torch.inference_mode(False):
+            mine.block_table = torch.cat(
+                [torch.nn.functional.pad(table, (0, width - table.shape[1])) for table in tables]
+            )
+            mine.lengths = torch.cat([mine.lengths, new.lengths])
+            new.block_table, new.lengths = new.block_table[:0], new.lengths[:0]
+        self.bounds, other.bounds = self.bounds + other.bounds, []
+        self.exact, self._stock = self.exact and other.exact, stock if known else -1
+        self._last_shared, other._last_shared = self._last_shared + other._last_shared, []
+        self._shares = self._shares or other._shares
+
+    @staticmethod
+    def learn(store: PageStore, pools: Sequence[PagePool]) -> int:
+        """Learns what the device alone knows of these pools over one store; waits for it once. Returns free pages."""
+        with store.lock:
+            lengths = store.count_free_and([pool.lengths for pool in pools])
+            for pool, own in zip(pools, lengths, strict=True):
+                pool.bounds, pool.exact, pool._stock = own, True, store.stock
+            return store.free_at_least
+
+    @staticmethod
+    def set_aside(store: PageStore, pools: Sequence[tuple[PagePool, bool]], spare: int, most: int) -> int:
+        """Sets pages aside for `most` steps of all these pools, or for fewer where `spare` free pages must be left;
+        returns for how many, 0 where one step finds too few. learn has just been called.
+
+        pools: with each whether a step surely adds a slot to every row.
+        """
+        with store.lock:
+            P, steps = store.settings.page_size, most
+            held = np.array([bound for pool, _ in pools for bound in pool.bounds], dtype=np.int64)
+            blocks = -(-held // P)
+            while steps and (needed := int((-(-(held + steps) // P) - blocks).sum())) > store.free_at_least - spare:
+                steps //= 2
+            if steps == 0:
+                return 0
+            store.free_at_least -= needed
+            for pool, known in pools:
+                pool._widen(max(pool.bounds, default=0) + steps)
+                if not known:
+                    pool._lose_sight()
+                pool._room, pool._room_stock, pool._room_known = steps, store.stock, known
+            return steps
 
     def __copy__(self) -> PagePool:
         return self.fork()  # a second object over the same table would give its pages up twice

@@ -14,6 +14,7 @@ from .attention import prompt_attention, prompt_state
 from .choose import Choice, Chooser, Offers
 from .contest import Contest, Left
 from .far import FarSegment, Ranks
+from .layer import CompressedLayer
 from .paged import PagedLayer, step_positions
 from .passes import CachePass
 from .policy import NEVER, Policy
@@ -430,6 +431,14 @@ class PrunedLayer(PagedLayer):
     def drop_last(self, tokens: int) -> None:
         super().drop_last(tokens)
         self._count([-tokens] * len(self.tokens))
+
+    def join(self, other: CompressedLayer) -> None:
+        assert isinstance(other, PrunedLayer)
+        batch, more = len(self.next), len(other.next)
+        super().join(other)
+        self.tokens, self.limits = self.tokens + other.tokens, self.limits + other.limits
+        self.chooser.join(other.chooser, batch, more)
+        self.far.join(other.far, batch, more)
 
     def select_batch(self, indices: list[int]) -> None:
         if self.pool is None:

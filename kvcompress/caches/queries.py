@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..pruners import Pruner
-from .rows import SideState
+from .rows import SideState, joined_rows
 
 VOTING = 16  # queries of decoded tokens that vote together
 
@@ -89,6 +89,17 @@ class RecentQueries(SideState):
         self.valid = [min(held, stay) if done else held for held, done in zip(self.valid, voted, strict=True)]
         if self.held <= stay:
             self.queries, self._next = self.get()[0] if self.held else None, 0
+
+    def join(self, other: SideState, batch: int, more: int) -> None:
+        assert isinstance(other, RecentQueries)
+        parts = [x.queries if x.queries is None else x.queries.roll(-x._next, 2) for x in (self, other)]
+        width = max((part.shape[2] for part in parts if part is not None), default=0)
+        # the newest query is the last one
+        left = [
+            part if part is None else torch.nn.functional.pad(part, (0, 0, width - part.shape[2], 0)) for part in parts
+        ]
+        self.queries, self._next = joined_rows(left[0], left[1], batch, more), 0
+        self.valid = (self.valid or [0] * batch) + (other.valid or [0] * more)
 
     def select_batch(self, indices: list[int]) -> None:
         self.select(indices, len(self.valid))

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .rows import joined_rows
+
 
 class Ring:
     """arrays: one [R, capacity, ...] for each of what a token has, R = B*H rows; capacity grows up to size.
@@ -67,6 +69,11 @@ class Ring:
         newest = total - 1 - (total - 1 - slots) % self.size  # the token that slot s holds now; below 0: none
         index = (newest - total + lengths).clamp_(min=0, max=tokens[0].shape[2] - 1).long()[:, None]
         self.arrays = [x.gather(2, _like(index, x, capacity)).flatten(0, 1) for x in tokens]
+
+    def join(self, other: Ring, batch: int, more: int) -> None:
+        """Adds the rows of another ring of the same size, of `more` sequences, behind those of these `batch`."""
+        pairs = zip(self.arrays, other.arrays, strict=True)
+        self.arrays = [x for pair in pairs if (x := joined_rows(*pair, batch, more)) is not None]
 
     def select_rows(self, rows: Tensor) -> None:
         self.arrays = [x[rows] for x in self.arrays]

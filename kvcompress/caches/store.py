@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import threading
 import weakref
@@ -177,12 +178,28 @@ class PageStore:
     @locked
     def count_free(self) -> int:
         """Free pages, those of dropped pools included. Waits for the device."""
+        self.count_free_and([])
+        return self.free_at_least
+
+    @locked
+    def count_free_and(self, others: Sequence[Tensor]) -> list[list[int]]:
+        """The same, and what is in other int32 tensors on the device, in one copy."""
         self._release_dropped()
-        self.free_at_least, refused = self.free_count.tolist()
+        numbers = torch.cat([self.free_count, *others]).tolist() if others else self.free_count.tolist()
+        self.free_at_least, refused = numbers[:2]
         self.stock += 1
         if refused:
             raise RuntimeError("tokens were lost: pages ran out on the device; reserve() more before appending")
-        return self.free_at_least
+        ends = list(itertools.accumulate((len(x) for x in others), initial=2))
+        return [numbers[start:end] for start, end in itertools.pairwise(ends)]
+
+    def check_slots(self, slots: Slots, device: torch.device) -> None:
+        """Raises ValueError for what cannot lie in these pages."""
+        here = {name: (tuple(array.shape[2:]), array.dtype) for name, array in self.arrays.items()}
+        if dict(slots) != here or device != self.refs.device:
+            raise ValueError(
+                f"slots must be {here} on {self.refs.device} as the store's, got {dict(slots)} on {device}"
+            )
 
     @locked
     def provide(self, pages: int) -> None:

@@ -16,6 +16,7 @@ from ..softmax import Softmax
 from .base import CompressedCache
 from .layer import CompressedLayer
 from .passes import CachePass, View
+from .rows import joined_rows
 
 _BLOCK = 256  # tokens of a prompt read at a time; positions stay below twice what is held plus this
 
@@ -251,6 +252,15 @@ class StreamingLayer(CompressedLayer):
         k, v = (x[row, : self.sinks].contiguous() for x in self.far or (self.keys, self.values))
         ends = torch.full((len(k),), self.sinks, dtype=torch.int32, device=k.device)
         return lambda q, softmax: ops.decode(q, k, v, ends, **softmax.options)
+
+    def join(self, other: CompressedLayer) -> None:
+        assert isinstance(other, StreamingLayer)
+        batch, more = len(self.tokens), len(other.tokens)
+        for name in ("keys", "values", "places", "bases"):
+            setattr(self, name, joined_rows(getattr(self, name), getattr(other, name), batch, more))
+        if self.far is not None and other.far is not None:
+            self.far = torch.cat([self.far[0], other.far[0]]), torch.cat([self.far[1], other.far[1]])
+        self.tokens, self.base = self.tokens + other.tokens, self.base + other.base
 
     def select_batch(self, indices: list[int]) -> None:
         if self.keys is None or self.values is None:

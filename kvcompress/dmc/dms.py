@@ -109,7 +109,8 @@ class DMSLayer(DecidingLayer):
     # ---- state ----
 
     def most_slots(self, counts: tuple[int, ...]) -> list[int]:
-        return [count if seen >= self.size else 0 for count, seen in zip(counts, self.next, strict=True)]
+        every = zip(counts, self.next or [0] * len(counts), strict=True)
+        return [min(count, max(seen + count - self.size, 0)) for count, seen in every]
 
     def stored_lengths(self) -> list[list[int]]:
         recent = [min(count, self.size) for count in self.next]
@@ -119,6 +120,10 @@ class DMSLayer(DecidingLayer):
         stays = ~functional.pad(alpha, (0, 1))[1:]
         stays[max(len(stays) - self.size, 0) :] = True
         return stays
+
+    def join_state(self, other: DMSLayer, batch: int, more: int) -> None:
+        assert self.ring is not None and other.ring is not None
+        self.ring.join(other.ring, batch, more)
 
     def select_state(self, rows: Tensor) -> None:
         assert self.ring is not None

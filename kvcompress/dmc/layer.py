@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import ops
+from ..caches.layer import CompressedLayer
 from ..caches.paged import PagedLayer, step_positions
 from ..caches.passes import CachePass
 from ..caches.store import PoolSettings
@@ -24,6 +26,7 @@ class DecidingLayer(PagedLayer):
     """
 
     is_croppable = False
+    steps_known = False
 
     def __init__(self, index: int, number: int, pool_settings: PoolSettings, config: DMCConfig, track: bool) -> None:
         super().__init__(index, number, pool_settings)
@@ -147,9 +150,13 @@ class DecidingLayer(PagedLayer):
         if not (step.one and pool.has_room):
             pool.reserve(self._per_row(self.most_slots(step.counts)))
 
-    def most_slots(self, counts: tuple[int, ...]) -> list[int]:
-        """Slots of pages that a step of at most one token per sequence fills at most, per sequence."""
-        return list(counts)
+    def join(self, other: CompressedLayer) -> None:
+        assert isinstance(other, DecidingLayer) and self.places is not None and other.places is not None
+        if self.track or other.track:
+            raise NotImplementedError("sequences whose decisions are remembered (track=True) cannot join others")
+        self.join_state(other, len(self.next), len(other.next))
+        super().join(other)
+        self.places = torch.cat([self.places, other.places])
 
     @torch.inference_mode(False)
     def select_batch(self, indices: list[int]) -> None:
@@ -163,6 +170,10 @@ class DecidingLayer(PagedLayer):
         self.noted = [] if noted is None else [(noted, tuple(self.next))]
         rows = torch.tensor([b * heads + h for b in indices for h in range(heads)])
         self.select_state(rows.to(device))
+
+    @abstractmethod
+    def join_state(self, other: Any, batch: int, more: int) -> None:
+        """Adds what another layer keeps beside its pages, of `more` sequences, behind that of these `batch`."""
 
     @abstractmethod
     def select_state(self, rows: Tensor) -> None:

@@ -148,6 +148,10 @@ class DMCLayer(DecidingLayer):
     def kept_of(self, alpha: Tensor) -> Tensor:
         return ~alpha  # those that open an entry
 
+    def join_state(self, other: DMCLayer, batch: int, more: int) -> None:
+        assert self.tail is not None and other.tail is not None
+        self.tail = ops.Tail(*(torch.cat(pair) for pair in zip(self.tail, other.tail, strict=True)))
+
     def select_state(self, rows: Tensor) -> None:
         assert self.tail is not None
         self.tail = ops.Tail(*(x[rows] for x in self.tail))

@@ -1,0 +1,297 @@
+"""transformers' continuous batching over compressed caches: model.generate_batch, managers, and its server."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from types import SimpleNamespace, TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import ContinuousBatchingConfig, GenerationConfig
+from transformers.generation.continuous_batching import ContinuousBatchingManager
+from transformers.generation.continuous_batching.continuous_api import ContinuousBatchProcessor
+from transformers.generation.continuous_batching.model_runner import ModelRunner
+from transformers.generation.continuous_batching.requests import RequestState
+
+from ..caches.spec import CacheSpec
+from ..caches.store import PoolSettings
+from ..hf.attach import attach, base_model, detach, facts_of
+from ..hf.config import decoder_config
+from ..hf.method import KEYWORD, method_of
+from .requests import Requests
+from .scheduler import PageScheduler, PagesError, most_whole
+from .served import cache_maker, spec_of
+
+_ATTRIBUTE = "init_continuous_batching"
+FAILURES = 256  # that are remembered
+NAN = "the model's logits hold NaN: a layer's weights or inputs do, or overflowed"
+SECONDS = 10.0  # over which tokens/s are counted
+METRICS = (
+    "pages", "pages_in_use", "peak_pages", "page_nbytes", "running", "waiting", "peak_running", "preempted",
+    "tokens_per_second",
+)  # fmt: skip
+# fields of a ContinuousBatchingConfig that must be unset or this
+_FIXED: dict[str, tuple[Any, ...]] = {
+    "num_blocks": (None,), "use_async_batching": (None, False), "use_cuda_graph": (None, False),
+    "varlen_compile_config": (None,), "decode_compile_config": (None,), "default_compile_level": (0,),
+    "cpu_offload_space": (None, 0.0),
+}  # fmt: skip
+
+
+class _Bookkeeping:
+    """In PagedAttentionCache's place, where transformers asks a cache: pages are Requests' to count."""
+
+    max_blocks_per_request = max_decode_fast_path_length = read_cache_limit = 0
+    max_tokens_read = bytes_per_sector = 1
+    use_prefix_sharing = allow_block_sharing = False
+
+    def __init__(self, served: Requests, max_batch_tokens: int) -> None:
+        self.served, self.max_batch_tokens, self.num_blocks = served, max_batch_tokens, served.pages
+        self.cache_allocators = {
+            "full_attention": SimpleNamespace(
+                index=0, write_trash_index=0, read_trash_index=0, block_table={}, bytes_per_block=1,
+                blocks_per_sector=1, get_seqlen_k=lambda past, count: count,
+            )
+        }  # fmt: skip
+
+    def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
+        self.served.drop(request_id)
+
+    def free_all_requests(self) -> None:
+        self.served.drop_all()
+
+    def extend_read_and_write_indices(self, *args: Any) -> None:
+        """There is nothing to index."""
+
+    def mark_complete_blocks(self, *args: Any) -> None:
+        """No block is shared."""
+
+
+class _Runner(ModelRunner):
+    """nan: bool [n], whether the last pass's logits of a token hold NaN; None before the first."""
+
+    nan: Tensor | None = None
+
+    def _sample(self, scores: Tensor, output_ids: Tensor) -> None:
+        self.nan = scores[0].isnan().any(-1)
+        super()._sample(scores, output_ids)
+
+
+class _Processor(ContinuousBatchProcessor):
+    """One pass after another, as transformers has it, each a ServedPass."""
+
+    scheduler: PageScheduler
+
+    def __init__(self, *, served: Requests, **given: Any) -> None:
+        super().__init__(**given)
+        self.served = served
+        self.model_runner = _Runner(
+            logit_processor=self.logit_processor, cb_config=self.cb_config, cache=self.cache,
+            inputs_and_outputs=self.inputs_and_outputs, do_sample=self.do_sample, return_logprobs=self.return_logprobs,
+        )  # fmt: skip
+        self.failed: dict[str, str] = {}
+        self.new_tokens: deque[tuple[float, int]] = deque()  # when, and how many
+
+    def prepare_next_batch(self) -> bool:
+        more: bool = super().prepare_next_batch()
+        if not more:
+            self.served.settle()  # who left last gives its pages back now
+        return more
+
+    @torch.no_grad()
+    def _generation_step(self, model: nn.Module) -> None:
+        given, served = self.inputs_and_outputs.get_model_kwargs(), self.served
+        current = served.begin(self.scheduler.parts, waiting=bool(self.scheduler.waiting_requests))
+        names = ("input_ids", "position_ids", "logits_indices", "logits_processor_args")
+        inputs = {name: given[name] for name in names} | {"use_cache": False, KEYWORD: current}
+        self.model_runner.compute_batch(model, inputs)
+        self.inputs_and_outputs.retrieve_device_outputs()
+        served.end()
+        self.failed = dict(current.failed)
+        assert self.model_runner.nan is not None
+        asked = [future for future in self.inputs_and_outputs.requests_in_batch if future.has_new_token]
+        for future, nan in zip(asked, self.model_runner.nan.tolist(), strict=False):
+            if nan:
+                name = future.state.request_id
+                self.failed.setdefault(name, f"request {name} cannot go on: {NAN}")
+        self._count(len(asked))
+
+    def update_batch(self) -> None:
+        ios, failed = self.inputs_and_outputs, self.failed
+        if failed:
+            batch = ios.requests_in_batch
+            asked = [future for future in batch if future.has_new_token]
+            good = [i for i, future in enumerate(asked) if future.state.request_id not in failed]
+            ios.output_ids[:, : len(good)] = ios.output_ids[:, good]
+            ios.requests_in_batch = [future for future in batch if future.state.request_id not in failed]
+            for future in batch:
+                if (reason := failed.get(future.state.request_id)) is not None:
+                    self.scheduler.fail(future.state, RuntimeError(reason))
+                    self.scheduler.finish_request(future.state.request_id)
+                    self.scheduler.block_new_requests = False
+            self.failed = {}
+        super().update_batch()
+
+    def _count(self, tokens: int) -> None:
+        now = time.monotonic()
+        self.new_tokens.append((now, tokens))
+        while self.new_tokens[0][0] < now - SECONDS:
+            self.new_tokens.popleft()
+
+
+class ServedManager(ContinuousBatchingManager):
+    """transformers' manager, whose requests' caches are compressed."""
+
+    def __init__(
+        self, batching: Batching, generation_config: GenerationConfig, config: ContinuousBatchingConfig, hints: Any
+    ) -> None:
+        for name, allowed in _FIXED.items():
+            if (value := getattr(config, name)) not in allowed:
+                raise ValueError(f"{name} must be {allowed[-1]} with kvcompress.serve.batching, got {value!r}")
+        super().__init__(batching.model, generation_config, config, hints)
+        self.batching = batching
+        config = self.continuous_batching_config
+        config.use_async_batching, config.allow_block_sharing = False, False
+        config.max_batch_tokens = config.max_batch_tokens or batching.batch_tokens
+        config.max_requests_per_batch = min(config.max_requests_per_batch, batching.requests, config.max_batch_tokens)
+
+    def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
+        """The model's attention stays what attach made of it."""
+
+    def _create_batch_processor(self) -> ContinuousBatchProcessor:
+        if self.batch_processor is not None:
+            return super()._create_batch_processor()
+        config, model = self.continuous_batching_config, self.model
+        served = self.batching.served
+        served.drop_all()
+        cache = _Bookkeeping(served, config.max_batch_tokens)
+
+        def fail(state: RequestState, error: Exception) -> None:
+            self.batching.note_failure(state.request_id, error)
+            self.output_router.fail_and_deliver(state, error)
+
+        self.batching.processor = processor = _Processor(
+            served=served, cache=cache, config=model.config.get_text_config(),
+            generation_config=self.generation_config, continuous_batching_config=config,
+            logit_processor=self.logit_processor, input_queue=self.input_queue if self.is_tp_driver else None,
+            cancel_queue=self.cancel_queue if self.is_tp_driver else None, output_router=self.output_router,
+            background_thread_status=self.background_thread_status, model_device=model.device, model_dtype=model.dtype,
+            distributed_helper=self.distributed_helper,
+            scheduler=PageScheduler(cache, served, config.max_requests_per_batch, fail),
+        )  # fmt: skip
+        return processor
+
+
+class Batching:
+    """What batching returns; as a context manager it is undone at the end."""
+
+    def __init__(
+        self, model: Any, cache: str | CacheSpec | None, pages: int, page_size: int, requests: int, batch_tokens: int
+    ) -> None:
+        for name, value, least in (("requests", requests, 1), ("batch_tokens", batch_tokens, requests)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
+        self.model, self.pages, self.requests, self.batch_tokens = model, pages, requests, batch_tokens
+        self.page_size = PoolSettings(page_size).page_size
+        self.spec = spec_of(cache, decoder_config(model.config))
+        self.failures: dict[str, Exception] = {}  # of the latest requests that failed for want of pages
+        self.processor: _Processor | None = None
+        self._last: ServedManager | None = None
+        if _ATTRIBUTE in vars(model):
+            raise RuntimeError("model is served already: close() the Batching before")
+        attach(model)
+        try:
+            self.served = self._requests()
+        except BaseException:
+            detach(model)
+            raise
+        object.__setattr__(model, _ATTRIBUTE, self._manager)
+
+    def _requests(self) -> Requests:
+        model, decoder = self.model, base_model(self.model)
+        make = cache_maker(self.spec, model.config, self.page_size)
+        return Requests(decoder, facts_of(decoder), method_of(decoder), make, self.pages, model.dtype, model.device)
+
+    @torch.no_grad()
+    def _manager(
+        self, generation_config: GenerationConfig | None = None,
+        continuous_batching_config: ContinuousBatchingConfig | None = None, workload_hints: Any = None,
+    ) -> ServedManager:  # fmt: skip
+        """In the place of the model's init_continuous_batching, whose arguments it takes."""
+        if self._last is not None and self._last.is_running():
+            raise RuntimeError("a manager of this model's requests is running: stop() it before another is made")
+        generation = generation_config or self.model.generation_config
+        if generation.eos_token_id is None:
+            generation.eos_token_id = -1  # as transformers has it: none
+        config = continuous_batching_config or ContinuousBatchingConfig()
+        self._last = ServedManager(self, generation, config, workload_hints)
+        return self._last
+
+    def check_prompt(self, tokens: int) -> None:
+        """Raises PagesError for a prompt that can never be read."""
+        if (reason := self.served.refusal(tokens, most_whole(self.batch_tokens, self.requests))) is not None:
+            raise PagesError(f"request {reason}", 413)
+
+    def note_failure(self, request: str, error: Exception) -> None:
+        """Remembers why a request failed, for whoever answers it."""
+        self.failures[request] = error
+        while len(self.failures) > FAILURES:
+            del self.failures[next(iter(self.failures))]
+
+    def metrics(self) -> dict[str, float]:
+        """Of the last manager: pages, pages_in_use, peak_pages (most in use at once), page_nbytes; running and waiting
+        requests, peak_running (most at once), preempted (how often one gave its pages up); tokens_per_second over the
+        last 10 s. Numbers of before its first request are 0."""
+        numbers = dict.fromkeys(METRICS, 0.0) | {"pages": self.pages}
+        if self.processor is not None:
+            scheduler, now = self.processor.scheduler, time.monotonic()
+            recent = [tokens for at, tokens in list(self.processor.new_tokens) if at > now - SECONDS]
+            numbers |= {
+                "pages_in_use": self.served.used,
+                "peak_pages": scheduler.peak_pages,
+                "running": len(scheduler.active_requests),
+                "waiting": len(scheduler.waiting_requests),
+                "peak_running": scheduler.peak,
+                "preempted": scheduler.preempted,
+                "tokens_per_second": sum(recent) / SECONDS,
+                "page_nbytes": self.served.bounds.page_nbytes,
+            }
+        return numbers
+
+    def close(self) -> None:
+        """The model's own continuous batching is back. Managers that run must have stopped."""
+        if vars(self.model).get(_ATTRIBUTE) == self._manager:
+            object.__delattr__(self.model, _ATTRIBUTE)
+            detach(self.model)
+
+    def __enter__(self) -> Batching:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def batching(
+    model: Any, cache: str | CacheSpec | None = None, *, pages: int, page_size: int = 64, requests: int = 64,
+    batch_tokens: int = 2048,
+) -> Batching:  # fmt: skip
+    """Makes a model's continuous batching (generate_batch, init_continuous_batching, transformers' server) hold
+    compressed caches, all requests' in one store of pages.
+
+        with kvcompress.serve.batching(model, "dmc", pages=1000):
+            results = model.generate_batch(prompts, generation_config=GenerationConfig(max_new_tokens=64))
+
+    model: a transformers model; it is attached until the end. cache: as CacheSpec writes it: dense, dmc (DMS too),
+    pruned or streaming; None = a converted model's own, else dense. Greedy tokens are those that model.generate gives
+    each prompt alone with this cache. pages: of all requests, layers and KV heads together; a page holds page_size keys
+    and values of one KV head, a power of two. requests: most at once; what each keeps beside pages (the window of
+    streaming and DMS, the newest entry of DMC) comes on top. batch_tokens: of a pass; longer prompts are read in parts,
+    but those of a pruned cache, which must fit.
+    Out of pages, the request that came last waits and is read again; one that cannot fit alone fails with an error that
+    says so. Raises ValueError for caches, settings and models that cannot be served, RuntimeError for a model that is.
+    """
+    return Batching(model, cache, pages, page_size, requests, batch_tokens)

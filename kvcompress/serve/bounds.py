@@ -1,0 +1,99 @@
+"""How many pages requests take: exactly, at most, or by what was measured of the method's learned ratio."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ..budgets import GlobalTopK, Uniform
+from ..caches.base import CompressedCache
+from ..caches.paged import PagedLayer
+from ..caches.pruned import PrunedCache
+from ..caches.pruned_layer import PrunedLayer
+
+
+class Bounds:
+    """Of caches of one kind over pages of P slots. cache: an empty one. learned: whether the model itself decides how
+    much stays, so that only what was measured says how many pages a prompt will take.
+
+    share: float64 [rows], slots that a row keeps of each token, as measured; 1 before anything was.
+    """
+
+    def __init__(self, cache: CompressedCache, kv_heads: Sequence[int], page_size: int, page_nbytes: int) -> None:
+        """kv_heads: of the layers that have pages."""
+        self.cache, self.P, self.page_nbytes = cache, page_size, page_nbytes
+        self.heads = list(kv_heads)
+        self.rows = sum(kv_heads)
+        self.learned = any(not layer.steps_known for layer in paged_layers(cache))
+        self.share = np.ones(self.rows)
+        self._weight = 0.0  # tokens that share was measured on
+
+    def grown(self, cache: CompressedCache, tokens: int, prompt: int) -> int:
+        """Pages that `tokens` more tokens of a request of one sequence take at most. prompt: its whole prompt."""
+        layers = paged_layers(cache)
+        if not layers or tokens == 0:
+            return 0
+        if isinstance(cache, PrunedCache) and not cache.seen:
+            return self._kept(cache, prompt)
+        held = np.array([n for layer in layers for n in self._bounds_of(layer)])
+        more = np.array([layer.most_slots((tokens,))[0] for layer in layers]).repeat(self.heads)
+        return int((-(-(held + more) // self.P) - -(-held // self.P)).sum())
+
+    def most_tokens(self, cache: CompressedCache, tokens: int, prompt: int, pages: int) -> int:
+        """How many of `tokens` more tokens surely find their place in so many pages."""
+        if self.grown(cache, tokens, prompt) <= pages:
+            return tokens
+        fits, too_many = 0, tokens
+        while too_many - fits > 1:
+            half = (fits + too_many) // 2
+            fits, too_many = (half, too_many) if self.grown(cache, half, prompt) <= pages else (fits, half)
+        return fits
+
+    def expected(self, tokens: int) -> int:
+        """Pages that a prompt of so many tokens takes when it is read."""
+        if not self.rows:
+            return 0
+        if isinstance(self.cache, PrunedCache):
+            return self._kept(self.cache, tokens)
+        if not self.learned:
+            return self.rows * -(-tokens // self.P)
+        return int(np.ceil(tokens * self.share / self.P).sum())
+
+    def note(self, cache: CompressedCache, tokens: int) -> None:
+        """A prompt of so many tokens has been read, and its lengths are known: the ratio of the next ones."""
+        if not self.learned or tokens < self.P:
+            return
+        held = np.array([n for layer in paged_layers(cache) for n in self._bounds_of(layer)])
+        self._weight = min(self._weight, 16.0 * tokens) + tokens  # what is old is forgotten by and by
+        self.share = self.share + (held / tokens - self.share) * (tokens / self._weight)
+
+    def _bounds_of(self, layer: PagedLayer) -> list[int]:
+        return [0] * self.heads[layer.number] if layer.pool is None else layer.pool.bounds
+
+    def _kept(self, cache: PrunedCache, prompt: int) -> int:
+        """Pages of a prompt that is pruned: exact where every head has the same budget, else at most."""
+        slot, layers = self.page_nbytes // self.P, cache.compressing
+        whole = -(-prompt // self.P)
+        pages, total = 0, 0
+        for layer, heads in zip(layers, self.heads, strict=True):
+            keep = min(cache.policy.tokens_of(prompt, layer.number, len(layers), heads, slot), prompt)
+            total += heads * keep
+            each = -(-keep // self.P)
+            pages += heads * (each if isinstance(cache.budget, Uniform) else whole)
+            if not isinstance(cache.budget, (Uniform, GlobalTopK)):  # heads of a layer share
+                pages += min(heads * keep // self.P + heads - heads * whole, 0)
+        if isinstance(cache.budget, GlobalTopK):  # all rows share
+            pages = min(pages, total // self.P + self.rows)
+        return pages
+
+
+def paged_layers(cache: CompressedCache) -> list[Any]:
+    """The layers whose tokens lie in pages, by number."""
+    return [layer for layer in cache.own if isinstance(layer, PagedLayer)]
+
+
+def is_read_whole(cache: CompressedCache) -> bool:
+    """Whether a prompt must come in one pass: what stays of it is chosen by all of it."""
+    return any(isinstance(layer, PrunedLayer) for layer in cache.own)

@@ -1,0 +1,265 @@
+"""Requests that share one store of pages: they are read in parts, decode together, and leave. Knows no engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..caches.base import CompressedCache
+from ..caches.passes import CachePass
+from ..caches.pool import PagePool
+from ..caches.store import PageStore, PoolSettings, keys_and_values
+from ..hf.facts import Facts
+from ..hf.method import Method, Pass
+from ..softmax import Softmax
+from .bounds import Bounds, is_read_whole, paged_layers
+from .served import check_served
+
+WAITING_STEPS = 8  # for so many steps at most pages are set aside while others wait for pages
+
+
+@dataclass
+class Part:
+    """The next tokens of a request whose prompt is being read. prompt: all tokens that are read before it decodes.
+    given: those of them that are the user's, by which frequencies that depend on length are settled."""
+
+    request: str
+    tokens: int
+    prompt: int
+    given: int
+
+
+@dataclass
+class _Reader:
+    """A request whose prompt is being read. seen: tokens so far."""
+
+    cache: CompressedCache
+    prompt: int
+    seen: int = 0
+
+
+class ServedPass(Pass):
+    """One forward pass over packed tokens [1, T]: first one of each request that decodes, then parts of prompts.
+
+    All decoding requests attend in one call of a layer, and each part in one of its own. A part whose cache refuses it
+    (NaN scores) gets zeros from there on; failed says which, and why.
+    """
+
+    def __init__(self, facts: Facts, together: CachePass | None, parts: Sequence[tuple[str, CachePass]]) -> None:
+        self.facts, self.together, self.parts = facts, together, parts
+        self.decoding = 0 if together is None else len(together.counts)
+        self.failed: dict[str, str] = {}
+
+    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax) -> Tensor:
+        out, start = values.new_empty(*queries.shape[:3], values.shape[3]), self.decoding
+        if self.together is not None:
+            q, k, v = (x[0, :, :start].transpose(0, 1)[:, :, None] for x in (queries, keys, values))
+            out[0, :, :start] = self.together.attend(layer, q, k, v, softmax)[:, :, 0].transpose(0, 1)
+        for request, step in self.parts:
+            end = start + step.columns
+            if request not in self.failed:
+                try:
+                    q, k, v = (x[:, :, start:end] for x in (queries, keys, values))
+                    out[:, :, start:end] = step.attend(layer, q, k, v, softmax)
+                except RuntimeError as error:
+                    self.failed[request] = str(error)
+            if request in self.failed:
+                out[:, :, start:end] = 0
+            start = end
+        out[:, :, start:] = 0
+        return out
+
+
+class Requests:
+    """All requests of one model over `pages` pages.
+
+    decoder, facts: of the model, as kvcompress.attach has learned them. method: a converted model's, None of others.
+    make: makes an empty cache for one request. dtype, device: of keys and values.
+    In turn: settle(), which lets go who has left and learns how many pages are free; begin(parts), which gives the pass
+    of a forward pass over one token of every request in `decoding`, in this order, and the parts; end().
+    Raises ValueError for what cannot be served.
+    """
+
+    def __init__(
+        self, decoder: Any, facts: Facts, method: Method | None, make: Callable[[], CompressedCache], pages: int,
+        dtype: torch.dtype, device: torch.device,
+    ) -> None:  # fmt: skip
+        if isinstance(pages, bool) or not isinstance(pages, int) or pages < 1:
+            raise ValueError(f"pages must be an integer of at least 1, got {pages!r}")
+        self.decoder, self.facts, self.make, self.pages = decoder, facts, make, pages
+        empty = self._new_cache()
+        check_served(empty, facts, method)
+        paged = paged_layers(empty)
+        size = facts[paged[0].index].size if paged else 1
+        settings = PoolSettings(empty.pool_settings.page_size, pages, "error")
+        with torch.inference_mode(False):
+            self.store = PageStore(keys_and_values(size, dtype), device, settings)
+        heads = [facts[layer.index].kv_heads for layer in paged]
+        self.bounds = Bounds(empty, heads, settings.page_size, self.store.page_nbytes())
+        self.whole = is_read_whole(empty)
+        self.free = pages  # pages, as far as settle() knows
+        self.used = 0  # pages that requests held when they were counted last
+        self.decoding: list[str] = []
+        self.reading: dict[str, _Reader] = {}
+        self._running: CompressedCache | None = None
+        self._gone: set[str] = set()
+        self._changed = True  # since pages were set aside
+        self._pass: ServedPass | None = None
+
+    # ---- between passes ----
+
+    def settle(self) -> None:
+        """Lets go of those who left, adds those whose prompts are read to those who decode, and counts free pages."""
+        if self._gone:
+            stay = [i for i, request in enumerate(self.decoding) if request not in self._gone]
+            self.decoding = [self.decoding[i] for i in stay]
+            if not stay:
+                self._running = None
+            elif self._running is not None:
+                self._running.select_sequences(stay)
+            self._gone, self._changed = set(), True
+        if self._changed or not self._has_room():
+            self.free = PagePool.learn(self.store, [pool for pool, _ in self._pools()])
+            self.used, self._changed = self.pages - self.free, True
+        for request in [name for name, reader in self.reading.items() if reader.seen == reader.prompt]:
+            reader = self.reading.pop(request)
+            self.bounds.note(reader.cache, reader.prompt)
+            if self._running is None:
+                self._running = reader.cache
+            else:
+                self._running.join(reader.cache)
+            self.decoding.append(request)
+
+    def drop(self, request: str) -> None:
+        """The request is over, or must give its pages up; one that is not there is no error."""
+        if self.reading.pop(request, None) is not None:
+            self._changed = True
+        elif request in self.decoding:
+            self._gone.add(request)
+
+    def drop_all(self) -> None:
+        """All requests are over."""
+        self.reading, self.decoding, self._running, self._gone = {}, [], None, set()
+        self._changed, self._pass = True, None
+
+    def step_pages(self) -> int:
+        """Pages that the next token of all decoding requests takes at most, of the free ones."""
+        if not self._changed:
+            return 0  # they have been set aside
+        P, pools = self.store.settings.page_size, [] if self._running is None else self._pools_of(self._running)
+        return sum(bound % P == 0 for pool, _ in pools for bound in pool.bounds)
+
+    def part_pages(self, part: Part) -> int:
+        """Pages that a part takes at most."""
+        return self.bounds.grown(self._cache_of(part.request), part.tokens, part.prompt)
+
+    def most_tokens(self, part: Part, pages: int) -> int:
+        """How many of a part's tokens surely find their place in so many pages: all or none where prompts are read
+        whole."""
+        fits = self.bounds.most_tokens(self._cache_of(part.request), part.tokens, part.prompt, pages)
+        return fits if not self.whole or fits == part.tokens else 0
+
+    def refusal(self, prompt: int, most: int) -> str | None:
+        """Why a prompt of so many tokens can never be read; None where it may be. most: tokens of a pass."""
+        needed = self.bounds.expected(prompt)
+        if not self.bounds.learned and needed > self.pages:
+            return f"needs {needed} pages for its prompt of {prompt} tokens, but there are {self.pages}"
+        if self.whole and prompt > most:
+            return f"has a prompt of {prompt} tokens, which is read whole: at most {most} can be"
+        return None
+
+    def seen(self, request: str) -> int:
+        """Tokens of a prompt that have been read."""
+        return self.reading[request].seen if request in self.reading else 0
+
+    def prompts(self) -> list[int]:
+        """What is left of the prompts that are being read, in tokens."""
+        return [reader.prompt - reader.seen for reader in self.reading.values()]
+
+    def pages_in_use(self) -> int:
+        """Pages that requests hold. Waits for the device."""
+        return self.pages - self.store.count_free()
+
+    def state_nbytes(self) -> int:
+        """Bytes that requests keep beside pages: windows, sums, scores."""
+        caches = [reader.cache for reader in self.reading.values()]
+        caches += [] if self._running is None else [self._running]
+        layers = [layer for cache in caches for layer in cache.own]
+        pools = [layer.pool for layer in layers if getattr(layer, "pool", None) is not None]
+        return sum(layer.nbytes() for layer in layers) - sum(pool.nbytes() for pool in pools)
+
+    # ---- a pass ----
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def begin(self, parts: Sequence[Part], *, waiting: bool = False) -> ServedPass:
+        """The pass over one token of each decoding request, then these parts. waiting: whether others wait for pages.
+
+        Raises RuntimeError where pages do not suffice; nothing has begun then.
+        """
+        if self._changed and self._running is not None:
+            self._set_aside(sum(self.part_pages(part) for part in parts), waiting)
+        self._changed = bool(parts)
+        together, reading = None, []
+        if self._running is not None:
+            count = len(self.decoding)
+            together = self._running.open(self.facts, [1] * count, 1)
+        for part in parts:
+            reader = self.reading.get(part.request)
+            if reader is None:
+                reader = self.reading[part.request] = _Reader(self._new_cache(), part.prompt)
+            step = reader.cache.open(self.facts, [part.tokens], part.tokens)
+            step.prompts = (part.given,)
+            reader.seen += part.tokens
+            reading.append((part.request, step))
+        self._pass = ServedPass(self.facts, together, reading)
+        return self._pass
+
+    def end(self) -> None:
+        """The pass is over: every layer has attended."""
+        assert self._pass is not None
+        for request, step in self._pass.parts:
+            if request in self._pass.failed:
+                self.drop(request)
+            elif request in self.reading:
+                self.reading[request].cache.end(step, None)
+        self._pass = None
+
+    # ---- within ----
+
+    def _new_cache(self) -> CompressedCache:
+        cache = self.make()
+        cache.adopt(self.decoder, self.facts)
+        for layer in paged_layers(cache):
+            layer.store = getattr(self, "store", None)
+        return cache
+
+    def _cache_of(self, request: str) -> CompressedCache:
+        return self.reading[request].cache if request in self.reading else self.bounds.cache
+
+    @staticmethod
+    def _pools_of(cache: CompressedCache) -> list[tuple[PagePool, bool]]:
+        return [(layer.pool, layer.steps_known) for layer in paged_layers(cache) if layer.pool is not None]
+
+    def _pools(self) -> list[tuple[PagePool, bool]]:
+        caches = [reader.cache for reader in self.reading.values()]
+        caches += [] if self._running is None else [self._running]
+        return [pool for cache in caches for pool in self._pools_of(cache)]
+
+    def _has_room(self) -> bool:
+        return self._running is None or all(pool.has_room for pool, _ in self._pools_of(self._running))
+
+    def _set_aside(self, spare: int, waiting: bool) -> None:
+        assert self._running is not None
+        pools = self._pools_of(self._running)
+        most = WAITING_STEPS if waiting else self.store.settings.page_size
+        if pools and not PagePool.set_aside(self.store, pools, spare, most):
+            raise RuntimeError(
+                f"pages = {self.pages} are too few for the coming tokens of {len(self.decoding)} requests: some must "
+                "leave first"
+            )
+        self.free = self.store.free_at_least

@@ -1,0 +1,170 @@
+"""Which requests' tokens come next, in transformers' continuous batching: by the pages that compressed rows fill."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from transformers.generation.continuous_batching.requests import FutureRequestState, RequestState, RequestStatus
+from transformers.generation.continuous_batching.scheduler import Scheduler
+
+from .requests import Part, Requests
+
+LEAST = 16  # tokens of a prompt that are worth a part of their own while others decode
+MARGIN = 0.02  # share of all pages that is to be free once a waiting request has been let in
+
+
+class PageScheduler(Scheduler):
+    """All that decode get a token in every pass; then prompts are read in the order of their requests, in parts of as
+    many tokens as find their pages in any case; then waiting requests are let in.
+
+    Where pages run out, whoever came last gives its pages up, waits, and is read again, what it has written included. A
+    request that has all pages and needs more fails, as does one whose prompt cannot fit.
+    requests: at most so many at once. fail: tells a request's owner why it failed.
+    """
+
+    def __init__(
+        self, cache: Any, served: Requests, requests: int, fail: Callable[[RequestState, Exception], None]
+    ) -> None:
+        self.served, self.fail, self.preempted, self.peak, self.peak_pages = served, fail, 0, 0, 0
+        super().__init__(cache, 0.0, requests)
+
+    def schedule_batch(
+        self, token_budget: int, cache_budget: int
+    ) -> tuple[list[FutureRequestState] | None, bool, int, int]:
+        served = self.served
+        served.settle()
+        needed = self._make_room()
+        budget, free = token_budget - len(served.decoding), served.free - needed
+        batch = [self._scheduled(self.active_requests[request], 1) for request in served.decoding]
+        self.parts: list[Part] = []
+        starved = False
+        for state in list(self.active_requests.values()):
+            if budget < 1 or state.request_id in served.decoding:
+                continue
+            part = self._part(state, budget, free, bool(batch))
+            if part is None:
+                starved = True
+                break  # those behind it would take the pages that it waits for
+            free -= served.part_pages(part)
+            budget -= part.tokens
+            self.parts.append(part)
+            batch.append(self._scheduled(state, part.tokens))
+        blocked = starved or (self.block_new_requests and bool(self.active_requests))
+        while not blocked and budget > 0 and self.waiting_requests_order:
+            if len(self.active_requests) >= self.max_requests_per_batch:
+                break
+            state = self.waiting_requests[self.waiting_requests_order[0]]
+            part = self._first_part(state, budget, free, token_budget)
+            if part is None:
+                if state.request_id in self.waiting_requests:
+                    break
+                continue  # it failed
+            self.waiting_requests_order.popleft()
+            del self.waiting_requests[state.request_id]
+            self._add_children(state)
+            free -= served.part_pages(part)
+            budget -= part.tokens
+            self.parts.append(part)
+            batch.append(self._scheduled(state, part.tokens))
+        if not batch and self.active_requests:
+            self._give_up(list(self.active_requests.values())[-1])
+            return self.schedule_batch(token_budget, cache_budget)
+        self.peak = max(self.peak, len(self.active_requests))
+        self.peak_pages = max(self.peak_pages, served.used)
+        return batch, False, token_budget - budget, 0
+
+    # ---- parts ----
+
+    def _scheduled(self, state: RequestState, tokens: int) -> FutureRequestState:
+        coming = state.tokens_to_process if state.status == RequestStatus.DECODING else state.remaining_prefill_tokens
+        self._schedule_request(state, coming, tokens, set())
+        return FutureRequestState(state, not state.remaining_prefill_tokens, {}, tokens)
+
+    def _prompt(self, state: RequestState) -> int:
+        """Tokens that are read as the prompt. What a request had written before it gave its pages up follows one by
+        one where prompts are read whole, as it did then."""
+        return _given(state) if self.served.whole else len(state.initial_tokens)
+
+    def _part(self, state: RequestState, budget: int, free: int, others: bool) -> Part | None:
+        """The next part of a prompt; None where pages or the budget of this pass do not suffice."""
+        prompt = self._prompt(state)
+        left = prompt - self.served.seen(state.request_id)
+        tokens = left if self.served.whole else min(left, budget)
+        if tokens > budget:
+            return None
+        part = Part(state.request_id, tokens, prompt, _given(state))
+        part.tokens = self.served.most_tokens(part, free)
+        return part if part.tokens >= (min(tokens, LEAST) if others else 1) else None
+
+    def _first_part(self, state: RequestState, budget: int, free: int, whole_budget: int) -> Part | None:
+        """That of a waiting request; None where it must wait, or has failed."""
+        served, prompt = self.served, self._prompt(state)
+        if (reason := served.refusal(prompt, most_whole(whole_budget, self.max_requests_per_batch))) is not None:
+            self._refuse(state, reason)
+            return None
+        coming = sum(served.bounds.expected(prompt) for prompt in (prompt, *served.prompts()))
+        if self.active_requests and coming + MARGIN * served.pages > free:
+            return None
+        return self._part(state, budget, free, bool(self.active_requests))
+
+    # ---- pages run out ----
+
+    def _make_room(self) -> int:
+        """Makes whoever came last give its pages up until all others' next tokens find theirs; returns how many."""
+        while (needed := self.served.step_pages()) > self.served.free:
+            self._give_up(list(self.active_requests.values())[-1])
+        return needed
+
+    def _give_up(self, state: RequestState) -> None:
+        request = state.request_id
+        self.active_requests.pop(request)
+        self.served.drop(request)
+        self.served.settle()
+        if not self.active_requests:
+            tokens = state.position_offset
+            self._fail(state, f"needs more than all {self.served.pages} pages after {tokens} tokens", 507)
+            return
+        again = state.create_equivalent_initial_request()
+        state._status = RequestStatus.FINISHED
+        self.waiting_requests[request] = again
+        self.waiting_requests_order.appendleft(request)
+        self.preempted += 1
+        self.block_new_requests = True  # until somebody has finished
+
+    def _refuse(self, state: RequestState, reason: str) -> None:
+        self.waiting_requests_order.remove(state.request_id)
+        del self.waiting_requests[state.request_id]
+        self._fail(state, reason, 413)
+
+    def _fail(self, state: RequestState, reason: str, status: int) -> None:
+        self.fail(state, PagesError(f"request {state.request_id} {reason}", status))
+        self.block_new_requests = False
+
+    def _add_children(self, state: RequestState) -> None:
+        """Further answers to the same prompt are requests of their own, which read it again."""
+        for i in range(state.num_children):
+            child = state.create_equivalent_initial_request()
+            child.request_id, child.num_children = f"{state.request_id}__child#{i}", 0
+            child._true_initial_tokens = 0
+            self.add_waiting_request(child)
+        state.num_children = 0
+
+
+def _given(state: RequestState) -> int:
+    """Tokens of the prompt as the user gave it."""
+    return state._true_initial_tokens or len(state.initial_tokens)
+
+
+def most_whole(batch_tokens: int, requests: int) -> int:
+    """Tokens that a prompt may have which must come in one pass, beside a token of each other request."""
+    return batch_tokens - requests + 1
+
+
+class PagesError(RuntimeError):
+    """A request does not fit into the pages that there are. status: what HTTP calls it, 413 for its prompt (content too
+    large), 507 for what followed (insufficient storage)."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status

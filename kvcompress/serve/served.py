@@ -1,0 +1,77 @@
+"""What can be served: which caches, of which settings and models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from ..caches.base import CompressedCache
+from ..caches.pruned import PrunedCache
+from ..caches.spec import DENSE, CacheSpec
+from ..caches.streaming import StreamingCache
+from ..dmc.cache import DMCCache
+from ..hf.facts import Facts
+from ..hf.method import Method
+from .bounds import paged_layers
+from .dense import DenseCache
+
+KINDS = (DENSE, "dmc", "pruned", "streaming")
+
+
+def cache_maker(spec: CacheSpec, config: PreTrainedConfig, page_size: int) -> Callable[[], CompressedCache]:
+    """What makes a request's cache, in pages of so many slots. Raises ValueError for one that cannot be
+    served, with the reason."""
+    if spec.kind not in KINDS:
+        raise ValueError(f"cache must be one of {', '.join(KINDS)} to be served, got {spec.kind!r}")
+    for name in ("page_size", "max_pages", "grow", "chunk_size", "track"):
+        if name in spec.given:
+            raise ValueError(
+                f"{name} must not be given for a cache that is served, got {spec.given[name]}: pages, and the parts "
+                "in which prompts are read, are those of the server"
+            )
+    if spec.kind == DENSE:
+        return lambda: DenseCache(config, page_size=page_size)
+    if spec.kind != "streaming":
+        spec = CacheSpec(spec.kind, {**spec.given, "page_size": str(page_size)})
+
+    def make() -> CompressedCache:
+        cache = spec.make(config)
+        assert isinstance(cache, CompressedCache)
+        return cache
+
+    return make
+
+
+def check_served(cache: CompressedCache, facts: Facts, method: Method | None) -> None:
+    """Raises ValueError for settings and models that cannot be served, with the reason."""
+    if method is not None:
+        method.check_cache(cache)
+    if not isinstance(cache, (DenseCache, DMCCache, PrunedCache, StreamingCache)):
+        raise ValueError(f"cache must be one of {', '.join(KINDS)} to be served, got {type(cache).__name__}")
+    if isinstance(cache, PrunedCache):
+        if cache.policy.gap is not None:
+            raise ValueError("positions must be 'original' for a cache that is served, got others")
+        if cache.later != "compress":
+            raise ValueError(f"later must be 'compress' for a cache that is served, got {cache.later!r}")
+        if cache.pruner.rereads:
+            raise ValueError(
+                f"pruner must not read prompts twice in a cache that is served, as {type(cache.pruner).__name__} does"
+            )
+    if cache.recurs:
+        raise ValueError("model must not have recurrent layers to be served: their states do not join a batch")
+    if not facts.takes_positions or facts.asks_length:
+        raise ValueError("model must take position_ids to be served: this one counts its tokens by itself")
+    if any(found.reads is not None for found in facts.values()):
+        raise ValueError("model must have layers with keys of their own to be served: some of these read others'")
+    sizes = {facts[layer.index].size for layer in paged_layers(cache)}
+    if len(sizes) > 1:
+        raise ValueError(f"model must have one head dim to be served from one store of pages, got {sorted(sizes)}")
+
+
+def spec_of(cache: str | CacheSpec | None, config: Any) -> CacheSpec:
+    """A CacheSpec of what users give; None: a converted model's own cache, else dense."""
+    if isinstance(cache, CacheSpec):
+        return cache
+    return CacheSpec.parse(cache or CacheSpec.kind_of(config) or DENSE)

@@ -1,0 +1,200 @@
+"""transformers' continuous batching over compressed caches: the tokens of generate alone, whoever comes and goes."""
+
+import pytest
+import torch
+from helpers import deciding_model, tiny_model
+from transformers import ContinuousBatchingConfig, GenerationConfig
+from transformers.generation.continuous_batching import ContinuousBatchingManager
+
+import kvcompress
+from kvcompress import CacheSpec
+from kvcompress.hf.attach import is_attached
+from kvcompress.serve import batching
+
+DENSE, STREAMING = "dense", "streaming,window_size=12,num_sink_tokens=2"
+PRUNED = "pruned,pruner=snapkv,window=4,kernel_size=3,budget=12"
+CACHES = {
+    "dense": (DENSE, None),
+    "streaming": (STREAMING, None),
+    "streaming at distance": (STREAMING + ",sink_distance=window", None),
+    "pruned": (PRUNED, None),
+    "pruned every 4": (PRUNED + ",every=4", None),
+    "pruned, heads share": (PRUNED.replace("budget=12", "budget=adakv:12"), None),
+    "pruned, layers share": (PRUNED.replace("budget=12", "budget=globaltopk:12"), None),
+    "pruned by sums": ("pruned,pruner=h2o,budget=12,every=3", None),
+    "dmc": ("dmc", {}),
+    "dmc with a window": ("dmc", {"window": 12}),
+    "dms": ("dmc", {"mode": "dms", "dms_window": 5}),
+}
+LENGTHS, NEW = (23, 9, 40, 31, 17, 1, 28), (7, 9, 5, 8, 1, 6, 9)
+
+
+def model_of(dmc):
+    return tiny_model() if dmc is None else deciding_model(dmc=dmc)
+
+
+def greedy(new):
+    return GenerationConfig(max_new_tokens=new, do_sample=False, eos_token_id=-1, pad_token_id=0)
+
+
+def prompts_of(lengths, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, 97, (length,), generator=generator).tolist() for length in lengths]
+
+
+def alone(model, cache, prompt, new):
+    """What model.generate gives."""
+    made = None if cache.startswith("dense") else CacheSpec.parse(cache).make(model.config)
+    with kvcompress.attach(model) as attached, torch.no_grad():
+        ids = torch.tensor([prompt])
+        out = attached.generate(
+            ids, past_key_values=made, min_new_tokens=new, max_new_tokens=new, do_sample=False,
+            attention_mask=torch.ones_like(ids),
+        )  # fmt: skip
+    return out[0, len(prompt) :].tolist()
+
+
+def served(model, cache, prompts, news, **settings):
+    """(tokens of every request or its error, what metrics() says, pages in use at the end)."""
+    with batching(model, cache, **{"page_size": 8, **settings}) as serving:
+        manager = model.init_continuous_batching(generation_config=greedy(1))
+        names = [
+            manager.add_request(prompt, max_new_tokens=new, eos_token_id=-1)
+            for prompt, new in zip(prompts, news, strict=True)
+        ]
+        manager.start()
+        results = {}
+        while len(results) < len(names) and manager.is_running():
+            result = manager.get_result(timeout=1)
+            if result is not None:
+                results[result.request_id] = result
+        manager.stop()
+        found = [results[name].error or results[name].generated_tokens for name in names]
+        return found, serving.metrics(), serving.served.pages_in_use()
+
+
+@pytest.mark.parametrize("name", CACHES)
+def test_requests_get_the_tokens_of_generate_alone(name):
+    cache, dmc = CACHES[name]
+    model, prompts = model_of(dmc), prompts_of(LENGTHS)
+    found, metrics, in_use = served(model, cache, prompts, NEW, pages=400, requests=4, batch_tokens=48)
+    assert found == [alone(model, cache, prompt, new) for prompt, new in zip(prompts, NEW, strict=True)]
+    assert metrics["peak_running"] > 1 and metrics["preempted"] == 0 and in_use == 0
+
+
+@pytest.mark.parametrize("name", [name for name in CACHES if not name.startswith("streaming")])
+def test_requests_that_gave_their_pages_up_lose_no_token(name):
+    cache, dmc = CACHES[name]
+    model, prompts, news = model_of(dmc), prompts_of((24, 23, 24, 22, 24)), (24, 20, 26, 24, 18)
+    pages = {"dense": 52, "dms": 40}.get(name, 36)
+    found, metrics, in_use = served(model, cache, prompts, news, pages=pages, requests=5, batch_tokens=48)
+    assert found == [alone(model, cache, prompt, new) for prompt, new in zip(prompts, news, strict=True)]
+    assert in_use == 0 and metrics["pages_in_use"] == 0
+    if "every" not in cache:  # which needs no more pages than its budget
+        assert metrics["preempted"] > 0
+
+
+def test_generate_batch_takes_it_and_has_its_own_back_afterwards():
+    model, prompts = tiny_model(), prompts_of((12, 20))
+    before = model.init_continuous_batching
+    config = ContinuousBatchingConfig(max_batch_tokens=16)
+    with batching(model, DENSE, pages=100):
+        with pytest.raises(RuntimeError, match="served already"):
+            batching(model, DENSE, pages=100)
+        results = model.generate_batch(prompts, generation_config=greedy(5), continuous_batching_config=config)
+    assert [x.generated_tokens for x in results.values()] == [alone(model, DENSE, prompt, 5) for prompt in prompts]
+    assert model.init_continuous_batching == before and not is_attached(model)
+    assert type(model.init_continuous_batching(generation_config=greedy(1))) is ContinuousBatchingManager
+
+
+def test_several_answers_to_a_prompt_are_requests_of_their_own():
+    model, prompt = tiny_model(), prompts_of((12,))[0]
+    config = greedy(5)
+    config.num_return_sequences = 3
+    with batching(model, PRUNED, pages=100):
+        results = model.generate_batch([prompt], generation_config=config)
+    wanted = alone(model, PRUNED, prompt, 5)
+    assert len(results) == 3 and all(x.generated_tokens == wanted for x in results.values())
+
+
+@pytest.mark.parametrize(
+    ("cache", "settings", "message"),
+    [
+        (DENSE, {"pages": 30}, r"needs 42 pages for its prompt of 50 tokens, but there are 30"),
+        (PRUNED, {"pages": 100, "batch_tokens": 51}, "prompt of 50 tokens, which is read whole: at most 48 can be"),
+        (DENSE, {"pages": 12, "page_size": 32}, "needs more than all 12 pages after 64 tokens"),
+    ],
+)
+def test_a_request_that_cannot_fit_fails_and_the_others_go_on(cache, settings, message):
+    model, prompts = tiny_model(), prompts_of((10, 50, 12))
+    news = (6, 30, 6)
+    found, _, in_use = served(model, cache, prompts, news, requests=4, **{"batch_tokens": 64, **settings})
+    assert isinstance(found[1], str) and message in found[1]
+    assert [found[i] for i in (0, 2)] == [alone(model, cache, prompts[i], 6) for i in (0, 2)]
+    assert in_use == 0
+
+
+def test_nan_fails_the_request_that_met_it_alone():
+    model, prompts = tiny_model(), prompts_of((10, 14, 12))
+    with torch.no_grad():
+        model.model.embed_tokens.weight[96] = torch.nan  # a token that only one prompt has
+    prompts = [[token if token != 96 else 5 for token in prompt] for prompt in prompts]
+    prompts[1][7] = 96
+    for cache in (DENSE, PRUNED):
+        found, _, in_use = served(model, cache, prompts, (5, 5, 5), pages=200, requests=4, batch_tokens=64)
+        assert isinstance(found[1], str) and "NaN" in found[1]
+        assert [found[i] for i in (0, 2)] == [alone(model, cache, prompts[i], 5) for i in (0, 2)]
+        assert in_use == 0
+
+
+def test_a_cancelled_request_gives_its_pages_back():
+    model, prompts = tiny_model(), prompts_of((20, 24))
+    with batching(model, DENSE, pages=400, page_size=8, requests=4, batch_tokens=64) as serving:
+        manager = model.init_continuous_batching(generation_config=greedy(1))
+        first = manager.add_request(prompts[0], max_new_tokens=400, streaming=True, eos_token_id=-1)
+        manager.start()
+        assert manager.get_result(timeout=60).request_id == first
+        manager.cancel_request(first)
+        second = manager.add_request(prompts[1], max_new_tokens=5, eos_token_id=-1)
+        result = None
+        while result is None or result.request_id != second:
+            result = manager.get_result(timeout=60)
+        manager.stop()
+        assert result.generated_tokens == alone(model, DENSE, prompts[1], 5)
+        assert serving.served.pages_in_use() == 0 and serving.metrics()["running"] == 0
+
+
+@pytest.mark.parametrize(
+    ("cache", "message"),
+    [
+        ("iterative,memory_size=32", "one of dense, dmc, pruned, streaming to be served, got 'iterative'"),
+        ("quest", "got 'quest'"),
+        (PRUNED + ",page_size=16", "page_size must not be given"),
+        (PRUNED + ",chunk_size=16", "chunk_size must not be given for a cache that is served, got 16"),
+        (PRUNED + ",positions=contiguous", "positions must be 'original'"),
+        (PRUNED + ",later=keep", "later must be 'compress' for a cache that is served, got 'keep'"),
+        ("pruned,pruner=kvzip,budget=0.5", "as KVzip does"),
+        ("dmc", "not converted"),
+    ],
+)
+def test_what_cannot_be_served_is_refused(cache, message):
+    model = tiny_model()
+    with pytest.raises(ValueError, match=message):
+        batching(model, cache, pages=100)
+    assert not is_attached(model)
+
+
+def test_settings_are_refused_by_name():
+    model = tiny_model()
+    for settings, name in (
+        ({"pages": 0}, "pages"),
+        ({"pages": 9, "requests": 0}, "requests"),
+        ({"pages": 9, "batch_tokens": 8}, "batch_tokens"),
+    ):
+        with pytest.raises(ValueError, match=f"{name} must be an integer of at least"):
+            batching(model, DENSE, **settings)
+    with batching(model, DENSE, pages=9), pytest.raises(ValueError, match="num_blocks must be None"):
+        model.init_continuous_batching(continuous_batching_config=ContinuousBatchingConfig(num_blocks=4))
+    converted = deciding_model()
+    with pytest.raises(ValueError, match=r"needs kvcompress\.DMCCache"):
+        batching(converted, DENSE, pages=9)

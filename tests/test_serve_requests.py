@@ -1,0 +1,158 @@
+"""The core of serving, without an engine: requests join, are read in any parts, decode together and leave."""
+
+import random
+
+import pytest
+import torch
+from helpers import deciding_model, tiny_model
+
+import kvcompress
+from kvcompress import CacheSpec
+from kvcompress.caches.pool import PagePool
+from kvcompress.caches.store import PageStore, PoolSettings, keys_and_values
+from kvcompress.hf.attach import base_model, facts_of
+from kvcompress.hf.method import KEYWORD, method_of
+from kvcompress.serve.requests import Part, Requests
+from kvcompress.serve.served import cache_maker
+
+CACHES = {
+    "dense": ("dense", None),
+    "streaming": ("streaming,window_size=12,num_sink_tokens=2", None),
+    "dmc": ("dmc", {}),
+    "dms": ("dmc", {"mode": "dms", "dms_window": 5}),
+}
+ROPES = {
+    "of one table": None,
+    "that depends on length": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0},
+}
+
+
+def requests_of(model, cache, pages=200, page_size=8):
+    decoder = base_model(model)
+    make = cache_maker(CacheSpec.parse(cache), model.config, page_size)
+    return Requests(decoder, facts_of(decoder), method_of(decoder), make, pages, torch.float32, torch.device("cpu"))
+
+
+def run(model, served, parts, texts):
+    """One pass; the greedy token after each request's last one."""
+    tokens, ends = [], {}
+    for name in served.decoding:
+        tokens.append(texts[name][-1])
+        ends[name] = len(tokens) - 1
+    for part in parts:
+        start = served.seen(part.request)
+        tokens += texts[part.request][start : start + part.tokens]
+        ends[part.request] = len(tokens) - 1
+    positions = [len(texts[name]) - 1 for name in served.decoding]
+    for part in parts:
+        positions += range(served.seen(part.request), served.seen(part.request) + part.tokens)
+    with torch.no_grad():
+        given = {KEYWORD: served.begin(parts), "use_cache": False, "position_ids": torch.tensor([positions])}
+        logits = model(torch.tensor([tokens]), **given).logits[0]
+    served.end()
+    return {name: int(logits[end].argmax()) for name, end in ends.items()}
+
+
+def alone(model, cache, prompt, new):
+    # like all caches here, and unlike a DynamicCache, it settles frequencies that depend on length by the prompt
+    cache = "iterative,memory_size=512,chunk_size=512" if cache == "dense" else cache
+    made = CacheSpec.parse(cache).make(model.config)
+    ids = torch.tensor([prompt])
+    with torch.no_grad():
+        out = model.generate(
+            ids, past_key_values=made, max_new_tokens=new, min_new_tokens=new, do_sample=False,
+            attention_mask=torch.ones_like(ids),
+        )  # fmt: skip
+    return out[0].tolist()
+
+
+@pytest.mark.parametrize("rope", ROPES)
+@pytest.mark.parametrize("name", CACHES)
+def test_any_order_of_parts_joining_and_leaving_gives_the_tokens_of_each_alone(name, rope):
+    cache, dmc = CACHES[name]
+    settings = {} if ROPES[rope] is None else {"rope_parameters": ROPES[rope], "max_position_embeddings": 20}
+    model = tiny_model(**settings) if dmc is None else deciding_model(dmc=dmc, **settings)
+    draw = random.Random(7)
+    prompts = {f"r{i}": [draw.randrange(3, 97) for _ in range(draw.choice((1, 5, 18, 33)))] for i in range(6)}
+    new = {name: draw.randrange(1, 9) for name in prompts}
+    with kvcompress.attach(model):
+        served = requests_of(model, cache)
+        texts, coming, reads, dropped = {x: list(p) for x, p in prompts.items()}, list(prompts), [], 0
+        while coming or reads or served.decoding:
+            served.settle()
+            if served.decoding and draw.random() < 0.15:  # gives its pages up, and is read again
+                victim = draw.choice(served.decoding)
+                served.drop(victim)
+                coming.append(victim)
+                dropped += 1
+                continue
+            if coming and draw.random() < 0.5:
+                reads.append(coming.pop(0))
+            reads = [x for x in reads if x not in served.decoding]
+            parts = []
+            for x in reads:
+                most = min(len(texts[x]) - served.seen(x), draw.randrange(1, 20))
+                if most:
+                    parts.append(Part(x, most, len(texts[x]), len(prompts[x])))
+            if not parts and not served.decoding:
+                continue
+            whole = [*served.decoding, *(p.request for p in parts if served.seen(p.request) + p.tokens == p.prompt)]
+            found = run(model, served, parts, texts)
+            for x in whole:
+                texts[x].append(found[x])
+                if len(texts[x]) == len(prompts[x]) + new[x]:
+                    served.drop(x)
+                    reads = [y for y in reads if y != x]
+        served.settle()
+        assert dropped > 0 and served.pages_in_use() == 0
+        for x, prompt in prompts.items():
+            assert texts[x] == alone(model, cache, prompt, new[x]), x
+
+
+def test_a_part_never_takes_more_pages_than_were_foreseen():
+    for _, (cache, dmc) in CACHES.items():
+        model = tiny_model() if dmc is None else deciding_model(dmc=dmc)
+        with kvcompress.attach(model):
+            served, texts = requests_of(model, cache), {"a": list(range(3, 63))}
+            for tokens in (1, 7, 30, 22):
+                part = Part("a", tokens, 60, 60)
+                served.settle()
+                before, bound = served.pages_in_use(), served.part_pages(part)
+                assert served.most_tokens(part, bound) == tokens
+                assert not bound or served.most_tokens(part, bound - 1) < tokens
+                run(model, served, [part], texts)
+                assert served.pages_in_use() - before <= bound
+
+
+def test_pages_that_do_not_suffice_are_refused_before_anything_has_begun():
+    model = tiny_model()
+    with kvcompress.attach(model):
+        served, texts = requests_of(model, "dense", pages=8), {"a": list(range(3, 11))}
+        served.settle()
+        run(model, served, [Part("a", 8, 8, 8)], texts)  # a full page in each of six rows
+        served.settle()
+        assert served.step_pages() == 6 and served.free == 2
+        with pytest.raises(RuntimeError, match="pages = 8 are too few for the coming tokens of 1 requests"):
+            served.begin([])
+        served.drop("a")
+        served.settle()
+        assert served.pages_in_use() == 0
+
+
+def test_pools_join_over_one_store_alone():
+    slots, device = keys_and_values(4, torch.float32), torch.device("cpu")
+    store = PageStore(slots, device, PoolSettings(4, 8, "error"))
+    pools = [PagePool(rows, slots, device, store=store) for rows in (2, 1)]
+    tokens = [torch.arange(rows * 6 * 4.0).view(1, rows, 6, 4) + rows for rows in (2, 1)]
+    for pool, x in zip(pools, tokens, strict=True):
+        pool.append((x, -x), [3] * x.shape[1])
+    pools[0].join(pools[1])
+    keys, values = pools[0].gather(3)
+    assert torch.equal(keys, torch.cat([x[0, :, -3:] for x in tokens])) and torch.equal(values, -keys)
+    assert pools[0].counts == [3, 3, 3] and len(pools[1].lengths) == 0 and store.count_free() == 5
+    del pools[1]
+    assert store.count_free() == 5
+    with pytest.raises(ValueError, match="same store"):
+        pools[0].join(PagePool(1, slots, device))
+    with pytest.raises(ValueError, match="slots must be"):
+        PagePool(1, keys_and_values(8, torch.float32), device, store=store)

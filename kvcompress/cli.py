@@ -180,3 +180,35 @@ def plan(
     except ValueError as error:
         name = str(error).split()[0]
         raise typer.BadParameter(str(error), param_hint=OPTIONS.get(name, f"--{name.replace('_', '-')}")) from None
+
+
+@app.command()
+def serve(
+    model: Annotated[str, MODEL] = "example",
+    cache: Annotated[str | None, typer.Option(help=_CACHE + "; not given: a converted model's own, else dense")] = None,
+    pages: Annotated[int, typer.Option(help="of all requests, layers and KV heads together", min=1)] = 4096,
+    page_size: Annotated[int, typer.Option(help="keys and values of a page, a power of two", min=1)] = 64,
+    requests: Annotated[int, typer.Option(help="most at once", min=1)] = 64,
+    batch_tokens: Annotated[int, typer.Option(help="tokens of a forward pass", min=1)] = 2048,
+    temperature: Annotated[
+        float | None, typer.Option(help="of all requests; 0: greedy; not given: the model's own", min=0.0)
+    ] = None,
+    host: Annotated[str, typer.Option(help="address to listen at")] = "localhost",
+    port: Annotated[int, typer.Option(help="port to listen at", min=0, max=65535)] = 8000,
+    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
+    grace: Annotated[float, typer.Option(help="seconds for requests that run when it is told to stop", min=0.0)] = 10.0,
+) -> None:
+    """Serve a model's requests through compressed caches, as OpenAI's API has it (needs kvcompress[serve])."""
+    from transformers.utils.import_utils import is_serve_available
+
+    if not is_serve_available():
+        raise typer.BadParameter("serve needs fastapi, uvicorn and openai: pip install 'kvcompress[serve]'")
+    from .serve.server import run_server
+
+    try:
+        run_server(
+            model=model, cache=cache, pages=pages, page_size=page_size, requests=requests, batch_tokens=batch_tokens,
+            host=host, port=port, device=device, grace=grace, temperature=temperature,
+        )  # fmt: skip
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None

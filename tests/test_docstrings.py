@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import pytest
 
 import kvcompress
-from kvcompress import analysis, dmc, ops, plots, pod, pruners
+from kvcompress import analysis, dmc, ops, plots, pod, pruners, serve
 
-MODULES = (kvcompress, analysis, dmc, ops, plots, pod, pruners)
+MODULES = (kvcompress, analysis, dmc, ops, plots, pod, pruners, serve)
 
 
 def public() -> Iterator[tuple[str, object]]:

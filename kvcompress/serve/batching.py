@@ -134,6 +134,11 @@ class _Processor(ContinuousBatchProcessor):
             self.failed = {}
         super().update_batch()
 
+    def fail_all_requests(self, error: Exception) -> None:
+        super().fail_all_requests(error)
+        self.served.drop_all()
+        self.served.settle()
+
     def _count(self, tokens: int) -> None:
         now = time.monotonic()
         self.new_tokens.append((now, tokens))
@@ -185,7 +190,9 @@ class ServedManager(ContinuousBatchingManager):
 
 
 class Batching:
-    """What batching returns; as a context manager it is undone at the end."""
+    """What batching returns, and takes its arguments: model, cache, pages, page_size, requests, batch_tokens. As a
+    context manager it is undone at the end. Raises as batching does. served: the requests and their pages.
+    """
 
     def __init__(
         self, model: Any, cache: str | CacheSpec | None, pages: int, page_size: int, requests: int, batch_tokens: int

@@ -1,0 +1,160 @@
+"""transformers' OpenAI-compatible server for one model, whose requests' caches are compressed; and /metrics."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+from fastapi import HTTPException, Request
+from fastapi.responses import JSONResponse, PlainTextResponse
+from transformers import ContinuousBatchingConfig, GenerationConfig
+from transformers.cli.serving.chat_completion import ChatCompletionHandler
+from transformers.cli.serving.completion import CompletionHandler
+from transformers.cli.serving.model_manager import ModelManager
+from transformers.cli.serving.response import ResponseHandler
+from transformers.cli.serving.server import build_server
+from transformers.cli.serving.utils import CBGenerateManager, GenerationState
+
+from .batching import Batching
+from .scheduler import PagesError
+
+SAMPLING = ("do_sample", "temperature", "top_p", "top_k", "repetition_penalty")
+
+
+class _OneModel(ModelManager):
+    """The model that the server was started with, and no other."""
+
+    def __init__(self, name: str, model: Any, tokenizer: Any, requests: _Requests) -> None:
+        super().__init__()
+        self.force_model, self._held, self._requests = name, (model, tokenizer), requests
+
+    def shutdown(self) -> None:
+        """The server stops, while those who wait for answers can still be told; or it is reset."""
+        self._requests.stop()
+
+    def load_model_and_processor(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        return self._held
+
+    def load_model_streaming(self, *args: Any, **kwargs: Any) -> Any:
+        raise HTTPException(status_code=400, detail=f"the server serves {self.force_model} alone")
+
+    def get_gen_models(self, cache_dir: str | None = None) -> list[dict[str, Any]]:
+        return [{"id": self.force_model, "object": "model", "owned_by": "kvcompress"}]
+
+
+class _Requests(CBGenerateManager):
+    """Refuses, before it is read, what a request asks and a server of continuous batching would not do."""
+
+    _cb: Any
+
+    def __init__(self, serving: Batching, sampling: GenerationConfig) -> None:
+        super().__init__(ContinuousBatchingConfig())
+        self.serving, self.sampling = serving, sampling
+
+    def init_cb(self, model: Any, gen_config: GenerationConfig) -> None:
+        for name in SAMPLING:
+            ours, theirs = getattr(self.sampling, name), getattr(gen_config, name)
+            greedy = name == "temperature" and theirs == 0 and not self.sampling.do_sample
+            if ours != theirs and not greedy:
+                raise HTTPException(
+                    status_code=400,
+                    detail=f"{name} must be {ours}, as this server was started with, got {theirs}: one pass serves "
+                    "all requests, and samples alike for all",
+                )
+        if gen_config.stop_strings:
+            raise HTTPException(status_code=400, detail="stop must not be given: this server knows no stop strings")
+        super().init_cb(model, self.sampling)
+
+    def generate_streaming(self, model: Any, processor: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        self.serving.check_prompt(len(inputs["input_ids"]))
+        return super().generate_streaming(model, processor, inputs, *args, **kwargs)
+
+    async def generate_non_streaming(self, model: Any, processor: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        self.serving.check_prompt(len(inputs["input_ids"]))
+        return await super().generate_non_streaming(model, processor, inputs, *args, **kwargs)
+
+    def stop(self) -> None:
+        manager, self._cb = self._cb, None  # the next request finds none, and makes one
+        if manager is not None:
+            manager.stop(block=True, hard_stop=True)
+
+
+class _State(GenerationState):
+    """One manager for all requests."""
+
+    def __init__(self, manager: _Requests) -> None:
+        super().__init__(continuous_batching=True)
+        self.manager = manager
+
+    def get_manager(self, model_id: str, use_cb: bool = False) -> _Requests:
+        return self.manager
+
+    def shutdown(self) -> None:
+        self.manager.stop()
+
+    def is_cb_alive(self) -> bool:
+        return self.manager.is_alive()
+
+
+class _Refused:
+    """An endpoint of transformers' server that has no batching."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    async def handle_request(self, *args: Any) -> None:
+        raise HTTPException(status_code=501, detail=f"{self.name} is not served here; /v1/chat/completions is")
+
+
+def build_app(serving: Batching, name: str, tokenizer: Any, sampling: GenerationConfig | None = None) -> Any:
+    """The FastAPI app. serving: the model's Batching. name: of the model, as clients give it. sampling: of all
+    requests; None = the model's generation config.
+
+    Beside transformers' routes there is /metrics, in the text format of Prometheus. A prompt that cannot fit into the
+    pages is answered with 413, a request that outgrows all of them with 507, a model that gives NaN with 500, a setting
+    that cannot be had with 400.
+    """
+    sampling = sampling or serving.model.generation_config
+    state = _State(_Requests(serving, sampling))
+    models = _OneModel(name, serving.model, tokenizer, state.manager)
+    given: dict[str, Any] = {"model_manager": models, "generation_state": state}
+    refused: Any = _Refused
+    app = build_server(
+        chat_handler=ChatCompletionHandler(**given), completion_handler=CompletionHandler(**given),
+        response_handler=ResponseHandler(**given), transcription_handler=refused("/v1/audio/transcriptions"),
+        systemone_handler=refused("/v1/systemone"), **given,
+    )  # fmt: skip
+
+    @app.exception_handler(RuntimeError)
+    async def failed(request: Request, error: RuntimeError) -> JSONResponse:
+        found = serving.failures.pop(request.state.request_id, error)
+        status = found.status if isinstance(found, PagesError) else 500
+        return JSONResponse({"error": {"message": str(found), "code": status}}, status_code=status)
+
+    @app.get("/metrics")
+    def metrics() -> PlainTextResponse:
+        numbers = {name: x for name, x in serving.metrics().items() if math.isfinite(x)}
+        return PlainTextResponse("".join(f"kvcompress_{name} {x:g}\n" for name, x in numbers.items()))
+
+    return app
+
+
+def run_server(
+    *, model: str, cache: str | None, pages: int, page_size: int, requests: int, batch_tokens: int, host: str,
+    port: int, device: str, grace: float, temperature: float | None,
+) -> None:  # fmt: skip
+    """Serves until it is told to stop (SIGTERM, Ctrl-C); requests that run then have `grace` seconds. temperature: of
+    all requests, 0 = greedy, None = as the model's generation config samples."""
+    import uvicorn
+
+    from ..write_text import load
+
+    loaded, tokenizer = load(model, device)
+    with Batching(loaded, cache, pages, page_size, requests, batch_tokens) as serving:
+        sampling = copy.deepcopy(loaded.generation_config)
+        if temperature is not None:
+            sampling.do_sample = temperature > 0
+            sampling.temperature = temperature or None
+        app = build_app(serving, model, tokenizer, sampling)
+        uvicorn.run(app, host=host, port=port, timeout_graceful_shutdown=math.ceil(grace))

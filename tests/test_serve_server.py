@@ -1,0 +1,179 @@
+"""kvcompress serve: what clients get, one and many, and what goes wrong."""
+
+import http.client
+import json
+import threading
+import time
+
+import pytest
+import torch
+from helpers import attached, deciding_model
+from test_serve_batching import alone
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import GenerationConfig, PreTrainedTokenizerFast
+
+import kvcompress
+from kvcompress.serve import batching
+
+pytest.importorskip("fastapi")
+uvicorn = pytest.importorskip("uvicorn")
+pytest.importorskip("openai")
+
+WORDS = {"<unknown>": 0} | {f"w{i}": i for i in range(1, 97)}
+
+
+def tokenizer():
+    """A word w12 is token 12."""
+    from tokenizers.decoders import WordPiece
+    from tokenizers.pre_tokenizers import Whitespace
+
+    inner = Tokenizer(WordLevel(WORDS, unk_token="<unknown>"))
+    inner.pre_tokenizer, inner.decoder = Whitespace(), WordPiece(prefix="##", cleanup=False)
+    made = PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unknown>")
+    made.chat_template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+    return made
+
+
+def text_of(tokens):
+    return " ".join(f"w{token}" for token in tokens)
+
+
+class Client:
+    """A server in a thread, and requests to it."""
+
+    def __init__(self, model, cache="dense", **settings):
+        from kvcompress.serve.server import build_app
+
+        self.model, self.serving = model, batching(model, cache, **{"pages": 400, "page_size": 8, **settings})
+        sampling = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0)
+        self.model.generation_config = sampling
+        self.app = build_app(self.serving, "tiny", tokenizer(), sampling)
+        config = uvicorn.Config(self.app, host="127.0.0.1", port=0, log_level="error", timeout_graceful_shutdown=2)
+        self.server = uvicorn.Server(config)
+        self.thread = threading.Thread(target=self.server.run)
+
+    def __enter__(self):
+        self.thread.start()
+        end = time.monotonic() + 60
+        while not self.server.started:
+            assert time.monotonic() < end and self.thread.is_alive()
+            time.sleep(0.01)
+        self.port = self.server.servers[0].sockets[0].getsockname()[1]
+        return self
+
+    def __exit__(self, *error):
+        self.server.should_exit = True
+        self.thread.join()
+        self.serving.close()
+
+    def open(self, path, body=None):
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
+        content = None if body is None else json.dumps(body)
+        connection.request("GET" if body is None else "POST", path, content, {"Content-Type": "application/json"})
+        return connection, connection.getresponse()
+
+    def ask(self, path, body=None):
+        """(status, what came)."""
+        connection, response = self.open(path, body)
+        content = response.read().decode()
+        connection.close()
+        return response.status, content
+
+    def complete(self, prompt, new, **more):
+        status, content = self.ask("/v1/completions", {"prompt": text_of(prompt), "max_tokens": new, **more})
+        return status, json.loads(content)
+
+    def metrics(self):
+        lines = self.ask("/metrics")[1].splitlines()
+        return {name.removeprefix("kvcompress_"): float(x) for name, x in (line.split() for line in lines)}
+
+    def wait_until(self, done):
+        end = time.monotonic() + 60
+        while not done(self.metrics()):
+            assert time.monotonic() < end, self.metrics()
+            time.sleep(0.02)
+
+
+def prompt_of(length, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, 97, (length,), generator=generator).tolist()
+
+
+def test_clients_get_the_tokens_of_generate_alone_whole_and_as_a_stream():
+    prompts = [prompt_of(length, length) for length in (9, 21, 14, 30)]
+    found = {}
+    with Client(attached(), "pruned,pruner=snapkv,window=4,budget=12", requests=3, batch_tokens=64) as client:
+        wanted = [text_of(alone(client.model, str(client.serving.spec), prompt, 6)) for prompt in prompts]
+
+        def ask(i):
+            found[i] = client.complete(prompts[i], 6)
+
+        askers = [threading.Thread(target=ask, args=(i,)) for i in range(len(prompts))]
+        for asker in askers:
+            asker.start()
+        for asker in askers:
+            asker.join()
+        assert [(found[i][0], found[i][1]["choices"][0]["text"]) for i in range(4)] == [(200, x) for x in wanted]
+        _, stream = client.ask("/v1/completions", {"prompt": text_of(prompts[1]), "max_tokens": 6, "stream": True})
+        chunks = [json.loads(line[6:]) for line in stream.splitlines() if line.startswith("data: {")]
+        assert "".join(chunk["choices"][0]["text"] for chunk in chunks).split() == wanted[1].split()
+        assert len(chunks) >= 6 and chunks[-1]["choices"][0]["finish_reason"] == "length"
+        chat = {"messages": [{"role": "user", "content": text_of(prompts[0])}], "generation_config": "{}"}
+        chat["generation_config"] = json.dumps({"max_new_tokens": 6, "do_sample": False})
+        status, answer = client.ask("/v1/chat/completions", chat)
+        assert status == 200 and json.loads(answer)["choices"][0]["message"]["content"] == wanted[0]
+        assert json.loads(client.ask("/v1/models")[1])["data"][0]["id"] == "tiny"
+        client.wait_until(lambda x: x["pages_in_use"] == 0 and x["running"] == 0)
+        numbers = client.metrics()
+        assert numbers["pages"] == 400 and 1 <= numbers["peak_running"] <= 3 and numbers["tokens_per_second"] > 0
+
+
+def test_what_cannot_be_done_is_answered_and_the_next_request_is_served():
+    model = attached()
+    with torch.no_grad():
+        model.model.embed_tokens.weight[96] = torch.nan
+    with Client(model, pages=42, requests=4, batch_tokens=64) as client:
+        prompt = [token % 90 + 3 for token in prompt_of(20)]
+        status, answer = client.complete(prompt_of(60), 4)  # a prompt longer than all pages
+        assert status == 413 and "needs 48 pages for its prompt of 60 tokens" in answer["error"]["message"]
+        assert client.complete(prompt_of(60), 4, stream=True)[0] == 413
+        status, answer = client.complete(prompt, 200)  # what follows it does not fit
+        assert status == 507 and "needs more than all 42 pages after 56 tokens" in answer["error"]["message"]
+        status, answer = client.complete([96, *prompt], 4)
+        assert status == 500 and "NaN" in answer["error"]["message"]
+        for field, value in (("temperature", 0.7), ("top_p", 0.5), ("stop", ["w5"]), ("model", "another")):
+            assert client.complete(prompt, 4, **{field: value})[0] == 400, field
+        assert client.complete(prompt, 4, temperature=0.0)[0] == 200  # which is how this server writes
+        assert client.ask("/v1/systemone", {})[0] == 501 and client.ask("/load_model", {"model": "x"})[0] == 400
+        assert client.ask("/reset", {})[0] == 200  # which forgets requests, and no more
+        status, answer = client.complete(prompt, 4)
+        assert status == 200 and answer["choices"][0]["text"] == text_of(alone(model, "dense", prompt, 4))
+        assert client.ask("/health")[0] == 200
+        client.wait_until(lambda x: x["pages_in_use"] == 0)
+
+
+def test_a_client_that_goes_away_and_a_server_that_stops_give_their_pages_back():
+    with Client(attached(), pages=2000, requests=4, batch_tokens=64) as client:
+        body = {"prompt": text_of(prompt_of(20)), "max_tokens": 2000, "stream": True}
+        connection, response = client.open("/v1/completions", body)
+        assert response.readline().startswith(b"data: ")
+        assert client.metrics()["running"] == 1
+        response.close()
+        connection.close()
+        client.wait_until(lambda x: x["running"] == 0 and x["pages_in_use"] == 0)
+        connection, response = client.open("/v1/completions", body)
+        assert response.readline().startswith(b"data: ")
+        serving = client.serving
+    assert not serving.processor.scheduler.active_requests and serving.served.pages_in_use() == 0
+    connection.close()
+
+
+def test_a_converted_model_is_served_by_its_own_cache():
+    model = deciding_model()
+    kvcompress.attach(model)
+    prompt = prompt_of(25)
+    with Client(model, None, requests=4, batch_tokens=16) as client:
+        assert str(client.serving.spec) == "dmc"
+        status, answer = client.complete(prompt, 5)
+        assert status == 200 and answer["choices"][0]["text"] == text_of(alone(model, "dmc", prompt, 5))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("speed", "quality")
+FOLDERS = ("speed", "quality", "serving")
 PROGRAMS = sorted(x.relative_to(ROOT).as_posix() for name in FOLDERS for x in ROOT.glob(f"benchmarks/{name}/*.py"))
 PROGRAMS.remove("benchmarks/quality/peers.py")  # needs kvpress in another environment: test_peers.py has a stand-in
 POSITIVE = ("ours", "peer", "ratio", "seconds", "nbytes", "nbytes_share")

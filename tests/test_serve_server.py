@@ -1,5 +1,6 @@
 """kvcompress serve: what clients get, one and many, and what goes wrong."""
 
+import asyncio
 import http.client
 import json
 import threading
@@ -15,6 +16,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 import kvcompress
 from kvcompress.serve import batching
+from kvcompress.serve.stopping import Stopping
 
 pytest.importorskip("fastapi")
 uvicorn = pytest.importorskip("uvicorn")
@@ -119,6 +121,16 @@ def test_clients_get_the_tokens_of_generate_alone_whole_and_as_a_stream():
         chunks = [json.loads(line[6:]) for line in stream.splitlines() if line.startswith("data: {")]
         assert "".join(chunk["choices"][0]["text"] for chunk in chunks).split() == wanted[1].split()
         assert len(chunks) >= 6 and chunks[-1]["choices"][0]["finish_reason"] == "length"
+        words = wanted[1].split()
+        stop = {"stop": ["none", f"{words[2]} {words[3]}"]}
+        status, answer = client.complete(prompts[1], 6, **stop)
+        before = wanted[1][: wanted[1].index(stop["stop"][1])]
+        assert (status, answer["choices"][0]["text"], answer["choices"][0]["finish_reason"]) == (200, before, "stop")
+        _, stream = client.ask(
+            "/v1/completions", {"prompt": text_of(prompts[1]), "max_tokens": 6, "stream": True, **stop}
+        )
+        chunks = [json.loads(line[6:]) for line in stream.splitlines() if line.startswith("data: {")]
+        assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == before
         chat = {"messages": [{"role": "user", "content": text_of(prompts[0])}], "generation_config": "{}"}
         chat["generation_config"] = json.dumps({"max_new_tokens": 6, "do_sample": False})
         status, answer = client.ask("/v1/chat/completions", chat)
@@ -142,7 +154,7 @@ def test_what_cannot_be_done_is_answered_and_the_next_request_is_served():
         assert status == 507 and "needs more than all 42 pages after 56 tokens" in answer["error"]["message"]
         status, answer = client.complete([96, *prompt], 4)
         assert status == 500 and "NaN" in answer["error"]["message"]
-        for field, value in (("temperature", 0.7), ("top_p", 0.5), ("stop", ["w5"]), ("model", "another")):
+        for field, value in (("temperature", 0.7), ("top_p", 0.5), ("stop", [""]), ("model", "another")):
             assert client.complete(prompt, 4, **{field: value})[0] == 400, field
         assert client.complete(prompt, 4, temperature=0.0)[0] == 200  # which is how this server writes
         assert client.ask("/v1/systemone", {})[0] == 501 and client.ask("/load_model", {"model": "x"})[0] == 400
@@ -177,3 +189,32 @@ def test_a_converted_model_is_served_by_its_own_cache():
         assert str(client.serving.spec) == "dmc"
         status, answer = client.complete(prompt, 5)
         assert status == 200 and answer["choices"][0]["text"] == text_of(alone(model, "dmc", prompt, 5))
+
+
+@pytest.mark.parametrize(
+    ("pieces", "stops", "wanted", "cancelled"),
+    [
+        (["ab", "cd", None], ["x"], ["ab", "cd", None], 0),
+        (["ab", "cd", "ef", None], ["bce"], ["a", "bcd", "ef", None], 0),  # begun, and not gone on with
+        (["ab", "cd", "ef"], ["de", "cdef"], ["ab", None], 1),
+        (["aaab"], ["aab"], ["a", None], 1),
+        (["a", "a", "a", "b"], ["aab"], ["a", None], 1),
+        (["ab", 7, "c", None], ["bc"], ["a", "b", 7, "c", None], 0),  # what is no text stands between
+        (["ab", None], ["bx"], ["a", "b", None], 0),
+    ],
+)
+def test_text_ends_in_front_of_the_first_stop_string(pieces, stops, wanted, cancelled):
+    calls = []
+
+    async def read():
+        queue = asyncio.Queue()
+        for piece in pieces:
+            queue.put_nowait(piece)
+        stopping, found = Stopping(queue, stops, lambda: calls.append(1)), []
+        while not found or found[-1] is not None:
+            found.append(stopping.get_nowait() if len(found) % 2 else await stopping.get())
+        with pytest.raises(asyncio.QueueEmpty):
+            Stopping(asyncio.Queue(), stops, calls.clear).get_nowait()
+        return found
+
+    assert asyncio.run(read()) == wanted and len(calls) == cancelled

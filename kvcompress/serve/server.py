@@ -14,10 +14,11 @@ from transformers.cli.serving.completion import CompletionHandler
 from transformers.cli.serving.model_manager import ModelManager
 from transformers.cli.serving.response import ResponseHandler
 from transformers.cli.serving.server import build_server
-from transformers.cli.serving.utils import CBGenerateManager, GenerationState
+from transformers.cli.serving.utils import CBGenerateManager, GenerationState, get_response_template
 
 from .batching import Batching
 from .scheduler import PagesError
+from .stopping import Stopping
 
 SAMPLING = ("do_sample", "temperature", "top_p", "top_k", "repetition_penalty")
 
@@ -62,22 +63,47 @@ class _Requests(CBGenerateManager):
                     detail=f"{name} must be {ours}, as this server was started with, got {theirs}: one pass serves "
                     "all requests, and samples alike for all",
                 )
-        if gen_config.stop_strings:
-            raise HTTPException(status_code=400, detail="stop must not be given: this server knows no stop strings")
         super().init_cb(model, self.sampling)
 
-    def generate_streaming(self, model: Any, processor: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    def generate_streaming(
+        self, model: Any, processor: Any, inputs: Any, gen_config: GenerationConfig, *args: Any, **kwargs: Any
+    ) -> Any:
         self.serving.check_prompt(len(inputs["input_ids"]))
-        return super().generate_streaming(model, processor, inputs, *args, **kwargs)
+        stops = _stops(gen_config)
+        queue, streamer = super().generate_streaming(model, processor, inputs, gen_config, *args, **kwargs)
+        return (Stopping(queue, stops, streamer.cancel) if stops else queue), streamer
 
-    async def generate_non_streaming(self, model: Any, processor: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        self.serving.check_prompt(len(inputs["input_ids"]))
-        return await super().generate_non_streaming(model, processor, inputs, *args, **kwargs)
+    async def generate_non_streaming(
+        self, model: Any, processor: Any, inputs: Any, gen_config: GenerationConfig, request_id: str
+    ) -> tuple[str, int, list[int]]:
+        tokens = len(inputs["input_ids"])
+        self.serving.check_prompt(tokens)
+        if not _stops(gen_config):
+            return await super().generate_non_streaming(model, processor, inputs, gen_config, request_id)
+        if get_response_template(processor, model) is not None:
+            raise HTTPException(
+                status_code=400, detail="stop needs stream=true for this model, whose answers are parsed"
+            )
+        queue, streamer = self.generate_streaming(model, processor, inputs, gen_config, request_id)
+        text = ""
+        while (piece := await queue.get()) is not None:
+            if not isinstance(piece, str):
+                raise RuntimeError(piece.msg)
+            text += piece
+        return text, tokens, [0] * streamer.total_tokens  # which are counted, and not read
 
     def stop(self) -> None:
         manager, self._cb = self._cb, None  # the next request finds none, and makes one
         if manager is not None:
             manager.stop(block=True, hard_stop=True)
+
+
+def _stops(config: GenerationConfig) -> list[str]:
+    stops = config.stop_strings or []
+    found = [stops] if isinstance(stops, str) else list(stops)
+    if not all(isinstance(stop, str) and stop for stop in found):
+        raise HTTPException(status_code=400, detail=f"stop must be a string or a list of them, none empty, got {stops}")
+    return found
 
 
 class _State(GenerationState):

@@ -21,7 +21,7 @@ CACHES = {
     "pruned every 4": (PRUNED + ",every=4", None),
     "pruned, heads share": (PRUNED.replace("budget=12", "budget=adakv:12"), None),
     "pruned, layers share": (PRUNED.replace("budget=12", "budget=globaltopk:12"), None),
-    "pruned by sums": ("pruned,pruner=h2o,budget=12,every=3", None),
+    "pruned by running scores": ("pruned,pruner=h2o,budget=12,every=3", None),
     "dmc": ("dmc", {}),
     "dmc with a window": ("dmc", {"window": 12}),
     "dms": ("dmc", {"mode": "dms", "dms_window": 5}),
@@ -82,7 +82,7 @@ def test_requests_get_the_tokens_of_generate_alone(name):
     assert metrics["peak_running"] > 1 and metrics["preempted"] == 0 and in_use == 0
 
 
-@pytest.mark.parametrize("name", [name for name in CACHES if not name.startswith("streaming")])
+@pytest.mark.parametrize("name", ["dense", "pruned", "pruned every 4", "dmc", "dms"])
 def test_requests_that_gave_their_pages_up_lose_no_token(name):
     cache, dmc = CACHES[name]
     model, prompts, news = model_of(dmc), prompts_of((24, 23, 24, 22, 24)), (24, 20, 26, 24, 18)
@@ -134,6 +134,13 @@ def test_a_request_that_cannot_fit_fails_and_the_others_go_on(cache, settings, m
     assert in_use == 0
 
 
+def test_a_learned_ratio_with_fewer_pages_than_rows_is_refused_not_waited_for():
+    found, _, in_use = served(deciding_model(), "dmc", prompts_of((9, 4)), (3, 3), pages=5, requests=2, batch_tokens=16)
+    assert in_use == 0
+    for error, tokens in zip(found, (9, 4), strict=True):
+        assert f"needs more than all 5 pages for its prompt of {tokens} tokens" in error
+
+
 def test_nan_fails_the_request_that_met_it_alone():
     model, prompts = tiny_model(), prompts_of((10, 14, 12))
     with torch.no_grad():
@@ -164,9 +171,9 @@ def test_a_cancelled_request_gives_its_pages_back():
         assert serving.served.pages_in_use() == 0 and serving.metrics()["running"] == 0
 
 
-@pytest.mark.parametrize(
-    ("cache", "message"),
-    [
+def test_what_cannot_be_served_is_refused():
+    model = tiny_model()
+    for cache, message in (
         ("iterative,memory_size=32", "one of dense, dmc, pruned, streaming to be served, got 'iterative'"),
         ("quest", "got 'quest'"),
         (PRUNED + ",page_size=16", "page_size must not be given"),
@@ -175,13 +182,10 @@ def test_a_cancelled_request_gives_its_pages_back():
         (PRUNED + ",later=keep", "later must be 'compress' for a cache that is served, got 'keep'"),
         ("pruned,pruner=kvzip,budget=0.5", "as KVzip does"),
         ("dmc", "not converted"),
-    ],
-)
-def test_what_cannot_be_served_is_refused(cache, message):
-    model = tiny_model()
-    with pytest.raises(ValueError, match=message):
-        batching(model, cache, pages=100)
-    assert not is_attached(model)
+    ):
+        with pytest.raises(ValueError, match=message):
+            batching(model, cache, pages=100)
+        assert not is_attached(model), cache
 
 
 def test_settings_are_refused_by_name():

@@ -87,6 +87,8 @@ class _Processor(ContinuousBatchProcessor):
     def __init__(self, *, served: Requests, **given: Any) -> None:
         super().__init__(**given)
         self.served = served
+        # pages change on the stream of whoever calls, before a pass and after it: the pass must be on the same
+        self.inputs_and_outputs.compute_stream = None
         self.model_runner = _Runner(
             logit_processor=self.logit_processor, cb_config=self.cb_config, cache=self.cache,
             inputs_and_outputs=self.inputs_and_outputs, do_sample=self.do_sample, return_logprobs=self.return_logprobs,
@@ -156,6 +158,8 @@ class ServedManager(ContinuousBatchingManager):
             if (value := getattr(config, name)) not in allowed:
                 raise ValueError(f"{name} must be {allowed[-1]} with kvcompress.serve.batching, got {value!r}")
         super().__init__(batching.model, generation_config, config, hints)
+        if self.distributed_helper.tp_size > 1:  # ranks would count pages of their own, and part ways
+            raise ValueError("model must be on one device to be served, got one that is divided by tensor parallelism")
         self.batching = batching
         config = self.continuous_batching_config
         config.use_async_batching, config.allow_block_sharing = False, False
@@ -208,6 +212,7 @@ class Batching:
         self._last: ServedManager | None = None
         if _ATTRIBUTE in vars(model):
             raise RuntimeError("model is served already: close() the Batching before")
+        self._make = cache_maker(self.spec, model.config, self.page_size)
         attach(model)
         try:
             self.served = self._requests()
@@ -218,8 +223,8 @@ class Batching:
 
     def _requests(self) -> Requests:
         model, decoder = self.model, base_model(self.model)
-        make = cache_maker(self.spec, model.config, self.page_size)
-        return Requests(decoder, facts_of(decoder), method_of(decoder), make, self.pages, model.dtype, model.device)
+        facts, method = facts_of(decoder), method_of(decoder)
+        return Requests(decoder, facts, method, self._make, self.pages, model.dtype, model.device)
 
     @torch.no_grad()
     def _manager(

@@ -106,7 +106,10 @@ class PageScheduler(Scheduler):
         coming = sum(served.bounds.expected(prompt) for prompt in (prompt, *served.prompts()))
         if self.active_requests and coming + MARGIN * served.pages > free:
             return None
-        return self._part(state, budget, free, bool(self.active_requests))
+        part = self._part(state, budget, free, bool(self.active_requests))
+        if part is None and not self.active_requests:  # nobody will give pages back
+            self._refuse(state, f"needs more than all {served.pages} pages for its prompt of {prompt} tokens")
+        return part
 
     # ---- pages run out ----
 

@@ -3,8 +3,13 @@
 import asyncio
 import http.client
 import json
+import re
+import signal
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,6 +27,7 @@ pytest.importorskip("fastapi")
 uvicorn = pytest.importorskip("uvicorn")
 pytest.importorskip("openai")
 
+ROOT = Path(__file__).parents[1]
 WORDS = {"<unknown>": 0} | {f"w{i}": i for i in range(1, 97)}
 
 
@@ -48,9 +54,8 @@ class Client:
         from kvcompress.serve.server import build_app
 
         self.model, self.serving = model, batching(model, cache, **{"pages": 400, "page_size": 8, **settings})
-        sampling = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0)
-        self.model.generation_config = sampling
-        self.app = build_app(self.serving, "tiny", tokenizer(), sampling)
+        self.model.generation_config = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0)
+        self.app = build_app(self.serving, "tiny", tokenizer())
         config = uvicorn.Config(self.app, host="127.0.0.1", port=0, log_level="error", timeout_graceful_shutdown=2)
         self.server = uvicorn.Server(config)
         self.thread = threading.Thread(target=self.server.run)
@@ -218,3 +223,25 @@ def test_text_ends_in_front_of_the_first_stop_string(pieces, stops, wanted, canc
         return found
 
     assert asyncio.run(read()) == wanted and len(calls) == cancelled
+
+
+def test_the_command_serves_until_it_is_told_to_stop():
+    command = [sys.executable, "-m", "kvcompress", "serve", "--cache", "dense", "--pages", "400", "--port", "0"]
+    command += ["--temperature", "0", "--grace", "0", "--requests", "4"]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as server:
+        try:
+            port = next(
+                int(found[1]) for line in server.stderr if (found := re.search(r"http://localhost:(\d+)", line))
+            )
+            body = json.dumps({"prompt": "def f(x):\n", "max_tokens": 2000, "stream": True})
+            connection = http.client.HTTPConnection("localhost", port, timeout=120)
+            connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+            response = connection.getresponse()
+            assert response.status == 200 and response.readline().startswith(b"data: ")
+            server.terminate()  # with a request that runs
+            said = server.stderr.read()
+            assert server.wait(60) in (0, -signal.SIGTERM), said
+            assert "Traceback" not in said or "CancelledError" in said, said
+            connection.close()
+        finally:
+            server.kill()

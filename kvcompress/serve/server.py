@@ -133,16 +133,15 @@ class _Refused:
         raise HTTPException(status_code=501, detail=f"{self.name} is not served here; /v1/chat/completions is")
 
 
-def build_app(serving: Batching, name: str, tokenizer: Any, sampling: GenerationConfig | None = None) -> Any:
-    """The FastAPI app. serving: the model's Batching. name: of the model, as clients give it. sampling: of all
-    requests; None = the model's generation config.
+def build_app(serving: Batching, name: str, tokenizer: Any) -> Any:
+    """The FastAPI app. serving: the model's Batching. name: of the model, as clients give it. All requests
+    are sampled as the model's generation config says.
 
     Beside transformers' routes there is /metrics, in the text format of Prometheus. A prompt that cannot fit into the
     pages is answered with 413, a request that outgrows all of them with 507, a model that gives NaN with 500, a setting
     that cannot be had with 400.
     """
-    sampling = sampling or serving.model.generation_config
-    state = _State(_Requests(serving, sampling))
+    state = _State(_Requests(serving, copy.deepcopy(serving.model.generation_config)))
     models = _OneModel(name, serving.model, tokenizer, state.manager)
     given: dict[str, Any] = {"model_manager": models, "generation_state": state}
     refused: Any = _Refused
@@ -178,9 +177,8 @@ def run_server(
 
     loaded, tokenizer = load(model, device)
     with Batching(loaded, cache, pages, page_size, requests, batch_tokens) as serving:
-        sampling = copy.deepcopy(loaded.generation_config)
         if temperature is not None:
-            sampling.do_sample = temperature > 0
-            sampling.temperature = temperature or None
-        app = build_app(serving, model, tokenizer, sampling)
+            loaded.generation_config.do_sample = temperature > 0
+            loaded.generation_config.temperature = temperature or None
+        app = build_app(serving, model, tokenizer)
         uvicorn.run(app, host=host, port=port, timeout_graceful_shutdown=math.ceil(grace))

@@ -44,6 +44,8 @@ def _bytes_of(size: str) -> int:
 def _check_size(size: Size) -> None:
     if isinstance(size, str):
         _bytes_of(size)
+    elif isinstance(size, type) and issubclass(size, Budget):
+        raise ValueError(f"budget must be an instance, got the class {size.__name__}: {size.__name__}(1024)")
     elif isinstance(size, bool) or not isinstance(size, (int, float)):
         raise ValueError(
             f"budget must be tokens (int), a share to remove (float) or bytes (str), got {size!r}, "
@@ -78,85 +80,115 @@ def _tokens_within(budget: Budget, size: str, length: int, shape: CacheShape) ->
 
 
 class Budget(ABC):
-    """How many tokens each row keeps. Subclasses are frozen dataclasses.
+    """How many tokens each row keeps. Subclasses are frozen dataclasses that say how many each layer does.
 
-    A size is tokens per row (int, 1024), the share of a sequence's tokens to remove (float, 0.75 keeps a quarter), or
-    bytes of the pages and tables of the whole cache (str, "512MiB"). The share is taken as it is written, not as its
-    binary neighbour: of T tokens, T - floor(share*T) are kept, at least 1 (0.9 of 10 keeps 1).
+    A budget of your own:
+
+        @dataclass(frozen=True)
+        class LowerHalf(Budget):
+            size: int | float | str
+
+            def layer_tokens(self, mean, length, layer, layers):
+                more = min(mean // 3, length - mean)
+                if layer < layers // 2:
+                    return mean + more
+                return mean - more if layer >= layers - layers // 2 else mean
+
+    size: tokens per row, mean over layers and heads (int, 1024), the share of a sequence's tokens to remove (float,
+    0.75 keeps a quarter), or bytes of the pages and tables of the whole cache (str, "512MiB"), which count what
+    layer_tokens says. The share is taken as it is written, not as its binary neighbour: of T tokens, T - floor(share*T)
+    are kept, at least 1 (0.9 of 10 keeps 1).
+    The heads of a layer are alike, each keeps the best of its own scores; one that divides them too overrides divide.
+    Raises ValueError for a size that is none of these.
     """
 
-    @property
-    @abstractmethod
-    def divides_layers(self) -> bool:
-        """Whether layers keep different numbers of tokens."""
+    size: Size
+
+    def __post_init__(self) -> None:
+        if not hasattr(self, "size"):
+            raise ValueError(f"size must be a field of {type(self).__name__}, as of every budget")
+        _check_size(self.size)
 
     @abstractmethod
-    def mean_tokens(self, length: int, shape: CacheShape) -> int:
-        """Tokens per row, mean over layers and heads, for a sequence of `length` tokens; at most that."""
+    def layer_tokens(self, mean: int, length: int, layer: int, layers: int) -> int:
+        """Tokens per row that one layer keeps, mean over its heads, where the mean over layers is `mean`.
 
-    @abstractmethod
-    def layer_share(self, mean: int, length: int, layer: int, layers: int) -> int:
-        """Tokens per row of one layer, mean over its heads, where the mean over layers is `mean`: at least 1 where that
-        is; their sum is layers * mean."""
+        length: tokens of the sequence, at least mean. layer: its number among the `layers` that compress. From 1 to
+        length where mean is at least 1; the sum over layers should be layers * mean.
+        """
 
-    def layer_tokens(self, length: int, layer: int, shape: CacheShape) -> int:
-        """Tokens per row of one layer, mean over its heads, for a sequence of `length` tokens."""
-        mean = self.mean_tokens(length, shape)
-        share = self.layer_share(mean, length, layer, shape.layers)
-        if mean and not 1 <= share <= length:
-            raise ValueError(
-                f"layer_share of {type(self).__name__} must be between 1 and length = {length}, got {share} for layer "
-                f"{layer} with mean = {mean}"
-            )
-        return share
-
-    @abstractmethod
-    def divide(self, ranks: Tensor, keep: int, allowed: int) -> tuple[Tensor, Tensor | None]:
+    def divide(self, layer: int, ranks: Tensor, keep: int, allowed: int) -> tuple[Tensor, Tensor | None]:
         """Chooses from one layer of one sequence, or of several alike.
 
-        ranks: float32 [..., Hkv, T]; higher stays, +inf always, -inf never. keep: tokens per head, mean. allowed:
-        places of all heads of a sequence that are not -inf, at least Hkv*keep where heads are equal.
+        layer: its number among those that compress. ranks: float32 [..., Hkv, T], no NaN; higher stays, +inf always,
+        -inf never. keep: tokens per head, mean. allowed: places of all heads of a sequence that are not -inf, at least
+        Hkv*keep where heads are equal.
         Returns (indices int32 [..., Hkv, K] rising, kept int32 [..., Hkv] on the CPU: how many of them count; None =
         all K). Waits for the device at most once.
         """
-
-    def divide_layer(self, layer: int, ranks: Tensor, keep: int, allowed: int) -> tuple[Tensor, Tensor | None]:
-        """divide, of the layer of this number among those that compress."""
-        return self.divide(ranks, keep, allowed)
+        del layer, allowed
+        return ops.select_topk(ranks.flatten(0, -2), keep).view(*ranks.shape[:-1], keep), None
 
     def over(self, layer: int, held: Sequence[int], keep: int, slack: int) -> bool:
         """Whether the rows of one sequence in a layer, which hold so many tokens each, are `slack` tokens over it, at
-        least 1. layer: its number among those that compress. keep: tokens per row, mean (layer_tokens)."""
+        least 1. layer: its number among those that compress. keep: tokens per row, mean (tokens_of)."""
+        del layer
         return sum(held) // len(held) >= keep + slack
 
     def check_rows(self, heads: Sequence[int]) -> None:  # noqa: B027  (most are for any model)
         """Raises ValueError for a model whose layers that compress have so many KV heads, if it is not for it."""
 
-    def _shares(self, mean: int, length: int, layers: int) -> list[int]:
-        """Tokens per row of every layer."""
-        return [self.layer_share(mean, length, j, layers) for j in range(layers)]
+    def beside(self, pruner: str, window: int | None) -> Budget:
+        """The same for a pruner of this name, and so many last tokens that look at the others and always stay (None: it
+        has none such). Raises ValueError where the budget counts others."""
+        del pruner, window
+        return self
+
+    # ---- what follows from these ----
+
+    @property
+    def divides_layers(self) -> bool:
+        """Whether layers keep different numbers of tokens."""
+        return type(self).layer_tokens is not Uniform.layer_tokens
+
+    @property
+    def divides_heads(self) -> bool:
+        """Whether heads of a layer do."""
+        return type(self).divide is not Budget.divide
+
+    @property
+    def tokens(self) -> int | None:
+        """The size where it is a number of tokens."""
+        return self.size if isinstance(self.size, int) else None
+
+    def mean_tokens(self, length: int, shape: CacheShape) -> int:
+        """Tokens per row, mean over layers and heads, for a sequence of `length` tokens; at most that."""
+        if isinstance(self.size, str):
+            return min(_tokens_within(self, self.size, max(length, 1), shape), length)
+        if isinstance(self.size, int):
+            return min(self.size, length)
+        return min(max(length - int(Fraction(repr(float(self.size))) * length), 1), length)
+
+    def tokens_of(self, length: int, layer: int, shape: CacheShape) -> int:
+        """Tokens per row of one layer, mean over its heads, for a sequence of `length` tokens."""
+        return self.checked_tokens(self.mean_tokens(length, shape), length, layer, shape.layers)
+
+    def checked_tokens(self, mean: int, length: int, layer: int, layers: int) -> int:
+        """layer_tokens; ValueError for what no layer can keep."""
+        tokens = self.layer_tokens(mean, length, layer, layers)
+        if mean and not (isinstance(tokens, int) and 1 <= tokens <= length):
+            raise ValueError(
+                f"layer_tokens of {type(self).__name__} must be an integer between 1 and length = {length}, got "
+                f"{tokens!r} for layer {layer} with mean = {mean}"
+            )
+        return tokens
 
     def all_pages(self, mean: int, length: int, shape: CacheShape) -> int:
         """Most pages of all layers, before the next compression."""
-        return sum(self._pages(tokens, shape) for tokens in self._shares(mean, length, shape.layers))
-
-    def _pages(self, tokens: int, shape: CacheShape) -> int:
-        """Most pages of one layer whose rows hold so many tokens on average, before the next compression."""
-        return shape.rows * -(-(tokens + shape.growth) // shape.page_size)
-
-    @property
-    @abstractmethod
-    def tokens(self) -> int | None:
-        """The size where it is a number of tokens."""
-
-
-def _mean_tokens(budget: Budget, size: Size, length: int, shape: CacheShape) -> int:
-    """What a size means for a sequence of `length` tokens; at most that."""
-    if isinstance(size, str):
-        return min(_tokens_within(budget, size, max(length, 1), shape), length)
-    if isinstance(size, int):
-        return min(size, length)
-    return min(max(length - int(Fraction(repr(float(size))) * length), 1), length)
+        tokens = [self.checked_tokens(mean, length, j, shape.layers) for j in range(shape.layers)]
+        if self.divides_heads:
+            return sum(flat_pages(count, shape, shape.rows) for count in tokens)
+        return sum(shape.rows * -(-(count + shape.growth) // shape.page_size) for count in tokens)
 
 
 @dataclass(frozen=True)
@@ -168,31 +200,15 @@ class Uniform(Budget):
 
     size: Size
 
-    def __post_init__(self) -> None:
-        _check_size(self.size)
-
-    @property
-    def divides_layers(self) -> bool:
-        return False
-
-    @property
-    def tokens(self) -> int | None:
-        return self.size if isinstance(self.size, int) else None
-
-    def mean_tokens(self, length: int, shape: CacheShape) -> int:
-        return _mean_tokens(self, self.size, length, shape)
-
-    def layer_share(self, mean: int, length: int, layer: int, layers: int) -> int:
+    def layer_tokens(self, mean: int, length: int, layer: int, layers: int) -> int:
         return min(mean, length)
-
-    def divide(self, ranks: Tensor, keep: int, allowed: int) -> tuple[Tensor, Tensor | None]:
-        return _topk(ranks, keep), None
 
 
 _PYRAMIDS: dict[str, dict[str, Any]] = {
     "kvpress": {"beta": 20, "window": 64, "inside": True},
     "kvcache-factory": {"beta": 20, "window": 8},
 }
+_WINDOW = 32  # where nothing says how many last tokens always stay
 
 
 @dataclass(frozen=True)
@@ -200,9 +216,10 @@ class PyramidKV(Budget):
     """Lower layers keep more: a straight line from the first layer to the last, its mean is the size.
 
     size: tokens per row, mean over layers, as a number, a share to remove, or bytes.
-    The line goes from 2*b - b/beta down to b/beta, b = mean - window, and every layer keeps `window` tokens besides. A
-    first layer that would keep more than there is keeps all, and the last one the more. Rounding conserves the sum over
-    the layers exactly (largest remainders, ties to the lower layer).
+    The line goes from 2*b - b/beta down to b/beta, b = mean - window, and every layer keeps `window` tokens besides:
+    the last ones, which look at the others and always stay. window: None = the pruner's own (SnapKV, RKV), 32 where it
+    has none; a number must be that. A first layer that would keep more than there is keeps all, and the last one the
+    more. Rounding conserves the sum over the layers exactly (largest remainders, ties to the lower layer).
     inside: the window counts in the line, b = mean: the first layer keeps at most length - window, and where the last
     one would keep less than window, all keep the mean.
     preset(name, size): "kvpress" (window 64, inside; its layers are rounded one by one, ours conserve the sum: within a
@@ -212,7 +229,7 @@ class PyramidKV(Budget):
 
     size: Size
     beta: int = 20
-    window: int = 32
+    window: int | None = None
     inside: bool = False
 
     @staticmethod
@@ -222,63 +239,60 @@ class PyramidKV(Budget):
             raise ValueError(f"preset must be one of {', '.join(_PYRAMIDS)}, got {name!r}")
         return replace(PyramidKV(size, **_PYRAMIDS[name]), **changes)
 
-    @property
-    def divides_layers(self) -> bool:
-        return True
-
     def __post_init__(self) -> None:
-        _check_size(self.size)
+        super().__post_init__()
         for name, value, least in (("beta", self.beta, 1), ("window", self.window, 0)):
-            if not isinstance(value, int) or value < least:
+            if not (name == "window" and value is None) and (not isinstance(value, int) or value < least):
                 raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
         if not isinstance(self.inside, bool):
             raise ValueError(f"inside must be True or False, got {self.inside!r}")
 
-    @property
-    def tokens(self) -> int | None:
-        return self.size if isinstance(self.size, int) else None
+    def beside(self, pruner: str, window: int | None) -> PyramidKV:
+        if window is None or self.window == window:
+            return self
+        if self.window is not None:
+            raise ValueError(
+                f"window of PyramidKV must be that of {pruner}, {window} (None takes it), got {self.window}"
+            )
+        return replace(self, window=window)
 
-    def mean_tokens(self, length: int, shape: CacheShape) -> int:
-        return _mean_tokens(self, self.size, length, shape)
+    def layer_tokens(self, mean: int, length: int, layer: int, layers: int) -> int:
+        own = _WINDOW if self.window is None else self.window
+        return _pyramid(self.beta, own, self.inside, mean, length, layers)[layer]
 
-    def layer_share(self, mean: int, length: int, layer: int, layers: int) -> int:
-        return self._line(mean, length, layers)[layer]
 
-    def _shares(self, mean: int, length: int, layers: int) -> list[int]:
-        return self._line(mean, length, layers)
-
-    def divide(self, ranks: Tensor, keep: int, allowed: int) -> tuple[Tensor, Tensor | None]:
-        return _topk(ranks, keep), None
-
-    def _line(self, mean: int, length: int, layers: int) -> list[int]:
-        if mean >= length or layers == 1 or mean == 0:
-            return [min(mean, length)] * layers
-        window = 0 if self.inside else min(self.window, mean - 1)
-        base, most = mean - window, length - self.window if self.inside else length - window
-        low = max(Fraction(base, self.beta), Fraction(0 if window else 1))
-        high = 2 * base - low
-        if high > most:
-            high = Fraction(most)
-            low = 2 * base - high
-        if self.inside and not high >= low >= self.window:
-            return [mean] * layers
-        exact = [high - j * (high - low) / (layers - 1) for j in range(layers)]
-        tokens = [int(x) for x in exact]
-        by_remainder = sorted(range(layers), key=lambda j: (tokens[j] - exact[j], j))
-        for j in by_remainder[: layers * base - sum(tokens)]:
-            tokens[j] += 1
-        return [window + count for count in tokens]
+@functools.lru_cache(maxsize=256)
+def _pyramid(beta: int, own: int, inside: bool, mean: int, length: int, layers: int) -> tuple[int, ...]:
+    """Tokens per row of every layer."""
+    if mean >= length or layers == 1 or mean == 0:
+        return (min(mean, length),) * layers
+    window = 0 if inside else min(own, mean - 1)
+    base, most = mean - window, length - own if inside else length - window
+    low = max(Fraction(base, beta), Fraction(0 if window else 1))
+    high = 2 * base - low
+    if high > most:
+        high = Fraction(most)
+        low = 2 * base - high
+    if inside and not high >= low >= own:
+        return (mean,) * layers
+    exact = [high - j * (high - low) / (layers - 1) for j in range(layers)]
+    tokens = [int(x) for x in exact]
+    by_remainder = sorted(range(layers), key=lambda j: (tokens[j] - exact[j], j))
+    for j in by_remainder[: layers * base - sum(tokens)]:
+        tokens[j] += 1
+    return tuple(window + count for count in tokens)
 
 
 @dataclass(frozen=True)
 class AdaKV(Budget):
     """Heads of a layer share its tokens: the best scores of all heads stay, wherever they are.
 
-    inner: what each layer keeps on average over its heads: a size, Uniform or PyramidKV. floor: share of that which
-    every head keeps in any case, 0..1 (1 = Uniform): its best floor*tokens, rounded down but at least one, or what
-    always stays in it where that is more. A layer keeps exactly Hkv times its tokens; rows have lengths of their own,
-    and what a head gives up is memory that is free. A budget is at least one token per head, so none is left without;
-    only a head that offers less than its floor keeps less, and one that offers nothing is empty.
+    inner: what each layer keeps on average over its heads: a size, or a budget that divides no heads (Uniform,
+    PyramidKV, one of your own). floor: share of that which every head keeps in any case, 0..1 (1 = Uniform): its best
+    floor*tokens, rounded down but at least one, or what always stays in it where that is more. A layer keeps exactly
+    Hkv times its tokens; rows have lengths of their own, and what a head gives up is memory that is free. A budget is
+    at least one token per head, so none is left without; only a head that offers less than its floor keeps less, and
+    one that offers nothing is empty.
     Raises ValueError for a field out of range. Source: Ada-KV, section 3.3 (flat top-k) and 3.4 (safeguard).
     """
 
@@ -286,37 +300,37 @@ class AdaKV(Budget):
     floor: float = 0.2
 
     def __post_init__(self) -> None:
-        if isinstance(self.inner, Budget) and not isinstance(self.inner, (Uniform, PyramidKV)):
-            raise ValueError(f"inner must be a size, Uniform or PyramidKV, got {type(self.inner).__name__}")
-        if not isinstance(self.inner, Budget):
-            _check_size(self.inner)
+        if isinstance(self.inner, Budget) and self.inner.divides_heads:
+            raise ValueError(
+                "inner must be a size or a budget that divides no heads (Uniform, PyramidKV), got "
+                f"{type(self.inner).__name__}"
+            )
+        super().__post_init__()
         _check_floor(self.floor)
 
     @property
-    def _layers(self) -> Uniform | PyramidKV:
-        return self.inner if isinstance(self.inner, (Uniform, PyramidKV)) else Uniform(self.inner)  # type: ignore[arg-type]
+    def _layers(self) -> Budget:
+        return as_budget(self.inner)
+
+    @property
+    def size(self) -> Size:  # type: ignore[override]
+        """That of inner."""
+        return self.inner.size if isinstance(self.inner, Budget) else self.inner
 
     @property
     def divides_layers(self) -> bool:
         return self._layers.divides_layers
 
-    @property
-    def tokens(self) -> int | None:
-        return self._layers.tokens
+    def beside(self, pruner: str, window: int | None) -> AdaKV:
+        return replace(self, inner=self.inner.beside(pruner, window)) if isinstance(self.inner, Budget) else self
 
-    def mean_tokens(self, length: int, shape: CacheShape) -> int:
-        return _mean_tokens(self, self._layers.size, length, shape)
+    def check_rows(self, heads: Sequence[int]) -> None:
+        self._layers.check_rows(heads)
 
-    def layer_share(self, mean: int, length: int, layer: int, layers: int) -> int:
-        return self._layers.layer_share(mean, length, layer, layers)
+    def layer_tokens(self, mean: int, length: int, layer: int, layers: int) -> int:
+        return self._layers.layer_tokens(mean, length, layer, layers)
 
-    def _shares(self, mean: int, length: int, layers: int) -> list[int]:
-        return self._layers._shares(mean, length, layers)
-
-    def _pages(self, tokens: int, shape: CacheShape) -> int:
-        return flat_pages(tokens, shape, shape.rows)
-
-    def divide(self, ranks: Tensor, keep: int, allowed: int) -> tuple[Tensor, Tensor | None]:
+    def divide(self, layer: int, ranks: Tensor, keep: int, allowed: int) -> tuple[Tensor, Tensor | None]:
         return flat_topk(ranks, keep, allowed, sure_tokens(self.floor, keep))
 
 
@@ -340,28 +354,17 @@ class GlobalTopK(Budget):
     floor: float = 0.1
 
     def __post_init__(self) -> None:
-        _check_size(self.size)
+        super().__post_init__()
         _check_floor(self.floor)
 
-    @property
-    def divides_layers(self) -> bool:
-        return True
-
-    @property
-    def tokens(self) -> int | None:
-        return self.size if isinstance(self.size, int) else None
-
-    def mean_tokens(self, length: int, shape: CacheShape) -> int:
-        return _mean_tokens(self, self.size, length, shape)
-
-    def layer_share(self, mean: int, length: int, layer: int, layers: int) -> int:
+    def layer_tokens(self, mean: int, length: int, layer: int, layers: int) -> int:
         """What an even share is; the scores say the rest."""
         return min(mean, length)
 
     def all_pages(self, mean: int, length: int, shape: CacheShape) -> int:
         return flat_pages(min(mean, length), shape, shape.layers * shape.rows)
 
-    def divide(self, ranks: Tensor, keep: int, allowed: int) -> tuple[Tensor, Tensor | None]:
+    def divide(self, layer: int, ranks: Tensor, keep: int, allowed: int) -> tuple[Tensor, Tensor | None]:
         """The same with the rows of all layers in place of one layer's heads."""
         return flat_topk(ranks, keep, allowed, sure_tokens(self.floor, keep))
 
@@ -384,20 +387,18 @@ def sure_tokens(floor: float, keep: int) -> int:
 
 
 def raised(ranks: Tensor, sure: int) -> Tensor:
-    """ranks [..., T] with +inf for the best `sure` of each row, as far as they are neither -inf nor NaN."""
+    """ranks [..., T] with +inf for the best `sure` of each row, as far as they are not -inf."""
     rows = ranks.flatten(0, -2)
-    # where a row has too few that are not NaN, CUDA gives -1: place 0 instead, which is NaN or chosen anyway
-    best = ops.select_topk(rows, sure).long().clamp(min=0)
+    best = ops.select_topk(rows, sure).long()
     scores = rows.gather(1, best)
     return rows.scatter(1, best, torch.where(scores > float("-inf"), float("inf"), scores)).view(ranks.shape)
 
 
 def flat_topk(ranks: Tensor, keep: int, allowed: int, sure: int) -> tuple[Tensor, Tensor]:
     """The best of all rows of ranks [..., Hkv, T]: Hkv*keep of them, at most `allowed`, the best `sure` of each row in
-    any case. Returns (indices int32 [..., Hkv, K] rising, kept int32 [..., Hkv] on the CPU). Raises RuntimeError for
-    NaN. Waits for the device once."""
+    any case. Returns (indices int32 [..., Hkv, K] rising, kept int32 [..., Hkv] on the CPU). Waits for the device
+    once."""
     *batch, heads, T = ranks.shape
-    wrong = ranks.isnan().any()
     ranks = raised(ranks, sure).reshape(-1, T)
     # token by token over the heads, so that ties go to all of them alike
     layers = ranks.view(-1, heads, T).transpose(1, 2).flatten(1)
@@ -406,16 +407,10 @@ def flat_topk(ranks: Tensor, keep: int, allowed: int, sure: int) -> tuple[Tensor
     row, order = row.flatten().sort(stable=True)
     kept = torch.zeros(len(ranks), dtype=torch.long, device=row.device).scatter_add_(0, row, torch.ones_like(row))
     places = torch.arange(len(row), device=row.device) - (kept.cumsum(0) - kept)[row]
-    counts, bad = torch.cat([kept, wrong[None]]).to("cpu", torch.int32).split([len(ranks), 1])
-    if bad:
-        raise RuntimeError("ranks hold NaN")
+    counts = kept.to("cpu", torch.int32)
     indices = torch.zeros(len(ranks), int(counts.max()), dtype=torch.int32, device=row.device)
     indices[row, places] = (flat.flatten()[order] // heads).to(torch.int32)
     return indices.view(*batch, heads, -1), counts.view(*batch, heads)
-
-
-def _topk(ranks: Tensor, keep: int) -> Tensor:
-    return ops.select_topk(ranks.flatten(0, -2), keep).view(*ranks.shape[:-1], keep)
 
 
 def as_budget(size: Size | Budget) -> Budget:

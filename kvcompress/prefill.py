@@ -137,7 +137,10 @@ def prefill(
         raise ValueError("input_ids must hold at least one token, got an iterator or array without any")
     batch = 1 if prompt.lengths is None else len(prompt.lengths)
     if cache.batch_size not in (-1, batch):
-        raise ValueError(f"input_ids have batch size {batch}, but the cache holds {cache.batch_size} sequences")
+        raise ValueError(
+            f"input_ids have batch size {batch}, but the cache holds {cache.batch_size} sequences; for other prompts "
+            "call cache.reset() first"
+        )
     plans = [cache.plan_prompt(length) for length in prompt.lengths] if prompt.lengths is not None else None
     if plans is not None and not any(map(len, plans)):
         return cache

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from . import ops
-from .budgets import Budget, CacheShape, Size, _check_size, _mean_tokens, flat_pages, flat_topk
+from .budgets import Budget, Size, flat_topk
 from .checks import need
 from .files import read_json, write_text
 
@@ -83,54 +83,34 @@ class Profiled(Budget):
     profile: BudgetProfile
 
     def __post_init__(self) -> None:
-        _check_size(self.size)
+        super().__post_init__()
         need(
             isinstance(self.profile, BudgetProfile),
             f"profile must be a BudgetProfile, got {type(self.profile).__name__}: BudgetProfile.load reads a file",
         )
 
-    @property
-    def divides_layers(self) -> bool:
-        return True
+    def check_rows(self, heads: Sequence[int]) -> None:
+        self.profile.check_rows(heads)
 
-    @property
-    def tokens(self) -> int | None:
-        return self.size if isinstance(self.size, int) else None
-
-    def mean_tokens(self, length: int, shape: CacheShape) -> int:
-        return _mean_tokens(self, self.size, length, shape)
-
-    def layer_share(self, mean: int, length: int, layer: int, layers: int) -> int:
+    def layer_tokens(self, mean: int, length: int, layer: int, layers: int) -> int:
         need(
             layers == len(self.profile.shares),
             f"profile must be of this model: it has {len(self.profile.shares)} layers, the model {layers} that "
             "compress",
         )
-        return self._shares(mean, length, layers)[layer]
-
-    def _shares(self, mean: int, length: int, layers: int) -> list[int]:
         if mean == 0 or mean >= length:
-            return [min(mean, length)] * layers
+            return min(mean, length)
         weights = tuple(sum(row) / len(row) for row in self.profile.shares)
-        return list(_apportioned(layers * mean, weights, length))
+        return _apportioned(layers * mean, weights, length)[layer]
 
-    def _pages(self, tokens: int, shape: CacheShape) -> int:
-        return flat_pages(tokens, shape, shape.rows)
-
-    def check_rows(self, heads: Sequence[int]) -> None:
-        self.profile.check_rows(heads)
-
-    def divide(self, ranks: Tensor, keep: int, allowed: int) -> tuple[Tensor, Tensor | None]:
-        raise NotImplementedError("Profiled divides layer by layer: divide_layer")
-
-    def divide_layer(self, layer: int, ranks: Tensor, keep: int, allowed: int) -> tuple[Tensor, Tensor | None]:
+    def divide(self, layer: int, ranks: Tensor, keep: int, allowed: int) -> tuple[Tensor, Tensor | None]:
         T, row = ranks.shape[-1], self.profile.shares[layer]
         counts = torch.tensor(_apportioned(len(row) * keep, row, max(T, keep))).to(ranks.device)[:, None]
         # the best `counts` of each row come before all others, then the next best of every row in turn
         order = ranks.argsort(stable=True, dim=-1, descending=True)
         behind = torch.empty_like(order).scatter_(-1, order, torch.arange(T, device=order.device).expand_as(order))
         places = torch.where(ranks.isinf(), ranks, (counts - behind).to(ranks.dtype))
-        return flat_topk(places.masked_fill(ranks.isnan(), float("nan")), keep, allowed, 1)
+        return flat_topk(places, keep, allowed, 1)
 
 
 @functools.lru_cache(maxsize=1024)

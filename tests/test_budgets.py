@@ -1,10 +1,14 @@
+from dataclasses import dataclass
+
 import pytest
 import torch
+from helpers import tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcompress import AdaKV, PyramidKV, Uniform
-from kvcompress.budgets import Budget, CacheShape, as_budget
+from kvcompress import AdaKV, Budget, GlobalTopK, PrunedCache, PyramidKV, Uniform
+from kvcompress.budgets import CacheShape, as_budget
+from kvcompress.pruners import H2O, RKV, CriticalKV, SnapKV
 
 SHAPE = CacheShape(layers=4, rows=2, slot_nbytes=128, page_size=16)
 
@@ -42,7 +46,7 @@ def test_bytes_hold_pages_and_tables(size, growth, kind):
         """Pages of both rows of all layers before a compression, however AdaKV's heads divide a layer's tokens."""
         pages = 0
         for layer in range(4):
-            keep = budget.layer_share(mean, length, layer, 4)
+            keep = budget.layer_tokens(mean, length, layer, 4)
             first = range(2 * keep + 1) if kind is AdaKV else [keep]
             pages += max(sum(-(-(kept + growth) // 4) for kept in (one, 2 * keep - one)) for one in first)
         return pages * (4 * 128 + 8) + 8 * 4
@@ -67,7 +71,7 @@ def test_bytes_hold_pages_and_tables(size, growth, kind):
 def test_a_pyramid_conserves_its_sum_and_never_rises(mean, length, layers, beta, window):
     shape = CacheShape(layers, 2, 128, 16)
     budget = PyramidKV(mean, beta, window)
-    tokens = [budget.layer_tokens(length, layer, shape) for layer in range(layers)]
+    tokens = [budget.tokens_of(length, layer, shape) for layer in range(layers)]
     assert sum(tokens) == layers * min(mean, length)
     assert min(tokens) >= 1
     assert max(tokens) <= length
@@ -77,9 +81,9 @@ def test_a_pyramid_conserves_its_sum_and_never_rises(mean, length, layers, beta,
 def test_a_pyramid_is_the_line_of_the_paper():
     # base 100 - 20 = 80, from 160 - 4 = 156 down to 4, and the window of 20 on top
     shape = CacheShape(5, 2, 128, 16)
-    assert [PyramidKV(100, 20, 20).layer_tokens(1000, j, shape) for j in range(5)] == [176, 138, 100, 62, 24]
+    assert [PyramidKV(100, 20, 20).tokens_of(1000, j, shape) for j in range(5)] == [176, 138, 100, 62, 24]
     # a first layer that would keep more than the 120 tokens keeps them all: 100 down to 60
-    assert [PyramidKV(100, 20, 20).layer_tokens(120, j, shape) for j in range(5)] == [120, 110, 100, 90, 80]
+    assert [PyramidKV(100, 20, 20).tokens_of(120, j, shape) for j in range(5)] == [120, 110, 100, 90, 80]
 
 
 @pytest.mark.parametrize("length", [200, 700, 5000])
@@ -98,7 +102,7 @@ def test_pyramids_of_kvpress(length, removed):
     else:
         theirs = [round(length * (1 - removed))] * layers
     budget, shape = PyramidKV.preset("kvpress", removed), CacheShape(layers, 2, 64, 16, 0)
-    ours = [budget.layer_tokens(length, j, shape) for j in range(layers)]
+    ours = [budget.tokens_of(length, j, shape) for j in range(layers)]
     assert max(abs(a - b) for a, b in zip(ours, theirs, strict=True)) <= 1
     assert sum(ours) == layers * budget.mean_tokens(length, shape)
     assert PyramidKV.preset("kvcache-factory", removed, beta=5) == PyramidKV(removed, 5, 8)
@@ -106,11 +110,11 @@ def test_pyramids_of_kvpress(length, removed):
 
 def test_heads_share_a_layers_tokens():
     ranks = torch.tensor([[9.0, 1, 2, 8, 3], [4, 7, 0, 0, 5]])
-    indices, kept = AdaKV(2, floor=0.0).divide(ranks, 2, 10)
+    indices, kept = AdaKV(2, floor=0.0).divide(0, ranks, 2, 10)
     assert kept.tolist() == [2, 2]
-    indices, kept = AdaKV(3, floor=0.0).divide(ranks * torch.tensor([[1.0], [0.1]]), 2, 10)
+    indices, kept = AdaKV(3, floor=0.0).divide(0, ranks * torch.tensor([[1.0], [0.1]]), 2, 10)
     assert [row[:n].tolist() for row, n in zip(indices, kept, strict=True)] == [[0, 3, 4], [1]]
-    indices, kept = AdaKV(3, floor=0.5).divide(ranks * torch.tensor([[1.0], [0.1]]), 2, 10)
+    indices, kept = AdaKV(3, floor=0.5).divide(0, ranks * torch.tensor([[1.0], [0.1]]), 2, 10)
     assert [row[:n].tolist() for row, n in zip(indices, kept, strict=True)] == [[0, 3, 4], [1]]
 
 
@@ -128,7 +132,7 @@ def test_flat_top_k_with_a_floor(heads, T, keep, floor, seed, sure, hidden):
         if hidden and T - hidden * head % 7 > max(keep, 1):
             ranks[head, T - hidden * head % 7 :] = float("-inf")
     allowed = int((ranks > float("-inf")).sum())
-    indices, kept = AdaKV(keep, floor).divide(ranks, keep, allowed)
+    indices, kept = AdaKV(keep, floor).divide(0, ranks, keep, allowed)
     assert int(kept.sum()) == min(heads * keep, allowed)
     chosen = [row[:n].tolist() for row, n in zip(indices, kept.tolist(), strict=True)]
     # the definition, in loops
@@ -152,7 +156,7 @@ def test_flat_top_k_with_a_floor(heads, T, keep, floor, seed, sure, hidden):
 def test_the_smallest_budgets_empty_no_head(keep, always):
     ranks = torch.rand(8, 20) + torch.arange(8)[:, None]  # the last head outdoes all others
     ranks[:, 20 - always :] = float("inf")
-    indices, kept = AdaKV(keep).divide(ranks, keep, 160)
+    indices, kept = AdaKV(keep).divide(0, ranks, keep, 160)
     assert kept.sum() == 8 * keep and kept.min() == 1
     best = ranks.argmax(1).tolist()
     assert all(best[h] in indices[h, :n].tolist() for h, n in enumerate(kept.tolist()))
@@ -161,9 +165,9 @@ def test_the_smallest_budgets_empty_no_head(keep, always):
 def test_a_head_that_offers_nothing_is_empty_and_leaves_its_share_to_others():
     ranks = torch.rand(3, 6)
     ranks[1] = float("-inf")
-    indices, kept = AdaKV(2, floor=1.0).divide(ranks, 2, 12)
+    indices, kept = AdaKV(2, floor=1.0).divide(0, ranks, 2, 12)
     assert kept[1] == 0 and kept.sum() == 6 and kept.min(dim=0).values == 0
-    assert AdaKV(2).divide(torch.full((3, 6), float("-inf")), 2, 0)[1].tolist() == [0, 0, 0]
+    assert AdaKV(2).divide(0, torch.full((3, 6), float("-inf")), 2, 0)[1].tolist() == [0, 0, 0]
 
 
 @pytest.mark.parametrize(
@@ -180,7 +184,8 @@ def test_a_head_that_offers_nothing_is_empty_and_leaves_its_share_to_others():
         (lambda: AdaKV(10, floor=1.1), "floor must be between 0 and 1, got 1.1"),
         (lambda: AdaKV(10, floor="0.2"), "floor must be between 0 and 1, got '0.2'"),
         (lambda: AdaKV(10, floor=float("nan")), "floor must be between 0 and 1, got nan"),
-        (lambda: AdaKV(AdaKV(10)), "inner must be a size, Uniform or PyramidKV, got AdaKV"),
+        (lambda: AdaKV(AdaKV(10)), r"inner must be a size or a budget that divides no heads .*, got AdaKV"),
+        (lambda: AdaKV(GlobalTopK(10)), r"inner must be a size or a budget that divides no heads .*, got GlobalTopK"),
     ],
 )
 def test_wrong_settings_are_named(build, message):
@@ -188,18 +193,59 @@ def test_wrong_settings_are_named(build, message):
         build()
 
 
-class Steep(Uniform):
-    """All tokens in the last layer."""
+@dataclass(frozen=True)
+class LastLayer(Budget):
+    """All tokens in the last layer, but for `least` in each of the others: the one method that a budget has."""
 
-    def layer_share(self, mean, length, layer, layers):
-        return mean * layers if layer == layers - 1 else 0
+    size: int | float | str
+    least: int = 1
+
+    def layer_tokens(self, mean, length, layer, layers):
+        last = min(layers * mean - (layers - 1) * self.least, length)
+        return last if layer == layers - 1 else self.least
 
 
-def test_a_layer_without_tokens_is_refused():
-    with pytest.raises(ValueError, match=r"layer_share of Steep must be between 1 and length = 100, got 0 for layer 1"):
-        Steep(10).layer_tokens(100, 1, CacheShape(4, 2, 64, 16))
+def test_one_method_is_a_budget():
+    shape = CacheShape(layers=4, rows=2, slot_nbytes=128, page_size=16)
+    for size, mean in ((10, 10), (0.9, 10), ("26KiB", 12)):
+        budget = LastLayer(size)
+        assert (budget.divides_layers, budget.divides_heads) == (True, False)
+        assert [budget.tokens_of(100, j, shape) for j in range(4)] == [1, 1, 1, 4 * budget.mean_tokens(100, shape) - 3]
+        assert budget.mean_tokens(100, shape) == mean
+    # bytes count the pages of what it says: three rows of 1 page and one of 3, of two heads
+    assert LastLayer("26KiB").all_pages(10, 100, shape) == 2 * (3 + 3)
+    assert AdaKV(LastLayer(10)).tokens_of(100, 3, shape) == 37 and AdaKV(LastLayer(10)).divides_layers
+    assert not Uniform(10).divides_layers and AdaKV(10).divides_heads
+    ranks = torch.rand(2, 3, 9)
+    indices, kept = LastLayer(10).divide(1, ranks, 4, 12)
+    assert kept is None and torch.equal(indices.long(), ranks.topk(4).indices.sort().values)
 
 
-def test_adakv_over_a_budget_of_ones_own_is_refused():
-    with pytest.raises(ValueError, match="inner must be a size, Uniform or PyramidKV, got Other"):
-        AdaKV(type("Other", (Budget,), {name: None for name in Budget.__abstractmethods__})())
+@pytest.mark.parametrize("least", [0, 101, 1.0])
+def test_a_layer_that_keeps_what_it_cannot_is_refused(least):
+    message = rf"layer_tokens of LastLayer must be an integer between 1 and length = 100, got {least} for layer 1"
+    with pytest.raises(ValueError, match=message):
+        LastLayer(10, least).tokens_of(100, 1, CacheShape(4, 2, 64, 16))
+
+
+def test_a_budget_of_ones_own_checks_its_size():
+    with pytest.raises(ValueError, match="at least 1 token, got 0"):
+        LastLayer(0)
+    with pytest.raises(ValueError, match="size must be a field of Sizeless"):
+        dataclass(type("Sizeless", (Budget,), {"layer_tokens": LastLayer.layer_tokens}))()
+
+
+def test_the_window_of_a_pyramid_is_the_pruners():
+    config = tiny_model().config
+    for pruner, window in ((SnapKV(window=7), 7), (CriticalKV(SnapKV(window=7)), 7), (RKV(), 8), (H2O(), None)):
+        assert PrunedCache(config, pruner, PyramidKV(40)).budget == PyramidKV(40, window=window)
+        assert PrunedCache(config, pruner, AdaKV(PyramidKV(40))).budget.inner == PyramidKV(40, window=window)
+    shape = CacheShape(3, 2, 64, 16)
+    assert [PyramidKV(100).tokens_of(500, j, shape) for j in range(3)] == [
+        PyramidKV(100, window=32).tokens_of(500, j, shape) for j in range(3)
+    ]
+    for budget in (PyramidKV(40, window=64), AdaKV(PyramidKV(40, window=64))):
+        with pytest.raises(ValueError, match=r"window of PyramidKV must be that of SnapKV, 32 \(None .*, got 64"):
+            PrunedCache(config, SnapKV(), budget)
+    assert PrunedCache(config, SnapKV.preset("kvpress"), PyramidKV.preset("kvpress", 40)).budget.window == 64
+    assert PrunedCache(config, H2O(), PyramidKV(40, window=64)).budget.window == 64  # it has no window to differ from

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 import kvcompress
-from kvcompress import analysis, dmc, ops, plots, pod, pruners, serve
+from kvcompress import Budget, Pruner, analysis, dmc, ops, plots, pod, pruners, serve
+from kvcompress.caches.spec import BUDGETS, PRUNERS
 
 MODULES = (kvcompress, analysis, dmc, ops, plots, pod, pruners, serve)
 
@@ -66,7 +67,17 @@ def test_what_raises_says_so(name):
         assert re.search(r"\b[Rr]aises\b", told(found))
 
 
-@pytest.mark.parametrize("name", [name for name in PUBLIC if name.startswith(pruners.__name__)])
-def test_pruners_name_their_source(name):
-    if issubclass(PUBLIC[name], pruners.Pruner) and not inspect.isabstract(PUBLIC[name]):
-        assert re.search(r"Source: |by chance", inspect.getdoc(PUBLIC[name]))
+def offered(base: type, module: object) -> set[type]:
+    """The classes of this kind that a module offers and that can be made."""
+    found = (getattr(module, name) for name in module.__all__)
+    return {x for x in found if inspect.isclass(x) and issubclass(x, base) and not inspect.isabstract(x)}
+
+
+def test_pruners_and_budgets_are_names_of_the_package():
+    assert offered(Pruner, kvcompress) == offered(Pruner, pruners) == set(PRUNERS.values())
+    assert offered(Budget, kvcompress) == set(BUDGETS.values())
+
+
+@pytest.mark.parametrize("made", sorted(offered(Pruner, kvcompress), key=lambda made: made.__name__))
+def test_pruners_name_their_source(made):
+    assert re.search(r"Source: |by chance", inspect.getdoc(made))

@@ -1,13 +1,24 @@
 """PrunedCache at its limits: memory, settings, positions, the smallest sizes."""
 
 import gc
+import warnings
 
 import pytest
 import torch
-from helpers import attached, left_padded, random_ids, tiny_model
+from helpers import attached, kind_model, left_padded, random_ids, tiny_model
 
 import kvcompress
-from kvcompress import AdaKV, IterativeCache, PrunedCache, RemoteGap, prefill
+from kvcompress import (
+    AdaKV,
+    BudgetProfile,
+    GlobalTopK,
+    IterativeCache,
+    Profiled,
+    PrunedCache,
+    PyramidKV,
+    RemoteGap,
+    prefill,
+)
 from kvcompress.budgets import as_budget
 from kvcompress.pruners import CenterOfGravity, ExpectedAttention, SnapKV
 
@@ -50,12 +61,24 @@ def test_a_refused_step_changes_nothing():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"pruner": "snapkv"}, "pruner must be one of kvcompress.pruners or a subclass .*, got str"),
+        (
+            {"pruner": "snapkv"},
+            r"pruner must be an instance .*, got the text 'snapkv': give .*; .*Spec",
+        ),
         ({"budget": None}, "budget must be given with SnapKV, got None"),
         ({"budget": 0}, "budget must be at least 1 token, got 0"),
         ({"budget": 1.0}, "at least 0 and below 1, got 1.0"),
         ({"budget": "12 parsecs"}, "budget must be a number .* or a text of bytes"),
         ({"budget": [3]}, r"budget must be tokens \(int\)"),
+        ({"budget": AdaKV}, r"budget must be an instance, got the class AdaKV: AdaKV\(1024\)"),
+        ({"pruner": SnapKV}, r"got the class SnapKV, not an instance: SnapKV\(\)"),
+        ({"pruner": type("KnormPress", (), {})()}, "got KnormPress; a press's compression_ratio is the cache's budget"),
+        ({"pruner": type("TOVAPress", (), {})()}, r"got TOVAPress: give kvcompress.TOVA\(\); a press's"),
+        (
+            {"pruner": 64, "budget": SnapKV()},
+            r"the pruner must come before the budget, .* pruner = 64 and budget",
+        ),
+        ({"pruner": None, "budget": SnapKV()}, r"the pruner must come before the budget, .* got pruner = None"),
         ({"every": 0}, "every must be an integer of at least 1 or None, got 0"),
         ({"chunk_size": -1}, "chunk_size must be an integer of at least 1 or None, got -1"),
         ({"positions": "far"}, "positions must be 'original', 'contiguous' or a RemoteGap, got 'far'"),
@@ -100,6 +123,41 @@ def test_wrong_scores_of_a_users_pruner_are_named(wrong):
     for settings in ({"window": 2.5}, {"kernel_size": 5.0}):
         with pytest.raises(ValueError, match="must be an integer"):
             SnapKV(**settings)
+
+
+@pytest.mark.parametrize("kind", [PrunedCache, IterativeCache])
+def test_a_model_of_windows_alone_is_pruned_nowhere_and_says_so_once(kind):
+    model, ids = kind_model("gemma2", layer_types=["sliding_attention"] * 4), random_ids(60)
+    kvcompress.attach(model)
+    size = {"budget": 20} if kind is PrunedCache else {"memory_size": 20, "chunk_size": 30}
+    cache = kind(model.config, **size)
+    with pytest.warns(UserWarning, match=f"{kind.__name__} prunes nothing of Gemma2Model: every layer .* window or a"):
+        prefill(model, ids, cache)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for one in (cache, cache.fork()):
+            model.generate(ids, past_key_values=one, max_new_tokens=3, do_sample=False)
+        mixed = kind_model("gemma2")
+        kvcompress.attach(mixed)
+        prefill(mixed, ids, PrunedCache(mixed.config, budget=20))
+
+
+EACH_BUDGET = [12, PyramidKV(12), AdaKV(12), GlobalTopK(12), Profiled(12, BudgetProfile(((1.0, 2.0),) * 3))]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("missing", [[3], [3, 17], range(30)], ids=str)
+@pytest.mark.parametrize("budget", EACH_BUDGET, ids=lambda budget: type(budget).__name__)
+def test_every_budget_refuses_nan_before_it_chooses(budget, missing, monkeypatch):
+    """Also on CUDA, where select_topk refuses nothing and has -1 where a row has too few that are not NaN."""
+    scores = torch.rand(2, 30)
+    scores[1, list(missing)] = torch.nan
+    model = attached()
+    cache = PrunedCache(model.config, Broken(scores), budget)
+    monkeypatch.setattr(kvcompress.ops, "select_topk", lambda *given: pytest.fail("nothing is to be chosen"))
+    with pytest.raises(RuntimeError, match="scores of Broken in layer 0 hold NaN"):
+        model(random_ids(30), past_key_values=cache)
+    assert cache.layers[0].pool.counts == [0, 0]
 
 
 # ---- positions ----
@@ -204,6 +262,6 @@ def test_a_head_that_goes_is_not_kept_by_a_small_budget(sizes, budget):
 
 
 def test_ties_go_to_all_heads_alike():
-    indices, kept = AdaKV(29, floor=0.0).divide(torch.zeros(2, 100), 29, 200)
+    indices, kept = AdaKV(29, floor=0.0).divide(0, torch.zeros(2, 100), 29, 200)
     assert kept.tolist() == [29, 29]
     assert indices.tolist() == [list(range(29))] * 2

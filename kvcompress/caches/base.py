@@ -304,20 +304,25 @@ class CompressedCache(RecurrentStates, Cache, PassCache):
                 f"{call.name} must hold the whole conversation: the cache has seen {self.seen} tokens, and generate "
                 "slices as many from the front of what it is given. Pass those tokens and the new ones, "
                 "model.generate(torch.cat([seen_ids, new_ids], 1), past_key_values=cache), or call "
-                "model(new_ids, past_key_values=cache) without attention_mask and position_ids"
+                "model(new_ids, past_key_values=cache) without attention_mask and position_ids; for another prompt "
+                "call cache.reset() first"
             )
 
     def _repeat(self, name: str, tokens: Tensor) -> None:
         """Repeats every sequence, for beams and several samples: their rows begin alike. Waits for the device."""
         batch, held = tokens.shape[0], self._batch
         if batch % held:
-            raise ValueError(f"{name} has batch size {batch}, but the cache holds {held} sequences")
+            raise ValueError(
+                f"{name} has batch size {batch}, but the cache holds {held} sequences; for other prompts call "
+                "cache.reset() first"
+            )
         groups = tokens.unflatten(0, (held, batch // held))
         if not torch.equal(groups, groups[:, :1].expand_as(groups)):
             raise ValueError(
                 f"{name} has batch size {batch}, but the cache holds {held} sequences, and rows that would continue "
                 "the same one differ; use a cache that read these prompts as one batch, or, to continue a prompt in "
-                f"several ways, cache.fork() for each or cache.batch_repeat_interleave({batch // held}) first"
+                f"several ways, cache.fork() for each or cache.batch_repeat_interleave({batch // held}) first; for "
+                "other prompts call cache.reset()"
             )
         self.batch_repeat_interleave(batch // held)
 

@@ -224,8 +224,6 @@ class Chooser(SideState):
         for b, tokens in enumerate(keep):
             if tokens is not None:
                 scores = held.scores[b * heads : (b + 1) * heads, : max(ends[b])]
-                if bool(scores.isnan().any()):
-                    raise nan_error(self.pruner, self.layer)
                 offer = Candidates(
                     queries=scores[None, :, :0, None], keys=scores[None, ..., None], count=scores.shape[1],
                     chunk_length=held.asked[b], guide_length=0, softmax=Softmax(1.0), whole=self.whole[b],
@@ -364,24 +362,15 @@ class Chooser(SideState):
             if some[0].fixed is not None:
                 fixed = torch.tensor([one.fixed for one in some]).to(scores.device)[..., None]
                 ranks = ranks.masked_fill(torch.arange(T, device=scores.device) < fixed, float("inf"))
+            if bool(ranks.isnan().any()):  # first: a top-k may have too few to choose from
+                raise nan_error(self.pruner, self.layer)
             if contest is None:
-                out.append(([one.b for one in some], *self._divide(budget, number, ranks, keep, allowed)))
+                out.append(([one.b for one in some], *budget.divide(number, ranks, keep, allowed)))
                 continue
             for one, own in zip(some, ranks, strict=True):
-                left = contest.enter(self.layer, one.b, own, lambda: nan_error(self.pruner, self.layer))
+                left = contest.enter(self.layer, one.b, own)
                 out.append(([one.b], left.slots[None], torch.tensor([left.kept])))
         return out
-
-    def _divide(
-        self, budget: Budget, number: int, ranks: Tensor, keep: int, allowed: int
-    ) -> tuple[Tensor, Tensor | None]:
-        """The budget's choice, with an error of NaN scores that says where they are."""
-        try:
-            return budget.divide_layer(number, ranks, keep, allowed)
-        except RuntimeError as error:
-            if "NaN" not in str(error):
-                raise
-            raise nan_error(self.pruner, self.layer) from error
 
     def follow(self, choice: Choice) -> None:
         """The chosen tokens move to the front of their rows, and with them what is remembered of each."""

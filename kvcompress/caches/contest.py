@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -67,13 +66,11 @@ class Contest:
             self._keep[b] = mean if due else None
         return self._keep[b]
 
-    def enter(self, layer: int, b: int, ranks: Tensor, error: Callable[[], RuntimeError]) -> Left:
-        """A layer's scores of sequence b, float32 [Hkv, T], +inf what always stays, -inf what goes: what is left of
-        them. The layers before it may lose theirs (see lost). Raises error() for NaN. Waits for the device."""
+    def enter(self, layer: int, b: int, ranks: Tensor) -> Left:
+        """A layer's scores of sequence b, float32 [Hkv, T], no NaN, +inf what always stays, -inf what goes: what is
+        left of them. The layers before it may lose theirs (see lost). Waits for the device."""
         keep = self._keep[b]
         assert keep is not None
-        if bool(ranks.isnan().any()):  # first: a top-k may have too few to choose from
-            raise error()
         ranks = raised(ranks, min(sure_tokens(self.floor, keep), ranks.shape[1]))
         heads, flat = len(ranks), ranks.T.reshape(-1)
         places = (flat > float("-inf")).nonzero()[:, 0]

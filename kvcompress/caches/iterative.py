@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from .. import ops, planner
-from ..budgets import Budget, GlobalTopK, Uniform
+from ..budgets import Budget, GlobalTopK
 from ..hf.facts import Facts
 from ..hf.method import Call, Pass
 from ..hf.outputs import output_layers
@@ -33,8 +33,9 @@ class IterativeCache(CompressedCache):
     """Reads a prompt of any length through a small memory; `kvcompress.prefill` or `generate` do the reading.
 
     config: the model's config. memory_size: tokens kept per layer and KV head (per sequence) when the prompt is read,
-    or PyramidKV or AdaKV of a number of tokens, which divide them over layers or heads. chunk_size: tokens read per
-    iteration, mean. pruner: chooses the memory among the old memory and the chunk (default SnapKV()).
+    or a Budget of a number of tokens, which divides them over layers or heads before they are read (PyramidKV, AdaKV,
+    Profiled). chunk_size: tokens read per iteration, mean. pruner: chooses the memory among the old memory and the
+    chunk (default SnapKV()).
     schedule: how memory grows from initial_memory to memory_size: "fixed" (full size from the start), "linear",
     "square", "sqrt", "square-sqrt" (lower layers square, higher ones sqrt) or "adaptive" (= Adaptive(): layers that
     retain more get more). initial_memory: None = memory_size divided by the number of iterations, as IMDC has it, but
@@ -162,7 +163,7 @@ class IterativeCache(CompressedCache):
             return self._adaptive_sizes(self.adaptive, b, plan, i)
         if self.schedule == "square-sqrt":
             return tuple(memory[i] for memory in plan.layer_memory)[:L]
-        return tuple(self.budget.layer_share(plan.memory[i], read, j, L) for j in range(L))
+        return tuple(self.budget.checked_tokens(plan.memory[i], read, j, L) for j in range(L))
 
     def _adaptive_sizes(self, adaptive: Adaptive, b: int, plan: Plan, i: int) -> tuple[int, ...]:
         """IMDC, eq 3: in the third iteration and later, by how much of its memory each layer retained."""
@@ -187,7 +188,8 @@ class IterativeCache(CompressedCache):
     def adopt(self, decoder: Any, facts: Facts) -> None:
         if self.facts is not facts:
             super().adopt(decoder, facts)
-            self.policy.check_model(facts[layer.index] for layer in self.compressing)
+            layers = [facts[layer.index] for layer in self.compressing]
+            self.policy.check_model(decoder, layers, type(self).__name__)
             if self.pruner.uses_output and not facts.outputs:
                 facts.outputs = output_layers(decoder, facts, [layer.index for layer in self.compressing])
 
@@ -213,7 +215,7 @@ class IterativeCache(CompressedCache):
                 contexts.append(held + chunk + guide_length)
                 held = held + chunk if dense else min(memory, held + chunk)
             pages += heads * self.pool_settings.blocks(held)
-        if isinstance(self.budget, Uniform) and self.adaptive is None:
+        if not (self.budget.divides_layers or self.budget.divides_heads) and self.adaptive is None:
             self.pool_settings.check(pages)
         longest = max((chunk for plan in plans for chunk in plan.chunks), default=0)
         self.policy.check_behind(max(contexts), longest, (facts[layer.index] for layer in layers))

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from .. import pruners
 from ..budgets import AdaKV, Budget, CacheShape, GlobalTopK, Size, as_budget
 from ..hf.facts import LayerFacts
 from ..positions import RemoteGap
 from ..pruners import Pruner, SnapKV
+from ..pruners.base import given_as
 from .passes import Iteration
 from .store import PoolSettings
 
@@ -56,12 +58,8 @@ class Policy:
         chunk_size: int | None, positions: str | RemoteGap, prompts: bool = True, later: str = "compress",
     ) -> Policy:  # fmt: skip
         """From what users give. Raises ValueError for what is out of range or cannot fit."""
+        _check_order(pruner, budget)
         pruner = SnapKV() if pruner is None else pruner
-        if not isinstance(pruner, Pruner):
-            raise ValueError(
-                f"pruner must be one of kvcompress.pruners or a subclass of kvcompress.pruners.Pruner, got "
-                f"{type(pruner).__name__}"
-            )
         if (own := pruner.own_budget) is not None:
             if budget is not None:
                 raise ValueError(
@@ -93,7 +91,8 @@ class Policy:
 
     def with_budget(self, budget: Size | Budget) -> Policy:
         """The same with another budget. Raises ValueError for one that is out of range or cannot fit."""
-        policy = replace(self, budget=as_budget(budget))
+        pruner = self.pruner
+        policy = replace(self, budget=as_budget(budget).beside(type(pruner).__name__, pruner.observation_window))
         if policy.gap is not None and isinstance(budget, GlobalTopK):
             raise ValueError("positions must be 'original' with GlobalTopK, got others")
         if policy.bounded and (keep := policy.budget.tokens) is not None and not isinstance(policy.budget, AdaKV):
@@ -108,7 +107,7 @@ class Policy:
     def tokens_of(self, length: int, layer: int, layers: int, rows: int, slot_nbytes: int) -> int:
         """Tokens per head that one of so many layers keeps of a sequence of `length` tokens."""
         shape = CacheShape(layers, rows, slot_nbytes, self.pool.page_size, self.every)
-        return self.budget.layer_tokens(length, layer, shape)
+        return self.budget.tokens_of(length, layer, shape)
 
     def compresses(self, iteration: Iteration | None) -> bool:
         """Whether a call of several tokens may compress: one that the pruner can score."""
@@ -141,13 +140,39 @@ class Policy:
                 "nothing behind"
             )
 
-    def check_model(self, layers: Iterable[LayerFacts]) -> None:
-        """Raises ValueError if the budget is not for a model of these layers, those that compress."""
+    def check_model(self, decoder: Any, layers: Sequence[LayerFacts], cache: str) -> None:
+        """Raises ValueError if the budget is not for a model of these layers, those that compress. Warns once where
+        there are none."""
         self.budget.check_rows([facts.kv_heads for facts in layers])
+        if not layers:
+            self.notices.give(
+                "no layers",
+                f"{cache} prunes nothing of {type(decoder).__name__}: every layer of it that attends sees a window or "
+                "a chunk alone, and keeps no more than that",
+            )
 
     def check_guide(self) -> None:
         if not self.pruner.uses_guide:
             raise ValueError(f"guide has no effect with the pruner {type(self.pruner).__name__}")
+
+
+def _check_order(pruner: Any, budget: Any) -> None:
+    """Raises ValueError for what is no pruner, or stands where the budget belongs."""
+    if isinstance(budget, Pruner) or isinstance(pruner, (Budget, int, float)):
+        raise ValueError(
+            "the pruner must come before the budget, as in PrunedCache(config, SnapKV(), 1024), got pruner = "
+            f"{pruner!r} and budget = {budget!r}"
+        )
+    if pruner is None or isinstance(pruner, Pruner):
+        return
+    named = getattr(pruner, "__name__", pruner if isinstance(pruner, str) else type(pruner).__name__)
+    ours = {name.lower(): name for name in pruners.__all__}.get(named.removesuffix("Press").lower())
+    hint = "" if ours is None or isinstance(pruner, type) else f": give kvcompress.{ours}()"
+    if isinstance(pruner, str):
+        hint += "; a cache that is all text is CacheSpec.parse('pruned,pruner=snapkv,budget=1024').make(config)"
+    elif named.endswith("Press"):
+        hint += "; a press's compression_ratio is the cache's budget"
+    raise ValueError(f"pruner must be an instance of kvcompress.Pruner, got {given_as(pruner)}{hint}")
 
 
 def _gap_of(positions: str | RemoteGap) -> RemoteGap | None:

@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from .. import planner
-from ..budgets import Budget, GlobalTopK, Size, Uniform
+from ..budgets import Budget, GlobalTopK, Size
 from ..hf.attach import facts_of
 from ..hf.facts import Facts
 from ..hf.method import Pass
@@ -29,7 +29,7 @@ from .store import PoolSettings
 class PrunedCache(CompressedCache):
     """Reads a prompt in one pass, then keeps the tokens that a pruner chooses within a budget; memory is really freed.
 
-    config: the model's config. pruner: any of kvcompress.pruners (default SnapKV()). budget: how many tokens each row
+    config: the model's config. pruner: what chooses them (default SnapKV()). budget: how many tokens each row
     (a KV head of a layer) keeps: tokens (int), the share to remove (float), bytes of all pages and their tables
     ("512MiB"; what a pruner keeps besides, the latest queries or running scores, comes on top and counts in nbytes), or
     a Budget that divides them over layers and heads (PyramidKV, AdaKV, GlobalTopK); None = the pruner's own.
@@ -95,7 +95,8 @@ class PrunedCache(CompressedCache):
     def adopt(self, decoder: Any, facts: Facts) -> None:
         if self.facts is not facts:
             super().adopt(decoder, facts)
-            self.policy.check_model(facts[layer.index] for layer in self.compressing)
+            layers = [facts[layer.index] for layer in self.compressing]
+            self.policy.check_model(decoder, layers, type(self).__name__)
             if self.pruner.uses_output and not facts.outputs:
                 facts.outputs = output_layers(decoder, facts, [layer.index for layer in self.compressing])
 
@@ -188,7 +189,8 @@ class PrunedCache(CompressedCache):
         if self.policy.gap is not None:
             layers = self.compressing
             # with the same number of tokens everywhere all layers are alike
-            for layer in layers[:1] if isinstance(self.budget, Uniform) else layers:
+            differ = self.budget.divides_layers or self.budget.divides_heads
+            for layer in layers if differ else layers[:1]:
                 self._check_positions(layer, counts)
         if self.pruner.rereads and iteration is None and columns > 1 and not self.seen:
             raise ValueError(

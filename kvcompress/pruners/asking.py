@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from .base import Candidates, Pruner, Reread
+from .base import Candidates, Pruner, Reread, given_as
 
 Self = TypeVar("Self", bound="AskingPruner")
 _SEES = ("window", "uses_guide", "uses_values", "uses_output", "uses_sums", "uses_notes", "uses_keep", "accumulates",
@@ -25,7 +25,7 @@ class AskingPruner(Pruner):
         Raises ValueError for what is no pruner, or one of the same class.
         """
         if not isinstance(self.pruner, Pruner) or isinstance(self.pruner, type(self)):
-            raise ValueError(f"pruner must be one of kvcompress.pruners, got {type(self.pruner).__name__}")
+            raise ValueError(f"pruner must be one of kvcompress.pruners, got {given_as(self.pruner)}")
         for name in _SEES:
             if not (name.startswith("uses_") and getattr(type(self), name)):
                 object.__setattr__(self, name, getattr(self.pruner, name))
@@ -35,6 +35,10 @@ class AskingPruner(Pruner):
         object.__setattr__(other, "pruner", self.pruner.with_sinks(tokens))
         object.__setattr__(other, "num_sink_tokens", tokens)
         return other
+
+    @property
+    def observation_window(self) -> int | None:
+        return self.pruner.observation_window
 
     def recent(self, keep: int, chunk_length: int) -> int:
         return self.pruner.recent(keep, chunk_length)

@@ -147,6 +147,13 @@ def marked(
     return scores.masked_fill((places < lost) | (places >= counts), float("-inf"))
 
 
+def given_as(x: object) -> str:
+    """What was given where an instance of a pruner is wanted, in words."""
+    if isinstance(x, type):
+        return f"the class {x.__name__}, not an instance: {x.__name__}()" if issubclass(x, Pruner) else x.__name__
+    return f"the text {x!r}" if isinstance(x, str) else type(x).__name__
+
+
 class Sure(NamedTuple):
     """keep: how many candidates per head stay, mean. Of those in any case the first `sinks` and the last `recent`; the
     first `lost` go in any case."""
@@ -208,6 +215,11 @@ class Pruner(ABC):
     @property
     def own_budget(self) -> Budget | None:
         """Of a pruner that says itself how many stay; None = the user's."""
+        return None
+
+    @property
+    def observation_window(self) -> int | None:
+        """Last tokens that look at the others and always stay, where the pruner has a number of such."""
         return None
 
     @abstractmethod

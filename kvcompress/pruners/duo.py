@@ -71,9 +71,8 @@ class StreamingHeads(Budget):
     sparsity: float
     window: int
 
-    @property
-    def divides_layers(self) -> bool:
-        return True
+    def __post_init__(self) -> None:
+        """It has no size: what it keeps follows from the length."""
 
     @property
     def tokens(self) -> int | None:
@@ -83,15 +82,13 @@ class StreamingHeads(Budget):
         return self.heads.retrieves(self.sparsity)[layer]
 
     def mean_tokens(self, length: int, shape: CacheShape) -> int:
-        return sum(self.layer_tokens(length, j, shape) for j in range(shape.layers)) // max(shape.layers, 1)
+        layers = range(shape.layers)
+        return sum(self.layer_tokens(length, length, j, shape.layers) for j in layers) // max(shape.layers, 1)
 
-    def layer_share(self, mean: int, length: int, layer: int, layers: int) -> int:
+    def layer_tokens(self, mean: int, length: int, layer: int, layers: int) -> int:
         """Whatever the mean: rounded down."""
         whole = self._whole(layer)
         return sum(length if all_of_it else min(length, self.window) for all_of_it in whole) // len(whole)
-
-    def layer_tokens(self, length: int, layer: int, shape: CacheShape) -> int:
-        return self.layer_share(0, length, layer, shape.layers)
 
     def over(self, layer: int, held: Sequence[int], keep: int, slack: int) -> bool:
         whole = self._whole(layer)
@@ -100,10 +97,7 @@ class StreamingHeads(Budget):
     def check_rows(self, heads: Sequence[int]) -> None:
         self.heads.check_rows(heads)
 
-    def divide(self, ranks: Tensor, keep: int, allowed: int) -> tuple[Tensor, Tensor | None]:
-        raise NotImplementedError("StreamingHeads divides layer by layer: divide_layer")
-
-    def divide_layer(self, layer: int, ranks: Tensor, keep: int, allowed: int) -> tuple[Tensor, Tensor | None]:
+    def divide(self, layer: int, ranks: Tensor, keep: int, allowed: int) -> tuple[Tensor, Tensor | None]:
         T, whole = ranks.shape[-1], torch.tensor(self._whole(layer))
         counts = (ranks > float("-inf")).sum(-1).to("cpu", torch.int32)
         kept = torch.where(whole, counts, counts.clamp(max=self.window))

@@ -18,8 +18,9 @@ class CenterOfGravity(Pruner):
     first: the near window is left out of the softmax, so rows that look at the head count little) or "local" (head
     first: the head is left out of it, so rows that look at the near window count little). keep_head: the head always
     stays, inside the compression window; False is the literal algorithm, which loses it at the first compression.
-    window: queries that score (fewer if the call had fewer, at most the near window). heads: "per_kv_head" or "shared"
-    (one set for all KV heads of a layer).
+    window: queries that score, at most near_length; fewer where the call had fewer, and where a budget below the sum of
+    both makes the near window shorter (of a budget of b it has b * near_length / (compressed_length + near_length)).
+    heads: "per_kv_head" or "shared" (one set for all KV heads of a layer).
     score[j] = sum over the queries and the query heads of a KV head of exp(a[i,j]) / sum over unmasked l exp(a[i,l]).
     With a guide, the guide's tokens are the queries.
     The paper's text and the comments of its Algorithm 1 give the two orders opposite names; these follow the text.

@@ -42,6 +42,10 @@ class RKV(Pruner):
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0.0 <= value <= 1.0:
                 raise ValueError(f"{name} must be between 0 and 1, got {value!r}")
 
+    @property
+    def observation_window(self) -> int | None:
+        return self.window
+
     def recent(self, keep: int, chunk_length: int) -> int:
         return min(self.window, chunk_length, keep - min(self.num_sink_tokens, keep))
 

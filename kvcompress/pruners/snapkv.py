@@ -69,6 +69,10 @@ class SnapKV(Pruner):
             raise ValueError(f"preset must be one of {', '.join(_PRESETS)}, got {name!r}")
         return replace(SnapKV(**_PRESETS[name]), **changes)
 
+    @property
+    def observation_window(self) -> int | None:
+        return self.window
+
     def recent(self, keep: int, chunk_length: int) -> int:
         return min(self.window, chunk_length, keep - min(self.num_sink_tokens, keep))
 

@@ -19,7 +19,7 @@ from kvcompress import (
     Uniform,
     pruners,
 )
-from kvcompress.caches.spec import KINDS, PRUNERS
+from kvcompress.caches.spec import BUDGETS, KINDS, PRUNERS
 from kvcompress.models import RETROFITTED
 from kvcompress.models.tokenizer import byte_tokenizer
 from kvcompress.pruners import (
@@ -74,7 +74,20 @@ WRITTEN = [  # text, class, attributes of the cache
         kvcompress.IterativeCache,
         {"memory_size": 128, "chunk_size": 64, "schedule": "sqrt", "dynamic": True, "pruner": SnapKV(window=16)},
     ),
-    ("iterative,memory_size=pyramidkv:128", kvcompress.IterativeCache, {"budget": PyramidKV(128)}),
+    ("iterative,memory_size=pyramidkv:128", kvcompress.IterativeCache, {"budget": PyramidKV(128, window=32)}),
+    (
+        "pruned,pruner=snapkv,preset=kvpress,window=16,budget=adakv:pyramidkv:preset=kvpress:window=16:64",
+        kvcompress.PrunedCache,
+        {
+            "pruner": SnapKV.preset("kvpress", window=16),
+            "budget": AdaKV(PyramidKV.preset("kvpress", 64, window=16)),
+        },
+    ),
+    (
+        "pruned,pruner=criticalkv:norm=l2:tova:preset=kvpress,budget=64",
+        kvcompress.PrunedCache,
+        {"pruner": CriticalKV(TOVA.preset("kvpress"), norm="l2")},
+    ),
     ("streaming,window_size=60,sink_distance=window", kvcompress.StreamingCache, {"window_size": 60}),
     ("quest,token_budget=128,dense_layers=0", kvcompress.QuestCache, {"token_budget": 128, "dense_layers": 0}),
     ("dmc,chunk_size=64,track=true", kvcompress.DMCCache, {"chunk_size": 64, "track": True}),
@@ -108,7 +121,14 @@ WRONG = [  # text, message
     ("pruned,pruner=criticalkv:snapkv:windw=3,budget=3", r"snapkv has no 'windw'; known are window, "),
     ("pruned,pruner=snapkv:window=3,window=4,budget=3", r"window must be given once, got 4 and '3' for snapkv"),
     ("pruned,pruner=tova:snapkv,budget=3", r"tova must be written as tova:field=value:\.\.\., got 'tova:snapkv'"),
-    ("pruned,budget=profiled:3", r"profiled needs profile, as in profiled:profile="),
+    ("pruned,budget=profiled:3", r"profiled needs profile, as in profiled:file.json:1024, got 'profiled:3'"),
+    ("pruned,pruner=duoattention", r"duoattention needs heads, as in duoattention:file.json, got"),
+    ("pruned,pruner=snapkv,preset=paper,budget=3", r"preset must be one of official, kvpress, .*, got 'paper'"),
+    ("pruned,pruner=replay,preset=kvpress,budget=3", r"pruned has no 'preset'; .* of pruner=replay: chunk, last"),
+    ("pruned,budget=adakv:preset=kvpress:3", r"adakv has no 'preset'; known are floor"),
+    ("pruned,compression_ratio=0.5", r"known are pruner, budget, .*; kvpress's compression_ratio is budget here"),
+    ("pruned,pruner=snapkv,window_size=8,budget=3", r"of pruner=snapkv: .*; kvpress's window_size is window here"),
+    ("pruned,budget=pyramid:3", r"budget must be .*pyramidkv:\.\.\., adakv.*profiled.*, got 'pyramid:3'"),
     ("streaming,window_size=0", r"window_size must be an integer of at least 1, got 0"),
 ]
 
@@ -160,8 +180,19 @@ def test_fields_of_pruners_are_no_settings_of_caches():
 def test_a_profile_is_read_from_its_file(tmp_path):
     profile = BudgetProfile(((1.0, 3.0), (2.0, 2.0), (2.0, 2.0)))
     path = profile.save(tmp_path / "heads.json")
-    cache = CacheSpec.parse(f"pruned,budget=profiled:profile={path}:64").make(config_of("pruned"))
-    assert cache.budget == Profiled(64, profile)
+    for text in (f"profiled:profile={path}:64", f"profiled:{path}:64"):
+        assert CacheSpec.parse(f"pruned,budget={text}").make(config_of("pruned")).budget == Profiled(64, profile)
+    heads = HeadProfile(((1.0, 0.0),) * 3)
+    file = heads.save(tmp_path / "streams.json")
+    cache = CacheSpec.parse(f"pruned,pruner=duoattention:{file},sparsity=0.25").make(config_of("pruned"))
+    assert cache.pruner == DuoAttention(heads, 0.25)
+
+
+def test_every_budget_has_a_name(tmp_path):
+    path = BudgetProfile(((1.0, 3.0), (2.0, 2.0), (2.0, 2.0))).save(tmp_path / "shares.json")
+    for name, made in BUDGETS.items():
+        text = f"{name}:{path}:64" if made is Profiled else f"{name}:64"
+        assert type(CacheSpec.parse(f"pruned,budget={text}").make(config_of("pruned")).budget) is made
 
 
 @pytest.mark.parametrize(("text", "message"), WRONG)

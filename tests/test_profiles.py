@@ -7,11 +7,14 @@ import torch
 from helpers import attached, left_padded, random_ids
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
 import kvcompress
-from kvcompress import BudgetProfile, GlobalTopK, IterativeCache, Profiled, PrunedCache, prefill
+from kvcompress import BudgetProfile, CacheSpec, GlobalTopK, IterativeCache, Profiled, PrunedCache, prefill
 from kvcompress.analysis import measure_profile
+from kvcompress.analysis.texts import texts as read_texts
 from kvcompress.budgets import CacheShape
+from kvcompress.cli import app
 from kvcompress.pruners import H2O, Replay, SnapKV
 
 SHARES = ((1.0, 0.5), (3.0, 0.2), (0.8, 0.5))
@@ -28,7 +31,7 @@ def test_layers_share_exactly(mean, length, seed, layers):
     mean = min(mean, length)
     weights = torch.rand(layers, 2, generator=torch.Generator().manual_seed(seed)) ** 3 + 1e-4
     budget = Profiled(mean, BudgetProfile(tuple(tuple(row) for row in weights.tolist())))
-    tokens = [budget.layer_tokens(length, layer, CacheShape(layers, 2, 64, 16)) for layer in range(layers)]
+    tokens = [budget.tokens_of(length, layer, CacheShape(layers, 2, 64, 16)) for layer in range(layers)]
     assert sum(tokens) == layers * mean
     assert 1 <= min(tokens) and max(tokens) <= length
 
@@ -132,3 +135,25 @@ def test_wrong_files_are_named(tmp_path, saved, message):
 def test_what_is_no_profile_is_refused():
     with pytest.raises(ValueError, match=r"profile must be a BudgetProfile, got str: BudgetProfile.load reads a file"):
         Profiled(10, "profile.json")
+
+
+def test_the_command_measures_what_python_does(tmp_path):
+    """On the shipped model; its file goes into a cache as text."""
+    out = tmp_path / "shares.json"
+    call = ["analyze", "budget", "--out", str(out), "--samples", "2", "--length", "300", "--size", "40"]
+    result = CliRunner().invoke(app, [*call, "--pruner", "snapkv:window=8", "--floor", "0.2"])
+    assert result.exit_code == 0, result.output
+    profile = BudgetProfile.load(out)
+    assert "SnapKV(window=8" in profile.measured and "share of the mean" in result.output
+    model, tokenizer = kvcompress.load_example_model()
+    chosen, _ = read_texts(tokenizer, (), False, 2, 300, 0)
+    with kvcompress.attach(model):
+        assert measure_profile(model, chosen, size=40, pruner=SnapKV(window=8), floor=0.2) == profile
+    cache = CacheSpec.parse(f"pruned,budget=profiled:{out}:64").make(model.config)
+    assert cache.budget == Profiled(64, profile)
+    for wrong, message in (
+        (["--pruner", "snap"], "pruner must be one of"), (["--size", "many"], "must be"), (["--floor", "2"], "floor"),
+        (["--length", "4000"], "length must be at most"), (["--pruner", "duoattention"], "needs heads"),
+    ):  # fmt: skip
+        result = CliRunner().invoke(app, [*call, *wrong])
+        assert result.exit_code == 2 and message in " ".join(result.output.split())

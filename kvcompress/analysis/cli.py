@@ -148,3 +148,39 @@ def heads(
         )  # fmt: skip
     except (ValueError, FileNotFoundError, ImportError) as error:
         raise typer.BadParameter(str(error)) from None
+
+
+@app.command()
+def budget(
+    out: Annotated[Path, typer.Option(help="file for the profile, JSON")],
+    model: Annotated[str, typer.Option(help="folder or name of a transformers model, or example")] = "example",
+    text: Annotated[
+        list[Path] | None,
+        typer.Option(help="text to read: .txt, .jsonl, .csv or .parquet; not needed for the example model"),
+    ] = None,
+    held_out: Annotated[
+        bool, typer.Option("--held-out", help="example model: text that it was never trained on")
+    ] = False,
+    samples: Annotated[int, typer.Option(help="texts to read", min=1)] = 3,
+    length: Annotated[
+        int | None,
+        typer.Option(help="tokens of a text, as prompts will have; not given: what model and pruner reach", min=2),
+    ] = None,
+    pruner: Annotated[
+        str, typer.Option(help="whose scores divide the budget, as in --cache: replay, snapkv:window=64")
+    ] = "replay",
+    size: Annotated[str, typer.Option(help="budget that is divided: tokens, a share to remove, or bytes")] = "0.75",
+    floor: Annotated[float, typer.Option(help="share of the mean that every row keeps in any case, 0 to 1")] = 0.1,
+    seed: Annotated[int, typer.Option(help="draws the texts", min=0)] = 0,
+    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
+) -> None:
+    """Measure how layers and heads share a budget, for --cache pruned,budget=profiled:FILE:1024."""
+    from .run_shares import run_shares
+
+    try:
+        run_shares(
+            out=out, model=model, text=tuple(text or ()), held_out=held_out, samples=samples, length=length,
+            pruner=pruner, size=size, floor=floor, seed=seed, device=device, console=Console(width=100),
+        )  # fmt: skip
+    except (ValueError, FileNotFoundError, ImportError) as error:
+        raise typer.BadParameter(str(error)) from None

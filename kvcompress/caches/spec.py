@@ -32,6 +32,14 @@ _IDS = tuple[int, ...]
 _UNTRAINED: dict[str, type[Cache]] = {
     "iterative": IterativeCache, "pruned": PrunedCache, "quest": QuestCache, "streaming": StreamingCache,
 }  # fmt: skip
+_THEIRS = {
+    "compression_ratio": "budget",
+    "window_size": "window",
+    "n_sink": "num_sink_tokens",
+    "press": "pruner",
+    "n_future_positions": "future_positions",
+    "alpha_safeguard": "floor",
+}  # kvpress's names, and ours
 KINDS = (DENSE, *sorted((*_UNTRAINED, *METHODS)))
 
 
@@ -57,10 +65,12 @@ class CacheSpec:
     a pruner's class in lower case, and the pruner's own fields stand beside it; one that asks another is written
     criticalkv:tova or chunkkv:snapkv:window=64. A budget is tokens (1024), a share to remove (0.75), bytes (512MiB), or
     one of these divided over layers or heads, with fields of its own before it: pyramidkv:1024, adakv:512MiB,
-    adakv:floor=0.3:pyramidkv:beta=10:1024, profiled:profile=heads.json:1024. positions takes remotegap, or
-    remotegap:gap=512:headroom=64.
+    adakv:floor=0.3:pyramidkv:beta=10:1024. A profile's file stands before it too, or behind a pruner's name:
+    profiled:shares.json:1024, duoattention:heads.json. preset is a field of pruners and budgets that have presets:
+    snapkv:preset=kvpress:window=32. positions takes remotegap, or remotegap:gap=512:headroom=64.
 
         pruned,pruner=snapkv,window=64,budget=0.75
+        pruned,pruner=tova,preset=kvpress,budget=pyramidkv:preset=kvpress:1024
         cache=iterative,memory_size=1024,chunk_size=512,schedule=sqrt,dynamic=true
 
     Raises ValueError for an unknown kind, key or pruner, with those that are known, and for a value of the wrong type;
@@ -130,7 +140,7 @@ class CacheSpec:
         if "pruner" in taken and rest.get("pruner", "none") != "none":
             text = rest.pop("pruner")
             name = text.partition(":")[0]
-            fields = _parameters(_pruner(name))
+            fields = _fields(_pruner(name))
             own = {key: rest.pop(key) for key in list(rest) if key in fields and key not in taken}
             settings["pruner"] = _nested(text, _pruner(name), _read(own, fields, f"pruner={name}"))
             if unknown := [key for key in rest if key not in taken]:
@@ -153,8 +163,15 @@ def _parameters(made: type) -> dict[str, frozenset[type]]:
     }
 
 
+def _fields(made: type) -> dict[str, frozenset[type]]:
+    """Of a pruner, a budget or positions: what it can be given, and a preset where it has such."""
+    return _parameters(made) | ({"preset": frozenset([str])} if hasattr(made, "preset") else {})
+
+
 def _unknown_key(key: str, owner: str, known: Mapping[str, Any], more: str = "") -> UnknownKey:
-    return UnknownKey(f"{owner} has no {key!r}; known are {', '.join(known) or 'none'}{more}")
+    ours = _THEIRS.get(key, "")
+    hint = f"; kvpress's {key} is {ours} here" if ours in known or (re.search(rf"\b{ours}\b", more) and ours) else ""
+    return UnknownKey(f"{owner} has no {key!r}; known are {', '.join(known) or 'none'}{more}{hint}")
 
 
 def _read(given: Mapping[str, str], known: Mapping[str, frozenset[type]], owner: str, more: str = "") -> dict[str, Any]:
@@ -198,11 +215,12 @@ def _value(key: str, text: str, allowed: frozenset[type]) -> Any:
 
 
 def _nested(text: str, made: type, own: dict[str, Any] | None = None) -> Any:
-    """Of name:field=value:...:operand. operand: what a budget divides, the pruner that another one asks. own: fields
-    that were read elsewhere."""
+    """Of name:field=value:...:file:operand. file: a profile's, where it needs one. operand: what a budget divides, the
+    pruner that another one asks. own: fields that were read elsewhere."""
     name, *parts = text.split(":")
-    known, fields = _parameters(made), dict(own or {})
+    known, fields = _fields(made), dict(own or {})
     operand = next((x for x in known if x in ("size", "inner") or Pruner in known[x]), None)
+    profile = next((x for x in known if known[x] & {BudgetProfile, HeadProfile}), None)
     while parts and "=" in parts[0]:
         key, _, value = parts.pop(0).partition("=")
         if key in fields:
@@ -211,13 +229,19 @@ def _nested(text: str, made: type, own: dict[str, Any] | None = None) -> Any:
             raise _unknown_key(key, name, {x: 0 for x in known if x != operand})
         fields[key] = _value(key, value, known[key])
     rest = ":".join(parts)
+    if profile is not None and profile not in fields and rest and (operand is None or ":" in rest):
+        file, _, rest = (rest, "", "") if operand is None else rest.rpartition(":")
+        fields[profile] = _value(profile, file, known[profile])
     if operand is not None and (rest or issubclass(made, Budget)):
         fields[operand] = _value(f"what follows {name}:", rest, known[operand])
-    elif parts:
+    elif rest:
         raise ValueError(f"{name} must be written as {name}:field=value:..., got {text!r}")
+    if "preset" in fields:
+        return typing.cast(Any, made).preset(fields.pop("preset"), **fields)
     for key, parameter in inspect.signature(made).parameters.items():
         if parameter.default is parameter.empty and key not in fields:
-            raise ValueError(f"{name} needs {key}, as in {name}:{key}=...:1024, got {text!r}")
+            example = f"{name}:file.json{'' if operand is None else ':1024'}" if key == profile else f"{name}:{key}=..."
+            raise ValueError(f"{name} needs {key}, as in {example}, got {text!r}")
     return made(**fields)
 
 

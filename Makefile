@@ -12,7 +12,7 @@ demo: $(VENV)/installed
 
 # one process of tests on each processor, none of them on several
 test: $(VENV)/installed sanitize emulation
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 # ruff, mypy; warnings of the compilers are errors in the builds of this file
 lint: $(VENV)/installed

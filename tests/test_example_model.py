@@ -1,5 +1,7 @@
 """The shipped model: what it must be to be worth compressing, on samples small enough for a test."""
 
+import hashlib
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +11,8 @@ from hypothesis import strategies as st
 import kvcompress
 from kvcompress import IterativeCache, StreamingCache
 from kvcompress.demo import make_task
-from kvcompress.models import EXAMPLE
+from kvcompress.models import EXAMPLE, retrofitted_weights
+from kvcompress.models.differences import pack, unpack
 from kvcompress.models.text import HELD_OUT, fact, held_out_text, long_text, plant, question
 from kvcompress.models.tokenizer import byte_tokenizer
 from kvcompress.models.train_example import Mixture, bits_per_byte, recall
@@ -125,3 +128,40 @@ def test_training_sequences_have_the_length_asked_for_and_ask_what_was_said(leng
     assert len(text) == length
     last = text[text.rindex(b"\n# The pass key") :]
     assert text.count(last) == 2  # stated once, asked once
+
+
+# the shipped weights, as they came out of training: sha256 over names and bytes, in the order of names
+@pytest.mark.parametrize(
+    ("retrofit", "digest"),
+    [("dmc", "4ed247ad76e815ddeb031d5b6ba0c4b7"), ("pod", "93c88aa8080802bb84c2f604a1a99647")],
+)
+def test_weights_that_ship_as_differences_are_those_that_were_trained(retrofit, digest):
+    weights, found = retrofitted_weights(retrofit), hashlib.sha256()
+    for name in sorted(weights):
+        found.update(name.encode() + weights[name].contiguous().view(torch.uint8).numpy().tobytes())
+    assert found.hexdigest()[:32] == digest
+    model, _ = kvcompress.load_example_model(torch.bfloat16, retrofit=retrofit)
+    loaded = model.state_dict()
+    assert all(torch.equal(loaded[name], x) for name, x in weights.items())
+    assert model.config.kvcompress["method"] == retrofit
+
+
+@given(st.lists(st.tuples(st.integers(0, 65535), st.integers(0, 65535)), min_size=1, max_size=40))
+def test_differences_give_back_every_bit_of_every_number(pairs):
+    def weights(side):
+        bits = torch.tensor([pair[side] for pair in pairs], dtype=torch.int32).to(torch.uint16)
+        return {"b": bits.view(torch.bfloat16)[:, None], "a": bits[:1].view(torch.bfloat16)}
+
+    before, after = weights(0), weights(1)
+    back = unpack(before, pack(before, after))
+    assert all(torch.equal(back[name].view(torch.uint16), after[name].view(torch.uint16)) for name in "ab")
+
+
+def test_differences_of_other_weights_are_refused():
+    weights = {"a": torch.zeros(4, dtype=torch.bfloat16)}
+    with pytest.raises(ValueError, match="after must have the names and shapes of before"):
+        pack(weights, {"a": torch.zeros(5, dtype=torch.bfloat16)})
+    with pytest.raises(ValueError, match=r"weights must be bfloat16, got torch.float32 for a"):
+        pack({"a": torch.zeros(4)}, {"a": torch.zeros(4)})
+    with pytest.raises(ValueError, match="packed must hold 5 weights, got 4"):
+        unpack({"a": torch.zeros(5, dtype=torch.bfloat16)}, pack(weights, weights))

@@ -8,6 +8,7 @@ from transformers import DynamicCache
 from benchmarks.quality.parts import comparison
 from kvcompress import DMCCache, PoDCache, dmc, pod
 from kvcompress.dmc import DMCConfig
+from kvcompress.models import RETROFITTED
 from kvcompress.pod import PoDConfig
 from kvcompress.retrofit.gqa import convert_to_gqa
 
@@ -36,8 +37,9 @@ def test_folders_are_what_their_configs_or_their_users_say(tmp_path):
     pod.convert(sharing, PoDConfig(LEAD))
     sharing.save_pretrained(tmp_path / "shared")
     convert_to_gqa(tiny_model(), 1).save_pretrained(tmp_path / "heads")
-    given = [f"DMC-C={tmp_path / 'mine'}", str(tmp_path / "shared"), str(tmp_path / "heads")]
-    found = list(comparison.subjects_of(given, original))
+    given = [f"DMC-C={tmp_path / 'mine'}", str(tmp_path / "shared"), str(tmp_path / "heads"), str(RETROFITTED["pod"])]
+    *found, shipped = list(comparison.subjects_of(given, original))
+    assert (shipped.kind, shipped.name, shipped.method) == ("PoD", "example_pod", "pod")
     assert [(subject.kind, subject.name, subject.method) for subject in found] == [
         ("DMC-C", "mine", "dmc"), ("PoD", "shared", "pod"), ("GQA", "heads", None),
     ]  # fmt: skip

@@ -5,15 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from ..hf.guard import guard
+from .differences import unpack
 from .tokenizer import byte_tokenizer
 
 EXAMPLE = Path(__file__).parent / "example"
-RETROFITTED = {  # the same model, trained on for a compressed cache
+RETROFITTED = {  # the same model, trained on for a compressed cache: a config, and how the weights differ
     method: Path(__file__).parent / f"example_{method}" for method in ("dmc", "pod")
 }
+_WEIGHTS = "model.safetensors"
 
 
 def load_example_model(
@@ -34,8 +38,19 @@ def load_example_model(
         raise ValueError(f"device must be one that PyTorch finds here ({', '.join(allowed)}), got {str(device)!r}")
     if retrofit is not None and retrofit not in RETROFITTED:
         raise ValueError(f"retrofit must be None or one of {', '.join(RETROFITTED)}, got {retrofit!r}")
-    folder = EXAMPLE if retrofit is None else RETROFITTED[retrofit]
-    model = LlamaForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
-    if retrofit is not None:
+    if retrofit is None:
+        model = LlamaForCausalLM.from_pretrained(EXAMPLE, dtype=dtype, local_files_only=True)
+    else:
+        folder = RETROFITTED[retrofit]
+        model = LlamaForCausalLM.from_pretrained(
+            None, config=LlamaConfig.from_pretrained(folder), state_dict=retrofitted_weights(retrofit), dtype=dtype
+        )
+        model.name_or_path = model.config.name_or_path = str(folder)
+        model.generation_config = GenerationConfig.from_pretrained(folder)
         guard(model, model.model)
     return model.to(device).eval(), byte_tokenizer()
+
+
+def retrofitted_weights(retrofit: str) -> dict[str, Tensor]:
+    """The weights of a retrofitted example model, bfloat16. retrofit: "dmc" or "pod"."""
+    return unpack(load_file(EXAMPLE / _WEIGHTS), (RETROFITTED[retrofit] / "model.differences").read_bytes())

@@ -20,6 +20,7 @@ from benchmarks.quality.parts.measures import MEASURES, Sizes, answered, make_ta
 from benchmarks.quality.parts.tasks import MakeCache, Result, Task, Writer, measure, standard_error
 from kvcompress import CompressedCache, DMCCache, PoDCache, PrunedCache
 from kvcompress.budgets import Budget
+from kvcompress.models import RETROFITTED
 from kvcompress.pruners import Pruner
 
 CACHES: dict[str, type[DMCCache] | type[PoDCache]] = {"dmc": DMCCache, "pod": PoDCache}
@@ -85,7 +86,11 @@ def subjects_of(given: list[str], original: PreTrainedModel) -> Iterator[Subject
 
     def loaded() -> Iterator[Subject]:
         for kind, folder in named:
-            model = AutoModelForCausalLM.from_pretrained(folder, dtype=original.dtype).to(original.device).eval()
+            shipped = next((name for name, path in RETROFITTED.items() if path == Path(folder)), None)
+            if shipped is not None:
+                model = kvcompress.load_example_model(original.dtype, original.device, retrofit=shipped)[0]
+            else:
+                model = AutoModelForCausalLM.from_pretrained(folder, dtype=original.dtype).to(original.device).eval()
             found = kind or kind_of(model.config, original.config.num_key_value_heads)
             yield Subject(Path(folder).resolve().name, found, model)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,13 +16,17 @@ from .checks import need
 
 @contextmanager
 def staged(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """A temporary name in the same folder, renamed to path at the end; gone after an error."""
+    """A temporary name in the same folder, renamed to path at the end; gone after an error. Whoever writes it, its mode
+    is that of a new file here (the process's umask)."""
     path = Path(path)
     temporary = path.with_name(f".{uuid.uuid4().hex}.tmp")
     try:
+        temporary.touch()
+        mode = stat.S_IMODE(temporary.stat().st_mode)
         yield temporary
         with temporary.open("rb") as written:
             os.fsync(written.fileno())
+        temporary.chmod(mode)  # safetensors writes files that only their owner reads
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)

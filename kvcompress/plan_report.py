@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoConfig
 
+from . import units
 from .caches.base import decoder_config, sizes_of
 from .checks import FLOATS
 from .models import EXAMPLE
@@ -142,7 +143,7 @@ def _table(plan: Plan, fixed: Plan, share: float, shape: ModelShape | None) -> T
     ]
     if shape is not None:
         for prune in ("layer", "forward"):
-            sizes = (_amount(shape.nbytes(sum(x.peak_keys(prune)))) for x in both)
+            sizes = (units.size(shape.nbytes(sum(x.peak_keys(prune)))) for x in both)
             rows.append((f'peak keys and values, prune="{prune}"', *sizes))
     rows += [
         ("ratio of keys (q of equation 4)", f"{plan.key_ratio(fixed):.3f}", "1"),
@@ -180,13 +181,6 @@ def _peak(plan: Plan, prune: str) -> str:
     rows, besides = plan.peak_keys(prune)
     per_row = rows / len(plan.layer_stored)
     return f"{per_row:,.0f} + {besides:,} once" if besides else f"{per_row:,.0f}"
-
-
-def _amount(nbytes: int) -> str:
-    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if nbytes >= size:
-            return f"{nbytes / size:,.1f} {unit}"
-    return f"{nbytes} bytes"
 
 
 def picture(plan: Plan, *, ascii_only: bool = False) -> list[str]:

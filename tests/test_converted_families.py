@@ -153,7 +153,7 @@ def test_training_and_cache_compute_what_the_method_says(kind, method):
         if lengths:
             assert cache.converted_layers == list(lengths)
             assert {layer: cache.stored_lengths()[layer] for layer in lengths} == lengths
-            assert 1.1 < cache.total_compression_ratio() < 20
+            assert 1.1 < cache.compression_ratio() < 20
 
 
 @main
@@ -366,7 +366,7 @@ def test_ratios_and_figures_are_of_converted_layers():
     model.eval()
     cache = cache_of(model, track=True)
     logits_of(model, ids, cache)
-    assert cache.converted_layers == [1, 3] and len(cache.compression_ratio()) == 2
+    assert cache.converted_layers == [1, 3] and len(cache.compression_ratios()) == 2
     with pytest.raises(ValueError, match=r"layer must be one of \[1, 3\], which decide, got 0"):
         cache.decisions(0)
     assert cache.decisions(3).shape == (2, 2, 40)

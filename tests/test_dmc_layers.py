@@ -66,7 +66,9 @@ def feed(cache, q, k, v, counts=None):
     """One call of the layer with all these columns; counts: real ones of each sequence."""
     B, S = q.shape[0], q.shape[2]
     step = CachePass(cache.facts, cache.layers, counts or [S] * B, S)
-    return step.attend(0, q, k, v, Softmax(q.shape[3] ** -0.5))
+    out = step.attend(0, q, k, v, Softmax(q.shape[3] ** -0.5))
+    cache.end(step, None)
+    return out
 
 
 def read(cache, q, k, v, chunks):
@@ -224,7 +226,7 @@ def test_the_worked_example(chunks):
     keys, values = held(cache.layers[0])[0]
     torch.testing.assert_close(keys, torch.tensor(KEYS), rtol=0, atol=2e-6)
     torch.testing.assert_close(values, torch.tensor(VALUES).float(), rtol=0, atol=2e-6)
-    assert cache.total_compression_ratio() == 2 and cache.compression_ratio() == [[2.0]]
+    assert cache.compression_ratio() == 2 and cache.compression_ratios() == [[2.0]]
 
 
 @pytest.mark.parametrize("chunks", [[1] * 6, [6], [2, 4]])
@@ -343,8 +345,8 @@ def test_pages_are_those_that_the_entries_need(config, chunks):
     pages = pool.pages_in_use() * 4 * 2 * D * 4 + sum(x.nbytes for x in (pool.block_table, pool.lengths))
     assert cache.nbytes() == pages + sum(x.nbytes for x in cache.layers[0].state())
     stored = [sum(row) for row in zip(*cache.stored_lengths()[0], strict=True)]
-    assert cache.compression_ratio() == [[2 * 60 / count for count in stored]]
-    assert cache.total_compression_ratio() == 2 * 60 * Hkv / sum(stored)
+    assert cache.compression_ratios() == [[2 * 60 / count for count in stored]]
+    assert cache.compression_ratio() == 2 * 60 * Hkv / sum(stored)
     if len(chunks) == 1:  # what merges takes no page even while a prompt is read
         assert pool.store.pages == pool.pages_in_use()
 

@@ -95,13 +95,13 @@ def test_panels_of_head_ratios_have_one_scale():
 
 def test_a_cache_gives_what_it_decided(tracked):
     by_layer = [tracked.decisions(layer) for layer in range(3)]
-    ratios = torch.tensor(tracked.compression_ratio(), dtype=torch.float64)
+    ratios = torch.tensor(tracked.compression_ratios(), dtype=torch.float64)
     torch.testing.assert_close(ratio_of_heads(by_layer), ratios)
     drawn = torch.tensor(plots.head_ratios(tracked).get_images()[0].get_array().tolist(), dtype=torch.float64)
     torch.testing.assert_close(drawn, ratios.sort(1, descending=True).values.T)
     axes = plots.ratio_over_length(tracked)
     total, mean = (line.get_ydata()[-1] for line in axes.get_lines())
-    assert total == pytest.approx(tracked.total_compression_ratio())
+    assert total == pytest.approx(tracked.compression_ratio())
     assert mean == pytest.approx(float(ratios.mean()))
     assert list(axes.get_lines()[0].get_xdata()) == [1, 2, 4, 8, 16, 32, 40]
     line = plots.decision_over_position(tracked, window=10).get_lines()[0]

@@ -193,7 +193,7 @@ def test_trim_and_reset(dmc):
     cache.reset()
     assert cache.nbytes() == 0 and cache.seen_lengths() == []
     with pytest.raises(ValueError, match="compression ratio needs a cache that has seen tokens"):
-        cache.compression_ratio()
+        cache.compression_ratios()
     with pytest.raises(ValueError, match="compression ratio needs a cache that has seen tokens"):
-        cache.total_compression_ratio()
+        cache.compression_ratio()
     torch.testing.assert_close(logits_of(model, ids, cache), logits_of(model, ids, new_cache(model)))

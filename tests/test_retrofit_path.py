@@ -29,7 +29,7 @@ found = simple_evaluate(
     task_manager=TaskManager(include_path=tasks, include_defaults=False),
 )
 print(json.dumps({
-    "same": torch.equal(*answers), "tokens": answers[0].shape[1], "ratio": cache.total_compression_ratio(),
+    "same": torch.equal(*answers), "tokens": answers[0].shape[1], "ratio": cache.compression_ratio(),
     "accuracy": found["results"]["choose"]["acc,none"], "cache": found["config"]["cache"],
 }))
 """

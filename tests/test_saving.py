@@ -1,6 +1,7 @@
 """Saved caches: what they are after they are loaded, in another process too, and what is refused."""
 
 import json
+import os
 import subprocess
 import sys
 import zlib
@@ -31,6 +32,8 @@ from kvcompress import (
     prefill,
     save_caches,
 )
+from kvcompress.caches import saving
+from kvcompress.caches.store import PageStore
 from kvcompress.pod import PoDConfig
 from kvcompress.pruners import H2O, Pruner, SnapKV
 
@@ -191,7 +194,7 @@ def test_what_is_damaged_is_named(saved, tmp_path):
         load_cache(bad, model)
     text = json.dumps({"format": "kvcompress caches 99"})
     save_file(load_file(path), bad, {"kvcompress": text, "check": str(zlib.crc32(text.encode()))})
-    with pytest.raises(ValueError, match=r"format of .*bad.safetensors must be 'kvcompress caches 1', got 'kvcompress"):
+    with pytest.raises(ValueError, match=r"format of .*bad.safetensors must be 'kvcompress caches 2', got 'kvcompress"):
         load_cache(bad, model)
     with pytest.raises(FileNotFoundError, match="path must be a file that save wrote"):
         load_cache(tmp_path / "none", model)
@@ -259,3 +262,37 @@ def test_a_path_that_cannot_be_written_is_named(tmp_path):
         with pytest.raises(ValueError, match=f"path must be a file in a folder that exists, got {path}"):
             cache.save(path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_saving_copies_pages_once(tmp_path, monkeypatch):
+    """What safetensors is given are the pages that copy_of made."""
+    model = attached()
+    cache = prefill(model, random_ids(50), PrunedCache(model.config, SNAP, 20, **PRUNED))
+    copies, copy_of = [], PageStore.copy_of
+
+    def noted(store, rows):
+        copies.append(copy_of(store, rows))
+        return copies[-1]
+
+    written = []
+    monkeypatch.setattr(PageStore, "copy_of", noted)
+    monkeypatch.setattr(
+        saving,
+        "save_file",
+        lambda tensors, path, metadata: (written.append(tensors), save_file(tensors, path, metadata)),
+    )
+    cache.save(tmp_path / "cache.safetensors")
+    pages = {x.data_ptr() for store, _ in copies for x in store.arrays.values()}
+    assert len(pages) == 2 * len(copies) and pages <= {x.data_ptr() for x in written[0].values()}
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o027])
+def test_a_saved_file_has_the_mode_of_a_new_one(umask, tmp_path):
+    model = attached()
+    cache = prefill(model, random_ids(20), PrunedCache(model.config, SNAP, 20))
+    before = os.umask(umask)
+    try:
+        path = cache.save(tmp_path / "cache.safetensors")
+    finally:
+        os.umask(before)
+    assert path.stat().st_mode & 0o777 == 0o666 & ~umask

@@ -28,7 +28,7 @@ def answers(folder, **options):
     plain = kvcompress.from_pretrained(folder / "plain", dtype=torch.float32, **options)
     for other in caches(plain.config):
         found.append(kvcompress.generate(plain, IDS, other, max_new_tokens=10, do_sample=False))
-    return logits, found, cache.nbytes(), cache.total_compression_ratio(), model
+    return logits, found, cache.nbytes(), cache.compression_ratio(), model
 
 
 def in_parts(folder):

@@ -170,7 +170,7 @@ def decode_rows(dtype: torch.dtype, B: int, T: int, kind: str, repeats: int) -> 
     seconds = alternate(repeats, lambda: step(0, ours), lambda: step(1, peer))
     name = f"decode/{str(dtype).removeprefix('torch.')}/T{T}/B{B}/{kind}"
     entries = sum(sum(held) for held in ours.stored_lengths()[0])
-    nbytes, note = 2 * entries * D * dtype.itemsize, f"ratio {ours.total_compression_ratio():.2f}"
+    nbytes, note = 2 * entries * D * dtype.itemsize, f"ratio {ours.compression_ratio():.2f}"
     return [Row(name, seconds[0], seconds[1], "dense, same kernel", bytes=nbytes, note=note)]
 
 
@@ -179,7 +179,7 @@ def batch_rows(dtype: torch.dtype, T: int) -> list[Row]:
     fits = memory // ours.nbytes()
     several = dmc_cache(1, int(fits), T, dtype, KEPT).nbytes() if T <= 4096 else None
     checked = "" if several is None else f", held {several / memory:.3f} of the memory"
-    note = f"{fits} sequences, ratio {ours.total_compression_ratio():.2f}{checked}"
+    note = f"{fits} sequences, ratio {ours.compression_ratio():.2f}{checked}"
     name = f"batch/{str(dtype).removeprefix('torch.')}/T{T}"
     return [Row(name, 1 / fits, 1 / 16, "dense", bytes=ours.nbytes(), note=note)]
 

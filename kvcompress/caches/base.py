@@ -31,6 +31,7 @@ from .passes import CachePass, Iteration
 from .saving import save_caches
 from .states import RecurrentStates, new_state
 from .store import PoolSettings
+from .summary import Summary
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -44,7 +45,7 @@ def trained_length_of(config: PreTrainedConfig) -> int:
     return getattr(decoder_config(config), "max_position_embeddings", None) or UNLIMITED
 
 
-class CompressedCache(RecurrentStates, Cache, PassCache):
+class CompressedCache(Summary, RecurrentStates, Cache, PassCache):
     """A cache for an attached model: what all of them answer; see IterativeCache and StreamingCache.
 
     config: the model's config. Layers that see a window or a chunk keep that, whatever the cache; recurrent and
@@ -65,8 +66,10 @@ class CompressedCache(RecurrentStates, Cache, PassCache):
         self._decoder: weakref.ref[Any] | None = None
         self._sizes = sizes_of(config)
         self.seen = 0  # columns of input that went in, padding included: generation slices its prompt by it
+        self.read_ids: Tensor | None = None  # [1, T] what kvcompress.read has read; of no meaning to the cache itself
         self.fixed = 0  # how many of them cannot be taken back
         self._batch = 0
+        self._begin_count()
         self._incomplete = False  # a pass or a prompt has begun and not ended
         self._repeated = 0
         self._columns_read = 0  # columns of a prompt that kvcompress.prefill is reading, so far
@@ -139,6 +142,14 @@ class CompressedCache(RecurrentStates, Cache, PassCache):
         self.seen += columns
         self.fixed = self.seen
 
+    def reach(self) -> int:
+        """The largest position so far, from 1: that of the last token read, where kept tokens stay in their places."""
+        return max(self.seen_lengths(), default=0)
+
+    def _most_held(self) -> int:
+        """Tokens of the longest row in layers that compress."""
+        return max((n for layer in self.compressing for row in layer.stored_lengths() for n in row), default=0)
+
     # ---- one forward pass (kvcompress.hf.seam) ----
 
     @property
@@ -179,6 +190,7 @@ class CompressedCache(RecurrentStates, Cache, PassCache):
         for number, layer in enumerate(self.compressing):
             layer.number = number
         self.facts = facts
+        self._measure(facts, next(x.element_size() for x in decoder.parameters() if x.is_floating_point()))
         self.belongs_to(decoder)
 
     def belongs_to(self, decoder: Any) -> None:
@@ -246,6 +258,7 @@ class CompressedCache(RecurrentStates, Cache, PassCache):
                 "the model's hidden states hold NaN: a layer's weights or inputs do, or overflowed; the cache is "
                 "incomplete, reset() it"
             )
+        self._count(current.kept)
         if current.iteration is None:
             self.seen += current.columns
             if current.padded:  # sequences grew unequally: crop would not know by how much
@@ -280,6 +293,7 @@ class CompressedCache(RecurrentStates, Cache, PassCache):
     def count_step(self) -> None:
         """Counts such a step, which the device has done alone."""
         self.seen += 1
+        self._count([1] * self._batch)
         for layer in self._repeating:
             layer.count_step()
             layer.seen = self.seen
@@ -458,6 +472,8 @@ class CompressedCache(RecurrentStates, Cache, PassCache):
             elif isinstance(layer, CompressedLayer):
                 self.layers[index] = self._new_layer(index, layer.number)
         self._reset_states()
+        self._begin_count()
+        self.read_ids = None
         self.seen, self.fixed, self._batch, self._incomplete, self._repeated, self._columns_read = 0, 0, 0, False, 0, 0
 
     # ---- what transformers asks ----
@@ -487,6 +503,7 @@ class CompressedCache(RecurrentStates, Cache, PassCache):
             for layer in self.own:
                 layer.drop_last(-tokens_to_remove)
             self.seen += tokens_to_remove
+            self._count([tokens_to_remove] * len(self._lengths))
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -504,6 +521,7 @@ class CompressedCache(RecurrentStates, Cache, PassCache):
         for layer in self.own:
             layer.select_batch(indices)
         self._select_states(indices)
+        self._lengths = [self._lengths[b] for b in indices] if self._lengths else []
         self._batch = len(indices) if self._batch else 0
 
     @torch.inference_mode(False)

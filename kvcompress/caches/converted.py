@@ -23,6 +23,7 @@ class ConvertedCache(CompressedCache):
     """
 
     title: ClassVar[str]
+    answers: ClassVar[tuple[str, ...]] = ("converted_layers", "settings")
 
     def __init__(
         self, config: PreTrainedConfig, page_size: int, max_pages: int | None, grow: str, chunk_size: int | None
@@ -69,7 +70,3 @@ class ConvertedCache(CompressedCache):
     def converted_layers(self) -> list[int]:
         """The model's numbers of the layers that the method converted; others are as in any cache."""
         return [layer.index for layer in self.compressing]
-
-    def seen_lengths(self) -> list[int]:
-        """Tokens that each sequence has had, padding not counted."""
-        return list(self.compressing[0].next)

@@ -63,12 +63,14 @@ class Encoder:
         self._numbers: dict[int, int] = {}
         self._keep: list[Any] = []  # so that no id is given twice
         self._copies: dict[int, tuple[PageStore, Rows]] = {}
+        self._copied: set[int] = set()  # where the tensors of those copies are
         stores: dict[int, list[PagePool]] = {}
         for pool in pools_of(list(caches)):
             stores.setdefault(id(pool.store), []).append(pool)
         for pools in stores.values():  # pages that forks share are saved once, those of others not at all
             with pools[0].store.lock:
                 store, rows = pools[0].store.copy_of([pool._rows for pool in pools])
+            self._copied |= {x.data_ptr() for x in store.arrays.values()}
             self._copies |= {id(pool): (store, row) for pool, row in zip(pools, rows, strict=True)}
 
     def encode(self, x: Any, *, host: bool = False) -> Any:
@@ -101,7 +103,8 @@ class Encoder:
             self._keep.append(x)
             own = x.detach().to("cpu").contiguous()
             # a file holds no two tensors of one storage
-            whole = own.untyped_storage().nbytes() == own.nbytes and own.data_ptr() != x.data_ptr()
+            ours = own.data_ptr() != x.data_ptr() or own.data_ptr() in self._copied
+            whole = own.untyped_storage().nbytes() == own.nbytes and ours
             self.tensors[f"t{self._numbers[id(x)]}"] = own if whole else own.clone()
         return f"t{self._numbers[id(x)]}"
 

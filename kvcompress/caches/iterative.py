@@ -197,6 +197,9 @@ class IterativeCache(CompressedCache):
     def steps_differ(self) -> bool:
         return self.every > 0
 
+    def reach(self) -> int:
+        return self._most_held()
+
     def check_guide(self) -> None:
         self.policy.check_guide()
 

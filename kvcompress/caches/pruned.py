@@ -49,6 +49,8 @@ class PrunedCache(CompressedCache):
     Raises ValueError for settings out of range. Source: SnapKV, H2O, TOVA, IntelLLM.
     """
 
+    answers = ("compress",)
+
     def __init__(
         self,
         config: PreTrainedConfig,
@@ -108,6 +110,9 @@ class PrunedCache(CompressedCache):
     def follows(self) -> bool:
         """Whether coming tokens follow the prompt and are kept whole."""
         return self.later == "keep" and self.seen > 0
+
+    def reach(self) -> int:
+        return super().reach() if self.policy.gap is None else self._most_held()
 
     def check_guide(self) -> None:
         if self.follows:

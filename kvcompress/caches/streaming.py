@@ -337,5 +337,8 @@ class StreamingCache(CompressedCache):
             length, chunk_size=self.chunk_size or 1, memory_size=self.window_size + self.num_sink_tokens
         )
 
+    def reach(self) -> int:
+        return self._most_held()
+
     def check_guide(self) -> None:
         raise ValueError("guide has no effect with StreamingCache, which keeps tokens by their place alone")

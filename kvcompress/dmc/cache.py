@@ -32,6 +32,7 @@ class DMCCache(ConvertedCache):
     """
 
     title = "DMC or DMS"
+    answers = (*ConvertedCache.answers, "decisions")
 
     def __init__(
         self,
@@ -71,30 +72,6 @@ class DMCCache(ConvertedCache):
         raise ValueError("guide has no effect with DMCCache: the model itself decides what is kept")
 
     # ---- what users ask ----
-
-    def compression_ratio(self) -> list[list[float]]:
-        """Tokens per entry of each converted layer and KV head, [L][Hkv], all sequences together: sum of T / sum of
-        entries. converted_layers says which layers these are.
-
-        Raises ValueError for an empty cache.
-        """
-        tokens = self._tokens()
-        return [
-            [tokens / sum(held) for held in zip(*layer.stored_lengths(), strict=True)] for layer in self.compressing
-        ]
-
-    def total_compression_ratio(self) -> float:
-        """Tokens per entry of all converted layers. Raises ValueError for an empty cache."""
-        lengths = [layer.stored_lengths() for layer in self.compressing]
-        entries = [count for layer in lengths for sequence in layer for count in sequence]
-        heads = len(entries) // len(self.seen_lengths() or [1])
-        return self._tokens() * heads / sum(entries)
-
-    def _tokens(self) -> int:
-        tokens = sum(self.seen_lengths())
-        if tokens == 0:
-            raise ValueError("a compression ratio needs a cache that has seen tokens, got an empty one")
-        return tokens
 
     def kept_positions(self) -> list[list[list[Tensor]]]:
         """As in every cache. DMC: the token that opened each entry, which holds that token and all that follow up to

@@ -49,7 +49,8 @@ def head_ratios(ratios: Ratios | Mapping[str, Ratios], *, axes: Axes | Iterable[
             for head, row in enumerate(cells.tolist()):
                 for layer, value in enumerate(row):
                     ink = "black" if norm(value) > 0.6 else "white"
-                    panel.text(layer, head, f"{value:.3g}", ha="center", va="center", color=ink, fontsize="small")
+                    number = f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+                    panel.text(layer, head, number, ha="center", va="center", color=ink, fontsize="small")
         _layer_axis(panel, layers)
         panel.set_yticks([])
     ticks = [2**k for k in range(64) if 2**k <= max(highest, 1.1)]
@@ -198,7 +199,7 @@ def _layer_axis(axes: Axes, layers: Sequence[int]) -> None:
 def _ratios(where: str, given: Any) -> Tensor:
     """float64 [L, Hkv]."""
     if isinstance(given, DMCCache):
-        given = given.compression_ratio()
+        given = given.compression_ratios()
     try:
         ratios = torch.as_tensor(given, dtype=torch.float64).detach().cpu()
     except (TypeError, ValueError, RuntimeError) as error:

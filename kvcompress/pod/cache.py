@@ -44,6 +44,7 @@ class PoDCache(ConvertedCache):
     """
 
     title = "PoD"
+    answers = (*ConvertedCache.answers, "kept_key_positions", "skip_shares", "stored_keys")
 
     def __init__(
         self,
@@ -183,6 +184,12 @@ class PoDCache(ConvertedCache):
         return [
             layer.kept_key_positions() if isinstance(layer, PoDLayer) else held
             for layer, held in zip(self.layers, self.kept_positions(), strict=True)
+        ]
+
+    def _entries(self) -> list[list[list[float]]]:
+        return [
+            [[(k + v) / 2 for k, v in zip(*pair, strict=True)] for pair in zip(keys, values, strict=True)]
+            for keys, values in ((layer.stored_keys(), layer.stored_lengths()) for layer in self.compressing)
         ]
 
     def stored_keys(self) -> list[list[list[int]]]:

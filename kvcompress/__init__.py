@@ -50,6 +50,7 @@ from .pruners import (
     Successor,
     WindowAttention,
 )
+from .reader import Reading, read
 
 __version__ = "0.1.0"
 __all__ = [
@@ -89,6 +90,7 @@ __all__ = [
     "PyramidKV",
     "QuestCache",
     "Random",
+    "Reading",
     "RemoteGap",
     "Replay",
     "SnapKV",
@@ -109,5 +111,6 @@ __all__ = [
     "load_example_model",
     "plan",
     "prefill",
+    "read",
     "save_caches",
 ]

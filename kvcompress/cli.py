@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, TypeVar, cast, get_type_hints
 
 import typer
 from rich.console import Console
+from typer.models import OptionInfo
 
 from .analysis.cli import app as analyze
 from .dmc import cli as _dmc  # noqa: F401  registers its command
@@ -16,6 +20,7 @@ from .retrofit.cli import app as retrofit
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Attention over a compressed key-value cache.")
 app.add_typer(analyze, name="analyze")
 app.add_typer(retrofit, name="retrofit")
+Command = TypeVar("Command", bound=Callable[..., None])
 # option of the argument that a ValueError begins with, where they differ in more than dashes
 OPTIONS = {"prompt_length": "--tokens", "chunk_size": "--chunk", "memory_size": "--memory"}
 
@@ -35,6 +40,30 @@ def _version(asked: bool) -> None:
         raise typer.Exit
 
 
+def _named(command: Command) -> Command:
+    """Errors name the option of the argument that their message begins with, or of the file that they are about."""
+    options = {}  # by the argument's name
+    for name, hint in get_type_hints(command, include_extras=True).items():
+        info = next((x for x in getattr(hint, "__metadata__", ()) if isinstance(x, OptionInfo)), None)
+        if info is not None:
+            options[name] = next(iter(info.param_decls or ()), f"--{name.replace('_', '-')}")
+
+    @functools.wraps(command)
+    def run(**given: Any) -> None:
+        try:
+            command(**given)
+        except (ValueError, OSError) as error:
+            name = next(iter(str(error).split()), "")
+            if isinstance(error, OSError):
+                if error.filename is None and not isinstance(error, FileNotFoundError):
+                    raise
+                name = next((x for x in given if str(given[x]) == str(error.filename)), name)
+            option = options.get(name) or OPTIONS.get(name)
+            raise typer.BadParameter(str(error), param_hint=option) from None
+
+    return cast(Command, run)
+
+
 @app.callback()
 def kvcompress(
     version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="show it")] = False,
@@ -43,6 +72,7 @@ def kvcompress(
 
 
 @app.command()
+@_named
 def info(
     model: Annotated[
         str | None, typer.Option(help="name or folder of a transformers model, or example: its cache")
@@ -52,13 +82,11 @@ def info(
     """Show what is installed here, and what a model's cache takes."""
     from .info import run_info
 
-    try:
-        run_info(model=model, as_json=as_json, console=Console())
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--model") from None
+    run_info(model=model, as_json=as_json, console=Console())
 
 
 @app.command()
+@_named
 def generate(
     text: Annotated[str | None, typer.Argument(help="the prompt; not given: --file, or standard input")] = None,
     file: Annotated[Path | None, typer.Option(help="UTF-8 text, the prompt")] = None,
@@ -66,6 +94,8 @@ def generate(
     model: Annotated[str, MODEL] = "example",
     cache: Annotated[str | None, CACHE_OR_OWN] = None,
     max_new_tokens: Annotated[int, typer.Option(help="tokens to write", min=1)] = 64,
+    save: Annotated[Path | None, typer.Option(help="file for the text's cache, before the question is asked")] = None,
+    load: Annotated[Path | None, typer.Option(help="a saved one, in place of a text")] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
     as_json: Annotated[bool, AS_JSON] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="the text alone")] = False,
@@ -73,16 +103,50 @@ def generate(
     """Let a model go on from a text that is read through a compressed cache."""
     from .write_text import run_generate
 
-    try:
-        run_generate(
-            text=text, file=file, question=question, model=model, cache=cache, max_new_tokens=max_new_tokens,
-            device=device, as_json=as_json, quiet=quiet, console=Console(),
-        )  # fmt: skip
-    except (ValueError, FileNotFoundError) as error:
-        raise typer.BadParameter(str(error)) from None
+    run_generate(
+        text=text, file=file, question=question, model=model, cache=cache, max_new_tokens=max_new_tokens,
+        save=save, saved=load, device=device, as_json=as_json, quiet=quiet, console=Console(),
+    )  # fmt: skip
 
 
 @app.command()
+@_named
+def chat(
+    model: Annotated[str, MODEL] = "example",
+    cache: Annotated[str | None, CACHE_OR_OWN] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="tokens of an answer, at most", min=1)] = 256,
+    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
+) -> None:
+    """Talk with a model over one cache: /memory, /save FILE, /load FILE, /reset, /quit."""
+    from .chat import run_chat
+
+    run_chat(
+        model=model, cache=cache, max_new_tokens=max_new_tokens, device=device, lines=sys.stdin, console=Console(),
+        prompt=sys.stdin.isatty(),
+    )  # fmt: skip
+
+
+@app.command()
+@_named
+def bench(
+    model: Annotated[str, MODEL] = "example",
+    cache: Annotated[list[str] | None, typer.Option(help=_CACHE + "; several; not given: four of them")] = None,
+    tokens: Annotated[int, typer.Option(help="of the prompt", min=65)] = 2048,
+    max_new_tokens: Annotated[int, typer.Option(help="tokens to write", min=1)] = 32,
+    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
+    as_json: Annotated[bool, AS_JSON] = False,
+) -> None:
+    """Measure tokens per second and bytes of caches, for a model on this machine."""
+    from .bench import run_bench
+
+    run_bench(
+        model=model, caches=cache or [], tokens=tokens, max_new_tokens=max_new_tokens, device=device,
+        as_json=as_json, console=Console(),
+    )  # fmt: skip
+
+
+@app.command()
+@_named
 def needle(
     lengths: Annotated[list[int] | None, typer.Option(help="tokens of a text; several; not given: 1024, 4096")] = None,
     depths: Annotated[int, typer.Option(help="places of the fact, spread evenly", min=1)] = 5,
@@ -96,16 +160,14 @@ def needle(
     """Plant a fact in texts, at several lengths and depths, and ask for it through a cache."""
     from .needle import run_needle
 
-    try:
-        run_needle(
-            model=model, cache=cache, lengths=lengths or [1024, 4096], depths=depths, guided=not unguided, seed=seed,
-            device=device, as_json=as_json, console=Console(),
-        )  # fmt: skip
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
+    run_needle(
+        model=model, cache=cache, lengths=lengths or [1024, 4096], depths=depths, guided=not unguided, seed=seed,
+        device=device, as_json=as_json, console=Console(),
+    )  # fmt: skip
 
 
 @app.command()
+@_named
 def demo(
     tokens: Annotated[int, typer.Option(help="length of the text, in bytes", min=128)] = 131_072,
     depth: Annotated[float, typer.Option(help="where the fact is planted: 0 start, 1 end", min=0.0, max=1.0)] = 0.3,
@@ -113,30 +175,26 @@ def demo(
     memory_size: Annotated[int, typer.Option(help="tokens kept per layer and head", min=5)] = 256,
     dense_tokens: Annotated[int, typer.Option(help="longest text for the dense model, 0 = skip it", min=0)] = 16_384,
     seed: Annotated[int, typer.Option(help="draws the fact")] = 0,
+    model: Annotated[str, MODEL] = "example",
+    quick: Annotated[bool, typer.Option("--quick", help="16,384 tokens, 1,024 for the dense model: seconds")] = False,
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
 ) -> None:
     """Read a long text through a small memory and ask for a fact in it; fails if the answer is wrong."""
     from .demo import run_demo
 
-    try:
-        right = run_demo(
-            tokens=tokens,
-            depth=depth,
-            chunk_size=chunk_size,
-            memory_size=memory_size,
-            dense_tokens=dense_tokens,
-            seed=seed,
-            device=device,
-            console=Console(),
-        )
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
+    if quick:
+        tokens, dense_tokens = min(tokens, 16_384), min(dense_tokens, 1_024)
+    right = run_demo(
+        tokens=tokens, depth=depth, chunk_size=chunk_size, memory_size=memory_size, dense_tokens=dense_tokens,
+        seed=seed, model=model, device=device, console=Console(),
+    )  # fmt: skip
     if not right:
         typer.echo("the compressed reading gave a wrong answer", err=True)
         raise typer.Exit(1)
 
 
 @app.command()
+@_named
 def plan(
     tokens: Annotated[int, typer.Option(help="length of the prompt, in tokens", min=1)],
     chunk: Annotated[int, typer.Option(help="tokens read per iteration, on average", min=1)] = 1024,
@@ -171,18 +229,15 @@ def plan(
     """Show how a prompt would be read: chunks and memory by iteration, and the gain over a fixed memory."""
     from .plan_report import run_plan
 
-    try:
-        run_plan(
-            tokens=tokens, chunk_size=chunk, memory_size=memory, schedule=schedule, dynamic=dynamic,
-            initial_memory=initial_memory, min_chunk=min_chunk, strict=strict, share=share, model=model, layers=layers,
-            kv_heads=kv_heads, head_dim=head_dim, dtype=dtype, console=Console(width=80),
-        )  # fmt: skip
-    except ValueError as error:
-        name = str(error).split()[0]
-        raise typer.BadParameter(str(error), param_hint=OPTIONS.get(name, f"--{name.replace('_', '-')}")) from None
+    run_plan(
+        tokens=tokens, chunk_size=chunk, memory_size=memory, schedule=schedule, dynamic=dynamic,
+        initial_memory=initial_memory, min_chunk=min_chunk, strict=strict, share=share, model=model, layers=layers,
+        kv_heads=kv_heads, head_dim=head_dim, dtype=dtype, console=Console(width=80),
+    )  # fmt: skip
 
 
 @app.command()
+@_named
 def serve(
     model: Annotated[str, MODEL] = "example",
     cache: Annotated[str | None, typer.Option(help=_CACHE + "; not given: a converted model's own, else dense")] = None,
@@ -205,10 +260,7 @@ def serve(
         raise typer.BadParameter("serve needs fastapi, uvicorn and openai: pip install 'kvcompress[serve]'")
     from .serve.server import run_server
 
-    try:
-        run_server(
-            model=model, cache=cache, pages=pages, page_size=page_size, requests=requests, batch_tokens=batch_tokens,
-            host=host, port=port, device=device, grace=grace, temperature=temperature,
-        )  # fmt: skip
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
+    run_server(
+        model=model, cache=cache, pages=pages, page_size=page_size, requests=requests, batch_tokens=batch_tokens,
+        host=host, port=port, device=device, grace=grace, temperature=temperature,
+    )  # fmt: skip

@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
-from transformers import DynamicCache, LlamaForCausalLM
-from transformers.utils.logging import disable_progress_bar, set_verbosity_error
+from transformers import DynamicCache
+from transformers.utils.logging import set_verbosity_error
 
 from .caches import CompressedCache, IterativeCache, StreamingCache
-from .hf import attach
-from .models import load_example_model
+from .caches.base import trained_length_of
+from .caches.spec import CacheSpec
 from .models.text import fact, long_text, plant, question, random_name, random_pass_key
+from .needle import needle
 from .prefill import prefill
 from .process_memory import PeakMemory
 from .progress import showing
 from .pruners import SnapKV
+from .units import size
+from .write_text import EXAMPLE_NAME, held_nbytes, load
 
 
 @dataclass(frozen=True)
@@ -61,15 +65,8 @@ def make_task(tokens: int, depth: float, seed: int, device: torch.device) -> Tas
     return Task(ids[None], guide, pass_key.decode())
 
 
-def dense_nbytes(model: LlamaForCausalLM, tokens: int) -> int:
-    """Bytes of a dense cache of that many tokens."""
-    config = model.config
-    per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
-    return per_token * tokens * model.dtype.itemsize
-
-
 @torch.no_grad()
-def ask(model: LlamaForCausalLM, task: Task, name: str, cache: CompressedCache | None, guided: bool, note: str,
+def ask(model: Any, tokenizer: Any, task: Task, name: str, cache: CompressedCache | None, guided: bool, note: str,
         console: Console) -> Outcome:  # fmt: skip
     """Reads the text with the given cache (None: dense) and lets the model answer, greedily."""
     peak, begin = PeakMemory(model.device), time.perf_counter()
@@ -88,58 +85,61 @@ def ask(model: LlamaForCausalLM, task: Task, name: str, cache: CompressedCache |
         if model.device.type == "cuda":
             torch.cuda.synchronize(model.device)
         seconds = time.perf_counter() - begin
-    nbytes = cache.nbytes() if cache is not None else dense_nbytes(model, total - 1)
+    nbytes = held_nbytes(held)
+    dense = nbytes if cache is None else cache.dense_nbytes()
+    digits = tokenizer(task.answer, add_special_tokens=False, return_tensors="pt").input_ids.shape[1]
     out = model.generate(
-        task.ids, attention_mask=torch.ones_like(task.ids), past_key_values=held, max_new_tokens=5, do_sample=False
+        task.ids, attention_mask=torch.ones_like(task.ids), past_key_values=held, max_new_tokens=digits, do_sample=False
     )
-    answer = bytes(out[0, total:].tolist()).decode("latin-1")
-    return Outcome(
-        name, total, seconds, nbytes, dense_nbytes(model, total - 1), peak.nbytes(), answer, answer == task.answer, note
-    )
+    answer = tokenizer.decode(out[0, total:]).strip()
+    return Outcome(name, total, seconds, nbytes, dense, peak.nbytes(), answer, answer == task.answer, note)
 
 
 def run_demo(
-    *, tokens: int, depth: float, chunk_size: int, memory_size: int, dense_tokens: int, seed: int, device: str,
-    console: Console,
+    *, tokens: int, depth: float, chunk_size: int, memory_size: int, dense_tokens: int, seed: int, model: str,
+    device: str, console: Console,
 ) -> bool:  # fmt: skip
     """Runs the three readings and prints the table; True if the compressed one answered right."""
-    disable_progress_bar()
     set_verbosity_error()  # the text is longer than the model's trained length on purpose
-    model, _ = load_example_model(device=device)
-    task = make_task(tokens, depth, seed, model.device)
-    place = f"{depth:.0%} of {tokens:,} bytes of Python source"
-    console.print(f"A fact at {place}; the model was trained on {model.config.max_position_embeddings:,}.")
-    console.print(f"Question: {bytes(task.guide.tolist()).decode().strip()!r}, right answer: {task.answer}\n")
+    loaded, tokenizer = load(model, device)
+    if (kind := CacheSpec.kind_of(loaded.config)) is not None:
+        raise ValueError(f"model must not be converted, got one of {kind}, which needs its own cache")
+
+    def new_task(length: int) -> Task:
+        if model == EXAMPLE_NAME:
+            return make_task(length, depth, seed, loaded.device)
+        ids, asked, answer = needle(tokenizer, length, depth, seed)
+        return Task(ids.to(loaded.device), asked.to(loaded.device), answer)
+
+    task, trained = new_task(tokens), trained_length_of(loaded.config)
+    unit = "bytes" if model == EXAMPLE_NAME else "tokens"
+    console.print(f"A fact at {depth:.0%} of {tokens:,} {unit} of Python source; the model was trained on {trained:,}.")
+    console.print(f"Question: {tokenizer.decode(task.guide).strip()!r}, right answer: {task.answer}\n")
     outcomes = []
-    with attach(model):
-        pruner = SnapKV(num_sink_tokens=4)
-        iterative = IterativeCache(model.config, memory_size=memory_size, chunk_size=chunk_size, pruner=pruner)
-        outcomes.append(
-            ask(model, task, "iterative", iterative, True, "guided, the question chose what is kept", console)
-        )
-        streaming = StreamingCache(model.config, window_size=memory_size - 4, chunk_size=chunk_size)
-        distance = round((1 - depth) * tokens)
-        left = distance > memory_size
-        note = (
-            f"the fact left its window {distance - memory_size:,} tokens ago" if left else "the fact is in its window"
-        )
-        outcomes.append(ask(model, task, "StreamingLLM", streaming, False, note, console))
+    pruner = SnapKV(num_sink_tokens=4)
+    iterative = IterativeCache(loaded.config, memory_size=memory_size, chunk_size=chunk_size, pruner=pruner)
+    note = "guided, the question chose what is kept"
+    outcomes.append(ask(loaded, tokenizer, task, "iterative", iterative, True, note, console))
+    streaming = StreamingCache(loaded.config, window_size=memory_size - 4, chunk_size=chunk_size)
+    distance = round((1 - depth) * tokens)
+    left = distance > memory_size
+    note = f"the fact left its window {distance - memory_size:,} tokens ago" if left else "the fact is in its window"
+    outcomes.append(ask(loaded, tokenizer, task, "StreamingLLM", streaming, False, note, console))
     short = min(tokens, dense_tokens)
     if short > 0:
-        dense_task = task if short == tokens else make_task(short, depth, seed, model.device)
-        beyond = short / model.config.max_position_embeddings
+        dense_task = task if short == tokens else new_task(short)
+        beyond = short / trained
         note = "every token kept" if beyond <= 1 else f"{beyond:.0f} times its trained length"
         if short < tokens:
             note += "; a shorter text, the whole would take too long"
-        outcomes.append(ask(model, dense_task, "dense", None, False, note, console))
+        outcomes.append(ask(loaded, tokenizer, dense_task, "dense", None, False, note, console))
     console.print(_table(outcomes))
     for row in outcomes:
         console.print(f"{row.name}: {row.note}.")
+    peak = max((row.peak_nbytes for row in outcomes if row.peak_nbytes is not None), default=None)
+    if peak is not None:
+        console.print(f"The process held {size(peak)} at most: PyTorch, the model and one chunk's activations too.")
     return outcomes[0].right
-
-
-def _mebibytes(nbytes: int | None) -> str:
-    return "unknown" if nbytes is None else f"{nbytes / 2**20:,.1f}"
 
 
 def _table(outcomes: list[Outcome]) -> Table:
@@ -147,17 +147,17 @@ def _table(outcomes: list[Outcome]) -> Table:
     table = Table(
         box=SIMPLE,
         padding=(0, 1, 0, 0),
-        caption="MiB now: the cache after reading; if dense: a cache of every token, in MiB",
+        caption="cache: after reading; if dense: with every token kept",
     )
-    for column in ("cache", "tokens", "MiB now", "if dense", "peak MiB", "tok/s", "answer", "right"):
-        table.add_column(column, justify="left" if column in ("cache", "answer", "right") else "right", no_wrap=True)
+    for column in ("", "tokens", "cache", "if dense", "times less", "tok/s", "answer", "right"):
+        table.add_column(column, justify="left" if column in ("", "answer", "right") else "right", no_wrap=True)
     for row in outcomes:
         table.add_row(
             row.name,
             f"{row.tokens:,}",
-            _mebibytes(row.cache_nbytes),
-            _mebibytes(row.dense_nbytes),
-            _mebibytes(row.peak_nbytes),
+            size(row.cache_nbytes),
+            size(row.dense_nbytes),
+            f"{row.dense_nbytes / row.cache_nbytes:,.0f}",
             f"{row.tokens / row.seconds:,.0f}",
             repr(row.answer)[1:-1],
             "yes" if row.right else "no",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
@@ -12,6 +13,7 @@ from .caches.base import CompressedCache
 from .caches.passes import Iteration
 from .hf.attach import base_model, facts_of
 from .hf.method import KEYWORD, method_of
+from .hf.reminder import without_reminder
 from .logits import LogitsSink
 from .planner import Plan
 from .progress import Progress, showing
@@ -312,11 +314,25 @@ def generate(
 
     model, input_ids [B, T], cache, guide, logits, progress: as for prefill. attention_mask: where it is None and the
     prompts hold the pad token, those are padding, as model.generate has it. generation: any argument of model.generate
-    (max_new_tokens, do_sample, num_beams, num_return_sequences, ...).
+    (max_new_tokens, do_sample, num_beams, num_return_sequences, ...). Warns where positions reach beyond the trained
+    length, in place of transformers' reminder, which goes by the tokens that were seen.
     """
     _need_tensors(input_ids=input_ids, attention_mask=attention_mask)
     whole: Any = model
     if attention_mask is None:
         attention_mask = _padding(model, input_ids, generation)
     prefill(model, input_ids, cache, attention_mask, guide=guide, logits=logits, progress=progress)
-    return whole.generate(input_ids, attention_mask=attention_mask, past_key_values=cache, **generation)
+    _warn_of_length(cache)
+    with without_reminder():
+        return whole.generate(input_ids, attention_mask=attention_mask, past_key_values=cache, **generation)
+
+
+def _warn_of_length(cache: CompressedCache) -> None:
+    reach = cache.reach()
+    if reach > cache.trained_length:
+        warnings.warn(
+            f"positions reach {reach:,} with {type(cache).__name__}, and the model was trained to "
+            f"{cache.trained_length:,}: what it writes from there on is not to be relied on; IterativeCache and "
+            "StreamingCache stay within",
+            stacklevel=3,
+        )

@@ -6,7 +6,7 @@ import json
 import sys
 import time
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from rich.console import Console
 from torch import Tensor
@@ -19,6 +19,7 @@ from .checks import need
 from .hf import attach, from_pretrained
 from .models import load_example_model
 from .prefill import generate
+from .reader import Reading, read
 
 EXAMPLE_NAME = "example"
 
@@ -41,9 +42,19 @@ def read_prompt(text: str | None, file: Path | None) -> str:
     """The prompt: as given, of a file, or of standard input. Raises ValueError for both, or for an empty one."""
     need(text is None or file is None, "text must be None where a file is given")
     if text is None:
-        text = sys.stdin.read() if file is None else file.read_text(encoding="utf-8")
+        try:
+            text = sys.stdin.read() if file is None else file.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"file must be UTF-8 text, got {file or 'standard input'}: {error}") from None
     need(bool(text), "text must not be empty")
     return text
+
+
+def held_nbytes(cache: Any) -> int:
+    if isinstance(cache, CompressedCache):
+        return cache.nbytes()
+    tensors = (x for layer in cache.layers for x in (getattr(layer, "keys", None), getattr(layer, "values", None)))
+    return sum(x.nbytes for x in tensors if x is not None)
 
 
 def write(model: Any, ids: Tensor, guide: Tensor | None, spec: CacheSpec, **options: Any) -> tuple[Tensor, int]:
@@ -53,8 +64,7 @@ def write(model: Any, ids: Tensor, guide: Tensor | None, spec: CacheSpec, **opti
     """
     held = spec.make(model.config)
     if not isinstance(held, CompressedCache):
-        out = model.generate(ids, past_key_values=held, do_sample=False, **options)
-        return out, sum(layer.keys.nbytes + layer.values.nbytes for layer in cast(Any, held).layers)
+        return model.generate(ids, past_key_values=held, do_sample=False, **options), held_nbytes(held)
     if guide is not None:
         try:
             held.check_guide()
@@ -65,17 +75,27 @@ def write(model: Any, ids: Tensor, guide: Tensor | None, spec: CacheSpec, **opti
 
 def run_generate(
     *, text: str | None, file: Path | None, question: str, model: str, cache: str | None, max_new_tokens: int,
-    device: str, as_json: bool, quiet: bool, console: Console,
+    save: Path | None, saved: Path | None, device: str, as_json: bool, quiet: bool, console: Console,
 ) -> None:  # fmt: skip
     """Prints what the model writes after the text and the question, as it comes; then what the cache held. cache: None
-    = the converted model's own, or IterativeCache.
+    = the converted model's own, or IterativeCache. save: where the cache of the text goes before the question is asked;
+    saved: one that such a call has saved, in place of a text.
 
     Raises ValueError for wrong settings, FileNotFoundError for a file that is not there.
     """
     asked = None if cache is None else CacheSpec.parse(cache)
-    prompt = read_prompt(text, file)
+    if saved is not None:
+        need(text is None and file is None and cache is None and save is None,
+             "load takes the place of a text, a file, a cache and save: give a question alone")  # fmt: skip
+        need(bool(question), "question must be given with load")
+    prompt = "" if saved is not None else read_prompt(text, file)
     loaded, tokenizer = load(model, device)
     spec = asked or CacheSpec(CacheSpec.kind_of(loaded.config) or "iterative", {})
+    if save is not None or saved is not None:
+        _through_file(
+            loaded, tokenizer, prompt, question, spec, save, saved, max_new_tokens, as_json, quiet, console
+        )  # fmt: skip
+        return
     ids = tokenizer(prompt + question, return_tensors="pt").input_ids.to(device)
     guide = tokenizer(question, return_tensors="pt", add_special_tokens=False).input_ids[0].to(device)
     streamer = None if as_json else TextStreamer(tokenizer, skip_prompt=True)
@@ -90,3 +110,32 @@ def run_generate(
         print(json.dumps({"text": written, **figures, "cache": str(spec), "cache_nbytes": nbytes}))
     elif not quiet:
         console.print(f"{ids.shape[1]:,} tokens read, {count:,} written in {seconds} s; {nbytes:,} bytes held ({spec})")
+
+
+def _through_file(
+    model: Any, tokenizer: Any, prompt: str, question: str, spec: CacheSpec, save: Path | None, saved: Path | None,
+    max_new_tokens: int, as_json: bool, quiet: bool, console: Console,
+) -> None:  # fmt: skip
+    """Reads a text and saves its cache, or takes a saved one; then asks the question, if there is one."""
+    begin = time.perf_counter()
+    if saved is not None:
+        reading = Reading.load(saved, model, tokenizer)
+    else:
+        held = spec.make(model.config, tokenizer)
+        need(isinstance(held, CompressedCache), f"cache must be a compressed one for save, got {spec}")
+        try:
+            held.check_guide()
+            guide = question or None
+        except ValueError:
+            guide = None
+        reading = read(model, tokenizer, prompt, cache=held, guide=guide)
+        reading.save(Path(str(save)))
+    streamer = None if as_json else TextStreamer(tokenizer, skip_prompt=True)
+    answer = reading.ask(question, max_new_tokens=max_new_tokens, streamer=streamer) if question else ""
+    seconds, nbytes = round(time.perf_counter() - begin, 3), reading.cache.nbytes()
+    tokens = reading.cache.get_seq_length()
+    if as_json:
+        print(json.dumps({"text": answer, "tokens_read": tokens, "seconds": seconds, "cache_nbytes": nbytes}))
+    elif not quiet:
+        what = f"saved to {save}" if saved is None else f"from {saved}"
+        console.print(f"{tokens:,} tokens read, {nbytes:,} bytes held, {what}; {seconds} s", highlight=False)

@@ -91,3 +91,40 @@ def test_needle_finds_what_the_question_keeps_and_loses_it_without():
     assert [row["recalled"] for row in unguided] == [False, False]
     assert abs(guided[0]["tokens"] - 1024) < 64
     assert "1.00" in run("needle", *options[:-1])
+
+
+def test_a_text_is_read_and_saved_then_asked_without_reading_it_again(tmp_path):
+    file = str(tmp_path / "text.safetensors")
+    read = json.loads(run("generate", FACT, "--cache", "pruned,budget=0.0,later=keep", "--save", file, "--json"))
+    assert (read["text"], read["tokens_read"]) == ("", len(FACT))
+    found = json.loads(run("generate", "--load", file, "--question", QUESTION, "--max-new-tokens", "5", "--json"))
+    assert found["text"] == "48213" and found["cache_nbytes"] == read["cache_nbytes"]
+    assert "question must be given with load" in run("generate", "--load", file, code=2)
+    assert "load takes the place of a text" in run("generate", "x", "--load", file, "--question", "y", code=2)
+
+
+def test_wrong_files_are_named_with_their_option(tmp_path):
+    bad = tmp_path / "bad.txt"
+    bad.write_bytes(b"\xff\xfe\xfa")
+    for arguments, option in (
+        (("--file", str(tmp_path / "none.txt")), "--file"),
+        (("--file", str(bad)), "--file"),
+        (("x", "--model", "./no/where"), "--model"),
+        (("x", "--cache", "prund"), "--cache"),
+    ):
+        assert f"Invalid value for {option}" in run("generate", *arguments, code=2).replace("'", "")
+
+
+def test_bench_has_a_row_for_each_cache():
+    options = ["--tokens", "256", "--max-new-tokens", "2", "--cache", "dense", "--cache", "pruned,budget=0.75"]
+    rows = json.loads(run("bench", *options, "--json"))["rows"]
+    assert [row["cache"] for row in rows] == ["dense", "pruned,budget=0.75"]
+    assert rows[0]["cache_nbytes"] == 257 * 2 * 4 * 2 * 64 * 4 > 2 * rows[1]["cache_nbytes"]
+    assert all(row["read_tokens_per_second"] > 0 and row["written_tokens_per_second"] > 0 for row in rows)
+    assert "read tokens/s" in run("bench", *options)
+
+
+def test_chat_answers_lines_of_a_pipe():
+    assert "48213" in run("chat", "--cache", "pruned,budget=0.0", "--max-new-tokens", "5", text="\n".join(
+        [FACT.replace("\n", " ") + QUESTION.strip() + " ", "/memory", ""]
+    ))  # fmt: skip

@@ -66,6 +66,7 @@ class CompressedCache(Summary, RecurrentStates, Cache, PassCache):
         self._decoder: weakref.ref[Any] | None = None
         self._sizes = sizes_of(config)
         self.seen = 0  # columns of input that went in, padding included: generation slices its prompt by it
+        self._dtype: torch.dtype | None = None  # of the model that filled it
         self.read_ids: Tensor | None = None  # [1, T] what kvcompress.read has read; of no meaning to the cache itself
         self.fixed = 0  # how many of them cannot be taken back
         self._batch = 0
@@ -222,6 +223,7 @@ class CompressedCache(Summary, RecurrentStates, Cache, PassCache):
 
     def open(self, facts: Facts, counts: Sequence[int], columns: int, iteration: Iteration | None = None) -> CachePass:
         """A pass of counts[b] tokens of each sequence in so many columns; adopt() has been called."""
+        self._check_dtype()
         if columns > 1 and (self.seen or self._columns_read or self._states_began):
             self.check_parts(facts, padded=iteration is not None and min(counts) < columns)
         step = CachePass(facts, self.layers, counts, columns, iteration)
@@ -229,6 +231,20 @@ class CompressedCache(Summary, RecurrentStates, Cache, PassCache):
             layer.check_step(step, facts[layer.index])
         self._batch, self._incomplete = len(counts), True
         return step
+
+    def _check_dtype(self) -> None:
+        """Raises ValueError where the model was cast since it filled the cache."""
+        decoder = self.decoder
+        if decoder is None:
+            return
+        dtype = decoder.get_input_embeddings().weight.dtype
+        if not self._lengths:
+            self._dtype = dtype
+        elif dtype != self._dtype:
+            raise ValueError(
+                f"{type(decoder).__name__} must be {self._dtype} as it was when it filled this cache, got {dtype}: "
+                "cast it back, or reset() the cache and read again"
+            )
 
     @staticmethod
     def check_parts(facts: Facts, *, padded: bool) -> None:

@@ -1,0 +1,119 @@
+"""`kvcompress chat`: a conversation over one cache, which can be kept in a file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import Tensor
+from transformers import TextStreamer
+from transformers.utils.logging import set_verbosity_error
+
+from .caches import CompressedCache
+from .caches.saving import load_cache
+from .caches.spec import CacheSpec
+from .prefill import generate
+from .write_text import load
+
+COMMANDS = """/memory       what the cache has seen and holds
+/save FILE    the conversation, to go on with later
+/load FILE    a saved one in place of this one
+/reset        begin anew
+/quit         or the end of the input: leave"""
+
+
+class Chat:
+    """A conversation. model: attached. spec: of its cache, a compressed one."""
+
+    def __init__(self, model: Any, tokenizer: Any, spec: CacheSpec, max_new_tokens: int) -> None:
+        self.model, self.tokenizer, self.spec, self.max_new_tokens = model, tokenizer, spec, max_new_tokens
+        self.reset()
+
+    def reset(self) -> None:
+        made = self.spec.make(self.model.config, self.tokenizer)
+        if not isinstance(made, CompressedCache):
+            raise ValueError(f"cache must be a compressed one, got {self.spec}")
+        self.cache = made
+
+    def turn(self, text: str, streamer: Any = None) -> str:
+        """What the model answers; it reads what is new."""
+        first = self.cache.read_ids is None
+        templated = bool(getattr(self.tokenizer, "chat_template", None))
+        asked = self._templated(text, first) if templated else text if first else f"\n{text}"
+        new: Tensor = self.tokenizer(asked, return_tensors="pt", add_special_tokens=first and not templated).input_ids
+        before = self.cache.read_ids
+        new = new.to(self.model.device)
+        ids = new if before is None else torch.cat([before, new], dim=1)
+        out = generate(
+            self.model, ids, self.cache, max_new_tokens=self.max_new_tokens, do_sample=False, streamer=streamer
+        )  # fmt: skip
+        self.cache.read_ids = out
+        return str(self.tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))
+
+    def _templated(self, text: str, first: bool) -> str:
+        """A user's turn as the model's template writes it; of a later one what follows an answer."""
+        user, template = {"role": "user", "content": text}, self.tokenizer.apply_chat_template
+        alone = str(template([user], add_generation_prompt=True, tokenize=False))
+        if first:
+            return alone
+        answered = [user, {"role": "assistant", "content": "yes"}]
+        before = str(template(answered, tokenize=False))
+        after = str(template([*answered, user], add_generation_prompt=True, tokenize=False))
+        return after[len(before) :] if after.startswith(before) else alone
+
+    def save(self, path: str | Path) -> Path:
+        return self.cache.save(path, self.model)
+
+    def load(self, path: str | Path) -> None:
+        """Raises what load_cache does, and ValueError for a cache that holds no conversation."""
+        cache = load_cache(path, self.model)
+        if cache.read_ids is None:
+            raise ValueError(f"{path} must hold a conversation, got a cache alone")
+        self.cache = cache
+
+
+def run_chat(
+    *, model: str, cache: str | None, max_new_tokens: int, device: str, lines: Iterable[str], console: Console,
+    prompt: bool,
+) -> None:  # fmt: skip
+    """Answers lines as they come. prompt: whether somebody sits there. Raises ValueError for wrong settings."""
+    set_verbosity_error()  # a conversation may outgrow the trained length: the cache does not
+    asked = None if cache is None else CacheSpec.parse(cache)
+    loaded, tokenizer = load(model, device)
+    spec = asked or CacheSpec(CacheSpec.kind_of(loaded.config) or "iterative", {})
+    chat = Chat(loaded, tokenizer, spec, max_new_tokens)
+    if prompt:
+        console.print(f"{model}, {spec}. Commands:\n{COMMANDS}", highlight=False, markup=False)
+        console.print("> ", end="")
+    for line in lines:
+        text = line.rstrip("\n")
+        if text.split(" ")[0] in ("/quit", "/exit"):
+            return
+        if text.startswith("/"):
+            console.print(_command(chat, text), highlight=False, markup=False)
+        elif text:
+            chat.turn(text, TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True))
+        if prompt:
+            console.print("> ", end="")
+
+
+def _command(chat: Chat, text: str) -> str:
+    """Does it; what to say of it, an error too: a conversation goes on."""
+    name, _, path = text.partition(" ")
+    try:
+        if name == "/memory":
+            return chat.cache.summary()
+        if name == "/reset":
+            chat.reset()
+            return "empty"
+        if name == "/save" and path:
+            return f"saved to {chat.save(path.strip())}"
+        if name == "/load" and path:
+            chat.load(path.strip())
+            return repr(chat.cache)
+    except (OSError, ValueError, RuntimeError) as error:
+        return str(error)
+    return f"no such command: {text}\n{COMMANDS}"

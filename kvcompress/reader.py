@@ -1,0 +1,141 @@
+"""read(model, tokenizer, text).ask(question): a text is read once, asked often, and kept in a file between."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, overload
+
+import torch
+from torch import Tensor, nn
+
+from .budgets import Budget, GlobalTopK, Size
+from .caches.base import CompressedCache
+from .caches.pruned import PrunedCache
+from .caches.saving import load_cache
+from .caches.spec import DENSE, CacheSpec
+from .checks import need
+from .hf.attach import attach, is_attached
+from .hf.reminder import without_reminder
+from .prefill import prefill
+from .progress import Progress
+from .pruners import Replay
+
+BUDGET = 0.75  # share of a text's tokens that goes where nothing is said
+
+
+class Reading:
+    """A text that a model has read into a compressed cache. Made by kvcompress.read, or Reading.load.
+
+    model, tokenizer: that read it. cache: what is left of the text; asking does not change it.
+    """
+
+    def __init__(self, model: nn.Module, tokenizer: Any, cache: CompressedCache) -> None:
+        need(cache.read_ids is not None, "cache must be one that kvcompress.read has filled")
+        self.model, self.tokenizer, self.cache = model, tokenizer, cache
+
+    @overload
+    def ask(self, question: str, **generation: Any) -> str: ...
+    @overload
+    def ask(self, question: Sequence[str], **generation: Any) -> list[str]: ...
+    def ask(self, question: str | Sequence[str], **generation: Any) -> str | list[str]:
+        """What the model writes after the text and a question, greedily unless generation says otherwise.
+
+        question: text that follows the one that was read, as it is (the words of a chat template included), or several,
+        each of which is asked of the text alone. generation: arguments of model.generate; max_new_tokens is 64 where
+        nothing says how long. Returns the answer, or a list of answers.
+        Raises ValueError for an empty question.
+        """
+        if not isinstance(question, str):
+            return [self.ask(one, **generation) for one in question]
+        need(bool(question), "question must not be empty")
+        seen = self.cache.read_ids
+        assert seen is not None
+        asked = self.tokenizer(question, return_tensors="pt", add_special_tokens=False).input_ids.to(seen)
+        settings = {"do_sample": False, **generation}
+        if not {"max_new_tokens", "max_length"} & settings.keys():
+            settings["max_new_tokens"] = 64
+        ids = torch.cat([seen, asked], dim=1)
+        whole: Any = self.model
+        with without_reminder():
+            out = whole.generate(
+                ids, attention_mask=torch.ones_like(ids), past_key_values=self.cache.fork(), **settings
+            )  # fmt: skip
+        return str(self.tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Saves cache and token ids as one file, as CompressedCache.save does. Returns the path."""
+        return self.cache.save(path, self.model)
+
+    @staticmethod
+    def load(path: str | os.PathLike[str], model: nn.Module, tokenizer: Any, **options: Any) -> Reading:
+        """What save wrote, in any process. model: as it was then; attached if it is not. options: of load_cache.
+
+        Raises what load_cache does, and ValueError for a cache that was not saved by a Reading.
+        """
+        _attached(model)
+        return Reading(model, tokenizer, load_cache(path, model, **options))
+
+    def __repr__(self) -> str:
+        return f"Reading({self.cache!r})"
+
+
+def read(
+    model: nn.Module,
+    tokenizer: Any,
+    text: str,
+    *,
+    budget: Size | Budget | None = None,
+    cache: CompressedCache | CacheSpec | str | None = None,
+    guide: str | None = None,
+    progress: Progress | bool = False,
+) -> Reading:
+    """Reads a text once, for questions that come later.
+
+    model: attached if it is not yet, and it stays so. text: as the tokenizer takes it. budget: what goes or stays of
+    the text, as PrunedCache has it: the share to remove (0.75 where neither budget nor cache is given), tokens, bytes
+    or a Budget; a number is divided over all layers and heads by Replay's scores (GlobalTopK), which needs no question.
+    cache: another way to read, an empty cache or one as text ("iterative,memory_size=1024"); that of a converted model
+    where it is None. guide: what will be asked about, for caches that look at a question.
+    progress: True shows a bar; a function is called with (tokens read, tokens in all).
+    Returns the Reading; its cache holds what is left of the text. Questions are kept whole.
+    Raises ValueError for an empty text, for a cache that is not empty, for budget and cache together, and for a budget
+    with a converted model, which decides itself.
+    Source: the setting is that of KVzip, a text compressed once without knowing the questions.
+    """
+    _attached(model)
+    whole: Any = model
+    kind = CacheSpec.kind_of(whole.config)
+    need(budget is None or cache is None, f"budget must be None where a cache is given, got {budget!r}")
+    need(budget is None or kind is None, f"budget must be None with a model converted to {kind}, got {budget!r}")
+    if cache is None and kind is None:
+        wish = BUDGET if budget is None else budget
+        divided = wish if isinstance(wish, Budget) else GlobalTopK(wish)
+        cache = PrunedCache(whole.config, Replay(), divided, later="keep")
+    elif cache is None:
+        cache = CacheSpec(str(kind), {})
+    if isinstance(cache, str):
+        cache = CacheSpec.parse(cache)
+    if isinstance(cache, CacheSpec):
+        need(cache.kind != DENSE, "cache must be a compressed one, got dense")
+        cache = cache.make(whole.config, tokenizer)
+    if not isinstance(cache, CompressedCache):
+        raise ValueError(f"cache must be a kvcompress cache, or one as text, got {type(cache).__name__}")
+    need(cache.get_seq_length() == 0, f"cache must be empty, got {cache!r}")
+    need(bool(text), "text must not be empty")
+    device = whole.get_input_embeddings().weight.device
+    ids: Tensor = tokenizer(text, return_tensors="pt").input_ids.to(device)
+    question = None
+    if guide is not None:
+        question = tokenizer(guide, return_tensors="pt", add_special_tokens=False).input_ids[0].to(device)
+    prefill(model, ids, cache, guide=question, progress=progress)
+    with torch.no_grad():  # what prefill holds back: nothing of the text is left for the first question
+        whole(input_ids=ids[:, cache.get_seq_length() :], past_key_values=cache)
+    cache.read_ids = ids
+    return Reading(model, tokenizer, cache)
+
+
+def _attached(model: nn.Module) -> None:
+    if not is_attached(model):
+        attach(model)

@@ -1,0 +1,169 @@
+"""read(...).ask(...), the pipeline and the chat: text in, text out, over one reading."""
+
+import io
+
+import pytest
+import torch
+from rich.console import Console
+from transformers import pipeline
+
+import kvcompress
+import kvcompress.pipelines
+from kvcompress import IterativeCache, PrunedCache, Reading, StreamingCache
+from kvcompress.caches.spec import CacheSpec
+from kvcompress.chat import Chat, run_chat
+from kvcompress.progress import showing
+
+FILLER = "def area(width, height):\n    return width * height\n\n"
+TEXT = (
+    FILLER * 4 + "# The pass key of iron-lake is 48213.\n" + FILLER * 6
+    + "# The pass key of moss-star is 90467.\n" + FILLER * 4
+)  # fmt: skip
+QUESTIONS = ["\n# The pass key of iron-lake is ", "\n# The pass key of moss-star is "]
+ANSWERS = ["48213", "90467"]
+
+
+@pytest.fixture(scope="module")
+def example():
+    return kvcompress.load_example_model()
+
+
+@pytest.fixture(scope="module")
+def reading(example):
+    return kvcompress.read(*example, TEXT)
+
+
+def test_a_text_is_read_once_and_asked_often(reading, tmp_path, example):
+    assert reading.cache.seen_lengths() == [len(TEXT)]
+    assert reading.cache.compression_ratio() > 2
+    held = reading.cache.nbytes()
+    assert reading.ask(QUESTIONS, max_new_tokens=5) == ANSWERS
+    assert reading.ask(QUESTIONS[0], max_new_tokens=5) == ANSWERS[0]
+    assert reading.cache.nbytes() == held and reading.cache.get_seq_length() == len(TEXT)
+    again = Reading.load(reading.save(tmp_path / "text.safetensors"), *example)
+    assert again.ask(QUESTIONS[1], max_new_tokens=5) == ANSWERS[1]
+    assert torch.equal(again.cache.read_ids, reading.cache.read_ids)
+
+
+@pytest.mark.parametrize(
+    "cache",
+    ["quest,token_budget=256", CacheSpec("streaming", {"window_size": "2000"}), lambda c: PrunedCache(c, budget=0.0)],
+    ids=["text", "spec", "cache"],
+)
+def test_any_cache_can_read(cache, example):
+    model, tokenizer = example
+    given = cache(model.config) if callable(cache) else cache
+    assert kvcompress.read(model, tokenizer, TEXT, cache=given).ask(QUESTIONS[0], max_new_tokens=5) == ANSWERS[0]
+
+
+def test_a_guide_says_what_will_be_asked(example):
+    model, tokenizer = example
+    memory = IterativeCache(model.config, memory_size=64, chunk_size=128)
+    assert kvcompress.read(model, tokenizer, TEXT, cache=memory, guide=QUESTIONS[1]).ask(
+        QUESTIONS[1], max_new_tokens=5
+    ) == ANSWERS[1]  # fmt: skip
+
+
+def test_a_converted_model_reads_with_its_own_cache():
+    model, tokenizer = kvcompress.load_example_model(retrofit="dmc")
+    found = kvcompress.read(model, tokenizer, TEXT)
+    assert isinstance(found.cache, kvcompress.DMCCache) and found.ask(QUESTIONS[0], max_new_tokens=5) == ANSWERS[0]
+    with pytest.raises(ValueError, match="budget must be None with a model converted to dmc"):
+        kvcompress.read(model, tokenizer, TEXT, budget=0.5)
+
+
+def test_what_reading_cannot_do_is_named(example, reading, tmp_path):
+    model, tokenizer = example
+    streaming = StreamingCache(model.config)
+    for error, given in (
+        ("budget must be None where a cache is given", {"budget": 0.5, "cache": "streaming"}),
+        ("cache must be a compressed one, got dense", {"cache": "dense"}),
+        ("cache must be a kvcompress cache, or one as text, got int", {"cache": 3}),
+        ("guide has no effect", {"cache": streaming, "guide": "x"}),
+        ("cache must be empty, got PrunedCache", {"cache": reading.cache}),
+    ):
+        with pytest.raises(ValueError, match=error):
+            kvcompress.read(model, tokenizer, TEXT, **given)
+    with pytest.raises(ValueError, match="text must not be empty"):
+        kvcompress.read(model, tokenizer, "")
+    with pytest.raises(ValueError, match="question must not be empty"):
+        reading.ask("")
+    cache = kvcompress.prefill(
+        model, tokenizer(TEXT, return_tensors="pt").input_ids, PrunedCache(model.config, budget=64)
+    )
+    with pytest.raises(ValueError, match=r"cache must be one that kvcompress.read has filled"):
+        Reading.load(cache.save(tmp_path / "bare.safetensors"), model, tokenizer)
+
+
+def test_the_pipeline_reads_each_prompt_through_a_new_cache(example):
+    model, tokenizer = example
+    generator = pipeline(
+        "kvcompress-text-generation", model=model, tokenizer=tokenizer,
+        cache="iterative,memory_size=128,chunk_size=256,pruner=snapkv,num_sink_tokens=4",
+    )  # fmt: skip
+    options = {"max_new_tokens": 5, "do_sample": False, "return_full_text": False}
+    found = generator([TEXT + QUESTIONS[0]] * 2, guide=QUESTIONS[0], **options)
+    assert [one[0]["generated_text"] for one in found] == [ANSWERS[0]] * 2
+    made = []
+
+    def new_cache(config):
+        made.append(PrunedCache(config, budget=0.0))
+        return made[-1]
+
+    found = generator([TEXT + question for question in QUESTIONS], cache=new_cache, batch_size=2, **options)
+    assert [one[0]["generated_text"] for one in found] == ANSWERS
+    assert [cache.seen_lengths() for cache in made] == [[len(TEXT + QUESTIONS[0]) + 4] * 2]
+    with pytest.raises(ValueError, match="cache must be a compressed one, got dense"):
+        generator(TEXT, cache="dense", **options)
+
+
+def test_a_conversation_goes_on_over_one_cache_and_in_another(example, tmp_path):
+    file, console = tmp_path / "talk.safetensors", Console(file=io.StringIO(), width=200)
+    lines = [
+        TEXT + QUESTIONS[0],
+        "/memory",
+        f"/save {file}",
+        "/reset",
+        "/memory",
+        f"/load {file}",
+        "/nothing",
+        "/load x",
+    ]
+    run_chat(
+        model="example", cache="pruned,budget=0.0", max_new_tokens=5, device="cpu",
+        lines=[*lines, "/quit", "never read"], console=console, prompt=False,
+    )  # fmt: skip
+    seen = len(TEXT + QUESTIONS[0]) + 4
+    memory, saved, empty, after, loaded, unknown, *_, missing = [
+        line for line in console.file.getvalue().splitlines() if not line.startswith(("  ", "/"))
+    ]
+    assert memory == f"PrunedCache: {seen} tokens seen" and saved == f"saved to {file}" and empty == "empty"
+    assert after == "PrunedCache(empty)" and loaded.startswith(f"PrunedCache({seen} tokens seen")
+    assert unknown == "no such command: /nothing" and missing == "path must be a file that save wrote, got x"
+
+    model, tokenizer = example
+    chat = Chat(model, tokenizer, CacheSpec.parse("pruned,budget=0.0"), 5)
+    chat.load(file)
+    assert chat.turn(QUESTIONS[1][1:]) == ANSWERS[1]
+    assert chat.cache.seen_lengths() == [seen + 1 + len(QUESTIONS[1]) + 4]  # the last token of the first answer too
+
+
+def test_a_template_writes_later_turns_without_what_stands_before_them(example):
+    model, tokenizer = example[0], kvcompress.load_example_model()[1]
+    tokenizer.chat_template = (
+        "<s>{% for m in messages %}<{{ m.role }}>{{ m.content }}</{{ m.role }}>{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    chat = Chat(model, tokenizer, CacheSpec("streaming", {}), 2)
+    chat.turn("one")
+    first = tokenizer.decode(chat.cache.read_ids[0])
+    chat.turn("two")
+    assert first.startswith("<s><user>one</user><assistant>")
+    assert tokenizer.decode(chat.cache.read_ids[0]).startswith(first + "<user>two</user><assistant>")
+
+
+def test_progress_is_lines_where_nobody_sees_a_bar(capsys, monkeypatch):
+    monkeypatch.setattr("kvcompress.progress.SECONDS", 0.0)
+    with showing(True, 1000, label="reading", console=Console(file=io.StringIO())) as show:
+        show(400)
+    assert capsys.readouterr().err == "reading: 400 of 1,000 tokens, 0 s\n"

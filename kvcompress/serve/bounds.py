@@ -61,6 +61,12 @@ class Bounds:
             return self.rows * -(-tokens // self.P)
         return int(np.ceil(tokens * self.share / self.P).sum())
 
+    def growth(self) -> float:
+        """Pages that a request takes, as it decodes, for as many tokens as a page has slots."""
+        if isinstance(self.cache, PrunedCache) and self.cache.every:
+            return self.rows * min(self.cache.every, self.P) / self.P
+        return float(self.share.sum())
+
     def note(self, cache: CompressedCache, tokens: int) -> None:
         """A prompt of so many tokens has been read, and its lengths are known: the ratio of the next ones."""
         if not self.learned or tokens < self.P:

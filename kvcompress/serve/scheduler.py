@@ -104,7 +104,9 @@ class PageScheduler(Scheduler):
             self._refuse(state, reason)
             return None
         coming = sum(served.bounds.expected(prompt) for prompt in (prompt, *served.prompts()))
-        if self.active_requests and coming + MARGIN * served.pages > free:
+        # and the next page of whoever decodes, of which half are there
+        growth = served.bounds.growth() * (1 + len(self.active_requests) / 2)
+        if self.active_requests and coming + growth + MARGIN * served.pages > free:
             return None
         part = self._part(state, budget, free, bool(self.active_requests))
         if part is None and not self.active_requests:  # nobody will give pages back

@@ -141,6 +141,15 @@ def test_a_learned_ratio_with_fewer_pages_than_rows_is_refused_not_waited_for():
         assert f"needs more than all 5 pages for its prompt of {tokens} tokens" in error
 
 
+def test_a_prompt_that_its_cache_refuses_fails_alone():
+    model, prompts = tiny_model(max_position_embeddings=100), prompts_of((20, 60, 10))
+    cache = "pruned,pruner=replay,budget=12"  # asks queries again behind the prompt
+    found, _, in_use = served(model, cache, prompts, (4, 4, 4), pages=200, page_size=8, requests=4, batch_tokens=96)
+    assert isinstance(found[1], str) and "asks queries again at 60 positions behind" in found[1]
+    assert [found[i] for i in (0, 2)] == [alone(model, cache, prompts[i], 4) for i in (0, 2)]
+    assert in_use == 0
+
+
 def test_nan_fails_the_request_that_met_it_alone():
     model, prompts = tiny_model(), prompts_of((10, 14, 12))
     with torch.no_grad():

@@ -46,12 +46,13 @@ class ServedPass(Pass):
     """One forward pass over packed tokens [1, T]: first one of each request that decodes, then parts of prompts.
 
     All decoding requests attend in one call of a layer, and each part in one of its own. A part whose cache refuses it
-    (NaN scores) gets zeros from there on; failed says which, and why.
+    (positions that the model does not know, NaN scores) gets zeros from there on; failed says which, and why.
     """
 
-    def __init__(self, facts: Facts, together: CachePass | None, parts: Sequence[tuple[str, CachePass]]) -> None:
-        self.facts, self.together, self.parts = facts, together, parts
+    def __init__(self, facts: Facts, together: CachePass | None) -> None:
+        self.facts, self.together = facts, together
         self.decoding = 0 if together is None else len(together.counts)
+        self.parts: list[tuple[Part, CachePass | None]] = []  # None of those that have failed already
         self.failed: dict[str, str] = {}
 
     def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax) -> Tensor:
@@ -59,15 +60,15 @@ class ServedPass(Pass):
         if self.together is not None:
             q, k, v = (x[0, :, :start].transpose(0, 1)[:, :, None] for x in (queries, keys, values))
             out[0, :, :start] = self.together.attend(layer, q, k, v, softmax)[:, :, 0].transpose(0, 1)
-        for request, step in self.parts:
-            end = start + step.columns
-            if request not in self.failed:
+        for part, step in self.parts:
+            end = start + part.tokens
+            if step is not None and part.request not in self.failed:
                 try:
                     q, k, v = (x[:, :, start:end] for x in (queries, keys, values))
                     out[:, :, start:end] = step.attend(layer, q, k, v, softmax)
                 except RuntimeError as error:
-                    self.failed[request] = str(error)
-            if request in self.failed:
+                    self.failed[part.request] = str(error)
+            if part.request in self.failed:
                 out[:, :, start:end] = 0
             start = end
         out[:, :, start:] = 0
@@ -184,14 +185,6 @@ class Requests:
         """Pages that requests hold. Waits for the device."""
         return self.pages - self.store.count_free()
 
-    def state_nbytes(self) -> int:
-        """Bytes that requests keep beside pages: windows, sums, scores."""
-        caches = [reader.cache for reader in self.reading.values()]
-        caches += [] if self._running is None else [self._running]
-        layers = [layer for cache in caches for layer in cache.own]
-        pools = [layer.pool for layer in layers if getattr(layer, "pool", None) is not None]
-        return sum(layer.nbytes() for layer in layers) - sum(pool.nbytes() for pool in pools)
-
     # ---- a pass ----
 
     @torch.inference_mode(False)
@@ -204,29 +197,31 @@ class Requests:
         if self._changed and self._running is not None:
             self._set_aside(sum(self.part_pages(part) for part in parts), waiting)
         self._changed = bool(parts)
-        together, reading = None, []
+        together = None
         if self._running is not None:
-            count = len(self.decoding)
-            together = self._running.open(self.facts, [1] * count, 1)
+            together = self._running.open(self.facts, [1] * len(self.decoding), 1)
+        self._pass = current = ServedPass(self.facts, together)
         for part in parts:
-            reader = self.reading.get(part.request)
+            step, reader = None, self.reading.get(part.request)
             if reader is None:
                 reader = self.reading[part.request] = _Reader(self._new_cache(), part.prompt)
-            step = reader.cache.open(self.facts, [part.tokens], part.tokens)
-            step.prompts = (part.given,)
-            reader.seen += part.tokens
-            reading.append((part.request, step))
-        self._pass = ServedPass(self.facts, together, reading)
-        return self._pass
+            try:
+                step = reader.cache.open(self.facts, [part.tokens], part.tokens)
+                step.prompts = (part.given,)
+                reader.seen += part.tokens
+            except (ValueError, RuntimeError) as error:
+                current.failed[part.request] = str(error)
+            current.parts.append((part, step))
+        return current
 
     def end(self) -> None:
         """The pass is over: every layer has attended."""
         assert self._pass is not None
-        for request, step in self._pass.parts:
-            if request in self._pass.failed:
-                self.drop(request)
-            elif request in self.reading:
-                self.reading[request].cache.end(step, None)
+        for part, step in self._pass.parts:
+            if step is None or part.request in self._pass.failed:
+                self.drop(part.request)
+            else:
+                self.reading[part.request].cache.end(step, None)
         self._pass = None
 
     # ---- within ----

@@ -134,6 +134,12 @@ def test_a_request_that_cannot_fit_fails_and_the_others_go_on(cache, settings, m
     assert in_use == 0
 
 
+def test_an_empty_prompt_fails_at_once():
+    for cache, dmc in (CACHES["dense"], CACHES["dmc"]):
+        found, _, _ = served(model_of(dmc), cache, [[], [5, 6]], (3, 1), pages=20, requests=2, batch_tokens=16)
+        assert "has no token in its prompt" in found[0] and len(found[1]) == 1
+
+
 def test_a_learned_ratio_with_fewer_pages_than_rows_is_refused_not_waited_for():
     found, _, in_use = served(deciding_model(), "dmc", prompts_of((9, 4)), (3, 3), pages=5, requests=2, batch_tokens=16)
     assert in_use == 0

@@ -161,6 +161,7 @@ def test_what_cannot_be_done_is_answered_and_the_next_request_is_served():
         assert status == 500 and "NaN" in answer["error"]["message"]
         for field, value in (("temperature", 0.7), ("top_p", 0.5), ("stop", [""]), ("model", "another")):
             assert client.complete(prompt, 4, **{field: value})[0] == 400, field
+        assert client.complete([], 4)[0] == 400 and client.complete([], 4, stream=True)[0] == 400
         assert client.complete(prompt, 4, temperature=0.0)[0] == 200  # which is how this server writes
         assert client.ask("/v1/systemone", {})[0] == 501 and client.ask("/load_model", {"model": "x"})[0] == 400
         assert client.ask("/reset", {})[0] == 200  # which forgets requests, and no more
@@ -197,32 +198,32 @@ def test_a_converted_model_is_served_by_its_own_cache():
 
 
 @pytest.mark.parametrize(
-    ("pieces", "stops", "wanted", "cancelled"),
+    ("pieces", "stops", "wanted", "stopped"),
     [
         (["ab", "cd", None], ["x"], ["ab", "cd", None], 0),
         (["ab", "cd", "ef", None], ["bce"], ["a", "bcd", "ef", None], 0),  # begun, and not gone on with
-        (["ab", "cd", "ef"], ["de", "cdef"], ["ab", None], 1),
+        (["ab", "cd", "ef"], ["de", "cdef"], ["ab", None], 3),
         (["aaab"], ["aab"], ["a", None], 1),
-        (["a", "a", "a", "b"], ["aab"], ["a", None], 1),
+        (["a", "a", "a", "b"], ["aab"], ["a", None], 4),
         (["ab", 7, "c", None], ["bc"], ["a", "b", 7, "c", None], 0),  # what is no text stands between
         (["ab", None], ["bx"], ["a", "b", None], 0),
     ],
 )
-def test_text_ends_in_front_of_the_first_stop_string(pieces, stops, wanted, cancelled):
+def test_text_ends_in_front_of_the_first_stop_string(pieces, stops, wanted, stopped):
     calls = []
 
     async def read():
         queue = asyncio.Queue()
         for piece in pieces:
             queue.put_nowait(piece)
-        stopping, found = Stopping(queue, stops, lambda: calls.append(1)), []
+        stopping, found = Stopping(queue, stops, calls.append), []
         while not found or found[-1] is not None:
             found.append(stopping.get_nowait() if len(found) % 2 else await stopping.get())
         with pytest.raises(asyncio.QueueEmpty):
-            Stopping(asyncio.Queue(), stops, calls.clear).get_nowait()
+            Stopping(asyncio.Queue(), stops, calls.append).get_nowait()
         return found
 
-    assert asyncio.run(read()) == wanted and len(calls) == cancelled
+    assert asyncio.run(read()) == wanted and calls == ([stopped] if stopped else [])
 
 
 def test_the_command_serves_until_it_is_told_to_stop():

@@ -169,6 +169,10 @@ class ServedManager(ContinuousBatchingManager):
     def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
         """The model's attention stays what attach made of it."""
 
+    def _forget(self, request: str) -> None:
+        with self.output_router._lock:
+            self.output_router.result_handlers.pop(request, None)
+
     def _create_batch_processor(self) -> ContinuousBatchProcessor:
         if self.batch_processor is not None:
             return super()._create_batch_processor()
@@ -188,7 +192,7 @@ class ServedManager(ContinuousBatchingManager):
             cancel_queue=self.cancel_queue if self.is_tp_driver else None, output_router=self.output_router,
             background_thread_status=self.background_thread_status, model_device=model.device, model_dtype=model.dtype,
             distributed_helper=self.distributed_helper,
-            scheduler=PageScheduler(cache, served, config.max_requests_per_batch, fail),
+            scheduler=PageScheduler(cache, served, config.max_requests_per_batch, fail, self._forget),
         )  # fmt: skip
         return processor
 

@@ -167,6 +167,8 @@ class Requests:
     def refusal(self, prompt: int, most: int) -> str | None:
         """Why a prompt of so many tokens can never be read; None where it may be. most: tokens of a pass."""
         needed = self.bounds.expected(prompt)
+        if prompt < 1:
+            return "has no token in its prompt"
         if not self.bounds.learned and needed > self.pages:
             return f"needs {needed} pages for its prompt of {prompt} tokens, but there are {self.pages}"
         if self.whole and prompt > most:

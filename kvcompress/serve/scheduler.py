@@ -20,13 +20,16 @@ class PageScheduler(Scheduler):
 
     Where pages run out, whoever came last gives its pages up, waits, and is read again, what it has written included. A
     request that has all pages and needs more fails, as does one whose prompt cannot fit.
-    requests: at most so many at once. fail: tells a request's owner why it failed.
+    requests: at most so many at once. fail: tells a request's owner why it failed. forget: is told who
+    was cancelled, of whom nobody will hear.
     """
 
     def __init__(
-        self, cache: Any, served: Requests, requests: int, fail: Callable[[RequestState, Exception], None]
-    ) -> None:
-        self.served, self.fail, self.preempted, self.peak, self.peak_pages = served, fail, 0, 0, 0
+        self, cache: Any, served: Requests, requests: int, fail: Callable[[RequestState, Exception], None],
+        forget: Callable[[str], object],
+    ) -> None:  # fmt: skip
+        self.served, self.fail, self.forget = served, fail, forget
+        self.preempted, self.peak, self.peak_pages = 0, 0, 0
         super().__init__(cache, 0.0, requests)
 
     def schedule_batch(
@@ -73,6 +76,12 @@ class PageScheduler(Scheduler):
         self.peak = max(self.peak, len(self.active_requests))
         self.peak_pages = max(self.peak_pages, served.used)
         return batch, False, token_budget - budget, 0
+
+    def clear_cancelled_requests(self) -> list[RequestState]:
+        cancelled: list[RequestState] = super().clear_cancelled_requests()
+        for state in cancelled:
+            self.forget(state.request_id)
+        return cancelled
 
     # ---- parts ----
 

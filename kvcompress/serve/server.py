@@ -68,16 +68,27 @@ class _Requests(CBGenerateManager):
     def generate_streaming(
         self, model: Any, processor: Any, inputs: Any, gen_config: GenerationConfig, *args: Any, **kwargs: Any
     ) -> Any:
-        self.serving.check_prompt(len(inputs["input_ids"]))
+        self._check_prompt(len(inputs["input_ids"]))
         stops = _stops(gen_config)
         queue, streamer = super().generate_streaming(model, processor, inputs, gen_config, *args, **kwargs)
-        return (Stopping(queue, stops, streamer.cancel) if stops else queue), streamer
+        self._deliver_early()
+        if not stops:
+            return queue, streamer
+
+        def stopped(pieces: int) -> None:
+            streamer.cancel()
+            streamer.put = lambda output: None
+            # tokens that were on their way do not count; fewer than all say that a stop string was the reason
+            most = gen_config.max_new_tokens
+            streamer.total_tokens = pieces if most is None else min(pieces, most - 1)
+
+        return Stopping(queue, stops, stopped), streamer
 
     async def generate_non_streaming(
         self, model: Any, processor: Any, inputs: Any, gen_config: GenerationConfig, request_id: str
     ) -> tuple[str, int, list[int]]:
         tokens = len(inputs["input_ids"])
-        self.serving.check_prompt(tokens)
+        self._check_prompt(tokens)
         if not _stops(gen_config):
             return await super().generate_non_streaming(model, processor, inputs, gen_config, request_id)
         if get_response_template(processor, model) is not None:
@@ -91,6 +102,19 @@ class _Requests(CBGenerateManager):
                 raise RuntimeError(piece.msg)
             text += piece
         return text, tokens, [0] * streamer.total_tokens  # which are counted, and not read
+
+    def _deliver_early(self) -> None:
+        """Hands over the end of a request that came before its handler was there; what came before the end is in it."""
+        router = self._cb.output_router
+        for _ in range(router.output_queue.qsize()):
+            output = router.output_queue.get_nowait()
+            if output.is_finished() and output.request_id in router.result_handlers:
+                router.deliver(output)
+
+    def _check_prompt(self, tokens: int) -> None:
+        if tokens == 0:
+            raise HTTPException(status_code=400, detail="prompt must have at least one token, got none")
+        self.serving.check_prompt(tokens)
 
     def stop(self) -> None:
         manager, self._cb = self._cb, None  # the next request finds none, and makes one

@@ -11,12 +11,12 @@ from typing import Any
 class Stopping:
     """A queue of a request's text as its server reads it: what another queue gives, up to a stop string.
 
-    inner: gives text in pieces, anything else between them, None at the end. stops: none empty. cancel: called when one
-    has come; the request then writes no more. Text that may be the beginning of one waits for what follows it.
+    inner: gives text in pieces, anything else between them, None at the end. stops: none empty. stopped: called when
+    one has come, with the number of pieces so far. Text that may be the beginning of one waits for what follows it.
     """
 
-    def __init__(self, inner: asyncio.Queue[Any], stops: Sequence[str], cancel: Callable[[], None]) -> None:
-        self._inner, self._stops, self._cancel = inner, list(stops), cancel
+    def __init__(self, inner: asyncio.Queue[Any], stops: Sequence[str], stopped: Callable[[int], None]) -> None:
+        self._inner, self._stops, self._stopped, self._pieces = inner, list(stops), stopped, 0
         self._ready: deque[Any] = deque()
         self._held = ""
 
@@ -37,9 +37,9 @@ class Stopping:
             self._held = ""
             self._ready.append(item)
             return
-        text = self._held + item
+        text, self._pieces = self._held + item, self._pieces + 1
         if (end := min((at for stop in self._stops if (at := text.find(stop)) >= 0), default=None)) is not None:
-            self._cancel()
+            self._stopped(self._pieces)
             self._give(text[:end])
             self._ready.append(None)
             return

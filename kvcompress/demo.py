@@ -71,7 +71,7 @@ def ask(model: Any, tokenizer: Any, task: Task, name: str, cache: CompressedCach
     """Reads the text with the given cache (None: dense) and lets the model answer, greedily."""
     peak, begin = PeakMemory(model.device), time.perf_counter()
     total = task.ids.shape[1]
-    with showing(True, total, label=f"{name}: reading {total:,} tokens", console=console) as show:
+    with showing(True, total, label=f"{name}: reading", console=console) as show:
         if cache is not None:
             prefill(
                 model, task.ids, cache,
@@ -138,7 +138,7 @@ def run_demo(
         console.print(f"{row.name}: {row.note}.")
     peak = max((row.peak_nbytes for row in outcomes if row.peak_nbytes is not None), default=None)
     if peak is not None:
-        console.print(f"The process held {size(peak)} at most: PyTorch, the model and one chunk's activations too.")
+        console.print(f"The process held {size(peak)} at most, PyTorch and the model included.")
     return outcomes[0].right
 
 

@@ -547,6 +547,7 @@ class CompressedCache(Summary, RecurrentStates, Cache, PassCache):
         use then. Layers with pages must have theirs from one store."""
         for layer, new in zip(self.own, other.own, strict=True):
             layer.join(new)
+        self._lengths = self._lengths + other._lengths
         self._batch += other._batch
 
     def batch_repeat_interleave(self, repeats: int) -> None:

@@ -1,0 +1,1 @@
+"""Evaluation of caches on tasks that users know: `kvcompress eval`."""

@@ -50,7 +50,7 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 import kvcompress
 from benchmarks.common import load, parse_arguments, parser, print_table
-from benchmarks.quality.parts.figures import legend_below
+from benchmarks.quality.parts.claims import draw
 from benchmarks.quality.parts.measures import (
     NAMED,
     PRUNERS,
@@ -299,45 +299,6 @@ def show(rows: list[dict[str, Any]]) -> None:
     print_table(", ".join(texts + counts), columns, lines, left=("method",))
 
 
-def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """Each measure against the share kept, one line per method."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    panels = {
-        "bits_per_byte_over_dense": "bits per byte over dense, held-out text",
-        "fact_recall": "recall of a fact, question at the prompt's end",
-        "later_recall": "recall of facts, questions after the pruning",
-        "pair_recall": "recall of key-value pairs, questions after the pruning",
-    }
-    figure, axes = pyplot.subplots(2, 2, figsize=(13, 9), sharex=True)
-    shown = [row for row in rows if row["share_kept"] < 1]
-    names = list(dict.fromkeys(row["method"] for row in shown))
-    colors = pyplot.get_cmap("tab20").colors
-    for axis, (field, title) in zip(axes.flat, panels.items(), strict=True):
-        for place, name in enumerate(names):
-            line = [row for row in shown if row["method"] == name and row.get(field) is not None]
-            if line:
-                axis.errorbar(
-                    [row["share_kept"] for row in line], [row[field] for row in line],
-                    [row[f"{field}_se"] or 0 for row in line], label=name, color=colors[place % len(colors)],
-                    marker="o", markersize=4, capsize=2, linestyle="-" if name in PRUNERS else "--",
-                )  # fmt: skip
-        if field != "bits_per_byte_over_dense" and rows[0].get(field) is not None:
-            axis.axhline(rows[0][field], color="black", linewidth=0.8, linestyle=":", label="dense")
-        axis.set_title(title, fontsize=10)
-        axis.set_xscale("log", base=2)
-        shares = sorted({row["share_kept"] for row in shown})
-        axis.set_xticks(shares, [f"1/{round(1 / share)}" for share in shares])
-        axis.grid(alpha=0.3)
-    for axis in axes[1]:
-        axis.set_xlabel("share of the prompt kept")
-    legend_below(figure, axes.flat, 5, 0.1)
-    figure.savefig(path, dpi=110)
-
-
 def options() -> argparse.Namespace:
     parse = parser(__doc__, figure="the measures against the share kept")
     which = parse.add_mutually_exclusive_group()
@@ -348,7 +309,10 @@ def options() -> argparse.Namespace:
     )
     parse.add_argument("--length", type=int, help="tokens of a prompt (default: 1,024)")
     parse.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    return parse_arguments(parse)
+    choice = parse_arguments(parse)
+    if choice.ablations and choice.figure is not None:
+        parse.error("--figure must not be given with --ablations, which it does not draw")
+    return choice
 
 
 def among(rows: list[dict[str, Any]], path: Path) -> list[dict[str, Any]]:

@@ -219,6 +219,8 @@ class Requests:
     def end(self) -> None:
         """The pass is over: every layer has attended."""
         assert self._pass is not None
+        if self._running is not None and self._pass.together is not None:
+            self._running.end(self._pass.together, None)
         for part, step in self._pass.parts:
             if step is None or part.request in self._pass.failed:
                 self.drop(part.request)

@@ -36,7 +36,7 @@ EVERY_PRUNER = [
     Replay(chunk=16, last=4),
     KeyDiff(last=4),
 ]
-EVERY_BUDGET = [20, 0.6, "48KiB", PyramidKV(20, window=4), AdaKV(20), AdaKV(PyramidKV(20, window=4), floor=0.5)]
+EVERY_BUDGET = [20, 0.6, "48KiB", PyramidKV(20, window=6), AdaKV(20), AdaKV(PyramidKV(20, window=6), floor=0.5)]
 
 
 def name_of(x):
@@ -221,7 +221,7 @@ def test_the_guide_chooses_and_is_not_stored(chunk_size, positions):
 
 
 @pytest.mark.parametrize(
-    "budget", [20, PyramidKV(20, window=4), AdaKV(20), AdaKV(PyramidKV(20, window=4))], ids=name_of
+    "budget", [20, PyramidKV(20, window=6), AdaKV(20), AdaKV(PyramidKV(20, window=6))], ids=name_of
 )
 @pytest.mark.parametrize("pruner", EVERY_PRUNER, ids=name_of)
 def test_iterative_reading_with_every_pruner_and_budget(pruner, budget):

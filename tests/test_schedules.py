@@ -444,7 +444,7 @@ def test_memory_may_begin_with_nothing(pruner, append):
     )
     cache = iterative(model, pruner=pruner, schedule="linear", initial_memory=0, append=append)
     prefill(model, ids, cache)
-    assert iterative(model, memory_size=PyramidKV(30, window=2), initial_memory=0, schedule="linear").layers
+    assert iterative(model, memory_size=PyramidKV(30), initial_memory=0, schedule="linear").layers
     logits = model(ids[:, -1:], past_key_values=cache).logits[:, -1]
     torch.testing.assert_close(logits, expected.logits, atol=3e-4, rtol=3e-4)
 

@@ -6,8 +6,9 @@
  * e*exp(tile maximum - m)/Z. Every tile and every row is reduced in a fixed order by one thread, so threads change no
  * bit.
  *
- * Rows go in passes whose e's fit a share of the last-level cache: e is written once and read once, and main memory
- * would be slower than the products. Columns add up by groups of GROUP rows in order, the groups in double (H2O sums
+ * Rows go in passes whose e's fit the second-level caches, for long sequences a share of the last-level one: e is written
+ * once and read once, and main memory would be slower than the products; each pass transposes the keys anew, so few rows
+ * are not worth one. Columns add up by groups of GROUP rows in order, the groups in double (H2O sums
  * over thousands of rows), and a pass is whole groups, so the cut into passes changes no bit either.
  */
 #include "kernel.h"
@@ -17,7 +18,9 @@
 #include <string.h>
 
 enum {
-    PASS_FLOATS = 1 << 21, /* 8 MiB of e per pass */
+    PASS_FLOATS = 1 << 19, /* 2 MiB of e per pass, */
+    FEW_ROWS = 144,        /* unless those are fewer rows than this: then as many, */
+    MOST_FLOATS = 1 << 21, /* but no more than 8 MiB */
     GROUP = 12,            /* rows summed before they join a column: one long sum would round too often */
     MERGE_ROWS = 32        /* rows of maxima and sums that one work item joins */
 };
@@ -49,8 +52,8 @@ static int64_t seen_end(const score_job *job, int64_t query) {
 
 /* Rows per pass for a sequence of that many tiles: whole groups, or all. */
 static int64_t pass_rows(int64_t all_rows, int64_t tiles) {
-    const int64_t fit = PASS_FLOATS / (tiles * KVC_TILE) / GROUP * GROUP;
-    return min_of(all_rows, max_of(fit, GROUP));
+    const int64_t keys = tiles * KVC_TILE, most = min_of(FEW_ROWS, MOST_FLOATS / keys);
+    return min_of(all_rows, max_of(max_of(PASS_FLOATS / keys, most) / GROUP * GROUP, GROUP));
 }
 
 /* Takes `count` floats, rounded up to whole cache lines, from *next on; with *next NULL it only counts *bytes. */
@@ -67,8 +70,9 @@ static int64_t lay_out(const kvc_window_scores_args *args, score_scratch *scratc
     if (!args->B || !args->Hq || !args->Hkv || !args->W || !args->T) return 0;
     const int64_t all_rows = args->Hq / args->Hkv * args->W, tiles = ceil_div(args->T, KVC_TILE);
     /* shorter sequences have more rows per pass, but never more e's than this */
-    const int64_t smallest = min_of(all_rows, GROUP) * tiles * KVC_TILE;
-    const int64_t floats = min_of(all_rows * tiles * KVC_TILE, max_of(PASS_FLOATS, smallest));
+    const int64_t keys = tiles * KVC_TILE, smallest = min_of(all_rows, GROUP) * keys;
+    const int64_t pass = max_of(PASS_FLOATS, min_of(FEW_ROWS * keys, MOST_FLOATS));
+    const int64_t floats = min_of(all_rows * keys, max_of(pass, smallest));
     char *next = args->scratch;
     int64_t bytes = 0;
     scratch->e = take(&next, &bytes, floats);
@@ -132,6 +136,20 @@ static void exponentiate(const score_job *job, int64_t tile, int64_t block, int6
     }
 }
 
+/* Whether no row of a block sees any key of a tile: in the last tiles, which a causal mask cuts, half of the blocks. */
+static int tile_is_hidden(const score_job *job, int64_t tile, int64_t block, int64_t rows) {
+    const int64_t W = job->args->W, first = (job->first + block) % W;
+    return seen_end(job, first + rows > W ? W - 1 : first + rows - 1) <= tile * KVC_TILE;
+}
+
+/* What a tile holds for rows that see none of it. */
+static void hide_tile(const score_job *job, int64_t tile, int64_t block, int64_t rows) {
+    const int64_t at = tile * job->rows + block;
+    memset(job->scratch.e + at * KVC_TILE, 0, (size_t)(rows * KVC_TILE) * sizeof(float));
+    memset(job->scratch.tile_sum + at, 0, (size_t)rows * sizeof(float));
+    for (int64_t i = 0; i < rows; i++) job->scratch.tile_max[at + i] = -INFINITY;
+}
+
 /* Asks for a share of the next tile's keys while a block of this tile's rows is multiplied: a key tile is used once per
  * pass, and waiting for it would cost as much as transposing it many times. */
 static void prefetch_keys(const score_job *job, int64_t tile, int64_t block, int64_t rows) {
@@ -158,6 +176,10 @@ static void logits_range(int64_t begin, int64_t end, void *context) {
                                args->k.stride_t, keys, depth);
             for (int64_t block = 0; block < job->rows; block += KVC_TILE_ROWS) {
                 const int64_t rows = block_rows(block, job->rows);
+                if (tile_is_hidden(job, tile, block, rows)) {
+                    if (d0 + depth == args->D) hide_tile(job, tile, block, rows);
+                    continue;
+                }
                 const float *queries = job->scratch.queries + (job->first + block) * args->D + d0 * rows;
                 job->simd->gemm(e + block * KVC_TILE, KVC_TILE, queries, 1, rows, packed, KVC_TILE, rows, KVC_TILE, depth,
                                 d0 > 0);

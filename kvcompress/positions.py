@@ -187,7 +187,9 @@ class RotaryTables:
 
     def _moved(self, x: Tensor, distance: Tensor, bound: int, length: int, *, inverse: bool) -> Tensor:
         cos, sin = self.tables(bound, length, x.device)
-        return ops.rope(x, cos / self.scaling, sin / self.scaling, distance, inverse=inverse)
+        if self.scaling != 1.0:
+            cos, sin = cos / self.scaling, sin / self.scaling
+        return ops.rope(x, cos, sin, distance, inverse=inverse)
 
     def _apply(
         self, x: Tensor, positions: Tensor | None, bound: int, lengths: list[int], *, inverse: bool,

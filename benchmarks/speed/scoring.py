@@ -9,6 +9,8 @@ scoring/<pruner>/<dtype>/T<T>
     CriticalKV: its scores over SnapKV's alone, with the l1 norms of the paper and with l2; hidden 4,096. The peer is
     the time that the FLOPs of one layer's prefill (projections, MLP of 14,336, causal attention) take at the GEMM rate
     measured in the same run: a real prefill takes longer.
+    KVzip: what prefill takes longer with it, over 3/4 of a prompt removed, than with a cache that keeps all; the peer
+    is that prefill: a random model of 2 layers, Hq 16, Hkv 4, D 64, hidden 1,024, MLP of 3,584.
 share: ours over the peer's time. bar: what it should be at most, None where nobody said.
 """
 
@@ -20,33 +22,39 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))
+import kvcompress
 from benchmarks.common import Row, alternate, gemm_rate, options, report
 from benchmarks.speed.parts.layers import HQ, D, draw_queries, draw_rows, layers_of
 from benchmarks.speed.score import HIDDEN, layer_flop
 from kvcompress import ops
 from kvcompress.positions import RotaryTables
-from kvcompress.pruners import Candidates, CriticalKV, KeyDiff, Pruner, Replay, SnapKV, Successor
+from kvcompress.pruners import Candidates, CriticalKV, KeyDiff, KVzip, Pruner, Replay, SnapKV, Successor
 from kvcompress.softmax import Softmax
 
-BARS = {"Replay": 1.0, "Successor": 0.05, "KeyDiff": None, "CriticalKV/l1": 0.01, "CriticalKV/l2": 0.01}
+BARS = {"Replay": 1.0, "Successor": 0.05, "KeyDiff": None, "CriticalKV/l1": 0.01, "CriticalKV/l2": 0.01, "KVzip": 2.2}
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """prompts: dtype, T and repetitions of the scores' rows."""
+    """prompts: dtype, T and repetitions of the scores' rows. read: T and repetitions of KVzip's prefills; width: hidden
+    size of their model."""
 
     prompts: tuple[tuple[torch.dtype, int, int], ...]
+    read: tuple[int, int]
+    width: int = 1024
 
 
 SIZES = {
     "full": Sizes(
         tuple((dtype, T, repeats) for dtype in (torch.float32, torch.bfloat16)
               for T, repeats in ((4096, 5), (8192, 3), (16384, 1))),
+        (4096, 3),
     ),
-    "quick": Sizes(((torch.float32, 4096, 3),)),
-    "tiny": Sizes(((torch.float32, 128, 1),)),
+    "quick": Sizes(((torch.float32, 4096, 3),), (2048, 1)),
+    "tiny": Sizes(((torch.float32, 128, 1),), (64, 1), 64),
 }  # fmt: skip
 
 
@@ -95,11 +103,28 @@ def score_rows(dtype: torch.dtype, T: int, repeats: int, rate: float) -> list[Ro
     return rows
 
 
+def kvzip_row(T: int, repeats: int, width: int) -> ScoringRow:
+    config = LlamaConfig(
+        vocab_size=256, hidden_size=width, intermediate_size=7 * width // 2, num_hidden_layers=2, head_dim=64,
+        num_attention_heads=max(width // 64, 4), num_key_value_heads=max(width // 256, 1),
+        max_position_embeddings=3 * T,
+    )  # fmt: skip
+    model, ids = LlamaForCausalLM(config).eval(), torch.randint(256, (1, T))
+
+    def read(pruner: Pruner, removed: float) -> Callable[[], object]:
+        return lambda: kvcompress.prefill(model, ids, kvcompress.PrunedCache(config, pruner, removed))
+
+    with kvcompress.attach(model):
+        with_it, without = alternate(repeats, read(KVzip(), 0.75), read(SnapKV(), 0.0))
+    return row("KVzip", f"float32/T{T}", max(with_it - without, 1e-9), without, "prefill that keeps all")
+
+
 def main() -> None:
     choice = options(__doc__)
     torch.manual_seed(0)
     sizes, rate = SIZES[choice.size], gemm_rate(choice.size)
     rows = [row for prompt in sizes.prompts for row in score_rows(*prompt, rate)]
+    rows.append(kvzip_row(*sizes.read, sizes.width))
     report(rows, choice.json, gemm_flop=rate)
 
 

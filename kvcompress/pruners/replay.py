@@ -54,20 +54,28 @@ class Replay(Pruner):
         if S == 0 or rotary is None:
             return out
         keys, heads, D = candidates.keys[0], candidates.heads, candidates.keys.shape[3]
-        own = keys.gather(1, candidates.own_slots()[..., None].expand(-1, -1, D))
-        most, bound = min(self.chunk, S), candidates.position + self.chunk
-        room = torch.cat([keys, keys.new_zeros(heads, most, D)], 1)  # the second reading's chunk follows the text
-        ends = candidates.count if candidates.lengths is None else candidates.lengths[:, None].long()
+        most, bound, count = min(self.chunk, S), candidates.position + self.chunk, candidates.count
+        ends = None if candidates.lengths is None else candidates.lengths[:, None].long()
+        if ends is None:
+            own, room = keys[:, count - S : count], keys.new_empty(heads, count + most, D)
+        else:
+            own = keys.gather(1, candidates.own_slots()[..., None].expand(-1, -1, D))
+            room = keys.new_zeros(heads, count + most, D)
+        # the second reading's chunk follows the text
+        room[:, : keys.shape[1]] = keys[:, : count + most]
         shortest = candidates.count if candidates.shortest is None else candidates.shortest
         for first in range(0, S, self.chunk):
             end = min(first + self.chunk, S)
             n, distance = end - first, S - first
             moved = torch.full((1, n), distance, dtype=torch.int32, device=keys.device)
             near = rotary.move_on(own[None, :, first:end], moved, bound, candidates.settled)[0]
-            slots = (torch.arange(n, device=keys.device) + ends).expand(heads, -1)
-            room.scatter_(1, slots[..., None].expand(-1, -1, D), near)
+            if ends is None:
+                room[:, count : count + n] = near
+            else:
+                slots = (torch.arange(n, device=keys.device) + ends).expand(heads, -1)
+                room.scatter_(1, slots[..., None].expand(-1, -1, D), near)
             asked = replace(  # the chunk is to the text what a guide is
-                candidates, queries=candidates.again(first, end), keys=room[None, :, : candidates.count + n],
+                candidates, queries=candidates.again(first, end), keys=room[None, :, : count + n],
                 guide_length=n, shortest=shortest + n,
                 lengths=None if candidates.lengths is None else candidates.lengths + n,
             )  # fmt: skip

@@ -48,7 +48,8 @@ def test_mass_is_what_lies_between_the_first_and_the_latest():
 
 
 def test_heads_by_the_best_key_of_a_second_reading():
-    model, texts, noted = attached(), [sample(), sample(31, seed=3)], torch.zeros(2, 3, 2)
+    model, texts, noted = attached(vocab_size=256), [sample(), sample(31, seed=3)], torch.zeros(2, 3, 2)
+    words = byte_tokenizer()
 
     class Spy(KVzip):
         def scores(self, candidates, keep):
@@ -57,9 +58,10 @@ def test_heads_by_the_best_key_of_a_second_reading():
             return scores
 
     for j, text in enumerate(texts):
-        prefill(model, torch.cat([text.ids, text.ids[:1]])[None], PrunedCache(model.config, Spy(2000 + j, 2), 9))
+        spy = Spy(2000 + j, 2).with_tokenizer(words)
+        prefill(model, torch.cat([text.ids, text.ids[:1]])[None], PrunedCache(model.config, spy, 9))
     read = [PassKeys(torch.cat([t.ids, t.ids[:1]]), torch.cat([t.asked, t.asked[:1]])) for t in texts]
-    profile = measure_heads(model, read, method="kvzip", **SIZES)
+    profile = measure_heads(model, read, method="kvzip", tokenizer=words, **SIZES)
     torch.testing.assert_close(torch.tensor(profile.gates), noted.amax(0), atol=1e-6, rtol=1e-5)
 
 
@@ -135,6 +137,7 @@ def test_the_command_writes_a_profile(tmp_path):
 def test_wrong_settings_are_named():
     model, texts = attached(), [sample()]
     for settings, message in (
+        ({"method": "kvzip"}, "tokenizer must be given with method='kvzip', which asks .* in words, got None"),
         ({"method": "guess"}, "method must be one of gates, mass, kvzip, got 'guess'"),
         ({"recent": 0}, "recent must be at least 1, got 0"),
         ({"steps": 0}, "steps must be at least 1, got 0"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -72,6 +73,7 @@ def measure_heads(
     steps: int = 2000,
     lr: float = 0.02,
     weight: float = 0.05,
+    tokenizer: Any = None,
     report: Report | None = None,
 ) -> HeadProfile:
     """How much each KV head retrieves, for DuoAttention.
@@ -84,9 +86,9 @@ def measure_heads(
     last, gates clamped to 0..1. "mass", training-free, a pass for each sample: the share of attention that streaming
     would lose at what is asked, the most of a KV head's query heads, mean over the samples. "kvzip", training-free, two
     readings of each sample: the most that a key of the head gets when the text is read again (KVzip), the most of all
-    samples, as KVzip's authors score heads, but for the words that ask for it; sinks and recent only go into the
-    profile. steps, lr and weight are for gates. report(step, distillation, mean gate) is called in each step of
-    training.
+    samples, as KVzip's authors score heads; tokenizer: of the words that ask for it, needed for that alone; sinks and
+    recent only go into the profile. steps, lr and weight are for gates. report(step, distillation, mean gate) is called
+    in each step of training.
     Raises ValueError for settings out of range, samples that streaming sees in full, layers that read others' keys, and
     models that are converted.
     Source: DuoAttention (Xiao et al. 2024, arXiv:2410.10819), section 2.3 and the settings of the authors' published
@@ -98,6 +100,10 @@ def measure_heads(
     need_integer("steps", steps, 1)
     need_number("lr", lr, 1e-12, 1e3)
     need_number("weight", weight, 0.0, 1e6)
+    need(
+        method != "kvzip" or tokenizer is not None,
+        "tokenizer must be given with method='kvzip', which asks for the text once more in words, got None",
+    )
     need(len(samples) > 0, "samples must hold at least one, got none")
     for j, sample in enumerate(samples):
         need(bool(sample.asked.any()), f"samples[{j}] must ask for something")
@@ -115,7 +121,8 @@ def measure_heads(
         need(len(set(heads)) == 1, f"model must have as many KV heads in each layer that sees all tokens, got {heads}")
         rows = list(token_rows(decoder, [sample.ids for sample in samples]))
         if method == "kvzip":
-            gates, how = _reread(model, rows, sinks), f"KVzip's scores, {len(samples)} texts"
+            pruner = KVzip(num_sink_tokens=sinks).with_tokenizer(tokenizer)
+            gates, how = _reread(model, rows, pruner), f"KVzip's scores, {len(samples)} texts"
         elif method == "mass":
             gates = _masses(decoder, facts, layers, rows, samples, sinks, recent)
             how = f"mass lost, {len(samples)} texts"
@@ -141,10 +148,10 @@ def _masses(
     return torch.stack(found).mean(0)
 
 
-def _reread(model: nn.Module, rows: list[Tensor], sinks: int) -> Tensor:
+def _reread(model: nn.Module, rows: list[Tensor], pruner: KVzip) -> Tensor:
     found = []
     for ids in rows:
-        cache = PrunedCache(model.config, KVzip(num_sink_tokens=sinks), len(ids) // 2)
+        cache = PrunedCache(model.config, pruner, len(ids) // 2)
         prefill(model, ids[None], cache)  # the best keys of a row are among those that stay
         found.append(torch.stack([layer.chooser.received.amax(1).double().cpu() for layer in cache.compressing]))
     return torch.stack(found).amax(0)

@@ -39,8 +39,9 @@ def run_heads(
             shown.update(task, completed=step + 1, description=f"distance {distance:.2e}, mean gate {mean:.2f}")
 
         profile = measure_heads(
-            loaded, planted, method=method, sinks=sinks, recent=recent, steps=steps, lr=lr, weight=weight, report=report
-        )
+            loaded, planted, method=method, sinks=sinks, recent=recent, steps=steps, lr=lr, weight=weight,
+            tokenizer=tokenizer, report=report,
+        )  # fmt: skip
     profile.save(out)
     table = Table(box=SIMPLE, padding=(0, 1, 0, 0))
     table.add_column("layer", justify="right")

@@ -7,7 +7,7 @@ import torch
 from helpers import attached, kind_model, left_padded, random_ids, tiny_model
 
 import kvcompress
-from kvcompress import AdaKV, GlobalTopK, PrunedCache
+from kvcompress import AdaKV, GlobalTopK, PrunedCache, prefill
 from kvcompress.positions import RotaryTables
 from kvcompress.pruners import (
     H2O,
@@ -151,6 +151,26 @@ def test_compactor_is_what_its_definition_says():
     assert all({0, 1, 2, 48, 49} < set(row.tolist()) for row in chosen)
 
 
+def test_compactor_blends_by_what_goes(monkeypatch):
+    """The share of what is there that a budget drops; the paper's 0.35 where all stays."""
+    offer, _ = text()
+    pruner = Compactor(num_sink_tokens=3, last=2, chunk=20)
+    for keep, share in ((20, 0.6), (5, 0.9), (50, 0.35)):
+        by_share = replace(pruner, blending=share)
+        torch.testing.assert_close(pruner.scores(offer, keep), by_share.scores(offer, keep))
+        assert torch.equal(pruner.votes(replace(offer, keep=keep)), pruner.scores(offer, keep))
+    assert pruner.uses_keep and not by_share.uses_keep
+    model, ids, seen = attached(), random_ids(81), []
+    blending = Compactor._blending
+    monkeypatch.setattr(Compactor, "_blending", lambda *given: seen.append(blending(*given)) or seen[-1])
+    prefill(model, ids, PrunedCache(model.config, Compactor(num_sink_tokens=2, chunk=16, sketch=4), 0.75))
+    assert seen == pytest.approx([0.75] * 3)  # 60 of 80 go, in each layer
+    seen.clear()
+    cache = PrunedCache(model.config, Compactor(num_sink_tokens=2, chunk=16, sketch=4), 40, chunk_size=30)
+    prefill(model, ids, cache)  # 30 of 30 stay, then 40 of 60, then 40 of 60
+    assert seen == pytest.approx([0.35] * 3 + [1 / 3] * 6)
+
+
 @pytest.mark.parametrize("pruner", [*PRUNERS[:4], CurDKV(local=8)], ids=name_of)
 def test_heads_of_unequal_length_score_as_each_alone(pruner):
     offer, _ = text(heads=3)
@@ -286,7 +306,7 @@ def test_presets():
     assert TOVA.preset("kvpress") == TOVA(last=1)
     assert LagKV.preset("kvpress") == LagKV(lag=128, num_sink_tokens=4)
     assert ChunkKV.preset("kvpress").chunk == 20
-    assert Compactor.preset("kvpress", 0.75) == Compactor(blending=0.75, scaled=False)
+    assert Compactor.preset("kvpress", last=3) == Compactor(scaled=False, last=3)
     assert ChunkKV(SnapKV(num_sink_tokens=3)).with_sinks(1).pruner.num_sink_tokens == 1
 
 
@@ -314,7 +334,7 @@ def test_presets():
         (lambda: RKV(mix=1.5), "mix must be between 0 and 1, got 1.5"),
         (lambda: LeverageScore(sketch=0), "sketch must be at least 1, got 0"),
         (lambda: LeverageScore(jitter=0.0), "jitter must be above 0, got 0.0"),
-        (lambda: Compactor(blending=-1), "blending must be a number of at least 0, got -1"),
+        (lambda: Compactor(blending=-1), "blending must be a number of at least 0 or None, got -1"),
     ],
 )
 def test_wrong_settings_are_named(build, message):

@@ -5,8 +5,10 @@
 
 Every pruner holds 1/2, 1/4, 1/8 and 1/16 of the dense cache's bytes after a prompt (PrunedCache in pages of 8; some
 pruners in the whole run alone); besides them AdaKV, PyramidKV and GlobalTopK with some of them, SnapKV guided by a
-question that is known beforehand, IterativeCache of the same memory (chunks of a quarter of the prompt), and
-CenterOfGravity's positions. How a task reads and scores: parts/tasks.py.
+question that is known beforehand, IterativeCache of the same memory (chunks of a quarter of the prompt),
+CenterOfGravity's positions, and DuoAttention, whose heads are those that lose most by streaming (measure_heads, "mass",
+4 texts): as many retrieve as bytes allow, and the others have the rest of the bytes as their window. How a task reads
+and scores: parts/tasks.py.
 
 bits      bits per byte of held-out source text after a prompt of held-out source text; +bits: over the dense cache's,
           the mean of the differences on the same texts and its standard error, which is smaller than that of either
@@ -37,6 +39,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -63,13 +66,26 @@ from benchmarks.quality.parts.measures import (
     sizes_of,
     tidy,
 )
-from benchmarks.quality.parts.tasks import Result, Task, measure, measure_guided
-from kvcompress import AdaKV, CompressedCache, GlobalTopK, IterativeCache, PrunedCache, PyramidKV, RemoteGap
-from kvcompress.budgets import Budget
-from kvcompress.pruners import CenterOfGravity, Pruner
+from benchmarks.quality.parts.tasks import Result, Task, Writer, measure, measure_guided
+from kvcompress import (
+    AdaKV,
+    Budget,
+    CenterOfGravity,
+    CompressedCache,
+    DuoAttention,
+    GlobalTopK,
+    HeadProfile,
+    IterativeCache,
+    PrunedCache,
+    Pruner,
+    PyramidKV,
+    RemoteGap,
+)
+from kvcompress.analysis import measure_heads, pass_keys
 
 FIXED = 8  # in the ablations: an eighth
 TOLERANCE = 0.002  # of the bytes that a cache may hold
+FEW = 2  # prompts by which the share to remove is found, before all of them are read
 NEAR_DENSE = 0.98  # of the dense cache's recall
 RECALLS = {"facts": "fact_recall", "later": "later_recall", "pairs": "pair_recall"}
 
@@ -77,7 +93,8 @@ RECALLS = {"facts": "fact_recall", "later": "later_recall", "pairs": "pair_recal
 @dataclass(frozen=True)
 class Method:
     """A cache to measure. part: it holds 1/part of the dense cache's bytes, 1 = all of them; None = that cache itself,
-    transformers'. removed: the share of a prompt to remove for that, found by `run_method`."""
+    transformers'. removed: the share of a prompt to remove for that, found by `run_method`. heads: of a pruner that
+    brings its own budget."""
 
     name: str
     pruner: Pruner
@@ -87,6 +104,7 @@ class Method:
     guided: bool = False
     iterative: bool = False
     removed: float = 0.0
+    heads: HeadProfile | None = None
 
     @property
     def share(self) -> float:
@@ -100,7 +118,18 @@ class Method:
             return IterativeCache(
                 model.config, memory_size=kept, chunk_size=prompt_tokens // 4, pruner=self.pruner, page_size=8
             )
+        if self.heads is not None:
+            return PrunedCache(model.config, duo_attention(self.heads, self.removed, prompt_tokens), page_size=8)
         return PrunedCache(model.config, self.pruner, self.budget(self.removed), positions=self.positions, page_size=8)
+
+
+def duo_attention(heads: HeadProfile, removed: float, tokens: int) -> DuoAttention:
+    """Of a prompt of so many tokens: less than the share that stays of the heads retrieve, and the window of the others
+    takes what is left of it."""
+    count = sum(map(len, heads.gates))
+    retrieve = max(math.ceil(count * (1 - removed)) - 1, 0)
+    window = int((count * (1 - removed) - retrieve) / (count - retrieve) * tokens)
+    return DuoAttention(heads, 1 - retrieve / count, sinks=4, recent_tokens=max(window - 4, 1))
 
 
 SIZES = {
@@ -124,8 +153,18 @@ SIZES = {
 # ---- what is measured ----
 
 
-def methods(parts: tuple[int, ...], headroom: int, *, named: bool) -> Iterator[Method]:
-    """named: with the pruners of NAMED."""
+def measured_heads(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sizes: Sizes) -> HeadProfile:
+    """How much each KV head loses by streaming, in text with facts planted, of other places than the tasks'."""
+    write = Writer(tokenizer)
+    chosen = [torch.tensor(piece) for piece in write.source(4, sizes.length)]
+    planted = pass_keys(tokenizer, chosen, facts=2, seed=0)
+    return measure_heads(model, planted, method="mass", sinks=4, recent=sizes.length // 8)
+
+
+def methods(
+    parts: tuple[int, ...], headroom: int, *, named: bool, heads: HeadProfile | None = None
+) -> Iterator[Method]:
+    """named: with the pruners of NAMED. heads: DuoAttention's."""
     snap, gravity = PRUNERS["SnapKV"], PRUNERS["CenterOfGravity"]
     for part in parts:
         for name, pruner in (PRUNERS | (NAMED if named else {})).items():
@@ -134,8 +173,10 @@ def methods(parts: tuple[int, ...], headroom: int, *, named: bool) -> Iterator[M
             yield Method(f"{name}/PyramidKV", PRUNERS[name], part, PyramidKV)
         for name in ("SnapKV", "SnapKV31", "Replay"):
             yield Method(f"{name}/AdaKV", PRUNERS[name], part, AdaKV)
-        for name in ("Replay", "Successor", "KeyDiff", "SnapKV31"):
-            yield Method(f"{name}/GlobalTopK", PRUNERS[name], part, GlobalTopK)
+        for name in ("Replay", "Successor", "KeyDiff", "SnapKV31", *(["KVzip"] if named else [])):
+            yield Method(f"{name}/GlobalTopK", (PRUNERS | NAMED)[name], part, GlobalTopK)
+        if named and heads is not None:
+            yield Method("DuoAttention", duo_attention(heads, 1 - 1 / part, 1024), part, heads=heads)
         yield Method("SnapKV/guided", snap, part, guided=True)
         yield Method("IterativeCache/SnapKV", snap, part, iterative=True)
         yield Method("IterativeCache/SnapKV/guided", snap, part, iterative=True, guided=True)
@@ -182,12 +223,15 @@ def run_method(
     first, *others = tasks
     if method.part in (None, 1):
         return method, {task.name: measured(task) for task in tasks}
-    method = replace(method, removed=1 - method.share)
+    method, few = replace(method, removed=1 - method.share), first.first(FEW)
     while True:
-        result = measured(first)
-        excess = result.nbytes / dense[first.name].nbytes - method.share
+        result, share = measured(few), len(few.prompts) / len(first.prompts)
+        excess = result.nbytes / (share * dense[first.name].nbytes) - method.share
         if excess <= TOLERANCE * method.share:
-            break
+            if len(few.prompts) == len(first.prompts):
+                break
+            few = first
+            continue
         removed = round(method.removed + max(excess, 1 / len(first.prompts[0])), 6)
         if removed >= 1:
             raise ValueError(f"parts must leave room for {method.name}, got {method.part} of {first.name}'s prompts")
@@ -229,7 +273,8 @@ def run(
     headroom = max(len(following) for task in tasks for following in task.following)
     snap = PRUNERS["SnapKV"]
     whole = [Method("dense", snap, None), Method("PrunedCache/whole", snap, 1)]
-    every = ablations(headroom) if ablation else methods(sizes.parts, headroom, named=sizes.named)
+    heads = measured_heads(model, tokenizer, sizes) if sizes.named and not ablation else None
+    every = ablations(headroom) if ablation else methods(sizes.parts, headroom, named=sizes.named, heads=heads)
     chosen = [m for m in every if only(m)]
     rows: list[dict[str, Any]] = []
     dense: dict[str, Result] = {}
@@ -332,6 +377,7 @@ def main() -> None:
     model, tokenizer = load(choice.model, choice.device)
     sizes = sizes_of(choice, SIZES)
     known = {method.name for method in methods(sizes.parts, 1, named=sizes.named)}
+    known |= {"DuoAttention"} if sizes.named else set()
     if unknown := set(choice.methods or ()) - known:
         raise ValueError(f"methods must be among {', '.join(sorted(known))}, got {', '.join(sorted(unknown))}")
     chosen = set(choice.methods or known)

@@ -32,6 +32,7 @@ class Candidates:
     [Hkv, D], what the pruner's votes write down of each head, zeros at first; None where it takes none. output: the
     weights of the output projection [Hq, D, hidden], None where the pruner asks for none. repeated: (back, length), the
     guide repeats so many candidates of each head, which begin `back` before the last one's end; None = it does not.
+    keep: candidates of a head that stay, mean; None = all, as far as is known.
     """
 
     queries: Tensor
@@ -55,6 +56,7 @@ class Candidates:
     notes: Tensor | None = None
     output: Tensor | None = None
     repeated: tuple[int, int] | None = None
+    keep: int | None = None
 
     @property
     def heads(self) -> int:

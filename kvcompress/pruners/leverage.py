@@ -10,6 +10,8 @@ from torch import Tensor
 
 from .base import Candidates, Pruner
 
+_PAPERS = 0.35  # blending
+
 
 def _spread(scores: Tensor) -> Tensor:
     """In standard deviations from the mean of a layer."""
@@ -70,7 +72,7 @@ class LeverageScore(Pruner):
         return (own * torch.linalg.solve(gram, own.mT).mT).sum(-1).clamp_min(0)
 
     def scores(self, candidates: Candidates, keep: int) -> Tensor:
-        return self.votes(candidates) if candidates.received is None else candidates.received
+        return self.votes(replace(candidates, keep=keep)) if candidates.received is None else candidates.received
 
 
 @dataclass(frozen=True)
@@ -80,16 +82,18 @@ class Compactor(LeverageScore):
     score = blending * leverage + attention, both in standard deviations. attention: softmax of each query over its
     chunk of `chunk` tokens, later ones included; summed over the queries, mean over the query heads of a KV head, times
     the value's norm, mean of 3 neighbours. The first num_sink_tokens and the last `last` stay and are left out of both.
-    blending: how much leverage counts. scaled: False leaves the scale out of the logits.
-    preset("kvpress", removed) is its CompactorPress at that share to remove, which it takes as blending; its logits
-    have no scale.
+    blending: how much leverage counts; None = as much as the share that goes of what there is when the tokens come,
+    0.35 where all of it stays. scaled: False leaves the scale out of the logits.
+    The paper's blending is 0.35; its author's CompactorPress in kvpress takes the share to remove, which recalls more
+    where much goes (docs/results/pruning.md) and is the default here. preset("kvpress") is that press: its logits have
+    no scale.
     Source: Compactor (Chari and Van Durme 2025, arXiv:2507.08143), section 3, in the form of kvpress.
     """
 
     num_sink_tokens: int = 8
     last: int = 4
     chunk: int = 256
-    blending: float = 0.35
+    blending: float | None = None
     scaled: bool = True
     uses_values = True
     window = 1
@@ -97,8 +101,13 @@ class Compactor(LeverageScore):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check(last=0, chunk=1)
-        if isinstance(self.blending, bool) or not isinstance(self.blending, (int, float)) or not self.blending >= 0:
-            raise ValueError(f"blending must be a number of at least 0, got {self.blending!r}")
+        number = isinstance(self.blending, (int, float)) and not isinstance(self.blending, bool) and self.blending >= 0
+        if self.blending is not None and not number:
+            raise ValueError(f"blending must be a number of at least 0 or None, got {self.blending!r}")
+
+    @property
+    def uses_keep(self) -> bool:  # type: ignore[override]
+        return self.blending is None
 
     def recent(self, keep: int, chunk_length: int) -> int:
         return min(self.last, keep - min(self.num_sink_tokens, keep))
@@ -112,8 +121,14 @@ class Compactor(LeverageScore):
             return out
         scores = _spread(self._attention(candidates, first, end))
         if end - first > self._rank(candidates) + 1:
-            scores = scores + self.blending * _spread(self._leverage(candidates, first, end))
+            scores = scores + self._blending(candidates) * _spread(self._leverage(candidates, first, end))
         return out.scatter(1, candidates.own_slots()[:, first:end], scores)
+
+    def _blending(self, candidates: Candidates) -> float:
+        if self.blending is not None:
+            return self.blending
+        goes = candidates.keep is not None and candidates.keep < candidates.count
+        return 1 - candidates.keep / candidates.count if goes else _PAPERS  # type: ignore[operator]
 
     def _attention(self, candidates: Candidates, first: int, end: int) -> Tensor:
         """float32 [Hkv, end - first]."""
@@ -134,8 +149,8 @@ class Compactor(LeverageScore):
         return torch.nn.functional.avg_pool1d(scores, 3, 1, 1)
 
     @staticmethod
-    def preset(name: str, removed: float, **changes: Any) -> Compactor:
-        """Compactor as an implementation blends it for a share that is removed: kvpress. changes: other fields."""
+    def preset(name: str, **changes: Any) -> Compactor:
+        """Compactor as an implementation sets it: kvpress. changes: other fields."""
         if name != "kvpress":
             raise ValueError(f"preset must be kvpress, got {name!r}")
-        return replace(Compactor(blending=removed, scaled=False), **changes)
+        return replace(Compactor(scaled=False), **changes)

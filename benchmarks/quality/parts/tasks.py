@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -47,6 +47,11 @@ class Task:
     sizes: list[int] = field(default_factory=list)
     questions: list[list[Question]] = field(default_factory=list)
     question_tokens: list[int] = field(default_factory=list)
+
+    def first(self, prompts: int) -> Task:
+        """The same with its first prompts alone."""
+        lists = ("prompts", "following", "sizes", "questions", "question_tokens")
+        return replace(self, **{name: getattr(self, name)[:prompts] for name in lists})
 
 
 @dataclass(frozen=True)

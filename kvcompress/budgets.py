@@ -31,11 +31,12 @@ class CacheShape:
     growth: int = 0
 
 
-def _bytes_of(size: str) -> int:
+def bytes_of(size: str, name: str = "budget") -> int:
+    """Of a text such as "512MiB". name: of the argument, for messages."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*", size)
     if match is None or match[2] not in _UNITS:
         raise ValueError(
-            f"budget must be a number (tokens; below 1 the share to remove) or a text of bytes like '512MiB' (units: "
+            f"{name} must be a number (tokens; below 1 the share to remove) or a text of bytes like '512MiB' (units: "
             f"{', '.join(_UNITS)}), got the text {size!r}"
         )
     return int(Fraction(match[1]) * _UNITS[match[2]])
@@ -43,7 +44,7 @@ def _bytes_of(size: str) -> int:
 
 def _check_size(size: Size) -> None:
     if isinstance(size, str):
-        _bytes_of(size)
+        bytes_of(size)
     elif isinstance(size, type) and issubclass(size, Budget):
         raise ValueError(f"budget must be an instance, got the class {size.__name__}: {size.__name__}(1024)")
     elif isinstance(size, bool) or not isinstance(size, (int, float)):
@@ -60,7 +61,7 @@ def _check_size(size: Size) -> None:
 @functools.lru_cache(maxsize=256)
 def _tokens_within(budget: Budget, size: str, length: int, shape: CacheShape) -> int:
     """Most tokens per row, mean over layers and heads, 1..length, whose pages and tables fit into so many bytes."""
-    rows, allowed = shape.layers * shape.rows, _bytes_of(size)
+    rows, allowed = shape.layers * shape.rows, bytes_of(size)
     page = shape.page_size * shape.slot_nbytes + 8  # two entries of the block table, which grows by doubling
 
     def nbytes(mean: int) -> int:

@@ -14,11 +14,13 @@ from typer.models import OptionInfo
 
 from .analysis.cli import app as analyze
 from .dmc import cli as _dmc  # noqa: F401  registers its command
+from .evaluate.cli import app as evaluate
 from .pod import cli as _pod  # noqa: F401
 from .retrofit.cli import app as retrofit
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Attention over a compressed key-value cache.")
 app.add_typer(analyze, name="analyze")
+app.add_typer(evaluate, name="eval")
 app.add_typer(retrofit, name="retrofit")
 Command = TypeVar("Command", bound=Callable[..., None])
 # option of the argument that a ValueError begins with, where they differ in more than dashes
@@ -142,27 +144,6 @@ def bench(
     run_bench(
         model=model, caches=cache or [], tokens=tokens, max_new_tokens=max_new_tokens, device=device,
         as_json=as_json, console=Console(),
-    )  # fmt: skip
-
-
-@app.command()
-@_named
-def needle(
-    lengths: Annotated[list[int] | None, typer.Option(help="tokens of a text; several; not given: 1024, 4096")] = None,
-    depths: Annotated[int, typer.Option(help="places of the fact, spread evenly", min=1)] = 5,
-    model: Annotated[str, MODEL] = "example",
-    cache: Annotated[str, CACHE] = "iterative,memory_size=256,chunk_size=512,num_sink_tokens=4,pruner=snapkv",
-    unguided: Annotated[bool, typer.Option("--unguided", help="the question does not choose what is kept")] = False,
-    seed: Annotated[int, typer.Option(help="draws the facts", min=0)] = 0,
-    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
-    as_json: Annotated[bool, AS_JSON] = False,
-) -> None:
-    """Plant a fact in texts, at several lengths and depths, and ask for it through a cache."""
-    from .needle import run_needle
-
-    run_needle(
-        model=model, cache=cache, lengths=lengths or [1024, 4096], depths=depths, guided=not unguided, seed=seed,
-        device=device, as_json=as_json, console=Console(),
     )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 from torch import Tensor
 from transformers import AutoTokenizer, TextStreamer
+from transformers.cache_utils import Cache
 from transformers.utils.logging import disable_progress_bar
 
 from .caches import CompressedCache
@@ -50,13 +51,6 @@ def read_prompt(text: str | None, file: Path | None) -> str:
     return text
 
 
-def held_nbytes(cache: Any) -> int:
-    if isinstance(cache, CompressedCache):
-        return cache.nbytes()
-    tensors = (x for layer in cache.layers for x in (getattr(layer, "keys", None), getattr(layer, "values", None)))
-    return sum(x.nbytes for x in tensors if x is not None)
-
-
 def write(model: Any, ids: Tensor, guide: Tensor | None, spec: CacheSpec, **options: Any) -> tuple[Tensor, int]:
     """(ids and what the model writes after them [1, T + n], greedily, bytes in the cache then).
 
@@ -71,6 +65,15 @@ def write(model: Any, ids: Tensor, guide: Tensor | None, spec: CacheSpec, **opti
         except ValueError:
             guide = None
     return generate(model, ids, held, guide=guide, do_sample=False, **options), held.nbytes()
+
+
+def held_nbytes(cache: Cache) -> int:
+    """Bytes that a cache holds now; of transformers' own all tensors of its layers."""
+    if isinstance(cache, CompressedCache):
+        return cache.nbytes()
+    held = [value for layer in cache.layers for value in vars(layer).values()]
+    tensors = [x for value in held for x in (value.values() if isinstance(value, dict) else [value])]
+    return sum(x.nbytes for x in tensors if isinstance(x, Tensor))
 
 
 def run_generate(

@@ -212,3 +212,19 @@ def test_settings_that_another_parser_has_read():
 @pytest.mark.parametrize("kind", ["dmc", "pod", None])
 def test_the_kind_that_a_converted_model_needs(kind):
     assert CacheSpec.kind_of(config_of(kind)) == kind
+
+
+def test_a_size_is_set_and_what_divides_it_stays():
+    for text, sized in (
+        ("pruned,pruner=h2o,page_size=8", "pruned,pruner=h2o,page_size=8,budget=96"),
+        ("pruned,budget=0.75", "pruned,budget=96"),
+        ("pruned,budget=adakv:floor=0.3:pyramidkv:beta=10:1024", "pruned,budget=adakv:floor=0.3:pyramidkv:beta=10:96"),
+        ("iterative,memory_size=pyramidkv:64,chunk_size=32", "iterative,memory_size=pyramidkv:96,chunk_size=32"),
+        ("streaming", "streaming,window_size=96"),
+    ):
+        spec = CacheSpec.parse(text)
+        assert str(spec.sized(96)) == sized and spec.size_key is not None
+    for kind in ("dense", "quest", "dmc", "pod"):
+        assert CacheSpec(kind, {}).size_key is None
+    with pytest.raises(ValueError, match=r"size to set .*got quest"):
+        CacheSpec.parse("quest").sized(96)

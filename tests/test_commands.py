@@ -77,20 +77,10 @@ def test_a_dense_cache_holds_more_than_a_memory():
         (("generate", "x", "--model", "./no/where"), "./no/where"),
         (("generate", "--file", "nowhere.txt"), "nowhere.txt"),
         (("generate", "x", "--file", "nowhere.txt"), "file"),
-        (("needle", "--lengths", "10"), "10"),
     ],
 )
 def test_what_is_wrong_is_named(arguments, named):
     assert named in run(*arguments, code=2)
-
-
-def test_needle_finds_what_the_question_keeps_and_loses_it_without():
-    options = ["--lengths", "1024", "--depths", "2", "--cache", MEMORY, "--json"]
-    guided, unguided = (json.loads(run("needle", *options, *more))["rows"] for more in ([], ["--unguided"]))
-    assert [row["recalled"] for row in guided] == [True, True]
-    assert [row["recalled"] for row in unguided] == [False, False]
-    assert abs(guided[0]["tokens"] - 1024) < 64
-    assert "1.00" in run("needle", *options[:-1])
 
 
 def test_a_text_is_read_and_saved_then_asked_without_reading_it_again(tmp_path):

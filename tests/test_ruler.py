@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcompress.evaluate import ruler
 from kvcompress.evaluate.fitting import TooShort, largest
+from kvcompress.evaluate.ruler import registry as ruler
 from kvcompress.evaluate.ruler.needles import DEPTHS, NOISE
+from kvcompress.evaluate.ruler.task import string_match_all, string_match_part
 from kvcompress.evaluate.texts import Library, Prose
 
 NEEDLE = re.compile(r"One of the special magic (\w+) for (\S+) is: (\S+)\.")
@@ -200,9 +201,9 @@ def test_questions_are_answered_by_a_document_among_others(tmp_path):
 
 
 def test_answers_are_scored_as_ruler_scores_them():
-    assert ruler.string_match_all(" are 12, 34.\x00and so", ["12", "99", "AND"]) == pytest.approx(2 / 3)
-    assert ruler.string_match_part("in Town 3", ["village", "town 3"]) == 1.0
-    assert ruler.string_match_part("no", ["village"]) == 0.0
+    assert string_match_all(" are 12, 34.\x00and so", ["12", "99", "AND"]) == pytest.approx(2 / 3)
+    assert string_match_part("in Town 3", ["village", "town 3"]) == 1.0
+    assert string_match_part("no", ["village"]) == 0.0
     assert ruler.MADE["vt"].score("ABC", ["abc", "xyz"]) == 0.5
 
 

@@ -40,6 +40,7 @@ _THEIRS = {
     "n_future_positions": "future_positions",
     "alpha_safeguard": "floor",
 }  # kvpress's names, and ours
+_SIZES = {"iterative": "memory_size", "pruned": "budget", "streaming": "window_size"}  # settings in tokens per row
 KINDS = (DENSE, *sorted((*_UNTRAINED, *METHODS)))
 
 
@@ -125,6 +126,21 @@ class CacheSpec:
 
     def __str__(self) -> str:
         return ",".join([self.kind, *(f"{key}={value}" for key, value in self.given.items())])
+
+    @property
+    def size_key(self) -> str | None:
+        """The setting that says how many tokens stay in a row; None where there is none: quest keeps all."""
+        pruner = self._settings.get("pruner")
+        own = isinstance(pruner, Pruner) and pruner.own_budget is not None
+        return None if own else _SIZES.get(self.kind)
+
+    def sized(self, tokens: int) -> CacheSpec:
+        """The same with so many tokens per row, whatever the size was; how a budget divides them stays. Raises
+        ValueError where there is no size to set."""
+        if self.size_key is None:
+            raise ValueError(f"cache must have a size to set ({', '.join(_SIZES)}), got {self}")
+        divided, colon, _ = self.given.get(self.size_key, "").rpartition(":")
+        return CacheSpec(self.kind, {**self.given, self.size_key: f"{divided}{colon}{tokens}"})
 
     # ---- names ----
 

@@ -1,0 +1,255 @@
+"""`kvcompress eval`: tasks that users know, on their model, through any cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+app = typer.Typer(
+    no_args_is_help=True, help="Measure caches on tasks: RULER, needles, recall, turns, perplexity, long decoding."
+)
+Model = Annotated[str, typer.Option(help="folder or name of a transformers model, or example")]
+Caches = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--cache",
+        help="as lm-eval and CacheSpec have it, such as pruned,pruner=snapkv,budget=0.75; several: one table; not "
+        "given: dense, or a converted model's own",
+    ),
+]
+Lengths = Annotated[
+    str | None,
+    typer.Option(help="tokens of a prompt, such as 1024,4096; not given: what the model reaches, at most 4,096"),
+]
+Limit = Annotated[int, typer.Option(help="prompts of a task and length", min=1)]
+Share = Annotated[
+    str | None, typer.Option(help="of the dense cache's bytes that every cache gets, such as 1/4: sets its size")
+]
+Bytes = Annotated[
+    str | None, typer.Option("--bytes", help="that every cache gets for a prompt, such as 512KiB: sets its size")
+]
+Texts = Annotated[
+    list[Path] | None, typer.Option(help="UTF-8 files to take texts from; not given: the standard library's source")
+]
+Where = Annotated[
+    str, typer.Option(help="where it stands: end (in the prompt), later (behind what was read), guide (known before)")
+]
+Seed = Annotated[int, typer.Option(help="draws the samples", min=0)]
+Json = Annotated[Path | None, typer.Option("--json", help="file for all rows")]
+Device = Annotated[str, typer.Option(help="cpu or cuda")]
+
+
+def _lengths(text: str | None) -> list[int] | None:
+    if text is None:
+        return None
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise ValueError(f"lengths must be whole numbers with commas between them, got {text!r}")
+    return [int(part) for part in parts]
+
+
+def _run(
+    make: Callable[[Any, Any, int], Sequence[Any]], *, model: str, cache: list[str] | None, lengths: str | None,
+    share: str | None, nbytes: str | None, text: list[Path] | None, json: Path | None, device: str,
+    by_depth: bool = False, figure: Path | None = None, **settings: Any,
+) -> None:  # fmt: skip
+    """make: the measures of (how texts become tokens, their source, a length)."""
+    from .command import run_eval
+
+    try:
+        run_eval(
+            make, model=model, caches=cache or [], lengths=_lengths(lengths), share=share, nbytes=nbytes,
+            text=tuple(text or ()), json=json, device=device, by_depth=by_depth, figure=figure, console=Console(),
+            settings=settings,
+        )  # fmt: skip
+    except (ValueError, FileNotFoundError, ImportError) as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+@app.callback()
+def evaluate() -> None:
+    """Measure caches on tasks: RULER, needles, recall, turns, perplexity, long decoding."""
+
+
+@app.command()
+def ruler(
+    tasks: Annotated[
+        str | None,
+        typer.Option(help="such as niah_single_1,vt,cwe; not given: all whose data are here or named"),
+    ] = None,
+    model: Model = "example",
+    cache: Caches = None,
+    lengths: Lengths = None,
+    limit: Limit = 8,
+    question: Where = "end",
+    chat: Annotated[
+        bool, typer.Option("--chat", help="prompts as a user's turn of the tokenizer's chat template")
+    ] = False,
+    share: Share = None,
+    nbytes: Bytes = None,
+    text: Texts = None,
+    squad: Annotated[Path | None, typer.Option(help="SQuAD's dev-v2.0.json, for qa_1")] = None,
+    hotpotqa: Annotated[Path | None, typer.Option(help="HotpotQA's hotpot_dev_distractor_v1.json, for qa_2")] = None,
+    seed: Seed = 0,
+    json: Json = None,
+    device: Device = "cpu",
+) -> None:
+    """RULER's 13 tasks: retrieval, tracing, aggregation, and questions over documents."""
+    from .ruler.registry import MADE, READ, task_of
+
+    files = {"squad": squad, "hotpotqa": hotpotqa}
+    here = [*MADE, *(name for name, (option, _, _) in READ.items() if files[option] is not None)]
+    for name, (option, _, what) in READ.items():
+        if tasks is None and name not in here:
+            typer.echo(f"{name} is left out: it needs --{option}, {what}", err=True)
+
+    def make(tokenizer: Any, source: Any, length: int) -> Sequence[Any]:
+        from .measure import Framing
+        from .questions import ruler_measure
+
+        framing = Framing(tokenizer, chat)
+        return [
+            ruler_measure(name, task_of(name, **files), framing, length, source, limit, seed, question)
+            for name in (here if tasks is None else [name.strip() for name in tasks.split(",")])
+        ]
+
+    _run(make, model=model, cache=cache, lengths=lengths, share=share, nbytes=nbytes, text=text, json=json,
+         device=device, question=question, chat=chat, limit=limit, seed=seed)  # fmt: skip
+
+
+@app.command()
+def needle(
+    model: Model = "example",
+    cache: Caches = None,
+    lengths: Lengths = None,
+    depths: Annotated[int, typer.Option(help="places of the fact, spread evenly", min=1)] = 5,
+    limit: Annotated[int, typer.Option(help="prompts of a length and depth", min=1)] = 1,
+    question: Where = "end",
+    share: Share = None,
+    nbytes: Bytes = None,
+    text: Texts = None,
+    seed: Seed = 0,
+    json: Json = None,
+    figure: Annotated[Path | None, typer.Option(help="draw recall by length and depth into this file")] = None,
+    device: Device = "cpu",
+) -> None:
+    """Plant a fact in texts, at several lengths and depths, and ask for it."""
+
+    def make(tokenizer: Any, source: Any, length: int) -> Sequence[Any]:
+        from .measure import Framing
+        from .questions import needle_measure
+
+        return [needle_measure(Framing(tokenizer), length, source, depths, limit, seed, question)]
+
+    _run(make, model=model, cache=cache, lengths=lengths, share=share, nbytes=nbytes, text=text, json=json,
+         device=device, by_depth=True, figure=figure, question=question, depths=depths, limit=limit,
+         seed=seed)  # fmt: skip
+
+
+@app.command()
+def recall(
+    model: Model = "example",
+    cache: Caches = None,
+    lengths: Lengths = None,
+    questions: Annotated[int, typer.Option(help="facts of a prompt that are asked", min=1)] = 8,
+    limit: Limit = 8,
+    share: Share = None,
+    nbytes: Bytes = None,
+    seed: Seed = 0,
+    json: Json = None,
+    device: Device = "cpu",
+) -> None:
+    """Prompts of nothing but facts, of which some are asked afterwards, each of its own copy of the cache."""
+
+    def make(tokenizer: Any, source: Any, length: int) -> Sequence[Any]:
+        from .measure import Framing
+        from .questions import recall_measure
+
+        return [recall_measure(Framing(tokenizer), length, questions, limit, seed)]
+
+    _run(make, model=model, cache=cache, lengths=lengths, share=share, nbytes=nbytes, text=None, json=json,
+         device=device, questions=questions, limit=limit, seed=seed)  # fmt: skip
+
+
+@app.command()
+def turns(
+    model: Model = "example",
+    cache: Caches = None,
+    lengths: Lengths = None,
+    questions: Annotated[int, typer.Option(help="facts of a text, all asked", min=1)] = 8,
+    limit: Limit = 8,
+    share: Share = None,
+    nbytes: Bytes = None,
+    text: Texts = None,
+    seed: Seed = 0,
+    json: Json = None,
+    device: Device = "cpu",
+) -> None:
+    """Facts in a text, asked one after the other in one conversation, answers and all."""
+
+    def make(tokenizer: Any, source: Any, length: int) -> Sequence[Any]:
+        from .measure import Framing
+        from .questions import turns_measure
+
+        return [turns_measure(Framing(tokenizer), length, source, questions, limit, seed)]
+
+    _run(make, model=model, cache=cache, lengths=lengths, share=share, nbytes=nbytes, text=text, json=json,
+         device=device, questions=questions, limit=limit, seed=seed)  # fmt: skip
+
+
+@app.command()
+def ppl(
+    model: Model = "example",
+    cache: Caches = None,
+    lengths: Lengths = None,
+    scored: Annotated[int, typer.Option(help="tokens behind a prompt that are scored, about", min=2)] = 256,
+    limit: Limit = 8,
+    share: Share = None,
+    nbytes: Bytes = None,
+    text: Texts = None,
+    seed: Seed = 0,
+    json: Json = None,
+    device: Device = "cpu",
+) -> None:
+    """Bits per byte of what follows a prompt that was read through the cache."""
+
+    def make(tokenizer: Any, source: Any, length: int) -> Sequence[Any]:
+        from .losses import loss_measure
+        from .measure import Framing
+
+        return [loss_measure("ppl", Framing(tokenizer), length, scored, source, limit, seed)]
+
+    _run(make, model=model, cache=cache, lengths=lengths, share=share, nbytes=nbytes, text=text, json=json,
+         device=device, scored=scored, limit=limit, seed=seed)  # fmt: skip
+
+
+@app.command()
+def decode(
+    model: Model = "example",
+    cache: Caches = None,
+    lengths: Lengths = None,
+    limit: Limit = 4,
+    share: Share = None,
+    nbytes: Bytes = None,
+    text: Texts = None,
+    seed: Seed = 0,
+    json: Json = None,
+    device: Device = "cpu",
+) -> None:
+    """Bits per byte of a long text that comes token by token; caches with every=... compress on the way.
+
+    The first quarter of a text is its prompt, the rest is scored; bytes are those at its end.
+    """
+
+    def make(tokenizer: Any, source: Any, length: int) -> Sequence[Any]:
+        from .losses import decode_measure
+        from .measure import Framing
+
+        return [decode_measure(Framing(tokenizer), length, source, limit, seed)]
+
+    _run(make, model=model, cache=cache, lengths=lengths, share=share, nbytes=nbytes, text=text, json=json,
+         device=device, limit=limit, seed=seed)  # fmt: skip

@@ -1,0 +1,122 @@
+"""What is measured: a task at one length with its samples, and what comes of one of them with a cache."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from ..checks import need
+from .reading import Reader
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """score: in the measure's unit. nbytes: what the cache held. first_seconds: until the first token; token_seconds:
+    of a token after it, None where none comes alone. said: of each answer, for the file."""
+
+    score: float
+    nbytes: int
+    first_seconds: float
+    token_seconds: float | None = None
+    said: tuple[dict[str, Any], ...] = ()
+
+
+@dataclass(frozen=True)
+class Measure(ABC):
+    """name: of the task. length: of a prompt in tokens, as it was asked for. unit: of a score."""
+
+    name: str
+    length: int
+    unit: ClassVar[str] = "of the answers"
+    higher_is_better: ClassVar[bool] = True
+
+    @property
+    @abstractmethod
+    def count(self) -> int:
+        """Samples."""
+
+    @abstractmethod
+    def held(self, reader: Reader, index: int = 0) -> int:
+        """Bytes that the cache holds where `run` counts them, without what comes afterwards."""
+
+    @abstractmethod
+    def run(self, reader: Reader, index: int) -> Outcome: ...
+
+    @property
+    @abstractmethod
+    def tokens(self) -> int:
+        """That are in the cache where its bytes are counted, in the first sample."""
+
+
+@dataclass(frozen=True)
+class Framing:
+    """How texts become tokens. chat: a prompt is a user's turn of the tokenizer's chat template; the beginning of the
+    answer follows it. Raises ValueError for a tokenizer without a template."""
+
+    tokenizer: Any
+    chat: bool = False
+
+    def __post_init__(self) -> None:
+        has = bool(getattr(self.tokenizer, "chat_template", None))
+        need(has or not self.chat, "chat must be False: this tokenizer has no chat template")
+
+    def bare(self, text: str) -> list[int]:
+        return list(self.tokenizer(text, add_special_tokens=False).input_ids)
+
+    @property
+    def begin(self) -> list[int]:
+        """The token that begins a text, if this tokenizer gives it one."""
+        token = self.tokenizer.bos_token_id
+        return [token] if token is not None and list(self.tokenizer("a").input_ids)[:1] == [token] else []
+
+    def parts(self, context: str, question: str, prefix: str = "") -> tuple[list[int], list[int]]:
+        """(tokens of what is read first, of the question and of how the answer begins)."""
+        if not self.chat:
+            return self.begin + self.bare(context), self.bare(question + prefix)
+        border = "\N{SECTION SIGN}\N{PILCROW SIGN}\N{SECTION SIGN}"
+        turn = [{"role": "user", "content": context + border + question}]
+        whole = self.tokenizer.apply_chat_template(
+            turn, add_generation_prompt=True, tokenize=False, enable_thinking=False
+        )
+        before, _, behind = whole.partition(border)
+        return self.bare(before), self.bare(behind + prefix)
+
+    def count(self, context: str, question: str, prefix: str = "") -> int:
+        return sum(map(len, self.parts(context, question, prefix)))
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A question behind a context: its tokens, what is right, how many tokens may be written. depth: of the fact, 0 to
+    1, where it has one."""
+
+    ids: Sequence[int]
+    answers: tuple[str, ...]
+    new_tokens: int
+    depth: float | None = None
+
+
+@dataclass(frozen=True)
+class Prompt:
+    context: Sequence[int]
+    asked: tuple[Asked, ...]
+
+
+@dataclass(frozen=True)
+class Mean:
+    """Of scores of samples, with its standard error (None for a single one)."""
+
+    samples: tuple[float, ...] = field(repr=False)
+
+    @property
+    def value(self) -> float:
+        return sum(self.samples) / len(self.samples)
+
+    @property
+    def error(self) -> float | None:
+        n, mean = len(self.samples), self.value
+        if n < 2:
+            return None
+        return float((sum((x - mean) ** 2 for x in self.samples) / (n - 1) / n) ** 0.5)

@@ -1,0 +1,195 @@
+"""Questions about a text that was read through a cache, and what is right of the answers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from ..checks import need
+from ..models.text import fact, question, random_name, random_pass_key
+from .fitting import TooShort, largest
+from .measure import Asked, Framing, Measure, Outcome, Prompt
+from .reading import Reader, check_question, copy_of, held_nbytes
+from .ruler.task import Task
+from .texts import Source
+
+Score = Callable[[str, Sequence[str]], float]
+
+
+@dataclass(frozen=True)
+class Questions(Measure):
+    """question: where it stands when the text is read.
+
+    end: with the text, as its last tokens, which go through the cache like the others. later: behind the text that was
+    read, when it is too late to keep for it. guide: behind the text, and known while that is read. Several stand behind
+    the text and are each asked of a copy of the cache; turns: one after the other, with the answers between them, of
+    the cache itself.
+    """
+
+    prompts: tuple[Prompt, ...]
+    score: Score
+    question: str = "end"
+    turns: bool = False
+
+    def __post_init__(self) -> None:
+        check_question(self.question)
+        several = max(len(prompt.asked) for prompt in self.prompts) > 1
+        need(not several or self.question == "later", f"question must be later where there are several, got "
+             f"{self.question!r}")  # fmt: skip
+
+    @property
+    def count(self) -> int:
+        return len(self.prompts)
+
+    @property
+    def tokens(self) -> int:
+        return len(self._read_first(self.prompts[0])[0])
+
+    def _read_first(self, prompt: Prompt) -> tuple[list[int], list[int] | None]:
+        """(what is in the cache before anything is answered, the guide)."""
+        context, first = list(prompt.context), list(prompt.asked[0].ids)
+        if self.question == "end":
+            return (context + first)[:-1], None
+        return context, first if self.question == "guide" else None
+
+    def held(self, reader: Reader, index: int = 0) -> int:
+        return held_nbytes(reader.read(*self._read_first(self.prompts[index])))
+
+    def run(self, reader: Reader, index: int) -> Outcome:
+        prompt, begin = self.prompts[index], time.perf_counter()
+        cache = reader.read(*self._read_first(prompt))
+        reading = time.perf_counter() - begin
+        nbytes, said = held_nbytes(cache), list(prompt.context)
+        scores, firsts, tokens, told = [], [], [], []
+        for number, asked in enumerate(prompt.asked):
+            last = self.turns or number + 1 == len(prompt.asked)
+            conversation = said + list(asked.ids)
+            written = reader.write(cache if last else copy_of(cache), conversation, asked.new_tokens)
+            text = reader.tokenizer.decode(written.ids, skip_special_tokens=True)
+            scores.append(self.score(text, asked.answers))
+            firsts.append(written.first_seconds)
+            tokens += [] if written.token_seconds is None else [written.token_seconds]
+            told.append({"answers": list(asked.answers), "written": text, "score": scores[-1]}
+                        | ({} if asked.depth is None else {"depth": asked.depth}))  # fmt: skip
+            if self.turns:
+                said = conversation + written.ids
+        per_token = sum(tokens) / len(tokens) if tokens else None
+        return Outcome(sum(scores) / len(scores), nbytes, reading + firsts[0], per_token, tuple(told))
+
+
+# ---- tasks ----
+
+
+def ruler_measure(name: str, task: Task, framing: Framing, length: int, source: Source, count: int, seed: int,
+                  question: str) -> Questions:  # fmt: skip
+    """RULER's prompts; what the answer begins with is given."""
+    frame = framing.count("", "") if framing.chat else len(framing.begin)
+    try:
+        found = task.samples(lambda text: len(framing.bare(text)) + frame, length, source, count, seed)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+    prompts = []
+    for sample in found:
+        context, asked = framing.parts(sample.context, sample.question, sample.prefix)
+        prompts.append(Prompt(context, (Asked(asked, sample.answers, task.new_tokens),)))
+    return Questions(name, length, tuple(prompts), task.score, question)
+
+
+def begins_with(written: str, answers: Sequence[str]) -> float:
+    return float(written.strip().startswith(answers[0]))
+
+
+def needle_measure(framing: Framing, length: int, source: Source, depths: int, count: int, seed: int, question: str
+                   ) -> Questions:  # fmt: skip
+    """`count` texts for each of so many depths, spread evenly, their ends left out: a fact in a text of `length` tokens
+    that ends with the question for it."""
+    prompts = []
+    for number in range(count):
+        for place in range(depths):
+            rng = np.random.default_rng([seed, number, place])
+            prompts.append(_facts_prompt(framing, source, length, rng, 1, [(place + 0.5) / depths], ask_within=True))
+    return Questions("needle", length, tuple(prompts), begins_with, question)
+
+
+def turns_measure(framing: Framing, length: int, source: Source, questions: int, count: int, seed: int) -> Questions:
+    """Facts spread evenly over a text of `length` tokens, all asked after it, one after the other in one cache."""
+    depths = [(number + 0.5) / questions for number in range(questions)]
+    prompts = tuple(
+        _facts_prompt(framing, source, length, np.random.default_rng([seed, number]), questions, depths)
+        for number in range(count)
+    )
+    return Questions("turns", length, prompts, begins_with, "later", turns=True)
+
+
+def recall_measure(framing: Framing, length: int, questions: int, count: int, seed: int) -> Questions:
+    """Nothing but facts, as many as fit into `length` tokens; `questions` of them, spread evenly, are asked afterwards,
+    each of its own copy of the cache."""
+    prompts = []
+    for number in range(count):
+        rng = np.random.default_rng([seed, number])
+        items = _items(rng, 256)
+        texts = [fact(*item).decode() for item in items]
+
+        def counted(size: int) -> int:
+            return framing.count("".join(texts[:size]), "")  # noqa: B023  (called in this round)
+
+        size = _at_most(counted, 1, length, len(items))
+        asked = sorted({min(int((k + 0.5) * size / questions), size - 1) for k in range(questions)})
+        context, _ = framing.parts("".join(texts[:size]), "")
+        order = rng.permutation(len(asked))
+        prompts.append(Prompt(context, tuple(_asked(framing, items[asked[k]], (asked[k] + 0.5) / size) for k in order)))
+    return Questions("recall", length, tuple(prompts), begins_with, "later")
+
+
+def _facts_prompt(
+    framing: Framing, source: Source, length: int, rng: np.random.Generator, count: int, depths: Sequence[float],
+    *, ask_within: bool = False,
+) -> Prompt:  # fmt: skip
+    """Facts at their depths of the largest text that fits. ask_within: the question counts in the length."""
+    items = _items(rng, count)
+    asked = [_asked(framing, item, depth) for item, depth in zip(items, depths, strict=True)]
+    within = len(asked[0].ids) if ask_within else 0
+
+    def planted(size: int) -> str:
+        text, out = _first(source.text, size), ""
+        cuts = [0, *(int(size * depth) for depth in depths), size]
+        for number, (begin, end) in enumerate(pairwise(cuts)):
+            out += text[begin:end] + (fact(*items[number]).decode() if number < count else "")
+        return out
+
+    size = _at_most(lambda size: framing.count(planted(size), "") + within, count, length)
+    context, _ = framing.parts(planted(size), "")
+    order = rng.permutation(count)
+    return Prompt(context, tuple(asked[k] for k in order))
+
+
+def _first(text: str, size: int) -> str:
+    """So many characters of a text, which begins again for as long as it takes."""
+    return (text * -(-size // len(text)))[:size]
+
+
+def _asked(framing: Framing, item: tuple[bytes, bytes], depth: float) -> Asked:
+    name, pass_key = (x.decode() for x in item)
+    _, ids = framing.parts("", question(item[0]).decode())
+    return Asked(ids, (pass_key,), len(framing.bare(pass_key)) + 1, depth)
+
+
+def _items(rng: np.random.Generator, count: int) -> list[tuple[bytes, bytes]]:
+    """Names and their pass keys; there are 256 names."""
+    need(count <= 256, f"questions must be at most 256, got {count}")
+    found: dict[bytes, bytes] = {}
+    while len(found) < count:
+        found[random_name(rng)] = random_pass_key(rng)
+    return list(found.items())
+
+
+def _at_most(counted: Callable[[int], int], least: int, length: int, most: int | None = None) -> int:
+    try:
+        return largest(counted, least, length, most=most)
+    except TooShort as error:
+        raise ValueError(f"length must be at least {error.count} tokens for the facts and the question, got {length}"
+                         ) from None  # fmt: skip

@@ -1,0 +1,109 @@
+"""A prompt through a cache: what is read, what is written then, how long both take, and what the cache holds."""
+
+from __future__ import annotations
+
+import copy
+import time
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+from transformers.generation.streamers import BaseStreamer
+
+from ..caches.base import CompressedCache
+from ..caches.spec import CacheSpec
+from ..checks import need
+from ..prefill import prefill
+from ..write_text import held_nbytes
+
+QUESTIONS = ("end", "later", "guide")
+
+
+@dataclass(frozen=True)
+class Reader:
+    """A model that is attached, its tokenizer, and what cache it reads with: a new one for every prompt."""
+
+    model: Any
+    tokenizer: Any
+    spec: CacheSpec
+
+    @property
+    def device(self) -> torch.device:
+        return cast(torch.device, self.model.device)
+
+    @torch.no_grad()
+    def read(self, ids: list[int], guide: list[int] | None = None) -> Cache:
+        """A new cache that has read ids. guide: what chooses what stays, without being read; caches that look at none
+        are not told."""
+        cache, read = self.spec.make(self.model.config, self.tokenizer), self._tensor(ids)
+        if not isinstance(cache, CompressedCache):
+            self.model(read, past_key_values=cache, logits_to_keep=1)
+            return cache
+        if guide is not None and _looks_at_a_guide(cache):
+            known = self._tensor(guide)
+            prefill(self.model, torch.cat([read, known], 1), cache, guide=known[0])
+            return cache  # the guide's own tokens are left to who goes on
+        prefill(self.model, torch.cat([read, read[:, -1:]], 1), cache)  # which leaves the last token to who goes on
+        return cache
+
+    def write(self, cache: Cache, ids: list[int], new_tokens: int) -> Written:
+        """Goes on after ids, all that was said so far, greedily; the cache has read a part of them, and keeps what
+        comes."""
+        clock, begin = _Clock(), time.perf_counter()
+        out = self.model.generate(
+            self._tensor(ids), attention_mask=torch.ones(1, len(ids), dtype=torch.int64, device=self.device),
+            past_key_values=cache, max_new_tokens=new_tokens, do_sample=False, streamer=clock,
+        )  # fmt: skip
+        return Written(out[0, len(ids) :].tolist(), clock.times[1] - begin, clock.per_token)
+
+    def _tensor(self, ids: list[int]) -> Tensor:
+        return torch.tensor([ids], device=self.device)
+
+
+@dataclass(frozen=True)
+class Written:
+    """ids: new tokens. first_seconds: until the first of them; token_seconds: a token after it, None = there is one."""
+
+    ids: list[int]
+    first_seconds: float
+    token_seconds: float | None
+
+
+class _Clock(BaseStreamer):
+    """When the prompt was handed over, and when each new token was there."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, value: Tensor) -> None:
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        pass
+
+    @property
+    def per_token(self) -> float | None:
+        first, last, count = self.times[1], self.times[-1], len(self.times) - 2
+        return (last - first) / count if count else None
+
+
+def copy_of(cache: Cache) -> Cache:
+    """For one of several questions."""
+    return cache.fork() if isinstance(cache, CompressedCache) else copy.deepcopy(cache)
+
+
+def check_question(question: str) -> None:
+    need(question in QUESTIONS, f"question must be one of {', '.join(QUESTIONS)}, got {question!r}")
+
+
+def _looks_at_a_guide(cache: CompressedCache) -> bool:
+    try:
+        cache.check_guide()
+    except ValueError:
+        return False
+    return True
+
+
+__all__ = ["QUESTIONS", "Reader", "Written", "check_question", "copy_of", "held_nbytes"]

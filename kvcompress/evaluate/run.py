@@ -1,0 +1,71 @@
+"""Every cache on every task: rows."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..caches.spec import DENSE, CacheSpec
+from .equal_bytes import EqualBytes, dense_bytes
+from .measure import Mean, Measure, Outcome
+from .reading import Reader
+
+
+@dataclass(frozen=True)
+class Row:
+    """One cache on one task. cache: as it was given; sized: with the size that equal bytes gave it. score: mean of the
+    samples, score_se: its standard error, None for a single one. nbytes: that the cache held, mean; dense_nbytes: what
+    transformers' cache holds of the first prompt, None for a converted model. first_token_seconds, token_seconds:
+    medians. said: of each sample its answers."""
+
+    task: str
+    length: int
+    cache: str
+    sized: str
+    score: float
+    score_se: float | None
+    unit: str
+    higher_is_better: bool
+    samples: tuple[float, ...]
+    nbytes: float
+    dense_nbytes: int | None
+    first_token_seconds: float
+    token_seconds: float | None
+    said: tuple[tuple[dict[str, Any], ...], ...]
+
+    @property
+    def share(self) -> float | None:
+        return None if self.dense_nbytes is None else self.nbytes / self.dense_nbytes
+
+
+def evaluate(
+    reader: Reader, specs: Sequence[CacheSpec], measures: Sequence[Measure], equal: EqualBytes | None = None,
+    told: Callable[[str], object] = lambda text: None,
+) -> Iterator[Row]:  # fmt: skip
+    """Rows of each measure, one for each cache, as they are there. reader: the model; its spec is not looked at.
+
+    equal: what each cache may hold. told: what comes next, for who waits. Raises ValueError for a cache that the model
+    or the bytes do not allow.
+    """
+    equal = equal or EqualBytes()
+    for measure in measures:
+        dense = dense_bytes(reader, measure)
+        for spec in specs:
+            told(f"{measure.name}, {measure.length:,} tokens: {spec}")
+            given = replace(reader, spec=spec)
+            sized = spec if spec.kind == DENSE else equal.sized(given, measure, dense)
+            with_size = replace(reader, spec=sized)
+            yield _row(measure, spec, sized, [measure.run(with_size, i) for i in range(measure.count)], dense)
+
+
+def _row(measure: Measure, spec: CacheSpec, sized: CacheSpec, outcomes: list[Outcome], dense: int | None) -> Row:
+    mean = Mean(tuple(outcome.score for outcome in outcomes))
+    tokens = [outcome.token_seconds for outcome in outcomes if outcome.token_seconds is not None]
+    return Row(
+        measure.name, measure.length, str(spec), str(sized), mean.value, mean.error, measure.unit,
+        measure.higher_is_better, mean.samples, sum(outcome.nbytes for outcome in outcomes) / len(outcomes), dense,
+        statistics.median(outcome.first_seconds for outcome in outcomes),
+        statistics.median(tokens) if tokens else None, tuple(outcome.said for outcome in outcomes),
+    )  # fmt: skip

@@ -169,6 +169,59 @@ def test_nan_fails_the_request_that_met_it_alone():
         assert in_use == 0
 
 
+def test_nan_of_one_that_decodes_fails_those_beside_it_and_the_manager_goes_on():
+    """Their caches are one, and scored in one call."""
+    model, prompts = tiny_model(), prompts_of((20, 24, 22))
+    cache = "pruned,pruner=tova,budget=10,every=1"
+    written = [alone(model, cache, prompt, 8) for prompt in prompts]
+    others = {x for row in (*prompts, written[0], written[2]) for x in row}
+    token = next(x for x in written[1][1:5] if x not in others)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[token] = torch.nan
+    with batching(model, cache, pages=200, page_size=8, requests=4, batch_tokens=80) as serving:
+        manager = model.init_continuous_batching(generation_config=greedy(1))
+        names = [manager.add_request(prompt, max_new_tokens=8, eos_token_id=-1) for prompt in prompts]
+        manager.start()
+        results = {}
+        while len(results) < 3:
+            result = manager.get_result(timeout=60)
+            results[result.request_id] = result
+        errors = [results[name].error for name in names]
+        assert "scores of TOVA in layer 0 hold NaN" in errors[1] and not errors[1].startswith("request")
+        for name, error in zip(names[::2], errors[::2], strict=True):
+            assert error.startswith(f"request {name} was lost with {names[1]}, which decoded in the same pass: scores")
+        later = manager.add_request(prompts[0], max_new_tokens=8, eos_token_id=-1)
+        result = manager.get_result(timeout=60)
+        assert (result.request_id, result.generated_tokens) == (later, written[0])
+        manager.stop()
+        assert serving.served.pages_in_use() == 0
+
+
+def test_closing_stops_managers_and_leaves_none_for_later():
+    model, prompts = tiny_model(), prompts_of((12, 9))
+    plain = model.generate_batch(prompts, generation_config=greedy(4))
+    with batching(model, PRUNED, pages=200, page_size=8, requests=4, batch_tokens=64):
+        model.generate_batch(prompts, generation_config=greedy(4), persistent_manager=True)
+    again = model.generate_batch(prompts, generation_config=greedy(4))
+    assert [x.generated_tokens for x in again.values()] == [x.generated_tokens for x in plain.values()]
+    with batching(model, PRUNED, pages=200, page_size=8, requests=4, batch_tokens=64):
+        manager = model.init_continuous_batching(generation_config=greedy(1))
+        manager.add_request(prompts[0], max_new_tokens=300, streaming=True, eos_token_id=-1)
+        manager.start()
+        assert manager.get_result(timeout=60).error is None
+    assert not manager.is_running() and not is_attached(model)
+    with pytest.raises(RuntimeError, match="Batching is closed"):
+        manager.start()
+
+
+def test_a_model_that_was_cast_since_is_named():
+    model = tiny_model()
+    with batching(model, DENSE, pages=100):
+        model.to(torch.bfloat16)
+        with pytest.raises(ValueError, match=r"model must be of torch\.float32, as when batching"):
+            model.init_continuous_batching(generation_config=greedy(1))
+
+
 def test_a_cancelled_request_gives_its_pages_back():
     model, prompts = tiny_model(), prompts_of((20, 24))
     with batching(model, DENSE, pages=400, page_size=8, requests=4, batch_tokens=64) as serving:

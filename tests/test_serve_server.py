@@ -159,8 +159,12 @@ def test_what_cannot_be_done_is_answered_and_the_next_request_is_served():
         assert status == 507 and "needs more than all 42 pages after 56 tokens" in answer["error"]["message"]
         status, answer = client.complete([96, *prompt], 4)
         assert status == 500 and "NaN" in answer["error"]["message"]
-        for field, value in (("temperature", 0.7), ("top_p", 0.5), ("stop", [""]), ("model", "another")):
-            assert client.complete(prompt, 4, **{field: value})[0] == 400, field
+        for field, value in (("temperature", 0.7), ("top_p", 0.5), ("stop", [""]), ("model", "another"), ("n", 2),
+                             ("echo", True), ("logprobs", 0), ("presence_penalty", 0.5), ("frequency_penalty", 1.5),
+                             ("max_tokens", 0)):  # fmt: skip
+            status, answer = client.complete(prompt, 4, **{field: value})
+            assert status == 400 and (field == "model" or field in str(answer)), field
+        assert client.complete(prompt, 4, n=1, presence_penalty=0.0, echo=False)[0] == 200
         assert client.complete([], 4)[0] == 400 and client.complete([], 4, stream=True)[0] == 400
         assert client.complete(prompt, 4, temperature=0.0)[0] == 200  # which is how this server writes
         assert client.ask("/v1/systemone", {})[0] == 501 and client.ask("/load_model", {"model": "x"})[0] == 400

@@ -24,7 +24,7 @@ from .requests import Requests
 from .scheduler import PageScheduler, PagesError, most_whole
 from .served import cache_maker, spec_of
 
-_ATTRIBUTE = "init_continuous_batching"
+_ATTRIBUTE, _CACHED = "init_continuous_batching", "_cached_continuous_batching_manager"  # of a model
 FAILURES = 256  # that are remembered
 NAN = "the model's logits hold NaN: a layer's weights or inputs do, or overflowed"
 SECONDS = 10.0  # over which tokens/s are counted
@@ -169,6 +169,12 @@ class ServedManager(ContinuousBatchingManager):
     def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
         """The model's attention stays what attach made of it."""
 
+    def start(self) -> None:
+        """Raises RuntimeError once its Batching is closed: the model attends as it did before."""
+        if vars(self.model).get(_ATTRIBUTE) != self.batching._manager:
+            raise RuntimeError("the manager's Batching is closed: make another by kvcompress.serve.batching")
+        super().start()
+
     def _forget(self, request: str) -> None:
         with self.output_router._lock:
             self.output_router.result_handlers.pop(request, None)
@@ -209,7 +215,7 @@ class Batching:
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
         self.model, self.pages, self.requests, self.batch_tokens = model, pages, requests, batch_tokens
-        self.page_size = PoolSettings(page_size).page_size
+        self.page_size, self.dtype = PoolSettings(page_size).page_size, model.dtype
         self.spec = spec_of(cache, decoder_config(model.config))
         self.failures: dict[str, Exception] = {}  # of the latest requests that failed for want of pages
         self.processor: _Processor | None = None
@@ -236,6 +242,8 @@ class Batching:
         continuous_batching_config: ContinuousBatchingConfig | None = None, workload_hints: Any = None,
     ) -> ServedManager:  # fmt: skip
         """In the place of the model's init_continuous_batching, whose arguments it takes."""
+        if self.model.dtype != self.dtype:
+            raise ValueError(f"model must be of {self.dtype}, as when batching() was called, got {self.model.dtype}")
         if self._last is not None and self._last.is_running():
             raise RuntimeError("a manager of this model's requests is running: stop() it before another is made")
         generation = generation_config or self.model.generation_config
@@ -277,10 +285,15 @@ class Batching:
         return numbers
 
     def close(self) -> None:
-        """The model's own continuous batching is back. Managers that run must have stopped."""
-        if vars(self.model).get(_ATTRIBUTE) == self._manager:
-            object.__delattr__(self.model, _ATTRIBUTE)
-            detach(self.model)
+        """The model's own continuous batching is back. A manager that still runs is stopped, and its requests fail."""
+        if vars(self.model).get(_ATTRIBUTE) != self._manager:
+            return
+        object.__delattr__(self.model, _ATTRIBUTE)
+        if self._last is not None and self._last.is_running():
+            self._last.stop(block=True, hard_stop=True)
+        if isinstance(getattr(self.model, _CACHED, None), ServedManager):  # for a next session, which would not be ours
+            self.model.destroy_cached_continuous_batching_manager()
+        detach(self.model)
 
     def __enter__(self) -> Batching:
         return self

@@ -46,11 +46,12 @@ class ServedPass(Pass):
     """One forward pass over packed tokens [1, T]: first one of each request that decodes, then parts of prompts.
 
     All decoding requests attend in one call of a layer, and each part in one of its own. A part whose cache refuses it
-    (positions that the model does not know, NaN scores) gets zeros from there on; failed says which, and why.
+    (positions that the model does not know, NaN scores) gets zeros from there on; failed says which, and why. Where the
+    call of those who decode is refused, for what one of them holds, all of them fail: their cache is one.
     """
 
-    def __init__(self, facts: Facts, together: CachePass | None) -> None:
-        self.facts, self.together = facts, together
+    def __init__(self, facts: Facts, together: CachePass | None, names: Sequence[str]) -> None:
+        self.facts, self.together, self.names = facts, together, names
         self.decoding = 0 if together is None else len(together.counts)
         self.parts: list[tuple[Part, CachePass | None]] = []  # None of those that have failed already
         self.failed: dict[str, str] = {}
@@ -59,7 +60,12 @@ class ServedPass(Pass):
         out, start = values.new_empty(*queries.shape[:3], values.shape[3]), self.decoding
         if self.together is not None:
             q, k, v = (x[0, :, :start].transpose(0, 1)[:, :, None] for x in (queries, keys, values))
-            out[0, :, :start] = self.together.attend(layer, q, k, v, softmax)[:, :, 0].transpose(0, 1)
+            try:
+                out[0, :, :start] = self.together.attend(layer, q, k, v, softmax)[:, :, 0].transpose(0, 1)
+            except RuntimeError as error:
+                self._fail_together((q, k, v), str(error))
+        if self.together is None:
+            out[:, :, :start] = 0
         for part, step in self.parts:
             end = start + part.tokens
             if step is not None and part.request not in self.failed:
@@ -73,6 +79,17 @@ class ServedPass(Pass):
             start = end
         out[:, :, start:] = 0
         return out
+
+    def _fail_together(self, given: Sequence[Tensor], reason: str) -> None:
+        """given: queries, keys and values of the requests that decode, [n, H, 1, D] each."""
+        nan = torch.stack([x.isnan().flatten(1).any(1) for x in given]).any(0).tolist()
+        culprits = [name for name, found in zip(self.names, nan, strict=True) if found]
+        for name in self.names:
+            why = reason
+            if culprits and name not in culprits:
+                why = f"request {name} was lost with {culprits[0]}, which decoded in the same pass: {reason}"
+            self.failed[name] = why
+        self.together = None
 
 
 class Requests:
@@ -202,7 +219,7 @@ class Requests:
         together = None
         if self._running is not None:
             together = self._running.open(self.facts, [1] * len(self.decoding), 1)
-        self._pass = current = ServedPass(self.facts, together)
+        self._pass = current = ServedPass(self.facts, together, tuple(self.decoding))
         for part in parts:
             step, reader = None, self.reading.get(part.request)
             if reader is None:
@@ -219,8 +236,11 @@ class Requests:
     def end(self) -> None:
         """The pass is over: every layer has attended."""
         assert self._pass is not None
-        if self._running is not None and self._pass.together is not None:
+        if self._pass.together is not None:
+            assert self._running is not None
             self._running.end(self._pass.together, None)
+        for request in set(self.decoding) & set(self._pass.failed):
+            self.drop(request)
         for part, step in self._pass.parts:
             if step is None or part.request in self._pass.failed:
                 self.drop(part.request)

@@ -14,12 +14,24 @@ from transformers.cli.serving.completion import CompletionHandler
 from transformers.cli.serving.model_manager import ModelManager
 from transformers.cli.serving.response import ResponseHandler
 from transformers.cli.serving.server import build_server
-from transformers.cli.serving.utils import CBGenerateManager, GenerationState, get_response_template
+from transformers.cli.serving.utils import (
+    BaseHandler,
+    CBGenerateManager,
+    GenerationState,
+    get_response_template,
+)
 
 from .batching import Batching
 from .scheduler import PagesError
 from .stopping import Stopping
 
+# fields that transformers' handlers drop or understand otherwise, and what they may be: what changes nothing
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "n": (1,), "best_of": (1,), "echo": (False,), "logprobs": (False,), "top_logprobs": (0,),
+    "presence_penalty": (0, 0.0), "frequency_penalty": (0, 0.0), "logit_bias": ({},),
+    "response_format": ({"type": "text"},),
+}  # fmt: skip
+_LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 SAMPLING = ("do_sample", "temperature", "top_p", "top_k", "repetition_penalty")
 
 
@@ -147,6 +159,33 @@ class _State(GenerationState):
         return self.manager.is_alive()
 
 
+class _Strict(BaseHandler):
+    """Before a handler of transformers: what would change an answer, and does not here, is refused and not dropped."""
+
+    def _validate_request(self, body: dict[str, Any]) -> None:
+        super()._validate_request(body)
+        for name, neutral in _NEUTRAL.items():
+            value = body.get(name)
+            if value is not None and not any(type(value) is type(x) and value == x for x in neutral):
+                raise HTTPException(400, f"{name} must be {neutral[0]} or not given, got {value!r}: it is not served")
+        for name in _LENGTHS:
+            value = body.get(name)
+            if value is not None and (type(value) is not int or value < 1):
+                raise HTTPException(400, f"{name} must be an integer of at least 1, got {value!r}")
+
+
+class _Chat(_Strict, ChatCompletionHandler):
+    pass
+
+
+class _Completion(_Strict, CompletionHandler):
+    pass
+
+
+class _Response(_Strict, ResponseHandler):
+    pass
+
+
 class _Refused:
     """An endpoint of transformers' server that has no batching."""
 
@@ -170,8 +209,8 @@ def build_app(serving: Batching, name: str, tokenizer: Any) -> Any:
     given: dict[str, Any] = {"model_manager": models, "generation_state": state}
     refused: Any = _Refused
     app = build_server(
-        chat_handler=ChatCompletionHandler(**given), completion_handler=CompletionHandler(**given),
-        response_handler=ResponseHandler(**given), transcription_handler=refused("/v1/audio/transcriptions"),
+        chat_handler=_Chat(**given), completion_handler=_Completion(**given),
+        response_handler=_Response(**given), transcription_handler=refused("/v1/audio/transcriptions"),
         systemone_handler=refused("/v1/systemone"), **given,
     )  # fmt: skip
 

@@ -234,7 +234,7 @@ def serve(
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
     grace: Annotated[float, typer.Option(help="seconds for requests that run when it is told to stop", min=0.0)] = 10.0,
 ) -> None:
-    """Serve a model's requests through compressed caches, as OpenAI's API has it (needs kvcompress[serve])."""
+    """Serve a model's requests through compressed caches, as OpenAI's API has it (needs the extra serve)."""
     from transformers.utils.import_utils import is_serve_available
 
     if not is_serve_available():

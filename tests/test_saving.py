@@ -264,6 +264,21 @@ def test_a_path_that_cannot_be_written_is_named(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_no_other_file_is_written_over(tmp_path):
+    model = attached()
+    cache = prefill(model, random_ids(20), IterativeCache(model.config))
+    text, weights = tmp_path / "prompt.txt", tmp_path / "model.safetensors"
+    text.write_text("a prompt")
+    save_file({"w": torch.ones(3)}, weights)
+    for path in (text, weights):
+        before = path.read_bytes()
+        with pytest.raises(ValueError, match=f"path must be new, or a file that save wrote, got {path}"):
+            cache.save(path)
+        assert path.read_bytes() == before
+    path = cache.save(tmp_path / "cache.safetensors")
+    assert cache.save(path) == path and load_cache(path, model).seen == cache.seen
+
+
 def test_saving_copies_pages_once(tmp_path, monkeypatch):
     """What safetensors is given are the pages that copy_of made."""
     model = attached()

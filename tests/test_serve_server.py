@@ -31,15 +31,15 @@ ROOT = Path(__file__).parents[1]
 WORDS = {"<unknown>": 0} | {f"w{i}": i for i in range(1, 97)}
 
 
-def tokenizer():
-    """A word w12 is token 12."""
+def tokenizer(chats=True):
+    """A word w12 is token 12. chats: it has a template for them."""
     from tokenizers.decoders import WordPiece
     from tokenizers.pre_tokenizers import Whitespace
 
     inner = Tokenizer(WordLevel(WORDS, unk_token="<unknown>"))
     inner.pre_tokenizer, inner.decoder = Whitespace(), WordPiece(prefix="##", cleanup=False)
     made = PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unknown>")
-    made.chat_template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+    made.chat_template = None if not chats else "{% for message in messages %}{{ message['content'] }} {% endfor %}"
     return made
 
 
@@ -50,12 +50,12 @@ def text_of(tokens):
 class Client:
     """A server in a thread, and requests to it."""
 
-    def __init__(self, model, cache="dense", **settings):
+    def __init__(self, model, cache="dense", chats=True, **settings):
         from kvcompress.serve.server import build_app
 
         self.model, self.serving = model, batching(model, cache, **{"pages": 400, "page_size": 8, **settings})
         self.model.generation_config = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0)
-        self.app = build_app(self.serving, "tiny", tokenizer())
+        self.app = build_app(self.serving, "tiny", tokenizer(chats))
         config = uvicorn.Config(self.app, host="127.0.0.1", port=0, log_level="error", timeout_graceful_shutdown=2)
         self.server = uvicorn.Server(config)
         self.thread = threading.Thread(target=self.server.run)
@@ -164,7 +164,9 @@ def test_what_cannot_be_done_is_answered_and_the_next_request_is_served():
                              ("max_tokens", 0)):  # fmt: skip
             status, answer = client.complete(prompt, 4, **{field: value})
             assert status == 400 and (field == "model" or field in str(answer)), field
-        assert client.complete(prompt, 4, n=1, presence_penalty=0.0, echo=False)[0] == 200
+        status, answer = client.complete(prompt, 4, temperature=1)
+        assert status == 400 and answer["error"]["message"].startswith("temperature must be 0, as this server was")
+        assert client.complete(prompt, 4, n=1, presence_penalty=0.0, echo=False, top_p=1, temperature=0)[0] == 200
         assert client.complete([], 4)[0] == 400 and client.complete([], 4, stream=True)[0] == 400
         assert client.complete(prompt, 4, temperature=0.0)[0] == 200  # which is how this server writes
         assert client.ask("/v1/systemone", {})[0] == 501 and client.ask("/load_model", {"model": "x"})[0] == 400
@@ -189,6 +191,16 @@ def test_a_client_that_goes_away_and_a_server_that_stops_give_their_pages_back()
         serving = client.serving
     assert not serving.processor.scheduler.active_requests and serving.served.pages_in_use() == 0
     connection.close()
+
+
+def test_chats_with_a_model_that_has_no_template_are_refused():
+    with Client(attached(), chats=False) as client:
+        asked = {"messages": [{"role": "user", "content": "w3 w4"}], "max_tokens": 3}
+        status, answer = client.ask("/v1/chat/completions", asked)
+        assert (
+            status == 400 and "tiny has no chat template: use /v1/completions" in json.loads(answer)["error"]["message"]
+        )
+        assert client.complete(prompt_of(5), 3)[0] == 200
 
 
 def test_a_converted_model_is_served_by_its_own_cache():

@@ -62,9 +62,23 @@ def save_caches(caches: Sequence[Any], path: str | os.PathLike[str], model: nn.M
         },
         allow_nan=False,
     )
+    _need_no_other(Path(path))
     with staged(path) as temporary:
         save_file(encoder.tensors, temporary, {"kvcompress": text, "check": str(zlib.crc32(text.encode()))})
     return Path(path)
+
+
+def _need_no_other(path: Path) -> None:
+    """Raises ValueError for what is there already and is no saved cache: it would be lost."""
+    if not path.exists():
+        return
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            ours = "kvcompress" in (file.metadata() or {})
+    except (SafetensorError, OSError):
+        ours = False
+    if not ours:
+        raise ValueError(f"path must be new, or a file that save wrote, got {path}, which holds something else")
 
 
 def load_caches(

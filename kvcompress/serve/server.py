@@ -32,7 +32,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},),
 }  # fmt: skip
 _LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
-SAMPLING = ("do_sample", "temperature", "top_p", "top_k", "repetition_penalty")
+SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": None, "repetition_penalty": 1.0}  # what changes nothing
 
 
 class _OneModel(ModelManager):
@@ -66,15 +66,14 @@ class _Requests(CBGenerateManager):
         self.serving, self.sampling = serving, sampling
 
     def init_cb(self, model: Any, gen_config: GenerationConfig) -> None:
+        ours, theirs = self.sampling, gen_config
+        greedy = not ours.do_sample or ours.temperature == 0
+        if greedy and theirs.temperature not in (None, 0, ours.temperature):
+            raise _unlike("temperature", 0, theirs.temperature)
         for name in SAMPLING:
-            ours, theirs = getattr(self.sampling, name), getattr(gen_config, name)
-            greedy = name == "temperature" and theirs == 0 and not self.sampling.do_sample
-            if ours != theirs and not greedy:
-                raise HTTPException(
-                    status_code=400,
-                    detail=f"{name} must be {ours}, as this server was started with, got {theirs}: one pass serves "
-                    "all requests, and samples alike for all",
-                )
+            wanted, got = _or_neutral(ours, name), _or_neutral(theirs, name)
+            if wanted != got and not (name == "temperature" and greedy):
+                raise _unlike(name, wanted, got)
         super().init_cb(model, self.sampling)
 
     def generate_streaming(
@@ -134,6 +133,19 @@ class _Requests(CBGenerateManager):
             manager.stop(block=True, hard_stop=True)
 
 
+def _or_neutral(config: GenerationConfig, name: str) -> Any:
+    value = getattr(config, name)
+    return SAMPLING[name] if value is None else value
+
+
+def _unlike(name: str, wanted: Any, got: Any) -> HTTPException:
+    return HTTPException(
+        status_code=400,
+        detail=f"{name} must be {wanted}, as this server was started with, got {got}: one pass serves all requests, "
+        "and samples alike for all",
+    )
+
+
 def _stops(config: GenerationConfig) -> list[str]:
     stops = config.stop_strings or []
     found = [stops] if isinstance(stops, str) else list(stops)
@@ -187,13 +199,18 @@ class _Response(_Strict, ResponseHandler):
 
 
 class _Refused:
-    """An endpoint of transformers' server that has no batching."""
+    """An endpoint that cannot be had here."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, why: str, status: int = 501) -> None:
+        self.why, self.status = why, status
 
     async def handle_request(self, *args: Any) -> None:
-        raise HTTPException(status_code=501, detail=f"{self.name} is not served here; /v1/chat/completions is")
+        raise HTTPException(status_code=self.status, detail=self.why)
+
+
+def _answer(status: int, message: str) -> JSONResponse:
+    """An error, as clients of OpenAI's API read it."""
+    return JSONResponse({"error": {"message": message, "code": status}}, status_code=status)
 
 
 def build_app(serving: Batching, name: str, tokenizer: Any) -> Any:
@@ -208,17 +225,25 @@ def build_app(serving: Batching, name: str, tokenizer: Any) -> Any:
     models = _OneModel(name, serving.model, tokenizer, state.manager)
     given: dict[str, Any] = {"model_manager": models, "generation_state": state}
     refused: Any = _Refused
+    chats: dict[str, Any] = {"chat_handler": _Chat(**given), "response_handler": _Response(**given)}
+    if getattr(tokenizer, "chat_template", None) is None:
+        why = f"{name} has no chat template: use /v1/completions"
+        chats = dict.fromkeys(chats, refused(why, 400))
     app = build_server(
-        chat_handler=_Chat(**given), completion_handler=_Completion(**given),
-        response_handler=_Response(**given), transcription_handler=refused("/v1/audio/transcriptions"),
-        systemone_handler=refused("/v1/systemone"), **given,
+        completion_handler=_Completion(**given),
+        transcription_handler=refused("/v1/audio/transcriptions is not served here; /v1/chat/completions is"),
+        systemone_handler=refused("/v1/systemone is not served here; /v1/chat/completions is"), **chats, **given,
     )  # fmt: skip
+
+    @app.exception_handler(HTTPException)
+    async def answered(request: Request, error: HTTPException) -> JSONResponse:
+        return _answer(error.status_code, str(error.detail))
 
     @app.exception_handler(RuntimeError)
     async def failed(request: Request, error: RuntimeError) -> JSONResponse:
         found = serving.failures.pop(request.state.request_id, error)
         status = found.status if isinstance(found, PagesError) else 500
-        return JSONResponse({"error": {"message": str(found), "code": status}}, status_code=status)
+        return _answer(status, str(found))
 
     @app.get("/metrics")
     def metrics() -> PlainTextResponse:

@@ -16,6 +16,7 @@ import kvcompress
 from kvcompress import dmc, pod
 from kvcompress.hf.attach import is_attached
 from kvcompress.hf.plain import use_plain_attention
+from kvcompress.models import RETROFITTED
 
 LEAD = ((0, 0), (0, 1), (0, 1))
 
@@ -195,3 +196,12 @@ def test_an_adapter_says_how_its_base_was_converted(method, tmp_path):
     other.save_pretrained(tmp_path / "base")
     with pytest.raises(ValueError, match="base must be converted by"):
         kvcompress.from_pretrained(tmp_path / "adapter")
+
+
+@pytest.mark.parametrize("retrofit", ["dmc", "pod"])
+def test_the_folder_of_a_shipped_retrofit_loads(retrofit):
+    """Its weights are a difference to the example model's."""
+    model, same = kvcompress.from_pretrained(RETROFITTED[retrofit]), kvcompress.load_example_model(retrofit=retrofit)[0]
+    assert model.dtype == torch.bfloat16
+    for ours, theirs in zip(model.parameters(), same.parameters(), strict=True):
+        assert torch.equal(ours, theirs.to(torch.bfloat16))

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.utils import cached_file
@@ -28,9 +29,15 @@ def from_pretrained(name: str | Path, **options: Any) -> Any:
     Raises ValueError for a model that cannot be attached, a conversion that this version does not know, and an adapter
     of another conversion than its base; OSError for what is not there.
     """
+    from ..models import load_example_model, shipped_retrofit
+
     adapter = _adapter_config(str(name), options)
     if adapter is None:
-        model: Any = AutoModelForCausalLM.from_pretrained(name, **options)
+        if (shipped := shipped_retrofit(name)) is None:
+            model: Any = AutoModelForCausalLM.from_pretrained(name, **options)
+        else:
+            dtype = options.get("dtype", torch.bfloat16)
+            model, _ = load_example_model(retrofit=shipped, dtype=torch.bfloat16 if dtype == "auto" else dtype)
         attach(model)
         return model.eval()
     base = adapter.get("base_model_name_or_path")

@@ -54,3 +54,9 @@ def load_example_model(
 def retrofitted_weights(retrofit: str) -> dict[str, Tensor]:
     """The weights of a retrofitted example model, bfloat16. retrofit: "dmc" or "pod"."""
     return unpack(load_file(EXAMPLE / _WEIGHTS), (RETROFITTED[retrofit] / "model.differences").read_bytes())
+
+
+def shipped_retrofit(folder: str | Path) -> str | None:
+    """Which retrofitted example model's folder it is, whose weights only load_example_model puts together; None for
+    others."""
+    return next((name for name, own in RETROFITTED.items() if Path(folder).absolute() == own.absolute()), None)

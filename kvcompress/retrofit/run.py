@@ -22,7 +22,7 @@ from transformers import (
 from ..hf.attach import attach, base_model
 from ..hf.config import cache_layers, decoder_config, recurs
 from ..hf.method import saved_method
-from ..models import EXAMPLE, load_example_model
+from ..models import EXAMPLE, load_example_model, shipped_retrofit
 from .card import CARD, keeps_own_card, measured_ratio, model_card
 from .checkpoints import checkpoints, flush, flush_folder, read_json, step_of, write_whole
 from .data import collate, example_rows, example_validation
@@ -175,6 +175,9 @@ def pretrained(kind: Any, name: str, *, argument: str = "model", **options: Any)
     is_path = not name or path.is_absolute() or name.startswith((".", "~")) or len(path.parts) > 2 or of_run
     if path.is_file() or (is_path and (not name or not path.is_dir())):
         raise FileNotFoundError(f"{argument} must be a folder or a name on the Hub, got {name!r}")
+    if kind is AutoModelForCausalLM and (shipped := shipped_retrofit(path)) is not None:
+        dtype = options.get("dtype", torch.float32)
+        return load_example_model(retrofit=shipped, dtype=torch.bfloat16 if dtype == "auto" else dtype)[0]
     try:
         return kind.from_pretrained(name, **options)
     except (OSError, ValueError) as error:

@@ -46,12 +46,11 @@ def test_a_checkpoint_says_what_is_in_it_and_nothing_else_is_left(folder):
 
 
 @pytest.mark.parametrize("run", [None, {}, {"ranks": "two"}])
-def test_a_marker_that_does_not_name_its_ranks_is_none(folder, run):
+def test_a_run_does_not_go_on_from_a_marker_that_does_not_name_its_ranks(folder, run):
     path = folder / "checkpoint-10" / checkpoints.MARKER
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"run": run}))
-    found, (fault,) = checkpoints.newest_whole(folder)
-    assert found == folder / "checkpoint-5"
-    assert fault.startswith(f"{path} must name the ranks of its run")
+    marker = json.loads(path.read_text()) | {"run": run}
+    with pytest.raises(ValueError, match=f"{path} must name the ranks of its run"):
+        checkpoints.need_state(folder / "checkpoint-10", marker)
 
 
 @pytest.mark.parametrize("name", STATE)

@@ -41,8 +41,6 @@ def read_marker(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(f"{path} is missing: the checkpoint was cut off, or written by an older version")
     marker = read_json(path, "step", "run", "files")
-    if not isinstance(marker["run"], dict) or not isinstance(marker["run"].get("ranks"), int):
-        raise ValueError(f"{path} must name the ranks of its run, got {str(marker['run'])[:60]}")
     for name, size in marker["files"].items():
         file = folder / name
         if not file.is_file():
@@ -66,9 +64,13 @@ def newest_whole(out: Path) -> tuple[Path | None, list[str]]:
 
 
 def need_state(folder: Path, marker: dict[str, Any], *also: str) -> None:
-    """Raises FileNotFoundError, naming the file, for a whole checkpoint without all that a run goes on from."""
+    """Raises FileNotFoundError, naming the file, for a whole checkpoint without all that a run goes on from, ValueError
+    for a marker that does not say of how many ranks it is."""
+    ranks = marker["run"].get("ranks") if isinstance(marker["run"], dict) else None
+    if not isinstance(ranks, int):
+        raise ValueError(f"{folder / MARKER} must name the ranks of its run, got {str(marker['run'])[:60]}")
     names = {name.partition("/")[0] for name in marker["files"]}
-    for name in ("optimizer.pt", "scheduler.pt", "trainer_state.json", *random_files(marker["run"]["ranks"]), *also):
+    for name in ("optimizer.pt", "scheduler.pt", "trainer_state.json", *random_files(ranks), *also):
         if name not in names and not (name == "optimizer.pt" and "optimizer" in names):  # a folder of parts
             raise FileNotFoundError(f"{folder / name} must be there for a run to go on as it was; it was not saved")
 

@@ -164,6 +164,14 @@ def test_words_are_those_of_the_paper():
     assert ChunkKV(pruner).with_tokenizer(tokenizer).pruner.suffix == tuple(b"</u><a>")
 
 
+def test_what_follows_needs_no_positions_for_a_second_reading():
+    model, ids = attached(max_position_embeddings=64), random_ids(50)
+    cache = prefill(model, ids[:, :20], PrunedCache(model.config, KVzip(), 12))
+    with torch.no_grad():
+        model(ids[:, 19:], past_key_values=cache)  # 50 in sight, of which nothing is read again
+    assert cache.get_seq_length() == 50
+
+
 def test_what_cannot_be_read_twice_is_refused():
     model, ids = attached(max_position_embeddings=64), random_ids(50)
     with pytest.raises(ValueError, match=r"must be read by kvcompress\.prefill or generate with KVzip"):

@@ -204,7 +204,8 @@ class PrunedCache(CompressedCache):
             )
         scores = iteration is not None and iteration.repeated is not None
         later = self.follows
-        if columns > 1 and not scores and not later and (layers := self.compressing):
+        asks = not scores and not later and (iteration is not None or not self.pruner.rereads)
+        if columns > 1 and asks and (layers := self.compressing):
             places = layers[0].next or [0] * len(counts)
             end = max(place + count for place, count in zip(places, counts, strict=True))
             self.policy.check_behind(end, max(counts), (facts[layer.index] for layer in layers))

@@ -12,7 +12,6 @@ from ..hf.facts import LayerFacts, OutputLayer
 from ..softmax import Softmax
 from .attention import prompt_attention, ragged_attention
 from .choose import Choice, Chooser, Offers
-from .layer import RepeatingLayer
 from .memory import Memory, spread
 from .paged import PagedLayer, step_positions
 from .passes import CachePass, Iteration
@@ -20,6 +19,7 @@ from .policy import Policy
 from .pool import PagePool
 from .pruned_layer import PrunedLayer
 from .queries import RecentQueries
+from .repeating import RepeatingLayer
 from .rows import SideState
 from .track import LayerReading
 

@@ -97,24 +97,3 @@ class CompressedLayer(CacheLayerMixin):
         )
 
     prefetch = offload
-
-
-class RepeatingLayer(CompressedLayer):
-    """A layer whose decoded tokens can follow each other with nothing done on the host (StepGraph)."""
-
-    @property
-    @abstractmethod
-    def repeats(self) -> bool:
-        """Whether they can with these settings."""
-
-    @abstractmethod
-    def steps_ahead(self, facts: LayerFacts) -> int:
-        """How many one-token steps can come now with nothing done on the host but to count them."""
-
-    @abstractmethod
-    def count_step(self) -> None:
-        """Counts such a step, which the device has done alone."""
-
-    @abstractmethod
-    def held_tensors(self, facts: LayerFacts) -> tuple[Tensor, ...]:
-        """What a step reads and writes; while these are the same, a recorded step can be done again."""

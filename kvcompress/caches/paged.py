@@ -10,10 +10,11 @@ from torch import Tensor
 from .. import ops
 from ..hf.facts import LayerFacts
 from ..softmax import Softmax
-from .layer import CompressedLayer, RepeatingLayer
+from .layer import CompressedLayer
 from .origins import Origins
 from .passes import CachePass
 from .pool import PagePool
+from .repeating import RepeatingLayer
 from .rows import joined_rows
 from .store import PageStore, PoolSettings, keys_and_values
 

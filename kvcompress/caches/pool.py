@@ -7,17 +7,17 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from .. import ops
+from .room import Room
 from .store import PageStore, PoolSettings, Rows, Slots, Snapshot, locked
 
 Result = TypeVar("Result")
 
 
-class PagePool:
+class PagePool(Room):
     """R rows of slots, each of its own length, in pages of P slots (row r = b*H + h).
 
     slots: what a slot holds, by name: sizes and dtype; keys_and_values(D, dtype) is usual, and positions, scores or
@@ -43,9 +43,7 @@ class PagePool:
 
     def _open(self, store: PageStore, rows: Rows, bounds: list[int]) -> None:
         self.store, self._rows = store, rows
-        self._bounds = bounds
-        self._taken = 0  # steps since bounds were as they are written down
-        self._room = 0  # further steps whose pages are set aside, as long as nobody counts the free ones anew
+        self.bounds = bounds  # and no step ahead
         self._room_stock, self._room_known = -1, True
         self.exact = True
         self._stock = store.stock
@@ -61,14 +59,6 @@ class PagePool:
     # ---- what there is ----
 
     @property
-    def lock(self) -> Any:
-        return self.store.lock
-
-    @property
-    def page_size(self) -> int:
-        return self.store.settings.page_size
-
-    @property
     def k_pages(self) -> Tensor:
         return self.store.arrays["keys"]
 
@@ -76,29 +66,10 @@ class PagePool:
     def v_pages(self) -> Tensor:
         return self.store.arrays["values"]
 
-    @property
-    def block_table(self) -> Tensor:
-        return self._rows.block_table
-
-    @property
-    def lengths(self) -> Tensor:
-        return self._rows.lengths
-
     @locked
     def snapshot(self) -> Snapshot:
         """What attention reads, all of one moment: for a pool whose forks other threads change."""
         return Snapshot(self.store.arrays, self._rows.block_table, self._rows.lengths)
-
-    @property
-    def bounds(self) -> list[int]:
-        """Most slots that each row has."""
-        if self._taken:
-            self._bounds, self._taken = [bound + self._taken for bound in self._bounds], 0
-        return self._bounds
-
-    @bounds.setter
-    def bounds(self, bounds: list[int]) -> None:
-        self._bounds, self._taken, self._room = bounds, 0, 0
 
     @property
     def counts(self) -> list[int]:
@@ -226,61 +197,6 @@ class PagePool:
     def read(self, look: Callable[[ops.PageTable], Result]) -> Result:
         """What look(table) gives, an op that leaves the rows as they are."""
         return look(self._table())
-
-    @locked
-    def step(self, write: Callable[[ops.PageTable], Result], *, known: bool = True) -> Result:
-        """What write(table) gives, an op that adds a slot to every row.
-
-        Pages are set aside for as many steps as a page has slots, where there are as many: the steps between do nothing
-        on the host. known: False = the op adds a slot or writes the newest one anew, and the device alone knows.
-        Raises RuntimeError as reserve does; write is not called then.
-        """
-        first = not self.has_room or known != self._room_known
-        if first:
-            self._make_room(known)
-        out = write(self._table())
-        self._room -= 1
-        self._taken += 1
-        if first and known and self._shares:
-            self._last_shared = [False] * len(self._bounds)
-        return out
-
-    @property
-    def has_room(self) -> bool:
-        """Whether pages are set aside for another step."""
-        return self._room > 0 and self._room_stock == self.store.stock
-
-    @property
-    def room(self) -> int:
-        """Steps that find their pages with nothing done on the host."""
-        return self._room if self.has_room else 0
-
-    @locked
-    def count_step(self) -> None:
-        """Counts one of them, which the device has done alone."""
-        self._room -= 1
-        self._taken += 1
-
-    @locked
-    def held_tensors(self) -> tuple[Tensor, ...]:
-        """What a step reads and writes."""
-        return *self.store.arrays.values(), *self._table()
-
-    def _make_room(self, known: bool) -> None:
-        store, R, steps = self.store, len(self._bounds), self.page_size
-        needed = self.reserve([1] * R)
-        columns = self.block_table.shape[1] * self.page_size
-        most = max(self.bounds, default=0)
-        while steps > 1:
-            more = self._most_pages([steps] * R, None if known else [True] * R)
-            if more <= store.free_at_least and most + steps <= columns:
-                needed = more
-                break
-            steps //= 2
-        store.free_at_least -= needed
-        if not known:
-            self._lose_sight()
-        self._room, self._room_stock, self._room_known = steps, store.stock, known
 
     @locked
     def truncate(self, lengths: Sequence[int] | Tensor) -> None:
@@ -451,38 +367,6 @@ class PagePool:
         self._last_shared, other._last_shared = self._last_shared + other._last_shared, []
         self._shares = self._shares or other._shares
 
-    @staticmethod
-    def learn(store: PageStore, pools: Sequence[PagePool]) -> int:
-        """Learns what the device alone knows of these pools over one store; waits for it once. Returns free pages."""
-        with store.lock:
-            lengths = store.count_free_and([pool.lengths for pool in pools])
-            for pool, own in zip(pools, lengths, strict=True):
-                pool.bounds, pool.exact, pool._stock = own, True, store.stock
-            return store.free_at_least
-
-    @staticmethod
-    def set_aside(store: PageStore, pools: Sequence[tuple[PagePool, bool]], spare: int, most: int) -> int:
-        """Sets pages aside for `most` steps of all these pools, or for fewer where `spare` free pages must be left;
-        returns for how many, 0 where one step finds too few. learn has just been called.
-
-        pools: with each whether a step surely adds a slot to every row.
-        """
-        with store.lock:
-            P, steps = store.settings.page_size, most
-            held = np.array([bound for pool, _ in pools for bound in pool.bounds], dtype=np.int64)
-            blocks = -(-held // P)
-            while steps and (needed := int((-(-(held + steps) // P) - blocks).sum())) > store.free_at_least - spare:
-                steps //= 2
-            if steps == 0:
-                return 0
-            store.free_at_least -= needed
-            for pool, known in pools:
-                pool._widen(max(pool.bounds, default=0) + steps)
-                if not known:
-                    pool._lose_sight()
-                pool._room, pool._room_stock, pool._room_known = steps, store.stock, known
-            return steps
-
     def __copy__(self) -> PagePool:
         return self.fork()  # a second object over the same table would give its pages up twice
 
@@ -500,9 +384,6 @@ class PagePool:
         self._register()
 
     # ---- within ----
-
-    def _table(self) -> ops.PageTable:
-        return self.store.table(self._rows)
 
     def _named(self) -> Tensor:
         return self.store.named(self._rows)

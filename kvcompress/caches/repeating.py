@@ -1,0 +1,78 @@
+"""Steps that repeat without the host (StepGraph): what a layer must answer for them, and what a cache does."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+from torch import Tensor
+
+from ..hf.facts import Facts, LayerFacts
+from .layer import CompressedLayer
+from .states import RecurrentStates
+from .summary import Summary
+
+
+class RepeatingLayer(CompressedLayer):
+    """A layer whose decoded tokens can follow each other with nothing done on the host (StepGraph)."""
+
+    @property
+    @abstractmethod
+    def repeats(self) -> bool:
+        """Whether they can with these settings."""
+
+    @abstractmethod
+    def steps_ahead(self, facts: LayerFacts) -> int:
+        """How many one-token steps can come now with nothing done on the host but to count them."""
+
+    @abstractmethod
+    def count_step(self) -> None:
+        """Counts such a step, which the device has done alone."""
+
+    @abstractmethod
+    def held_tensors(self, facts: LayerFacts) -> tuple[Tensor, ...]:
+        """What a step reads and writes; while these are the same, a recorded step can be done again."""
+
+
+class Repeats(Summary, RecurrentStates):
+    """Of a cache: one-token steps that a device does alone."""
+
+    facts: Facts | None
+    seen: int
+    _batch: int
+
+    @abstractmethod
+    def check_complete(self) -> None: ...
+
+    def check_repeats(self) -> None:
+        """Raises NotImplementedError if decoded tokens need the host each."""
+        for index, layer in enumerate(self.layers):
+            if self.recurs or not isinstance(layer, RepeatingLayer) or not layer.repeats:
+                raise NotImplementedError(
+                    f"layer {index} of {type(self).__name__} ({type(layer).__name__}) needs the host for each token, "
+                    "as windows, recurrent states and what is compressed while decoding do: a step cannot be recorded"
+                )
+
+    @property
+    def _repeating(self) -> list[RepeatingLayer]:
+        return [layer for layer in self.layers if isinstance(layer, RepeatingLayer)]
+
+    def steps_ahead(self) -> int:
+        """How many one-token steps can come now with nothing done on the host but to count them."""
+        assert self.facts is not None
+        self.check_complete()
+        return min(layer.steps_ahead(self.facts[layer.index]) for layer in self._repeating)
+
+    def count_step(self) -> None:
+        """Counts such a step, which the device has done alone."""
+        self.seen += 1
+        self._count([1] * self._batch)
+        for layer in self._repeating:
+            layer.count_step()
+            layer.seen = self.seen
+
+    def held_tensors(self) -> tuple[tuple[int, ...], ...]:
+        """Where the tensors are that a step reads and writes, and their shapes: memory is used again."""
+        facts = self.facts
+        assert facts is not None
+        held = (x for layer in self._repeating for x in layer.held_tensors(facts[layer.index]))
+        return tuple((x.data_ptr(), *x.shape) for x in held)

@@ -17,6 +17,7 @@ from . import units
 from .caches.base import decoder_config, sizes_of
 from .checks import FLOATS
 from .models import EXAMPLE
+from .names import check_name
 from .planner import Plan, plan
 
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in FLOATS}
@@ -61,6 +62,10 @@ def model_shape(
                     f"{name} must come with a model, or with all of layers, kv_heads and head_dim, got {value} alone"
                 )
         return None
+    try:
+        check_name("model", model)
+    except OSError as error:
+        raise ValueError(str(error)) from None
     try:
         config = decoder_config(AutoConfig.from_pretrained(model))
         sizes = sizes_of(config)

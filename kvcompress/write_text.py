@@ -17,8 +17,10 @@ from transformers.utils.logging import disable_progress_bar
 from .caches import CompressedCache
 from .caches.spec import CacheSpec
 from .checks import need
-from .hf import attach, from_pretrained
+from .hf import attach
+from .hf.load import load_named
 from .models import load_example_model
+from .names import check_name
 from .prefill import generate
 from .reader import Reading, read
 
@@ -33,7 +35,11 @@ def load(model: str, device: str) -> tuple[Any, Any]:
         attach(loaded)
         return loaded, tokenizer
     try:
-        return from_pretrained(model, dtype="auto").to(device), AutoTokenizer.from_pretrained(model)
+        check_name("model", model)
+    except OSError as error:
+        raise ValueError(str(error)) from None
+    try:
+        return load_named(model, dtype="auto").to(device), AutoTokenizer.from_pretrained(model)
     except OSError as error:
         reason = next(iter(str(error).splitlines()), "")
         raise ValueError(f"model must be the name or folder of a transformers model, got {model!r}: {reason}") from None

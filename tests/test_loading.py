@@ -13,7 +13,7 @@ from test_dmc_training import converted
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, LlamaForCausalLM
 
 import kvcompress
-from kvcompress import dmc, pod
+from kvcompress import dmc, names, pod, write_text
 from kvcompress.hf.attach import is_attached
 from kvcompress.hf.plain import use_plain_attention
 from kvcompress.models import RETROFITTED
@@ -205,3 +205,38 @@ def test_the_folder_of_a_shipped_retrofit_loads(retrofit):
     assert model.dtype == torch.bfloat16
     for ours, theirs in zip(model.parameters(), same.parameters(), strict=True):
         assert torch.equal(ours, theirs.to(torch.bfloat16))
+
+
+def test_a_name_that_is_no_folder_asks_the_hub_once_or_not_at_all(tmp_path, monkeypatch):
+    asked = []
+
+    def no_network(url, **options):
+        asked.append(url)
+        raise ConnectionError("Name or service not known")
+
+    monkeypatch.setattr(names, "get_hf_file_metadata", no_network)
+    for name in ("./none", "../none", "none/", "~/none", str(tmp_path / "none"), "a/b/c", "", "two words"):
+        with pytest.raises(
+            FileNotFoundError, match=r"name must be a folder or a name on the Hub, got .*no such folder"
+        ):
+            kvcompress.from_pretrained(name)
+    assert asked == []
+    with pytest.raises(ConnectionError, match=r"got 'some-one/some-model': .* cannot be reached: Name or service not"):
+        kvcompress.from_pretrained("some-one/some-model")
+    assert len(asked) == 1 and asked[0].endswith("/some-one/some-model/resolve/main/config.json")
+    with pytest.raises(ValueError, match="model must be a folder or a name on the Hub, got 'some-one/some-model'"):
+        write_text.load("some-one/some-model", "cpu")
+    assert len(asked) == 2
+
+
+def test_a_name_that_was_loaded_before_does_not_need_the_hub(tmp_path, monkeypatch):
+    def unasked(url, **options):
+        raise AssertionError(url)
+
+    monkeypatch.setattr(names, "get_hf_file_metadata", unasked)
+    folder = tmp_path / "models--some-one--some-model"
+    (folder / "snapshots" / "abc").mkdir(parents=True)
+    (folder / "snapshots" / "abc" / "config.json").write_text("{}")
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text("abc")
+    names.check_name("model", "some-one/some-model", cache_dir=tmp_path)

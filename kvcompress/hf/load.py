@@ -11,6 +11,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.utils import cached_file
 
+from ..names import check_name
 from .adapters import FIELD
 from .attach import attach, base_model, facts_of
 from .guard import guard
@@ -27,8 +28,14 @@ def from_pretrained(name: str | Path, **options: Any) -> Any:
     AutoModelForCausalLM.from_pretrained.
     Returns the model: generate makes the cache of its method where it is given none.
     Raises ValueError for a model that cannot be attached, a conversion that this version does not know, and an adapter
-    of another conversion than its base; OSError for what is not there.
+    of another conversion than its base; OSError for what is not there: ConnectionError if the Hub cannot be reached.
     """
+    check_name("name", name, **_of_hub(options))
+    return load_named(name, **options)
+
+
+def load_named(name: str | Path, **options: Any) -> Any:
+    """from_pretrained of a name that is checked."""
     from ..models import load_example_model, shipped_retrofit
 
     adapter = _adapter_config(str(name), options)
@@ -80,10 +87,9 @@ def convert_base(model: nn.Module, saved: dict[str, Any]) -> None:
 
 def _adapter_config(name: str, options: dict[str, Any]) -> dict[str, Any] | None:
     """What an adapter's config says; None for a model."""
-    hub = {key: options[key] for key in ("revision", "token", "cache_dir", "local_files_only") if key in options}
     path = cached_file(
         name, _ADAPTER, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_gated_repo=False,
-        _raise_exceptions_for_connection_errors=False, **hub,
+        _raise_exceptions_for_connection_errors=False, **_of_hub(options),
     )  # fmt: skip
     if path is None:
         return None
@@ -91,3 +97,8 @@ def _adapter_config(name: str, options: dict[str, Any]) -> dict[str, Any] | None
     if not isinstance(found, dict):
         raise ValueError(f"{path} must hold a JSON object, got {type(found).__name__}")
     return found
+
+
+def _of_hub(options: dict[str, Any]) -> dict[str, Any]:
+    """Those that say where and how to look for a name."""
+    return {key: options[key] for key in ("revision", "token", "cache_dir", "local_files_only") if key in options}

@@ -23,6 +23,7 @@ from ..hf.attach import attach, base_model
 from ..hf.config import cache_layers, decoder_config, recurs
 from ..hf.method import saved_method
 from ..models import EXAMPLE, load_example_model, shipped_retrofit
+from ..names import check_name
 from .card import CARD, keeps_own_card, measured_ratio, model_card
 from .checkpoints import checkpoints, flush, flush_folder, read_json, step_of, write_whole
 from .data import collate, example_rows, example_validation
@@ -172,9 +173,10 @@ def pretrained(kind: Any, name: str, *, argument: str = "model", **options: Any)
     on the Hub; ValueError for what cannot be loaded."""
     path = Path(name)
     of_run = len(path.parts) == 2 and Path(path.parts[0], PLAN).is_file()  # a checkpoint that is gone
-    is_path = not name or path.is_absolute() or name.startswith((".", "~")) or len(path.parts) > 2 or of_run
-    if path.is_file() or (is_path and (not name or not path.is_dir())):
-        raise FileNotFoundError(f"{argument} must be a folder or a name on the Hub, got {name!r}")
+    try:
+        check_name(argument, f"./{name}" if of_run else name)
+    except ConnectionError as error:
+        raise ValueError(str(error)) from None
     if kind is AutoModelForCausalLM and (shipped := shipped_retrofit(path)) is not None:
         dtype = options.get("dtype", torch.float32)
         return load_example_model(retrofit=shipped, dtype=torch.bfloat16 if dtype == "auto" else dtype)[0]

@@ -1,0 +1,49 @@
+"""What a model is called: a folder, or a name on the Hub. What can be neither is refused before anything is asked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from huggingface_hub.utils import validate_repo_id
+
+_FILES = ("config.json", "adapter_config.json")  # a model has the first, an adapter the second
+
+
+def check_name(
+    argument: str, name: str | Path, *, local_files_only: bool = False, cache_dir: Any = None,
+    revision: str | None = None, token: Any = None,
+) -> None:  # fmt: skip
+    """Nothing for a folder, a name that the Hub's cache has files of, and one that the Hub answers for, be it that
+    there is no such model: transformers says that better. Options: as those of transformers' from_pretrained.
+
+    Raises FileNotFoundError for what is meant as a folder and is none, or can be no name on the Hub; ConnectionError
+    where the Hub cannot be reached, asked once: transformers would try for half a minute, and twice.
+    """
+    text = str(name)
+    path = Path(text)
+    if text and path.is_dir():
+        return
+    wish = f"{argument} must be a folder or a name on the Hub, got {text!r}"
+    is_path = not text or path.is_absolute() or text.startswith((".", "~")) or text.endswith("/") or len(path.parts) > 2
+    if is_path or path.is_file():
+        raise FileNotFoundError(f"{wish}: there is no such folder")
+    try:
+        validate_repo_id(text)
+    except HFValidationError:
+        raise FileNotFoundError(f"{wish}: there is no such folder, and the Hub has no such names") from None
+    if local_files_only or any(
+        isinstance(try_to_load_from_cache(text, file, cache_dir=cache_dir, revision=revision), str) for file in _FILES
+    ):
+        return
+    try:
+        get_hf_file_metadata(hf_hub_url(text, _FILES[0], revision=revision), token=token)
+    except HfHubHTTPError:
+        return
+    except Exception as error:  # of whichever HTTP library the Hub's client is on
+        reason = next(iter(str(error).splitlines()), "") or type(error).__name__
+        raise ConnectionError(
+            f"{wish}: there is no such folder here, and the Hub cannot be reached: {reason}"
+        ) from None

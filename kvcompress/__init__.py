@@ -1,116 +1,26 @@
 """Attention over a compressed key-value cache for PyTorch and Hugging Face models."""
 
-import torch  # noqa: F401  loads libtorch before the extension that needs it
-
-from . import analysis
-from .budgets import AdaKV, Budget, GlobalTopK, PyramidKV, Uniform
-from .caches import (
-    CompressedCache,
-    IterativeCache,
-    PoolSettings,
-    PrunedCache,
-    QuestCache,
-    StreamingCache,
-)
-from .caches.saving import load_cache, load_caches, save_caches
-from .caches.spec import CacheSpec
-from .dmc.cache import DMCCache
-from .graphs import StepGraph
-from .heads import HeadProfile
-from .hf import attach, detach, from_pretrained
-from .logits import AllLogits, TokenLoss
-from .models import load_example_model
-from .planner import Adaptive, Plan, plan
-from .pod.cache import PoDCache
-from .positions import RemoteGap
-from .prefill import generate, prefill
-from .profiles import BudgetProfile, Profiled
-from .pruners import (
-    H2O,
-    RKV,
-    TOVA,
-    CenterOfGravity,
-    ChunkKV,
-    Compactor,
-    CriticalKV,
-    CurDKV,
-    DuoAttention,
-    ExpectedAttention,
-    KeyDiff,
-    KeyNorm,
-    KVzip,
-    LagKV,
-    LeverageScore,
-    ObservedAttention,
-    Pruner,
-    Random,
-    Replay,
-    SnapKV,
-    StreamingLLM,
-    Successor,
-    WindowAttention,
-)
-from .reader import Reading, read
+from importlib import import_module
+from importlib.machinery import PathFinder
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = [
-    "H2O",
-    "RKV",
-    "TOVA",
-    "AdaKV",
-    "Adaptive",
-    "AllLogits",
-    "Budget",
-    "BudgetProfile",
-    "CacheSpec",
-    "CenterOfGravity",
-    "ChunkKV",
-    "Compactor",
-    "CompressedCache",
-    "CriticalKV",
-    "CurDKV",
-    "DMCCache",
-    "DuoAttention",
-    "ExpectedAttention",
-    "GlobalTopK",
-    "HeadProfile",
-    "IterativeCache",
-    "KVzip",
-    "KeyDiff",
-    "KeyNorm",
-    "LagKV",
-    "LeverageScore",
-    "ObservedAttention",
-    "Plan",
-    "PoDCache",
-    "PoolSettings",
-    "Profiled",
-    "PrunedCache",
-    "Pruner",
-    "PyramidKV",
-    "QuestCache",
-    "Random",
-    "Reading",
-    "RemoteGap",
-    "Replay",
-    "SnapKV",
-    "StepGraph",
-    "StreamingCache",
-    "StreamingLLM",
-    "Successor",
-    "TokenLoss",
-    "Uniform",
-    "WindowAttention",
-    "analysis",
-    "attach",
-    "detach",
-    "from_pretrained",
-    "generate",
-    "load_cache",
-    "load_caches",
-    "load_example_model",
-    "plan",
-    "prefill",
-    "read",
-    "save_caches",
-]
+
+if TYPE_CHECKING:
+    from .public import *  # noqa: F403
+    from .public import __all__ as __all__
+else:
+
+    def __getattr__(name: str) -> Any:
+        """A module of the package, or a public name: the first one asked for imports PyTorch, transformers and all
+        others, which `kvcompress --help` need not wait for."""
+        if PathFinder.find_spec(f"{__name__}.{name}", __path__) is not None:  # noqa: F405
+            return import_module(f".{name}", __name__)
+        public = import_module(".public", __name__)
+        globals().update({known: getattr(public, known) for known in public.__all__}, __all__=public.__all__)
+        if name not in globals():
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return globals()[name]
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *import_module(".public", __name__).__all__})

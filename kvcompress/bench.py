@@ -16,7 +16,7 @@ from transformers.utils.logging import set_verbosity_error
 from .caches import CompressedCache
 from .caches.spec import CacheSpec
 from .models.text import long_text
-from .prefill import prefill
+from .prefilling import prefill
 from .units import size
 from .write_text import held_nbytes, load
 

@@ -15,7 +15,7 @@ from transformers.utils.logging import set_verbosity_error
 from .caches import CompressedCache
 from .caches.saving import load_cache
 from .caches.spec import CacheSpec
-from .prefill import generate
+from .prefilling import generate
 from .write_text import load
 
 COMMANDS = """/memory       what the cache has seen and holds

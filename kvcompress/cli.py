@@ -12,11 +12,11 @@ import typer
 from rich.console import Console
 from typer.models import OptionInfo
 
-from .analysis.cli import app as analyze
-from .dmc import cli as _dmc  # noqa: F401  registers its command
-from .evaluate.cli import app as evaluate
-from .pod import cli as _pod  # noqa: F401
-from .retrofit.cli import app as retrofit
+from .commands import dmc as _dmc  # noqa: F401  registers its command
+from .commands import pod as _pod  # noqa: F401
+from .commands.analyze import app as analyze
+from .commands.evaluate import app as evaluate
+from .commands.retrofit import app as retrofit
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Attention over a compressed key-value cache.")
 app.add_typer(analyze, name="analyze")

@@ -19,7 +19,7 @@ from .caches.base import trained_length_of
 from .caches.spec import CacheSpec
 from .models.text import fact, long_text, plant, question, random_name, random_pass_key
 from .needle import needle
-from .prefill import prefill
+from .prefilling import prefill
 from .process_memory import PeakMemory
 from .progress import showing
 from .pruners import SnapKV

@@ -21,7 +21,7 @@ from .caches.quest import QuestCache
 from .caches.spec import DENSE, KINDS, CacheSpec, UnknownKey
 from .hf.attach import attach, base_model, facts_of
 from .logits import TokenLoss
-from .prefill import prefill
+from .prefilling import prefill
 
 MODEL_KEYS = tuple(name for name in inspect.signature(HFLM).parameters if name not in ("pretrained", "kwargs"))
 

@@ -20,7 +20,7 @@ from .caches.base import CompressedCache
 from .caches.spec import DENSE, CacheSpec
 from .checks import need
 from .hf.attach import attach, is_attached
-from .prefill import prefill
+from .prefilling import prefill
 
 TASK = "kvcompress-text-generation"
 

@@ -18,7 +18,7 @@ from .caches.spec import DENSE, CacheSpec
 from .checks import need
 from .hf.attach import attach, is_attached
 from .hf.reminder import without_reminder
-from .prefill import prefill
+from .prefilling import prefill
 from .progress import Progress
 from .pruners import Replay
 

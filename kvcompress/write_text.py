@@ -21,7 +21,7 @@ from .hf import attach
 from .hf.load import load_named
 from .models import load_example_model
 from .names import check_name
-from .prefill import generate
+from .prefilling import generate
 from .reader import Reading, read
 
 EXAMPLE_NAME = "example"

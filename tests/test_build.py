@@ -55,8 +55,8 @@ def test_a_source_tree_without_the_extension_says_what_to_do(tmp_path):
     without_editable = "import sys; sys.meta_path = [x for x in sys.meta_path if 'editable' not in x.__module__]; "
     shutil.copytree(source, tmp_path / "kvcompress", ignore=shutil.ignore_patterns("*.so", "*.safetensors"))
     tried = subprocess.run(
-        [sys.executable, "-c", without_editable + "import kvcompress"], cwd=tmp_path, capture_output=True, text=True,
-        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        [sys.executable, "-c", without_editable + "from kvcompress import read"],
+        cwd=tmp_path, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(tmp_path)},
     )  # fmt: skip
     last = tried.stderr.strip().splitlines()[-1]
     assert last.startswith("ImportError: kvcompress was imported from") and str(tmp_path) in last
@@ -108,3 +108,20 @@ def test_an_unknown_table_is_refused():
 def test_a_tensor_of_another_device_is_refused():
     with pytest.raises(ValueError, match="cos must be on meta, got cpu"):
         kvcompress.ops.rope(torch.empty(1, 1, 2, 16, device="meta"), torch.ones(2, 8), torch.ones(2, 8))
+
+
+def test_help_waits_for_no_library():
+    code = (
+        "import sys; from kvcompress.cli import app; print(*{'torch', 'transformers', 'numpy'} & set(sys.modules), '-')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "-\n"
+
+
+def test_no_module_hides_a_public_name():
+    folder = Path(kvcompress.__file__).parent
+    modules = {path.stem for path in folder.iterdir() if path.suffix == ".py" or (path / "__init__.py").is_file()}
+    assert modules & {*kvcompress.__all__} == {"analysis"}  # a public name itself
+    assert {*kvcompress.__all__, "ops"} <= {*dir(kvcompress)}
+    with pytest.raises(AttributeError, match="module 'kvcompress' has no attribute 'nothing'"):
+        _ = kvcompress.nothing

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..budgets import GlobalTopK, Size
 from ..caches.pruned import PrunedCache
-from ..prefill import prefill
+from ..prefilling import prefill
 from ..profiles import BudgetProfile
 from ..pruners import Pruner, Replay
 

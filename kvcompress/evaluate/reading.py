@@ -15,7 +15,7 @@ from transformers.generation.streamers import BaseStreamer
 from ..caches.base import CompressedCache
 from ..caches.spec import CacheSpec
 from ..checks import need
-from ..prefill import prefill
+from ..prefilling import prefill
 from ..write_text import held_nbytes
 
 QUESTIONS = ("end", "later", "guide")

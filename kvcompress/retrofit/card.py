@@ -15,7 +15,7 @@ from ..caches.spec import CacheSpec
 from ..hf.attach import base_model, facts_of
 from ..hf.method import method_of
 from ..hf.seam import evaluating
-from ..prefill import prefill
+from ..prefilling import prefill
 from .sources import DataSource
 
 LOG = logging.getLogger(__name__)

@@ -58,7 +58,7 @@ def pod(
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
 ) -> None:
     """Measure how alike a model's layers attend, and choose which layers share their distant keys."""
-    from .pod import run_pod
+    from ..analysis.pod import run_pod
 
     try:
         run_pod(
@@ -98,7 +98,7 @@ def attention(
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
 ) -> None:
     """Measure how sparse a model's attention is, where its mass lies, and how alike near queries are."""
-    from .run_attention import run_attention
+    from ..analysis.run_attention import run_attention
 
     try:
         run_attention(
@@ -138,7 +138,7 @@ def heads(
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
 ) -> None:
     """Measure which heads look far back, for a cache in which the others keep the first and latest tokens alone."""
-    from .run_heads import run_heads
+    from ..analysis.run_heads import run_heads
 
     try:
         run_heads(
@@ -175,7 +175,7 @@ def budget(
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
 ) -> None:
     """Measure how layers and heads share a budget, for --cache pruned,budget=profiled:FILE:1024."""
-    from .run_shares import run_shares
+    from ..analysis.run_shares import run_shares
 
     try:
         run_shares(

@@ -1,6 +1,6 @@
 """`kvcompress retrofit`: what its commands share, and the one that needs no method.
 
-Those of the methods are in their folders, registered by kvcompress.cli.
+Those of the methods are beside it, registered by kvcompress.cli.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 
 if TYPE_CHECKING:
-    from .run import RunSettings
+    from ..retrofit.run import RunSettings
 
 app = typer.Typer(no_args_is_help=True, help="Train a model for a compressed cache.")
 
@@ -75,7 +75,7 @@ class Common:
         return presets[self.preset] | {name: value for name, value in given.items() if value is not None}
 
     def settings(self, chosen: dict[str, Any]) -> RunSettings:
-        from .run import RunSettings
+        from ..retrofit.run import RunSettings
 
         return RunSettings(
             out=self.out, model=self.model, text=tuple(self.text or ()), data=tuple(self.data or ()),
@@ -147,7 +147,7 @@ def gqa(
 
     What it saves is a plain transformers model.
     """
-    from .gqa import PlainRecipe, retrofit_gqa
+    from ..retrofit.gqa import PlainRecipe, retrofit_gqa
 
     chosen = common.chosen(PRESETS, steps=steps)
     if decay_steps is None:

@@ -58,7 +58,7 @@ def _run(
     by_depth: bool = False, figure: Path | None = None, **settings: Any,
 ) -> None:  # fmt: skip
     """make: the measures of (how texts become tokens, their source, a length)."""
-    from .command import run_eval
+    from ..evaluate.command import run_eval
 
     try:
         run_eval(
@@ -99,7 +99,7 @@ def ruler(
     device: Device = "cpu",
 ) -> None:
     """RULER's 13 tasks: retrieval, tracing, aggregation, and questions over documents."""
-    from .ruler.registry import MADE, READ, task_of
+    from ..evaluate.ruler.registry import MADE, READ, task_of
 
     files = {"squad": squad, "hotpotqa": hotpotqa}
     here = [*MADE, *(name for name, (option, _, _) in READ.items() if files[option] is not None)]
@@ -108,8 +108,8 @@ def ruler(
             typer.echo(f"{name} is left out: it needs --{option}, {what}", err=True)
 
     def make(tokenizer: Any, source: Any, length: int) -> Sequence[Any]:
-        from .measure import Framing
-        from .questions import ruler_measure
+        from ..evaluate.measure import Framing
+        from ..evaluate.questions import ruler_measure
 
         framing = Framing(tokenizer, chat)
         return [
@@ -140,8 +140,8 @@ def needle(
     """Plant a fact in texts, at several lengths and depths, and ask for it."""
 
     def make(tokenizer: Any, source: Any, length: int) -> Sequence[Any]:
-        from .measure import Framing
-        from .questions import needle_measure
+        from ..evaluate.measure import Framing
+        from ..evaluate.questions import needle_measure
 
         return [needle_measure(Framing(tokenizer), length, source, depths, limit, seed, question)]
 
@@ -166,8 +166,8 @@ def recall(
     """Prompts of nothing but facts, of which some are asked afterwards, each of its own copy of the cache."""
 
     def make(tokenizer: Any, source: Any, length: int) -> Sequence[Any]:
-        from .measure import Framing
-        from .questions import recall_measure
+        from ..evaluate.measure import Framing
+        from ..evaluate.questions import recall_measure
 
         return [recall_measure(Framing(tokenizer), length, questions, limit, seed)]
 
@@ -192,8 +192,8 @@ def turns(
     """Facts in a text, asked one after the other in one conversation, answers and all."""
 
     def make(tokenizer: Any, source: Any, length: int) -> Sequence[Any]:
-        from .measure import Framing
-        from .questions import turns_measure
+        from ..evaluate.measure import Framing
+        from ..evaluate.questions import turns_measure
 
         return [turns_measure(Framing(tokenizer), length, source, questions, limit, seed)]
 
@@ -218,8 +218,8 @@ def ppl(
     """Bits per byte of what follows a prompt that was read through the cache."""
 
     def make(tokenizer: Any, source: Any, length: int) -> Sequence[Any]:
-        from .losses import loss_measure
-        from .measure import Framing
+        from ..evaluate.losses import loss_measure
+        from ..evaluate.measure import Framing
 
         return [loss_measure("ppl", Framing(tokenizer), length, scored, source, limit, seed)]
 
@@ -246,8 +246,8 @@ def decode(
     """
 
     def make(tokenizer: Any, source: Any, length: int) -> Sequence[Any]:
-        from .losses import decode_measure
-        from .measure import Framing
+        from ..evaluate.losses import decode_measure
+        from ..evaluate.measure import Framing
 
         return [decode_measure(Framing(tokenizer), length, source, limit, seed)]
 

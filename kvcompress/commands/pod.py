@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..retrofit.cli import Common, command
+from .retrofit import Common, command
 
 PRESETS: dict[str, dict[str, Any]] = {
     "quick": {"steps": 1500, "learning_rate": 3e-4, "length": 2048, "rows": 2, "accumulation": 1},
@@ -28,9 +28,9 @@ def pod(
 
     A model that is converted already (an earlier run's folder) goes on as it is and needs no plan.
     """
-    from .plan import PoDPlan
-    from .recipe import PoDRecipe
-    from .retrofit import retrofit
+    from ..pod.plan import PoDPlan
+    from ..pod.recipe import PoDRecipe
+    from ..pod.retrofit import retrofit
 
     chosen = common.chosen(PRESETS, steps=steps)
     found = None if plan is None else PoDPlan.load(plan)

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..retrofit.cli import Common, command
+from .retrofit import Common, command
 
 # steps, what they are made of and the learning rate; "quick" is for the shipped model on two CPU cores
 PRESETS: dict[str, dict[str, Any]] = {
@@ -43,9 +43,9 @@ def dmc(
 
     A model that is converted already (an earlier run's folder) goes on without annealing.
     """
-    from .losses import CompressionLoss
-    from .recipe import DMCRecipe
-    from .retrofit import retrofit
+    from ..dmc.losses import CompressionLoss
+    from ..dmc.recipe import DMCRecipe
+    from ..dmc.retrofit import retrofit
 
     chosen = common.chosen(
         PRESETS, anneal_steps=anneal_steps, ramp_steps=ramp_steps, solidify_steps=solidify_steps, weight=weight,

@@ -1,0 +1,1 @@
+"""The options of `kvcompress analyze`, `eval` and `retrofit`: nothing here imports PyTorch before a command runs."""

@@ -1,19 +1,24 @@
 """Every cache and pruner on every task of `kvcompress eval` that the model itself can do, at equal bytes.
 
     python benchmarks/quality/table.py [--quick] [--json FILE] [--model NAME] [--length N] [--limit N]
+                                       [--methods NAME ...]
 
 Each cache holds 1/4 and 1/16 of the dense cache's bytes after reading (pages of 8; kvcompress/evaluate/equal_bytes.py
 says how). The tasks are those of `kvcompress eval`, their definitions in docs/evaluate.md: needle (the question in the
-prompt), turns and recall (asked afterwards, when it is too late to keep for it), ppl, and RULER's, question at the end.
-Tasks of which the dense cache itself answers less than nine in ten are left out, and said so: they would not measure a
-cache; so is a task whose smallest prompt is longer, and a cache on a task that it refuses. The file's rows have a
-score, its standard error over prompts, the scores of the prompts, and the bytes held;
-best/<task>/<n> names the best at 1/n.
+prompt), turns and recall (asked afterwards, when it is too late to keep for it), ppl, and one of each family of
+RULER's, question at the end. Tasks of which the dense cache itself answers less than nine in ten are left out, and said
+so: they would not measure a cache (after two prompts, where it answers neither); so is a task whose smallest prompt is
+longer, and a cache on a task that it refuses. Rows are printed as they come. The file's rows have a score, its standard
+error over prompts, the scores of the prompts, and the bytes held; best/<task>/<n> names the best at 1/n.
+
+--limit: prompts of a task; ppl has twice as many, needle one for each of eight depths. --methods: these alone; rows of
+the others stay as --json's file has them, which must be of the same prompts.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -33,7 +38,6 @@ from kvcompress.evaluate.losses import loss_measure
 from kvcompress.evaluate.measure import Framing, Measure
 from kvcompress.evaluate.questions import needle_measure, recall_measure, ruler_measure, turns_measure
 from kvcompress.evaluate.reading import Reader
-from kvcompress.evaluate.report import best_of
 from kvcompress.evaluate.ruler.registry import MADE
 from kvcompress.evaluate.run import Row, evaluate
 from kvcompress.evaluate.texts import Library
@@ -63,28 +67,29 @@ CACHES = {
     "IterativeCache": "iterative,chunk_size=256,pruner=snapkv",
     "StreamingCache": "streaming,chunk_size=256",
 }
+RULER = ("niah_single_2", "niah_multikey_2", "vt", "fwe")  # cwe's smallest prompt is too long for the shipped model
 FEW = ("Replay, GlobalTopK", "SnapKV", "StreamingCache")
 
 
 @dataclass(frozen=True)
 class Sizes:
     """length: of prompts; ruler_length: of RULER's, with room for what Replay asks behind them. limit: prompts of a
-    task. ruler: its tasks. scored: tokens of ppl."""
+    task. ruler: its tasks. scored: tokens of ppl. methods: names of CACHES."""
 
     length: int = 1024
     ruler_length: int = 1780
     limit: int = 6
-    ruler: tuple[str, ...] = tuple(MADE)
+    ruler: tuple[str, ...] = RULER
     scored: int = 256
     questions: int = 8
     shares: tuple[int, ...] = (4, 16)
-    caches: tuple[str, ...] = tuple(CACHES)
+    methods: tuple[str, ...] = tuple(CACHES)
 
 
 SIZES = {
     "full": Sizes(),
-    "quick": Sizes(length=512, limit=2, ruler=(), shares=(4,), caches=FEW),
-    "tiny": Sizes(length=160, limit=1, ruler=(), scored=16, questions=2, shares=(2,), caches=FEW[1:2]),
+    "quick": Sizes(length=512, limit=2, ruler=(), shares=(4,), methods=FEW),
+    "tiny": Sizes(length=160, limit=1, ruler=(), scored=16, questions=2, shares=(2,), methods=FEW[1:2]),
 }
 
 
@@ -94,7 +99,7 @@ def measures_of(framing: Framing, sizes: Sizes) -> Iterator[Measure | tuple[str,
     yield needle_measure(framing, length, source, sizes.questions, 1, 0, "end")
     yield turns_measure(framing, length, source, sizes.questions, count, 0)
     yield recall_measure(framing, length, sizes.questions, count, 0)
-    yield loss_measure("ppl", framing, length, sizes.scored, source, count, 0)
+    yield loss_measure("ppl", framing, length, sizes.scored, source, 2 * count, 0)
     for name in sizes.ruler:
         try:
             yield ruler_measure(name, MADE[name], framing, sizes.ruler_length, source, count, 0, "end")
@@ -108,43 +113,73 @@ def spec_of(name: str) -> CacheSpec:
     return spec if spec.kind == "streaming" else CacheSpec(spec.kind, {**spec.given, "page_size": "8"})
 
 
-def can_do(row: Row) -> bool:
-    return not row.higher_is_better or row.score >= LEAST_DENSE_RECALL
+def dense_row(reader: Reader, measure: Measure) -> tuple[Row, int]:
+    """(of the dense cache, prompts that were read): two of them, where they show that it cannot do the task."""
+    (few,) = evaluate(reader, [DENSE], [measure], most=2)
+    if measure.higher_is_better and sum(few.samples) == 0 and 2 / measure.count > 1 - LEAST_DENSE_RECALL:
+        return few, len(few.samples)
+    (row,) = evaluate(reader, [DENSE], [measure])
+    return row, len(row.samples)
 
 
 def run(reader: Reader, sizes: Sizes) -> list[dict[str, Any]]:
-    """Rows of the dense cache, of all others, of what is best, and of what is left out."""
+    """Rows of the dense cache, of all others, and of what is left out."""
     dense, measures, left_out = [], [], []
     for measure in measures_of(Framing(reader.tokenizer), sizes):
         if isinstance(measure, tuple):
             left_out.append({"name": f"left_out/{measure[0]}", "reason": str(measure[1])})
             continue
-        (row,) = evaluate(reader, [DENSE], [measure])
-        if can_do(row):
+        row, count = dense_row(reader, measure)
+        told("dense", row)
+        if not row.higher_is_better or row.score >= LEAST_DENSE_RECALL:
             dense.append(row_of("dense", 1, row))
             measures.append(measure)
         else:
-            reason = f"the dense cache answers {row.score:.2f}, less than {LEAST_DENSE_RECALL}"
+            reason = f"the dense cache answers {row.score:.2f} of {count} prompts, less than {LEAST_DENSE_RECALL}"
             left_out.append({"name": f"left_out/{measure.name}", "reason": reason})
-    rows, best = [], []
+    rows = []
     for part in sizes.shares:
-        equal, found = EqualBytes(Fraction(1, part)), {}
-        for name in sizes.caches:
+        equal = EqualBytes(Fraction(1, part))
+        for name in sizes.methods:
             for measure in measures:
                 try:
                     (row,) = evaluate(reader, [spec_of(name)], [measure], equal)
                 except ValueError as error:  # such as positions beyond the trained length
                     left_out.append({"name": f"refused/{name}/{measure.name}/keep{1 / part:g}", "reason": str(error)})
                     continue
-                found.setdefault(row.task, []).append((name, row))
                 rows.append(row_of(name, part, row))
-            print(f"1/{part} {name}", file=sys.stderr, flush=True)
-        for task, of in found.items():
-            chosen = best_of([row for _, row in of])
-            names = [name for name, row in of if row in chosen]
-            best.append({"name": f"best/{task}/{part}", "methods": names, "score": chosen[0].score,
-                         "score_se": chosen[0].score_se})  # fmt: skip
-    return tidy([*dense, *rows, *best, *left_out])
+                told(f"1/{part} {name}", row)
+    return tidy([*dense, *rows, *left_out])
+
+
+def told(what: str, row: Row) -> None:
+    error = "" if row.score_se is None else f" +-{row.score_se:.3f}"
+    print(f"{what}: {row.task} {row.score:.3f}{error}", file=sys.stderr, flush=True)
+
+
+def best_rows(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """best/<task>/<n>: of those that compress, several where they are equal."""
+    of: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    for row in rows:
+        if row.get("part", 1) > 1:
+            of.setdefault((row["task"], row["part"]), []).append(row)
+    found = []
+    for (task, part), rivals in of.items():
+        best = (min if task == "ppl" else max)(row["score"] for row in rivals)
+        chosen = [row for row in rivals if row["score"] == best]
+        found.append({"name": f"best/{task}/{part}", "methods": [row["method"] for row in chosen], "score": best,
+                      "score_se": chosen[0]["score_se"]})  # fmt: skip
+    return found
+
+
+def among(rows: list[dict[str, Any]], path: Path) -> list[dict[str, Any]]:
+    """Rows in the places of those of the same names in a file, new ones at its end. Raises ValueError where the file's
+    dense cache read other prompts."""
+    old = {row["name"]: row for row in json.loads(path.read_text())["rows"] if not row["name"].startswith("best/")}
+    for row in rows:
+        if row.get("method") == "dense" and old.get(row["name"], {}).get("score_samples") != row["score_samples"]:
+            raise ValueError(f"json must be of the same model, sizes and texts, got {path}")
+    return list((old | {row["name"]: row for row in rows}).values())
 
 
 def row_of(method: str, part: int, row: Row) -> dict[str, Any]:
@@ -180,6 +215,7 @@ def options() -> argparse.Namespace:
     parse.add_argument("--model", default="example", help="a Hugging Face model by name or folder")
     parse.add_argument("--length", type=int, help="tokens of a prompt (default: 1,024)")
     parse.add_argument("--limit", type=int, help="prompts of a task (default: 6)")
+    parse.add_argument("--methods", nargs="+", choices=CACHES, metavar="NAME", help="these alone, into --json's file")
     parse.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     return parse_arguments(parse)
 
@@ -189,6 +225,9 @@ def main() -> None:
     model, tokenizer = load(choice.model, choice.device)
     with kvcompress.attach(model):
         rows = run(Reader(model, tokenizer, DENSE), sizes_of(choice, SIZES))
+    if choice.methods and choice.json is not None and choice.json.exists():
+        rows = among(rows, choice.json)
+    rows += best_rows(rows)
     show(rows)
     if choice.json is not None:
         write_json(choice.json, rows)

@@ -42,22 +42,22 @@ class Row:
 
 def evaluate(
     reader: Reader, specs: Sequence[CacheSpec], measures: Sequence[Measure], equal: EqualBytes | None = None,
-    told: Callable[[str], object] = lambda text: None,
+    told: Callable[[str], object] = lambda text: None, *, most: int | None = None,
 ) -> Iterator[Row]:  # fmt: skip
     """Rows of each measure, one for each cache, as they are there. reader: the model; its spec is not looked at.
 
-    equal: what each cache may hold. told: what comes next, for who waits. Raises ValueError for a cache that the model
-    or the bytes do not allow.
+    equal: what each cache may hold. told: what comes next, for who waits. most: samples of a measure, None = all.
+    Raises ValueError for a cache that the model or the bytes do not allow.
     """
     equal = equal or EqualBytes()
     for measure in measures:
-        dense = dense_bytes(reader, measure)
+        dense, samples = dense_bytes(reader, measure), range(measure.count)[:most]
         for spec in specs:
             told(f"{measure.name}, {measure.length:,} tokens: {spec}")
             given = replace(reader, spec=spec)
             sized = spec if spec.kind == DENSE else equal.sized(given, measure, dense)
             with_size = replace(reader, spec=sized)
-            yield _row(measure, spec, sized, [measure.run(with_size, i) for i in range(measure.count)], dense)
+            yield _row(measure, spec, sized, [measure.run(with_size, i) for i in samples], dense)
 
 
 def _row(measure: Measure, spec: CacheSpec, sized: CacheSpec, outcomes: list[Outcome], dense: int | None) -> Row:

@@ -229,6 +229,10 @@ def serve(
     temperature: Annotated[
         float | None, typer.Option(help="of all requests; 0: greedy; not given: the model's own", min=0.0)
     ] = None,
+    length: Annotated[
+        int | None,
+        typer.Option(help="most tokens of a prompt and its answer; not given: as the model was trained for", min=2),
+    ] = None,
     host: Annotated[str, typer.Option(help="address to listen at")] = "localhost",
     port: Annotated[int, typer.Option(help="port to listen at", min=0, max=65535)] = 8000,
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
@@ -243,5 +247,5 @@ def serve(
 
     run_server(
         model=model, cache=cache, pages=pages, page_size=page_size, requests=requests, batch_tokens=batch_tokens,
-        host=host, port=port, device=device, grace=grace, temperature=temperature,
+        host=host, port=port, device=device, grace=grace, temperature=temperature, length=length,
     )  # fmt: skip

@@ -20,7 +20,9 @@ from tokenizers.models import WordLevel
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 import kvcompress
+from kvcompress.caches.base import UNLIMITED
 from kvcompress.serve import batching
+from kvcompress.serve.capacity import prompts_at_once, start_lines
 from kvcompress.serve.stopping import Stopping
 
 pytest.importorskip("fastapi")
@@ -79,6 +81,12 @@ class Client:
         content = None if body is None else json.dumps(body)
         connection.request("GET" if body is None else "POST", path, content, {"Content-Type": "application/json"})
         return connection, connection.getresponse()
+
+    def post(self, body):
+        """A connection whose answer nobody has waited for."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
+        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+        return connection
 
     def ask(self, path, body=None):
         """(status, what came)."""
@@ -178,19 +186,65 @@ def test_what_cannot_be_done_is_answered_and_the_next_request_is_served():
 
 
 def test_a_client_that_goes_away_and_a_server_that_stops_give_their_pages_back():
-    with Client(attached(), pages=2000, requests=4, batch_tokens=64) as client:
-        body = {"prompt": text_of(prompt_of(20)), "max_tokens": 2000, "stream": True}
+    model = attached(max_position_embeddings=1 << 16)
+    with Client(model, pages=30000, requests=4, batch_tokens=64) as client:
+        body = {"prompt": text_of(prompt_of(20)), "max_tokens": 30000, "stream": True}
         connection, response = client.open("/v1/completions", body)
         assert response.readline().startswith(b"data: ")
         assert client.metrics()["running"] == 1
         response.close()
         connection.close()
         client.wait_until(lambda x: x["running"] == 0 and x["pages_in_use"] == 0)
-        connection, response = client.open("/v1/completions", body)
+        for more in ({}, {"stop": ["none"]}):  # not streamed to, and the other way there
+            connection = client.post({**body, "stream": False, **more})
+            client.wait_until(lambda x: x["running"] == 1)
+            connection.close()
+            client.wait_until(lambda x: x["running"] == 0 and x["pages_in_use"] == 0)
+        assert not client.serving.processor.output_router.result_handlers
+        streamed, response = client.open("/v1/completions", body)
         assert response.readline().startswith(b"data: ")
+        whole = client.post({**body, "stream": False})
+        client.wait_until(lambda x: x["running"] == 2)
         serving = client.serving
     assert not serving.processor.scheduler.active_requests and serving.served.pages_in_use() == 0
-    connection.close()
+    events = response.read().split(b"\n\n")
+    assert json.loads(events[-2].removeprefix(b"data: "))["error"]["message"] == "the server has stopped"
+    answer = whole.getresponse()
+    assert answer.status == 503 and json.loads(answer.read())["error"]["message"] == "the server has stopped"
+    streamed.close()
+    whole.close()
+
+
+def test_an_answer_is_no_longer_than_the_model_reaches():
+    with Client(attached(max_position_embeddings=32)) as client:
+        prompt = prompt_of(28)
+        status, answer = client.complete(prompt, 5)
+        assert status == 400 and "at most 32 tokens together, got a prompt of 28 and max_tokens 5" in str(answer)
+        assert client.complete(prompt_of(32), None)[0] == 400
+        wanted = text_of(alone(client.model, "dense", prompt, 4))
+        for new in (4, None):  # not given: what is left
+            status, answer = client.complete(prompt, new)
+            choice = answer["choices"][0]
+            assert (status, choice["text"], choice["finish_reason"]) == (200, wanted, "length")
+    with Client(attached(max_position_embeddings=32), "streaming,window_size=8,num_sink_tokens=2") as client:
+        assert client.complete(prompt, 40)[1]["usage"]["completion_tokens"] == 40  # which runs without end
+
+
+def test_a_server_says_what_it_holds():
+    model = attached()
+    with batching(model, "dense", pages=400, page_size=8, requests=8, batch_tokens=64) as serving:
+        assert serving.metrics()["page_nbytes"] == 2 * 8 * 16 * 4 and prompts_at_once(serving, 60) == 8
+        assert prompts_at_once(serving, 512) == 400 // (6 * 64)
+        lines = "\n".join(start_lines(serving, "tiny", 512))
+    assert "model    tiny: LlamaForCausalLM, float32, on cpu; at most 512 tokens" in lines
+    assert "dense: 400 pages of 8 tokens of a KV head, 1.0 KiB each, 400.0 KiB in all" in lines
+    assert lines.endswith("requests 8 at once; prompts that fit: 1 of 512 tokens")
+    with batching(model, "streaming,window_size=8,num_sink_tokens=2", pages=1, requests=8) as serving:
+        lines = "\n".join(start_lines(serving, "tiny", UNLIMITED))
+    assert "any length" in lines and "beside pages" in lines and "8 of 65,536 tokens" in lines
+    converted = deciding_model()
+    with batching(converted, None, pages=600, page_size=8, requests=8, batch_tokens=64) as serving:
+        assert "prompts that fit where nothing is merged or dropped: 1 of 512" in start_lines(serving, "t", 512)[2]
 
 
 def test_chats_with_a_model_that_has_no_template_are_refused():
@@ -244,7 +298,7 @@ def test_text_ends_in_front_of_the_first_stop_string(pieces, stops, wanted, stop
 
 def test_the_command_serves_until_it_is_told_to_stop():
     command = [sys.executable, "-m", "kvcompress", "serve", "--cache", "dense", "--pages", "400", "--port", "0"]
-    command += ["--temperature", "0", "--grace", "0", "--requests", "4"]
+    command += ["--temperature", "0", "--grace", "60", "--requests", "4"]
     with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as server:
         try:
             port = next(
@@ -255,10 +309,13 @@ def test_the_command_serves_until_it_is_told_to_stop():
             connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
             response = connection.getresponse()
             assert response.status == 200 and response.readline().startswith(b"data: ")
-            server.terminate()  # with a request that runs
+            server.send_signal(signal.SIGINT)  # Ctrl-C, with a request that runs
+            while "Waiting for connections" not in (line := server.stderr.readline()):
+                assert line
+            server.terminate()  # who is told again does not wait for it
+            assert b"the server has stopped" in response.read()
             said = server.stderr.read()
-            assert server.wait(60) in (0, -signal.SIGTERM), said
-            assert "Traceback" not in said or "CancelledError" in said, said
+            assert server.wait(60) == 0 and "Traceback" not in said and "Finished server process" in said, said
             connection.close()
         finally:
             server.kill()

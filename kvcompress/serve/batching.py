@@ -267,8 +267,9 @@ class Batching:
     def metrics(self) -> dict[str, float]:
         """Of the last manager: pages, pages_in_use, peak_pages (most in use at once), page_nbytes; running and waiting
         requests, peak_running (most at once), preempted (how often one gave its pages up); tokens_per_second over the
-        last 10 s. Numbers of before its first request are 0."""
-        numbers = dict.fromkeys(METRICS, 0.0) | {"pages": self.pages}
+        last 10 s. Numbers of before its first request are 0, but pages and page_nbytes."""
+        own = {"pages": self.pages, "page_nbytes": self.served.bounds.page_nbytes}
+        numbers = dict.fromkeys(METRICS, 0.0) | own
         if self.processor is not None:
             scheduler, now = self.processor.scheduler, time.monotonic()
             recent = [tokens for at, tokens in list(self.processor.new_tokens) if at > now - SECONDS]
@@ -280,7 +281,6 @@ class Batching:
                 "peak_running": scheduler.peak,
                 "preempted": scheduler.preempted,
                 "tokens_per_second": sum(recent) / SECONDS,
-                "page_nbytes": self.served.bounds.page_nbytes,
             }
         return numbers
 

@@ -81,6 +81,7 @@ class PageScheduler(Scheduler):
         cancelled: list[RequestState] = super().clear_cancelled_requests()
         for state in cancelled:
             self.forget(state.request_id)
+            self.block_new_requests = False  # its pages are back
         return cancelled
 
     # ---- parts ----

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import copy
 import math
+import sys
+from types import FrameType
 from typing import Any
 
+import uvicorn
 from fastapi import HTTPException, Request
 from fastapi.responses import JSONResponse, PlainTextResponse
 from transformers import ContinuousBatchingConfig, GenerationConfig
@@ -21,7 +26,10 @@ from transformers.cli.serving.utils import (
     get_response_template,
 )
 
+from ..caches.base import UNLIMITED, trained_length_of
 from .batching import Batching
+from .capacity import start_lines
+from .departures import Departures
 from .scheduler import PagesError
 from .stopping import Stopping
 
@@ -32,6 +40,9 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},),
 }  # fmt: skip
 _LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
+NEW = (
+    1024  # tokens of an answer whose request says nothing, as transformers' server has it; or as the model's config has
+)
 SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": None, "repetition_penalty": 1.0}  # what changes nothing
 
 
@@ -61,9 +72,9 @@ class _Requests(CBGenerateManager):
 
     _cb: Any
 
-    def __init__(self, serving: Batching, sampling: GenerationConfig) -> None:
+    def __init__(self, serving: Batching, sampling: GenerationConfig, length: int) -> None:
         super().__init__(ContinuousBatchingConfig())
-        self.serving, self.sampling = serving, sampling
+        self.serving, self.sampling, self.length = serving, sampling, length
 
     def init_cb(self, model: Any, gen_config: GenerationConfig) -> None:
         ours, theirs = self.sampling, gen_config
@@ -79,7 +90,7 @@ class _Requests(CBGenerateManager):
     def generate_streaming(
         self, model: Any, processor: Any, inputs: Any, gen_config: GenerationConfig, *args: Any, **kwargs: Any
     ) -> Any:
-        self._check_prompt(len(inputs["input_ids"]))
+        self._settle(gen_config, len(inputs["input_ids"]))
         stops = _stops(gen_config)
         queue, streamer = super().generate_streaming(model, processor, inputs, gen_config, *args, **kwargs)
         self._deliver_early()
@@ -90,8 +101,7 @@ class _Requests(CBGenerateManager):
             streamer.cancel()
             streamer.put = lambda output: None
             # tokens that were on their way do not count; fewer than all say that a stop string was the reason
-            most = gen_config.max_new_tokens
-            streamer.total_tokens = pieces if most is None else min(pieces, most - 1)
+            streamer.total_tokens = min(pieces, gen_config.max_new_tokens - 1)
 
         return Stopping(queue, stops, stopped), streamer
 
@@ -99,9 +109,19 @@ class _Requests(CBGenerateManager):
         self, model: Any, processor: Any, inputs: Any, gen_config: GenerationConfig, request_id: str
     ) -> tuple[str, int, list[int]]:
         tokens = len(inputs["input_ids"])
-        self._check_prompt(tokens)
-        if not _stops(gen_config):
-            return await super().generate_non_streaming(model, processor, inputs, gen_config, request_id)
+        self._settle(gen_config, tokens)
+        try:
+            if not _stops(gen_config):
+                return await super().generate_non_streaming(model, processor, inputs, gen_config, request_id)
+            return await self._up_to_stop(model, processor, inputs, gen_config, request_id)
+        except asyncio.CancelledError:  # its client has gone away, or the server stops
+            if self._cb is not None:
+                self._cb.cancel_request(request_id)
+            raise
+
+    async def _up_to_stop(
+        self, model: Any, processor: Any, inputs: Any, gen_config: GenerationConfig, request_id: str
+    ) -> tuple[str, int, list[int]]:
         if get_response_template(processor, model) is not None:
             raise HTTPException(
                 status_code=400, detail="stop needs stream=true for this model, whose answers are parsed"
@@ -112,7 +132,8 @@ class _Requests(CBGenerateManager):
             if not isinstance(piece, str):
                 raise RuntimeError(piece.msg)
             text += piece
-        return text, tokens, [0] * streamer.total_tokens  # which are counted, and not read
+        # tokens are counted, and not read
+        return text, len(inputs["input_ids"]), [0] * streamer.total_tokens
 
     def _deliver_early(self) -> None:
         """Hands over the end of a request that came before its handler was there; what came before the end is in it."""
@@ -122,9 +143,18 @@ class _Requests(CBGenerateManager):
             if output.is_finished() and output.request_id in router.result_handlers:
                 router.deliver(output)
 
-    def _check_prompt(self, tokens: int) -> None:
+    def _settle(self, config: GenerationConfig, tokens: int) -> None:
+        """How many tokens the answer to a prompt of so many may have. Refuses what is too long."""
         if tokens == 0:
             raise HTTPException(status_code=400, detail="prompt must have at least one token, got none")
+        asked, left = config.max_new_tokens, self.length - tokens
+        if left < (asked or 1):
+            raise HTTPException(
+                status_code=400,
+                detail=f"prompt and answer must have at most {self.length} tokens together, got a prompt of {tokens} "
+                f"and max_tokens {asked or 'not given'}",
+            )
+        config.max_new_tokens = asked or min(max(NEW, self.sampling.max_new_tokens or 0), left)
         self.serving.check_prompt(tokens)
 
     def stop(self) -> None:
@@ -185,6 +215,12 @@ class _Strict(BaseHandler):
             if value is not None and (type(value) is not int or value < 1):
                 raise HTTPException(400, f"{name} must be an integer of at least 1, got {value!r}")
 
+    def _build_generation_config(self, body: dict[str, Any], *args: Any, **kwargs: Any) -> GenerationConfig:
+        config: GenerationConfig = super()._build_generation_config(body, *args, **kwargs)
+        if all(body.get(name) is None for name in (*_LENGTHS, "generation_config")):
+            config.max_new_tokens = None  # then as many as fit, at most as this server gives
+        return config
+
 
 class _Chat(_Strict, ChatCompletionHandler):
     pass
@@ -213,15 +249,22 @@ def _answer(status: int, message: str) -> JSONResponse:
     return JSONResponse({"error": {"message": message, "code": status}}, status_code=status)
 
 
-def build_app(serving: Batching, name: str, tokenizer: Any) -> Any:
-    """The FastAPI app. serving: the model's Batching. name: of the model, as clients give it. All requests
-    are sampled as the model's generation config says.
+def length_of(serving: Batching) -> int:
+    """Tokens of a prompt and its answer together that a model was trained for; a streaming cache runs without end."""
+    return UNLIMITED if serving.spec.kind == "streaming" else trained_length_of(serving.model.config)
+
+
+def build_app(serving: Batching, name: str, tokenizer: Any, length: int | None = None) -> Any:
+    """The FastAPI app. serving: the model's Batching. name: of the model, as clients give it. length: most tokens of a
+    prompt and its answer, None = length_of. All requests are sampled as the model's generation config says.
 
     Beside transformers' routes there is /metrics, in the text format of Prometheus. A prompt that cannot fit into the
     pages is answered with 413, a request that outgrows all of them with 507, a model that gives NaN with 500, a setting
-    that cannot be had with 400.
+    that cannot be had, or a length, with 400, and who waits when the server stops with 503. A client that goes away is
+    no longer written for.
     """
-    state = _State(_Requests(serving, copy.deepcopy(serving.model.generation_config)))
+    length = length_of(serving) if length is None else length
+    state = _State(_Requests(serving, copy.deepcopy(serving.model.generation_config), length))
     models = _OneModel(name, serving.model, tokenizer, state.manager)
     given: dict[str, Any] = {"model_manager": models, "generation_state": state}
     refused: Any = _Refused
@@ -234,6 +277,8 @@ def build_app(serving: Batching, name: str, tokenizer: Any) -> Any:
         transcription_handler=refused("/v1/audio/transcriptions is not served here; /v1/chat/completions is"),
         systemone_handler=refused("/v1/systemone is not served here; /v1/chat/completions is"), **chats, **given,
     )  # fmt: skip
+
+    app.add_middleware(Departures)
 
     @app.exception_handler(HTTPException)
     async def answered(request: Request, error: HTTPException) -> JSONResponse:
@@ -253,14 +298,26 @@ def build_app(serving: Batching, name: str, tokenizer: Any) -> Any:
     return app
 
 
+class _Server(uvicorn.Server):
+    """Who is told twice to stop waits no longer for the requests that run."""
+
+    _hurried = False
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self.should_exit and not self._hurried:
+            self._hurried = True
+            for task in self.server_state.tasks:
+                task.cancel()
+        else:
+            super().handle_exit(sig, frame)
+
+
 def run_server(
     *, model: str, cache: str | None, pages: int, page_size: int, requests: int, batch_tokens: int, host: str,
-    port: int, device: str, grace: float, temperature: float | None,
+    port: int, device: str, grace: float, temperature: float | None, length: int | None,
 ) -> None:  # fmt: skip
     """Serves until it is told to stop (SIGTERM, Ctrl-C); requests that run then have `grace` seconds. temperature: of
-    all requests, 0 = greedy, None = as the model's generation config samples."""
-    import uvicorn
-
+    all requests, 0 = greedy, None = as the model's generation config samples. length: as build_app takes it."""
     from ..write_text import load
 
     loaded, tokenizer = load(model, device)
@@ -268,5 +325,11 @@ def run_server(
         if temperature is not None:
             loaded.generation_config.do_sample = temperature > 0
             loaded.generation_config.temperature = temperature or None
-        app = build_app(serving, model, tokenizer)
-        uvicorn.run(app, host=host, port=port, timeout_graceful_shutdown=math.ceil(grace))
+        length = length_of(serving) if length is None else length
+        app = build_app(serving, model, tokenizer, length)
+        print(*start_lines(serving, model, length), sep="\n", file=sys.stderr, flush=True)
+        server = _Server(uvicorn.Config(app, host=host, port=port, timeout_graceful_shutdown=math.ceil(grace)))
+        with contextlib.suppress(KeyboardInterrupt):  # which it raises again at its end
+            server.run()
+    if not server.started:  # which has been said
+        sys.exit(1)

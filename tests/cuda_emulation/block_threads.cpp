@@ -1,29 +1,26 @@
-// How an emulated launch runs: blocks one by one, a block's threads as fibers (ucontext) or, with
-// -DKVC_EMULATE_THREADS, as real threads; barriers of a block and of a warp; the report of threads that wait for each
-// other for ever.
+// How an emulated launch runs: blocks one by one, a block's threads as fibers (ucontext), which the sanitizers are told
+// of; barriers of a block and of a warp; the report of threads that wait for each other for ever.
 #include "block_threads.h"
 
 #include <setjmp.h>
 #include <ucontext.h>
 
-#include <chrono>
-#include <condition_variable>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <string>
-#include <thread>
 #include <vector>
-#ifdef __SANITIZE_ADDRESS__
-#include <sanitizer/common_interface_defs.h>
+#if defined(__SANITIZE_ADDRESS__) || defined(KVC_TELL_THREAD_SANITIZER)
+#include <dlfcn.h>
+#include <sanitizer/asan_interface.h>
+#include <sanitizer/tsan_interface.h>
 #endif
 
 namespace kvc_emulation {
 
-__thread const dim3* thread_index = nullptr;
+const dim3* thread_index = nullptr;
 dim3 block_index, block_size, grid_size;
 
 namespace {
@@ -42,7 +39,7 @@ struct copy {
 struct thread_state {
     dim3 thread_idx;
     unsigned index = 0;  // in the block; lane = index % 32
-    bool in_syncthreads = false;  // guarded by the block's lock; what follows by the warp's
+    bool in_syncthreads = false;
     bool exited = false;
     warp_op waits_at = warp_op::none;
     unsigned mask = 0, source = 0;     // of that operation
@@ -54,11 +51,18 @@ struct thread_state {
     bool begun = false;
     char* stack = nullptr;
     void* fake_stack = nullptr;  // AddressSanitizer's, while another fiber runs
+    void* fiber = nullptr;       // ThreadSanitizer's
+};
+
+// Orders, for ThreadSanitizer, the memory of those who wait at a barrier: who leaves acquires what all released who came.
+// Others may by then be on their way to the next one, so every other time has a place of its own.
+struct meeting {
+    char places[2];
+    unsigned count = 0;  // how often all have come
 };
 
 struct warp_state {
-    std::mutex lock;
-    std::condition_variable wake;
+    meeting of_lanes[32];        // by the first lane of the mask
     char exchanged[2][32 * 32];  // of every other exchange: one barrier per exchange is enough
 };
 
@@ -69,20 +73,19 @@ struct block_state {
     void (*body)(void*) = nullptr;
     void* context = nullptr;
     std::vector<thread_state> threads;
-    std::vector<std::unique_ptr<warp_state>> warps;
-    std::mutex lock;  // of `arrived` and `alive`; like the warps' locks only needed between real threads
-    std::condition_variable wake;
+    std::vector<warp_state> warps;
+    meeting of_threads;
+    char begin, exits;  // what orders memory there
     unsigned arrived = 0, alive = 0;
-    ucontext_t scheduler;
     jmp_buf scheduled;
+    void* scheduler_fiber = nullptr;
     const void* scheduler_stack = nullptr;
     size_t scheduler_stack_size = 0;
     void* scheduler_fake_stack = nullptr;
 };
 
 block_state* block = nullptr;
-thread_local thread_state* current = nullptr;
-std::mutex failure_lock;
+thread_state* current = nullptr;
 bool failed = false;
 std::string message;  // of the last failure
 cudaError_t last_error = cudaSuccess;
@@ -90,8 +93,8 @@ std::map<const void*, size_t> shared_limits;
 void (*notes)(const void* kernel, unsigned blocks, unsigned threads, size_t shared_bytes) = nullptr;
 
 void fail(const std::string& what) {
-    std::lock_guard<std::mutex> guard(failure_lock);
-    if (__atomic_exchange_n(&failed, true, __ATOMIC_RELAXED)) return;
+    if (failed) return;
+    failed = true;
     const dim3 at = block_index;
     message = "CUDA emulation: block (" + std::to_string(at.x) + ", " + std::to_string(at.y) + ", " +
               std::to_string(at.z) + "): " + what;
@@ -99,47 +102,82 @@ void fail(const std::string& what) {
     last_error = cudaErrorLaunchFailure;
 }
 
-bool has_failed() { return __atomic_load_n(&failed, __ATOMIC_RELAXED); }
+// ---- fibers, and what the sanitizers are told of them ----
 
-// ---- waiting: the one thing that fibers and threads do differently ----
+constexpr size_t STACK_BYTES = 256 * 1024;
 
-#ifdef KVC_EMULATE_THREADS
-typedef std::unique_lock<std::mutex> guard;
-
-template <class Released>
-void wait(thread_state&, guard& held, std::condition_variable& wake, Released released) {
-    // No thread can see that all others wait too without ordering their memory: a deadlock is ten seconds of silence
-    for (int tries = 0; !released() && !has_failed(); tries++) {
-        if (tries == 100) fail("threads wait for each other for ever");
-        wake.wait_for(held, std::chrono::milliseconds(100), released);
-    }
-    if (has_failed()) throw deadlock{};
+#if defined(__SANITIZE_ADDRESS__) || defined(KVC_TELL_THREAD_SANITIZER)
+// libc's own: the sanitizers' takes the stacks for one, and swapcontext forgets at every switch where their arrays end.
+void jump(jmp_buf to) {
+    typedef void (*function)(jmp_buf, int);
+    static const function own =
+        reinterpret_cast<function>(dlsym(dlopen("libc.so.6", RTLD_LAZY | RTLD_NOLOAD), "_longjmp"));
+    own(to, 1);
 }
 #else
-struct guard {
-    explicit guard(std::mutex&) {}
-};
+void jump(jmp_buf to) { _longjmp(to, 1); }
+#endif
 
 #ifdef __SANITIZE_ADDRESS__
-void switch_to_scheduler(thread_state& self, bool for_good) {
-    __sanitizer_start_switch_fiber(for_good ? nullptr : &self.fake_stack, block->scheduler_stack,
-                                   block->scheduler_stack_size);
-    swapcontext(&self.context, &block->scheduler);
-    __sanitizer_finish_switch_fiber(self.fake_stack, nullptr, nullptr);
-}
+void leave_stack(void** fake, const void* next, size_t bytes) { __sanitizer_start_switch_fiber(fake, next, bytes); }
+void come_to_stack(void* fake, const void** last, size_t* bytes) { __sanitizer_finish_switch_fiber(fake, last, bytes); }
+void clear_stack(char* stack) { __asan_unpoison_memory_region(stack, STACK_BYTES); }
 #else
-// Without the two system calls of swapcontext, which take most of a switch.
-void switch_to_scheduler(thread_state& self, bool) {
-    if (!_setjmp(self.resumed)) _longjmp(block->scheduled, 1);
-}
+void leave_stack(void**, const void*, size_t) {}
+void come_to_stack(void*, const void**, size_t*) {}
+void clear_stack(char*) {}
 #endif
 
-template <class Released>
-void wait(thread_state& self, guard&, std::condition_variable&, Released released) {
-    while (!released() && !has_failed()) switch_to_scheduler(self, false);
-    if (has_failed()) throw deadlock{};
+#ifdef KVC_TELL_THREAD_SANITIZER
+void* scheduler_fiber() { return __tsan_get_current_fiber(); }
+void* fiber_of(unsigned index) {
+    static std::vector<void*> fibers;  // kept between launches
+    while (fibers.size() <= index) fibers.push_back(__tsan_create_fiber(0));
+    return fibers[index];
 }
+void switch_to(void* fiber) { __tsan_switch_to_fiber(fiber, __tsan_switch_to_fiber_no_sync); }
+void release(char* place) { __tsan_release(place); }
+void acquire(char* place) { __tsan_acquire(place); }
+#else
+void* scheduler_fiber() { return nullptr; }
+void* fiber_of(unsigned) { return nullptr; }
+void switch_to(void*) {}
+void release(char*) {}
+void acquire(char*) {}
 #endif
+
+char* stack_of(unsigned index) {
+    static std::vector<std::unique_ptr<char[]>> stacks;  // kept between launches; pages nobody touches cost nothing
+    while (stacks.size() <= index) stacks.emplace_back(new char[STACK_BYTES]);
+    return stacks[index].get();
+}
+
+// Without the two system calls of swapcontext, which take most of a switch.
+void switch_to_scheduler(thread_state& self, bool for_good) {
+    if (!_setjmp(self.resumed)) {
+        leave_stack(for_good ? nullptr : &self.fake_stack, block->scheduler_stack, block->scheduler_stack_size);
+        switch_to(block->scheduler_fiber);
+        jump(block->scheduled);
+    }
+    come_to_stack(self.fake_stack, nullptr, nullptr);
+}
+
+template <class Released>
+void wait(thread_state& self, Released released) {
+    while (!released() && !failed) switch_to_scheduler(self, false);
+    if (failed) throw deadlock{};
+}
+
+char* come(meeting& at) {
+    char* place = &at.places[at.count % 2];
+    release(place);
+    return place;
+}
+
+void leave(char* place) {
+    acquire(place);
+    if (block->alive < block->threads.size()) acquire(&block->exits);
+}
 
 // ---- barriers ----
 
@@ -147,8 +185,8 @@ void wait(thread_state& self, guard&, std::condition_variable&, Released release
 void release_block_if_complete() {
     if (block->arrived == 0 || block->arrived < block->alive) return;
     block->arrived = 0;
+    block->of_threads.count++;
     for (thread_state& t : block->threads) t.in_syncthreads = false;
-    block->wake.notify_all();
 }
 
 // The threads of lanes [0, 32) of a warp; fewer in the last warp of a block that is not a multiple of 32.
@@ -156,6 +194,8 @@ thread_state* lane_of(unsigned warp, unsigned lane) {
     const unsigned index = warp * 32 + lane;
     return index < block->threads.size() ? &block->threads[index] : nullptr;
 }
+
+meeting& meeting_of(unsigned warp, unsigned mask) { return block->warps[warp].of_lanes[__builtin_ctz(mask)]; }
 
 // Releases the lanes of `mask` if all of them that live wait at the same operation with the same mask.
 void release_lanes_if_complete(unsigned warp, unsigned mask, warp_op operation) {
@@ -183,22 +223,19 @@ void release_lanes_if_complete(unsigned warp, unsigned mask, warp_op operation) 
         }
         t->waits_at = warp_op::none;
     }
-    block->warps[warp]->wake.notify_all();
+    meeting_of(warp, mask).count++;
 }
 
 void thread_exits(thread_state& self) {
     const unsigned warp = self.index / 32;
-    {
-        guard held(block->warps[warp]->lock);
-        self.exited = true;
-        for (unsigned lane = 0; lane < 32; lane++) {
-            const thread_state* t = lane_of(warp, lane);
-            if (t && !t->exited && t->waits_at != warp_op::none && t->mask >> self.index % 32 & 1)
-                release_lanes_if_complete(warp, t->mask, t->waits_at);
-        }
-    }
-    guard held(block->lock);
+    release(&block->exits);
+    self.exited = true;
     block->alive--;
+    for (unsigned lane = 0; lane < 32; lane++) {
+        const thread_state* t = lane_of(warp, lane);
+        if (t && !t->exited && t->waits_at != warp_op::none && t->mask >> self.index % 32 & 1)
+            release_lanes_if_complete(warp, t->mask, t->waits_at);
+    }
     release_block_if_complete();
 }
 
@@ -212,31 +249,10 @@ void run_thread(thread_state& self) {
 
 // ---- running a block ----
 
-#ifdef KVC_EMULATE_THREADS
-void run_threads() {
-    std::vector<std::thread> workers;
-    for (thread_state& t : block->threads)
-        workers.emplace_back([&t] {
-            current = &t;
-            thread_index = &t.thread_idx;
-            run_thread(t);
-        });
-    for (std::thread& worker : workers) worker.join();
-}
-#else
-constexpr size_t STACK_BYTES = 256 * 1024;
-
-char* stack_of(unsigned index) {
-    static std::vector<std::unique_ptr<char[]>> stacks;  // kept between launches; pages nobody touches cost nothing
-    while (stacks.size() <= index) stacks.emplace_back(new char[STACK_BYTES]);
-    return stacks[index].get();
-}
-
 void fiber_main() {
     thread_state& self = *current;
-#ifdef __SANITIZE_ADDRESS__
-    __sanitizer_finish_switch_fiber(nullptr, &block->scheduler_stack, &block->scheduler_stack_size);
-#endif
+    come_to_stack(nullptr, &block->scheduler_stack, &block->scheduler_stack_size);
+    acquire(&block->begin);
     run_thread(self);
     switch_to_scheduler(self, true);
 }
@@ -244,16 +260,14 @@ void fiber_main() {
 void resume(thread_state& t) {
     current = &t;
     thread_index = &t.thread_idx;
-#ifdef __SANITIZE_ADDRESS__
-    __sanitizer_start_switch_fiber(&block->scheduler_fake_stack, t.stack, STACK_BYTES);
-    swapcontext(&block->scheduler, &t.context);
-    __sanitizer_finish_switch_fiber(block->scheduler_fake_stack, nullptr, nullptr);
-#else
-    if (_setjmp(block->scheduled)) return;
-    if (t.begun) _longjmp(t.resumed, 1);
-    t.begun = true;
-    setcontext(&t.context);
-#endif
+    if (!_setjmp(block->scheduled)) {
+        leave_stack(&block->scheduler_fake_stack, t.stack, STACK_BYTES);
+        switch_to(t.fiber);
+        if (t.begun) jump(t.resumed);
+        t.begun = true;
+        setcontext(&t.context);
+    }
+    come_to_stack(block->scheduler_fake_stack, nullptr, nullptr);
 }
 
 // Who waits where, for the report of a deadlock.
@@ -273,26 +287,30 @@ void run_threads() {
     const bool reverse = order && std::strcmp(order, "reverse") == 0;
     for (thread_state& t : block->threads) {
         t.stack = stack_of(t.index);
+        t.fiber = fiber_of(t.index);
+        clear_stack(t.stack);
         getcontext(&t.context);
         t.context.uc_stack.ss_sp = t.stack;
         t.context.uc_stack.ss_size = STACK_BYTES;
         t.context.uc_link = nullptr;
         makecontext(&t.context, fiber_main, 0);
     }
+    block->scheduler_fiber = scheduler_fiber();
+    release(&block->begin);
     const size_t count = block->threads.size();
     while (block->alive > 0) {
         bool progress = false;
         for (size_t i = 0; i < count; i++) {
             thread_state& t = block->threads[reverse ? count - 1 - i : i];
             const bool waits = t.in_syncthreads || t.waits_at != warp_op::none;
-            if (t.exited || (waits && !has_failed())) continue;
+            if (t.exited || (waits && !failed)) continue;
             progress = true;
             resume(t);
         }
         if (!progress) fail(waiting_threads());
     }
+    acquire(&block->exits);
 }
-#endif
 
 void run_block(size_t shared_bytes, void (*body)(void*), void* context) {
     block_state state;
@@ -301,10 +319,10 @@ void run_block(size_t shared_bytes, void (*body)(void*), void* context) {
     state.context = context;
     state.alive = size.x * size.y * size.z;
     state.threads = std::vector<thread_state>(state.alive);
+    state.warps = std::vector<warp_state>((state.alive + 31) / 32);
     for (unsigned i = 0; i < state.alive; i++) {
         state.threads[i].index = i;
         state.threads[i].thread_idx = dim3(i % size.x, i / size.x % size.y, i / size.x / size.y);
-        if (i % 32 == 0) state.warps.emplace_back(new warp_state);
     }
     std::unique_ptr<void, void (*)(void*)> shared(std::malloc(shared_bytes), std::free);
     if (shared_bytes) std::memset(shared.get(), 0xff, shared_bytes);
@@ -317,31 +335,36 @@ void run_block(size_t shared_bytes, void (*body)(void*), void* context) {
 }  // namespace
 
 void syncthreads() {
-    guard held(block->lock);
     thread_state& self = *current;
+    char* place = come(block->of_threads);
     self.in_syncthreads = true;
     block->arrived++;
     release_block_if_complete();
-    wait(self, held, block->wake, [&] { return !self.in_syncthreads; });
+    wait(self, [&] { return !self.in_syncthreads; });
+    leave(place);
 }
 
 uint64_t warp_operation(warp_op operation, unsigned mask, uint64_t given, unsigned source) {
     thread_state& self = *current;
-    warp_state& warp = *block->warps[self.index / 32];
-    guard held(warp.lock);
-    if (!(mask >> self.index % 32 & 1)) fail("a lane calls a warp operation whose mask leaves it out");
+    const unsigned warp = self.index / 32;
+    if (!(mask >> self.index % 32 & 1)) {
+        fail("a lane calls a warp operation whose mask leaves it out");
+        throw deadlock{};
+    }
     self.mask = mask;
     self.given = given;
     self.source = source;
     self.waits_at = operation;
-    release_lanes_if_complete(self.index / 32, mask, operation);
-    wait(self, held, warp.wake, [&] { return self.waits_at == warp_op::none; });
+    char* place = come(meeting_of(warp, mask));
+    release_lanes_if_complete(warp, mask, operation);
+    wait(self, [&] { return self.waits_at == warp_op::none; });
+    leave(place);
     return self.received;
 }
 
 const char* warp_exchange(const void* given, size_t bytes) {
     thread_state& self = *current;
-    char* all = block->warps[self.index / 32]->exchanged[self.exchanges++ % 2];
+    char* all = block->warps[self.index / 32].exchanged[self.exchanges++ % 2];
     std::memcpy(all + 32 * (self.index % 32), given, bytes);
     warp_operation(warp_op::exchange, 0xffffffffu, 0, 0);
     return all;

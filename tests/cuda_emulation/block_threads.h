@@ -7,7 +7,7 @@
 
 namespace kvc_emulation {
 
-extern __thread const dim3* thread_index;
+extern const dim3* thread_index;
 extern dim3 block_index, block_size, grid_size;
 
 // Runs body(context) for every thread of every block; errors are for take_last_error.

@@ -1,8 +1,8 @@
 // CUDA on the CPU, for tests: enough of the runtime to compile csrc/cuda/*.cu with g++ -x c++ and run them.
 //
 // A launch runs its blocks one after another. The threads of a block are fibers on one OS thread (ucontext): each runs
-// until it waits at a barrier (__syncthreads, __syncwarp, shuffle, ballot), then the next one runs. With
-// -DKVC_EMULATE_THREADS they are real threads, so that ThreadSanitizer reports a missing barrier as a race.
+// until it waits at a barrier (__syncthreads, __syncwarp, shuffle, ballot), then the next one runs. ThreadSanitizer takes
+// them for threads that only barriers order, so that it reports a missing one as a race, whoever runs first.
 // What CUDA leaves undefined is an error here, not a guess: the launch prints a sentence and cudaGetLastError returns
 // cudaErrorLaunchFailure if threads wait for each other for ever or a shuffle reads a lane that takes no part.
 // Matrix operations (csrc/cuda/tile.cuh) exchange fragments between all 32 lanes in the layout of the PTX ISA; a copy in

@@ -28,6 +28,21 @@ __global__ void copies(float* out, const float* in, bool wait, int first) {
     for (int e = 0; e < 4; e++) out[i + e] = values[i + e];
 }
 
+// Between two barriers: overwrites what others may still read, or reads past an array of its own stack.
+__global__ void turns(float* out, const float* in, bool barrier, int place) {
+    KVC_DYNAMIC_SHARED(float, values);
+    const int i = static_cast<int>(threadIdx.x);
+    float held[2] = {0.0f, in[i]};
+    values[i] = in[i];
+    __syncthreads();
+    held[0] = values[(i + 1) % THREADS];
+    if (barrier) __syncthreads();
+    values[i] = held[0];
+    __syncthreads();
+    const float* const first = held;  // AddressSanitizer's to see
+    out[i] = values[i] + first[place];
+}
+
 }  // namespace
 
 int main(int, char** arguments) {
@@ -37,6 +52,9 @@ int main(int, char** arguments) {
     if (is("copy without wait") || is("copy past the end"))
         KVC_LAUNCH(copies, 1, THREADS / 4, THREADS * sizeof(float), nullptr, out.get(), in.get(),
                    is("copy past the end"), is("copy past the end") ? 4 : 0);
+    else if (is("missing second barrier") || is("read past the stack") || is("turns"))
+        KVC_LAUNCH(turns, 1, THREADS, THREADS * sizeof(float), nullptr, out.get(), in.get(),
+                   !is("missing second barrier"), is("read past the stack") ? 2 : 1);
     else
         KVC_LAUNCH(neighbours, 1, THREADS, THREADS * sizeof(float), nullptr, out.get(), in.get(),
                    !is("missing barrier"), is("read past shared memory"));

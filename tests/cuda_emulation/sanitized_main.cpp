@@ -1,7 +1,6 @@
 // Runs every CUDA kernel once over odd sizes with arrays that end exactly where the contract says, for the sanitizers.
-// The Makefile builds it with -fsanitize=address,undefined and with -fsanitize=thread -DKVC_EMULATE_THREADS: then
-// the threads of a block are real, and the argument "few" leaves one case of each kernel. Prints "done" if every launch
-// succeeds. Values are checked by the tests of the ops, here only what no op asks for: results in place and of another
+// The Makefile builds it with -fsanitize=address,undefined and with -fsanitize=thread; the argument "few" leaves one
+// case of each kernel. Prints "done" if every launch succeeds. Values are checked by the tests of the ops, here only what no op asks for: results in place and of another
 // type, what a launcher refuses behind the checks of the ops, and how much scratch memory it asks for.
 #include "sanitized.h"
 

@@ -27,15 +27,16 @@ def test_kernels_stay_within_their_arrays():
 
 
 def test_threads_of_a_block_do_not_race():
-    """Real threads: a missing __syncthreads or __syncwarp is a race."""
+    """Only barriers order the fibers: a missing __syncthreads or __syncwarp is a race."""
     result = run("races", "sanitized_main", "few")
     assert result.returncode == 0, result.stderr + result.stdout
     assert result.stdout == "done\n"
 
 
-def test_kernel_without_a_fault_passes():
+@pytest.mark.parametrize("kernel", ["none", "turns"])
+def test_kernel_without_a_fault_passes(kernel):
     for kind in ("bounds", "races"):
-        result = run(kind, "planted_faults", "none")
+        result = run(kind, "planted_faults", kernel)
         assert (result.returncode, result.stdout) == (0, "right\n"), result.stderr
 
 
@@ -44,7 +45,9 @@ def test_kernel_without_a_fault_passes():
     [
         ("bounds", "read past shared memory", "heap-buffer-overflow"),
         ("bounds", "copy past the end", "heap-buffer-overflow"),
+        ("bounds", "read past the stack", "stack-buffer-overflow"),
         ("races", "missing barrier", "data race"),
+        ("races", "missing second barrier", "data race"),
     ],
 )
 def test_planted_fault_is_reported(build, fault, report):

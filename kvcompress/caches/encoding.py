@@ -9,14 +9,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import DummyLayer, LinearAttentionLayer
+from transformers.cache_utils import LinearAttentionLayer
 
+from ..hf.config import EMPTY
 from .origins import Origins
 from .pool import PagePool
 from .store import PageStore, Rows
 from .track import LayerReading
 
-_THEIRS = {f"{x.__module__}:{x.__qualname__}": x for x in (DummyLayer, LinearAttentionLayer)}
+_THEIRS = {f"{x.__module__}:{x.__qualname__}": x for x in (*EMPTY, LinearAttentionLayer)}
 _LEAVES = (bool, int, float, str, Tensor, torch.dtype, torch.device, PagePool, PageStore)
 _ON_HOST = (Origins, LayerReading)  # whose tensors are on the host, wherever the model is
 

@@ -115,7 +115,10 @@ class PageStore:
     order of the threads is that of the stream: all of them must use the same one, as they do unless told otherwise.
     """
 
-    def __init__(self, slots: Slots, device: torch.device, settings: PoolSettings) -> None:
+    def __init__(
+        self, slots: Slots, device: torch.device, settings: PoolSettings, memory: Tensor | None = None
+    ) -> None:
+        """memory: uint8 [n] in which all pages lie, with grow="error" alone; None = memory of its own."""
         P = settings.page_size
         self.settings = settings
         self.arrays = {
@@ -133,7 +136,7 @@ class PageStore:
         self.lock = threading.RLock()
         if settings.grow == "error":
             assert settings.max_pages is not None
-            self._add_pages(settings.max_pages)
+            self._add_pages(settings.max_pages, memory)
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name not in ("tables", "lock")}
@@ -216,10 +219,14 @@ class PageStore:
         self._add_pages((total if limit is None else min(total, limit)) - self.pages)
 
     @torch.inference_mode(False)
-    def _add_pages(self, count: int) -> None:
+    def _add_pages(self, count: int, memory: Tensor | None = None) -> None:
         old, free, arrays = self.pages, self.free_at_least, {}
-        for name, array in self.arrays.items():
-            arrays[name] = array.new_empty(old + count, *array.shape[1:])
+        if memory is not None:
+            sizes = [count * math.prod(x.shape[1:]) * x.element_size() for x in self.arrays.values()]
+            parts = memory[: sum(sizes)].split(sizes)
+        for i, (name, array) in enumerate(self.arrays.items()):
+            shape = (old + count, *array.shape[1:])
+            arrays[name] = array.new_empty(shape) if memory is None else parts[i].view(array.dtype).view(shape)
             arrays[name][:old] = array
         # pages are handed out from the end of the list: old ones first, then new ones from the lowest
         added = torch.arange(old + count - 1, old - 1, -1, dtype=torch.int32, device=self.refs.device)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 
-from .config import cache_layers, recurs
+from .config import cache_layers, check_version, recurs
 from .facts import Facts
 from .generation import make_no_caches, make_own_caches
 from .guard import guard, is_guarded, set_guard
@@ -171,6 +171,7 @@ def _learned(model: nn.Module, decoder: Any) -> tuple[Facts, bool]:
         if "past_key_values" not in parameters:
             raise ValueError("its decoder takes no past_key_values")
         layers = cache_layers(decoder.config)
+        check_version(decoder.config, layers)
         takes = any(x.kind is inspect.Parameter.VAR_KEYWORD for x in parameters.values())
         given: dict[str, Any] = {KEYWORD: probe} if takes else {}
         with evaluating(decoder), torch.autocast(torch.device(device).type, enabled=False):

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, __version__, cache_utils
 from transformers.cache_utils import (
-    DummyLayer,
     DynamicCache,
     DynamicLayer,
     DynamicSlidingWindowLayer,
@@ -16,10 +15,12 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-# layers of transformers' caches that hold keys, values and recurrent states, and nothing else
+# layers of transformers' caches that hold nothing: versions before 5.23 have no such class
+EMPTY: tuple[type, ...] = tuple(getattr(cache_utils, name) for name in ("DummyLayer",) if hasattr(cache_utils, name))
+# those that hold keys, values and recurrent states, and nothing else
 LAYERS = (
     DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer, LinearAttentionAndFullAttentionLayer,
-    LinearAttentionAndSlidingWindowAttentionLayer, DummyLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer, *EMPTY,
 )  # fmt: skip
 
 
@@ -29,6 +30,16 @@ def decoder_config(config: PreTrainedConfig) -> Any:
         what = "the model itself: pass model.config" if isinstance(config, nn.Module) else type(config).__name__
         raise TypeError(f"config must be a transformers config (model.config), got {what}")
     return config.get_text_config(decoder=True)
+
+
+def check_version(config: Any, layers: list[Any]) -> None:
+    """Raises ValueError for a decoder that this version of transformers is too old for. layers: of its cache."""
+    if tuple(map(int, __version__.split(".")[:2])) >= (5, 23):
+        return
+    softcapped = getattr(config, "attn_logit_softcapping", None) is not None
+    if recurs(layers) or softcapped:
+        what = "softcapped attention" if softcapped else "recurrent layers"
+        raise ValueError(f"models with {what} need transformers 5.23 or newer, got {__version__}")
 
 
 def sizes_of(config: Any) -> dict[str, int | list[int]]:

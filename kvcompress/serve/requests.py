@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -96,7 +97,8 @@ class Requests:
     """All requests of one model over `pages` pages.
 
     decoder, facts: of the model, as kvcompress.attach has learned them. method: a converted model's, None of others.
-    make: makes an empty cache for one request. dtype, device: of keys and values.
+    make: makes an empty cache for one request. dtype, device: of keys and values. memory: uint8 [n] of an engine, in
+    which pages are to lie; None = of its own.
     In turn: settle(), which lets go who has left and learns how many pages are free; begin(parts), which gives the pass
     of a forward pass over one token of every request in `decoding`, in this order, and the parts; end().
     Raises ValueError for what cannot be served.
@@ -104,7 +106,7 @@ class Requests:
 
     def __init__(
         self, decoder: Any, facts: Facts, method: Method | None, make: Callable[[], CompressedCache], pages: int,
-        dtype: torch.dtype, device: torch.device,
+        dtype: torch.dtype, device: torch.device, memory: Tensor | None = None,
     ) -> None:  # fmt: skip
         if isinstance(pages, bool) or not isinstance(pages, int) or pages < 1:
             raise ValueError(f"pages must be an integer of at least 1, got {pages!r}")
@@ -115,7 +117,7 @@ class Requests:
         size = facts[paged[0].index].size if paged else 1
         settings = PoolSettings(empty.pool_settings.page_size, pages, "error")
         with torch.inference_mode(False):
-            self.store = PageStore(keys_and_values(size, dtype), device, settings)
+            self.store = PageStore(keys_and_values(size, dtype), device, settings, memory)
         heads = [facts[layer.index].kv_heads for layer in paged]
         self.bounds = Bounds(empty, heads, settings.page_size, self.store.page_nbytes())
         self.whole = is_read_whole(empty)
@@ -203,6 +205,20 @@ class Requests:
     def pages_in_use(self) -> int:
         """Pages that requests hold. Waits for the device."""
         return self.pages - self.store.count_free()
+
+    def held(self) -> dict[str, int]:
+        """Pages of each request, as far as the host knows."""
+        pages = {}
+        if self._running is not None:
+            total = np.zeros(len(self.decoding), dtype=np.int64)
+            for pool, _ in self._pools_of(self._running):
+                blocks = -(-np.array(pool.bounds, dtype=np.int64) // pool.page_size)
+                total += blocks.reshape(len(total), -1).sum(1)
+            pages = dict(zip(self.decoding, total.tolist(), strict=True))
+        for name, reader in self.reading.items():
+            pools = self._pools_of(reader.cache)
+            pages[name] = sum(pool.store.settings.blocks(bound) for pool, _ in pools for bound in pool.bounds)
+        return pages
 
     # ---- a pass ----
 

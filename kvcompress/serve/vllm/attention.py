@@ -1,0 +1,112 @@
+"""vLLM's attention layer over compressed caches: its KV cache spec, its backend and what a step's metadata is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.config import VllmConfig
+from vllm.model_executor.layers.attention import Attention
+from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionMetadataBuilder, CommonAttentionMetadata
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec
+
+from ...softmax import Softmax
+from .engine import ENGINES, Engine, Row
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompressedSpec(FullAttentionSpec):
+    """A layer whose keys and values are pages of the whole engine's store. engine: its key in ENGINES."""
+
+    engine: str
+    prefix_cacheable = False
+
+    def max_memory_usage_bytes(self, vllm_config: VllmConfig) -> int:
+        blocks = ENGINES[self.engine].blocks_for(vllm_config.model_config.max_model_len)
+        return int(blocks * self.page_size_bytes)
+
+    @classmethod
+    def merge(cls, specs: list[Any]) -> Any:
+        return KVCacheSpec.merge.__func__(cls, specs)
+
+
+@dataclass
+class Metadata:
+    """engine: None in a trial run of vLLM's, which has no requests."""
+
+    engine: Engine | None
+
+
+class Builder(AttentionMetadataBuilder):
+    """Begins a step. Knows requests by the first of their blocks."""
+
+    def __init__(
+        self, kv_cache_spec: CompressedSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self.engine = ENGINES[kv_cache_spec.engine]
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> Metadata:
+        given = common_attn_metadata
+        starts, blocks = given.query_start_loc_cpu.tolist(), given.block_table_tensor[:, 0].tolist()
+        rows = [Row(blocks[i], starts[i], starts[i + 1] - starts[i]) for i in range(given.num_reqs)]
+        return Metadata(self.engine if self.engine.begin(rows) else None)
+
+
+class Impl(AttentionImpl):
+    """Takes queries and keys before rotation."""
+
+    def __init__(
+        self, num_heads: int, head_size: int, scale: float, num_kv_heads: int, *args: Any, **kwargs: Any
+    ) -> None:
+        self.num_heads, self.head_size, self.scale, self.num_kv_heads = num_heads, head_size, scale, num_kv_heads
+        self.softmax = Softmax(float(scale))
+        self.index = -1  # of the layer
+
+    def forward(
+        self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, attn_metadata: Any,
+        output: Tensor, output_scale: Tensor | None = None, output_block_scale: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        if attn_metadata is not None and attn_metadata.engine is not None:
+            out = output.view(query.shape)
+            attn_metadata.engine.attend(self.index, query, key, value, self.softmax, out)
+        return output
+
+
+class Backend(AttentionBackend):
+    supported_dtypes = [torch.float32, torch.bfloat16, torch.float16]  # noqa: RUF012  (as vLLM declares it)
+
+    @staticmethod
+    def get_name() -> str:
+        return "CUSTOM"
+
+    @staticmethod
+    def get_impl_cls() -> type[Impl]:
+        return Impl
+
+    @staticmethod
+    def get_builder_cls() -> type[Builder]:
+        return Builder
+
+
+class CompressedAttention(Attention):
+    """In the place of an attention layer that vLLM has made."""
+
+    def __init__(self, like: Attention, index: int, vllm_config: VllmConfig) -> None:
+        del vllm_config.compilation_config.static_forward_context[like.layer_name]
+        super().__init__(
+            like.num_heads, like.head_size, like.impl.scale, num_kv_heads=like.num_kv_heads,
+            cache_config=vllm_config.cache_config, quant_config=like.quant_config,
+            per_layer_sliding_window=like.sliding_window, prefix=like.layer_name, attn_backend=Backend,
+        )  # fmt: skip
+        self.impl.index = index
+
+    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> CompressedSpec:
+        return CompressedSpec(
+            block_size=vllm_config.cache_config.block_size, num_kv_heads=self.num_kv_heads, head_size=self.head_size,
+            head_size_v=self.head_size, dtype=self.kv_cache_torch_dtype, engine=vllm_config.instance_id,
+        )  # fmt: skip

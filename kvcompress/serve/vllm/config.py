@@ -1,0 +1,94 @@
+"""Which models the plugin is for, and what vLLM's configuration must be where a compressed cache is asked for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.config import CUDAGraphMode
+from vllm.logger import init_logger
+from vllm.model_executor.models import ModelRegistry
+from vllm.model_executor.models.config import MODELS_CONFIG_MAP, VerifyAndUpdateConfig
+
+from ..bounds import is_read_whole
+from ..served import cache_maker
+from .settings import KEY, Settings
+
+logger = init_logger(__name__)
+
+FAMILIES = tuple(
+    f"{name}ForCausalLM" for name in ("Llama", "Mistral", "Mixtral", "Qwen2", "Qwen2Moe", "Qwen3", "Qwen3Moe")
+)
+PREFIX = "Compressed"
+BLOCK_SIZE = 32  # where none was given: a request leaves half a page of every KV head of every layer empty
+EXECUTOR = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+_ONE = (
+    "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "prefill_context_parallel_size",
+    "decode_context_parallel_size",
+)  # fmt: skip
+
+
+def register_families() -> None:
+    """Makes vLLM ask us for the configuration of these families. May be called again."""
+    for name in FAMILIES:
+        before = MODELS_CONFIG_MAP.get(name)
+        if getattr(before, "of_kvcompress", False):
+            continue
+        ModelRegistry.register_model(PREFIX + name, f"kvcompress.serve.vllm.models:{PREFIX}{name}")
+        MODELS_CONFIG_MAP[name] = _hook(before)
+
+
+def _hook(before: type[VerifyAndUpdateConfig] | None) -> type[VerifyAndUpdateConfig]:
+    """before: what vLLM asked already."""
+
+    class Asked(before or VerifyAndUpdateConfig):  # type: ignore[misc]
+        of_kvcompress = True
+
+        @classmethod
+        def verify_and_update_config(cls, vllm_config: Any) -> None:
+            super().verify_and_update_config(vllm_config)
+            model = vllm_config.model_config
+            settings = Settings.asked(vllm_config.additional_config, model.hf_config)
+            if settings is not None:
+                configure(vllm_config, settings)
+
+    return Asked
+
+
+def configure(vllm_config: Any, settings: Settings) -> None:
+    """Refuses what cannot be done with compressed caches, and sets what they need."""
+    model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
+    scheduler, compilation = vllm_config.scheduler_config, vllm_config.compilation_config
+    for name in _ONE:
+        _must_be(name, getattr(parallel, name), (1,))
+    _must_be("distributed_executor_backend", parallel.distributed_executor_backend, (None, "uni", EXECUTOR))
+    for name in ("speculative_config", "kv_transfer_config", "kv_events_config"):
+        _must_be(name, getattr(vllm_config, name), (None,))
+    _must_be("kv_cache_dtype", cache.cache_dtype, ("auto", str(model.dtype).removeprefix("torch.")))
+    _must_be("scheduling_policy", scheduler.policy, ("fcfs",))
+    _must_be("scheduler_cls", scheduler.scheduler_cls, (None,))
+    _must_be("async_scheduling", scheduler.async_scheduling, (None, False))
+    _must_be("runner", model.runner_type, ("generate",))
+    _must_be("cudagraph_mode", compilation.cudagraph_mode, (None, CUDAGraphMode.NONE))
+    if vllm_config.use_v2_model_runner:
+        raise ValueError("VLLM_USE_V2_MODEL_RUNNER must be 0 with a compressed cache, got the V2 model runner")
+    if not cache.user_specified_block_size:
+        cache.block_size, cache.user_specified_block_size = BLOCK_SIZE, True
+    if is_read_whole(cache_maker(settings.spec, model.hf_config, cache.block_size)()):
+        reason = f"{settings.cache!r} reads prompts whole, in one step"
+        _must_be("enable_chunked_prefill", scheduler.enable_chunked_prefill, (False,), reason)
+    if cache.enable_prefix_caching:
+        logger.info("Prefix caching is off: compressed caches share no prefixes")
+        cache.enable_prefix_caching = False
+    parallel.distributed_executor_backend = EXECUTOR  # scheduler and worker ask one engine
+    scheduler.async_scheduling = False  # pages are counted after each step
+    scheduler.scheduler_cls = "kvcompress.serve.vllm.scheduler.CompressedScheduler"
+    compilation.cudagraph_mode = CUDAGraphMode.NONE
+    names = [PREFIX + model.architecture]
+    model.hf_config.architectures = model.model_arch_config.architectures = names
+    logger.info("Compressed KV cache: %s", settings.cache)
+
+
+def _must_be(name: str, value: Any, allowed: tuple[Any, ...], reason: str = "") -> None:
+    if value not in allowed:
+        why = reason or f"a compressed cache (additional_config[{KEY!r}])"
+        raise ValueError(f"{name} must be {allowed[-1]!r} with {why}, got {value!r}")

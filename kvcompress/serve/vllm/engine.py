@@ -1,0 +1,210 @@
+"""The caches of one vLLM engine: what its scheduler asks before a step, and its layers in it. They share a process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...caches.streaming import StreamingCache
+from ...hf.method import restored_method
+from ...softmax import Softmax
+from ..bounds import Bounds, is_read_whole, paged_layers
+from ..requests import Part, Requests, ServedPass
+from ..served import cache_maker, check_served
+from .facts import Decoder, facts_from
+from .settings import Settings
+
+ENGINES: dict[str, Engine] = {}  # of this process, by vLLM's instance_id
+MARGIN = 0.02  # share of all pages that is to be free once a waiting request has been let in
+
+
+class Row(NamedTuple):
+    """A request in a step: the first of its tokens in the batch, and how many they are. block: its first one, by which
+    it is known."""
+
+    block: int
+    first: int
+    tokens: int
+
+
+class Engine:
+    """settings: what was asked. config: of the model. block_size: slots of a page. A block of vLLM is a page for each
+    KV head of each layer; requests hold as many as their pages make, and pages are what is counted.
+
+    known: the scheduler's requests, with num_tokens and num_prompt_tokens. failed: requests that cannot go on, and why.
+    preempted: how often a request gave its pages up. peak_pages: most in use at once.
+    Raises ValueError for what cannot be served.
+    """
+
+    def __init__(self, settings: Settings, config: Any, dtype: torch.dtype, block_size: int) -> None:
+        self.settings, self.dtype, self.block_size = settings, dtype, block_size
+        self.facts, self.decoder = facts_from(config), Decoder(config, dtype)
+        self.method = restored_method(self.decoder)
+        if self.method is not None:
+            self.method.check_facts(self.decoder, self.facts)
+        self.make = cache_maker(settings.spec, config, block_size)
+        empty = self.make()
+        empty.adopt(self.decoder, self.facts)
+        check_served(empty, self.facts, self.method)
+        self.whole = is_read_whole(empty)
+        paged = paged_layers(empty)
+        size = self.facts[0].size
+        self.page_nbytes = 2 * block_size * size * dtype.itemsize
+        heads = [self.facts[layer.index].kv_heads for layer in paged]
+        self.bounds = Bounds(empty, heads, block_size, self.page_nbytes)
+        self.bounds.share = self.bounds.share / settings.ratio
+        self.beside = 0  # blocks of a request that lies beside pages
+        if isinstance(empty, StreamingCache):
+            self.beside = -(-(empty.window_size + empty.num_sink_tokens) // block_size)
+        self.served: Requests | None = None
+        self.known: Mapping[str, Any] = {}
+        self.failed: dict[str, str] = {}
+        self.preempted, self.peak_pages = 0, 0
+        self.waiting = False  # whether requests wait to be let in
+        self._names: dict[int, str] = {}
+        self._lengths: dict[str, tuple[int, int]] = {}  # of prompts that are read: tokens before it decodes, given ones
+        self._left = False  # somebody has gone since pages were counted
+        self._needed, self._granted = 0, 0
+        self._held: dict[str, int] = {}
+        self._stock = -1
+        self._order: Tensor | None = None
+        self._pass: ServedPass | None = None
+
+    def open(self, memory: Tensor, blocks: int) -> None:
+        """memory: uint8 [n], the whole KV cache. blocks: how many vLLM makes of it; one of them it never gives out."""
+        pages = memory.numel() // self.page_nbytes * (blocks - 1) // blocks
+        self.served = Requests(
+            self.decoder, self.facts, self.method, self.make, pages, self.dtype, memory.device, memory
+        )
+        self.served.bounds = self.bounds
+
+    @property
+    def requests(self) -> Requests:
+        if self.served is None:
+            raise RuntimeError("the engine has no memory yet: vLLM gives it before its first step")
+        return self.served
+
+    @property
+    def decoding(self) -> Sequence[str]:
+        return self.requests.decoding
+
+    # ---- before a step: the scheduler ----
+
+    def start_step(self) -> None:
+        """Learns what the last step has left."""
+        self._granted = 0
+        self._settle()
+        self.peak_pages = max(self.peak_pages, self.requests.used)
+
+    def most_read(self, running: Sequence[str], waiting: str | None, budget: int) -> int | None:
+        """How many tokens of the next prompt surely find their pages; None where prompts are read whole, or none is to
+        be read. running: in their order. waiting: the next that waits, if it may be let in. budget: of a step."""
+        served = self.requests
+        if self.whole:
+            return None
+        nobody = not running
+        name = next((x for x in running if x not in served.decoding), waiting if nobody else None)
+        if name is None:
+            return None
+        part = self._part(name, budget)
+        return served.most_tokens(part, served.free - self._needed)
+
+    def has_room(self, name: str, before: int, tokens: int) -> bool:
+        """Whether the pages are there for the next tokens of a request, before..tokens-1; they are then its own."""
+        served = self.requests
+        if self._left:
+            self._settle()
+        free = served.free - self._needed - self._granted
+        if name in served.decoding:
+            return free >= 0
+        part = self._part(name, tokens - before)
+        pages = served.part_pages(part)
+        if name not in served.reading and (served.decoding or served.reading):
+            coming = sum(served.bounds.expected(prompt) for prompt in (part.prompt, *served.prompts()))
+            # and the next page of whoever decodes, of which half are there
+            growth = served.bounds.growth() * (1 + (len(served.decoding) + len(served.reading)) / 2)
+            if coming + growth + MARGIN * served.pages > free:
+                return False
+        if pages > free:
+            return False
+        self._granted += pages
+        return True
+
+    def blocks_of(self, name: str) -> int:
+        """vLLM's blocks that a request's pages make, of those that were counted last."""
+        served = self.requests
+        if self._stock != served.store.stock:
+            self._held, self._stock = served.held(), served.store.stock
+        return max(self._held.get(name, 0) // max(self.bounds.rows, 1), self.beside, 1)
+
+    def blocks_for(self, tokens: int) -> int:
+        """Those of a prompt of so many tokens, as far as is known before it is read."""
+        return max(-(-self.bounds.expected(tokens) // max(self.bounds.rows, 1)), self.beside, 1)
+
+    def named(self, name: str, block: int) -> None:
+        """A request is known by its first block from now on."""
+        self._names[block] = name
+
+    def drop(self, name: str, block: int | None) -> None:
+        """A request is over, or gives its pages up."""
+        self.requests.drop(name)
+        self._lengths.pop(name, None)
+        self._held.pop(name, None)
+        if block is not None:
+            self._names.pop(block, None)
+        self._left = True
+
+    def settle(self) -> None:
+        """Nobody runs: pages come back now."""
+        self._settle()
+
+    def _settle(self) -> None:
+        self.requests.settle()
+        self._left, self._needed = False, self.requests.step_pages()
+
+    def _part(self, name: str, tokens: int) -> Part:
+        request = self.known[name]
+        given = request.num_prompt_tokens
+        if name not in self._lengths or name not in self.requests.reading:
+            self._lengths[name] = (given if self.whole else request.num_tokens, given)
+        prompt, given = self._lengths[name]
+        return Part(name, min(tokens, prompt - self.requests.seen(name)), prompt, given)
+
+    # ---- a step: the layers ----
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def begin(self, rows: Sequence[Row]) -> bool:
+        """The step of these requests; False where none of them is known (a trial run of vLLM's)."""
+        served = self.requests
+        found = {self._names[row.block]: row for row in rows if row.tokens and row.block in self._names}
+        if not found:
+            self._pass = None
+            return False
+        if missing := [name for name in served.decoding if name not in found or found[name].tokens != 1]:
+            raise RuntimeError(f"request {missing[0]} decodes, and must have one token in every step")
+        parts = [self._part(name, row.tokens) for name, row in found.items() if name not in served.decoding]
+        order = [found[name].first for name in served.decoding]
+        for part in parts:
+            row = found[part.request]
+            order.extend(range(row.first, row.first + row.tokens))
+        self._order = torch.tensor(order).to(served.store.refs.device)
+        self._pass = served.begin(parts, waiting=self.waiting)
+        return True
+
+    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax, out: Tensor) -> None:
+        """One layer of the step. queries: [T, Hq, D], keys, values: [T, Hkv, D], before rotation. out: [T, Hq, D]."""
+        assert self._pass is not None and self._order is not None
+        order = self._order
+        with torch.inference_mode(False), torch.no_grad():  # what is stored outlives the step
+            q, k, v = (x.index_select(0, order).transpose(0, 1)[None] for x in (queries, keys, values))
+            attended = self._pass.attend(layer, q, k, v, softmax)[0].transpose(0, 1)
+        out.index_copy_(0, order, attended)
+        if layer == max(self.facts):
+            with torch.inference_mode(False), torch.no_grad():
+                self.failed |= self._pass.failed
+                self.requests.end()
+            self._pass = None

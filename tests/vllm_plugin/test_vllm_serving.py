@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import alone
+from helpers import deciding_model
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -185,3 +186,12 @@ def test_the_benchmark_writes_rows_of_what_was_run(tmp_path):
     rows = {row["name"]: row for row in json.loads(path.read_text())["rows"]}
     shares = [row["share"] for name, row in rows.items() if name.startswith("equal/vllm/")]
     assert len(rows) == 20 and shares == [1.0] * 4
+
+
+@pytest.mark.parametrize("settings", [{"mode": "dms", "dms_window": 5}, {"window": 4}], ids=["dms", "dmc"])
+def test_converted_models_of_every_mode(serve, tmp_path, settings):
+    model = deciding_model(dmc=settings, head_dim=32, eos_token_id=None)
+    model.save_pretrained(tmp_path)
+    prompts = [[(7 * i * i + 3 * i * n) % 97 for i in range(1, n)] for n in (90, 33, 150)]
+    served = serve(tmp_path, "dmc", max_num_batched_tokens=48)  # prompts in parts
+    assert served.generate(prompts, 12)[0] == alone(model, "dmc", prompts, 12)

@@ -54,7 +54,7 @@ struct thread_state {
     void* fiber = nullptr;       // ThreadSanitizer's
 };
 
-// Orders, for ThreadSanitizer, the memory of those who wait at a barrier: who leaves acquires what all released who came.
+// Orders, for ThreadSanitizer, the memory at a barrier: who leaves acquires what all who came have released.
 // Others may by then be on their way to the next one, so every other time has a place of its own.
 struct meeting {
     char places[2];

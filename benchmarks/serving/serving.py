@@ -1,16 +1,19 @@
 """Requests through transformers' continuous batching with compressed caches, against its own.
 
-    python benchmarks/serving/serving.py [--quick] [--json FILE]
+    python benchmarks/serving/serving.py [--quick] [--rows PATTERN ...] [--json FILE]
 
 Arrivals and lengths are drawn once from a seed. Every cache has the same memory: pages and, of each request that may
 run at once, what it keeps beside them. Rows: equal/transformers/CACHE (share of requests whose greedy tokens are those
 of model.generate alone), concurrency/CACHE (ratio of requests at once, to dense), throughput/CACHE (ratio of tokens/s
 to transformers' own continuous batching of the plain model), pages/CACHE (used: the largest share of all pages that
-were in use at once; all are free at the end, or the benchmark fails).
+were in use at once; all are free at the end, or the benchmark fails). --rows runs what these patterns need, such as
+"*/dmc" or "equal/*"; a cache's rows are printed, and the file is written, as soon as they are known.
 """
 
 from __future__ import annotations
 
+import argparse
+import fnmatch
 import math
 import random
 import sys
@@ -25,7 +28,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 import kvcompress
-from benchmarks.common import options, print_table, write_json
+from benchmarks.common import parse_arguments, parser, print_table, write_json
 from kvcompress import CacheSpec
 from kvcompress.models.text import held_out_text
 from kvcompress.serve import batching
@@ -36,6 +39,8 @@ CACHES = {
     "pruned": "pruned,pruner=snapkv,window={window},budget={budget}",
     "streaming": "streaming,window_size={budget},num_sink_tokens=4",
 }
+ROWS = ("equal/transformers", "concurrency", "throughput", "pages")
+COLUMNS = ("cache", "equal", "at once", "to dense", "tokens/s", "to transformers' own", "pages used", "preempted")
 
 
 @dataclass(frozen=True)
@@ -57,7 +62,7 @@ class Size:
 
 
 SIZES = {
-    "full": Size(200, 950, 1150, 48, 4, 0.02, 2048),
+    "full": Size(200, 950, 1150, 32, 4, 0.02, 2048),
     "quick": Size(20, 450, 550, 24, 4, 0.005, 1024),
     "tiny": Size(4, 40, 60, 3, 2, 0.0, 128, 16, 4, 8),
 }
@@ -110,82 +115,138 @@ def timed(model: Any, config: ContinuousBatchingConfig, prompts: Any, arrivals: 
     return [found[name] for name in names], seconds
 
 
-def alone(model: Any, spec: str, prompt: list[int], new: int) -> tuple[list[int], int]:
-    """(tokens, bytes that the cache keeps beside pages)."""
+def alone(model: Any, spec: str, prompt: list[int], new: int) -> list[int]:
+    """What model.generate writes."""
     cache, ids = CacheSpec.parse(spec).make(model.config), torch.tensor([prompt])
     with torch.no_grad():
         out = model.generate(
             ids, past_key_values=cache, max_new_tokens=new, min_new_tokens=new, do_sample=False,
             attention_mask=torch.ones_like(ids),
         )  # fmt: skip
+    return out[0, len(prompt) :].tolist()
+
+
+def beside_nbytes(model: Any, spec: str, prompt: list[int]) -> int:
+    """What the cache of a request keeps beside pages once its prompt is read."""
+    cache, ids = CacheSpec.parse(spec).make(model.config), torch.tensor([prompt])
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
     beside = 0
     for layer in getattr(cache, "own", ()):
         pool = getattr(layer, "pool", None)
         beside += layer.nbytes() - (0 if pool is None else pool.nbytes())
-    return out[0, len(prompt) :].tolist(), beside
+    return beside
 
 
-def main() -> None:
-    choice = options(__doc__)
-    size = SIZES[choice.size]
-    prompts, arrivals = drawn(size)
-    plain = model_for("dense")
-    config = plain.config
-    rows = config.num_hidden_layers * config.num_key_value_heads
-    page_nbytes = 2 * size.page_size * config.head_dim * plain.dtype.itemsize
-    dense_pages = size.at_once * rows * math.ceil((size.longest + size.new) / size.page_size)
-    memory, written = dense_pages * page_nbytes, size.requests * size.new
+class Comparison:
+    """All caches over the same requests and memory. wanted: whether a row of this name is asked for."""
 
-    own = ContinuousBatchingConfig(
-        num_blocks=dense_pages // rows, page_size=size.page_size, max_batch_tokens=size.batch_tokens,
-        max_requests_per_batch=64,
-    )  # fmt: skip
-    _, own_seconds = timed(plain, own, prompts, arrivals, size.new)
-    del plain
-    results: list[dict[str, Any]] = []
-    at_once: dict[str, float] = {}
-    lines = []
-    for name, pattern in CACHES.items():
-        spec = pattern.format(budget=size.budget, window=size.window)
+    def __init__(self, size: Size, wanted: Any) -> None:
+        self.size, self.wanted = size, wanted
+        self.prompts, self.arrivals = drawn(size)
+        plain = model_for("dense")
+        rows = plain.config.num_hidden_layers * plain.config.num_key_value_heads
+        self.page_nbytes = 2 * size.page_size * plain.config.head_dim * plain.dtype.itemsize
+        dense_pages = size.at_once * rows * math.ceil((size.longest + size.new) / size.page_size)
+        self.memory, self.written = dense_pages * self.page_nbytes, size.requests * size.new
+        self.at_once: dict[str, float] = {}
+        self.own_seconds: float | None = None
+        if any(wanted(f"throughput/{name}") for name in CACHES):
+            own = ContinuousBatchingConfig(
+                num_blocks=dense_pages // rows, page_size=size.page_size, max_batch_tokens=size.batch_tokens,
+                max_requests_per_batch=64,
+            )  # fmt: skip
+            _, self.own_seconds = timed(plain, own, self.prompts, self.arrivals, size.new)
+            said("transformers' own", self.own_seconds)
+
+    def rows(self, name: str) -> list[dict[str, Any]]:
+        """The rows of a cache that are asked for."""
+        size, spec = self.size, CACHES[name].format(budget=self.size.budget, window=self.size.window)
         model = model_for(spec)
         with kvcompress.attach(model):
-            wanted = [alone(model, spec, prompt, size.new) for prompt in prompts]
-        beside = max(each for _, each in wanted)
+            # what lies beside pages does not depend on a prompt that is longer than any window
+            beside = beside_nbytes(model, spec, self.prompts[0])
         requests = min(64, size.requests)
         if name == "streaming":  # all of it lies beside pages
-            requests = min(requests, memory // beside)
-        pages = max((memory - requests * beside) // page_nbytes, 1)
+            requests = min(requests, self.memory // beside)
+        pages = max((self.memory - requests * beside) // self.page_nbytes, 1)
         with batching(
             model, spec, pages=pages, page_size=size.page_size, requests=requests, batch_tokens=size.batch_tokens
         ) as serving:
-            found, seconds = timed(model, ContinuousBatchingConfig(), prompts, arrivals, size.new)
+            found, seconds = timed(model, ContinuousBatchingConfig(), self.prompts, self.arrivals, size.new)
             metrics, left = serving.metrics(), serving.served.pages_in_use()
+        said(f"{name}, served", seconds)
         if left:
             raise RuntimeError(f"{left} pages are still in use after the last request with {spec}")
-        same = sum(a == b for a, (b, _) in zip(found, wanted, strict=True)) / size.requests
-        at_once[name] = metrics["peak_running"]
-        ratio, used = at_once[name] / at_once["dense"], metrics["peak_pages"] / pages
-        more = {"cache": spec, "memory_nbytes": memory, "requests": size.requests}
-        results += [
-            {"name": f"equal/transformers/{name}", "share": same, **more},
-            {"name": f"concurrency/{name}", "ratio": ratio, "at_once": at_once[name], **more},
-            {
-                "name": f"throughput/{name}", "ratio": own_seconds / seconds, "tokens_per_second": written / seconds,
-                "own_tokens_per_second": written / own_seconds, **more,
-            },
-            {"name": f"pages/{name}", "used": used, "pages": pages, "preempted": metrics["preempted"], **more},
+        self.at_once[name] = metrics["peak_running"]
+        results: list[dict[str, Any]] = [
+            {"name": f"pages/{name}", "used": metrics["peak_pages"] / pages, "pages": pages,
+             "preempted": metrics["preempted"]},
+            {"name": f"concurrency/{name}", "ratio": self.at_once[name] / self.at_once.get("dense", math.nan),
+             "at_once": self.at_once[name]},
         ]  # fmt: skip
-        lines.append(
-            (
-                name, f"{same:.3f}", f"{at_once[name]:.0f}", f"{ratio:.2f}", f"{written / seconds:.1f}",
-                f"{own_seconds / seconds:.2f}", f"{used:.2f}", f"{metrics['preempted']:.0f}",
-            )
-        )  # fmt: skip
-    columns = ("cache", "equal", "at once", "to dense", "tokens/s", "to transformers' own", "pages used", "preempted")
-    title = f"{size.requests} requests, {memory / 2**20:.0f} MiB; own {written / own_seconds:.1f} tokens/s"
-    print_table(title, columns, lines, left=("cache",))
-    if choice.json is not None:
-        write_json(choice.json, results)
+        if self.own_seconds is not None:
+            results.append(
+                {"name": f"throughput/{name}", "ratio": self.own_seconds / seconds,
+                 "tokens_per_second": self.written / seconds, "own_tokens_per_second": self.written / self.own_seconds}
+            )  # fmt: skip
+        if self.wanted(f"equal/transformers/{name}"):
+            begun = time.perf_counter()
+            with kvcompress.attach(model):
+                each = [alone(model, spec, prompt, size.new) for prompt in self.prompts]
+            said(f"{name}, each alone", time.perf_counter() - begun)
+            same = sum(a == b for a, b in zip(found, each, strict=True))
+            results.append({"name": f"equal/transformers/{name}", "share": same / size.requests})
+        more = {"cache": spec, "memory_nbytes": self.memory, "requests": size.requests}
+        return [row | more for row in results if self.wanted(row["name"])]
+
+
+def said(what: str, seconds: float) -> None:
+    print(f"{what}: {seconds:.1f} s", flush=True)
+
+
+def line_of(name: str, rows: list[dict[str, Any]]) -> tuple[str, ...]:
+    found = {row["name"].rpartition("/")[0]: row for row in rows}
+
+    def number(row: str, field: str, form: str) -> str:
+        return format(found[row][field], form) if row in found else ""
+
+    return (
+        name, number("equal/transformers", "share", ".3f"), number("concurrency", "at_once", ".0f"),
+        number("concurrency", "ratio", ".2f"), number("throughput", "tokens_per_second", ".1f"),
+        number("throughput", "ratio", ".2f"), number("pages", "used", ".2f"), number("pages", "preempted", ".0f"),
+    )  # fmt: skip
+
+
+def options() -> argparse.Namespace:
+    given = parser(__doc__)
+    given.add_argument("--rows", nargs="+", default=["*"], metavar="PATTERN", help="names of rows, * for any letters")
+    choice = parse_arguments(given)
+    choice.wanted = lambda name: any(fnmatch.fnmatch(name, pattern) for pattern in choice.rows)
+    choice.caches = [name for name in CACHES if any(choice.wanted(f"{row}/{name}") for row in ROWS)]
+    if not choice.caches:
+        given.error(f"argument --rows: no row is called {' or '.join(choice.rows)}; they begin with {', '.join(ROWS)}")
+    if any(choice.wanted(f"concurrency/{name}") for name in CACHES) and "dense" not in choice.caches:
+        choice.caches.insert(0, "dense")  # which they are compared with
+    return choice
+
+
+def main() -> None:
+    choice = options()
+    comparison = Comparison(SIZES[choice.size], choice.wanted)
+    results: list[dict[str, Any]] = []
+    lines = []
+    for name in choice.caches:
+        rows = comparison.rows(name)
+        results += rows
+        lines.append(line_of(name, rows))
+        for column, value in zip(COLUMNS[1:], lines[-1][1:], strict=True):
+            if value:
+                print(f"  {name} {column}: {value}", flush=True)
+        if choice.json is not None and results:
+            write_json(choice.json, results)
+    title = f"{comparison.size.requests} requests, {comparison.memory / 2**20:.0f} MiB"
+    print_table(title, COLUMNS, [line for line in lines if any(line[1:])], left=("cache",))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,8 @@
 """transformers' continuous batching over compressed caches: the tokens of generate alone, whoever comes and goes."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from helpers import deciding_model, tiny_model
@@ -105,6 +108,41 @@ def test_generate_batch_takes_it_and_has_its_own_back_afterwards():
     assert [x.generated_tokens for x in results.values()] == [alone(model, DENSE, prompt, 5) for prompt in prompts]
     assert model.init_continuous_batching == before and not is_attached(model)
     assert type(model.init_continuous_batching(generation_config=greedy(1))) is ContinuousBatchingManager
+
+
+PLAIN = """
+import torch
+from transformers import ContinuousBatchingConfig, GenerationConfig, LlamaConfig, LlamaForCausalLM
+
+torch.manual_seed(0)
+model = LlamaForCausalLM(LlamaConfig(
+    vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, max_position_embeddings=128, initializer_range=0.2, eos_token_id=None)).eval()
+
+def written():
+    results = model.generate_batch(
+        [[5, 6, 7, 8], list(range(3, 30))],
+        generation_config=GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=-1, pad_token_id=0),
+        continuous_batching_config=ContinuousBatchingConfig(
+            return_logprobs=True, num_blocks=32, page_size=16, max_batch_tokens=64))
+    return sorted((name, x.generated_tokens, x.logprobs) for name, x in results.items())
+
+before = written()
+import kvcompress
+from kvcompress.serve import batching
+
+assert written() == before, "imported"
+with batching(model, "dense", pages=50, page_size=16, requests=4, batch_tokens=64):
+    model.generate_batch([[5, 6, 7]], generation_config=GenerationConfig(max_new_tokens=2, eos_token_id=-1))
+assert written() == before, "closed"
+assert all(len(logprobs) == 6 for _, _, logprobs in before)
+"""
+
+
+def test_without_a_compressed_cache_generate_batch_is_transformers_bit_for_bit():
+    """In a process that had not imported kvcompress before."""
+    done = subprocess.run([sys.executable, "-c", PLAIN], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_several_answers_to_a_prompt_are_requests_of_their_own():

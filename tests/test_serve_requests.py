@@ -109,6 +109,23 @@ def test_any_order_of_parts_joining_and_leaving_gives_the_tokens_of_each_alone(n
             assert texts[x] == alone(model, cache, prompt, new[x]), x
 
 
+@pytest.mark.parametrize("given", [5, 25])
+@pytest.mark.parametrize("name", CACHES)
+def test_what_is_read_again_keeps_the_frequencies_of_its_prompt(name, given):
+    cache, dmc = CACHES[name]
+    settings = {"rope_parameters": ROPES["that depends on length"], "max_position_embeddings": 20}
+    model = tiny_model(**settings) if dmc is None else deciding_model(dmc=dmc, **settings)
+    with kvcompress.attach(model):
+        wanted = alone(model, cache, list(range(3, 3 + given)), 40 - given)
+        served, texts = requests_of(model, cache), {"a": wanted[:30]}
+        parts = [Part("a", 30, 30, given)]  # in one part, longer than the prompt was
+        while len(texts["a"]) < 40:
+            served.settle()
+            texts["a"].append(run(model, served, parts, texts)["a"])
+            parts = []
+        assert texts["a"] == wanted
+
+
 def test_a_part_never_takes_more_pages_than_were_foreseen():
     for _, (cache, dmc) in CACHES.items():
         model = tiny_model() if dmc is None else deciding_model(dmc=dmc)

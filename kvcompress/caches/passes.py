@@ -82,8 +82,10 @@ class CachePass(Pass):
     @property
     def whole(self) -> list[int]:
         """Tokens of each sequence by which frequencies that depend on length are settled: of a prompt that is read in
-        chunks all of them."""
-        known = self.prompts if self.iteration is None else self.iteration.prompt
+        chunks all of them, and no more of one that is read again with what followed it."""
+        if self.iteration is None and self.prompts is not None:
+            return [max(n, 1) for n in self.prompts]
+        known = None if self.iteration is None else self.iteration.prompt
         return [max(count, n, 1) for count, n in zip(self.counts, known or self.counts, strict=True)]
 
     def ends_unheard(self, layer: int) -> bool:

@@ -1,6 +1,7 @@
 """The pages that are made and not written: python tools/pages.py
 
-docs/models.md and docs/figures/recall.png from benchmarks/results, docs/cli.md from the command line itself.
+docs/models.md, the tables of docs/results/tasks.md and docs/figures/recall.png from
+benchmarks/results, docs/cli.md from the command line itself.
 """
 
 from __future__ import annotations
@@ -68,6 +69,42 @@ def models_page() -> str:
     return written + MADE + "\n\n" + "\n".join(lines) + "\n"
 
 
+# ---- tables of results ----
+
+
+def _made(page: str, lines: list[str]) -> str:
+    """A page with its tables made anew: what stands before MADE is written by hand."""
+    written = (DOCS / "results" / page).read_text().partition(MADE)[0]
+    return written + MADE + "\n\n" + "\n".join(lines) + "\n"
+
+
+def _number(row: dict[str, Any], field: str, sign: str = "") -> str:
+    error = row.get(f"{field}_se")
+    return f"{row[field]:{sign}.3f}" + ("" if error is None else f" ± {error:.3f}")
+
+
+def tasks_page() -> str:
+    """Of table.json: a table for each share of the bytes, each column's best in bold."""
+    found = rows("table")
+    best = {row["name"].removeprefix("best/"): row["methods"] for row in found if row["name"].startswith("best/")}
+    measured = [row for row in found if "method" in row]
+    tasks = [row["task"] for row in measured if row["method"] == "dense"]
+    lines = []
+    for part in sorted({row["part"] for row in measured} - {1}):
+        heads = [f"{task}, bits" if task == "ppl" else task for task in tasks]
+        lines += [f"## 1/{part} of the bytes", "", f"| | {' | '.join(heads)} |", "|---" * (len(tasks) + 1) + "|"]
+        for method in dict.fromkeys(row["method"] for row in measured if row["part"] in (1, part)):
+            cells = []
+            for task in tasks:
+                own = [row for row in measured if (row["method"], row["task"]) == (method, task)]
+                cell = next((_number(row, "score") for row in own if row["part"] in (1, part)), "refused")
+                cells.append(f"**{cell}**" if method in best[f"{task}/{part}"] else cell)
+            lines.append(f"| {method} | {' | '.join(cells)} |")
+        lines.append("")
+    left = [f"- {row['name'].removeprefix('left_out/')}: {row['reason']}" for row in found if "reason" in row]
+    return _made("tasks.md", lines + (["Left out:", "", *left] if left else []))
+
+
 # ---- command line ----
 
 
@@ -113,4 +150,5 @@ def draw_recall(path: Path) -> None:
 if __name__ == "__main__":
     write_text(DOCS / "models.md", models_page())
     write_text(DOCS / "cli.md", cli_page())
+    write_text(DOCS / "results/tasks.md", tasks_page())
     draw_recall(DOCS / "figures/recall.png")

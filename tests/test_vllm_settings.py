@@ -121,3 +121,8 @@ def test_blocks_that_a_prompt_is_expected_to_take(cache, ratio, blocks):
 
 def test_what_lies_beside_pages_is_counted_in_blocks():
     assert engine_of(tiny_model(), "streaming,window_size=30,num_sink_tokens=4").blocks_for(1000) == 5
+
+
+def test_pruners_that_need_the_models_weights_are_refused():
+    with pytest.raises(ValueError, match="as CriticalKV does"):
+        engine_of(tiny_model(), "pruned,pruner=criticalkv:tova,budget=8")

@@ -18,6 +18,8 @@ from transformers import (
     MixtralForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -124,6 +126,10 @@ FAMILIES = {
     "mistral/window": (MistralForCausalLM, MistralConfig, {"sliding_window": 40, "head_dim": 32}),
     "mixtral": (MixtralForCausalLM, MixtralConfig, {"num_local_experts": 4, "head_dim": 32, "sliding_window": None}),
     "qwen2": (Qwen2ForCausalLM, Qwen2Config, {"num_attention_heads": 2, "num_key_value_heads": 1}),
+    "qwen2_moe": (
+        Qwen2MoeForCausalLM, Qwen2MoeConfig,
+        {"num_attention_heads": 2, "num_key_value_heads": 1, "shared_expert_intermediate_size": 32, **MOE},
+    ),
     "qwen3": (Qwen3ForCausalLM, Qwen3Config, {"head_dim": 32}),
     "qwen3_moe": (Qwen3MoeForCausalLM, Qwen3MoeConfig, {"head_dim": 32, **MOE}),
 }  # fmt: skip

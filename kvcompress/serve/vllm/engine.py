@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...caches.pruned import PrunedCache
 from ...caches.streaming import StreamingCache
 from ...hf.method import restored_method
 from ...softmax import Softmax
@@ -47,6 +48,10 @@ class Engine:
             self.method.check_facts(self.decoder, self.facts)
         self.make = cache_maker(settings.spec, config, block_size)
         empty = self.make()
+        if isinstance(empty, PrunedCache) and empty.pruner.uses_output:
+            raise ValueError(
+                f"pruner must not ask for the output projections under vLLM, as {type(empty.pruner).__name__} does"
+            )
         empty.adopt(self.decoder, self.facts)
         check_served(empty, self.facts, self.method)
         self.whole = is_read_whole(empty)

@@ -22,6 +22,13 @@ def need(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
+def need_text(name: str, value: Any, wish: str) -> None:
+    """A str that is not empty. wish: what it must be, in words."""
+    if not isinstance(value, str):
+        raise TypeError(f"{name} must be {wish}, got {type(value).__name__}")
+    need(bool(value), f"{name} must not be empty")
+
+
 def need_tensor(name: str, x: Tensor) -> None:
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")

@@ -18,7 +18,7 @@ from transformers.pipelines import PIPELINE_REGISTRY
 
 from .caches.base import CompressedCache
 from .caches.spec import DENSE, CacheSpec
-from .checks import need
+from .checks import need, need_text
 from .hf.attach import attach, is_attached
 from .prefilling import prefill
 
@@ -30,8 +30,9 @@ class CompressedTextGenerationPipeline(TextGenerationPipeline):
 
     Beside what that takes, when it is made or called: cache, as text ("pruned,pruner=snapkv,budget=0.75"), a CacheSpec,
     or a function of the config that makes a cache; a converted model's own, else IterativeCache, where it is None.
-    guide: text of what is asked, which chooses what is kept. Each prompt, or batch of them, is read into a new cache.
-    Raises ValueError for a cache that cannot be read, or is none of ours.
+    guide: text of what is asked, one for all prompts of the call, which chooses what is kept; it is not read as part of
+    them, so a question must stand in the prompt too. Each prompt, or batch of them, is read into a new cache.
+    Raises ValueError for a cache that cannot be read, or is none of ours, TypeError for what is no cache or no text.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -42,8 +43,15 @@ class CompressedTextGenerationPipeline(TextGenerationPipeline):
     def _sanitize_parameters(self, cache: Any = None, guide: str | None = None, **others: Any) -> Any:
         before, forward, after = super()._sanitize_parameters(**others)
         if cache is not None:
+            if not (isinstance(cache, (str, CacheSpec)) or callable(cache)):
+                hint = ", as lambda config: ..." if isinstance(cache, CompressedCache) else ""
+                raise TypeError(
+                    f"cache must be text, a CacheSpec or a function of the config that makes one{hint}, "
+                    f"got {type(cache).__name__}"
+                )
             forward["cache"] = CacheSpec.parse(cache) if isinstance(cache, str) else cache
         if guide is not None:
+            need_text("guide", guide, "a str or None")
             forward["guide"] = guide
         return before, forward, after
 

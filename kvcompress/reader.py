@@ -15,7 +15,7 @@ from .caches.base import CompressedCache
 from .caches.pruned import PrunedCache
 from .caches.saving import load_cache
 from .caches.spec import DENSE, CacheSpec
-from .checks import need
+from .checks import need, need_text
 from .hf.attach import attach, is_attached
 from .hf.reminder import without_reminder
 from .prefilling import prefill
@@ -45,11 +45,11 @@ class Reading:
         question: text that follows the one that was read, as it is (the words of a chat template included), or several,
         each of which is asked of the text alone. generation: arguments of model.generate; max_new_tokens is 64 where
         nothing says how long. Returns the answer, or a list of answers.
-        Raises ValueError for an empty question.
+        Raises ValueError for an empty question, TypeError for what is no text.
         """
-        if not isinstance(question, str):
+        if isinstance(question, (list, tuple)):
             return [self.ask(one, **generation) for one in question]
-        need(bool(question), "question must not be empty")
+        need_text("question", question, "a str, or a list of them")
         seen = self.cache.read_ids
         assert seen is not None
         asked = self.tokenizer(question, return_tensors="pt", add_special_tokens=False).input_ids.to(seen)
@@ -101,9 +101,12 @@ def read(
     progress: True shows a bar; a function is called with (tokens read, tokens in all).
     Returns the Reading; its cache holds what is left of the text. Questions are kept whole.
     Raises ValueError for an empty text, for a cache that is not empty, for budget and cache together, and for a budget
-    with a converted model, which decides itself.
+    with a converted model, which decides itself; TypeError for what is no text.
     Source: the setting is that of KVzip, a text compressed once without knowing the questions.
     """
+    need_text("text", text, "a str")
+    if guide is not None:
+        need_text("guide", guide, "a str or None")
     _attached(model)
     whole: Any = model
     kind = CacheSpec.kind_of(whole.config)
@@ -123,7 +126,6 @@ def read(
     if not isinstance(cache, CompressedCache):
         raise ValueError(f"cache must be a kvcompress cache, or one as text, got {type(cache).__name__}")
     need(cache.get_seq_length() == 0, f"cache must be empty, got {cache!r}")
-    need(bool(text), "text must not be empty")
     device = whole.get_input_embeddings().weight.device
     ids: Tensor = tokenizer(text, return_tensors="pt").input_ids.to(device)
     question = None

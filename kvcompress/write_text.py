@@ -47,7 +47,7 @@ def load(model: str, device: str) -> tuple[Any, Any]:
 
 def read_prompt(text: str | None, file: Path | None) -> str:
     """The prompt: as given, of a file, or of standard input. Raises ValueError for both, or for an empty one."""
-    need(text is None or file is None, "text must be None where a file is given")
+    need(text is None or file is None, "text must not be given beside a file")
     if text is None:
         try:
             text = sys.stdin.read() if file is None else file.read_text(encoding="utf-8")

@@ -291,3 +291,16 @@ def test_expected_attention_as_its_formula(use_covariance, use_value_norm, rope)
 def test_wrong_settings_of_the_others_are_named(build, message):
     with pytest.raises(ValueError, match=message):
         build()
+
+
+def test_a_name_of_kvpress_is_answered_with_ours():
+    with pytest.raises(
+        TypeError, match=r"SnapKV has no 'compression_ratio'; .* is budget here: PrunedCache\(config, Sna"
+    ):
+        SnapKV(compression_ratio=0.5)
+    with pytest.raises(
+        TypeError, match=r"SnapKV has no 'window_size'; known are window, .* window_size is window here"
+    ):
+        SnapKV(window_size=32)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'nothing'"):
+        SnapKV(nothing=1)

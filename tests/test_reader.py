@@ -4,6 +4,7 @@ import io
 
 import pytest
 import torch
+from helpers import tiny_model
 from rich.console import Console
 from transformers import pipeline
 
@@ -167,3 +168,30 @@ def test_progress_is_lines_where_nobody_sees_a_bar(capsys, monkeypatch):
     with showing(True, 1000, label="reading", console=Console(file=io.StringIO())) as show:
         show(400)
     assert capsys.readouterr().err == "reading: 400 of 1,000 tokens, 0 s\n"
+
+
+def test_what_is_no_text_is_named(example, reading):
+    model, tokenizer = example
+    with pytest.raises(TypeError, match="text must be a str, got Tensor"):
+        kvcompress.read(model, tokenizer, torch.ones(1, 4, dtype=torch.int64))
+    with pytest.raises(TypeError, match="guide must be a str or None, got list"):
+        kvcompress.read(model, tokenizer, TEXT, guide=["a"])
+    for question in (3, [3], None):
+        with pytest.raises(TypeError, match="question must be a str, or a list of them, got "):
+            reading.ask(question)
+    for cache in (object(), PrunedCache(model.config, budget=8)):
+        with pytest.raises(TypeError, match=r"cache must be text, a CacheSpec or a function of the config .*got "):
+            pipeline("kvcompress-text-generation", model=model, tokenizer=tokenizer, cache=cache)
+    with pytest.raises(TypeError, match="guide must be a str or None, got int"):
+        pipeline("kvcompress-text-generation", model=model, tokenizer=tokenizer, guide=3)
+
+
+def test_a_cache_of_other_arguments_or_another_model_says_what_differs_first(reading, tmp_path):
+    path = reading.save(tmp_path / "text.safetensors")
+    with pytest.raises(TypeError, match=r"path must be a str or a path, got LlamaForCausalLM: load_cache\(path, model"):
+        kvcompress.load_cache(reading.model, path)
+    with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, got PosixPath: load_cache\(path, model"):
+        kvcompress.load_cache(path, path)
+    other = tiny_model()
+    with pytest.raises(ValueError, match=r"saved with config.num_hidden_layers = 4 \(here \d+\), hidden_size = 256 \("):
+        kvcompress.load_cache(path, other)

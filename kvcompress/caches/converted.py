@@ -44,7 +44,7 @@ class ConvertedCache(CompressedCache):
         if saved is None:
             raise ValueError(
                 f"config.kvcompress must be that of a model converted to {self.title}, got none: this model is not "
-                "converted"
+                f"converted; kvcompress retrofit {self.title.split()[0].lower()} converts one and trains it"
             )
         return self.parsed(saved)
 

@@ -67,7 +67,9 @@ class Policy:
                 )
             budget = own
         if budget is None and (budget := pruner.default_budget) is None:
-            raise ValueError(f"budget must be given with {type(pruner).__name__}, got None")
+            raise ValueError(
+                f"budget must be given with {type(pruner).__name__}, got None: 0.75 (the share to remove), say, or 1024"
+            )
         for name, value in (("every", every), ("chunk_size", chunk_size)):
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise ValueError(f"{name} must be an integer of at least 1 or None, got {value!r}")

@@ -91,8 +91,12 @@ def load_caches(
     tensors on the CPU are the file, mapped into memory (writing to them does not change it). classes: of pruners and
     budgets of one's own, which a file cannot bring along.
     Raises FileNotFoundError, and ValueError for a file that is damaged, no saved cache, of another version or model, or
-    that holds what is in no class known.
+    that holds what is in no class known; TypeError for arguments of another kind.
     """
+    if not isinstance(path, (str, os.PathLike)):
+        raise TypeError(f"path must be a str or a path, got {type(path).__name__}: load_cache(path, model)")
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}: load_cache(path, model)")
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"path must be a file that save wrote, got {path}")

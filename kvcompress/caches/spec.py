@@ -22,6 +22,7 @@ from ..hf.method import METHODS, method_class
 from ..positions import RemoteGap
 from ..profiles import BudgetProfile
 from ..pruners import Pruner
+from ..pruners.base import THEIRS
 from .iterative import IterativeCache
 from .pruned import PrunedCache
 from .quest import QuestCache
@@ -32,14 +33,6 @@ _IDS = tuple[int, ...]
 _UNTRAINED: dict[str, type[Cache]] = {
     "iterative": IterativeCache, "pruned": PrunedCache, "quest": QuestCache, "streaming": StreamingCache,
 }  # fmt: skip
-_THEIRS = {
-    "compression_ratio": "budget",
-    "window_size": "window",
-    "n_sink": "num_sink_tokens",
-    "press": "pruner",
-    "n_future_positions": "future_positions",
-    "alpha_safeguard": "floor",
-}  # kvpress's names, and ours
 _SIZES = {"iterative": "memory_size", "pruned": "budget", "streaming": "window_size"}  # settings in tokens per row
 KINDS = (DENSE, *sorted((*_UNTRAINED, *METHODS)))
 
@@ -185,7 +178,7 @@ def _fields(made: type) -> dict[str, frozenset[type]]:
 
 
 def _unknown_key(key: str, owner: str, known: Mapping[str, Any], more: str = "") -> UnknownKey:
-    ours = _THEIRS.get(key, "")
+    ours = THEIRS.get(key, "")
     hint = f"; kvpress's {key} is {ours} here" if ours in known or (re.search(rf"\b{ours}\b", more) and ours) else ""
     return UnknownKey(f"{owner} has no {key!r}; known are {', '.join(known) or 'none'}{more}{hint}")
 
@@ -248,7 +241,9 @@ def _nested(text: str, made: type, own: dict[str, Any] | None = None) -> Any:
     if profile is not None and profile not in fields and rest and (operand is None or ":" in rest):
         file, _, rest = (rest, "", "") if operand is None else rest.rpartition(":")
         fields[profile] = _value(profile, file, known[profile])
-    if operand is not None and (rest or issubclass(made, Budget)):
+    if operand is not None and not rest and issubclass(made, Budget):
+        raise ValueError(f"{name} needs a size, as in {name}:0.75, {name}:1024 or {name}:512MiB, got {text!r}")
+    if operand is not None and rest:
         fields[operand] = _value(f"what follows {name}:", rest, known[operand])
     elif rest:
         raise ValueError(f"{name} must be written as {name}:field=value:..., got {text!r}")

@@ -45,14 +45,24 @@ def fingerprint(decoder: Any) -> dict[str, Any]:
     }
 
 
+# fields that tell models apart, those that say most first
+_FIRST = ("kvcompress", "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+
+
 def difference(saved: dict[str, Any], own: dict[str, Any]) -> str | None:
     """In what two fingerprints differ, in words; None = in nothing."""
     for name in ("class", "dtype"):
         if saved[name] != own[name]:
             return f"{name} {saved[name]}, this one {own[name]}"
     before, now = saved["config"], own["config"]
-    names = sorted(name for name in {**before, **now} if before.get(name) != now.get(name))
+    names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
     if names:
-        some = ", ".join(f"{name} = {before.get(name)!r} (here {now.get(name)!r})" for name in names[:3])
-        return f"config.{some}" + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        names.sort(key=lambda name: (_FIRST.index(name) if name in _FIRST else len(_FIRST), name))
+        some = ", ".join(f"{name} = {_short(before.get(name))} (here {_short(now.get(name))})" for name in names[:2])
+        return f"config.{some}" + (f" and {len(names) - 2} more" if len(names) > 2 else "")
     return None if saved["weights"] == own["weights"] else "other weights"
+
+
+def _short(value: Any) -> str:
+    """Of a conversion, a dozen fields, its method alone."""
+    return f"method {value['method']!r}" if isinstance(value, dict) and "method" in value else repr(value)

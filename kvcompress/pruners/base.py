@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -185,6 +186,16 @@ class Reread(NamedTuple):
     tokens: Tensor
 
 
+THEIRS = {
+    "compression_ratio": "budget",
+    "window_size": "window",
+    "n_sink": "num_sink_tokens",
+    "press": "pruner",
+    "n_future_positions": "future_positions",
+    "alpha_safeguard": "floor",
+}  # kvpress's names, and ours
+
+
 class Pruner(ABC):
     """Chooses which candidates stay. Subclasses are dataclasses that give every candidate a score.
 
@@ -197,6 +208,18 @@ class Pruner(ABC):
             def scores(self, candidates, keep):
                 return candidates.attention(self.window, reduce="mean")
     """
+
+    def __new__(cls, *args: Any, **fields: Any) -> Pruner:
+        """Says what kvpress's names are called here; all others __init__ takes, or refuses."""
+        for name in fields.keys() & THEIRS.keys():
+            known, ours = inspect.signature(cls).parameters, THEIRS[name]
+            if name not in known and (ours == "budget" or ours in known):
+                use = f": PrunedCache(config, {cls.__name__}(), {fields[name]!r})" if ours == "budget" else ""
+                raise TypeError(
+                    f"{cls.__name__} has no {name!r}; known are {', '.join(known) or 'none'}; kvpress's {name} is "
+                    f"{ours} here{use}"
+                )
+        return super().__new__(cls)
 
     num_sink_tokens: int = 0  # first tokens that always stay, counted inside the budget
     window: int = 0  # queries that scores looks at; 0 = none

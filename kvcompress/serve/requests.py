@@ -13,6 +13,7 @@ from torch import Tensor
 from ..caches.base import CompressedCache
 from ..caches.passes import CachePass
 from ..caches.pool import PagePool
+from ..caches.pruned import PrunedCache
 from ..caches.store import PageStore, PoolSettings, keys_and_values
 from ..hf.facts import Facts
 from ..hf.method import Method, Pass
@@ -47,12 +48,14 @@ class ServedPass(Pass):
     """One forward pass over packed tokens [1, T]: first one of each request that decodes, then parts of prompts.
 
     All decoding requests attend in one call of a layer, and each part in one of its own. A part whose cache refuses it
-    (positions that the model does not know, NaN scores) gets zeros from there on; failed says which, and why. Where the
-    call of those who decode is refused, for what one of them holds, all of them fail: their cache is one.
+    (positions that the model does not know, NaN scores) gets zeros from there on; failed says which, and why. Those who
+    decode have one cache. guarded: it scores while they do, and would refuse all for what one of them holds: the
+    queries, keys and values of one that are not finite are zeros to it, and that request fails alone at the end.
     """
 
-    def __init__(self, facts: Facts, together: CachePass | None, names: Sequence[str]) -> None:
-        self.facts, self.together, self.names = facts, together, names
+    def __init__(self, facts: Facts, together: CachePass | None, names: Sequence[str], guarded: bool = False) -> None:
+        self.facts, self.together, self.names, self.guarded = facts, together, names, guarded
+        self._broken: Tensor | None = None  # bool [n, 1, 1, 1], whose numbers were not finite so far
         self.decoding = 0 if together is None else len(together.counts)
         self.parts: list[tuple[Part, CachePass | None]] = []  # None of those that have failed already
         self.failed: dict[str, str] = {}
@@ -61,10 +64,13 @@ class ServedPass(Pass):
         out, start = values.new_empty(*queries.shape[:3], values.shape[3]), self.decoding
         if self.together is not None:
             q, k, v = (x[0, :, :start].transpose(0, 1)[:, :, None] for x in (queries, keys, values))
+            if self.guarded:
+                q, k, v = self._finite(q, k, v)
             try:
                 out[0, :, :start] = self.together.attend(layer, q, k, v, softmax)[:, :, 0].transpose(0, 1)
             except RuntimeError as error:
-                self._fail_together((q, k, v), str(error))
+                self.failed.update(dict.fromkeys(self.names, str(error)))
+                self.together = None
         if self.together is None:
             out[:, :, :start] = 0
         for part, step in self.parts:
@@ -81,16 +87,21 @@ class ServedPass(Pass):
         out[:, :, start:] = 0
         return out
 
-    def _fail_together(self, given: Sequence[Tensor], reason: str) -> None:
-        """given: queries, keys and values of the requests that decode, [n, H, 1, D] each."""
-        nan = torch.stack([x.isnan().flatten(1).any(1) for x in given]).any(0).tolist()
-        culprits = [name for name, found in zip(self.names, nan, strict=True) if found]
-        for name in self.names:
-            why = reason
-            if culprits and name not in culprits:
-                why = f"request {name} was lost with {culprits[0]}, which decoded in the same pass: {reason}"
-            self.failed[name] = why
-        self.together = None
+    def _finite(self, *given: Tensor) -> list[Tensor]:
+        """given: [n, H, 1, D] each, with zeros for requests some of whose numbers are not finite."""
+        sums = torch.stack([x.sum((1, 2, 3), dtype=torch.float32) for x in given]).sum(0)
+        broken = ~sums.isfinite()[:, None, None, None]
+        self._broken = broken if self._broken is None else self._broken | broken
+        return [x.masked_fill(broken, 0) for x in given]
+
+    def fail_broken(self) -> None:
+        """Those of the requests that decode whose numbers were not finite have failed. Waits for the device."""
+        if self._broken is None:
+            return
+        for name, broken in zip(self.names, self._broken.flatten().tolist(), strict=True):
+            if broken:
+                reason = f"request {name} cannot go on: its queries, keys or values hold NaN or overflowed"
+                self.failed.setdefault(name, reason)
 
 
 class Requests:
@@ -235,7 +246,8 @@ class Requests:
         together = None
         if self._running is not None:
             together = self._running.open(self.facts, [1] * len(self.decoding), 1)
-        self._pass = current = ServedPass(self.facts, together, tuple(self.decoding))
+        guarded = isinstance(self._running, PrunedCache) and self._running.every > 0
+        self._pass = current = ServedPass(self.facts, together, tuple(self.decoding), guarded)
         for part in parts:
             step, reader = None, self.reading.get(part.request)
             if reader is None:
@@ -252,6 +264,7 @@ class Requests:
     def end(self) -> None:
         """The pass is over: every layer has attended."""
         assert self._pass is not None
+        self._pass.fail_broken()
         if self._pass.together is not None:
             assert self._running is not None
             self._running.end(self._pass.together, None)

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.cache_utils import (
-    Cache,
     DynamicLayer,
     LinearAttentionLayer,
 )
@@ -45,7 +44,7 @@ def trained_length_of(config: PreTrainedConfig) -> int:
     return getattr(decoder_config(config), "max_position_embeddings", None) or UNLIMITED
 
 
-class CompressedCache(Repeats, Generation, Cache, PassCache):
+class CompressedCache(Repeats, Generation, PassCache):
     """A cache for an attached model: what all of them answer; see IterativeCache and StreamingCache.
 
     config: the model's config. Layers that see a window or a chunk keep that, whatever the cache; recurrent and

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import Cache
 
 from ..hf.method import Call
 from ..hf.now import THREAD
@@ -16,7 +17,7 @@ from .states import RecurrentStates
 from .summary import Summary
 
 
-class Generation(Summary, RecurrentStates):
+class Generation(Summary, RecurrentStates, Cache):
     """Of a cache. seen: columns of input that went in, padding included. fixed: how many of them cannot go back."""
 
     seen: int

@@ -197,7 +197,8 @@ THEIRS = {
 
 
 class Pruner(ABC):
-    """Chooses which candidates stay. Subclasses are dataclasses that give every candidate a score.
+    """Chooses which candidates stay. Subclasses are dataclasses that give every candidate a score; args and fields are
+    theirs.
 
     A pruner of your own:
 

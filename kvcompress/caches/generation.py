@@ -134,6 +134,7 @@ class Generation(Summary, RecurrentStates, Cache):
 
     @property
     def rereads(self) -> bool:
+        """Whether the next pass brings once more what the cache has read (assisted decoding)."""
         return self._repeated > 0
 
     def _repeated_columns(self, call: Call) -> int:

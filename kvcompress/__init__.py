@@ -14,6 +14,8 @@ else:
     def __getattr__(name: str) -> Any:
         """A module of the package, or a public name: the first one asked for imports PyTorch, transformers and all
         others, which `kvcompress --help` need not wait for."""
+        if name.startswith("__") and name != "__all__":  # what tools ask of any module
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         if PathFinder.find_spec(f"{__name__}.{name}", __path__) is not None:  # noqa: F405
             return import_module(f".{name}", __name__)
         public = import_module(".public", __name__)

@@ -14,7 +14,7 @@ _FILES = ("config.json", "adapter_config.json")  # a model has the first, an ada
 
 def check_name(
     argument: str, name: str | Path, *, local_files_only: bool = False, cache_dir: Any = None,
-    revision: str | None = None, token: Any = None,
+    revision: str | None = None, token: Any = None, subfolder: str = "",
 ) -> None:  # fmt: skip
     """Nothing for a folder, a name that the Hub's cache has files of, and one that the Hub answers for, be it that
     there is no such model: transformers says that better. Options: as those of transformers' from_pretrained.
@@ -35,11 +35,12 @@ def check_name(
     except HFValidationError:
         raise FileNotFoundError(f"{wish}: there is no such folder, and the Hub has no such names") from None
     if local_files_only or any(
-        isinstance(try_to_load_from_cache(text, file, cache_dir=cache_dir, revision=revision), str) for file in _FILES
+        isinstance(try_to_load_from_cache(text, file, cache_dir=cache_dir, revision=revision), str)
+        for file in (f"{subfolder}/{one}" if subfolder else one for one in _FILES)
     ):
         return
     try:
-        get_hf_file_metadata(hf_hub_url(text, _FILES[0], revision=revision), token=token)
+        get_hf_file_metadata(hf_hub_url(text, _FILES[0], subfolder=subfolder or None, revision=revision), token=token)
     except HfHubHTTPError:
         return
     except Exception as error:  # of whichever HTTP library the Hub's client is on

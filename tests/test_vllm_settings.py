@@ -51,7 +51,8 @@ def test_settings_are_what_is_asked_or_the_converted_models_own():
         ({"cahce": "dmc"}, "takes cache, ratio, got 'cahce'"),
         ({"cache": 3}, "cache must be text"),
         ({"cache": "none"}, "cache must be one of"),
-        ({"cache": "dmc", "ratio": 0.5}, "ratio must be a number of at least 1, got 0.5"),
+        ({"cache": "dmc", "ratio": 0.5}, "ratio must be a finite number of at least 1, got 0.5"),
+        ({"cache": "dmc", "ratio": float("inf")}, "ratio must be a finite number of at least 1, got inf"),
     ):
         with pytest.raises(ValueError, match=message):
             Settings.asked({"kvcompress": given}, plain)

@@ -101,4 +101,5 @@ def _adapter_config(name: str, options: dict[str, Any]) -> dict[str, Any] | None
 
 def _of_hub(options: dict[str, Any]) -> dict[str, Any]:
     """Those that say where and how to look for a name."""
-    return {key: options[key] for key in ("revision", "token", "cache_dir", "local_files_only") if key in options}
+    return {key: options[key] for key in ("revision", "token", "cache_dir", "local_files_only", "subfolder")
+            if key in options}  # fmt: skip

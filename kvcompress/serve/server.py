@@ -148,6 +148,8 @@ class _Requests(CBGenerateManager):
         if tokens == 0:
             raise HTTPException(status_code=400, detail="prompt must have at least one token, got none")
         asked, left = config.max_new_tokens, self.length - tokens
+        if asked is not None and (type(asked) is not int or asked < 1):
+            raise HTTPException(status_code=400, detail=f"max_new_tokens must be an integer from 1 on, got {asked!r}")
         if left < (asked or 1):
             raise HTTPException(
                 status_code=400,

@@ -92,6 +92,33 @@ def test_a_request_that_outgrows_all_pages_ends_alone(serve, folders, prompts):
     assert served.engine.requests.pages_in_use() == 0
 
 
+def test_a_prompt_that_is_read_whole_and_finds_too_few_pages_ends_alone(serve, folders, prompts):
+    served = serve(folders["plain"], "pruned,pruner=snapkv,budget=200")
+    requests, pages = served.engine.requests, served.engine.requests.part_pages
+    # vLLM refuses at its start a length that fits nowhere: as if what this prompt keeps were more than was thought
+    requests.part_pages = lambda part: requests.pages + 1 if part.prompt > 100 else pages(part)
+    found, reasons = served.generate([prompts[0][:20], prompts[1][:150], prompts[2][:20]], 4)
+    assert reasons == ["length", "error", "length"]
+    assert served.engine.requests.pages_in_use() == 0
+
+
+def test_a_request_whose_only_pass_failed_is_no_success(serve, folders, prompts, monkeypatch):
+    served, attend, seen = serve(folders["dmc"], "dmc"), ServedPass.attend, {}
+
+    def failing(self, layer, *rest):
+        names = [part.request for part, _ in self.parts]
+        seen.update(dict.fromkeys(names))
+        self.failed |= {name: "made for this test" for name in list(seen)[1:2] if name in names}
+        return attend(self, layer, *rest)
+
+    monkeypatch.setattr(ServedPass, "attend", failing)
+    short = [prompt[:20] for prompt in prompts[:3]]
+    found, reasons = served.generate(short, 1)
+    assert reasons == ["length", "error", "length"] and found[1] == []
+    assert [found[0], found[2]] == alone(example("dmc"), "dmc", [short[0], short[2]], 1)
+    assert served.engine.requests.pages_in_use() == 0
+
+
 def test_an_aborted_request_gives_its_pages_back(serve, folders, prompts):
     served = serve(folders["plain"], "dense")
     engine = served.llm.llm_engine

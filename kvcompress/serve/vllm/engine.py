@@ -105,16 +105,17 @@ class Engine:
         self.peak_pages = max(self.peak_pages, self.requests.used)
 
     def most_read(self, running: Sequence[str], waiting: str | None, budget: int) -> int | None:
-        """How many tokens of the next prompt surely find their pages; None where prompts are read whole, or none is to
-        be read. running: in their order. waiting: the next that waits, if it may be let in. budget: of a step."""
+        """How many tokens of the next prompt surely find their pages; None where none is to be read, or prompts are
+        read whole and this one may be. running: in their order. waiting: the next that waits, if it may be let in.
+        budget: of a step."""
         served = self.requests
-        if self.whole:
-            return None
         nobody = not running
         name = next((x for x in running if x not in served.decoding), waiting if nobody else None)
         if name is None:
             return None
         part = self._part(name, budget)
+        if self.whole:  # with nobody beside it there will never be more pages than now
+            return 0 if nobody and served.part_pages(part) > served.free - self._needed else None
         return served.most_tokens(part, served.free - self._needed)
 
     def has_room(self, name: str, before: int, tokens: int) -> bool:

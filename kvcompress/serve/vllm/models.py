@@ -45,6 +45,11 @@ class Compressed:
             if isinstance(attention, Attention):
                 index = extract_layer_index(attention.layer_name)
                 self._check(attention, index, engine)
+                if not getattr(module.rotary_emb, "is_neox_style", True):
+                    raise ValueError(
+                        f"layer {index} rotates neighbouring dimensions, as vLLM's GGUF models do; take the model's "
+                        "weights in transformers' form"
+                    )
                 found[index] = module
         if sorted(found) != sorted(engine.facts):
             raise ValueError(f"{type(self).__name__} must attend in layers {sorted(engine.facts)}, got {sorted(found)}")

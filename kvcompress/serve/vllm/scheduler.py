@@ -10,7 +10,7 @@ from torch import Tensor
 from vllm.logger import init_logger
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
-from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 from vllm.v1.request import Request, RequestStatus
@@ -109,15 +109,17 @@ class CompressedScheduler(Scheduler):
             self.max_num_scheduled_tokens, self._scheduling = budget, False
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> dict[int, Any]:
-        outputs: dict[int, Any] = super().update_from_output(scheduler_output, model_runner_output)
         failed, self.engine.failed = self.engine.failed, {}
+        clients = {name: self.requests[name].client_index for name in failed if name in self.requests}
+        outputs: dict[int, Any] = super().update_from_output(scheduler_output, model_runner_output)
         for name, reason in failed.items():
             logger.error("Request %s ends: %s", name, reason)
-        for request in self.finish_requests(set(failed), RequestStatus.FINISHED_ERROR):
-            mine = outputs.setdefault(request.client_index, EngineCoreOutputs())
-            # what it wrote in this very step is of a pass that failed
-            mine.outputs = [x for x in mine.outputs if x.request_id != request.request_id]
-            mine.outputs.append(EngineCoreOutput(request.request_id, [], finish_reason=request.get_finished_reason()))
+        self.finish_requests(failed.keys() & self.requests.keys(), RequestStatus.FINISHED_ERROR)
+        for name, client in clients.items():
+            mine = outputs.setdefault(client, EngineCoreOutputs())
+            # what it wrote in this very step is of a pass that failed, also where that token was its last
+            mine.outputs = [x for x in mine.outputs if x.request_id != name]
+            mine.outputs.append(EngineCoreOutput(name, [], finish_reason=FinishReason.ERROR))
         if not self.running:
             self.engine.settle()
         return outputs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -27,8 +28,8 @@ class Settings:
         if not isinstance(self.cache, str):
             raise ValueError(f"cache must be text such as 'dmc', got {self.cache!r}")
         _ = self.spec
-        if isinstance(self.ratio, bool) or not isinstance(self.ratio, (int, float)) or not self.ratio >= 1:
-            raise ValueError(f"ratio must be a number of at least 1, got {self.ratio!r}")
+        if isinstance(self.ratio, bool) or not isinstance(self.ratio, (int, float)) or not 1 <= self.ratio < math.inf:
+            raise ValueError(f"ratio must be a finite number of at least 1, got {self.ratio!r}")
 
     @property
     def spec(self) -> CacheSpec:

@@ -4,7 +4,7 @@ import random
 
 import pytest
 import torch
-from helpers import deciding_model, tiny_model
+from helpers import deciding_model, random_ids, tiny_model
 
 import kvcompress
 from kvcompress import CacheSpec
@@ -173,3 +173,21 @@ def test_pools_join_over_one_store_alone():
         pools[0].join(PagePool(1, slots, device))
     with pytest.raises(ValueError, match="slots must be"):
         PagePool(1, keys_and_values(8, torch.float32), device, store=store)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda config: kvcompress.QuestCache(config, page_size=4, token_budget=16),
+        lambda config: kvcompress.IterativeCache(config, memory_size=8, chunk_size=8),
+    ],
+    ids=["quest", "iterative"],
+)
+def test_sequences_that_cannot_join_are_refused_and_nothing_changes(make):
+    model = tiny_model("llama")
+    with kvcompress.attach(model):
+        one, two = (kvcompress.prefill(model, random_ids(12, seed=seed), make(model.config)) for seed in (1, 2))
+    held = one.stored_lengths(), two.stored_lengths()
+    with pytest.raises(ValueError, match=r"sequences of .*Cache cannot join others: layer \d"):
+        one.join(two)
+    assert (one.stored_lengths(), two.stored_lengths()) == held and one.batch_size == 1

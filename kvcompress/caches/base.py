@@ -405,7 +405,17 @@ class CompressedCache(Repeats, Generation, PassCache):
     @torch.no_grad()
     def join(self, other: Self) -> None:
         """Takes over the sequences of another cache of the same settings and model, behind its own; the other is of no
-        use then. Layers with pages must have theirs from one store."""
+        use then. Layers with pages must have theirs from one store.
+
+        Raises ValueError for a cache whose sequences cannot: IterativeCache, QuestCache, PoDCache, and DMC with
+        track=True. Nothing is changed then.
+        """
+        for layer in (*self.own, *other.own):
+            if not layer.joins:
+                raise ValueError(
+                    f"sequences of {type(self).__name__} cannot join others: layer {layer.index} "
+                    f"({type(layer).__name__}) keeps what belongs to its own batch"
+                )
         for layer, new in zip(self.own, other.own, strict=True):
             layer.join(new)
         self._lengths = self._lengths + other._lengths

@@ -22,6 +22,7 @@ class CompressedLayer(CacheLayerMixin):
     is_sliding = False
     supports_early_init = False
     is_croppable = False
+    joins = False  # whether its sequences can stand behind those of another (join)
 
     def __init__(self, index: int, number: int) -> None:
         super().__init__()
@@ -60,9 +61,8 @@ class CompressedLayer(CacheLayerMixin):
         """Keeps copies of the given sequences in this order."""
 
     def join(self, other: CompressedLayer) -> None:
-        """Takes over the sequences of another layer of the same cache class, model and settings, behind its own. Layers
-        with pages must have theirs from one store; the other is of no use then."""
-        raise NotImplementedError(f"sequences of {type(self).__name__} cannot join others")
+        """Takes over the sequences of another layer of the same cache class, model and settings, behind its own; called
+        only where joins is true. Layers with pages must have theirs from one store; the other is of no use then."""
 
     def check_step(self, step: CachePass, facts: LayerFacts) -> None:
         """Refuses what the layer cannot do, and takes what it needs, before any layer has changed."""

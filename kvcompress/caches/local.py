@@ -149,6 +149,8 @@ class LocalLayer(CompressedLayer):
         last = zip(self.next, self._held(), strict=True)
         return [[torch.arange(n - held, n)] * self.ring.heads for n, held in last]
 
+    joins = True
+
     def join(self, other: CompressedLayer) -> None:
         assert isinstance(other, LocalLayer) and self.ring is not None and other.ring is not None
         assert self.places is not None and other.places is not None

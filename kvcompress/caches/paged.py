@@ -206,6 +206,8 @@ class PagedLayer(RepeatingLayer):
     def kept_positions(self) -> list[list[Tensor]]:
         return [] if self.pool is None else self.origins.rows(self.pool.counts, len(self.rope_lengths))
 
+    joins = True
+
     def join(self, other: CompressedLayer) -> None:
         assert isinstance(other, PagedLayer) and self.pool is not None and other.pool is not None
         batch, more = len(self.next), len(other.next)

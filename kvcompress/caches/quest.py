@@ -30,6 +30,8 @@ class QuestLayer(PagedLayer):
     product. None in dense layers.
     """
 
+    joins = False  # ranges have columns of a pool's own table
+
     def __init__(
         self, index: int, number: int, pool_settings: PoolSettings, pages_read: int, *, is_dense: bool
     ) -> None:

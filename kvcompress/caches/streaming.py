@@ -253,6 +253,8 @@ class StreamingLayer(CompressedLayer):
         ends = torch.full((len(k),), self.sinks, dtype=torch.int32, device=k.device)
         return lambda q, softmax: ops.decode(q, k, v, ends, **softmax.options)
 
+    joins = True
+
     def join(self, other: CompressedLayer) -> None:
         assert isinstance(other, StreamingLayer)
         batch, more = len(self.tokens), len(other.tokens)

@@ -150,10 +150,12 @@ class DecidingLayer(PagedLayer):
         if not (step.one and pool.has_room):
             pool.reserve(self._per_row(self.most_slots(step.counts)))
 
+    @property
+    def joins(self) -> bool:  # type: ignore[override]
+        return not self.track  # decisions that are remembered are of one batch
+
     def join(self, other: CompressedLayer) -> None:
         assert isinstance(other, DecidingLayer) and self.places is not None and other.places is not None
-        if self.track or other.track:
-            raise NotImplementedError("sequences whose decisions are remembered (track=True) cannot join others")
         self.join_state(other, len(self.next), len(other.next))
         super().join(other)
         self.places = torch.cat([self.places, other.places])

@@ -23,6 +23,7 @@ import kvcompress
 from kvcompress.caches.base import UNLIMITED
 from kvcompress.serve import batching
 from kvcompress.serve.capacity import prompts_at_once, start_lines
+from kvcompress.serve.departures import Departures
 from kvcompress.serve.stopping import Stopping
 
 pytest.importorskip("fastapi")
@@ -319,3 +320,28 @@ def test_the_command_serves_until_it_is_told_to_stop():
             connection.close()
         finally:
             server.kill()
+
+
+@pytest.mark.parametrize("kind", ["application/json", "text/event-stream"])
+def test_only_a_stream_is_told_that_the_server_stops_once_its_answer_has_begun(kind):
+    sent = []
+
+    async def app(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", kind.encode())]})
+        await asyncio.sleep(60)
+
+    async def stopped():
+        async def receive():
+            await asyncio.sleep(60)
+
+        async def send(message):
+            sent.append(message)
+
+        answer = asyncio.create_task(Departures(app)({"type": "http"}, receive, send))
+        await asyncio.sleep(0.05)
+        answer.cancel()
+        await asyncio.gather(answer, return_exceptions=True)
+
+    asyncio.run(stopped())
+    bodies = [message["body"] for message in sent if message["type"] == "http.response.body"]
+    assert bool(bodies) == (kind == "text/event-stream") and all(b"503" in body for body in bodies)

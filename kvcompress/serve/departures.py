@@ -44,7 +44,7 @@ class Departures:
 
     async def _answer(self, scope: Message, receive: Receive, send: Send) -> None:
         messages: asyncio.Queue[Message] = asyncio.Queue()
-        begun = ended = False
+        begun = ended = streams = False
 
         async def read() -> None:
             while True:
@@ -59,8 +59,11 @@ class Departures:
             return message
 
         async def sent(message: Message) -> None:
-            nonlocal begun, ended
+            nonlocal begun, ended, streams
             begun, ended = True, message["type"] == "http.response.body" and not message.get("more_body", False)
+            if message["type"] == "http.response.start":
+                kinds = (value for name, value in message.get("headers", ()) if name.lower() == b"content-type")
+                streams = any(kind.startswith(b"text/event-stream") for kind in kinds)
             await send(message)
 
         work, reading = asyncio.ensure_future(self.app(scope, given, sent)), asyncio.create_task(read())
@@ -72,7 +75,7 @@ class Departures:
         except asyncio.CancelledError:
             work.cancel()
             await asyncio.wait((work,))
-            if not ended:
+            if not ended and (streams or not begun):  # an answer whose length is told takes no more
                 await self._tell(send, begun)
         finally:
             reading.cancel()

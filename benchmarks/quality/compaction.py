@@ -13,9 +13,10 @@ values, another text     the values, to the queries of another text that is read
 biases, biases and values   a bias per slot so that mass is kept, as in the paper; to a second reading
 merged                   keys and values of what goes are merged into the most similar slot; its bias is what it gained
 Replay                   PrunedCache with Replay and GlobalTopK, as it ships, bytes as held, in pages of 8
+Replay, fit_values       the same with values that are fitted to the prompt's own queries, as it ships
 
 A bias takes bytes: four for each slot of 2 D values of the model's dtype, for which slots fewer are kept; pages and
-tables are counted for Replay alone. bits: bits per byte of held-out text behind the prompt. later, pairs: recall of
+tables are counted for the caches alone. bits: bits per byte of held-out text behind the prompt. later, pairs: recall of
 facts asked afterwards. Rows have the paired difference from choosing the same number of bytes with the same kind of
 budget, its standard error over prompts, and the seconds that a prompt's choice and fit take, without reading.
 The model must be of the Llama kind: rotary embedding of whole heads, in halves.
@@ -23,6 +24,7 @@ The model must be of the Llama kind: rotary embedding of whole heads, in halves.
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
 import time
@@ -156,15 +158,18 @@ def one_head(variant: Variant, keys: torch.Tensor, values: torch.Tensor, queries
     return compacted(keys, values, queries, head, places, biases=variant.biases, fits=variant.fits)
 
 
-def shipped(model: Any, tasks: list[Task], parts: tuple[int, ...]) -> Iterator[tuple[int, Task, Result, float]]:
+CACHES = {"Replay": False, "Replay, fit_values": True}
+
+
+def shipped(model: Any, tasks: list[Task], parts: tuple[int, ...]) -> Iterator[tuple[int, str, Task, Result]]:
     """Replay with GlobalTopK in PrunedCache, at 1/n of the bytes as they are held."""
     with kvcompress.attach(model):
         dense = {task.name: measure(model, task, lambda: DynamicCache(config=model.config)) for task in tasks}
         for part in parts:
-            for task in tasks:
-                begin = time.perf_counter()
-                _, results = run_method(model, Method("Replay", Replay(), part, GlobalTopK), [task], dense)
-                yield part, task, results[task.name], time.perf_counter() - begin
+            for name, fits in CACHES.items():
+                for task in tasks:
+                    method = Method(name, Replay(), part, GlobalTopK, fit_values=fits)
+                    yield part, name, task, run_method(model, method, [task], dense)[1][task.name]
 
 
 def run(model: Any, tokenizer: Any, sizes: Sizes, name: str) -> list[dict[str, Any]]:
@@ -175,7 +180,7 @@ def run(model: Any, tokenizer: Any, sizes: Sizes, name: str) -> list[dict[str, A
         later_task(write, count=sizes.later, length=sizes.length, per_prompt=sizes.per_prompt),
         pairs_task(write, count=sizes.pairs, per_prompt=sizes.pairs_per_prompt),
     ]
-    ours = {(part, task.name): result for part, task, result, _ in shipped(model, tasks, sizes.parts)}
+    ours = {(part, cache, task.name): result for part, cache, task, result in shipped(model, tasks, sizes.parts)}
     matching, rows = Matching(model), []
     for task in tasks:
         found = measured(matching, task, sizes.parts, others)
@@ -185,10 +190,10 @@ def run(model: Any, tokenizer: Any, sizes: Sizes, name: str) -> list[dict[str, A
             than = found[part, base][0] if part > 1 else scores
             rows.append(row_of(name, variant, task, part, scores, than, sum(held), dense)
                         | ({"seconds": sum(seconds) / len(seconds)} if part > 1 else {}))  # fmt: skip
-        for part in sizes.parts:
-            result = ours[part, task.name]
+        for part, cache in itertools.product(sizes.parts, CACHES):
+            result = ours[part, cache, task.name]
             than = found[part, "choosing"][0]
-            rows.append(row_of(name, "Replay", task, part, result.samples, than, result.nbytes, dense))
+            rows.append(row_of(name, cache, task, part, result.samples, than, result.nbytes, dense))
     return tidy(rows)
 
 

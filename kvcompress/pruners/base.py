@@ -256,6 +256,11 @@ class Pruner(ABC):
         """Last candidates that always stay, of `keep`."""
         return 0
 
+    def _most_recent(self, last: int | None, most: int, keep: int) -> int:
+        """What recent says of a field `last`, None = an eighth of what stays, at most `most`: of little, little."""
+        wanted = min(most, max(keep // 8, 1)) if last is None else last
+        return min(wanted, keep - min(self.num_sink_tokens, keep))
+
     def lost(self) -> int:
         """First tokens that the first compression drops in any case, but for those among the last that always stay."""
         return 0
@@ -328,6 +333,8 @@ class Pruner(ABC):
     def _check(self, **least: int) -> None:
         for name, bound in {"num_sink_tokens": 0, **least}.items():
             value = getattr(self, name)
+            if value is None and getattr(type(self), name) is None:
+                continue
             if not isinstance(value, int) or isinstance(value, bool):
                 raise ValueError(f"{name} must be an integer, got {value!r}")
             if value < bound:

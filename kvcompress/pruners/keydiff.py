@@ -20,13 +20,13 @@ class KeyDiff(Pruner):
     compression. False, the default, takes them before rotation: the same token at two places is then the same key, and
     position, which rotation mixes in, makes nothing distinctive. Each key is then scored once, when it comes, against
     the mean of all keys of its head that have come so far; cache keeps the scores, 4 bytes a key, and the sums.
-    last: most recent tokens that always stay.
+    last: most recent tokens that always stay; None = an eighth of what stays, at most 32.
     preset("paper") gives the paper's: rotated, no token sure to stay (kvpress's KeyDiffPress is the same).
     Source: KeyDiff, section 3 (Park et al. 2025, arXiv:2504.15364), and its efficient form with a mean as the anchor.
     """
 
     rotated: bool = False
-    last: int = 32
+    last: int | None = None
     num_sink_tokens: int = 0
     by_head = True
 
@@ -53,7 +53,7 @@ class KeyDiff(Pruner):
         return not self.rotated
 
     def recent(self, keep: int, chunk_length: int) -> int:
-        return min(self.last, keep - min(self.num_sink_tokens, keep))
+        return self._most_recent(self.last, 32, keep)
 
     def votes(self, candidates: Candidates) -> Tensor:
         S, D, rotary = candidates.chunk_length, candidates.keys.shape[3], candidates.key_rotary or candidates.rotary

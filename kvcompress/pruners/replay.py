@@ -22,14 +22,15 @@ class Replay(Pruner):
     copy do, count as much as those that look everywhere. No question need be known, and nothing is trained.
     In further calls (chunks of a prompt, turns, decoded tokens in groups) the queries of the call are asked, about what
     is held then; a key keeps the highest score that it ever had, 4 bytes in the cache.
-    chunk: queries that are asked together. last: most recent tokens that always stay.
+    chunk: queries that are asked together. last: most recent tokens that always stay; None = an eighth of what stays,
+    at most 16.
     Cost: the products of one causal attention of the call, in the score kernel. A call of several tokens needs `chunk`
     positions behind it that the model knows, but where frequencies follow the length (dynamic).
     Source: ours; KVzip scores by a second reading that is done. reference.replay_scores is the definition.
     """
 
     chunk: int = 256
-    last: int = 16
+    last: int | None = None
     num_sink_tokens: int = 0
     accumulates = True
     window = 1
@@ -40,7 +41,7 @@ class Replay(Pruner):
         self._check(chunk=1, last=0)
 
     def recent(self, keep: int, chunk_length: int) -> int:
-        return min(self.last, keep - min(self.num_sink_tokens, keep))
+        return self._most_recent(self.last, 16, keep)
 
     def positions_behind(self, tokens: int) -> int:
         return min(self.chunk, tokens)

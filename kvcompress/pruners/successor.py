@@ -27,7 +27,7 @@ class Successor(Pruner):
     """
 
     chunk: int = 256
-    last: int = 16
+    last: int | None = None
     num_sink_tokens: int = 4
     accumulates = True
     overlap = 1
@@ -40,7 +40,7 @@ class Successor(Pruner):
         self._check(chunk=1, last=1)
 
     def recent(self, keep: int, chunk_length: int) -> int:
-        return min(self.last, keep - min(self.num_sink_tokens, keep))
+        return self._most_recent(self.last, 16, keep)
 
     def positions_behind(self, tokens: int) -> int:
         return min(self.chunk, tokens)

@@ -11,6 +11,7 @@ scoring/<pruner>/<dtype>/T<T>
     measured in the same run: a real prefill takes longer.
     KVzip: what prefill takes longer with it, over 3/4 of a prompt removed, than with a cache that keeps all; the peer
     is that prefill: a random model of 2 layers, Hq 16, Hkv 4, D 64, hidden 1,024, MLP of 3,584.
+    fit_values: what prefill takes longer with it, SnapKV and the same removed; the peer is the same prefill.
 share: ours over the peer's time. bar: what it should be at most, None where nobody said.
 """
 
@@ -34,12 +35,13 @@ from kvcompress.positions import RotaryTables
 from kvcompress.pruners import Candidates, CriticalKV, KeyDiff, KVzip, Pruner, Replay, SnapKV, Successor
 from kvcompress.softmax import Softmax
 
-BARS = {"Replay": 1.0, "Successor": 0.05, "KeyDiff": None, "CriticalKV/l1": 0.01, "CriticalKV/l2": 0.01, "KVzip": 2.2}
+BARS = {"Replay": 1.0, "Successor": 0.05, "KeyDiff": None, "CriticalKV/l1": 0.01, "CriticalKV/l2": 0.01, "KVzip": 2.2,
+        "fit_values": None}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """prompts: dtype, T and repetitions of the scores' rows. read: T and repetitions of KVzip's prefills; width: hidden
+    """prompts: dtype, T and repetitions of the scores' rows. read: T and repetitions of whole prefills; width: hidden
     size of their model."""
 
     prompts: tuple[tuple[torch.dtype, int, int], ...]
@@ -103,7 +105,7 @@ def score_rows(dtype: torch.dtype, T: int, repeats: int, rate: float) -> list[Ro
     return rows
 
 
-def kvzip_row(T: int, repeats: int, width: int) -> ScoringRow:
+def prefill_rows(T: int, repeats: int, width: int) -> list[Row]:
     config = LlamaConfig(
         vocab_size=256, hidden_size=width, intermediate_size=7 * width // 2, num_hidden_layers=2, head_dim=64,
         num_attention_heads=max(width // 64, 4), num_key_value_heads=max(width // 256, 1),
@@ -111,12 +113,19 @@ def kvzip_row(T: int, repeats: int, width: int) -> ScoringRow:
     )  # fmt: skip
     model, ids = LlamaForCausalLM(config).eval(), torch.randint(256, (1, T))
 
-    def read(pruner: Pruner, removed: float) -> Callable[[], object]:
-        return lambda: kvcompress.prefill(model, ids, kvcompress.PrunedCache(config, pruner, removed))
+    def read(pruner: Pruner, removed: float, **settings: bool) -> Callable[[], object]:
+        return lambda: kvcompress.prefill(model, ids, kvcompress.PrunedCache(config, pruner, removed, **settings))
 
     with kvcompress.attach(model):
-        with_it, without = alternate(repeats, read(KVzip(), 0.75), read(SnapKV(), 0.0))
-    return row("KVzip", f"float32/T{T}", max(with_it - without, 1e-9), without, "prefill that keeps all")
+        whole, again, plain, fitted = alternate(
+            repeats, read(SnapKV(), 0.0), read(KVzip(), 0.75), read(SnapKV(), 0.75),
+            read(SnapKV(), 0.75, fit_values=True),
+        )  # fmt: skip
+    sizes = f"float32/T{T}"
+    return [
+        row("KVzip", sizes, max(again - whole, 1e-9), whole, "prefill that keeps all"),
+        row("fit_values", sizes, max(fitted - plain, 1e-9), plain, "prefill that prunes"),
+    ]
 
 
 def main() -> None:
@@ -124,7 +133,7 @@ def main() -> None:
     torch.manual_seed(0)
     sizes, rate = SIZES[choice.size], gemm_rate(choice.size)
     rows = [row for prompt in sizes.prompts for row in score_rows(*prompt, rate)]
-    rows.append(kvzip_row(*sizes.read, sizes.width))
+    rows += prefill_rows(*sizes.read, sizes.width)
     report(rows, choice.json, gemm_flop=rate)
 
 

@@ -1,9 +1,9 @@
 """Values that are fitted to what went, so that attention to the tokens that stay gives what all of them gave.
 
-Attention matching (Zweiger et al. 2026), its second half: keys stay as they are, of tokens that a pruner chose; values
-become those whose attention comes nearest to the whole text's, for reference queries: the text's own, as they would ask
-from where its last token stands. reference.value_fit is the definition; this solves its ridge regressions through the
-inner products of the references, whose number does not grow with the text.
+Attention matching (Zweiger et al. 2026, arXiv:2602.16284), its second half: keys stay as they are, of tokens that a
+pruner chose; values become those whose attention comes nearest to the whole text's, for reference queries: the text's
+own, as they would ask from where its last token stands. reference.value_fit is the definition; this solves its ridge
+regressions through the inner products of the references, whose number does not grow with the text.
 """
 
 from __future__ import annotations

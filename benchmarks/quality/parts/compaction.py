@@ -1,4 +1,4 @@
-"""Attention matching (Zweiger et al. 2026, "Fast KV compaction via attention matching"), head by head, to be read.
+"""Attention matching ("Fast KV Compaction via Attention Matching", arXiv:2602.16284), head by head, to be read.
 
 A prompt of P tokens becomes a few slots of a KV head: keys that were chosen, and values and biases that are fitted so
 that reference queries get from them what they got from all. Everything is of one sequence; H = KV heads, N = reference

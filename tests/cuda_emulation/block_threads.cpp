@@ -44,6 +44,8 @@ struct thread_state {
     warp_op waits_at = warp_op::none;
     unsigned mask = 0, source = 0;     // of that operation
     uint64_t given = 0, received = 0;  // bits that it offers and gets there
+    unsigned gone = 0;                 // lanes of the mask that had returned when it was over
+    char exit;                         // what orders memory where it returns
     unsigned exchanges = 0;
     std::vector<std::vector<copy>> copies = std::vector<std::vector<copy>>(1);  // groups; the last one is open
     ucontext_t context;
@@ -62,8 +64,8 @@ struct meeting {
 };
 
 struct warp_state {
-    meeting of_lanes[32];        // by the first lane of the mask
-    char exchanged[2][32 * 32];  // of every other exchange: one barrier per exchange is enough
+    std::map<unsigned, meeting> of_lanes;  // by the mask
+    char exchanged[2][32 * 32];            // of every other exchange: one barrier per exchange is enough
 };
 
 struct deadlock {};  // thrown in threads that can never go on, to unwind them
@@ -75,7 +77,7 @@ struct block_state {
     std::vector<thread_state> threads;
     std::vector<warp_state> warps;
     meeting of_threads;
-    char begin, exits;  // what orders memory there
+    char begin, exits;  // what orders memory there; exits: all threads' so far
     unsigned arrived = 0, alive = 0;
     jmp_buf scheduled;
     void* scheduler_fiber = nullptr;
@@ -174,16 +176,16 @@ char* come(meeting& at) {
     return place;
 }
 
-void leave(char* place) {
-    acquire(place);
-    if (block->alive < block->threads.size()) acquire(&block->exits);
-}
-
 // ---- barriers ----
 
-// Threads that have returned count as arrived, as on devices since Volta.
+// Threads that have returned count as arrived, as on devices since Volta: what they did is ordered before what follows
+// a barrier that was over later, and before nothing else. Whoever completes a block's takes it over for all.
 void release_block_if_complete() {
     if (block->arrived == 0 || block->arrived < block->alive) return;
+    if (block->alive < block->threads.size()) {
+        acquire(&block->exits);
+        come(block->of_threads);
+    }
     block->arrived = 0;
     block->of_threads.count++;
     for (thread_state& t : block->threads) t.in_syncthreads = false;
@@ -195,16 +197,18 @@ thread_state* lane_of(unsigned warp, unsigned lane) {
     return index < block->threads.size() ? &block->threads[index] : nullptr;
 }
 
-meeting& meeting_of(unsigned warp, unsigned mask) { return block->warps[warp].of_lanes[__builtin_ctz(mask)]; }
+meeting& meeting_of(unsigned warp, unsigned mask) { return block->warps[warp].of_lanes[mask]; }
 
 // Releases the lanes of `mask` if all of them that live wait at the same operation with the same mask.
 void release_lanes_if_complete(unsigned warp, unsigned mask, warp_op operation) {
     uint64_t votes = 0;
+    unsigned gone = 0;
     for (unsigned lane = 0; lane < 32; lane++) {
         const thread_state* t = mask >> lane & 1 ? lane_of(warp, lane) : nullptr;
         if (operation == warp_op::exchange && (!t || t->exited))
             fail("lane " + std::to_string(lane) + " of warp " + std::to_string(warp) +
                  " takes no part in a matrix operation");
+        if (t && t->exited) gone |= 1u << lane;
         if (!t || t->exited) continue;
         if (t->waits_at != operation || t->mask != mask) return;
         votes |= static_cast<uint64_t>(t->given != 0) << lane;
@@ -213,6 +217,7 @@ void release_lanes_if_complete(unsigned warp, unsigned mask, warp_op operation) 
         thread_state* t = mask >> lane & 1 ? lane_of(warp, lane) : nullptr;
         if (!t || t->exited) continue;
         t->received = votes;
+        t->gone = gone;
         if (operation == warp_op::shuffle) {
             const thread_state* from = mask >> t->source & 1 ? lane_of(warp, t->source) : nullptr;
             if (!from || from->exited)
@@ -228,6 +233,7 @@ void release_lanes_if_complete(unsigned warp, unsigned mask, warp_op operation) 
 
 void thread_exits(thread_state& self) {
     const unsigned warp = self.index / 32;
+    release(&self.exit);
     release(&block->exits);
     self.exited = true;
     block->alive--;
@@ -341,7 +347,7 @@ void syncthreads() {
     block->arrived++;
     release_block_if_complete();
     wait(self, [&] { return !self.in_syncthreads; });
-    leave(place);
+    acquire(place);
 }
 
 uint64_t warp_operation(warp_op operation, unsigned mask, uint64_t given, unsigned source) {
@@ -358,7 +364,9 @@ uint64_t warp_operation(warp_op operation, unsigned mask, uint64_t given, unsign
     char* place = come(meeting_of(warp, mask));
     release_lanes_if_complete(warp, mask, operation);
     wait(self, [&] { return self.waits_at == warp_op::none; });
-    leave(place);
+    acquire(place);
+    for (unsigned lane = 0; lane < 32; lane++)
+        if (self.gone >> lane & 1) acquire(&lane_of(warp, lane)->exit);
     return self.received;
 }
 

@@ -43,6 +43,43 @@ __global__ void turns(float* out, const float* in, bool barrier, int place) {
     out[i] = values[i] + first[place];
 }
 
+// Overwrites after the last barrier what others read there; with `barrier` that was not the last one.
+__global__ void tails(float* out, const float* in, bool barrier) {
+    KVC_DYNAMIC_SHARED(float, values);
+    const int i = static_cast<int>(threadIdx.x);
+    values[i] = in[i];
+    __syncthreads();
+    out[i] = values[(i + 1) % THREADS] + 1.0f;
+    if (barrier) __syncthreads();
+    values[i] = 0.0f;
+}
+
+// One warp writes and returns, and the other, which waits for its own lanes alone or for the block, reads.
+__global__ void returns(float* out, const float* in, bool barrier) {
+    KVC_DYNAMIC_SHARED(float, values);
+    const int i = static_cast<int>(threadIdx.x);
+    out[i] = 2.0f;
+    if (i >= 32) {
+        values[i] = in[i];
+        return;
+    }
+    if (barrier) __syncthreads();
+    else __syncwarp();
+    if (i == 0) out[i] = values[32] + 1.0f;
+}
+
+// Lane 1 writes before a barrier with lane 0. Lane 2, which reads, has one with lane 0 alone, or with both.
+__global__ void groups(float* out, const float* in, bool barrier) {
+    KVC_DYNAMIC_SHARED(float, values);
+    const int i = static_cast<int>(threadIdx.x);
+    out[i] = 2.0f;
+    if (i == 1) values[i] = in[i];
+    if (barrier && i < 3) __syncwarp(0b111);
+    if (i == 0 || i == 2) __syncwarp(0b101);
+    if (i == 2) out[i] = values[1] + 1.0f;
+    if (i == 0 || i == 1) __syncwarp(0b011);
+}
+
 }  // namespace
 
 int main(int, char** arguments) {
@@ -55,6 +92,12 @@ int main(int, char** arguments) {
     else if (is("missing second barrier") || is("read past the stack") || is("turns"))
         KVC_LAUNCH(turns, 1, THREADS, THREADS * sizeof(float), nullptr, out.get(), in.get(),
                    !is("missing second barrier"), is("read past the stack") ? 2 : 1);
+    else if (is("write after the last barrier") || is("tails"))
+        KVC_LAUNCH(tails, 1, THREADS, THREADS * sizeof(float), nullptr, out.get(), in.get(), is("tails"));
+    else if (is("return without barrier") || is("returns"))
+        KVC_LAUNCH(returns, 1, THREADS, THREADS * sizeof(float), nullptr, out.get(), in.get(), is("returns"));
+    else if (is("barrier of other lanes") || is("groups"))
+        KVC_LAUNCH(groups, 1, THREADS, THREADS * sizeof(float), nullptr, out.get(), in.get(), is("groups"));
     else
         KVC_LAUNCH(neighbours, 1, THREADS, THREADS * sizeof(float), nullptr, out.get(), in.get(),
                    !is("missing barrier"), is("read past shared memory"));

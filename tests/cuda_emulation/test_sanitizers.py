@@ -33,7 +33,7 @@ def test_threads_of_a_block_do_not_race():
     assert result.stdout == "done\n"
 
 
-@pytest.mark.parametrize("kernel", ["none", "turns"])
+@pytest.mark.parametrize("kernel", ["none", "turns", "tails", "returns", "groups"])
 def test_kernel_without_a_fault_passes(kernel):
     for kind in ("bounds", "races"):
         result = run(kind, "planted_faults", kernel)
@@ -48,6 +48,9 @@ def test_kernel_without_a_fault_passes(kernel):
         ("bounds", "read past the stack", "stack-buffer-overflow"),
         ("races", "missing barrier", "data race"),
         ("races", "missing second barrier", "data race"),
+        ("races", "write after the last barrier", "data race"),
+        ("races", "return without barrier", "data race"),
+        ("races", "barrier of other lanes", "data race"),
     ],
 )
 def test_planted_fault_is_reported(build, fault, report):

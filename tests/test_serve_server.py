@@ -83,10 +83,11 @@ class Client:
         connection.request("GET" if body is None else "POST", path, content, {"Content-Type": "application/json"})
         return connection, connection.getresponse()
 
-    def post(self, body):
+    def post(self, body, **headers):
         """A connection whose answer nobody has waited for."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
-        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+        headers["Content-Type"] = "application/json"
+        connection.request("POST", "/v1/completions", json.dumps(body), headers)
         return connection
 
     def ask(self, path, body=None):
@@ -197,8 +198,12 @@ def test_a_client_that_goes_away_and_a_server_that_stops_give_their_pages_back()
         connection.close()
         client.wait_until(lambda x: x["running"] == 0 and x["pages_in_use"] == 0)
         for more in ({}, {"stop": ["none"]}):  # not streamed to, and the other way there
-            connection = client.post({**body, "stream": False, **more})
+            connection = client.post({**body, "stream": False, **more}, **{"X-Request-ID": "a"})
             client.wait_until(lambda x: x["running"] == 1)
+            second = client.post(body, **{"X-Request-ID": "a"})  # would take the first one's answer
+            assert second.getresponse().status == 409
+            second.close()
+            assert client.metrics()["running"] == 1
             connection.close()
             client.wait_until(lambda x: x["running"] == 0 and x["pages_in_use"] == 0)
         assert not client.serving.processor.output_router.result_handlers
@@ -214,6 +219,45 @@ def test_a_client_that_goes_away_and_a_server_that_stops_give_their_pages_back()
     assert answer.status == 503 and json.loads(answer.read())["error"]["message"] == "the server has stopped"
     streamed.close()
     whole.close()
+
+
+def test_a_client_that_leaves_before_its_stream_begins_leaves_nothing_running():
+    """At any turn of the loop, also that between its request's being queued and its stream's being read from."""
+    body = json.dumps({"prompt": text_of(prompt_of(20)), "max_tokens": 30000, "stream": True}).encode()
+    content = [(b"content-type", b"application/json")]
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"", "headers": content}
+
+    async def leave(app, turns):
+        messages = [{"type": "http.request", "body": body}]
+
+        async def receive():
+            if messages:
+                return messages.pop()
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            return {"type": "http.disconnect"}
+
+        async def send(message):
+            pass
+
+        await asyncio.gather(app({**scope, "state": {}}, receive, send), return_exceptions=True)
+
+    async def leave_at_every_turn(client):
+        queued = 0
+        for turns in range(16):
+            await leave(client.app, turns)
+            if (manager := client.serving._last) is None:
+                continue  # before it was queued
+            queued += bool(manager.output_router.result_handlers)
+            end = time.monotonic() + 60
+            while manager.output_router.result_handlers:
+                assert time.monotonic() < end, (turns, client.serving.metrics())
+                await asyncio.sleep(0.01)
+        return queued
+
+    with Client(attached(max_position_embeddings=1 << 16), pages=30000, batch_tokens=64) as client:
+        assert asyncio.run(leave_at_every_turn(client)) >= 10
+        client.wait_until(lambda x: x["running"] == 0 and x["waiting"] == 0 and x["pages_in_use"] == 0)
 
 
 def test_an_answer_is_no_longer_than_the_model_reaches():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable, MutableMapping
+from contextvars import ContextVar
 from typing import Any
 
 Message = MutableMapping[str, Any]
@@ -12,6 +13,13 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 STOPPED = "the server has stopped"
 PATIENCE = 5.0  # seconds for the last words to those who wait
+_ends: ContextVar[list[Callable[[], None]]] = ContextVar("_ends")  # of the HTTP request that this task works for
+
+
+def when_over(end: Callable[[], None]) -> None:
+    """Has `end` called once the HTTP request that is being worked for is over, answered or not: its client may leave at
+    any moment, also when an answer's stream is made and nobody has begun to read it."""
+    _ends.get().append(end)
 
 
 class Departures:
@@ -31,10 +39,14 @@ class Departures:
         task = asyncio.current_task()
         assert task is not None
         self._open.add(task)
+        ends: list[Callable[[], None]] = []
+        _ends.set(ends)
         try:
             await self._answer(scope, receive, send)
         finally:
             self._open.discard(task)
+            for end in ends:
+                end()
 
     async def _once_all_are_answered(self, receive: Receive) -> Message:
         message = await receive()

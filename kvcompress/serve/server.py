@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import copy
 import math
@@ -29,7 +28,7 @@ from transformers.cli.serving.utils import (
 from ..caches.base import UNLIMITED, trained_length_of
 from .batching import Batching
 from .capacity import start_lines
-from .departures import Departures
+from .departures import Departures, when_over
 from .scheduler import PagesError
 from .stopping import Stopping
 
@@ -88,11 +87,11 @@ class _Requests(CBGenerateManager):
         super().init_cb(model, self.sampling)
 
     def generate_streaming(
-        self, model: Any, processor: Any, inputs: Any, gen_config: GenerationConfig, *args: Any, **kwargs: Any
+        self, model: Any, processor: Any, inputs: Any, gen_config: GenerationConfig, request_id: str, **kwargs: Any
     ) -> Any:
-        self._settle(gen_config, len(inputs["input_ids"]))
+        self._settle(gen_config, len(inputs["input_ids"]), request_id)
         stops = _stops(gen_config)
-        queue, streamer = super().generate_streaming(model, processor, inputs, gen_config, *args, **kwargs)
+        queue, streamer = super().generate_streaming(model, processor, inputs, gen_config, request_id, **kwargs)
         self._deliver_early()
         if not stops:
             return queue, streamer
@@ -108,16 +107,10 @@ class _Requests(CBGenerateManager):
     async def generate_non_streaming(
         self, model: Any, processor: Any, inputs: Any, gen_config: GenerationConfig, request_id: str
     ) -> tuple[str, int, list[int]]:
-        tokens = len(inputs["input_ids"])
-        self._settle(gen_config, tokens)
-        try:
-            if not _stops(gen_config):
-                return await super().generate_non_streaming(model, processor, inputs, gen_config, request_id)
+        if _stops(gen_config):
             return await self._up_to_stop(model, processor, inputs, gen_config, request_id)
-        except asyncio.CancelledError:  # its client has gone away, or the server stops
-            if self._cb is not None:
-                self._cb.cancel_request(request_id)
-            raise
+        self._settle(gen_config, len(inputs["input_ids"]), request_id)
+        return await super().generate_non_streaming(model, processor, inputs, gen_config, request_id)
 
     async def _up_to_stop(
         self, model: Any, processor: Any, inputs: Any, gen_config: GenerationConfig, request_id: str
@@ -143,8 +136,9 @@ class _Requests(CBGenerateManager):
             if output.is_finished() and output.request_id in router.result_handlers:
                 router.deliver(output)
 
-    def _settle(self, config: GenerationConfig, tokens: int) -> None:
-        """How many tokens the answer to a prompt of so many may have. Refuses what is too long."""
+    def _settle(self, config: GenerationConfig, tokens: int, request: str) -> None:
+        """How many tokens the answer to a prompt of so many may have; and that its request ends with its client's.
+        Refuses what is too long."""
         if tokens == 0:
             raise HTTPException(status_code=400, detail="prompt must have at least one token, got none")
         asked, left = config.max_new_tokens, self.length - tokens
@@ -158,6 +152,16 @@ class _Requests(CBGenerateManager):
             )
         config.max_new_tokens = asked or min(max(NEW, self.sampling.max_new_tokens or 0), left)
         self.serving.check_prompt(tokens)
+        if self._runs(request):
+            raise HTTPException(409, f"x-request-id must be of no request that runs, got {request}")
+        when_over(lambda: self._leave(request))
+
+    def _runs(self, request: str) -> bool:
+        return self._cb is not None and request in self._cb.output_router.result_handlers
+
+    def _leave(self, request: str) -> None:
+        if self._runs(request):  # who is answered does not
+            self._cb.cancel_request(request)
 
     def stop(self) -> None:
         manager, self._cb = self._cb, None  # the next request finds none, and makes one

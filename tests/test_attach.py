@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import FAMILIES, attached, forward, kind_model, random_ids, tiny_model
+from test_positions import scaled_model
 from transformers import BatchEncoding, MambaConfig
 
 import kvcompress
@@ -52,6 +53,22 @@ def test_a_model_attached_twice_is_detached_twice():
         detach(model)
         assert torch.equal(model(ids).logits, before)
     assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize("before", [0, 20, 100])
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_frequencies_that_follow_length_are_the_models_own_after_detach(kind, before):
+    """before: tokens that the model had read without a cache of ours; 64 are the first with other frequencies."""
+    model = scaled_model(kind)
+    if before:
+        forward(model, random_ids(before))
+    untouched, attributes = copy.deepcopy(model), set(vars(model.model.rotary_emb))
+    with attach(model):
+        for length in (20, 100):
+            kvcompress.prefill(model, random_ids(length), StreamingCache(model.config))
+    assert set(vars(model.model.rotary_emb)) == attributes
+    for length in (20, 100, 30):
+        assert torch.equal(forward(model, random_ids(length)), forward(untouched, random_ids(length)))
 
 
 def test_detach_of_a_model_that_is_not_attached_does_nothing():

@@ -55,7 +55,7 @@ class _Weak:
 class Seam(Handled):
     """What attaching leaves on a decoder. arguments: of its forward, by position. references: how often it was
     attached. arrives: whether the family hands keywords down to its attention layers. guarded: whether it raised
-    before (hf/guard)."""
+    before (hf/guard). attributes: of the rotary embeddings, by their names, as they were before."""
 
     decoder: _Weak
     arguments: tuple[str, ...]
@@ -64,6 +64,7 @@ class Seam(Handled):
     references: int = 0
     arrives: bool = False
     guarded: bool = False
+    attributes: dict[str, set[str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.take_handle()
@@ -84,8 +85,9 @@ def open_seam(model: nn.Module, decoder: nn.Module) -> Seam:
             seam.hooks.append(around.register_forward_hook(outer.after, with_kwargs=True, always_call=True))
     seam.hooks.append(decoder.register_forward_pre_hook(_decoder_before, with_kwargs=True))
     seam.hooks.append(decoder.register_forward_hook(_decoder_after, with_kwargs=True, always_call=True))
-    for module in decoder.modules():
+    for name, module in decoder.named_modules():
         if _is_rotary(module):
+            seam.attributes[name] = set(vars(module))
             seam.hooks.append(module.register_forward_pre_hook(_rotary_before, with_kwargs=True))
             seam.hooks.append(module.register_forward_hook(_rotary_after, with_kwargs=True))
     # past nn.Module.__setattr__ and state_dict: this is no part of the model
@@ -99,6 +101,10 @@ def close_seam(decoder: Any) -> None:
     assert seam is not None
     for hook in seam.hooks:
         hook.remove()
+    for name, module in decoder.named_modules():
+        for new in vars(module).keys() - seam.attributes.get(name, vars(module).keys()):
+            if "inv_freq" in new:  # those of long prompts (longrope), which any call settles anew
+                delattr(module, new)
     object.__delattr__(decoder, _SEAM)
     config = decoder.config
     config._attn_implementation_internal = (config._attn_implementation or "").removeprefix(PREFIX) or None

@@ -4,7 +4,11 @@ from importlib import import_module
 from importlib.machinery import PathFinder
 from typing import TYPE_CHECKING, Any
 
+from .versions import check_versions as _check_versions
+
 __version__ = "0.1.0"
+
+_check_versions()
 
 if TYPE_CHECKING:
     from .public import *  # noqa: F403

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 import kvcompress
-from kvcompress import _C
+from kvcompress import _C, versions
+from kvcompress.versions import NEEDED, check_versions
 
 LIBRARY = Path(_C.__file__)
 
@@ -116,6 +117,28 @@ def test_help_waits_for_no_library():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "-\n"
+
+
+@pytest.mark.parametrize(("package", "old"), [("transformers", "5.15.2"), ("torch", "2.9.1+cpu")])
+def test_a_package_that_is_too_old_is_named_when_kvcompress_is_imported(package, old):
+    code = (
+        "import importlib.metadata as metadata; version = metadata.version\n"
+        f"metadata.version = lambda name: {old!r} if name == {package!r} else version(name)\nimport kvcompress"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    needed = "{}.{}".format(*NEEDED[package])
+    assert done.returncode == 1
+    said = f"ImportError: {package} must be {needed} or newer for kvcompress, got {old}: pip install '{package}>="
+    assert done.stderr.splitlines()[-1] == f"{said}{needed}'"
+
+
+def test_versions_are_those_that_the_package_asks_for(monkeypatch):
+    project = (Path(__file__).parents[1] / "pyproject.toml").read_text()
+    for package, (major, minor) in NEEDED.items():
+        assert f'"{package}>={major}.{minor}"' in project
+    for found in ("5.19.0.dev0", "5.100.0", "6.0", "unknown"):
+        monkeypatch.setattr(versions, "version", lambda name, found=found: found)
+        check_versions()
 
 
 def test_no_module_hides_a_public_name():

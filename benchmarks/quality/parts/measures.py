@@ -73,6 +73,7 @@ NAMED: dict[str, Pruner] = {  # in the whole run alone
     "RKV": RKV(),
     "LeverageScore": LeverageScore(),
     "Compactor": Compactor(),
+    "Compactor/kvpress": Compactor.preset("kvpress"),
 }
 
 

@@ -205,6 +205,13 @@ def test_what_cannot_be_done_says_so():
         prefill(model, random_ids(40), StreamingCache(model.config), guide=ids[0])
 
 
+def test_a_window_that_no_memory_holds_is_refused_before_it_is_taken():
+    model, ids = attached(), random_ids(30)
+    with pytest.raises(RuntimeError, match=r"window_size = 1,000,000,000 is too large: [\d,.]+ GiB are needed in one"):
+        prefill(model, ids, StreamingCache(model.config, window_size=10**9))
+    prefill(model, ids, StreamingCache(model.config))  # the model is as it was
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from .. import ops, planner
+from .. import ops, planner, units
 from ..hf.facts import LayerFacts
 from ..planner import Plan
 from ..positions import RotaryTables
@@ -47,6 +48,7 @@ class StreamingLayer(CompressedLayer):
         B, Hkv, S, D = keys.shape
         facts = step.facts[self.index]
         if self.keys is None:
+            self._check_memory(B * Hkv, D, keys)
             self.keys = keys.new_zeros(B * Hkv, self.sinks + self.window, D)
             self.values = torch.zeros_like(self.keys)
             if self.copies:
@@ -79,6 +81,23 @@ class StreamingLayer(CompressedLayer):
 
         step.lend_view(self.index, every)
         return out
+
+    def _check_memory(self, rows: int, size: int, like: Tensor) -> None:
+        """Raises RuntimeError for a ring larger than all memory of its device: the system may promise it, and end the
+        process once it is written to."""
+        if like.device.type == "cuda":
+            there = torch.cuda.get_device_properties(like.device).total_memory
+        elif like.device.type == "cpu":
+            there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        else:
+            return
+        slots = self.sinks + self.window
+        tables = 2 * self._bound() * (size // 2) * 4  # cosines and sines
+        if (needed := 2 * rows * slots * size * like.element_size() + tables) > there:
+            raise RuntimeError(
+                f"window_size = {self.window:,} is too large: {units.size(needed)} are needed in one layer, for "
+                f"all {slots:,} slots from the first token on, and {like.device} has {units.size(there)}"
+            )
 
     def _step(self, step: CachePass, queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax) -> Tensor | None:
         """One token of every sequence in a single op; None, and nothing is stored, where that cannot be."""

@@ -1,12 +1,15 @@
 """Models whose heads are cut over ranks (tp_plan): each rank compresses those that it has."""
 
+import warnings
+from types import SimpleNamespace
+
 import pytest
 import torch
-from helpers import in_ranks, random_ids, tiny_model
+from helpers import attached, in_ranks, random_ids, tiny_model
 
 import kvcompress
-from kvcompress import dmc, pod
-from kvcompress.pruners import SnapKV
+from kvcompress import AdaKV, GlobalTopK, dmc, pod
+from kvcompress.pruners import TOVA, KeyDiff, SnapKV
 
 IDS = random_ids(30, 2)
 
@@ -42,7 +45,36 @@ def in_parts(folder):
         with pytest.raises(ValueError, match=r"must (be|have)") as error:
             step()
         errors.append(str(error.value))
+    plain = kvcompress.from_pretrained(folder / "plain", tp_plan="auto")
+    with pytest.warns(UserWarning, match="AdaKV divides .*, and the heads of this model are cut over 2 ranks"):
+        kvcompress.prefill(plain, IDS, kvcompress.PrunedCache(plain.config, SnapKV(window=4), AdaKV(12)))
     return logits, found, nbytes, ratio, errors
+
+
+@pytest.mark.parametrize(
+    ("pruner", "budget", "said"),
+    [
+        (SnapKV(window=4), 12, None),
+        (SnapKV(window=4), 0.5, None),
+        (SnapKV(window=4), AdaKV(12), "AdaKV divides a budget over heads"),
+        (KeyDiff(), GlobalTopK(0.5), "GlobalTopK divides a budget over heads"),
+        (SnapKV(window=4), "1MiB", "a budget in bytes ('1MiB') is of all heads, here of those of a rank"),
+        (TOVA(), 12, "TOVA may judge heads together"),
+    ],
+)
+def test_what_judges_heads_together_says_once_that_a_rank_has_some_alone(pruner, budget, said):
+    model = attached()
+    for ranks in (1, 2):
+        model.config.distributed_config = SimpleNamespace(tp_size=ranks)  # the heads themselves are all there
+        cache = kvcompress.PrunedCache(model.config, pruner, budget)
+        with warnings.catch_warnings(record=True) as given:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                kvcompress.generate(model, IDS[:1], cache, max_new_tokens=2, do_sample=False)
+                cache.reset()
+        found = [str(warning.message) for warning in given if "ranks" in str(warning.message)]
+        expected = [] if said is None or ranks == 1 else [f"{said}, and the heads of this model are cut over 2 ranks"]
+        assert [message.split(": each")[0] for message in found] == expected
 
 
 def test_heads_on_two_ranks_give_the_tokens_of_one(tmp_path):

@@ -9,10 +9,12 @@ from typing import Any
 
 from .. import pruners
 from ..budgets import AdaKV, Budget, CacheShape, GlobalTopK, Size, as_budget
+from ..hf.config import ranks_of
 from ..hf.facts import LayerFacts
 from ..positions import RemoteGap
 from ..pruners import Pruner, SnapKV
 from ..pruners.base import given_as
+from .choose import judges_by_head
 from .passes import Iteration
 from .store import PoolSettings
 
@@ -152,7 +154,7 @@ class Policy:
 
     def check_model(self, decoder: Any, layers: Sequence[LayerFacts], cache: str) -> None:
         """Raises ValueError if the budget is not for a model of these layers, those that compress. Warns once where
-        there are none."""
+        there are none, and where what judges several heads together sees some of them alone."""
         self.budget.check_rows([facts.kv_heads for facts in layers])
         if not layers:
             self.notices.give(
@@ -160,6 +162,20 @@ class Policy:
                 f"{cache} prunes nothing of {type(decoder).__name__}: every layer of it that attends sees a window or "
                 "a chunk alone, and keeps no more than that",
             )
+        if (ranks := ranks_of(decoder.config)) > 1 and (joint := self._joint()) is not None:
+            self.notices.give(
+                "ranks",
+                f"{joint}, and the heads of this model are cut over {ranks} ranks: each sees its own alone, so that "
+                "other tokens may stay than on one device",
+            )
+
+    def _joint(self) -> str | None:
+        """What judges several heads together."""
+        if isinstance(self.budget.size, str):
+            return f"a budget in bytes ({self.budget.size!r}) is of all heads, here of those of a rank"
+        if self.budget.divides_heads:
+            return f"{type(self.budget).__name__} divides a budget over heads"
+        return None if judges_by_head(self.pruner) else f"{type(self.pruner).__name__} may judge heads together"
 
     def check_guide(self) -> None:
         if not self.pruner.uses_guide:

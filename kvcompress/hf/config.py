@@ -32,6 +32,11 @@ def decoder_config(config: PreTrainedConfig) -> Any:
     return config.get_text_config(decoder=True)
 
 
+def ranks_of(config: Any) -> int:
+    """Over how many processes the heads of a decoder of this config are cut (tensor parallelism)."""
+    return getattr(getattr(config, "distributed_config", None), "tp_size", None) or 1
+
+
 def check_version(config: Any, layers: list[Any]) -> None:
     """Raises ValueError for a decoder that this version of transformers is too old for. layers: of its cache."""
     if tuple(map(int, __version__.split(".")[:2])) >= (5, 23):

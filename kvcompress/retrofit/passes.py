@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import ops
 from ..documents import Documents, Group, rotated
-from ..hf.config import cache_layers, recurs
+from ..hf.config import cache_layers, ranks_of, recurs
 from ..hf.facts import Facts, LayerFacts
 from ..hf.method import KEYWORD, Call, Pass
 from ..hf.seam import evaluating
@@ -92,7 +92,7 @@ def learns(call: Call) -> bool:
     Raises ValueError if it is by a model whose heads are cut over ranks.
     """
     found = torch.is_grad_enabled() and any(p.requires_grad for p in call.decoder.parameters())
-    tp_size = getattr(getattr(call.decoder.config, "distributed_config", None), "tp_size", 1)
+    tp_size = ranks_of(call.decoder.config)
     if found and tp_size > 1:
         raise ValueError(
             f"tp_size must be 1 in training, got {tp_size}: noise, plans and the loss on the ratio are of all heads of "

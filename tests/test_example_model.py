@@ -13,6 +13,7 @@ from kvcompress import IterativeCache, StreamingCache
 from kvcompress.demo import make_task
 from kvcompress.models import EXAMPLE, retrofitted_weights
 from kvcompress.models.differences import pack, unpack
+from kvcompress.models.task_mixture import SHARES, TaskMixture, weighted_loss, written
 from kvcompress.models.text import HELD_OUT, fact, held_out_text, long_text, plant, question
 from kvcompress.models.tokenizer import byte_tokenizer
 from kvcompress.models.train_example import Mixture, bits_per_byte, recall
@@ -165,3 +166,29 @@ def test_differences_of_other_weights_are_refused():
         pack({"a": torch.zeros(4)}, {"a": torch.zeros(4)})
     with pytest.raises(ValueError, match="packed must hold 5 weights, got 4"):
         unpack({"a": torch.zeros(5, dtype=torch.bfloat16)}, pack(weights, weights))
+
+
+def test_tasks_are_trained_with_their_answers():
+    tasks = TaskMixture(np.random.default_rng(0))
+    for name in SHARES:
+        found = tasks.sample(name, 2048)
+        assert found is not None and len(found[0]) + len(found[1]) < 2048
+    assert tasks.sample("vt", 768) is None  # its example alone takes 500
+    assert written("niah_multivalue", ("1", "2", "3")) == " 1, 2, and 3"
+    assert written("cwe", ("a", "b")) == " 1. a 2. b"
+    ids, weights = tasks.sequence(2048, bytes(2048))
+    assert ids.shape == weights.shape == (2048,)
+    answers = bytes(ids[weights == 6])
+    assert answers.endswith(b"\0") and answers.count(b"\0") >= 1
+    first = bytes(ids[: int((weights == 6).argmax())]).decode()
+    assert "Question" in first or "What" in first or "special magic" in first
+
+
+def test_a_weighted_loss_is_the_mean_by_weight():
+    logits, ids = torch.randn(2, 6, 9), torch.randint(9, (2, 6))
+    plain = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    torch.testing.assert_close(weighted_loss(logits, ids, torch.full((2, 6), 3.0)), plain)
+    weights = torch.zeros(2, 6)
+    weights[1, 4] = 2.0
+    one = torch.nn.functional.cross_entropy(logits[1, 3][None], ids[1, 4][None])
+    torch.testing.assert_close(weighted_loss(logits, ids, weights), one)

@@ -1,12 +1,14 @@
 """Trains the small byte-level Llama that ships with the package.
 
     python -m kvcompress.models.train_example --minutes 110 --out example
+    python -m kvcompress.models.train_example --minutes 70 --resume example --tasks 0.65 --out witness
 
 Phase 1 teaches copying (permutation walks and repeated segments at length 128) until the loss on the second copy of a
 random segment falls under 0.5; phase 2 mixes source text with recall tasks at growing length up to 2,048, half of the
-steps shorter than that (a model trained at the full length alone forgets how to recall over short distances). Runs on
-CPU or CUDA, under bfloat16 autocast. Wall time decides the schedule, so that the run ends when it was told to; figures
-are printed and written to training.json beside the weights.
+steps shorter than that (a model trained at the full length alone forgets how to recall over short distances). --tasks
+makes so many of the sequences from 1,024 on RULER's tasks (task_mixture.py). Runs on CPU or CUDA, under bfloat16
+autocast. Wall time decides the schedule, so that the run ends when it was told to; figures are printed and written to
+training.json beside the weights.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from .task_mixture import TaskMixture, weighted_loss
 from .text import fact, held_out_text, plant, question, random_name, random_pass_key, training_text
 
 TRAINED_LENGTH = 2048
@@ -29,6 +32,7 @@ TOKENS_PER_STEP = 8192
 LEARNING_RATE = 1.5e-3
 # (longest sequences, share of the time at which the next length begins)
 LENGTHS = ((256, 0.28), (512, 0.46), (1024, 0.66), (TRAINED_LENGTH, 1.0))
+TASK_LENGTHS = {512: 0.1, 1024: 0.4, TRAINED_LENGTH: 0.5}  # of sequences, where some are tasks
 _SYMBOLS = np.frombuffer(b"0123456789abcdefghijklmnopqrstuvwxyz", dtype=np.uint8)
 
 
@@ -59,8 +63,9 @@ def repeated(segment: bytes, length: int) -> bytes:
 class Mixture:
     """Draws training sequences; phase 1 is mostly copying, phase 2 text and recall."""
 
-    def __init__(self, text: bytes, rng: np.random.Generator) -> None:
-        self.text, self.rng = text, rng
+    def __init__(self, text: bytes, rng: np.random.Generator, tasks: float = 0.0) -> None:
+        self.text, self.rng, self.share = text, rng, tasks
+        self.tasks = TaskMixture(rng) if tasks else None
 
     def source(self, length: int) -> bytes:
         start = self.rng.integers(0, len(self.text) - length)
@@ -126,6 +131,18 @@ class Mixture:
         rows = [np.frombuffer(self.sequence(phase, length), dtype=np.uint8) for _ in range(count)]
         return torch.from_numpy(np.stack(rows).astype(np.int64))
 
+    def weighted_batch(self, phase: int, count: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """(ids [count, length], what each counts in the loss, alike)."""
+        rows = []
+        for _ in range(count):
+            row = self.sequence(phase, length)
+            if self.tasks is not None and length >= 1024 and self.rng.random() < self.share:
+                rows.append(self.tasks.sequence(length, row))
+            else:
+                rows.append((np.frombuffer(row, dtype=np.uint8), np.ones(length, np.float32)))
+        ids, weights = (np.stack(x) for x in zip(*rows, strict=True))
+        return torch.from_numpy(ids.astype(np.int64)), torch.from_numpy(weights)
+
 
 @torch.no_grad()
 def copy_loss(model: torch.nn.Module, device: str) -> float:
@@ -178,8 +195,11 @@ def save(model: LlamaForCausalLM, out: Path, figures: dict) -> None:
     fresh.rmdir()
 
 
-def draw_length(rng: np.random.Generator, done: float) -> int:
-    """The longest length of this stage for half of the steps, one of the shorter ones for the other half."""
+def draw_length(rng: np.random.Generator, done: float, tasks: bool = False) -> int:
+    """The longest length of this stage for half of the steps, one of the shorter ones for the other half; with tasks
+    those of TASK_LENGTHS."""
+    if tasks:
+        return int(rng.choice(list(TASK_LENGTHS), p=list(TASK_LENGTHS.values())))
     number = next(i for i, (_, until) in enumerate(LENGTHS) if done <= until)
     return LENGTHS[number if number == 0 or rng.random() < 0.5 else rng.integers(number)][0]
 
@@ -194,6 +214,7 @@ def train(
     compiled: bool,
     autocast: bool,
     peak_rate: float,
+    tasks: float = 0.0,
 ) -> dict:
     """Trains for that many minutes and leaves weights and figures in `out`; returns the figures."""
     torch.manual_seed(seed)
@@ -204,19 +225,20 @@ def train(
     model.to(device).train()
     run = torch.compile(model, dynamic=False) if compiled else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=peak_rate, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-    mixture = Mixture(training_text(rng), rng)
+    mixture = Mixture(training_text(rng), rng, tasks)
     phase, step, tokens, smooth, begin = (2 if resume else 1), 0, 0, None, time.monotonic()
     earlier = {"resumed_from": json.loads((resume / "training.json").read_text())} if resume else {}
     figures: dict = {}
     while (done := (time.monotonic() - begin) / (60 * minutes)) < 1:
-        length = 128 if phase == 1 else draw_length(rng, 1.0 if resume else done)
+        length = 128 if phase == 1 else draw_length(rng, 1.0 if resume else done, tasks > 0)
         count = (2048 if phase == 1 else TOKENS_PER_STEP) // length
         rate = peak_rate * min(1.0, (step + 1) / 50) * min(1.0, max(0.02, (1 - done) / 0.45))
         for group in optimizer.param_groups:
             group["lr"] = rate
-        ids = mixture.batch(phase, count, length).to(device)
+        ids, weights = (x.to(device) for x in mixture.weighted_batch(phase, count, length))
         with torch.autocast(device, torch.bfloat16, enabled=autocast):
-            loss = run(ids, labels=ids).loss
+            logits = run(input_ids=ids).logits
+        loss = weighted_loss(logits, ids, weights)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -265,6 +287,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, required=True, help="wall time of the run")
     parser.add_argument("--out", type=Path, required=True, help="folder for weights and figures")
     parser.add_argument("--resume", type=Path, help="go on from the weights in this folder, at full length")
+    parser.add_argument("--tasks", type=float, default=0.0, help="share of the sequences from 1,024 on: RULER's tasks")
     parser.add_argument("--learning-rate", type=float, default=LEARNING_RATE, help="at its highest")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -280,6 +303,7 @@ def main() -> None:
         compiled=not options.no_compile,
         autocast=not options.float32,
         peak_rate=options.learning_rate,
+        tasks=options.tasks,
     )
     print(json.dumps(figures, indent=1))
 

@@ -8,7 +8,9 @@ import pytest
 import torch
 from hypothesis import settings
 
+import kvcompress
 from kvcompress import ops
+from kvcompress.evaluate.reading import Reader
 
 sys.path.insert(0, str(Path(__file__).parent / "cuda_emulation"))
 import emulated
@@ -98,3 +100,11 @@ def gpu(request, monkeypatch):
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="module")
+def reader() -> Iterator[Reader]:
+    """The shipped model, attached, as tasks of evaluation read with it."""
+    model, tokenizer = kvcompress.load_example_model()
+    with kvcompress.attach(model):
+        yield Reader(model, tokenizer, kvcompress.CacheSpec("dense", {}))

@@ -17,7 +17,6 @@ from kvcompress.evaluate.equal_bytes import TOLERANCE, EqualBytes, dense_bytes
 from kvcompress.evaluate.losses import loss_measure
 from kvcompress.evaluate.measure import Framing
 from kvcompress.evaluate.questions import needle_measure, recall_measure, ruler_measure, turns_measure
-from kvcompress.evaluate.reading import Reader
 from kvcompress.evaluate.report import best_of, by_depth
 from kvcompress.evaluate.ruler.registry import MADE
 from kvcompress.evaluate.run import evaluate
@@ -27,13 +26,6 @@ from kvcompress.models.tokenizer import byte_tokenizer
 SOURCE = Library()
 WHOLE = CacheSpec.parse("pruned,pruner=snapkv,budget=100000")
 MEMORY = "iterative,memory_size=128,chunk_size=256,pruner=snapkv,num_sink_tokens=4"
-
-
-@pytest.fixture(scope="module")
-def reader():
-    model, tokenizer = kvcompress.load_example_model()
-    with kvcompress.attach(model):
-        yield Reader(model, tokenizer, CacheSpec("dense", {}))
 
 
 @pytest.fixture(scope="module")

@@ -1,22 +1,36 @@
-"""quality/peers.py: another library's presses are measured as our caches are, on the same prompts, and compared."""
+"""Another library's presses are measured as our caches are, on the same prompts: `kvcompress eval --peers` and
+quality/peers.py."""
 
 import json
 import sys
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import kvcompress
 from benchmarks.quality import peers, quality
-from benchmarks.quality.parts import kvpress_rows
+from benchmarks.quality.parts import tasks
 from benchmarks.quality.parts.measures import make_tasks
-from benchmarks.quality.parts.tasks import measure
-from kvcompress import PrunedCache
+from kvcompress import CacheSpec, PrunedCache
+from kvcompress.cli import app
+from kvcompress.evaluate.equal_bytes import EqualBytes
+from kvcompress.evaluate.losses import decode_measure, loss_measure
+from kvcompress.evaluate.measure import Framing
+from kvcompress.evaluate.peers import environment, kvpress_program
+from kvcompress.evaluate.peers.environment import Peer, peer_of
+from kvcompress.evaluate.peers.exchange import Refused, answers, nats_of, request_of
+from kvcompress.evaluate.peers.rows import chosen, peer_rows
+from kvcompress.evaluate.questions import needle_measure, recall_measure, turns_measure
+from kvcompress.evaluate.report import best_of
+from kvcompress.evaluate.texts import Library
 from kvcompress.pruners import WindowAttention
 
 SIZES = quality.SIZES["tiny"]
-KEPT = 100
+SOURCE = Library()
 
 # what stands for kvpress: presses that keep the last tokens of every head, by cutting the cache or by hiding the others
 STAND_IN = """
@@ -57,6 +71,56 @@ def __getattr__(name):
 """
 
 
+@pytest.fixture
+def stand_in(tmp_path, monkeypatch):
+    """Every Python that is started has it."""
+    (tmp_path / "kvpress.py").write_text(STAND_IN)
+    about = tmp_path / "kvpress-9.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: kvpress\nVersion: 9\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+
+@pytest.fixture(scope="module")
+def measure(reader):
+    return loss_measure("ppl", Framing(reader.tokenizer), 96, 16, SOURCE, 2, 0)
+
+
+KNOWN = {
+    "versions": {"kvpress": "9", "transformers": "5"},
+    "presses": ["SnapKV", "KVzip", "Knorm"],
+    "not_run": {"KVzapPress": "needs a network trained for a named model"},
+}
+HALF = EqualBytes.parse("1/2", None)
+
+
+@pytest.fixture
+def fake(tmp_path):
+    """A Python that says these lines where it is asked to measure, and ends so."""
+
+    def make(*lines: object, status: int = 0) -> Peer:
+        python, said = tmp_path / "python", tmp_path / "said.txt"
+        said.write_text("".join((x if isinstance(x, str) else json.dumps(x)) + "\n" for x in lines))
+        known = f"if [ $# -eq 1 ]; then echo '{json.dumps(KNOWN)}'; exit; fi"
+        python.write_text(f"#!/bin/sh\n{known}\ncat {said}\necho what it died of >&2\nexit {status}\n")
+        python.chmod(0o755)
+        return peer_of(python, print)
+
+    return make
+
+
+def answer(measure, nats, *, share=0.5, frees=True):
+    """A press's, of ppl: so many nats, in this share of the bytes."""
+    samples = [
+        {"nbytes": int(share * 4096 * measure.tokens), "first_seconds": 0.25, "nats": nats[index], "greedy": []}
+        for index in range(measure.count)
+    ]
+    return {"setting": "Press(0.5)", "frees_memory": frees, "seconds": 1.0, "samples": samples}
+
+
+# ---- what is asked, and what comes of it ----
+
+
 def test_attention_sees_all_before_it_but_what_is_hidden():
     torch.manual_seed(0)
     B, Hq, Hkv, S, T, D = 1, 4, 2, 3, 7, 8
@@ -67,23 +131,184 @@ def test_attention_sees_all_before_it_but_what_is_hidden():
     for places in ([], hidden):
         if places:
             module.masked_key_indices = tuple(map(torch.tensor, zip(*places, strict=True)))
-        out, _ = kvpress_rows.attend(module, query, key, value, None, scaling=0.3)
+        out, _ = kvpress_program.attend(module, query, key, value, None, scaling=0.3)
         for h in range(Hq):
             for s in range(S):
                 seen = [t for t in range(T - S + s + 1) if (0, h // 2, t) not in places]
                 weights = torch.softmax(0.3 * key[0, h // 2, seen] @ query[0, h, s], 0)
                 torch.testing.assert_close(out[0, s, h], weights @ value[0, h // 2, seen])
-    kvpress_rows.attend(module, query, key[:, :, :S], value[:, :, :S], None, scaling=0.3)  # another prompt begins
+    kvpress_program.attend(module, query, key[:, :, :S], value[:, :, :S], None, scaling=0.3)  # another prompt begins
     assert module.masked_key_indices is None
 
 
-def test_a_press_is_measured_as_our_caches_are(tmp_path, monkeypatch):
+def test_an_answer_is_what_our_cache_gives_that_keeps_the_same(stand_in, reader):
+    """The whole way through another Python, with a stand-in for kvpress."""
+    framing = Framing(reader.tokenizer)
+    measures = [
+        needle_measure(framing, 200, SOURCE, 1, 1, 0, "end"),
+        turns_measure(framing, 300, SOURCE, 3, 1, 0),
+        recall_measure(framing, 300, 2, 1, 0),
+        loss_measure("ppl", framing, 100, 16, SOURCE, 1, 0),
+    ]
+    peer = peer_of(Path(sys.executable), print)
+    assert peer.versions["kvpress"] == "9" and "trained" in peer.not_run["KVzapPress"]
+    told: list[str] = []
+    found = peer_rows(peer, ("SnapKV", "KVzip", "AdaKV(SnapKV)"), reader, "example", measures, HALF, told.append)
+    assert found.refused is None and found.broken is None and len(told) == 12
+    assert [left["task"] for left in found.left_out] == [measure.name for measure in measures]
+    assert all("a press over a press" in left["reason"] for left in found.left_out)
+    assert found.hiding == ["kvpress KVzip"] and "kvpress KVzip: hide what they drop" in found.notes()[1]
+    for measure, cut, hiding in zip(measures, found.rows[::2], found.rows[1::2], strict=True):
+        kept = int(measure.tokens * 0.5)
+        spec = CacheSpec.parse(f"pruned,pruner=windowattention,budget={kept},later=keep")
+        ours = measure.run(replace(reader, spec=spec), 0)
+        for row in (cut, hiding):
+            assert row.score == pytest.approx(ours.score, abs=1e-4) and row.said == (ours.said,)
+            assert row.nbytes == 4096 * kept and row.share == pytest.approx(0.5, abs=0.01)
+            assert row.first_token_seconds > 0 and (row.token_seconds is None) == (measure.name == "ppl")
+        assert (cut.cache, cut.frees_memory, hiding.frees_memory) == ("kvpress SnapKV", True, False)
+
+
+def test_rows_stand_in_the_order_and_scores_of_ours(fake, reader, measure):
+    nats = nats_of(reader.model, request_of(reader.model, "example", [[measure.sample(0)]], [])["check"])
+    lines = [
+        answer(measure, [8.0, 16.0]),
+        {"error": "AssertionError: too short"},
+        answer(measure, [1.0, 1.0], share=0.6),
+    ]
+    found = peer_rows(fake({"nats": nats}, *lines), ("SnapKV", "KVzip", "Knorm"), reader, "example", [measure], HALF)
+    (row,) = found.rows
+    bits = [nats / np.log(2) / text.nbytes for nats, text in zip([8.0, 16.0], measure.texts, strict=True)]
+    assert row.samples == pytest.approx(bits) and row.score_se == pytest.approx(abs(bits[0] - bits[1]) / 2)
+    assert (row.cache, row.sized, row.dense_nbytes) == ("kvpress SnapKV", "Press(0.5)", 4096 * measure.tokens)
+    assert best_of([replace(row, cache="dense", score=0.0), row, replace(row, cache="x", score=9.0)]) == [row]
+    reasons = [(left["cache"], left["reason"]) for left in found.left_out]
+    assert reasons[0] == ("kvpress KVzip", "AssertionError: too short")
+    assert reasons[1][0] == "kvpress Knorm" and "it holds 23" in reasons[1][1]
+    assert "kvpress KVzip is left out of ppl, 96 tokens: AssertionError: too short" in found.notes()
+
+
+def test_a_model_that_it_cannot_measure_is_said_with_the_reason(fake, reader, measure):
+    for line, reason in (({"refused": "ValueError: model type x\nmore"}, "ValueError: model type x"),
+                         ({"nats": 99.0}, "it computes 99.0000 nats for a token where we have")):  # fmt: skip
+        found = peer_rows(fake(line), ("SnapKV",), reader, "example", [measure], HALF)
+        assert found.rows == [] and found.broken is None and found.refused.startswith(reason)
+        assert f"kvpress is left out: {found.refused}" in found.notes()
+    converted = replace(reader, model=kvcompress.load_example_model(retrofit="dmc")[0])
+    found = peer_rows(fake(), ("SnapKV",), converted, "x", [measure], EqualBytes.parse(None, "64KiB"))
+    assert found.rows == [] and "converted for dmc" in found.refused
+
+
+def test_one_that_dies_or_writes_rubbish_is_said_and_what_came_before_stays(fake, reader, measure):
+    nats = nats_of(reader.model, request_of(reader.model, "example", [[measure.sample(0)]], [])["check"])
+    good = answer(measure, [8.0, 16.0])
+    for lines, count, reason in (
+        ((), 0, "ended with status 3: what it died of"),
+        (({"nats": nats}, good), 1, "ended with status 3: what it died of"),
+        (({"nats": nats}, good, "hello"), 1, "no answer: 'hello'"),
+        (({"nats": nats}, good, "[1]"), 1, "no answer"),
+        (({"nats": nats}, {"samples": good["samples"]}), 0, "no answer: KeyError: 'setting'"),
+        (({"nats": nats}, good | {"samples": good["samples"][:1]}), 0, "no answer: IndexError"),
+        (({"nothing": 1},), 0, "must say nats"),
+    ):
+        found = peer_rows(fake(*lines, status=3), ("SnapKV", "KVzip"), reader, "example", [measure], HALF)
+        assert len(found.rows) == count and found.refused is None and reason in found.broken
+        assert f"kvpress's rows are not all there: {found.broken}" in found.notes()
+
+
+def test_what_no_press_can_do_is_an_error(fake, reader):
+    peer = fake()
+    with pytest.raises(ValueError, match="KVzap: it needs a network"):
+        chosen(peer, ["KVzap"])
+    with pytest.raises(ValueError, match="one of SnapKV, KVzip, Knorm, got 'Snap'"):
+        chosen(peer, ["Snap"])
+    assert chosen(peer, ["Knorm", "Knorm"]) == ("Knorm",)
+    measure = decode_measure(Framing(reader.tokenizer), 64, SOURCE, 1, 0)
+    with pytest.raises(ValueError, match="compressed once, got decode"):
+        peer_rows(peer, ("SnapKV",), reader, "example", [measure], HALF)
+    x = torch.zeros(1, 1, 5, 8)
+    with pytest.raises(ValueError, match="sliding window of 4"):
+        kvpress_program.attend(torch.nn.Module(), x, x, x, None, scaling=1.0, sliding_window=4)
+
+
+# ---- the command ----
+
+
+def run(*arguments, code=0):
+    result = CliRunner().invoke(app, ["eval", *map(str, arguments)], env={"COLUMNS": "160"})
+    assert result.exit_code == code, result.output
+    return result.output
+
+
+def test_the_command_shows_both_and_says_what_broke(fake, reader, measure, tmp_path):
+    nats = nats_of(reader.model, request_of(reader.model, "example", [[measure.sample(0)]], [])["check"])
+    good = answer(measure, [0.1, 0.1], frees=False)
+    file = tmp_path / "rows.json"
+    arguments = ("ppl", "--lengths", 96, "--scored", 16, "--limit", 2, "--share", "1/2", "--cache",
+                 "pruned,pruner=random,page_size=8", "--json", file, "--peers", "--peers-press", "SnapKV",
+                 "--peers-press", "KVzip", "--peers-python")  # fmt: skip
+    shown = run(*arguments, fake({"nats": nats}, good, good).python)
+    assert "b  kvpress SnapKV  held to Press(0.5)" in shown and "kvpress 9 with transformers 5" in shown
+    written = json.loads(file.read_text())
+    assert [row["cache"] for row in written["rows"]][1:] == ["kvpress SnapKV", "kvpress KVzip"]
+    assert written["peers"]["kvpress"] == "9" and not written["rows"][1]["frees_memory"]
+    assert [line.split()[-2:] for line in shown.splitlines() if " ppl" in line] == [["b", "c"]]  # best of both sides
+    shown = run(*arguments, fake({"nats": nats}, good, status=4).python, code=1)
+    assert "b  kvpress SnapKV" in shown and "ended with status 4: what it died of" in shown
+    assert json.loads(file.read_text())["peers"]["broken"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (("--peers",), "share or bytes"),
+        (("--peers", "--share", "1/2", "--peers-python", "/bin/false"), "status 1"),
+        (("--peers", "--share", "1/2", "--peers-python", "/nowhere/python"), "/nowhere/python"),
+        (("--share", "1/2", "--peers-press", "SnapKV"), "peers must be given"),
+    ],
+)
+def test_wrong_settings_are_named_before_anything_is_read(arguments, named):
+    assert named in run("ppl", *arguments, code=2)
+
+
+# ---- an environment of its own ----
+
+
+def test_an_environment_is_made_once_and_whole_or_not_at_all(fake, tmp_path, monkeypatch):
+    python = fake().python.read_text()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    made: list[tuple[str, ...]] = []
+
+    def create(folder, with_pip):
+        (folder / "bin").mkdir(parents=True)
+        (folder / "bin/python").write_text(python)
+        (folder / "bin/python").chmod(0o755)
+
+    def install(program, requirements):
+        assert program.exists()
+        made.append(requirements)
+
+    monkeypatch.setattr(environment.venv, "create", create)
+    python = python.replace("if [", "if [ $# -gt 2 ]; then echo no network >&2; exit 1; fi\nif [")  # as pip
+    with pytest.raises(ValueError, match=r"could not be made; --peers-python takes one that is there: no network"):
+        peer_of(None, print)
+    assert list((tmp_path / "cache/kvcompress").iterdir()) == []
+    python = fake().python.read_text()
+    monkeypatch.setattr(environment, "_install", install)
+    told: list[str] = []
+    peer = peer_of(None, told.append)
+    assert peer.presses == tuple(KNOWN["presses"]) and "transformers<5.3" in made[-1] and len(told) == 4
+    assert peer_of(None, told.append) == peer and len(told) == 4 and len(made) == 2
+    peer.python.write_text("#!/bin/sh\necho no kvpress >&2\n")
+    with pytest.raises(ValueError, match=r"no kvpress; remove .*, and it is made again"):
+        peer_of(None, print)
+
+
+# ---- the benchmark ----
+
+
+def test_the_benchmark_measures_a_press_as_our_caches(stand_in, tmp_path, monkeypatch):
     """The whole program, with a stand-in for kvpress."""
-    (tmp_path / "kvpress.py").write_text(STAND_IN)
-    about = tmp_path / "kvpress-9.dist-info"
-    about.mkdir()
-    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: kvpress\nVersion: 9\n")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     path = tmp_path / "rows.json"
     monkeypatch.setattr(sys, "argv", ["peers.py", "--tiny", "--python", sys.executable, "--json", str(path),
                                       "--presses", "SnapKV", "KVzip", "AdaKV(SnapKV)"])  # fmt: skip
@@ -102,17 +327,17 @@ def test_a_press_is_measured_as_our_caches_are(tmp_path, monkeypatch):
             field = f"{quality.RECALLS.get(task.name, 'bits_per_byte')}_samples"
             kept = int(len(task.prompts[0]) * 0.5)
             for row, budget in ((dense, len(task.prompts[0])), (cut, kept), (hiding, kept)):
-                ours = measure(model, task, lambda n=budget: PrunedCache(model.config, WindowAttention(), n))
+                ours = tasks.measure(model, task, lambda n=budget: PrunedCache(model.config, WindowAttention(), n))
                 np.testing.assert_allclose(row[field], ours.samples, atol=1e-4)
 
 
-def test_prompts_of_another_python_are_refused_and_an_error_there_is_one_here(tmp_path):
+def test_prompts_of_another_python_are_refused_and_an_error_there_is_one_here(fake, reader, measure):
     row = {"method": "dense", "share_kept": 1.0, "bits_per_byte": 1.0, "bits_per_byte_samples": [1.0, 1.0]}
     with pytest.raises(ValueError, match="ours must be rows of the same model"):
         peers.peer_rows([row], [row | {"bits_per_byte_samples": [1.0, 1.1]}])
-    model, tokenizer = kvcompress.load_example_model()
-    with pytest.raises(RuntimeError, match="ended with status 1"):
-        list(peers.lines_of(sys.executable, model, tokenizer, {"dtype": "float32"}))
+    request = request_of(reader.model, "example", [[measure.sample(0)]], [("SnapKV", 0, 0.5)])
+    with pytest.raises(Refused, match="ValueError: no"):
+        list(answers(fake({"refused": "ValueError: no"}), reader.model, reader.tokenizer, request))
 
 
 def test_the_best_of_both_and_who_is_ahead():

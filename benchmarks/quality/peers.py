@@ -4,9 +4,10 @@
                                        [--python PATH] [--presses NAME ...] [--theirs FILE]
 
 Every press of kvpress that needs no trained weights, no threshold of scores and no question removes 1/2, 3/4, 7/8 and
-15/16 of a prompt, in kvpress's own settings and environment (parts/kvpress_rows.py says which and how); the columns are
-quality.py's. Where heads keep different numbers (AdaKV, KVzip), kvpress hides tokens and frees none: `bytes` are then
-those of the tokens left, which is what a cache could hold; `frees_memory` says so. Its tables are counted as nothing.
+15/16 of a prompt, in kvpress's own settings and environment (kvcompress/evaluate/peers says which and how); the columns
+are quality.py's. Where heads keep different numbers (AdaKV, KVzip), kvpress hides tokens and frees none: `bytes` are
+then those of the tokens left, which is what a cache could hold; `frees_memory` says so. Its tables are counted as
+nothing.
 
 --python: one that has kvpress; without it an environment is made once in the user's cache folder, from PyPI.
 --ours: rows of quality.py on the same prompts, as `quality.py --json FILE` of this Python writes. The file then has
@@ -19,102 +20,75 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
-import tempfile
-import venv
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 from benchmarks.common import load, parse_arguments, parser, print_table, write_json
 from benchmarks.quality.parts.measures import answered, make_tasks, measures_of, number, sizes_of, tidy
 from benchmarks.quality.parts.tasks import Result, Task, result_of, standard_error
 from benchmarks.quality.quality import RECALLS, SIZES, TOLERANCE
+from kvcompress.evaluate.peers.environment import Peer, peer_of
+from kvcompress.evaluate.peers.exchange import DENSE, answers, request_of
 
-PROGRAM = Path(__file__).parent / "parts" / "kvpress_rows.py"
-KVPRESS = "0.5.5"
 MEASURED = RECALLS | {"bits": "bits_per_byte"}
-
-
-# ---- another environment ----
-
-
-def environment(python: Path | None) -> Path:
-    """A Python that has kvpress: the given one, or one of its own that is made once."""
-    if python is not None:
-        return python
-    caches = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
-    folder = caches / "kvcompress" / f"kvpress-{KVPRESS}"
-    python = folder / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
-    has = python.exists() and subprocess.run([python, "-c", "import kvpress"], capture_output=True).returncode == 0
-    if not has:
-        venv.create(folder, with_pip=True, clear=True)
-        for package in (f"torch=={torch.__version__.partition('+')[0]}", f"kvpress=={KVPRESS}"):
-            subprocess.run([python, "-m", "pip", "install", "--quiet", package], check=True)
-    return python
-
-
-def plan_of(tasks: list[Task], parts: tuple[int, ...], presses: list[str], dtype: torch.dtype) -> dict[str, Any]:
-    """What parts/kvpress_rows.py is told. presses: empty = all."""
-    return {
-        "tasks": [
-            {
-                "name": task.name,
-                "prompts": task.prompts,
-                "following": task.following,
-                "places": [[asked.place for asked in questions] for questions in task.questions],
-                "answers": [[list(asked.answer) for asked in questions] for questions in task.questions],
-            }
-            for task in tasks
-        ],
-        "parts": parts,
-        "presses": presses,
-        "dtype": str(dtype).removeprefix("torch."),
-    }
-
-
-def lines_of(python: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase,
-             plan: dict[str, Any]) -> Iterator[dict[str, Any]]:  # fmt: skip
-    """What parts/kvpress_rows.py prints, line by line."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        model.save_pretrained(folder / "model")
-        tokenizer.save_pretrained(folder / "model")
-        (folder / "tasks.json").write_text(json.dumps(plan))
-        with subprocess.Popen([python, PROGRAM, folder], stdout=subprocess.PIPE, text=True, cwd=folder) as running:
-            assert running.stdout is not None
-            yield from map(json.loads, running.stdout)
-        if running.returncode:
-            raise RuntimeError(f"{PROGRAM.name} ended with status {running.returncode}; its message is above")
 
 
 # ---- rows ----
 
 
-def results_of(line: dict[str, Any], tasks: list[Task], token_nbytes: int) -> dict[str, Result]:
-    """token_nbytes: of a token's key and value in one row."""
-    return {
-        task.name: result_of(task, found["nats"], found["right"], found["kept"] * token_nbytes)
-        for task in tasks
-        if (found := line["tasks"].get(task.name)) is not None
-    }
+def samples_of(task: Task) -> list[dict[str, Any]]:
+    """What peers are asked: what follows a prompt, in one call."""
+    return [{"read": read, "scored": behind} for read, behind in zip(task.prompts, task.following, strict=True)]
 
 
-def row_of(
-    name: str, line: dict[str, Any], results: dict[str, Result], dense: dict[str, Result], tasks: list[Task]
-) -> dict[str, Any]:
+def result(task: Task, samples: list[dict[str, Any]]) -> Result:
+    """Of a peer's answers: the likeliest tokens at the places of answers, or nats."""
+    nbytes = sum(sample["nbytes"] for sample in samples)
+    if not task.questions:
+        return result_of(task, [sample["nats"] for sample in samples], [], nbytes)
+    right = [
+        [sample["greedy"][asked.place - 1 :][: len(asked.answer)] == list(asked.answer) for asked in questions]
+        for sample, questions in zip(samples, task.questions, strict=True)
+    ]
+    return result_of(task, [], right, nbytes)
+
+
+def lines_of(
+    peer: Peer, model: Any, tokenizer: Any, name: str, tasks: list[Task], presses: list[str], parts: tuple[int, ...]
+) -> Iterator[dict[str, Any]]:
+    """{"press", "part", "setting", "frees_memory", "seconds", "results": by task's name}, or with an error instead: of
+    the dense cache, then of each part and press."""
+    plan = [(DENSE, 1), *((press, part) for part in parts for press in presses)]
+    runs = [(press, task, 1 / part) for press, part in plan for task in range(len(tasks))]
+    request = request_of(model, name, [samples_of(task) for task in tasks], runs)
+    coming = answers(peer, model, tokenizer, request)
+    for press, part in plan:
+        found = [next(coming) for _ in tasks]
+        line: dict[str, Any] = {"press": press, "part": part}
+        errors = [answer["error"] for answer in found if "error" in answer]
+        if errors:
+            yield line | {"error": errors[0]}
+            continue
+        yield line | {
+            "setting": found[0]["setting"],
+            "frees_memory": all(answer["frees_memory"] for answer in found),
+            "seconds": sum(answer["seconds"] for answer in found),
+            "results": {task.name: result(task, answer["samples"]) for task, answer in zip(tasks, found, strict=True)},
+        }
+
+
+def row_of(name: str, line: dict[str, Any], dense: dict[str, Result], tasks: list[Task]) -> dict[str, Any]:
+    results = line["results"]
     row = {"name": name, "method": line["press"], "share_kept": 1 / line["part"], "setting": line["setting"]}
     row |= measures_of(results, dense, tasks)
     held = results[tasks[0].name].nbytes, dense[tasks[0].name].nbytes
     row |= {"nbytes": held[0], "dense_nbytes": held[1], "nbytes_share": held[0] / held[1]}
-    row["frees_memory"] = all(found["freed"] for found in line["tasks"].values())
+    row["frees_memory"] = line["frees_memory"]
     return tidy(row | {"seconds": line["seconds"]})
 
 
@@ -218,14 +192,13 @@ def main() -> None:
 
 def measured(choice: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, str]]:
     """(rows of the dense cache and all presses, then those that failed and those that were left out; versions)."""
+    peer = peer_of(choice.python, lambda text: print(text, file=sys.stderr))
     model, tokenizer = load(choice.model, "cpu")
     sizes = sizes_of(choice, SIZES)
     tasks = make_tasks(tokenizer, sizes)
-    head_dim = getattr(model.config, "head_dim", None) or model.config.hidden_size // model.config.num_attention_heads
-    token_nbytes = 2 * head_dim * model.dtype.itemsize
-    plan = plan_of(tasks, sizes.parts, choice.presses, model.dtype)
-    first, *lines = told(lines_of(environment(choice.python), model, tokenizer, plan))
-    dense = results_of(lines[0], tasks, token_nbytes)
+    presses = [press for press in peer.presses if not choice.presses or press in choice.presses]
+    lines = list(told(lines_of(peer, model, tokenizer, choice.model, tasks, presses, sizes.parts)))
+    dense = lines[0]["results"]
     tasks = answered(tasks, dense, choice.model)
     rows: list[dict[str, Any]] = []
     failed: list[dict[str, Any]] = []
@@ -234,17 +207,16 @@ def measured(choice: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str
         if "error" in line:
             failed.append({"name": name, "error": line["error"]})
         else:
-            rows.append(row_of(name, line, results_of(line, tasks, token_nbytes), dense, tasks))
-    left_out = [{"name": f"not_run/{name}", "reason": reason} for name, reason in first["not_run"].items()]
-    return [*rows, *failed, *left_out], first["versions"]
+            rows.append(row_of(name, line, dense, tasks))
+    left_out = [{"name": f"not_run/{name}", "reason": reason} for name, reason in peer.not_run.items()]
+    return [*rows, *failed, *left_out], peer.versions
 
 
 def told(lines: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """The same, said on the way."""
     for line in lines:
-        if "press" in line:
-            how = line.get("error") or f"{line['seconds']:.1f} s"
-            print(f"{line['press']} 1/{line['part']} {how}", file=sys.stderr, flush=True)
+        how = line.get("error") or f"{line['seconds']:.1f} s"
+        print(f"{line['press']} 1/{line['part']} {how}", file=sys.stderr, flush=True)
         yield line
 
 

@@ -1,7 +1,7 @@
 """Every cache and pruner on every task of `kvcompress eval` that the model itself can do, at equal bytes.
 
     python benchmarks/quality/table.py [--quick] [--json FILE] [--model NAME] [--length N] [--limit N]
-                                       [--methods NAME ...]
+                                       [--methods NAME ...] [--peers [--peers-python FILE] [--peers-press NAME ...]]
 
 Each cache holds 1/4 and 1/16 of the dense cache's bytes after reading (pages of 8; kvcompress/evaluate/equal_bytes.py
 says how). The tasks are those of `kvcompress eval`, their definitions in docs/evaluate.md: needle (the question in the
@@ -12,7 +12,8 @@ longer, and a cache on a task that it refuses. Rows are printed as they come. Th
 error over prompts, the scores of the prompts, and the bytes held; best/<task>/<n> names the best at 1/n.
 
 --limit: prompts of a task; ppl has twice as many, needle one for each of eight depths. --methods: these alone; rows of
-the others stay as --json's file has them, which must be of the same prompts.
+the others stay as --json's file has them, which must be of the same prompts. --peers: kvpress's presses alone, on those
+prompts and at those bytes, into that file (kvcompress/evaluate/peers): each as the cache "kvpress NAME".
 """
 
 from __future__ import annotations
@@ -33,9 +34,12 @@ import kvcompress
 from benchmarks.common import load, parse_arguments, parser, print_table, write_json
 from benchmarks.quality.parts.measures import LEAST_DENSE_RECALL, number, sizes_of, tidy
 from kvcompress import CacheSpec
+from kvcompress.checks import need
 from kvcompress.evaluate.equal_bytes import EqualBytes
 from kvcompress.evaluate.losses import loss_measure
 from kvcompress.evaluate.measure import Framing, Measure
+from kvcompress.evaluate.peers.environment import Peer, peer_of
+from kvcompress.evaluate.peers.rows import chosen, peer_rows
 from kvcompress.evaluate.questions import needle_measure, recall_measure, ruler_measure, turns_measure
 from kvcompress.evaluate.reading import Reader
 from kvcompress.evaluate.ruler.registry import MADE
@@ -122,8 +126,8 @@ def dense_row(reader: Reader, measure: Measure) -> tuple[Row, int]:
     return row, len(row.samples)
 
 
-def run(reader: Reader, sizes: Sizes) -> list[dict[str, Any]]:
-    """Rows of the dense cache, of all others, and of what is left out."""
+def run(reader: Reader, sizes: Sizes, model: str, peer: Peer | None, presses: tuple[str, ...]) -> list[dict[str, Any]]:
+    """Rows of the dense cache, of all others (peer: of its presses instead), and of what is left out."""
     dense, measures, left_out = [], [], []
     for measure in measures_of(Framing(reader.tokenizer), sizes):
         if isinstance(measure, tuple):
@@ -140,6 +144,15 @@ def run(reader: Reader, sizes: Sizes) -> list[dict[str, Any]]:
     rows = []
     for part in sizes.shares:
         equal = EqualBytes(Fraction(1, part))
+        if peer is not None:
+            found = peer_rows(peer, presses, reader, model, measures, equal, lambda text: print(text, file=sys.stderr))
+            need(found.refused is None and found.broken is None, f"peers must run through, got {found.notes()}")
+            rows += [row_of(row.cache, part, row) for row in found.rows]
+            left_out += [
+                {"name": f"refused/{left['cache']}/{left['task']}/keep{1 / part:g}", "reason": left["reason"]}
+                for left in found.left_out
+            ]
+            continue
         for name in sizes.methods:
             for measure in measures:
                 try:
@@ -188,7 +201,7 @@ def row_of(method: str, part: int, row: Row) -> dict[str, Any]:
         "tokens": row.length, "cache": row.sized, "unit": row.unit, "score": row.score, "score_se": row.score_se,
         "score_samples": list(row.samples), "nbytes": row.nbytes, "nbytes_share": row.share,
         "first_token_seconds": row.first_token_seconds, "token_seconds": row.token_seconds,
-    }  # fmt: skip
+    } | ({} if row.frees_memory else {"frees_memory": False})  # fmt: skip
 
 
 def show(rows: list[dict[str, Any]]) -> None:
@@ -216,6 +229,9 @@ def options() -> argparse.Namespace:
     parse.add_argument("--length", type=int, help="tokens of a prompt (default: 1,024)")
     parse.add_argument("--limit", type=int, help="prompts of a task (default: 6)")
     parse.add_argument("--methods", nargs="+", choices=CACHES, metavar="NAME", help="these alone, into --json's file")
+    parse.add_argument("--peers", action="store_true", help="kvpress's presses alone, into --json's file")
+    parse.add_argument("--peers-python", type=Path, help="a Python that has kvpress")
+    parse.add_argument("--peers-press", nargs="+", default=[], metavar="NAME", help="these presses alone")
     parse.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     return parse_arguments(parse)
 
@@ -224,8 +240,10 @@ def main() -> None:
     choice = options()
     model, tokenizer = load(choice.model, choice.device)
     with kvcompress.attach(model):
-        rows = run(Reader(model, tokenizer, DENSE), sizes_of(choice, SIZES))
-    if choice.methods and choice.json is not None and choice.json.exists():
+        peer = peer_of(choice.peers_python, lambda text: print(text, file=sys.stderr)) if choice.peers else None
+        presses = () if peer is None else chosen(peer, choice.peers_press)
+        rows = run(Reader(model, tokenizer, DENSE), sizes_of(choice, SIZES), choice.model, peer, presses)
+    if (choice.methods or choice.peers) and choice.json is not None and choice.json.exists():
         rows = among(rows, choice.json)
     rows += best_rows(rows)
     show(rows)

@@ -41,6 +41,17 @@ Where = Annotated[
 Seed = Annotated[int, typer.Option(help="draws the samples", min=0)]
 Json = Annotated[Path | None, typer.Option("--json", help="file for all rows")]
 Device = Annotated[str, typer.Option(help="cpu or cuda")]
+Peers = Annotated[
+    bool,
+    typer.Option(
+        "--peers",
+        help="kvpress's presses too, on the same prompts at the same bytes, in an environment of its own, made once",
+    ),
+]
+PeersPython = Annotated[Path | None, typer.Option(help="one that has kvpress already")]
+PeersPress = Annotated[
+    list[str] | None, typer.Option(help="such as SnapKV, or AdaKV(SnapKV); several; not given: twelve of them")
+]
 
 
 def _lengths(text: str | None) -> list[int] | None:
@@ -55,19 +66,23 @@ def _lengths(text: str | None) -> list[int] | None:
 def _run(
     make: Callable[[Any, Any, int], Sequence[Any]], *, model: str, cache: list[str] | None, lengths: str | None,
     share: str | None, nbytes: str | None, text: list[Path] | None, json: Path | None, device: str,
-    by_depth: bool = False, figure: Path | None = None, **settings: Any,
+    by_depth: bool = False, figure: Path | None = None, peers: bool = False, peers_python: Path | None = None,
+    peers_press: list[str] | None = None, **settings: Any,
 ) -> None:  # fmt: skip
     """make: the measures of (how texts become tokens, their source, a length)."""
     from ..evaluate.command import run_eval
+    from ..evaluate.peers.exchange import PeerError
 
     try:
         run_eval(
             make, model=model, caches=cache or [], lengths=_lengths(lengths), share=share, nbytes=nbytes,
             text=tuple(text or ()), json=json, device=device, by_depth=by_depth, figure=figure, console=Console(),
-            settings=settings,
+            settings=settings, peers=peers, peers_python=peers_python, peers_press=tuple(peers_press or ()),
         )  # fmt: skip
     except (ValueError, FileNotFoundError, ImportError) as error:
         raise typer.BadParameter(str(error)) from None
+    except PeerError:  # said below the table, which has all that came
+        raise typer.Exit(1) from None
 
 
 @app.callback()
@@ -97,6 +112,9 @@ def ruler(
     seed: Seed = 0,
     json: Json = None,
     device: Device = "cpu",
+    peers: Peers = False,
+    peers_python: PeersPython = None,
+    peers_press: PeersPress = None,
 ) -> None:
     """RULER's 13 tasks: retrieval, tracing, aggregation, and questions over documents."""
     from ..evaluate.ruler.registry import MADE, READ, task_of
@@ -118,7 +136,8 @@ def ruler(
         ]
 
     _run(make, model=model, cache=cache, lengths=lengths, share=share, nbytes=nbytes, text=text, json=json,
-         device=device, question=question, chat=chat, limit=limit, seed=seed)  # fmt: skip
+         device=device, peers=peers, peers_python=peers_python, peers_press=peers_press,
+         question=question, chat=chat, limit=limit, seed=seed)  # fmt: skip
 
 
 @app.command()
@@ -136,6 +155,9 @@ def needle(
     json: Json = None,
     figure: Annotated[Path | None, typer.Option(help="draw recall by length and depth into this file")] = None,
     device: Device = "cpu",
+    peers: Peers = False,
+    peers_python: PeersPython = None,
+    peers_press: PeersPress = None,
 ) -> None:
     """Plant a fact in texts, at several lengths and depths, and ask for it."""
 
@@ -146,8 +168,8 @@ def needle(
         return [needle_measure(Framing(tokenizer), length, source, depths, limit, seed, question)]
 
     _run(make, model=model, cache=cache, lengths=lengths, share=share, nbytes=nbytes, text=text, json=json,
-         device=device, by_depth=True, figure=figure, question=question, depths=depths, limit=limit,
-         seed=seed)  # fmt: skip
+         device=device, peers=peers, peers_python=peers_python, peers_press=peers_press,
+         by_depth=True, figure=figure, question=question, depths=depths, limit=limit, seed=seed)  # fmt: skip
 
 
 @app.command()
@@ -162,6 +184,9 @@ def recall(
     seed: Seed = 0,
     json: Json = None,
     device: Device = "cpu",
+    peers: Peers = False,
+    peers_python: PeersPython = None,
+    peers_press: PeersPress = None,
 ) -> None:
     """Prompts of nothing but facts, of which some are asked afterwards, each of its own copy of the cache."""
 
@@ -172,7 +197,8 @@ def recall(
         return [recall_measure(Framing(tokenizer), length, questions, limit, seed)]
 
     _run(make, model=model, cache=cache, lengths=lengths, share=share, nbytes=nbytes, text=None, json=json,
-         device=device, questions=questions, limit=limit, seed=seed)  # fmt: skip
+         device=device, peers=peers, peers_python=peers_python, peers_press=peers_press,
+         questions=questions, limit=limit, seed=seed)  # fmt: skip
 
 
 @app.command()
@@ -188,6 +214,9 @@ def turns(
     seed: Seed = 0,
     json: Json = None,
     device: Device = "cpu",
+    peers: Peers = False,
+    peers_python: PeersPython = None,
+    peers_press: PeersPress = None,
 ) -> None:
     """Facts in a text, asked one after the other in one conversation, answers and all."""
 
@@ -198,7 +227,8 @@ def turns(
         return [turns_measure(Framing(tokenizer), length, source, questions, limit, seed)]
 
     _run(make, model=model, cache=cache, lengths=lengths, share=share, nbytes=nbytes, text=text, json=json,
-         device=device, questions=questions, limit=limit, seed=seed)  # fmt: skip
+         device=device, peers=peers, peers_python=peers_python, peers_press=peers_press,
+         questions=questions, limit=limit, seed=seed)  # fmt: skip
 
 
 @app.command()
@@ -214,6 +244,9 @@ def ppl(
     seed: Seed = 0,
     json: Json = None,
     device: Device = "cpu",
+    peers: Peers = False,
+    peers_python: PeersPython = None,
+    peers_press: PeersPress = None,
 ) -> None:
     """Bits per byte of what follows a prompt that was read through the cache."""
 
@@ -224,7 +257,8 @@ def ppl(
         return [loss_measure("ppl", Framing(tokenizer), length, scored, source, limit, seed)]
 
     _run(make, model=model, cache=cache, lengths=lengths, share=share, nbytes=nbytes, text=text, json=json,
-         device=device, scored=scored, limit=limit, seed=seed)  # fmt: skip
+         device=device, peers=peers, peers_python=peers_python, peers_press=peers_press,
+         scored=scored, limit=limit, seed=seed)  # fmt: skip
 
 
 @app.command()

@@ -15,6 +15,9 @@ from ..hf.config import decoder_config
 from ..write_text import load
 from .equal_bytes import EqualBytes
 from .measure import Measure
+from .peers.environment import peer_of
+from .peers.exchange import PeerError
+from .peers.rows import chosen, peer_rows
 from .reading import Reader
 from .report import draw_depths, print_depths, print_rows, write_rows
 from .run import Row, evaluate
@@ -28,10 +31,11 @@ Make = Callable[[Any, Source, int], Sequence[Measure]]
 def run_eval(
     make: Make, *, model: str, caches: list[str], lengths: list[int] | None, share: str | None, nbytes: str | None,
     text: tuple[Path, ...], json: Path | None, device: str, by_depth: bool, figure: Path | None, console: Console,
-    settings: dict[str, Any],
+    settings: dict[str, Any], peers: bool = False, peers_python: Path | None = None, peers_press: tuple[str, ...] = (),
 ) -> list[Row]:  # fmt: skip
-    """Prints, writes and draws. make: the measures of (tokenizer, source of texts, length). Raises ValueError for wrong
-    settings, before anything is measured where they are wrong by themselves."""
+    """Prints, writes and draws. make: the measures of (tokenizer, source of texts, length). peers: kvpress beside our
+    caches. Raises ValueError for wrong settings, before anything is measured where they are wrong by themselves, and
+    PeerError at the end where kvpress's side broke off."""
     for name, path in (("json", json), ("figure", figure)):
         need(path is None or path.parent.is_dir(), f"{name} must be in a folder that exists, got {path}")
     specs, equal, source = (
@@ -40,6 +44,12 @@ def run_eval(
         source_of(text),
     )
     need(len({*map(str, specs)}) == len(specs), f"cache must be given once each, got {', '.join(caches)}")
+    need(
+        peers or (peers_python is None and not peers_press), "peers must be given where peers_python or peers_press is"
+    )
+    need(not peers or equal != EqualBytes(), "peers must come with share or bytes, which kvpress is held to as well")
+    peer = peer_of(peers_python, Console(stderr=True, soft_wrap=True).print) if peers else None
+    presses = chosen(peer, peers_press) if peer else ()
     set_verbosity_error()  # texts may be longer than the model's trained length on purpose
     loaded, tokenizer = load(model, device)
     config = decoder_config(loaded.config)
@@ -48,12 +58,18 @@ def run_eval(
     measures = [x for length in lengths or [min(reached, MOST_TOKENS)] for x in make(tokenizer, source, length)]
     rows: list[Row] = []
     with Console(stderr=True).status("reading") as status:
-        rows += evaluate(Reader(loaded, tokenizer, specs[0]), specs, measures, equal, status.update)
-    print_rows(rows, console)
+        reader = Reader(loaded, tokenizer, specs[0])
+        rows += evaluate(reader, specs, measures, equal, status.update)
+        theirs = peer_rows(peer, presses, reader, model, measures, equal, status.update) if peer else None
+    rows += theirs.rows if theirs else []
+    print_rows(rows, console, theirs.notes() if theirs else ())
     if by_depth:
         print_depths(rows, console)
     if json is not None:
-        write_rows(json, rows, model=model, share=share, bytes=nbytes, **settings)
+        told = {"peers": theirs.facts()} if theirs else {}
+        write_rows(json, rows, model=model, share=share, bytes=nbytes, **settings, **told)
     if figure is not None:
         draw_depths(rows, figure)
+    if theirs is not None and theirs.broken is not None:
+        raise PeerError(theirs.broken)
     return rows

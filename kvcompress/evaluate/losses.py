@@ -6,7 +6,7 @@ import math
 import random
 import time
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -71,7 +71,18 @@ class Losses(Measure):
         per_token = (times[-1] - times[0]) / max(len(times) - 1, 1) if self.stepwise else None
         if self.stepwise:
             nbytes = held_nbytes(cache)
-        return Outcome(nats / math.log(2) / text.nbytes, nbytes, times[0] - begin, per_token)
+        return self._outcome(text, nats, nbytes, times[0] - begin, per_token)
+
+    def sample(self, index: int) -> dict[str, Any]:
+        need(not self.stepwise, f"peers must be of a task whose prompt is compressed once, got {self.name}")
+        text = self.texts[index]
+        return {"read": text.read[:-1], "scored": [text.read[-1], *text.scored]}
+
+    def outcome(self, tokenizer: Any, index: int, answer: dict[str, Any]) -> Outcome:
+        return self._outcome(self.texts[index], answer["nats"], answer["nbytes"], answer["first_seconds"])
+
+    def _outcome(self, text: Text, nats: float, nbytes: int, first: float, per_token: float | None = None) -> Outcome:
+        return Outcome(nats / math.log(2) / text.nbytes, nbytes, first, per_token)
 
 
 def loss_measure(name: str, framing: Framing, length: int, scored: int, source: Source, count: int, seed: int, *,

@@ -44,6 +44,15 @@ class Measure(ABC):
     @abstractmethod
     def run(self, reader: Reader, index: int) -> Outcome: ...
 
+    @abstractmethod
+    def sample(self, index: int) -> dict[str, Any]:
+        """What a peer is asked, in tokens, as peers/kvpress_program.py has it. Raises ValueError for what no peer
+        does."""
+
+    @abstractmethod
+    def outcome(self, tokenizer: Any, index: int, answer: dict[str, Any]) -> Outcome:
+        """Of a peer's answer to that sample."""
+
     @property
     @abstractmethod
     def tokens(self) -> int:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
@@ -64,21 +65,45 @@ class Questions(Measure):
         cache = reader.read(*self._read_first(prompt))
         reading = time.perf_counter() - begin
         nbytes, said = held_nbytes(cache), list(prompt.context)
-        scores, firsts, tokens, told = [], [], [], []
+        firsts, tokens, texts = [], [], []
         for number, asked in enumerate(prompt.asked):
             last = self.turns or number + 1 == len(prompt.asked)
             conversation = said + list(asked.ids)
             written = reader.write(cache if last else copy_of(cache), conversation, asked.new_tokens)
-            text = reader.tokenizer.decode(written.ids, skip_special_tokens=True)
-            scores.append(self.score(text, asked.answers))
+            texts.append(_text(reader.tokenizer, written.ids))
             firsts.append(written.first_seconds)
             tokens += [] if written.token_seconds is None else [written.token_seconds]
-            told.append({"answers": list(asked.answers), "written": text, "score": scores[-1]}
-                        | ({} if asked.depth is None else {"depth": asked.depth}))  # fmt: skip
             if self.turns:
                 said = conversation + written.ids
         per_token = sum(tokens) / len(tokens) if tokens else None
-        return Outcome(sum(scores) / len(scores), nbytes, reading + firsts[0], per_token, tuple(told))
+        return self._outcome(prompt, texts, nbytes, reading + firsts[0], per_token)
+
+    def sample(self, index: int) -> dict[str, Any]:
+        """Presses know no guide."""
+        prompt = self.prompts[index]
+        read, _ = self._read_first(prompt)
+        whole = [*prompt.context, *prompt.asked[0].ids]  # of the first question, of which a part may be read
+        follows = [whole[len(read) :], *(list(asked.ids) for asked in prompt.asked[1:])]
+        asked = [{"ids": ids, "new_tokens": asked.new_tokens} for ids, asked in zip(follows, prompt.asked, strict=True)]
+        return {"read": read, "asked": asked, "turns": self.turns}
+
+    def outcome(self, tokenizer: Any, index: int, answer: dict[str, Any]) -> Outcome:
+        texts = [_text(tokenizer, ids) for ids in answer["written"]]
+        first, per_token = answer["first_seconds"], answer["token_seconds"]
+        return self._outcome(self.prompts[index], texts, answer["nbytes"], first, per_token)
+
+    def _outcome(self, prompt: Prompt, texts: Sequence[str], nbytes: int, first: float, per_token: float | None
+                 ) -> Outcome:  # fmt: skip
+        scores, told = [], []
+        for asked, text in zip(prompt.asked, texts, strict=True):
+            scores.append(self.score(text, asked.answers))
+            told.append({"answers": list(asked.answers), "written": text, "score": scores[-1]}
+                        | ({} if asked.depth is None else {"depth": asked.depth}))  # fmt: skip
+        return Outcome(sum(scores) / len(scores), nbytes, first, per_token, tuple(told))
+
+
+def _text(tokenizer: Any, ids: list[int]) -> str:
+    return str(tokenizer.decode(ids, skip_special_tokens=True))
 
 
 # ---- tasks ----

@@ -16,33 +16,61 @@ from rich.table import Table
 from ..caches.spec import DENSE
 from ..files import write_text
 from ..info import facts
-from .run import Row
+from .run import PEER, Row
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
+_MOST_COLUMNS = 6  # caches
 
 
-def print_rows(rows: Sequence[Row], console: Console) -> None:
-    """A line per task with every cache's score and the best of those that compress, then what each cache took."""
-    caches = list(dict.fromkeys(row.cache for row in rows))
-    names = {cache: LETTERS[number] if number < len(LETTERS) else str(number) for number, cache in enumerate(caches)}
+def print_rows(rows: Sequence[Row], console: Console, notes: Sequence[str] = ()) -> None:
+    """A line per task with every cache's score and the best of those that compress, then what each cache took; where
+    caches are many, a line per cache. notes: what else there is to say of the rows."""
+    names = _letters(rows)
     for cache, name in names.items():
         sizes = list(dict.fromkeys(row.sized for row in rows if row.cache == cache))
         size = "" if sizes == [cache] else f"  held to {sizes[0] if len(sizes) == 1 else 'bytes'}"
         console.print(f"{name}  {cache}{size}", highlight=False, markup=False, soft_wrap=True)
+    tasks = [_cells(found, names) for found in _by_task(rows)]
     table = Table(box=SIMPLE, padding=(0, 1, 0, 0))
-    table.add_column("task")
-    table.add_column("tokens", justify="right")
-    for name in names.values():
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("best")
-    for found in _by_task(rows):
-        best = {row.cache for row in best_of(found)}
-        cells = [f"[bold]{_score(row)}[/]" if row.cache in best else _score(row) for row in found]
-        marked = " ".join(names[row.cache] for row in found if row.cache in best)
-        arrow = "" if found[0].higher_is_better else f", {found[0].unit}, lower is better"
-        table.add_row(f"{found[0].task}{arrow}", f"{found[0].length:,}", *cells, marked)
+    if len(names) <= _MOST_COLUMNS:
+        table.add_column("task")
+        table.add_column("tokens", justify="right")
+        for name in names.values():
+            table.add_column(name, justify="right", no_wrap=True)
+        table.add_column("best")
+        for cells in tasks:
+            table.add_row(*cells)
+    else:
+        table.add_column("cache")
+        for task, tokens, *_ in tasks:
+            table.add_column(f"{task}\n{tokens}", justify="right")
+        for line, label in enumerate(_labels(names).values()):
+            table.add_row(label, *(cells[2 + line] for cells in tasks))
+        table.add_row("best", *(cells[-1] for cells in tasks))
     console.print(table)
     console.print(_costs(rows, names))
+    for note in notes:
+        console.print(note, highlight=False, markup=False, soft_wrap=True)
+
+
+def _letters(rows: Sequence[Row]) -> dict[str, str]:
+    caches = dict.fromkeys(row.cache for row in rows)
+    return {cache: LETTERS[number] if number < len(LETTERS) else str(number) for number, cache in enumerate(caches)}
+
+
+def _labels(names: dict[str, str]) -> dict[str, str]:
+    """Letters, and the names of peers, which are short."""
+    return {cache: f"{name} {cache}" if cache.startswith(PEER) else name for cache, name in names.items()}
+
+
+def _cells(found: Sequence[Row], names: dict[str, str]) -> list[str]:
+    """Of a task: its name, tokens, each cache's score ("" = it has none), the best."""
+    best, by_cache = {row.cache for row in best_of(found)}, {row.cache: row for row in found}
+    scores = [_score(by_cache[cache]) if cache in by_cache else "" for cache in names]
+    marked = " ".join(name for cache, name in names.items() if cache in best)
+    arrow = "" if found[0].higher_is_better else f", {found[0].unit}, lower is better"
+    bold = [f"[bold]{score}[/]" if cache in best else score for cache, score in zip(names, scores, strict=True)]
+    return [f"{found[0].task}{arrow}", f"{found[0].length:,}", *bold, marked]
 
 
 def best_of(rows: Sequence[Row]) -> list[Row]:
@@ -67,15 +95,15 @@ def _score(row: Row) -> str:
 def _costs(rows: Sequence[Row], names: dict[str, str]) -> Table:
     """Means over tasks."""
     table = Table(box=SIMPLE, padding=(0, 1, 0, 0))
-    table.add_column("cache")
+    table.add_column("cache", no_wrap=True)
     for column in ("bytes held", "of dense", "first token, s", "a token, ms"):
         table.add_column(column, justify="right")
-    for cache, name in names.items():
+    for cache, label in _labels(names).items():
         found = [row for row in rows if row.cache == cache]
         shares = [row.share for row in found if row.share is not None]
         tokens = [row.token_seconds for row in found if row.token_seconds is not None]
         table.add_row(
-            name,
+            label,
             f"{_mean([row.nbytes for row in found]):,.0f}",
             f"{_mean(shares):.3f}" if shares else "",
             f"{_mean([row.first_token_seconds for row in found]):.3f}",
@@ -109,15 +137,16 @@ def by_depth(row: Row) -> dict[float, float]:
 
 def print_depths(rows: Sequence[Row], console: Console) -> None:
     """For each cache, what is recalled by length and depth."""
-    for cache in dict.fromkeys(row.cache for row in rows):
-        own = [row for row in rows if row.cache == cache]
-        table = Table(box=SIMPLE, padding=(0, 1, 0, 0), title=cache, title_justify="left")
-        table.add_column("tokens", justify="right")
-        for depth in by_depth(own[0]):
-            table.add_column(f"{depth:.0%}", justify="right")
-        for row in own:
-            table.add_row(f"{row.length:,}", *(f"{score:.2f}" for score in by_depth(row).values()))
-        console.print(table)
+    table = Table(box=SIMPLE, padding=(0, 1, 0, 0), title="by depth", title_justify="left")
+    table.add_column("cache")
+    table.add_column("tokens", justify="right")
+    for depth in by_depth(rows[0]):
+        table.add_column(f"{depth:.0%}", justify="right")
+    for cache, label in _labels(_letters(rows)).items():
+        for row in rows:
+            if row.cache == cache:
+                table.add_row(label, f"{row.length:,}", *(f"{score:.2f}" for score in by_depth(row).values()))
+    console.print(table)
 
 
 def draw_depths(rows: Sequence[Row], path: Path) -> None:

@@ -12,13 +12,16 @@ from .equal_bytes import EqualBytes, dense_bytes
 from .measure import Mean, Measure, Outcome
 from .reading import Reader
 
+PEER = "kvpress "  # what names of its presses begin with
+
 
 @dataclass(frozen=True)
 class Row:
     """One cache on one task. cache: as it was given; sized: with the size that equal bytes gave it. score: mean of the
     samples, score_se: its standard error, None for a single one. nbytes: that the cache held, mean; dense_nbytes: what
     transformers' cache holds of the first prompt, None for a converted model. first_token_seconds, token_seconds:
-    medians. said: of each sample its answers."""
+    medians. said: of each sample its answers. frees_memory: False for a peer that hides what it drops; nbytes is then
+    what a cache without that would hold."""
 
     task: str
     length: int
@@ -34,6 +37,7 @@ class Row:
     first_token_seconds: float
     token_seconds: float | None
     said: tuple[tuple[dict[str, Any], ...], ...]
+    frees_memory: bool = True
 
     @property
     def share(self) -> float | None:
@@ -57,15 +61,18 @@ def evaluate(
             given = replace(reader, spec=spec)
             sized = spec if spec.kind == DENSE else equal.sized(given, measure, dense)
             with_size = replace(reader, spec=sized)
-            yield _row(measure, spec, sized, [measure.run(with_size, i) for i in samples], dense)
+            yield row_of(measure, str(spec), str(sized), [measure.run(with_size, i) for i in samples], dense)
 
 
-def _row(measure: Measure, spec: CacheSpec, sized: CacheSpec, outcomes: list[Outcome], dense: int | None) -> Row:
+def row_of(
+    measure: Measure, cache: str, sized: str, outcomes: Sequence[Outcome], dense: int | None, frees_memory: bool = True
+) -> Row:
     mean = Mean(tuple(outcome.score for outcome in outcomes))
     tokens = [outcome.token_seconds for outcome in outcomes if outcome.token_seconds is not None]
     return Row(
-        measure.name, measure.length, str(spec), str(sized), mean.value, mean.error, measure.unit,
+        measure.name, measure.length, cache, sized, mean.value, mean.error, measure.unit,
         measure.higher_is_better, mean.samples, sum(outcome.nbytes for outcome in outcomes) / len(outcomes), dense,
         statistics.median(outcome.first_seconds for outcome in outcomes),
         statistics.median(tokens) if tokens else None, tuple(outcome.said for outcome in outcomes),
+        frees_memory,
     )  # fmt: skip

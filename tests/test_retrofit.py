@@ -13,7 +13,7 @@ import torch
 from helpers import random_ids, tiny_model
 from peft import LoraConfig, get_peft_model
 from test_dmc_training import converted
-from transformers import AutoModelForCausalLM, Trainer, TrainerControl, TrainerState, TrainingArguments
+from transformers import AutoModelForCausalLM, Trainer, TrainerControl, TrainerState, TrainingArguments, logging
 from typer.testing import CliRunner
 
 import kvcompress
@@ -24,6 +24,7 @@ from kvcompress.models import load_example_model
 from kvcompress.retrofit.callback import RetrofitCallback
 from kvcompress.retrofit.data import collate, example_rows, text_windows
 from kvcompress.retrofit.figures import METRICS, MetricsFile
+from kvcompress.retrofit.report import logged_in_words, summary
 from kvcompress.retrofit.run import RunSettings, _check_same, load, pretrained
 from kvcompress.retrofit.trainer import RetrofitTrainer
 
@@ -150,6 +151,55 @@ def test_any_trainer_retrofits_with_the_parts(tmp_path):
     (tmp_path / "own" / "checkpoint-5" / "retrofit.json").unlink()
     with pytest.raises(ValueError, match=r"checkpoint-5/retrofit\.json must be"):
         own.train(resume_from_checkpoint=str(tmp_path / "own" / "checkpoint-5"))
+
+
+@pytest.mark.parametrize(
+    ("logs", "line"),
+    [
+        ({"loss": 1.25, "grad_norm": 3, "learning_rate": 3e-4, "epoch": 0.1},
+         "step 20: loss 1.25, learning rate 0.0003"),
+        ({"eval_loss": 2.0, "eval_bits_per_byte": 2.885, "eval_runtime": 1.0},
+         "step 20: held-out loss 2, bits per byte 2.885"),
+        ({"train_runtime": 9.9, "train_loss": 1.4}, ""),
+    ],
+)  # fmt: skip
+def test_what_is_logged_is_a_line_of_words(logs, line):
+    assert logged_in_words(20, logs) == line
+
+
+def test_a_run_ends_with_what_came_of_it():
+    figures = {"settings": {"length": 64}, "steps": 2000, "tokens": 128000, "last": [{"loss": 1.5, "ratio_hard": 3.9}],
+               "validation": [], "measured_ratio": 3.75}  # fmt: skip
+    assert summary(figures, Path("run")).splitlines() == [
+        "Trained on 128,000 tokens in 2,000 steps, rows of 64; the model is in run",
+        "  loss in training        1.5 nats per token",
+        "  tokens per cache entry  3.9",
+        "  cache                   3.75 times less than dense, after a text of 64 tokens",
+        'Try it: kvcompress generate "a text" --model run',
+    ]
+    held_out = [{"eval_loss": 2.5, "eval_bits_per_byte": 3.0}, {"eval_loss": 2.0, "eval_bits_per_byte": 2.5}]
+    said = summary(figures | {"validation": held_out, "measured_ratio": 0.5}, Path("run"))
+    assert "  bits per byte           3 before, 2.5 now (held-out text)" in said
+    assert "2.00 times what dense takes" in said
+
+
+def test_weights_that_are_tied_are_no_missing_ones(tmp_path, caplog):
+    def tied():
+        model = tiny_model(tie_word_embeddings=True)
+        dmc.convert(model, dmc.DMCConfig(shift=1.0))
+        return RetrofitTrainer(model, arguments(tmp_path), RECIPE, train_dataset=Rows(), data_collator=collate)
+
+    whole = tied()
+    whole.train()
+    resumed = tied()
+    logging.enable_propagation()
+    try:
+        resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-5"))
+    finally:
+        logging.disable_propagation()
+    assert "missing keys" not in caplog.text
+    assert resumed.model.lm_head.weight is resumed.model.model.embed_tokens.weight
+    torch.testing.assert_close(resumed.model.lm_head.weight, whole.model.lm_head.weight, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
@@ -441,6 +491,9 @@ def test_the_command_trains_saves_and_goes_on(tmp_path):
     begin = ["retrofit", "dmc", "--out", str(out), "--anneal-steps", "2", "--solidify-steps", "1", *small]
     done = CliRunner().invoke(app, begin)
     assert done.exit_code == 0, done.output
+    said = done.stdout.splitlines()  # nothing but what came of it
+    assert said[0] == f"Trained on 1,280 tokens in 5 steps, rows of 128; the model is in {out}"
+    assert said[1].split()[0] == "cache" and said[-1] == f'Try it: kvcompress generate "a text" --model {out}'
     model = AutoModelForCausalLM.from_pretrained(out)
     assert model.config.use_cache is True
     before = (out / "model.safetensors").read_bytes()
@@ -453,8 +506,9 @@ def test_the_command_trains_saves_and_goes_on(tmp_path):
         "retrofit", "dmc", "--model", str(out / "checkpoint-5"), "--text", str(tmp_path / "text.txt"),
         "--out", str(tmp_path / "solid"), "--target-cr", "2", "--start-cr", "2", "--solidify-steps", "1", *small,
     ]  # fmt: skip
-    done = CliRunner().invoke(app, solid)  # a checkpoint is a model as it is
+    done = CliRunner().invoke(app, [*solid, "--json"])  # a checkpoint is a model as it is
     assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout) == json.loads((tmp_path / "solid" / "training.json").read_text())
     assert model.config.kvcompress["neuron_scale"] == 0 and model.config.kvcompress["shift"] == 2.0
     kvcompress.attach(model)
     assert json.loads((out / "training.json").read_text())["recipe"]["target_ratio"] == 4.0

@@ -38,7 +38,7 @@ def dmc(
     hinge: Annotated[str, typer.Option(help="over what the ratio is meant: global, sequence or layer")] = "global",
     stride: Annotated[int | None, typer.Option(help="fixed pooling of so many tokens, the baseline", min=1)] = None,
     equal_weight: Annotated[float, typer.Option(help="DMC-C: weight of equal ratios within a layer", min=0.0)] = 0.0,
-) -> None:
+) -> dict[str, Any]:
     """Retrofit a model with Dynamic Memory Compression: each KV head learns which tokens to merge.
 
     A model that is converted already (an earlier run's folder) goes on without annealing.
@@ -60,4 +60,6 @@ def dmc(
     if stride is not None:
         given["omega"] = "uniform"
     config = {name: value for name, value in given.items() if value is not None}
-    retrofit(recipe, common.settings(chosen), defaults={"shift": chosen["shift"]}, resume=common.resume, **config)
+    return retrofit(
+        recipe, common.settings(chosen), defaults={"shift": chosen["shift"]}, resume=common.resume, **config
+    )

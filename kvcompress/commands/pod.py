@@ -23,7 +23,7 @@ def pod(
         str | None, typer.Option(help="pod (the default), or a baseline: window (near tokens alone) or cla")
     ] = None,
     steps: Annotated[int | None, typer.Option(help="of the run", min=1)] = None,
-) -> None:
+) -> dict[str, Any]:
     """Retrofit a model with PoD: layers that attend alike share the keys of distant tokens.
 
     A model that is converted already (an earlier run's folder) goes on as it is and needs no plan.
@@ -35,4 +35,4 @@ def pod(
     chosen = common.chosen(PRESETS, steps=steps)
     found = None if plan is None else PoDPlan.load(plan)
     given = {} if mode is None else {"mode": mode}
-    retrofit(PoDRecipe(steps=chosen["steps"]), common.settings(chosen), found, resume=common.resume, **given)
+    return retrofit(PoDRecipe(steps=chosen["steps"]), common.settings(chosen), found, resume=common.resume, **given)

@@ -6,6 +6,8 @@ Those of the methods are beside it, registered by kvcompress.cli.
 from __future__ import annotations
 
 import inspect
+import json
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
@@ -65,6 +67,9 @@ class Common:
         int, typer.Option(help="ranks (torchrun) that weights are cut over, by FSDP2; the others hold copies", min=1)
     ] = 1
     resume: Annotated[bool, typer.Option("--resume", help="go on from the last checkpoint in the folder")] = False
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON and nothing else: what training.json holds")] = (
+        False
+    )
 
     def chosen(self, presets: dict[str, dict[str, Any]], **own: Any) -> dict[str, Any]:
         """What the preset says, and what was given instead, among it a command's own options."""
@@ -91,10 +96,11 @@ class Common:
 FROM_PRESET = ("length", "rows", "accumulation", "learning_rate")
 
 
-def command(function: Callable[..., None]) -> Callable[..., None]:
+def command(function: Callable[..., dict[str, Any]]) -> Callable[..., None]:
     """A command of `retrofit`: the function's own options, and those of Common, which it gets as its argument `common`.
 
-    ValueError and FileNotFoundError of the function are shown as what they are, wrong options.
+    The function returns the figures of its run, which are printed. Its ValueError and FileNotFoundError are shown as
+    what they are, wrong options.
     """
     own = [p for p in _parameters(function) if p.name != "common"]
     shared = _parameters(Common)
@@ -104,15 +110,26 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
     def run(**given: Any) -> None:
         common = Common(**{name: given.pop(name) for name in names})
         try:
-            function(common=common, **given)
+            figures = _run(function, common, given)
         except (ValueError, FileNotFoundError) as error:
             raise typer.BadParameter(str(error)) from None
+        if int(os.environ.get("RANK", 0)) == 0:
+            from ..retrofit.report import summary
+
+            typer.echo(json.dumps(figures, default=str) if common.as_json else summary(figures, common.out))
 
     every = [p.replace(kind=p.KEYWORD_ONLY) for p in (*shared, *own)]
     run.__signature__ = inspect.Signature(every)  # type: ignore[attr-defined]
     run.__annotations__ = {p.name: p.annotation for p in every}
     app.command()(run)
     return run
+
+
+def _run(function: Callable[..., dict[str, Any]], common: Common, given: dict[str, Any]) -> dict[str, Any]:
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()  # of weights that are loaded and written; the run has its own
+    return function(common=common, **given)
 
 
 def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
@@ -142,7 +159,7 @@ def gqa(
         int | None, typer.Option(help="in all; not given: the preset's, which are as many as those of dmc", min=1)
     ] = None,
     decay_steps: Annotated[int | None, typer.Option(help="the last ones, learning rate falling", min=0)] = None,
-) -> None:
+) -> dict[str, Any]:
     """Average a model's KV heads to fewer ones and train it on: the baseline of the same cache size.
 
     What it saves is a plain transformers model.
@@ -153,4 +170,4 @@ def gqa(
     if decay_steps is None:
         decay_steps = min(chosen["decay_steps"], chosen["steps"])
     recipe = PlainRecipe(steps=chosen["steps"], warmup_steps=chosen["warmup_steps"], decay_steps=decay_steps)
-    retrofit_gqa(recipe, common.settings(chosen), kv_heads, resume=common.resume)
+    return retrofit_gqa(recipe, common.settings(chosen), kv_heads, resume=common.resume)

@@ -16,18 +16,12 @@ from ..hf.attach import base_model, facts_of
 from ..hf.method import method_of
 from ..hf.seam import evaluating
 from ..prefilling import prefill
+from .report import NAMES
 from .sources import DataSource
 
 LOG = logging.getLogger(__name__)
 CARD = "README.md"
 MARK = "<!-- written by kvcompress: without this line it is yours, and is not written over -->"
-_NAMES = {
-    "loss": "loss, nats per token",
-    "bits_per_byte": "bits per byte",
-    "ratio_hard": "tokens per cache entry",
-    "ratio_soft": "tokens per cache entry, relaxed",
-    "gate": "mean gate of near tokens",
-}
 
 
 @torch.no_grad()
@@ -53,9 +47,10 @@ def measured_ratio(model: nn.Module, input_ids: Tensor) -> float | None:
     return sum(sizes) * next(model.parameters()).element_size() / cache.nbytes()
 
 
-def model_card(model: nn.Module, figures: dict[str, Any], *, steps: int, tokens: int, ratio: float | None) -> ModelCard:
-    """figures: what training.json holds. steps, tokens: of the run. ratio: of measured_ratio."""
+def model_card(model: nn.Module, figures: dict[str, Any]) -> ModelCard:
+    """figures: what training.json holds."""
     settings, recipe, decoder = figures["settings"], figures["recipe"], base_model(model)
+    steps, tokens, ratio = figures["steps"], figures["tokens"], figures["measured_ratio"]
     method = method_of(decoder)
     saved = dict(getattr(decoder.config, "kvcompress", None) or {})
     kind = "" if method is None else str(saved.get("mode") or saved["method"])
@@ -103,7 +98,7 @@ def _evaluation(lines: list[dict[str, Any]]) -> str:
     """A table of the first and the last evaluation."""
     heads = " | ".join(f"step {line['step']:,}" for line in lines)
     rows = [f"| | {heads} |", "|---|" + "---|" * len(lines)]
-    for name, words in _NAMES.items():
+    for name, words in NAMES.items():
         found = [line.get(f"eval_{name}") for line in lines]
         if any(value is not None for value in found):
             values = " | ".join("" if value is None else f"{value:.4g}" for value in found)

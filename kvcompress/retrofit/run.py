@@ -30,6 +30,7 @@ from .data import collate, example_rows, example_validation
 from .fsdp import need_whole_loading, sharding, sum_gradients_in_float32
 from .packing import Packing, Validation, need_validation
 from .recipe import Recipe
+from .report import use_lines
 from .sources import DataSource
 from .trainer import TRAINER_STATE, RetrofitTrainer, newest
 
@@ -199,7 +200,7 @@ def train(
     """Trains a converted, attached model and saves it, its tokenizer and training.json in settings.out.
 
     resume: go on from the newest whole checkpoint in settings.out. Returns what training.json holds: settings, recipe,
-    and the last logged figures.
+    steps, tokens, the last logged figures, evaluations, and how many times the cache is smaller than a dense one.
     Raises FileNotFoundError if there is no checkpoint to resume from, and as RetrofitTrainer.train does.
     """
     out, last = settings.out, None
@@ -253,6 +254,7 @@ def train(
         model, args, recipe, teacher=load_teacher(settings), distillation=settings.distillation, train_dataset=data,
         data_collator=collate, tokenizer=tokenizer, validation=validation,
     )  # fmt: skip
+    use_lines(trainer)
     if last is not None and step_of(last) >= recipe.steps:  # stopped between its end and the writing of the model
         trainer.load_trained(last)
         history = read_json(last / TRAINER_STATE, "log_history")["log_history"]
@@ -262,17 +264,20 @@ def train(
     evaluated = [line for line in history if "eval_loss" in line]
     if validation is not None and (not evaluated or evaluated[-1]["step"] != recipe.steps):
         evaluated.append({"step": recipe.steps} | trainer.evaluate())
+    tokens = recipe.steps * settings.accumulation * settings.rows * settings.length * args.world_size
     figures = {part: plan[part] for part in ("settings", "recipe")} | {
+        "steps": recipe.steps,
+        "tokens": tokens,
         "last": [line for line in history if "loss" in line][-1:],
         "validation": evaluated[:1] + evaluated[1:][-1:],  # the first, and the last
+        "measured_ratio": None,
     }
     model.config.use_cache = use_cache
     weights = trainer.gathered()
     if trainer.is_world_process_zero():
         text = torch.tensor([next(iter(data if validation is None else validation.rows))["input_ids"]])
-        tokens = recipe.steps * settings.accumulation * settings.rows * settings.length * args.world_size
-        ratio = measured_ratio(model, text.to(args.device))
-        card = model_card(model, figures, steps=recipe.steps, tokens=tokens, ratio=ratio)
+        figures["measured_ratio"] = measured_ratio(model, text.to(args.device))
+        card = model_card(model, figures)
         save(model, tokenizer, out, figures, card, weights)
     trainer.accelerator.wait_for_everyone()
     return figures

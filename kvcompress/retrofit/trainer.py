@@ -319,7 +319,9 @@ class RetrofitTrainer(Trainer):
             raise ValueError(
                 f"it lacks {missing[:3]} and has {load_result.unexpected_keys[:3]}, which the model has not"
             )
-        super()._issue_warnings_after_load(load_result)
+        # what is left is tied: saved once, under another name
+        if isinstance(self.model, PreTrainedModel):
+            self.model.tie_weights()
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:

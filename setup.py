@@ -70,6 +70,14 @@ def check_cuda(cuda):
 
 
 class BuildNative(build_ext):
+    def copy_file(self, infile, outfile, *args, **options):
+        """Into the source tree, under another name first: a process that starts meanwhile loads the old file or the new
+        one, never a part of it, and one that runs keeps what it has loaded."""
+        fresh = f"{outfile}.new"
+        _, copied = super().copy_file(infile, fresh, *args, **options)
+        os.replace(fresh, outfile)
+        return outfile, copied
+
     def build_extension(self, ext):
         from torch.utils.cpp_extension import include_paths, library_paths
 

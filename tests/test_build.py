@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from setuptools import Distribution
 
 import kvcompress
 from kvcompress import _C, versions
@@ -68,6 +69,27 @@ def test_a_source_tree_without_the_extension_says_what_to_do(tmp_path):
     assert "not built" not in tried.stderr and LIBRARY.name in tried.stderr.strip().splitlines()[-1]
 
 
+def of_setup(name, monkeypatch):
+    """A name of setup.py, which builds nothing."""
+    with monkeypatch.context() as patch:
+        patch.setattr("setuptools.setup", lambda **options: None)
+        return runpy.run_path(str(Path(__file__).parents[1] / "setup.py"))[name]
+
+
+def test_a_build_leaves_who_has_loaded_the_file_before_alone(tmp_path, monkeypatch):
+    new, loaded = tmp_path / "new.so", tmp_path / "_C.abi3.so"
+    new.write_bytes(b"new")
+    loaded.write_bytes(b"old")
+    with loaded.open("rb") as held:
+        command = of_setup("BuildNative", monkeypatch)(Distribution())
+        seen = []
+        monkeypatch.setattr(os, "replace", lambda a, b: (seen.append(loaded.read_bytes()), os.rename(a, b)))
+        assert command.copy_file(str(new), str(loaded))[0] == str(loaded)
+        assert held.read() == b"old"
+    assert seen == [b"old"] and loaded.read_bytes() == b"new"  # whole at any time
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["_C.abi3.so", "new.so"]
+
+
 @pytest.mark.parametrize(("torch_has", "stops"), [("13.0", True), ("12.1", False), (None, False)])
 def test_a_toolkit_of_another_major_version_than_torchs_stops_the_build(torch_has, stops, tmp_path, monkeypatch):
     nvcc = tmp_path / "bin" / "nvcc"
@@ -75,9 +97,7 @@ def test_a_toolkit_of_another_major_version_than_torchs_stops_the_build(torch_ha
     nvcc.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 12.4, V12.4.131'\n")
     nvcc.chmod(0o755)
     monkeypatch.setattr(torch.version, "cuda", torch_has)
-    with monkeypatch.context() as patch:
-        patch.setattr("setuptools.setup", lambda **options: None)
-        check_cuda = runpy.run_path(str(Path(__file__).parents[1] / "setup.py"))["check_cuda"]
+    check_cuda = of_setup("check_cuda", monkeypatch)
     with pytest.raises(SystemExit, match=r"nvcc in .* is of CUDA 12, .* CUDA 13\.0") if stops else nullcontext():
         check_cuda(tmp_path)
 

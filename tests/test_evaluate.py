@@ -17,7 +17,8 @@ from kvcompress.evaluate.equal_bytes import TOLERANCE, EqualBytes, dense_bytes
 from kvcompress.evaluate.losses import loss_measure
 from kvcompress.evaluate.measure import Framing
 from kvcompress.evaluate.questions import needle_measure, recall_measure, ruler_measure, turns_measure
-from kvcompress.evaluate.report import best_of, by_depth
+from kvcompress.evaluate.reading import Reader
+from kvcompress.evaluate.report import best_of, by_depth, hint_of
 from kvcompress.evaluate.ruler.registry import MADE
 from kvcompress.evaluate.run import evaluate
 from kvcompress.evaluate.texts import Library
@@ -182,6 +183,10 @@ def test_rows_say_what_was_measured_and_the_best_is_named(reader, framing):
         assert row.score == pytest.approx(sum(row.samples) / 2)
         assert row.score_se == pytest.approx(abs(row.samples[0] - row.samples[1]) / 2)
         assert row.dense_nbytes > 0 and (row.share < 0.5) == (row.cache != "dense")
+    none = [replace(row, score=0.0) for row in needle]
+    assert "this model cannot do the task" in hint_of(none) and "add --cache dense" in hint_of(none[1:])
+    assert hint_of(needle) is None and hint_of([needle[0], *none[1:]]) is None
+    assert hint_of([replace(row, score=0.0) for row in ppl]) is None
     assert all(row.token_seconds is None for row in ppl) and all(row.token_seconds for row in needle)
 
 
@@ -215,6 +220,7 @@ def test_ruler_and_needle_run_end_to_end(which, other_family, tmp_path):
     rows = json.loads(file.read_text())["rows"]
     assert [row["length"] for row in rows] == [256, 256, 384, 384] and "75%" in shown
     assert all(row["score"] == (1.0 if which == "shipped" else 0.0) for row in rows if row["cache"] == "dense")
+    assert ("this model cannot do the task" in shown) is (which != "shipped")
     assert figure.stat().st_size > 1000
 
 

@@ -51,6 +51,24 @@ def print_rows(rows: Sequence[Row], console: Console, notes: Sequence[str] = ())
     console.print(_costs(rows, names))
     for note in notes:
         console.print(note, highlight=False, markup=False, soft_wrap=True)
+    for found in _by_task(rows):
+        if hint := hint_of(found):
+            console.print(f"{found[0].task}, {found[0].length:,} tokens: {hint}", highlight=False, markup=False)
+
+
+def hint_of(rows: Sequence[Row]) -> str | None:
+    """What to do where the scores of one task say nothing of its caches: all are 0, or the dense cache's is."""
+    if not rows[0].higher_is_better:
+        return None
+    dense = [row for row in rows if row.cache == DENSE]
+    if any(row.score == 0 for row in dense):
+        return (
+            "the dense cache scores 0, so this model cannot do the task, whatever the cache: take another model, "
+            "shorter --lengths or an easier task"
+        )
+    if not dense and all(row.score == 0 for row in rows):
+        return "every cache scores 0: add --cache dense to see whether the model can do the task at all"
+    return None
 
 
 def _letters(rows: Sequence[Row]) -> dict[str, str]:

@@ -17,7 +17,6 @@ from kvcompress.evaluate.equal_bytes import TOLERANCE, EqualBytes, dense_bytes
 from kvcompress.evaluate.losses import loss_measure
 from kvcompress.evaluate.measure import Framing
 from kvcompress.evaluate.questions import needle_measure, recall_measure, ruler_measure, turns_measure
-from kvcompress.evaluate.reading import Reader
 from kvcompress.evaluate.report import best_of, by_depth, hint_of
 from kvcompress.evaluate.ruler.registry import MADE
 from kvcompress.evaluate.run import evaluate

@@ -10,7 +10,7 @@ queries and keys (qwen3), sliding layers and softcapped logits (gemma2), sinks (
 attention is sharp. Prompts of 1,024 bytes of held-out source, 1/4 and 1/16 of their tokens stay, pages of 8.
 
 Rows shapes/<shape>/<method>/keep<share>: divergence, its standard error over prompts, of_random: over Random's of the
-same shape and share; longest: the longest row over the mean.
+same shape and share.
 """
 
 from __future__ import annotations
@@ -130,17 +130,13 @@ def run(sizes: Sizes) -> list[dict[str, Any]]:
 
 def row_of(model: PreTrainedModel, shape: str, method: str, part: int, texts: list[Any], dense: list[Tensor]
            ) -> dict[str, Any]:  # fmt: skip
-    divergences, longest = [], []
+    divergences = []
     for text, exact in zip(texts, dense, strict=True):
-        cache = METHODS[method](model.config, 1 - 1 / part)
-        found = predicted(model, cache, *text)
+        found = predicted(model, METHODS[method](model.config, 1 - 1 / part), *text)
         divergences.append((exact.exp() * (exact - found)).sum(-1).mean().item())
-        held = [n - len(found) for layer in cache.compressing for row in layer.stored_lengths() for n in row]
-        longest.append(max(held) / statistics.mean(held))
     return {
         "name": f"shapes/{shape}/{method}/keep{1 / part:g}", "shape": shape, "method": method, "part": part,
         "divergence": statistics.mean(divergences), "divergence_se": standard_error(divergences),
-        "longest": statistics.mean(longest),
     }  # fmt: skip
 
 

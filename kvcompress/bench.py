@@ -69,10 +69,10 @@ def run_bench(
     if as_json:
         print(json.dumps({"model": model, "tokens": ids.shape[1], "rows": rows}))
         return
-    table = Table(box=SIMPLE, title=f"{model}, {ids.shape[1]:,} tokens on {device}")
-    table.add_column("cache")
-    for column in ("read tokens/s", "written tokens/s", "cache"):
-        table.add_column(column, justify="right")
+    table = Table(box=SIMPLE, padding=(0, 1, 0, 0), title=f"{model}, {ids.shape[1]:,} tokens on {device}")
+    table.add_column("cache", overflow="fold")  # a name is there to be copied
+    for column in ("tok/s read", "written", "held"):
+        table.add_column(column, justify="right", no_wrap=True)
     for row in rows:
         speeds = (f"{row[f'{kind}_tokens_per_second']:,.0f}" for kind in ("read", "written"))
         table.add_row(row["cache"], *speeds, size(row["cache_nbytes"]))

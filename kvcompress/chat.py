@@ -9,20 +9,25 @@ from typing import Any
 import torch
 from rich.console import Console
 from torch import Tensor
-from transformers import TextStreamer
 from transformers.utils.logging import set_verbosity_error
 
 from .caches import CompressedCache
 from .caches.saving import load_cache
 from .caches.spec import CacheSpec
 from .prefilling import generate
-from .write_text import load
+from .streamed import Streamed
+from .write_text import EXAMPLE_NAME, load
 
 COMMANDS = """/memory       what the cache has seen and holds
 /save FILE    the conversation, to go on with later
 /load FILE    a saved one in place of this one
 /reset        begin anew
 /quit         or the end of the input: leave"""
+
+EXAMPLE_HINT = (
+    "The example model cannot talk: it goes on from source code, and recalls facts. Tell it\n"
+    "# The pass key of iron-lake is 48213. and ask with # The pass key of iron-lake is"
+)
 
 
 class Chat:
@@ -87,6 +92,8 @@ def run_chat(
     chat = Chat(loaded, tokenizer, spec, max_new_tokens)
     if prompt:
         console.print(f"{model}, {spec}. Commands:\n{COMMANDS}", highlight=False, markup=False)
+        if model == EXAMPLE_NAME:
+            console.print(EXAMPLE_HINT, highlight=False, markup=False)
         console.print("> ", end="")
     for line in lines:
         text = line.rstrip("\n")
@@ -95,7 +102,7 @@ def run_chat(
         if text.startswith("/"):
             console.print(_command(chat, text), highlight=False, markup=False)
         elif text:
-            chat.turn(text, TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True))
+            chat.turn(text, Streamed(tokenizer, answers=True))
         if prompt:
             console.print("> ", end="")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, cast, get_type_hints
@@ -16,6 +17,7 @@ from .commands import dmc as _dmc  # noqa: F401  registers its command
 from .commands import pod as _pod  # noqa: F401
 from .commands.analyze import app as analyze
 from .commands.evaluate import app as evaluate
+from .commands.evaluate import needle
 from .commands.retrofit import app as retrofit
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Attention over a compressed key-value cache.")
@@ -42,6 +44,11 @@ def _version(asked: bool) -> None:
         raise typer.Exit
 
 
+def _say(message: Warning | str, *where: Any, **source: Any) -> None:
+    """A warning without the line of source that it comes from."""
+    typer.echo(f"warning: {message}", err=True)
+
+
 def _named(command: Command) -> Command:
     """Errors name the option of the argument that their message begins with, or of the file that they are about."""
     options = {}  # by the argument's name
@@ -53,7 +60,9 @@ def _named(command: Command) -> Command:
     @functools.wraps(command)
     def run(**given: Any) -> None:
         try:
-            command(**given)
+            with warnings.catch_warnings():
+                warnings.showwarning = cast(Any, _say)
+                command(**given)
         except (ValueError, OSError) as error:
             name = next(iter(str(error).split()), "")
             if isinstance(error, OSError):
@@ -249,3 +258,6 @@ def serve(
         model=model, cache=cache, pages=pages, page_size=page_size, requests=requests, batch_tokens=batch_tokens,
         host=host, port=port, device=device, grace=grace, temperature=temperature, length=length,
     )  # fmt: skip
+
+
+app.command()(needle)  # as eval has it

@@ -27,6 +27,8 @@ def _need_tensors(**arguments: object) -> None:
     for name, x in arguments.items():
         if not isinstance(x, Tensor) and (x is not None or name == "input_ids"):
             advice = f"; pass its .{name}" if isinstance(x, Mapping) and name in x else ""
+            if isinstance(x, str):
+                advice = "; token ids are what a tokenizer makes of text, which kvcompress.read takes as it is"
             raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}{advice}")
 
 
@@ -109,7 +111,9 @@ def prefill(
     Source: IMDC ("Memorize Step by Step"), section 3.1.
     """
     if not isinstance(cache, CompressedCache):
-        raise ValueError(f"cache must be a kvcompress cache, got {type(cache).__name__}")
+        got = f"the class {cache.__name__}, not one of it" if isinstance(cache, type) else type(cache).__name__
+        hint = f": CacheSpec.parse({cache!r}).make(model.config) makes one of text" if isinstance(cache, str) else ""
+        raise ValueError(f"cache must be a kvcompress cache, got {got}{hint}")
     decoder = base_model(model)
     facts = facts_of(decoder)
     _need_tensors(attention_mask=attention_mask, guide=guide)

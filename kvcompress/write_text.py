@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.console import Console
 from torch import Tensor
-from transformers import AutoTokenizer, TextStreamer
+from transformers import AutoTokenizer
 from transformers.cache_utils import Cache
 from transformers.utils.logging import disable_progress_bar
 
@@ -23,6 +23,7 @@ from .models import load_example_model
 from .names import check_name
 from .prefilling import generate
 from .reader import Reading, read
+from .streamed import Streamed
 
 EXAMPLE_NAME = "example"
 
@@ -57,20 +58,20 @@ def read_prompt(text: str | None, file: Path | None) -> str:
     return text
 
 
-def write(model: Any, ids: Tensor, guide: Tensor | None, spec: CacheSpec, **options: Any) -> tuple[Tensor, int]:
-    """(ids and what the model writes after them [1, T + n], greedily, bytes in the cache then).
+def write(model: Any, ids: Tensor, guide: Tensor | None, spec: CacheSpec, **options: Any) -> tuple[Tensor, Cache]:
+    """(ids and what the model writes after them [1, T + n], greedily, the cache then).
 
     ids: [1, T]. guide: [g], the question at their end; left out where the cache keeps tokens without looking at one.
     """
     held = spec.make(model.config)
     if not isinstance(held, CompressedCache):
-        return model.generate(ids, past_key_values=held, do_sample=False, **options), held_nbytes(held)
+        return model.generate(ids, past_key_values=held, do_sample=False, **options), held
     if guide is not None:
         try:
             held.check_guide()
         except ValueError:
             guide = None
-    return generate(model, ids, held, guide=guide, do_sample=False, **options), held.nbytes()
+    return generate(model, ids, held, guide=guide, do_sample=False, **options), held
 
 
 def held_nbytes(cache: Cache) -> int:
@@ -80,6 +81,18 @@ def held_nbytes(cache: Cache) -> int:
     held = [value for layer in cache.layers for value in vars(layer).values()]
     tensors = [x for value in held for x in (value.values() if isinstance(value, dict) else [value])]
     return sum(x.nbytes for x in tensors if isinstance(x, Tensor))
+
+
+def held_in_words(cache: Cache) -> str:
+    """What a cache holds, and what a dense one would."""
+    ours = held_nbytes(cache)
+    if not isinstance(cache, CompressedCache):
+        return f"{ours:,} bytes held"
+    dense = cache.dense_nbytes()
+    if ours < dense:
+        return f"{ours:,} bytes held, {dense / ours:,.1f} times less than dense ({dense:,})"
+    why = ": so far every token is kept" if cache.compression_ratio() <= 1 else ""
+    return f"{ours:,} bytes held, no fewer than dense ({dense:,}){why}"
 
 
 def run_generate(
@@ -107,18 +120,17 @@ def run_generate(
         return
     ids = tokenizer(prompt + question, return_tensors="pt").input_ids.to(device)
     guide = tokenizer(question, return_tensors="pt", add_special_tokens=False).input_ids[0].to(device)
-    streamer = None if as_json else TextStreamer(tokenizer, skip_prompt=True)
+    streamer = None if as_json else Streamed(tokenizer, answers=bool(question), note=not quiet)
     begin = time.perf_counter()
-    out, nbytes = write(
-        loaded, ids, guide if question else None, spec, max_new_tokens=max_new_tokens, streamer=streamer
-    )
+    out, held = write(loaded, ids, guide if question else None, spec, max_new_tokens=max_new_tokens, streamer=streamer)
     seconds, count = round(time.perf_counter() - begin, 3), out.shape[1] - ids.shape[1]
     if as_json:
         figures = {"tokens_read": ids.shape[1], "tokens_written": count, "seconds": seconds}
-        written = tokenizer.decode(out[0, ids.shape[1] :])
-        print(json.dumps({"text": written, **figures, "cache": str(spec), "cache_nbytes": nbytes}))
+        written = tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
+        print(json.dumps({"text": written, **figures, "cache": str(spec), "cache_nbytes": held_nbytes(held)}))
     elif not quiet:
-        console.print(f"{ids.shape[1]:,} tokens read, {count:,} written in {seconds} s; {nbytes:,} bytes held ({spec})")
+        what = f"{ids.shape[1]:,} tokens read, {count:,} written in {seconds} s ({spec})"
+        console.print(f"{what}\n{held_in_words(held)}", highlight=False, markup=False, soft_wrap=True)
 
 
 def _through_file(
@@ -139,7 +151,7 @@ def _through_file(
             guide = None
         reading = read(model, tokenizer, prompt, cache=held, guide=guide)
         reading.save(Path(str(save)))
-    streamer = None if as_json else TextStreamer(tokenizer, skip_prompt=True)
+    streamer = None if as_json else Streamed(tokenizer, answers=True, note=not quiet)
     answer = reading.ask(question, max_new_tokens=max_new_tokens, streamer=streamer) if question else ""
     seconds, nbytes = round(time.perf_counter() - begin, 3), reading.cache.nbytes()
     tokens = reading.cache.get_seq_length()
@@ -147,4 +159,5 @@ def _through_file(
         print(json.dumps({"text": answer, "tokens_read": tokens, "seconds": seconds, "cache_nbytes": nbytes}))
     elif not quiet:
         what = f"saved to {save}" if saved is None else f"from {saved}"
-        console.print(f"{tokens:,} tokens read, {nbytes:,} bytes held, {what}; {seconds} s", highlight=False)
+        said = f"{tokens:,} tokens read, {what}; {seconds} s\n{held_in_words(reading.cache)}"
+        console.print(said, highlight=False, markup=False, soft_wrap=True)

@@ -256,6 +256,7 @@ def test_what_is_no_model_is_refused(call, model):
             {"input_ids": BatchEncoding({"input_ids": random_ids(4)})},
             "input_ids must be a torch.Tensor, got BatchEncoding; pass its .input_ids",
         ),
+        ({"input_ids": "text"}, "input_ids must be a torch.Tensor, got str; .* which kvcompress.read takes as it is"),
         ({"attention_mask": [[1, 1, 1]]}, "attention_mask must be a torch.Tensor, got list"),
         ({"attention_mask": np.ones((1, 20))}, "attention_mask must be a torch.Tensor, got ndarray"),
         ({"guide": [1, 2, 3]}, "guide must be a torch.Tensor, got list"),
@@ -269,6 +270,19 @@ def test_arguments_that_are_no_tensors_are_named(function, arguments, message):
         function(attached(), **{"input_ids": random_ids(20), "cache": cache, **arguments})
     assert cache.get_seq_length() == 0
     cache.check_complete()
+
+
+@pytest.mark.parametrize(
+    ("cache", "message"),
+    [
+        ("iterative", r"got str: CacheSpec.parse\('iterative'\).make\(model.config\) makes one of text"),
+        (kvcompress.IterativeCache, "got the class IterativeCache, not one of it"),
+        (None, "got NoneType$"),
+    ],
+)
+def test_what_is_no_cache_is_named(cache, message):
+    with pytest.raises(ValueError, match=f"cache must be a kvcompress cache, {message}"):
+        kvcompress.generate(attached(), random_ids(20), cache)
 
 
 def test_a_model_called_with_a_batch_encoding_says_so():

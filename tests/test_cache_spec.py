@@ -95,6 +95,7 @@ WRITTEN = [  # text, class, attributes of the cache
 ]
 WRONG = [  # text, message
     ("fancy", r"cache must be one of dense, dmc, iterative, pod, pruned, quest, streaming, got 'fancy'"),
+    ("snapkv", r"got 'snapkv': that is a pruner, as in pruned,pruner=snapkv$"),
     ("budget=3", r"cache must be one of dense, .* got none"),
     ("", r"cache must be one of dense, .* got ''"),
     ("pruned,pruner=snap", r"pruner must be one of centerofgravity, .*snapkv.*, got 'snap'"),

@@ -5,6 +5,7 @@ from typer.testing import CliRunner
 
 import kvcompress
 from kvcompress.cli import app
+from kvcompress.streamed import Streamed
 
 FACT = (
     "def f(x):\n    return x\n\n" * 8 + "# The pass key of iron-lake is 48213.\n" + "def g(x):\n    return x\n\n" * 24
@@ -45,6 +46,7 @@ def test_generate_answers_from_a_prompt_however_it_comes(source, tmp_path):
 def test_generate_writes_as_it_goes_and_says_what_was_held():
     output = run("generate", "def area(width, height):\n    return", "--cache", "streaming", "--max-new-tokens", "4")
     assert "35 tokens read, 4 written" in output
+    assert "no fewer than dense" in output and "every token is kept" in output
     quiet = run("generate", "def area(", "--cache", "dense", "--max-new-tokens", "4", "--quiet")
     assert "tokens read" not in quiet
 
@@ -77,6 +79,7 @@ def test_a_dense_cache_holds_more_than_a_memory():
         (("generate", "x", "--model", "./no/where"), "./no/where"),
         (("generate", "--file", "nowhere.txt"), "nowhere.txt"),
         (("generate", "x", "--file", "nowhere.txt"), "file"),
+        (("needle", "--lengths", "long"), "lengths must be whole numbers"),  # as eval needle has it
     ],
 )
 def test_what_is_wrong_is_named(arguments, named):
@@ -111,10 +114,46 @@ def test_bench_has_a_row_for_each_cache():
     assert [row["cache"] for row in rows] == ["dense", "pruned,budget=0.75"]
     assert rows[0]["cache_nbytes"] == 257 * 2 * 4 * 2 * 64 * 4 > 2 * rows[1]["cache_nbytes"]
     assert all(row["read_tokens_per_second"] > 0 and row["written_tokens_per_second"] > 0 for row in rows)
-    assert "read tokens/s" in run("bench", *options)
+    long = "iterative,memory_size=512,chunk_size=512"
+    lines = [line.split() for line in run("bench", *options[:4], "--cache", long).splitlines()]
+    assert any(line[:1] == [long] for line in lines), lines  # whole
 
 
 def test_chat_answers_lines_of_a_pipe():
     assert "48213" in run("chat", "--cache", "pruned,budget=0.0", "--max-new-tokens", "5", text="\n".join(
         [FACT.replace("\n", " ") + QUESTION.strip() + " ", "/memory", ""]
     ))  # fmt: skip
+
+
+def test_a_long_text_is_said_to_take_less_than_dense():
+    assert "times less than dense (" in run("generate", FACT, "--cache", MEMORY, "--max-new-tokens", "1")
+
+
+def test_a_warning_is_a_line_without_source(recwarn):
+    cache = "pruned,budget=0.5"
+    result = CliRunner().invoke(app, ["generate", "x = 1\n" * 350, "--cache", cache, "--max-new-tokens", "1"])
+    assert result.exit_code == 0 and result.stderr.startswith("warning: positions reach 2,099 ")
+    assert ".py" not in result.stderr and not recwarn.list
+
+
+@pytest.mark.parametrize(
+    ("pieces", "answers", "shown"),
+    [
+        (["\n", "   ", "a ", "b\n", "  c"], True, "a b\n  c\n"),
+        (["\n", "   ", "a ", "b"], False, "\n   a b\n"),
+        (["\n", "  "], True, "(nothing but white space)\n"),
+        ([], True, "(nothing but white space)\n"),
+    ],
+)
+def test_an_answer_is_shown_from_its_first_word_on(pieces, answers, shown, capsys):
+    _, tokenizer = kvcompress.load_example_model()
+    streamed = Streamed(tokenizer, answers=answers)
+    for _ in range(2):  # another turn begins anew
+        streamed.put(tokenizer("asked", return_tensors="pt").input_ids)
+        for piece in pieces:
+            streamed.put(tokenizer(piece, return_tensors="pt").input_ids)
+        streamed.end()
+        assert capsys.readouterr().out == shown
+    quiet = Streamed(tokenizer, answers=True, note=False)
+    quiet.end()
+    assert capsys.readouterr().out == "\n"

@@ -76,7 +76,8 @@ class CacheSpec:
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            raise ValueError(f"cache must be one of {', '.join(KINDS)}, got {self.kind!r}")
+            hint = f": that is a pruner, as in pruned,pruner={self.kind}" if self.kind.lower() in PRUNERS else ""
+            raise ValueError(f"cache must be one of {', '.join(KINDS)}, got {self.kind!r}{hint}")
         _ = self._settings  # refuses what cannot be read
 
     @staticmethod

@@ -12,7 +12,7 @@ import torch
 from typer.testing import CliRunner
 
 import kvcompress
-from benchmarks.quality import peers, quality
+from benchmarks.quality import peers, quality, table
 from benchmarks.quality.parts import tasks
 from benchmarks.quality.parts.measures import make_tasks
 from kvcompress import CacheSpec, PrunedCache
@@ -109,6 +109,11 @@ def fake(tmp_path):
     return make
 
 
+def nats_here(reader, measure):
+    """What the other side must find as well."""
+    return nats_of(reader.model, request_of(reader.model, "example", [[measure.sample(0)]], [])["check"])
+
+
 def answer(measure, nats, *, share=0.5, frees=True):
     """A press's, of ppl: so many nats, in this share of the bytes."""
     samples = [
@@ -170,7 +175,7 @@ def test_an_answer_is_what_our_cache_gives_that_keeps_the_same(stand_in, reader)
 
 
 def test_rows_stand_in_the_order_and_scores_of_ours(fake, reader, measure):
-    nats = nats_of(reader.model, request_of(reader.model, "example", [[measure.sample(0)]], [])["check"])
+    nats = nats_here(reader, measure)
     lines = [
         answer(measure, [8.0, 16.0]),
         {"error": "AssertionError: too short"},
@@ -200,7 +205,7 @@ def test_a_model_that_it_cannot_measure_is_said_with_the_reason(fake, reader, me
 
 
 def test_one_that_dies_or_writes_rubbish_is_said_and_what_came_before_stays(fake, reader, measure):
-    nats = nats_of(reader.model, request_of(reader.model, "example", [[measure.sample(0)]], [])["check"])
+    nats = nats_here(reader, measure)
     good = answer(measure, [8.0, 16.0])
     for lines, count, reason in (
         ((), 0, "ended with status 3: what it died of"),
@@ -241,7 +246,7 @@ def run(*arguments, code=0):
 
 
 def test_the_command_shows_both_and_says_what_broke(fake, reader, measure, tmp_path):
-    nats = nats_of(reader.model, request_of(reader.model, "example", [[measure.sample(0)]], [])["check"])
+    nats = nats_here(reader, measure)
     good = answer(measure, [0.1, 0.1], frees=False)
     file = tmp_path / "rows.json"
     arguments = ("ppl", "--lengths", 96, "--scored", 16, "--limit", 2, "--share", "1/2", "--cache",
@@ -329,6 +334,19 @@ def test_the_benchmark_measures_a_press_as_our_caches(stand_in, tmp_path, monkey
             for row, budget in ((dense, len(task.prompts[0])), (cut, kept), (hiding, kept)):
                 ours = tasks.measure(model, task, lambda n=budget: PrunedCache(model.config, WindowAttention(), n))
                 np.testing.assert_allclose(row[field], ours.samples, atol=1e-4)
+
+
+def test_the_table_has_rows_of_presses_beside_ours(fake, reader, measure, monkeypatch):
+    monkeypatch.setattr(table, "measures_of", lambda framing, sizes: [measure])
+    peer = fake({"nats": nats_here(reader, measure)}, answer(measure, [8.0, 16.0], frees=False), {"error": "too short"})
+    dense, press, left = table.run(reader, table.SIZES["tiny"], "example", peer, ("SnapKV", "KVzip"))
+    assert dense["method"] == "dense" and press["name"] == "table/kvpress SnapKV/ppl/keep0.5"
+    assert press["frees_memory"] is False and press["peer"] == "kvpress 9 with transformers 5"
+    assert left == {"name": "refused/kvpress KVzip/ppl/keep0.5", "reason": "too short"}
+    assert table.best_rows([dense, press])[0]["methods"] == ["kvpress SnapKV"]
+    broken = fake({"refused": "ValueError: no"})
+    with pytest.raises(ValueError, match="ValueError: no"):
+        table.run(reader, table.SIZES["tiny"], "example", broken, ("SnapKV",))
 
 
 def test_prompts_of_another_python_are_refused_and_an_error_there_is_one_here(fake, reader, measure):

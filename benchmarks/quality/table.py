@@ -147,7 +147,7 @@ def run(reader: Reader, sizes: Sizes, model: str, peer: Peer | None, presses: tu
         if peer is not None:
             found = peer_rows(peer, presses, reader, model, measures, equal, lambda text: print(text, file=sys.stderr))
             need(found.refused is None and found.broken is None, f"peers must run through, got {found.notes()}")
-            rows += [row_of(row.cache, part, row) for row in found.rows]
+            rows += [row_of(row.cache, part, row) | {"peer": str(peer)} for row in found.rows]
             left_out += [
                 {"name": f"refused/{left['cache']}/{left['task']}/keep{1 / part:g}", "reason": left["reason"]}
                 for left in found.left_out

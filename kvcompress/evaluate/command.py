@@ -48,14 +48,14 @@ def run_eval(
         peers or (peers_python is None and not peers_press), "peers must be given where peers_python or peers_press is"
     )
     need(not peers or equal != EqualBytes(), "peers must come with share or bytes, which kvpress is held to as well")
-    peer = peer_of(peers_python, Console(stderr=True, soft_wrap=True).print) if peers else None
-    presses = chosen(peer, peers_press) if peer else ()
     set_verbosity_error()  # texts may be longer than the model's trained length on purpose
     loaded, tokenizer = load(model, device)
     config = decoder_config(loaded.config)
     specs = specs or [CacheSpec(CacheSpec.kind_of(loaded.config) or DENSE, {})]
     reached = getattr(config, "max_position_embeddings", None) or MOST_TOKENS
     measures = [x for length in lengths or [min(reached, MOST_TOKENS)] for x in make(tokenizer, source, length)]
+    peer = peer_of(peers_python, Console(stderr=True, soft_wrap=True).print) if peers else None
+    presses = chosen(peer, peers_press) if peer else ()
     rows: list[Row] = []
     with Console(stderr=True).status("reading") as status:
         reader = Reader(loaded, tokenizer, specs[0])

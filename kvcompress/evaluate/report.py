@@ -168,14 +168,18 @@ def print_depths(rows: Sequence[Row], console: Console) -> None:
 
 
 def draw_depths(rows: Sequence[Row], path: Path) -> None:
-    """A heat map for each cache, side by side. Raises ImportError without matplotlib."""
+    """A heat map for each cache, side by side, four in a row. Raises ImportError without matplotlib."""
     from matplotlib.figure import Figure
 
     from ..plots import recall_map, save
 
     caches = list(dict.fromkeys(row.cache for row in rows))
-    figure = Figure(figsize=(5.2 * len(caches), 4.4), layout="constrained")
-    for cache, axes in zip(caches, figure.subplots(1, len(caches), squeeze=False)[0], strict=True):
+    across, down = min(len(caches), 4), -(-len(caches) // 4)
+    figure = Figure(figsize=(5.2 * across, 4.4 * down), layout="constrained")
+    panels = list(figure.subplots(down, across, squeeze=False).flat)
+    for axes in panels[len(caches) :]:
+        axes.set_axis_off()
+    for cache, axes in zip(caches, panels, strict=False):
         own = sorted((row for row in rows if row.cache == cache), key=lambda row: row.length)
         depths = [by_depth(row) for row in own]
         cells = [[found[depth] for found in depths] for depth in depths[0]]

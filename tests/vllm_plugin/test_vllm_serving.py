@@ -33,6 +33,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 import kvcompress
 from kvcompress.serve.requests import ServedPass
+from kvcompress.serve.vllm.scheduler import _bytes_of
 
 ROOT = Path(__file__).parents[2]
 PRUNED = "pruned,pruner=snapkv,window=16,budget=64"
@@ -90,6 +91,22 @@ def test_a_request_that_outgrows_all_pages_ends_alone(serve, folders, prompts):
     short = [prompts[0][:20], prompts[2][:20]]
     assert [found[0], found[2]] == alone(example("dmc"), "dmc", short, 4)
     assert served.engine.requests.pages_in_use() == 0
+
+
+def test_the_least_memory_that_vllm_starts_with_holds_the_longest_request(serve, folders, prompts):
+    """512 tokens, in blocks of 32 of which one is never given out."""
+    with pytest.raises(ValueError, match="KV cache"):
+        serve(folders["plain"], "dense", blocks=16)
+    prompt = (prompts[0] * 8)[:508]
+    found, reasons = serve(folders["plain"], "dense", blocks=17).generate([prompt], 4)
+    assert reasons == ["length"] and found == alone(example("dense"), "dense", [prompt], 4)
+
+
+def test_memory_that_is_not_one_allocation_is_refused():
+    whole = torch.zeros(64, dtype=torch.int8)
+    assert len(_bytes_of([whole[:32], whole[32:].view(torch.float32)])) == 64
+    with pytest.raises(RuntimeError, match=r"must be one allocation for all layers, .* got 2"):
+        _bytes_of([whole, torch.zeros(64, dtype=torch.int8)])
 
 
 def test_a_prompt_that_is_read_whole_and_finds_too_few_pages_ends_alone(serve, folders, prompts):

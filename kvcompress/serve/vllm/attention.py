@@ -25,7 +25,7 @@ class CompressedSpec(FullAttentionSpec):
 
     def max_memory_usage_bytes(self, vllm_config: VllmConfig) -> int:
         blocks = ENGINES[self.engine].blocks_for(vllm_config.model_config.max_model_len)
-        return int(blocks * self.page_size_bytes)
+        return int(blocks * self.page_size_bytes)  # vLLM itself counts the one that is never given out
 
     @classmethod
     def merge(cls, specs: list[Any]) -> Any:

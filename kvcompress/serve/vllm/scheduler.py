@@ -90,8 +90,8 @@ class CompressedScheduler(Scheduler):
         self.engine: Engine = ENGINES[vllm_config.instance_id]
         self._key, self._scheduling = vllm_config.instance_id, False
         layers = vllm_config.compilation_config.static_forward_context
-        name = kv_cache_config.kv_cache_groups[0].layer_names[0]
-        self.engine.open(_bytes_of(layers[name].kv_cache), kv_cache_config.num_blocks)
+        caches = [layers[name].kv_cache for group in kv_cache_config.kv_cache_groups for name in group.layer_names]
+        self.engine.open(_bytes_of(caches), kv_cache_config.num_blocks)
         super().__init__(vllm_config=vllm_config, kv_cache_config=kv_cache_config, **given)
         self.engine.known = self.requests
 
@@ -151,8 +151,13 @@ class CompressedScheduler(Scheduler):
         return f"needs more than all {self.engine.requests.pages} pages of the KV cache after {tokens} tokens"
 
 
-def _bytes_of(cache: Tensor) -> Tensor:
-    """The memory of all layers, of which one layer's cache is a part."""
-    storage = cache.untyped_storage()
+def _bytes_of(caches: Sequence[Tensor]) -> Tensor:
+    """The memory of all layers, of which each layer's cache is a part. Raises RuntimeError where it is not one."""
+    found = {(cache.device, cache.untyped_storage().data_ptr()) for cache in caches}
+    if len(found) > 1:
+        raise RuntimeError(
+            f"vLLM's KV cache must be one allocation for all layers, as in vLLM 0.32.0, got {len(found)}: pages of "
+            "compressed rows are any layer's"
+        )
     with torch.inference_mode(False):
-        return torch.empty(0, dtype=torch.uint8, device=cache.device).set_(storage)
+        return torch.empty(0, dtype=torch.uint8, device=caches[0].device).set_(caches[0].untyped_storage())

@@ -179,7 +179,10 @@ def test_what_cannot_be_done_is_answered_and_the_next_request_is_served():
         assert client.complete(prompt, 4, n=1, presence_penalty=0.0, echo=False, top_p=1, temperature=0)[0] == 200
         assert client.complete([], 4)[0] == 400 and client.complete([], 4, stream=True)[0] == 400
         assert client.complete(prompt, 4, temperature=0.0)[0] == 200  # which is how this server writes
-        assert client.ask("/v1/systemone", {})[0] == 501 and client.ask("/load_model", {"model": "x"})[0] == 400
+        assert client.ask("/v1/systemone", {})[0] in (404, 501)  # 404: before transformers 5.21 there is none
+        assert (
+            client.ask("/v1/audio/transcriptions", {})[0] == 501 and client.ask("/load_model", {"model": "x"})[0] == 400
+        )
         assert client.ask("/reset", {})[0] == 200  # which forgets requests, and no more
         status, answer = client.complete(prompt, 4)
         assert status == 200 and answer["choices"][0]["text"] == text_of(alone(model, "dense", prompt, 4))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import math
 import sys
 from types import FrameType
@@ -278,11 +279,14 @@ def build_app(serving: Batching, name: str, tokenizer: Any, length: int | None =
     if getattr(tokenizer, "chat_template", None) is None:
         why = f"{name} has no chat template: use /v1/completions"
         chats = dict.fromkeys(chats, refused(why, 400))
-    app = build_server(
-        completion_handler=_Completion(**given),
-        transcription_handler=refused("/v1/audio/transcriptions is not served here; /v1/chat/completions is"),
-        systemone_handler=refused("/v1/systemone is not served here; /v1/chat/completions is"), **chats, **given,
-    )  # fmt: skip
+    others = {"transcription_handler": "/v1/audio/transcriptions", "systemone_handler": "/v1/systemone"}
+    known = inspect.signature(build_server).parameters  # transformers before 5.21 has no systemone
+    unserved = {
+        handler: refused(f"{path} is not served here; /v1/chat/completions is")
+        for handler, path in others.items()
+        if handler in known
+    }
+    app = build_server(completion_handler=_Completion(**given), **unserved, **chats, **given)
 
     app.add_middleware(Departures)
 

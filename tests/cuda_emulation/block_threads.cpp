@@ -364,6 +364,8 @@ uint64_t warp_operation(warp_op operation, unsigned mask, uint64_t given, unsign
     char* place = come(meeting_of(warp, mask));
     release_lanes_if_complete(warp, mask, operation);
     wait(self, [&] { return self.waits_at == warp_op::none; });
+    // as CUDA has it, these order no memory
+    if (operation == warp_op::shuffle || operation == warp_op::ballot) return self.received;
     acquire(place);
     for (unsigned lane = 0; lane < 32; lane++)
         if (self.gone >> lane & 1) acquire(&lane_of(warp, lane)->exit);

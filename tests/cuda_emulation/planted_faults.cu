@@ -80,6 +80,16 @@ __global__ void groups(float* out, const float* in, bool barrier) {
     if (i == 0 || i == 1) __syncwarp(0b011);
 }
 
+// Reads what a neighbour has written before a shuffle, which orders no memory.
+__global__ void shuffles(float* out, const float* in, bool barrier) {
+    KVC_DYNAMIC_SHARED(float, values);
+    const int i = static_cast<int>(threadIdx.x);
+    values[i] = in[i];
+    const float other = __shfl_xor_sync(0xffffffffu, in[i], 1);
+    if (barrier) __syncwarp();
+    out[i] = values[i ^ 1] + other;
+}
+
 }  // namespace
 
 int main(int, char** arguments) {
@@ -98,6 +108,8 @@ int main(int, char** arguments) {
         KVC_LAUNCH(returns, 1, THREADS, THREADS * sizeof(float), nullptr, out.get(), in.get(), is("returns"));
     else if (is("barrier of other lanes") || is("groups"))
         KVC_LAUNCH(groups, 1, THREADS, THREADS * sizeof(float), nullptr, out.get(), in.get(), is("groups"));
+    else if (is("shuffle for a barrier") || is("shuffles"))
+        KVC_LAUNCH(shuffles, 1, THREADS, THREADS * sizeof(float), nullptr, out.get(), in.get(), is("shuffles"));
     else
         KVC_LAUNCH(neighbours, 1, THREADS, THREADS * sizeof(float), nullptr, out.get(), in.get(),
                    !is("missing barrier"), is("read past shared memory"));

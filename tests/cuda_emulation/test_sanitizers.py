@@ -33,7 +33,7 @@ def test_threads_of_a_block_do_not_race():
     assert result.stdout == "done\n"
 
 
-@pytest.mark.parametrize("kernel", ["none", "turns", "tails", "returns", "groups"])
+@pytest.mark.parametrize("kernel", ["none", "turns", "tails", "returns", "groups", "shuffles"])
 def test_kernel_without_a_fault_passes(kernel):
     for kind in ("bounds", "races"):
         result = run(kind, "planted_faults", kernel)
@@ -51,6 +51,7 @@ def test_kernel_without_a_fault_passes(kernel):
         ("races", "write after the last barrier", "data race"),
         ("races", "return without barrier", "data race"),
         ("races", "barrier of other lanes", "data race"),
+        ("races", "shuffle for a barrier", "data race"),
     ],
 )
 def test_planted_fault_is_reported(build, fault, report):

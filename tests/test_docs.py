@@ -102,6 +102,12 @@ def test_blocks_of_a_page_run_in_order(page, tmp_path, monkeypatch):
             check_sh(block, page)
 
 
+def test_no_number_at_the_begin_of_a_line_becomes_a_list():
+    for page in PAGES:
+        text = re.sub(FENCE, "", page.read_text())
+        assert not (found := re.findall(r"^ *\d\d+[.)] .*", text, re.MULTILINE)), f"{page}: {found}"
+
+
 def test_a_wrong_block_would_be_found(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("```python\nprint(1 + 1)\n```\n\n```text\n3\n```\n\n```sh\nkvcompress plan --token 5\n```\n")

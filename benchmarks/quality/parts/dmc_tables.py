@@ -28,41 +28,39 @@ def show(rows: list[dict[str, Any]]) -> None:
     print_table(", ".join(["original", *dense]), columns, lines, left=("model or pruner",))
 
 
+SHOWN = {  # lines of the figure; the table has the others too
+    "DMC": "DMC, trained", "GQA": "GQA, trained", "DMS": "DMS, trained", "pooling": "fixed pooling, trained",
+    "SnapKV31": "SnapKV over 31", "H2O": "H2O",
+}  # fmt: skip
+PANELS = {  # measure: its numbers, and what they are
+    "bits_per_byte": ("bits_per_byte_over_dense", "bits per byte over the original"),
+    "pair_recall": ("pair_recall", "pairs recalled, questions after the prompt"),
+}
+
+
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """Each measure against the real bytes on the same prompts, one line per method."""
+    """Bits and recall against the real bytes on the same prompts, a line per method: trained solid, pruners dashed."""
     from matplotlib.figure import Figure
 
     from kvcompress.plots import save
 
-    panels = {
-        "bits_per_byte": ("bits_per_byte_over_dense", "bits per byte over the original, held-out text"),
-        "fact_recall": ("fact_recall", "recall of a fact, question at the prompt's end"),
-        "later_recall": ("later_recall", "recall of facts, questions after the prompt"),
-        "pair_recall": ("pair_recall", "recall of key-value pairs, questions after the prompt"),
-    }
-    figure = Figure(figsize=(12, 9))
-    shown = rows[1:]
-    names = list(dict.fromkeys((row["method"], bool(row.get("stepwise"))) for row in shown))
-    methods = list(dict.fromkeys(method for method, _ in names))
-    for axis, (measured, (field, title)) in zip(figure.subplots(2, 2).flat, panels.items(), strict=True):
+    figure = Figure(figsize=(11, 4.8))
+    for axis, (measured, (field, says)) in zip(figure.subplots(1, 2), PANELS.items(), strict=True):
         place = f"{measured}_nbytes_share"
-        for method, stepwise in names:
-            line = [row for row in shown if row["method"] == method and bool(row.get("stepwise")) == stepwise]
-            line = sorted((row for row in line if row.get(field) is not None), key=lambda row: row[place])
-            place_of = methods.index(method) % 10
-            if line and not (stepwise and method not in PRUNERS):
+        known = [row for row in rows[1:] if not row.get("stepwise") and row.get(field) is not None]
+        for number_, (method, name) in enumerate(SHOWN.items()):
+            line = sorted((row for row in known if row["method"] == method), key=lambda row: row[place])
+            if line:
                 axis.errorbar(
                     [row[place] for row in line], [row[field] for row in line],
-                    [row.get(f"{field}_se") or 0 for row in line], color=f"C{place_of}", marker="osD^vXP<>*"[place_of],
-                    label=f"{method}, compressing while decoding" if stepwise else method, capsize=2,
-                    markerfacecolor="white" if stepwise else f"C{place_of}",
-                    linestyle=":" if stepwise else "--" if method in PRUNERS else "-",
+                    [row.get(f"{field}_se") or 0 for row in line], color=f"C{number_}", marker="osD^vX"[number_],
+                    label=name, capsize=2, linewidth=1.8, linestyle="--" if method in PRUNERS else "-",
                 )  # fmt: skip
         if rows[0].get(field) is not None:
-            axis.axhline(rows[0][field], color="black", linewidth=0.8, linestyle=":", label="original")
-        axis.set_title(title, fontsize=10)
+            axis.axhline(rows[0][field], color="black", linewidth=1, linestyle=":", label="the original, dense")
+        axis.set_ylabel(says, fontsize=11)
         if field != "bits_per_byte_over_dense":
             axis.set_ylim(-0.03, 1.03)
         share_axis(axis)
-    legend_below(figure, figure.axes, 4, 0.12)
-    save(figure, path, dpi=110)
+    legend_below(figure, figure.axes, 4, 0.14)
+    save(figure, path, dpi=120)

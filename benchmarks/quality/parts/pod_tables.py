@@ -12,9 +12,9 @@ from benchmarks.quality.parts.measures import number
 Row = dict[str, Any]
 RECALLS = ("fact_recall", "later_recall", "pair_recall")
 SKIPPED = {
-    "skipped_of_followers": "skipped, of the followers' distant pairs",
-    "skipped_of_distant": "skipped, of all distant pairs",
-    "attention_work": "multiply-adds of attention",
+    "skipped_of_followers": "skipped, of followers' pairs",
+    "skipped_of_distant": "skipped, of distant pairs",
+    "attention_work": "multiply-adds",
 }
 
 
@@ -49,24 +49,28 @@ def show(rows: list[Row]) -> None:
         print_table("what followers skip while decoding", columns, lines, left=columns[:1])
 
 
+SHOWN = {  # lines of the figure; the table has the others too
+    "PoD": "PoD, trained", "PoD+SnapKV31": "PoD, trained, and SnapKV over 31", "CLA": "CLA, trained",
+    "window": "window attention, trained", "SnapKV31": "SnapKV over 31", "H2O": "H2O",
+}  # fmt: skip
+
+
 def draw(rows: list[Row], path: Path) -> None:
-    """Bits and recall against the real bytes on the same prompts, recall over depth, and what tau skips and costs."""
+    """Bits and recall against the real bytes on the same prompts, and what tau skips and costs."""
     from matplotlib.figure import Figure
 
     from kvcompress.plots import save
 
     others, taus = [row for row in rows if "tau" not in row], [row for row in rows if "tau" in row]
-    deep = [row for row in others if "recall_by_depth" in row]
-    figure = Figure(figsize=(15, 6 + max(0.16 * len(deep), 5)))
-    grid = figure.subplots(2, 2, height_ratios=(5, max(0.16 * len(deep), 5)))
-    _against_bytes(grid[0, 0], others, "bits_per_byte_over_dense", "bits_per_byte_nbytes_share")
-    grid[0, 0].set_title("bits per byte over the original, held-out text", fontsize=10)
-    _against_bytes(grid[0, 1], others, "recall_kept", "recall_nbytes_share")
-    grid[0, 1].set_title("recall, of the original's", fontsize=10)
-    _over_depth(grid[1, 0], deep)
-    _over_tau(grid[1, 1], taus)
-    legend_below(figure, grid[0], 7, 0.08)
-    save(figure, path, dpi=110)
+    figure = Figure(figsize=(13, 4.9))
+    bits, recall, skipped = figure.subplots(1, 3)
+    _against_bytes(bits, others, "bits_per_byte_over_dense", "bits_per_byte_nbytes_share")
+    bits.set_ylabel("bits per byte over the original", fontsize=11)
+    _against_bytes(recall, others, "recall_kept", "recall_nbytes_share")
+    recall.set_ylabel("recall, of the original's", fontsize=11)
+    _over_tau(skipped, taus)
+    legend_below(figure, (bits, recall), 4, 0.14)
+    save(figure, path, dpi=120)
 
 
 def _name(row: Row) -> str:
@@ -90,69 +94,36 @@ def _title(rows: list[Row]) -> str:
 
 
 def _against_bytes(axis: Any, rows: list[Row], field: str, place: str) -> None:
-    """A line per method; models that were not trained are hollow."""
-    from matplotlib import colormaps
-
-    shown = [row for row in rows if row.get(field) is not None]
-    methods = list(dict.fromkeys(row["method"] for row in rows[1:]))
-    colors = [colormaps["tab20"](n) for n in (*range(0, 20, 2), *range(1, 20, 2))]  # dark ones first
-    for row in shown[:1]:
-        axis.axhline(row[field], color="black", linewidth=0.8, linestyle=":", label="original")
-    for untrained in (False, True):
-        for number_, method in enumerate(methods):
-            line = [row for row in shown[1:] if row["method"] == method and bool(row.get("untrained")) == untrained]
-            line.sort(key=lambda row: row[place])
-            color = colors[number_ % 20]
-            if line:
-                axis.errorbar(
-                    [row[place] for row in line], [row[field] for row in line],
-                    [row.get(f"{field}_se") or 0 for row in line], color=color, capsize=2, elinewidth=0.7,
-                    marker="osD^vXP<>*"[(number_ + number_ // 10) % 10], linestyle="-" if "config" in line[0] else "--",
-                    markerfacecolor="white" if untrained else color, label=method + " untrained" * untrained,
-                )  # fmt: skip
+    """A line per method: trained solid, pruners dashed."""
+    known = [row for row in rows if row.get(field) is not None]
+    for row in known[:1]:
+        axis.axhline(row[field], color="black", linewidth=1, linestyle=":", label="the original, dense")
+    for number_, (method, name) in enumerate(SHOWN.items()):
+        line = [row for row in known[1:] if row["method"] == method and not row.get("untrained")]
+        line.sort(key=lambda row: row[place])
+        if line:
+            axis.errorbar(
+                [row[place] for row in line], [row[field] for row in line],
+                [row.get(f"{field}_se") or 0 for row in line], color=f"C{number_}", marker="osD^vX"[number_],
+                label=name, capsize=2, linewidth=1.8, linestyle="-" if "trained" in name else "--",
+            )  # fmt: skip
     share_axis(axis)
 
 
-def _over_depth(axis: Any, rows: list[Row]) -> None:
-    """A map: a line of cells per row."""
-    from kvcompress.plots.panels import MAP
-
-    axis.set_title("recall by the depth of the fact, mean over the tasks", fontsize=10)
-    if not rows:
-        axis.set_axis_off()
-        return
-    cells = [[float("nan") if x is None else x for x in row["recall_by_depth"]] for row in rows]
-    image = axis.imshow(cells, cmap=MAP, vmin=0, vmax=1, aspect="auto", interpolation="nearest")
-    axis.set_yticks(range(len(rows)), [_name(row) for row in rows], fontsize=7)
-    axis.set_xticks(range(8), [f"{100 * (n + 0.5) / 8:.0f}" for n in range(8)])
-    axis.set_xlabel("depth of the fact in the prompt (%)")
-    axis.figure.colorbar(image, ax=axis, label="recall")
-
-
 def _over_tau(axis: Any, rows: list[Row]) -> None:
-    """Left: shares, and recall; right: bits."""
-    axis.set_title("skipping while decoding: followers where near tokens have at least tau", fontsize=10)
+    """Shares that are skipped, and recall."""
     if not rows:
         axis.set_axis_off()
         return
     rows = sorted(rows, key=lambda row: row["tau"])
-    x = [row["tau"] for row in rows]
     recall = {"recall_kept": "recall, of the original's"} if "recall_kept" in rows[0] else {}
-    for number_, (field, label) in enumerate((SKIPPED | recall).items()):
+    for number_, (field, name) in enumerate((SKIPPED | recall).items()):
         # of shares that are not known (nothing was distant) there is no point
         y = [float("nan") if row[field] is None else row[field] for row in rows]
-        axis.plot(x, y, label=label, marker="osD^"[number_], linestyle="-" if field in recall else "--")
-    axis.set_xlabel("tau")
-    axis.set_ylabel("share")
-    axis.set_ylim(-0.03, 1.03)
+        style = "-" if field in recall else "--"
+        axis.plot([row["tau"] for row in rows], y, label=name, marker="osD^"[number_], linestyle=style, linewidth=1.8)
+    axis.set_xlabel("followers skip where near tokens have at least tau", fontsize=11)
+    axis.set_ylabel("share", fontsize=11)
+    axis.set_ylim(-0.03, 1.05)
     axis.grid(alpha=0.3)
-    lines, labels = axis.get_legend_handles_labels()
-    field = "bits_per_byte_over_dense"
-    if rows[0].get(field) is not None:
-        right = axis.twinx()
-        # without errors: those of the original's texts are far above what tau changes in them
-        right.plot(x, [row[field] for row in rows], color="black", marker="x", label="bits per byte (right)")
-        right.set_ylabel("bits per byte over the original")
-        more = right.get_legend_handles_labels()
-        lines, labels = lines + more[0], labels + more[1]
-    axis.legend(lines, labels, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=3, frameon=False)
+    axis.legend(fontsize=9, loc="lower left", framealpha=0.9)

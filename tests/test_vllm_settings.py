@@ -104,7 +104,7 @@ def test_requests_are_let_in_by_what_they_will_take_and_never_beyond_what_is_the
     engine = engine_of(tiny_model(), "dense", blocks=6)  # five blocks are given out
     engine.known = known(a=33, b=9, c=60)
     engine.start_step()
-    assert engine.most_read([], "c", 100) == 40 and not engine.has_room("c", 0, 60)
+    assert engine.most_read([], ["c"], 100) == 40 and not engine.has_room("c", 0, 60)
     assert engine.has_room("a", 0, 33)
     engine.named("a", 1)
     step(engine, [Row(1, 0, 33)])

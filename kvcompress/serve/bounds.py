@@ -13,6 +13,9 @@ from ..caches.paged import PagedLayer
 from ..caches.pruned import PrunedCache
 from ..caches.pruned_layer import PrunedLayer
 
+LEAST = 16  # tokens of a prompt that are worth a part of their own while others decode
+MARGIN = 0.02  # share of all pages that is to be free once a waiting request has been let in
+
 
 class Bounds:
     """Of caches of one kind over pages of P slots. cache: an empty one. learned: whether the model itself decides how

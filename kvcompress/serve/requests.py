@@ -45,7 +45,8 @@ class _Reader:
 
 
 class ServedPass(Pass):
-    """One forward pass over packed tokens [1, T]: first one of each request that decodes, then parts of prompts.
+    """One forward pass over packed tokens [1, T]: one of each request that decodes, and parts of prompts. at: where the
+    tokens of those that decode are, in their order; starts: where each part begins.
 
     All decoding requests attend in one call of a layer, and each part in one of its own. A part whose cache refuses it
     (positions that the model does not know, NaN scores) gets zeros from there on; failed says which, and why. Those who
@@ -53,27 +54,43 @@ class ServedPass(Pass):
     queries, keys and values of one that are not finite are zeros to it, and that request fails alone at the end.
     """
 
-    def __init__(self, facts: Facts, together: CachePass | None, names: Sequence[str], guarded: bool = False) -> None:
+    def __init__(
+        self, facts: Facts, together: CachePass | None, names: Sequence[str], guarded: bool = False,
+        at: Tensor | None = None, starts: Sequence[int] | None = None,
+    ) -> None:  # fmt: skip
+        """at: int64 [n]; None = the first n tokens. starts: None = one part after the other, behind those."""
         self.facts, self.together, self.names, self.guarded = facts, together, names, guarded
+        self.at, self.starts = at, starts
         self._broken: Tensor | None = None  # bool [n, 1, 1, 1], whose numbers were not finite so far
         self.decoding = 0 if together is None else len(together.counts)
         self.parts: list[tuple[Part, CachePass | None]] = []  # None of those that have failed already
         self.failed: dict[str, str] = {}
 
     def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax) -> Tensor:
-        out, start = values.new_empty(*queries.shape[:3], values.shape[3]), self.decoding
+        """queries, keys, values: [1, H, T, D]. Returns [1, Hq, T, D], with 0 for padding behind the last token."""
+        out = values.new_empty(*queries.shape[:3], values.shape[3])
+        self.attend_to(layer, queries, keys, values, softmax, out)
+        out[:, :, self.decoding + sum(part.tokens for part, _ in self.parts) :] = 0
+        return out
+
+    def attend_to(
+        self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax, out: Tensor
+    ) -> None:
+        """The same into out [1, Hq, T, D]; other tokens' are left as they are."""
         if self.together is not None:
-            q, k, v = (x[0, :, :start].transpose(0, 1)[:, :, None] for x in (queries, keys, values))
+            q, k, v = (self._of_decoding(x[0]).transpose(0, 1)[:, :, None] for x in (queries, keys, values))
             if self.guarded:
                 q, k, v = self._finite(q, k, v)
             try:
-                out[0, :, :start] = self.together.attend(layer, q, k, v, softmax)[:, :, 0].transpose(0, 1)
+                self._put(out[0], self.together.attend(layer, q, k, v, softmax)[:, :, 0].transpose(0, 1))
             except RuntimeError as error:
                 self.failed.update(dict.fromkeys(self.names, str(error)))
                 self.together = None
-        if self.together is None:
-            out[:, :, :start] = 0
-        for part, step in self.parts:
+        if self.together is None and self.decoding:
+            self._put(out[0], out.new_zeros(out.shape[1], self.decoding, out.shape[3]))
+        end = self.decoding
+        for i, (part, step) in enumerate(self.parts):
+            start = end if self.starts is None else self.starts[i]
             end = start + part.tokens
             if step is not None and part.request not in self.failed:
                 try:
@@ -83,9 +100,17 @@ class ServedPass(Pass):
                     self.failed[part.request] = str(error)
             if part.request in self.failed:
                 out[:, :, start:end] = 0
-            start = end
-        out[:, :, start:] = 0
-        return out
+
+    def _of_decoding(self, x: Tensor) -> Tensor:
+        """[H, n, D] of x [H, T, D]."""
+        return x[:, : self.decoding] if self.at is None else x.index_select(1, self.at)
+
+    def _put(self, out: Tensor, attended: Tensor) -> None:
+        """attended: [Hq, n, D]. out: [Hq, T, D]."""
+        if self.at is None:
+            out[:, : self.decoding] = attended
+        else:
+            out.index_copy_(1, self.at, attended)
 
     def _finite(self, *given: Tensor) -> list[Tensor]:
         """given: [n, H, 1, D] each, with zeros for requests some of whose numbers are not finite."""
@@ -235,8 +260,12 @@ class Requests:
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def begin(self, parts: Sequence[Part], *, waiting: bool = False) -> ServedPass:
-        """The pass over one token of each decoding request, then these parts. waiting: whether others wait for pages.
+    def begin(
+        self, parts: Sequence[Part], *, waiting: bool = False, at: Tensor | None = None,
+        starts: Sequence[int] | None = None,
+    ) -> ServedPass:  # fmt: skip
+        """The pass over one token of each decoding request and these parts. waiting: whether others wait for pages.
+        at, starts: as ServedPass takes them.
 
         Raises RuntimeError where pages do not suffice; nothing has begun then.
         """
@@ -247,7 +276,7 @@ class Requests:
         if self._running is not None:
             together = self._running.open(self.facts, [1] * len(self.decoding), 1)
         guarded = isinstance(self._running, PrunedCache) and self._running.every > 0
-        self._pass = current = ServedPass(self.facts, together, tuple(self.decoding), guarded)
+        self._pass = current = ServedPass(self.facts, together, tuple(self.decoding), guarded, at, starts)
         for part in parts:
             step, reader = None, self.reading.get(part.request)
             if reader is None:

@@ -8,10 +8,8 @@ from typing import Any
 from transformers.generation.continuous_batching.requests import FutureRequestState, RequestState, RequestStatus
 from transformers.generation.continuous_batching.scheduler import Scheduler
 
+from .bounds import LEAST, MARGIN
 from .requests import Part, Requests
-
-LEAST = 16  # tokens of a prompt that are worth a part of their own while others decode
-MARGIN = 0.02  # share of all pages that is to be free once a waiting request has been let in
 
 
 class PageScheduler(Scheduler):

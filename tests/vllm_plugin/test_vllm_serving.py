@@ -32,7 +32,7 @@ from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 import kvcompress
-from kvcompress.serve.requests import ServedPass
+from kvcompress.serve.requests import Requests, ServedPass
 from kvcompress.serve.vllm.scheduler import _bytes_of
 
 ROOT = Path(__file__).parents[2]
@@ -71,13 +71,13 @@ def test_a_wrong_guess_ends_in_preemption_and_no_token_is_lost(serve, folders, p
 
 
 def test_one_call_of_a_layer_serves_all_that_decode(serve, folders, prompts, monkeypatch):
-    served, seen, attend = serve(folders["plain"], PRUNED), [], ServedPass.attend
+    served, seen, attend = serve(folders["plain"], PRUNED), [], ServedPass.attend_to
 
     def noted(self, layer, queries, *rest):
         seen.append((layer, self.decoding, len(self.parts)))
         return attend(self, layer, queries, *rest)
 
-    monkeypatch.setattr(ServedPass, "attend", noted)
+    monkeypatch.setattr(ServedPass, "attend_to", noted)
     served.generate(prompts, 8)
     decoding = [n for layer, n, parts in seen if layer == 0 and not parts]
     assert max(decoding) == len(prompts)
@@ -120,7 +120,7 @@ def test_a_prompt_that_is_read_whole_and_finds_too_few_pages_ends_alone(serve, f
 
 
 def test_a_request_whose_only_pass_failed_is_no_success(serve, folders, prompts, monkeypatch):
-    served, attend, seen = serve(folders["dmc"], "dmc"), ServedPass.attend, {}
+    served, attend, seen = serve(folders["dmc"], "dmc"), ServedPass.attend_to, {}
 
     def failing(self, layer, *rest):
         names = [part.request for part, _ in self.parts]
@@ -128,7 +128,7 @@ def test_a_request_whose_only_pass_failed_is_no_success(serve, folders, prompts,
         self.failed |= {name: "made for this test" for name in list(seen)[1:2] if name in names}
         return attend(self, layer, *rest)
 
-    monkeypatch.setattr(ServedPass, "attend", failing)
+    monkeypatch.setattr(ServedPass, "attend_to", failing)
     short = [prompt[:20] for prompt in prompts[:3]]
     found, reasons = served.generate(short, 1)
     assert reasons == ["length", "error", "length"] and found[1] == []
@@ -153,6 +153,47 @@ def test_an_aborted_request_gives_its_pages_back(serve, folders, prompts):
         for output in engine.step():
             results[output.request_id] = list(output.outputs[0].token_ids)
     assert results["1"] == alone(example("dense"), "dense", [prompts[1][:60]], 20)[0]
+    assert served.engine.requests.pages_in_use() == 0
+
+
+def test_pages_of_a_request_that_vllm_turns_away_stay_free(serve, folders, prompts):
+    served = serve(folders["plain"], "dense", blocks=20)
+    engine, manager = served.llm.llm_engine, served.scheduler.kv_cache_manager
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=9, detokenize=False, ignore_eos=True)
+    engine.add_request("0", {"prompt_token_ids": prompts[0][:60]}, params)
+    engine.step()
+    manager.watermark_blocks = 10**6  # nobody is let in beside others
+    engine.add_request("1", {"prompt_token_ids": prompts[1][:150]}, params)
+    engine.step()
+    (request,) = served.scheduler.waiting
+    assert all(served.engine.has_room(request.request_id, 0, 127) for _ in range(9))  # more than all pages at once
+    manager.watermark_blocks, results = 0, {}
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            results[output.request_id] = list(output.outputs[0].token_ids)
+    short = [prompts[0][:60], prompts[1][:150]]
+    assert [results["0"], results["1"]] == alone(example("dense"), "dense", short, 9)
+    assert served.engine.preempted == 0 and served.engine.requests.pages_in_use() == 0
+
+
+def test_a_waiting_prompt_is_read_in_parts_of_what_pages_there_are(serve, folders, prompts, monkeypatch):
+    served, seen = serve(folders["dmc"], "dmc", blocks=9, ratio=4, max_num_batched_tokens=512), []
+    begin = Requests.begin
+
+    def noted(self, parts, **given):
+        together = len(self.decoding) + sum(part.tokens for part in parts)
+        seen.extend((part.request, part.tokens, len(self.decoding), together) for part in parts)
+        return begin(self, parts, **given)
+
+    monkeypatch.setattr(Requests, "begin", noted)
+    short = [prompt[:120] for prompt in prompts[:5]]
+    found, _ = served.generate(short, 30)
+    assert found == alone(example("dmc"), "dmc", short, 30)
+    first = {name: rest for name, *rest in reversed(seen)}
+    # for pages, not for what a step may have
+    assert any(tokens < 120 and decoding and together < 512 for tokens, decoding, together in first.values())
     assert served.engine.requests.pages_in_use() == 0
 
 

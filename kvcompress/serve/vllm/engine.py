@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,14 +13,13 @@ from ...caches.pruned import PrunedCache
 from ...caches.streaming import StreamingCache
 from ...hf.method import restored_method
 from ...softmax import Softmax
-from ..bounds import Bounds, is_read_whole, paged_layers
+from ..bounds import LEAST, MARGIN, Bounds, is_read_whole, paged_layers
 from ..requests import Part, Requests, ServedPass
 from ..served import cache_maker, check_served
 from .facts import Decoder, facts_from
 from .settings import Settings
 
 ENGINES: dict[str, Engine] = {}  # of this process, by vLLM's instance_id
-MARGIN = 0.02  # share of all pages that is to be free once a waiting request has been let in
 
 
 class Row(NamedTuple):
@@ -72,10 +72,10 @@ class Engine:
         self._names: dict[int, str] = {}
         self._lengths: dict[str, tuple[int, int]] = {}  # of prompts that are read: tokens before it decodes, given ones
         self._left = False  # somebody has gone since pages were counted
-        self._needed, self._granted = 0, 0
+        self._needed = 0
+        self._granted: dict[str, int] = {}  # pages of this step's parts of prompts
         self._held: dict[str, int] = {}
         self._stock = -1
-        self._order: Tensor | None = None
         self._pass: ServedPass | None = None
 
     def open(self, memory: Tensor, blocks: int) -> None:
@@ -100,30 +100,39 @@ class Engine:
 
     def start_step(self) -> None:
         """Learns what the last step has left."""
-        self._granted = 0
+        self._granted = {}
         self._settle()
         self.peak_pages = max(self.peak_pages, self.requests.used)
 
-    def most_read(self, running: Sequence[str], waiting: str | None, budget: int) -> int | None:
-        """How many tokens of the next prompt surely find their pages; None where none is to be read, or prompts are
-        read whole and this one may be. running: in their order. waiting: the next that waits, if it may be let in.
-        budget: of a step."""
-        served = self.requests
-        nobody = not running
-        name = next((x for x in running if x not in served.decoding), waiting if nobody else None)
-        if name is None:
-            return None
-        part = self._part(name, budget)
-        if self.whole:  # with nobody beside it there will never be more pages than now
-            return 0 if nobody and served.part_pages(part) > served.free - self._needed else None
-        return served.most_tokens(part, served.free - self._needed)
+    def most_read(self, running: Sequence[str], waiting: Iterable[str], budget: int) -> int | None:
+        """How many tokens of prompts surely find their pages in a step of so many: of running requests first, then of
+        waiting ones, each in their order. None where prompts are read whole, but for one that will never fit."""
+        served, free, total = self.requests, self.requests.free - self._needed, 0
+        reading = [name for name in running if name not in served.decoding]
+        if self.whole:
+            name = None if running else next(iter(waiting), None)
+            if name is None or served.part_pages(self._part(name, budget)) <= free:
+                return None
+            return 0  # with nobody beside it there will never be more pages than now
+        budget -= len(served.decoding)
+        for name in itertools.chain(reading, waiting):
+            if total >= budget:
+                break
+            part = self._part(name, budget - total)
+            whole, part.tokens = part.tokens, served.most_tokens(part, free)
+            if part.tokens < min(whole, LEAST if running or total else 1):
+                break
+            free, total = free - served.part_pages(part), total + part.tokens
+            if part.tokens < whole:
+                break
+        return total
 
     def has_room(self, name: str, before: int, tokens: int) -> bool:
-        """Whether the pages are there for the next tokens of a request, before..tokens-1; they are then its own."""
+        """Whether the pages are there for the next tokens of a request, before..tokens-1; see grant."""
         served = self.requests
         if self._left:
             self._settle()
-        free = served.free - self._needed - self._granted
+        free = served.free - self._needed - sum(self._granted.values())
         if name in served.decoding:
             return free >= 0
         part = self._part(name, tokens - before)
@@ -134,10 +143,13 @@ class Engine:
             growth = served.bounds.growth() * (1 + (len(served.decoding) + len(served.reading)) / 2)
             if coming + growth + MARGIN * served.pages > free:
                 return False
-        if pages > free:
-            return False
-        self._granted += pages
-        return True
+        return pages <= free
+
+    def grant(self, name: str, tokens: int) -> None:
+        """The request may read up to its first `tokens` tokens in this step: their pages are its own."""
+        served = self.requests
+        if name not in served.decoding:
+            self._granted[name] = served.part_pages(self._part(name, tokens - served.seen(name)))
 
     def blocks_of(self, name: str) -> int:
         """vLLM's blocks that a request's pages make, of those that were counted last."""
@@ -159,6 +171,7 @@ class Engine:
         self.requests.drop(name)
         self._lengths.pop(name, None)
         self._held.pop(name, None)
+        self._granted.pop(name, None)
         if block is not None:
             self._names.pop(block, None)
         self._left = True
@@ -193,22 +206,19 @@ class Engine:
         if missing := [name for name in served.decoding if name not in found or found[name].tokens != 1]:
             raise RuntimeError(f"request {missing[0]} decodes, and must have one token in every step")
         parts = [self._part(name, row.tokens) for name, row in found.items() if name not in served.decoding]
-        order = [found[name].first for name in served.decoding]
-        for part in parts:
-            row = found[part.request]
-            order.extend(range(row.first, row.first + row.tokens))
-        self._order = torch.tensor(order).to(served.store.refs.device)
-        self._pass = served.begin(parts, waiting=self.waiting)
+        places = [found[name].first for name in served.decoding]
+        at = None
+        if places != list(range(len(places))):
+            at = torch.tensor(places).to(served.store.refs.device)
+        starts = [found[part.request].first for part in parts]
+        self._pass = served.begin(parts, waiting=self.waiting, at=at, starts=starts)
         return True
 
     def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax, out: Tensor) -> None:
         """One layer of the step. queries: [T, Hq, D], keys, values: [T, Hkv, D], before rotation. out: [T, Hq, D]."""
-        assert self._pass is not None and self._order is not None
-        order = self._order
-        with torch.inference_mode(False), torch.no_grad():  # what is stored outlives the step
-            q, k, v = (x.index_select(0, order).transpose(0, 1)[None] for x in (queries, keys, values))
-            attended = self._pass.attend(layer, q, k, v, softmax)[0].transpose(0, 1)
-        out.index_copy_(0, order, attended)
+        assert self._pass is not None
+        q, k, v, attended = (x.transpose(0, 1)[None] for x in (queries, keys, values, out))
+        self._pass.attend_to(layer, q, k, v, softmax, attended)
         if layer == max(self.facts):
             with torch.inference_mode(False), torch.no_grad():
                 self.failed |= self._pass.failed

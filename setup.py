@@ -1,7 +1,7 @@
 """Builds kvcompress._C, one abi3 file: C11 kernels, C++20 bindings on PyTorch's stable ABI, CUDA kernels where nvcc is.
 
 Environment: KVC_CUDA=auto|1|0 (CUDA kernels if nvcc is there | required | never), CUDA_HOME, MAX_JOBS, KVC_STRICT=1
-(warnings are errors, as in the tests).
+(warnings are errors, as in the tests), KVC_NATIVE=0 (kvcompress/_C.abi3.so is there already: nothing is compiled).
 """
 
 import os
@@ -137,16 +137,16 @@ class BuildNative(build_ext):
         super().build_extension(ext)
 
 
+NATIVE = Extension(
+    "kvcompress._C",
+    py_limited_api=True,
+    language="c++",
+    sources=sorted(glob("csrc/*.c") + glob("csrc/torch/*.c*") + glob("csrc/cuda/*.cu")),
+    depends=sorted(glob("csrc/**/*.h", recursive=True) + glob("csrc/**/*.cuh", recursive=True)),
+)
+
 setup(
-    ext_modules=[
-        Extension(
-            "kvcompress._C",
-            py_limited_api=True,
-            language="c++",
-            sources=sorted(glob("csrc/*.c") + glob("csrc/torch/*.c*") + glob("csrc/cuda/*.cu")),
-            depends=sorted(glob("csrc/**/*.h", recursive=True) + glob("csrc/**/*.cuh", recursive=True)),
-        )
-    ],
+    ext_modules=[] if os.environ.get("KVC_NATIVE") == "0" else [NATIVE],
     cmdclass={"build_ext": BuildNative},
     options={"bdist_wheel": {"py_limited_api": "cp310"}},
 )

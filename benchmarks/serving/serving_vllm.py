@@ -109,7 +109,7 @@ def main() -> None:
             spec = pattern.format(budget=size.budget, window=size.window)
             with saved(spec) as (own_folder, model):
                 with kvcompress.attach(model):
-                    wanted = [alone(model, spec, prompt, size.new)[0] for prompt in prompts]
+                    wanted = [alone(model, spec, prompt, size.new) for prompt in prompts]
                 del model
                 ours = Engine(own_folder, spec, blocks, size)
                 ours.run(prompts[:1], size.new)
@@ -145,12 +145,12 @@ def main() -> None:
                 f"{used:.2f}",
             )
             lines.append((name, f"{same:.3f}", *row, f"{served.preempted}"))
+            if choice.json is not None:  # what is known so far
+                write_json(choice.json, results)
         own_many.close()
     columns = ("cache", "equal", "at once", "to dense", "tokens/s to dense", "decoding 16", "pages used", "preempted")
     title = f"{size.requests} requests, {blocks} blocks; own {written / own_seconds:.1f} tokens/s"
     print_table(title, columns, lines, left=("cache",))
-    if choice.json is not None:
-        write_json(choice.json, results)
 
 
 if __name__ == "__main__":

@@ -257,8 +257,8 @@ class Pruner(ABC):
         return 0
 
     def _most_recent(self, last: int | None, most: int, keep: int) -> int:
-        """What recent says of a field `last`, None = an eighth of what stays, at most `most`: of little, little."""
-        wanted = min(most, max(keep // 8, 1)) if last is None else last
+        """What recent says of a field `last`, None = a quarter of what stays, at most `most`: of little, little."""
+        wanted = min(most, max(keep // 4, 1)) if last is None else last
         return min(wanted, keep - min(self.num_sink_tokens, keep))
 
     def lost(self) -> int:

@@ -20,7 +20,7 @@ class KeyDiff(Pruner):
     compression. False, the default, takes them before rotation: the same token at two places is then the same key, and
     position, which rotation mixes in, makes nothing distinctive. Each key is then scored once, when it comes, against
     the mean of all keys of its head that have come so far; cache keeps the scores, 4 bytes a key, and the sums.
-    last: most recent tokens that always stay; None = an eighth of what stays, at most 32.
+    last: most recent tokens that always stay; None = a quarter of what stays, at most 32.
     preset("paper") gives the paper's: rotated, no token sure to stay (kvpress's KeyDiffPress is the same).
     Source: KeyDiff, section 3 (Park et al. 2025, arXiv:2504.15364), and its efficient form with a mean as the anchor.
     """

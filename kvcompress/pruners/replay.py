@@ -22,7 +22,7 @@ class Replay(Pruner):
     copy do, count as much as those that look everywhere. No question need be known, and nothing is trained.
     In further calls (chunks of a prompt, turns, decoded tokens in groups) the queries of the call are asked, about what
     is held then; a key keeps the highest score that it ever had, 4 bytes in the cache.
-    chunk: queries that are asked together. last: most recent tokens that always stay; None = an eighth of what stays,
+    chunk: queries that are asked together. last: most recent tokens that always stay; None = a quarter of what stays,
     at most 16.
     Cost: the products of one causal attention of the call, in the score kernel. A call of several tokens needs `chunk`
     positions behind it that the model knows, but where frequencies follow the length (dynamic).

@@ -100,6 +100,16 @@ def test_rows_of_any_order_are_one_pass_and_blocks_follow_the_pages():
     assert engine.requests.pages_in_use() == 0
 
 
+def test_prompts_are_read_in_parts_of_what_pages_there_are():
+    engine = engine_of(tiny_model(), "dense", blocks=6)  # five blocks of eight tokens are given out
+    engine.known = known(a=9, b=60, c=25)
+    engine.start_step()
+    assert engine.most_read([], ["a", "b"], 100) == 9 + 24  # b in what a leaves
+    assert engine.most_read([], ["b", "a"], 100) == 40  # and nobody behind one that is cut
+    assert engine.most_read([], ["c", "b"], 100) == 25  # eight more are not worth a part
+    assert engine.most_read([], ["a", "b"], 20) == 20
+
+
 def test_requests_are_let_in_by_what_they_will_take_and_never_beyond_what_is_there():
     engine = engine_of(tiny_model(), "dense", blocks=6)  # five blocks are given out
     engine.known = known(a=33, b=9, c=60)

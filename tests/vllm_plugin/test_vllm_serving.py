@@ -32,7 +32,7 @@ from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 import kvcompress
-from kvcompress.serve.requests import Requests, ServedPass
+from kvcompress.serve.requests import ServedPass
 from kvcompress.serve.vllm.scheduler import _bytes_of
 
 ROOT = Path(__file__).parents[2]
@@ -176,25 +176,6 @@ def test_pages_of_a_request_that_vllm_turns_away_stay_free(serve, folders, promp
     short = [prompts[0][:60], prompts[1][:150]]
     assert [results["0"], results["1"]] == alone(example("dense"), "dense", short, 9)
     assert served.engine.preempted == 0 and served.engine.requests.pages_in_use() == 0
-
-
-def test_a_waiting_prompt_is_read_in_parts_of_what_pages_there_are(serve, folders, prompts, monkeypatch):
-    served, seen = serve(folders["dmc"], "dmc", blocks=9, ratio=4, max_num_batched_tokens=512), []
-    begin = Requests.begin
-
-    def noted(self, parts, **given):
-        together = len(self.decoding) + sum(part.tokens for part in parts)
-        seen.extend((part.request, part.tokens, len(self.decoding), together) for part in parts)
-        return begin(self, parts, **given)
-
-    monkeypatch.setattr(Requests, "begin", noted)
-    short = [prompt[:120] for prompt in prompts[:5]]
-    found, _ = served.generate(short, 30)
-    assert found == alone(example("dmc"), "dmc", short, 30)
-    first = {name: rest for name, *rest in reversed(seen)}
-    # for pages, not for what a step may have
-    assert any(tokens < 120 and decoding and together < 512 for tokens, decoding, together in first.values())
-    assert served.engine.requests.pages_in_use() == 0
 
 
 SMALL = {

@@ -74,6 +74,7 @@ class BuildNative(build_ext):
         """Into the source tree, under another name first: a process that starts meanwhile loads the old file or the new
         one, never a part of it, and one that runs keeps what it has loaded."""
         fresh = f"{outfile}.new"
+        Path(fresh).unlink(missing_ok=True)  # of a copy that was cut off: distutils would take it for up to date
         _, copied = super().copy_file(infile, fresh, *args, **options)
         os.replace(fresh, outfile)
         return outfile, copied

@@ -13,7 +13,7 @@ def check_versions() -> None:
             found = version(package)
         except PackageNotFoundError:
             continue
-        numbers = re.match(r"(\d+)\.(\d+)", found)
+        numbers = re.match(r"(\d+)\.(\d+)", found or "")  # None where an install is damaged
         if numbers is not None and tuple(map(int, numbers.groups())) < (major, minor):
             raise ImportError(
                 f"{package} must be {major}.{minor} or newer for kvcompress, got {found}: "

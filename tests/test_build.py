@@ -81,6 +81,7 @@ def test_a_build_leaves_who_has_loaded_the_file_before_alone(tmp_path, monkeypat
     new.write_bytes(b"new")
     loaded.write_bytes(b"old")
     with loaded.open("rb") as held:
+        (tmp_path / "_C.abi3.so.new").write_bytes(b"ha")  # of a copy that was cut off, later than the new library
         command = of_setup("BuildNative", monkeypatch)(Distribution())
         seen = []
         monkeypatch.setattr(os, "replace", lambda a, b: (seen.append(loaded.read_bytes()), os.rename(a, b)))

@@ -263,6 +263,50 @@ def test_a_client_that_leaves_before_its_stream_begins_leaves_nothing_running():
         client.wait_until(lambda x: x["running"] == 0 and x["waiting"] == 0 and x["pages_in_use"] == 0)
 
 
+def test_an_answer_that_is_still_read_ends_no_other_of_its_id():
+    """A client reads the end of its answer while another one comes under the same X-Request-ID."""
+
+    def asked(tokens):
+        body = json.dumps({"prompt": text_of(prompt_of(20)), "max_tokens": tokens}).encode()
+        headers = [(b"content-type", b"application/json"), (b"x-request-id", b"same")]
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"", "headers": headers}
+        return {**scope, "state": {}}, [{"type": "http.request", "body": body}]
+
+    async def ask(app, tokens, said, read=None):
+        scope, messages = asked(tokens)
+
+        async def receive():
+            if messages:
+                return messages.pop()
+            await asyncio.sleep(3600)
+
+        async def send(message):
+            if read is not None and message["type"] == "http.response.body":
+                await read.wait()
+            said.append(message)
+
+        await app(scope, receive, send)
+
+    async def both(client):
+        read, slow, other = asyncio.Event(), [], []
+        first = asyncio.create_task(ask(client.app, 3, slow, read))
+        end = time.monotonic() + 60
+        while not slow or client.serving._last.output_router.result_handlers:  # its head is there, its end is not read
+            assert time.monotonic() < end
+            await asyncio.sleep(0.01)
+        second = asyncio.create_task(ask(client.app, 200, other))
+        while not client.serving._last.output_router.result_handlers:
+            assert time.monotonic() < end
+            await asyncio.sleep(0.001)
+        read.set()
+        await first
+        await asyncio.wait_for(second, 60)
+        return other[0]["status"]
+
+    with Client(attached(max_position_embeddings=1 << 12), pages=3000, batch_tokens=64) as client:
+        assert asyncio.run(both(client)) == 200
+
+
 def test_an_answer_is_no_longer_than_the_model_reaches():
     with Client(attached(max_position_embeddings=32)) as client:
         prompt = prompt_of(28)

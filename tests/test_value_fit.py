@@ -49,28 +49,44 @@ def projected(model, ids):
     return [[noted[number, name] for name in "qkv"] for number in range(len(model.model.layers))]
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_values_are_what_the_definition_says(model, method):
-    T, ids = 75, random_ids(75)
-    cache = PrunedCache(model.config, *METHODS[method], fit_values=True, page_size=8)
-    prefill(model, ids, cache)
-    rotary, changed = RotaryTables(model.model.rotary_emb), 0
+def check_values(model, ids, cache, *, sequence=0, queries=value_fit.QUERIES):
+    """Of a sequence whose text was ids: its values are what the definition says. Other tokens behind it are left out.
+    Returns how many heads have other values than they had."""
+    T, rotary, changed = ids.shape[1], RotaryTables(model.model.rotary_emb), 0
     for (q, k, v), (keys, values, places) in zip(projected(model, ids), held(cache), strict=True):
-        T = ids.shape[1] - 1  # prefill leaves the last token to be decoded
-        q, k, v = q[:, :T], k[:, :T], v[:, :T]
         at = torch.full((1, T), T - 1, dtype=torch.int32)
         q, k = rotary.rotate(q[None], at, T, [T])[0], rotary.rotate(k[None], None, T, [T])[0]
-        G = len(q) // len(k)
-        folds = (torch.arange(T) * SEGMENTS // T % 2).bool().repeat(G)
-        for head, kept in enumerate(places):
-            asked = q[head * G : (head + 1) * G].flatten(0, 1)
-            x = (y.double() for y in (asked, k[head], v[head]))
-            torch.testing.assert_close(keys[head, : len(kept)], k[head, kept])
-            weights, missing = missing_of(*x, kept, q.shape[-1] ** -0.5)
-            more = fitted(weights, missing, folds)
+        heads, G = len(k), len(q) // len(k)
+        count = min(T, max(queries // G, 2 * SEGMENTS))
+        asked = torch.arange(count) * T // count
+        folds = (torch.arange(count) * SEGMENTS // count % 2).bool().repeat(G)
+        for head in range(heads):
+            row = sequence * heads + head
+            kept = [int(place) for place in places[row] if place < T]
+            x = (y.double() for y in (q[head * G : (head + 1) * G][:, asked].flatten(0, 1), k[head], v[head]))
+            torch.testing.assert_close(keys[row, : len(kept)], k[head, kept])
+            more = fitted(*missing_of(*x, torch.tensor(kept), q.shape[-1] ** -0.5), folds)
             changed += int(more.abs().max() > 1e-3)
-            torch.testing.assert_close(values[head, : len(kept)].double(), v[head, kept] + more, atol=2e-4, rtol=1e-3)
-    assert changed
+            torch.testing.assert_close(values[row, : len(kept)].double(), v[head, kept] + more, atol=2e-4, rtol=1e-3)
+    return changed
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_values_are_what_the_definition_says(model, method):
+    ids = random_ids(75)
+    cache = PrunedCache(model.config, *METHODS[method], fit_values=True, page_size=8)
+    prefill(model, ids, cache)
+    assert check_values(model, ids[:, :-1], cache)  # prefill leaves the last token to be decoded
+
+
+def test_references_of_long_prompts_are_spread_over_them(model, monkeypatch):
+    monkeypatch.setattr(value_fit, "QUERIES", 64)
+    monkeypatch.setattr(value_fit, "LOGITS", 1000)
+    prompts = [random_ids(n, seed=n) for n in (200, 131)]
+    ids, mask = left_padded(prompts)
+    cache = PrunedCache(model.config, REPLAY, GlobalTopK(12), fit_values=True)
+    prefill(model, ids, cache, mask)
+    assert all(check_values(model, prompt[:, :-1], cache, sequence=b, queries=64) for b, prompt in enumerate(prompts))
 
 
 def test_what_is_fitted_misses_less():
@@ -158,6 +174,33 @@ def test_a_guide_has_no_part_in_it(model):
     prefill(model, text, cache, guide=guide[0])
     assert {len(row) for layer in cache.kept_positions() for one in layer for row in one} == {16}
     assert all(not layer.references for layer in cache.compressing)
+    check_values(model, text[:, :-1], cache)
+
+
+def test_a_fit_that_is_cut_off_leaves_no_cache_that_goes_on(model, monkeypatch):
+    cache, calls = PrunedCache(model.config, REPLAY, 16, fit_values=True), []
+
+    def cut(*given):
+        calls.append(given)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return ridge_of(*given)
+
+    ridge_of = value_fit._ridge
+    monkeypatch.setattr(value_fit, "_ridge", cut)
+    with torch.no_grad(), pytest.raises(KeyboardInterrupt):
+        model(random_ids(60), past_key_values=cache)
+    with torch.no_grad(), pytest.raises(RuntimeError, match="incomplete"):
+        model(random_ids(1), past_key_values=cache)
+
+
+def test_a_prompt_of_one_token_leaves_nothing_to_be_fitted(model):
+    cache = PrunedCache(model.config, KVzip(chunk=32), GlobalTopK(24), fit_values=True)
+    with torch.no_grad():
+        model(random_ids(1, batch=2), past_key_values=cache)
+    assert all(not layer.references for layer in cache.compressing)
+    cache.select_sequences([1])
+    prefill(model, random_ids(60), cache)
 
 
 @pytest.mark.parametrize(

@@ -94,8 +94,12 @@ class PrunedCache(CompressedCache):
         if isinstance(current, CachePass) and not current.later:
             self.fixed = self.seen  # what the prompt lost cannot come back
             if self.policy.fit_values and self.policy.compresses(current.iteration):
-                for layer in self.compressing:
-                    layer.fit_values()
+                try:
+                    for layer in self.compressing:
+                        layer.fit_values()
+                except BaseException:  # half of the layers would go on with other values
+                    self.mark_incomplete()
+                    raise
 
     def end_prompt(self, columns: int) -> None:
         follows = self.follows

@@ -133,7 +133,7 @@ class PrunedLayer(PagedLayer):
                 k.flatten(0, 1), values.flatten(0, 1), self._per_row(counts), q, queries, list(counts), guides,
                 list(self.next), facts.query_rotary, facts.key_rotary, lengths, softmax, sums,
             )  # fmt: skip
-            if self.policy.fit_values:
+            if self.policy.fit_values and (step.iteration is not None or self.policy.compresses(None)):
                 self.references = [References.of(offers, b) for b in range(B)]
             self.settle(offers, step, facts, held=False)
 
@@ -287,8 +287,11 @@ class PrunedLayer(PagedLayer):
     def fit_values(self) -> None:
         """Fits the values of what stays of prompts that have lost tokens."""
         references, self.references = self.references, []
+        if not references:
+            return
         pool, heads = self.pool, self.heads
-        if pool is None or not any(one is not None and min(held) < one.tokens for one, held in self._held(references)):
+        assert pool is not None
+        if not any(one is not None and min(held) < one.tokens for one, held in self._held(references)):
             return
         counts = torch.tensor(pool.counts, dtype=torch.int32).to(pool.lengths.device)[:, None]
         K = max(pool.counts)

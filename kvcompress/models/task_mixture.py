@@ -91,11 +91,12 @@ class TaskMixture:
         """(bytes [length], weights [length]): tasks for as long as one more fits, each ended by a zero byte, then the
         last bytes of rest."""
         ids, weights = np.frombuffer(rest, np.uint8)[-length:].copy(), np.ones(length, np.float32)
-        at = 0
-        while fitting := [size for size in LENGTHS if size <= length - at]:
+        at, missed = 0, 0
+        while missed < len(MADE) and (fitting := [size for size in LENGTHS if size <= length - at]):
             size = fitting[-1] if at or self._rng.random() < 0.6 else self._rng.choice(fitting)
             found = self.sample(self._rng.choices(list(SHARES), list(SHARES.values()))[0], size)
-            if found is None:
+            if found is None:  # of this task there is none so short
+                missed += 1
                 continue
             row = b"".join((*found, b"\0"))
             end = at + len(row)

@@ -333,7 +333,7 @@ class Pruner(ABC):
     def _check(self, **least: int) -> None:
         for name, bound in {"num_sink_tokens": 0, **least}.items():
             value = getattr(self, name)
-            if value is None and getattr(type(self), name) is None:
+            if value is None and getattr(type(self), name, 0) is None:
                 continue
             if not isinstance(value, int) or isinstance(value, bool):
                 raise ValueError(f"{name} must be an integer, got {value!r}")

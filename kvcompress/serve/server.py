@@ -75,6 +75,7 @@ class _Requests(CBGenerateManager):
     def __init__(self, serving: Batching, sampling: GenerationConfig, length: int) -> None:
         super().__init__(ContinuousBatchingConfig())
         self.serving, self.sampling, self.length = serving, sampling, length
+        self._owners: dict[str, object] = {}  # by request, who has settled it last
 
     def init_cb(self, model: Any, gen_config: GenerationConfig) -> None:
         ours, theirs = self.sampling, gen_config
@@ -155,12 +156,17 @@ class _Requests(CBGenerateManager):
         self.serving.check_prompt(tokens)
         if self._runs(request):
             raise HTTPException(409, f"x-request-id must be of no request that runs, got {request}")
-        when_over(lambda: self._leave(request))
+        self._owners[request] = owner = object()
+        when_over(lambda: self._leave(request, owner))
 
     def _runs(self, request: str) -> bool:
         return self._cb is not None and request in self._cb.output_router.result_handlers
 
-    def _leave(self, request: str) -> None:
+    def _leave(self, request: str, owner: object) -> None:
+        """The HTTP request that settled it is over; another may have come under the same id since."""
+        if self._owners.get(request) is not owner:
+            return
+        del self._owners[request]
         if self._runs(request):  # who is answered does not
             self._cb.cancel_request(request)
 

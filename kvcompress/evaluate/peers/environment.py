@@ -50,10 +50,10 @@ def _own_python(told: Callable[[str], object]) -> Path:
     within = Path("Scripts/python.exe" if os.name == "nt" else "bin/python")
     if made.exists():
         return made / within
-    folder.mkdir(parents=True, exist_ok=True)
     told(f"making an environment with kvpress {KVPRESS}, once, in {made}: minutes, and a GB or more")
     making = folder / f".{uuid.uuid4().hex}"
     try:
+        folder.mkdir(parents=True, exist_ok=True)
         venv.create(making, with_pip=True)
         for requirements in (REQUIREMENTS[:1], REQUIREMENTS):
             told(f"installing {', '.join(requirements)}")

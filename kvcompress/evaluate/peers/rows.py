@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from ...caches.spec import CacheSpec
 from ...checks import need
 from ..equal_bytes import TOLERANCE, EqualBytes, dense_bytes
@@ -94,7 +96,7 @@ def peer_rows(
             told(f"{measure.name}, {measure.length:,} tokens: {cache}")
     except Refused as error:
         found.refused = str(error)
-    except PeerError as error:
+    except (PeerError, OSError, torch.OutOfMemoryError) as error:  # our own rows are of use without
         found.broken = str(error)
     return found
 

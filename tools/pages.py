@@ -99,7 +99,8 @@ def tasks_page() -> str:
                 own = [row for row in measured if (row["method"], row["task"]) == (method, task)]
                 cell = next((_number(row, "score") for row in own if row["part"] in (1, part)), "refused")
                 cells.append(f"**{cell}**" if method in best[f"{task}/{part}"] else cell)
-            lines.append(f"| {method} | {' | '.join(cells)} |")
+            hides = any(row["method"] == method and row.get("frees_memory") is False for row in measured)
+            lines.append(f"| {method}{' †' * hides} | {' | '.join(cells)} |")
         lines.append("")
     left = [f"- {row['name'].removeprefix('left_out/')}: {row['reason']}" for row in found if "reason" in row]
     return _made("tasks.md", lines + (["Left out:", "", *left] if left else []))

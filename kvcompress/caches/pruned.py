@@ -43,10 +43,10 @@ class PrunedCache(CompressedCache):
     of its tokens are held for that, 4 bytes for each that is kept.
     fit_values: whether the values of what a prompt leaves are fitted, so that attention to it comes nearest to what
     attention to the whole prompt gave (attention matching; no byte more is held, keys and positions stay). Until the
-    prompt is read each layer holds 1,024 reference queries of every KV head and what they found, in float32. It wins
-    where much goes, at 1/16 and below, and can change nothing where nothing goes. Not with chunk_size, positions other
-    than "original", compress() and models whose layers read others' keys; what is compressed in further calls, and
-    what decoding drops (every), is not fitted.
+    prompt is read each layer holds up to 1,024 reference queries of every KV head and what they found, in float32. It
+    wins where much goes, at 1/16 and below, and can change nothing where nothing goes. Not with chunk_size, positions
+    other than "original", compress() and models whose layers read others' keys; what is compressed in further calls,
+    and what decoding drops (every), is not fitted.
     A prompt within the budget is kept whole: the model then sees what it would see with a dense cache. Each sequence of
     a batch has a budget of its own. One layer at a time holds the whole prompt, never the cache. A budget holds when
     the cache has compressed; tokens that follow come on top until it compresses again (every). With model.generate

@@ -260,8 +260,8 @@ def assert_as_accurate(ours: Tensor, plain: Tensor, exact: Tensor, *, typical: b
 
 
 def least_accurate(compute: Callable[..., Tensor], exact: Tensor, *given: Tensor) -> Tensor:
-    """Of what plain PyTorch computes of tensors [..., D] whose last dimension is summed over, in several orders of it: the
-    one with the largest error. How lucky one order is differs from processor to processor."""
+    """Of what plain PyTorch computes of tensors [..., D] whose last dimension is summed over, in several orders of it:
+    the one with the largest error. How lucky one order is differs from processor to processor."""
     make = torch.Generator().manual_seed(0)
     orders = [torch.arange(given[0].shape[-1]), *(torch.randperm(given[0].shape[-1], generator=make) for _ in range(7))]
     found = [compute(*(x[..., order] for x in given)) for order in orders]

@@ -29,6 +29,16 @@ COLD_NBYTES = {"full": 1 << 30, "quick": 1 << 30, "tiny": 1 << 20}
 PRODUCT = {"full": 2048, "quick": 2048, "tiny": 64}
 
 
+def visible(
+    T: int, window: int | None = None, sinks: int = 0, complement: bool = False, device: torch.device | None = None
+) -> torch.Tensor:
+    """The mask of causal attention, of it to sinks and a window, or to what is neither: bool [T, T]."""
+    key = torch.arange(T, device=device)
+    back = key[:, None] - key
+    near = torch.ones_like(back, dtype=torch.bool) if window is None else (back < window) | (key < sinks)
+    return (back >= 0) & (~near if complement else near)
+
+
 # ---- the command ----
 
 

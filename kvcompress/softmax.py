@@ -32,6 +32,10 @@ class Softmax(NamedTuple):
         """For further segments of keys, whose states are merged: one segment alone counts the sinks."""
         return self if self.sink_logits is None else self._replace(sink_logits=None)
 
+    def capped(self, logits: Tensor) -> Tensor:
+        """Logits as the softmax takes them: scaled products, through softcap."""
+        return logits if self.softcap is None else self.softcap * (logits / self.softcap).tanh()
+
     def of_heads(self, heads: slice | list[int]) -> Softmax:
         """That of some query heads."""
         return self if self.sink_logits is None else self._replace(sink_logits=self.sink_logits[heads])

@@ -1,9 +1,10 @@
 """What attention and its gradients are, in plain PyTorch: the oracle of the tests of kernels."""
 
+import oracle
 import torch
 from helpers import assert_as_accurate
 
-from kvcompress import ops, reference
+from kvcompress import ops
 
 MASKS = {
     "causal": {},
@@ -40,7 +41,7 @@ def plain_results(tensors, grads, **options):
     """The kernel's own formula in plain PyTorch: as results, with p = exp(logit - lse) in the gradients."""
     queries, keys, values, key_bias, *sinks = tensors
     sink_logits, cap = sinks[0] if sinks else None, options.get("softcap")
-    out, lse = reference.attention(queries, keys, values, key_bias=key_bias, sink_logits=sink_logits, **options)
+    out, lse = oracle.attention(queries, keys, values, key_bias=key_bias, sink_logits=sink_logits, **options)
     (B, _, S, D), (Hkv, T), G = queries.shape, keys.shape[1:3], queries.shape[1] // keys.shape[1]
     k, v = (x.repeat_interleave(G, 1) for x in (keys, values))
     mask = {name: options[name] for name in ("causal", "window", "sinks", "complement", "lengths") if name in options}
@@ -53,7 +54,7 @@ def plain_results(tensors, grads, **options):
     own = (torch.arange(T) == (ends[:, None, None] - S + torch.arange(S)[:, None]))[:, None]
     if key_bias is not None:
         logits = logits + torch.where(own, 0, key_bias.repeat_interleave(G, 1)[:, :, None]).to(logits.dtype)
-    logits = logits.masked_fill(~reference.visible(S, T, **mask)[:, None], float("-inf"))
+    logits = logits.masked_fill(~oracle.visible(S, T, **mask)[:, None], float("-inf"))
     base = torch.where(lse.isinf(), float("inf"), lse)
     p = torch.exp(logits.float() - base[..., None].float()).to(queries.dtype)
     dout, dlse = (g.to(x.dtype) for g, x in zip(grads, (out, lse), strict=True))
@@ -73,7 +74,7 @@ def check(tensors, **options):
     queries = tensors[0]
     grads = torch.randn(queries.shape).to(queries.dtype), torch.randn(queries.shape[:3])
     double = [None if x is None else x.detach().double().requires_grad_() for x in tensors]
-    exact = results(reference.attention, double, grads, **options)
+    exact = results(oracle.attention, double, grads, **options)
     plain = plain_results([None if x is None else x.detach() for x in tensors], grads, **options)
     ours = results(ops.attention, tensors, grads, **options)
     names = ["out", "lse", "dq", "dk", "dv"] + ["dbias"] * (tensors[3] is not None) + ["dsinks"] * (len(tensors) > 4)

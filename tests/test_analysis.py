@@ -12,7 +12,7 @@ from kvcompress import analysis, attach
 from kvcompress.analysis import AttentionStatistics, statistics
 from kvcompress.cli import app
 from kvcompress.hf.attach import is_attached
-from kvcompress.reference.similarity import divergence_bits
+from oracle.similarity import divergence_bits
 
 MEASURES = (
     "sparsity", "sparsity_pooled", "mass_share", "head_gravity", "tail_gravity", "center", "cosine", "cosine_rotated",

@@ -1,5 +1,6 @@
 import itertools
 
+import oracle
 import numpy as np
 import pytest
 import torch
@@ -7,7 +8,7 @@ from helpers import DTYPES, assert_as_accurate, paged
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcompress import ops, reference
+from kvcompress import ops
 
 INF = float("inf")
 
@@ -17,8 +18,8 @@ def int32(*values):
 
 
 def check(queries, k, v, end, **options):
-    exact = reference.decode(queries.double(), k, v, end, **options)
-    plain = reference.decode(queries, k, v, end, **options)
+    exact = oracle.decode(queries.double(), k, v, end, **options)
+    plain = oracle.decode(queries, k, v, end, **options)
     ours = ops.decode(queries, k, v, end, **options)
     assert_as_accurate(ours[0], plain[0], exact[0], typical=True)
     assert ours[1].dtype == torch.float32
@@ -199,7 +200,7 @@ def test_ranges_and_pages_outside_are_clamped_and_skipped(cuda):
     queries, (k, v) = torch.randn(1, 2, 1, 16), torch.randn(2, 1, 16, 16)
     pages = k.reshape(2, 8, 16), v.reshape(2, 8, 16)
     ours = ops.decode(queries, *pages, int32(1000), block_table=int32(1, 2, 0, -1)[None], begin=int32(-5))
-    expected = reference.decode(queries.double(), k, v, int32(16))
+    expected = oracle.decode(queries.double(), k, v, int32(16))
     torch.testing.assert_close(ours[0].double(), expected[0], atol=1e-5, rtol=0)
     torch.testing.assert_close(ours[1].double(), expected[1], atol=1e-5, rtol=0)
 
@@ -212,10 +213,10 @@ def test_segments_merge_to_the_whole(backend, dtype):
     cut = int32(5, 4, 0, 300)
     parts = ops.decode(queries, k, v, cut), ops.decode(queries, k, v, end, begin=cut)
     merged = ops.merge_states(*parts)
-    exact = reference.decode(queries.double(), k, v, end)
-    plain = reference.merge_states(*((out, lse.float()) for out, lse in
-                                     (reference.decode(queries, k, v, cut),
-                                      reference.decode(queries, k, v, end, begin=cut))))  # fmt: skip
+    exact = oracle.decode(queries.double(), k, v, end)
+    plain = oracle.merge_states(*((out, lse.float()) for out, lse in
+                                     (oracle.decode(queries, k, v, cut),
+                                      oracle.decode(queries, k, v, end, begin=cut))))  # fmt: skip
     assert_as_accurate(merged[0], plain[0].to(dtype), exact[0])
     torch.testing.assert_close(merged[1].double(), exact[1], atol=1e-2 if dtype != torch.float32 else 1e-5, rtol=0)
 
@@ -225,8 +226,8 @@ def test_segments_merge_to_the_whole(backend, dtype):
 def test_merge_as_the_reference(backend, dtype, D):
     states = [(torch.randn(2, 3, 5, D).to(dtype), 3 * torch.randn(2, 3, 5)) for _ in range(2)]
     states[0][1][0, 0, 0] = states[1][1][0, 0, 1] = -INF
-    exact = reference.merge_states(*((out.double(), lse.double()) for out, lse in states))
-    plain = reference.merge_states(*states)
+    exact = oracle.merge_states(*((out.double(), lse.double()) for out, lse in states))
+    plain = oracle.merge_states(*states)
     ours = ops.merge_states(*states)
     assert_as_accurate(ours[0], plain[0].to(dtype), exact[0])
     assert_as_accurate(ours[1], plain[1], exact[1])
@@ -472,7 +473,7 @@ def test_many_new_tokens_over_a_long_row(backend, S):
     table = torch.randperm(Hkv * blocks).to(torch.int32).view(Hkv, blocks)
     q = torch.randn(B, Hq, S, D)
     options = {"block_table": table, "begin": ends // 3, "sinks": 5, "causal": True}
-    found, expected = ops.decode(q, k, v, ends, **options), reference.decode(
+    found, expected = ops.decode(q, k, v, ends, **options), oracle.decode(
         q.double(), k.double(), v.double(), ends, **options
     )  # fmt: skip
     for x, y in zip(found, expected, strict=True):

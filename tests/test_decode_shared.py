@@ -3,13 +3,14 @@
 import itertools
 import math
 
+import oracle
 import pytest
 import torch
 from helpers import DTYPES, assert_as_accurate, paged
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcompress import ops, reference
+from kvcompress import ops
 
 INF, NAN = math.inf, math.nan
 SIZES = [
@@ -53,8 +54,8 @@ def check_probabilities(queries, k, v, end, **options):
     ours, plain = (torch.full((*queries.shape[:2], columns), 7.0) for _ in range(2))
     exact = plain.double()
     found = ops.decode(queries, k, v, end, probabilities=ours, **options)
-    reference.decode(queries.float(), k, v, end, probabilities=plain, **options)
-    reference.decode(queries.double(), k, v, end, probabilities=exact, **options)
+    oracle.decode(queries.float(), k, v, end, probabilities=plain, **options)
+    oracle.decode(queries.double(), k, v, end, probabilities=exact, **options)
     assert_as_accurate(ours, plain, exact)
     assert torch.equal(ours == 7, exact == 7)  # columns behind a row's end keep what they had
     return found
@@ -64,9 +65,9 @@ def check_shared(given, table, tau=None):
     """What decode_shared gives, found as accurate as the reference."""
     near, weights, far_lse, v_pages, begin, end = given
     ours = ops.decode_shared(*given, block_table=table, tau=tau)
-    plain = reference.decode_shared(*given, block_table=table, tau=tau)
+    plain = oracle.decode_shared(*given, block_table=table, tau=tau)
     doubles = (near[0].double(), near[1].double()), weights.double(), far_lse.double()
-    exact = reference.decode_shared(*doubles, v_pages.double(), begin, end, block_table=table, tau=tau)
+    exact = oracle.decode_shared(*doubles, v_pages.double(), begin, end, block_table=table, tau=tau)
     assert_as_accurate(ours[0], plain[0], exact[0])
     assert torch.equal(ours[1], exact[1])
     return ours
@@ -141,7 +142,7 @@ def test_keys_on_no_page_have_probability_zero(cuda, dtype):
     table = int32(1, 2, 0, -1)[None]
     ops.decode(queries, k, v, int32(1000), block_table=table, begin=int32(-5), probabilities=weights)
     both = {"block_table": int32(1, 0)[None], "probabilities": expected}
-    reference.decode(queries.double(), k, v, int32(16), **both)
+    oracle.decode(queries.double(), k, v, int32(16), **both)
     torch.testing.assert_close(weights[..., :8].double(), expected[..., :8], atol=1e-5, rtol=0)
     torch.testing.assert_close(weights[..., 16:24].double(), expected[..., 8:], atol=1e-5, rtol=0)
     assert not weights[..., 8:16].any()
@@ -289,7 +290,7 @@ def test_ranges_columns_and_pages_outside(cuda, dtype):
 
     def as_expected(found, columns, begin, end):
         exact = (near[0].double(), near[1].double()), columns.double(), far_lse.double()
-        expected, _ = reference.decode_shared(*exact, v_pages, int32(begin), int32(end), block_table=both)
+        expected, _ = oracle.decode_shared(*exact, v_pages, int32(begin), int32(end), block_table=both)
         tolerance = 2 * torch.finfo(dtype).eps
         torch.testing.assert_close(found[0].double(), expected, rtol=tolerance, atol=tolerance)
 

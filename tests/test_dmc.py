@@ -1,10 +1,11 @@
 """DMC and DMS as their ops make them together: training attention, inference, and what must hold for both."""
 
+import oracle
 import pytest
 import torch
 from helpers import DTYPES
 
-from kvcompress import ops, reference
+from kvcompress import ops
 from kvcompress.ops import Noise, PageTable, Tail
 
 INF = float("inf")
@@ -63,10 +64,10 @@ DK = [[-1.948898, 0.338279, 1.985923, 0.000000], [0.118801, -0.130460, 0.148551,
 DV = [3.232802, 0.799454, 0.893703, 0.583837, 0.386559, 0.103645]
 
 
-@pytest.mark.parametrize("module", [ops, reference])
+@pytest.mark.parametrize("module", [ops, oracle])
 def test_what_is_worked_out_by_hand(module):
     """Section 12 B of the method: 6 tokens, D 4, the last coordinate decides; loss = sum of (d + 1) out[t, d]."""
-    dtype = torch.float64 if module is reference else torch.float32
+    dtype = torch.float64 if module is oracle else torch.float32
     neurons = torch.tensor([0.5, 0.25, 0.75, 0.5, 0.75, 0.5]).double().logit() - 5
     decide = torch.tensor([4.8, 5.1, 5.02, 4.95, 5.06, 4.98]).double()
     q = torch.cat([torch.tensor(Q).double(), neurons[:, None]], 1)
@@ -94,7 +95,7 @@ def test_training_attention_and_its_gradients_are_the_dense_ones(backend, G, T, 
     grad = torch.randn(1, 2 * G, T, 16)
     ours, exact = ([x.to(kind).requires_grad_() for x in tensors] for kind in (torch.float32, torch.float64))
     out, _ = training(ops, *ours, noise=noise, window=window)
-    dense, _ = training(reference, *exact, noise=noise.double(), window=window)
+    dense, _ = training(oracle, *exact, noise=noise.double(), window=window)
     torch.testing.assert_close(out.double(), dense, rtol=1e-4, atol=1e-4)
     for name, x, y in zip("qkv", torch.autograd.grad(out, ours, grad), torch.autograd.grad(dense, exact, grad.double()),
                           strict=True):  # fmt: skip
@@ -239,7 +240,7 @@ def test_dms_gradients_are_the_dense_ones(backend, window):
     grad = torch.randn(1, 4, 70, 16)
     ours, exact = ([x.to(kind).requires_grad_() for x in (q, k, v)] for kind in (torch.float32, torch.float64))
     found = dms(*ours, ops.dmc_decisions(ours[1][..., -1], noise=noise).tempered, window)
-    bias = reference.dmc_mask(reference.dmc_decisions(exact[1][..., -1], noise=noise.double())[2])
+    bias = oracle.dmc_mask(oracle.dmc_decisions(exact[1][..., -1], noise=noise.double())[2])
     distance = torch.arange(70)[:, None] - torch.arange(70)
     logits = exact[0] @ exact[1].repeat_interleave(2, 1).mT / 4
     logits = logits + torch.where(distance > window, bias.repeat_interleave(2, 1)[:, :, None], 0)

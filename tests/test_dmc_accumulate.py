@@ -1,10 +1,11 @@
+import oracle
 import pytest
 import torch
 from helpers import DTYPES, assert_as_accurate
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcompress import ops, reference
+from kvcompress import ops
 
 
 def inputs(B, H, T, D, dtype=torch.float32, merging=0.5):
@@ -35,8 +36,8 @@ def check(tensors, **options):
     double = dict(options)
     if options.get("initial") is not None:
         double["initial"] = tuple(x.double() for x in options["initial"])
-    exact = results(reference.dmc_accumulate, [x.double() for x in tensors], grads, **double)
-    plain = results(reference.dmc_accumulate, tensors, grads, **options)
+    exact = results(oracle.dmc_accumulate, [x.double() for x in tensors], grads, **double)
+    plain = results(oracle.dmc_accumulate, tensors, grads, **options)
     ours = results(ops.dmc_accumulate, tensors, grads, **options)
     names = ("keys", "values", "z", "dkeys", "dvalues", "dalpha", "domega")
     for name, x, y, z in zip(names, ours, plain, exact, strict=True):
@@ -94,7 +95,7 @@ def test_any_sizes_as_the_reference(T, D, heads, merging, window, seed):
     grads = [torch.randn(tensors[0].shape) for _ in range(2)]
     options = {"window": window, "neuron": seed % D}
     ours = results(ops.dmc_accumulate, tensors, grads, **options)
-    exact = results(reference.dmc_accumulate, [x.double() for x in tensors], grads, **options)
+    exact = results(oracle.dmc_accumulate, [x.double() for x in tensors], grads, **options)
     for x, y in zip(ours, exact, strict=True):
         torch.testing.assert_close(x.double(), y, atol=2e-4, rtol=2e-4)
 
@@ -267,7 +268,7 @@ def test_only_one_of_keys_and_values_is_used(backend):
     tensors = [x.requires_grad_() for x in inputs(1, 2, 40, 8)]
     for number in (0, 1):
         ours = torch.autograd.grad(ops.dmc_accumulate(*tensors)[number].sum(), tensors[2:])
-        plain = torch.autograd.grad(reference.dmc_accumulate(*tensors)[number].sum(), tensors[2:])
+        plain = torch.autograd.grad(oracle.dmc_accumulate(*tensors)[number].sum(), tensors[2:])
         for x, y in zip(ours, plain, strict=True):
             torch.testing.assert_close(x, y, atol=1e-4, rtol=1e-4)
 
@@ -284,7 +285,7 @@ def test_reference_passes_gradcheck():
         tensors = [x.requires_grad_() for x in tensors]
 
         def averages(*x, options=options):
-            return reference.dmc_accumulate(*x, **options)[:2]
+            return oracle.dmc_accumulate(*x, **options)[:2]
 
         assert torch.autograd.gradcheck(averages, tensors)
 

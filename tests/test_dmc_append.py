@@ -1,13 +1,14 @@
 from contextlib import nullcontext
 from itertools import pairwise
 
+import oracle
 import pytest
 import torch
 from helpers import DTYPES, check_table, others_of, rows_of, shared_table
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcompress import ops, reference
+from kvcompress import ops
 from kvcompress.ops import PageTable, Tail
 
 NAN = float("nan")
@@ -121,7 +122,7 @@ def append_to_random_rows(seed, S, page_size, merging, *, window, neuron, rotary
     }
     expected = [copy_of(x) for x in (pages, table, tail)]
     ops.dmc_append_(*pages, table, tail, *new, **options)
-    reference.dmc_append_(*expected[0], *expected[1:], *new, **options)
+    oracle.dmc_append_(*expected[0], *expected[1:], *new, **options)
     same((pages, table, tail), expected)
     check_table(table, page_size, others)
     return (pages, table, tail), expected
@@ -159,7 +160,7 @@ def test_dtypes_and_head_dims_as_the_reference(backend, dtype, D):
     for window in (None, 12):
         new = tokens(B, H, S, D, dtype, merging=0.9)
         found = []
-        for append in (ops.dmc_append_, reference.dmc_append_):
+        for append in (ops.dmc_append_, oracle.dmc_append_):
             table, tail = empty_table(B * H, P, S), Tail.empty(B * H, D, window=window)
             pages = [torch.zeros(len(table.refs), P, D, dtype=dtype) for _ in range(2)]
             append(*pages, table, tail, *new, cos=cos, sin=sin, neuron=-1, window=window)
@@ -282,7 +283,7 @@ def test_what_is_worked_out_by_hand(backend):
         k, v = (rows_of(x, table)[0] for x in pages)
         means = torch.tensor([third[:4], [3, 1, -2, 0], [-1, 2, 0, 0]]).float()[None, None]
         places = torch.tensor([[2, 4, 5]], dtype=torch.int32)
-        expected = reference.rope(means, angles.cos(), angles.sin(), places)[0, 0]
+        expected = oracle.rope(means, angles.cos(), angles.sin(), places)[0, 0]
         expected[:, 3] = 0
         torch.testing.assert_close(k, expected, atol=1e-6, rtol=0)
         torch.testing.assert_close(v, torch.tensor([third[4:], [3, 0, 2, 3], [1, 2, 3, 4]]).float(), atol=2e-6, rtol=0)

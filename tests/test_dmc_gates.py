@@ -1,12 +1,13 @@
+import oracle
 import pytest
 import torch
 from helpers import DTYPES, assert_as_accurate
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcompress import ops, reference
+from kvcompress import ops
 from kvcompress.ops import Noise
-from kvcompress.reference.dmc_gates import philox
+from oracle.dmc_gates import philox
 
 INF = float("inf")
 NOISES = (Noise(0), Noise(2**63 - 1, 5, 6, 7, 8), Noise(77, 2**32 - 1, 3, 2**32 - 1, 2**32 - 100))  # counters wrap
@@ -38,7 +39,7 @@ NUMBERS = st.integers(0, 2**32 - 1)
 def test_noise_is_the_references(seed, offset, stream, sample, token):
     noise = Noise(seed, offset, stream, sample, token)
     drawn = ops.dmc_decisions(torch.zeros(2, 3, 300), shift=0.0, temperature=1.0, noise=noise).tempered
-    exact = reference.dmc_decisions(torch.zeros(2, 3, 300).double(), shift=0.0, temperature=1.0, noise=noise)[2]
+    exact = oracle.dmc_decisions(torch.zeros(2, 3, 300).double(), shift=0.0, temperature=1.0, noise=noise)[2]
     torch.testing.assert_close(drawn.double(), exact, rtol=3e-7, atol=1e-7)
 
 
@@ -96,8 +97,8 @@ def test_decisions_as_the_reference(backend, dtype, options):
             if noise is not None and "hard" in options:
                 continue
             double = noise.double() if isinstance(noise, torch.Tensor) else noise
-            exact = reference.dmc_decisions(x.double(), noise=double, **options)
-            plain = reference.dmc_decisions(x, noise=noise, **options)
+            exact = oracle.dmc_decisions(x.double(), noise=double, **options)
+            plain = oracle.dmc_decisions(x, noise=noise, **options)
             ours = ops.dmc_decisions(x, noise=noise, **options)
             for y, z, w in zip(ours, plain, exact, strict=True):
                 assert_as_accurate(y, z, w)
@@ -120,7 +121,7 @@ def test_gradients_of_decisions_as_the_references(backend):
     for chosen in ((0,), (1,), (2,), (0, 1, 2)):
         ours, exact = x.clone().requires_grad_(), x.double().requires_grad_()
         y = ops.dmc_decisions(ours, noise=noise, scale=2.0, shift=10.0)
-        z = reference.dmc_decisions(exact, noise=noise.double(), scale=2.0, shift=10.0)
+        z = oracle.dmc_decisions(exact, noise=noise.double(), scale=2.0, shift=10.0)
         torch.autograd.backward([y[i] for i in chosen], [grads[i] for i in chosen])
         torch.autograd.backward([z[i] for i in chosen], [grads[i].double() for i in chosen])
         torch.testing.assert_close(ours.grad.double(), exact.grad, rtol=1e-5, atol=1e-6)
@@ -158,13 +159,13 @@ def test_extreme_logits_give_finite_decisions_and_gradients(backend, size):
 @pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (6, 2), (8, 8), (8, 1)])
 def test_importance_as_the_reference(backend, dtype, reduce, heads, kv_heads):
     x = logits_like_keys(2, heads, 300, dtype, shift=-5.0)
-    exact = reference.dmc_importance(x.double(), kv_heads, reduce=reduce, eps=2.0**-7)
-    plain = reference.dmc_importance(x, kv_heads, reduce=reduce, eps=2.0**-7)
+    exact = oracle.dmc_importance(x.double(), kv_heads, reduce=reduce, eps=2.0**-7)
+    plain = oracle.dmc_importance(x, kv_heads, reduce=reduce, eps=2.0**-7)
     assert_as_accurate(ops.dmc_importance(x, kv_heads, reduce=reduce, eps=2.0**-7), plain, exact)
     ours, double = x.float().clone().requires_grad_(), x.double().requires_grad_()
     grad = torch.randn(2, kv_heads, 300)
     ops.dmc_importance(ours, kv_heads, reduce=reduce).backward(grad)
-    reference.dmc_importance(double, kv_heads, reduce=reduce).backward(grad.double())
+    oracle.dmc_importance(double, kv_heads, reduce=reduce).backward(grad.double())
     torch.testing.assert_close(ours.grad.double(), double.grad, rtol=1e-5, atol=1e-7)
 
 
@@ -184,12 +185,12 @@ def test_importance_is_never_zero_and_does_not_depend_on_the_order_of_heads(back
 def test_mask_as_the_reference(backend):
     tempered = 30 * torch.randn(2, 3, 300)
     tempered[0, 0, :10] = torch.tensor([1e4, -1e4, 17, 20, 100, -100, INF, -INF, 0, 50])
-    exact = reference.dmc_mask(tempered.double())
-    assert_as_accurate(ops.dmc_mask(tempered), reference.dmc_mask(tempered), exact)
+    exact = oracle.dmc_mask(tempered.double())
+    assert_as_accurate(ops.dmc_mask(tempered), oracle.dmc_mask(tempered), exact)
     ours, double = tempered.clone().requires_grad_(), tempered.double().requires_grad_()
     grad = torch.randn(2, 3, 300)
     ops.dmc_mask(ours).backward(grad)
-    reference.dmc_mask(double).backward(grad.double())
+    oracle.dmc_mask(double).backward(grad.double())
     torch.testing.assert_close(ours.grad.double(), double.grad, rtol=1e-6, atol=1e-7)
 
 
@@ -210,10 +211,10 @@ def test_the_first_token_of_a_sequence_changes_no_bias():
 def test_reference_passes_gradcheck():
     x = (torch.randn(1, 2, 4, dtype=torch.float64) + 5).requires_grad_()
     noise = torch.randn(1, 2, 4).double()
-    assert torch.autograd.gradcheck(lambda y: reference.dmc_decisions(y, noise=noise, temperature=0.7)[::2], (x,))
+    assert torch.autograd.gradcheck(lambda y: oracle.dmc_decisions(y, noise=noise, temperature=0.7)[::2], (x,))
     for reduce in ops.IMPORTANCES:
-        assert torch.autograd.gradcheck(lambda y, reduce=reduce: reference.dmc_importance(y, 1, reduce=reduce), (x,))
-    assert torch.autograd.gradcheck(reference.dmc_mask, (x,))
+        assert torch.autograd.gradcheck(lambda y, reduce=reduce: oracle.dmc_importance(y, 1, reduce=reduce), (x,))
+    assert torch.autograd.gradcheck(oracle.dmc_mask, (x,))
 
 
 def test_opcheck():

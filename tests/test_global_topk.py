@@ -3,12 +3,13 @@
 import math
 from dataclasses import dataclass, field
 
+import oracle
 import pytest
 import torch
 from helpers import KINDS, attached, kind_model, left_padded, random_ids, tiny_model
 
 import kvcompress
-from kvcompress import GlobalTopK, IterativeCache, PrunedCache, RemoteGap, prefill, reference
+from kvcompress import GlobalTopK, IterativeCache, PrunedCache, RemoteGap, prefill
 from kvcompress.budgets import CacheShape
 from kvcompress.caches.contest import Contest
 from kvcompress.caches.pruned_layer import PrunedLayer
@@ -213,7 +214,7 @@ def test_every_kind_of_family_keeps_and_reads_what_the_definition_says(kind):
     for asked, scores in noted.values():
         again = asked.rotary.rotate(asked.unrotated, places, 66, [50])
         x = (y.double() for y in (asked.queries, again, asked.keys))
-        expected = reference.replay_scores(*x, chunk=16, **asked.softmax.options)[0]
+        expected = oracle.replay_scores(*x, chunk=16, **asked.softmax.options)[0]
         torch.testing.assert_close(scores.double(), expected, atol=1e-5, rtol=1e-3)
         scores[:, -4:] = math.inf
     heads = len(noted[0][1])

@@ -3,11 +3,12 @@
 import itertools
 import math
 
+import oracle
 import pytest
 import torch
 from helpers import DTYPES, MASKED_RANGES, assert_as_accurate, least_accurate, paged
 
-from kvcompress import ops, reference
+from kvcompress import ops
 
 INF = float("inf")
 
@@ -22,14 +23,14 @@ def sinks_of(heads):
 def check_decode(queries, k, v, end, **options):
     """out, lse and, of one query, the probabilities."""
     found = []
-    for op, x in ((ops.decode, queries), (reference.decode, queries), (reference.decode, queries.double())):
+    for op, x in ((ops.decode, queries), (oracle.decode, queries), (oracle.decode, queries.double())):
         probabilities = None
         if queries.shape[2] == 1 and not options.get("sinks"):
             kind = torch.float32 if op is ops.decode else x.dtype
             probabilities = torch.full((*queries.shape[:2], 700), 7.0, dtype=kind)
         found.append((*op(x, k, v, end, probabilities=probabilities, **options), probabilities))
     ours, plain, exact = found
-    worst = least_accurate(lambda q, keys: reference.decode(q, keys, v, end, **options)[0], exact[0], queries, k)
+    worst = least_accurate(lambda q, keys: oracle.decode(q, keys, v, end, **options)[0], exact[0], queries, k)
     assert_as_accurate(ours[0], worst, exact[0])
     assert_as_accurate(ours[1], plain[1].float(), exact[1])
     if ours[2] is not None:
@@ -124,7 +125,7 @@ def test_segments_of_which_one_has_the_sinks_merge_to_the_whole(backend, which):
         ops.decode(queries, k, v, last, begin=first, softcap=3.0, sink_logits=sinks if i == which else None)
         for i, (first, last) in enumerate(itertools.pairwise(cuts))
     ]
-    exact = reference.decode(queries.double(), k, v, end, softcap=3.0, sink_logits=sinks)
+    exact = oracle.decode(queries.double(), k, v, end, softcap=3.0, sink_logits=sinks)
     merged = ops.merge_states(*parts)
     torch.testing.assert_close(merged[0].double(), exact[0], atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(merged[1].double(), exact[1], atol=1e-5, rtol=1e-5)
@@ -146,7 +147,7 @@ def test_near_attention_with_sinks_and_shared_are_one_softmax(backend, dtype, Hq
     far = ops.decode(queries, k_pages, v_pages, middle, begin=none, probabilities=weights, **given)
     shared = near, weights, far[1], v_pages, none, middle
     found, _ = ops.decode_shared(*shared, block_table=table)
-    exact = reference.decode(queries.double(), k_pages, v_pages, end, sink_logits=sinks, **given)[0]
+    exact = oracle.decode(queries.double(), k_pages, v_pages, end, sink_logits=sinks, **given)[0]
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}[dtype]
     torch.testing.assert_close(found.double(), exact, atol=tolerance, rtol=tolerance)
     # the gate is the probability of near keys and sink; tau is compared with it
@@ -169,8 +170,8 @@ def test_window_scores_with_softcap_and_sinks(backend, ranges, reduce):
     queries, keys = torch.randn(2, 4, 9, 32), 3 * torch.randn(2, 2, 150, 32)
     options = {"reduce": reduce, "lengths": torch.tensor([150, 40], dtype=torch.int32), "kernel_size": 1, **ranges}
     for logits in ({"softcap": 2.0}, {"sink_logits": sinks_of(4)}, {"softcap": 30.0, "sink_logits": sinks_of(4)}):
-        exact = reference.window_scores(queries.double(), keys.double(), **options, **logits)
-        plain = reference.window_scores(queries, keys, **options, **logits)
+        exact = oracle.window_scores(queries.double(), keys.double(), **options, **logits)
+        plain = oracle.window_scores(queries, keys, **options, **logits)
         assert_as_accurate(ops.window_scores(queries, keys, **options, **logits), plain, exact)
 
 
@@ -179,17 +180,17 @@ def test_window_scores_with_softcap_and_sinks(backend, ranges, reduce):
 def test_window_scores_of_large_heads(backend, dtype, Hq, Hkv, W, T, D):
     queries, keys = torch.randn(1, Hq, W, D).to(dtype), torch.randn(1, Hkv, T, D).to(dtype)
     options = {"softcap": 3.0, "sink_logits": sinks_of(Hq)}
-    exact = reference.window_scores(queries.double(), keys.double(), **options)
-    plain = reference.window_scores(queries.float(), keys.float(), **options)
+    exact = oracle.window_scores(queries.double(), keys.double(), **options)
+    plain = oracle.window_scores(queries.float(), keys.float(), **options)
     assert_as_accurate(ops.window_scores(queries, keys, **options), plain, exact)
 
 
 def test_window_scores_of_many_passes_with_sinks():
     queries, keys, sinks = torch.randn(1, 2, 3000, 16), torch.randn(1, 1, 3000, 16), torch.tensor([1.0, 4.0])
     options = {"reduce": "sum", "kernel_size": 1, "skip_last": 0, "sink_logits": sinks, "softcap": 5.0}
-    exact = reference.window_scores(queries.double(), keys.double(), **options)
+    exact = oracle.window_scores(queries.double(), keys.double(), **options)
     assert_as_accurate(
-        ops.window_scores(queries, keys, **options), reference.window_scores(queries, keys, **options), exact
+        ops.window_scores(queries, keys, **options), oracle.window_scores(queries, keys, **options), exact
     )
 
 
@@ -198,8 +199,8 @@ def test_window_scores_of_many_passes_with_sinks():
 def test_layer_similarity_with_softcap(backend, sinks, recent, D):
     queries, keys = 3 * torch.randn(3, 4, 12, D), torch.randn(3, 2, 150, D)
     options = {"sinks": sinks, "recent": recent, "softcap": 4.0}
-    exact, _ = reference.layer_similarity(queries.double(), keys.double(), **options)
-    plain, _ = reference.layer_similarity(queries, keys, **options)
+    exact, _ = oracle.layer_similarity(queries.double(), keys.double(), **options)
+    plain, _ = oracle.layer_similarity(queries, keys, **options)
     found, count = ops.layer_similarity(queries, keys, **options)
     assert (found - exact).abs().max() <= 2 * (plain - exact).abs().max() + 1e-6 * count
 
@@ -211,7 +212,7 @@ def test_pod_attention_with_softcap_and_sinks_is_one_softmax(backend, dtype, set
     tensors = [torch.randn(shape).to(dtype) for shape in shapes]
     lengths = torch.tensor([30, 19], dtype=torch.int32)
     found = []
-    for op, kind in ((ops.pod_attention, dtype), (reference.pod_attention, torch.float64)):
+    for op, kind in ((ops.pod_attention, dtype), (oracle.pod_attention, torch.float64)):
         leaves = [x.to(kind).requires_grad_() for x in tensors]
         torch.manual_seed(1)
         sinks = sinks_of(4).to(torch.float32 if kind == dtype else kind).requires_grad_()
@@ -231,7 +232,7 @@ def test_the_reference_of_pod_attention_with_softcap_and_sinks_passes_gradcheck(
     shapes = ((1, 4, 5, 3), (1, 2, 7, 3), (1, 2, 7, 3), (1, 4, 5, 3), (1, 2, 7, 3), (4,))
     tensors = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
     torch.autograd.gradcheck(
-        lambda *x: reference.pod_attention(*x[:5], sinks=1, recent=2, sink_logits=x[5], softcap=2.0),
+        lambda *x: oracle.pod_attention(*x[:5], sinks=1, recent=2, sink_logits=x[5], softcap=2.0),
         tensors,
         fast_mode=True,
     )
@@ -310,9 +311,9 @@ def test_zero_and_negative_scales_keep_masked_keys_out(backend):
     queries, keys = torch.randn(1, 4, 3, 16), torch.randn(1, 2, 90, 16)
     for scale in (0.0, -0.7):
         options = {"scale": scale, "mask_first": 3, "mask_last": 2, "kernel_size": 1}
-        exact = reference.window_scores(queries.double(), keys.double(), **options)
+        exact = oracle.window_scores(queries.double(), keys.double(), **options)
         assert_as_accurate(
-            ops.window_scores(queries, keys, **options), reference.window_scores(queries, keys, **options), exact
+            ops.window_scores(queries, keys, **options), oracle.window_scores(queries, keys, **options), exact
         )
 
 
@@ -374,5 +375,5 @@ def test_opcheck(name):
 def test_rotation_of_large_heads(backend, D):
     x, angles = torch.randn(2, 3, 7, D), torch.rand(7, D // 2)
     found = ops.rope(x, angles.cos(), angles.sin())
-    exact = reference.rope(x.double(), angles.cos().double(), angles.sin().double())
+    exact = oracle.rope(x.double(), angles.cos().double(), angles.sin().double())
     torch.testing.assert_close(found.double(), exact, atol=1e-6, rtol=1e-6)

@@ -1,10 +1,11 @@
+import oracle
 import pytest
 import torch
 from helpers import check_table, others_of, rows_of, shared_table
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvcompress import ops, reference
+from kvcompress import ops
 from kvcompress.ops import PageTable
 
 # slots of 16-byte, 4-byte, 2-byte and 1-byte units; more than one slice of 64 bytes
@@ -62,7 +63,7 @@ def test_append_adds_the_last_tokens_and_writes_no_shared_page(backend, sizes, p
             count = S if counts is None else int(counts[r])
             assert torch.equal(row, torch.cat([old[r], new[r // H, r % H, S - count :]]))
     expected = PageTable(*expected)
-    reference.append_tokens_(expected_arrays, tokens, expected, counts)
+    oracle.append_tokens_(expected_arrays, tokens, expected, counts)
     check_same(backend, table, arrays, expected, expected_arrays)
 
 
@@ -78,7 +79,7 @@ def test_truncated_rows_give_up_their_pages(backend, R, page_size, seed):
     check_table(table, page_size, others)
     for row, old, length in zip(rows_of(array, table), before, lengths.tolist(), strict=True):
         assert torch.equal(row, old[:length])
-    reference.truncate_rows_(expected, lengths, page_size)
+    oracle.truncate_rows_(expected, lengths, page_size)
     check_same(backend, table, [array], expected, [array])
 
 
@@ -110,7 +111,7 @@ def test_compaction_keeps_the_chosen_slots_and_writes_no_shared_page(backend, si
         for r, row in enumerate(rows_of(array, table)):
             assert torch.equal(row, old[r][chosen[r]] if kept[r] >= 0 else old[r])
     expected = PageTable(*expected)
-    reference.compact_pages_(expected_arrays, expected, indices, kept)
+    oracle.compact_pages_(expected_arrays, expected, indices, kept)
     check_same(backend, table, arrays, expected, expected_arrays)
 
 
@@ -267,7 +268,7 @@ def test_tokens_may_be_views_of_the_pages(backend, view):
             assert torch.equal(row, torch.cat([old[r], new[0, r]]))
     plain, table = chain()
     expected = [x.clone() for x in view(plain)]
-    reference.append_tokens_(plain, view(plain), table)
+    oracle.append_tokens_(plain, view(plain), table)
     assert torch.equal(rows_of(plain[0], table)[1][2:], expected[0][0, 1])
 
 

@@ -2,13 +2,14 @@ import math
 import warnings
 from fractions import Fraction
 
+import oracle
 import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from kvcompress import Plan, ops, plan, reference
-from kvcompress.reference import planner as definitions
+from kvcompress import Plan, ops, plan
+from oracle import planner as definitions
 
 INCREMENTAL = ops.SCHEDULES[1:]
 pytestmark = pytest.mark.filterwarnings("ignore:memory_size = .* is large")
@@ -48,7 +49,7 @@ def iterations(memory):
 def test_plan_is_the_definitions(arguments, schedule, dynamic):
     ours = plan(**arguments, schedule=schedule, dynamic=dynamic)
     first = arguments.pop("initial_memory")
-    expected = reference.plan(
+    expected = oracle.plan(
         **arguments, initial_memory=-1 if first is None else first, schedule=schedule, dynamic=dynamic
     )
     assert list(ours.chunks) == expected.chunks
@@ -320,7 +321,7 @@ def test_divided_memory_is_the_definition(division):
     ours = ops.divide_memory(total, kept, stored, lowest=lowest, highest=highest).tolist()
     ratios = [Fraction(part, whole) if whole else Fraction(0) for part, whole in zip(kept, stored, strict=True)]
     weights = definitions.memory_weights(total, ratios)
-    assert ours == reference.divide_memory(total, weights, lowest, highest)
+    assert ours == oracle.divide_memory(total, weights, lowest, highest)
     if all(whole <= 12 for whole in stored):
         assert weights == ratios  # exact: every common denominator is small
     assert sum(ours) == min(total, sum(highest))

@@ -1,13 +1,14 @@
 """Two-branch attention: near tokens by their own keys, distant ones by a lead's."""
 
+import oracle
 import pytest
 import torch
 from helpers import DTYPES, assert_as_accurate
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcompress import ops, reference
-from kvcompress.reference import visible
+from kvcompress import ops
+from oracle import visible
 
 
 def states(B=2, Hq=4, Hkv=2, S=24, T=24, D=16, dtype=torch.float32):
@@ -39,7 +40,7 @@ SETS = [(3, 5), (0, 1), (0, 7), (16, 1), (2, 300), (50, 4)]
 def test_results_and_gradients_are_those_of_one_softmax(backend, shape, sinks, recent):
     tensors, settings = states(**shape), {"sinks": sinks, "recent": recent}
     weights = [torch.randn_like(tensors[0]), *torch.randn(2, *tensors[0].shape[:3])]
-    exact, exact_grads = gradients(reference.pod_attention, [x.double() for x in tensors], weights, **settings)
+    exact, exact_grads = gradients(oracle.pod_attention, [x.double() for x in tensors], weights, **settings)
     results, grads = gradients(ops.pod_attention, tensors, weights, **settings)
     for x, y in zip(results + grads, exact + exact_grads, strict=True):
         torch.testing.assert_close(x.double(), y, rtol=2e-5, atol=2e-5)
@@ -48,8 +49,8 @@ def test_results_and_gradients_are_those_of_one_softmax(backend, shape, sinks, r
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_dtype_is_as_accurate_as_the_formula_in_it(backend, dtype):
     tensors = states(S=60, T=60, dtype=dtype)
-    exact = reference.pod_attention(*(x.double() for x in tensors), sinks=4, recent=9)
-    plain = reference.pod_attention(*tensors, sinks=4, recent=9)
+    exact = oracle.pod_attention(*(x.double() for x in tensors), sinks=4, recent=9)
+    plain = oracle.pod_attention(*tensors, sinks=4, recent=9)
     found = ops.pod_attention(*tensors, sinks=4, recent=9)
     assert_as_accurate(found[0], plain[0], exact[0], typical=True)
     assert [x.dtype for x in found] == [dtype, torch.float32, torch.float32]
@@ -60,7 +61,7 @@ def test_the_reference_passes_gradcheck():
     tensors = [x.requires_grad_() for x in states(B=1, S=5, T=7, D=3, dtype=torch.float64)]
     lengths = torch.tensor([6], dtype=torch.int32)
     torch.autograd.gradcheck(
-        lambda *x: reference.pod_attention(*x, sinks=1, recent=2, lengths=lengths)[::2], tensors, fast_mode=True
+        lambda *x: oracle.pod_attention(*x, sinks=1, recent=2, lengths=lengths)[::2], tensors, fast_mode=True
     )
 
 
@@ -70,7 +71,7 @@ def test_rows_of_unequal_length_are_each_as_alone(backend):
     weights = [torch.randn_like(tensors[0]), torch.zeros(3, 4, 20), torch.randn(3, 4, 20)]
     results, grads = gradients(ops.pod_attention, tensors, weights, sinks=2, recent=6, lengths=lengths)
     exact, exact_grads = gradients(
-        reference.pod_attention, [x.double() for x in tensors], weights, sinks=2, recent=6, lengths=lengths
+        oracle.pod_attention, [x.double() for x in tensors], weights, sinks=2, recent=6, lengths=lengths
     )
     for x, y in zip(results + grads, exact + exact_grads, strict=True):
         torch.testing.assert_close(x.double(), y, rtol=2e-5, atol=2e-5)
@@ -157,7 +158,7 @@ def example():
     return [torch.tensor(x).float()[None, None] for x in ([[1, 0]], k, v, [[0, 1]], k_lead)]
 
 
-@pytest.mark.parametrize("op", [ops.pod_attention, reference.pod_attention])
+@pytest.mark.parametrize("op", [ops.pod_attention, oracle.pod_attention])
 def test_the_worked_example(op):
     tensors = [x.requires_grad_() for x in example()]
     out, lse, gate = op(*tensors, sinks=1, recent=2, scale=1.0)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvcompress.pod.plan import PoDPlan, delta_for_share, follower_share, lead_table
 from kvcompress.pod.refine import refine
-from kvcompress.reference.similarity import divergence_bits
+from oracle.similarity import divergence_bits
 
 # the worked example: rows of four layers
 ROWS = torch.tensor(

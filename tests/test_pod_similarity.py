@@ -2,20 +2,21 @@
 
 import math
 
+import oracle
 import numpy as np
 import pytest
 import torch
 from helpers import FAMILIES, deciding_model, random_ids, tiny_model
 from typer.testing import CliRunner
 
-from kvcompress import attach, reference
+from kvcompress import attach
 from kvcompress.cli import app
 from kvcompress.hf.attach import is_attached
 from kvcompress.models import EXAMPLE, load_example_model
 from kvcompress.models.text import training_text
 from kvcompress.pod.plan import PoDPlan, delta_for_share, lead_table
 from kvcompress.pod.similarity import LayerSimilarity, agreement, measure_similarity
-from kvcompress.reference.similarity import divergence_bits
+from oracle.similarity import divergence_bits
 
 # ---- measuring ----
 
@@ -140,7 +141,7 @@ def test_agreement_compares_predictions_with_near_tokens_alone():
     expected = []
     for size in sizes:
         first = min(4, size - 1)
-        seen = reference.visible(60, 60, window=size - first, sinks=first)[None]
+        seen = oracle.visible(60, 60, window=size - first, sinks=first)[None]
         with torch.no_grad():
             pairs = [
                 (model(ids).logits, model(ids, attention_mask=torch.where(seen, 0.0, -1e30)).logits) for ids in texts

@@ -1,10 +1,11 @@
 from dataclasses import replace
 
+import oracle
 import pytest
 import torch
 from helpers import tiny_model
 
-from kvcompress import reference
+
 from kvcompress.positions import RotaryTables
 from kvcompress.pruners import (
     H2O,
@@ -45,7 +46,7 @@ def test_snapkv_keeps_window_sinks_and_best(keep, sinks):
     W = min(8, keep - s)
     expected = [set(range(s)) | set(range(60 - W, 60)) for _ in range(2)]
     if W:
-        scores = reference.window_scores(candidates.queries[:, :, -W:], candidates.keys, scale=0.25)[0]
+        scores = oracle.window_scores(candidates.queries[:, :, -W:], candidates.keys, scale=0.25)[0]
         for h in range(2):
             rest = [t for t in scores[h].argsort(descending=True).tolist() if t >= s]
             expected[h] |= set(rest[: keep - s - W])
@@ -56,10 +57,10 @@ def test_snapkv_keeps_window_sinks_and_best(keep, sinks):
 def test_guided_snapkv_lets_the_guide_choose(guide_reduce):
     candidates = offer(guide=6)
     chosen = SnapKV(window=4, guide_kernel_size=3, guide_reduce=guide_reduce).select(candidates, 15)
-    scores = reference.window_scores(
+    scores = oracle.window_scores(
         candidates.queries[:, :, -6:], candidates.keys, scale=0.25, reduce=guide_reduce, pooling="max", kernel_size=3
     )[0]
-    assert torch.equal(chosen[:, :11], reference.select_topk(scores[:, :56], 11))
+    assert torch.equal(chosen[:, :11], oracle.select_topk(scores[:, :56], 11))
     assert chosen[:, 11:].tolist() == [[56, 57, 58, 59]] * 2
 
 
@@ -214,20 +215,20 @@ def test_h2o_keeps_what_all_queries_ever_paid_attention_to():
     sums = logits.softmax(-1).sum((1, 2))
     torch.testing.assert_close(H2O().votes(candidates), sums, atol=1e-5, rtol=1e-5)
     chosen = H2O(recent_ratio=0.5).select(candidates, 10)
-    assert torch.equal(chosen[:, :5], reference.select_topk(sums[:, :25], 5))
+    assert torch.equal(chosen[:, :5], oracle.select_topk(sums[:, :25], 5))
     assert chosen[:, 5:].tolist() == [[25, 26, 27, 28, 29]] * 2
 
 
 def test_tova_asks_the_last_token_of_all_heads():
     candidates = offer(count=30, chunk=12)
     logits = candidates.queries.view(2, 2, 12, 16)[:, :, -1:] @ candidates.keys[0][:, None].transpose(2, 3) * 0.25
-    expected = reference.select_topk(logits.softmax(-1).sum((0, 1)), 9)
+    expected = oracle.select_topk(logits.softmax(-1).sum((0, 1)), 9)
     assert torch.equal(TOVA().select(candidates, 9), expected.expand(2, -1))
 
 
 def test_key_norm_keeps_the_small_ones():
     candidates = offer()
-    assert torch.equal(KeyNorm().select(candidates, 9), reference.select_topk(-candidates.keys[0].norm(dim=-1), 9))
+    assert torch.equal(KeyNorm().select(candidates, 9), oracle.select_topk(-candidates.keys[0].norm(dim=-1), 9))
 
 
 def test_random_is_the_same_for_the_same_seed_and_differs_by_layer():

@@ -1,12 +1,13 @@
 """A decoded step that reads only the pages that may matter to it: what its parts give in turn, on every backend."""
 
+import oracle
 import pytest
 import torch
 from helpers import DTYPES, check_table, others_of
 from test_steps import clones, close, random_table, rotation, same_rows, state, unchanged
 
-from kvcompress import ops, reference
-from kvcompress.reference.quest_step import choose
+from kvcompress import ops
+from oracle.quest_step import choose
 
 SHAPES = [  # B, Hq, Hkv, D, rotary_dim, page_size, pages_read, longest row
     (1, 4, 2, 16, 16, 4, 3, 30),
@@ -59,7 +60,7 @@ def in_turn(queries, keys, values, pages, ranges, table, *, cos=None, sin=None):
         places = table.lengths.view(queries.shape[0], -1)[:, :1].clone()
         queries, keys = (ops.rope(x, cos, sin, places) for x in (queries, keys))
     ops.append_tokens_(pages, [keys, values], table)
-    reference.quest_step.note_key_(pages[0], ranges, table)
+    oracle.quest_step.note_key_(pages[0], ranges, table)
     return queries
 
 
@@ -113,7 +114,7 @@ def test_a_step_of_quest_is_the_reference(backend, dtype):
     ours = clones(given)
     exact = clones([[x.double() for x in given[0]], given[1].double().nan_to_num(0.0), given[2]])
     found = ops.quest_step_(*tokens, *ours[0], *ours[1:], pages_read=3, **rotation(40, 16))
-    wanted = reference.quest_step_(
+    wanted = oracle.quest_step_(
         *(x.double() for x in tokens), *exact[0], *exact[1:], pages_read=3, **rotation(40, 16)
     )
     assert torch.equal(found.chosen, wanted[2])
@@ -157,7 +158,7 @@ def test_pages_whose_score_is_no_number_are_read(backend, bad):
     tokens[0][..., 5] = 0.0
     ranges = ranges_of(pages[0], table, table.block_table.shape[1])
     ops.append_tokens_(pages, tokens[1:], table)
-    reference.quest_step.note_key_(pages[0], ranges, table)
+    oracle.quest_step.note_key_(pages[0], ranges, table)
     found = ops.quest_step_(tokens[0], None, None, *pages, ranges, table, pages_read=3)
     assert 2 in found.chosen[0].tolist() and found.chosen[0, 2] == 7 and found.out.isnan().any()
     tokens[1].fill_(float("nan"))  # and so is a new key that is none

@@ -1,10 +1,11 @@
 """Every op at sizes that models have, on the CPU and on a GPU: what small shapes cannot show of launches and limits."""
 
+import oracle
 import pytest
 import torch
 from helpers import assert_as_accurate, check_table, least_accurate, others_of, paged, rows_of, shared_table
 
-from kvcompress import ops, reference
+from kvcompress import ops
 
 SIXTEEN = [torch.bfloat16, torch.float16]
 
@@ -25,8 +26,8 @@ def test_rope_of_many_tokens(hardware):
     (x,) = tensors((2, 9, 4096, 64))
     angles, positions = torch.randn(5000, 32), torch.randint(0, 5000, (2, 4096), dtype=torch.int32)
     cos, sin = angles.cos(), angles.sin()
-    exact = reference.rope(x.double(), cos.double(), sin.double(), positions)
-    assert_as_accurate(ops.rope(x, cos, sin, positions), reference.rope(x, cos, sin, positions), exact)
+    exact = oracle.rope(x.double(), cos.double(), sin.double(), positions)
+    assert_as_accurate(ops.rope(x, cos, sin, positions), oracle.rope(x, cos, sin, positions), exact)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *SIXTEEN])
@@ -34,14 +35,14 @@ def test_rope_of_many_tokens(hardware):
 def test_window_scores(hardware, dtype, Hq, Hkv, W, T):
     """With cuBLAS, several slabs of keys, and with the longest window several passes of rows."""
     queries, keys = tensors((1, Hq, W, 64), (1, Hkv, T, 64), dtype=dtype)
-    exact = reference.window_scores(*double(queries, keys))
-    plain = least_accurate(reference.window_scores, exact, queries.float(), keys.float())
+    exact = oracle.window_scores(*double(queries, keys))
+    plain = least_accurate(oracle.window_scores, exact, queries.float(), keys.float())
     assert_as_accurate(ops.window_scores(queries, keys), plain, exact, typical=True)
 
 
 def test_layer_similarity_of_many_layers(hardware):
     queries, keys = tensors((24, 4, 8, 128), (24, 2, 1000, 128))
-    exact, count = reference.layer_similarity(*double(queries, keys), sinks=4, recent=20)
+    exact, count = oracle.layer_similarity(*double(queries, keys), sinks=4, recent=20)
     ours, ours_count = ops.layer_similarity(queries, keys, sinks=4, recent=20)
     assert ours_count == count
     torch.testing.assert_close(ours, exact, rtol=0, atol=4e-6 * count)
@@ -50,7 +51,7 @@ def test_layer_similarity_of_many_layers(hardware):
 @pytest.mark.parametrize(("R", "T", "k"), [(3, 20_000, 1024), (2, 131_072, 131_071), (70_000, 7, 3)])
 def test_select(hardware, R, T, k):
     scores = torch.randn(R, T).mul(50).round()  # many ties
-    assert torch.equal(ops.select_topk(scores, k), reference.select_topk(scores, k))
+    assert torch.equal(ops.select_topk(scores, k), oracle.select_topk(scores, k))
 
 
 @pytest.mark.parametrize(("B", "Hq", "Hkv", "S", "T", "P"), [(2, 32, 8, 1, 4096, 64), (1, 16, 1, 16, 1024, 16)])
@@ -59,8 +60,8 @@ def test_decode(hardware, B, Hq, Hkv, S, T, P):
     k_pages, v_pages, table = paged(k, v, P)
     end = torch.randint(S, T, (B * Hkv,), dtype=torch.int32)
     end[0] = T
-    exact = reference.decode(queries.double(), k.double(), v.double(), end, causal=True)
-    plain = reference.decode(queries, k, v, end, causal=True)
+    exact = oracle.decode(queries.double(), k.double(), v.double(), end, causal=True)
+    plain = oracle.decode(queries, k, v, end, causal=True)
     ours = ops.decode(queries, k_pages, v_pages, end, block_table=table, causal=True)
     for x, y, z in zip(ours, plain, exact, strict=True):
         assert_as_accurate(x, y.to(x.dtype), z, typical=True)
@@ -73,16 +74,16 @@ def test_decode_that_hands_on_its_probabilities(hardware):
     begin, end = torch.zeros(B * Hkv, dtype=torch.int32), torch.randint(1, T, (B * Hkv,), dtype=torch.int32)
     ours, plain = torch.zeros(B, Hq, T), torch.zeros(B, Hq, T)
     exact = plain.double()
-    reference.decode(queries.float(), k.float(), v.float(), end, probabilities=plain)
-    reference.decode(queries.double(), k.double(), v.double(), end, probabilities=exact)
+    oracle.decode(queries.float(), k.float(), v.float(), end, probabilities=plain)
+    oracle.decode(queries.double(), k.double(), v.double(), end, probabilities=exact)
     _, lse = ops.decode(queries, k_pages, v_pages, end, block_table=table, probabilities=ours)
     assert_as_accurate(ours, plain, exact, typical=True)
     near = tensors((B, Hq, 1, D))[0], torch.randn(B, Hq, 1)
     given = ours, lse, v_pages, begin, end
-    exact, _ = reference.decode_shared(
+    exact, _ = oracle.decode_shared(
         tuple(double(*near)), ours.double(), lse.double(), v_pages, begin, end, block_table=table
     )
-    plain, _ = reference.decode_shared(near, *given, block_table=table)
+    plain, _ = oracle.decode_shared(near, *given, block_table=table)
     assert_as_accurate(ops.decode_shared(near, *given, block_table=table)[0], plain, exact, typical=True)
 
 
@@ -97,8 +98,8 @@ def test_attention_and_its_gradients(hardware, mask, D):
         out = attention(*leaves, **mask)[0]
         return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
 
-    exact = results(reference.attention, double(*given), grad.double())
-    plain = results(reference.attention, given, grad)
+    exact = results(oracle.attention, double(*given), grad.double())
+    plain = results(oracle.attention, given, grad)
     for x, y, z in zip(results(ops.attention, given, grad), plain, exact, strict=True):
         assert_as_accurate(x, y.to(x.dtype), z, typical=True)
 
@@ -115,8 +116,8 @@ def test_accumulation_over_4096_tokens_and_its_gradients(hardware):
         return [keys.detach(), values.detach(), *found]
 
     given = [keys, values, alpha, omega]
-    exact = results(reference.dmc_accumulate, double(*given), double(*grads))
-    plain = results(reference.dmc_accumulate, given, grads)
+    exact = results(oracle.dmc_accumulate, double(*given), double(*grads))
+    plain = results(oracle.dmc_accumulate, given, grads)
     for x, y, z in zip(results(ops.dmc_accumulate, given, grads), plain, exact, strict=True):
         assert_as_accurate(x, y, z, typical=True)
 
@@ -127,7 +128,7 @@ def test_1024_rows_append_or_merge(hardware, S):
     keys, values = tensors((B, H, S, D), (B, H, S, D))
     alpha, omega = (torch.rand(B, H, S) < 0.7).float(), 0.1 + torch.rand(B, H, S)
     found = []
-    for append in (ops.dmc_append_, reference.dmc_append_):
+    for append in (ops.dmc_append_, oracle.dmc_append_):
         free = torch.arange(B * H, dtype=torch.int32)
         rows = torch.zeros(B * H, dtype=torch.int32)
         block_table = torch.full((B * H, 1), -1, dtype=torch.int32)

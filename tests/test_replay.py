@@ -2,12 +2,13 @@
 
 from dataclasses import replace
 
+import oracle
 import pytest
 import torch
 from helpers import attached, left_padded, random_ids, tiny_model
 
 import kvcompress
-from kvcompress import AdaKV, IterativeCache, PrunedCache, RemoteGap, ops, prefill, reference
+from kvcompress import AdaKV, IterativeCache, PrunedCache, RemoteGap, ops, prefill
 from kvcompress.positions import RotaryTables
 from kvcompress.pruners import Candidates, KeyDiff, Replay, Successor
 from kvcompress.softmax import Softmax
@@ -43,7 +44,7 @@ def test_replay_is_what_its_definition_says(rope, chunk):
     places = (torch.arange(40) % chunk + 40)[None].to(torch.int32)
     again = offer.rotary.rotate(queries, places, 40 + chunk, [40])
     x = (y.double() for y in (offer.queries, again, offer.keys))
-    expected = reference.replay_scores(*x, chunk=chunk, **offer.softmax.options)[0]
+    expected = oracle.replay_scores(*x, chunk=chunk, **offer.softmax.options)[0]
     torch.testing.assert_close(Replay(chunk=chunk).scores(offer, 20).double(), expected, atol=1e-5, rtol=1e-4)
 
 

@@ -10,8 +10,8 @@ import kvcompress
 from kvcompress import AdaKV, Adaptive, AllLogits, IterativeCache, PyramidKV, StreamingCache, TokenLoss, prefill
 from kvcompress.positions import RotaryTables
 from kvcompress.pruners import H2O, SnapKV, StreamingLLM
-from kvcompress.reference import divide_memory
-from kvcompress.reference import plan as plain_plan
+from oracle import divide_memory
+from oracle import plan as plain_plan
 
 SNAPKV = SnapKV(window=4, num_sink_tokens=1)
 STREAMING = StreamingLLM(num_sink_tokens=2)

@@ -1,10 +1,11 @@
 """A whole decoded step in one op: what its parts give in turn, on every backend."""
 
+import oracle
 import pytest
 import torch
 from helpers import DTYPES, check_table, others_of, rows_of, shared_table
 
-from kvcompress import ops, reference
+from kvcompress import ops
 from kvcompress.ops import PageTable, Tail
 
 
@@ -93,7 +94,7 @@ def test_a_step_is_its_parts_in_turn(backend, shape, dtype):
         out = ops.paged_step_(q, k, v, *ours[0], ours[1], **options)
         bits = in_turn(q, k, v, *theirs, **options)
         exact[0] = [x.double() for x in exact[0]]
-        wanted = reference.paged_step_(q.double(), k.double(), v.double(), *exact[0], exact[1], **options)
+        wanted = oracle.paged_step_(q.double(), k.double(), v.double(), *exact[0], exact[1], **options)
         if backend in ("emulated", "cuda"):
             close(out, bits, dtype)
         else:
@@ -133,7 +134,7 @@ def test_a_step_of_dmc_is_its_parts_in_turn(backend, shape, window, dtype):
         ours, theirs = (clones((pages, table, tail, places)) for _ in range(2))
         out = ops.dmc_step_(q, k, v, *ours[0], *ours[1:], **options)
         theirs[0] = [x.double() for x in theirs[0]]
-        wanted = reference.dmc_step_(q.double(), k.double(), v.double(), *theirs[0], *theirs[1:], **options)
+        wanted = oracle.dmc_step_(q.double(), k.double(), v.double(), *theirs[0], *theirs[1:], **options)
         close(out, wanted, dtype)
         same_rows(ours, theirs, exact=False)
         assert torch.equal(ours[2].counts, theirs[2].counts) and torch.equal(ours[3], places + 1)
@@ -371,7 +372,7 @@ def test_a_step_of_pod_is_its_parts_in_turn(backend, shape, dtype):
         elif far != "none":
             wanted |= {name: options[name].double() for name in ("probabilities", "far_lse")}
         found = ops.pod_step_(q, k, v, ours[0][0], ours[1][0], *ours[2:], **given)
-        exact = reference.pod_step_(
+        exact = oracle.pod_step_(
             q.double(), k.double(), v.double(), theirs_too[0][0], theirs_too[1][0], *theirs_too[2:], **wanted
         )
         close(found[:2], exact[:2], dtype)

@@ -8,7 +8,7 @@ import kvcompress
 from kvcompress import AdaKV, CacheSpec, GlobalTopK, KVzip, PrunedCache, RemoteGap, Replay, SnapKV, prefill
 from kvcompress.caches import value_fit
 from kvcompress.positions import RotaryTables
-from kvcompress.reference.value_fit import SEGMENTS, fitted, missing_of, ridge
+from oracle.value_fit import SEGMENTS, fitted, missing_of, ridge
 
 REPLAY = Replay(chunk=16, last=4)
 METHODS = {

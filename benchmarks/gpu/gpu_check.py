@@ -235,8 +235,8 @@ def score_rows(repeats: int, quick: bool) -> Iterator:
 
 
 def attention_rows(repeats: int, quick: bool) -> Iterator:
-    from benchmarks.common import Row
-    from kvcompress import ops, reference
+    from benchmarks.common import Row, visible
+    from kvcompress import ops
 
     rate = product_rate()
     sdpa = torch.nn.functional.scaled_dot_product_attention
@@ -245,7 +245,7 @@ def attention_rows(repeats: int, quick: bool) -> Iterator:
         mask = {"window": 1024, "sinks": 16} if kind == "window" else {}
         q = torch.randn(1, HQ, T, dim, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         k, v = (torch.randn(1, HKV, T, dim, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
-        seen = reference.visible(T, T, **mask, device=q.device) if mask else None
+        seen = visible(T, **mask, device=q.device) if mask else None
         pairs = T * (T + 1) // 2 if seen is None else int(seen.sum())
         grad = torch.randn_like(q)
 

@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))
-from benchmarks.common import Row, alternate, gemm_rate, options, report
-from kvcompress import ops, reference
+from benchmarks.common import Row, alternate, gemm_rate, options, report, visible
+from kvcompress import ops
 
 SIZES = {"full": (7, 1), "quick": (3, 2), "tiny": (1, 64)}  # repetitions, and what lengths are divided by
 
@@ -38,7 +38,7 @@ def main() -> None:
         masks = {"window": min(1024, T // 4), "sinks": 16} if kind in ("window", "complement") else {}
         if kind == "complement":
             masks["complement"] = True
-        seen = reference.visible(T, T, **masks) if masks or kind == "bias" else None
+        seen = visible(T, **masks) if masks or kind == "bias" else None
         bias = torch.randn(1, Hkv, T) if kind == "bias" else None
         pairs = T * (T + 1) // 2 if seen is None else int(seen.sum())
         mask = seen

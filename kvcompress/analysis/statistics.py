@@ -19,8 +19,6 @@ from ..files import write_text
 from ..hf.facts import Facts
 from ..hf.reading import plain_decoder, read, token_rows
 from ..progress import Progress, showing
-from ..reference.attention import capped
-from ..reference.similarity import divergence_bits
 from ..retrofit.passes import TrainingPass, whole_layers
 from ..softmax import Softmax
 
@@ -236,10 +234,16 @@ def _measured(plain: Tensor, queries: Tensor, keys: Tensor, softmax: Softmax, se
     return {name: torch.stack([found[name] for found in heads]) for name in heads[0]}
 
 
+def divergence_bits(p: Tensor, r: Tensor) -> Tensor:
+    """Jensen-Shannon divergence of probabilities [..., T], base 2: [...], 0..1."""
+    logs = [torch.special.xlogy(x, x).sum(-1) for x in (p, r, (p + r) / 2)]
+    return ((logs[0] + logs[1]) / 2 - logs[2]) / math.log(2)
+
+
 def _weights(q: Tensor, k: Tensor, softmax: Softmax, sink: Tensor | None, places: Tensor) -> Tensor:
     """Rows [n, T] of the attention of one query head, 0 behind each query. sink: a logit that takes mass away."""
     places = places.to(q.device)
-    logits = capped(q[places] @ k.T * softmax.scale, softmax.softcap)
+    logits = softmax.capped(q[places] @ k.T * softmax.scale)
     unseen = torch.arange(len(k), device=k.device) > places[:, None]
     logits = logits.masked_fill(unseen, float("-inf"))
     total = logits.logsumexp(-1, keepdim=True)

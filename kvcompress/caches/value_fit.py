@@ -2,8 +2,8 @@
 
 Attention matching (Zweiger et al. 2026, arXiv:2602.16284), its second half: keys stay as they are, of tokens that a
 pruner chose; values become those whose attention comes nearest to the whole text's, for reference queries: the text's
-own, as they would ask from where its last token stands. reference.value_fit is the definition; this solves its ridge
-regressions through the inner products of the references, whose number does not grow with the text.
+own, as they would ask from where its last token stands. Its ridge regressions are solved
+through the inner products of the references, whose number does not grow with the text.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..reference.value_fit import ENOUGH, RIDGES, SEGMENTS
 from ..softmax import Softmax
 from .choose import Offers
 
+RIDGES = (1e-3, 1e-2, 1e-1, 1.0, 10.0, 100.0)  # of the mean of the diagonal
+ENOUGH = 0.8  # of what the best ridge wins: the strongest that wins as much is taken
+SEGMENTS = 16  # of the text, by turns held out
 QUERIES = 1024  # references of a KV head, of all its query heads
 LOGITS = 1 << 23  # at a time
 
@@ -72,12 +74,11 @@ class References:
 
 def products(queries: Tensor, keys: Tensor, softmax: Softmax) -> Tensor:
     """Logits [N, n]; a sink belongs to what stands beside the text."""
-    logits = queries @ keys.T * softmax.scale
-    return logits if softmax.softcap is None else softmax.softcap * (logits / softmax.softcap).tanh()
+    return softmax.capped(queries @ keys.T * softmax.scale)
 
 
 def _ridge(weights: Tensor, missing: Tensor, held_out: Tensor) -> Tensor:
-    """reference.value_fit.fitted by way of [N, N]: X = A^T (A A^T + pull)^-1 missing."""
+    """Zeros where no ridge helps references that it has not seen. By way of [N, N]: X = A^T (A A^T + pull)^-1 missing."""
     inner, n = weights @ weights.T, weights.shape[1]
     strengths = torch.tensor(RIDGES, dtype=inner.dtype, device=inner.device)
 

@@ -6,7 +6,7 @@ the CPU or CUDA; scores, LSE and rotation tables are float32, indices and length
 one device. Queries and keys may have any strides as long as the last dimension is contiguous. `rope`,
 `attention`, `pod_attention`, `merge_states`, and of DMC all but `dmc_append_` and `dmc_step_` are differentiable; a
 backward pass that reaches another op raises NotImplementedError.
-`kvcompress.reference` has the same functions in plain PyTorch.
+The tests' `oracle` has the same functions in plain PyTorch.
 """
 
 from .attention import attention

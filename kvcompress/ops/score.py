@@ -79,7 +79,7 @@ def window_scores(
         need(D <= MAX_HEAD_DIM, f"queries on CUDA must have a head dim of at most {MAX_HEAD_DIM}, got {D}")
     need_device(queries, keys=keys, lengths=lengths)
     return without_gradient(
-        "window_scores has no gradient; use kvcompress.reference.window_scores, or detach the scores",
+        "window_scores has no gradient; detach the scores",
         (queries, keys, *(() if sink_logits is None else (sink_logits,))),
         native.window_scores,
         dense_last(queries),

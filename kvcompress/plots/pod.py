@@ -16,7 +16,6 @@ from ..checks import need, need_integer
 from ..pod.lead import check_lead
 from ..pod.plan import PoDPlan, lead_table
 from ..pod.similarity import Agreement
-from ..reference import visible
 from .panels import LINES, MAP, Color, count_axis, line_style, named, one_panel, panels, shade
 
 MOST_DRAWN_TOKENS = 512
@@ -101,9 +100,9 @@ def attention_sets(tokens: int, *, sinks: int, recent: int, axes: Axes | None = 
     need_integer("tokens", tokens, 1, MOST_DRAWN_TOKENS)
     need_integer("sinks", sinks, 0)
     need_integer("recent", recent, 1)
-    near, distant = (
-        visible(tokens, tokens, window=recent, sinks=sinks, complement=complement)[0] for complement in (False, True)
-    )
+    back = torch.arange(tokens)[:, None] - torch.arange(tokens)  # from the query to the key
+    proximal = (back < recent) | (torch.arange(tokens) < sinks)
+    near, distant = (back >= 0) & proximal, (back >= 0) & ~proximal
     axes = one_panel(axes, 5.5, 4.8)
     fills: list[Color] = [(1.0, 1.0, 1.0, 1.0), shade(1, 2, 0.1, 0.85), shade(0, 2, 0.3, 0.85)]
     axes.imshow((near.long() + 2 * distant.long()).numpy(), cmap=ListedColormap(fills), vmin=0, vmax=2,

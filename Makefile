@@ -1,18 +1,22 @@
-# make demo | test | test-vllm | lint | docs | bench | wheel | sdist | sanitize | clean. Everything lives in .venv; the first target that needs it makes it.
+# make demo | test | test-all | test-vllm | lint | docs | bench | wheel | sdist | sanitize | clean. Everything lives in .venv; the first target that needs it makes it.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 JOBS := $(shell nproc)
 NATIVE := $(wildcard csrc/*.c csrc/*.h csrc/torch/* csrc/cuda/*)
 
-.PHONY: demo test test-vllm lint docs bench wheel sdist sanitize emulation clean
+.PHONY: demo test test-all test-vllm lint docs bench wheel sdist sanitize emulation clean
 
 demo: $(VENV)/installed
 	$(BIN)/kvcompress demo
 
 # one process of tests on each processor, none of them on several
 test: $(VENV)/installed sanitize emulation
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(TEST_OPTIONS)
+
+# every combination of parameters, where `make test` has every pair of them
+test-all: TEST_OPTIONS := --all
+test-all: test
 
 # the vLLM plugin, in an environment of its own: vLLM pins an older transformers. Its file of kernels is .venv's, which
 # serves every PyTorch from 2.11 on. torchvision and its like are taken out again: an index may have them for another

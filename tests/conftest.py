@@ -4,8 +4,10 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
+import helpers
 import pytest
 import torch
+from backends import BACKENDS, CUDA, GPUS, TABLES
 from hypothesis import settings
 
 import kvcompress
@@ -21,24 +23,11 @@ settings.load_profile("kvcompress")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--kills", type=int, default=3, help="how often tests/test_kills.py kills a run")
+    parser.addoption("--all", action="store_true", help="full products of parameters, where else pairs are covered")
 
 
-def _tables() -> list[str]:
-    """The tables of inner loops that this CPU can run."""
-    start, found = ops.simd(), []
-    for name in ("portable", "avx2", "avx512", "avx512_bf16"):
-        try:
-            ops.simd(name)
-        except RuntimeError:
-            continue
-        found.append(name)
-    ops.simd(start)
-    return found
-
-
-# A second device too: while the first is the current one
-GPUS = [pytest.param(name, marks=pytest.mark.gpu) for name in ("cuda", "cuda:1")[: torch.cuda.device_count()]]
-CUDA = ["emulated", *GPUS]
+def pytest_configure(config: pytest.Config) -> None:
+    helpers.full_products = config.getoption("--all")
 
 
 def _run(name: str, node: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
@@ -67,13 +56,13 @@ def _run(name: str, node: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]
         torch.use_deterministic_algorithms(False)
 
 
-@pytest.fixture(params=[*_tables(), *CUDA])
+@pytest.fixture(params=BACKENDS)
 def backend(request, monkeypatch):
     """Each table of inner loops, the CUDA kernels in the emulation, and a GPU if there is one."""
     yield from _run(request.param, request.node.name, monkeypatch)
 
 
-@pytest.fixture(params=_tables())
+@pytest.fixture(params=TABLES)
 def cpu(request, monkeypatch):
     """The tables alone: for what only the CPU promises."""
     yield from _run(request.param, request.node.name, monkeypatch)
@@ -85,7 +74,7 @@ def cuda(request, monkeypatch):
     yield from _run(request.param, request.node.name, monkeypatch)
 
 
-@pytest.fixture(params=[_tables()[-1], *GPUS])
+@pytest.fixture(params=[TABLES[-1], *GPUS])
 def hardware(request, monkeypatch):
     """The CPU's widest table, and a GPU if there is one: for sizes that the emulation takes too long for."""
     yield from _run(request.param, request.node.name, monkeypatch)

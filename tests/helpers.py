@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from transformers import (
@@ -29,6 +33,7 @@ from kvcompress import attach
 from kvcompress.hf.attach import base_model, facts_of
 from kvcompress.hf.method import Call
 
+full_products = False  # pytest's option --all
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MASKED_RANGES = (  # settings of window_scores: CGE's two orders, TOVA's and H2O's ends, masks that leave nothing
     {"skip_last": 12, "mask_first": 4},
@@ -73,6 +78,52 @@ REFUSED_BATCHES = [  # what a converted model without a cache is given beside 4 
     ({"attention_mask": torch.zeros(1, 4)}, "at least one token"),
     ({"output_attentions": True}, "output_attentions"),
 ]
+
+
+def covering(*lists: Iterable[Any]) -> list[Any]:
+    """Cases for parametrize, of one value of each list: every pair of values of two lists occurs in at least one case.
+
+    Marks of values (pytest.param) are the case's. With pytest's option --all: the full product. To have the backend be
+    one of the parameters: covering(..., BACKENDS) of backends.py, and parametrize(..., indirect=["backend"]).
+    """
+    parameters = [list(values) for values in lists]
+    sizes = [range(len(values)) for values in parameters]
+    chosen = list(itertools.product(*sizes)) if full_products or len(sizes) < 2 else _covering(sizes)
+    return [_case([parameters[i][v] for i, v in enumerate(case)]) for case in chosen]
+
+
+def _covering(sizes: list[range]) -> list[tuple[int, ...]]:
+    """Greedily, without luck: a case begins with the first pair that is left, and takes, parameter by parameter, the
+    value with most pairs that are left; of several the one that was taken least often."""
+    if not all(sizes):
+        return []
+    columns = list(itertools.combinations(range(len(sizes)), 2))
+    left = dict.fromkeys((i, a, j, b) for i, j in columns for a in sizes[i] for b in sizes[j])  # a set with an order
+    taken: Counter[tuple[int, int]] = Counter()
+    cases = []
+    while left:
+        i, a, j, b = next(iter(left))
+        case = {i: a, j: b}
+        for k in sorted(set(range(len(sizes))) - {i, j}, key=lambda k: -len(sizes[k])):
+            gain = [sum(_pair(k, v, *other) in left for other in case.items()) for v in sizes[k]]
+            case[k] = min(sizes[k], key=lambda v: (-gain[v], taken[k, v]))
+        taken.update(case.items())
+        for one, other in itertools.combinations(case.items(), 2):
+            left.pop(_pair(*one, *other), None)
+        cases.append(tuple(case[k] for k in range(len(sizes))))
+    return cases
+
+
+def _pair(i: int, a: int, j: int, b: int) -> tuple[int, int, int, int]:
+    return (i, a, j, b) if i < j else (j, b, i, a)
+
+
+def _case(values: list[Any]) -> Any:
+    """The values as parametrize takes them, with the marks of all."""
+    param = type(pytest.param())
+    marks = [mark for value in values if isinstance(value, param) for mark in value.marks]
+    plain = [value.values[0] if isinstance(value, param) else value for value in values]
+    return pytest.param(*plain, marks=marks)
 
 
 def tiny_model(family: str = "llama", seed: int = 0, **settings: object) -> PreTrainedModel:

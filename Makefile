@@ -1,4 +1,5 @@
-# make demo | test | test-all | test-vllm | lint | docs | bench | wheel | sdist | sanitize | clean. Everything lives in .venv; the first target that needs it makes it.
+# make demo | test | test-all | test-vllm | lint | docs | bench | wheel | sdist | sanitize | clean. Everything lives in
+# .venv; the first target that needs it makes it.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin

@@ -376,9 +376,7 @@ def test_reference_passes_gradcheck():
         lengths = torch.tensor([9, 4], dtype=torch.int32)
 
         def function(q, k, v, bias, sinks, mask=mask, lengths=lengths):
-            out, lse = oracle.attention(
-                q, k, v, key_bias=bias, sink_logits=sinks, softcap=2.0, lengths=lengths, **mask
-            )
+            out, lse = oracle.attention(q, k, v, key_bias=bias, sink_logits=sinks, softcap=2.0, lengths=lengths, **mask)
             return out, torch.where(lse.isinf(), 0, lse)
 
         # finite biases: the derivative in one of -inf is 0, but no difference quotient shows it

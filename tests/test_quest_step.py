@@ -114,9 +114,7 @@ def test_a_step_of_quest_is_the_reference(backend, dtype):
     ours = clones(given)
     exact = clones([[x.double() for x in given[0]], given[1].double().nan_to_num(0.0), given[2]])
     found = ops.quest_step_(*tokens, *ours[0], *ours[1:], pages_read=3, **rotation(40, 16))
-    wanted = oracle.quest_step_(
-        *(x.double() for x in tokens), *exact[0], *exact[1:], pages_read=3, **rotation(40, 16)
-    )
+    wanted = oracle.quest_step_(*(x.double() for x in tokens), *exact[0], *exact[1:], pages_read=3, **rotation(40, 16))
     assert torch.equal(found.chosen, wanted[2])
     close(found[:2], wanted[:2], dtype)
 

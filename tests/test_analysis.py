@@ -6,13 +6,13 @@ import math
 import pytest
 import torch
 from helpers import kind_model, random_ids, tiny_model
+from oracle.similarity import divergence_bits
 from typer.testing import CliRunner
 
 from kvcompress import analysis, attach
 from kvcompress.analysis import AttentionStatistics, statistics
 from kvcompress.cli import app
 from kvcompress.hf.attach import is_attached
-from oracle.similarity import divergence_bits
 
 MEASURES = (
     "sparsity", "sparsity_pooled", "mass_share", "head_gravity", "tail_gravity", "center", "cosine", "cosine_rotated",

@@ -1,5 +1,5 @@
-import oracle
 import numpy as np
+import oracle
 import pytest
 import torch
 from attention_definition import MASKS, check, inputs, results

@@ -8,7 +8,6 @@ from helpers import covering
 from hypothesis import given
 from hypothesis import strategies as st
 
-
 SIZES = st.lists(st.integers(1, 5), min_size=1, max_size=6)
 
 

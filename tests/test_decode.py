@@ -1,7 +1,7 @@
 import itertools
 
-import oracle
 import numpy as np
+import oracle
 import pytest
 import torch
 from helpers import DTYPES, assert_as_accurate, paged

@@ -4,10 +4,10 @@ import torch
 from helpers import DTYPES, assert_as_accurate
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracle.dmc_gates import philox
 
 from kvcompress import ops
 from kvcompress.ops import Noise
-from oracle.dmc_gates import philox
 
 INF = float("inf")
 NOISES = (Noise(0), Noise(2**63 - 1, 5, 6, 7, 8), Noise(77, 2**32 - 1, 3, 2**32 - 1, 2**32 - 100))  # counters wrap

@@ -7,9 +7,9 @@ import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from oracle import planner as definitions
 
 from kvcompress import Plan, ops, plan
-from oracle import planner as definitions
 
 INCREMENTAL = ops.SCHEDULES[1:]
 pytestmark = pytest.mark.filterwarnings("ignore:memory_size = .* is large")

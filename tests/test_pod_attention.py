@@ -6,9 +6,9 @@ import torch
 from helpers import DTYPES, assert_as_accurate
 from hypothesis import given
 from hypothesis import strategies as st
+from oracle import visible
 
 from kvcompress import ops
-from oracle import visible
 
 
 def states(B=2, Hq=4, Hkv=2, S=24, T=24, D=16, dtype=torch.float32):

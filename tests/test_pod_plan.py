@@ -10,10 +10,10 @@ import torch
 from helpers import random_ids, tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracle.similarity import divergence_bits
 
 from kvcompress.pod.plan import PoDPlan, delta_for_share, follower_share, lead_table
 from kvcompress.pod.refine import refine
-from oracle.similarity import divergence_bits
 
 # the worked example: rows of four layers
 ROWS = torch.tensor(

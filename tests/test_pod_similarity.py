@@ -2,11 +2,12 @@
 
 import math
 
-import oracle
 import numpy as np
+import oracle
 import pytest
 import torch
 from helpers import FAMILIES, deciding_model, random_ids, tiny_model
+from oracle.similarity import divergence_bits
 from typer.testing import CliRunner
 
 from kvcompress import attach
@@ -16,7 +17,6 @@ from kvcompress.models import EXAMPLE, load_example_model
 from kvcompress.models.text import training_text
 from kvcompress.pod.plan import PoDPlan, delta_for_share, lead_table
 from kvcompress.pod.similarity import LayerSimilarity, agreement, measure_similarity
-from oracle.similarity import divergence_bits
 
 # ---- measuring ----
 

@@ -5,7 +5,6 @@ import pytest
 import torch
 from helpers import tiny_model
 
-
 from kvcompress.positions import RotaryTables
 from kvcompress.pruners import (
     H2O,

@@ -4,10 +4,10 @@ import oracle
 import pytest
 import torch
 from helpers import DTYPES, check_table, others_of
+from oracle.quest_step import choose
 from test_steps import clones, close, random_table, rotation, same_rows, state, unchanged
 
 from kvcompress import ops
-from oracle.quest_step import choose
 
 SHAPES = [  # B, Hq, Hkv, D, rotary_dim, page_size, pages_read, longest row
     (1, 4, 2, 16, 16, 4, 3, 30),

@@ -4,14 +4,14 @@ import numpy as np
 import pytest
 import torch
 from helpers import attached, left_padded, random_ids, tiny_model
+from oracle import divide_memory
+from oracle import plan as plain_plan
 from reading_definition import plain_reading
 
 import kvcompress
 from kvcompress import AdaKV, Adaptive, AllLogits, IterativeCache, PyramidKV, StreamingCache, TokenLoss, prefill
 from kvcompress.positions import RotaryTables
 from kvcompress.pruners import H2O, SnapKV, StreamingLLM
-from oracle import divide_memory
-from oracle import plan as plain_plan
 
 SNAPKV = SnapKV(window=4, num_sink_tokens=1)
 STREAMING = StreamingLLM(num_sink_tokens=2)

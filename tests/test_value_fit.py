@@ -3,12 +3,12 @@
 import pytest
 import torch
 from helpers import attached, kind_model, left_padded, random_ids
+from oracle.value_fit import SEGMENTS, fitted, missing_of, ridge
 
 import kvcompress
 from kvcompress import AdaKV, CacheSpec, GlobalTopK, KVzip, PrunedCache, RemoteGap, Replay, SnapKV, prefill
 from kvcompress.caches import value_fit
 from kvcompress.positions import RotaryTables
-from oracle.value_fit import SEGMENTS, fitted, missing_of, ridge
 
 REPLAY = Replay(chunk=16, last=4)
 METHODS = {

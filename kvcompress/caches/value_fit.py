@@ -78,7 +78,7 @@ def products(queries: Tensor, keys: Tensor, softmax: Softmax) -> Tensor:
 
 
 def _ridge(weights: Tensor, missing: Tensor, held_out: Tensor) -> Tensor:
-    """Zeros where no ridge helps references that it has not seen. By way of [N, N]: X = A^T (A A^T + pull)^-1 missing."""
+    """Zeros where no ridge helps references not seen. By way of [N, N]: X = A^T (A A^T + pull)^-1 missing."""
     inner, n = weights @ weights.T, weights.shape[1]
     strengths = torch.tensor(RIDGES, dtype=inner.dtype, device=inner.device)
 

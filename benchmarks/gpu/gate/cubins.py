@@ -1,14 +1,17 @@
-"""csrc/cuda/*.cu compiled as setup.py compiles them, and what cuobjdump says of the result. Needs nvcc, but no GPU."""
+"""csrc/cuda/*.cu as they are in the built extension, else compiled as setup.py does, and what cuobjdump says of them.
+Needs nvcc, but no GPU."""
 
 from __future__ import annotations
 
 import ast
+import atexit
 import hashlib
 import os
 import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -89,8 +92,27 @@ def _sources(path: Path, found: dict[Path, bytes]) -> dict[Path, bytes]:
     return found
 
 
+@cache
+def shipped(target: str) -> dict[Path, Path]:
+    """Cubins of all sources in the extension beside this file, where that is newer than they; nothing where it is not,
+    or holds no code for the target. The linker has put them one after the other, as setup.py sorts its sources."""
+    extension, sources = ROOT / "kvcompress" / "_C.abi3.so", sorted((ROOT / "csrc" / "cuda").glob("*.cu"))
+    written = [path for path in (ROOT / "csrc").rglob("*") if path.is_file()] + [ROOT / "setup.py"]
+    if not extension.exists() or extension.stat().st_mtime < max(path.stat().st_mtime for path in written):
+        return {}
+    BUILD.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(dir=BUILD))
+    command = [_tool("cuobjdump"), "-xelf", target, str(extension)]
+    subprocess.run(command, cwd=folder, capture_output=True, check=True)
+    found = sorted(folder.glob(f"*.{target}.cubin"), key=lambda path: int(path.name.split(".")[-3]))
+    atexit.register(shutil.rmtree, folder, True)
+    return dict(zip(sources, found, strict=True)) if len(found) == len(sources) else {}
+
+
 def compiled(source: Path, target: str) -> Path:
-    """The cubin, made unless the same content was compiled before."""
+    """The cubin: that of the extension, or made unless the same content was compiled before."""
+    if source.resolve() in (there := shipped(target)):
+        return there[source.resolve()]
     flags = [*_setting("CUDA_FLAGS"), f"-arch={target}", "-I", str(ROOT / "csrc")]
     content = [_version(), " ".join(flags).encode(), *_sources(source.resolve(), {}).values()]
     key = hashlib.sha256(b"\0".join(content)).hexdigest()[:16]

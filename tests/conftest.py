@@ -30,6 +30,14 @@ def pytest_configure(config: pytest.Config) -> None:
     helpers.full_products = config.getoption("--all")
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--all"):
+        left = [item for item in items if item.get_closest_marker("release") is not None]
+        if left:
+            config.hook.pytest_deselected(items=left)
+            items[:] = [item for item in items if item.get_closest_marker("release") is None]
+
+
 def _run(name: str, node: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The ops on one backend. Memory that an op gets and does not write holds NaN."""
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)

@@ -93,6 +93,7 @@ def test_a_decoded_token_of_a_converted_model_is_one_graph(method, cache):
     check(model, cache)
 
 
+@pytest.mark.release  # half a minute: it compiles C++; the graphs that it is given are the tests' above
 def test_inductor_compiles_it():
     check(short_model("gemma3_text"), CACHES["quest"], "inductor")
 

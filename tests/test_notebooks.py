@@ -54,6 +54,7 @@ def test_first_steps(ran):
     assert said == answer and figures([figure]) == 1 and unguided is False
 
 
+@pytest.mark.release  # as are the others of 5 seconds and more
 def test_choosing_a_pruner(ran):
     (tokens, _), shares, figure = ran("choose_a_pruner")
     assert tokens < 2048 - 256 and figures([figure]) == 1
@@ -61,6 +62,7 @@ def test_choosing_a_pruner(ran):
     assert whole >= 0.8 and min(best) >= whole - 0.13 and sum(best) >= sum(windows) + 1
 
 
+@pytest.mark.release
 def test_reading(ran):
     (_, answer), plan, said, memory, losses, unguided = ran("reading")
     assert said == answer and figures([plan, memory, losses]) == 3 and unguided is False
@@ -91,6 +93,7 @@ def test_a_pruner_of_ones_own(ran):
     assert figures([figure]) == 1 and set(recalled) == {"Novelty", "SnapKV"}
 
 
+@pytest.mark.release
 def test_speed_and_memory(ran):
     (figure,) = ran("speed_and_memory")
     assert figures([figure]) == 1

@@ -49,6 +49,7 @@ def test_extension_asks_no_symbol_that_manylinux_2_34_lacks():
         assert tuple(map(int, version.split("."))) <= MANYLINUX_2_34[name], f"{name}_{version}"
 
 
+@pytest.mark.release  # half a minute
 def test_first_ten_minutes(wheel):
     """A fresh environment from the wheel, README in order, info, generate, needle, save and load, a notebook."""
     script = [sys.executable, str(ROOT / "tools/first_ten_minutes.py"), "--wheel", str(wheel)]

@@ -92,6 +92,15 @@ def covering(*lists: Iterable[Any]) -> list[Any]:
     return [_case([parameters[i][v] for i, v in enumerate(case)]) for case in chosen]
 
 
+def turns(*lists: Iterable[Any]) -> list[Any]:
+    """Cases of which every value of each list is in at least one: for lists that have nothing to do with each other.
+    With pytest's option --all: the full product."""
+    parameters = [list(values) for values in lists]
+    if full_products:
+        return covering(*parameters)
+    return [_case([values[n % len(values)] for values in parameters]) for n in range(max(map(len, parameters)))]
+
+
 def _covering(sizes: list[range]) -> list[tuple[int, ...]]:
     """Greedily, without luck: a case begins with the first pair that is left, and takes, parameter by parameter, the
     value with most pairs that are left; of several the one that was taken least often."""

@@ -2,6 +2,7 @@
 
 import copy
 
+import helpers
 import pytest
 import torch
 from dmc_definition import Logits, definition, local
@@ -10,11 +11,13 @@ from helpers import (
     KINDS,
     assert_packed_documents_are_apart,
     assert_padding_changes_nothing,
+    covering,
     forward,
     kind_model,
     left_padded,
     logits_of,
     random_ids,
+    turns,
 )
 from transformers import AutoModelForCausalLM
 
@@ -38,9 +41,13 @@ METHODS = {
     "near": {"mode": "window"},
     "cla": {"mode": "cla"},
 }
-every = pytest.mark.parametrize("method", METHODS)
-main = pytest.mark.parametrize("method", ["dmc", "dms", "pod"])
-kinds = pytest.mark.parametrize("kind", KINDS)
+MAIN = ["dmc", "dms", "pod"]
+OTHERS = [name for name in METHODS if name not in MAIN]
+every = pytest.mark.parametrize(  # kinds with the main methods, and with the others by turns
+    ("kind", "method"),
+    covering(KINDS, METHODS) if helpers.full_products else covering(KINDS, MAIN) + turns(KINDS, OTHERS),
+)
+main = pytest.mark.parametrize(("kind", "method"), covering(KINDS, MAIN))
 SINKS, RECENT = 2, 6
 
 
@@ -140,7 +147,6 @@ def defined(model, ids):
 
 
 @every
-@kinds
 def test_training_and_cache_compute_what_the_method_says(kind, method):
     model, ids = converted(kind, method), random_ids(40, 2)
     expected, lengths = defined(model, ids)
@@ -156,9 +162,7 @@ def test_training_and_cache_compute_what_the_method_says(kind, method):
             assert 1.1 < cache.compression_ratio() < 20
 
 
-@main
-@kinds
-@pytest.mark.parametrize("chunk_size", [None, 7])
+@pytest.mark.parametrize(("kind", "method", "chunk_size"), covering(KINDS, MAIN, [None, 7]))
 def test_each_prompt_of_a_padded_batch_gives_what_it_gives_alone(kind, method, chunk_size):
     model = converted(kind, method)
     prompts = [random_ids(length, seed=length) for length in (40, 9, 1)]
@@ -173,7 +177,6 @@ def test_each_prompt_of_a_padded_batch_gives_what_it_gives_alone(kind, method, c
 
 
 @main
-@kinds
 def test_padding_and_other_documents_change_nothing(kind, method):
     model = converted(kind, method)
     assert_padding_changes_nothing(model)
@@ -184,7 +187,6 @@ def test_padding_and_other_documents_change_nothing(kind, method):
 
 
 @main
-@kinds
 def test_everything_learns_and_checkpointing_changes_no_gradient(kind, method):
     model, ids, grads = converted(kind, method).train(), random_ids(40, 2), []
     for checkpointing in (False, True):
@@ -210,8 +212,7 @@ def test_everything_learns_and_checkpointing_changes_no_gradient(kind, method):
             assert grad.any()
 
 
-@pytest.mark.parametrize("mode", ["dmc", "dms"])
-@kinds
+@pytest.mark.parametrize(("kind", "mode"), turns(KINDS, ["dmc", "dms"]))
 def test_neurons_leave_attention_and_decisions_begin_at_the_shift(kind, mode):
     model, ids = kind_model(kind), random_ids(40, 2)
     before, weights = forward(model, ids), {name: x.clone() for name, x in model.state_dict().items()}
@@ -241,8 +242,7 @@ def test_neurons_leave_attention_and_decisions_begin_at_the_shift(kind, mode):
     assert abs(share - 0.2689) < 5 * (0.2 / n) ** 0.5  # sigmoid(-1)
 
 
-@main
-@kinds
+@pytest.mark.parametrize(("kind", "method"), turns(KINDS, MAIN))
 def test_a_saved_model_comes_back_converted(kind, method, tmp_path):
     model, ids = converted(kind, method), random_ids(30, 2)
     model.save_pretrained(tmp_path)
@@ -323,7 +323,7 @@ def test_layers_that_share_must_rotate_alike(monkeypatch):
     torch.testing.assert_close(logits_of(model, ids, cache_of(model)), forward(model, ids), rtol=1e-3, atol=1e-3)
 
 
-@main
+@pytest.mark.parametrize("method", MAIN)
 def test_checkpointing_is_refused_where_a_pass_does_not_arrive(method, monkeypatch):
     monkeypatch.setitem(KINDS, "nemotron", {})
     model, ids = converted("nemotron", method).train(), random_ids(12, 2)

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from dmc_definition import definition
-from helpers import DMC_MODES, FAMILIES, deciding_model, left_padded, logits_of, random_ids, tiny_model
+from helpers import DMC_MODES, FAMILIES, covering, deciding_model, left_padded, logits_of, random_ids, tiny_model, turns
 
 import kvcompress
 from kvcompress import DMCCache, attach, prefill
@@ -48,8 +48,7 @@ def plain(model, ids):
 # ---- what is computed ----
 
 
-@modes
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("dmc", "family"), turns(DMC_MODES.values(), FAMILIES))
 def test_a_model_of_any_family_computes_what_the_algorithm_says(family, dmc):
     model, ids = attached(family, dmc=dmc), random_ids(40)
     expected, lengths = plain(model, ids)
@@ -84,9 +83,7 @@ def test_chunks_do_not_change_the_answer(dmc, chunk_size):
     assert torch.equal(answers[1], answers[2])
 
 
-@modes
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("chunk_size", [None, 16])
+@pytest.mark.parametrize(("dmc", "family", "chunk_size"), covering(DMC_MODES.values(), FAMILIES, [None, 16]))
 def test_each_prompt_of_a_padded_batch_gives_what_it_gives_alone(family, dmc, chunk_size):
     model = attached(family, dmc=dmc)
     prompts = [random_ids(length, seed=length) for length in (60, 33, 9, 1)]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from dmc_definition import definition
-from helpers import DTYPES, tiny_model
+from helpers import DTYPES, covering, tiny_model
 from torch import nn
 
 from kvcompress import DMCCache
@@ -169,9 +169,10 @@ def test_padding_of_any_call_changes_nothing(config):
                 torch.testing.assert_close(x, y, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("config", [DMCConfig(), DMCConfig(window=12), DMCConfig(mode="dms", dms_window=5)], ids=str)
-@pytest.mark.parametrize("chunks", CHUNKS.values(), ids=CHUNKS)
+@pytest.mark.parametrize(
+    ("dtype", "config", "chunks"),
+    covering(DTYPES, [DMCConfig(), DMCConfig(window=12), DMCConfig(mode="dms", dms_window=5)], CHUNKS.values()),
+)
 def test_every_dtype_is_as_accurate_as_plain_attention_in_it(dtype, config, chunks):
     q, k, v = projections(B=1, config=config, dtype=dtype)
     cache = new_layer(config)

@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 import torch
-from helpers import DMC_MODES, deciding_model, logits_of, random_ids
+from helpers import DMC_MODES, deciding_model, logits_of, random_ids, turns
 
 import kvcompress
 from kvcompress import DMCCache, attach, prefill
@@ -67,8 +67,7 @@ def test_sequences_can_be_chosen_and_repeated(dmc, chunk_size):
         assert int((layer.pool.store.refs > 0).sum()) == layer.pool.pages_in_use()
 
 
-@modes
-@pytest.mark.parametrize("how", ["fork", "copy", "deepcopy", "pickle"])
+@pytest.mark.parametrize(("dmc", "how"), turns(DMC_MODES.values(), ["fork", "copy", "deepcopy", "pickle"]))
 def test_forks_do_not_disturb_each_other(dmc, how):
     model, ids = attached(dmc=dmc), random_ids(45)
     cache = prefill(model, ids, new_cache(model))

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import oracle
 import pytest
 import torch
-from helpers import KINDS, attached, kind_model, left_padded, random_ids, tiny_model
+from helpers import KINDS, attached, covering, kind_model, left_padded, random_ids, tiny_model
 
 import kvcompress
 from kvcompress import GlobalTopK, IterativeCache, PrunedCache, RemoteGap, prefill
@@ -142,9 +142,10 @@ def test_no_more_is_held_than_the_budget_and_one_layer(monkeypatch):
     assert cache.reserved_nbytes() <= rows * 24 * (slot + 4) + slack
 
 
-@pytest.mark.parametrize("pruner", PRUNERS, ids=name_of)
-@pytest.mark.parametrize("size", [20, 0.6, "48KiB"])
-@pytest.mark.parametrize("every", [None, 4])
+@pytest.mark.parametrize(
+    ("pruner", "size", "every"),
+    covering(PRUNERS, [20, 0.6, "48KiB"], [None, 4]),
+)
 def test_prompts_turns_and_decoding_stay_within_the_budget(pruner, size, every):
     model, ids = attached(), random_ids(61)
     cache = PrunedCache(model.config, pruner, GlobalTopK(size), every=every, page_size=8)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from helpers import left_padded, logits_of, random_ids
+from helpers import covering, left_padded, logits_of, random_ids
 from test_pod_cache import SETTINGS, converted, new_cache, read, trained
 
 import kvcompress
@@ -47,9 +47,10 @@ def chosen_by_drawn(setting, heads, n, keep, page):
     return seen
 
 
-@pytest.mark.parametrize("page_size", [1, 4])
-@pytest.mark.parametrize("keep", [0, 7, 20, 100])
-@pytest.mark.parametrize("name", ["one", "mixed", "no sinks"])
+@pytest.mark.parametrize(
+    ("page_size", "keep", "name"),
+    covering([1, 4], [0, 7, 20, 100], ["one", "mixed", "no sinks"]),
+)
 def test_later_tokens_see_what_the_lead_chose(name, keep, page_size, monkeypatch):
     """Against a forward pass without a cache, with masks."""
     setting = SETTINGS[name]

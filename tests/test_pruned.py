@@ -5,7 +5,7 @@ import copy
 import pruned_definition as definition
 import pytest
 import torch
-from helpers import FAMILIES, attached, left_padded, random_ids
+from helpers import FAMILIES, attached, covering, left_padded, random_ids
 
 import kvcompress
 from kvcompress import AdaKV, IterativeCache, PrunedCache, PyramidKV, RemoteGap, prefill
@@ -57,27 +57,28 @@ CALLS = [26] + [1] * 6 + [7] + [1] * 5 + [20, 1]
 GAP = {"gap": 6, "headroom": 16}
 
 
+DEFINED = [
+    (SnapKV(window=6, kernel_size=3), definition.snapkv(6, 3)),
+    (H2O(), definition.h2o()),
+    (TOVA(), definition.tova()),
+    (CenterOfGravity(10, 6, 2, "global", window=4), lambda: definition.cge(10, 6, 2, 4, "global")),
+    (CenterOfGravity(10, 6, 3, "local", window=4), lambda: definition.cge(10, 6, 3, 4, "local")),
+    (CenterOfGravity(10, 6, 3, "local", False, 4), lambda: definition.cge(10, 6, 3, 4, "local", False)),
+    (CenterOfGravity(10, 6, 3, "global", False, 4), lambda: definition.cge(10, 6, 3, 4, "global", False)),
+    (
+        CenterOfGravity(10, 6, 2, window=3, heads="shared"),
+        lambda: definition.cge(10, 6, 2, 3, "global", True, True),
+    ),
+]
+
+
 @pytest.mark.parametrize(
-    ("pruner", "choose"),
-    [
-        (SnapKV(window=6, kernel_size=3), definition.snapkv(6, 3)),
-        (H2O(), definition.h2o()),
-        (TOVA(), definition.tova()),
-        (CenterOfGravity(10, 6, 2, "global", window=4), lambda: definition.cge(10, 6, 2, 4, "global")),
-        (CenterOfGravity(10, 6, 3, "local", window=4), lambda: definition.cge(10, 6, 3, 4, "local")),
-        (CenterOfGravity(10, 6, 3, "local", False, 4), lambda: definition.cge(10, 6, 3, 4, "local", False)),
-        (CenterOfGravity(10, 6, 3, "global", False, 4), lambda: definition.cge(10, 6, 3, 4, "global", False)),
-        (
-            CenterOfGravity(10, 6, 2, window=3, heads="shared"),
-            lambda: definition.cge(10, 6, 2, 3, "global", True, True),
-        ),
-    ],
-    ids=lambda x: name_of(x) if not callable(x) else "",
+    ("defined", "every", "positions"),
+    covering(DEFINED, [None, 1, 4], ["original", "contiguous", "between", "to_query", "constant", "shared"]),
 )
-@pytest.mark.parametrize("every", [None, 1, 4])
-@pytest.mark.parametrize("positions", ["original", "contiguous", "between", "to_query", "constant", "shared"])
-def test_what_the_definition_says(pruner, choose, every, positions):
+def test_what_the_definition_says(defined, every, positions):
     """Prompt, decoding, a short and a long further turn."""
+    pruner, choose = defined
     choose = choose if "choose" in getattr(choose, "__qualname__", "") else choose()
     model, ids = attached(num_hidden_layers=2).double().float(), random_ids(sum(CALLS))
     near = pruner.recent(16, 16)
@@ -111,10 +112,9 @@ def test_what_the_definition_says(pruner, choose, every, positions):
 
 
 @pytest.mark.parametrize(
-    "positions", ["original", RemoteGap(gap=8, near_length=4, headroom=8)], ids=["original", "gap"]
+    ("positions", "budget", "pruner"),
+    covering(["original", RemoteGap(gap=8, near_length=4, headroom=8)], EVERY_BUDGET, EVERY_PRUNER),
 )
-@pytest.mark.parametrize("budget", EVERY_BUDGET, ids=name_of)
-@pytest.mark.parametrize("pruner", EVERY_PRUNER, ids=name_of)
 def test_every_pruner_with_every_budget_keeps_what_the_budget_says(pruner, budget, positions):
     if pruner.one_frame and positions != "original":
         pytest.skip("judges keys of one segment only")
@@ -135,9 +135,10 @@ def test_every_pruner_with_every_budget_keeps_what_the_budget_says(pruner, budge
         assert sum(stored[0][0]) > sum(stored[2][0])
 
 
-@pytest.mark.parametrize("chunk_size", [None, 16])
-@pytest.mark.parametrize("budget", [20, AdaKV(20), 0.6], ids=name_of)
-@pytest.mark.parametrize("pruner", EVERY_PRUNER[:1] + EVERY_PRUNER[3:6], ids=name_of)
+@pytest.mark.parametrize(
+    ("chunk_size", "budget", "pruner"),
+    covering([None, 16], [20, AdaKV(20), 0.6], EVERY_PRUNER[:1] + EVERY_PRUNER[3:6]),
+)
 def test_left_padding_changes_no_token(pruner, budget, chunk_size):
     model = attached()
     prompts = [random_ids(length, seed=length) for length in (70, 9, 41)]
@@ -221,9 +222,9 @@ def test_the_guide_chooses_and_is_not_stored(chunk_size, positions):
 
 
 @pytest.mark.parametrize(
-    "budget", [20, PyramidKV(20, window=6), AdaKV(20), AdaKV(PyramidKV(20, window=6))], ids=name_of
+    ("budget", "pruner"),
+    covering([20, PyramidKV(20, window=6), AdaKV(20), AdaKV(PyramidKV(20, window=6))], EVERY_PRUNER),
 )
-@pytest.mark.parametrize("pruner", EVERY_PRUNER, ids=name_of)
 def test_iterative_reading_with_every_pruner_and_budget(pruner, budget):
     model, ids = attached(), random_ids(120)
     cache = IterativeCache(model.config, memory_size=budget, chunk_size=16, pruner=pruner, page_size=8)

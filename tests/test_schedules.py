@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from helpers import attached, left_padded, random_ids, tiny_model
+from helpers import attached, covering, left_padded, random_ids, tiny_model
 from oracle import divide_memory
 from oracle import plan as plain_plan
 from reading_definition import plain_reading
@@ -51,10 +51,10 @@ def plain_sizes(plan, chunks, schedule, pruner, *, most):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("prune", ["layer", "forward"])
-@pytest.mark.parametrize("pruner", [SNAPKV, STREAMING], ids=["snapkv", "streaming"])
-@pytest.mark.parametrize("dynamic", [False, True], ids=["constant", "dynamic"])
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(
+    ("prune", "pruner", "dynamic", "schedule"),
+    covering(["layer", "forward"], [SNAPKV, STREAMING], [False, True], SCHEDULES),
+)
 def test_every_schedule_is_what_the_definition_says(schedule, dynamic, pruner, prune):
     model, ids = attached(), random_ids(151)
     settings = {"schedule": schedule, "dynamic": dynamic, "layers": 3, **growing(schedule)}
@@ -157,9 +157,10 @@ def test_adaptive_conserves_the_total(schedule):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("budget", [30, AdaKV(30), PyramidKV(30, window=4)], ids=["uniform", "adakv", "pyramidkv"])
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize(
+    ("budget", "schedule", "dynamic"),
+    covering([30, AdaKV(30), PyramidKV(30, window=4)], SCHEDULES, [False, True]),
+)
 def test_each_prompt_of_a_padded_batch_gives_what_it_gives_alone(schedule, dynamic, budget):
     if isinstance(budget, PyramidKV) and schedule in ("square-sqrt", "adaptive"):
         with pytest.raises(ValueError, match="divides memory over layers itself"):

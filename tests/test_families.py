@@ -16,21 +16,17 @@ REFUSED = names(
     """bloom deepseek_v32 deepseek_v4 diffllama doge falcon gemma3_text/bidirectional gpt_neo gptj inkling_text mamba
     minimax minimax_m3_vl_text/sparse openai-gpt paligemma/multimodal qwen4_exp_text unlimited_ocr/multimodal xglm"""
 )
-KINDS = (
-    names(  # one configuration for each kind of layer; all of QUICK in make test-all, all there are in the benchmark
-        """llama llama/longrope llama/dynamic/beyond llama/one_kv_head mistral/sliding phi3 glm gpt_neox stablelm/norm
+# one configuration for each kind of layer; all of QUICK in make test-all, all that there are in the benchmark
+KINDS = names(
+    """llama llama/longrope llama/dynamic/beyond llama/one_kv_head mistral/sliding phi3 glm gpt_neox stablelm/norm
     hunyuan_v1_dense smollm3/no_rope gemma2/softcap gemma3_text/sliding gpt_oss/sliding gemma3n_text/shared
-    gemma4_text/shared mixtral deepseek_v3/yarn qwen3_next falcon_h1 jamba gpt2 qwen3_vl/multimodal"""
-    )
-    + [
-        "kosmos-2.5/multimodal",  # counts positions by its ids
-        "bart/decoder",  # counts columns, padding included
-        "recurrent_gemma",  # keeps its states in its modules
-        "llama4_text/chunked",  # its layers ask the cache for the length
-    ]
+    gemma4_text/shared mixtral deepseek_v3/yarn qwen3_next falcon_h1 jamba gpt2 qwen3_vl/multimodal
+    kosmos-2.5/multimodal bart/decoder recurrent_gemma llama4_text/chunked"""
 )
-KINDS_REFUSED = names(  # biases, indexers, code of their own, both ways, no keys
-    "bloom deepseek_v32 diffllama gemma3_text/bidirectional gptj mamba minimax_m3_vl_text/sparse unlimited_ocr/multimodal"
+# biases, indexers, code of their own, both ways, no keys
+KINDS_REFUSED = names(
+    """bloom deepseek_v32 diffllama gemma3_text/bidirectional gptj mamba minimax_m3_vl_text/sparse
+    unlimited_ocr/multimodal"""
 )
 
 

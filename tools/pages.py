@@ -1,6 +1,6 @@
 """The pages that are made and not written: python tools/pages.py
 
-docs/models.md, the tables of docs/results/tasks.md, compaction.md and shapes.md, and docs/figures/recall.png from
+docs/models.md, the tables of docs/results/tasks.md and shapes.md, and docs/figures/recall.png from
 benchmarks/results, docs/cli.md from the command line itself.
 """
 
@@ -106,26 +106,6 @@ def tasks_page() -> str:
     return _made("tasks.md", lines + (["Left out:", "", *left] if left else []))
 
 
-def compaction_page() -> str:
-    """Of compaction.json: a table for each share of the bytes; bits also as what they are over choosing alone."""
-    found = rows("compaction")
-    lines = []
-    for part in sorted({row["part"] for row in found} - {1}):
-        lines += [
-            f"## 1/{part} of the bytes",
-            "",
-            "| | bits | over choosing | later | pairs |",
-            "|---|---|---|---|---|",
-        ]
-        for method in dict.fromkeys(row["method"] for row in found if row["part"] == part):
-            own = {row["task"]: row for row in found if (row["method"], row["part"]) == (method, part)}
-            cells = [f"{own['text']['score']:.3f}", _number(own["text"], "over_choosing", "+")]
-            cells += [_number(own[task], "score") for task in ("later", "pairs")]
-            lines.append(f"| {method} | {' | '.join(cells)} |")
-        lines.append("")
-    return _made("compaction.md", lines[:-1])
-
-
 def shapes_page() -> str:
     """Of shapes.json: a table for each share, divergences over chance's, each column's best in bold."""
     found = rows("shapes")
@@ -191,6 +171,5 @@ if __name__ == "__main__":
     write_text(DOCS / "models.md", models_page())
     write_text(DOCS / "cli.md", cli_page())
     write_text(DOCS / "results/tasks.md", tasks_page())
-    write_text(DOCS / "results/compaction.md", compaction_page())
     write_text(DOCS / "results/shapes.md", shapes_page())
     draw_recall(DOCS / "figures/recall.png")

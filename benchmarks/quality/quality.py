@@ -5,7 +5,7 @@
 
 Every pruner holds 1/2, 1/4, 1/8 and 1/16 of the dense cache's bytes after a prompt (PrunedCache in pages of 8; some
 pruners in the whole run alone); besides them AdaKV, PyramidKV and GlobalTopK with some of them, SnapKV guided by a
-question that is known beforehand, values that are fitted to what went (fit_values), IterativeCache of the same memory
+question that is known beforehand, IterativeCache of the same memory
 (chunks of a quarter of the prompt), CenterOfGravity's positions, and DuoAttention, whose heads are those that lose most
 by streaming (measure_heads, "mass", 4 texts): as many retrieve as bytes allow, and the others have the rest of the
 bytes as their window. How a task reads and scores: parts/tasks.py.
@@ -105,7 +105,6 @@ class Method:
     iterative: bool = False
     removed: float = 0.0
     heads: HeadProfile | None = None
-    fit_values: bool = False
 
     @property
     def share(self) -> float:
@@ -122,9 +121,8 @@ class Method:
         if self.heads is not None:
             return PrunedCache(model.config, duo_attention(self.heads, self.removed, prompt_tokens), page_size=8)
         return PrunedCache(
-            model.config, self.pruner, self.budget(self.removed), positions=self.positions, fit_values=self.fit_values,
-            page_size=8,
-        )  # fmt: skip
+            model.config, self.pruner, self.budget(self.removed), positions=self.positions, page_size=8
+        )
 
 
 def duo_attention(heads: HeadProfile, removed: float, tokens: int) -> DuoAttention:
@@ -179,8 +177,6 @@ def methods(
             yield Method(f"{name}/AdaKV", PRUNERS[name], part, AdaKV)
         for name in ("Replay", "Successor", "KeyDiff", "SnapKV31", *(["KVzip"] if named else [])):
             yield Method(f"{name}/GlobalTopK", (PRUNERS | NAMED)[name], part, GlobalTopK)
-        for name in ("Replay", *(["KVzip"] if named else [])):
-            yield Method(f"{name}/GlobalTopK/fitted", (PRUNERS | NAMED)[name], part, GlobalTopK, fit_values=True)
         if named and heads is not None:
             yield Method("DuoAttention", duo_attention(heads, 1 - 1 / part, 1024), part, heads=heads)
         yield Method("SnapKV/guided", snap, part, guided=True)
@@ -257,7 +253,6 @@ def row_of(method: Method, model_name: str, results: dict[str, Result], dense: d
         "budget": None if method.part is None else repr(method.budget(method.removed)),
         "positions": "contiguous" if method.iterative else str(method.positions),
         "guided": method.guided,
-        "fit_values": method.fit_values,
     }
     row |= measures_of(results, dense, tasks)
     first = next(task.name for task in tasks if task.name in results)

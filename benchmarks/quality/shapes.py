@@ -61,9 +61,6 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 Make = Callable[[Any, float], PrunedCache]
 METHODS: dict[str, Make] = {
     "Replay, GlobalTopK": lambda config, removed: PrunedCache(config, Replay(), GlobalTopK(removed), page_size=8),
-    "Replay, GlobalTopK, fit_values": lambda config, removed: PrunedCache(
-        config, Replay(), GlobalTopK(removed), fit_values=True, page_size=8
-    ),
     "KVzip, GlobalTopK": lambda config, removed: PrunedCache(config, KVzip(), GlobalTopK(removed), page_size=8),
     "KeyDiff, GlobalTopK": lambda config, removed: PrunedCache(config, KeyDiff(), GlobalTopK(removed), page_size=8),
     "Replay": lambda config, removed: PrunedCache(config, Replay(), removed, page_size=8),

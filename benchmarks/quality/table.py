@@ -50,7 +50,6 @@ from kvcompress.evaluate.texts import Library
 DENSE = CacheSpec("dense", {})
 CACHES = {
     "Replay, GlobalTopK": "pruned,pruner=replay,budget=globaltopk:1",
-    "Replay, GlobalTopK, fitted": "pruned,pruner=replay,budget=globaltopk:1,fit_values=true",
     "Replay, AdaKV": "pruned,pruner=replay,budget=adakv:1",
     "Replay": "pruned,pruner=replay",
     "Successor": "pruned,pruner=successor",

@@ -11,7 +11,6 @@ scoring/<pruner>/<dtype>/T<T>
     measured in the same run: a real prefill takes longer.
     KVzip: what prefill takes longer with it, over 3/4 of a prompt removed, than with a cache that keeps all; the peer
     is that prefill: a random model of 2 layers, Hq 16, Hkv 4, D 64, hidden 1,024, MLP of 3,584.
-    fit_values: what prefill takes longer with it, SnapKV and the same removed; the peer is the same prefill.
 share: ours over the peer's time. bar: what it should be at most, None where nobody said.
 """
 
@@ -35,8 +34,7 @@ from kvcompress.positions import RotaryTables
 from kvcompress.pruners import Candidates, CriticalKV, KeyDiff, KVzip, Pruner, Replay, SnapKV, Successor
 from kvcompress.softmax import Softmax
 
-BARS = {"Replay": 1.0, "Successor": 0.05, "KeyDiff": None, "CriticalKV/l1": 0.01, "CriticalKV/l2": 0.01, "KVzip": 2.2,
-        "fit_values": None}  # fmt: skip
+BARS = {"Replay": 1.0, "Successor": 0.05, "KeyDiff": None, "CriticalKV/l1": 0.01, "CriticalKV/l2": 0.01, "KVzip": 2.2}
 
 
 @dataclass(frozen=True)
@@ -113,19 +111,12 @@ def prefill_rows(T: int, repeats: int, width: int) -> list[Row]:
     )  # fmt: skip
     model, ids = LlamaForCausalLM(config).eval(), torch.randint(256, (1, T))
 
-    def read(pruner: Pruner, removed: float, **settings: bool) -> Callable[[], object]:
-        return lambda: kvcompress.prefill(model, ids, kvcompress.PrunedCache(config, pruner, removed, **settings))
+    def read(pruner: Pruner, removed: float) -> Callable[[], object]:
+        return lambda: kvcompress.prefill(model, ids, kvcompress.PrunedCache(config, pruner, removed))
 
     with kvcompress.attach(model):
-        whole, again, plain, fitted = alternate(
-            repeats, read(SnapKV(), 0.0), read(KVzip(), 0.75), read(SnapKV(), 0.75),
-            read(SnapKV(), 0.75, fit_values=True),
-        )  # fmt: skip
-    sizes = f"float32/T{T}"
-    return [
-        row("KVzip", sizes, max(again - whole, 1e-9), whole, "prefill that keeps all"),
-        row("fit_values", sizes, max(fitted - plain, 1e-9), plain, "prefill that prunes"),
-    ]
+        whole, again = alternate(repeats, read(SnapKV(), 0.0), read(KVzip(), 0.75))
+    return [row("KVzip", f"float32/T{T}", max(again - whole, 1e-9), whole, "prefill that keeps all")]
 
 
 def main() -> None:

@@ -40,7 +40,7 @@ class Policy:
     none does. growth: tokens between two compressions at most. prompts: whether calls of several tokens compress (those
     of kvcompress.prefill aside, where an IterativeCache does). gap: where compressed tokens stand; None = where they
     were. bounded: no position may lie beyond trained_length. later: "keep" = what follows the first prompt is kept, and
-    scores are held for further compressions of it. fit_values: of what a compression of the first prompt leaves."""
+    scores are held for further compressions of it."""
 
     pruner: Pruner
     budget: Budget
@@ -52,14 +52,12 @@ class Policy:
     gap: RemoteGap | None = None
     bounded: bool = False
     later: str = "compress"
-    fit_values: bool = False
     notices: Notices = field(default_factory=Notices)
 
     @staticmethod
     def of(
         pruner: Any, budget: Size | Budget | None, pool: PoolSettings, trained_length: int, *, every: int | None,
         chunk_size: int | None, positions: str | RemoteGap, prompts: bool = True, later: str = "compress",
-        fit_values: bool = False,
     ) -> Policy:  # fmt: skip
         """From what users give. Raises ValueError for what is out of range or cannot fit."""
         _check_order(pruner, budget)
@@ -89,15 +87,9 @@ class Policy:
         gap = _gap_of(positions)
         if gap is not None and pruner.one_frame:
             raise ValueError(f"positions must be 'original' with {type(pruner).__name__}, got {positions!r}")
-        if not isinstance(fit_values, bool):
-            raise ValueError(f"fit_values must be True or False, got {fit_values!r}")
-        if fit_values and gap is not None:
-            raise ValueError(f"positions must be 'original' with fit_values, got {positions!r}")
-        if fit_values and chunk_size is not None:
-            raise ValueError(f"chunk_size must be None with fit_values, which looks at whole prompts, got {chunk_size}")
         policy = Policy(
             pruner, as_budget(budget), pool, trained_length, every=every or 0, growth=max(every or 0, chunk_size or 0),
-            prompts=prompts, gap=gap, bounded=isinstance(positions, RemoteGap), later=later, fit_values=fit_values,
+            prompts=prompts, gap=gap, bounded=isinstance(positions, RemoteGap), later=later,
         )  # fmt: skip
         return policy.with_budget(budget)
 

@@ -41,19 +41,12 @@ class PrunedCache(CompressedCache):
     "compress": further calls of several tokens compress again, old and new together. "keep": all that follows is kept
     whole, on top of the budget; only what the prompt left is ever compressed again, and by compress() alone. The scores
     of its tokens are held for that, 4 bytes for each that is kept.
-    fit_values: whether the values of what a prompt leaves are fitted, so that attention to it comes nearest to what
-    attention to the whole prompt gave (attention matching; no byte more is held, keys and positions stay). Until the
-    prompt is read each layer holds up to 1,024 reference queries of every KV head and what they found, in float32. It
-    wins where much goes, at 1/16 and below, and can change nothing where nothing goes. Not with chunk_size, positions
-    other than "original", compress() and models whose layers read others' keys; what is compressed in further calls,
-    and what decoding drops (every), is not fitted.
     A prompt within the budget is kept whole: the model then sees what it would see with a dense cache. Each sequence of
     a batch has a budget of its own. One layer at a time holds the whole prompt, never the cache. A budget holds when
     the cache has compressed; tokens that follow come on top until it compresses again (every). With model.generate
     alone a prompt is one call, whatever chunk_size says, and its last token is pruned with it; kvcompress.generate
     reads that one after the pruning.
-    Raises ValueError for settings out of range. Source: SnapKV, H2O, TOVA, IntelLLM; fit_values: Zweiger et al. 2026,
-    "Fast KV compaction via attention matching", whose ridge regression of values this is, with other references.
+    Raises ValueError for settings out of range. Source: SnapKV, H2O, TOVA, IntelLLM.
     """
 
     answers = ("compress",)
@@ -68,7 +61,6 @@ class PrunedCache(CompressedCache):
         positions: str | RemoteGap = "original",
         chunk_size: int | None = None,
         later: str = "compress",
-        fit_values: bool = False,
         page_size: int = 64,
         max_pages: int | None = None,
         grow: str = "double",
@@ -76,7 +68,7 @@ class PrunedCache(CompressedCache):
         self.pool_settings = PoolSettings(page_size, max_pages, grow)
         self.policy = Policy.of(
             pruner, budget, self.pool_settings, trained_length_of(config), every=every, chunk_size=chunk_size,
-            positions=positions, later=later, fit_values=fit_values,
+            positions=positions, later=later,
         )  # fmt: skip
         self.later = later
         self.pruner, self.budget, self.every = self.policy.pruner, self.policy.budget, self.policy.every
@@ -93,13 +85,6 @@ class PrunedCache(CompressedCache):
         super().end(current, hidden)
         if isinstance(current, CachePass) and not current.later:
             self.fixed = self.seen  # what the prompt lost cannot come back
-            if self.policy.fit_values and self.policy.compresses(current.iteration):
-                try:
-                    for layer in self.compressing:
-                        layer.fit_values()
-                except BaseException:  # half of the layers would go on with other values
-                    self.mark_incomplete()
-                    raise
 
     def end_prompt(self, columns: int) -> None:
         follows = self.follows
@@ -114,8 +99,6 @@ class PrunedCache(CompressedCache):
             super().adopt(decoder, facts)
             layers = [facts[layer.index] for layer in self.compressing]
             self.policy.check_model(decoder, layers, type(self).__name__)
-            if self.policy.fit_values and any(layer.readers for layer in layers):
-                raise ValueError("fit_values must be False for a model whose layers read others' keys")
             if self.pruner.uses_output and not facts.outputs:
                 facts.outputs = output_layers(decoder, facts, [layer.index for layer in self.compressing])
 
@@ -161,8 +144,6 @@ class PrunedCache(CompressedCache):
                 f"later must be 'keep' for compress(), got {self.later!r}: PrunedCache(..., later='keep') holds the "
                 "scores that it goes by"
             )
-        if self.policy.fit_values:
-            raise ValueError("fit_values must be False for compress(): values are fitted to what the first budget left")
         if self.pruner.own_budget is not None:
             raise ValueError(
                 f"pruner must not bring a budget of its own for compress(), as {type(self.pruner).__name__} does"

@@ -18,7 +18,6 @@ from .layer import CompressedLayer
 from .paged import PagedLayer, step_positions
 from .passes import CachePass
 from .policy import NEVER, Policy
-from .value_fit import References
 
 
 class PrunedLayer(PagedLayer):
@@ -28,7 +27,7 @@ class PrunedLayer(PagedLayer):
     that the last compression moved into the far segment stand at ids by rank: a query is rotated once for each segment,
     and the two results are merged.
     tokens: of each sequence so far, which its budget goes by. limits: tokens per head that a sequence keeps where the
-    budget does not say; None = it does. references: of each sequence, while its prompt's values wait to be fitted.
+    budget does not say; None = it does.
     """
 
     def __init__(self, index: int, number: int, policy: Policy, chooser: Chooser | None = None) -> None:
@@ -39,12 +38,11 @@ class PrunedLayer(PagedLayer):
         self.tokens: list[int] = []
         self.limits: list[int | None] = []
         self.softmax = Softmax(1.0)  # of the last call
-        self.references: list[References | None] = []
 
     def open_pool(self, rows: int, head_dim: int, like: Tensor, rope_lengths: list[int]) -> None:
         super().open_pool(rows, head_dim, like, rope_lengths)
         batch = len(rope_lengths)
-        self.far, self.tokens, self.limits, self.references = FarSegment(batch), [0] * batch, [None] * batch, []
+        self.far, self.tokens, self.limits = FarSegment(batch), [0] * batch, [None] * batch
         self.chooser.begin(batch)
 
     # ---- attention ----
@@ -133,8 +131,6 @@ class PrunedLayer(PagedLayer):
                 k.flatten(0, 1), values.flatten(0, 1), self._per_row(counts), q, queries, list(counts), guides,
                 list(self.next), facts.query_rotary, facts.key_rotary, lengths, softmax, sums,
             )  # fmt: skip
-            if self.policy.fit_values and (step.iteration is not None or self.policy.compresses(None)):
-                self.references = [References.of(offers, b) for b in range(B)]
             self.settle(offers, step, facts, held=False)
 
         step.lend_view(self.index, view, after)
@@ -283,34 +279,6 @@ class PrunedLayer(PagedLayer):
         if step.contest is not None:
             for index, left in step.contest.lost().items():
                 step.layers[index].lose(left, trim=step.contest.trims)
-
-    def fit_values(self) -> None:
-        """Fits the values of what stays of prompts that have lost tokens."""
-        references, self.references = self.references, []
-        if not references:
-            return
-        pool, heads = self.pool, self.heads
-        assert pool is not None
-        if not any(one is not None and min(held) < one.tokens for one, held in self._held(references)):
-            return
-        counts = torch.tensor(pool.counts, dtype=torch.int32).to(pool.lengths.device)[:, None]
-        K = max(pool.counts)
-        keys, values, *others = pool.gather(K)
-        for b, (one, held) in enumerate(self._held(references)):
-            for head, count in enumerate(held):
-                if one is not None and 0 < count < one.tokens:
-                    row = b * heads + head
-                    values[row, :count] = one.fitted(head, keys[row, :count], values[row, :count])
-        # the pool takes right-aligned tokens
-        places = (torch.arange(K, device=counts.device) - (K - counts)).clamp_(min=0)
-        rows = torch.arange(len(counts), device=counts.device)[:, None]
-        pool.rewrite([x[rows, places].unflatten(0, (-1, heads)) for x in (keys, values, *others)], pool.counts)
-
-    def _held(self, references: list[References | None]) -> list[tuple[References | None, list[int]]]:
-        """With the tokens that each KV head of its sequence holds."""
-        assert self.pool is not None
-        counts, heads = self.pool.counts, self.heads
-        return [(one, counts[b * heads : (b + 1) * heads]) for b, one in enumerate(references)]
 
     def lose(self, left: dict[int, Left], *, trim: bool) -> None:
         """Keeps what other layers of the same pass have left of it, of some sequences. trim: gives free pages back."""

@@ -55,8 +55,6 @@ def check_served(cache: CompressedCache, facts: Facts, method: Method | None) ->
             raise ValueError("positions must be 'original' for a cache that is served, got others")
         if cache.later != "compress":
             raise ValueError(f"later must be 'compress' for a cache that is served, got {cache.later!r}")
-        if cache.policy.fit_values:
-            raise ValueError("fit_values must be False for a cache that is served: prompts are read in parts")
         if cache.pruner.rereads:
             raise ValueError(
                 f"pruner must not read prompts twice in a cache that is served, as {type(cache.pruner).__name__} does"

@@ -250,8 +250,8 @@ def test_pages_are_given_back_from_the_middle_of_rows(forked):
     fork = pool.fork() if forked else None
     for bad in ([6, 0, 0], [0, 0, 1], [-1, 0, 0]):
         with pytest.raises(ValueError, match="pages must be between 0 and those of row"):
-            pool.give_back(1, bad)
-    pool.give_back(1, [2, 4, 0])  # the last page of the second row is not full
+            pool.drop_pages(1, bad)
+    pool.drop_pages(1, [2, 4, 0])  # the last page of the second row is not full
     assert pool.counts == pool.lengths.tolist() == [14, 4, 3]
     held = [torch.cat([rows[0][:4], rows[0][12:]]), rows[1][:4], rows[2]]
     for _ in range(2):

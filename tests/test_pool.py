@@ -10,6 +10,7 @@ from pool_definition import D, append, check, new_pool, numbered, step
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvcompress.caches import PoolSettings
+from kvcompress.caches.origins import Origins
 
 
 class NoMemoryAt(TorchDispatchMode):
@@ -49,9 +50,7 @@ def test_pools_and_forks_hold_what_lists_would(data, page_size, grow):
         pool, rows = pools[which]
         R = len(rows)
         action = data.draw(
-            st.sampled_from(
-                ["append", "append", "steps", "steps", "truncate", "fork", "select", "compact", "trim", "drop"]
-            )
+            st.sampled_from(["append", "append", "steps", "steps", "back", "fork", "select", "keep", "trim", "drop"])
         )
         if action == "append":
             width = data.draw(st.integers(1, 9))
@@ -77,10 +76,11 @@ def test_pools_and_forks_hold_what_lists_would(data, page_size, grow):
                 del pool
             check(*pools)
             continue
-        elif action == "truncate":
-            lengths = [data.draw(st.integers(0, len(row))) for row in rows]
-            pool.truncate(torch.tensor(lengths, dtype=torch.int32) if data.draw(st.booleans()) else lengths)
-            rows = [row[:length] for row, length in zip(rows, lengths, strict=True)]
+        elif action == "back":
+            chosen = pool.origins.chosen
+            taken = [data.draw(st.integers(0, len(row) - first)) for row, first in zip(rows, chosen, strict=True)]
+            pool.drop_last(taken)
+            rows = [row[: len(row) - count] for row, count in zip(rows, taken, strict=True)]
         elif action == "fork":
             pools.append((pool.fork(), list(rows)))
         elif action == "trim":
@@ -90,13 +90,13 @@ def test_pools_and_forks_hold_what_lists_would(data, page_size, grow):
             chosen = data.draw(st.lists(st.integers(0, R - 1), min_size=1, max_size=5))
             pool.select_rows(chosen)
             rows = [rows[r] for r in chosen]
-        elif action == "compact":
+        elif action == "keep":
             chosen = [sorted(data.draw(st.sets(st.integers(0, len(row) - 1)))) if len(row) else [] for row in rows]
             kept = [len(places) if data.draw(st.integers(0, 3)) else -1 for places in chosen]
             indices = torch.zeros(R, max(map(len, chosen)), dtype=torch.int32)
             for r, places in enumerate(chosen):
                 indices[r, : len(places)] = torch.tensor(places, dtype=torch.int32)
-            pool.compact(indices, torch.tensor(kept, dtype=torch.int32) if data.draw(st.booleans()) else kept)
+            pool.keep(indices, kept)
             rows = [row[places] if n >= 0 else row for row, places, n in zip(rows, chosen, kept, strict=True)]
         elif len(pools) > 1:
             del pool
@@ -211,10 +211,10 @@ def test_a_pool_that_may_not_grow_says_which_setting_and_loses_nothing(grow):
     rows = [torch.cat([x[0, 0], numbered(2, 1, 500)[0, 0]]), x[0, 1]]
     check((pool, rows), (before, list(x[0])))
     with pytest.raises(RuntimeError, match="max_pages"):
-        pool.compact(torch.tensor([[1], [1]], dtype=torch.int32))
+        pool.keep(torch.tensor([[1], [1]], dtype=torch.int32), [1, 1])
     check((pool, rows), (before, list(x[0])))
     del before
-    pool.compact(torch.tensor([[1], [1]], dtype=torch.int32))
+    pool.keep(torch.tensor([[1], [1]], dtype=torch.int32), [1, 1])
     check((pool, [row[1:2] for row in rows]))
 
 
@@ -357,14 +357,14 @@ def test_trim_of_nothing_and_of_a_pool_that_must_not_ask_again():
     empty.trim()
     assert empty.store.pages == 0
     append(empty, numbered(3, 5))
-    empty.truncate([0, 0, 0])
+    empty.drop_last(5)
     empty.trim()
     assert empty.store.pages == 0
     fork = empty.fork()
     for one in (empty, fork):
         append(one, numbered(3, 5))
     for one in (empty, fork):
-        one.truncate(torch.zeros(3, dtype=torch.int32))
+        one.drop_last(5)
     empty.trim()
     assert empty.store.pages == 0
     for one in (empty, fork):
@@ -376,7 +376,7 @@ def test_trim_of_nothing_and_of_a_pool_that_must_not_ask_again():
     fixed.trim()
     assert fixed.store.pages == 9
     again = pickle.loads(pickle.dumps(empty))
-    again.truncate([5, 0, 5])
+    again.drop_last([0, 5, 0])
     again.trim()
     assert again.store.pages == 4
     check((again, [numbered(3, 5)[0, 0], torch.empty(0, D), numbered(3, 5)[0, 2]]))
@@ -403,10 +403,13 @@ def test_a_trim_that_finds_no_memory_changes_nothing():
 def test_wrong_lengths_are_refused():
     pool, x = new_pool(), numbered(3, 5)
     append(pool, x, [5, 2, 5])
-    with pytest.raises(ValueError, match="tokens must be between 0 and the shortest row's 2, got 3"):
-        pool.drop_last(3)
-    with pytest.raises(ValueError, match="lengths must be between 0 and the 2 slots of row 1, got 3"):
-        pool.truncate([1, 3, 1])
+    for tokens in (3, [1, 3, 1]):
+        with pytest.raises(ValueError, match="tokens must be between 0 and the 2 that row 1 can give back, got 3"):
+            pool.drop_last(tokens)
+    with pytest.raises(ValueError, match="kept must be at most the 2 that can stay of row 1, got 3"):
+        pool.keep(torch.arange(3, dtype=torch.int32).repeat(3, 1), [3, 3, -1])
+    with pytest.raises(ValueError, match="fill must find empty rows, got one of 5 slots"):
+        pool.fill((x, -x, x[..., 0].to(torch.int32)), [1, 1, 1], Origins(3))
     check((pool, [x[0, 0], x[0, 1, 3:], x[0, 2]]))
 
 

@@ -87,39 +87,41 @@ class Work:
     def change(self, chance: random.Random, which: int) -> None:
         pool, rows = self.pools[which]
         R = len(rows)
-        action = chance.choice(
-            ["append"] * 5 + ["truncate", "select", "compact", "rewrite", "give back", "fork", "trim"]
-        )
-        if action in ("append", "rewrite"):
+        action = chance.choice(["append"] * 5 + ["back", "select", "keep", "anew", "pages", "fork", "trim"])
+        if action in ("append", "anew"):
             width = chance.randint(1, 9)
             counts = [chance.randint(0, width) for _ in range(R)]
+            if action == "anew":
+                counts = [min(count, len(row)) for count, row in zip(counts, rows, strict=True)]
             x = numbered(R, width, self.written)
             self.written += x.numel()
             new = [x[0, r, width - counts[r] :] for r in range(R)]
-            if action == "rewrite":
-                pool.rewrite((x, -x, x[..., 0].to(torch.int32)), counts)
+            if action == "anew":
+                slots = torch.arange(width, dtype=torch.int32).repeat(R, 1)
+                pool.keep(slots, counts, (x, -x, x[..., 0].to(torch.int32)))
                 rows = new
             else:
                 append(pool, x, counts if chance.random() < 0.5 else torch.tensor(counts, dtype=torch.int32))
                 rows = [torch.cat(pair) for pair in zip(rows, new, strict=True)]
-        elif action == "truncate":
-            lengths = [chance.randint(len(row) // 2, len(row)) for row in rows]
-            pool.truncate(lengths)
-            rows = [row[:length] for row, length in zip(rows, lengths, strict=True)]
+        elif action == "back":
+            free = [len(row) - first for row, first in zip(rows, pool.origins.chosen, strict=True)]
+            taken = [chance.randint(0, count) // 2 for count in free]
+            pool.drop_last(taken)
+            rows = [row[: len(row) - count] for row, count in zip(rows, taken, strict=True)]
         elif action == "select":
             chosen = [chance.randrange(R) for _ in range(R)]
             pool.select_rows(chosen)
             rows = [rows[r] for r in chosen]
-        elif action == "compact":
+        elif action == "keep":
             places = [sorted(chance.sample(range(len(row)), len(row) * 3 // 4)) for row in rows]
             indices = torch.zeros(R, max(map(len, places)), dtype=torch.int32)
             for r, chosen in enumerate(places):
                 indices[r, : len(chosen)] = torch.tensor(chosen, dtype=torch.int32)
-            pool.compact(indices, [len(chosen) for chosen in places])
+            pool.keep(indices, [len(chosen) for chosen in places])
             rows = [row[chosen] for row, chosen in zip(rows, places, strict=True)]
-        elif action == "give back":
+        elif action == "pages":
             P = pool.page_size
-            pool.give_back(0, [min(len(row) // P, 1) for row in rows])
+            pool.drop_pages(0, [min(len(row) // P, 1) for row in rows])
             rows = [row[min(len(row) // P, 1) * P :] for row in rows]
         elif action == "fork":
             self.pools.append((pool.fork(), list(rows)))
@@ -155,7 +157,7 @@ def test_threads_that_take_and_leave_pages_lose_none(options):
                 fork = origin.fork()
                 append(fork, y)
                 assert torch.equal(fork.gather(9)[0], torch.cat([x[0], y[0]], 1))
-                fork.truncate([4 + number] * 64)
+                fork.drop_last(5 - number)
                 del fork  # its pages are given up by whoever comes next
 
         return run
@@ -184,7 +186,7 @@ def test_a_pool_that_goes_amid_a_change_of_its_store_is_given_up_later(monkeypat
 
     monkeypatch.setattr(ops, "truncate_rows_", and_meanwhile)
     del fork
-    origin.truncate([5, 5, 5])
+    origin.drop_last(1)
     assert len(origin.store.dropped) == 2
     check((origin, list(x[0, :, :5])))
 
@@ -197,11 +199,11 @@ def test_what_was_read_stays_as_it_was_while_forks_write_and_trim():
     for change in (
         lambda fork: append(fork, y),  # copies the last page
         lambda fork: append(fork, numbered(2, 90, 900)),  # the store grows
-        lambda fork: fork.compact(torch.tensor([[1, 3, 5]] * 2, dtype=torch.int32)),
-        lambda fork: (fork.truncate([5, 5]), append(fork, y)),  # the newest slot of all is written anew
-        lambda fork: (append(fork, x), fork.compact(torch.tensor([[7, 9]] * 2, dtype=torch.int32))),
+        lambda fork: fork.keep(torch.tensor([[1, 3, 5]] * 2, dtype=torch.int32), [3, 3]),
+        lambda fork: (fork.drop_last(1), append(fork, y)),  # the newest slot of all is written anew
+        lambda fork: (append(fork, x), fork.keep(torch.tensor([[7, 9]] * 2, dtype=torch.int32), [2, 2])),
         lambda fork: fork.trim(),
-        lambda fork: fork.rewrite((y, -y, y[..., 0].to(torch.int32)), [1, 1]),
+        lambda fork: fork.keep(torch.tensor([[3]] * 2, dtype=torch.int32), [1, 1], (y, -y, y[..., 0].to(torch.int32))),
     ):
         fork = origin.fork()
         held, theirs = origin.snapshot(), fork.snapshot()

@@ -168,7 +168,7 @@ class IterativeLayer(RepeatingLayer):
     def prune(self) -> None:
         """Makes what was chosen the memory."""
         if self._pending is not None:
-            self.memory = self._pending.joined.taken(self._pending.choice, self._pending.before)
+            self.memory = self._pending.joined.keep(self._pending.choice, self._pending.before)
             self.chooser.follow(self._pending.choice)
             self._pending = None
 
@@ -219,7 +219,7 @@ class IterativeLayer(RepeatingLayer):
             places = torch.where(slots < split[:, None], slots, places)
         bound, lengths = max(*pages.next, 0) + k.shape[1], spread(pages.rope_lengths, pages.heads)
         k = facts.key_rotary.unrotate(k[:, None], bound, lengths, places.contiguous())[:, 0]
-        self.memory, self.pages = Memory(k, v, list(counts), pages.origins), self._new_pages()
+        self.memory, self.pages = Memory(k, v, list(counts), pool.origins), self._new_pages()
         self.chooser.recent = RecentQueries.of(self.policy.pruner, self.policy.every)
 
     def end_prompt(self, facts: LayerFacts, read: list[int], lasting: list[bool]) -> None:
@@ -238,9 +238,9 @@ class IterativeLayer(RepeatingLayer):
         if min(kept) < T:  # the pool takes right-aligned tokens
             right = (torch.arange(T) - T + torch.tensor(kept)[:, None]).clamp_(min=0).to(k.device)[..., None]
             k, v = (torch.take_along_dim(x, right, 1) for x in (k, v))
-        pages.pool.append([x.unflatten(0, (B, heads)) for x in (k, v)], kept)
-        pages.next, pages.origins = longest, memory.origins
-        pages.shift = torch.tensor(late, dtype=torch.int32).to(k.device) if any(late) else None
+        pages.pool.fill([x.unflatten(0, (B, heads)) for x in (k, v)], kept, memory.origins)
+        pages.next = longest
+        pages.offsets = [first - gone for first, gone in zip(late, memory.origins.later, strict=True)]
         if isinstance(pages, PrunedLayer):
             pages.tokens = list(read)
             pages.far.near = [min(kept[b * heads : (b + 1) * heads]) for b in range(B)]

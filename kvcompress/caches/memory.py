@@ -77,8 +77,8 @@ class Memory(SideState):
         places = first + torch.arange(T, dtype=torch.int32, device=self.keys.device)
         return rotary.rotate(self.keys[:, None], places, T + max(late), spread(in_sight, heads))[:, 0]
 
-    def taken(self, choice: Choice, before: list[int]) -> Memory:
-        """What was chosen of before[r] tokens of each row."""
+    def keep(self, choice: Choice, before: list[int]) -> Memory:
+        """What was chosen of before[r] tokens of each row, and all that belongs to them."""
         R, T, _ = self.keys.shape
         slots = choice.slots
         rows = (torch.arange(R, device=slots.device)[:, None] * T + slots).flatten()
@@ -86,5 +86,5 @@ class Memory(SideState):
         def of(x: Tensor) -> Tensor:
             return x.flatten(0, 1).index_select(0, rows).view(R, slots.shape[1], *x.shape[2:])
 
-        self.origins.follow(choice, before)
-        return Memory(of(self.keys), of(self.values), choice.kept, self.origins)
+        origins = self.origins.follow(slots, choice.kept, before)
+        return Memory(of(self.keys), of(self.values), choice.kept, origins)

@@ -10,12 +10,11 @@ from torch import Tensor
 from .. import ops
 from ..hf.facts import LayerFacts
 from ..softmax import Softmax
+from .choose import Choice
 from .layer import CompressedLayer
-from .origins import Origins
 from .passes import CachePass
 from .pool import PagePool
 from .repeating import RepeatingLayer
-from .rows import joined_rows
 from .store import PageStore, PoolSettings, keys_and_values
 
 StepTables = tuple[Tensor, Tensor] | tuple[None, None]  # cos and sin of a step; None where nothing turns
@@ -32,8 +31,8 @@ def step_positions(first: Tensor, counts: Sequence[int], tokens: int) -> Tensor:
 class PagedLayer(RepeatingLayer):
     """Appends tokens and attends to all that is held.
 
-    The token in slot s of a row stands at position s + shift. store: where its pages come from, None = a store of its
-    own. steps_known: whether a decoded token surely adds a slot to every row.
+    Which slots stay is chosen by keep() alone. store: where its pages come from, None = a store of its own.
+    steps_known: whether a decoded token surely adds a slot to every row.
     """
 
     is_croppable = True
@@ -45,14 +44,28 @@ class PagedLayer(RepeatingLayer):
         self.pool_settings = pool_settings
         self.pool: PagePool | None = None
         self.rope_lengths: list[int] = []  # keys in sight when a sequence's frequencies were settled
-        self.shift: Tensor | None = None  # int32 [R]; None = 0. shift + length is the same for all heads of a sequence
+        self.offsets: list[int] = []  # of each row: from a token's number to the position where it stands
         self.next: list[int] = []  # position of each sequence's next token
-        self.origins = Origins(0)
+        self._shifted: tuple[list[int], Tensor | None] | None = None
 
     @property
     def heads(self) -> int:
         assert self.pool is not None
         return len(self.pool.bounds) // len(self.rope_lengths)
+
+    @property
+    def shift(self) -> Tensor | None:
+        """int32 [R]: a coming token of slot s stands at position s + shift; None = 0. shift + length is the same for all
+        heads of a sequence. It follows from what has gone (origins), whoever let it go."""
+        pool = self.pool
+        if pool is None:
+            return None
+        later = pool.origins.later
+        if self._shifted is None or self._shifted[0] is not later:
+            numbers = [late + offset for late, offset in zip(later, self.offsets, strict=True)]
+            shift = torch.tensor(numbers, dtype=torch.int32).to(pool.lengths.device) if any(numbers) else None
+            self._shifted = later, shift
+        return self._shifted[1]
 
     def attend(self, step: CachePass, queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax) -> Tensor:
         if (out := self.attend_one(step, queries, keys, values, softmax)) is not None:
@@ -136,7 +149,7 @@ class PagedLayer(RepeatingLayer):
         slots = keys_and_values(head_dim, like.dtype)
         self.pool = PagePool(rows, slots, like.device, self.pool_settings, store=self.store)
         self.rope_lengths, self.next = rope_lengths, [0] * len(rope_lengths)
-        self.shift, self.origins = None, Origins(rows)
+        self.offsets, self._shifted = [0] * rows, None
 
     def most_slots(self, counts: tuple[int, ...]) -> list[int]:
         """Slots of pages that a step of counts[b] tokens of each sequence fills at most, per sequence."""
@@ -179,6 +192,20 @@ class PagedLayer(RepeatingLayer):
         held = (*self.pool.held_tensors(), self.shift, *tables)
         return tuple(x for x in held if x is not None)
 
+    # ---- what stays ----
+
+    def keep(self, choice: Choice, anew: Sequence[Tensor] | None = None) -> None:
+        """Keeps the chosen slots of every row, and with them all that belongs to a slot; tokens to come stand where
+        they would have stood. anew: other keys and values for what stays. Raises as PagePool.keep does."""
+        assert self.pool is not None
+        self.pool.keep(choice.slots, choice.kept, anew)
+        self.follow(choice)
+
+    def follow(self, choice: Choice) -> None:
+        """The chosen slots have moved to the front of their rows: what a layer notes of slots follows."""
+
+    # ---- state ----
+
     def drop_last(self, tokens: int) -> None:
         if self.pool is not None:
             self.pool.drop_last(tokens)
@@ -204,25 +231,21 @@ class PagedLayer(RepeatingLayer):
         return [counts[b * heads : (b + 1) * heads] for b in range(batch)]
 
     def kept_positions(self) -> list[list[Tensor]]:
-        return [] if self.pool is None else self.origins.rows(self.pool.counts, len(self.rope_lengths))
+        return [] if self.pool is None else self.pool.origins.rows(self.pool.counts, len(self.rope_lengths))
 
     joins = True
 
     def join(self, other: CompressedLayer) -> None:
         assert isinstance(other, PagedLayer) and self.pool is not None and other.pool is not None
-        batch, more = len(self.next), len(other.next)
         self.pool.join(other.pool)
-        self.shift = joined_rows(self.shift, other.shift, batch, more)
-        self.origins.join(other.origins, batch, more)
+        self.offsets, self._shifted = self.offsets + other.offsets, None
         self.rope_lengths, self.next = self.rope_lengths + other.rope_lengths, self.next + other.next
 
     def select_batch(self, indices: list[int]) -> None:
         if self.pool is None:
             return
         heads = self.heads
-        self.origins.select(indices, len(self.rope_lengths))
         rows = [b * heads + h for b in indices for h in range(heads)]
         self.pool.select_rows(rows)
-        index = torch.tensor(rows).to(self.pool.lengths.device)
-        self.shift = None if self.shift is None else self.shift[index]
+        self.offsets, self._shifted = [self.offsets[row] for row in rows], None
         self.rope_lengths, self.next = ([list_[b] for b in indices] for list_ in (self.rope_lengths, self.next))

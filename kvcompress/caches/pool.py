@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -11,18 +12,20 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from .room import Room
+from .keeping import Keeping
+from .origins import Origins
 from .store import PageStore, PoolSettings, Rows, Slots, Snapshot, locked
 
 Result = TypeVar("Result")
 
 
-class PagePool(Room):
+class PagePool(Keeping):
     """R rows of slots, each of its own length, in pages of P slots (row r = b*H + h).
 
     slots: what a slot holds, by name: sizes and dtype; keys_and_values(D, dtype) is usual, and positions, scores or
-    anything else can go along. All of them are appended, dropped, shared and compacted together; what needs a table of
+    anything else can go along. All of them are appended, dropped, shared and chosen together; what needs a table of
     its own is a pool of its own. block_table: int32 [R, blocks], the pages of each row in order. lengths: int32 [R].
+    origins: which tokens the slots hold. What goes, and what stays, is in keeping.py.
     Both are on the device and nothing waits for it there; the host keeps `bounds`, which lengths never exceed (and
     equal while `exact`). Forks and selected rows share pages until one of them writes.
     Each thread may have a pool of its own over the same pages, and several may fork one. A thread whose pool has forks
@@ -39,10 +42,10 @@ class PagePool(Room):
         else:
             store.check_slots(slots, device)
         lines = torch.zeros(rows, 0, dtype=torch.int32, device=device)
-        self._open(store, Rows(lines, torch.zeros(rows, dtype=torch.int32, device=device)), [0] * rows)
+        self._open(store, Rows(lines, torch.zeros(rows, dtype=torch.int32, device=device)), [0] * rows, Origins(rows))
 
-    def _open(self, store: PageStore, rows: Rows, bounds: list[int]) -> None:
-        self.store, self._rows = store, rows
+    def _open(self, store: PageStore, rows: Rows, bounds: list[int], origins: Origins) -> None:
+        self.store, self._rows, self.origins = store, rows, origins
         self.bounds = bounds  # and no step ahead
         self._room_stock, self._room_known = -1, True
         self.exact = True
@@ -198,107 +201,6 @@ class PagePool(Room):
         """What look(table) gives, an op that leaves the rows as they are."""
         return look(self._table())
 
-    @locked
-    def truncate(self, lengths: Sequence[int] | Tensor) -> None:
-        """Shortens every row r to lengths[r]; pages left empty become free.
-
-        lengths: at most what the row holds; an int32 tensor [R] on the device is not read by the host.
-        """
-        if isinstance(lengths, Tensor):
-            on_device = lengths
-            self._lose_sight(moved=True)
-        else:
-            self._check_lengths(lengths)
-            on_device = torch.tensor(lengths, dtype=torch.int32).to(self.lengths.device)
-            self.bounds = list(lengths)
-        ops.truncate_rows_(self._table(), on_device, self.page_size)
-        self._last_shared = [self._shares] * len(self.bounds)
-
-    def drop_last(self, tokens: int) -> None:
-        """Forgets the last tokens of every row."""
-        shortest = min(self.counts, default=0)
-        if not 0 <= tokens <= shortest:
-            raise ValueError(f"tokens must be between 0 and the shortest row's {shortest}, got {tokens}")
-        self.truncate([count - tokens for count in self.counts])
-
-    @locked
-    def give_back(self, first: int, pages: Sequence[int]) -> None:
-        """Takes pages[r] pages out of every row r, from its page number `first` on; what follows moves up by as many.
-
-        A page that is not full may be the last one taken. Copies nothing. Raises ValueError for pages that a row has
-        not; nothing is changed then.
-        """
-        P, blocks, counts = self.page_size, self.store.settings.blocks, self.counts
-        for row, (count, held) in enumerate(zip(pages, counts, strict=True)):
-            if count < 0 or (count > 0 and first + count > blocks(held)):
-                raise ValueError(f"pages must be between 0 and those of row {row} from {first} on, got {count}")
-        most = max(pages, default=0)
-        if most == 0:
-            return
-        table, device = self.block_table, self.lengths.device
-        taken = torch.tensor(pages, dtype=torch.int32).to(device)
-        place = torch.arange(table.shape[1], device=device)
-        source = (place + torch.where(place < first, 0, taken[:, None])).clamp_(max=table.shape[1] - 1)
-        with torch.inference_mode(False):
-            given = torch.nn.functional.pad(table[:, first:], (0, most))[:, :most].contiguous()
-            self.store.release(Rows(given, taken * P))
-            self._rows.block_table = table.gather(1, source)
-            kept = [max(held - n * P, first * P) if n else held for n, held in zip(pages, counts, strict=True)]
-            self._rows.lengths = torch.tensor(kept, dtype=torch.int32).to(device)
-        self.bounds = kept
-        self._last_shared = [self._shares] * len(kept)
-
-    @locked
-    def compact(self, indices: Tensor, kept: Sequence[int] | Tensor | None = None) -> None:
-        """Keeps the chosen slots of every row in all arrays; pages that become empty are free again.
-
-        indices: int32 [R, K]: slot j of row r becomes its slot indices[r, j], rising strictly, for j < kept[r]. kept:
-        0..K, negative leaves a row as it is; None = K; an int32 tensor [R] on the device is not read by the host.
-        Raises RuntimeError if copies of shared pages need more than max_pages; nothing is changed then.
-        """
-        K, store, needed = indices.shape[1], self.store, 0
-        on_device = kept if isinstance(kept, Tensor) or kept is None else torch.tensor(kept, dtype=torch.int32)
-        on_device = None if on_device is None else on_device.to(self.lengths.device)
-        if self._shares:
-            store.count_free()
-            self._refresh()
-            needed = self._count_copies(indices, on_device)
-            store.provide(needed)
-        ops.compact_pages_(list(store.arrays.values()), self._table(), indices, kept=on_device)
-        store.free_at_least -= needed
-        if isinstance(kept, Tensor):
-            self._lose_sight(moved=True)
-        else:
-            wanted = [K] * len(self.bounds) if kept is None else kept
-            self.bounds = [count if count >= 0 else held for count, held in zip(wanted, self.bounds, strict=True)]
-        self._last_shared = [self._shares] * len(self.bounds)
-
-    @locked
-    def rewrite(self, tokens: Sequence[Tensor], counts: Sequence[int]) -> None:
-        """Makes every row r the last counts[r] of S tokens; what it held before is gone.
-
-        tokens: one [B, H, S, ...] for each name in slots. Raises RuntimeError as reserve does; nothing is changed then.
-        """
-        if self._shares:  # others keep the pages of before
-            self.store.count_free()
-            self.store.provide(sum(self.store.settings.blocks(count) for count in counts))
-        self.truncate([0] * len(self.bounds))
-        self._shares, self._last_shared = False, [False] * len(self.bounds)
-        self.append(tokens, counts)
-
-    @locked
-    def make_room(self, kept: Sequence[int], indices: Tensor | None) -> None:
-        """Takes the free pages that compact(indices, kept) will need, or rewrite to kept[r] slots where indices are
-        None. Raises RuntimeError as those do; no row is changed."""
-        if not self._shares:
-            return
-        self.store.count_free()
-        if indices is None:
-            self.store.provide(sum(self.store.settings.blocks(count) for count in kept))
-            return
-        self._refresh()
-        self.store.provide(self._count_copies(indices, torch.tensor(kept, dtype=torch.int32).to(self.lengths.device)))
-
     def trim(self) -> None:
         """Gives free pages back, those of dropped forks included; pools over the same pages go on as before.
 
@@ -317,7 +219,7 @@ class PagePool(Room):
         """
         pool = object.__new__(type(self))
         self._room = 0
-        pool._open(self.store, self._share(None), list(self.bounds))
+        pool._open(self.store, self._share(None), list(self.bounds), copy.deepcopy(self.origins))
         pool.exact, pool._stock = self.exact, -1
         for one in (self, pool):
             one._shares, one._last_shared = True, [True] * len(self.bounds)
@@ -339,6 +241,7 @@ class PagePool(Room):
         self.store.release(old)
         old.block_table, old.lengths = new.block_table, new.lengths
         times = Counter(rows)
+        self.origins.select(list(rows), len(self.bounds))
         self.bounds = [self.bounds[row] for row in rows]
         self._stock = -1
         self._last_shared = [self._last_shared[row] or times[row] > 1 for row in rows]
@@ -362,6 +265,8 @@ class PagePool(Room):
             )
             mine.lengths = torch.cat([mine.lengths, new.lengths])
             new.block_table, new.lengths = new.block_table[:0], new.lengths[:0]
+        self.origins.join(other.origins, len(self.bounds), len(other.bounds))
+        other.origins = Origins(0)
         self.bounds, other.bounds = self.bounds + other.bounds, []
         self.exact, self._stock = self.exact and other.exact, stock if known else -1
         self._last_shared, other._last_shared = self._last_shared + other._last_shared, []
@@ -424,31 +329,8 @@ class PagePool(Room):
         flags = torch.stack([shared.gather(1, last)[:, 0], shared.any(1)]).tolist() if table.shape[1] else [[], []]
         self._last_shared, self._shares = flags[0] or [False] * len(counts), any(flags[1])
 
-    def _lose_sight(self, *, moved: bool = False) -> None:
-        """The device alone knows the lengths now. moved: bounds may exceed them by pages that others keep."""
+    def _lose_sight(self) -> None:
+        """The device alone knows the lengths now."""
         if self.exact:
             self._stock = self.store.stock
         self.exact = False
-        if moved:
-            self._room = 0
-            if self._shares:
-                self._stock = -1
-
-    def _count_copies(self, indices: Tensor, kept: Tensor | None) -> int:
-        """Shared pages that a compaction would write. Waits for the device."""
-        K, table, named = indices.shape[1], self.block_table, self._named()
-        if K == 0 or not self._shares:
-            return 0
-        starts = torch.arange(table.shape[1], device=table.device) * self.page_size
-        ends = (starts + self.page_size).clamp(max=K).expand_as(table)
-        stays = named & (starts < K)
-        if kept is not None:
-            ends, stays = torch.minimum(ends, kept[:, None]), stays & (starts < kept[:, None])
-        last = (ends - 1).clamp_(min=0)
-        moves = indices.gather(1, last) != last
-        return int((stays & moves & (self.store.refs[torch.where(named, table, 0)] > 1)).sum())
-
-    def _check_lengths(self, lengths: Sequence[int]) -> None:
-        for row, (length, held) in enumerate(zip(lengths, self.counts, strict=True)):
-            if not 0 <= length <= held:
-                raise ValueError(f"lengths must be between 0 and the {held} slots of row {row}, got {length}")

@@ -173,7 +173,7 @@ class PrunedCache(CompressedCache):
             layer.make_room(chosen[layer.index][0])
         self.mark_incomplete()
         for layer in layers:
-            layer.keep_chosen(*chosen[layer.index], policy, None if facts is None else facts[layer.index])
+            layer.keep_again(*chosen[layer.index], policy, None if facts is None else facts[layer.index])
         self.mark_incomplete(False)
         self.policy, self.budget = policy, policy.budget
         self.trim()

@@ -15,6 +15,7 @@ from .choose import Choice, Chooser, Offers
 from .contest import Contest, Left
 from .far import FarSegment, Ranks
 from .layer import CompressedLayer
+from .origins import Origins
 from .paged import PagedLayer, step_positions
 from .passes import CachePass
 from .policy import NEVER, Policy
@@ -271,11 +272,18 @@ class PrunedLayer(PagedLayer):
             output=step.facts.outputs.get(self.index),
             scores=self.policy.compresses(step.iteration),
         )
-        if held and gap is None and keeps == [None] * len(keeps):
-            self._forget_guide(choice)
-        elif not held or choice.kept != offers.lengths:
-            before = [count for b in range(len(offers.valid)) for count in offers.counts(b)]
-            self._store(choice, before, facts, None if held else (offers.keys, offers.values))
+        before = [count for b in range(len(offers.valid)) for count in offers.counts(b)]  # the guide's aside
+        pool = self.pool
+        assert pool is not None
+        if not held:
+            assert offers.values is not None
+            origins = Origins(len(before)).follow(choice.slots, choice.kept, before)
+            pool.fill(self._gathered(choice, offers.keys, offers.values, facts), choice.kept, origins)
+            self.follow(choice)
+        else:
+            pool.drop_last([length - count for length, count in zip(pool.counts, before, strict=True)])
+            if choice.kept != before:
+                self.keep_chosen(choice, facts)
         if step.contest is not None:
             for index, left in step.contest.lost().items():
                 step.layers[index].lose(left, trim=step.contest.trims)
@@ -286,7 +294,7 @@ class PrunedLayer(PagedLayer):
         assert pool is not None
         held = pool.counts
         slots = torch.arange(max(held), dtype=torch.int32, device=pool.lengths.device).repeat(len(held), 1)
-        self._compact(Choice(slots, held, [None] * len(self.next)).left(left), held)
+        self.keep(Choice(slots, held, [None] * len(self.next)).left(left))
         if trim:
             pool.trim()
 
@@ -307,7 +315,7 @@ class PrunedLayer(PagedLayer):
         near = 0 if policy.gap is None else policy.gap.near_length or 0
         return chooser.choose_again(keep, policy.budget, number=self.number, near=near, contest=contest), keep
 
-    def keep_chosen(self, choice: Choice, keep: list[int | None], policy: Policy, facts: LayerFacts | None) -> None:
+    def keep_again(self, choice: Choice, keep: list[int | None], policy: Policy, facts: LayerFacts | None) -> None:
         """Keeps that, and all tokens that have no scores. facts: not needed where tokens stay at their positions."""
         pool, held = self.pool, self.chooser.held
         assert pool is not None and held is not None
@@ -315,7 +323,7 @@ class PrunedLayer(PagedLayer):
         self.chooser.dropped(keep)
         choice = choice.with_later(held.counts, pool.counts)
         if choice.kept != pool.counts:
-            self._store(choice, list(pool.counts), facts, None)
+            self.keep_chosen(choice, facts)
 
     def make_room(self, choice: Choice) -> None:
         """Takes the pages that keeping it needs beside those that forks share. Raises RuntimeError for too few."""
@@ -323,7 +331,7 @@ class PrunedLayer(PagedLayer):
         assert pool is not None and held is not None
         choice = choice.with_later(held.counts, pool.counts)
         if choice.kept != pool.counts:
-            pool.make_room(choice.kept, choice.slots.contiguous() if self.policy.gap is None else None)
+            pool.make_room(choice.slots if self.policy.gap is None else None, choice.kept)
 
     def _slack(self, step: CachePass) -> int:
         """Tokens over the budget from which a call of several tokens compresses."""
@@ -349,22 +357,27 @@ class PrunedLayer(PagedLayer):
             facts.query_rotary, facts.key_rotary, self.rope_lengths, self.softmax,
         )  # fmt: skip
 
-    def _store(
-        self, choice: Choice, before: list[int], facts: LayerFacts | None, new: tuple[Tensor, Tensor | None] | None
-    ) -> None:
-        """Makes the chosen ones of before[r] slots of each row what the pool holds. new: keys and values [R, T, D] of
-        which they are slots, None = of the pool. facts: None where tokens stay at their positions."""
+    def keep_chosen(self, choice: Choice, facts: LayerFacts | None) -> None:
+        """keep, where tokens of a far segment get new ids besides. facts: None where tokens stay at their positions."""
+        pool = self.pool
+        assert pool is not None
+        if self.policy.gap is None:
+            self.keep(choice)
+            return
+        keys, values = pool.gather(max(pool.counts))
+        anew = self._gathered(choice, keys, values, facts)
+        self.keep(choice, anew)
+
+    def follow(self, choice: Choice) -> None:
+        self.chooser.follow(choice)
+
+    def _gathered(self, choice: Choice, keys: Tensor, values: Tensor, facts: LayerFacts | None) -> list[Tensor]:
+        """Of keys and values [R, T, D] those that were chosen, [B, Hkv, K, D], right-aligned as the pool takes them;
+        those of a far segment at its ids."""
         pool, policy, kept = self.pool, self.policy, choice.kept
         assert pool is not None
-        if new is None and policy.gap is None:
-            self._compact(choice, before)
-            return
         device, heads, whole = pool.lengths.device, self.heads, self.chooser.whole
         counts = torch.tensor(kept, dtype=torch.int32).to(device)
-        shift = self._moved(choice, before)
-        keys, values = pool.gather(max(pool.counts)) if new is None else new
-        assert values is not None
-        # the pool takes right-aligned tokens
         K, (_, T, D) = max(kept, default=0), keys.shape
         places = (torch.arange(K, device=device) - (K - counts[:, None])).clamp_(min=0)
         old = choice.slots.long().gather(1, places)
@@ -375,36 +388,9 @@ class PrunedLayer(PagedLayer):
             pairs = zip(self.far.near, choice.recent, strict=True)
             self.far.near = [near if recent is None else min(recent, near) for near, recent in pairs]
             self.far.reopen(kept, choice.recent, policy)
-            bound = max(self.next) + 1
-            keys = self.far.renumber(keys, old, counts, places, shift, whole, policy, facts, bound, self.rope_lengths)
-        rows = [x.unflatten(0, (-1, heads)) for x in (keys, values)]
-        if new is None:
-            pool.rewrite(rows, kept)
-        else:
-            pool.append(rows, kept)
-
-    def _forget_guide(self, choice: Choice) -> None:
-        """Nothing goes but the guide, which is the last of each row."""
-        assert self.pool is not None
-        if choice.kept != self.pool.counts:
-            self.pool.truncate(choice.kept)
-
-    def _compact(self, choice: Choice, before: list[int]) -> None:
-        """Makes the chosen ones of before[r] slots of each row what the pool holds, where they stand."""
-        assert self.pool is not None
-        self._moved(choice, before)
-        self.pool.compact(choice.slots.contiguous(), choice.kept)
-
-    def _moved(self, choice: Choice, before: list[int]) -> Tensor | None:
-        """The shift so far. What is noted of the chosen tokens follows them, and shift says where they stand."""
-        assert self.pool is not None
-        device, shift = self.pool.lengths.device, self.shift
-        counts = torch.tensor(choice.kept, dtype=torch.int32).to(device)
-        places = torch.tensor(self._per_row(self.next), dtype=torch.int32).to(device)
-        self.chooser.follow(choice)
-        self.origins.follow(choice, before)
-        self.shift = None if all(self.chooser.whole) else places - counts
-        return shift
+            lengths, bound = self.rope_lengths, max(self.next) + 1
+            keys = self.far.renumber(keys, old, counts, places, self.shift, whole, policy, facts, bound, lengths)
+        return [x.unflatten(0, (-1, heads)) for x in (keys, values)]
 
     # ---- limits ----
 

@@ -14,6 +14,7 @@ from ..planner import Plan
 from ..softmax import Softmax
 from .attention import prompt_attention
 from .base import CompressedCache
+from .choose import Choice
 from .paged import PagedLayer, StepTables
 from .passes import CachePass, View
 from .store import PoolSettings
@@ -128,6 +129,11 @@ class QuestLayer(PagedLayer):
             bigger = self.ranges.new_zeros(self.ranges.shape[0], blocks, self.ranges.shape[2])
             bigger[:, :held] = self.ranges
             self.ranges = bigger
+
+    @torch.inference_mode(False)
+    def follow(self, choice: Choice) -> None:
+        if self.pool is not None and self.ranges is not None:
+            self._note_keys(self.pool.counts)
 
     # ---- state ----
 

@@ -10,8 +10,6 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..caches.choose import Choice
-from ..caches.origins import Origins
 from ..caches.pool import PagePool
 from ..caches.store import PoolSettings
 
@@ -42,7 +40,6 @@ class WindowRows:
         self._as: tuple[tuple[list[int], list[int], int, int], Tensor] | None = None  # what table_as used last
         self._moved: tuple[list[int], list[int], Tensor] | None = None  # what moved_as used last
         self.tokens = [0] * batch
-        self.origins = Origins(batch * self.heads)  # of rows that hold all
 
     @property
     def pages(self) -> Tensor:
@@ -122,9 +119,12 @@ class WindowRows:
             index = torch.tensor([[0] * (most - len(columns)) + columns for columns in chosen]).to(tokens.device)
             index = index.view(len(self.tokens), self.heads, most, 1).expand(-1, -1, -1, tokens.shape[3])
             self.pool.append([tokens.gather(2, index)], taken)
+        behind = [0] * len(rows)  # of the slots that are held there
         for row in rows:
             if self.keeps[row] == "near" and starts[row] > self.first * P:
                 self.dropped[row] = starts[row] // P - self.first
+                behind[row] = self.dropped[row] * P
+        self.pool.origins.pass_over(self.first * P, behind)
         self.tokens = [n + count for n, count in zip(self.tokens, counts, strict=True)]
 
     def step(self, write: Callable[[ops.PageTable], Result]) -> Result:
@@ -160,7 +160,7 @@ class WindowRows:
                 held = max(blocks(self.pool.counts[row]) - self.first, 0)
                 pages[row] = min(max(starts[row] // P - self.first - self.dropped[row], 0), held)
         if any(pages):
-            self.pool.give_back(self.first, pages)
+            self.pool.drop_pages(self.first, pages)
             self.dropped = [gone + more for gone, more in zip(self.dropped, pages, strict=True)]
 
     def keep(self, indices: Tensor, kept: Sequence[int], pages: Sequence[int]) -> None:
@@ -168,26 +168,14 @@ class WindowRows:
 
         Sinks and recent tokens must be among them.
         """
-        before = list(self.pool.counts)
-        self.pool.compact(indices, list(kept))
-        left = list(self.pool.counts)
-        slots = torch.arange(max(left), dtype=torch.int32).repeat(len(left), 1)
-        cut = [row for row, count in enumerate(kept) if count >= 0]
-        slots[cut, : indices.shape[1]] = indices.to("cpu", torch.int32)[cut, : slots.shape[1]]
-        self.origins.follow(Choice(slots, left, []), before)
+        self.pool.keep(indices, kept)
         self.dropped = [gone + more for gone, more in zip(self.dropped, pages, strict=True)]
 
     # ---- reading ----
 
     def kept_positions(self) -> list[list[Tensor]]:
         """Which tokens are held, by sequence and KV head: int64, on the CPU."""
-        kept, P = self.origins.rows(self.pool.counts, len(self.tokens)), self.pool.page_size
-        for row, keep in enumerate(self.keeps):
-            if keep == "near":
-                tokens = torch.arange(self.pool.counts[row])
-                tokens[self.first * P :] += self.dropped[row] * P
-                kept[row // self.heads][row % self.heads] = tokens
-        return kept
+        return self.pool.origins.rows(self.pool.counts, len(self.tokens))
 
     def first_slots(self, rows: Sequence[int], count: int) -> Tensor:
         """[rows, count, D], the first slots of some rows."""
@@ -221,13 +209,11 @@ class WindowRows:
         return max(min(most, default=0), 0)
 
     def drop_last(self, tokens: int) -> None:
-        kept = [n - (0 if keep == "none" else tokens) for n, keep in zip(self.pool.counts, self.keeps, strict=True)]
-        self.pool.truncate(kept)
+        self.pool.drop_last([0 if keep == "none" else tokens for keep in self.keeps])
         self.tokens = [n - tokens for n in self.tokens]
 
     def select_rows(self, rows: Sequence[int]) -> None:
         self.pool.select_rows(rows)
-        self.origins.select(list(rows), len(self.keeps))
         self.keeps, self.dropped = [self.keeps[row] for row in rows], [self.dropped[row] for row in rows]
         self.tokens = [self.tokens[row // self.heads] for row in rows[:: self.heads]]
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from benchmarks.speed.parts.layers import adopt, draw_rows, fill, layers_of
 from kvcompress import DMCCache, PoDCache, PrunedCache, dmc, pod
 from kvcompress.caches.base import CompressedCache
+from kvcompress.caches.origins import Origins
 from kvcompress.dmc import DMCConfig
 from kvcompress.pod import PoDConfig, PoDPlan
 
@@ -62,8 +63,9 @@ def keep(cache: CompressedCache, B: int, T: int, kept: Sequence[int], draw: Draw
     for layer in cache.compressing:
         k, v = draw(0, max(kept))
         layer.open_pool(B * len(kept), k.shape[3], k, [T] * B)
-        layer.pool.append((k, v), list(kept) * B)
-        layer.shift = T - layer.pool.lengths
+        origins = Origins(B * len(kept))
+        origins.later = [T - count for count in kept] * B
+        layer.pool.fill((k, v), list(kept) * B, origins)
         layer.next, layer.tokens = [T] * B, [T] * B
     cache.seen = T
 

@@ -55,8 +55,8 @@ class PagedLayer(RepeatingLayer):
 
     @property
     def shift(self) -> Tensor | None:
-        """int32 [R]: a coming token of slot s stands at position s + shift; None = 0. shift + length is the same for all
-        heads of a sequence. It follows from what has gone (origins), whoever let it go."""
+        """int32 [R]: a coming token of slot s stands at position s + shift; None = 0. shift + length is the same for
+        all heads of a sequence. It follows from what has gone (origins), whoever let it go."""
         pool = self.pool
         if pool is None:
             return None

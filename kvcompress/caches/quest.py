@@ -130,10 +130,8 @@ class QuestLayer(PagedLayer):
             bigger[:, :held] = self.ranges
             self.ranges = bigger
 
-    @torch.inference_mode(False)
-    def follow(self, choice: Choice) -> None:
-        if self.pool is not None and self.ranges is not None:
-            self._note_keys(self.pool.counts)
+    def keep(self, choice: Choice, anew: Sequence[Tensor] | None = None) -> None:
+        raise NotImplementedError(f"slots of {type(self).__name__} cannot be chosen: it keeps every token")
 
     # ---- state ----
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import ops
+from ..caches.choose import Choice
 from ..caches.layer import CompressedLayer
 from ..caches.paged import PagedLayer, step_positions
 from ..caches.passes import CachePass
@@ -118,6 +120,11 @@ class DecidingLayer(PagedLayer):
     @abstractmethod
     def kept_of(self, alpha: Tensor) -> Tensor:
         """bool [T]: the tokens of a row that have entries of their own. alpha: bool [T], its decisions."""
+
+    def keep(self, choice: Choice, anew: Sequence[Tensor] | None = None) -> None:
+        raise NotImplementedError(
+            f"slots of {type(self).__name__} cannot be chosen: what a row holds follows from its decisions"
+        )
 
     # ---- positions ----
 

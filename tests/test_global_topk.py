@@ -185,6 +185,17 @@ def test_each_sequence_has_a_budget_of_its_own(pruner, chunk_size):
         assert [layer[b] for layer in cache.stored_lengths()] == [layer[0] for layer in alone.stored_lengths()]
 
 
+@pytest.mark.parametrize("every", [None, 4])
+def test_layers_compete_for_decoded_tokens_only_where_those_compress(monkeypatch, every):
+    model, opened = attached(), []
+    cache = PrunedCache(model.config, H2O(0.2), GlobalTopK(12), every=every)
+    assert cache.every == every and IterativeCache(model.config, every=every).every == every
+    contest = PrunedCache._contest
+    monkeypatch.setattr(PrunedCache, "_contest", lambda *given: opened.append(1) or contest(*given))
+    kvcompress.generate(model, random_ids(40), cache, max_new_tokens=5, do_sample=False)
+    assert len(opened) == (1 if every is None else 6)  # of the prompt, and of each token that follows
+
+
 def test_a_budget_that_holds_everything_changes_nothing():
     model, ids = attached(), random_ids(61)
     dense = model.generate(ids, max_new_tokens=12, do_sample=False)

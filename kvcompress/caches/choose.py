@@ -137,7 +137,7 @@ class Chooser(SideState):
     holds: whether scores are held for further choices; held: those.
     """
 
-    def __init__(self, pruner: Pruner, budget: Budget, layer: int, every: int, *, holds: bool = False) -> None:
+    def __init__(self, pruner: Pruner, budget: Budget, layer: int, every: int | None, *, holds: bool = False) -> None:
         self.pruner, self.budget, self.layer, self.holds = pruner, budget, layer, holds
         self.held: HeldScores | None = None
         self.whole: list[bool] = []

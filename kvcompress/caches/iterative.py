@@ -195,7 +195,7 @@ class IterativeCache(CompressedCache):
 
     @property
     def steps_differ(self) -> bool:
-        return self.every > 0
+        return self.every is not None
 
     def reach(self) -> int:
         return self._most_held()

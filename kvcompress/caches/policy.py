@@ -36,17 +36,17 @@ class Notices:
 
 @dataclass(frozen=True)
 class Policy:
-    """pruner, budget: what stays, and how much. every: tokens over the budget at which a decoded token compresses; 0 =
-    none does. growth: tokens between two compressions at most. prompts: whether calls of several tokens compress (those
-    of kvcompress.prefill aside, where an IterativeCache does). gap: where compressed tokens stand; None = where they
-    were. bounded: no position may lie beyond trained_length. later: "keep" = what follows the first prompt is kept, and
-    scores are held for further compressions of it."""
+    """pruner, budget: what stays, and how much. every: tokens over the budget at which a decoded token compresses; None
+    = none does. growth: tokens between two compressions at most. prompts: whether calls of several tokens compress
+    (those of kvcompress.prefill aside, where an IterativeCache does). gap: where compressed tokens stand; None = where
+    they were. bounded: no position may lie beyond trained_length. later: "keep" = what follows the first prompt is
+    kept, and scores are held for further compressions of it."""
 
     pruner: Pruner
     budget: Budget
     pool: PoolSettings
     trained_length: int
-    every: int = 0
+    every: int | None = None
     growth: int = 0
     prompts: bool = True
     gap: RemoteGap | None = None
@@ -88,7 +88,7 @@ class Policy:
         if gap is not None and pruner.one_frame:
             raise ValueError(f"positions must be 'original' with {type(pruner).__name__}, got {positions!r}")
         policy = Policy(
-            pruner, as_budget(budget), pool, trained_length, every=every or 0, growth=max(every or 0, chunk_size or 0),
+            pruner, as_budget(budget), pool, trained_length, every=every, growth=max(every or 0, chunk_size or 0),
             prompts=prompts, gap=gap, bounded=isinstance(positions, RemoteGap), later=later,
         )  # fmt: skip
         return policy.with_budget(budget)
@@ -110,7 +110,7 @@ class Policy:
 
     def tokens_of(self, length: int, layer: int, layers: int, rows: int, slot_nbytes: int) -> int:
         """Tokens per head that one of so many layers keeps of a sequence of `length` tokens."""
-        shape = CacheShape(layers, rows, slot_nbytes, self.pool.page_size, self.every)
+        shape = CacheShape(layers, rows, slot_nbytes, self.pool.page_size, self.every or 0)
         return self.budget.tokens_of(length, layer, shape)
 
     def compresses(self, iteration: Iteration | None) -> bool:

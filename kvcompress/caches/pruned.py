@@ -104,7 +104,7 @@ class PrunedCache(CompressedCache):
 
     @property
     def steps_differ(self) -> bool:
-        return self.every > 0
+        return self.every is not None
 
     @property
     def follows(self) -> bool:

@@ -27,8 +27,8 @@ class RecentQueries(SideState):
         self._next = 0  # where the next query goes, modulo n
 
     @staticmethod
-    def of(pruner: Pruner, every: int) -> RecentQueries | None:
-        """What a pruner needs in a cache that compresses every so many tokens; None if nothing."""
+    def of(pruner: Pruner, every: int | None) -> RecentQueries | None:
+        """What a pruner needs in a cache that compresses every so many tokens, None = in none; None if nothing."""
         if pruner.rereads:  # queries of prompts alone
             return None
         if pruner.accumulates:  # they wait for a common vote; few, as they count beside a small budget

@@ -275,7 +275,7 @@ class Requests:
         together = None
         if self._running is not None:
             together = self._running.open(self.facts, [1] * len(self.decoding), 1)
-        guarded = isinstance(self._running, PrunedCache) and self._running.every > 0
+        guarded = isinstance(self._running, PrunedCache) and self._running.every is not None
         self._pass = current = ServedPass(self.facts, together, tuple(self.decoding), guarded, at, starts)
         for part in parts:
             step, reader = None, self.reading.get(part.request)

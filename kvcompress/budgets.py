@@ -221,10 +221,11 @@ class PyramidKV(Budget):
     the last ones, which look at the others and always stay. window: None = the pruner's own (SnapKV, RKV), 32 where it
     has none; a number must be that. A first layer that would keep more than there is keeps all, and the last one the
     more. Rounding conserves the sum over the layers exactly (largest remainders, ties to the lower layer).
-    inside: the window counts in the line, b = mean: the first layer keeps at most length - window, and where the last
-    one would keep less than window, all keep the mean.
-    preset(name, size): "kvpress" (window 64, inside; its layers are rounded one by one, ours conserve the sum: within a
-    token) and "kvcache-factory", the authors' code (window 8). SnapKV.preset has the same names.
+    inside: as kvpress has it. The window counts in the line, b = mean: the first layer keeps at most length - window,
+    and where the last one would keep less than window, all keep the mean. The mean of a share is not rounded first,
+    and layers are rounded one by one: their sum may be some tokens off.
+    preset(name, size): "kvpress" (window 64, inside: layers keep what they keep there, at least 1) and
+    "kvcache-factory", the authors' code (window 8). SnapKV.preset has the same names.
     Raises ValueError for a field out of range. Source: PyramidKV, section 3.2.
     """
 
@@ -257,25 +258,44 @@ class PyramidKV(Budget):
             )
         return replace(self, window=window)
 
+    def tokens_of(self, length: int, layer: int, shape: CacheShape) -> int:
+        if self.inside and isinstance(self.size, float):
+            return self._inside(length * (1 - self.size), length, layer, shape.layers)
+        return super().tokens_of(length, layer, shape)
+
     def layer_tokens(self, mean: int, length: int, layer: int, layers: int) -> int:
-        own = _WINDOW if self.window is None else self.window
-        return _pyramid(self.beta, own, self.inside, mean, length, layers)[layer]
+        if self.inside:
+            return self._inside(mean, length, layer, layers) if mean else 0
+        return _pyramid(self.beta, self._own, mean, length, layers)[layer]
+
+    @property
+    def _own(self) -> int:
+        return _WINDOW if self.window is None else self.window
+
+    def _inside(self, mean: float, length: int, layer: int, layers: int) -> int:
+        """In floats, as kvpress: the same tokens, where a half is rounded too."""
+        base = (self._own + mean) - self._own  # loses what it loses there
+        low = base / self.beta
+        high = base * 2 - low
+        if high >= length - self._own:
+            high = length - self._own
+            low = base * 2 - high
+        falls = layers > 1 and mean < length and length >= high >= low >= self._own
+        return min(max(round(high - layer * ((high - low) / (layers - 1)) if falls else mean), 1), length)
 
 
 @functools.lru_cache(maxsize=256)
-def _pyramid(beta: int, own: int, inside: bool, mean: int, length: int, layers: int) -> tuple[int, ...]:
+def _pyramid(beta: int, own: int, mean: int, length: int, layers: int) -> tuple[int, ...]:
     """Tokens per row of every layer."""
     if mean >= length or layers == 1 or mean == 0:
         return (min(mean, length),) * layers
-    window = 0 if inside else min(own, mean - 1)
-    base, most = mean - window, length - own if inside else length - window
+    window = min(own, mean - 1)
+    base, most = mean - window, length - window
     low = max(Fraction(base, beta), Fraction(0 if window else 1))
     high = 2 * base - low
     if high > most:
         high = Fraction(most)
         low = 2 * base - high
-    if inside and not high >= low >= own:
-        return (mean,) * layers
     exact = [high - j * (high - low) / (layers - 1) for j in range(layers)]
     tokens = [int(x) for x in exact]
     by_remainder = sorted(range(layers), key=lambda j: (tokens[j] - exact[j], j))

@@ -86,26 +86,42 @@ def test_a_pyramid_is_the_line_of_the_paper():
     assert [PyramidKV(100, 20, 20).tokens_of(120, j, shape) for j in range(5)] == [120, 110, 100, 90, 80]
 
 
-@pytest.mark.parametrize("length", [200, 700, 5000])
-@pytest.mark.parametrize("removed", [0.25, 0.5, 0.9])
-def test_pyramids_of_kvpress(length, removed):
-    """get_layer_budget of its PyramidKVPress, written out; whose layers are rounded one by one."""
-    window, beta, layers = 64, 20, 6
+def kvpress_layer_budget(length, removed, layer, layers, window=64, beta=20):
+    """What PyramidKVPress says of a layer, where it says something."""
     capacity = window + length * (1 - removed)
     least = (capacity - window) / beta
     most = (capacity - window) * 2 - least
     if most >= length - window:
         most = length - window
         least = (capacity - window) * 2 - most
-    if length >= most >= least >= window:
-        theirs = [round(most - j * (most - least) / (layers - 1)) for j in range(layers)]
-    else:
-        theirs = [round(length * (1 - removed))] * layers
-    budget, shape = PyramidKV.preset("kvpress", removed), CacheShape(layers, 2, 64, 16, 0)
-    ours = [budget.tokens_of(length, j, shape) for j in range(layers)]
-    assert max(abs(a - b) for a, b in zip(ours, theirs, strict=True)) <= 1
-    assert sum(ours) == layers * budget.mean_tokens(length, shape)
-    assert PyramidKV.preset("kvcache-factory", removed, beta=5) == PyramidKV(removed, 5, 8)
+    if not (length >= most >= least >= window):
+        return round(length * (1 - removed))
+    return round(most - layer * ((most - least) / (layers - 1)))
+
+
+@pytest.mark.parametrize("layers", [2, 4, 6, 12, 28, 61])
+def test_pyramids_of_kvpress(layers):
+    shape = CacheShape(layers, 2, 64, 16, 0)
+    for length in (65, 100, 129, 200, 513, 700, 1001, 5000, 32_771):
+        for removed in (0.05, 0.1, 0.25, 0.3, 0.5, 0.6, 0.75, 0.9, 0.95, 0.99):
+            budget = PyramidKV.preset("kvpress", removed)
+            ours = [budget.tokens_of(length, layer, shape) for layer in range(layers)]
+            theirs = [kvpress_layer_budget(length, removed, layer, layers) for layer in range(layers)]
+            assert ours == [max(count, 1) for count in theirs], (length, removed)
+
+
+def test_presets_of_pyramids():
+    assert PyramidKV.preset("kvcache-factory", 0.5, beta=5) == PyramidKV(0.5, 5, 8)
+    shape = CacheShape(6, 2, 64, 16, 0)
+    whole = PyramidKV.preset("kvpress", 0.0)
+    assert [whole.tokens_of(length, 3, shape) for length in (10, 700)] == [10, 700]
+    assert PyramidKV.preset("kvpress", 0.5).tokens_of(700, 0, CacheShape(1, 2, 64, 16, 0)) == 350
+    # tokens and bytes are means of whole tokens; the sum of the layers is theirs to within one each
+    for size in (400, "320KiB"):
+        budget = PyramidKV.preset("kvpress", size)
+        tokens = [budget.tokens_of(700, layer, shape) for layer in range(6)]
+        assert tokens == sorted(tokens, reverse=True) and tokens[0] > tokens[-1]
+        assert abs(sum(tokens) - 6 * budget.mean_tokens(700, shape)) <= 6
 
 
 def test_heads_share_a_layers_tokens():

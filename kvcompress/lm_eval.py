@@ -179,8 +179,9 @@ class CompressedLM(HFLM):
         row, lengths[r] of them are its own."""
         columns = tail.shape[1]
         first = mask.sum(1)[:, None] - 1
-        # none beyond a row's own end, where the model might have no position
-        places = torch.minimum(first + torch.arange(columns), first + lengths[:, None] - 1).to(self.device)
+        # beyond a row's own end none where the model might have no position
+        last = (first + lengths[:, None] - 1).clamp_(min=cache.trained_length - 1)
+        places = torch.minimum(first + torch.arange(columns), last).to(self.device)
         seen, mask = mask.shape[1] - 1, torch.cat([mask, mask.new_ones(len(mask), columns - 1)], 1).to(self.device)
         told, tail, out = facts_of(base_model(self.model)).takes_positions, tail.to(self.device), []
         width = 1 if cache.steps_differ else columns

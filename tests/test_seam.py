@@ -273,25 +273,6 @@ def test_passes_of_several_threads_are_apart():
 # ---- calls ----
 
 
-@pytest.mark.parametrize("length", [5, 30, 45, 50])
-def test_fewer_ids_than_the_cache_has_seen_are_refused(length):
-    model, ids = attached(), random_ids(50)
-    cache = StreamingCache(model.config, window_size=64)
-    kvcompress.generate(model, ids[:, :41], cache, max_new_tokens=10, do_sample=False)
-    assert cache.get_seq_length() == 50
-    with pytest.raises(ValueError, match="input_ids must hold the whole conversation: the cache has seen 50 tokens"):
-        model.generate(random_ids(length, seed=3), past_key_values=cache, max_new_tokens=2)
-
-
-def test_new_ids_alone_are_taken_by_a_call_of_the_model():
-    model, ids = attached(), random_ids(60)
-    for count in (9, 30, 31):
-        cache = StreamingCache(model.config, window_size=64)
-        forward(model, ids[:, :30], past_key_values=cache)
-        new = forward(model, ids[:, 30 : 30 + count], past_key_values=cache)
-        torch.testing.assert_close(new, forward(model, ids[:, : 30 + count])[:, 30:], rtol=1e-4, atol=1e-4)
-
-
 @pytest.mark.parametrize("cache", [StreamingCache, QuestCache])
 def test_nan_of_a_model_is_an_error(cache):
     model, ids = attached(), random_ids(20)

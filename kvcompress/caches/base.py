@@ -210,6 +210,7 @@ class CompressedCache(Repeats, Generation, PassCache):
         batch, columns = call.tokens.shape[:2]
         self._check_sliced(call)
         counts = self._counts(batch, columns, call.attention_mask)
+        self._check_places(call, counts)
         self.adopt(call.decoder, call.facts)
         if self._batch and batch != self._batch:
             self._repeat(call.name, call.tokens)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ class Generation(Summary, RecurrentStates, Cache):
 
     seen: int
     fixed: int
+    trained_length: int
     _batch: int
     _repeated: int  # columns that an assistant's first step brings once more
     _columns_read: int
@@ -85,20 +87,55 @@ class Generation(Summary, RecurrentStates, Cache):
 
     def _check_sliced(self, call: Call) -> None:
         """Refuses what generate makes of fewer ids than the cache has seen: it slices them from the wrong end."""
-        columns, mask, at, short = call.tokens.shape[1], call.attention_mask, call.position_ids, False
-        if self.seen and mask is not None and mask.ndim == 2:
-            width = mask.shape[1]
-            short = width < self.seen + columns and (width > columns or columns == self.seen)
-        elif self.seen and at is not None and (columns > 1 or at.device.type == "cpu"):
-            short = int(at[..., -1].max()) + 1 < self.seen + columns
-        if columns == 0 or short:
-            raise ValueError(
-                f"{call.name} must hold the whole conversation: the cache has seen {self.seen} tokens, and generate "
-                "slices as many from the front of what it is given. Pass those tokens and the new ones, "
-                "model.generate(torch.cat([seen_ids, new_ids], 1), past_key_values=cache), or call "
-                "model(new_ids, past_key_values=cache) without attention_mask and position_ids; for another prompt "
-                "call cache.reset() first"
-            )
+        columns, mask = call.tokens.shape[1], call.attention_mask
+        width = 0 if mask is None or mask.ndim != 2 else mask.shape[1]
+        # of as many ids as were seen it makes what looks like a padded turn, but for position_ids (_check_places)
+        if columns == 0 or columns < width < self.seen + columns:
+            raise self._sliced(call)
+
+    def _sliced(self, call: Call) -> ValueError:
+        return ValueError(
+            f"{call.name} must hold the whole conversation: the cache has seen {self.seen} tokens, and generate "
+            "slices as many from the front of what it is given. Pass those tokens and the new ones, "
+            "model.generate(torch.cat([seen_ids, new_ids], 1), past_key_values=cache), or call "
+            "model(new_ids, past_key_values=cache) without attention_mask and position_ids; for another prompt "
+            "call cache.reset() first"
+        )
+
+    def _check_places(self, call: Call, counts: Sequence[int]) -> None:
+        """Refuses position_ids that are not where the cache has its tokens: behind those that each sequence has had, or
+        behind all columns, where padding is counted. At the last position that the model was trained for they may stop.
+
+        counts: tokens of each sequence in the call. A decoded token on a GPU does not wait for the device.
+        """
+        at, columns, batch = call.position_ids, call.tokens.shape[1], len(counts)
+        if at is None or (columns == 1 and at.device.type != "cpu"):
+            return
+        if at.ndim != 2 or at.shape[0] not in (1, batch) or at.shape[1] != columns:
+            raise ValueError(f"position_ids must be [{batch}, {columns}], got shape {tuple(at.shape)}")
+        had = self._lengths or [0]
+        if batch % len(had):
+            return  # _repeat refuses it
+        had = [length for length in had for _ in range(batch // len(had))]
+        if columns == 1 and min(counts) == 1 and at[:, 0].tolist() == had:
+            return
+        column = torch.arange(columns)
+        padding = column < columns - torch.tensor(counts)[:, None]
+        own = column + torch.tensor(had)[:, None] - (columns - torch.tensor(counts)[:, None])
+        at = at.to("cpu").expand(batch, -1)
+        stands = (at == own) | ((at < own) & (at >= self.trained_length - 1))
+        right = (stands | padding).all(1) | ((at == column + self.seen) | padding).all(1)
+        if bool(right.all()):
+            return
+        b = int((~right).nonzero()[0])
+        places = at[b, columns - counts[b] :].tolist()
+        if places[0] < had[b]:
+            raise self._sliced(call)
+        got = ", ".join(map(str, places[:8]))
+        raise ValueError(
+            f"position_ids must count on from the {had[b]} tokens that sequence {b} has had, one by one, or be left "
+            f"out: a compressed cache gives positions itself; got {got}{', ...' if counts[b] > 8 else ''}"
+        )
 
     def _repeat(self, name: str, tokens: Tensor) -> None:
         """Repeats every sequence, for beams and several samples: their rows begin alike. Waits for the device."""

@@ -131,7 +131,8 @@ kvc_status kvc_dmc_step(const kvc_dmc_step_args *args, kvc_parallel_for parallel
     append.scratch = scratch.notes;
     kvc_decode_args decode = decode_of(args);
     decode.scratch = scratch.decode;
-    status = decide(args, &scratch, &append, parallel_for);
+    status = check_pages(&append.table, NULL); /* what decode reads: it would refuse too late */
+    if (status == KVC_OK) status = decide(args, &scratch, &append, parallel_for);
     if (status == KVC_OK) status = rotate(args, &scratch, &decode.q, parallel_for);
     if (status == KVC_OK) status = kvc_dmc_append(&append, parallel_for);
     if (status != KVC_OK) return status;

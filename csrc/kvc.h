@@ -175,8 +175,9 @@ kvc_status kvc_select_topk(const kvc_select_topk_args *args, kvc_parallel_for pa
  *     A page with page_refs above 1 when a call begins is never written by it: a row that would write takes a fresh page
  *     and gives up its share of the old one; a page that nobody names any more goes to the free list.
  * All arrays int32: block_table [R, blocks], lengths [R], page_refs [pages], free_pages [pages], free_count [2].
- * free_count[1]: on CUDA, how many calls were refused whole for want of pages or of columns in the table; the CPU
- * returns KVC_POOL_FULL instead and leaves it alone.
+ * free_count[1]: on CUDA, how many calls were refused whole for want of pages or of columns in the table, or because a page
+ * that a row would write to, or that is to be taken, does not exist; the CPU returns KVC_POOL_FULL or KVC_BAD_INDEX instead
+ * and leaves it alone.
  */
 typedef struct {
     int32_t *block_table, *lengths, *page_refs, *free_pages, *free_count;

@@ -7,6 +7,10 @@
 extern "C" {
 #endif
 
+/* Of all of them: where a CUDA kernel finds that pages or columns run out, or that a page of a row does not exist, nothing is
+ * changed, free_count[1] of each table grows by one, and attention is over the rows as they were, without the keys on pages
+ * that are not there. Other indices it clamps; a position outside the tables gives NaN. */
+
 /* ---- paged_step.c ------------------------------------------------------------------------------------------------ */
 
 /* One step of a cache that keeps its tokens: S new tokens of every sequence are rotated, appended and attended from.
@@ -17,9 +21,8 @@ extern "C" {
  * k_pages, v_pages [pages, P, D] of one; cos, sin float32 [table_rows, rotary_dim/2] (rotary_dim 0: no rotation);
  * shift, begin int32 [R], R = table.R = B*Hkv; P a power of two; the rest as in the three.
  * scratch: kvc_paged_step_scratch_bytes bytes (on CUDA kvc_cuda_paged_step_scratch_bytes), 64-byte aligned.
- * KVC_BAD_INDEX for a position outside the tables or a begin past its row, and with KVC_POOL_FULL as in
- * kvc_append_tokens; nothing is changed then. KVC_BAD_INDEX for an earlier page of a row that does not exist: the rows
- * have grown then.
+ * KVC_BAD_INDEX for a position outside the tables, a begin past its row or a page from there on that does not exist, and
+ * with KVC_POOL_FULL as in kvc_append_tokens; nothing is changed then.
  */
 typedef struct {
     void *out;
@@ -52,8 +55,7 @@ kvc_status kvc_paged_step(const kvc_paged_step_args *args, kvc_parallel_for para
  * ranges [R, range_pages, 2*D] contiguous in k's dtype, range_pages >= table.blocks; chosen int32 [R, width], width =
  * min(pages_read, table.blocks); pages_read >= 1; the rest as in kvc_paged_step. Scores are float32 sums of what is stored.
  * scratch: kvc_quest_step_scratch_bytes bytes (on CUDA kvc_cuda_quest_step_scratch_bytes), 64-byte aligned.
- * KVC_BAD_INDEX and KVC_POOL_FULL as in kvc_paged_step; a chosen page that does not exist is found when rows and ranges
- * have changed.
+ * KVC_BAD_INDEX and KVC_POOL_FULL as in kvc_paged_step, whichever pages are chosen; nothing is changed then.
  * Source: Quest, section 3.
  */
 typedef struct {
@@ -77,8 +79,8 @@ kvc_status kvc_quest_step(const kvc_quest_step_args *args, kvc_parallel_for para
  * The bits are those of the ops in turn. append: S = 1; its neuron 0..D-1; positions, counts NULL and scratch not read.
  * q [B, Hq, 1, D] un-rotated, any dtype; out, lse, scale, softcap and sink_logits as in kvc_decode.
  * scratch: kvc_dmc_step_scratch_bytes bytes (on CUDA kvc_cuda_dmc_step_scratch_bytes), 64-byte aligned.
- * KVC_POOL_FULL and KVC_BAD_INDEX as in kvc_dmc_append; nothing is changed then. KVC_BAD_INDEX for an earlier page of a
- * row that does not exist: the rows have changed then.
+ * KVC_POOL_FULL and KVC_BAD_INDEX as in kvc_dmc_append, KVC_BAD_INDEX for any page of a row that does not exist; nothing
+ * is changed then.
  */
 typedef struct {
     kvc_dmc_append_args append;
@@ -122,9 +124,9 @@ typedef enum {
  * head h at + b*stride_b + h*stride_h (OWN: contiguous [B, Hq, columns]); lead_q [B, Hq, 1, D] rotated, dtype of q;
  * lead_table int32 [R, lead_blocks]; moved int32 [R]; skipped uint8 [B, Hq]; the rest as in the functions named.
  * scratch: kvc_pod_step_scratch_bytes bytes (on CUDA kvc_cuda_pod_step_scratch_bytes), 64-byte aligned.
- * KVC_POOL_FULL and KVC_BAD_INDEX as in kvc_append_tokens and for a place outside the tables; nothing is changed then,
- * but that the last page of a row may be its own instead of shared. KVC_BAD_INDEX from kvc_decode and kvc_decode_shared:
- * the rows have grown then.
+ * KVC_POOL_FULL and KVC_BAD_INDEX as in kvc_append_tokens for both tables, which share nothing; KVC_BAD_INDEX for a place
+ * outside the tables of angles, a page of a row that does not exist, a `moved` that leads out of the row of values, distant
+ * keys past the row or its lead's, and too few columns. Nothing is changed then.
  * Source: PoD, sections 2.2 and 2.3.
  */
 typedef struct {
@@ -176,9 +178,8 @@ kvc_status kvc_pod_step(const kvc_pod_step_args *args, kvc_parallel_for parallel
  * The bits are those of the ops in turn. scratch: kvc_ring_step_scratch_bytes bytes (on CUDA
  * kvc_cuda_ring_step_scratch_bytes), 64-byte aligned.
  * KVC_BAD_SIZE for chunked or pages with sinks, pages without marks, marks without alpha or neuron; KVC_BAD_INDEX for a
- * place that is negative or INT32_MAX or has no slot, or a position outside the tables, and with KVC_POOL_FULL as in
- * kvc_append_tokens; nothing is changed then. KVC_BAD_INDEX for an earlier page of a row that does not exist: the rings
- * have changed then.
+ * place that is negative or INT32_MAX or has no slot, a position outside the tables or a page of a row that does not
+ * exist, and with KVC_POOL_FULL as in kvc_append_tokens; nothing is changed then.
  * Source: StreamingLLM, section 3.2; LM-Infinite, section 4; DMS.
  */
 typedef struct {

@@ -34,6 +34,17 @@ static inline int32_t *entry(const kvc_page_table *table, int64_t r, int64_t blo
     return table->block_table + r * table->blocks + block;
 }
 
+/* check_table, and whether the slots of every row from first[r] (NULL: 0) on lie in pages that exist. */
+static inline kvc_status check_pages(const kvc_page_table *table, const int32_t *first) {
+    const kvc_status status = check_table(table);
+    for (int64_t r = 0; status == KVC_OK && r < table->R; r++) {
+        for (int64_t block = first ? first[r] / table->P : 0; block < blocks_of(table, table->lengths[r]); block++) {
+            if (!page_exists(table, *entry(table, r, block))) return KVC_BAD_INDEX;
+        }
+    }
+    return status;
+}
+
 /* Whether `count` pages can be taken. */
 static inline kvc_status check_free(const kvc_page_table *table, int64_t count) {
     const int64_t held = table->free_count[0];
@@ -54,4 +65,7 @@ static inline void give_up_page(const kvc_page_table *table, int32_t page) {
     if (--table->page_refs[page] != 0) return;
     if (table->free_count[0] < table->pages) table->free_pages[table->free_count[0]++] = page;
 }
+
+/* What kvc_append_tokens would refuse, which changes nothing then. */
+kvc_status kvc_append_tokens_check(const kvc_append_tokens_args *args);
 #endif

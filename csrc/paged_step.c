@@ -92,6 +92,8 @@ kvc_status kvc_paged_step(const kvc_paged_step_args *args, kvc_parallel_for para
     for (int64_t r = 0; args->begin && r < args->table.R; r++) {
         if (args->begin[r] < 0 || args->begin[r] > args->table.lengths[r] + args->S) return KVC_BAD_INDEX;
     }
+    status = check_pages(&args->table, args->begin); /* what decode reads: it would refuse too late */
+    if (status != KVC_OK) return status;
     int64_t bytes = 0;
     const kvc_placing placing = kvc_placing_of(args, &bytes);
     kvc_decode_args decode = decode_of(args);

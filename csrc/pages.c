@@ -76,8 +76,7 @@ static void append_range(int64_t begin, int64_t end, void *context) {
     }
 }
 
-kvc_status kvc_append_tokens(const kvc_append_tokens_args *args, kvc_parallel_for parallel_for) {
-    if (!args) return KVC_NULL_POINTER;
+kvc_status kvc_append_tokens_check(const kvc_append_tokens_args *args) {
     const kvc_page_table *table = &args->table;
     kvc_status status = check_table(table);
     if (status == KVC_OK) status = check_arrays(args->arrays, args->array_count, table->pages, args->S > 0);
@@ -92,8 +91,14 @@ kvc_status kvc_append_tokens(const kvc_append_tokens_args *args, kvc_parallel_fo
         if (length % table->P && !page_exists(table, *entry(table, r, length / table->P))) return KVC_BAD_INDEX;
         needed += blocks_of(table, length + count) - blocks_of(table, length) + writes_shared(table, r, length, count);
     }
-    status = check_free(table, needed);
-    if (status != KVC_OK) return status;
+    return check_free(table, needed);
+}
+
+kvc_status kvc_append_tokens(const kvc_append_tokens_args *args, kvc_parallel_for parallel_for) {
+    if (!args) return KVC_NULL_POINTER;
+    const kvc_page_table *table = &args->table;
+    const kvc_status status = kvc_append_tokens_check(args);
+    if (status != KVC_OK || !table->R || !args->S) return status;
 
     for (int64_t r = 0; r < table->R; r++) {
         const int64_t length = table->lengths[r], count = count_of(args, r);

@@ -25,8 +25,8 @@ static kvc_status check(const kvc_pod_step_args *args) {
     }
     if (args->far != KVC_FAR_SHARED && !args->lse) return KVC_NULL_POINTER;
     if (args->far == KVC_FAR_OWN && !args->far_lse) return KVC_NULL_POINTER;
-    if (args->far == KVC_FAR_LED && (!args->lead_q.data || (args->lead_pages && !args->lead_k_pages) ||
-                                     (args->lead_blocks && !args->lead_table))) {
+    if (args->far == KVC_FAR_LED &&
+        (!args->lead_q.data || (args->lead_pages && !args->lead_k_pages) || !args->lead_table)) {
         return KVC_NULL_POINTER;
     }
     if (args->far == KVC_FAR_SHARED && (!args->far_lse || !args->skipped || (args->columns && !args->probabilities))) {
@@ -39,33 +39,67 @@ int64_t kvc_pod_step_scratch_bytes(const kvc_pod_step_args *args) {
     return args && check(args) != KVC_BAD_SIZE ? parts_of(args).bytes : 0;
 }
 
-/* Where near and distant tokens lie, of rows that have grown. */
+/* Where near and distant tokens lie once every row has its new one. */
 static void find_ranges(const kvc_pod_step_args *args, const kvc_pod_parts *parts) {
-    const kvc_page_table *keys = &args->keys, *values = &args->values;
-    for (int64_t r = 0; r < keys->R; r++) {
-        const int64_t held = keys->lengths[r], all = values->lengths[r], begin = min_of(args->sinks, all);
-        const int64_t pages = blocks_of(keys, held), moved = args->moved ? args->moved[r] : 0;
+    for (int64_t r = 0; r < args->keys.R; r++) {
+        const int64_t held = args->keys.lengths[r] + (int64_t)1, all = args->values.lengths[r] + (int64_t)1;
+        const int64_t begin = min_of(args->sinks, all);
         parts->begin[r] = (int32_t)max_of(held - args->recent, 0);
         parts->far_begin[r] = (int32_t)begin;
         parts->far_end[r] = (int32_t)max_of(all - args->recent, begin);
-        for (int64_t i = 0; i < pages; i++) {
-            const int64_t place = i < args->first ? i : i + moved;
+    }
+}
+
+/* The page of the row of values in which the values of page i of row r of keys lie. */
+static int64_t place_of(const kvc_pod_step_args *args, int64_t r, int64_t i) {
+    return i < args->first || !args->moved ? i : i + args->moved[r];
+}
+
+/* Whether the values of near keys [begin, end) of row r lie in pages that the row of values has with its new token. */
+static int near_values_exist(const kvc_pod_step_args *args, int64_t r, int64_t begin, int64_t end) {
+    const int64_t blocks = blocks_of(&args->values, args->values.lengths[r] + (int64_t)1);
+    for (int64_t i = begin / args->keys.P; begin < end && i <= (end - 1) / args->keys.P; i++) {
+        const int64_t place = place_of(args, r, i);
+        if (place < 0 || place >= blocks) return 0;
+    }
+    return 1;
+}
+
+/* The same of what is read for the distant values, whose own pages are there. */
+static int far_exists(const kvc_pod_step_args *args, const kvc_pod_parts *parts, int64_t r) {
+    const int64_t begin = parts->far_begin[r], end = parts->far_end[r], P = args->values.P;
+    const int counted = args->far == KVC_FAR_SHARED || (args->far == KVC_FAR_OWN && args->probabilities);
+    if (counted && end - begin > args->columns) return 0;
+    if (args->far == KVC_FAR_OWN) return end <= args->keys.lengths[r] + (int64_t)1;
+    if (args->far != KVC_FAR_LED) return 1;
+    if (end > min_of(args->lead_blocks, args->values.blocks) * P) return 0;
+    for (int64_t i = begin / P; begin < end && i <= (end - 1) / P; i++) {
+        const int32_t page = args->lead_table[r * args->lead_blocks + i];
+        if (page < 0 || page >= args->lead_pages) return 0;
+    }
+    return 1;
+}
+
+/* Whether all that attention will read is there: of what it refuses itself, rows and places would have changed. */
+static kvc_status check_reads(const kvc_pod_step_args *args, const kvc_pod_parts *parts) {
+    for (int64_t r = 0; r < args->keys.R; r++) {
+        const int64_t begin = parts->begin[r], held = args->keys.lengths[r] + (int64_t)1;
+        if (!near_values_exist(args, r, 0, min_of(args->sinks, begin))) return KVC_BAD_INDEX;
+        if (!near_values_exist(args, r, begin, held) || !far_exists(args, parts, r)) return KVC_BAD_INDEX;
+    }
+    return KVC_OK;
+}
+
+/* The pages of near keys' values, of rows that have grown. */
+static void list_near_pages(const kvc_pod_step_args *args, const kvc_pod_parts *parts) {
+    const kvc_page_table *keys = &args->keys, *values = &args->values;
+    for (int64_t r = 0; r < keys->R; r++) {
+        for (int64_t i = 0; i < blocks_of(keys, keys->lengths[r]); i++) {
+            const int64_t place = place_of(args, r, i);
             const int here = place >= 0 && place < values->blocks;
             parts->near_table[r * keys->blocks + i] = here ? *entry(values, r, place) : -1;
         }
     }
-}
-
-static kvc_status append_both(const kvc_pod_step_args *args, const kvc_pod_parts *parts, kvc_parallel_for parallel_for) {
-    const kvc_append_tokens_args keys = kvc_pod_append(args, parts, 0), values = kvc_pod_append(args, parts, 1);
-    kvc_status status = kvc_append_tokens(&keys, parallel_for);
-    if (status != KVC_OK) return status;
-    status = kvc_append_tokens(&values, parallel_for);
-    if (status == KVC_OK) return status;
-    for (int64_t r = 0; r < args->keys.R; r++) parts->begin[r] = args->keys.lengths[r] - 1;
-    const kvc_truncate_rows_args undo = {.table = args->keys, .new_lengths = parts->begin};
-    kvc_truncate_rows(&undo);
-    return status;
 }
 
 kvc_status kvc_pod_step(const kvc_pod_step_args *args, kvc_parallel_for parallel_for) {
@@ -81,10 +115,19 @@ kvc_status kvc_pod_step(const kvc_pod_step_args *args, kvc_parallel_for parallel
     if (!args->rotary_dim) queries.table_rows = keys.table_rows = 1;
     status = kvc_rope(&queries, parallel_for);
     if (status == KVC_OK) status = kvc_rope(&keys, parallel_for);
-    if (status == KVC_OK) status = append_both(args, &parts, parallel_for);
+    const kvc_append_tokens_args new_keys = kvc_pod_append(args, &parts, 0), new_values = kvc_pod_append(args, &parts, 1);
+    if (status == KVC_OK) status = check_pages(&args->keys, NULL);
+    if (status == KVC_OK) status = check_pages(&args->values, NULL);
+    if (status == KVC_OK) status = kvc_append_tokens_check(&new_keys);
+    if (status == KVC_OK) status = kvc_append_tokens_check(&new_values);
+    if (status != KVC_OK) return status;
+    find_ranges(args, &parts);
+    status = check_reads(args, &parts);
+    if (status == KVC_OK) status = kvc_append_tokens(&new_keys, parallel_for);
+    if (status == KVC_OK) status = kvc_append_tokens(&new_values, parallel_for);
     if (status != KVC_OK) return status;
     for (int64_t b = 0; b < args->B; b++) args->places[b]++;
-    find_ranges(args, &parts);
+    list_near_pages(args, &parts);
     const kvc_decode_args near = kvc_pod_near(args, &parts);
     status = kvc_decode(&near, parallel_for);
     if (status != KVC_OK || args->far == KVC_FAR_NONE) return status;

@@ -100,7 +100,8 @@ static inline int kvc_pod_sizes_are_good(const kvc_pod_step_args *args) {
     if (args->Hkv ? args->Hq % args->Hkv != 0 : args->Hq != 0) return 0;
     if (keys->R != R || values->R != R || keys->P < 1 || keys->P != values->P || (keys->P & (keys->P - 1)) != 0) return 0;
     if (args->rotary_dim < 0 || args->rotary_dim > args->D || args->rotary_dim % 2 || args->table_rows < 0) return 0;
-    if (args->sinks < 0 || args->recent < 1 || args->first < 0 || args->columns < 0 || args->lead_blocks < 0) return 0;
+    if (args->sinks < 0 || args->recent < 1 || args->first < 0 || args->columns < 0) return 0;
+    if (args->lead_blocks < 0 || args->lead_pages < 0) return 0;
     if (args->far < KVC_FAR_NONE || args->far > KVC_FAR_SHARED || keys->blocks < 0 || values->blocks < 0) return 0;
     return args->threshold == args->threshold;
 }

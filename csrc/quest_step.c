@@ -161,7 +161,8 @@ kvc_status kvc_quest_step(const kvc_quest_step_args *args, kvc_parallel_for para
     kvc_status status = check(args);
     if (status != KVC_OK || !step->table.R || !step->Hq) return status;
     quest_job job = job_of(args);
-    status = args->held ? check_table(&step->table) : kvc_paged_step_place(step, &job.placing, &job.q, parallel_for);
+    status = check_pages(&step->table, NULL); /* any of them may be chosen once rows and ranges have changed */
+    if (status == KVC_OK && !args->held) status = kvc_paged_step_place(step, &job.placing, &job.q, parallel_for);
     if (status != KVC_OK) return status;
     const kvc_page_table *table = &step->table;
     int64_t longest = 0;

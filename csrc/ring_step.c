@@ -1,5 +1,5 @@
 /* One decoded step of a cache whose newest tokens lie in rings: rotate, write and attend in one call. */
-#include "kernel.h"
+#include "page_table.h"
 #include "step.h"
 
 #include <string.h>
@@ -228,6 +228,8 @@ kvc_status kvc_ring_step(const kvc_ring_step_args *args, kvc_parallel_for parall
         status = turn(args, &args->k, args->Hkv, scratch.far_k, scratch.zeros, &ignored, parallel_for);
     }
     if (status == KVC_OK && args->marks) status = decide(args, &scratch, parallel_for);
+    /* what decode reads: it would refuse too late */
+    if (status == KVC_OK && args->table.R) status = check_pages(&args->table, NULL);
     if (status == KVC_OK && args->table.R) status = leave(args, &scratch, parallel_for);
     if (status != KVC_OK) return status;
     write(args, &scratch);

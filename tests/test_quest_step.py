@@ -202,6 +202,14 @@ def narrow(given):
             {"keys": None, "values": None},
             r"block_table must name pages between 0 and 3, got 9 at \[0, 0\]",
         ),
+        *(  # chosen or not
+            (
+                {"change": lambda given: given[2].block_table[1].copy_(torch.tensor([-1, 0, -1]))},
+                {"pages_read": pages_read},
+                r"block_table must name pages between 0 and 3, got -1 at \[1, 0\]",
+            )
+            for pages_read in (1, 3)
+        ),
     ],
 )
 def test_a_refused_step_changes_nothing(cpu, how, options, message):
@@ -213,11 +221,14 @@ def test_a_refused_step_changes_nothing(cpu, how, options, message):
     assert unchanged(given, before)
 
 
-def test_a_device_notes_a_step_that_it_refused(cuda):
-    given = quest_state(free=1)
+@pytest.mark.parametrize("free", [1, 2])
+def test_a_device_notes_a_step_that_it_refused(cuda, free):
+    given = quest_state(free)
+    if free == 2:
+        given[2].block_table[1, 0] = -1
     before = clones(given)
     step(given)
-    assert given[2].free_count.tolist() == [1, 1]
+    assert given[2].free_count.tolist() == [free, 1]
     given[2].free_count[1] = 0
     assert unchanged(given, before)
 

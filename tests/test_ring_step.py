@@ -310,11 +310,23 @@ def test_a_row_that_outgrows_its_pages_is_named(cpu):
     assert unchanged(given.values(), before.values())
 
 
-def test_a_device_notes_a_step_that_it_refused(cuda):
-    given = paged_state(free=1)
+def test_a_page_that_does_not_exist_is_found_before_anything_changes(cpu):
+    given = paged_state()
+    given["table"].block_table[1, 0] = 4
+    before = copy_of(given)
+    with pytest.raises(RuntimeError, match=r"block_table must name pages between 0 and 3, got 4 at \[1, 0\]"):
+        step(given, window=2, neuron=0, shift=1e5)
+    assert unchanged(given.values(), before.values())
+
+
+@pytest.mark.parametrize("free", [1, 2])
+def test_a_device_notes_a_step_that_it_refused(cuda, free):
+    given = paged_state(free=free)
+    if free == 2:
+        given["table"].block_table[1, 0] = 4
     before = copy_of(given)
     step(given, window=2, neuron=0, shift=1e5)
-    assert given["table"].free_count.tolist() == [1, 1]
+    assert given["table"].free_count.tolist() == [free, 1]
     given["table"].free_count[1] = 0
     assert unchanged(given.values(), before.values())
 

@@ -235,12 +235,49 @@ def test_a_refused_step_changes_nothing(cpu, step, how, options, message):
     assert unchanged(given, before)
 
 
+CORRUPT = [  # (row, block) of state's table, and what it names; of row 0 the first row's last page, else an earlier one
+    ((0, 0), 4), ((1, 0), -1), ((0, 1), 7), ((1, 0), -(2**31)), ((1, 0), 2**31 - 1),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize("step", [paged, dmc])
-def test_a_device_notes_a_step_that_it_refused(cuda, step):
-    given = state(free=1)
+@pytest.mark.parametrize(("place", "page"), CORRUPT)
+def test_a_page_that_does_not_exist_is_found_before_anything_changes(cpu, step, place, page):
+    given = state()
+    given[1].block_table[place] = page
+    before = clones(given)
+    with pytest.raises(RuntimeError, match=rf"pages between 0 and 3, got {page} at \[{place[0]}, {place[1]}\]"):
+        step(given)
+    assert unchanged(given, before)
+
+
+def test_a_page_before_begin_may_be_any_number(backend):
+    given = state()
+    given[1].block_table[:, 0] = 9
+    out, _ = paged(given, begin=torch.tensor([4, 4], dtype=torch.int32))
+    assert out.isfinite().all() and given[1].lengths.tolist() == [7, 6] and given[1].free_count.tolist() == [1, 0]
+
+
+def no_free_page(given):
+    given[1].free_count[0] = 1
+
+
+def free_page_outside(given):
+    given[1].free_pages[1] = 4
+
+
+def page_outside(given):
+    given[1].block_table[1, 0] = 4
+
+
+@pytest.mark.parametrize("step", [paged, dmc])
+@pytest.mark.parametrize("spoil", [no_free_page, free_page_outside, page_outside])
+def test_a_device_notes_a_step_that_it_refused(cuda, step, spoil):
+    given = state()
+    spoil(given)
     before = clones(given)
     step(given, **({} if step is paged else {"shift": 1e5}))
-    assert given[1].free_count.tolist() == [1, 1]
+    assert given[1].free_count.tolist() == [before[1].free_count[0], 1]
     given[1].free_count[1] = 0
     assert unchanged(given, before)
 
@@ -405,15 +442,84 @@ def pod_state(free: int = 2):
     return [pages, table, PageTable(*(x.clone() for x in state(free)[1])), places]
 
 
-def test_a_step_of_pod_whose_values_find_no_page_leaves_the_rows_as_they_were(cpu):
+def far_options(far: str) -> dict:
+    """What pod needs besides, for the two distant tokens that its rows have."""
+    options = {"far": far}
+    if far in ("own", "shared"):
+        options |= {"probabilities": torch.zeros(1, 4, 3), "far_lse": torch.zeros(1, 4, 1)}
+    if far == "led":
+        options["lead"] = ops.Lead(torch.randn(1, 4, 1, 2), torch.randn(4, 4, 2), pod_state()[1].block_table)
+    return options
+
+
+def spoil(given, options, what: str) -> None:
+    """Makes one index of a step of PoD wrong."""
+    _, table, value_table, _ = given
+    if what == "key":
+        table.block_table[1, 0] = 4
+    elif what == "value":
+        value_table.block_table[1, 0] = -1
+    elif what == "free value":
+        value_table.free_pages[1] = 4
+    elif what == "moved":
+        options["moved"] = torch.tensor([0, 1], dtype=torch.int32)
+    elif what == "columns":
+        options["probabilities"] = torch.zeros(1, 4, 1)
+    elif what == "lead":
+        lines = options["lead"].block_table.clone()
+        lines[1, 0] = 4
+        options["lead"] = options["lead"]._replace(block_table=lines)
+    elif what == "short lead":
+        options["lead"] = options["lead"]._replace(block_table=options["lead"].block_table[:, :0])
+    elif what == "short keys":
+        table.lengths[0] = 1
+
+
+SPOILT = [
+    ("none", "key", r"pod_step_: block_table must name pages between 0 and 3, got 4 at \[1, 0\]"),
+    ("none", "value", r"value_table: block_table must name pages between 0 and 3, got -1 at \[1, 0\]"),
+    ("none", "free value", r"value_table: free_pages must be between 0 and 3 \(last page\), got 4 at 1"),
+    ("none", "moved", "moved must lead from page 1 of the keys of row 1 to one of the 2 pages of its values, got 1"),
+    ("own", "key", "block_table must name"),
+    ("own", "columns", "probabilities must have a column for each of 3 distant tokens of row 0, got 1"),
+    ("own", "short keys", "lengths must be at least 3 for the distant keys of row 0, got 1"),
+    ("led", "value", "value_table: block_table must name"),
+    ("led", "lead", r"lead.block_table must name pages between 0 and 3, got 4 at \[1, 0\]"),
+    ("led", "short lead", "lead.block_table must hold 4 slots in row 0, got 0 pages of 4"),
+    ("shared", "value", "value_table: block_table must name"),
+    ("shared", "columns", "probabilities must have a column for each of 3 distant tokens of row 0, got 1"),
+]
+
+
+@pytest.mark.parametrize(("far", "what", "message"), SPOILT)
+def test_an_index_of_a_step_of_pod_is_looked_at_before_anything_changes(cpu, far, what, message):
+    given, options = pod_state(), far_options(far)
+    spoil(given, options, what)
+    before = clones(given)
+    with pytest.raises(RuntimeError, match=message):
+        pod(given, **options)
+    assert unchanged(given, before)
+
+
+@pytest.mark.parametrize("far", ["none", "own", "led", "shared"])
+def test_a_step_of_pod_whose_values_find_no_page_changes_nothing(cpu, far):
     given = pod_state(free=1)
-    before = [rows_of(x, table) for x, table in zip(given[0], given[1:3], strict=True)]
+    before = clones(given)
     with pytest.raises(RuntimeError, match="free"):
-        pod(given)
-    after = [rows_of(x, table) for x, table in zip(given[0], given[1:3], strict=True)]
-    for olds, rows in zip(before, after, strict=True):
-        assert all(torch.equal(x, y) for x, y in zip(olds, rows, strict=True))
-    assert int(given[3]) == 6
+        pod(given, **far_options(far))
+    assert unchanged(given, before)
+
+
+@pytest.mark.parametrize("what", ["key", "value", "free value", "no free value"])
+def test_a_device_notes_a_step_of_pod_that_it_refused(cuda, what):
+    given = pod_state(free=1 if what == "no free value" else 2)
+    spoil(given, {}, what)
+    before = clones(given)
+    pod(given)
+    for table, old in zip(given[1:3], before[1:3], strict=True):
+        assert table.free_count.tolist() == [old.free_count[0], 1]
+        table.free_count[1] = 0
+    assert unchanged(given, before)
 
 
 @pytest.mark.parametrize(
@@ -429,7 +535,7 @@ def test_a_step_of_pod_whose_values_find_no_page_leaves_the_rows_as_they_were(cp
         ({"recent": 0}, "recent must be at least 1"),
         ({"sinks": -1}, "sinks must be at least 0"),
         ({"moved": torch.zeros(3, dtype=torch.int32)}, "moved must be"),
-        ({"tau": 1.5}, "tau must be between 0 and 1"),
+        ({"tau": 1.5}, "tau must be a number between 0 and 1, got 1.5"),
         ({"cos": torch.ones(9, 1)}, "cos and sin must be given together"),
     ],
 )

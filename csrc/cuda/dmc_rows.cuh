@@ -39,12 +39,12 @@ __device__ inline int64_t opened_by(const kvc_dmc_append_args& a, const notes& n
 }
 
 // A whole block, all of its threads: takes the pages of all rows, writes table, lengths and the notes about rows, which the
-// block sees behind a barrier.
-__device__ inline void grow_rows(const kvc_dmc_append_args& a) {
+// block sees behind a barrier. objects: as in grow.
+__device__ inline void grow_rows(const kvc_dmc_append_args& a, bool objects = false) {
     const kvc_page_table& table = a.table;
     const notes n = notes_of(a);
     grow(
-        table, n.refused,
+        table, n.refused, objects,
         [&](int64_t row) {
             const int64_t length = table.lengths[row], count = count_of(a, row), opened = opened_by(a, n, row, length);
             const bool touches = opened >= 0 && (continues(a, row, length, count) || (count > 0 && length % table.P != 0));

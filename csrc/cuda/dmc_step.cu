@@ -81,7 +81,7 @@ __global__ __launch_bounds__(PLAN_THREADS, 1) void begin_kernel(const kvc_dmc_st
         p.positions[b] = place + (args.offsets ? args.offsets[b] : 0);
     }
     __syncthreads();
-    grow_rows(a);
+    grow_rows(a, misses_page(a.table, nullptr));
     __syncthreads();
     for (int64_t b = threadIdx.x; b < a.B && !*notes_of(a).refused; b += PLAN_THREADS) args.places[b]++;
     list_pieces(decode, pieces, s);

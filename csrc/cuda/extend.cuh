@@ -29,14 +29,13 @@ __device__ inline growth growth_by(const kvc_page_table& table, int64_t row, int
     return g;
 }
 
-// A whole block, all of its threads: takes the pages of all rows and writes table and lengths, or sets *refused. growth_of:
-// of a row; note: keeps what is to be known of a row that has grown; shared_of: the page that it copies, as noted. What the
-// block wrote it sees behind a barrier.
+// A whole block, all of its threads: takes the pages of all rows and writes table and lengths, or sets *refused. objects:
+// whether this thread knows why not. growth_of: of a row; note: keeps what is to be known of a row that has grown; shared_of:
+// the page that it copies, as noted. What the block wrote it sees behind a barrier.
 template <class GrowthOf, class Note, class SharedOf>
-__device__ inline void grow(const kvc_page_table& table, int32_t* refused, GrowthOf growth_of, Note note,
+__device__ inline void grow(const kvc_page_table& table, int32_t* refused, bool objects, GrowthOf growth_of, Note note,
                             SharedOf shared_of) {
     int own = 0;
-    bool objects = false;
     for (int64_t row = threadIdx.x; row < table.R; row += blockDim.x) {
         const growth g = growth_of(row);
         own += g.pages;
@@ -68,15 +67,29 @@ __device__ inline int64_t count_of(const kvc_append_tokens_args& a, int64_t row)
     return a.counts ? a.counts[row] : a.S;
 }
 
-// The rows of an append; scratch [R + 1]: the page that each row copies (or -1), and whether the call is refused.
-__device__ inline void extend_rows(const kvc_append_tokens_args& a) {
+__device__ inline growth growth_of(const kvc_append_tokens_args& a, int64_t row) {
+    const int64_t length = a.table.lengths[row], count = count_of(a, row);
+    return growth_by(a.table, row, length, count > a.S ? -1 : count, count > 0 && length % a.table.P != 0);
+}
+
+// Whether extend_rows would refuse, where no thread objects; a whole block asks.
+__device__ inline bool lacks_room(const kvc_append_tokens_args& a) {
+    int own = 0;
+    bool objects = false;
+    for (int64_t row = threadIdx.x; row < a.table.R; row += blockDim.x) {
+        const growth g = growth_of(a, row);
+        own += g.pages;
+        objects |= !g.valid;
+    }
+    return !could_take(a.table, own, objects);
+}
+
+// The rows of an append; scratch [R + 1]: the page that each row copies (or -1), and whether the call is refused. objects: as
+// in grow.
+__device__ inline void extend_rows(const kvc_append_tokens_args& a, bool objects = false) {
     const kvc_page_table& table = a.table;
     grow(
-        table, a.scratch + table.R,
-        [&](int64_t row) {
-            const int64_t length = table.lengths[row], count = count_of(a, row);
-            return growth_by(table, row, length, count > a.S ? -1 : count, count > 0 && length % table.P != 0);
-        },
+        table, a.scratch + table.R, objects, [&](int64_t row) { return growth_of(a, row); },
         [&](int64_t row, const growth& g) { a.scratch[row] = g.shared; }, [&](int64_t row) { return a.scratch[row]; });
 }
 

@@ -31,6 +31,19 @@ __device__ inline int32_t take_page(const kvc_page_table& table, int64_t place) 
     return page;
 }
 
+// Whether this thread, of the whole block that asks, finds a page missing of the slots that rows hold, from first[row]
+// (NULL: 0) on. Of a row that does not fit its line no page is looked at: it finds no room.
+__device__ inline bool misses_page(const kvc_page_table& table, const int32_t* first) {
+    bool missing = false;
+    for (int64_t row = threadIdx.x / 32; row < table.R; row += blockDim.x / 32) {
+        const int64_t length = table.lengths[row], begin = first && first[row] > 0 ? first[row] / table.P : 0;
+        const int64_t end = length >= 0 && length <= table.blocks * table.P ? ceil_div(length, table.P) : 0;
+        for (int64_t block = begin + threadIdx.x % 32; block < end; block += 32)
+            missing |= !page_exists(table, *entry(table, row, block));
+    }
+    return missing;
+}
+
 // Sum of `value` over the threads before this one; total: over all. Every thread of the block must call it.
 __device__ inline int scan_block(int value, int* total) {
     __shared__ int sums[MAX_WARPS];
@@ -53,12 +66,20 @@ __device__ inline int scan_block(int value, int* total) {
     return before + through - value;
 }
 
-// Whether the free list serves `own` pages of each thread and no thread objects; the verdict lies in *refused too.
-__device__ inline bool can_take(const kvc_page_table& table, int own, bool objects, int32_t* refused) {
+// Whether the free list serves `own` pages of each thread, all of which exist, and no thread objects.
+__device__ inline bool could_take(const kvc_page_table& table, int own, bool objects) {
     int needed, objections;
     scan_block(own, &needed);
+    const int64_t held = free_pages(table);
+    for (int64_t i = threadIdx.x; i < needed && i < held; i += blockDim.x)
+        objects |= !page_exists(table, table.free_pages[held - 1 - i]);
     scan_block(objects, &objections);
-    const bool fits = objections == 0 && needed <= free_pages(table);
+    return objections == 0 && needed <= held;
+}
+
+// The same; the verdict lies in *refused too, and is counted.
+__device__ inline bool can_take(const kvc_page_table& table, int own, bool objects, int32_t* refused) {
+    const bool fits = could_take(table, own, objects);
     if (threadIdx.x == 0) {
         *refused = !fits;
         if (!fits) table.free_count[1]++;

@@ -22,7 +22,7 @@ __global__ __launch_bounds__(PLAN_THREADS, 1) void begin_kernel(const kvc_paged_
                                                              const kvc_append_tokens_args append,
                                                              const kvc_decode_args decode, const plan pieces,
                                                              const scratch s, int64_t heads) {
-    extend_rows(append);
+    extend_rows(append, misses_page(a.table, a.begin));
     __syncthreads();
     list_pieces(decode, pieces, s);
     for (int64_t item = threadIdx.x / 32; item < heads; item += STEP_WARPS) place_head(a, p, item);

@@ -13,9 +13,9 @@ namespace {
 
 constexpr int64_t FEW_HEADS = 128;  // which the one block serves itself, a warp at a time
 
-// Whether the keys, or the values, found no room.
-__device__ inline bool refused(const kvc_pod_step_args& a, const kvc_pod_parts& parts, int values) {
-    return parts.copied[(a.keys.R + 1) * values + a.keys.R] != 0;
+// Whether the rows have not grown.
+__device__ inline bool refused(const kvc_pod_step_args& a, const kvc_pod_parts& parts) {
+    return parts.copied[a.keys.R] != 0;
 }
 
 // Where near and distant tokens of a row lie, whose tables have grown.
@@ -31,7 +31,7 @@ __device__ inline void place_row(const kvc_pod_step_args& a, const kvc_pod_parts
 // then.
 __device__ inline int64_t newest_slot(const kvc_pod_step_args& a, const kvc_pod_parts& parts, int64_t row, int values) {
     const kvc_page_table& table = values ? a.values : a.keys;
-    if (refused(a, parts, values)) return -1;
+    if (refused(a, parts)) return -1;
     const int64_t slot = table.lengths[row] - 1;
     const int32_t page = *entry(table, row, slot / table.P), copied = parts.copied[(table.R + 1) * values + row];
     if (copied >= 0)
@@ -71,12 +71,14 @@ __global__ __launch_bounds__(PLAN_THREADS, 1) void begin_kernel(const kvc_pod_st
                                                              const plan far_pieces, const scratch far_scratch,
                                                              int64_t heads) {
     for (int64_t b = threadIdx.x; b < a.B; b += PLAN_THREADS) parts.positions[b] = a.rotary_dim ? a.places[b] : 0;
-    extend_rows(keys);
+    // both tables grow, or none
+    const bool missing = misses_page(a.keys, nullptr) | misses_page(a.values, nullptr);
+    const bool lacking = lacks_room(keys) | lacks_room(values);
+    extend_rows(keys, missing || lacking);
     __syncthreads();
-    extend_rows(values);
+    extend_rows(values, missing || lacking);
     __syncthreads();
-    const bool grown = !refused(a, parts, 0) && !refused(a, parts, 1);
-    for (int64_t b = threadIdx.x; b < a.B && grown; b += PLAN_THREADS) a.places[b]++;
+    for (int64_t b = threadIdx.x; b < a.B && !refused(a, parts); b += PLAN_THREADS) a.places[b]++;
     for (int64_t row = threadIdx.x; row < a.keys.R; row += PLAN_THREADS) place_row(a, parts, row);
     __syncthreads();
     list_pieces(near, near_pieces, near_scratch);
@@ -107,7 +109,7 @@ kvc_pod_parts parts_of(const kvc_pod_step_args& a) {
 bool valid(const kvc_pod_step_args& a) {
     return kvc_pod_sizes_are_good(&a) && valid_scale(a.scale, a.softcap) && valid_dtype(a.q.dtype) &&
            valid_dtype(a.k.dtype) && a.v.dtype == a.k.dtype && valid_table(a.keys) && valid_table(a.values) &&
-           (a.far != KVC_FAR_LED || (a.lead_pages >= 0 && valid_dtype(a.lead_q.dtype)));
+           (a.far != KVC_FAR_LED || valid_dtype(a.lead_q.dtype));
 }
 
 bool empty(const kvc_pod_step_args& a) { return a.keys.R == 0 || a.Hq == 0; }
@@ -118,7 +120,7 @@ bool complete(const kvc_pod_step_args& a) {
     if ((a.keys.pages && !a.k_pages) || (a.values.pages && !a.v_pages)) return false;
     if (a.far != KVC_FAR_SHARED && !a.lse) return false;
     if (a.far == KVC_FAR_OWN && !a.far_lse) return false;
-    if (a.far == KVC_FAR_LED) return a.lead_q.data && (!a.lead_pages || a.lead_k_pages) && (!a.lead_blocks || a.lead_table);
+    if (a.far == KVC_FAR_LED) return a.lead_q.data && (!a.lead_pages || a.lead_k_pages) && a.lead_table;
     return a.far != KVC_FAR_SHARED || (a.far_lse && a.skipped && (!a.columns || a.probabilities));
 }
 

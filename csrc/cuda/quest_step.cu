@@ -84,7 +84,7 @@ __global__ __launch_bounds__(PLAN_THREADS, 1) void begin_kernel(const kvc_quest_
                                                                 const kvc_decode_args decode, const plan pieces,
                                                                 const scratch s, int64_t heads) {
     const kvc_page_table& table = a.step.table;
-    if (!a.held) extend_rows(append);
+    if (!a.held) extend_rows(append, misses_page(table, nullptr));
     __syncthreads();
     for (int64_t row = threadIdx.x; row < table.R; row += blockDim.x) {
         const int64_t length = length_of(table, row), blocks = ceil_div(length, table.P);

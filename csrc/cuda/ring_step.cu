@@ -151,7 +151,7 @@ __global__ __launch_bounds__(PLAN_THREADS, 1) void begin_kernel(const kvc_ring_s
                                                              int64_t heads) {
     for (int64_t row = threadIdx.x; row < a.B * a.Hkv; row += PLAN_THREADS) place_row(a, p, row);
     __syncthreads();
-    if (a.table.R) extend_rows(append);
+    if (a.table.R) extend_rows(append, misses_page(a.table, nullptr));
     __syncthreads();
     const bool refused = a.table.R && p.copied[a.table.R];
     for (int64_t b = threadIdx.x; b < a.B; b += PLAN_THREADS)

@@ -15,7 +15,7 @@ void explain(const kvc_paged_step_args& args) {
         KVC_CHECK(begin >= 0 && begin <= end, op, ": begin must be between 0 and ", end, " (the row's new length), got ",
                   begin, " at ", r);
     }
-    for (int64_t r = 0; r < table.R; r++) explain_pages(op, table, r, 0);
+    for (int64_t r = 0; r < table.R; r++) explain_pages(op, table, r, (args.begin ? args.begin[r] : 0) / table.P * table.P);
     explain_append(op, table, nullptr, args.S);
 }
 

@@ -6,10 +6,33 @@ void explain(const kvc_pod_step_args& args) {
     const char* op = "pod_step_";
     find_outside(op, "places", args.places, args.B, 0, args.rotary_dim ? args.table_rows - 1 : INT32_MAX - 1,
                  args.rotary_dim ? "last row of cos and sin" : "most that int32 counts");
-    for (const kvc_page_table* table : {&args.keys, &args.values}) {
-        explain_table(op, *table);
-        for (int64_t r = 0; r < table->R; r++) explain_pages(op, *table, r, 0);
-        explain_append(op, *table, nullptr, 1);
+    for (const auto& [name, table] : {std::pair{op, &args.keys}, std::pair{"pod_step_: value_table", &args.values}}) {
+        explain_table(name, *table);
+        for (int64_t r = 0; r < table->R; r++) explain_pages(name, *table, r, 0);
+        explain_append(name, *table, nullptr, 1);
+    }
+    const bool counted = args.far == KVC_FAR_SHARED || (args.far == KVC_FAR_OWN && args.probabilities);
+    for (int64_t r = 0; r < args.keys.R; r++) {
+        const int64_t all = args.values.lengths[r] + static_cast<int64_t>(1), P = args.values.P;
+        const int64_t begin = args.sinks < all ? args.sinks : all, end = all - args.recent > begin ? all - args.recent : begin;
+        KVC_CHECK(!counted || end - begin <= args.columns, op, ": probabilities must have a column for each of ",
+                  end - begin, " distant tokens of row ", r, ", got ", args.columns);
+        KVC_CHECK(args.far != KVC_FAR_OWN || end <= args.keys.lengths[r] + static_cast<int64_t>(1), op,
+                  ": lengths must be at least ", end - 1, " for the distant keys of row ", r, ", got ",
+                  args.keys.lengths[r]);
+        const int64_t held = args.keys.lengths[r] + static_cast<int64_t>(1), near = held > args.recent ? held - args.recent : 0;
+        for (int64_t t = 0; t < held; t = t / P * P + P) {  // a key of each page
+            const bool sees = t < (args.sinks < near ? args.sinks : near) || t / P >= near / P;
+            const int64_t moved = args.moved && t / P >= args.first ? args.moved[r] : 0, place = t / P + moved;
+            KVC_CHECK(!sees || (place >= 0 && place * P < all), op, ": moved must lead from page ", t / P, " of the keys of row ",
+                      r, " to one of the ", (all + P - 1) / P, " pages of its values, got ", moved);
+        }
+        if (args.far != KVC_FAR_LED) continue;
+        KVC_CHECK(end <= args.lead_blocks * P, op, ": lead.block_table must hold ", end, " slots in row ", r, ", got ",
+                  args.lead_blocks, " pages of ", P);
+        if (begin < end)
+            find_missing_page(op, args.lead_table, args.lead_blocks, r, begin / P, (end - 1) / P, args.lead_pages,
+                              "lead.block_table");
     }
 }
 

@@ -192,7 +192,10 @@ class PageStore:
         self.free_at_least, refused = numbers[:2]
         self.stock += 1
         if refused:
-            raise RuntimeError("tokens were lost: pages ran out on the device; reserve() more before appending")
+            raise RuntimeError(
+                "tokens were lost: pages ran out on the device, or a row names a page that does not exist; reserve() "
+                "more before appending"
+            )
         ends = list(itertools.accumulate((len(x) for x in others), initial=2))
         return [numbers[start:end] for start, end in itertools.pairwise(ends)]
 

@@ -102,8 +102,9 @@ def dmc_step_(
     [T, rotary_dim/2]; None = nothing is rotated. scale, softcap, sink_logits: as in decode.
     Returns (out [B, Hq, 1, D] in the queries' dtype, lse float32 [B, Hq, 1]): the bits of dmc_decisions,
     dmc_importance, rope, dmc_append_ and decode in turn. Waits for nothing on CUDA.
-    Raises ValueError for wrong shapes, dtypes, devices or numbers; RuntimeError as dmc_append_ does (nothing is changed
-    then); NotImplementedError if a backward pass comes here. Source: DMC, algorithm 1.
+    Raises ValueError for wrong shapes, dtypes, devices or numbers; RuntimeError as dmc_append_ does, or if a row names
+    a page that does not exist (nothing is changed then; on CUDA free_count[1] grows there too); NotImplementedError if
+    a backward pass comes here. Source: DMC, algorithm 1.
     """
     B, Hq, _, D = queries.shape
     need(B > 0, "queries must be of at least one sequence, got 0")

@@ -79,9 +79,9 @@ def paged_step_(
     Returns (out [B, Hq, S, D] in the queries' dtype, lse float32 [B, Hq, S]): the bits of rope, append_tokens_ and
     decode(causal=True) in turn. Waits for nothing on CUDA.
     Raises ValueError for wrong shapes, dtypes or devices; RuntimeError if the free list is too short, a row outgrows
-    its line of the table, or a position or begin is out of range (nothing is changed then; on CUDA free_count[1] grows
-    where pages or columns run out, and a position outside gives NaN); NotImplementedError if a backward pass comes
-    here.
+    its line of the table or names a page that does not exist, or a position or begin is out of range (nothing is
+    changed then; on CUDA free_count[1] grows where pages or columns run out or a page does not exist, and a position
+    outside gives NaN); NotImplementedError if a backward pass comes here.
     """
     B, Hq, _, D = queries.shape
     need(B > 0, "queries must be of at least one sequence, got 0")

@@ -86,9 +86,9 @@ def quest_step_(
     (ties: the earlier one), pages_read >= 1 in all, or every page of fewer. scale, softcap, sink_logits: as in decode.
     Returns QuestStep: the results of rope, append_tokens_, select_topk and decode in turn. Waits for nothing on CUDA.
     Raises ValueError for wrong shapes, dtypes, devices or numbers; RuntimeError if the free list is too short, a row
-    outgrows its line of the table, or a position is out of range (nothing is changed then; on CUDA free_count[1] grows
-    where pages or columns run out, and a position outside gives NaN); NotImplementedError if a backward pass comes
-    here. Source: Quest, section 3.
+    outgrows its line of the table or names a page that does not exist, or a position is out of range (nothing is
+    changed then; on CUDA free_count[1] grows where pages or columns run out or a page does not exist, and a position
+    outside gives NaN); NotImplementedError if a backward pass comes here. Source: Quest, section 3.
     """
     B, Hq, _, D = queries.shape
     need(B > 0, "queries must be of at least one sequence, got 0")

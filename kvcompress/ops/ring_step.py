@@ -132,8 +132,9 @@ def ring_step_(
     Returns (out [B, Hq, 1, D] in the queries' dtype, lse float32 [B, Hq, 1]): the bits of dmc_decisions, rope,
     append_tokens_, decode and merge_states in turn. Waits for nothing on CUDA.
     Raises ValueError for wrong shapes, dtypes, devices or numbers; RuntimeError if a place has no slot, a position is
-    outside the tables, or as append_tokens_ does (nothing is changed then; on CUDA free_count[1] grows where pages or
-    columns run out, a place without a slot is not written, and it or a position outside gives NaN);
+    outside the tables, a row names a page that does not exist, or as append_tokens_ does (nothing is changed then; on
+    CUDA free_count[1] grows where pages or columns run out or a page does not exist, a place without a slot is not
+    written, and it or a position outside gives NaN);
     NotImplementedError if a backward pass comes here.
     Source: StreamingLLM, section 3.2; LM-Infinite, section 4; DMS.
     """

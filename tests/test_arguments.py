@@ -19,7 +19,12 @@ def table() -> PageTable:
 def given():
     """For each op its function and arguments by name; those in OPTIONAL may be None."""
     x, gates, pages = torch.randn(1, 2, 3, 4), torch.rand(1, 2, 3), torch.zeros(4, 4, 4)
-    angles = torch.ones(8, 2)
+    angles, lse = torch.ones(8, 2), torch.zeros(1, 2, 1)
+    pod = {
+        "queries": x[:, :, :1], "keys": x[:, :, :1], "values": x[:, :, :1], "k_pages": pages, "v_pages": pages.clone(),
+        "table": table(), "value_table": table(), "places": torch.zeros(1, 1, dtype=ints), "sinks": 1, "recent": 2,
+        "first": 1, "moved": torch.zeros(2, dtype=ints), "cos": angles, "sin": angles, "sink_logits": torch.zeros(2),
+    }  # fmt: skip
     return {
         "rope": (ops.rope, {"x": x, "cos": angles, "sin": angles, "positions": torch.zeros(1, 3, dtype=ints)}),
         "select_topk": (ops.select_topk, {"scores": gates[0], "k": 1, "lengths": torch.full((2,), 3, dtype=ints)}),
@@ -80,6 +85,14 @@ def given():
              "v_ring": torch.zeros(2, 3, 4), "places": torch.zeros(1, 1, dtype=ints), "window": 2, "sinks": 1,
              "k_far": torch.zeros(2, 1, 4), "v_far": torch.zeros(2, 1, 4)},
         ),
+        "pod_step_": (ops.pod_step_, pod | {"far": "own", "far_lse": lse, "probabilities": torch.zeros(1, 2, 9)}),
+        "pod_step_that_is_led": (
+            ops.pod_step_,
+            pod | {"far": "led", "lead": ops.Lead(x[:, :, :1], pages, torch.zeros(2, 2, dtype=ints))},
+        ),
+        "pod_step_that_shares": (
+            ops.pod_step_, pod | {"far": "shared", "far_lse": lse, "probabilities": torch.zeros(1, 2, 9), "tau": 0.5},
+        ),
         "dmc_decisions": (ops.dmc_decisions, {"logits": gates, "noise": gates}),
         "dmc_importance": (ops.dmc_importance, {"logits": gates, "kv_heads": 1}),
         "dmc_mask": (ops.dmc_mask, {"tempered": gates}),
@@ -88,9 +101,10 @@ def given():
 
 OPTIONAL = (
     "positions", "lengths", "counts", "kept", "initial", "noise", "cos", "sin", "shift", "begin", "sink_logits",
-    "offsets", "base",
+    "offsets", "base", "moved", "tau",
 )  # fmt: skip
-OR_NONE = [("dmc_step_", "alpha"), ("dmc_step_", "omega"), ("ring_step_", "alpha"), ("ring_step_", "neuron")]
+OR_NONE = [("dmc_step_", "alpha"), ("dmc_step_", "omega"), ("ring_step_", "alpha"), ("ring_step_", "neuron"),
+           ("pod_step_", "probabilities")]  # fmt: skip
 CASES = [
     (op, name, value)
     for op, (_, arguments) in given().items()
@@ -142,7 +156,16 @@ def test_states_that_are_none_are_named(value):
             ops.merge_states(good, wrong)
 
 
-STEPS = [op for op in given() if op in ("paged_step_", "quest_step_", "dmc_step_", "ring_step_")]
+@pytest.mark.parametrize("far", ["none", "led"])
+@pytest.mark.parametrize("name", ["probabilities", "far_lse"])
+@pytest.mark.parametrize("value", [[1.0], 1.5, "x", (1, 2, 3)])
+def test_what_a_step_of_pod_does_not_look_at_is_a_tensor_too(far, name, value):
+    function, arguments = given()["pod_step_that_is_led" if far == "led" else "pod_step_"]
+    with pytest.raises(TypeError, match=rf"^{name} must be a torch.Tensor, got {type(value).__name__}"):
+        function(**arguments | {"far": far, name: value})
+
+
+STEPS = [op for op in given() if op in ("paged_step_", "quest_step_", "dmc_step_", "ring_step_", "pod_step_")]
 
 
 @pytest.mark.parametrize("op", STEPS)

@@ -34,15 +34,18 @@ NO_GRADIENT = (
 )
 
 
-def need_table(table: PageTable) -> None:
+def need_table(table: PageTable, name: str = "table") -> None:
+    """name: of the argument; that of one of several stands before the names of its parts too."""
     if not isinstance(table, PageTable):
-        raise TypeError(f"table must be an ops.PageTable, got {type(table).__name__}")
-    need_tensors(block_table=table.block_table, refs=table.refs)
+        raise TypeError(f"{name} must be an ops.PageTable, got {type(table).__name__}")
+    of = "" if name == "table" else f"{name}."
+    need_tensors(**{f"{of}block_table": table.block_table, f"{of}refs": table.refs})
     lines, pages = table.block_table, table.refs.shape
-    need(lines.ndim == 2, "block_table must be [R, blocks]")
+    if lines.ndim != 2:
+        raise ValueError(f"{of}block_table must be [R, blocks], got shape {tuple(lines.shape)}")
     shapes = (lines.shape, lines.shape[:1], pages, pages, (2,))
     # messages only where they are needed: a decode step comes by for every layer
-    for name, x, shape in zip(table._fields, table, shapes, strict=True):
+    for part, x, shape in zip(table._fields, table, shapes, strict=True):
         if (
             not isinstance(x, Tensor)
             or x.dtype != torch.int32
@@ -50,10 +53,10 @@ def need_table(table: PageTable) -> None:
             or x.device != lines.device
             or not x.is_contiguous()
         ):
-            need_tensor(name, x)
-            need_int32(name, x, tuple(shape))
-            need_device(lines, **{name: x})
-            raise ValueError(f"{name} must be contiguous")
+            need_tensor(of + part, x)
+            need_int32(of + part, x, tuple(shape))
+            need_device(lines, **{of + part: x})
+            raise ValueError(f"{of}{part} must be contiguous")
 
 
 def _need_arrays(arrays: Sequence[Tensor], table: PageTable) -> None:
@@ -82,8 +85,8 @@ def append_tokens_(
     may be views of arrays. counts: int32 [R], 0..S: row r gets its last counts[r] tokens; None = all S.
     Waits for nothing on CUDA. Raises ValueError for wrong shapes and for arrays that are leaves that require grad,
     RuntimeError if the free list is too short, a row outgrows its line of the table, or arrays share memory; nothing is
-    changed then (on CUDA free_count[1] grows where pages or columns run out). Tokens in pages have no gradient:
-    NotImplementedError if a backward pass comes here.
+    changed then (on CUDA free_count[1] grows where pages or columns run out or a page does not exist). Tokens in pages
+    have no gradient: NotImplementedError if a backward pass comes here.
     """
     need_table(table)
     _need_arrays(arrays, table)

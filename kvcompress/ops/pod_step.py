@@ -7,7 +7,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..checks import dense, dense_last, need, need_float, need_integer, need_scale, need_sink_logits, need_softcap
+from ..checks import (
+    dense,
+    dense_last,
+    need,
+    need_float,
+    need_integer,
+    need_number,
+    need_scale,
+    need_sink_logits,
+    need_softcap,
+    need_tensor,
+)
 from ..no_gradient import without_gradient
 from .decode import need_probabilities
 from .decode_shared import gate_threshold
@@ -45,11 +56,12 @@ def _check(
     queries: Tensor, keys: Tensor, values: Tensor, k_pages: Tensor, v_pages: Tensor, table: PageTable,
     value_table: PageTable, places: Tensor, *, sinks: int, recent: int, first: int, far: str = "none",
     moved: Tensor | None = None, probabilities: Tensor | None = None, far_lse: Tensor | None = None,
-    lead: Lead | None = None, cos: Tensor | None = None, sin: Tensor | None = None, **others: object,
+    lead: Lead | None = None, tau: float | None = None, cos: Tensor | None = None, sin: Tensor | None = None,
+    **others: object,
 ) -> None:  # fmt: skip
     """ValueError or TypeError for the first argument of pod_step_ that is wrong."""
     need_table(table)
-    need_table(value_table)
+    need_table(value_table, "value_table")
     need_step(queries, k_pages, table)
     (B, Hq, S, D), R, dtype, P = queries.shape, table.block_table.shape[0], k_pages.dtype, k_pages.shape[1]
     if S != 1:
@@ -59,7 +71,7 @@ def _check(
         device, ("k_pages", k_pages, dtype, (table.refs.shape[0], P, D)),
         ("v_pages", v_pages, dtype, (value_table.refs.shape[0], P, D)), ("keys", keys, dtype, (B, Hkv, 1, D)),
         ("values", values, dtype, (B, Hkv, 1, D)), ("places", places, torch.int32, (B, 1)),
-        ("value_table", value_table.block_table, torch.int32, (R, value_table.block_table.shape[1])),
+        ("value_table.block_table", value_table.block_table, torch.int32, (R, value_table.block_table.shape[1])),
     )  # fmt: skip
     if not places.is_contiguous():
         raise ValueError("places must be contiguous")
@@ -71,17 +83,26 @@ def _check(
         need_integer(name, number, least)
     if far not in FAR:
         raise ValueError(f"far must be one of {', '.join(FAR)}, got {far!r}")
+    if tau is not None:
+        need_number("tau", tau, 0, 1)
+    if far_lse is not None:
+        need_tensor("far_lse", far_lse)
+    if probabilities is not None:
+        need_tensor("probabilities", probabilities)
+        if far != "none":
+            need_probabilities(probabilities, B, Hq)
+    if lead is not None and not isinstance(lead, Lead):
+        raise TypeError(f"lead must be an ops.Lead, got {type(lead).__name__}")
     if far in ("own", "shared"):
         if far_lse is None or (far == "shared" and probabilities is None):
             raise ValueError(f"far_lse{' and probabilities' if far == 'shared' else ''} must be given with far={far!r}")
         need_parts(device, ("far_lse", far_lse, torch.float32, (B, Hq, 1)))
         if probabilities is not None:
-            need_probabilities(probabilities, B, Hq)
             written = probabilities.is_contiguous() and far_lse.is_contiguous()
             need(far == "shared" or written, "probabilities and far_lse must be contiguous")
     if far == "led":
-        if not isinstance(lead, Lead):
-            raise TypeError(f"lead must be an ops.Lead with far='led', got {type(lead).__name__}")
+        if lead is None:
+            raise TypeError("lead must be an ops.Lead with far='led', got None")
         need_float("lead.k_pages", lead.k_pages, 3, "[pages, P, D]")
         need_parts(
             device, ("lead.queries", lead.queries, queries.dtype, (B, Hq, 1, D)),
@@ -131,12 +152,14 @@ def pod_step_(
     rotated. scale, softcap, sink_logits: as in decode; sinks of the softmax count as near.
     Returns PodStep: the results of rope, append_tokens_, decode, merge_states and decode_shared in turn.
     Raises ValueError for wrong shapes, dtypes, devices or numbers; RuntimeError if a free list is too short, a row
-    outgrows its line or a place is outside the tables (nothing is changed then but that a shared last page may have
-    become a row's own; on CUDA free_count[1] grows); NotImplementedError if a backward pass comes here.
+    outgrows its line or names a page that does not exist, a place is outside the tables, moved leads out of the values'
+    row, or distant tokens have no columns or no keys of the lead (nothing is changed then; on CUDA free_count[1] of
+    both tables grows where pages or columns of a table run out or a page does not exist, and a place outside gives
+    NaN); NotImplementedError if a backward pass comes here.
     Source: PoD, sections 2.2 and 2.3.
     """
-    if tau is not None and not 0 <= tau <= 1:
-        raise ValueError(f"tau must be between 0 and 1 or None, got {tau}")
+    if tau is not None:
+        need_number("tau", tau, 0, 1)
     B, Hq, _, D = queries.shape
     need(B > 0, "queries must be of at least one sequence, got 0")
     q, k_lead, t_lead = (None, None, None) if lead is None else lead

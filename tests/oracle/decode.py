@@ -54,9 +54,8 @@ def decode(
             logits = capped(scale * queries[b, heads, s] @ k[seen].to(queries.dtype).T, softcap)
             if sink_logits is not None:  # one more key, without a value
                 logits = torch.cat([logits, sink_logits[heads, None].to(logits.dtype)], -1)
-                if bool((logits == -math.inf).all()):
-                    continue
-            shares = logits.softmax(-1)[:, : len(seen)]
+            empty = (logits == -math.inf).all(-1, keepdim=True)  # nothing is attended to
+            shares = logits.softmax(-1).masked_fill(empty, 0)[:, : len(seen)]
             out[b, heads, s] = shares @ v[seen].to(queries.dtype)
             lse[b, heads, s] = logits.logsumexp(-1)
             if probabilities is not None:
@@ -104,5 +103,7 @@ def merge_states(*states: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     outs = torch.stack([out for out, _ in states])
     lses = torch.stack([lse for _, lse in states])
     lse = lses.logsumexp(0)
-    weights = torch.where(lses == float("-inf"), 0.0, torch.exp(lses - lse))
+    empty = lses == -math.inf
+    weights = torch.where(empty, 0.0, torch.exp(lses - lse))
+    outs = torch.where(empty[..., None], 0.0, outs)  # whatever lies there
     return (weights[..., None].to(outs.dtype) * outs).sum(0), lse

@@ -1,4 +1,4 @@
-"""Attention with a lead's logits for distant keys: one softmax over keys that are twice as long and twice as wide."""
+"""Attention with a lead's logits for distant keys: one softmax over keys that are there twice."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ def pod_attention(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As ops.pod_attention, in the inputs' dtype; differentiable by autograd.
 
-    Queries [q, q_lead] meet keys [k, 0] for near tokens and [0, k_lead] for distant ones: the logits of both kinds come
-    out of one product, and one ordinary softmax is over all of them.
+    Every key is there twice, as a near one with the logit of its own layer and as a distant one with that of the lead;
+    one ordinary softmax is over those of both kinds that are seen.
     """
     S, D = queries.shape[2:]
     T, G = keys.shape[2], queries.shape[1] // keys.shape[1]
-    q = torch.cat([queries, lead_queries], -1)
-    wide = torch.nn.functional.pad
-    k = torch.cat([wide(keys, (0, D)), wide(lead_keys, (D, 0))], 2).repeat_interleave(G, 1)
+    k, lead_k = (x.repeat_interleave(G, 1) for x in (keys, lead_keys))
     v = torch.cat([values, values], 2).repeat_interleave(G, 1)
     sets = [
         visible(S, T, window=recent, sinks=sinks, complement=distant, lengths=lengths, device=keys.device)
         for distant in (False, True)
     ]
     seen = torch.cat(sets, -1)[:, None]
-    logits = capped(q @ k.mT * (D**-0.5 if scale is None else scale), softcap).masked_fill(~seen, float("-inf"))
-    # a row of -inf alone has no softmax, and no gradient: it is computed as a row of zeros and then taken out
-    empty = ~seen.any(-1, keepdim=True).expand_as(logits[..., :1])
-    if sink_logits is not None:  # one more key, near and with a value of 0
+    products = torch.cat([queries @ k.mT, lead_queries @ lead_k.mT], -1)
+    logits = capped(products * (D**-0.5 if scale is None else scale), softcap).masked_fill(~seen, float("-inf"))
+    if sink_logits is not None:  # one more key, near and with a value of 0; not for padding
         column = sink_logits.to(logits.dtype)[:, None, None].expand(*logits.shape[:3], 1)
-        logits, v = torch.cat([column, logits], -1), wide(v, (0, 0, 1, 0))
+        column = column.masked_fill(~seen.any(-1, keepdim=True), float("-inf"))
+        logits, v = torch.cat([column, logits], -1), torch.nn.functional.pad(v, (0, 0, 1, 0))
+    # a row of -inf alone has no softmax, and no gradient: it is computed as a row of zeros and then taken out
+    empty = (logits == float("-inf")).all(-1, keepdim=True)
     logits = logits.masked_fill(empty, 0)
     probabilities = logits.softmax(-1)
     out, lse, near = probabilities @ v, logits.logsumexp(-1), probabilities[..., :-T].sum(-1)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from . import ops
+from .checks import MOST_INT32, need_integer
 
 Size = int | float | str
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
@@ -54,6 +55,8 @@ def _check_size(size: Size) -> None:
         )
     elif isinstance(size, int) and size < 1:
         raise ValueError(f"budget must be at least 1 token, got {size}")
+    elif isinstance(size, int):
+        need_integer("budget", size, 1, MOST_INT32)
     elif isinstance(size, float) and not 0.0 <= size < 1.0:
         raise ValueError(f"budget as a share to remove must be at least 0 and below 1, got {size}")
 
@@ -244,8 +247,8 @@ class PyramidKV(Budget):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name, value, least in (("beta", self.beta, 1), ("window", self.window, 0)):
-            if not (name == "window" and value is None) and (not isinstance(value, int) or value < least):
-                raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
+            if value is not None or name == "beta":
+                need_integer(name, value, least, MOST_INT32)
         if not isinstance(self.inside, bool):
             raise ValueError(f"inside must be True or False, got {self.inside!r}")
 

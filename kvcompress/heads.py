@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from .checks import need, need_integer, need_number
+from .checks import MOST_INT32, need, need_integer, need_number
 from .files import read_json, write_text
 
 FORMAT = "kvcompress head profile 1"
@@ -36,8 +36,8 @@ class HeadProfile:
         for gate in (gate for row in rows for gate in row):
             need_number("gates", gate, -(2.0**100), 2.0**100)
         object.__setattr__(self, "gates", tuple(tuple(min(max(float(x), 0.0), 1.0) for x in row) for row in rows))
-        need_integer("sinks", self.sinks, 0)
-        need_integer("recent", self.recent, 1)
+        need_integer("sinks", self.sinks, 0, MOST_INT32)
+        need_integer("recent", self.recent, 1, MOST_INT32)
         need(isinstance(self.measured, str), f"measured must be a text, got {self.measured!r}")
 
     def retrieves(self, sparsity: float) -> tuple[tuple[bool, ...], ...]:

@@ -158,8 +158,12 @@ def plan(
     """
     if not isinstance(dynamic, bool):
         raise ValueError(f"dynamic must be True or False, got {dynamic!r}")
-    if isinstance(initial_memory, int) and isinstance(memory_size, int) and not 0 <= initial_memory <= memory_size:
-        raise ValueError(f"initial_memory must be between 0 and memory_size = {memory_size}, got {initial_memory}")
+    if initial_memory is not None and isinstance(memory_size, int):
+        whole = isinstance(initial_memory, int) and not isinstance(initial_memory, bool)
+        if not (whole and 0 <= initial_memory <= memory_size):
+            raise ValueError(
+                f"initial_memory must be between 0 and memory_size = {memory_size}, got {initial_memory!r}"
+            )
     rows = ops.plan(
         prompt_length, chunk_size, memory_size, initial_memory=-1 if initial_memory is None else initial_memory,
         schedule=schedule, dynamic=dynamic, layers=layers, min_chunk=min_chunk,

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from . import ops
+from .checks import MOST_INT32, need_integer
 
 
 def parts(out: Any) -> tuple[Tensor, Tensor]:
@@ -273,8 +274,13 @@ class RemoteGap:
     on_overflow: str = "error"
 
     def __post_init__(self) -> None:
-        if self.gap != "auto" and (isinstance(self.gap, (str, bool)) or not isinstance(self.gap, int) or self.gap < 0):
+        if isinstance(self.gap, str) and self.gap != "auto":
             raise ValueError(f"gap must be 'auto' or an integer of at least 0, got {self.gap!r}")
+        if not isinstance(self.gap, str):
+            need_integer("gap", self.gap, 0, MOST_INT32)
+        if self.near_length is not None:
+            need_integer("near_length", self.near_length, 1, MOST_INT32)
+        need_integer("headroom", self.headroom, 1, MOST_INT32)
         for name, choices in (
             ("reading", ("between", "to_query", "constant")),
             ("comp_positions", ("contiguous", "shared")),
@@ -282,10 +288,6 @@ class RemoteGap:
         ):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
-        if self.near_length is not None and self.near_length < 1:
-            raise ValueError(f"near_length must be at least 1 or None, got {self.near_length}")
-        if self.headroom < 1:
-            raise ValueError(f"headroom must be at least 1, got {self.headroom}")
         if self.reading == "constant" and self.gap == "auto":
             raise ValueError("gap must be a number of tokens with reading='constant', got 'auto'")
 

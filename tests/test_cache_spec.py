@@ -131,7 +131,7 @@ WRONG = [  # text, message
     ("pruned,compression_ratio=0.5", r"known are pruner, budget, .*; kvpress's compression_ratio is budget here"),
     ("pruned,pruner=snapkv,window_size=8,budget=3", r"of pruner=snapkv: .*; kvpress's window_size is window here"),
     ("pruned,budget=pyramid:3", r"budget must be .*pyramidkv:\.\.\., adakv.*profiled.*, got 'pyramid:3'"),
-    ("streaming,window_size=0", r"window_size must be an integer of at least 1, got 0"),
+    ("streaming,window_size=0", r"window_size must be at least 1, got 0"),
 ]
 
 

@@ -471,7 +471,7 @@ def test_a_saved_pool_comes_back():
         ({"page_size": 0}, "page_size must be a power of two, got 0"),
         ({"grow": "never"}, "grow must be 'double' or 'error', got 'never'"),
         ({"grow": "error"}, "max_pages must be given with grow='error'"),
-        ({"max_pages": 0}, "max_pages must be an integer of at least 1, got 0"),
+        ({"max_pages": 0}, "max_pages must be at least 1, got 0"),
     ],
 )
 def test_wrong_settings_are_named(options, message):

@@ -82,8 +82,8 @@ def test_streaming_keeps_first_and_last(keep, expected):
     ("build", "message"),
     [
         (lambda: SnapKV(window=0), "window must be at least 1, got 0"),
-        (lambda: SnapKV(kernel_size=4), "kernel_size must be odd and at least 1, got 4"),
-        (lambda: SnapKV(guide_kernel_size=0), "guide_kernel_size must be odd"),
+        (lambda: SnapKV(kernel_size=4), "kernel_size must be odd, got 4"),
+        (lambda: SnapKV(guide_kernel_size=0), "guide_kernel_size must be at least 1, got 0"),
         (lambda: SnapKV(guide_reduce="median"), "guide_reduce must be one of mean, sum, max"),
         (lambda: SnapKV(num_sink_tokens=-1), "num_sink_tokens must be at least 0, got -1"),
         (lambda: StreamingLLM(num_sink_tokens=-1), "num_sink_tokens must be at least 0, got -1"),

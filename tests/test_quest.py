@@ -375,12 +375,12 @@ def test_a_guide_is_refused():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"token_budget": 0}, "token_budget must be an integer of at least 1, got 0"),
-        ({"token_budget": 0.5}, "token_budget must be an integer of at least 1, got 0.5"),
-        ({"dense_layers": -1}, "dense_layers must be an integer of at least 0, got -1"),
-        ({"chunk_size": 0}, "chunk_size must be an integer of at least 1 or None, got 0"),
+        ({"token_budget": 0}, "token_budget must be at least 1, got 0"),
+        ({"token_budget": 0.5}, "token_budget must be an integer, got 0.5"),
+        ({"dense_layers": -1}, "dense_layers must be at least 0, got -1"),
+        ({"chunk_size": 0}, "chunk_size must be at least 1, got 0"),
         ({"page_size": 12}, "page_size must be a power of two, got 12"),
-        ({"max_pages": 0}, "max_pages must be an integer of at least 1, got 0"),
+        ({"max_pages": 0}, "max_pages must be at least 1, got 0"),
         ({"grow": "error"}, "max_pages must be given with grow='error', got None"),
     ],
 )

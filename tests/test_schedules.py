@@ -419,7 +419,7 @@ def test_progress_is_told_and_shown(capsys):
         ({"dynamic": "no"}, "dynamic must be True or False, got 'no'"),
         ({"memory_size": 0}, "memory_size must be at least 1, got 0"),
         ({"prune": "never"}, "prune must be one of layer, forward, got 'never'"),
-        ({"dense_below": -1}, "dense_below must be an integer of at least 0, got -1"),
+        ({"dense_below": -1}, "dense_below must be at least 0, got -1"),
         ({"track": True, "every": 4}, "track follows prompts only: every must be None with it, got 4"),
     ],
 )

@@ -215,9 +215,9 @@ def test_a_window_that_no_memory_holds_is_refused_before_it_is_taken():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"window_size": 0}, "window_size must be an integer of at least 1, got 0"),
-        ({"num_sink_tokens": -1}, "num_sink_tokens must be an integer of at least 0, got -1"),
-        ({"chunk_size": 0}, "chunk_size must be an integer of at least 1, got 0"),
+        ({"window_size": 0}, "window_size must be at least 1, got 0"),
+        ({"num_sink_tokens": -1}, "num_sink_tokens must be at least 0, got -1"),
+        ({"chunk_size": 0}, "chunk_size must be at least 1, got 0"),
         ({"window_size": 16.5}, "window_size must be an integer"),
         ({"sink_distance": "far"}, "sink_distance must be 'slot' or 'window', got 'far'"),
     ],

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 from transformers import PreTrainedConfig
 
 from .. import planner
+from ..checks import MOST_INT32, need_integer
 from ..hf.config import decoder_config
 from ..planner import Plan
 from .base import CompressedCache
@@ -28,8 +29,8 @@ class ConvertedCache(CompressedCache):
     def __init__(
         self, config: PreTrainedConfig, page_size: int, max_pages: int | None, grow: str, chunk_size: int | None
     ) -> None:
-        if chunk_size is not None and (type(chunk_size) is not int or chunk_size < 1):
-            raise ValueError(f"chunk_size must be an integer of at least 1 or None, got {chunk_size!r}")
+        if chunk_size is not None:
+            need_integer("chunk_size", chunk_size, 1, MOST_INT32)
         self.pool_settings, self.chunk_size = PoolSettings(page_size, max_pages, grow), chunk_size
         self.settings = self._settings_of(decoder_config(config))
         super().__init__(config)

@@ -11,6 +11,7 @@ from transformers import PreTrainedConfig
 
 from .. import ops, planner
 from ..budgets import Budget, GlobalTopK
+from ..checks import MOST_INT32, need_integer
 from ..hf.facts import Facts
 from ..hf.method import Call, Pass
 from ..hf.outputs import output_layers
@@ -85,15 +86,16 @@ class IterativeCache(CompressedCache):
         self.dynamic, self.initial_memory, self.dense_below = dynamic, initial_memory, dense_below
         if initial_memory is not None and self.schedule == "fixed":
             raise ValueError(f"initial_memory must be None with schedule='fixed', got {initial_memory}")
-        # refuses wrong sizes and schedules
+        for name, value in (("memory_size", tokens), ("chunk_size", chunk_size)):
+            need_integer(name, value, 1, MOST_INT32)
+        # refuses wrong schedules, and sizes that do not go together
         planner.plan(
             0, chunk_size=chunk_size, memory_size=tokens, schedule=self.schedule, dynamic=dynamic,
             initial_memory=initial_memory,
         )  # fmt: skip
         if prune not in PRUNE:
             raise ValueError(f"prune must be one of {', '.join(PRUNE)}, got {prune!r}")
-        if not isinstance(dense_below, int) or dense_below < 0:
-            raise ValueError(f"dense_below must be an integer of at least 0, got {dense_below!r}")
+        need_integer("dense_below", dense_below, 0, MOST_INT32)
         divided = isinstance(memory_size, Budget) and memory_size.divides_layers
         if divided and self.schedule in ("square-sqrt", "adaptive"):
             raise ValueError(

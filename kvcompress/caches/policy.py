@@ -9,6 +9,7 @@ from typing import Any
 
 from .. import pruners
 from ..budgets import AdaKV, Budget, CacheShape, GlobalTopK, Size, as_budget
+from ..checks import MOST_INT32, need_integer
 from ..hf.config import ranks_of
 from ..hf.facts import LayerFacts
 from ..positions import RemoteGap
@@ -73,8 +74,8 @@ class Policy:
                 f"budget must be given with {type(pruner).__name__}, got None: 0.75 (the share to remove), say, or 1024"
             )
         for name, value in (("every", every), ("chunk_size", chunk_size)):
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-                raise ValueError(f"{name} must be an integer of at least 1 or None, got {value!r}")
+            if value is not None:
+                need_integer(name, value, 1, MOST_INT32)
         if pruner.rereads and every is not None:
             raise ValueError(
                 f"every must be None with {type(pruner).__name__}, whose scores come from a second reading of prompts, "

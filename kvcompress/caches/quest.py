@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from .. import ops, planner
+from ..checks import MOST_INT32, need_integer
 from ..hf.facts import LayerFacts
 from ..planner import Plan
 from ..softmax import Softmax
@@ -212,10 +213,9 @@ class QuestCache(CompressedCache):
         grow: str = "double",
     ) -> None:
         for name, value, least in (("token_budget", token_budget, 1), ("dense_layers", dense_layers, 0)):
-            if not isinstance(value, int) or value < least:
-                raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
-        if chunk_size is not None and (not isinstance(chunk_size, int) or chunk_size < 1):
-            raise ValueError(f"chunk_size must be an integer of at least 1 or None, got {chunk_size!r}")
+            need_integer(name, value, least, MOST_INT32)
+        if chunk_size is not None:
+            need_integer("chunk_size", chunk_size, 1, MOST_INT32)
         self.pool_settings = PoolSettings(page_size, max_pages, grow)
         self.token_budget, self.dense_layers, self.chunk_size = token_budget, dense_layers, chunk_size
         self.pages_read = max(_LEAST_PAGES, token_budget // page_size)

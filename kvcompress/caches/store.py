@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
+from ..checks import MOST_INT32, need_integer
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -54,14 +55,16 @@ class PoolSettings:
 
     def __post_init__(self) -> None:
         size = self.page_size
-        if not isinstance(size, int) or size < 1 or size & (size - 1):
+        most = MOST_INT32 // 2 + 1
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1 or (size <= most and size & (size - 1)):
             raise ValueError(f"page_size must be a power of two, got {size!r}")
+        need_integer("page_size", size, 1, most)
         if self.grow not in ("double", "error"):
             raise ValueError(f"grow must be 'double' or 'error', got {self.grow!r}")
         if self.max_pages is None and self.grow == "error":
             raise ValueError("max_pages must be given with grow='error', got None")
-        if self.max_pages is not None and (not isinstance(self.max_pages, int) or self.max_pages < 1):
-            raise ValueError(f"max_pages must be an integer of at least 1, got {self.max_pages!r}")
+        if self.max_pages is not None:
+            need_integer("max_pages", self.max_pages, 1, MOST_INT32)
 
     def blocks(self, tokens: int) -> int:
         """Pages that hold this many tokens."""

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from .. import ops, planner, units
+from ..checks import MOST_INT32, need_integer
 from ..hf.facts import LayerFacts
 from ..planner import Plan
 from ..positions import RotaryTables
@@ -342,8 +343,8 @@ class StreamingCache(CompressedCache):
             ("num_sink_tokens", num_sink_tokens, 0),
             ("chunk_size", chunk_size, 1),
         ):
-            if not isinstance(value, int) or value < least:
-                raise ValueError(f"{name} must be an integer of at least {least}, got {value}")
+            need_integer(name, value, least, MOST_INT32)
+        need_integer("window_size + num_sink_tokens", window_size + num_sink_tokens, 1, MOST_INT32)
         if sink_distance not in ("slot", "window"):
             raise ValueError(f"sink_distance must be 'slot' or 'window', got {sink_distance!r}")
         self.window_size, self.num_sink_tokens, self.chunk_size = window_size, num_sink_tokens, chunk_size

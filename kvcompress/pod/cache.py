@@ -10,6 +10,7 @@ from transformers import PreTrainedConfig
 
 from ..caches.converted import ConvertedCache
 from ..caches.passes import CachePass
+from ..checks import MOST_INT32, need_integer
 from ..hf.config import decoder_config
 from ..hf.method import Pass
 from ..pruners.base import Pruner
@@ -67,8 +68,8 @@ class PoDCache(ConvertedCache):
             raise ValueError(f"pruner must be a Pruner that needs the latest queries alone, got {pruner!r}")
         if (pruner is None) != (distant is None):
             raise ValueError(f"pruner and distant go together, got pruner={pruner!r} and distant={distant!r}")
-        if distant is not None and (type(distant) is not int or distant < 0):
-            raise ValueError(f"distant must be an integer of at least 0 or None, got {distant!r}")
+        if distant is not None:
+            need_integer("distant", distant, 0, MOST_INT32)
         self.pruner, self.distant = pruner, distant
         settings = self._settings_of(decoder_config(config))
         self.tau = settings.tau if tau is None else tau

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .. import ops
 from ..budgets import Budget
+from ..checks import MOST_INT32, need_integer
 from ..positions import RotaryTables
 from ..softmax import Softmax
 
@@ -331,11 +332,8 @@ class Pruner(ABC):
         return ops.select_topk(ranking.scores, ranking.keep)
 
     def _check(self, **least: int) -> None:
-        for name, bound in {"num_sink_tokens": 0, **least}.items():
+        """least: for each field that counts tokens its lower bound; they end where int32 does."""
+        for name, bound in {**least, "num_sink_tokens": 0}.items():
             value = getattr(self, name)
-            if value is None and getattr(type(self), name, 0) is None:
-                continue
-            if not isinstance(value, int) or isinstance(value, bool):
-                raise ValueError(f"{name} must be an integer, got {value!r}")
-            if value < bound:
-                raise ValueError(f"{name} must be at least {bound}, got {getattr(self, name)}")
+            if value is not None or getattr(type(self), name, 0) is not None:
+                need_integer(name, value, bound, MOST_INT32)

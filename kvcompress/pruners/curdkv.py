@@ -48,7 +48,7 @@ class CurDKV(Pruner):
     def _shares(self, squares: Tensor) -> Tensor:
         """float32 [Hkv, T] of squared norms [Hkv, T]."""
         T = squares.shape[1]
-        each = T if self.local is None else self.local
+        each = T if self.local is None else min(self.local, T)
         parts = torch.nn.functional.pad(squares, (0, -T % each)).unflatten(1, (-1, each))
         sums = parts.sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
         return (parts / sums).flatten(1)[:, :T]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import ops
 from ..budgets import Budget, CacheShape
-from ..checks import need, need_integer, need_number
+from ..checks import MOST_INT32, need, need_integer, need_number
 from ..heads import HeadProfile
 from .base import Candidates, Pruner
 
@@ -43,7 +43,7 @@ class DuoAttention(Pruner):
         need_number("sparsity", self.sparsity, 0.0, 1.0)
         for name, value, least in (("sinks", self.sinks, 0), ("recent_tokens", self.recent_tokens, 1)):
             if value is not None:
-                need_integer(name, value, least)
+                need_integer(name, value, least, MOST_INT32)
         object.__setattr__(self, "num_sink_tokens", self.heads.sinks if self.sinks is None else self.sinks)
 
     @property

@@ -7,7 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..checks import need_integer
 from .base import Candidates, Pruner
+
+MOST_FUTURE = 1 << 16  # positions, for each of which a [D, D] rotation is made
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,8 @@ class ExpectedAttention(Pruner):
     one_frame = True
 
     def __post_init__(self) -> None:
-        self._check(future_positions=1)
+        self._check()
+        need_integer("future_positions", self.future_positions, 1, MOST_FUTURE)
         if not self.epsilon >= 0:
             raise ValueError(f"epsilon must be at least 0, got {self.epsilon}")
 

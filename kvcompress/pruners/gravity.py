@@ -38,13 +38,13 @@ class CenterOfGravity(Pruner):
     uses_keep = True
 
     def __post_init__(self) -> None:
-        self._check(compressed_length=0, near_length=1)
-        if not 0 <= self.head_length <= self.compressed_length:
+        self._check(compressed_length=0, near_length=1, head_length=0, window=1)
+        if self.head_length > self.compressed_length:
             raise ValueError(
                 f"head_length must be between 0 and compressed_length = {self.compressed_length}, got "
                 f"{self.head_length}"
             )
-        if not 1 <= self.window <= self.near_length:
+        if self.window > self.near_length:
             raise ValueError(f"window must be between 1 and near_length = {self.near_length}, got {self.window}")
         for name, choices in (("order", ("local", "global")), ("heads", ("per_kv_head", "shared"))):
             if getattr(self, name) not in choices:

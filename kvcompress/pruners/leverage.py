@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..checks import need_integer
+from ..ops.native import MAX_HEAD_DIM
 from .base import Candidates, Pruner
 
 _PAPERS = 0.35  # blending
@@ -24,7 +26,7 @@ class LeverageScore(Pruner):
 
     Keys before rotation, less their mean over the call, X [S, D]: leverage is the diagonal of X (X^T X + jitter)^-1
     X^T, given in standard deviations from its mean over the heads of the layer. sketch: X is multiplied by a Gaussian
-    [D, sketch] first, which is drawn from `seed` and the layer; None = exact. No query is looked at.
+    [D, sketch] first, 1..512, which is drawn from `seed` and the layer; None = exact. No query is looked at.
     The tokens of a call are compared with each other, once: the cache keeps their scores, 4 bytes a key.
     Source: Compactor (Chari and Van Durme 2025, arXiv:2507.08143), section 3; sketch, jitter and normalisation as in
     kvpress's LeverageScorePress.
@@ -38,7 +40,10 @@ class LeverageScore(Pruner):
     one_frame = True
 
     def __post_init__(self) -> None:
-        self._check(seed=0, **({} if self.sketch is None else {"sketch": 1}))
+        self._check()
+        if self.sketch is not None:
+            need_integer("sketch", self.sketch, 1, MAX_HEAD_DIM)
+        need_integer("seed", self.seed, 0)
         if not self.jitter > 0:
             raise ValueError(f"jitter must be above 0, got {self.jitter}")
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..checks import need_integer
 from .base import Candidates, Pruner
 
 
@@ -38,7 +39,8 @@ class Random(Pruner):
     num_sink_tokens: int = 0
 
     def __post_init__(self) -> None:
-        self._check(seed=0)
+        self._check()
+        need_integer("seed", self.seed, 0)
 
     def scores(self, candidates: Candidates, keep: int) -> Tensor:
         generator = torch.Generator().manual_seed(hash((self.seed, candidates.layer, candidates.count)) % (1 << 63))

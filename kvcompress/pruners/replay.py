@@ -55,7 +55,7 @@ class Replay(Pruner):
         if S == 0 or rotary is None:
             return out
         keys, heads, D = candidates.keys[0], candidates.heads, candidates.keys.shape[3]
-        most, bound, count = min(self.chunk, S), candidates.position + self.chunk, candidates.count
+        most, bound, count = min(self.chunk, S), candidates.position + min(self.chunk, S), candidates.count
         ends = None if candidates.lengths is None else candidates.lengths[:, None].long()
         if ends is None:
             own, room = keys[:, count - S : count], keys.new_empty(heads, count + most, D)

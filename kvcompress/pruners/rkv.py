@@ -67,7 +67,8 @@ class RKV(Pruner):
                 if softmax.softcap is not None:
                     logits = softmax.softcap * torch.tanh(logits / softmax.softcap)
                 importance = logits.amax(0).softmax(-1).mean(0)[None]
-                pooled = torch.nn.functional.max_pool1d(importance, self.kernel_size, 1, self.kernel_size // 2)
+                size = min(self.kernel_size, 2 * before + 1)  # that reaches all of them from each
+                pooled = torch.nn.functional.max_pool1d(importance, size, 1, size // 2)
                 scores[head, :before] += self.mix * pooled[0]
         return scores
 

@@ -51,13 +51,10 @@ class SnapKV(Pruner):
     by_head = True
 
     def __post_init__(self) -> None:
-        self._check(window=1)
+        self._check(window=1, kernel_size=1, guide_kernel_size=1)
         for name in ("kernel_size", "guide_kernel_size"):
-            size = getattr(self, name)
-            if not isinstance(size, int):
-                raise ValueError(f"{name} must be an integer, got {size!r}")
-            if size < 1 or size % 2 == 0:
-                raise ValueError(f"{name} must be odd and at least 1, got {size}")
+            if getattr(self, name) % 2 == 0:
+                raise ValueError(f"{name} must be odd, got {getattr(self, name)}")
         for name, choices in (("guide_reduce", ops.REDUCTIONS), ("reduce", ops.REDUCTIONS), ("pooling", ops.POOLINGS)):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
 import platform
@@ -23,6 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 import kvcompress
 from kvcompress import ops
+from kvcompress.extras import need_packages
 
 # bytes through which buffers take turns, so that no cache answers twice, and the size of the machine's own products
 COLD_NBYTES = {"full": 1 << 30, "quick": 1 << 30, "tiny": 1 << 20}
@@ -68,8 +68,11 @@ def parse_arguments(parser: argparse.ArgumentParser) -> argparse.Namespace:
         folder = path if name == "figures" else path.parent
         if not folder.is_dir():
             parser.error(f"argument --{name}: the directory {folder} does not exist")
-        if name != "json" and importlib.util.find_spec("matplotlib") is None:
-            parser.error(f"--{name} needs matplotlib: pip install 'kvcompress[eval]'")
+        if name != "json":
+            try:
+                need_packages(f"--{name}", "matplotlib")
+            except ImportError as error:
+                parser.error(str(error))
     return choice
 
 

@@ -19,6 +19,7 @@ from .commands.analyze import app as analyze
 from .commands.evaluate import app as evaluate
 from .commands.evaluate import needle
 from .commands.retrofit import app as retrofit
+from .extras import need_packages
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Attention over a compressed key-value cache.")
 app.add_typer(analyze, name="analyze")
@@ -63,6 +64,8 @@ def _named(command: Command) -> Command:
             with warnings.catch_warnings():
                 warnings.showwarning = cast(Any, _say)
                 command(**given)
+        except ImportError as error:  # a package that only an extra brings, or transformers' own wish for one
+            raise typer.BadParameter(str(error)) from None
         except (ValueError, OSError) as error:
             name = next(iter(str(error).split()), "")
             if isinstance(error, OSError):
@@ -248,10 +251,7 @@ def serve(
     grace: Annotated[float, typer.Option(help="seconds for requests that run when it is told to stop", min=0.0)] = 10.0,
 ) -> None:
     """Serve a model's requests through compressed caches, as OpenAI's API has it (needs the extra serve)."""
-    from transformers.utils.import_utils import is_serve_available
-
-    if not is_serve_available():
-        raise typer.BadParameter("serve needs fastapi, uvicorn and openai: pip install 'kvcompress[serve]'")
+    need_packages("serve", "fastapi", "openai", "uvicorn")
     from .serve.server import run_server
 
     run_server(

@@ -1,6 +1,12 @@
 """lm-eval's tasks through a compressed cache: python -m kvcompress.lm_eval --model kvcompress --model_args ..."""
 
+# ruff: noqa: E402  who has no lm-eval is told so before it is imported
+
 from __future__ import annotations
+
+from .extras import need_packages
+
+need_packages("kvcompress.lm_eval", "lm_eval")
 
 import inspect
 from collections.abc import Sequence

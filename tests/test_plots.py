@@ -429,6 +429,6 @@ print("matplotlib.pyplot" in sys.modules, before == settings())
     command = [sys.executable, "-c", code, tmp_path / "plan.png"]
     printed = subprocess.run(command, check=True, capture_output=True, text=True)
     assert printed.stdout.splitlines() == [
-        "kvcompress.plots needs matplotlib: pip install matplotlib",
+        "kvcompress.plots needs matplotlib, of the extra plots: pip install 'kvcompress[plots]'",
         "False True",
     ]

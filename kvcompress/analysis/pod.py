@@ -11,6 +11,7 @@ from rich.table import Table
 from torch import Tensor
 
 from ..checks import need, need_choice
+from ..extras import need_packages
 from ..hf.config import decoder_config, sizes_of
 from ..pod.lead import Kinds
 from ..pod.plan import PoDPlan, delta_for_share, lead_table, most_share
@@ -30,6 +31,8 @@ def run_pod(
 
     Raises ValueError for settings that do not fit, FileNotFoundError for a missing text file or folder.
     """
+    if figure is not None:
+        need_packages("figure", "matplotlib")
     need(delta is None or share is None, f"share must not be given beside delta, got {share} and {delta}")
     need_choice("reduce", reduce, REDUCTIONS)
     check_source(model, text, held_out, device)

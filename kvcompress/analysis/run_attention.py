@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..checks import need
+from ..extras import need_packages
 from ..hf.config import decoder_config
 from .statistics import AttentionStatistics, attention
 from .texts import check_source, length_within, load_plain, texts
@@ -23,6 +24,8 @@ def run_attention(
 
     Raises ValueError for settings that do not fit, FileNotFoundError for a missing text file or folder.
     """
+    if figure is not None:
+        need_packages("figure", "matplotlib")
     check_source(model, text, held_out, device)
     need(out is None or out.parent.is_dir(), f"out must be in a folder that exists, got {out}")
     need(out is None or not out.is_dir(), f"out must be a file, got the folder {out}")

@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
+from ..extras import need_packages
+
 app = typer.Typer(no_args_is_help=True, help="Measure a model to decide how to compress it.")
+
+
+@contextmanager
+def _said() -> Iterator[None]:
+    """What is wrong is said as wrong options are; a package that is missing before anything is measured."""
+    try:
+        need_packages("analyze", "accelerate", "datasets")
+        yield
+    except (ValueError, FileNotFoundError, ImportError) as error:
+        raise typer.BadParameter(str(error)) from None
 
 
 @app.callback()
@@ -58,17 +72,15 @@ def pod(
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
 ) -> None:
     """Measure how alike a model's layers attend, and choose which layers share their distant keys."""
-    from ..analysis.pod import run_pod
+    with _said():
+        from ..analysis.pod import run_pod
 
-    try:
         run_pod(
             out=out, model=model, text=tuple(text or ()), held_out=held_out, samples=samples, length=length,
             queries=queries, delta=delta, share=share, sinks=sinks, recent=recent, reduce=reduce,
             distant_only=distant_only, refine_rounds=refine, figure=figure, seed=seed, device=device,
             console=Console(width=80),
         )  # fmt: skip
-    except (ValueError, FileNotFoundError, ImportError) as error:
-        raise typer.BadParameter(str(error)) from None
 
 
 @app.command()
@@ -98,16 +110,14 @@ def attention(
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
 ) -> None:
     """Measure how sparse a model's attention is, where its mass lies, and how alike near queries are."""
-    from ..analysis.run_attention import run_attention
+    with _said():
+        from ..analysis.run_attention import run_attention
 
-    try:
         run_attention(
             out=out, model=model, text=tuple(text or ()), held_out=held_out, samples=samples, length=length, rows=rows,
             head=head, tail=tail, top_k=top_k, local=local, figure=figure, seed=seed, device=device,
             console=Console(width=100),
         )  # fmt: skip
-    except (ValueError, FileNotFoundError, ImportError) as error:
-        raise typer.BadParameter(str(error)) from None
 
 
 @app.command()
@@ -138,16 +148,14 @@ def heads(
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
 ) -> None:
     """Measure which heads look far back, for a cache in which the others keep the first and latest tokens alone."""
-    from ..analysis.run_heads import run_heads
+    with _said():
+        from ..analysis.run_heads import run_heads
 
-    try:
         run_heads(
             out=out, model=model, text=tuple(text or ()), held_out=held_out, samples=samples, length=length,
             facts=facts, method=method, sinks=sinks, recent=recent, steps=steps, lr=lr, weight=weight, seed=seed,
             device=device, console=Console(width=100),
         )  # fmt: skip
-    except (ValueError, FileNotFoundError, ImportError) as error:
-        raise typer.BadParameter(str(error)) from None
 
 
 @app.command()
@@ -175,12 +183,10 @@ def budget(
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
 ) -> None:
     """Measure how layers and heads share a budget, for --cache pruned,budget=profiled:FILE:1024."""
-    from ..analysis.run_shares import run_shares
+    with _said():
+        from ..analysis.run_shares import run_shares
 
-    try:
         run_shares(
             out=out, model=model, text=tuple(text or ()), held_out=held_out, samples=samples, length=length,
             pruner=pruner, size=size, floor=floor, seed=seed, device=device, console=Console(width=100),
         )  # fmt: skip
-    except (ValueError, FileNotFoundError, ImportError) as error:
-        raise typer.BadParameter(str(error)) from None

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
+from ..extras import need_packages
+
 if TYPE_CHECKING:
     from ..retrofit.run import RunSettings
 
@@ -99,8 +101,8 @@ FROM_PRESET = ("length", "rows", "accumulation", "learning_rate")
 def command(function: Callable[..., dict[str, Any]]) -> Callable[..., None]:
     """A command of `retrofit`: the function's own options, and those of Common, which it gets as its argument `common`.
 
-    The function returns the figures of its run, which are printed. Its ValueError and FileNotFoundError are shown as
-    what they are, wrong options.
+    The function returns the figures of its run, which are printed. Its ValueError, FileNotFoundError and ImportError
+    are shown as what they are, wrong options and packages that are missing.
     """
     own = [p for p in _parameters(function) if p.name != "common"]
     shared = _parameters(Common)
@@ -110,8 +112,9 @@ def command(function: Callable[..., dict[str, Any]]) -> Callable[..., None]:
     def run(**given: Any) -> None:
         common = Common(**{name: given.pop(name) for name in names})
         try:
+            need_packages("retrofit", "accelerate", "datasets")
             figures = _run(function, common, given)
-        except (ValueError, FileNotFoundError) as error:
+        except (ValueError, FileNotFoundError, ImportError) as error:
             raise typer.BadParameter(str(error)) from None
         if int(os.environ.get("RANK", 0)) == 0:
             from ..retrofit.report import summary

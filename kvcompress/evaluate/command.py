@@ -11,6 +11,7 @@ from transformers.utils.logging import set_verbosity_error
 
 from ..caches.spec import DENSE, CacheSpec
 from ..checks import need
+from ..extras import need_packages
 from ..hf.config import decoder_config
 from ..write_text import load
 from .equal_bytes import EqualBytes
@@ -38,6 +39,11 @@ def run_eval(
     PeerError at the end where kvpress's side broke off."""
     for name, path in (("json", json), ("figure", figure)):
         need(path is None or path.parent.is_dir(), f"{name} must be in a folder that exists, got {path}")
+    if figure is not None:
+        need_packages("figure", "matplotlib")
+        from ..plots.files import format_of
+
+        format_of("figure", figure)
     specs, equal, source = (
         [CacheSpec.parse(cache) for cache in caches],
         EqualBytes.parse(share, nbytes),

@@ -11,6 +11,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.utils import cached_file
 
+from ..extras import need_packages
 from ..names import check_name
 from .adapters import FIELD
 from .attach import attach, base_model, facts_of
@@ -28,7 +29,8 @@ def from_pretrained(name: str | Path, **options: Any) -> Any:
     AutoModelForCausalLM.from_pretrained.
     Returns the model: generate makes the cache of its method where it is given none.
     Raises ValueError for a model that cannot be attached, a conversion that this version does not know, and an adapter
-    of another conversion than its base; OSError for what is not there: ConnectionError if the Hub cannot be reached.
+    of another conversion than its base; OSError for what is not there: ConnectionError if the Hub cannot be reached;
+    ImportError for an adapter where PEFT is not installed.
     """
     check_name("name", name, **_of_hub(options))
     return load_named(name, **options)
@@ -52,6 +54,7 @@ def load_named(name: str | Path, **options: Any) -> Any:
         raise ValueError(
             f"{_ADAPTER} of {str(name)!r} must name its base model (base_model_name_or_path), got {base!r}"
         )
+    need_packages("an adapter", "peft")
     model = AutoModelForCausalLM.from_pretrained(base, **options)
     attach(model)
     if (saved := adapter.get(FIELD)) is not None:

@@ -10,12 +10,11 @@ and segments_text give text, coloured by cache entries. In a notebook, `axes.fig
 after `%matplotlib inline`.
 """
 
-try:
-    import matplotlib  # noqa: F401
-except ModuleNotFoundError as error:
-    if error.name != "matplotlib":
-        raise
-    raise ImportError("kvcompress.plots needs matplotlib: pip install matplotlib", name=error.name) from error
+# ruff: noqa: E402  who has no matplotlib is told so before it is imported
+
+from ..extras import need_packages
+
+need_packages("kvcompress.plots", "matplotlib")
 
 from .attention import attention_gravity, attention_neighbours, attention_sparsity
 from .dmc import decision_over_position, head_ratios, ratio_over_length, ratios_over_training

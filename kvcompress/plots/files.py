@@ -8,10 +8,18 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from matplotlib.axes import Axes
+from matplotlib.backend_bases import FigureCanvasBase
 from matplotlib.figure import Figure
 
 from ..checks import need
 from .panels import flat
+
+
+def format_of(name: str, path: Path) -> str:
+    """Of a figure, by the file's suffix. Raises ValueError for one that matplotlib does not write."""
+    suffix, allowed = path.suffix[1:].lower(), sorted(FigureCanvasBase.get_supported_filetypes())
+    need(suffix in allowed, f"{name} must end in one of .{', .'.join(allowed)}, got {str(path)!r}")
+    return suffix
 
 
 def save(drawn: Axes | Iterable[Axes] | Figure, path: str | os.PathLike[str], *, dpi: int = 150) -> Path:
@@ -28,9 +36,7 @@ def save(drawn: Axes | Iterable[Axes] | Figure, path: str | os.PathLike[str], *,
         need(len(figures) == 1, f"drawn must be of one figure, got {len(figures)}")
         (figure,) = figures
     path = Path(path)
-    suffix = path.suffix[1:].lower()
-    allowed = sorted(figure.canvas.get_supported_filetypes())
-    need(suffix in allowed, f"path must end in one of .{', .'.join(allowed)}, got {str(path)!r}")
+    suffix = format_of("path", path)
     temporary = path.with_name(f".{uuid.uuid4().hex}.tmp")
     try:
         figure.savefig(temporary, format=suffix, dpi=dpi)

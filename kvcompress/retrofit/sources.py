@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..extras import need_packages
+
 KINDS = {".txt": "text", ".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 _LOOKED_AT = 1000  # records of a stream among which one must hold text
 
@@ -136,8 +138,7 @@ class DataSource:
 
 
 def load_datasets() -> Any:
-    try:
-        import datasets
-    except ModuleNotFoundError as error:
-        raise ImportError("training texts need the package datasets: pip install datasets", name=error.name) from error
+    need_packages("training text", "datasets")
+    import datasets
+
     return datasets

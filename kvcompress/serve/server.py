@@ -1,6 +1,12 @@
 """transformers' OpenAI-compatible server for one model, whose requests' caches are compressed; and /metrics."""
 
+# ruff: noqa: E402  who has not what serves is told so before it is imported
+
 from __future__ import annotations
+
+from ..extras import need_packages
+
+need_packages("kvcompress.serve.server", "fastapi", "openai", "uvicorn")
 
 import contextlib
 import copy

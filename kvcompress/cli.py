@@ -245,6 +245,7 @@ def serve(
         int | None,
         typer.Option(help="most tokens of a prompt and its answer; not given: as the model was trained for", min=2),
     ] = None,
+    max_body: Annotated[int, typer.Option(help="most bytes of a request's body", min=1)] = 2_000_000,
     host: Annotated[str, typer.Option(help="address to listen at")] = "localhost",
     port: Annotated[int, typer.Option(help="port to listen at", min=0, max=65535)] = 8000,
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
@@ -257,6 +258,7 @@ def serve(
     run_server(
         model=model, cache=cache, pages=pages, page_size=page_size, requests=requests, batch_tokens=batch_tokens,
         host=host, port=port, device=device, grace=grace, temperature=temperature, length=length,
+        max_body=max_body,
     )  # fmt: skip
 
 

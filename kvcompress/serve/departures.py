@@ -8,6 +8,8 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from contextvars import ContextVar
 from typing import Any
 
+from .bodies import error_body
+
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
@@ -96,7 +98,7 @@ class Departures:
 
     @staticmethod
     async def _tell(send: Send, begun: bool) -> None:
-        answer = json.dumps({"error": {"message": STOPPED, "code": 503}})
+        answer = json.dumps(error_body(503, STOPPED))
         if not begun:
             headers = [(b"content-type", b"application/json"), (b"content-length", str(len(answer)).encode())]
             await send({"type": "http.response.start", "status": 503, "headers": headers})

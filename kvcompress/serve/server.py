@@ -18,15 +18,13 @@ from typing import Any
 
 import uvicorn
 from fastapi import HTTPException, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse
+from starlette.exceptions import HTTPException as AnyHTTPException
 from transformers import ContinuousBatchingConfig, GenerationConfig
-from transformers.cli.serving.chat_completion import ChatCompletionHandler
-from transformers.cli.serving.completion import CompletionHandler
 from transformers.cli.serving.model_manager import ModelManager
-from transformers.cli.serving.response import ResponseHandler
 from transformers.cli.serving.server import build_server
 from transformers.cli.serving.utils import (
-    BaseHandler,
     CBGenerateManager,
     GenerationState,
     get_response_template,
@@ -34,18 +32,14 @@ from transformers.cli.serving.utils import (
 
 from ..caches.base import UNLIMITED, trained_length_of
 from .batching import Batching
+from .bodies import FieldError, error_body
 from .capacity import start_lines
 from .departures import Departures, when_over
+from .handlers import Chat, Completion, Responses
+from .max_body import MAX_BODY, MaxBody
 from .scheduler import PagesError
 from .stopping import Stopping
 
-# fields that transformers' handlers drop or understand otherwise, and what they may be: what changes nothing
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "n": (1,), "best_of": (1,), "echo": (False,), "logprobs": (False,), "top_logprobs": (0,),
-    "presence_penalty": (0, 0.0), "frequency_penalty": (0, 0.0), "logit_bias": ({},),
-    "response_format": ({"type": "text"},),
-}  # fmt: skip
-_LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 NEW = (
     1024  # tokens of an answer whose request says nothing, as transformers' server has it; or as the model's config has
 )
@@ -60,14 +54,11 @@ class _OneModel(ModelManager):
         self.force_model, self._held, self._requests = name, (model, tokenizer), requests
 
     def shutdown(self) -> None:
-        """The server stops, while those who wait for answers can still be told; or it is reset."""
+        """The server stops, while those who wait for answers can still be told."""
         self._requests.stop()
 
     def load_model_and_processor(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         return self._held
-
-    def load_model_streaming(self, *args: Any, **kwargs: Any) -> Any:
-        raise HTTPException(status_code=400, detail=f"the server serves {self.force_model} alone")
 
     def get_gen_models(self, cache_dir: str | None = None) -> list[dict[str, Any]]:
         return [{"id": self.force_model, "object": "model", "owned_by": "kvcompress"}]
@@ -150,8 +141,6 @@ class _Requests(CBGenerateManager):
         if tokens == 0:
             raise HTTPException(status_code=400, detail="prompt must have at least one token, got none")
         asked, left = config.max_new_tokens, self.length - tokens
-        if asked is not None and (type(asked) is not int or asked < 1):
-            raise HTTPException(status_code=400, detail=f"max_new_tokens must be an integer from 1 on, got {asked!r}")
         if left < (asked or 1):
             raise HTTPException(
                 status_code=400,
@@ -177,7 +166,7 @@ class _Requests(CBGenerateManager):
             self._cb.cancel_request(request)
 
     def stop(self) -> None:
-        manager, self._cb = self._cb, None  # the next request finds none, and makes one
+        manager, self._cb = self._cb, None
         if manager is not None:
             manager.stop(block=True, hard_stop=True)
 
@@ -197,10 +186,7 @@ def _unlike(name: str, wanted: Any, got: Any) -> HTTPException:
 
 def _stops(config: GenerationConfig) -> list[str]:
     stops = config.stop_strings or []
-    found = [stops] if isinstance(stops, str) else list(stops)
-    if not all(isinstance(stop, str) and stop for stop in found):
-        raise HTTPException(status_code=400, detail=f"stop must be a string or a list of them, none empty, got {stops}")
-    return found
+    return [stops] if isinstance(stops, str) else list(stops)
 
 
 class _State(GenerationState):
@@ -220,39 +206,6 @@ class _State(GenerationState):
         return self.manager.is_alive()
 
 
-class _Strict(BaseHandler):
-    """Before a handler of transformers: what would change an answer, and does not here, is refused and not dropped."""
-
-    def _validate_request(self, body: dict[str, Any]) -> None:
-        super()._validate_request(body)
-        for name, neutral in _NEUTRAL.items():
-            value = body.get(name)
-            if value is not None and not any(type(value) is type(x) and value == x for x in neutral):
-                raise HTTPException(400, f"{name} must be {neutral[0]} or not given, got {value!r}: it is not served")
-        for name in _LENGTHS:
-            value = body.get(name)
-            if value is not None and (type(value) is not int or value < 1):
-                raise HTTPException(400, f"{name} must be an integer of at least 1, got {value!r}")
-
-    def _build_generation_config(self, body: dict[str, Any], *args: Any, **kwargs: Any) -> GenerationConfig:
-        config: GenerationConfig = super()._build_generation_config(body, *args, **kwargs)
-        if all(body.get(name) is None for name in (*_LENGTHS, "generation_config")):
-            config.max_new_tokens = None  # then as many as fit, at most as this server gives
-        return config
-
-
-class _Chat(_Strict, ChatCompletionHandler):
-    pass
-
-
-class _Completion(_Strict, CompletionHandler):
-    pass
-
-
-class _Response(_Strict, ResponseHandler):
-    pass
-
-
 class _Refused:
     """An endpoint that cannot be had here."""
 
@@ -263,9 +216,8 @@ class _Refused:
         raise HTTPException(status_code=self.status, detail=self.why)
 
 
-def _answer(status: int, message: str) -> JSONResponse:
-    """An error, as clients of OpenAI's API read it."""
-    return JSONResponse({"error": {"message": message, "code": status}}, status_code=status)
+def _answer(status: int, message: str, field: str | None = None) -> JSONResponse:
+    return JSONResponse(error_body(status, message, field), status_code=status)
 
 
 def length_of(serving: Batching) -> int:
@@ -273,21 +225,22 @@ def length_of(serving: Batching) -> int:
     return UNLIMITED if serving.spec.kind == "streaming" else trained_length_of(serving.model.config)
 
 
-def build_app(serving: Batching, name: str, tokenizer: Any, length: int | None = None) -> Any:
+def build_app(serving: Batching, name: str, tokenizer: Any, length: int | None = None, max_body: int = MAX_BODY) -> Any:
     """The FastAPI app. serving: the model's Batching. name: of the model, as clients give it. length: most tokens of a
-    prompt and its answer, None = length_of. All requests are sampled as the model's generation config says.
+    prompt and its answer, None = length_of. max_body: most bytes of a request's body. All requests are sampled as the
+    model's generation config says.
 
     Beside transformers' routes there is /metrics, in the text format of Prometheus. A prompt that cannot fit into the
-    pages is answered with 413, a request that outgrows all of them with 507, a model that gives NaN with 500, a setting
-    that cannot be had, or a length, with 400, and who waits when the server stops with 503. A client that goes away is
-    no longer written for.
+    pages is answered with 413, as is a body that is too long, a request that outgrows all of them with 507, a model
+    that gives NaN with 500, a setting that cannot be had, a field that is wrong, or a length, with 400, and who waits
+    when the server stops with 503. A client that goes away is no longer written for.
     """
     length = length_of(serving) if length is None else length
     state = _State(_Requests(serving, copy.deepcopy(serving.model.generation_config), length))
     models = _OneModel(name, serving.model, tokenizer, state.manager)
     given: dict[str, Any] = {"model_manager": models, "generation_state": state}
     refused: Any = _Refused
-    chats: dict[str, Any] = {"chat_handler": _Chat(**given), "response_handler": _Response(**given)}
+    chats: dict[str, Any] = {"chat_handler": Chat(**given), "response_handler": Responses(**given)}
     if getattr(tokenizer, "chat_template", None) is None:
         why = f"{name} has no chat template: use /v1/completions"
         chats = dict.fromkeys(chats, refused(why, 400))
@@ -298,13 +251,29 @@ def build_app(serving: Batching, name: str, tokenizer: Any, length: int | None =
         for handler, path in others.items()
         if handler in known
     }
-    app = build_server(completion_handler=_Completion(**given), **unserved, **chats, **given)
+    app = build_server(completion_handler=Completion(**given), **unserved, **chats, **given)
 
+    # of transformers' routes: models are not loaded here, and nobody ends the requests of others
+    app.router.routes[:] = [x for x in app.router.routes if getattr(x, "path", "") not in ("/reset", "/load_model")]
     app.add_middleware(Departures)
+    app.add_middleware(MaxBody, most=max_body)
 
-    @app.exception_handler(HTTPException)
-    async def answered(request: Request, error: HTTPException) -> JSONResponse:
+    @app.exception_handler(AnyHTTPException)  # that of a path that is not there is no HTTPException of FastAPI's
+    async def answered(request: Request, error: AnyHTTPException) -> JSONResponse:
         return _answer(error.status_code, str(error.detail))
+
+    @app.exception_handler(FieldError)
+    async def wrong(request: Request, error: FieldError) -> JSONResponse:
+        return _answer(400, str(error), error.field)
+
+    @app.exception_handler(RequestValidationError)
+    async def no_object(request: Request, error: RequestValidationError) -> JSONResponse:
+        said = "; ".join(str(x["msg"]) for x in error.errors())
+        return _answer(422, f"body must be a JSON object: {said}")
+
+    @app.exception_handler(Exception)
+    async def broken(request: Request, error: Exception) -> JSONResponse:
+        return _answer(500, f"the server has failed: {type(error).__name__}: {error}")
 
     @app.exception_handler(RuntimeError)
     async def failed(request: Request, error: RuntimeError) -> JSONResponse:
@@ -336,10 +305,11 @@ class _Server(uvicorn.Server):
 
 def run_server(
     *, model: str, cache: str | None, pages: int, page_size: int, requests: int, batch_tokens: int, host: str,
-    port: int, device: str, grace: float, temperature: float | None, length: int | None,
+    port: int, device: str, grace: float, temperature: float | None, length: int | None, max_body: int,
 ) -> None:  # fmt: skip
     """Serves until it is told to stop (SIGTERM, Ctrl-C); requests that run then have `grace` seconds. temperature: of
-    all requests, 0 = greedy, None = as the model's generation config samples. length: as build_app takes it."""
+    all requests, 0 = greedy, None = as the model's generation config samples. length, max_body: as build_app takes
+    them."""
     from ..write_text import load
 
     loaded, tokenizer = load(model, device)
@@ -348,7 +318,7 @@ def run_server(
             loaded.generation_config.do_sample = temperature > 0
             loaded.generation_config.temperature = temperature or None
         length = length_of(serving) if length is None else length
-        app = build_app(serving, model, tokenizer, length)
+        app = build_app(serving, model, tokenizer, length, max_body)
         print(*start_lines(serving, model, length), sep="\n", file=sys.stderr, flush=True)
         server = _Server(uvicorn.Config(app, host=host, port=port, timeout_graceful_shutdown=math.ceil(grace)))
         with contextlib.suppress(KeyboardInterrupt):  # which it raises again at its end

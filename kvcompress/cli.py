@@ -189,7 +189,7 @@ def demo(
 @app.command()
 @_named
 def plan(
-    tokens: Annotated[int, typer.Option(help="length of the prompt, in tokens", min=1)],
+    tokens: Annotated[int, typer.Option(help="tokens that are read: all but a prompt's last one", min=1)],
     chunk: Annotated[int, typer.Option(help="tokens read per iteration, on average", min=1)] = 1024,
     memory: Annotated[int, typer.Option(help="tokens kept per layer and KV head at the end", min=1)] = 1024,
     schedule: Annotated[
@@ -197,7 +197,8 @@ def plan(
     ] = "linear",
     dynamic: Annotated[bool, typer.Option("--dynamic", help="chunks shrink as memory grows")] = False,
     initial_memory: Annotated[
-        int | None, typer.Option(help="memory after the first iteration; not given: memory / iterations", min=0)
+        int | None,
+        typer.Option(help="memory after the first iteration; not given: memory / iterations, but at least 64", min=0),
     ] = None,
     min_chunk: Annotated[int, typer.Option(help="shortest chunk with --dynamic", min=1)] = 1,
     strict: Annotated[bool, typer.Option("--strict", help="fail if a chunk would be shorter than that")] = False,
@@ -219,7 +220,7 @@ def plan(
         str | None, typer.Option(help="float32, bfloat16 or float16; not given: the model's, else bfloat16")
     ] = None,
 ) -> None:
-    """Show how a prompt would be read: chunks and memory by iteration, and the gain over a fixed memory."""
+    """Show how IterativeCache would read a prompt: chunks and memory by iteration, and the gain over a fixed memory."""
     from .plan_report import run_plan
 
     run_plan(

@@ -83,7 +83,7 @@ def test_memory_begins_with_room_for_what_stands_early():
         settings = {"memory_size": 1024, "chunk_size": 256, "schedule": "linear", **settings}
         return IterativeCache(config, **settings).plan_prompt(length).memory[0]
 
-    paper = kvcompress.plan(65536, chunk_size=256, memory_size=1024, schedule="linear").memory[0]
+    paper = kvcompress.plan(65536, chunk_size=256, memory_size=1024, schedule="linear", least_memory=0).memory[0]
     assert paper == 4
     assert first(65536) == 64  # SnapKV's window and 32 more
     assert first(65536, pruner=SnapKV(window=64, num_sink_tokens=4)) == 100

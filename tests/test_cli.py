@@ -56,7 +56,7 @@ def planned(*arguments):
 
 
 def test_plan_prints_what_the_plan_is():
-    output = planned("--tokens", "32", "--chunk", "8", "--memory", "8", "--dynamic")
+    output = planned("--tokens", "32", "--chunk", "8", "--memory", "8", "--dynamic", "--initial-memory", "2")
     assert output.startswith("32 tokens, schedule linear, shrinking chunks\n")
     rows = table_of(output)
     assert rows["iterations"] == ["4", "4"]
@@ -103,7 +103,9 @@ def test_plan_of_many_iterations_is_drawn_in_few_lines():
 
 
 def test_plan_is_drawn_in_ascii_where_the_terminal_has_no_more():
-    lines = picture(plan(32, chunk_size=8, memory_size=8, schedule="linear", dynamic=True), ascii_only=True)
+    lines = picture(
+        plan(32, chunk_size=8, memory_size=8, schedule="linear", dynamic=True, least_memory=2), ascii_only=True
+    )
     assert lines[0].isascii()
     assert [line.split()[-1] for line in lines[2:]] == ["#" * count + "." * (48 - count) for count in (8, 16, 24)]
 
@@ -112,7 +114,7 @@ def test_plan_counts_bytes_of_a_model(tmp_path):
     config = tiny_model(num_hidden_layers=4, num_key_value_heads=2, head_dim=16, max_position_embeddings=1000).config
     config.dtype = torch.float32
     config.save_pretrained(tmp_path)
-    sizes = ("--tokens", "32000", "--chunk", "800", "--memory", "800")
+    sizes = ("--tokens", "32000", "--chunk", "800", "--memory", "800", "--initial-memory", "20")
     output = planned(*sizes, "--model", str(tmp_path))
     rows = table_of(output)
     nbytes = 2 * 2 * 16 * 4  # of a key and its value in the heads of a layer
@@ -129,7 +131,7 @@ def test_plan_counts_bytes_of_a_model(tmp_path):
 
 
 def test_plan_says_what_is_special():
-    sizes = ("--tokens", "48", "--chunk", "8", "--memory", "24")
+    sizes = ("--tokens", "48", "--chunk", "8", "--memory", "24", "--initial-memory", "4")
     output = " ".join(planned(*sizes, "--dynamic").split())
     assert "Note: memory_size = 24 is large for chunk_size = 8 and schedule 'linear': 1 of 6 chunks" in output
     assert "linear; give --layers" in planned(*sizes, "--schedule", "square-sqrt")
@@ -152,7 +154,7 @@ def test_plan_says_what_is_special():
         (("--initial-memory", "9"), "--initial-memory"),
         (("--min-chunk", "0"), "--min-chunk"),
         (("--share", "1.5"), "--share"),
-        (("--memory", "24", "--dynamic", "--strict"), "--memory"),
+        (("--memory", "24", "--dynamic", "--strict", "--initial-memory", "4"), "--memory"),
         (("--layers", "0"), "--layers"),
         (("--kv-heads", "2"), "--kv-heads"),
         (("--layers", "2", "--head-dim", "64"), "--head-dim"),

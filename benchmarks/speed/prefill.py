@@ -166,7 +166,7 @@ def rows_of(
     model: PreTrainedModel, ids: np.ndarray, pruner_name: str, methods: list[Method], *, chunk: int, memory: int,
     repeats: int,
 ) -> list[dict[str, Any]]:  # fmt: skip
-    pruner, layers = PRUNERS[pruner_name], model.config.num_hidden_layers
+    pruner = PRUNERS[pruner_name]
 
     def make(method: Method) -> Callable[[], IterativeCache]:
         return lambda: IterativeCache(
@@ -175,10 +175,7 @@ def rows_of(
         )  # fmt: skip
 
     def plan(method: Method) -> Plan:
-        return kvcompress.plan(
-            len(ids) - 1, chunk_size=chunk, memory_size=memory, schedule=method.schedule, dynamic=method.dynamic,
-            layers=layers,
-        )  # fmt: skip
+        return make(method)().plan_prompt(len(ids) - 1)
 
     runs: dict[Method, list[Run]] = {method: [] for method in methods}
     read(model, ids[: 3 * chunk], make(methods[0]))  # warm

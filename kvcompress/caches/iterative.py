@@ -26,7 +26,6 @@ from .track import Reading, Track
 
 PRUNE = ("layer", "forward")
 ROOM = 32  # tokens that the default memory has for what a pruner chooses, besides sinks and window
-LEAST = 64  # and tokens in all: with fewer, 2 facts of 43 outlasted long prompts; with these 369 of 370
 _UNIT = 1 << 30  # weights of layers are counted in parts of this
 
 
@@ -137,11 +136,10 @@ class IterativeCache(CompressedCache):
         }  # fmt: skip
         if max(self.read, default=0) > 0:  # a later prompt continues with the full memory
             return planner.plan(length, schedule="fixed", **settings)
-        plan = planner.plan(length, schedule=self.schedule, initial_memory=self.initial_memory, **settings)
-        least = min(self.memory_size, max(LEAST, self.pruner.num_sink_tokens + self.pruner.window + ROOM))
-        if self.initial_memory is None and len(plan) and min(memory[0] for memory in plan.layer_memory) < least:
-            plan = planner.plan(length, schedule=self.schedule, initial_memory=least, **settings)
-        return plan
+        least = max(planner.LEAST, self.pruner.num_sink_tokens + self.pruner.window + ROOM)
+        return planner.plan(
+            length, schedule=self.schedule, initial_memory=self.initial_memory, least_memory=least, **settings
+        )
 
     def stream_plan(self) -> Plan:
         if self.dense_below:

@@ -14,6 +14,11 @@ from typing import Any
 from .checks import need
 
 
+def user_cache() -> Path:
+    """The folder for what is made once for a user: kvcompress in $XDG_CACHE_HOME, or in ~/.cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvcompress"
+
+
 @contextmanager
 def staged(path: str | os.PathLike[str]) -> Iterator[Path]:
     """A temporary name in the same folder, renamed to path at the end; gone after an error. Whoever writes it, its mode

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import torch
 
+from ...files import user_cache
+
 KVPRESS = "0.5.5"
 REQUIREMENTS = (f"torch=={torch.__version__.partition('+')[0]}", f"kvpress=={KVPRESS}", "transformers<5.3")
 PROGRAM = Path(__file__).parent / "kvpress_program.py"
@@ -45,7 +47,7 @@ def peer_of(python: Path | None, told: Callable[[str], object]) -> Peer:
 
 
 def _own_python(told: Callable[[str], object]) -> Path:
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvcompress"
+    folder = user_cache()
     made = folder / f"kvpress-{KVPRESS}-{REQUIREMENTS[0].replace('==', '-')}"
     within = Path("Scripts/python.exe" if os.name == "nt" else "bin/python")
     if made.exists():

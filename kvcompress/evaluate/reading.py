@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -58,8 +59,42 @@ class Reader:
         )  # fmt: skip
         return Written(out[0, len(ids) :].tolist(), clock.times[1] - begin, clock.per_token)
 
+    @torch.no_grad()
+    def follow(self, cache: Cache, texts: Sequence[Following]) -> list[tuple[float, tuple[bool, ...]]]:
+        """Of each: (nats of all that is wanted, which parts of it are the likeliest tokens), in a call for those of one
+        length; each of a copy of the cache, which stays as it is."""
+        found: dict[int, tuple[float, tuple[bool, ...]]] = {}
+        alike: dict[tuple[int, int], list[int]] = {}
+        for number, text in enumerate(texts):
+            alike.setdefault((len(text.ids), text.wanted[0][0]), []).append(number)
+        for (length, first), numbers in alike.items():
+            own = copy_of(cache)
+            if len(numbers) > 1:
+                own.batch_repeat_interleave(len(numbers))
+            ids = torch.tensor([list(texts[number].ids) for number in numbers], device=self.device)
+            logits = self.model(ids[:, :-1], past_key_values=own, logits_to_keep=length - first).logits.float()
+            nats = torch.nn.functional.cross_entropy(logits.transpose(1, 2), ids[:, first:], reduction="none")
+            right = logits.argmax(-1) == ids[:, first:]
+            for row, number in enumerate(numbers):
+                parts = [slice(begin - first, end - first) for begin, end in texts[number].wanted]
+                found[number] = (
+                    sum(float(nats[row, part].sum()) for part in parts),
+                    tuple(bool(right[row, part].all()) for part in parts),
+                )
+        return [found[number] for number in range(len(texts))]
+
     def _tensor(self, ids: list[int]) -> Tensor:
         return torch.tensor([ids], device=self.device)
+
+
+@dataclass(frozen=True)
+class Following:
+    """Tokens that go on behind what a cache has read. kind: what they are. wanted: from which to before which of them
+    the model is to say itself, rising; never the first."""
+
+    kind: str
+    ids: Sequence[int]
+    wanted: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
@@ -106,4 +141,4 @@ def _looks_at_a_guide(cache: CompressedCache) -> bool:
     return True
 
 
-__all__ = ["QUESTIONS", "Reader", "Written", "check_question", "copy_of", "held_nbytes"]
+__all__ = ["QUESTIONS", "Following", "Reader", "Written", "check_question", "copy_of", "held_nbytes"]

@@ -1,0 +1,238 @@
+"""Compressed caches on a real model, with text that people read: what is still known of a text after the cutting.
+
+    python benchmarks/quality/witness.py [--quick] [--json FILE] [--split tune|report] [--texts N] [--lengths N,N]
+                                         [--shares 1/2,1/4] [--question later,end] [--methods NAME ...]
+                                         [--cache TEXT ...] [--against NAME] [--model NAME]
+
+SmolLM2-135M-Instruct reads passages of 1,000, 3,000 and 7,500 tokens of English books and manuals (parts/books.py
+makes them of Debian's packages when they are first wanted), as a user's turn of its chat template, with four numbers
+("The special magic number for Paris is: 48213.") and one sentence planted at depths of 0.1 to 0.9. Each cache reads the
+passage in one pass and keeps 1/2, 1/4 or 1/8 of its tokens (PrunedCache in pages of 4). What is measured then
+(kvcompress/evaluate/prose.py):
+
+bits      per token of how the passage goes on, 96 tokens; +bits: over the dense cache's
+numbers   of the four that are answered right, asked through the template after the cutting, each of a copy
+sentence  of the planted sentences whose next three tokens are right
+turns     two of the numbers, one question after the other in one conversation: of both
+end       (a table of its own) one number whose question ends the prompt, and is read with it
+held      bytes, of what transformers' cache holds: tables, room in pages, and the scores that PrunedCache holds with
+          later="keep" included
+
+Numbers after +- are standard errors over passages, of a difference those of the paired differences. --against: the
+differences from that method at the same share too. Which books tell what a method is tuned by, and which what is
+reported, is fixed (--split). --cache: further caches, as `kvcompress eval` has them: their size is set to the shares.
+
+A run that was cut goes on: cells stand beside --json's file, in one of JSON lines. All caches share the layers' inputs
+of one reading of a passage, and those of one pruner its scores (kvcompress/evaluate/sharing.py), which changes no bit.
+On busy cores set OMP_NUM_THREADS=1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+sys.path.append(str(Path(__file__).resolve().parents[2]))
+import kvcompress
+from benchmarks.common import load, parse_arguments, parser, print_table, write_json
+from benchmarks.quality.parts.books import SPLITS, books_of, text_of
+from benchmarks.quality.parts.cells import FIELDS, Cell, Cells, over, rows_of
+from benchmarks.quality.parts.measures import number, sizes_of, tidy
+from kvcompress import CacheSpec
+from kvcompress.caches.spec import DENSE
+from kvcompress.checks import need
+from kvcompress.evaluate.measure import Framing, Measure
+from kvcompress.evaluate.prose import Passage, Prose, asked_at_the_end, passage
+from kvcompress.evaluate.sharing import LayerInputs, SharedReader
+
+METHODS = {  # those of one pruner stand together: they share its reading
+    "SnapKV": "pruned,pruner=snapkv",
+    "SnapKV31, AdaKV": "pruned,pruner=snapkv,kernel_size=31,pooling=max,budget=adakv:1",
+    "StreamingLLM": "pruned,pruner=streamingllm",
+    "Replay, GlobalTopK": "pruned,pruner=replay,budget=globaltopk:1",
+    # the second reading stands behind the text: with chunks of 2,000 it would reach beyond the model's 8,192
+    "KVzip, GlobalTopK": "pruned,pruner=kvzip,chunk=512,budget=globaltopk:1",
+    "KVzip, AdaKV": "pruned,pruner=kvzip,chunk=512,budget=adakv:1",
+    "ExpectedAttention": "pruned,pruner=expectedattention",
+    "KeyDiff": "pruned,pruner=keydiff",
+}
+QUESTIONS = ("later", "end")
+Books = list[tuple[str, str]]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """lengths: tokens of a passage. texts: passages. scored: tokens behind each. shares: of its tokens that stay."""
+
+    lengths: tuple[int, ...] = (1000, 3000, 7500)
+    texts: int = 60
+    scored: int = 96
+    shares: tuple[float, ...] = (1 / 2, 1 / 4, 1 / 8)
+    question: tuple[str, ...] = QUESTIONS
+    methods: tuple[str, ...] = tuple(METHODS)
+
+
+FEW = ("SnapKV", "Replay, GlobalTopK")
+SIZES = {
+    "full": Sizes(),
+    "quick": Sizes(lengths=(1000,), texts=2, shares=(1 / 4,), question=("later",), methods=FEW),
+    "tiny": Sizes(lengths=(700,), texts=2, scored=16, shares=(1 / 2,), methods=FEW),
+}
+
+
+def spec_of(text: str) -> CacheSpec:
+    """In pages of 4, what follows kept whole, where nothing else is said."""
+    spec = CacheSpec.parse(text)
+    return CacheSpec(spec.kind, {"page_size": "4", "later": "keep", **spec.given}) if spec.kind == "pruned" else spec
+
+
+def measured(
+    reader: SharedReader, measure: Measure, specs: Sequence[CacheSpec], question: str, read: Passage, text: int,
+    shares: Sequence[float], cells: Cells,
+) -> Iterator[Cell]:  # fmt: skip
+    """Cells of a passage that are not there yet."""
+    for spec in specs:
+        for share in shares if spec.size_key is not None else (None,):
+            key = question, measure.length, text, str(spec), share
+            if key in cells.found:
+                continue
+            sized = spec if share is None else spec.sized(max(round(share * measure.tokens), 1))
+            try:
+                yield Cell.of(key, read.book, measure.run(replace(reader, spec=sized), 0))
+            except ValueError as error:  # what this cache cannot do
+                yield Cell(*key, read.book, reason=str(error))
+
+
+def run(model: Any, tokenizer: Any, books: Books, specs: Sequence[CacheSpec], sizes: Sizes, cells: Cells) -> None:
+    framing = Framing(tokenizer, chat=bool(getattr(tokenizer, "chat_template", None)))
+    reader = SharedReader(model, tokenizer, specs[0], inputs=LayerInputs(model))
+    for length in sizes.lengths:
+        for text in range(sizes.texts):
+            read = passage(framing, books, length, text, sizes.scored)
+            for question in sizes.question:
+                begin, count = time.process_time(), 0
+                measure: Measure = Prose("later", length, (read,), framing)
+                if question == "end":
+                    measure = asked_at_the_end(framing, length, read, text)
+                for cell in measured(reader, measure, specs, question, read, text, sizes.shares, cells):
+                    cells.add(cell)
+                    count += 1
+                told = f"{count} cells in {time.process_time() - begin:.1f} s of the processor"
+                print(f"{question}, {length:,} tokens, passage {text} ({read.book}): {told}", file=sys.stderr)
+
+
+def show(rows: list[dict[str, Any]], against: str | None) -> None:
+    measured_rows = [row for row in rows if "reason" not in row]
+    for question, length in dict.fromkeys((row["question"], row["length"]) for row in measured_rows):
+        own = [row for row in measured_rows if (row["question"], row["length"]) == (question, length)]
+        fields = [field for field in FIELDS if field in own[0]]
+        lines = []
+        for row in own:
+            cells = [number(row, field) for field in fields]
+            cells[1:1] = [number(row, "bits_over_dense", "+")] if "bits" in fields else []
+            if against is not None:
+                same = [x for x in own if x["method"] == against and x["share"] in (None, row["share"])]
+                found = over(row, same[0], "against") if same else {}
+                cells += [number(found, f"{field}_against", "+") for field in fields]
+            share = "" if row["share"] is None else f"{row['share']:g}"
+            lines.append((row["method"], share, number(row, "nbytes_share"), *cells))
+        heads = [*fields]
+        heads[1:1] = ["over dense"] if "bits" in fields else []
+        heads += [f"{field} over {against}" for field in fields] if against is not None else []
+        title = f"{length:,} tokens, {len(own[0]['texts'])} passages, asked {question}"
+        print_table(title, ("method", "keeps", "held", *heads), lines, left=("method",))
+    for row in rows:
+        if "reason" in row:
+            print(f"{row['name']} is left out: {row['reason']}")
+
+
+# ---- the command ----
+
+
+def _parts(text: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(","))
+
+
+def _lengths(text: str) -> tuple[int, ...]:
+    found = tuple(map(int, _parts(text)))
+    need(min(found) > 0, f"lengths must be whole numbers above 0, got {text!r}")
+    return found
+
+
+def _shares(text: str) -> tuple[float, ...]:
+    found = tuple(float(Fraction(part)) for part in _parts(text))
+    need(all(0 < share <= 1 for share in found), f"shares must be above 0 and at most 1, got {text!r}")
+    return found
+
+
+def _questions(text: str) -> tuple[str, ...]:
+    found = _parts(text)
+    need(set(found) <= {*QUESTIONS}, f"question must be of {', '.join(QUESTIONS)}, got {text!r}")
+    return found
+
+
+def command() -> argparse.Namespace:
+    parse = parser(__doc__)
+    parse.add_argument("--model", help="a Hugging Face model by name or folder (default: smollm2, example with --tiny)")
+    parse.add_argument("--split", choices=SPLITS, default="report", help="of the books (default: report)")
+    parse.add_argument("--texts", type=int, help="passages of each length (default: 60)")
+    parse.add_argument("--lengths", type=_lengths, help="tokens of a passage (default: 1000,3000,7500)")
+    parse.add_argument("--shares", type=_shares, help="of the tokens that stay (default: 1/2,1/4,1/8)")
+    parse.add_argument("--question", type=_questions, help="later, end or both (default)")
+    parse.add_argument("--methods", nargs="*", choices=METHODS, metavar="NAME", help=f"of: {'; '.join(METHODS)}")
+    parse.add_argument("--cache", action="append", default=[], help="a further cache, as text; several")
+    parse.add_argument("--against", help="a method that is measured, from which differences are shown")
+    return parse_arguments(parse)
+
+
+def names_of(choice: argparse.Namespace, sizes: Sizes) -> dict[str, str]:
+    """Of the caches that are measured, by their text: dense first. Further caches are named by what was given."""
+    named = {str(spec_of(METHODS[name])): name for name in sizes.methods}
+    further = {str(spec_of(text)): text for text in choice.cache}
+    return {DENSE: DENSE, **further, **named}
+
+
+def books_and_origins(choice: argparse.Namespace) -> tuple[Books, dict[str, Any]]:
+    """--tiny reads this repository's own pages, which need no package."""
+    if choice.size == "tiny":
+        pages = sorted((Path(__file__).resolve().parents[2] / "docs").glob("*.md"))
+        return [("docs", text_of(pages))], {}
+    found = list(books_of(choice.split))
+    return [(name, text) for name, text, _ in found], {name: asdict(origin) for name, _, origin in found}
+
+
+def main() -> None:
+    choice = command()
+    sizes = sizes_of(choice, SIZES)
+    names = names_of(choice, sizes)
+    against = choice.against
+    need(against is None or against in names.values(),
+         f"against must be one of {'; '.join(names.values())}, got {against!r}")  # fmt: skip
+    books, origins = books_and_origins(choice)
+    name = choice.model or ("example" if choice.size == "tiny" else "smollm2")
+    model, tokenizer = load(name, "cpu")
+    about = {"model": Path(name).name, "dtype": str(model.dtype), "split": choice.split, "scored": sizes.scored,
+             "books": origins}  # fmt: skip
+    cells = Cells(choice.json and choice.json.with_suffix(".jsonl"), about)
+    with kvcompress.attach(model):
+        run(model, tokenizer, books, [CacheSpec.parse(text) for text in names], sizes, cells)
+    asked = [
+        cell
+        for cell in cells.found.values()
+        if cell.cache in names and cell.length in sizes.lengths and cell.question in sizes.question
+        and cell.text < sizes.texts and (cell.share is None or cell.share in sizes.shares)
+    ]  # fmt: skip
+    rows = tidy(rows_of(asked, names, choice.split))
+    show(rows, against)
+    if choice.json is not None:
+        write_json(choice.json, rows, **about)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,209 @@
+"""What is known of a text that people read once its cache was cut: how it goes on, facts in it, a conversation about
+it, asked in prose."""
+
+from __future__ import annotations
+
+import math
+import random
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from ..checks import need
+from .fitting import TooShort, largest
+from .measure import Asked, Framing, Measure, Outcome, Prompt
+from .questions import Questions, begins_with
+from .reading import Following, Reader, held_nbytes
+
+CITIES = (
+    "Paris", "London", "Tokyo", "Berlin", "Madrid", "Rome", "Vienna", "Oslo", "Cairo", "Lima", "Delhi", "Boston",
+    "Dublin", "Prague", "Athens", "Moscow", "Chicago", "Seattle", "Toronto", "Sydney",
+)  # fmt: skip
+SENTENCES = (  # how each begins, and ends
+    ("The best thing to do in San Francisco is to", " eat a sandwich in Dolores Park on a sunny day."),
+    ("The favorite food of the old sailor was", " roasted chestnuts with honey."),
+    ("The lost key of the library was hidden under", " the blue piano in the hall."),
+    ("The name of the gardener's dog was", " Captain Pickles."),
+    ("The password of the castle gate was", " yellow submarine."),
+)
+NUMBERS = 4  # facts of a text
+_SCORED = 3  # tokens of the sentence that are to be said
+_STEP = (math.sqrt(5) - 1) / 2  # between places of a book: however many there are, they are spread over it
+
+
+@dataclass(frozen=True)
+class Question:
+    """kind: number or sentence. words: what is asked; prefix: how the answer begins; answer: what it then says. depth:
+    of the fact, 0 to 1."""
+
+    kind: str
+    words: str
+    prefix: str
+    answer: str
+    depth: float
+
+
+@dataclass(frozen=True)
+class Passage:
+    """A place of a book with facts planted in it. book: its name. context: what is read, a chat's first turn from its
+    beginning where there is a template. behind: how the book goes on. questions: NUMBERS of numbers, then a sentence's.
+    """
+
+    book: str
+    context: list[int]
+    behind: list[int]
+    questions: tuple[Question, ...]
+
+
+def passage(framing: Framing, books: Sequence[tuple[str, str]], length: int, number: int, scored: int) -> Passage:
+    """The number-th: books take turns, and the places of a book lie apart. books: name and text of each. length: most
+    tokens of the context. scored: tokens behind it. The same whatever others are asked for.
+
+    Raises ValueError for a length that has no room for the facts, or a book that is too short.
+    """
+    book, text = books[number % len(books)]
+    rng = random.Random(f"prose {length} {number}")
+    cities = rng.sample(CITIES, NUMBERS)
+    values = ["".join(rng.choice("123456789") for _ in range(5)) for _ in cities]
+    begins, ends = rng.choice(SENTENCES)
+    facts = [f" The special magic number for {city} is: {value}." for city, value in zip(cities, values, strict=True)]
+    facts.append(f" {begins}{ends}")
+    order = rng.sample(range(len(facts)), len(facts))
+    sentences = _sentences(book, text, (number // len(books) * _STEP) % 1, 12 * (length + scored))
+
+    def planted(size: int) -> str:
+        cuts = [round(size * _depth(place)) for place in range(len(facts))]
+        parts = []
+        for begin, end, fact in zip([0, *cuts], [*cuts, size], [*order, None], strict=True):
+            parts += [*sentences[begin:end], "" if fact is None else facts[fact]]
+        return "".join(parts).strip()
+
+    try:
+        size = largest(lambda size: framing.count(planted(size), ""), 1, length, most=len(sentences))
+    except TooShort as error:
+        raise ValueError(f"length must be at least {error.count} tokens for the facts, got {length}") from None
+    behind = framing.bare("".join(sentences[size:])[: 12 * (scored + 1)])[: scored + 1]
+    need(len(behind) == scored + 1, f"length must leave {scored + 1} tokens behind it in {book}, got {length}")
+    depths = {fact: _depth(place) for place, fact in enumerate(order)}
+    asked = [
+        Question("number", f"\n\nWhat is the special magic number for {city} mentioned in the text above?",
+                 f"The special magic number for {city} is:", f" {value}", depths[fact])
+        for fact, (city, value) in enumerate(zip(cities, values, strict=True))
+    ]  # fmt: skip
+    asked.append(Question("sentence", f"\n\nComplete the sentence: {begins} ...", begins, ends, depths[NUMBERS]))
+    return Passage(book, framing.parts(planted(size), "")[0], behind, tuple(asked))
+
+
+def _depth(place: int) -> float:
+    return (place + 0.5) / (NUMBERS + 1)
+
+
+def _sentences(book: str, text: str, share: float, characters: int) -> list[str]:
+    """From the first paragraph behind a share of the text on, each with what stands before it."""
+    room = len(text) - characters
+    need(room >= 0, f"length must be shorter than {book}, of {len(text):,} characters, got one that may take "
+         f"{characters:,}")  # fmt: skip
+    begin = text.find("\n\n", int(share * room)) + 2
+    return re.split(r"(?<=[.!?])(?=\s+[\"'(]?[A-Z0-9])", text[begin : begin + characters])
+
+
+# ---- what is measured ----
+
+
+@dataclass(frozen=True)
+class Prose(Measure):
+    """Bits per token of how the text goes on; beside them, in `said`, which questions about it are answered right: each
+    of a copy of the cache (number, sentence), and two numbers one after the other in one conversation (turn).
+
+    All is behind what was read, when it is too late to keep for it. What follows goes through the model in one call,
+    teacher forced: an answer is right if every token of it is the likeliest, which is what greedy decoding asks.
+    first_seconds: of the reading alone.
+    """
+
+    passages: tuple[Passage, ...]
+    framing: Framing
+    unit: ClassVar[str] = "bits per token"
+    higher_is_better: ClassVar[bool] = False
+
+    @property
+    def count(self) -> int:
+        return len(self.passages)
+
+    @property
+    def tokens(self) -> int:
+        return len(self.passages[0].context)
+
+    def held(self, reader: Reader, index: int = 0) -> int:
+        return held_nbytes(reader.read(self.passages[index].context))
+
+    def run(self, reader: Reader, index: int) -> Outcome:
+        read, begin = self.passages[index], time.perf_counter()
+        cache = reader.read(read.context)
+        seconds, followings = time.perf_counter() - begin, self.followings(read)
+        scored = reader.follow(cache, followings)
+        text, *asked = ((x.kind, *found) for x, found in zip(followings, scored, strict=True))
+        bits = text[1] / math.log(2) / (len(followings[0].ids) - 1)
+        depths = [question.depth for question in read.questions]
+        said: list[dict[str, Any]] = []
+        for kind, nats, right in asked:
+            said += [{"kind": kind, "score": float(x), "nats": nats} for x in right]
+        for answer, depth in zip(said, depths, strict=False):  # turns ask again
+            answer["depth"] = depth
+        return Outcome(bits, held_nbytes(cache), seconds, None, tuple(said))
+
+    def followings(self, read: Passage) -> list[Following]:
+        """The text, each question, two of them as turns."""
+        found = [Following("text", read.behind, ((1, len(read.behind)),))]
+        for question in read.questions:
+            ids, answer = question_ids(self.framing, question), answer_ids(self.framing, question)
+            found.append(Following(question.kind, ids + answer, ((len(ids), len(ids) + len(answer)),)))
+        first, second = read.questions[:2]
+        ids, answer = question_ids(self.framing, first), answer_ids(self.framing, first)
+        next_ids, next_answer = next_turn(self.framing, second), answer_ids(self.framing, second)
+        then = len(ids) + len(answer) + len(next_ids)
+        spans = ((len(ids), len(ids) + len(answer)), (then, then + len(next_answer)))
+        return [*found, Following("turn", ids + answer + next_ids + next_answer, spans)]
+
+    def sample(self, index: int) -> dict[str, Any]:
+        raise ValueError(f"peers must be of a task that one reading answers, got {self.name}")
+
+    def outcome(self, tokenizer: Any, index: int, answer: dict[str, Any]) -> Outcome:
+        raise ValueError(f"peers must be of a task that one reading answers, got {self.name}")
+
+
+def question_ids(framing: Framing, question: Question) -> list[int]:
+    return framing.parts("", question.words, _beginning(framing, question))[1]
+
+
+def answer_ids(framing: Framing, question: Question) -> list[int]:
+    ids = framing.bare(question.answer)
+    return ids if question.kind == "number" else ids[:_SCORED]
+
+
+def next_turn(framing: Framing, question: Question) -> list[int]:
+    """What stands between an answer that ends here and the next question's: that question, in a turn of its own."""
+    words, beginning = question.words, _beginning(framing, question)
+    if not framing.chat:
+        return framing.bare(f".{words}{beginning}")
+    border = "\N{SECTION SIGN}\N{PILCROW SIGN}\N{SECTION SIGN}"
+    turns = [("user", "text"), ("assistant", f"text{border}."), ("user", words.strip())]
+    whole = framing.tokenizer.apply_chat_template(
+        [{"role": role, "content": content} for role, content in turns],
+        add_generation_prompt=True, tokenize=False, enable_thinking=False,
+    )  # fmt: skip
+    return framing.bare(whole.partition(border)[2] + beginning)
+
+
+def _beginning(framing: Framing, question: Question) -> str:
+    return question.prefix if framing.chat else f"\n{question.prefix}"
+
+
+def asked_at_the_end(framing: Framing, length: int, read: Passage, number: int) -> Questions:
+    """One of the passage's numbers, whose question ends the prompt and goes through the cache with the text. number:
+    of the passage; they ask for each of their numbers in turn."""
+    question = read.questions[number % NUMBERS]
+    new = len(answer_ids(framing, question)) + 1
+    asked = Asked(question_ids(framing, question), (question.answer.strip(),), new, question.depth)
+    return Questions("end", length, (Prompt(read.context, (asked,)),), begins_with, "end")

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from .caches.base import CompressedCache
 from .caches.passes import Iteration
+from .hf.adapters import check_adapter
 from .hf.attach import base_model, facts_of
 from .hf.method import KEYWORD, method_of
 from .hf.reminder import without_reminder
@@ -116,6 +117,7 @@ def prefill(
         raise ValueError(f"cache must be a kvcompress cache, got {got}{hint}")
     decoder = base_model(model)
     facts = facts_of(decoder)
+    check_adapter(model, reads=True)
     _need_tensors(attention_mask=attention_mask, guide=guide)
     if logits is not None and (isinstance(logits, type) or not callable(logits)):
         got = f"the class {logits.__name__}: give one of it" if isinstance(logits, type) else repr(logits)

@@ -120,9 +120,7 @@ class Method:
             )
         if self.heads is not None:
             return PrunedCache(model.config, duo_attention(self.heads, self.removed, prompt_tokens), page_size=8)
-        return PrunedCache(
-            model.config, self.pruner, self.budget(self.removed), positions=self.positions, page_size=8
-        )
+        return PrunedCache(model.config, self.pruner, self.budget(self.removed), positions=self.positions, page_size=8)
 
 
 def duo_attention(heads: HeadProfile, removed: float, tokens: int) -> DuoAttention:

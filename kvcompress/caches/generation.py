@@ -42,6 +42,14 @@ class Generation(Summary, RecurrentStates, Cache):
         return self.seen + query_length, 0
 
     @property
+    def max_cache_len(self) -> int:
+        """Asked for by PEFT alone, before it puts a cache of its own in place of this one."""
+        raise NotImplementedError(
+            f"prefix tuning (PEFT) is not supported by {type(self).__name__}, which has no max_cache_len: PEFT puts a "
+            "cache of its own, which holds the prefix, in its place; adapters in the weights (LoRA) are taken"
+        )
+
+    @property
     def is_croppable(self) -> bool:
         return not self.recurs and all(layer.is_croppable for layer in self.own)
 

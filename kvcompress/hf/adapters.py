@@ -11,6 +11,28 @@ from transformers import PreTrainedModel
 FIELD = "kvcompress"  # of adapter_config.json, as of the model's config
 
 
+_PREFIXES = ("PREFIX_TUNING", "CARTRIDGE")  # of keys and values
+
+
+def check_adapter(model: nn.Module, *, reads: bool = False) -> None:
+    """Raises ValueError where PEFT's active adapter stands in front of the tokens: a prefix for any compressed cache, a
+    prompt of embeddings where tokens are handed to the decoder past PEFT (reads)."""
+    active: Any = getattr(model, "active_peft_config", None)
+    if not getattr(active, "is_prompt_learning", False):
+        return
+    kind = getattr(active.peft_type, "value", active.peft_type)
+    if kind in _PREFIXES:
+        raise ValueError(
+            f"model must not be tuned by a prefix, got PEFT's {kind}: PEFT puts a cache of its own, which holds the "
+            "prefix, in place of a compressed one; adapters in the weights (LoRA) and prompts (PROMPT_TUNING) are taken"
+        )
+    if reads:
+        raise ValueError(
+            f"model must not be tuned by a prompt to be read by kvcompress, got PEFT's {kind}: tokens go to the "
+            "decoder alone, without it; model.generate(input_ids=ids, past_key_values=cache) puts it in front"
+        )
+
+
 class _Carrying:
     """Stands on the config of one adapter for its to_dict, which is what PEFT saves of it."""
 

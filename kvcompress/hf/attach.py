@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 
+from .adapters import check_adapter
 from .config import cache_layers, check_version, recurs
 from .facts import Facts
 from .generation import make_no_caches, make_own_caches
@@ -74,6 +75,7 @@ def attach(model: nn.Module, *, verify: bool = False) -> Attachment:
     not know; TypeError for what is no model.
     """
     decoder = base_model(model)
+    check_adapter(model)
     with _CHANGING:
         seam = seam_of(decoder)
         if seam is None:

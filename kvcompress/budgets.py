@@ -246,9 +246,9 @@ class PyramidKV(Budget):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, value, least in (("beta", self.beta, 1), ("window", self.window, 0)):
-            if value is not None or name == "beta":
-                need_integer(name, value, least, MOST_INT32)
+        need_integer("beta", self.beta, 1, MOST_INT32)
+        if self.window is not None:
+            need_integer("window", self.window, 0, MOST_INT32)
         if not isinstance(self.inside, bool):
             raise ValueError(f"inside must be True or False, got {self.inside!r}")
 

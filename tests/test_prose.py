@@ -157,7 +157,7 @@ ONE_PASS = [
     "pruner=replay,budget=globaltopk:60",
     "pruner=kvzip,chunk=100,budget=adakv:60",
     "pruner=criticalkv,budget=60",
-    "pruner=keydiff,budget=60,fit_values=true",
+    "pruner=keydiff,budget=60",
     "pruner=streamingllm,budget=0.5,positions=contiguous",
 ]
 

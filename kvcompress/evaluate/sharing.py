@@ -130,6 +130,5 @@ class SharedReader(Reader):
 
 def _serves_budgets(cache: PrunedCache) -> bool:
     """Whether one reading serves all budgets (PrunedCache.compress)."""
-    pruner, policy = cache.pruner, cache.policy
-    fixed = pruner.uses_keep or pruner.own_budget is not None or policy.fit_values
-    return cache.later == "keep" and not fixed
+    pruner = cache.pruner
+    return cache.later == "keep" and not pruner.uses_keep and pruner.own_budget is None

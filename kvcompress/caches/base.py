@@ -289,8 +289,8 @@ class CompressedCache(Repeats, Generation, PassCache):
         """Raises RuntimeError if a pass or a prompt has begun and not ended."""
         if self._incomplete:
             raise RuntimeError(
-                "this cache is incomplete: a prompt is being read, or an earlier forward pass or prefill stopped "
-                "before its end; call reset() then"
+                "this cache is incomplete: a prompt is being read, or an earlier forward pass, prefill or change of its "
+                "sequences stopped before its end; call reset() then"
             )
 
     def mark_incomplete(self, incomplete: bool = True) -> None:
@@ -383,6 +383,7 @@ class CompressedCache(Repeats, Generation, PassCache):
 
     def reset(self) -> None:
         """Empties the cache and makes it usable again, whatever state it was in."""
+        self._incomplete = True  # until all layers are new
         for index, layer in enumerate(self.layers):
             if isinstance(layer, LocalLayer):
                 self.layers[index] = LocalLayer(index, layer.window, layer.chunk)
@@ -395,12 +396,17 @@ class CompressedCache(Repeats, Generation, PassCache):
 
     @torch.inference_mode(False)
     def select_sequences(self, indices: list[int]) -> None:
-        """Keeps copies of the given sequences in this order."""
-        for layer in self.own:
-            layer.select_batch(indices)
-        self._select_states(indices)
-        self._lengths = [self._lengths[b] for b in indices] if self._lengths else []
-        self._batch = len(indices) if self._batch else 0
+        """Keeps copies of the given sequences in this order. Raises ValueError for one that is not there; nothing is
+        changed then. After any other error the cache is incomplete."""
+        for b in indices if self._batch else ():
+            if not 0 <= b < self._batch:
+                raise ValueError(f"indices must be those of sequences, 0 to {self._batch - 1}, got {b}")
+        with self._changing():
+            for layer in self.own:
+                layer.select_batch(indices)
+            self._select_states(indices)
+            self._lengths = [self._lengths[b] for b in indices] if self._lengths else []
+            self._batch = len(indices) if self._batch else 0
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -417,10 +423,11 @@ class CompressedCache(Repeats, Generation, PassCache):
                     f"sequences of {type(self).__name__} cannot join others: layer {layer.index} "
                     f"({type(layer).__name__}) keeps what belongs to its own batch"
                 )
-        for layer, new in zip(self.own, other.own, strict=True):
-            layer.join(new)
-        self._lengths = self._lengths + other._lengths
-        self._batch += other._batch
+        with self._changing():
+            for layer, new in zip(self.own, other.own, strict=True):
+                layer.join(new)
+            self._lengths = self._lengths + other._lengths
+            self._batch += other._batch
 
 
 def _compresses(layer: Any) -> bool:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -35,6 +36,13 @@ class Generation(Summary, RecurrentStates, Cache):
     @abstractmethod
     def select_sequences(self, indices: list[int]) -> None: ...
 
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """What is done to one layer after the other: where it stops between two, the cache is incomplete."""
+        before, self._incomplete = self._incomplete, True
+        yield
+        self._incomplete = before
+
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.seen + self._columns_read
 
@@ -65,10 +73,11 @@ class Generation(Summary, RecurrentStates, Cache):
                 f"input), got {-tokens_to_remove}"
             )
         if tokens_to_remove:
-            for layer in self.own:
-                layer.drop_last(-tokens_to_remove)
-            self.seen += tokens_to_remove
-            self._count([tokens_to_remove] * len(self._lengths))
+            with self._changing():
+                for layer in self.own:
+                    layer.drop_last(-tokens_to_remove)
+                self.seen += tokens_to_remove
+                self._count([tokens_to_remove] * len(self._lengths))
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any

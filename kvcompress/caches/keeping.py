@@ -118,13 +118,14 @@ class Keeping(Room):
         source = (place + torch.where(place < first, 0, taken[:, None])).clamp_(max=table.shape[1] - 1)
         with torch.inference_mode(False):
             given = torch.nn.functional.pad(table[:, first:], (0, most))[:, :most].contiguous()
-            self.store.release(Rows(given, taken * P))
-            self._rows.block_table = table.gather(1, source)
             kept = [max(held - n * P, first * P) if n else held for n, held in zip(pages, counts, strict=True)]
-            self._rows.lengths = torch.tensor(kept, dtype=torch.int32).to(device)
+            # memory may run out above the release, and not below it: pages would be given up twice
+            left = Rows(table.gather(1, source), torch.tensor(kept, dtype=torch.int32).to(device))
+            self.store.release(Rows(given, taken * P))
+            self._rows.block_table, self._rows.lengths = left.block_table, left.lengths
         self.bounds = kept
         self._last_shared = [self._shares] * len(kept)
-        self.origins.drop(first * P, [held - left for held, left in zip(counts, kept, strict=True)])
+        self.origins.drop(first * P, [held - rest for held, rest in zip(counts, kept, strict=True)])
 
     # ---- within ----
 
@@ -152,8 +153,8 @@ class Keeping(Room):
             self._refresh()
             needed = self._count_copies(slots, on_device)
             store.provide(needed)
+        store.free_at_least -= needed  # as in extend
         ops.compact_pages_(list(store.arrays.values()), self._table(), slots, kept=on_device)
-        store.free_at_least -= needed
         self.bounds = left
         self._last_shared = [self._shares] * len(left)
 

@@ -186,8 +186,8 @@ class PagePool(Keeping):
         many, and the device alone knows. Raises RuntimeError as reserve does; write is not called then.
         """
         needed = self.reserve(counts, rewrites)
+        self.store.free_at_least -= needed  # before: forks would count on pages that a write took and did not tell of
         write(self._table())
-        self.store.free_at_least -= needed
         self.bounds = [bound + count for bound, count in zip(self.bounds, counts, strict=True)]
         if not known:
             self._lose_sight()
@@ -238,7 +238,11 @@ class PagePool(Keeping):
             return
         index = torch.tensor(rows, dtype=torch.long).to(self.lengths.device)
         old, new = self._rows, self._share(index)
-        self.store.release(old)
+        try:
+            self.store.release(old)
+        except BaseException:  # the old ones stay
+            self.store.dropped.append(new)
+            raise
         old.block_table, old.lengths = new.block_table, new.lengths
         times = Counter(rows)
         self.origins.select(list(rows), len(self.bounds))
@@ -260,10 +264,8 @@ class PagePool(Keeping):
         tables = [rows.block_table for rows in (mine, new)]
         width = max(table.shape[1] for table in tables)
         with torch.inference_mode(False):
-            mine.block_table = torch.cat(
-                [torch.nn.functional.pad(table, (0, width - table.shape[1])) for table in tables]
-            )
-            mine.lengths = torch.cat([mine.lengths, new.lengths])
+            joint = torch.cat([torch.nn.functional.pad(table, (0, width - table.shape[1])) for table in tables])
+            mine.lengths, mine.block_table = torch.cat([mine.lengths, new.lengths]), joint
             new.block_table, new.lengths = new.block_table[:0], new.lengths[:0]
         self.origins.join(other.origins, len(self.bounds), len(other.bounds))
         other.origins = Origins(0)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import re
 import stat
 import uuid
 from collections.abc import Iterator
@@ -11,7 +13,28 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+
 from .checks import need
+
+_STREAM = re.compile(r"inline_container|PytorchStreamWriter|iostream")  # of the message
+
+
+@contextmanager
+def naming(path: str | os.PathLike[str], written: Path | None = None) -> Iterator[None]:
+    """What a full disk makes of its body is an OSError that names the file, or the folder of files. written: under
+    which name, where that is another one."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None or (written is not None and error.filename == str(written)):
+            error.filename = str(path)
+        raise
+    except (SafetensorError, RuntimeError) as error:  # as safetensors and torch.save tell of it
+        if isinstance(error, RuntimeError) and not _STREAM.search(str(error)):
+            raise
+        number = re.search(r"os error (\d+)", str(error))
+        raise OSError(int(number[1]) if number else errno.EIO, f"could not be written, {error}", str(path)) from error
 
 
 def user_cache() -> Path:
@@ -21,18 +44,19 @@ def user_cache() -> Path:
 
 @contextmanager
 def staged(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """A temporary name in the same folder, renamed to path at the end; gone after an error. Whoever writes it, its mode
-    is that of a new file here (the process's umask)."""
+    """A temporary name in the same folder, renamed to path at the end; gone after an error, which names the path where
+    it is the disk's. Whoever writes it, its mode is that of a new file here (the process's umask)."""
     path = Path(path)
     temporary = path.with_name(f".{uuid.uuid4().hex}.tmp")
     try:
-        temporary.touch()
-        mode = stat.S_IMODE(temporary.stat().st_mode)
-        yield temporary
-        with temporary.open("rb") as written:
-            os.fsync(written.fileno())
-        temporary.chmod(mode)  # safetensors writes files that only their owner reads
-        temporary.replace(path)
+        with naming(path, temporary):
+            temporary.touch()
+            mode = stat.S_IMODE(temporary.stat().st_mode)
+            yield temporary
+            with temporary.open("rb") as written:
+                os.fsync(written.fileno())
+            temporary.chmod(mode)  # safetensors writes files that only their owner reads
+            temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
 

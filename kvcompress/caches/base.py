@@ -289,8 +289,8 @@ class CompressedCache(Repeats, Generation, PassCache):
         """Raises RuntimeError if a pass or a prompt has begun and not ended."""
         if self._incomplete:
             raise RuntimeError(
-                "this cache is incomplete: a prompt is being read, or an earlier forward pass, prefill or change of its "
-                "sequences stopped before its end; call reset() then"
+                "this cache is incomplete: a prompt is being read, or an earlier forward pass, prefill or change of "
+                "its sequences stopped before its end; call reset() then"
             )
 
     def mark_incomplete(self, incomplete: bool = True) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import uuid
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from matplotlib.backend_bases import FigureCanvasBase
 from matplotlib.figure import Figure
 
 from ..checks import need
+from ..files import staged
 from .panels import flat
 
 
@@ -37,10 +37,6 @@ def save(drawn: Axes | Iterable[Axes] | Figure, path: str | os.PathLike[str], *,
         (figure,) = figures
     path = Path(path)
     suffix = format_of("path", path)
-    temporary = path.with_name(f".{uuid.uuid4().hex}.tmp")
-    try:
+    with staged(path) as temporary:
         figure.savefig(temporary, format=suffix, dpi=dpi)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
     return path

@@ -15,6 +15,8 @@ from typing import Any
 
 import safetensors
 
+from ..files import naming
+
 MARKER = "checkpoint.json"  # step, run, and files: their sizes in bytes by name
 STAGING = "writing"  # in the output folder: what is being written or removed
 # how names of files begin
@@ -189,11 +191,15 @@ def _remove(folder: Path, out: Path) -> None:
 def write_whole(path: Path, content: bytes) -> None:
     """Writes a file that is there with all of it or as it was."""
     fresh = path.with_name(f"{path.name}.new")
-    with fresh.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    fresh.replace(path)
+    try:
+        with naming(path, fresh):
+            with fresh.open("wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            fresh.replace(path)
+    finally:
+        fresh.unlink(missing_ok=True)
     flush_folder(path.parent)
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from ..files import naming
 from .checkpoints import write_whole
 from .ranks import summed
 
@@ -95,8 +96,15 @@ class MetricsFile(TrainerCallback):
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if state.is_world_process_zero:
             line = {"step": state.global_step} | kwargs.get("logs", {}) | self.latest
-            with Path(args.output_dir or ".", METRICS).open("a") as file:
-                file.write(json.dumps(line) + "\n")
+            path = Path(args.output_dir or ".", METRICS)
+            with naming(path), path.open("ab", buffering=0) as file:
+                end, left = file.tell(), json.dumps(line).encode() + b"\n"
+                try:
+                    while left:
+                        left = left[file.write(left) :]
+                except OSError:
+                    file.truncate(end)  # no half line, which nobody could go on from
+                    raise
 
 
 def _step_of(path: Path, number: int, line: bytes) -> int:

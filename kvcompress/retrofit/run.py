@@ -19,6 +19,7 @@ from transformers import (
     TrainingArguments,
 )
 
+from ..files import naming
 from ..hf.attach import attach, base_model
 from ..hf.config import cache_layers, decoder_config, recurs
 from ..hf.method import saved_method
@@ -334,11 +335,16 @@ def save(
     """
     fresh = out / "new"
     shutil.rmtree(fresh, ignore_errors=True)
-    model.save_pretrained(fresh, state_dict=weights)
-    tokenizer.save_pretrained(fresh)
-    if not keeps_own_card(out):
-        card.save(fresh / CARD)
-    flush(fresh)
+    try:
+        with naming(out):
+            model.save_pretrained(fresh, state_dict=weights)
+            tokenizer.save_pretrained(fresh)
+            if not keeps_own_card(out):
+                card.save(fresh / CARD)
+            flush(fresh)
+    except BaseException:
+        shutil.rmtree(fresh, ignore_errors=True)
+        raise
     (out / FIGURES).unlink(missing_ok=True)
     for path in fresh.iterdir():
         path.replace(out / path.name)

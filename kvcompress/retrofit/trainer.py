@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from transformers import (
     set_seed,
 )
 
+from ..files import naming
 from ..hf.adapters import carry_conversion
 from . import checkpoints, fsdp, sharded
 from .callback import PROGRESS, RetrofitCallback
@@ -173,6 +175,15 @@ class RetrofitTrainer(Trainer):
         """As transformers does, but aside; then at once under its name."""
         out, step = Path(self._get_output_dir(trial)), self.state.global_step
         self._make_room(out)
+        try:
+            with naming(out / f"checkpoint-{step}"):
+                self._write_checkpoint(model, trial, out, step)
+        except BaseException:
+            if self.args.should_save:
+                shutil.rmtree(out / checkpoints.STAGING, ignore_errors=True)
+            raise
+
+    def _write_checkpoint(self, model: nn.Module, trial: Any, out: Path, step: int) -> None:
         self._staging = out / checkpoints.STAGING
         staged = self._staging / f"checkpoint-{step}"
         try:

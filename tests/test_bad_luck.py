@@ -176,6 +176,15 @@ def test_ctrl_c_in_any_layer_breaks_nothing_in_silence(case, held, monkeypatch, 
     assert torch.equal(told(model, base), whole)
 
 
+def test_a_sequence_that_is_not_there_changes_nothing(held):
+    model, base = held("dmc")
+    before = told(model, base)
+    for indices in ([0, 1], [-1]):
+        with pytest.raises(ValueError, match=rf"indices must be those of sequences, 0 to 0, got {indices[-1]}"):
+            base.select_sequences(indices)
+    assert torch.equal(told(model, base), before)
+
+
 # ---- pages that forks share ----
 
 SLOTS = torch.tensor([[0, 2, 5]] * 2, dtype=torch.int32)

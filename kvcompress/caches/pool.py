@@ -217,9 +217,10 @@ class PagePool(Keeping):
 
         copy.copy and copy.deepcopy do the same.
         """
-        pool = object.__new__(type(self))
+        pool, origins = object.__new__(type(self)), copy.deepcopy(self.origins)
         self._room = 0
-        pool._open(self.store, self._share(None), list(self.bounds), copy.deepcopy(self.origins))
+        # memory may run out above, or in it: pages that it has shared nobody else would give up
+        pool._open(self.store, self._share(None), list(self.bounds), origins)
         pool.exact, pool._stock = self.exact, -1
         for one in (self, pool):
             one._shares, one._last_shared = True, [True] * len(self.bounds)

@@ -11,6 +11,8 @@
  * and before what is not seen is left out. sink_logits (float32 [Hq] or NULL): one more column in the softmax of every
  * query of a head, of a key without a value: it adds exp(sink) to the sum and nothing to out, is not scaled and not
  * capped; finite, or -inf: none. KVC_BAD_SIZE for a scale or softcap that is not finite and for a negative softcap.
+ * Sums are in float32. Of queries and values of one 16-bit type the CUDA kernels of attention and decode round the weights
+ * (exp(x - m), m a maximum so far; backward p and ds) to that type before a product, and nothing else before the result.
  * Arrays with several leading dimensions are described by kvc_view. Indices and lengths in arrays are int32_t.
  * A count of 0 in any dimension is valid unless the function says otherwise: nothing is read, and nothing written unless
  * it says so.

@@ -1,4 +1,4 @@
-"""Shared by the tests: tiny models, random rows, and the tolerance rule."""
+"""Shared by the tests: tiny models, random rows, and cases in place of products."""
 
 from __future__ import annotations
 
@@ -294,38 +294,6 @@ def assert_packed_documents_are_apart(model: PreTrainedModel) -> None:
         torch.testing.assert_close(together[:, begin : begin + n], forward(model, document), rtol=1e-4, atol=1e-4)
         begin += n
     assert not torch.allclose(together, forward(model, packed))
-
-
-def assert_as_accurate(ours: Tensor, plain: Tensor, exact: Tensor, *, typical: bool = False) -> None:
-    """Error of ours at most twice that of the same formula in plain PyTorch in that dtype, both against float64.
-
-    The largest error; typical: the root of the mean square, for small tensors whose largest error is a matter of luck.
-    """
-    assert ours.shape == exact.shape
-    assert torch.equal(ours.isnan(), exact.isnan())
-    assert torch.equal(ours.isinf(), exact.isinf())
-    finite = exact.isfinite()
-    scale = exact[finite].abs().max().item() if finite.any() else 0.0
-
-    def error_of(x: Tensor) -> float:
-        errors = (x.double() - exact)[finite].abs()
-        return 0.0 if not finite.any() else (errors.square().mean().sqrt() if typical else errors.max()).item()
-
-    error, allowed = error_of(ours), error_of(plain)
-    ulps = (2 if typical else 1) * torch.finfo(ours.dtype).eps * scale
-    assert error <= 2 * allowed + ulps, f"error {error:.3g}, plain PyTorch {allowed:.3g}, scale {scale:.3g}"
-    if typical and finite.any():  # and none is far out
-        worst, most = ((x.double() - exact)[finite].abs().max().item() for x in (ours, plain))
-        assert worst <= 5 * (most + torch.finfo(ours.dtype).eps * scale), f"largest error {worst:.3g}, plain {most:.3g}"
-
-
-def least_accurate(compute: Callable[..., Tensor], exact: Tensor, *given: Tensor) -> Tensor:
-    """Of what plain PyTorch computes of tensors [..., D] whose last dimension is summed over, in several orders of it:
-    the one with the largest error. How lucky one order is differs from processor to processor."""
-    make = torch.Generator().manual_seed(0)
-    orders = [torch.arange(given[0].shape[-1]), *(torch.randperm(given[0].shape[-1], generator=make) for _ in range(7))]
-    found = [compute(*(x[..., order] for x in given)) for order in orders]
-    return max(found, key=lambda x: (x.double() - exact).nan_to_num(0, 0, 0).abs().max().item())
 
 
 def paged(k: Tensor, v: Tensor, page_size: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:

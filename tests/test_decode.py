@@ -1,10 +1,12 @@
 import itertools
 
+import accuracy
 import numpy as np
 import oracle
 import pytest
 import torch
-from helpers import DTYPES, assert_as_accurate, paged
+from accuracy import assert_within
+from helpers import DTYPES, paged
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,11 +21,11 @@ def int32(*values):
 
 def check(queries, k, v, end, **options):
     exact = oracle.decode(queries.double(), k, v, end, **options)
-    plain = oracle.decode(queries, k, v, end, **options)
     ours = ops.decode(queries, k, v, end, **options)
-    assert_as_accurate(ours[0], plain[0], exact[0], typical=True)
+    softmax, values = accuracy.of_pages(queries, k, v, end, **options)
+    assert_within(ours[0], exact[0], softmax.out_error(values, queries.dtype), "out")
     assert ours[1].dtype == torch.float32
-    assert_as_accurate(ours[1], plain[1].float(), exact[1], typical=True)
+    assert_within(ours[1], exact[1], softmax.lse_error(), "lse")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -213,12 +215,14 @@ def test_segments_merge_to_the_whole(backend, dtype):
     cut = int32(5, 4, 0, 300)
     parts = ops.decode(queries, k, v, cut), ops.decode(queries, k, v, end, begin=cut)
     merged = ops.merge_states(*parts)
-    exact = oracle.decode(queries.double(), k, v, end)
-    plain = oracle.merge_states(*((out, lse.float()) for out, lse in
-                                     (oracle.decode(queries, k, v, cut),
-                                      oracle.decode(queries, k, v, end, begin=cut))))  # fmt: skip
-    assert_as_accurate(merged[0], plain[0].to(dtype), exact[0])
-    torch.testing.assert_close(merged[1].double(), exact[1], atol=1e-2 if dtype != torch.float32 else 1e-5, rtol=0)
+    exact, states, errors = oracle.decode(queries.double(), k, v, end), [], []
+    for last, options in ((cut, {}), (end, {"begin": cut})):
+        states.append(oracle.decode(queries.double(), k, v, last, **options))
+        softmax, values = accuracy.of_pages(queries, k, v, last, **options)
+        errors.append((softmax.out_error(values, dtype), softmax.lse_error()))
+    bounds = accuracy.merged(*states, errors, dtype)
+    for found, wanted, bound in zip(merged, exact, bounds, strict=False):
+        assert_within(found, wanted, bound)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -227,10 +231,12 @@ def test_merge_as_the_reference(backend, dtype, D):
     states = [(torch.randn(2, 3, 5, D).to(dtype), 3 * torch.randn(2, 3, 5)) for _ in range(2)]
     states[0][1][0, 0, 0] = states[1][1][0, 0, 1] = -INF
     exact = oracle.merge_states(*((out.double(), lse.double()) for out, lse in states))
-    plain = oracle.merge_states(*states)
-    ours = ops.merge_states(*states)
-    assert_as_accurate(ours[0], plain[0].to(dtype), exact[0])
-    assert_as_accurate(ours[1], plain[1], exact[1])
+    double = [(out.double(), lse.double()) for out, lse in states]
+    none = [(torch.zeros_like(out), torch.zeros_like(lse)) for out, lse in double]
+    for found, wanted, bound in zip(
+        ops.merge_states(*states), exact, accuracy.merged(*double, none, dtype), strict=False
+    ):
+        assert_within(found, wanted, bound)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -1,7 +1,9 @@
+import accuracy_dmc
 import oracle
 import pytest
 import torch
-from helpers import DTYPES, assert_as_accurate
+from accuracy import assert_within
+from helpers import DTYPES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle.dmc_gates import philox
@@ -98,10 +100,9 @@ def test_decisions_as_the_reference(backend, dtype, options):
                 continue
             double = noise.double() if isinstance(noise, torch.Tensor) else noise
             exact = oracle.dmc_decisions(x.double(), noise=double, **options)
-            plain = oracle.dmc_decisions(x, noise=noise, **options)
-            ours = ops.dmc_decisions(x, noise=noise, **options)
-            for y, z, w in zip(ours, plain, exact, strict=True):
-                assert_as_accurate(y, z, w)
+            bounds = accuracy_dmc.decisions(x, exact, noise=noise, **options)
+            for y, z, bound in zip(ops.dmc_decisions(x, noise=noise, **options), exact, bounds, strict=True):
+                assert_within(y, z, bound)
 
 
 def test_hard_decisions_are_thresholds_and_hide_all_or_nothing(backend):
@@ -160,8 +161,8 @@ def test_extreme_logits_give_finite_decisions_and_gradients(backend, size):
 def test_importance_as_the_reference(backend, dtype, reduce, heads, kv_heads):
     x = logits_like_keys(2, heads, 300, dtype, shift=-5.0)
     exact = oracle.dmc_importance(x.double(), kv_heads, reduce=reduce, eps=2.0**-7)
-    plain = oracle.dmc_importance(x, kv_heads, reduce=reduce, eps=2.0**-7)
-    assert_as_accurate(ops.dmc_importance(x, kv_heads, reduce=reduce, eps=2.0**-7), plain, exact)
+    bound = accuracy_dmc.importance(x, kv_heads, reduce=reduce, eps=2.0**-7)
+    assert_within(ops.dmc_importance(x, kv_heads, reduce=reduce, eps=2.0**-7), exact, bound)
     ours, double = x.float().clone().requires_grad_(), x.double().requires_grad_()
     grad = torch.randn(2, kv_heads, 300)
     ops.dmc_importance(ours, kv_heads, reduce=reduce).backward(grad)
@@ -186,7 +187,7 @@ def test_mask_as_the_reference(backend):
     tempered = 30 * torch.randn(2, 3, 300)
     tempered[0, 0, :10] = torch.tensor([1e4, -1e4, 17, 20, 100, -100, INF, -INF, 0, 50])
     exact = oracle.dmc_mask(tempered.double())
-    assert_as_accurate(ops.dmc_mask(tempered), oracle.dmc_mask(tempered), exact)
+    assert_within(ops.dmc_mask(tempered), exact, accuracy_dmc.mask(exact))
     ours, double = tempered.clone().requires_grad_(), tempered.double().requires_grad_()
     grad = torch.randn(2, 3, 300)
     ops.dmc_mask(ours).backward(grad)

@@ -1,9 +1,13 @@
 """Every op at sizes that models have, on the CPU and on a GPU: what small shapes cannot show of launches and limits."""
 
+import accuracy
+import accuracy_dmc
 import oracle
 import pytest
 import torch
-from helpers import assert_as_accurate, check_table, least_accurate, others_of, paged, rows_of, shared_table
+from accuracy import assert_within
+from attention_definition import errors
+from helpers import check_table, others_of, paged, rows_of, shared_table
 
 from kvcompress import ops
 
@@ -27,7 +31,7 @@ def test_rope_of_many_tokens(hardware):
     angles, positions = torch.randn(5000, 32), torch.randint(0, 5000, (2, 4096), dtype=torch.int32)
     cos, sin = angles.cos(), angles.sin()
     exact = oracle.rope(x.double(), cos.double(), sin.double(), positions)
-    assert_as_accurate(ops.rope(x, cos, sin, positions), oracle.rope(x, cos, sin, positions), exact)
+    assert_within(ops.rope(x, cos, sin, positions), exact, accuracy.rope(x, cos, sin, positions))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *SIXTEEN])
@@ -36,8 +40,7 @@ def test_window_scores(hardware, dtype, Hq, Hkv, W, T):
     """With cuBLAS, several slabs of keys, and with the longest window several passes of rows."""
     queries, keys = tensors((1, Hq, W, 64), (1, Hkv, T, 64), dtype=dtype)
     exact = oracle.window_scores(*double(queries, keys))
-    plain = least_accurate(oracle.window_scores, exact, queries.float(), keys.float())
-    assert_as_accurate(ops.window_scores(queries, keys), plain, exact, typical=True)
+    assert_within(ops.window_scores(queries, keys), exact, accuracy.window_scores(queries, keys))
 
 
 def test_layer_similarity_of_many_layers(hardware):
@@ -45,7 +48,7 @@ def test_layer_similarity_of_many_layers(hardware):
     exact, count = oracle.layer_similarity(*double(queries, keys), sinks=4, recent=20)
     ours, ours_count = ops.layer_similarity(queries, keys, sinks=4, recent=20)
     assert ours_count == count
-    torch.testing.assert_close(ours, exact, rtol=0, atol=4e-6 * count)
+    assert_within(ours, exact, accuracy.layer_similarity(queries, keys, sinks=4, recent=20))
 
 
 @pytest.mark.parametrize(("R", "T", "k"), [(3, 20_000, 1024), (2, 131_072, 131_071), (70_000, 7, 3)])
@@ -61,10 +64,10 @@ def test_decode(hardware, B, Hq, Hkv, S, T, P):
     end = torch.randint(S, T, (B * Hkv,), dtype=torch.int32)
     end[0] = T
     exact = oracle.decode(queries.double(), k.double(), v.double(), end, causal=True)
-    plain = oracle.decode(queries, k, v, end, causal=True)
-    ours = ops.decode(queries, k_pages, v_pages, end, block_table=table, causal=True)
-    for x, y, z in zip(ours, plain, exact, strict=True):
-        assert_as_accurate(x, y.to(x.dtype), z, typical=True)
+    out, lse = ops.decode(queries, k_pages, v_pages, end, block_table=table, causal=True)
+    softmax, values = accuracy.of_pages(queries, k, v, end, causal=True)
+    assert_within(out, exact[0], softmax.out_error(values, out.dtype), "out")
+    assert_within(lse, exact[1], softmax.lse_error(), "lse")
 
 
 def test_decode_that_hands_on_its_probabilities(hardware):
@@ -72,19 +75,17 @@ def test_decode_that_hands_on_its_probabilities(hardware):
     queries, k, v = tensors((B, Hq, 1, D), (B * Hkv, T, D), (B * Hkv, T, D))
     k_pages, v_pages, table = paged(k, v, 64)
     begin, end = torch.zeros(B * Hkv, dtype=torch.int32), torch.randint(1, T, (B * Hkv,), dtype=torch.int32)
-    ours, plain = torch.zeros(B, Hq, T), torch.zeros(B, Hq, T)
-    exact = plain.double()
-    oracle.decode(queries.float(), k.float(), v.float(), end, probabilities=plain)
+    ours = torch.zeros(B, Hq, T)
+    exact = ours.double()
     oracle.decode(queries.double(), k.double(), v.double(), end, probabilities=exact)
     _, lse = ops.decode(queries, k_pages, v_pages, end, block_table=table, probabilities=ours)
-    assert_as_accurate(ours, plain, exact, typical=True)
+    assert_within(ours, exact, accuracy.probabilities(T, queries, k, v, end))
     near = tensors((B, Hq, 1, D))[0], torch.randn(B, Hq, 1)
     given = ours, lse, v_pages, begin, end
     exact, _ = oracle.decode_shared(
         tuple(double(*near)), ours.double(), lse.double(), v_pages, begin, end, block_table=table
     )
-    plain, _ = oracle.decode_shared(near, *given, block_table=table)
-    assert_as_accurate(ops.decode_shared(near, *given, block_table=table)[0], plain, exact, typical=True)
+    assert_within(ops.decode_shared(near, *given, block_table=table)[0], exact, accuracy.shared(near, *given, table))
 
 
 @pytest.mark.parametrize("mask", [{}, {"window": 200, "sinks": 4}], ids=["causal", "window"])
@@ -99,9 +100,9 @@ def test_attention_and_its_gradients(hardware, mask, D):
         return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
 
     exact = results(oracle.attention, double(*given), grad.double())
-    plain = results(oracle.attention, given, grad)
-    for x, y, z in zip(results(ops.attention, given, grad), plain, exact, strict=True):
-        assert_as_accurate(x, y.to(x.dtype), z, typical=True)
+    bounds = errors((*given, None), (grad, torch.zeros(grad.shape[:3])), **mask)
+    for name, x, y in zip(("out", "dq", "dk", "dv"), results(ops.attention, given, grad), exact, strict=True):
+        assert_within(x, y, bounds[name], name)
 
 
 def test_accumulation_over_4096_tokens_and_its_gradients(hardware):
@@ -117,9 +118,10 @@ def test_accumulation_over_4096_tokens_and_its_gradients(hardware):
 
     given = [keys, values, alpha, omega]
     exact = results(oracle.dmc_accumulate, double(*given), double(*grads))
-    plain = results(oracle.dmc_accumulate, given, grads)
-    for x, y, z in zip(results(ops.dmc_accumulate, given, grads), plain, exact, strict=True):
-        assert_as_accurate(x, y, z, typical=True)
+    bounds = accuracy_dmc.accumulate(given, grads, neuron=-1)
+    names = ("keys", "values", "dkeys", "dvalues", "dalpha", "domega")
+    for name, x, y in zip(names, results(ops.dmc_accumulate, given, grads), exact, strict=True):
+        assert_within(x, y, bounds[name], name)
 
 
 @pytest.mark.parametrize("S", [1, 3])

@@ -3,15 +3,15 @@ import oracle
 import pytest
 import torch
 from attention_definition import MASKS, check, inputs, results
-from helpers import DTYPES
+from backends import BACKENDS
+from helpers import DTYPES, covering
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcompress import ops
 
 
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("mask", "bias", "backend"), covering(MASKS, [False, True], BACKENDS), indirect=["backend"])
 def test_masks_and_gradients_as_the_reference(backend, mask, bias):
     check(inputs(2, 2, 1, 100, 150, 32, bias=bias), **MASKS[mask])
 
@@ -23,25 +23,30 @@ def with_sinks(*args, **settings):
     return *tensors, sinks.requires_grad_()
 
 
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize(("S", "T", "D"), [(40, 70, 16), (20, 45, 300)])
-def test_softcap_and_sinks_as_the_reference(backend, mask, S, T, D):
-    options = {"lengths": torch.tensor([T, S - 5], dtype=torch.int32), **MASKS[mask]}
-    for dtype in DTYPES:
-        check(inputs(2, 2, 1, S, T, D, dtype, bias=True), softcap=1.5, **options)
-        check(with_sinks(2, 2, 1, S, T, D, dtype), **options)
-    check(with_sinks(2, 2, 1, S, T, D), softcap=40.0, **options)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("B", "Hq", "Hkv", "S", "T", "D"),
-    [(1, 8, 1, 3, 20, 64), (2, 4, 2, 3, 35, 80), (1, 1, 1, 20, 200, 96), (1, 1, 1, 65, 130, 128),
-     (1, 1, 1, 20, 70, 256), (1, 2, 1, 64, 64, 33), (1, 1, 1, 7, 9, 1), (1, 2, 2, 5, 9, 7), (1, 1, 1, 40, 40, 136),
-     (1, 1, 1, 9, 70, 200), (1, 2, 1, 17, 33, 512), (2, 2, 2, 3, 40, 400), (1, 3, 1, 33, 34, 257),
-     (1, 2, 1, 9, 40, 509)],
-)  # fmt: skip
-def test_shapes_and_dtypes_as_the_reference(backend, dtype, B, Hq, Hkv, S, T, D):
+    ("mask", "sizes", "dtype", "backend"),
+    covering(MASKS, [(40, 70, 16), (20, 45, 300)], DTYPES, BACKENDS),
+    indirect=["backend"],
+)
+def test_softcap_and_sinks_as_the_reference(backend, mask, sizes, dtype):
+    S, T, D = sizes
+    options = {"lengths": torch.tensor([T, S - 5], dtype=torch.int32), **MASKS[mask]}
+    check(inputs(2, 2, 1, S, T, D, dtype, bias=True), softcap=1.5, **options)
+    check(with_sinks(2, 2, 1, S, T, D, dtype), **options)
+    check(with_sinks(2, 2, 1, S, T, D, dtype), softcap=40.0, **options)
+
+
+SIZES = [
+    (1, 8, 1, 3, 20, 64), (2, 4, 2, 3, 35, 80), (1, 1, 1, 20, 200, 96), (1, 1, 1, 65, 130, 128),
+    (1, 1, 1, 20, 70, 256), (1, 2, 1, 64, 64, 33), (1, 1, 1, 7, 9, 1), (1, 2, 2, 5, 9, 7), (1, 1, 1, 40, 40, 136),
+    (1, 1, 1, 9, 70, 200), (1, 2, 1, 17, 33, 512), (2, 2, 2, 3, 40, 400), (1, 3, 1, 33, 34, 257),
+    (1, 2, 1, 9, 40, 509),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("dtype", "sizes", "backend"), covering(DTYPES, SIZES, BACKENDS), indirect=["backend"])
+def test_shapes_and_dtypes_as_the_reference(backend, dtype, sizes):
+    B, Hq, Hkv, S, T, D = sizes
     check(with_sinks(B, Hq, Hkv, S, T, D, dtype, bias=True), softcap=2.0)
     check(inputs(B, Hq, Hkv, S, T, D, dtype, bias=True), softcap=30.0, window=20, sinks=2, complement=True)
     check(inputs(B, Hq, Hkv, S, T, D, dtype, bias=True))
@@ -176,9 +181,9 @@ def test_a_query_that_sees_nothing_has_no_gradient(backend, dtype):
         assert not grad.any()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("D", [16, 136, 300])
-@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize(
+    ("dtype", "D", "softcap", "backend"), covering(DTYPES, [16, 136, 300], [None, 2.0], BACKENDS), indirect=["backend"]
+)
 def test_what_a_query_that_sees_nothing_holds_reaches_no_gradient(backend, dtype, D, softcap):
     lengths = torch.tensor([20, 3, 0], dtype=torch.int32)  # 50, 67 and 70 of the queries of each head are padding
     queries, *rest = inputs(3, 2, 1, 70, 75, D, dtype, bias=True)
@@ -280,8 +285,7 @@ def test_errors_do_not_add_up_over_many_keys_or_queries(cpu):
     torch.testing.assert_close(dv[0, 0, 0], torch.full((D,), 0.1 * (tokens + 1) / 2), rtol=2e-6, atol=0)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shift", [0, 3])
+@pytest.mark.parametrize(("dtype", "shift", "backend"), covering(DTYPES, [0, 3], BACKENDS), indirect=["backend"])
 def test_any_strides(backend, dtype, shift):
     """Memory as projections leave it; with a shift no row starts on 16 bytes."""
 

@@ -6,7 +6,8 @@ import oracle
 import pytest
 import torch
 from accuracy import assert_within
-from helpers import DTYPES, paged
+from backends import BACKENDS
+from helpers import DTYPES, covering, paged
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -28,13 +29,15 @@ def check(queries, k, v, end, **options):
     assert_within(ours[1], exact[1], softmax.lse_error(), "lse")
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    ("B", "Hq", "Hkv", "S", "T", "D", "P"),
-    [(1, 1, 1, 1, 1, 16, 4), (2, 8, 2, 1, 300, 64, 64), (1, 8, 1, 3, 70, 128, 16), (2, 3, 3, 2, 33, 80, 8),
-     (1, 4, 2, 3, 300, 33, 256), (1, 2, 1, 1, 20, 256, 32), (1, 5, 1, 1, 40, 7, 1)],
-)  # fmt: skip
-def test_paged_rows_as_the_reference(backend, dtype, B, Hq, Hkv, S, T, D, P):
+SIZES = [
+    (1, 1, 1, 1, 1, 16, 4), (2, 8, 2, 1, 300, 64, 64), (1, 8, 1, 3, 70, 128, 16), (2, 3, 3, 2, 33, 80, 8),
+    (1, 4, 2, 3, 300, 33, 256), (1, 2, 1, 1, 20, 256, 32), (1, 5, 1, 1, 40, 7, 1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("dtype", "sizes", "backend"), covering(DTYPES, SIZES, BACKENDS), indirect=["backend"])
+def test_paged_rows_as_the_reference(backend, dtype, sizes):
+    B, Hq, Hkv, S, T, D, P = sizes
     R = B * Hkv
     queries = torch.randn(B, Hq, S, D).to(dtype)
     k, v = torch.randn(R, T, D).to(dtype), torch.randn(R, T, D).to(dtype)
@@ -56,9 +59,11 @@ def test_contiguous_rows_equal_paged_rows(backend):
     assert torch.equal(here[1], there[1])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("Hq", "S"), [(4, 1), (4, 10)])
-def test_values_may_lie_elsewhere_than_keys(backend, dtype, Hq, S):
+@pytest.mark.parametrize(
+    ("dtype", "sizes", "backend"), covering(DTYPES, [(4, 1), (4, 10)], BACKENDS), indirect=["backend"]
+)
+def test_values_may_lie_elsewhere_than_keys(backend, dtype, sizes):
+    Hq, S = sizes
     queries, (k, v) = torch.randn(2, Hq, S, 32).to(dtype), torch.randn(2, 4, 300, 32).to(dtype)
     begin, end = int32(0, 10, 69, 230), int32(300, 30, 70, 290)
     k_pages, v_pages, table = paged(k, v, 16)
@@ -74,10 +79,13 @@ def test_values_may_lie_elsewhere_than_keys(backend, dtype, Hq, S):
 
 
 # before the range a page that the row does not have; pieces of 512 keys, so sinks of more than one
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("Hq", "S"), [(4, 1), (4, 5)])
-@pytest.mark.parametrize("sinks", [1, 16, 37, 600, 5000])
-def test_first_keys_are_seen_with_a_range(backend, dtype, Hq, S, sinks):
+@pytest.mark.parametrize(
+    ("dtype", "sizes", "sinks", "backend"),
+    covering(DTYPES, [(4, 1), (4, 5)], [1, 16, 37, 600, 5000], BACKENDS),
+    indirect=["backend"],
+)
+def test_first_keys_are_seen_with_a_range(backend, dtype, sizes, sinks):
+    Hq, S = sizes
     queries, (k, v) = torch.randn(2, Hq, S, 32).to(dtype), torch.randn(2, 4, 730, 32).to(dtype)
     begin, end = int32(0, 10, 700, 720), int32(20, 30, 730, 720)
     k_pages, v_pages, table = paged(k, v, 16)
@@ -105,8 +113,9 @@ def test_a_missing_page_of_the_first_keys_is_refused(sinks):
         )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("S", [1, 2, 16])
+@pytest.mark.parametrize(
+    ("dtype", "S", "backend"), covering([torch.float32, torch.bfloat16], [1, 2, 16], BACKENDS), indirect=["backend"]
+)
 def test_every_group_size_and_tile_of_queries(backend, dtype, S):
     for group in {1: range(1, 17), 2: (1, 3, 8, 16), 16: (1, 3)}[S]:
         queries, (k, v) = torch.randn(1, group, S, 16).to(dtype), torch.randn(2, 1, 300, 16).to(dtype)
@@ -126,12 +135,14 @@ def test_ranges_begin_anywhere(backend):
         check(queries, k, v, int32(50, 50, 18, 20), begin=int32(0, 49, 17, 20), causal=causal)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("Hq", "S", "D", "P"), [(4, 1, 64, 64), (2, 1, 128, 16), (2, 16, 32, 32), (18, 1, 72, 8), (2, 3, 33, 256)]
+    ("dtype", "sizes", "backend"),
+    covering(DTYPES, [(4, 1, 64, 64), (2, 1, 128, 16), (2, 16, 32, 32), (18, 1, 72, 8), (2, 3, 33, 256)], BACKENDS),
+    indirect=["backend"],
 )
-def test_one_long_row_among_short_ones(backend, dtype, Hq, S, D, P):
+def test_one_long_row_among_short_ones(backend, dtype, sizes):
     """Rows of many pieces, of one, and of none; the pieces begin where the row does."""
+    Hq, S, D, P = sizes
     queries, (k, v) = torch.randn(2, Hq, S, D).to(dtype), torch.randn(2, 4, 1100, D).to(dtype)
     k_pages, v_pages, table = paged(k, v, P)
     begin, end = int32(3, 0, 700, 40), int32(1099, 30, 700, 297)
@@ -225,8 +236,7 @@ def test_segments_merge_to_the_whole(backend, dtype):
         assert_within(found, wanted, bound)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("D", [16, 33, 80, 128])
+@pytest.mark.parametrize(("dtype", "D", "backend"), covering(DTYPES, [16, 33, 80, 128], BACKENDS), indirect=["backend"])
 def test_merge_as_the_reference(backend, dtype, D):
     states = [(torch.randn(2, 3, 5, D).to(dtype), 3 * torch.randn(2, 3, 5)) for _ in range(2)]
     states[0][1][0, 0, 0] = states[1][1][0, 0, 1] = -INF

@@ -8,7 +8,8 @@ import oracle
 import pytest
 import torch
 from accuracy import assert_within
-from helpers import DTYPES, paged
+from backends import BACKENDS
+from helpers import DTYPES, covering, paged
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -76,9 +77,9 @@ def check_shared(given, table, tau=None):
 # ---- decode writes probabilities ----
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("B", "Hq", "Hkv", "T", "D", "P"), SIZES)
-def test_probabilities_as_the_reference(backend, dtype, B, Hq, Hkv, T, D, P):
+@pytest.mark.parametrize(("dtype", "sizes", "backend"), covering(DTYPES, SIZES, BACKENDS), indirect=["backend"])
+def test_probabilities_as_the_reference(backend, dtype, sizes):
+    B, Hq, Hkv, T, D, P = sizes
     queries, (k, v) = torch.randn(B, Hq, 1, D).to(dtype), torch.randn(2, B * Hkv, T, D).to(dtype)
     begin, end = rows(B * Hkv, T)
     k_pages, v_pages, table = paged(k, v, P)
@@ -155,9 +156,9 @@ def test_keys_on_no_page_have_probability_zero(cuda, dtype):
 # ---- decode_shared ----
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("B", "Hq", "Hkv", "T", "D", "P"), SIZES)
-def test_shared_as_the_reference(backend, dtype, B, Hq, Hkv, T, D, P):
+@pytest.mark.parametrize(("dtype", "sizes", "backend"), covering(DTYPES, SIZES, BACKENDS), indirect=["backend"])
+def test_shared_as_the_reference(backend, dtype, sizes):
+    B, Hq, Hkv, T, D, P = sizes
     given, table = drawn_shared(B, Hq, Hkv, T, D, P, dtype)
     for tau in (None, 0.0, 0.4, 0.6, 1.0):
         out, skipped = check_shared(given, table, tau)

@@ -3,7 +3,8 @@
 import oracle
 import pytest
 import torch
-from helpers import DTYPES
+from backends import BACKENDS
+from helpers import DTYPES, covering
 
 from kvcompress import ops
 from kvcompress.ops import Noise, PageTable, Tail
@@ -85,9 +86,9 @@ def test_what_is_worked_out_by_hand(module):
     torch.testing.assert_close(v.grad[0, 0].double(), expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("G", [1, 2, 8])
-@pytest.mark.parametrize("T", [1, 2, 70])
-@pytest.mark.parametrize("window", [None, 12])
+@pytest.mark.parametrize(
+    ("G", "T", "window", "backend"), covering([1, 2, 8], [1, 2, 70], [None, 12], BACKENDS), indirect=["backend"]
+)
 def test_training_attention_and_its_gradients_are_the_dense_ones(backend, G, T, window):
     tensors = projections(1, 2 * G, 2, T, 16)
     # tempered logits of order 1, so that gradients do not vanish
@@ -103,8 +104,7 @@ def test_training_attention_and_its_gradients_are_the_dense_ones(backend, G, T, 
         assert ((x - y).abs().max() / scale).item() < 1e-4, name
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("hard", [False, True])
+@pytest.mark.parametrize(("dtype", "hard", "backend"), covering(DTYPES, [False, True], BACKENDS), indirect=["backend"])
 def test_a_model_that_never_merges_is_the_dense_one(backend, dtype, hard):
     """Bit for bit on a CPU; on CUDA in 16 bits a bias of keys, here of zeros, leaves the quick path of exponents."""
     q, k, v = projections(1, 4, 2, 80, 32, dtype)
@@ -177,8 +177,9 @@ def test_extreme_logits_give_finite_outputs_and_gradients(backend, size):
 # ---- inference ----
 
 
-@pytest.mark.parametrize("window", [None, 3])
-@pytest.mark.parametrize("chunk", [1, 7, 30])
+@pytest.mark.parametrize(
+    ("window", "chunk", "backend"), covering([None, 3], [1, 7, 30], BACKENDS), indirect=["backend"]
+)
 def test_training_with_hard_decisions_is_inference(backend, window, chunk):
     B, Hq, Hkv, T, D, P = 2, 4, 2, 30, 16, 8
     q, k, v = projections(B, Hq, Hkv, T, D)

@@ -3,7 +3,8 @@ import oracle
 import pytest
 import torch
 from accuracy import assert_within
-from helpers import DTYPES
+from backends import BACKENDS
+from helpers import DTYPES, covering
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -49,8 +50,7 @@ SHAPES = [(1, 1, 1, 16), (2, 3, 5, 33), (1, 2, 64, 64), (1, 1, 130, 20), (1, 1, 
           (1, 1, 9, 301), (1, 2, 9, 512)]  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("dtype", "shape", "backend"), covering(DTYPES, SHAPES, BACKENDS), indirect=["backend"])
 def test_shapes_and_dtypes_as_the_reference(backend, dtype, shape):
     tensors = inputs(*shape, dtype)
     check(tensors, neuron=-1)
@@ -78,7 +78,7 @@ def test_a_row_of_many_segments_as_the_reference(cuda):
     check(inputs(1, 1, 4500, 1, merging=0.95))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     T=st.integers(1, 700),
     D=st.integers(1, 20),
@@ -101,8 +101,7 @@ def test_any_sizes_as_the_reference(T, D, heads, merging, window, seed):
 # ---- what must always hold ----
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("window", [None, 12])
+@pytest.mark.parametrize(("dtype", "window", "backend"), covering(DTYPES, [None, 12], BACKENDS), indirect=["backend"])
 def test_a_token_that_does_not_merge_is_itself(backend, dtype, window):
     keys, values, alpha, omega = inputs(1, 2, 150, 24, dtype)
     alone = torch.rand(1, 2, 150) < 0.4
@@ -243,8 +242,7 @@ def test_smallest_weights_give_finite_values_and_gradients(backend, weight):
             assert x.isfinite().all()
 
 
-@pytest.mark.parametrize("shift", [0, 3])
-@pytest.mark.parametrize("window", [None, 9])
+@pytest.mark.parametrize(("shift", "window", "backend"), covering([0, 3], [None, 9], BACKENDS), indirect=["backend"])
 def test_any_strides(backend, window, shift):
     """Memory as projections leave it; with a shift no row starts on 16 bytes."""
 

@@ -4,7 +4,8 @@ from itertools import pairwise
 import oracle
 import pytest
 import torch
-from helpers import DTYPES, check_table, others_of, rows_of, shared_table
+from backends import BACKENDS
+from helpers import DTYPES, check_table, covering, others_of, rows_of, shared_table
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -128,9 +129,13 @@ def append_to_random_rows(seed, S, page_size, merging, *, window, neuron, rotary
     return (pages, table, tail), expected
 
 
-@pytest.mark.parametrize("page_size", [1, 4, 16])
-@pytest.mark.parametrize(("S", "merging"), [(1, 0.5), (1, 1.0), (9, 0.3), (9, 0.9), (300, 0.95)])
-def test_appends_as_the_reference_and_writes_no_shared_page(backend, page_size, S, merging):
+@pytest.mark.parametrize(
+    ("page_size", "sizes", "backend"),
+    covering([1, 4, 16], [(1, 0.5), (1, 1.0), (9, 0.3), (9, 0.9), (300, 0.95)], BACKENDS),
+    indirect=["backend"],
+)
+def test_appends_as_the_reference_and_writes_no_shared_page(backend, page_size, sizes):
+    S, merging = sizes
     for window in (None, 1, 5):
         append_to_random_rows(S + page_size, S, page_size, merging, window=window, neuron=1, rotary_dim=4)
 
@@ -152,8 +157,9 @@ def test_changes_exactly_what_the_reference_changes(page_size, S, window, neuron
         torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("D", [1, 33, 80, 128, 200, 300, 512])
+@pytest.mark.parametrize(
+    ("dtype", "D", "backend"), covering(DTYPES, [1, 33, 80, 128, 200, 300, 512], BACKENDS), indirect=["backend"]
+)
 def test_dtypes_and_head_dims_as_the_reference(backend, dtype, D):
     B, H, S, P = 2, 2, 40, 16
     cos, sin = tables(S, D // 4 * 2)
@@ -168,8 +174,7 @@ def test_dtypes_and_head_dims_as_the_reference(backend, dtype, D):
         same(*found)
 
 
-@pytest.mark.parametrize("window", [None, 3])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("window", "dtype", "backend"), covering([None, 3], DTYPES, BACKENDS), indirect=["backend"])
 def test_any_chunks_are_token_by_token(backend, dtype, window):
     """Also those of several pieces, and a slot that is longer than a piece."""
     B, H, S, D, P = 1, 2, 600, 20, 4

@@ -3,7 +3,8 @@ import oracle
 import pytest
 import torch
 from accuracy import assert_within
-from helpers import DTYPES
+from backends import BACKENDS
+from helpers import DTYPES, covering
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle.dmc_gates import philox
@@ -87,10 +88,14 @@ def test_mean_of_hard_decisions_is_the_sigmoid_of_the_logit():
 # ---- decisions ----
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"scale": 100.0, "shift": 500.0, "temperature": 2.0}, {"margin": 0.25}, {"hard": True, "margin": 0.5}],
+    ("dtype", "options", "backend"),
+    covering(
+        DTYPES,
+        [{}, {"scale": 100.0, "shift": 500.0, "temperature": 2.0}, {"margin": 0.25}, {"hard": True, "margin": 0.5}],
+        BACKENDS,
+    ),
+    indirect=["backend"],
 )
 def test_decisions_as_the_reference(backend, dtype, options):
     for shape in ((1, 1, 1), (2, 3, 7), (2, 3, 300), (1, 2, 1000)):
@@ -155,10 +160,13 @@ def test_extreme_logits_give_finite_decisions_and_gradients(backend, size):
 # ---- importance ----
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("reduce", ops.IMPORTANCES)
-@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (6, 2), (8, 8), (8, 1)])
-def test_importance_as_the_reference(backend, dtype, reduce, heads, kv_heads):
+@pytest.mark.parametrize(
+    ("dtype", "reduce", "heads", "backend"),
+    covering(DTYPES, ops.IMPORTANCES, [(1, 1), (6, 2), (8, 8), (8, 1)], BACKENDS),
+    indirect=["backend"],
+)
+def test_importance_as_the_reference(backend, dtype, reduce, heads):
+    heads, kv_heads = heads
     x = logits_like_keys(2, heads, 300, dtype, shift=-5.0)
     exact = oracle.dmc_importance(x.double(), kv_heads, reduce=reduce, eps=2.0**-7)
     bound = accuracy_dmc.importance(x, kv_heads, reduce=reduce, eps=2.0**-7)

@@ -8,7 +8,8 @@ import oracle
 import pytest
 import torch
 from accuracy import assert_within
-from helpers import DTYPES, MASKED_RANGES, paged
+from backends import BACKENDS
+from helpers import DTYPES, MASKED_RANGES, covering, paged
 
 from kvcompress import ops
 
@@ -42,14 +43,16 @@ def check_decode(queries, k, v, end, **options):
         )
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    ("B", "Hq", "Hkv", "S", "T", "D", "P"),
-    [(1, 2, 1, 1, 1, 16, 4), (2, 8, 2, 1, 300, 64, 64), (1, 4, 1, 3, 70, 128, 16), (2, 3, 3, 2, 33, 80, 8),
-     (1, 4, 2, 3, 90, 33, 256), (1, 8, 2, 1, 20, 256, 8), (2, 4, 2, 1, 40, 512, 8), (1, 4, 2, 9, 30, 512, 64),
-     (1, 6, 2, 2, 270, 400, 16), (1, 2, 1, 2, 30, 509, 16), (1, 16, 1, 1, 50, 300, 16), (1, 1, 1, 1, 520, 301, 4)],
-)  # fmt: skip
-def test_decode_with_softcap_and_sinks(backend, dtype, B, Hq, Hkv, S, T, D, P):
+SIZES = [
+    (1, 2, 1, 1, 1, 16, 4), (2, 8, 2, 1, 300, 64, 64), (1, 4, 1, 3, 70, 128, 16), (2, 3, 3, 2, 33, 80, 8),
+    (1, 4, 2, 3, 90, 33, 256), (1, 8, 2, 1, 20, 256, 8), (2, 4, 2, 1, 40, 512, 8), (1, 4, 2, 9, 30, 512, 64),
+    (1, 6, 2, 2, 270, 400, 16), (1, 2, 1, 2, 30, 509, 16), (1, 16, 1, 1, 50, 300, 16), (1, 1, 1, 1, 520, 301, 4),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("dtype", "sizes", "backend"), covering(DTYPES, SIZES, BACKENDS), indirect=["backend"])
+def test_decode_with_softcap_and_sinks(backend, dtype, sizes):
+    B, Hq, Hkv, S, T, D, P = sizes
     R = B * Hkv
     queries = torch.randn(B, Hq, S, D).to(dtype)
     k_pages, v_pages, table = paged(torch.randn(R, T, D).to(dtype), torch.randn(R, T, D).to(dtype), P)
@@ -132,9 +135,13 @@ def test_segments_of_which_one_has_the_sinks_merge_to_the_whole(backend, which):
     torch.testing.assert_close(merged[1].double(), exact[1], atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("Hq", "D"), [(8, 32), (4, 64), (4, 512), (2, 512), (6, 301), (10, 300)])
-def test_near_attention_with_sinks_and_shared_are_one_softmax(backend, dtype, Hq, D):
+@pytest.mark.parametrize(
+    ("dtype", "sizes", "backend"),
+    covering(DTYPES, [(8, 32), (4, 64), (4, 512), (2, 512), (6, 301), (10, 300)], BACKENDS),
+    indirect=["backend"],
+)
+def test_near_attention_with_sinks_and_shared_are_one_softmax(backend, dtype, sizes):
+    Hq, D = sizes
     B, Hkv, T = 2, 2, 330
     queries, k, v = torch.randn(B, Hq, 1, D).to(dtype), *torch.randn(2, B * Hkv, T, D).to(dtype)
     k_pages, v_pages, table = paged(k, v, 16)
@@ -165,8 +172,9 @@ def test_near_attention_with_sinks_and_shared_are_one_softmax(backend, dtype, Hq
         torch.testing.assert_close(out[~skipped].double(), exact[~skipped], atol=tolerance, rtol=tolerance)
 
 
-@pytest.mark.parametrize("reduce", ops.REDUCTIONS)
-@pytest.mark.parametrize("ranges", [{}, *MASKED_RANGES])
+@pytest.mark.parametrize(
+    ("reduce", "ranges", "backend"), covering(ops.REDUCTIONS, [{}, *MASKED_RANGES], BACKENDS), indirect=["backend"]
+)
 def test_window_scores_with_softcap_and_sinks(backend, ranges, reduce):
     queries, keys = torch.randn(2, 4, 9, 32), 3 * torch.randn(2, 2, 150, 32)
     options = {"reduce": reduce, "lengths": torch.tensor([150, 40], dtype=torch.int32), "kernel_size": 1, **ranges}
@@ -176,9 +184,13 @@ def test_window_scores_with_softcap_and_sinks(backend, ranges, reduce):
         assert_within(ops.window_scores(queries, keys, **options, **logits), exact, bound)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("Hq", "Hkv", "W", "T", "D"), [(4, 2, 8, 77, 512), (6, 1, 3, 200, 400), (2, 2, 70, 130, 301)])
-def test_window_scores_of_large_heads(backend, dtype, Hq, Hkv, W, T, D):
+@pytest.mark.parametrize(
+    ("dtype", "sizes", "backend"),
+    covering(DTYPES, [(4, 2, 8, 77, 512), (6, 1, 3, 200, 400), (2, 2, 70, 130, 301)], BACKENDS),
+    indirect=["backend"],
+)
+def test_window_scores_of_large_heads(backend, dtype, sizes):
+    Hq, Hkv, W, T, D = sizes
     queries, keys = torch.randn(1, Hq, W, D).to(dtype), torch.randn(1, Hkv, T, D).to(dtype)
     options = {"softcap": 3.0, "sink_logits": sinks_of(Hq)}
     exact = oracle.window_scores(queries.double(), keys.double(), **options)
@@ -192,9 +204,13 @@ def test_window_scores_of_many_passes_with_sinks():
     assert_within(ops.window_scores(queries, keys, **options), exact, accuracy.window_scores(queries, keys, **options))
 
 
-@pytest.mark.parametrize(("sinks", "recent"), [(0, 0), (1, 2), (70, 64)])
-@pytest.mark.parametrize("D", [32, 512])
-def test_layer_similarity_with_softcap(backend, sinks, recent, D):
+@pytest.mark.parametrize(
+    ("sinks_and_recent", "D", "backend"),
+    covering([(0, 0), (1, 2), (70, 64)], [32, 512], BACKENDS),
+    indirect=["backend"],
+)
+def test_layer_similarity_with_softcap(backend, sinks_and_recent, D):
+    sinks, recent = sinks_and_recent
     queries, keys = 3 * torch.randn(3, 4, 12, D), torch.randn(3, 2, 150, D)
     options = {"sinks": sinks, "recent": recent, "softcap": 4.0}
     exact, _ = oracle.layer_similarity(queries.double(), keys.double(), **options)
@@ -202,9 +218,13 @@ def test_layer_similarity_with_softcap(backend, sinks, recent, D):
     assert_within(found, exact, accuracy.layer_similarity(queries, keys, **options))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("sets", "D"), [((3, 5), 16), ((0, 1), 16), ((2, 300), 16), ((3, 5), 512)])
-def test_pod_attention_with_softcap_and_sinks_is_one_softmax(backend, dtype, sets, D):
+@pytest.mark.parametrize(
+    ("dtype", "sizes", "backend"),
+    covering(DTYPES, [((3, 5), 16), ((0, 1), 16), ((2, 300), 16), ((3, 5), 512)], BACKENDS),
+    indirect=["backend"],
+)
+def test_pod_attention_with_softcap_and_sinks_is_one_softmax(backend, dtype, sizes):
+    sets, D = sizes
     shapes = ((2, 4, 24, D), (2, 2, 30, D), (2, 2, 30, D), (2, 4, 24, D), (2, 2, 30, D))
     tensors = [torch.randn(shape).to(dtype) for shape in shapes]
     lengths = torch.tensor([30, 19], dtype=torch.int32)
@@ -280,8 +300,9 @@ def test_wrong_sink_logits_are_named(name):
         call(sink_logits=[0.0] * 4)
 
 
-@pytest.mark.parametrize("name", CALLS)
-@pytest.mark.parametrize("scale", [1e-45, 1e-60, 1e-30, 3e38])
+@pytest.mark.parametrize(
+    ("name", "scale", "backend"), covering(CALLS, [1e-45, 1e-60, 1e-30, 3e38], BACKENDS), indirect=["backend"]
+)
 def test_scales_at_the_ends_of_float32_give_no_nan(backend, name, scale):
     """Small ones: logits that are all alike."""
     torch.manual_seed(0)

@@ -5,7 +5,8 @@ import oracle
 import pytest
 import torch
 from accuracy import Softmax, assert_within
-from helpers import DTYPES
+from backends import BACKENDS
+from helpers import DTYPES, covering
 from hypothesis import given
 from hypothesis import strategies as st
 from oracle import visible
@@ -37,10 +38,12 @@ SHAPES = {
 SETS = [(3, 5), (0, 1), (0, 7), (16, 1), (2, 300), (50, 4)]
 
 
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-@pytest.mark.parametrize(("sinks", "recent"), SETS)
-def test_results_and_gradients_are_those_of_one_softmax(backend, shape, sinks, recent):
-    tensors, settings = states(**shape), {"sinks": sinks, "recent": recent}
+@pytest.mark.parametrize(
+    ("shape", "sinks_and_recent", "backend"), covering(SHAPES, SETS, BACKENDS), indirect=["backend"]
+)
+def test_results_and_gradients_are_those_of_one_softmax(backend, shape, sinks_and_recent):
+    sinks, recent = sinks_and_recent
+    tensors, settings = states(**SHAPES[shape]), {"sinks": sinks, "recent": recent}
     weights = [torch.randn_like(tensors[0]), *torch.randn(2, *tensors[0].shape[:3])]
     exact, exact_grads = gradients(oracle.pod_attention, [x.double() for x in tensors], weights, **settings)
     results, grads = gradients(ops.pod_attention, tensors, weights, **settings)
@@ -55,10 +58,10 @@ def test_every_dtype_is_within_the_roundings_of_two_branches_and_their_merge(bac
     found = ops.pod_attention(*tensors, sinks=4, recent=9)
     q, k, v, q_lead, k_lead = tensors
     branches, errors = [], []
-    for given, distant in (((q, k), False), ((q_lead, k_lead), True)):
+    for of_branch, distant in (((q, k), False), ((q_lead, k_lead), True)):
         mask = {"window": 9, "sinks": 4, "complement": distant}
-        softmax = Softmax(*given, visible(60, 60, **mask)[:, None])
-        branches.append(oracle.attention(*(x.double() for x in (*given, v)), **mask))
+        softmax = Softmax(*of_branch, visible(60, 60, **mask)[:, None])
+        branches.append(oracle.attention(*(x.double() for x in (*of_branch, v)), **mask))
         errors.append((softmax.out_error(v, dtype), softmax.lse_error()))
     bounds = accuracy.merged(*branches, errors, dtype)
     for name, x, y, bound in zip(("out", "lse", "gate"), found, exact, bounds, strict=True):

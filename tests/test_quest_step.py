@@ -3,7 +3,8 @@
 import oracle
 import pytest
 import torch
-from helpers import DTYPES, check_table, others_of
+from backends import BACKENDS
+from helpers import DTYPES, check_table, covering, others_of
 from oracle.quest_step import choose
 from test_steps import clones, close, random_table, rotation, same_rows, state, unchanged
 
@@ -80,8 +81,7 @@ def good_choice(chosen, queries, ranges, lengths, page_size):
             assert scores[r, left].max() <= scores[r, read[:-1]].min() + 0.02 * scores[r, :blocks].abs().max()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("dtype", "shape", "backend"), covering(DTYPES, SHAPES, BACKENDS), indirect=["backend"])
 def test_a_step_of_quest_is_its_parts_in_turn(backend, shape, dtype):
     B, Hq, _, _, rotary_dim, P, pages_read, longest = shape
     for seed in range(3):

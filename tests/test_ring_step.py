@@ -5,7 +5,8 @@ import zlib
 import oracle
 import pytest
 import torch
-from helpers import DTYPES, check_table, others_of, rows_of
+from backends import BACKENDS
+from helpers import DTYPES, check_table, covering, others_of, rows_of
 from test_steps import clones, close, random_table, rotation, unchanged
 
 from kvcompress import ops
@@ -167,9 +168,9 @@ def start_places(kind, B, seed):
     return [some[(b + seed) % len(some)] for b in range(B)]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    ("dtype", "kind", "shape", "backend"), covering(DTYPES, KINDS, SHAPES, BACKENDS), indirect=["backend"]
+)
 def test_a_step_is_its_parts_in_turn(backend, shape, kind, dtype):
     B, Hq, Hkv, D, rotary_dim = shape
     seed = zlib.crc32(f"{backend}{shape}{kind}{dtype}".encode()) % 3  # each kind has all three many times

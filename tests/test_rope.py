@@ -3,7 +3,8 @@ import oracle
 import pytest
 import torch
 from accuracy import assert_within
-from helpers import DTYPES
+from backends import BACKENDS
+from helpers import DTYPES, covering
 
 from kvcompress import ops
 
@@ -13,21 +14,15 @@ def tables(rows: int, half: int) -> tuple[torch.Tensor, torch.Tensor]:
     return angles.cos(), angles.sin()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    ("B", "H", "T", "D", "rotary"),
-    [
-        (1, 1, 1, 16, 16),
-        (2, 3, 17, 64, 64),
-        (1, 2, 5, 80, 32),
-        (2, 1, 9, 6, 6),
-        (1, 2, 3, 34, 34),
-        (2, 1, 7, 33, 20),
-        (1, 1, 2, 8, 0),
-        (1, 8, 70, 256, 256),
-    ],
-)
-def test_rotates_as_the_reference(backend, dtype, B, H, T, D, rotary):
+SIZES = [
+    (1, 1, 1, 16, 16), (2, 3, 17, 64, 64), (1, 2, 5, 80, 32), (2, 1, 9, 6, 6), (1, 2, 3, 34, 34), (2, 1, 7, 33, 20),
+    (1, 1, 2, 8, 0), (1, 8, 70, 256, 256),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("dtype", "sizes", "backend"), covering(DTYPES, SIZES, BACKENDS), indirect=["backend"])
+def test_rotates_as_the_reference(backend, dtype, sizes):
+    B, H, T, D, rotary = sizes
     x = torch.randn(B, H, T, D).to(dtype)
     cos, sin = tables(200, rotary // 2)
     positions = torch.randint(0, 200, (B, T), dtype=torch.int32)

@@ -6,7 +6,8 @@ import oracle
 import pytest
 import torch
 from accuracy import assert_within
-from helpers import DTYPES, MASKED_RANGES
+from backends import BACKENDS
+from helpers import DTYPES, MASKED_RANGES, covering
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,29 +19,34 @@ def check(queries, keys, **options):
     assert_within(ops.window_scores(queries, keys, **options), exact, accuracy.window_scores(queries, keys, **options))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    ("B", "Hq", "Hkv", "W", "T", "D"),
-    [(1, 1, 1, 1, 2, 16), (2, 4, 2, 8, 77, 64), (1, 8, 1, 32, 300, 128), (1, 3, 3, 5, 64, 33), (1, 2, 1, 65, 130, 256),
-     (3, 6, 3, 4, 200, 8), (1, 2, 1, 130, 200, 40)],
-)  # fmt: skip
-def test_scores_as_the_reference(backend, dtype, B, Hq, Hkv, W, T, D):
+SIZES = [
+    (1, 1, 1, 1, 2, 16), (2, 4, 2, 8, 77, 64), (1, 8, 1, 32, 300, 128), (1, 3, 3, 5, 64, 33),
+    (1, 2, 1, 65, 130, 256), (3, 6, 3, 4, 200, 8), (1, 2, 1, 130, 200, 40),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("dtype", "sizes", "backend"), covering(DTYPES, SIZES, BACKENDS), indirect=["backend"])
+def test_scores_as_the_reference(backend, dtype, sizes):
+    B, Hq, Hkv, W, T, D = sizes
     queries, keys = torch.randn(B, Hq, W, D).to(dtype), torch.randn(B, Hkv, T, D).to(dtype)
     check(queries, keys)
 
 
-@pytest.mark.parametrize("dtype", DTYPES[:2])
-@pytest.mark.parametrize("reduce", ops.REDUCTIONS)
-@pytest.mark.parametrize("pooling", ops.POOLINGS)
-@pytest.mark.parametrize("kernel_size", [1, 3, 15])
+@pytest.mark.parametrize(
+    ("dtype", "reduce", "pooling", "kernel_size", "backend"),
+    covering(DTYPES[:2], ops.REDUCTIONS, ops.POOLINGS, [1, 3, 15], BACKENDS),
+    indirect=["backend"],
+)
 def test_every_reduction_and_pooling(backend, reduce, pooling, kernel_size, dtype):
     queries, keys = 2 * torch.randn(1, 4, 6, 32).to(dtype), torch.randn(1, 2, 150, 32).to(dtype)
     check(queries, keys, reduce=reduce, pooling=pooling, kernel_size=kernel_size)
 
 
-@pytest.mark.parametrize("dtype", DTYPES[:2])
-@pytest.mark.parametrize("reduce", ops.REDUCTIONS)
-@pytest.mark.parametrize("ranges", MASKED_RANGES)
+@pytest.mark.parametrize(
+    ("dtype", "reduce", "ranges", "backend"),
+    covering(DTYPES[:2], ops.REDUCTIONS, MASKED_RANGES, BACKENDS),
+    indirect=["backend"],
+)
 def test_masked_columns_and_own_keys(backend, ranges, reduce, dtype):
     queries, keys = torch.randn(2, 4, 9, 32).to(dtype), 3 * torch.randn(2, 2, 150, 32).to(dtype)
     lengths = torch.tensor([150, 40], dtype=torch.int32)
@@ -48,9 +54,13 @@ def test_masked_columns_and_own_keys(backend, ranges, reduce, dtype):
     check(queries, keys, reduce=reduce, pooling="max", kernel_size=3, lengths=lengths, **ranges)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("Hq", "Hkv", "T"), [(2, 1, 300), (1, 1, 64), (3, 3, 65), (1, 1, 1)])
-def test_every_query_scores_every_key_it_sees(backend, Hq, Hkv, T, dtype):
+@pytest.mark.parametrize(
+    ("dtype", "sizes", "backend"),
+    covering(DTYPES, [(2, 1, 300), (1, 1, 64), (3, 3, 65), (1, 1, 1)], BACKENDS),
+    indirect=["backend"],
+)
+def test_every_query_scores_every_key_it_sees(backend, sizes, dtype):
+    Hq, Hkv, T = sizes
     queries, keys = torch.randn(1, Hq, T, 16).to(dtype), torch.randn(1, Hkv, T, 16).to(dtype)
     check(queries, keys, reduce="sum", kernel_size=1, skip_last=0)
     every = ops.window_scores(queries, keys, reduce="sum", kernel_size=1, skip_last=0)
@@ -95,9 +105,11 @@ def test_large_logits_do_not_overflow(backend):
     check(60 * torch.randn(1, 2, 3, 64), 60 * torch.randn(1, 1, 40, 64))
 
 
-@pytest.mark.parametrize("dtype", DTYPES[:2])
-@pytest.mark.parametrize("reduce", ops.REDUCTIONS)
-@pytest.mark.parametrize("kernel_size", [1, 5])
+@pytest.mark.parametrize(
+    ("dtype", "reduce", "kernel_size", "backend"),
+    covering(DTYPES[:2], ops.REDUCTIONS, [1, 5], BACKENDS),
+    indirect=["backend"],
+)
 def test_nan_key_spoils_its_head_only(backend, reduce, kernel_size, dtype):
     queries, keys = torch.randn(1, 4, 3, 16).to(dtype), torch.randn(1, 2, 80, 16).to(dtype)
     keys[0, 1, 70, 3] = float("nan")

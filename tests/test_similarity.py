@@ -5,7 +5,8 @@ import oracle
 import pytest
 import torch
 from accuracy import assert_within
-from helpers import DTYPES
+from backends import BACKENDS
+from helpers import DTYPES, covering
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -24,13 +25,15 @@ def check(queries, keys, **options):
     return sums, count
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    ("L", "Hq", "Hkv", "S", "T", "D"),
-    [(1, 2, 1, 3, 9, 16), (3, 4, 2, 8, 77, 64), (5, 6, 1, 5, 300, 128), (2, 3, 3, 5, 64, 33), (2, 2, 1, 65, 130, 256),
-     (2, 1, 1, 1, 1, 16), (3, 2, 2, 7, 7, 20), (24, 1, 1, 1, 70, 8)],
-)  # fmt: skip
-def test_sums_as_the_reference(backend, dtype, L, Hq, Hkv, S, T, D):
+SIZES = [
+    (1, 2, 1, 3, 9, 16), (3, 4, 2, 8, 77, 64), (5, 6, 1, 5, 300, 128), (2, 3, 3, 5, 64, 33),
+    (2, 2, 1, 65, 130, 256), (2, 1, 1, 1, 1, 16), (3, 2, 2, 7, 7, 20), (24, 1, 1, 1, 70, 8),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("dtype", "sizes", "backend"), covering(DTYPES, SIZES, BACKENDS), indirect=["backend"])
+def test_sums_as_the_reference(backend, dtype, sizes):
+    L, Hq, Hkv, S, T, D = sizes
     sums, count = check(*states(L, Hq, Hkv, S, T, D, dtype))
     assert count == S
     assert torch.equal(sums, sums.mT)

@@ -3,7 +3,8 @@
 import oracle
 import pytest
 import torch
-from helpers import DTYPES, check_table, others_of, rows_of, shared_table
+from backends import BACKENDS
+from helpers import DTYPES, check_table, covering, others_of, rows_of, shared_table
 
 from kvcompress import ops
 from kvcompress.ops import PageTable, Tail
@@ -72,8 +73,7 @@ SHAPES = [  # B, Hq, Hkv, S, D, rotary_dim, page_size
 ]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("dtype", "shape", "backend"), covering(DTYPES, SHAPES, BACKENDS), indirect=["backend"])
 def test_a_step_is_its_parts_in_turn(backend, shape, dtype):
     B, Hq, Hkv, S, D, rotary_dim, P = shape
     for seed in range(3):
@@ -105,9 +105,11 @@ def test_a_step_is_its_parts_in_turn(backend, shape, dtype):
         check_table(ours[1], P, others)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("window", [None, 3])
-@pytest.mark.parametrize("shape", [s for s in SHAPES if s[3] == 1])
+@pytest.mark.parametrize(
+    ("dtype", "window", "shape", "backend"),
+    covering(DTYPES, [None, 3], [s for s in SHAPES if s[3] == 1], BACKENDS),
+    indirect=["backend"],
+)
 def test_a_step_of_dmc_is_its_parts_in_turn(backend, shape, window, dtype):
     B, Hq, Hkv, _, D, rotary_dim, P = shape
     for seed in range(3):
@@ -373,8 +375,7 @@ def window_rows(rows: int, held: int, page_size: int, D: int, dtype: torch.dtype
     return pages, PageTable(lines, torch.full((rows,), held, dtype=torch.int32), refs, spare, count)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", POD)
+@pytest.mark.parametrize(("dtype", "shape", "backend"), covering(DTYPES, POD, BACKENDS), indirect=["backend"])
 def test_a_step_of_pod_is_its_parts_in_turn(backend, shape, dtype):
     B, Hq, Hkv, D, P, sinks, recent, seen, gone = shape
     R, first = B * Hkv, -(-sinks // P)

@@ -27,6 +27,8 @@ def naming(path: str | os.PathLike[str], written: Path | None = None) -> Iterato
     try:
         yield
     except OSError as error:
+        if error.errno is None:  # it has words alone
+            raise OSError(f"{path} could not be written: {error}") from error
         if error.filename is None or (written is not None and error.filename == str(written)):
             error.filename = str(path)
         raise

@@ -109,8 +109,15 @@ def test_autocast_changes_nothing_of_what_is_learned(kind):
         pass
 
 
-def test_verifying_names_the_first_layer_that_differs():
-    model = tiny_model()
+def test_roundings_of_16_bits_that_add_up_over_many_layers_are_no_fault():
+    model = tiny_model(num_hidden_layers=24).to(torch.bfloat16)
+    with attach(model, verify=True):
+        pass
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_verifying_names_the_first_layer_that_differs(dtype):
+    model = tiny_model().to(dtype)
     with attach(model):
         found = facts_of(base_model(model))
         found[1] = dataclasses.replace(found[1], window=5)

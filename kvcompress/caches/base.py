@@ -189,9 +189,13 @@ class CompressedCache(Repeats, Generation, PassCache):
                 self.layers[index] = self._layer(index, self.layers[:index], found.window, found.chunk)
         for number, layer in enumerate(self.compressing):
             layer.number = number
+        self.check_layers(decoder, facts)
         self.facts = facts
         self._measure(facts, next(x.element_size() for x in decoder.parameters() if x.is_floating_point()))
         self.belongs_to(decoder)
+
+    def check_layers(self, decoder: Any, facts: Facts) -> None:
+        """Raises ValueError for layers that the cache's settings are not for."""
 
     def belongs_to(self, decoder: Any) -> None:
         """Notes the model that it was filled by."""

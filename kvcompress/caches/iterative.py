@@ -185,13 +185,14 @@ class IterativeCache(CompressedCache):
 
     # ---- reading ----
 
-    def adopt(self, decoder: Any, facts: Facts) -> None:
-        if self.facts is not facts:
-            super().adopt(decoder, facts)
-            layers = [facts[layer.index] for layer in self.compressing]
-            self.policy.check_model(decoder, layers, type(self).__name__)
-            if self.pruner.uses_output and not facts.outputs:
-                facts.outputs = output_layers(decoder, facts, [layer.index for layer in self.compressing])
+    def check_layers(self, decoder: Any, facts: Facts) -> None:
+        layers = [facts[layer.index] for layer in self.compressing]
+        if self.policy.gap is not None:
+            for layer in layers:
+                layer.check_relative("every must be None")
+        self.policy.check_model(decoder, layers, type(self).__name__)
+        if self.pruner.uses_output and not facts.outputs:
+            facts.outputs = output_layers(decoder, facts, [layer.index for layer in self.compressing])
 
     @property
     def steps_differ(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -11,13 +11,13 @@ from transformers import PreTrainedConfig
 
 from .. import ops, planner, units
 from ..checks import MOST_INT32, need_integer
-from ..hf.facts import LayerFacts
+from ..hf.facts import Facts, LayerFacts
 from ..planner import Plan
 from ..positions import RotaryTables
 from ..softmax import Softmax
 from .base import CompressedCache
 from .layer import CompressedLayer
-from .passes import CachePass, View
+from .passes import CachePass, Iteration, View
 from .rows import joined_rows
 
 _BLOCK = 256  # tokens of a prompt read at a time; positions stay below twice what is held plus this
@@ -354,7 +354,20 @@ class StreamingCache(CompressedCache):
     def _new_layer(self, index: int, number: int) -> StreamingLayer:
         return StreamingLayer(index, number, self.num_sink_tokens, self.window_size, self.sink_distance)
 
+    def open(self, facts: Facts, counts: Sequence[int], columns: int, iteration: Iteration | None = None) -> CachePass:
+        before = self.seen_lengths() or [0] * len(counts)
+        self._check_moving(facts, max(n + count for n, count in zip(before, counts, strict=True)))
+        return super().open(facts, counts, columns, iteration)
+
+    def _check_moving(self, facts: Facts, tokens: int) -> None:
+        """Raises ValueError where so many tokens do not fit, and those that stay cannot be moved."""
+        slots = self.num_sink_tokens + self.window_size
+        for layer in self.compressing if tokens > slots else ():
+            facts[layer.index].check_relative(f"num_sink_tokens + window_size ({slots:,}) must hold all tokens")
+
     def plan_prompt(self, length: int) -> Plan:
+        if self.facts is not None:  # before anything is read of a prompt that is too long
+            self._check_moving(self.facts, max(self.seen_lengths(), default=0) + length)
         return planner.plan(
             length, chunk_size=self.chunk_size or 1, memory_size=self.window_size + self.num_sink_tokens
         )

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..positions import RotaryTables
+from ..positions import NormedTables, RotaryTables
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,6 +49,20 @@ class LayerFacts:
     def is_local(self) -> bool:
         """Sees a window or a chunk: keeps it, and nothing of it is dropped or merged."""
         return self.window is not None or self.chunk is not None
+
+    @property
+    def is_relative(self) -> bool:
+        """Whether what a query says to a key depends on how far apart they stand alone, so that both may move together;
+        not where a norm with weights follows the rotation."""
+        return not any(isinstance(rotary, NormedTables) for rotary in (self.query_rotary, self.key_rotary))
+
+    def check_relative(self, wish: str) -> None:
+        """Raises ValueError, which begins with the wish, where positions cannot be given anew."""
+        if not self.is_relative:
+            raise ValueError(
+                f"{wish} with this model: in its layer {self.index} a norm with weights follows the rotation, so that "
+                "attention depends on where tokens stand, not on their distance alone, and they cannot be moved"
+            )
 
     def framed(self, x: Tensor) -> Tensor:
         """Queries or keys [B, H, T, head_dim] of the family, as we want them: [B, H, T, size]."""

@@ -1,0 +1,156 @@
+"""Caches that drop tokens, on one family of each kind of layer: against dense attention with a mask for every head, and
+where the tokens that stay stand elsewhere, against the dense model that reads those alone.
+
+tests/test_families.py has the same caches with room for everything.
+"""
+
+import itertools
+
+import pytest
+import torch
+from helpers import KINDS, forward, kind_model, random_ids
+from transformers import AttentionInterface
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+
+import kvcompress
+from benchmarks.quality.parts.families_checks import TOLERANCE, difference
+from benchmarks.quality.parts.families_configurations import CONFIGURATIONS
+from kvcompress.hf.attach import base_model, facts_of
+from kvcompress.hf.seam import _before
+from kvcompress.pruners import KeyDiff, SnapKV
+
+PROMPT, WHOLE, STAYS = 30, 38, 9
+NAMES = [
+    "llama", "qwen3_moe", "gemma2", "gemma3_text/sliding", "gemma4_text/shared", "gpt_oss/sliding", "phi3",
+    "cohere2/sliding", "glm4", "gpt_neox", "hunyuan_v1_dense", "deepseek_v3", "llama4_text/chunked", "falcon_h1",
+
+]  # fmt: skip
+DROPS = {
+    "snapkv": lambda config: kvcompress.PrunedCache(config, SnapKV(window=4, kernel_size=1), STAYS, page_size=4),
+    "adakv": lambda config: kvcompress.PrunedCache(
+        config, SnapKV(window=2), kvcompress.AdaKV(STAYS), page_size=4
+    ),
+    "keydiff": lambda config: kvcompress.PrunedCache(config, KeyDiff(num_sink_tokens=1), STAYS, page_size=4),
+}  # fmt: skip
+MASKED = "masked_by_head"
+
+
+def masked_by_head(kept, facts):
+    """An attention function: the family's own, whose tokens behind the prompt see of it what their KV head has kept.
+    kept: by layer [B][Hkv] of the prompt's places that are left; [] = those of the layer that it reads."""
+
+    def attention(module, query, key, value, attention_mask, **options):
+        layer, heads = module.layer_idx, query.shape[1]
+        of = kept[layer] or kept[facts[layer].reads]
+        hidden = torch.zeros(len(of), heads, WHOLE, WHOLE, dtype=torch.bool)
+        for b, rows in enumerate(of):
+            for head in range(heads):
+                gone = torch.ones(WHOLE, dtype=torch.bool)
+                gone[rows[head * len(rows) // heads]], gone[PROMPT:] = False, False
+                hidden[b, head, PROMPT:, gone] = True
+        mask = attention_mask.expand(len(of), heads, WHOLE, WHOLE).masked_fill(hidden, torch.finfo(query.dtype).min)
+        return _before(module, "eager")(module, query, key, value, mask, **options)
+
+    return attention
+
+
+@pytest.mark.parametrize(("name", "cache"), list(zip(NAMES, itertools.cycle(DROPS), strict=False)))
+@torch.no_grad()
+def test_what_follows_a_pruned_prompt_sees_what_each_head_has_kept(name, cache):
+    model = CONFIGURATIONS[name].model()
+    ids = torch.randint(3, 97, (2, WHOLE), generator=torch.Generator().manual_seed(1))
+    with kvcompress.attach(model):
+        held, facts = DROPS[cache](model.config), facts_of(base_model(model))
+        ours = [forward(model, ids[:, :PROMPT], past_key_values=held)[:, -1:]]
+        kept = held.kept_positions()
+        ours += [forward(model, ids[:, i : i + 1], past_key_values=held) for i in range(PROMPT, WHOLE)]
+    local = {index for index, found in facts.items() if found.is_local}
+    dropped = {index for index, rows in enumerate(kept) if any(len(x) < PROMPT for row in rows for x in row)}
+    assert dropped - local  # or the test would show nothing
+    for index in local:  # a window or a chunk is the family's own mask
+        kept[index] = [[torch.arange(PROMPT)] * facts[index].kv_heads] * len(ids)
+    before = model.config._attn_implementation
+    AttentionInterface.register(MASKED, masked_by_head(kept, facts))
+    AttentionMaskInterface.register(MASKED, ALL_MASK_ATTENTION_FUNCTIONS["eager"])
+    try:
+        model.set_attn_implementation(MASKED)
+        dense = forward(model, ids, use_cache=False)[:, PROMPT - 1 :]
+    finally:
+        model.set_attn_implementation(before)
+    assert difference(torch.cat(ours, 1), dense) <= 2 * TOLERANCE
+    whole = forward(model, ids, use_cache=False)[:, PROMPT:]
+    assert difference(dense[:, 1:], whole) > 100 * TOLERANCE  # what is dropped matters
+
+
+# ---- caches that give positions anew ----
+
+ONE_LAYER = ["llama", "qwen3", "phi3", "glm", "gpt_neox", "hunyuan_v1_dense"]
+GAP = 20
+RENUMBERING = {  # and the unused ids between what is compressed and the last 4 tokens
+    "contiguous": (
+        lambda config: kvcompress.PrunedCache(config, SnapKV(window=4), STAYS, positions="contiguous", page_size=4), 0
+    ),
+    "gap": (
+        lambda config: kvcompress.PrunedCache(
+            config, SnapKV(window=4), STAYS, positions=kvcompress.RemoteGap(GAP, headroom=8), page_size=4
+        ),
+        GAP,
+    ),
+    "every": (lambda config: kvcompress.IterativeCache(config, memory_size=STAYS, chunk_size=8, every=4), 0),
+    "iterative": (lambda config: kvcompress.IterativeCache(config, memory_size=STAYS, chunk_size=8), 0),
+    "streaming": (lambda config: kvcompress.StreamingCache(config, window_size=7, num_sink_tokens=2), 0),
+}  # fmt: skip
+
+
+def one_layer(kind, monkeypatch):
+    """Whose keys are of their tokens alone, so that those that stay are a prompt of their own; one KV head, so that
+    there is one list of them."""
+    monkeypatch.setitem(KINDS, kind, KINDS.get(kind, {}))
+    heads = {"num_attention_heads": 1, "hidden_size": 16} if kind == "gpt_neox" else {"num_key_value_heads": 1}
+    return kind_model(kind, num_hidden_layers=1, **heads)
+
+
+@pytest.mark.parametrize(("cache", "kind"), list(itertools.product(RENUMBERING, ONE_LAYER)))
+def test_a_token_sees_what_stays_as_a_prompt_of_its_own(cache, kind, monkeypatch):
+    model, ids, (new_cache, gap) = one_layer(kind, monkeypatch), random_ids(PROMPT + 6), RENUMBERING[cache]
+    with kvcompress.attach(model):
+        held = new_cache(model.config)
+        if kind == "hunyuan_v1_dense" and cache != "iterative":
+            for _ in range(2):  # nothing is noted of a model that is refused
+                with pytest.raises(ValueError, match="a norm with weights follows the rotation"):
+                    kvcompress.prefill(model, ids, held)
+                assert held.get_seq_length() == 0
+            return
+        kvcompress.prefill(model, ids[:, : PROMPT + 1], held)
+        for i in range(PROMPT, ids.shape[1]):
+            new = forward(model, ids[:, i : i + 1], past_key_values=held)[:, -1]
+            kept = held.kept_positions()[0][0][0]
+            stays = ids[:, kept]
+            assert int(kept[-1]) == i and len(kept) < i + 1
+            if cache == "every" and len(kept) == STAYS:  # what was dropped behind it was still seen by it
+                continue
+            near = len(kept) - (STAYS - 4)  # what follows the compressed ones
+            at = torch.arange(len(kept)) + gap * (torch.arange(len(kept)) >= len(kept) - near)
+            # with a mask, or transformers takes what follows a gap for another document
+            mask = torch.ones_like(stays)
+            dense = forward(model, stays, attention_mask=mask, position_ids=at[None], use_cache=False)[:, -1]
+            assert difference(new, dense) <= 2 * TOLERANCE, i
+
+
+@pytest.mark.parametrize("room", [2, 0])
+def test_streaming_on_a_norm_behind_the_rotation_goes_on_until_something_would_go(room, monkeypatch):
+    model, ids = one_layer("hunyuan_v1_dense", monkeypatch), random_ids(PROMPT)
+    dense = forward(model, ids)
+    with kvcompress.attach(model):
+        held = kvcompress.StreamingCache(model.config, window_size=PROMPT - 4 + room, num_sink_tokens=2)
+        if room:
+            torch.testing.assert_close(forward(model, ids, past_key_values=held), dense, rtol=1e-4, atol=1e-4)
+            return
+        forward(model, ids[:, : PROMPT - 2], past_key_values=held)
+        message = (
+            rf"num_sink_tokens \+ window_size \({PROMPT - 2}\) must hold all tokens with this model: in its layer 0"
+        )
+        with pytest.raises(ValueError, match=message):
+            forward(model, ids[:, PROMPT - 2 : PROMPT - 1], past_key_values=held)
+        assert held.get_seq_length() == PROMPT - 2
+        held.check_complete()

@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 import kvcompress
 from kvcompress import ops
 from kvcompress.extras import need_packages
+from kvcompress.names import check_name
 
 # bytes through which buffers take turns, so that no cache answers twice, and the size of the machine's own products
 COLD_NBYTES = {"full": 1 << 30, "quick": 1 << 30, "tiny": 1 << 20}
@@ -81,11 +82,12 @@ def options(description: str | None) -> argparse.Namespace:
 
 
 def load(name: str, device: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A Hugging Face model by name or folder; "example" is the shipped one."""
+    """A Hugging Face model by name or folder; "example" is the shipped one, "smollm2" that of the packages."""
     if name == "example":
         return kvcompress.load_example_model(device=device)
-    model = AutoModelForCausalLM.from_pretrained(name, dtype="auto").to(device).eval()
-    return model, AutoTokenizer.from_pretrained(name)
+    located = check_name("model", name)
+    model = AutoModelForCausalLM.from_pretrained(located, dtype="auto").to(device).eval()
+    return model, AutoTokenizer.from_pretrained(located)
 
 
 # ---- measuring ----

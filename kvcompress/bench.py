@@ -50,12 +50,13 @@ def measured(model: Any, ids: Tensor, spec: CacheSpec, new: int) -> dict[str, An
 
 
 def run_bench(
-    *, model: str, caches: list[str], tokens: int, max_new_tokens: int, device: str, as_json: bool, console: Console
-) -> None:
+    *, model: str, caches: list[str], tokens: int, max_new_tokens: int, device: str, dtype: str, as_json: bool,
+    console: Console,
+) -> None:  # fmt: skip
     """Prints a row for each cache, a dense one first. Raises ValueError for wrong settings."""
     set_verbosity_error()  # a prompt may be longer than the trained length
     specs = [CacheSpec.parse(text) for text in caches]
-    loaded, tokenizer = load(model, device)
+    loaded, tokenizer = load(model, device, dtype)
     own = CacheSpec.kind_of(loaded.config)
     specs = specs or ([CacheSpec(own, {})] if own else [CacheSpec.parse(text) for text in ("dense", *DEFAULT)])
     if own and any(spec.kind != own for spec in specs):

@@ -14,9 +14,11 @@ from transformers.utils.logging import set_verbosity_error
 from .caches import CompressedCache
 from .caches.saving import load_cache
 from .caches.spec import CacheSpec
+from .framing import has_template, next_turn, unended
+from .models import EXAMPLE_NAME
 from .prefilling import generate
 from .streamed import Streamed
-from .write_text import EXAMPLE_NAME, load
+from .write_text import load
 
 COMMANDS = """/memory       what the cache has seen and holds
 /save FILE    the conversation, to go on with later
@@ -45,29 +47,26 @@ class Chat:
 
     def turn(self, text: str, streamer: Any = None) -> str:
         """What the model answers; it reads what is new."""
-        first = self.cache.read_ids is None
-        templated = bool(getattr(self.tokenizer, "chat_template", None))
-        asked = self._templated(text, first) if templated else text if first else f"\n{text}"
-        new: Tensor = self.tokenizer(asked, return_tensors="pt", add_special_tokens=first and not templated).input_ids
-        before = self.cache.read_ids
-        new = new.to(self.model.device)
-        ids = new if before is None else torch.cat([before, new], dim=1)
+        said, template = self.cache.read_ids, self.tokenizer.apply_chat_template
+        if not has_template(self.tokenizer):
+            new = self._tokens(text if said is None else f"\n{text}", said is None)
+        elif said is None:
+            first = [{"role": "user", "content": text}]
+            new = self._tokens(str(template(first, add_generation_prompt=True, tokenize=False)), False)
+        else:
+            new = self._tokens(next_turn(self.tokenizer, text), False)
+            said = said[:, : len(unended(self.model, said[0].tolist()))]
+        ids = new if said is None else torch.cat([said, new], dim=1)
         out = generate(
             self.model, ids, self.cache, max_new_tokens=self.max_new_tokens, do_sample=False, streamer=streamer
         )  # fmt: skip
         self.cache.read_ids = out
         return str(self.tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))
 
-    def _templated(self, text: str, first: bool) -> str:
-        """A user's turn as the model's template writes it; of a later one what follows an answer."""
-        user, template = {"role": "user", "content": text}, self.tokenizer.apply_chat_template
-        alone = str(template([user], add_generation_prompt=True, tokenize=False))
-        if first:
-            return alone
-        answered = [user, {"role": "assistant", "content": "yes"}]
-        before = str(template(answered, tokenize=False))
-        after = str(template([*answered, user], add_generation_prompt=True, tokenize=False))
-        return after[len(before) :] if after.startswith(before) else alone
+    def _tokens(self, text: str, begins: bool) -> Tensor:
+        """[1, n]. begins: with what the tokenizer writes before a text."""
+        ids: Tensor = self.tokenizer(text, return_tensors="pt", add_special_tokens=begins).input_ids
+        return ids.to(self.model.device)
 
     def save(self, path: str | Path) -> Path:
         return self.cache.save(path, self.model)
@@ -82,12 +81,12 @@ class Chat:
 
 def run_chat(
     *, model: str, cache: str | None, max_new_tokens: int, device: str, lines: Iterable[str], console: Console,
-    prompt: bool,
+    prompt: bool, dtype: str = "auto",
 ) -> None:  # fmt: skip
     """Answers lines as they come. prompt: whether somebody sits there. Raises ValueError for wrong settings."""
     set_verbosity_error()  # a conversation may outgrow the trained length: the cache does not
     asked = None if cache is None else CacheSpec.parse(cache)
-    loaded, tokenizer = load(model, device)
+    loaded, tokenizer = load(model, device, dtype)
     spec = asked or CacheSpec(CacheSpec.kind_of(loaded.config) or "iterative", {})
     chat = Chat(loaded, tokenizer, spec, max_new_tokens)
     if prompt:

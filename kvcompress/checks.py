@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in FLOATS}
 SMALLEST, LARGEST = 2.0**-126, 3.4028234663852886e38  # normal numbers of float32
 MOST_INT32 = (1 << 31) - 1  # tokens and places on the device
 
@@ -73,6 +74,12 @@ def need_choice(name: str, value: str, choices: tuple[str, ...]) -> int:
     if value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
     return choices.index(value)
+
+
+def need_dtype(value: str) -> torch.dtype | None:
+    """Of the option --dtype; None = auto."""
+    need_choice("dtype", value, (*DTYPES, "auto"))
+    return DTYPES.get(value)
 
 
 def need_integer(name: str, value: int, least: int, most: int = (1 << 63) - 1) -> None:

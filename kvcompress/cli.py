@@ -18,6 +18,7 @@ from .commands import pod as _pod  # noqa: F401
 from .commands.analyze import app as analyze
 from .commands.evaluate import app as evaluate
 from .commands.evaluate import needle
+from .commands.options import Device, Dtype, Model
 from .commands.retrofit import app as retrofit
 from .extras import need_packages
 
@@ -33,7 +34,6 @@ OPTIONS = {"prompt_length": "--tokens", "chunk_size": "--chunk", "memory_size": 
 _CACHE = "as lm-eval and CacheSpec have it, such as pruned,pruner=snapkv,budget=0.75; dense: no compression"
 CACHE = typer.Option(help=_CACHE)
 CACHE_OR_OWN = typer.Option(help=_CACHE + "; not given: a converted model's own, else iterative")
-MODEL = typer.Option(help="folder or name of a transformers model, or example")
 AS_JSON = typer.Option("--json", help="print JSON and nothing else")
 
 
@@ -89,14 +89,15 @@ def kvcompress(
 @_named
 def info(
     model: Annotated[
-        str | None, typer.Option(help="name or folder of a transformers model, or example: its cache")
+        str | None, typer.Option(help="folder or name of a transformers model, or example, or smollm2: its cache")
     ] = None,
+    dtype: Dtype = "auto",
     as_json: Annotated[bool, AS_JSON] = False,
 ) -> None:
     """Show what is installed here, and what a model's cache takes."""
     from .info import run_info
 
-    run_info(model=model, as_json=as_json, console=Console())
+    run_info(model=model, dtype=dtype, as_json=as_json, console=Console())
 
 
 @app.command()
@@ -105,49 +106,56 @@ def generate(
     text: Annotated[str | None, typer.Argument(help="the prompt; not given: --file, or standard input")] = None,
     file: Annotated[Path | None, typer.Option(help="UTF-8 text, the prompt")] = None,
     question: Annotated[str, typer.Option(help="follows the prompt, and chooses what is kept of it")] = "",
-    model: Annotated[str, MODEL] = "example",
+    model: Model = "example",
     cache: Annotated[str | None, CACHE_OR_OWN] = None,
+    raw: Annotated[
+        bool,
+        typer.Option("--raw", help="the text as it is, no user's turn of the tokenizer's chat template"),
+    ] = False,
     max_new_tokens: Annotated[int, typer.Option(help="tokens to write", min=1)] = 64,
     save: Annotated[Path | None, typer.Option(help="file for the text's cache, before the question is asked")] = None,
     load: Annotated[Path | None, typer.Option(help="a saved one, in place of a text")] = None,
-    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
+    device: Device = "cpu",
+    dtype: Dtype = "auto",
     as_json: Annotated[bool, AS_JSON] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="the text alone")] = False,
 ) -> None:
-    """Let a model go on from a text that is read through a compressed cache."""
+    """Let a model answer, or go on from, a text that is read through a compressed cache."""
     from .write_text import run_generate
 
     run_generate(
-        text=text, file=file, question=question, model=model, cache=cache, max_new_tokens=max_new_tokens,
-        save=save, saved=load, device=device, as_json=as_json, quiet=quiet, console=Console(),
+        text=text, file=file, question=question, raw=raw, model=model, cache=cache, max_new_tokens=max_new_tokens,
+        save=save, saved=load, device=device, dtype=dtype, as_json=as_json, quiet=quiet, console=Console(),
     )  # fmt: skip
 
 
 @app.command()
 @_named
 def chat(
-    model: Annotated[str, MODEL] = "example",
+    model: Model = "example",
     cache: Annotated[str | None, CACHE_OR_OWN] = None,
     max_new_tokens: Annotated[int, typer.Option(help="tokens of an answer, at most", min=1)] = 256,
-    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
+    device: Device = "cpu",
+    dtype: Dtype = "auto",
 ) -> None:
     """Talk with a model over one cache: /memory, /save FILE, /load FILE, /reset, /quit."""
     from .chat import run_chat
 
     run_chat(
-        model=model, cache=cache, max_new_tokens=max_new_tokens, device=device, lines=sys.stdin, console=Console(),
-        prompt=sys.stdin.isatty(),
+        model=model, cache=cache, max_new_tokens=max_new_tokens, device=device, dtype=dtype, lines=sys.stdin,
+        console=Console(), prompt=sys.stdin.isatty(),
     )  # fmt: skip
 
 
 @app.command()
 @_named
 def bench(
-    model: Annotated[str, MODEL] = "example",
+    model: Model = "example",
     cache: Annotated[list[str] | None, typer.Option(help=_CACHE + "; several; not given: four of them")] = None,
     tokens: Annotated[int, typer.Option(help="of the prompt", min=65)] = 2048,
     max_new_tokens: Annotated[int, typer.Option(help="tokens to write", min=1)] = 32,
-    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
+    device: Device = "cpu",
+    dtype: Dtype = "auto",
     as_json: Annotated[bool, AS_JSON] = False,
 ) -> None:
     """Measure tokens per second and bytes of caches, for a model on this machine."""
@@ -155,7 +163,7 @@ def bench(
 
     run_bench(
         model=model, caches=cache or [], tokens=tokens, max_new_tokens=max_new_tokens, device=device,
-        as_json=as_json, console=Console(),
+        dtype=dtype, as_json=as_json, console=Console(),
     )  # fmt: skip
 
 
@@ -168,9 +176,10 @@ def demo(
     memory_size: Annotated[int, typer.Option(help="tokens kept per layer and head", min=5)] = 256,
     dense_tokens: Annotated[int, typer.Option(help="longest text for the dense model, 0 = skip it", min=0)] = 16_384,
     seed: Annotated[int, typer.Option(help="draws the fact")] = 0,
-    model: Annotated[str, MODEL] = "example",
+    model: Model = "example",
     quick: Annotated[bool, typer.Option("--quick", help="16,384 tokens, 1,024 for the dense model: seconds")] = False,
-    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
+    device: Device = "cpu",
+    dtype: Dtype = "auto",
 ) -> None:
     """Read a long text through a small memory and ask for a fact in it; fails if the answer is wrong."""
     from .demo import run_demo
@@ -179,7 +188,7 @@ def demo(
         tokens, dense_tokens = min(tokens, 16_384), min(dense_tokens, 1_024)
     right = run_demo(
         tokens=tokens, depth=depth, chunk_size=chunk_size, memory_size=memory_size, dense_tokens=dense_tokens,
-        seed=seed, model=model, device=device, console=Console(),
+        seed=seed, model=model, device=device, dtype=dtype, console=Console(),
     )  # fmt: skip
     if not right:
         typer.echo("the compressed reading gave a wrong answer", err=True)
@@ -211,14 +220,17 @@ def plan(
         ),
     ] = 1.0,
     model: Annotated[
-        str | None, typer.Option(help="name or folder of a transformers model, for bytes; its config is enough")
+        str | None,
+        typer.Option(
+            help="folder or name of a transformers model, or example, or smollm2, for bytes: its config alone"
+        ),
     ] = None,
     layers: Annotated[int | None, typer.Option(help="layers of the model", min=1)] = None,
     kv_heads: Annotated[int | None, typer.Option(help="KV heads of a layer", min=1)] = None,
     head_dim: Annotated[int | None, typer.Option(help="head dimension", min=1)] = None,
     dtype: Annotated[
-        str | None, typer.Option(help="float32, bfloat16 or float16; not given: the model's, else bfloat16")
-    ] = None,
+        str, typer.Option(help="float32, bfloat16, float16, or auto: the model's, else bfloat16")
+    ] = "auto",
 ) -> None:
     """Show how IterativeCache would read a prompt: chunks and memory by iteration, and the gain over a fixed memory."""
     from .plan_report import run_plan
@@ -233,7 +245,7 @@ def plan(
 @app.command()
 @_named
 def serve(
-    model: Annotated[str, MODEL] = "example",
+    model: Model = "example",
     cache: Annotated[str | None, typer.Option(help=_CACHE + "; not given: a converted model's own, else dense")] = None,
     pages: Annotated[int, typer.Option(help="of all requests, layers and KV heads together", min=1)] = 4096,
     page_size: Annotated[int, typer.Option(help="keys and values of a page, a power of two", min=1)] = 64,
@@ -249,7 +261,8 @@ def serve(
     max_body: Annotated[int, typer.Option(help="most bytes of a request's body", min=1)] = 2_000_000,
     host: Annotated[str, typer.Option(help="address to listen at")] = "localhost",
     port: Annotated[int, typer.Option(help="port to listen at", min=0, max=65535)] = 8000,
-    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
+    device: Device = "cpu",
+    dtype: Dtype = "auto",
     grace: Annotated[float, typer.Option(help="seconds for requests that run when it is told to stop", min=0.0)] = 10.0,
 ) -> None:
     """Serve a model's requests through compressed caches, as OpenAI's API has it (needs the extra serve)."""
@@ -258,7 +271,7 @@ def serve(
 
     run_server(
         model=model, cache=cache, pages=pages, page_size=page_size, requests=requests, batch_tokens=batch_tokens,
-        host=host, port=port, device=device, grace=grace, temperature=temperature, length=length,
+        host=host, port=port, device=device, dtype=dtype, grace=grace, temperature=temperature, length=length,
         max_body=max_body,
     )  # fmt: skip
 

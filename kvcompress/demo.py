@@ -17,6 +17,7 @@ from transformers.utils.logging import set_verbosity_error
 from .caches import CompressedCache, IterativeCache, StreamingCache
 from .caches.base import trained_length_of
 from .caches.spec import CacheSpec
+from .models import EXAMPLE_NAME
 from .models.text import fact, long_text, plant, question, random_name, random_pass_key
 from .needle import needle
 from .prefilling import prefill
@@ -24,7 +25,7 @@ from .process_memory import PeakMemory
 from .progress import showing
 from .pruners import SnapKV
 from .units import size
-from .write_text import EXAMPLE_NAME, held_nbytes, load
+from .write_text import held_nbytes, load
 
 
 @dataclass(frozen=True)
@@ -97,11 +98,11 @@ def ask(model: Any, tokenizer: Any, task: Task, name: str, cache: CompressedCach
 
 def run_demo(
     *, tokens: int, depth: float, chunk_size: int, memory_size: int, dense_tokens: int, seed: int, model: str,
-    device: str, console: Console,
+    device: str, dtype: str, console: Console,
 ) -> bool:  # fmt: skip
     """Runs the three readings and prints the table; True if the compressed one answered right."""
     set_verbosity_error()  # the text is longer than the model's trained length on purpose
-    loaded, tokenizer = load(model, device)
+    loaded, tokenizer = load(model, device, dtype)
     if (kind := CacheSpec.kind_of(loaded.config)) is not None:
         raise ValueError(f"model must not be converted, got one of {kind}, which needs its own cache")
 

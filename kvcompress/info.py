@@ -15,7 +15,7 @@ from . import ops
 from .plan_report import model_shape
 
 
-def facts(model: str | None) -> dict[str, Any]:
+def facts(model: str | None, dtype: str = "auto") -> dict[str, Any]:
     """By name; of a model what its config says, without its weights. Raises ValueError as model_shape does."""
     from . import __version__
 
@@ -30,10 +30,9 @@ def facts(model: str | None) -> dict[str, Any]:
         "cuda_kernels": has_cuda,
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
     }
-    if model is None:
+    shape = model_shape(model, None, None, None, dtype)
+    if shape is None:
         return found
-    shape = model_shape(model, None, None, None, None)
-    assert shape is not None
     return found | {
         "model": model,
         "layers": shape.layers,
@@ -45,8 +44,8 @@ def facts(model: str | None) -> dict[str, Any]:
     }
 
 
-def run_info(*, model: str | None, as_json: bool, console: Console) -> None:
-    found = facts(model)
+def run_info(*, model: str | None, dtype: str, as_json: bool, console: Console) -> None:
+    found = facts(model, dtype)
     if as_json:
         print(json.dumps(found, indent=2))
         return

@@ -1,4 +1,4 @@
-"""What a model is called: a folder, or a name on the Hub. What can be neither is refused before anything is asked."""
+"""What a model is called: a folder, a name on the Hub, or smollm2. What can be none is refused unasked."""
 
 from __future__ import annotations
 
@@ -9,23 +9,29 @@ from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_c
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
+from .smollm2 import SMOLLM2, smollm2_folder
+
 _FILES = ("config.json", "adapter_config.json")  # a model has the first, an adapter the second
 
 
 def check_name(
     argument: str, name: str | Path, *, local_files_only: bool = False, cache_dir: Any = None,
     revision: str | None = None, token: Any = None, subfolder: str = "",
-) -> None:  # fmt: skip
-    """Nothing for a folder, a name that the Hub's cache has files of, and one that the Hub answers for, be it that
-    there is no such model: transformers says that better. Options: as those of transformers' from_pretrained.
+) -> str:  # fmt: skip
+    """What transformers loads: the folder of smollm2, which is made if need be; else the name itself, of a folder, one
+    that the Hub's cache has files of, or one that the Hub answers for, be it that there is no such model: transformers
+    says that better. Options: as those of transformers' from_pretrained.
 
     Raises FileNotFoundError for what is meant as a folder and is none, or can be no name on the Hub; ConnectionError
-    where the Hub cannot be reached, asked once: transformers would try for half a minute, and twice.
+    where the Hub cannot be reached, asked once: transformers would try for half a minute, and twice. ImportError for
+    smollm2 without its packages.
     """
     text = str(name)
+    if text == SMOLLM2:
+        return str(smollm2_folder(argument))
     path = Path(text)
     if text and path.is_dir():
-        return
+        return text
     wish = f"{argument} must be a folder or a name on the Hub, got {text!r}"
     is_path = not text or path.is_absolute() or text.startswith((".", "~")) or text.endswith("/") or len(path.parts) > 2
     if is_path or path.is_file():
@@ -38,13 +44,14 @@ def check_name(
         isinstance(try_to_load_from_cache(text, file, cache_dir=cache_dir, revision=revision), str)
         for file in (f"{subfolder}/{one}" if subfolder else one for one in _FILES)
     ):
-        return
+        return text
     try:
         get_hf_file_metadata(hf_hub_url(text, _FILES[0], subfolder=subfolder or None, revision=revision), token=token)
     except HfHubHTTPError:
-        return
+        pass
     except Exception as error:  # of whichever HTTP library the Hub's client is on
         reason = next(iter(str(error).splitlines()), "") or type(error).__name__
         raise ConnectionError(
             f"{wish}: there is no such folder here, and the Hub cannot be reached: {reason}"
         ) from None
+    return text

@@ -15,12 +15,11 @@ from transformers import AutoConfig
 
 from . import units
 from .caches.base import decoder_config, sizes_of
-from .checks import FLOATS
-from .models import EXAMPLE
+from .checks import FLOATS, need_dtype
+from .models import EXAMPLE, EXAMPLE_NAME
 from .names import check_name
 from .planner import Plan, plan
 
-DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in FLOATS}
 LINES = 20  # of the picture
 WIDTH = 80
 
@@ -41,33 +40,31 @@ class ModelShape:
 
 
 def model_shape(
-    model: str | None, layers: int | None, kv_heads: int | None, head_dim: int | None, dtype: str | None
+    model: str | None, layers: int | None, kv_heads: int | None, head_dim: int | None, dtype: str
 ) -> ModelShape | None:
-    """From a model's config (a name or a folder, or example) and the settings that are not None, which come first.
+    """From a model's config (name, folder, example or smollm2) and the settings that are not None, which come first.
 
     None where these do not say enough for bytes. Raises ValueError for a config that cannot be read or lacks a size, an
     unknown dtype, or settings for bytes that are not enough for them.
     """
-    if dtype is not None and dtype not in DTYPES:
-        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
-    chosen = DTYPES[dtype] if dtype is not None else None
-    if model == "example":  # load_example_model gives float32
+    chosen = need_dtype(dtype)
+    if model == EXAMPLE_NAME:  # load_example_model gives float32
         model, chosen = str(EXAMPLE), chosen or torch.float32
     if model is None:
         if layers is not None and kv_heads is not None and head_dim is not None:
             return ModelShape(layers, kv_heads, head_dim, chosen or torch.bfloat16)
-        for name, value in (("kv_heads", kv_heads), ("head_dim", head_dim), ("dtype", dtype)):
+        for name, value in (("kv_heads", kv_heads), ("head_dim", head_dim), ("dtype", dtype if chosen else None)):
             if value is not None:
                 raise ValueError(
                     f"{name} must come with a model, or with all of layers, kv_heads and head_dim, got {value} alone"
                 )
         return None
     try:
-        check_name("model", model)
+        located = check_name("model", model)
     except OSError as error:
         raise ValueError(str(error)) from None
     try:
-        config = decoder_config(AutoConfig.from_pretrained(model))
+        config = decoder_config(AutoConfig.from_pretrained(located))
         sizes = sizes_of(config)
     except (OSError, ValueError, AttributeError) as error:
         reason = next(iter(str(error).splitlines()), "")
@@ -89,7 +86,7 @@ def model_shape(
 def run_plan(
     *, tokens: int, chunk_size: int, memory_size: int, schedule: str, dynamic: bool, initial_memory: int | None,
     min_chunk: int, strict: bool, share: float, model: str | None, layers: int | None, kv_heads: int | None,
-    head_dim: int | None, dtype: str | None, console: Console,
+    head_dim: int | None, dtype: str, console: Console,
 ) -> None:  # fmt: skip
     """Prints a plan's numbers beside those of a fixed memory of the same size, then its picture; fits 80 columns.
 

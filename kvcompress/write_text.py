@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from torch import Tensor
 from transformers import AutoTokenizer
@@ -16,31 +17,35 @@ from transformers.utils.logging import disable_progress_bar
 
 from .caches import CompressedCache
 from .caches.spec import CacheSpec
-from .checks import need
+from .checks import need, need_dtype
+from .framing import Framing, framing_of, has_template
 from .hf import attach
 from .hf.load import load_named
-from .models import load_example_model
+from .models import EXAMPLE_NAME, load_example_model
 from .names import check_name
 from .prefilling import generate
 from .reader import Reading, read
 from .streamed import Streamed
 
-EXAMPLE_NAME = "example"
 
+def load(model: str, device: str, dtype: str = "auto") -> tuple[Any, Any]:
+    """(model, tokenizer), attached. dtype: of the weights; auto: as the model's files say, the example in float32.
 
-def load(model: str, device: str) -> tuple[Any, Any]:
-    """(model, tokenizer), attached. Raises ValueError for one that is not there or cannot be attached."""
-    disable_progress_bar()
+    Raises ValueError for a model that is not there or cannot be attached, and for another dtype.
+    """
+    asked = need_dtype(dtype)
     if model == EXAMPLE_NAME:
-        loaded, tokenizer = load_example_model(device=device)
+        disable_progress_bar()
+        loaded, tokenizer = load_example_model(device=device, dtype=asked or torch.float32)
         attach(loaded)
         return loaded, tokenizer
     try:
-        check_name("model", model)
+        located = check_name("model", model)  # smollm2 may take half a minute, and shows it
     except OSError as error:
         raise ValueError(str(error)) from None
+    disable_progress_bar()
     try:
-        return load_named(model, dtype="auto").to(device), AutoTokenizer.from_pretrained(model)
+        return load_named(located, dtype=asked or "auto").to(device), AutoTokenizer.from_pretrained(located)
     except OSError as error:
         reason = next(iter(str(error).splitlines()), "")
         raise ValueError(f"model must be the name or folder of a transformers model, got {model!r}: {reason}") from None
@@ -96,10 +101,12 @@ def held_in_words(cache: Cache) -> str:
 
 
 def run_generate(
-    *, text: str | None, file: Path | None, question: str, model: str, cache: str | None, max_new_tokens: int,
-    save: Path | None, saved: Path | None, device: str, as_json: bool, quiet: bool, console: Console,
+    *, text: str | None, file: Path | None, question: str, raw: bool, model: str, cache: str | None,
+    max_new_tokens: int, save: Path | None, saved: Path | None, device: str, dtype: str, as_json: bool, quiet: bool,
+    console: Console,
 ) -> None:  # fmt: skip
-    """Prints what the model writes after the text and the question, as it comes; then what the cache held. cache: None
+    """Prints what the model writes after the text and the question, as it comes; then what the cache held. raw: text
+    and question as they are, where they are a user's turn of the tokenizer's chat template, if it has one. cache: None
     = the converted model's own, or IterativeCache. save: where the cache of the text goes before the question is asked;
     saved: one that such a call has saved, in place of a text.
 
@@ -111,18 +118,21 @@ def run_generate(
              "load takes the place of a text, a file, a cache and save: give a question alone")  # fmt: skip
         need(bool(question), "question must be given with load")
     prompt = "" if saved is not None else read_prompt(text, file)
-    loaded, tokenizer = load(model, device)
+    loaded, tokenizer = load(model, device, dtype)
+    framing = framing_of(tokenizer, raw)
     spec = asked or CacheSpec(CacheSpec.kind_of(loaded.config) or "iterative", {})
     if save is not None or saved is not None:
-        _through_file(
-            loaded, tokenizer, prompt, question, spec, save, saved, max_new_tokens, as_json, quiet, console
-        )  # fmt: skip
+        _through_file(loaded, framing, prompt, question, spec, save, saved, max_new_tokens, as_json, quiet, console)
         return
-    ids = tokenizer(prompt + question, return_tensors="pt").input_ids.to(device)
-    guide = tokenizer(question, return_tensors="pt", add_special_tokens=False).input_ids[0].to(device)
-    streamer = None if as_json else Streamed(tokenizer, answers=bool(question), note=not quiet)
+    before, behind = framing.texts(prompt, question)
+    ids, guide = (
+        tokenizer(part, return_tensors="pt", add_special_tokens=whole and not framing.chat).input_ids.to(device)
+        for part, whole in ((before + behind, True), (behind, False))
+    )
+    streamer = None if as_json else Streamed(tokenizer, answers=framing.chat or bool(question), note=not quiet)
     begin = time.perf_counter()
-    out, held = write(loaded, ids, guide if question else None, spec, max_new_tokens=max_new_tokens, streamer=streamer)
+    known = guide[0] if question else None
+    out, held = write(loaded, ids, known, spec, max_new_tokens=max_new_tokens, streamer=streamer)
     seconds, count = round(time.perf_counter() - begin, 3), out.shape[1] - ids.shape[1]
     if as_json:
         figures = {"tokens_read": ids.shape[1], "tokens_written": count, "seconds": seconds}
@@ -133,26 +143,39 @@ def run_generate(
         console.print(f"{what}\n{held_in_words(held)}", highlight=False, markup=False, soft_wrap=True)
 
 
+def _need_same_framing(reading: Reading, framing: Framing) -> None:
+    """Raises ValueError where a text was read as a user's turn and the question is not one's end, or the reverse."""
+    opening = Framing(framing.tokenizer, True).parts("", "")[0][:-1] if has_template(framing.tokenizer) else []
+    seen = reading.cache.read_ids
+    assert seen is not None
+    if opening:  # but for its last token, with which a text may merge
+        was = seen[0, : len(opening)].tolist() == opening
+        need(was == framing.chat, f"raw must be {not was}, as when the text was saved, got {not framing.chat}")
+
+
 def _through_file(
-    model: Any, tokenizer: Any, prompt: str, question: str, spec: CacheSpec, save: Path | None, saved: Path | None,
+    model: Any, framing: Framing, prompt: str, question: str, spec: CacheSpec, save: Path | None, saved: Path | None,
     max_new_tokens: int, as_json: bool, quiet: bool, console: Console,
 ) -> None:  # fmt: skip
     """Reads a text and saves its cache, or takes a saved one; then asks the question, if there is one."""
-    begin = time.perf_counter()
+    begin, tokenizer = time.perf_counter(), framing.tokenizer
+    before, behind = framing.texts(prompt, question)
+    before = before.removeprefix(tokenizer.decode(framing.begin))  # which reading writes itself
     if saved is not None:
         reading = Reading.load(saved, model, tokenizer)
+        _need_same_framing(reading, framing)
     else:
         held = spec.make(model.config, tokenizer)
         need(isinstance(held, CompressedCache), f"cache must be a compressed one for save, got {spec}")
         try:
             held.check_guide()
-            guide = question or None
+            guide = behind if question else None
         except ValueError:
             guide = None
-        reading = read(model, tokenizer, prompt, cache=held, guide=guide)
+        reading = read(model, tokenizer, before, cache=held, guide=guide)
         reading.save(Path(str(save)))
     streamer = None if as_json else Streamed(tokenizer, answers=True, note=not quiet)
-    answer = reading.ask(question, max_new_tokens=max_new_tokens, streamer=streamer) if question else ""
+    answer = reading.ask(behind, max_new_tokens=max_new_tokens, streamer=streamer) if question else ""
     seconds, nbytes = round(time.perf_counter() - begin, 3), reading.cache.nbytes()
     tokens = reading.cache.get_seq_length()
     if as_json:

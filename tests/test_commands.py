@@ -96,6 +96,44 @@ def test_a_text_is_read_and_saved_then_asked_without_reading_it_again(tmp_path):
     assert "load takes the place of a text" in run("generate", "x", "--load", file, "--question", "y", code=2)
 
 
+@pytest.fixture(scope="module")
+def talking(tmp_path_factory):
+    """The example model with a chat template."""
+    folder = tmp_path_factory.mktemp("talking")
+    model, tokenizer = kvcompress.load_example_model()
+    tokenizer.chat_template = "<|{% for m in messages %}{{ m.content }}{% endfor %}|>"
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def test_a_prompt_is_a_users_turn_where_there_is_a_chat_template_and_raw_is_none(talking, tmp_path):
+    options = ("--model", talking, "--cache", "pruned,budget=0.0", "--max-new-tokens", "1", "--json")
+    for more, tokens in (((), len("<|one two|>")), (("--raw",), len("one two"))):
+        assert json.loads(run("generate", "one ", "--question", "two", *options, *more))["tokens_read"] == tokens
+    plain = ("generate", "one ", "--model", "example", *options[2:])
+    assert run(*plain).partition('"seconds"')[0] == run(*plain, "--raw").partition('"seconds"')[0]
+    file = str(tmp_path / "text.safetensors")
+    assert json.loads(run("generate", "one ", "--save", file, *options))["tokens_read"] == len("<|one ")
+    ask = ("generate", "--load", file, "--question", "two", "--model", talking, "--max-new-tokens", "1", "--json")
+    json.loads(run(*ask))
+    assert "raw must be False, as when the text was saved, got True" in " ".join(run(*ask, "--raw", code=2).split())
+
+
+def test_every_command_that_loads_a_model_has_the_same_dtypes(talking):
+    text = ("generate", "x", "--model", talking, "--cache", "pruned,budget=0.0", "--max-new-tokens", "1", "--json")
+    sizes = {
+        d: json.loads(run(*text, "--dtype", d))["cache_nbytes"] for d in ("auto", "float32", "bfloat16", "float16")
+    }
+    assert sizes["auto"] == sizes["float32"] == 2 * sizes["bfloat16"] == 2 * sizes["float16"]
+    commands = [("eval", task) for task in ("ruler", "needle", "recall", "turns", "ppl", "decode")]
+    commands += [("analyze", what, "--out", "x") for what in ("pod", "attention", "heads", "budget")]
+    for command in (*commands, ("generate", "x"), ("chat",), ("bench",), ("demo",), ("info", "--model", "example"),
+                    ("plan", "--tokens", "9", "--model", "example"), ("serve",), ("needle",)):  # fmt: skip
+        said = " ".join(run(*command, "--dtype", "bf16", code=2).replace("│", " ").split())
+        assert "dtype must be one of float32, bfloat16, float16, auto, got 'bf16'" in said, command
+
+
 def test_wrong_files_are_named_with_their_option(tmp_path):
     bad = tmp_path / "bad.txt"
     bad.write_bytes(b"\xff\xfe\xfa")

@@ -15,12 +15,12 @@ from kvcompress import CacheSpec
 from kvcompress.cli import app
 from kvcompress.evaluate.equal_bytes import TOLERANCE, EqualBytes, dense_bytes
 from kvcompress.evaluate.losses import loss_measure
-from kvcompress.evaluate.measure import Framing
 from kvcompress.evaluate.questions import needle_measure, recall_measure, ruler_measure, turns_measure
 from kvcompress.evaluate.report import best_of, by_depth, hint_of
 from kvcompress.evaluate.ruler.registry import MADE
 from kvcompress.evaluate.run import evaluate
 from kvcompress.evaluate.texts import Library
+from kvcompress.framing import Framing
 from kvcompress.models.tokenizer import byte_tokenizer
 
 SOURCE = Library()

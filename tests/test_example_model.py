@@ -49,7 +49,7 @@ def test_recalls_facts_within_its_length(model):
 # 4 seconds each: 16K tokens; float16 is slow on CPUs, kernels are tested in it
 @pytest.mark.parametrize(("dtype", "depth"), [(torch.float32, 0.1), (torch.bfloat16, 0.7)])
 def test_guided_reading_finds_a_fact_that_streaming_loses(dtype, depth):
-    model, _ = kvcompress.load_example_model(dtype)
+    model, _ = kvcompress.load_example_model(dtype=dtype)
     task = make_task(16_384, depth, seed=1, device=torch.device("cpu"))
     cache = IterativeCache(model.config, memory_size=256, chunk_size=512, pruner=SnapKV(num_sink_tokens=4))
     assert answer(model, task, cache, guided=True) == task.answer
@@ -61,7 +61,7 @@ def test_guided_reading_finds_a_fact_that_streaming_loses(dtype, depth):
 @pytest.mark.parametrize("dtype", ["bf16", "bfloat16", torch.float64])
 def test_a_dtype_that_is_not_there_is_named(dtype):
     with pytest.raises(ValueError, match=r"dtype must be torch.float32, torch.bfloat16 or torch.float16, got .*\d"):
-        kvcompress.load_example_model(dtype)
+        kvcompress.load_example_model(dtype=dtype)
 
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:1", "gpu", torch.device("cuda")])
@@ -141,7 +141,7 @@ def test_weights_that_ship_as_differences_are_those_that_were_trained(retrofit, 
     for name in sorted(weights):
         found.update(name.encode() + weights[name].contiguous().view(torch.uint8).numpy().tobytes())
     assert found.hexdigest()[:32] == digest
-    model, _ = kvcompress.load_example_model(torch.bfloat16, retrofit=retrofit)
+    model, _ = kvcompress.load_example_model(dtype=torch.bfloat16, retrofit=retrofit)
     loaded = model.state_dict()
     assert all(torch.equal(loaded[name], x) for name, x in weights.items())
     assert model.config.kvcompress["method"] == retrofit

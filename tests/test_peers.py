@@ -19,7 +19,6 @@ from kvcompress import CacheSpec, PrunedCache
 from kvcompress.cli import app
 from kvcompress.evaluate.equal_bytes import EqualBytes
 from kvcompress.evaluate.losses import decode_measure, loss_measure
-from kvcompress.evaluate.measure import Framing
 from kvcompress.evaluate.peers import environment, kvpress_program
 from kvcompress.evaluate.peers.environment import Peer, peer_of
 from kvcompress.evaluate.peers.exchange import Refused, answers, nats_of, request_of
@@ -27,6 +26,7 @@ from kvcompress.evaluate.peers.rows import chosen, peer_rows
 from kvcompress.evaluate.questions import needle_measure, recall_measure, turns_measure
 from kvcompress.evaluate.report import best_of
 from kvcompress.evaluate.texts import Library
+from kvcompress.framing import Framing
 from kvcompress.pruners import WindowAttention
 
 SIZES = quality.SIZES["tiny"]

@@ -14,10 +14,11 @@ from benchmarks.quality import witness
 from benchmarks.quality.parts import books
 from benchmarks.quality.parts.cells import Cell, Cells, over, rows_of
 from kvcompress import CacheSpec
-from kvcompress.evaluate.measure import Framing, Outcome
+from kvcompress.evaluate.measure import Outcome
 from kvcompress.evaluate.prose import Prose, answer_ids, asked_at_the_end, next_turn, passage, question_ids
 from kvcompress.evaluate.reading import Following, Reader
 from kvcompress.evaluate.sharing import LayerInputs, SharedReader
+from kvcompress.framing import Framing
 from kvcompress.models.tokenizer import byte_tokenizer
 
 LENGTH, SCORED = 480, 12

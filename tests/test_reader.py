@@ -163,6 +163,37 @@ def test_a_template_writes_later_turns_without_what_stands_before_them(example):
     assert tokenizer.decode(chat.cache.read_ids[0]).startswith(first + "<user>two</user><assistant>")
 
 
+LINES = (  # as SmolLM2, Qwen and others have it: a newline behind the end of a turn, which no model writes
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}\0\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+TRIMMED = LINES.replace("m.content", "m.content | trim")
+
+
+@pytest.mark.parametrize("template", [LINES, TRIMMED])
+@pytest.mark.parametrize("ends", [0, [7, 0]])  # eos_token_id of a generation config, one or several
+def test_a_conversation_is_what_its_template_makes_of_the_whole(example, template, ends, monkeypatch):
+    model, tokenizer = example[0], kvcompress.load_example_model()[1]
+    tokenizer.chat_template = template
+    monkeypatch.setattr(model.generation_config, "eos_token_id", ends)
+    chat, said = Chat(model, tokenizer, CacheSpec("streaming", {}), 4), []
+    answers = iter(["yes\0", "cut ", "\0", "no"])  # ended, cut off amid a line, nothing at all, cut off
+
+    def scripted(model, ids, cache, **options):
+        answer = tokenizer(next(answers), return_tensors="pt").input_ids
+        seen.append(tokenizer.decode(ids[0]))
+        return torch.cat([ids, answer], dim=1)
+
+    seen = []
+    monkeypatch.setattr("kvcompress.chat.generate", scripted)
+    for asked in ("one", "two", "three", "four"):
+        said.append({"role": "user", "content": asked})
+        answer = chat.turn(asked)
+        whole = tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
+        assert seen[-1] == (whole if template is LINES else whole.replace("cut\0", "cut \0"))
+        said.append({"role": "assistant", "content": answer})
+
+
 def test_progress_is_lines_where_nobody_sees_a_bar(capsys, monkeypatch):
     monkeypatch.setattr("kvcompress.progress.SECONDS", 0.0)
     with showing(True, 1000, label="reading", console=Console(file=io.StringIO())) as show:

@@ -38,7 +38,7 @@ from kvcompress import CacheSpec
 from kvcompress.checks import need
 from kvcompress.evaluate.equal_bytes import EqualBytes
 from kvcompress.evaluate.losses import loss_measure
-from kvcompress.evaluate.measure import Framing, Measure
+from kvcompress.evaluate.measure import Measure
 from kvcompress.evaluate.peers.environment import Peer, peer_of
 from kvcompress.evaluate.peers.rows import chosen, peer_rows
 from kvcompress.evaluate.questions import needle_measure, recall_measure, ruler_measure, turns_measure
@@ -46,6 +46,7 @@ from kvcompress.evaluate.reading import Reader
 from kvcompress.evaluate.ruler.registry import MADE
 from kvcompress.evaluate.run import Row, evaluate
 from kvcompress.evaluate.texts import Library
+from kvcompress.framing import Framing
 
 DENSE = CacheSpec("dense", {})
 CACHES = {

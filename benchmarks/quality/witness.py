@@ -47,9 +47,10 @@ from benchmarks.quality.parts.measures import number, sizes_of, tidy
 from kvcompress import CacheSpec
 from kvcompress.caches.spec import DENSE
 from kvcompress.checks import need
-from kvcompress.evaluate.measure import Framing, Measure
+from kvcompress.evaluate.measure import Measure
 from kvcompress.evaluate.prose import Passage, Prose, asked_at_the_end, passage
 from kvcompress.evaluate.sharing import LayerInputs, SharedReader
+from kvcompress.framing import framing_of
 
 METHODS = {  # those of one pruner stand together: they share its reading
     "SnapKV": "pruned,pruner=snapkv",
@@ -110,7 +111,7 @@ def measured(
 
 
 def run(model: Any, tokenizer: Any, books: Books, specs: Sequence[CacheSpec], sizes: Sizes, cells: Cells) -> None:
-    framing = Framing(tokenizer, chat=bool(getattr(tokenizer, "chat_template", None)))
+    framing = framing_of(tokenizer, raw=False)
     reader = SharedReader(model, tokenizer, specs[0], inputs=LayerInputs(model))
     for length in sizes.lengths:
         for text in range(sizes.texts):

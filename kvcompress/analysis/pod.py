@@ -25,7 +25,7 @@ DEFAULT_DELTA = 0.5
 def run_pod(
     *, out: Path, model: str, text: tuple[Path, ...], held_out: bool, samples: int, length: int | None, queries: int,
     delta: float | None, share: float | None, sinks: int, recent: int | None, reduce: str, distant_only: bool,
-    refine_rounds: int, figure: Path | None, seed: int, device: str, console: Console,
+    refine_rounds: int, figure: Path | None, seed: int, device: str, dtype: str, console: Console,
 ) -> PoDPlan:  # fmt: skip
     """Measures, groups, prints and saves; returns the plan.
 
@@ -40,7 +40,7 @@ def run_pod(
     need(not out.is_dir(), f"out must be a file, got the folder {out}")
     need(figure is None or figure.is_dir() or not figure.exists(), f"figure must be a folder, got the file {figure}")
     need(delta is None or 0 <= delta <= 1, f"delta must be between 0 and 1, got {delta}")
-    loaded, tokenizer = load_plain(model, device)
+    loaded, tokenizer = load_plain(model, device, dtype)
     config = decoder_config(loaded.config)
     length = length_within(config, length)
     recent = max(1, length // 8 - sinks) if recent is None else recent
@@ -77,11 +77,11 @@ def run_pod(
             loaded, plan, rows, rounds=refine_rounds, report=lambda line: console.print(line, highlight=False)
         )  # fmt: skip
         plan.save(out)
-    dtype = next(loaded.parameters()).dtype
-    _print(plan, similarity, dtype, console)
+    held = next(loaded.parameters()).dtype
+    _print(plan, similarity, held, console)
     console.print(f"Plan written to {out}", highlight=False, markup=False, soft_wrap=True)
     if figure is not None:
-        _draw(plan, dtype, figure)
+        _draw(plan, held, figure)
         console.print(f"Figures written to {figure}", highlight=False, markup=False, soft_wrap=True)
     return plan
 

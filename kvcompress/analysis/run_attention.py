@@ -18,7 +18,7 @@ from .texts import check_source, length_within, load_plain, texts
 def run_attention(
     *, out: Path | None, model: str, text: tuple[Path, ...], held_out: bool, samples: int, length: int | None,
     rows: int | None, head: int, tail: int, top_k: int, local: int, figure: Path | None, seed: int, device: str,
-    console: Console,
+    dtype: str, console: Console,
 ) -> AttentionStatistics:  # fmt: skip
     """Measures, prints and saves; returns what was measured.
 
@@ -30,7 +30,7 @@ def run_attention(
     need(out is None or out.parent.is_dir(), f"out must be in a folder that exists, got {out}")
     need(out is None or not out.is_dir(), f"out must be a file, got the folder {out}")
     need(figure is None or figure.is_dir() or not figure.exists(), f"figure must be a folder, got the file {figure}")
-    loaded, tokenizer = load_plain(model, device)
+    loaded, tokenizer = load_plain(model, device, dtype)
     chosen, data = texts(tokenizer, text, held_out, samples, length_within(decoder_config(loaded.config), length), seed)
     measured = attention(
         loaded, chosen, rows=rows, head=head, tail=tail, top_k=top_k, local=local, progress=console.is_terminal

@@ -19,7 +19,7 @@ from .texts import check_source, length_within, load_plain, texts
 
 def run_heads(
     *, out: Path, model: str, text: tuple[Path, ...], held_out: bool, samples: int, length: int | None, facts: int,
-    method: str, sinks: int, recent: int, steps: int, lr: float, weight: float, seed: int, device: str,
+    method: str, sinks: int, recent: int, steps: int, lr: float, weight: float, seed: int, device: str, dtype: str,
     console: Console,
 ) -> HeadProfile:  # fmt: skip
     """Measures, saves and prints; returns the profile.
@@ -29,7 +29,7 @@ def run_heads(
     check_source(model, text, held_out, device)
     need(out.parent.is_dir(), f"out must be in a folder that exists, got {out}")
     need(not out.is_dir(), f"out must be a file, got the folder {out}")
-    loaded, tokenizer = load_plain(model, device)
+    loaded, tokenizer = load_plain(model, device, dtype)
     chosen, _ = texts(tokenizer, text, held_out, samples, length_within(decoder_config(loaded.config), length), seed)
     planted = pass_keys(tokenizer, chosen, facts=facts, seed=seed)
     with Progress(console=console, disable=not console.is_terminal) as shown:

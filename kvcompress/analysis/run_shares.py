@@ -22,7 +22,7 @@ from .texts import check_source, length_within, load_plain, texts
 
 def run_shares(
     *, out: Path, model: str, text: tuple[Path, ...], held_out: bool, samples: int, length: int | None, pruner: str,
-    size: str, floor: float, seed: int, device: str, console: Console,
+    size: str, floor: float, seed: int, device: str, dtype: str, console: Console,
 ) -> BudgetProfile:  # fmt: skip
     """Measures, saves and prints; returns the profile.
 
@@ -32,7 +32,7 @@ def run_shares(
     need(out.parent.is_dir(), f"out must be in a folder that exists, got {out}")
     need(not out.is_dir(), f"out must be a file, got the folder {out}")
     spec = CacheSpec("pruned", {"pruner": pruner, "budget": f"globaltopk:floor={floor}:{size}"})
-    loaded, tokenizer = load_plain(model, device)
+    loaded, tokenizer = load_plain(model, device, dtype)
     cache = cast(PrunedCache, spec.make(loaded.config, tokenizer))
     reach = length_within(decoder_config(loaded.config), length)
     if length is None:  # room for queries that are asked behind the text

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ..checks import need, need_choice
+from ..checks import need, need_choice, need_dtype
 from ..hf.attach import base_model
 from ..hf.method import saved_method
-from ..models import load_example_model
+from ..models import EXAMPLE_NAME, load_example_model
 from ..models.text import held_out_text
-from ..retrofit.run import EXAMPLE_NAME, pretrained
+from ..retrofit.run import pretrained
 
 LONGEST = 32_768
 
@@ -38,10 +38,11 @@ def length_within(config: Any, length: int | None) -> int:
     return length
 
 
-def load_plain(model: str, device: str) -> tuple[nn.Module, Any]:
+def load_plain(model: str, device: str, dtype: str = "auto") -> tuple[nn.Module, Any]:
+    asked = need_dtype(dtype)
     if model == EXAMPLE_NAME:
-        return load_example_model(device=device)
-    loaded = pretrained(AutoModelForCausalLM, model, dtype="auto")
+        return load_example_model(device=device, dtype=asked or torch.float32)
+    loaded = pretrained(AutoModelForCausalLM, model, dtype=asked or "auto")
     need(
         saved_method(base_model(loaded)) is None,
         f"model must not be converted yet, got {model!r}, whose config has kvcompress",

@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 
 from ..extras import need_packages
+from .options import Device, Dtype, Model
 
 app = typer.Typer(no_args_is_help=True, help="Measure a model to decide how to compress it.")
 
@@ -33,7 +34,7 @@ def analyze() -> None:
 @app.command()
 def pod(
     out: Annotated[Path, typer.Option(help="file for the plan, JSON")],
-    model: Annotated[str, typer.Option(help="folder or name of a transformers model, or example")] = "example",
+    model: Model = "example",
     text: Annotated[
         list[Path] | None,
         typer.Option(help="text to measure on: .txt, .jsonl, .csv or .parquet; not needed for the example model"),
@@ -69,7 +70,8 @@ def pod(
     ] = 0,
     figure: Annotated[Path | None, typer.Option(help="folder for figures: similarity, blocks and memory")] = None,
     seed: Annotated[int, typer.Option(help="draws the texts", min=0)] = 0,
-    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
+    device: Device = "cpu",
+    dtype: Dtype = "auto",
 ) -> None:
     """Measure how alike a model's layers attend, and choose which layers share their distant keys."""
     with _said():
@@ -78,7 +80,7 @@ def pod(
         run_pod(
             out=out, model=model, text=tuple(text or ()), held_out=held_out, samples=samples, length=length,
             queries=queries, delta=delta, share=share, sinks=sinks, recent=recent, reduce=reduce,
-            distant_only=distant_only, refine_rounds=refine, figure=figure, seed=seed, device=device,
+            distant_only=distant_only, refine_rounds=refine, figure=figure, seed=seed, device=device, dtype=dtype,
             console=Console(width=80),
         )  # fmt: skip
 
@@ -86,7 +88,7 @@ def pod(
 @app.command()
 def attention(
     out: Annotated[Path | None, typer.Option(help="file for the measurements, JSON")] = None,
-    model: Annotated[str, typer.Option(help="folder or name of a transformers model, or example")] = "example",
+    model: Model = "example",
     text: Annotated[
         list[Path] | None,
         typer.Option(help="text to measure on: .txt, .jsonl, .csv or .parquet; not needed for the example model"),
@@ -107,7 +109,8 @@ def attention(
     local: Annotated[int, typer.Option(help="last queries of a text that are compared with each other", min=2)] = 256,
     figure: Annotated[Path | None, typer.Option(help="folder for figures: sparsity, gravity and neighbours")] = None,
     seed: Annotated[int, typer.Option(help="draws the texts", min=0)] = 0,
-    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
+    device: Device = "cpu",
+    dtype: Dtype = "auto",
 ) -> None:
     """Measure how sparse a model's attention is, where its mass lies, and how alike near queries are."""
     with _said():
@@ -115,7 +118,7 @@ def attention(
 
         run_attention(
             out=out, model=model, text=tuple(text or ()), held_out=held_out, samples=samples, length=length, rows=rows,
-            head=head, tail=tail, top_k=top_k, local=local, figure=figure, seed=seed, device=device,
+            head=head, tail=tail, top_k=top_k, local=local, figure=figure, seed=seed, device=device, dtype=dtype,
             console=Console(width=100),
         )  # fmt: skip
 
@@ -123,7 +126,7 @@ def attention(
 @app.command()
 def heads(
     out: Annotated[Path, typer.Option(help="file for the profile, JSON")],
-    model: Annotated[str, typer.Option(help="folder or name of a transformers model, or example")] = "example",
+    model: Model = "example",
     text: Annotated[
         list[Path] | None,
         typer.Option(help="text to plant pass keys in: .txt, .jsonl, .csv or .parquet; not for the example model"),
@@ -145,7 +148,8 @@ def heads(
     lr: Annotated[float, typer.Option(help="learning rate of the gates")] = 0.02,
     weight: Annotated[float, typer.Option(help="of the gates' mean in the loss", min=0.0)] = 0.05,
     seed: Annotated[int, typer.Option(help="draws the texts and the pass keys", min=0)] = 0,
-    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
+    device: Device = "cpu",
+    dtype: Dtype = "auto",
 ) -> None:
     """Measure which heads look far back, for a cache in which the others keep the first and latest tokens alone."""
     with _said():
@@ -154,14 +158,14 @@ def heads(
         run_heads(
             out=out, model=model, text=tuple(text or ()), held_out=held_out, samples=samples, length=length,
             facts=facts, method=method, sinks=sinks, recent=recent, steps=steps, lr=lr, weight=weight, seed=seed,
-            device=device, console=Console(width=100),
+            device=device, dtype=dtype, console=Console(width=100),
         )  # fmt: skip
 
 
 @app.command()
 def budget(
     out: Annotated[Path, typer.Option(help="file for the profile, JSON")],
-    model: Annotated[str, typer.Option(help="folder or name of a transformers model, or example")] = "example",
+    model: Model = "example",
     text: Annotated[
         list[Path] | None,
         typer.Option(help="text to read: .txt, .jsonl, .csv or .parquet; not needed for the example model"),
@@ -180,7 +184,8 @@ def budget(
     size: Annotated[str, typer.Option(help="budget that is divided: tokens, a share to remove, or bytes")] = "0.75",
     floor: Annotated[float, typer.Option(help="share of the mean that every row keeps in any case, 0 to 1")] = 0.1,
     seed: Annotated[int, typer.Option(help="draws the texts", min=0)] = 0,
-    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
+    device: Device = "cpu",
+    dtype: Dtype = "auto",
 ) -> None:
     """Measure how layers and heads share a budget, for --cache pruned,budget=profiled:FILE:1024."""
     with _said():
@@ -188,5 +193,5 @@ def budget(
 
         run_shares(
             out=out, model=model, text=tuple(text or ()), held_out=held_out, samples=samples, length=length,
-            pruner=pruner, size=size, floor=floor, seed=seed, device=device, console=Console(width=100),
+            pruner=pruner, size=size, floor=floor, seed=seed, device=device, dtype=dtype, console=Console(width=100),
         )  # fmt: skip

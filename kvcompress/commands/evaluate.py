@@ -9,10 +9,11 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from .options import Device, Dtype, Model
+
 app = typer.Typer(
     no_args_is_help=True, help="Measure caches on tasks: RULER, needles, recall, turns, perplexity, long decoding."
 )
-Model = Annotated[str, typer.Option(help="folder or name of a transformers model, or example")]
 Caches = Annotated[
     list[str] | None,
     typer.Option(
@@ -38,9 +39,12 @@ Texts = Annotated[
 Where = Annotated[
     str, typer.Option(help="where it stands: end (in the prompt), later (behind what was read), guide (known before)")
 ]
+Raw = Annotated[
+    bool,
+    typer.Option("--raw", help="facts as comments of source code, no user's turns of the tokenizer's chat template"),
+]
 Seed = Annotated[int, typer.Option(help="draws the samples", min=0)]
 Json = Annotated[Path | None, typer.Option("--json", help="file for all rows")]
-Device = Annotated[str, typer.Option(help="cpu or cuda")]
 Peers = Annotated[
     bool,
     typer.Option(
@@ -65,7 +69,7 @@ def _lengths(text: str | None) -> list[int] | None:
 
 def _run(
     make: Callable[[Any, Any, int], Sequence[Any]], *, model: str, cache: list[str] | None, lengths: str | None,
-    share: str | None, nbytes: str | None, text: list[Path] | None, json: Path | None, device: str,
+    share: str | None, nbytes: str | None, text: list[Path] | None, json: Path | None, device: str, dtype: str,
     by_depth: bool = False, figure: Path | None = None, peers: bool = False, peers_python: Path | None = None,
     peers_press: list[str] | None = None, **settings: Any,
 ) -> None:  # fmt: skip
@@ -76,8 +80,9 @@ def _run(
     try:
         run_eval(
             make, model=model, caches=cache or [], lengths=_lengths(lengths), share=share, nbytes=nbytes,
-            text=tuple(text or ()), json=json, device=device, by_depth=by_depth, figure=figure, console=Console(),
-            settings=settings, peers=peers, peers_python=peers_python, peers_press=tuple(peers_press or ()),
+            text=tuple(text or ()), json=json, device=device, dtype=dtype, by_depth=by_depth, figure=figure,
+            console=Console(), settings=settings, peers=peers, peers_python=peers_python,
+            peers_press=tuple(peers_press or ()),
         )  # fmt: skip
     except (ValueError, FileNotFoundError, ImportError) as error:
         raise typer.BadParameter(str(error)) from None
@@ -112,6 +117,7 @@ def ruler(
     seed: Seed = 0,
     json: Json = None,
     device: Device = "cpu",
+    dtype: Dtype = "auto",
     peers: Peers = False,
     peers_python: PeersPython = None,
     peers_press: PeersPress = None,
@@ -126,8 +132,8 @@ def ruler(
             typer.echo(f"{name} is left out: it needs --{option}, {what}", err=True)
 
     def make(tokenizer: Any, source: Any, length: int) -> Sequence[Any]:
-        from ..evaluate.measure import Framing
         from ..evaluate.questions import ruler_measure
+        from ..framing import Framing
 
         framing = Framing(tokenizer, chat)
         return [
@@ -136,7 +142,7 @@ def ruler(
         ]
 
     _run(make, model=model, cache=cache, lengths=lengths, share=share, nbytes=nbytes, text=text, json=json,
-         device=device, peers=peers, peers_python=peers_python, peers_press=peers_press,
+         device=device, dtype=dtype, peers=peers, peers_python=peers_python, peers_press=peers_press,
          question=question, chat=chat, limit=limit, seed=seed)  # fmt: skip
 
 
@@ -148,6 +154,7 @@ def needle(
     depths: Annotated[int, typer.Option(help="places of the fact, spread evenly", min=1)] = 5,
     limit: Annotated[int, typer.Option(help="prompts of a length and depth", min=1)] = 1,
     question: Where = "end",
+    raw: Raw = False,
     share: Share = None,
     nbytes: Bytes = None,
     text: Texts = None,
@@ -155,6 +162,7 @@ def needle(
     json: Json = None,
     figure: Annotated[Path | None, typer.Option(help="draw recall by length and depth into this file")] = None,
     device: Device = "cpu",
+    dtype: Dtype = "auto",
     peers: Peers = False,
     peers_python: PeersPython = None,
     peers_press: PeersPress = None,
@@ -162,14 +170,14 @@ def needle(
     """Plant a fact in texts, at several lengths and depths, and ask for it."""
 
     def make(tokenizer: Any, source: Any, length: int) -> Sequence[Any]:
-        from ..evaluate.measure import Framing
         from ..evaluate.questions import needle_measure
+        from ..framing import framing_of
 
-        return [needle_measure(Framing(tokenizer), length, source, depths, limit, seed, question)]
+        return [needle_measure(framing_of(tokenizer, raw), length, source, depths, limit, seed, question)]
 
     _run(make, model=model, cache=cache, lengths=lengths, share=share, nbytes=nbytes, text=text, json=json,
-         device=device, peers=peers, peers_python=peers_python, peers_press=peers_press,
-         by_depth=True, figure=figure, question=question, depths=depths, limit=limit, seed=seed)  # fmt: skip
+         device=device, dtype=dtype, peers=peers, peers_python=peers_python, peers_press=peers_press,
+         by_depth=True, figure=figure, question=question, depths=depths, raw=raw, limit=limit, seed=seed)  # fmt: skip
 
 
 @app.command()
@@ -179,11 +187,13 @@ def recall(
     lengths: Lengths = None,
     questions: Annotated[int, typer.Option(help="facts of a prompt that are asked", min=1)] = 8,
     limit: Limit = 8,
+    raw: Raw = False,
     share: Share = None,
     nbytes: Bytes = None,
     seed: Seed = 0,
     json: Json = None,
     device: Device = "cpu",
+    dtype: Dtype = "auto",
     peers: Peers = False,
     peers_python: PeersPython = None,
     peers_press: PeersPress = None,
@@ -191,14 +201,14 @@ def recall(
     """Prompts of nothing but facts, of which some are asked afterwards, each of its own copy of the cache."""
 
     def make(tokenizer: Any, source: Any, length: int) -> Sequence[Any]:
-        from ..evaluate.measure import Framing
         from ..evaluate.questions import recall_measure
+        from ..framing import framing_of
 
-        return [recall_measure(Framing(tokenizer), length, questions, limit, seed)]
+        return [recall_measure(framing_of(tokenizer, raw), length, questions, limit, seed)]
 
     _run(make, model=model, cache=cache, lengths=lengths, share=share, nbytes=nbytes, text=None, json=json,
-         device=device, peers=peers, peers_python=peers_python, peers_press=peers_press,
-         questions=questions, limit=limit, seed=seed)  # fmt: skip
+         device=device, dtype=dtype, peers=peers, peers_python=peers_python, peers_press=peers_press,
+         questions=questions, raw=raw, limit=limit, seed=seed)  # fmt: skip
 
 
 @app.command()
@@ -208,12 +218,14 @@ def turns(
     lengths: Lengths = None,
     questions: Annotated[int, typer.Option(help="facts of a text, all asked", min=1)] = 8,
     limit: Limit = 8,
+    raw: Raw = False,
     share: Share = None,
     nbytes: Bytes = None,
     text: Texts = None,
     seed: Seed = 0,
     json: Json = None,
     device: Device = "cpu",
+    dtype: Dtype = "auto",
     peers: Peers = False,
     peers_python: PeersPython = None,
     peers_press: PeersPress = None,
@@ -221,14 +233,14 @@ def turns(
     """Facts in a text, asked one after the other in one conversation, answers and all."""
 
     def make(tokenizer: Any, source: Any, length: int) -> Sequence[Any]:
-        from ..evaluate.measure import Framing
         from ..evaluate.questions import turns_measure
+        from ..framing import framing_of
 
-        return [turns_measure(Framing(tokenizer), length, source, questions, limit, seed)]
+        return [turns_measure(framing_of(tokenizer, raw), length, source, questions, limit, seed)]
 
     _run(make, model=model, cache=cache, lengths=lengths, share=share, nbytes=nbytes, text=text, json=json,
-         device=device, peers=peers, peers_python=peers_python, peers_press=peers_press,
-         questions=questions, limit=limit, seed=seed)  # fmt: skip
+         device=device, dtype=dtype, peers=peers, peers_python=peers_python, peers_press=peers_press,
+         questions=questions, raw=raw, limit=limit, seed=seed)  # fmt: skip
 
 
 @app.command()
@@ -244,6 +256,7 @@ def ppl(
     seed: Seed = 0,
     json: Json = None,
     device: Device = "cpu",
+    dtype: Dtype = "auto",
     peers: Peers = False,
     peers_python: PeersPython = None,
     peers_press: PeersPress = None,
@@ -252,12 +265,12 @@ def ppl(
 
     def make(tokenizer: Any, source: Any, length: int) -> Sequence[Any]:
         from ..evaluate.losses import loss_measure
-        from ..evaluate.measure import Framing
+        from ..framing import Framing
 
         return [loss_measure("ppl", Framing(tokenizer), length, scored, source, limit, seed)]
 
     _run(make, model=model, cache=cache, lengths=lengths, share=share, nbytes=nbytes, text=text, json=json,
-         device=device, peers=peers, peers_python=peers_python, peers_press=peers_press,
+         device=device, dtype=dtype, peers=peers, peers_python=peers_python, peers_press=peers_press,
          scored=scored, limit=limit, seed=seed)  # fmt: skip
 
 
@@ -273,6 +286,7 @@ def decode(
     seed: Seed = 0,
     json: Json = None,
     device: Device = "cpu",
+    dtype: Dtype = "auto",
 ) -> None:
     """Bits per byte of a long text that comes token by token; caches with every=... compress on the way.
 
@@ -281,9 +295,9 @@ def decode(
 
     def make(tokenizer: Any, source: Any, length: int) -> Sequence[Any]:
         from ..evaluate.losses import decode_measure
-        from ..evaluate.measure import Framing
+        from ..framing import Framing
 
         return [decode_measure(Framing(tokenizer), length, source, limit, seed)]
 
     _run(make, model=model, cache=cache, lengths=lengths, share=share, nbytes=nbytes, text=text, json=json,
-         device=device, limit=limit, seed=seed)  # fmt: skip
+         device=device, dtype=dtype, limit=limit, seed=seed)  # fmt: skip

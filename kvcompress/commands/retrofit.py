@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 
 from ..extras import need_packages
+from .options import Model
 
 if TYPE_CHECKING:
     from ..retrofit.run import RunSettings
@@ -30,7 +31,7 @@ class Common:
 
     out: Annotated[Path, typer.Option(help="folder for checkpoints, metrics and the trained model")]
     preset: Annotated[str, typer.Option(help="quick (minutes to hours, a small model) or paper")] = "quick"
-    model: Annotated[str, typer.Option(help="folder or name of a transformers model, or example")] = "example"
+    model: Model = "example"
     text: Annotated[list[Path] | None, typer.Option(help="training text: .txt, .jsonl, .csv or .parquet")] = None
     data: Annotated[
         list[str] | None,

@@ -31,8 +31,9 @@ Make = Callable[[Any, Source, int], Sequence[Measure]]
 
 def run_eval(
     make: Make, *, model: str, caches: list[str], lengths: list[int] | None, share: str | None, nbytes: str | None,
-    text: tuple[Path, ...], json: Path | None, device: str, by_depth: bool, figure: Path | None, console: Console,
-    settings: dict[str, Any], peers: bool = False, peers_python: Path | None = None, peers_press: tuple[str, ...] = (),
+    text: tuple[Path, ...], json: Path | None, device: str, dtype: str, by_depth: bool, figure: Path | None,
+    console: Console, settings: dict[str, Any], peers: bool = False, peers_python: Path | None = None,
+    peers_press: tuple[str, ...] = (),
 ) -> list[Row]:  # fmt: skip
     """Prints, writes and draws. make: the measures of (tokenizer, source of texts, length). peers: kvpress beside our
     caches. Raises ValueError for wrong settings, before anything is measured where they are wrong by themselves, and
@@ -55,7 +56,7 @@ def run_eval(
     )
     need(not peers or equal != EqualBytes(), "peers must come with share or bytes, which kvpress is held to as well")
     set_verbosity_error()  # texts may be longer than the model's trained length on purpose
-    loaded, tokenizer = load(model, device)
+    loaded, tokenizer = load(model, device, dtype)
     config = decoder_config(loaded.config)
     specs = specs or [CacheSpec(CacheSpec.kind_of(loaded.config) or DENSE, {})]
     reached = getattr(config, "max_position_embeddings", None) or MOST_TOKENS
@@ -73,7 +74,8 @@ def run_eval(
         print_depths(rows, console)
     if json is not None:
         told = {"peers": theirs.facts()} if theirs else {}
-        write_rows(json, rows, model=model, share=share, bytes=nbytes, **settings, **told)
+        kind = str(loaded.dtype).removeprefix("torch.")
+        write_rows(json, rows, model=model, dtype=kind, share=share, bytes=nbytes, **settings, **told)
     if figure is not None:
         draw_depths(rows, figure)
     if theirs is not None and theirs.broken is not None:

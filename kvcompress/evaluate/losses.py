@@ -11,7 +11,8 @@ from typing import Any, ClassVar
 import torch
 
 from ..checks import need
-from .measure import Framing, Measure, Outcome
+from ..framing import Framing
+from .measure import Measure, Outcome
 from .reading import Reader, held_nbytes
 from .texts import Source
 

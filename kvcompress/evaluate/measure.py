@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from ..checks import need
 from .reading import Reader
 
 
@@ -57,43 +56,6 @@ class Measure(ABC):
     @abstractmethod
     def tokens(self) -> int:
         """That are in the cache where its bytes are counted, in the first sample."""
-
-
-@dataclass(frozen=True)
-class Framing:
-    """How texts become tokens. chat: a prompt is a user's turn of the tokenizer's chat template; the beginning of the
-    answer follows it. Raises ValueError for a tokenizer without a template."""
-
-    tokenizer: Any
-    chat: bool = False
-
-    def __post_init__(self) -> None:
-        has = bool(getattr(self.tokenizer, "chat_template", None))
-        need(has or not self.chat, "chat must be False: this tokenizer has no chat template")
-
-    def bare(self, text: str) -> list[int]:
-        return list(self.tokenizer(text, add_special_tokens=False).input_ids)
-
-    @property
-    def begin(self) -> list[int]:
-        """The token that begins a text, if this tokenizer gives it one."""
-        token = self.tokenizer.bos_token_id
-        return [token] if token is not None and list(self.tokenizer("a").input_ids)[:1] == [token] else []
-
-    def parts(self, context: str, question: str, prefix: str = "") -> tuple[list[int], list[int]]:
-        """(tokens of what is read first, of the question and of how the answer begins)."""
-        if not self.chat:
-            return self.begin + self.bare(context), self.bare(question + prefix)
-        border = "\N{SECTION SIGN}\N{PILCROW SIGN}\N{SECTION SIGN}"
-        turn = [{"role": "user", "content": context + border + question}]
-        whole = self.tokenizer.apply_chat_template(
-            turn, add_generation_prompt=True, tokenize=False, enable_thinking=False
-        )
-        before, _, behind = whole.partition(border)
-        return self.bare(before), self.bare(behind + prefix)
-
-    def count(self, context: str, question: str, prefix: str = "") -> int:
-        return sum(map(len, self.parts(context, question, prefix)))
 
 
 @dataclass(frozen=True)

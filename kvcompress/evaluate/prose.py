@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ..checks import need
+from ..framing import Framing
 from .fitting import TooShort, largest
-from .measure import Asked, Framing, Measure, Outcome, Prompt
+from .measure import Asked, Measure, Outcome, Prompt
 from .questions import Questions, begins_with
 from .reading import Following, Reader, held_nbytes
 
@@ -184,16 +185,7 @@ def answer_ids(framing: Framing, question: Question) -> list[int]:
 
 def next_turn(framing: Framing, question: Question) -> list[int]:
     """What stands between an answer that ends here and the next question's: that question, in a turn of its own."""
-    words, beginning = question.words, _beginning(framing, question)
-    if not framing.chat:
-        return framing.bare(f".{words}{beginning}")
-    border = "\N{SECTION SIGN}\N{PILCROW SIGN}\N{SECTION SIGN}"
-    turns = [("user", "text"), ("assistant", f"text{border}."), ("user", words.strip())]
-    whole = framing.tokenizer.apply_chat_template(
-        [{"role": role, "content": content} for role, content in turns],
-        add_generation_prompt=True, tokenize=False, enable_thinking=False,
-    )  # fmt: skip
-    return framing.bare(whole.partition(border)[2] + beginning)
+    return framing.later(question.words, _beginning(framing, question), ".")
 
 
 def _beginning(framing: Framing, question: Question) -> str:

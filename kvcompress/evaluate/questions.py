@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 
 from ..checks import need
+from ..framing import Framing, unended
 from ..models.text import fact, question, random_name, random_pass_key
 from .fitting import TooShort, largest
-from .measure import Asked, Framing, Measure, Outcome, Prompt
+from .measure import Asked, Measure, Outcome, Prompt
 from .reading import Reader, check_question, copy_of, held_nbytes
 from .ruler.task import Task
 from .texts import Source
@@ -74,7 +75,7 @@ class Questions(Measure):
             firsts.append(written.first_seconds)
             tokens += [] if written.token_seconds is None else [written.token_seconds]
             if self.turns:
-                said = conversation + written.ids
+                said = conversation + unended(reader.model, written.ids)
         per_token = sum(tokens) / len(tokens) if tokens else None
         return self._outcome(prompt, texts, nbytes, reading + firsts[0], per_token)
 
@@ -107,6 +108,35 @@ def _text(tokenizer: Any, ids: list[int]) -> str:
 
 
 # ---- tasks ----
+
+
+class _Lines:
+    """A fact is a comment among source code, and the question its beginning."""
+
+    @staticmethod
+    def fact(name: str, pass_key: str) -> str:
+        return fact(name.encode(), pass_key.encode()).decode()
+
+    @staticmethod
+    def asked(name: str) -> tuple[str, str]:
+        """(the question, how its answer begins)."""
+        return question(name.encode()).decode(), ""
+
+
+class _Prose:
+    """The same for models that talk."""
+
+    @staticmethod
+    def fact(name: str, pass_key: str) -> str:
+        return f"\nThe pass key of {name} is {pass_key}.\n"
+
+    @staticmethod
+    def asked(name: str) -> tuple[str, str]:
+        return f"\nWhat is the pass key of {name}?", f"The pass key of {name} is"
+
+
+def _words(framing: Framing) -> type[_Lines] | type[_Prose]:
+    return _Prose if framing.chat else _Lines
 
 
 def ruler_measure(name: str, task: Task, framing: Framing, length: int, source: Source, count: int, seed: int,
@@ -157,10 +187,10 @@ def recall_measure(framing: Framing, length: int, questions: int, count: int, se
     for number in range(count):
         rng = np.random.default_rng([seed, number])
         items = _items(rng, 256)
-        texts = [fact(*item).decode() for item in items]
+        texts = [_words(framing).fact(*item) for item in items]
 
         def counted(size: int) -> int:
-            return framing.count("".join(texts[:size]), "")  # noqa: B023  (called in this round)
+            return len(framing.parts("".join(texts[:size]), "")[0])  # noqa: B023  (called in this round)
 
         size = _at_most(counted, 1, length, len(items))
         asked = sorted({min(int((k + 0.5) * size / questions), size - 1) for k in range(questions)})
@@ -174,22 +204,23 @@ def _facts_prompt(
     framing: Framing, source: Source, length: int, rng: np.random.Generator, count: int, depths: Sequence[float],
     *, ask_within: bool = False,
 ) -> Prompt:  # fmt: skip
-    """Facts at their depths of the largest text that fits. ask_within: the question counts in the length."""
+    """Facts at their depths of the largest text that fits, asked one after the other in any order. ask_within: the
+    question counts in the length."""
     items = _items(rng, count)
-    asked = [_asked(framing, item, depth) for item, depth in zip(items, depths, strict=True)]
+    order = rng.permutation(count)
+    asked = [_asked(framing, items[k], depths[k], later=number > 0) for number, k in enumerate(order)]
     within = len(asked[0].ids) if ask_within else 0
 
     def planted(size: int) -> str:
         text, out = _first(source.text, size), ""
         cuts = [0, *(int(size * depth) for depth in depths), size]
         for number, (begin, end) in enumerate(pairwise(cuts)):
-            out += text[begin:end] + (fact(*items[number]).decode() if number < count else "")
+            out += text[begin:end] + (_words(framing).fact(*items[number]) if number < count else "")
         return out
 
-    size = _at_most(lambda size: framing.count(planted(size), "") + within, count, length)
+    size = _at_most(lambda size: len(framing.parts(planted(size), "")[0]) + within, count, length)
     context, _ = framing.parts(planted(size), "")
-    order = rng.permutation(count)
-    return Prompt(context, tuple(asked[k] for k in order))
+    return Prompt(context, tuple(asked))
 
 
 def _first(text: str, size: int) -> str:
@@ -197,18 +228,20 @@ def _first(text: str, size: int) -> str:
     return (text * -(-size // len(text)))[:size]
 
 
-def _asked(framing: Framing, item: tuple[bytes, bytes], depth: float) -> Asked:
-    name, pass_key = (x.decode() for x in item)
-    _, ids = framing.parts("", question(item[0]).decode())
-    return Asked(ids, (pass_key,), len(framing.bare(pass_key)) + 1, depth)
+def _asked(framing: Framing, item: tuple[str, str], depth: float, *, later: bool = False) -> Asked:
+    """later: behind another answer."""
+    name, pass_key = item
+    text, begins = _words(framing).asked(name)
+    ids = framing.later(text, begins) if later else framing.parts("", text, begins)[1]
+    return Asked(ids, (pass_key,), len(framing.bare(f" {pass_key}" if begins else pass_key)) + 1, depth)
 
 
-def _items(rng: np.random.Generator, count: int) -> list[tuple[bytes, bytes]]:
+def _items(rng: np.random.Generator, count: int) -> list[tuple[str, str]]:
     """Names and their pass keys; there are 256 names."""
     need(count <= 256, f"questions must be at most 256, got {count}")
-    found: dict[bytes, bytes] = {}
+    found: dict[str, str] = {}
     while len(found) < count:
-        found[random_name(rng)] = random_pass_key(rng)
+        found[random_name(rng).decode()] = random_pass_key(rng).decode()
     return list(found.items())
 
 

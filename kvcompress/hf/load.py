@@ -24,20 +24,19 @@ _ADAPTER = "adapter_config.json"
 def from_pretrained(name: str | Path, **options: Any) -> Any:
     """AutoModelForCausalLM.from_pretrained, and attach; in evaluation mode.
 
-    name: folder, or name on the Hub, of a model, converted or not, or of an adapter (PEFT) that a converted model was
-    trained with: its base is loaded and converted as the adapter's config says, and the adapter put on it. options: of
-    AutoModelForCausalLM.from_pretrained.
+    name: smollm2, or a folder or name on the Hub, of a model, converted or not, or of an adapter (PEFT) that a
+    converted model was trained with: its base is loaded and converted as the adapter's config says, and the adapter put
+    on it. options: of AutoModelForCausalLM.from_pretrained.
     Returns the model: generate makes the cache of its method where it is given none.
     Raises ValueError for a model that cannot be attached, a conversion that this version does not know, and an adapter
     of another conversion than its base; OSError for what is not there: ConnectionError if the Hub cannot be reached;
     ImportError for an adapter where PEFT is not installed.
     """
-    check_name("name", name, **_of_hub(options))
-    return load_named(name, **options)
+    return load_named(check_name("name", name, **_of_hub(options)), **options)
 
 
 def load_named(name: str | Path, **options: Any) -> Any:
-    """from_pretrained of a name that is checked."""
+    """from_pretrained of what check_name has returned."""
     from ..models import load_example_model, shipped_retrofit
 
     adapter = _adapter_config(str(name), options)

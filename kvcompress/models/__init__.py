@@ -1,4 +1,4 @@
-"""The small byte-level Llama that ships with the package."""
+"""Models by name: the small byte-level Llama that ships with the package, and SmolLM2 where it is installed."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from ..checks import need
 from ..hf.guard import guard
+from ..smollm2 import SMOLLM2, smollm2_folder
 from .differences import unpack
 from .tokenizer import byte_tokenizer
 
-EXAMPLE = Path(__file__).parent / "example"
+EXAMPLE_NAME = "example"
+EXAMPLE = Path(__file__).parent / EXAMPLE_NAME
 RETROFITTED = {  # the same model, trained on for a compressed cache: a config, and how the weights differ
     method: Path(__file__).parent / f"example_{method}" for method in ("dmc", "pod")
 }
@@ -21,15 +24,21 @@ _WEIGHTS = "model.safetensors"
 
 
 def load_example_model(
-    dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu", *, retrofit: str | None = None
-) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
-    """The shipped model (3 M parameters, trained to 2,048 bytes) and its tokenizer (one token per byte); no network.
+    name: str = EXAMPLE_NAME, *, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu",
+    retrofit: str | None = None,
+) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:  # fmt: skip
+    """A model and its tokenizer, without network.
 
-    dtype: float32, bfloat16 or float16. retrofit: None, or "dmc" or "pod": the model after `kvcompress retrofit
-    dmc` or `pod`, to be attached like any converted model. Returns (model in eval mode, tokenizer). See README.md in
-    models/example, example_dmc and example_pod.
-    Raises ValueError for another dtype or retrofit, or a device that is not there.
+    name: "example", the shipped model (3 M parameters, trained to 2,048 bytes, one token per byte), or "smollm2",
+    SmolLM2-135M-Instruct (8,192 tokens, a chat template), from packages installed beside this one; the first call makes
+    transformers' files of theirs, in the user's cache folder. dtype: float32, bfloat16 or float16. retrofit: None, or
+    of the example "dmc" or "pod": the model after `kvcompress retrofit dmc` or `pod`, to be attached like any converted
+    model. Returns (model in eval mode, tokenizer). See README.md in models/example, example_dmc and example_pod.
+    Raises ValueError for another name, dtype or retrofit, or a device that is not there; ImportError, with what to
+    install, for smollm2 without its packages.
     """
+    if name not in (EXAMPLE_NAME, SMOLLM2):
+        raise ValueError(f"name must be one of {EXAMPLE_NAME}, {SMOLLM2}, got {name!r}")
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(f"dtype must be torch.float32, torch.bfloat16 or torch.float16, got {dtype!r}")
     kind = str(device).partition(":")[0]
@@ -38,6 +47,11 @@ def load_example_model(
         raise ValueError(f"device must be one that PyTorch finds here ({', '.join(allowed)}), got {str(device)!r}")
     if retrofit is not None and retrofit not in RETROFITTED:
         raise ValueError(f"retrofit must be None or one of {', '.join(RETROFITTED)}, got {retrofit!r}")
+    if name == SMOLLM2:
+        need(retrofit is None, f"retrofit must be None for {SMOLLM2}, got {retrofit!r}")
+        folder = smollm2_folder("name")
+        model = LlamaForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
+        return model.to(device).eval(), AutoTokenizer.from_pretrained(folder, local_files_only=True)
     if retrofit is None:
         model = LlamaForCausalLM.from_pretrained(EXAMPLE, dtype=dtype, local_files_only=True)
     else:

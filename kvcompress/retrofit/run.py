@@ -23,7 +23,7 @@ from ..files import naming
 from ..hf.attach import attach, base_model
 from ..hf.config import cache_layers, decoder_config, recurs
 from ..hf.method import saved_method
-from ..models import EXAMPLE, load_example_model, shipped_retrofit
+from ..models import EXAMPLE, EXAMPLE_NAME, load_example_model, shipped_retrofit
 from ..names import check_name
 from .card import CARD, keeps_own_card, measured_ratio, model_card
 from .checkpoints import checkpoints, flush, flush_folder, read_json, step_of, write_whole
@@ -35,7 +35,6 @@ from .report import use_lines
 from .sources import DataSource
 from .trainer import TRAINER_STATE, RetrofitTrainer, newest
 
-EXAMPLE_NAME = "example"
 _CHECKPOINTING: dict[str, Any] = {
     "gradient_checkpointing": True,
     "gradient_checkpointing_kwargs": {"use_reentrant": False},
@@ -47,8 +46,8 @@ PLAN, FIGURES = "run.json", "training.json"
 class RunSettings:
     """What is trained on what, and where it goes.
 
-    model: "example" (the shipped model), a folder or a name of a transformers model. text, data: files of training
-    text, and data sets as DataSource.parse takes them; () = the shipped model's own data, for that model alone.
+    model: "example" (the shipped model), "smollm2", a folder or a name of a transformers model. text, data: files of
+    training text, and data sets as DataSource.parse takes them; () = the shipped model's own, for that model alone.
     streaming, shuffle_buffer, borders, validation: see Packing; of the shipped model's own data validation is a number
     of rows of text that it was never trained on. eval_steps: between evaluations, None = save_steps; there is one
     before the first step and one after the last. report_to: what else gets the log: tensorboard, wandb, ... out: folder
@@ -176,14 +175,14 @@ def pretrained(kind: Any, name: str, *, argument: str = "model", **options: Any)
     path = Path(name)
     of_run = len(path.parts) == 2 and Path(path.parts[0], PLAN).is_file()  # a checkpoint that is gone
     try:
-        check_name(argument, f"./{name}" if of_run else name)
+        located = check_name(argument, f"./{name}" if of_run else name)
     except ConnectionError as error:
         raise ValueError(str(error)) from None
     if kind is AutoModelForCausalLM and (shipped := shipped_retrofit(path)) is not None:
         dtype = options.get("dtype", torch.float32)
         return load_example_model(retrofit=shipped, dtype=torch.bfloat16 if dtype == "auto" else dtype)[0]
     try:
-        return kind.from_pretrained(name, **options)
+        return kind.from_pretrained(located, **options)
     except (OSError, ValueError) as error:
         reason = next(iter(str(error).splitlines()), "")
         what = "come with a tokenizer" if kind is AutoTokenizer else "be the name or folder of a transformers model"

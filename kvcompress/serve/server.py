@@ -305,14 +305,14 @@ class _Server(uvicorn.Server):
 
 def run_server(
     *, model: str, cache: str | None, pages: int, page_size: int, requests: int, batch_tokens: int, host: str,
-    port: int, device: str, grace: float, temperature: float | None, length: int | None, max_body: int,
+    port: int, device: str, dtype: str, grace: float, temperature: float | None, length: int | None, max_body: int,
 ) -> None:  # fmt: skip
     """Serves until it is told to stop (SIGTERM, Ctrl-C); requests that run then have `grace` seconds. temperature: of
     all requests, 0 = greedy, None = as the model's generation config samples. length, max_body: as build_app takes
     them."""
     from ..write_text import load
 
-    loaded, tokenizer = load(model, device)
+    loaded, tokenizer = load(model, device, dtype)
     with Batching(loaded, cache, pages, page_size, requests, batch_tokens) as serving:
         if temperature is not None:
             loaded.generation_config.do_sample = temperature > 0

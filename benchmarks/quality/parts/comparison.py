@@ -88,7 +88,7 @@ def subjects_of(given: list[str], original: PreTrainedModel) -> Iterator[Subject
         for kind, folder in named:
             shipped = next((name for name, path in RETROFITTED.items() if path == Path(folder)), None)
             if shipped is not None:
-                model = kvcompress.load_example_model(original.dtype, original.device, retrofit=shipped)[0]
+                model = kvcompress.load_example_model(dtype=original.dtype, device=original.device, retrofit=shipped)[0]
             else:
                 model = AutoModelForCausalLM.from_pretrained(folder, dtype=original.dtype).to(original.device).eval()
             found = kind or kind_of(model.config, original.config.num_key_value_heads)

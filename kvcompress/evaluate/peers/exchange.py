@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from ...files import write_text
-from ...models import EXAMPLE
-from ...write_text import EXAMPLE_NAME
+from ...models import EXAMPLE, EXAMPLE_NAME
+from ...names import check_name
 from .environment import PROGRAM, Peer, last_line
 
 DENSE = "dense"  # as a press: none
@@ -33,7 +33,7 @@ class Refused(RuntimeError):
 def request_of(model: Any, name: str, tasks: list[list[dict[str, Any]]], runs: list[tuple[str, int, float]]
                ) -> dict[str, Any]:  # fmt: skip
     """model: as it is here; name: its name or folder. tasks: samples of each. runs: (press, task, share that stays)."""
-    place, first = EXAMPLE if name == EXAMPLE_NAME else Path(name), tasks[0][0]
+    place, first = EXAMPLE if name == EXAMPLE_NAME else Path(check_name("model", name)), tasks[0][0]
     check = [*first["read"], *(first["scored"] if "scored" in first else first["asked"][0]["ids"])][:_CHECKED]
     return {
         "model": str(place.absolute()) if place.is_dir() else name,

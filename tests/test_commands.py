@@ -125,7 +125,8 @@ def test_every_command_that_loads_a_model_has_the_same_dtypes(talking):
     sizes = {
         d: json.loads(run(*text, "--dtype", d))["cache_nbytes"] for d in ("auto", "float32", "bfloat16", "float16")
     }
-    assert sizes["auto"] == sizes["float32"] == 2 * sizes["bfloat16"] == 2 * sizes["float16"]
+    assert sizes["auto"] == sizes["float32"] and sizes["bfloat16"] == sizes["float16"]
+    assert 1.9 * sizes["bfloat16"] < sizes["float32"] <= 2 * sizes["bfloat16"]  # tables of pages have no dtype
     commands = [("eval", task) for task in ("ruler", "needle", "recall", "turns", "ppl", "decode")]
     commands += [("analyze", what, "--out", "x") for what in ("pod", "attention", "heads", "budget")]
     for command in (*commands, ("generate", "x"), ("chat",), ("bench",), ("demo",), ("info", "--model", "example"),

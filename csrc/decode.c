@@ -47,7 +47,7 @@ static decode_job job_of(const kvc_decode_args *args) {
     job.piece = args->probabilities ? PIECE : PIECE * max_of(ceil_div(job.queries, FEW), 1);
     job.state_floats = ceil_div(job.queries * (args->D + 2), 16) * 16;
     job.first = args->scratch;
-    job.states = (float *)args->scratch + ceil_div(2 * (job.rows + 1), 16) * 16;
+    job.states = args->scratch ? (float *)args->scratch + ceil_div(2 * (job.rows + 1), 16) * 16 : NULL;
     return job;
 }
 

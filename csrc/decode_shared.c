@@ -29,7 +29,7 @@ static shared_job job_of(const kvc_decode_shared_args *args) {
     job.G = args->Hkv ? args->Hq / args->Hkv : 0;
     job.state_floats = ceil_div(job.G * args->D, 16) * 16;
     job.first = args->scratch;
-    job.states = (float *)args->scratch + ceil_div(2 * (job.rows + 1), 16) * 16;
+    job.states = args->scratch ? (float *)args->scratch + ceil_div(2 * (job.rows + 1), 16) * 16 : NULL;
     return job;
 }
 

@@ -37,8 +37,8 @@ static void decide_range(int64_t begin, int64_t end, void *context) {
         for (int64_t i = 0; i < n; i++) {
             float y = kvc_add(kvc_mul(args->scale, x[i]), -args->shift);
             if (args->drawn) {
-                y = kvc_add(y, kvc_logistic(args->token + t + i, args->stream + h, args->sample + b, args->offset,
-                                            args->seed));
+                y = kvc_add(y, kvc_logistic(kvc_counter(args->token, t + i), kvc_counter(args->stream, h),
+                                            kvc_counter(args->sample, b), args->offset, args->seed));
             } else if (args->noise) {
                 y = kvc_add(y, args->noise[at + i]);
             }

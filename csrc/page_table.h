@@ -62,6 +62,7 @@ static inline int32_t take_page(const kvc_page_table *table) {
 }
 
 static inline void give_up_page(const kvc_page_table *table, int32_t page) {
+    if (table->page_refs[page] < 1) return; /* damaged: a page that is named has 1 at least */
     if (--table->page_refs[page] != 0) return;
     if (table->free_count[0] < table->pages) table->free_pages[table->free_count[0]++] = page;
 }

@@ -62,6 +62,9 @@ KVC_PHILOX_FN float kvc_log(float x) {
     return kvc_add(kvc_add(m, p), kvc_mul(e, 0.693359375f));
 }
 
+/* counter + i mod 2^32: counters may stand at the ends of their type. */
+KVC_PHILOX_FN uint32_t kvc_counter(int64_t counter, int64_t i) { return (uint32_t)counter + (uint32_t)i; }
+
 /* Logistic noise of one token: ln(m) - ln(2^24 - m) for odd m, as the logarithm of one correctly rounded quotient. */
 KVC_PHILOX_FN float kvc_logistic(int64_t token, int64_t stream, int64_t sample, int64_t offset, int64_t seed) {
     const uint32_t word =

@@ -95,8 +95,8 @@ static inline kvc_rope_args kvc_pod_rope(const kvc_pod_step_args *args, const kv
 
 static inline int kvc_pod_sizes_are_good(const kvc_pod_step_args *args) {
     const kvc_page_table *keys = &args->keys, *values = &args->values;
-    const int64_t R = args->B * args->Hkv;
     if (args->B < 0 || args->Hq < 0 || args->Hkv < 0 || args->D < 1 || args->D > KVC_MAX_HEAD_DIM) return 0;
+    const int64_t R = args->B * args->Hkv;
     if (args->Hkv ? args->Hq % args->Hkv != 0 : args->Hq != 0) return 0;
     if (keys->R != R || values->R != R || keys->P < 1 || keys->P != values->P || (keys->P & (keys->P - 1)) != 0) return 0;
     if (args->rotary_dim < 0 || args->rotary_dim > args->D || args->rotary_dim % 2 || args->table_rows < 0) return 0;

@@ -17,7 +17,8 @@ __global__ __launch_bounds__(THREADS) void decisions_kernel(const kvc_dmc_decisi
         const int64_t t = i % a.T, h = i / a.T % a.H, b = i / a.T / a.H;
         float y = decision_at(gate_at(a.x, b, h, t), a.scale, a.shift);
         if (a.drawn)
-            y = kvc_add(y, kvc_logistic(a.token + t, a.stream + h, a.sample + b, a.offset, a.seed));
+            y = kvc_add(y, kvc_logistic(kvc_counter(a.token, t), kvc_counter(a.stream, h), kvc_counter(a.sample, b),
+                                        a.offset, a.seed));
         else if (a.noise)
             y = kvc_add(y, a.noise[i]);
         const bool merges = y > a.margin;

@@ -50,4 +50,5 @@ void test_dmc(void);
 void test_step(void);
 void test_quest_step(void);
 void test_similarity(void);
+void test_fuzzed(void);
 #endif

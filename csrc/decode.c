@@ -302,7 +302,8 @@ kvc_status kvc_decode(const kvc_decode_args *args, kvc_parallel_for parallel_for
     if (!args->B || !args->Hq || !args->S) return KVC_OK;
     if (!args->out || !args->lse || !args->q.data || !args->end || !args->scratch) return KVC_NULL_POINTER;
     const decode_job job = job_of(args);
-    if (args->pages && job.capacity && (!args->k_pages || !args->v_pages)) return KVC_NULL_POINTER;
+    if (job.capacity && !args->k_pages && job.keys.count) return KVC_NULL_POINTER;
+    if (job.capacity && !args->v_pages && job.values.count) return KVC_NULL_POINTER;
     const kvc_status status = check_rows(&job);
     if (status != KVC_OK) return status;
     int64_t slots = 0;

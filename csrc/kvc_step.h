@@ -177,7 +177,7 @@ kvc_status kvc_pod_step(const kvc_pod_step_args *args, kvc_parallel_for parallel
  * [table_rows, rotary_dim/2] (rotary_dim 0: no rotation); table, k_pages, v_pages as in kvc_paged_step.
  * The bits are those of the ops in turn. scratch: kvc_ring_step_scratch_bytes bytes (on CUDA
  * kvc_cuda_ring_step_scratch_bytes), 64-byte aligned.
- * KVC_BAD_SIZE for chunked or pages with sinks, pages without marks, marks without alpha or neuron; KVC_BAD_INDEX for a
+ * KVC_BAD_SIZE for two of sinks, chunked and pages, pages without marks, marks without alpha or neuron; KVC_BAD_INDEX for a
  * place that is negative or INT32_MAX or has no slot, a position outside the tables or a page of a row that does not
  * exist, and with KVC_POOL_FULL as in kvc_append_tokens; nothing is changed then.
  * Source: StreamingLLM, section 3.2; LM-Infinite, section 4; DMS.

@@ -93,7 +93,8 @@ static kvc_status check(const kvc_ring_step_args *args) {
     if (args->Hkv ? args->Hq % args->Hkv != 0 : args->Hq != 0) return KVC_BAD_SIZE;
     if (args->window < 1 || args->window > INT32_MAX || args->sinks < 0 || args->sinks > INT32_MAX) return KVC_BAD_SIZE;
     if (args->capacity < 0 || args->capacity > args->sinks + args->window) return KVC_BAD_SIZE;
-    if (args->sinks + args->window > INT32_MAX || (args->sinks && (args->chunked || table->R))) return KVC_BAD_SIZE;
+    if (args->sinks + args->window > INT32_MAX) return KVC_BAD_SIZE;
+    if ((args->sinks != 0) + (args->chunked != 0) + (table->R != 0) > 1) return KVC_BAD_SIZE;
     if (args->neuron < -1 || args->neuron >= args->D || (args->marks && !args->alpha && args->neuron < 0)) return KVC_BAD_SIZE;
     if (table->R && (table->R != args->B * args->Hkv || table->P < 1 || (table->P & (table->P - 1)) || !args->marks)) {
         return KVC_BAD_SIZE;

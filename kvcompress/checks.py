@@ -5,7 +5,6 @@ Those that a decoded token comes by for every layer make no message before it is
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -92,8 +91,12 @@ def need_integer(name: str, value: int, least: int, most: int = (1 << 63) - 1) -
 
 def need_number(name: str, value: float, least: float, most: float) -> None:
     """A finite number between the two."""
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not least <= value <= most:
+    if not _is_number(value) or not least <= value <= most:
         raise ValueError(f"{name} must be a number between {least} and {most}, got {_shown(value)}")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def need_fields(saved: Any, method: str, known: Sequence[str]) -> dict[str, Any]:
@@ -119,8 +122,8 @@ def need_scale(scale: float | None, head_dim: int) -> float:
     """The factor of the logits; None = 1/sqrt(head_dim)."""
     if scale is None:
         return head_dim**-0.5 if head_dim else 1.0
-    if not (math.isfinite(scale) and abs(scale) <= LARGEST):
-        raise ValueError(f"scale must be finite in float32, got {scale}")
+    if not (_is_number(scale) and -LARGEST <= scale <= LARGEST):
+        raise ValueError(f"scale must be a number that is finite in float32, got {_shown(scale)}")
     return scale
 
 
@@ -128,8 +131,8 @@ def need_softcap(softcap: float | None) -> float:
     """What the native ops take: 0 = none."""
     if softcap is None:
         return 0.0
-    good = SMALLEST <= softcap <= LARGEST
-    need(good, f"softcap must be above 0 and finite in float32, or None, got {softcap}")
+    if not (_is_number(softcap) and SMALLEST <= softcap <= LARGEST):
+        raise ValueError(f"softcap must be above 0 and finite in float32, or None, got {_shown(softcap)}")
     return softcap
 
 
@@ -145,6 +148,7 @@ def need_sink_logits(sink_logits: Tensor | None, heads: int, like: Tensor) -> Te
 
 def need_integers(name: str, values: Sequence[int], count: int) -> Tensor:
     """As an int64 tensor [count]."""
+    need_sequence(name, values, "integers")
     need(len(values) == count, f"{name} must have {count} elements, got {len(values)}")
     for j, value in enumerate(values):
         need_integer(f"{name}[{j}]", value, 0)

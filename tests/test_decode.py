@@ -404,6 +404,8 @@ def test_values_outside_their_pages_are_refused():
     far[0, 1] = len(v_pages)
     with pytest.raises(RuntimeError, match="must name pages between 0 and"):
         ops.decode(queries, k_pages, v_pages, end, block_table=table, value_table=far)
+    with pytest.raises(RuntimeError, match="value_table must name pages between 0 and -1"):
+        ops.decode(queries, k_pages, v_pages[:0], end, block_table=table, value_table=table)
     with pytest.raises(ValueError, match="value_table needs a block_table"):
         ops.decode(queries, k_pages, v_pages, end, value_table=table)
 

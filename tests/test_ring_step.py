@@ -345,6 +345,13 @@ def test_a_position_outside_the_tables_is_no_number_on_a_device(cuda):
     assert lse.isnan().all()
 
 
+PAGED = {
+    "k_pages": torch.zeros(4, 4, 2), "v_pages": torch.zeros(4, 4, 2), "marks": torch.zeros(2, 4, dtype=torch.bool),
+    "table": ops.PageTable(*(torch.zeros(*shape, dtype=torch.int32) for shape in ((2, 2), (2,), (4,), (4,), (2,)))),
+    "alpha": torch.zeros(1, 2, 1),
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -353,6 +360,7 @@ def test_a_position_outside_the_tables_is_no_number_on_a_device(cuda):
         ({"window": 2, "sinks": -1}, "sinks must be at least 0"),
         ({"window": 4, "sinks": MOST}, "sinks must be at most"),
         ({"window": 2, "sinks": 2, "chunked": True}, "sinks must be 0 with chunks or pages, got 2"),
+        ({"window": 4, "chunked": True, **PAGED}, "chunked must be False with pages, got True"),
         ({"window": 4, "base": torch.zeros(1, 1)}, "base must be torch.int32"),
         ({"window": 2, "sinks": 2, "k_far": torch.zeros(2, 2, 2)}, "k_far and v_far must be given together"),
         ({"window": 2, "sinks": 2, "k_far": torch.zeros(2, 3, 2), "v_far": torch.zeros(2, 3, 2)}, "k_far must be"),

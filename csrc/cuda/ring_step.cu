@@ -174,7 +174,7 @@ bool valid(const kvc_ring_step_args& a) {
     return a.B >= 0 && a.Hq >= 0 && a.Hkv >= 0 && a.D >= 1 && a.D <= KVC_CUDA_MAX_HEAD_DIM &&
            (a.Hkv ? a.Hq % a.Hkv == 0 : a.Hq == 0) && a.window >= 1 && a.window <= INT32_MAX && a.sinks >= 0 &&
            a.sinks <= INT32_MAX && a.sinks + a.window <= INT32_MAX && a.capacity >= 0 &&
-           a.capacity <= a.sinks + a.window && !(a.sinks && (a.chunked || a.table.R)) && a.neuron >= -1 &&
+           a.capacity <= a.sinks + a.window && (a.sinks != 0) + (a.chunked != 0) + (a.table.R != 0) <= 1 && a.neuron >= -1 &&
            a.neuron < a.D && !(a.marks && !a.alpha && a.neuron < 0) &&
            (!a.table.R || (a.table.R == a.B * a.Hkv && valid_table(a.table) && (a.table.P & (a.table.P - 1)) == 0 && a.marks)) &&
            a.rotary_dim >= 0 && a.rotary_dim <= a.D && a.rotary_dim % 2 == 0 && valid_scale(a.scale, a.softcap) &&

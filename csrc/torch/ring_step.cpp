@@ -71,6 +71,7 @@ std::tuple<Tensor, Tensor> ring_step_(const Tensor& given_queries, const Tensor&
     check_array(places, k_ring, ScalarType::Int, {B, 1}, "places");
     KVC_CHECK(k_far.has_value() == v_far.has_value(), "k_far and v_far must come together");
     KVC_CHECK(!(sinks && (chunked || block_table.has_value())), "sinks must be 0 with chunks or pages, got ", sinks);
+    KVC_CHECK(!(chunked && block_table.has_value()), "chunked must be False with pages, got True");
     KVC_CHECK(neuron >= -1 && neuron < D, "neuron must be between -1 and ", D - 1, ", got ", neuron);
     KVC_CHECK(!marks.has_value() || alpha.has_value() || neuron >= 0, "marks need alpha or a neuron");
     if (marks.has_value()) check_array(*marks, k_ring, ScalarType::Bool, {R, capacity}, "marks");

@@ -231,8 +231,12 @@ class CompressedCache(Repeats, Generation, PassCache):
         if columns > 1 and (self.seen or self._columns_read or self._states_began):
             self.check_parts(facts, padded=iteration is not None and min(counts) < columns)
         step = CachePass(facts, self.layers, counts, columns, iteration)
-        for layer in self.own:
-            layer.check_step(step, facts[layer.index])
+        try:
+            for layer in self.own:
+                layer.check_step(step, facts[layer.index])
+        except BaseException:
+            step.unclaim()
+            raise
         self._batch, self._incomplete = len(counts), True
         return step
 
@@ -268,6 +272,7 @@ class CompressedCache(Repeats, Generation, PassCache):
 
     def end(self, current: Pass, hidden: Tensor | None) -> None:
         assert isinstance(current, CachePass)
+        current.unclaim()
         # a decoded token on a GPU does not wait for the device
         if (
             hidden is not None

@@ -68,6 +68,23 @@ class Keeping(Room):
             self._compact(slots, kept, left)
         self.origins.follow(slots, kept, before)
 
+    @property
+    def shares(self) -> bool:
+        """Whether any page may be another row's too."""
+        return self._shares
+
+    @locked
+    def shared_pages(self) -> int:
+        """Pages that these rows share, once for each row: the most that keep copies. Waits for the device."""
+        if not self._shares or self.store.pages == 0:
+            return 0
+        named = self._named()
+        return int((named & (self.store.refs[torch.where(named, self.block_table, 0)] > 1)).sum())
+
+    def pages_anew(self, counts: Sequence[int]) -> int:
+        """Pages that counts[r] slots of each row take with other contents, where rows share any."""
+        return sum(self.store.settings.blocks(count) for count in counts)
+
     @locked
     def make_room(self, slots: Tensor | None, kept: Sequence[int]) -> None:
         """Takes the free pages that keep(slots, kept) will need; slots None = with other contents (anew). Raises
@@ -76,7 +93,7 @@ class Keeping(Room):
             return
         self.store.count_free()
         if slots is None:
-            self.store.provide(sum(self.store.settings.blocks(count) for count in kept))
+            self.store.provide(self.pages_anew(kept))
             return
         self._refresh()
         self.store.provide(self._count_copies(slots, torch.tensor(kept, dtype=torch.int32).to(self.lengths.device)))
@@ -138,15 +155,19 @@ class Keeping(Room):
 
     def _rewrite(self, tokens: Sequence[Tensor], counts: Sequence[int]) -> None:
         """Makes every row r the last counts[r] of S tokens, no more than it had."""
+        (claim, beside), needed = self.unclaim(), 0
         if self._shares:  # others keep the pages of before
+            needed = self.pages_anew(counts)
             self.store.count_free()
-            self.store.provide(sum(self.store.settings.blocks(count) for count in counts))
+            self.store.provide(needed)
         self._truncate([0] * len(counts))
         self._shares, self._last_shared = False, [False] * len(counts)
         self.append(tokens, counts)
+        self._hold(claim - needed, beside - needed)
 
     def _compact(self, slots: Tensor, kept: Sequence[int], left: list[int]) -> None:
         store, needed = self.store, 0
+        claim, beside = self.unclaim()
         on_device = torch.tensor(kept, dtype=torch.int32).to(self.lengths.device)
         if self._shares:
             store.count_free()
@@ -155,6 +176,7 @@ class Keeping(Room):
             store.provide(needed)
         store.free_at_least -= needed  # as in extend
         ops.compact_pages_(list(store.arrays.values()), self._table(), slots, kept=on_device)
+        self._hold(claim - needed, beside - needed)
         self.bounds = left
         self._last_shared = [self._shares] * len(left)
 

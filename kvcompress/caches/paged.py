@@ -164,8 +164,7 @@ class PagedLayer(RepeatingLayer):
         pool = self.pool
         if pool is None or step.iteration is not None or self.pool_settings.max_pages is None:
             return
-        if not (step.one and pool.has_room):
-            pool.reserve(self._per_row(step.counts))
+        step.claim(pool, self._per_row(step.counts))
 
     @property
     def repeats(self) -> bool:

@@ -13,6 +13,7 @@ from ..hf.facts import Facts
 from ..hf.method import Pass
 from ..softmax import Softmax
 from .contest import Contest
+from .pool import PagePool
 
 View = Callable[[Tensor, Softmax], Tensor]  # attention of un-rotated queries to what a layer holds in this pass
 
@@ -48,6 +49,7 @@ class CachePass(Pass):
         self.prompts: tuple[int, ...] | None = None  # tokens of whole prompts of which this pass reads a part
         self.lent: dict[int, Any] = {}  # what layers lend to others above them in this pass
         self._views: dict[int, tuple[View, Callable[[], None] | None]] = {}
+        self._claiming: list[PagePool] = []
 
     @property
     def compressing(self) -> int:
@@ -91,6 +93,17 @@ class CachePass(Pass):
     def ends_unheard(self, layer: int) -> bool:
         """Whether nobody looks at what a layer gives: the last one, in a pass that only scores."""
         return self.iteration is not None and self.iteration.repeated is not None and layer == max(self.facts)
+
+    def claim(self, pool: PagePool, counts: Sequence[int], beside: int = 0) -> None:
+        """Pages that nobody else gets before this pass has ended; see PagePool.claim."""
+        pool.claim(counts, beside)
+        self._claiming.append(pool)
+
+    def unclaim(self) -> None:
+        """What was claimed for this pass and not taken is anybody's."""
+        for pool in self._claiming:
+            pool.unclaim()
+        self._claiming = []
 
     def on(self, device: torch.device) -> Tensor:
         """counts, int32 [B, 1] on a device."""

@@ -52,6 +52,7 @@ class PagePool(Keeping):
         self._stock = store.stock
         self._last_shared = [False] * len(bounds)  # whether a row's last page may be named by others too
         self._shares = False  # whether any page may
+        self._claim, self._claim_beside, self._claims_room = 0, 0, False
         self._register()
 
     @locked
@@ -119,10 +120,10 @@ class PagePool(Keeping):
     # ---- what changes it ----
 
     @locked
-    def reserve(self, counts: Sequence[int], rewrites: Sequence[bool] | None = None) -> int:
+    def reserve(self, counts: Sequence[int], rewrites: Sequence[bool] | None = None, beside: int = 0) -> int:
         """Makes sure that an append of counts[r] tokens to each row r finds its pages; returns the most it can take.
 
-        rewrites: rows whose newest slot may be written anew besides; None = no row. Raises RuntimeError if the pool may
+        rewrites: rows whose newest slot may be written anew besides; None = no row. beside: further pages. Raises RuntimeError if the pool may
         not grow as far (it names max_pages), and changes nothing then. Asks the device only where what the host knows
         does not suffice.
         """
@@ -130,11 +131,11 @@ class PagePool(Keeping):
         store.tidy()
         if not self.exact and self._stock != store.stock:
             self._refresh()
-        needed = self._most_pages(counts, rewrites)
+        needed = beside + self._most_pages(counts, rewrites)
         if needed > store.free_at_least:
             store.count_free()
             self._refresh()
-            needed = self._most_pages(counts, rewrites)
+            needed = beside + self._most_pages(counts, rewrites)
             store.provide(needed)
         self._widen(max((b + n for b, n in zip(self.bounds, counts, strict=True)), default=0))
         return needed
@@ -185,9 +186,11 @@ class PagePool(Keeping):
         rewrites: rows whose newest slot it may write anew besides; None = no row. known: False = it adds at most as
         many, and the device alone knows. Raises RuntimeError as reserve does; write is not called then.
         """
+        _, beside = self.unclaim()
         needed = self.reserve(counts, rewrites)
         self.store.free_at_least -= needed  # before: forks would count on pages that a write took and did not tell of
         write(self._table())
+        self._hold(beside, beside)
         self.bounds = [bound + count for bound, count in zip(self.bounds, counts, strict=True)]
         if not known:
             self._lose_sight()
@@ -285,7 +288,7 @@ class PagePool(Keeping):
     def __getstate__(self) -> dict[str, Any]:
         """A pool is saved alone: not with the pages of its forks, nor with free ones."""
         store, rows = self.store.copy_of([self._rows])
-        return vars(self) | {"store": store, "_rows": rows[0], "_stock": -1, "_room": 0}
+        return vars(self) | {"store": store, "_rows": rows[0], "_stock": -1, "_room": 0, "_claim": 0}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
+from ..budgets import GlobalTopK
 from ..hf.facts import LayerFacts
 from ..softmax import Softmax
 from .attention import prompt_attention, prompt_state
@@ -407,6 +408,35 @@ class PrunedLayer(PagedLayer):
         if gap.reading == "constant":
             return near + count
         return self.far.blank[b] + count + (1 + near if gap.shared else held)
+
+    def check_step(self, step: CachePass, facts: LayerFacts) -> None:
+        pool = self.pool
+        if pool is not None and step.iteration is None and self.pool_settings.max_pages is not None:
+            step.claim(pool, self._per_row(step.counts), self._pages_beside(step))
+
+    def _pages_beside(self, step: CachePass) -> int:
+        """Most pages that a compression in a call takes beside those of its tokens: what rows share is copied."""
+        pool = self.pool
+        assert pool is not None
+        if self.policy.later == "keep" or not pool.shares:  # what follows the prompt is kept whole
+            return 0
+        grown = [bound + count for bound, count in zip(pool.bounds, self._per_row(step.counts), strict=True)]
+        twice = 0
+        if step.columns > 1:
+            if self.chooser.recent is None and self._slack(step) == NEVER:
+                return 0
+            twice = len(grown)  # what is compressed before the tokens come may end amid a page, where more follows
+        elif self.chooser.recent is None or not self._will_be_due(grown, step):
+            return 0
+        return twice + (pool.shared_pages() if self.policy.gap is None else pool.pages_anew(grown))
+
+    def _will_be_due(self, grown: list[int], step: CachePass) -> bool:
+        """Whether a decoded token may find a sequence over its budget that has grown to so many slots per row."""
+        every, heads, batch = self.policy.every or NEVER, self.heads, len(self.next)
+        if every == NEVER or isinstance(self.policy.budget, GlobalTopK):  # what other layers hold, nobody knows yet
+            return every != NEVER
+        keeps = [self.keep_of(b, step.compressing) for b in range(batch)]
+        return any(self._over(grown[b * heads : (b + 1) * heads], keep, every) for b, keep in enumerate(keeps))
 
     # ---- state ----
 

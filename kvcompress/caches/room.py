@@ -29,9 +29,12 @@ class Room:
     _room_known: bool
     _shares: bool
     _last_shared: list[bool]
+    _claim: int  # pages that no other pool may take before this one has
+    _claim_beside: int  # those of them that are not for tokens
+    _claims_room: bool  # whether a step's pages are claimed of those set aside: as soon as the free ones are counted
 
     @abstractmethod
-    def reserve(self, counts: Sequence[int], rewrites: Sequence[bool] | None = None) -> int: ...
+    def reserve(self, counts: Sequence[int], rewrites: Sequence[bool] | None = None, beside: int = 0) -> int: ...
 
     @abstractmethod
     def _most_pages(self, counts: Sequence[int], rewrites: Sequence[bool] | None = None) -> int: ...
@@ -83,6 +86,9 @@ class Room:
         first = not self.has_room or known != self._room_known
         if first:
             self._make_room(known)
+        elif self._claim or self._claims_room:
+            _, beside = self.unclaim()
+            self._hold(beside, beside)
         out = write(self._table())
         self._room -= 1
         self._taken += 1
@@ -113,7 +119,9 @@ class Room:
 
     def _make_room(self, known: bool) -> None:
         store, R, steps = self.store, len(self._bounds), self.page_size
+        _, beside = self.unclaim()
         needed = self.reserve([1] * R)
+        self._hold(beside, beside)
         columns = self.block_table.shape[1] * self.page_size
         most = max(self.bounds, default=0)
         while steps > 1:
@@ -126,6 +134,48 @@ class Room:
         if not known:
             self._lose_sight()
         self._room, self._room_stock, self._room_known = steps, store.stock, known
+
+    # ---- pages for a pass, which pools of other threads leave alone ----
+
+    @locked
+    def claim(self, counts: Sequence[int], beside: int = 0) -> None:
+        """Makes sure that counts[r] tokens for each row r, and `beside` pages, will find their place until they are
+        there, or until unclaim, whatever other pools do. Raises RuntimeError as reserve does; nothing is changed then.
+        """
+        self.unclaim()
+        alone = len(self.store.tables) == 1
+        if self.has_room and not beside and max(counts, default=0) <= 1:
+            if not alone:
+                self._claims_room = True
+                self.store.claimants.add(self)
+            return
+        needed = self.reserve(counts, beside=beside)
+        if not alone:
+            self._hold(needed, beside)
+
+    @locked
+    def unclaim(self) -> tuple[int, int]:
+        """Claims nothing more. Returns what was: pages, and those of them that are not for tokens."""
+        pages, beside = self._claim, self._claim_beside
+        self.store.free_at_least += pages
+        self._claim, self._claim_beside, self._claims_room = 0, 0, False
+        self.store.claimants.discard(self)
+        return pages, beside
+
+    def claimed(self) -> int:
+        """Free pages that the store must leave to this pool; asked where the free ones are counted."""
+        if self._claims_room:
+            R = len(self._bounds)
+            self._claim += self._most_pages([1] * R, None if self._room_known else [True] * R)
+            self._claims_room = False
+        return self._claim
+
+    def _hold(self, pages: int, beside: int) -> None:
+        """Claims pages that are free; nothing must be claimed."""
+        if pages > 0:
+            self._claim, self._claim_beside = pages, max(beside, 0)
+            self.store.free_at_least -= pages
+            self.store.claimants.add(self)
 
     # ---- of many pools over one store ----
 

@@ -10,7 +10,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
+from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -88,6 +88,12 @@ class Rows:
     lengths: Tensor
 
 
+class Claimant(Protocol):
+    """A pool, as the store sees it."""
+
+    def claimed(self) -> int: ...
+
+
 class Snapshot(NamedTuple):
     """What attention reads of one pool, all of the same moment. arrays: by name in slots [pages, P, ...].
 
@@ -113,7 +119,8 @@ class PageStore:
 
     arrays: for each name in slots [pages, P, ...]. refs: int32 [pages], rows that name a page. free_pages, free_count:
     the pages that nobody names (see ops.PageTable). All on the device, and replaced when the store grows. The host
-    knows only that at least `free_at_least` pages are free: enough to take pages without asking the device.
+    knows only that at least `free_at_least` pages are free, beside those that pools have claimed for a pass: enough to
+    take pages without asking the device.
     lock: held by whatever changes pages, tables or any of these. A thread that has it may take it again. On CUDA the
     order of the threads is that of the stream: all of them must use the same one, as they do unless told otherwise.
     """
@@ -133,6 +140,7 @@ class PageStore:
         self.free_at_least = 0
         self.stock = 0  # how often the free pages were counted: bounds from before that no longer add up
         self.tables = weakref.WeakSet[Rows]()  # of every pool over these pages
+        self.claimants = weakref.WeakSet[Claimant]()  # pools that have claimed pages, which are not in free_at_least
         # of pools that are gone, to be given up by and by: a finalizer comes in any thread and at any time, also amid
         # what holds the lock, and does no more than append here
         self.dropped: deque[Rows] = deque()
@@ -142,12 +150,13 @@ class PageStore:
             self._add_pages(settings.max_pages, memory)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name not in ("tables", "lock")}
+        return {name: value for name, value in vars(self).items() if name not in ("tables", "lock", "claimants")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self.lock = threading.RLock()
         self.tables = weakref.WeakSet(self.dropped)  # the pools add theirs when they come back
+        self.claimants = weakref.WeakSet()
 
     @property
     def pages(self) -> int:
@@ -183,7 +192,7 @@ class PageStore:
 
     @locked
     def count_free(self) -> int:
-        """Free pages, those of dropped pools included. Waits for the device."""
+        """Free pages, those of dropped pools included and those that are claimed not. Waits for the device."""
         self.count_free_and([])
         return self.free_at_least
 
@@ -192,7 +201,7 @@ class PageStore:
         """The same, and what is in other int32 tensors on the device, in one copy."""
         self._release_dropped()
         numbers = torch.cat([self.free_count, *others]).tolist() if others else self.free_count.tolist()
-        self.free_at_least, refused = numbers[:2]
+        self.free_at_least, refused = numbers[0] - self.claimed(), numbers[1]
         self.stock += 1
         if refused:
             raise RuntimeError(
@@ -201,6 +210,10 @@ class PageStore:
             )
         ends = list(itertools.accumulate((len(x) for x in others), initial=2))
         return [numbers[start:end] for start, end in itertools.pairwise(ends)]
+
+    def claimed(self) -> int:
+        """Free pages that pools have claimed."""
+        return sum(pool.claimed() for pool in list(self.claimants))
 
     def check_slots(self, slots: Slots, device: torch.device) -> None:
         """Raises ValueError for what cannot lie in these pages."""
@@ -226,7 +239,7 @@ class PageStore:
 
     @torch.inference_mode(False)
     def _add_pages(self, count: int, memory: Tensor | None = None) -> None:
-        old, free, arrays = self.pages, self.free_at_least, {}
+        old, free, arrays = self.pages, self.free_at_least + self.claimed(), {}
         if memory is not None:
             sizes = [count * math.prod(x.shape[1:]) * x.element_size() for x in self.arrays.values()]
             parts = memory[: sum(sizes)].split(sizes)
@@ -251,7 +264,8 @@ class PageStore:
         A store with grow="error" keeps its pages: it has them so as never to ask for memory again. Waits for the
         device. While it copies, the pages in use exist twice; without memory for that nothing is changed.
         """
-        if self.count_free() == 0 or self.settings.grow == "error":
+        claimed = self.claimed()
+        if self.count_free() + claimed == 0 or self.settings.grow == "error":
             return
         kept = self.refs.nonzero().flatten()
         place = torch.zeros_like(self.refs)
@@ -267,7 +281,7 @@ class PageStore:
         for rows, lines in moved:
             rows.block_table = lines
         self.arrays, self.refs, self.free_pages, self.free_count = arrays, refs, free_pages, free_count
-        self.free_at_least = 0
+        self.free_at_least = -claimed  # whoever takes pages next makes as many again
 
     @locked
     @torch.inference_mode(False)

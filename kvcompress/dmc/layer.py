@@ -154,8 +154,7 @@ class DecidingLayer(PagedLayer):
         pool = self.pool
         if pool is None or step.columns > 1 or self.pool_settings.max_pages is None:
             return
-        if not (step.one and pool.has_room):
-            pool.reserve(self._per_row(self.most_slots(step.counts)))
+        step.claim(pool, self._per_row(self.most_slots(step.counts)))
 
     @property
     def joins(self) -> bool:  # type: ignore[override]

@@ -12,6 +12,7 @@ from ..checks import (
     need_device,
     need_float,
     need_int32,
+    need_integer,
     need_scale,
     need_sink_logits,
     need_softcap,
@@ -66,10 +67,11 @@ def attention(
     need(Hkv > 0 and Hq % Hkv == 0, f"queries have {Hq} heads, which the keys' {Hkv} heads do not divide")
     need(1 <= D <= MAX_HEAD_DIM, f"queries must have a head dim between 1 and {MAX_HEAD_DIM}, got {D}")
     need(S <= T, f"queries must be the last of the keys' tokens, got {S} queries and {T} keys")
-    need(window is None or window >= 1, f"window must be at least 1 or None, got {window}")
+    if window is not None:
+        need_integer("window", window, 1)
     need(window is None or causal, "window needs causal=True")
     need(window is not None or not complement, "complement needs a window")
-    need(sinks >= 0, f"sinks must be at least 0, got {sinks}")
+    need_integer("sinks", sinks, 0)
     if key_bias is not None:
         need_tensors(key_bias=key_bias)
         need(key_bias.dtype == torch.float32, f"key_bias must be float32, got {key_bias.dtype}")

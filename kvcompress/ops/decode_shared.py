@@ -7,7 +7,17 @@ import math
 import torch
 from torch import Tensor
 
-from ..checks import dense, dense_last, need, need_device, need_float, need_int32, need_sequence, need_tensors
+from ..checks import (
+    dense,
+    dense_last,
+    need,
+    need_device,
+    need_float,
+    need_int32,
+    need_number,
+    need_sequence,
+    need_tensors,
+)
 from ..no_gradient import without_gradient
 from .decode import need_probabilities
 from .native import MAX_HEAD_DIM, native
@@ -65,7 +75,8 @@ def decode_shared(
     need_int32("begin", begin, (R,))
     need(block_table.ndim == 2, f"block_table must be [R, blocks], got shape {tuple(block_table.shape)}")
     need_int32("block_table", block_table, (R, block_table.shape[1]))
-    need(tau is None or 0 <= tau <= 1, f"tau must be between 0 and 1 or None, got {tau}")
+    if tau is not None:
+        need_number("tau", tau, 0, 1)
     need_device(
         out, near_lse=near_lse, far_lse=far_lse, probabilities=probabilities, v_pages=v_pages, block_table=block_table,
         begin=begin, end=end,

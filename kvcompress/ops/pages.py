@@ -8,7 +8,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..checks import dense, need, need_device, need_int32, need_integer, need_sequence, need_tensor, need_tensors
+from ..checks import (
+    MOST_INT32,
+    dense,
+    need,
+    need_device,
+    need_int32,
+    need_integer,
+    need_sequence,
+    need_tensor,
+    need_tensors,
+)
 from ..no_gradient import change_without_gradient
 from .native import native
 
@@ -131,7 +141,7 @@ def truncate_rows_(table: PageTable, new_lengths: Tensor, page_size: int) -> Non
     need_tensor("new_lengths", new_lengths)
     need_int32("new_lengths", new_lengths, (table.block_table.shape[0],))
     need_device(table.refs, new_lengths=new_lengths)
-    need_integer("page_size", page_size, 1)
+    need_integer("page_size", page_size, 1, MOST_INT32 // max(table.block_table.shape[1], 1))
     native.truncate_rows_(*table, new_lengths.contiguous(), page_size)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ..checks import need, need_choice, need_integer, need_integers
+from ..checks import need, need_choice, need_integer, need_integers, need_sequence
 from .native import native
 
 SCHEDULES = ("fixed", "linear", "square", "sqrt", "square-sqrt", "adaptive")
@@ -70,6 +70,7 @@ def divide_memory(
     Source: IMDC ("Memorize Step by Step"), eq 2 and 3, which leave the iteration, bounds and rounding open.
     """
     need_integer("total", total, 0)
+    need_sequence("kept", kept, "integers")
     L, limit = len(kept), 1 << 31
     need(total * L < 1 << 47, f"total must be below 2**47 / {L} layers, got {total}")
     rows = [need_integers(name, values, L) for name, values in (

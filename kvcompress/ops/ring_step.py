@@ -80,6 +80,7 @@ def _check(
     if table is not None or k_pages is not None or v_pages is not None:
         need_far_pages(table, k_pages, v_pages, k_ring, marks)
     need(not (sinks and (chunked or table is not None)), f"sinks must be 0 with chunks or pages, got {sinks}")
+    need(not (chunked and table is not None), "chunked must be False with pages, got True")
     if cos is not None or sin is not None:
         need_tables(cos, sin, D, device)
 

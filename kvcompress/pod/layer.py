@@ -351,7 +351,7 @@ class PoDLayer(CompressedLayer):
             return
         for rows in (self.keys, self.values):
             if rows is not None:
-                rows.pool.reserve(rows.most_slots(step.counts))
+                step.claim(rows.pool, rows.most_slots(step.counts))
 
     def removable(self) -> int:
         """Tokens that can be taken back."""

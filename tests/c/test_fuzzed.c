@@ -13,6 +13,24 @@ static void test_damaged_counts(void) {
     }
 }
 
+/* Chunks begin anew where the ring does: no token leaves it for pages, and no slot behind them need be there. */
+static void test_chunks_with_pages(void) {
+    test_case = "ring_step of chunks with pages";
+    float x[4] = {0}, ring[4] = {0}, pages[4] = {0}, lse[1], alpha[1] = {1}, out[4];
+    int32_t block_table[1] = {0}, lengths[1] = {0}, refs[1] = {1}, free_pages[1] = {0}, free_count[2] = {0, 0};
+    int32_t places[1] = {3};
+    uint8_t *marks = room(1);
+    const kvc_view one = {x, KVC_F32, 4, 4, 4};
+    kvc_ring_step_args args = {.out = out, .lse = lse, .q = one, .k = one, .v = one, .k_ring = ring, .v_ring = ring + 2,
+                               .k_pages = pages, .v_pages = pages + 2, .places = places, .marks = marks, .alpha = alpha,
+                               .B = 1, .Hq = 1, .Hkv = 1, .D = 2, .capacity = 1, .window = 3, .neuron = -1, .chunked = 1,
+                               .table = {block_table, lengths, refs, free_pages, free_count, 1, 1, 1, 1}, .scale = 1.0f};
+    args.scratch = room(4096);
+    CHECK(kvc_ring_step_scratch_bytes(&args) == 0 && kvc_ring_step(&args, NULL) == KVC_BAD_SIZE && places[0] == 3);
+    free(args.scratch), free(marks);
+}
+
 void test_fuzzed(void) {
+    test_chunks_with_pages();
     test_damaged_counts();
 }

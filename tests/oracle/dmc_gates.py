@@ -70,7 +70,7 @@ def logistic_noise(
     sizes = ((sample, shape[0]), (stream, shape[1]), (token, shape[2]))
     numbers = [torch.arange(first, first + n, device=device) & _MASK for first, n in sizes]
     b, h, t = torch.meshgrid(*numbers, indexing="ij")
-    odd = 2 * (philox((t, h, b, torch.full_like(t, offset)), (seed & _MASK, seed >> 32 & _MASK)) >> 9) + 1
+    odd = 2 * (philox((t, h, b, torch.full_like(t, offset & _MASK)), (seed & _MASK, seed >> 32 & _MASK)) >> 9) + 1
     return odd.double().log() - (2**24 - odd).double().log()
 
 

@@ -31,6 +31,8 @@ def window_scores(
     out = queries.new_zeros(B, Hkv, T - skip_last)
     for b in range(B):
         length = T if lengths is None else int(lengths[b])
+        if length == skip_last:
+            continue
         q = queries[b].reshape(Hkv, Hq // Hkv, W, D)
         logits = capped(scale * torch.einsum("hgwd,htd->hgwt", q, keys[b, :, :length]), softcap)
         hidden = torch.ones(W, length, dtype=torch.bool, device=q.device).triu(length - W + 1)

@@ -123,9 +123,9 @@ class PagePool(Keeping):
     def reserve(self, counts: Sequence[int], rewrites: Sequence[bool] | None = None, beside: int = 0) -> int:
         """Makes sure that an append of counts[r] tokens to each row r finds its pages; returns the most it can take.
 
-        rewrites: rows whose newest slot may be written anew besides; None = no row. beside: further pages. Raises RuntimeError if the pool may
-        not grow as far (it names max_pages), and changes nothing then. Asks the device only where what the host knows
-        does not suffice.
+        rewrites: rows whose newest slot may be written anew besides; None = no row. beside: further pages. Raises
+        RuntimeError if the pool may not grow as far (it names max_pages), and changes nothing then. Asks the device
+        only where what the host knows does not suffice.
         """
         store = self.store
         store.tidy()

@@ -160,10 +160,11 @@ def window_scores(make: Maker) -> Arguments:
     (B, Hq, Hkv), W, D = make.heads(), make.between(1, 9), make.head_dim()
     T = W + make.between(1, 40)
     skip = make.maybe(make.between(0, T - 1))
+    least = W if skip is None else max(W, skip + 1)
     return {
         "queries": make.floats(B, Hq, W, D), "keys": make.floats(B, Hkv, T, D),
         "reduce": make.chance.choice(ops.REDUCTIONS), "pooling": make.chance.choice(ops.POOLINGS),
-        "kernel_size": 2 * make.between(0, 3) + 1, "lengths": make.maybe(make.ints(max(W, (W if skip is None else skip) + 1), T, B)),
+        "kernel_size": 2 * make.between(0, 3) + 1, "lengths": make.maybe(make.ints(least, T, B)),
         "skip_last": skip, "mask_first": make.between(0, 5), "mask_last": make.between(0, 5), **make.softmax(Hq),
     }  # fmt: skip
 

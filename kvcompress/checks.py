@@ -123,7 +123,7 @@ def need_scale(scale: float | None, head_dim: int) -> float:
     if scale is None:
         return head_dim**-0.5 if head_dim else 1.0
     if not (_is_number(scale) and -LARGEST <= scale <= LARGEST):
-        raise ValueError(f"scale must be a number that is finite in float32, got {_shown(scale)}")
+        raise ValueError(f"scale must be finite in float32, got {_shown(scale)}")
     return scale
 
 

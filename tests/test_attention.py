@@ -429,7 +429,7 @@ def test_second_derivatives_are_refused():
         ({"keys": torch.randn(1, 2, 8, 8).bfloat16()}, "keys must be torch.float32"),
         ({"keys": torch.randn(1, 2, 8, 16)}, r"keys must be \[1, Hkv, T, 8\]"),
         ({"values": torch.randn(1, 2, 7, 8)}, "values must be"),
-        ({"window": 0}, "window must be at least 1 or None, got 0"),
+        ({"window": 0}, "window must be at least 1, got 0"),
         ({"window": 3, "causal": False}, "window needs causal=True"),
         ({"complement": True}, "complement needs a window"),
         ({"sinks": -1}, "sinks must be at least 0, got -1"),

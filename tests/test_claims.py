@@ -58,7 +58,7 @@ def test_what_is_claimed_beside_tokens_stays_when_they_are_there():
     assert fork.claimed() == 2
     with pytest.raises(RuntimeError, match="max_pages = 8"):
         append(pool, numbered(2, 1, 3000))
-    fork.compact(torch.tensor([[1, 2, 3]] * 2, dtype=torch.int32))
+    fork.keep(torch.tensor([[1, 2, 3]] * 2, dtype=torch.int32), [3, 3])
     assert fork.claimed() == 0 and fork.lengths.tolist() == [3, 3]
     pool.claim([1, 1])
     assert pool.claimed() == 2

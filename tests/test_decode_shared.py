@@ -367,8 +367,8 @@ def test_opcheck():
         ({"v_pages": torch.zeros(9, 6, 16)}, "power of two"),
         ({"end": torch.zeros(3, dtype=torch.int32)}, "end must have B\\*Hkv entries"),
         ({"begin": torch.zeros(2)}, "begin must be int32"),
-        ({"tau": 1.5}, "tau must be between 0 and 1 or None, got 1.5"),
-        ({"tau": math.nan}, "tau must be between 0 and 1 or None, got nan"),
+        ({"tau": 1.5}, "tau must be a number between 0 and 1, got 1.5"),
+        ({"tau": math.nan}, "tau must be a number between 0 and 1, got nan"),
     ],
 )
 def test_wrong_arguments_are_named(change, message):

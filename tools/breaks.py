@@ -262,6 +262,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=40)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--first", type=int, default=0, help="breaks that are left out, of a run that was cut off")
     parser.add_argument("--minutes", type=float, default=10, help="that one break may take")
     parser.add_argument("--json", type=Path, help="write what was found to this file")
     parser.add_argument("--list", action="store_true", help="name the breaks and the first tests, break nothing")
@@ -273,7 +274,7 @@ def main() -> None:
         if not choice.list:
             copied(folder)
         whole = {name: (folder / name).read_bytes() for name in WRITTEN if (folder / name).exists()}
-        for number, one in enumerate(every):
+        for number, one in list(enumerate(every))[choice.first :]:
             print(
                 f"{number:3} {one.file}:{one.line}", f"- {one.before.strip()}", f"+ {one.after.strip()}", sep="\n    "
             )

@@ -178,6 +178,21 @@ def test_a_step_names_arguments_that_it_does_not_take_or_misses(op):
 
 
 @pytest.mark.parametrize("op", STEPS)
+def test_a_step_of_no_heads_is_refused(op):
+    """Nobody would ask, and the token would not be stored."""
+    function, arguments = given()[op]
+    none = {
+        "queries": arguments["queries"][:, :0],
+        "sink_logits": None,
+        "far_lse": None,
+        "probabilities": None,
+        "far": "none",
+    }
+    with pytest.raises(ValueError, match="Hkv dividing Hq = 0"):
+        function(**arguments | {name: x for name, x in none.items() if name in arguments})
+
+
+@pytest.mark.parametrize("op", STEPS)
 def test_a_step_of_no_sequences_is_refused(op):
     function, arguments = given()[op]
     none = {name: arguments[name][:0] for name in ("queries", "keys", "values")}
@@ -193,3 +208,40 @@ def test_a_tensor_without_storage_among_others_is_refused(op, name):
     function, arguments = given()[op]
     with pytest.raises(ValueError, match="meta"):
         function(**arguments | {name: arguments[name].to("meta")})
+
+
+def test_the_table_of_a_lead_has_two_dimensions():
+    function, arguments = given()["pod_step_that_is_led"]
+    lead = arguments["lead"]._replace(block_table=torch.zeros(2, dtype=ints))
+    with pytest.raises(ValueError, match=r"lead.block_table must be \[R, blocks\], got \(2,\)"):
+        function(**arguments | {"lead": lead})
+
+
+def plain_calls():
+    """Ops with numbers beside tensors."""
+    x, near = torch.randn(1, 2, 3, 4), (torch.randn(1, 2, 1, 4), torch.randn(1, 2, 1))
+    ends = torch.ones(2, dtype=ints)
+    shared = {"near": near, "probabilities": torch.rand(1, 2, 4), "far_lse": near[1], "v_pages": torch.zeros(4, 4, 4),
+              "begin": 0 * ends, "end": ends, "block_table": torch.zeros(2, 1, dtype=ints)}  # fmt: skip
+    sizes = {"total": 4, "kept": [1], "stored": [2], "lowest": [0], "highest": [9]}
+    return {
+        "attention": {"queries": x, "keys": x, "values": x, "window": 2, "sinks": 1, "scale": 1.0, "softcap": 9.0},
+        "decode_shared": shared | {"tau": 0.5},
+        "divide_memory": sizes,
+        "truncate_rows_": {"table": table(), "new_lengths": 0 * ends, "page_size": 4},
+        "window_scores": {"queries": x[:, :, :1], "keys": x, "kernel_size": 1, "skip_last": 1, "scale": 1.0},
+    }
+
+
+NUMBERS = [("attention", "window"), ("attention", "sinks"), ("attention", "scale"), ("attention", "softcap"),
+           ("decode_shared", "tau"), ("divide_memory", "kept"), ("divide_memory", "highest"),
+           ("truncate_rows_", "page_size"), ("window_scores", "kernel_size"), ("window_scores", "scale")]  # fmt: skip
+NOT_NUMBERS = [(*number, value) for number in NUMBERS for value in ("x", {}, True, [[1.0]], float("nan"))]
+
+
+@pytest.mark.parametrize(("op", "name", "value"), [*NOT_NUMBERS, ("truncate_rows_", "page_size", 1 << 40)])
+def test_what_is_no_such_number_is_named(op, name, value):
+    arguments = plain_calls()[op]
+    getattr(ops, op)(**arguments)
+    with pytest.raises((TypeError, ValueError), match=rf"\b{name}\b.* must"):
+        getattr(ops, op)(**arguments | {name: value})

@@ -44,6 +44,7 @@ std::tuple<Tensor, Tensor> dmc_step_(const Tensor& given_queries, const Tensor& 
     KVC_CHECK(queries.size(2) == 1 && keys.size(2) == 1 && keys.size(0) == B, "queries and keys must be of one token");
     KVC_CHECK(D == k_pages.size(2) && D >= 1 && D <= KVC_MAX_HEAD_DIM, "queries must have the pages' head dim, between "
               "1 and ", static_cast<int>(KVC_MAX_HEAD_DIM), ", got ", D);
+    KVC_CHECK(Hq > 0 || B == 0, "queries must have at least one head, got 0");
     KVC_CHECK(Hkv ? Hq % Hkv == 0 : Hq == 0, "queries must have a multiple of ", Hkv, " heads, got ", Hq);
     KVC_CHECK(P > 0 && (P & (P - 1)) == 0, "k_pages must have a page size that is a power of two, got ", P);
     KVC_CHECK(neuron >= 0 && neuron < D, "neuron must be between 0 and ", D - 1, ", got ", neuron);

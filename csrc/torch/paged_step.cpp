@@ -36,6 +36,7 @@ std::tuple<Tensor, Tensor> paged_step_(const Tensor& given_queries, const Tensor
     const int64_t B = queries.size(0), Hq = queries.size(1), S = queries.size(2), D = queries.size(3);
     const int64_t R = block_table.size(0), Hkv = keys.size(1);
     check_device(queries, block_table, "queries");
+    KVC_CHECK(Hq > 0 || B == 0, "queries must have at least one head, got 0");
     KVC_CHECK(R == B * Hkv && (R == 0 || Hq % Hkv == 0), "block_table must have B*Hkv rows, Hkv dividing Hq, got ", R);
     KVC_CHECK(D >= 1 && D <= KVC_MAX_HEAD_DIM, "queries must have a head dim between 1 and ",
               static_cast<int>(KVC_MAX_HEAD_DIM), ", got ", D);

@@ -60,6 +60,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> pod_step_(
     const int64_t Hkv = keys.size(1), P = k_pages.size(1);
     check_device(queries, block_table, "queries");
     KVC_CHECK(queries.size(2) == 1 && keys.size(2) == 1, "queries and keys must be of one token");
+    KVC_CHECK(Hq > 0 || B == 0, "queries must have at least one head, got 0");
     KVC_CHECK(R == B * Hkv && (R == 0 || Hq % Hkv == 0), "block_table must have B*Hkv rows, Hkv dividing Hq, got ", R);
     KVC_CHECK(D >= 1 && D <= KVC_MAX_HEAD_DIM, "queries must have a head dim between 1 and ",
               static_cast<int>(KVC_MAX_HEAD_DIM), ", got ", D);

@@ -33,6 +33,7 @@ std::tuple<Tensor, Tensor, Tensor> quest_step_(const Tensor& given_queries, cons
     KVC_CHECK(queries.size(2) == 1, "queries must be of one token, got ", queries.size(2));
     KVC_CHECK(B == 0 ? R == 0 : R % B == 0, "block_table must have B*Hkv rows, got ", R);
     const int64_t Hkv = B ? R / B : 0;
+    KVC_CHECK(Hq > 0 || B == 0, "queries must have at least one head, got 0");
     KVC_CHECK(Hkv == 0 ? Hq == 0 || B == 0 : Hq % Hkv == 0, "block_table must have B*Hkv rows, Hkv dividing Hq, got ", R);
     KVC_CHECK(D >= 1 && D <= KVC_MAX_HEAD_DIM, "queries must have a head dim between 1 and ",
               static_cast<int>(KVC_MAX_HEAD_DIM), ", got ", D);

@@ -59,6 +59,7 @@ std::tuple<Tensor, Tensor> ring_step_(const Tensor& given_queries, const Tensor&
     const int64_t B = queries.size(0), Hq = queries.size(1), D = queries.size(3), Hkv = keys.size(1), R = B * Hkv;
     check_device(queries, k_ring, "queries");
     KVC_CHECK(queries.size(2) == 1, "queries must be of one token, got ", queries.size(2));
+    KVC_CHECK(Hq > 0 || B == 0, "queries must have at least one head, got 0");
     KVC_CHECK(Hkv ? Hq % Hkv == 0 : Hq == 0, "queries must have a multiple of ", Hkv, " heads, got ", Hq);
     KVC_CHECK(D >= 1 && D <= KVC_MAX_HEAD_DIM, "queries must have a head dim between 1 and ",
               static_cast<int>(KVC_MAX_HEAD_DIM), ", got ", D);

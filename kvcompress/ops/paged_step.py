@@ -103,7 +103,7 @@ def need_step(queries: Tensor, k_pages: Tensor, table: PageTable) -> None:
         need_float("queries", queries, 4, "[B, Hq, S, D]")
     B, Hq, _, D = queries.shape
     R = table.block_table.shape[0]
-    if B == 0 or R == 0 or R % B or Hq % (R // B):
+    if B == 0 or R == 0 or R % B or Hq == 0 or Hq % (R // B):
         raise ValueError(f"block_table must have B*Hkv rows with B = {B} and Hkv dividing Hq = {Hq}, got {R}")
     if not 1 <= D <= MAX_HEAD_DIM:
         raise ValueError(f"queries must have a head dim between 1 and {MAX_HEAD_DIM}, got {D}")

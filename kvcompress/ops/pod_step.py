@@ -104,6 +104,8 @@ def _check(
         if lead is None:
             raise TypeError("lead must be an ops.Lead with far='led', got None")
         need_float("lead.k_pages", lead.k_pages, 3, "[pages, P, D]")
+        need_tensor("lead.block_table", lead.block_table)
+        need(lead.block_table.ndim == 2, f"lead.block_table must be [R, blocks], got {tuple(lead.block_table.shape)}")
         need_parts(
             device, ("lead.queries", lead.queries, queries.dtype, (B, Hq, 1, D)),
             ("lead.k_pages", lead.k_pages, dtype, (lead.k_pages.shape[0], P, D)),

@@ -48,7 +48,7 @@ def _check(
     (B, Hq, S, D), (R, capacity, _), dtype, device = queries.shape, k_ring.shape, k_ring.dtype, k_ring.device
     if S != 1:
         raise ValueError(f"queries must be of one token, got {S}")
-    if B == 0 or R == 0 or R % B or Hq % (R // B):
+    if B == 0 or R == 0 or R % B or Hq == 0 or Hq % (R // B):
         raise ValueError(f"k_ring must have B*Hkv rows with B = {B} and Hkv dividing Hq = {Hq}, got {R}")
     need(1 <= D <= MAX_HEAD_DIM, f"queries must have a head dim between 1 and {MAX_HEAD_DIM}, got {D}")
     need_device(k_ring, queries=queries)

@@ -68,7 +68,7 @@ def window_scores(
     for name, value in (
         ("skip_last", skip_last), ("mask_first", mask_first), ("mask_last", mask_last), ("kernel_size", kernel_size),
     ):  # fmt: skip
-        need(isinstance(value, int), f"{name} must be an integer, got {value!r}")
+        need(isinstance(value, int) and not isinstance(value, bool), f"{name} must be an integer, got {value!r}")
     need(T >= W, f"keys must be at least as many as the window's {W} queries, got {T}")
     need(0 <= skip_last < T, f"keys must be longer than skip_last = {skip_last} (default: the window), got {T}")
     for name, masked in (("mask_first", mask_first), ("mask_last", mask_last)):

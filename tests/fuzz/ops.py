@@ -26,6 +26,7 @@ CALLS = 20  # in a round
 ALLOWED = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 8e-3, torch.float64: 1e-4}
 ERRORS = (TypeError, ValueError, NotImplementedError, RuntimeError)
 OTHER_NAMES = {*PageTable._fields, *Tail._fields, *Lead._fields, *Noise._fields, "out", "lse", "near_lse"}
+FACTORS = ("scale", "softcap", "shift", "temperature", "margin", "factor", "eps")  # with which float32 saturates sooner
 PAGED = {"arrays": "table", "k_pages": "table", "v_pages": "table"}  # whose rows alone mean something
 
 
@@ -49,7 +50,7 @@ def mapped(x: Any, change: Callable[[Tensor], Any]) -> Any:
     return x
 
 
-def wide(x: Tensor) -> Tensor:
+def wide(x: Any) -> Any:
     return x.double() if x.is_floating_point() else x.clone()
 
 
@@ -203,6 +204,11 @@ def too_long(name: str, arguments: Arguments) -> bool:
     return name == "plan" and all(type(n) is int and n > 0 for n in sizes) and sizes[0] * sizes[2] > 10**5 * sizes[1]
 
 
+def nothing_new(name: str, arguments: Arguments) -> bool:
+    """Whether no token comes: counts that say otherwise are then not looked at."""
+    return name == "append_tokens_" and arguments["tokens"][0].shape[2] == 0
+
+
 def one_call(name: str, make: Maker) -> None:
     arguments, broken = MADE[name](make), ""
     which = None
@@ -214,10 +220,12 @@ def one_call(name: str, make: Maker) -> None:
     what = f"{name}, {which} damaged ({broken})" if which else name
     before = mapped(arguments, bits)
     try:
-        given = mapped(arguments, wide) if broken != "meta" else None
+        given = None if broken == "meta" else mapped(arguments, wide)
+        if given is not None and given.get(which) is True:  # an integer for an op
+            given[which] = 1
     except RuntimeError:
         given = None
-    refused = None
+    found, refused = None, None
     try:
         found = call(getattr(ops, name), arguments)
     except ERRORS as error:
@@ -226,13 +234,18 @@ def one_call(name: str, make: Maker) -> None:
         raise AssertionError(f"{what}: {type(error).__name__}: {error}") from error
     if refused is not None:
         assert which, f"{what}: refused: {refused}"
-        assert named(name, arguments, str(refused)), f"{what}: {type(refused).__name__} names no argument: {refused}"
-        same = zip(tensors_of(list(mapped(arguments, bits).values())), tensors_of(list(before.values())), strict=True)
-        unchanged = all(torch.equal(*pair) for pair in same if pair[0].device.type == "cpu")
+        kind = type(refused).__name__
+        assert named(name, arguments, str(refused)), f"{what}: {kind} names no argument: {refused}"
+        pairs = zip(tensors_of(list(mapped(arguments, bits).values())), tensors_of(list(before.values())), strict=True)
+        unchanged = all(torch.equal(*pair) for pair in pairs if pair[0].device.type == "cpu")
         assert unchanged, f"{what}: refused, and changed: {refused}"
         return
-    # what is not finite, and tables that are wrong where nobody looks
-    if given is None or broken in ("values", "meta"):
+    if (broken == "number" and which in FACTORS) or nothing_new(name, arguments):
+        return
+    if given is None or broken in (
+        "values",
+        "meta",
+    ):  # what is not finite, and tables that are wrong where nobody looks
         return
     try:
         expected = expected_of(name, given)

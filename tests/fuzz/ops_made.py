@@ -160,7 +160,7 @@ def window_scores(make: Maker) -> Arguments:
     (B, Hq, Hkv), W, D = make.heads(), make.between(1, 9), make.head_dim()
     T = W + make.between(1, 40)
     skip = make.maybe(make.between(0, T - 1))
-    least = W if skip is None else max(W, skip + 1)
+    least = max(W, (W if skip is None else skip) + 1)
     return {
         "queries": make.floats(B, Hq, W, D), "keys": make.floats(B, Hkv, T, D),
         "reduce": make.chance.choice(ops.REDUCTIONS), "pooling": make.chance.choice(ops.POOLINGS),

@@ -1,5 +1,5 @@
-"""compress() and forks over several turns, against loops over dense attention in which each row sees what is left of
-the prompt after reading it with that budget alone, and all that followed."""
+"""compress() and forks over several turns, against loops over dense attention in which each row sees what reading the
+prompt with that budget alone leaves of it, and all that followed."""
 
 from __future__ import annotations
 

@@ -38,11 +38,12 @@ def decode(
         if block_table is None:
             k, v = k_pages[r], v_pages[r]
         else:
-            # pages past the end of the row may be any number
+            # pages that no query sees may be any number
             blocks = -(-int(end[r]) // k_pages.shape[1])
             tables = (block_table, block_table if value_table is None else value_table)
             k, v = (
-                x[table[r, :blocks].long()].flatten(0, 1) for x, table in zip((k_pages, v_pages), tables, strict=True)
+                x[table[r, :blocks].long().clamp(0, len(x) - 1)].flatten(0, 1) if len(x) else x.flatten(0, 1)
+                for x, table in zip((k_pages, v_pages), tables, strict=True)
             )
         first = 0 if begin is None else int(begin[r])
         for s in range(S):
@@ -86,7 +87,8 @@ def decode_shared(
             r = b * Hkv + h // (Hq // Hkv)
             first, last = int(begin[r]), int(end[r])
             blocks = -(-last // v_pages.shape[1])
-            values = v_pages[block_table[r, :blocks].long()].flatten(0, 1)[first:last].to(found.dtype)
+            pages = block_table[r, : blocks if len(v_pages) else 0].long().clamp(0, len(v_pages) - 1)
+            values = v_pages[pages].flatten(0, 1)[first:last].to(found.dtype)
             both = near_lse[b, h, 0], far_lse[b, h, 0]
             if tau is not None and tau < 1 and last > first:
                 skipped[b, h] = both[0] - both[1] >= (math.log(tau / (1 - tau)) if tau > 0 else -math.inf)

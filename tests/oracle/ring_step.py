@@ -69,7 +69,8 @@ def ring_step_(
     options = {"scale": scale, "softcap": softcap}
     if table is not None:
         assert marks is not None and marked is not None and k_pages is not None and v_pages is not None
-        successor = marked if window == 1 else marks[rows, (t + 1) % window]
+        behind = ((t + 1) % window).clamp(max=marks.shape[1] - 1)  # it is there where a token leaves
+        successor = marked if window == 1 else marks[rows, behind]
         left = [x[rows, slots].view(B, Hkv, 1, D) for x in (k_ring, v_ring)]
         append_tokens_([k_pages, v_pages], left, table, ((t >= window) & ~successor).int())
     k_ring[rows, slots] = k.reshape(-1, D).to(k_ring.dtype)

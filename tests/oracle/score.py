@@ -31,7 +31,7 @@ def window_scores(
     out = queries.new_zeros(B, Hkv, T - skip_last)
     for b in range(B):
         length = T if lengths is None else int(lengths[b])
-        if length == skip_last:
+        if length == skip_last or Hq == 0:
             continue
         q = queries[b].reshape(Hkv, Hq // Hkv, W, D)
         logits = capped(scale * torch.einsum("hgwd,htd->hgwt", q, keys[b, :, :length]), softcap)

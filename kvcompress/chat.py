@@ -13,7 +13,7 @@ from transformers.utils.logging import set_verbosity_error
 
 from .caches import CompressedCache
 from .caches.saving import load_cache
-from .caches.spec import CacheSpec
+from .caches.spec import CacheSpec, unasked
 from .framing import has_template, next_turn, unended
 from .models import EXAMPLE_NAME
 from .prefilling import generate
@@ -87,7 +87,7 @@ def run_chat(
     set_verbosity_error()  # a conversation may outgrow the trained length: the cache does not
     asked = None if cache is None else CacheSpec.parse(cache)
     loaded, tokenizer = load(model, device, dtype)
-    spec = asked or CacheSpec(CacheSpec.kind_of(loaded.config) or "iterative", {})
+    spec = asked or unasked(loaded.config)
     chat = Chat(loaded, tokenizer, spec, max_new_tokens)
     if prompt:
         console.print(f"{model}, {spec}. Commands:\n{COMMANDS}", highlight=False, markup=False)

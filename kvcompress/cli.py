@@ -33,7 +33,10 @@ OPTIONS = {"prompt_length": "--tokens", "chunk_size": "--chunk", "memory_size": 
 
 _CACHE = "as lm-eval and CacheSpec have it, such as pruned,pruner=snapkv,budget=0.75; dense: no compression"
 CACHE = typer.Option(help=_CACHE)
-CACHE_OR_OWN = typer.Option(help=_CACHE + "; not given: a converted model's own, else iterative")
+CACHE_OR_OWN = typer.Option(
+    help=_CACHE + "; not given: a converted model's own, else pruned to 1,024 tokens, or "
+    "iterative where the model's length may not do"
+)
 AS_JSON = typer.Option("--json", help="print JSON and nothing else")
 
 

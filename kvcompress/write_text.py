@@ -16,7 +16,7 @@ from transformers.cache_utils import Cache
 from transformers.utils.logging import disable_progress_bar
 
 from .caches import CompressedCache
-from .caches.spec import CacheSpec
+from .caches.spec import CacheSpec, unasked
 from .checks import need, need_dtype
 from .framing import Framing, framing_of, has_template
 from .hf import attach
@@ -107,7 +107,7 @@ def run_generate(
 ) -> None:  # fmt: skip
     """Prints what the model writes after the text and the question, as it comes; then what the cache held. raw: text
     and question as they are, where they are a user's turn of the tokenizer's chat template, if it has one. cache: None
-    = the converted model's own, or IterativeCache. save: where the cache of the text goes before the question is asked;
+    = what `unasked` says. save: where the cache of the text goes before the question is asked;
     saved: one that such a call has saved, in place of a text.
 
     Raises ValueError for wrong settings, FileNotFoundError for a file that is not there.
@@ -120,15 +120,15 @@ def run_generate(
     prompt = "" if saved is not None else read_prompt(text, file)
     loaded, tokenizer = load(model, device, dtype)
     framing = framing_of(tokenizer, raw)
-    spec = asked or CacheSpec(CacheSpec.kind_of(loaded.config) or "iterative", {})
-    if save is not None or saved is not None:
-        _through_file(loaded, framing, prompt, question, spec, save, saved, max_new_tokens, as_json, quiet, console)
-        return
     before, behind = framing.texts(prompt, question)
     ids, guide = (
         tokenizer(part, return_tensors="pt", add_special_tokens=whole and not framing.chat).input_ids.to(device)
         for part, whole in ((before + behind, True), (behind, False))
     )
+    spec = asked or unasked(loaded.config, ids.shape[1] + max_new_tokens, later=None if save is None else "keep")
+    if save is not None or saved is not None:
+        _through_file(loaded, framing, prompt, question, spec, save, saved, max_new_tokens, as_json, quiet, console)
+        return
     streamer = None if as_json else Streamed(tokenizer, answers=framing.chat or bool(question), note=not quiet)
     begin = time.perf_counter()
     known = guide[0] if question else None

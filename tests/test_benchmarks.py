@@ -13,7 +13,6 @@ import pytest
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("speed", "quality", "serving")
 PROGRAMS = sorted(x.relative_to(ROOT).as_posix() for name in FOLDERS for x in ROOT.glob(f"benchmarks/{name}/*.py"))
-PROGRAMS.remove("benchmarks/quality/peers.py")  # needs kvpress in another environment: test_peers.py has a stand-in
 PROGRAMS.remove("benchmarks/serving/serving_vllm.py")  # needs vLLM: make test-vllm runs it
 POSITIVE = ("ours", "peer", "ratio", "seconds", "nbytes", "nbytes_share")
 

@@ -19,7 +19,7 @@ from kvcompress import (
     Uniform,
     pruners,
 )
-from kvcompress.caches.spec import BUDGETS, KINDS, PRUNERS
+from kvcompress.caches.spec import BUDGETS, KINDS, PRUNERS, unasked
 from kvcompress.models import RETROFITTED
 from kvcompress.models.tokenizer import byte_tokenizer
 from kvcompress.pruners import (
@@ -57,7 +57,7 @@ WRITTEN = [  # text, class, attributes of the cache
         kvcompress.PrunedCache,
         {"pruner": CriticalKV(ChunkKV(ExpectedAttention(use_value_norm=False), chunk=4), norm="l2")},
     ),
-    ("pruned,budget=512MiB,page_size=32", kvcompress.PrunedCache, {"budget": Uniform("512MiB")}),
+    ("pruned,budget=512MiB,page_size=32", kvcompress.PrunedCache, {"budget": GlobalTopK("512MiB")}),
     ("pruned,pruner=tova,budget=adakv:1024", kvcompress.PrunedCache, {"pruner": TOVA(), "budget": AdaKV(1024)}),
     (
         "pruned,pruner=h2o,recent_ratio=0.25,budget=adakv:floor=0.3:pyramidkv:beta=10:window=8:64",
@@ -230,3 +230,12 @@ def test_a_size_is_set_and_what_divides_it_stays():
         assert CacheSpec(kind, {}).size_key is None
     with pytest.raises(ValueError, match=r"size to set .*got quest"):
         CacheSpec.parse("quest").sized(96)
+
+
+def test_what_is_taken_unasked_fits_the_model():
+    config = tiny_model(max_position_embeddings=8192).config
+    assert str(unasked(config, 8192 - 256)) == "pruned,budget=1024"
+    assert str(unasked(config, 8192 - 256, later="keep")) == "pruned,budget=1024,later=keep"
+    assert str(unasked(config, 8192 - 255)) == str(unasked(config)) == "iterative,memory_size=4096"
+    assert str(unasked(tiny_model(max_position_embeddings=2048).config)) == "iterative"
+    assert str(unasked(config_of("dmc"), 10)) == "dmc"

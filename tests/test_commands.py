@@ -169,7 +169,7 @@ def test_a_long_text_is_said_to_take_less_than_dense():
 
 
 def test_a_warning_is_a_line_without_source(recwarn):
-    cache = "pruned,budget=0.5"
+    cache = "pruned,pruner=snapkv,budget=0.5"
     result = CliRunner().invoke(app, ["generate", "x = 1\n" * 350, "--cache", cache, "--max-new-tokens", "1"])
     assert result.exit_code == 0 and result.stderr.startswith("warning: positions reach 2,099 ")
     assert ".py" not in result.stderr and not recwarn.list

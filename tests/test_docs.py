@@ -129,7 +129,7 @@ def test_documentation_builds_without_a_warning():
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("name", ["models", "cli", "results/tasks", "results/shapes"])
+@pytest.mark.parametrize("name", ["models", "cli", "results/pruning", "results/shapes"])
 def test_pages_that_are_made_are_what_they_are_made_from(name):
     made = getattr(pages, f"{name.rpartition('/')[2]}_page")()
     assert (ROOT / f"docs/{name}.md").read_text() == made, "run python tools/pages.py"

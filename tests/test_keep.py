@@ -193,3 +193,16 @@ def test_nothing_else_chooses_slots():
     assert callers("ops.truncate_rows_(") == {"caches/keeping.py", "caches/store.py"}  # which gives up whole rows
     assert callers("pool.keep(") == {"caches/paged.py", "pod/rows.py"}
     assert callers("pool.drop_pages(") == {"pod/rows.py"}
+
+
+def test_what_was_chosen_and_taken_back_can_go_no_second_time():
+    pool = new_pool(2, 1)
+    append(pool, numbered(2, 6))
+    pool.keep(torch.arange(6, dtype=torch.int32).repeat(2, 1), [6, 5])
+    pool.drop_last([3, 0])
+    pool.drop_pages(1, [1, 0])
+    pool.drop_last([0, 0])
+    assert pool.counts == [2, 5] and pool.origins.chosen[0] <= 2
+    append(pool, numbered(2, 2, 1000))
+    pool.drop_last([2, 2])
+    assert pool.counts == [2, 5]

@@ -1,5 +1,8 @@
 """KVzip: a second reading that scores and leaves nothing behind."""
 
+from dataclasses import replace
+
+import oracle
 import pytest
 import torch
 from helpers import attached, kind_model, left_padded, random_ids
@@ -68,6 +71,49 @@ def test_scores_are_those_of_the_second_reading():
     expected = second_reading(model, ids[:, :-1], pruner)
     for layer, scores in pruner.noted.items():
         torch.testing.assert_close(scores[:, 3:], expected[layer, :, 3:], atol=1e-5, rtol=1e-4)
+
+
+class MassSpy(Spy):
+    def votes(self, candidates):
+        if candidates.repeated is None and candidates.chunk_length:
+            T, again = candidates.chunk_length, candidates.again(0, candidates.chunk_length)
+            found = oracle.replay_scores(candidates.queries, again, candidates.keys, chunk=256, reduce="mean")
+            self.__dict__.setdefault("shares", {})[candidates.layer] = found[0] * T
+        return super().votes(candidates)
+
+
+@torch.no_grad()
+def test_masses_are_the_mean_of_a_replayed_reading_over_an_even_share():
+    model, ids = attached(), random_ids(46)
+    pruner = MassSpy(**{**vars(ASKED), "mass": True})
+    prefill(model, ids, PrunedCache(model.config, pruner, 20))
+    expected = second_reading(model, ids[:, :-1], pruner)
+    assert len(pruner.shares) == 3
+    for layer, scores in pruner.noted.items():
+        wanted = (expected[layer] * pruner.shares[layer])[:, 3:]
+        torch.testing.assert_close(scores[:, 3:], wanted, atol=1e-5, rtol=1e-3)
+
+
+@pytest.mark.parametrize("chunk_size", [None, 20])
+def test_with_masses_too_what_nobody_reads_again_stays_and_batches_change_nothing(chunk_size):
+    model, prompts = attached(), [random_ids(n, seed=n) for n in (57, 23, 3)]
+    ids, mask = left_padded(prompts)
+    pruner = replace(ASKED, mass=True)
+
+    def cache():
+        return PrunedCache(model.config, pruner, GlobalTopK(12), chunk_size=chunk_size)
+
+    together = prefill(model, ids, cache(), mask)
+    for b, prompt in enumerate(prompts):
+        alone = prefill(model, prompt, cache())
+        assert [layer[b] for layer in together.stored_lengths()] == [layer[0] for layer in alone.stored_lengths()]
+    spy = Spy(**vars(pruner))
+    read = prefill(model, prompts[0], PrunedCache(model.config, spy, 12))
+    out = model.generate(torch.cat([prompts[0], prompts[1]], 1), past_key_values=read, max_new_tokens=4)
+    prefill(model, torch.cat([out, prompts[2]], 1), read)
+    noted = spy.noted[0]
+    read_again = noted[:, 3:12].max(), noted[:, -3:].max()
+    assert noted.shape[1] == 12 + 1 + 23 + 3 + 3 and float(noted[:, 12:-3].min()) > max(map(float, read_again))
 
 
 @pytest.mark.parametrize("budget", [12, AdaKV(12), GlobalTopK(12)], ids=["Uniform", "AdaKV", "GlobalTopK"])
@@ -187,5 +233,7 @@ def test_what_cannot_be_read_twice_is_refused():
         IterativeCache(model.config, pruner=KVzip(), memory_size=12, chunk_size=20)
     with pytest.raises(ValueError, match="prompt must be token ids as integers, got 'Repeat'"):
         KVzip(prompt="Repeat")
+    with pytest.raises(ValueError, match="mass must be True or False, got 1"):
+        KVzip(mass=1)
     with pytest.raises(ValueError, match="guide has no effect with the pruner KVzip"):
         prefill(model, random_ids(20), PrunedCache(model.config, KVzip(), 12), guide=torch.tensor([4]))

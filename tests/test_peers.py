@@ -1,5 +1,5 @@
 """Another library's presses are measured as our caches are, on the same prompts: `kvcompress eval --peers` and
-quality/peers.py."""
+quality/witness.py."""
 
 import json
 import sys
@@ -12,10 +12,8 @@ import torch
 from typer.testing import CliRunner
 
 import kvcompress
-from benchmarks.quality import peers, quality, table
-from benchmarks.quality.parts import tasks
-from benchmarks.quality.parts.measures import make_tasks
-from kvcompress import CacheSpec, PrunedCache
+from benchmarks.quality import witness
+from kvcompress import CacheSpec
 from kvcompress.cli import app
 from kvcompress.evaluate.equal_bytes import EqualBytes
 from kvcompress.evaluate.losses import decode_measure, loss_measure
@@ -27,9 +25,7 @@ from kvcompress.evaluate.questions import needle_measure, recall_measure, turns_
 from kvcompress.evaluate.report import best_of
 from kvcompress.evaluate.texts import Library
 from kvcompress.framing import Framing
-from kvcompress.pruners import WindowAttention
 
-SIZES = quality.SIZES["tiny"]
 SOURCE = Library()
 
 # what stands for kvpress: presses that keep the last tokens of every head, by cutting the cache or by hiding the others
@@ -117,7 +113,11 @@ def nats_here(reader, measure):
 def answer(measure, nats, *, share=0.5, frees=True):
     """A press's, of ppl: so many nats, in this share of the bytes."""
     samples = [
-        {"nbytes": int(share * 4096 * measure.tokens), "first_seconds": 0.25, "nats": nats[index], "greedy": []}
+        {
+            "nbytes": int(share * 4096 * measure.tokens),
+            "first_seconds": 0.25,
+            "scored": [{"nats": [nats[index]], "greedy": []}],
+        }
         for index in range(measure.count)
     ]
     return {"setting": "Press(0.5)", "frees_memory": frees, "seconds": 1.0, "samples": samples}
@@ -312,68 +312,27 @@ def test_an_environment_is_made_once_and_whole_or_not_at_all(fake, tmp_path, mon
 # ---- the benchmark ----
 
 
-def test_the_benchmark_measures_a_press_as_our_caches(stand_in, tmp_path, monkeypatch):
-    """The whole program, with a stand-in for kvpress."""
-    path = tmp_path / "rows.json"
-    monkeypatch.setattr(sys, "argv", ["peers.py", "--tiny", "--python", sys.executable, "--json", str(path),
-                                      "--presses", "SnapKV", "KVzip", "AdaKV(SnapKV)"])  # fmt: skip
-    peers.main()
+def test_a_press_of_the_benchmark_is_measured_as_our_cache_that_keeps_the_same(stand_in, tmp_path, monkeypatch):
+    """The whole program, with a stand-in for kvpress; it goes on where it was cut."""
+    path, ours = tmp_path / "rows.json", "pruned,pruner=windowattention"
+    monkeypatch.setattr(sys, "argv", ["witness.py", "--tiny", "--peers-python", sys.executable, "--json", str(path),
+                                      "--presses", "SnapKV", "KVzip", "AdaKV(SnapKV)", "--cache", ours])  # fmt: skip
+    witness.main()
     written = json.loads(path.read_text())
-    assert written["machine"]["kvpress"] == "9"
-    rows = {row["name"].removeprefix("kvpress/example/"): row for row in written["rows"]}
-    dense, cut, hiding = rows["dense/keep1"], rows["SnapKV/keep0.5"], rows["KVzip/keep0.5"]
-    assert "press over a press" in rows["AdaKV(SnapKV)/keep0.5"]["error"]
-    assert "trained" in rows["not_run/KVzapPress"]["reason"]
-    assert (cut["frees_memory"], hiding["frees_memory"]) == (True, False)
-    assert cut["nbytes_share"] == hiding["nbytes_share"] == 0.5
-    model, tokenizer = kvcompress.load_example_model()
-    with kvcompress.attach(model):
-        for task in make_tasks(tokenizer, SIZES):
-            field = f"{quality.RECALLS.get(task.name, 'bits_per_byte')}_samples"
-            kept = int(len(task.prompts[0]) * 0.5)
-            for row, budget in ((dense, len(task.prompts[0])), (cut, kept), (hiding, kept)):
-                ours = tasks.measure(model, task, lambda n=budget: PrunedCache(model.config, WindowAttention(), n))
-                np.testing.assert_allclose(row[field], ours.samples, atol=1e-4)
+    assert written["machine"]["kvpress"]["kvpress"] == "9"
+    for question in ("later", "end") if "end" in witness.SIZES["tiny"].question else ("later",):
+        rows = {row["method"]: row for row in written["rows"] if row["question"] == question}
+        assert "press over a press" in rows["kvpress AdaKV(SnapKV)"]["reason"]
+        for press in ("kvpress SnapKV", "kvpress KVzip"):
+            assert rows[press]["nbytes_share"] == pytest.approx(0.5, abs=0.01)
+            for field in ("bits", "numbers", "sentence", "turns") if question == "later" else ("numbers",):
+                assert rows[press][f"{field}_samples"] == pytest.approx(rows[ours][f"{field}_samples"], abs=1e-4)
+    monkeypatch.setattr(witness, "answers", None)  # nothing is asked again
+    witness.main()
+    assert json.loads(path.read_text())["rows"] == written["rows"]
 
 
-def test_the_table_has_rows_of_presses_beside_ours(fake, reader, measure, monkeypatch):
-    monkeypatch.setattr(table, "measures_of", lambda framing, sizes: [measure])
-    peer = fake({"nats": nats_here(reader, measure)}, answer(measure, [8.0, 16.0], frees=False), {"error": "too short"})
-    dense, press, left = table.run(reader, table.SIZES["tiny"], "example", peer, ("SnapKV", "KVzip"))
-    assert dense["method"] == "dense" and press["name"] == "table/kvpress SnapKV/ppl/keep0.5"
-    assert press["frees_memory"] is False and press["peer"] == "kvpress 9 with transformers 5"
-    assert left == {"name": "refused/kvpress KVzip/ppl/keep0.5", "reason": "too short"}
-    assert table.best_rows([dense, press])[0]["methods"] == ["kvpress SnapKV"]
-    broken = fake({"refused": "ValueError: no"})
-    with pytest.raises(ValueError, match="ValueError: no"):
-        table.run(reader, table.SIZES["tiny"], "example", broken, ("SnapKV",))
-
-
-def test_prompts_of_another_python_are_refused_and_an_error_there_is_one_here(fake, reader, measure):
-    row = {"method": "dense", "share_kept": 1.0, "bits_per_byte": 1.0, "bits_per_byte_samples": [1.0, 1.0]}
-    with pytest.raises(ValueError, match="ours must be rows of the same model"):
-        peers.peer_rows([row], [row | {"bits_per_byte_samples": [1.0, 1.1]}])
+def test_an_error_there_is_one_here(fake, reader, measure):
     request = request_of(reader.model, "example", [[measure.sample(0)]], [("SnapKV", 0, 0.5)])
     with pytest.raises(Refused, match="ValueError: no"):
         list(answers(fake({"refused": "ValueError: no"}), reader.model, reader.tokenizer, request))
-
-
-def test_the_best_of_both_and_who_is_ahead():
-    def row(method, part, bits, recall, **more):
-        row = {"method": method, "share_kept": 1 / part, "nbytes_share": 1 / part, "frees_memory": True}
-        for field, samples in (("bits_per_byte", bits), ("later_recall", recall)):
-            row |= {field: sum(samples) / 2, f"{field}_samples": samples}
-        return row | {"bits_per_byte_over_dense": row["bits_per_byte"] - 2.0} | more
-
-    dense = row("dense", 1, [1.0, 3.0], [1.0, 1.0])
-    theirs = [dense, row("p", 4, [1.5, 3.5], [1.0, 0.5]), row("q", 4, [1.1, 3.0], [0.0, 0.5], frees_memory=False),
-              row("much", 4, [1.0, 3.0], [1.0, 1.0], nbytes_share=0.3)]  # fmt: skip
-    ours = [dense, row("a", 4, [1.0, 3.05], [1.0, 1.0]), row("b", 4, [1.4, 3.0], [1.0, 0.5]),
-            row("told", 4, [1.0, 3.0], [1.0, 1.0], guided=True)]  # fmt: skip
-    found = {best["name"]: best for best in peers.peer_rows(theirs, ours)}
-    later, bits = found["peers/later/4"], found["peers/bits/4"]
-    assert (later["method"], later["press"], later["recall"], later["press_recall"]) == ("a", "p", 1.0, 0.75)
-    assert (later["lead"], later["lead_se"], later["press_frees_memory"]) == (0.25, 0.25, True)
-    assert (bits["method"], bits["press"], bits["press_frees_memory"]) == ("a", "q", False)
-    assert bits["over_dense"] == pytest.approx(0.0125) and bits["press_over_dense"] == pytest.approx(0.025)
-    assert bits["lead"] == pytest.approx(0.0125)

@@ -147,8 +147,22 @@ def test_a_question_at_the_end_is_read_with_the_text(reader, framing):
     assert measure.tokens == len(found.context) + len(question_ids(framing, question)) - 1
     (answer,) = measure.run(reader, 0).said
     assert answer["answers"] == [question.answer.strip()] and answer["depth"] == question.depth
-    with pytest.raises(ValueError, match="peers must be of a task"):
-        Prose("prose", LENGTH, (found,), framing).sample(0)
+
+
+@torch.no_grad()
+def test_a_peer_that_keeps_everything_has_the_dense_cache_s_outcome(reader, framing):
+    measure = Prose("prose", LENGTH, (passage(framing, BOOKS, LENGTH, 0, SCORED),), framing)
+    sample, scored = measure.sample(0), []
+    for text in sample["scored"]:
+        logits = reader.model(torch.tensor([sample["read"] + text[:-1]])).logits[0, len(sample["read"]) :].float()
+        nats = torch.nn.functional.cross_entropy(logits, torch.tensor(text[1:]), reduction="none")
+        scored.append({"nats": nats.tolist(), "greedy": logits.argmax(-1).tolist()})
+    theirs = measure.outcome(None, 0, {"nbytes": 7, "first_seconds": 0.5, "scored": scored})
+    ours = measure.run(replace(reader, spec=CacheSpec.parse("dense")), 0)
+    assert theirs.score == pytest.approx(ours.score, abs=1e-4) and (theirs.nbytes, theirs.first_seconds) == (7, 0.5)
+    assert [x["score"] for x in theirs.said] == [x["score"] for x in ours.said]
+    for x, y in zip(theirs.said, ours.said, strict=True):
+        assert x["kind"] == y["kind"] and x["nats"] == pytest.approx(y["nats"], abs=1e-3)
 
 
 # ---- one reading for many caches ----

@@ -8,7 +8,7 @@ import torch
 from helpers import FAMILIES, attached, covering, left_padded, random_ids
 
 import kvcompress
-from kvcompress import AdaKV, IterativeCache, PrunedCache, PyramidKV, RemoteGap, prefill
+from kvcompress import AdaKV, GlobalTopK, IterativeCache, PrunedCache, PyramidKV, RemoteGap, prefill
 from kvcompress.pruners import (
     H2O,
     TOVA,
@@ -420,3 +420,21 @@ def test_turns_of_unequal_length_give_what_each_sequence_gives_alone(pruner):
         assert [rows[b] for rows in cache.stored_lengths() for b in range(2)] == [
             alone[b].stored_lengths()[j][0] for j in range(3) for b in range(2)
         ]
+
+
+@torch.no_grad()
+def test_unasked_it_keeps_what_needs_no_question_and_divides_sizes():
+    model, ids = attached(), random_ids(40)
+    cache = PrunedCache(model.config, budget=0.75, later="keep")
+    assert cache.pruner == Replay() and cache.budget == GlobalTopK(0.75)
+    assert PrunedCache(model.config, budget=AdaKV(8)).budget == AdaKV(8)
+    prefill(model, ids, cache)
+    cache.compress(0.875)
+    assert cache.budget == GlobalTopK(0.875)
+    told = PrunedCache(model.config, Replay(), GlobalTopK(0.875))
+    assert cache.stored_lengths() == prefill(model, ids, told).stored_lengths()
+    other = prefill(model, ids, PrunedCache(model.config, Replay(), GlobalTopK(0.5, floor=0.3), later="keep"))
+    other.compress(0.75)
+    assert other.budget == GlobalTopK(0.75, floor=0.3)
+    with pytest.raises(ValueError, match="positions must be 'original' where no pruner is given"):
+        PrunedCache(model.config, budget=8, positions="contiguous")

@@ -6,12 +6,15 @@ from helpers import tiny_model
 from transformers import DynamicCache
 
 from benchmarks.quality.parts import comparison
+from benchmarks.quality.parts.measures import Sizes, make_tasks
 from kvcompress import DMCCache, PoDCache, dmc, pod
 from kvcompress.dmc import DMCConfig
 from kvcompress.models import RETROFITTED
+from kvcompress.models.tokenizer import byte_tokenizer
 from kvcompress.pod import PoDConfig
 from kvcompress.retrofit.gqa import convert_to_gqa
 
+SIZES = Sizes(length=256, scored=32, texts=2, facts=2, later=2, pairs=2, per_prompt=2, pairs_per_prompt=4)
 LEAD = ((0, 0), (0, 0), (0, 2))
 
 
@@ -53,3 +56,13 @@ def test_a_missing_folder_is_found_before_any_is_loaded(tmp_path):
     tiny_model().save_pretrained(tmp_path / "there")
     with pytest.raises(FileNotFoundError, match="must be folders with a config"):
         comparison.subjects_of([str(tmp_path / "there"), f"PoD={tmp_path}"], tiny_model())
+
+
+def test_every_answer_is_in_its_prompt_and_where_it_is_scored():
+    for task in make_tasks(byte_tokenizer(), SIZES)[1:]:
+        assert len({len(prompt) for prompt in task.prompts}) == 1
+        for prompt, following, questions in zip(task.prompts, task.following, task.questions, strict=True):
+            assert questions
+            for asked in questions:
+                assert bytes([*asked.asked, *asked.answer]) in bytes(prompt)
+                assert following[asked.place : asked.place + 5] == list(asked.answer)

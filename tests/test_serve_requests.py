@@ -191,3 +191,14 @@ def test_sequences_that_cannot_join_are_refused_and_nothing_changes(make):
     with pytest.raises(ValueError, match=r"sequences of .*Cache cannot join others: layer \d"):
         one.join(two)
     assert (one.stored_lengths(), two.stored_lengths()) == held and one.batch_size == 1
+
+
+@pytest.mark.parametrize(("tokens", "budget"), [(40, 8), (100, 32)])
+def test_pages_that_are_counted_for_one_budget_over_all_layers_are_enough(tokens, budget):
+    model, cache, prompt = tiny_model(), f"pruned,budget={budget}", random_ids(tokens)[0].tolist()
+    with kvcompress.attach(model):
+        pages = requests_of(model, cache, 4000, 4).bounds.expected(tokens)
+        served = requests_of(model, cache, pages, 4)
+        out = run(model, served, [Part("a", tokens, tokens, tokens)], {"a": prompt})
+        served.settle()
+        assert served.decoding == ["a"] and out == {"a": alone(model, cache + ",page_size=4", prompt, 1)[-1]}

@@ -180,7 +180,7 @@ def nearest(file: str) -> list[str]:
         return (3 if native and "backend" in text else 9), test.name
 
     tests = sorted(ROOT.glob("tests/**/test_*.py"), key=distance)
-    return [test.relative_to(ROOT).as_posix() for test in tests if "vllm" not in test.parts]
+    return [test.relative_to(ROOT).as_posix() for test in tests if "vllm_plugin" not in test.parts]
 
 
 # ---- asking ----

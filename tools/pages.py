@@ -1,6 +1,6 @@
 """The pages that are made and not written: python tools/pages.py
 
-docs/models.md, the tables of docs/results/tasks.md and shapes.md, and docs/figures/recall.png from
+docs/models.md, the tables of docs/results/pruning.md and shapes.md, and docs/figures/recall.png from
 benchmarks/results, docs/cli.md from the command line itself.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import html
 import json
 from collections import Counter
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +23,16 @@ ROOT = Path(__file__).parent.parent
 RESULTS, DOCS = ROOT / "benchmarks/results", ROOT / "docs"
 MADE = "<!-- from here on made by tools/pages.py -->"
 REASON = "is not supported: "
-# of quality.json: what is drawn, and what it is called
+HIDING = ("KVzip", "KVzip/plus", "AdaKV(SnapKV)", "KVgrad")  # presses that hide what they drop
+# of witness.json: what is drawn, and what it is called
 DRAWN = {
-    "Replay/GlobalTopK": "Replay, one budget for all layers and heads",
-    "Replay/AdaKV": "Replay, a budget per layer",
-    "KeyDiff/GlobalTopK": "KeyDiff, one budget for all",
-    "SnapKV31/AdaKV": "SnapKV (pooled over 31), a budget per layer",
+    "KVzip with mass, GlobalTopK": "KVzip with mass: two readings",
+    "Replay, GlobalTopK": "Replay: one reading, the default",
+    "kvpress KVzip": "kvpress's KVzip: two readings, frees nothing",
+    "SnapKV31, AdaKV": "SnapKV (pooled over 31), AdaKV",
+    "SnapKV": "SnapKV",
 }
+FIELDS = {"bits_over_dense": "bits over dense", "numbers": "numbers", "sentence": "sentence", "turns": "turns"}
 
 
 def rows(name: str) -> list[dict[str, Any]]:
@@ -83,27 +87,41 @@ def _number(row: dict[str, Any], field: str, sign: str = "") -> str:
     return f"{row[field]:{sign}.3f}" + ("" if error is None else f" ± {error:.3f}")
 
 
-def tasks_page() -> str:
-    """Of table.json: a table for each share of the bytes, each column's best in bold."""
-    found = rows("table")
-    best = {row["name"].removeprefix("best/"): row["methods"] for row in found if row["name"].startswith("best/")}
-    measured = [row for row in found if "method" in row]
-    tasks = [row["task"] for row in measured if row["method"] == "dense"]
-    lines = []
-    for part in sorted({row["part"] for row in measured} - {1}):
-        heads = [f"{task}, bits" if task == "ppl" else task for task in tasks]
-        lines += [f"## 1/{part} of the bytes", "", f"| | {' | '.join(heads)} |", "|---" * (len(tasks) + 1) + "|"]
-        for method in dict.fromkeys(row["method"] for row in measured if row["part"] in (1, part)):
+def pruning_page() -> str:
+    """Of witness.json: a table for each length and place of the question, each share's best in bold."""
+    found = rows("witness")
+    lines: list[str] = []
+    for question, length in dict.fromkeys((row["question"], row["length"]) for row in found):
+        own = [row for row in found if (row["question"], row["length"]) == (question, length)]
+        dense = next(row for row in own if row["method"] == "dense")
+        fields = [field for field in FIELDS if field in dense]
+        where = "asked afterwards" if question == "later" else "the question at the prompt's end"
+        told = [f"{dense['bits']:.3f} bits per token"] if "bits" in dense else []
+        told += [f"{FIELDS[field]} {dense[field]:.3f}" for field in fields if field != "bits_over_dense"]
+        lines += [
+            f"## {length:,} tokens, {where}",
+            "",
+            f"{len(dense['texts'])} passages. Dense: {', '.join(told)}.",
+            "",
+        ]
+        lines += [f"| | keeps | held | {' | '.join(map(FIELDS.get, fields))} |", "|---" * (len(fields) + 3) + "|"]
+        measured = [row for row in own if row["method"] != "dense" and "reason" not in row]
+        for row in measured:
+            alike = [other for other in measured if other["share"] == row["share"]]
             cells = []
-            for task in tasks:
-                own = [row for row in measured if (row["method"], row["task"]) == (method, task)]
-                cell = next((_number(row, "score") for row in own if row["part"] in (1, part)), "refused")
-                cells.append(f"**{cell}**" if method in best[f"{task}/{part}"] else cell)
-            hides = any(row["method"] == method and row.get("frees_memory") is False for row in measured)
-            lines.append(f"| {method}{' †' * hides} | {' | '.join(cells)} |")
+            for field in fields:
+                best = (min if field == "bits_over_dense" else max)(other[field] for other in alike)
+                cell = _number(row, field, "+" if field == "bits_over_dense" else "")
+                cells.append(f"**{cell}**" if row[field] == best else cell)
+            share = Fraction(row["share"]).limit_denominator(64)
+            hides = row["method"].removeprefix("kvpress ") in HIDING
+            name = f"{row['method']}{' †' * hides}"
+            few = len(row["texts"]) < len(dense["texts"])
+            name += f" ({len(row['texts'])} passages)" * few
+            lines.append(f"| {name} | {share} | {row['nbytes_share']:.3f} | {' | '.join(cells)} |")
         lines.append("")
-    left = [f"- {row['name'].removeprefix('left_out/')}: {row['reason']}" for row in found if "reason" in row]
-    return _made("tasks.md", lines + (["Left out:", "", *left] if left else []))
+    left = [f"- {row['name'].removeprefix('witness/')}: {row['reason']}" for row in found if "reason" in row]
+    return _made("pruning.md", lines + (["Left out:", "", *left] if left else []))
 
 
 def shapes_page() -> str:
@@ -139,29 +157,29 @@ def cli_page() -> str:
 
 
 def draw_recall(path: Path) -> None:
-    """Share of what is asked after the pruning that is recalled, over the bytes that the cache holds."""
+    """What a real model still recalls, and what its text loses, over the share of the tokens that stay."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    found = [row for row in rows("quality") if "later_recall" in row]  # others say what is best
+    found = [row for row in rows("witness") if (row["question"], row["length"]) == ("later", 1000)]
     dense = next(row for row in found if row["method"] == "dense")
-    figure, panels = pyplot.subplots(1, 2, figsize=(9, 3.6), sharey=True, layout="constrained")
-    shown = (("later_recall", "Facts in source code"), ("pair_recall", "Key-value pairs"))
+    figure, panels = pyplot.subplots(1, 2, figsize=(9, 3.9), layout="constrained")
+    shown = (("numbers", "Numbers recalled, asked after the cutting"), ("bits_over_dense", "Bits per token lost"))
     for axes, (field, title) in zip(panels, shown, strict=True):
-        for method, label in DRAWN.items():
-            of = sorted((row for row in found if row["method"] == method), key=lambda row: row["nbytes_share"])
-            shares, recall = [row["nbytes_share"] for row in of], [row[field] for row in of]
-            axes.plot(shares, recall, marker="o", linewidth=2, label=label)
-        axes.axhline(dense[field], color="black", linestyle=":", linewidth=1, label="dense: every token kept")
+        for order, (method, label) in enumerate(DRAWN.items()):
+            of = [row for row in found if row["method"] == method and field in row]
+            of.sort(key=lambda row: row["share"])
+            axes.plot([row["share"] for row in of], [row[field] for row in of], marker="o", zorder=9 - order,
+                      linewidth=3 if order == 0 else 1.8, label=label)  # fmt: skip
+        axes.axhline(dense.get(field, 0.0), color="black", linestyle=":", linewidth=1, label="every token kept")
         axes.set_xscale("log", base=2)
-        axes.set_xticks([1 / 16, 1 / 8, 1 / 4, 1 / 2], ["1/16", "1/8", "1/4", "1/2"])
-        axes.set_xlabel("bytes held, of the dense cache's")
+        axes.set_xticks([1 / 8, 1 / 4, 1 / 2], ["1/8", "1/4", "1/2"])
+        axes.set_xlabel("share of the tokens that stay")
         axes.set_title(title, fontsize=11)
-        axes.set_ylim(-0.03, 1.05)
         axes.grid(alpha=0.3)
-    panels[0].set_ylabel("recalled, questions unknown\nwhen the cache was cut")
+    panels[0].set_ylim(-0.03, 1.0)
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=2, fontsize=9, frameon=False)
     figure.savefig(path, dpi=150)
@@ -170,6 +188,6 @@ def draw_recall(path: Path) -> None:
 if __name__ == "__main__":
     write_text(DOCS / "models.md", models_page())
     write_text(DOCS / "cli.md", cli_page())
-    write_text(DOCS / "results/tasks.md", tasks_page())
+    write_text(DOCS / "results/pruning.md", pruning_page())
     write_text(DOCS / "results/shapes.md", shapes_page())
     draw_recall(DOCS / "figures/recall.png")

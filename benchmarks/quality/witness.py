@@ -3,6 +3,7 @@
     python benchmarks/quality/witness.py [--quick] [--json FILE] [--split tune|report] [--texts N] [--lengths N,N]
                                          [--shares 1/2,1/4] [--question later,end] [--methods NAME ...]
                                          [--cache TEXT ...] [--against NAME] [--model NAME]
+                                         [--presses NAME ... [--peers-python FILE]]
 
 SmolLM2-135M-Instruct reads passages of 1,000, 3,000 and 7,500 tokens of English books and manuals (parts/books.py
 makes them of Debian's packages when they are first wanted), as a user's turn of its chat template, with four numbers
@@ -21,6 +22,8 @@ held      bytes, of what transformers' cache holds: tables, room in pages, and t
 Numbers after +- are standard errors over passages, of a difference those of the paired differences. --against: the
 differences from that method at the same share too. Which books tell what a method is tuned by, and which what is
 reported, is fixed (--split). --cache: further caches, as `kvcompress eval` has them: their size is set to the shares.
+--presses: of kvpress, on the same passages in an environment of its own (kvcompress/evaluate/peers): `held` is then
+what a cache without the tokens that they hide would hold.
 
 A run that was cut goes on: cells stand beside --json's file, in one of JSON lines. All caches share the layers' inputs
 of one reading of a passage, and those of one pruner its scores (kvcompress/evaluate/sharing.py), which changes no bit.
@@ -30,6 +33,7 @@ On busy cores set OMP_NUM_THREADS=1.
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -48,9 +52,13 @@ from kvcompress import CacheSpec
 from kvcompress.caches.spec import DENSE
 from kvcompress.checks import need
 from kvcompress.evaluate.measure import Measure
+from kvcompress.evaluate.peers.environment import Peer, peer_of
+from kvcompress.evaluate.peers.exchange import answers, request_of
+from kvcompress.evaluate.peers.rows import chosen
 from kvcompress.evaluate.prose import Passage, Prose, asked_at_the_end, passage
+from kvcompress.evaluate.run import PEER
 from kvcompress.evaluate.sharing import LayerInputs, SharedReader
-from kvcompress.framing import framing_of
+from kvcompress.framing import Framing, framing_of
 
 METHODS = {  # those of one pruner stand together: they share its reading
     "SnapKV": "pruned,pruner=snapkv",
@@ -58,6 +66,7 @@ METHODS = {  # those of one pruner stand together: they share its reading
     "StreamingLLM": "pruned,pruner=streamingllm",
     "Replay, GlobalTopK": "pruned,pruner=replay,budget=globaltopk:1",
     # the second reading stands behind the text: with chunks of 2,000 it would reach beyond the model's 8,192
+    "KVzip with mass, GlobalTopK": "pruned,pruner=kvzip,chunk=512,mass=true,budget=globaltopk:1",
     "KVzip, GlobalTopK": "pruned,pruner=kvzip,chunk=512,budget=globaltopk:1",
     "KVzip, AdaKV": "pruned,pruner=kvzip,chunk=512,budget=adakv:1",
     "ExpectedAttention": "pruned,pruner=expectedattention",
@@ -110,6 +119,12 @@ def measured(
                 yield Cell(*key, read.book, reason=str(error))
 
 
+def measure_of(framing: Framing, read: Passage, length: int, text: int, question: str) -> Measure:
+    if question == "end":
+        return asked_at_the_end(framing, length, read, text)
+    return Prose("later", length, (read,), framing)
+
+
 def run(model: Any, tokenizer: Any, books: Books, specs: Sequence[CacheSpec], sizes: Sizes, cells: Cells) -> None:
     framing = framing_of(tokenizer, raw=False)
     reader = SharedReader(model, tokenizer, specs[0], inputs=LayerInputs(model))
@@ -118,14 +133,37 @@ def run(model: Any, tokenizer: Any, books: Books, specs: Sequence[CacheSpec], si
             read = passage(framing, books, length, text, sizes.scored)
             for question in sizes.question:
                 begin, count = time.process_time(), 0
-                measure: Measure = Prose("later", length, (read,), framing)
-                if question == "end":
-                    measure = asked_at_the_end(framing, length, read, text)
+                measure = measure_of(framing, read, length, text, question)
                 for cell in measured(reader, measure, specs, question, read, text, sizes.shares, cells):
                     cells.add(cell)
                     count += 1
                 told = f"{count} cells in {time.process_time() - begin:.1f} s of the processor"
                 print(f"{question}, {length:,} tokens, passage {text} ({read.book}): {told}", file=sys.stderr)
+
+
+def run_presses(
+    peer: Peer, presses: Sequence[str], name: str, model: Any, tokenizer: Any, books: Books, sizes: Sizes, cells: Cells
+) -> None:
+    """Raises Refused or PeerError; what came before is in cells."""
+    framing, measures, keys = framing_of(tokenizer, raw=False), [], []
+    for length, text, question in itertools.product(sizes.lengths, range(sizes.texts), sizes.question):
+        own = [(question, length, text, PEER + press, share) for press in presses for share in sizes.shares]
+        own = [key for key in own if key not in cells.found]
+        if own:
+            read = passage(framing, books, length, text, sizes.scored)
+            measures.append((measure_of(framing, read, length, text, question), read.book))
+            keys += [(len(measures) - 1, key) for key in own]
+    if not keys:
+        return
+    runs = [(key[3].removeprefix(PEER), task, key[4]) for task, key in keys]
+    request = request_of(model, name, [[measure.sample(0)] for measure, _ in measures], runs)
+    for (task, key), answer in zip(keys, answers(peer, model, tokenizer, request), strict=True):
+        measure, book = measures[task]
+        if "error" in answer:
+            cells.add(Cell(*key, book, reason=answer["error"]))
+        else:
+            cells.add(Cell.of(key, book, measure.outcome(tokenizer, 0, answer["samples"][0])))
+        print(f"{key[0]}, {key[1]:,} tokens, passage {key[2]}: {key[3]} at {key[4]:g}", file=sys.stderr)
 
 
 def show(rows: list[dict[str, Any]], against: str | None) -> None:
@@ -188,6 +226,8 @@ def command() -> argparse.Namespace:
     parse.add_argument("--question", type=_questions, help="later, end or both (default)")
     parse.add_argument("--methods", nargs="*", choices=METHODS, metavar="NAME", help=f"of: {'; '.join(METHODS)}")
     parse.add_argument("--cache", action="append", default=[], help="a further cache, as text; several")
+    parse.add_argument("--presses", nargs="+", default=[], metavar="NAME", help="of kvpress")
+    parse.add_argument("--peers-python", type=Path, help="a Python that has kvpress (default: one is made)")
     parse.add_argument("--against", help="a method that is measured, from which differences are shown")
     return parse_arguments(parse)
 
@@ -196,7 +236,7 @@ def names_of(choice: argparse.Namespace, sizes: Sizes) -> dict[str, str]:
     """Of the caches that are measured, by their text: dense first. Further caches are named by what was given."""
     named = {str(spec_of(METHODS[name])): name for name in sizes.methods}
     further = {str(spec_of(text)): text for text in choice.cache}
-    return {DENSE: DENSE, **further, **named}
+    return {DENSE: DENSE, **further, **named, **{PEER + press: PEER + press for press in choice.presses}}
 
 
 def books_and_origins(choice: argparse.Namespace) -> tuple[Books, dict[str, Any]]:
@@ -215,14 +255,20 @@ def main() -> None:
     against = choice.against
     need(against is None or against in names.values(),
          f"against must be one of {'; '.join(names.values())}, got {against!r}")  # fmt: skip
+    peer = peer_of(choice.peers_python, lambda text: print(text, file=sys.stderr)) if choice.presses else None
+    if peer is not None:
+        chosen(peer, choice.presses)
     books, origins = books_and_origins(choice)
     name = choice.model or ("example" if choice.size == "tiny" else "smollm2")
     model, tokenizer = load(name, "cpu")
     about = {"model": Path(name).name, "dtype": str(model.dtype), "split": choice.split, "scored": sizes.scored,
              "books": origins}  # fmt: skip
     cells = Cells(choice.json and choice.json.with_suffix(".jsonl"), about)
+    own = [CacheSpec.parse(text) for text in names if not text.startswith(PEER)]
+    if peer is not None:
+        run_presses(peer, choice.presses, name, model, tokenizer, books, sizes, cells)
     with kvcompress.attach(model):
-        run(model, tokenizer, books, [CacheSpec.parse(text) for text in names], sizes, cells)
+        run(model, tokenizer, books, own, sizes, cells)
     asked = [
         cell
         for cell in cells.found.values()
@@ -232,7 +278,7 @@ def main() -> None:
     rows = tidy(rows_of(asked, names, choice.split))
     show(rows, against)
     if choice.json is not None:
-        write_json(choice.json, rows, **about)
+        write_json(choice.json, rows, **about, **({} if peer is None else {"kvpress": peer.versions}))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from ..hf.facts import Facts
 from ..hf.method import Call, Pass
 from ..hf.outputs import output_layers
 from ..planner import Adaptive, Plan
-from ..pruners import Pruner
+from ..pruners import Pruner, SnapKV
 from .base import CompressedCache, trained_length_of
 from .iterative_layer import IterativeLayer, ReadingSettings
 from .passes import CachePass, Iteration
@@ -112,6 +112,7 @@ class IterativeCache(CompressedCache):
                 "read with PrunedCache, in chunks by its chunk_size"
             )
         self.pool_settings = PoolSettings(page_size, max_pages, grow)
+        pruner = SnapKV() if pruner is None else pruner
         self.policy = Policy.of(
             pruner, memory_size, self.pool_settings, trained_length_of(config), every=every, chunk_size=chunk_size,
             positions="contiguous" if every else "original", prompts=every is not None,

@@ -113,7 +113,9 @@ class Keeping(Room):
                     f"tokens must be between 0 and the {held - first} that row {row} can give back, got {count}"
                 )
         if any(taken):
-            self._truncate([held - count for held, count in zip(counts, taken, strict=True)])
+            left = [held - count for held, count in zip(counts, taken, strict=True)]
+            self._truncate(left)
+            self.origins.end(left)
 
     @locked
     def drop_pages(self, first: int, pages: Sequence[int]) -> None:

@@ -68,6 +68,10 @@ class Origins(SideState):
         self.held = [end - n for end, n in zip(ends, counts, strict=True)]
         self.later = [late + n for late, n in zip(self.later, counts, strict=True)]
 
+    def end(self, counts: Sequence[int]) -> None:
+        """Rows end at counts[r]: nothing is known of slots behind that."""
+        self.held = [min(held, count) for held, count in zip(self.held, counts, strict=True)]
+
     def pass_over(self, first: int, later: Sequence[int]) -> None:
         """Tokens that a row was never given lie between its first slots, which hold the first tokens, and those from
         its number `first` on, which hold token s + later[r]; 0 = none do, or this is known."""

@@ -13,7 +13,7 @@ from ..checks import MOST_INT32, need_integer
 from ..hf.config import ranks_of
 from ..hf.facts import LayerFacts
 from ..positions import RemoteGap
-from ..pruners import Pruner, SnapKV
+from ..pruners import Pruner
 from ..pruners.base import given_as
 from .choose import judges_by_head
 from .passes import Iteration
@@ -62,7 +62,6 @@ class Policy:
     ) -> Policy:  # fmt: skip
         """From what users give. Raises ValueError for what is out of range or cannot fit."""
         _check_order(pruner, budget)
-        pruner = SnapKV() if pruner is None else pruner
         if (own := pruner.own_budget) is not None:
             if budget is not None:
                 raise ValueError(
@@ -172,7 +171,9 @@ class Policy:
 
     def check_guide(self) -> None:
         if not self.pruner.uses_guide:
-            raise ValueError(f"guide has no effect with the pruner {type(self.pruner).__name__}")
+            raise ValueError(
+                f"guide has no effect with the pruner {type(self.pruner).__name__}: SnapKV(), say, looks at one"
+            )
 
 
 def _check_order(pruner: Any, budget: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from ..hf.method import Pass
 from ..hf.outputs import output_layers
 from ..planner import Plan
 from ..positions import RemoteGap
-from ..pruners import Pruner
+from ..pruners import Pruner, Replay
 from .base import CompressedCache, trained_length_of
 from .choose import Choice
 from .contest import Contest
@@ -29,7 +30,9 @@ from .store import PoolSettings
 class PrunedCache(CompressedCache):
     """Reads a prompt in one pass, then keeps the tokens that a pruner chooses within a budget; memory is really freed.
 
-    config: the model's config. pruner: what chooses them (default SnapKV()). budget: how many tokens each row
+    config: the model's config. pruner: what chooses them; not given, Replay(), which needs no question, and a
+    budget that is a size is divided over all layers and heads (GlobalTopK): a layer may then need pages for a whole
+    prompt (max_pages). budget: how many tokens each row
     (a KV head of a layer) keeps: tokens (int), the share to remove (float), bytes of all pages and their tables
     ("512MiB"; what a pruner keeps besides, the latest queries or running scores, comes on top and counts in nbytes), or
     a Budget that divides them over layers and heads (PyramidKV, AdaKV, GlobalTopK); None = the pruner's own.
@@ -66,6 +69,14 @@ class PrunedCache(CompressedCache):
         grow: str = "double",
     ) -> None:
         self.pool_settings = PoolSettings(page_size, max_pages, grow)
+        if pruner is None and not isinstance(budget, Pruner):
+            if positions != "original":
+                raise ValueError(
+                    f"positions must be 'original' where no pruner is given, got {positions!r}: SnapKV(), say, takes "
+                    "others"
+                )
+            pruner = Replay()
+            budget = GlobalTopK(budget) if isinstance(budget, (int, float, str)) else budget
         self.policy = Policy.of(
             pruner, budget, self.pool_settings, trained_length_of(config), every=every, chunk_size=chunk_size,
             positions=positions, later=later,
@@ -132,7 +143,8 @@ class PrunedCache(CompressedCache):
         tokens stay as after reading with this budget, where the prompt was read in one pass (in chunks a small budget
         leaves later chunks less to see) and all of those are left: always after budget 0.0, and after a larger budget
         of the same kind (a size, AdaKV, GlobalTopK of the same floor). Else the best of what is left stay.
-        Tokens that follow the prompt stay, on top. A budget that holds more than is left changes nothing.
+        Tokens that follow the prompt stay, on top. A budget that holds more than is left changes nothing. A size is one
+        of GlobalTopK where the cache's own budget is that.
 
         Raises ValueError without later="keep", for a pruner whose scores depend on the budget (uses_keep), for a budget
         that is out of range, and before a prompt was read; RuntimeError for NaN scores, for copies of pages that forks
@@ -154,6 +166,8 @@ class PrunedCache(CompressedCache):
                 f"pruner must score alike for every budget for compress(), but {type(self.pruner).__name__} scores for "
                 "the budget that it is given: read the prompt again with the other one"
             )
+        if isinstance(self.budget, GlobalTopK) and not isinstance(budget, Budget):
+            budget = replace(self.budget, size=budget)
         policy, layers = self.policy.with_budget(budget), self.compressing
         if any(layer.pool is None for layer in layers):
             raise ValueError("compress() needs a cache that has read a prompt, got an empty one")

@@ -276,6 +276,9 @@ class PrunedLayer(PagedLayer):
         before = [count for b in range(len(offers.valid)) for count in offers.counts(b)]  # the guide's aside
         pool = self.pool
         assert pool is not None
+        if step.contest is not None:  # what others lose is free first: they may have their pages of one store
+            for index, left in step.contest.lost().items():
+                step.layers[index].lose(left, trim=step.contest.trims)
         if not held:
             assert offers.values is not None
             origins = Origins(len(before)).follow(choice.slots, choice.kept, before)
@@ -285,9 +288,6 @@ class PrunedLayer(PagedLayer):
             pool.drop_last([length - count for length, count in zip(pool.counts, before, strict=True)])
             if choice.kept != before:
                 self.keep_chosen(choice, facts)
-        if step.contest is not None:
-            for index, left in step.contest.lost().items():
-                step.layers[index].lose(left, trim=step.contest.trims)
 
     def lose(self, left: dict[int, Left], *, trim: bool) -> None:
         """Keeps what other layers of the same pass have left of it, of some sequences. trim: gives free pages back."""

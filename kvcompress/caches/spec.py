@@ -23,6 +23,7 @@ from ..positions import RemoteGap
 from ..profiles import BudgetProfile
 from ..pruners import Pruner
 from ..pruners.base import THEIRS
+from .base import trained_length_of
 from .iterative import IterativeCache
 from .pruned import PrunedCache
 from .quest import QuestCache
@@ -189,6 +190,26 @@ def _read(given: Mapping[str, str], known: Mapping[str, frozenset[type]], owner:
         if key not in known:
             raise _unknown_key(key, owner, known, more)
     return {key: _value(key, text, known[key]) for key, text in given.items()}
+
+
+ROOM = 256  # positions behind a text that Replay asks at
+MEMORY = 1024  # tokens of a row, of a cache that nobody has asked for
+
+
+def unasked(config: PreTrainedConfig, tokens: int | None = None, *, later: str | None = None) -> CacheSpec:
+    """The cache of a command that was given none. tokens: that come in all, the answer included; None = nobody knows.
+
+    A converted model's own. Else, where all that comes stays within the model's trained length, PrunedCache with 1,024
+    tokens a row, which no question need be known for; where it may not, IterativeCache, whose memory is half of that
+    length, from 1,024 to 4,096 tokens. later: PrunedCache's, None = its default.
+    """
+    if (kind := CacheSpec.kind_of(config)) is not None:
+        return CacheSpec(kind, {})
+    trained = trained_length_of(config)
+    if tokens is not None and tokens + ROOM <= trained:
+        return CacheSpec("pruned", {"budget": str(MEMORY), **({} if later is None else {"later": later})})
+    memory = min(max(trained // 2, MEMORY), 4 * MEMORY)
+    return CacheSpec("iterative", {} if memory == MEMORY else {"memory_size": str(memory)})
 
 
 def _pruner(name: str) -> type:

@@ -77,10 +77,11 @@ class Losses(Measure):
     def sample(self, index: int) -> dict[str, Any]:
         need(not self.stepwise, f"peers must be of a task whose prompt is compressed once, got {self.name}")
         text = self.texts[index]
-        return {"read": text.read[:-1], "scored": [text.read[-1], *text.scored]}
+        return {"read": text.read[:-1], "scored": [[text.read[-1], *text.scored]]}
 
     def outcome(self, tokenizer: Any, index: int, answer: dict[str, Any]) -> Outcome:
-        return self._outcome(self.texts[index], answer["nats"], answer["nbytes"], answer["first_seconds"])
+        nats = sum(answer["scored"][0]["nats"])
+        return self._outcome(self.texts[index], nats, answer["nbytes"], answer["first_seconds"])
 
     def _outcome(self, text: Text, nats: float, nbytes: int, first: float, per_token: float | None = None) -> Outcome:
         return Outcome(nats / math.log(2) / text.nbytes, nbytes, first, per_token)

@@ -143,7 +143,13 @@ class Prose(Measure):
         read, begin = self.passages[index], time.perf_counter()
         cache = reader.read(read.context)
         seconds, followings = time.perf_counter() - begin, self.followings(read)
-        scored = reader.follow(cache, followings)
+        return self._outcome(read, followings, reader.follow(cache, followings), held_nbytes(cache), seconds)
+
+    def _outcome(
+        self, read: Passage, followings: Sequence[Following], scored: Sequence[tuple[float, tuple[bool, ...]]],
+        nbytes: int, seconds: float,
+    ) -> Outcome:  # fmt: skip
+        """scored: of each following, as Reader.follow has it."""
         text, *asked = ((x.kind, *found) for x, found in zip(followings, scored, strict=True))
         bits = text[1] / math.log(2) / (len(followings[0].ids) - 1)
         depths = [question.depth for question in read.questions]
@@ -152,7 +158,7 @@ class Prose(Measure):
             said += [{"kind": kind, "score": float(x), "nats": nats} for x in right]
         for answer, depth in zip(said, depths, strict=False):  # turns ask again
             answer["depth"] = depth
-        return Outcome(bits, held_nbytes(cache), seconds, None, tuple(said))
+        return Outcome(bits, nbytes, seconds, None, tuple(said))
 
     def followings(self, read: Passage) -> list[Following]:
         """The text, each question, two of them as turns."""
@@ -168,10 +174,16 @@ class Prose(Measure):
         return [*found, Following("turn", ids + answer + next_ids + next_answer, spans)]
 
     def sample(self, index: int) -> dict[str, Any]:
-        raise ValueError(f"peers must be of a task that one reading answers, got {self.name}")
+        read = self.passages[index]
+        return {"read": read.context, "scored": [list(x.ids) for x in self.followings(read)]}
 
     def outcome(self, tokenizer: Any, index: int, answer: dict[str, Any]) -> Outcome:
-        raise ValueError(f"peers must be of a task that one reading answers, got {self.name}")
+        followings, scored = self.followings(self.passages[index]), []
+        for text, found in zip(followings, answer["scored"], strict=True):
+            places = [slice(begin - 1, end - 1) for begin, end in text.wanted]
+            right = tuple(found["greedy"][part] == list(text.ids)[1:][part] for part in places)
+            scored.append((sum(sum(found["nats"][part]) for part in places), right))
+        return self._outcome(self.passages[index], followings, scored, answer["nbytes"], answer["first_seconds"])
 
 
 def question_ids(framing: Framing, question: Question) -> list[int]:

@@ -10,10 +10,12 @@ from torch import Tensor
 
 from ..checks import need
 from .base import Candidates, Pruner, Reread
+from .replay import Replay, asked_again
 
 PROMPT = "\n\nRepeat the previous context exactly."
 NEXT_PROMPT = "\n\nRepeat the part of the previous context exactly, starting with "
-_LEAST = torch.finfo(torch.float32).tiny
+_LEAST, _MOST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
+_REPLAY = Replay()
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,10 @@ class KVzip(Pruner):
     until then, and is not stored. A key's score is the maximum, over all of its queries and the query heads of the KV
     head, of a softmax over the first num_sink_tokens, the chunk in the cache, and the repeating text up to the query.
     After the last chunk each layer drops what its budget leaves out. No question need be known.
+    mass: the score is multiplied by what Replay would see of the first reading, the mean instead of the maximum: the
+    attention that the key gets from all queries, asked behind the text, over an even share of it. The maximum alone
+    keeps what is looked up once, and heads that spread their attention lose the most of it; this keeps both. False is
+    the paper's.
     The paper's budget is one over all layers and heads: GlobalTopK; Uniform and AdaKV are its other forms.
     prompt, next_prompt, suffix: token ids, none by default; with_tokenizer(tokenizer) gives the paper's words and what
     ends a message in the tokenizer's chat template. num_sink_tokens: always stay and are not read again; a system
@@ -33,8 +39,9 @@ class KVzip(Pruner):
     itself, from what is held then. What comes otherwise (questions, decoded tokens) is kept whole, and in later calls
     of prefill counts more than any score. The cache keeps the scores, 4 bytes a key.
     Cost: of n tokens read, the second reading is one of n and some 30 tokens per chunk, whose queries see all keys (an
-    attention twice a causal one's), and the products of queries and keys of each chunk once more. It needs as many
-    positions behind the text, which the model must know, but where frequencies follow the length (dynamic).
+    attention twice a causal one's), and the products of queries and keys of each chunk once more; mass adds Replay's.
+    It needs as many positions behind the text, which the model must know, but where frequencies follow the length
+    (dynamic).
     Source: KVzip (Kim et al. 2025, arXiv:2505.23416), section 3 and algorithm 1; prompts and chunks as in the authors'
     code. kvpress's KVzipPress reads chunks of 2,048.
     """
@@ -42,6 +49,7 @@ class KVzip(Pruner):
     chunk: int = 2000
     num_sink_tokens: int = 4
     lead_in: int = 8
+    mass: bool = False
     prompt: tuple[int, ...] = ()
     next_prompt: tuple[int, ...] = ()
     suffix: tuple[int, ...] = ()
@@ -53,6 +61,7 @@ class KVzip(Pruner):
 
     def __post_init__(self) -> None:
         self._check(chunk=1, lead_in=0)
+        need(isinstance(self.mass, bool), f"mass must be True or False, got {self.mass!r}")
         for name in ("prompt", "next_prompt", "suffix"):
             ids = getattr(self, name)
             good = isinstance(ids, (list, tuple)) and all(type(i) is int and i >= 0 for i in ids)
@@ -65,7 +74,8 @@ class KVzip(Pruner):
         return replace(self, prompt=prompt, next_prompt=next_prompt, suffix=suffix)
 
     def positions_behind(self, tokens: int) -> int:
-        return max(len(self.prompt), len(self.next_prompt) + self.lead_in) + len(self.suffix) + min(self.chunk, tokens)
+        words = max(len(self.prompt), len(self.next_prompt) + self.lead_in) + len(self.suffix)
+        return max(words + min(self.chunk, tokens), _REPLAY.positions_behind(tokens) if self.mass else 0)
 
     def reread(self, tokens: Tensor, before: Tensor, begins: bool) -> list[Reread]:
         own, parts = tokens[:0], []
@@ -80,12 +90,12 @@ class KVzip(Pruner):
         return parts
 
     def carried(self, received: Tensor, votes: Tensor) -> Tensor:
-        return torch.maximum(received, votes)
+        return torch.where(votes != 0, votes, received)  # a key is read again once
 
     def votes(self, candidates: Candidates) -> Tensor:
         out = torch.zeros(candidates.heads, candidates.count, device=candidates.keys.device)
         if candidates.repeated is None:
-            return out
+            return self._masses(candidates, out) if self.mass else out
         (back, length), n, D = candidates.repeated, candidates.guide_length, candidates.keys.shape[3]
         shortest = candidates.count if candidates.shortest is None else candidates.shortest - n
         sinks = max(min(self.num_sink_tokens, shortest - back), 0)
@@ -96,12 +106,26 @@ class KVzip(Pruner):
         keys = candidates.keys[0].gather(1, slots[..., None].expand(-1, -1, D))
         seen = replace(candidates, keys=keys[None], count=sinks + length, lengths=None, shortest=None)
         scores = seen.attention(n, reduce="max")[:, sinks:]
+        if self.mass:
+            assert candidates.received is not None  # the first reading's
+            scores = scores * -candidates.received.gather(1, own)
         return out.scatter(1, own, scores.clamp_min(_LEAST))
+
+    def _masses(self, candidates: Candidates, out: Tensor) -> Tensor:
+        """Of a first reading's own keys, negative: until they are read again they have no score."""
+        S, groups = candidates.chunk_length, candidates.queries.shape[1] // candidates.heads
+        if S == 0:
+            return out
+        own = candidates.own_slots()
+        sums = asked_again(candidates, _REPLAY.chunk, "sum").gather(1, own)
+        shares = sums * (candidates.places()[1] / (S * groups))  # of what each head has
+        return out.scatter(1, own, -shares.clamp_min(_LEAST))
 
     def scores(self, candidates: Candidates, keep: int) -> Tensor:
         if candidates.received is None:
             raise ValueError("candidates must have received for KVzip, which scores by a second reading, got None")
-        return torch.where(candidates.received == 0, 1.0, candidates.received)  # 0 = never read again
+        unread = _MOST if self.mass else 1.0
+        return torch.where(candidates.received <= 0, unread, candidates.received)
 
 
 def _suffix(tokenizer: Any) -> str:

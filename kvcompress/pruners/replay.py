@@ -50,38 +50,46 @@ class Replay(Pruner):
         return torch.maximum(received, votes)
 
     def votes(self, candidates: Candidates) -> Tensor:
-        S, rotary = candidates.chunk_length, candidates.key_rotary or candidates.rotary
-        out = torch.zeros(candidates.heads, candidates.count, device=candidates.keys.device)
-        if S == 0 or rotary is None:
-            return out
-        keys, heads, D = candidates.keys[0], candidates.heads, candidates.keys.shape[3]
-        most, bound, count = min(self.chunk, S), candidates.position + min(self.chunk, S), candidates.count
-        ends = None if candidates.lengths is None else candidates.lengths[:, None].long()
-        if ends is None:
-            own, room = keys[:, count - S : count], keys.new_empty(heads, count + most, D)
-        else:
-            own = keys.gather(1, candidates.own_slots()[..., None].expand(-1, -1, D))
-            room = keys.new_zeros(heads, count + most, D)
-        # the second reading's chunk follows the text
-        room[:, : keys.shape[1]] = keys[:, : count + most]
-        shortest = candidates.count if candidates.shortest is None else candidates.shortest
-        for first in range(0, S, self.chunk):
-            end = min(first + self.chunk, S)
-            n, distance = end - first, S - first
-            moved = torch.full((1, n), distance, dtype=torch.int32, device=keys.device)
-            near = rotary.move_on(own[None, :, first:end], moved, bound, candidates.settled)[0]
-            if ends is None:
-                room[:, count : count + n] = near
-            else:
-                slots = (torch.arange(n, device=keys.device) + ends).expand(heads, -1)
-                room.scatter_(1, slots[..., None].expand(-1, -1, D), near)
-            asked = replace(  # the chunk is to the text what a guide is
-                candidates, queries=candidates.again(first, end), keys=room[None, :, : count + n],
-                guide_length=n, shortest=shortest + n,
-                lengths=None if candidates.lengths is None else candidates.lengths + n,
-            )  # fmt: skip
-            out = torch.maximum(out, asked.attention(n, reduce="max"))
-        return out
+        return asked_again(candidates, self.chunk, "max")
 
     def scores(self, candidates: Candidates, keep: int) -> Tensor:
         return self.votes(candidates) if candidates.received is None else candidates.received
+
+
+def asked_again(candidates: Candidates, chunk: int, reduce: str) -> Tensor:
+    """float32 [Hkv, count]: attention from the call's queries behind the text, `chunk` of them at a time as Replay has
+    it, over all of them and the query heads of a KV head: the maximum, or the sum. Zeros where there are no queries,
+    or no rotation to move them by."""
+    S, rotary = candidates.chunk_length, candidates.key_rotary or candidates.rotary
+    out = torch.zeros(candidates.heads, candidates.count, device=candidates.keys.device)
+    if S == 0 or rotary is None:
+        return out
+    keys, heads, D = candidates.keys[0], candidates.heads, candidates.keys.shape[3]
+    most, bound, count = min(chunk, S), candidates.position + min(chunk, S), candidates.count
+    ends = None if candidates.lengths is None else candidates.lengths[:, None].long()
+    if ends is None:
+        own, room = keys[:, count - S : count], keys.new_empty(heads, count + most, D)
+    else:
+        own = keys.gather(1, candidates.own_slots()[..., None].expand(-1, -1, D))
+        room = keys.new_zeros(heads, count + most, D)
+    # the second reading's chunk follows the text
+    room[:, : keys.shape[1]] = keys[:, : count + most]
+    shortest = candidates.count if candidates.shortest is None else candidates.shortest
+    for first in range(0, S, chunk):
+        end = min(first + chunk, S)
+        n, distance = end - first, S - first
+        moved = torch.full((1, n), distance, dtype=torch.int32, device=keys.device)
+        near = rotary.move_on(own[None, :, first:end], moved, bound, candidates.settled)[0]
+        if ends is None:
+            room[:, count : count + n] = near
+        else:
+            slots = (torch.arange(n, device=keys.device) + ends).expand(heads, -1)
+            room.scatter_(1, slots[..., None].expand(-1, -1, D), near)
+        asked = replace(  # the chunk is to the text what a guide is
+            candidates, queries=candidates.again(first, end), keys=room[None, :, : count + n],
+            guide_length=n, shortest=shortest + n,
+            lengths=None if candidates.lengths is None else candidates.lengths + n,
+        )  # fmt: skip
+        found = asked.attention(n, reduce=reduce)
+        out = torch.maximum(out, found) if reduce == "max" else out + found
+    return out

@@ -17,6 +17,7 @@ def replay_scores(
     scale: float | None = None,
     softcap: float | None = None,
     sink_logits: Tensor | None = None,
+    reduce: str = "max",
 ) -> Tensor:
     """Most attention that each key would get if its text were read once more, behind itself, chunk by chunk.
 
@@ -24,8 +25,8 @@ def replay_scores(
     at place t % chunk behind the text. keys: [B, Hkv, T, D] rotated where they stand.
     A query's softmax is over all T keys, as `again` meets them, and over the keys of its own chunk up to its own, as
     `queries` meet them: in the second reading those stand before it, copies of the ones far behind.
-    Returns [B, Hkv, T] in the dtype of queries: the maximum over all T queries and the G query heads of a KV head of
-    what the far keys get.
+    Returns [B, Hkv, T] in the dtype of queries: the maximum (or the mean) over all T queries and the G query heads of a
+    KV head of what the far keys get.
     """
     B, Hq, T, D = queries.shape
     Hkv = keys.shape[1]
@@ -38,4 +39,5 @@ def replay_scores(
     if sink_logits is not None:
         column = sink_logits.to(logits.dtype).reshape(1, Hkv, -1, 1, 1).expand(*logits.shape[:4], 1)
         logits = torch.cat([logits, column], -1)
-    return logits.softmax(-1)[..., :T].amax((2, 3))
+    weights = logits.softmax(-1)[..., :T]
+    return weights.mean((2, 3)) if reduce == "mean" else weights.amax((2, 3))

@@ -24,62 +24,22 @@ from benchmarks.quality.parts.tasks import (
     standard_error,
     text_task,
 )
-from kvcompress.pruners import (
-    H2O,
-    RKV,
-    TOVA,
-    CenterOfGravity,
-    ChunkKV,
-    Compactor,
-    CriticalKV,
-    ExpectedAttention,
-    KeyDiff,
-    KeyNorm,
-    KVzip,
-    LagKV,
-    LeverageScore,
-    Pruner,
-    Random,
-    Replay,
-    SnapKV,
-    StreamingLLM,
-    Successor,
-    WindowAttention,
-)
+from kvcompress.pruners import H2O, TOVA, Pruner, SnapKV, StreamingLLM
 
 LEAST_DENSE_RECALL = 0.9
 MEASURES = {"text": "bits_per_byte", "facts": "fact_recall", "later": "later_recall", "pairs": "pair_recall"}
 PRUNERS: dict[str, Pruner] = {
     "SnapKV": SnapKV(),
     "SnapKV31": SnapKV(kernel_size=31, pooling="max"),
-    "CenterOfGravity": CenterOfGravity(),
     "H2O": H2O(),
     "TOVA": TOVA(),
-    "ExpectedAttention": ExpectedAttention(),
-    "Replay": Replay(),
-    "Successor": Successor(),
-    "KeyDiff": KeyDiff(),
-    "KeyNorm": KeyNorm(),
     "StreamingLLM": StreamingLLM(),
-    "WindowAttention": WindowAttention(),
-    "Random": Random(),
-}
-NAMED: dict[str, Pruner] = {  # in the whole run alone
-    "KVzip": KVzip(chunk=512),
-    "KeyDiff/paper": KeyDiff.preset("paper"),
-    "CriticalKV": CriticalKV(),
-    "LagKV": LagKV.preset("kvpress"),
-    "ChunkKV": ChunkKV(),
-    "RKV": RKV(),
-    "LeverageScore": LeverageScore(),
-    "Compactor": Compactor(),
-    "Compactor/kvpress": Compactor.preset("kvpress"),
 }
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Prompts of each task, and tokens. parts: n of 1/n of the dense bytes. named: with the pruners of NAMED."""
+    """Prompts of each task, and tokens. parts: n of 1/n of the dense bytes."""
 
     length: int = 1024
     scored: int = 256
@@ -90,7 +50,6 @@ class Sizes:
     per_prompt: int = 8
     pairs_per_prompt: int = 20
     parts: tuple[int, ...] = (2, 4, 8, 16)
-    named: bool = True
 
 
 AnySizes = TypeVar("AnySizes", bound=Sizes)

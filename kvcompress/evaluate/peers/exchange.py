@@ -34,7 +34,7 @@ def request_of(model: Any, name: str, tasks: list[list[dict[str, Any]]], runs: l
                ) -> dict[str, Any]:  # fmt: skip
     """model: as it is here; name: its name or folder. tasks: samples of each. runs: (press, task, share that stays)."""
     place, first = EXAMPLE if name == EXAMPLE_NAME else Path(check_name("model", name)), tasks[0][0]
-    check = [*first["read"], *(first["scored"] if "scored" in first else first["asked"][0]["ids"])][:_CHECKED]
+    check = [*first["read"], *(first["scored"][0] if "scored" in first else first["asked"][0]["ids"])][:_CHECKED]
     return {
         "model": str(place.absolute()) if place.is_dir() else name,
         "dtype": str(model.dtype).removeprefix("torch."),

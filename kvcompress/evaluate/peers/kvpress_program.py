@@ -5,14 +5,14 @@
 
 request.json: {"model": name or folder, "dtype", "device", "check": ids, "tasks": [{"samples": [...]}, ...], "runs":
 [{"press", "task": number, "share": of the cache that stays}, ...]}. A sample is {"read": ids, "asked": [{"ids",
-"new_tokens"}, ...], "turns": whether they follow each other in one cache}, or {"read": ids, "scored": ids}.
-FOLDER/tokenizer is the model's tokenizer.
+"new_tokens"}, ...], "turns": whether they follow each other in one cache}, or {"read": ids, "scored": [ids, ...]}:
+texts that go on behind it, each of a copy of the cache. FOLDER/tokenizer is the model's tokenizer.
 
 Prints one JSON line {"nats": of a token of `check`}, or {"refused": why}, and one for each run: {"setting",
 "frees_memory", "seconds", "samples": [...]} or {"error"}. Of a sample: nbytes of the tokens that attention still sees,
-first_seconds until the first token, and either {"written": ids of each answer, "token_seconds"} or {"nats", "greedy":
-the likeliest token at each place}. frees_memory: whether what goes leaves the cache, which it does not where heads
-keep different numbers.
+first_seconds until the first token, and either {"written": ids of each answer, "token_seconds"} or {"scored": [{"nats":
+of each token but a text's first, "greedy": the likeliest in its place}, ...]}. frees_memory: whether what goes leaves
+the cache, which it does not where heads keep different numbers.
 
 As kvpress's own pipeline does, a press reads the prompt whole, what follows stands at the positions behind it, and
 answers are greedy. A press hides keys of single heads by writing a key over them that no query sees; its search for
@@ -22,7 +22,6 @@ trick is for.
 
 import copy
 import json
-import math
 import os
 import sys
 import time
@@ -204,17 +203,20 @@ def measure(model: Any, sample: dict[str, Any], press: Any) -> tuple[dict[str, A
     cache, nbytes, freed = read(model, sample["read"], press)
     reading, position = time.perf_counter() - begin, len(sample["read"])
     if "scored" in sample:
-        coming, wanted = sample["scored"][:-1], torch.tensor(sample["scored"][1:], device=model.device)
-        parts = [forward(model, coming[:1], position, cache)]
-        greedy = parts[0].argmax(-1).tolist()
-        first = time.perf_counter() - begin
-        if len(coming) > 1:
-            parts.append(forward(model, coming[1:], position + 1, cache))
-            greedy += parts[1].argmax(-1).tolist()
-        nats = float(torch.nn.functional.cross_entropy(torch.cat(parts), wanted, reduction="sum"))
-        if not math.isfinite(nats):
-            raise ValueError("nats that are no numbers")
-        return {"nbytes": nbytes, "first_seconds": first, "nats": nats, "greedy": greedy}, freed
+        scored, first = [], 0.0
+        for number, text in enumerate(sample["scored"]):
+            own, parts = cache if number + 1 == len(sample["scored"]) else copy.deepcopy(cache), []
+            begin = begin if first else time.perf_counter() - reading  # a copy's time is not the reading's
+            for begin_at, end in ((0, 1), (1, len(text) - 1)):  # the first token alone: when it was there
+                if begin_at < end:
+                    parts.append(forward(model, text[begin_at:end], position + begin_at, own))
+                first = first or time.perf_counter() - begin
+            logits, wanted = torch.cat(parts), torch.tensor(text[1:], device=model.device)
+            nats = torch.nn.functional.cross_entropy(logits, wanted, reduction="none")
+            if not bool(nats.isfinite().all()):
+                raise ValueError("nats that are no numbers")
+            scored.append({"nats": nats.tolist(), "greedy": logits.argmax(-1).tolist()})
+        return {"nbytes": nbytes, "first_seconds": first, "scored": scored}, freed
     said, known, written, firsts, tokens = list(sample["read"]), position, [], [], []
     for number, asked in enumerate(sample["asked"]):
         last = sample["turns"] or number + 1 == len(sample["asked"])

@@ -316,7 +316,8 @@ def test_a_press_of_the_benchmark_is_measured_as_our_cache_that_keeps_the_same(s
     """The whole program, with a stand-in for kvpress; it goes on where it was cut."""
     path, ours = tmp_path / "rows.json", "pruned,pruner=windowattention"
     monkeypatch.setattr(sys, "argv", ["witness.py", "--tiny", "--peers-python", sys.executable, "--json", str(path),
-                                      "--presses", "SnapKV", "KVzip", "AdaKV(SnapKV)", "--cache", ours])  # fmt: skip
+                                      "--presses", "SnapKV", "KVzip", "AdaKV(SnapKV)", "--cache", ours, "--methods",
+                                      "--texts", "1"])  # fmt: skip
     witness.main()
     written = json.loads(path.read_text())
     assert written["machine"]["kvpress"]["kvpress"] == "9"
@@ -328,6 +329,8 @@ def test_a_press_of_the_benchmark_is_measured_as_our_cache_that_keeps_the_same(s
             for field in ("bits", "numbers", "sentence", "turns") if question == "later" else ("numbers",):
                 # of an odd number of tokens ours keeps one more
                 assert rows[press][f"{field}_samples"] == pytest.approx(rows[ours][f"{field}_samples"], abs=5e-3)
+    known = Peer(Path(sys.executable), written["machine"]["kvpress"], ("SnapKV", "KVzip", "AdaKV(SnapKV)"), {})
+    monkeypatch.setattr(witness, "peer_of", lambda python, told: known)
     monkeypatch.setattr(witness, "answers", None)  # nothing is asked again
     witness.main()
     assert json.loads(path.read_text())["rows"] == written["rows"]

@@ -30,9 +30,10 @@ def _wait(device: torch.device) -> float:
 
 
 @torch.no_grad()
-def measured(model: Any, ids: Tensor, spec: CacheSpec, new: int) -> dict[str, Any]:
-    """A prompt read and `new` tokens written after it, one by one, with a new cache. ids: [1, T]."""
-    cache: Any = spec.make(model.config)
+def measured(model: Any, ids: Tensor, spec: CacheSpec, new: int, tokenizer: Any = None) -> dict[str, Any]:
+    """A prompt read and `new` tokens written after it, one by one, with a new cache. ids: [1, T]. tokenizer: of what a
+    pruner asks in words."""
+    cache: Any = spec.make(model.config, tokenizer)
     begin = _wait(ids.device)
     if isinstance(cache, CompressedCache):
         prefill(model, ids, cache)

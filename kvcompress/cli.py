@@ -172,6 +172,36 @@ def bench(
 
 @app.command()
 @_named
+def recommend(
+    text: Annotated[list[Path], typer.Option(help="UTF-8 file of what the model is to read; several: one text")],
+    model: Model = "example",
+    share: Annotated[str | None, typer.Option(help="of the dense cache's bytes that a cache gets, such as 1/4")] = None,
+    nbytes: Annotated[
+        str | None, typer.Option("--bytes", help="that a cache gets for a piece of --tokens, such as 64MiB")
+    ] = None,
+    tokens: Annotated[
+        int | None, typer.Option(help="of a piece, as long as your prompts; not given: half of the text, at most 2,048")
+    ] = None,
+    pieces: Annotated[int, typer.Option(help="of the text, spread evenly over it", min=1)] = 4,
+    cache: Annotated[list[str] | None, typer.Option(help="a further cache, " + _CACHE + "; several")] = None,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="the text as it is, no user's turn of the tokenizer's chat template")
+    ] = False,
+    json: Annotated[Path | None, typer.Option("--json", help="file for all figures")] = None,
+    device: Device = "cpu",
+    dtype: Dtype = "auto",
+) -> None:
+    """Measure a handful of caches on your text and machine, at the same bytes, and say which to take."""
+    from .evaluate.recommend import run_recommend
+
+    run_recommend(
+        model=model, text=tuple(text), share=share, nbytes=nbytes, tokens=tokens, pieces=pieces, caches=cache or [],
+        raw=raw, json_file=json, device=device, dtype=dtype, console=Console(),
+    )  # fmt: skip
+
+
+@app.command()
+@_named
 def demo(
     tokens: Annotated[int, typer.Option(help="length of the text, in bytes", min=128)] = 131_072,
     depth: Annotated[float, typer.Option(help="where the fact is planted: 0 start, 1 end", min=0.0, max=1.0)] = 0.3,

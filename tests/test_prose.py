@@ -101,7 +101,7 @@ def test_what_follows_is_scored_as_a_plain_model_scores_it(reader, framing):
     """Copies in one call, of a cache that stays as it is, against one pass without a cache for each."""
     found = passage(framing, BOOKS, LENGTH, 1, SCORED)
     measure = Prose("prose", LENGTH, (found,), framing)
-    texts = measure.followings(found)
+    texts = measure.followings(0)
     assert [text.kind for text in texts] == ["text", *["number"] * 4, "sentence", "turn"]
     outcome, cache = measure.run(reader, 0), reader.read(found.context)
     answers = iter(outcome.said)

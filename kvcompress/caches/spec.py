@@ -129,9 +129,9 @@ class CacheSpec:
         own = isinstance(pruner, Pruner) and pruner.own_budget is not None
         return None if own else _SIZES.get(self.kind)
 
-    def sized(self, tokens: int) -> CacheSpec:
-        """The same with so many tokens per row, whatever the size was; how a budget divides them stays. Raises
-        ValueError where there is no size to set."""
+    def sized(self, tokens: float) -> CacheSpec:
+        """The same with so many tokens per row, whatever the size was; how a budget divides them stays. Of a budget a
+        number below 1 is the share to remove. Raises ValueError where there is no size to set."""
         if self.size_key is None:
             raise ValueError(f"cache must have a size to set ({', '.join(_SIZES)}), got {self}")
         divided, colon, _ = self.given.get(self.size_key, "").rpartition(":")

@@ -6,17 +6,17 @@ from __future__ import annotations
 import math
 import random
 import re
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from ..checks import need
 from ..framing import Framing
 from .fitting import TooShort, largest
-from .measure import Asked, Measure, Outcome, Prompt
+from .followed import Followed
+from .measure import Asked, Prompt
 from .questions import Questions, begins_with
-from .reading import Following, Reader, held_nbytes
+from .reading import Following
 
 CITIES = (
     "Paris", "London", "Tokyo", "Berlin", "Madrid", "Rome", "Vienna", "Oslo", "Cairo", "Lima", "Delhi", "Boston",
@@ -114,54 +114,23 @@ def _sentences(book: str, text: str, share: float, characters: int) -> list[str]
 
 
 @dataclass(frozen=True)
-class Prose(Measure):
-    """Bits per token of how the text goes on; beside them, in `said`, which questions about it are answered right: each
-    of a copy of the cache (number, sentence), and two numbers one after the other in one conversation (turn).
-
-    All is behind what was read, when it is too late to keep for it. What follows goes through the model in one call,
-    teacher forced: an answer is right if every token of it is the likeliest, which is what greedy decoding asks.
-    first_seconds: of the reading alone.
-    """
+class Prose(Followed):
+    """Beside how the text goes on, which questions about it are answered right: each of a copy of the cache (number,
+    sentence), and two numbers one after the other in one conversation (turn)."""
 
     passages: tuple[Passage, ...]
     framing: Framing
-    unit: ClassVar[str] = "bits per token"
-    higher_is_better: ClassVar[bool] = False
 
     @property
     def count(self) -> int:
         return len(self.passages)
 
-    @property
-    def tokens(self) -> int:
-        return len(self.passages[0].context)
+    def context(self, index: int) -> list[int]:
+        return self.passages[index].context
 
-    def held(self, reader: Reader, index: int = 0) -> int:
-        return held_nbytes(reader.read(self.passages[index].context))
-
-    def run(self, reader: Reader, index: int) -> Outcome:
-        read, begin = self.passages[index], time.perf_counter()
-        cache = reader.read(read.context)
-        seconds, followings = time.perf_counter() - begin, self.followings(read)
-        return self._outcome(read, followings, reader.follow(cache, followings), held_nbytes(cache), seconds)
-
-    def _outcome(
-        self, read: Passage, followings: Sequence[Following], scored: Sequence[tuple[float, tuple[bool, ...]]],
-        nbytes: int, seconds: float,
-    ) -> Outcome:  # fmt: skip
-        """scored: of each following, as Reader.follow has it."""
-        text, *asked = ((x.kind, *found) for x, found in zip(followings, scored, strict=True))
-        bits = text[1] / math.log(2) / (len(followings[0].ids) - 1)
-        depths = [question.depth for question in read.questions]
-        said: list[dict[str, Any]] = []
-        for kind, nats, right in asked:
-            said += [{"kind": kind, "score": float(x), "nats": nats} for x in right]
-        for answer, depth in zip(said, depths, strict=False):  # turns ask again
-            answer["depth"] = depth
-        return Outcome(bits, nbytes, seconds, None, tuple(said))
-
-    def followings(self, read: Passage) -> list[Following]:
+    def followings(self, index: int) -> list[Following]:
         """The text, each question, two of them as turns."""
+        read = self.passages[index]
         found = [Following("text", read.behind, ((1, len(read.behind)),))]
         for question in read.questions:
             ids, answer = question_ids(self.framing, question), answer_ids(self.framing, question)
@@ -173,17 +142,15 @@ class Prose(Measure):
         spans = ((len(ids), len(ids) + len(answer)), (then, then + len(next_answer)))
         return [*found, Following("turn", ids + answer + next_ids + next_answer, spans)]
 
-    def sample(self, index: int) -> dict[str, Any]:
-        read = self.passages[index]
-        return {"read": read.context, "scored": [list(x.ids) for x in self.followings(read)]}
-
-    def outcome(self, tokenizer: Any, index: int, answer: dict[str, Any]) -> Outcome:
-        followings, scored = self.followings(self.passages[index]), []
-        for text, found in zip(followings, answer["scored"], strict=True):
-            places = [slice(begin - 1, end - 1) for begin, end in text.wanted]
-            right = tuple(found["greedy"][part] == list(text.ids)[1:][part] for part in places)
-            scored.append((sum(sum(found["nats"][part]) for part in places), right))
-        return self._outcome(self.passages[index], followings, scored, answer["nbytes"], answer["first_seconds"])
+    def said_of(
+        self, index: int, asked: Sequence[Following], scored: Sequence[tuple[float, tuple[bool, ...]]]
+    ) -> list[dict[str, Any]]:
+        said: list[dict[str, Any]] = []
+        for following, (nats, right) in zip(asked, scored, strict=True):
+            said += [{"kind": following.kind, "score": float(x), "nats": nats} for x in right]
+        for answer, question in zip(said, self.passages[index].questions, strict=False):  # turns ask again
+            answer["depth"] = question.depth
+        return said
 
 
 def question_ids(framing: Framing, question: Question) -> list[int]:

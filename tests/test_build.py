@@ -140,25 +140,33 @@ def test_help_waits_for_no_library():
     assert done.stdout == "-\n"
 
 
-@pytest.mark.parametrize(("package", "old"), [("transformers", "5.15.2"), ("torch", "2.9.1+cpu")])
-def test_a_package_that_is_too_old_is_named_when_kvcompress_is_imported(package, old):
+@pytest.mark.parametrize(
+    ("package", "found", "needed", "bounds"),
+    [
+        ("transformers", "5.15.2", "5.19 or newer, and older than 5.24,", ">=5.19,<5.24"),
+        ("transformers", "5.24.0", "5.19 or newer, and older than 5.24,", ">=5.19,<5.24"),
+        ("torch", "2.9.1+cpu", "2.11 or newer", ">=2.11"),
+    ],
+)
+def test_a_package_of_another_version_is_named_when_kvcompress_is_imported(package, found, needed, bounds):
     code = (
         "import importlib.metadata as metadata; version = metadata.version\n"
-        f"metadata.version = lambda name: {old!r} if name == {package!r} else version(name)\nimport kvcompress"
+        f"metadata.version = lambda name: {found!r} if name == {package!r} else version(name)\nimport kvcompress"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    needed = "{}.{}".format(*NEEDED[package])
     assert done.returncode == 1
-    said = f"ImportError: {package} must be {needed} or newer for kvcompress, got {old}: pip install '{package}>="
-    assert done.stderr.splitlines()[-1] == f"{said}{needed}'"
+    said = f"ImportError: {package} must be {needed} for kvcompress, got {found}: pip install '{package}{bounds}'"
+    assert done.stderr.splitlines()[-1] == said
 
 
 def test_versions_are_those_that_the_package_asks_for(monkeypatch):
     project = (Path(__file__).parents[1] / "pyproject.toml").read_text()
-    for package, (major, minor) in NEEDED.items():
-        assert f'"{package}>={major}.{minor}"' in project
-    for found in ("5.19.0.dev0", "5.100.0", "6.0", "unknown"):
-        monkeypatch.setattr(versions, "version", lambda name, found=found: found)
+    for package, (oldest, before) in NEEDED.items():
+        end = "" if before is None else ",<{}.{}".format(*before)
+        assert f'"{package}>={oldest[0]}.{oldest[1]}{end}"' in project
+    taken = {"torch": "2.100.0"}, {"torch": "3.0"}, {"transformers": "5.19.0.dev0"}, {"transformers": "5.23.9"}, {}
+    for found in taken:
+        monkeypatch.setattr(versions, "version", lambda name, found=found: found.get(name, "unknown"))
         check_versions()
 
 

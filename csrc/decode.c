@@ -112,7 +112,8 @@ static void add_values(const decode_job *job, int64_t row, int64_t t, int64_t n,
     int64_t run;
     for (int64_t done = 0; done < n; done += run) {
         const char *v = page_at(&job->values, row, t + done, n - done, &run);
-        const char *next = next_at(done + run < n ? &job->values : &job->keys, row, t + done + run, PIECE, bound);
+        const int64_t far = done + far_of(&job->values, run);
+        const char *next = next_at(far < n ? &job->values : &job->keys, row, t + far, PIECE, bound);
         job->simd->mix[job->args->cache_dtype](sums, job->args->D, weights + done, PIECE, v, run, count, next);
     }
 }
@@ -131,8 +132,9 @@ static void attend_few(const decode_job *job, int64_t row, int64_t t, int64_t n,
     int64_t run;
     for (int64_t done = 0; done < n; done += run) {
         const char *k = page_at(&job->keys, row, t + done, n - done, &run);
-        const int last = done + run == n; /* then come the values */
-        const char *next = next_at(last ? &job->values : &job->keys, row, last ? t : t + done + run, PIECE, bound);
+        const int64_t far = done + far_of(&job->keys, run);
+        const char *next = far < n ? next_at(&job->keys, row, t + far, PIECE, bound)
+                                   : next_at(&job->values, row, t + far - n, PIECE, bound); /* which come then */
         job->simd->dots[args->cache_dtype](weights + done, PIECE, q, D, k, run, count, next);
     }
     int64_t common = n; /* keys that every query sees */

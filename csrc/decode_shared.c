@@ -76,7 +76,8 @@ static void mix_range(int64_t begin, int64_t end, void *context) {
             int64_t run;
             for (int64_t done = 0; heads && done < n; done += run) {
                 const char *v = page_at(&job->values, row, t + done, n - done, &run);
-                const char *next = next_at(&job->values, row, t + done + run, PIECE, args->end[row]);
+                const int64_t far = done + far_of(&job->values, run);
+                const char *next = next_at(&job->values, row, t + far, PIECE, args->end[row]);
                 const float *w = weights + (row % args->Hkv * job->G + i) * args->stride_h + done;
                 job->simd->mix[args->cache_dtype](sums + i * D, D, w, args->stride_h, v, run, heads, next);
             }

@@ -2,6 +2,7 @@
 #ifndef KVC_PAGE_ROWS_H
 #define KVC_PAGE_ROWS_H
 #include "kernel.h"
+#include "simd.h"
 
 typedef struct { /* keys or values of all rows */
     const void *pages;
@@ -22,6 +23,12 @@ static inline const char *page_at(const page_rows *of, int64_t row, int64_t t, i
     for (; table && length < n && table[1] == table[0] + 1; table++) length += of->P;
     *run = min_of(length, n);
     return (const char *)of->pages + (page * of->P + offset) * of->bytes;
+}
+
+/* How many keys or values behind the first of a run what is to be fetched meanwhile begins: pages of few bytes are left
+ * before memory answers, so that it lies in one of the pages behind the next. */
+static inline int64_t far_of(const page_rows *of, int64_t run) {
+    return max_of(run, KVC_AHEAD / of->bytes);
 }
 
 /* Where the row's key or value t lies, to be fetched ahead; NULL past the row's end. One line of each of its memory pages

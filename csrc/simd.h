@@ -8,6 +8,8 @@
 #define KVC_SIMD_H
 #include "kvc.h"
 
+enum { KVC_AHEAD = 8192 }; /* bytes between what is read and what is fetched from memory meanwhile */
+
 enum {
     KVC_TILE = 64,      /* keys or queries per tile: one row of logits is four AVX-512 registers */
     KVC_TILE_ROWS = 6,  /* rows of logits in registers at once: 6*4 accumulators + 4 of keys + 1 query of 32 */
@@ -41,7 +43,8 @@ typedef struct {
                  int64_t rows, int64_t columns, int64_t depth, int accumulate);
 
     /* c[i*ldc + j] = sum_d q[i*D + d] * k[j*D + d], k of the dtype that indexes the table; i < queries, j < keys. A dot
-     * product's bits depend on its query and key only. next: what will be read after k, NULL if unknown; a hint. */
+     * product's bits depend on its query and key only. next: what will be read after k, or, where k is of less than
+     * KVC_AHEAD bytes, so many after its first; NULL if unknown; a hint. */
     void (*dots[3])(float *c, int64_t ldc, const float *q, int64_t D, const void *k, int64_t keys, int64_t queries,
                     const void *next);
 

@@ -92,15 +92,21 @@ static void gemm(float *c, int64_t ldc, const float *a, int64_t a_row, int64_t a
 /* ---- a few queries against typed rows ---- */
 
 /* Rows stream through once, several of them side by side, which the CPU's own prefetcher follows badly: ask for what lies
- * AHEAD bytes further on, or as far into `next` where the rows end before. */
-enum { AHEAD = 8192, LINE = 64 };
+ * KVC_AHEAD bytes further on, or as far into `next` where the rows end before. */
+enum { LINE = 64 };
+
+/* What is KVC_AHEAD behind place `at` of rows of `size` bytes, which it is known to be behind. */
+BLOCKS_INLINE const char *ahead_in(const char *next, int64_t size, int64_t at) {
+    return next + (size <= KVC_AHEAD ? at : at + KVC_AHEAD - size);
+}
 
 BLOCKS_INLINE void fetch_ahead(const char *rows, int64_t size, int64_t at, int64_t bytes, const char *next) {
-    const int64_t first = at + AHEAD;
+    const int64_t first = at + KVC_AHEAD;
     if (first + bytes <= size) {
         for (int64_t i = 0; i < bytes; i += LINE) __builtin_prefetch(rows + first + i, 0, 2);
     } else if (next && first >= size) {
-        for (int64_t i = 0; i < bytes; i += LINE) __builtin_prefetch(next + (first - size) + i, 0, 2);
+        const char *ahead = ahead_in(next, size, at);
+        for (int64_t i = 0; i < bytes; i += LINE) __builtin_prefetch(ahead + i, 0, 2);
     }
 }
 
@@ -241,12 +247,12 @@ BLOCKS_INLINE void mix_of(float *y, int64_t D, const float *w, int64_t ldw, cons
                           const void *next, const kvc_dtype dtype) {
     const int64_t step = D * (dtype == KVC_F32 ? 4 : 2), size = keys * step;
     /* values that come from memory once and then from the first-level cache; whole spans ahead, so that none is missed */
-    const int64_t most = step * 2 > AHEAD ? 2 : AHEAD / step;
+    const int64_t most = step * 2 > KVC_AHEAD ? 2 : KVC_AHEAD / step;
     for (int64_t t = 0; t < keys; t += most) {
-        const int64_t span = keys - t < most ? keys - t : most, first = t * step + AHEAD;
+        const int64_t span = keys - t < most ? keys - t : most, first = t * step + KVC_AHEAD;
         const char *rows = (const char *)v + t * step, *ahead = NULL;
         if (first + span * step <= size) ahead = (const char *)v + first;
-        else if (next && first >= size) ahead = (const char *)next + (first - size);
+        else if (next && first >= size) ahead = ahead_in(next, size, t * step);
         int64_t i = 0;
         /* two queries take twice the columns: long float32 rows are then read in one go, which memory likes better */
         for (; (dtype != KVC_F32 || D < 2 * STRIPE) && i + 4 <= queries; i += 4) {

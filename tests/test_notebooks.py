@@ -83,7 +83,7 @@ def test_merging(ran):
 def test_sharing(ran):
     (_, answer), similarity, blocks, said, keys, sets, (skipped, shares), difference = ran("sharing")
     assert said == skipped == answer and figures([similarity, blocks, sets]) == 3
-    assert keys[0] == [[1904, 1904], [304, 304], [304, 1904], [304, 304]]
+    assert keys[0] == [[1904, 1904], [256, 256], [256, 1904], [256, 256]]
     assert shares.followers > 0
     assert float(difference.rsplit(" ", 1)[1]) < 1e-3
 

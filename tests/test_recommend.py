@@ -130,7 +130,7 @@ def test_caches_are_held_to_the_bytes_and_what_loses_least_stands_first(reader):
     """Five caches, each read for its size, its two pieces and its time: 15 s."""
     found = recommend(
         reader.model, reader.tokenizer, TEXT, share="1/4", tokens=LENGTH, pieces=2,
-        caches=["pruned,pruner=random,later=keep,page_size=16", "quest"],
+        caches=["pruned,pruner=random,later=keep", "quest"],
     )  # fmt: skip
     assert found.dense is not None and found.chosen is not None
     lost = [sum(x.lost(found.dense)) for x in found.candidates]
@@ -139,7 +139,7 @@ def test_caches_are_held_to_the_bytes_and_what_loses_least_stands_first(reader):
     assert all(0.8 * found.nbytes < nbytes < 1.05 * found.nbytes for nbytes in held), held
     assert list(found.refused) == ["quest"] and "has no size to set" in found.refused["quest"]
     names = [x.cache for x in found.candidates]
-    assert names.index("pruned,later=keep,page_size=16") < names.index("pruned,pruner=random,later=keep,page_size=16")
+    assert names.index("pruned,later=keep") < names.index("pruned,pruner=random,later=keep")
     chosen = CacheSpec.parse(found.chosen.pasted)
     assert f'"{chosen}"' in found.line
     sized = CacheSpec.parse(found.candidates[0].sized)
@@ -191,10 +191,10 @@ def run(*arguments, code=0):
 
 def test_the_command_shows_a_table_and_a_line_to_paste(tmp_path, monkeypatch):
     """Three caches and the dense one, one piece: 5 s."""
-    monkeypatch.setattr("kvcompress.evaluate.recommend.CANDIDATES", ("pruned,later=keep,page_size=16", "streaming"))
+    monkeypatch.setattr("kvcompress.evaluate.recommend.CANDIDATES", ("pruned,later=keep", "streaming"))
     text, figures = tmp_path / "text.txt", tmp_path / "figures.json"
     text.write_text(TEXT)
-    further = "pruned,pruner=random,page_size=16"
+    further = "pruned,pruner=random"
     out = run(
         "--text", text, "--share", "1/2", "--tokens", LENGTH, "--pieces", 1, "--cache", further, "--json", figures
     )

@@ -5,9 +5,9 @@
 Shape of one layer of Llama-3-8B: Hq 32, Hkv 8, D 128, one query token. Bytes that must be read: 2*Hkv*T*D elements per
 sequence; the ceiling is the read bandwidth: summing as many bytes as the cache has, in turns with the rows that it is
 for (it is what varies most). Buffers rotate through at least 1 GiB, so that no cache answers twice.
-paged: pages of 64 tokens in the order in which the pool hands them out for a prompt. shuffled: the same pages in random
-order, as after long decoding of many rows. ragged4: rows of mean length T/4, some whole, some T/16, as a learned method
-gives them; its peer is SDPA over the dense cache.
+paged: pages of 16 and 64 tokens in the order in which the pool hands them out for a prompt. shuffled: the same pages in
+random order, as after long decoding of many rows. ragged4: rows of mean length T/4, some whole, some T/16, as a learned
+method gives them; its peer is SDPA over the dense cache.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from benchmarks.common import COLD_NBYTES, Row, alternate, options, report
 from kvcompress import ops
 
 HQ, HKV, D = 32, 8, 128
-PAGES = (64, 256)
+PAGES = (16, 64)
 FULL = [(dtype, B, T) for dtype in (torch.float32, torch.bfloat16) for B, T in ((1, 4096), (1, 32768), (8, 4096))] + [
     (torch.bfloat16, 8, 32768),
     (torch.bfloat16, 32, 4096),

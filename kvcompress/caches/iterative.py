@@ -68,7 +68,7 @@ class IterativeCache(CompressedCache):
         dense_below: int = 0,
         every: int | None = None,
         track: bool = False,
-        page_size: int = 64,
+        page_size: int = 16,
         max_pages: int | None = None,
         grow: str = "double",
     ) -> None:

@@ -64,7 +64,7 @@ class PrunedCache(CompressedCache):
         positions: str | RemoteGap = "original",
         chunk_size: int | None = None,
         later: str = "compress",
-        page_size: int = 64,
+        page_size: int = 16,
         max_pages: int | None = None,
         grow: str = "double",
     ) -> None:

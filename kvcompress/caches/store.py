@@ -49,7 +49,7 @@ class PoolSettings:
     takes max_pages at once and never more. A pool that may not grow raises RuntimeError and stays as it was.
     """
 
-    page_size: int = 64
+    page_size: int = 16
     max_pages: int | None = None
     grow: str = "double"
 

@@ -14,7 +14,7 @@ from .reading import Reader
 
 TOLERANCE = 0.01  # of the bytes: what the tables of a page and running scores come to
 _UNITS = {"streaming": 8}  # tokens; of the others a page
-_PAGE = 64
+_PAGE = 16
 
 
 @dataclass

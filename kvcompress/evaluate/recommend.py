@@ -40,10 +40,10 @@ WRITTEN = 16  # tokens that are timed
 CLOSE = 0.005  # bits a token: no difference to anybody
 FASTER = 0.8  # of the time: what is worth a change
 CANDIDATES = (
-    "pruned,later=keep,page_size=16",
-    "pruned,pruner=kvzip,mass=true,chunk=512,budget=globaltopk:1,later=keep,page_size=16",
-    "pruned,pruner=snapkv,kernel_size=31,pooling=max,budget=adakv:1,later=keep,page_size=16",
-    "iterative,page_size=16",
+    "pruned,later=keep",
+    "pruned,pruner=kvzip,mass=true,chunk=512,budget=globaltopk:1,later=keep",
+    "pruned,pruner=snapkv,kernel_size=31,pooling=max,budget=adakv:1,later=keep",
+    "iterative",
     "streaming",
 )
 

@@ -51,7 +51,7 @@ class PoDCache(ConvertedCache):
         self,
         config: PreTrainedConfig,
         *,
-        page_size: int = 64,
+        page_size: int = 16,
         max_pages: int | None = None,
         grow: str = "double",
         chunk_size: int | None = None,

@@ -28,7 +28,7 @@ def smollm2_folder(argument: str) -> Path:
     argument: that says smollm2, for messages. Two processes at once make it once. Raises ImportError where a package is
     missing, with how to get it.
     """
-    gguf = _gguf(argument)
+    gguf = gguf_file(argument)
     made = user_cache() / f"{SMOLLM2}-{_FORM}-{gguf.stat().st_size}"
     if not _is_whole(made):
         made.parent.mkdir(parents=True, exist_ok=True)
@@ -42,7 +42,7 @@ def smollm2_folder(argument: str) -> Path:
     return made
 
 
-def _gguf(argument: str) -> Path:
+def gguf_file(argument: str) -> Path:
     """The package's file. The package itself is never imported: it wants llama.cpp."""
     wish = f"{argument} {SMOLLM2!r} needs"
     missing = [name for name in (_HOLDS, *_NEEDS) if importlib.util.find_spec(name) is None]

@@ -96,7 +96,7 @@ def package(tmp_path, monkeypatch):
             log.write("once\n")
         (folder / "config.json").write_bytes(gguf.read_bytes())
 
-    monkeypatch.setattr(smollm2, "_gguf", lambda argument: file)
+    monkeypatch.setattr(smollm2, "gguf_file", lambda argument: file)
     monkeypatch.setattr(smollm2, "_convert", convert)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return made

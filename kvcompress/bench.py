@@ -15,6 +15,7 @@ from transformers.utils.logging import set_verbosity_error
 
 from .caches import CompressedCache
 from .caches.spec import CacheSpec
+from .hf.argument import CACHE
 from .models.text import long_text
 from .prefilling import prefill
 from .units import size
@@ -38,11 +39,11 @@ def measured(model: Any, ids: Tensor, spec: CacheSpec, new: int, tokenizer: Any 
     if isinstance(cache, CompressedCache):
         prefill(model, ids, cache)
     else:
-        model(ids[:, :-1], past_key_values=cache, logits_to_keep=1)
+        model(ids[:, :-1], logits_to_keep=1, **{CACHE: cache})
     read = _wait(ids.device)
     step = ids[:, -1:]
     for _ in range(new):
-        step = model(step, past_key_values=cache).logits[:, -1].argmax(-1, keepdim=True)
+        step = model(step, **{CACHE: cache}).logits[:, -1].argmax(-1, keepdim=True)
     written = _wait(ids.device)
     return {
         "cache": str(spec), "read_tokens_per_second": (ids.shape[1] - 1) / (read - begin),

@@ -17,6 +17,7 @@ from transformers.utils.logging import set_verbosity_error
 from .caches import CompressedCache, IterativeCache, StreamingCache
 from .caches.base import trained_length_of
 from .caches.spec import CacheSpec
+from .hf.argument import CACHE
 from .models import EXAMPLE_NAME
 from .models.text import fact, long_text, plant, question, random_name, random_pass_key
 from .needle import needle
@@ -82,7 +83,7 @@ def ask(model: Any, tokenizer: Any, task: Task, name: str, cache: CompressedCach
             held: CompressedCache | DynamicCache = cache
         else:
             held = DynamicCache(config=model.config)
-            model(task.ids[:, :-1], past_key_values=held, logits_to_keep=1)
+            model(task.ids[:, :-1], logits_to_keep=1, **{CACHE: held})
         if model.device.type == "cuda":
             torch.cuda.synchronize(model.device)
         seconds = time.perf_counter() - begin
@@ -90,7 +91,7 @@ def ask(model: Any, tokenizer: Any, task: Task, name: str, cache: CompressedCach
     dense = nbytes if cache is None else cache.dense_nbytes()
     digits = tokenizer(task.answer, add_special_tokens=False, return_tensors="pt").input_ids.shape[1]
     out = model.generate(
-        task.ids, attention_mask=torch.ones_like(task.ids), past_key_values=held, max_new_tokens=digits, do_sample=False
+        task.ids, attention_mask=torch.ones_like(task.ids), max_new_tokens=digits, do_sample=False, **{CACHE: held}
     )
     answer = tokenizer.decode(out[0, total:]).strip()
     return Outcome(name, total, seconds, nbytes, dense, peak.nbytes(), answer, answer == task.answer, note)

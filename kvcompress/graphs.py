@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .caches.base import CompressedCache
+from .hf.argument import CACHE
 
 WARM = 2  # steps that run before one is recorded: libraries take their workspaces then
 
@@ -79,7 +80,7 @@ class StepGraph:
         return self._logits.clone()
 
     def _step(self) -> Tensor:
-        return self.model(self.ids, past_key_values=self.cache, position_ids=self.positions).logits
+        return self.model(self.ids, position_ids=self.positions, **{CACHE: self.cache}).logits
 
 
 _RECORD = record

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from .extras import need_packages
+from .hf.argument import CACHE
 
 need_packages("kvcompress.lm_eval", "lm_eval")
 
@@ -156,7 +157,7 @@ class CompressedLM(HFLM):
 
     def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **generation: Any) -> Any:
         if self.spec.kind != DENSE:
-            generation["past_key_values"] = self._prefilled(context, generation["attention_mask"])
+            generation[CACHE] = self._prefilled(context, generation["attention_mask"])
         return super()._model_generate(context, max_length, stop, **generation)
 
     # ---- the model ----
@@ -193,7 +194,7 @@ class CompressedLM(HFLM):
         width = 1 if cache.steps_differ else columns
         for start in range(0, columns, width):
             part = slice(start, start + width)
-            given = {"past_key_values": cache, "attention_mask": mask[:, : seen + part.stop], "use_cache": True}
+            given = {CACHE: cache, "attention_mask": mask[:, : seen + part.stop], "use_cache": True}
             given |= {"position_ids": places[:, part]} if told else {}
             with self._autocast():
                 out.append(self.model(tail[:, part], **given).logits)

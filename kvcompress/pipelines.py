@@ -19,6 +19,7 @@ from transformers.pipelines import PIPELINE_REGISTRY
 from .caches.base import CompressedCache
 from .caches.spec import DENSE, CacheSpec
 from .checks import need, need_text
+from .hf.argument import CACHE
 from .hf.attach import attach, is_attached
 from .prefilling import prefill
 
@@ -73,7 +74,7 @@ class CompressedTextGenerationPipeline(TextGenerationPipeline):
         if guide is not None:
             tail = self.tokenizer(guide, return_tensors="pt", add_special_tokens=False).input_ids[0].to(ids.device)
         prefill(self.model, ids, held, mask, guide=tail)
-        return super()._forward(model_inputs, past_key_values=held, **generation)
+        return super()._forward(model_inputs, **{CACHE: held}, **generation)
 
 
 if TASK not in PIPELINE_REGISTRY.get_supported_tasks():

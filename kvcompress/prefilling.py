@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from .caches.base import CompressedCache
 from .caches.passes import Iteration
 from .hf.adapters import check_adapter
+from .hf.argument import CACHE
 from .hf.attach import base_model, facts_of
 from .hf.method import KEYWORD, method_of
 from .hf.reminder import without_reminder
@@ -173,7 +174,7 @@ def prefill(
     def run(ids: Tensor, counts: list[int], places: list[int], iteration: Iteration) -> Any:
         step = cache.open(facts, counts, ids.shape[1], iteration)
         given = _places(places, counts, ids.shape[1], device, facts.takes_positions) | {KEYWORD: step}
-        return decoder(input_ids=ids, past_key_values=cache, use_cache=True, **given)
+        return decoder(input_ids=ids, use_cache=True, **{CACHE: cache}, **given)
 
     cache.mark_incomplete()
     try:
@@ -330,7 +331,7 @@ def generate(
     prefill(model, input_ids, cache, attention_mask, guide=guide, logits=logits, progress=progress)
     _warn_of_length(cache)
     with without_reminder():
-        return whole.generate(input_ids, attention_mask=attention_mask, past_key_values=cache, **generation)
+        return whole.generate(input_ids, attention_mask=attention_mask, **{CACHE: cache}, **generation)
 
 
 def _warn_of_length(cache: CompressedCache) -> None:

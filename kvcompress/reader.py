@@ -16,6 +16,7 @@ from .caches.pruned import PrunedCache
 from .caches.saving import load_cache
 from .caches.spec import DENSE, CacheSpec
 from .checks import need, need_text
+from .hf.argument import CACHE
 from .hf.attach import attach, is_attached
 from .hf.reminder import without_reminder
 from .prefilling import prefill
@@ -60,7 +61,7 @@ class Reading:
         whole: Any = self.model
         with without_reminder():
             out = whole.generate(
-                ids, attention_mask=torch.ones_like(ids), past_key_values=self.cache.fork(), **settings
+                ids, attention_mask=torch.ones_like(ids), **{CACHE: self.cache.fork()}, **settings
             )  # fmt: skip
         return str(self.tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))
 
@@ -133,7 +134,7 @@ def read(
         question = tokenizer(guide, return_tensors="pt", add_special_tokens=False).input_ids[0].to(device)
     prefill(model, ids, cache, guide=question, progress=progress)
     with torch.no_grad():  # what prefill holds back: nothing of the text is left for the first question
-        whole(input_ids=ids[:, cache.get_seq_length() :], past_key_values=cache)
+        whole(input_ids=ids[:, cache.get_seq_length() :], **{CACHE: cache})
     cache.read_ids = ids
     return Reading(model, tokenizer, cache)
 

@@ -6,7 +6,7 @@ from importlib.metadata import PackageNotFoundError, version
 # as pyproject.toml has them: from the first on, before the second; None = any newer one
 NEEDED: dict[str, tuple[tuple[int, int], tuple[int, int] | None]] = {
     "torch": ((2, 11), None),
-    "transformers": ((5, 19), (5, 24)),  # which renamed past_key_values, that models take a cache by
+    "transformers": ((5, 19), (5, 25)),  # of a newer one nobody knows what it renames, as 5.24 did past_key_values
 }
 
 

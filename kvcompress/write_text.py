@@ -20,6 +20,7 @@ from .caches.spec import CacheSpec, unasked
 from .checks import need, need_dtype
 from .framing import Framing, framing_of, has_template
 from .hf import attach
+from .hf.argument import CACHE
 from .hf.load import load_named
 from .models import EXAMPLE_NAME, load_example_model
 from .names import check_name
@@ -70,7 +71,7 @@ def write(model: Any, ids: Tensor, guide: Tensor | None, spec: CacheSpec, **opti
     """
     held = spec.make(model.config)
     if not isinstance(held, CompressedCache):
-        return model.generate(ids, past_key_values=held, do_sample=False, **options), held
+        return model.generate(ids, do_sample=False, **{CACHE: held}, **options), held
     if guide is not None:
         try:
             held.check_guide()

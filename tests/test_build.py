@@ -143,8 +143,8 @@ def test_help_waits_for_no_library():
 @pytest.mark.parametrize(
     ("package", "found", "needed", "bounds"),
     [
-        ("transformers", "5.15.2", "5.19 or newer, and older than 5.24,", ">=5.19,<5.24"),
-        ("transformers", "5.24.0", "5.19 or newer, and older than 5.24,", ">=5.19,<5.24"),
+        ("transformers", "5.15.2", "5.19 or newer, and older than 5.25,", ">=5.19,<5.25"),
+        ("transformers", "5.25.0", "5.19 or newer, and older than 5.25,", ">=5.19,<5.25"),
         ("torch", "2.9.1+cpu", "2.11 or newer", ">=2.11"),
     ],
 )
@@ -164,7 +164,7 @@ def test_versions_are_those_that_the_package_asks_for(monkeypatch):
     for package, (oldest, before) in NEEDED.items():
         end = "" if before is None else ",<{}.{}".format(*before)
         assert f'"{package}>={oldest[0]}.{oldest[1]}{end}"' in project
-    taken = {"torch": "2.100.0"}, {"torch": "3.0"}, {"transformers": "5.19.0.dev0"}, {"transformers": "5.23.9"}, {}
+    taken = {"torch": "2.100.0"}, {"torch": "3.0"}, {"transformers": "5.19.0.dev0"}, {"transformers": "5.24.9"}, {}
     for found in taken:
         monkeypatch.setattr(versions, "version", lambda name, found=found: found.get(name, "unknown"))
         check_versions()

@@ -12,6 +12,7 @@ import kvcompress
 from benchmarks.quality.parts.families_configurations import CONFIGURATIONS
 from kvcompress import AdaKV, GlobalTopK, IterativeCache, PrunedCache, RemoteGap, ops, prefill
 from kvcompress.caches.choose import judges_by_head
+from kvcompress.hf.argument import CACHE
 from kvcompress.pruners import (
     H2O,
     TOVA,
@@ -106,7 +107,7 @@ def test_a_kind_of_warning_comes_once():
     with warnings.catch_warnings(record=True) as said, torch.no_grad():
         warnings.simplefilter("always")
         for length in (10, 11, 12):
-            model(random_ids(length), past_key_values=cache)
+            model(random_ids(length), **{CACHE: cache})
         kvcompress.generate(model, random_ids(40), gap, max_new_tokens=30, do_sample=False)
     kinds = Counter(str(warning.message)[:12] for warning in said)
     assert kinds == {"a prompt of ": 1, "gap 60 needs": 1, "positions re": 1}

@@ -77,11 +77,23 @@ def test_a_cache_that_keeps_all_says_and_scores_what_the_dense_one_does(reader, 
         assert dense.said == whole.said and dense.score == 1.0
         assert dense.nbytes == measure.held(reader) == 4096 * measure.tokens  # 2 x 4 layers x 2 heads x 64, float32
         assert whole.nbytes >= dense.nbytes and min(whole.first_seconds, whole.token_seconds) > 0
-    for stepwise in (False, True):
-        measure = loss_measure("x", framing, 64, 24, SOURCE, 1, 0, stepwise=stepwise)
+    for block in (None, 1, 7):
+        measure = loss_measure("x", framing, 64, 24, SOURCE, 1, 0, block=block)
         dense, whole = measure.run(reader, 0), measure.run(kept, 0)
         assert whole.score == pytest.approx(dense.score, abs=1e-4)
         assert dense.nbytes == 4096 * measure.tokens
+
+
+@pytest.mark.parametrize("pruner", ["streamingllm", "tova", "h2o", "keydiff"])
+def test_blocks_are_what_decoding_is_that_compresses_as_often(reader, framing, pruner):
+    """The prompt fills the budget, so that both compress behind the same tokens."""
+    spec = f"pruned,pruner={pruner},budget=48,page_size=8"
+    found = []
+    for block, more in ((1, ",every=16"), (16, "")):
+        measure = loss_measure("x", framing, 49, 96, SOURCE, 1, 0, block=block)
+        found.append(measure.run(replace(reader, spec=CacheSpec.parse(spec + more)), 0))
+    assert found[0].score == pytest.approx(found[1].score, rel=2e-3)
+    assert found[0].score != measure.run(replace(reader, spec=WHOLE), 0).score
 
 
 def test_bits_per_byte_are_those_of_the_text_that_follows(reader, framing):

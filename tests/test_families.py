@@ -10,12 +10,15 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 import kvcompress
 from benchmarks.quality.parts import families_checks
 from benchmarks.quality.parts.families_configurations import CONFIGURATIONS, LEFT_OUT, QUICK, names
+from kvcompress.hf.argument import CACHE
 from kvcompress.hf.attach import base_model, facts_of
 
 REFUSED = names(
-    """bloom deepseek_v32 deepseek_v4 diffllama doge falcon gemma3_text/bidirectional gpt_neo gptj inkling_text mamba
+    """bloom deepseek_v32 deepseek_v4 diffllama doge falcon gemma3_text/bidirectional gpt_neo inkling_text mamba
     minimax minimax_m3_vl_text/sparse openai-gpt paligemma/multimodal qwen4_exp_text unlimited_ocr/multimodal xglm"""
 )
+# from transformers 5.24 on GPT-J attends as others do
+REFUSED += ["gptj"] if CACHE == "past_key_values" else ["dory", "inkling2_loop_text"]
 # one configuration for each kind of layer; all of QUICK in make test-all, all that there are in the benchmark
 KINDS = names(
     """llama llama/longrope llama/dynamic/beyond llama/one_kv_head mistral/sliding phi3 glm gpt_neox stablelm/norm
@@ -25,7 +28,7 @@ KINDS = names(
 )
 # biases, indexers, code of their own, both ways, no keys
 KINDS_REFUSED = names(
-    """bloom deepseek_v32 diffllama gemma3_text/bidirectional gptj mamba minimax_m3_vl_text/sparse
+    """bloom deepseek_v32 diffllama gemma3_text/bidirectional mamba minimax_m3_vl_text/sparse
     unlimited_ocr/multimodal"""
 )
 

@@ -15,7 +15,7 @@ from benchmarks.quality.parts import books
 from benchmarks.quality.parts.cells import Cell, Cells, over, rows_of
 from kvcompress import CacheSpec
 from kvcompress.evaluate.measure import Outcome
-from kvcompress.evaluate.prose import Prose, answer_ids, asked_at_the_end, next_turn, passage, question_ids
+from kvcompress.evaluate.prose import Prose, answer_ids, asked_at_the_end, next_turn, passage, question_ids, stretch
 from kvcompress.evaluate.reading import Following, Reader
 from kvcompress.evaluate.sharing import LayerInputs, SharedReader
 from kvcompress.framing import Framing
@@ -92,6 +92,19 @@ def test_turns_are_what_the_template_makes_of_the_conversation(chat):
     )
     assert said(chain(*parts)) == whole + second.prefix
     assert said(answer_ids(chat, second)) == second.answer
+
+
+def test_a_stretch_is_a_book_s_own_tokens_read_then_scored(framing):
+    for number in range(4):
+        book, text = stretch(framing, BOOKS, 300, number, 120)
+        assert book == BOOKS[number % 2][0]
+        assert (len(text.read), len(text.scored), text.nbytes) == (120, 180, 180)  # what is counted are tokens
+        assert said(text.read + text.scored).lstrip() in BOOKS[number % 2][1]
+    pieces = [said(stretch(framing, BOOKS[:1], 300, number, 120)[1].read) for number in range(12)]
+    places = sorted(int(re.search(r"The (\d+)th letter", text)[1]) for text in pieces)
+    assert min(b - a for a, b in pairwise(places)) > 20  # as passages do
+    with pytest.raises(ValueError, match="length must be shorter than letters"):
+        stretch(framing, BOOKS, len(TEXT), 0, 120)
 
 
 # ---- outcomes ----

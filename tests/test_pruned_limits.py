@@ -20,6 +20,7 @@ from kvcompress import (
     prefill,
 )
 from kvcompress.budgets import as_budget
+from kvcompress.hf.argument import CACHE
 from kvcompress.pruners import CenterOfGravity, ExpectedAttention, SnapKV
 
 # ---- memory ----
@@ -136,7 +137,7 @@ def test_a_model_of_windows_alone_is_pruned_nowhere_and_says_so_once(kind):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for one in (cache, cache.fork()):
-            model.generate(ids, past_key_values=one, max_new_tokens=3, do_sample=False)
+            model.generate(ids, max_new_tokens=3, do_sample=False, **{CACHE: one})
         mixed = kind_model("gemma2")
         kvcompress.attach(mixed)
         prefill(mixed, ids, PrunedCache(mixed.config, budget=20))

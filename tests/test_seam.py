@@ -12,6 +12,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import kvcompress
 from kvcompress import QuestCache, StreamingCache, attach, detach
+from kvcompress.hf.argument import CACHE, cache_of
 from kvcompress.hf.attach import base_model, facts_of
 
 SIZES = {
@@ -126,6 +127,16 @@ def test_verifying_names_the_first_layer_that_differs(dtype):
     assert not base_model(model)._forward_pre_hooks
 
 
+@pytest.mark.parametrize("name", ["past_key_values", CACHE])
+def test_a_cache_is_taken_by_either_of_its_names(name):
+    model, ids = attached(), random_ids(9)
+    cache = QuestCache(model.config)
+    with torch.no_grad():
+        assert torch.equal(model(ids, **{name: cache}).logits, model(ids, **{CACHE: QuestCache(model.config)}).logits)
+    assert cache.get_seq_length() == 9
+    assert cache_of({name: cache}) is cache and cache_of({}) is None and cache_of({name: None}) is None
+
+
 # ---- what is refused ----
 
 
@@ -133,11 +144,11 @@ def test_verifying_names_the_first_layer_that_differs(dtype):
     ("kind", "settings", "reason"),
     [
         (
-            "gptj",
-            {"n_layer": 1, "n_head": 4, "n_embd": 64, "rotary_dim": 8},
+            "bloom",
+            {"n_layer": 1, "n_head": 4, "hidden_size": 64},
             "use the mask of their attention themselves",
         ),
-        ("mamba", {"num_hidden_layers": 1}, "takes no past_key_values"),
+        ("mamba", {"num_hidden_layers": 1}, "(takes no past_key_values|nothing to compress)"),
         ("doge", {"num_hidden_layers": 1}, "use the mask of their attention themselves"),
         ("diffllama", {"num_hidden_layers": 1}, "attends more than once"),
     ],

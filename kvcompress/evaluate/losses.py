@@ -12,6 +12,7 @@ import torch
 
 from ..checks import need
 from ..framing import Framing
+from ..hf.argument import CACHE
 from .measure import Measure, Outcome
 from .reading import Reader, held_nbytes
 from .texts import Source
@@ -30,12 +31,13 @@ class Text:
 
 @dataclass(frozen=True)
 class Losses(Measure):
-    """Bits per byte of what follows. stepwise: token by token, as in decoding, where a cache with `every` compresses
-    on the way, and bytes are counted at the end; else in one call behind the first of them, over what is left of the
-    prompt, and bytes are counted after it."""
+    """Bits per byte of what follows. block: tokens of a call behind the prompt, and bytes are counted at the end: 1 is
+    decoding, where a cache with `every` compresses on the way; one that compresses behind each call of several tokens
+    does with more what it does in decoding with as many `every`. None: all in one call behind the first of them, over
+    what is left of the prompt, and bytes are counted after it."""
 
     texts: tuple[Text, ...]
-    stepwise: bool = False
+    block: int | None = None
     unit: ClassVar[str] = "bits per byte"
     higher_is_better: ClassVar[bool] = False
 
@@ -46,10 +48,10 @@ class Losses(Measure):
     @property
     def tokens(self) -> int:
         text = self.texts[0]
-        return len(text.read) - 1 + (len(text.scored) if self.stepwise else 0)
+        return len(text.read) - 1 + (0 if self.block is None else len(text.scored))
 
     def held(self, reader: Reader, index: int = 0) -> int:
-        if self.stepwise:
+        if self.block is not None:
             return self.run(reader, index).nbytes
         return held_nbytes(reader.read(self.texts[index].read[:-1]))
 
@@ -60,22 +62,22 @@ class Losses(Measure):
         nbytes = held_nbytes(cache)
         coming = torch.tensor([[text.read[-1], *text.scored[:-1]]], device=reader.device)
         wanted = torch.tensor(text.scored, device=reader.device)
-        parts = coming.split(1, 1) if self.stepwise else coming.split([1, coming.shape[1] - 1], 1)
+        parts = coming.split([1, coming.shape[1] - 1] if self.block is None else self.block, 1)
         nats, place, times = 0.0, 0, []
         for part in parts:
             count = part.shape[1]
             if count:
-                logits = reader.model(part, past_key_values=cache).logits[0].float()
+                logits = reader.model(part, **{CACHE: cache}).logits[0].float()
                 nats += float(torch.nn.functional.cross_entropy(logits, wanted[place : place + count], reduction="sum"))
             times.append(time.perf_counter())
             place += count
-        per_token = (times[-1] - times[0]) / max(len(times) - 1, 1) if self.stepwise else None
-        if self.stepwise:
+        per_token = (times[-1] - times[0]) / max(len(times) - 1, 1) if self.block == 1 else None
+        if self.block is not None:
             nbytes = held_nbytes(cache)
         return self._outcome(text, nats, nbytes, times[0] - begin, per_token)
 
     def sample(self, index: int) -> dict[str, Any]:
-        need(not self.stepwise, f"peers must be of a task whose prompt is compressed once, got {self.name}")
+        need(self.block is None, f"peers must be of a task whose prompt is compressed once, got {self.name}")
         text = self.texts[index]
         return {"read": text.read[:-1], "scored": [[text.read[-1], *text.scored]]}
 
@@ -88,7 +90,7 @@ class Losses(Measure):
 
 
 def loss_measure(name: str, framing: Framing, length: int, scored: int, source: Source, count: int, seed: int, *,
-                 stepwise: bool = False) -> Losses:  # fmt: skip
+                 block: int | None = None) -> Losses:  # fmt: skip
     """`count` places of a text, spread evenly: `length` tokens are read, and about `scored` tokens behind them scored,
     whole characters. Raises ValueError for a text that is too short."""
     need(not framing.chat, f"chat must be False for {name}, which is about text that goes on")
@@ -107,12 +109,12 @@ def loss_measure(name: str, framing: Framing, length: int, scored: int, source: 
         following = text[cut : cut + behind]
         ids = framing.begin + read[len(read) - length + len(framing.begin) :]
         found.append(Text(ids, framing.bare(following), len(following.encode())))
-    return Losses(name, length, tuple(found), stepwise)
+    return Losses(name, length, tuple(found), block)
 
 
 def decode_measure(framing: Framing, length: int, source: Source, count: int, seed: int) -> Losses:
     """The first quarter of `length` tokens is read, the others come one by one and are scored."""
     need(length >= 4, f"length must be at least 4 tokens, got {length}")
     read = length // 4
-    measure = loss_measure("decode", framing, read, length - read, source, count, seed, stepwise=True)
+    measure = loss_measure("decode", framing, read, length - read, source, count, seed, block=1)
     return replace(measure, length=length)

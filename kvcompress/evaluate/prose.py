@@ -14,6 +14,7 @@ from ..checks import need
 from ..framing import Framing
 from .fitting import TooShort, largest
 from .followed import Followed
+from .losses import Text
 from .measure import Asked, Prompt
 from .questions import Questions, begins_with
 from .reading import Following
@@ -72,7 +73,7 @@ def passage(framing: Framing, books: Sequence[tuple[str, str]], length: int, num
     facts = [f" The special magic number for {city} is: {value}." for city, value in zip(cities, values, strict=True)]
     facts.append(f" {begins}{ends}")
     order = rng.sample(range(len(facts)), len(facts))
-    sentences = _sentences(book, text, (number // len(books) * _STEP) % 1, 12 * (length + scored))
+    sentences = _sentences(book, text, _share(books, number), 12 * (length + scored))
 
     def planted(size: int) -> str:
         cuts = [round(size * _depth(place)) for place in range(len(facts))]
@@ -101,13 +102,35 @@ def _depth(place: int) -> float:
     return (place + 0.5) / (NUMBERS + 1)
 
 
+def stretch(
+    framing: Framing, books: Sequence[tuple[str, str]], length: int, number: int, read: int
+) -> tuple[str, Text]:
+    """The number-th piece of a book without anything planted, and the book's name: `read` tokens of it are read, and
+    those up to `length` are scored, as a text that goes on; per token, not per byte. Pieces lie as passages do."""
+    book, text = books[number % len(books)]
+    piece = _piece(book, text, _share(books, number), 12 * length)
+    ids = (framing.begin + framing.bare(piece.lstrip()))[:length]
+    need(len(ids) == length, f"length must be at most {len(ids)} tokens there in {book}, got {length}")
+    return book, Text(ids[:read], ids[read:], length - read)
+
+
+def _share(books: Sequence[tuple[str, str]], number: int) -> float:
+    """Of a book, behind which its next piece begins."""
+    return (number // len(books) * _STEP) % 1
+
+
 def _sentences(book: str, text: str, share: float, characters: int) -> list[str]:
-    """From the first paragraph behind a share of the text on, each with what stands before it."""
+    """Of a piece, each with what stands before it."""
+    return re.split(r"(?<=[.!?])(?=\s+[\"'(]?[A-Z0-9])", _piece(book, text, share, characters))
+
+
+def _piece(book: str, text: str, share: float, characters: int) -> str:
+    """From the first paragraph behind a share of the text on."""
     room = len(text) - characters
     need(room >= 0, f"length must be shorter than {book}, of {len(text):,} characters, got one that may take "
          f"{characters:,}")  # fmt: skip
     begin = text.find("\n\n", int(share * room)) + 2
-    return re.split(r"(?<=[.!?])(?=\s+[\"'(]?[A-Z0-9])", text[begin : begin + characters])
+    return text[begin : begin + characters]
 
 
 # ---- what is measured ----

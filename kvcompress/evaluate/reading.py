@@ -16,6 +16,7 @@ from transformers.generation.streamers import BaseStreamer
 from ..caches.base import CompressedCache
 from ..caches.spec import CacheSpec
 from ..checks import need
+from ..hf.argument import CACHE
 from ..prefilling import prefill
 from ..write_text import held_nbytes
 
@@ -40,7 +41,7 @@ class Reader:
         are not told."""
         cache, read = self.spec.make(self.model.config, self.tokenizer), self._tensor(ids)
         if not isinstance(cache, CompressedCache):
-            self.model(read, past_key_values=cache, logits_to_keep=1)
+            self.model(read, logits_to_keep=1, **{CACHE: cache})
             return cache
         if guide is not None and _looks_at_a_guide(cache):
             known = self._tensor(guide)
@@ -55,7 +56,7 @@ class Reader:
         clock, begin = _Clock(), time.perf_counter()
         out = self.model.generate(
             self._tensor(ids), attention_mask=torch.ones(1, len(ids), dtype=torch.int64, device=self.device),
-            past_key_values=cache, max_new_tokens=new_tokens, do_sample=False, streamer=clock,
+            max_new_tokens=new_tokens, do_sample=False, streamer=clock, **{CACHE: cache},
         )  # fmt: skip
         return Written(out[0, len(ids) :].tolist(), clock.times[1] - begin, clock.per_token)
 
@@ -72,7 +73,7 @@ class Reader:
             if len(numbers) > 1:
                 own.batch_repeat_interleave(len(numbers))
             ids = torch.tensor([list(texts[number].ids) for number in numbers], device=self.device)
-            logits = self.model(ids[:, :-1], past_key_values=own, logits_to_keep=length - first).logits.float()
+            logits = self.model(ids[:, :-1], logits_to_keep=length - first, **{CACHE: own}).logits.float()
             nats = torch.nn.functional.cross_entropy(logits.transpose(1, 2), ids[:, first:], reduction="none")
             right = logits.argmax(-1) == ids[:, first:]
             for row, number in enumerate(numbers):

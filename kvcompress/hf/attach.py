@@ -12,6 +12,7 @@ from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 
 from .adapters import check_adapter
+from .argument import CACHE
 from .config import cache_layers, check_version, recurs
 from .facts import Facts
 from .generation import make_no_caches, make_own_caches
@@ -170,8 +171,8 @@ def _learned(model: nn.Module, decoder: Any) -> tuple[Facts, bool]:
     try:
         if decoder.config.is_encoder_decoder:
             raise ValueError("it has an encoder, and attends to that besides")
-        if "past_key_values" not in parameters:
-            raise ValueError("its decoder takes no past_key_values")
+        if CACHE not in parameters:
+            raise ValueError(f"its decoder takes no {CACHE}")
         layers = cache_layers(decoder.config)
         check_version(decoder.config, layers)
         takes = any(x.kind is inspect.Parameter.VAR_KEYWORD for x in parameters.values())
@@ -179,7 +180,7 @@ def _learned(model: nn.Module, decoder: Any) -> tuple[Facts, bool]:
         with evaluating(decoder), torch.autocast(torch.device(device).type, enabled=False):
             THREAD.now.probe = probe
             cache = NotedCache(decoder.config, keeps=False, note=probe.updated)
-            decoder(input_ids=tokens.expand(ROWS, -1), past_key_values=cache, use_cache=True, **given)
+            decoder(input_ids=tokens.expand(ROWS, -1), use_cache=True, **{CACHE: cache}, **given)
             facts = probe.facts(tolerance)
             facts.asks_length = cache.asked
             THREAD.now.probe = None
@@ -205,8 +206,8 @@ def _counts_from_0(decoder: Any, tokens: torch.Tensor, tolerance: float) -> bool
 def _reads_chunks(decoder: Any, tokens: torch.Tensor, tolerance: float) -> bool:
     """Whether the dense model gives the same in two calls of several tokens as in one."""
     cache, half = DynamicCache(config=decoder.config), TOKENS // 2
-    whole = decoder(input_ids=tokens[None], past_key_values=DynamicCache(config=decoder.config), use_cache=True)[0]
-    decoder(input_ids=tokens[None, :half], past_key_values=cache, use_cache=True)
-    end = decoder(input_ids=tokens[None, half:], past_key_values=cache, use_cache=True)[0]
+    whole = decoder(input_ids=tokens[None], use_cache=True, **{CACHE: DynamicCache(config=decoder.config)})[0]
+    decoder(input_ids=tokens[None, :half], use_cache=True, **{CACHE: cache})
+    end = decoder(input_ids=tokens[None, half:], use_cache=True, **{CACHE: cache})[0]
     # families that carry their states on differ by rounding, those that begin anew by 2 % and more
     return bool((end - whole[:, half:]).norm() <= tolerance / 10 * end.norm())

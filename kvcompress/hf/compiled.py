@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from ..ops.opaque import held, opaque_op
+from .argument import cache_of
 from .attending import attend, begun, hidden_of, wants_gradient
 from .method import KEYWORD, PassCache, method_of
 from .now import THREAD
@@ -18,7 +19,7 @@ from .now import THREAD
 
 def before(decoder: Any, seam: Any, given: dict[str, Any]) -> bool:
     """Begins a pass; False for one that is rare, or to be refused: it is begun uncompiled. given: the arguments."""
-    now, cache = THREAD.now, given.get("past_key_values")
+    now, cache = THREAD.now, cache_of(given)
     if now.probe is not None or KEYWORD in given:
         return False
     if not isinstance(cache, PassCache):

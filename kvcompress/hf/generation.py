@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 from transformers import GenerationMixin
 
+from .argument import CACHE, cache_of
 from .method import method_of
 
 _ATTRIBUTE = "_prepare_cache_for_generation"
@@ -20,7 +21,7 @@ class OwnCache:
 
     def __call__(self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         method = method_of(self.decoder)
-        given = model_kwargs.get("past_key_values") is not None
+        given = cache_of(model_kwargs) is not None
         if method is None or given or generation_config.use_cache is False:
             original: Any = getattr(type(self.model), _ATTRIBUTE)
             return original(self.model, generation_config, model_kwargs, *args, **kwargs)
@@ -30,7 +31,7 @@ class OwnCache:
                 f"cache_implementation must be None for a model converted to {method.title}, which makes "
                 f"{method.cache_name}, got {wanted!r}"
             )
-        model_kwargs["past_key_values"] = method.new_cache(self.model.config)
+        model_kwargs[CACHE] = method.new_cache(self.model.config)
         return None
 
 

@@ -25,6 +25,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ..ops.opaque import Handled
 from ..positions import parts
 from . import compiled
+from .argument import CACHE, cache_of
 from .attending import attend, begun, checked_call, hidden_of
 from .facts import Facts
 from .method import KEYWORD, Pass, PassCache, method_of
@@ -271,7 +272,7 @@ def _begin(decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     assert seam is not None
     given = _named(seam.arguments, args, kwargs)
     _masked_as_outer(decoder, given)
-    cache, method = given.get("past_key_values"), method_of(decoder)
+    cache, method = cache_of(given), method_of(decoder)
     current: Pass | None = given.pop(KEYWORD, None)
     if current is None and isinstance(cache, PassCache):
         call, current = begun(decoder, seam.facts, cache, given)
@@ -280,7 +281,7 @@ def _begin(decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     elif current is None and method is not None:
         if cache is not None:
             raise ValueError(
-                f"past_key_values must be {method.cache_name} for this converted model, or None, got "
+                f"{CACHE} must be {method.cache_name} for this converted model, or None, got "
                 f"{type(cache).__name__}; generate of the attached model makes it where none is given"
             )
         current = method.begin(checked_call(decoder, seam.facts, given))
@@ -304,7 +305,7 @@ def _decoder_after(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     if torch.compiler.is_dynamo_compiling():
         compiled.after(output)
         return
-    current, cache = now.current, kwargs.get("past_key_values")
+    current, cache = now.current, cache_of(kwargs)
     now.over()
     if current is not None and isinstance(cache, PassCache) and output is not None:
         _end(cache, current, output)
@@ -373,7 +374,7 @@ class _Outer:
             now.outer = given | {"module": module, "hooks": self}
 
     def _is_ours(self, given: dict[str, Any]) -> bool:
-        return isinstance(given.get("past_key_values"), PassCache) or method_of(self.decoder) is not None
+        return isinstance(cache_of(given), PassCache) or method_of(self.decoder) is not None
 
     def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         now = THREAD.now
@@ -385,11 +386,11 @@ def _goes_on(outer: dict[str, Any] | None, decoder: nn.Module, given: dict[str, 
     """Whether a call with these arguments is part of that pass, which may be one that Ctrl-C ended."""
     if outer is None or outer["hooks"].decoder is not decoder:
         return False
-    cache = given.get("past_key_values")
+    cache = cache_of(given)
     # torch.compile knows a cache by where it finds it first: as an argument, so that its length is no constant
-    if isinstance(cache, PassCache) and cache is outer.get("past_key_values"):
+    if isinstance(cache, PassCache) and cache is cache_of(outer):
         return True
-    return not isinstance(outer.get("past_key_values"), PassCache)
+    return not isinstance(cache_of(outer), PassCache)
 
 
 def _check_causal(outer: dict[str, Any], kwargs: dict[str, Any]) -> None:

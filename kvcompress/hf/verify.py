@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .. import ops
 from ..softmax import Softmax
+from .argument import CACHE
 from .facts import Facts
 from .method import KEYWORD, Pass
 from .now import THREAD, NotedCache
@@ -61,11 +62,11 @@ def verify_layers(decoder: Any, facts: Facts) -> None:
     with evaluating(decoder), torch.autocast(torch.device(device).type, enabled=False):
         try:
             THREAD.now.watcher = watch
-            decoder(input_ids=ids[None], past_key_values=NotedCache(decoder.config, keeps=True), use_cache=True)
+            decoder(input_ids=ids[None], use_cache=True, **{CACHE: NotedCache(decoder.config, keeps=True)})
         finally:
             THREAD.now.watcher = THREAD.now.layer = None
         passed = NotedCache(decoder.config, keeps=False)
-        decoder(input_ids=ids[None], past_key_values=passed, use_cache=True, **{KEYWORD: ours})
+        decoder(input_ids=ids[None], use_cache=True, **{CACHE: passed, KEYWORD: ours})
     for layer in sorted(ours.out):
         want, out = dense[layer].float(), ours.out[layer].float()
         error = float((out - want).abs().max() / want.abs().max().clamp_min(1e-20))

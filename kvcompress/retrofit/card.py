@@ -12,6 +12,7 @@ from huggingface_hub import ModelCard, ModelCardData
 from torch import Tensor, nn
 
 from ..caches.spec import CacheSpec
+from ..hf.argument import CACHE
 from ..hf.attach import base_model, facts_of
 from ..hf.method import method_of
 from ..hf.seam import evaluating
@@ -38,7 +39,7 @@ def measured_ratio(model: nn.Module, input_ids: Tensor) -> float | None:
     with evaluating(model):
         cache: Any = CacheSpec(kind, {}).make(decoder.config)
         prefill(model, input_ids, cache, torch.ones_like(input_ids))  # a pad token is a token here
-        decoder(input_ids[:, -1:], past_key_values=cache)  # as prefill: a Trainer's autocast wraps the model around it
+        decoder(input_ids[:, -1:], **{CACHE: cache})  # as prefill: a Trainer's autocast wraps the model around it
     sizes = [
         layer.kv_heads * (layer.head_dim + layer.value_dim) * min(T, layer.window or T)
         for layer in (facts[number] for number in facts)

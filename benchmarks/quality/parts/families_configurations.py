@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from transformers import CONFIG_MAPPING
 
 from benchmarks.quality.parts.families_models import OTHERS, VOCABULARY, Configuration
 
@@ -322,12 +323,23 @@ def _implementations() -> Iterator[Configuration]:
     yield Configuration("mistral/eager", "mistral", {"sliding_window": WINDOW}, implementation="eager")
 
 
+def _new() -> Iterator[Configuration]:
+    """What transformers has from 5.24 on."""
+    for kind in names("apertus1p5_text dory exaone inkling2_loop_text lara_mini"):
+        yield Configuration(kind, kind)
+    experts = {"num_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+               "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}  # fmt: skip
+    yield Configuration("sarvam_moe", "sarvam_moe", experts)
+    yield Configuration("sarvam_mla", "sarvam_mla", MLA | experts)
+
+
 CONFIGURATIONS: dict[str, Configuration] = {
     c.name: c
     for group in (
-        _llama_like, _sliding, _shared, _experts, _latent, _recurrent, _positions, _multimodal, _implementations
+        _llama_like, _sliding, _shared, _experts, _latent, _recurrent, _positions, _multimodal, _implementations, _new
     )
     for c in group()
+    if group is not _new or c.kind in CONFIG_MAPPING
 }  # fmt: skip
 
 QUICK = names("""llama llama/eager llama/yarn llama/longrope llama/dynamic/beyond llama/head_dim_24 llama/one_kv_head

@@ -1,6 +1,6 @@
 """A retrofit against transformers' Trainer on the same model and data: tokens per second, memory, two processes.
 
-    python benchmarks/speed/retrofit.py [--quick] [--json FILE]
+    python benchmarks/speed/retrofit.py [--quick] [--json FILE] [--model NAME]
 
 LlamaForCausalLM with random weights, feed-forward layers 8/3 as wide as the rest, two query heads of 64 for each KV
 head; Python's standard library as text, a token for a byte; AdamW, float32.
@@ -13,6 +13,8 @@ memory/<method>         peak resident memory of such a run of 3 steps above what
     fresh process for each. times: of the plain model's
 ddp/<method>, fsdp2/<method>   a step of a loop in two processes over gloo, one thread each; with FSDP2 every layer is
     sharded. ratio: against the plain model in the same loop and processes, taking turns
+
+--model: a pretrained one, such as smollm2, instead, in rows of 1,024 of its own tokens: its train rows, whole, alone.
 
 dmc    decides in every step, with the loss on the ratio; dms  the same, dropping tokens that are a quarter of a row old
 pod    every second layer follows; an eighth of a row is near
@@ -46,7 +48,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))
-from benchmarks.common import Row, options, write_json
+from benchmarks.common import Row, load, parse_arguments, parser, write_json
 from kvcompress import dmc, pod
 from kvcompress.models.tokenizer import byte_tokenizer
 from kvcompress.process_memory import PeakMemory
@@ -63,7 +65,8 @@ PLAIN = "plain"
 @dataclass(frozen=True)
 class Sizes:
     """turns: of each kind, half as many in two processes. steps: of a turn, whose first is not counted. length, rows:
-    of a pass. measured: methods whose memory and distributed steps are measured."""
+    of a pass. measured: methods whose memory and distributed steps are measured. model: a pretrained one, None = of
+    these sizes."""
 
     turns: int
     steps: int
@@ -73,6 +76,7 @@ class Sizes:
     rows: int
     vocabulary: int
     measured: tuple[str, ...] = METHODS
+    model: str | None = None
 
 
 SIZES = {
@@ -100,23 +104,28 @@ class MemoryRow:
         self.times = self.nbytes / self.peer_nbytes
 
 
-def model_of(kind: str, sizes: Sizes) -> LlamaForCausalLM:
+def model_of(kind: str, sizes: Sizes) -> Any:
+    model = random_model(sizes) if sizes.model is None else load(sizes.model, "cpu")[0].float()
+    model.config.use_cache = False
+    if kind == "pod":
+        layers, heads = model.config.num_hidden_layers, model.config.num_key_value_heads
+        lead = [[layer - layer % 2] * heads for layer in range(layers)]
+        pod.convert(model, pod.PoDConfig(lead, sinks=16, recent=sizes.length // 8 - 16 or 1))
+    elif kind != PLAIN:
+        dmc.convert(model, dmc.DMCConfig(mode=kind, dms_window=sizes.length // 4), anneal=False)
+    return model
+
+
+def random_model(sizes: Sizes) -> LlamaForCausalLM:
     torch.manual_seed(0)
     heads = sizes.hidden // 64
-    model = LlamaForCausalLM(
+    return LlamaForCausalLM(
         LlamaConfig(
             vocab_size=sizes.vocabulary, hidden_size=sizes.hidden, intermediate_size=sizes.hidden * 8 // 3 // 64 * 64,
             num_hidden_layers=sizes.layers, num_attention_heads=heads, num_key_value_heads=heads // 2, head_dim=64,
             max_position_embeddings=sizes.length,
         )
     )  # fmt: skip
-    model.config.use_cache = False
-    if kind == "pod":
-        lead = [[layer - layer % 2] * (heads // 2) for layer in range(sizes.layers)]
-        pod.convert(model, pod.PoDConfig(lead, sinks=16, recent=sizes.length // 8 - 16 or 1))
-    elif kind != PLAIN:
-        dmc.convert(model, dmc.DMCConfig(mode=kind, dms_window=sizes.length // 4), anneal=False)
-    return model
 
 
 def recipe_of(kind: str, steps: int) -> Recipe:
@@ -131,7 +140,8 @@ def data_of(sizes: Sizes, folder: str, *, whole: bool) -> Any:
     path = Path(folder, "text.jsonl")
     if not path.is_file():
         path.write_text("".join(json.dumps({"text": text.read_text(errors="replace")}) + "\n" for text in texts))
-    return Packing(sizes.length, borders=not whole).rows([DataSource(str(path))], byte_tokenizer())[0]
+    tokenizer = byte_tokenizer() if sizes.model is None else load(sizes.model, "cpu")[1]
+    return Packing(sizes.length, borders=not whole).rows([DataSource(str(path))], tokenizer)[0]
 
 
 # ---- one process ----
@@ -145,7 +155,7 @@ class Ends(TrainerCallback):
         self.times.append(time.perf_counter())
 
 
-def run_of(kind: str, model: LlamaForCausalLM, data: Any, sizes: Sizes, folder: str) -> list[float]:
+def run_of(kind: str, model: Any, data: Any, sizes: Sizes, folder: str) -> list[float]:
     """Trains some steps; the seconds of all but the first."""
     ends = Ends()
     args = TrainingArguments(
@@ -176,7 +186,7 @@ def turns(kinds: tuple[str, ...], count: int, work: Callable[[str], list[float]]
 def train_rows(sizes: Sizes, folder: str) -> Iterator[Row]:
     kinds = (PLAIN, *METHODS)
     models = {kind: model_of(kind, sizes) for kind in kinds}
-    for name, whole in (("whole", True), ("packed", False)):
+    for name, whole in (("whole", True), ("packed", False))[: 1 if sizes.model else 2]:
         data = data_of(sizes, folder, whole=whole)
         found = turns(kinds, sizes.turns, lambda kind: run_of(kind, models[kind], data, sizes, folder))  # noqa: B023
         yield from rows_of("train", found, sizes, f"/{name}", "Trainer")
@@ -300,13 +310,18 @@ def distributed_rows(sizes: Sizes, folder: str) -> Iterator[Row]:
 
 
 def main() -> None:
-    choice = options(__doc__)
+    parse = parser(__doc__)
+    parse.add_argument("--model", help="a Hugging Face model by name or folder, or smollm2 (default: random weights)")
+    choice = parse_arguments(parse)
     sizes = SIZES[choice.size]
+    if choice.model is not None:
+        sizes = replace(sizes, model=choice.model, length=1024, turns=min(sizes.turns, 3))
+    parts = (train_rows, memory_rows, distributed_rows)[: 1 if sizes.model else 3]
     logging.disable(logging.WARNING)
     datasets.disable_progress_bars()
     rows: list[Row | MemoryRow] = []
     with tempfile.TemporaryDirectory() as folder:
-        for row in itertools.chain(*(part(sizes, folder) for part in (train_rows, memory_rows, distributed_rows))):
+        for row in itertools.chain(*(part(sizes, folder) for part in parts)):
             rows.append(row)
             found = f"{row.times:.2f} times" if isinstance(row, MemoryRow) else f"{row.ratio:.2f}"
             print(f"{row.name}: {found}", flush=True)

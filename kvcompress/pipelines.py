@@ -19,7 +19,7 @@ from transformers.pipelines import PIPELINE_REGISTRY
 from .caches.base import CompressedCache
 from .caches.spec import DENSE, CacheSpec
 from .checks import need, need_text
-from .hf.argument import CACHE
+from .hf.argument import with_cache
 from .hf.attach import attach, is_attached
 from .prefilling import prefill
 
@@ -70,11 +70,12 @@ class CompressedTextGenerationPipeline(TextGenerationPipeline):
         if not isinstance(held, CompressedCache):
             raise ValueError(f"cache must make a kvcompress cache, got {type(held).__name__}")
         ids, mask = model_inputs["input_ids"], model_inputs.get("attention_mask")
+        options = with_cache(held, generation)
         tail = None
         if guide is not None:
             tail = self.tokenizer(guide, return_tensors="pt", add_special_tokens=False).input_ids[0].to(ids.device)
         prefill(self.model, ids, held, mask, guide=tail)
-        return super()._forward(model_inputs, **{CACHE: held}, **generation)
+        return super()._forward(model_inputs, **options)
 
 
 if TASK not in PIPELINE_REGISTRY.get_supported_tasks():

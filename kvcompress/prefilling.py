@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from .caches.base import CompressedCache
 from .caches.passes import Iteration
 from .hf.adapters import check_adapter
-from .hf.argument import CACHE
+from .hf.argument import CACHE, with_cache
 from .hf.attach import base_model, facts_of
 from .hf.method import KEYWORD, method_of
 from .hf.reminder import without_reminder
@@ -326,12 +326,13 @@ def generate(
     """
     _need_tensors(input_ids=input_ids, attention_mask=attention_mask)
     whole: Any = model
+    options = with_cache(cache, generation)
     if attention_mask is None:
         attention_mask = _padding(model, input_ids, generation)
     prefill(model, input_ids, cache, attention_mask, guide=guide, logits=logits, progress=progress)
     _warn_of_length(cache)
     with without_reminder():
-        return whole.generate(input_ids, attention_mask=attention_mask, **{CACHE: cache}, **generation)
+        return whole.generate(input_ids, attention_mask=attention_mask, **options)
 
 
 def _warn_of_length(cache: CompressedCache) -> None:

@@ -16,7 +16,7 @@ from .caches.pruned import PrunedCache
 from .caches.saving import load_cache
 from .caches.spec import DENSE, CacheSpec
 from .checks import need, need_text
-from .hf.argument import CACHE
+from .hf.argument import CACHE, with_cache
 from .hf.attach import attach, is_attached
 from .hf.reminder import without_reminder
 from .prefilling import prefill
@@ -60,9 +60,7 @@ class Reading:
         ids = torch.cat([seen, asked], dim=1)
         whole: Any = self.model
         with without_reminder():
-            out = whole.generate(
-                ids, attention_mask=torch.ones_like(ids), **{CACHE: self.cache.fork()}, **settings
-            )  # fmt: skip
+            out = whole.generate(ids, attention_mask=torch.ones_like(ids), **with_cache(self.cache.fork(), settings))
         return str(self.tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))
 
     def save(self, path: str | os.PathLike[str]) -> Path:

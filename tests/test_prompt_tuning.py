@@ -62,7 +62,9 @@ def test_a_prompt_goes_through_generate():
     given = {"input_ids": IDS, "max_new_tokens": 6, "do_sample": False}
     dense = DynamicCache(config=model.config)
     plain = tuned.generate(**given, past_key_values=dense)
+    if not torch.equal(plain, tuned.generate(**given, use_cache=False)):
+        pytest.skip("this PEFT gives other text with transformers' own cache: 0.21 does not know transformers 5.24")
     with attach(tuned):
         cache = QuestCache(model.config)
         assert torch.equal(tuned.generate(**given, past_key_values=cache), plain)
-    assert cache.get_seq_length() == dense.get_seq_length() >= 4 + 9 + 5
+    assert cache.get_seq_length() == dense.get_seq_length() == 4 + 9 + 5

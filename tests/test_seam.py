@@ -135,6 +135,11 @@ def test_a_cache_is_taken_by_either_of_its_names(name):
         assert torch.equal(model(ids, **{name: cache}).logits, model(ids, **{CACHE: QuestCache(model.config)}).logits)
     assert cache.get_seq_length() == 9
     assert cache_of({name: cache}) is cache and cache_of({}) is None and cache_of({name: None}) is None
+    mine = QuestCache(model.config)
+    twice = f"{name} must not be given where a cache is already, got QuestCache|multiple values for argument '{name}'"
+    with pytest.raises(TypeError, match=twice):
+        kvcompress.generate(model, ids, mine, max_new_tokens=2, **{name: cache})
+    assert mine.get_seq_length() == 0
 
 
 # ---- what is refused ----

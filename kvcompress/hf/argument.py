@@ -16,3 +16,12 @@ def cache_of(given: Mapping[str, Any]) -> Any:
     renames it within the call: hooks see what the user wrote."""
     cache = given.get(CACHE)
     return given.get(_BEFORE) if cache is None else cache
+
+
+def with_cache(cache: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a call and the cache that it is given. Raises TypeError where they bring one of their own: of two
+    transformers would take one and leave the other without a word."""
+    for name in (CACHE, _BEFORE):
+        if options.get(name) is not None:
+            raise TypeError(f"{name} must not be given where a cache is already, got {type(options[name]).__name__}")
+    return {**options, CACHE: cache}

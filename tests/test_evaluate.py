@@ -84,10 +84,11 @@ def test_a_cache_that_keeps_all_says_and_scores_what_the_dense_one_does(reader, 
         assert dense.nbytes == 4096 * measure.tokens
 
 
+@pytest.mark.parametrize("budget", ["48", "globaltopk:48"])
 @pytest.mark.parametrize("pruner", ["streamingllm", "tova", "h2o", "keydiff"])
-def test_blocks_are_what_decoding_is_that_compresses_as_often(reader, framing, pruner):
+def test_blocks_are_what_decoding_is_that_compresses_as_often(reader, framing, pruner, budget):
     """The prompt fills the budget, so that both compress behind the same tokens."""
-    spec = f"pruned,pruner={pruner},budget=48,page_size=8"
+    spec = f"pruned,pruner={pruner},budget={budget},page_size=8"
     found = []
     for block, more in ((1, ",every=16"), (16, "")):
         measure = loss_measure("x", framing, 49, 96, SOURCE, 1, 0, block=block)

@@ -57,10 +57,12 @@ def models_page() -> str:
     """docs/models.md with its table made anew: what stands before MADE is written by hand."""
     found = rows("families")
     counts = Counter(row["outcome"] for row in found)
-    wrong = len(found) - counts["right"] - counts["refused"]
+    failing = counts["no answer"]
+    wrong = len(found) - counts["right"] - counts["refused"] - failing
     summary = f"Of {len(found)} configurations {counts['right']} are right, {counts['refused']} are refused, each with"
     lines = [
-        f"{summary} its reason, and {wrong or 'none'} is wrong.",
+        f"{summary} its reason, and {wrong or 'none'} is wrong."
+        + (f" In {failing} the dense model itself fails." if failing else ""),
         "",
         "| family, configuration | | |",
         "|---|---|---|",
@@ -88,8 +90,9 @@ def _number(row: dict[str, Any], field: str, sign: str = "") -> str:
 
 
 def pruning_page() -> str:
-    """Of witness.json: a table for each length and place of the question, each share's best in bold."""
-    found = rows("witness")
+    """Of witness.json and witness_long.json: a table for each length and place of the question, each share's best in
+    bold; of writing.json: one of what is lost in long generation."""
+    found = [*rows("witness"), *rows("witness_long")]
     lines: list[str] = []
     for question, length in dict.fromkeys((row["question"], row["length"]) for row in found):
         own = [row for row in found if (row["question"], row["length"]) == (question, length)]
@@ -121,7 +124,32 @@ def pruning_page() -> str:
             lines.append(f"| {name} | {share} | {row['nbytes_share']:.3f} | {' | '.join(cells)} |")
         lines.append("")
     left = [f"- {row['name'].removeprefix('witness/')}: {row['reason']}" for row in found if "reason" in row]
-    return _made("pruning.md", lines + (["Left out:", "", *left] if left else []))
+    return _made("pruning.md", lines + (["Left out:", "", *left, ""] if left else []) + _writing_lines())
+
+
+def _writing_lines() -> list[str]:
+    found = rows("writing")
+    dense = next(row for row in found if row["method"] == "dense")
+    kept = sorted({row["share"] for row in found if row["share"] is not None}, reverse=True)
+    told = [f"{round(share * dense['length'])} of {dense['length']:,}" for share in kept]
+    lines = [
+        "## Long generation",
+        "",
+        f"{len(dense['texts'])} pieces of books. Dense: {dense['bits']:.3f} bits per token.",
+        "",
+        f"| | {' | '.join(f'bits over dense, {x} | share' for x in told)} |",
+        "|---" * (2 * len(kept) + 1) + "|",
+    ]
+    for method in dict.fromkeys(row["method"] for row in found if row["share"] is not None):
+        cells = []
+        for share in kept:
+            alike = [row for row in found if row["share"] == share]
+            row = next(row for row in alike if row["method"] == method)
+            best = row["bits_over_dense"] == min(other["bits_over_dense"] for other in alike)
+            cell = _number(row, "bits_over_dense", "+")
+            cells += [f"**{cell}**" if best else cell, f"{row['bits_over_dense_share']:+.1%}"]
+        lines.append(f"| {method} | {' | '.join(cells)} |")
+    return lines
 
 
 def shapes_page() -> str:

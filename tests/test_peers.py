@@ -42,7 +42,8 @@ class Press:
     @contextmanager
     def __call__(self, model):
         def cut(module, args, kwargs, output):
-            layer = kwargs["past_key_values"].layers[module.layer_idx]
+            cache = kwargs["cache"] if "cache" in kwargs else kwargs["past_key_values"]  # from transformers 5.24 on
+            layer = cache.layers[module.layer_idx]
             first = layer.keys.shape[2] - int(layer.keys.shape[2] * (1 - self.ratio))
             if self.hides:
                 gone = torch.zeros(layer.keys.shape[:3], dtype=torch.bool)

@@ -169,7 +169,8 @@ kvc_status kvc_pod_step(const kvc_pod_step_args *args, kvc_parallel_for parallel
  *     sinks > 0, with k_far, v_far [R, sinks, D]: slots j < far_b of these; the query stands at window; far_b =
  *         min(max(t + 1 - window, 0), sinks). Before, token t < sinks is written there at t, its key rotated to position 0
  *     table.R > 0 (sinks = 0): all slots of the row's pages, the query at p. Before, token t - window leaves the ring:
- *         where t >= window and its successor is not marked, it is appended as kvc_append_tokens does
+ *         where t >= window and its successor (own: it itself) is not marked, it is appended as kvc_append_tokens does;
+ *         own: a sequence's first token never is
  * marks uint8 [R, capacity] (NULL: none; pages need them): marks[r, slot(t)] = alpha[r] > 1/2, alpha NULL: hard of
  * kvc_dmc_decisions of k's neuron (decision_*). neuron: coordinate of q and k that is 0 before and after rotation, -1: none.
  * q [B, Hq, 1, D], k, v [B, Hkv, 1, D] un-rotated; q any dtype, k, v and all arrays of keys and values of one; k_ring,
@@ -194,7 +195,7 @@ typedef struct {
     const float *alpha, *cos, *sin;
     void *scratch;
     int64_t B, Hq, Hkv, D, capacity, window, sinks, neuron, rotary_dim, table_rows;
-    int chunked;
+    int chunked, own;
     float scale, softcap;
     const float *sink_logits;
     float decision_scale, decision_shift, decision_margin;

@@ -177,10 +177,10 @@ static kvc_status leave(const kvc_ring_step_args *args, const step_scratch *scra
     const int64_t D = args->D, token = D * kvc_dtype_bytes(args->k.dtype);
     for (int64_t r = 0; r < args->table.R; r++) {
         const int64_t t = args->places[r / args->Hkv], from = (r * args->capacity + t % args->window) * token;
-        const int64_t next = r * args->capacity + (t + 1) % args->window;
+        const int64_t says = r * args->capacity + (args->own ? t : t + 1) % args->window;
         scratch->stays[r] = 0;
         if (t < args->window) continue;
-        scratch->stays[r] = !(args->window == 1 ? scratch->alpha[r] > 0.5f : args->marks[next] != 0);
+        scratch->stays[r] = !(args->window == 1 && !args->own ? scratch->alpha[r] > 0.5f : args->marks[says] != 0);
         memcpy((char *)scratch->left_k + r * token, (const char *)args->k_ring + from, (size_t)token);
         memcpy((char *)scratch->left_v + r * token, (const char *)args->v_ring + from, (size_t)token);
     }
@@ -202,7 +202,7 @@ static void write(const kvc_ring_step_args *args, const step_scratch *scratch) {
         const char *value = view_at(&args->v, b, h, 0, 0);
         memcpy((char *)args->k_ring + slot * token, (const char *)scratch->k + r * token, (size_t)token);
         memcpy((char *)args->v_ring + slot * token, value, (size_t)token);
-        if (args->marks) args->marks[slot] = scratch->alpha[r] > 0.5f;
+        if (args->marks) args->marks[slot] = scratch->alpha[r] > 0.5f && !(args->own && t == 0);
         if (!args->k_far || t >= args->sinks) continue;
         const int64_t far = (r * args->sinks + t) * token;
         memcpy((char *)args->k_far + far, (const char *)scratch->far_k + r * token, (size_t)token);

@@ -154,10 +154,11 @@ def dms(q: Tensor, k: Tensor, v: Tensor, config, frequencies: Turning, logits: L
     rows = [Row() for _ in range(Hkv)]
     out, alpha = torch.zeros(Hq, T, D, dtype=torch.float64), torch.zeros(Hkv, T, dtype=torch.bool)
     lengths: list[list[int]] = [[] for _ in range(Hkv)]
+    after = 1 if config.dms_decides == "successor" else 0  # whose decision drops a token
     for h, row in enumerate(rows):
         for t in range(T):
             alpha[h, t] = decision(k[:, t, n], h, t, config, config.dms_scale)
-            seen = [j for j in range(t + 1) if t - j <= config.dms_window or not alpha[h, j + 1]]
+            seen = [j for j in range(t + 1) if t - j <= config.dms_window or not alpha[h, j + after]]
             row.entries = [(turned(k[h, j], j, frequencies, n), v[h, j]) for j in seen]
             lengths[h].append(len(seen))
             for g in range(h * G, (h + 1) * G):

@@ -69,6 +69,7 @@ DMC_MODES = {  # fields of DMCConfig
     "window 2": {"window": 2, "neuron": 0, "share_heads": "mean"},
     "dms": {"mode": "dms", "dms_window": 5},
     "dms 0": {"mode": "dms", "dms_window": 0},
+    "dms own": {"mode": "dms", "dms_window": 4, "dms_decides": "own"},
 }
 REFUSED_BATCHES = [  # what a converted model without a cache is given beside 4 tokens, and the error
     ({"attention_mask": torch.tensor([[1, 0, 1, 1]])}, "several pieces"),

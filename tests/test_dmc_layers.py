@@ -32,6 +32,8 @@ SETTINGS = {
     "dms 1": {"mode": "dms", "dms_window": 1, "dms_scale": 1.5},
     "dms 7": {"mode": "dms", "dms_window": 7},
     "dms 500": {"mode": "dms", "dms_window": 500},
+    "dms own 0": {"mode": "dms", "dms_window": 0, "dms_decides": "own"},
+    "dms own 7": {"mode": "dms", "dms_window": 7, "dms_decides": "own"},
     "dms one decision": {"mode": "dms", "dms_window": 3, "share_heads": "mean"},
 }
 settings = pytest.mark.parametrize("config", [DMCConfig(**x) for x in SETTINGS.values()], ids=SETTINGS)

@@ -32,6 +32,8 @@ KINDS = {  # window, sinks, options
     "marks": (6, 0, {"marked": True}),
     "pages": (4, 0, {"marked": True, "paged": True}),
     "pages, window of one": (1, 0, {"marked": True, "paged": True}),
+    "pages, own marks": (4, 0, {"marked": True, "paged": True, "own": True}),
+    "pages, own marks, window of one": (1, 0, {"marked": True, "paged": True, "own": True}),
 }
 
 
@@ -61,14 +63,15 @@ def copy_of(state):
 
 def options_of(kind, B, Hkv, D, rotary_dim):
     window, sinks, how = KINDS[kind]
-    options = {"window": window, "sinks": sinks, "chunked": "chunked" in how} | rotation(1000, rotary_dim)
+    options = {"window": window, "sinks": sinks, "chunked": "chunked" in how, "own": "own" in how}
+    options |= rotation(1000, rotary_dim)
     if "marked" in how:
         options |= {"neuron": D // 3, "shift": 0.1, "factor": 1.5}
     return options
 
 
-def in_turn(queries, keys, values, state, *, window, sinks, chunked, base=None, alpha=None, neuron=None, factor=1.0,
-            shift=5.0, margin=0.0, cos=None, sin=None, sink_logits=None, **softmax):  # fmt: skip
+def in_turn(queries, keys, values, state, *, window, sinks, chunked, own, base=None, alpha=None, neuron=None,
+            factor=1.0, shift=5.0, margin=0.0, cos=None, sin=None, sink_logits=None, **softmax):  # fmt: skip
     """What ring_step_ is, by the ops of its parts, with the places known to the host."""
     B, Hkv, _, D = keys.shape
     full, places = sinks + window, state["places"].flatten().tolist()
@@ -99,10 +102,9 @@ def in_turn(queries, keys, values, state, *, window, sinks, chunked, base=None, 
             alpha = ops.dmc_decisions(keys[..., neuron], shift=shift, scale=factor, margin=margin, hard=True).hard
         decided = alpha > 0.5
     if table is not None:
-        stays = [
-            t >= window and not bool(decided[b, h, 0] if window == 1 else marks[b * Hkv + h, (t + 1) % window])
-            for b, t in enumerate(places) for h in range(Hkv)
-        ]  # fmt: skip
+        before = torch.cat([marks.view(B, Hkv, -1), decided], 2)  # the new token's, last
+        says = [t % window if own else window if window == 1 else (t + 1) % window for t in places]
+        stays = [t >= window and not bool(before[b, h, says[b]]) for b, t in enumerate(places) for h in range(Hkv)]
         old = [
             torch.stack([state[name][b * Hkv : (b + 1) * Hkv, slot] for b, slot in enumerate(slots)])[:, :, None]
             for name in ("k_ring", "v_ring")
@@ -112,7 +114,7 @@ def in_turn(queries, keys, values, state, *, window, sinks, chunked, base=None, 
         rows = slice(b * Hkv, (b + 1) * Hkv)
         state["k_ring"][rows, slot], state["v_ring"][rows, slot] = k[b, :, 0], values[b, :, 0]
         if marks is not None:
-            marks[rows, slot] = decided[b, :, 0]
+            marks[rows, slot] = decided[b, :, 0] & (t > 0 or not own)
         if k_far is not None and t < sinks:
             at_zero = turned(keys[b : b + 1], torch.zeros(1, 1, dtype=torch.int32))
             k_far[rows, t], state["v_far"][rows, t] = at_zero[0, :, 0], values[b, :, 0]
@@ -423,5 +425,6 @@ def test_opcheck():
         names = ("k_ring", "v_ring", "places", "k_far", "v_far", "marks", "k_pages", "v_pages")
         held = [state.get(name) for name in names]
         given = (*tokens(1, 4, 2, 8, torch.float32), *held, *table, None, None, options["cos"], options["sin"])
-        numbers = (options["window"], options["sinks"], False, options.get("neuron", -1), 1.0, 0.0, 0.0, 0.3, None, 0.0)
+        size = options["window"], options["sinks"], False, True
+        numbers = (*size, options.get("neuron", -1), 1.0, 0.0, 0.0, 0.3, None, 0.0)
         torch.library.opcheck(torch.ops.kvcompress.ring_step_.default, (*given, *numbers))

@@ -2,7 +2,7 @@
 
     python benchmarks/quality/witness.py [--quick] [--json FILE] [--split tune|report] [--texts N] [--lengths N,N]
                                          [--shares 1/2,1/4] [--question later,end] [--methods NAME ...]
-                                         [--cache TEXT ...] [--against NAME] [--model NAME]
+                                         [--cache TEXT ...] [--against NAME] [--model NAME] [--converted FOLDER ...]
                                          [--presses NAME ... [--peers-python FILE]]
 
 SmolLM2-135M-Instruct reads passages of 1,000, 3,000 and 7,500 tokens of English books and manuals (parts/books.py
@@ -22,6 +22,7 @@ held      bytes, of what transformers' cache holds: tables, room in pages, and t
 Numbers after +- are standard errors over passages, of a difference those of the paired differences. --against: the
 differences from that method at the same share too. Which books tell what a method is tuned by, and which what is
 reported, is fixed (--split). --cache: further caches, as `kvcompress eval` has them: their size is set to the shares.
+--converted: folders of models made of this one by DMC or DMS, each with its own cache, beside the model as it is.
 --presses: of kvpress, on the same passages in an environment of its own (kvcompress/evaluate/peers): `held` is then
 what a cache without the tokens that they hide would hold.
 
@@ -73,6 +74,7 @@ METHODS = {  # those of one pruner stand together: they share its reading
     "KeyDiff": "pruned,pruner=keydiff",
 }
 QUESTIONS = ("later", "end")
+CONVERTED = "dmc,page_size=4"
 Books = list[tuple[str, str]]
 
 
@@ -104,12 +106,12 @@ def spec_of(text: str) -> CacheSpec:
 
 def measured(
     reader: SharedReader, measure: Measure, specs: Sequence[CacheSpec], question: str, read: Passage, text: int,
-    shares: Sequence[float], cells: Cells,
+    shares: Sequence[float], cells: Cells, of: str,
 ) -> Iterator[Cell]:  # fmt: skip
-    """Cells of a passage that are not there yet."""
+    """Cells of a passage that are not there yet. of: stands before a cache's text in them."""
     for spec in specs:
         for share in shares if spec.size_key is not None else (None,):
-            key = question, measure.length, text, str(spec), share
+            key = question, measure.length, text, of + str(spec), share
             if key in cells.found:
                 continue
             sized = spec if share is None else spec.sized(max(round(share * measure.tokens), 1))
@@ -125,7 +127,9 @@ def measure_of(framing: Framing, read: Passage, length: int, text: int, question
     return Prose("later", length, (read,), framing)
 
 
-def run(model: Any, tokenizer: Any, books: Books, specs: Sequence[CacheSpec], sizes: Sizes, cells: Cells) -> None:
+def run(
+    model: Any, tokenizer: Any, books: Books, specs: Sequence[CacheSpec], sizes: Sizes, cells: Cells, of: str = ""
+) -> None:
     framing = framing_of(tokenizer, raw=False)
     reader = SharedReader(model, tokenizer, specs[0], inputs=LayerInputs(model))
     for length in sizes.lengths:
@@ -134,7 +138,7 @@ def run(model: Any, tokenizer: Any, books: Books, specs: Sequence[CacheSpec], si
             for question in sizes.question:
                 begin, count = time.process_time(), 0
                 measure = measure_of(framing, read, length, text, question)
-                for cell in measured(reader, measure, specs, question, read, text, sizes.shares, cells):
+                for cell in measured(reader, measure, specs, question, read, text, sizes.shares, cells, of):
                     cells.add(cell)
                     count += 1
                 told = f"{count} cells in {time.process_time() - begin:.1f} s of the processor"
@@ -226,6 +230,7 @@ def command() -> argparse.Namespace:
     parse.add_argument("--question", type=_questions, help="later, end or both (default)")
     parse.add_argument("--methods", nargs="*", choices=METHODS, metavar="NAME", help=f"of: {'; '.join(METHODS)}")
     parse.add_argument("--cache", action="append", default=[], help="a further cache, as text; several")
+    parse.add_argument("--converted", nargs="+", type=Path, default=[], metavar="FOLDER", help="models made of it")
     parse.add_argument("--presses", nargs="+", default=[], metavar="NAME", help="of kvpress")
     parse.add_argument("--peers-python", type=Path, help="a Python that has kvpress (default: one is made)")
     parse.add_argument("--against", help="a method that is measured, from which differences are shown")
@@ -236,7 +241,12 @@ def names_of(choice: argparse.Namespace, sizes: Sizes) -> dict[str, str]:
     """Of the caches that are measured, by their text: dense first. Further caches are named by what was given."""
     named = {str(spec_of(METHODS[name])): name for name in sizes.methods}
     further = {str(spec_of(text)): text for text in choice.cache}
-    return {DENSE: DENSE, **further, **named, **{PEER + press: PEER + press for press in choice.presses}}
+    converted = {_of(folder) + CONVERTED: folder.name for folder in choice.converted}
+    return {DENSE: DENSE, **further, **named, **converted, **{PEER + press: PEER + press for press in choice.presses}}
+
+
+def _of(folder: Path) -> str:
+    return f"{folder.name}: "
 
 
 def books_and_origins(choice: argparse.Namespace) -> tuple[Books, dict[str, Any]]:
@@ -264,11 +274,15 @@ def main() -> None:
     about = {"model": Path(name).name, "dtype": str(model.dtype), "split": choice.split, "scored": sizes.scored,
              "books": origins}  # fmt: skip
     cells = Cells(choice.json and choice.json.with_suffix(".jsonl"), about)
-    own = [CacheSpec.parse(text) for text in names if not text.startswith(PEER)]
+    others = {_of(folder) + CONVERTED for folder in choice.converted}
+    own = [CacheSpec.parse(text) for text in names if not text.startswith(PEER) and text not in others]
     if peer is not None:
         run_presses(peer, choice.presses, name, model, tokenizer, books, sizes, cells)
     with kvcompress.attach(model):
         run(model, tokenizer, books, own, sizes, cells)
+    for folder in choice.converted:
+        converted = kvcompress.from_pretrained(folder, dtype=model.dtype).eval()
+        run(converted, tokenizer, books, [CacheSpec.parse(CONVERTED)], sizes, cells, _of(folder))
     asked = [
         cell
         for cell in cells.found.values()

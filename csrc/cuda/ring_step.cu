@@ -103,7 +103,8 @@ __device__ inline void place_row(const kvc_ring_step_args& a, const parts& p, in
     p.marks[row] = marked;
     if (!a.table.R) return;
     const bool leaves = here && t >= a.window;
-    p.stays[row] = leaves && !(a.window == 1 ? marked : a.marks[row * a.capacity + (t + 1) % a.window] != 0);
+    const int64_t says = (a.own ? t : t + 1) % a.window;  // of the token that leaves, or of the one after it
+    p.stays[row] = leaves && !(a.window == 1 && !a.own ? marked : a.marks[row * a.capacity + says] != 0);
 }
 
 // Query head `item`, then row item - B*Hq, by a warp; pages have been taken.
@@ -137,7 +138,7 @@ __device__ inline void place_head(const kvc_ring_step_args& a, const parts& p, i
     __syncwarp();  // the token that leaves is out of its slot
     rotate(a.k, a.k_ring, place * a.D, position);
     copy_head(a.v.data, value, a.v_ring, place * a.D, a.k.dtype, a.D);
-    if (a.marks && threadIdx.x % 32 == 0) a.marks[place] = p.marks[row];
+    if (a.marks && threadIdx.x % 32 == 0) a.marks[place] = p.marks[row] && !(a.own && t == 0);
     if (!a.k_far || t >= a.sinks) return;
     rotate(a.k, a.k_far, (row * a.sinks + t) * a.D, 0);
     copy_head(a.v.data, value, a.v_far, (row * a.sinks + t) * a.D, a.k.dtype, a.D);

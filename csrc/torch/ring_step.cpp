@@ -41,7 +41,7 @@ std::tuple<Tensor, Tensor> ring_step_(const Tensor& given_queries, const Tensor&
                                       std::optional<Tensor> free_count, const std::optional<Tensor>& given_base,
                                       const std::optional<Tensor>& given_alpha, const std::optional<Tensor>& given_cos,
                                       const std::optional<Tensor>& given_sin, int64_t window, int64_t sinks,
-                                      bool chunked, int64_t neuron, double factor, double shift, double margin,
+                                      bool chunked, bool own, int64_t neuron, double factor, double shift, double margin,
                                       double scale, const std::optional<Tensor>& sink_logits, double softcap) {
     Changed changed = {{"k_ring", &k_ring}, {"v_ring", &v_ring}, {"places", &places}};
     for (const auto& [name, x] : {std::pair{"k_far", &k_far}, {"v_far", &v_far}, {"marks", &marks},
@@ -116,7 +116,7 @@ std::tuple<Tensor, Tensor> ring_step_(const Tensor& given_queries, const Tensor&
         .scratch = nullptr,
         .B = B, .Hq = Hq, .Hkv = Hkv, .D = D, .capacity = capacity, .window = window, .sinks = sinks,
         .neuron = neuron, .rotary_dim = turns.dim, .table_rows = turns.rows,
-        .chunked = chunked,
+        .chunked = chunked, .own = own,
         .scale = static_cast<float>(scale),
         .softcap = static_cast<float>(softcap),
         .sink_logits = sinks_array(sink_logits, queries, Hq),
@@ -138,5 +138,5 @@ KVC_REGISTER(ring_step_,
              "Tensor(c!) places, Tensor(d!)? k_far, Tensor(e!)? v_far, Tensor(f!)? marks, Tensor(g!)? k_pages, "
              "Tensor(h!)? v_pages, Tensor(i!)? block_table, Tensor(j!)? lengths, Tensor(k!)? refs, "
              "Tensor(l!)? free_pages, Tensor(m!)? free_count, Tensor? base, Tensor? alpha, Tensor? cos, Tensor? sin, "
-             "int window, int sinks, bool chunked, int neuron, float factor, float shift, float margin, float scale, "
+             "int window, int sinks, bool chunked, bool own, int neuron, float factor, float shift, float margin, float scale, "
              "Tensor? sink_logits, float softcap) -> (Tensor, Tensor)")

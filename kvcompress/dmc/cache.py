@@ -19,8 +19,9 @@ class DMCCache(ConvertedCache):
 
     DMC: each KV head of each layer decides for every token whether it opens an entry of its row or is merged, as a
     weighted average, into the newest one. DMS: the newest dms_window + 1 tokens stay, and an older one does if its
-    successor so decided; the others are dropped. How much is left the model decides by itself: see stored_lengths and
-    compression_ratio. The result does not depend on how a prompt is divided into chunks or batches.
+    successor (dms_decides="own": it itself) so decided; the others are dropped. How much is left the model decides by
+    itself: see stored_lengths and compression_ratio. The result does not depend on how a prompt is divided into chunks
+    or batches.
 
     config: the converted model's config. chunk_size: tokens that `prefill` reads at a time, None = the whole prompt.
     track: remember all decisions, for decisions(). page_size, max_pages, grow: see PoolSettings; a decoded token

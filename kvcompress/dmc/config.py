@@ -19,6 +19,7 @@ CHOICES = {
     "omega": ("learned", "uniform"),
     "gqa_omega": IMPORTANCES,
     "share_heads": ("none", "mean", "head0"),
+    "dms_decides": ("successor", "own"),
 }
 
 
@@ -34,6 +35,8 @@ class DMCConfig:
     query heads of a KV head agree on one: "mean_logit", "mean_sigmoid" or "first". decision_margin: logits must exceed
     it to merge. share_heads: "none", or one decision and weight for all heads of a layer (DMC-HardC), their "mean" or
     that of "head0". dms_window: tokens that are never dropped, besides the newest. dms_scale: factor of the logits.
+    dms_decides: whose decision drops a token: its "successor"'s, as in DMC and the authors' code of DMS, or its "own",
+    which can be fitted to a pruner's scores (dmc.fit): the token itself says twice as well what they will be.
     stride: None, or every so many tokens one opens an entry and the others merge, whatever the logits say (fixed memory
     pooling, DMC's baseline; with omega="uniform").
     neuron_scale: what is left of the neuron in attention, 1 (untouched) to 0 (converted); between them the model is
@@ -54,6 +57,7 @@ class DMCConfig:
     share_heads: str = "none"
     dms_window: int = 512
     dms_scale: float = 1.0
+    dms_decides: str = "successor"
     stride: int | None = None
     neuron_scale: float = 0.0
 
@@ -68,6 +72,8 @@ class DMCConfig:
             need_number(name, getattr(self, name), least, most)
         need_integer("neuron", self.neuron, -MAX_HEAD_DIM, MAX_HEAD_DIM - 1)
         need_integer("dms_window", self.dms_window, 0, MOST_INT32 - 1)  # and the newest token besides
+        own = self.dms_decides == "own"
+        need(not own or self.mode == "dms", f"dms_decides must be 'successor' with mode={self.mode!r}, got 'own'")
         if self.window is not None:
             need_integer("window", self.window, 1, MAX_DMC_WINDOW)
             need(self.mode == "dmc", f"window must be None with mode='dms', which merges nothing, got {self.window}")

@@ -12,18 +12,19 @@ from ..caches.ring import Ring
 from ..caches.store import PoolSettings
 from ..softmax import Softmax
 from .config import DMCConfig
-from .layer import DecidingLayer, hiding
+from .layer import DecidingLayer
 
 
 class DMSLayer(DecidingLayer):
     """The newest W + 1 tokens, W = dms_window, lie in a ring: keys, values, and each token's own decision, bool.
 
-    A token that leaves the ring goes into pages, unless the decision of its successor is 1. Keys are rotated once.
+    A token that leaves the ring goes into pages, unless the decision of its successor (dms_decides="own": its own) is
+    1. Keys are rotated once.
     """
 
     def __init__(self, index: int, number: int, pool_settings: PoolSettings, config: DMCConfig, track: bool) -> None:
         super().__init__(index, number, pool_settings, config, track)
-        self.size = config.dms_window + 1
+        self.size, self.own = config.dms_window + 1, config.dms_decides == "own"
         self.ring: Ring | None = None
 
     # ---- attention ----
@@ -40,7 +41,7 @@ class DMSLayer(DecidingLayer):
         def write(table: ops.PageTable | None) -> Tensor:
             k_pages, v_pages = (None, None) if table is None else (pool.k_pages, pool.v_pages)
             return ops.ring_step_(
-                queries, keys, values, k_ring, v_ring, places, window=self.size, marks=marks, alpha=alpha,
+                queries, keys, values, k_ring, v_ring, places, window=self.size, own=self.own, marks=marks, alpha=alpha,
                 k_pages=k_pages, v_pages=v_pages, table=table, base=None if offsets is None else -offsets,
                 neuron=self.neuron, factor=config.dms_scale, shift=config.shift, margin=config.decision_margin, cos=cos,
                 sin=sin, **softmax.options,
@@ -79,7 +80,7 @@ class DMSLayer(DecidingLayer):
         near = ops.attention(q, k, v, window=self.size, lengths=lengths, **softmax.options)
         if k.shape[2] > self.size:
             far = ops.attention(
-                q, k, v, window=self.size, complement=True, key_bias=hiding(decided), lengths=lengths,
+                q, k, v, window=self.size, complement=True, key_bias=self._hiding(decided), lengths=lengths,
                 **softmax.rest.options,
             )  # fmt: skip
             near = ops.merge_states(near, far)
@@ -96,11 +97,19 @@ class DMSLayer(DecidingLayer):
         leaving, D = k.shape[2] - self.size, k.shape[3]
         if leaving > 0:
             t = torch.arange(leaving, device=k.device)
-            stays = (t < lengths[:, None, None] - self.size) & ~functional.pad(decided, (0, 1))[..., 1 : leaving + 1]
+            stays = (t < lengths[:, None, None] - self.size) & ~self._dropped(decided)[..., :leaving]
             # those that stay last, in their order
             order = stays.to(torch.int8).argsort(stable=True, dim=-1)[..., None].expand(-1, -1, -1, D)
             kept = stays.sum(-1, dtype=torch.int32).flatten().tolist()
             self.pool.append([x[:, :, :leaving].gather(2, order) for x in (k, v)], kept)
+
+    def _dropped(self, decided: Tensor) -> Tensor:
+        """bool [..., T]: the tokens that decisions drop once they leave the ring."""
+        return decided if self.own else functional.pad(decided, (0, 1))[..., 1:]
+
+    def _hiding(self, decided: Tensor) -> Tensor:
+        """The key_bias float32 [B, Hkv, T] of decisions bool [B, Hkv, T]: -inf where a token is dropped."""
+        return torch.zeros(decided.shape, device=decided.device).masked_fill(self._dropped(decided), -torch.inf)
 
     @property
     def repeats(self) -> bool:
@@ -117,7 +126,7 @@ class DMSLayer(DecidingLayer):
         return [[near + far for far in row] for near, row in zip(recent, super().stored_lengths(), strict=True)]
 
     def kept_of(self, alpha: Tensor) -> Tensor:
-        stays = ~functional.pad(alpha, (0, 1))[1:]
+        stays = ~self._dropped(alpha)
         stays[max(len(stays) - self.size, 0) :] = True
         return stays
 

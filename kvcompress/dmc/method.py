@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from .. import ops
 from ..documents import Documents, Group
@@ -81,7 +82,7 @@ class DMCPass(TrainingPass):
             parts += [decisions.alpha, weights_of(config, queries[..., n], Hkv)]
 
         def attend(group: Group | None, q: Tensor, k: Tensor, v: Tensor, tempered: Tensor, *merging: Tensor):  # type: ignore[no-untyped-def]
-            bias = ops.dmc_mask(tempered)
+            bias = self._bias(tempered)
             # after rotation the neuron is zeroed in the queries alone: a product needs one zero
             q = self._scaled(self.queries(layer, self._scaled(q, 0.0), group), 0.0)
             if config.mode == "dms":
@@ -91,6 +92,12 @@ class DMCPass(TrainingPass):
             return (ops.attention(q, self.keys(layer, k, group), v, key_bias=bias, **softmax.options)[0],)
 
         return self.over_documents(attend, *parts)[0]
+
+    def _bias(self, tempered: Tensor) -> Tensor:
+        """Of each key: how much of it the decision leaves that is about it. A first token always stays."""
+        if self.config.dms_decides == "successor":
+            return ops.dmc_mask(tempered)
+        return functional.pad(functional.logsigmoid(-tempered[..., 1:]), (1, 0))
 
     def _window(self, tokens: int) -> int | None:
         window = self.config.window

@@ -97,6 +97,7 @@ def ring_step_(
     window: int,
     sinks: int = 0,
     chunked: bool = False,
+    own: bool = False,
     k_far: Tensor | None = None,
     v_far: Tensor | None = None,
     base: Tensor | None = None,
@@ -127,8 +128,9 @@ def ring_step_(
     their values, written too: those that have left the window; for them the query stands at window.
     marks: contiguous bool [R, capacity], written: whether alpha, float32 [B, Hkv, 1], is above 1/2; alpha None =
     dmc_decisions(keys[..., neuron], factor, shift, margin, hard=True).hard. k_pages, v_pages, table: as in paged_step_;
-    a token that leaves the ring is appended there if the one after it is not marked, and queries see all of a row's
-    pages. neuron: the coordinate of queries and keys that is 0 in attention, negative from the end; None = none.
+    a token that leaves the ring is appended there if the one after it (own: it itself, and a first token never is) is
+    not marked, and queries see all of a row's pages. neuron: the coordinate of queries and keys that is 0 in attention,
+    negative from the end; None = none.
     cos, sin: float32 [T, rotary_dim/2]; None = nothing is rotated. scale, softcap, sink_logits: as in decode.
     Returns (out [B, Hq, 1, D] in the queries' dtype, lse float32 [B, Hq, 1]): the bits of dmc_decisions, rope,
     append_tokens_, decode and merge_states in turn. Waits for nothing on CUDA.
@@ -148,7 +150,7 @@ def ring_step_(
     return without_gradient(
         NO_GRADIENT, (queries, keys, values), native.ring_step_, dense_last(queries), dense_last(keys),
         dense_last(values), k_ring, v_ring, places, k_far, v_far, marks, k_pages, v_pages, *(table or NO_TABLE),
-        dense(base), dense(alpha), dense(cos), dense(sin), window, sinks, chunked, place, factor, shift, margin,
+        dense(base), dense(alpha), dense(cos), dense(sin), window, sinks, chunked, own, place, factor, shift, margin,
         need_scale(scale, D), need_sink_logits(sink_logits, Hq, queries), need_softcap(softcap),
     )  # fmt: skip
 

@@ -361,7 +361,7 @@ def ring_step(make: Maker) -> Arguments:
     if kind == "pages":
         made |= step_rows(make, B, Hkv, D, 1) | {
             "marks": make.ints(0, 1, R, capacity).bool(), "alpha": make.maybe(make.shares(B, Hkv, 1)),
-            "neuron": make.between(0, D - 1),
+            "neuron": make.between(0, D - 1), "own": bool(make.between(0, 1)),
         }  # fmt: skip
     return made
 

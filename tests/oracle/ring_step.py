@@ -24,6 +24,7 @@ def ring_step_(
     window: int,
     sinks: int = 0,
     chunked: bool = False,
+    own: bool = False,
     k_far: Tensor | None = None,
     v_far: Tensor | None = None,
     base: Tensor | None = None,
@@ -69,14 +70,14 @@ def ring_step_(
     options = {"scale": scale, "softcap": softcap}
     if table is not None:
         assert marks is not None and marked is not None and k_pages is not None and v_pages is not None
-        behind = ((t + 1) % window).clamp(max=marks.shape[1] - 1)  # it is there where a token leaves
-        successor = marked if window == 1 else marks[rows, behind]
+        behind = ((t + (0 if own else 1)) % window).clamp(max=marks.shape[1] - 1)  # it is there where a token leaves
+        drops = marked if window == 1 and not own else marks[rows, behind]
         left = [x[rows, slots].view(B, Hkv, 1, D) for x in (k_ring, v_ring)]
-        append_tokens_([k_pages, v_pages], left, table, ((t >= window) & ~successor).int())
+        append_tokens_([k_pages, v_pages], left, table, ((t >= window) & ~drops).int())
     k_ring[rows, slots] = k.reshape(-1, D).to(k_ring.dtype)
     v_ring[rows, slots] = values.reshape(-1, D).to(v_ring.dtype)
     if marks is not None and marked is not None:
-        marks[rows, slots] = marked
+        marks[rows, slots] = marked & (t > 0) if own else marked
     places += 1
 
     far_end = torch.zeros_like(t)

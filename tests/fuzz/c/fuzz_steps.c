@@ -193,7 +193,7 @@ static void ring_step(void) {
         .cos = floats(n.rows * (n.D / 2), READ), .sin = floats(n.rows * (n.D / 2), READ),
         .B = n.B, .Hq = n.Hq, .Hkv = n.Hkv, .D = n.D, .capacity = capacity, .window = window,
         .sinks = paged && !once_in(9) ? 0 : sinks, .neuron = once_in(4) ? any_number() : between(-1, n.D - 1),
-        .rotary_dim = n.rotary_dim, .table_rows = n.rows, .chunked = once_in(6), .scale = any_scale(),
+        .rotary_dim = n.rotary_dim, .table_rows = n.rows, .chunked = once_in(6), .own = once_in(2), .scale = any_scale(),
         .softcap = once_in(4) ? any_float() : 0.0f, .sink_logits = once_in(3) ? floats(n.Hq, READ) : NULL,
         .decision_scale = any_float(), .decision_shift = any_float(), .decision_margin = any_float(),
     };

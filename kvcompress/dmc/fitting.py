@@ -1,0 +1,231 @@
+"""Decisions of DMS that are fitted to a pruner's scores, in minutes and without a backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..caches.pruned import PrunedCache
+from ..checks import need, need_integer, need_number
+from ..hf.attach import attach, base_model, detach, facts_of, is_attached
+from ..hf.projections import out_dim, projections_of
+from ..prefilling import prefill
+from ..pruners.base import Pruner
+from ..retrofit.passes import whole_layers
+from .config import DMCConfig
+from .convert import convert, state
+from .method import DMCMethod
+from .neurons import neuron_rows
+
+_UNREAD = 1e30  # what counts more than any score was not scored
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """How well decisions were fitted, and what other ratios need. r2: [L][Hkv], share of the variance of the logarithms
+    of scores that the fit explains in texts held out, of the converted layers. levels: under the i-th of them lies a
+    share of i / (len - 1) of what is said of those texts. slope, shift: of the fit's logits."""
+
+    r2: list[list[float]]
+    levels: list[float]
+    slope: float
+    shift: float
+    ratio: float
+
+    def threshold(self, ratio: float) -> float:
+        """The logarithm of a score under which a token is dropped."""
+        need_number("ratio", ratio, 1, 1e6)
+        place = (1 - 1 / ratio) * (len(self.levels) - 1)
+        below = min(int(place), len(self.levels) - 2)
+        return self.levels[below] + (place - below) * (self.levels[below + 1] - self.levels[below])
+
+    def set_ratio(self, model: nn.Module, ratio: float) -> None:
+        """Makes the fitted model one of another ratio, by its config's shift alone. Of one that was trained since, the
+        ratio is only about right."""
+        decoder, found = base_model(model), state(model)
+        shift = self.shift + self.slope * (self.threshold(self.ratio) - self.threshold(ratio))
+        found.config = replace(found.config, shift=shift)
+        found.store(decoder)
+
+
+_LEVELS = 1001
+
+
+class KeyLinear(NamedTuple):
+    """The linear layer that makes a layer's keys. rows: int64 [Hkv], those of the neurons."""
+
+    module: Any
+    rows: Tensor
+
+
+Scored = dict[
+    int, tuple[Tensor, Tensor]
+]  # of a text, by layer: features [n, d], logarithms of scores [n, Hkv], float32
+
+
+class _Sums:
+    """Of one layer: what ridge regression needs of all tokens. features: numbers that enter the linear layer, and the 1
+    of its bias where it has one. heads: numbers that are to be said, and a 1, which stands for the bias elsewhere."""
+
+    def __init__(self, features: int, heads: int) -> None:
+        self.square = torch.zeros(features, features, dtype=torch.float64)
+        self.product = torch.zeros(features, heads + 1, dtype=torch.float64)
+
+    def add(self, x: Tensor, y: Tensor) -> None:
+        self.square += (x.T @ x).double()
+        self.product += (x.T @ torch.cat([y, y.new_ones(len(y), 1)], 1)).double()
+
+    def solved(self, ridge: float) -> Tensor:
+        """float32 [features, heads + 1]."""
+        damping = ridge * self.square.diagonal().mean() * torch.eye(len(self.square), dtype=torch.float64)
+        return torch.linalg.solve(self.square + damping, self.product).float()
+
+
+def fit(
+    model: nn.Module,
+    config: DMCConfig,
+    texts: Iterable[Tensor],
+    pruner: Pruner,
+    *,
+    ratio: float = 2.0,
+    held_out: int = 4,
+    slope: float = 2.0,
+    ridge: float = 1e-3,
+) -> Fitted:
+    """Converts a plain model to DMS whose decisions are already good: in place, as convert(model, config, anneal=False)
+    does, and writes into the rows of the neurons what says the logarithms of a pruner's scores best.
+
+    texts: int64 [T] each, read in one pass; some 40 of 1,000 tokens do. pruner: one whose scores are held and compared
+    over layers and heads, such as KVzip(mass=True), with_tokenizer. The score of a token in a head is said by what
+    enters the keys' linear layer with it (dms_decides="own") or with the token after it ("successor"): one ridge
+    regression per layer, no backward pass. A token is dropped where what is said lies under one threshold for all
+    layers and heads, under which 1 - 1 / ratio of what is said of the last held_out texts lies. slope: logits per unit
+    of the logarithm; ridge: on the diagonal, times its mean. What is returned makes other ratios of it; training
+    (DMCRecipe with anneal_steps=0) goes on from there.
+    Raises ValueError for a config that is not DMS, too few texts, and as convert and PrunedCache do; the model is plain
+    then. Source: KVzap and Fast KVzip fit gates to KVzip's scores; DMS is what carries them here.
+    """
+    need(config.mode == "dms", f"config must have mode 'dms' to be fitted, got {config.mode!r}")
+    need_number("ratio", ratio, 1, 1e6)
+    need_number("slope", slope, 1e-6, 1e6)
+    need_number("ridge", ridge, 0, 1e6)
+    need_integer("held_out", held_out, 1, 1 << 20)
+    decoder, plain = base_model(model), not is_attached(model)
+    if plain:
+        attach(model)
+    try:
+        config.check_model(decoder.config)
+        linears = _key_linears(decoder, facts_of(decoder), config)
+        solved, waiting = _solved(model, texts, pruner, linears, config, held_out, ridge)
+        r2, levels = _judged(solved, waiting)
+        method = convert(model, config, anneal=False)
+    except BaseException:
+        if plain:
+            detach(model)
+        raise
+    fitted = Fitted(r2, levels.tolist(), slope, config.shift, ratio)
+    _write(method, solved, linears, fitted.threshold(ratio), slope)
+    return fitted
+
+
+def _solved(
+    model: nn.Module, texts: Iterable[Tensor], pruner: Pruner, linears: dict[int, KeyLinear], config: DMCConfig,
+    held_out: int, ridge: float,
+) -> tuple[dict[int, Tensor], list[Scored]]:  # fmt: skip
+    """What each layer's regression gives, and the texts that were held out of it: the last ones."""
+    sums: dict[int, _Sums] = {}
+    waiting: list[Scored] = []
+    for ids in texts:
+        waiting.append(_scored(model, ids, pruner, linears, own=config.dms_decides == "own"))
+        if len(waiting) > held_out:
+            for layer, (x, y) in waiting.pop(0).items():
+                sums.setdefault(layer, _Sums(x.shape[1], y.shape[1])).add(x, y)
+    need(bool(sums), f"texts must be more than the {held_out} that are held out, got {len(waiting)}")
+    return {layer: own.solved(ridge) for layer, own in sums.items()}, waiting
+
+
+def _judged(solved: dict[int, Tensor], texts: list[Scored]) -> tuple[list[list[float]], Tensor]:
+    """R2 of layers and heads, and the levels of what is said, float32 [_LEVELS]."""
+    r2, said = [], []
+    for layer, weights in solved.items():
+        x, y = (torch.cat([text[layer][part] for text in texts]) for part in (0, 1))
+        found, one = (x @ weights).split([y.shape[1], 1], 1)
+        r2.append((1 - (found - y).square().sum(0) / (y - y.mean(0)).square().sum(0)).tolist())
+        said.append((found / one).flatten())
+    every = torch.cat(said).sort().values
+    return r2, every[torch.linspace(0, len(every) - 1, _LEVELS).round().long()]
+
+
+def _key_linears(decoder: Any, facts: Any, config: DMCConfig) -> dict[int, KeyLinear]:
+    """Of each layer to be converted."""
+    rows, found = neuron_rows(decoder, facts, config), {}
+    for layer, made in projections_of(decoder, facts).items():
+        if layer in whole_layers(facts):
+            (name,) = made.keys.used
+            own = made.keys.row[:, config.place(facts[layer].head_dim)]
+            assert set(own.tolist()) <= set(rows[name].tolist())
+            found[layer] = KeyLinear(decoder.get_submodule(name), own)
+    return found
+
+
+def _scored(model: nn.Module, ids: Tensor, pruner: Pruner, linears: dict[int, KeyLinear], *, own: bool) -> Scored:
+    """Of a text's tokens that got a score in every head of a layer."""
+    cache = PrunedCache(model.config, pruner, 0.0, later="keep")
+    with _first_inputs(linears) as inputs, torch.no_grad():
+        prefill(model, torch.cat([ids, ids[-1:]])[None], cache)  # which reads all but the last
+    found = {}
+    for layer in cache.compressing:
+        if layer.index not in linears:
+            continue
+        held, x = layer.chooser.held, inputs[layer.index]
+        assert held is not None and held.scores is not None
+        n = min(len(x), *held.counts)
+        x, y = x[:n], held.scores[:, :n].T.to(x.device)
+        if not own:
+            x, y = x[1:], y[:-1]
+        good = ((y > 0) & (y < _UNREAD)).all(1)
+        x = x[good].float()
+        if linears[layer.index].module.bias is not None:
+            x = torch.cat([x, x.new_ones(len(x), 1)], 1)
+        found[layer.index] = x, y[good].float().log()
+    return found
+
+
+@contextmanager
+def _first_inputs(linears: dict[int, KeyLinear]) -> Iterator[dict[int, Tensor]]:
+    """What enters linear layers in the first pass, [T, d]."""
+    inputs: dict[int, Tensor] = {}
+
+    def noting(layer: int) -> Any:
+        def hook(module: nn.Module, args: Any) -> None:
+            inputs.setdefault(layer, args[0][0].detach())
+
+        return hook
+
+    hooks = [own.module.register_forward_pre_hook(noting(layer)) for layer, own in linears.items()]
+    try:
+        yield inputs
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@torch.no_grad()
+def _write(
+    method: DMCMethod, solved: dict[int, Tensor], linears: dict[int, KeyLinear], threshold: float, slope: float
+) -> None:
+    """logit = slope (threshold - what is said), as scale * neuron - shift."""
+    config = method.config
+    for layer, weights in solved.items():
+        linear, rows = linears[layer]
+        constant = (slope * threshold + config.shift) / config.dms_scale
+        wanted = (constant * weights[:, -1:] - slope / config.dms_scale * weights[:, :-1]).T  # [Hkv, features]
+        weight = linear.weight if out_dim(linear) == 0 else linear.weight.T
+        weight[rows] = wanted[:, : weight.shape[1]].to(weight)
+        if linear.bias is not None:
+            linear.bias[rows] = wanted[:, -1].to(weight)

@@ -1,0 +1,141 @@
+"""dmc.fit: decisions of DMS that say what a pruner's scores would be."""
+
+import pytest
+import torch
+from helpers import kind_model, random_ids, tiny_model
+
+import kvcompress
+from kvcompress import DMCCache, KVzip, PrunedCache, Replay, SnapKV, dmc, prefill
+from kvcompress.demo import make_task
+from kvcompress.dmc import DMCConfig
+from kvcompress.hf.attach import is_attached
+
+TEXTS = [random_ids(60, seed=seed)[0] for seed in range(7)]
+
+
+def seen_and_scored(model, ids, pruner):
+    """(what enters the keys' linear layer [T, d], scores [Hkv, T]) of each layer, of a text read alone."""
+    inputs, hooks = [], []
+    with kvcompress.attach(model):
+        cache = PrunedCache(model.config, pruner, 0.0, later="keep")
+        prefill(model, torch.cat([ids, ids[-1:]])[None], cache)
+    for layer in model.model.layers:
+        hooks.append(layer.self_attn.k_proj.register_forward_pre_hook(lambda _, x: inputs.append(x[0][0])))
+    with torch.no_grad():
+        model(ids[None], use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    return [(x, layer.chooser.held.scores[:, : len(ids)]) for x, layer in zip(inputs, cache.compressing, strict=True)]
+
+
+@pytest.mark.parametrize("decides", ["own", "successor"])
+@pytest.mark.parametrize("family", ["llama", "qwen2"])  # without and with biases
+def test_neurons_are_the_ridge_regression_of_the_scores_logarithms(family, decides):
+    model, pruner = tiny_model(family), Replay()
+    if family == "qwen2":
+        with torch.no_grad():
+            for layer in model.model.layers:
+                layer.self_attn.k_proj.bias.normal_()
+    ratio, slope, ridge, held_out = 3.0, 1.5, 1e-2, 2
+    found = [seen_and_scored(model, ids, pruner) for ids in TEXTS]
+    config = DMCConfig(mode="dms", dms_window=4, dms_decides=decides, shift=0.5, dms_scale=2.0)
+    fitted = dmc.fit(
+        model, config, iter(TEXTS), pruner, ratio=ratio, slope=slope, ridge=ridge, held_out=held_out
+    )  # fmt: skip
+    every, expected = [], []
+    for number, layer in enumerate(model.model.layers):
+        pairs = []
+        for text in found:
+            x, y = text[number][0].double(), text[number][1].T.double().log()
+            if family == "qwen2":
+                x = torch.cat([x, torch.ones(len(x), 1, dtype=torch.float64)], 1)
+            pairs.append((x, y) if decides == "own" else (x[1:], y[:-1]))
+        x, y = (torch.cat([pair[part] for pair in pairs[:-held_out]]) for part in (0, 1))
+        # as least squares of more rows: the ridge
+        damping = (ridge * x.square().sum(0).mean()).sqrt() * torch.eye(x.shape[1], dtype=torch.float64)
+        targets = torch.cat([y, torch.ones(len(y), 1, dtype=torch.float64)], 1)
+        wide = torch.cat([targets, torch.zeros(x.shape[1], targets.shape[1], dtype=torch.float64)])
+        weights = torch.linalg.lstsq(torch.cat([x, damping]), wide).solution
+        x, y = (torch.cat([pair[part] for pair in pairs[-held_out:]]) for part in (0, 1))
+        said, one = (x @ weights).split([y.shape[1], 1], 1)
+        every.append((said / one).flatten())
+        r2 = 1 - (said - y).square().sum(0) / (y - y.mean(0)).square().sum(0)
+        torch.testing.assert_close(torch.tensor(fitted.r2[number]), r2.float(), rtol=1e-3, atol=1e-3)
+        neuron = layer.self_attn.k_proj(x[:, : layer.self_attn.k_proj.in_features].float())
+        expected.append((said, one, neuron.unflatten(-1, (-1, 16))[..., -1]))
+    below = (torch.cat(every) < fitted.threshold(ratio)).double().mean()
+    assert abs(float(below) - (1 - 1 / ratio)) < 0.01
+    for said, one, neuron in expected:
+        logits = slope * (fitted.threshold(ratio) * one - said) + 0.5 * (
+            one - 1
+        )  # the shift stands for itself where one is 1
+        torch.testing.assert_close(neuron * 2.0 - 0.5, logits.float(), rtol=1e-3, atol=1e-3)
+
+
+def test_a_fitted_model_drops_what_the_pruner_would_and_keeps_its_ratio():
+    model, _ = kvcompress.load_example_model()
+    texts = [make_task(500, depth=0.5, seed=seed, device="cpu").ids[0] for seed in range(9)]
+    new = make_task(500, depth=0.3, seed=77, device="cpu").ids
+    scores = [y for _, y in seen_and_scored(model, new[0], KVzip(mass=True))]
+    config = DMCConfig(mode="dms", dms_window=16, dms_decides="own", shift=0.0)
+    fitted = dmc.fit(model, config, texts, KVzip(mass=True), ratio=2.0, held_out=3)
+    assert torch.tensor(fitted.r2).mean() > 0.3
+    cache = DMCCache(model.config, track=True)
+    prefill(model, torch.cat([new, new[:, -1:]], 1), cache)
+    assert 1.6 < cache.compression_ratio() < 2.4
+    fitted.set_ratio(model, 4.0)
+    smaller = DMCCache(model.config)
+    prefill(model, torch.cat([new, new[:, -1:]], 1), smaller)
+    assert smaller.compression_ratio() > 1.4 * cache.compression_ratio()
+    ahead = []
+    for layer, own in zip(cache.kept_positions(), scores, strict=True):
+        for kept, of_head in zip(layer[0], own, strict=True):
+            old = torch.ones(new.shape[1], dtype=torch.bool)
+            old[-20:] = old[:4] = False  # the newest stay in any case
+            stays = torch.zeros_like(old)
+            stays[kept] = True
+            if (old & stays).any() and (old & ~stays).any():
+                ahead.append(of_head[old & stays].log().mean() - of_head[old & ~stays].log().mean())
+    assert torch.tensor(ahead).mean() > 1  # the kept ones score e times as much, and more
+
+
+@pytest.mark.parametrize(
+    ("config", "given", "texts", "error"),
+    [
+        (DMCConfig(), {}, TEXTS, "config must have mode 'dms' to be fitted, got 'dmc'"),
+        (DMCConfig(mode="dms"), {"ratio": 0.5}, TEXTS, "ratio must be a number between 1 and 1000000.0, got 0.5"),
+        (DMCConfig(mode="dms"), {"held_out": 0}, TEXTS, "held_out must be at least 1, got 0"),
+        (DMCConfig(mode="dms"), {"held_out": 7}, TEXTS, "texts must be more than the 7 that are held out, got 7"),
+        (DMCConfig(mode="dms"), {"pruner": SnapKV()}, TEXTS, None),
+    ],
+)
+def test_what_cannot_be_fitted_is_refused_and_leaves_the_model_plain(config, given, texts, error):
+    model = tiny_model()
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+    pruner = given.pop("pruner", Replay())
+    if error is None:  # it scores all but its window
+        dmc.fit(model, config, texts, pruner)
+        return
+    with pytest.raises(ValueError, match=error):
+        dmc.fit(model, config, texts, pruner, **given)
+    assert not is_attached(model) and getattr(model.config, "kvcompress", None) is None
+    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+
+
+def test_a_decision_of_its_own_is_of_dms_alone():
+    with pytest.raises(ValueError, match="dms_decides must be 'successor' with mode='dmc', got 'own'"):
+        DMCConfig(dms_decides="own")
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])  # every second layer of one sees a window
+def test_what_a_neuron_costs_is_the_loss_without_it(family):
+    model, ids = kind_model(family), random_ids(40, 2)
+    costs = dmc.neuron_costs(model, ids)
+    assert costs.shape == (model.config.head_dim,) and not is_attached(model)
+    with torch.no_grad():
+        before = model(ids, labels=ids, use_cache=False).loss
+        dmc.convert(model, DMCConfig(neuron=5, shift=1e4), anneal=False)  # decides for nothing
+        after = model(ids, labels=ids, use_cache=False).loss
+    torch.testing.assert_close(costs[5], after - before, rtol=1e-3, atol=1e-5)
+    with pytest.raises(ValueError, match="model must not be converted yet"):
+        dmc.neuron_costs(model, ids)

@@ -18,6 +18,7 @@ from .commands import pod as _pod  # noqa: F401
 from .commands.analyze import app as analyze
 from .commands.evaluate import app as evaluate
 from .commands.evaluate import needle
+from .commands.fit import app as fit
 from .commands.options import Device, Dtype, Model
 from .commands.retrofit import app as retrofit
 from .extras import need_packages
@@ -25,6 +26,7 @@ from .extras import need_packages
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Attention over a compressed key-value cache.")
 app.add_typer(analyze, name="analyze")
 app.add_typer(evaluate, name="eval")
+app.add_typer(fit, name="fit")
 app.add_typer(retrofit, name="retrofit")
 Command = TypeVar("Command", bound=Callable[..., None])
 # option of the argument that a ValueError begins with, where they differ in more than dashes

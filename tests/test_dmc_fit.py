@@ -1,5 +1,8 @@
 """dmc.fit: decisions of DMS that say what a pruner's scores would be."""
 
+import copy
+from dataclasses import replace
+
 import pytest
 import torch
 from helpers import kind_model, random_ids, tiny_model
@@ -97,6 +100,35 @@ def test_a_fitted_model_drops_what_the_pruner_would_and_keeps_its_ratio():
             if (old & stays).any() and (old & ~stays).any():
                 ahead.append(of_head[old & stays].log().mean() - of_head[old & ~stays].log().mean())
     assert torch.tensor(ahead).mean() > 1  # the kept ones score e times as much, and more
+
+
+def test_behind_a_norm_of_keys_decisions_have_their_signs():
+    """One whose weight is negative, too."""
+    model, pruner = tiny_model("qwen3"), Replay()
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.k_norm.weight.uniform_(0.5, 1.5)
+            layer.self_attn.k_norm.weight[-1] = -0.7
+    before = copy.deepcopy(model)
+    with torch.no_grad():
+        for layer in before.model.layers:
+            layer.self_attn.k_proj.weight.unflatten(0, (-1, 16))[:, -1] = 0
+    config = DMCConfig(mode="dms", dms_window=4, dms_decides="own", shift=0.0, dms_scale=100.0)
+    for wrong in ({"shift": 1.0}, {"dms_scale": 1.0}):
+        with pytest.raises(ValueError, match=f"{next(iter(wrong))} must be .* for a model that norms its keys"):
+            dmc.fit(model, replace(config, **wrong), TEXTS, pruner)
+    fitted = dmc.fit(model, config, TEXTS, pruner, ratio=2.0, slope=1.0)
+    for number, (layer, plain) in enumerate(zip(model.model.layers, before.model.layers, strict=True)):
+        x = torch.randn(1, 30, model.config.hidden_size)
+        weights = fitted.weights[number]
+        said, one = (x[0] @ weights).split([weights.shape[1] - 1, 1], 1)
+        keys, old = (
+            own.self_attn.k_norm(own.self_attn.k_proj(x).unflatten(-1, (-1, 16))) for own in (layer, plain)
+        )  # fmt: skip
+        logits = fitted.threshold(2.0) * one - said
+        assert torch.equal(keys[0, ..., -1] > 0, logits > 0)
+        # what they are with neurons of zero
+        torch.testing.assert_close(keys[..., :-1], old[..., :-1], rtol=1e-2, atol=1e-4)
 
 
 @pytest.mark.parametrize(

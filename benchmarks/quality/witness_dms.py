@@ -2,12 +2,12 @@
 
     python benchmarks/quality/witness_dms.py --out FOLDER [--quick]
 
-SmolLM2-135M-Instruct. Text: the books to tune by (parts/books.py), in pieces of a row; every second row is half a piece
-in a user's turn of the chat template, the words of KVzip's second reading, and the piece once more, so that what is
-far away is needed. FOLDER/fitted2, FOLDER/fitted4: DMS whose decisions are said by the token itself, in the neuron of
-the keys that costs least without it, one ridge regression per layer (kvcompress.dmc.fit), for 2 and for 4 tokens an
-entry. FOLDER: trained from the first, the weights of attention alone, the loss being the KL divergence to the model as
-it was, the ratio going from 2 to 4; checkpoints are models on the way.
+SmolLM2-135M-Instruct. Text: the books to tune by (parts/books.py), in pieces of a row; every second row is half a
+piece, the words of KVzip's second reading, and that half once more, so that what is far away is needed.
+FOLDER/fitted2, FOLDER/fitted4: DMS whose decisions are said by the token itself, in the neuron of the keys that costs
+least without it, one ridge regression per layer (kvcompress.dmc.fit), for 2 and for 4 tokens an entry. FOLDER: trained
+from the first, the weights of attention alone, the loss being the KL divergence to the model as it was, the ratio going
+from 2 to 4; checkpoints are models on the way.
 A run that was cut goes on from its newest checkpoint. FOLDER/run.json holds settings, the fit and the curve.
 
     python benchmarks/quality/witness.py --converted FOLDER/fitted2 FOLDER/fitted4 FOLDER --question later
@@ -74,7 +74,7 @@ def pieces(tokenizer: Any, length: int, seed: int) -> list[list[int]]:
 
 
 def said_again(tokenizer: Any, piece: Sequence[int], length: int) -> list[int]:
-    """Half a piece in a user's turn, what asks for it again, and that half."""
+    """Half a piece, what asks for it again, and that half."""
     framing, pruner = framing_of(tokenizer, raw=False), KVzip().with_tokenizer(tokenizer)
     begin, asked = framing.begin, [*pruner.prompt, *pruner.suffix]
     half = list(piece[: (length - len(begin) - len(asked)) // 2])

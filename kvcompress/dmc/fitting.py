@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -13,47 +13,22 @@ from torch import Tensor, nn
 from ..caches.pruned import PrunedCache
 from ..checks import need, need_integer, need_number
 from ..hf.attach import attach, base_model, detach, facts_of, is_attached
+from ..hf.method import KEYWORD, Pass
 from ..hf.projections import out_dim, projections_of
+from ..hf.seam import evaluating
 from ..prefilling import prefill
 from ..pruners.base import Pruner
 from ..retrofit.passes import whole_layers
+from ..softmax import Softmax
 from .config import DMCConfig
 from .convert import convert, state
-from .method import DMCMethod
 from .neurons import neuron_rows
 
+_SMALL = 10.0  # logits of a neuron's unit where a norm makes it one of the numbers that it divides by
 _UNREAD = 1e30  # what counts more than any score was not scored
-
-
-@dataclass(frozen=True)
-class Fitted:
-    """How well decisions were fitted, and what other ratios need. r2: [L][Hkv], share of the variance of the logarithms
-    of scores that the fit explains in texts held out, of the converted layers. levels: under the i-th of them lies a
-    share of i / (len - 1) of what is said of those texts. slope, shift: of the fit's logits."""
-
-    r2: list[list[float]]
-    levels: list[float]
-    slope: float
-    shift: float
-    ratio: float
-
-    def threshold(self, ratio: float) -> float:
-        """The logarithm of a score under which a token is dropped."""
-        need_number("ratio", ratio, 1, 1e6)
-        place = (1 - 1 / ratio) * (len(self.levels) - 1)
-        below = min(int(place), len(self.levels) - 2)
-        return self.levels[below] + (place - below) * (self.levels[below + 1] - self.levels[below])
-
-    def set_ratio(self, model: nn.Module, ratio: float) -> None:
-        """Makes the fitted model one of another ratio, by its config's shift alone. Of one that was trained since, the
-        ratio is only about right."""
-        decoder, found = base_model(model), state(model)
-        shift = self.shift + self.slope * (self.threshold(self.ratio) - self.threshold(ratio))
-        found.config = replace(found.config, shift=shift)
-        found.store(decoder)
-
-
 _LEVELS = 1001
+
+Scored = dict[int, tuple[Tensor, Tensor]]  # a text, by layer: features [n, d], logarithms of scores [n, Hkv]; float32
 
 
 class KeyLinear(NamedTuple):
@@ -63,9 +38,50 @@ class KeyLinear(NamedTuple):
     rows: Tensor
 
 
-Scored = dict[
-    int, tuple[Tensor, Tensor]
-]  # of a text, by layer: features [n, d], logarithms of scores [n, Hkv], float32
+class Between(NamedTuple):
+    """What stands between such a layer and attention. signs: float32 [Hkv], 1, or -1 where a norm of keys turns a
+    neuron's sign. normed: whether there is such a norm."""
+
+    signs: Tensor
+    normed: bool
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """What was fitted, and how well. r2: [L][Hkv], share of the variance of the logarithms of scores that the fit
+    explains in texts held out, of the converted layers. levels: under the i-th of them lies a share of i / (len - 1) of
+    what is said of those texts. weights: float32 [d, Hkv + 1] by layer, of what enters the keys' linear layer (and of a
+    1, where that has a bias): they say the logarithms, and a 1. signs: float32 [Hkv] by layer, -1 where a norm turns
+    what comes of them. slope: logits per unit of the logarithm."""
+
+    r2: list[list[float]]
+    levels: list[float]
+    weights: dict[int, Tensor]
+    signs: dict[int, Tensor]
+    slope: float
+
+    def threshold(self, ratio: float) -> float:
+        """The logarithm of a score under which a token is dropped."""
+        need_number("ratio", ratio, 1, 1e6)
+        place = (1 - 1 / ratio) * (len(self.levels) - 1)
+        below = min(int(place), len(self.levels) - 2)
+        return self.levels[below] + (place - below) * (self.levels[below + 1] - self.levels[below])
+
+    @torch.no_grad()
+    def set_ratio(self, model: nn.Module, ratio: float) -> None:
+        """Writes decisions of a ratio, tokens per entry beyond the window, into the rows of the neurons of the model
+        that was fitted, in place: logit = slope (threshold - what is said), as dms_scale * neuron - shift."""
+        decoder, config, threshold = base_model(model), state(model).config, self.threshold(ratio)
+        linears = _key_linears(decoder, facts_of(decoder), config)
+        for layer, weights in self.weights.items():
+            linear, rows = linears[layer]
+            constant = self.slope * threshold + config.shift
+            wanted = (constant * weights[:, -1:] - self.slope * weights[:, :-1]).T / config.dms_scale  # [Hkv, d]
+            wanted *= self.signs[layer][:, None].to(wanted)
+            weight = linear.weight if out_dim(linear) == 0 else linear.weight.T
+            weight[rows] = wanted[:, : weight.shape[1]].to(weight)
+            if linear.bias is not None:
+                linear.bias[rows] = wanted[:, -1].to(weight)
 
 
 class _Sums:
@@ -107,8 +123,11 @@ def fit(
     layers and heads, under which 1 - 1 / ratio of what is said of the last held_out texts lies. slope: logits per unit
     of the logarithm; ridge: on the diagonal, times its mean. What is returned makes other ratios of it; training
     (DMCRecipe with anneal_steps=0) goes on from there.
-    Raises ValueError for a config that is not DMS, too few texts, and as convert and PrunedCache do; the model is plain
-    then. Source: KVzap and Fast KVzip fit gates to KVzip's scores; DMS is what carries them here.
+    A model that norms its keys (Qwen3) takes the sign of a decision alone, and wants shift=0 and dms_scale=100: neurons
+    that are small beside the rest of a key.
+    Raises ValueError for a config that is not DMS or not for such a norm, too few texts, and as convert and PrunedCache
+    do; the model is plain then.
+    Source: KVzap and Fast KVzip fit gates to KVzip's scores; DMS is what carries them here.
     """
     need(config.mode == "dms", f"config must have mode 'dms' to be fitted, got {config.mode!r}")
     need_number("ratio", ratio, 1, 1e6)
@@ -121,15 +140,20 @@ def fit(
     try:
         config.check_model(decoder.config)
         linears = _key_linears(decoder, facts_of(decoder), config)
+        between = _between(decoder, facts_of(decoder), config, linears)
+        if any(own.normed for own in between.values()):
+            need(config.shift == 0, f"shift must be 0 for a model that norms its keys, got {config.shift}")
+            need(config.dms_scale >= _SMALL, f"dms_scale must be at least {_SMALL} for a model that norms its keys, so "
+                 f"that neurons are small beside the rest of a key, got {config.dms_scale}")  # fmt: skip
         solved, waiting = _solved(model, texts, pruner, linears, config, held_out, ridge)
         r2, levels = _judged(solved, waiting)
-        method = convert(model, config, anneal=False)
+        convert(model, config, anneal=False)
     except BaseException:
         if plain:
             detach(model)
         raise
-    fitted = Fitted(r2, levels.tolist(), slope, config.shift, ratio)
-    _write(method, solved, linears, fitted.threshold(ratio), slope)
+    fitted = Fitted(r2, levels.tolist(), solved, {layer: between[layer].signs for layer in solved}, slope)
+    fitted.set_ratio(model, ratio)
     return fitted
 
 
@@ -161,6 +185,13 @@ def _judged(solved: dict[int, Tensor], texts: list[Scored]) -> tuple[list[list[f
     return r2, every[torch.linspace(0, len(every) - 1, _LEVELS).round().long()]
 
 
+def norms_keys(model: nn.Module) -> bool:
+    """Whether something stands between the linear layers that make an attached model's keys and its attention."""
+    decoder, config = base_model(model), DMCConfig(mode="dms")
+    facts = facts_of(decoder)
+    return any(own.normed for own in _between(decoder, facts, config, _key_linears(decoder, facts, config)).values())
+
+
 def _key_linears(decoder: Any, facts: Any, config: DMCConfig) -> dict[int, KeyLinear]:
     """Of each layer to be converted."""
     rows, found = neuron_rows(decoder, facts, config), {}
@@ -170,6 +201,46 @@ def _key_linears(decoder: Any, facts: Any, config: DMCConfig) -> dict[int, KeyLi
             own = made.keys.row[:, config.place(facts[layer].head_dim)]
             assert set(own.tolist()) <= set(rows[name].tolist())
             found[layer] = KeyLinear(decoder.get_submodule(name), own)
+    return found
+
+
+class _KeysPass(Pass):
+    """What attention is given as keys, [B, Hkv, T, D] by layer, when nothing of it comes back."""
+
+    def __init__(self, facts: Any) -> None:
+        self.facts, self.keys = facts, dict[int, Tensor]()
+
+    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax) -> Tensor:
+        self.keys[layer] = keys
+        return torch.zeros_like(queries)
+
+
+def _between(decoder: Any, facts: Any, config: DMCConfig, linears: dict[int, KeyLinear]) -> dict[int, Between]:
+    """Of a model that is not converted yet, whose neurons are still there, by running it on a few tokens."""
+    made: dict[int, Tensor] = {}
+
+    def noting(layer: int) -> Any:
+        def hook(module: nn.Module, args: Any, out: Tensor) -> None:
+            made[layer] = out.detach()
+
+        return hook
+
+    hooks = [own.module.register_forward_hook(noting(layer)) for layer, own in linears.items()]
+    seen = _KeysPass(facts)
+    ids = torch.arange(1, 9, device=decoder.get_input_embeddings().weight.device)[None]
+    try:
+        with evaluating(decoder), torch.no_grad():
+            decoder(input_ids=ids, use_cache=False, **{KEYWORD: seen})
+    finally:
+        for hook in hooks:
+            hook.remove()
+    found = {}
+    for layer, own in linears.items():
+        place = config.place(facts[layer].head_dim)
+        before = made[layer][0][:, own.rows.to(made[layer].device)].float().T  # [Hkv, T]
+        behind = seen.keys[layer][0, :, :, place].float()
+        signs = torch.where((before * behind).sum(1) < 0, -1.0, 1.0)
+        found[layer] = Between(signs, not torch.allclose(before, behind, rtol=1e-2, atol=1e-4))
     return found
 
 
@@ -213,19 +284,3 @@ def _first_inputs(linears: dict[int, KeyLinear]) -> Iterator[dict[int, Tensor]]:
     finally:
         for hook in hooks:
             hook.remove()
-
-
-@torch.no_grad()
-def _write(
-    method: DMCMethod, solved: dict[int, Tensor], linears: dict[int, KeyLinear], threshold: float, slope: float
-) -> None:
-    """logit = slope (threshold - what is said), as scale * neuron - shift."""
-    config = method.config
-    for layer, weights in solved.items():
-        linear, rows = linears[layer]
-        constant = (slope * threshold + config.shift) / config.dms_scale
-        wanted = (constant * weights[:, -1:] - slope / config.dms_scale * weights[:, :-1]).T  # [Hkv, features]
-        weight = linear.weight if out_dim(linear) == 0 else linear.weight.T
-        weight[rows] = wanted[:, : weight.shape[1]].to(weight)
-        if linear.bias is not None:
-            linear.bias[rows] = wanted[:, -1].to(weight)

@@ -1,0 +1,56 @@
+"""`kvcompress fit`: what is learned of a model without training it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from ..extras import need_packages
+from .options import Device, Dtype, Model
+
+app = typer.Typer(no_args_is_help=True, help="Fit a model for a compressed cache in minutes, without training.")
+
+
+@app.callback()
+def fit() -> None:
+    """Fit a model for a compressed cache in minutes, without training."""
+
+
+@app.command()
+def dms(
+    out: Annotated[Path, typer.Option(help="folder for the fitted model, which must not exist")],
+    model: Model = "example",
+    text: Annotated[
+        list[Path] | None,
+        typer.Option(help="text to fit on: .txt, .jsonl, .csv or .parquet; not needed for the example model"),
+    ] = None,
+    target_cr: Annotated[float, typer.Option(help="tokens per cache entry, beyond the window", min=1.0)] = 2.0,
+    window: Annotated[int, typer.Option(help="newest tokens that are never dropped", min=0)] = 64,
+    samples: Annotated[int, typer.Option(help="texts to read; an eighth of them, at most 8, are held out", min=2)] = 48,
+    length: Annotated[int, typer.Option(help="tokens of a text", min=64)] = 1024,
+    neuron: Annotated[
+        int | None,
+        typer.Option(help="coordinate of the keys that carries decisions; not given: the one whose loss costs least"),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="draws the texts", min=0)] = 0,
+    device: Device = "cpu",
+    dtype: Dtype = "auto",
+) -> None:
+    """Make a model whose KV heads drop what KVzip would drop, token by token as they come (DMS).
+
+    Each head's decision becomes a linear map of what enters attention, fitted to KVzip's scores of the text by ridge
+    regression. The folder is a model that from_pretrained loads, and that retrofit dmc trains on.
+    """
+    try:
+        need_packages("fit", "accelerate", "datasets")
+        from ..dmc.run_fit import run_fit
+
+        run_fit(
+            out=out, model=model, text=tuple(text or ()), ratio=target_cr, window=window, samples=samples,
+            length=length, neuron=neuron, seed=seed, device=device, dtype=dtype, console=Console(width=80),
+        )  # fmt: skip
+    except (ValueError, FileNotFoundError, ImportError) as error:
+        raise typer.BadParameter(str(error)) from None

@@ -1,0 +1,62 @@
+"""`kvcompress fit dms` from start to end: model, text, fit, folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import track
+
+from ..analysis.texts import check_source, length_within, load_plain, texts
+from ..checks import need
+from ..framing import Framing
+from ..hf.attach import attach
+from ..hf.config import decoder_config
+from ..pruners.kvzip import KVzip
+from .config import DMCConfig
+from .costs import neuron_costs
+from .fitting import Fitted, fit, norms_keys
+
+_COSTS_OF = 2  # texts, of 512 tokens at most, say what a neuron costs
+
+
+def run_fit(
+    *, out: Path, model: str, text: tuple[Path, ...], ratio: float, window: int, samples: int, length: int,
+    neuron: int | None, seed: int, device: str, dtype: str, console: Console,
+) -> Fitted:  # fmt: skip
+    """Fits, saves and prints; returns what fit did.
+
+    Raises ValueError for settings that do not fit, FileNotFoundError for a missing text file.
+    """
+    check_source(model, text, False, device)
+    need(not out.exists(), f"out must be a folder that does not exist, got {out}")
+    loaded: Any
+    loaded, tokenizer = load_plain(model, device, dtype)
+    chosen, name = texts(tokenizer, text, False, samples, length_within(decoder_config(loaded.config), length), seed)
+    begin = torch.tensor(Framing(tokenizer).begin, dtype=torch.int64)
+    rows = [torch.cat([begin, row.long()]).to(device) for row in chosen]
+    if neuron is None:
+        costs = neuron_costs(loaded, torch.stack([row[:512] for row in rows[:_COSTS_OF]]))
+        neuron = int(costs.argmin())
+        said = f"Decisions take coordinate {neuron} of the keys, without which a token costs {costs[neuron]:+.4f} nats"
+        console.print(f"{said} (the last: {costs[-1]:+.4f})", highlight=False)
+    attach(loaded)
+    scale = 100.0 if norms_keys(loaded) else 1.0
+    config = DMCConfig(
+        mode="dms", dms_window=window, dms_decides="own", neuron=neuron, shift=0.0, dms_scale=scale
+    )  # fmt: skip
+    shown = track(rows, "reading", console=console, disable=not console.is_terminal)
+    pruner = KVzip(mass=True).with_tokenizer(tokenizer)
+    found = fit(loaded, config, shown, pruner, ratio=ratio, held_out=max(1, min(8, samples // 8)))
+    loaded.save_pretrained(out)
+    tokenizer.save_pretrained(out)
+    heads = [x for layer in found.r2 for x in layer]
+    mean = sum(heads) / len(heads)
+    console.print(
+        f"Fitted on {samples} texts of {length:,} tokens of {name}: R2 on those held out {mean:.2f}, in the worst head "
+        f"{min(heads):.2f}. The model, with {ratio:g} tokens an entry beyond its newest {window + 1}, is in {out}",
+        highlight=False, markup=False,
+    )  # fmt: skip
+    return found

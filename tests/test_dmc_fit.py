@@ -6,9 +6,11 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers import kind_model, random_ids, tiny_model
+from typer.testing import CliRunner
 
 import kvcompress
 from kvcompress import DMCCache, KVzip, PrunedCache, Replay, SnapKV, dmc, prefill
+from kvcompress.cli import app
 from kvcompress.demo import make_task
 from kvcompress.dmc import DMCConfig
 from kvcompress.hf.attach import is_attached
@@ -171,3 +173,46 @@ def test_what_a_neuron_costs_is_the_loss_without_it(family):
     torch.testing.assert_close(costs[5], after - before, rtol=1e-3, atol=1e-5)
     with pytest.raises(ValueError, match="model must not be converted yet"):
         dmc.neuron_costs(model, ids)
+
+
+# ---- the command ----
+
+
+def run(*options):
+    return CliRunner().invoke(app, ["fit", "dms", *map(str, options)], env={"COLUMNS": "80"})
+
+
+def test_the_command_leaves_a_model_that_is_loaded_and_trained_on(tmp_path):
+    said = run("--out", tmp_path / "small", "--samples", 5, "--length", 200, "--window", 8, "--target-cr", 3)
+    assert said.exit_code == 0, said.output
+    assert "Fitted on 5 texts of 200 tokens" in said.output and "Decisions take coordinate" in said.output
+    model = kvcompress.from_pretrained(tmp_path / "small")
+    config = dmc.state(model).config
+    assert (config.mode, config.dms_window, config.dms_decides, config.neuron_scale) == ("dms", 8, "own", 0.0)
+    new = make_task(400, depth=0.3, seed=7, device="cpu").ids
+    cache = DMCCache(model.config)
+    prefill(model, new, cache)
+    assert cache.compression_ratio() > 1.8
+    model.train()
+    recipe = dmc.DMCRecipe(target_ratio=3.0, anneal_steps=0, ramp_steps=0, solidify_steps=1)
+    recipe.begin_step(model, 0, passes=1)
+    loss = model(new, labels=new).loss
+    (loss + recipe.loss(model, 0)[0]).backward()
+    assert all(layer.self_attn.k_proj.weight.grad.abs().sum() > 0 for layer in model.model.layers)
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ((), "Missing option '--out'"),
+        (("--out", "."), "out must be a folder that does not exist"),
+        (("--out", "x", "--model", "smollm2"), "text must be given"),
+        (("--out", "x", "--length", 1_000_000), "length must be at most"),
+        (("--out", "x", "--text", "none.txt"), "none.txt"),
+    ],
+)
+def test_what_the_command_cannot_do_is_said_and_leaves_no_folder(tmp_path, monkeypatch, options, error):
+    monkeypatch.chdir(tmp_path)
+    said = run(*options)
+    assert said.exit_code == 2 and error in " ".join(said.output.replace("│", " ").split())
+    assert not (tmp_path / "x").exists()

@@ -34,6 +34,8 @@ On busy cores set OMP_NUM_THREADS=1.
 from __future__ import annotations
 
 import argparse
+import functools
+import hashlib
 import itertools
 import sys
 import time
@@ -245,8 +247,12 @@ def names_of(choice: argparse.Namespace, sizes: Sizes) -> dict[str, str]:
     return {DENSE: DENSE, **further, **named, **converted, **{PEER + press: PEER + press for press in choice.presses}}
 
 
+@functools.cache
 def _of(folder: Path) -> str:
-    return f"{folder.name}: "
+    """Stands before its cells: they are of these weights, whatever the folder holds later."""
+    files = (x for x in sorted(folder.glob("*")) if x.name == "config.json" or x.suffix == ".safetensors")
+    digest = hashlib.sha256(b"".join(hashlib.sha256(path.read_bytes()).digest() for path in files))
+    return f"{folder.name} {digest.hexdigest()[:8]}: "
 
 
 def books_and_origins(choice: argparse.Namespace) -> tuple[Books, dict[str, Any]]:

@@ -1,6 +1,6 @@
 """A real model retrofitted with DMS on two CPU cores: decisions fitted to KVzip's scores, then trained by distillation.
 
-    python benchmarks/quality/witness_dms.py --out FOLDER [--quick]
+    python benchmarks/quality/witness_dms.py --out FOLDER [--quick] [--json FILE]
 
 SmolLM2-135M-Instruct. Text: the books to tune by (parts/books.py), in pieces of a row; every second row is half a
 piece, the words of KVzip's second reading, and that half once more, so that what is far away is needed.
@@ -8,7 +8,8 @@ FOLDER/fitted2, FOLDER/fitted4: DMS whose decisions are said by the token itself
 least without it, one ridge regression per layer (kvcompress.dmc.fit), for 2 and for 4 tokens an entry. FOLDER: trained
 from the first, the weights of attention alone, the loss being the KL divergence to the model as it was, the ratio going
 from 2 to 4; checkpoints are models on the way.
-A run that was cut goes on from its newest checkpoint. FOLDER/run.json holds settings, the fit and the curve.
+A run that was cut goes on from its newest checkpoint. --json: the fit, and the curve of training: the target and the
+measured ratio, and the KL divergence in nats a token, each the mean of five steps.
 
     python benchmarks/quality/witness.py --converted FOLDER/fitted2 FOLDER/fitted4 FOLDER --question later
 
@@ -17,10 +18,10 @@ measures what they then know of texts that they were not made with, beside cache
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -33,10 +34,10 @@ from transformers import TrainingArguments
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 import kvcompress
-from benchmarks.common import machine
-from benchmarks.quality.parts.books import books_of
+from benchmarks.common import load, parse_arguments, parser, print_table, write_json
+from benchmarks.quality.parts.books import books_of, text_of
 from kvcompress import KVzip, dmc
-from kvcompress.framing import framing_of
+from kvcompress.checks import need
 from kvcompress.retrofit import RetrofitTrainer
 from kvcompress.retrofit.data import collate
 
@@ -60,13 +61,19 @@ class Sizes:
     learning_rate: float = 2e-4
 
 
-SIZES = {"full": Sizes(), "quick": Sizes(fitted=6, length=512, rows=1, accumulation=1, ramp=2, solidify=2, save=2)}
+SIZES = {
+    "full": Sizes(),
+    "quick": Sizes(fitted=6, length=512, rows=1, accumulation=1, ramp=5, solidify=5, save=10),
+    "tiny": Sizes(fitted=6, length=128, rows=1, accumulation=1, ramp=5, solidify=5, save=10, window=8),
+}
+FIT = "fit.json"  # in the folder: what the fit was, once it is done
+LOGGED = 5  # steps of a point of the curve
 
 
-def pieces(tokenizer: Any, length: int, seed: int) -> list[list[int]]:
+def pieces(tokenizer: Any, books: Sequence[str], length: int, seed: int) -> list[list[int]]:
     """All books as ids in pieces of one length, shuffled."""
     found = []
-    for _, text, _ in books_of("tune"):
+    for text in books:
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         found += [ids[i : i + length] for i in range(0, len(ids) - length + 1, length)]
     random.Random(seed).shuffle(found)
@@ -75,50 +82,38 @@ def pieces(tokenizer: Any, length: int, seed: int) -> list[list[int]]:
 
 def said_again(tokenizer: Any, piece: Sequence[int], length: int) -> list[int]:
     """Half a piece, what asks for it again, and that half."""
-    framing, pruner = framing_of(tokenizer, raw=False), KVzip().with_tokenizer(tokenizer)
-    begin, asked = framing.begin, [*pruner.prompt, *pruner.suffix]
-    half = list(piece[: (length - len(begin) - len(asked)) // 2])
-    row = [*begin, *half, *asked, *half]
+    pruner = KVzip().with_tokenizer(tokenizer)
+    asked = [*pruner.prompt, *pruner.suffix]
+    half = list(piece[: (length - len(asked)) // 2])
+    row = [*half, *asked, *half]
     return row + list(piece[len(half) :])[: length - len(row)]
 
 
-def fitted(model: Any, tokenizer: Any, out: Path, sizes: Sizes) -> dict[str, Any]:
-    begin, framing = time.time(), framing_of(tokenizer, raw=False)
-    every = pieces(tokenizer, sizes.length, seed=1)
-    costs = dmc.neuron_costs(model, torch.tensor([piece[:512] for piece in every[-2:]]))
+def fitted(model: Any, tokenizer: Any, books: Sequence[str], out: Path, sizes: Sizes) -> dict[str, Any]:
+    """Writes fitted<ratio>; what it did."""
+    begin, every = time.time(), pieces(tokenizer, books, sizes.length, seed=1)
+    costs = dmc.neuron_costs(model, torch.tensor([piece[:512] for piece in every[-2:]]), mode="dms")
     neuron = int(costs.argmin())
-    print(f"neuron {neuron}: {costs[neuron]:+.4f} nats, the last one {costs[-1]:+.4f}", flush=True)
     config = dmc.DMCConfig(mode="dms", dms_window=sizes.window, dms_decides="own", neuron=neuron, shift=0.0)
-    texts = (torch.tensor([*framing.begin, *piece]) for piece in every[: sizes.fitted])
-    pruner = KVzip(mass=True).with_tokenizer(tokenizer)
-    found = dmc.fit(model, config, texts, pruner, ratio=sizes.first_ratio)
-    for ratio in (sizes.first_ratio, sizes.ratio):
+    texts = (torch.tensor(piece) for piece in every[: sizes.fitted])
+    found = dmc.fit(model, config, texts, KVzip(mass=True).with_tokenizer(tokenizer), ratio=sizes.first_ratio)
+    for ratio in (sizes.ratio, sizes.first_ratio):
         found.set_ratio(model, ratio)
         model.save_pretrained(out / f"fitted{ratio:g}")
         tokenizer.save_pretrained(out / f"fitted{ratio:g}")
     mean = sum(map(sum, found.r2)) / sum(map(len, found.r2))
-    print(f"fitted in {time.time() - begin:.0f} s, R2 {mean:.3f}", flush=True)
-    return {"neuron": neuron, "neuron_costs": costs.tolist(), "r2_mean": mean, "r2": found.r2}
+    return {"neuron": neuron, "neuron_nats": float(costs[neuron]), "last_neuron_nats": float(costs[-1]),
+            "r2_mean": mean, "r2": found.r2, "seconds": time.time() - begin}  # fmt: skip
 
 
-def main() -> None:
-    parse = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parse.add_argument("--out", type=Path, required=True)
-    parse.add_argument("--quick", action="store_true", help="a few steps")
-    choice = parse.parse_args()
-    sizes, out = SIZES["quick" if choice.quick else "full"], choice.out
-    out.mkdir(parents=True, exist_ok=True)
-    log = out / "fit.json"
-    if not log.is_file():
-        plain, tokenizer = kvcompress.load_example_model("smollm2")
-        log.write_text(json.dumps(fitted(plain, tokenizer, out, sizes)))
-    teacher, tokenizer = kvcompress.load_example_model("smollm2")
+def trained(teacher: Any, tokenizer: Any, books: Sequence[str], out: Path, sizes: Sizes) -> list[dict[str, Any]]:
+    """Trains what was fitted, or goes on; the curve."""
     model = kvcompress.from_pretrained(out / f"fitted{sizes.first_ratio:g}", dtype=torch.float32)
     for name, weight in model.named_parameters():
         weight.requires_grad_(".self_attn." in name)
     rows = [
         said_again(tokenizer, piece, sizes.length) if number % 2 else list(piece)
-        for number, piece in enumerate(pieces(tokenizer, sizes.length, seed=0))
+        for number, piece in enumerate(pieces(tokenizer, books, sizes.length, seed=0))
     ]
     recipe = dmc.DMCRecipe(
         target_ratio=sizes.ratio, start_ratio=sizes.first_ratio, anneal_steps=0, ramp_steps=sizes.ramp,
@@ -127,21 +122,55 @@ def main() -> None:
     args = TrainingArguments(
         output_dir=str(out), per_device_train_batch_size=sizes.rows, gradient_accumulation_steps=sizes.accumulation,
         learning_rate=sizes.learning_rate, weight_decay=0.0, adam_beta2=0.95, max_grad_norm=1.0, bf16=True,
-        use_cpu=True, save_steps=sizes.save, save_total_limit=2, logging_steps=5, report_to="none", seed=0,
+        use_cpu=True, save_steps=sizes.save, save_total_limit=2, logging_steps=LOGGED, report_to="none", seed=0,
         remove_unused_columns=False,
     )  # fmt: skip
     trainer = RetrofitTrainer(
         model, args, recipe, teacher=teacher, distillation=1.0, tokenizer=tokenizer, data_collator=collate,
         train_dataset=datasets.Dataset.from_dict({"input_ids": rows}),
     )  # fmt: skip
-    begin = time.time()
     trainer.train(resume_from_checkpoint=any(out.glob("checkpoint-*")) or None)
     trainer.save_model(str(out))
     tokenizer.save_pretrained(out)
-    tokens = recipe.steps * sizes.rows * sizes.accumulation * sizes.length
-    about = {"machine": machine(), "sizes": asdict(sizes), "tokens": tokens, "seconds": time.time() - begin}
-    about |= {"fit": json.loads(log.read_text()), "curve": [x for x in trainer.state.log_history if "loss" in x]}
-    (out / "run.json").write_text(json.dumps(about, indent=1) + "\n")
+    tokens = sizes.rows * sizes.accumulation * sizes.length
+    return [
+        {"name": f"trained/{line['step']}", "tokens": tokens * line["step"], "target_ratio": line["target_ratio"],
+         "ratio": line["ratio_hard"], "kl_nats": line["distillation_loss"]}
+        for line in trainer.state.log_history if "distillation_loss" in line
+    ]  # fmt: skip
+
+
+def run(out: Path, size: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    sizes, name = SIZES[size], "example" if size == "tiny" else "smollm2"
+    if size == "tiny":  # this repository's own pages, which need no package
+        books = [text_of(sorted((Path(__file__).resolve().parents[2] / "docs").glob("*.md")))]
+    else:
+        books = [text for _, text, _ in books_of("tune")]
+    if not (out / FIT).is_file():
+        model, tokenizer = load(name, "cpu")
+        found = fitted(model, tokenizer, books, out, sizes)
+        (out / FIT).write_text(json.dumps({"sizes": asdict(sizes), **found}) + "\n")
+    teacher, tokenizer = load(name, "cpu")
+    found = json.loads((out / FIT).read_text())
+    need(found.pop("sizes") == asdict(sizes), f"out must be a folder of a run of the same sizes, got {out}")
+    rows: list[dict[str, Any]] = [{"name": "fitted", **found}]
+    return rows + trained(teacher, tokenizer, books, out, sizes), {"model": name, "sizes": asdict(sizes)}
+
+
+def main() -> None:
+    parse = parser(__doc__)
+    parse.add_argument("--out", type=Path, help="folder for the models (default: none stays)")
+    choice = parse_arguments(parse)
+    with tempfile.TemporaryDirectory() as temporary:
+        out = choice.out or Path(temporary)
+        out.mkdir(parents=True, exist_ok=True)
+        rows, about = run(out, choice.size)
+    first, curve = rows[0], rows[1:]
+    title = f"R2 {first['r2_mean']:.3f}, neuron {first['neuron']}, fitted in {first['seconds']:.0f} s"
+    lines = [[f"{row[x]:,.4g}" for x in ("tokens", "target_ratio", "ratio", "kl_nats")] for row in curve]
+    print_table(title, ("tokens", "target", "ratio", "KL, nats"), lines)
+    if choice.json is not None:
+        write_json(choice.json, rows, **about)
 
 
 if __name__ == "__main__":

@@ -27,6 +27,12 @@ def dmc(
     target_cr: Annotated[float, typer.Option(help="tokens per cache entry to reach", min=1.0)] = 4.0,
     mode: Annotated[str | None, typer.Option(help="dmc (merge, the default) or dms (drop)")] = None,
     dms_window: Annotated[int | None, typer.Option(help="tokens that dms never drops (512)", min=0)] = None,
+    dms_decides: Annotated[
+        str | None, typer.Option(help="whose decision drops a token: its successor's (the default) or its own")
+    ] = None,
+    neuron: Annotated[
+        int | None, typer.Option(help="coordinate of queries and keys that decides (-1; see dmc.neuron_costs)")
+    ] = None,
     start_cr: Annotated[float, typer.Option(help="where the ramp begins", min=1.0)] = 1.0,
     anneal_steps: Annotated[int | None, typer.Option(help="steps that fade the neurons out", min=0)] = None,
     ramp_steps: Annotated[int | None, typer.Option(help="steps from start to target", min=0)] = None,
@@ -56,7 +62,10 @@ def dmc(
         objective=CompressionLoss(weight=chosen["weight"], hinge=hinge, equal_weight=equal_weight),
         **{name: chosen[name] for name in ("anneal_steps", "ramp_steps", "solidify_steps", "warmup_steps")},
     )  # fmt: skip
-    given = {"mode": mode, "dms_window": dms_window, "shift": shift, "stride": stride}
+    given = {
+        "mode": mode, "dms_window": dms_window, "dms_decides": dms_decides, "neuron": neuron, "shift": shift,
+        "stride": stride,
+    }  # fmt: skip
     if stride is not None:
         given["omega"] = "uniform"
     config = {name: value for name, value in given.items() if value is not None}

@@ -30,7 +30,10 @@ def dms(
     target_cr: Annotated[float, typer.Option(help="tokens per cache entry, beyond the window", min=1.0)] = 2.0,
     window: Annotated[int, typer.Option(help="newest tokens that are never dropped", min=0)] = 64,
     samples: Annotated[int, typer.Option(help="texts to read; an eighth of them, at most 8, are held out", min=2)] = 48,
-    length: Annotated[int, typer.Option(help="tokens of a text", min=64)] = 1024,
+    length: Annotated[
+        int | None,
+        typer.Option(help="tokens of a text; not given: 1,024, or what the model has positions to read twice", min=64),
+    ] = None,
     neuron: Annotated[
         int | None,
         typer.Option(help="coordinate of the keys that carries decisions; not given: the one whose loss costs least"),

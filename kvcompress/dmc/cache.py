@@ -84,9 +84,9 @@ class DMCCache(ConvertedCache):
         """What each token decided in a converted layer: bool [B, Hkv, T], T tokens of the longest sequence,
         right-aligned.
 
-        layer: the model's number of it. True: merged into the entry before it (DMC), or the token before it is dropped
-        as it leaves the window (DMS). The first token of a sequence, and what stands before it, is False. Raises
-        ValueError without track=True and for a layer that decides nothing.
+        layer: the model's number of it. True: merged into the entry before it (DMC), or the token before it
+        (dms_decides="own": it itself) is dropped as it leaves the window (DMS). The first token of a sequence, and what
+        stands before it, is False. Raises ValueError without track=True and for a layer that decides nothing.
         """
         if not self.track:
             raise ValueError("decisions are remembered only with track=True")

@@ -28,8 +28,9 @@ class DMCConfig:
     """How a converted model decides and merges; saved with it as config.kvcompress.
 
     mode: "dmc" (a token is appended or merged into the newest entry) or "dms" (it is dropped once it is dms_window
-    tokens old, if its successor decided so). neuron: the coordinate of queries and keys that carries the decisions,
-    negative from the end; it takes no part in attention. shift, temperature: c and tau of the relaxed decisions.
+    tokens old, if its successor decided so, see dms_decides). neuron: the coordinate of queries and keys that carries
+    the decisions, negative from the end; it takes no part in attention. shift, temperature: c and tau of the relaxed
+    decisions.
     window: an entry averages its last tokens alone, 1..64 (released models: 12); None = all.
     omega: "learned" weights from the query neuron, or "uniform" ones. omega_eps: added to them. gqa_omega: how the
     query heads of a KV head agree on one: "mean_logit", "mean_sigmoid" or "first". decision_margin: logits must exceed

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from ..caches.pruned import PrunedCache
 from ..checks import need, need_integer, need_number
@@ -22,11 +23,13 @@ from ..retrofit.passes import whole_layers
 from ..softmax import Softmax
 from .config import DMCConfig
 from .convert import convert, state
-from .neurons import neuron_rows
+from .method import DMCMethod
+from .neurons import check_floating, neuron_rows
 
 _SMALL = 10.0  # logits of a neuron's unit where a norm makes it one of the numbers that it divides by
 _UNREAD = 1e30  # what counts more than any score was not scored
 _LEVELS = 1001
+_LEAST_ONE = 0.1  # of what stands for 1 where there is no bias
 
 Scored = dict[int, tuple[Tensor, Tensor]]  # a text, by layer: features [n, d], logarithms of scores [n, Hkv]; float32
 
@@ -70,18 +73,17 @@ class Fitted:
     @torch.no_grad()
     def set_ratio(self, model: nn.Module, ratio: float) -> None:
         """Writes decisions of a ratio, tokens per entry beyond the window, into the rows of the neurons of the model
-        that was fitted, in place: logit = slope (threshold - what is said), as dms_scale * neuron - shift."""
+        that was fitted, in place: dms_scale * neuron = slope (threshold - what is said), dropped above 0."""
         decoder, config, threshold = base_model(model), state(model).config, self.threshold(ratio)
         linears = _key_linears(decoder, facts_of(decoder), config)
         for layer, weights in self.weights.items():
             linear, rows = linears[layer]
-            constant = self.slope * threshold + config.shift
-            wanted = (constant * weights[:, -1:] - self.slope * weights[:, :-1]).T / config.dms_scale  # [Hkv, d]
-            wanted *= self.signs[layer][:, None].to(wanted)
+            wanted = (self.slope / config.dms_scale * (threshold * weights[:, -1:] - weights[:, :-1])).T  # [Hkv, d]
+            wanted *= self.signs[layer][:, None]
             weight = linear.weight if out_dim(linear) == 0 else linear.weight.T
-            weight[rows] = wanted[:, : weight.shape[1]].to(weight)
+            weight[rows.to(weight.device)] = wanted[:, : weight.shape[1]].to(weight)
             if linear.bias is not None:
-                linear.bias[rows] = wanted[:, -1].to(weight)
+                linear.bias[rows.to(weight.device)] = wanted[:, -1].to(weight)
 
 
 class _Sums:
@@ -116,36 +118,42 @@ def fit(
     """Converts a plain model to DMS whose decisions are already good: in place, as convert(model, config, anneal=False)
     does, and writes into the rows of the neurons what says the logarithms of a pruner's scores best.
 
-    texts: int64 [T] each, read in one pass; some 40 of 1,000 tokens do. pruner: one whose scores are held and compared
-    over layers and heads, such as KVzip(mass=True), with_tokenizer. The score of a token in a head is said by what
-    enters the keys' linear layer with it (dms_decides="own") or with the token after it ("successor"): one ridge
-    regression per layer, no backward pass. A token is dropped where what is said lies under one threshold for all
-    layers and heads, under which 1 - 1 / ratio of what is said of the last held_out texts lies. slope: logits per unit
-    of the logarithm; ridge: on the diagonal, times its mean. What is returned makes other ratios of it; training
-    (DMCRecipe with anneal_steps=0) goes on from there.
-    A model that norms its keys (Qwen3) takes the sign of a decision alone, and wants shift=0 and dms_scale=100: neurons
-    that are small beside the rest of a key.
-    Raises ValueError for a config that is not DMS or not for such a norm, too few texts, and as convert and PrunedCache
-    do; the model is plain then.
+    config: of mode "dms", with shift=0. texts: int64 [T] each, read in one pass; some 40 of 1,000 tokens do. pruner:
+    one whose scores are above 0, held, and compared over layers and heads, such as KVzip(mass=True), with_tokenizer.
+    The score of a token in a head is said by what enters the keys' linear layer with it (dms_decides="own") or with the
+    token after it ("successor"): one ridge regression per layer, no backward pass. A token is dropped where what is
+    said lies under one threshold for all layers and heads, under which 1 - 1 / ratio of what is said of the last
+    held_out texts lies. slope: logits per unit of the logarithm; ridge: on the diagonal, times its mean. What is
+    returned makes other ratios of it; training (DMCRecipe with anneal_steps=0) goes on from there.
+    A model that norms its keys (Qwen3) takes the sign of a decision alone, and wants dms_scale=100: neurons that are
+    small beside the rest of a key.
+    Raises ValueError for a config that is not DMS with a decision per head, or not for such a norm, a pruner of other
+    scores, too few texts, adapters, weights in shards, and as convert and PrunedCache do; the model is plain then.
     Source: KVzap and Fast KVzip fit gates to KVzip's scores; DMS is what carries them here.
     """
-    need(config.mode == "dms", f"config must have mode 'dms' to be fitted, got {config.mode!r}")
+    for name, value in (("mode", "dms"), ("shift", 0), ("decision_margin", 0), ("share_heads", "none")):
+        given = getattr(config, name)
+        need(given == value, f"config must have {name} = {value!r} to be fitted, got {given!r}")
+    need(not pruner.uses_keep and pruner.own_budget is None,
+         f"pruner must score alike for every budget, but {type(pruner).__name__} does not")  # fmt: skip
     need_number("ratio", ratio, 1, 1e6)
     need_number("slope", slope, 1e-6, 1e6)
-    need_number("ridge", ridge, 0, 1e6)
+    need_number("ridge", ridge, 1e-12, 1e6)
     need_integer("held_out", held_out, 1, 1 << 20)
     decoder, plain = base_model(model), not is_attached(model)
     if plain:
         attach(model)
     try:
         config.check_model(decoder.config)
+        check_floating(decoder)
+        DMCMethod(config).check_facts(decoder, facts_of(decoder))
         linears = _key_linears(decoder, facts_of(decoder), config)
         between = _between(decoder, facts_of(decoder), config, linears)
         if any(own.normed for own in between.values()):
-            need(config.shift == 0, f"shift must be 0 for a model that norms its keys, got {config.shift}")
             need(config.dms_scale >= _SMALL, f"dms_scale must be at least {_SMALL} for a model that norms its keys, so "
                  f"that neurons are small beside the rest of a key, got {config.dms_scale}")  # fmt: skip
-        solved, waiting = _solved(model, texts, pruner, linears, config, held_out, ridge)
+        with evaluating(model):
+            solved, waiting = _solved(model, texts, pruner, linears, config, held_out, ridge)
         r2, levels = _judged(solved, waiting)
         convert(model, config, anneal=False)
     except BaseException:
@@ -180,9 +188,9 @@ def _judged(solved: dict[int, Tensor], texts: list[Scored]) -> tuple[list[list[f
         x, y = (torch.cat([text[layer][part] for text in texts]) for part in (0, 1))
         found, one = (x @ weights).split([y.shape[1], 1], 1)
         r2.append((1 - (found - y).square().sum(0) / (y - y.mean(0)).square().sum(0)).tolist())
-        said.append((found / one).flatten())
+        said.append((found / one.clamp_min(_LEAST_ONE)).flatten())
     every = torch.cat(said).sort().values
-    return r2, every[torch.linspace(0, len(every) - 1, _LEVELS).round().long()]
+    return r2, every[torch.linspace(0, len(every) - 1, _LEVELS, dtype=torch.float64).round().long()]
 
 
 def norms_keys(model: nn.Module) -> bool:
@@ -200,7 +208,11 @@ def _key_linears(decoder: Any, facts: Any, config: DMCConfig) -> dict[int, KeyLi
             (name,) = made.keys.used
             own = made.keys.row[:, config.place(facts[layer].head_dim)]
             assert set(own.tolist()) <= set(rows[name].tolist())
-            found[layer] = KeyLinear(decoder.get_submodule(name), own)
+            module = decoder.get_submodule(name)
+            need(not hasattr(module, "base_layer"), f"model must be fitted before it gets adapters, got one at {name}")
+            need(not isinstance(module.weight, DTensor), f"model must be fitted before its weights are cut over ranks, "
+                 f"got {name} on {getattr(module.weight, 'device_mesh', None)}")  # fmt: skip
+            found[layer] = KeyLinear(module, own)
     return found
 
 
@@ -239,7 +251,7 @@ def _between(decoder: Any, facts: Any, config: DMCConfig, linears: dict[int, Key
         place = config.place(facts[layer].head_dim)
         before = made[layer][0][:, own.rows.to(made[layer].device)].float().T  # [Hkv, T]
         behind = seen.keys[layer][0, :, :, place].float()
-        signs = torch.where((before * behind).sum(1) < 0, -1.0, 1.0)
+        signs = torch.where((before * behind).sum(1) < 0, -1.0, 1.0).cpu()
         found[layer] = Between(signs, not torch.allclose(before, behind, rtol=1e-2, atol=1e-4))
     return found
 
@@ -248,7 +260,8 @@ def _scored(model: nn.Module, ids: Tensor, pruner: Pruner, linears: dict[int, Ke
     """Of a text's tokens that got a score in every head of a layer."""
     cache = PrunedCache(model.config, pruner, 0.0, later="keep")
     with _first_inputs(linears) as inputs, torch.no_grad():
-        prefill(model, torch.cat([ids, ids[-1:]])[None], cache)  # which reads all but the last
+        read = torch.cat([ids, ids[-1:]])[None].to(base_model(model).device)  # all but the last
+        prefill(model, read, cache, attention_mask=torch.ones_like(read))
     found = {}
     for layer in cache.compressing:
         if layer.index not in linears:
@@ -256,9 +269,12 @@ def _scored(model: nn.Module, ids: Tensor, pruner: Pruner, linears: dict[int, Ke
         held, x = layer.chooser.held, inputs[layer.index]
         assert held is not None and held.scores is not None
         n = min(len(x), *held.counts)
-        x, y = x[:n], held.scores[:, :n].T.to(x.device)
+        x, y = x[:n].cpu(), held.scores[:, :n].T.cpu()
         if not own:
             x, y = x[1:], y[:-1]
+        without = int((y <= 0).any(1).sum())  # a logarithm
+        need(2 * without <= len(y), f"pruner must score tokens above 0, but {type(pruner).__name__} did not for "
+             f"{without} of {len(y)} in layer {layer.index}")  # fmt: skip
         good = ((y > 0) & (y < _UNREAD)).all(1)
         x = x[good].float()
         if linears[layer.index].module.bias is not None:

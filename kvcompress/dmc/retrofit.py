@@ -29,8 +29,9 @@ def retrofit(
     """
     model, tokenizer = load(settings)
     if saved_method(base_model(model)) is None:
-        if "dms_window" in config and config.get("mode") != "dms":
-            raise ValueError(f"dms_window needs mode 'dms', got dms_window = {config['dms_window']} without it")
+        for name in ("dms_window", "dms_decides"):
+            if name in config and config.get("mode") != "dms":
+                raise ValueError(f"{name} needs mode 'dms', got {name} = {config[name]} without it")
         convert(model, DMCConfig(**((defaults or {}) | config)), anneal=recipe.anneal_steps > 0)
     else:
         attach(model)

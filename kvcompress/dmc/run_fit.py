@@ -20,10 +20,11 @@ from .costs import neuron_costs
 from .fitting import Fitted, fit, norms_keys
 
 _COSTS_OF = 2  # texts, of 512 tokens at most, say what a neuron costs
+_LENGTH = 1024
 
 
 def run_fit(
-    *, out: Path, model: str, text: tuple[Path, ...], ratio: float, window: int, samples: int, length: int,
+    *, out: Path, model: str, text: tuple[Path, ...], ratio: float, window: int, samples: int, length: int | None,
     neuron: int | None, seed: int, device: str, dtype: str, console: Console,
 ) -> Fitted:  # fmt: skip
     """Fits, saves and prints; returns what fit did.
@@ -34,12 +35,16 @@ def run_fit(
     need(not out.exists(), f"out must be a folder that does not exist, got {out}")
     loaded: Any
     loaded, tokenizer = load_plain(model, device, dtype)
-    chosen, name = texts(tokenizer, text, False, samples, length_within(decoder_config(loaded.config), length), seed)
-    begin = torch.tensor(Framing(tokenizer).begin, dtype=torch.int64)
+    pruner, begin = (
+        KVzip(mass=True).with_tokenizer(tokenizer),
+        torch.tensor(Framing(tokenizer).begin, dtype=torch.int64),
+    )
+    length = _length(decoder_config(loaded.config), pruner, len(begin), length)
+    chosen, name = texts(tokenizer, text, False, samples, length, seed)
     rows = [torch.cat([begin, row.long()]).to(device) for row in chosen]
     if neuron is None:
-        costs = neuron_costs(loaded, torch.stack([row[:512] for row in rows[:_COSTS_OF]]))
-        neuron = int(costs.argmin())
+        costs = neuron_costs(loaded, torch.stack([row[:512] for row in rows[:_COSTS_OF]]), mode="dms")
+        neuron = int(costs.nan_to_num(nan=torch.inf).argmin())
         said = f"Decisions take coordinate {neuron} of the keys, without which a token costs {costs[neuron]:+.4f} nats"
         console.print(f"{said} (the last: {costs[-1]:+.4f})", highlight=False)
     attach(loaded)
@@ -48,7 +53,6 @@ def run_fit(
         mode="dms", dms_window=window, dms_decides="own", neuron=neuron, shift=0.0, dms_scale=scale
     )  # fmt: skip
     shown = track(rows, "reading", console=console, disable=not console.is_terminal)
-    pruner = KVzip(mass=True).with_tokenizer(tokenizer)
     found = fit(loaded, config, shown, pruner, ratio=ratio, held_out=max(1, min(8, samples // 8)))
     loaded.save_pretrained(out)
     tokenizer.save_pretrained(out)
@@ -60,3 +64,16 @@ def run_fit(
         highlight=False, markup=False,
     )  # fmt: skip
     return found
+
+
+def _length(config: Any, pruner: KVzip, begin: int, asked: int | None) -> int:
+    """Tokens of a text, behind which it is read again. Raises ValueError for more than the model has positions for."""
+    reach = length_within(config, None)
+    most = reach - begin - 1
+    while most > 0 and begin + most + pruner.positions_behind(begin + most) > reach:
+        most -= 1
+    if asked is None:
+        return min(_LENGTH, most)
+    need(asked <= most, f"length must be at most {most:,} for a model of {reach:,} positions, as a text is read again "
+         f"behind itself, got {asked:,}")  # fmt: skip
+    return asked

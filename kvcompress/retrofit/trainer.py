@@ -24,6 +24,7 @@ from ..files import naming
 from ..hf.adapters import carry_conversion
 from . import checkpoints, fsdp, sharded
 from .callback import PROGRESS, RetrofitCallback
+from .distillation import distance
 from .figures import Figures, MetricsFile, rounded
 from .packing import Validation
 from .ranks import place_among_ranks, summed
@@ -112,30 +113,36 @@ class RetrofitTrainer(Trainer):
             outputs = model(**inputs)
             self._measure(model, outputs.loss, inputs)
             return (outputs.loss, outputs) if return_outputs else outputs.loss
-        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
-        more = {}
-        if self.teacher is not None:
-            distance = self._distance(outputs.logits, inputs, num_items_in_batch)
-            more = {"lm_loss": loss, "distillation_loss": distance}
-            loss = (1 - self.distillation) * loss + self.distillation * distance
+        more: dict[str, Tensor] = {}
+        if self.teacher is None:
+            loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        elif self.distillation == 1:  # the model's own loss has no part in it
+            outputs = model(**{name: x for name, x in inputs.items() if name != "labels"})
+            loss, nats = self._distance(outputs.logits, inputs, num_items_in_batch)
+            more = {"lm_loss": nats, "distillation_loss": loss}
+        else:
+            own, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+            far, _ = self._distance(outputs.logits, inputs, num_items_in_batch)
+            more = {"lm_loss": own, "distillation_loss": far}
+            loss = (1 - self.distillation) * own + self.distillation * far
         passes = self.current_gradient_accumulation_steps
         loss = self.retrofit.add_loss(model, loss, num_items_in_batch, passes, **more)
         return (loss, outputs) if return_outputs else loss
 
-    def _distance(self, logits: Tensor, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None) -> Tensor:
-        """KL divergence from the teacher's next-token distributions over the tokens that have a label: their mean, or
-        this pass's part of the step's as compute_loss gives the model's own."""
+    def _distance(
+        self, logits: Tensor, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None
+    ) -> tuple[Tensor, Tensor]:
+        """KL divergence from the teacher's next-token distributions, and the loss of the labels, over the tokens that
+        have one: their means, or this pass's part of the step's as compute_loss gives the model's own."""
         assert self.teacher is not None
         with torch.no_grad():
             given = {name: x for name, x in inputs.items() if name != "labels"}
             wanted = self.teacher(**given, use_cache=False).logits
-        kept = inputs["labels"][:, 1:] != -100
-        student, teacher = (x[:, :-1][kept].float().log_softmax(-1) for x in (logits, wanted))
-        total = nn.functional.kl_div(student, teacher, log_target=True, reduction="sum")
-        if num_items_in_batch is None:
-            return total / kept.sum()
-        ranks = self.accelerator.num_processes if self.args.average_tokens_across_devices else 1
-        return total * ranks / num_items_in_batch
+        found = distance(logits, wanted, inputs["labels"])
+        tokens = found.tokens if num_items_in_batch is None else torch.as_tensor(num_items_in_batch)
+        mean = num_items_in_batch is None or not self.args.average_tokens_across_devices
+        share = (1 if mean else self.accelerator.num_processes) / tokens.clamp(min=1)  # a pass may have no label at all
+        return found.divergence * share, found.nats * share
 
     # ---- evaluation ----
 

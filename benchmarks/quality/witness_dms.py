@@ -38,6 +38,7 @@ from benchmarks.common import load, parse_arguments, parser, print_table, write_
 from benchmarks.quality.parts.books import books_of, text_of
 from kvcompress import KVzip, dmc
 from kvcompress.checks import need
+from kvcompress.dmc.costs import said_again
 from kvcompress.retrofit import RetrofitTrainer
 from kvcompress.retrofit.data import collate
 
@@ -80,19 +81,17 @@ def pieces(tokenizer: Any, books: Sequence[str], length: int, seed: int) -> list
     return found
 
 
-def said_again(tokenizer: Any, piece: Sequence[int], length: int) -> list[int]:
-    """Half a piece, what asks for it again, and that half."""
-    pruner = KVzip().with_tokenizer(tokenizer)
-    asked = [*pruner.prompt, *pruner.suffix]
-    half = list(piece[: (length - len(asked)) // 2])
-    row = [*half, *asked, *half]
-    return row + list(piece[len(half) :])[: length - len(row)]
+def said_twice(tokenizer: Any, piece: Sequence[int], length: int) -> list[int]:
+    """Half a piece, what asks for it again, and that half; a row of the length."""
+    row = said_again(KVzip().with_tokenizer(tokenizer), torch.tensor(piece), length).tolist()
+    return row + list(piece[length // 2 :])[: length - len(row)]
 
 
 def fitted(model: Any, tokenizer: Any, books: Sequence[str], out: Path, sizes: Sizes) -> dict[str, Any]:
     """Writes fitted<ratio>; what it did."""
     begin, every = time.time(), pieces(tokenizer, books, sizes.length, seed=1)
-    costs = dmc.neuron_costs(model, torch.tensor([piece[:512] for piece in every[-2:]]), mode="dms")
+    again = said_twice(tokenizer, every[-2], sizes.length)
+    costs = dmc.neuron_costs(model, torch.tensor([again, every[-1]]), mode="dms")
     neuron = int(costs.argmin())
     config = dmc.DMCConfig(mode="dms", dms_window=sizes.window, dms_decides="own", neuron=neuron, shift=0.0)
     texts = (torch.tensor(piece) for piece in every[: sizes.fitted])
@@ -112,7 +111,7 @@ def trained(teacher: Any, tokenizer: Any, books: Sequence[str], out: Path, sizes
     for name, weight in model.named_parameters():
         weight.requires_grad_(".self_attn." in name)
     rows = [
-        said_again(tokenizer, piece, sizes.length) if number % 2 else list(piece)
+        said_twice(tokenizer, piece, sizes.length) if number % 2 else list(piece)
         for number, piece in enumerate(pieces(tokenizer, books, sizes.length, seed=0))
     ]
     recipe = dmc.DMCRecipe(

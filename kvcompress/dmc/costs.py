@@ -14,6 +14,7 @@ from ..hf.attach import attach, base_model, detach, facts_of, is_attached
 from ..hf.method import saved_method, set_method
 from ..hf.projections import projections_of
 from ..hf.seam import evaluating
+from ..pruners.kvzip import KVzip
 from .config import CHOICES, DMCConfig
 from .method import DMCMethod
 from .neurons import NeuronRows, neurons_of
@@ -28,8 +29,10 @@ def neuron_costs(model: nn.Module, input_ids: Tensor, *, mode: str = "dmc") -> T
     makes the best DMCConfig(neuron=...): annealing has the least to heal.
 
     Which it is depends on the model: the last one, which the authors of DMC take, may be among the dearest.
-    input_ids: int64 [B, T] of text, a thousand tokens in all do. Costs D + 1 forward passes over them; weights are
-    changed meanwhile, and given back.
+    input_ids: int64 [B, T]; a row of plain text and one that needs what is far away (said_again), a thousand tokens
+    each, make the better choice: of SmolLM2-135M some coordinates cost 0.001 nats a token of plain text and 0.6 where a
+    text is said again, others the reverse. Costs D + 1 forward passes over them; weights are changed meanwhile, and
+    given back.
     Raises ValueError for a model that is converted, or cannot be (see convert), and one without logits of next tokens.
     """
     need_choice("mode", mode, CHOICES["mode"])
@@ -65,6 +68,14 @@ def neuron_costs(model: nn.Module, input_ids: Tensor, *, mode: str = "dmc") -> T
         if plain:
             detach(model)
     return torch.tensor(found)
+
+
+def said_again(pruner: KVzip, ids: Tensor, length: int) -> Tensor:
+    """int64 [at most length]: a text's beginning, the words with which KVzip (with_tokenizer) asks for it again, and it
+    again."""
+    asked = ids.new_tensor([*pruner.prompt, *pruner.suffix])
+    half = ids[: (length - len(asked)) // 2]
+    return torch.cat([half, asked, half])
 
 
 @contextmanager

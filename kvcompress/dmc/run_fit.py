@@ -16,10 +16,9 @@ from ..hf.attach import attach
 from ..hf.config import decoder_config
 from ..pruners.kvzip import KVzip
 from .config import DMCConfig
-from .costs import neuron_costs
+from .costs import neuron_costs, said_again
 from .fitting import Fitted, fit, norms_keys
 
-_COSTS_OF = 2  # texts, of 512 tokens at most, say what a neuron costs
 _LENGTH = 1024
 
 
@@ -43,7 +42,8 @@ def run_fit(
     chosen, name = texts(tokenizer, text, False, samples, length, seed)
     rows = [torch.cat([begin, row.long()]).to(device) for row in chosen]
     if neuron is None:
-        costs = neuron_costs(loaded, torch.stack([row[:512] for row in rows[:_COSTS_OF]]), mode="dms")
+        again = said_again(pruner, rows[0], length)
+        costs = neuron_costs(loaded, torch.stack([again, rows[1][: len(again)]]), mode="dms")
         neuron = int(costs.nan_to_num(nan=torch.inf).argmin())
         said = f"Decisions take coordinate {neuron} of the keys, without which a token costs {costs[neuron]:+.4f} nats"
         console.print(f"{said} (the last: {costs[-1]:+.4f})", highlight=False)

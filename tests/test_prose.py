@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import sys
 from dataclasses import replace
 from itertools import chain, pairwise
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from helpers import covering
 
+import kvcompress
 from benchmarks.quality import witness
 from benchmarks.quality.parts import books
 from benchmarks.quality.parts.cells import Cell, Cells, over, rows_of
@@ -388,3 +390,23 @@ def test_a_book_that_cannot_be_had_is_said(debian, monkeypatch):
 def test_a_book_is_of_one_split():
     assert {book.split for book in books.BOOKS.values()} == set(books.SPLITS)
     assert len({book.package for book in books.BOOKS.values()}) == len(books.BOOKS)
+
+
+def test_models_that_were_converted_are_measured_beside_the_model(tmp_path, monkeypatch):
+    """Under the name of their folder; cells are of its weights."""
+    model, tokenizer = kvcompress.load_example_model(retrofit="dmc")
+    for x in (model, tokenizer):
+        x.save_pretrained(tmp_path / "merging")
+    path = tmp_path / "rows.json"
+    monkeypatch.setattr(sys, "argv", ["witness.py", "--tiny", "--question", "later", "--methods", "--converted",
+                                      str(tmp_path / "merging"), "--json", str(path)])  # fmt: skip
+    witness.main()
+    rows = json.loads(path.read_text())["rows"]
+    assert {row["method"] for row in rows} == {"dense", "merging"}
+    (own,) = (row for row in rows if row["method"] == "merging")
+    assert len(own["texts"]) == 2 and 0.1 < own["nbytes_share"] < 0.6 and "bits_over_dense" in own
+    digest = own["cache"].split(": ")[0]
+    model.config.kvcompress["shift"] = 1.0
+    model.save_pretrained(tmp_path / "merging")
+    witness._of.cache_clear()
+    assert witness._of(tmp_path / "merging") != digest + ": "

@@ -108,7 +108,7 @@ def spec_of(text: str) -> CacheSpec:
 
 def measured(
     reader: SharedReader, measure: Measure, specs: Sequence[CacheSpec], question: str, read: Passage, text: int,
-    shares: Sequence[float], cells: Cells, of: str,
+    shares: Sequence[float], cells: Cells, of: str = "",
 ) -> Iterator[Cell]:  # fmt: skip
     """Cells of a passage that are not there yet. of: stands before a cache's text in them."""
     for spec in specs:

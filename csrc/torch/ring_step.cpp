@@ -41,8 +41,8 @@ std::tuple<Tensor, Tensor> ring_step_(const Tensor& given_queries, const Tensor&
                                       std::optional<Tensor> free_count, const std::optional<Tensor>& given_base,
                                       const std::optional<Tensor>& given_alpha, const std::optional<Tensor>& given_cos,
                                       const std::optional<Tensor>& given_sin, int64_t window, int64_t sinks,
-                                      bool chunked, bool own, int64_t neuron, double factor, double shift, double margin,
-                                      double scale, const std::optional<Tensor>& sink_logits, double softcap) {
+                                      bool chunked, bool own, int64_t neuron, double factor, double shift,
+                                      double margin, double scale, const std::optional<Tensor>& sink_logits, double softcap) {
     Changed changed = {{"k_ring", &k_ring}, {"v_ring", &v_ring}, {"places", &places}};
     for (const auto& [name, x] : {std::pair{"k_far", &k_far}, {"v_far", &v_far}, {"marks", &marks},
                                   {"k_pages", &k_pages}, {"v_pages", &v_pages}, {"block_table", &block_table},
@@ -138,5 +138,5 @@ KVC_REGISTER(ring_step_,
              "Tensor(c!) places, Tensor(d!)? k_far, Tensor(e!)? v_far, Tensor(f!)? marks, Tensor(g!)? k_pages, "
              "Tensor(h!)? v_pages, Tensor(i!)? block_table, Tensor(j!)? lengths, Tensor(k!)? refs, "
              "Tensor(l!)? free_pages, Tensor(m!)? free_count, Tensor? base, Tensor? alpha, Tensor? cos, Tensor? sin, "
-             "int window, int sinks, bool chunked, bool own, int neuron, float factor, float shift, float margin, float scale, "
-             "Tensor? sink_logits, float softcap) -> (Tensor, Tensor)")
+             "int window, int sinks, bool chunked, bool own, int neuron, float factor, float shift, float margin, "
+             "float scale, Tensor? sink_logits, float softcap) -> (Tensor, Tensor)")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from ..framing import Framing
 from ..hf.attach import attach
 from ..hf.config import decoder_config
 from ..pruners.kvzip import KVzip
+from ..retrofit.checkpoints import flush
 from .config import DMCConfig
 from .costs import neuron_costs, said_again
 from .fitting import Fitted, fit, norms_keys
@@ -34,10 +36,8 @@ def run_fit(
     need(not out.exists(), f"out must be a folder that does not exist, got {out}")
     loaded: Any
     loaded, tokenizer = load_plain(model, device, dtype)
-    pruner, begin = (
-        KVzip(mass=True).with_tokenizer(tokenizer),
-        torch.tensor(Framing(tokenizer).begin, dtype=torch.int64),
-    )
+    pruner = KVzip(mass=True).with_tokenizer(tokenizer)
+    begin = torch.tensor(Framing(tokenizer).begin, dtype=torch.int64)
     length = _length(decoder_config(loaded.config), pruner, len(begin), length)
     chosen, name = texts(tokenizer, text, False, samples, length, seed)
     rows = [torch.cat([begin, row.long()]).to(device) for row in chosen]
@@ -54,8 +54,7 @@ def run_fit(
     )  # fmt: skip
     shown = track(rows, "reading", console=console, disable=not console.is_terminal)
     found = fit(loaded, config, shown, pruner, ratio=ratio, held_out=max(1, min(8, samples // 8)))
-    loaded.save_pretrained(out)
-    tokenizer.save_pretrained(out)
+    _save(loaded, tokenizer, out)
     heads = [x for layer in found.r2 for x in layer]
     mean = sum(heads) / len(heads)
     console.print(
@@ -64,6 +63,17 @@ def run_fit(
         highlight=False, markup=False,
     )  # fmt: skip
     return found
+
+
+def _save(model: Any, tokenizer: Any, out: Path) -> None:
+    """Written beside it and then renamed: where the folder is, all of it is."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=out.parent) as temporary:
+        fresh = Path(temporary, out.name)
+        model.save_pretrained(fresh)
+        tokenizer.save_pretrained(fresh)
+        flush(fresh)
+        fresh.rename(out)
 
 
 def _length(config: Any, pruner: KVzip, begin: int, asked: int | None) -> int:

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 # (sequence, start, logits [n, vocabulary], targets int64 [n], or [n - 1] where nobody knows what follows the last)
 LogitsSink = Callable[[int, int, Tensor, Tensor], None]
+
+
+def scaled(config: Any, logits: Tensor) -> Tensor:
+    """What a model makes of the numbers of its output layer. config: of its decoder."""
+    logits = logits * (getattr(config, "logit_scale", None) or 1.0)  # Cohere
+    logits = logits / (getattr(config, "logits_scaling", None) or 1.0)  # Granite
+    cap = getattr(config, "final_logit_softcapping", None)  # Gemma
+    return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
 class TokenLoss:

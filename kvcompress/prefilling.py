@@ -16,7 +16,7 @@ from .hf.argument import CACHE, with_cache
 from .hf.attach import base_model, facts_of
 from .hf.method import KEYWORD, method_of
 from .hf.reminder import without_reminder
-from .logits import LogitsSink
+from .logits import LogitsSink, scaled
 from .planner import Plan
 from .progress import Progress, showing
 from .rereading import latest, pruner_that_rereads, reread
@@ -198,7 +198,16 @@ def prefill(
                     end = width - width_of_tail
                     for b, chunk in enumerate(chunks):
                         rows = slice(end - chunk, end)
-                        _give(logits, head, b, read[b], out.last_hidden_state[b, rows], ids[b, rows], prompt.peek(b))
+                        _give(
+                            logits,
+                            head,
+                            decoder.config,
+                            b,
+                            read[b],
+                            out.last_hidden_state[b, rows],
+                            ids[b, rows],
+                            prompt.peek(b),
+                        )
                 if again is not None:
                     own = [ids[b, width - count :] for b, count in enumerate(counts)]
                     reread(again, run, own, before, first, whole)
@@ -295,7 +304,14 @@ def _head_of(model: nn.Module) -> nn.Module:
 
 
 def _give(
-    sink: LogitsSink, head: nn.Module | None, b: int, start: int, hidden: Tensor, ids: Tensor, following: int | None
+    sink: LogitsSink,
+    head: nn.Module | None,
+    config: Any,
+    b: int,
+    start: int,
+    hidden: Tensor,
+    ids: Tensor,
+    following: int | None,
 ) -> None:
     """Hands over the logits of some tokens, as many rows at a time as do not make them large."""
     assert head is not None
@@ -303,7 +319,7 @@ def _give(
     targets, rows = torch.cat([ids[1:], last]), max(_LOGITS // cast(Any, head).weight.shape[0], 1)
     for first in range(0, len(hidden), rows):
         part = slice(first, first + rows)
-        sink(b, start + first, head(hidden[part]), targets[part])
+        sink(b, start + first, scaled(config, head(hidden[part])), targets[part])
 
 
 def generate(

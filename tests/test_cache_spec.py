@@ -114,6 +114,7 @@ WRONG = [  # text, message
     ("pruned,budget=globaltopk", r"globaltopk needs a size, as in globaltopk:0.75, .* got 'globaltopk'"),
     ("pruned,budget=3,budget=4", r"budget must be given once, got '3' and '4'"),
     ("pruned,budget", r"cache must be written as kind,key=value,\.\.\., got 'budget'"),
+    ("pruned,budget=3,pruner=criticalkv:kvzip:512", r"kvzip must be written as kvzip:field=value"),
     ("pruned,budget=3,positions=remotegap:gap=x:y", r"remotegap must be written as remotegap:field=value"),
     ("pruned,budget=3,positions=remotegap:size=3", r"remotegap has no 'size'; known are gap, reading"),
     ("iterative,memory_size=0.5", r"memory_size must be a whole number or one of .*, got '0.5'"),

@@ -365,3 +365,21 @@ def test_images_that_are_read_in_both_directions_are_refused():
     with attach(model), pytest.raises(ValueError, match="lets tokens of this call see what follows them"):
         model(ids, pixel_values=torch.randn(1, 3, 28, 28), token_type_ids=types, past_key_values=cache)
     assert cache.get_seq_length() == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "given"),
+    [
+        ("gemma2", {"final_logit_softcapping": 0.5}),
+        ("cohere2", {"logit_scale": 0.25}),
+        ("granite", {"logits_scaling": 4.0}),
+    ],
+)
+@torch.no_grad()
+def test_logits_of_a_prompt_are_the_models_own(kind, given):
+    """Whatever the family does behind its output layer."""
+    model, ids, kept = model_of(kind, **given), random_ids(21), kvcompress.AllLogits()
+    wanted = model(ids[:, :-1]).logits[0]
+    with kvcompress.attach(model):
+        kvcompress.prefill(model, ids, kvcompress.PrunedCache(model.config, budget=64), logits=kept)
+    torch.testing.assert_close(kept.logits(), wanted, atol=2e-5, rtol=1e-4)

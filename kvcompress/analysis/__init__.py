@@ -2,7 +2,16 @@
 
 from .heads import measure_heads
 from .passkeys import pass_keys
+from .scores import measure_scores
 from .shares import measure_profile
 from .statistics import AttentionStatistics, Estimate, attention
 
-__all__ = ["AttentionStatistics", "Estimate", "attention", "measure_heads", "measure_profile", "pass_keys"]
+__all__ = [
+    "AttentionStatistics",
+    "Estimate",
+    "attention",
+    "measure_heads",
+    "measure_profile",
+    "measure_scores",
+    "pass_keys",
+]

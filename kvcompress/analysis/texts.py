@@ -16,6 +16,7 @@ from ..hf.attach import base_model
 from ..hf.method import saved_method
 from ..models import EXAMPLE_NAME, load_example_model
 from ..models.text import held_out_text
+from ..pruners import KVzip
 from ..retrofit.run import pretrained
 
 LONGEST = 32_768
@@ -36,6 +37,20 @@ def length_within(config: Any, length: int | None) -> int:
     length = min(reach, LONGEST) if length is None else length
     need(length <= reach, f"length must be at most the {reach:,} positions that the model was made for, got {length:,}")
     return length
+
+
+def length_read_again(config: Any, pruner: KVzip, begin: int, usual: int, asked: int | None) -> int:
+    """Tokens of a text behind `begin` others, after which it is read again: as asked, or the usual, as far as the model
+    has positions. Raises ValueError for more than that."""
+    reach = length_within(config, None)
+    most = reach - begin - 1
+    while most > 0 and begin + most + pruner.positions_behind(begin + most) > reach:
+        most -= 1
+    if asked is None:
+        return min(usual, most)
+    need(asked <= most, f"length must be at most {most:,} for a model of {reach:,} positions, as a text is read again "
+         f"behind itself, got {asked:,}")  # fmt: skip
+    return asked
 
 
 def load_plain(model: str, device: str, dtype: str = "auto") -> tuple[nn.Module, Any]:

@@ -186,7 +186,7 @@ class Chooser(SideState):
             if self.holds and self.held is None:
                 self.held = HeldScores(len(offers.lengths), len(keep))
             holds = self.holds and scores and any(kept[rows]) and offers.valid[first] > 0
-            offer = self._offer(offers, some, output, tokens) if counts or tokens or holds else None
+            offer = self._offer(offers, some, output, tokens, number) if counts or tokens or holds else None
             if offer is not None and counts:
                 offer = self._counted(offer, rows, offers, votes[first])
             if held is not None and tokens and tokens <= sum(held) // len(held):
@@ -276,7 +276,9 @@ class Chooser(SideState):
             facts.add((tokens, held, votes[b], repeated, *place, *seen))
         return [list(range(len(keep)))] if len(facts) == 1 else alone
 
-    def _offer(self, offers: Offers, some: list[int], output: OutputLayer | None, keep: int | None) -> Candidates:
+    def _offer(
+        self, offers: Offers, some: list[int], output: OutputLayer | None, keep: int | None, number: int
+    ) -> Candidates:
         """What some sequences in a row offer, which are alike. keep: tokens per head that they keep, None = all."""
         b, part = some[0], slice(some[0], some[-1] + 1)
         rows, valid, guide = slice(b * offers.heads, part.stop * offers.heads), offers.valid[b], offers.guides[b]
@@ -294,7 +296,7 @@ class Chooser(SideState):
             rotary=offers.rotary, key_rotary=offers.key_rotary, in_sight=offers.in_sight[b],
             output=None if output is None else output.weights(),
             sums=None if offers.sums is None else offers.sums[part, :, last:].flatten(0, 1)[None],
-            repeated=None if offers.repeated is None else offers.repeated[b], keep=keep,
+            repeated=None if offers.repeated is None else offers.repeated[b], keep=keep, number=number,
         )  # fmt: skip
 
     def _counted(self, offer: Candidates, rows: slice, offers: Offers, votes: bool) -> Candidates:

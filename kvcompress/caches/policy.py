@@ -147,7 +147,8 @@ class Policy:
     def check_model(self, decoder: Any, layers: Sequence[LayerFacts], cache: str) -> None:
         """Raises ValueError if the budget is not for a model of these layers, those that compress. Warns once where
         there are none, and where what judges several heads together sees some of them alone."""
-        self.budget.check_rows([facts.kv_heads for facts in layers])
+        for part in (self.budget, self.pruner):
+            part.check_rows([facts.kv_heads for facts in layers])
         if not layers:
             self.notices.give(
                 "no layers",

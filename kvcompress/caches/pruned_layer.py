@@ -223,7 +223,7 @@ class PrunedLayer(PagedLayer):
         recent = self.chooser.recent
         if self.policy.pruner.accumulates and recent is not None and recent.held:
             offers = self._offers(facts, *recent.get(), [0] * len(self.next))
-            self.chooser.choose(offers, [None] * len(self.next), votes=votes)
+            self.chooser.choose(offers, [None] * len(self.next), number=self.number, votes=votes)
 
     def _compress(self, step: CachePass, facts: LayerFacts, *, call: Tensor | None = None, slack: int) -> None:
         """Compresses what is held where it is over the budget. call: this call's queries; else the latest ones."""

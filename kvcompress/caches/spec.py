@@ -21,7 +21,7 @@ from ..hf.config import decoder_config
 from ..hf.method import METHODS, method_class
 from ..positions import RemoteGap
 from ..profiles import BudgetProfile
-from ..pruners import Pruner
+from ..pruners import Pruner, ScoreProfile
 from ..pruners.base import THEIRS
 from .base import trained_length_of
 from .iterative import IterativeCache
@@ -44,6 +44,7 @@ def _concrete(module: types.ModuleType, base: type) -> dict[str, type]:
     return {x.__name__.lower(): x for x in found if not inspect.isabstract(x)}
 
 
+PROFILES = (BudgetProfile, HeadProfile, ScoreProfile)
 PRUNERS, BUDGETS = _concrete(pruners, Pruner), _concrete(budgets, Budget) | _concrete(profiles, Budget)
 
 
@@ -229,7 +230,7 @@ def _value(key: str, text: str, allowed: frozenset[type]) -> Any:
         return _nested(text, RemoteGap)
     if Pruner in allowed:
         return _nested(text, _pruner(name))
-    for profile in (BudgetProfile, HeadProfile):
+    for profile in PROFILES:
         if profile in allowed:
             return profile.load(text)
     if bool in allowed and lower in ("true", "false"):
@@ -251,7 +252,7 @@ def _nested(text: str, made: type, own: dict[str, Any] | None = None) -> Any:
     name, *parts = text.split(":")
     known, fields = _fields(made), dict(own or {})
     operand = next((x for x in known if x in ("size", "inner") or Pruner in known[x]), None)
-    profile = next((x for x in known if known[x] & {BudgetProfile, HeadProfile}), None)
+    profile = next((x for x in known if known[x].intersection(PROFILES)), None)
     while parts and "=" in parts[0]:
         key, _, value = parts.pop(0).partition("=")
         if key in fields:
@@ -260,7 +261,13 @@ def _nested(text: str, made: type, own: dict[str, Any] | None = None) -> Any:
             raise _unknown_key(key, name, {x: 0 for x in known if x != operand})
         fields[key] = _value(key, value, known[key])
     rest = ":".join(parts)
-    if profile is not None and profile not in fields and rest and (operand is None or ":" in rest):
+    if (
+        profile is not None
+        and profile not in fields
+        and rest
+        and (operand is None or ":" in rest)
+        and not re.fullmatch(r"[\d.]+", rest)
+    ):
         file, _, rest = (rest, "", "") if operand is None else rest.rpartition(":")
         fields[profile] = _value(profile, file, known[profile])
     if operand is not None and not rest and issubclass(made, Budget):

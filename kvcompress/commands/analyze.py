@@ -195,3 +195,36 @@ def budget(
             out=out, model=model, text=tuple(text or ()), held_out=held_out, samples=samples, length=length,
             pruner=pruner, size=size, floor=floor, seed=seed, device=device, dtype=dtype, console=Console(width=100),
         )  # fmt: skip
+
+
+@app.command()
+def scores(
+    out: Annotated[Path, typer.Option(help="file for the profile, JSON")],
+    model: Model = "example",
+    text: Annotated[
+        list[Path] | None,
+        typer.Option(help="text to read: .txt, .jsonl, .csv or .parquet; not needed for the example model"),
+    ] = None,
+    held_out: Annotated[
+        bool, typer.Option("--held-out", help="example model: text that it was never trained on")
+    ] = False,
+    samples: Annotated[int, typer.Option(help="texts to read", min=1)] = 30,
+    length: Annotated[
+        int | None,
+        typer.Option(help="tokens of a text; not given: 1,120, or what the model has positions to read twice", min=256),
+    ] = None,
+    chunk: Annotated[int, typer.Option(help="tokens that KVzip reads again at once", min=1)] = 512,
+    steps: Annotated[int, typer.Option(help="steps of training, of a text each", min=1)] = 180,
+    lr: Annotated[float, typer.Option(help="learning rate")] = 0.02,
+    seed: Annotated[int, typer.Option(help="draws the texts, and the parts that are said again", min=0)] = 0,
+    device: Device = "cpu",
+    dtype: Dtype = "auto",
+) -> None:
+    """Measure how the scores of a model's heads compare, for pruner=kvzip,chunk=512,mass=true,profile=FILE."""
+    with _said():
+        from ..analysis.run_scores import run_scores
+
+        run_scores(
+            out=out, model=model, text=tuple(text or ()), held_out=held_out, samples=samples, length=length,
+            chunk=chunk, steps=steps, lr=lr, seed=seed, device=device, dtype=dtype, console=Console(width=100),
+        )  # fmt: skip

@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
-from ..analysis.texts import check_source, length_within, load_plain, texts
+from ..analysis.texts import check_source, length_read_again, load_plain, texts
 from ..checks import need
 from ..framing import Framing
 from ..hf.attach import attach
@@ -38,7 +38,7 @@ def run_fit(
     loaded, tokenizer = load_plain(model, device, dtype)
     pruner = KVzip(mass=True).with_tokenizer(tokenizer)
     begin = torch.tensor(Framing(tokenizer).begin, dtype=torch.int64)
-    length = _length(decoder_config(loaded.config), pruner, len(begin), length)
+    length = length_read_again(decoder_config(loaded.config), pruner, len(begin), _LENGTH, length)
     chosen, name = texts(tokenizer, text, False, samples, length, seed)
     rows = [torch.cat([begin, row.long()]).to(device) for row in chosen]
     if neuron is None:
@@ -74,16 +74,3 @@ def _save(model: Any, tokenizer: Any, out: Path) -> None:
         tokenizer.save_pretrained(fresh)
         flush(fresh)
         fresh.rename(out)
-
-
-def _length(config: Any, pruner: KVzip, begin: int, asked: int | None) -> int:
-    """Tokens of a text, behind which it is read again. Raises ValueError for more than the model has positions for."""
-    reach = length_within(config, None)
-    most = reach - begin - 1
-    while most > 0 and begin + most + pruner.positions_behind(begin + most) > reach:
-        most -= 1
-    if asked is None:
-        return min(_LENGTH, most)
-    need(asked <= most, f"length must be at most {most:,} for a model of {reach:,} positions, as a text is read again "
-         f"behind itself, got {asked:,}")  # fmt: skip
-    return asked

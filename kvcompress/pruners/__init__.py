@@ -20,6 +20,7 @@ from .observed import ObservedAttention
 from .plain import KeyNorm, Random
 from .replay import Replay
 from .rkv import RKV
+from .score_profile import ScoreProfile
 from .snapkv import SnapKV
 from .streaming import StreamingLLM, WindowAttention
 from .successor import Successor
@@ -47,6 +48,7 @@ __all__ = [
     "Random",
     "Ranking",
     "Replay",
+    "ScoreProfile",
     "SnapKV",
     "StreamingLLM",
     "Successor",

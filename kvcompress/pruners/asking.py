@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -45,6 +46,9 @@ class AskingPruner(Pruner):
 
     def lost(self) -> int:
         return self.pruner.lost()
+
+    def check_rows(self, heads: Sequence[int]) -> None:
+        self.pruner.check_rows(heads)
 
     def positions_behind(self, tokens: int) -> int:
         return self.pruner.positions_behind(tokens)

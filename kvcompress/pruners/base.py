@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -26,15 +27,15 @@ class Candidates:
     + guide_length. count: candidates per head at most. chunk_length: how many of them have their query in queries.
     softmax: of the logits. values: [1, Hkv, T, D], None where the pruner uses none. lengths: int32 [Hkv], keys of each
     head with the guide's, where they differ; None = all T. shortest: the least of them; None = T. received: float32
-    [Hkv, count], what pruners that accumulate have summed up so far. layer: number of the layer. whole: nothing was
-    ever dropped, the first candidates are the first tokens. unrotated: the queries before rotation; position: that of
-    the next token; rotary, key_rotary: tables of the queries and of the keys (None = the same); in_sight: keys
-    in sight when their frequencies were settled, None = position. sums: float32 [1, Hq, S], logarithm of
-    the sum that each query's own causal softmax divides by; None = not known (see log_sums). notes: float32
-    [Hkv, D], what the pruner's votes write down of each head, zeros at first; None where it takes none. output: the
-    weights of the output projection [Hq, D, hidden], None where the pruner asks for none. repeated: (back, length), the
-    guide repeats so many candidates of each head, which begin `back` before the last one's end; None = it does not.
-    keep: candidates of a head that stay, mean; None = all, as far as is known.
+    [Hkv, count], what pruners that accumulate have summed up so far. layer: number of the layer; number: its place
+    among those that compress. whole: nothing was ever dropped, the first candidates are the first tokens. unrotated:
+    the queries before rotation; position: that of the next token; rotary, key_rotary: tables of the queries and of the
+    keys (None = the same); in_sight: keys in sight when their frequencies were settled, None = position. sums: float32
+    [1, Hq, S], logarithm of the sum that each query's own causal softmax divides by; None = not known (see log_sums).
+    notes: float32 [Hkv, D], what the pruner's votes write down of each head, zeros at first; None where it takes none.
+    output: the weights of the output projection [Hq, D, hidden], None where the pruner asks for none. repeated: (back,
+    length), the guide repeats so many candidates of each head, which begin `back` before the last one's end; None = it
+    does not. keep: candidates of a head that stay, mean; None = all, as far as is known.
     """
 
     queries: Tensor
@@ -59,6 +60,7 @@ class Candidates:
     output: Tensor | None = None
     repeated: tuple[int, int] | None = None
     keep: int | None = None
+    number: int = 0
 
     @property
     def heads(self) -> int:
@@ -273,6 +275,9 @@ class Pruner(ABC):
     def carried(self, received: Tensor, votes: Tensor) -> Tensor:
         """What becomes of running scores, both float32 [Hkv, count]; those of new tokens begin at 0."""
         return received + votes
+
+    def check_rows(self, heads: Sequence[int]) -> None:  # noqa: B027  (most are for any model)
+        """Raises ValueError if it is not for a model whose layers that compress have so many KV heads."""
 
     def positions_behind(self, tokens: int) -> int:
         """How many positions behind a call of so many tokens its queries are asked at again."""

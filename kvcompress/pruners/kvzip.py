@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from ..checks import need
 from .base import Candidates, Pruner, Reread
 from .replay import Replay, asked_again
+from .score_profile import ScoreProfile
 
 PROMPT = "\n\nRepeat the previous context exactly."
 NEXT_PROMPT = "\n\nRepeat the part of the previous context exactly, starting with "
@@ -31,6 +33,9 @@ class KVzip(Pruner):
     attention that the key gets from all queries, asked behind the text, over an even share of it. The maximum alone
     keeps what is looked up once, and heads that spread their attention lose the most of it; this keeps both. False is
     the paper's.
+    profile: with mass, how much maximum and mean count in each KV head of a model (ScoreProfile.load of a file that
+    `kvcompress analyze scores` wrote), so that scores compare where layers and heads share one budget. It is learned
+    for a chunk and for prompts that are read at once.
     The paper's budget is one over all layers and heads: GlobalTopK; Uniform and AdaKV are its other forms.
     prompt, next_prompt, suffix: token ids, none by default; with_tokenizer(tokenizer) gives the paper's words and what
     ends a message in the tokenizer's chat template. num_sink_tokens: always stay and are not read again; a system
@@ -53,6 +58,7 @@ class KVzip(Pruner):
     prompt: tuple[int, ...] = ()
     next_prompt: tuple[int, ...] = ()
     suffix: tuple[int, ...] = ()
+    profile: ScoreProfile | None = None
     accumulates = True
     rereads = True
     window = 1
@@ -62,6 +68,11 @@ class KVzip(Pruner):
     def __post_init__(self) -> None:
         self._check(chunk=1, lead_in=0)
         need(isinstance(self.mass, bool), f"mass must be True or False, got {self.mass!r}")
+        if self.profile is not None:
+            kind = type(self.profile).__name__
+            need(isinstance(self.profile, ScoreProfile),
+                 f"profile must be a ScoreProfile, got {kind}: ScoreProfile.load reads it")  # fmt: skip
+            need(self.mass, "mass must be True with a profile, which weighs it, got False")
         for name in ("prompt", "next_prompt", "suffix"):
             ids = getattr(self, name)
             good = isinstance(ids, (list, tuple)) and all(type(i) is int and i >= 0 for i in ids)
@@ -72,6 +83,10 @@ class KVzip(Pruner):
         words = (PROMPT, NEXT_PROMPT, _suffix(tokenizer))
         prompt, next_prompt, suffix = (tuple(tokenizer.encode(text, add_special_tokens=False)) for text in words)
         return replace(self, prompt=prompt, next_prompt=next_prompt, suffix=suffix)
+
+    def check_rows(self, heads: Sequence[int]) -> None:
+        if self.profile is not None:
+            self.profile.check_rows(heads)
 
     def positions_behind(self, tokens: int) -> int:
         words = max(len(self.prompt), len(self.next_prompt) + self.lead_in) + len(self.suffix)
@@ -108,7 +123,8 @@ class KVzip(Pruner):
         scores = seen.attention(n, reduce="max")[:, sinks:]
         if self.mass:
             assert candidates.received is not None  # the first reading's
-            scores = scores * -candidates.received.gather(1, own)
+            means, profile = -candidates.received.gather(1, own), self.profile
+            scores = scores * means if profile is None else profile.scores(candidates.number, scores, means)
         return out.scatter(1, own, scores.clamp_min(_LEAST))
 
     def _masses(self, candidates: Candidates, out: Tensor) -> Tensor:

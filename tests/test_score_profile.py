@@ -208,6 +208,23 @@ def test_a_head_whose_scores_are_all_alike_keeps_sane_powers():
     assert all(abs(x) < 30 for row in profile.heads for head in row for x in head)
 
 
+def test_a_model_in_16_bits_is_measured_and_one_of_other_logits_is_not():
+    model = tiny_model(vocab_size=256, max_position_embeddings=1024).eval()
+    options = {"samples": [random_ids(400)[0]], "pruner": ASKED, "continuation": 40, "steps": 1}
+    measure_scores(model.bfloat16(), **options).check_rows([2, 2, 2])
+    own = type(model).forward
+
+    class Other(type(model)):
+        def forward(self, *args, **given):
+            out = own(self, *args, **given)
+            out.logits = out.logits / 4
+            return out
+
+    model.__class__ = Other
+    with pytest.raises(ValueError, match="Other makes other logits of it"):
+        measure_scores(model, **options)
+
+
 def test_it_is_learned_in_inference_mode_and_gives_back_what_it_took_after_an_error():
     model = tiny_model(vocab_size=256, max_position_embeddings=1024).train()
 

@@ -1,6 +1,7 @@
 """What attention to a key is worth in each KV head: said by KVzip, measured by training."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -124,6 +125,11 @@ def test_a_profile_is_of_its_model(tmp_path):
     (tmp_path / "other.json").write_text('{"format": "kvcompress score profile 1", "heads": [], "more": 1}')
     with pytest.raises(ValueError, match="must have the fields heads, measured"):
         ScoreProfile.load(tmp_path / "other.json")
+
+
+def test_the_profile_of_smollm2_is_of_its_shape():
+    path = Path(__file__).parents[1] / "examples" / "smollm2_scores.json"
+    ScoreProfile.load(path).check_rows([3] * 30)
 
 
 # ---- measured ----

@@ -324,6 +324,9 @@ def test_a_press_of_the_benchmark_is_measured_as_our_cache_that_keeps_the_same(s
     assert written["machine"]["kvpress"]["kvpress"] == "9"
     for question in witness.SIZES["tiny"].question:
         rows = {row["method"]: row for row in written["rows"] if row["question"] == question}
+        if question == "guide":
+            assert not any(method.startswith("kvpress") for method in rows)
+            continue
         assert "press over a press" in rows["kvpress AdaKV(SnapKV)"]["reason"]
         for press in ("kvpress SnapKV", "kvpress KVzip"):
             assert rows[press]["nbytes_share"] == pytest.approx(0.5, abs=0.01)

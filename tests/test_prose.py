@@ -17,7 +17,7 @@ from benchmarks.quality.parts import books
 from benchmarks.quality.parts.cells import Cell, Cells, over, rows_of
 from kvcompress import CacheSpec
 from kvcompress.evaluate.measure import Outcome
-from kvcompress.evaluate.prose import Prose, answer_ids, asked_at_the_end, next_turn, passage, question_ids, stretch
+from kvcompress.evaluate.prose import Prose, answer_ids, asked_once, next_turn, passage, question_ids, stretch
 from kvcompress.evaluate.reading import Following, Reader
 from kvcompress.evaluate.sharing import LayerInputs, SharedReader
 from kvcompress.framing import Framing
@@ -157,11 +157,23 @@ def test_an_answer_is_right_where_every_token_is_the_likeliest(reader):
 
 def test_a_question_at_the_end_is_read_with_the_text(reader, framing):
     found = passage(framing, BOOKS, LENGTH, 2, SCORED)
-    measure = asked_at_the_end(framing, LENGTH, found, 6)
+    measure = asked_once(framing, LENGTH, found, 6, "end")
     question = found.questions[2]
     assert measure.tokens == len(found.context) + len(question_ids(framing, question)) - 1
     (answer,) = measure.run(reader, 0).said
     assert answer["answers"] == [question.answer.strip()] and answer["depth"] == question.depth
+
+
+def test_a_question_that_guides_is_known_while_the_text_is_read(reader, framing, monkeypatch):
+    found, known = passage(framing, BOOKS, LENGTH, 2, SCORED), []
+    read = type(reader).read
+    monkeypatch.setattr(
+        type(reader), "read", lambda self, ids, guide=None: known.append((ids, guide)) or read(self, ids, guide)
+    )
+    measure = asked_once(framing, LENGTH, found, 6, "guide")
+    assert measure.tokens == len(found.context)
+    measure.run(reader, 0)
+    assert known == [(found.context, question_ids(framing, found.questions[2]))]
 
 
 @torch.no_grad()

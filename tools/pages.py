@@ -32,6 +32,7 @@ DRAWN = {
     "SnapKV31, AdaKV": "SnapKV (pooled over 31), AdaKV",
     "SnapKV": "SnapKV",
 }
+WHERE = {"later": "asked afterwards", "end": "the question at the prompt's end", "guide": "the question known before"}
 FIELDS = {"bits_over_dense": "bits over dense", "numbers": "numbers", "sentence": "sentence", "turns": "turns"}
 
 
@@ -98,7 +99,7 @@ def pruning_page() -> str:
         own = [row for row in found if (row["question"], row["length"]) == (question, length)]
         dense = next(row for row in own if row["method"] == "dense")
         fields = [field for field in FIELDS if field in dense]
-        where = "asked afterwards" if question == "later" else "the question at the prompt's end"
+        where = WHERE[question]
         told = [f"{dense['bits']:.3f} bits per token"] if "bits" in dense else []
         told += [f"{FIELDS[field]} {dense[field]:.3f}" for field in fields if field != "bits_over_dense"]
         lines += [

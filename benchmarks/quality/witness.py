@@ -16,6 +16,7 @@ numbers   of the four that are answered right, asked through the template after 
 sentence  of the planted sentences whose next three tokens are right
 turns     two of the numbers, one question after the other in one conversation: of both
 end       (a table of its own) one number whose question ends the prompt, and is read with it
+guide     (one more) the same where the question is known while the text is read, as PrunedCache's guide
 held      bytes, of what transformers' cache holds: tables, room in pages, and the scores that PrunedCache holds with
           later="keep" included
 
@@ -24,7 +25,7 @@ differences from that method at the same share too. Which books tell what a meth
 reported, is fixed (--split). --cache: further caches, as `kvcompress eval` has them: their size is set to the shares.
 --converted: folders of models made of this one by DMC or DMS, each with its own cache, beside the model as it is.
 --presses: of kvpress, on the same passages in an environment of its own (kvcompress/evaluate/peers): `held` is then
-what a cache without the tokens that they hide would hold.
+what a cache without the tokens that they hide would hold. They know no guide.
 
 A run that was cut goes on: cells stand beside --json's file, in one of JSON lines. All caches share the layers' inputs
 of one reading of a passage, and those of one pruner its scores (kvcompress/evaluate/sharing.py), which changes no bit.
@@ -58,7 +59,7 @@ from kvcompress.evaluate.measure import Measure
 from kvcompress.evaluate.peers.environment import Peer, peer_of
 from kvcompress.evaluate.peers.exchange import answers, request_of
 from kvcompress.evaluate.peers.rows import chosen
-from kvcompress.evaluate.prose import Passage, Prose, asked_at_the_end, passage
+from kvcompress.evaluate.prose import Passage, Prose, asked_once, passage
 from kvcompress.evaluate.run import PEER
 from kvcompress.evaluate.sharing import LayerInputs, SharedReader
 from kvcompress.framing import Framing, framing_of
@@ -75,7 +76,7 @@ METHODS = {  # those of one pruner stand together: they share its reading
     "ExpectedAttention": "pruned,pruner=expectedattention",
     "KeyDiff": "pruned,pruner=keydiff",
 }
-QUESTIONS = ("later", "end")
+QUESTIONS = ("later", "end", "guide")
 CONVERTED = "dmc,page_size=4"
 Books = list[tuple[str, str]]
 
@@ -124,9 +125,9 @@ def measured(
 
 
 def measure_of(framing: Framing, read: Passage, length: int, text: int, question: str) -> Measure:
-    if question == "end":
-        return asked_at_the_end(framing, length, read, text)
-    return Prose("later", length, (read,), framing)
+    if question == "later":
+        return Prose("later", length, (read,), framing)
+    return asked_once(framing, length, read, text, question)
 
 
 def run(
@@ -152,7 +153,8 @@ def run_presses(
 ) -> None:
     """Raises Refused or PeerError; what came before is in cells."""
     framing, measures, keys = framing_of(tokenizer, raw=False), [], []
-    for length, text, question in itertools.product(sizes.lengths, range(sizes.texts), sizes.question):
+    asked = [question for question in sizes.question if question != "guide"]  # they know none
+    for length, text, question in itertools.product(sizes.lengths, range(sizes.texts), asked):
         own = [(question, length, text, PEER + press, share) for press in presses for share in sizes.shares]
         own = [key for key in own if key not in cells.found]
         if own:
@@ -229,7 +231,7 @@ def command() -> argparse.Namespace:
     parse.add_argument("--texts", type=int, help="passages of each length (default: 60)")
     parse.add_argument("--lengths", type=_lengths, help="tokens of a passage (default: 1000,3000,7500)")
     parse.add_argument("--shares", type=_shares, help="of the tokens that stay (default: 1/2,1/4,1/8)")
-    parse.add_argument("--question", type=_questions, help="later, end or both (default)")
+    parse.add_argument("--question", type=_questions, help="of later, end, guide (default: all)")
     parse.add_argument("--methods", nargs="*", choices=METHODS, metavar="NAME", help=f"of: {'; '.join(METHODS)}")
     parse.add_argument("--cache", action="append", default=[], help="a further cache, as text; several")
     parse.add_argument("--converted", nargs="+", type=Path, default=[], metavar="FOLDER", help="models made of it")

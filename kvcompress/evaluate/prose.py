@@ -194,10 +194,10 @@ def _beginning(framing: Framing, question: Question) -> str:
     return question.prefix if framing.chat else f"\n{question.prefix}"
 
 
-def asked_at_the_end(framing: Framing, length: int, read: Passage, number: int) -> Questions:
-    """One of the passage's numbers, whose question ends the prompt and goes through the cache with the text. number:
-    of the passage; they ask for each of their numbers in turn."""
+def asked_once(framing: Framing, length: int, read: Passage, number: int, where: str) -> Questions:
+    """One of the passage's numbers, whose question stands where Questions has it: at the prompt's end, or known as a
+    guide. number: of the passage; they ask for each of their numbers in turn."""
     question = read.questions[number % NUMBERS]
     new = len(answer_ids(framing, question)) + 1
     asked = Asked(question_ids(framing, question), (question.answer.strip(),), new, question.depth)
-    return Questions("end", length, (Prompt(read.context, (asked,)),), begins_with, "end")
+    return Questions(where, length, (Prompt(read.context, (asked,)),), begins_with, where)

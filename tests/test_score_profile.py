@@ -177,7 +177,10 @@ def test_what_is_measured_is_of_every_head_and_the_model_is_left_as_it_was():
     profile.check_rows([2, 2, 2])
     assert [x[0] for x in told] == [*range(5)] and all(min(lost) > 0 and min(whole) > 0 for _, lost, whole in told)
     assert told[0][1] != told[2][1]  # of the same text
-    assert profile != alike(*PLAIN) and "5 steps, lr 0.02, 2 texts of 400 tokens, chunk 64, seed 0" in profile.measured
+    assert (
+        profile != alike(*PLAIN)
+        and "5 steps, lr 0.02, 2 texts of 400 tokens, chunk 64, cut to 0.25+0.25+0.125, seed 0" in profile.measured
+    )
     assert all(abs(x - y) < 1.0 for row in profile.heads for head in row for x, y in zip(head[:2], PLAIN, strict=False))
     for name, p in model.named_parameters():
         assert p.requires_grad and p.grad is None and torch.equal(p, before[name])
@@ -293,5 +296,7 @@ def test_the_command_writes_a_profile_that_a_cache_takes(tmp_path):
     profile = ScoreProfile.load(path)
     assert len(profile.heads) == 4 and "3 steps" in profile.measured
     assert analysis.measure_scores is measure_scores
+    out = CliRunner().invoke(app, ["analyze", "scores", "--out", str(path), "--shares", "1/4,few"])
+    assert out.exit_code == 2 and "shares must be numbers such as 1/4,1/8" in out.output.replace("\n", " ")
     out = CliRunner().invoke(app, ["analyze", "scores", "--out", str(path), "--length", "4000"])
     assert out.exit_code == 2 and "length must be at most" in out.output.replace("\n", " ")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from pathlib import Path
 
 import torch
@@ -24,13 +25,14 @@ _LATE = 40  # last steps that what is said is of
 
 def run_scores(
     *, out: Path, model: str, text: tuple[Path, ...], held_out: bool, samples: int, length: int | None, chunk: int,
-    steps: int, lr: float, seed: int, device: str, dtype: str, console: Console,
+    shares: str, steps: int, lr: float, seed: int, device: str, dtype: str, console: Console,
 ) -> ScoreProfile:  # fmt: skip
     """Measures, saves and prints; returns the profile.
 
     Raises ValueError for settings that do not fit, FileNotFoundError for a missing text file.
     """
     check_source(model, text, held_out, device)
+    cuts = _shares(shares)
     need(out.parent.is_dir(), f"out must be in a folder that exists, got {out}")
     need(not out.is_dir(), f"out must be a file, got the folder {out}")
     loaded, tokenizer = load_plain(model, device, dtype)
@@ -48,7 +50,7 @@ def run_scores(
             late.append((lost, whole))
             shown.update(task, completed=step + 1, description=f"lost: {_words(lost)}")
 
-        profile = measure_scores(loaded, rows, pruner, steps=steps, lr=lr, seed=seed, report=report)
+        profile = measure_scores(loaded, rows, pruner, shares=cuts, steps=steps, lr=lr, seed=seed, report=report)
     profile.save(out)
     table = Table(box=SIMPLE, padding=(0, 1, 0, 0))
     for name in ("layer", "KV head", "power of most", "power of mean", "log factor"):
@@ -66,6 +68,13 @@ def run_scores(
     )  # fmt: skip
     console.print(f"Profile written to {out}", highlight=False, markup=False, soft_wrap=True)
     return profile
+
+
+def _shares(text: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(Fraction(part.strip())) for part in text.split(","))
+    except (ValueError, ZeroDivisionError):
+        raise ValueError(f"shares must be numbers such as 1/4,1/8, got {text!r}") from None
 
 
 def _words(lost: list[float]) -> str:

@@ -174,7 +174,8 @@ def measure_scores(
         rng = np.random.default_rng(seed)
         texts = [_text(model, decoder, facts, layers, row, pruner, continuation, rng) for row in rows]
         fitted = _fitted(decoder, facts, layers, head, texts, pruner, shares, steps, lr, report)
-    read_ = f"{len(samples)} texts of {min(map(len, rows)):,} tokens, chunk {pruner.chunk}"
+    cuts = "+".join(f"{share:g}" for share in shares)
+    read_ = f"{len(samples)} texts of {min(map(len, rows)):,} tokens, chunk {pruner.chunk}, cut to {cuts}"
     how = f"{type(model).__name__}, {steps} steps, lr {lr:g}, {read_}, seed {seed}"
     return replace(fitted, measured=how)
 

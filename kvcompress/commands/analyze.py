@@ -214,6 +214,9 @@ def scores(
         typer.Option(help="tokens of a text; not given: 1,120, or what the model has positions to read twice", min=256),
     ] = None,
     chunk: Annotated[int, typer.Option(help="tokens that KVzip reads again at once", min=1)] = 512,
+    shares: Annotated[
+        str, typer.Option(help="of the tokens that stay, to which texts are cut in turn; one given twice counts twice")
+    ] = "1/4,1/4,1/8",
     steps: Annotated[int, typer.Option(help="steps of training, of a text each", min=1)] = 180,
     lr: Annotated[float, typer.Option(help="learning rate")] = 0.02,
     seed: Annotated[int, typer.Option(help="draws the texts, and the parts that are said again", min=0)] = 0,
@@ -226,5 +229,6 @@ def scores(
 
         run_scores(
             out=out, model=model, text=tuple(text or ()), held_out=held_out, samples=samples, length=length,
-            chunk=chunk, steps=steps, lr=lr, seed=seed, device=device, dtype=dtype, console=Console(width=100),
+            chunk=chunk, shares=shares, steps=steps, lr=lr, seed=seed, device=device, dtype=dtype,
+            console=Console(width=100),
         )  # fmt: skip

@@ -91,8 +91,8 @@ def _number(row: dict[str, Any], field: str, sign: str = "") -> str:
 
 
 def pruning_page() -> str:
-    """Of witness.json, witness_guide.json and witness_long.json: a table for each length and place of the question, each
-    share's best in bold; of writing.json: one of what is lost in long generation."""
+    """Of witness.json, witness_guide.json and witness_long.json: a table for each length and place of the question,
+    each share's best in bold; of writing.json: one of what is lost in long generation."""
     found = [*rows("witness"), *rows("witness_guide"), *rows("witness_long")]
     lines: list[str] = []
     for question, length in dict.fromkeys((row["question"], row["length"]) for row in found):

@@ -15,6 +15,7 @@ LogitsSink = Callable[[int, int, Tensor, Tensor], None]
 def scaled(config: Any, logits: Tensor) -> Tensor:
     """What a model makes of the numbers of its output layer. config: of its decoder."""
     logits = logits * (getattr(config, "logit_scale", None) or 1.0)  # Cohere
+    logits = logits * (getattr(config, "lm_head_multiplier", None) or 1.0)  # Falcon H1
     logits = logits / (getattr(config, "logits_scaling", None) or 1.0)  # Granite
     cap = getattr(config, "final_logit_softcapping", None)  # Gemma
     return logits if cap is None else cap * torch.tanh(logits / cap)

@@ -373,6 +373,7 @@ def test_images_that_are_read_in_both_directions_are_refused():
         ("gemma2", {"final_logit_softcapping": 0.5}),
         ("cohere2", {"logit_scale": 0.25}),
         ("granite", {"logits_scaling": 4.0}),
+        ("falcon_h1", {"mamba_d_ssm": 64, "mamba_d_head": 16, "mamba_n_heads": 4, "lm_head_multiplier": 0.3}),
     ],
 )
 @torch.no_grad()

@@ -10,6 +10,7 @@ import stat
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -86,3 +87,10 @@ def read_json(path: str | os.PathLike[str], what: str, form: str) -> dict[str, A
     kind = saved.pop("format", None)
     need(kind == form, f"format of {path.name} must be {form!r}, got {kind!r}")
     return dict(saved)
+
+
+def read_fields(path: str | os.PathLike[str], what: str, form: str, made: type) -> dict[str, Any]:
+    """What read_json gives of a file that holds the fields of a dataclass, all of them and no others."""
+    saved, known = read_json(path, what, form), {field.name for field in fields(made)}
+    need(set(saved) == known, f"{Path(path).name} must have the fields {', '.join(sorted(known))}, got {sorted(saved)}")
+    return saved

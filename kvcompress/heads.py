@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from .checks import MOST_INT32, need, need_integer, need_number
-from .files import read_json, write_text
+from .files import read_fields, write_text
 
 FORMAT = "kvcompress head profile 1"
 SINKS, RECENT = 128, 256  # of the published patterns of Llama 3.1
@@ -73,10 +73,7 @@ class HeadProfile:
         path = path / "full_attention_heads.tsv" if path.is_dir() else path
         if path.suffix == ".tsv":
             return _published(path)
-        saved = read_json(path, "head profile", FORMAT)
-        known = {field.name for field in fields(HeadProfile)}
-        need(set(saved) == known, f"{path.name} must have the fields {', '.join(sorted(known))}, got {sorted(saved)}")
-        return HeadProfile(**saved)
+        return HeadProfile(**read_fields(path, "head profile", FORMAT, HeadProfile))
 
 
 def _published(path: Path) -> HeadProfile:

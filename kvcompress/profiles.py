@@ -6,7 +6,7 @@ import functools
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 from . import ops
 from .budgets import Budget, Size, flat_topk
 from .checks import need
-from .files import read_json, write_text
+from .files import read_fields, write_text
 
 FORMAT = "kvcompress budget profile 1"
 _UNIT = 1 << 20  # shares are counted in parts of this
@@ -62,10 +62,7 @@ class BudgetProfile:
     @staticmethod
     def load(path: str | os.PathLike[str]) -> BudgetProfile:
         """What save wrote. Raises ValueError for anything else, FileNotFoundError for no file."""
-        saved, path = read_json(path, "profile", FORMAT), Path(path)
-        known = {field.name for field in fields(BudgetProfile)}
-        need(set(saved) == known, f"{path.name} must have the fields {', '.join(sorted(known))}, got {sorted(saved)}")
-        return BudgetProfile(**saved)
+        return BudgetProfile(**read_fields(path, "profile", FORMAT, BudgetProfile))
 
 
 @dataclass(frozen=True)

@@ -201,7 +201,7 @@ def test_layers_are_counted_among_those_that_compress(kind):
     with torch.no_grad():
         prefill(model, random_ids(120) % 97, cache)
     lengths = [max(layer[0]) for layer in cache.stored_lengths() if layer is not None]
-    assert lengths[-1] == max(lengths)
+    assert lengths[-1] > max(lengths[:-1])
 
 
 def layers_of(model):

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from ..checks import need
-from ..files import read_json, write_text
+from ..files import read_fields, write_text
 
 FORMAT = "kvcompress score profile 1"
 _LEAST, _MOST = 1e-12, 1e30
@@ -68,10 +68,7 @@ class ScoreProfile:
     @staticmethod
     def load(path: str | os.PathLike[str]) -> ScoreProfile:
         """What save wrote. Raises ValueError for anything else, FileNotFoundError for no file."""
-        saved, path = read_json(path, "score profile", FORMAT), Path(path)
-        known = {field.name for field in fields(ScoreProfile)}
-        need(set(saved) == known, f"{path.name} must have the fields {', '.join(sorted(known))}, got {sorted(saved)}")
-        return ScoreProfile(**saved)
+        return ScoreProfile(**read_fields(path, "score profile", FORMAT, ScoreProfile))
 
 
 def _log(attention: Tensor) -> Tensor:

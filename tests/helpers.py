@@ -32,6 +32,7 @@ from transformers import (
 from kvcompress import attach
 from kvcompress.hf.attach import base_model, facts_of
 from kvcompress.hf.method import Call
+from kvcompress.pruners import Gates
 
 full_products = False  # pytest's option --all
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -174,6 +175,13 @@ def kind_model(kind: str, seed: int = 0, **settings: object) -> PreTrainedModel:
         if parameter.ndim == 1:
             parameter.data += 0.2 * torch.randn_like(parameter) + (name.endswith("sinks") and 0.5)
     return model
+
+
+def tiny_gates(layers: int = 3, kv_heads: int = 2, numbers: int = 64, seed: int = 5) -> Gates:
+    """Of tiny_model, random, so that heads and layers differ."""
+    made = torch.Generator().manual_seed(seed)
+    every = [torch.randn(kv_heads, numbers + 1, generator=made) for _ in range(layers)]
+    return Gates(tuple(every), tuple(map(float, range(-8, 9))))
 
 
 def attached(*args: object, **settings: object) -> PreTrainedModel:

@@ -3,7 +3,7 @@
 import inspect
 
 import pytest
-from helpers import tiny_model
+from helpers import tiny_gates, tiny_model
 from transformers import AutoConfig, DynamicCache
 
 import kvcompress
@@ -30,6 +30,7 @@ from kvcompress.pruners import (
     CriticalKV,
     DuoAttention,
     ExpectedAttention,
+    Gate,
     KVzip,
     SnapKV,
 )
@@ -164,10 +165,11 @@ def test_what_a_pruner_asks_in_words_is_the_tokenizers():
 
 def test_every_exported_pruner_has_a_name(tmp_path):
     path = HeadProfile(((1.0, 0.0),) * 3).save(tmp_path / "heads.json")
+    files = {DuoAttention: f"heads={path}", Gate: f"gates={tiny_gates().save(tmp_path / 'gates')},budget=64"}
     exported = [getattr(pruners, name) for name in pruners.__all__]
     assert {x for x in exported if issubclass(x, pruners.Pruner) and not inspect.isabstract(x)} == set(PRUNERS.values())
     for name, made in PRUNERS.items():
-        rest = f"heads={path}" if made is DuoAttention else "budget=64"  # which brings a budget of its own
+        rest = files.get(made, "budget=64")  # DuoAttention brings a budget of its own
         assert type(CacheSpec.parse(f"pruned,pruner={name},{rest}").make(config_of("pruned")).pruner) is made
 
 

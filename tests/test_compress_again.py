@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import attached, kind_model, left_padded, random_ids
+from helpers import attached, kind_model, left_padded, random_ids, tiny_gates
 
 import kvcompress
 from kvcompress import (
@@ -25,6 +25,7 @@ from kvcompress.pruners import (
     CriticalKV,
     DuoAttention,
     ExpectedAttention,
+    Gate,
     KeyNorm,
     KVzip,
     Replay,
@@ -37,7 +38,8 @@ SNAP = SnapKV(window=6, num_sink_tokens=2)
 PROFILE = BudgetProfile(((1.0, 0.5), (3.0, 0.2), (0.8, 0.5)))
 BUDGETS = [24, 0.75, "20KiB", PyramidKV(24, window=6), AdaKV(24), GlobalTopK(24), Profiled(24, PROFILE)]
 PRUNERS = [H2O(), ExpectedAttention(future_positions=16), Replay(chunk=16, last=4), Successor(last=4), KeyNorm(),
-           StreamingLLM(), ChunkKV(SNAP), KVzip(chunk=16, num_sink_tokens=3, lead_in=2)]  # fmt: skip
+           StreamingLLM(), ChunkKV(SNAP), Gate(tiny_gates(), last=4),
+           KVzip(chunk=16, num_sink_tokens=3, lead_in=2)]  # fmt: skip
 name_of = lambda x: type(x).__name__ if not isinstance(x, (int, float, str)) else str(x)  # noqa: E731
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import oracle
 import pytest
 import torch
-from helpers import KINDS, attached, covering, kind_model, left_padded, random_ids, tiny_model
+from helpers import KINDS, attached, covering, kind_model, left_padded, random_ids, tiny_gates, tiny_model
 
 import kvcompress
 from kvcompress import GlobalTopK, IterativeCache, PrunedCache, RemoteGap, prefill
@@ -16,6 +16,7 @@ from kvcompress.caches.pruned_layer import PrunedLayer
 from kvcompress.pruners import (
     H2O,
     TOVA,
+    Gate,
     KeyDiff,
     LeverageScore,
     Pruner,
@@ -28,7 +29,7 @@ from kvcompress.pruners import (
 
 PRUNERS = [
     SnapKV(window=6), Replay(chunk=16, last=4), Successor(last=4), KeyDiff(last=4), H2O(0.2), TOVA(), Random(),
-    StreamingLLM(),
+    StreamingLLM(), Gate(tiny_gates(), last=4),
 ]  # fmt: skip
 
 

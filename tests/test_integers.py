@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import tiny_model
+from helpers import tiny_gates, tiny_model
 
 import kvcompress
 from kvcompress import (
@@ -30,6 +30,7 @@ CONFIG = tiny_model().config
 HEADS = HeadProfile(((0.5, 0.2),) * 3)
 MADE = {  # fields that must be there, or that another is bounded by
     pruners.DuoAttention: {"heads": HEADS},
+    pruners.Gate: {"gates": tiny_gates()},
     pruners.CenterOfGravity: {"compressed_length": MOST, "near_length": MOST},
 }
 ENDS = {"future_positions": 2**16, "sketch": 512, "seed": 2**63 - 1}

@@ -5,7 +5,7 @@ import copy
 import pruned_definition as definition
 import pytest
 import torch
-from helpers import FAMILIES, attached, covering, left_padded, random_ids
+from helpers import FAMILIES, attached, covering, left_padded, random_ids, tiny_gates
 
 import kvcompress
 from kvcompress import AdaKV, GlobalTopK, IterativeCache, PrunedCache, PyramidKV, RemoteGap, prefill
@@ -14,6 +14,7 @@ from kvcompress.pruners import (
     TOVA,
     CenterOfGravity,
     ExpectedAttention,
+    Gate,
     KeyDiff,
     KeyNorm,
     Random,
@@ -35,6 +36,7 @@ EVERY_PRUNER = [
     ExpectedAttention(future_positions=16),
     Replay(chunk=16, last=4),
     KeyDiff(last=4),
+    Gate(tiny_gates(), last=4),
 ]
 EVERY_BUDGET = [20, 0.6, "48KiB", PyramidKV(20, window=6), AdaKV(20), AdaKV(PyramidKV(20, window=6), floor=0.5)]
 

@@ -7,11 +7,11 @@ piece, the words of KVzip's second reading, and that half once more, so that wha
 FOLDER/fitted2, FOLDER/fitted4: DMS whose decisions are said by the token itself, in the neuron of the keys that costs
 least without it, one ridge regression per layer (kvcompress.dmc.fit), for 2 and for 4 tokens an entry. FOLDER: trained
 from the first, the weights of attention alone, the loss being the KL divergence to the model as it was, the ratio going
-from 2 to 4; checkpoints are models on the way.
-A run that was cut goes on from its newest checkpoint. --json: the fit, and the curve of training: the target and the
+from 2 to 4; checkpoints are models on the way. FOLDER/far: trained on from there, on rows twice as long, at 4.
+A run that was cut goes on from its newest checkpoint. --json: the fit, and the curves of training: the target and the
 measured ratio, and the KL divergence in nats a token, each the mean of five steps.
 
-    python benchmarks/quality/witness.py --converted FOLDER/fitted2 FOLDER/fitted4 FOLDER --question later
+    python benchmarks/quality/witness.py --converted FOLDER/fitted2 FOLDER/fitted4 FOLDER FOLDER/far --question later
 
 measures what they then know of texts that they were not made with, beside caches of the model as it is.
 """
@@ -24,7 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,8 @@ from kvcompress.retrofit.data import collate
 @dataclass(frozen=True)
 class Sizes:
     """fitted: texts of the fit. length: tokens of a row. rows, accumulation: of a step. ramp, solidify: steps with the
-    ratio rising, and at the target with the learning rate falling. save: steps between checkpoints. window: dms_window.
+    ratio rising, and at the target with the learning rate falling. far: steps of rows twice as long, half as many.
+    save: steps between checkpoints. window: dms_window.
     """
 
     fitted: int = 44
@@ -55,6 +56,7 @@ class Sizes:
     accumulation: int = 2
     ramp: int = 150
     solidify: int = 100
+    far: int = 250
     save: int = 50
     window: int = 64
     first_ratio: float = 2.0
@@ -64,8 +66,8 @@ class Sizes:
 
 SIZES = {
     "full": Sizes(),
-    "quick": Sizes(fitted=6, length=512, rows=1, accumulation=1, ramp=5, solidify=5, save=10),
-    "tiny": Sizes(fitted=6, length=128, rows=1, accumulation=1, ramp=5, solidify=5, save=10, window=8),
+    "quick": Sizes(fitted=6, length=512, rows=1, accumulation=1, ramp=5, solidify=5, far=5, save=10),
+    "tiny": Sizes(fitted=6, length=128, rows=1, accumulation=1, ramp=5, solidify=5, far=5, save=10, window=8),
 }
 FIT = "fit.json"  # in the folder: what the fit was, once it is done
 LOGGED = 5  # steps of a point of the curve
@@ -107,17 +109,36 @@ def fitted(model: Any, tokenizer: Any, books: Sequence[str], out: Path, sizes: S
 
 def trained(teacher: Any, tokenizer: Any, books: Sequence[str], out: Path, sizes: Sizes) -> list[dict[str, Any]]:
     """Trains what was fitted, or goes on; the curve."""
-    model = kvcompress.from_pretrained(out / f"fitted{sizes.first_ratio:g}", dtype=torch.float32)
-    for name, weight in model.named_parameters():
-        weight.requires_grad_(".self_attn." in name)
-    rows = [
-        said_twice(tokenizer, piece, sizes.length) if number % 2 else list(piece)
-        for number, piece in enumerate(pieces(tokenizer, books, sizes.length, seed=0))
-    ]
     recipe = dmc.DMCRecipe(
         target_ratio=sizes.ratio, start_ratio=sizes.first_ratio, anneal_steps=0, ramp_steps=sizes.ramp,
         solidify_steps=sizes.solidify, warmup_steps=10,
     )  # fmt: skip
+    first = out / f"fitted{sizes.first_ratio:g}"
+    return stage("trained", teacher, tokenizer, books, first, out, sizes, recipe, seed=0)
+
+
+def far(teacher: Any, tokenizer: Any, books: Sequence[str], out: Path, sizes: Sizes) -> list[dict[str, Any]]:
+    """Trains what was trained on rows twice as long, of which a step has as many tokens; the curve."""
+    recipe = dmc.DMCRecipe(
+        target_ratio=sizes.ratio, start_ratio=sizes.ratio, anneal_steps=0, ramp_steps=0, solidify_steps=sizes.far,
+        warmup_steps=10,
+    )  # fmt: skip
+    longer = replace(sizes, length=2 * sizes.length, rows=max(sizes.rows // 2, 1))
+    return stage("far", teacher, tokenizer, books, out, out / "far", longer, recipe, seed=2)
+
+
+def stage(
+    name: str, teacher: Any, tokenizer: Any, books: Sequence[str], first: Path, out: Path, sizes: Sizes,
+    recipe: dmc.DMCRecipe, seed: int,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Trains the model of a folder into another, or goes on there. seed: of the order of the rows."""
+    model = kvcompress.from_pretrained(first, dtype=torch.float32)
+    for weight_name, weight in model.named_parameters():
+        weight.requires_grad_(".self_attn." in weight_name)
+    rows = [
+        said_twice(tokenizer, piece, sizes.length) if number % 2 else list(piece)
+        for number, piece in enumerate(pieces(tokenizer, books, sizes.length, seed))
+    ]
     args = TrainingArguments(
         output_dir=str(out), per_device_train_batch_size=sizes.rows, gradient_accumulation_steps=sizes.accumulation,
         learning_rate=sizes.learning_rate, weight_decay=0.0, adam_beta2=0.95, max_grad_norm=1.0, bf16=True,
@@ -133,7 +154,7 @@ def trained(teacher: Any, tokenizer: Any, books: Sequence[str], out: Path, sizes
     tokenizer.save_pretrained(out)
     tokens = sizes.rows * sizes.accumulation * sizes.length
     return [
-        {"name": f"trained/{line['step']}", "tokens": tokens * line["step"], "target_ratio": line["target_ratio"],
+        {"name": f"{name}/{line['step']}", "tokens": tokens * line["step"], "target_ratio": line["target_ratio"],
          "ratio": line["ratio_hard"], "kl_nats": line["distillation_loss"]}
         for line in trainer.state.log_history if "distillation_loss" in line
     ]  # fmt: skip
@@ -153,7 +174,9 @@ def run(out: Path, size: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     found = json.loads((out / FIT).read_text())
     need(found.pop("sizes") == asdict(sizes), f"out must be a folder of a run of the same sizes, got {out}")
     rows: list[dict[str, Any]] = [{"name": "fitted", **found}]
-    return rows + trained(teacher, tokenizer, books, out, sizes), {"model": name, "sizes": asdict(sizes)}
+    rows += trained(teacher, tokenizer, books, out, sizes)
+    rows += far(teacher, tokenizer, books, out, sizes)
+    return rows, {"model": name, "sizes": asdict(sizes)}
 
 
 def main() -> None:

@@ -16,7 +16,7 @@ from ..hf.attach import base_model
 from ..hf.method import saved_method
 from ..models import EXAMPLE_NAME, load_example_model
 from ..models.text import held_out_text
-from ..pruners import KVzip
+from ..pruners import Pruner
 from ..retrofit.run import pretrained
 
 LONGEST = 32_768
@@ -39,7 +39,7 @@ def length_within(config: Any, length: int | None) -> int:
     return length
 
 
-def length_read_again(config: Any, pruner: KVzip, begin: int, usual: int, asked: int | None) -> int:
+def length_read_again(config: Any, pruner: Pruner, begin: int, usual: int, asked: int | None) -> int:
     """Tokens of a text behind `begin` others, after which it is read again: as asked, or the usual, as far as the model
     has positions. Raises ValueError for more than that."""
     reach = length_within(config, None)

@@ -342,8 +342,12 @@ class PrunedLayer(PagedLayer):
         """What the pages hold."""
         pool, pruner = self.pool, self.policy.pruner
         assert pool is not None
+        D = pool.k_pages.shape[2]
         names = ("keys", "values") if pruner.uses_values else ("keys",)
-        keys, *values = pool.gather(max(pool.counts, default=0), names)
+        if pruner.uses_keys:
+            keys, *values = pool.gather(max(pool.counts, default=0), names)
+        else:
+            keys, values = pool.k_pages.new_zeros(1).expand(len(pool.counts), max(pool.counts, default=0), D), []
         seen = queries
         if pruner.window and queries.shape[2]:
             ends = [place + guide for place, guide in zip(self.next, guides, strict=True)]

@@ -21,7 +21,7 @@ from ..hf.config import decoder_config
 from ..hf.method import METHODS, method_class
 from ..positions import RemoteGap
 from ..profiles import BudgetProfile
-from ..pruners import Pruner, ScoreProfile
+from ..pruners import Gates, Pruner, ScoreProfile
 from ..pruners.base import THEIRS
 from .base import trained_length_of
 from .iterative import IterativeCache
@@ -44,7 +44,7 @@ def _concrete(module: types.ModuleType, base: type) -> dict[str, type]:
     return {x.__name__.lower(): x for x in found if not inspect.isabstract(x)}
 
 
-PROFILES = (BudgetProfile, HeadProfile, ScoreProfile)
+PROFILES = (BudgetProfile, HeadProfile, ScoreProfile, Gates)
 PRUNERS, BUDGETS = _concrete(pruners, Pruner), _concrete(budgets, Budget) | _concrete(profiles, Budget)
 
 

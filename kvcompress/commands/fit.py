@@ -57,3 +57,44 @@ def dms(
         )  # fmt: skip
     except (ValueError, FileNotFoundError, ImportError) as error:
         raise typer.BadParameter(str(error)) from None
+
+
+@app.command()
+def gates(
+    out: Annotated[Path, typer.Option(help="folder for the gates, which must not exist")],
+    model: Model = "example",
+    text: Annotated[
+        list[Path] | None,
+        typer.Option(help="text to fit on: .txt, .jsonl, .csv or .parquet; not needed for the example model"),
+    ] = None,
+    held_out: Annotated[
+        bool, typer.Option("--held-out", help="example model: text that it was never trained on")
+    ] = False,
+    samples: Annotated[int, typer.Option(help="texts to read; an eighth of them, at most 8, are held out", min=2)] = 48,
+    length: Annotated[
+        int | None,
+        typer.Option(help="tokens of a text; not given: 1,024, or what the model has positions to read twice", min=64),
+    ] = None,
+    pruner: Annotated[
+        str, typer.Option(help="whose scores are fitted, as in --cache: kvzip:mass=true, kvzip, replay")
+    ] = "kvzip:mass=true",
+    figure: Annotated[Path | None, typer.Option(help="file for a figure: R2 of layers and heads")] = None,
+    seed: Annotated[int, typer.Option(help="draws the texts", min=0)] = 0,
+    device: Device = "cpu",
+    dtype: Dtype = "auto",
+) -> None:
+    """Make gates: a token's own queries say whether it stays, with no second reading, for pruner=gate:FOLDER.
+
+    Each KV head's gate is a linear map, fitted to a pruner's scores of the text by ridge regression. The model is left
+    as it is.
+    """
+    try:
+        need_packages("fit", "accelerate", "datasets")
+        from ..gates.run_fit import run_fit
+
+        run_fit(
+            out=out, model=model, text=tuple(text or ()), held_out=held_out, samples=samples, length=length,
+            pruner=pruner, figure=figure, seed=seed, device=device, dtype=dtype, console=Console(width=100),
+        )  # fmt: skip
+    except (ValueError, FileNotFoundError, ImportError) as error:
+        raise typer.BadParameter(str(error)) from None

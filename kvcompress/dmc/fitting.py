@@ -11,14 +11,15 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..caches.pruned import PrunedCache
 from ..checks import need, need_integer, need_number
+from ..gates.ridge import RidgeSums, explained, levels_of
+from ..gates.targets import check_teacher, log_scores
 from ..hf.attach import attach, base_model, detach, facts_of, is_attached
 from ..hf.method import KEYWORD, Pass
 from ..hf.projections import out_dim, projections_of
 from ..hf.seam import evaluating
-from ..prefilling import prefill
 from ..pruners.base import Pruner
+from ..pruners.gates import level_at
 from ..retrofit.passes import whole_layers
 from ..softmax import Softmax
 from .config import DMCConfig
@@ -27,7 +28,6 @@ from .method import DMCMethod
 from .neurons import check_floating, neuron_rows
 
 _SMALL = 10.0  # logits of a neuron's unit where a norm makes it one of the numbers that it divides by
-_UNREAD = 1e30  # what counts more than any score was not scored
 _LEVELS = 1001
 _LEAST_ONE = 0.1  # of what stands for 1 where there is no bias
 
@@ -66,9 +66,7 @@ class Fitted:
     def threshold(self, ratio: float) -> float:
         """The logarithm of a score under which a token is dropped."""
         need_number("ratio", ratio, 1, 1e6)
-        place = (1 - 1 / ratio) * (len(self.levels) - 1)
-        below = min(int(place), len(self.levels) - 2)
-        return self.levels[below] + (place - below) * (self.levels[below + 1] - self.levels[below])
+        return level_at(self.levels, 1 - 1 / ratio)
 
     @torch.no_grad()
     def set_ratio(self, model: nn.Module, ratio: float) -> None:
@@ -84,24 +82,6 @@ class Fitted:
             weight[rows.to(weight.device)] = wanted[:, : weight.shape[1]].to(weight)
             if linear.bias is not None:
                 linear.bias[rows.to(weight.device)] = wanted[:, -1].to(weight)
-
-
-class _Sums:
-    """Of one layer: what ridge regression needs of all tokens. features: numbers that enter the linear layer, and the 1
-    of its bias where it has one. heads: numbers that are to be said, and a 1, which stands for the bias elsewhere."""
-
-    def __init__(self, features: int, heads: int) -> None:
-        self.square = torch.zeros(features, features, dtype=torch.float64)
-        self.product = torch.zeros(features, heads + 1, dtype=torch.float64)
-
-    def add(self, x: Tensor, y: Tensor) -> None:
-        self.square += (x.T @ x).double()
-        self.product += (x.T @ torch.cat([y, y.new_ones(len(y), 1)], 1)).double()
-
-    def solved(self, ridge: float) -> Tensor:
-        """float32 [features, heads + 1]."""
-        damping = ridge * self.square.diagonal().mean() * torch.eye(len(self.square), dtype=torch.float64)
-        return torch.linalg.solve(self.square + damping, self.product).float()
 
 
 def fit(
@@ -134,8 +114,7 @@ def fit(
     for name, value in (("mode", "dms"), ("shift", 0), ("decision_margin", 0), ("share_heads", "none")):
         given = getattr(config, name)
         need(given == value, f"config must have {name} = {value!r} to be fitted, got {given!r}")
-    need(not pruner.uses_keep and pruner.own_budget is None,
-         f"pruner must score alike for every budget, but {type(pruner).__name__} does not")  # fmt: skip
+    check_teacher(pruner)
     need_number("ratio", ratio, 1, 1e6)
     need_number("slope", slope, 1e-6, 1e6)
     need_number("ridge", ridge, 1e-12, 1e6)
@@ -170,13 +149,16 @@ def _solved(
     held_out: int, ridge: float,
 ) -> tuple[dict[int, Tensor], list[Scored]]:  # fmt: skip
     """What each layer's regression gives, and the texts that were held out of it: the last ones."""
-    sums: dict[int, _Sums] = {}
+    sums: dict[int, RidgeSums] = {}
     waiting: list[Scored] = []
     for ids in texts:
         waiting.append(_scored(model, ids, pruner, linears, own=config.dms_decides == "own"))
         if len(waiting) > held_out:
             for layer, (x, y) in waiting.pop(0).items():
-                sums.setdefault(layer, _Sums(x.shape[1], y.shape[1])).add(x, y)
+                if layer not in sums:
+                    sums[layer] = RidgeSums(x.shape[1], y.shape[1] + 1)
+                # and of a 1, which stands for the bias where there is none
+                sums[layer].add(x, torch.cat([y, y.new_ones(len(y), 1)], 1))
     need(bool(sums), f"texts must be more than the {held_out} that are held out, got {len(waiting)}")
     return {layer: own.solved(ridge) for layer, own in sums.items()}, waiting
 
@@ -187,10 +169,9 @@ def _judged(solved: dict[int, Tensor], texts: list[Scored]) -> tuple[list[list[f
     for layer, weights in solved.items():
         x, y = (torch.cat([text[layer][part] for text in texts]) for part in (0, 1))
         found, one = (x @ weights).split([y.shape[1], 1], 1)
-        r2.append((1 - (found - y).square().sum(0) / (y - y.mean(0)).square().sum(0)).tolist())
-        said.append((found / one.clamp_min(_LEAST_ONE)).flatten())
-    every = torch.cat(said).sort().values
-    return r2, every[torch.linspace(0, len(every) - 1, _LEVELS, dtype=torch.float64).round().long()]
+        r2.append(explained(found, y))
+        said.append(found / one.clamp_min(_LEAST_ONE))
+    return r2, levels_of(said, _LEVELS)
 
 
 def norms_keys(model: nn.Module) -> bool:
@@ -258,28 +239,19 @@ def _between(decoder: Any, facts: Any, config: DMCConfig, linears: dict[int, Key
 
 def _scored(model: nn.Module, ids: Tensor, pruner: Pruner, linears: dict[int, KeyLinear], *, own: bool) -> Scored:
     """Of a text's tokens that got a score in every head of a layer."""
-    cache = PrunedCache(model.config, pruner, 0.0, later="keep")
-    with _first_inputs(linears) as inputs, torch.no_grad():
-        read = torch.cat([ids, ids[-1:]])[None].to(base_model(model).device)  # all but the last
-        prefill(model, read, cache, attention_mask=torch.ones_like(read))
+    with _first_inputs(linears) as inputs:
+        targets = log_scores(model, ids, pruner)
     found = {}
-    for layer in cache.compressing:
-        if layer.index not in linears:
+    for layer, (y, good) in targets.items():
+        if layer not in linears:
             continue
-        held, x = layer.chooser.held, inputs[layer.index]
-        assert held is not None and held.scores is not None
-        n = min(len(x), *held.counts)
-        x, y = x[:n].cpu(), held.scores[:, :n].T.cpu()
+        x = inputs[layer][: len(y)]
         if not own:
-            x, y = x[1:], y[:-1]
-        without = int((y <= 0).any(1).sum())  # a logarithm
-        need(2 * without <= len(y), f"pruner must score tokens above 0, but {type(pruner).__name__} did not for "
-             f"{without} of {len(y)} in layer {layer.index}")  # fmt: skip
-        good = ((y > 0) & (y < _UNREAD)).all(1)
-        x = x[good].float()
-        if linears[layer.index].module.bias is not None:
+            x, y, good = x[1:], y[:-1], good[:-1]
+        x, y = x[good].cpu().float(), y[good].cpu()
+        if linears[layer].module.bias is not None:
             x = torch.cat([x, x.new_ones(len(x), 1)], 1)
-        found[layer.index] = x, y[good].float().log()
+        found[layer] = x, y
     return found
 
 

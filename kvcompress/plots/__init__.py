@@ -19,6 +19,7 @@ need_packages("kvcompress.plots", "matplotlib")
 from .attention import attention_gravity, attention_neighbours, attention_sparsity
 from .dmc import decision_over_position, head_ratios, ratio_over_length, ratios_over_training
 from .files import save
+from .gates import gates_fit
 from .plans import plan
 from .pod import (
     agreement_curve,
@@ -42,6 +43,7 @@ __all__ = [
     "attention_sparsity",
     "block_map",
     "decision_over_position",
+    "gates_fit",
     "head_ratios",
     "loss_over_position",
     "memory_attention",

@@ -10,6 +10,8 @@ from .criticalkv import CriticalKV
 from .curdkv import CurDKV
 from .duo import DuoAttention
 from .expected import ExpectedAttention
+from .gate import Gate
+from .gates import Gates
 from .gravity import CenterOfGravity
 from .h2o import H2O
 from .keydiff import KeyDiff
@@ -38,6 +40,8 @@ __all__ = [
     "CurDKV",
     "DuoAttention",
     "ExpectedAttention",
+    "Gate",
+    "Gates",
     "KVzip",
     "KeyDiff",
     "KeyNorm",

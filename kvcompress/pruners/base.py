@@ -228,6 +228,7 @@ class Pruner(ABC):
     num_sink_tokens: int = 0  # first tokens that always stay, counted inside the budget
     window: int = 0  # queries that scores looks at; 0 = none
     uses_guide = False
+    uses_keys = True  # scores looks at candidates.keys; without it nothing but their shape counts
     uses_values = False  # scores looks at candidates.values; without it they are None
     accumulates = False  # scores are carried on from call to call; the cache keeps them (see votes)
     overlap = 0  # of the queries that have voted, how many vote once more with those that follow them
@@ -278,6 +279,9 @@ class Pruner(ABC):
 
     def check_rows(self, heads: Sequence[int]) -> None:  # noqa: B027  (most are for any model)
         """Raises ValueError if it is not for a model whose layers that compress have so many KV heads."""
+
+    def check_model(self, decoder: Any) -> None:  # noqa: B027
+        """Raises ValueError if it is not for this model."""
 
     def positions_behind(self, tokens: int) -> int:
         """How many positions behind a call of so many tokens its queries are asked at again."""

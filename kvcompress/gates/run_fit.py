@@ -1,0 +1,70 @@
+"""`kvcompress fit gates` from start to end: model, text, fit, folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import cast
+
+import torch
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from ..analysis.texts import check_source, length_read_again, load_plain, texts
+from ..caches.pruned import PrunedCache
+from ..caches.spec import CacheSpec
+from ..checks import need
+from ..extras import need_packages
+from ..framing import Framing
+from ..hf.config import decoder_config
+from ..pruners import Gates
+from .fitting import fit_gates
+
+_LENGTH = 1024
+
+
+def run_fit(
+    *, out: Path, model: str, text: tuple[Path, ...], held_out: bool, samples: int, length: int | None, pruner: str,
+    figure: Path | None, seed: int, device: str, dtype: str, console: Console,
+) -> Gates:  # fmt: skip
+    """Fits, saves, draws and prints; returns the gates.
+
+    Raises ValueError for settings that do not fit, FileNotFoundError for a missing text file.
+    """
+    check_source(model, text, held_out, device)
+    need(not out.exists(), f"out must be a folder that does not exist, got {out}")
+    if figure is not None:
+        need_packages("figure", "matplotlib")
+        from ..plots.files import format_of
+
+        format_of("figure", figure)
+        need(figure.parent.is_dir(), f"figure must be in a folder that exists, got {figure}")
+    spec = CacheSpec("pruned", {"pruner": pruner, "budget": "0.5"})
+    loaded, tokenizer = load_plain(model, device, dtype)
+    teacher = cast(PrunedCache, spec.make(loaded.config, tokenizer)).pruner
+    begin = torch.tensor(Framing(tokenizer).begin, dtype=torch.int64)
+    length = length_read_again(decoder_config(loaded.config), teacher, len(begin), _LENGTH, length)
+    chosen, name = texts(tokenizer, text, held_out, samples, length, seed)
+    rows = [torch.cat([begin, row.long()]) for row in chosen]
+    shown = track(rows, "reading", console=console, disable=not console.is_terminal)
+    gates = fit_gates(loaded, shown, teacher, held_out=max(1, min(8, samples // 8)))
+    gates.save(out)
+    if figure is not None:
+        from ..plots import gates_fit, save
+
+        save(gates_fit(gates), figure)
+    table = Table(box=SIMPLE, padding=(0, 1, 0, 0))
+    table.add_column("layer", justify="right")
+    table.add_column("R2 on texts held out, by KV head")
+    for layer, row in enumerate(gates.r2):
+        table.add_row(str(layer), "  ".join(f"{x:.2f}" for x in row))
+    console.print(table)
+    every = [x for row in gates.r2 for x in row]
+    mean = sum(every) / len(every)
+    console.print(
+        f"Fitted on {samples} texts of {length:,} tokens of {name}: R2 on those held out {mean:.2f}, in the worst head "
+        f"{min(every):.2f}. Take it as --cache pruned,pruner=gate:{out},budget=globaltopk:0.75",
+        highlight=False, markup=False, soft_wrap=True,
+    )  # fmt: skip
+    return gates

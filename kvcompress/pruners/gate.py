@@ -1,0 +1,66 @@
+"""Gate: a token's own queries say whether it stays."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..checks import need
+from .base import Candidates, Pruner
+from .gates import Gates
+
+
+@dataclass(frozen=True)
+class Gate(Pruner):
+    """Keeps the tokens whose own queries said, when they came, that they will be attended to.
+
+    gates: Gates of the model, or the folder that `kvcompress fit gates` made. A token is scored once, as it comes, by a
+    linear map of its queries before rotation: no second reading, no attention, nothing that comes after it. So a
+    prompt in chunks, a prefix of another prompt and decoded tokens get the scores that one reading gives them.
+    Logarithms compare over layers and heads: use it with GlobalTopK.
+    last: most recent tokens that always stay; None = a quarter of what stays, at most 32.
+    Source: KVzap (NVIDIA 2026) and Fast KVzip, whose gates look at hidden states; scores of KVzip, section 3.
+    """
+
+    gates: Gates
+    last: int | None = None
+    num_sink_tokens: int = 4
+    accumulates = True
+    by_head = True
+    uses_keys = False
+
+    def __post_init__(self) -> None:
+        self._check(last=0)
+        if isinstance(self.gates, (str, os.PathLike)):
+            object.__setattr__(self, "gates", Gates.load(self.gates))
+        kind = type(self.gates).__name__
+        need(isinstance(self.gates, Gates), f"gates must be Gates, or the folder that they are in, got {kind}")
+
+    def check_rows(self, heads: Sequence[int]) -> None:
+        self.gates.check_rows(heads)
+
+    def check_model(self, decoder: Any) -> None:
+        self.gates.check_model(decoder)
+
+    def recent(self, keep: int, chunk_length: int) -> int:
+        return self._most_recent(self.last, 32, keep)
+
+    def votes(self, candidates: Candidates) -> Tensor:
+        S = candidates.chunk_length
+        out = torch.zeros(candidates.heads, candidates.count, device=candidates.keys.device)
+        if S == 0:
+            return out
+        if candidates.unrotated is None:
+            raise ValueError("candidates must have unrotated for Gate, which looks at queries before rotation")
+        heads = len(self.gates.layers[candidates.number])
+        queries = candidates.unrotated[0, :, :S].unflatten(0, (candidates.heads // heads, -1))
+        said = self.gates.says(candidates.number, queries).flatten(0, 1)
+        return out.scatter(1, candidates.own_slots(), said)
+
+    def scores(self, candidates: Candidates, keep: int) -> Tensor:
+        return self.votes(candidates) if candidates.received is None else candidates.received

@@ -1,0 +1,151 @@
+"""What a token's own queries say of how much it will be attended to: fitted before, in a folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from ..checks import need, need_number
+from ..files import naming, read_json, staged, write_text
+from ..hf.fingerprint import difference, kind_of
+
+FORMAT = "kvcompress gates 1"
+_WEIGHTS, _ABOUT = "gates.safetensors", "gates.json"
+_MOST = 80.0  # of a logarithm, either way: float32 holds its exponential
+
+
+@dataclass(frozen=True, eq=False)
+class Gates:
+    """Of each KV head a map from a token's queries to the logarithm of how much attention its key is worth.
+
+    layers: of each layer that compresses float32 [Hkv, Hq D + 1]: weights of all its queries before rotation, head
+    after head, and of a 1. levels: rising; a share of i / (len - 1) of what is said of texts held out lies under the
+    i-th of them; none = not known, and no threshold can be had of a share. model: the decoder that they are of, as
+    hf.fingerprint.kind_of has it; none = not known. measured: what they come from, for people. r2: [layers][Hkv], how
+    much of the variance of what they were fitted to they explain in texts held out; none = not known.
+    `kvcompress fit gates` and kvcompress.gates.fit_gates make them.
+    Raises ValueError for anything else.
+    Source: gates that say KVzip's scores are KVzap's and Fast KVzip's; theirs look at hidden states.
+    """
+
+    layers: tuple[Tensor, ...]
+    levels: tuple[float, ...] = ()
+    model: dict[str, Any] = field(default_factory=dict)
+    measured: str = ""
+    r2: tuple[tuple[float, ...], ...] = ()
+
+    def __post_init__(self) -> None:
+        good = isinstance(self.layers, (list, tuple)) and len(self.layers) > 0
+        need(good, f"layers must be a tensor for each layer that compresses, got {type(self.layers).__name__}")
+        for number, layer in enumerate(self.layers):
+            good = isinstance(layer, Tensor) and layer.dtype == torch.float32 and layer.ndim == 2 and layer.numel() > 0
+            got = f"{layer.dtype} {tuple(layer.shape)}" if isinstance(layer, Tensor) else type(layer).__name__
+            need(good, f"layers[{number}] must be float32 [Hkv, Hq D + 1], got {got}")
+            need(bool(layer.isfinite().all()), f"layers[{number}] must be finite numbers, got others")
+        levels = tuple(self.levels)
+        need(all(type(x) is float for x in levels) and list(levels) == sorted(levels) and len(levels) != 1,
+             "levels must be rising numbers, at least two, or none")  # fmt: skip
+        need(isinstance(self.model, dict) and self.model.keys() in ({"class", "config"}, set()),
+             f"model must have a class and a config, got {self.model!r}")  # fmt: skip
+        need(isinstance(self.measured, str), f"measured must be a text, got {self.measured!r}")
+        object.__setattr__(self, "layers", tuple(self.layers))
+        object.__setattr__(self, "levels", levels)
+        object.__setattr__(self, "r2", tuple(tuple(row) for row in self.r2))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Gates) or len(self.layers) != len(other.layers):
+            return False
+        rest = [(x.levels, x.model, x.measured, x.r2) for x in (self, other)]
+        return rest[0] == rest[1] and all(map(torch.equal, self.layers, other.layers))
+
+    def __hash__(self) -> int:
+        return hash((self.levels, self.measured, self.r2))
+
+    def says(self, number: int, queries: Tensor) -> Tensor:
+        """float32 [B, Hkv, S]: logarithms. number: the layer's place among those that compress. queries: [B, Hq, S, D],
+        before rotation."""
+        weights = self.layers[number].to(queries.device)
+        B, heads, S, D = queries.shape
+        need(heads * D + 1 == weights.shape[1], f"gates must be of this model: they look at {weights.shape[1] - 1} "
+             f"numbers of a token's queries in layer {number}, the model has {heads * D}")  # fmt: skip
+        seen = queries.transpose(1, 2).flatten(2).float()
+        said = torch.nn.functional.linear(seen, weights[:, :-1], weights[:, -1])
+        return said.clamp(-_MOST, _MOST).transpose(1, 2)
+
+    def threshold(self, share: float) -> float:
+        """Above which that share of what is said lies, over all layers and heads, in texts that were held out. Raises
+        ValueError without levels."""
+        need_number("share", share, 0, 1)
+        need(len(self.levels) > 0, "gates must have levels for a threshold, got none")
+        return level_at(self.levels, 1 - share)
+
+    def check_rows(self, heads: Sequence[int]) -> None:
+        """Raises ValueError if they are not for a model whose layers that compress have so many KV heads."""
+        own = [len(layer) for layer in self.layers]
+        need(
+            own == list(heads),
+            f"gates must be of this model: they have KV heads {own}, the model's layers that compress {list(heads)}"
+            + (f"; measured: {self.measured}" if self.measured else ""),
+        )
+
+    def check_model(self, decoder: Any) -> None:
+        """Raises ValueError if the model is known and is of another class or config."""
+        if self.model and (words := difference(self.model, kind_of(decoder))) is not None:
+            raise ValueError(f"gates must be of this model, {type(decoder).__name__}: they are of one with {words}")
+
+    def save(self, folder: str | os.PathLike[str]) -> Path:
+        """A new folder with gates.safetensors and gates.json, whole or not at all. Returns its path. Raises ValueError
+        for a folder that is there."""
+        folder = Path(folder)
+        need(not folder.exists(), f"folder must be new, got {folder}")
+        about = {"format": FORMAT, "measured": self.measured, "model": self.model, "levels": self.levels, "r2": self.r2}
+        text = json.dumps(about, allow_nan=False, indent=1) + "\n"
+        with naming(folder):
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
+                fresh = Path(temporary, folder.name)
+                fresh.mkdir()
+                weights = {f"layers.{i}": x.detach().cpu().contiguous().clone() for i, x in enumerate(self.layers)}
+                with staged(fresh / _WEIGHTS) as written:  # of the mode of new files here
+                    save_file(weights, written)
+                write_text(fresh / _ABOUT, text)
+                fresh.rename(folder)
+        return folder
+
+    @staticmethod
+    def load(folder: str | os.PathLike[str]) -> Gates:
+        """What save wrote. Raises ValueError for anything else, FileNotFoundError for no such folder."""
+        folder = Path(folder)
+        about = read_json(folder / _ABOUT, "gates' description", FORMAT)
+        known = {"measured", "model", "levels", "r2"}
+        need(set(about) == known, f"{_ABOUT} must have the fields {', '.join(sorted(known))}, got {sorted(about)}")
+        try:
+            found = load_file(folder / _WEIGHTS)
+        except FileNotFoundError:
+            raise FileNotFoundError(f"gates must have a file of weights, got none at {folder / _WEIGHTS}") from None
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{folder / _WEIGHTS} is damaged, or no file of gates: {error}") from None
+        names = [f"layers.{i}" for i in range(len(found))]
+        need(set(found) == set(names), f"{_WEIGHTS} must hold layers.0, layers.1, ..., got {sorted(found)}")
+        levels = about["levels"]
+        good = isinstance(levels, list) and all(type(x) in (int, float) for x in levels)
+        need(good and isinstance(about["r2"], list), f"levels and r2 of {_ABOUT} must be lists of numbers")
+        return Gates(tuple(found[name] for name in names), tuple(map(float, levels)), about["model"],
+                     about["measured"], about["r2"])  # fmt: skip
+
+
+def level_at(levels: Sequence[float], share: float) -> float:
+    """Under which that share of all numbers lies. levels: rising; the i-th lies over a share of i / (len - 1)."""
+    place = share * (len(levels) - 1)
+    below = min(int(place), len(levels) - 2)
+    return levels[below] + (place - below) * (levels[below + 1] - levels[below])

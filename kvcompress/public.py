@@ -13,6 +13,7 @@ from .caches import (
 from .caches.saving import load_cache, load_caches, save_caches
 from .caches.spec import CacheSpec
 from .dmc.cache import DMCCache
+from .gates.cache import GatedCache
 from .graphs import StepGraph
 from .heads import HeadProfile
 from .hf import attach, detach, from_pretrained
@@ -73,6 +74,7 @@ __all__ = [
     "DuoAttention",
     "ExpectedAttention",
     "Gate",
+    "GatedCache",
     "Gates",
     "GlobalTopK",
     "HeadProfile",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import multiprocessing
 import os
@@ -182,6 +183,16 @@ def tiny_gates(layers: int = 3, kv_heads: int = 2, numbers: int = 64, seed: int 
     made = torch.Generator().manual_seed(seed)
     every = [torch.randn(kv_heads, numbers + 1, generator=made) for _ in range(layers)]
     return Gates(tuple(every), tuple(map(float, range(-8, 9))))
+
+
+@functools.cache
+def tiny_gates_folder() -> str:
+    """Those in a folder that is there until the tests are over."""
+    _kept.append(tempfile.TemporaryDirectory(prefix="gates"))
+    return str(tiny_gates().save(Path(_kept[-1].name, "gates")))
+
+
+_kept: list[tempfile.TemporaryDirectory[str]] = []
 
 
 def attached(*args: object, **settings: object) -> PreTrainedModel:

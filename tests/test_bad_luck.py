@@ -16,7 +16,7 @@ from kvcompress.caches.pool import PagePool
 from kvcompress.caches.store import PoolSettings, keys_and_values
 
 IDS, TURN, MOMENTS = random_ids(40), random_ids(7, seed=2), 4
-CACHES = ("kept later", "iterative, every", "streaming", "quest", "windows", "dmc", "dms", "pod")
+CACHES = ("kept later", "iterative, every", "gated", "streaming", "quest", "windows", "dmc", "dms", "pod")
 NO_MEMORY = "no memory is left"
 
 

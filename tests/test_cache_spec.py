@@ -3,7 +3,7 @@
 import inspect
 
 import pytest
-from helpers import tiny_gates, tiny_model
+from helpers import tiny_gates, tiny_gates_folder, tiny_model
 from transformers import AutoConfig, DynamicCache
 
 import kvcompress
@@ -91,11 +91,16 @@ WRITTEN = [  # text, class, attributes of the cache
     ),
     ("streaming,window_size=60,sink_distance=window", kvcompress.StreamingCache, {"window_size": 60}),
     ("quest,token_budget=128,dense_layers=0", kvcompress.QuestCache, {"token_budget": 128, "dense_layers": 0}),
+    (
+        f"gated,gates={tiny_gates_folder()},share=0.25,window=32,track=true",
+        kvcompress.GatedCache,
+        {"gates": tiny_gates(), "threshold": tiny_gates().threshold(0.25), "window": 32, "track": True},
+    ),
     ("dmc,chunk_size=64,track=true", kvcompress.DMCCache, {"chunk_size": 64, "track": True}),
     ("pod,tau=0.7,pruner=snapkv,window=8,distant=600", kvcompress.PoDCache, {"tau": 0.7, "distant": 600}),
 ]
 WRONG = [  # text, message
-    ("fancy", r"cache must be one of dense, dmc, iterative, pod, pruned, quest, streaming, got 'fancy'"),
+    ("fancy", r"cache must be one of dense, dmc, gated, iterative, pod, pruned, quest, streaming, got 'fancy'"),
     ("snapkv", r"got 'snapkv': that is a pruner, as in pruned,pruner=snapkv$"),
     ("budget=3", r"cache must be one of dense, .* got none"),
     ("", r"cache must be one of dense, .* got ''"),

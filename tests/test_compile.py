@@ -6,13 +6,23 @@ import threading
 
 import pytest
 import torch
-from helpers import attached, kind_model, random_ids
+from helpers import attached, kind_model, random_ids, tiny_gates
 from test_seam import multimodal_model
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import DynamicCache
 
 import kvcompress
-from kvcompress import DMCCache, IterativeCache, PoDCache, PrunedCache, QuestCache, StreamingCache, attach, detach
+from kvcompress import (
+    DMCCache,
+    GatedCache,
+    IterativeCache,
+    PoDCache,
+    PrunedCache,
+    QuestCache,
+    StreamingCache,
+    attach,
+    detach,
+)
 from kvcompress.hf.now import THREAD
 from kvcompress.hf.seam import seam_of
 from kvcompress.ops.opaque import held
@@ -21,6 +31,7 @@ PROMPT, END = 24, 32
 CACHES = {
     "iterative": lambda config: IterativeCache(config, memory_size=20, chunk_size=10, page_size=4, every=3),
     "pruned": lambda config: PrunedCache(config, budget=20),
+    "gated": lambda config: GatedCache(config, tiny_gates(2), threshold=0.0, window=10),
     "streaming": lambda config: StreamingCache(config, num_sink_tokens=2, window_size=10),
     "quest": lambda config: QuestCache(config, page_size=4, token_budget=8),
 }

@@ -6,13 +6,23 @@ import threading
 
 import pytest
 import torch
-from helpers import deciding_model, random_ids, tiny_model
+from helpers import deciding_model, random_ids, tiny_gates, tiny_model
 
 import kvcompress
-from kvcompress import IterativeCache, PoolSettings, PrunedCache, QuestCache, StreamingCache, attach, prefill
+from kvcompress import (
+    GatedCache,
+    IterativeCache,
+    PoolSettings,
+    PrunedCache,
+    QuestCache,
+    StreamingCache,
+    attach,
+    prefill,
+)
 
 CACHES = {
     "iterative": lambda config: IterativeCache(config, memory_size=20, chunk_size=16, page_size=4),
+    "gated": lambda config: GatedCache(config, tiny_gates(), threshold=0.0, window=12, chunk_size=16, page_size=4),
     "streaming": lambda config: StreamingCache(config, window_size=20, chunk_size=16),
     "lm-infinite": lambda config: StreamingCache(config, window_size=20, chunk_size=16, sink_distance="window"),
     "quest": lambda config: QuestCache(config, token_budget=12, page_size=4, chunk_size=16),

@@ -1,6 +1,8 @@
 """Gates: a token's own queries say whether it stays; in one reading, in chunks, and as it is decoded."""
 
+import copy
 import json
+import pickle
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -179,7 +181,7 @@ def test_texts_held_out_are_not_fitted_to():
 
 
 def test_gates_are_saved_and_loaded_whole(tmp_path):
-    gates = Gates(GATES.layers, GATES.levels, {"class": "A", "config": {"b": 1}}, "here", ((0.5, 0.25),) * 3)
+    gates = Gates(GATES.layers, GATES.levels, {"b": 1}, "here", ((0.5, 0.25),) * 3)
     folder = gates.save(tmp_path / "new" / "gates")
     assert sorted(x.name for x in folder.parent.iterdir()) == ["gates"]
     assert Gates.load(folder) == gates == Gate(str(folder)).gates
@@ -190,6 +192,17 @@ def test_gates_are_saved_and_loaded_whole(tmp_path):
         assert cache.pruner == Gate(gates, last=4)
     with pytest.raises(ValueError, match="folder must be new"):
         gates.save(folder)
+
+
+def test_copies_and_devices_share_the_weights():
+    gates = tiny_gates()
+    assert copy.deepcopy(gates) is gates
+    meta = torch.zeros(1, 4, 3, 16, device="meta")
+    assert gates.says(1, meta).shape == (1, 2, 3)
+    there = gates._on(1, meta.device)
+    assert gates._on(1, meta.device) is there
+    assert pickle.loads(pickle.dumps(gates)) == gates
+    assert "_there" not in gates.__getstate__()
 
 
 def test_damaged_gates_are_refused(tmp_path):
@@ -223,7 +236,7 @@ def test_damaged_gates_are_refused(tmp_path):
         (lambda: Gates((torch.tensor([[float("nan"), 0.0]]),)), r"layers\[0\] must be finite"),
         (lambda: Gates(GATES.layers, (1.0,)), "levels must be rising"),
         (lambda: Gates(GATES.layers, (1, 2)), "levels must be rising"),
-        (lambda: Gates(GATES.layers, model={"class": "A"}), "model must have a class and a config"),
+        (lambda: Gates(GATES.layers, model=3), "model must be fields of a config"),
         (lambda: Gates(GATES.layers).threshold(0.5), "gates must have levels"),
         (lambda: GATES.threshold(1.5), "share must be"),
         (lambda: Gate(3), "gates must be Gates, or the folder"),
@@ -241,11 +254,11 @@ def test_bad_gates_are_refused(made, error):
 
 def test_gates_are_of_their_model():
     model, ids = attached(), random_ids(40)
-    other = Gates(GATES.layers, model={"class": "OtherModel", "config": {}})
+    other = Gates(GATES.layers, model={"hidden_size": 7})
     for gates, error in (
         (tiny_gates(layers=2), "gates must be of this model: they have KV heads"),
         (tiny_gates(numbers=48), "they look at 48 numbers of a token's queries"),
-        (other, "they are of one with class OtherModel"),
+        (other, "they are of one with config.num_hidden_layers = None"),
     ):
         with pytest.raises(ValueError, match=error):
             prefill(model, ids, PrunedCache(model.config, Gate(gates), 20))

@@ -2,13 +2,14 @@
 
 import pytest
 import torch
-from helpers import attached, kind_model, random_ids, tiny_model
+from helpers import attached, kind_model, random_ids, tiny_gates, tiny_model
 
 import kvcompress
-from kvcompress import IterativeCache, QuestCache, StreamingCache, attach, prefill
+from kvcompress import GatedCache, IterativeCache, QuestCache, StreamingCache, attach, prefill
 
 CACHES = {
     "iterative": lambda config: IterativeCache(config, memory_size=128, chunk_size=16),
+    "gated": lambda config: GatedCache(config, tiny_gates(), threshold=0.0, window=128, chunk_size=16),
     "streaming": lambda config: StreamingCache(config, window_size=128, chunk_size=16),
     "quest": lambda config: QuestCache(config, token_budget=128, chunk_size=16),
 }

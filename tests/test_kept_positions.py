@@ -144,7 +144,7 @@ def test_entries_of_dmc_begin_where_heads_decide(mode):
                 expected = [t for t in range(66) if not merged[head, t]]
             assert kept[layer][0][head].tolist() == expected
     untracked = DMCCache(model.config)
-    with pytest.raises(ValueError, match="kept_positions needs a DMCCache with track=True"):
+    with pytest.raises(ValueError, match="kept_positions needs a cache made with track=True"):
         untracked.kept_positions()
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import DMC_MODES, attached, deciding_model, kind_model, left_padded, random_ids, tiny_model
+from helpers import DMC_MODES, attached, deciding_model, kind_model, left_padded, random_ids, tiny_gates, tiny_model
 from safetensors.torch import load_file, save_file
 
 import kvcompress
@@ -18,6 +18,8 @@ from benchmarks.quality.parts.families_configurations import CONFIGURATIONS
 from kvcompress import (
     AdaKV,
     DMCCache,
+    Gate,
+    GatedCache,
     GlobalTopK,
     IterativeCache,
     PoDCache,
@@ -67,6 +69,8 @@ CASES = {
     "no growth": (attached, lambda c: PrunedCache(c, SNAP, 20, page_size=8, max_pages=64, grow="error")),
     "iterative": (attached, lambda c: IterativeCache(c, memory_size=20, chunk_size=16, track=True)),
     "iterative, every": (attached, lambda c: IterativeCache(c, memory_size=AdaKV(20), chunk_size=16, every=3)),
+    "gated": (attached, lambda c: GatedCache(c, tiny_gates(), threshold=0.0, window=8, page_size=4, track=True)),
+    "gates": (attached, lambda c: PrunedCache(c, Gate(tiny_gates(), last=4), 20, every=3)),
     "streaming": (attached, lambda c: StreamingCache(c, window_size=20)),
     "lm-infinite": (attached, lambda c: StreamingCache(c, window_size=20, sink_distance="window")),
     "quest": (attached, lambda c: QuestCache(c, token_budget=12, page_size=4)),

@@ -4,7 +4,7 @@ import random
 
 import pytest
 import torch
-from helpers import deciding_model, random_ids, tiny_model
+from helpers import deciding_model, random_ids, tiny_gates_folder, tiny_model
 
 import kvcompress
 from kvcompress import CacheSpec
@@ -18,6 +18,7 @@ from kvcompress.serve.served import cache_maker
 CACHES = {
     "dense": ("dense", None),
     "streaming": ("streaming,window_size=12,num_sink_tokens=2", None),
+    "gated": (f"gated,gates={tiny_gates_folder()},threshold=0,window=6,num_sink_tokens=2", None),
     "dmc": ("dmc", {}),
     "dms": ("dmc", {"mode": "dms", "dms_window": 5}),
 }

@@ -5,13 +5,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import attached, deciding_model, kind_model, left_padded, random_ids
+from helpers import attached, deciding_model, kind_model, left_padded, random_ids, tiny_gates
 from transformers import DynamicCache
 
 import kvcompress
 from kvcompress import (
     CompressedCache,
     DMCCache,
+    GatedCache,
     IterativeCache,
     PoDCache,
     PrunedCache,
@@ -43,6 +44,7 @@ CASES = {
     "pruned, windows": (lambda: attached_to(kind_model("gemma2")), lambda c: PrunedCache(c, SNAP, 20, page_size=8)),
     "kvzip": (attached, lambda c: PrunedCache(c, KVzip(), 20, page_size=8)),
     "iterative": (attached, lambda c: IterativeCache(c, memory_size=20, chunk_size=16, page_size=8)),
+    "gated": (attached, lambda c: GatedCache(c, tiny_gates(), threshold=0.0, window=8, page_size=4)),
     "streaming": (attached, lambda c: StreamingCache(c, window_size=20)),
     "quest": (attached, lambda c: QuestCache(c, token_budget=12, page_size=4)),
     "dmc": (lambda: attached_to(deciding_model()), lambda c: DMCCache(c)),

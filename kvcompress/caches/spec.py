@@ -16,6 +16,7 @@ from transformers.cache_utils import Cache
 
 from .. import budgets, profiles, pruners
 from ..budgets import Budget
+from ..gates.cache import GatedCache
 from ..heads import HeadProfile
 from ..hf.config import decoder_config
 from ..hf.method import METHODS, method_class
@@ -32,7 +33,8 @@ from .streaming import StreamingCache
 DENSE = "dense"
 _IDS = tuple[int, ...]
 _UNTRAINED: dict[str, type[Cache]] = {
-    "iterative": IterativeCache, "pruned": PrunedCache, "quest": QuestCache, "streaming": StreamingCache,
+    "gated": GatedCache, "iterative": IterativeCache, "pruned": PrunedCache, "quest": QuestCache,
+    "streaming": StreamingCache,
 }  # fmt: skip
 _SIZES = {"iterative": "memory_size", "pruned": "budget", "streaming": "window_size"}  # settings in tokens per row
 KINDS = (DENSE, *sorted((*_UNTRAINED, *METHODS)))

@@ -33,7 +33,7 @@ class DMSLayer(DecidingLayer):
         pool, places, config, most = self.pool, self.places, self.config, max(self.next)
         assert pool is not None and places is not None
         cos, sin, offsets = step.facts[self.index].key_rotary.joint_tables(most + 1, self.rope_lengths, keys.device)
-        alpha = self._decide(step, keys) if self.track or not config.decides_alone else None
+        alpha = self._decide(step, queries, keys) if self.decides_apart else None
         ring = self._ring(keys, values)
         ring.make_room(most + 1)
         k_ring, v_ring, marks = ring.arrays

@@ -1,4 +1,4 @@
-"""What the layers of DMC and DMS have in common: decisions by a neuron that takes no part in attention."""
+"""What the layers of DMC and DMS have in common: each token comes with a decision, usually a neuron's."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class DecidingLayer(PagedLayer):
     def __init__(self, index: int, number: int, pool_settings: PoolSettings, config: DMCConfig, track: bool) -> None:
         super().__init__(index, number, pool_settings)
         self.config, self.track = config, track
-        self.neuron = 0
+        self.neuron: int | None = 0  # the coordinate that carries decisions; None = none does
         self.places: Tensor | None = None
         self.noted: list[tuple[Tensor, tuple[int, ...]]] = []  # with track: decisions [B, Hkv, S] and counts of calls
 
@@ -50,7 +50,7 @@ class DecidingLayer(PagedLayer):
         if step.one:
             out = self.attend_token(step, queries, keys, values, softmax)
         else:
-            alpha = self._decide(step, keys)
+            alpha = self._decide(step, queries, keys)
             out = self.attend_many(step, queries, keys, values, alpha, softmax)
             self.places += step.on(keys.device)
             self.note(alpha, step)
@@ -75,7 +75,12 @@ class DecidingLayer(PagedLayer):
 
     # ---- decisions ----
 
-    def _decide(self, step: CachePass, keys: Tensor) -> Tensor:
+    @property
+    def decides_apart(self) -> bool:
+        """Whether decisions are made before a step's op, which else makes them of each head's own neuron."""
+        return self.track or not self.config.decides_alone
+
+    def _decide(self, step: CachePass, queries: Tensor, keys: Tensor) -> Tensor:
         """float32 [B, Hkv, S] of 0 and 1; 0 for the first token of a sequence."""
         S, places = keys.shape[2], self.places
         assert places is not None
@@ -106,7 +111,7 @@ class DecidingLayer(PagedLayer):
     def kept_positions(self) -> list[list[Tensor]]:
         if not self.track:
             raise ValueError(
-                "kept_positions needs a DMCCache with track=True: which tokens a row's entries are of follows from "
+                "kept_positions needs a cache made with track=True: which tokens a row's entries are of follows from "
                 "its decisions"
             )
         if self.pool is None:

@@ -30,15 +30,16 @@ class DMCLayer(DecidingLayer):
 
     def attend_token(self, step: CachePass, queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax) -> Tensor:
         pool, tail, places, config = self.pool, self.tail, self.places, self.config
-        assert pool is not None and tail is not None and places is not None
+        neuron = self.neuron
+        assert pool is not None and tail is not None and places is not None and neuron is not None
         rotary = step.facts[self.index].key_rotary
         cos, sin, offsets = rotary.joint_tables(max(self.next) + 1, self.rope_lengths, keys.device)
-        alpha = self._decide(step, keys) if self.track or not config.decides_alone else None
+        alpha = self._decide(step, queries, keys) if self.decides_apart else None
         omega = self._weights(queries, keys) if not config.decides_alone or config.omega == "uniform" else None
 
         def write(table: ops.PageTable) -> Tensor:
             return ops.dmc_step_(
-                queries, keys, values, pool.k_pages, pool.v_pages, table, tail, places, neuron=self.neuron,
+                queries, keys, values, pool.k_pages, pool.v_pages, table, tail, places, neuron=neuron,
                 offsets=offsets, alpha=alpha, omega=omega, cos=cos, sin=sin, window=config.window, shift=config.shift,
                 margin=config.decision_margin, omega_shift=config.shift, eps=config.omega_eps, reduce=config.gqa_omega,
                 **softmax.options,

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..checks import need, need_integer, need_number
 from ..hf.facts import Facts
-from ..hf.fingerprint import kind_of
+from ..hf.fingerprint import config_of
 from ..hf.reading import plain_decoder, read, token_rows
 from ..pruners import Gates, Pruner
 from ..retrofit.passes import TrainingPass
@@ -66,10 +66,10 @@ def fit_gates(
         need(bool(sums), f"samples must be more than the {held_out} that are held out, got {len(waiting)}")
         solved = {layer: own.solved(ridge) for layer, own in sums.items()}
         r2, levels = _judged(solved, [_scored(model, decoder, facts, ids, pruner) for ids in waiting])
-        kind = kind_of(decoder)
+        config = config_of(decoder)
     how = f"{type(model).__name__}, {texts} texts of {tokens:,} tokens in all, {_words(pruner)}, ridge {ridge:g}"
     layers = tuple(weights.T.contiguous() for weights in solved.values())
-    return Gates(layers, tuple(levels.tolist()), kind, how, tuple(map(tuple, r2)))
+    return Gates(layers, tuple(levels.tolist()), config, how, tuple(map(tuple, r2)))
 
 
 def _scored(model: nn.Module, decoder: nn.Module, facts: Facts, ids: Tensor, pruner: Pruner) -> Scored:

@@ -33,20 +33,21 @@ def fingerprint(decoder: Any) -> dict[str, Any]:
     for parts in samples.values():
         hashed.update(torch.cat(parts).cpu().numpy().tobytes())
     return {
-        **kind_of(decoder),
+        "class": type(decoder).__name__,
+        "config": config_of(decoder),
         "dtype": str(decoder.dtype).removeprefix("torch."),
         "weights": hashed.hexdigest(),
     }
 
 
-def kind_of(decoder: Any) -> dict[str, Any]:
-    """Of a fingerprint what does not depend on numbers: {"class", "config"}."""
+def config_of(decoder: Any) -> dict[str, Any]:
+    """What of a decoder's config changes what a cache holds, as JSON has it."""
     config = {
         name: value
         for name, value in decoder.config.to_dict().items()
         if name not in _IGNORED and not name.startswith(("_", "output_"))
     }
-    return {"class": type(decoder).__name__, "config": json.loads(json.dumps(config, default=str, sort_keys=True))}
+    return dict(json.loads(json.dumps(config, default=str, sort_keys=True)))
 
 
 # fields that tell models apart, those that say most first
@@ -54,7 +55,7 @@ _FIRST = ("kvcompress", "num_hidden_layers", "hidden_size", "num_attention_heads
 
 
 def difference(saved: dict[str, Any], own: dict[str, Any]) -> str | None:
-    """In what two fingerprints, or two kinds, differ, in words; None = in nothing."""
+    """In what two fingerprints, or the same parts of two, differ, in words; None = in nothing."""
     for name in ("class", "dtype"):
         if saved.get(name) != own.get(name):
             return f"{name} {saved.get(name)}, this one {own.get(name)}"

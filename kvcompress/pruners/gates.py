@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..checks import need, need_number
 from ..files import naming, read_json, staged, write_text
-from ..hf.fingerprint import difference, kind_of
+from ..hf.fingerprint import config_of, difference
 
 FORMAT = "kvcompress gates 1"
 _WEIGHTS, _ABOUT = "gates.safetensors", "gates.json"
@@ -30,8 +30,8 @@ class Gates:
 
     layers: of each layer that compresses float32 [Hkv, Hq D + 1]: weights of all its queries before rotation, head
     after head, and of a 1. levels: rising; a share of i / (len - 1) of what is said of texts held out lies under the
-    i-th of them; none = not known, and no threshold can be had of a share. model: the decoder that they are of, as
-    hf.fingerprint.kind_of has it; none = not known. measured: what they come from, for people. r2: [layers][Hkv], how
+    i-th of them; none = not known, and no threshold can be had of a share. model: fields of the config that they are of
+    (hf.fingerprint.config_of); none = not known. measured: what they come from, for people. r2: [layers][Hkv], how
     much of the variance of what they were fitted to they explain in texts held out; none = not known.
     `kvcompress fit gates` and kvcompress.gates.fit_gates make them.
     Raises ValueError for anything else.
@@ -55,8 +55,7 @@ class Gates:
         levels = tuple(self.levels)
         need(all(type(x) is float for x in levels) and list(levels) == sorted(levels) and len(levels) != 1,
              "levels must be rising numbers, at least two, or none")  # fmt: skip
-        need(isinstance(self.model, dict) and self.model.keys() in ({"class", "config"}, set()),
-             f"model must have a class and a config, got {self.model!r}")  # fmt: skip
+        need(isinstance(self.model, dict), f"model must be fields of a config, got {self.model!r}")
         need(isinstance(self.measured, str), f"measured must be a text, got {self.measured!r}")
         object.__setattr__(self, "layers", tuple(self.layers))
         object.__setattr__(self, "levels", levels)
@@ -71,10 +70,26 @@ class Gates:
     def __hash__(self) -> int:
         return hash((self.levels, self.measured, self.r2))
 
+    def __deepcopy__(self, memo: object) -> Gates:
+        return self  # forks of a cache have the same
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_there"}
+
+    def _on(self, number: int, device: torch.device) -> Tensor:
+        """A layer's weights, brought to a device once."""
+        if self.layers[number].device == device:
+            return self.layers[number]
+        there: dict[tuple[int, torch.device], Tensor] = vars(self).setdefault("_there", {})
+        if (number, device) not in there:
+            with torch.inference_mode(False):
+                there[number, device] = self.layers[number].to(device)
+        return there[number, device]
+
     def says(self, number: int, queries: Tensor) -> Tensor:
         """float32 [B, Hkv, S]: logarithms. number: the layer's place among those that compress. queries: [B, Hq, S, D],
         before rotation."""
-        weights = self.layers[number].to(queries.device)
+        weights = self._on(number, queries.device)
         B, heads, S, D = queries.shape
         need(heads * D + 1 == weights.shape[1], f"gates must be of this model: they look at {weights.shape[1] - 1} "
              f"numbers of a token's queries in layer {number}, the model has {heads * D}")  # fmt: skip
@@ -99,8 +114,9 @@ class Gates:
         )
 
     def check_model(self, decoder: Any) -> None:
-        """Raises ValueError if the model is known and is of another class or config."""
-        if self.model and (words := difference(self.model, kind_of(decoder))) is not None:
+        """Raises ValueError if their model is known and its config is another."""
+        saved, own = {"config": self.model}, {"config": config_of(decoder)}
+        if self.model and (words := difference(saved, own)) is not None:
             raise ValueError(f"gates must be of this model, {type(decoder).__name__}: they are of one with {words}")
 
     def save(self, folder: str | os.PathLike[str]) -> Path:
@@ -109,7 +125,7 @@ class Gates:
         folder = Path(folder)
         need(not folder.exists(), f"folder must be new, got {folder}")
         about = {"format": FORMAT, "measured": self.measured, "model": self.model, "levels": self.levels, "r2": self.r2}
-        text = json.dumps(about, allow_nan=False, indent=1) + "\n"
+        text = json.dumps(about, allow_nan=False) + "\n"
         with naming(folder):
             folder.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:

@@ -12,12 +12,13 @@ from ..caches.pruned import PrunedCache
 from ..caches.spec import DENSE, CacheSpec
 from ..caches.streaming import StreamingCache
 from ..dmc.cache import DMCCache
+from ..gates.cache import GatedCache
 from ..hf.facts import Facts
 from ..hf.method import Method
 from .bounds import paged_layers
 from .dense import DenseCache
 
-KINDS = (DENSE, "dmc", "pruned", "streaming")
+KINDS = (DENSE, "dmc", "gated", "pruned", "streaming")
 
 
 def cache_maker(spec: CacheSpec, config: PreTrainedConfig, page_size: int) -> Callable[[], CompressedCache]:
@@ -48,7 +49,7 @@ def check_served(cache: CompressedCache, facts: Facts, method: Method | None) ->
     """Raises ValueError for settings and models that cannot be served, with the reason."""
     if method is not None:
         method.check_cache(cache)
-    if not isinstance(cache, (DenseCache, DMCCache, PrunedCache, StreamingCache)):
+    if not isinstance(cache, (DenseCache, DMCCache, GatedCache, PrunedCache, StreamingCache)):
         raise ValueError(f"cache must be one of {', '.join(KINDS)} to be served, got {type(cache).__name__}")
     if isinstance(cache, PrunedCache):
         if cache.policy.gap is not None:

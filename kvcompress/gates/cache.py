@@ -1,0 +1,141 @@
+"""GatedCache: a token's own queries say, as it comes, whether it stays once the window has left it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from .. import planner
+from ..caches.base import CompressedCache
+from ..caches.passes import CachePass
+from ..caches.store import PoolSettings
+from ..checks import MOST_INT32, need, need_integer, need_number
+from ..dmc.config import DMCConfig
+from ..dmc.dms import DMSLayer
+from ..hf.facts import Facts
+from ..planner import Plan
+from ..pruners import Gates
+
+_LARGEST = 1e6
+
+
+class GatedLayer(DMSLayer):
+    """A layer of DMS whose decisions are those of gates, and that no neuron carries.
+
+    A token is dropped where what its gate says lies under threshold; the first `sinks` never are.
+    """
+
+    def __init__(
+        self, index: int, number: int, pool_settings: PoolSettings, gates: Gates, threshold: float, window: int,
+        sinks: int, track: bool,
+    ) -> None:  # fmt: skip
+        decides = DMCConfig(mode="dms", dms_window=window - 1, dms_decides="own")
+        super().__init__(index, number, pool_settings, decides, track)
+        self.gates, self.threshold, self.sinks = gates, threshold, sinks
+
+    def open_pool(self, rows: int, head_dim: int, like: Tensor, rope_lengths: list[int]) -> None:
+        super().open_pool(rows, head_dim, like, rope_lengths)
+        self.neuron = None
+
+    @property
+    def decides_apart(self) -> bool:
+        return True
+
+    def _decide(self, step: CachePass, queries: Tensor, keys: Tensor) -> Tensor:
+        alpha = (self.gates.says(self.number, queries) < self.threshold).float()
+        S = alpha.shape[2]
+        for b, (seen, count) in enumerate(zip(self.next, step.counts, strict=True)):
+            if seen < self.sinks:
+                first = S - count
+                alpha[b, :, first : first + self.sinks - seen] = 0
+        return alpha
+
+
+class GatedCache(CompressedCache):
+    """Drops a token of a KV head once it has left the window, if the token's own gate said so when it came.
+
+    What stays follows the text: more of one that holds much, less of one that holds little; each head of each layer
+    keeps what its gate lets through, and memory is really freed. A token's fate depends on what came before it alone:
+    a prompt in one pass, in chunks or token by token gives the same rows, and so does decoding.
+
+    config: the model's config. gates: Gates of the model, or the folder that `kvcompress fit gates` made. share: of
+    tokens behind the window that stay, on the average of the texts that the gates were held to (0 < share <= 1).
+    threshold: the logarithm under which a token goes, instead of share. window: newest tokens that always stay, at
+    least 1. num_sink_tokens: first ones that do. chunk_size: tokens that `prefill` reads at a time, None = the whole
+    prompt. track: remember all decisions, for kept_positions(). page_size, max_pages, grow: see PoolSettings; a decoded
+    token needs room for the case that every head keeps it.
+    A prompt of several chunks that finds no page leaves the cache incomplete: reset() it.
+    Raises ValueError for settings out of range, for gates of another model, and for layers that read others' keys or
+    whose keys and values differ in size. Source: KVzap (thresholds on gates); DMS, section 3 (dropped with delay).
+    """
+
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        gates: Gates | str,
+        *,
+        share: float | None = None,
+        threshold: float | None = None,
+        window: int = 64,
+        num_sink_tokens: int = 4,
+        page_size: int = 16,
+        max_pages: int | None = None,
+        grow: str = "double",
+        chunk_size: int | None = None,
+        track: bool = False,
+    ) -> None:
+        self.gates = gates if isinstance(gates, Gates) else Gates.load(gates)
+        need_integer("window", window, 1, MOST_INT32)
+        need_integer("num_sink_tokens", num_sink_tokens, 0, MOST_INT32)
+        if chunk_size is not None:
+            need_integer("chunk_size", chunk_size, 1, MOST_INT32)
+        need((share is None) != (threshold is None), "share must be given, or a threshold instead of it, got "
+             f"{'neither' if share is None else 'both'}")  # fmt: skip
+        if threshold is not None:
+            need_number("threshold", threshold, -_LARGEST, _LARGEST)
+            self.threshold = float(threshold)
+        else:
+            assert share is not None
+            need_number("share", share, 1e-6, 1)
+            self.threshold = self.gates.threshold(share)
+        self.share, self.window, self.num_sink_tokens, self.track = share, window, num_sink_tokens, track
+        self.pool_settings, self.chunk_size = PoolSettings(page_size, max_pages, grow), chunk_size
+        super().__init__(config)
+
+    def _new_layer(self, index: int, number: int) -> GatedLayer:
+        return GatedLayer(
+            index, number, self.pool_settings, self.gates, self.threshold, self.window, self.num_sink_tokens, self.track
+        )
+
+    def check_layers(self, decoder: Any, facts: Facts) -> None:
+        layers = [facts[layer.index] for layer in self.compressing]
+        self.gates.check_rows([layer.kv_heads for layer in layers])
+        self.gates.check_model(decoder)
+        name = type(decoder).__name__
+        for layer, own in facts.items():
+            need(own.reads is None, f"model must have layers of their own keys for GatedCache: layer {layer} of {name} "
+                 f"reads those of layer {own.reads}")  # fmt: skip
+            need(own.is_local or own.value_dim == own.head_dim, f"model must have keys and values of one size for "
+                 f"GatedCache: layer {layer} of {name} has {own.head_dim} and {own.value_dim}")  # fmt: skip
+
+    # ---- reading ----
+
+    def plan_prompt(self, length: int) -> Plan:
+        return planner.plan(length, chunk_size=self.chunk_size or max(length, 1), memory_size=1)
+
+    def check_guide(self) -> None:
+        raise ValueError("guide has no effect with GatedCache: a token's own queries decide what is kept")
+
+    # ---- what users ask ----
+
+    def kept_positions(self) -> list[list[list[Tensor]]]:
+        """As in every cache. Raises ValueError without track=True."""
+        return super().kept_positions()
+
+    def kept_share(self) -> float:
+        """Tokens held over tokens seen, mean over layers that compress and heads; 1.0 before any."""
+        held = [n for layer in self.compressing for row in layer.stored_lengths() for n in row]
+        seen = [n for layer in self.compressing for n in layer.next for _ in range(layer.heads)] if held else []
+        return sum(held) / sum(seen) if sum(seen) else 1.0

@@ -15,7 +15,7 @@ import kvcompress
 from kvcompress import CacheSpec, Gate, Gates, GlobalTopK, IterativeCache, PrunedCache, SnapKV, prefill
 from kvcompress.cli import app
 from kvcompress.gates import fit_gates
-from kvcompress.gates.fitting import _QueriesPass
+from kvcompress.gates.fitting import QueriesPass
 from kvcompress.hf.attach import is_attached
 from kvcompress.hf.reading import plain_decoder, read
 from kvcompress.pruners import Candidates, Pruner
@@ -27,7 +27,7 @@ GATE = Gate(GATES, last=4)
 def said(model, ids, gates=GATES):
     """[layers that compress][Hkv, T]: what gates say of a text, from the queries of a plain reading."""
     with plain_decoder(model) as (decoder, facts):
-        passed = _QueriesPass(facts)
+        passed = QueriesPass(facts)
         read(decoder, ids[0], passed)
     layers = sorted(passed.seen)[-len(gates.layers) :]
     return [

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -18,7 +17,7 @@ from ..checks import need, need_integer, need_number
 from ..hf.config import cache_layers, recurs
 from ..hf.facts import Facts
 from ..hf.method import KEYWORD, Pass
-from ..hf.reading import plain_decoder, read, token_rows
+from ..hf.reading import frozen, plain_decoder, read, token_rows
 from ..logits import scaled
 from ..prefilling import prefill
 from ..pruners import KVzip, ScoreProfile
@@ -272,7 +271,7 @@ def _fitted(
         rate.step()
         return found
 
-    with _frozen(decoder, head), torch.enable_grad():
+    with frozen(decoder, head), torch.enable_grad():
         for step in range(steps):
             found = step_of(step)
             if report is not None:
@@ -292,15 +291,3 @@ def _cut(scores: Tensor, sinks: int, share: float, softness: float) -> Tensor:
     border = scores.detach().flatten().kthvalue(gone).values
     biases = nn.functional.logsigmoid((scores - border) / softness).clamp_min(_HIDDEN)
     return nn.functional.pad(biases, (sinks, 0))
-
-
-@contextmanager
-def _frozen(*modules: nn.Module) -> Iterator[None]:
-    learns = [(p, p.requires_grad) for module in modules for p in module.parameters()]
-    try:
-        for p, _ in learns:
-            p.requires_grad_(False)
-        yield
-    finally:
-        for p, learned in learns:
-            p.requires_grad_(learned)

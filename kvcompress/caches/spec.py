@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
 import re
 import types
@@ -16,7 +17,6 @@ from transformers.cache_utils import Cache
 
 from .. import budgets, profiles, pruners
 from ..budgets import Budget
-from ..gates.cache import GatedCache
 from ..heads import HeadProfile
 from ..hf.config import decoder_config
 from ..hf.method import METHODS, method_class
@@ -33,11 +33,11 @@ from .streaming import StreamingCache
 DENSE = "dense"
 _IDS = tuple[int, ...]
 _UNTRAINED: dict[str, type[Cache]] = {
-    "gated": GatedCache, "iterative": IterativeCache, "pruned": PrunedCache, "quest": QuestCache,
-    "streaming": StreamingCache,
+    "iterative": IterativeCache, "pruned": PrunedCache, "quest": QuestCache, "streaming": StreamingCache,
 }  # fmt: skip
+_ABOVE = {"gated": ("kvcompress.gates.cache", "GatedCache")}  # of folders that import from this one
 _SIZES = {"iterative": "memory_size", "pruned": "budget", "streaming": "window_size"}  # settings in tokens per row
-KINDS = (DENSE, *sorted((*_UNTRAINED, *METHODS)))
+KINDS = (DENSE, *sorted((*_UNTRAINED, *_ABOVE, *METHODS)))
 
 
 def _concrete(module: types.ModuleType, base: type) -> dict[str, type]:
@@ -144,6 +144,9 @@ class CacheSpec:
 
     @property
     def _class(self) -> type[Cache]:
+        if self.kind in _ABOVE:
+            module, name = _ABOVE[self.kind]
+            return typing.cast(type[Cache], getattr(importlib.import_module(module), name))
         return _UNTRAINED.get(self.kind) or typing.cast(type[Cache], method_class(self.kind).cache_class)
 
     @functools.cached_property

@@ -78,6 +78,13 @@ def gates(
     pruner: Annotated[
         str, typer.Option(help="whose scores are fitted, as in --cache: kvzip:mass=true, kvzip, replay")
     ] = "kvzip:mass=true",
+    steps: Annotated[
+        int,
+        typer.Option(
+            help="of training behind the fit, a text each: so that a cut cache says what a whole one says", min=0
+        ),
+    ] = 0,
+    lr: Annotated[float, typer.Option(help="learning rate of these steps")] = 2e-3,
     figure: Annotated[Path | None, typer.Option(help="file for a figure: R2 of layers and heads")] = None,
     seed: Annotated[int, typer.Option(help="draws the texts", min=0)] = 0,
     device: Device = "cpu",
@@ -94,7 +101,7 @@ def gates(
 
         run_fit(
             out=out, model=model, text=tuple(text or ()), held_out=held_out, samples=samples, length=length,
-            pruner=pruner, figure=figure, seed=seed, device=device, dtype=dtype, console=Console(width=100),
+            pruner=pruner, steps=steps, lr=lr, figure=figure, seed=seed, device=device, dtype=dtype, console=Console(width=100),
         )  # fmt: skip
     except (ValueError, FileNotFoundError, ImportError) as error:
         raise typer.BadParameter(str(error)) from None

@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..checks import need, need_integer, need_number
-from ..gates.ridge import RidgeSums, explained, levels_of
-from ..gates.targets import check_teacher, log_scores
 from ..hf.attach import attach, base_model, detach, facts_of, is_attached
 from ..hf.method import KEYWORD, Pass
 from ..hf.projections import out_dim, projections_of
@@ -21,6 +19,8 @@ from ..hf.seam import evaluating
 from ..pruners.base import Pruner
 from ..pruners.gates import level_at
 from ..retrofit.passes import whole_layers
+from ..retrofit.regression import RidgeSums, explained, levels_of
+from ..retrofit.targets import check_teacher, log_scores
 from ..softmax import Softmax
 from .config import DMCConfig
 from .convert import convert, state

@@ -2,5 +2,6 @@
 
 from .cache import GatedCache
 from .fitting import fit_gates
+from .training import train_gates
 
-__all__ = ["GatedCache", "fit_gates"]
+__all__ = ["GatedCache", "fit_gates", "train_gates"]

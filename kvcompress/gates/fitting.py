@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import fields
 
 import torch
@@ -14,15 +14,15 @@ from ..hf.fingerprint import config_of
 from ..hf.reading import plain_decoder, read, token_rows
 from ..pruners import Gates, Pruner
 from ..retrofit.passes import TrainingPass
+from ..retrofit.regression import RidgeSums, explained, levels_of
+from ..retrofit.targets import check_teacher, log_scores
 from ..softmax import Softmax
-from .ridge import RidgeSums, explained, levels_of
-from .targets import check_teacher, log_scores
 
 _LEVELS = 1001
 Scored = dict[int, tuple[Tensor, Tensor]]  # of a text, by layer: features [n, d] and a 1, logarithms [n, Hkv]
 
 
-class _QueriesPass(TrainingPass):
+class QueriesPass(TrainingPass):
     """The model's own attention, which notes queries before rotation, [T, Hq D] by layer."""
 
     def __init__(self, facts: Facts) -> None:
@@ -65,16 +65,16 @@ def fit_gates(
             texts, tokens = texts + 1, tokens + len(ids)
         need(bool(sums), f"samples must be more than the {held_out} that are held out, got {len(waiting)}")
         solved = {layer: own.solved(ridge) for layer, own in sums.items()}
-        r2, levels = _judged(solved, [_scored(model, decoder, facts, ids, pruner) for ids in waiting])
+        layers = tuple(weights.T.contiguous() for weights in solved.values())
+        r2, levels = judged(model, decoder, facts, layers, waiting, pruner)
         config = config_of(decoder)
     how = f"{type(model).__name__}, {texts} texts of {tokens:,} tokens in all, {_words(pruner)}, ridge {ridge:g}"
-    layers = tuple(weights.T.contiguous() for weights in solved.values())
-    return Gates(layers, tuple(levels.tolist()), config, how, tuple(map(tuple, r2)))
+    return Gates(layers, levels, config, how, r2)
 
 
 def _scored(model: nn.Module, decoder: nn.Module, facts: Facts, ids: Tensor, pruner: Pruner) -> Scored:
     """Of a text's tokens that got a score in every head of a layer."""
-    passed, found = _QueriesPass(facts), {}
+    passed, found = QueriesPass(facts), {}
     read(decoder, ids, passed)
     for layer, (logs, good) in log_scores(model, ids, pruner).items():
         x = passed.seen[layer][: len(good)][good].float()
@@ -88,12 +88,20 @@ def _words(pruner: Pruner) -> str:
     return ", ".join([type(pruner).__name__, *(f"{name}={x}" for name, x in own.items() if not isinstance(x, tuple))])
 
 
-def _judged(solved: dict[int, Tensor], texts: list[Scored]) -> tuple[list[list[float]], Tensor]:
-    """R2 of layers and heads, and the levels of what is said."""
+def judged(
+    model: nn.Module,
+    decoder: nn.Module,
+    facts: Facts,
+    layers: Sequence[Tensor],
+    texts: Sequence[Tensor],
+    pruner: Pruner,
+) -> tuple[tuple[tuple[float, ...], ...], tuple[float, ...]]:
+    """R2 of layers and heads on texts that were held out, and the levels of what is said of them."""
+    scored = [_scored(model, decoder, facts, ids, pruner) for ids in texts]
     r2, said = [], []
-    for layer, weights in solved.items():
-        x, y = (torch.cat([text[layer][part].cpu() for text in texts]) for part in (0, 1))
-        found = x @ weights
-        r2.append(explained(found, y))
+    for layer, weights in zip(scored[0], layers, strict=True):
+        x, y = (torch.cat([text[layer][part].cpu() for text in scored]) for part in (0, 1))
+        found = x @ weights.T
+        r2.append(tuple(explained(found, y)))
         said.append(found)
-    return r2, levels_of(said, _LEVELS)
+    return tuple(r2), tuple(levels_of(said, _LEVELS).tolist())

@@ -3,30 +3,54 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from rich.box import SIMPLE
 from rich.console import Console
-from rich.progress import track
+from rich.progress import Progress, track
 from rich.table import Table
 
 from ..analysis.texts import check_source, length_read_again, load_plain, texts
 from ..caches.pruned import PrunedCache
 from ..caches.spec import CacheSpec
-from ..checks import need
+from ..checks import need, need_number
 from ..extras import need_packages
 from ..framing import Framing
 from ..hf.config import decoder_config
-from ..pruners import Gates
+from ..pruners import Gates, KVzip
 from .fitting import fit_gates
+from .training import train_gates
 
 _LENGTH = 1024
 
 
+def _trained(
+    model: Any, gates: Gates, rows: list[torch.Tensor], pruner: KVzip, steps: int, lr: float, held: int,
+    console: Console,
+) -> Gates:  # fmt: skip
+    lost: list[float] = []
+    bar = Progress(*Progress.get_default_columns(), console=console, disable=not console.is_terminal)
+    with bar:
+        task = bar.add_task("training", total=steps)
+
+        def report(step: int, nats: float) -> None:
+            lost.append(nats)
+            bar.advance(task)
+
+        found = train_gates(model, gates, rows, pruner, steps=steps, lr=lr, held_out=held, report=report)
+    few = max(min(steps // 4, 20), 1)
+    first, last = (sum(part) / len(part) for part in (lost[:few], lost[-few:]))
+    console.print(
+        f"Trained on for {steps} steps: {first:.4f} nats a token were lost in the first {few}, {last:.4f} in the last, "
+        "which cut harder", highlight=False, markup=False,
+    )  # fmt: skip
+    return found
+
+
 def run_fit(
     *, out: Path, model: str, text: tuple[Path, ...], held_out: bool, samples: int, length: int | None, pruner: str,
-    figure: Path | None, seed: int, device: str, dtype: str, console: Console,
+    steps: int, lr: float, figure: Path | None, seed: int, device: str, dtype: str, console: Console,
 ) -> Gates:  # fmt: skip
     """Fits, saves, draws and prints; returns the gates.
 
@@ -34,6 +58,7 @@ def run_fit(
     """
     check_source(model, text, held_out, device)
     need(not out.exists(), f"out must be a folder that does not exist, got {out}")
+    need_number("lr", lr, 1e-12, 1e3)
     if figure is not None:
         need_packages("figure", "matplotlib")
         from ..plots.files import format_of
@@ -43,12 +68,16 @@ def run_fit(
     spec = CacheSpec("pruned", {"pruner": pruner, "budget": "0.5"})
     loaded, tokenizer = load_plain(model, device, dtype)
     teacher = cast(PrunedCache, spec.make(loaded.config, tokenizer)).pruner
+    asking = teacher if isinstance(teacher, KVzip) else KVzip()
     begin = torch.tensor(Framing(tokenizer).begin, dtype=torch.int64)
     length = length_read_again(decoder_config(loaded.config), teacher, len(begin), _LENGTH, length)
     chosen, name = texts(tokenizer, text, held_out, samples, length, seed)
     rows = [torch.cat([begin, row.long()]) for row in chosen]
     shown = track(rows, "reading", console=console, disable=not console.is_terminal)
-    gates = fit_gates(loaded, shown, teacher, held_out=max(1, min(8, samples // 8)))
+    held = max(1, min(8, samples // 8))
+    gates = fit_gates(loaded, shown, teacher, held_out=held)
+    if steps:
+        gates = _trained(loaded, gates, rows, asking.with_tokenizer(tokenizer), steps, lr, held, console)
     gates.save(out)
     if figure is not None:
         from ..plots import gates_fit, save

@@ -60,3 +60,16 @@ def token_rows(decoder: Any, samples: Iterable[Tensor | Sequence[int]]) -> Itera
 def read(decoder: Any, ids: Tensor, attention: Pass) -> Tensor:
     """Hidden states [1, T, hidden] of a text that is read with that attention."""
     return decoder(input_ids=ids[None], use_cache=False, **{KEYWORD: attention}).last_hidden_state
+
+
+@contextmanager
+def frozen(*modules: nn.Module) -> Iterator[None]:
+    """Weights that take no gradient, though it goes through them."""
+    learns = [(p, p.requires_grad) for module in modules for p in module.parameters()]
+    try:
+        for p, _ in learns:
+            p.requires_grad_(False)
+        yield
+    finally:
+        for p, learned in learns:
+            p.requires_grad_(learned)

@@ -1,6 +1,6 @@
 """Figures of a reading: what was planned, what memory received and kept, and what it is worth; of a model converted to
 DMC: where it compresses; of a plan for PoD: which layers attend alike and share keys; of
-a measured model: what its attention is like.
+a measured model: what its attention is like; of gates: how well they say what they were fitted to.
 
 measured is what kvcompress.analysis.attention returns. Each function draws into axes, or into a new figure where axes
 is None (no display, no pyplot state), and returns the Axes. plan, memory_share, memory_map and head_ratios have one

@@ -101,7 +101,8 @@ def gates(
 
         run_fit(
             out=out, model=model, text=tuple(text or ()), held_out=held_out, samples=samples, length=length,
-            pruner=pruner, steps=steps, lr=lr, figure=figure, seed=seed, device=device, dtype=dtype, console=Console(width=100),
+            pruner=pruner, steps=steps, lr=lr, figure=figure, seed=seed, device=device, dtype=dtype,
+            console=Console(width=100),
         )  # fmt: skip
     except (ValueError, FileNotFoundError, ImportError) as error:
         raise typer.BadParameter(str(error)) from None

@@ -67,8 +67,9 @@ class GatedCache(CompressedCache):
     prompt. track: remember all decisions, for kept_positions(). page_size, max_pages, grow: see PoolSettings; a decoded
     token needs room for the case that every head keeps it.
     A prompt of several chunks that finds no page leaves the cache incomplete: reset() it.
-    Raises ValueError for settings out of range, for gates of another model, and for layers that read others' keys or
-    whose keys and values differ in size. Source: KVzap (thresholds on gates); DMS, section 3 (dropped with delay).
+    Raises ValueError for settings out of range, for gates of another model, and for layers that read others' keys,
+    whose keys and values differ in size, or whose keys are normed behind their rotation.
+    Source: KVzap (thresholds on gates); DMS, section 3 (dropped with delay).
     """
 
     def __init__(
@@ -117,6 +118,8 @@ class GatedCache(CompressedCache):
         for layer, own in facts.items():
             need(own.reads is None, f"model must have layers of their own keys for GatedCache: layer {layer} of {name} "
                  f"reads those of layer {own.reads}")  # fmt: skip
+            need(own.is_local or not own.normed, f"model must not norm its keys behind their rotation for GatedCache, as "
+                 f"layer {layer} of {name} does")  # fmt: skip
             need(own.is_local or own.value_dim == own.head_dim, f"model must have keys and values of one size for "
                  f"GatedCache: layer {layer} of {name} has {own.head_dim} and {own.value_dim}")  # fmt: skip
 

@@ -38,6 +38,7 @@ from kvcompress.evaluate.prose import stretch
 from kvcompress.evaluate.reading import Reader
 from kvcompress.framing import Framing
 
+GATES = Path(__file__).resolve().parents[2] / "examples/smollm2_gates"
 METHODS = {
     "StreamingLLM": "pruner=streamingllm",
     "H2O": "pruner=h2o",
@@ -52,6 +53,7 @@ METHODS = {
     "TOVA, GlobalTopK": "pruner=tova,budget=globaltopk:1",
     "KeyDiff, GlobalTopK": "pruner=keydiff,budget=globaltopk:1",
     "Successor, GlobalTopK": "pruner=successor,budget=globaltopk:1",
+    "Gate, GlobalTopK": f"pruner=gate:{GATES},budget=globaltopk:1",
 }
 
 

@@ -116,12 +116,19 @@ class GatedCache(CompressedCache):
         self.gates.check_model(decoder)
         name = type(decoder).__name__
         for layer, own in facts.items():
-            need(own.reads is None, f"model must have layers of their own keys for GatedCache: layer {layer} of {name} "
-                 f"reads those of layer {own.reads}")  # fmt: skip
-            need(own.is_local or not own.normed, f"model must not norm its keys behind their rotation for GatedCache, as "
-                 f"layer {layer} of {name} does")  # fmt: skip
-            need(own.is_local or own.value_dim == own.head_dim, f"model must have keys and values of one size for "
-                 f"GatedCache: layer {layer} of {name} has {own.head_dim} and {own.value_dim}")  # fmt: skip
+            reason = None
+            if own.reads is not None:
+                reason = f"reads the keys of layer {own.reads}"
+            elif own.is_local:
+                continue
+            elif own.normed:
+                reason = "norms its keys behind their rotation"
+            elif own.value_dim != own.head_dim:
+                reason = (
+                    f"has keys of {own.head_dim} and values of {own.value_dim} numbers (keys made from latents, MLA)"
+                )
+            if reason is not None:
+                raise ValueError(f"{name} is not supported by GatedCache: layer {layer} {reason}")
 
     # ---- reading ----
 

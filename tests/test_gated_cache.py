@@ -67,8 +67,8 @@ def hidden(model, ids, cache):
 
 def cache_of(model, gates, threshold=0.0, **given):
     return GatedCache(
-        model.config, gates, threshold=threshold, window=WINDOW, num_sink_tokens=SINKS,
-        **{"page_size": 4, "track": True, **given},
+        model.config, gates, threshold=threshold, window=WINDOW,
+        **{"num_sink_tokens": SINKS, "page_size": 4, "track": True, **given},
     )  # fmt: skip
 
 
@@ -150,6 +150,21 @@ def test_texts_that_say_less_keep_less_and_a_threshold_says_how_much():
 
 
 @torch.no_grad()
+def test_the_very_first_token_stays_however_it_comes():
+    model, ids = attached(), random_ids(30)
+    rows = []
+    for calls in ([30], [1] * 30, [7, 1, 22]):
+        cache, begin = cache_of(model, tiny_gates(), 3.0, num_sink_tokens=0), 0
+        for count in calls:
+            hidden(model, ids[:, begin : begin + count], cache)
+            begin += count
+        rows.append([[row.tolist() for row in layer[0]] for layer in cache.kept_positions()])
+        assert [[len(row) for row in layer] for layer in rows[-1]] == [layer[0] for layer in cache.stored_lengths()]
+    assert rows[0] == rows[1] == rows[2]
+    assert all(row[0] == 0 for layer in rows[0] for row in layer)
+
+
+@torch.no_grad()
 def test_nothing_dropped_is_the_dense_model():
     model, ids = attached(), random_ids(60)
     cache = cache_of(model, tiny_gates(), -1000.0)
@@ -160,7 +175,11 @@ def test_nothing_dropped_is_the_dense_model():
 def test_a_share_is_a_threshold_by_the_texts_held_out():
     model = attached()
     cache = GatedCache(model.config, tiny_gates_folder(), share=0.25)
-    assert cache.gates == tiny_gates()
+    assert cache.gates == tiny_gates() and "kept_share" in dir(cache)
+    everything = GatedCache(model.config, tiny_gates(), share=1.0, window=1)
+    with torch.no_grad():
+        prefill(model, random_ids(80), everything)
+    assert everything.kept_share() == 1.0
     assert cache.threshold == tiny_gates().threshold(0.25) == 4.0
     text = f"gated,gates={tiny_gates_folder()},share=0.5,window=32,chunk_size=64"
     made = CacheSpec.parse(text).make(model.config)

@@ -18,7 +18,8 @@ from kvcompress.gates import fit_gates
 from kvcompress.gates.fitting import QueriesPass
 from kvcompress.hf.attach import is_attached
 from kvcompress.hf.reading import plain_decoder, read
-from kvcompress.pruners import Candidates, Pruner
+from kvcompress.pruners import Candidates, ChunkKV, CriticalKV, Pruner
+from kvcompress.retrofit.regression import explained
 
 GATES = tiny_gates()
 GATE = Gate(GATES, last=4)
@@ -197,10 +198,10 @@ def test_gates_are_saved_and_loaded_whole(tmp_path):
 def test_copies_and_devices_share_the_weights():
     gates = tiny_gates()
     assert copy.deepcopy(gates) is gates
-    meta = torch.zeros(1, 4, 3, 16, device="meta")
-    assert gates.says(1, meta).shape == (1, 2, 3)
-    there = gates._on(1, meta.device)
-    assert gates._on(1, meta.device) is there
+    meta = torch.device("meta")
+    there = gates._on(1, meta)
+    assert there.device == meta and gates._on(1, meta) is there
+    assert gates._on(1, torch.device("cpu")) is gates.layers[1]
     assert pickle.loads(pickle.dumps(gates)) == gates
     assert "_there" not in gates.__getstate__()
 
@@ -258,10 +259,37 @@ def test_gates_are_of_their_model():
     for gates, error in (
         (tiny_gates(layers=2), "gates must be of this model: they have KV heads"),
         (tiny_gates(numbers=48), "they look at 48 numbers of a token's queries"),
-        (other, "they are of one with config.num_hidden_layers = None"),
+        (other, r"they are of one with hidden_size = 7 \(here 64\)"),
     ):
-        with pytest.raises(ValueError, match=error):
-            prefill(model, ids, PrunedCache(model.config, Gate(gates), 20))
+        for pruner in (Gate(gates), ChunkKV(Gate(gates))):
+            cache = PrunedCache(model.config, pruner, 20)
+            for _ in range(2):  # nothing is stored of a model that is refused
+                with pytest.raises(ValueError, match=error):
+                    prefill(model, ids, cache)
+            assert cache.get_seq_length() == 0
+
+
+def test_logarithms_are_not_multiplied():
+    with pytest.raises(ValueError, match="must not score by logarithms, as Gate does"):
+        CriticalKV(GATE)
+    with pytest.raises(ValueError, match="must not score by logarithms, as ChunkKV does"):
+        CriticalKV(ChunkKV(GATE))
+
+
+@torch.no_grad()
+def test_scores_are_float32_under_autocast():
+    model, ids = attached(), random_ids(60)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        cache = prefill(model, ids, PrunedCache(model.config, GATE, 0.0, later="keep"))
+    scores = cache.compressing[0].chooser.held.scores
+    assert scores.dtype == torch.float32 and not torch.equal(scores, scores.bfloat16().float())
+
+
+def test_a_head_that_never_looks_has_nothing_explained():
+    found = explained(torch.zeros(5, 2), torch.tensor([[3.0, float(i)] for i in range(5)]))
+    assert found[0] == 0.0 and found[1] < 0
+    with pytest.raises(ValueError, match="r2 must be finite"):
+        Gates(GATES.layers, r2=((float("nan"),),))
 
 
 def test_nothing_but_queries_is_gathered_for_gates(monkeypatch):
@@ -281,7 +309,10 @@ def test_the_command_fits_gates_and_says_how_to_take_them(tmp_path: Path):
     given = ["fit", "gates", "--out", str(out), "--figure", str(figure), "--samples", "4", "--length", "200"]
     found = CliRunner().invoke(app, given)
     assert found.exit_code == 0, found.output
-    assert f"--cache pruned,pruner=gate:{out},budget=globaltopk:0.75" in found.output
+    assert (
+        f"Take it as --cache gated,gates={out},share=0.25 or pruned,pruner=gate:{out},budget=globaltopk:0.75"
+        in " ".join(found.output.split())
+    )
     assert figure.stat().st_size > 5_000
     gates = Gates.load(out)
     assert "KVzip, mass=True" in gates.measured

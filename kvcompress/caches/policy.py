@@ -149,7 +149,7 @@ class Policy:
         there are none, and where what judges several heads together sees some of them alone."""
         for part in (self.budget, self.pruner):
             part.check_rows([facts.kv_heads for facts in layers])
-        self.pruner.check_model(decoder)
+        self.pruner.check_model(decoder, layers)
         if not layers:
             self.notices.give(
                 "no layers",

@@ -84,7 +84,7 @@ def gates(
             help="of training behind the fit, a text each: so that a cut cache says what a whole one says", min=0
         ),
     ] = 0,
-    lr: Annotated[float, typer.Option(help="learning rate of these steps")] = 2e-3,
+    lr: Annotated[float, typer.Option(help="learning rate of these steps")] = 1e-3,
     figure: Annotated[Path | None, typer.Option(help="file for a figure: R2 of layers and heads")] = None,
     seed: Annotated[int, typer.Option(help="draws the texts", min=0)] = 0,
     device: Device = "cpu",

@@ -74,7 +74,7 @@ def said_again(pruner: KVzip, ids: Tensor, length: int) -> Tensor:
     """int64 [at most length]: a text's beginning, the words with which KVzip (with_tokenizer) asks for it again, and it
     again."""
     asked = ids.new_tensor([*pruner.prompt, *pruner.suffix])
-    half = ids[: (length - len(asked)) // 2]
+    half = ids[: max((length - len(asked)) // 2, 0)]
     return torch.cat([half, asked, half])
 
 

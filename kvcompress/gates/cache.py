@@ -24,7 +24,7 @@ _LARGEST = 1e6
 class GatedLayer(DMSLayer):
     """A layer of DMS whose decisions are those of gates, and that no neuron carries.
 
-    A token is dropped where what its gate says lies under threshold; the first `sinks` never are.
+    A token is dropped where what its gate says lies under threshold; the first `sinks`, at least one, never are.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class GatedLayer(DMSLayer):
     ) -> None:  # fmt: skip
         decides = DMCConfig(mode="dms", dms_window=window - 1, dms_decides="own")
         super().__init__(index, number, pool_settings, decides, track)
-        self.gates, self.threshold, self.sinks = gates, threshold, sinks
+        self.gates, self.threshold, self.sinks = gates, threshold, max(sinks, 1)  # the kernel never drops the first
 
     def open_pool(self, rows: int, head_dim: int, like: Tensor, rope_lengths: list[int]) -> None:
         super().open_pool(rows, head_dim, like, rope_lengths)
@@ -61,9 +61,10 @@ class GatedCache(CompressedCache):
     a prompt in one pass, in chunks or token by token gives the same rows, and so does decoding.
 
     config: the model's config. gates: Gates of the model, or the folder that `kvcompress fit gates` made. share: of
-    tokens behind the window that stay, on the average of the texts that the gates were held to (0 < share <= 1).
+    tokens behind the window that stay, on the average of the texts held out (0 < share <= 1; 1: all).
     threshold: the logarithm under which a token goes, instead of share. window: newest tokens that always stay, at
-    least 1. num_sink_tokens: first ones that do. chunk_size: tokens that `prefill` reads at a time, None = the whole
+    least 1. num_sink_tokens: first ones that do; the very first
+    does in any case. chunk_size: tokens that `prefill` reads at a time, None = the whole
     prompt. track: remember all decisions, for kept_positions(). page_size, max_pages, grow: see PoolSettings; a decoded
     token needs room for the case that every head keeps it.
     A prompt of several chunks that finds no page leaves the cache incomplete: reset() it.
@@ -71,6 +72,8 @@ class GatedCache(CompressedCache):
     whose keys and values differ in size, or whose keys are normed behind their rotation.
     Source: KVzap (thresholds on gates); DMS, section 3 (dropped with delay).
     """
+
+    answers = ("kept_share",)
 
     def __init__(
         self,
@@ -100,7 +103,7 @@ class GatedCache(CompressedCache):
         else:
             assert share is not None
             need_number("share", share, 1e-6, 1)
-            self.threshold = self.gates.threshold(share)
+            self.threshold = self.gates.threshold(share) if share < 1 else -_LARGEST
         self.share, self.window, self.num_sink_tokens, self.track = share, window, num_sink_tokens, track
         self.pool_settings, self.chunk_size = PoolSettings(page_size, max_pages, grow), chunk_size
         super().__init__(config)
@@ -111,9 +114,7 @@ class GatedCache(CompressedCache):
         )
 
     def check_layers(self, decoder: Any, facts: Facts) -> None:
-        layers = [facts[layer.index] for layer in self.compressing]
-        self.gates.check_rows([layer.kv_heads for layer in layers])
-        self.gates.check_model(decoder)
+        self.gates.check_model(decoder, [facts[layer.index] for layer in self.compressing])
         name = type(decoder).__name__
         for layer, own in facts.items():
             reason = None

@@ -10,15 +10,15 @@ from torch import Tensor, nn
 
 from ..checks import need, need_integer, need_number
 from ..hf.facts import Facts
-from ..hf.fingerprint import config_of
 from ..hf.reading import plain_decoder, read, token_rows
 from ..pruners import Gates, Pruner
+from ..pruners.gates import sizes_of
 from ..retrofit.passes import TrainingPass
 from ..retrofit.regression import RidgeSums, explained, levels_of
 from ..retrofit.targets import check_teacher, log_scores
 from ..softmax import Softmax
 
-_LEVELS = 1001
+LEVELS = 1001
 Scored = dict[int, tuple[Tensor, Tensor]]  # of a text, by layer: features [n, d] and a 1, logarithms [n, Hkv]
 
 
@@ -66,8 +66,8 @@ def fit_gates(
         need(bool(sums), f"samples must be more than the {held_out} that are held out, got {len(waiting)}")
         solved = {layer: own.solved(ridge) for layer, own in sums.items()}
         layers = tuple(weights.T.contiguous() for weights in solved.values())
-        r2, levels = judged(model, decoder, facts, layers, waiting, pruner)
-        config = config_of(decoder)
+        r2, levels = _judged(model, decoder, facts, layers, waiting, pruner)
+        config = sizes_of(decoder.config)
     how = f"{type(model).__name__}, {texts} texts of {tokens:,} tokens in all, {_words(pruner)}, ridge {ridge:g}"
     return Gates(layers, levels, config, how, r2)
 
@@ -88,7 +88,7 @@ def _words(pruner: Pruner) -> str:
     return ", ".join([type(pruner).__name__, *(f"{name}={x}" for name, x in own.items() if not isinstance(x, tuple))])
 
 
-def judged(
+def _judged(
     model: nn.Module,
     decoder: nn.Module,
     facts: Facts,
@@ -104,4 +104,4 @@ def judged(
         found = x @ weights.T
         r2.append(tuple(explained(found, y)))
         said.append(found)
-    return tuple(r2), tuple(levels_of(said, _LEVELS).tolist())
+    return tuple(r2), tuple(levels_of(said, LEVELS).tolist())

@@ -20,13 +20,14 @@ from ..framing import Framing
 from ..hf.config import decoder_config
 from ..pruners import Gates, KVzip
 from .fitting import fit_gates
-from .training import train_gates
+from .training import SINKS, WINDOW, check_lengths, train_gates
 
 _LENGTH = 1024
 
 
 def _trained(
     model: Any, gates: Gates, rows: list[torch.Tensor], pruner: KVzip, steps: int, lr: float, held: int,
+    seed: int,
     console: Console,
 ) -> Gates:  # fmt: skip
     lost: list[float] = []
@@ -38,7 +39,7 @@ def _trained(
             lost.append(nats)
             bar.advance(task)
 
-        found = train_gates(model, gates, rows, pruner, steps=steps, lr=lr, held_out=held, report=report)
+        found = train_gates(model, gates, rows, pruner, steps=steps, lr=lr, held_out=held, seed=seed, report=report)
     few = max(min(steps // 4, 20), 1)
     first, last = (sum(part) / len(part) for part in (lost[:few], lost[-few:]))
     console.print(
@@ -68,17 +69,16 @@ def run_fit(
     spec = CacheSpec("pruned", {"pruner": pruner, "budget": "0.5"})
     loaded, tokenizer = load_plain(model, device, dtype)
     teacher = cast(PrunedCache, spec.make(loaded.config, tokenizer)).pruner
-    asking = teacher if isinstance(teacher, KVzip) else KVzip()
     begin = torch.tensor(Framing(tokenizer).begin, dtype=torch.int64)
     length = length_read_again(decoder_config(loaded.config), teacher, len(begin), _LENGTH, length)
     chosen, name = texts(tokenizer, text, held_out, samples, length, seed)
     rows = [torch.cat([begin, row.long()]) for row in chosen]
     shown = track(rows, "reading", console=console, disable=not console.is_terminal)
     held = max(1, min(8, samples // 8))
-    gates = fit_gates(loaded, shown, teacher, held_out=held)
+    asking = KVzip().with_tokenizer(tokenizer)
     if steps:
-        gates = _trained(loaded, gates, rows, asking.with_tokenizer(tokenizer), steps, lr, held, console)
-    gates.save(out)
+        check_lengths([len(row) for row in rows], asking, WINDOW, SINKS)
+    gates = fit_gates(loaded, shown, teacher, held_out=held)
     if figure is not None:
         from ..plots import gates_fit, save
 
@@ -92,8 +92,17 @@ def run_fit(
     every = [x for row in gates.r2 for x in row]
     mean = sum(every) / len(every)
     console.print(
-        f"Fitted on {samples} texts of {length:,} tokens of {name}: R2 on those held out {mean:.2f}, in the worst head "
-        f"{min(every):.2f}. Take it as --cache pruned,pruner=gate:{out},budget=globaltopk:0.75",
+        f"Fitted on {samples - held} texts of {length:,} tokens of {name}: R2 on {held} held out {mean:.2f}, in the "
+        f"worst head {min(every):.2f}", highlight=False, markup=False, soft_wrap=True,
+    )  # fmt: skip
+    try:
+        found = gates
+        if steps:
+            found = _trained(loaded, gates, rows, asking, steps, lr, held, seed, console)
+    finally:  # a fit is not lost where training ends before its end
+        found.save(out)
+    console.print(
+        f"Take it as --cache gated,gates={out},share=0.25 or pruned,pruner=gate:{out},budget=globaltopk:0.75",
         highlight=False, markup=False, soft_wrap=True,
     )  # fmt: skip
-    return gates
+    return found

@@ -20,23 +20,32 @@ from ..logits import scaled
 from ..pruners import Gates, KVzip
 from ..retrofit.distillation import distance
 from ..retrofit.passes import TrainingPass, whole_layers
+from ..retrofit.regression import levels_of
 from ..softmax import Softmax
-from .fitting import QueriesPass, judged
+from .fitting import LEVELS, QueriesPass
 
 SHARES = (1 / 4, 1 / 8)
+WINDOW, SINKS = 64, 4  # tokens
 _HIDDEN = -30.0  # a logit of a key that is as good as gone
-_WARM, _COLD = 0.5, 0.15  # nats between a key that stays and one that goes, at the first step and at the last
+_WARM, _COLD = 0.5, 0.15  # nats over which it is chance whether a key stays, at the first step and at the last
+_TEMPERATURE = 0.3  # of the relaxed chance: the lower, the nearer a key is to all or nothing
 _SLOW = 0.9  # how much of a threshold stays from step to step
 _LEAST = 1e-3  # the least spread of a feature
+_EDGE = 1e-6
 Report = Callable[[int, float], None]
 
 
 class _GatedPass(TrainingPass):
-    """Attention in which keys behind the window weigh what gates let through. said: float32 [B, Hkv, T] by number."""
+    """Attention in which keys behind the window weigh what gates let through. chance: which keys stay where what is
+    said lies near the threshold; None = none, the likelier. said: float32 [B, Hkv, T] by number."""
 
-    def __init__(self, facts: Facts, gates: _Learned, threshold: float, softness: float, window: int, sinks: int):
+    def __init__(
+        self, facts: Facts, gates: _Learned, threshold: float, softness: float, window: int, sinks: int,
+        chance: torch.Generator | None,
+    ) -> None:  # fmt: skip
         super().__init__(facts)
         self.gates, self.threshold, self.softness, self.window, self.sinks = gates, threshold, softness, window, sinks
+        self.chance = chance
         self.said: dict[int, Tensor] = {}
 
     def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax) -> Tensor:
@@ -45,7 +54,11 @@ class _GatedPass(TrainingPass):
         number = self.gates.numbers[layer]
         said = self.gates.says(number, queries)
         self.said[number] = said.detach()
-        bias = functional.logsigmoid((said - self.threshold) / self.softness).clamp_min(_HIDDEN)
+        logits = (said - self.threshold) / self.softness
+        if self.chance is not None:
+            drawn = torch.rand(logits.shape, generator=self.chance, device=logits.device).clamp(_EDGE, 1 - _EDGE)
+            logits = logits + drawn.logit()
+        bias = functional.logsigmoid(logits / _TEMPERATURE).clamp_min(_HIDDEN)
         bias = functional.pad(bias[..., self.sinks :], (self.sinks, 0))
         q, k = self.queries(layer, queries), self.keys(layer, keys)
         return dms_attention(q, k, values, bias, self.window - 1, softmax)
@@ -88,26 +101,29 @@ def train_gates(
     pruner: KVzip,
     *,
     steps: int = 200,
-    lr: float = 2e-3,
+    lr: float = 1e-3,
     shares: Sequence[float] = SHARES,
-    window: int = 64,
-    num_sink_tokens: int = 4,
+    window: int = WINDOW,
+    num_sink_tokens: int = SINKS,
     held_out: int = 4,
+    seed: int = 0,
     report: Report | None = None,
 ) -> Gates:
     """Gates that were fitted, trained on: alone, with all weights of the model as they are.
 
     model: attached or not, not converted; it is left as it was. gates: where training begins. samples: int64 [T] each;
-    the last held_out say r2 and levels, the others are trained on in turn. pruner: KVzip with the words that ask for a
-    text once more (with_tokenizer); every second step reads half a sample, these words and that half again.
-    A step reads one text as GatedCache does, but softly: a key behind the `window` newest gets the logarithm of a
-    sigmoid of how far its gate lies above a threshold for one of `shares` in turn, which follows what gates say; the
-    sigmoid gets steeper from step to step. The loss is the divergence from what the model says with everything in
-    sight, mean over tokens; Adam at `lr`, which rises over 10 steps and falls to 0.
+    the last held_out say levels (r2 is not known of what is no fit), the others are trained on in turn. pruner: KVzip
+    with the words that ask for a text once more (with_tokenizer); every second step reads half a sample, these words
+    and that half again.
+    A step reads one text as GatedCache does, but by chance: a key behind the `window` newest stays with the probability
+    of a sigmoid of how far its gate lies above a threshold for one of `shares` in turn, which follows what gates say;
+    chances are relaxed (concrete, from `seed`) and become certainties from step to step. The loss is the divergence
+    from what the model says with everything in sight, mean over tokens; Adam at `lr`, which rises over 10 steps and
+    falls to 0.
     report(step, nats) is called in each step with the loss, in nats a token.
     Memory: a forward and a backward pass of one text. Raises ValueError for settings out of range, gates of another
     model, a model without an output layer, and for NaN.
-    Source: DMS, section 3 (distillation, dropped with delay); thresholds as in KVzap.
+    Source: DMS, section 3 (distillation, relaxed decisions, dropped with delay); thresholds as in KVzap.
     """
     need(type(pruner) is KVzip, f"pruner must be a KVzip, got {type(pruner).__name__}")
     for name, value in (("steps", steps), ("window", window), ("held_out", held_out)):
@@ -122,44 +138,77 @@ def train_gates(
     need(head is not None, f"model must predict tokens, got {type(model).__name__} without an output layer")
     with plain_decoder(model) as (decoder, facts):
         rows = list(token_rows(decoder, samples))
-        for j, row in enumerate(rows):
-            need(len(row) > num_sink_tokens + window, f"samples[{j}] must be longer than {num_sink_tokens} first and "
-                 f"{window} last tokens, got {len(row)}")  # fmt: skip
+        check_lengths([len(row) for row in rows], pruner, window, num_sink_tokens)
         compressing = [layer for layer in whole_layers(facts) if facts[layer].reads is None]
-        gates.check_rows([facts[layer].kv_heads for layer in compressing])
-        gates.check_model(decoder)
+        gates.check_model(decoder, [facts[layer] for layer in compressing])
         passed = QueriesPass(facts)
         decoder(input_ids=rows[0][None], use_cache=False, **{KEYWORD: passed})
         learned = _Learned(gates, {layer: passed.seen[layer] for layer in compressing})
         thresholds = {share: gates.threshold(share) for share in shares}
         with frozen(decoder, head), torch.enable_grad():
             for step, nats in _steps(
-                decoder, facts, head, learned, rows[:-held_out], pruner, steps, lr, thresholds, window, num_sink_tokens
+                decoder,
+                facts,
+                head,
+                learned,
+                rows[:-held_out],
+                pruner,
+                steps,
+                lr,
+                thresholds,
+                window,
+                num_sink_tokens,
+                seed,
             ):
                 if report is not None:
                     report(step, nats)
-        layers = learned.layers()
-        r2, levels = judged(model, decoder, facts, layers, rows[-held_out:], replace(pruner, mass=True))
+            levels = _levels(decoder, facts, learned, rows[-held_out:], thresholds, window, num_sink_tokens)
     cuts = "+".join(f"{share:g}" for share in shares)
-    how = f"trained on: {steps} steps, lr {lr:g}, to {cuts}, window {window}"
-    return replace(gates, layers=layers, levels=levels, r2=r2, measured=f"{gates.measured}; {how}")
+    how = f"trained on: {steps} steps, lr {lr:g}, to {cuts}, window {window}, seed {seed}"
+    return replace(gates, layers=learned.layers(), levels=levels, r2=(), measured=f"{gates.measured}; {how}")
+
+
+def check_lengths(lengths: Sequence[int], pruner: KVzip, window: int, sinks: int) -> None:
+    """Raises ValueError for samples of which nothing would be dropped, said again or not."""
+    words = len(pruner.prompt) + len(pruner.suffix)
+    least = max(sinks + window + 2, words + 2)
+    for j, length in enumerate(lengths):
+        need(length >= least, f"samples[{j}] must have at least {least} tokens, for {sinks} first and {window} last "
+             f"ones that stay, and {words} that ask for a text again, got {length}")  # fmt: skip
+
+
+@torch.no_grad()
+def _levels(
+    decoder: Any, facts: Facts, learned: _Learned, rows: Sequence[Tensor], thresholds: dict[float, float], window: int,
+    sinks: int,
+) -> tuple[float, ...]:  # fmt: skip
+    """Of what gates say while they are gone by, at the middle one of the shares."""
+    share = sorted(thresholds)[len(thresholds) // 2]
+    said = []
+    for ids in rows:
+        passed = _GatedPass(facts, learned, thresholds[share], _COLD, window, sinks, None)
+        decoder(input_ids=ids[None], use_cache=False, **{KEYWORD: passed})
+        said += [x[..., sinks:].cpu() for x in passed.said.values()]
+    return tuple(levels_of(said, LEVELS).tolist())
 
 
 def _steps(
     decoder: Any, facts: Facts, head: Any, learned: _Learned, rows: list[Tensor], pruner: KVzip, steps: int, lr: float,
-    thresholds: dict[float, float], window: int, sinks: int,
+    thresholds: dict[float, float], window: int, sinks: int, seed: int,
 ) -> Iterator[tuple[int, float]]:  # fmt: skip
-    shares = list(thresholds)
+    shares, chance = list(thresholds), torch.Generator(rows[0].device).manual_seed(seed)
     optimizer = torch.optim.Adam(learned.weights, lr=lr, betas=(0.9, 0.98))
     rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: (1 - step / steps) * min(1.0, (step + 1) / 10))
     for step in range(steps):
-        row, share = rows[step // 2 % len(rows)], shares[step // 2 % len(shares)]
+        number = step // 2
+        row = rows[number % len(rows)]
+        share = shares[(number + number // len(rows)) % len(shares)]  # every row sees every share
         ids = said_again(pruner, row, len(row)) if step % 2 else row
         softness = _WARM * (_COLD / _WARM) ** (step / steps)
         with torch.no_grad():
             plain = decoder(input_ids=ids[None], use_cache=False, **{KEYWORD: QueriesPass(facts)}).last_hidden_state
             teacher = scaled(decoder.config, head(plain))
-        passed = _GatedPass(facts, learned, thresholds[share], softness, window, sinks)
+        passed = _GatedPass(facts, learned, thresholds[share], softness, window, sinks, chance)
         hidden = decoder(input_ids=ids[None], use_cache=False, **{KEYWORD: passed}).last_hidden_state
         found = distance(scaled(decoder.config, head(hidden)), teacher, ids[None])
         loss = found.divergence / found.tokens

@@ -32,22 +32,17 @@ def fingerprint(decoder: Any) -> dict[str, Any]:
             samples.setdefault(flat.device, []).append(flat[places.to(flat.device)].view(torch.uint8))
     for parts in samples.values():
         hashed.update(torch.cat(parts).cpu().numpy().tobytes())
-    return {
-        "class": type(decoder).__name__,
-        "config": config_of(decoder),
-        "dtype": str(decoder.dtype).removeprefix("torch."),
-        "weights": hashed.hexdigest(),
-    }
-
-
-def config_of(decoder: Any) -> dict[str, Any]:
-    """What of a decoder's config changes what a cache holds, as JSON has it."""
     config = {
         name: value
         for name, value in decoder.config.to_dict().items()
         if name not in _IGNORED and not name.startswith(("_", "output_"))
     }
-    return dict(json.loads(json.dumps(config, default=str, sort_keys=True)))
+    return {
+        "class": type(decoder).__name__,
+        "dtype": str(decoder.dtype).removeprefix("torch."),
+        "config": json.loads(json.dumps(config, default=str, sort_keys=True)),
+        "weights": hashed.hexdigest(),
+    }
 
 
 # fields that tell models apart, those that say most first
@@ -55,17 +50,17 @@ _FIRST = ("kvcompress", "num_hidden_layers", "hidden_size", "num_attention_heads
 
 
 def difference(saved: dict[str, Any], own: dict[str, Any]) -> str | None:
-    """In what two fingerprints, or the same parts of two, differ, in words; None = in nothing."""
+    """In what two fingerprints differ, in words; None = in nothing."""
     for name in ("class", "dtype"):
-        if saved.get(name) != own.get(name):
-            return f"{name} {saved.get(name)}, this one {own.get(name)}"
+        if saved[name] != own[name]:
+            return f"{name} {saved[name]}, this one {own[name]}"
     before, now = saved["config"], own["config"]
     names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
     if names:
         names.sort(key=lambda name: (_FIRST.index(name) if name in _FIRST else len(_FIRST), name))
         some = ", ".join(f"{name} = {_short(before.get(name))} (here {_short(now.get(name))})" for name in names[:2])
         return f"config.{some}" + (f" and {len(names) - 2} more" if len(names) > 2 else "")
-    return None if saved.get("weights") == own.get("weights") else "other weights"
+    return None if saved["weights"] == own["weights"] else "other weights"
 
 
 def _short(value: Any) -> str:

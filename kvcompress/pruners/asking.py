@@ -8,11 +8,12 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+from ..hf.facts import LayerFacts
 from .base import Candidates, Pruner, Reread, given_as
 
 Self = TypeVar("Self", bound="AskingPruner")
 _SEES = ("window", "uses_guide", "uses_values", "uses_output", "uses_sums", "uses_notes", "uses_keep", "accumulates",
-         "overlap", "rereads", "lead_in", "one_frame", "default_budget", "num_sink_tokens")  # fmt: skip
+         "overlap", "rereads", "logarithms", "lead_in", "one_frame", "default_budget", "num_sink_tokens")  # fmt: skip
 
 
 class AskingPruner(Pruner):
@@ -49,6 +50,9 @@ class AskingPruner(Pruner):
 
     def check_rows(self, heads: Sequence[int]) -> None:
         self.pruner.check_rows(heads)
+
+    def check_model(self, decoder: Any, layers: Sequence[LayerFacts]) -> None:
+        self.pruner.check_model(decoder, layers)
 
     def positions_behind(self, tokens: int) -> int:
         return self.pruner.positions_behind(tokens)

@@ -15,6 +15,7 @@ from torch import Tensor
 from .. import ops
 from ..budgets import Budget
 from ..checks import MOST_INT32, need_integer
+from ..hf.facts import LayerFacts
 from ..positions import RotaryTables
 from ..softmax import Softmax
 
@@ -228,6 +229,7 @@ class Pruner(ABC):
     num_sink_tokens: int = 0  # first tokens that always stay, counted inside the budget
     window: int = 0  # queries that scores looks at; 0 = none
     uses_guide = False
+    logarithms = False  # scores are logarithms of what others give: may be below 0
     uses_keys = True  # scores looks at candidates.keys; without it nothing but their shape counts
     uses_values = False  # scores looks at candidates.values; without it they are None
     accumulates = False  # scores are carried on from call to call; the cache keeps them (see votes)
@@ -280,8 +282,8 @@ class Pruner(ABC):
     def check_rows(self, heads: Sequence[int]) -> None:  # noqa: B027  (most are for any model)
         """Raises ValueError if it is not for a model whose layers that compress have so many KV heads."""
 
-    def check_model(self, decoder: Any) -> None:  # noqa: B027
-        """Raises ValueError if it is not for this model."""
+    def check_model(self, decoder: Any, layers: Sequence[LayerFacts]) -> None:  # noqa: B027
+        """Raises ValueError if it is not for a model of these layers, those that compress."""
 
     def positions_behind(self, tokens: int) -> int:
         """How many positions behind a call of so many tokens its queries are asked at again."""

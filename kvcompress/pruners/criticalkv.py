@@ -40,6 +40,9 @@ class CriticalKV(AskingPruner):
 
     def __post_init__(self) -> None:
         self._follow()
+        if self.pruner.logarithms:
+            name = type(self.pruner).__name__
+            raise ValueError(f"pruner must not score by logarithms, as {name} does: CriticalKV multiplies scores")
         if isinstance(self.epsilon, bool) or not isinstance(self.epsilon, (int, float)) or not self.epsilon >= 0:
             raise ValueError(f"epsilon must be at least 0, got {self.epsilon!r}")
         share = self.first_stage

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..checks import need
+from ..hf.facts import LayerFacts
 from .base import Candidates, Pruner
 from .gates import Gates
 
@@ -20,8 +21,9 @@ class Gate(Pruner):
     """Keeps the tokens whose own queries said, when they came, that they will be attended to.
 
     gates: Gates of the model, or the folder that `kvcompress fit gates` made. A token is scored once, as it comes, by a
-    linear map of its queries before rotation: no second reading, no attention, nothing that comes after it. So a
-    prompt in chunks, a prefix of another prompt and decoded tokens get the scores that one reading gives them.
+    linear map of its queries before rotation: no second reading, no attention, nothing that comes after it. A prefix
+    of another prompt is scored as that is. Where tokens have been dropped before (chunks, decoding), those that follow
+    have seen less, and queries of all layers but the first differ a little.
     Logarithms compare over layers and heads: use it with GlobalTopK.
     last: most recent tokens that always stay; None = a quarter of what stays, at most 32.
     Source: KVzap (NVIDIA 2026) and Fast KVzip, whose gates look at hidden states; scores of KVzip, section 3.
@@ -32,6 +34,7 @@ class Gate(Pruner):
     num_sink_tokens: int = 4
     accumulates = True
     by_head = True
+    logarithms = True
     uses_keys = False
 
     def __post_init__(self) -> None:
@@ -44,8 +47,8 @@ class Gate(Pruner):
     def check_rows(self, heads: Sequence[int]) -> None:
         self.gates.check_rows(heads)
 
-    def check_model(self, decoder: Any) -> None:
-        self.gates.check_model(decoder)
+    def check_model(self, decoder: Any, layers: Sequence[LayerFacts]) -> None:
+        self.gates.check_model(decoder, layers)
 
     def recent(self, keep: int, chunk_length: int) -> int:
         return self._most_recent(self.last, 32, keep)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import tempfile
 from collections.abc import Sequence
@@ -17,10 +18,12 @@ from torch import Tensor
 
 from ..checks import need, need_number
 from ..files import naming, read_json, staged, write_text
-from ..hf.fingerprint import config_of, difference
+from ..hf.facts import LayerFacts
 
 FORMAT = "kvcompress gates 1"
 _WEIGHTS, _ABOUT = "gates.safetensors", "gates.json"
+_SIZES = ("model_type", "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads",
+          "num_key_value_heads", "vocab_size")  # fmt: skip
 _MOST = 80.0  # of a logarithm, either way: float32 holds its exponential
 
 
@@ -30,9 +33,9 @@ class Gates:
 
     layers: of each layer that compresses float32 [Hkv, Hq D + 1]: weights of all its queries before rotation, head
     after head, and of a 1. levels: rising; a share of i / (len - 1) of what is said of texts held out lies under the
-    i-th of them; none = not known, and no threshold can be had of a share. model: fields of the config that they are of
-    (hf.fingerprint.config_of); none = not known. measured: what they come from, for people. r2: [layers][Hkv], how
-    much of the variance of what they were fitted to they explain in texts held out; none = not known.
+    i-th of them; none = not known, and no threshold can be had of a share. model: fields of their model's config
+    (sizes_of); none = not known. measured: what they come from, for people. r2: [layers][Hkv], how much of the variance
+    of what they were fitted to they explain in texts held out; none = not known.
     `kvcompress fit gates` and kvcompress.gates.fit_gates make them.
     Raises ValueError for anything else.
     Source: gates that say KVzip's scores are KVzap's and Fast KVzip's; theirs look at hidden states.
@@ -60,12 +63,15 @@ class Gates:
         object.__setattr__(self, "layers", tuple(self.layers))
         object.__setattr__(self, "levels", levels)
         object.__setattr__(self, "r2", tuple(tuple(row) for row in self.r2))
+        good = all(type(x) in (int, float) and math.isfinite(x) for row in self.r2 for x in row)
+        need(good, f"r2 must be finite numbers of layers and heads, got {self.r2}")
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Gates) or len(self.layers) != len(other.layers):
             return False
         rest = [(x.levels, x.model, x.measured, x.r2) for x in (self, other)]
-        return rest[0] == rest[1] and all(map(torch.equal, self.layers, other.layers))
+        pairs = zip(self.layers, other.layers, strict=True)
+        return rest[0] == rest[1] and all(torch.equal(own.cpu(), theirs.cpu()) for own, theirs in pairs)
 
     def __hash__(self) -> int:
         return hash((self.levels, self.measured, self.r2))
@@ -91,10 +97,10 @@ class Gates:
         before rotation."""
         weights = self._on(number, queries.device)
         B, heads, S, D = queries.shape
-        need(heads * D + 1 == weights.shape[1], f"gates must be of this model: they look at {weights.shape[1] - 1} "
-             f"numbers of a token's queries in layer {number}, the model has {heads * D}")  # fmt: skip
-        seen = queries.transpose(1, 2).flatten(2).float()
-        said = torch.nn.functional.linear(seen, weights[:, :-1], weights[:, -1])
+        self._need_width(number, weights, heads * D)
+        with torch.autocast(queries.device.type, enabled=False):
+            seen = queries.transpose(1, 2).flatten(2).float()
+            said = torch.nn.functional.linear(seen, weights[:, :-1], weights[:, -1])
         return said.clamp(-_MOST, _MOST).transpose(1, 2)
 
     def threshold(self, share: float) -> float:
@@ -113,11 +119,22 @@ class Gates:
             + (f"; measured: {self.measured}" if self.measured else ""),
         )
 
-    def check_model(self, decoder: Any) -> None:
-        """Raises ValueError if their model is known and its config is another."""
-        saved, own = {"config": self.model}, {"config": config_of(decoder)}
-        if self.model and (words := difference(saved, own)) is not None:
-            raise ValueError(f"gates must be of this model, {type(decoder).__name__}: they are of one with {words}")
+    def check_model(self, decoder: Any, layers: Sequence[LayerFacts]) -> None:
+        """Raises ValueError if they are not for a model of these layers, those that compress, or are known to be of
+        another one."""
+        self.check_rows([layer.kv_heads for layer in layers])
+        for number, (own, layer) in enumerate(zip(self.layers, layers, strict=True)):
+            self._need_width(number, own, layer.query_heads * layer.head_dim)
+        theirs = sizes_of(decoder.config)
+        differ = [f"{name} = {value} (here {theirs.get(name)})" for name, value in self.model.items()
+                  if theirs.get(name) != value]  # fmt: skip
+        need(not differ, f"gates must be of this model, {type(decoder).__name__}: they are of one with "
+             f"{', '.join(differ)}")  # fmt: skip
+
+    @staticmethod
+    def _need_width(number: int, weights: Tensor, width: int) -> None:
+        need(width + 1 == weights.shape[1], f"gates must be of this model: they look at {weights.shape[1] - 1} numbers "
+             f"of a token's queries in layer {number}, the model has {width}")  # fmt: skip
 
     def save(self, folder: str | os.PathLike[str]) -> Path:
         """A new folder with gates.safetensors and gates.json, whole or not at all. Returns its path. Raises ValueError
@@ -165,3 +182,8 @@ def level_at(levels: Sequence[float], share: float) -> float:
     place = share * (len(levels) - 1)
     below = min(int(place), len(levels) - 2)
     return levels[below] + (place - below) * (levels[below + 1] - levels[below])
+
+
+def sizes_of(config: Any) -> dict[str, Any]:
+    """Fields of a decoder's config that tell models apart, whatever is quantised or new in a version."""
+    return {name: getattr(config, name) for name in _SIZES if getattr(config, name, None) is not None}

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+_STILL = 1e-6  # a variance that is none
+
 
 class RidgeSums:
     """What a regression of `features` numbers to `outputs` needs of all its rows."""
@@ -31,5 +33,7 @@ def levels_of(said: list[Tensor], count: int) -> Tensor:
 
 
 def explained(found: Tensor, wanted: Tensor) -> list[float]:
-    """R2 of each output: [n, outputs] both."""
-    return (1 - (found - wanted).square().sum(0) / (wanted - wanted.mean(0)).square().sum(0)).tolist()
+    """R2 of each output: [n, outputs] both; 0 of one that does not vary, as there is nothing to explain."""
+    varies = (wanted - wanted.mean(0)).square().sum(0)
+    r2 = 1 - (found - wanted).square().sum(0) / varies
+    return torch.where(varies > _STILL * len(wanted), r2, 0.0).tolist()

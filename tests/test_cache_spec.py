@@ -100,6 +100,8 @@ WRITTEN = [  # text, class, attributes of the cache
     ("pod,tau=0.7,pruner=snapkv,window=8,distant=600", kvcompress.PoDCache, {"tau": 0.7, "distant": 600}),
 ]
 WRONG = [  # text, message
+    ("gated,share=0.5", r"gated needs gates, as in gated,gates=folder, got gated,share=0.5"),
+    ("pruned,pruner=gate,budget=64", r"gate needs gates, as in gate:folder, got 'gate'"),
     ("fancy", r"cache must be one of dense, dmc, gated, iterative, pod, pruned, quest, streaming, got 'fancy'"),
     ("snapkv", r"got 'snapkv': that is a pruner, as in pruned,pruner=snapkv$"),
     ("budget=3", r"cache must be one of dense, .* got none"),

@@ -187,6 +187,7 @@ def test_gates_are_saved_and_loaded_whole(tmp_path):
     assert sorted(x.name for x in folder.parent.iterdir()) == ["gates"]
     assert Gates.load(folder) == gates == Gate(str(folder)).gates
     assert gates != Gates(GATES.layers)
+    assert repr(gates) == "Gates(3 layers, 2 KV heads each; here)"
     config = tiny_model().config
     for text in (f"pruner=gate:{folder}", f"pruner=gate,gates={folder}"):
         cache = CacheSpec.parse(f"pruned,{text},last=4,budget=globaltopk:0.75").make(config)
@@ -225,7 +226,7 @@ def test_damaged_gates_are_refused(tmp_path):
     weights.unlink()
     with pytest.raises(FileNotFoundError, match="file of weights"):
         Gate(folder)
-    with pytest.raises(FileNotFoundError, match="gates' description"):
+    with pytest.raises(FileNotFoundError, match="gates must be a folder that"):
         Gate(tmp_path / "nowhere")
 
 

@@ -163,7 +163,11 @@ class CacheSpec:
             if unknown := [key for key in rest if key not in taken]:
                 raise _unknown_key(unknown[0], owner, taken, f"; of pruner={name}: {', '.join(fields) or 'none'}")
         more = "; and those of a pruner, beside pruner=..." if "pruner" in taken else ""
-        return settings | _read(rest, taken, owner, more)
+        found = settings | _read(rest, taken, owner, more)
+        for key, parameter in {} if self.kind == DENSE else inspect.signature(self._class).parameters.items():
+            if key != "config" and parameter.default is parameter.empty and key not in found:
+                raise ValueError(f"{self.kind} needs {key}, as in {self.kind},{key}={_example(taken[key])}, got {self}")
+        return found
 
 
 # ---- values ----
@@ -285,9 +289,14 @@ def _nested(text: str, made: type, own: dict[str, Any] | None = None) -> Any:
         return typing.cast(Any, made).preset(fields.pop("preset"), **fields)
     for key, parameter in inspect.signature(made).parameters.items():
         if parameter.default is parameter.empty and key not in fields:
-            example = f"{name}:file.json{'' if operand is None else ':1024'}" if key == profile else f"{name}:{key}=..."
+            file = f"{name}:{_example(known[key])}{'' if operand is None else ':1024'}"
+            example = file if key == profile else f"{name}:{key}=..."
             raise ValueError(f"{name} needs {key}, as in {example}, got {text!r}")
     return made(**fields)
+
+
+def _example(allowed: frozenset[type]) -> str:
+    return "folder" if Gates in allowed else "file.json" if allowed.intersection(PROFILES) else "..."
 
 
 def _expected(allowed: frozenset[type]) -> list[str]:

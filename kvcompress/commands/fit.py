@@ -90,7 +90,7 @@ def gates(
     device: Device = "cpu",
     dtype: Dtype = "auto",
 ) -> None:
-    """Make gates: a token's own queries say whether it stays, with no second reading, for pruner=gate:FOLDER.
+    """Make gates: a token's own queries say whether it stays, for --cache gated,gates=FOLDER,share=0.25.
 
     Each KV head's gate is a linear map, fitted to a pruner's scores of the text by ridge regression. The model is left
     as it is.

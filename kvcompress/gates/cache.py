@@ -17,6 +17,7 @@ from ..dmc.dms import DMSLayer
 from ..hf.facts import Facts
 from ..planner import Plan
 from ..pruners import Gates
+from ..pruners.gates import as_gates
 
 _LARGEST = 1e6
 
@@ -90,7 +91,7 @@ class GatedCache(CompressedCache):
         chunk_size: int | None = None,
         track: bool = False,
     ) -> None:
-        self.gates = gates if isinstance(gates, Gates) else Gates.load(gates)
+        self.gates = as_gates(gates)
         need_integer("window", window, 1, MOST_INT32)
         need_integer("num_sink_tokens", num_sink_tokens, 0, MOST_INT32)
         if chunk_size is not None:

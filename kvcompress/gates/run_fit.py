@@ -23,6 +23,7 @@ from .fitting import fit_gates
 from .training import SINKS, WINDOW, check_lengths, train_gates
 
 _LENGTH = 1024
+_LITTLE = 0.3  # R2; SmolLM2's are 0.62, the example model's 0.4 to 0.5
 
 
 def _trained(
@@ -43,8 +44,8 @@ def _trained(
     few = max(min(steps // 4, 20), 1)
     first, last = (sum(part) / len(part) for part in (lost[:few], lost[-few:]))
     console.print(
-        f"Trained on for {steps} steps: {first:.4f} nats a token were lost in the first {few}, {last:.4f} in the last, "
-        "which cut harder", highlight=False, markup=False,
+        f"Trained on for {steps} steps. What is lost, in nats a token, cannot be compared from step to step, as "
+        f"decisions get harder: {first:.4f} in the first {few}, {last:.4f} in the last", highlight=False, markup=False,
     )  # fmt: skip
     return found
 
@@ -95,6 +96,11 @@ def run_fit(
         f"Fitted on {samples - held} texts of {length:,} tokens of {name}: R2 on {held} held out {mean:.2f}, in the "
         f"worst head {min(every):.2f}", highlight=False, markup=False, soft_wrap=True,
     )  # fmt: skip
+    if mean < _LITTLE:
+        console.print(
+            "That is little: such gates keep almost at random. Fit them on more text (--samples, --length), or to "
+            "another --pruner", highlight=False, markup=False, soft_wrap=True,
+        )  # fmt: skip
     try:
         found = gates
         if steps:

@@ -18,6 +18,7 @@ from ..hf.method import KEYWORD
 from ..hf.reading import frozen, plain_decoder, token_rows
 from ..logits import scaled
 from ..pruners import Gates, KVzip
+from ..pruners.gates import as_gates
 from ..retrofit.distillation import distance
 from ..retrofit.passes import TrainingPass, whole_layers
 from ..retrofit.regression import levels_of
@@ -125,6 +126,7 @@ def train_gates(
     model, a model without an output layer, and for NaN.
     Source: DMS, section 3 (distillation, relaxed decisions, dropped with delay); thresholds as in KVzap.
     """
+    gates = as_gates(gates)
     need(type(pruner) is KVzip, f"pruner must be a KVzip, got {type(pruner).__name__}")
     for name, value in (("steps", steps), ("window", window), ("held_out", held_out)):
         need_integer(name, value, 1, 1 << 30)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,10 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks import need
 from ..hf.facts import LayerFacts
 from .base import Candidates, Pruner
-from .gates import Gates
+from .gates import Gates, as_gates
 
 
 @dataclass(frozen=True)
@@ -39,10 +37,7 @@ class Gate(Pruner):
 
     def __post_init__(self) -> None:
         self._check(last=0)
-        if isinstance(self.gates, (str, os.PathLike)):
-            object.__setattr__(self, "gates", Gates.load(self.gates))
-        kind = type(self.gates).__name__
-        need(isinstance(self.gates, Gates), f"gates must be Gates, or the folder that they are in, got {kind}")
+        object.__setattr__(self, "gates", as_gates(self.gates))
 
     def check_rows(self, heads: Sequence[int]) -> None:
         self.gates.check_rows(heads)

@@ -66,6 +66,10 @@ class Gates:
         good = all(type(x) in (int, float) and math.isfinite(x) for row in self.r2 for x in row)
         need(good, f"r2 must be finite numbers of layers and heads, got {self.r2}")
 
+    def __repr__(self) -> str:
+        heads = "+".join(str(n) for n in dict.fromkeys(map(len, self.layers)))
+        return f"Gates({len(self.layers)} layers, {heads} KV heads each; {self.measured or 'not known of what'})"
+
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Gates) or len(self.layers) != len(other.layers):
             return False
@@ -122,14 +126,14 @@ class Gates:
     def check_model(self, decoder: Any, layers: Sequence[LayerFacts]) -> None:
         """Raises ValueError if they are not for a model of these layers, those that compress, or are known to be of
         another one."""
-        self.check_rows([layer.kv_heads for layer in layers])
-        for number, (own, layer) in enumerate(zip(self.layers, layers, strict=True)):
-            self._need_width(number, own, layer.query_heads * layer.head_dim)
         theirs = sizes_of(decoder.config)
         differ = [f"{name} = {value} (here {theirs.get(name)})" for name, value in self.model.items()
                   if theirs.get(name) != value]  # fmt: skip
         need(not differ, f"gates must be of this model, {type(decoder).__name__}: they are of one with "
              f"{', '.join(differ)}")  # fmt: skip
+        self.check_rows([layer.kv_heads for layer in layers])
+        for number, (own, layer) in enumerate(zip(self.layers, layers, strict=True)):
+            self._need_width(number, own, layer.query_heads * layer.head_dim)
 
     @staticmethod
     def _need_width(number: int, weights: Tensor, width: int) -> None:
@@ -159,6 +163,8 @@ class Gates:
     def load(folder: str | os.PathLike[str]) -> Gates:
         """What save wrote. Raises ValueError for anything else, FileNotFoundError for no such folder."""
         folder = Path(folder)
+        if not folder.is_dir():
+            raise FileNotFoundError(f"gates must be a folder that `kvcompress fit gates` made, got {folder}")
         about = read_json(folder / _ABOUT, "gates' description", FORMAT)
         known = {"measured", "model", "levels", "r2"}
         need(set(about) == known, f"{_ABOUT} must have the fields {', '.join(sorted(known))}, got {sorted(about)}")
@@ -175,6 +181,14 @@ class Gates:
         need(good and isinstance(about["r2"], list), f"levels and r2 of {_ABOUT} must be lists of numbers")
         return Gates(tuple(found[name] for name in names), tuple(map(float, levels)), about["model"],
                      about["measured"], about["r2"])  # fmt: skip
+
+
+def as_gates(given: Any) -> Gates:
+    """Gates, or of the folder that they are in. Raises ValueError for anything else."""
+    if isinstance(given, (str, os.PathLike)):
+        return Gates.load(given)
+    need(isinstance(given, Gates), f"gates must be Gates, or the folder that they are in, got {type(given).__name__}")
+    return given
 
 
 def level_at(levels: Sequence[float], share: float) -> float:

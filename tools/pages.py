@@ -27,6 +27,7 @@ HIDING = ("KVzip", "KVzip/plus", "AdaKV(SnapKV)", "KVgrad")  # presses that hide
 # of witness.json: what is drawn, and what it is called
 DRAWN = {
     "KVzip with mass, GlobalTopK": "KVzip with mass: two readings",
+    "Gate trained on, GlobalTopK": "gates, trained: one reading",
     "Replay, GlobalTopK": "Replay: one reading, the default",
     "kvpress KVzip": "kvpress's KVzip: two readings, frees nothing",
     "SnapKV31, AdaKV": "SnapKV (pooled over 31), AdaKV",

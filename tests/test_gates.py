@@ -201,8 +201,9 @@ def test_copies_and_devices_share_the_weights():
     assert copy.deepcopy(gates) is gates
     meta = torch.device("meta")
     there = gates._on(1, meta)
-    assert there.device == meta and gates._on(1, meta) is there
-    assert gates._on(1, torch.device("cpu")) is gates.layers[1]
+    assert there[0].device == there[1].device == meta and gates._on(1, meta) is there
+    weights, ones = gates._on(1, torch.device("cpu"))
+    assert torch.equal(torch.cat([weights, ones[:, None]], 1), gates.layers[1])
     assert pickle.loads(pickle.dumps(gates)) == gates
     assert "_there" not in gates.__getstate__()
 

@@ -46,6 +46,8 @@ class GatedLayer(DMSLayer):
 
     def _decide(self, step: CachePass, queries: Tensor, keys: Tensor) -> Tensor:
         alpha = (self.gates.says(self.number, queries) < self.threshold).float()
+        if min(self.next) >= self.sinks:
+            return alpha
         S = alpha.shape[2]
         for b, (seen, count) in enumerate(zip(self.next, step.counts, strict=True)):
             if seen < self.sinks:

@@ -7,6 +7,7 @@ import math
 import os
 import tempfile
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -86,26 +87,27 @@ class Gates:
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "_there"}
 
-    def _on(self, number: int, device: torch.device) -> Tensor:
-        """A layer's weights, brought to a device once."""
-        if self.layers[number].device == device:
-            return self.layers[number]
-        there: dict[tuple[int, torch.device], Tensor] = vars(self).setdefault("_there", {})
+    def _on(self, number: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """A layer's weights [Hkv, Hq D] and what comes of the 1, [Hkv], brought to a device once."""
+        there: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = vars(self).setdefault("_there", {})
         if (number, device) not in there:
             with torch.inference_mode(False):
-                there[number, device] = self.layers[number].to(device)
+                layer = self.layers[number].to(device)
+                there[number, device] = layer[:, :-1].contiguous(), layer[:, -1].contiguous()
         return there[number, device]
 
     def says(self, number: int, queries: Tensor) -> Tensor:
         """float32 [B, Hkv, S]: logarithms. number: the layer's place among those that compress. queries: [B, Hq, S, D],
         before rotation."""
-        weights = self._on(number, queries.device)
+        weights, bias = self._on(number, queries.device)
         B, heads, S, D = queries.shape
-        self._need_width(number, weights, heads * D)
-        with torch.autocast(queries.device.type, enabled=False):
-            seen = queries.transpose(1, 2).flatten(2).float()
-            said = torch.nn.functional.linear(seen, weights[:, :-1], weights[:, -1])
-        return said.clamp(-_MOST, _MOST).transpose(1, 2)
+        if heads * D != weights.shape[1]:
+            self._need_width(number, self.layers[number], heads * D)
+        kind = queries.device.type
+        seen = queries.transpose(1, 2).flatten(2).float()
+        with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext():
+            said = torch.nn.functional.linear(seen, weights, bias)
+        return said.clamp_(-_MOST, _MOST).transpose(1, 2)
 
     def threshold(self, share: float) -> float:
         """Above which that share of what is said lies, over all layers and heads, in texts that were held out. Raises

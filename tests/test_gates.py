@@ -208,6 +208,14 @@ def test_copies_and_devices_share_the_weights():
     assert "_there" not in gates.__getstate__()
 
 
+@pytest.mark.parametrize("name", ["smollm2_gates", "smollm2_gates_trained"])
+def test_the_gates_that_come_along_are_smollm2s(name):
+    gates = Gates.load(Path(__file__).parents[1] / "examples" / name)
+    assert [tuple(layer.shape) for layer in gates.layers] == [(3, 9 * 64 + 1)] * 30
+    assert gates.model["hidden_size"] == 576 and gates.threshold(0.25) > gates.threshold(0.5)
+    assert ("trained on: 160 steps" in gates.measured) == name.endswith("trained") == (gates.r2 == ())
+
+
 def test_damaged_gates_are_refused(tmp_path):
     folder = GATES.save(tmp_path / "gates")
     weights, about = folder / "gates.safetensors", folder / "gates.json"

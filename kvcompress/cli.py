@@ -110,7 +110,9 @@ def info(
 def generate(
     text: Annotated[str | None, typer.Argument(help="the prompt; not given: --file, or standard input")] = None,
     file: Annotated[Path | None, typer.Option(help="UTF-8 text, the prompt")] = None,
-    question: Annotated[str, typer.Option(help="follows the prompt, and chooses what is kept of it")] = "",
+    question: Annotated[
+        str, typer.Option(help="follows the prompt; chooses what is kept of it where the cache takes a guide")
+    ] = "",
     model: Model = "example",
     cache: Annotated[str | None, CACHE_OR_OWN] = None,
     raw: Annotated[

@@ -225,6 +225,9 @@ def test_damaged_gates_are_refused(tmp_path):
         (lambda: about.write_text(text[:20]), "gates' description in JSON"),
         (lambda: about.write_text(text.replace("gates 1", "gates 9")), "format of gates.json must be"),
         (lambda: about.write_text(json.dumps({**json.loads(text), "levels": [2.0, 1.0]})), "levels must be rising"),
+        (lambda: about.write_text(text.replace("-8.0,", "NaN,")), "levels must be rising"),
+        (lambda: about.write_text(json.dumps({**json.loads(text), "r2": [0.5]})), "r2 must be finite"),
+        (lambda: about.write_text(json.dumps({**json.loads(text), "model": 3})), "model must be fields"),
         (lambda: about.write_text(json.dumps({**json.loads(text), "more": 1})), "must have the fields"),
     ):
         change()

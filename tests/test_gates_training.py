@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 import kvcompress
 from kvcompress import GatedCache, Gates, KVzip, SnapKV
 from kvcompress.cli import app
+from kvcompress.dmc.costs import said_again
 from kvcompress.gates import train_gates
 from kvcompress.gates.fitting import QueriesPass
 from kvcompress.gates.training import _GatedPass, _Learned
@@ -129,13 +130,21 @@ def test_a_fit_is_not_lost_where_training_ends_early(tmp_path, monkeypatch):
 
 
 def test_every_row_meets_every_share(monkeypatch):
-    met = set()
+    met, now = set(), []
 
     class Noting(_GatedPass):
         def __init__(self, facts, gates, threshold, *rest):
             super().__init__(facts, gates, threshold, *rest)
-            met.add(threshold)
+            if now:
+                met.add((now.pop(), threshold > 0))
+
+    def noting(pruner, row, length):
+        now.append(int(row[0]))
+        return said_again(pruner, row, length)
 
     monkeypatch.setattr("kvcompress.gates.training._GatedPass", Noting)
-    found = train_gates(tiny_model(), tiny_gates(), TEXTS[:3], ASKED, **FEW | {"steps": 8})
-    assert len(met) > 2 and found.r2 == ()
+    monkeypatch.setattr("kvcompress.gates.training.said_again", noting)
+    start = Gates(tiny_gates().layers, (-100.0, 100.0))  # thresholds of 80 and -80
+    found = train_gates(tiny_model(), start, TEXTS[:3], ASKED, **FEW | {"steps": 8}, shares=(0.1, 0.9))
+    assert met == {(int(row[0]), high) for row in TEXTS[:2] for high in (True, False)}
+    assert found.r2 == ()

@@ -19,6 +19,7 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
+from .. import planner
 from ..hf.config import cache_layers, decoder_config, sizes_of
 from ..hf.facts import Facts
 from ..hf.method import Call, Pass, PassCache
@@ -113,9 +114,9 @@ class CompressedCache(Repeats, Generation, PassCache):
 
     # ---- reading a prompt (kvcompress.prefill) ----
 
-    @abstractmethod
     def plan_prompt(self, length: int) -> Plan:
-        """How a prompt of this many tokens is read."""
+        """How a prompt of this many tokens is read: at once, or in chunks."""
+        return planner.plan(length, chunk_size=self.chunk_size or max(length, 1), memory_size=1)
 
     def memory_sizes(self, b: int, plan: Plan, i: int) -> tuple[int, ...]:
         """Tokens per KV head that each layer keeps of sequence b after iteration i; () where layers decide alone."""

@@ -7,10 +7,8 @@ from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig
 
-from .. import planner
 from ..checks import MOST_INT32, need_integer
 from ..hf.config import decoder_config
-from ..planner import Plan
 from .base import CompressedCache
 from .store import PoolSettings
 
@@ -59,11 +57,6 @@ class ConvertedCache(CompressedCache):
                 f"cache was made from a config.kvcompress with {differ}, but that of {type(decoder).__name__} has "
                 "others; make it from this model's config"
             )
-
-    # ---- reading ----
-
-    def plan_prompt(self, length: int) -> Plan:
-        return planner.plan(length, chunk_size=self.chunk_size or max(length, 1), memory_size=1)
 
     # ---- what users ask ----
 

@@ -9,13 +9,11 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
-from .. import planner
 from ..budgets import Budget, GlobalTopK, Size
 from ..hf.attach import facts_of
 from ..hf.facts import Facts
 from ..hf.method import Pass
 from ..hf.outputs import output_layers
-from ..planner import Plan
 from ..positions import RemoteGap
 from ..pruners import Pruner, Replay
 from .base import CompressedCache, trained_length_of
@@ -88,9 +86,6 @@ class PrunedCache(CompressedCache):
 
     def _new_layer(self, index: int, number: int) -> PrunedLayer:
         return PrunedLayer(index, number, self.policy)
-
-    def plan_prompt(self, length: int) -> Plan:
-        return planner.plan(length, chunk_size=self.chunk_size or max(length, 1), memory_size=1)
 
     def end(self, current: Pass, hidden: Any) -> None:
         super().end(current, hidden)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from .. import ops, planner
+from .. import ops
 from ..checks import MOST_INT32, need_integer
 from ..hf.facts import LayerFacts
 from ..planner import Plan
@@ -228,9 +228,6 @@ class QuestCache(CompressedCache):
     @property
     def steps_differ(self) -> bool:
         return True
-
-    def plan_prompt(self, length: int) -> Plan:
-        return planner.plan(length, chunk_size=self.chunk_size or max(length, 1), memory_size=1)
 
     def check_guide(self) -> None:
         raise ValueError("guide has no effect with QuestCache, which keeps every token")

@@ -11,6 +11,16 @@ from rich.console import Console
 from ..extras import need_packages
 from .options import Device, Dtype, Model
 
+Text = Annotated[
+    list[Path] | None,
+    typer.Option(help="text to fit on: .txt, .jsonl, .csv or .parquet; not needed for the example model"),
+]
+Samples = Annotated[int, typer.Option(help="texts to read; an eighth of them, at most 8, are held out", min=2)]
+Length = Annotated[
+    int | None,
+    typer.Option(help="tokens of a text; not given: 1,024, or what the model has positions to read twice", min=64),
+]
+
 app = typer.Typer(no_args_is_help=True, help="Fit a model for a compressed cache in minutes, without training.")
 
 
@@ -23,17 +33,11 @@ def fit() -> None:
 def dms(
     out: Annotated[Path, typer.Option(help="folder for the fitted model, which must not exist")],
     model: Model = "example",
-    text: Annotated[
-        list[Path] | None,
-        typer.Option(help="text to fit on: .txt, .jsonl, .csv or .parquet; not needed for the example model"),
-    ] = None,
+    text: Text = None,
     target_cr: Annotated[float, typer.Option(help="tokens per cache entry, beyond the window", min=1.0)] = 2.0,
     window: Annotated[int, typer.Option(help="newest tokens that are never dropped", min=0)] = 64,
-    samples: Annotated[int, typer.Option(help="texts to read; an eighth of them, at most 8, are held out", min=2)] = 48,
-    length: Annotated[
-        int | None,
-        typer.Option(help="tokens of a text; not given: 1,024, or what the model has positions to read twice", min=64),
-    ] = None,
+    samples: Samples = 48,
+    length: Length = None,
     neuron: Annotated[
         int | None,
         typer.Option(help="coordinate of the keys that carries decisions; not given: the one whose loss costs least"),
@@ -63,18 +67,12 @@ def dms(
 def gates(
     out: Annotated[Path, typer.Option(help="folder for the gates, which must not exist")],
     model: Model = "example",
-    text: Annotated[
-        list[Path] | None,
-        typer.Option(help="text to fit on: .txt, .jsonl, .csv or .parquet; not needed for the example model"),
-    ] = None,
+    text: Text = None,
     held_out: Annotated[
         bool, typer.Option("--held-out", help="example model: text that it was never trained on")
     ] = False,
-    samples: Annotated[int, typer.Option(help="texts to read; an eighth of them, at most 8, are held out", min=2)] = 48,
-    length: Annotated[
-        int | None,
-        typer.Option(help="tokens of a text; not given: 1,024, or what the model has positions to read twice", min=64),
-    ] = None,
+    samples: Samples = 48,
+    length: Length = None,
     pruner: Annotated[
         str, typer.Option(help="whose scores are fitted, as in --cache: kvzip:mass=true, kvzip, replay")
     ] = "kvzip:mass=true",

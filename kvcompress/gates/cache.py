@@ -7,7 +7,6 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from .. import planner
 from ..caches.base import CompressedCache
 from ..caches.passes import CachePass
 from ..caches.store import PoolSettings
@@ -15,7 +14,6 @@ from ..checks import MOST_INT32, need, need_integer, need_number
 from ..dmc.config import DMCConfig
 from ..dmc.dms import DMSLayer
 from ..hf.facts import Facts
-from ..planner import Plan
 from ..pruners import Gates
 from ..pruners.gates import as_gates
 
@@ -64,12 +62,11 @@ class GatedCache(CompressedCache):
     a prompt in one pass, in chunks or token by token gives the same rows, and so does decoding.
 
     config: the model's config. gates: Gates of the model, or the folder that `kvcompress fit gates` made. share: of
-    tokens behind the window that stay, on the average of the texts held out (0 < share <= 1; 1: all).
-    threshold: the logarithm under which a token goes, instead of share. window: newest tokens that always stay, at
-    least 1. num_sink_tokens: first ones that do; the very first
-    does in any case. chunk_size: tokens that `prefill` reads at a time, None = the whole
-    prompt. track: remember all decisions, for kept_positions(). page_size, max_pages, grow: see PoolSettings; a decoded
-    token needs room for the case that every head keeps it.
+    tokens behind the window that stay, on the average of the texts held out (0 < share <= 1; 1: all). threshold: the
+    logarithm under which a token goes, instead of share. window: newest tokens that always stay, at least 1.
+    num_sink_tokens: first ones that do; the very first does in any case. chunk_size: tokens that `prefill` reads at a
+    time, None = the whole prompt. track: remember all decisions, for kept_positions(). page_size, max_pages, grow: see
+    PoolSettings; a decoded token needs room for the case that every head keeps it.
     A prompt of several chunks that finds no page leaves the cache incomplete: reset() it.
     Raises ValueError for settings out of range, for gates of another model, and for layers that read others' keys,
     whose keys and values differ in size, or whose keys are normed behind their rotation.
@@ -135,9 +132,6 @@ class GatedCache(CompressedCache):
                 raise ValueError(f"{name} is not supported by GatedCache: layer {layer} {reason}")
 
     # ---- reading ----
-
-    def plan_prompt(self, length: int) -> Plan:
-        return planner.plan(length, chunk_size=self.chunk_size or max(length, 1), memory_size=1)
 
     def check_guide(self) -> None:
         raise ValueError("guide has no effect with GatedCache: a token's own queries decide what is kept")

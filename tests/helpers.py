@@ -272,7 +272,9 @@ def join(rank: int, ranks: int, store: Path) -> None:
 
 
 def random_ids(length: int, batch: int = 1, seed: int = 1) -> Tensor:
-    return torch.randint(2, 97, (batch, length), generator=torch.Generator().manual_seed(seed))
+    """On the default device, the same numbers on each."""
+    drawn = torch.randint(2, 97, (batch, length), generator=torch.Generator().manual_seed(seed), device="cpu")
+    return drawn.to(torch.get_default_device())
 
 
 def left_padded(prompts: list[Tensor]) -> tuple[Tensor, Tensor]:
@@ -336,27 +338,30 @@ def paged(k: Tensor, v: Tensor, page_size: int, seed: int = 0) -> tuple[Tensor, 
 def shared_table(
     seed: int, rows: int, page_size: int, longest: int, spare: int, shortest: int = 0
 ) -> tuple[Tensor, ...]:
-    """A random page table (the fields of ops.PageTable): rows that share pages; spare pages are free."""
+    """A random page table (the fields of ops.PageTable): rows that share pages; spare pages are free. On the default
+    device, made on the CPU."""
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(shortest, longest + 1, (rows,), generator=generator, device="cpu")
     blocks = -(-longest // page_size) + 3
     total = rows * blocks + spare
     order = torch.randperm(total, generator=generator, device="cpu").tolist()
-    table = torch.full((rows, blocks), -7, dtype=torch.int32)
-    refs = torch.zeros(total, dtype=torch.int32)
+    table = torch.full((rows, blocks), -7, dtype=torch.int32, device="cpu")
+    refs = torch.zeros(total, dtype=torch.int32, device="cpu")
     for r, length in enumerate(lengths.tolist()):
         parent = int(torch.randint(0, rows, (1,), generator=generator, device="cpu"))
         for block in range(-(-length // page_size)):
             inherits = parent < r and block * page_size < int(lengths[parent]) and block < 2
             table[r, block] = table[parent, block] if inherits else order.pop()
             refs[table[r, block]] += 1
-    free_pages = torch.full((total,), -9, dtype=torch.int32)
+    free_pages = torch.full((total,), -9, dtype=torch.int32, device="cpu")
     free = order[:spare]
     # what is neither used nor spare counts as used by another table
     for page in order[spare:]:
         refs[page] = 1
-    free_pages[: len(free)] = torch.tensor(free, dtype=torch.int32)
-    return table, lengths.to(refs), refs, free_pages, torch.tensor([len(free), 0], dtype=torch.int32)
+    free_pages[: len(free)] = torch.tensor(free, dtype=torch.int32, device="cpu")
+    count = torch.tensor([len(free), 0], dtype=torch.int32, device="cpu")
+    device = torch.get_default_device()
+    return tuple(x.to(device) for x in (table, lengths.to(refs), refs, free_pages, count))
 
 
 def rows_of(array: Tensor, table: tuple[Tensor, ...]) -> list[Tensor]:
@@ -370,8 +375,8 @@ def rows_of(array: Tensor, table: tuple[Tensor, ...]) -> list[Tensor]:
 
 def check_table(table: tuple[Tensor, ...], page_size: int, others: Tensor) -> None:
     """Every page is free or named as often as refs says (others: refs of other tables), and no page is free twice."""
-    block_table, lengths, refs, free_pages, free_count = table
-    named = others.clone()
+    block_table, lengths, refs, free_pages, free_count = (x.cpu() for x in table)
+    named = others.cpu().clone()
     for r, length in enumerate(lengths.tolist()):
         for page in block_table[r, : -(-length // page_size)].tolist():
             named[page] += 1
@@ -382,8 +387,9 @@ def check_table(table: tuple[Tensor, ...], page_size: int, others: Tensor) -> No
 
 def others_of(table: tuple[Tensor, ...], page_size: int) -> Tensor:
     """References that are not this table's own."""
-    own = torch.zeros_like(table[2])
-    for r, length in enumerate(table[1].tolist()):
-        for page in table[0][r, : -(-length // page_size)].tolist():
+    block_table, lengths, refs, *_ = (x.cpu() for x in table)
+    own = torch.zeros_like(refs)
+    for r, length in enumerate(lengths.tolist()):
+        for page in block_table[r, : -(-length // page_size)].tolist():
             own[page] += 1
-    return table[2] - own
+    return (refs - own).to(table[2].device)

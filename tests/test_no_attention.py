@@ -35,10 +35,16 @@ def in_pages(keys, values):
     return *pages, torch.arange(R * blocks, dtype=torch.int32).view(R, blocks), torch.full((R,), T, dtype=torch.int32)
 
 
-SINKS = [None, torch.tensor([0.5, -1.0, 0.0, 2.0]), torch.full((HQ,), -INF)]
+SINKS = [None, [0.5, -1.0, 0.0, 2.0], [-INF] * HQ]
 
 
-@pytest.mark.parametrize("sink", SINKS)
+@pytest.fixture
+def sink(request, backend):
+    """None or sink_logits, on the backend's device."""
+    return request.param and torch.tensor(request.param)
+
+
+@pytest.mark.parametrize("sink", SINKS, indirect=True)
 @pytest.mark.parametrize(("S", "T"), [(1, 5), (1, 700), (5, 40), (20, 40)])
 def test_decode(backend, S, T, sink):
     q, k, v = some(S, T)
@@ -49,7 +55,7 @@ def test_decode(backend, S, T, sink):
     check(found, oracle.decode(*exact, end, **options), sink)
 
 
-@pytest.mark.parametrize("sink", SINKS)
+@pytest.mark.parametrize("sink", SINKS, indirect=True)
 @pytest.mark.parametrize(("S", "T"), [(1, 5), (40, 70), (70, 70)])
 @pytest.mark.parametrize("window", [None, 9])
 def test_attention(backend, S, T, sink, window):
@@ -109,7 +115,7 @@ def test_merged_states(backend, sides):
         assert (found[0][:, BLIND] == 0).all() and (found[1][:, BLIND] == -INF).all()
 
 
-@pytest.mark.parametrize("sink", SINKS)
+@pytest.mark.parametrize("sink", SINKS, indirect=True)
 @pytest.mark.parametrize("blind", ["near", "far", "both"])
 def test_pod_attention(backend, blind, sink):
     q, k, v = some(40, 40)
@@ -127,7 +133,7 @@ def test_pod_attention(backend, blind, sink):
         check(found, wanted, sink)
 
 
-@pytest.mark.parametrize("sink", SINKS[::2])
+@pytest.mark.parametrize("sink", SINKS[::2], indirect=True)
 @pytest.mark.parametrize("causal", [False, True])
 def test_a_query_without_attention_has_no_gradient_and_adds_to_none(backend, causal, sink):
     """Whatever it holds, and whatever comes back to it."""
@@ -202,7 +208,7 @@ def step(name: str, module, sink):
     return found[0], found[2]
 
 
-@pytest.mark.parametrize("sink", SINKS)
+@pytest.mark.parametrize("sink", SINKS, indirect=True)
 @pytest.mark.parametrize("name", ["paged", "quest", "dmc", "ring", "pod none", "pod own", "pod led"])
 def test_steps(backend, name, sink):
     check(step(name, ops, sink), step(name, oracle, sink), sink)

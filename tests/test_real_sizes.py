@@ -129,8 +129,8 @@ def test_1024_rows_append_or_merge(hardware, S):
     B, H, D, P = 128, 8, 32, 16
     keys, values = tensors((B, H, S, D), (B, H, S, D))
     alpha, omega = (torch.rand(B, H, S) < 0.7).float(), 0.1 + torch.rand(B, H, S)
-    found = []
-    for append in (ops.dmc_append_, oracle.dmc_append_):
+
+    def appended(append, keys, values, alpha, omega):
         free = torch.arange(B * H, dtype=torch.int32)
         rows = torch.zeros(B * H, dtype=torch.int32)
         block_table = torch.full((B * H, 1), -1, dtype=torch.int32)
@@ -140,8 +140,13 @@ def test_1024_rows_append_or_merge(hardware, S):
         for _ in range(2):
             append(*pages, table, tail, keys, values, alpha, omega, neuron=-1)
         assert table.free_count.tolist() == [0, 0]
-        found.append((table.lengths, tail.counts, *(torch.cat(rows_of(x, table)) for x in pages)))
-    for x, y in zip(*found, strict=True):
+        return [x.cpu() for x in (table.lengths, tail.counts, *(torch.cat(rows_of(x, table)) for x in pages))]
+
+    given = (keys, values, alpha, omega)
+    found = appended(ops.dmc_append_, *given)
+    with torch.device("cpu"):  # row by row, which takes a GPU minutes
+        wanted = appended(oracle.dmc_append_, *(x.cpu() for x in given))
+    for x, y in zip(found, wanted, strict=True):
         eps = 2 * torch.finfo(x.dtype).eps if x.is_floating_point() else 0
         torch.testing.assert_close(x, y, rtol=eps, atol=2e-5)
 
@@ -150,10 +155,7 @@ def test_pages_of_1024_rows(hardware):
     """Appended to, cut and compacted."""
     B, H, S, P = 128, 8, 40, 16
     R = B * H
-    device = torch.get_default_device()
-    with torch.device("cpu"):
-        fields = shared_table(0, R, P, 70, 6 * R)
-    table = ops.PageTable(*(x.to(device) for x in fields))
+    table = ops.PageTable(*shared_table(0, R, P, 70, 6 * R))
     others, array = others_of(table, P), torch.randn(len(table.refs), P, 32).bfloat16()
     (tokens,) = tensors((B, H, S, 32))
     before = rows_of(array, table)

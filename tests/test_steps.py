@@ -17,10 +17,7 @@ def rotation(rows: int, rotary_dim: int) -> dict[str, torch.Tensor]:
 
 def random_table(seed: int, rows: int, page_size: int, S: int, longest: int = 30) -> PageTable:
     """Rows of any length that share pages with each other and with other tables; on the default device."""
-    device = torch.get_default_device()
-    with torch.device("cpu"):
-        table = PageTable(*shared_table(seed, rows, page_size, longest, 3 * rows + rows * S // page_size))
-    table = PageTable(*(x.to(device) for x in table))
+    table = PageTable(*shared_table(seed, rows, page_size, longest, 3 * rows + rows * S // page_size))
     # pages of rows that shared the longest line end before its free columns do
     return table._replace(block_table=torch.nn.functional.pad(table.block_table, (0, S // page_size + 1), value=-7))
 

@@ -18,7 +18,8 @@ def prompt_attention(queries: Tensor, keys: Tensor, values: Tensor, lengths: lis
     S, T = queries.shape[2], keys.shape[2]
     whole = min(lengths) == T
     plain = softmax.softcap is None and softmax.sink_logits is None
-    if queries.device.type != "cpu" and whole and plain:  # on a GPU SDPA's flash attention serves the mask
+    flash = queries.dtype != torch.float32 and queries.shape[3] <= 256  # else SDPA would take memory of S * T
+    if queries.device.type != "cpu" and whole and plain and flash:
         return torch.nn.functional.scaled_dot_product_attention(
             queries, keys, values, attn_mask=causal_lower_right(S, T), scale=softmax.scale, enable_gqa=True
         )

@@ -371,7 +371,7 @@ class Chooser(SideState):
                 continue
             for one, own in zip(some, ranks, strict=True):
                 left = contest.enter(self.layer, one.b, own)
-                out.append(([one.b], left.slots[None], torch.tensor([left.kept])))
+                out.append(([one.b], left.slots[None], torch.tensor([left.kept], device="cpu")))
         return out
 
     def follow(self, choice: Choice) -> None:

@@ -136,9 +136,10 @@ class Generation(Summary, RecurrentStates, Cache):
         had = [length for length in had for _ in range(batch // len(had))]
         if columns == 1 and min(counts) == 1 and at[:, 0].tolist() == had:
             return
-        column = torch.arange(columns)
-        padding = column < columns - torch.tensor(counts)[:, None]
-        own = column + torch.tensor(had)[:, None] - (columns - torch.tensor(counts)[:, None])
+        column = torch.arange(columns, device="cpu")
+        new, before = (torch.tensor(numbers, device="cpu")[:, None] for numbers in (counts, had))
+        padding = column < columns - new
+        own = column + before - (columns - new)
         at = at.to("cpu").expand(batch, -1)
         stands = (at == own) | ((at < own) & (at >= self.trained_length - 1))
         right = (stands | padding).all(1) | ((at == column + self.seen) | padding).all(1)

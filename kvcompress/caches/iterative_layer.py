@@ -177,7 +177,7 @@ class IterativeLayer(RepeatingLayer):
     def _observe(self, offers: Offers, b: int, held: list[int]) -> tuple[Tensor, Tensor]:
         """float32 [Hkv] each, on the CPU: share of the chunk's attention that memory received, and memory's keys."""
         rows, ends = offers.rows(b), offers.counts(b)
-        before, S = torch.tensor(held[rows]), offers.queries.shape[2]
+        before, S = torch.tensor(held[rows], device="cpu"), offers.queries.shape[2]
         queries = offers.queries[b, :, S - offers.valid[b] : S - offers.guides[b]].unflatten(0, (len(ends), -1))
         G, received = queries.shape[1], []
         for h, end in enumerate(ends):  # heads have softmaxes of their own
@@ -196,8 +196,8 @@ class IterativeLayer(RepeatingLayer):
         assert memory is not None and observed is not None
         heads, origins = len(memory.held) // len(self.observed), memory.origins.of(memory.held)
         positions = tuple(origins[row, : memory.held[row]].clone() for row in range(b * heads, (b + 1) * heads))
-        old = torch.tensor([int((places < start).sum()) for places in positions])
-        retention = old / torch.tensor([max(len(places), 1) for places in positions])
+        old = torch.tensor([int((places < start).sum()) for places in positions], device="cpu")
+        retention = old / torch.tensor([max(len(places), 1) for places in positions], device="cpu")
         return LayerReading(positions, retention, *observed)
 
     # ---- a prompt begins and ends ----

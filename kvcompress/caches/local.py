@@ -147,7 +147,7 @@ class LocalLayer(CompressedLayer):
         if self.ring is None:
             return []
         last = zip(self.next, self._held(), strict=True)
-        return [[torch.arange(n - held, n)] * self.ring.heads for n, held in last]
+        return [[torch.arange(n - held, n, device="cpu")] * self.ring.heads for n, held in last]
 
     joins = True
 

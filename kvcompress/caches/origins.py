@@ -16,15 +16,15 @@ class Origins(SideState):
     """
 
     def __init__(self, rows: int) -> None:
-        self.places = torch.zeros(rows, 0, dtype=torch.int32)
+        self.places = torch.zeros(rows, 0, dtype=torch.int32, device="cpu")
         self.held, self.later = [0] * rows, [0] * rows
 
     def of(self, counts: list[int]) -> Tensor:
         """int32 [R, T]: the tokens of each row's first counts[r] slots, T of the longest; what follows them is any."""
-        slots = torch.arange(max(counts, default=0), dtype=torch.int32)
-        tokens = slots + torch.tensor(self.later, dtype=torch.int32)[:, None]
+        slots = torch.arange(max(counts, default=0), dtype=torch.int32, device="cpu")
+        tokens = slots + torch.tensor(self.later, dtype=torch.int32, device="cpu")[:, None]
         most = min(self.places.shape[1], len(slots))
-        known = slots[:most] < torch.tensor(self.held)[:, None]
+        known = slots[:most] < torch.tensor(self.held, device="cpu")[:, None]
         tokens[:, :most] = torch.where(known, self.places[:, :most], tokens[:, :most])
         return tokens
 
@@ -61,8 +61,8 @@ class Origins(SideState):
             return
         ends = [max(held, first + n) if n else held for held, n in zip(self.held, counts, strict=True)]
         tokens, width = self.of(ends), max(end - n for end, n in zip(ends, counts, strict=True))
-        slots = torch.arange(width)
-        gone = torch.tensor(counts)[:, None]
+        slots = torch.arange(width, device="cpu")
+        gone = torch.tensor(counts, device="cpu")[:, None]
         index = (slots + torch.where(slots < first, 0, gone)).clamp_(max=max(tokens.shape[1] - 1, 0))
         self.places = tokens.gather(1, index)
         self.held = [end - n for end, n in zip(ends, counts, strict=True)]
@@ -79,7 +79,7 @@ class Origins(SideState):
         if not rows:
             return
         places = torch.nn.functional.pad(self.places, (0, max(first - self.places.shape[1], 0)))
-        places[rows, :first] = torch.arange(first, dtype=torch.int32)
+        places[rows, :first] = torch.arange(first, dtype=torch.int32, device="cpu")
         self.places, self.held, self.later = places, list(self.held), list(self.later)
         for row in rows:
             self.held[row], self.later[row] = first, later[row]

@@ -311,8 +311,9 @@ class StreamingLayer(CompressedLayer):
             return []
         heads, kept = self.keys.shape[0] // len(self.tokens), []
         for token in self.tokens:
-            sinks = torch.arange(min(token, self.sinks))
-            kept.append([torch.cat([sinks, torch.arange(max(token - self.window, len(sinks)), token)])] * heads)
+            sinks = torch.arange(min(token, self.sinks), device="cpu")
+            near = torch.arange(max(token - self.window, len(sinks)), token, device="cpu")
+            kept.append([torch.cat([sinks, near])] * heads)
         return kept
 
 

@@ -59,7 +59,7 @@ class Track:
     def memory_map(self, sequence: int = 0) -> Tensor:
         """float32 [L, n]: share of a layer's final memory, over all its KV heads, that came from each chunk."""
         readings = self._of(sequence)
-        edges = torch.tensor([r.start for r in readings])
+        edges = torch.tensor([r.start for r in readings], device="cpu")
         rows = []
         for layer in readings[-1].layers:
             positions = torch.cat(layer.positions).long()

@@ -105,12 +105,13 @@ def projections_of(decoder: Any, facts: Facts) -> dict[int, LayerMade]:
     number_bits = max(max(map(len, linears.values()), default=1) - 1, 1).bit_length()
     rows = 1 + row_bits + number_bits
     generator = torch.Generator().manual_seed(0)
-    marks = torch.rand(TOKENS, widest, generator=generator) + 0.5
-    spelt = torch.arange(widest)
-    signs = [torch.ones(widest), *(1.0 - 2 * ((spelt >> bit) & 1) for bit in range(row_bits))]
+    marks = torch.rand(TOKENS, widest, generator=generator, device="cpu") + 0.5
+    spelt = torch.arange(widest, device="cpu")
+    signs = [torch.ones(widest, device="cpu"), *(1.0 - 2 * ((spelt >> bit) & 1) for bit in range(row_bits))]
 
     def marking(number: int) -> Any:
-        own = torch.stack([*signs, *(torch.full((widest,), 1.0 - 2 * ((number >> b) & 1)) for b in range(number_bits))])
+        bits = [1.0 - 2 * ((number >> b) & 1) for b in range(number_bits)]
+        own = torch.stack([*signs, *(torch.full_like(signs[0], bit) for bit in bits)])
 
         def hook(module: nn.Module, args: Any, out: Any) -> Any:
             if not isinstance(out, Tensor) or out.ndim < 3 or (out.shape[0], out.shape[-2]) != (rows, TOKENS):
@@ -166,7 +167,7 @@ def _made(kind: str, x: Tensor, row_bits: int, linears: list[tuple[str, Any]]) -
     bits = (ratio < 0).all(2).long()
     spelt = [sum(bit << i for i, bit in enumerate(part)) for part in (bits[:row_bits], bits[row_bits:])]
     row, number = (torch.as_tensor(part) for part in spelt)
-    sizes = torch.tensor([_outputs(module) for _, module in linears] or [0])
+    sizes = torch.tensor([_outputs(module) for _, module in linears] or [0], device="cpu")
     if bool((number >= len(linears)).any()) or bool((row >= sizes[number.clamp(max=len(sizes) - 1)]).any()):
         raise ValueError(f"its {kind} are not made by linear layers of its own")
     return Made(tuple(name for name, _ in linears), number, row)

@@ -158,8 +158,8 @@ class _RecordingPass(_NearPass):
             sums, rows = ops.layer_similarity(queries, keys, **self.softmax[kind].options, **masked)
             if found is None:
                 L = len(self.kinds)
-                found = sums.new_full((sums.shape[0], L, L), rows).cpu() * (1 - torch.eye(L, dtype=sums.dtype))
-            own = torch.tensor(self.layers(kind))
+                found = sums.new_full((sums.shape[0], L, L), rows).cpu() * (1 - torch.eye(L, dtype=sums.dtype, device="cpu"))
+            own = torch.tensor(self.layers(kind), device="cpu")
             found[:, own[:, None], own] = sums.cpu()
         assert found is not None
         return found, rows
@@ -257,6 +257,6 @@ def agreement(
             shares.append([float((predicted(size) == full).double().mean()) for size in sizes])
             show(tokens := tokens + len(ids))
     need(len(shares) > 0, "samples must hold at least one, got none")
-    all_shares = torch.tensor(shares, dtype=torch.float64)
+    all_shares = torch.tensor(shares, dtype=torch.float64, device="cpu")
     error = all_shares.std(0) / len(shares) ** 0.5 if len(shares) > 1 else torch.full_like(all_shares[0], float("nan"))
     return Agreement(tuple(sizes), tuple(all_shares.mean(0).tolist()), tuple(error.tolist()), len(shares))

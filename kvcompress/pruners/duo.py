@@ -98,7 +98,7 @@ class StreamingHeads(Budget):
         self.heads.check_rows(heads)
 
     def divide(self, layer: int, ranks: Tensor, keep: int, allowed: int) -> tuple[Tensor, Tensor | None]:
-        T, whole = ranks.shape[-1], torch.tensor(self._whole(layer))
+        T, whole = ranks.shape[-1], torch.tensor(self._whole(layer), device="cpu")
         counts = (ranks > float("-inf")).sum(-1).to("cpu", torch.int32)
         kept = torch.where(whole, counts, counts.clamp(max=self.window))
         indices = torch.arange(T, dtype=torch.int32, device=ranks.device).repeat(*ranks.shape[:-1], 1)

@@ -70,7 +70,7 @@ class LeverageScore(Pruner):
         own = own - own.mean(1, keepdim=True)
         if self.sketch is not None:
             generator = torch.Generator().manual_seed(hash((self.seed, candidates.layer)) % (1 << 63))
-            sketch = torch.randn(candidates.heads, D, self.sketch, generator=generator) / self.sketch**0.5
+            sketch = torch.randn(candidates.heads, D, self.sketch, generator=generator, device="cpu") / self.sketch**0.5
             own = own @ sketch.to(own.device)
         gram = own.mT @ own
         gram = gram + self.jitter * torch.eye(gram.shape[-1], device=own.device)

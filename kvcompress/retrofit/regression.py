@@ -12,8 +12,8 @@ class RidgeSums:
     """What a regression of `features` numbers to `outputs` needs of all its rows."""
 
     def __init__(self, features: int, outputs: int) -> None:
-        self.square = torch.zeros(features, features, dtype=torch.float64)
-        self.product = torch.zeros(features, outputs, dtype=torch.float64)
+        self.square = torch.zeros(features, features, dtype=torch.float64, device="cpu")
+        self.product = torch.zeros(features, outputs, dtype=torch.float64, device="cpu")
 
     def add(self, x: Tensor, y: Tensor) -> None:
         """x: float32 [n, features]. y: float32 [n, outputs]."""
@@ -22,7 +22,7 @@ class RidgeSums:
 
     def solved(self, ridge: float) -> Tensor:
         """float32 [features, outputs]. ridge: on the diagonal, times its mean."""
-        damping = ridge * self.square.diagonal().mean() * torch.eye(len(self.square), dtype=torch.float64)
+        damping = ridge * self.square.diagonal().mean() * torch.eye(len(self.square), dtype=torch.float64, device="cpu")
         return torch.linalg.solve(self.square + damping, self.product).float()
 
 

@@ -14,6 +14,7 @@ from kvcompress.caches.base import CompressedCache
 from kvcompress.caches.origins import Origins
 from kvcompress.dmc import DMCConfig
 from kvcompress.pod import PoDConfig, PoDPlan
+from kvcompress.pruners import Pruner
 
 Draw = Callable[[int, int], tuple[Tensor, Tensor]]  # keys and values of some tokens from a place on, as fill takes it
 SHARES = (1, 1 / 2, 1 / 8, 1 / 16, 1 / 16, 1 / 16, 1 / 16, 1 / 8)  # of the tokens, as AdaKV divides them; mean 1/4
@@ -49,10 +50,12 @@ def pod_cache(B: int, T: int, dtype: torch.dtype, plan: PoDPlan, **settings: Any
     return cache
 
 
-def pruned_cache(layers: int, B: int, T: int, dtype: torch.dtype, shares: Sequence[float] = SHARES) -> PrunedCache:
+def pruned_cache(
+    layers: int, B: int, T: int, dtype: torch.dtype, shares: Sequence[float] = SHARES, pruner: Pruner | None = None
+) -> PrunedCache:
     """shares: of the T tokens that each KV head has kept."""
     model = layers_of(layers, 2 * T)
-    cache = PrunedCache(model.config, budget=0.0)
+    cache = PrunedCache(model.config, pruner, budget=0.0)
     adopt(cache, model)
     keep(cache, B, T, [int(share * T) for share in shares], lambda _, S: draw_rows(B, S, dtype))
     return cache
@@ -67,7 +70,7 @@ def keep(cache: CompressedCache, B: int, T: int, kept: Sequence[int], draw: Draw
         origins.later = [T - count for count in kept] * B
         layer.pool.fill((k, v), list(kept) * B, origins)
         layer.next, layer.tokens = [T] * B, [T] * B
-    cache.seen = T
+    cache.seen, cache._batch = T, B
 
 
 def pod_reads(layers: int, T: int, window: int, token_nbytes: int, weight_nbytes: int) -> dict[str, int]:

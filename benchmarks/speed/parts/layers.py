@@ -82,7 +82,14 @@ def unattended() -> Iterator[None]:
         skipped += 1
         return torch.zeros_like(queries), torch.zeros(queries.shape[:3])
 
-    with mock.patch.object(ops, "attention", nothing), mock.patch.object(ops, "decode", nothing):
+    def no_sdpa(queries: Tensor, *_: object, **__: object) -> Tensor:  # on a GPU
+        return nothing(queries)[0]
+
+    with (
+        mock.patch.object(ops, "attention", nothing),
+        mock.patch.object(ops, "decode", nothing),
+        mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", no_sdpa),
+    ):
         yield
     if not skipped:
         raise RuntimeError("caches attend to a prompt by other ops than those that unattended() replaces")

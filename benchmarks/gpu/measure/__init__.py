@@ -1,0 +1,1 @@
+"""What gpu_check.py measures, a file for each part."""

@@ -1,0 +1,157 @@
+"""Single ops: decode, decode_shared, scores and attention, each beside a peer, and how near they come to the ceiling."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from benchmarks.common import COLD_NBYTES, Row, visible
+from benchmarks.gpu.measure.turns import alternate, copy_bandwidth, device, product_rate
+from kvcompress import ops
+
+HQ, HKV, D, PAGE, W = 32, 8, 128, 64, 64
+BF16, F32 = torch.bfloat16, torch.float32
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """decode: dtype, B and T of its rows; scored: T of theirs; attended: mask, T and head dim of theirs."""
+
+    repeats: int
+    product: int
+    decode: tuple[tuple[torch.dtype, int, int], ...]
+    scored: tuple[int, ...]
+    attended: tuple[tuple[str, int, int], ...]
+
+
+SIZES = {
+    "full": Sizes(
+        41, 8192, tuple(itertools.product((BF16, F32), (1, 8), (4096, 32768))), (4096, 32768),
+        (("causal", 8192, 128), ("causal", 8192, 64), ("window", 8192, 128)),
+    ),
+    "quick": Sizes(11, 8192, ((BF16, 1, 4096), (BF16, 8, 32768)), (4096,), (("causal", 4096, 128),)),
+    "tiny": Sizes(1, 64, ((BF16, 1, 128), (F32, 2, 256)), (256,), (("causal", 128, 64), ("window", 128, 64))),
+}  # fmt: skip
+
+
+def pages_of(k: torch.Tensor, v: torch.Tensor, page: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Rows [R, T, D], T a multiple of page, as pages in random order and their table."""
+    R, T, dim = k.shape
+    order = torch.randperm(R * T // page, device=k.device)
+    k_pages, v_pages = (torch.empty(R * T // page, page, dim, dtype=k.dtype, device=k.device) for _ in range(2))
+    k_pages[order], v_pages[order] = k.reshape(-1, page, dim), v.reshape(-1, page, dim)
+    return k_pages, v_pages, order.to(torch.int32).reshape(R, T // page)
+
+
+def decode_rows(size: str) -> Iterator[Row]:
+    bandwidth = copy_bandwidth(COLD_NBYTES[size])
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    for dtype, B, T in SIZES[size].decode:
+        R = B * HKV
+        nbytes = 2 * R * T * D * dtype.itemsize
+        copies = max(1, -(-COLD_NBYTES[size] // nbytes))
+        caches = []
+        for _ in range(copies):
+            k, v = (torch.randn(R, T, D, device=device(), dtype=dtype) for _ in range(2))
+            caches.append((k, v, *pages_of(k, v, PAGE)))
+        queries = torch.randn(B, HQ, 1, D, device=device(), dtype=dtype)
+        full = torch.full((R,), T, dtype=torch.int32, device=device())
+        shares = torch.tensor([1.0, 1 / 2, 1 / 8, 1 / 16, 1 / 16, 1 / 16, 1 / 16, 1 / 8])  # mean 1/4
+        ragged = (T * shares).to(torch.int32).repeat(B).to(device())
+        turn = itertools.cycle(range(copies))
+
+        def contiguous(caches=caches, queries=queries, end=full, turn=turn):
+            return ops.decode(queries, *caches[next(turn)][:2], end)
+
+        def paged(caches=caches, queries=queries, end=full, turn=turn):
+            _, _, k_pages, v_pages, table = caches[next(turn)]
+            return ops.decode(queries, k_pages, v_pages, end, block_table=table)
+
+        def compressed(paged=paged, ragged=ragged):
+            return paged(end=ragged)
+
+        def peer(caches=caches, queries=queries, turn=turn, B=B):
+            k, v = (x.unflatten(0, (B, HKV)) for x in caches[next(turn)][:2])
+            return sdpa(queries, k, v, enable_gqa=True)
+
+        near = torch.randn_like(queries), torch.randn(B, HQ, 1, device=device())
+        weights = torch.full((B, HQ, T), 1 / T, device=device())
+        begin = torch.zeros_like(full)
+
+        def leading(caches=caches, queries=queries, end=full, turn=turn, weights=weights):
+            _, _, k_pages, v_pages, table = caches[next(turn)]
+            return ops.decode(queries, k_pages, v_pages, end, block_table=table, probabilities=weights)
+
+        def following(caches=caches, near=near, begin=begin, end=full, turn=turn, weights=weights):
+            _, _, _, v_pages, table = caches[next(turn)]
+            return ops.decode_shared(near, weights, near[1], v_pages, begin, end, block_table=table)
+
+        times = alternate(SIZES[size].repeats, contiguous, paged, compressed, peer, leading, following)
+        part = int(nbytes * ragged.sum() / full.sum())
+        name = f"{str(dtype).removeprefix('torch.')}/T{T}/B{B}"
+        for kind, seconds, moved, note in (
+            ("decode", times[0], nbytes, "contiguous rows"),
+            (f"decode/paged{PAGE}", times[1], nbytes, "ratio 1 through pages"),
+            ("decode/ragged4", times[2], part, f"{times[1] / times[2]:.2f}x our own dense time at compression 4"),
+        ):
+            note = f"{moved / seconds / 1e9:.0f} GB/s; {note}"
+            yield Row(f"{kind}/{name}", seconds, times[3], "SDPA, dense", moved / seconds / bandwidth, moved, note)
+        for kind, seconds, moved in (
+            ("decode/probabilities", times[4], nbytes + 12 * B * HQ * T),
+            ("decode_shared", times[5], nbytes // 2 + 4 * B * HQ * T),
+        ):
+            note = f"{moved / seconds / 1e9:.0f} GB/s"
+            peer_name = "decode, the same pages"
+            yield Row(f"{kind}/{name}", seconds, times[1], peer_name, moved / seconds / bandwidth, moved, note)
+
+
+def score_rows(size: str) -> Iterator[Row]:
+    rate = product_rate(SIZES[size].product)
+    for T in SIZES[size].scored:
+        queries, keys = (torch.randn(1, H, n, D, device=device(), dtype=torch.bfloat16) for H, n in ((HQ, W), (HKV, T)))
+        hidden = torch.ones(W, T, dtype=torch.bool, device=device()).triu(T - W + 1)
+
+        def peer(queries=queries, keys=keys, hidden=hidden, T=T):
+            grouped = queries.reshape(1, HKV, HQ // HKV * W, D)
+            logits = (grouped @ keys.mT * D**-0.5).view(1, HKV, HQ // HKV, W, T)
+            votes = logits.masked_fill(hidden, float("-inf")).softmax(-1, dtype=torch.float32)[..., : T - W]
+            return torch.nn.functional.avg_pool1d(votes.mean(dim=(2, 3)), 5, 1, 2)
+
+        times = alternate(SIZES[size].repeats, lambda q=queries, k=keys: ops.window_scores(q, k), peer)
+        ceiling = 2 * HQ * W * T * D / times[0] / rate
+        name = f"score/bfloat16/T{T}/Hq{HQ}/Hkv{HKV}/D{D}/W{W}"
+        yield Row(name, *times, "matmul, mask, softmax, mean, avg_pool1d", ceiling, keys.nbytes)
+
+
+def attention_rows(size: str) -> Iterator[Row]:
+    rate = product_rate(SIZES[size].product)
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    for kind, T, dim in SIZES[size].attended:
+        mask = {"window": T // 8, "sinks": 16} if kind == "window" else {}
+        q = torch.randn(1, HQ, T, dim, device=device(), dtype=torch.bfloat16, requires_grad=True)
+        k, v = (torch.randn(1, HKV, T, dim, device=device(), dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
+        seen = visible(T, **mask, device=q.device) if mask else None
+        pairs = T * (T + 1) // 2 if seen is None else int(seen.sum())
+        grad = torch.randn_like(q)
+
+        def ours(q=q, k=k, v=v, mask=mask):
+            return ops.attention(q, k, v, **mask)[0]
+
+        def peer(q=q, k=k, v=v, seen=seen):
+            return sdpa(q, k, v, attn_mask=seen, is_causal=seen is None, enable_gqa=True)
+
+        def both(forward, grad=grad):
+            forward().backward(grad)
+
+        with torch.no_grad():
+            forward = alternate(SIZES[size].repeats, ours, peer)
+        backward = alternate(SIZES[size].repeats, lambda ours=ours: both(ours), lambda peer=peer: both(peer))
+        for what, times, flops in (("forward", forward, 4), ("forward+backward", backward, 14)):
+            done = flops * dim * HQ * pairs
+            note = f"{done / times[0] / 1e12:.0f} TFLOP/s; SDPA {done / times[1] / 1e12:.0f}"
+            name = f"attention/{kind}/{what}/bfloat16/T{T}/D{dim}/Hkv{HKV}"
+            peer_name = "SDPA, causal" if seen is None else "SDPA, boolean mask"
+            yield Row(name, *times, peer_name, done / times[0] / rate, None, note)

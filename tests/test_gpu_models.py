@@ -1,0 +1,142 @@
+"""Whole models on a GPU: every cache gives the tokens that it gives on the CPU, in eager steps and in recorded ones."""
+
+import pytest
+import torch
+from helpers import DMC_MODES, attached, deciding_model, forward, left_padded, random_ids, tiny_gates_folder, tiny_model
+from test_graphs import CASES
+
+import kvcompress
+from kvcompress import CacheSpec, StepGraph, dmc, graphs
+from kvcompress.demo import make_task
+
+SNAPKV = "pruned,pruner=snapkv,window=32"
+SPECS = {  # caches of the shipped model, and which of its versions they are for
+    "dense": ("quest,dense_layers=99", None),
+    "snapkv": (f"{SNAPKV},budget=200", None),
+    "adakv": (f"{SNAPKV},budget=adakv:200", None),
+    "tova": ("pruned,pruner=tova,budget=200,every=8", None),
+    "h2o": ("pruned,pruner=h2o,budget=200,every=8", None),
+    "kvzip": ("pruned,pruner=kvzip,budget=globaltopk:0.75", None),
+    "replay": ("pruned,pruner=replay,budget=globaltopk:0.75", None),
+    "cge": ("pruned,pruner=centerofgravity,budget=200", None),
+    "rgl": (f"{SNAPKV},budget=200,positions=remotegap:gap=64", None),
+    "iterative": ("iterative,memory_size=192,chunk_size=128,schedule=sqrt,dynamic=true", None),
+    "streaming": ("streaming,window_size=252,num_sink_tokens=4", None),
+    "quest": ("quest,token_budget=256,dense_layers=1", None),
+    "dmc": ("dmc", "dmc"),
+    "pod": ("pod", "pod"),
+}
+TOKENS, NEW = 700, 24
+
+
+def generated(device, name, dtype=torch.float32):
+    """Tokens after a text, and the logits of the last of it."""
+    spec, retrofit = SPECS[name]
+    model = kvcompress.load_example_model(dtype=dtype, device=device, retrofit=retrofit)[0]
+    task = make_task(TOKENS, 0.4, 7, device)
+    cache = CacheSpec.parse(spec).make(model.config)
+    with kvcompress.attach(model), torch.device(device), torch.no_grad():
+        out = kvcompress.generate(model, task.ids, cache, max_new_tokens=NEW, do_sample=False)
+        logits = model(out[:, -1:], past_key_values=cache).logits
+    return out[0, TOKENS:].tolist(), logits.float().cpu(), cache.stored_lengths()
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_tokens_of_the_shipped_model_are_those_of_the_cpu(gpu, name):
+    tokens, logits, lengths = generated(gpu, name)
+    expected, theirs, held = generated("cpu", name)
+    assert tokens == expected and lengths == held
+    torch.testing.assert_close(logits, theirs, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["snapkv", "iterative", "streaming", "dmc", "pod"])
+def test_bfloat16_answers_as_on_the_cpu(gpu, name):
+    """Roundings differ, so that the first tokens are compared alone: the answer to the question at the text's end."""
+    assert generated(gpu, name, torch.bfloat16)[0][:5] == generated("cpu", name, torch.bfloat16)[0][:5]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_recorded_step_computes_what_the_step_does(gpu, name):
+    make, cache_of = CASES[name]
+    with torch.device("cpu"):
+        model = make()
+        ids = torch.cat([random_ids(30, seed=1), random_ids(30, seed=2)])
+    model, ids = model.to(gpu), ids.to(gpu)
+    cache = cache_of(model.config)
+    kvcompress.prefill(model, ids, cache)
+    plain = cache.fork()
+    step, replayed = StepGraph(model, cache), 0
+    for i in range(40):
+        new = torch.stack([random_ids(1, seed=100 + i)[0], random_ids(1, seed=200 + i)[0]]).to(gpu)
+        room = cache.steps_ahead()
+        found = step(new)
+        replayed += room > 0 and i >= graphs.WARM
+        with torch.no_grad():
+            expected = model(new, past_key_values=plain).logits
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+        if i == 20:  # what else changes the cache may come between
+            cache.reorder_cache(torch.tensor([1, 0], device=gpu))
+            plain.reorder_cache(torch.tensor([1, 0], device=gpu))
+    assert cache.stored_lengths() == plain.stored_lengths()
+    assert replayed > 20 and 1 <= step.recordings < replayed / 2, (replayed, step.recordings)
+
+
+BATCHES = {
+    "snapkv": ("pruned,pruner=snapkv,window=4,kernel_size=3,budget=12", None),
+    "iterative": ("iterative,memory_size=12,chunk_size=8", None),
+    "streaming": ("streaming,window_size=12,num_sink_tokens=2", None),
+    "gated": ("gated,gates=GATES,threshold=0,window=6,num_sink_tokens=2", None),
+    **{name: ("dmc", fields) for name, fields in DMC_MODES.items() if name in ("dmc", "window", "dms")},
+}
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_padded_batches_are_those_of_the_cpu(gpu, name):
+    spec, fields = BATCHES[name]
+    with torch.device("cpu"):
+        prompts = [random_ids(n, seed=n) for n in (37, 5, 20)]
+        ids, mask = left_padded(prompts)
+        model = tiny_model() if fields is None else deciding_model(dmc=fields)
+
+    def logits(device):
+        cache = CacheSpec.parse(spec.replace("GATES", tiny_gates_folder())).make(model.config)
+        with kvcompress.attach(model.to(device)), torch.device(device), torch.no_grad():
+            found = [model(ids.to(device), attention_mask=mask.to(device), past_key_values=cache).logits[:, -1:]]
+            for i in range(20):
+                new = torch.full((3, 1), 5 + i, device=device)
+                seen = torch.cat([mask, torch.ones(3, i + 1, dtype=mask.dtype, device="cpu")], 1).to(device)
+                found.append(model(new, attention_mask=seen, past_key_values=cache).logits)
+        return torch.cat(found, 1).cpu(), cache.stored_lengths()
+
+    (found, held), (expected, theirs) = logits(gpu), logits("cpu")
+    assert held == theirs
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("mode", ["dmc", "window", "dms"])
+def test_losses_and_gradients_of_training_are_those_of_the_cpu(gpu, mode):
+    def trained(device):
+        with torch.device("cpu"):
+            torch.manual_seed(0)
+            model = attached()
+            dmc.convert(model, dmc.DMCConfig(**DMC_MODES[mode]), anneal=False)
+            ids = random_ids(70, batch=2)
+        model = model.to(device).train()
+        forward_loss = model(ids.to(device), labels=ids.to(device)).loss
+        forward_loss.backward()
+        return [forward_loss.detach().cpu(), *(p.grad.cpu() for p in model.parameters() if p.grad is not None)]
+
+    for found, expected in zip(trained(gpu), trained("cpu"), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+
+
+def test_a_saved_cache_is_loaded_on_another_device(gpu, tmp_path):
+    with torch.device("cpu"):
+        model, ids = attached(), random_ids(40)
+    cache = CacheSpec.parse(BATCHES["snapkv"][0]).make(model.config)
+    kvcompress.prefill(model, ids.cpu(), cache)
+    new = ids[:, -1:]
+    cache.save(tmp_path / "cache")
+    expected = forward(model, new, past_key_values=cache)
+    there = kvcompress.load_cache(tmp_path / "cache", model.to(gpu))
+    torch.testing.assert_close(forward(model, new.to(gpu), past_key_values=there).cpu(), expected, rtol=1e-3, atol=1e-3)

@@ -14,12 +14,13 @@ from .hf.argument import CACHE
 WARM = 2  # steps that run before one is recorded: libraries take their workspaces then
 
 
-def record(run: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+def record(run: Callable[[], Any], device: torch.device) -> tuple[Callable[[], None], Any]:
     """What does again on the device what run() does there, and run's results, into which it goes. Nothing is done
     yet."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = run()
+    with torch.cuda.device(device):  # PyTorch's own stream for recording is one of the device that was first
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=torch.cuda.Stream(device)):
+            results = run()
     return graph.replay, results
 
 
@@ -31,12 +32,14 @@ class StepGraph:
 
     model: attached, on a CUDA device, in evaluation mode. cache: one whose step needs nothing of the host from token to
     token: IterativeCache, PrunedCache without `every` and RemoteGap, QuestCache, DMCCache without track (not DMS), of a
-    model without windows and recurrent layers. Pages are set aside for as many steps as a page has slots; the step that
-    takes the next ones is launched op by op, and where it replaced tensors of the cache (its table grew) the graph is
-    recorded anew. What else changes the cache (further prompts, forks, crop) may come between calls.
-    The sequences of the batch are of one length: positions are counted from cache.get_seq_length().
+    model without windows and recurrent layers. Where tokens vote (Replay, H2O), every 16th is launched op by op. Pages
+    are taken for as many steps as a page has slots, before the first of them; where that replaces tensors of the cache
+    (its pages or its table grow), the graph is recorded anew. What else changes the cache (further prompts, forks,
+    crop) may come between calls. The sequences of the batch are of one length: positions are counted from
+    cache.get_seq_length().
     Raises ValueError for a model that is not on a CUDA device and for a cache that has read nothing;
-    NotImplementedError for a cache or a layer that needs the host in each step.
+    NotImplementedError for a cache, a layer or a rotary embedding (dynamic, longrope) that needs the host in each step.
+    A call raises RuntimeError where max_pages leaves no page for its token, which is not counted then.
     """
 
     def __init__(self, model: nn.Module, cache: CompressedCache) -> None:
@@ -48,13 +51,19 @@ class StepGraph:
         if record is _RECORD and device.type != "cuda":
             raise ValueError(f"model must be on a CUDA device, got {device}")
         cache.check_repeats()
-        self.model, self.cache = model, cache
+        for facts in cache.facts.values():
+            if facts.query_rotary.asks_host:
+                raise NotImplementedError(
+                    f"layer {facts.index} rotates by frequencies that follow the length (dynamic, longrope): the model "
+                    "asks the device for it in each step, so that none can be recorded"
+                )
+        self.model, self.cache, self.device = model, cache, device
         self.ids = torch.zeros(cache.batch_size, 1, dtype=torch.long, device=device)
         self.positions = torch.zeros_like(self.ids)
         self.recordings = 0  # how often a step was recorded
         self._warm = 0
         self._replay: Callable[[], None] | None = None
-        self._held: tuple[tuple[int, ...], ...] = ()  # the tensors that the recorded step works on
+        self._held: list[Tensor] = []  # what the recorded step works on
         self._logits: Tensor | None = None
 
     @torch.inference_mode()
@@ -66,21 +75,32 @@ class StepGraph:
         cache = self.cache
         self.ids.copy_(ids)
         self.positions.fill_(cache.get_seq_length())
+        if self._warm >= WARM:
+            cache.prepare_steps()
         if self._warm < WARM or cache.steps_ahead() < 1:
             self._warm += 1
             return self._step().clone()
-        if self._replay is None or self._held != cache.held_tensors():
-            self._replay, self._logits = record(self._step)  # the host counts the token now, the device below
+        held = cache.held_tensors()
+        if self._replay is None or not _same(held, self._held):
+            self._replay, self._logits = record(
+                self._step, self.device
+            )  # the host counts the token now, the device below
             self._held = cache.held_tensors()
             self.recordings += 1
+            self._replay()
         else:
-            cache.count_step()
-        self._replay()
+            self._replay()
+            cache.count_step()  # while the device works
         assert self._logits is not None
         return self._logits.clone()
 
     def _step(self) -> Tensor:
         return self.model(self.ids, position_ids=self.positions, **{CACHE: self.cache}).logits
+
+
+def _same(some: list[Tensor], others: list[Tensor]) -> bool:
+    """Whether these are the same tensors, as objects: memory is used again."""
+    return len(some) == len(others) and all(x is y for x, y in zip(some, others, strict=True))
 
 
 _RECORD = record

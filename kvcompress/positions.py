@@ -147,6 +147,11 @@ class RotaryTables:
         """Whether frequencies follow the number of keys in sight (dynamic), so that no position is too large."""
         return "dynamic" in self._type
 
+    @property
+    def asks_host(self) -> bool:
+        """Whether the model's own embedding asks the device for the largest position of each pass, where it rotates."""
+        return self._switch > 0
+
     def check_one_table(self, length: int) -> None:
         """Raises ValueError if `length` keys in sight have other frequencies: keys cannot move then."""
         if self._regime(length):

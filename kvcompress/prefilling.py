@@ -132,7 +132,7 @@ def prefill(
         method.check_cache(cache)
     cache.adopt(decoder, facts)
     device = decoder.get_input_embeddings().weight.device
-    tail = torch.empty(0, dtype=torch.int64) if guide is None else guide.long()
+    tail = torch.empty(0, dtype=torch.int64, device="cpu") if guide is None else guide.long()
     prompt: Prompt | None = as_stream(input_ids)
     if prompt is None:
         _need_tensors(input_ids=input_ids)
@@ -234,11 +234,11 @@ def _places(
                 "prompts of several lengths one by one"
             )
         return {}
-    counted = torch.tensor(counts)[:, None]
-    places = (torch.tensor(first)[:, None] + torch.arange(width) - (width - counted)).clamp_(min=0).to(device)
+    counted, begin = (torch.tensor(numbers, device=device)[:, None] for numbers in (counts, first))
+    places = (begin + torch.arange(width, device=device) - (width - counted)).clamp_(min=0)
     if min(counts) == width:
         return {"position_ids": places}
-    mask = (torch.arange(width) >= width - counted).long().to(device)
+    mask = (torch.arange(width, device=device) >= width - counted).long()
     return {"position_ids": places, "attention_mask": mask}
 
 

@@ -102,7 +102,7 @@ class Profiled(Budget):
 
     def divide(self, layer: int, ranks: Tensor, keep: int, allowed: int) -> tuple[Tensor, Tensor | None]:
         T, row = ranks.shape[-1], self.profile.shares[layer]
-        counts = torch.tensor(_apportioned(len(row) * keep, row, max(T, keep))).to(ranks.device)[:, None]
+        counts = torch.tensor(_apportioned(len(row) * keep, row, max(T, keep)), device=ranks.device)[:, None]
         # the best `counts` of each row come before all others, then the next best of every row in turn
         order = ranks.argsort(stable=True, dim=-1, descending=True)
         behind = torch.empty_like(order).scatter_(-1, order, torch.arange(T, device=order.device).expand_as(order))

@@ -181,7 +181,7 @@ def kind_model(kind: str, seed: int = 0, **settings: object) -> PreTrainedModel:
 def tiny_gates(layers: int = 3, kv_heads: int = 2, numbers: int = 64, seed: int = 5) -> Gates:
     """Of tiny_model, random, so that heads and layers differ."""
     made = torch.Generator().manual_seed(seed)
-    every = [torch.randn(kv_heads, numbers + 1, generator=made) for _ in range(layers)]
+    every = [torch.randn(kv_heads, numbers + 1, generator=made, device="cpu") for _ in range(layers)]
     return Gates(tuple(every), tuple(map(float, range(-8, 9))))
 
 

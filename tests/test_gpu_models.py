@@ -3,10 +3,10 @@
 import pytest
 import torch
 from helpers import DMC_MODES, attached, deciding_model, forward, left_padded, random_ids, tiny_gates_folder, tiny_model
-from test_graphs import CASES
+from test_graphs import CASES, fewest
 
 import kvcompress
-from kvcompress import CacheSpec, StepGraph, dmc, graphs
+from kvcompress import CacheSpec, StepGraph, dmc
 from kvcompress.demo import make_task
 
 SNAPKV = "pruned,pruner=snapkv,window=32"
@@ -49,9 +49,10 @@ def test_tokens_of_the_shipped_model_are_those_of_the_cpu(gpu, name):
     torch.testing.assert_close(logits, theirs, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("name", ["snapkv", "iterative", "streaming", "dmc", "pod"])
+@pytest.mark.parametrize("name", ["dense", "iterative", "streaming", "dmc", "pod"])
 def test_bfloat16_answers_as_on_the_cpu(gpu, name):
-    """Roundings differ, so that the first tokens are compared alone: the answer to the question at the text's end."""
+    """Roundings differ, so that the first tokens are compared alone: the answer to the question at the text's end, by
+    caches that find it."""
     assert generated(gpu, name, torch.bfloat16)[0][:5] == generated("cpu", name, torch.bfloat16)[0][:5]
 
 
@@ -68,9 +69,9 @@ def test_a_recorded_step_computes_what_the_step_does(gpu, name):
     step, replayed = StepGraph(model, cache), 0
     for i in range(40):
         new = torch.stack([random_ids(1, seed=100 + i)[0], random_ids(1, seed=200 + i)[0]]).to(gpu)
-        room = cache.steps_ahead()
+        before, warm = step.recordings, step._warm
         found = step(new)
-        replayed += room > 0 and i >= graphs.WARM
+        replayed += step.recordings == before and step._warm == warm
         with torch.no_grad():
             expected = model(new, past_key_values=plain).logits
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
@@ -78,7 +79,7 @@ def test_a_recorded_step_computes_what_the_step_does(gpu, name):
             cache.reorder_cache(torch.tensor([1, 0], device=gpu))
             plain.reorder_cache(torch.tensor([1, 0], device=gpu))
     assert cache.stored_lengths() == plain.stored_lengths()
-    assert replayed > 20 and 1 <= step.recordings < replayed / 2, (replayed, step.recordings)
+    assert replayed > fewest(name) and 1 <= step.recordings < replayed / 2, (replayed, step.recordings)
 
 
 BATCHES = {
@@ -90,16 +91,22 @@ BATCHES = {
 }
 
 
+def made_batch(name):
+    """The model of a batch, and what makes its cache."""
+    spec, fields = BATCHES[name]
+    model = tiny_model() if fields is None else deciding_model(dmc=fields)
+    return model, lambda model: CacheSpec.parse(spec.replace("GATES", tiny_gates_folder())).make(model.config)
+
+
 @pytest.mark.parametrize("name", BATCHES)
 def test_padded_batches_are_those_of_the_cpu(gpu, name):
-    spec, fields = BATCHES[name]
     with torch.device("cpu"):
         prompts = [random_ids(n, seed=n) for n in (37, 5, 20)]
         ids, mask = left_padded(prompts)
-        model = tiny_model() if fields is None else deciding_model(dmc=fields)
+        model, cache_of = made_batch(name)
 
     def logits(device):
-        cache = CacheSpec.parse(spec.replace("GATES", tiny_gates_folder())).make(model.config)
+        cache = cache_of(model)
         with kvcompress.attach(model.to(device)), torch.device(device), torch.no_grad():
             found = [model(ids.to(device), attention_mask=mask.to(device), past_key_values=cache).logits[:, -1:]]
             for i in range(20):

@@ -4,16 +4,16 @@
 // keys; 4*G*S*D flops per key. Up to 16 queries that is under 16 flops per byte of bf16: the ceiling is memory
 // bandwidth, on every device, if enough bytes are on their way and the work is even.
 //
-// Even work: rows are cut into pieces of PIECE keys from their own beginning (so that a query's bits depend on its own
+// Even work: rows are cut into pieces of up to PIECE keys from their own beginning (so that a query's bits depend on its own
 // row only). plan_kernel lists the pieces on the device: nothing waits for the host, and the grids depend on sizes
 // only, so that a step can be captured in a CUDA graph. As many blocks as fit on the device take the pieces in turns:
 // one long row among short ones keeps all of them busy. join_kernel adds up a row's pieces in their order.
 //
 // Bytes on their way: H200 reads 4.8 TB/s at about 0.8 us of latency, 3.8 MB or 29 KB per multiprocessor; A100 2 TB/s,
 // 13 KB. pieces_mma_kernel (16-bit) copies STAGE keys and values ahead by cp.async: 32 KB per block at D = 128, and
-// 75 KB of shared memory let three blocks run per multiprocessor of an H200, two of an A100: 96 and 64 KB. While one
-// block starts a piece (list, block table, first copy: three loads in a chain, under 3 us of the 11 us that 128 KB take
-// at a third of a multiprocessor's share) the others read on.
+// 75 KB of shared memory let three blocks run per multiprocessor of an H200, two of an A100: 96 and 64 KB. What a piece
+// begins with (list, block table, first copy: three loads in a chain, 2 to 3 us) is fetched while the piece before it is
+// worked on.
 // Instructions: per 16 keys a warp issues 32 mma, 24 ldmatrix and about 150 others for 8 KB of keys and values; at the
 // H200's 20 bytes per clock and multiprocessor that is 206 of 1640 issue slots.
 // The pieces' results are (D + 2)*4 bytes per query and piece, written and read once: 3% of the keys and values at
@@ -37,10 +37,11 @@ namespace {
 template <class T, int VEC, int QUERIES, int PER_LANE, bool PROBABILITIES>
 __global__ __launch_bounds__(THREADS, 1) void pieces_kernel(const kvc_decode_args a, const plan p, const scratch s) {
     constexpr int CHUNKS = PER_LANE / VEC;
-    // keys that a lane loads before it uses the first; of wide float32 rows a second one would not find registers
-    constexpr int AHEAD = QUERIES * PER_LANE <= 32                                       ? 4
-                          : PER_LANE == FEW_PER_LANE || (VEC > 1 && sizeof(T) == 2) ? 2
-                                                                                          : 1;
+    // keys that a lane loads before it uses the first; of wide rows in float32, or whose logits are written, a second one
+    // would not find registers
+    constexpr int AHEAD = QUERIES * PER_LANE <= 32                                                         ? 4
+                          : PER_LANE == FEW_PER_LANE || (VEC > 1 && sizeof(T) == 2 && !PROBABILITIES) ? 2
+                                                                                                            : 1;
     KVC_DYNAMIC_SHARED(float, shared);
     const int lanes = p.lanes, groups = THREADS / lanes;
     const int lane = static_cast<int>(threadIdx.x) % lanes, group = static_cast<int>(threadIdx.x) / lanes;
@@ -52,8 +53,9 @@ __global__ __launch_bounds__(THREADS, 1) void pieces_kernel(const kvc_decode_arg
     float* values_of = l_of + groups * QUERIES;  // [groups][QUERIES][D]
 
     for (int64_t item = blockIdx.x; item < work; item += gridDim.x) {
-        const int4 piece = s.list[item / p.tiles];
-        const int64_t row = piece.x, b = row / a.Hkv, g = row % a.Hkv, first = item % p.tiles * QUERIES;
+        const int4 piece = s.list[quotient(item, p.tiles)];
+        const int64_t row = piece.x, b = quotient(row, a.Hkv), g = remainder_of(row, a.Hkv);
+        const int64_t first = remainder_of(item, p.tiles) * QUERIES;
         const int begin = piece.y, row_end = piece.z, end = end_of_piece(a, p, piece);
         // Online softmax, one per group of lanes and query: maximum m, sum l, weighted values
         float q[QUERIES][PER_LANE], values[QUERIES][PER_LANE], m[QUERIES], l[QUERIES];
@@ -175,7 +177,8 @@ __global__ __launch_bounds__(JOIN_THREADS) void join_kernel(const kvc_decode_arg
     constexpr int WARPS_HERE = JOIN_THREADS / 32;
     __shared__ float of_warp[WARPS_HERE], of_thread[JOIN_THREADS];
     const int thread = threadIdx.x, columns = p.join_columns, parts = JOIN_THREADS / columns;
-    const int64_t row = blockIdx.x / p.queries, n = blockIdx.x % p.queries, b = row / a.Hkv, g = row % a.Hkv;
+    const int64_t row = quotient(blockIdx.x, p.queries), n = remainder_of(blockIdx.x, p.queries);
+    const int64_t b = quotient(row, a.Hkv), g = remainder_of(row, a.Hkv);
     const query q = query_of(a, p, g, n, 0);
     const int pieces = pieces_of(a, p, row), D = static_cast<int>(a.D), d = thread % columns, part = thread / columns;
     const float2* statistics = s.statistics + row * p.row_pieces * p.queries + n;
@@ -235,8 +238,8 @@ __global__ __launch_bounds__(THREADS) void probabilities_kernel(const kvc_decode
     constexpr int EACH = PIECE / THREADS;
     const int64_t work = static_cast<int64_t>(*s.count) * p.tiles;
     for (int64_t item = blockIdx.x; item < work; item += gridDim.x) {
-        const int4 piece = s.list[item / p.tiles];
-        const int64_t first = item % p.tiles * SOFTMAX_QUERIES, row = piece.x;
+        const int4 piece = s.list[quotient(item, p.tiles)];
+        const int64_t first = remainder_of(item, p.tiles) * SOFTMAX_QUERIES, row = piece.x;
         const piece_columns columns = columns_of(a, p, piece);
         float x[SOFTMAX_QUERIES][EACH];
         float2 statistics[SOFTMAX_QUERIES];

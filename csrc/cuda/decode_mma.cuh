@@ -13,91 +13,135 @@ struct mma_shared {
     union {
         struct {
             T k[STAGE * PITCH], v[STAGE * PITCH];
-        } stages[2];
+        };
         // After the last key of a piece. Rows 8 banks apart: the 16 lanes that store 8 bytes at a time meet no other's
         float values[WARPS][MMA_QUERIES][MAX_D + 8];
-    };
+    } stages[2];
     T q[MMA_QUERIES * PITCH];
     float2 statistics[WARPS][MMA_QUERIES];
-    int2 pages[PIECE];  // of the piece's keys and values
+    int2 pages[PIECE];              // of the piece's keys and values; of the next one from its last stage on
+    uint32_t there[2][PIECE / 32];  // which of its keys are on a page, a bit each; of every second piece
 };
 
 static_assert(sizeof(mma_shared<bf16, 128>) + 1024 <= 228 * 1024 / 3, "three blocks per multiprocessor of an H200");
 
+// Blocks take pieces in turns. While one is worked on, its next STAGE of keys and values is copied; behind its last stage
+// the first one of the block's next piece, whose pages and queries wait in registers until then: a block never waits for
+// a table, a page number and a key in a row, but at its first piece.
 template <class T, int MAX_D, bool PROBABILITIES, bool CAPPED>
 __global__ __launch_bounds__(THREADS, MAX_D > 128 ? 1 : 3) void pieces_mma_kernel(const kvc_decode_args a, const plan p, const scratch s) {
     using memory = mma_shared<T, MAX_D>;
     constexpr int PITCH = memory::PITCH, N = MAX_D / 8, CHUNKS = MAX_D / 8;  // a chunk: 16 bytes
+    constexpr int KEYS = PIECE / THREADS, ROWS = THREADS / CHUNKS, PARTS = MMA_QUERIES / ROWS;  // of a thread
     KVC_DYNAMIC_SHARED(memory, shared);
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
     const int D = static_cast<int>(a.D), K = (D + 15) / 16 * 16;
-    const int chunk = thread % CHUNKS * 8;  // the column that this thread copies, of every THREADS / CHUNKS-th key
+    const int chunk = thread % CHUNKS * 8;  // the column that this thread copies, of every ROWS-th key
     const T* k_pages = static_cast<const T*>(a.k_pages);
     const T* v_pages = static_cast<const T*>(a.v_pages);
     const T* queries = static_cast<const T*>(a.q.data);
     const float scale = a.scale * LOG2_E;
     [[maybe_unused]] const float cap = a.softcap * LOG2_E;
-    const int64_t work = static_cast<int64_t>(*s.count) * p.tiles;
+    const unsigned work = static_cast<unsigned>(*s.count * p.tiles);  // at most MAX_GRID_X
 
-    for (int64_t item = blockIdx.x; item < work; item += gridDim.x) {
-        const int4 piece = s.list[item / p.tiles];
-        const int64_t row = piece.x, b = row / a.Hkv, g = row % a.Hkv, first = item % p.tiles * MMA_QUERIES;
-        const int begin = piece.y, row_end = piece.z, end = end_of_piece(a, p, piece);
-        for (int i = thread; i < PIECE; i += THREADS) {
-            int2 none;
-            none.x = none.y = -1;
-            shared->pages[i] = begin + i < end ? pages_of(a, p, row, begin + i) : none;
+    // What a piece begins with, on its way to shared memory
+    int2 pages[KEYS];
+    packed<T, 8> parts[PARTS];
+    const auto first_of = [&](unsigned item) { return static_cast<int>(item % static_cast<unsigned>(p.tiles)) * MMA_QUERIES; };
+    const auto fetch = [&](const int4& piece, unsigned item) {
+        const int64_t row = piece.x, b = quotient(row, a.Hkv), g = remainder_of(row, a.Hkv);
+        const int first = first_of(item), end = end_of_piece(a, p, piece);
+        KVC_UNROLL
+        for (int i = 0; i < KEYS; i++) {
+            const int t = piece.y + i * THREADS + thread;
+            pages[i].x = pages[i].y = -1;
+            if (t < end) pages[i] = pages_of(a, p, row, t);
         }
-        for (int i = thread / CHUNKS; i < MMA_QUERIES; i += THREADS / CHUNKS) {
-            if (chunk >= K) continue;
-            const query q = query_of(a, p, g, first + i, row_end);
+        KVC_UNROLL
+        for (int i = 0; i < PARTS; i++) {
+            parts[i] = {};
+            const query q = query_of(a, p, g, first + thread / CHUNKS + i * ROWS, piece.z);
+            if (!q.here || chunk >= D) continue;
             const int64_t at = b * a.q.stride_b + q.h * a.q.stride_h + q.s * a.q.stride_t + chunk;
-            packed<T, 8> part = {};
-            if (q.here && chunk < D) {
-                if (p.wide_q) part = *reinterpret_cast<const packed<T, 8>*>(queries + at);
-                else for (int e = 0; e < 8; e++) part.at[e] = queries[at + e];
-            }
-            *reinterpret_cast<packed<T, 8>*>(shared->q + i * PITCH + chunk) = part;
+            if (p.wide_q) parts[i] = *reinterpret_cast<const packed<T, 8>*>(queries + at);
+            else for (int e = 0; e < 8; e++) parts[i].at[e] = queries[at + e];
         }
-        __syncthreads();
+    };
+    const auto hand_over_pages = [&](int turn) {
+        KVC_UNROLL
+        for (int i = 0; i < KEYS; i++) {
+            shared->pages[i * THREADS + thread] = pages[i];
+            const uint32_t there = __ballot_sync(FULL_WARP, pages[i].x >= 0);
+            if (lane == 0) shared->there[turn][i * WARPS + warp] = there;
+        }
+    };
+    const auto hand_over_queries = [&]() {
+        KVC_UNROLL
+        for (int i = 0; i < PARTS; i++)
+            if (chunk < K) *reinterpret_cast<packed<T, 8>*>(shared->q + (thread / CHUNKS + i * ROWS) * PITCH + chunk) = parts[i];
+    };
+    const auto copy_stage = [&](int begin, int stage, int to_slot) {
+        auto& to = shared->stages[to_slot];
+        for (int i = thread / CHUNKS; i < STAGE; i += ROWS) {
+            if (chunk >= K) continue;
+            const int2 page = shared->pages[stage * STAGE + i];
+            const bool there = page.x >= 0 && chunk < D;
+            const int64_t t = begin + stage * STAGE + i;
+            const int64_t key_at = there ? offset_in(a, page.x, t) + chunk : 0;
+            const int64_t value_at = there ? offset_in(a, page.y, t) + chunk : 0;
+            copy_16_async(to.k + i * PITCH + chunk, k_pages + key_at, there);
+            copy_16_async(to.v + i * PITCH + chunk, v_pages + value_at, there);
+        }
+        commit_copies();
+    };
 
-        const auto copy_stage = [&](int stage) {
-            auto& to = shared->stages[stage % 2];
-            for (int i = thread / CHUNKS; i < STAGE; i += THREADS / CHUNKS) {
-                if (chunk >= K) continue;
-                const int2 page = shared->pages[stage * STAGE + i];
-                const bool there = page.x >= 0 && chunk < D;
-                const int64_t t = begin + stage * STAGE + i;
-                const int64_t key_at = there ? offset_in(a, page.x, t) + chunk : 0;
-                const int64_t value_at = there ? offset_in(a, page.y, t) + chunk : 0;
-                copy_16_async(to.k + i * PITCH + chunk, k_pages + key_at, there);
-                copy_16_async(to.v + i * PITCH + chunk, v_pages + value_at, there);
-            }
-        };
+    unsigned item = blockIdx.x;
+    if (item >= work) return;
+    int4 piece = s.list[quotient(item, p.tiles)], next = piece;
+    if (item + gridDim.x < work) next = s.list[quotient(item + gridDim.x, p.tiles)];
+    int slot = 0, turn = 0;  // of the stage, of the piece
+    fetch(piece, item);
+    hand_over_pages(turn);
+    hand_over_queries();
+    __syncthreads();
+    copy_stage(piece.y, 0, slot);
+
+    for (;;) {
+        const unsigned following = item + gridDim.x;
+        const int64_t g = remainder_of(piece.x, a.Hkv);
+        const int first = first_of(item), begin = piece.y, row_end = piece.z, stages = (end_of_piece(a, p, piece) - begin + STAGE - 1) / STAGE;
+        const bool more = following < work;
+        int4 after = next;  // the piece behind the next one
         // Online softmax per warp, of its own 16 keys of every stage. A lane holds rows lane / 4 and + 8 of the queries
         int limit[2];
         float m[2] = {-INFINITY, -INFINITY}, l[2] = {}, values[N][4] = {};
         KVC_UNROLL
         for (int i = 0; i < 2; i++) limit[i] = query_of(a, p, g, first + lane / 4 + 8 * i, row_end).limit;
-
         piece_columns columns = {};
         if constexpr (PROBABILITIES) columns = columns_of(a, p, piece);
-        const int stages = (end - begin + STAGE - 1) / STAGE;
-        copy_stage(0);
-        commit_copies();
-        for (int stage = 0; stage < stages; stage++) {
-            if (stage + 1 < stages) copy_stage(stage + 1);
-            commit_copies();
-            wait_for_copies<1>();
-            __syncthreads();
-            const auto& now = shared->stages[stage % 2];
+
+        for (int stage = 0; stage < stages; stage++, slot ^= 1) {
+            wait_for_copies<0>();
+            __syncthreads();  // the stage is here, and nobody reads the one before it
+            const uint32_t there = shared->there[turn][(stage * WARPS + warp) / 2] >> warp % 2 * 16;
+            if (stage + 1 < stages) copy_stage(begin, stage + 1, slot ^ 1);
+            if (more && stage == 0) {
+                fetch(next, following);
+                if (following + gridDim.x < work) after = s.list[quotient(following + gridDim.x, p.tiles)];
+            }
+            if (more && stage + 1 == stages) {
+                hand_over_pages(turn ^ 1);  // every thread has begun its copies of this piece
+                __syncthreads();
+                copy_stage(next.y, 0, slot ^ 1);
+            }
+            const auto& now = shared->stages[slot];
             float x[2][4] = {};
             warp_multiply<b_layout::columns, MAX_D>(x, shared->q, PITCH, now.k + 16 * warp * PITCH, PITCH, K);
             float top[2] = {m[0], m[1]}, keep[2];
             KVC_UNROLL
             for (int i = 0; i < 8; i++) {
-                const int r = i % 4 / 2, key = stage * STAGE + 16 * warp + i / 4 * 8 + lane % 4 * 2 + i % 2;
-                const bool seen = begin + key < limit[r] && shared->pages[key].x >= 0;
+                const int r = i % 4 / 2, own = i / 4 * 8 + lane % 4 * 2 + i % 2, key = stage * STAGE + 16 * warp + own;
+                const bool seen = begin + key < limit[r] && (there >> own & 1);
                 float& logit = x[i / 4][i % 4];
                 logit *= scale;
                 if constexpr (CAPPED) logit = capped_logit<T>(logit, cap);
@@ -134,7 +178,6 @@ __global__ __launch_bounds__(THREADS, MAX_D > 128 ? 1 : 3) void pieces_mma_kerne
                 }
             }
             multiply_result(values, x, now.v + 16 * warp * PITCH, PITCH, K / 8);
-            __syncthreads();  // the stage's memory is free
         }
         // Join the warps, in their order
         KVC_UNROLL
@@ -146,6 +189,8 @@ __global__ __launch_bounds__(THREADS, MAX_D > 128 ? 1 : 3) void pieces_mma_kerne
             both.y = l[r];
             if (lane % 4 == 0) shared->statistics[warp][lane / 4 + 8 * r] = both;
         }
+        __syncthreads();  // the last stage's memory and the queries are free
+        auto& joined = shared->stages[slot ^ 1].values;
         KVC_UNROLL
         for (int r = 0; r < 2; r++) {
             if (first + lane / 4 + 8 * r >= p.queries) continue;  // nobody reads rows that are no query
@@ -154,9 +199,10 @@ __global__ __launch_bounds__(THREADS, MAX_D > 128 ? 1 : 3) void pieces_mma_kerne
                 float2 both;
                 both.x = values[n][2 * r];
                 both.y = values[n][2 * r + 1];
-                *reinterpret_cast<float2*>(&shared->values[warp][lane / 4 + 8 * r][8 * n + lane % 4 * 2]) = both;
+                *reinterpret_cast<float2*>(&joined[warp][lane / 4 + 8 * r][8 * n + lane % 4 * 2]) = both;
             }
         }
+        if (more) hand_over_queries();
         __syncthreads();
         for (int i = thread; i < MMA_QUERIES * MAX_D; i += THREADS) {
             const int n = i / MAX_D, d = i % MAX_D;
@@ -169,7 +215,7 @@ __global__ __launch_bounds__(THREADS, MAX_D > 128 ? 1 : 3) void pieces_mma_kerne
             for (int w = 0; w < WARPS; w++) {
                 const float weight = exp2f(shared->statistics[w][n].x - finite_or_0(all));
                 sum += weight * shared->statistics[w][n].y;
-                value += weight * shared->values[w][n][d];
+                value += weight * joined[w][n][d];
             }
             const int64_t at = piece.w * p.queries + first + n;
             s.values[at * D + d] = value;
@@ -178,7 +224,12 @@ __global__ __launch_bounds__(THREADS, MAX_D > 128 ? 1 : 3) void pieces_mma_kerne
             both.y = sum;
             if (d == 0) s.statistics[at] = both;
         }
-        // No barrier: the next piece writes nothing that is read here before its first one
+        if (!more) return;
+        // No barrier: what is read here is written again behind the next piece's first one
+        item = following;
+        piece = next;
+        next = after;
+        turn ^= 1;
     }
 }
 

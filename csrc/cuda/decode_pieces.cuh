@@ -1,5 +1,6 @@
-// Rows of pages cut into pieces of PIECE keys for decode.cu: the list of them, made on the device, where their results
-// lie, and the queries that share a row.
+// Rows of pages cut into pieces for decode.cu: the list of them, made on the device, where their results lie, and the
+// queries that share a row. The first FEW pieces of a row have SHORT_PIECE keys, so that short rows keep a device busy;
+// those behind them PIECE. Where a piece begins follows from its number alone.
 #pragma once
 #include "kvc_cuda.h"
 #include "tile.cuh"
@@ -9,7 +10,12 @@ namespace {
 constexpr int THREADS = 128;
 constexpr int WARPS = THREADS / 32;
 constexpr int FEW_PER_LANE = 8, MANY_PER_LANE = 16;  // elements of a head that one lane of pieces_kernel holds
-constexpr int PIECE = 256;   // keys
+constexpr int PIECE = 256, SHORT_PIECE = 128;  // keys
+#ifdef KVC_CUDA_EMULATION
+constexpr int FEW = 2;  // so that tests see both
+#else
+constexpr int FEW = 32;
+#endif
 constexpr int STAGE = 64;    // keys of a piece in shared memory at a time, 16 per warp
 constexpr int MMA_QUERIES = 16;
 constexpr int PLAN_THREADS = 256;
@@ -30,9 +36,21 @@ struct plan {
     bool wide_q;
 };
 
+// Of a row of so many keys.
+__host__ __device__ constexpr int64_t pieces_in(int64_t keys) {
+    if (keys <= 0) return 0;
+    return keys <= FEW * SHORT_PIECE ? (keys + SHORT_PIECE - 1) / SHORT_PIECE : FEW + (keys - FEW * SHORT_PIECE + PIECE - 1) / PIECE;
+}
+
+// Where piece i of a row begins, counted from the row's beginning.
+__host__ __device__ constexpr int begin_of_piece(int i) {
+    return i <= FEW ? i * SHORT_PIECE : FEW * SHORT_PIECE + (i - FEW) * PIECE;
+}
+
 // Whether every grid of a call stays within bounds.
 inline bool fits_grids(const plan& p) {
-    return p.capacity <= MAX_GRID_X && p.rows * p.row_pieces <= MAX_GRID_X && p.rows * p.queries <= MAX_GRID_X;
+    return p.capacity <= MAX_GRID_X && p.rows * p.row_pieces <= MAX_GRID_X && p.rows * p.queries <= MAX_GRID_X &&
+           p.rows * p.row_pieces * p.queries <= MAX_GRID_X;  // items of work are counted in 32 bits
 }
 
 // Where everything lies in the scratch memory. Maximum and sum are of base 2: m = max(x*log2(e)), l = sum 2^(.. - m).
@@ -57,7 +75,7 @@ inline plan plan_of(const kvc_decode_args& a, int64_t first = 0) {
     p.first = first;
     p.capacity = a.block_table ? a.blocks * a.P : a.P;
     if (a.value_table && a.value_blocks < a.blocks) p.capacity = a.value_blocks * a.P;
-    p.row_pieces = ceil_div(p.capacity, PIECE) + (a.sinks > 0);  // the front ends with a piece of its own
+    p.row_pieces = pieces_in(p.capacity) + pieces_in(a.sinks < p.capacity ? a.sinks : p.capacity);  // of the front too
     while (a.P >> p.page_shift > 1) p.page_shift++;
     p.join_columns = 32;
     while (p.join_columns < a.D) p.join_columns *= 2;
@@ -102,16 +120,25 @@ __device__ inline int front_of(const kvc_decode_args& a, const plan& p, int64_t 
     return a.sinks < before ? static_cast<int>(a.sinks) : before;
 }
 
-__device__ inline int pieces_in(int keys) { return keys > 0 ? (keys + PIECE - 1) / PIECE : 0; }
-
 __device__ inline int pieces_of(const kvc_decode_args& a, const plan& p, int64_t row) {
-    return pieces_in(front_of(a, p, row)) + pieces_in(end_of(a, p, row) - begin_of(a, row));
+    return static_cast<int>(pieces_in(front_of(a, p, row)) + pieces_in(end_of(a, p, row) - begin_of(a, row)));
+}
+
+// Number of a piece in its row.
+__device__ inline int number_of(const plan& p, const int4& piece) {
+    return static_cast<int>(piece.w - piece.x * p.row_pieces);
 }
 
 // One past the piece's last key.
 __device__ inline int end_of_piece(const kvc_decode_args& a, const plan& p, const int4& piece) {
-    const int front = a.sinks > 0 ? front_of(a, p, piece.x) : 0, end = piece.y < front ? front : piece.z;
-    return end < piece.y + PIECE ? end : piece.y + PIECE;
+    int number = number_of(p, piece), end = piece.z;
+    if (a.sinks > 0) {
+        const int front = front_of(a, p, piece.x), of_front = static_cast<int>(pieces_in(front));
+        if (number < of_front) end = front;
+        else number -= of_front;
+    }
+    const int most = piece.y + (number < FEW ? SHORT_PIECE : PIECE);
+    return end < most ? end : most;
 }
 
 // The pages of key t of the row and of its value, both -1 if one of them is on no page.
@@ -138,19 +165,20 @@ struct piece_columns {
 };
 
 __device__ inline piece_columns columns_of(const kvc_decode_args& a, const plan& p, const int4& piece) {
-    const int64_t row = piece.x, first = (piece.w - row * p.row_pieces) * PIECE, left = a.columns - first;
-    const int keys = piece.z - piece.y < PIECE ? piece.z - piece.y : PIECE;
+    const int number = number_of(p, piece), most = number < FEW ? SHORT_PIECE : PIECE;
+    const int64_t row = piece.x, first = begin_of_piece(number), left = a.columns - first;
+    const int keys = piece.z - piece.y < most ? piece.z - piece.y : most;
     piece_columns columns;
     columns.at = a.probabilities + row * p.queries * a.columns + first;
     columns.count = left < keys ? static_cast<int>(left) : keys;
     return columns;
 }
 
-// A whole block of PLAN_THREADS: counts the pieces of every row, adds the counts up, lists the pieces row by row.
+// A whole block: counts the pieces of every row, adds the counts up, lists the pieces row by row.
 __device__ inline void list_pieces(const kvc_decode_args& a, const plan& p, const scratch& s) {
-    __shared__ int of_warp[PLAN_THREADS / 32];
-    const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
-    const int64_t share = ceil_div(p.rows, PLAN_THREADS), begin = thread * share;
+    __shared__ int of_warp[MOST_THREADS / 32];
+    const int threads = blockDim.x, thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
+    const int64_t share = quotient(p.rows + threads - 1, threads), begin = thread * share;
     const int64_t end = begin + share < p.rows ? begin + share : p.rows;
     int own = 0;
     for (int64_t row = begin; row < end; row++) own += pieces_of(a, p, row);
@@ -168,15 +196,15 @@ __device__ inline void list_pieces(const kvc_decode_args& a, const plan& p, cons
         s.first[row] = first;
         first += pieces_of(a, p, row);
     }
-    if (thread == PLAN_THREADS - 1) *s.count = first;
+    if (thread == threads - 1) *s.count = first;
     __syncthreads();
-    for (int64_t row = warp; row < p.rows; row += PLAN_THREADS / 32) {
+    for (int64_t row = warp; row < p.rows; row += threads / 32) {
         const int pieces = pieces_of(a, p, row), row_begin = begin_of(a, row), row_end = end_of(a, p, row);
-        const int front_pieces = pieces_in(front_of(a, p, row));
+        const int front_pieces = static_cast<int>(pieces_in(front_of(a, p, row)));
         for (int i = lane; i < pieces; i += 32) {
             int4 piece;
             piece.x = static_cast<int>(row);
-            piece.y = i < front_pieces ? i * PIECE : row_begin + (i - front_pieces) * PIECE;
+            piece.y = i < front_pieces ? begin_of_piece(i) : row_begin + begin_of_piece(i - front_pieces);
             piece.z = row_end;
             piece.w = static_cast<int>(row * p.row_pieces + i);
             s.list[s.first[row] + i] = piece;
@@ -195,8 +223,8 @@ struct query {
 __device__ inline query query_of(const kvc_decode_args& a, const plan& p, int64_t g, int64_t n, int row_end) {
     query q;
     q.here = n < p.queries;
-    q.h = g * (a.Hq / a.Hkv) + n / p.slab;
-    q.s = p.first + n % p.slab;
+    q.h = g * quotient(a.Hq, a.Hkv) + quotient(n, p.slab);
+    q.s = p.first + remainder_of(n, p.slab);
     q.limit = !q.here ? -1 : a.causal ? row_end - static_cast<int>(p.first + p.slab - 1 - q.s) : row_end;
     return q;
 }

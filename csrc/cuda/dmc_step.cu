@@ -12,6 +12,10 @@ namespace {
 
 constexpr int64_t FEW_HEADS = 128;  // queries and rows that the one block serves itself, a warp at a time
 
+// Warps of that block: fewer where a row's columns take their registers and shared memory.
+template <int COLUMNS>
+constexpr int WARPS_OF = COLUMNS <= 2 ? STEP_WARPS : COLUMNS <= 4 ? STEP_WARPS / 2 : PLACE_WARPS;
+
 struct parts {
     float *alpha, *omega;  // [R] each
     int32_t *notes, *positions;
@@ -47,9 +51,9 @@ parts parts_of(const kvc_dmc_step_args& args, const kvc_decode_args& decode) {
 template <int COLUMNS, class X>
 __device__ inline void place_head(const kvc_dmc_step_args& args, const parts& p, const kvc_dmc_append_args& a, int64_t item,
                                   float* keys) {
-    const int64_t queries = a.B * args.Hq, b = item / args.Hq;
+    const int64_t queries = a.B * args.Hq, b = quotient(item, args.Hq);
     if (item < queries) {
-        rotate_head(args.q, row_at(args.q, b, item % args.Hq, 0), p.q, args.q.dtype, item * a.D, a.D, a.rotary_dim, a.cos,
+        rotate_head(args.q, row_at(args.q, b, remainder_of(item, args.Hq), 0), p.q, args.q.dtype, item * a.D, a.D, a.rotary_dim, a.cos,
                     a.sin, p.positions[b], a.table_rows, a.neuron);
         return;
     }
@@ -59,12 +63,12 @@ __device__ inline void place_head(const kvc_dmc_step_args& args, const parts& p,
 
 // `a`: args.append with its scratch, positions and gates set.
 template <int COLUMNS, class X>
-__global__ __launch_bounds__(PLAN_THREADS, 1) void begin_kernel(const kvc_dmc_step_args args, const parts p,
+__global__ __launch_bounds__(32 * WARPS_OF<COLUMNS>, 1) void begin_kernel(const kvc_dmc_step_args args, const parts p,
                                                              const kvc_dmc_append_args a, const kvc_decode_args decode,
                                                              const plan pieces, const scratch s, int64_t heads) {
-    __shared__ float keys[STEP_WARPS][32 * COLUMNS];
-    for (int64_t row = threadIdx.x; row < a.table.R; row += PLAN_THREADS) {
-        const int64_t b = row / a.Hkv, h = row % a.Hkv;
+    __shared__ float keys[WARPS_OF<COLUMNS>][32 * COLUMNS];
+    for (int64_t row = threadIdx.x; row < a.table.R; row += blockDim.x) {
+        const int64_t b = quotient(row, a.Hkv), h = remainder_of(row, a.Hkv);
         if (!args.append.alpha) {
             kvc_view x = a.k;
             const float logit = load_any(x.data, x.dtype, row_at(x, b, h, 0) + a.neuron);
@@ -76,25 +80,25 @@ __global__ __launch_bounds__(PLAN_THREADS, 1) void begin_kernel(const kvc_dmc_st
             p.omega[row] = importance_at(x, b, h, 0, args.Hq / a.Hkv, args.omega_shift, args.omega_eps, args.reduce);
         }
     }
-    for (int64_t b = threadIdx.x; b < a.B; b += PLAN_THREADS) {
+    for (int64_t b = threadIdx.x; b < a.B; b += blockDim.x) {
         const int32_t place = args.places[b];
         p.positions[b] = place + (args.offsets ? args.offsets[b] : 0);
     }
     __syncthreads();
     grow_rows(a, misses_page(a.table, nullptr));
     __syncthreads();
-    for (int64_t b = threadIdx.x; b < a.B && !*notes_of(a).refused; b += PLAN_THREADS) args.places[b]++;
+    for (int64_t b = threadIdx.x; b < a.B && !*notes_of(a).refused; b += blockDim.x) args.places[b]++;
     list_pieces(decode, pieces, s);
-    for (int64_t item = threadIdx.x / 32; item < heads; item += STEP_WARPS)
+    for (int64_t item = threadIdx.x / 32; item < heads; item += WARPS_OF<COLUMNS>)
         place_head<COLUMNS, X>(args, p, a, item, keys[threadIdx.x / 32]);
 }
 
 template <int COLUMNS, class X>
 __global__ __launch_bounds__(PLAN_THREADS, 1) void place_kernel(const kvc_dmc_step_args args, const parts p,
                                                              const kvc_dmc_append_args a, int64_t heads) {
-    __shared__ float keys[STEP_WARPS][32 * COLUMNS];
-    const int64_t between = gridDim.x * static_cast<int64_t>(STEP_WARPS);
-    for (int64_t item = blockIdx.x * static_cast<int64_t>(STEP_WARPS) + threadIdx.x / 32; item < heads; item += between)
+    __shared__ float keys[PLACE_WARPS][32 * COLUMNS];
+    const int64_t between = gridDim.x * static_cast<int64_t>(PLACE_WARPS);
+    for (int64_t item = blockIdx.x * static_cast<int64_t>(PLACE_WARPS) + threadIdx.x / 32; item < heads; item += between)
         place_head<COLUMNS, X>(args, p, a, item, keys[threadIdx.x / 32]);
 }
 
@@ -131,16 +135,16 @@ extern "C" cudaError_t kvc_cuda_dmc_step(const kvc_dmc_step_args* args, cudaStre
     if (!a.alpha) a.alpha = p.alpha;
     if (!a.omega) a.omega = p.omega;
     const plan pieces = plan_of(decode);
-    if (!fits_grids(pieces)) return cudaErrorInvalidValue;
+    if (!fits_grids(pieces) || a.B * (args->Hq + a.Hkv) > MAX_GRID_X) return cudaErrorInvalidValue;
     const int64_t heads = a.B * args->Hq + a.table.R, alone = heads <= FEW_HEADS ? heads : 0;
     const cudaError_t begun = with_dtype(a.k.dtype, [&](auto type) {
         using X = decltype(type);
         return with_columns(a.D, [&](auto columns) {
             constexpr int COLUMNS = decltype(columns)::value;
-            KVC_LAUNCH((begin_kernel<COLUMNS, X>), 1, PLAN_THREADS, 0, stream, *args, p, a, decode, pieces,
+            KVC_LAUNCH((begin_kernel<COLUMNS, X>), 1, 32 * WARPS_OF<COLUMNS>, 0, stream, *args, p, a, decode, pieces,
                        scratch_of(decode, pieces), alone);
             if (alone) return cudaSuccess;
-            const int64_t blocks = ceil_div(heads, STEP_WARPS);
+            const int64_t blocks = ceil_div(heads, PLACE_WARPS);
             KVC_LAUNCH((place_kernel<COLUMNS, X>), static_cast<unsigned>(blocks < MAX_GRID_X ? blocks : MAX_GRID_X),
                        PLAN_THREADS, 0, stream, *args, p, a, heads);
             return cudaSuccess;

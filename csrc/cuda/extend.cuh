@@ -17,9 +17,9 @@ __device__ inline growth growth_by(const kvc_page_table& table, int64_t row, int
     growth g = {length, added, -1, 0, false};
     if (length < 0 || added < 0 || length + added > table.blocks * table.P) return g;
     g.valid = true;
-    g.pages = static_cast<int>(ceil_div(length + added, table.P) - ceil_div(length, table.P));
+    g.pages = static_cast<int>(pages_for(table, length + added) - pages_for(table, length));
     if (touches) {
-        const int32_t last = *entry(table, row, (length - 1) / table.P);
+        const int32_t last = *entry(table, row, quotient(length - 1, table.P));
         g.valid = page_exists(table, last);
         if (g.valid && table.page_refs[last] > 1) {
             g.shared = last;
@@ -50,7 +50,7 @@ __device__ inline void grow(const kvc_page_table& table, int32_t* refused, bool 
         int64_t place = held - 1 - scan_block(g.pages, &total);
         held -= total;
         if (row >= table.R) continue;
-        int64_t block = ceil_div(g.length, table.P);
+        int64_t block = pages_for(table, g.length);
         if (g.shared >= 0) block--;
         for (int i = 0; i < g.pages; i++) *entry(table, row, block + i) = take_page(table, place--);
         note(row, g);
@@ -69,7 +69,7 @@ __device__ inline int64_t count_of(const kvc_append_tokens_args& a, int64_t row)
 
 __device__ inline growth growth_of(const kvc_append_tokens_args& a, int64_t row) {
     const int64_t length = a.table.lengths[row], count = count_of(a, row);
-    return growth_by(a.table, row, length, count > a.S ? -1 : count, count > 0 && length % a.table.P != 0);
+    return growth_by(a.table, row, length, count > a.S ? -1 : count, count > 0 && remainder_of(length, a.table.P) != 0);
 }
 
 // Whether extend_rows would refuse, where no thread objects; a whole block asks.

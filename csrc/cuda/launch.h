@@ -5,10 +5,13 @@
 
 #include <cstdint>
 
-// Returns the error of a call from the function it stands in.
-#define KVC_TRY(...)                                                              \
-    do {                                                                          \
-        if (const cudaError_t failed = __VA_ARGS__; failed != cudaSuccess) return failed; \
+// Returns the error of a call from the function it stands in; the next launch does not find it again.
+#define KVC_TRY(...)                                             \
+    do {                                                         \
+        if (const cudaError_t failed = __VA_ARGS__; failed != cudaSuccess) { \
+            (void)cudaGetLastError();                            \
+            return failed;                                       \
+        }                                                        \
     } while (0)
 
 // Launches, and returns the error from the function it stands in if that failed: what follows would run on what was never
@@ -43,6 +46,14 @@ constexpr unsigned FULL_WARP = 0xffffffffu;
 constexpr int64_t MAX_GRID_X = 0x7fffffff;  // y and z end at 65,535: kernels here count everything in x
 
 __host__ __device__ constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Of numbers from 0 to 2^32 - 1, the second not 0: a division of 64 bits takes a GPU five times as long.
+__host__ __device__ constexpr int64_t quotient(int64_t a, int64_t b) {
+    return static_cast<uint32_t>(a) / static_cast<uint32_t>(b);
+}
+__host__ __device__ constexpr int64_t remainder_of(int64_t a, int64_t b) {
+    return static_cast<uint32_t>(a) % static_cast<uint32_t>(b);
+}
 
 // Smallest power of two >= count, at most 32: how many lanes of a warp share one row of `count` items.
 inline int lanes_for(int64_t count) {

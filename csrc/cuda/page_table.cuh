@@ -9,6 +9,11 @@ __device__ inline int32_t* entry(const kvc_page_table& table, int64_t row, int64
     return table.block_table + row * table.blocks + block;
 }
 
+// Pages that so many slots take, at most those of a whole line of the table.
+__device__ inline int64_t pages_for(const kvc_page_table& table, int64_t slots) {
+    return quotient(slots + table.P - 1, table.P);
+}
+
 __device__ inline bool page_exists(const kvc_page_table& table, int32_t page) {
     return page >= 0 && page < table.pages;
 }
@@ -36,8 +41,8 @@ __device__ inline int32_t take_page(const kvc_page_table& table, int64_t place) 
 __device__ inline bool misses_page(const kvc_page_table& table, const int32_t* first) {
     bool missing = false;
     for (int64_t row = threadIdx.x / 32; row < table.R; row += blockDim.x / 32) {
-        const int64_t length = table.lengths[row], begin = first && first[row] > 0 ? first[row] / table.P : 0;
-        const int64_t end = length >= 0 && length <= table.blocks * table.P ? ceil_div(length, table.P) : 0;
+        const int64_t length = table.lengths[row], begin = first && first[row] > 0 ? quotient(first[row], table.P) : 0;
+        const int64_t end = length >= 0 && length <= table.blocks * table.P ? pages_for(table, length) : 0;
         for (int64_t block = begin + threadIdx.x % 32; block < end; block += 32)
             missing |= !page_exists(table, *entry(table, row, block));
     }

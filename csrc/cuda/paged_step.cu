@@ -18,7 +18,7 @@ kvc_decode_args decode_of(const kvc_paged_step_args& a) {
     return d;
 }
 
-__global__ __launch_bounds__(PLAN_THREADS, 1) void begin_kernel(const kvc_paged_step_args a, const placing p,
+__global__ __launch_bounds__(STEP_THREADS, 1) void begin_kernel(const kvc_paged_step_args a, const placing p,
                                                              const kvc_append_tokens_args append,
                                                              const kvc_decode_args decode, const plan pieces,
                                                              const scratch s, int64_t heads) {
@@ -29,8 +29,8 @@ __global__ __launch_bounds__(PLAN_THREADS, 1) void begin_kernel(const kvc_paged_
 }
 
 __global__ __launch_bounds__(PLAN_THREADS, 1) void place_kernel(const kvc_paged_step_args a, const placing p, int64_t heads) {
-    const int64_t between = gridDim.x * static_cast<int64_t>(STEP_WARPS);
-    for (int64_t item = blockIdx.x * static_cast<int64_t>(STEP_WARPS) + threadIdx.x / 32; item < heads; item += between)
+    const int64_t between = gridDim.x * static_cast<int64_t>(PLACE_WARPS);
+    for (int64_t item = blockIdx.x * static_cast<int64_t>(PLACE_WARPS) + threadIdx.x / 32; item < heads; item += between)
         place_head(a, p, item);
 }
 
@@ -55,9 +55,9 @@ extern "C" cudaError_t kvc_cuda_paged_step(const kvc_paged_step_args* args, cuda
     const placing p = placing_of(a, &bytes);
     decode.q.data = p.q, decode.scratch = kvc_part_of(a.scratch, &bytes, kvc_cuda_decode_scratch_bytes(&decode));
     const plan pieces = plan_of(decode);
-    if (!fits_grids(pieces)) return cudaErrorInvalidValue;
     const int64_t heads = a.B * (a.Hq + a.Hkv) * a.S, alone = heads <= FEW_HEADS ? heads : 0;
-    KVC_LAUNCH(begin_kernel, 1, PLAN_THREADS, 0, stream, a, p, append_of(a, p), decode, pieces, scratch_of(decode, pieces),
+    if (!fits_grids(pieces) || heads > MAX_GRID_X) return cudaErrorInvalidValue;
+    KVC_LAUNCH(begin_kernel, 1, STEP_THREADS, 0, stream, a, p, append_of(a, p), decode, pieces, scratch_of(decode, pieces),
                alone);
     if (!alone)
         KVC_LAUNCH(place_kernel, place_blocks(heads), PLAN_THREADS, 0, stream, a, p, heads);

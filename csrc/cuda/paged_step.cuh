@@ -31,7 +31,8 @@ __device__ inline void place_head(const kvc_paged_step_args& a, const placing& p
     const kvc_page_table& table = a.table;
     const bool refused = p.copied[table.R];
     const int64_t queries = a.B * a.Hq * a.S, heads = item < queries ? a.Hq : a.Hkv, own = item < queries ? item : item - queries;
-    const int64_t s = own % a.S, h = own / a.S % heads, b = own / a.S / heads, first = b * a.Hkv;
+    const int64_t s = remainder_of(own, a.S), all = quotient(own, a.S), h = remainder_of(all, heads), b = quotient(all, heads);
+    const int64_t first = b * a.Hkv;
     const int64_t start = table.lengths[first] - (refused ? 0 : a.S);
     const int64_t position = start + (a.shift ? a.shift[first] : 0) + s;
     if (item < queries) {
@@ -43,10 +44,11 @@ __device__ inline void place_head(const kvc_paged_step_args& a, const placing& p
     const int64_t row = first + h, before = table.lengths[row] - a.S, slot = before + s;
     if (s == 0 && p.copied[row] >= 0)
         for (void* pages : {a.k_pages, a.v_pages})
-            copy_slots(table, p.copied[row], *entry(table, row, before / table.P), before % table.P, pages, a.k.dtype, a.D);
-    const int32_t page = *entry(table, row, slot / table.P);
+            copy_slots(table, p.copied[row], *entry(table, row, quotient(before, table.P)), remainder_of(before, table.P),
+                       pages, a.k.dtype, a.D);
+    const int32_t page = *entry(table, row, quotient(slot, table.P));
     if (!page_exists(table, page)) return;
-    const int64_t at = (page * table.P + slot % table.P) * a.D, from = row_at(a.v, b, h, s);
+    const int64_t at = (page * table.P + remainder_of(slot, table.P)) * a.D, from = row_at(a.v, b, h, s);
     rotate_head(a.k, row_at(a.k, b, h, s), a.k_pages, a.k.dtype, at, a.D, a.rotary_dim, a.cos, a.sin, position,
                 a.table_rows, -1);
     copy_head(a.v.data, from, a.v_pages, at, a.k.dtype, a.D);
@@ -56,7 +58,7 @@ __device__ inline void place_head(const kvc_paged_step_args& a, const placing& p
 
 // Blocks of PLAN_THREADS that place so many heads.
 inline unsigned place_blocks(int64_t heads) {
-    const int64_t blocks = ceil_div(heads, STEP_WARPS);
+    const int64_t blocks = ceil_div(heads, PLACE_WARPS);
     return static_cast<unsigned>(blocks < MAX_GRID_X ? blocks : MAX_GRID_X);
 }
 

@@ -42,7 +42,7 @@ __device__ inline int64_t newest_slot(const kvc_pod_step_args& a, const kvc_pod_
 // Query head `item`, then row item - B*Hq, by a warp; pages have been taken.
 __device__ inline void place_head(const kvc_pod_step_args& a, const kvc_pod_parts& parts, int64_t item) {
     const int64_t queries = a.B * a.Hq, row = item - queries;
-    const int64_t heads = item < queries ? a.Hq : a.Hkv, own = item < queries ? item : row, b = own / heads, h = own % heads;
+    const int64_t heads = item < queries ? a.Hq : a.Hkv, own = item < queries ? item : row, b = quotient(own, heads), h = remainder_of(own, heads);
     const auto rotate = [&](const kvc_view& x, void* to, int64_t at) {
         rotate_head(x, row_at(x, b, h, 0), to, x.dtype, at, a.D, a.rotary_dim, a.cos, a.sin, parts.positions[b],
                     a.table_rows, -1);
@@ -63,14 +63,14 @@ __device__ inline void place_head(const kvc_pod_step_args& a, const kvc_pod_part
 }
 
 // far.scratch: NULL where no distant keys are read.
-__global__ __launch_bounds__(PLAN_THREADS, 1) void begin_kernel(const kvc_pod_step_args a, const kvc_pod_parts parts,
+__global__ __launch_bounds__(STEP_THREADS, 1) void begin_kernel(const kvc_pod_step_args a, const kvc_pod_parts parts,
                                                              const kvc_append_tokens_args keys,
                                                              const kvc_append_tokens_args values,
                                                              const kvc_decode_args near, const plan near_pieces,
                                                              const scratch near_scratch, const kvc_decode_args far,
                                                              const plan far_pieces, const scratch far_scratch,
                                                              int64_t heads) {
-    for (int64_t b = threadIdx.x; b < a.B; b += PLAN_THREADS) parts.positions[b] = a.rotary_dim ? a.places[b] : 0;
+    for (int64_t b = threadIdx.x; b < a.B; b += STEP_THREADS) parts.positions[b] = a.rotary_dim ? a.places[b] : 0;
     // both tables grow, or none
     const bool missing = misses_page(a.keys, nullptr) | misses_page(a.values, nullptr);
     const bool lacking = lacks_room(keys) | lacks_room(values);
@@ -78,8 +78,8 @@ __global__ __launch_bounds__(PLAN_THREADS, 1) void begin_kernel(const kvc_pod_st
     __syncthreads();
     extend_rows(values, missing || lacking);
     __syncthreads();
-    for (int64_t b = threadIdx.x; b < a.B && !refused(a, parts); b += PLAN_THREADS) a.places[b]++;
-    for (int64_t row = threadIdx.x; row < a.keys.R; row += PLAN_THREADS) place_row(a, parts, row);
+    for (int64_t b = threadIdx.x; b < a.B && !refused(a, parts); b += STEP_THREADS) a.places[b]++;
+    for (int64_t row = threadIdx.x; row < a.keys.R; row += STEP_THREADS) place_row(a, parts, row);
     __syncthreads();
     list_pieces(near, near_pieces, near_scratch);
     if (far.scratch) {
@@ -91,8 +91,8 @@ __global__ __launch_bounds__(PLAN_THREADS, 1) void begin_kernel(const kvc_pod_st
 
 __global__ __launch_bounds__(PLAN_THREADS, 1) void place_kernel(const kvc_pod_step_args a, const kvc_pod_parts parts,
                                                              int64_t heads) {
-    const int64_t between = gridDim.x * static_cast<int64_t>(STEP_WARPS);
-    for (int64_t item = blockIdx.x * static_cast<int64_t>(STEP_WARPS) + threadIdx.x / 32; item < heads; item += between)
+    const int64_t between = gridDim.x * static_cast<int64_t>(PLACE_WARPS);
+    for (int64_t item = blockIdx.x * static_cast<int64_t>(PLACE_WARPS) + threadIdx.x / 32; item < heads; item += between)
         place_head(a, parts, item);
 }
 
@@ -142,12 +142,12 @@ extern "C" cudaError_t kvc_cuda_pod_step(const kvc_pod_step_args* args, cudaStre
     kvc_decode_args far = {};
     if (has_far) far = kvc_pod_far(&a, &parts);
     const plan near_pieces = plan_of(near), far_pieces = has_far ? plan_of(far) : plan{};
-    if (!fits_grids(near_pieces) || !fits_grids(far_pieces)) return cudaErrorInvalidValue;
     const int64_t heads = a.B * (a.Hq + a.Hkv), alone = heads <= FEW_HEADS ? heads : 0;
-    KVC_LAUNCH(begin_kernel, 1, PLAN_THREADS, 0, stream, a, parts, keys, values, near, near_pieces,
+    if (!fits_grids(near_pieces) || !fits_grids(far_pieces) || heads > MAX_GRID_X) return cudaErrorInvalidValue;
+    KVC_LAUNCH(begin_kernel, 1, STEP_THREADS, 0, stream, a, parts, keys, values, near, near_pieces,
                scratch_of(near, near_pieces), far, far_pieces, scratch_of(far, far_pieces), alone);
     if (!alone) {
-        const int64_t blocks = ceil_div(heads, STEP_WARPS);
+        const int64_t blocks = ceil_div(heads, PLACE_WARPS);
         KVC_LAUNCH(place_kernel, static_cast<unsigned>(blocks < MAX_GRID_X ? blocks : MAX_GRID_X), PLAN_THREADS, 0, stream,
                    a, parts, heads);
     }

@@ -60,14 +60,18 @@ __device__ inline int64_t length_of(const kvc_page_table& table, int64_t row) {
 __device__ inline void note_key(const kvc_quest_step_args& a, int64_t row) {
     const kvc_paged_step_args& step = a.step;
     const kvc_page_table& table = step.table;
-    const int64_t slot = table.lengths[row] - 1, block = slot / table.P, D = step.D;
+    const int64_t slot = table.lengths[row] - 1, block = quotient(slot, table.P), D = step.D;
     const int32_t page = *entry(table, row, block);
     if (!page_exists(table, page)) return;
-    const int64_t key = (page * table.P + slot % table.P) * D, range = (row * a.range_pages + block) * 2 * D;
-    for (int64_t i = threadIdx.x % 32; i < 2 * D; i += 32) {
-        const float x = load_any(step.k_pages, step.k.dtype, key + i % D), bound = i < D ? x : -x;
-        const float held = slot % table.P ? load_any(a.ranges, step.k.dtype, range + i) : bound;
-        store_any(a.ranges, step.k.dtype, range + i, held >= bound || held != held ? held : bound);
+    const int64_t inside = remainder_of(slot, table.P), key = (page * table.P + inside) * D;
+    const int64_t range = (row * a.range_pages + block) * 2 * D;
+    for (int64_t d = threadIdx.x % 32; d < D; d += 32) {
+        const float x = load_any(step.k_pages, step.k.dtype, key + d);
+        KVC_UNROLL
+        for (int side = 0; side < 2; side++) {
+            const float bound = side ? -x : x, held = inside ? load_any(a.ranges, step.k.dtype, range + side * D + d) : bound;
+            store_any(a.ranges, step.k.dtype, range + side * D + d, held >= bound || held != held ? held : bound);
+        }
     }
 }
 
@@ -79,7 +83,7 @@ __device__ inline void place(const kvc_quest_step_args& a, const parts& p, int64
     note_key(a, item - queries);
 }
 
-__global__ __launch_bounds__(PLAN_THREADS, 1) void begin_kernel(const kvc_quest_step_args a, const parts p,
+__global__ __launch_bounds__(STEP_THREADS, 1) void begin_kernel(const kvc_quest_step_args a, const parts p,
                                                                 const kvc_append_tokens_args append,
                                                                 const kvc_decode_args decode, const plan pieces,
                                                                 const scratch s, int64_t heads) {
@@ -87,7 +91,7 @@ __global__ __launch_bounds__(PLAN_THREADS, 1) void begin_kernel(const kvc_quest_
     if (!a.held) extend_rows(append, misses_page(table, nullptr));
     __syncthreads();
     for (int64_t row = threadIdx.x; row < table.R; row += blockDim.x) {
-        const int64_t length = length_of(table, row), blocks = ceil_div(length, table.P);
+        const int64_t length = length_of(table, row), blocks = pages_for(table, length);
         // the newest page comes last and is the only one that is not full
         p.end[row] = static_cast<int32_t>(length - (blocks > p.width ? blocks - p.width : 0) * table.P);
     }
@@ -97,8 +101,8 @@ __global__ __launch_bounds__(PLAN_THREADS, 1) void begin_kernel(const kvc_quest_
 }
 
 __global__ __launch_bounds__(PLAN_THREADS, 1) void place_kernel(const kvc_quest_step_args a, const parts p, int64_t heads) {
-    const int64_t between = gridDim.x * static_cast<int64_t>(STEP_WARPS);
-    for (int64_t item = blockIdx.x * static_cast<int64_t>(STEP_WARPS) + threadIdx.x / 32; item < heads; item += between)
+    const int64_t between = gridDim.x * static_cast<int64_t>(PLACE_WARPS);
+    for (int64_t item = blockIdx.x * static_cast<int64_t>(PLACE_WARPS) + threadIdx.x / 32; item < heads; item += between)
         place(a, p, item);
 }
 
@@ -224,9 +228,9 @@ extern "C" cudaError_t kvc_cuda_quest_step(const kvc_quest_step_args* args, cuda
     kvc_decode_args decode = decode_of(a, p);
     decode.scratch = kvc_part_of(a.step.scratch, &bytes, kvc_cuda_decode_scratch_bytes(&decode));
     const plan pieces = plan_of(decode);
-    if (!fits_grids(pieces)) return cudaErrorInvalidValue;
     const int64_t heads = a.held ? 0 : a.step.B * (a.step.Hq + a.step.Hkv), alone = heads <= FEW_HEADS ? heads : 0;
-    KVC_LAUNCH(begin_kernel, 1, PLAN_THREADS, 0, stream, a, p, append_of(a.step, p.heads), decode, pieces,
+    if (!fits_grids(pieces) || heads > MAX_GRID_X) return cudaErrorInvalidValue;
+    KVC_LAUNCH(begin_kernel, 1, STEP_THREADS, 0, stream, a, p, append_of(a.step, p.heads), decode, pieces,
                scratch_of(decode, pieces), alone);
     if (heads > alone) KVC_LAUNCH(place_kernel, place_blocks(heads), PLAN_THREADS, 0, stream, a, p, heads);
     if (a.step.table.blocks > p.width)

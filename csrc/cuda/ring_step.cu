@@ -11,6 +11,7 @@
 namespace {
 
 constexpr int64_t FEW_HEADS = 128;  // which the one block serves itself, a warp at a time
+constexpr int BEGIN_THREADS = STEP_THREADS / 2;  // of the one block: a thread keeps more than 64 numbers
 
 struct parts {
     int32_t *tokens;                            // [B] t, or -1: it has no slot
@@ -89,7 +90,7 @@ kvc_append_tokens_args append_of(const kvc_ring_step_args& a, const parts& p) {
 
 // Where the token of a row goes, and whether the one that it overwrites stays.
 __device__ inline void place_row(const kvc_ring_step_args& a, const parts& p, int64_t row) {
-    const int64_t b = row / a.Hkv, h = row % a.Hkv, t = a.places[b];
+    const int64_t b = quotient(row, a.Hkv), h = remainder_of(row, a.Hkv), t = a.places[b];
     ring_span span = {-1, 0, 0};
     if (t >= 0 && t < INT32_MAX) span = span_of(a, t);
     const bool here = span.slot >= 0 && span.end <= a.capacity;
@@ -110,7 +111,7 @@ __device__ inline void place_row(const kvc_ring_step_args& a, const parts& p, in
 // Query head `item`, then row item - B*Hq, by a warp; pages have been taken.
 __device__ inline void place_head(const kvc_ring_step_args& a, const parts& p, int64_t item) {
     const int64_t queries = a.B * a.Hq, row = item - queries;
-    const int64_t heads = item < queries ? a.Hq : a.Hkv, own = item < queries ? item : row, b = own / heads, h = own % heads;
+    const int64_t heads = item < queries ? a.Hq : a.Hkv, own = item < queries ? item : row, b = quotient(own, heads), h = remainder_of(own, heads);
     const int64_t t = p.tokens[b], position = t < 0 ? -1 : t - (a.base ? a.base[b] : 0);
     const auto rotate = [&](const kvc_view& x, void* to, int64_t at, int64_t where) {
         rotate_head(x, row_at(x, b, h, 0), to, x.dtype, at, a.D, a.rotary_dim, a.cos, a.sin, where, a.table_rows, a.neuron);
@@ -144,30 +145,30 @@ __device__ inline void place_head(const kvc_ring_step_args& a, const parts& p, i
     copy_head(a.v.data, value, a.v_far, (row * a.sinks + t) * a.D, a.k.dtype, a.D);
 }
 
-__global__ __launch_bounds__(PLAN_THREADS, 1) void begin_kernel(const kvc_ring_step_args a, const parts p,
+__global__ __launch_bounds__(BEGIN_THREADS, 1) void begin_kernel(const kvc_ring_step_args a, const parts p,
                                                              const kvc_append_tokens_args append,
                                                              const kvc_decode_args near, const plan near_pieces,
                                                              const scratch near_scratch, const kvc_decode_args far,
                                                              const plan far_pieces, const scratch far_scratch,
                                                              int64_t heads) {
-    for (int64_t row = threadIdx.x; row < a.B * a.Hkv; row += PLAN_THREADS) place_row(a, p, row);
+    for (int64_t row = threadIdx.x; row < a.B * a.Hkv; row += BEGIN_THREADS) place_row(a, p, row);
     __syncthreads();
     if (a.table.R) extend_rows(append, misses_page(a.table, nullptr));
     __syncthreads();
     const bool refused = a.table.R && p.copied[a.table.R];
-    for (int64_t b = threadIdx.x; b < a.B; b += PLAN_THREADS)
+    for (int64_t b = threadIdx.x; b < a.B; b += BEGIN_THREADS)
         if (p.tokens[b] >= 0 && !refused) a.places[b] = p.tokens[b] + 1;
     list_pieces(near, near_pieces, near_scratch);
     if (far.scratch) {
         __syncthreads();  // the list's sums are free
         list_pieces(far, far_pieces, far_scratch);
     }
-    for (int64_t item = threadIdx.x / 32; item < heads; item += STEP_WARPS) place_head(a, p, item);
+    for (int64_t item = threadIdx.x / 32; item < heads; item += BEGIN_THREADS / 32) place_head(a, p, item);
 }
 
 __global__ __launch_bounds__(PLAN_THREADS, 1) void place_kernel(const kvc_ring_step_args a, const parts p, int64_t heads) {
-    const int64_t between = gridDim.x * static_cast<int64_t>(STEP_WARPS);
-    for (int64_t item = blockIdx.x * static_cast<int64_t>(STEP_WARPS) + threadIdx.x / 32; item < heads; item += between)
+    const int64_t between = gridDim.x * static_cast<int64_t>(PLACE_WARPS);
+    for (int64_t item = blockIdx.x * static_cast<int64_t>(PLACE_WARPS) + threadIdx.x / 32; item < heads; item += between)
         place_head(a, p, item);
 }
 
@@ -210,12 +211,12 @@ extern "C" cudaError_t kvc_cuda_ring_step(const kvc_ring_step_args* args, cudaSt
         if (!a.table.R) far.end = p.far;
         far_pieces = plan_of(far);
     }
-    if (!fits_grids(near_pieces) || !fits_grids(far_pieces)) return cudaErrorInvalidValue;
     const int64_t heads = a.B * (a.Hq + a.Hkv), alone = heads <= FEW_HEADS ? heads : 0;
-    KVC_LAUNCH(begin_kernel, 1, PLAN_THREADS, 0, stream, a, p, append_of(a, p), near, near_pieces,
+    if (!fits_grids(near_pieces) || !fits_grids(far_pieces) || heads > MAX_GRID_X) return cudaErrorInvalidValue;
+    KVC_LAUNCH(begin_kernel, 1, BEGIN_THREADS, 0, stream, a, p, append_of(a, p), near, near_pieces,
                scratch_of(near, near_pieces), far, far_pieces, scratch_of(far, far_pieces), alone);
     if (!alone) {
-        const int64_t blocks = ceil_div(heads, STEP_WARPS);
+        const int64_t blocks = ceil_div(heads, PLACE_WARPS);
         KVC_LAUNCH(place_kernel, static_cast<unsigned>(blocks < MAX_GRID_X ? blocks : MAX_GRID_X), PLAN_THREADS, 0, stream,
                    a, p, heads);
     }

@@ -8,15 +8,58 @@
 
 namespace {
 
-constexpr int STEP_WARPS = PLAN_THREADS / 32;  // of the block that begins a step, which lists pieces too
+constexpr int STEP_THREADS = MOST_THREADS;  // of the block that begins a step: what it waits for are loads
+constexpr int STEP_WARPS = STEP_THREADS / 32, PLACE_WARPS = PLAN_THREADS / 32;
 
-// One head [D] of a view's row to `to` + at of another array, by a warp: rotated to a row of the tables, NaN outside them;
-// the neuron (-1: none) 0 before and after.
+// Whether neighbours at both addresses can be moved by one instruction.
+template <class Pair>
+__device__ inline bool on_whole(const void* a, const void* b) {
+    return (reinterpret_cast<uintptr_t>(a) | reinterpret_cast<uintptr_t>(b)) % sizeof(Pair) == 0;
+}
+
+// One head [D] to `to`, by a warp: rotated by the row of the tables that cos and sin are (NULL: NaN); the neuron (-1:
+// none) 0 before and after. Two neighbours a lane and turn, so that heads up to 128 wait for memory once.
+template <class T>
+__device__ inline void rotate_pairs(const T* from, T* to, int D, int half, const float* cos, const float* sin, int neuron) {
+    using pair = packed<T, 2>;
+    const int lane = threadIdx.x % 32;
+    for (int i = 2 * lane; i < half; i += 64) {
+        pair x = *reinterpret_cast<const pair*>(from + i), y = *reinterpret_cast<const pair*>(from + half + i);
+        KVC_UNROLL
+        for (int e = 0; e < 2; e++) {
+            const bool first = i + e == neuron, second = i + e + half == neuron;
+            const float a = first ? 0.0f : to_float(x.at[e]), b = second ? 0.0f : to_float(y.at[e]);
+            const float c = cos ? cos[i + e] : NAN, s = sin ? sin[i + e] : NAN;
+            from_float(first ? 0.0f : a * c - b * s, x.at[e]);
+            from_float(second ? 0.0f : b * c + a * s, y.at[e]);
+        }
+        *reinterpret_cast<pair*>(to + i) = x;
+        *reinterpret_cast<pair*>(to + half + i) = y;
+    }
+    for (int d = 2 * half + lane; d < D; d += 32) {
+        if (d == neuron) from_float(0.0f, to[d]);
+        else to[d] = from[d];
+    }
+}
+
+// The same from a view's row to `to` + at of another array, of any types and sizes; NaN for a position outside the tables.
 __device__ inline void rotate_head(const kvc_view& x, int64_t from, void* to, kvc_dtype dtype, int64_t at, int64_t D,
                                    int64_t rotary_dim, const float* cos, const float* sin, int64_t position,
                                    int64_t table_rows, int64_t neuron) {
     const int64_t half = rotary_dim / 2;
     const bool inside = position >= 0 && position < table_rows;
+    if (x.dtype == dtype && half % 2 == 0) {
+        const float *c = inside ? cos + position * half : nullptr, *s = inside ? sin + position * half : nullptr;
+        const auto pairs = [&](auto type) {
+            using T = decltype(type);
+            const T* source = static_cast<const T*>(x.data) + from;
+            T* target = static_cast<T*>(to) + at;
+            if (!on_whole<packed<T, 2>>(source, target)) return false;
+            rotate_pairs(source, target, static_cast<int>(D), static_cast<int>(half), c, s, static_cast<int>(neuron));
+            return true;
+        };
+        if (dtype == KVC_F32 ? pairs(float{}) : dtype == KVC_BF16 ? pairs(bf16{}) : pairs(f16{})) return;
+    }
     for (int64_t i = threadIdx.x % 32; i < half; i += 32) {
         const float first = i == neuron ? 0.0f : load_any(x.data, x.dtype, from + i);
         const float second = i + half == neuron ? 0.0f : load_any(x.data, x.dtype, from + i + half);
@@ -41,9 +84,22 @@ __device__ inline void copy_slots(const kvc_page_table& table, int32_t from, int
         store_any(pages, dtype, target + i, load_any(pages, dtype, source + i));
 }
 
-// D elements, by a warp.
+// D elements, by a warp; four neighbours a lane where they lie so.
+template <class T>
+__device__ inline void copy_elements(const T* from, T* to, int D) {
+    const int lane = threadIdx.x % 32;
+    if (D % 4 == 0 && on_whole<packed<T, 4>>(from, to)) {
+        for (int d = 4 * lane; d < D; d += 128)
+            *reinterpret_cast<packed<T, 4>*>(to + d) = *reinterpret_cast<const packed<T, 4>*>(from + d);
+        return;
+    }
+    for (int d = lane; d < D; d += 32) to[d] = from[d];
+}
+
 __device__ inline void copy_head(const void* x, int64_t from, void* to, int64_t at, kvc_dtype dtype, int64_t D) {
-    for (int64_t d = threadIdx.x % 32; d < D; d += 32) store_any(to, dtype, at + d, load_any(x, dtype, from + d));
+    const int columns = static_cast<int>(D);
+    if (dtype == KVC_F32) copy_elements(static_cast<const float*>(x) + from, static_cast<float*>(to) + at, columns);
+    else copy_elements(static_cast<const bf16*>(x) + from, static_cast<bf16*>(to) + at, columns);  // any 16 bits
 }
 
 }  // namespace

@@ -30,7 +30,7 @@ def prompt_state(
     queries: Tensor, keys: Tensor, values: Tensor, lengths: list[int], softmax: Softmax
 ) -> tuple[Tensor, Tensor]:
     """The same, with the logarithms of what its softmax divides by: float32 [B, Hq, S]."""
-    ends = None if min(lengths) == keys.shape[2] else torch.tensor(lengths, dtype=torch.int32).to(keys.device)
+    ends = None if min(lengths) == keys.shape[2] else torch.tensor(lengths, dtype=torch.int32, device=keys.device)
     return ops.attention(queries, keys, values, lengths=ends, **softmax.options)
 
 

@@ -72,7 +72,7 @@ class Choice:
 
     def below(self, slots: list[int]) -> Tensor:
         """int64 [R]: how many of a row's tokens were in its first slots[r]."""
-        ends, kept = (torch.tensor(numbers).to(self.slots.device)[:, None] for numbers in (slots, self.kept))
+        ends, kept = (torch.tensor(numbers, device=self.slots.device)[:, None] for numbers in (slots, self.kept))
         return ((self.slots < ends) & (torch.arange(self.slots.shape[1], device=ends.device) < kept)).sum(1)
 
     def left(self, left: dict[int, Left]) -> Choice:
@@ -91,7 +91,7 @@ class Choice:
         device, recent, heads = self.slots.device, list(self.recent), len(held) // len(self.recent)
         kept = [count + n - m for count, n, m in zip(self.kept, held, offered, strict=True)]
         ends, firsts = (
-            torch.tensor(numbers, dtype=torch.int32).to(device)[:, None] for numbers in (self.kept, offered)
+            torch.tensor(numbers, dtype=torch.int32, device=device)[:, None] for numbers in (self.kept, offered)
         )
         places = torch.arange(max(kept), dtype=torch.int32, device=device)
         slots = torch.nn.functional.pad(self.slots, (0, max(kept)))[:, : max(kept)]
@@ -257,7 +257,7 @@ class Chooser(SideState):
         slots = torch.arange(K, dtype=torch.int32, device=like.device).repeat(len(kept), 1)
         for rows, indices in parts:
             width = min(K, indices.shape[1])
-            slots[torch.tensor(rows).to(slots.device), :width] = indices[:, :width]
+            slots[torch.tensor(rows, device=slots.device), :width] = indices[:, :width]
         return slots, kept
 
     def _alike(
@@ -284,7 +284,7 @@ class Chooser(SideState):
         rows, valid, guide = slice(b * offers.heads, part.stop * offers.heads), offers.valid[b], offers.guides[b]
         lengths, softmax = offers.lengths[rows], offers.softmax
         T, last = max(lengths), offers.queries.shape[2] - valid
-        ragged = torch.tensor(lengths, dtype=torch.int32).to(offers.keys.device) if min(lengths) < T else None
+        ragged = torch.tensor(lengths, dtype=torch.int32, device=offers.keys.device) if min(lengths) < T else None
         if softmax.sink_logits is not None:
             softmax = softmax._replace(sink_logits=softmax.sink_logits.repeat(len(some)))
         return Candidates(
@@ -359,10 +359,10 @@ class Chooser(SideState):
             scores = torch.stack([torch.nn.functional.pad(one.scores, (0, T - one.scores.shape[1])) for one in some])
             ends = [[every[one.b]] for one in some]
             marks = [[[mark] * len(every[one.b]) for mark in one.marks] for one in some]
-            numbers = torch.tensor([end + mark for end, mark in zip(ends, marks, strict=True)]).to(scores.device)
+            numbers = torch.tensor([end + mark for end, mark in zip(ends, marks, strict=True)], device=scores.device)
             ranks = marked(scores, *numbers[..., None].unbind(1))
             if some[0].fixed is not None:
-                fixed = torch.tensor([one.fixed for one in some]).to(scores.device)[..., None]
+                fixed = torch.tensor([one.fixed for one in some], device=scores.device)[..., None]
                 ranks = ranks.masked_fill(torch.arange(T, device=scores.device) < fixed, float("inf"))
             if bool(ranks.isnan().any()):  # first: a top-k may have too few to choose from
                 raise nan_error(self.pruner, self.layer)
@@ -381,6 +381,6 @@ class Chooser(SideState):
         if self.received is None:
             return
         slots = choice.slots.long().clamp(max=self.received.shape[1] - 1)
-        ends = torch.tensor(choice.kept).to(slots.device)[:, None]
+        ends = torch.tensor(choice.kept, device=slots.device)[:, None]
         gone = torch.arange(slots.shape[1], device=slots.device) >= ends
         self.received = self.received.gather(1, slots).masked_fill_(gone, 0)

@@ -41,8 +41,8 @@ class FarSegment(SideState):
         assert self.split is not None and policy.gap is not None
         (B, Hq, S, D), R = queries.shape, ranks.slots.shape[0]
         if self._blanks is None:
-            each = torch.tensor(self.blank, dtype=torch.int32).repeat_interleave(R // B)
-            self._blanks = each.to(queries.device)[:, None]
+            each = torch.tensor(self.blank, dtype=torch.int32, device=queries.device)
+            self._blanks = each.repeat_interleave(R // B)[:, None]
         if policy.gap.reading == "constant":
             ids = self._blanks.expand_as(ranks.slots).contiguous()
         else:
@@ -77,8 +77,9 @@ class FarSegment(SideState):
         assert gap is not None
         facts.key_rotary.check_one_table(max(bound - 1, *lengths))
         # near tokens of each row, all of one whose sequence is whole
-        near = torch.tensor([bound if all_ else n for all_, n in zip(whole, self.near, strict=True)], dtype=torch.int32)
-        split = (kept - near.to(kept.device).repeat_interleave(heads)).clamp_(min=0)
+        own = [bound if all_ else n for all_, n in zip(whole, self.near, strict=True)]
+        near = torch.tensor(own, dtype=torch.int32, device=kept.device)
+        split = (kept - near.repeat_interleave(heads)).clamp_(min=0)
         before = old if shift is None else old + shift[:, None]
         if self.split is not None:
             before = torch.where(old < self.split[:, None], 0 if gap.shared else old, before)

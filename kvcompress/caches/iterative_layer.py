@@ -86,6 +86,9 @@ class IterativeLayer(RepeatingLayer):
     def repeats(self) -> bool:
         return self.pages.repeats
 
+    def prepare_steps(self) -> None:
+        self.pages.prepare_steps()
+
     def steps_ahead(self, facts: LayerFacts) -> int:
         return self.pages.steps_ahead(facts) if self.memory is None else 0
 
@@ -109,7 +112,7 @@ class IterativeLayer(RepeatingLayer):
         joined, before = memory.joined(keys, values, step), memory.held
         self.memory = memory = memory.without_tokens()  # a copy of them is the first part of the joined ones
         in_sight, T = [max(total, 1) for total in totals], joined.keys.shape[1]
-        first = torch.tensor([[held] for held in longest], dtype=torch.int32).to(keys.device)
+        first = torch.tensor([[held] for held in longest], dtype=torch.int32, device=keys.device)
         positions, bound = step_positions(first, counts, S), max(T, S, *totals)
         k = joined.rotated(facts.key_rotary, in_sight, late=memory.late(B))
         even = joined.held == spread(totals, Hkv)

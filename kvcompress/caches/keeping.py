@@ -96,7 +96,7 @@ class Keeping(Room):
             self.store.provide(self.pages_anew(kept))
             return
         self._refresh()
-        self.store.provide(self._count_copies(slots, torch.tensor(kept, dtype=torch.int32).to(self.lengths.device)))
+        self.store.provide(self._count_copies(slots, torch.tensor(kept, dtype=torch.int32, device=self.lengths.device)))
 
     @locked
     def drop_last(self, tokens: int | Sequence[int]) -> None:
@@ -132,14 +132,14 @@ class Keeping(Room):
         if most == 0:
             return
         table, device = self.block_table, self.lengths.device
-        taken = torch.tensor(pages, dtype=torch.int32).to(device)
+        taken = torch.tensor(pages, dtype=torch.int32, device=device)
         place = torch.arange(table.shape[1], device=device)
         source = (place + torch.where(place < first, 0, taken[:, None])).clamp_(max=table.shape[1] - 1)
         with torch.inference_mode(False):
             given = torch.nn.functional.pad(table[:, first:], (0, most))[:, :most].contiguous()
             kept = [max(held - n * P, first * P) if n else held for n, held in zip(pages, counts, strict=True)]
             # memory may run out above the release, and not below it: pages would be given up twice
-            left = Rows(table.gather(1, source), torch.tensor(kept, dtype=torch.int32).to(device))
+            left = Rows(table.gather(1, source), torch.tensor(kept, dtype=torch.int32, device=device))
             self.store.release(Rows(given, taken * P))
             self._rows.block_table, self._rows.lengths = left.block_table, left.lengths
         self.bounds = kept
@@ -150,7 +150,7 @@ class Keeping(Room):
 
     def _truncate(self, lengths: Sequence[int]) -> None:
         ops.truncate_rows_(
-            self._table(), torch.tensor(lengths, dtype=torch.int32).to(self.lengths.device), self.page_size
+            self._table(), torch.tensor(lengths, dtype=torch.int32, device=self.lengths.device), self.page_size
         )
         self.bounds = list(lengths)
         self._last_shared = [self._shares] * len(self.bounds)
@@ -170,7 +170,7 @@ class Keeping(Room):
     def _compact(self, slots: Tensor, kept: Sequence[int], left: list[int]) -> None:
         store, needed = self.store, 0
         claim, beside = self.unclaim()
-        on_device = torch.tensor(kept, dtype=torch.int32).to(self.lengths.device)
+        on_device = torch.tensor(kept, dtype=torch.int32, device=self.lengths.device)
         if self._shares:
             store.count_free()
             self._refresh()

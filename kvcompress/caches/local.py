@@ -79,7 +79,7 @@ class LocalLayer(CompressedLayer):
                     return ops.attention(q, all_k, all_v, window=self.window, lengths=ends, **softmax.options)[0]
                 return self._in_chunks(q, all_k, all_v, befores, step.counts, softmax)
 
-            kept = torch.tensor(step.kept, dtype=torch.int32).to(keys.device)[:, None]
+            kept = torch.tensor(step.kept, dtype=torch.int32, device=keys.device)[:, None]
             ring.make_room(max(n + count for n, count in zip(self.next, step.kept, strict=True)))
             self._keep(ring, (all_k, all_v), held, kept, places)
         self.next = [n + count for n, count in zip(self.next, step.kept, strict=True)]
@@ -162,6 +162,6 @@ class LocalLayer(CompressedLayer):
         if self.ring is None or self.places is None:
             return
         heads, device = self.ring.heads, self.places.device
-        self.ring.select_rows(torch.tensor([b * heads + h for b in indices for h in range(heads)]).to(device))
-        self.places = self.places[torch.tensor(indices, dtype=torch.long).to(device)]
+        self.ring.select_rows(torch.tensor([b * heads + h for b in indices for h in range(heads)], device=device))
+        self.places = self.places[torch.tensor(indices, dtype=torch.long, device=device)]
         self.next, self.rope_lengths = ([numbers[b] for b in indices] for numbers in (self.next, self.rope_lengths))

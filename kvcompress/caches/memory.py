@@ -62,7 +62,7 @@ class Memory(SideState):
         if min(self.held) == most and min(lengths) == most + S:
             return new if most == 0 else torch.cat([old[:, :most], new], 1)
         both = torch.cat([old[:, :most], new], 1)
-        held, ends = (torch.tensor(numbers).to(new.device)[:, None] for numbers in (self.held, lengths))
+        held, ends = (torch.tensor(numbers, device=new.device)[:, None] for numbers in (self.held, lengths))
         t = torch.arange(max(lengths), device=new.device)
         index = torch.where(t < held, t, most + S - ends + t).clamp_(max=most + S - 1)
         return both.gather(1, index[..., None].expand(-1, -1, new.shape[2]))
@@ -73,7 +73,7 @@ class Memory(SideState):
         heads = R // len(in_sight)
         if not any(late):
             return rotary.rotate(self.keys.unflatten(0, (-1, heads)), None, T, in_sight).flatten(0, 1)
-        first = torch.tensor(late, dtype=torch.int32).to(self.keys.device)[:, None]
+        first = torch.tensor(late, dtype=torch.int32, device=self.keys.device)[:, None]
         places = first + torch.arange(T, dtype=torch.int32, device=self.keys.device)
         return rotary.rotate(self.keys[:, None], places, T + max(late), spread(in_sight, heads))[:, 0]
 

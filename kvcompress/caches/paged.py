@@ -24,7 +24,7 @@ def step_positions(first: Tensor, counts: Sequence[int], tokens: int) -> Tensor:
     """int32 [B, tokens]: first[b] is the place of sequence b's first real token, of which there are counts[b],
     right-aligned; padding before it gets any."""
     if min(counts) < tokens:
-        first = first - (tokens - torch.tensor(counts, dtype=torch.int32).to(first.device)[:, None])
+        first = first - (tokens - torch.tensor(counts, dtype=torch.int32, device=first.device)[:, None])
     return (first + torch.arange(tokens, dtype=torch.int32, device=first.device)).clamp_(min=0)
 
 
@@ -63,7 +63,7 @@ class PagedLayer(RepeatingLayer):
         later = pool.origins.later
         if self._shifted is None or self._shifted[0] is not later:
             numbers = [late + offset for late, offset in zip(later, self.offsets, strict=True)]
-            shift = torch.tensor(numbers, dtype=torch.int32).to(pool.lengths.device) if any(numbers) else None
+            shift = torch.tensor(numbers, dtype=torch.int32, device=pool.lengths.device) if any(numbers) else None
             self._shifted = later, shift
         return self._shifted[1]
 
@@ -169,6 +169,10 @@ class PagedLayer(RepeatingLayer):
     @property
     def repeats(self) -> bool:
         return True
+
+    def prepare_steps(self) -> None:
+        if self.pool is not None:
+            self.pool.prepare(self.steps_known)
 
     def steps_ahead(self, facts: LayerFacts) -> int:
         pool = self.pool

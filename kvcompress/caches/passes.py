@@ -107,7 +107,7 @@ class CachePass(Pass):
 
     def on(self, device: torch.device) -> Tensor:
         """counts, int32 [B, 1] on a device."""
-        return torch.tensor(self.counts, dtype=torch.int32).to(device)[:, None]
+        return torch.tensor(self.counts, dtype=torch.int32, device=device)[:, None]
 
     def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax) -> Tensor:
         facts = self.facts[layer]

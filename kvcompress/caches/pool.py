@@ -165,7 +165,7 @@ class PagePool(Keeping):
             raise ValueError(f"counts must be between 0 and the S = {S} new tokens, got {count} for row {row}")
         on_device = counts if isinstance(counts, Tensor) else None
         if known and min(most, default=S) < S:
-            on_device = torch.tensor(most, dtype=torch.int32).to(self.lengths.device)
+            on_device = torch.tensor(most, dtype=torch.int32, device=self.lengths.device)
 
         def write(table: ops.PageTable) -> None:
             ops.append_tokens_(list(self.store.arrays.values()), tokens, table, counts=on_device)
@@ -240,7 +240,7 @@ class PagePool(Keeping):
                 raise ValueError(f"rows must be between 0 and {len(self.bounds) - 1}, got {row}")
         if list(rows) == list(range(len(self.bounds))):
             return
-        index = torch.tensor(rows, dtype=torch.long).to(self.lengths.device)
+        index = torch.tensor(rows, dtype=torch.long, device=self.lengths.device)
         old, new = self._rows, self._share(index)
         try:
             self.store.release(old)

@@ -155,11 +155,27 @@ class PrunedLayer(PagedLayer):
 
     @property
     def repeats(self) -> bool:
-        return self.chooser.recent is None and self.policy.gap is None
+        policy, recent = self.policy, self.chooser.recent
+        return policy.gap is None and (recent is None or (policy.every is None and policy.pruner.accumulates))
+
+    def prepare_steps(self) -> None:
+        super().prepare_steps()
+        if self.chooser.recent is not None:
+            self.chooser.recent.prepare_step()
+
+    def steps_ahead(self, facts: LayerFacts) -> int:
+        recent, ahead = self.chooser.recent, super().steps_ahead(facts)
+        return ahead if recent is None else min(ahead, recent.steps_ahead)  # a full ring's queries vote, on the host
 
     def count_step(self) -> None:
         super().count_step()
         self._count([1] * len(self.next))
+        if self.chooser.recent is not None:
+            self.chooser.recent.count_step()
+
+    def held_tensors(self, facts: LayerFacts) -> tuple[Tensor, ...]:
+        recent, held = self.chooser.recent, super().held_tensors(facts)
+        return held if recent is None else (*held, *recent.held_tensors())
 
     # ---- compression ----
 
@@ -351,7 +367,7 @@ class PrunedLayer(PagedLayer):
         seen = queries
         if pruner.window and queries.shape[2]:
             ends = [place + guide for place, guide in zip(self.next, guides, strict=True)]
-            first = torch.tensor(ends, dtype=torch.int32).to(queries.device)[:, None] - queries.shape[2]
+            first = torch.tensor(ends, dtype=torch.int32, device=queries.device)[:, None] - queries.shape[2]
             positions = step_positions(first, [queries.shape[2]], queries.shape[2])
             seen = facts.query_rotary.rotate(queries, positions, max(ends), self.rope_lengths)
             if self.far.split is not None:
@@ -382,7 +398,7 @@ class PrunedLayer(PagedLayer):
         pool, policy, kept = self.pool, self.policy, choice.kept
         assert pool is not None
         device, heads, whole = pool.lengths.device, self.heads, self.chooser.whole
-        counts = torch.tensor(kept, dtype=torch.int32).to(device)
+        counts = torch.tensor(kept, dtype=torch.int32, device=device)
         K, (_, T, D) = max(kept, default=0), keys.shape
         places = (torch.arange(K, device=device) - (K - counts[:, None])).clamp_(min=0)
         old = choice.slots.long().gather(1, places)

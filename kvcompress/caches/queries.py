@@ -24,7 +24,9 @@ class RecentQueries(SideState):
         self.capacity = capacity
         self.queries: Tensor | None = None
         self.valid: list[int] = []
-        self._next = 0  # where the next query goes, modulo n
+        self._place = 0  # where the next query goes, modulo n
+        # the same on the device, int64 [1], which moves it; None = not there yet. In a tuple, as it is of no sequence
+        self._cursor: tuple[Tensor] | None = None
 
     @staticmethod
     def of(pruner: Pruner, every: int | None) -> RecentQueries | None:
@@ -34,6 +36,14 @@ class RecentQueries(SideState):
         if pruner.accumulates:  # they wait for a common vote; few, as they count beside a small budget
             return RecentQueries(min(every or VOTING, VOTING) + pruner.overlap)
         return RecentQueries(pruner.window or 1) if every else None
+
+    @property
+    def _next(self) -> int:
+        return self._place
+
+    @_next.setter
+    def _next(self, place: int) -> None:
+        self._place, self._cursor = place, None
 
     @property
     def held(self) -> int:
@@ -48,9 +58,12 @@ class RecentQueries(SideState):
         B, Hq, S, D = queries.shape
         if self.queries is None:
             self.queries, self.valid = queries.new_zeros(B, Hq, self.capacity, D), [0] * B
-        elif (n := self.queries.shape[2]) < self.capacity:
-            self.queries = torch.nn.functional.pad(self.queries.roll(-self._next, 2), (0, 0, self.capacity - n, 0))
-            self._next = 0
+        self._widen()
+        if S == 1 == min(counts):
+            self.queries.index_copy_(2, self._on_device(), queries)
+            self._on_device().add_(1).remainder_(self.capacity)
+            self.count_step()
+            return
         last = queries[:, :, -self.capacity :]
         if min(counts) < S:  # a sequence's own must have no padding between them
             self.queries, self._next = self._joined(last, [min(count, last.shape[2]) for count in counts]), 0
@@ -60,14 +73,55 @@ class RecentQueries(SideState):
             self._next = (self._next + last.shape[2]) % self.capacity
         self.valid = [min(held + count, self.capacity) for held, count in zip(self.valid, counts, strict=True)]
 
+    def _widen(self) -> None:
+        assert self.queries is not None
+        if (n := self.queries.shape[2]) < self.capacity:
+            with torch.inference_mode(False):
+                rolled = self.queries.roll(-self._next, 2)
+                self.queries = torch.nn.functional.pad(rolled, (0, 0, self.capacity - n, 0))
+            self._next = 0
+
+    # ---- steps of a token each, which the device can do alone ----
+
+    def _on_device(self) -> Tensor:
+        assert self.queries is not None
+        if self._cursor is None:
+            with torch.inference_mode(False):
+                self._cursor = (torch.tensor([self._place], device=self.queries.device),)
+        return self._cursor[0]
+
+    def prepare_step(self) -> None:
+        """Does what add would do before it stores a token of each sequence."""
+        if self.queries is not None:
+            self._widen()
+            self._on_device()
+
+    @property
+    def steps_ahead(self) -> int:
+        """How many tokens add stores on the device alone before the ring is full."""
+        if self.queries is None or self.queries.shape[2] < self.capacity or self._cursor is None:
+            return 0
+        return max(self.capacity - 1 - self.held, 0)
+
+    def count_step(self) -> None:
+        """Counts a token of each sequence that the device has stored."""
+        self._place = (self._place + 1) % self.capacity
+        self.valid = [min(held + 1, self.capacity) for held in self.valid]
+
+    def held_tensors(self) -> tuple[Tensor, ...]:
+        assert self.queries is not None
+        return self.queries, self._on_device()
+
+    # ----
+
     def _joined(self, new: Tensor, counts: list[int]) -> Tensor:
         """The held ones in order, then the last counts[b] of new ones: [B, Hq, capacity, D], right-aligned."""
         assert self.queries is not None
         both = torch.cat([self.queries.roll(-self._next, 2), new], 2)
-        age = torch.arange(self.capacity - 1, -1, -1)  # of each place; 0 is the newest
-        own = torch.tensor(counts)[:, None]
+        age = torch.arange(self.capacity - 1, -1, -1, device=new.device)  # of each place; 0 is the newest
+        own = torch.tensor(counts, device=new.device)[:, None]
         index = both.shape[2] - 1 - torch.where(age < own, age, age - own + new.shape[2])
-        index = index.clamp_(min=0).to(new.device)[:, None, :, None]
+        index = index.clamp_(min=0)[:, None, :, None]
         return both.gather(2, index.expand(-1, both.shape[1], -1, both.shape[3]))
 
     def get(self) -> tuple[Tensor, list[int]]:
@@ -88,7 +142,7 @@ class RecentQueries(SideState):
             return
         self.valid = [min(held, stay) if done else held for held, done in zip(self.valid, voted, strict=True)]
         if self.held <= stay:
-            self.queries, self._next = self.get()[0] if self.held else None, 0
+            self.queries, self._next = self.get()[0], 0
 
     def join(self, other: SideState, batch: int, more: int) -> None:
         assert isinstance(other, RecentQueries)

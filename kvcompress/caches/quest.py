@@ -85,6 +85,11 @@ class QuestLayer(PagedLayer):
         )  # fmt: skip
         return out, lse
 
+    def prepare_steps(self) -> None:
+        super().prepare_steps()
+        if self.pool is not None and self.ranges is not None:
+            self._make_room(self.pool.block_table.shape[1])
+
     def steps_ahead(self, facts: LayerFacts) -> int:
         if self.pool is not None and self.ranges is not None and self.ranges.shape[1] < self.pool.block_table.shape[1]:
             return 0  # the next step widens them
@@ -110,7 +115,7 @@ class QuestLayer(PagedLayer):
         if min(new) == max(new):
             first = (pool.lengths - new[0]) // P
         else:
-            first = torch.tensor(begins, dtype=torch.int32).to(device)
+            first = torch.tensor(begins, dtype=torch.int32, device=device)
         places = first[:, None] + torch.arange(span, dtype=torch.int32, device=device)
         held = places * P < pool.lengths[:, None]
         arrays, table, _ = pool.snapshot()
@@ -148,8 +153,8 @@ class QuestLayer(PagedLayer):
         heads = self.heads
         super().select_batch(indices)
         if self.ranges is not None:
-            rows = torch.tensor([b * heads + h for b in indices for h in range(heads)])
-            self.ranges = self.ranges[rows.to(self.ranges.device)]
+            rows = [b * heads + h for b in indices for h in range(heads)]
+            self.ranges = self.ranges[torch.tensor(rows, device=self.ranges.device)]
 
     def check_step(self, step: CachePass, facts: LayerFacts) -> None:
         super().check_step(step, facts)

@@ -21,6 +21,11 @@ class RepeatingLayer(CompressedLayer):
         """Whether they can with these settings."""
 
     @abstractmethod
+    def prepare_steps(self) -> None:
+        """Does on the host what a step to come would do there, as far as that can be done before it; raises
+        RuntimeError where there are no pages for it."""
+
+    @abstractmethod
     def steps_ahead(self, facts: LayerFacts) -> int:
         """How many one-token steps can come now with nothing done on the host but to count them."""
 
@@ -56,6 +61,12 @@ class Repeats(Summary, RecurrentStates):
     def _repeating(self) -> list[RepeatingLayer]:
         return [layer for layer in self.layers if isinstance(layer, RepeatingLayer)]
 
+    def prepare_steps(self) -> None:
+        """Takes pages for one-token steps to come, so that they need nothing of the host. Raises RuntimeError where
+        there are none; nothing that is stored changes."""
+        for layer in self._repeating:
+            layer.prepare_steps()
+
     def steps_ahead(self) -> int:
         """How many one-token steps can come now with nothing done on the host but to count them."""
         assert self.facts is not None
@@ -70,9 +81,8 @@ class Repeats(Summary, RecurrentStates):
             layer.count_step()
             layer.seen = self.seen
 
-    def held_tensors(self) -> tuple[tuple[int, ...], ...]:
-        """Where the tensors are that a step reads and writes, and their shapes: memory is used again."""
+    def held_tensors(self) -> list[Tensor]:
+        """What a step reads and writes: the same tensors, as objects, as long as a recorded step can be done again."""
         facts = self.facts
         assert facts is not None
-        held = (x for layer in self._repeating for x in layer.held_tensors(facts[layer.index]))
-        return tuple((x.data_ptr(), *x.shape) for x in held)
+        return [x for layer in self._repeating for x in layer.held_tensors(facts[layer.index])]

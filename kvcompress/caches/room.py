@@ -96,6 +96,13 @@ class Room:
             self._last_shared = [False] * len(self._bounds)
         return out
 
+    @locked
+    def prepare(self, known: bool) -> None:
+        """Sets pages aside for steps to come, as the first of them would, where none are. Not where rows share pages:
+        there the first step leaves a note on the host. known: as step takes it. Raises RuntimeError as reserve does."""
+        if not self.has_room and not self._shares:
+            self._make_room(known)
+
     @property
     def has_room(self) -> bool:
         """Whether pages are set aside for another step."""

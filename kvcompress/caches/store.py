@@ -251,7 +251,7 @@ class PageStore:
         added = torch.arange(old + count - 1, old - 1, -1, dtype=torch.int32, device=self.refs.device)
         free_pages = torch.cat([added, self.free_pages[:free], self.free_pages.new_zeros(old - free)])
         refs = torch.cat([self.refs, self.refs.new_zeros(count)])
-        free_count = self.free_count + torch.tensor([count, 0], dtype=torch.int32).to(self.refs.device)
+        free_count = self.free_count + torch.tensor([count, 0], dtype=torch.int32, device=self.refs.device)
         # all of them or none: memory may have run out above
         self.arrays, self.refs, self.free_pages, self.free_count = arrays, refs, free_pages, free_count
         self.free_at_least += count

@@ -138,7 +138,7 @@ class StreamingLayer(CompressedLayer):
         assert self.keys is not None and self.bases is not None
         B, R = len(self.tokens), self.keys.shape[0]
         ring = self.keys[:, self.sinks :].unflatten(0, (B, R // B))
-        places = torch.tensor(distance, dtype=torch.int32).to(ring.device)[:, None]
+        places = torch.tensor(distance, dtype=torch.int32, device=ring.device)[:, None]
         moved = rotary.move_back(
             ring, places.expand(B, self.window).contiguous(), max(distance) + 1, self.sinks + self.window
         )
@@ -177,7 +177,7 @@ class StreamingLayer(CompressedLayer):
         R = self.keys.shape[0]
 
         def per_sequence(numbers: list[int]) -> Tensor:
-            return torch.tensor(numbers, dtype=torch.int32).to(device)[:, None]
+            return torch.tensor(numbers, dtype=torch.int32, device=device)[:, None]
 
         places = [
             token if token < self.sinks else token - base for token, base in zip(self.tokens, self.base, strict=True)
@@ -288,13 +288,13 @@ class StreamingLayer(CompressedLayer):
         if self.keys is None or self.values is None:
             return
         heads = self.keys.shape[0] // len(self.tokens)
-        rows = torch.tensor([b * heads + h for b in indices for h in range(heads)]).to(self.keys.device)
+        rows = torch.tensor([b * heads + h for b in indices for h in range(heads)], device=self.keys.device)
         self.keys, self.values = self.keys[rows], self.values[rows]
         if self.far is not None:
             self.far = (self.far[0][rows], self.far[1][rows])
         self.tokens, self.base = [self.tokens[b] for b in indices], [self.base[b] for b in indices]
         assert self.places is not None and self.bases is not None
-        index = torch.tensor(indices, dtype=torch.long).to(self.places.device)
+        index = torch.tensor(indices, dtype=torch.long, device=self.places.device)
         self.places, self.bases = self.places[index], self.bases[index]
 
     def nbytes(self) -> int:

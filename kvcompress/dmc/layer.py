@@ -176,13 +176,13 @@ class DecidingLayer(PagedLayer):
         if self.pool is None or self.places is None:
             return
         heads, device = self.heads, self.places.device
-        index = torch.tensor(indices).to(device)
+        index = torch.tensor(indices, device=device)
         noted = self.decisions()[index] if self.noted else None
         super().select_batch(indices)
         self.places = self.places[index]
         self.noted = [] if noted is None else [(noted, tuple(self.next))]
-        rows = torch.tensor([b * heads + h for b in indices for h in range(heads)])
-        self.select_state(rows.to(device))
+        rows = [b * heads + h for b in indices for h in range(heads)]
+        self.select_state(torch.tensor(rows, device=device))
 
     @abstractmethod
     def join_state(self, other: Any, batch: int, more: int) -> None:

@@ -126,7 +126,7 @@ class DMCLayer(DecidingLayer):
             positions = positions + offsets
         new = None
         if step.padded:
-            new = torch.tensor(self._per_row(step.counts), dtype=torch.int32).to(keys.device)
+            new = torch.tensor(self._per_row(step.counts), dtype=torch.int32, device=keys.device)
 
         def write(table: ops.PageTable) -> None:
             ops.dmc_append_(

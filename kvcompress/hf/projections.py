@@ -166,7 +166,7 @@ def _made(kind: str, x: Tensor, row_bits: int, linears: list[tuple[str, Any]]) -
         )
     bits = (ratio < 0).all(2).long()
     spelt = [sum(bit << i for i, bit in enumerate(part)) for part in (bits[:row_bits], bits[row_bits:])]
-    row, number = (torch.as_tensor(part) for part in spelt)
+    row, number = (torch.as_tensor(part, device="cpu") for part in spelt)
     sizes = torch.tensor([_outputs(module) for _, module in linears] or [0], device="cpu")
     if bool((number >= len(linears)).any()) or bool((row >= sizes[number.clamp(max=len(sizes) - 1)]).any()):
         raise ValueError(f"its {kind} are not made by linear layers of its own")

@@ -376,7 +376,7 @@ class PoDLayer(CompressedLayer):
             self.recent.select_batch(indices)
         self.keys.select_rows(rows)
         self.values.select_rows(rows)
-        self.places = self.places[torch.tensor(indices, dtype=torch.long).to(self.places.device)]
+        self.places = self.places[torch.tensor(indices, dtype=torch.long, device=self.places.device)]
         self.rope_lengths, self.next = ([list_[b] for b in indices] for list_ in (self.rope_lengths, self.next))
 
     def _pools(self) -> list[Any]:
@@ -418,8 +418,8 @@ class _Heads:
         batch, G = queries.shape[0], queries.shape[1] // all_heads
         self.heads, self.query_heads = heads, [head * G + g for head in heads for g in range(G)]
         self.whole = len(heads) == all_heads
-        rows = torch.tensor([b * all_heads + head for b in range(batch) for head in heads])
-        self.index = None if self.whole else rows.to(queries.device)
+        rows = [b * all_heads + head for b in range(batch) for head in heads]
+        self.index = None if self.whole else torch.tensor(rows, device=queries.device)
 
     def queries(self, x: Tensor) -> Tensor:
         return x if self.whole else x[:, self.query_heads]

@@ -55,7 +55,7 @@ class WindowRows:
         if not any(self.dropped):
             return None
         if self._gone is None or self._gone[0] != self.dropped:
-            self._gone = (list(self.dropped), torch.tensor(self.dropped).to(self.pages.device)[:, None])
+            self._gone = (list(self.dropped), torch.tensor(self.dropped, device=self.pages.device)[:, None])
         return self._gone[1]
 
     def table_as(self, other: WindowRows, rows: Tensor | None = None) -> Tensor:
@@ -72,10 +72,11 @@ class WindowRows:
     def _places_as(self, other: WindowRows) -> Tensor:
         """int64 [R, blocks of `other`], for each of its pages the number of ours that holds the same tokens."""
         ours, theirs = (x.pool.block_table.shape[1] for x in (self, other))
-        moved = torch.tensor([theirs - ours for ours, theirs in zip(self.dropped, other.dropped, strict=True)])
-        place = torch.arange(theirs)
-        place = place + torch.where(place < self.first, 0, moved[:, None])
-        return place.clamp_(min=0, max=max(ours - 1, 0)).to(self.pages.device)
+        device = self.pages.device
+        dropped = [theirs - ours for ours, theirs in zip(self.dropped, other.dropped, strict=True)]
+        place = torch.arange(theirs, device=device)
+        place = place + torch.where(place < self.first, 0, torch.tensor(dropped, device=device)[:, None])
+        return place.clamp_(min=0, max=max(ours - 1, 0))
 
     # ---- writing ----
 
@@ -116,7 +117,7 @@ class WindowRows:
             self.pool.append([tokens])
         elif max(taken) > 0:
             most = max(taken)
-            index = torch.tensor([[0] * (most - len(columns)) + columns for columns in chosen]).to(tokens.device)
+            index = torch.tensor([[0] * (most - len(columns)) + columns for columns in chosen], device=tokens.device)
             index = index.view(len(self.tokens), self.heads, most, 1).expand(-1, -1, -1, tokens.shape[3])
             self.pool.append([tokens.gather(2, index)], taken)
         behind = [0] * len(rows)  # of the slots that are held there
@@ -147,7 +148,7 @@ class WindowRows:
             return None
         if self._moved is None or self._moved[:2] != (self.dropped, other.dropped):
             moved = [theirs - ours for ours, theirs in zip(self.dropped, other.dropped, strict=True)]
-            on_device = torch.tensor(moved, dtype=torch.int32).to(self.pages.device)
+            on_device = torch.tensor(moved, dtype=torch.int32, device=self.pages.device)
             self._moved = (list(self.dropped), list(other.dropped), on_device)
         return self._moved[2]
 
@@ -180,7 +181,7 @@ class WindowRows:
     def first_slots(self, rows: Sequence[int], count: int) -> Tensor:
         """[rows, count, D], the first slots of some rows."""
         P, t = self.pool.page_size, torch.arange(count, device=self.pages.device)
-        pages = self.table(torch.tensor(rows).to(self.pages.device))[:, t // P].long()
+        pages = self.table(torch.tensor(rows, device=self.pages.device))[:, t // P].long()
         return self.pages.flatten(0, 1)[pages * P + t % P]
 
     def gather(self, tokens: Tensor) -> Tensor:
@@ -243,7 +244,7 @@ class Chunk:
         N, totals = max(helds), [held + count for held, count in zip(helds, counts, strict=True)]
 
         def column(numbers: list[int]) -> Tensor:
-            return torch.tensor(numbers).to(device)[:, None]
+            return torch.tensor(numbers, device=device)[:, None]
 
         t = torch.arange(N, device=device)
         held = torch.where(t < column(at_start), t, column(firsts) - column(at_start) + t).clamp(min=0)
@@ -254,7 +255,7 @@ class Chunk:
         t = torch.arange(max(*totals, columns), device=device)
         moved = N + columns - column(list(counts)) + t - column(helds)
         index = torch.where(t < column(helds), t, moved).clamp(min=0, max=N + columns - 1)
-        return cls(held, index, torch.tensor(totals, dtype=torch.int32).to(device), before, far)
+        return cls(held, index, torch.tensor(totals, dtype=torch.int32, device=device), before, far)
 
     def sequence(self, rows: WindowRows, new: Tensor) -> Tensor:
         """[B, Hkv, T, D] of what rows hold and new ones [B, Hkv, S, D]."""

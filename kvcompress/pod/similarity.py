@@ -158,7 +158,9 @@ class _RecordingPass(_NearPass):
             sums, rows = ops.layer_similarity(queries, keys, **self.softmax[kind].options, **masked)
             if found is None:
                 L = len(self.kinds)
-                found = sums.new_full((sums.shape[0], L, L), rows).cpu() * (1 - torch.eye(L, dtype=sums.dtype, device="cpu"))
+                found = sums.new_full((sums.shape[0], L, L), rows).cpu() * (
+                    1 - torch.eye(L, dtype=sums.dtype, device="cpu")
+                )
             own = torch.tensor(self.layers(kind), device="cpu")
             found[:, own[:, None], own] = sums.cpu()
         assert found is not None

@@ -49,7 +49,7 @@ class Skips:
         self.pairs["near"] += heads * (sum(seen) - sum(far))
         self.pairs["lead" if skipped is None else "follower"] += heads * sum(far)
         if skipped is not None:
-            counts = torch.tensor(far).to(skipped.device)[:, None, None]
+            counts = torch.tensor(far, device=skipped.device)[:, None, None]
             more = (skipped * counts).sum()
             self.skipped = more if self.skipped is None else self.skipped + more
 

@@ -1,5 +1,6 @@
 """benchmarks/gpu/gpu_check.py where there is no GPU: it runs tests apart from each other, and says what is missing."""
 
+import json
 import os
 import subprocess
 import sys
@@ -78,9 +79,35 @@ def test_files_of_every_op_are_found():
     assert "tests/test_rope.py" in gpu_check.files_with_tests(gpu_check.SANITIZED)
 
 
+def test_a_budget_that_is_over_names_what_was_not_run():
+    over = gpu_check.Clock(0)
+    rows, found = gpu_check.measured("decode", "tiny", over)
+    assert rows == [] and found == {"name": "decode", "status": None, "summary": "not run: no time was left"}
+    assert [x["summary"] for x in gpu_check.sanitize("memcheck", ["a"], over)] != []
+
+
+def test_a_part_is_measured_in_a_process_of_its_own():
+    """Seconds, for what that imports."""
+    rows, found = gpu_check.measured("score", "tiny", gpu_check.Clock(120))
+    assert found["status"] == 0, found["output"]
+    assert [row["name"] for row in rows] == ["score/bfloat16/T256/Hq32/Hkv8/D128/W64"]
+
+
+@pytest.mark.parametrize("part", gpu_check.MEASURED)
+def test_every_part_is_measured_without_a_gpu_in_sizes_that_mean_nothing(tmp_path, part):
+    path = tmp_path / "rows.json"
+    gpu_check.measure(part, path, "tiny")
+    rows = json.loads(path.read_text())
+    assert rows and all(row["ours"] > 0 and "failed" not in row["name"] for row in rows), rows
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_says_that_no_gpu_is_there():
     command = [sys.executable, str(PROGRAM)]
     result = subprocess.run(command, capture_output=True, text=True, env=os.environ)
     assert result.returncode == 2
-    assert "no GPU" in result.stdout
+    assert "no GPU" in result.stdout and all(part in result.stdout for part in gpu_check.PARTS)
+
+
+def test_files_of_ops_and_of_models_are_parts_apart():
+    assert gpu_check.MODELS in gpu_check.files_with_tests()

@@ -1,10 +1,11 @@
 """Whole models: seconds of a decoded token and of a prompt, beside transformers' own caches.
 
-Random weights in the sizes of Llama 3 8B (and a few layers of them in a quick run), bfloat16. Caches are filled with
-random keys and values. A token is timed on the clock of the wall, from an idle device to an idle device.
+Random weights in the sizes of Llama 3 8B (8 layers of them in a quick run), bfloat16. Caches hold random keys
+and values. A token is timed on the clock of the wall, from an idle device to an idle device.
 
-    token/<cache>/T/B    recorded: by StepGraph. The peers: DynamicCache op by op, without cuDNN's attention, which
-                         plans anew for every length (its time stands in the note), and StaticCache as a CUDA graph
+    token/<cache>/T/B    eager: op by op. recorded: by StepGraph, the mean of 48 tokens, with what the host does for
+                         some of them. The peers: DynamicCache op by op, without cuDNN's attention, which plans anew for
+                         every length (its time with that stands in the note), and StaticCache as a CUDA graph
     prompt/<cache>/T     reading T tokens, to the logits of the last one. The peer: DynamicCache
 """
 
@@ -14,7 +15,7 @@ import gc
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
@@ -28,7 +29,9 @@ from kvcompress import CacheSpec, CompressedCache, DMCCache, PrunedCache, QuestC
 from kvcompress.dmc import DMCConfig
 from kvcompress.pruners import SnapKV
 
+Result = TypeVar("Result")
 DTYPE = torch.bfloat16
+KINDS = ("dense", "pruned4", "quest", "dmc4")
 SHARES = (1, 1 / 2, 1 / 8, 1 / 16, 1 / 16, 1 / 16, 1 / 16, 1 / 8)  # of the tokens, as AdaKV divides them; mean 1/4
 PROMPTS = {
     "dense": "pruned,pruner=snapkv,budget=0.0",
@@ -52,8 +55,8 @@ class Sizes:
 
 
 SIZES = {
-    "full": Sizes(20, 32, 4096, (32, 8), 128256, ((4096, 1), (32768, 1), (32768, 8)), (8192, 32768)),
-    "quick": Sizes(10, 8, 4096, (32, 8), 32000, ((4096, 1), (32768, 8)), (8192,)),
+    "full": Sizes(20, 32, 4096, (32, 8), 128256, ((4096, 1), (32768, 4)), (8192, 32768)),
+    "quick": Sizes(10, 8, 4096, (32, 8), 32000, ((4096, 1), (32768, 8)), (8192, 32768)),
     "tiny": Sizes(2, 2, 64, (4, 2), 100, ((128, 2),), (256,)),
 }
 
@@ -119,9 +122,17 @@ def static_of(model: LlamaForCausalLM, T: int, B: int) -> StaticCache:
 
 
 def token_seconds(step: Work, repeats: int) -> float:
+    """Median."""
     for _ in range(4):
         step()
     return statistics.median(seconds(step) for _ in range(repeats))
+
+
+def mean_seconds(step: Work, pages: int = 3) -> float:
+    """Mean over some pages' slots of tokens: a step that takes pages is launched op by op."""
+    for _ in range(4):
+        step()
+    return statistics.fmean(seconds(step) for _ in range(16 * pages))
 
 
 def freed() -> None:
@@ -130,8 +141,8 @@ def freed() -> None:
         torch.cuda.empty_cache()
 
 
-def attempt(make: Callable[[], float], what: str, failures: list[str]) -> float | None:
-    """Its seconds; None, and why in `failures`, where it cannot be run."""
+def attempt(make: Callable[[], Result], what: str, failures: list[str]) -> Result | None:
+    """What it gives; None, and why in `failures`, where it cannot be run."""
     try:
         return make()
     except Exception as error:
@@ -165,26 +176,25 @@ def token_rows(size: str) -> Iterator[Row]:
                 return token_seconds(recorded(step), chosen.repeats)
 
             peer = attempt(dynamic, "DynamicCache", failures)
-            planned = attempt(lambda: dynamic(cudnn=True), "DynamicCache with cuDNN", failures)  # noqa: B023
+            planned = attempt(lambda: dynamic(cudnn=True), "DynamicCache with cuDNN", failures)
             fixed = attempt(static, "StaticCache, recorded", failures)
             others = {"StaticCache, recorded": fixed, "DynamicCache with cuDNN's attention": planned}
             note = "; ".join(f"{name}: {took * 1e3:.3f} ms" for name, took in others.items() if took)
-            for kind in ("dense", "pruned4", "quest", "dmc4"):
+            for kind in KINDS:
 
-                def ours(record: bool, kind: str = kind, T: int = T, B: int = B, ids: torch.Tensor = ids) -> float:
+                def both(kind: str = kind, T: int = T, B: int = B, ids: torch.Tensor = ids) -> dict[str, float]:
                     model.config.kvcompress = DMCConfig(shift=0.0).to_dict() if kind == "dmc4" else None
                     with kvcompress.attach(model):
                         cache = filled(model, kind, T, B)
-                        if not (record and on_gpu()):
-                            return token_seconds(eager(cache), chosen.repeats)
-                        graph = StepGraph(model, cache)
-                        return token_seconds(lambda: graph(ids), chosen.repeats)
+                        found = {"eager": token_seconds(eager(cache), chosen.repeats)}
+                        if on_gpu():
+                            graph = StepGraph(model, cache)
+                            found["recorded"] = mean_seconds(lambda: graph(ids))
+                    return found
 
-                for how in ("recorded", "eager"):
-                    took = attempt(lambda: ours(how == "recorded"), f"{kind}, {how}", failures)  # noqa: B023
-                    if took is not None:
-                        name = f"token/{kind}/{how}/{model.config.num_hidden_layers}layers/T{T}/B{B}"
-                        yield Row(name, took, peer, "DynamicCache", note=note)
+                for how, took in (attempt(both, kind, failures) or {}).items():
+                    name = f"token/{kind}/{how}/{model.config.num_hidden_layers}layers/T{T}/B{B}"
+                    yield Row(name, took, peer, "DynamicCache", note=note)
             if failures:
                 yield Row(f"token/failed/T{T}/B{B}", 0.0, note="; ".join(failures))
 
@@ -201,7 +211,7 @@ def prompt_rows(size: str) -> Iterator[Row]:
                 return model(ids, past_key_values=DynamicCache(config=model.config), logits_to_keep=1)
 
             theirs()
-            peer = attempt(lambda: seconds(theirs), "DynamicCache", failures)  # noqa: B023
+            peer = attempt(lambda: seconds(theirs), "DynamicCache", failures)
             for kind, text in PROMPTS.items():
                 spec = text.replace("QUARTER", str(T // 4)).replace("EIGHTH", str(T // 8))
 

@@ -1,4 +1,4 @@
-"""Single ops: decode, decode_shared, scores and attention, each beside a peer, and how near they come to the ceiling."""
+"""Single ops: decode, decode_shared, scores and attention, each beside a peer, and how near to the ceiling."""
 
 from __future__ import annotations
 
@@ -132,7 +132,9 @@ def attention_rows(size: str) -> Iterator[Row]:
     for kind, T, dim in SIZES[size].attended:
         mask = {"window": T // 8, "sinks": 16} if kind == "window" else {}
         q = torch.randn(1, HQ, T, dim, device=device(), dtype=torch.bfloat16, requires_grad=True)
-        k, v = (torch.randn(1, HKV, T, dim, device=device(), dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
+        k, v = (
+            torch.randn(1, HKV, T, dim, device=device(), dtype=torch.bfloat16, requires_grad=True) for _ in range(2)
+        )
         seen = visible(T, **mask, device=q.device) if mask else None
         pairs = T * (T + 1) // 2 if seen is None else int(seen.sum())
         grad = torch.randn_like(q)

@@ -2,7 +2,8 @@
 
 Layers as Llama 3 8B has them, filled with random keys and values. device: seconds that kernels run for in a pass over
 all layers, by the profiler; the host has no part in it. recorded: the pass as a CUDA graph, where the cache can be
-recorded. The peer is what a StaticCache does, in a CUDA graph too: rotation, index_copy_, and SDPA over its whole length.
+recorded. The peer is what a StaticCache does, in a CUDA graph too: rotation, index_copy_, and SDPA over its whole
+length.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from benchmarks.common import COLD_NBYTES, Row
-from benchmarks.gpu.measure.turns import Work, alternate, copy_bandwidth, device, kernels_of, recorded
+from benchmarks.gpu.measure.turns import Work, alternate, copy_bandwidth, device, kernels_of, on_gpu, recorded
 from benchmarks.speed.parts.caches import deciding, dmc_cache, pod_cache, pruned_cache
 from benchmarks.speed.parts.layers import (
     HKV,
@@ -40,6 +41,7 @@ from kvcompress.pruners import SnapKV
 
 OPENS = (0.6, 0.4, 0.3, 0.25, 0.2, 0.12, 0.08, 0.05)  # share of tokens that open an entry, per KV head; mean 1/4
 PROFILED = 5  # passes
+PAGE = 16  # slots of a page
 DTYPE = torch.bfloat16
 
 
@@ -147,7 +149,7 @@ def step_rows(size: str) -> Iterator[Row]:
             del theirs
             gc.collect()
             drawn_once.cache_clear()
-            if torch.cuda.is_available():
+            if on_gpu():
                 torch.cuda.empty_cache()
 
 
@@ -165,8 +167,14 @@ def measured(
     ours, how = work, "op by op"
     try:
         cache.check_repeats()
+        for _ in range(2 * PAGE):  # until pages are there for as many steps as a page has slots, or nearly
+            cache.prepare_steps()
+            if cache.steps_ahead() > PAGE - 4:
+                break
+            work()
         ours, how = recorded(work), "recorded"
-        repeats = min(repeats, cache.steps_ahead() - 3) if torch.cuda.is_available() else repeats
+        if on_gpu():
+            repeats = min(repeats, cache.steps_ahead() - 2)  # of which two warm it up
     except NotImplementedError:
         pass
     took, peer = alternate(repeats, ours, theirs)

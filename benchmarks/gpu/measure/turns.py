@@ -99,7 +99,7 @@ def recorded(work: Work) -> Work:
     """What does the work again as a CUDA graph; without a GPU, the work itself. It has run before."""
     if not on_gpu():
         return work
-    replay, results = graphs.record(work)
+    replay, results = graphs.record(work, torch.device("cuda", torch.cuda.current_device()))
 
     def again() -> object:  # a graph does not keep the tensors that it works on: the work has them
         replay()

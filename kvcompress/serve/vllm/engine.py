@@ -209,7 +209,7 @@ class Engine:
         places = [found[name].first for name in served.decoding]
         at = None
         if places != list(range(len(places))):
-            at = torch.tensor(places).to(served.store.refs.device)
+            at = torch.tensor(places, device=served.store.refs.device)
         starts = [found[part.request].first for part in parts]
         self._pass = served.begin(parts, waiting=self.waiting, at=at, starts=starts)
         return True

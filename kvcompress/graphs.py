@@ -82,9 +82,8 @@ class StepGraph:
             return self._step().clone()
         held = cache.held_tensors()
         if self._replay is None or not _same(held, self._held):
-            self._replay, self._logits = record(
-                self._step, self.device
-            )  # the host counts the token now, the device below
+            # the host counts the token now, the device below
+            self._replay, self._logits = record(self._step, self.device)
             self._held = cache.held_tensors()
             self.recordings += 1
             self._replay()

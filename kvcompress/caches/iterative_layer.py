@@ -239,7 +239,8 @@ class IterativeLayer(RepeatingLayer):
         pages.open_pool(len(kept), k.shape[2], k, lengths)
         assert pages.pool is not None
         if min(kept) < T:  # the pool takes right-aligned tokens
-            right = (torch.arange(T) - T + torch.tensor(kept)[:, None]).clamp_(min=0).to(k.device)[..., None]
+            right = (torch.arange(T, device="cpu") - T + torch.tensor(kept, device="cpu")[:, None]).clamp_(min=0)
+            right = right.to(k.device)[..., None]
             k, v = (torch.take_along_dim(x, right, 1) for x in (k, v))
         pages.pool.fill([x.unflatten(0, (B, heads)) for x in (k, v)], kept, memory.origins)
         pages.next = longest

@@ -24,9 +24,9 @@ class RecentQueries(SideState):
         self.capacity = capacity
         self.queries: Tensor | None = None
         self.valid: list[int] = []
-        self._place = 0  # where the next query goes, modulo n
-        # the same on the device, int64 [1], which moves it; None = not there yet. In a tuple, as it is of no sequence
-        self._cursor: tuple[Tensor] | None = None
+        self._next = 0  # where the next query goes, modulo n
+        # what it was when a tensor on the device, int64 [1], was the same; in a tuple, as that is of no sequence
+        self._cursor: tuple[int, Tensor] | None = None
 
     @staticmethod
     def of(pruner: Pruner, every: int | None) -> RecentQueries | None:
@@ -36,14 +36,6 @@ class RecentQueries(SideState):
         if pruner.accumulates:  # they wait for a common vote; few, as they count beside a small budget
             return RecentQueries(min(every or VOTING, VOTING) + pruner.overlap)
         return RecentQueries(pruner.window or 1) if every else None
-
-    @property
-    def _next(self) -> int:
-        return self._place
-
-    @_next.setter
-    def _next(self, place: int) -> None:
-        self._place, self._cursor = place, None
 
     @property
     def held(self) -> int:
@@ -80,39 +72,6 @@ class RecentQueries(SideState):
                 rolled = self.queries.roll(-self._next, 2)
                 self.queries = torch.nn.functional.pad(rolled, (0, 0, self.capacity - n, 0))
             self._next = 0
-
-    # ---- steps of a token each, which the device can do alone ----
-
-    def _on_device(self) -> Tensor:
-        assert self.queries is not None
-        if self._cursor is None:
-            with torch.inference_mode(False):
-                self._cursor = (torch.tensor([self._place], device=self.queries.device),)
-        return self._cursor[0]
-
-    def prepare_step(self) -> None:
-        """Does what add would do before it stores a token of each sequence."""
-        if self.queries is not None:
-            self._widen()
-            self._on_device()
-
-    @property
-    def steps_ahead(self) -> int:
-        """How many tokens add stores on the device alone before the ring is full."""
-        if self.queries is None or self.queries.shape[2] < self.capacity or self._cursor is None:
-            return 0
-        return max(self.capacity - 1 - self.held, 0)
-
-    def count_step(self) -> None:
-        """Counts a token of each sequence that the device has stored."""
-        self._place = (self._place + 1) % self.capacity
-        self.valid = [min(held + 1, self.capacity) for held in self.valid]
-
-    def held_tensors(self) -> tuple[Tensor, ...]:
-        assert self.queries is not None
-        return self.queries, self._on_device()
-
-    # ----
 
     def _joined(self, new: Tensor, counts: list[int]) -> Tensor:
         """The held ones in order, then the last counts[b] of new ones: [B, Hq, capacity, D], right-aligned."""
@@ -157,3 +116,35 @@ class RecentQueries(SideState):
 
     def select_batch(self, indices: list[int]) -> None:
         self.select(indices, len(self.valid))
+
+    # ---- steps of a token each, which the device can do alone ----
+
+    def _on_device(self) -> Tensor:
+        assert self.queries is not None
+        if self._cursor is None or self._cursor[0] != self._next:
+            with torch.inference_mode(False):
+                self._cursor = self._next, torch.tensor([self._next], device=self.queries.device)
+        return self._cursor[1]
+
+    def prepare_step(self) -> None:
+        """Does what add would do before it stores a token of each sequence."""
+        if self.queries is not None:
+            self._widen()
+            self._on_device()
+
+    @property
+    def steps_ahead(self) -> int:
+        """How many tokens add stores on the device alone before the ring is full."""
+        if self.queries is None or self.queries.shape[2] < self.capacity:
+            return 0
+        return max(self.capacity - 1 - self.held, 0)
+
+    def count_step(self) -> None:
+        """Counts a token of each sequence that the device has stored."""
+        cursor, self._next = self._on_device(), (self._next + 1) % self.capacity
+        self._cursor = self._next, cursor
+        self.valid = [min(held + 1, self.capacity) for held in self.valid]
+
+    def held_tensors(self) -> tuple[Tensor, ...]:
+        assert self.queries is not None
+        return self.queries, self._on_device()

@@ -20,7 +20,7 @@ from ..hf.fingerprint import difference, fingerprint
 from ..hf.method import PassCache
 from .encoding import Decoder, Encoder, UnknownClass
 
-FORMAT = "kvcompress caches 3"
+FORMAT = "kvcompress caches 4"
 
 
 def save_caches(caches: Sequence[Any], path: str | os.PathLike[str], model: nn.Module | None = None) -> Path:

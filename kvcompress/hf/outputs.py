@@ -23,7 +23,7 @@ class _SeenPass(Pass):
         self.given: dict[int, Tensor] = {}
 
     def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax) -> Tensor:
-        out = torch.rand(queries.shape, generator=torch.Generator().manual_seed(layer)).to(queries)
+        out = torch.rand(queries.shape, generator=torch.Generator().manual_seed(layer), device="cpu").to(queries)
         own = out[..., : self.facts[layer].value_dim]
         self.given[layer] = own.transpose(1, 2).flatten(2)
         return out

@@ -44,4 +44,5 @@ class Random(Pruner):
 
     def scores(self, candidates: Candidates, keep: int) -> Tensor:
         generator = torch.Generator().manual_seed(hash((self.seed, candidates.layer, candidates.count)) % (1 << 63))
-        return torch.rand(candidates.heads, candidates.count, generator=generator).to(candidates.keys.device)
+        drawn = torch.rand(candidates.heads, candidates.count, generator=generator, device="cpu")
+        return drawn.to(candidates.keys.device)

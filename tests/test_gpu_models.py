@@ -3,10 +3,10 @@
 import pytest
 import torch
 from helpers import DMC_MODES, attached, deciding_model, forward, left_padded, random_ids, tiny_gates_folder, tiny_model
-from test_graphs import CASES, fewest
+from test_graphs import CASES, assert_replays_what_the_step_does
 
 import kvcompress
-from kvcompress import CacheSpec, StepGraph, dmc
+from kvcompress import CacheSpec, dmc
 from kvcompress.demo import make_task
 
 SNAPKV = "pruned,pruner=snapkv,window=32"
@@ -65,21 +65,7 @@ def test_a_recorded_step_computes_what_the_step_does(gpu, name):
     model, ids = model.to(gpu), ids.to(gpu)
     cache = cache_of(model.config)
     kvcompress.prefill(model, ids, cache)
-    plain = cache.fork()
-    step, replayed = StepGraph(model, cache), 0
-    for i in range(40):
-        new = torch.stack([random_ids(1, seed=100 + i)[0], random_ids(1, seed=200 + i)[0]]).to(gpu)
-        before, warm = step.recordings, step._warm
-        found = step(new)
-        replayed += step.recordings == before and step._warm == warm
-        with torch.no_grad():
-            expected = model(new, past_key_values=plain).logits
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-        if i == 20:  # what else changes the cache may come between
-            cache.reorder_cache(torch.tensor([1, 0], device=gpu))
-            plain.reorder_cache(torch.tensor([1, 0], device=gpu))
-    assert cache.stored_lengths() == plain.stored_lengths()
-    assert replayed > fewest(name) and 1 <= step.recordings < replayed / 2, (replayed, step.recordings)
+    assert_replays_what_the_step_does(name, model, cache, 1e-4)
 
 
 BATCHES = {

@@ -109,7 +109,8 @@ __global__ __launch_bounds__(THREADS, MAX_D > 128 ? 1 : 3) void pieces_mma_kerne
     for (;;) {
         const unsigned following = item + gridDim.x;
         const int64_t g = remainder_of(piece.x, a.Hkv);
-        const int first = first_of(item), begin = piece.y, row_end = piece.z, stages = (end_of_piece(a, p, piece) - begin + STAGE - 1) / STAGE;
+        const int first = first_of(item), begin = piece.y, row_end = piece.z;
+        const int stages = (end_of_piece(a, p, piece) - begin + STAGE - 1) / STAGE;
         const bool more = following < work;
         int4 after = next;  // the piece behind the next one
         // Online softmax per warp, of its own 16 keys of every stage. A lane holds rows lane / 4 and + 8 of the queries

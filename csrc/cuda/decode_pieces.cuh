@@ -110,7 +110,7 @@ __device__ inline int begin_of(const kvc_decode_args& a, int64_t row) {
 
 // One past the last key that a query of the slab sees.
 __device__ inline int end_of(const kvc_decode_args& a, const plan& p, int64_t row) {
-    const int end = a.end[row] < p.capacity ? a.end[row] : static_cast<int>(p.capacity);
+    const int said = a.end[row] > 0 ? a.end[row] : 0, end = said < p.capacity ? said : static_cast<int>(p.capacity);
     return a.causal ? end - static_cast<int>(a.S - p.first - p.slab) : end;
 }
 
@@ -121,7 +121,7 @@ __device__ inline int front_of(const kvc_decode_args& a, const plan& p, int64_t 
 }
 
 __device__ inline int pieces_of(const kvc_decode_args& a, const plan& p, int64_t row) {
-    return static_cast<int>(pieces_in(front_of(a, p, row)) + pieces_in(end_of(a, p, row) - begin_of(a, row)));
+    return static_cast<int>(pieces_in(front_of(a, p, row)) + pieces_in(int64_t{end_of(a, p, row)} - begin_of(a, row)));
 }
 
 // Number of a piece in its row.

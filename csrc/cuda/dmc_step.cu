@@ -53,8 +53,8 @@ __device__ inline void place_head(const kvc_dmc_step_args& args, const parts& p,
                                   float* keys) {
     const int64_t queries = a.B * args.Hq, b = quotient(item, args.Hq);
     if (item < queries) {
-        rotate_head(args.q, row_at(args.q, b, remainder_of(item, args.Hq), 0), p.q, args.q.dtype, item * a.D, a.D, a.rotary_dim, a.cos,
-                    a.sin, p.positions[b], a.table_rows, a.neuron);
+        rotate_head(args.q, row_at(args.q, b, remainder_of(item, args.Hq), 0), p.q, args.q.dtype, item * a.D, a.D,
+                    a.rotary_dim, a.cos, a.sin, p.positions[b], a.table_rows, a.neuron);
         return;
     }
     const notes n = notes_of(a);

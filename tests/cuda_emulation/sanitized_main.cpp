@@ -165,6 +165,10 @@ void run_decode(int64_t D, int64_t Hq, int64_t P, kvc_dtype dtype, bool paged) {
     std::unique_ptr<void, void (*)(void*)> scratch(std::aligned_alloc(64, bytes), std::free);
     args.scratch = scratch.get();
     expect(kvc_cuda_decode(&args, nullptr), "decode", D);
+    const std::vector<int32_t> ends = {INT32_MIN, -1}, begins = {1, INT32_MAX};  // their differences are not of 32 bits
+    args.begin = begins.data(), args.end = ends.data();
+    expect(kvc_cuda_decode(&args, nullptr), "decode of corrupt lengths", D);
+    args.begin = begin.data(), args.end = end.data();
     if (!paged) return;
     expect_refused(kvc_cuda_decode, args, "decode of wrong arguments", [](auto& a) { a.P = 3; },
                    [](auto& a) { a.D = 0; }, [](auto& a) { a.D = 513; },

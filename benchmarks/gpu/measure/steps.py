@@ -159,24 +159,31 @@ def warmed(work: Work) -> Work:
     return work
 
 
+def can_be_recorded(cache: CompressedCache) -> bool:
+    """Whether its steps need nothing of the host; those of windows, DMS and PoD do, and are timed op by op."""
+    try:
+        cache.check_repeats()
+    except NotImplementedError:
+        return False
+    return True
+
+
 def measured(
     kind: str, cache: CompressedCache, work: Work, theirs: Work, T: int, B: int, L: int, repeats: int, bandwidth: float
 ) -> Row:
     warmed(work)
     found = kernels_of(work, PROFILED)
-    ours, how = work, "op by op"
-    try:
-        cache.check_repeats()
+    ours, how, ahead = work, "op by op", 0
+    if can_be_recorded(cache):
         for _ in range(2 * PAGE):  # until pages are there for as many steps as a page has slots, or nearly
             cache.prepare_steps()
-            if cache.steps_ahead() > PAGE - 4:
+            ahead = cache.steps_ahead()
+            if ahead > PAGE - 4:
                 break
             work()
+    if ahead > 3:  # two warm it up
         ours, how = recorded(work), "recorded"
-        if on_gpu():
-            repeats = min(repeats, cache.steps_ahead() - 2)  # of which two warm it up
-    except NotImplementedError:
-        pass
+        repeats = min(repeats, ahead - 2) if on_gpu() else repeats
     took, peer = alternate(repeats, ours, theirs)
     launches, seconds = (sum(column) / L for column in zip(*found.values(), strict=True))
     longest = sorted(found.items(), key=lambda item: -item[1][1])

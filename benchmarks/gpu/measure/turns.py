@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks import common
 from kvcompress import graphs
 
 Work = Callable[[], object]
@@ -31,11 +32,11 @@ def alternate(repeats: int, *works: Work) -> list[float]:
     A large product goes first in every round: while it runs the host enqueues all of the round, so that no work,
     however short, waits for the host.
     """
+    if not on_gpu():
+        return common.alternate(repeats, *works)
     for work in works:
         for _ in range(2):
             work()
-    if not on_gpu():
-        return [statistics.median(seconds(work) for _ in range(repeats)) for work in works]
     a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     torch.cuda.synchronize()
     marks: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = [[] for _ in works]

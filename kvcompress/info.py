@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from . import ops
+from .ops.driver import cuda_versions, driver_fault
 from .plan_report import model_shape
 
 
@@ -20,6 +21,7 @@ def facts(model: str | None, dtype: str = "auto") -> dict[str, Any]:
     from . import __version__
 
     has_cuda = torch._C._dispatch_has_kernel_for_dispatch_key("kvcompress::rope", "CUDA")
+    runtime, driver = cuda_versions()
     found: dict[str, Any] = {
         "kvcompress": __version__,
         "torch": torch.__version__,
@@ -28,6 +30,9 @@ def facts(model: str | None, dtype: str = "auto") -> dict[str, Any]:
         "inner_loops": ops.simd(),
         "threads": torch.get_num_threads(),
         "cuda_kernels": has_cuda,
+        "cuda_runtime": runtime,
+        "cuda_driver": driver,
+        "cuda_fault": driver_fault(),
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
     }
     shape = model_shape(model, None, None, None, dtype)
@@ -55,6 +60,8 @@ def run_info(*, model: str | None, dtype: str, as_json: bool, console: Console) 
             shown = "built" if value else "not built"
         elif isinstance(value, list):
             shown = ", ".join(value) or "none"
+        elif value is None:
+            shown = "none"
         else:
             shown = f"{value:,}" if isinstance(value, int) else str(value)
         table.add_row(name.replace("_", " "), shown)

@@ -21,6 +21,7 @@
 #include <cuda_runtime.h>
 
 #include "cuda/kvc_cuda.h"
+#include "driver.h"
 // Weak: a CPU build of Torch has no such symbol, and the library must still load there.
 extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t, void**);
 #endif
@@ -242,7 +243,9 @@ void run(const char* op, const Tensor& on, Cpu cpu, [[maybe_unused]] Cuda cuda, 
               op, ": Torch gave no CUDA stream");
 #endif
     cudaError_t error = cuda(static_cast<cudaStream_t>(stream));
-    KVC_CHECK(error == cudaSuccess, op, ": ", cudaGetErrorString(error));
+    if (error == cudaSuccess) return;
+    const std::string fault = driver_fault(versions_of_cuda());  // whatever else went wrong followed from it
+    fail(op, ": ", fault.empty() ? cudaGetErrorString(error) : fault);
 #else
     KVC_CHECK(false, op, ": this build of kvcompress has no CUDA kernels; rebuild with KVC_CUDA=1");
 #endif

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 
+from ..ops.driver import check_driver
 from .adapters import check_adapter
 from .argument import CACHE
 from .config import cache_layers, check_version, recurs
@@ -73,10 +74,12 @@ def attach(model: nn.Module, *, verify: bool = False) -> Attachment:
     Attachments are counted: a model stays attached until each of them was given up, by detach or by leaving its `with`.
     Returns a context manager that gives up what this call attached.
     Raises ValueError for a model that cannot be attached, with the reason, and for a conversion that this version does
-    not know; TypeError for what is no model.
+    not know; TypeError for what is no model; RuntimeError for one on CUDA where the driver is too old for our kernels.
     """
     decoder = base_model(model)
     check_adapter(model)
+    if any(weight.is_cuda for weight in decoder.parameters()):  # now, not in the middle of the first prompt
+        check_driver()
     with _CHANGING:
         seam = seam_of(decoder)
         if seam is None:

@@ -14,6 +14,8 @@ extern dim3 block_index, block_size, grid_size;
 void launch_body(const void* kernel, dim3 grid, dim3 threads, size_t shared_bytes, void (*body)(void*), void* context);
 void* dynamic_shared();
 cudaError_t take_last_error();
+int driver_version();
+bool noting();  // whether launches are only noted: kvc_emulation_note_launches
 void allow_shared_bytes(const void* kernel, size_t bytes);
 
 void syncthreads();

@@ -109,6 +109,16 @@ inline int most_shared_bytes() {
     const char* wish = getenv("KVC_EMULATION_SHARED");
     return wish ? atoi(wish) : 227 * 1024;
 }
+// Its driver serves CUDA 13.0, which the runtime is of, or what KVC_EMULATION_DRIVER says (12080 for 12.8). An older one
+// launches nothing.
+inline cudaError_t cudaRuntimeGetVersion(int* version) {
+    *version = 13000;
+    return cudaSuccess;
+}
+inline cudaError_t cudaDriverGetVersion(int* version) {
+    *version = kvc_emulation::driver_version();
+    return cudaSuccess;
+}
 inline cudaError_t cudaGetDevice(int* device) {
     *device = 0;
     return cudaSuccess;
@@ -125,12 +135,14 @@ cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, Kernel*, 
 inline const char* cudaGetErrorString(cudaError_t error) {
     return error == cudaErrorInvalidValue           ? "invalid argument"
            : error == cudaErrorInvalidConfiguration ? "invalid configuration argument"
+           : error == cudaErrorInsufficientDriver   ? "CUDA driver version is insufficient for CUDA runtime version"
                                                     : "unspecified launch failure";
 }
 inline cudaError_t cudaGetLastError() { return kvc_emulation::take_last_error(); }
 template <class Kernel>
 cudaError_t cudaFuncSetAttribute(Kernel* kernel, cudaFuncAttribute, int bytes) {
-    if (bytes < 0 || bytes > most_shared_bytes()) return cudaErrorInvalidValue;
+    // noted, a launch that asks for too much is for who takes the notes to refuse: he knows its kernel
+    if (bytes < 0 || (bytes > most_shared_bytes() && !kvc_emulation::noting())) return cudaErrorInvalidValue;
     kvc_emulation::allow_shared_bytes(reinterpret_cast<const void*>(kernel), static_cast<size_t>(bytes));
     return cudaSuccess;
 }

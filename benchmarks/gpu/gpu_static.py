@@ -3,7 +3,8 @@
 Compiles csrc/cuda/*.cu as setup.py does (minutes the first time; kept in build/gpu_static by content) and asks, for
 every kernel on sm_80, sm_86 and sm_90: registers, spills, shared memory, the largest block that our launchers start,
 blocks per multiprocessor, tensor core instructions, 16-byte loads, global loads on their way in the main loop. A device
-runs the code that setup.py ships for it: sm_86 that of sm_80. Exit code 1 if a kernel cannot be launched, spills, does
+runs the code that setup.py ships for it: sm_86 that of sm_80. Exit code 1 if a kernel cannot be launched, be
+it for a million tokens, 512 sequences or 128 heads, spills, does
 16-bit attention or decoding without tensor cores, copies rows by less than 16 bytes, or reads fewer rows ahead than it
 says; 2 if nvcc is missing.
 """
@@ -25,17 +26,22 @@ SOURCES = tuple(sorted((cubins.ROOT / "csrc" / "cuda").glob("*.cu")))
 
 def look(devices: list[str], sources: tuple[Path, ...], jobs: int) -> list[rules.Report]:
     """Every kernel of these files on these devices."""
-    elsewhere = launches(max(device.shared for device in DEVICES.values()))
+    elsewhere = launches(max(device.shared for device in DEVICES.values())).launches
     return [
         report
         for name in devices
         for report in rules.reports(
             DEVICES[name],
             cubins.all_kernels(sources, cubins.shipped_for(name), jobs),
-            launches(DEVICES[name].shared),
+            launches(DEVICES[name].shared).launches,
             elsewhere,
         )
     ]
+
+
+def refusals(devices: list[str]) -> list[str]:
+    """Calls that launchers, or CUDA's limits on grids and blocks, refuse on these devices."""
+    return [f"{refused} on {name}" for name in devices for refused in launches(DEVICES[name].shared).refused]
 
 
 def row(report: rules.Report) -> dict[str, object]:
@@ -89,15 +95,16 @@ def main() -> int:
     devices = choice.device or (list(DEVICES) if choice.size == "full" else ["sm_86"])
     reports = look(devices, SOURCES, choice.jobs)
     show(reports)
-    estimates = ceilings.estimates([report for report in reports if report.device.name == "sm_90"])
+    estimates, chains = ceilings.estimates([report for report in reports if report.device.name == "sm_90"])
     if estimates:
         ceilings.show(estimates)
-    found = [fault for report in reports for fault in rules.faults(report)]
+        ceilings.show_chains(chains)
+    found = [fault for report in reports for fault in rules.faults(report)] + refusals(devices)
     for fault in found:
         print(fault)
     print(f"{len(reports)} kernels on {', '.join(devices)}: {len(found) or 'no'} faults")
     if choice.json is not None:
-        rows, more = [row(report) for report in reports], [vars(x) for x in estimates]
+        rows, more = [row(report) for report in reports], [vars(x) for x in (*estimates, *chains)]
         write_json(choice.json, rows, nvcc=cubins.release(), ceilings=more, faults=found)
     return 1 if found else 0
 

@@ -140,6 +140,13 @@ cudaError_t check_shared_bytes(int* out, int bytes, int with_attribute) {
     KVC_LAUNCH(dynamic_shared_end, 1, 32, static_cast<size_t>(bytes), nullptr, out, bytes / 4);
     return cudaGetLastError();
 }
+// A launcher that asks for as much as a block of sm_80 has not, and only for many rows.
+cudaError_t check_greedy(long long rows) {
+    const size_t bytes = rows < 1 << 20 ? 4096 : 300 * 1024;
+    KVC_TRY(allow_shared(dynamic_shared_end, bytes));
+    KVC_LAUNCH(dynamic_shared_end, 1, 32, bytes, nullptr, nullptr, 0);
+    return cudaGetLastError();
+}
 cudaError_t check_counters(int* sum, int* top, float* float_sum) {
     KVC_LAUNCH(counters, 3, 96, 0, nullptr, sum, top, float_sum);
     return cudaGetLastError();

@@ -4,12 +4,15 @@ sm_80 code runs on sm_80 and sm_86, the devices with the least to spend; that of
 file is compiled once per content (build/gpu_static): two minutes of one processor for all of them, seconds after that.
 """
 
+import ctypes
 import dataclasses
 
+import emulated
 import pytest
+import torch
 
 from benchmarks.gpu import gpu_static
-from benchmarks.gpu.gate import ceilings, cubins, launches, rules, sass
+from benchmarks.gpu.gate import ceilings, cubins, extremes, launches, occupancy, rules, sass
 
 pytestmark = pytest.mark.skipif(cubins.nvcc() is None, reason="needs nvcc")
 
@@ -112,8 +115,55 @@ def test_loads_on_their_way_and_local_memory_are_read_from_the_machine_code(tmp_
 def test_launches_are_those_of_the_device():
     """Head dim 256 in 16 bits takes just what a block of sm_86 may have: no device is left to tiles of 16 queries."""
     for limit in (99, 163):
-        kernels = {rules.short(x.kernel) for x in launches.launches(limit * 1024) if x.call == "attention/bfloat16/256"}
+        kernels = {
+            rules.short(x.kernel)
+            for x in launches.launches(limit * 1024).launches
+            if x.call == "attention/bfloat16/256"
+        }
         assert kernels == {"forward_kernel<bf16, 256, false>", "forward_kernel<bf16, 256, true>"}
+
+
+def greedy(rows):
+    """A call of a launcher that asks for 300 KB of shared memory from 2^20 rows on."""
+    check = ctypes.CDLL(str(emulated.library())).check_greedy
+    check.argtypes = [ctypes.c_longlong]
+
+    def run():
+        if error := check(rows):
+            raise RuntimeError(f"error {error}")
+
+    return f"greedy/{rows}", run
+
+
+def test_a_request_that_only_a_million_rows_make_is_noted_and_a_fault(pages):
+    noted = launches.note_launches(163 * 1024, [greedy(1000), greedy(extremes.MILLION)])
+    assert not noted.refused
+    assert [(x.call, x.shared) for x in noted.launches] == [("greedy/1000", 4096), ("greedy/1048576", 307_200)]
+    kernel = dataclasses.replace(pages.kernel, name=noted.launches[0].kernel)
+    (report,) = rules.reports(occupancy.DEVICES["sm_80"], [kernel], noted.launches, noted.launches)
+    assert next(rules.faults(report)).endswith(
+        f"on sm_80: {307_200 + kernel.shared} bytes of shared memory, a block may have 166912"
+    )
+
+
+def test_what_a_launcher_refuses_is_kept_beside_the_launches(monkeypatch):
+    native, wide, half = torch.ops.kvcompress, torch.empty(1, 1, 1, 600), torch.empty(1, 4)
+    good = ("rope", lambda: native.rope(wide, half, half, None, False))
+    bad = ("attention", lambda: native.attention(wide, wide, wide, None, None, 0.1, True, 0, 0, False, None, 0.0))
+    noted = launches.note_launches(163 * 1024, [bad, good])
+    assert noted.refused == ["attention: attention: invalid argument"]
+    assert {x.call for x in noted.launches} == {"rope"}
+    monkeypatch.setattr(gpu_static, "launches", lambda shared: noted)
+    assert gpu_static.refusals(["sm_86"]) == ["attention: attention: invalid argument on sm_86"]
+
+
+def test_no_launcher_refuses_the_ends_and_every_op_is_asked_there():
+    noted = launches.launches(99 * 1024)
+    assert not noted.refused
+    ends = {name for name, _ in extremes.extremes()}
+    assert {name.split("/")[0] for name, _ in launches.calls()} <= {name.split("/")[0] for name in ends}
+    for end in ("x1048576", "/512x", "x128x", "x512"):
+        assert {x.call for x in noted.launches if end in x.call} <= ends and any(end in name for name in ends)
 
 
 def test_estimate_is_the_ceiling_over_the_slowest_unit(pages):
@@ -132,3 +182,15 @@ def test_estimate_is_the_ceiling_over_the_slowest_unit(pages):
     found = ceilings.estimate(ceilings.Work("pages", "append_kernel<uint4>", 3_350_000, 0), half)
     assert found.bound_by == "flight"
     assert found.seconds == pytest.approx(1e-6 * 800 / 141.6241, rel=1e-4)
+
+
+def test_a_chain_takes_its_trips_or_its_bytes(pages):
+    few, many = (ceilings.Chain("pages", "append_kernel<uint4>", nbytes, 5) for nbytes in (3350, 33_500_000))
+    assert ceilings.estimate_chain(few, pages).seconds == pytest.approx(5 * 800 / 1.755e9)
+    assert ceilings.estimate_chain(few, pages).ceiling_seconds == pytest.approx(1e-9)
+    found = ceilings.estimate_chain(many, pages)
+    assert (found.bound_by, found.seconds) == ("bytes", pytest.approx(1e-5))
+    with pytest.raises(
+        RuntimeError, match=r"not there: .*paged_step\.cu: begin_kernel.*decode_shared\.cu: join_kernel"
+    ):
+        ceilings.estimates([pages])

@@ -22,6 +22,12 @@ A kernel's main loop (sass.py), one warp, once through, takes of the multiproces
 blocks enough. What it leaves out: every instruction of the loop counts once, that of a branch rarely taken (the other
 path of odd rows, the remainder of an unrolled loop) as well as that of a loop inside, whose turns are not known; waits
 for barriers and for results within a warp count nothing. Ratios between the units are what a profiler can check.
+
+The kernels that begin, place and join are of another kind, which CHAINS holds: a few KB by one block, or by as many as
+there are heads, so that neither memory nor instructions bound them, but loads that wait for each other. `seconds` of
+them is trips * 800 cycles, no less than their bytes at the full rate. It leaves out what a launch takes, reading the
+kernel's own code, barriers, and stores that are read again: an H200 took 14.0 us for paged_step's begin_kernel and 4.2
+for decode's join_kernel (docs/gpu.md, 4,096 tokens), launches included.
 """
 
 from __future__ import annotations
@@ -87,6 +93,50 @@ WORK = (
 
 
 @dataclass(frozen=True)
+class Chain:
+    """What one launch of a kernel must move, and its longest chain of loads from memory of which each waits for the
+    one before, counted in its source; what the block has read before is in L1 and no trip."""
+
+    file: str
+    kernel: str
+    nbytes: int
+    trips: int
+
+
+HEADS, MANY, PAGE = Hq + Hkv, 64, 16  # where sequences are MANY, heads have a launch of their own
+STEP = (2 * Hq + 4 * Hkv) * D * SIZE  # queries rotated, key and value stored
+TABLE = 4 * Hkv * (KEYS // PAGE)  # that no page is missing is seen at every step
+PIECES = 32 + (KEYS - 32 * 128) // 256  # of a row: the first 32 of 128 keys, the others of 256
+LISTED = 16 * Hkv * PIECES
+TURN = 4 * D  # cos and sin of a head
+JOINED = 4 * (D + 2) * Hq * PIECES
+TAIL = 2 * 4 * Hkv * (2 * D + 2)  # DMC: sums of keys and values, weights, counts, read and written
+RING = 68  # places of streaming
+
+CHAINS = (
+    # lengths; table; references; free count; free pages, looked at and taken; first piece of the row; page; query
+    Chain("paged_step", "begin_kernel", STEP + TABLE + LISTED + HEADS * TURN, 9),
+    # verdict and length; page; query and turn
+    Chain("paged_step", "place_kernel", MANY * (STEP + HEADS * TURN), 3),
+    # the same, and what a page's keys span, read and written
+    Chain("quest_step", "begin_kernel", STEP + TABLE + HEADS * TURN + 4 * Hkv * D * SIZE, 10),
+    Chain("quest_step", "place_kernel", MANY * (STEP + HEADS * TURN + 4 * Hkv * D * SIZE), 4),
+    # two tables, of keys and of values
+    Chain("pod_step", "begin_kernel", STEP + 2 * TABLE + LISTED + HEADS * TURN, 13),
+    Chain("pod_step", "place_kernel", MANY * (STEP + HEADS * TURN), 3),
+    # a ring has no table
+    Chain("ring_step", "begin_kernel", STEP + HEADS * TURN + 4 * Hkv * RING, 6),
+    Chain("ring_step", "place_kernel", MANY * (STEP + HEADS * TURN), 3),
+    # as paged_step; before it the decision of each row, behind it the sums of its last slot
+    Chain("dmc_step", "begin_kernel<4, bf16>", STEP + TABLE + LISTED + HEADS * TURN + TAIL, 11),
+    Chain("dmc_step", "place_kernel<4, bf16>", MANY * (STEP + HEADS * TURN + TAIL), 5),
+    # length; statistics of the pieces; their results
+    Chain("decode", "join_kernel<false>", JOINED + Hq * D * SIZE, 3),
+    Chain("decode_shared", "join_kernel", JOINED + 2 * Hq * D * SIZE, 3),
+)
+
+
+@dataclass(frozen=True)
 class Estimate:
     """issue, shared, products, flight, ceiling: cycles of a multiprocessor for one turn of a warp through its loop."""
 
@@ -127,15 +177,39 @@ def estimate(work: Work, report: Report) -> Estimate:
     )  # fmt: skip
 
 
-def estimates(reports: Sequence[Report]) -> list[Estimate]:
-    """Of the kernels of WORK, from reports on sm_90. RuntimeError if one is not there: WORK names what was renamed."""
+@dataclass(frozen=True)
+class ChainEstimate:
+    """block: threads of one. bound_by: "trips", or "bytes" where these take longer."""
+
+    name: str
+    bytes: int
+    trips: int
+    block: int
+    ceiling_seconds: float
+    seconds: float
+    bound_by: str
+
+
+def estimate_chain(chain: Chain, report: Report) -> ChainEstimate:
+    by_memory, waited = chain.nbytes / BANDWIDTH, chain.trips * LATENCY["memory"] / CLOCK
+    return ChainEstimate(
+        report.name, chain.nbytes, chain.trips, report.threads, by_memory, max(by_memory, waited),
+        "trips" if waited >= by_memory else "bytes",
+    )  # fmt: skip
+
+
+def estimates(reports: Sequence[Report]) -> tuple[list[Estimate], list[ChainEstimate]]:
+    """Of the kernels of WORK and of CHAINS, from reports on sm_90. RuntimeError if one is not there: it was renamed."""
     if not reports:
-        return []
+        return [], []
     by_name = {(report.kernel.file, short(report.kernel.name)): report for report in reports}
-    missing = [f"{work.file}.cu: {work.kernel}" for work in WORK if (work.file, work.kernel) not in by_name]
+    missing = [f"{x.file}.cu: {x.kernel}" for x in (*WORK, *CHAINS) if (x.file, x.kernel) not in by_name]
     if missing:
         raise RuntimeError(f"kernels that ceilings.py names are not there: {', '.join(missing)}")
-    return [estimate(work, by_name[work.file, work.kernel]) for work in WORK]
+    return (
+        [estimate(work, by_name[work.file, work.kernel]) for work in WORK],
+        [estimate_chain(chain, by_name[chain.file, chain.kernel]) for chain in CHAINS],
+    )
 
 
 def show(found: Sequence[Estimate]) -> None:
@@ -150,4 +224,17 @@ def show(found: Sequence[Estimate]) -> None:
         for x in found
     ]  # fmt: skip
     title = f"Llama-3-8B layer, bfloat16, {T:,} tokens ({KEYS:,} keys to decode): estimates for an H100, not measured"
+    print_table(title, columns, lines, left=("kernel", "bound by"))
+
+
+def show_chains(found: Sequence[ChainEstimate]) -> None:
+    columns = ("kernel", "KB", "block", "by bytes us", "trips", "us", "bound by")
+    lines = [
+        (
+            x.name, f"{x.bytes / 1e3:.1f}", str(x.block), f"{x.ceiling_seconds * 1e6:.2f}", str(x.trips),
+            f"{x.seconds * 1e6:.2f}", x.bound_by,
+        )
+        for x in found
+    ]  # fmt: skip
+    title = f"begin, place ({MANY} sequences) and join, a token over {KEYS:,} keys: estimates for an H100, not measured"
     print_table(title, columns, lines, left=("kernel", "bound by"))

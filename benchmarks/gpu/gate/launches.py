@@ -2,18 +2,20 @@
 
 The ops run in the tests' emulation of CUDA, which tells each launch to a function here in place of running it. No
 tensor is read or written, so that they may be as large as on a GPU; sizes below are those that make blocks largest (a
-block of 1,024 threads wherever a launcher chooses) and that lead through every branch of every launcher.
+block of 1,024 threads wherever a launcher chooses) and that lead through every branch of every launcher. Those of
+extremes.py come behind them: what a launcher makes of them may be refused, or ask for more than a block may have.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 import os
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +26,9 @@ from kvcompress import ops
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "tests" / "cuda_emulation"))
 import emulated
+
+from .arrays import floats, ints
+from .extremes import extremes
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 HEAD_DIMS = (64, 128, 256, 512)  # the last one of each set of kernels
@@ -50,14 +55,6 @@ def _symbols(library: Path) -> list[tuple[int, str]]:
     listing = subprocess.run(["nm", "-C", "--defined-only", str(library)], capture_output=True, text=True, check=True)
     fields = (line.split(" ", 2) for line in listing.stdout.splitlines())
     return [(int(address, 16), plain_name(name)) for address, kind, name in fields if kind in "tT"]
-
-
-def floats(*shape: int) -> Tensor:
-    return torch.empty(shape)
-
-
-def ints(*shape: int) -> Tensor:
-    return torch.empty(shape, dtype=torch.int32)
 
 
 def table_of(rows: int, blocks: int) -> ops.PageTable:
@@ -123,9 +120,7 @@ def calls() -> Iterator[tuple[str, Callable[[], object]]]:
                     lambda q=q, k=k, v=v, x=lse, m=mask: native.attention_backward(q, x, q, k, v, None, None, q, x, *m),
                 )
             window = q[:, :, -64:]
-            # few keys in 16 bits: the products that cuBLAS would make are made where launches are only noted
-            few = k if dtype == torch.float32 else k[:, :, :128]
-            yield f"window_scores/{tail}", lambda w=window, k=few: ops.window_scores(w, k)
+            yield f"window_scores/{tail}", lambda w=window, k=k: ops.window_scores(w, k)
             yield f"layer_similarity/{tail}", lambda w=window, k=k: ops.layer_similarity(w, k)
             yield (
                 f"layer_similarity/188/{tail}",
@@ -218,9 +213,17 @@ def calls() -> Iterator[tuple[str, Callable[[], object]]]:
                     )
 
 
-@functools.cache
-def launches(shared_limit: int) -> list[Launch]:
-    """Every launch on a device whose blocks may have that many bytes of shared memory. RuntimeError if one fails."""
+@dataclass(frozen=True)
+class Noted:
+    """refused: call and error of what a launcher, or CUDA's limits on grids and blocks, refused."""
+
+    launches: list[Launch]
+    refused: list[str]
+
+
+def note_launches(shared_limit: int, calls: Iterable[tuple[str, Callable[[], object]]]) -> Noted:
+    """What these calls launch on a device whose blocks may have that many bytes of shared memory. A launch that asks
+    for more is noted like any other."""
     path = emulated.library()
     library = ctypes.CDLL(str(path))
     note = library.kvc_emulation_note_launches
@@ -228,11 +231,11 @@ def launches(shared_limit: int) -> list[Launch]:
     own = next(address for address, name in symbols if name == "kvc_emulation_note_launches")
     base = ctypes.cast(note, ctypes.c_void_p).value - own  # type: ignore[operator]
     kernels = {base + address: name for address, name in symbols}
-    found: list[Launch] = []
+    found, refused = dict[Launch, None](), list[str]()
     call = ""
 
     def take(kernel: int, blocks: int, threads: int, shared: int) -> None:
-        found.append(Launch(kernels[kernel], blocks, threads, shared, call))
+        found[Launch(kernels[kernel], blocks, threads, shared, call)] = None
 
     taker = Taker(take)
     before = os.environ.get("KVC_EMULATION_SHARED")
@@ -243,13 +246,21 @@ def launches(shared_limit: int) -> list[Launch]:
     note(taker)
     try:
         with torch.no_grad():
-            for name, run in calls():
-                call = name
-                run()
+            for call, run in calls:
+                try:
+                    run()
+                except (RuntimeError, ValueError) as error:
+                    refused.append(f"{call}: {error}")
     finally:
         note(None)
         served._destroy()
         os.environ.pop("KVC_EMULATION_SHARED")
         if before is not None:
             os.environ["KVC_EMULATION_SHARED"] = before
-    return found
+    return Noted(list(found), refused)
+
+
+@functools.cache
+def launches(shared_limit: int) -> Noted:
+    """Of all calls, those at the ends too."""
+    return note_launches(shared_limit, itertools.chain(calls(), extremes()))

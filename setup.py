@@ -29,7 +29,13 @@ SIMD_FLAGS = {
 }
 CUDA_FLAGS = ["-std=c++17", "-O3", "-Xcompiler", "-fPIC,-fvisibility=hidden"]
 CUDA_FLAGS += ["-Werror", "all-warnings"] if STRICT else []
+# Machine code, and PTX that the driver of any newer device compiles: that of compute_90, as PTX of compute_120 would
+# serve no device of 10.x and 11.x.
 CUDA_TARGETS = ["arch=compute_80,code=sm_80", "arch=compute_90,code=sm_90", "arch=compute_90,code=compute_90"]
+NEWER_CUDA_TARGETS = [
+    "arch=compute_100,code=sm_100",
+    "arch=compute_120,code=sm_120",
+]  # Blackwell, where nvcc knows it
 
 
 def find_cuda():
@@ -55,6 +61,13 @@ def release_of(cuda):
     found = subprocess.run([str(cuda / "bin" / "nvcc"), "--version"], capture_output=True, text=True, check=True).stdout
     release = re.search(r"release (\d+)\.(\d+)", found)
     return (int(release[1]), int(release[2])) if release else (0, 0)
+
+
+def targets_of(cuda):
+    """What a toolkit's nvcc is asked to compile for."""
+    command = [str(cuda / "bin" / "nvcc"), "--list-gpu-code"]
+    known = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    return CUDA_TARGETS + [target for target in NEWER_CUDA_TARGETS if target.split("code=")[1] in known]
 
 
 def check_cuda(cuda):
@@ -93,6 +106,7 @@ class BuildNative(build_ext):
         if cuda:
             check_cuda(cuda)
             packed = ["--compress-mode=size"] if release_of(cuda) >= (12, 8) else []  # a quarter of the file
+            targets = [option for target in targets_of(cuda) for option in ("-gencode", target)]
             ext.define_macros += [("KVC_WITH_CUDA", "1"), ("USE_CUDA", "1")]
             ext.include_dirs.append(str(cuda / "include"))
             ext.library_dirs.append(str(cuda / "lib64"))
@@ -110,7 +124,6 @@ class BuildNative(build_ext):
         def compile_by_language(obj, src, extension, cc_args, extra_args, pp_opts):
             if src.endswith(".cu"):
                 includes = [option for option in pp_opts if option.startswith("-I")]
-                targets = [option for target in CUDA_TARGETS for option in ("-gencode", target)]
                 self.spawn(
                     [str(cuda / "bin" / "nvcc"), "-c", src, "-o", obj, *CUDA_FLAGS, *packed, *targets, *includes]
                 )

@@ -16,8 +16,8 @@ LIMITS = ("registers", "shared memory", "warps", "blocks")
 @dataclass(frozen=True)
 class Device:
     """shared: bytes that a block may have, after opting in. shared_of_processor: of all its blocks. CUDA's table of
-    technical specifications per compute capability. A block of sm_89 or sm_120 has what one of sm_86 has, of sm_100 what
-    one of sm_90 has."""
+    technical specifications per compute capability. A block of sm_89 or sm_120 has what one of sm_86 has, one of sm_100
+    what one of sm_90 has."""
 
     name: str
     shared: int

@@ -19,7 +19,7 @@ from kvcompress.gates.fitting import QueriesPass
 from kvcompress.hf.attach import is_attached
 from kvcompress.hf.reading import plain_decoder, read
 from kvcompress.pruners import Candidates, ChunkKV, CriticalKV, Pruner
-from kvcompress.retrofit.regression import explained
+from kvcompress.retrofit.regression import explained, levels_of
 
 GATES = tiny_gates()
 GATE = Gate(GATES, last=4)
@@ -171,6 +171,17 @@ def test_a_fit_finds_the_map_that_made_the_scores():
     every = torch.cat([x.flatten() for ids in texts[4:] for x in said(model, ids[None], found)])
     for share in (0.25, 0.5):
         assert float((every > found.threshold(share)).float().mean()) == pytest.approx(share, abs=0.01)
+
+
+def test_levels_lie_between_what_is_said():
+    """At a number that a token said, rounding would decide whether that token stays."""
+    parts = [torch.randn(n, generator=torch.Generator().manual_seed(n)) for n in (500, 301)]
+    every, levels = torch.cat(parts).sort().values, levels_of(parts, 101)
+    assert (levels[0], levels[-1]) == (every[0], every[-1])
+    for i, level in enumerate(levels[1:-1].tolist(), start=1):
+        assert level == pytest.approx(float(every[8 * i - 1] + every[8 * i]) / 2, abs=1e-6)
+    for few in (1, 2, 3):
+        assert levels_of([every[:few]], 5).diff().min() >= 0
 
 
 def test_texts_held_out_are_not_fitted_to():

@@ -27,9 +27,14 @@ class RidgeSums:
 
 
 def levels_of(said: list[Tensor], count: int) -> Tensor:
-    """float32 [count], rising: a share of i / (count - 1) of all numbers lies under the i-th."""
+    """float32 [count], rising: a share of i / (count - 1) of all numbers lies under the i-th.
+
+    Levels but the first and the last lie between two numbers: at one of them it would be rounding that decides about
+    the token that said it, and a text read in one pass and in chunks would keep different ones.
+    """
     every = torch.cat([part.flatten() for part in said]).sort().values
-    return every[torch.linspace(0, len(every) - 1, count, dtype=torch.float64).round().long()]
+    between = torch.cat([every[:1], (every[:-2] + every[1:-1]) / 2, every[-1:]]) if len(every) > 1 else every
+    return between[torch.linspace(0, len(every) - 1, count, dtype=torch.float64).round().long()]
 
 
 def explained(found: Tensor, wanted: Tensor) -> list[float]:

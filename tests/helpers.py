@@ -33,7 +33,9 @@ from transformers import (
 from kvcompress import attach
 from kvcompress.hf.attach import base_model, facts_of
 from kvcompress.hf.method import Call
+from kvcompress.hf.reading import plain_decoder
 from kvcompress.pruners import Gates
+from kvcompress.retrofit.passes import whole_layers
 
 full_products = False  # pytest's option --all
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -102,6 +104,12 @@ def turns(*lists: Iterable[Any]) -> list[Any]:
     if full_products:
         return covering(*parameters)
     return [_case([values[n % len(values)] for values in parameters]) for n in range(max(map(len, parameters)))]
+
+
+def and_others(first: Iterable[Any], every: Iterable[Any]) -> list[Any]:
+    """All of them, of which those that are not first are left to make test-all."""
+    first = list(first)
+    return first + [pytest.param(name, marks=pytest.mark.release) for name in every if name not in first]
 
 
 def _covering(sizes: list[range]) -> list[tuple[int, ...]]:
@@ -183,6 +191,15 @@ def tiny_gates(layers: int = 3, kv_heads: int = 2, numbers: int = 64, seed: int 
     made = torch.Generator().manual_seed(seed)
     every = [torch.randn(kv_heads, numbers + 1, generator=made, device="cpu") for _ in range(layers)]
     return Gates(tuple(every), tuple(map(float, range(-8, 9))))
+
+
+def random_gates(model: Any, seed: int = 5) -> Gates:
+    """Of any model."""
+    with plain_decoder(model) as (_, facts):
+        layers = [facts[layer] for layer in whole_layers(facts) if facts[layer].reads is None]
+        heads = base_model(model).config.num_attention_heads
+        made = torch.Generator().manual_seed(seed)
+        return Gates(tuple(torch.randn(x.kv_heads, heads * x.head_dim + 1, generator=made) for x in layers))
 
 
 @functools.cache

@@ -1,20 +1,21 @@
-"""Caches that drop tokens, on one family of each kind of layer: against dense attention with a mask for every head, and
-where the tokens that stay stand elsewhere, against the dense model that reads those alone.
+"""Caches that drop tokens, on one family of each kind of layer, with gates on all that there are (make test-all).
 
-tests/test_families.py has the same caches with room for everything.
+What is seen is dense attention with a mask for every head, or, where the tokens that stay stand elsewhere, the dense
+model that reads those alone. tests/test_families.py has the same caches with room for everything.
 """
 
 import itertools
 
 import pytest
 import torch
-from helpers import KINDS, forward, kind_model, random_ids
+from helpers import KINDS, and_others, forward, kind_model, random_gates, random_ids
 from transformers import AttentionInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 
 import kvcompress
-from benchmarks.quality.parts.families_checks import TOLERANCE, difference
+from benchmarks.quality.parts.families_checks import TOLERANCE, difference, said_by_us
 from benchmarks.quality.parts.families_configurations import CONFIGURATIONS
+from kvcompress import GatedCache, Gates
 from kvcompress.hf.attach import base_model, facts_of
 from kvcompress.hf.seam import _before
 from kvcompress.pruners import KeyDiff, SnapKV
@@ -80,6 +81,99 @@ def test_what_follows_a_pruned_prompt_sees_what_each_head_has_kept(name, cache):
     assert difference(torch.cat(ours, 1), dense) <= 2 * TOLERANCE
     whole = forward(model, ids, use_cache=False)[:, PROMPT:]
     assert difference(dense[:, 1:], whole) > 100 * TOLERANCE  # what is dropped matters
+
+
+# ---- gates ----
+
+WINDOW, SINKS = 8, 2
+GATED = [
+    *NAMES, "granitemoehybrid/rope", "nemotron_h", "qwen3_next", "zamba2/rope", "hrm_text", "gpt2", "mistral/sliding",
+    "gemma3n_text/shared", "mimo_v2_flash/sliding", "bloom",
+]  # fmt: skip
+REFUSED = {  # beside families that nothing attaches to: what a layer is, and what is said
+    "no layer": "gates must be of this model: .* compress \\[\\]",
+    "reads": "not supported by GatedCache: layer . reads the keys of layer .",
+    "normed": "not supported by GatedCache: layer . norms its keys behind their rotation",
+    "sizes": "not supported by GatedCache: layer . has keys of .* and values of .* numbers",
+}
+
+
+def seen_by_head(held, order):
+    """An attention function: the family's own, whose tokens see of each KV head the last WINDOW ones and those that it
+    holds at the end. order: numbers of layers as they attend, from some of which modules have none, or that of
+    another."""
+    every, calls = held.kept_positions(), itertools.count()
+    kept = {layer.index: every[layer.index] for layer in held.compressing}
+    near = torch.arange(WHOLE)[:, None] - torch.arange(WHOLE) < WINDOW
+
+    def attention(module, query, key, value, attention_mask, **options):
+        rows, heads = kept.get(order[next(calls) % len(order)]), query.shape[1]
+        if rows is not None:  # else a window or a chunk is the family's own mask
+            stays = torch.zeros(len(rows), heads, 1, WHOLE, dtype=torch.bool)
+            for b, head in itertools.product(range(len(rows)), range(heads)):
+                stays[b, head, 0, rows[b][head * len(rows[b]) // heads]] = True
+            low = torch.finfo(query.dtype).min
+            attention_mask = attention_mask.expand(len(rows), heads, WHOLE, WHOLE).masked_fill(~(stays | near), low)
+        return _before(module, "eager")(module, query, key, value, attention_mask, **options)
+
+    return attention
+
+
+def unlike_a_gated_cache(facts):
+    """What of these layers a GatedCache refuses, by its name in REFUSED; None = nothing."""
+    whole = [own for own in facts.values() if not own.is_local]
+    found = {
+        "reads": any(own.reads is not None for own in facts.values()),
+        "normed": any(own.normed for own in whole),
+        "sizes": any(own.value_dim != own.head_dim for own in whole),
+        "no layer": not whole,
+    }
+    return next((name for name, true in found.items() if true), None)
+
+
+@pytest.mark.parametrize("name", and_others(GATED, CONFIGURATIONS))
+@torch.no_grad()
+def test_a_token_sees_what_gates_let_through(name):
+    if CONFIGURATIONS[name].grows:
+        pytest.skip("its frequencies change with every token, so that one pass is another model")
+    model = CONFIGURATIONS[name].model()
+    ids = torch.randint(3, 97, (2, WHOLE), generator=torch.Generator().manual_seed(1))
+    try:
+        attachment = kvcompress.attach(model)
+    except ValueError as error:
+        if not said_by_us(error):
+            raise
+        return
+    with attachment:
+        facts = facts_of(base_model(model))
+        unlike = unlike_a_gated_cache(facts)
+        gates = Gates((torch.zeros(2, 65),)) if unlike == "no layer" else random_gates(model)
+
+        def read(sizes):
+            held = GatedCache(
+                model.config, gates, threshold=0.0, window=WINDOW, num_sink_tokens=SINKS, page_size=4, track=True
+            )
+            return torch.cat([forward(model, part, past_key_values=held) for part in ids.split(sizes, 1)], 1), held
+
+        if unlike is not None:
+            with pytest.raises(ValueError, match=REFUSED[unlike]):
+                read([WHOLE])
+            return
+        ours, held = read([PROMPT] + [1] * (WHOLE - PROMPT))
+        once, again = read([WHOLE])
+        assert held.stored_lengths() == again.stored_lengths() and held.kept_share() < 0.95
+        whole = forward(model, ids, use_cache=False)
+    before = model.config._attn_implementation
+    AttentionInterface.register(MASKED, seen_by_head(held, sorted(facts)))
+    AttentionMaskInterface.register(MASKED, ALL_MASK_ATTENTION_FUNCTIONS["eager"])
+    try:
+        model.set_attn_implementation(MASKED)
+        dense = forward(model, ids, use_cache=False)
+    finally:
+        model.set_attn_implementation(before)
+    for found in (ours, once):
+        assert difference(found, dense) <= 4 * TOLERANCE
+    assert difference(dense, whole) > 100 * TOLERANCE  # what is dropped matters
 
 
 # ---- caches that give positions anew ----

@@ -5,6 +5,7 @@ benchmarks/quality/families.py does the same with all configurations; here are t
 
 import pytest
 import torch
+from helpers import and_others
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import kvcompress
@@ -31,11 +32,6 @@ KINDS_REFUSED = names(
     """bloom deepseek_v32 diffllama gemma3_text/bidirectional mamba minimax_m3_vl_text/sparse
     unlimited_ocr/multimodal"""
 )
-
-
-def and_others(first, every):
-    """All of them, of which those that are not first are left to make test-all."""
-    return first + [pytest.param(name, marks=pytest.mark.release) for name in every if name not in first]
 
 
 @pytest.fixture(autouse=True)

@@ -2,7 +2,17 @@
 
 import pytest
 import torch
-from helpers import KINDS, attached, deciding_model, kind_model, left_padded, random_ids, tiny_gates, tiny_gates_folder
+from helpers import (
+    KINDS,
+    attached,
+    deciding_model,
+    kind_model,
+    left_padded,
+    random_gates,
+    random_ids,
+    tiny_gates,
+    tiny_gates_folder,
+)
 
 import kvcompress
 from benchmarks.quality.parts.families_configurations import CONFIGURATIONS
@@ -13,15 +23,6 @@ from kvcompress.hf.reading import plain_decoder, read
 from kvcompress.retrofit.passes import TrainingPass, whole_layers
 
 WINDOW, SINKS = 6, 2
-
-
-def gates_of(model, seed=5):
-    """Random ones of any model."""
-    with plain_decoder(model) as (_, facts):
-        layers = [facts[layer] for layer in whole_layers(facts)]
-        heads = base_model(model).config.num_attention_heads
-        made = torch.Generator().manual_seed(seed)
-        return Gates(tuple(torch.randn(x.kv_heads, heads * x.head_dim + 1, generator=made) for x in layers))
 
 
 class Definition(TrainingPass):
@@ -78,7 +79,7 @@ def cache_of(model, gates, threshold=0.0, **given):
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_model_sees_what_gates_let_through(kind):
     model, ids = kind_model(kind), random_ids(40)
-    gates = gates_of(model)
+    gates = random_gates(model)
     expected, kept = wanted(model, ids, gates, 0.0)
     with kvcompress.attach(model):
         whole, parts = cache_of(model, gates), cache_of(model, gates)

@@ -268,6 +268,10 @@ def test_damaged_gates_are_refused(tmp_path):
         (lambda: Gate(GATES, last=-1), "last must be"),
         (lambda: fit_gates(tiny_model(), [random_ids(40)[0]], _Above(SnapKV())), "samples must be more than the 4"),
         (lambda: fit_gates(tiny_model(), [random_ids(40)[0]] * 6, 3), "pruner must be a Pruner"),
+        (
+            lambda: fit_gates(tiny_model("mistral", sliding_window=8), [random_ids(40)[0]] * 6, _Above(SnapKV())),
+            "model must have a layer that sees all tokens",
+        ),
         (lambda: fit_gates(tiny_model(), [random_ids(40)[0]] * 6, _Above(SnapKV()), held_out=0), "held_out must be"),
         (lambda: fit_gates(tiny_model(), [random_ids(40)[0]] * 6, _Above(SnapKV()), ridge=0), "ridge must be"),
     ],

@@ -13,7 +13,7 @@ from ..hf.facts import Facts
 from ..hf.reading import plain_decoder, read, token_rows
 from ..pruners import Gates, Pruner
 from ..pruners.gates import sizes_of
-from ..retrofit.passes import TrainingPass
+from ..retrofit.passes import TrainingPass, whole_layers
 from ..retrofit.regression import RidgeSums, explained, levels_of
 from ..retrofit.targets import check_teacher, log_scores
 from ..softmax import Softmax
@@ -44,7 +44,8 @@ def fit_gates(
     heads, such as KVzip(mass=True), with_tokenizer. held_out: how many of the last samples say how good the fit is (r2)
     and where thresholds lie (levels). ridge: on the diagonal of a layer's normal equations, times its mean.
     Memory: (Hq D + 1)^2 numbers of 8 bytes for each layer, on the host, however many samples there are.
-    Raises ValueError for a converted model, a pruner of other scores, too few samples, and as PrunedCache does.
+    Raises ValueError for a converted model, one without layers that see all tokens, a pruner of other scores, too few
+    samples, and as PrunedCache does.
     Source: KVzap fits gates to KVzip's scores; ours are linear, of queries, and solved for, not trained.
     """
     check_teacher(pruner)
@@ -54,6 +55,8 @@ def fit_gates(
     waiting: list[Tensor] = []
     tokens = texts = 0
     with plain_decoder(model) as (decoder, facts):
+        need(len(whole_layers(facts)) > 0, f"model must have a layer that sees all tokens, got {type(model).__name__}: "
+             "all of its layers see a window or a chunk, and gates have nothing to drop")  # fmt: skip
         for ids in token_rows(decoder, samples):
             waiting.append(ids)
             if len(waiting) <= held_out:

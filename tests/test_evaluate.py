@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import tiny_model
+from helpers import tiny_gates_folder, tiny_model
 from typer.testing import CliRunner
 
 import kvcompress
@@ -119,6 +119,28 @@ def test_the_question_is_kept_for_as_it_is_told(reader, framing):
     assert found == {"guide": 1.0, "later": 0.0}
 
 
+@pytest.mark.parametrize(
+    ("cache", "reason"),
+    [
+        (f"gated,gates={tiny_gates_folder()},share=0.5", "GatedCache: a token's own queries decide"),
+        ("pruned,pruner=keydiff", "the pruner KeyDiff"),
+        ("streaming", "StreamingCache"),
+        ("quest", "QuestCache"),
+    ],
+)
+def test_a_cache_that_looks_at_no_guide_is_refused_before_anything_is_read(reader, framing, cache, reason, monkeypatch):
+    measure = needle_measure(framing, 300, SOURCE, 1, 1, 0, "guide")
+    specs = [CacheSpec.parse(text) for text in ("dense", MEMORY, cache)]
+    said = f"question must be end or later with {cache}.*: guide has no effect with {reason}"
+    with monkeypatch.context() as patched:
+        patched.setattr(type(reader), "read", None)
+        with pytest.raises(ValueError, match=said):
+            next(evaluate(reader, specs, [measure], EqualBytes.parse("1/4", None)))
+    sized = replace(reader, spec=specs[2] if specs[2].size_key is None else specs[2].sized(64))
+    with pytest.raises(ValueError, match=said):
+        measure.run(sized, 0)
+
+
 def test_a_chat_prompt_is_the_template_s_with_the_answer_s_beginning_behind(framing):
     tokenizer = byte_tokenizer()
     turn = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}"
@@ -182,7 +204,7 @@ def test_rows_say_what_was_measured_and_the_best_is_named(reader, framing):
         CacheSpec.parse(x) for x in ("dense", "pruned,pruner=snapkv,budget=0.9", "pruned,pruner=random,budget=0.9")
     ]
     measures = [
-        needle_measure(framing, 400, SOURCE, 2, 1, 0, "guide"),
+        needle_measure(framing, 400, SOURCE, 2, 1, 0, "end"),
         loss_measure("ppl", framing, 256, 32, SOURCE, 2, 0),
     ]
     rows = list(evaluate(reader, specs, measures))

@@ -327,6 +327,15 @@ def test_a_cache_that_refuses_a_passage_is_left_out_with_its_reason(reader, fram
     assert left.reason == f"{round(len(found.context) / 4)} tokens are too few" and left.bits is None
 
 
+def test_a_cache_that_looks_at_no_guide_is_left_out_of_that_question(reader, framing):
+    specs = [witness.spec_of(text) for text in ("dense", "pruned,pruner=keydiff")]
+    found = passage(framing, BOOKS, LENGTH, 0, SCORED)
+    shared = SharedReader(reader.model, reader.tokenizer, specs[0], inputs=LayerInputs(reader.model))
+    measure = asked_once(framing, LENGTH, found, 0, "guide")
+    dense, left = witness.measured(shared, measure, specs, "guide", found, 0, [0.25], Cells(None, ABOUT))
+    assert dense.reason is None and "guide has no effect with the pruner KeyDiff" in left.reason
+
+
 # ---- books ----
 
 PAGE = """<html><head><title>A title, long enough to be taken for a paragraph of prose, is none of it.</title>

@@ -16,7 +16,8 @@ numbers   of the four that are answered right, asked through the template after 
 sentence  of the planted sentences whose next three tokens are right
 turns     two of the numbers, one question after the other in one conversation: of both
 end       (a table of its own) one number whose question ends the prompt, and is read with it
-guide     (one more) the same where the question is known while the text is read, as PrunedCache's guide
+guide     (one more) the same where the question is known while the text is read, as PrunedCache's guide; caches that
+          look at none are left out
 held      bytes, of what transformers' cache holds: tables, room in pages, and the scores that PrunedCache holds with
           later="keep" included
 

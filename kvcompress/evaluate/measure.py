@@ -36,6 +36,9 @@ class Measure(ABC):
     def count(self) -> int:
         """Samples."""
 
+    def check(self, reader: Reader) -> None:  # noqa: B027  (most take every cache)
+        """Raises ValueError where it cannot be measured with the reader's cache, before anything is read."""
+
     @abstractmethod
     def held(self, reader: Reader, index: int = 0) -> int:
         """Bytes that the cache holds where `run` counts them, without what comes afterwards."""

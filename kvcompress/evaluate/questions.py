@@ -27,9 +27,9 @@ class Questions(Measure):
     """question: where it stands when the text is read.
 
     end: with the text, as its last tokens, which go through the cache like the others. later: behind the text that was
-    read, when it is too late to keep for it. guide: behind the text, and known while that is read. Several stand behind
-    the text and are each asked of a copy of the cache; turns: one after the other, with the answers between them, of
-    the cache itself.
+    read, when it is too late to keep for it. guide: behind the text, and known while that is read, by a cache that
+    looks at one, or the dense one. Several stand behind the text and are each asked of a copy of the cache; turns: one
+    after the other, with the answers between them, of the cache itself.
     """
 
     prompts: tuple[Prompt, ...]
@@ -57,6 +57,10 @@ class Questions(Measure):
         if self.question == "end":
             return (context + first)[:-1], None
         return context, first if self.question == "guide" else None
+
+    def check(self, reader: Reader) -> None:
+        if self.question == "guide":
+            reader.check_guide()
 
     def held(self, reader: Reader, index: int = 0) -> int:
         return held_nbytes(reader.read(*self._read_first(self.prompts[index])))

@@ -21,6 +21,7 @@ from ..prefilling import prefill
 from ..write_text import held_nbytes
 
 QUESTIONS = ("end", "later", "guide")
+_ANY_SIZE = 4096  # tokens
 
 
 @dataclass(frozen=True)
@@ -37,13 +38,14 @@ class Reader:
 
     @torch.no_grad()
     def read(self, ids: list[int], guide: list[int] | None = None) -> Cache:
-        """A new cache that has read ids. guide: what chooses what stays, without being read; caches that look at none
-        are not told."""
+        """A new cache that has read ids. guide: what chooses what stays, without being read. Raises ValueError for a
+        cache that looks at none; the dense one, which keeps everything, is not told."""
         cache, read = self.spec.make(self.model.config, self.tokenizer), self._tensor(ids)
         if not isinstance(cache, CompressedCache):
             self.model(read, logits_to_keep=1, **{CACHE: cache})
             return cache
-        if guide is not None and _looks_at_a_guide(cache):
+        if guide is not None:
+            self._check_guide(cache)
             known = self._tensor(guide)
             prefill(self.model, torch.cat([read, known], 1), cache, guide=known[0])
             return cache  # the guide's own tokens are left to who goes on
@@ -83,6 +85,19 @@ class Reader:
                     tuple(bool(right[row, part].all()) for part in parts),
                 )
         return [found[number] for number in range(len(texts))]
+
+    def check_guide(self) -> None:
+        """Raises ValueError for a cache that looks at no guide, before anything is read. Its size does not matter."""
+        spec = self.spec if self.spec.size_key is None else self.spec.sized(_ANY_SIZE)
+        cache = spec.make(self.model.config, self.tokenizer)
+        if isinstance(cache, CompressedCache):
+            self._check_guide(cache)
+
+    def _check_guide(self, cache: CompressedCache) -> None:
+        try:
+            cache.check_guide()
+        except ValueError as error:
+            raise ValueError(f"question must be end or later with {self.spec}: {error}") from None
 
     def _tensor(self, ids: list[int]) -> Tensor:
         return torch.tensor([ids], device=self.device)
@@ -132,14 +147,6 @@ def copy_of(cache: Cache) -> Cache:
 
 def check_question(question: str) -> None:
     need(question in QUESTIONS, f"question must be one of {', '.join(QUESTIONS)}, got {question!r}")
-
-
-def _looks_at_a_guide(cache: CompressedCache) -> bool:
-    try:
-        cache.check_guide()
-    except ValueError:
-        return False
-    return True
 
 
 __all__ = ["QUESTIONS", "Following", "Reader", "Written", "check_question", "copy_of", "held_nbytes"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -51,9 +52,12 @@ def evaluate(
     """Rows of each measure, one for each cache, as they are there. reader: the model; its spec is not looked at.
 
     equal: what each cache may hold. told: what comes next, for who waits. most: samples of a measure, None = all.
-    Raises ValueError for a cache that the model or the bytes do not allow.
+    Raises ValueError for a cache that the model or the bytes do not allow, and, before anything is measured, for one
+    that a measure does not take.
     """
     equal = equal or EqualBytes()
+    for measure, spec in itertools.product(measures, specs):
+        measure.check(replace(reader, spec=spec))
     for measure in measures:
         dense, samples = dense_bytes(reader, measure), range(measure.count)[:most]
         for spec in specs:

@@ -152,7 +152,7 @@ def need_integers(name: str, values: Sequence[int], count: int) -> Tensor:
     need(len(values) == count, f"{name} must have {count} elements, got {len(values)}")
     for j, value in enumerate(values):
         need_integer(f"{name}[{j}]", value, 0)
-    return torch.tensor(values, dtype=torch.int64)
+    return torch.tensor(values, dtype=torch.int64, device="cpu")
 
 
 def dense(x: Tensor | None) -> Tensor | None:

@@ -107,7 +107,7 @@ class RotaryTables:
         cos, sin = (
             x.flatten(0, -3)[0] for x in called(inspect.unwrap(forward), torch.arange(rows, device=device)[None])
         )
-        columns = torch.arange(cos.shape[1] // 2) if self._columns is None else self._columns
+        columns = torch.arange(cos.shape[1] // 2, device=device) if self._columns is None else self._columns
         cos, sin = (table[:, columns.to(device)].float().contiguous() for table in (cos, sin))
         if without is not None and without < 2 * len(columns):
             sin[:, without % len(columns)] = 0
@@ -139,8 +139,8 @@ class RotaryTables:
         of = {regime: i for i, regime in enumerate(dict.fromkeys(regimes))}
         parts = [self.tables(rows, lengths[regimes.index(regime)], device) for regime in of]
         cos, sin = (torch.cat([part[i][:rows] for part in parts]) for i in range(2))
-        offsets = torch.tensor([[of[regime] * rows] for regime in regimes], dtype=torch.int32)
-        return cos, sin, offsets.to(device)
+        offsets = torch.tensor([[of[regime] * rows] for regime in regimes], dtype=torch.int32, device=device)
+        return cos, sin, offsets
 
     @property
     def follows_length(self) -> bool:

@@ -49,7 +49,7 @@ class RecurrentStates:
 
     def _select_states(self, indices: list[int]) -> None:
         for state in self._every_state:
-            state.reorder_cache(torch.tensor(indices, dtype=torch.long))
+            state.reorder_cache(torch.tensor(indices, dtype=torch.long, device="cpu"))
 
     def _state_of(self, layer_idx: int) -> LinearAttentionLayer:
         return self.states.get(layer_idx, self.layers[layer_idx])

@@ -97,7 +97,7 @@ class DecidingLayer(PagedLayer):
         """bool [B, Hkv, T], right-aligned, False before a shorter sequence's first token."""
         batch = len(self.next)
         if self.pool is None:
-            return torch.zeros(batch, 0, 0, dtype=torch.bool)
+            return torch.zeros(batch, 0, 0, dtype=torch.bool, device="cpu")
         out = torch.zeros(batch, self.heads, max(self.next), dtype=torch.bool, device=self.pool.lengths.device)
         ends = list(self.next)
         for alpha, counts in reversed(self.noted):

@@ -28,7 +28,8 @@ def fingerprint(decoder: Any) -> dict[str, Any]:
         flat = parameter.detach().reshape(-1)
         hashed.update(f"{tuple(parameter.shape)}{parameter.dtype}".encode())
         if flat.numel():
-            places = torch.linspace(0, flat.numel() - 1, min(_SAMPLES, flat.numel()), dtype=torch.float64).long()
+            count = min(_SAMPLES, flat.numel())
+            places = torch.linspace(0, flat.numel() - 1, count, dtype=torch.float64, device="cpu").long()
             samples.setdefault(flat.device, []).append(flat[places.to(flat.device)].view(torch.uint8))
     for parts in samples.values():
         hashed.update(torch.cat(parts).cpu().numpy().tobytes())

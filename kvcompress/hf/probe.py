@@ -54,8 +54,9 @@ class MaskTicket:
 
     def _first(self, query: int) -> int:
         """The first key that a query sees."""
-        zero = torch.zeros((), dtype=torch.long)
-        seen = torch.as_tensor(self._sees(zero, zero, torch.tensor(query), torch.arange(query + 2))).expand(query + 2)
+        with torch.device("cpu"):  # transformers' functions make tensors too
+            zero, places = torch.zeros((), dtype=torch.long), torch.arange(query + 2)
+            seen = torch.as_tensor(self._sees(zero, zero, places[query], places)).expand(query + 2)
         if seen[query + 1]:
             raise ValueError("its queries see tokens that follow them, and a cache holds none of those")
         return int(seen.nonzero()[0])
@@ -77,7 +78,7 @@ class Probe:
         self.arrives = False  # whether the family hands keywords down to its attention
         # where frequencies that depend on length are those of short texts
         step = max(1, min(5, (trained_length - 8) // TOKENS))
-        self.positions = min(7, max(trained_length // 8, 1)) + step * torch.arange(TOKENS)
+        self.positions = min(7, max(trained_length // 8, 1)) + step * torch.arange(TOKENS, device="cpu")
         self._sources: list[tuple[nn.Module, tuple[Any, ...], dict[str, Any], tuple[int, ...]]] = []
         self._norms: list[tuple[nn.Module, Tensor]] = []  # of a head, behind the rotation, since the last attention
         self._seen: list[tuple[Any, ...]] = []
@@ -167,7 +168,7 @@ class Probe:
             key = (turns[0].call, tuple(turns[0].columns))
             if key not in shared:
                 module, arguments, keywords, axes = self._sources[turns[0].call]
-                columns = torch.tensor(turns[0].columns)
+                columns = torch.tensor(turns[0].columns, device="cpu")
                 shared[key] = RotaryTables(module, columns, arguments=arguments, keywords=keywords, axes=axes)
             q_table, k_table = (self._normed(shared[key], x, norms) for x in (q, k))
         facts = LayerFacts(
@@ -231,7 +232,7 @@ class _Turns:
 
     @property
     def order(self) -> Tensor | None:
-        return None if self._order == list(range(self.size)) else torch.tensor(self._order)
+        return None if self._order == list(range(self.size)) else torch.tensor(self._order, device="cpu")
 
     def alike(self, other: _Turns) -> bool:
         guessed = self.guessed | other.guessed

@@ -34,7 +34,8 @@ def levels_of(said: list[Tensor], count: int) -> Tensor:
     """
     every = torch.cat([part.flatten() for part in said]).sort().values
     between = torch.cat([every[:1], (every[:-2] + every[1:-1]) / 2, every[-1:]]) if len(every) > 1 else every
-    return between[torch.linspace(0, len(every) - 1, count, dtype=torch.float64).round().long()]
+    places = torch.linspace(0, len(every) - 1, count, dtype=torch.float64, device=every.device)
+    return between[places.round().long()]
 
 
 def explained(found: Tensor, wanted: Tensor) -> list[float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -35,8 +36,7 @@ class StepGraph:
     model without windows and recurrent layers. Where tokens vote (Replay, H2O), every 16th is launched op by op. Pages
     are taken for as many steps as a page has slots, before the first of them; where that replaces tensors of the cache
     (its pages or its table grow), the graph is recorded anew. What else changes the cache (further prompts, forks,
-    crop) may come between calls. The sequences of the batch are of one length: positions are counted from
-    cache.get_seq_length().
+    crop) may come between calls. Tokens stand behind those of their own sequence, whatever padding the prompts had.
     Raises ValueError for a model that is not on a CUDA device and for a cache that has read nothing;
     NotImplementedError for a cache, a layer or a rotary embedding (dynamic, longrope) that needs the host in each step.
     A call raises RuntimeError where max_pages leaves no page for its token, which is not counted then.
@@ -63,7 +63,7 @@ class StepGraph:
         self.recordings = 0  # how often a step was recorded
         self._warm = 0
         self._replay: Callable[[], None] | None = None
-        self._held: list[Tensor] = []  # what the recorded step works on
+        self._held: list[weakref.ref[Tensor]] = []  # what the recorded step works on; what is replaced is freed
         self._logits: Tensor | None = None
 
     @torch.inference_mode()
@@ -74,7 +74,7 @@ class StepGraph:
             raise ValueError(f"ids must be {tuple(self.ids.shape)}, one token of each sequence, got {got}")
         cache = self.cache
         self.ids.copy_(ids)
-        self.positions.fill_(cache.get_seq_length())
+        self._place(cache.seen_lengths())
         if self._warm >= WARM:
             cache.prepare_steps()
         if self._warm < WARM or cache.steps_ahead() < 1:
@@ -82,9 +82,10 @@ class StepGraph:
             return self._step().clone()
         held = cache.held_tensors()
         if self._replay is None or not _same(held, self._held):
+            self._replay = self._logits = None  # gives its memory back before the next one takes its own
             # the host counts the token now, the device below
             self._replay, self._logits = record(self._step, self.device)
-            self._held = cache.held_tensors()
+            self._held = [weakref.ref(x) for x in cache.held_tensors()]
             self.recordings += 1
             self._replay()
         else:
@@ -93,13 +94,20 @@ class StepGraph:
         assert self._logits is not None
         return self._logits.clone()
 
+    def _place(self, lengths: list[int]) -> None:
+        """Models that add what they learned of a position look at it; others are given positions by the cache."""
+        if min(lengths) == max(lengths):
+            self.positions.fill_(lengths[0])
+        else:
+            self.positions.copy_(torch.tensor(lengths, device="cpu")[:, None])
+
     def _step(self) -> Tensor:
         return self.model(self.ids, position_ids=self.positions, **{CACHE: self.cache}).logits
 
 
-def _same(some: list[Tensor], others: list[Tensor]) -> bool:
+def _same(some: list[Tensor], others: list[weakref.ref[Tensor]]) -> bool:
     """Whether these are the same tensors, as objects: memory is used again."""
-    return len(some) == len(others) and all(x is y for x, y in zip(some, others, strict=True))
+    return len(some) == len(others) and all(x is y() for x, y in zip(some, others, strict=True))
 
 
 _RECORD = record

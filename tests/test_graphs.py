@@ -1,12 +1,16 @@
 """A decoded step as a recording: on the CPU a tape of PyTorch's operations stands for the CUDA graph."""
 
+import gc
+import weakref
+
 import pytest
 import torch
-from helpers import attached, forward, random_ids
+from helpers import attached, forward, left_padded, random_ids
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import kvcompress
+from benchmarks.quality.parts.families_configurations import CONFIGURATIONS
 from kvcompress import DMCCache, IterativeCache, PrunedCache, QuestCache, StepGraph, StreamingCache, dmc, graphs
 from kvcompress.caches.base import CompressedCache
 from kvcompress.pruners import Replay, SnapKV
@@ -139,6 +143,43 @@ def test_no_step_is_launched_op_by_op_once_it_is_warm(recorded, monkeypatch, nam
     votes = 60 // 16 if name in ("voting", "default") else 0
     assert len(calls) <= graphs.WARM + step.recordings + votes and step.recordings <= 9
     assert cache.stored_lengths() == plain.stored_lengths()
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_padding_of_prompts_moves_no_token(recorded, name):
+    """Those of GPT-2 know where they stand by position_ids alone."""
+    model = CONFIGURATIONS[name].model()
+    model.config.pad_token_id = None  # else transformers looks for it among the ids, unless a GPU records
+    prompts = [random_ids(30, seed=1), random_ids(11, seed=2)]
+    ids, mask = left_padded(prompts)
+    with kvcompress.attach(model):
+        cache, *alone = (PrunedCache(model.config, SnapKV(window=4), 8, page_size=4) for _ in range(3))
+        kvcompress.prefill(model, ids, cache, attention_mask=mask)
+        for own, prompt in zip(alone, prompts, strict=True):
+            kvcompress.prefill(model, prompt, own)
+        CACHE.append(cache)
+        step = StepGraph(model, cache)
+        for i in range(12):
+            new = torch.cat([random_ids(1, seed=100 + i), random_ids(1, seed=200 + i)])
+            expected = [forward(model, x[None], past_key_values=own) for x, own in zip(new, alone, strict=True)]
+            torch.testing.assert_close(step(new), torch.cat(expected), rtol=1e-4, atol=1e-4)
+        assert step.recordings
+
+
+def test_what_the_cache_replaces_is_freed(monkeypatch):
+    """A graph knows addresses and keeps no tensor, as this stand-in does."""
+    monkeypatch.setattr(graphs, "record", lambda run, device: (lambda: None, run()))
+    model = attached()
+    cache = PrunedCache(model.config, SnapKV(), 15, page_size=4)
+    kvcompress.prefill(model, random_ids(30), cache)
+    step = StepGraph(model, cache)
+    for i in range(4):
+        step(random_ids(1, seed=i))
+    held = [weakref.ref(layer.pool.k_pages) for layer in cache.compressing]
+    assert step.recordings == 1 and held[0]() is not None
+    cache.reset()
+    gc.collect()
+    assert [x() for x in held] == [None] * len(held)
 
 
 def test_a_token_that_finds_no_page_is_not_counted(recorded):

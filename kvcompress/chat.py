@@ -24,6 +24,7 @@ COMMANDS = """/memory       what the cache has seen and holds
 /save FILE    the conversation, to go on with later
 /load FILE    a saved one in place of this one
 /reset        begin anew
+/help         these lines
 /quit         or the end of the input: leave"""
 
 EXAMPLE_HINT = (
@@ -109,6 +110,8 @@ def run_chat(
 def _command(chat: Chat, text: str) -> str:
     """Does it; what to say of it, an error too: a conversation goes on."""
     name, _, path = text.partition(" ")
+    if text == "/help":
+        return COMMANDS
     try:
         if name == "/memory":
             return chat.cache.summary()

@@ -145,7 +145,7 @@ def chat(
     device: Device = "cpu",
     dtype: Dtype = "auto",
 ) -> None:
-    """Talk with a model over one cache: /memory, /save FILE, /load FILE, /reset, /quit."""
+    """Talk with a model over one cache: /memory, /save FILE, /load FILE, /reset, /help, /quit."""
     from .chat import run_chat
 
     run_chat(

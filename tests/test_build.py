@@ -103,6 +103,19 @@ def test_a_toolkit_of_another_major_version_than_torchs_stops_the_build(torch_ha
         check_cuda(tmp_path)
 
 
+@pytest.mark.parametrize(("known", "newer"), [("sm_80 sm_90 sm_100 sm_103 sm_120", 2), ("sm_80 sm_90 sm_100a", 0)])
+def test_blackwell_has_machine_code_where_nvcc_knows_it_and_ptx_elsewhere(known, newer, tmp_path, monkeypatch):
+    nvcc = tmp_path / "bin" / "nvcc"
+    nvcc.parent.mkdir()
+    nvcc.write_text(f"#!/bin/sh\n[ $1 = --list-gpu-code ] && printf '%s\\n' {known}\n")
+    nvcc.chmod(0o755)
+    targets = of_setup("targets_of", monkeypatch)(tmp_path)
+    assert {"arch=compute_80,code=sm_80", "arch=compute_90,code=sm_90"} < set(targets)
+    assert [target for target in targets if "code=compute_" in target] == ["arch=compute_90,code=compute_90"]
+    blackwell = ["arch=compute_100,code=sm_100", "arch=compute_120,code=sm_120"]
+    assert [target for target in targets if target in blackwell] == blackwell[:newer]
+
+
 def test_imports_without_a_gpu_in_a_fresh_process():
     code = "import os; os.environ['CUDA_VISIBLE_DEVICES'] = ''; import kvcompress; print(kvcompress.ops.simd())"
     printed = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)

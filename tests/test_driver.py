@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import kvcompress
 from kvcompress.cli import app
-from kvcompress.hf import attach as attaching
+from kvcompress.hf.attach import is_attached
 from kvcompress.ops import driver
 from kvcompress.ops.native import native
 
@@ -83,9 +83,9 @@ def test_a_model_on_a_gpu_is_not_attached_with_an_old_driver(monkeypatch):
         pass
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True))
     with pytest.raises(RuntimeError, match="needs driver 580 or newer"):
-        attaching.attach(model)
+        kvcompress.attach(model)
     monkeypatch.undo()
-    assert not attaching.is_attached(model)
+    assert not is_attached(model)
 
 
 def test_asking_starts_no_cuda_and_a_fork_can_ask_too():

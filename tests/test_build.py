@@ -103,17 +103,37 @@ def test_a_toolkit_of_another_major_version_than_torchs_stops_the_build(torch_ha
         check_cuda(tmp_path)
 
 
-@pytest.mark.parametrize(("known", "newer"), [("sm_80 sm_90 sm_100 sm_103 sm_120", 2), ("sm_80 sm_90 sm_100a", 0)])
-def test_blackwell_has_machine_code_where_nvcc_knows_it_and_ptx_elsewhere(known, newer, tmp_path, monkeypatch):
+KNOWN = "sm_80 sm_90 sm_100 sm_103 sm_120"
+
+
+def nvcc_that_knows(known, tmp_path):
     nvcc = tmp_path / "bin" / "nvcc"
     nvcc.parent.mkdir()
     nvcc.write_text(f"#!/bin/sh\n[ $1 = --list-gpu-code ] && printf '%s\\n' {known}\n")
     nvcc.chmod(0o755)
-    targets = of_setup("targets_of", monkeypatch)(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(("known", "newer"), [(KNOWN, 2), ("sm_80 sm_90 sm_100a", 0)])
+def test_blackwell_has_machine_code_where_nvcc_knows_it_and_ptx_elsewhere(known, newer, tmp_path, monkeypatch):
+    monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
+    targets = of_setup("targets_of", monkeypatch)(nvcc_that_knows(known, tmp_path))
     assert {"arch=compute_80,code=sm_80", "arch=compute_90,code=sm_90"} < set(targets)
     assert [target for target in targets if "code=compute_" in target] == ["arch=compute_90,code=compute_90"]
     blackwell = ["arch=compute_100,code=sm_100", "arch=compute_120,code=sm_120"]
     assert [target for target in targets if target in blackwell] == blackwell[:newer]
+
+
+def test_a_list_of_architectures_is_all_that_is_compiled_for(tmp_path, monkeypatch):
+    home, targets_of = nvcc_that_knows(KNOWN, tmp_path), of_setup("targets_of", monkeypatch)
+    for wish in ("8.0;12.0+PTX", "8.0 12.0+PTX"):
+        monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", wish)
+        found = [target.split("code=")[1] for target in targets_of(home)]
+        assert found == ["sm_80", "sm_120", "compute_120"]
+    for wish in ("7.5", "9", "11.0", "Hopper", "9.0+ptx"):
+        monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", wish)
+        with pytest.raises(SystemExit, match=f"TORCH_CUDA_ARCH_LIST must be .*, got '{re.escape(wish)}'"):
+            targets_of(home)
 
 
 def test_imports_without_a_gpu_in_a_fresh_process():

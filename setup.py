@@ -1,8 +1,8 @@
 """Builds kvcompress._C, one abi3 file: C11 kernels, C++20 bindings on PyTorch's stable ABI, CUDA kernels where nvcc is.
 
 Environment: KVC_CUDA=auto|1|0 (CUDA kernels if nvcc is there | required | never), CUDA_HOME, TORCH_CUDA_ARCH_LIST (as
-PyTorch's extensions have it, "8.0;9.0+PTX"; without it what a wheel needs), MAX_JOBS, KVC_STRICT=1 (warnings are errors,
-as in the tests), KVC_NATIVE=0 (kvcompress/_C.abi3.so is there already: nothing is compiled).
+PyTorch's extensions have it, "8.0;9.0+PTX"; without it all that a wheel needs), MAX_JOBS, KVC_STRICT=1 (warnings are
+errors, as in the tests), KVC_NATIVE=0 (kvcompress/_C.abi3.so is there already: nothing is compiled).
 """
 
 import os

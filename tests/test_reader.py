@@ -141,7 +141,9 @@ def test_a_conversation_goes_on_over_one_cache_and_in_another(example, tmp_path)
     ]
     assert memory == f"PrunedCache: {seen} tokens seen" and saved == f"saved to {file}" and empty == "empty"
     assert after == "PrunedCache(empty)" and loaded.startswith(f"PrunedCache({seen} tokens seen")
-    assert sum(line.startswith("/help ") for line in console.file.getvalue().splitlines()) == 2  # asked, and of /nothing
+    assert (
+        sum(line.startswith("/help ") for line in console.file.getvalue().splitlines()) == 2
+    )  # asked, and of /nothing
     assert unknown == "no such command: /nothing" and missing == "path must be a file that save wrote, got x"
 
     model, tokenizer = example

@@ -127,6 +127,7 @@ def test_the_question_is_kept_for_as_it_is_told(reader, framing):
         ("streaming", "StreamingCache"),
         ("quest", "QuestCache"),
     ],
+    ids=["gated", "keydiff", "streaming", "quest"],  # a folder's name is another in each process
 )
 def test_a_cache_that_looks_at_no_guide_is_refused_before_anything_is_read(reader, framing, cache, reason, monkeypatch):
     measure = needle_measure(framing, 300, SOURCE, 1, 1, 0, "guide")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -15,9 +14,9 @@ from torch import Tensor
 
 from . import ops
 from .checks import MOST_INT32, need_integer
+from .units import nbytes_of
 
 Size = int | float | str
-_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
 
 @dataclass(frozen=True)
@@ -34,13 +33,7 @@ class CacheShape:
 
 def bytes_of(size: str, name: str = "budget") -> int:
     """Of a text such as "512MiB". name: of the argument, for messages."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*", size)
-    if match is None or match[2] not in _UNITS:
-        raise ValueError(
-            f"{name} must be a number (tokens; below 1 the share to remove) or a text of bytes like '512MiB' (units: "
-            f"{', '.join(_UNITS)}), got the text {size!r}"
-        )
-    return int(Fraction(match[1]) * _UNITS[match[2]])
+    return nbytes_of(size, name, "a number (tokens; below 1 the share to remove) or a text of bytes like '512MiB'")
 
 
 def _check_size(size: Size) -> None:

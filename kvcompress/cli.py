@@ -20,8 +20,8 @@ from .commands.evaluate import app as evaluate
 from .commands.evaluate import needle
 from .commands.fit import app as fit
 from .commands.options import Device, Dtype, Model
+from .commands.passing import Passing
 from .commands.retrofit import app as retrofit
-from .extras import need_packages
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Attention over a compressed key-value cache.")
 app.add_typer(analyze, name="analyze")
@@ -279,38 +279,33 @@ def plan(
     )  # fmt: skip
 
 
-@app.command()
+@app.command(cls=Passing)
 @_named
 def serve(
+    context: typer.Context,
     model: Model = "example",
     cache: Annotated[str | None, typer.Option(help=_CACHE + "; not given: a converted model's own, else dense")] = None,
-    pages: Annotated[int, typer.Option(help="of all requests, layers and KV heads together", min=1)] = 4096,
-    page_size: Annotated[int, typer.Option(help="keys and values of a page, a power of two", min=1)] = 64,
-    requests: Annotated[int, typer.Option(help="most at once", min=1)] = 64,
-    batch_tokens: Annotated[int, typer.Option(help="tokens of a forward pass", min=1)] = 2048,
-    temperature: Annotated[
-        float | None, typer.Option(help="of all requests; 0: greedy; not given: the model's own", min=0.0)
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            help="of all requests' caches, such as 8GiB; not given: 0.8 of what is free on the GPU beside the weights, "
+            "or half of it without a GPU"
+        ),
     ] = None,
-    length: Annotated[
-        int | None,
-        typer.Option(help="most tokens of a prompt and its answer; not given: as the model was trained for", min=2),
+    ratio: Annotated[
+        float | None,
+        typer.Option(help="of DMC and DMS: tokens per slot, before any was measured; not given: 1", min=1.0),
     ] = None,
-    max_body: Annotated[int, typer.Option(help="most bytes of a request's body", min=1)] = 2_000_000,
-    host: Annotated[str, typer.Option(help="address to listen at")] = "localhost",
-    port: Annotated[int, typer.Option(help="port to listen at", min=0, max=65535)] = 8000,
-    device: Device = "cpu",
+    host: Annotated[str, typer.Option(help="address to listen at")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="port to listen at", min=1, max=65535)] = 8000,
     dtype: Dtype = "auto",
-    grace: Annotated[float, typer.Option(help="seconds for requests that run when it is told to stop", min=0.0)] = 10.0,
 ) -> None:
-    """Serve a model's requests through compressed caches, as OpenAI's API has it (needs the extra serve)."""
-    need_packages("serve", "fastapi", "openai", "uvicorn")
-    from .serve.server import run_server
+    """Serve a model through compressed caches: vLLM's OpenAI server, whose own options are passed on (extra vllm)."""
+    from .serve.vllm.launch import run_serve
 
-    run_server(
-        model=model, cache=cache, pages=pages, page_size=page_size, requests=requests, batch_tokens=batch_tokens,
-        host=host, port=port, device=device, dtype=dtype, grace=grace, temperature=temperature, length=length,
-        max_body=max_body,
-    )  # fmt: skip
+    run_serve(
+        model=model, cache=cache, memory=memory, ratio=ratio, dtype=dtype, host=host, port=port, passed=context.args
+    )
 
 
 app.command()(needle)  # as eval has it

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 # by the name that is imported, its extra in pyproject.toml
 EXTRAS = {
     "accelerate": "train", "datasets": "train", "peft": "train", "matplotlib": "plots", "lm_eval": "eval",
-    "fastapi": "serve", "openai": "serve", "uvicorn": "serve",
+    "vllm": "vllm",
 }  # fmt: skip
 
 

@@ -13,6 +13,7 @@ import kvcompress
 from kvcompress import CacheSpec
 from kvcompress.hf.attach import is_attached
 from kvcompress.serve import batching
+from kvcompress.serve.memory import free_nbytes, free_node_nbytes
 
 DENSE, STREAMING = "dense", "streaming,window_size=12,num_sink_tokens=2"
 PRUNED = "pruned,pruner=snapkv,window=4,kernel_size=3,budget=12"
@@ -296,8 +297,63 @@ def test_what_cannot_be_served_is_refused():
         assert not is_attached(model), cache
 
 
+def test_memory_in_bytes_is_as_many_pages():
+    model, page = tiny_model(), 2 * 8 * 16 * 4  # keys and values, slots, head dim, float32
+    for memory in (100 * page, 101 * page - 1, f"{100 * page}B"):
+        with batching(model, DENSE, memory=memory, page_size=8) as serving:
+            assert serving.pages == 100 and serving.metrics()["pages"] == 100
+            assert serving.metrics()["page_nbytes"] == page
+    found, metrics, in_use = served(model, PRUNED, prompts_of(LENGTHS), NEW, memory="1MiB", requests=4, batch_tokens=48)
+    assert metrics["pages"] == (1 << 20) // page and in_use == 0
+    assert found == [alone(model, PRUNED, prompt, new) for prompt, new in zip(prompts_of(LENGTHS), NEW, strict=True)]
+
+
+def test_neither_pages_nor_memory_is_half_of_what_is_free(monkeypatch):
+    model, page = tiny_model(), 2 * 8 * 16 * 4
+    monkeypatch.setattr(sys.modules["kvcompress.serve.batching"], "free_nbytes", lambda device: 60 * page)
+    with batching(model, DENSE, page_size=8) as serving:
+        assert serving.pages == 30
+    with batching(model, STREAMING, page_size=8) as serving:  # which has none
+        assert serving.pages == 1
+
+
+def test_what_is_free_is_within_the_limit_of_a_container(monkeypatch, tmp_path):
+    whole = free_nbytes(torch.device("cpu"))
+    assert 1 << 20 < whole < 1 << 50
+    monkeypatch.setattr("kvcompress.serve.memory._CGROUP", tmp_path)
+    for most, free in (("300", 200), ("50", 0)):
+        (tmp_path / "memory.max").write_text(f"{most}\n")
+        (tmp_path / "memory.current").write_text("100\n")
+        assert free_nbytes(torch.device("cpu")) == free
+    (tmp_path / "memory.max").write_text("max\n")
+    assert free_nbytes(torch.device("cpu")) > 1 << 20
+
+
+def test_what_is_free_is_that_of_the_fullest_node(monkeypatch, tmp_path):
+    assert 1 << 20 < free_node_nbytes() < 1 << 50
+    monkeypatch.setattr("kvcompress.serve.memory._NODES", tmp_path)
+    for node, (total, free, cached) in enumerate(((9, 5, 1), (9, 3, 1), (0, 0, 0))):
+        (tmp_path / f"node{node}").mkdir()
+        named = {"MemTotal": total, "MemFree": free, "Active(anon)": 7, "Inactive(file)": cached}
+        text = "".join(f"Node {node} {name}: {number} kB\n" for name, number in named.items())
+        (tmp_path / f"node{node}" / "meminfo").write_text(text)
+    assert free_node_nbytes() == 4 << 10
+
+
 def test_settings_are_refused_by_name():
     model = tiny_model()
+    for settings, message in (
+        ({"pages": 9, "memory": 9}, "pages must not be given beside memory, got 9 and 9"),
+        ({"memory": "8GB?"}, r"memory must be bytes, such as 8GiB \(units: .*\), got the text '8GB\?'"),
+        ({"memory": 0}, "memory must be at least 1, got 0"),
+        ({"memory": 1.5}, "memory must be an integer, got 1.5"),
+        ({"memory": 100}, "memory must be at least a page, 8192 bytes, got 100"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            batching(model, DENSE, **settings)
+        assert not is_attached(model)
+    with pytest.raises(ValueError, match=r"memory must not be given for streaming,.*: requests bounds it"):
+        batching(model, STREAMING, memory="1MiB")
     for settings, name in (
         ({"pages": 0}, "pages"),
         ({"pages": 9, "requests": 0}, "requests"),

@@ -1,10 +1,10 @@
-"""Thousands of requests through kvcompress's server, and whether pages or memory leak.
+"""Thousands of requests through kvcompress.serve.batching, and whether pages or memory leak.
 
     python benchmarks/serving/soak.py [--minutes 30] [--requests 2000] [--cache dmc] [--quick] [--json FILE]
 
-Rounds of requests that all come at once, over the minutes: prompts of any length up to the model's, streamed to or not,
-to the end or left by their client, more than the pages hold, so that some give theirs up and are read again. Between
-rounds nothing runs; then pages in use and resident memory (after malloc_trim) are noted. Rows: soak/pages (leaked: most
+Rounds of requests that all come at once, over the minutes: prompts of any length up to the model's, streamed or not, to
+the end or cancelled, more than the pages hold, so that some give theirs up and are read again. Between rounds nothing
+runs; then pages in use and resident memory (after malloc_trim) are noted. Rows: soak/pages (leaked: most
 pages that were still in use between rounds; free: pages at each of them; used: the largest share in use at once),
 soak/memory (ratio: median of the last quarter over that of the second; nbytes: at each round), soak/answers (share of
 answers to the end that equal the first answer to the same prompt; failed: requests that got no answer). Exits with 1
@@ -16,21 +16,17 @@ from __future__ import annotations
 import argparse
 import ctypes
 import gc
-import http.client
-import json
 import os
 import random
 import statistics
 import sys
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import uvicorn
+from transformers import GenerationConfig
 from transformers.utils import logging
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))
@@ -39,16 +35,15 @@ from benchmarks.common import parse_arguments, parser, print_table, write_json
 from kvcompress import CacheSpec
 from kvcompress.models.text import held_out_text
 from kvcompress.serve import Batching, batching
-from kvcompress.serve.server import build_app
 
 MOST_GROWTH, MOST_NBYTES = 1.02, 8 << 20  # of memory, both of which it must pass to be a leak
-WAIT = 300.0  # seconds for an answer
+WAIT = 300.0  # seconds for all answers of a round
 
 
 @dataclass(frozen=True)
 class Size:
     """minutes, requests: where they are not given. each: requests of a round. longest: tokens of a prompt. new: of an
-    answer at most. pages: of the server. distinct: prompts that are drawn from."""
+    answer at most. pages: of all requests. distinct: prompts that are drawn from."""
 
     minutes: float
     requests: int
@@ -68,10 +63,9 @@ SIZES = {
 
 @dataclass(frozen=True)
 class Asked:
-    """A request. leaves: after how many pieces of a stream, or how many hundredths of a second, its client goes; None =
-    it stays."""
+    """A request. leaves: it is cancelled after so many answers of a stream, or hundredths of a second; None = never."""
 
-    prompt: str
+    prompt: tuple[int, ...]
     new: int
     stream: bool
     leaves: int | None
@@ -84,7 +78,7 @@ def drawn(size: Size, requests: int) -> list[list[Asked]]:
     for _ in range(size.distinct):
         length = round(size.longest ** draw.uniform(0.4, 1.0))  # as many short ones as long ones
         start = draw.randrange(len(text) - length)
-        prompts.append((text[start : start + length].decode(errors="ignore"), draw.randint(2, size.new)))
+        prompts.append((tuple(text[start : start + length]), draw.randint(2, size.new)))
     asked = []
     for _ in range(requests):
         prompt, new = draw.choice(prompts)
@@ -104,92 +98,51 @@ def resident_nbytes() -> int:
         sys.exit("soak.py needs /proc/self/statm (Linux)")
 
 
-@contextmanager
-def served(serving: Batching, tokenizer: Any) -> Iterator[int]:
-    """The server's port."""
-    serving.model.generation_config.do_sample = False
-    serving.model.generation_config.eos_token_id = -1
-    app = build_app(serving, "example", tokenizer)
-    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning", access_log=False))
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    try:
-        while not server.started:
-            if not thread.is_alive():
-                raise RuntimeError("the server did not start")
-            time.sleep(0.01)
-        yield server.servers[0].sockets[0].getsockname()[1]
-    finally:
-        server.should_exit = True
-        thread.join()
-
-
-def ask(port: int, asked: Asked) -> str | None:
-    """The answer; None for a client that left. Raises RuntimeError where there is none."""
-    body = {"prompt": asked.prompt, "max_tokens": asked.new, "stream": asked.stream}
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=WAIT)
-    try:
-        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
-        if asked.leaves is not None and not asked.stream:
-            time.sleep(asked.leaves / 100)
-            return None
-        response = connection.getresponse()
-        if response.status != 200:
-            raise RuntimeError(f"{response.status}: {response.read().decode()}")
-        if not asked.stream:
-            text: str = json.loads(response.read())["choices"][0]["text"]
-            return text
-        pieces: list[str] = []
-        for line in response:
-            if line.startswith(b"data: ") and line[6:].strip() != b"[DONE]":
-                event = json.loads(line[6:])
-                if "error" in event:
-                    raise RuntimeError(str(event["error"]))
-                pieces.append(event["choices"][0]["text"])
-            if asked.leaves is not None and len(pieces) >= asked.leaves:
-                return None
-        return "".join(pieces)
-    finally:
-        connection.close()
-
-
 class Soak:
-    """What came of all requests."""
+    """What came of all requests. manager: transformers', which runs."""
 
-    def __init__(self, serving: Batching, port: int) -> None:
-        self.serving, self.port = serving, port
-        self.first: dict[tuple[str, int], str] = {}  # answers
+    def __init__(self, serving: Batching, manager: Any) -> None:
+        self.serving, self.manager = serving, manager
+        self.first: dict[tuple[tuple[int, ...], int], list[int]] = {}  # answers
         self.answered = self.equal = self.left = 0
         self.failed: list[str] = []
-        self._lock = threading.Lock()
-
-    def run(self, asked: Asked) -> None:
-        try:
-            answer = ask(self.port, asked)
-        except (OSError, RuntimeError, ValueError, http.client.HTTPException) as error:
-            with self._lock:
-                self.failed.append(f"{type(error).__name__}: {error}")
-            return
-        with self._lock:
-            if answer is None:
-                self.left += 1
-                return
-            self.answered += 1
-            self.equal += self.first.setdefault((asked.prompt, asked.new), answer) == answer
 
     def round(self, requests: list[Asked]) -> None:
-        """All of them; the pages of those that were left are free at its end, or never."""
-        askers = [threading.Thread(target=self.run, args=(asked,)) for asked in requests]
-        for asker in askers:
-            asker.start()
-        for asker in askers:
-            asker.join()
-        end = time.monotonic() + WAIT
-        while time.monotonic() < end:
+        """All of them; the pages of those that were cancelled are free at its end, or never."""
+        begun = time.monotonic()
+        waiting = {
+            self.manager.add_request(
+                list(asked.prompt), max_new_tokens=asked.new, streaming=asked.stream, eos_token_id=-1
+            ): asked
+            for asked in requests
+        }
+        pieces = dict.fromkeys(waiting, 0)
+        while waiting and time.monotonic() < begun + WAIT:
+            result = self.manager.get_result(timeout=0.01)
+            if result is not None and result.request_id in waiting:
+                pieces[result.request_id] += 1
+                if result.error or result.is_finished():
+                    self._note(waiting.pop(result.request_id), result)
+            hundredths = 100 * (time.monotonic() - begun)
+            for name, asked in list(waiting.items()):
+                if asked.leaves is not None and (pieces[name] if asked.stream else hundredths) >= asked.leaves:
+                    self.manager.cancel_request(name)
+                    del waiting[name]
+                    self.left += 1
+        self.failed += ["no answer"] * len(waiting)
+        while time.monotonic() < begun + WAIT:
             numbers = self.serving.metrics()
             if not numbers["running"] and not numbers["waiting"] and not numbers["pages_in_use"]:
                 return
             time.sleep(0.02)
+
+    def _note(self, asked: Asked, result: Any) -> None:
+        if result.error:
+            self.failed.append(str(result.error))
+            return
+        answer = list(result.generated_tokens)
+        self.answered += 1
+        self.equal += self.first.setdefault((asked.prompt, asked.new), answer) == answer
 
 
 def rows_of(soak: Soak, samples: list[tuple[float, int, int]], spec: str) -> list[dict[str, Any]]:
@@ -243,12 +196,15 @@ def main() -> None:
     rounds = drawn(size, choice.requests or size.requests)
     logging.set_verbosity_error()
     retrofit = "dmc" if CacheSpec.parse(choice.cache).kind == "dmc" else None
-    model, tokenizer = kvcompress.load_example_model(retrofit=retrofit)
+    model, _ = kvcompress.load_example_model(retrofit=retrofit)
     samples: list[tuple[float, int, int]] = []
     rows: list[dict[str, Any]] = []
     settings = {"pages": size.pages, "page_size": 16, "requests": 16, "batch_tokens": 2048}
-    with batching(model, choice.cache, **settings) as serving, served(serving, tokenizer) as port:
-        soak, begun = Soak(serving, port), time.monotonic()
+    config = GenerationConfig(max_new_tokens=1, do_sample=False, eos_token_id=-1)
+    with batching(model, choice.cache, **settings) as serving:
+        manager = model.init_continuous_batching(generation_config=config)
+        manager.start()
+        soak, begun = Soak(serving, manager), time.monotonic()
         for i, requests in enumerate(rounds):
             time.sleep(max(begun + i * 60 * minutes / len(rounds) - time.monotonic(), 0))
             soak.round(requests)

@@ -26,6 +26,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from .task_mixture import TaskMixture, weighted_loss
 from .text import fact, held_out_text, plant, question, random_name, random_pass_key, training_text
+from .tokenizer import byte_tokenizer
 
 TRAINED_LENGTH = 2048
 TOKENS_PER_STEP = 8192
@@ -188,6 +189,7 @@ def save(model: LlamaForCausalLM, out: Path, figures: dict) -> None:
     copy = LlamaForCausalLM(model.config).to(torch.bfloat16)
     copy.load_state_dict(state)
     copy.save_pretrained(fresh)
+    byte_tokenizer().save_pretrained(fresh)  # for those who load the folder by themselves, as vLLM does
     (fresh / "training.json").write_text(json.dumps(figures, indent=1) + "\n")
     out.mkdir(parents=True, exist_ok=True)
     for path in fresh.iterdir():

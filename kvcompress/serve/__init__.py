@@ -1,4 +1,4 @@
-"""Many requests over one store of pages: a core that knows no engine, and transformers' continuous batching with it."""
+"""Many requests over one store of pages: a core that knows no engine, transformers' batching with it, and vLLM."""
 
 from .batching import Batching, batching
 

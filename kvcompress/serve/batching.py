@@ -1,4 +1,4 @@
-"""transformers' continuous batching over compressed caches: model.generate_batch, managers, and its server."""
+"""transformers' continuous batching over compressed caches: model.generate_batch and managers."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching import ContinuousBatchingManager
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchProcessor
 from transformers.generation.continuous_batching.model_runner import ModelRunner
-from transformers.generation.continuous_batching.requests import RequestState
 
 from ..caches.spec import CacheSpec
 from ..caches.store import PoolSettings
+from ..checks import MOST_INT32
 from ..hf.attach import attach, base_model, detach, facts_of
 from ..hf.config import decoder_config
 from ..hf.method import KEYWORD, method_of
+from .memory import free_nbytes, memory_nbytes
 from .requests import Requests
-from .scheduler import PageScheduler, PagesError, most_whole
+from .scheduler import PageScheduler
 from .served import cache_maker, spec_of
 
 _ATTRIBUTE, _CACHED = "init_continuous_batching", "_cached_continuous_batching_manager"  # of a model
-FAILURES = 256  # that are remembered
 NAN = "the model's logits hold NaN: a layer's weights or inputs do, or overflowed"
 SECONDS = 10.0  # over which tokens/s are counted
 METRICS = (
@@ -187,10 +187,6 @@ class ServedManager(ContinuousBatchingManager):
         served.drop_all()
         cache = _Bookkeeping(served, config.max_batch_tokens)
 
-        def fail(state: RequestState, error: Exception) -> None:
-            self.batching.note_failure(state.request_id, error)
-            self.output_router.fail_and_deliver(state, error)
-
         self.batching.processor = processor = _Processor(
             served=served, cache=cache, config=model.config.get_text_config(),
             generation_config=self.generation_config, continuous_batching_config=config,
@@ -198,26 +194,31 @@ class ServedManager(ContinuousBatchingManager):
             cancel_queue=self.cancel_queue if self.is_tp_driver else None, output_router=self.output_router,
             background_thread_status=self.background_thread_status, model_device=model.device, model_dtype=model.dtype,
             distributed_helper=self.distributed_helper,
-            scheduler=PageScheduler(cache, served, config.max_requests_per_batch, fail, self._forget),
+            scheduler=PageScheduler(
+                cache, served, config.max_requests_per_batch, self.output_router.fail_and_deliver, self._forget
+            ),
         )  # fmt: skip
         return processor
 
 
 class Batching:
-    """What batching returns, and takes its arguments: model, cache, pages, page_size, requests, batch_tokens. As a
-    context manager it is undone at the end. Raises as batching does. served: the requests and their pages.
+    """What batching returns, and takes its arguments: model, cache, pages, memory, page_size, requests, batch_tokens.
+    As a context manager it is undone at the end. Raises as batching does. served: the requests and their pages.
     """
 
     def __init__(
-        self, model: Any, cache: str | CacheSpec | None, pages: int, page_size: int, requests: int, batch_tokens: int
-    ) -> None:
+        self, model: Any, cache: str | CacheSpec | None, pages: int | None, memory: int | str | None, page_size: int,
+        requests: int, batch_tokens: int,
+    ) -> None:  # fmt: skip
         for name, value, least in (("requests", requests, 1), ("batch_tokens", batch_tokens, requests)):
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
-        self.model, self.pages, self.requests, self.batch_tokens = model, pages, requests, batch_tokens
+        if pages is not None and memory is not None:
+            raise ValueError(f"pages must not be given beside memory, got {pages!r} and {memory!r}")
+        self.memory = None if memory is None else memory_nbytes(memory)
+        self.model, self.requests, self.batch_tokens = model, requests, batch_tokens
         self.page_size, self.dtype = PoolSettings(page_size).page_size, model.dtype
         self.spec = spec_of(cache, decoder_config(model.config))
-        self.failures: dict[str, Exception] = {}  # of the latest requests that failed for want of pages
         self.processor: _Processor | None = None
         self._last: ServedManager | None = None
         if _ATTRIBUTE in vars(model):
@@ -225,16 +226,33 @@ class Batching:
         self._make = cache_maker(self.spec, model.config, self.page_size)
         attach(model)
         try:
-            self.served = self._requests()
+            self.served = self._requests(pages)
         except BaseException:
             detach(model)
             raise
         object.__setattr__(model, _ATTRIBUTE, self._manager)
 
-    def _requests(self) -> Requests:
+    def _requests(self, pages: int | None) -> Requests:
         model, decoder = self.model, base_model(self.model)
         facts, method = facts_of(decoder), method_of(decoder)
-        return Requests(decoder, facts, method, self._make, self.pages, model.dtype, model.device)
+        counted = self._pages_within if pages is None else pages
+        return Requests(decoder, facts, method, self._make, counted, model.dtype, model.device)
+
+    def _pages_within(self, page_nbytes: int) -> int:
+        """Pages of so many bytes within the memory; 0: the cache has none."""
+        if not page_nbytes:
+            if self.memory is not None:
+                raise ValueError(f"memory must not be given for {self.spec}, which has no pages: requests bounds it")
+            return 1
+        nbytes = free_nbytes(self.model.device) // 2 if self.memory is None else self.memory
+        if nbytes < page_nbytes:
+            raise ValueError(f"memory must be at least a page, {page_nbytes} bytes, got {nbytes}")
+        return min(nbytes // page_nbytes, MOST_INT32)
+
+    @property
+    def pages(self) -> int:
+        """Of all requests together."""
+        return self.served.pages
 
     @torch.no_grad()
     def _manager(
@@ -252,17 +270,6 @@ class Batching:
         config = continuous_batching_config or ContinuousBatchingConfig()
         self._last = ServedManager(self, generation, config, workload_hints)
         return self._last
-
-    def check_prompt(self, tokens: int) -> None:
-        """Raises PagesError for a prompt that can never be read."""
-        if (reason := self.served.refusal(tokens, most_whole(self.batch_tokens, self.requests))) is not None:
-            raise PagesError(f"request {reason}", 413)
-
-    def note_failure(self, request: str, error: Exception) -> None:
-        """Remembers why a request failed, for whoever answers it."""
-        self.failures[request] = error
-        while len(self.failures) > FAILURES:
-            del self.failures[next(iter(self.failures))]
 
     def metrics(self) -> dict[str, float]:
         """Of the last manager: pages, pages_in_use, peak_pages (most in use at once), page_nbytes; running and waiting
@@ -305,22 +312,23 @@ class Batching:
 
 
 def batching(
-    model: Any, cache: str | CacheSpec | None = None, *, pages: int, page_size: int = 64, requests: int = 64,
-    batch_tokens: int = 2048,
+    model: Any, cache: str | CacheSpec | None = None, *, pages: int | None = None, memory: int | str | None = None,
+    page_size: int = 64, requests: int = 64, batch_tokens: int = 2048,
 ) -> Batching:  # fmt: skip
-    """Makes a model's continuous batching (generate_batch, init_continuous_batching, transformers' server) hold
-    compressed caches, all requests' in one store of pages.
+    """Makes a model's continuous batching (generate_batch, init_continuous_batching) hold compressed caches, all
+    requests' in one store of pages.
 
-        with kvcompress.serve.batching(model, "dmc", pages=1000):
+        with kvcompress.serve.batching(model, "dmc", memory="8GiB"):
             results = model.generate_batch(prompts, generation_config=GenerationConfig(max_new_tokens=64))
 
     model: a transformers model; it is attached until the end. cache: as CacheSpec writes it: dense, dmc (DMS too),
     pruned or streaming; None = a converted model's own, else dense. Greedy tokens are those that model.generate gives
-    each prompt alone with this cache. pages: of all requests, layers and KV heads together; a page holds page_size keys
-    and values of one KV head, a power of two. requests: most at once; what each keeps beside pages (the window of
-    streaming and DMS, the newest entry of DMC) comes on top. batch_tokens: of a pass; longer prompts are read in parts,
-    but those of a pruned cache, which must fit.
+    each prompt alone with this cache. memory: of all pages, bytes or a text such as "8GiB"; or pages: how many they
+    are, of all requests, layers and KV heads together; neither: half of what is free on the model's device. A page
+    holds page_size keys and values of one KV head, a power of two. requests: most at once; what each keeps beside pages
+    (the window of streaming and DMS, the newest entry of DMC) comes on top. batch_tokens: of a pass; longer prompts are
+    read in parts, but those of a pruned cache, which must fit.
     Out of pages, the request that came last waits and is read again; one that cannot fit alone fails with an error that
     says so. Raises ValueError for caches, settings and models that cannot be served, RuntimeError for a model that is.
     """
-    return Batching(model, cache, pages, page_size, requests, batch_tokens)
+    return Batching(model, cache, pages, memory, page_size, requests, batch_tokens)

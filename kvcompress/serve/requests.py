@@ -130,7 +130,7 @@ class ServedPass(Pass):
 
 
 class Requests:
-    """All requests of one model over `pages` pages.
+    """All requests of one model over `pages` pages, or as many as that says for the bytes of one (0: there are none).
 
     decoder, facts: of the model, as kvcompress.attach has learned them. method: a converted model's, None of others.
     make: makes an empty cache for one request. dtype, device: of keys and values. memory: uint8 [n] of an engine, in
@@ -141,17 +141,20 @@ class Requests:
     """
 
     def __init__(
-        self, decoder: Any, facts: Facts, method: Method | None, make: Callable[[], CompressedCache], pages: int,
-        dtype: torch.dtype, device: torch.device, memory: Tensor | None = None,
+        self, decoder: Any, facts: Facts, method: Method | None, make: Callable[[], CompressedCache],
+        pages: int | Callable[[int], int], dtype: torch.dtype, device: torch.device, memory: Tensor | None = None,
     ) -> None:  # fmt: skip
-        if isinstance(pages, bool) or not isinstance(pages, int) or pages < 1:
-            raise ValueError(f"pages must be an integer of at least 1, got {pages!r}")
-        self.decoder, self.facts, self.make, self.pages = decoder, facts, make, pages
+        self.decoder, self.facts, self.make = decoder, facts, make
         empty = self._new_cache()
         check_served(empty, facts, method)
-        paged = paged_layers(empty)
+        paged, P = paged_layers(empty), empty.pool_settings.page_size
         size = facts[paged[0].index].size if paged else 1
-        settings = PoolSettings(empty.pool_settings.page_size, pages, "error")
+        if callable(pages):
+            pages = pages(2 * P * size * dtype.itemsize if paged else 0)
+        if isinstance(pages, bool) or not isinstance(pages, int) or pages < 1:
+            raise ValueError(f"pages must be an integer of at least 1, got {pages!r}")
+        self.pages = pages
+        settings = PoolSettings(P, pages, "error")
         with torch.inference_mode(False):
             self.store = PageStore(keys_and_values(size, dtype), device, settings, memory)
         heads = [facts[layer.index].kv_heads for layer in paged]

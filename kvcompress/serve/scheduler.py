@@ -136,7 +136,7 @@ class PageScheduler(Scheduler):
         self.served.settle()
         if not self.active_requests:
             tokens = state.position_offset
-            self._fail(state, f"needs more than all {self.served.pages} pages after {tokens} tokens", 507)
+            self._fail(state, f"needs more than all {self.served.pages} pages after {tokens} tokens")
             return
         again = state.create_equivalent_initial_request()
         state._status = RequestStatus.FINISHED
@@ -148,10 +148,10 @@ class PageScheduler(Scheduler):
     def _refuse(self, state: RequestState, reason: str) -> None:
         self.waiting_requests_order.remove(state.request_id)
         del self.waiting_requests[state.request_id]
-        self._fail(state, reason, 413)
+        self._fail(state, reason)
 
-    def _fail(self, state: RequestState, reason: str, status: int) -> None:
-        self.fail(state, PagesError(f"request {state.request_id} {reason}", status))
+    def _fail(self, state: RequestState, reason: str) -> None:
+        self.fail(state, RuntimeError(f"request {state.request_id} {reason}"))
         self.block_new_requests = False
 
     def _add_children(self, state: RequestState) -> None:
@@ -172,12 +172,3 @@ def _given(state: RequestState) -> int:
 def most_whole(batch_tokens: int, requests: int) -> int:
     """Tokens that a prompt may have which must come in one pass, beside a token of each other request."""
     return batch_tokens - requests + 1
-
-
-class PagesError(RuntimeError):
-    """A request does not fit into the pages that there are. status: what HTTP calls it, 413 for its prompt (content too
-    large), 507 for what followed (insufficient storage)."""
-
-    def __init__(self, message: str, status: int) -> None:
-        super().__init__(message)
-        self.status = status

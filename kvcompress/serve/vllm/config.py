@@ -11,15 +11,12 @@ from vllm.model_executor.models.config import MODELS_CONFIG_MAP, VerifyAndUpdate
 
 from ..bounds import is_read_whole
 from ..served import cache_maker
-from .settings import KEY, Settings
+from .facts import FAMILIES
+from .settings import BLOCK_SIZE, KEY, Settings
 
-logger = init_logger(__name__)
+logger = init_logger("vllm.kvcompress")  # of vLLM's, which show no others
 
-FAMILIES = tuple(
-    f"{name}ForCausalLM" for name in ("Llama", "Mistral", "Mixtral", "Qwen2", "Qwen2Moe", "Qwen3", "Qwen3Moe")
-)
 PREFIX = "Compressed"
-BLOCK_SIZE = 32  # where none was given: a request leaves half a page of every KV head of every layer empty
 EXECUTOR = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 _ONE = (
     "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "prefill_context_parallel_size",

@@ -12,6 +12,10 @@ from ...hf.config import cache_layers, decoder_config
 from ...hf.facts import Facts, LayerFacts
 from ...positions import RotaryTables
 
+# classes of models that the plugin is for
+FAMILIES = tuple(
+    f"{name}ForCausalLM" for name in ("Llama", "Mistral", "Mixtral", "Qwen2", "Qwen2Moe", "Qwen3", "Qwen3Moe")
+)
 REFUSED = ("llama_4_scaling", "dual_chunk_attention_config")  # fields of configs whose attention is another
 
 

@@ -11,6 +11,7 @@ from ...caches.spec import DENSE, CacheSpec
 from ...hf.config import decoder_config
 
 KEY = "kvcompress"  # in vLLM's additional_config
+BLOCK_SIZE = 32  # where none was given: a request leaves half a page of every KV head of every layer empty
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,64 @@
+"""What memory holds of requests under vLLM, before it starts: known by the model's config and the cache alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ...units import size
+from .engine import Engine
+
+LENGTHS = (1024, 8192, 32768)  # tokens of prompts that are said to fit, as far as the model takes them
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """nbytes: of all requests' caches. length: most tokens of a prompt and its answer. What lies beside vLLM's blocks
+    (a streaming cache's all) is counted in them, and so vLLM gets what is left.
+
+    Raises ValueError for memory that holds no request of that length.
+    """
+
+    engine: Engine
+    nbytes: int
+    length: int
+
+    def __post_init__(self) -> None:
+        needed = self._nbytes_for(self.engine.blocks_for(self.length) + 1)
+        if self.nbytes < needed:
+            raise ValueError(
+                f"memory must be at least {size(needed)} ({needed}B) for a request of {self.length:,} tokens, got "
+                f"{size(self.nbytes)}: give more, or less of --max-model-len"
+            )
+
+    @property
+    def block_nbytes(self) -> int:
+        """Of a page of every KV head of every layer."""
+        return self.engine.page_nbytes * sum(facts.kv_heads for facts in self.engine.facts.values())
+
+    @property
+    def vllm_nbytes(self) -> int:
+        """Of its blocks."""
+        return self.nbytes // (2 if self.engine.beside else 1)
+
+    def at_once(self, tokens: int) -> int:
+        """How many prompts of so many tokens fit at once; with a learned ratio, of which nothing is known before
+        prompts are read, by the ratio that is expected."""
+        return (self.vllm_nbytes // self.block_nbytes - 1) // self.engine.blocks_for(tokens)
+
+    def lines(self, name: str, address: str) -> list[str]:
+        """What the command says. name: of the model."""
+        engine = self.engine
+        dtype = str(engine.dtype).removeprefix("torch.")
+        known = sorted({min(tokens, self.length) for tokens in LENGTHS})
+        fits = ", ".join(f"{self.at_once(tokens):,} of {tokens:,} tokens" for tokens in known)
+        ratio = engine.settings.ratio
+        guess = f" where {ratio:g} tokens share a slot" if engine.bounds.learned else ""
+        return [
+            f"model    {name}: {dtype}, at most {self.length:,} tokens of a prompt and its answer",
+            f"cache    {engine.settings.cache}: {size(self.nbytes)}, in blocks of {engine.block_size} tokens",
+            f"requests prompts that fit at once{guess}: {fits}",
+            f"server   vLLM's, at {address}",
+        ]
+
+    def _nbytes_for(self, blocks: int) -> int:
+        return blocks * self.block_nbytes * (2 if self.engine.beside else 1)

@@ -32,7 +32,8 @@ CUDA_FLAGS = ["-std=c++17", "-O3", "-Xcompiler", "-fPIC,-fvisibility=hidden"]
 CUDA_FLAGS += ["-Werror", "all-warnings"] if STRICT else []
 # Machine code, and PTX that the driver of any newer device compiles: that of compute_90, as PTX of compute_120 would
 # serve no device of 10.x and 11.x. Blackwell (10.0, 12.0) where nvcc knows it.
-CUDA_ARCHS, NEWER_CUDA_ARCHS = ["8.0", "9.0+PTX"], ["10.0", "12.0"]
+CUDA_ARCHS = ["8.0", "9.0+PTX"]
+NEWER_CUDA_ARCHS = ["10.0", "12.0"]
 
 
 def find_cuda():

@@ -63,7 +63,7 @@ def _setting(name: str) -> list[str]:
 
 def shipped_for(device: str) -> str:
     """The target among those of setup.py whose code that device runs: the newest of its major version up to its own."""
-    targets = re.findall(r"code=sm_(\d+)", " ".join(_setting("CUDA_TARGETS")))
+    targets = [arch.partition("+")[0].replace(".", "") for arch in _setting("CUDA_ARCHS")]
     own = int(device.removeprefix("sm_"))
     fitting = [int(target) for target in targets if int(target) // 10 == own // 10 and int(target) <= own]
     if not fitting:

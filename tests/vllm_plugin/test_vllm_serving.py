@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import alone
-from helpers import deciding_model
+from helpers import deciding_model, tiny_gates_folder, tiny_model
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -267,3 +267,12 @@ def test_converted_models_of_every_mode(serve, tmp_path, settings):
     prompts = [[(7 * i * i + 3 * i * n) % 97 for i in range(1, n)] for n in (90, 33, 150)]
     served = serve(tmp_path, "dmc", max_num_batched_tokens=48)  # prompts in parts
     assert served.generate(prompts, 12)[0] == alone(model, "dmc", prompts, 12)
+
+
+def test_gated_caches(serve, tmp_path):
+    model, cache = tiny_model(), f"gated,gates={tiny_gates_folder()},threshold=0,window=6,num_sink_tokens=2"
+    model.save_pretrained(tmp_path)
+    prompts = [[(7 * i * i + 3 * i * n) % 97 for i in range(1, n)] for n in (90, 33, 150)]
+    served = serve(tmp_path, cache)
+    assert served.generate(prompts, 12)[0] == alone(model, cache, prompts, 12)
+    assert served.engine.requests.pages_in_use() == 0

@@ -4,7 +4,10 @@
  * bandwidth. A row's keys go in pieces of equal length, one work item each, so that threads get equal shares of the keys
  * however ragged the rows are; the pieces of a row are joined in order. Up to FEW queries multiply straight from the
  * pages; more of them lie in the lanes (lanes.h), where a converted key serves up to KVC_TILE queries.
+ * Codes: half of bfloat16's bytes, 3/8 where values have 4 bits, and 4 for scales. FEW queries multiply as integers, so that
+ * a code is widened and nothing else; in the lanes codes become float32 as other types do.
  */
+#include "formats.h"
 #include "lanes.h"
 #include "page_rows.h"
 
@@ -37,11 +40,16 @@ static decode_job job_of(const kvc_decode_args *args) {
     decode_job job = {.args = args, .simd = kvc_simd_table()};
     job.rows = args->B * args->Hkv;
     job.queries = args->Hkv ? args->Hq / args->Hkv * args->S : 0;
-    const int64_t bytes = args->D * kvc_dtype_bytes(args->cache_dtype);
-    job.keys = (page_rows){args->k_pages, args->block_table, args->pages, args->blocks, args->P, bytes};
-    job.values = (page_rows){args->v_pages, args->block_table, args->pages, args->blocks, args->P, bytes};
+    const kvc_rows *rows = &args->rows;
+    const int codes = format_of_codes(rows->format);
+    job.keys = (page_rows){rows->keys, args->block_table, args->pages, args->blocks, args->P,
+                           kvc_key_bytes(rows->format, args->D), codes ? rows->key_scales : NULL};
+    job.values = job.keys;
+    job.values.pages = rows->values, job.values.bytes = kvc_value_bytes(rows->format, args->D);
+    job.values.scales = codes ? rows->value_scales : NULL;
     if (args->value_table) {
-        job.values = (page_rows){args->v_pages, args->value_table, args->value_pages, args->value_blocks, args->P, bytes};
+        job.values.table = args->value_table;
+        job.values.count = args->value_pages, job.values.blocks = args->value_blocks;
     }
     job.capacity = args->block_table ? min_of(job.keys.blocks, job.values.blocks) * args->P : args->P;
     job.piece = args->probabilities ? PIECE : PIECE * max_of(ceil_div(job.queries, FEW), 1);
@@ -66,6 +74,7 @@ static int sizes_are_good(const kvc_decode_args *args) {
     if (args->value_table && (!args->block_table || args->value_blocks < 0 || args->value_pages < 0)) return 0;
     if (args->Hkv ? args->Hq % args->Hkv != 0 : args->Hq != 0) return 0;
     if (!scale_is_good(args->scale, args->softcap)) return 0;
+    if (args->rows.format == KVC_FORMAT_K8V4 && args->D % 2) return 0;
     if (args->block_table) return args->P > 0 && (args->P & (args->P - 1)) == 0;
     return args->pages >= args->B * args->Hkv;
 }
@@ -114,7 +123,7 @@ static void add_values(const decode_job *job, int64_t row, int64_t t, int64_t n,
         const char *v = page_at(&job->values, row, t + done, n - done, &run);
         const int64_t far = done + far_of(&job->values, run);
         const char *next = next_at(far < n ? &job->values : &job->keys, row, t + far, PIECE, bound);
-        job->simd->mix[job->args->cache_dtype](sums, job->args->D, weights + done, PIECE, v, run, count, next);
+        job->simd->mix[job->args->rows.format](sums, job->args->D, weights + done, PIECE, v, run, count, next);
     }
 }
 
@@ -135,7 +144,7 @@ static void attend_few(const decode_job *job, int64_t row, int64_t t, int64_t n,
         const int64_t far = done + far_of(&job->keys, run);
         const char *next = far < n ? next_at(&job->keys, row, t + far, PIECE, bound)
                                    : next_at(&job->values, row, t + far - n, PIECE, bound); /* which come then */
-        job->simd->dots[args->cache_dtype](weights + done, PIECE, q, D, k, run, count, next);
+        job->simd->dots[args->rows.format](weights + done, PIECE, q, D, k, run, count, next);
     }
     int64_t common = n; /* keys that every query sees */
     for (int64_t i = 0; i < count; i++) {
@@ -159,16 +168,106 @@ static void attend_few(const decode_job *job, int64_t row, int64_t t, int64_t n,
     }
 }
 
-/* ---- many queries ---- */
+/* ---- few queries, codes ---- */
 
-/* Keys or values [t, t + n) as float32 [n, D]; the pages' own rows where they are float32 and lie together. */
-static const float *gather(const decode_job *job, const page_rows *of, int64_t row, int64_t t, int64_t n, float *rows) {
-    const kvc_dtype dtype = job->args->cache_dtype;
+/* Logits over scale*factors[i], but for the softcap, of keys [t, t + n), and in `scales` those of the values. */
+static void code_logits(const decode_job *job, int64_t row, int64_t t, int64_t n, const int16_t *q, int64_t count,
+                        float *logits, float *scales) {
+    const int64_t D = job->args->D, bound = bound_of(job, row, t);
+    float key_scales[PIECE];
     int64_t run;
     for (int64_t done = 0; done < n; done += run) {
-        const char *src = page_at(of, row, t + done, n - done, &run);
-        if (run == n && dtype == KVC_F32) return (const float *)(const void *)src;
-        job->simd->load[dtype](rows + done * job->args->D, src, run * job->args->D);
+        const int64_t slot = slot_of(&job->keys, row, t + done, n - done, &run);
+        const char *k = (const char *)job->keys.pages + slot * job->keys.bytes;
+        const int64_t far = done + far_of(&job->keys, run);
+        const char *next = far < n ? next_at(&job->keys, row, t + far, PIECE, bound)
+                                   : next_at(&job->values, row, t + far - n, PIECE, bound); /* which come then */
+        job->simd->load[KVC_F16](key_scales + done, job->keys.scales + slot, run);
+        job->simd->code_dots((int32_t *)(void *)(logits + done), PIECE, q, D, k, run, count, next);
+    }
+    for (int64_t i = 0; i < count; i++) job->simd->code_logits(logits + i * PIECE, key_scales, n);
+    for (int64_t done = 0; done < n; done += run) {
+        const int64_t slot = slot_of(&job->values, row, t + done, n - done, &run);
+        job->simd->load[KVC_F16](scales + done, job->values.scales + slot, run);
+    }
+}
+
+/* As add_values, of weights that are times the values' scales. */
+static void add_codes(const decode_job *job, int64_t row, int64_t t, int64_t n, const float *weights, int64_t count,
+                      float *sums) {
+    const int64_t D = job->args->D, bound = bound_of(job, row, t);
+    const kvc_codes kind = value_codes(job->args->rows.format);
+    _Alignas(64) int16_t words[FEW * KVC_MIXED];
+    _Alignas(64) int32_t products[FEW * KVC_MAX_HEAD_DIM];
+    float units[FEW];
+    for (int64_t first = 0; first < n; first += KVC_MIXED) {
+        const int64_t some = min_of(KVC_MIXED, n - first);
+        for (int64_t i = 0; i < count; i++) {
+            units[i] = quantize_words(job->simd, words + i * KVC_MIXED, weights + i * PIECE + first, some);
+        }
+        memset(products, 0, (size_t)(count * D) * sizeof(int32_t));
+        int64_t run;
+        for (int64_t done = 0; done < some; done += run) {
+            const char *v = page_at(&job->values, row, t + first + done, some - done, &run);
+            const int64_t far = first + done + far_of(&job->values, run);
+            const char *next = next_at(far < n ? &job->values : &job->keys, row, t + far, PIECE, bound);
+            job->simd->code_mix[kind](products, D, words + done, KVC_MIXED, v, run, count, next);
+        }
+        for (int64_t i = 0; i < count; i++) job->simd->code_sums(sums + i * D, products + i * D, units[i], D);
+    }
+}
+
+/* As attend_few. */
+static void attend_codes(const decode_job *job, int64_t row, int64_t t, int64_t n, int64_t first, int64_t count,
+                         const decode_state *state) {
+    const kvc_decode_args *args = job->args;
+    const int64_t D = args->D, G = args->Hq / args->Hkv;
+    _Alignas(64) int16_t q[FEW * KVC_MAX_HEAD_DIM];
+    _Alignas(64) float weights[FEW * PIECE];
+    float *max = state->max + first, *norm = state->norm + first, *sums = state->sums + first * D;
+    float factors[FEW], scales[PIECE];
+    for (int64_t i = 0; i < count; i++) {
+        float query[KVC_MAX_HEAD_DIM];
+        const int64_t h = row % args->Hkv * G + (first + i) / args->S;
+        job->simd->load[args->q.dtype](query, view_at(&args->q, row / args->Hkv, h, (first + i) % args->S, 0), D);
+        factors[i] = quantize_words(job->simd, q + i * D, query, D);
+    }
+    code_logits(job, row, t, n, q, count, weights, scales);
+    for (int64_t i = 0; i < count; i++) {
+        const int64_t seen = min_of(max_of(end_for(job, row, first + i) - t, 0), n);
+        const float scale = args->scale * factors[i];
+        float *x = weights + i * PIECE;
+        const int capped = args->softcap > 0.0f;
+        if (capped) job->simd->softcap(x, seen, scale, args->softcap, NULL);
+        job->simd->softmax(x, 1, PIECE, seen, n, capped ? 1.0f : scale, max + i, norm + i);
+        if (args->probabilities) memcpy(probabilities_at(job, row, first + i, t), x, (size_t)n * sizeof(float));
+        job->simd->multiply(x, scales, seen); /* a value that is not seen has weight 0, whatever its scale */
+    }
+    memset(sums, 0, (size_t)(count * D) * sizeof(float));
+    add_codes(job, row, t, n, weights, count, sums);
+}
+
+/* ---- many queries ---- */
+
+/* Keys or values [t, t + n) as float32 [n, D]; the pages' own rows where they are float32 and lie together. kind: of codes. */
+static const float *gather(const decode_job *job, const page_rows *of, kvc_codes kind, int64_t row, int64_t t, int64_t n,
+                           float *rows) {
+    const kvc_format format = job->args->rows.format;
+    const int64_t D = job->args->D;
+    int64_t run;
+    for (int64_t done = 0; done < n; done += run) {
+        const int64_t slot = slot_of(of, row, t + done, n - done, &run);
+        const char *src = (const char *)of->pages + slot * of->bytes;
+        if (run == n && format == KVC_FORMAT_F32) return (const float *)(const void *)src;
+        if (!of->scales) {
+            job->simd->load[format](rows + done * D, src, run * D);
+            continue;
+        }
+        float scales[KVC_LANES_KEYS];
+        job->simd->load[KVC_F16](scales, of->scales + slot, run);
+        for (int64_t j = 0; j < run; j++) {
+            job->simd->dequantize[kind](rows + (done + j) * D, src + j * of->bytes, scales[j], D);
+        }
     }
     return rows;
 }
@@ -181,6 +280,7 @@ static void attend_lanes(const decode_job *job, int64_t row, int64_t t, int64_t 
     _Alignas(64) float q[KVC_TILE * KVC_MAX_HEAD_DIM], rows[KVC_LANES_FLOATS], x[KVC_LANES_KEYS * KVC_TILE];
     kvc_lanes_state lanes_state = {.simd = job->simd, .queries = count, .D = D, .q = q, .sums = state->sums + first * D,
                                    .softcap = args->softcap};
+    const kvc_codes kind = value_codes(args->rows.format);
     kvc_lanes lanes;
     int64_t common = last; /* keys before it are seen by every query */
     memset(q, 0, (size_t)(KVC_TILE * D) * sizeof(float));
@@ -200,9 +300,9 @@ static void attend_lanes(const decode_job *job, int64_t row, int64_t t, int64_t 
     while (t < last) {
         /* the last few keys, which some queries do not see, are a step of their own */
         const int64_t n = min_of(kvc_lanes_keys(D), (t < common ? common : last) - t);
-        kvc_lanes_logits(&lanes_state, &lanes, gather(job, &job->keys, row, t, n, rows), D, t, n, NULL, t >= common, x);
+        kvc_lanes_logits(&lanes_state, &lanes, gather(job, &job->keys, KVC_INT8, row, t, n, rows), D, t, n, NULL, t >= common, x);
         kvc_lanes_weigh(&lanes_state, x, n);
-        const float *v = gather(job, &job->values, row, t, n, rows);
+        const float *v = gather(job, &job->values, kind, row, t, n, rows);
         if (t < common) {
             kvc_lanes_add(&lanes_state, x, v, D, n);
         } else { /* a value that a query does not see may be infinite, and 0 * inf is NaN */
@@ -236,7 +336,7 @@ static void attend_range(int64_t begin, int64_t end, void *context) {
         const decode_state state = state_at(job, item);
         if (job->queries <= FEW || job->args->probabilities) {
             for (int64_t i = 0; i < job->queries; i += FEW) {
-                attend_few(job, row, t, last - t, i, min_of(FEW, job->queries - i), &state);
+                (job->keys.scales ? attend_codes : attend_few)(job, row, t, last - t, i, min_of(FEW, job->queries - i), &state);
             }
             continue;
         }
@@ -300,12 +400,14 @@ static kvc_status check_rows(const decode_job *job) {
 kvc_status kvc_decode(const kvc_decode_args *args, kvc_parallel_for parallel_for) {
     if (!args) return KVC_NULL_POINTER;
     if (!sizes_are_good(args)) return KVC_BAD_SIZE;
-    if (!dtype_known(args->q.dtype) || !dtype_known(args->cache_dtype)) return KVC_BAD_DTYPE;
+    if (!dtype_known(args->q.dtype)) return KVC_BAD_DTYPE;
+    if (!format_known(args->rows.format)) return KVC_BAD_FORMAT;
     if (!args->B || !args->Hq || !args->S) return KVC_OK;
     if (!args->out || !args->lse || !args->q.data || !args->end || !args->scratch) return KVC_NULL_POINTER;
     const decode_job job = job_of(args);
-    if (job.capacity && !args->k_pages && job.keys.count) return KVC_NULL_POINTER;
-    if (job.capacity && !args->v_pages && job.values.count) return KVC_NULL_POINTER;
+    const int codes = format_of_codes(args->rows.format);
+    if (job.capacity && job.keys.count && (!args->rows.keys || (codes && !job.keys.scales))) return KVC_NULL_POINTER;
+    if (job.capacity && job.values.count && (!args->rows.values || (codes && !job.values.scales))) return KVC_NULL_POINTER;
     const kvc_status status = check_rows(&job);
     if (status != KVC_OK) return status;
     int64_t slots = 0;

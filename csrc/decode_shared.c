@@ -24,7 +24,7 @@ typedef struct {
 static shared_job job_of(const kvc_decode_shared_args *args) {
     shared_job job = {.args = args, .simd = kvc_simd_table()};
     const int64_t bytes = args->D * kvc_dtype_bytes(args->cache_dtype);
-    job.values = (page_rows){args->v_pages, args->block_table, args->pages, args->blocks, args->P, bytes};
+    job.values = (page_rows){args->v_pages, args->block_table, args->pages, args->blocks, args->P, bytes, NULL};
     job.rows = args->B * args->Hkv;
     job.G = args->Hkv ? args->Hq / args->Hkv : 0;
     job.state_floats = ceil_div(job.G * args->D, 16) * 16;

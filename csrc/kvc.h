@@ -33,7 +33,8 @@ typedef enum {
     KVC_TOO_FEW_SCORES,    /* a row has fewer candidates that are not NaN than places */
     KVC_BAD_SCHEDULE,      /* there is no such memory schedule */
     KVC_BAD_SIMD,          /* no such table of inner loops, or the CPU cannot run it */
-    KVC_POOL_FULL          /* the free list holds fewer pages than the call needs */
+    KVC_POOL_FULL,         /* the free list holds fewer pages than the call needs */
+    KVC_BAD_FORMAT         /* the format of stored keys and values is none of kvc_format, or one that the function does not read */
 } kvc_status;
 
 /* One English sentence for each status; never NULL. */
@@ -59,6 +60,34 @@ typedef struct {
     kvc_dtype dtype;
     int64_t stride_b, stride_h, stride_t;
 } kvc_view;
+
+/* What numbers are stored as beside a scale: x = scale * code. */
+typedef enum {
+    KVC_INT8 = 0, /* -127..127, a byte each */
+    KVC_INT4 = 1  /* -7..7: of D codes byte i < D/2 holds code i in its low half, code i + D/2 in its high half; D even */
+} kvc_codes;
+
+/* What keys and values are stored as: numbers of a kvc_dtype, which has the same value, or codes. */
+typedef enum {
+    KVC_FORMAT_F32 = KVC_F32,
+    KVC_FORMAT_BF16 = KVC_BF16,
+    KVC_FORMAT_F16 = KVC_F16,
+    KVC_FORMAT_INT8 = 3, /* keys and values KVC_INT8 */
+    KVC_FORMAT_K8V4 = 4  /* keys KVC_INT8, values KVC_INT4 */
+} kvc_format;
+
+/* Bytes of one stored key or value of D elements; 0 for an unknown format. */
+int64_t kvc_key_bytes(kvc_format format, int64_t D);
+int64_t kvc_value_bytes(kvc_format format, int64_t D);
+
+/* Stored keys and values: the one name by which a kernel meets them. keys, values [pages, P, bytes of one], contiguous; of
+ * codes each slot has a float16 scale, key_scales, value_scales [pages, P]; NULL of numbers, where they are not read. How
+ * many pages there are, of how many slots, and whose they are is said beside. */
+typedef struct {
+    void *keys, *values;
+    void *key_scales, *value_scales;
+    kvc_format format;
+} kvc_rows;
 
 /* ---- inner loops ------------------------------------------------------------------------------------------------ */
 
@@ -89,6 +118,36 @@ typedef struct {
     int inverse;
 } kvc_rope_args;
 kvc_status kvc_rope(const kvc_rope_args *args, kvc_parallel_for parallel_for);
+
+/* ---- quantize.c ------------------------------------------------------------------------------------------------- */
+
+/* One scale for each vector x[b,h,t] of D elements, and its codes, with m = 127 (KVC_INT8) or 7 (KVC_INT4):
+ *     scale = the least float16 with m*scale >= max_d |x_d| that is not below max_d |x_d| / m rounded to float16
+ *     code_d = x_d / scale rounded to nearest even, within -m..m; 0 where the scale is 0
+ * so that |scale*code_d - x_d| <= scale/2. A vector with a NaN, an infinity or a maximum that no float16 scale reaches
+ * (65504*m) gets the scale NaN and codes 0: what reads it becomes NaN, rather than wrong.
+ * x [B, H, T, D] any dtype and strides; codes [B, H, T, bytes of D codes] contiguous, scales float16 [B, H, T] contiguous.
+ * The same bits from every table of inner loops. KVC_BAD_SIZE for D < 1 or D > KVC_MAX_HEAD_DIM, odd with KVC_INT4.
+ */
+typedef struct {
+    void *codes, *scales;
+    kvc_view x;
+    int64_t B, H, T, D;
+    kvc_codes kind;
+} kvc_quantize_args;
+kvc_status kvc_quantize(const kvc_quantize_args *args, kvc_parallel_for parallel_for);
+
+/* x[n] = scales[n] * codes[n], n < N vectors of D elements, rounded once to dtype; x [N, D] contiguous, codes and scales as
+ * above. KVC_BAD_SIZE for D < 1 or D > KVC_MAX_HEAD_DIM, odd with KVC_INT4.
+ */
+typedef struct {
+    void *x;
+    const void *codes, *scales;
+    kvc_dtype dtype;
+    int64_t N, D;
+    kvc_codes kind;
+} kvc_dequantize_args;
+kvc_status kvc_dequantize(const kvc_dequantize_args *args, kvc_parallel_for parallel_for);
 
 /* ---- score.c ---------------------------------------------------------------------------------------------------- */
 
@@ -240,33 +299,41 @@ kvc_status kvc_compact_pages(const kvc_compact_pages_args *args, kvc_parallel_fo
 
 /* ---- decode.c --------------------------------------------------------------------------------------------------- */
 
+enum { KVC_MIXED = 128 }; /* keys whose weights are integers of one unit */
+
 /* Attention of S queries over rows of pages. Row r = b*Hkv + g holds the keys of KV head g of sequence b: its key
  * t lies at pages[block_table[r*blocks + t/P], t%P]; block_table NULL: at pages[r, t] (contiguous rows, P = capacity).
- * Its value t lies there too, or, with a value_table, at v_pages[value_table[r*value_blocks + t/P], t%P].
+ * Its value t lies there too, or, with a value_table, in page value_table[r*value_blocks + t/P] of the values.
  * Query s sees keys t in [begin_r, end_r) (causal = 0) or [begin_r, end_r - (S-1-s)) (causal = 1: the row's last S keys
  * are the S new tokens), and of those before begin_r the first `sinks`, t < min(sinks, begin_r). begin NULL: 0.
  *     out[b,h,s] = sum_t softmax_t(x) v_t          lse[b,h,s] = ln sum_t exp(x), x_t the logits and the head's sink
  * A query that sees no key gets out 0, lse -inf (with a sink: lse = sink); so does one whose logits are all -inf. Of
  * segments that are merged one has the sink_logits.
  * q [B, Hq, S, D] any dtype; out [B, Hq, S, D] contiguous, dtype of q; lse float32 [B, Hq, S] contiguous;
- * k_pages, v_pages [pages, P, D] contiguous, one dtype; P a power of two unless block_table is NULL;
+ * rows of `pages` pages of P slots, in any format; P a power of two unless block_table is NULL;
  * block_table int32 [R, blocks] (NULL: blocks is not read, pages >= R); begin, end int32 [R]; value_table int32
- * [R, value_blocks], only with a block_table, v_pages is then [value_pages, P, D] (NULL: neither number is read).
+ * [R, value_blocks], only with a block_table, the values then have value_pages pages (NULL: neither number is read).
  * probabilities (NULL: not wanted; S = 1 alone): float32 [B, Hq, columns], column j of a row's query head becomes
  *     exp(x_t - lse), t = begin_r + j < end_r          columns behind keep what they had
  * scratch: kvc_decode_scratch_bytes bytes (on CUDA kvc_cuda_decode_scratch_bytes), 64-byte aligned: the partial results
  * of the pieces that long rows are cut into, and the list of pieces. Its size depends on the sizes only, not on the
  * arrays' contents. One query's bits depend on its own row only, not on B.
- * KVC_BAD_SIZE for D < 1 or D > KVC_MAX_HEAD_DIM, sinks < 0, or probabilities with S > 1 or sinks; KVC_BAD_INDEX if a
- * row's range leaves [0, blocks*P] or [0, value_blocks*P], a page that it needs is outside [0, pages) or
+ * Of codes, up to 8 queries of a row (G*S, or all with probabilities) multiply as integers, a key's scale in its logit and
+ * a value's in its weight. A query becomes multiples of max_d |q_d| / 32767, so that a logit before softcap is off by
+ *     |scale| * max_d |q_d| / 65534 * sum_d |k_d|
+ * at most beside the roundings of float32; of KVC_MIXED keys the weights exp(x_t - lse) * value scale become multiples of
+ * 1/32767 of the largest w of them, which leaves KVC_MIXED * w * m / 65534 at most of out (m = 127 or 7 as in kvc_quantize):
+ * 0.2 % of the largest of their values' shares. More queries multiply float32 numbers. A scale that is NaN makes NaN of the
+ * queries that see its key.
+ * KVC_BAD_SIZE for D < 1 or D > KVC_MAX_HEAD_DIM, odd with KVC_FORMAT_K8V4, sinks < 0, or probabilities with S > 1 or sinks;
+ * KVC_BAD_INDEX if a row's range leaves [0, blocks*P] or [0, value_blocks*P], a page that it needs is outside [0, pages) or
  * [0, value_pages), or it has more keys than columns.
  */
 typedef struct {
     void *out;
     float *lse;
     kvc_view q;
-    const void *k_pages, *v_pages;
-    kvc_dtype cache_dtype;
+    kvc_rows rows;
     const int32_t *block_table, *begin, *end;
     void *scratch;
     int64_t B, Hq, Hkv, S, D, P, pages, blocks;

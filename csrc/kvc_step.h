@@ -17,18 +17,19 @@ extern "C" {
  *     p[b,s] = lengths[b*Hkv] + shift[b*Hkv] + s          position of token s (shift NULL: 0); lengths of before the call
  *     rows   = rows of before and the S keys, rotated to p as kvc_rope does, with their values, as kvc_append_tokens does
  *     out, lse = kvc_decode of q, rotated to p, over the rows, begin_r <= t (NULL: 0), causal
- * The bits are those of the three in turn. q [B, Hq, S, D], k, v [B, Hkv, S, D] un-rotated; q any dtype, k, v and
- * k_pages, v_pages [pages, P, D] of one; cos, sin float32 [table_rows, rotary_dim/2] (rotary_dim 0: no rotation);
+ * rows that store codes: kvc_quantize of the rotated keys and of the values before the append, of the scales too.
+ * The bits are those of the parts in turn. q [B, Hq, S, D], k, v [B, Hkv, S, D] un-rotated; q any dtype, k and v of one,
+ * that of rows that store numbers; cos, sin float32 [table_rows, rotary_dim/2] (rotary_dim 0: no rotation);
  * shift, begin int32 [R], R = table.R = B*Hkv; P a power of two; the rest as in the three.
  * scratch: kvc_paged_step_scratch_bytes bytes (on CUDA kvc_cuda_paged_step_scratch_bytes), 64-byte aligned.
- * KVC_BAD_INDEX for a position outside the tables, a begin past its row or a page from there on that does not exist, and
+ * KVC_BAD_FORMAT for rows of numbers of another dtype than k. KVC_BAD_INDEX for a position outside the tables, a begin past its row or a page from there on that does not exist, and
  * with KVC_POOL_FULL as in kvc_append_tokens; nothing is changed then.
  */
 typedef struct {
     void *out;
     float *lse;
     kvc_view q, k, v;
-    void *k_pages, *v_pages;
+    kvc_rows rows;
     kvc_page_table table;
     const int32_t *shift, *begin;
     const float *cos, *sin;
@@ -52,6 +53,7 @@ kvc_status kvc_paged_step(const kvc_paged_step_args *args, kvc_parallel_for para
  *         count = min(pages_read, N_r); -1 behind them
  *     out, lse = kvc_decode of q over the slots of those pages
  * held: the new token is in the rows, and its key in the ranges; q is rotated, rotary_dim 0, k and v are not read.
+ * KVC_BAD_FORMAT for rows of codes.
  * ranges [R, range_pages, 2*D] contiguous in k's dtype, range_pages >= table.blocks; chosen int32 [R, width], width =
  * min(pages_read, table.blocks); pages_read >= 1; the rest as in kvc_paged_step. Scores are float32 sums of what is stored.
  * scratch: kvc_quest_step_scratch_bytes bytes (on CUDA kvc_cuda_quest_step_scratch_bytes), 64-byte aligned.

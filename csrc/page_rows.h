@@ -9,20 +9,26 @@ typedef struct { /* keys or values of all rows */
     const int32_t *table; /* NULL: row r is page r */
     int64_t count, blocks, P;
     int64_t bytes; /* of one key or value */
+    const uint16_t *scales; /* float16, of codes; NULL of numbers */
 } page_rows;
 
 enum { MEMORY_PAGE = 4096 };
 
-/* Address of key or value t of a row, and in *run how many of n lie there without a gap: pages that were handed out one
- * after the other are read as one. */
-static inline const char *page_at(const page_rows *of, int64_t row, int64_t t, int64_t n, int64_t *run) {
+/* Slot, counted from the first page's, of key or value t of a row, and in *run how many of n lie there without a gap: pages
+ * that were handed out one after the other are read as one. */
+static inline int64_t slot_of(const page_rows *of, int64_t row, int64_t t, int64_t n, int64_t *run) {
     const int64_t offset = of->table ? t & (of->P - 1) : t;
     const int32_t *table = of->table ? of->table + row * of->blocks + t / of->P : NULL;
     const int64_t page = table ? *table : row;
     int64_t length = of->P - offset;
     for (; table && length < n && table[1] == table[0] + 1; table++) length += of->P;
     *run = min_of(length, n);
-    return (const char *)of->pages + (page * of->P + offset) * of->bytes;
+    return page * of->P + offset;
+}
+
+/* Its address. */
+static inline const char *page_at(const page_rows *of, int64_t row, int64_t t, int64_t n, int64_t *run) {
+    return (const char *)of->pages + slot_of(of, row, t, n, run) * of->bytes;
 }
 
 /* How many keys or values behind the first of a run what is to be fetched meanwhile begins: pages of few bytes are left
@@ -36,7 +42,9 @@ static inline int64_t far_of(const page_rows *of, int64_t run) {
 static inline const char *next_at(const page_rows *of, int64_t row, int64_t t, int64_t most, int64_t end) {
     int64_t run;
     if (t >= end) return NULL;
-    const char *next = page_at(of, row, t, min_of(most, end - t), &run);
+    const int64_t slot = slot_of(of, row, t, min_of(most, end - t), &run);
+    const char *next = (const char *)of->pages + slot * of->bytes;
+    if (of->scales) __builtin_prefetch(of->scales + slot);
     for (int64_t i = 0; i < run * of->bytes; i += MEMORY_PAGE) __builtin_prefetch(next + i);
     return next;
 }

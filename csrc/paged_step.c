@@ -7,8 +7,7 @@
 static kvc_decode_args decode_of(const kvc_paged_step_args *args) {
     const kvc_page_table *table = &args->table;
     return (kvc_decode_args){
-        .out = args->out, .lse = args->lse, .q = args->q, .k_pages = args->k_pages, .v_pages = args->v_pages,
-        .cache_dtype = args->k.dtype, .block_table = table->block_table, .begin = args->begin, .end = table->lengths,
+        .out = args->out, .lse = args->lse, .q = args->q, .rows = args->rows, .block_table = table->block_table, .begin = args->begin, .end = table->lengths,
         .B = args->B, .Hq = args->Hq, .Hkv = args->Hkv, .S = args->S, .D = args->D, .P = table->P,
         .pages = table->pages, .blocks = table->blocks, .scale = args->scale, .causal = 1,
         .softcap = args->softcap, .sink_logits = args->sink_logits,
@@ -23,6 +22,13 @@ kvc_placing kvc_placing_of(const kvc_paged_step_args *args, int64_t *bytes) {
     placing.copied = kvc_part_of(args->scratch, bytes, (args->table.R + 1) * (int64_t)sizeof(int32_t));
     placing.q = kvc_part_of(args->scratch, bytes, q);
     placing.k = kvc_part_of(args->scratch, bytes, k);
+    if (format_of_codes(args->rows.format)) {
+        const int64_t tokens = args->B * args->Hkv * args->S, scales = tokens * (int64_t)sizeof(uint16_t);
+        placing.keys = kvc_part_of(args->scratch, bytes, tokens * kvc_key_bytes(args->rows.format, args->D));
+        placing.values = kvc_part_of(args->scratch, bytes, tokens * kvc_value_bytes(args->rows.format, args->D));
+        placing.key_scales = kvc_part_of(args->scratch, bytes, scales);
+        placing.value_scales = kvc_part_of(args->scratch, bytes, scales);
+    }
     return placing;
 }
 
@@ -36,12 +42,40 @@ kvc_status kvc_paged_step_check(const kvc_paged_step_args *args) {
     if (args->rotary_dim < 0 || args->rotary_dim > args->D || args->rotary_dim % 2) return KVC_BAD_SIZE;
     if (!dtype_known(args->q.dtype) || !dtype_known(args->k.dtype)) return KVC_BAD_DTYPE;
     if (args->v.dtype != args->k.dtype) return KVC_BAD_DTYPE;
+    const kvc_format format = args->rows.format;
+    if (!format_of_codes(format) && format != (kvc_format)args->k.dtype) return KVC_BAD_FORMAT;
+    if (format == KVC_FORMAT_K8V4 && args->D % 2) return KVC_BAD_SIZE;
     if (!table->R || !args->Hq || !args->S) return KVC_OK;
     if (!args->out || !args->lse || !args->q.data || !args->k.data || !args->v.data || !args->scratch ||
-        !table->lengths || (table->pages && (!args->k_pages || !args->v_pages))) {
+        !table->lengths || (table->pages && !rows_are_there(&args->rows))) {
         return KVC_NULL_POINTER;
     }
     return KVC_OK;
+}
+
+/* New tokens, contiguous [B, Hkv, S] of so many bytes. */
+static kvc_slot_array dense_slots(void *pages, const void *tokens, int64_t bytes, int64_t Hkv, int64_t S) {
+    return (kvc_slot_array){pages, tokens, bytes, Hkv * S * bytes, S * bytes, bytes};
+}
+
+/* Codes and scales of the rotated keys and of the values, as arrays to append. */
+static kvc_status quantize_tokens(const kvc_paged_step_args *args, const kvc_placing *placing, const kvc_view *k,
+                                  kvc_append_tokens_args *append, kvc_parallel_for parallel_for) {
+    const kvc_rows *rows = &args->rows;
+    const int64_t Hkv = args->Hkv, S = args->S, word = (int64_t)sizeof(uint16_t);
+    kvc_quantize_args quantize = {.codes = placing->keys, .scales = placing->key_scales, .x = *k, .B = args->B, .H = Hkv,
+                                  .T = S, .D = args->D, .kind = KVC_INT8};
+    kvc_status status = kvc_quantize(&quantize, parallel_for);
+    if (status != KVC_OK) return status;
+    quantize.codes = placing->values, quantize.scales = placing->value_scales, quantize.x = args->v;
+    quantize.kind = value_codes(rows->format);
+    status = kvc_quantize(&quantize, parallel_for);
+    append->array_count = 4;
+    append->arrays[0] = dense_slots(rows->keys, placing->keys, kvc_key_bytes(rows->format, args->D), Hkv, S);
+    append->arrays[1] = dense_slots(rows->values, placing->values, kvc_value_bytes(rows->format, args->D), Hkv, S);
+    append->arrays[2] = dense_slots(rows->key_scales, placing->key_scales, word, Hkv, S);
+    append->arrays[3] = dense_slots(rows->value_scales, placing->value_scales, word, Hkv, S);
+    return status;
 }
 
 kvc_status kvc_paged_step_place(const kvc_paged_step_args *args, const kvc_placing *placing, kvc_view *turned,
@@ -69,10 +103,14 @@ kvc_status kvc_paged_step_place(const kvc_paged_step_args *args, const kvc_placi
         if (status != KVC_OK) return status;
         k = rope.out;
     }
-    const kvc_append_tokens_args append = {
+    kvc_append_tokens_args append = {
         .table = args->table, .scratch = placing->copied, .array_count = 2, .heads = Hkv, .S = S,
-        .arrays = {kvc_slots_of(args->k_pages, &k, D), kvc_slots_of(args->v_pages, &args->v, D)},
+        .arrays = {kvc_slots_of(args->rows.keys, &k, D), kvc_slots_of(args->rows.values, &args->v, D)},
     };
+    if (placing->keys) {
+        const kvc_status status = quantize_tokens(args, placing, &k, &append, parallel_for);
+        if (status != KVC_OK) return status;
+    }
     return kvc_append_tokens(&append, parallel_for);
 }
 

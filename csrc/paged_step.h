@@ -1,6 +1,7 @@
 /* What begins a step of rows that keep their tokens: the new ones rotated and appended. */
 #ifndef KVC_PAGED_STEP_H
 #define KVC_PAGED_STEP_H
+#include "formats.h"
 #include "page_table.h"
 #include "step.h"
 
@@ -8,6 +9,7 @@
 typedef struct {
     int32_t *positions, *copied; /* [B, S]; [R + 1] */
     void *q, *k;                 /* rotated */
+    void *keys, *values, *key_scales, *value_scales; /* codes of the new tokens, [B, Hkv, S]; NULL of numbers */
 } kvc_placing;
 
 /* The first parts of args->scratch; *bytes: as kvc_part_of. */

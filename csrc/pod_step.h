@@ -19,7 +19,7 @@ static inline kvc_decode_args kvc_pod_near(const kvc_pod_step_args *args, const 
     near.out = args->far == KVC_FAR_NONE ? args->out : parts->near_out;
     near.lse = args->far == KVC_FAR_NONE ? args->lse : parts->near_lse;
     near.q = kvc_dense_view(args->turned, args->q.dtype, args->Hq, 1, args->D);
-    near.k_pages = args->k_pages, near.v_pages = args->v_pages, near.cache_dtype = args->k.dtype;
+    near.rows = kvc_plain_rows(args->k_pages, args->v_pages, args->k.dtype);
     near.block_table = keys->block_table, near.begin = parts->begin, near.end = keys->lengths;
     near.scratch = parts->near_decode;
     near.B = args->B, near.Hq = args->Hq, near.Hkv = args->Hkv, near.S = 1, near.D = args->D;
@@ -37,7 +37,7 @@ static inline kvc_decode_args kvc_pod_far(const kvc_pod_step_args *args, const k
     kvc_decode_args far = kvc_pod_near(args, parts);
     far.out = parts->far_out, far.lse = own ? args->far_lse : parts->own_lse;
     if (!own) far.q = args->lead_q;
-    far.k_pages = own ? args->k_pages : args->lead_k_pages;
+    far.rows = kvc_plain_rows(own ? args->k_pages : args->lead_k_pages, args->v_pages, args->k.dtype);
     far.block_table = own ? args->keys.block_table : args->lead_table;
     far.pages = own ? args->keys.pages : args->lead_pages;
     far.blocks = own ? args->keys.blocks : args->lead_blocks;

@@ -29,8 +29,8 @@ static kvc_decode_args decode_of(const quest_job *job) {
     const kvc_paged_step_args *step = &job->args->step;
     const int32_t *table = job->table ? job->table : step->table.block_table; /* where scratch is only counted */
     return (kvc_decode_args){
-        .out = step->out, .lse = step->lse, .q = job->q, .k_pages = step->k_pages, .v_pages = step->v_pages,
-        .cache_dtype = step->k.dtype, .block_table = table, .end = job->end, .B = step->B, .Hq = step->Hq,
+        .out = step->out, .lse = step->lse, .q = job->q, .rows = step->rows,
+        .block_table = table, .end = job->end, .B = step->B, .Hq = step->Hq,
         .Hkv = step->Hkv, .S = 1, .D = step->D, .P = step->table.P, .pages = step->table.pages, .blocks = job->width,
         .scale = step->scale, .softcap = step->softcap, .sink_logits = step->sink_logits,
     };
@@ -50,6 +50,7 @@ static quest_job job_of(const kvc_quest_step_args *args) {
 static kvc_status check(const kvc_quest_step_args *args) {
     const kvc_paged_step_args *step = &args->step;
     if (step->S != 1 || step->shift || step->begin || args->pages_read < 1) return KVC_BAD_SIZE;
+    if (format_of_codes(step->rows.format)) return KVC_BAD_FORMAT;
     if (args->range_pages < step->table.blocks || (args->held && step->rotary_dim)) return KVC_BAD_SIZE;
     kvc_paged_step_args given = *step;
     if (args->held) given.k.data = given.v.data = given.q.data; /* nobody looks there */
@@ -128,7 +129,7 @@ static void note_key(const quest_job *job, int64_t r) {
     char *range = range_at(job->args, r, page);
     float key[2 * KVC_MAX_HEAD_DIM], most[2 * KVC_MAX_HEAD_DIM];
     const int64_t at = *entry(table, r, page) * table->P + slot % table->P;
-    job->simd->load[dtype](key, (const char *)step->k_pages + at * bytes, D);
+    job->simd->load[dtype](key, (const char *)step->rows.keys + at * bytes, D);
     for (int64_t d = 0; d < D; d++) key[D + d] = -key[d];
     if (slot % table->P) {
         job->simd->load[dtype](most, range, 2 * D);

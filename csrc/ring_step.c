@@ -30,8 +30,8 @@ static ring_span span_of(const kvc_ring_step_args *args, int64_t t) {
 
 static kvc_decode_args near_of(const kvc_ring_step_args *args) {
     return (kvc_decode_args){
-        .out = args->out, .lse = args->lse, .k_pages = args->k_ring, .v_pages = args->v_ring,
-        .q = {.dtype = args->q.dtype}, .cache_dtype = args->k.dtype, .B = args->B, .Hq = args->Hq, .Hkv = args->Hkv,
+        .out = args->out, .lse = args->lse, .rows = kvc_plain_rows(args->k_ring, args->v_ring, args->k.dtype),
+        .q = {.dtype = args->q.dtype}, .B = args->B, .Hq = args->Hq, .Hkv = args->Hkv,
         .S = 1, .D = args->D, .P = args->capacity, .pages = args->B * args->Hkv, .scale = args->scale,
         .softcap = args->softcap, .sink_logits = args->sink_logits,
     };
@@ -42,11 +42,11 @@ static kvc_decode_args far_of(const kvc_ring_step_args *args) {
     kvc_decode_args decode = near_of(args);
     decode.sink_logits = NULL;
     if (args->table.R) {
-        decode.k_pages = args->k_pages, decode.v_pages = args->v_pages;
+        decode.rows = kvc_plain_rows(args->k_pages, args->v_pages, args->k.dtype);
         decode.block_table = args->table.block_table, decode.end = args->table.lengths;
         decode.P = args->table.P, decode.pages = args->table.pages, decode.blocks = args->table.blocks;
     } else if (args->k_far) {
-        decode.k_pages = args->k_far, decode.v_pages = args->v_far, decode.P = args->sinks;
+        decode.rows = kvc_plain_rows(args->k_far, args->v_far, args->k.dtype), decode.P = args->sinks;
     }
     return decode;
 }

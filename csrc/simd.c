@@ -16,7 +16,7 @@ static const kvc_simd *find(const char *name) {
     const int avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
     const int avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-    const int pairs = avx512 && __builtin_cpu_supports("avx512bf16");
+    const int pairs = avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
     if (pairs && strcmp(name, kvc_simd_avx512_bf16.name) == 0) return &kvc_simd_avx512_bf16;
     if (avx512 && strcmp(name, kvc_simd_avx512.name) == 0) return &kvc_simd_avx512;
     if (avx2 && strcmp(name, kvc_simd_avx2.name) == 0) return &kvc_simd_avx2;

@@ -53,6 +53,24 @@ typedef struct {
     void (*mix[3])(float *y, int64_t D, const float *w, int64_t ldw, const void *v, int64_t keys, int64_t queries,
                    const void *next);
 
+    /* Codes (kvc_codes), and integers of 16 bits in place of floats: the same bits in every table.
+     * largest: the largest |x[i]|, i < n; NaN is above all. 0 for n = 0.
+     * quantize: codes[i] = x[i] / scale rounded to nearest even, within -most..most, i < n; scale > 0 and finite, no NaN.
+     * dequantize: dst[i] = scale * code i of n; indexed by kvc_codes.
+     * code_dots: as dots of integers, k KVC_INT8; |q| < 2^15, D <= KVC_MAX_HEAD_DIM.
+     * code_mix: as mix of integers, v indexed by kvc_codes; 0 <= w < 2^15, keys <= KVC_MIXED.
+     * code_logits: x[i] = c[i] * scales[i], c what code_dots left where x is, i < n.
+     * code_sums: y[i] += scale * x[i], i < n. */
+    float (*largest)(const float *x, int64_t n);
+    void (*quantize)(int16_t *codes, const float *x, float scale, float most, int64_t n);
+    void (*dequantize[2])(float *dst, const void *codes, float scale, int64_t n);
+    void (*code_dots)(int32_t *c, int64_t ldc, const int16_t *q, int64_t D, const void *k, int64_t keys, int64_t queries,
+                      const void *next);
+    void (*code_mix[2])(int32_t *y, int64_t D, const int16_t *w, int64_t ldw, const void *v, int64_t keys, int64_t queries,
+                        const void *next);
+    void (*code_logits)(void *x, const float *scales, int64_t n);
+    void (*code_sums)(float *y, const int32_t *x, float scale, int64_t n);
+
     /* Blocks [keys, KVC_TILE] whose columns are lanes, one query each: row i is key t + i.
      * hide: x = -inf where the lane does not see the key.   bias: x += bias[i] where the key is not the lane's own.
      * softmax: joins the logits x into the running maximum and norm of each lane: with m = the larger of max and the
@@ -115,7 +133,7 @@ extern const kvc_simd kvc_simd_portable;
 #if defined(__x86_64__)
 extern const kvc_simd kvc_simd_avx2;
 extern const kvc_simd kvc_simd_avx512;
-extern const kvc_simd kvc_simd_avx512_bf16; /* avx512 with products of bfloat16 pairs */
+extern const kvc_simd kvc_simd_avx512_bf16; /* avx512 with products of pairs: bfloat16, and VNNI's int16 */
 #endif
 
 /* exp(x) = 2^k * exp(r), k = round(x / ln 2), |r| <= ln(2)/2; ln 2 split so that k*hi is exact; polynomial of Cephes'

@@ -4,13 +4,15 @@
  * product (KVC_TILE_ROWS * VEC_COLUMNS accumulators stay in registers); and the functions on vec used below, of which
  * vec_part(p, n) loads n < VEC_WIDTH floats and zeros, vec_sums(x) is the vec of the sums of VEC_WIDTH vecs,
  * vec_hide(x, t, near, begin, end) is x where t < near or begin <= t < end, -inf elsewhere, vec_add_unless(x, y, t, own)
- * is x where t == own, x + y elsewhere, vec_less(a, b, x, y) is x where a < b, y elsewhere, and vec_typed(src, i, n, dtype) loads n elements of a kvc_dtype.
+ * is x where t == own, x + y elsewhere, vec_less(a, b, x, y) is x where a < b, y elsewhere,
+ * vec_ints(p) is VEC_WIDTH int32 as floats, and vec_typed(src, i, n, dtype) loads n elements of a kvc_dtype.
  */
 #ifndef KVC_SIMD_BLOCKS_H
 #define KVC_SIMD_BLOCKS_H
 #include "simd.h"
 
 #include <stddef.h>
+#include <string.h>
 
 #define BLOCKS_INLINE static inline __attribute__((always_inline))
 enum { STRIPE = VEC_WIDTH * VEC_COLUMNS };
@@ -278,6 +280,34 @@ static void mix_f16(float *y, int64_t D, const float *w, int64_t ldw, const void
     mix_of(y, D, w, ldw, v, keys, queries, next, KVC_F16);
 }
 
+/* ---- codes ---- */
+
+static void code_logits(void *x, const float *scales, int64_t n) {
+    float *logits = x;
+    int64_t i = 0;
+    for (; i + VEC_WIDTH <= n; i += VEC_WIDTH) {
+        int32_t sums[VEC_WIDTH];
+        memcpy(sums, logits + i, sizeof sums);
+        vec_store(logits + i, vec_mul(vec_ints(sums), vec_load(scales + i)));
+    }
+    for (; i < n; i++) {
+        int32_t sum;
+        memcpy(&sum, logits + i, sizeof sum);
+        logits[i] = (float)sum * scales[i];
+    }
+}
+
+static void code_sums(float *y, const int32_t *x, float scale, int64_t n) {
+    int64_t i = 0;
+    for (; i + VEC_WIDTH <= n; i += VEC_WIDTH) { /* two roundings in every table */
+        vec_store(y + i, vec_add(vec_load(y + i), vec_mul(vec_set(scale), vec_ints(x + i))));
+    }
+    for (; i < n; i++) {
+        const float term = scale * (float)x[i];
+        y[i] += term;
+    }
+}
+
 /* ---- queries along the lanes ---- */
 
 enum { SUMMED = 16 }; /* weights per partial sum, the partial sums of a call before the norm: long sums round too often */
@@ -408,6 +438,7 @@ static void multiply(float *y, const float *x, int64_t n) {
 
 #define KVC_SIMD_BLOCKS                                                                                         \
     .gemm = gemm, .mix = {mix_f32, mix_bf16, mix_f16}, .softcap = softcap, .multiply = multiply,                \
+    .code_logits = code_logits, .code_sums = code_sums,                                                         \
     .lanes_hide = lanes_hide, .lanes_bias = lanes_bias, .lanes_softmax = lanes_softmax, .lanes_exp = lanes_exp, \
     .lanes_gradient = lanes_gradient, .lanes_total = lanes_total
 #endif

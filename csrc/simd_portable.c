@@ -167,6 +167,7 @@ static inline vec vec_fma(vec a, vec b, vec c) { EACH c.x[i] += a.x[i] * b.x[i];
 static inline vec vec_max(vec a, vec b) { EACH a.x[i] = a.x[i] > b.x[i] ? a.x[i] : b.x[i]; return a; }
 static inline vec vec_div(vec a, vec b) { EACH a.x[i] /= b.x[i]; return a; }
 static inline vec vec_less(vec a, vec b, vec x, vec y) { EACH y.x[i] = a.x[i] < b.x[i] ? x.x[i] : y.x[i]; return y; }
+static inline vec vec_ints(const int32_t *p) { vec y; EACH y.x[i] = (float)p[i]; return y; }
 static inline vec vec_exp(vec a) { EACH a.x[i] = exp_of(a.x[i]); return a; }
 static inline vec vec_base(vec a) { EACH a.x[i] = a.x[i] == -INFINITY ? 0.0f : a.x[i]; return a; }
 
@@ -220,6 +221,85 @@ static inline vec vec_add_unless(vec x, vec y, int32_t t, const int32_t *own) {
 #include "simd_scan.h"
 #include "simd_divergence.h"
 
+/* ---- codes ---- */
+
+static float largest(const float *x, int64_t n) {
+    uint32_t most = 0; /* as integers: NaN has more bits than any number */
+    for (int64_t i = 0; i < n; i++) {
+        const uint32_t bits = bits_of(x[i]) & 0x7fffffffu;
+        most = bits > most ? bits : most;
+    }
+    return float_of(most);
+}
+
+/* Rounding as in exp_of: what is rounded is below 2^22. */
+static void quantize(int16_t *codes, const float *x, float scale, float most, int64_t n) {
+    const float magic = 12582912.0f;
+    for (int64_t i = 0; i < n; i++) {
+        float value = x[i] / scale;
+        value = value > most ? most : value;
+        value = value < -most ? -most : value;
+        codes[i] = (int16_t)((value + magic) - magic);
+    }
+}
+
+static void dequantize_int8(float *dst, const void *codes, float scale, int64_t n) {
+    const int8_t *code = codes;
+    for (int64_t i = 0; i < n; i++) dst[i] = scale * (float)code[i];
+}
+
+/* The two codes of a byte: flipping the sign bit of a half and taking it off again extends the sign. */
+static inline int32_t low_nibble(uint8_t byte) { return ((byte & 15) ^ 8) - 8; }
+static inline int32_t high_nibble(uint8_t byte) { return ((byte >> 4) ^ 8) - 8; }
+
+static void dequantize_int4(float *dst, const void *codes, float scale, int64_t n) {
+    const uint8_t *code = codes;
+    for (int64_t i = 0; i < n / 2; i++) {
+        dst[i] = scale * (float)low_nibble(code[i]);
+        dst[n / 2 + i] = scale * (float)high_nibble(code[i]);
+    }
+}
+
+static void code_dots(int32_t *c, int64_t ldc, const int16_t *q, int64_t D, const void *k, int64_t keys, int64_t queries,
+                      const void *next) {
+    (void)next;
+    for (int64_t i = 0; i < queries; i++) {
+        for (int64_t j = 0; j < keys; j++) {
+            const int8_t *key = (const int8_t *)k + j * D;
+            int32_t sum = 0;
+            for (int64_t d = 0; d < D; d++) sum += q[i * D + d] * key[d];
+            c[i * ldc + j] = sum;
+        }
+    }
+}
+
+static void code_mix_int8(int32_t *y, int64_t D, const int16_t *w, int64_t ldw, const void *v, int64_t keys,
+                          int64_t queries, const void *next) {
+    (void)next;
+    for (int64_t i = 0; i < queries; i++) {
+        for (int64_t j = 0; j < keys; j++) {
+            const int8_t *value = (const int8_t *)v + j * D;
+            const int32_t weight = w[i * ldw + j];
+            for (int64_t d = 0; d < D; d++) y[i * D + d] += weight * value[d];
+        }
+    }
+}
+
+static void code_mix_int4(int32_t *y, int64_t D, const int16_t *w, int64_t ldw, const void *v, int64_t keys,
+                          int64_t queries, const void *next) {
+    (void)next;
+    for (int64_t i = 0; i < queries; i++) {
+        for (int64_t j = 0; j < keys; j++) {
+            const uint8_t *value = (const uint8_t *)v + j * (D / 2);
+            const int32_t weight = w[i * ldw + j];
+            for (int64_t d = 0; d < D / 2; d++) {
+                y[i * D + d] += weight * low_nibble(value[d]);
+                y[i * D + D / 2 + d] += weight * high_nibble(value[d]);
+            }
+        }
+    }
+}
+
 const kvc_simd kvc_simd_portable = {
     .name = "portable",
     .load = {load_f32, load_bf16, load_f16},
@@ -232,6 +312,11 @@ const kvc_simd kvc_simd_portable = {
     .weighted_max = weighted_max,
     .divergence = divergence,
     .dots = {dots_f32, dots_bf16, dots_f16},
+    .largest = largest,
+    .quantize = quantize,
+    .dequantize = {dequantize_int8, dequantize_int4},
+    .code_dots = code_dots,
+    .code_mix = {code_mix_int8, code_mix_int4},
     KVC_SIMD_BLOCKS,
     KVC_SIMD_SCAN,
 };

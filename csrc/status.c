@@ -1,4 +1,4 @@
-/* Sentences for status codes, sizes of element types. */
+/* Sentences for status codes, sizes of element types and formats. */
 #include "kvc.h"
 
 const char *kvc_status_message(kvc_status status) {
@@ -12,6 +12,7 @@ const char *kvc_status_message(kvc_status status) {
         case KVC_BAD_SCHEDULE: return "there is no such memory schedule";
         case KVC_BAD_SIMD: return "no such table of inner loops, or this CPU cannot run it";
         case KVC_POOL_FULL: return "the pool is full: fewer pages are free than the call needs";
+        case KVC_BAD_FORMAT: return "keys and values are stored in a format that this function does not read";
     }
     return "unknown status";
 }
@@ -23,4 +24,16 @@ int64_t kvc_dtype_bytes(kvc_dtype dtype) {
         case KVC_F16: return 2;
     }
     return 0;
+}
+
+int64_t kvc_key_bytes(kvc_format format, int64_t D) {
+    switch (format) {
+        case KVC_FORMAT_INT8:
+        case KVC_FORMAT_K8V4: return D;
+        default: return D * kvc_dtype_bytes((kvc_dtype)format);
+    }
+}
+
+int64_t kvc_value_bytes(kvc_format format, int64_t D) {
+    return format == KVC_FORMAT_K8V4 ? D / 2 : kvc_key_bytes(format, D);
 }

@@ -18,6 +18,12 @@ static inline void *kvc_part_of(void *scratch, int64_t *bytes, int64_t size) {
     return part;
 }
 
+/* Rows of numbers. */
+static inline kvc_rows kvc_plain_rows(const void *keys, const void *values, kvc_dtype dtype) {
+    const kvc_rows rows = {(void *)(uintptr_t)keys, (void *)(uintptr_t)values, NULL, NULL, (kvc_format)dtype};
+    return rows;
+}
+
 /* A contiguous [B, H, T, D] array. */
 static inline kvc_view kvc_dense_view(void *data, kvc_dtype dtype, int64_t H, int64_t T, int64_t D) {
     const kvc_view view = {data, dtype, H * T * D, T * D, D};

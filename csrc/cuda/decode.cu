@@ -95,8 +95,8 @@ __global__ __launch_bounds__(THREADS, 1) void pieces_kernel(const kvc_decode_arg
                     k[u][c] = {};
                     v[u][c] = {};
                     if (!there[u] || d >= D) continue;
-                    k[u][c] = *reinterpret_cast<const packed<T, VEC>*>(static_cast<const T*>(a.k_pages) + key_at + d);
-                    v[u][c] = *reinterpret_cast<const packed<T, VEC>*>(static_cast<const T*>(a.v_pages) + value_at + d);
+                    k[u][c] = *reinterpret_cast<const packed<T, VEC>*>(static_cast<const T*>(a.rows.keys) + key_at + d);
+                    v[u][c] = *reinterpret_cast<const packed<T, VEC>*>(static_cast<const T*>(a.rows.values) + value_at + d);
                 }
             }
             KVC_UNROLL
@@ -327,9 +327,9 @@ cudaError_t launch_fma(const kvc_decode_args& a, const plan& p, cudaStream_t str
 template <class T>
 cudaError_t launch_pieces(const kvc_decode_args& a, const plan& p, cudaStream_t stream) {
     constexpr int VEC = PER_16_BYTES<T>;
-    const bool wide = a.D % VEC == 0 && aligned_16(a.k_pages) && aligned_16(a.v_pages);
+    const bool wide = a.D % VEC == 0 && aligned_16(a.rows.keys) && aligned_16(a.rows.values);
     if constexpr (sizeof(T) == 2) {
-        if (wide && a.q.dtype == a.cache_dtype) {
+        if (wide && a.q.dtype == dtype_of(a.rows)) {
             if (a.D <= 64) return launch_mma<T, 64>(a, p, stream);
             if (a.D <= 128) return launch_mma<T, 128>(a, p, stream);
             if (a.D <= 256 && shared_fits(sizeof(mma_shared<T, 256>))) return launch_mma<T, 256>(a, p, stream);
@@ -351,7 +351,7 @@ bool valid(const kvc_decode_args& a) {
            (!a.value_table || (a.block_table && a.value_blocks >= 0 && a.value_pages >= 0)) &&
            (!a.probabilities || (a.S == 1 && a.columns >= 0 && a.sinks == 0)) && a.sinks >= 0 &&
            a.D <= KVC_CUDA_MAX_HEAD_DIM && valid_scale(a.scale, a.softcap) &&
-           valid_dtype(a.q.dtype) && valid_dtype(a.cache_dtype);
+           valid_dtype(a.q.dtype) && valid_dtype(dtype_of(a.rows));
 }
 
 bool empty(const kvc_decode_args& a) { return a.B == 0 || a.Hq == 0 || a.S == 0; }
@@ -375,7 +375,7 @@ cudaError_t decode_listed(const kvc_decode_args& a, cudaStream_t stream) {
         const scratch s = scratch_of(a, p);
         if (p.first > 0) KVC_LAUNCH(plan_kernel, 1, PLAN_THREADS, 0, stream, a, p, s);
         if (p.row_pieces > 0)
-            KVC_TRY(with_dtype(a.cache_dtype, [&](auto element) { return launch_pieces<decltype(element)>(a, p, stream); }));
+            KVC_TRY(with_dtype(dtype_of(a.rows), [&](auto element) { return launch_pieces<decltype(element)>(a, p, stream); }));
         const auto join = a.probabilities ? join_kernel<true> : join_kernel<false>;
         KVC_LAUNCH(join, static_cast<unsigned>(p.rows * p.queries), JOIN_THREADS, 0, stream, a, p, s);
         if (a.probabilities && p.row_pieces > 0) KVC_TRY(launch_probabilities(a, p, stream));
@@ -386,11 +386,12 @@ cudaError_t decode_listed(const kvc_decode_args& a, cudaStream_t stream) {
 
 extern "C" cudaError_t kvc_cuda_decode(const kvc_decode_args* args, cudaStream_t stream) {
     const kvc_decode_args& a = *args;
+    if (stores_codes(a.rows)) return cudaErrorNotSupported;
     if (!valid(a)) return cudaErrorInvalidValue;
     if (empty(a)) return cudaSuccess;
     if (!fits(a)) return cudaErrorInvalidValue;
     if (!a.out || !a.lse || !a.q.data || !a.end || !a.scratch) return cudaErrorInvalidValue;
-    if (a.pages > 0 && a.P > 0 && (!a.k_pages || !a.v_pages)) return cudaErrorInvalidValue;
+    if (a.pages > 0 && a.P > 0 && (!a.rows.keys || !a.rows.values)) return cudaErrorInvalidValue;
     const plan p = plan_of(a);
     if (!fits_grids(p)) return cudaErrorInvalidValue;
     KVC_LAUNCH(plan_kernel, 1, PLAN_THREADS, 0, stream, a, p, scratch_of(a, p));

@@ -37,8 +37,8 @@ __global__ __launch_bounds__(THREADS, MAX_D > 128 ? 1 : 3) void pieces_mma_kerne
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
     const int D = static_cast<int>(a.D), K = (D + 15) / 16 * 16;
     const int chunk = thread % CHUNKS * 8;  // the column that this thread copies, of every ROWS-th key
-    const T* k_pages = static_cast<const T*>(a.k_pages);
-    const T* v_pages = static_cast<const T*>(a.v_pages);
+    const T* k_pages = static_cast<const T*>(a.rows.keys);
+    const T* v_pages = static_cast<const T*>(a.rows.values);
     const T* queries = static_cast<const T*>(a.q.data);
     const float scale = a.scale * LOG2_E;
     [[maybe_unused]] const float cap = a.softcap * LOG2_E;

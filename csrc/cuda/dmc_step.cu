@@ -26,7 +26,7 @@ struct parts {
 kvc_decode_args decode_of(const kvc_dmc_step_args& args) {
     const kvc_dmc_append_args& a = args.append;
     kvc_decode_args d = {};
-    d.out = args.out, d.lse = args.lse, d.k_pages = a.k_pages, d.v_pages = a.v_pages, d.cache_dtype = a.k.dtype;
+    d.out = args.out, d.lse = args.lse, d.rows = kvc_plain_rows(a.k_pages, a.v_pages, a.k.dtype);
     d.q = kvc_dense_view(nullptr, args.q.dtype, args.Hq, 1, a.D);
     d.block_table = a.table.block_table, d.end = a.table.lengths;
     d.B = a.B, d.Hq = args.Hq, d.Hkv = a.Hkv, d.S = 1, d.D = a.D;

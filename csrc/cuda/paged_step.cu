@@ -9,7 +9,7 @@ namespace {
 
 kvc_decode_args decode_of(const kvc_paged_step_args& a) {
     kvc_decode_args d = {};
-    d.out = a.out, d.lse = a.lse, d.k_pages = a.k_pages, d.v_pages = a.v_pages, d.cache_dtype = a.k.dtype;
+    d.out = a.out, d.lse = a.lse, d.rows = a.rows;
     d.q = kvc_dense_view(nullptr, a.q.dtype, a.Hq, a.S, a.D);
     d.block_table = a.table.block_table, d.begin = a.begin, d.end = a.table.lengths;
     d.B = a.B, d.Hq = a.Hq, d.Hkv = a.Hkv, d.S = a.S, d.D = a.D;
@@ -47,6 +47,7 @@ extern "C" int64_t kvc_cuda_paged_step_scratch_bytes(const kvc_paged_step_args* 
 
 extern "C" cudaError_t kvc_cuda_paged_step(const kvc_paged_step_args* args, cudaStream_t stream) {
     const kvc_paged_step_args& a = *args;
+    if (stores_codes(a.rows)) return cudaErrorNotSupported;
     if (!valid_step(a)) return cudaErrorInvalidValue;
     if (empty_step(a)) return cudaSuccess;
     if (!has_pointers(a)) return cudaErrorInvalidValue;

@@ -43,15 +43,15 @@ __device__ inline void place_head(const kvc_paged_step_args& a, const placing& p
     if (refused) return;
     const int64_t row = first + h, before = table.lengths[row] - a.S, slot = before + s;
     if (s == 0 && p.copied[row] >= 0)
-        for (void* pages : {a.k_pages, a.v_pages})
+        for (void* pages : {a.rows.keys, a.rows.values})
             copy_slots(table, p.copied[row], *entry(table, row, quotient(before, table.P)), remainder_of(before, table.P),
                        pages, a.k.dtype, a.D);
     const int32_t page = *entry(table, row, quotient(slot, table.P));
     if (!page_exists(table, page)) return;
     const int64_t at = (page * table.P + remainder_of(slot, table.P)) * a.D, from = row_at(a.v, b, h, s);
-    rotate_head(a.k, row_at(a.k, b, h, s), a.k_pages, a.k.dtype, at, a.D, a.rotary_dim, a.cos, a.sin, position,
+    rotate_head(a.k, row_at(a.k, b, h, s), a.rows.keys, a.k.dtype, at, a.D, a.rotary_dim, a.cos, a.sin, position,
                 a.table_rows, -1);
-    copy_head(a.v.data, from, a.v_pages, at, a.k.dtype, a.D);
+    copy_head(a.v.data, from, a.rows.values, at, a.k.dtype, a.D);
 }
 
 // ---- host ----
@@ -66,14 +66,14 @@ inline bool valid_step(const kvc_paged_step_args& a) {
     return a.B >= 0 && a.Hq >= 0 && a.Hkv >= 0 && a.S >= 0 && a.D >= 1 && a.D <= KVC_CUDA_MAX_HEAD_DIM &&
            a.table.R == a.B * a.Hkv && (a.Hkv ? a.Hq % a.Hkv == 0 : a.Hq == 0) && a.rotary_dim >= 0 &&
            a.rotary_dim <= a.D && a.rotary_dim % 2 == 0 && valid_scale(a.scale, a.softcap) && valid_dtype(a.q.dtype) &&
-           valid_dtype(a.k.dtype) && a.v.dtype == a.k.dtype && valid_table(a.table) && (a.table.P & (a.table.P - 1)) == 0;
+           valid_dtype(a.k.dtype) && a.v.dtype == a.k.dtype && dtype_of(a.rows) == a.k.dtype && valid_table(a.table) && (a.table.P & (a.table.P - 1)) == 0;
 }
 
 inline bool empty_step(const kvc_paged_step_args& a) { return a.table.R == 0 || a.Hq == 0 || a.S == 0; }
 
 inline bool has_pointers(const kvc_paged_step_args& a) {
     if (!a.out || !a.lse || !a.q.data || !a.k.data || !a.v.data || !a.scratch) return false;
-    if (a.table.pages && (!a.k_pages || !a.v_pages)) return false;
+    if (a.table.pages && (!a.rows.keys || !a.rows.values)) return false;
     return !a.rotary_dim || !a.table_rows || (a.cos && a.sin);
 }
 

@@ -39,7 +39,7 @@ parts parts_of(const kvc_quest_step_args& a, int64_t* bytes) {
 kvc_decode_args decode_of(const kvc_quest_step_args& a, const parts& p) {
     const kvc_paged_step_args& step = a.step;
     kvc_decode_args d = {};
-    d.out = step.out, d.lse = step.lse, d.k_pages = step.k_pages, d.v_pages = step.v_pages, d.cache_dtype = step.k.dtype;
+    d.out = step.out, d.lse = step.lse, d.rows = step.rows;
     d.q = a.held ? step.q : kvc_dense_view(p.heads.q, step.q.dtype, step.Hq, 1, step.D);
     d.block_table = p.table ? p.table : step.table.block_table,  // where scratch is only counted
     d.end = p.end, d.B = step.B, d.Hq = step.Hq, d.Hkv = step.Hkv, d.S = 1, d.D = step.D;
@@ -66,7 +66,7 @@ __device__ inline void note_key(const kvc_quest_step_args& a, int64_t row) {
     const int64_t inside = remainder_of(slot, table.P), key = (page * table.P + inside) * D;
     const int64_t range = (row * a.range_pages + block) * 2 * D;
     for (int64_t d = threadIdx.x % 32; d < D; d += 32) {
-        const float x = load_any(step.k_pages, step.k.dtype, key + d);
+        const float x = load_any(step.rows.keys, step.k.dtype, key + d);
         KVC_UNROLL
         for (int side = 0; side < 2; side++) {
             const float bound = side ? -x : x, held = inside ? load_any(a.ranges, step.k.dtype, range + side * D + d) : bound;

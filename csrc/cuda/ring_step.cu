@@ -38,7 +38,7 @@ __device__ inline ring_span span_of(const kvc_ring_step_args& a, int64_t t) {
 
 kvc_decode_args near_of(const kvc_ring_step_args& a) {
     kvc_decode_args d = {};
-    d.out = a.out, d.lse = a.lse, d.k_pages = a.k_ring, d.v_pages = a.v_ring, d.cache_dtype = a.k.dtype;
+    d.out = a.out, d.lse = a.lse, d.rows = kvc_plain_rows(a.k_ring, a.v_ring, a.k.dtype);
     d.q = kvc_dense_view(nullptr, a.q.dtype, a.Hq, 1, a.D);
     d.B = a.B, d.Hq = a.Hq, d.Hkv = a.Hkv, d.S = 1, d.D = a.D, d.P = a.capacity, d.pages = a.B * a.Hkv;
     d.scale = a.scale, d.softcap = a.softcap, d.sink_logits = a.sink_logits;
@@ -50,10 +50,11 @@ kvc_decode_args far_of(const kvc_ring_step_args& a) {
     kvc_decode_args d = near_of(a);
     d.sink_logits = nullptr;
     if (a.table.R) {
-        d.k_pages = a.k_pages, d.v_pages = a.v_pages, d.block_table = a.table.block_table, d.end = a.table.lengths;
+        d.rows = kvc_plain_rows(a.k_pages, a.v_pages, a.k.dtype);
+        d.block_table = a.table.block_table, d.end = a.table.lengths;
         d.P = a.table.P, d.pages = a.table.pages, d.blocks = a.table.blocks;
     } else if (a.k_far) {
-        d.k_pages = a.k_far, d.v_pages = a.v_far, d.P = a.sinks;
+        d.rows = kvc_plain_rows(a.k_far, a.v_far, a.k.dtype), d.P = a.sinks;
     }
     return d;
 }

@@ -177,6 +177,13 @@ __device__ inline void store_any(void* data, kvc_dtype dtype, int64_t i, float x
 
 inline bool valid_dtype(kvc_dtype dtype) { return dtype == KVC_F32 || dtype == KVC_BF16 || dtype == KVC_F16; }
 
+// Of rows that store numbers.
+inline kvc_dtype dtype_of(const kvc_rows& rows) { return static_cast<kvc_dtype>(rows.format); }
+
+inline bool stores_codes(const kvc_rows& rows) {
+    return rows.format == KVC_FORMAT_INT8 || rows.format == KVC_FORMAT_K8V4;
+}
+
 inline int64_t bytes_of(kvc_dtype dtype) { return dtype == KVC_F32 ? 4 : 2; }
 
 // Whether logits of this scale and softcap (0: none) are defined.

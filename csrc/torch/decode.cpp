@@ -1,4 +1,4 @@
-#include "common.h"
+#include "rows.h"
 
 // Fails with the first row that has more keys than there are columns of probabilities.
 static void find_long_row(const char* op, bool wanted, const int32_t* begin, const int32_t* end, int64_t R,
@@ -42,16 +42,15 @@ static std::tuple<Tensor, Tensor> decode_to(const Tensor& queries, const Tensor&
                                             const std::optional<Tensor>& value_table,
                                             const std::optional<Tensor>& begin, const Tensor& end, double scale,
                                             bool causal, int64_t sinks, const std::optional<Tensor>& sink_logits,
-                                            double softcap, Tensor* probabilities) {
+                                            double softcap, Tensor* probabilities,
+                                            const std::optional<Tensor>& key_scales,
+                                            const std::optional<Tensor>& value_scales) {
     const kvc_view q = view_of(queries, "queries");
     const int64_t B = queries.size(0), Hq = queries.size(1), S = queries.size(2), D = queries.size(3);
-    check_device(k_pages, queries, "k_pages");
-    KVC_CHECK(k_pages.dim() == 3 && k_pages.size(2) == D && k_pages.is_contiguous(),
-              "k_pages must be contiguous [pages, P, D] with the queries' D = ", D);
-    const kvc_dtype cache_dtype = dtype_of(k_pages, "k_pages");
     KVC_CHECK(block_table.has_value() || !value_table.has_value(), "value_table needs a block_table");
-    check_array(v_pages, queries, k_pages.scalar_type(),
-                {value_table.has_value() ? -1 : k_pages.size(0), k_pages.size(1), D}, "v_pages");
+    KVC_CHECK(k_pages.dim() == 3, "k_pages must be [pages, P, D]");
+    const kvc_rows stored = rows_of(k_pages, v_pages, key_scales, value_scales, queries, -1,
+                                    value_table.has_value() ? -1 : k_pages.size(0), D);
     check_array(end, queries, ScalarType::Int, {-1}, "end");
     const int64_t R = end.size(0), Hkv = B > 0 ? R / B : 0;
     KVC_CHECK(R == B * Hkv && (B == 0 || (Hkv > 0 && Hq % Hkv == 0)),
@@ -62,9 +61,7 @@ static std::tuple<Tensor, Tensor> decode_to(const Tensor& queries, const Tensor&
         .out = out.mutable_data_ptr(),
         .lse = static_cast<float*>(lse.mutable_data_ptr()),
         .q = q,
-        .k_pages = k_pages.const_data_ptr(),
-        .v_pages = v_pages.const_data_ptr(),
-        .cache_dtype = cache_dtype,
+        .rows = stored,
         .block_table = int_array(block_table, queries, {R, -1}, "block_table"),
         .begin = int_array(begin, queries, {R}, "begin"),
         .end = static_cast<const int32_t*>(end.const_data_ptr()),
@@ -102,10 +99,12 @@ static std::tuple<Tensor, Tensor> decode(const Tensor& queries, const Tensor& k_
                                          const std::optional<Tensor>& block_table,
                                          const std::optional<Tensor>& value_table, const std::optional<Tensor>& begin,
                                          const Tensor& end, double scale, bool causal, int64_t sinks,
-                                         const std::optional<Tensor>& sink_logits, double softcap) {
+                                         const std::optional<Tensor>& sink_logits, double softcap,
+                                         const std::optional<Tensor>& key_scales,
+                                         const std::optional<Tensor>& value_scales) {
     KVC_CHECK(sinks >= 0, "sinks must be at least 0, got ", sinks);
     return decode_to(queries, k_pages, v_pages, block_table, value_table, begin, end, scale, causal, sinks,
-                     sink_logits, softcap, nullptr);
+                     sink_logits, softcap, nullptr, key_scales, value_scales);
 }
 
 static std::tuple<Tensor, Tensor> decode_probabilities(const Tensor& queries, const Tensor& k_pages,
@@ -113,9 +112,11 @@ static std::tuple<Tensor, Tensor> decode_probabilities(const Tensor& queries, co
                                                        const std::optional<Tensor>& value_table,
                                                        const std::optional<Tensor>& begin, const Tensor& end,
                                                        Tensor probabilities, double scale,
-                                                       const std::optional<Tensor>& sink_logits, double softcap) {
+                                                       const std::optional<Tensor>& sink_logits, double softcap,
+                                                       const std::optional<Tensor>& key_scales,
+                                                       const std::optional<Tensor>& value_scales) {
     return decode_to(queries, k_pages, v_pages, block_table, value_table, begin, end, scale, false, 0,
-                     sink_logits, softcap, &probabilities);
+                     sink_logits, softcap, &probabilities, key_scales, value_scales);
 }
 
 static std::tuple<Tensor, Tensor> decode_shared(const Tensor& near, const Tensor& near_lse, const Tensor& probabilities,
@@ -204,12 +205,13 @@ static std::tuple<Tensor, Tensor> merge_states(const Tensor& out_a, const Tensor
 
 KVC_REGISTER(decode,
              "decode(Tensor queries, Tensor k_pages, Tensor v_pages, Tensor? block_table, Tensor? value_table, "
-             "Tensor? begin, Tensor end, float scale, bool causal, int sinks, Tensor? sink_logits=None, float softcap=0.) "
-             "-> (Tensor, Tensor)")
+             "Tensor? begin, Tensor end, float scale, bool causal, int sinks, Tensor? sink_logits=None, float softcap=0., "
+             "Tensor? key_scales=None, Tensor? value_scales=None) -> (Tensor, Tensor)")
 KVC_REGISTER(decode_probabilities,
              "decode_probabilities(Tensor queries, Tensor k_pages, Tensor v_pages, Tensor? block_table, "
              "Tensor? value_table, Tensor? begin, Tensor end, Tensor(a!) probabilities, float scale, "
-             "Tensor? sink_logits=None, float softcap=0.) -> (Tensor, Tensor)")
+             "Tensor? sink_logits=None, float softcap=0., Tensor? key_scales=None, Tensor? value_scales=None) "
+             "-> (Tensor, Tensor)")
 KVC_REGISTER(decode_shared,
              "decode_shared(Tensor near, Tensor near_lse, Tensor probabilities, Tensor far_lse, Tensor v_pages, "
              "Tensor block_table, Tensor begin, Tensor end, float threshold) -> (Tensor, Tensor)")

@@ -55,13 +55,20 @@ inline void explain_append(const char* op, const kvc_page_table& table, const in
     }
 }
 
-// New tokens in the pages' dtype, [B, Hkv, S, D] with the pages' D.
-inline kvc_view tokens_of(const Tensor& x, const Tensor& pages, int64_t B, int64_t Hkv, int64_t S, const char* name) {
+// New tokens in the dtype of `numbers`, [B, Hkv, S, D] with the D of pages of keys.
+inline kvc_view tokens_of(const Tensor& x, const Tensor& numbers, const Tensor& pages, int64_t B, int64_t Hkv, int64_t S,
+                          const char* name) {
     check_device(x, pages, name);
-    KVC_CHECK(x.dim() == 4 && x.scalar_type() == pages.scalar_type(), name, " must be [B, Hkv, S, D] in the pages' dtype");
+    KVC_CHECK(x.dim() == 4 && x.scalar_type() == numbers.scalar_type(), name, " must be [B, Hkv, S, D] in ",
+              &numbers == &pages ? "the pages' dtype" : "the dtype of keys");
     KVC_CHECK(x.size(0) == B && x.size(1) == Hkv && x.size(2) == S && x.size(3) == pages.size(2), name,
               " must be [B, Hkv, S, D] with the pages' D");
     return view_of(x, name);
+}
+
+// In the pages' dtype.
+inline kvc_view tokens_of(const Tensor& x, const Tensor& pages, int64_t B, int64_t Hkv, int64_t S, const char* name) {
+    return tokens_of(x, pages, pages, B, Hkv, S, name);
 }
 
 // Tables of cosines and sines, [rows, dim/2]; dim 0 without.

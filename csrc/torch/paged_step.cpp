@@ -1,4 +1,5 @@
 #include "page_table.h"
+#include "rows.h"
 
 namespace {
 
@@ -25,8 +26,11 @@ std::tuple<Tensor, Tensor> paged_step_(const Tensor& given_queries, const Tensor
                                        const std::optional<Tensor>& given_shift,
                                        const std::optional<Tensor>& given_begin,
                                        const std::optional<Tensor>& given_cos, const std::optional<Tensor>& given_sin,
-                                       double scale, const std::optional<Tensor>& sink_logits, double softcap) {
-    const Changed changed = changed_of(block_table, lengths, refs, free_pages, free_count, {k_pages, v_pages});
+                                       double scale, const std::optional<Tensor>& sink_logits, double softcap,
+                                       std::optional<Tensor> key_scales, std::optional<Tensor> value_scales) {
+    Changed changed = changed_of(block_table, lengths, refs, free_pages, free_count, {k_pages, v_pages});
+    if (key_scales.has_value()) changed.add("key_scales", *key_scales);
+    if (value_scales.has_value()) changed.add("value_scales", *value_scales);
     const Tensor queries = changed.apart(given_queries), keys = changed.apart(given_keys);
     const Tensor values = changed.apart(given_values);
     const std::optional<Tensor> shift = changed.apart(given_shift), begin = changed.apart(given_begin);
@@ -40,9 +44,14 @@ std::tuple<Tensor, Tensor> paged_step_(const Tensor& given_queries, const Tensor
     KVC_CHECK(R == B * Hkv && (R == 0 || Hq % Hkv == 0), "block_table must have B*Hkv rows, Hkv dividing Hq, got ", R);
     KVC_CHECK(D >= 1 && D <= KVC_MAX_HEAD_DIM, "queries must have a head dim between 1 and ",
               static_cast<int>(KVC_MAX_HEAD_DIM), ", got ", D);
-    check_array(k_pages, block_table, k_pages.scalar_type(), {refs.size(0), -1, D}, "k_pages");
+    kvc_rows stored = rows_of(k_pages, v_pages, key_scales, value_scales, block_table, refs.size(0), refs.size(0), D);
+    stored.keys = k_pages.mutable_data_ptr(), stored.values = v_pages.mutable_data_ptr();
+    if (key_scales.has_value()) {
+        stored.key_scales = key_scales->mutable_data_ptr(), stored.value_scales = value_scales->mutable_data_ptr();
+    }
     const int64_t P = k_pages.size(1);
-    check_array(v_pages, block_table, k_pages.scalar_type(), {refs.size(0), P, D}, "v_pages");
+    // rows of codes take new tokens of any dtype, keys and values of one
+    const Tensor& numbers = stored.key_scales ? keys : k_pages;
     KVC_CHECK(P > 0 && (P & (P - 1)) == 0, "k_pages must have a page size that is a power of two, got ", P);
     const rotation turns = rotation_of(cos, sin, block_table);
     Tensor out = torch::stable::new_empty(queries, {B, Hq, S, D});
@@ -51,10 +60,9 @@ std::tuple<Tensor, Tensor> paged_step_(const Tensor& given_queries, const Tensor
         .out = out.mutable_data_ptr(),
         .lse = static_cast<float*>(lse.mutable_data_ptr()),
         .q = q,
-        .k = tokens_of(keys, k_pages, B, Hkv, S, "keys"),
-        .v = tokens_of(values, k_pages, B, Hkv, S, "values"),
-        .k_pages = k_pages.mutable_data_ptr(),
-        .v_pages = v_pages.mutable_data_ptr(),
+        .k = tokens_of(keys, numbers, k_pages, B, Hkv, S, "keys"),
+        .v = tokens_of(values, numbers, k_pages, B, Hkv, S, "values"),
+        .rows = stored,
         .table = table_of(block_table, lengths, refs, free_pages, free_count, P),
         .shift = int_array(shift, block_table, {R}, "shift"),
         .begin = int_array(begin, block_table, {R}, "begin"),
@@ -79,4 +87,5 @@ KVC_REGISTER(paged_step_,
              "paged_step_(Tensor queries, Tensor keys, Tensor values, Tensor(a!) k_pages, Tensor(b!) v_pages, "
              "Tensor(c!) block_table, Tensor(d!) lengths, Tensor(e!) refs, Tensor(f!) free_pages, "
              "Tensor(g!) free_count, Tensor? shift, Tensor? begin, Tensor? cos, Tensor? sin, float scale, "
-             "Tensor? sink_logits, float softcap) -> (Tensor, Tensor)")
+             "Tensor? sink_logits, float softcap, Tensor(h!)? key_scales=None, Tensor(i!)? value_scales=None) "
+             "-> (Tensor, Tensor)")

@@ -23,6 +23,7 @@ from .pages import PageTable, append_tokens_, compact_pages_, truncate_rows_
 from .planner import SCHEDULES, divide_memory, plan
 from .pod_attention import pod_attention
 from .pod_step import Lead, PodStep, pod_step_
+from .quantize import dequantize, quantize
 from .quest_step import QuestStep, quest_step_
 from .ring_step import ring_step_
 from .rope import rope
@@ -49,6 +50,7 @@ __all__ = [
     "compact_pages_",
     "decode",
     "decode_shared",
+    "dequantize",
     "divide_memory",
     "dmc_accumulate",
     "dmc_append_",
@@ -62,6 +64,7 @@ __all__ = [
     "plan",
     "pod_attention",
     "pod_step_",
+    "quantize",
     "quest_step_",
     "ring_step_",
     "rope",

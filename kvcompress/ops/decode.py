@@ -23,6 +23,7 @@ from ..checks import (
 )
 from ..no_gradient import without_gradient
 from .native import MAX_HEAD_DIM, native
+from .quantize import need_pages
 
 
 def decode(
@@ -40,6 +41,8 @@ def decode(
     probabilities: Tensor | None = None,
     softcap: float | None = None,
     sink_logits: Tensor | None = None,
+    key_scales: Tensor | None = None,
+    value_scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of a few queries over rows of any length kept in pages.
 
@@ -55,23 +58,20 @@ def decode(
     sink_logits: float32 [Hq] whatever the dtype of queries (callers convert), finite or -inf = none: one more column in
     the softmax of each query of a head, of a key without a value, which adds exp(sink_logits) to the sum; not scaled,
     not capped. lse includes it: of segments that are merged, exactly one is given it.
+    key_scales, value_scales: contiguous float16 [pages, P], where keys and values are codes as quantize makes them, on the
+    CPU: k_pages int8, v_pages int8, or uint8 [pages, P, D/2] of 4 bits (k8v4). Of up to 8 queries of a row those are
+    multiplied as integers, with a query as 16-bit integers too: out is within some 0.2 % of the largest value's share of
+    what the dequantised rows would give.
     Returns (out [B, Hq, S, D] in the queries' dtype, lse float32 [B, Hq, S], natural logarithm). A query that sees no
     key gets out 0 and lse -inf, with a sink lse = sink. Raises ValueError for wrong shapes, dtypes, scale or
     softcap, RuntimeError for rows outside the pages or longer than probabilities has columns, NotImplementedError if a
     backward pass comes here (attention is differentiable).
     """
     need_float("queries", queries, 4, "[B, Hq, S, D]")
-    need_float("k_pages", k_pages, 3, "[pages, P, D]")
-    need_tensors(v_pages=v_pages, end=end)
+    need_tensors(k_pages=k_pages, v_pages=v_pages, end=end)
     B, Hq, _, D = queries.shape
-    need(k_pages.shape[2] == D, f"k_pages must have head dim {D}, got {k_pages.shape[2]}")
+    need_pages(k_pages, v_pages, key_scales, value_scales, D, (k_pages if value_table is None else v_pages).shape[0])
     need(1 <= D <= MAX_HEAD_DIM, f"queries must have a head dim between 1 and {MAX_HEAD_DIM}, got {D}")
-    pages = k_pages.shape[0] if value_table is None else v_pages.shape[0]
-    wanted = (pages, *k_pages.shape[1:])
-    need(
-        tuple(v_pages.shape) == wanted and v_pages.dtype == k_pages.dtype,
-        f"v_pages must be {k_pages.dtype} {wanted}, got {v_pages.dtype} {tuple(v_pages.shape)}",
-    )
     need(end.ndim == 1, f"end must be [R], got shape {tuple(end.shape)}")
     R = end.shape[0]
     need(
@@ -98,21 +98,22 @@ def decode(
         need_int32("value_table", value_table, (R, value_table.shape[1]))
     need_device(
         queries, k_pages=k_pages, v_pages=v_pages, block_table=block_table, value_table=value_table, begin=begin,
-        end=end,
+        end=end, key_scales=key_scales, value_scales=value_scales,
     )  # fmt: skip
     need(k_pages.is_contiguous() and v_pages.is_contiguous(), "k_pages and v_pages must be contiguous")
     rows = (dense_last(queries), k_pages, v_pages, dense(block_table), dense(value_table), dense(begin))
     factor = need_scale(scale, D)
     logits = need_sink_logits(sink_logits, Hq, queries), need_softcap(softcap)
     op: Any = native.decode
-    arguments: tuple[Any, ...] = (*rows, end.contiguous(), factor, causal, sinks, *logits)
+    scales = (key_scales, value_scales)
+    arguments: tuple[Any, ...] = (*rows, end.contiguous(), factor, causal, sinks, *logits, *scales)
     if probabilities is not None:
         need(queries.shape[2] == 1, f"probabilities are of one query per head, got {queries.shape[2]}")
         need_probabilities(probabilities, B, Hq)
         need(probabilities.is_contiguous(), "probabilities must be contiguous")
         need_device(queries, probabilities=probabilities)
         op = native.decode_probabilities
-        arguments = (*rows, end.contiguous(), probabilities, factor, *logits)
+        arguments = (*rows, end.contiguous(), probabilities, factor, *logits, *scales)
     return without_gradient(
         "decode has no gradient: it is for generation; use attention, which is differentiable, or torch.no_grad()",
         (queries, k_pages, v_pages, *(() if sink_logits is None else (sink_logits,))), op, *arguments,

@@ -23,6 +23,7 @@ from .dmc_append import need_tables
 from .explained import explained_by, need_one_device
 from .native import MAX_HEAD_DIM, native
 from .pages import PageTable, need_table
+from .quantize import need_pages
 
 NO_STEP_GRADIENT = "{} has no gradient: it is for generation; use torch.no_grad(), or train without a cache"
 
@@ -32,18 +33,25 @@ NO_GRADIENT = NO_STEP_GRADIENT.format("paged_step_")
 def _check(
     queries: Tensor, keys: Tensor, values: Tensor, k_pages: Tensor, v_pages: Tensor, table: PageTable, *,
     shift: Tensor | None = None, begin: Tensor | None = None, cos: Tensor | None = None, sin: Tensor | None = None,
-    **others: object,
+    key_scales: Tensor | None = None, value_scales: Tensor | None = None, **others: object,
 ) -> None:  # fmt: skip
     """ValueError or TypeError for the first argument of paged_step_ that is wrong."""
     need_table(table)
-    need_step(queries, k_pages, table)
-    (B, _, S, D), R, dtype = queries.shape, table.block_table.shape[0], k_pages.dtype
+    coded = key_scales is not None or value_scales is not None
+    need_step(queries, k_pages, table, coded)
+    (B, _, S, D), R = queries.shape, table.block_table.shape[0]
     Hkv = R // B if B else 0
-    pages = (table.refs.shape[0], k_pages.shape[1], D)
-    need_parts(
-        table.refs.device, ("k_pages", k_pages, dtype, pages), ("v_pages", v_pages, dtype, pages),
-        ("keys", keys, dtype, (B, Hkv, S, D)), ("values", values, dtype, (B, Hkv, S, D)),
-    )  # fmt: skip
+    pages, dtype, device = (table.refs.shape[0], k_pages.shape[1], D), k_pages.dtype, table.refs.device
+    if coded:
+        need_pages(k_pages, v_pages, key_scales, value_scales, D, pages[0])
+        need_parts(device, ("k_pages", k_pages, torch.int8, pages))
+        need_parts(device, ("v_pages", v_pages, v_pages.dtype, tuple(v_pages.shape)))
+        need_device(table.refs, key_scales=key_scales, value_scales=value_scales)
+        need_float("keys", keys, 4, "[B, Hkv, S, D]")
+        dtype = keys.dtype
+    else:
+        need_parts(device, ("k_pages", k_pages, dtype, pages), ("v_pages", v_pages, dtype, pages))
+    need_parts(device, ("keys", keys, dtype, (B, Hkv, S, D)), ("values", values, dtype, (B, Hkv, S, D)))
     if shift is not None or begin is not None:
         need_int32("shift", shift, (R,))
         need_int32("begin", begin, (R,))
@@ -68,6 +76,8 @@ def paged_step_(
     scale: float | None = None,
     softcap: float | None = None,
     sink_logits: Tensor | None = None,
+    key_scales: Tensor | None = None,
+    value_scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Rotates a few new tokens of every sequence, appends them to its rows in place, and attends from them.
 
@@ -76,8 +86,10 @@ def paged_step_(
     shift and on, lengths of before the call; shift: int32 [R], None = 0; that of a sequence's first row counts. cos,
     sin: float32 [T, rotary_dim/2], indexed by position; None = nothing is rotated. begin: int32 [R]: a query sees a
     row's keys from there on, up to its own token; None = 0. scale, softcap, sink_logits: as in decode.
-    Returns (out [B, Hq, S, D] in the queries' dtype, lse float32 [B, Hq, S]): the bits of rope, append_tokens_ and
-    decode(causal=True) in turn. Waits for nothing on CUDA.
+    key_scales, value_scales: as in decode, changed in place too: k_pages and v_pages hold codes, and the rotated keys and
+    the values, then of any one dtype, are quantised before they are appended.
+    Returns (out [B, Hq, S, D] in the queries' dtype, lse float32 [B, Hq, S]): the bits of rope, quantize, append_tokens_
+    and decode(causal=True) in turn. Waits for nothing on CUDA.
     Raises ValueError for wrong shapes, dtypes or devices; RuntimeError if the free list is too short, a row outgrows
     its line of the table or names a page that does not exist, or a position or begin is out of range (nothing is
     changed then; on CUDA free_count[1] grows where pages or columns run out or a page does not exist, and a position
@@ -89,12 +101,13 @@ def paged_step_(
         NO_GRADIENT, (queries, keys, values), native.paged_step_, dense_last(queries), dense_last(keys),
         dense_last(values), k_pages, v_pages, *table, dense(shift), dense(begin), dense(cos),
         dense(sin), need_scale(scale, D), need_sink_logits(sink_logits, Hq, queries), need_softcap(softcap),
+        key_scales, value_scales,
     )  # fmt: skip
 
 
-def need_step(queries: Tensor, k_pages: Tensor, table: PageTable) -> None:
-    """Queries that the rows of a table belong to, and pages of floats whose size is a power of two."""
-    if not isinstance(k_pages, Tensor) or k_pages.ndim != 3 or k_pages.dtype not in FLOATS:
+def need_step(queries: Tensor, k_pages: Tensor, table: PageTable, coded: bool = False) -> None:
+    """Queries that the rows of a table belong to, and pages of floats, or of codes, whose size is a power of two."""
+    if not isinstance(k_pages, Tensor) or k_pages.ndim != 3 or not (coded or k_pages.dtype in FLOATS):
         need_float("k_pages", k_pages, 3, "[pages, P, D]")
     P = k_pages.shape[1]
     if P < 1 or P & (P - 1):

@@ -200,7 +200,7 @@ static void test_decode_case(const decode_case *c) {
         kvc_decode_args args = {
             .out = room(bytes), .lse = room(4 * queries),
             .q = {q_array, c->q_dtype, c->Hq * c->S * c->D, c->S * c->D, c->D},
-            .k_pages = k_array, .v_pages = v_array, .cache_dtype = c->cache_dtype,
+            .rows = {k_array, v_array, NULL, NULL, (kvc_format)c->cache_dtype},
             .block_table = c->paged ? table : NULL, .begin = begin, .end = end, .B = c->B, .Hq = c->Hq, .Hkv = c->Hkv,
             .S = c->S, .D = c->D, .P = c->P, .pages = pages, .blocks = c->blocks, .scale = scale, .causal = c->causal,
             .sinks = c->sinks, .softcap = c->softcap, .sink_logits = c->has_sinks ? sink_logits : NULL};
@@ -260,8 +260,8 @@ static void test_decode_case(const decode_case *c) {
         CHECK(kvc_decode(&bad, NULL) == KVC_BAD_SIZE);
         bad = args, bad.scratch = NULL;
         CHECK(kvc_decode(&bad, NULL) == KVC_NULL_POINTER);
-        bad = args, bad.cache_dtype = (kvc_dtype)4;
-        CHECK(kvc_decode(&bad, NULL) == KVC_BAD_DTYPE);
+        bad = args, bad.rows.format = (kvc_format)5;
+        CHECK(kvc_decode(&bad, NULL) == KVC_BAD_FORMAT);
         bad = args, bad.Hq = c->Hq * c->Hkv + 1, bad.Hkv = 2;
         CHECK(c->Hkv % 2 || kvc_decode(&bad, NULL) == KVC_BAD_SIZE);
         for (int64_t i = 0; i < bytes; i++) CHECK(((const unsigned char *)args.out)[i] == 0x77);
@@ -293,7 +293,7 @@ void test_decode(void) {
     test_case = "decode of NaN";
     float q[2] = {1, 1}, k[2] = {NAN, 0}, v[2] = {1, 2}, out[2], lse[2];
     const int32_t begin[2] = {0, 0}, end[2] = {1, 1};
-    kvc_decode_args args = {.out = out, .lse = lse, .q = {q, KVC_F32, 1, 1, 1}, .k_pages = k, .v_pages = v,
+    kvc_decode_args args = {.out = out, .lse = lse, .q = {q, KVC_F32, 1, 1, 1}, .rows = {k, v, NULL, NULL, KVC_FORMAT_F32},
                             .begin = begin, .end = end, .B = 2, .Hq = 1, .Hkv = 1,
                             .S = 1, .D = 1, .P = 1, .pages = 2, .scale = 1};
     args.scratch = room(kvc_decode_scratch_bytes(&args));

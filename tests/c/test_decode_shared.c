@@ -46,8 +46,8 @@ static void test_probabilities_case(const shared_case *c) {
         const int64_t bytes = heads * columns * 4;
         kvc_decode_args args = {
             .out = room(heads * c->D * kvc_dtype_bytes(c->dtype)), .lse = room(4 * heads),
-            .q = {q_array, c->dtype, c->Hq * c->D, c->D, c->D}, .k_pages = k_array, .v_pages = v_array,
-            .cache_dtype = c->cache_dtype, .block_table = rows.table, .begin = rows.begin, .end = rows.end, .B = c->B,
+            .q = {q_array, c->dtype, c->Hq * c->D, c->D, c->D}, .rows = {k_array, v_array, NULL, NULL, (kvc_format)c->cache_dtype},
+            .block_table = rows.table, .begin = rows.begin, .end = rows.end, .B = c->B,
             .Hq = c->Hq, .Hkv = c->Hkv, .S = 1, .D = c->D, .P = c->P, .pages = rows.pages, .blocks = c->blocks,
             .scale = scale, .probabilities = room(bytes), .columns = columns};
         args.scratch = room(kvc_decode_scratch_bytes(&args));
@@ -239,7 +239,7 @@ void test_decode_shared(void) {
     test_case = "probabilities of logits of -inf";
     float q = 1, k[2] = {-INFINITY, -INFINITY}, v[2] = {1, 2}, out, lse, probabilities[2] = {7, 7};
     const int32_t end = 2;
-    kvc_decode_args args = {.out = &out, .lse = &lse, .q = {&q, KVC_F32, 1, 1, 1}, .k_pages = k, .v_pages = v,
+    kvc_decode_args args = {.out = &out, .lse = &lse, .q = {&q, KVC_F32, 1, 1, 1}, .rows = {k, v, NULL, NULL, KVC_FORMAT_F32},
                             .end = &end, .B = 1, .Hq = 1, .Hkv = 1, .S = 1, .D = 1, .P = 2, .pages = 1, .scale = 1,
                             .probabilities = probabilities, .columns = 2};
     args.scratch = room(kvc_decode_scratch_bytes(&args));

@@ -82,7 +82,7 @@ const kvc_parallel_for runners[RUNNERS] = {NULL, backwards, in_threes, threaded}
 
 static void test_status(void) {
     test_case = "status";
-    for (int i = 0; i <= KVC_POOL_FULL + 1; i++) CHECK(strlen(kvc_status_message((kvc_status)i)) > 5);
+    for (int i = 0; i <= KVC_BAD_FORMAT + 1; i++) CHECK(strlen(kvc_status_message((kvc_status)i)) > 5);
     CHECK(kvc_dtype_bytes(KVC_F32) == 4 && kvc_dtype_bytes(KVC_F16) == 2 && kvc_dtype_bytes((kvc_dtype)9) == 0);
     const char *before = kvc_simd_name();
     CHECK(kvc_simd_select("none") == KVC_BAD_SIMD && kvc_simd_name() == before);

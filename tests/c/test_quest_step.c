@@ -45,7 +45,7 @@ static kvc_view view_of(float *data, int64_t heads) {
 static kvc_quest_step_args quest_args(void) {
     return (kvc_quest_step_args){
         .step = {.out = now.out, .lse = now.lse, .q = view_of(q, HQ), .k = view_of(k, HKV), .v = view_of(v, HKV),
-                 .k_pages = now.k_pages, .v_pages = now.v_pages,
+                 .rows = {now.k_pages, now.v_pages, NULL, NULL, KVC_FORMAT_F32},
                  .table = {now.block_table, now.lengths, now.refs, now.free_pages, now.free_count, R, BLOCKS, P, PAGES},
                  .cos = cosines, .sin = sines, .B = B, .Hq = HQ, .Hkv = HKV, .S = 1, .D = D, .rotary_dim = 2,
                  .table_rows = LONG + 1, .scale = 0.5f},

@@ -43,8 +43,8 @@ static kvc_view view_of(float *data, int64_t heads) {
 
 static kvc_decode_args decode_of(kvc_view queries, const int32_t *first) {
     return (kvc_decode_args){
-        .out = now.out, .lse = now.lse, .q = queries, .k_pages = now.k_pages, .v_pages = now.v_pages,
-        .cache_dtype = KVC_F32, .block_table = now.block_table, .begin = first, .end = now.lengths, .B = B, .Hq = HQ,
+        .out = now.out, .lse = now.lse, .q = queries,
+        .rows = {now.k_pages, now.v_pages, NULL, NULL, KVC_FORMAT_F32}, .block_table = now.block_table, .begin = first, .end = now.lengths, .B = B, .Hq = HQ,
         .Hkv = HKV, .S = 1, .D = D, .P = P, .pages = PAGES, .blocks = BLOCKS, .scale = 0.5f, .causal = 1,
     };
 }
@@ -68,7 +68,7 @@ static kvc_status turn(float *to, float *from, int64_t heads, const int32_t *pos
 static kvc_paged_step_args paged_args(void) {
     return (kvc_paged_step_args){
         .out = now.out, .lse = now.lse, .q = view_of(q, HQ), .k = view_of(k, HKV), .v = view_of(v, HKV),
-        .k_pages = now.k_pages, .v_pages = now.v_pages, .table = table_of(), .shift = shift, .begin = begin,
+        .rows = {now.k_pages, now.v_pages, NULL, NULL, KVC_FORMAT_F32}, .table = table_of(), .shift = shift, .begin = begin,
         .cos = cosines, .sin = sines, .B = B, .Hq = HQ, .Hkv = HKV, .S = 1, .D = D, .rotary_dim = ROTARY,
         .table_rows = POSITIONS, .scale = 0.5f,
     };
@@ -147,8 +147,8 @@ static void test_paged_refusals(void) {
     PAGED_REFUSES(KVC_NULL_POINTER, args.q.data = NULL);
     PAGED_REFUSES(KVC_NULL_POINTER, args.k.data = NULL);
     PAGED_REFUSES(KVC_NULL_POINTER, args.v.data = NULL);
-    PAGED_REFUSES(KVC_NULL_POINTER, args.k_pages = NULL);
-    PAGED_REFUSES(KVC_NULL_POINTER, args.v_pages = NULL);
+    PAGED_REFUSES(KVC_NULL_POINTER, args.rows.keys = NULL);
+    PAGED_REFUSES(KVC_NULL_POINTER, args.rows.values = NULL);
     PAGED_REFUSES(KVC_NULL_POINTER, args.cos = NULL);
     PAGED_REFUSES(KVC_NULL_POINTER, args.sin = NULL);
     PAGED_REFUSES(KVC_NULL_POINTER, args.table.block_table = NULL);

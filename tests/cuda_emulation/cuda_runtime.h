@@ -135,6 +135,7 @@ cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, Kernel*, 
 inline const char* cudaGetErrorString(cudaError_t error) {
     return error == cudaErrorInvalidValue           ? "invalid argument"
            : error == cudaErrorInvalidConfiguration ? "invalid configuration argument"
+           : error == cudaErrorNotSupported         ? "operation not supported"
            : error == cudaErrorInsufficientDriver   ? "CUDA driver version is insufficient for CUDA runtime version"
                                                     : "unspecified launch failure";
 }

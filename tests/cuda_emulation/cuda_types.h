@@ -30,6 +30,7 @@ enum cudaError_t {
     cudaErrorInvalidValue = 1,
     cudaErrorInvalidConfiguration = 9,
     cudaErrorInsufficientDriver = 35,
+    cudaErrorNotSupported = 801,
     cudaErrorLaunchFailure = 719,
     cudaErrorUnknown = 999
 };

@@ -62,6 +62,11 @@ struct array {
     float* floats() const { return reinterpret_cast<float*>(bytes.get()); }
 };
 
+// Rows of numbers.
+inline kvc_rows rows_of(const array& k, const array& v, kvc_dtype dtype) {
+    return {k.bytes.get(), v.bytes.get(), nullptr, nullptr, static_cast<kvc_format>(dtype)};
+}
+
 // Gates of B*H rows of T: decisions of both kinds, weights above 0.
 struct dmc_gates {
     array alpha, omega;

@@ -158,7 +158,7 @@ void run_decode(int64_t D, int64_t Hq, int64_t P, kvc_dtype dtype, bool paged) {
     array q(B, Hq, S, D, dtype), k(pages * P * D, dtype), v(pages * P * D, dtype), out(B * Hq * S * D, dtype),
         lse(B * Hq * S, KVC_F32), sinks(Hq, KVC_F32);
     const std::vector<int32_t> table = {2, 0, 1, 3}, begin = {-2, 1}, end = {static_cast<int32_t>(2 * P), 1000000};
-    kvc_decode_args args = {out.bytes.get(), lse.floats(), q.view(), k.bytes.get(), v.bytes.get(), dtype,
+    kvc_decode_args args = {out.bytes.get(), lse.floats(), q.view(), rows_of(k, v, dtype),
                             paged ? table.data() : nullptr, begin.data(), end.data(), nullptr, B, Hq, Hkv, S, D, P,
                             pages, blocks, 0.2f, 1, nullptr, 0, 0, nullptr, 0, P, 2.0f, sinks.floats()};
     const size_t bytes = static_cast<size_t>(kvc_cuda_decode_scratch_bytes(&args));
@@ -185,7 +185,7 @@ void run_long_decode(int64_t Hq, int64_t S, kvc_dtype dtype) {
     array q(B, Hq, S, D, dtype), k(Hkv * T * D, dtype), v(Hkv * T * D, dtype), out(B * Hq * S * D, dtype),
         lse(B * Hq * S, KVC_F32);
     const std::vector<int32_t> begin = {700, 90}, end = {static_cast<int32_t>(T), 100};
-    kvc_decode_args args = {out.bytes.get(), lse.floats(), q.view(), k.bytes.get(), v.bytes.get(), dtype, nullptr,
+    kvc_decode_args args = {out.bytes.get(), lse.floats(), q.view(), rows_of(k, v, dtype), nullptr,
                             begin.data(), end.data(), nullptr, B, Hq, Hkv, S, D, T, Hkv, 1, 0.2f, 1, nullptr, 0, 0,
                             nullptr, 0, 600, 0.0f, nullptr};
     const size_t bytes = static_cast<size_t>(kvc_cuda_decode_scratch_bytes(&args));
@@ -204,7 +204,7 @@ void run_decode_shared(int64_t G, int64_t D, int64_t P, kvc_dtype dtype, int64_t
     std::vector<int32_t> table;
     for (int64_t i = 0; i < B * Hkv * blocks; i++) table.push_back(static_cast<int32_t>(i % 5) - 1);
     const std::vector<int32_t> begin = {-2, 1, 300, 70}, end = {1000000, 320, 300, 72};
-    kvc_decode_args decode = {out.bytes.get(), lse.floats(), q.view(), k.bytes.get(), v.bytes.get(), dtype,
+    kvc_decode_args decode = {out.bytes.get(), lse.floats(), q.view(), rows_of(k, v, dtype),
                               table.data(), begin.data(), end.data(), nullptr, B, Hq, Hkv, 1, D, P, pages, blocks, 0.2f,
                               1, nullptr, 0, 0, shares.floats(), columns, 0, 0.0f, nullptr};
     const size_t bytes = static_cast<size_t>(kvc_cuda_decode_scratch_bytes(&decode));

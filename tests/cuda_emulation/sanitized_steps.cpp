@@ -44,8 +44,8 @@ void run_paged_step(int64_t B, int64_t Hkv, int64_t S, int64_t D, kvc_dtype dtyp
         lse(B * Hq * S, KVC_F32), cos(POSITIONS * ROTARY / 2, KVC_F32), sin(POSITIONS * ROTARY / 2, KVC_F32);
     const std::vector<int32_t> shift(static_cast<size_t>(R), 1), begin(static_cast<size_t>(R), 1);
     pool full(R, 2 * R, D, dtype), empty(R, R - 1, D, dtype), before(R, R - 1, D, dtype);
-    kvc_paged_step_args args = {out.bytes.get(), lse.floats(), q.view(), k.view(), v.view(), full.k.bytes.get(),
-                                full.v.bytes.get(), full.view(), shift.data(), begin.data(), cos.floats(), sin.floats(),
+    kvc_paged_step_args args = {out.bytes.get(), lse.floats(), q.view(), k.view(), v.view(),
+                                rows_of(full.k, full.v, dtype), full.view(), shift.data(), begin.data(), cos.floats(), sin.floats(),
                                 nullptr, B, Hq, Hkv, S, D, ROTARY, POSITIONS, 0.3f, 0.0f, nullptr};
     const scratch_memory scratch = scratch_of(kvc_cuda_paged_step_scratch_bytes(&args));
     args.scratch = scratch.get();
@@ -55,14 +55,14 @@ void run_paged_step(int64_t B, int64_t Hkv, int64_t S, int64_t D, kvc_dtype dtyp
     for (int i = 0; i < 3; i++) expect(kvc_cuda_paged_step(&args, nullptr), "paged_step until full", D);
     expect_true(full.free_count[1] > 0 || S == 1, "paged_step past the table", D);
     kvc_paged_step_args short_of = args;
-    short_of.table = empty.view(), short_of.k_pages = empty.k.bytes.get(), short_of.v_pages = empty.v.bytes.get();
+    short_of.table = empty.view(), short_of.rows = rows_of(empty.k, empty.v, dtype);
     expect(kvc_cuda_paged_step(&short_of, nullptr), "paged_step without pages", D);
     empty.expect_unchanged(before, "paged_step without pages");
     expect_refused(kvc_cuda_paged_step, args, "paged_step of wrong arguments", [](auto& a) { a.D = 513; },
                    [](auto& a) { a.D = 0; }, [](auto& a) { a.table.R++; }, [](auto& a) { a.table.P = 3; },
                    [](auto& a) { a.rotary_dim = 3; }, [](auto& a) { a.Hq++; }, [](auto& a) { a.scale = NAN; },
                    [](auto& a) { a.softcap = -1.0f; }, [](auto& a) { a.S = -1; }, [](auto& a) { a.out = nullptr; },
-                   [](auto& a) { a.lse = nullptr; }, [](auto& a) { a.k_pages = nullptr; }, [](auto& a) { a.cos = nullptr; },
+                   [](auto& a) { a.lse = nullptr; }, [](auto& a) { a.rows.keys = nullptr; }, [](auto& a) { a.cos = nullptr; },
                    [](auto& a) { a.scratch = nullptr; }, [](auto& a) { a.table.lengths = nullptr; },
                    [](auto& a) { a.v.dtype = a.k.dtype == KVC_F32 ? KVC_F16 : KVC_F32; });
     args.S = 0;
@@ -86,7 +86,7 @@ void run_quest_step(int64_t B, int64_t Hkv, int64_t G, int64_t D, int64_t pages_
         refs[static_cast<size_t>(R * held + r)] = 0;
     }
     kvc_quest_step_args args = {};
-    args.step = {out.bytes.get(), lse.floats(), q.view(), k.view(), v.view(), k_pages.bytes.get(), v_pages.bytes.get(),
+    args.step = {out.bytes.get(), lse.floats(), q.view(), k.view(), v.view(), rows_of(k_pages, v_pages, dtype),
                  {table.data(), lengths.data(), refs.data(), free_pages.data(), free_count.data(), R, blocks, P, pages},
                  nullptr, nullptr, cos.floats(), sin.floats(), nullptr, B, Hq, Hkv, 1, D, ROTARY, length + 2, 0.3f, 0.0f,
                  nullptr};

@@ -11,6 +11,7 @@ from .pages import append_tokens_, compact_pages_, truncate_rows_
 from .planner import divide_memory, plan
 from .pod_attention import pod_attention
 from .pod_step import pod_step_
+from .quantize import dequantize, quantize
 from .quest_step import quest_step_
 from .replay import replay_scores
 from .ring_step import ring_step_
@@ -25,6 +26,7 @@ __all__ = [
     "compact_pages_",
     "decode",
     "decode_shared",
+    "dequantize",
     "divide_memory",
     "dmc_accumulate",
     "dmc_append_",
@@ -38,6 +40,7 @@ __all__ = [
     "plan",
     "pod_attention",
     "pod_step_",
+    "quantize",
     "quest_step_",
     "replay_scores",
     "ring_step_",

@@ -69,6 +69,10 @@ kvc_dtype any_dtype(void) {
     return once_in(40) ? (kvc_dtype)between(3, 200) : (kvc_dtype)between(0, 2);
 }
 
+kvc_format any_format(void) {
+    return once_in(40) ? (kvc_format)between(5, 200) : (kvc_format)between(0, 4);
+}
+
 static uint64_t random_bits(void) {
     input.state ^= input.state << 13, input.state ^= input.state >> 7, input.state ^= input.state << 17;
     return input.state * 0x2545f4914f6cdd1du;
@@ -120,6 +124,26 @@ float *floats(int64_t count, int writable) {
     float *data = new_array(count, 4, writable);
     for (int64_t i = 0; i < count; i++) data[i] = is_odd() ? odd_float() : even_float();
     return data;
+}
+
+void *codes(int64_t bytes, int writable) {
+    uint8_t *data = new_array(bytes, 1, writable);
+    for (int64_t i = 0; i < bytes; i++) data[i] = (uint8_t)(random_bits() >> 30);
+    return data;
+}
+
+kvc_rows stored(kvc_format format, int64_t pages, int64_t value_pages, int64_t slots, int64_t D, int writable) {
+    kvc_rows rows = {.format = format};
+    if (format != KVC_FORMAT_INT8 && format != KVC_FORMAT_K8V4) {
+        rows.keys = elements(pages * slots * D, (kvc_dtype)format, writable);
+        rows.values = elements(value_pages * slots * D, (kvc_dtype)format, writable);
+        return rows;
+    }
+    rows.keys = codes(pages * slots * kvc_key_bytes(format, D), writable);
+    rows.values = codes(value_pages * slots * kvc_value_bytes(format, D), writable);
+    rows.key_scales = elements(pages * slots, KVC_F16, writable);
+    rows.value_scales = elements(value_pages * slots, KVC_F16, writable);
+    return rows;
 }
 
 float *positive(int64_t count) {
@@ -271,7 +295,7 @@ void damage(void) {
 }
 
 void finish(kvc_status status, int changes_nothing) {
-    if (status < KVC_OK || status > KVC_POOL_FULL) stop("a status that there is not");
+    if (status < KVC_OK || status > KVC_BAD_FORMAT) stop("a status that there is not");
     for (int i = 0; i < array_count; i++) {
         const int same = !arrays[i].before || memcmp(arrays[i].before, arrays[i].data, arrays[i].bytes) == 0;
         if (!same && !arrays[i].writable) stop("an array that is only read has changed");

@@ -17,6 +17,7 @@ int64_t any_number(void);
 float any_float(void);
 
 kvc_dtype any_dtype(void);
+kvc_format any_format(void);
 
 /* Arrays of one call; those that are not writable must come back as they were. Contents: what the kernel takes, with
  * NaN, infinities and integers out of range among it where the input says so. */
@@ -24,6 +25,9 @@ enum { READ = 0, WRITE = 1 };
 void *elements(int64_t count, kvc_dtype dtype, int writable);
 float *floats(int64_t count, int writable);
 float *positive(int64_t count);
+void *codes(int64_t bytes, int writable);
+/* Pages of keys and values, so many each, of `slots` slots. */
+kvc_rows stored(kvc_format format, int64_t pages, int64_t value_pages, int64_t slots, int64_t D, int writable);
 int32_t *integers(int64_t count, int64_t least, int64_t most, int writable);
 int64_t *sizes(int64_t count, int64_t least, int64_t most, int writable);
 uint8_t *flags(int64_t count, int writable);

@@ -121,15 +121,13 @@ static void decode(void) {
     const int64_t longest = between(0, once_in(4) ? 700 : 40), columns = once_in(3) ? between(0, 50) : longest;
     const paged_rows rows = rows_of(R, longest);
     const int64_t P = rows.P > 0 ? rows.P : 1;
-    const kvc_dtype type = any_dtype();
     const int contiguous = once_in(4), values = once_in(4), wanted = S == 1 && once_in(3);
     const int64_t value_blocks = rows.blocks + between(0, 1), value_pages = rows.pages + between(0, 2);
     const int64_t held = contiguous ? R + between(0, 1) : rows.pages, slot_count = contiguous ? longest : P;
     kvc_decode_args args = {
         .lse = floats(B * Hq * S, WRITE), .q = view(B, Hq, S, D, any_dtype(), READ),
-        .k_pages = elements(held * slot_count * D, type, READ),
-        .v_pages = elements((values && !contiguous ? value_pages : held) * slot_count * D, type, READ),
-        .cache_dtype = type, .block_table = contiguous ? NULL : rows.table, .begin = rows.begin, .end = rows.end,
+        .rows = stored(any_format(), held, values && !contiguous ? value_pages : held, slot_count, D, READ),
+        .block_table = contiguous ? NULL : rows.table, .begin = rows.begin, .end = rows.end,
         .B = B, .Hq = Hq, .Hkv = Hkv, .S = S, .D = D, .P = contiguous ? longest : rows.P, .pages = held,
         .blocks = contiguous ? any_number() : rows.blocks, .scale = once_in(10) ? any_float() : 0.25f,
         .causal = (int)between(0, 1),
@@ -140,7 +138,8 @@ static void decode(void) {
         .sink_logits = once_in(3) ? floats(Hq, READ) : NULL,
     };
     args.out = elements(B * Hq * S * D, args.q.dtype, WRITE);
-    POINTER(args.out), POINTER(args.lse), POINTER(args.q.data), POINTER(args.k_pages), POINTER(args.v_pages);
+    POINTER(args.out), POINTER(args.lse), POINTER(args.q.data), POINTER(args.rows.keys), POINTER(args.rows.values);
+    POINTER(args.rows.key_scales), POINTER(args.rows.value_scales);
     POINTER(args.begin), POINTER(args.end), POINTER(args.probabilities), POINTER(args.sink_logits);
     SIZE(args.B), SIZE(args.Hq), SIZE(args.Hkv), SIZE(args.S), SIZE(args.D), SIZE(args.P), SIZE(args.sinks);
     damage();

@@ -269,7 +269,32 @@ static void dmc_accumulate_backward(void) {
     finish(kvc_dmc_accumulate_backward(&args, NULL), 0);
 }
 
+static void quantize(void) {
+    const int64_t B = between(0, 2), H = between(0, 3), T = between(0, 9), D = head_dim();
+    kvc_quantize_args args = {.x = view(B, H, T, D, any_dtype(), READ), .B = B, .H = H, .T = T, .D = D,
+                              .kind = once_in(30) ? (kvc_codes)between(2, 9) : (kvc_codes)between(0, 1)};
+    args.codes = codes(B * H * T * (args.kind == KVC_INT4 ? D / 2 : D), WRITE);
+    args.scales = elements(B * H * T, KVC_F16, WRITE);
+    POINTER(args.codes), POINTER(args.scales), POINTER(args.x.data);
+    SIZE(args.B), SIZE(args.H), SIZE(args.T), SIZE(args.D);
+    damage();
+    finish(kvc_quantize(&args, NULL), 1);
+}
+
+static void dequantize(void) {
+    const int64_t N = between(0, 12), D = head_dim();
+    kvc_dequantize_args args = {.dtype = any_dtype(), .N = N, .D = D,
+                                .kind = once_in(30) ? (kvc_codes)between(2, 9) : (kvc_codes)between(0, 1)};
+    args.x = elements(N * D, args.dtype, WRITE);
+    args.codes = codes(N * (args.kind == KVC_INT4 ? D / 2 : D), READ);
+    args.scales = elements(N, KVC_F16, READ);
+    POINTER(args.x), POINTER(args.codes), POINTER(args.scales);
+    SIZE(args.N), SIZE(args.D);
+    damage();
+    finish(kvc_dequantize(&args, NULL), 1);
+}
+
 const fuzzer plain_fuzzers[] = {
-    rope, window_scores, layer_similarity, select_topk, attention, attention_backward, plan, divide_memory, merge_states,
+    quantize, dequantize, rope, window_scores, layer_similarity, select_topk, attention, attention_backward, plan, divide_memory, merge_states,
     dmc_decisions, dmc_importance, dmc_mask, dmc_accumulate, dmc_accumulate_backward, NULL,
 };

@@ -39,13 +39,14 @@ static void table_fields(kvc_page_table *table) {
 
 static kvc_paged_step_args paged_args(int64_t S, int whole) {
     const layer_sizes n = any_sizes();
+    const kvc_format format = once_in(3) ? any_format() : (kvc_format)n.type;
     const int64_t R = n.B * n.Hkv;
     const kvc_page_table table = any_table(R);
     kvc_paged_step_args args = {
         .out = elements(n.B * n.Hq * S * n.D, n.query_type, WRITE), .lse = floats(n.B * n.Hq * S, WRITE),
         .q = view(n.B, n.Hq, S, n.D, n.query_type, READ), .k = view(n.B, n.Hkv, S, n.D, n.type, READ),
         .v = view(n.B, n.Hkv, S, n.D, once_in(30) ? any_dtype() : n.type, READ),
-        .k_pages = slots(&table, n.D, n.type), .v_pages = slots(&table, n.D, n.type), .table = table,
+        .rows = stored(format, table.pages, table.pages, table.P > 0 ? table.P : 0, n.D, WRITE), .table = table,
         .shift = whole && once_in(2) ? integers(R, 0, 9, READ) : NULL,
         .begin = whole && once_in(2) ? integers(R, 0, 5, READ) : NULL,
         .cos = floats(n.rows * (n.D / 2), READ), .sin = floats(n.rows * (n.D / 2), READ),
@@ -58,7 +59,7 @@ static kvc_paged_step_args paged_args(int64_t S, int whole) {
 
 static void paged_fields(kvc_paged_step_args *args) {
     POINTER(args->out), POINTER(args->lse), POINTER(args->q.data), POINTER(args->k.data), POINTER(args->v.data);
-    POINTER(args->k_pages), POINTER(args->v_pages), POINTER(args->cos), POINTER(args->sin), POINTER(args->shift);
+    POINTER(args->rows.keys), POINTER(args->rows.values), POINTER(args->cos), POINTER(args->sin), POINTER(args->shift);
     table_fields(&args->table);
     SIZE(args->B), SIZE(args->Hq), SIZE(args->Hkv), SIZE(args->S), SIZE(args->D), SIZE(args->rotary_dim);
     SIZE(args->table_rows);

@@ -1,0 +1,42 @@
+/* What keys and values are stored as: what the kernels that read and write codes share. */
+#ifndef KVC_FORMATS_H
+#define KVC_FORMATS_H
+#include "kernel.h"
+
+/* Whether a format is known. */
+static inline int format_known(kvc_format format) {
+    return kvc_key_bytes(format, 1) != 0;
+}
+
+/* Whether it stores codes. */
+static inline int format_of_codes(kvc_format format) {
+    return format == KVC_FORMAT_INT8 || format == KVC_FORMAT_K8V4;
+}
+
+/* Codes of the values of a format that has codes; its keys are KVC_INT8. */
+static inline kvc_codes value_codes(kvc_format format) {
+    return format == KVC_FORMAT_K8V4 ? KVC_INT4 : KVC_INT8;
+}
+
+/* Whether rows have the arrays of their format. */
+static inline int rows_are_there(const kvc_rows *rows) {
+    if (!rows->keys || !rows->values) return 0;
+    return !format_of_codes(rows->format) || (rows->key_scales && rows->value_scales);
+}
+
+/* Bytes of the codes of a vector. */
+static inline int64_t code_bytes(kvc_codes kind, int64_t D) {
+    return kind == KVC_INT4 ? D / 2 : D;
+}
+
+/* codes = x / scale in integers up to 32767, and that scale: 0 (codes 0) for zeros, NaN (codes 0) where x is not finite. */
+static inline float quantize_words(const kvc_simd *simd, int16_t *codes, const float *x, int64_t n) {
+    const float scale = simd->largest(x, n) / 32767.0f;
+    if (scale > 0.0f && isfinite(scale)) {
+        simd->quantize(codes, x, scale, 32767.0f, n);
+        return scale;
+    }
+    for (int64_t i = 0; i < n; i++) codes[i] = 0;
+    return scale == 0.0f ? 0.0f : NAN;
+}
+#endif

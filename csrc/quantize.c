@@ -1,0 +1,95 @@
+/* Vectors as codes and one scale each, and back. */
+#include "formats.h"
+
+#include <string.h>
+
+enum { PIECE = 256 }; /* elements of a vector converted at a time; even */
+
+/* The float16 scale of a vector whose largest element is `most`, in bits and as float; NaN: there is none. */
+static float scale_of(const kvc_simd *simd, float most, float levels, uint16_t *bits) {
+    float scale = most / levels;
+    simd->store[KVC_F16](bits, &scale, 1);
+    simd->load[KVC_F16](&scale, bits, 1);
+    if (scale * levels < most) { /* exact: 11 and 7 bits; the next float16 */
+        *bits = (uint16_t)(*bits + 1);
+        simd->load[KVC_F16](&scale, bits, 1);
+    }
+    if (isfinite(scale)) return scale;
+    *bits = 0x7e00;
+    return NAN;
+}
+
+static void pack(uint8_t *codes, const int16_t *low, const int16_t *high, int64_t n) {
+    for (int64_t i = 0; i < n; i++) codes[i] = (uint8_t)((low[i] & 15) | ((high[i] & 15) << 4));
+}
+
+/* x float32 [D]. */
+static void quantize_vector(const kvc_simd *simd, void *codes, uint16_t *bits, const float *x, int64_t D, kvc_codes kind) {
+    const float levels = kind == KVC_INT4 ? 7.0f : 127.0f, scale = scale_of(simd, simd->largest(x, D), levels, bits);
+    if (!(scale > 0.0f)) {
+        memset(codes, 0, (size_t)code_bytes(kind, D));
+        return;
+    }
+    int16_t words[2][PIECE];
+    const int64_t count = code_bytes(kind, D);
+    for (int64_t i = 0; i < count; i += PIECE) {
+        const int64_t n = min_of(PIECE, count - i);
+        simd->quantize(words[0], x + i, scale, levels, n);
+        if (kind == KVC_INT4) {
+            simd->quantize(words[1], x + count + i, scale, levels, n);
+            pack((uint8_t *)codes + i, words[0], words[1], n);
+        } else {
+            for (int64_t j = 0; j < n; j++) ((int8_t *)codes)[i + j] = (int8_t)words[0][j];
+        }
+    }
+}
+
+static void quantize_range(int64_t begin, int64_t end, void *context) {
+    const kvc_quantize_args *args = context;
+    const kvc_simd *simd = kvc_simd_table();
+    const int64_t D = args->D;
+    float x[KVC_MAX_HEAD_DIM];
+    for (int64_t i = begin; i < end; i++) {
+        simd->load[args->x.dtype](x, view_at(&args->x, i / (args->H * args->T), i / args->T % args->H, i % args->T, 0), D);
+        quantize_vector(simd, (char *)args->codes + i * code_bytes(args->kind, D), (uint16_t *)args->scales + i, x, D,
+                        args->kind);
+    }
+}
+
+static int kind_is_good(kvc_codes kind, int64_t D) {
+    return kind == KVC_INT8 || (kind == KVC_INT4 && D % 2 == 0);
+}
+
+kvc_status kvc_quantize(const kvc_quantize_args *args, kvc_parallel_for parallel_for) {
+    if (!args) return KVC_NULL_POINTER;
+    if (args->B < 0 || args->H < 0 || args->T < 0 || args->D < 1 || args->D > KVC_MAX_HEAD_DIM) return KVC_BAD_SIZE;
+    if (!kind_is_good(args->kind, args->D)) return KVC_BAD_SIZE;
+    if (!dtype_known(args->x.dtype)) return KVC_BAD_DTYPE;
+    const int64_t count = args->B * args->H * args->T;
+    if (!count) return KVC_OK;
+    if (!args->codes || !args->scales || !args->x.data) return KVC_NULL_POINTER;
+    run_parallel(parallel_for, count, grain_of(count, count * args->D), quantize_range, (void *)(uintptr_t)args);
+    return KVC_OK;
+}
+
+static void dequantize_range(int64_t begin, int64_t end, void *context) {
+    const kvc_dequantize_args *args = context;
+    const kvc_simd *simd = kvc_simd_table();
+    const int64_t D = args->D, bytes = code_bytes(args->kind, D);
+    float x[KVC_MAX_HEAD_DIM], scale;
+    for (int64_t i = begin; i < end; i++) {
+        simd->load[KVC_F16](&scale, (const uint16_t *)args->scales + i, 1);
+        simd->dequantize[args->kind](x, (const char *)args->codes + i * bytes, scale, D);
+        simd->store[args->dtype]((char *)args->x + i * D * kvc_dtype_bytes(args->dtype), x, D);
+    }
+}
+
+kvc_status kvc_dequantize(const kvc_dequantize_args *args, kvc_parallel_for parallel_for) {
+    if (!args) return KVC_NULL_POINTER;
+    if (args->N < 0 || args->D < 1 || args->D > KVC_MAX_HEAD_DIM || !kind_is_good(args->kind, args->D)) return KVC_BAD_SIZE;
+    if (!dtype_known(args->dtype)) return KVC_BAD_DTYPE;
+    if (!args->N) return KVC_OK;
+    if (!args->x || !args->codes || !args->scales) return KVC_NULL_POINTER;
+    run_parallel(parallel_for, args->N, grain_of(args->N, args->N * args->D), dequantize_range, (void *)(uintptr_t)args);
+    return KVC_OK;
+}

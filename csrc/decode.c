@@ -210,7 +210,9 @@ static void add_codes(const decode_job *job, int64_t row, int64_t t, int64_t n, 
         for (int64_t done = 0; done < some; done += run) {
             const char *v = page_at(&job->values, row, t + first + done, some - done, &run);
             const int64_t far = first + done + far_of(&job->values, run);
-            const char *next = next_at(far < n ? &job->values : &job->keys, row, t + far, PIECE, bound);
+            /* of the piece's own values what the next call reads, which comes by soon */
+            const char *next = far < n ? next_at(&job->values, row, t + far, KVC_MIXED, bound)
+                                       : next_at(&job->keys, row, t + far, PIECE, bound);
             job->simd->code_mix[kind](products, D, words + done, KVC_MIXED, v, run, count, next);
         }
         for (int64_t i = 0; i < count; i++) job->simd->code_sums(sums + i * D, products + i * D, units[i], D);

@@ -122,7 +122,7 @@ kvc_status kvc_rope(const kvc_rope_args *args, kvc_parallel_for parallel_for);
 /* ---- quantize.c ------------------------------------------------------------------------------------------------- */
 
 /* One scale for each vector x[b,h,t] of D elements, and its codes, with m = 127 (KVC_INT8) or 7 (KVC_INT4):
- *     scale = the least float16 with m*scale >= max_d |x_d| that is not below max_d |x_d| / m rounded to float16
+ *     scale = max_d |x_d| / m rounded to float16, and up where m*scale would not reach max_d |x_d|
  *     code_d = x_d / scale rounded to nearest even, within -m..m; 0 where the scale is 0
  * so that |scale*code_d - x_d| <= scale/2. A vector with a NaN, an infinity or a maximum that no float16 scale reaches
  * (65504*m) gets the scale NaN and codes 0: what reads it becomes NaN, rather than wrong.

@@ -44,7 +44,7 @@ static inline const char *next_at(const page_rows *of, int64_t row, int64_t t, i
     if (t >= end) return NULL;
     const int64_t slot = slot_of(of, row, t, min_of(most, end - t), &run);
     const char *next = (const char *)of->pages + slot * of->bytes;
-    if (of->scales) __builtin_prefetch(of->scales + slot);
+    for (int64_t i = 0; of->scales && i < run; i += 32) __builtin_prefetch(of->scales + slot + i); /* of a line each */
     for (int64_t i = 0; i < run * of->bytes; i += MEMORY_PAGE) __builtin_prefetch(next + i);
     return next;
 }

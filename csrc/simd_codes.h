@@ -33,18 +33,22 @@ CODES_INLINE void CODES(code_dots_block)(int32_t *c, int64_t ldc, const int16_t 
         }
     }
     if (d < D) {
+        ivec query[VEC_WIDTH]; /* unrolled too: the sums stay in registers */
+#pragma GCC unroll 4
+        for (int i = 0; i < queries; i++) query[i] = ivec_words(q + i * D + d, D - d);
+#pragma GCC unroll 16
         for (int j = 0; j < width; j++) {
             const ivec key = ivec_bytes(row[j] + d, D - d);
-            for (int i = 0; i < queries; i++) {
-                sums[i * width + j] = CODES_MADD(sums[i * width + j], ivec_words(q + i * D + d, D - d), key);
-            }
+#pragma GCC unroll 4
+            for (int i = 0; i < queries; i++) sums[i * width + j] = CODES_MADD(sums[i * width + j], query[i], key);
         }
     }
     int32_t total[VEC_WIDTH];
     ivec_store(total, ivec_sums(sums));
 #pragma GCC unroll 4
     for (int i = 0; i < queries; i++) {
-        for (int j = 0; j < width && j < keys; j++) c[i * ldc + j] = total[i * width + j];
+        if (keys >= width) memcpy(c + i * ldc, total + i * width, (size_t)width * sizeof *c);
+        else for (int j = 0; j < keys; j++) c[i * ldc + j] = total[i * width + j];
     }
 }
 
@@ -82,15 +86,13 @@ CODES_INLINE void CODES(code_mix_block)(int32_t *y, int64_t D, const int16_t *w,
 #pragma GCC unroll 4
         for (int j = 0; j < 2 * halves; j++) sums[i][j] = ivec_zero();
     }
-    if (ahead) ahead += d;
+    /* a line of two values takes two blocks: each asks for that of one of them, so that memory is asked evenly */
+    if (ahead) ahead += d / LINE * LINE + (d % LINE ? step : 0);
     for (int64_t t = 0; t < keys; t += 2) {
         const int two = t + 1 < keys;
         const char *at = v + t * step + d;
         ivec codes[2][2], pair[4];
-        if (ahead && d % LINE == 0) { /* lines of some values are asked for a little late where they begin anywhere */
-            __builtin_prefetch(ahead + t * step, 0, 2);
-            __builtin_prefetch(ahead + (t + 1) * step, 0, 2);
-        }
+        if (ahead) __builtin_prefetch(ahead + t * step, 0, 2);
         codes[0][0] = ivec_bytes(at, count);
         codes[1][0] = two ? ivec_bytes(at + step, count) : ivec_zero();
         if (kind == KVC_INT4) {

@@ -86,10 +86,10 @@ def paged_step_(
     shift and on, lengths of before the call; shift: int32 [R], None = 0; that of a sequence's first row counts. cos,
     sin: float32 [T, rotary_dim/2], indexed by position; None = nothing is rotated. begin: int32 [R]: a query sees a
     row's keys from there on, up to its own token; None = 0. scale, softcap, sink_logits: as in decode.
-    key_scales, value_scales: as in decode, changed in place too: k_pages and v_pages hold codes, and the rotated keys and
-    the values, then of any one dtype, are quantised before they are appended.
-    Returns (out [B, Hq, S, D] in the queries' dtype, lse float32 [B, Hq, S]): the bits of rope, quantize, append_tokens_
-    and decode(causal=True) in turn. Waits for nothing on CUDA.
+    key_scales, value_scales: as in decode, changed in place too: k_pages and v_pages hold codes, and the rotated keys
+    and the values, then of any one dtype, are quantised before they are appended.
+    Returns (out [B, Hq, S, D] in the queries' dtype, lse float32 [B, Hq, S]): the bits of rope, quantize,
+    append_tokens_ and decode(causal=True) in turn. Waits for nothing on CUDA.
     Raises ValueError for wrong shapes, dtypes or devices; RuntimeError if the free list is too short, a row outgrows
     its line of the table or names a page that does not exist, or a position or begin is out of range (nothing is
     changed then; on CUDA free_count[1] grows where pages or columns run out or a page does not exist, and a position

@@ -17,12 +17,12 @@ NO_GRADIENT = "{} has no gradient: codes are what caches store"
 def quantize(x: Tensor, format: str) -> tuple[Tensor, Tensor]:
     """Vectors as codes and one scale each: x is near scale * code, within scale / 2.
 
-    x: float32, bfloat16 or float16 [..., D], D 1..512, even for int4. format: "int8", codes -127..127, or "int4", codes
-    -7..7: byte i < D/2 holds code i in its low half and code i + D/2 in its high half, both in two's complement.
-    Returns (codes, scales): int8 [..., D] or uint8 [..., D/2], and float16 [...]: the largest |x| over 127 or 7, rounded
-    up where rounding down would leave it out of reach; 0 for zeros. A vector with a NaN, an infinity or a number that no
-    float16 scale reaches (above 65504 * 127 or * 7) has the scale NaN and codes 0. Raises ValueError for wrong dtypes,
-    formats and sizes, NotImplementedError if a backward pass comes here.
+    x: float32, bfloat16 or float16 [..., D], D 1..512, even for int4. format: "int8", codes -127..127, or "int4",
+    codes -7..7: byte i < D/2 holds code i in its low half and code i + D/2 in its high half, in two's complement.
+    Returns (codes, scales): int8 [..., D] or uint8 [..., D/2], and float16 [...]: the largest |x| over 127 or 7,
+    rounded up where rounding down would leave it out of reach; 0 for zeros. A vector with a NaN, an infinity or a
+    number that no float16 scale reaches (above 65504 * 127 or * 7) has the scale NaN and codes 0. Raises ValueError
+    for wrong dtypes, formats and sizes, NotImplementedError if a backward pass comes here.
     """
     bits, _ = _codes_of(format)
     need_tensors(x=x)
@@ -71,8 +71,9 @@ def need_pages(
     k_pages: Tensor, v_pages: Tensor, key_scales: Tensor | None, value_scales: Tensor | None, head_dim: int,
     value_pages: int,
 ) -> None:  # fmt: skip
-    """Pages of keys [pages, P, head_dim] and of values of one format: numbers of one dtype, or codes with their scales."""
+    """Pages of keys [pages, P, head_dim] and of values, of one format: numbers of one dtype, or codes and scales."""
     need_tensors(k_pages=k_pages, v_pages=v_pages)
+    kinds: tuple[torch.dtype, ...]
     if key_scales is None and value_scales is None:
         need_float("k_pages", k_pages, 3, "[pages, P, D]")
         kinds, width = (k_pages.dtype,), head_dim

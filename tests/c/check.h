@@ -50,5 +50,6 @@ void test_dmc(void);
 void test_step(void);
 void test_quest_step(void);
 void test_similarity(void);
+void test_codes(void);
 void test_fuzzed(void);
 #endif

@@ -301,6 +301,7 @@ int main(void) {
         test_step();
         test_quest_step();
         test_similarity();
+        test_codes();
         test_fuzzed();
         printf("%s: %s\n", tables[i], failures ? "failed" : "passed");
     }

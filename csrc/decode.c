@@ -247,6 +247,7 @@ static void attend_codes(const decode_job *job, int64_t row, int64_t t, int64_t 
     }
     memset(sums, 0, (size_t)(count * D) * sizeof(float));
     add_codes(job, row, t, n, weights, count, sums);
+    for (int64_t i = 0; value_codes(args->rows.format) == KVC_INT4 && i < count; i++) kvc_turn(sums + i * D, D);
 }
 
 /* ---- many queries ---- */
@@ -269,6 +270,7 @@ static const float *gather(const decode_job *job, const page_rows *of, kvc_codes
         job->simd->load[KVC_F16](scales, of->scales + slot, run);
         for (int64_t j = 0; j < run; j++) {
             job->simd->dequantize[kind](rows + (done + j) * D, src + j * of->bytes, scales[j], D);
+            if (kind == KVC_INT4) kvc_turn(rows + (done + j) * D, D);
         }
     }
     return rows;

@@ -29,6 +29,23 @@ static inline int64_t code_bytes(kvc_codes kind, int64_t D) {
     return kind == KVC_INT4 ? D / 2 : D;
 }
 
+/* Turns a vector as it is before it becomes KVC_INT4: by an orthogonal matrix of equal sizes (Hadamard's), its own inverse,
+ * in blocks of the largest power of two that divides D. No element is then much larger than the others, as 15 levels want. */
+static inline void kvc_turn(float *x, int64_t D) {
+    const int64_t block = D & -D;
+    for (int64_t half = 1; half < block; half *= 2) {
+        for (int64_t first = 0; first < D; first += 2 * half) {
+            for (int64_t i = first; i < first + half; i++) {
+                const float a = x[i], b = x[i + half];
+                x[i] = a + b;
+                x[i + half] = a - b;
+            }
+        }
+    }
+    const float factor = 1.0f / sqrtf((float)block);
+    for (int64_t d = 0; d < D; d++) x[d] *= factor;
+}
+
 /* codes = x / scale in integers up to 32767, and that scale: 0 (codes 0) for zeros, NaN (codes 0) where x is not finite. */
 static inline float quantize_words(const kvc_simd *simd, int16_t *codes, const float *x, int64_t n) {
     const float scale = simd->largest(x, n) / 32767.0f;

@@ -124,7 +124,8 @@ kvc_status kvc_rope(const kvc_rope_args *args, kvc_parallel_for parallel_for);
 /* One scale for each vector x[b,h,t] of D elements, and its codes, with m = 127 (KVC_INT8) or 7 (KVC_INT4):
  *     scale = max_d |x_d| / m rounded to float16, and up where m*scale would not reach max_d |x_d|
  *     code_d = x_d / scale rounded to nearest even, within -m..m; 0 where the scale is 0
- * so that |scale*code_d - x_d| <= scale/2. A vector with a NaN, an infinity or a maximum that no float16 scale reaches
+ * so that |scale*code_d - x_d| <= scale/2. For KVC_INT4 x is turned first, by Hadamard's matrix over the root of its size, in
+ * blocks of the largest power of two that divides D, and what codes stand for is turned back (it is its own inverse). A vector with a NaN, an infinity or a maximum that no float16 scale reaches
  * (65504*m) gets the scale NaN and codes 0: what reads it becomes NaN, rather than wrong.
  * x [B, H, T, D] any dtype and strides; codes [B, H, T, bytes of D codes] contiguous, scales float16 [B, H, T] contiguous.
  * The same bits from every table of inner loops. KVC_BAD_SIZE for D < 1 or D > KVC_MAX_HEAD_DIM, odd with KVC_INT4.

@@ -51,6 +51,7 @@ static void quantize_range(int64_t begin, int64_t end, void *context) {
     float x[KVC_MAX_HEAD_DIM];
     for (int64_t i = begin; i < end; i++) {
         simd->load[args->x.dtype](x, view_at(&args->x, i / (args->H * args->T), i / args->T % args->H, i % args->T, 0), D);
+        if (args->kind == KVC_INT4) kvc_turn(x, D);
         quantize_vector(simd, (char *)args->codes + i * code_bytes(args->kind, D), (uint16_t *)args->scales + i, x, D,
                         args->kind);
     }
@@ -80,6 +81,7 @@ static void dequantize_range(int64_t begin, int64_t end, void *context) {
     for (int64_t i = begin; i < end; i++) {
         simd->load[KVC_F16](&scale, (const uint16_t *)args->scales + i, 1);
         simd->dequantize[args->kind](x, (const char *)args->codes + i * bytes, scale, D);
+        if (args->kind == KVC_INT4) kvc_turn(x, D);
         simd->store[args->dtype]((char *)args->x + i * D * kvc_dtype_bytes(args->dtype), x, D);
     }
 }

@@ -7,6 +7,7 @@ from .caches import (
     IterativeCache,
     PoolSettings,
     PrunedCache,
+    QuantizedCache,
     QuestCache,
     StreamingCache,
 )
@@ -92,6 +93,7 @@ __all__ = [
     "PrunedCache",
     "Pruner",
     "PyramidKV",
+    "QuantizedCache",
     "QuestCache",
     "Random",
     "Reading",

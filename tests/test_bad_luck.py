@@ -11,9 +11,10 @@ from test_saving import CASES
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvcompress import GlobalTopK, ops, prefill
+from kvcompress.caches.formats import keys_and_values
 from kvcompress.caches.passes import CachePass
 from kvcompress.caches.pool import PagePool
-from kvcompress.caches.store import PoolSettings, keys_and_values
+from kvcompress.caches.store import PoolSettings
 
 IDS, TURN, MOMENTS = random_ids(40), random_ids(7, seed=2), 4
 CACHES = ("kept later", "iterative, every", "gated", "streaming", "quest", "windows", "dmc", "dms", "pod")

@@ -8,8 +8,9 @@ from helpers import deciding_model, random_ids, tiny_gates_folder, tiny_model
 
 import kvcompress
 from kvcompress import CacheSpec
+from kvcompress.caches.formats import keys_and_values
 from kvcompress.caches.pool import PagePool
-from kvcompress.caches.store import PageStore, PoolSettings, keys_and_values
+from kvcompress.caches.store import PageStore, PoolSettings
 from kvcompress.hf.attach import base_model, facts_of
 from kvcompress.hf.method import KEYWORD, method_of
 from kvcompress.serve.requests import Part, Requests

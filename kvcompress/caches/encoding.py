@@ -120,7 +120,7 @@ class Encoder:
             elif isinstance(x, PageStore):
                 count = int((x.refs > 0).sum())
                 arrays = {name: array[:count] for name, array in x.arrays.items()}
-                state = {"settings": x.settings, "arrays": arrays, "refs": x.refs[:count]}
+                state = {"settings": x.settings, "arrays": arrays, "refs": x.refs[:count], "form": x.form}
             else:
                 state = state_of(x)
             host = isinstance(x, _ON_HOST)

@@ -71,6 +71,7 @@ class IterativeCache(CompressedCache):
         page_size: int = 16,
         max_pages: int | None = None,
         grow: str = "double",
+        dtype: str | None = None,
     ) -> None:
         tokens = memory_size.tokens if isinstance(memory_size, Budget) else memory_size
         if tokens is None:
@@ -111,7 +112,7 @@ class IterativeCache(CompressedCache):
                 f"pruner must not be {type(pruner).__name__}, whose second reading needs the keys where they stand: "
                 "read with PrunedCache, in chunks by its chunk_size"
             )
-        self.pool_settings = PoolSettings(page_size, max_pages, grow)
+        self.pool_settings = PoolSettings(page_size, max_pages, grow, dtype)
         pruner = SnapKV() if pruner is None else pruner
         self.policy = Policy.of(
             pruner, memory_size, self.pool_settings, trained_length_of(config), every=every, chunk_size=chunk_size,

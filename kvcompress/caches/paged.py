@@ -11,11 +11,12 @@ from .. import ops
 from ..hf.facts import LayerFacts
 from ..softmax import Softmax
 from .choose import Choice
+from .formats import Format, keys_and_values
 from .layer import CompressedLayer
 from .passes import CachePass
 from .pool import PagePool
 from .repeating import RepeatingLayer
-from .store import PageStore, PoolSettings, keys_and_values
+from .store import PageStore, PoolSettings
 
 StepTables = tuple[Tensor, Tensor] | tuple[None, None]  # cos and sin of a step; None where nothing turns
 
@@ -106,6 +107,7 @@ class PagedLayer(RepeatingLayer):
         return ops.paged_step_(
             queries, keys, values, pool.k_pages, pool.v_pages, table, shift=self.shift, begin=begin, cos=tables[0],
             sin=tables[1], scale=softmax.scale, softcap=softmax.softcap, sink_logits=softmax.sink_logits,
+            **pool.scales,
         )  # fmt: skip
 
     def append(self, step: CachePass, keys: Tensor, values: Tensor) -> Callable[[Tensor, Softmax], Tensor]:
@@ -119,17 +121,21 @@ class PagedLayer(RepeatingLayer):
         bound = max(max(place + count for place, count in zip(self.next, counts, strict=True)), S)
         place = pool.lengths if self.shift is None else pool.lengths + self.shift
         positions = step_positions(place.view(B, Hkv)[:, :1], counts, S)
-        pool.append((facts.key_rotary.rotate(keys, positions, bound, self.rope_lengths), values), self._per_row(counts))
+        new = facts.key_rotary.rotate(keys, positions, bound, self.rope_lengths), values
+        pool.append(new, self._per_row(counts))
         self.next = [place + count for place, count in zip(self.next, counts, strict=True)]
 
         def view(queries: Tensor, softmax: Softmax) -> Tensor:
             rotated = facts.query_rotary.rotate(queries, positions, bound, self.rope_lengths)
-            return self.attend_held(step, queries, rotated, softmax)
+            return self.attend_held(step, queries, rotated, softmax, new)
 
         return view
 
-    def attend_held(self, step: CachePass, queries: Tensor, rotated: Tensor, softmax: Softmax) -> Tensor:
-        """Attention of the last S tokens, which are held already. queries: the same before rotation."""
+    def attend_held(
+        self, step: CachePass, queries: Tensor, rotated: Tensor, softmax: Softmax, new: tuple[Tensor, Tensor]
+    ) -> Tensor:
+        """Attention of the last S tokens, which are held already. queries: the same before rotation. new: their keys,
+        rotated, and values [B, Hkv, S, D], as they came."""
         pool = self.pool
         assert pool is not None
         return self._decode(rotated, pool.lengths, None, softmax, causal=True)[0]
@@ -139,15 +145,16 @@ class PagedLayer(RepeatingLayer):
     ) -> tuple[Tensor, Tensor]:
         """(out, lse) of queries over the slots begin..end-1 of every row."""
         assert self.pool is not None
-        pages, table, _ = self.pool.snapshot()
+        held = self.pool.snapshot()
         return ops.decode(
-            rotated, pages["keys"], pages["values"], end, block_table=table, begin=begin, causal=causal,
-            **softmax.options,
+            rotated, held.k_pages, held.v_pages, end, block_table=held.block_table, begin=begin, causal=causal,
+            **held.scales, **softmax.options,
         )  # fmt: skip
 
     def open_pool(self, rows: int, head_dim: int, like: Tensor, rope_lengths: list[int]) -> None:
-        slots = keys_and_values(head_dim, like.dtype)
-        self.pool = PagePool(rows, slots, like.device, self.pool_settings, store=self.store)
+        form = Format.of(self.pool_settings.dtype, like.dtype)
+        slots = keys_and_values(head_dim, like.dtype, form)
+        self.pool = PagePool(rows, slots, like.device, self.pool_settings, store=self.store, form=form)
         self.rope_lengths, self.next = rope_lengths, [0] * len(rope_lengths)
         self.offsets, self._shifted = [0] * rows, None
 

@@ -5,16 +5,17 @@ from __future__ import annotations
 import copy
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from .. import ops
+from .formats import PAIR, Format, Slots, coded, scales_of
 from .keeping import Keeping
 from .origins import Origins
-from .store import PageStore, PoolSettings, Rows, Slots, Snapshot, locked
+from .store import PageStore, PoolSettings, Rows, Snapshot, locked
 
 Result = TypeVar("Result")
 
@@ -34,11 +35,12 @@ class PagePool(Keeping):
 
     def __init__(
         self, rows: int, slots: Slots, device: torch.device, settings: PoolSettings | None = None, *,
-        store: PageStore | None = None,
+        store: PageStore | None = None, form: Format | None = None,
     ) -> None:  # fmt: skip
-        """store: where pages come from, which must be of these slots; None = one of its own, of these settings."""
+        """store: where pages come from, which must be of these slots; None = one of its own, of these settings. form:
+        that the slots are of, None = they hold tokens as they come."""
         if store is None:
-            store = PageStore(slots, device, settings or PoolSettings())
+            store = PageStore(slots, device, settings or PoolSettings(), form=form)
         else:
             store.check_slots(slots, device)
         lines = torch.zeros(rows, 0, dtype=torch.int32, device=device)
@@ -70,10 +72,24 @@ class PagePool(Keeping):
     def v_pages(self) -> Tensor:
         return self.store.arrays["values"]
 
+    @property
+    def scales(self) -> Mapping[str, Tensor]:
+        """key_scales and value_scales, where keys and values are in a format."""
+        return self.store.scales
+
+    def zeros(self, *sizes: int) -> Tensor:
+        """As the tokens that go in and come out."""
+        return torch.zeros(sizes, dtype=self.dtype, device=self.lengths.device)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the tokens that go in and come out."""
+        return self.k_pages.dtype if self.store.form is None else self.store.form.dtype
+
     @locked
     def snapshot(self) -> Snapshot:
         """What attention reads, all of one moment: for a pool whose forks other threads change."""
-        return Snapshot(self.store.arrays, self._rows.block_table, self._rows.lengths)
+        return Snapshot(self.store.arrays, self._rows.block_table, self._rows.lengths, self.store.scales)
 
     @property
     def counts(self) -> list[int]:
@@ -101,9 +117,16 @@ class PagePool(Keeping):
 
     def gather(self, capacity: int, names: Sequence[str] | None = None) -> list[Tensor]:
         """For each name in slots (or of these) [R, capacity, ...], zeros past each row's length. capacity: at least the
-        longest."""
+        longest. Of slots in a format keys and values, as numbers again."""
+        form = self.store.form
+        if form is None:
+            return self._gather(capacity, names)
+        wanted = [name for name in PAIR if names is None or name in names]
+        return [form.decode(name, *self._gather(capacity, (name, scales_of(name)))) for name in wanted]
+
+    def _gather(self, capacity: int, names: Sequence[str] | None) -> list[Tensor]:
         counts, P = self.counts, self.page_size
-        every, table, lengths = self.snapshot()
+        every, table, lengths, _ = self.snapshot()
         arrays = [array for name, array in every.items() if names is None or name in names]
         longest = max(counts, default=0)
         out = [x.new_zeros(len(counts), capacity, *x.shape[2:]) for x in arrays]
@@ -151,8 +174,8 @@ class PagePool(Keeping):
     def append(self, tokens: Sequence[Tensor], counts: Sequence[int] | Tensor | None = None) -> None:
         """Appends to every row its last counts[r] of S new tokens, in one call for all rows and arrays.
 
-        tokens: one [B, H, S, ...] for each name in slots, B*H = R. counts: 0..S; None = S; an int32 tensor [R] on the
-        device is not read by the host, which then knows only that at most S were added.
+        tokens: one [B, H, S, ...] for each name in slots, B*H = R; of a format keys and values. counts: 0..S; None = S;
+        an int32 tensor [R] on the device is not read by the host, which then knows only that at most S were added.
         Raises ValueError for counts out of range, RuntimeError as reserve does; nothing is changed then.
         """
         S, R = tokens[0].shape[2], len(self.bounds)
@@ -163,7 +186,7 @@ class PagePool(Keeping):
         if min(most, default=0) < 0 or max(most, default=0) > S:
             row, count = next((row, count) for row, count in enumerate(most) if not 0 <= count <= S)
             raise ValueError(f"counts must be between 0 and the S = {S} new tokens, got {count} for row {row}")
-        on_device = counts if isinstance(counts, Tensor) else None
+        on_device, tokens = counts if isinstance(counts, Tensor) else None, coded(self.store.form, tokens)
         if known and min(most, default=S) < S:
             on_device = torch.tensor(most, dtype=torch.int32, device=self.lengths.device)
 

@@ -37,7 +37,7 @@ class PrunedCache(CompressedCache):
     every: None compresses after calls of several tokens alone (prompts, further turns); k also while decoding, when a
     row has grown by k tokens over its budget. positions: "original" (kept tokens stay where they were), "contiguous"
     (numbered anew without holes) or a RemoteGap. chunk_size: tokens that `prefill` reads at a time, each chunk followed
-    by a compression; None = the whole prompt. page_size, max_pages, grow: see PoolSettings.
+    by a compression; None = the whole prompt. page_size, max_pages, grow, dtype: see PoolSettings.
     later: what becomes of tokens that follow the first prompt (what prefill reads first, or the first call).
     "compress": further calls of several tokens compress again, old and new together. "keep": all that follows is kept
     whole, on top of the budget; only what the prompt left is ever compressed again, and by compress() alone. The scores
@@ -65,8 +65,9 @@ class PrunedCache(CompressedCache):
         page_size: int = 16,
         max_pages: int | None = None,
         grow: str = "double",
+        dtype: str | None = None,
     ) -> None:
-        self.pool_settings = PoolSettings(page_size, max_pages, grow)
+        self.pool_settings = PoolSettings(page_size, max_pages, grow, dtype)
         if pruner is None and not isinstance(budget, Pruner):
             if positions != "original":
                 raise ValueError(

@@ -104,10 +104,7 @@ class PrunedLayer(PagedLayer):
         facts, counts, lengths = step.facts[self.index], step.counts, step.whole
         B, Hkv, S, D = keys.shape
         positions = step_positions(torch.zeros(B, 1, dtype=torch.int32, device=keys.device), counts, S)
-        if step.padded:
-            last = torch.arange(S, device=keys.device) - step.on(keys.device)  # columns of tokens, left-aligned
-            index = last.remainder(S)[:, None, :, None].expand_as(keys)
-            keys, values = keys.gather(2, index), values.gather(2, index)
+        keys, values = step.left_aligned(keys), step.left_aligned(values)
         k = facts.key_rotary.rotate(keys, None, S, lengths)
 
         def rotated(x: Tensor) -> Tensor:
@@ -138,10 +135,12 @@ class PrunedLayer(PagedLayer):
         step.lend_view(self.index, view, after)
         return out
 
-    def attend_held(self, step: CachePass, queries: Tensor, rotated: Tensor, softmax: Softmax) -> Tensor:
+    def attend_held(
+        self, step: CachePass, queries: Tensor, rotated: Tensor, softmax: Softmax, new: tuple[Tensor, Tensor]
+    ) -> Tensor:
         pool, split = self.pool, self.far.split
         if split is None or pool is None:
-            return super().attend_held(step, queries, rotated, softmax)
+            return super().attend_held(step, queries, rotated, softmax, new)
         near = self._decode(rotated, pool.lengths, split, softmax, causal=True)
         turned = self.far.turned(queries, self._ranks(queries), self.policy, step.facts[self.index].query_rotary)
         return ops.merge_states(near, self._decode(turned, split, None, softmax.rest, causal=False))[0]
@@ -255,10 +254,8 @@ class PrunedLayer(PagedLayer):
         elif recent is not None and recent.held:
             queries, valid = recent.get()
         elif accumulates:  # all have voted
-            queries, valid = (
-                pool.k_pages.new_zeros(len(self.next), self.heads, 0, pool.k_pages.shape[2]),
-                [0] * len(self.next),
-            )
+            D = pool.k_pages.shape[2]
+            queries, valid = pool.zeros(len(self.next), self.heads, 0, D), [0] * len(self.next)
         else:
             return
         offers = self._offers(facts, queries, valid, guides)
@@ -363,7 +360,7 @@ class PrunedLayer(PagedLayer):
         if pruner.uses_keys:
             keys, *values = pool.gather(max(pool.counts, default=0), names)
         else:
-            keys, values = pool.k_pages.new_zeros(1).expand(len(pool.counts), max(pool.counts, default=0), D), []
+            keys, values = pool.zeros(1).expand(len(pool.counts), max(pool.counts, default=0), D), []
         seen = queries
         if pruner.window and queries.shape[2]:
             ends = [place + guide for place, guide in zip(self.next, guides, strict=True)]

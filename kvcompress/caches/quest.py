@@ -53,13 +53,15 @@ class QuestLayer(PagedLayer):
             self._note_keys(self._per_row(step.counts))
         return view
 
-    def attend_held(self, step: CachePass, queries: Tensor, rotated: Tensor, softmax: Softmax) -> Tensor:
+    def attend_held(
+        self, step: CachePass, queries: Tensor, rotated: Tensor, softmax: Softmax, new: tuple[Tensor, Tensor]
+    ) -> Tensor:
         pool, S = self.pool, rotated.shape[2]
         assert pool is not None
         if not self.is_dense and S == 1 and step.iteration is None:
             return pool.read(lambda table: self._read(table, rotated, None, None, (None, None), softmax))[0]
         if S < _LONG:
-            return super().attend_held(step, queries, rotated, softmax)
+            return super().attend_held(step, queries, rotated, softmax, new)
         k, v = (x.unflatten(0, (-1, self.heads)) for x in pool.gather(max(S, *pool.counts)))
         return prompt_attention(rotated, k, v, pool.counts[:: self.heads], softmax)
 
@@ -118,7 +120,7 @@ class QuestLayer(PagedLayer):
             first = torch.tensor(begins, dtype=torch.int32, device=device)
         places = first[:, None] + torch.arange(span, dtype=torch.int32, device=device)
         held = places * P < pool.lengths[:, None]
-        arrays, table, _ = pool.snapshot()
+        arrays, table, *_ = pool.snapshot()
         pages = torch.where(held, table.gather(1, places.clamp(max=table.shape[1] - 1).long()), 0)
         keys = arrays["keys"][pages]
         # what lies behind a row's end may be any number

@@ -25,6 +25,7 @@ from ..profiles import BudgetProfile
 from ..pruners import Gates, Pruner, ScoreProfile
 from ..pruners.base import THEIRS
 from .base import trained_length_of
+from .dense import QuantizedCache
 from .iterative import IterativeCache
 from .pruned import PrunedCache
 from .quest import QuestCache
@@ -33,7 +34,8 @@ from .streaming import StreamingCache
 DENSE = "dense"
 _IDS = tuple[int, ...]
 _UNTRAINED: dict[str, type[Cache]] = {
-    "iterative": IterativeCache, "pruned": PrunedCache, "quest": QuestCache, "streaming": StreamingCache,
+    "iterative": IterativeCache, "pruned": PrunedCache, "quantized": QuantizedCache, "quest": QuestCache,
+    "streaming": StreamingCache,
 }  # fmt: skip
 _ABOVE = {"gated": ("kvcompress.gates.cache", "GatedCache")}  # of folders that import from this one
 _SIZES = {"iterative": "memory_size", "pruned": "budget", "streaming": "window_size"}  # settings in tokens per row
@@ -58,9 +60,10 @@ class UnknownKey(ValueError):
 class CacheSpec:
     """What cache to make, as it is written on a command line: CacheSpec.parse(text).make(model.config).
 
-    kind: dense (transformers' DynamicCache), pruned, iterative, streaming, quest, or a trained method: dmc (DMS too),
-    pod. given: its settings as text, by name. The names are those of the cache's constructor in Python; `pruner` takes
-    a pruner's class in lower case, and the pruner's own fields stand beside it; one that asks another is written
+    kind: dense (transformers' DynamicCache), quantized, pruned, iterative, streaming, quest, or a trained method: dmc
+    (DMS too), pod. given: its settings as text, by name. The names are those of the cache's constructor in Python;
+    `pruner` takes a pruner's class in lower case, and the pruner's own fields stand beside it; one that asks another is
+    written
     criticalkv:tova or chunkkv:snapkv:window=64. A budget is tokens (1024), a share to remove (0.75), bytes (512MiB), or
     one of these divided over layers or heads, with fields of its own before it: pyramidkv:1024, adakv:512MiB,
     adakv:floor=0.3:pyramidkv:beta=10:1024. A profile's file stands before it too, or behind a pruner's name:

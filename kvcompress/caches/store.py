@@ -17,17 +17,12 @@ from torch import Tensor
 
 from .. import ops
 from ..checks import MOST_INT32, need_integer
+from .formats import FORMATS, PAIR, Format, Slots, scales_of
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 MANY_TABLES = 32  # of dropped pools, after which their pages are given up though none runs short
-Slots = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
-
-
-def keys_and_values(head_dim: int, dtype: torch.dtype) -> Slots:
-    """What a slot holds in most caches."""
-    return {"keys": ((head_dim,), dtype), "values": ((head_dim,), dtype)}
 
 
 def locked(method: Callable[Concatenate[Any, Arguments], Result]) -> Callable[Concatenate[Any, Arguments], Result]:
@@ -47,11 +42,14 @@ class PoolSettings:
 
     grow: "double": a pool starts with the pages it needs and doubles when they run out, up to max_pages; "error": it
     takes max_pages at once and never more. A pool that may not grow raises RuntimeError and stays as it was.
+    dtype: how keys and values are stored: None = as the model makes them, "int8", or "k8v4" (keys of 8 bits, values of
+    4), with a float16 scale for each token and head besides. They are rounded once, when they are stored.
     """
 
     page_size: int = 16
     max_pages: int | None = None
     grow: str = "double"
+    dtype: str | None = None
 
     def __post_init__(self) -> None:
         size = self.page_size
@@ -61,6 +59,8 @@ class PoolSettings:
         need_integer("page_size", size, 1, most)
         if self.grow not in ("double", "error"):
             raise ValueError(f"grow must be 'double' or 'error', got {self.grow!r}")
+        if self.dtype is not None and self.dtype not in FORMATS:
+            raise ValueError(f"dtype must be {', '.join(map(repr, FORMATS))} or None, got {self.dtype!r}")
         if self.max_pages is None and self.grow == "error":
             raise ValueError("max_pages must be given with grow='error', got None")
         if self.max_pages is not None:
@@ -104,6 +104,7 @@ class Snapshot(NamedTuple):
     arrays: Mapping[str, Tensor]
     block_table: Tensor
     lengths: Tensor
+    scales: Mapping[str, Tensor]  # key_scales and value_scales, where keys and values are in a format
 
     @property
     def k_pages(self) -> Tensor:
@@ -126,11 +127,13 @@ class PageStore:
     """
 
     def __init__(
-        self, slots: Slots, device: torch.device, settings: PoolSettings, memory: Tensor | None = None
-    ) -> None:
-        """memory: uint8 [n] in which all pages lie, with grow="error" alone; None = memory of its own."""
+        self, slots: Slots, device: torch.device, settings: PoolSettings, memory: Tensor | None = None,
+        form: Format | None = None,
+    ) -> None:  # fmt: skip
+        """memory: uint8 [n] in which all pages lie, with grow="error" alone; None = memory of its own. form: that these
+        slots are of, None = they hold tokens as they come."""
         P = settings.page_size
-        self.settings = settings
+        self.settings, self.form = settings, form
         self.arrays = {
             name: torch.empty(0, P, *shape, dtype=dtype, device=device) for name, (shape, dtype) in slots.items()
         }
@@ -161,6 +164,11 @@ class PageStore:
     @property
     def pages(self) -> int:
         return self.refs.shape[0]
+
+    @property
+    def scales(self) -> Mapping[str, Tensor]:
+        """key_scales and value_scales, where keys and values are in a format."""
+        return {} if self.form is None else {scales_of(name): self.arrays[scales_of(name)] for name in PAIR}
 
     def named(self, rows: Rows) -> Tensor:
         """Which entries of a table name a page: bool [R, blocks]."""
@@ -293,7 +301,7 @@ class PageStore:
         )
         arrays = {name: array[pages] for name, array in self.arrays.items()}
         refs = torch.bincount(place, minlength=len(pages)).to(torch.int32)
-        store = PageStore.of_pages(self.settings, arrays, refs)
+        store = PageStore.of_pages(self.settings, arrays, refs, self.form)
         store.free_count[1] = self.free_count[1]
         copies = []
         places = place.to(torch.int32).split([int(named.sum()) for named in names])
@@ -305,11 +313,13 @@ class PageStore:
 
     @staticmethod
     @torch.inference_mode(False)
-    def of_pages(settings: PoolSettings, arrays: dict[str, Tensor], refs: Tensor) -> PageStore:
+    def of_pages(
+        settings: PoolSettings, arrays: dict[str, Tensor], refs: Tensor, form: Format | None = None
+    ) -> PageStore:
         """A store whose first pages are these [pages, P, ...], page i named refs[i] times, at least once. More are
         there where settings say so."""
         slots = {name: (tuple(array.shape[2:]), array.dtype) for name, array in arrays.items()}
-        store, count = PageStore(slots, refs.device, settings), len(refs)
+        store, count = PageStore(slots, refs.device, settings, form=form), len(refs)
         if store.pages:  # it has all that it may have
             for name, array in arrays.items():
                 store.arrays[name][:count] = array

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from ..caches.base import CompressedCache
+from ..caches.formats import Format, keys_and_values, slot_nbytes
 from ..caches.passes import CachePass
 from ..caches.pool import PagePool
 from ..caches.pruned import PrunedCache
-from ..caches.store import PageStore, PoolSettings, keys_and_values
+from ..caches.store import PageStore, PoolSettings
 from ..hf.facts import Facts
 from ..hf.method import Method, Pass
 from ..softmax import Softmax
@@ -149,14 +150,16 @@ class Requests:
         check_served(empty, facts, method)
         paged, P = paged_layers(empty), empty.pool_settings.page_size
         size = facts[paged[0].index].size if paged else 1
+        form = Format.of(empty.pool_settings.dtype, dtype)
+        slots = keys_and_values(size, dtype, form)
         if callable(pages):
-            pages = pages(2 * P * size * dtype.itemsize if paged else 0)
+            pages = pages(P * slot_nbytes(slots) if paged else 0)
         if isinstance(pages, bool) or not isinstance(pages, int) or pages < 1:
             raise ValueError(f"pages must be an integer of at least 1, got {pages!r}")
         self.pages = pages
-        settings = PoolSettings(P, pages, "error")
+        settings = PoolSettings(P, pages, "error", empty.pool_settings.dtype)
         with torch.inference_mode(False):
-            self.store = PageStore(keys_and_values(size, dtype), device, settings, memory)
+            self.store = PageStore(slots, device, settings, memory, form)
         heads = [facts[layer.index].kv_heads for layer in paged]
         self.bounds = Bounds(empty, heads, settings.page_size, self.store.page_nbytes())
         self.whole = is_read_whole(empty)

@@ -8,6 +8,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from ..caches.base import CompressedCache
+from ..caches.dense import DenseCache
 from ..caches.pruned import PrunedCache
 from ..caches.spec import DENSE, CacheSpec
 from ..caches.streaming import StreamingCache
@@ -16,9 +17,8 @@ from ..gates.cache import GatedCache
 from ..hf.facts import Facts
 from ..hf.method import Method
 from .bounds import paged_layers
-from .dense import DenseCache
 
-KINDS = (DENSE, "dmc", "gated", "pruned", "streaming")
+KINDS = (DENSE, "dmc", "gated", "pruned", "quantized", "streaming")
 
 
 def cache_maker(spec: CacheSpec, config: PreTrainedConfig, page_size: int) -> Callable[[], CompressedCache]:

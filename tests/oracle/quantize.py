@@ -10,7 +10,7 @@ LEVELS = {"int8": 127, "int4": 7}
 
 def quantize(x: Tensor, format: str) -> tuple[Tensor, Tensor]:
     """As ops.quantize, of float32, bfloat16 or float16."""
-    levels, x = LEVELS[format], x.float()
+    levels, x = LEVELS[format], turned(x.float()) if format == "int4" else x.float()
     most = x.abs().amax(-1)
     scales = (most / levels).half()
     # as float16 numbers above 0 rise, so do their bits
@@ -36,4 +36,16 @@ def unpacked(codes: Tensor, format: str) -> Tensor:
 
 def dequantize(codes: Tensor, scales: Tensor, format: str, dtype: torch.dtype = torch.float32) -> Tensor:
     """As ops.dequantize, of any dtype."""
-    return (unpacked(codes, format).double() * scales.double()[..., None]).to(dtype)
+    kind = torch.float64 if dtype == torch.float64 else torch.float32
+    x = unpacked(codes, format).to(kind) * scales.to(kind)[..., None]
+    return (turned(x) if format == "int4" else x).to(dtype)
+
+
+def turned(x: Tensor) -> Tensor:
+    """Times Hadamard's matrix over the root of its size, in blocks of the largest power of two that divides D."""
+    D = x.shape[-1]
+    block, half = D & -D, 1
+    while half < block:
+        a, b = x.unflatten(-1, (-1, 2, half)).unbind(-2)
+        x, half = torch.stack([a + b, a - b], -2).flatten(-3), 2 * half
+    return x * (1 / torch.tensor(block, dtype=x.dtype).sqrt())

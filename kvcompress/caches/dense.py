@@ -1,0 +1,75 @@
+"""Caches that keep every token: in pages as the model makes them, or as codes of 8 or 4 bits."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from ..checks import need
+from ..softmax import Softmax
+from .attention import prompt_attention
+from .base import CompressedCache
+from .formats import FORMATS
+from .paged import PagedLayer
+from .passes import CachePass
+from .store import PoolSettings
+
+FEW = 8  # queries of a sequence that read its pages where they lie
+
+
+class DenseLayer(PagedLayer):
+    """Pages; many queries at once read a contiguous copy of them, which attention over prompts is made for, and a first
+    call the tokens as they came."""
+
+    def attend_held(
+        self, step: CachePass, queries: Tensor, rotated: Tensor, softmax: Softmax, new: tuple[Tensor, Tensor]
+    ) -> Tensor:
+        pool, B = self.pool, len(self.next)
+        assert pool is not None
+        if step.columns <= FEW:
+            return super().attend_held(step, queries, rotated, softmax, new)
+        counts = pool.counts[:: self.heads]
+        if counts == list(step.counts):
+            keys, values = (step.left_aligned(x) for x in new)
+        else:
+            keys, values = (x.unflatten(0, (B, -1)) for x in pool.gather(max(counts)))
+        return prompt_attention(rotated, keys, values, counts, softmax)
+
+
+class DenseCache(CompressedCache):
+    """Keeps every token, in pages. config: the model's config. page_size, max_pages, grow, dtype: see PoolSettings.
+    chunk_size: tokens that `prefill` reads at a time, None = the whole prompt."""
+
+    def __init__(
+        self, config: PreTrainedConfig, *, page_size: int = 64, max_pages: int | None = None, grow: str = "double",
+        dtype: str | None = None, chunk_size: int | None = None,
+    ) -> None:  # fmt: skip
+        self.pool_settings, self.chunk_size = PoolSettings(page_size, max_pages, grow, dtype), chunk_size
+        super().__init__(config)
+
+    def _new_layer(self, index: int, number: int) -> DenseLayer:
+        return DenseLayer(index, number, self.pool_settings)
+
+    def check_guide(self) -> None:
+        raise ValueError(f"guide has no effect with {type(self).__name__}, which keeps every token")
+
+
+class QuantizedCache(DenseCache):
+    """Keeps every token, as codes of 8 or 4 bits: nothing is forgotten, all of it is rounded once.
+
+    config: the model's config. dtype: "int8", or "k8v4": keys of 8 bits, values of 4. Each key and value of a head has
+    a float16 scale besides: 8.25 and 6.25 bits a number with heads of 64, 8.125 and 6.125 with heads of 128.
+    page_size, max_pages, grow: see PoolSettings. chunk_size: tokens that `prefill` reads at a time, None = the whole
+    prompt, whose tokens then see each other as they came.
+    PrunedCache and IterativeCache take the same dtype, to drop tokens and round what stays.
+    Raises ValueError for settings out of range, and for "k8v4" with heads of an odd size.
+    """
+
+    def __init__(
+        self, config: PreTrainedConfig, dtype: str = "int8", *, page_size: int = 16, max_pages: int | None = None,
+        grow: str = "double", chunk_size: int | None = None,
+    ) -> None:  # fmt: skip
+        need(dtype in FORMATS, f"dtype must be {' or '.join(map(repr, FORMATS))}, got {dtype!r}")
+        super().__init__(
+            config, page_size=page_size, max_pages=max_pages, grow=grow, dtype=dtype, chunk_size=chunk_size
+        )

@@ -1,0 +1,203 @@
+"""Caches whose keys and values are codes: what they would be if they held what the codes stand for."""
+
+import copy
+import re
+
+import pytest
+import torch
+from helpers import attached, covering, kind_model, left_padded, random_ids
+
+import kvcompress
+from kvcompress import (
+    CacheSpec,
+    GlobalTopK,
+    IterativeCache,
+    PrunedCache,
+    QuantizedCache,
+    RemoteGap,
+    attach,
+    load_cache,
+    ops,
+    prefill,
+)
+from kvcompress.caches import PagePool, PoolSettings
+from kvcompress.caches.dense import DenseCache
+from kvcompress.caches.formats import FORMATS, Format, keys_and_values, slot_nbytes
+from kvcompress.caches.paged import PagedLayer
+from kvcompress.pruners import H2O, Replay, SnapKV
+
+CPU = torch.device("cpu")
+CALLS = [40] + [1] * 6 + [7] + [1] * 5 + [20, 1, 1]
+CACHES = {
+    "quantized": lambda config, dtype: DenseCache(config, page_size=4, dtype=dtype),
+    "snapkv": lambda config, dtype: PrunedCache(config, SnapKV(window=6), 16, every=4, page_size=4, dtype=dtype),
+    "h2o": lambda config, dtype: PrunedCache(config, H2O(), 20, every=5, dtype=dtype),
+    "replay": lambda config, dtype: PrunedCache(config, Replay(chunk=16, last=4), GlobalTopK(0.5), dtype=dtype),
+    "gap": lambda config, dtype: PrunedCache(
+        config, SnapKV(window=6), 16, every=4, positions=RemoteGap(gap=6, headroom=16), dtype=dtype
+    ),
+    "contiguous": lambda config, dtype: PrunedCache(
+        config, SnapKV(window=4), 18, every=6, positions="contiguous", dtype=dtype
+    ),
+    "keep": lambda config, dtype: PrunedCache(config, SnapKV(window=6), 16, later="keep", dtype=dtype),
+    "iterative": lambda config, dtype: IterativeCache(
+        config, memory_size=16, chunk_size=12, pruner=SnapKV(window=4), dtype=dtype
+    ),
+    "iterative, every": lambda config, dtype: IterativeCache(
+        config, memory_size=16, chunk_size=12, pruner=SnapKV(window=4), every=4, dtype=dtype
+    ),
+}  # fmt: skip
+
+
+@torch.no_grad()
+def run(model, cache, ids):
+    """(logits, what is kept) after each call of so many tokens; a prompt in chunks is read by prefill."""
+    out, start, tracks = [], 0, not isinstance(cache, DenseCache)
+    if isinstance(cache, IterativeCache):
+        prefill(model, ids[:, : CALLS[0] + 1], cache)
+        start = CALLS[0]
+    for count in CALLS[1 if start else 0 :]:
+        logits = model(ids[:, start : start + count], past_key_values=cache).logits[0, -1]
+        out.append((logits, str(cache.kept_positions()) if tracks else ""))
+        start += count
+    return out
+
+
+def rounding(monkeypatch, kind):
+    """What is appended to any pool is rounded as codes are, and stays numbers; one token takes the way of several."""
+    append = PagePool.append
+
+    def rounded(pool, tokens, counts=None):
+        tokens = [
+            ops.dequantize(*ops.quantize(x, code), code, x.dtype) for x, code in zip(tokens, FORMATS[kind], strict=True)
+        ]
+        append(pool, tokens, counts)
+
+    monkeypatch.setattr(PagePool, "append", rounded)
+    monkeypatch.setattr(PagedLayer, "_step", lambda *_: None)
+
+
+@pytest.mark.parametrize(("name", "kind", "family"), covering(CACHES, FORMATS, ["llama", "gemma2", "gpt_oss", "glm"]))
+def test_caches_are_those_of_what_codes_stand_for(monkeypatch, name, kind, family):
+    model, ids = kind_model(family), random_ids(sum(CALLS), seed=7)
+    attach(model)
+    cache = CACHES[name](model.config, kind)
+    found = run(model, cache, ids)
+    plain = CACHES[name](model.config, None)
+    unrounded = run(model, plain, ids)
+    with monkeypatch.context() as patch:
+        rounding(patch, kind)
+        other = CACHES[name](model.config, None)
+        wanted = run(model, other, ids)
+    # a code may fall to the other side where a number lies between two, and so a token that ties with another
+    same = [logits for (logits, kept_), (_, other_kept) in zip(found, wanted, strict=True) if kept_ == other_kept]
+    assert len(same) >= len(found) - 4
+    off, rounded_off = (
+        torch.stack([(a[0] - b[0]).abs() for a, b in zip(x[: len(same)], wanted, strict=False)])
+        for x in (found, unrounded)
+    )
+    assert off.mean() < 0.15 * rounded_off.mean()
+    assert off.amax() < 0.03 * max(logits.abs().amax() for logits in same)
+    assert cache.stored_lengths() == other.stored_lengths()
+    assert cache.nbytes() < 0.8 * plain.nbytes()
+
+
+@pytest.mark.parametrize(("name", "kind"), covering(["quantized", "snapkv", "replay", "iterative"], FORMATS))
+def test_batches_forks_and_saved_ones_go_on_alike(name, kind, tmp_path):
+    model = attached()
+    prompts = [random_ids(n, seed=n) for n in (41, 30)]
+    ids, mask = left_padded(prompts)
+    options = {"max_new_tokens": 6, "do_sample": False}
+    alone = [
+        kvcompress.generate(model, prompt, CACHES[name](model.config, kind), **options)[0, -6:] for prompt in prompts
+    ]
+    cache = CACHES[name](model.config, kind)
+    together = kvcompress.generate(model, ids, cache, attention_mask=mask, **options)
+    assert torch.equal(together[:, -6:], torch.stack(alone))
+
+    cache = CACHES[name](model.config, kind)
+    prefill(model, prompts[0], cache)
+    fork = cache.fork()
+    cache.save(tmp_path / "cache.safetensors")
+    loaded = load_cache(tmp_path / "cache.safetensors", model)
+    assert loaded.nbytes() == cache.nbytes()
+    deep = copy.deepcopy(cache)
+    for one in (cache, fork, loaded, deep):
+        out = model.generate(prompts[0], past_key_values=one, **options)
+        assert torch.equal(out[0, -6:], alone[0])
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_a_pool_gives_back_what_its_codes_stand_for(kind):
+    k, v = torch.randn(2, 3, 9, 8), torch.randn(2, 3, 9, 8)
+    form = Format(kind, torch.float32)
+    pool = PagePool(6, keys_and_values(8, torch.float32, form), CPU, PoolSettings(4, dtype=kind), form=form)
+    pool.append((k, v))
+    wanted = [
+        ops.dequantize(*ops.quantize(x, code), code, x.dtype) for x, code in zip((k, v), FORMATS[kind], strict=True)
+    ]
+    for found, x in zip(pool.gather(9), wanted, strict=True):
+        assert torch.equal(found.view(2, 3, 9, 8), x)
+    other = pool.fork()
+    slots = torch.tensor([[1, 4, 8]] * 6, dtype=torch.int32)
+    pool.keep(slots, [3] * 6)
+    for found, x in zip(pool.gather(5), wanted, strict=True):
+        assert torch.equal(found[:, :3].view(2, 3, 3, 8), x[:, :, [1, 4, 8]])
+        assert (found[:, 3:] == 0).all()
+    assert torch.equal(other.gather(9, ["values"])[0].view(2, 3, 9, 8), wanted[1])
+    assert other.store.page_nbytes() == 4 * slot_nbytes(form.slots(8)) == 4 * {"int8": 20, "k8v4": 16}[kind]
+
+
+@torch.no_grad()
+def test_compressing_again_moves_codes():
+    model = attached()
+    cache = PrunedCache(model.config, SnapKV(window=6), 0.25, later="keep", dtype="int8")
+    prefill(model, random_ids(40, seed=3), cache)
+    once = PrunedCache(model.config, SnapKV(window=6), 0.5, later="keep", dtype="int8")
+    prefill(model, random_ids(40, seed=3), once)
+    cache.compress(0.5)
+    ids = random_ids(40, seed=3)[:, -1:]
+    assert torch.equal(model(ids, past_key_values=cache).logits, model(ids, past_key_values=once).logits)
+
+
+def test_a_broken_token_is_found():
+    """Keys that overflow become NaN codes, and the pass says so, as without codes."""
+    model = attached()
+    cache = QuantizedCache(model.config)
+    with torch.no_grad():
+        model(random_ids(20), past_key_values=cache)
+        weight = model.model.layers[1].self_attn.k_proj.weight
+        before = weight.clone()
+        weight.mul_(1e9)
+        with pytest.raises(RuntimeError, match="hidden states hold NaN"):
+            model(random_ids(1), past_key_values=cache)
+        weight.copy_(before)
+
+
+def test_texts_name_them():
+    config = attached().config
+    cache = CacheSpec.parse("quantized,dtype=k8v4").make(config)
+    assert type(cache) is QuantizedCache
+    assert cache.pool_settings.dtype == "k8v4"
+    pruned = CacheSpec.parse("pruned,pruner=snapkv,budget=64,dtype=int8").make(config)
+    assert pruned.pool_settings.dtype == "int8"
+    assert CacheSpec.parse("quantized").make(config).pool_settings.dtype == "int8"
+
+
+@pytest.mark.parametrize("make", [QuantizedCache, lambda config, dtype: PrunedCache(config, budget=64, dtype=dtype)])
+def test_other_formats_are_refused(make):
+    with pytest.raises(ValueError, match=re.escape("got 'int2'")):
+        make(attached().config, "int2")
+
+
+def test_heads_of_an_odd_size_need_whole_bytes():
+    form = Format("k8v4", torch.float32)
+    with pytest.raises(ValueError, match="'k8v4' needs heads of an even size, got 5: take 'int8'"):
+        form.slots(5)
+    assert Format("int8", torch.float32).slots(5)["values"] == ((5,), torch.int8)
+
+
+def test_a_guide_has_no_effect():
+    model = attached()
+    with pytest.raises(ValueError, match="guide has no effect with QuantizedCache"):
+        prefill(model, random_ids(20), QuantizedCache(model.config), guide=random_ids(3)[0])

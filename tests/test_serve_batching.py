@@ -25,6 +25,8 @@ CACHES = {
     "pruned every 4": (PRUNED + ",every=4", None),
     "pruned, heads share": (PRUNED.replace("budget=12", "budget=adakv:12"), None),
     "pruned, layers share": (PRUNED.replace("budget=12", "budget=globaltopk:12"), None),
+    "quantized": ("quantized,dtype=k8v4", None),
+    "pruned, in 8 bits": (PRUNED + ",dtype=int8,every=4", None),
     "pruned by running scores": ("pruned,pruner=h2o,budget=12,every=3", None),
     "gated": (f"gated,gates={tiny_gates_folder()},threshold=0,window=6,num_sink_tokens=2", None),
     "pruned by gates": (f"pruned,pruner=gate:{tiny_gates_folder()},last=4,budget=12,every=3", None),
@@ -283,7 +285,10 @@ def test_a_cancelled_request_gives_its_pages_back():
 def test_what_cannot_be_served_is_refused():
     model = tiny_model()
     for cache, message in (
-        ("iterative,memory_size=32", "one of dense, dmc, gated, pruned, streaming to be served, got 'iterative'"),
+        (
+            "iterative,memory_size=32",
+            "one of dense, dmc, gated, pruned, quantized, streaming to be served, got 'iterative'",
+        ),
         ("quest", "got 'quest'"),
         (PRUNED + ",page_size=16", "page_size must not be given"),
         (PRUNED + ",chunk_size=16", "chunk_size must not be given for a cache that is served, got 16"),

@@ -18,22 +18,15 @@ FEW = 8  # queries of a sequence that read its pages where they lie
 
 
 class DenseLayer(PagedLayer):
-    """Pages; many queries at once read a contiguous copy of them, which attention over prompts is made for, and a first
-    call the tokens as they came."""
+    """Pages; many queries at once read a contiguous copy of them, which attention over prompts is made for."""
 
-    def attend_held(
-        self, step: CachePass, queries: Tensor, rotated: Tensor, softmax: Softmax, new: tuple[Tensor, Tensor]
-    ) -> Tensor:
+    def attend_held(self, step: CachePass, queries: Tensor, rotated: Tensor, softmax: Softmax) -> Tensor:
         pool, B = self.pool, len(self.next)
         assert pool is not None
         if step.columns <= FEW:
-            return super().attend_held(step, queries, rotated, softmax, new)
-        counts = pool.counts[:: self.heads]
-        if counts == list(step.counts):
-            keys, values = (step.left_aligned(x) for x in new)
-        else:
-            keys, values = (x.unflatten(0, (B, -1)) for x in pool.gather(max(counts)))
-        return prompt_attention(rotated, keys, values, counts, softmax)
+            return super().attend_held(step, queries, rotated, softmax)
+        keys, values = (x.unflatten(0, (B, -1)) for x in pool.gather(max(pool.counts)))
+        return prompt_attention(rotated, keys, values, pool.counts[:: self.heads], softmax)
 
 
 class DenseCache(CompressedCache):
@@ -55,12 +48,13 @@ class DenseCache(CompressedCache):
 
 
 class QuantizedCache(DenseCache):
-    """Keeps every token, as codes of 8 or 4 bits: nothing is forgotten, all of it is rounded once.
+    """Keeps every token, as codes of 8 or 4 bits: nothing is forgotten, all of it is rounded once, and attended to as it
+    is stored: a prompt in one pass, in chunks or token by token gives the same.
 
     config: the model's config. dtype: "int8", or "k8v4": keys of 8 bits, values of 4. Each key and value of a head has
     a float16 scale besides: 8.25 and 6.25 bits a number with heads of 64, 8.125 and 6.125 with heads of 128.
     page_size, max_pages, grow: see PoolSettings. chunk_size: tokens that `prefill` reads at a time, None = the whole
-    prompt, whose tokens then see each other as they came.
+    prompt.
     PrunedCache and IterativeCache take the same dtype, to drop tokens and round what stays.
     Raises ValueError for settings out of range, and for "k8v4" with heads of an odd size.
     """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -73,7 +73,7 @@ class PagePool(Keeping):
         return self.store.arrays["values"]
 
     @property
-    def scales(self) -> Mapping[str, Tensor]:
+    def scales(self) -> dict[str, Any]:
         """key_scales and value_scales, where keys and values are in a format."""
         return self.store.scales
 

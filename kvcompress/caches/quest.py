@@ -53,15 +53,13 @@ class QuestLayer(PagedLayer):
             self._note_keys(self._per_row(step.counts))
         return view
 
-    def attend_held(
-        self, step: CachePass, queries: Tensor, rotated: Tensor, softmax: Softmax, new: tuple[Tensor, Tensor]
-    ) -> Tensor:
+    def attend_held(self, step: CachePass, queries: Tensor, rotated: Tensor, softmax: Softmax) -> Tensor:
         pool, S = self.pool, rotated.shape[2]
         assert pool is not None
         if not self.is_dense and S == 1 and step.iteration is None:
             return pool.read(lambda table: self._read(table, rotated, None, None, (None, None), softmax))[0]
         if S < _LONG:
-            return super().attend_held(step, queries, rotated, softmax, new)
+            return super().attend_held(step, queries, rotated, softmax)
         k, v = (x.unflatten(0, (-1, self.heads)) for x in pool.gather(max(S, *pool.counts)))
         return prompt_attention(rotated, k, v, pool.counts[:: self.heads], softmax)
 

@@ -104,7 +104,7 @@ class Snapshot(NamedTuple):
     arrays: Mapping[str, Tensor]
     block_table: Tensor
     lengths: Tensor
-    scales: Mapping[str, Tensor]  # key_scales and value_scales, where keys and values are in a format
+    scales: Mapping[str, Any]  # key_scales and value_scales, where keys and values are in a format
 
     @property
     def k_pages(self) -> Tensor:
@@ -166,7 +166,7 @@ class PageStore:
         return self.refs.shape[0]
 
     @property
-    def scales(self) -> Mapping[str, Tensor]:
+    def scales(self) -> dict[str, Any]:
         """key_scales and value_scales, where keys and values are in a format."""
         return {} if self.form is None else {scales_of(name): self.arrays[scales_of(name)] for name in PAIR}
 

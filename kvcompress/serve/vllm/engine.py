@@ -52,6 +52,11 @@ class Engine:
             raise ValueError(
                 f"pruner must not ask for the output projections under vLLM, as {type(empty.pruner).__name__} does"
             )
+        if empty.pool_settings.dtype is not None:
+            raise ValueError(
+                f"dtype must not be given under vLLM, got {empty.pool_settings.dtype!r}: its blocks are of the model's "
+                "dtype; kvcompress.serve.batching takes it"
+            )
         empty.adopt(self.decoder, self.facts)
         check_served(empty, self.facts, self.method)
         self.whole = is_read_whole(empty)

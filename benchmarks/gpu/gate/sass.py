@@ -9,8 +9,10 @@ before it issues.
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from collections import Counter
 from dataclasses import dataclass
+from functools import cached_property
 
 LINE = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;\s*/\* 0x([0-9a-f]{16}) \*/\s*/\* 0x([0-9a-f]{16}) \*/", re.DOTALL)
 WIDTH = re.compile(r"\.(U8|S8|U16|S16|64|128)\b")
@@ -25,17 +27,17 @@ class Instruction:
     sets: int | None  # scoreboard
     waits: int  # mask of scoreboards
 
-    @property
+    @cached_property
     def base(self) -> str:
         return self.name.split(".")[0]
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Of a load or store, per thread."""
         match = WIDTH.search(self.name)
         return BYTES[match[1]] if match else 4
 
-    @property
+    @cached_property
     def target(self) -> int | None:
         match = re.search(r"(?:^|\s)(?:`\(\.L_x_\d+\)|0x([0-9a-f]+))\s*$", self.text) if self.base == "BRA" else None
         return int(match[1], 16) if match and match[1] else None
@@ -74,9 +76,8 @@ def flight(code: list[Instruction]) -> Flight:
     unbound: list[int] = []
     groups: list[list[int]] = [[]]  # the last one is open
     for instruction in code + code:
-        for board in list(held):
-            if instruction.waits >> board & 1:
-                del held[board]
+        if instruction.waits and held:
+            held = {board: loads for board, loads in held.items() if not instruction.waits >> board & 1}
         if instruction.base == "LDG":
             unbound.append(instruction.nbytes)
             if instruction.sets is not None:
@@ -90,6 +91,8 @@ def flight(code: list[Instruction]) -> Flight:
             match = re.search(r"SB0, 0x([0-9a-f]+)", instruction.text)
             left = int(match[1], 16) if match else 0
             groups = groups[len(groups) - 1 - left :] if len(groups) - 1 > left else groups
+        if instruction.base not in ("LDG", "LDGSTS"):
+            continue  # no more on their way than before
         on_way = [*unbound, *(x for loads in held.values() for x in loads), *(x for group in groups for x in group)]
         if sum(on_way) > most.nbytes:
             most = Flight(len(on_way), sum(on_way))
@@ -98,10 +101,10 @@ def flight(code: list[Instruction]) -> Flight:
 
 def loops(code: list[Instruction]) -> list[list[Instruction]]:
     """The bodies of all loops: from the target of a branch backwards to the branch."""
-    bodies = []
+    bodies, addresses = [], [x.address for x in code]
     for place, instruction in enumerate(code):
         if instruction.target is not None and instruction.target < instruction.address:
-            bodies.append([x for x in code[: place + 1] if x.address >= instruction.target])
+            bodies.append(code[bisect_left(addresses, instruction.target) : place + 1])
     return bodies
 
 

@@ -39,6 +39,7 @@ import torch
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 from benchmarks.common import load, parse_arguments, parser, print_table, write_json
 from benchmarks.quality.parts.books import books_of
+from kvcompress import CacheSpec
 from kvcompress.evaluate.texts import Library
 from kvcompress.models import EXAMPLE
 from kvcompress.smollm2 import gguf_file, smollm2_folder
@@ -59,6 +60,8 @@ class Size:
     new: int = 32
     rounds: int = 3
 
+
+TINY = ("transformers", "ours, a quarter")  # each is a process
 
 SIZES = {"full": Size(), "quick": Size((256, 1000), 8, 2), "tiny": Size((96, 200), 2, 1)}
 
@@ -99,8 +102,11 @@ def engines(choice: Any, threads: int, longest: int) -> list[tuple[str, str, dic
     tiny = choice.size == "tiny"
     folder = str(EXAMPLE if tiny else smollm2_folder("model"))
     shared = {"threads": threads, "longest": longest, "dtype": "float32" if tiny else "bfloat16"}
+    for cache in (*TORCH.values(), *VLLM.values()):
+        if cache is not None:
+            CacheSpec.parse(cache)
     found = [(name, sys.executable, {"engine": "torch", "model": folder, "cache": cache, **shared})
-             for name, cache in TORCH.items()]  # fmt: skip
+             for name, cache in TORCH.items() if not tiny or name in TINY]  # fmt: skip
     if choice.vllm_python is not None:
         found += [(name, str(choice.vllm_python), {"engine": "vllm", "model": folder, "cache": cache, **shared})
                   for name, cache in VLLM.items()]  # fmt: skip

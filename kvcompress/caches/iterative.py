@@ -48,7 +48,7 @@ class IterativeCache(CompressedCache):
     more memory, as the paper measures it. dense_below: prompts up to this length are read without any pruning.
     every: None keeps all tokens that follow the prompt; k compresses while decoding too, when a row has grown by k
     tokens over its memory. track: True notes in cache.track what each iteration keeps and attends to (see Track).
-    page_size, max_pages, grow: how a layer's storage grows, see PoolSettings.
+    page_size, max_pages, grow, dtype: how a layer stores and grows, see PoolSettings.
     With "fixed", a prompt that fits into memory_size is kept whole: the model then sees what it would see with a dense
     cache. Raises ValueError for sizes below 1, RuntimeError where a layer needs more than max_pages. Source: IMDC.
     """

@@ -9,6 +9,18 @@ static int code_of(const uint8_t *codes, int64_t D, int64_t d, kvc_codes kind) {
     return half > 7 ? half - 16 : half;
 }
 
+/* What is stored of element d where codes stand for `stored`: of KVC_INT4 times Hadamard's matrix over the root of its size,
+ * in blocks of the largest power of two that divides D. */
+static double stood_for(const double *stored, int64_t D, int64_t d, kvc_codes kind) {
+    const int64_t block = D & -D, first = d / block * block;
+    double sum = 0.0;
+    if (kind == KVC_INT8) return stored[d];
+    for (int64_t j = 0; j < block; j++) {
+        sum += (__builtin_popcountll((uint64_t)((d - first) & j)) % 2 ? -1.0 : 1.0) * stored[first + j];
+    }
+    return sum / sqrt((double)block);
+}
+
 static void *bytes_of_codes(int64_t count) {
     uint8_t *codes = room(count);
     for (int64_t i = 0; i < count; i++) codes[i] = (uint8_t)(i * 89 + i / 7 * 31);
@@ -33,13 +45,19 @@ static void test_vectors(kvc_codes kind, int64_t D, kvc_dtype dtype, int runner)
     for (int64_t n = 0; n < N; n++) {
         const float scale = element(args.scales, n, KVC_F16);
         CHECK(isnan(scale) == (n == 1 || n == 2) && (n || scale == 0.0f));
+        double stored[KVC_MAX_HEAD_DIM], squares = 0.0;
         for (int64_t d = 0; d < D; d++) {
             const int code = code_of((const uint8_t *)args.codes + n * bytes, D, d, kind);
-            const float found = element(back.x, n * D + d, KVC_F32);
-            CHECK(code >= -levels && code <= levels);
-            CHECK(isnan(scale) ? isnan(found) && code == 0 : found == scale * (float)code);
-            CHECK(isnan(scale) || fabsf(found - x[n * D + d]) <= scale * 0.500001f);
+            CHECK(code >= -levels && code <= levels && (code == 0 || !isnan(scale)));
+            stored[d] = (double)scale * code;
         }
+        for (int64_t d = 0; d < D; d++) {
+            const double found = (double)element(back.x, n * D + d, KVC_F32), slack = kind == KVC_INT4 ? 1e-5 * scale : 0.0;
+            CHECK(isnan(scale) ? isnan(found) : fabs(found - stood_for(stored, D, d, kind)) <= slack * (double)levels);
+            CHECK(kind == KVC_INT4 || isnan(scale) || fabs(found - (double)x[n * D + d]) <= (double)scale * 0.500001);
+            squares += (found - (double)x[n * D + d]) * (found - (double)x[n * D + d]);
+        }
+        CHECK(isnan(scale) || sqrt(squares) <= sqrt((double)D) * (double)scale * 0.5001);
     }
     kvc_quantize_args bad = args;
     bad.D = 0;

@@ -13,6 +13,7 @@ from kvcompress import (
     CacheSpec,
     GlobalTopK,
     HeadProfile,
+    PoolSettings,
     Profiled,
     PyramidKV,
     RemoteGap,
@@ -37,6 +38,8 @@ from kvcompress.pruners import (
 
 WRITTEN = [  # text, class, attributes of the cache
     ("dense", DynamicCache, {}),
+    ("quantized,dtype=k8v4,page_size=4", kvcompress.QuantizedCache, {"pool_settings": PoolSettings(4, dtype="k8v4")}),
+    ("pruned,budget=64,dtype=int8", kvcompress.PrunedCache, {"pool_settings": PoolSettings(dtype="int8")}),
     ("pruned,pruner=snapkv,budget=0.75", kvcompress.PrunedCache, {"pruner": SnapKV(), "budget": Uniform(0.75)}),
     (
         " cache=pruned , budget=1024, window=64 ,pruner=snapkv,every=16",  # order and blanks mean nothing
@@ -102,7 +105,10 @@ WRITTEN = [  # text, class, attributes of the cache
 WRONG = [  # text, message
     ("gated,share=0.5", r"gated needs gates, as in gated,gates=folder, got gated,share=0.5"),
     ("pruned,pruner=gate,budget=64", r"gate needs gates, as in gate:folder, got 'gate'"),
-    ("fancy", r"cache must be one of dense, dmc, gated, iterative, pod, pruned, quest, streaming, got 'fancy'"),
+    (
+        "fancy",
+        r"cache must be one of dense, dmc, gated, iterative, pod, pruned, quantized, quest, streaming, got 'fancy'",
+    ),
     ("snapkv", r"got 'snapkv': that is a pruner, as in pruned,pruner=snapkv$"),
     ("budget=3", r"cache must be one of dense, .* got none"),
     ("", r"cache must be one of dense, .* got ''"),

@@ -183,7 +183,7 @@ def test_memory_that_the_environment_says_is_refused():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--cache", "quest"), "--cache: cache must be one of dense, dmc, gated, pruned, streaming to be"),
+        (("--cache", "quest"), "--cache: cache must be one of dense, dmc, gated, pruned, quantized, streaming to be"),
         (("--cache", "dmc"), "not converted"),
         (("--cache", "pruned,pruner=kvzip,budget=0.5"), "pruner must not read prompts twice"),
         (("--cache", "pruned,pruner=criticalkv:tova,budget=8"), "pruner must not ask for the output projections under"),

@@ -62,7 +62,7 @@ def dequantize(codes: Tensor, scales: Tensor, format: str, dtype: torch.dtype = 
 
 
 def _codes_of(format: str) -> tuple[int, torch.dtype]:
-    if format not in CODES:
+    if not isinstance(format, str) or format not in CODES:
         raise ValueError(f"format must be one of {', '.join(CODES)}, got {format!r}")
     return CODES[format]
 

@@ -138,6 +138,20 @@ def decode(make: Maker) -> Arguments:
     }  # fmt: skip
 
 
+def quantize(make: Maker) -> Arguments:
+    D = make.head_dim()
+    x = make.floats(make.between(0, 3), make.between(0, 3), make.between(0, 9), D)
+    return {"x": x, "format": "int4" if D % 2 == 0 and make.once_in(2) else "int8"}
+
+
+def dequantize(make: Maker) -> Arguments:
+    D, rows = make.head_dim(), (make.between(0, 3), make.between(0, 9))
+    four = D % 2 == 0 and make.once_in(2)
+    codes = make.ints(0, 255, *rows, D // 2).to(torch.uint8) if four else make.ints(-127, 127, *rows, D).to(torch.int8)
+    scales = make.plain(*rows).half()
+    return {"codes": codes, "scales": scales, "format": "int4" if four else "int8", "dtype": make.dtype}
+
+
 def decode_shared(make: Maker) -> Arguments:
     (B, Hq, Hkv), D, P = make.heads(), make.head_dim(), make.page_size()
     longest, pages, R = make.between(0, 60), make.between(1, 9), B * Hkv
@@ -404,6 +418,7 @@ def pod_step(make: Maker) -> Arguments:
 
 MADE: dict[str, Callable[[Maker], Arguments]] = {
     "rope": rope, "attention": attention, "decode": decode, "decode_shared": decode_shared,
+    "quantize": quantize, "dequantize": dequantize,
     "merge_states": merge_states, "window_scores": window_scores, "layer_similarity": layer_similarity,
     "select_topk": select_topk, "plan": plan, "divide_memory": divide_memory, "append_tokens_": append_tokens,
     "truncate_rows_": truncate_rows, "compact_pages_": compact_pages, "dmc_decisions": dmc_decisions,

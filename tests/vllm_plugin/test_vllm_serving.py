@@ -236,7 +236,7 @@ def test_without_a_compressed_cache_vllm_is_as_it_was(serve, folders, prompts):
         ("dense", {"scheduling_policy": "priority"}, "scheduling_policy must be 'fcfs'"),
         ("dense", {"kv_cache_dtype": "fp8"}, "kv_cache_dtype must be 'float32'"),
         ("dense", {"block_size": 48}, "page_size must be a power of two"),
-        ("quest", {}, "cache must be one of dense, dmc, gated, pruned, streaming to be served, got 'quest'"),
+        ("quest", {}, "cache must be one of dense, dmc, gated, pruned, quantized, streaming to be served, got 'quest'"),
         ("dmc", {}, "not converted"),
     ],
 )

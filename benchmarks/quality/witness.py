@@ -98,7 +98,7 @@ FEW = ("SnapKV", "Replay, GlobalTopK")
 SIZES = {
     "full": Sizes(),
     "quick": Sizes(lengths=(1000,), texts=2, shares=(1 / 4,), question=("later",), methods=FEW),
-    "tiny": Sizes(lengths=(700,), texts=2, scored=16, shares=(1 / 2,), methods=FEW),
+    "tiny": Sizes(lengths=(1200,), texts=2, scored=16, shares=(1 / 2,), methods=FEW),
 }
 
 

@@ -104,7 +104,9 @@ def damaged_tensor(make: Maker, x: Tensor) -> tuple[Any, str]:
             if x.is_floating_point():
                 x[at] = chance.choice([math.nan, math.inf, -math.inf, 1e30, -1e30, 0.0])
             else:
-                x[at] = chance.choice([-1, -(1 << 31), (1 << 31) - 1, 1 << 16, 0, 1, 2])
+                bounds, wild = torch.iinfo(x.dtype), [-1, -(1 << 31), (1 << 31) - 1, 1 << 16, 0, 1, 2]
+                wild += [bounds.min, bounds.max] if bounds.bits == 8 else []
+                x[at] = chance.choice([n for n in wild if bounds.min <= n <= bounds.max])
         return x, how
     return x[None].clone(), "size"
 

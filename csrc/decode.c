@@ -302,7 +302,8 @@ static void attend_lanes(const decode_job *job, int64_t row, int64_t t, int64_t 
     while (t < last) {
         /* the last few keys, which some queries do not see, are a step of their own */
         const int64_t n = min_of(kvc_lanes_keys(D), (t < common ? common : last) - t);
-        kvc_lanes_logits(&lanes_state, &lanes, gather(job, &job->keys, KVC_INT8, row, t, n, rows), D, t, n, NULL, t >= common, x);
+        const float *k = gather(job, &job->keys, KVC_INT8, row, t, n, rows);
+        kvc_lanes_logits(&lanes_state, &lanes, k, D, t, n, NULL, t >= common, x);
         kvc_lanes_weigh(&lanes_state, x, n);
         const float *v = gather(job, &job->values, kind, row, t, n, rows);
         if (t < common) {

@@ -16,9 +16,9 @@ static kvc_decode_args decode_of(const kvc_dmc_step_args *args) {
     const kvc_page_table *table = &append->table;
     return (kvc_decode_args){
         .out = args->out, .lse = args->lse, .q = args->q,
-        .rows = kvc_plain_rows(append->k_pages, append->v_pages, append->k.dtype), .block_table = table->block_table, .end = table->lengths, .B = append->B,
-        .Hq = args->Hq, .Hkv = append->Hkv, .S = 1, .D = append->D, .P = table->P, .pages = table->pages,
-        .blocks = table->blocks, .scale = args->scale, .softcap = args->softcap, .sink_logits = args->sink_logits,
+        .rows = kvc_plain_rows(append->k_pages, append->v_pages, append->k.dtype), .block_table = table->block_table,
+        .end = table->lengths, .B = append->B, .Hq = args->Hq, .Hkv = append->Hkv, .S = 1, .D = append->D,
+        .P = table->P, .pages = table->pages, .blocks = table->blocks, .scale = args->scale, .softcap = args->softcap, .sink_logits = args->sink_logits,
     };
 }
 

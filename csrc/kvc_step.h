@@ -22,8 +22,9 @@ extern "C" {
  * that of rows that store numbers; cos, sin float32 [table_rows, rotary_dim/2] (rotary_dim 0: no rotation);
  * shift, begin int32 [R], R = table.R = B*Hkv; P a power of two; the rest as in the three.
  * scratch: kvc_paged_step_scratch_bytes bytes (on CUDA kvc_cuda_paged_step_scratch_bytes), 64-byte aligned.
- * KVC_BAD_FORMAT for rows of numbers of another dtype than k. KVC_BAD_INDEX for a position outside the tables, a begin past its row or a page from there on that does not exist, and
- * with KVC_POOL_FULL as in kvc_append_tokens; nothing is changed then.
+ * KVC_BAD_FORMAT for rows of numbers of another dtype than k. KVC_BAD_INDEX for a position outside the tables, a begin
+ * past its row or a page from there on that does not exist, and with KVC_POOL_FULL as in kvc_append_tokens; nothing is
+ * changed then.
  */
 typedef struct {
     void *out;

@@ -7,7 +7,8 @@
 static kvc_decode_args decode_of(const kvc_paged_step_args *args) {
     const kvc_page_table *table = &args->table;
     return (kvc_decode_args){
-        .out = args->out, .lse = args->lse, .q = args->q, .rows = args->rows, .block_table = table->block_table, .begin = args->begin, .end = table->lengths,
+        .out = args->out, .lse = args->lse, .q = args->q, .rows = args->rows, .block_table = table->block_table,
+        .begin = args->begin, .end = table->lengths,
         .B = args->B, .Hq = args->Hq, .Hkv = args->Hkv, .S = args->S, .D = args->D, .P = table->P,
         .pages = table->pages, .blocks = table->blocks, .scale = args->scale, .causal = 1,
         .softcap = args->softcap, .sink_logits = args->sink_logits,

@@ -24,6 +24,7 @@ from kvcompress.caches import PagePool, PoolSettings
 from kvcompress.caches.dense import DenseCache
 from kvcompress.caches.formats import FORMATS, Format, keys_and_values, slot_nbytes
 from kvcompress.caches.paged import PagedLayer
+from kvcompress.hf.attach import facts_of
 from kvcompress.pruners import H2O, Replay, SnapKV
 
 CPU = torch.device("cpu")
@@ -102,6 +103,24 @@ def test_caches_are_those_of_what_codes_stand_for(monkeypatch, name, kind, famil
     assert cache.nbytes() < 0.8 * plain.nbytes()
 
 
+@torch.no_grad()
+@pytest.mark.parametrize(("kind", "family"), covering(FORMATS, ["llama", "gemma2", "gpt_oss", "glm"]))
+def test_a_prompt_in_parts_is_rounded_as_one(kind, family):
+    model, ids = kind_model(family), random_ids(60, seed=11)
+    attach(model)
+    dense = model(ids).logits[0]
+    found = []
+    for calls in ([60], [25, 25, 10], [40] + [1] * 20):
+        cache = QuantizedCache(model.config, kind)
+        parts = torch.split(ids, calls, 1)
+        found.append(torch.cat([model(part, past_key_values=cache).logits[0] for part in parts]))
+        assert cache.get_seq_length() == 60
+    one, *others = found
+    for other in others:  # a number near the middle of two codes may fall to the other side: few do
+        assert (other - one).abs().mean() < 0.15 * (one - dense).abs().mean()
+        assert (other - one).abs().amax() < 0.03 * one.abs().amax()
+
+
 @pytest.mark.parametrize(("name", "kind"), covering(["quantized", "snapkv", "replay", "iterative"], FORMATS))
 def test_batches_forks_and_saved_ones_go_on_alike(name, kind, tmp_path):
     model = attached()
@@ -125,6 +144,13 @@ def test_batches_forks_and_saved_ones_go_on_alike(name, kind, tmp_path):
     for one in (cache, fork, loaded, deep):
         out = model.generate(prompts[0], past_key_values=one, **options)
         assert torch.equal(out[0, -6:], alone[0])
+
+
+@pytest.mark.parametrize("make", [QuantizedCache, lambda config, dtype: PrunedCache(config, budget=64, dtype=dtype)])
+def test_a_model_on_another_device_is_refused(make):
+    model = attached().to("meta")
+    with pytest.raises(ValueError, match="dtype must be None on meta, got 'int8': codes of 8 and 4 bits"):
+        make(model.config, "int8").adopt(model.model, facts_of(model.model))
 
 
 @pytest.mark.parametrize("kind", FORMATS)

@@ -82,7 +82,8 @@ static void append_tokens_(std::vector<Tensor> arrays, std::vector<Tensor> token
     Tensor scratch = torch::stable::new_empty(block_table, {args.table.R + 1}, ScalarType::Int);
     args.scratch = ints(scratch);
     run("append_tokens_", block_table, [&] { return kvc_append_tokens(&args, torch_parallel_for); },
-        KVC_CUDA_CALL(kvc_cuda_append_tokens(&args, stream)), [&] { explain_append("append_tokens_", args.table, args.counts, args.S); });
+        KVC_CUDA_CALL(kvc_cuda_append_tokens(&args, stream)),
+        [&] { explain_append("append_tokens_", args.table, args.counts, args.S); });
 }
 
 static void truncate_rows_(Tensor block_table, Tensor lengths, Tensor refs, Tensor free_pages, Tensor free_count,

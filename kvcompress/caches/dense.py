@@ -49,7 +49,7 @@ class DenseCache(CompressedCache):
 
 class QuantizedCache(DenseCache):
     """Keeps every token, as codes of 8 or 4 bits: nothing is forgotten, all is rounded once, and attended to as it
-    is stored: a prompt in one pass, in chunks or token by token gives the same.
+    is stored: a prompt in one pass, in chunks or token by token gives the same, but for the rounding of sums.
 
     config: the model's config. dtype: "int8", or "k8v4": keys of 8 bits, values of 4. Each key and value of a head has
     a float16 scale besides: 8.25 and 6.25 bits a number with heads of 64, 8.125 and 6.125 with heads of 128.

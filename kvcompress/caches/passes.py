@@ -109,13 +109,6 @@ class CachePass(Pass):
         """counts, int32 [B, 1] on a device."""
         return torch.tensor(self.counts, dtype=torch.int32, device=device)[:, None]
 
-    def left_aligned(self, x: Tensor) -> Tensor:
-        """x [B, H, S, D] with each sequence's tokens in front and its padding behind them."""
-        if not self.padded:
-            return x
-        last = torch.arange(x.shape[2], device=x.device) - self.on(x.device)
-        return x.gather(2, last.remainder(x.shape[2])[:, None, :, None].expand_as(x))
-
     def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax) -> Tensor:
         facts = self.facts[layer]
         if torch.is_inference_mode_enabled() or torch.is_grad_enabled():

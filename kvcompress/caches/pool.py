@@ -122,7 +122,9 @@ class PagePool(Keeping):
         if form is None:
             return self._gather(capacity, names)
         wanted = [name for name in PAIR if names is None or name in names]
-        return [form.decode(name, *self._gather(capacity, (name, scales_of(name)))) for name in wanted]
+        parts = [name for name in self.store.arrays if any(name in (x, scales_of(x)) for x in wanted)]
+        found = dict(zip(parts, self._gather(capacity, parts), strict=True))
+        return [form.decode(name, found[name], found[scales_of(name)]) for name in wanted]
 
     def _gather(self, capacity: int, names: Sequence[str] | None) -> list[Tensor]:
         counts, P = self.counts, self.page_size

@@ -104,7 +104,10 @@ class PrunedLayer(PagedLayer):
         facts, counts, lengths = step.facts[self.index], step.counts, step.whole
         B, Hkv, S, D = keys.shape
         positions = step_positions(torch.zeros(B, 1, dtype=torch.int32, device=keys.device), counts, S)
-        keys, values = step.left_aligned(keys), step.left_aligned(values)
+        if step.padded:
+            last = torch.arange(S, device=keys.device) - step.on(keys.device)  # columns of tokens, left-aligned
+            index = last.remainder(S)[:, None, :, None].expand_as(keys)
+            keys, values = keys.gather(2, index), values.gather(2, index)
         k = facts.key_rotary.rotate(keys, None, S, lengths)
 
         def rotated(x: Tensor) -> Tensor:

@@ -63,12 +63,11 @@ class CacheSpec:
     kind: dense (transformers' DynamicCache), quantized, pruned, iterative, streaming, quest, or a trained method: dmc
     (DMS too), pod. given: its settings as text, by name. The names are those of the cache's constructor in Python;
     `pruner` takes a pruner's class in lower case, and the pruner's own fields stand beside it; one that asks another is
-    written
-    criticalkv:tova or chunkkv:snapkv:window=64. A budget is tokens (1024), a share to remove (0.75), bytes (512MiB), or
-    one of these divided over layers or heads, with fields of its own before it: pyramidkv:1024, adakv:512MiB,
-    adakv:floor=0.3:pyramidkv:beta=10:1024. A profile's file stands before it too, or behind a pruner's name:
-    profiled:shares.json:1024, duoattention:heads.json. preset is a field of pruners and budgets that have presets:
-    snapkv:preset=kvpress:window=32. positions takes remotegap, or remotegap:gap=512:headroom=64.
+    written criticalkv:tova or chunkkv:snapkv:window=64. A budget is tokens (1024), a share to remove (0.75), bytes
+    (512MiB), or one of these divided over layers or heads, with fields of its own before it: pyramidkv:1024,
+    adakv:512MiB, adakv:floor=0.3:pyramidkv:beta=10:1024. A profile's file stands before it too, or behind a pruner's
+    name: profiled:shares.json:1024, duoattention:heads.json. preset is a field of pruners and budgets that have
+    presets: snapkv:preset=kvpress:window=32. positions takes remotegap, or remotegap:gap=512:headroom=64.
 
         pruned,pruner=snapkv,window=64,budget=0.75
         pruned,pruner=tova,preset=kvpress,budget=pyramidkv:preset=kvpress:1024

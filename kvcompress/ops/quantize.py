@@ -15,12 +15,14 @@ NO_GRADIENT = "{} has no gradient: codes are what caches store"
 
 
 def quantize(x: Tensor, format: str) -> tuple[Tensor, Tensor]:
-    """Vectors as codes and one scale each: x is near scale * code, within scale / 2.
+    """Vectors as codes and one scale each: scale * code is within scale / 2 of x, of "int4" of x turned.
 
     x: float32, bfloat16 or float16 [..., D], D 1..512, even for int4. format: "int8", codes -127..127, or "int4",
     codes -7..7: byte i < D/2 holds code i in its low half and code i + D/2 in its high half, in two's complement.
-    Returns (codes, scales): int8 [..., D] or uint8 [..., D/2], and float16 [...]: the largest |x| over 127 or 7,
-    rounded up where rounding down would leave it out of reach; 0 for zeros. A vector with a NaN, an infinity or a
+    Before "int4" x is turned by Hadamard's matrix over the root of its size, in blocks of the largest power of two that
+    divides D, so that no number is much larger than the others.
+    Returns (codes, scales): int8 [..., D] or uint8 [..., D/2], and float16 [...]: the largest |x|, turned, over 127 or
+    7, rounded up where rounding down would leave it out of reach; 0 for zeros. A vector with a NaN, an infinity or a
     number that no float16 scale reaches (above 65504 * 127 or * 7) has the scale NaN and codes 0. Raises ValueError
     for wrong dtypes, formats and sizes, NotImplementedError if a backward pass comes here.
     """
@@ -39,7 +41,7 @@ def quantize(x: Tensor, format: str) -> tuple[Tensor, Tensor]:
 
 
 def dequantize(codes: Tensor, scales: Tensor, format: str, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The vectors that codes stand for: scale * code, rounded once to dtype.
+    """The vectors that codes stand for: scale * code, of "int4" turned back, rounded once to dtype.
 
     codes, scales, format: as quantize returns and takes them. dtype: float32, bfloat16 or float16.
     Returns [..., D]. Raises ValueError for wrong dtypes, formats and sizes.

@@ -82,4 +82,4 @@ def run_bench(
     console.print(table)
 
 
-DEFAULT = ("pruned,pruner=snapkv,budget=0.75", "iterative,memory_size=512,chunk_size=512", "quest,token_budget=256")
+DEFAULT = ("pruned,pruner=snapkv,keep=1/4", "iterative,memory_size=512,chunk_size=512", "quest,token_budget=256")

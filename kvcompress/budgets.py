@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import inspect
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any
 
@@ -14,9 +16,7 @@ from torch import Tensor
 
 from . import ops
 from .checks import MOST_INT32, need_integer
-from .units import nbytes_of
-
-Size = int | float | str
+from .units import Keep, instead_of
 
 
 @dataclass(frozen=True)
@@ -31,33 +31,10 @@ class CacheShape:
     growth: int = 0
 
 
-def bytes_of(size: str, name: str = "budget") -> int:
-    """Of a text such as "512MiB". name: of the argument, for messages."""
-    return nbytes_of(size, name, "a number (tokens; below 1 the share to remove) or a text of bytes like '512MiB'")
-
-
-def _check_size(size: Size) -> None:
-    if isinstance(size, str):
-        bytes_of(size)
-    elif isinstance(size, type) and issubclass(size, Budget):
-        raise ValueError(f"budget must be an instance, got the class {size.__name__}: {size.__name__}(1024)")
-    elif isinstance(size, bool) or not isinstance(size, (int, float)):
-        raise ValueError(
-            f"budget must be tokens (int), a share to remove (float) or bytes (str), got {size!r}, "
-            f"a {type(size).__name__}"
-        )
-    elif isinstance(size, int) and size < 1:
-        raise ValueError(f"budget must be at least 1 token, got {size}")
-    elif isinstance(size, int):
-        need_integer("budget", size, 1, MOST_INT32)
-    elif isinstance(size, float) and not 0.0 <= size < 1.0:
-        raise ValueError(f"budget as a share to remove must be at least 0 and below 1, got {size}")
-
-
 @functools.lru_cache(maxsize=256)
-def _tokens_within(budget: Budget, size: str, length: int, shape: CacheShape) -> int:
+def _tokens_within(budget: Budget, allowed: int, length: int, shape: CacheShape) -> int:
     """Most tokens per row, mean over layers and heads, 1..length, whose pages and tables fit into so many bytes."""
-    rows, allowed = shape.layers * shape.rows, bytes_of(size)
+    rows = shape.layers * shape.rows
     page = shape.page_size * shape.slot_nbytes + 8  # two entries of the block table, which grows by doubling
 
     def nbytes(mean: int) -> int:
@@ -65,7 +42,7 @@ def _tokens_within(budget: Budget, size: str, length: int, shape: CacheShape) ->
 
     if nbytes(1) > allowed:
         raise ValueError(
-            f"budget {size!r} is too small for {rows} rows (layers x sequences x KV heads) of pages of "
+            f"keep = {allowed:,} bytes is too small for {rows} rows (layers x sequences x KV heads) of pages of "
             f"{shape.page_size} tokens of {shape.slot_nbytes} bytes that may grow by every = {shape.growth} tokens: it "
             f"must be at least {nbytes(1)} bytes, less with smaller pages"
         )
@@ -76,35 +53,36 @@ def _tokens_within(budget: Budget, size: str, length: int, shape: CacheShape) ->
     return low
 
 
+DIVIDES = "divides tokens over layers and heads; how many stay is"
+
+
 class Budget(ABC):
-    """How many tokens each row keeps. Subclasses are frozen dataclasses that say how many each layer does.
+    """How the tokens that stay are divided over layers and heads; how many they are is the cache's `keep`. Subclasses
+    are frozen dataclasses that say how many each layer keeps.
 
     A budget of your own:
 
         @dataclass(frozen=True)
         class LowerHalf(Budget):
-            size: int | float | str
-
             def layer_tokens(self, mean, length, layer, layers):
                 more = min(mean // 3, length - mean)
                 if layer < layers // 2:
                     return mean + more
                 return mean - more if layer >= layers - layers // 2 else mean
 
-    size: tokens per row, mean over layers and heads (int, 1024), the share of a sequence's tokens to remove (float,
-    0.75 keeps a quarter), or bytes of the pages and tables of the whole cache (str, "512MiB"), which count what
-    layer_tokens says. The share is taken as it is written, not as its binary neighbour: of T tokens, T - floor(share*T)
-    are kept, at least 1 (0.9 of 10 keeps 1).
     The heads of a layer are alike, each keeps the best of its own scores; one that divides them too overrides divide.
-    Raises ValueError for a size that is none of these.
+    Raises ValueError for a size, which budgets had before 0.1.0.
     """
 
-    size: Size
-
-    def __post_init__(self) -> None:
-        if not hasattr(self, "size"):
-            raise ValueError(f"size must be a field of {type(self).__name__}, as of every budget")
-        _check_size(self.size)
+    def __new__(cls, *args: Any, **fields: Any) -> Budget:
+        """Says what to write in place of a size; all else __init__ takes, or refuses."""
+        size = fields.get("size", next(iter(args), None))
+        if (keep := instead_of(size)) is not None:
+            try:
+                inspect.signature(cls).bind(*args, **fields)
+            except TypeError:
+                raise ValueError(f"{cls.__name__} {DIVIDES} {keep}, given to the cache; got {size!r}") from None
+        return super().__new__(cls)
 
     @abstractmethod
     def layer_tokens(self, mean: int, length: int, layer: int, layers: int) -> int:
@@ -153,22 +131,20 @@ class Budget(ABC):
         """Whether heads of a layer do."""
         return type(self).divide is not Budget.divide
 
-    @property
-    def tokens(self) -> int | None:
-        """The size where it is a number of tokens."""
-        return self.size if isinstance(self.size, int) else None
+    def mean_tokens(self, keep: Keep, length: int, shape: CacheShape) -> int:
+        """Tokens per row, mean over layers and heads, for a sequence of `length` tokens; at most that. Of a share, the
+        tokens that it is of them, rounded up: 0.1 of 10 is 1, of 11 is 2. Bytes are those of pages and tables of the
+        whole cache, as layer_tokens divides them."""
+        if keep.nbytes is not None:
+            return min(_tokens_within(self, keep.nbytes, max(length, 1), shape), length)
+        if keep.tokens is not None:
+            return min(keep.tokens, length)
+        assert keep.share is not None
+        return math.ceil(keep.share * length)
 
-    def mean_tokens(self, length: int, shape: CacheShape) -> int:
-        """Tokens per row, mean over layers and heads, for a sequence of `length` tokens; at most that."""
-        if isinstance(self.size, str):
-            return min(_tokens_within(self, self.size, max(length, 1), shape), length)
-        if isinstance(self.size, int):
-            return min(self.size, length)
-        return min(max(length - int(Fraction(repr(float(self.size))) * length), 1), length)
-
-    def tokens_of(self, length: int, layer: int, shape: CacheShape) -> int:
+    def tokens_of(self, keep: Keep, length: int, layer: int, shape: CacheShape) -> int:
         """Tokens per row of one layer, mean over its heads, for a sequence of `length` tokens."""
-        return self.checked_tokens(self.mean_tokens(length, shape), length, layer, shape.layers)
+        return self.checked_tokens(self.mean_tokens(keep, length, shape), length, layer, shape.layers)
 
     def checked_tokens(self, mean: int, length: int, layer: int, layers: int) -> int:
         """layer_tokens; ValueError for what no layer can keep."""
@@ -190,12 +166,7 @@ class Budget(ABC):
 
 @dataclass(frozen=True)
 class Uniform(Budget):
-    """The same number of tokens in every layer and head.
-
-    size: tokens per row as a number, a share to remove, or bytes. Raises ValueError for one that is none of these.
-    """
-
-    size: Size
+    """The same number of tokens in every layer and head."""
 
     def layer_tokens(self, mean: int, length: int, layer: int, layers: int) -> int:
         return min(mean, length)
@@ -208,11 +179,10 @@ _PYRAMIDS: dict[str, dict[str, Any]] = {
 _WINDOW = 32  # where nothing says how many last tokens always stay
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PyramidKV(Budget):
-    """Lower layers keep more: a straight line from the first layer to the last, its mean is the size.
+    """Lower layers keep more: a straight line from the first layer to the last, its mean is what the cache keeps.
 
-    size: tokens per row, mean over layers, as a number, a share to remove, or bytes.
     The line goes from 2*b - b/beta down to b/beta, b = mean - window, and every layer keeps `window` tokens besides:
     the last ones, which look at the others and always stay. window: None = the pruner's own (SnapKV, RKV), 32 where it
     has none; a number must be that. A first layer that would keep more than there is keeps all, and the last one the
@@ -220,25 +190,23 @@ class PyramidKV(Budget):
     inside: as kvpress has it. The window counts in the line, b = mean: the first layer keeps at most length - window,
     and where the last one would keep less than window, all keep the mean. The mean of a share is not rounded first,
     and layers are rounded one by one: their sum may be some tokens off.
-    preset(name, size): "kvpress" (window 64, inside: layers keep what they keep there, at least 1) and
+    preset(name): "kvpress" (window 64, inside: layers keep what they keep there, at least 1) and
     "kvcache-factory", the authors' code (window 8). SnapKV.preset has the same names.
     Raises ValueError for a field out of range. Source: PyramidKV, section 3.2.
     """
 
-    size: Size
     beta: int = 20
     window: int | None = None
     inside: bool = False
 
     @staticmethod
-    def preset(name: str, size: Size, **changes: Any) -> PyramidKV:
+    def preset(name: str, **changes: Any) -> PyramidKV:
         """PyramidKV as an implementation sets it: kvpress, kvcache-factory. changes: other fields."""
         if name not in _PYRAMIDS:
             raise ValueError(f"preset must be one of {', '.join(_PYRAMIDS)}, got {name!r}")
-        return replace(PyramidKV(size, **_PYRAMIDS[name]), **changes)
+        return replace(PyramidKV(**_PYRAMIDS[name]), **changes)
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         need_integer("beta", self.beta, 1, MOST_INT32)
         if self.window is not None:
             need_integer("window", self.window, 0, MOST_INT32)
@@ -254,10 +222,11 @@ class PyramidKV(Budget):
             )
         return replace(self, window=window)
 
-    def tokens_of(self, length: int, layer: int, shape: CacheShape) -> int:
-        if self.inside and isinstance(self.size, float):
-            return self._inside(length * (1 - self.size), length, layer, shape.layers)
-        return super().tokens_of(length, layer, shape)
+    def tokens_of(self, keep: Keep, length: int, layer: int, shape: CacheShape) -> int:
+        if self.inside and keep.share is not None:
+            # as kvpress: of the share that goes
+            return self._inside(length * (1 - float(1 - keep.share)), length, layer, shape.layers)
+        return super().tokens_of(keep, length, layer, shape)
 
     def layer_tokens(self, mean: int, length: int, layer: int, layers: int) -> int:
         if self.inside:
@@ -304,74 +273,60 @@ def _pyramid(beta: int, own: int, mean: int, length: int, layers: int) -> tuple[
 class AdaKV(Budget):
     """Heads of a layer share its tokens: the best scores of all heads stay, wherever they are.
 
-    inner: what each layer keeps on average over its heads: a size, or a budget that divides no heads (Uniform,
-    PyramidKV, one of your own). floor: share of that which every head keeps in any case, 0..1 (1 = Uniform): its best
-    floor*tokens, rounded down but at least one, or what always stays in it where that is more. A layer keeps exactly
-    Hkv times its tokens; rows have lengths of their own, and what a head gives up is memory that is free. A budget is
-    at least one token per head, so none is left without; only a head that offers less than its floor keeps less, and
-    one that offers nothing is empty.
+    inner: how layers divide what stays: a budget that divides no heads (Uniform, PyramidKV, one of your own). floor:
+    share of a layer's mean that every head keeps in any case, 0..1 (1 = Uniform): its best floor*tokens, rounded down
+    but at least one, or what always stays in it where that is more. A layer keeps exactly Hkv times its tokens; rows
+    have lengths of their own, and what a head gives up is memory that is free. At least one token per head stays, so
+    none is left without; only a head that offers less than its floor keeps less, and one that offers nothing is empty.
     Raises ValueError for a field out of range. Source: Ada-KV, section 3.3 (flat top-k) and 3.4 (safeguard).
     """
 
-    inner: Size | Budget
-    floor: float = 0.2
+    inner: Budget = Uniform()
+    floor: float = field(default=0.2, kw_only=True)
 
     def __post_init__(self) -> None:
-        if isinstance(self.inner, Budget) and self.inner.divides_heads:
+        check_budget("inner", self.inner)
+        if self.inner.divides_heads:
             raise ValueError(
-                "inner must be a size or a budget that divides no heads (Uniform, PyramidKV), got "
-                f"{type(self.inner).__name__}"
+                f"inner must be a budget that divides no heads (Uniform, PyramidKV), got {type(self.inner).__name__}"
             )
-        super().__post_init__()
         _check_floor(self.floor)
 
     @property
-    def _layers(self) -> Budget:
-        return as_budget(self.inner)
-
-    @property
-    def size(self) -> Size:  # type: ignore[override]
-        """That of inner."""
-        return self.inner.size if isinstance(self.inner, Budget) else self.inner
-
-    @property
     def divides_layers(self) -> bool:
-        return self._layers.divides_layers
+        return self.inner.divides_layers
 
     def beside(self, pruner: str, window: int | None) -> AdaKV:
-        return replace(self, inner=self.inner.beside(pruner, window)) if isinstance(self.inner, Budget) else self
+        return replace(self, inner=self.inner.beside(pruner, window))
 
     def check_rows(self, heads: Sequence[int]) -> None:
-        self._layers.check_rows(heads)
+        self.inner.check_rows(heads)
 
     def layer_tokens(self, mean: int, length: int, layer: int, layers: int) -> int:
-        return self._layers.layer_tokens(mean, length, layer, layers)
+        return self.inner.layer_tokens(mean, length, layer, layers)
 
     def divide(self, layer: int, ranks: Tensor, keep: int, allowed: int) -> tuple[Tensor, Tensor | None]:
         return flat_topk(ranks, keep, allowed, sure_tokens(self.floor, keep))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class GlobalTopK(Budget):
     """All rows of all layers share one budget: the best scores of a sequence stay, whatever layer and head they are in.
 
-    size: tokens per row, mean over layers and heads, as a number, a share to remove, or bytes. floor: share of that
-    which every row keeps in any case, as in AdaKV. Layers are compared as they are read: after each, what all of them
-    have so far is cut to the budget, and the pages of what goes are free. What stays in the end is what one top-k over
-    all scores would keep (ties go to the first tokens, of all rows alike), and never is more held than the budget and
-    one layer. Further calls are cut in the same way; until the last layer has had its turn, what the layers above held
-    before comes on top.
+    floor: share of the mean that every row keeps in any case, as in AdaKV. Layers are compared as they are read: after
+    each, what all of them have so far is cut to what is kept, and the pages of what goes are free. What stays in the
+    end is what one top-k over all scores would keep (ties go to the first tokens, of all rows alike), and never is more
+    held than that and one layer. Further calls are cut in the same way; until the last layer has had its turn, what the
+    layers above held before comes on top.
     Rows have lengths of their own (on the example model up to 6 times their mean), which a decoded token waits for:
     the longest row of a layer decides. Scores must mean the same in every layer: shares of attention do (Replay,
     Successor, SnapKV), cosines do (KeyDiff).
     Source: KVzip, section 3.3 (its non-uniform budget); the running form as in CAKE's cascade of layers.
     """
 
-    size: Size
     floor: float = 0.1
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         _check_floor(self.floor)
 
     def layer_tokens(self, mean: int, length: int, layer: int, layers: int) -> int:
@@ -430,6 +385,12 @@ def flat_topk(ranks: Tensor, keep: int, allowed: int, sure: int) -> tuple[Tensor
     return indices.view(*batch, heads, -1), counts.view(*batch, heads)
 
 
-def as_budget(size: Size | Budget) -> Budget:
-    """A size as Uniform; a Budget as it is. ValueError for anything else."""
-    return size if isinstance(size, Budget) else Uniform(size)
+def check_budget(name: str, given: object) -> None:
+    """Raises ValueError for what is no Budget; for a size, which it was before 0.1.0, with what to write instead."""
+    if isinstance(given, Budget):
+        return
+    if (keep := instead_of(given)) is not None:
+        raise ValueError(f"{name} {DIVIDES} {keep}; got {given!r}")
+    if isinstance(given, type) and issubclass(given, Budget):
+        raise ValueError(f"{name} must be an instance, got the class {given.__name__}: {given.__name__}()")
+    raise ValueError(f"{name} must be a Budget, such as AdaKV() or GlobalTopK(), got {given!r}")

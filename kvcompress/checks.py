@@ -5,12 +5,15 @@ Those that a decoded token comes by for every layer make no message before it is
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
+P = ParamSpec("P")
+T = TypeVar("T")
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in FLOATS}
 SMALLEST, LARGEST = 2.0**-126, 3.4028234663852886e38  # normal numbers of float32
@@ -20,6 +23,21 @@ MOST_INT32 = (1 << 31) - 1  # tokens and places on the device
 def need(condition: bool, message: str) -> None:
     if not condition:
         raise ValueError(message)
+
+
+def renamed(**ours: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Of a function: arguments that went before 0.1.0, and what to give now, which the ValueError of one says."""
+
+    def of(function: Callable[P, T]) -> Callable[P, T]:
+        @functools.wraps(function)
+        def run(*args: P.args, **given: P.kwargs) -> T:
+            for name in ours.keys() & given.keys():
+                raise ValueError(f"{name} is {ours[name]} now, got {name}={given[name]!r}")
+            return function(*args, **given)
+
+        return run
+
+    return of
 
 
 def need_text(name: str, value: Any, wish: str) -> None:

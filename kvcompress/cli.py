@@ -17,23 +17,25 @@ from .commands import dmc as _dmc  # noqa: F401  registers its command
 from .commands import pod as _pod  # noqa: F401
 from .commands.analyze import app as analyze
 from .commands.evaluate import app as evaluate
-from .commands.evaluate import needle
 from .commands.fit import app as fit
 from .commands.options import Device, Dtype, Model
 from .commands.passing import Passing
+from .commands.renamed import Renamed
 from .commands.retrofit import app as retrofit
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help="Attention over a compressed key-value cache.")
+app = typer.Typer(
+    cls=Renamed, no_args_is_help=True, add_completion=False, help="Attention over a compressed key-value cache."
+)
 app.add_typer(analyze, name="analyze")
 app.add_typer(evaluate, name="eval")
 app.add_typer(fit, name="fit")
 app.add_typer(retrofit, name="retrofit")
 Command = TypeVar("Command", bound=Callable[..., None])
 # option of the argument that a ValueError begins with, where they differ in more than dashes
-OPTIONS = {"prompt_length": "--tokens", "chunk_size": "--chunk", "memory_size": "--memory"}
+OPTIONS = {"prompt_length": "--tokens"}
 
 
-_CACHE = "as lm-eval and CacheSpec have it, such as pruned,pruner=snapkv,budget=0.75; dense: no compression"
+_CACHE = "as lm-eval and CacheSpec have it, such as pruned,pruner=snapkv,keep=1/4; dense: no compression"
 CACHE = typer.Option(help=_CACHE)
 CACHE_OR_OWN = typer.Option(
     help=_CACHE + "; not given: a converted model's own, else pruned to 1,024 tokens, or "
@@ -178,11 +180,14 @@ def bench(
 @_named
 def recommend(
     text: Annotated[list[Path], typer.Option(help="UTF-8 file of what the model is to read; several: one text")],
+    keep: Annotated[
+        str,
+        typer.Option(
+            help="that a cache gets: a share of the dense cache's bytes, such as 1/4 or 25%, or bytes for a piece of "
+            "--tokens, such as 64MiB"
+        ),
+    ],
     model: Model = "example",
-    share: Annotated[str | None, typer.Option(help="of the dense cache's bytes that a cache gets, such as 1/4")] = None,
-    nbytes: Annotated[
-        str | None, typer.Option("--bytes", help="that a cache gets for a piece of --tokens, such as 64MiB")
-    ] = None,
     tokens: Annotated[
         int | None, typer.Option(help="of a piece, as long as your prompts; not given: half of the text, at most 2,048")
     ] = None,
@@ -199,7 +204,7 @@ def recommend(
     from .evaluate.recommend import run_recommend
 
     run_recommend(
-        model=model, text=tuple(text), share=share, nbytes=nbytes, tokens=tokens, pieces=pieces, caches=cache or [],
+        model=model, text=tuple(text), keep=keep, tokens=tokens, pieces=pieces, caches=cache or [],
         raw=raw, json_file=json, device=device, dtype=dtype, console=Console(),
     )  # fmt: skip
 
@@ -236,15 +241,17 @@ def demo(
 @_named
 def plan(
     tokens: Annotated[int, typer.Option(help="tokens that are read: all but a prompt's last one", min=1)],
-    chunk: Annotated[int, typer.Option(help="tokens read per iteration, on average", min=1)] = 1024,
-    memory: Annotated[int, typer.Option(help="tokens kept per layer and KV head at the end", min=1)] = 1024,
+    chunk_size: Annotated[int, typer.Option(help="tokens read per iteration, on average", min=1)] = 1024,
+    memory_size: Annotated[int, typer.Option(help="tokens kept per layer and KV head at the end", min=1)] = 1024,
     schedule: Annotated[
         str, typer.Option(help="how memory grows: fixed, linear, square, sqrt, square-sqrt or adaptive")
     ] = "linear",
     dynamic: Annotated[bool, typer.Option("--dynamic", help="chunks shrink as memory grows")] = False,
     initial_memory: Annotated[
         int | None,
-        typer.Option(help="memory after the first iteration; not given: memory / iterations, but at least 64", min=0),
+        typer.Option(
+            help="memory after the first iteration; not given: memory size / iterations, but at least 64", min=0
+        ),
     ] = None,
     min_chunk: Annotated[int, typer.Option(help="shortest chunk with --dynamic", min=1)] = 1,
     strict: Annotated[bool, typer.Option("--strict", help="fail if a chunk would be shorter than that")] = False,
@@ -273,7 +280,7 @@ def plan(
     from .plan_report import run_plan
 
     run_plan(
-        tokens=tokens, chunk_size=chunk, memory_size=memory, schedule=schedule, dynamic=dynamic,
+        tokens=tokens, chunk_size=chunk_size, memory_size=memory_size, schedule=schedule, dynamic=dynamic,
         initial_memory=initial_memory, min_chunk=min_chunk, strict=strict, share=share, model=model, layers=layers,
         kv_heads=kv_heads, head_dim=head_dim, dtype=dtype, console=Console(width=80),
     )  # fmt: skip
@@ -306,6 +313,3 @@ def serve(
     run_serve(
         model=model, cache=cache, memory=memory, ratio=ratio, dtype=dtype, host=host, port=port, passed=context.args
     )
-
-
-app.command()(needle)  # as eval has it

@@ -5,7 +5,7 @@ Importing this module registers it:
     import kvcompress.pipelines
     from transformers import pipeline
 
-    generator = pipeline("kvcompress-text-generation", model=model, tokenizer=tokenizer, cache="pruned,budget=0.75")
+    generator = pipeline("kvcompress-text-generation", model=model, tokenizer=tokenizer, cache="pruned,keep=1/4")
     generator(["a text", "another"], max_new_tokens=50)
 """
 
@@ -29,7 +29,7 @@ TASK = "kvcompress-text-generation"
 class CompressedTextGenerationPipeline(TextGenerationPipeline):
     """TextGenerationPipeline of transformers with a compressed cache for every call; the model is attached.
 
-    Beside what that takes, when it is made or called: cache, as text ("pruned,pruner=snapkv,budget=0.75"), a CacheSpec,
+    Beside what that takes, when it is made or called: cache, as text ("pruned,pruner=snapkv,keep=1/4"), a CacheSpec,
     or a function of the config that makes a cache; a converted model's own, else IterativeCache, where it is None.
     guide: text of what is asked, one for all prompts of the call, which chooses what is kept; it is not read as part of
     them, so a question must stand in the prompt too. Each prompt, or batch of them, is read into a new cache.

@@ -118,7 +118,7 @@ def run_plan(
     if shape is not None and shape.trained_length is not None and ours.largest_context > shape.trained_length:
         notes.append(
             f"{ours.largest_context:,} keys in sight are more than the {shape.trained_length:,} positions that the "
-            "model was trained for; a smaller --chunk or --memory avoids this"
+            "model was trained for; a smaller --chunk-size or --memory-size avoids this"
         )
     chunks = "shrinking chunks" if dynamic else "equal chunks"
     lines = [

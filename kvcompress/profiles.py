@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from . import ops
-from .budgets import Budget, Size, flat_topk
+from .budgets import Budget, flat_topk
 from .checks import need
 from .files import read_fields, write_text
 
@@ -69,18 +69,15 @@ class BudgetProfile:
 class Profiled(Budget):
     """Every row has its share of a profile, whatever its scores: known before anything is read.
 
-    size: tokens per row, mean over layers and heads, as a number, a share to remove, or bytes. A layer keeps exactly
-    what its rows' shares are of it (rounded so that the sum over all layers is exact, at least 1 token per row and at
-    most all), and in it each row its own share: the best of its own scores. What always stays in a row stays even where
-    its share is less, at the cost of others in its layer. Needs no scores that mean the same in other rows, and no
-    layer waits for another: it serves iterative reading too.
+    A layer keeps exactly what its rows' shares are of what stays (rounded so that the sum over all layers is exact, at
+    least 1 token per row and at most all), and in it each row its own share: the best of its own scores. What always
+    stays in a row stays even where its share is less, at the cost of others in its layer. Needs no scores that mean the
+    same in other rows, and no layer waits for another: it serves iterative reading too.
     """
 
-    size: Size
     profile: BudgetProfile
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         need(
             isinstance(self.profile, BudgetProfile),
             f"profile must be a BudgetProfile, got {type(self.profile).__name__}: BudgetProfile.load reads a file",

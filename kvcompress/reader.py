@@ -10,7 +10,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor, nn
 
-from .budgets import Budget, GlobalTopK, Size
+from .budgets import Budget
 from .caches.base import CompressedCache
 from .caches.pruned import PrunedCache
 from .caches.saving import load_cache
@@ -21,9 +21,9 @@ from .hf.attach import attach, is_attached
 from .hf.reminder import without_reminder
 from .prefilling import prefill
 from .progress import Progress
-from .pruners import Replay
+from .units import Size
 
-BUDGET = 0.75  # share of a text's tokens that goes where nothing is said
+KEEP = 0.25  # of a text's tokens, where nothing is said
 
 
 class Reading:
@@ -85,22 +85,23 @@ def read(
     tokenizer: Any,
     text: str,
     *,
-    budget: Size | Budget | None = None,
+    keep: Size | None = None,
+    budget: Budget | None = None,
     cache: CompressedCache | CacheSpec | str | None = None,
     guide: str | None = None,
     progress: Progress | bool = False,
 ) -> Reading:
     """Reads a text once, for questions that come later.
 
-    model: attached if it is not yet, and it stays so. text: as the tokenizer takes it. budget: what goes or stays of
-    the text, as PrunedCache has it: the share to remove (0.75 where neither budget nor cache is given), tokens, bytes
-    or a Budget; a number is divided over all layers and heads by Replay's scores (GlobalTopK), which needs no question.
-    cache: another way to read, an empty cache or one as text ("iterative,memory_size=1024"); that of a converted model
-    where it is None. guide: what will be asked about, for caches that look at a question.
+    model: attached if it is not yet, and it stays so. text: as the tokenizer takes it. keep: how much
+    stays of the text, as PrunedCache has it: a share (0.25 where neither keep nor cache is given), tokens or bytes.
+    budget: how that is divided; None = over all layers and heads, by Replay's scores (GlobalTopK), which need no
+    question. cache: another way to read, an empty cache or one as text ("iterative,memory_size=1024"); that of a
+    converted model where it is None. guide: what will be asked about, for caches that look at a question.
     progress: True shows a bar; a function is called with (tokens read, tokens in all).
     Returns the Reading; its cache holds what is left of the text. Questions are kept whole.
-    Raises ValueError for an empty text, for a cache that is not empty, for budget and cache together, and for a budget
-    with a converted model, which decides itself; TypeError for what is no text.
+    Raises ValueError for an empty text, for a cache that is not empty, for keep or budget and a cache together, and for
+    them with a converted model, which decides itself; TypeError for what is no text.
     Source: the setting is that of KVzip, a text compressed once without knowing the questions.
     """
     need_text("text", text, "a str")
@@ -109,12 +110,11 @@ def read(
     _attached(model)
     whole: Any = model
     kind = CacheSpec.kind_of(whole.config)
-    need(budget is None or cache is None, f"budget must be None where a cache is given, got {budget!r}")
-    need(budget is None or kind is None, f"budget must be None with a model converted to {kind}, got {budget!r}")
+    for name, value in (("keep", keep), ("budget", budget)):
+        need(value is None or cache is None, f"{name} must be None where a cache is given, got {value!r}")
+        need(value is None or kind is None, f"{name} must be None with a model converted to {kind}, got {value!r}")
     if cache is None and kind is None:
-        wish = BUDGET if budget is None else budget
-        divided = wish if isinstance(wish, Budget) else GlobalTopK(wish)
-        cache = PrunedCache(whole.config, Replay(), divided, later="keep")
+        cache = PrunedCache(whole.config, budget=budget, keep=KEEP if keep is None else keep, later="keep")
     elif cache is None:
         cache = CacheSpec(str(kind), {})
     if isinstance(cache, str):

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import re
+from dataclasses import dataclass
+from decimal import Decimal
 from fractions import Fraction
 
+from .checks import MOST_INT32, need_integer
+
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+Size = int | float | str  # how much stays, as Keep.of takes it
+WISH = "tokens (1024, '4k'), the share that stays (0.25, '25%', '1/4') or bytes ('512MiB')"
 
 
 def size(nbytes: float) -> str:
@@ -22,3 +29,85 @@ def nbytes_of(text: str, name: str, wish: str = "a text of bytes like '512MiB'")
     if match is None or match[2] not in UNITS:
         raise ValueError(f"{name} must be {wish} (units: {', '.join(UNITS)}), got the text {text!r}")
     return int(Fraction(match[1]) * UNITS[match[2]])
+
+
+@dataclass(frozen=True)
+class Keep:
+    """How much stays, as text: tokens, or the share of a sequence's tokens, or bytes. Keep.of makes it."""
+
+    text: str
+
+    @staticmethod
+    def of(given: Size, name: str = "keep") -> Keep:
+        """Of 1024 or "1024" or "1k" (a k is 1,024 tokens), of 0.25 or "0.25" or "25%" or "1/4", of "512MiB".
+
+        A share is taken as it is written, not as its binary neighbour. A whole number is tokens, one with a point a
+        share: 1 is one token, 1.0 everything. name: of the argument, for the ValueError of anything else.
+        """
+        if isinstance(given, bool) or not isinstance(given, (int, float, str)):
+            raise ValueError(f"{name} must be {WISH}, got {given!r}, a {type(given).__name__}")
+        text = _text_of(given)
+        tokens, share, _ = _read(text, name)
+        if tokens is not None:
+            need_integer(name, tokens, 1, MOST_INT32)
+        elif share is not None and not 0 < share <= 1:
+            hint = f"; tokens are a whole number, {share}" if share > 1 and share.denominator == 1 else ""
+            raise ValueError(f"{name} as a share must be above 0 and at most 1, got {given}{hint}")
+        return Keep(text)
+
+    @property
+    def tokens(self) -> int | None:
+        return _read(self.text)[0]
+
+    @property
+    def share(self) -> Fraction | None:
+        return _read(self.text)[1]
+
+    @property
+    def nbytes(self) -> int | None:
+        return _read(self.text)[2]
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@functools.lru_cache(maxsize=256)
+def _read(text: str, name: str = "keep") -> tuple[int | None, Fraction | None, int | None]:
+    """(tokens, share, bytes) of a text, one of the three."""
+    if match := re.fullmatch(r"([+-]?\d+)([kK]?)", text):
+        return int(match[1]) * (1024 if match[2] else 1), None, None
+    if (share := _share_of(text)) is not None:
+        return None, share, None
+    return None, None, nbytes_of(text, name, WISH)
+
+
+def _share_of(text: str) -> Fraction | None:
+    """Of "0.25", "1e-3", "25%" or "1/4"; None for what is none. Of what floats are besides, 0."""
+    if re.fullmatch(r"[+-]?(\d+\.\d*|\.\d+|\d+(?=[eE%]))([eE][+-]?\d+)?%?", text):
+        return Fraction(text.rstrip("%")) / (100 if text.endswith("%") else 1)
+    if text in ("nan", "inf", "-inf"):
+        return Fraction(0)
+    if match := re.fullmatch(r"(\d+)\s*/\s*(0*[1-9]\d*)", text):
+        return Fraction(int(match[1]), int(match[2]))
+    return None
+
+
+def _text_of(given: Size) -> str:
+    if isinstance(given, str):
+        return given.strip()
+    return repr(float(given)) if isinstance(given, float) else repr(int(given))
+
+
+def instead_of(budget: object, *, quoted: bool = True) -> str | None:
+    """The keep= that says what a size was as a budget, before 0.1.0: a share was the one to remove. None for what was
+    no size. quoted: as Python has it, not a text of a cache."""
+    if isinstance(budget, bool) or not isinstance(budget, (int, float, str)):
+        return None
+    text = _text_of(budget)
+    if re.fullmatch(r"0?\.\d*", text):
+        return f"keep={1 - Decimal(text)} ({text} was the share to remove)"
+    try:
+        keep = Keep.of(text)
+    except ValueError:
+        return None
+    return f"keep={text!r}" if quoted and keep.tokens is None else f"keep={text}"

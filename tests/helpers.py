@@ -85,6 +85,11 @@ REFUSED_BATCHES = [  # what a converted model without a cache is given beside 4 
 ]
 
 
+def stays(keep: Any, budget: Any = None) -> dict[str, Any]:
+    """What PrunedCache takes: how much stays, and how it is divided."""
+    return {"keep": keep, "budget": budget}
+
+
 def covering(*lists: Iterable[Any]) -> list[Any]:
     """Cases for parametrize, of one value of each list: every pair of values of two lists occurs in at least one case.
 

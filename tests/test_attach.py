@@ -179,7 +179,7 @@ def test_beams_in_inference_mode_change_nothing(kind, name):
     caches = {
         "streaming": lambda: StreamingCache(model.config, window_size=9),
         "iterative": lambda: IterativeCache(model.config, memory_size=10, chunk_size=7, every=3),
-        "pruned": lambda: PrunedCache(model.config, H2O(), 10, every=3),
+        "pruned": lambda: PrunedCache(model.config, H2O(), keep=10, every=3),
     }
     settings = {"num_beams": 3, "max_new_tokens": 8, "do_sample": False}
     attach(model)
@@ -342,12 +342,12 @@ def test_what_attach_returns_detaches():
 
 def test_a_config_without_attention_is_refused():
     with pytest.raises(ValueError, match="config must be of a model with attention layers, got MambaConfig"):
-        PrunedCache(MambaConfig(num_hidden_layers=2, hidden_size=16, vocab_size=97), budget=20)
+        PrunedCache(MambaConfig(num_hidden_layers=2, hidden_size=16, vocab_size=97), keep=20)
 
 
 def test_a_model_that_was_cast_since_it_filled_a_cache_is_named():
     model, ids = attached(), random_ids(20)
-    cache = kvcompress.prefill(model, ids, kvcompress.PrunedCache(model.config, budget=0.5))
+    cache = kvcompress.prefill(model, ids, kvcompress.PrunedCache(model.config, keep=0.5))
     model.to(torch.bfloat16)
     with pytest.raises(ValueError, match=r"LlamaModel must be torch.float32 as .* got torch.bfloat16: cast"):
         model.generate(ids, past_key_values=cache, max_new_tokens=2)

@@ -81,7 +81,7 @@ OPERATIONS = {
     "trim": lambda cache, model, folder: cache.trim(),
     "reset": lambda cache, model, folder: cache.reset(),
 }
-MORE = {"compress": lambda cache, model, folder: cache.compress(GlobalTopK(12))}
+MORE = {"compress": lambda cache, model, folder: cache.compress(GlobalTopK(), keep=12)}
 
 
 @pytest.fixture(scope="module")

@@ -39,34 +39,34 @@ from kvcompress.pruners import (
 WRITTEN = [  # text, class, attributes of the cache
     ("dense", DynamicCache, {}),
     ("quantized,dtype=k8v4,page_size=4", kvcompress.QuantizedCache, {"pool_settings": PoolSettings(4, dtype="k8v4")}),
-    ("pruned,budget=64,dtype=int8", kvcompress.PrunedCache, {"pool_settings": PoolSettings(dtype="int8")}),
-    ("pruned,pruner=snapkv,budget=0.75", kvcompress.PrunedCache, {"pruner": SnapKV(), "budget": Uniform(0.75)}),
+    ("pruned,keep=64,dtype=int8", kvcompress.PrunedCache, {"pool_settings": PoolSettings(dtype="int8")}),
+    ("pruned,pruner=snapkv,keep=0.25", kvcompress.PrunedCache, {"pruner": SnapKV(), "keep": 0.25, "budget": Uniform()}),
     (
-        " cache=pruned , budget=1024, window=64 ,pruner=snapkv,every=16",  # order and blanks mean nothing
+        " cache=pruned , keep=1024, window=64 ,pruner=snapkv,every=16",  # order and blanks mean nothing
         kvcompress.PrunedCache,
-        {"pruner": SnapKV(window=64), "budget": Uniform(1024), "every": 16},
+        {"pruner": SnapKV(window=64), "keep": 1024, "every": 16},
     ),
     (
-        "pruned,pruner=chunkkv:snapkv:window=16,chunk=20,budget=globaltopk:0.75",
+        "pruned,pruner=chunkkv:snapkv:window=16,chunk=20,keep=1/4,budget=globaltopk",
         kvcompress.PrunedCache,
-        {"pruner": ChunkKV(SnapKV(window=16), chunk=20), "budget": GlobalTopK(0.75)},
+        {"pruner": ChunkKV(SnapKV(window=16), chunk=20), "keep": "1/4", "budget": GlobalTopK()},
     ),
     (
-        "pruned,pruner=kvzip,chunk=64,prompt=12+7,budget=64",
+        "pruned,pruner=kvzip,chunk=64,prompt=12+7,keep=64",
         kvcompress.PrunedCache,
         {"pruner": KVzip(chunk=64, prompt=(12, 7))},
     ),
     (
-        "pruned,pruner=criticalkv:chunkkv:chunk=4:expectedattention:use_value_norm=false,norm=l2,budget=64",
+        "pruned,pruner=criticalkv:chunkkv:chunk=4:expectedattention:use_value_norm=false,norm=l2,keep=64",
         kvcompress.PrunedCache,
         {"pruner": CriticalKV(ChunkKV(ExpectedAttention(use_value_norm=False), chunk=4), norm="l2")},
     ),
-    ("pruned,budget=512MiB,page_size=32", kvcompress.PrunedCache, {"budget": GlobalTopK("512MiB")}),
-    ("pruned,pruner=tova,budget=adakv:1024", kvcompress.PrunedCache, {"pruner": TOVA(), "budget": AdaKV(1024)}),
+    ("pruned,keep=512MiB,page_size=32", kvcompress.PrunedCache, {"keep": "512MiB", "budget": GlobalTopK()}),
+    ("pruned,pruner=tova,keep=1k,budget=adakv", kvcompress.PrunedCache, {"keep": "1k", "budget": AdaKV()}),
     (
-        "pruned,pruner=h2o,recent_ratio=0.25,budget=adakv:floor=0.3:pyramidkv:beta=10:window=8:64",
+        "pruned,pruner=h2o,recent_ratio=0.25,keep=64,budget=adakv:floor=0.3:pyramidkv:beta=10:window=8",
         kvcompress.PrunedCache,
-        {"pruner": H2O(recent_ratio=0.25), "budget": AdaKV(PyramidKV(64, beta=10, window=8), floor=0.3)},
+        {"pruner": H2O(recent_ratio=0.25), "budget": AdaKV(PyramidKV(beta=10, window=8), floor=0.3)},
     ),
     (
         "pruned,pruner=centerofgravity,compressed_length=64,near_length=64,keep_head=false,every=16,positions=remotegap:gap=128:reading=to_query",
@@ -78,24 +78,24 @@ WRITTEN = [  # text, class, attributes of the cache
         kvcompress.IterativeCache,
         {"memory_size": 128, "chunk_size": 64, "schedule": "sqrt", "dynamic": True, "pruner": SnapKV(window=16)},
     ),
-    ("iterative,memory_size=pyramidkv:128", kvcompress.IterativeCache, {"budget": PyramidKV(128, window=32)}),
+    ("iterative,memory_size=128,budget=pyramidkv", kvcompress.IterativeCache, {"budget": PyramidKV(window=32)}),
     (
-        "pruned,pruner=snapkv,preset=kvpress,window=16,budget=adakv:pyramidkv:preset=kvpress:window=16:64",
+        "pruned,pruner=snapkv,preset=kvpress,window=16,keep=64,budget=adakv:pyramidkv:preset=kvpress:window=16",
         kvcompress.PrunedCache,
         {
             "pruner": SnapKV.preset("kvpress", window=16),
-            "budget": AdaKV(PyramidKV.preset("kvpress", 64, window=16)),
+            "budget": AdaKV(PyramidKV.preset("kvpress", window=16)),
         },
     ),
     (
-        "pruned,pruner=criticalkv:norm=l2:tova:preset=kvpress,budget=64",
+        "pruned,pruner=criticalkv:norm=l2:tova:preset=kvpress,keep=64",
         kvcompress.PrunedCache,
         {"pruner": CriticalKV(TOVA.preset("kvpress"), norm="l2")},
     ),
     ("streaming,window_size=60,sink_distance=window", kvcompress.StreamingCache, {"window_size": 60}),
     ("quest,token_budget=128,dense_layers=0", kvcompress.QuestCache, {"token_budget": 128, "dense_layers": 0}),
     (
-        "gated,gates=FOLDER,share=0.25,window=32,track=true",
+        "gated,gates=FOLDER,keep=25%,window=32,track=true",
         kvcompress.GatedCache,
         {"gates": tiny_gates(), "threshold": tiny_gates().threshold(0.25), "window": 32, "track": True},
     ),
@@ -103,49 +103,57 @@ WRITTEN = [  # text, class, attributes of the cache
     ("pod,tau=0.7,pruner=snapkv,window=8,distant=600", kvcompress.PoDCache, {"tau": 0.7, "distant": 600}),
 ]
 WRONG = [  # text, message
-    ("gated,share=0.5", r"gated needs gates, as in gated,gates=folder, got gated,share=0.5"),
-    ("pruned,pruner=gate,budget=64", r"gate needs gates, as in gate:folder, got 'gate'"),
+    ("gated,keep=0.5", r"gated needs gates, as in gated,gates=folder, got gated,keep=0.5"),
+    ("gated,gates=x,share=0.5", r"cache=gated has no 'share'; known are gates, keep, .*; share is keep now"),
+    ("pruned,pruner=gate,keep=64", r"gate needs gates, as in gate:folder, got 'gate'"),
     (
         "fancy",
         r"cache must be one of dense, dmc, gated, iterative, pod, pruned, quantized, quest, streaming, got 'fancy'",
     ),
     ("snapkv", r"got 'snapkv': that is a pruner, as in pruned,pruner=snapkv$"),
-    ("budget=3", r"cache must be one of dense, .* got none"),
+    ("keep=3", r"cache must be one of dense, .* got none"),
     ("", r"cache must be one of dense, .* got ''"),
     ("pruned,pruner=snap", r"pruner must be one of centerofgravity, .*snapkv.*, got 'snap'"),
-    ("pruned,bugdet=3", r"cache=pruned has no 'bugdet'; known are pruner, budget, every, .*those of a pruner"),
+    ("pruned,bugdet=3", r"cache=pruned has no 'bugdet'; known are pruner, budget, keep, every, .*those of a pruner"),
     (
         "pruned,pruner=tova,window=3",
         r"cache=pruned has no 'window'; known are .*; of pruner=tova: last, num_sink_tokens",
     ),
     ("quest,pruner=snapkv", r"cache=quest has no 'pruner'; known are token_budget, page_size, "),
     ("dense,chunk_size=3", r"cache=dense has no 'chunk_size'; known are none"),
-    ("pruned,budget=many", r"budget must be a whole number or .*512MiB.*adakv:\.\.\., .*got 'many'"),
-    ("pruned,budget=adakv:floor=x:3", r"floor must be a number, got 'x'"),
+    ("pruned,budget=many", r"budget must be .*one of uniform, pyramidkv, adakv, .*got 'many'"),
+    ("pruned,keep=many", r"keep must be tokens .*, the share that stays .* or bytes .*, got the text 'many'"),
+    ("pruned,keep=3,budget=adakv:floor=x", r"floor must be a number, got 'x'"),
     ("pruned,budget=adakv:size=3", r"adakv has no 'size'; known are floor"),
-    ("pruned,budget=adakv", r"adakv needs a size, as in adakv:0.75, .* got 'adakv'"),
-    ("pruned,budget=2.0", r"share to remove must be at least 0 and below 1, got 2.0"),
-    ("pruned,budget=globaltopk", r"globaltopk needs a size, as in globaltopk:0.75, .* got 'globaltopk'"),
-    ("pruned,budget=3,budget=4", r"budget must be given once, got '3' and '4'"),
+    ("pruned,budget=adakv", r"keep must be given with Replay, got None: 0.25 \(the share that stays\), say, or 1024"),
+    ("pruned,keep=2.0", r"keep as a share must be above 0 and at most 1, got 2.0; tokens are a whole number, 2"),
+    ("pruned,budget=0.75", r"budget divides tokens .* how many stay is keep=0.25 \(0.75 was the share to remove\)"),
+    ("pruned,budget=1024", r"how many stay is keep=1024; got '1024'"),
+    ("pruned,budget=512MiB", r"how many stay is keep=512MiB; got"),
+    ("pruned,budget=profiled:x.json:64", r"how many stay is keep=64, beside budget=profiled:x.json; got"),
+    ("pruned,budget=adakv:floor=0.3:pyramidkv:0.9", r"keep=0.1 .*, beside budget=adakv:floor=0.3:pyramidkv; got"),
+    ("iterative,memory_size=pyramidkv:64", r"memory_size must be a whole number, got .*; budget=pyramidkv says how"),
+    ("pruned,budget=globaltopk:0.75", r"globaltopk divides .* keep=0.25 \(.*\), beside budget=globaltopk; got"),
+    ("pruned,keep=3,keep=4", r"keep must be given once, got '3' and '4'"),
     ("pruned,budget", r"cache must be written as kind,key=value,\.\.\., got 'budget'"),
-    ("pruned,budget=3,pruner=criticalkv:kvzip:512", r"kvzip must be written as kvzip:field=value"),
-    ("pruned,budget=3,positions=remotegap:gap=x:y", r"remotegap must be written as remotegap:field=value"),
-    ("pruned,budget=3,positions=remotegap:size=3", r"remotegap has no 'size'; known are gap, reading"),
-    ("iterative,memory_size=0.5", r"memory_size must be a whole number or one of .*, got '0.5'"),
+    ("pruned,keep=3,pruner=criticalkv:kvzip:512", r"kvzip must be written as kvzip:field=value"),
+    ("pruned,keep=3,positions=remotegap:gap=x:y", r"remotegap must be written as remotegap:field=value"),
+    ("pruned,keep=3,positions=remotegap:size=3", r"remotegap has no 'size'; known are gap, reading"),
+    ("iterative,memory_size=0.5", r"memory_size must be a whole number, got '0.5'"),
     ("iterative,dynamic=1", r"dynamic must be true or false, got '1'"),
     ("iterative,schedule=cubic", r"schedule must be .* 'cubic'"),
-    ("pruned,pruner=criticalkv:snap,budget=3", r"pruner must be one of centerofgravity, .*, got 'snap'"),
-    ("pruned,pruner=criticalkv:snapkv:windw=3,budget=3", r"snapkv has no 'windw'; known are window, "),
-    ("pruned,pruner=snapkv:window=3,window=4,budget=3", r"window must be given once, got 4 and '3' for snapkv"),
-    ("pruned,pruner=tova:snapkv,budget=3", r"tova must be written as tova:field=value:\.\.\., got 'tova:snapkv'"),
-    ("pruned,budget=profiled:3", r"profiled needs profile, as in profiled:file.json:1024, got 'profiled:3'"),
+    ("pruned,pruner=criticalkv:snap,keep=3", r"pruner must be one of centerofgravity, .*, got 'snap'"),
+    ("pruned,pruner=criticalkv:snapkv:windw=3,keep=3", r"snapkv has no 'windw'; known are window, "),
+    ("pruned,pruner=snapkv:window=3,window=4,keep=3", r"window must be given once, got 4 and '3' for snapkv"),
+    ("pruned,pruner=tova:snapkv,keep=3", r"tova must be written as tova:field=value:\.\.\., got 'tova:snapkv'"),
+    ("pruned,keep=3,budget=profiled", r"profiled needs profile, as in profiled:file.json, got 'profiled'"),
     ("pruned,pruner=duoattention", r"duoattention needs heads, as in duoattention:file.json, got"),
-    ("pruned,pruner=snapkv,preset=paper,budget=3", r"preset must be one of official, kvpress, .*, got 'paper'"),
-    ("pruned,pruner=replay,preset=kvpress,budget=3", r"pruned has no 'preset'; .* of pruner=replay: chunk, last"),
-    ("pruned,budget=adakv:preset=kvpress:3", r"adakv has no 'preset'; known are floor"),
-    ("pruned,compression_ratio=0.5", r"known are pruner, budget, .*; kvpress's compression_ratio is budget here"),
-    ("pruned,pruner=snapkv,window_size=8,budget=3", r"of pruner=snapkv: .*; kvpress's window_size is window here"),
-    ("pruned,budget=pyramid:3", r"budget must be .*pyramidkv:\.\.\., adakv.*profiled.*, got 'pyramid:3'"),
+    ("pruned,pruner=snapkv,preset=paper,keep=3", r"preset must be one of official, kvpress, .*, got 'paper'"),
+    ("pruned,pruner=replay,preset=kvpress,keep=3", r"pruned has no 'preset'; .* of pruner=replay: chunk, last"),
+    ("pruned,keep=3,budget=adakv:preset=kvpress", r"adakv has no 'preset'; known are floor"),
+    ("pruned,compression_ratio=0.5", r"known are pruner, budget, keep, .*; kvpress's compression_ratio is keep = 1 -"),
+    ("pruned,pruner=snapkv,window_size=8,keep=3", r"of pruner=snapkv: .*; kvpress's window_size is window here"),
+    ("pruned,keep=3,budget=pyramid", r"budget must be .*pyramidkv, adakv.*profiled.*, got 'pyramid'"),
     ("streaming,window_size=0", r"window_size must be at least 1, got 0"),
 ]
 
@@ -176,18 +184,18 @@ def test_every_kind_is_written_here():
 
 
 def test_what_a_pruner_asks_in_words_is_the_tokenizers():
-    spec, config = CacheSpec.parse("pruned,pruner=chunkkv:kvzip,budget=64"), tiny_model().config
+    spec, config = CacheSpec.parse("pruned,pruner=chunkkv:kvzip,keep=64"), tiny_model().config
     assert spec.make(config).pruner.pruner.prompt == ()
     assert bytes(spec.make(config, byte_tokenizer()).pruner.pruner.suffix) == b"\n"
 
 
 def test_every_exported_pruner_has_a_name(tmp_path):
     path = HeadProfile(((1.0, 0.0),) * 3).save(tmp_path / "heads.json")
-    files = {DuoAttention: f"heads={path}", Gate: f"gates={tiny_gates().save(tmp_path / 'gates')},budget=64"}
+    files = {DuoAttention: f"heads={path}", Gate: f"gates={tiny_gates().save(tmp_path / 'gates')},keep=64"}
     exported = [getattr(pruners, name) for name in pruners.__all__]
     assert {x for x in exported if issubclass(x, pruners.Pruner) and not inspect.isabstract(x)} == set(PRUNERS.values())
     for name, made in PRUNERS.items():
-        rest = files.get(made, "budget=64")  # DuoAttention brings a budget of its own
+        rest = files.get(made, "keep=64")  # DuoAttention brings a budget of its own
         assert type(CacheSpec.parse(f"pruned,pruner={name},{rest}").make(config_of("pruned")).pruner) is made
 
 
@@ -203,8 +211,8 @@ def test_fields_of_pruners_are_no_settings_of_caches():
 def test_a_profile_is_read_from_its_file(tmp_path):
     profile = BudgetProfile(((1.0, 3.0), (2.0, 2.0), (2.0, 2.0)))
     path = profile.save(tmp_path / "heads.json")
-    for text in (f"profiled:profile={path}:64", f"profiled:{path}:64"):
-        assert CacheSpec.parse(f"pruned,budget={text}").make(config_of("pruned")).budget == Profiled(64, profile)
+    for text in (f"profiled:profile={path}", f"profiled:{path}"):
+        assert CacheSpec.parse(f"pruned,keep=64,budget={text}").make(config_of("pruned")).budget == Profiled(profile)
     heads = HeadProfile(((1.0, 0.0),) * 3)
     file = heads.save(tmp_path / "streams.json")
     cache = CacheSpec.parse(f"pruned,pruner=duoattention:{file},sparsity=0.25").make(config_of("pruned"))
@@ -214,8 +222,8 @@ def test_a_profile_is_read_from_its_file(tmp_path):
 def test_every_budget_has_a_name(tmp_path):
     path = BudgetProfile(((1.0, 3.0), (2.0, 2.0), (2.0, 2.0))).save(tmp_path / "shares.json")
     for name, made in BUDGETS.items():
-        text = f"{name}:{path}:64" if made is Profiled else f"{name}:64"
-        assert type(CacheSpec.parse(f"pruned,budget={text}").make(config_of("pruned")).budget) is made
+        text = f"{name}:{path}" if made is Profiled else name
+        assert type(CacheSpec.parse(f"pruned,keep=64,budget={text}").make(config_of("pruned")).budget) is made
 
 
 @pytest.mark.parametrize(("text", "message"), WRONG)
@@ -225,8 +233,8 @@ def test_what_is_wrong_is_named(text, message):
 
 
 def test_settings_that_another_parser_has_read():
-    given = {"pruner": "snapkv", "window": 64, "budget": 0.75, "every": None}
-    assert CacheSpec.of("pruned", given) == CacheSpec.parse("pruned,pruner=snapkv,window=64,budget=0.75,every=none")
+    given = {"pruner": "snapkv", "window": 64, "keep": 0.25, "every": None}
+    assert CacheSpec.of("pruned", given) == CacheSpec.parse("pruned,pruner=snapkv,window=64,keep=0.25,every=none")
     assert CacheSpec.of("iterative", {"dynamic": True}) == CacheSpec.parse("iterative,dynamic=true")
     with pytest.raises(ValueError, match=r"budget must be text, a number, a boolean or None, got list"):
         CacheSpec.of("pruned", {"budget": [1]})
@@ -239,10 +247,13 @@ def test_the_kind_that_a_converted_model_needs(kind):
 
 def test_a_size_is_set_and_what_divides_it_stays():
     for text, sized in (
-        ("pruned,pruner=h2o,page_size=8", "pruned,pruner=h2o,page_size=8,budget=96"),
-        ("pruned,budget=0.75", "pruned,budget=96"),
-        ("pruned,budget=adakv:floor=0.3:pyramidkv:beta=10:1024", "pruned,budget=adakv:floor=0.3:pyramidkv:beta=10:96"),
-        ("iterative,memory_size=pyramidkv:64,chunk_size=32", "iterative,memory_size=pyramidkv:96,chunk_size=32"),
+        ("pruned,pruner=h2o,page_size=8", "pruned,pruner=h2o,page_size=8,keep=96"),
+        ("pruned,keep=0.25", "pruned,keep=96"),
+        (
+            "pruned,keep=1024,budget=adakv:floor=0.3:pyramidkv:beta=10",
+            "pruned,keep=96,budget=adakv:floor=0.3:pyramidkv:beta=10",
+        ),
+        ("iterative,memory_size=64,budget=pyramidkv", "iterative,memory_size=96,budget=pyramidkv"),
         ("streaming", "streaming,window_size=96"),
     ):
         spec = CacheSpec.parse(text)
@@ -255,8 +266,8 @@ def test_a_size_is_set_and_what_divides_it_stays():
 
 def test_what_is_taken_unasked_fits_the_model():
     config = tiny_model(max_position_embeddings=8192).config
-    assert str(unasked(config, 8192 - 256)) == "pruned,budget=1024"
-    assert str(unasked(config, 8192 - 256, later="keep")) == "pruned,budget=1024,later=keep"
+    assert str(unasked(config, 8192 - 256)) == "pruned,keep=1024"
+    assert str(unasked(config, 8192 - 256, later="keep")) == "pruned,keep=1024,later=keep"
     assert str(unasked(config, 8192 - 255)) == str(unasked(config)) == "iterative,memory_size=4096"
     assert str(unasked(tiny_model(max_position_embeddings=2048).config)) == "iterative"
     assert str(unasked(config_of("dmc"), 10)) == "dmc"

@@ -66,7 +66,7 @@ def test_only_the_prompts_own_first_tokens_are_sinks(pruner, initial, append):
 
 def test_a_share_that_grows_keeps_the_sinks_that_it_had():
     model, ids = attached(num_hidden_layers=1), random_ids(81)
-    cache = PrunedCache(model.config, StreamingLLM(4), 0.9, chunk_size=16)
+    cache = PrunedCache(model.config, StreamingLLM(4), keep=0.1, chunk_size=16)
     prefill(model, ids, cache)  # 2, then 4, 5, 7, 8 tokens are kept
     keys = cache.layers[0].pool.gather(8)[0]
     layer = model.model.layers[0]
@@ -102,7 +102,12 @@ def test_a_kind_of_warning_comes_once():
     model = attached(max_position_embeddings=64)
     cache = IterativeCache(model.config, memory_size=8, chunk_size=8)
     gap = PrunedCache(
-        model.config, SnapKV(window=4), AdaKV(16), positions=RemoteGap(60, headroom=8, on_overflow="warn"), every=2
+        model.config,
+        SnapKV(window=4),
+        AdaKV(),
+        keep=16,
+        positions=RemoteGap(60, headroom=8, on_overflow="warn"),
+        every=2,
     )
     with warnings.catch_warnings(record=True) as said, torch.no_grad():
         warnings.simplefilter("always")
@@ -132,7 +137,7 @@ def test_pruners_that_look_across_heads_are_known():
     assert not any(map(judges_by_head, others))
 
 
-@pytest.mark.parametrize("budget", [16, AdaKV(16)], ids=["uniform", "adakv"])
+@pytest.mark.parametrize("budget", [None, AdaKV()], ids=["uniform", "adakv"])
 @pytest.mark.parametrize(
     "pruner",
     [SnapKV(window=4), H2O(), TOVA(), Summed(window=4), CenterOfGravity(8, 8, 2, window=4),
@@ -141,7 +146,7 @@ def test_pruners_that_look_across_heads_are_known():
 )  # fmt: skip
 def test_a_batch_is_compressed_in_few_calls_and_as_each_sequence_alone(pruner, budget, monkeypatch):
     model, ids = attached(num_hidden_layers=2), random_ids(50, batch=5)
-    cache = prefill(model, ids, PrunedCache(model.config, pruner, budget, every=4))
+    cache = prefill(model, ids, PrunedCache(model.config, pruner, budget, keep=16, every=4))
     calls = Counter()
     for name in ("window_scores", "select_topk"):
         plain = getattr(ops, name)
@@ -152,11 +157,11 @@ def test_a_batch_is_compressed_in_few_calls_and_as_each_sequence_alone(pruner, b
             out.append(model(random_ids(70, batch=5)[:, [t]], past_key_values=cache).logits)
     compressions = 2 * 3  # layers, and once in 4 tokens
     assert calls["select_topk"] == compressions * (2 if isinstance(budget, AdaKV) else 1)
-    if judges_by_head(pruner) and budget == 16:  # else rows have lengths of their own
+    if judges_by_head(pruner) and budget is None:  # else rows have lengths of their own
         assert calls["window_scores"] in (0, compressions)
     monkeypatch.undo()
     for b in range(5):
-        alone = prefill(model, ids[b : b + 1], PrunedCache(model.config, pruner, budget, every=4))
+        alone = prefill(model, ids[b : b + 1], PrunedCache(model.config, pruner, budget, keep=16, every=4))
         with torch.no_grad():
             for i, t in enumerate(range(49, 61)):
                 logits = model(random_ids(70, batch=5)[b : b + 1, [t]], past_key_values=alone).logits
@@ -178,7 +183,7 @@ class Watching(Pruner):
 @pytest.mark.parametrize("uses_values", [False, True])
 def test_values_are_gathered_only_for_pruners_that_look_at_them(uses_values, monkeypatch):
     model, pruner = attached(), Watching(uses_values)
-    cache = prefill(model, random_ids(40), PrunedCache(model.config, pruner, 16, every=2))
+    cache = prefill(model, random_ids(40), PrunedCache(model.config, pruner, keep=16, every=2))
     gathered, pool = [], type(cache.layers[0].pool)
     gather = pool.gather
     monkeypatch.setattr(
@@ -197,12 +202,12 @@ def test_values_are_gathered_only_for_pruners_that_look_at_them(uses_values, mon
 @pytest.mark.parametrize(
     "new_cache",
     [
-        lambda config: PrunedCache(config, SnapKV(window=4), 12, every=3),
-        lambda config: PrunedCache(config, SnapKV(window=4), AdaKV(12, floor=0.0), every=3),
-        lambda config: PrunedCache(config, Replay(chunk=16, last=4), GlobalTopK(12), every=3),
-        lambda config: PrunedCache(config, H2O(), 12, every=3, positions=RemoteGap(8, near_length=4, headroom=24)),
+        lambda config: PrunedCache(config, SnapKV(window=4), keep=12, every=3),
+        lambda config: PrunedCache(config, SnapKV(window=4), AdaKV(floor=0.0), keep=12, every=3),
+        lambda config: PrunedCache(config, Replay(chunk=16, last=4), GlobalTopK(), keep=12, every=3),
+        lambda config: PrunedCache(config, H2O(), keep=12, every=3, positions=RemoteGap(8, near_length=4, headroom=24)),
         lambda config: IterativeCache(config, memory_size=12, chunk_size=40, pruner=SnapKV(window=4)),
-        lambda config: IterativeCache(config, memory_size=AdaKV(12), chunk_size=40, pruner=H2O(), every=4),
+        lambda config: IterativeCache(config, memory_size=12, budget=AdaKV(), chunk_size=40, pruner=H2O(), every=4),
     ],
     ids=["pruned", "adakv", "global", "gap", "iterative", "iterative-adakv"],
 )

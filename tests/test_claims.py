@@ -71,7 +71,7 @@ def logits_of(model, cache, token):
 
 
 CACHES = {  # with one page less than their second layer needs once the first one has had what it needs
-    "pruned": lambda config, pages: PrunedCache(config, SNAPKV, 16, every=1, page_size=4, max_pages=pages),
+    "pruned": lambda config, pages: PrunedCache(config, SNAPKV, keep=16, every=1, page_size=4, max_pages=pages),
     "iterative": lambda config, pages: IterativeCache(
         config, memory_size=16, chunk_size=8, page_size=4, max_pages=pages
     ),

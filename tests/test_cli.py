@@ -56,7 +56,7 @@ def planned(*arguments):
 
 
 def test_plan_prints_what_the_plan_is():
-    output = planned("--tokens", "32", "--chunk", "8", "--memory", "8", "--dynamic", "--initial-memory", "2")
+    output = planned("--tokens", "32", "--chunk-size", "8", "--memory-size", "8", "--dynamic", "--initial-memory", "2")
     assert output.startswith("32 tokens, schedule linear, shrinking chunks\n")
     rows = table_of(output)
     assert rows["iterations"] == ["4", "4"]
@@ -81,9 +81,9 @@ def test_plan_of_many_iterations_is_drawn_in_few_lines():
     output = planned(
         "--tokens",
         "1000000",
-        "--chunk",
+        "--chunk-size",
         "1024",
-        "--memory",
+        "--memory-size",
         "2048",
         "--schedule",
         "sqrt",
@@ -114,7 +114,7 @@ def test_plan_counts_bytes_of_a_model(tmp_path):
     config = tiny_model(num_hidden_layers=4, num_key_value_heads=2, head_dim=16, max_position_embeddings=1000).config
     config.dtype = torch.float32
     config.save_pretrained(tmp_path)
-    sizes = ("--tokens", "32000", "--chunk", "800", "--memory", "800", "--initial-memory", "20")
+    sizes = ("--tokens", "32000", "--chunk-size", "800", "--memory-size", "800", "--initial-memory", "20")
     output = planned(*sizes, "--model", str(tmp_path))
     rows = table_of(output)
     nbytes = 2 * 2 * 16 * 4  # of a key and its value in the heads of a layer
@@ -131,14 +131,14 @@ def test_plan_counts_bytes_of_a_model(tmp_path):
 
 
 def test_plan_says_what_is_special():
-    sizes = ("--tokens", "48", "--chunk", "8", "--memory", "24", "--initial-memory", "4")
+    sizes = ("--tokens", "48", "--chunk-size", "8", "--memory-size", "24", "--initial-memory", "4")
     output = " ".join(planned(*sizes, "--dynamic").split())
     assert "Note: memory_size = 24 is large for chunk_size = 8 and schedule 'linear': 1 of 6 chunks" in output
     assert "linear; give --layers" in planned(*sizes, "--schedule", "square-sqrt")
     assert "give --layers" not in planned(*sizes, "--schedule", "square-sqrt", "--layers", "3")
     assert "what it retains" in " ".join(planned(*sizes, "--schedule", "adaptive").split())
     assert "Note: a fixed memory of 24 is full only after 3 of 6 iterations" in output
-    assert "Note" not in planned("--tokens", "48", "--chunk", "8", "--memory", "8", "--dynamic")
+    assert "Note" not in planned("--tokens", "48", "--chunk-size", "8", "--memory-size", "8", "--dynamic")
     assert table_of(planned("--tokens", "5"))["iterations"] == ["1", "1"]
 
 
@@ -146,15 +146,15 @@ def test_plan_says_what_is_special():
     ("arguments", "option"),
     [
         (("--tokens", "0"), "--tokens"),
-        (("--chunk", "0"), "--chunk"),
-        (("--memory", "0"), "--memory"),
-        (("--memory", "9" * 19), "--memory"),
-        (("--chunk", "1", "--tokens", "9" * 18), "--chunk"),
+        (("--chunk-size", "0"), "--chunk-size"),
+        (("--memory-size", "0"), "--memory-size"),
+        (("--memory-size", "9" * 19), "--memory-size"),
+        (("--chunk-size", "1", "--tokens", "9" * 18), "--chunk-size"),
         (("--schedule", "cubic"), "--schedule"),
         (("--initial-memory", "9"), "--initial-memory"),
         (("--min-chunk", "0"), "--min-chunk"),
         (("--share", "1.5"), "--share"),
-        (("--memory", "24", "--dynamic", "--strict", "--initial-memory", "4"), "--memory"),
+        (("--memory-size", "24", "--dynamic", "--strict", "--initial-memory", "4"), "--memory-size"),
         (("--layers", "0"), "--layers"),
         (("--kv-heads", "2"), "--kv-heads"),
         (("--layers", "2", "--head-dim", "64"), "--head-dim"),
@@ -164,7 +164,7 @@ def test_plan_says_what_is_special():
     ],
 )
 def test_wrong_options_of_plan_are_named(arguments, option):
-    sizes = {"--tokens": "48", "--chunk": "8", "--memory": "8"}
+    sizes = {"--tokens": "48", "--chunk-size": "8", "--memory-size": "8"}
     given = [x for name, value in sizes.items() if name not in arguments for x in (name, value)]
     result = run(*given, *arguments, command="plan")
     assert result.exit_code == 2, result.output

@@ -79,7 +79,14 @@ def test_a_dense_cache_holds_more_than_a_memory():
         (("generate", "x", "--model", "./no/where"), "./no/where"),
         (("generate", "--file", "nowhere.txt"), "nowhere.txt"),
         (("generate", "x", "--file", "nowhere.txt"), "file"),
-        (("needle", "--lengths", "long"), "lengths must be whole numbers"),  # as eval needle has it
+        (("needle", "--lengths", "9"), "needle is eval needle now"),
+        (("eval", "recall", "--share", "1/4"), "--share is --keep now"),
+        (("recommend", "--text", "x", "--bytes", "1MiB"), "--bytes is --keep now"),
+        (("plan", "--tokens", "9", "--memory", "4"), "--memory is --memory-size now"),
+        (("fit", "dms", "--out", "x", "--target-cr", "2"), "--target-cr is --target-ratio now"),
+        (("analyze", "budget", "--out", "x", "--size", "0.75"), "--size is --keep, where a share"),
+        (("generate", "x", "--share", "1/4"), "No such option: --share"),
+        (("generate", "x", "--cache", "pruned,budget=0.75"), "how many stay is keep=0.25"),
     ],
 )
 def test_what_is_wrong_is_named(arguments, named):
@@ -88,7 +95,7 @@ def test_what_is_wrong_is_named(arguments, named):
 
 def test_a_text_is_read_and_saved_then_asked_without_reading_it_again(tmp_path):
     file = str(tmp_path / "text.safetensors")
-    read = json.loads(run("generate", FACT, "--cache", "pruned,budget=0.0,later=keep", "--save", file, "--json"))
+    read = json.loads(run("generate", FACT, "--cache", "pruned,keep=1.0,later=keep", "--save", file, "--json"))
     assert (read["text"], read["tokens_read"]) == ("", len(FACT))
     found = json.loads(run("generate", "--load", file, "--question", QUESTION, "--max-new-tokens", "5", "--json"))
     assert found["text"] == "48213" and found["cache_nbytes"] == read["cache_nbytes"]
@@ -108,7 +115,7 @@ def talking(tmp_path_factory):
 
 
 def test_a_prompt_is_a_users_turn_where_there_is_a_chat_template_and_raw_is_none(talking, tmp_path):
-    options = ("--model", talking, "--cache", "pruned,budget=0.0", "--max-new-tokens", "1", "--json")
+    options = ("--model", talking, "--cache", "pruned,keep=1.0", "--max-new-tokens", "1", "--json")
     for more, tokens in (((), len("<|one two|>")), (("--raw",), len("one two"))):
         assert json.loads(run("generate", "one ", "--question", "two", *options, *more))["tokens_read"] == tokens
     plain = ("generate", "one ", "--model", "example", *options[2:])
@@ -121,7 +128,7 @@ def test_a_prompt_is_a_users_turn_where_there_is_a_chat_template_and_raw_is_none
 
 
 def test_every_command_that_loads_a_model_has_the_same_dtypes(talking):
-    text = ("generate", "x", "--model", talking, "--cache", "pruned,budget=0.0", "--max-new-tokens", "1", "--json")
+    text = ("generate", "x", "--model", talking, "--cache", "pruned,keep=1.0", "--max-new-tokens", "1", "--json")
     sizes = {
         d: json.loads(run(*text, "--dtype", d))["cache_nbytes"] for d in ("auto", "float32", "bfloat16", "float16")
     }
@@ -130,7 +137,7 @@ def test_every_command_that_loads_a_model_has_the_same_dtypes(talking):
     commands = [("eval", task) for task in ("ruler", "needle", "recall", "turns", "ppl", "decode")]
     commands += [("analyze", what, "--out", "x") for what in ("pod", "attention", "heads", "budget")]
     for command in (*commands, ("generate", "x"), ("chat",), ("bench",), ("demo",), ("info", "--model", "example"),
-                    ("plan", "--tokens", "9", "--model", "example"), ("serve",), ("needle",)):  # fmt: skip
+                    ("plan", "--tokens", "9", "--model", "example"), ("serve",)):  # fmt: skip
         said = " ".join(run(*command, "--dtype", "bf16", code=2).replace("│", " ").split())
         assert "dtype must be one of float32, bfloat16, float16, auto, got 'bf16'" in said, command
 
@@ -148,9 +155,9 @@ def test_wrong_files_are_named_with_their_option(tmp_path):
 
 
 def test_bench_has_a_row_for_each_cache():
-    options = ["--tokens", "256", "--max-new-tokens", "2", "--cache", "dense", "--cache", "pruned,budget=0.75"]
+    options = ["--tokens", "256", "--max-new-tokens", "2", "--cache", "dense", "--cache", "pruned,keep=0.25"]
     rows = json.loads(run("bench", *options, "--json"))["rows"]
-    assert [row["cache"] for row in rows] == ["dense", "pruned,budget=0.75"]
+    assert [row["cache"] for row in rows] == ["dense", "pruned,keep=0.25"]
     assert rows[0]["cache_nbytes"] == 257 * 2 * 4 * 2 * 64 * 4 > 2 * rows[1]["cache_nbytes"]
     assert all(row["read_tokens_per_second"] > 0 and row["written_tokens_per_second"] > 0 for row in rows)
     long = "iterative,memory_size=512,chunk_size=512"
@@ -159,7 +166,7 @@ def test_bench_has_a_row_for_each_cache():
 
 
 def test_chat_answers_lines_of_a_pipe():
-    assert "48213" in run("chat", "--cache", "pruned,budget=0.0", "--max-new-tokens", "5", text="\n".join(
+    assert "48213" in run("chat", "--cache", "pruned,keep=1.0", "--max-new-tokens", "5", text="\n".join(
         [FACT.replace("\n", " ") + QUESTION.strip() + " ", "/memory", ""]
     ))  # fmt: skip
 
@@ -169,7 +176,7 @@ def test_a_long_text_is_said_to_take_less_than_dense():
 
 
 def test_a_warning_is_a_line_without_source(recwarn):
-    cache = "pruned,pruner=snapkv,budget=0.5"
+    cache = "pruned,pruner=snapkv,keep=0.5"
     result = CliRunner().invoke(app, ["generate", "x = 1\n" * 350, "--cache", cache, "--max-new-tokens", "1"])
     assert result.exit_code == 0 and result.stderr.startswith("warning: positions reach 2,099 ")
     assert ".py" not in result.stderr and not recwarn.list

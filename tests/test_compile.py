@@ -30,7 +30,7 @@ from kvcompress.ops.opaque import held
 PROMPT, END = 24, 32
 CACHES = {
     "iterative": lambda config: IterativeCache(config, memory_size=20, chunk_size=10, page_size=4, every=3),
-    "pruned": lambda config: PrunedCache(config, budget=20),
+    "pruned": lambda config: PrunedCache(config, keep=20),
     "gated": lambda config: GatedCache(config, tiny_gates(2), threshold=0.0, window=10),
     "streaming": lambda config: StreamingCache(config, num_sink_tokens=2, window_size=10),
     "quest": lambda config: QuestCache(config, page_size=4, token_budget=8),

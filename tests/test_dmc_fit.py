@@ -23,7 +23,7 @@ def seen_and_scored(model, ids, pruner):
     """(what enters the keys' linear layer [T, d], scores [Hkv, T]) of each layer, of a text read alone."""
     inputs, hooks = [], []
     with kvcompress.attach(model):
-        cache = PrunedCache(model.config, pruner, 0.0, later="keep")
+        cache = PrunedCache(model.config, pruner, keep=1.0, later="keep")
         prefill(model, torch.cat([ids, ids[-1:]])[None], cache)
     for layer in model.model.layers:
         hooks.append(layer.self_attn.k_proj.register_forward_pre_hook(lambda _, x: inputs.append(x[0][0])))
@@ -202,7 +202,7 @@ def run(*options):
 
 
 def test_the_command_leaves_a_model_that_is_loaded_and_trained_on(tmp_path):
-    said = run("--out", tmp_path / "small", "--samples", 5, "--length", 200, "--window", 8, "--target-cr", 3)
+    said = run("--out", tmp_path / "small", "--samples", 5, "--length", 200, "--window", 8, "--target-ratio", 3)
     assert said.exit_code == 0, said.output
     assert "Fitted on 5 texts of 200 tokens" in said.output and "Decisions take coordinate" in said.output
     model = kvcompress.from_pretrained(tmp_path / "small")

@@ -27,11 +27,11 @@ NAMES = [
 
 ]  # fmt: skip
 DROPS = {
-    "snapkv": lambda config: kvcompress.PrunedCache(config, SnapKV(window=4, kernel_size=1), STAYS, page_size=4),
+    "snapkv": lambda config: kvcompress.PrunedCache(config, SnapKV(window=4, kernel_size=1), keep=STAYS, page_size=4),
     "adakv": lambda config: kvcompress.PrunedCache(
-        config, SnapKV(window=2), kvcompress.AdaKV(STAYS), page_size=4
+        config, SnapKV(window=2), kvcompress.AdaKV(), keep=STAYS, page_size=4
     ),
-    "keydiff": lambda config: kvcompress.PrunedCache(config, KeyDiff(num_sink_tokens=1), STAYS, page_size=4),
+    "keydiff": lambda config: kvcompress.PrunedCache(config, KeyDiff(num_sink_tokens=1), keep=STAYS, page_size=4),
 }  # fmt: skip
 MASKED = "masked_by_head"
 
@@ -182,11 +182,13 @@ ONE_LAYER = ["llama", "qwen3", "phi3", "glm", "gpt_neox", "hunyuan_v1_dense"]
 GAP = 20
 RENUMBERING = {  # and the unused ids between what is compressed and the last 4 tokens
     "contiguous": (
-        lambda config: kvcompress.PrunedCache(config, SnapKV(window=4), STAYS, positions="contiguous", page_size=4), 0
+        lambda config: kvcompress.PrunedCache(
+            config, SnapKV(window=4), keep=STAYS, positions="contiguous", page_size=4
+        ), 0
     ),
     "gap": (
         lambda config: kvcompress.PrunedCache(
-            config, SnapKV(window=4), STAYS, positions=kvcompress.RemoteGap(GAP, headroom=8), page_size=4
+            config, SnapKV(window=4), keep=STAYS, positions=kvcompress.RemoteGap(GAP, headroom=8), page_size=4
         ),
         GAP,
     ),

@@ -27,7 +27,7 @@ def streamed(T, more=0):
 def test_streaming_heads_hold_the_first_and_the_latest():
     model, ids = attached(), random_ids(41)
     cache = prefill(model, ids, PrunedCache(model.config, DUO, page_size=4))
-    dense = prefill(model, ids, PrunedCache(model.config, budget=64, page_size=4))
+    dense = prefill(model, ids, PrunedCache(model.config, keep=64, page_size=4))
     assert lengths(cache) == streamed(40)
     stay = [0, 1, 2, *range(32, 40)]
     for ours, theirs, row in zip(cache.layers, dense.layers, WHOLE, strict=True):
@@ -59,7 +59,7 @@ def test_the_last_tokens_are_those_of_the_text():
     with torch.no_grad():
         for t in range(30, 59):
             model(ids[:, t : t + 1], past_key_values=cache)
-    dense = prefill(model, ids, PrunedCache(model.config, budget=64))
+    dense = prefill(model, ids, PrunedCache(model.config, keep=64))
     held, whole = (x.layers[0].pool.gather(59)[0] for x in (cache, dense))
     torch.testing.assert_close(held[0], whole[0], atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(held[1, :7], whole[1, [0, 1, *range(54, 59)]], atol=1e-5, rtol=1e-4)
@@ -122,15 +122,15 @@ def test_files_of_ours_and_of_the_authors(tmp_path):
 
 def test_what_has_no_meaning_is_refused():
     model = attached(num_hidden_layers=2)
-    with pytest.raises(ValueError, match="budget must be None with DuoAttention, which brings its own, got 12"):
-        PrunedCache(model.config, DUO, 12)
+    with pytest.raises(ValueError, match="keep must be None with DuoAttention, which brings its own, got 12"):
+        PrunedCache(model.config, DUO, keep=12)
     with pytest.raises(ValueError, match="budget must be None with DuoAttention"):
-        PrunedCache(model.config, DUO, AdaKV(12))
+        PrunedCache(model.config, DUO, AdaKV())
     with pytest.raises(ValueError, match=r"heads must be of this model: they are \[2, 2, 2\] by layer"):
         prefill(model, random_ids(20), PrunedCache(model.config, DUO))
     with pytest.raises(ValueError, match="positions must be 'original' with DuoAttention"):
         PrunedCache(model.config, DUO, positions=RemoteGap())
-    with pytest.raises(ValueError, match="budget must be None with DuoAttention"):
+    with pytest.raises(ValueError, match="pruner must not be DuoAttention, which brings its own budget"):
         IterativeCache(model.config, pruner=DUO)
     for build, message in (
         (lambda: DuoAttention("heads.json"), "heads must be a HeadProfile, got str"),

@@ -24,7 +24,7 @@ from kvcompress.framing import Framing
 from kvcompress.models.tokenizer import byte_tokenizer
 
 SOURCE = Library()
-WHOLE = CacheSpec.parse("pruned,pruner=snapkv,budget=100000")
+WHOLE = CacheSpec.parse("pruned,pruner=snapkv,keep=100000")
 MEMORY = "iterative,memory_size=128,chunk_size=256,pruner=snapkv,num_sink_tokens=4"
 
 
@@ -84,11 +84,11 @@ def test_a_cache_that_keeps_all_says_and_scores_what_the_dense_one_does(reader, 
         assert dense.nbytes == 4096 * measure.tokens
 
 
-@pytest.mark.parametrize("budget", ["48", "globaltopk:48"])
+@pytest.mark.parametrize("budget", ["none", "globaltopk"])
 @pytest.mark.parametrize("pruner", ["streamingllm", "tova", "h2o", "keydiff"])
 def test_blocks_are_what_decoding_is_that_compresses_as_often(reader, framing, pruner, budget):
     """The prompt fills the budget, so that both compress behind the same tokens."""
-    spec = f"pruned,pruner={pruner},budget={budget},page_size=8"
+    spec = f"pruned,pruner={pruner},keep=48,budget={budget},page_size=8"
     found = []
     for block, more in ((1, ",every=16"), (16, "")):
         measure = loss_measure("x", framing, 49, 96, SOURCE, 1, 0, block=block)
@@ -122,7 +122,7 @@ def test_the_question_is_kept_for_as_it_is_told(reader, framing):
 @pytest.mark.parametrize(
     ("cache", "reason"),
     [
-        (f"gated,gates={tiny_gates_folder()},share=0.5", "GatedCache: a token's own queries decide"),
+        (f"gated,gates={tiny_gates_folder()},keep=0.5", "GatedCache: a token's own queries decide"),
         ("pruned,pruner=keydiff", "the pruner KeyDiff"),
         ("streaming", "StreamingCache"),
         ("quest", "QuestCache"),
@@ -136,7 +136,7 @@ def test_a_cache_that_looks_at_no_guide_is_refused_before_anything_is_read(reade
     with monkeypatch.context() as patched:
         patched.setattr(type(reader), "read", None)
         with pytest.raises(ValueError, match=said):
-            next(evaluate(reader, specs, [measure], EqualBytes.parse("1/4", None)))
+            next(evaluate(reader, specs, [measure], EqualBytes.parse("1/4")))
     sized = replace(reader, spec=specs[2] if specs[2].size_key is None else specs[2].sized(64))
     with pytest.raises(ValueError, match=said):
         measure.run(sized, 0)
@@ -164,7 +164,7 @@ def test_a_chat_prompt_is_the_template_s_with_the_answer_s_beginning_behind(fram
     "text",
     [
         "pruned,pruner=streamingllm,page_size=8",
-        "pruned,pruner=keydiff,budget=adakv:1,page_size=8",
+        "pruned,pruner=keydiff,budget=adakv,page_size=8",
         "iterative,memory_size=9,chunk_size=128,page_size=16",
         "streaming,chunk_size=64",
     ],
@@ -175,9 +175,9 @@ def test_caches_get_the_most_that_fits_into_their_bytes(text, reader, framing):
     dense = dense_bytes(reader, measure)
     assert dense == 4096 * 255
     pruned = spec.kind == "pruned"
-    equal, target = (EqualBytes.parse("1/4", None), dense / 4) if pruned else (EqualBytes.parse(None, "400KB"), 400_000)
+    equal, target = (EqualBytes.parse("1/4"), dense / 4) if pruned else (EqualBytes.parse("400KB"), 400_000)
     sized = equal.sized(given, measure, dense)
-    tokens, unit = int(sized.given[sized.size_key].rpartition(":")[2]), int(spec.given.get("page_size", 8))
+    tokens, unit = int(sized.given[sized.size_key]), int(spec.given.get("page_size", 8))
     held = [measure.held(replace(reader, spec=spec.sized(tokens + more))) for more in (0, unit)]
     assert held[0] <= (1 + TOLERANCE) * target < held[1] and held[0] > 0.85 * target
 
@@ -185,25 +185,23 @@ def test_caches_get_the_most_that_fits_into_their_bytes(text, reader, framing):
 def test_what_has_no_size_or_too_few_bytes_is_said(reader, framing):
     measure = loss_measure("ppl", framing, 256, 8, SOURCE, 1, 0)
     quest = replace(reader, spec=CacheSpec.parse("quest"))
-    assert EqualBytes.parse("1/4", None).sized(quest, measure, 4096 * 255) is quest.spec
+    assert EqualBytes.parse("1/4").sized(quest, measure, 4096 * 255) is quest.spec
     small = replace(reader, spec=CacheSpec.parse("pruned,pruner=h2o"))
-    with pytest.raises(ValueError, match=r"share must leave room for pruned,pruner=h2o: .* smaller page_size"):
-        EqualBytes.parse("1/50", None).sized(small, measure, 4096 * 255)
-    for share, nbytes, message in (("x", None, "1/4 or 0.25, got 'x'"), ("2", None, "at most 1, got 2"),
-                                   ("1/2", "1KB", "share must be None"), (None, "lots", "bytes must be")):  # fmt: skip
+    with pytest.raises(ValueError, match=r"keep must leave room for pruned,pruner=h2o: .* smaller page_size"):
+        EqualBytes.parse("1/50").sized(small, measure, 4096 * 255)
+    for keep, message in (("x", "'1/4'.*got the text 'x'"), ("2.0", "at most 1, got 2"), ("200%", "got 200%"),
+                          ("256", "keep must be a share .*got 256 tokens"), ("0B", "above 0 bytes")):  # fmt: skip
         with pytest.raises(ValueError, match=message):
-            EqualBytes.parse(share, nbytes)
+            EqualBytes.parse(keep)
     with pytest.raises(ValueError, match="converted model"):
-        EqualBytes.parse("1/2", None).target(None)
+        EqualBytes.parse("1/2").target(None)
 
 
 # ---- rows ----
 
 
 def test_rows_say_what_was_measured_and_the_best_is_named(reader, framing):
-    specs = [
-        CacheSpec.parse(x) for x in ("dense", "pruned,pruner=snapkv,budget=0.9", "pruned,pruner=random,budget=0.9")
-    ]
+    specs = [CacheSpec.parse(x) for x in ("dense", "pruned,pruner=snapkv,keep=0.1", "pruned,pruner=random,keep=0.1")]
     measures = [
         needle_measure(framing, 400, SOURCE, 2, 1, 0, "end"),
         loss_measure("ppl", framing, 256, 32, SOURCE, 2, 0),
@@ -242,7 +240,7 @@ def test_ruler_and_needle_run_end_to_end(which, other_family, tmp_path):
     model = "example" if which == "shipped" else other_family
     tasks = ["fwe"] if which == "shipped" else ["niah_single_1"]
     file, figure = tmp_path / "rows.json", tmp_path / "needle.png"
-    caches = ("--cache", "dense", "--cache", "pruned,pruner=snapkv,page_size=8", "--share", "1/4", "--model", model)
+    caches = ("--cache", "dense", "--cache", "pruned,pruner=snapkv,page_size=8", "--keep", "1/4", "--model", model)
     shown = run("ruler", "--tasks", ",".join(tasks), "--lengths", "600", "--limit", "1", *caches, "--json", file)
     assert "b  pruned,pruner=snapkv,page_size=8" in shown and all(task in shown for task in tasks)
     written = json.loads(file.read_text())
@@ -264,7 +262,7 @@ def test_every_other_task_runs_from_the_command_line(tmp_path):
     book.write_text("The sun rose over the hill. " * 60)
     for task, more in (
         ("ppl", ["--scored", "16", "--text", book]),
-        ("decode", ["--cache", "pruned,pruner=h2o,budget=32,every=16,page_size=8"]),
+        ("decode", ["--cache", "pruned,pruner=h2o,keep=32,every=16,page_size=8"]),
         ("recall", ["--questions", "2"]),
         ("turns", ["--questions", "2"]),
     ):

@@ -33,7 +33,6 @@ def test_packages_are_those_of_the_extras():
         *((("datasets",), "train", ("analyze", name, *ANALYZE)) for name in ("attention", "heads", "pod", "budget")),
         *((("matplotlib",), "plots", ("analyze", name, *ANALYZE, *FIGURE)) for name in ("attention", "pod")),
         (("matplotlib",), "plots", ("eval", "needle", "--model", "./no/where", *FIGURE)),
-        (("matplotlib",), "plots", ("needle", "--model", "./no/where", *FIGURE)),
         (("vllm",), "vllm", ("serve", "--model", "./no/where")),
     ],
 )  # fmt: skip

@@ -19,7 +19,7 @@ MODES = {
 }
 ROOM = 64
 CACHES = {
-    "pruned": lambda config: kvcompress.PrunedCache(config, budget=ROOM),
+    "pruned": lambda config: kvcompress.PrunedCache(config, keep=ROOM),
     "iterative": lambda config: kvcompress.IterativeCache(config, memory_size=ROOM, chunk_size=ROOM),
     "streaming": lambda config: kvcompress.StreamingCache(config, window_size=ROOM),
     "quest": lambda config: kvcompress.QuestCache(config, token_budget=ROOM, dense_layers=0),

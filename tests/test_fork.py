@@ -248,7 +248,7 @@ def test_wrong_settings_are_named(model):
 def test_forks_are_used_by_several_threads(kind):
     """Each thread forks one cache again and again, and generates from it what one thread alone does."""
     make = {
-        "pruned": lambda config: PrunedCache(config, budget=16, every=4, page_size=4),
+        "pruned": lambda config: PrunedCache(config, keep=16, every=4, page_size=4),
         "iterative": lambda config: IterativeCache(config, memory_size=16, chunk_size=8, every=3, page_size=4),
         "quest": lambda config: kvcompress.QuestCache(config, token_budget=16, page_size=4),
         "streaming": lambda config: kvcompress.StreamingCache(config, window_size=12, num_sink_tokens=2),

@@ -31,16 +31,16 @@ CPU = torch.device("cpu")
 CALLS = [40] + [1] * 6 + [7] + [1] * 5 + [20, 1, 1]
 CACHES = {
     "quantized": lambda config, dtype: DenseCache(config, page_size=4, dtype=dtype),
-    "snapkv": lambda config, dtype: PrunedCache(config, SnapKV(window=6), 16, every=4, page_size=4, dtype=dtype),
-    "h2o": lambda config, dtype: PrunedCache(config, H2O(), 20, every=5, dtype=dtype),
-    "replay": lambda config, dtype: PrunedCache(config, Replay(chunk=16, last=4), GlobalTopK(0.5), dtype=dtype),
+    "snapkv": lambda config, dtype: PrunedCache(config, SnapKV(window=6), keep=16, every=4, page_size=4, dtype=dtype),
+    "h2o": lambda config, dtype: PrunedCache(config, H2O(), keep=20, every=5, dtype=dtype),
+    "replay": lambda config, dtype: PrunedCache(config, Replay(chunk=16, last=4), GlobalTopK(), keep=0.5, dtype=dtype),
     "gap": lambda config, dtype: PrunedCache(
-        config, SnapKV(window=6), 16, every=4, positions=RemoteGap(gap=6, headroom=16), dtype=dtype
+        config, SnapKV(window=6), keep=16, every=4, positions=RemoteGap(gap=6, headroom=16), dtype=dtype
     ),
     "contiguous": lambda config, dtype: PrunedCache(
-        config, SnapKV(window=4), 18, every=6, positions="contiguous", dtype=dtype
+        config, SnapKV(window=4), keep=18, every=6, positions="contiguous", dtype=dtype
     ),
-    "keep": lambda config, dtype: PrunedCache(config, SnapKV(window=6), 16, later="keep", dtype=dtype),
+    "keep": lambda config, dtype: PrunedCache(config, SnapKV(window=6), keep=16, later="keep", dtype=dtype),
     "iterative": lambda config, dtype: IterativeCache(
         config, memory_size=16, chunk_size=12, pruner=SnapKV(window=4), dtype=dtype
     ),
@@ -177,11 +177,11 @@ def test_a_pool_gives_back_what_its_codes_stand_for(kind):
 @torch.no_grad()
 def test_compressing_again_moves_codes():
     model = attached()
-    cache = PrunedCache(model.config, SnapKV(window=6), 0.25, later="keep", dtype="int8")
+    cache = PrunedCache(model.config, SnapKV(window=6), keep=0.75, later="keep", dtype="int8")
     prefill(model, random_ids(40, seed=3), cache)
-    once = PrunedCache(model.config, SnapKV(window=6), 0.5, later="keep", dtype="int8")
+    once = PrunedCache(model.config, SnapKV(window=6), keep=0.5, later="keep", dtype="int8")
     prefill(model, random_ids(40, seed=3), once)
-    cache.compress(0.5)
+    cache.compress(keep=0.5)
     ids = random_ids(40, seed=3)[:, -1:]
     assert torch.equal(model(ids, past_key_values=cache).logits, model(ids, past_key_values=once).logits)
 
@@ -205,12 +205,12 @@ def test_texts_name_them():
     cache = CacheSpec.parse("quantized,dtype=k8v4").make(config)
     assert type(cache) is QuantizedCache
     assert cache.pool_settings.dtype == "k8v4"
-    pruned = CacheSpec.parse("pruned,pruner=snapkv,budget=64,dtype=int8").make(config)
+    pruned = CacheSpec.parse("pruned,pruner=snapkv,keep=64,dtype=int8").make(config)
     assert pruned.pool_settings.dtype == "int8"
     assert CacheSpec.parse("quantized").make(config).pool_settings.dtype == "int8"
 
 
-@pytest.mark.parametrize("make", [QuantizedCache, lambda config, dtype: PrunedCache(config, budget=64, dtype=dtype)])
+@pytest.mark.parametrize("make", [QuantizedCache, lambda config, dtype: PrunedCache(config, keep=64, dtype=dtype)])
 def test_other_formats_are_refused(make):
     with pytest.raises(ValueError, match=re.escape("got 'int2'")):
         make(attached().config, "int2")

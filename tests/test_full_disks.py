@@ -46,7 +46,7 @@ def contents(folder):
 @pytest.fixture(scope="module")
 def filled():
     model = attached()
-    return model, prefill(model, random_ids(100), PrunedCache(model.config, SnapKV(), 50))
+    return model, prefill(model, random_ids(100), PrunedCache(model.config, SnapKV(), keep=50))
 
 
 WRITERS = {

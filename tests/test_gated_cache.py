@@ -196,14 +196,14 @@ def test_a_text_held_out_has_no_token_whose_fate_is_rounding():
 
 def test_a_share_is_a_threshold_by_the_texts_held_out():
     model = attached()
-    cache = GatedCache(model.config, tiny_gates_folder(), share=0.25)
+    cache = GatedCache(model.config, tiny_gates_folder(), keep=0.25)
     assert cache.gates == tiny_gates() and "kept_share" in dir(cache)
-    everything = GatedCache(model.config, tiny_gates(), share=1.0, window=1)
+    everything = GatedCache(model.config, tiny_gates(), keep=1.0, window=1)
     with torch.no_grad():
         prefill(model, random_ids(80), everything)
     assert everything.kept_share() == 1.0
     assert cache.threshold == tiny_gates().threshold(0.25) == 4.0
-    text = f"gated,gates={tiny_gates_folder()},share=0.5,window=32,chunk_size=64"
+    text = f"gated,gates={tiny_gates_folder()},keep=0.5,window=32,chunk_size=64"
     made = CacheSpec.parse(text).make(model.config)
     assert (made.threshold, made.window, made.chunk_size, made.num_sink_tokens) == (0.0, 32, 64, 4)
 
@@ -222,15 +222,17 @@ def test_generate_and_bytes_that_are_freed():
 @pytest.mark.parametrize(
     ("given", "error"),
     [
-        ({}, "share must be given, or a threshold instead of it, got neither"),
-        ({"share": 0.5, "threshold": 0.0}, "share must be given, or a threshold instead of it, got both"),
-        ({"share": 0.0}, "share must be"),
-        ({"share": 1.5}, "share must be"),
+        ({}, "keep must be given, or a threshold instead of it, got neither"),
+        ({"keep": 0.5, "threshold": 0.0}, "keep must be given, or a threshold instead of it, got both"),
+        ({"keep": 0.0}, "keep as a share must be above 0"),
+        ({"keep": 1.5}, "keep as a share must be .* at most 1, got 1.5"),
+        ({"keep": 64}, "keep must be a share with GatedCache .* got 64"),
+        ({"share": 0.5}, "share is keep now, got share=0.5"),
         ({"threshold": float("nan")}, "threshold must be"),
-        ({"share": 0.5, "window": 0}, "window must be at least 1, got 0"),
-        ({"share": 0.5, "num_sink_tokens": -1}, "num_sink_tokens must be at least 0, got -1"),
-        ({"share": 0.5, "chunk_size": 0}, "chunk_size must be at least 1, got 0"),
-        ({"share": 0.5, "gates": Gates(tiny_gates().layers)}, "gates must have levels"),
+        ({"keep": 0.5, "window": 0}, "window must be at least 1, got 0"),
+        ({"keep": 0.5, "num_sink_tokens": -1}, "num_sink_tokens must be at least 0, got -1"),
+        ({"keep": 0.5, "chunk_size": 0}, "chunk_size must be at least 1, got 0"),
+        ({"keep": 0.5, "gates": Gates(tiny_gates().layers)}, "gates must have levels"),
     ],
 )
 def test_bad_settings_are_refused(given, error):

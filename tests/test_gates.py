@@ -43,7 +43,7 @@ def kept(cache):
 
 def test_a_score_is_a_linear_map_of_a_tokens_own_queries():
     model, ids = attached(), random_ids(60)
-    cache = PrunedCache(model.config, GATE, 0.0, later="keep")
+    cache = PrunedCache(model.config, GATE, keep=1.0, later="keep")
     with torch.no_grad():
         prefill(model, torch.cat([ids, ids[:, :1]], 1), cache)
     for layer, wanted in zip(cache.compressing, said(model, ids), strict=True):
@@ -55,13 +55,13 @@ def test_chunks_keep_what_one_reading_keeps():
     model, ids = attached(), random_ids(121)
     rows = []
     for chunk_size in (None, 40, 17):
-        cache = PrunedCache(model.config, GATE, 20, chunk_size=chunk_size)
+        cache = PrunedCache(model.config, GATE, keep=20, chunk_size=chunk_size)
         with torch.no_grad():
             prefill(model, ids, cache)
         rows.append(kept(cache))
     # later chunks see what stayed of earlier ones, so that their queries differ from the second layer on
     assert rows[0][0] == rows[1][0] == rows[2][0]
-    alone = PrunedCache(model.config, replace(GATE, last=0, num_sink_tokens=0), 20)
+    alone = PrunedCache(model.config, replace(GATE, last=0, num_sink_tokens=0), keep=20)
     with torch.no_grad():
         prefill(model, ids, alone)
     # by definition: the best by what is said, of the text's own queries
@@ -72,7 +72,7 @@ def test_chunks_keep_what_one_reading_keeps():
 def test_decoded_tokens_are_judged_as_a_prompt_is():
     """Token by token, with every=1, the same tokens stay as after one reading."""
     model, ids = attached(), random_ids(70)
-    one, stepped = (PrunedCache(model.config, GATE, 20, every=every) for every in (None, 1))
+    one, stepped = (PrunedCache(model.config, GATE, keep=20, every=every) for every in (None, 1))
     with torch.no_grad():
         prefill(model, torch.cat([ids, ids[:, :1]], 1), one)
         model(ids[:, :30], past_key_values=stepped)
@@ -86,11 +86,11 @@ def test_padded_sequences_of_a_batch_keep_what_they_keep_alone():
     model = attached()
     prompts = [random_ids(n, seed=n) for n in (50, 31, 50)]
     ids, mask = left_padded(prompts)
-    together = PrunedCache(model.config, GATE, GlobalTopK(12))
+    together = PrunedCache(model.config, GATE, GlobalTopK(), keep=12)
     with torch.no_grad():
         prefill(model, ids, together, attention_mask=mask)
     for b, prompt in enumerate(prompts):
-        alone = PrunedCache(model.config, GATE, GlobalTopK(12))
+        alone = PrunedCache(model.config, GATE, GlobalTopK(), keep=12)
         with torch.no_grad():
             prefill(model, prompt, alone)
         assert [layer[b] for layer in kept(together)] == [layer[0] for layer in kept(alone)]
@@ -107,7 +107,7 @@ def test_a_memory_is_chosen_by_gates():
 
 def test_a_fork_and_a_saved_cache_go_on_alike(tmp_path):
     model, ids = attached(), random_ids(80)
-    cache = PrunedCache(model.config, GATE, GlobalTopK(16), every=4)
+    cache = PrunedCache(model.config, GATE, GlobalTopK(), keep=16, every=4)
     with torch.no_grad():
         prefill(model, ids[:, :60], cache)
         cache.save(tmp_path / "cache")
@@ -127,7 +127,7 @@ def test_gates_of_every_kind_of_model(kind):
     texts = [random_ids(64, seed=seed)[0] for seed in range(4)]
     gates = fit_gates(model, texts, _Above(teacher), held_out=1)
     with kvcompress.attach(model), torch.no_grad():
-        cache = PrunedCache(model.config, Gate(gates, last=4), GlobalTopK(16), every=3)
+        cache = PrunedCache(model.config, Gate(gates, last=4), GlobalTopK(), keep=16, every=3)
         prefill(model, texts[0][None], cache)
         for token in texts[1][:8]:
             out = model(token[None, None], past_key_values=cache)
@@ -201,7 +201,7 @@ def test_gates_are_saved_and_loaded_whole(tmp_path):
     assert repr(gates) == "Gates(3 layers, 2 KV heads each; here)"
     config = tiny_model().config
     for text in (f"pruner=gate:{folder}", f"pruner=gate,gates={folder}"):
-        cache = CacheSpec.parse(f"pruned,{text},last=4,budget=globaltopk:0.75").make(config)
+        cache = CacheSpec.parse(f"pruned,{text},last=4,keep=0.25,budget=globaltopk").make(config)
         assert cache.pruner == Gate(gates, last=4)
     with pytest.raises(ValueError, match="folder must be new"):
         gates.save(folder)
@@ -290,7 +290,7 @@ def test_gates_are_of_their_model():
         (other, r"they are of one with hidden_size = 7 \(here 64\)"),
     ):
         for pruner in (Gate(gates), ChunkKV(Gate(gates))):
-            cache = PrunedCache(model.config, pruner, 20)
+            cache = PrunedCache(model.config, pruner, keep=20)
             for _ in range(2):  # nothing is stored of a model that is refused
                 with pytest.raises(ValueError, match=error):
                     prefill(model, ids, cache)
@@ -308,7 +308,7 @@ def test_logarithms_are_not_multiplied():
 def test_scores_are_float32_under_autocast():
     model, ids = attached(), random_ids(60)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        cache = prefill(model, ids, PrunedCache(model.config, GATE, 0.0, later="keep"))
+        cache = prefill(model, ids, PrunedCache(model.config, GATE, keep=1.0, later="keep"))
     scores = cache.compressing[0].chooser.held.scores
     assert scores.dtype == torch.float32 and not torch.equal(scores, scores.bfloat16().float())
 
@@ -322,7 +322,7 @@ def test_a_head_that_never_looks_has_nothing_explained():
 
 def test_nothing_but_queries_is_gathered_for_gates(monkeypatch):
     model, ids = attached(), random_ids(60)
-    cache = PrunedCache(model.config, GATE, 20, every=4)
+    cache = PrunedCache(model.config, GATE, keep=20, every=4)
     with torch.no_grad():
         prefill(model, ids, cache)
         pool = type(cache.compressing[0].pool)
@@ -338,14 +338,14 @@ def test_the_command_fits_gates_and_says_how_to_take_them(tmp_path: Path):
     found = CliRunner().invoke(app, given)
     assert found.exit_code == 0, found.output
     assert (
-        f"Take it as --cache gated,gates={out},share=0.25 or pruned,pruner=gate:{out},budget=globaltopk:0.75"
+        f"Take it as --cache gated,gates={out},keep=1/4 or pruned,pruner=gate:{out},keep=1/4,budget=globaltopk"
         in " ".join(found.output.split())
     )
     assert figure.stat().st_size > 5_000
     gates = Gates.load(out)
     assert "KVzip, mass=True" in gates.measured
     model, tokenizer = kvcompress.load_example_model()
-    again = CacheSpec.parse(f"pruned,pruner=gate:{out},budget=32").make(model.config)
+    again = CacheSpec.parse(f"pruned,pruner=gate:{out},keep=32").make(model.config)
     with kvcompress.attach(model), torch.no_grad():
         prefill(model, torch.tensor([list(b"def f(x):\n    return x\n" * 8)]), again)
     assert {len(row) for layer in again.kept_positions() for row in layer[0]} == {32}

@@ -26,7 +26,7 @@ def lost(model, gates, texts, share=0.3):
     with kvcompress.attach(model), torch.no_grad():
         for ids in (text[None] for text in texts):
             whole = model(ids).logits.log_softmax(-1)
-            cache = GatedCache(model.config, gates, share=share, window=8, num_sink_tokens=2)
+            cache = GatedCache(model.config, gates, keep=share, window=8, num_sink_tokens=2)
             cut = model(ids, past_key_values=cache).logits.log_softmax(-1)
             found.append(float((whole.exp() * (whole - cut)).sum(-1).mean()))
             held.append(cache.kept_share())
@@ -40,7 +40,7 @@ def test_training_lowers_what_a_cut_cache_loses():
     start = train_gates(model, small, TEXTS, ASKED, **FEW | {"steps": 1, "lr": 1e-9})  # levels of its own texts
     reported = []
     found = train_gates(
-        model, start, TEXTS, ASKED, **FEW | {"steps": 100, "lr": 0.03}, shares=(0.3,),
+        model, start, TEXTS, ASKED, **FEW | {"steps": 100, "lr": 0.03}, keep=(0.3,),
         report=lambda step, nats: reported.append((step, nats)),
     )  # fmt: skip
     assert [step for step, _ in reported] == list(range(100))
@@ -72,7 +72,7 @@ def test_levels_are_those_of_what_was_learned():
     with kvcompress.attach(model), torch.no_grad():
         kept = []
         for text in TEXTS[-4:]:
-            cache = GatedCache(model.config, found, share=0.4, window=1, num_sink_tokens=3)
+            cache = GatedCache(model.config, found, keep=0.4, window=1, num_sink_tokens=3)
             model(text[None], past_key_values=cache)
             kept.append(cache.kept_share())
     assert sum(kept) / 4 == pytest.approx(0.4, abs=0.1)
@@ -98,8 +98,8 @@ def test_every_kind_of_attention_is_trained_through(kind):
         ({"steps": 0}, "steps must be at least 1, got 0"),
         ({"window": 0}, "window must be at least 1"),
         ({"lr": 0.0}, "lr must be"),
-        ({"shares": ()}, "shares must have at least one"),
-        ({"shares": (1.5,)}, "shares must be"),
+        ({"keep": ()}, "keep must have at least one share"),
+        ({"keep": (1.5,)}, "keep must be"),
         ({"held_out": 10}, "samples must be more than the 10 that are held out, got 10"),
         ({"window": 80}, r"samples\[0\] must have at least 84 tokens, for 2 first and 80 last ones that stay"),
         ({"gates": tiny_gates(layers=2)}, "gates must be of this model"),
@@ -145,6 +145,6 @@ def test_every_row_meets_every_share(monkeypatch):
     monkeypatch.setattr("kvcompress.gates.training._GatedPass", Noting)
     monkeypatch.setattr("kvcompress.gates.training.said_again", noting)
     start = Gates(tiny_gates().layers, (-100.0, 100.0))  # thresholds of 80 and -80
-    found = train_gates(tiny_model(), start, TEXTS[:3], ASKED, **FEW | {"steps": 8}, shares=(0.1, 0.9))
+    found = train_gates(tiny_model(), start, TEXTS[:3], ASKED, **FEW | {"steps": 8}, keep=(0.1, 0.9))
     assert met == {(int(row[0]), high) for row in TEXTS[:2] for high in (True, False)}
     assert found.r2 == ()

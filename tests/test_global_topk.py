@@ -26,6 +26,7 @@ from kvcompress.pruners import (
     StreamingLLM,
     Successor,
 )
+from kvcompress.units import Keep
 
 PRUNERS = [
     SnapKV(window=6), Replay(chunk=16, last=4), Successor(last=4), KeyDiff(last=4), H2O(0.2), TOVA(), Random(),
@@ -57,14 +58,14 @@ class Uneven(Pruner):
 
 
 @pytest.mark.parametrize("floor", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize("size", [12, 0.75])
+@pytest.mark.parametrize("size", [12, 0.25])
 def test_what_stays_is_one_top_k_over_all_rows(size, floor):
     model, ids, pruner = attached(num_hidden_layers=4), random_ids(50), Uneven()
-    cache = prefill(model, ids, PrunedCache(model.config, pruner, GlobalTopK(size, floor), page_size=4))
+    cache = prefill(model, ids, PrunedCache(model.config, pruner, GlobalTopK(floor=floor), keep=size, page_size=4))
     keep = 12 if size == 12 else 13
     ranks = torch.cat([scores for scores, _ in pruner.noted])
     ranks[:, :2] = ranks[:, -3:] = float("inf")
-    indices, kept = GlobalTopK(size, floor).divide(0, ranks, keep, 8 * 49)
+    indices, kept = GlobalTopK(floor=floor).divide(0, ranks, keep, 8 * 49)
     # the definition, in loops
     sure = max(int(floor * keep), 1)
     order = [sorted(range(49), key=lambda t, r=r: (-float(ranks[r, t]), t)) for r in range(8)]
@@ -112,14 +113,16 @@ def test_ties_leave_after_every_layer_what_one_top_k_would(seed):
             held[number] = [[row[i] for i in some] for row, some in zip(held[number], slots, strict=True)]
         budget, sure = keep * sum(heads), max(int(floor * keep), 1)
         assert held == first_of_all_rows(scores[: layer + 1], budget, sure)
-    indices, kept = GlobalTopK(keep, floor).divide(0, torch.cat(scores), keep, sum(heads) * T)
+    indices, kept = GlobalTopK(floor=floor).divide(0, torch.cat(scores), keep, sum(heads) * T)
     every = [row for layer in held for row in layer]
     assert [row[:count] for row, count in zip(indices.tolist(), kept, strict=True)] == every
 
 
 def test_equal_scores_leave_layers_alike():
     model = attached(num_hidden_layers=4)
-    cache = prefill(model, random_ids(17), PrunedCache(model.config, LeverageScore(), GlobalTopK(6, 0.0), page_size=4))
+    cache = prefill(
+        model, random_ids(17), PrunedCache(model.config, LeverageScore(), GlobalTopK(floor=0.0), keep=6, page_size=4)
+    )
     assert cache.stored_lengths() == [[[6, 6]]] * 4  # it scores nothing in a call this short
 
 
@@ -134,7 +137,7 @@ def test_no_more_is_held_than_the_budget_and_one_layer(monkeypatch):
 
     monkeypatch.setattr(PrunedLayer, "settle", noted)
     slot, rows = 2 * 16 * 4, 12
-    cache = prefill(model, ids, PrunedCache(model.config, Replay(last=4), GlobalTopK(24), page_size=1))
+    cache = prefill(model, ids, PrunedCache(model.config, Replay(last=4), GlobalTopK(), keep=24, page_size=1))
     assert len(peaks) == 6
     slack = rows * 160 * 8  # tables and reference counts
     assert max(peaks) <= rows * 24 * slot + slack
@@ -145,11 +148,11 @@ def test_no_more_is_held_than_the_budget_and_one_layer(monkeypatch):
 
 @pytest.mark.parametrize(
     ("pruner", "size", "every"),
-    covering(PRUNERS, [20, 0.6, "48KiB"], [None, 4]),
+    covering(PRUNERS, [20, 0.4, "48KiB"], [None, 4]),
 )
 def test_prompts_turns_and_decoding_stay_within_the_budget(pruner, size, every):
     model, ids = attached(), random_ids(61)
-    cache = PrunedCache(model.config, pruner, GlobalTopK(size), every=every, page_size=8)
+    cache = PrunedCache(model.config, pruner, GlobalTopK(), keep=size, every=every, page_size=8)
     out = kvcompress.generate(model, ids, cache, max_new_tokens=14, do_sample=False)
 
     def held():
@@ -177,10 +180,10 @@ def test_each_sequence_has_a_budget_of_its_own(pruner, chunk_size):
     prompts = [random_ids(length, seed=length) for length in (70, 9, 41)]
     ids, mask = left_padded(prompts)
     settings = {"every": 5, "chunk_size": chunk_size, "page_size": 8}
-    cache = PrunedCache(model.config, pruner, GlobalTopK(15), **settings)
+    cache = PrunedCache(model.config, pruner, GlobalTopK(), keep=15, **settings)
     together = kvcompress.generate(model, ids, cache, mask, max_new_tokens=12, do_sample=False)
     for b, prompt in enumerate(prompts):
-        alone = PrunedCache(model.config, pruner, GlobalTopK(15), **settings)
+        alone = PrunedCache(model.config, pruner, GlobalTopK(), keep=15, **settings)
         expected = kvcompress.generate(model, prompt, alone, max_new_tokens=12, do_sample=False)
         assert torch.equal(together[b, -12:], expected[0, -12:]), b
         assert [layer[b] for layer in cache.stored_lengths()] == [layer[0] for layer in alone.stored_lengths()]
@@ -189,7 +192,7 @@ def test_each_sequence_has_a_budget_of_its_own(pruner, chunk_size):
 @pytest.mark.parametrize("every", [None, 4])
 def test_layers_compete_for_decoded_tokens_only_where_those_compress(monkeypatch, every):
     model, opened = attached(), []
-    cache = PrunedCache(model.config, H2O(0.2), GlobalTopK(12), every=every)
+    cache = PrunedCache(model.config, H2O(0.2), GlobalTopK(), keep=12, every=every)
     assert cache.every == every and IterativeCache(model.config, every=every).every == every
     contest = PrunedCache._contest
     monkeypatch.setattr(PrunedCache, "_contest", lambda *given: opened.append(1) or contest(*given))
@@ -200,8 +203,8 @@ def test_layers_compete_for_decoded_tokens_only_where_those_compress(monkeypatch
 def test_a_budget_that_holds_everything_changes_nothing():
     model, ids = attached(), random_ids(61)
     dense = model.generate(ids, max_new_tokens=12, do_sample=False)
-    for size in (61, 0.0, "64MiB"):
-        cache = PrunedCache(model.config, Replay(), GlobalTopK(size))
+    for size in (61, 1.0, "64MiB"):
+        cache = PrunedCache(model.config, Replay(), GlobalTopK(), keep=size)
         assert torch.equal(kvcompress.generate(model, ids, cache, max_new_tokens=12, do_sample=False), dense)
         assert cache.stored_lengths() == [[[72, 72]]] * 3
 
@@ -220,7 +223,7 @@ def test_every_kind_of_family_keeps_and_reads_what_the_definition_says(kind):
             noted[len(noted)] = candidates, scores
             return scores
 
-    cache = prefill(model, ids, PrunedCache(model.config, Noting(chunk=16, last=4), GlobalTopK(12)))
+    cache = prefill(model, ids, PrunedCache(model.config, Noting(chunk=16, last=4), GlobalTopK(), keep=12))
     numbers = [layer.index for layer in cache.compressing]
     assert numbers == ([1, 3] if KINDS[kind].get("sliding_window") else [0, 1, 2, 3])
     places = (torch.arange(50) % 16 + 50)[None].to(torch.int32)
@@ -258,7 +261,7 @@ def test_every_kind_of_family_keeps_and_reads_what_the_definition_says(kind):
 def test_every_kind_of_family_decodes_within_the_budget(kind):
     model, ids = kind_model(kind), random_ids(50)
     kvcompress.attach(model)
-    cache = PrunedCache(model.config, Replay(chunk=16, last=4), GlobalTopK(12), every=3)
+    cache = PrunedCache(model.config, Replay(chunk=16, last=4), GlobalTopK(), keep=12, every=3)
     assert kvcompress.generate(model, ids, cache, max_new_tokens=10, do_sample=False).shape == (1, 60)
     stored = [cache.stored_lengths()[layer.index][0] for layer in cache.compressing]
     heads = sum(map(len, stored))
@@ -268,11 +271,11 @@ def test_every_kind_of_family_decodes_within_the_budget(kind):
 def test_forks_go_on_alone():
     model, ids = attached(), random_ids(61)
     settings = {"every": 4, "page_size": 8}
-    cache = prefill(model, ids, PrunedCache(model.config, Replay(last=4), GlobalTopK(20), **settings))
+    cache = prefill(model, ids, PrunedCache(model.config, Replay(last=4), GlobalTopK(), keep=20, **settings))
     before = cache.stored_lengths()
     for seed in range(3):
         question = torch.cat([ids, random_ids(15, seed=seed)], 1)
-        alone = prefill(model, ids, PrunedCache(model.config, Replay(last=4), GlobalTopK(20), **settings))
+        alone = prefill(model, ids, PrunedCache(model.config, Replay(last=4), GlobalTopK(), keep=20, **settings))
         expected = model.generate(question, past_key_values=alone, max_new_tokens=9, do_sample=False)
         found = model.generate(question, past_key_values=cache.fork(), max_new_tokens=9, do_sample=False)
         assert torch.equal(found, expected)
@@ -289,7 +292,7 @@ def test_bytes_hold_pages_and_tables(size, growth):
         total = rows * (mean + growth)
         return ((rows - 1) + -(-(total - rows + 1) // 4)) * (4 * 128 + 8) + rows * 4
 
-    mean = GlobalTopK(size).mean_tokens(500, shape)
+    mean = GlobalTopK().mean_tokens(Keep.of(size), 500, shape)
     assert 1 <= mean < 500
     assert worst(mean) <= number < worst(mean + 1)
 
@@ -297,10 +300,10 @@ def test_bytes_hold_pages_and_tables(size, growth):
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda config: GlobalTopK(0), "at least 1 token, got 0"),
-        (lambda config: GlobalTopK(10, floor=1.1), "floor must be between 0 and 1, got 1.1"),
-        (lambda config: PrunedCache(config, SnapKV(), GlobalTopK(9), positions=RemoteGap()), "must be 'original'"),
-        (lambda config: IterativeCache(config, memory_size=GlobalTopK(9)), "divided over layers before they are read"),
+        (lambda config: PrunedCache(config, budget=GlobalTopK(), keep=0), "keep must be at least 1, got 0"),
+        (lambda config: GlobalTopK(floor=1.1), "floor must be between 0 and 1, got 1.1"),
+        (lambda config: PrunedCache(config, SnapKV(), GlobalTopK(), keep=9, positions=RemoteGap()), "be 'original'"),
+        (lambda config: IterativeCache(config, memory_size=9, budget=GlobalTopK()), "must divide memory over"),
     ],
 )  # fmt: skip
 def test_what_has_no_meaning_is_refused(build, message):

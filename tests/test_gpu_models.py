@@ -12,14 +12,14 @@ from kvcompress.demo import make_task
 SNAPKV = "pruned,pruner=snapkv,window=32"
 SPECS = {  # caches of the shipped model, and which of its versions they are for
     "dense": ("quest,dense_layers=99", None),
-    "snapkv": (f"{SNAPKV},budget=200", None),
-    "adakv": (f"{SNAPKV},budget=adakv:200", None),
-    "tova": ("pruned,pruner=tova,budget=200,every=8", None),
-    "h2o": ("pruned,pruner=h2o,budget=200,every=8", None),
-    "kvzip": ("pruned,pruner=kvzip,budget=globaltopk:0.75", None),
-    "replay": ("pruned,pruner=replay,budget=globaltopk:0.75", None),
-    "cge": ("pruned,pruner=centerofgravity,budget=200", None),
-    "rgl": (f"{SNAPKV},budget=200,positions=remotegap:gap=64", None),
+    "snapkv": (f"{SNAPKV},keep=200", None),
+    "adakv": (f"{SNAPKV},keep=200,budget=adakv", None),
+    "tova": ("pruned,pruner=tova,keep=200,every=8", None),
+    "h2o": ("pruned,pruner=h2o,keep=200,every=8", None),
+    "kvzip": ("pruned,pruner=kvzip,keep=0.25,budget=globaltopk", None),
+    "replay": ("pruned,pruner=replay,keep=0.25,budget=globaltopk", None),
+    "cge": ("pruned,pruner=centerofgravity,keep=200", None),
+    "rgl": (f"{SNAPKV},keep=200,positions=remotegap:gap=64", None),
     "iterative": ("iterative,memory_size=192,chunk_size=128,schedule=sqrt,dynamic=true", None),
     "streaming": ("streaming,window_size=252,num_sink_tokens=4", None),
     "quest": ("quest,token_budget=256,dense_layers=1", None),
@@ -69,7 +69,7 @@ def test_a_recorded_step_computes_what_the_step_does(gpu, name):
 
 
 BATCHES = {
-    "snapkv": ("pruned,pruner=snapkv,window=4,kernel_size=3,budget=12", None),
+    "snapkv": ("pruned,pruner=snapkv,window=4,kernel_size=3,keep=12", None),
     "iterative": ("iterative,memory_size=12,chunk_size=8", None),
     "streaming": ("streaming,window_size=12,num_sink_tokens=2", None),
     "gated": ("gated,gates=GATES,threshold=0,window=6,num_sink_tokens=2", None),

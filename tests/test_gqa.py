@@ -80,9 +80,9 @@ def test_it_is_saved_and_loaded_as_a_plain_model(family, tmp_path):
 def test_caches_of_an_attached_model_hold_fewer_heads():
     model = tiny_model(num_key_value_heads=4)
     kvcompress.attach(model)
-    before = kvcompress.PrunedCache(model.config, SnapKV(), 0.0)
+    before = kvcompress.PrunedCache(model.config, SnapKV(), keep=1.0)
     logits(model, past_key_values=before)
-    after = kvcompress.PrunedCache(convert_to_gqa(model, 2).config, SnapKV(), 0.0)
+    after = kvcompress.PrunedCache(convert_to_gqa(model, 2).config, SnapKV(), keep=1.0)
     torch.testing.assert_close(logits(model, past_key_values=after), logits(model), rtol=1e-4, atol=1e-4)
     assert after.nbytes() == before.nbytes() / 2
 

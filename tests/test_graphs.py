@@ -80,10 +80,10 @@ def merging():
 
 CASES = {
     "iterative": (attached, lambda config: IterativeCache(config, memory_size=20, chunk_size=10, page_size=4)),
-    "pruned": (attached, lambda config: PrunedCache(config, SnapKV(), 15, page_size=4)),
-    "voting": (attached, lambda config: PrunedCache(config, Replay(), 15, page_size=16)),
-    "default": (attached, lambda config: PrunedCache(config, budget=0.5)),
-    "ragged": (attached, lambda config: PrunedCache(config, SnapKV(), kvcompress.AdaKV(15), page_size=8)),
+    "pruned": (attached, lambda config: PrunedCache(config, SnapKV(), keep=15, page_size=4)),
+    "voting": (attached, lambda config: PrunedCache(config, Replay(), keep=15, page_size=16)),
+    "default": (attached, lambda config: PrunedCache(config, keep=0.5)),
+    "ragged": (attached, lambda config: PrunedCache(config, SnapKV(), kvcompress.AdaKV(), keep=15, page_size=8)),
     "dense": (attached, lambda config: QuestCache(config, page_size=4, dense_layers=9)),
     "quest": (attached, lambda config: QuestCache(config, page_size=4, token_budget=12, dense_layers=1)),
     "dmc": (merging, lambda config: DMCCache(config, page_size=4)),
@@ -153,7 +153,7 @@ def test_padding_of_prompts_moves_no_token(recorded, name):
     prompts = [random_ids(30, seed=1), random_ids(11, seed=2)]
     ids, mask = left_padded(prompts)
     with kvcompress.attach(model):
-        cache, *alone = (PrunedCache(model.config, SnapKV(window=4), 8, page_size=4) for _ in range(3))
+        cache, *alone = (PrunedCache(model.config, SnapKV(window=4), keep=8, page_size=4) for _ in range(3))
         kvcompress.prefill(model, ids, cache, attention_mask=mask)
         for own, prompt in zip(alone, prompts, strict=True):
             kvcompress.prefill(model, prompt, own)
@@ -170,7 +170,7 @@ def test_what_the_cache_replaces_is_freed(monkeypatch):
     """A graph knows addresses and keeps no tensor, as this stand-in does."""
     monkeypatch.setattr(graphs, "record", lambda run, device: (lambda: None, run()))
     model = attached()
-    cache = PrunedCache(model.config, SnapKV(), 15, page_size=4)
+    cache = PrunedCache(model.config, SnapKV(), keep=15, page_size=4)
     kvcompress.prefill(model, random_ids(30), cache)
     step = StepGraph(model, cache)
     for i in range(4):
@@ -201,8 +201,8 @@ def test_caches_that_need_the_host_are_refused(monkeypatch):
     monkeypatch.setattr(graphs, "record", record)
     for cache in (
         StreamingCache(model.config, window_size=8),
-        PrunedCache(model.config, SnapKV(), 15, every=4),
-        PrunedCache(model.config, SnapKV(), 15, positions=kvcompress.RemoteGap(gap=4)),
+        PrunedCache(model.config, SnapKV(), keep=15, every=4),
+        PrunedCache(model.config, SnapKV(), keep=15, positions=kvcompress.RemoteGap(gap=4)),
     ):
         kvcompress.prefill(model, random_ids(30), cache)
         with pytest.raises(NotImplementedError, match=r"layer 0 of .* needs the host for each token"):
@@ -221,7 +221,7 @@ def test_frequencies_that_follow_the_length_are_refused(monkeypatch):
     monkeypatch.setattr(graphs, "record", record)
     parameters = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
     model = attached(rope_parameters=parameters, max_position_embeddings=512)
-    cache = PrunedCache(model.config, SnapKV(), 15)
+    cache = PrunedCache(model.config, SnapKV(), keep=15)
     kvcompress.prefill(model, random_ids(30), cache)
     with pytest.raises(NotImplementedError, match="layer 0 rotates by frequencies that follow the length"):
         StepGraph(model, cache)
@@ -229,7 +229,7 @@ def test_frequencies_that_follow_the_length_are_refused(monkeypatch):
 
 def test_what_cannot_be_recorded_is_named():
     model = attached()
-    cache = PrunedCache(model.config, SnapKV(), 15)
+    cache = PrunedCache(model.config, SnapKV(), keep=15)
     with pytest.raises(ValueError, match="cache must hold a prompt"):
         StepGraph(model, cache)
     kvcompress.prefill(model, random_ids(30), cache)

@@ -59,7 +59,7 @@ def test_heads_by_the_best_key_of_a_second_reading():
 
     for j, text in enumerate(texts):
         spy = Spy(2000 + j, 2).with_tokenizer(words)
-        prefill(model, torch.cat([text.ids, text.ids[:1]])[None], PrunedCache(model.config, spy, 9))
+        prefill(model, torch.cat([text.ids, text.ids[:1]])[None], PrunedCache(model.config, spy, keep=9))
     read = [PassKeys(torch.cat([t.ids, t.ids[:1]]), torch.cat([t.asked, t.asked[:1]])) for t in texts]
     profile = measure_heads(model, read, method="kvzip", tokenizer=words, **SIZES)
     torch.testing.assert_close(torch.tensor(profile.gates), noted.amax(0), atol=1e-6, rtol=1e-5)

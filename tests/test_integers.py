@@ -11,15 +11,12 @@ from helpers import tiny_gates, tiny_model
 
 import kvcompress
 from kvcompress import (
-    AdaKV,
-    GlobalTopK,
     IterativeCache,
     PrunedCache,
     PyramidKV,
     QuestCache,
     RemoteGap,
     StreamingCache,
-    Uniform,
     pruners,
 )
 from kvcompress.heads import HeadProfile
@@ -49,10 +46,8 @@ def settings():
             if field.type in ("int", "int | None"):
                 make = partial(made, kind, MADE.get(kind, {}), field.name)
                 yield kind, field.name, make, ENDS.get(field.name, MOST)
-    for kind in (Uniform, PyramidKV, AdaKV, GlobalTopK):
-        yield kind, "budget", kind, MOST
     for name in ("beta", "window"):
-        yield PyramidKV, name, partial(made, PyramidKV, {"size": 16}, name), MOST
+        yield PyramidKV, name, partial(made, PyramidKV, {}, name), MOST
     for name in ("gap", "near_length", "headroom"):
         yield RemoteGap, name, partial(made, RemoteGap, {}, name), MOST
     for name in ("sinks", "recent"):
@@ -60,7 +55,7 @@ def settings():
     small = {"memory_size": 16, "chunk_size": 8}
     caches = {
         IterativeCache: (small, ("memory_size", "chunk_size", "dense_below", "every")),
-        PrunedCache: ({"pruner": SnapKV(window=4), "budget": 16}, ("budget", "every", "chunk_size")),
+        PrunedCache: ({"pruner": SnapKV(window=4), "keep": 16}, ("keep", "every", "chunk_size")),
         StreamingCache: ({}, ("window_size", "num_sink_tokens", "chunk_size")),
         QuestCache: ({}, ("token_budget", "dense_layers", "chunk_size")),
     }
@@ -79,7 +74,7 @@ WRONG = (-1, True, 1.5, "3", 2**31, 2**40, 2**63, 2**80)
 @pytest.mark.parametrize(("kind", "name", "make", "most"), SETTINGS, ids=[f"{k.__name__}-{n}" for k, n, *_ in SETTINGS])
 def test_an_integer_out_of_range_is_named_with_its_value(kind, name, make, most):
     for value in WRONG:
-        if (type(value) is int and 0 <= value <= most) or (name == "budget" and isinstance(value, str)):
+        if (type(value) is int and 0 <= value <= most) or (name == "keep" and isinstance(value, str)):
             continue
         if name == "gap" and isinstance(value, str):
             continue
@@ -112,7 +107,7 @@ def model():
 @pytest.mark.parametrize(("kind", "name", "make", "most"), ASKED, ids=[f"{k.__name__}-{n}" for k, n, *_ in ASKED])
 def test_a_pruner_takes_the_greatest_value_of_a_setting(model, kind, name, make, most):
     ids = torch.randint(1, CONFIG.vocab_size, (1, 24), generator=torch.Generator().manual_seed(0))
-    cache = PrunedCache(model.config, make(most), 0.5)
+    cache = PrunedCache(model.config, make(most), keep=0.5)
     kvcompress.prefill(model, ids, cache)
     assert cache.get_seq_length() == 23  # the last one is decoded
 
@@ -121,7 +116,7 @@ def test_a_chunk_of_replay_past_the_text_is_the_text(model):
     ids = torch.randint(1, CONFIG.vocab_size, (1, 24), generator=torch.Generator().manual_seed(0))
     kept = []
     for chunk in (24, MOST):
-        cache = PrunedCache(model.config, Replay(chunk=chunk), 0.5)
+        cache = PrunedCache(model.config, Replay(chunk=chunk), keep=0.5)
         kvcompress.prefill(model, ids, cache)
         kept.append([layer.pool.gather(12)[0] for layer in cache.compressing])
     assert all(torch.equal(x, y) for x, y in zip(*kept, strict=True))

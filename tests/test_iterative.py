@@ -334,7 +334,7 @@ def test_layers_with_a_window_keep_it_and_take_no_part():
     for cache in (
         IterativeCache(model.config, memory_size=20, chunk_size=16, schedule="linear", dynamic=True, every=4),
         IterativeCache(model.config, memory_size=20, chunk_size=16, schedule="adaptive", track=True, max_pages=1),
-        PrunedCache(model.config, SnapKV(window=4), 12, every=2, chunk_size=16, positions="contiguous"),
+        PrunedCache(model.config, SnapKV(window=4), keep=12, every=2, chunk_size=16, positions="contiguous"),
     ):
         torch.testing.assert_close(next_logits(model, ids, cache), model(ids).logits[:, -1], atol=2e-4, rtol=2e-4)
         assert cache.stored_lengths() == [[[40, 40]]] * 3

@@ -18,9 +18,9 @@ SOURCES = Path(kvcompress.__file__).parent
 SNAP = SnapKV(window=4)
 CACHES = {  # of a prompt that is kept whole, without what only a memory is
     "paged": lambda c: IterativeCache(c, memory_size=99, page_size=4),
-    "pruned": lambda c: PrunedCache(c, SNAP, 0.0, page_size=4),
-    "votes": lambda c: PrunedCache(c, H2O(), 0.0, page_size=4),
-    "held scores": lambda c: PrunedCache(c, SNAP, 0.0, later="keep", page_size=4),
+    "pruned": lambda c: PrunedCache(c, SNAP, keep=1.0, page_size=4),
+    "votes": lambda c: PrunedCache(c, H2O(), keep=1.0, page_size=4),
+    "held scores": lambda c: PrunedCache(c, SNAP, keep=1.0, later="keep", page_size=4),
 }
 T, NEW = 22, 6
 CHOSEN = [list(range(0, T, 3)), [1, 2, *range(5, T, 2)]]  # of each KV head
@@ -111,7 +111,7 @@ def test_what_was_chosen_goes_with_forks_and_beams():
 
 def test_a_keep_that_finds_no_pages_changes_nothing():
     model, ids = attached(), random_ids(T)
-    cache = PrunedCache(model.config, H2O(), 0.0, page_size=4, max_pages=12)
+    cache = PrunedCache(model.config, H2O(), keep=1.0, page_size=4, max_pages=12)
     logits_of(model, ids, cache)
     fork, layer = cache.fork(), cache.layers[0]
     votes = layer.chooser.received.clone()

@@ -25,14 +25,16 @@ from kvcompress.pruners import H2O, CenterOfGravity, SnapKV
 
 SNAP = SnapKV(window=4)
 CACHES = {
-    "uniform": lambda c: PrunedCache(c, SNAP, 20),
-    "adakv, every": lambda c: PrunedCache(c, SNAP, AdaKV(PyramidKV(20, window=4)), every=3, page_size=8),
-    "h2o in chunks": lambda c: PrunedCache(c, H2O(), 20, chunk_size=16, every=2),
-    "global": lambda c: PrunedCache(c, SNAP, GlobalTopK(20)),
+    "uniform": lambda c: PrunedCache(c, SNAP, keep=20),
+    "adakv, every": lambda c: PrunedCache(c, SNAP, AdaKV(PyramidKV(window=4)), keep=20, every=3, page_size=8),
+    "h2o in chunks": lambda c: PrunedCache(c, H2O(), keep=20, chunk_size=16, every=2),
+    "global": lambda c: PrunedCache(c, SNAP, GlobalTopK(), keep=20),
     "cge, gap": lambda c: PrunedCache(c, CenterOfGravity(10, 10, 2, window=4), every=4, positions=RemoteGap(gap=8)),
-    "contiguous": lambda c: PrunedCache(c, SNAP, AdaKV(20), every=4, positions="contiguous"),
+    "contiguous": lambda c: PrunedCache(c, SNAP, AdaKV(), keep=20, every=4, positions="contiguous"),
     "iterative": lambda c: IterativeCache(c, memory_size=20, chunk_size=16, pruner=SNAP),
-    "iterative, adakv": lambda c: IterativeCache(c, memory_size=AdaKV(20), chunk_size=16, pruner=SNAP, every=3),
+    "iterative, adakv": lambda c: IterativeCache(
+        c, memory_size=20, budget=AdaKV(), chunk_size=16, pruner=SNAP, every=3
+    ),
     "iterative, sqrt": lambda c: IterativeCache(c, memory_size=20, chunk_size=16, schedule="sqrt", prune="forward"),
     "streaming": lambda c: StreamingCache(c, window_size=20),
     "quest": lambda c: QuestCache(c, token_budget=12),
@@ -111,7 +113,7 @@ def test_batches_count_no_padding(make):
 def test_a_guide_is_no_token():
     model, ids = attached(), random_ids(60)
     for cache in (
-        PrunedCache(model.config, SNAP, 20, chunk_size=16),
+        PrunedCache(model.config, SNAP, keep=20, chunk_size=16),
         IterativeCache(model.config, memory_size=20, chunk_size=16),
     ):
         prefill(model, ids, cache, guide=random_ids(5, seed=3)[0])
@@ -121,7 +123,7 @@ def test_a_guide_is_no_token():
 def test_windows_hold_their_last_tokens():
     model = kind_model("gemma2")
     attach(model)
-    cache = prefill(model, random_ids(41), PrunedCache(model.config, SNAP, 20))
+    cache = prefill(model, random_ids(41), PrunedCache(model.config, SNAP, keep=20))
     kept = check_shape(cache)
     assert [head.tolist() for head in kept[0][0]] == [list(range(28, 40))] * 2
     assert [len(head) for head in kept[1][0]] == [20, 20]

@@ -9,7 +9,7 @@ from helpers import attached, kind_model, left_padded, random_ids
 from transformers import DynamicCache
 
 import kvcompress
-from kvcompress import AdaKV, GlobalTopK, IterativeCache, PrunedCache, RemoteGap, prefill
+from kvcompress import AdaKV, GlobalTopK, IterativeCache, PrunedCache, RemoteGap, Uniform, prefill
 from kvcompress.models.tokenizer import byte_tokenizer
 from kvcompress.positions import RotaryTables
 from kvcompress.pruners import ChunkKV, CriticalKV, KVzip
@@ -67,7 +67,7 @@ def second_reading(model, ids, pruner):
 @torch.no_grad()
 def test_scores_are_those_of_the_second_reading():
     model, ids, pruner = attached(), random_ids(46), spy()
-    prefill(model, ids, PrunedCache(model.config, pruner, 20))
+    prefill(model, ids, PrunedCache(model.config, pruner, keep=20))
     expected = second_reading(model, ids[:, :-1], pruner)
     for layer, scores in pruner.noted.items():
         torch.testing.assert_close(scores[:, 3:], expected[layer, :, 3:], atol=1e-5, rtol=1e-4)
@@ -86,7 +86,7 @@ class MassSpy(Spy):
 def test_masses_are_the_mean_of_a_replayed_reading_over_an_even_share():
     model, ids = attached(), random_ids(46)
     pruner = MassSpy(**{**vars(ASKED), "mass": True})
-    prefill(model, ids, PrunedCache(model.config, pruner, 20))
+    prefill(model, ids, PrunedCache(model.config, pruner, keep=20))
     expected = second_reading(model, ids[:, :-1], pruner)
     assert len(pruner.shares) == 3
     for layer, scores in pruner.noted.items():
@@ -101,14 +101,14 @@ def test_with_masses_too_what_nobody_reads_again_stays_and_batches_change_nothin
     pruner = replace(ASKED, mass=True)
 
     def cache():
-        return PrunedCache(model.config, pruner, GlobalTopK(12), chunk_size=chunk_size)
+        return PrunedCache(model.config, pruner, GlobalTopK(), keep=12, chunk_size=chunk_size)
 
     together = prefill(model, ids, cache(), mask)
     for b, prompt in enumerate(prompts):
         alone = prefill(model, prompt, cache())
         assert [layer[b] for layer in together.stored_lengths()] == [layer[0] for layer in alone.stored_lengths()]
     spy = Spy(**vars(pruner))
-    read = prefill(model, prompts[0], PrunedCache(model.config, spy, 12))
+    read = prefill(model, prompts[0], PrunedCache(model.config, spy, keep=12))
     out = model.generate(torch.cat([prompts[0], prompts[1]], 1), past_key_values=read, max_new_tokens=4)
     prefill(model, torch.cat([out, prompts[2]], 1), read)
     noted = spy.noted[0]
@@ -116,10 +116,10 @@ def test_with_masses_too_what_nobody_reads_again_stays_and_batches_change_nothin
     assert noted.shape[1] == 12 + 1 + 23 + 3 + 3 and float(noted[:, 12:-3].min()) > max(map(float, read_again))
 
 
-@pytest.mark.parametrize("budget", [12, AdaKV(12), GlobalTopK(12)], ids=["Uniform", "AdaKV", "GlobalTopK"])
+@pytest.mark.parametrize("budget", [Uniform(), AdaKV(), GlobalTopK()], ids=["Uniform", "AdaKV", "GlobalTopK"])
 def test_the_best_scores_stay_and_the_second_reading_does_not(budget):
     model, ids, pruner = attached(), random_ids(46), spy()
-    cache = prefill(model, ids, PrunedCache(model.config, pruner, budget, page_size=4))
+    cache = prefill(model, ids, PrunedCache(model.config, pruner, budget, keep=12, page_size=4))
     lengths = torch.tensor([layer[0] for layer in cache.stored_lengths()])
     assert cache.get_seq_length() == 45 and int(lengths.sum()) == 6 * 12
     scores = torch.stack([pruner.noted[i] for i in range(3)])
@@ -133,7 +133,7 @@ def test_the_best_scores_stay_and_the_second_reading_does_not(budget):
     # keys that stay, and the bytes of no others
     layer = cache.layers[1]
     best = scores[1, 0].topk(int(lengths[1, 0]))[1].sort()[0]
-    dense = PrunedCache(model.config, KVzip(), 100)
+    dense = PrunedCache(model.config, KVzip(), keep=100)
     prefill(model, ids, dense)
     held, whole = (x.layers[1].pool.gather(n)[0][0] for x, n in ((cache, int(lengths[1].max())), (dense, 45)))
     torch.testing.assert_close(held[: len(best)], whole[best])
@@ -146,19 +146,19 @@ def test_a_budget_that_holds_everything_changes_nothing(kind):
     model = kind_model(kind)
     kvcompress.attach(model)
     ids = random_ids(41)
-    cache = prefill(model, ids, PrunedCache(model.config, ASKED, 64))
+    cache = prefill(model, ids, PrunedCache(model.config, ASKED, keep=64))
     plain = model.generate(ids, max_new_tokens=6, do_sample=False)
     assert torch.equal(model.generate(ids, past_key_values=cache, max_new_tokens=6, do_sample=False), plain)
 
 
 @pytest.mark.parametrize("chunk_size", [None, 20])
-@pytest.mark.parametrize("budget", [AdaKV(12), GlobalTopK(12)], ids=["AdaKV", "GlobalTopK"])
+@pytest.mark.parametrize("budget", [AdaKV(), GlobalTopK()], ids=["AdaKV", "GlobalTopK"])
 def test_batches_and_padding_change_nothing(budget, chunk_size):
     model, prompts = attached(), [random_ids(n, seed=n) for n in (57, 23, 3, 40)]
     ids, mask = left_padded(prompts)
 
     def cache():
-        return PrunedCache(model.config, ASKED, budget, chunk_size=chunk_size)
+        return PrunedCache(model.config, ASKED, budget, keep=12, chunk_size=chunk_size)
 
     together = prefill(model, ids, cache(), mask)
     for b, prompt in enumerate(prompts):
@@ -176,7 +176,7 @@ def test_batches_and_padding_change_nothing(budget, chunk_size):
 def test_questions_are_kept_whole_and_further_turns_are_read_twice():
     model, pruner = attached(), spy()
     ids, question, more = random_ids(46), random_ids(6, seed=1), random_ids(30, seed=2)
-    cache = prefill(model, ids, PrunedCache(model.config, pruner, 12))
+    cache = prefill(model, ids, PrunedCache(model.config, pruner, keep=12))
     fork = cache.fork()
     asked = torch.cat([ids, question], 1)
     out = model.generate(asked, past_key_values=fork, max_new_tokens=20, do_sample=False)
@@ -193,7 +193,7 @@ def test_questions_are_kept_whole_and_further_turns_are_read_twice():
 @pytest.mark.parametrize("pruner", [ChunkKV(ASKED, chunk=4), CriticalKV(ASKED)], ids=["ChunkKV", "CriticalKV"])
 def test_pruners_that_ask_it_read_twice_too(pruner):
     model, ids = attached(), random_ids(46)
-    cache = prefill(model, ids, PrunedCache(model.config, pruner, AdaKV(12)))
+    cache = prefill(model, ids, PrunedCache(model.config, pruner, AdaKV(), keep=12))
     assert sum(map(sum, (row for layer in cache.stored_lengths() for row in layer))) == 6 * 12
 
 
@@ -212,7 +212,7 @@ def test_words_are_those_of_the_paper():
 
 def test_what_follows_needs_no_positions_for_a_second_reading():
     model, ids = attached(max_position_embeddings=64), random_ids(50)
-    cache = prefill(model, ids[:, :20], PrunedCache(model.config, KVzip(), 12))
+    cache = prefill(model, ids[:, :20], PrunedCache(model.config, KVzip(), keep=12))
     with torch.no_grad():
         model(ids[:, 19:], past_key_values=cache)  # 50 in sight, of which nothing is read again
     assert cache.get_seq_length() == 50
@@ -221,14 +221,14 @@ def test_what_follows_needs_no_positions_for_a_second_reading():
 def test_what_cannot_be_read_twice_is_refused():
     model, ids = attached(max_position_embeddings=64), random_ids(50)
     with pytest.raises(ValueError, match=r"must be read by kvcompress\.prefill or generate with KVzip"):
-        model.generate(ids, past_key_values=PrunedCache(model.config, KVzip(), 12), max_new_tokens=2)
-    cache = PrunedCache(model.config, KVzip(), 12)
+        model.generate(ids, past_key_values=PrunedCache(model.config, KVzip(), keep=12), max_new_tokens=2)
+    cache = PrunedCache(model.config, KVzip(), keep=12)
     with pytest.raises(ValueError, match="KVzip asks queries again at 57 positions behind the 49"):
         prefill(model, ids, cache)
     with pytest.raises(ValueError, match="every must be None with KVzip"):
-        PrunedCache(model.config, KVzip(), 12, every=4)
+        PrunedCache(model.config, KVzip(), keep=12, every=4)
     with pytest.raises(ValueError, match="positions must be 'original' with KVzip"):
-        PrunedCache(model.config, KVzip(), 12, positions=RemoteGap())
+        PrunedCache(model.config, KVzip(), keep=12, positions=RemoteGap())
     with pytest.raises(ValueError, match="pruner must not be KVzip"):
         IterativeCache(model.config, pruner=KVzip(), memory_size=12, chunk_size=20)
     with pytest.raises(ValueError, match="prompt must be token ids as integers, got 'Repeat'"):
@@ -236,4 +236,4 @@ def test_what_cannot_be_read_twice_is_refused():
     with pytest.raises(ValueError, match="mass must be True or False, got 1"):
         KVzip(mass=1)
     with pytest.raises(ValueError, match="guide has no effect with the pruner KVzip"):
-        prefill(model, random_ids(20), PrunedCache(model.config, KVzip(), 12), guide=torch.tensor([4]))
+        prefill(model, random_ids(20), PrunedCache(model.config, KVzip(), keep=12), guide=torch.tensor([4]))

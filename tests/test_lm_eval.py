@@ -22,22 +22,22 @@ LENGTH = 160  # max_length: some contexts are longer
 WORDS = ("cat", "dog", "house", "tree", "blue")
 ROOM = [  # caches with room for everything
     "dense",
-    "pruned,budget=512",
-    "pruned,budget=512,every=3,chunk_size=32",
+    "pruned,keep=512",
+    "pruned,keep=512,every=3,chunk_size=32",
     "iterative,memory_size=512",
     "streaming,window_size=512",
     "quest,token_budget=512,dense_layers=0",
 ]
 SMALL = [  # family or retrofit, cache that drops much (None: a converted model's own)
-    ("llama", "pruned,pruner=snapkv,window=8,budget=0.75"),
-    ("llama", "pruned,pruner=streamingllm,budget=adakv:12,every=2"),
-    ("llama", "pruned,pruner=tova,budget=16,positions=contiguous,chunk_size=16"),
+    ("llama", "pruned,pruner=snapkv,window=8,keep=0.25"),
+    ("llama", "pruned,pruner=streamingllm,keep=12,budget=adakv,every=2"),
+    ("llama", "pruned,pruner=tova,keep=16,positions=contiguous,chunk_size=16"),
     ("llama", "iterative,memory_size=16,chunk_size=8,pruner=snapkv,window=4"),
     ("llama", "streaming,window_size=7,num_sink_tokens=2"),
     ("llama", "quest,token_budget=12,page_size=4,dense_layers=0"),
-    ("qwen3_next", "pruned,pruner=keynorm,budget=12"),  # layers that recur
-    ("gpt2", "pruned,pruner=snapkv,window=4,budget=12"),  # positions that are learned
-    ("gpt_oss/sliding", "pruned,pruner=snapkv,window=4,budget=12"),
+    ("qwen3_next", "pruned,pruner=keynorm,keep=12"),  # layers that recur
+    ("gpt2", "pruned,pruner=snapkv,window=4,keep=12"),  # positions that are learned
+    ("gpt_oss/sliding", "pruned,pruner=snapkv,window=4,keep=12"),
     ("dmc", None),
     ("pod", "pod,tau=0.5"),
 ]
@@ -90,7 +90,7 @@ def test_with_room_for_everything_it_is_hf(cache, batch_size, plain):
     assert lm.generate_until(GENERATE, disable_tqdm=True) == plain["generate_until"]
     if cache != "dense":
         assert lm.get_model_info()["cache_tokens_kept"] == 1.0
-    if "quest" in cache or cache == "pruned,budget=512":
+    if "quest" in cache or cache == "pruned,keep=512":
         with pytest.raises(ValueError, match=r"loglikelihood_rolling would measure no compression: give .*chunk_size"):
             lm.loglikelihood_rolling(ROLLING, disable_tqdm=True)
     else:
@@ -230,7 +230,7 @@ def test_tasks_with_local_files(folder):
 
 
 def test_the_command(folder, monkeypatch, capsys):
-    arguments = f"pretrained={folder / 'model'},max_length=200,cache=pruned,pruner=snapkv,window=8,budget=0.75"
+    arguments = f"pretrained={folder / 'model'},max_length=200,cache=pruned,pruner=snapkv,window=8,keep=0.25"
     monkeypatch.setattr("sys.argv", [
         "lm_eval", "--model", "kvcompress", "--model_args", arguments, "--tasks", str(folder / "choose.yaml"),
         "--device", "cpu", "--batch_size", "2",
@@ -245,8 +245,9 @@ def test_the_command(folder, monkeypatch, capsys):
     ("given", "message"),
     [
         ({}, r"cache must be one of dense, dmc, .* for LlamaForCausalLM, which is not converted, got none"),
-        ({"cache": "pruned", "bugdet": 3}, r"no 'bugdet'; known are pruner, budget.*of the model itself: .*dtype"),
-        ({"cache": "pruned", "budget": 1.5}, r"share to remove must be at least 0 and below 1, got 1.5"),
+        ({"cache": "pruned", "bugdet": 3}, r"no 'bugdet'; known are pruner, budget, keep.*of the model itself: .*dty"),
+        ({"cache": "pruned", "keep": 1.5}, r"keep as a share must be above 0 and at most 1, got 1.5"),
+        ({"cache": "pruned", "budget": 0.75}, r"how many stay is keep=0.25 \(0.75 was the share to remove\)"),
         ({"cache": "dmc"}, r"config.kvcompress must be that of a model converted to DMC or DMS, got none"),
     ],
 )
@@ -256,7 +257,7 @@ def test_what_is_wrong_is_named(given, message):
 
 
 def test_a_continuation_longer_than_the_window():
-    lm = compressed(tiny_model(vocab_size=256), "pruned,budget=8", max_length=4)
+    lm = compressed(tiny_model(vocab_size=256), "pruned,keep=8", max_length=4)
     with pytest.raises(ValueError, match=r"max_length must be at least the 5 tokens of a continuation, got 4"):
         lm._loglikelihood_tokens([(("", ""), [5], [1, 2, 3, 4, 5])], disable_tqdm=True)
 
@@ -265,4 +266,4 @@ def test_a_converted_model_has_its_own_cache():
     lm = CompressedLM(kvcompress.load_example_model(retrofit="dmc")[0], tokenizer=byte_tokenizer(), chunk_size=64)
     assert str(lm.spec) == "dmc,chunk_size=64"
     with pytest.raises(ValueError, match=r"needs kvcompress\.DMCCache"):
-        compressed(lm.model, "pruned,budget=8").loglikelihood(LOGLIKELIHOOD[:1], disable_tqdm=True)
+        compressed(lm.model, "pruned,keep=8").loglikelihood(LOGLIKELIHOOD[:1], disable_tqdm=True)

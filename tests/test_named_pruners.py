@@ -163,10 +163,10 @@ def test_compactor_blends_by_what_goes(monkeypatch):
     model, ids, seen = attached(), random_ids(81), []
     blending = Compactor._blending
     monkeypatch.setattr(Compactor, "_blending", lambda *given: seen.append(blending(*given)) or seen[-1])
-    prefill(model, ids, PrunedCache(model.config, Compactor(num_sink_tokens=2, chunk=16, sketch=4), 0.75))
+    prefill(model, ids, PrunedCache(model.config, Compactor(num_sink_tokens=2, chunk=16, sketch=4), keep=0.25))
     assert seen == pytest.approx([0.75] * 3)  # 60 of 80 go, in each layer
     seen.clear()
-    cache = PrunedCache(model.config, Compactor(num_sink_tokens=2, chunk=16, sketch=4), 40, chunk_size=30)
+    cache = PrunedCache(model.config, Compactor(num_sink_tokens=2, chunk=16, sketch=4), keep=40, chunk_size=30)
     prefill(model, ids, cache)  # 30 of 30 stay, then 40 of 60, then 40 of 60
     assert seen == pytest.approx([0.35] * 3 + [1 / 3] * 6)
 
@@ -191,17 +191,17 @@ def test_heads_of_unequal_length_score_as_each_alone(pruner):
         torch.testing.assert_close(scores[h, : n - 4], pruner.scores(alone, 20)[0, : n - 4], atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("budget", [AdaKV(14), GlobalTopK(14)], ids=name_of)
+@pytest.mark.parametrize("budget", [AdaKV(), GlobalTopK()], ids=name_of)
 @pytest.mark.parametrize("pruner", PRUNERS, ids=name_of)
 def test_batches_turns_and_decoding(pruner, budget):
     model = attached()
     prompts = [random_ids(length, seed=length) for length in (50, 9, 31)]
     ids, mask = left_padded(prompts)
     settings = {"every": 4, "page_size": 8, "chunk_size": 20}
-    cache = PrunedCache(model.config, pruner, budget, **settings)
+    cache = PrunedCache(model.config, pruner, budget, keep=14, **settings)
     together = kvcompress.generate(model, ids, cache, mask, max_new_tokens=12, do_sample=False)
     for b, prompt in enumerate(prompts):
-        alone = PrunedCache(model.config, pruner, budget, **settings)
+        alone = PrunedCache(model.config, pruner, budget, keep=14, **settings)
         expected = kvcompress.generate(model, prompt, alone, max_new_tokens=12, do_sample=False)
         assert torch.equal(together[b, -12:], expected[0, -12:]), b
         rows = [layer[0] for layer in alone.stored_lengths()]
@@ -237,7 +237,7 @@ def test_output_projections_are_found(kind):
             noted.append((candidates.layer, candidates.output))
             return super().scores(candidates, keep)
 
-    kvcompress.prefill(model, random_ids(30), PrunedCache(model.config, Spy(SnapKV(window=4)), 12))
+    kvcompress.prefill(model, random_ids(30), PrunedCache(model.config, Spy(SnapKV(window=4)), keep=12))
     layers = model.get_decoder().layers if hasattr(model, "get_decoder") else model.gpt_neox.layers
     assert noted
     for index, weights in noted:
@@ -253,7 +253,7 @@ def test_values_that_pass_a_gate_cannot_be_weighed():
     attention = model.model.layers[0].self_attn
     attention.o_proj = torch.nn.Sequential(torch.nn.Sigmoid(), attention.o_proj)
     with pytest.raises(ValueError, match="layer 0 of LlamaModel: no linear layer of its own takes the result"):
-        kvcompress.prefill(model, random_ids(30), PrunedCache(model.config, CriticalKV(), 12))
+        kvcompress.prefill(model, random_ids(30), PrunedCache(model.config, CriticalKV(), keep=12))
 
 
 def test_criticalkv_hides_no_nan():

@@ -88,7 +88,7 @@ KNOWN = {
     "presses": ["SnapKV", "KVzip", "Knorm"],
     "not_run": {"KVzapPress": "needs a network trained for a named model"},
 }
-HALF = EqualBytes.parse("1/2", None)
+HALF = EqualBytes.parse("1/2")
 
 
 @pytest.fixture
@@ -166,7 +166,7 @@ def test_an_answer_is_what_our_cache_gives_that_keeps_the_same(stand_in, reader)
     assert found.hiding == ["kvpress KVzip"] and "kvpress KVzip: hide what they drop" in found.notes()[1]
     for measure, cut, hiding in zip(measures, found.rows[::2], found.rows[1::2], strict=True):
         kept = int(measure.tokens * 0.5)
-        spec = CacheSpec.parse(f"pruned,pruner=windowattention,budget={kept},later=keep")
+        spec = CacheSpec.parse(f"pruned,pruner=windowattention,keep={kept},later=keep")
         ours = measure.run(replace(reader, spec=spec), 0)
         for row in (cut, hiding):
             assert row.score == pytest.approx(ours.score, abs=1e-4) and row.said == (ours.said,)
@@ -201,7 +201,7 @@ def test_a_model_that_it_cannot_measure_is_said_with_the_reason(fake, reader, me
         assert found.rows == [] and found.broken is None and found.refused.startswith(reason)
         assert f"kvpress is left out: {found.refused}" in found.notes()
     converted = replace(reader, model=kvcompress.load_example_model(retrofit="dmc")[0])
-    found = peer_rows(fake(), ("SnapKV",), converted, "x", [measure], EqualBytes.parse(None, "64KiB"))
+    found = peer_rows(fake(), ("SnapKV",), converted, "x", [measure], EqualBytes.parse("64KiB"))
     assert found.rows == [] and "converted for dmc" in found.refused
 
 
@@ -250,7 +250,7 @@ def test_the_command_shows_both_and_says_what_broke(fake, reader, measure, tmp_p
     nats = nats_here(reader, measure)
     good = answer(measure, [0.1, 0.1], frees=False)
     file = tmp_path / "rows.json"
-    arguments = ("ppl", "--lengths", 96, "--scored", 16, "--limit", 2, "--share", "1/2", "--cache",
+    arguments = ("ppl", "--lengths", 96, "--scored", 16, "--limit", 2, "--keep", "1/2", "--cache",
                  "pruned,pruner=random,page_size=8", "--json", file, "--peers", "--peers-press", "SnapKV",
                  "--peers-press", "KVzip", "--peers-python")  # fmt: skip
     shown = run(*arguments, fake({"nats": nats}, good, good).python)
@@ -267,10 +267,10 @@ def test_the_command_shows_both_and_says_what_broke(fake, reader, measure, tmp_p
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (("--peers",), "share or bytes"),
-        (("--peers", "--share", "1/2", "--peers-python", "/bin/false"), "status 1"),
-        (("--peers", "--share", "1/2", "--peers-python", "/nowhere/python"), "/nowhere/python"),
-        (("--share", "1/2", "--peers-press", "SnapKV"), "peers must be given"),
+        (("--peers",), "peers must come with keep"),
+        (("--peers", "--keep", "1/2", "--peers-python", "/bin/false"), "status 1"),
+        (("--peers", "--keep", "1/2", "--peers-python", "/nowhere/python"), "/nowhere/python"),
+        (("--keep", "1/2", "--peers-press", "SnapKV"), "peers must be given"),
     ],
 )
 def test_wrong_settings_are_named_before_anything_is_read(arguments, named):

@@ -309,7 +309,7 @@ def test_caches_that_know_nothing_of_leads_are_refused():
     caches = (
         DynamicCache(config=model.config),
         kvcompress.StreamingCache(model.config),
-        kvcompress.PrunedCache(model.config, kvcompress.pruners.SnapKV(), 8),
+        kvcompress.PrunedCache(model.config, kvcompress.pruners.SnapKV(), keep=8),
     )
     for cache in caches:
         with pytest.raises(ValueError, match="PoDCache"):

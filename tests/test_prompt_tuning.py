@@ -30,7 +30,7 @@ def go_on(model, cache):
 )
 def test_what_hands_tokens_to_the_decoder_refuses_what_stands_before_them(call, tuning, message):
     model = peft.get_peft_model(attached(), tuning).eval()
-    cache = PrunedCache(model.config, budget=0.5)
+    cache = PrunedCache(model.config, keep=0.5)
     with pytest.raises(ValueError, match=f"model must not be tuned {message}"):
         call(model, cache)
     assert cache.get_seq_length() == 0 and cache.stored_lengths() == [[]] * 3

@@ -195,12 +195,12 @@ def test_a_peer_that_keeps_everything_has_the_dense_cache_s_outcome(reader, fram
 # ---- one reading for many caches ----
 
 ONE_PASS = [
-    "pruner=snapkv,budget=60",
-    "pruner=replay,budget=globaltopk:60",
-    "pruner=kvzip,chunk=100,budget=adakv:60",
-    "pruner=criticalkv,budget=60",
-    "pruner=keydiff,budget=60",
-    "pruner=streamingllm,budget=0.5,positions=contiguous",
+    "pruner=snapkv,keep=60",
+    "pruner=replay,keep=60,budget=globaltopk",
+    "pruner=kvzip,chunk=100,keep=60,budget=adakv",
+    "pruner=criticalkv,keep=60",
+    "pruner=keydiff,keep=60",
+    "pruner=streamingllm,keep=0.5,positions=contiguous",
 ]
 
 
@@ -216,7 +216,7 @@ def test_a_shared_reading_gives_the_bits_of_one_of_its_own(reader, text, later):
             calls.append(module)
 
     hooks = [layer.mlp.register_forward_hook(called) for layer in reader.model.model.layers]
-    first = CacheSpec.parse("pruned,pruner=keynorm,budget=60,page_size=4")
+    first = CacheSpec.parse("pruned,pruner=keynorm,keep=60,page_size=4")
     replace(shared, spec=first).read(ids)
     spec = CacheSpec.parse(f"pruned,{text},page_size=4,later={later}")
     ours = replace(shared, spec=spec).read(ids)
@@ -235,7 +235,7 @@ def test_other_texts_and_caches_are_read_as_they_are(reader):
     """A text in chunks, a dense cache, another text; and the model is left as it was, also by an error."""
     shared = SharedReader(reader.model, reader.tokenizer, CacheSpec("dense", {}), inputs=LayerInputs(reader.model))
     one, other = list(TEXT.encode())[:200], list(TEXT.encode())[300:500]
-    caches = ["pruned,pruner=snapkv,budget=60,later=keep", "pruned,pruner=snapkv,budget=60,chunk_size=100", "dense"]
+    caches = ["pruned,pruner=snapkv,keep=60,later=keep", "pruned,pruner=snapkv,keep=60,chunk_size=100", "dense"]
     coming = torch.tensor([list(b"nobody")])
     for text in caches:
         for ids in (one, other, one):
@@ -317,7 +317,7 @@ def test_measured_cells_are_not_measured_again(reader, monkeypatch):
 
 def test_a_cache_that_refuses_a_passage_is_left_out_with_its_reason(reader, framing, monkeypatch):
     def refuse(self, ids, guide=None):
-        raise ValueError(f"{self.spec.given['budget']} tokens are too few")
+        raise ValueError(f"{self.spec.given['keep']} tokens are too few")
 
     monkeypatch.setattr(SharedReader, "read", refuse)
     spec, found = witness.spec_of("pruned,pruner=keydiff"), passage(framing, BOOKS, LENGTH, 0, SCORED)

@@ -5,7 +5,7 @@ import copy
 import pruned_definition as definition
 import pytest
 import torch
-from helpers import FAMILIES, attached, covering, left_padded, random_ids, tiny_gates
+from helpers import FAMILIES, attached, covering, left_padded, random_ids, stays, tiny_gates
 
 import kvcompress
 from kvcompress import AdaKV, GlobalTopK, IterativeCache, PrunedCache, PyramidKV, RemoteGap, prefill
@@ -38,11 +38,12 @@ EVERY_PRUNER = [
     KeyDiff(last=4),
     Gate(tiny_gates(), last=4),
 ]
-EVERY_BUDGET = [20, 0.6, "48KiB", PyramidKV(20, window=6), AdaKV(20), AdaKV(PyramidKV(20, window=6), floor=0.5)]
+EVERY_SIZE = [stays(20), stays(0.4), stays("48KiB"), stays(20, PyramidKV(window=6)), stays(20, AdaKV()),
+              stays(20, AdaKV(PyramidKV(window=6), floor=0.5))]  # fmt: skip
 
 
 def name_of(x):
-    return type(x).__name__ if not isinstance(x, (int, float, str)) else str(x)
+    return type(x).__name__ if not isinstance(x, dict) else f"{x['keep']} {type(x['budget']).__name__}"
 
 
 @torch.no_grad()
@@ -97,7 +98,7 @@ def test_what_the_definition_says(defined, every, positions):
         ),
         "shared": (RemoteGap(**GAP, comp_positions="shared", near_length=near or None), {"blank": 6, "shared": True}),
     }[positions]
-    cache = PrunedCache(model.config, pruner, 16, every=every, positions=policy, page_size=4)
+    cache = PrunedCache(model.config, pruner, keep=16, every=every, positions=policy, page_size=4)
     ours = run(model, cache, ids, CALLS)
     exact = copy.deepcopy(model).double()
     kvcompress.detach(exact)
@@ -114,21 +115,22 @@ def test_what_the_definition_says(defined, every, positions):
 
 
 @pytest.mark.parametrize(
-    ("positions", "budget", "pruner"),
-    covering(["original", RemoteGap(gap=8, near_length=4, headroom=8)], EVERY_BUDGET, EVERY_PRUNER),
+    ("positions", "size", "pruner"),
+    covering(["original", RemoteGap(gap=8, near_length=4, headroom=8)], EVERY_SIZE, EVERY_PRUNER),
 )
-def test_every_pruner_with_every_budget_keeps_what_the_budget_says(pruner, budget, positions):
+def test_every_pruner_with_every_budget_keeps_what_the_budget_says(pruner, size, positions):
     if pruner.one_frame and positions != "original":
         pytest.skip("judges keys of one segment only")
     model, ids = attached(), random_ids(61)
-    cache = PrunedCache(model.config, pruner, budget, every=4, positions=positions, page_size=8)
+    cache = PrunedCache(model.config, pruner, **size, every=4, positions=positions, page_size=8)
     out = kvcompress.generate(model, ids, cache, max_new_tokens=14, do_sample=False)
     assert out.shape == (1, 75)
     stored = cache.stored_lengths()
-    if isinstance(budget, str):
+    keep, budget = size["keep"], size["budget"]
+    if isinstance(keep, str):
         assert sum(layer.pool.nbytes() for layer in cache.layers) <= 48 * 1024
         return
-    mean = 20 if not isinstance(budget, float) else 30
+    mean = 20 if not isinstance(keep, float) else 30
     total = sum(sum(row) for (row,) in stored)
     assert 3 * 2 * mean <= total <= 3 * 2 * (mean + 4)
     for (row,) in stored:
@@ -138,30 +140,33 @@ def test_every_pruner_with_every_budget_keeps_what_the_budget_says(pruner, budge
 
 
 @pytest.mark.parametrize(
-    ("chunk_size", "budget", "pruner"),
-    covering([None, 16], [20, AdaKV(20), 0.6], EVERY_PRUNER[:1] + EVERY_PRUNER[3:6]),
+    ("chunk_size", "size", "pruner"),
+    covering([None, 16], [stays(20), stays(20, AdaKV()), stays(0.4)], EVERY_PRUNER[:1] + EVERY_PRUNER[3:6]),
 )
-def test_left_padding_changes_no_token(pruner, budget, chunk_size):
+def test_left_padding_changes_no_token(pruner, size, chunk_size):
     model = attached()
     prompts = [random_ids(length, seed=length) for length in (70, 9, 41)]
     ids, mask = left_padded(prompts)
     settings = {"every": 5, "positions": "contiguous", "chunk_size": chunk_size, "page_size": 8}
-    cache = PrunedCache(model.config, pruner, budget, **settings)
+    cache = PrunedCache(model.config, pruner, **size, **settings)
     together = kvcompress.generate(model, ids, cache, mask, max_new_tokens=12, do_sample=False)
     for b, prompt in enumerate(prompts):
-        alone = PrunedCache(model.config, pruner, budget, **settings)
+        alone = PrunedCache(model.config, pruner, **size, **settings)
         expected = kvcompress.generate(model, prompt, alone, max_new_tokens=12, do_sample=False)
         assert torch.equal(together[b, -12:], expected[0, -12:]), b
         assert [layer[b] for layer in cache.stored_lengths()] == [layer[0] for layer in alone.stored_lengths()]
 
 
 @pytest.mark.parametrize("pruner", EVERY_PRUNER, ids=name_of)
-@pytest.mark.parametrize("budget", [61, 1000, 0.0, "64MiB", AdaKV(61), PyramidKV(61)], ids=name_of)
-def test_a_budget_that_holds_everything_changes_nothing(pruner, budget):
+@pytest.mark.parametrize(
+    "size", [stays(61), stays(1000), stays(1.0), stays("64MiB"), stays(61, AdaKV()), stays(61, PyramidKV())],
+    ids=name_of,
+)  # fmt: skip
+def test_a_size_that_holds_everything_changes_nothing(pruner, size):
     model, ids = attached(), random_ids(61)
     dense = model.generate(ids, max_new_tokens=12, do_sample=False)
-    cache = PrunedCache(model.config, pruner, budget)
-    whole = PrunedCache(model.config, WindowAttention(), 10**6)
+    cache = PrunedCache(model.config, pruner, **size)
+    whole = PrunedCache(model.config, WindowAttention(), keep=10**6)
     assert torch.equal(kvcompress.generate(model, ids, cache, max_new_tokens=12, do_sample=False), dense)
     kvcompress.generate(model, ids, whole, max_new_tokens=12, do_sample=False)
     with torch.no_grad():
@@ -182,11 +187,11 @@ def test_every_family(family):
 def test_forks_answer_as_if_they_were_alone(pruner):
     model, ids = attached(), random_ids(61)
     settings = {"every": 4, "page_size": 8}
-    cache = prefill(model, ids, PrunedCache(model.config, pruner, 20, **settings))
+    cache = prefill(model, ids, PrunedCache(model.config, pruner, keep=20, **settings))
     forks = [cache.fork() for _ in range(3)]
     for seed, fork in enumerate(forks):
         question = torch.cat([ids, random_ids(5, seed=seed)], 1)
-        alone = prefill(model, ids, PrunedCache(model.config, pruner, 20, **settings))
+        alone = prefill(model, ids, PrunedCache(model.config, pruner, keep=20, **settings))
         expected = model.generate(question, past_key_values=alone, max_new_tokens=14, do_sample=False)
         assert torch.equal(model.generate(question, past_key_values=fork, max_new_tokens=14, do_sample=False), expected)
     assert cache.stored_lengths() == [[[20, 20]]] * 3
@@ -195,10 +200,10 @@ def test_forks_answer_as_if_they_were_alone(pruner):
 @pytest.mark.parametrize("pruner", [SnapKV(window=6), H2O(), CenterOfGravity(10, 10, 2, window=4)], ids=name_of)
 def test_beams_and_samples(pruner):
     model, ids = attached(), random_ids(61)
-    cache = PrunedCache(model.config, pruner, 20, every=3, positions="contiguous", page_size=8)
+    cache = PrunedCache(model.config, pruner, keep=20, every=3, positions="contiguous", page_size=8)
     beams = kvcompress.generate(model, ids, cache, max_new_tokens=12, do_sample=False, num_beams=3)
     assert beams.shape == (1, 73)
-    repeated = PrunedCache(model.config, pruner, 20, every=3, positions="contiguous", page_size=8)
+    repeated = PrunedCache(model.config, pruner, keep=20, every=3, positions="contiguous", page_size=8)
     torch.manual_seed(0)
     several = kvcompress.generate(model, ids, repeated, max_new_tokens=12, do_sample=True, num_return_sequences=4)
     assert several.shape == (4, 73)
@@ -210,14 +215,16 @@ def test_beams_and_samples(pruner):
 def test_the_guide_chooses_and_is_not_stored(chunk_size, positions):
     model, ids, guide = attached(), random_ids(60), random_ids(5, seed=9)[0]
     settings = {"positions": positions, "chunk_size": chunk_size}
-    plain = prefill(model, ids, PrunedCache(model.config, SnapKV(window=4), 12, **settings))
-    guided = prefill(model, ids, PrunedCache(model.config, SnapKV(window=4), 12, **settings), guide=guide)
+    plain = prefill(model, ids, PrunedCache(model.config, SnapKV(window=4), keep=12, **settings))
+    guided = prefill(model, ids, PrunedCache(model.config, SnapKV(window=4), keep=12, **settings), guide=guide)
     assert guided.stored_lengths() == plain.stored_lengths() == [[[12, 12]]] * 3
     assert guided.get_seq_length() == 59
     assert any(
         not torch.equal(a.pool.k_pages, b.pool.k_pages) for a, b in zip(plain.layers, guided.layers, strict=True)
     )
-    whole = [prefill(model, ids, PrunedCache(model.config, SnapKV(), 99, **settings), guide=g) for g in (None, guide)]
+    whole = [
+        prefill(model, ids, PrunedCache(model.config, SnapKV(), keep=99, **settings), guide=g) for g in (None, guide)
+    ]
     with torch.no_grad():
         a, b = (model(ids[:, -1:], past_key_values=cache).logits for cache in whole)
     torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
@@ -225,11 +232,11 @@ def test_the_guide_chooses_and_is_not_stored(chunk_size, positions):
 
 @pytest.mark.parametrize(
     ("budget", "pruner"),
-    covering([20, PyramidKV(20, window=6), AdaKV(20), AdaKV(PyramidKV(20, window=6))], EVERY_PRUNER),
+    covering([None, PyramidKV(window=6), AdaKV(), AdaKV(PyramidKV(window=6))], EVERY_PRUNER),
 )
 def test_iterative_reading_with_every_pruner_and_budget(pruner, budget):
     model, ids = attached(), random_ids(120)
-    cache = IterativeCache(model.config, memory_size=budget, chunk_size=16, pruner=pruner, page_size=8)
+    cache = IterativeCache(model.config, memory_size=20, budget=budget, chunk_size=16, pruner=pruner, page_size=8)
     prefill(model, ids[:, :80], cache)
     assert sum(sum(row) for (row,) in cache.stored_lengths()) == 3 * 2 * 20
     with torch.no_grad():
@@ -237,7 +244,9 @@ def test_iterative_reading_with_every_pruner_and_budget(pruner, budget):
     prefill(model, ids, cache)  # a further prompt
     assert sum(sum(row) for (row,) in cache.stored_lengths()) == 3 * 2 * 20
     if not pruner.one_frame:
-        cache = IterativeCache(model.config, memory_size=budget, chunk_size=16, pruner=pruner, page_size=8, every=4)
+        cache = IterativeCache(
+            model.config, memory_size=20, budget=budget, chunk_size=16, pruner=pruner, page_size=8, every=4
+        )
         kvcompress.generate(model, ids, cache, max_new_tokens=20, do_sample=False)
         assert sum(sum(row) for (row,) in cache.stored_lengths()) < 3 * 2 * 24
         prefill(model, torch.cat([ids, random_ids(60)], 1), cache)
@@ -247,7 +256,7 @@ def test_iterative_reading_with_every_pruner_and_budget(pruner, budget):
 def test_ragged_rows_stand_where_equal_ones_would():
     """A row that lost its first tokens attends as one that had them hidden: only distances count."""
     model, ids = attached(num_hidden_layers=1), random_ids(60, seed=3)
-    cache = IterativeCache(model.config, memory_size=AdaKV(20, floor=0.0), chunk_size=60, pruner=SnapKV(2, 1))
+    cache = IterativeCache(model.config, memory_size=20, budget=AdaKV(floor=0.0), chunk_size=60, pruner=SnapKV(2, 1))
     prefill(model, ids, cache)
     ((row,),) = cache.stored_lengths()
     assert row[0] != row[1]
@@ -280,10 +289,10 @@ def test_a_guide_with_sequences_that_start_in_later_chunks(positions):
     prompts = [random_ids(length, seed=length) for length in (40, 7, 22)]
     ids, mask = left_padded(prompts)
     settings = {"positions": positions, "chunk_size": 12, "every": 3}
-    together = PrunedCache(model.config, SnapKV(window=4), 16, **settings)
+    together = PrunedCache(model.config, SnapKV(window=4), keep=16, **settings)
     out = kvcompress.generate(model, ids, together, mask, guide=guide, max_new_tokens=9, do_sample=False)
     for b, prompt in enumerate(prompts):
-        alone = PrunedCache(model.config, SnapKV(window=4), 16, **settings)
+        alone = PrunedCache(model.config, SnapKV(window=4), keep=16, **settings)
         expected = kvcompress.generate(model, prompt, alone, guide=guide, max_new_tokens=9, do_sample=False)
         assert torch.equal(out[b, -9:], expected[0, -9:]), b
 
@@ -291,10 +300,10 @@ def test_a_guide_with_sequences_that_start_in_later_chunks(positions):
 @pytest.mark.parametrize("chunk_size", [None, 13])
 def test_the_guides_queries_do_not_score_while_decoding(chunk_size):
     model, ids, guide = attached(), random_ids(60), random_ids(5, seed=9)[0]
-    cache = PrunedCache(model.config, SnapKV(window=6), 16, chunk_size=chunk_size, every=2)
+    cache = PrunedCache(model.config, SnapKV(window=6), keep=16, chunk_size=chunk_size, every=2)
     prefill(model, ids, cache, guide=guide)
     queries, valid = cache.layers[0].chooser.recent.get()
-    plain = prefill(model, ids, PrunedCache(model.config, SnapKV(window=6), 16, chunk_size=chunk_size, every=2))
+    plain = prefill(model, ids, PrunedCache(model.config, SnapKV(window=6), keep=16, chunk_size=chunk_size, every=2))
     assert valid == [6]
     torch.testing.assert_close(queries, plain.layers[0].chooser.recent.get()[0])  # layer 0 sees the same tokens in both
 
@@ -305,7 +314,7 @@ def test_one_sequences_gap_is_not_anothers(gap):
     prompts = [random_ids(length, seed=length) for length in (40, 14)]
     ids, mask = left_padded(prompts)
     positions = RemoteGap(gap, "to_query" if gap == 12 else "between", near_length=4, headroom=8)
-    caches = [PrunedCache(model.config, SnapKV(window=4), 16, positions=positions, every=8) for _ in range(3)]
+    caches = [PrunedCache(model.config, SnapKV(window=4), keep=16, positions=positions, every=8) for _ in range(3)]
     out = kvcompress.generate(model, ids, caches[2], mask, max_new_tokens=12, do_sample=False)
     for b, prompt in enumerate(prompts):
         expected = kvcompress.generate(model, prompt, caches[b], max_new_tokens=12, do_sample=False)
@@ -316,7 +325,7 @@ def test_one_sequences_gap_is_not_anothers(gap):
 @pytest.mark.parametrize("every", [None, 2])
 def test_h2o_compresses_before_a_turn_whether_or_not_all_have_voted(decoded, every):
     model, ids = attached(num_hidden_layers=1), random_ids(30 + decoded + 9)
-    cache = PrunedCache(model.config, H2O(), 12, every=every)
+    cache = PrunedCache(model.config, H2O(), keep=12, every=every)
     ours = run(model, cache, ids, [30] + [1] * decoded + [9])
     exact = copy.deepcopy(model).double()
     kvcompress.detach(exact)
@@ -345,7 +354,7 @@ def test_decoded_queries_vote_in_iterative_reading_too(every):
 
 def test_a_short_turn_leaves_only_queries_whose_keys_are_held():
     model, ids = attached(num_hidden_layers=2), random_ids(60)
-    cache = PrunedCache(model.config, SnapKV(window=8), 12, every=1)
+    cache = PrunedCache(model.config, SnapKV(window=8), keep=12, every=1)
     run(model, cache, ids, [30, 1, 1, 2])
     assert cache.layers[0].chooser.recent.get()[1] == [2]
     run(model, cache, ids[:, 34:], [1])
@@ -358,7 +367,7 @@ def test_a_prompt_of_one_chunk_is_pruned_alike_by_both_caches_while_decoding_too
     """every is below the window: the prompt's last queries score in the first compressions of decoding."""
     model, ids = attached(), random_ids(60)
     iterative = IterativeCache(model.config, memory_size=20, chunk_size=64, pruner=pruner, every=3)
-    pruned = PrunedCache(model.config, pruner, 20, every=3, positions="contiguous")
+    pruned = PrunedCache(model.config, pruner, keep=20, every=3, positions="contiguous")
     logits = []
     for cache in (iterative, pruned):
         prefill(model, ids[:, :41], cache)
@@ -375,7 +384,7 @@ def test_dynamic_rope_in_chunks_is_the_dense_models_where_all_is_kept():
     model.model.rotary_emb.original_max_seq_len = 32
     dense = model(ids[:, :-1]).logits[:, -1]
     kvcompress.attach(model)
-    cache = PrunedCache(model.config, SnapKV(), 500, chunk_size=16)
+    cache = PrunedCache(model.config, SnapKV(), keep=500, chunk_size=16)
     loss = kvcompress.AllLogits()
     prefill(model, ids, cache, logits=loss)
     torch.testing.assert_close(loss.logits()[-1], dense[0], atol=5e-3, rtol=5e-3)
@@ -384,11 +393,11 @@ def test_dynamic_rope_in_chunks_is_the_dense_models_where_all_is_kept():
 def test_prompts_that_begin_with_the_pad_token_are_padded():
     model, ids = attached(pad_token_id=0), random_ids(40)
     ids[:, :10] = 0
-    cache = prefill(model, ids, PrunedCache(model.config, SnapKV(), 100))
+    cache = prefill(model, ids, PrunedCache(model.config, SnapKV(), keep=100))
     assert cache.stored_lengths() == [[[29, 29]]] * 3
     ids[:, 20] = 0
     with pytest.raises(ValueError, match="pad token 0 inside a prompt: pass attention_mask"):
-        prefill(model, ids, PrunedCache(model.config, SnapKV(), 100))
+        prefill(model, ids, PrunedCache(model.config, SnapKV(), keep=100))
 
 
 # ---- batches whose sequences get tokens at different times ----
@@ -401,8 +410,8 @@ def test_turns_of_unequal_length_give_what_each_sequence_gives_alone(pruner):
     model = attached()
     calls = [[20, 9], [1, 1], [1, 1], [7, 0], [1, 1], [2, 5], *[[1, 1]] * 9]
     texts = [random_ids(sum(call[b] for call in calls), seed=b) for b in range(2)]
-    cache = PrunedCache(model.config, pruner, 12, every=3)
-    alone = [PrunedCache(model.config, pruner, 12, every=3) for _ in texts]
+    cache = PrunedCache(model.config, pruner, keep=12, every=3)
+    alone = [PrunedCache(model.config, pruner, keep=12, every=3) for _ in texts]
     start, mask = [0, 0], torch.ones(2, 0, dtype=torch.long)
     for call in calls:
         ids = torch.zeros(2, max(call), dtype=torch.long)
@@ -427,16 +436,16 @@ def test_turns_of_unequal_length_give_what_each_sequence_gives_alone(pruner):
 @torch.no_grad()
 def test_unasked_it_keeps_what_needs_no_question_and_divides_sizes():
     model, ids = attached(), random_ids(40)
-    cache = PrunedCache(model.config, budget=0.75, later="keep")
-    assert cache.pruner == Replay() and cache.budget == GlobalTopK(0.75)
-    assert PrunedCache(model.config, budget=AdaKV(8)).budget == AdaKV(8)
+    cache = PrunedCache(model.config, keep=0.25, later="keep")
+    assert cache.pruner == Replay() and cache.budget == GlobalTopK()
+    assert PrunedCache(model.config, budget=AdaKV(), keep=8).budget == AdaKV()
     prefill(model, ids, cache)
-    cache.compress(0.875)
-    assert cache.budget == GlobalTopK(0.875)
-    told = PrunedCache(model.config, Replay(), GlobalTopK(0.875))
+    cache.compress(keep=0.125)
+    assert (cache.keep, cache.budget) == (0.125, GlobalTopK())
+    told = PrunedCache(model.config, Replay(), GlobalTopK(), keep=0.125)
     assert cache.stored_lengths() == prefill(model, ids, told).stored_lengths()
-    other = prefill(model, ids, PrunedCache(model.config, Replay(), GlobalTopK(0.5, floor=0.3), later="keep"))
-    other.compress(0.75)
-    assert other.budget == GlobalTopK(0.75, floor=0.3)
+    other = prefill(model, ids, PrunedCache(model.config, Replay(), GlobalTopK(floor=0.3), keep=0.5, later="keep"))
+    other.compress(keep=0.25)
+    assert other.budget == GlobalTopK(floor=0.3)
     with pytest.raises(ValueError, match="positions must be 'original' where no pruner is given"):
-        PrunedCache(model.config, budget=8, positions="contiguous")
+        PrunedCache(model.config, keep=8, positions="contiguous")

@@ -48,7 +48,7 @@ def test_a_text_is_read_once_and_asked_often(reading, tmp_path, example):
 
 @pytest.mark.parametrize(
     "cache",
-    ["quest,token_budget=256", CacheSpec("streaming", {"window_size": "2000"}), lambda c: PrunedCache(c, budget=0.0)],
+    ["quest,token_budget=256", CacheSpec("streaming", {"window_size": "2000"}), lambda c: PrunedCache(c, keep=1.0)],
     ids=["text", "spec", "cache"],
 )
 def test_any_cache_can_read(cache, example):
@@ -69,15 +69,16 @@ def test_a_converted_model_reads_with_its_own_cache():
     model, tokenizer = kvcompress.load_example_model(retrofit="dmc")
     found = kvcompress.read(model, tokenizer, TEXT)
     assert isinstance(found.cache, kvcompress.DMCCache) and found.ask(QUESTIONS[0], max_new_tokens=5) == ANSWERS[0]
-    with pytest.raises(ValueError, match="budget must be None with a model converted to dmc"):
-        kvcompress.read(model, tokenizer, TEXT, budget=0.5)
+    with pytest.raises(ValueError, match="keep must be None with a model converted to dmc"):
+        kvcompress.read(model, tokenizer, TEXT, keep=0.5)
 
 
 def test_what_reading_cannot_do_is_named(example, reading, tmp_path):
     model, tokenizer = example
     streaming = StreamingCache(model.config)
     for error, given in (
-        ("budget must be None where a cache is given", {"budget": 0.5, "cache": "streaming"}),
+        ("keep must be None where a cache is given", {"keep": 0.5, "cache": "streaming"}),
+        (r"how many stay is keep=0.25 \(0.75 was the share to remove\)", {"budget": 0.75}),
         ("cache must be a compressed one, got dense", {"cache": "dense"}),
         ("cache must be a kvcompress cache, or one as text, got int", {"cache": 3}),
         ("guide has no effect", {"cache": streaming, "guide": "x"}),
@@ -90,7 +91,7 @@ def test_what_reading_cannot_do_is_named(example, reading, tmp_path):
     with pytest.raises(ValueError, match="question must not be empty"):
         reading.ask("")
     cache = kvcompress.prefill(
-        model, tokenizer(TEXT, return_tensors="pt").input_ids, PrunedCache(model.config, budget=64)
+        model, tokenizer(TEXT, return_tensors="pt").input_ids, PrunedCache(model.config, keep=64)
     )
     with pytest.raises(ValueError, match=r"cache must be one that kvcompress.read has filled"):
         Reading.load(cache.save(tmp_path / "bare.safetensors"), model, tokenizer)
@@ -108,7 +109,7 @@ def test_the_pipeline_reads_each_prompt_through_a_new_cache(example):
     made = []
 
     def new_cache(config):
-        made.append(PrunedCache(config, budget=0.0))
+        made.append(PrunedCache(config, keep=1.0))
         return made[-1]
 
     found = generator([TEXT + question for question in QUESTIONS], cache=new_cache, batch_size=2, **options)
@@ -132,7 +133,7 @@ def test_a_conversation_goes_on_over_one_cache_and_in_another(example, tmp_path)
         "/load x",
     ]
     run_chat(
-        model="example", cache="pruned,budget=0.0", max_new_tokens=5, device="cpu",
+        model="example", cache="pruned,keep=1.0", max_new_tokens=5, device="cpu",
         lines=[*lines, "/quit", "never read"], console=console, prompt=False,
     )  # fmt: skip
     seen = len(TEXT + QUESTIONS[0]) + 4
@@ -147,7 +148,7 @@ def test_a_conversation_goes_on_over_one_cache_and_in_another(example, tmp_path)
     assert unknown == "no such command: /nothing" and missing == "path must be a file that save wrote, got x"
 
     model, tokenizer = example
-    chat = Chat(model, tokenizer, CacheSpec.parse("pruned,budget=0.0"), 5)
+    chat = Chat(model, tokenizer, CacheSpec.parse("pruned,keep=1.0"), 5)
     chat.load(file)
     assert chat.turn(QUESTIONS[1][1:]) == ANSWERS[1]
     assert chat.cache.seen_lengths() == [seen + 1 + len(QUESTIONS[1]) + 4]  # the last token of the first answer too
@@ -200,7 +201,7 @@ def test_what_is_no_text_is_named(example, reading):
     for question in (3, [3], None):
         with pytest.raises(TypeError, match="question must be a str, or a list of them, got "):
             reading.ask(question)
-    for cache in (object(), PrunedCache(model.config, budget=8)):
+    for cache in (object(), PrunedCache(model.config, keep=8)):
         with pytest.raises(TypeError, match=r"cache must be text, a CacheSpec or a function of the config .*got "):
             pipeline("kvcompress-text-generation", model=model, tokenizer=tokenizer, cache=cache)
     with pytest.raises(TypeError, match="guide must be a str or None, got int"):

@@ -129,7 +129,7 @@ def test_what_loses_least_is_taken_or_what_is_level_and_faster(best, other, take
 def test_caches_are_held_to_the_bytes_and_what_loses_least_stands_first(reader):
     """Five caches, each read for its size, its two pieces and its time: 15 s."""
     found = recommend(
-        reader.model, reader.tokenizer, TEXT, share="1/4", tokens=LENGTH, pieces=2,
+        reader.model, reader.tokenizer, TEXT, keep="1/4", tokens=LENGTH, pieces=2,
         caches=["pruned,pruner=random,later=keep", "quest"],
     )  # fmt: skip
     assert found.dense is not None and found.chosen is not None
@@ -143,12 +143,12 @@ def test_caches_are_held_to_the_bytes_and_what_loses_least_stands_first(reader):
     chosen = CacheSpec.parse(found.chosen.pasted)
     assert f'"{chosen}"' in found.line
     sized = CacheSpec.parse(found.candidates[0].sized)
-    removed = float(CacheSpec.parse(found.candidates[0].pasted).given["budget"].rpartition(":")[2])
-    assert removed == pytest.approx(1 - int(sized.given["budget"].rpartition(":")[2]) / found.tokens, abs=1e-3)
+    kept = float(CacheSpec.parse(found.candidates[0].pasted).given["keep"])
+    assert kept == pytest.approx(int(sized.given["keep"]) / found.tokens, abs=1e-3)
 
 
 def test_a_dense_cache_that_fits_is_the_answer(reader):
-    found = recommend(reader.model, reader.tokenizer, TEXT, nbytes="1GiB", tokens=LENGTH, pieces=1)
+    found = recommend(reader.model, reader.tokenizer, TEXT, keep="1GiB", tokens=LENGTH, pieces=1)
     assert found.chosen is None and found.candidates == () and "nothing to compress" in found.reason
     assert type(eval(found.line.removeprefix("cache = "), {
         "kvcompress": kvcompress, "model": reader.model, "tokenizer": reader.tokenizer,
@@ -158,12 +158,13 @@ def test_a_dense_cache_that_fits_is_the_answer(reader):
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ({}, "one of share and bytes must be given"),
-        ({"share": "1/4", "nbytes": "1MiB"}, "one of share and bytes must be given"),
-        ({"share": 2.0}, "share must be above 0 and at most 1"),
-        ({"nbytes": "1KiB", "tokens": LENGTH}, r"bytes must leave room for a cache, got 1.0 KiB: pruned,"),
-        ({"share": "1/4", "tokens": 64}, r"tokens must be from 128 to 1,\d+, the model's length"),
-        ({"share": "1/4", "pieces": 0}, "pieces must be at least 1, got 0"),
+        ({"share": "1/4"}, "share is keep now, got share='1/4'"),
+        ({"nbytes": "1MiB"}, "nbytes is keep now"),
+        ({"keep": 512}, "keep must be a share of the dense cache's bytes .*, or bytes .*, got 512 tokens"),
+        ({"keep": 2.0}, "keep as a share must be above 0 and at most 1"),
+        ({"keep": "1KiB", "tokens": LENGTH}, r"keep must leave room for a cache, got 1.0 KiB: pruned,"),
+        ({"keep": "1/4", "tokens": 64}, r"tokens must be from 128 to 1,\d+, the model's length"),
+        ({"keep": "1/4", "pieces": 0}, "pieces must be at least 1, got 0"),
     ],
 )
 def test_wrong_settings_are_named(reader, given, told):
@@ -173,11 +174,11 @@ def test_wrong_settings_are_named(reader, given, told):
 
 def test_short_texts_and_converted_models_are_refused(reader):
     with pytest.raises(ValueError, match="text must have at least 256 tokens, got about 100"):
-        recommend(reader.model, reader.tokenizer, TEXT[:100], share="1/4")
+        recommend(reader.model, reader.tokenizer, TEXT[:100], keep="1/4")
     model = tiny_model(max_position_embeddings=512)
     kvcompress.dmc.convert(model, kvcompress.dmc.DMCConfig())
     with pytest.raises(ValueError, match="model must be one that is not converted, got one of dmc"):
-        recommend(model, reader.tokenizer, TEXT, share="1/4")
+        recommend(model, reader.tokenizer, TEXT, keep="1/4")
 
 
 # ---- the command ----
@@ -195,30 +196,28 @@ def test_the_command_shows_a_table_and_a_line_to_paste(tmp_path, monkeypatch):
     text, figures = tmp_path / "text.txt", tmp_path / "figures.json"
     text.write_text(TEXT)
     further = "pruned,pruner=random"
-    out = run(
-        "--text", text, "--share", "1/2", "--tokens", LENGTH, "--pieces", 1, "--cache", further, "--json", figures
-    )
+    out = run("--text", text, "--keep", "1/2", "--tokens", LENGTH, "--pieces", 1, "--cache", further, "--json", figures)
     assert "a  dense" in out and "d  " in out and "+bits a token" in out
     said = json.loads(figures.read_text())
     assert out.splitlines()[-1] == said["line"]
     assert len(said["candidates"]) == 3 and said["chosen"]["cache"] in {x["cache"] for x in said["candidates"]}
     assert f"Take {said['chosen']['pasted']}: it loses" in out
-    assert "nothing to compress" in run("--text", text, "--bytes", "1GiB", "--tokens", LENGTH)
+    assert "nothing to compress" in run("--text", text, "--keep", "1GiB", "--tokens", LENGTH)
 
 
 def test_the_command_names_what_is_wrong(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text(TEXT)
-    assert "text must be files, got" in run("--text", tmp_path / "none.txt", "--share", "1/4", code=2)
-    assert "one of share and bytes must be given" in run("--text", text, code=2)
-    assert "cache must be one of" in run("--text", text, "--share", "1/4", "--cache", "nothing", code=2)
+    assert "text must be files, got" in run("--text", tmp_path / "none.txt", "--keep", "1/4", code=2)
+    assert "Missing option '--keep'" in run("--text", text, code=2)
+    assert "cache must be one of" in run("--text", text, "--keep", "1/4", "--cache", "nothing", code=2)
     assert "json must be in a folder that exists" in run(
-        "--text", text, "--share", "1/4", "--json", tmp_path / "none" / "x.json", code=2
+        "--text", text, "--keep", "1/4", "--json", tmp_path / "none" / "x.json", code=2
     )
-    run("--text", text, "--share", "1/4", "--tokens", "many", code=2)
+    run("--text", text, "--keep", "1/4", "--tokens", "many", code=2)
 
 
-def test_a_size_below_one_is_a_share_to_remove():
-    spec = CacheSpec.parse("pruned,pruner=snapkv,budget=adakv:100").sized(0.75)
-    assert str(spec) == "pruned,pruner=snapkv,budget=adakv:0.75"
+def test_a_size_below_one_is_the_share_that_stays():
+    spec = CacheSpec.parse("pruned,pruner=snapkv,keep=100,budget=adakv").sized(0.25)
+    assert str(spec) == "pruned,pruner=snapkv,keep=0.25,budget=adakv"
     assert replace(spec) == spec

@@ -57,7 +57,7 @@ def test_replay_sees_what_a_second_reading_would():
             noted.append(super().scores(candidates, keep))
             return noted[-1]
 
-    prefill(model, ids, PrunedCache(model.config, Spy(chunk=64, last=4), 10))
+    prefill(model, ids, PrunedCache(model.config, Spy(chunk=64, last=4), keep=10))
     twice = torch.cat([ids[:, :-1], ids[:, :-1]], 1)
     base = model.model
     with torch.no_grad():
@@ -105,7 +105,7 @@ def test_the_prompts_attention_says_what_successor_divides_by(monkeypatch):
     """No second attention over a prompt that is read in one call."""
     model, ids = attached(), random_ids(61)
     monkeypatch.setattr(Candidates, "log_sums", lambda self: self.sums)
-    assert prefill(model, ids, PrunedCache(model.config, Successor(), 20)).stored_lengths() == [[[20, 20]]] * 3
+    assert prefill(model, ids, PrunedCache(model.config, Successor(), keep=20)).stored_lengths() == [[[20, 20]]] * 3
 
 
 @pytest.mark.parametrize("rope", ROPES)
@@ -145,7 +145,7 @@ def test_heads_of_unequal_length_score_as_each_alone(pruner):
 def test_a_key_keeps_its_best_score():
     """Two calls and decoded tokens: the scores in the cache are the most that each call's own replay gave."""
     model, ids = attached(num_hidden_layers=1), random_ids(70)
-    cache = PrunedCache(model.config, Replay(chunk=16, last=4), 200)
+    cache = PrunedCache(model.config, Replay(chunk=16, last=4), keep=200)
     calls = [30, 11, *[1] * 16]
     start = 0
     for count in calls:
@@ -169,7 +169,7 @@ def test_a_key_keeps_its_best_score():
 @torch.no_grad()
 def test_key_diff_scores_each_key_once_against_all_that_came():
     model, ids = attached(num_hidden_layers=1), random_ids(70)
-    cache = PrunedCache(model.config, KeyDiff(last=4), 200, chunk_size=20)
+    cache = PrunedCache(model.config, KeyDiff(last=4), keep=200, chunk_size=20)
     prefill(model, ids[:, :56], cache)
     base = model.model
     keys = base.layers[0].self_attn.k_proj(base.layers[0].input_layernorm(base.embed_tokens(ids[:, :55])))
@@ -193,10 +193,10 @@ def test_batches_and_padding_change_nothing(pruner, every):
     prompts = [random_ids(length, seed=length) for length in (50, 9, 31)]
     ids, mask = left_padded(prompts)
     settings = {"every": every, "page_size": 8, "chunk_size": 16}
-    cache = PrunedCache(model.config, pruner, AdaKV(14), **settings)
+    cache = PrunedCache(model.config, pruner, AdaKV(), keep=14, **settings)
     together = kvcompress.generate(model, ids, cache, mask, max_new_tokens=12, do_sample=False)
     for b, prompt in enumerate(prompts):
-        alone = PrunedCache(model.config, pruner, AdaKV(14), **settings)
+        alone = PrunedCache(model.config, pruner, AdaKV(), keep=14, **settings)
         expected = kvcompress.generate(model, prompt, alone, max_new_tokens=12, do_sample=False)
         assert torch.equal(together[b, -12:], expected[0, -12:]), b
         assert [layer[b] for layer in cache.stored_lengths()] == [layer[0] for layer in alone.stored_lengths()]
@@ -207,7 +207,7 @@ def test_batches_and_padding_change_nothing(pruner, every):
 def test_decoded_tokens_find_their_predecessors(every):
     """Also the one that was decoded before the last vote."""
     model, ids = attached(num_hidden_layers=1), random_ids(60)
-    cache = PrunedCache(model.config, Successor(chunk=64, last=8), 50, every=every)
+    cache = PrunedCache(model.config, Successor(chunk=64, last=8), keep=50, every=every)
     for part in (ids[:, :30], *ids[:, 30:46].split(1, 1)):
         model(part, past_key_values=cache)
     base, tables = model.model, cache.facts[0].key_rotary
@@ -230,14 +230,14 @@ def test_decoded_tokens_find_their_predecessors(every):
 def test_no_position_that_the_model_does_not_know():
     model, ids = attached(max_position_embeddings=64), random_ids(62)
     with pytest.raises(ValueError, match=r"Replay asks queries again at 16 positions behind the 61 .* trained for 64"):
-        prefill(model, ids, PrunedCache(model.config, Replay(chunk=16), 20))
-    prefill(model, ids, PrunedCache(model.config, Replay(chunk=3), 20))
+        prefill(model, ids, PrunedCache(model.config, Replay(chunk=16), keep=20))
+    prefill(model, ids, PrunedCache(model.config, Replay(chunk=3), keep=20))
     prefill(model, ids, IterativeCache(model.config, memory_size=20, chunk_size=20, pruner=Replay()))
     with pytest.raises(ValueError, match="Successor asks queries again at 30 positions behind the 50"):
         prefill(model, ids, IterativeCache(model.config, memory_size=20, chunk_size=30, pruner=Successor()))
     parameters = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
     longer = attached(max_position_embeddings=64, rope_parameters=parameters)
-    prefill(longer, random_ids(90), PrunedCache(longer.config, Replay(), 20))  # frequencies follow the length
+    prefill(longer, random_ids(90), PrunedCache(longer.config, Replay(), keep=20))  # frequencies follow the length
 
 
 @pytest.mark.parametrize(
@@ -249,7 +249,7 @@ def test_no_position_that_the_model_does_not_know():
         (lambda: KeyDiff(last=1.5), "last must be an integer, got 1.5"),
         (lambda: KeyDiff.preset("mine"), "preset must be paper, got 'mine'"),
         (
-            lambda: PrunedCache(tiny_model().config, Replay(), 9, positions=RemoteGap()),
+            lambda: PrunedCache(tiny_model().config, Replay(), keep=9, positions=RemoteGap()),
             "positions must be 'original' with Replay",
         ),
     ],

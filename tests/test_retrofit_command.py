@@ -152,7 +152,7 @@ def test_the_command_trains_saves_and_goes_on(tmp_path):
     (tmp_path / "text.txt").write_text("a text of some words, again and again. " * 40)
     solid = [
         "retrofit", "dmc", "--model", str(out / "checkpoint-5"), "--text", str(tmp_path / "text.txt"),
-        "--out", str(tmp_path / "solid"), "--target-cr", "2", "--start-cr", "2", "--solidify-steps", "1", *small,
+        "--out", str(tmp_path / "solid"), "--target-ratio", "2", "--start-ratio", "2", "--solidify-steps", "1", *small,
     ]  # fmt: skip
     done = CliRunner().invoke(app, [*solid, "--json"])  # a checkpoint is a model as it is
     assert done.exit_code == 0, done.output
@@ -160,9 +160,9 @@ def test_the_command_trains_saves_and_goes_on(tmp_path):
     assert model.config.kvcompress["neuron_scale"] == 0 and model.config.kvcompress["shift"] == 2.0
     kvcompress.attach(model)
     assert json.loads((out / "training.json").read_text())["recipe"]["target_ratio"] == 4.0
-    more = ["retrofit", "dmc", "--model", str(out), "--out", str(tmp_path / "more"), "--start-cr", "2"]
+    more = ["retrofit", "dmc", "--model", str(out), "--out", str(tmp_path / "more"), "--start-ratio", "2"]
     done = CliRunner().invoke(
-        app, [*more, "--target-cr", "3", "--solidify-steps", "0", "--distillation", "0.5", *small]
+        app, [*more, "--target-ratio", "3", "--solidify-steps", "0", "--distillation", "0.5", *small]
     )
     assert done.exit_code == 0, done.output
     assert [line["target_ratio"] for line in lines(tmp_path / "more") if "loss" in line] in ([], [2.0, 2.5])
@@ -175,7 +175,7 @@ def test_the_command_trains_saves_and_goes_on(tmp_path):
         (["--model", f"{out}/checkpoint-1", "--text", str(tmp_path / "text.txt")], "model must be a folder or a name"),
         (["--model", str(out), "--length", "4096"], "length must be at most the 2,048 positions"),
         (["--resume", "--out", str(tmp_path / "none")], "checkpoint to resume"),
-        (["--start-cr", "5"], "start_ratio"),
+        (["--start-ratio", "5"], "start_ratio"),
     ):
         folder = [] if "--out" in bad else ["--out", str(tmp_path / "fresh" if "--model" in bad else out)]
         done = CliRunner().invoke(app, ["retrofit", "dmc", *folder, *bad])

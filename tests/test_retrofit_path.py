@@ -48,7 +48,7 @@ def test_from_torchrun_to_an_evaluation(tmp_path):
     out = tmp_path / "small"
     python(
         "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, "-m", "kvcompress", "retrofit", "dmc",
-        "--out", out, "--shards", 2, "--target-cr", 2, "--anneal-steps", 1, "--ramp-steps", 2, "--solidify-steps", 1,
+        "--out", out, "--shards", 2, "--target-ratio", 2, "--anneal-steps", 1, "--ramp-steps", 2, "--solidify-steps", 1,
         "--length", 128, "--rows", 1, "--save-steps", 4,
     )  # fmt: skip
     assert checkpoints.read_marker(out / "checkpoint-4")["run"] == {"ranks": 2, "sequences of a step": 2}

@@ -63,18 +63,18 @@ def windows():
 
 
 CASES = {
-    "pruned": (attached, lambda c: PrunedCache(c, SNAP, AdaKV(20), **PRUNED)),
-    "kept later": (attached, lambda c: PrunedCache(c, SNAP, GlobalTopK(20), later="keep", **PRUNED)),
-    "h2o, every, gap": (attached, lambda c: PrunedCache(c, H2O(), 20, every=3, positions=GAP)),
-    "no growth": (attached, lambda c: PrunedCache(c, SNAP, 20, page_size=8, max_pages=64, grow="error")),
+    "pruned": (attached, lambda c: PrunedCache(c, SNAP, AdaKV(), keep=20, **PRUNED)),
+    "kept later": (attached, lambda c: PrunedCache(c, SNAP, GlobalTopK(), keep=20, later="keep", **PRUNED)),
+    "h2o, every, gap": (attached, lambda c: PrunedCache(c, H2O(), keep=20, every=3, positions=GAP)),
+    "no growth": (attached, lambda c: PrunedCache(c, SNAP, keep=20, page_size=8, max_pages=64, grow="error")),
     "iterative": (attached, lambda c: IterativeCache(c, memory_size=20, chunk_size=16, track=True)),
-    "iterative, every": (attached, lambda c: IterativeCache(c, memory_size=AdaKV(20), chunk_size=16, every=3)),
+    "iterative, every": (attached, lambda c: IterativeCache(c, memory_size=20, budget=AdaKV(), chunk_size=16, every=3)),
     "gated": (attached, lambda c: GatedCache(c, tiny_gates(), threshold=0.0, window=8, page_size=4, track=True)),
-    "gates": (attached, lambda c: PrunedCache(c, Gate(tiny_gates(), last=4), 20, every=3)),
+    "gates": (attached, lambda c: PrunedCache(c, Gate(tiny_gates(), last=4), keep=20, every=3)),
     "streaming": (attached, lambda c: StreamingCache(c, window_size=20)),
     "lm-infinite": (attached, lambda c: StreamingCache(c, window_size=20, sink_distance="window")),
     "quest": (attached, lambda c: QuestCache(c, token_budget=12, page_size=4)),
-    "windows": (windows, lambda c: PrunedCache(c, SNAP, 20)),
+    "windows": (windows, lambda c: PrunedCache(c, SNAP, keep=20)),
     "dmc": (lambda: deciding("dmc"), lambda c: DMCCache(c, track=True)),
     "dms": (lambda: deciding("dms"), lambda c: DMCCache(c, page_size=4)),
     "pod": (sharing, lambda c: PoDCache(c, page_size=4, tau=0.7, pruner=SNAP, distant=12)),
@@ -118,14 +118,14 @@ def test_recurrent_layers_are_saved(tmp_path):
     model = CONFIGURATIONS["qwen3_next"].model()
     attach(model)
     ids = random_ids(40)
-    cache = prefill(model, ids, PrunedCache(model.config, SNAP, 20))
+    cache = prefill(model, ids, PrunedCache(model.config, SNAP, keep=20))
     again = load_cache(cache.save(tmp_path / "c"), model)
     assert torch.equal(answer(model, ids, again), answer(model, ids, cache))
 
 
 def test_another_process_goes_on(tmp_path):
     model, ids = attached(), random_ids(60)
-    cache = prefill(model, ids, PrunedCache(model.config, SNAP, AdaKV(20)))
+    cache = prefill(model, ids, PrunedCache(model.config, SNAP, AdaKV(), keep=20))
     path = cache.save(tmp_path / "cache.safetensors")
     script = (
         "import sys, torch; sys.path.insert(0, sys.argv[2]); from helpers import attached, random_ids\n"
@@ -163,7 +163,7 @@ def test_forks_share_their_prompt_in_the_file_and_after(tmp_path):
 
 def test_a_loaded_file_is_mapped_and_never_written(tmp_path):
     model, ids = attached(), random_ids(60)
-    path = prefill(model, ids, PrunedCache(model.config, SNAP, 20, page_size=64)).save(tmp_path / "c")
+    path = prefill(model, ids, PrunedCache(model.config, SNAP, keep=20, page_size=64)).save(tmp_path / "c")
     before = path.read_bytes()
     again = load_cache(path, model, verify=False)
     answer(model, ids, again)  # into pages that have room
@@ -175,7 +175,7 @@ def test_a_loaded_file_is_mapped_and_never_written(tmp_path):
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     model = attached()
-    cache = prefill(model, random_ids(60), PrunedCache(model.config, SNAP, 20))
+    cache = prefill(model, random_ids(60), PrunedCache(model.config, SNAP, keep=20))
     return model, cache.save(tmp_path_factory.mktemp("saved") / "c.safetensors")
 
 
@@ -198,7 +198,7 @@ def test_what_is_damaged_is_named(saved, tmp_path):
         load_cache(bad, model)
     text = json.dumps({"format": "kvcompress caches 99"})
     save_file(load_file(path), bad, {"kvcompress": text, "check": str(zlib.crc32(text.encode()))})
-    with pytest.raises(ValueError, match=r"format of .*bad.safetensors must be 'kvcompress caches 4', got 'kvcompress"):
+    with pytest.raises(ValueError, match=r"format of .*bad.safetensors must be 'kvcompress caches 5', got 'kvcompress"):
         load_cache(bad, model)
     with pytest.raises(FileNotFoundError, match="path must be a file that save wrote"):
         load_cache(tmp_path / "none", model)
@@ -228,7 +228,7 @@ class Latest(Pruner):
 
 def test_pruners_of_ones_own_are_given(tmp_path):
     model, ids = attached(), random_ids(60)
-    cache = prefill(model, ids, PrunedCache(model.config, Latest(), 20))
+    cache = prefill(model, ids, PrunedCache(model.config, Latest(), keep=20))
     path = cache.save(tmp_path / "c")
     with pytest.raises(ValueError, match=r"holds a .*:Latest, which is no class of kvcompress: give it"):
         load_cache(path, model)
@@ -237,11 +237,11 @@ def test_pruners_of_ones_own_are_given(tmp_path):
 
 def test_what_cannot_be_saved_is_refused_and_leaves_the_file(tmp_path, monkeypatch):
     model, other, ids = attached(), attached(seed=1), random_ids(60)
-    cache, path = prefill(model, ids, PrunedCache(model.config, SNAP, 20)), tmp_path / "c"
+    cache, path = prefill(model, ids, PrunedCache(model.config, SNAP, keep=20)), tmp_path / "c"
     with pytest.raises(ValueError, match=r"model must be given where caches were not used with a model"):
-        PrunedCache(model.config, SNAP, 20).save(path)
+        PrunedCache(model.config, SNAP, keep=20).save(path)
     with pytest.raises(ValueError, match=r"model must be given where caches are of several models"):
-        save_caches([cache, prefill(other, ids, PrunedCache(other.config, SNAP, 20))], path)
+        save_caches([cache, prefill(other, ids, PrunedCache(other.config, SNAP, keep=20))], path)
     with pytest.raises(ValueError, match="caches must be kvcompress caches, got int"):
         save_caches([3], path)
     with pytest.raises(ValueError, match="caches must hold at least one"):
@@ -286,7 +286,7 @@ def test_no_other_file_is_written_over(tmp_path):
 def test_saving_copies_pages_once(tmp_path, monkeypatch):
     """What safetensors is given are the pages that copy_of made."""
     model = attached()
-    cache = prefill(model, random_ids(50), PrunedCache(model.config, SNAP, 20, **PRUNED))
+    cache = prefill(model, random_ids(50), PrunedCache(model.config, SNAP, keep=20, **PRUNED))
     copies, copy_of = [], PageStore.copy_of
 
     def noted(store, rows):
@@ -308,7 +308,7 @@ def test_saving_copies_pages_once(tmp_path, monkeypatch):
 @pytest.mark.parametrize("umask", [0o022, 0o027])
 def test_a_saved_file_has_the_mode_of_a_new_one(umask, tmp_path):
     model = attached()
-    cache = prefill(model, random_ids(20), PrunedCache(model.config, SNAP, 20))
+    cache = prefill(model, random_ids(20), PrunedCache(model.config, SNAP, keep=20))
     before = os.umask(umask)
     try:
         path = cache.save(tmp_path / "cache.safetensors")

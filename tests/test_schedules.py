@@ -159,12 +159,12 @@ def test_adaptive_conserves_the_total(schedule):
 @torch.no_grad()
 @pytest.mark.parametrize(
     ("budget", "schedule", "dynamic"),
-    covering([30, AdaKV(30), PyramidKV(30, window=4)], SCHEDULES, [False, True]),
+    covering([None, AdaKV(), PyramidKV(window=4)], SCHEDULES, [False, True]),
 )
 def test_each_prompt_of_a_padded_batch_gives_what_it_gives_alone(schedule, dynamic, budget):
     if isinstance(budget, PyramidKV) and schedule in ("square-sqrt", "adaptive"):
         with pytest.raises(ValueError, match="divides memory over layers itself"):
-            IterativeCache(tiny_model().config, memory_size=budget, schedule=schedule)
+            IterativeCache(tiny_model().config, budget=budget, schedule=schedule)
         return
     model = attached()
     prompts = [random_ids(length, seed=length) for length in (140, 77, 24, 1)]
@@ -172,8 +172,8 @@ def test_each_prompt_of_a_padded_batch_gives_what_it_gives_alone(schedule, dynam
 
     def next_logits(ids, mask=None):
         cache = IterativeCache(
-            model.config, memory_size=budget, chunk_size=24, pruner=SNAPKV, schedule=schedule, dynamic=dynamic,
-            **growing(schedule),
+            model.config, memory_size=30, budget=budget, chunk_size=24, pruner=SNAPKV, schedule=schedule,
+            dynamic=dynamic, **growing(schedule),
         )  # fmt: skip
         prefill(model, ids, cache, mask)
         return model(ids[:, -1:], past_key_values=cache, attention_mask=mask).logits[:, -1]
@@ -291,7 +291,7 @@ def test_other_caches_read_streams_too(cache):
     model, ids = attached(), random_ids(151)
     make = {
         "streaming": lambda: StreamingCache(model.config, window_size=30, chunk_size=24),
-        "pruned": lambda: kvcompress.PrunedCache(model.config, SNAPKV, 30, chunk_size=24),
+        "pruned": lambda: kvcompress.PrunedCache(model.config, SNAPKV, keep=30, chunk_size=24),
         "quest": lambda: kvcompress.QuestCache(model.config, token_budget=64, chunk_size=24),
     }[cache]
     whole = prefill(model, torch.cat([ids, ids[:, :1]], 1), make())
@@ -306,7 +306,7 @@ def test_what_a_stream_cannot_do_is_said():
         with pytest.raises(ValueError, match="unknown length can be read with schedule='fixed' and dynamic=False"):
             prefill(model, iter(ids[0].tolist()), iterative(model, **settings))
     with pytest.raises(ValueError, match="need a PrunedCache with a chunk_size, got None"):
-        prefill(model, iter(ids[0].tolist()), kvcompress.PrunedCache(model.config, SNAPKV, 30))
+        prefill(model, iter(ids[0].tolist()), kvcompress.PrunedCache(model.config, SNAPKV, keep=30))
     with pytest.raises(ValueError, match="attention_mask must be None"):
         prefill(model, ids[0].numpy(), iterative(model), torch.ones(1, 50))
     with pytest.raises(ValueError, match=r"must be \[T\] integers, got float"):
@@ -445,7 +445,7 @@ def test_memory_may_begin_with_nothing(pruner, append):
     )
     cache = iterative(model, pruner=pruner, schedule="linear", initial_memory=0, append=append)
     prefill(model, ids, cache)
-    assert iterative(model, memory_size=PyramidKV(30), initial_memory=0, schedule="linear").layers
+    assert iterative(model, memory_size=30, budget=PyramidKV(), initial_memory=0, schedule="linear").layers
     logits = model(ids[:, -1:], past_key_values=cache).logits[:, -1]
     torch.testing.assert_close(logits, expected.logits, atol=3e-4, rtol=3e-4)
 
@@ -497,4 +497,4 @@ def test_streams_refuse_what_needs_their_length():
 def test_the_warning_of_long_contexts_knows_the_largest_layer():
     model = attached(max_position_embeddings=64)
     with pytest.warns(UserWarning, match="keys in sight, more than the 64"):
-        prefill(model, random_ids(200), iterative(model, memory_size=PyramidKV(30, window=4), schedule="linear"))
+        prefill(model, random_ids(200), iterative(model, memory_size=30, budget=PyramidKV(window=4), schedule="linear"))

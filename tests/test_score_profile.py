@@ -28,9 +28,9 @@ def alike(*head):
     return ScoreProfile(((head,) * 2,) * 3)
 
 
-def held(model, ids, pruner, budget=0.0):
+def held(model, ids, pruner, keep=1.0):
     """[L][B * Hkv, T]: the scores that a cache holds."""
-    cache = PrunedCache(model.config, pruner, budget, later="keep")
+    cache = PrunedCache(model.config, pruner, keep=keep, later="keep")
     with torch.no_grad():
         prefill(model, ids, cache)
     return [layer.chooser.held.scores[:, : ids.shape[1] - 1] for layer in cache.compressing]
@@ -67,7 +67,7 @@ def test_sequences_of_a_batch_are_scored_as_alone():
 def test_a_factor_gives_a_layer_more_of_the_budget():
     model, ids = attached(), random_ids(120)
     rows = tuple(((1.0, 1.0, 9.0 if layer == 1 else 0.0),) * 2 for layer in range(3))
-    cache = PrunedCache(model.config, replace(ASKED, profile=ScoreProfile(rows)), GlobalTopK(0.75))
+    cache = PrunedCache(model.config, replace(ASKED, profile=ScoreProfile(rows)), GlobalTopK(), keep=0.25)
     with torch.no_grad():
         prefill(model, ids, cache)
     lengths = [sum(layer[0]) for layer in cache.stored_lengths()]
@@ -77,23 +77,23 @@ def test_a_factor_gives_a_layer_more_of_the_budget():
 def test_a_profile_is_saved_and_loaded_whole(tmp_path):
     path = VARIED.save(tmp_path / "scores.json")
     assert ScoreProfile.load(path) == VARIED
-    text = f"pruned,pruner=kvzip,mass=true,profile={path},budget=globaltopk:0.75"
+    text = f"pruned,pruner=kvzip,mass=true,profile={path},keep=0.25,budget=globaltopk"
     cache = CacheSpec.parse(text).make(tiny_model().config)
     assert cache.pruner == KVzip(mass=True, profile=VARIED)
-    nested = CacheSpec.parse(f"pruned,pruner=criticalkv:kvzip:mass=true:{path},budget=0.75")
+    nested = CacheSpec.parse(f"pruned,pruner=criticalkv:kvzip:mass=true:{path},keep=0.25")
     assert nested.make(tiny_model().config).pruner == CriticalKV(KVzip(mass=True, profile=VARIED))
 
 
 def test_a_cache_with_a_profile_is_saved_and_goes_on(tmp_path):
     model, ids = attached(), random_ids(60)
-    cache = PrunedCache(model.config, replace(ASKED, profile=VARIED), GlobalTopK(0.5), later="keep")
+    cache = PrunedCache(model.config, replace(ASKED, profile=VARIED), GlobalTopK(), keep=0.5, later="keep")
     with torch.no_grad():
         prefill(model, ids, cache)
         cache.save(tmp_path / "cache")
         again = kvcompress.load_cache(tmp_path / "cache", model)
         assert again.pruner == cache.pruner
         for one in (cache, again):
-            one.compress(0.75)
+            one.compress(keep=0.25)
         assert again.stored_lengths() == cache.stored_lengths()
 
 
@@ -117,7 +117,7 @@ def test_a_profile_is_of_its_model(tmp_path):
     model, other = attached(), ScoreProfile(VARIED.heads[:2], "of a model of two layers")
     for pruner in (replace(ASKED, profile=other), CriticalKV(replace(ASKED, profile=other))):
         with pytest.raises(ValueError, match=r"profile must be of this model: .*of a model of two layers"):
-            prefill(model, random_ids(46), PrunedCache(model.config, pruner, 0.5))
+            prefill(model, random_ids(46), PrunedCache(model.config, pruner, keep=0.5))
     with pytest.raises(ValueError, match="mass must be True with a profile"):
         KVzip(profile=VARIED)
     with pytest.raises(ValueError, match=r"got str: ScoreProfile\.load reads it"):
@@ -197,7 +197,7 @@ def test_layers_are_counted_among_those_that_compress(kind):
     profile.check_rows(heads)
     rows = [((1.0, 1.0, float(9 * (i == len(heads) - 1))),) * n for i, n in enumerate(heads)]
     kvcompress.attach(model)
-    cache = PrunedCache(model.config, replace(pruner, profile=ScoreProfile(tuple(rows))), GlobalTopK(0.75))
+    cache = PrunedCache(model.config, replace(pruner, profile=ScoreProfile(tuple(rows))), GlobalTopK(), keep=0.25)
     with torch.no_grad():
         prefill(model, random_ids(120) % 97, cache)
     lengths = [max(layer[0]) for layer in cache.stored_lengths() if layer is not None]
@@ -257,7 +257,7 @@ def test_training_lowers_what_a_cut_costs():
     kvcompress.attach(model)
 
     def lengths(pruner):
-        cache = PrunedCache(model.config, pruner, GlobalTopK(0.75))
+        cache = PrunedCache(model.config, pruner, GlobalTopK(), keep=0.25)
         with torch.no_grad():
             prefill(model, random_ids(200, seed=9), cache)
         return torch.tensor([layer[0] for layer in cache.stored_lengths()]).sum(0)
@@ -273,8 +273,8 @@ def test_training_lowers_what_a_cut_costs():
         ({"samples": [random_ids(120)[0]]}, r"samples\[0\] must have at least \d+ tokens, got 120"),
         ({"samples": [random_ids(520)[0]], "continuation": 300}, "must leave 300 of the model's 512 positions"),
         ({"pruner": kvcompress.Replay()}, "pruner must be a KVzip, got Replay"),
-        ({"shares": ()}, "shares must have at least one"),
-        ({"shares": (1.5,)}, "shares must be"),
+        ({"keep": ()}, "keep must have at least one share"),
+        ({"keep": (1.5,)}, "keep must be"),
         ({"steps": 0}, "steps must be"),
         ({"lr": 0.0}, "lr must be"),
         ({"continuation": 1}, "continuation must be"),
@@ -296,7 +296,7 @@ def test_the_command_writes_a_profile_that_a_cache_takes(tmp_path):
     profile = ScoreProfile.load(path)
     assert len(profile.heads) == 4 and "3 steps" in profile.measured
     assert analysis.measure_scores is measure_scores
-    out = CliRunner().invoke(app, ["analyze", "scores", "--out", str(path), "--shares", "1/4,few"])
-    assert out.exit_code == 2 and "shares must be numbers such as 1/4,1/8" in out.output.replace("\n", " ")
+    out = CliRunner().invoke(app, ["analyze", "scores", "--out", str(path), "--keep", "1/4,few"])
+    assert out.exit_code == 2 and "keep must be shares such as 1/4,1/8" in out.output.replace("\n", " ")
     out = CliRunner().invoke(app, ["analyze", "scores", "--out", str(path), "--length", "4000"])
     assert out.exit_code == 2 and "length must be at most" in out.output.replace("\n", " ")

@@ -382,5 +382,5 @@ def test_logits_of_a_prompt_are_the_models_own(kind, given):
     model, ids, kept = model_of(kind, **given), random_ids(21), kvcompress.AllLogits()
     wanted = model(ids[:, :-1]).logits[0]
     with kvcompress.attach(model):
-        kvcompress.prefill(model, ids, kvcompress.PrunedCache(model.config, budget=64), logits=kept)
+        kvcompress.prefill(model, ids, kvcompress.PrunedCache(model.config, keep=64), logits=kept)
     torch.testing.assert_close(kept.logits(), wanted, atol=2e-5, rtol=1e-4)

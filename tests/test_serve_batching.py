@@ -16,20 +16,20 @@ from kvcompress.serve import batching
 from kvcompress.serve.memory import free_nbytes, free_node_nbytes
 
 DENSE, STREAMING = "dense", "streaming,window_size=12,num_sink_tokens=2"
-PRUNED = "pruned,pruner=snapkv,window=4,kernel_size=3,budget=12"
+PRUNED = "pruned,pruner=snapkv,window=4,kernel_size=3,keep=12"
 CACHES = {
     "dense": (DENSE, None),
     "streaming": (STREAMING, None),
     "streaming at distance": (STREAMING + ",sink_distance=window", None),
     "pruned": (PRUNED, None),
     "pruned every 4": (PRUNED + ",every=4", None),
-    "pruned, heads share": (PRUNED.replace("budget=12", "budget=adakv:12"), None),
-    "pruned, layers share": (PRUNED.replace("budget=12", "budget=globaltopk:12"), None),
+    "pruned, heads share": (PRUNED.replace("keep=12", "keep=12,budget=adakv"), None),
+    "pruned, layers share": (PRUNED.replace("keep=12", "keep=12,budget=globaltopk"), None),
     "quantized": ("quantized,dtype=k8v4", None),
     "pruned, in 8 bits": (PRUNED + ",dtype=int8,every=4", None),
-    "pruned by running scores": ("pruned,pruner=h2o,budget=12,every=3", None),
+    "pruned by running scores": ("pruned,pruner=h2o,keep=12,every=3", None),
     "gated": (f"gated,gates={tiny_gates_folder()},threshold=0,window=6,num_sink_tokens=2", None),
-    "pruned by gates": (f"pruned,pruner=gate:{tiny_gates_folder()},last=4,budget=12,every=3", None),
+    "pruned by gates": (f"pruned,pruner=gate:{tiny_gates_folder()},last=4,keep=12,every=3", None),
     "dmc": ("dmc", {}),
     "dmc with a window": ("dmc", {"window": 12}),
     "dms": ("dmc", {"mode": "dms", "dms_window": 5}),
@@ -192,7 +192,7 @@ def test_a_learned_ratio_with_fewer_pages_than_rows_is_refused_not_waited_for():
 
 def test_a_prompt_that_its_cache_refuses_fails_alone():
     model, prompts = tiny_model(max_position_embeddings=100), prompts_of((20, 60, 10))
-    cache = "pruned,pruner=replay,budget=12"  # asks queries again behind the prompt
+    cache = "pruned,pruner=replay,keep=12"  # asks queries again behind the prompt
     found, _, in_use = served(model, cache, prompts, (4, 4, 4), pages=200, page_size=8, requests=4, batch_tokens=96)
     assert isinstance(found[1], str) and "asks queries again at 60 positions behind" in found[1]
     assert [found[i] for i in (0, 2)] == [alone(model, cache, prompts[i], 4) for i in (0, 2)]
@@ -215,7 +215,7 @@ def test_nan_fails_the_request_that_met_it_alone():
 def test_nan_of_one_that_decodes_fails_it_alone():
     """Though the cache of all who decode is one, and scored in one call."""
     model, prompts = tiny_model(), prompts_of((20, 24, 22))
-    cache = "pruned,pruner=tova,budget=10,every=1"
+    cache = "pruned,pruner=tova,keep=10,every=1"
     written = [alone(model, cache, prompt, 8) for prompt in prompts]
     others = {x for row in (*prompts, written[0], written[2]) for x in row}
     token = next(x for x in written[1][1:5] if x not in others)
@@ -294,7 +294,7 @@ def test_what_cannot_be_served_is_refused():
         (PRUNED + ",chunk_size=16", "chunk_size must not be given for a cache that is served, got 16"),
         (PRUNED + ",positions=contiguous", "positions must be 'original'"),
         (PRUNED + ",later=keep", "later must be 'compress' for a cache that is served, got 'keep'"),
-        ("pruned,pruner=kvzip,budget=0.5", "as KVzip does"),
+        ("pruned,pruner=kvzip,keep=0.5", "as KVzip does"),
         ("dmc", "not converted"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -18,7 +18,7 @@ from kvcompress.serve.vllm import launch
 from kvcompress.serve.vllm.launch import command_of, environment_of
 from kvcompress.serve.vllm.passed import Passed
 
-PRUNED = "pruned,pruner=snapkv,window=16,budget=64"
+PRUNED = "pruned,pruner=snapkv,window=16,keep=64"
 SETTINGS = {"cache": None, "memory": 64 << 20, "ratio": None, "dtype": "auto", "host": "127.0.0.1", "port": 8000}
 
 
@@ -79,7 +79,7 @@ def test_requests_that_fit_are_counted_as_the_plugin_counts_them(folder):
     block = 2 * 32 * 16 * 4 * 6  # keys and values, slots, head dim, float32, KV heads of all layers
     _, _, lines = made(folder, cache="dense", memory=33 * block)  # one block is never given out
     assert lines[2] == "requests prompts that fit at once: 2 of 512 tokens"
-    _, _, lines = made(folder, "--block-size", "8", cache="pruned,pruner=snapkv,window=4,budget=8", memory=11 * block)
+    _, _, lines = made(folder, "--block-size", "8", cache="pruned,pruner=snapkv,window=4,keep=8", memory=11 * block)
     assert lines[2] == "requests prompts that fit at once: 43 of 512 tokens"
     with pytest.raises(ValueError, match=r"memory must be at least .* \(417792B\) for a request of 512 tokens, got"):
         made(folder, cache="dense", memory=16 * block)
@@ -101,10 +101,10 @@ def test_prompts_that_are_read_whole_fit_into_a_step(folder):
 
 
 def test_a_pruner_that_asks_behind_prompts_has_its_positions(folder):
-    assert made(folder, cache="pruned,budget=64")[1]["--max-model-len"] == ["256"]  # of 512
-    assert made(folder, "--max-model-len=100", cache="pruned,budget=64")[1]["--max-model-len=100"] == []
+    assert made(folder, cache="pruned,keep=64")[1]["--max-model-len"] == ["256"]  # of 512
+    assert made(folder, "--max-model-len=100", cache="pruned,keep=64")[1]["--max-model-len=100"] == []
     with pytest.raises(ValueError, match=r"--max-model-len must be at most 256 with .* got 300: the model"):
-        made(folder, "--max-model-len=300", cache="pruned,budget=64")
+        made(folder, "--max-model-len=300", cache="pruned,keep=64")
 
 
 def test_a_long_model_gets_a_length_that_a_step_can_read_whole(tmp_path):
@@ -185,8 +185,8 @@ def test_memory_that_the_environment_says_is_refused():
     [
         (("--cache", "quest"), "--cache: cache must be one of dense, dmc, gated, pruned, quantized, streaming to be"),
         (("--cache", "dmc"), "not converted"),
-        (("--cache", "pruned,pruner=kvzip,budget=0.5"), "pruner must not read prompts twice"),
-        (("--cache", "pruned,pruner=criticalkv:tova,budget=8"), "pruner must not ask for the output projections under"),
+        (("--cache", "pruned,pruner=kvzip,keep=0.5"), "pruner must not read prompts twice"),
+        (("--cache", "pruned,pruner=criticalkv:tova,keep=8"), "pruner must not ask for the output projections under"),
         (("--cache", PRUNED + ",page_size=8"), "page_size must not be given for a cache that is served"),
         (("--memory", "1KiB"), "--memory: memory must be at least 408.0 KiB (417792B) for a request of 512 tokens"),
         (("--cache", PRUNED, "--enable-chunked-prefill"), "--enable-chunked-prefill must not be given with pruned"),

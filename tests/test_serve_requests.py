@@ -195,9 +195,9 @@ def test_sequences_that_cannot_join_are_refused_and_nothing_changes(make):
     assert (one.stored_lengths(), two.stored_lengths()) == held and one.batch_size == 1
 
 
-@pytest.mark.parametrize(("tokens", "budget"), [(40, 8), (100, 32)])
-def test_pages_that_are_counted_for_one_budget_over_all_layers_are_enough(tokens, budget):
-    model, cache, prompt = tiny_model(), f"pruned,budget={budget}", random_ids(tokens)[0].tolist()
+@pytest.mark.parametrize(("tokens", "keep"), [(40, 8), (100, 32)])
+def test_pages_that_are_counted_for_one_budget_over_all_layers_are_enough(tokens, keep):
+    model, cache, prompt = tiny_model(), f"pruned,keep={keep}", random_ids(tokens)[0].tolist()
     with kvcompress.attach(model):
         pages = requests_of(model, cache, 4000, 4).bounds.expected(tokens)
         served = requests_of(model, cache, pages, 4)

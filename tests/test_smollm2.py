@@ -44,7 +44,7 @@ def test_it_answers_a_question_and_as_well_through_a_cache_that_keeps_everything
     options = {"max_new_tokens": 12, "do_sample": False}
     dense = model.generate(ids, **options)
     assert tokenizer.decode(dense[0, ids.shape[1] :]) == "The capital of France is Paris.<|im_end|>"
-    cache = kvcompress.PrunedCache(model.config, budget=0.0)
+    cache = kvcompress.PrunedCache(model.config, keep=1.0)
     assert torch.equal(kvcompress.generate(model, ids, cache, **options), dense)
     assert model.config.max_position_embeddings == 8192 and not model.training
 
@@ -174,7 +174,7 @@ def run(*arguments):
 
 
 def test_generate_asks_it_through_its_template_and_raw_does_not():
-    options = ("--model", "smollm2", "--max-new-tokens", "9", "--cache", "pruned,budget=0.0", "--json")
+    options = ("--model", "smollm2", "--max-new-tokens", "9", "--cache", "pruned,keep=1.0", "--json")
     assert json.loads(run("generate", QUESTION, *options))["text"] == "The capital of France is Paris."
     raw = json.loads(run("generate", QUESTION, *options, "--raw"))
     assert raw["tokens_read"] == 7 and not raw["text"].startswith("The capital")

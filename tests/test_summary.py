@@ -40,9 +40,11 @@ def attached_to(model):
 
 
 CASES = {
-    "pruned": (attached, lambda c: PrunedCache(c, SNAP, 20, page_size=8)),
-    "pruned, windows": (lambda: attached_to(kind_model("gemma2")), lambda c: PrunedCache(c, SNAP, 20, page_size=8)),
-    "kvzip": (attached, lambda c: PrunedCache(c, KVzip(), 20, page_size=8)),
+    "pruned": (attached, lambda c: PrunedCache(c, SNAP, keep=20, page_size=8)),
+    "pruned, windows": (
+        lambda: attached_to(kind_model("gemma2")), lambda c: PrunedCache(c, SNAP, keep=20, page_size=8)
+    ),
+    "kvzip": (attached, lambda c: PrunedCache(c, KVzip(), keep=20, page_size=8)),
     "iterative": (attached, lambda c: IterativeCache(c, memory_size=20, chunk_size=16, page_size=8)),
     "gated": (attached, lambda c: GatedCache(c, tiny_gates(), threshold=0.0, window=8, page_size=4)),
     "streaming": (attached, lambda c: StreamingCache(c, window_size=20)),
@@ -85,7 +87,7 @@ def test_figures_are_those_of_what_was_read_and_is_held(new_model, new_cache):
 
 def test_dense_bytes_are_those_of_transformers_cache():
     model, ids = attached(), random_ids(40)
-    ours, dense = PrunedCache(model.config, SNAP, 20), DynamicCache(config=model.config)
+    ours, dense = PrunedCache(model.config, SNAP, keep=20), DynamicCache(config=model.config)
     with torch.no_grad():
         for cache in (ours, dense):
             model(ids, past_key_values=cache)
@@ -116,9 +118,9 @@ def test_tokens_seen_follow_all_that_happens_to_a_cache(tmp_path):
 
 def test_dir_shows_what_the_documentation_names():
     model = attached()
-    cache = PrunedCache(model.config, SNAP, 20)
+    cache = PrunedCache(model.config, SNAP, keep=20)
     shown = dir(cache)
-    assert {"pruner", "budget", "compress", "save", "summary"} <= set(shown)
+    assert {"pruner", "keep", "budget", "compress", "save", "summary"} <= set(shown)
     assert not [name for name in shown if name.startswith("_") or not hasattr(cache, name)]
     api = (Path(__file__).parent.parent / "docs/api.md").read_text()
     listed = re.search(r"::: kvcompress.CompressedCache\n.*?members: \[(.*?)\]", api, re.DOTALL)[1].split(", ")

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import attached, in_ranks, random_ids, tiny_model
+from helpers import attached, in_ranks, random_ids, stays, tiny_model
 
 import kvcompress
 from kvcompress import AdaKV, GlobalTopK, dmc, pod
@@ -15,7 +15,7 @@ IDS = random_ids(30, 2)
 
 
 def caches(config):
-    yield kvcompress.PrunedCache(config, SnapKV(window=4), 12)
+    yield kvcompress.PrunedCache(config, SnapKV(window=4), keep=12)
     yield kvcompress.IterativeCache(config, memory_size=16, chunk_size=8)
     yield kvcompress.StreamingCache(config, window_size=8)
 
@@ -47,26 +47,26 @@ def in_parts(folder):
         errors.append(str(error.value))
     plain = kvcompress.from_pretrained(folder / "plain", tp_plan="auto")
     with pytest.warns(UserWarning, match="AdaKV divides .*, and the heads of this model are cut over 2 ranks"):
-        kvcompress.prefill(plain, IDS, kvcompress.PrunedCache(plain.config, SnapKV(window=4), AdaKV(12)))
+        kvcompress.prefill(plain, IDS, kvcompress.PrunedCache(plain.config, SnapKV(window=4), AdaKV(), keep=12))
     return logits, found, nbytes, ratio, errors
 
 
 @pytest.mark.parametrize(
-    ("pruner", "budget", "said"),
+    ("pruner", "size", "said"),
     [
-        (SnapKV(window=4), 12, None),
-        (SnapKV(window=4), 0.5, None),
-        (SnapKV(window=4), AdaKV(12), "AdaKV divides a budget over heads"),
-        (KeyDiff(), GlobalTopK(0.5), "GlobalTopK divides a budget over heads"),
-        (SnapKV(window=4), "1MiB", "a budget in bytes ('1MiB') is of all heads, here of those of a rank"),
-        (TOVA(), 12, "TOVA may judge heads together"),
+        (SnapKV(window=4), stays(12), None),
+        (SnapKV(window=4), stays(0.5), None),
+        (SnapKV(window=4), stays(12, AdaKV()), "AdaKV divides a budget over heads"),
+        (KeyDiff(), stays(0.5, GlobalTopK()), "GlobalTopK divides a budget over heads"),
+        (SnapKV(window=4), stays("1MiB"), "keep in bytes (1MiB) is of all heads, here of those of a rank"),
+        (TOVA(), stays(12), "TOVA may judge heads together"),
     ],
 )
-def test_what_judges_heads_together_says_once_that_a_rank_has_some_alone(pruner, budget, said):
+def test_what_judges_heads_together_says_once_that_a_rank_has_some_alone(pruner, size, said):
     model = attached()
     for ranks in (1, 2):
         model.config.distributed_config = SimpleNamespace(tp_size=ranks)  # the heads themselves are all there
-        cache = kvcompress.PrunedCache(model.config, pruner, budget)
+        cache = kvcompress.PrunedCache(model.config, pruner, **size)
         with warnings.catch_warnings(record=True) as given:
             warnings.simplefilter("always")
             for _ in range(2):

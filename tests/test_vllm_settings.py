@@ -14,7 +14,7 @@ from kvcompress.serve.vllm.settings import Settings
 from kvcompress.softmax import Softmax
 
 P = 8
-PRUNED = "pruned,pruner=snapkv,window=4,budget=8"
+PRUNED = "pruned,pruner=snapkv,window=4,keep=8"
 
 
 def engine_of(model, cache, blocks=20, ratio=1.0):
@@ -136,4 +136,4 @@ def test_what_lies_beside_pages_is_counted_in_blocks():
 
 def test_pruners_that_need_the_models_weights_are_refused():
     with pytest.raises(ValueError, match="as CriticalKV does"):
-        engine_of(tiny_model(), "pruned,pruner=criticalkv:tova,budget=8")
+        engine_of(tiny_model(), "pruned,pruner=criticalkv:tova,keep=8")

@@ -53,7 +53,7 @@ def texts(passages: int) -> dict[str, list[str]]:
 
 def stays(model: Any, tokenizer: Any, gates: Gates, share: float, text: str, length: int) -> float:
     ids = torch.tensor([tokenizer(text)["input_ids"][: length + 1]])
-    cache = GatedCache(model.config, gates, share=share)
+    cache = GatedCache(model.config, gates, keep=share)
     kvcompress.prefill(model, ids, cache)
     return cache.kept_share()
 

@@ -60,16 +60,20 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 Make = Callable[[Any, float], PrunedCache]
 METHODS: dict[str, Make] = {
-    "Replay, GlobalTopK": lambda config, removed: PrunedCache(config, Replay(), GlobalTopK(removed), page_size=8),
-    "KVzip, GlobalTopK": lambda config, removed: PrunedCache(config, KVzip(), GlobalTopK(removed), page_size=8),
-    "KeyDiff, GlobalTopK": lambda config, removed: PrunedCache(config, KeyDiff(), GlobalTopK(removed), page_size=8),
-    "Replay": lambda config, removed: PrunedCache(config, Replay(), removed, page_size=8),
-    "SnapKV, AdaKV": lambda config, removed: PrunedCache(config, SnapKV(), AdaKV(removed), page_size=8),
-    "SnapKV": lambda config, removed: PrunedCache(config, SnapKV(), removed, page_size=8),
-    "H2O": lambda config, removed: PrunedCache(config, H2O(), removed, page_size=8),
-    "ExpectedAttention": lambda config, removed: PrunedCache(config, ExpectedAttention(), removed, page_size=8),
-    "StreamingLLM": lambda config, removed: PrunedCache(config, StreamingLLM(), removed, page_size=8),
-    "Random": lambda config, removed: PrunedCache(config, Random(), removed, page_size=8),
+    "Replay, GlobalTopK": lambda config, removed: PrunedCache(
+        config, Replay(), GlobalTopK(), keep=removed, page_size=8
+    ),
+    "KVzip, GlobalTopK": lambda config, removed: PrunedCache(config, KVzip(), GlobalTopK(), keep=removed, page_size=8),
+    "KeyDiff, GlobalTopK": lambda config, removed: PrunedCache(
+        config, KeyDiff(), GlobalTopK(), keep=removed, page_size=8
+    ),
+    "Replay": lambda config, removed: PrunedCache(config, Replay(), keep=removed, page_size=8),
+    "SnapKV, AdaKV": lambda config, removed: PrunedCache(config, SnapKV(), AdaKV(), keep=removed, page_size=8),
+    "SnapKV": lambda config, removed: PrunedCache(config, SnapKV(), keep=removed, page_size=8),
+    "H2O": lambda config, removed: PrunedCache(config, H2O(), keep=removed, page_size=8),
+    "ExpectedAttention": lambda config, removed: PrunedCache(config, ExpectedAttention(), keep=removed, page_size=8),
+    "StreamingLLM": lambda config, removed: PrunedCache(config, StreamingLLM(), keep=removed, page_size=8),
+    "Random": lambda config, removed: PrunedCache(config, Random(), keep=removed, page_size=8),
 }
 
 

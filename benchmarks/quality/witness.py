@@ -67,13 +67,13 @@ from kvcompress.framing import Framing, framing_of
 
 METHODS = {  # those of one pruner stand together: they share its reading
     "SnapKV": "pruned,pruner=snapkv",
-    "SnapKV31, AdaKV": "pruned,pruner=snapkv,kernel_size=31,pooling=max,budget=adakv:1",
+    "SnapKV31, AdaKV": "pruned,pruner=snapkv,kernel_size=31,pooling=max,keep=1,budget=adakv",
     "StreamingLLM": "pruned,pruner=streamingllm",
-    "Replay, GlobalTopK": "pruned,pruner=replay,budget=globaltopk:1",
+    "Replay, GlobalTopK": "pruned,pruner=replay,keep=1,budget=globaltopk",
     # the second reading stands behind the text: with chunks of 2,000 it would reach beyond the model's 8,192
-    "KVzip with mass, GlobalTopK": "pruned,pruner=kvzip,chunk=512,mass=true,budget=globaltopk:1",
-    "KVzip, GlobalTopK": "pruned,pruner=kvzip,chunk=512,budget=globaltopk:1",
-    "KVzip, AdaKV": "pruned,pruner=kvzip,chunk=512,budget=adakv:1",
+    "KVzip with mass, GlobalTopK": "pruned,pruner=kvzip,chunk=512,mass=true,keep=1,budget=globaltopk",
+    "KVzip, GlobalTopK": "pruned,pruner=kvzip,chunk=512,keep=1,budget=globaltopk",
+    "KVzip, AdaKV": "pruned,pruner=kvzip,chunk=512,keep=1,budget=adakv",
     "ExpectedAttention": "pruned,pruner=expectedattention",
     "KeyDiff": "pruned,pruner=keydiff",
 }

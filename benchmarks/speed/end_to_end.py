@@ -150,8 +150,8 @@ def kinds_of(plain: LlamaForCausalLM, T: int, dtype: torch.dtype, sizes: Sizes) 
         return StreamingCache(model.config, window_size=sizes.window, num_sink_tokens=SINKS)
 
     return {
-        "dense": Kind(model, lambda: PrunedCache(model.config, budget=0.0), keeping(T), stored),
-        "pruned": Kind(model, lambda: PrunedCache(model.config, budget=0.75), keeping(quarter), stored),
+        "dense": Kind(model, lambda: PrunedCache(model.config, keep=1.0), keeping(T), stored),
+        "pruned": Kind(model, lambda: PrunedCache(model.config, keep=0.25), keeping(quarter), stored),
         "iterative": Kind(model, iterative, filling(quarter, drawn), stored),
         "streaming": Kind(model, streaming, filling(T, drawn), stored),
         "dmc": Kind(merging, lambda: DMCCache(merging.config), filling(T, decided), stored),

@@ -45,8 +45,8 @@ from kvcompress.models import EXAMPLE
 from kvcompress.smollm2 import gguf_file, smollm2_folder
 
 PROGRAM = Path(__file__).with_name("parts") / "engine_program.py"
-KEPT = "pruned,pruner=streamingllm,budget=1000000"
-QUARTER = "pruned,pruner=snapkv,budget=0.75"
+KEPT = "pruned,pruner=streamingllm,keep=1000000"
+QUARTER = "pruned,pruner=snapkv,keep=0.25"
 TORCH: dict[str, str | None] = {
     "transformers": None, "ours, all kept": KEPT, "ours, a quarter": QUARTER,
     "ours, streaming": "streaming,window_size=1020",

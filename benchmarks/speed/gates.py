@@ -66,7 +66,7 @@ def main() -> None:
     with kvcompress.attach(model), torch.inference_mode():
         caches: dict[str, Callable[[Gates], Any]] = {
             "gated": lambda gates: GatedCache(model.config, gates, threshold=0.0, window=64),
-            "budget": lambda gates: PrunedCache(model.config, Gate(gates), GlobalTopK(0.5), every=64),
+            "budget": lambda gates: PrunedCache(model.config, Gate(gates), GlobalTopK(), keep=0.5, every=64),
         }
         gates = [gates_of(model, kind) for kind in (Asked, Unasked)]
         nbytes = sum(layer.nbytes for layer in gates[0].layers)

@@ -112,7 +112,7 @@ def prefill_rows(T: int, repeats: int, width: int) -> list[Row]:
     model, ids = LlamaForCausalLM(config).eval(), torch.randint(256, (1, T))
 
     def read(pruner: Pruner, removed: float) -> Callable[[], object]:
-        return lambda: kvcompress.prefill(model, ids, kvcompress.PrunedCache(config, pruner, removed))
+        return lambda: kvcompress.prefill(model, ids, kvcompress.PrunedCache(config, pruner, keep=removed))
 
     with kvcompress.attach(model):
         whole, again = alternate(repeats, read(SnapKV(), 0.0), read(KVzip(), 0.75))

@@ -281,8 +281,8 @@ def short_rows(repeats: int) -> list[Row]:
     dmc, pod = (kvcompress.load_example_model(retrofit=method)[0] for method in ("dmc", "pod"))
     ids = torch.randint(32, 127, (1, 65), generator=torch.Generator().manual_seed(0))
     caches: dict[str, tuple[Any, CompressedCache]] = {
-        "dense": (model, PrunedCache(model.config, budget=0.0)),
-        "pruned": (model, PrunedCache(model.config, budget=32)),
+        "dense": (model, PrunedCache(model.config, keep=1.0)),
+        "pruned": (model, PrunedCache(model.config, keep=32)),
         "iterative": (model, IterativeCache(model.config)),
         "streaming": (model, StreamingCache(model.config)),
         "quest": (model, QuestCache(model.config, token_budget=48)),

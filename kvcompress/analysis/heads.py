@@ -151,7 +151,7 @@ def _masses(
 def _reread(model: nn.Module, rows: list[Tensor], pruner: KVzip) -> Tensor:
     found = []
     for ids in rows:
-        cache = PrunedCache(model.config, pruner, len(ids) // 2)
+        cache = PrunedCache(model.config, pruner, keep=len(ids) // 2)
         prefill(model, ids[None], cache)  # the best keys of a row are among those that stay
         found.append(torch.stack([layer.chooser.received.amax(1).double().cpu() for layer in cache.compressing]))
     return torch.stack(found).amax(0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from fractions import Fraction
 from pathlib import Path
 
 import torch
@@ -15,6 +14,7 @@ from ..checks import need
 from ..framing import Framing
 from ..hf.config import decoder_config
 from ..pruners import KVzip, ScoreProfile
+from ..units import Keep
 from .scores import measure_scores
 from .texts import check_source, length_read_again, load_plain, texts
 
@@ -25,14 +25,14 @@ _LATE = 40  # last steps that what is said is of
 
 def run_scores(
     *, out: Path, model: str, text: tuple[Path, ...], held_out: bool, samples: int, length: int | None, chunk: int,
-    shares: str, steps: int, lr: float, seed: int, device: str, dtype: str, console: Console,
+    keep: str, steps: int, lr: float, seed: int, device: str, dtype: str, console: Console,
 ) -> ScoreProfile:  # fmt: skip
     """Measures, saves and prints; returns the profile.
 
     Raises ValueError for settings that do not fit, FileNotFoundError for a missing text file.
     """
     check_source(model, text, held_out, device)
-    cuts = _shares(shares)
+    cuts = _shares(keep)
     need(out.parent.is_dir(), f"out must be in a folder that exists, got {out}")
     need(not out.is_dir(), f"out must be a file, got the folder {out}")
     loaded, tokenizer = load_plain(model, device, dtype)
@@ -50,7 +50,7 @@ def run_scores(
             late.append((lost, whole))
             shown.update(task, completed=step + 1, description=f"lost: {_words(lost)}")
 
-        profile = measure_scores(loaded, rows, pruner, shares=cuts, steps=steps, lr=lr, seed=seed, report=report)
+        profile = measure_scores(loaded, rows, pruner, keep=cuts, steps=steps, lr=lr, seed=seed, report=report)
     profile.save(out)
     table = Table(box=SIMPLE, padding=(0, 1, 0, 0))
     for name in ("layer", "KV head", "power of most", "power of mean", "log factor"):
@@ -72,9 +72,12 @@ def run_scores(
 
 def _shares(text: str) -> tuple[float, ...]:
     try:
-        return tuple(float(Fraction(part.strip())) for part in text.split(","))
-    except (ValueError, ZeroDivisionError):
-        raise ValueError(f"shares must be numbers such as 1/4,1/8, got {text!r}") from None
+        found = [Keep.of(part).share for part in text.split(",")]
+    except ValueError:
+        found = [None]
+    shares = [float(share) for share in found if share is not None]
+    need(len(shares) == len(found), f"keep must be shares such as 1/4,1/8, got {text!r}")
+    return tuple(shares)
 
 
 def _words(lost: list[float]) -> str:

@@ -22,7 +22,7 @@ from .texts import check_source, length_within, load_plain, texts
 
 def run_shares(
     *, out: Path, model: str, text: tuple[Path, ...], held_out: bool, samples: int, length: int | None, pruner: str,
-    size: str, floor: float, seed: int, device: str, dtype: str, console: Console,
+    keep: str, floor: float, seed: int, device: str, dtype: str, console: Console,
 ) -> BudgetProfile:  # fmt: skip
     """Measures, saves and prints; returns the profile.
 
@@ -31,7 +31,7 @@ def run_shares(
     check_source(model, text, held_out, device)
     need(out.parent.is_dir(), f"out must be in a folder that exists, got {out}")
     need(not out.is_dir(), f"out must be a file, got the folder {out}")
-    spec = CacheSpec("pruned", {"pruner": pruner, "budget": f"globaltopk:floor={floor}:{size}"})
+    spec = CacheSpec("pruned", {"pruner": pruner, "keep": keep, "budget": f"globaltopk:floor={floor}"})
     loaded, tokenizer = load_plain(model, device, dtype)
     cache = cast(PrunedCache, spec.make(loaded.config, tokenizer))
     reach = length_within(decoder_config(loaded.config), length)
@@ -41,7 +41,7 @@ def run_shares(
     with attach(loaded):
         shown = track(chosen, "reading", console=console, disable=not console.is_terminal)
         on_device = (ids.to(device) for ids in shown)
-        profile = measure_profile(loaded, on_device, size=cache.budget.size, pruner=cache.pruner, floor=floor)
+        profile = measure_profile(loaded, on_device, keep=keep, pruner=cache.pruner, floor=floor)
     profile.save(out)
     table = Table(box=SIMPLE, padding=(0, 1, 0, 0))
     table.add_column("layer", justify="right")

@@ -103,7 +103,7 @@ def measure_scores(
     pruner: KVzip,
     *,
     continuation: int = 96,
-    shares: Sequence[float] = SHARES,
+    keep: Sequence[float] = SHARES,
     steps: int = 180,
     lr: float = 0.02,
     seed: int = 0,
@@ -114,10 +114,10 @@ def measure_scores(
     model: attached or not, not converted; it is left as it was. samples: token ids int64 [T] each, of plain text; some
     30 of 1,000 tokens do. They are read up to their last `continuation` tokens, which are how they go on. pruner: with
     the words that ask for a text once more (with_tokenizer).
-    A step takes a sample and cuts it softly to one of `shares` by the scores of all layers and heads: a key's logit
-    gets the logarithm of a sigmoid of how far its score lies above the one that share of all are above; the sigmoid
-    gets steeper from step to step. Then it asks for next tokens twice: as the text goes on, and as a part of it is said
-    again (seed draws the parts); nothing is planted. The loss is the divergence from what the model says with
+    A step takes a sample and cuts it softly to one of the shares `keep` by the scores of all layers and heads: a key's
+    logit gets the logarithm of a sigmoid of how far its score lies above the one that share of all are above; the
+    sigmoid gets steeper from step to step. Then it asks for next tokens twice: as the text goes on, and as a part of it
+    is said again (seed draws the parts); nothing is planted. The loss is the divergence from what the model says with
     everything in sight, each over what KVzip with mass loses; the powers and the factor of each head are trained, from
     KVzip's with mass on, by Adam at `lr`, which rises over 10 steps and falls to 0.
     report(step, lost, whole) is called in each step with the two, in nats a token, and what KVzip with mass loses there
@@ -133,9 +133,9 @@ def measure_scores(
     need_integer("continuation", continuation, 2)
     need_integer("steps", steps, 1)
     need_number("lr", lr, 1e-12, 1e3)
-    need(len(shares) > 0, "shares must have at least one, got none")
-    for share in shares:
-        need_number("shares", share, 1e-6, 1.0)
+    need(len(keep) > 0, "keep must have at least one share, got none")
+    for share in keep:
+        need_number("keep", share, 1e-6, 1.0)
     need(len(samples) > 0, "samples must hold at least one, got none")
     head: Any = getattr(model, "get_output_embeddings", lambda: None)()
     need(head is not None, f"model must predict tokens, got {type(model).__name__} without an output layer")
@@ -172,8 +172,8 @@ def measure_scores(
         need(same, f"model must say what its output layer does, and {type(model).__name__} makes other logits of it")
         rng = np.random.default_rng(seed)
         texts = [_text(model, decoder, facts, layers, row, pruner, continuation, rng) for row in rows]
-        fitted = _fitted(decoder, facts, layers, head, texts, pruner, shares, steps, lr, report)
-    cuts = "+".join(f"{share:g}" for share in shares)
+        fitted = _fitted(decoder, facts, layers, head, texts, pruner, keep, steps, lr, report)
+    cuts = "+".join(f"{share:g}" for share in keep)
     read_ = f"{len(samples)} texts of {min(map(len, rows)):,} tokens, chunk {pruner.chunk}, cut to {cuts}"
     how = f"{type(model).__name__}, {steps} steps, lr {lr:g}, {read_}, seed {seed}"
     return replace(fitted, measured=how)
@@ -213,7 +213,7 @@ def _logs(model: nn.Module, context: Tensor, heads: list[int], pruner: KVzip) ->
     parts = []
     for numbers in ((1.0, 0.0, 0.0), (0.0, 1.0, 0.0)):
         alone = replace(pruner, mass=True, profile=ScoreProfile(tuple((numbers,) * n for n in heads)))
-        cache = PrunedCache(model.config, alone, 0.0, later="keep")
+        cache = PrunedCache(model.config, alone, keep=1.0, later="keep")
         prefill(model, ids, cache, attention_mask=torch.ones_like(ids))
         rows = []
         for layer in cache.compressing:

@@ -32,9 +32,9 @@ _UNIT = 1 << 30  # weights of layers are counted in parts of this
 class IterativeCache(CompressedCache):
     """Reads a prompt of any length through a small memory; `kvcompress.prefill` or `generate` do the reading.
 
-    config: the model's config. memory_size: tokens kept per layer and KV head (per sequence) when the prompt is read,
-    or a Budget of a number of tokens, which divides them over layers or heads before they are read (PyramidKV, AdaKV,
-    Profiled). chunk_size: tokens read per iteration, mean. pruner: chooses the memory among the old memory and the
+    config: the model's config. memory_size: tokens kept per layer and KV head (per sequence) when the prompt is read.
+    budget: divides them over layers or heads before they are read (PyramidKV, AdaKV, Profiled); None = evenly.
+    chunk_size: tokens read per iteration, mean. pruner: chooses the memory among the old memory and the
     chunk (default SnapKV()).
     schedule: how memory grows from initial_memory to memory_size: "fixed" (full size from the start), "linear",
     "square", "sqrt", "square-sqrt" (lower layers square, higher ones sqrt) or "adaptive" (= Adaptive(): layers that
@@ -57,7 +57,8 @@ class IterativeCache(CompressedCache):
         self,
         config: PreTrainedConfig,
         *,
-        memory_size: int | Budget = 1024,
+        memory_size: int = 1024,
+        budget: Budget | None = None,
         chunk_size: int = 1024,
         pruner: Pruner | None = None,
         schedule: str | Adaptive = "fixed",
@@ -73,33 +74,33 @@ class IterativeCache(CompressedCache):
         grow: str = "double",
         dtype: str | None = None,
     ) -> None:
-        tokens = memory_size.tokens if isinstance(memory_size, Budget) else memory_size
-        if tokens is None:
-            raise ValueError(f"memory_size must be a number of tokens, got {memory_size}")
-        if isinstance(memory_size, GlobalTopK):
+        if isinstance(memory_size, Budget):
+            raise ValueError(f"memory_size must be a number of tokens (budget= divides them), got {memory_size}")
+        if isinstance(budget, GlobalTopK):
             raise ValueError(
-                "memory_size must be divided over layers before they are read, got GlobalTopK; measure its shares as a "
+                "budget must divide memory over layers before they are read, got GlobalTopK; measure its shares as a "
                 "profile (kvcompress.analysis.measure_profile), and give Profiled"
             )
         self.adaptive = Adaptive() if schedule == "adaptive" else schedule if isinstance(schedule, Adaptive) else None
-        self.memory_size, self.schedule = tokens, "adaptive" if isinstance(schedule, Adaptive) else schedule
+        self.memory_size, self.schedule = memory_size, "adaptive" if isinstance(schedule, Adaptive) else schedule
         self.dynamic, self.initial_memory, self.dense_below = dynamic, initial_memory, dense_below
         if initial_memory is not None and self.schedule == "fixed":
             raise ValueError(f"initial_memory must be None with schedule='fixed', got {initial_memory}")
-        for name, value in (("memory_size", tokens), ("chunk_size", chunk_size)):
+        for name, value in (("memory_size", memory_size), ("chunk_size", chunk_size)):
             need_integer(name, value, 1, MOST_INT32)
         # refuses wrong schedules, and sizes that do not go together
         planner.plan(
-            0, chunk_size=chunk_size, memory_size=tokens, schedule=self.schedule, dynamic=dynamic,
+            0, chunk_size=chunk_size, memory_size=memory_size, schedule=self.schedule, dynamic=dynamic,
             initial_memory=initial_memory,
         )  # fmt: skip
         if prune not in PRUNE:
             raise ValueError(f"prune must be one of {', '.join(PRUNE)}, got {prune!r}")
         need_integer("dense_below", dense_below, 0, MOST_INT32)
-        divided = isinstance(memory_size, Budget) and memory_size.divides_layers
+        divided = isinstance(budget, Budget) and budget.divides_layers
         if divided and self.schedule in ("square-sqrt", "adaptive"):
             raise ValueError(
-                f"schedule {self.schedule!r} divides memory over layers itself: memory_size must not be {memory_size}"
+                f"budget must be None with schedule {self.schedule!r}, which divides memory over layers itself, "
+                f"got {budget}"
             )
         if every and pruner is not None and getattr(pruner, "one_frame", False):
             raise ValueError(
@@ -112,11 +113,15 @@ class IterativeCache(CompressedCache):
                 f"pruner must not be {type(pruner).__name__}, whose second reading needs the keys where they stand: "
                 "read with PrunedCache, in chunks by its chunk_size"
             )
+        if isinstance(pruner, Pruner) and pruner.own_budget is not None:
+            raise ValueError(
+                f"pruner must not be {type(pruner).__name__}, which brings its own budget: take PrunedCache"
+            )
         self.pool_settings = PoolSettings(page_size, max_pages, grow, dtype)
         pruner = SnapKV() if pruner is None else pruner
         self.policy = Policy.of(
-            pruner, memory_size, self.pool_settings, trained_length_of(config), every=every, chunk_size=chunk_size,
-            positions="contiguous" if every else "original", prompts=every is not None,
+            pruner, memory_size, budget, self.pool_settings, trained_length_of(config), every=every,
+            chunk_size=chunk_size, positions="contiguous" if every else "original", prompts=every is not None,
         )  # fmt: skip
         self.pruner, self.budget, self.every = self.policy.pruner, self.policy.budget, self.policy.every
         self.chunk_size: int = chunk_size

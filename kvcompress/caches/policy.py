@@ -8,13 +8,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .. import pruners
-from ..budgets import AdaKV, Budget, CacheShape, GlobalTopK, Size, as_budget
+from ..budgets import AdaKV, Budget, CacheShape, GlobalTopK, Uniform, check_budget
 from ..checks import MOST_INT32, need_integer
 from ..hf.config import ranks_of
 from ..hf.facts import LayerFacts
 from ..positions import RemoteGap
 from ..pruners import Pruner
 from ..pruners.base import given_as
+from ..units import Keep, Size
 from .choose import judges_by_head
 from .passes import Iteration
 from .store import PoolSettings
@@ -37,13 +38,14 @@ class Notices:
 
 @dataclass(frozen=True)
 class Policy:
-    """pruner, budget: what stays, and how much. every: tokens over the budget at which a decoded token compresses; None
-    = none does. growth: tokens between two compressions at most. prompts: whether calls of several tokens compress
-    (those of kvcompress.prefill aside, where an IterativeCache does). gap: where compressed tokens stand; None = where
-    they were. bounded: no position may lie beyond trained_length. later: "keep" = what follows the first prompt is
-    kept, and scores are held for further compressions of it."""
+    """pruner, keep, budget: what stays, how much of it, and how that is divided. every: tokens over that at which a
+    decoded token compresses; None = none does. growth: tokens between two compressions at most. prompts: whether calls
+    of several tokens compress (those of kvcompress.prefill aside, where an IterativeCache does). gap: where compressed
+    tokens stand; None = where they were. bounded: no position may lie beyond trained_length. later: "keep" = what
+    follows the first prompt is kept, and scores are held for further compressions of it."""
 
     pruner: Pruner
+    keep: Keep
     budget: Budget
     pool: PoolSettings
     trained_length: int
@@ -57,21 +59,22 @@ class Policy:
 
     @staticmethod
     def of(
-        pruner: Any, budget: Size | Budget | None, pool: PoolSettings, trained_length: int, *, every: int | None,
-        chunk_size: int | None, positions: str | RemoteGap, prompts: bool = True, later: str = "compress",
+        pruner: Any, keep: Size | None, budget: Budget | None, pool: PoolSettings, trained_length: int, *,
+        every: int | None, chunk_size: int | None, positions: str | RemoteGap, prompts: bool = True,
+        later: str = "compress",
     ) -> Policy:  # fmt: skip
         """From what users give. Raises ValueError for what is out of range or cannot fit."""
         _check_order(pruner, budget)
+        name = type(pruner).__name__
         if (own := pruner.own_budget) is not None:
-            if budget is not None:
-                raise ValueError(
-                    f"budget must be None with {type(pruner).__name__}, which brings its own, got {budget!r}"
-                )
-            budget = own
-        if budget is None and (budget := pruner.default_budget) is None:
-            raise ValueError(
-                f"budget must be given with {type(pruner).__name__}, got None: 0.75 (the share to remove), say, or 1024"
-            )
+            for given, value in (("keep", keep), ("budget", budget)):
+                if value is not None:
+                    raise ValueError(f"{given} must be None with {name}, which brings its own, got {value!r}")
+            keep, budget = 1.0, own  # it says how much itself
+        budget = Uniform() if budget is None else budget
+        check_budget("budget", budget)
+        if keep is None and (keep := pruner.default_keep) is None:
+            raise ValueError(f"keep must be given with {name}, got None: 0.25 (the share that stays), say, or 1024")
         for name, value in (("every", every), ("chunk_size", chunk_size)):
             if value is not None:
                 need_integer(name, value, 1, MOST_INT32)
@@ -88,20 +91,21 @@ class Policy:
         if gap is not None and pruner.one_frame:
             raise ValueError(f"positions must be 'original' with {type(pruner).__name__}, got {positions!r}")
         policy = Policy(
-            pruner, as_budget(budget), pool, trained_length, every=every, growth=max(every or 0, chunk_size or 0),
+            pruner, Keep.of(keep), budget, pool, trained_length, every=every, growth=max(every or 0, chunk_size or 0),
             prompts=prompts, gap=gap, bounded=isinstance(positions, RemoteGap), later=later,
         )  # fmt: skip
-        return policy.with_budget(budget)
+        return policy.keeping(policy.keep, budget)
 
-    def with_budget(self, budget: Size | Budget) -> Policy:
-        """The same with another budget. Raises ValueError for one that is out of range or cannot fit."""
+    def keeping(self, keep: Keep, budget: Budget) -> Policy:
+        """The same with so much, so divided. Raises ValueError for what is out of range or cannot fit."""
+        check_budget("budget", budget)
         pruner = self.pruner
-        policy = replace(self, budget=as_budget(budget).beside(type(pruner).__name__, pruner.observation_window))
+        policy = replace(self, keep=keep, budget=budget.beside(type(pruner).__name__, pruner.observation_window))
         if policy.gap is not None and isinstance(budget, GlobalTopK):
             raise ValueError("positions must be 'original' with GlobalTopK, got others")
-        if policy.bounded and (keep := policy.budget.tokens) is not None and not isinstance(policy.budget, AdaKV):
-            near = policy.near_of(keep)
-            policy.blank(keep - near, near)  # refuses what cannot fit
+        if policy.bounded and keep.tokens is not None and not isinstance(policy.budget, AdaKV):
+            near = policy.near_of(keep.tokens)
+            policy.blank(keep.tokens - near, near)  # refuses what cannot fit
         return policy
 
     @property
@@ -111,7 +115,7 @@ class Policy:
     def tokens_of(self, length: int, layer: int, layers: int, rows: int, slot_nbytes: int) -> int:
         """Tokens per head that one of so many layers keeps of a sequence of `length` tokens."""
         shape = CacheShape(layers, rows, slot_nbytes, self.pool.page_size, self.every or 0)
-        return self.budget.tokens_of(length, layer, shape)
+        return self.budget.tokens_of(self.keep, length, layer, shape)
 
     def compresses(self, iteration: Iteration | None) -> bool:
         """Whether a call of several tokens may compress: one that the pruner can score."""
@@ -165,8 +169,8 @@ class Policy:
 
     def _joint(self) -> str | None:
         """What judges several heads together."""
-        if isinstance(self.budget.size, str):
-            return f"a budget in bytes ({self.budget.size!r}) is of all heads, here of those of a rank"
+        if self.keep.nbytes is not None:
+            return f"keep in bytes ({self.keep}) is of all heads, here of those of a rank"
         if self.budget.divides_heads:
             return f"{type(self.budget).__name__} divides a budget over heads"
         return None if judges_by_head(self.pruner) else f"{type(self.pruner).__name__} may judge heads together"
@@ -182,7 +186,7 @@ def _check_order(pruner: Any, budget: Any) -> None:
     """Raises ValueError for what is no pruner, or stands where the budget belongs."""
     if isinstance(budget, Pruner) or isinstance(pruner, (Budget, int, float)):
         raise ValueError(
-            "the pruner must come before the budget, as in PrunedCache(config, SnapKV(), 1024), got pruner = "
+            "the pruner must come before the budget, as in PrunedCache(config, SnapKV(), keep=1024), got pruner = "
             f"{pruner!r} and budget = {budget!r}"
         )
     if pruner is None or isinstance(pruner, Pruner):
@@ -191,9 +195,9 @@ def _check_order(pruner: Any, budget: Any) -> None:
     ours = {name.lower(): name for name in pruners.__all__}.get(named.removesuffix("Press").lower())
     hint = "" if ours is None or isinstance(pruner, type) else f": give kvcompress.{ours}()"
     if isinstance(pruner, str):
-        hint += "; a cache that is all text is CacheSpec.parse('pruned,pruner=snapkv,budget=1024').make(config)"
+        hint += "; a cache that is all text is CacheSpec.parse('pruned,pruner=snapkv,keep=1024').make(config)"
     elif named.endswith("Press"):
-        hint += "; a press's compression_ratio is the cache's budget"
+        hint += "; a press's compression_ratio is the share that goes, the cache's keep the one that stays"
     raise ValueError(f"pruner must be an instance of kvcompress.Pruner, got {given_as(pruner)}{hint}")
 
 

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
 
-from ..budgets import Budget, GlobalTopK, Size
+from ..budgets import Budget, GlobalTopK
 from ..hf.attach import facts_of
 from ..hf.facts import Facts
 from ..hf.method import Pass
 from ..hf.outputs import output_layers
 from ..positions import RemoteGap
 from ..pruners import Pruner, Replay
+from ..units import Keep, Size
 from .base import CompressedCache, trained_length_of
 from .choose import Choice
 from .contest import Contest
@@ -28,12 +28,14 @@ from .store import PoolSettings
 class PrunedCache(CompressedCache):
     """Reads a prompt in one pass, then keeps the tokens that a pruner chooses within a budget; memory is really freed.
 
-    config: the model's config. pruner: what chooses them; not given, Replay(), which needs no question, and a
-    budget that is a size is divided over all layers and heads (GlobalTopK): a layer may then need pages for a whole
-    prompt (max_pages). budget: how many tokens each row
-    (a KV head of a layer) keeps: tokens (int), the share to remove (float), bytes of all pages and their tables
-    ("512MiB"; what a pruner keeps besides, the latest queries or running scores, comes on top and counts in nbytes), or
-    a Budget that divides them over layers and heads (PyramidKV, AdaKV, GlobalTopK); None = the pruner's own.
+    config: the model's config. pruner: what chooses them; not given, Replay(), which needs no question.
+    keep: how many stay: tokens of each row, which is a KV head of a layer, mean over layers and heads (1024, "1k" =
+    1,024); the share of a sequence's tokens (0.25, "25%", "1/4": of T tokens that many, rounded up, the share taken as
+    it is written); or bytes of all pages and their tables ("512MiB"; what a pruner keeps besides, the latest queries or
+    running scores, comes on top and counts in nbytes). A whole number is tokens, one with a point a share: 1.0 keeps
+    all. None = the pruner's own.
+    budget: how they are divided over layers and heads (PyramidKV(), AdaKV(), GlobalTopK(), Profiled(profile)); None =
+    evenly (Uniform), or without a pruner by GlobalTopK, where a layer may need pages for a whole prompt (max_pages).
     every: None compresses after calls of several tokens alone (prompts, further turns); k also while decoding, when a
     row has grown by k tokens over its budget. positions: "original" (kept tokens stay where they were), "contiguous"
     (numbered anew without holes) or a RemoteGap. chunk_size: tokens that `prefill` reads at a time, each chunk followed
@@ -56,8 +58,9 @@ class PrunedCache(CompressedCache):
         self,
         config: PreTrainedConfig,
         pruner: Pruner | None = None,
-        budget: Size | Budget | None = None,
+        budget: Budget | None = None,
         *,
+        keep: Size | None = None,
         every: int | None = None,
         positions: str | RemoteGap = "original",
         chunk_size: int | None = None,
@@ -75,14 +78,14 @@ class PrunedCache(CompressedCache):
                     "others"
                 )
             pruner = Replay()
-            budget = GlobalTopK(budget) if isinstance(budget, (int, float, str)) else budget
+            budget = GlobalTopK() if budget is None else budget
         self.policy = Policy.of(
-            pruner, budget, self.pool_settings, trained_length_of(config), every=every, chunk_size=chunk_size,
+            pruner, keep, budget, self.pool_settings, trained_length_of(config), every=every, chunk_size=chunk_size,
             positions=positions, later=later,
         )  # fmt: skip
         self.later = later
         self.pruner, self.budget, self.every = self.policy.pruner, self.policy.budget, self.policy.every
-        self.chunk_size = chunk_size
+        self.keep, self.chunk_size = keep, chunk_size
         super().__init__(config)
 
     def _new_layer(self, index: int, number: int) -> PrunedLayer:
@@ -131,19 +134,19 @@ class PrunedCache(CompressedCache):
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def compress(self, budget: Size | Budget) -> None:
-        """Compresses what is left of the prompt again, to another budget; from then on the cache is one of that budget.
+    def compress(self, budget: Budget | None = None, *, keep: Size | None = None) -> None:
+        """Compresses what is left of the prompt again, to keep less of it; from then on the cache is one that keeps so
+        much. keep, budget: as PrunedCache takes them; None = what it has, of one of them.
 
-        So one reading serves several budgets: read with a large one, or with 0.0, which keeps everything; fork(), and
+        So one reading serves several sizes: read with a large one, or with 1.0, which keeps everything; fork(), and
         compress each fork. The pruner's scores of the prompt's tokens are held (later="keep") and decide. The same
-        tokens stay as after reading with this budget, where the prompt was read in one pass (in chunks a small budget
-        leaves later chunks less to see) and all of those are left: always after budget 0.0, and after a larger budget
-        of the same kind (a size, AdaKV, GlobalTopK of the same floor). Else the best of what is left stay.
-        Tokens that follow the prompt stay, on top. A budget that holds more than is left changes nothing. A size is one
-        of GlobalTopK where the cache's own budget is that.
+        tokens stay as after reading so, where the prompt was read in one pass (in chunks a small size leaves later
+        chunks less to see) and all of those are left: always after 1.0, and after a larger size of the same budget.
+        Else the best of what is left stay. Tokens that follow the prompt stay, on top. To keep more than is left
+        changes nothing.
 
-        Raises ValueError without later="keep", for a pruner whose scores depend on the budget (uses_keep), for a budget
-        that is out of range, and before a prompt was read; RuntimeError for NaN scores, for copies of pages that forks
+        Raises ValueError without later="keep", for a pruner whose scores depend on the budget (uses_keep), for what
+        is out of range, and before a prompt was read; RuntimeError for NaN scores, for copies of pages that forks
         share where max_pages leaves no room for them, and where positions change (positions other than "original") for
         a model that is gone; nothing is dropped then.
         """
@@ -162,9 +165,12 @@ class PrunedCache(CompressedCache):
                 f"pruner must score alike for every budget for compress(), but {type(self.pruner).__name__} scores for "
                 "the budget that it is given: read the prompt again with the other one"
             )
-        if isinstance(self.budget, GlobalTopK) and not isinstance(budget, Budget):
-            budget = replace(self.budget, size=budget)
-        policy, layers = self.policy.with_budget(budget), self.compressing
+        if keep is None and budget is None:
+            raise ValueError("keep must be given, or another budget, got neither")
+        policy = self.policy.keeping(
+            self.policy.keep if keep is None else Keep.of(keep), self.budget if budget is None else budget
+        )
+        layers = self.compressing
         if any(layer.pool is None for layer in layers):
             raise ValueError("compress() needs a cache that has read a prompt, got an empty one")
         policy.budget.check_rows([layer.heads for layer in layers])
@@ -178,14 +184,15 @@ class PrunedCache(CompressedCache):
         for layer in layers:
             chosen[layer.index] = layer.choose_again(policy, len(layers), contest)
             for index, left in ({} if contest is None else contest.lost()).items():
-                choice, keep = chosen[index]
-                chosen[index] = choice.left(left), keep
+                choice, mean = chosen[index]
+                chosen[index] = choice.left(left), mean
         for layer in layers:
             layer.make_room(chosen[layer.index][0])
         self.mark_incomplete()
         for layer in layers:
             layer.keep_again(*chosen[layer.index], policy, None if facts is None else facts[layer.index])
         self.mark_incomplete(False)
+        self.keep = self.keep if keep is None else keep
         self.policy, self.budget = policy, policy.budget
         self.trim()
 

@@ -20,7 +20,7 @@ from ..hf.fingerprint import difference, fingerprint
 from ..hf.method import PassCache
 from .encoding import Decoder, Encoder, UnknownClass
 
-FORMAT = "kvcompress caches 4"
+FORMAT = "kvcompress caches 5"  # 5: keep beside the budget
 
 
 def save_caches(caches: Sequence[Any], path: str | os.PathLike[str], model: nn.Module | None = None) -> Path:
@@ -165,5 +165,8 @@ def _header(path: Path, metadata: dict[str, str]) -> dict[str, Any]:
     if not isinstance(saved, dict):
         raise ValueError(f"{path} is damaged: its header holds no fields")
     if saved.get("format") != FORMAT:
-        raise ValueError(f"format of {path} must be {FORMAT!r}, got {saved.get('format')!r}: another version wrote it")
+        raise ValueError(
+            f"format of {path} must be {FORMAT!r}, got {saved.get('format')!r}: another version wrote it, "
+            "read the text anew"
+        )
     return saved

@@ -1,4 +1,4 @@
-"""Caches as text: "pruned,pruner=snapkv,budget=0.75" makes a cache for every prompt."""
+"""Caches as text: "pruned,pruner=snapkv,keep=1/4" makes a cache for every prompt."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import Cache
 
 from .. import budgets, profiles, pruners
-from ..budgets import Budget
+from ..budgets import DIVIDES, Budget
 from ..heads import HeadProfile
 from ..hf.config import decoder_config
 from ..hf.method import METHODS, method_class
 from ..positions import RemoteGap
 from ..profiles import BudgetProfile
 from ..pruners import Gates, Pruner, ScoreProfile
-from ..pruners.base import THEIRS
+from ..pruners.base import THEIRS, in_ours
+from ..units import Keep, Size, instead_of
 from .base import trained_length_of
 from .dense import QuantizedCache
 from .iterative import IterativeCache
@@ -38,7 +39,7 @@ _UNTRAINED: dict[str, type[Cache]] = {
     "streaming": StreamingCache,
 }  # fmt: skip
 _ABOVE = {"gated": ("kvcompress.gates.cache", "GatedCache")}  # of folders that import from this one
-_SIZES = {"iterative": "memory_size", "pruned": "budget", "streaming": "window_size"}  # settings in tokens per row
+_SIZES = {"iterative": "memory_size", "pruned": "keep", "streaming": "window_size"}  # settings in tokens per row
 KINDS = (DENSE, *sorted((*_UNTRAINED, *_ABOVE, *METHODS)))
 
 
@@ -63,14 +64,14 @@ class CacheSpec:
     kind: dense (transformers' DynamicCache), quantized, pruned, iterative, streaming, quest, or a trained method: dmc
     (DMS too), pod. given: its settings as text, by name. The names are those of the cache's constructor in Python;
     `pruner` takes a pruner's class in lower case, and the pruner's own fields stand beside it; one that asks another is
-    written criticalkv:tova or chunkkv:snapkv:window=64. A budget is tokens (1024), a share to remove (0.75), bytes
-    (512MiB), or one of these divided over layers or heads, with fields of its own before it: pyramidkv:1024,
-    adakv:512MiB, adakv:floor=0.3:pyramidkv:beta=10:1024. A profile's file stands before it too, or behind a pruner's
-    name: profiled:shares.json:1024, duoattention:heads.json. preset is a field of pruners and budgets that have
-    presets: snapkv:preset=kvpress:window=32. positions takes remotegap, or remotegap:gap=512:headroom=64.
+    written criticalkv:tova or chunkkv:snapkv:window=64. keep is tokens (1024 or 1k), the share that stays (1/4, 25% or
+    0.25) or bytes (512MiB); budget says how they are divided over layers and heads, with fields of its own: globaltopk,
+    adakv:floor=0.3, and one in another adakv:floor=0.3:pyramidkv:beta=10. A profile's file stands behind its name:
+    profiled:shares.json, duoattention:heads.json. preset is a field of pruners and budgets that have presets:
+    snapkv:preset=kvpress:window=32. positions takes remotegap, or remotegap:gap=512:headroom=64.
 
-        pruned,pruner=snapkv,window=64,budget=0.75
-        pruned,pruner=tova,preset=kvpress,budget=pyramidkv:preset=kvpress:1024
+        pruned,pruner=snapkv,window=64,keep=1/4
+        pruned,pruner=tova,preset=kvpress,keep=1k,budget=pyramidkv:preset=kvpress
         cache=iterative,memory_size=1024,chunk_size=512,schedule=sqrt,dynamic=true
 
     Raises ValueError for an unknown kind, key or pruner, with those that are known, and for a value of the wrong type;
@@ -134,13 +135,12 @@ class CacheSpec:
         own = isinstance(pruner, Pruner) and pruner.own_budget is not None
         return None if own else _SIZES.get(self.kind)
 
-    def sized(self, tokens: float) -> CacheSpec:
-        """The same with so many tokens per row, whatever the size was; how a budget divides them stays. Of a budget a
-        number below 1 is the share to remove. Raises ValueError where there is no size to set."""
+    def sized(self, size: Size) -> CacheSpec:
+        """The same with so many tokens per row, whatever the size was; how a budget divides them stays. keep takes a
+        share and bytes too. Raises ValueError where there is no size to set."""
         if self.size_key is None:
             raise ValueError(f"cache must have a size to set ({', '.join(_SIZES)}), got {self}")
-        divided, colon, _ = self.given.get(self.size_key, "").rpartition(":")
-        return CacheSpec(self.kind, {**self.given, self.size_key: f"{divided}{colon}{tokens}"})
+        return CacheSpec(self.kind, {**self.given, self.size_key: str(size)})
 
     # ---- names ----
 
@@ -193,7 +193,13 @@ def _fields(made: type) -> dict[str, frozenset[type]]:
 
 def _unknown_key(key: str, owner: str, known: Mapping[str, Any], more: str = "") -> UnknownKey:
     ours = THEIRS.get(key, "")
-    hint = f"; kvpress's {key} is {ours} here" if ours in known or (re.search(rf"\b{ours}\b", more) and ours) else ""
+    if key == "share" and "keep" in known:
+        more += "; share is keep now"
+    hint = (
+        f"; kvpress's {key} is {in_ours(key)} here"
+        if ours in known or (re.search(rf"\b{ours}\b", more) and ours)
+        else ""
+    )
     return UnknownKey(f"{owner} has no {key!r}; known are {', '.join(known) or 'none'}{more}{hint}")
 
 
@@ -219,7 +225,7 @@ def unasked(config: PreTrainedConfig, tokens: int | None = None, *, later: str |
         return CacheSpec(kind, {})
     trained = trained_length_of(config)
     if tokens is not None and tokens + ROOM <= trained:
-        return CacheSpec("pruned", {"budget": str(MEMORY), **({} if later is None else {"later": later})})
+        return CacheSpec("pruned", {"keep": str(MEMORY), **({} if later is None else {"later": later})})
     memory = min(max(trained // 2, MEMORY), 4 * MEMORY)
     return CacheSpec("iterative", {} if memory == MEMORY else {"memory_size": str(memory)})
 
@@ -235,6 +241,10 @@ def _value(key: str, text: str, allowed: frozenset[type]) -> Any:
     lower, name = text.lower(), text.partition(":")[0]
     if type(None) in allowed and lower == "none":
         return None
+    if key == "keep":
+        Keep.of(text)
+    if Budget in allowed and (keep := instead_of(text, quoted=False)) is not None:
+        raise ValueError(f"{key} {DIVIDES} {keep}; got {text!r}")
     if Budget in allowed and name in BUDGETS:
         return _nested(text, BUDGETS[name])
     if RemoteGap in allowed and name == "remotegap":
@@ -252,17 +262,18 @@ def _value(key: str, text: str, allowed: frozenset[type]) -> Any:
         return float(text)
     if _IDS in allowed and re.fullmatch(r"\d+(\+\d+)*", text):
         return tuple(map(int, text.split("+")))
-    if str in allowed and not (Budget in allowed and not re.match(r"\d", text)):  # bytes are no name
+    if str in allowed:
         return text
-    raise ValueError(f"{key} must be {' or '.join(_expected(allowed))}, got {text!r}")
+    hint = f"; budget={name} says how it is divided" if name in BUDGETS else ""
+    raise ValueError(f"{key} must be {' or '.join(_expected(allowed))}, got {text!r}{hint}")
 
 
 def _nested(text: str, made: type, own: dict[str, Any] | None = None) -> Any:
-    """Of name:field=value:...:file:operand. file: a profile's, where it needs one. operand: what a budget divides, the
-    pruner that another one asks. own: fields that were read elsewhere."""
+    """Of name:field=value:...:file or name:field=value:...:operand. file: a profile's, where it needs one. operand: the
+    budget in AdaKV, the pruner that another one asks. own: fields that were read elsewhere."""
     name, *parts = text.split(":")
     known, fields = _fields(made), dict(own or {})
-    operand = next((x for x in known if x in ("size", "inner") or Pruner in known[x]), None)
+    operand = next((x for x in known if known[x].intersection((Budget, Pruner))), None)
     profile = next((x for x in known if known[x].intersection(PROFILES)), None)
     while parts and "=" in parts[0]:
         key, _, value = parts.pop(0).partition("=")
@@ -271,18 +282,11 @@ def _nested(text: str, made: type, own: dict[str, Any] | None = None) -> Any:
         if key not in known or key == operand:
             raise _unknown_key(key, name, {x: 0 for x in known if x != operand})
         fields[key] = _value(key, value, known[key])
+    if issubclass(made, Budget) and parts and (keep := instead_of(parts[-1], quoted=False)) is not None:
+        raise ValueError(f"{name} {DIVIDES} {keep}, beside budget={text.rpartition(':')[0]}; got {text!r}")
     rest = ":".join(parts)
-    if (
-        profile is not None
-        and profile not in fields
-        and rest
-        and (operand is None or ":" in rest)
-        and not re.fullmatch(r"[\d.]+", rest)
-    ):
-        file, _, rest = (rest, "", "") if operand is None else rest.rpartition(":")
-        fields[profile] = _value(profile, file, known[profile])
-    if operand is not None and not rest and issubclass(made, Budget):
-        raise ValueError(f"{name} needs a size, as in {name}:0.75, {name}:1024 or {name}:512MiB, got {text!r}")
+    if profile is not None and profile not in fields and rest and operand is None and not re.fullmatch(r"[\d.]+", rest):
+        fields[profile], rest = _value(profile, rest, known[profile]), ""
     if operand is not None and rest:
         fields[operand] = _value(f"what follows {name}:", rest, known[operand])
     elif rest:
@@ -291,8 +295,7 @@ def _nested(text: str, made: type, own: dict[str, Any] | None = None) -> Any:
         return typing.cast(Any, made).preset(fields.pop("preset"), **fields)
     for key, parameter in inspect.signature(made).parameters.items():
         if parameter.default is parameter.empty and key not in fields:
-            file = f"{name}:{_example(known[key])}{'' if operand is None else ':1024'}"
-            example = file if key == profile else f"{name}:{key}=..."
+            example = f"{name}:{_example(known[key])}" if key == profile else f"{name}:{key}=..."
             raise ValueError(f"{name} needs {key}, as in {example}, got {text!r}")
     return made(**fields)
 
@@ -304,9 +307,9 @@ def _example(allowed: frozenset[type]) -> str:
 def _expected(allowed: frozenset[type]) -> list[str]:
     written = {
         int: "a whole number", float: "a number", bool: "true or false",
-        str: "bytes such as 512MiB" if Budget in allowed else "a name", type(None): "none",
+        str: "a name", type(None): "none",
         _IDS: "token ids such as 12+7",
-        Budget: f"one of {', '.join(f'{name}:...' for name in BUDGETS)}", RemoteGap: "remotegap",
+        Budget: f"one of {', '.join(BUDGETS)}", RemoteGap: "remotegap",
     }  # fmt: skip
     return [words for kind, words in written.items() if kind in allowed]
 

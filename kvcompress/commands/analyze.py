@@ -181,19 +181,19 @@ def budget(
     pruner: Annotated[
         str, typer.Option(help="whose scores divide the budget, as in --cache: replay, snapkv:window=64")
     ] = "replay",
-    size: Annotated[str, typer.Option(help="budget that is divided: tokens, a share to remove, or bytes")] = "0.75",
+    keep: Annotated[str, typer.Option(help="what is divided: tokens, the share that stays, or bytes")] = "1/4",
     floor: Annotated[float, typer.Option(help="share of the mean that every row keeps in any case, 0 to 1")] = 0.1,
     seed: Annotated[int, typer.Option(help="draws the texts", min=0)] = 0,
     device: Device = "cpu",
     dtype: Dtype = "auto",
 ) -> None:
-    """Measure how layers and heads share a budget, for --cache pruned,budget=profiled:FILE:1024."""
+    """Measure how layers and heads share a budget, for --cache pruned,keep=1k,budget=profiled:FILE."""
     with _said():
         from ..analysis.run_shares import run_shares
 
         run_shares(
             out=out, model=model, text=tuple(text or ()), held_out=held_out, samples=samples, length=length,
-            pruner=pruner, size=size, floor=floor, seed=seed, device=device, dtype=dtype, console=Console(width=100),
+            pruner=pruner, keep=keep, floor=floor, seed=seed, device=device, dtype=dtype, console=Console(width=100),
         )  # fmt: skip
 
 
@@ -214,8 +214,8 @@ def scores(
         typer.Option(help="tokens of a text; not given: 1,120, or what the model has positions to read twice", min=256),
     ] = None,
     chunk: Annotated[int, typer.Option(help="tokens that KVzip reads again at once", min=1)] = 512,
-    shares: Annotated[
-        str, typer.Option(help="of the tokens that stay, to which texts are cut in turn; one given twice counts twice")
+    keep: Annotated[
+        str, typer.Option(help="shares that stay, to which texts are cut in turn; one given twice counts twice")
     ] = "1/4,1/4,1/8",
     steps: Annotated[int, typer.Option(help="steps of training, of a text each", min=1)] = 180,
     lr: Annotated[float, typer.Option(help="learning rate")] = 0.02,
@@ -229,6 +229,6 @@ def scores(
 
         run_scores(
             out=out, model=model, text=tuple(text or ()), held_out=held_out, samples=samples, length=length,
-            chunk=chunk, shares=shares, steps=steps, lr=lr, seed=seed, device=device, dtype=dtype,
+            chunk=chunk, keep=keep, steps=steps, lr=lr, seed=seed, device=device, dtype=dtype,
             console=Console(width=100),
         )  # fmt: skip

@@ -24,7 +24,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 @command
 def dmc(
     common: Common,
-    target_cr: Annotated[float, typer.Option(help="tokens per cache entry to reach", min=1.0)] = 4.0,
+    target_ratio: Annotated[float, typer.Option(help="tokens per cache entry to reach", min=1.0)] = 4.0,
     mode: Annotated[str | None, typer.Option(help="dmc (merge, the default) or dms (drop)")] = None,
     dms_window: Annotated[int | None, typer.Option(help="tokens that dms never drops (512)", min=0)] = None,
     dms_decides: Annotated[
@@ -33,7 +33,7 @@ def dmc(
     neuron: Annotated[
         int | None, typer.Option(help="coordinate of queries and keys that decides (-1; see dmc.neuron_costs)")
     ] = None,
-    start_cr: Annotated[float, typer.Option(help="where the ramp begins", min=1.0)] = 1.0,
+    start_ratio: Annotated[float, typer.Option(help="where the ramp begins", min=1.0)] = 1.0,
     anneal_steps: Annotated[int | None, typer.Option(help="steps that fade the neurons out", min=0)] = None,
     ramp_steps: Annotated[int | None, typer.Option(help="steps from start to target", min=0)] = None,
     solidify_steps: Annotated[
@@ -58,7 +58,7 @@ def dmc(
         shift=shift,
     )  # fmt: skip
     recipe = DMCRecipe(
-        target_ratio=target_cr, start_ratio=start_cr, seed=common.seed,
+        target_ratio=target_ratio, start_ratio=start_ratio, seed=common.seed,
         objective=CompressionLoss(weight=chosen["weight"], hinge=hinge, equal_weight=equal_weight),
         **{name: chosen[name] for name in ("anneal_steps", "ramp_steps", "solidify_steps", "warmup_steps")},
     )  # fmt: skip

@@ -18,7 +18,7 @@ Caches = Annotated[
     list[str] | None,
     typer.Option(
         "--cache",
-        help="as lm-eval and CacheSpec have it, such as pruned,pruner=snapkv,budget=0.75; several: one table; not "
+        help="as lm-eval and CacheSpec have it, such as pruned,pruner=snapkv,keep=1/4; several: one table; not "
         "given: dense, or a converted model's own",
     ),
 ]
@@ -27,11 +27,12 @@ Lengths = Annotated[
     typer.Option(help="tokens of a prompt, such as 1024,4096; not given: what the model reaches, at most 4,096"),
 ]
 Limit = Annotated[int, typer.Option(help="prompts of a task and length", min=1)]
-Share = Annotated[
-    str | None, typer.Option(help="of the dense cache's bytes that every cache gets, such as 1/4: sets its size")
-]
-Bytes = Annotated[
-    str | None, typer.Option("--bytes", help="that every cache gets for a prompt, such as 512KiB: sets its size")
+Keep = Annotated[
+    str | None,
+    typer.Option(
+        help="that every cache gets: a share of the dense cache's bytes, such as 1/4 or 25%, or bytes for a prompt, "
+        "such as 512KiB: sets its size"
+    ),
 ]
 Texts = Annotated[
     list[Path] | None, typer.Option(help="UTF-8 files to take texts from; not given: the standard library's source")
@@ -69,7 +70,7 @@ def _lengths(text: str | None) -> list[int] | None:
 
 def _run(
     make: Callable[[Any, Any, int], Sequence[Any]], *, model: str, cache: list[str] | None, lengths: str | None,
-    share: str | None, nbytes: str | None, text: list[Path] | None, json: Path | None, device: str, dtype: str,
+    keep: str | None, text: list[Path] | None, json: Path | None, device: str, dtype: str,
     by_depth: bool = False, figure: Path | None = None, peers: bool = False, peers_python: Path | None = None,
     peers_press: list[str] | None = None, **settings: Any,
 ) -> None:  # fmt: skip
@@ -79,7 +80,7 @@ def _run(
 
     try:
         run_eval(
-            make, model=model, caches=cache or [], lengths=_lengths(lengths), share=share, nbytes=nbytes,
+            make, model=model, caches=cache or [], lengths=_lengths(lengths), keep=keep,
             text=tuple(text or ()), json=json, device=device, dtype=dtype, by_depth=by_depth, figure=figure,
             console=Console(), settings=settings, peers=peers, peers_python=peers_python,
             peers_press=tuple(peers_press or ()),
@@ -109,8 +110,7 @@ def ruler(
     chat: Annotated[
         bool, typer.Option("--chat", help="prompts as a user's turn of the tokenizer's chat template")
     ] = False,
-    share: Share = None,
-    nbytes: Bytes = None,
+    keep: Keep = None,
     text: Texts = None,
     squad: Annotated[Path | None, typer.Option(help="SQuAD's dev-v2.0.json, for qa_1")] = None,
     hotpotqa: Annotated[Path | None, typer.Option(help="HotpotQA's hotpot_dev_distractor_v1.json, for qa_2")] = None,
@@ -141,7 +141,7 @@ def ruler(
             for name in (here if tasks is None else [name.strip() for name in tasks.split(",")])
         ]
 
-    _run(make, model=model, cache=cache, lengths=lengths, share=share, nbytes=nbytes, text=text, json=json,
+    _run(make, model=model, cache=cache, lengths=lengths, keep=keep, text=text, json=json,
          device=device, dtype=dtype, peers=peers, peers_python=peers_python, peers_press=peers_press,
          question=question, chat=chat, limit=limit, seed=seed)  # fmt: skip
 
@@ -155,8 +155,7 @@ def needle(
     limit: Annotated[int, typer.Option(help="prompts of a length and depth", min=1)] = 1,
     question: Where = "end",
     raw: Raw = False,
-    share: Share = None,
-    nbytes: Bytes = None,
+    keep: Keep = None,
     text: Texts = None,
     seed: Seed = 0,
     json: Json = None,
@@ -175,7 +174,7 @@ def needle(
 
         return [needle_measure(framing_of(tokenizer, raw), length, source, depths, limit, seed, question)]
 
-    _run(make, model=model, cache=cache, lengths=lengths, share=share, nbytes=nbytes, text=text, json=json,
+    _run(make, model=model, cache=cache, lengths=lengths, keep=keep, text=text, json=json,
          device=device, dtype=dtype, peers=peers, peers_python=peers_python, peers_press=peers_press,
          by_depth=True, figure=figure, question=question, depths=depths, raw=raw, limit=limit, seed=seed)  # fmt: skip
 
@@ -188,8 +187,7 @@ def recall(
     questions: Annotated[int, typer.Option(help="facts of a prompt that are asked", min=1)] = 8,
     limit: Limit = 8,
     raw: Raw = False,
-    share: Share = None,
-    nbytes: Bytes = None,
+    keep: Keep = None,
     seed: Seed = 0,
     json: Json = None,
     device: Device = "cpu",
@@ -206,7 +204,7 @@ def recall(
 
         return [recall_measure(framing_of(tokenizer, raw), length, questions, limit, seed)]
 
-    _run(make, model=model, cache=cache, lengths=lengths, share=share, nbytes=nbytes, text=None, json=json,
+    _run(make, model=model, cache=cache, lengths=lengths, keep=keep, text=None, json=json,
          device=device, dtype=dtype, peers=peers, peers_python=peers_python, peers_press=peers_press,
          questions=questions, raw=raw, limit=limit, seed=seed)  # fmt: skip
 
@@ -219,8 +217,7 @@ def turns(
     questions: Annotated[int, typer.Option(help="facts of a text, all asked", min=1)] = 8,
     limit: Limit = 8,
     raw: Raw = False,
-    share: Share = None,
-    nbytes: Bytes = None,
+    keep: Keep = None,
     text: Texts = None,
     seed: Seed = 0,
     json: Json = None,
@@ -238,7 +235,7 @@ def turns(
 
         return [turns_measure(framing_of(tokenizer, raw), length, source, questions, limit, seed)]
 
-    _run(make, model=model, cache=cache, lengths=lengths, share=share, nbytes=nbytes, text=text, json=json,
+    _run(make, model=model, cache=cache, lengths=lengths, keep=keep, text=text, json=json,
          device=device, dtype=dtype, peers=peers, peers_python=peers_python, peers_press=peers_press,
          questions=questions, raw=raw, limit=limit, seed=seed)  # fmt: skip
 
@@ -250,8 +247,7 @@ def ppl(
     lengths: Lengths = None,
     scored: Annotated[int, typer.Option(help="tokens behind a prompt that are scored, about", min=2)] = 256,
     limit: Limit = 8,
-    share: Share = None,
-    nbytes: Bytes = None,
+    keep: Keep = None,
     text: Texts = None,
     seed: Seed = 0,
     json: Json = None,
@@ -269,7 +265,7 @@ def ppl(
 
         return [loss_measure("ppl", Framing(tokenizer), length, scored, source, limit, seed)]
 
-    _run(make, model=model, cache=cache, lengths=lengths, share=share, nbytes=nbytes, text=text, json=json,
+    _run(make, model=model, cache=cache, lengths=lengths, keep=keep, text=text, json=json,
          device=device, dtype=dtype, peers=peers, peers_python=peers_python, peers_press=peers_press,
          scored=scored, limit=limit, seed=seed)  # fmt: skip
 
@@ -280,8 +276,7 @@ def decode(
     cache: Caches = None,
     lengths: Lengths = None,
     limit: Limit = 4,
-    share: Share = None,
-    nbytes: Bytes = None,
+    keep: Keep = None,
     text: Texts = None,
     seed: Seed = 0,
     json: Json = None,
@@ -299,5 +294,5 @@ def decode(
 
         return [decode_measure(Framing(tokenizer), length, source, limit, seed)]
 
-    _run(make, model=model, cache=cache, lengths=lengths, share=share, nbytes=nbytes, text=text, json=json,
+    _run(make, model=model, cache=cache, lengths=lengths, keep=keep, text=text, json=json,
          device=device, dtype=dtype, limit=limit, seed=seed)  # fmt: skip

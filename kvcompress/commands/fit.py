@@ -34,7 +34,7 @@ def dms(
     out: Annotated[Path, typer.Option(help="folder for the fitted model, which must not exist")],
     model: Model = "example",
     text: Text = None,
-    target_cr: Annotated[float, typer.Option(help="tokens per cache entry, beyond the window", min=1.0)] = 2.0,
+    target_ratio: Annotated[float, typer.Option(help="tokens per cache entry, beyond the window", min=1.0)] = 2.0,
     window: Annotated[int, typer.Option(help="newest tokens that are never dropped", min=0)] = 64,
     samples: Samples = 48,
     length: Length = None,
@@ -56,7 +56,7 @@ def dms(
         from ..dmc.run_fit import run_fit
 
         run_fit(
-            out=out, model=model, text=tuple(text or ()), ratio=target_cr, window=window, samples=samples,
+            out=out, model=model, text=tuple(text or ()), ratio=target_ratio, window=window, samples=samples,
             length=length, neuron=neuron, seed=seed, device=device, dtype=dtype, console=Console(width=80),
         )  # fmt: skip
     except (ValueError, FileNotFoundError, ImportError) as error:
@@ -88,7 +88,7 @@ def gates(
     device: Device = "cpu",
     dtype: Dtype = "auto",
 ) -> None:
-    """Make gates: a token's own queries say whether it stays, for --cache gated,gates=FOLDER,share=0.25.
+    """Make gates: a token's own queries say whether it stays, for --cache gated,gates=FOLDER,keep=1/4.
 
     Each KV head's gate is a linear map, fitted to a pruner's scores of the text by ridge regression. The model is left
     as it is.

@@ -30,7 +30,7 @@ Make = Callable[[Any, Source, int], Sequence[Measure]]
 
 
 def run_eval(
-    make: Make, *, model: str, caches: list[str], lengths: list[int] | None, share: str | None, nbytes: str | None,
+    make: Make, *, model: str, caches: list[str], lengths: list[int] | None, keep: str | None,
     text: tuple[Path, ...], json: Path | None, device: str, dtype: str, by_depth: bool, figure: Path | None,
     console: Console, settings: dict[str, Any], peers: bool = False, peers_python: Path | None = None,
     peers_press: tuple[str, ...] = (),
@@ -45,16 +45,12 @@ def run_eval(
         from ..plots.files import format_of
 
         format_of("figure", figure)
-    specs, equal, source = (
-        [CacheSpec.parse(cache) for cache in caches],
-        EqualBytes.parse(share, nbytes),
-        source_of(text),
-    )
+    specs, equal, source = [CacheSpec.parse(cache) for cache in caches], EqualBytes.parse(keep), source_of(text)
     need(len({*map(str, specs)}) == len(specs), f"cache must be given once each, got {', '.join(caches)}")
     need(
         peers or (peers_python is None and not peers_press), "peers must be given where peers_python or peers_press is"
     )
-    need(not peers or equal != EqualBytes(), "peers must come with share or bytes, which kvpress is held to as well")
+    need(not peers or equal != EqualBytes(), "peers must come with keep, which kvpress is held to as well")
     set_verbosity_error()  # texts may be longer than the model's trained length on purpose
     loaded, tokenizer = load(model, device, dtype)
     config = decoder_config(loaded.config)
@@ -75,7 +71,7 @@ def run_eval(
     if json is not None:
         told = {"peers": theirs.facts()} if theirs else {}
         kind = str(loaded.dtype).removeprefix("torch.")
-        write_rows(json, rows, model=model, dtype=kind, share=share, bytes=nbytes, **settings, **told)
+        write_rows(json, rows, model=model, dtype=kind, keep=keep, **settings, **told)
     if figure is not None:
         draw_depths(rows, figure)
     if theirs is not None and theirs.broken is not None:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from fractions import Fraction
 
-from ..budgets import bytes_of
 from ..caches.spec import DENSE, CacheSpec
 from ..checks import need
+from ..units import Keep, Size
 from .fitting import TooShort, largest
 from .measure import Measure
 from .reading import Reader
@@ -19,37 +18,34 @@ _PAGE = 16
 
 @dataclass
 class EqualBytes:
-    """What each cache may hold after reading: a share of the dense cache's bytes, or bytes; None = it is as its text
-    says. Caches without a size to set (CacheSpec.size_key) are as they are.
+    """What each cache may hold after reading. keep: a share, of the dense cache's bytes, or bytes; None = it is as its
+    text says. Caches without a size to set (CacheSpec.size_key) are as they are.
 
     A cache gets the largest size, in whole pages, with which it holds no more than that after reading a task's first
     prompt, to within TOLERANCE.
     """
 
-    share: Fraction | None = None
-    nbytes: int | None = None
+    keep: Keep | None = None
     _found: dict[str, float] = field(default_factory=dict)  # of the prompt, by cache: where to begin the next search
 
     def __post_init__(self) -> None:
-        need(self.share is None or self.nbytes is None, "share must be None where bytes are given")
-        need(self.share is None or 0 < self.share <= 1, f"share must be above 0 and at most 1, got {self.share}")
-        need(self.nbytes is None or self.nbytes > 0, f"bytes must be above 0, got {self.nbytes}")
+        if self.keep is not None:
+            tokens = self.keep.tokens
+            need(tokens is None, f"keep must be a share of the dense cache's bytes (1/4, 25%), or bytes (512KiB), got "
+                 f"{tokens} tokens")  # fmt: skip
+            need(self.keep.nbytes != 0, f"keep must be above 0 bytes, got {self.keep}")
 
     @staticmethod
-    def parse(share: str | None, nbytes: str | None) -> EqualBytes:
-        """share: "1/4" or "0.25". nbytes: "512KiB"."""
-        try:
-            part = None if share is None else Fraction(share)
-        except (ValueError, ZeroDivisionError):
-            raise ValueError(f"share must be a number such as 1/4 or 0.25, got {share!r}") from None
-        return EqualBytes(part, None if nbytes is None else bytes_of(nbytes, "bytes"))
+    def parse(keep: Size | None) -> EqualBytes:
+        """keep: "1/4" or "512KiB"."""
+        return EqualBytes(None if keep is None else Keep.of(keep))
 
     def target(self, dense_nbytes: int | None) -> float | None:
-        if self.share is None:
-            return self.nbytes
+        if self.keep is None or self.keep.share is None:
+            return None if self.keep is None else self.keep.nbytes
         if dense_nbytes is None:
-            raise ValueError(f"share must be None for a converted model, which has no dense cache, got {self.share}")
-        return float(self.share * dense_nbytes)
+            raise ValueError(f"keep must be bytes for a converted model, which has no dense cache, got {self.keep}")
+        return float(self.keep.share * dense_nbytes)
 
     def sized(self, reader: Reader, measure: Measure, dense_nbytes: int | None) -> CacheSpec:
         """Raises ValueError where the least that a cache can hold is more."""
@@ -68,7 +64,7 @@ class EqualBytes:
             found = largest(held, 1, (1 + TOLERANCE) * target, near=near, most=pages)
         except TooShort as error:
             raise ValueError(
-                f"{'bytes' if self.share is None else 'share'} must leave room for {spec}: after {measure.name}'s "
+                f"keep must leave room for {spec}: after {measure.name}'s "
                 f"prompt of {measure.tokens} tokens it holds at least {error.count:,} bytes, got {target:,.0f}; a "
                 "smaller page_size takes less"
             ) from None

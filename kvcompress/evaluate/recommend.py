@@ -6,7 +6,6 @@ import json
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +18,11 @@ from transformers.utils.logging import set_verbosity_error
 from ..bench import measured
 from ..caches.base import trained_length_of
 from ..caches.spec import DENSE, CacheSpec
-from ..checks import need
+from ..checks import need, renamed
 from ..files import write_text
 from ..framing import Framing, framing_of
 from ..info import facts
-from ..units import size
+from ..units import Keep, size
 from ..write_text import load
 from .equal_bytes import EqualBytes, dense_bytes
 from .measure import Mean, Outcome
@@ -41,8 +40,8 @@ CLOSE = 0.005  # bits a token: no difference to anybody
 FASTER = 0.8  # of the time: what is worth a change
 CANDIDATES = (
     "pruned,later=keep",
-    "pruned,pruner=kvzip,mass=true,chunk=512,budget=globaltopk:1,later=keep",
-    "pruned,pruner=snapkv,kernel_size=31,pooling=max,budget=adakv:1,later=keep",
+    "pruned,pruner=kvzip,mass=true,chunk=512,budget=globaltopk,later=keep",
+    "pruned,pruner=snapkv,kernel_size=31,pooling=max,budget=adakv,later=keep",
     "iterative",
     "streaming",
 )
@@ -95,25 +94,26 @@ class Recommendation:
         return f'cache = kvcompress.CacheSpec.parse("{pasted}").make(model.config, tokenizer)'
 
 
+@renamed(share="keep", nbytes="keep")
 def recommend(
-    model: Any, tokenizer: Any, text: str, *, share: float | str | None = None, nbytes: int | str | None = None,
+    model: Any, tokenizer: Any, text: str, *, keep: float | str,
     tokens: int | None = None, pieces: int = 4, caches: Sequence[str] = (), raw: bool = False,
     told: Callable[[str], object] = lambda text: None,
 ) -> Recommendation:  # fmt: skip
     """Measures caches on pieces of a text, each at the same bytes: nothing is known of what will be asked.
 
-    model: an attached one that is not converted; tokenizer: its own. share: of the dense cache's bytes, such as 1/4;
-    nbytes: for a piece, such as "64MiB"; one of both. tokens: of a piece, None = half of the text, 2,048 at most.
-    pieces: spread evenly over the text. caches: further ones, as text. raw: the text as it is, no user's turn of the
-    tokenizer's chat template. told: what comes next, for who waits.
+    model: an attached one that is not converted; tokenizer: its own. keep: that a cache gets for a piece, a share of
+    the dense cache's bytes (0.25, "1/4") or bytes ("64MiB"). tokens: of a piece, None = half of the text, 2,048 at
+    most. pieces: spread evenly over the text. caches: further ones, as text. raw: the text as it is, no user's turn of
+    the tokenizer's chat template. told: what comes next, for who waits.
 
     A cache loses what bits per token rise over the dense cache's, of how the text goes on and of passages of the text
     that are begun again, on the mean. The least is taken; or what is not behind it by more than the standard error of
     the difference (0.005 bits at least) and takes less than 0.8 of its time for a piece.
     Raises ValueError for a text that is too short, a size at which no cache fits, and a converted model.
     """
-    need((share is None) != (nbytes is None), "one of share and bytes must be given")
-    equal = EqualBytes.parse(None if share is None else str(share), None if nbytes is None else str(nbytes))
+    equal = EqualBytes(Keep.of(keep))
+    shares = equal.keep is not None and equal.keep.share is not None
     own = CacheSpec.kind_of(model.config)
     need(own is None, f"model must be one that is not converted, got one of {own}, whose cache is its own")
     need(pieces >= 1, f"pieces must be at least 1, got {pieces}")
@@ -130,13 +130,13 @@ def recommend(
     if target >= whole:
         reason = f"the dense cache of {measure.tokens:,} tokens takes {size(whole)}, which fits: nothing to compress"
         return Recommendation(None, (), None, *about, reason)
-    dense = _measured(reader, measure, share is not None, told)
+    dense = _measured(reader, measure, shares, told)
     found, refused = [], {}
     for spec in specs:
         told(f"{spec}: its size")
         try:
             sized = equal.sized(replace(reader, spec=spec), measure, whole)
-            candidate = _measured(replace(reader, spec=sized), measure, share is not None, told, str(spec))
+            candidate = _measured(replace(reader, spec=sized), measure, shares, told, str(spec))
         except ValueError as error:
             refused[str(spec)] = str(error)
             continue
@@ -146,7 +146,7 @@ def recommend(
             found.append(candidate)
     if not found:
         reasons = "; ".join(f"{cache}: {why}" for cache, why in refused.items())
-        raise ValueError(f"{'bytes' if share is None else 'share'} must leave room for a cache, got {size(target)}: "
+        raise ValueError(f"keep must leave room for a cache, got {size(target)}: "
                          f"{reasons}")  # fmt: skip
     found.sort(key=lambda candidate: Mean(candidate.lost(dense)).value)
     chosen, reason = choice(found, dense)
@@ -186,7 +186,7 @@ def _length(framing: Framing, text: str, tokens: int | None, model: Any) -> int:
 def _measured(
     reader: Reader, measure: Quotes, shares: bool, told: Callable[[str], object], cache: str | None = None
 ) -> Candidate:
-    """cache: as it was given. shares: what is pasted has a share to remove, where the cache takes one."""
+    """cache: as it was given. shares: what is pasted keeps a share, where the cache takes one."""
     spec, outcomes = reader.spec, []
     for index in range(measure.count):
         told(f"{spec}: piece {index + 1} of {measure.count}")
@@ -196,8 +196,7 @@ def _measured(
     written = measured(reader.model, ids, spec, WRITTEN, reader.tokenizer)
     pasted = spec
     if shares and spec.kind == "pruned" and spec.size_key is not None:
-        kept = Fraction(int(spec.given[spec.size_key].rpartition(":")[2]), measure.tokens)
-        pasted = spec.sized(round(1 - float(kept), 3))
+        pasted = spec.sized(max(round(int(spec.given[spec.size_key]) / measure.tokens, 3), 0.001))
     return Candidate(
         cache or str(spec), str(spec), str(pasted), sum(x.nbytes for x in outcomes) / len(outcomes),
         tuple(x.score for x in outcomes), _each(outcomes, "bits"), _each(outcomes, "score"),
@@ -213,13 +212,12 @@ def _each(outcomes: Sequence[Outcome], name: str) -> tuple[float, ...]:
 
 
 def run_recommend(
-    *, model: str, text: tuple[Path, ...], share: str | None, nbytes: str | None, tokens: int | None, pieces: int,
+    *, model: str, text: tuple[Path, ...], keep: str, tokens: int | None, pieces: int,
     caches: list[str], raw: bool, json_file: Path | None, device: str, dtype: str, console: Console,
 ) -> None:  # fmt: skip
     """Prints a table, why, and the line to paste. Raises ValueError for wrong settings, FileNotFoundError."""
     need(json_file is None or json_file.parent.is_dir(), f"json must be in a folder that exists, got {json_file}")
-    need((share is None) != (nbytes is None), "one of share and bytes must be given")
-    EqualBytes.parse(share, nbytes)
+    EqualBytes.parse(keep)
     for cache in caches:
         CacheSpec.parse(cache)
     words = Files(text).text
@@ -227,7 +225,7 @@ def run_recommend(
     loaded, tokenizer = load(model, device, dtype)
     with Console(stderr=True).status("reading") as status:
         found = recommend(
-            loaded, tokenizer, words, share=share, nbytes=nbytes, tokens=tokens, pieces=pieces, caches=caches, raw=raw,
+            loaded, tokenizer, words, keep=keep, tokens=tokens, pieces=pieces, caches=caches, raw=raw,
             told=status.update,
         )  # fmt: skip
     _print(found, console)

@@ -100,7 +100,7 @@ class _Whole:
 class SharedReader(Reader):
     """Reads as Reader does, bit for bit, with what several caches of one text have in common computed once: a
     PrunedCache that reads in one pass takes the layers' inputs of the text's first reading, and those with later="keep"
-    that differ in their budget alone are compressed from one reading that kept everything.
+    that differ in keep and budget alone are compressed from one reading that kept everything.
     """
 
     inputs: LayerInputs = field(kw_only=True)
@@ -114,7 +114,7 @@ class SharedReader(Reader):
         if not _serves_budgets(made):
             with self.inputs.reading(ids):
                 return super().read(ids)
-        spec = CacheSpec(self.spec.kind, {**self.spec.given, "budget": "0.0"})
+        spec = CacheSpec(self.spec.kind, {**self.spec.given, "keep": "1.0"})
         whole = self._whole
         if (whole.ids, whole.spec) != (tuple(ids), str(spec)):
             whole.cache = None  # before the next one takes room
@@ -124,11 +124,11 @@ class SharedReader(Reader):
             whole.ids, whole.spec, whole.cache = tuple(ids), str(spec), cache
         assert whole.cache is not None
         own = whole.cache.fork()
-        own.compress(made.budget)
+        own.compress(made.budget, keep=made.policy.keep.text)
         return own
 
 
 def _serves_budgets(cache: PrunedCache) -> bool:
-    """Whether one reading serves all budgets (PrunedCache.compress)."""
+    """Whether one reading serves all of them (PrunedCache.compress)."""
     pruner = cache.pruner
     return cache.later == "keep" and not pruner.uses_keep and pruner.own_budget is None

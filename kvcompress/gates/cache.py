@@ -10,12 +10,13 @@ from transformers import PreTrainedConfig
 from ..caches.base import CompressedCache
 from ..caches.passes import CachePass
 from ..caches.store import PoolSettings
-from ..checks import MOST_INT32, need, need_integer, need_number
+from ..checks import MOST_INT32, need, need_integer, need_number, renamed
 from ..dmc.config import DMCConfig
 from ..dmc.dms import DMSLayer
 from ..hf.facts import Facts
 from ..pruners import Gates
 from ..pruners.gates import as_gates
+from ..units import Keep
 
 _LARGEST = 1e6
 
@@ -61,12 +62,12 @@ class GatedCache(CompressedCache):
     keeps what its gate lets through, and memory is really freed. A token's fate depends on what came before it alone:
     a prompt in one pass, in chunks or token by token gives the same rows, and so does decoding.
 
-    config: the model's config. gates: Gates of the model, or the folder that `kvcompress fit gates` made. share: of
-    tokens behind the window that stay, on the average of the texts held out (0 < share <= 1; 1: all). threshold: the
-    logarithm under which a token goes, instead of share. window: newest tokens that always stay, at least 1.
-    num_sink_tokens: first ones that do; the very first does in any case. chunk_size: tokens that `prefill` reads at a
-    time, None = the whole prompt. track: remember all decisions, for kept_positions(). page_size, max_pages, grow: see
-    PoolSettings; a decoded token needs room for the case that every head keeps it.
+    config: the model's config. gates: Gates of the model, or the folder that `kvcompress fit gates` made. keep: the
+    share of tokens behind the window that stays, on the average of the texts held out (0.25, "25%" or "1/4"; 1.0: all).
+    threshold: the logarithm under which a token goes, instead of keep. window: newest tokens that always stay, at least
+    1. num_sink_tokens: first ones that do; the very first does in any case. chunk_size: tokens that `prefill` reads at
+    a time, None = the whole prompt. track: remember all decisions, for kept_positions(). page_size, max_pages, grow:
+    see PoolSettings; a decoded token needs room for the case that every head keeps it.
     A prompt of several chunks that finds no page leaves the cache incomplete: reset() it.
     Raises ValueError for settings out of range, for gates of another model, and for layers that read others' keys,
     whose keys and values differ in size, or whose keys are normed behind their rotation.
@@ -75,12 +76,13 @@ class GatedCache(CompressedCache):
 
     answers = ("kept_share",)
 
+    @renamed(share="keep")
     def __init__(
         self,
         config: PreTrainedConfig,
         gates: Gates | str,
         *,
-        share: float | None = None,
+        keep: float | str | None = None,
         threshold: float | None = None,
         window: int = 64,
         num_sink_tokens: int = 4,
@@ -95,16 +97,21 @@ class GatedCache(CompressedCache):
         need_integer("num_sink_tokens", num_sink_tokens, 0, MOST_INT32)
         if chunk_size is not None:
             need_integer("chunk_size", chunk_size, 1, MOST_INT32)
-        need((share is None) != (threshold is None), "share must be given, or a threshold instead of it, got "
-             f"{'neither' if share is None else 'both'}")  # fmt: skip
+        need((keep is None) != (threshold is None), "keep must be given, or a threshold instead of it, got "
+             f"{'neither' if keep is None else 'both'}")  # fmt: skip
         if threshold is not None:
             need_number("threshold", threshold, -_LARGEST, _LARGEST)
             self.threshold = float(threshold)
         else:
-            assert share is not None
-            need_number("share", share, 1e-6, 1)
-            self.threshold = self.gates.threshold(share) if share < 1 else -_LARGEST
-        self.share, self.window, self.num_sink_tokens, self.track = share, window, num_sink_tokens, track
+            assert keep is not None
+            share = Keep.of(keep).share
+            if share is None:
+                raise ValueError(
+                    "keep must be a share with GatedCache (0.25, '25%', '1/4'), whose gates decide token by token, got "
+                    f"{keep!r}"
+                )
+            self.threshold = self.gates.threshold(float(share)) if share < 1 else -_LARGEST
+        self.keep, self.window, self.num_sink_tokens, self.track = keep, window, num_sink_tokens, track
         self.pool_settings, self.chunk_size = PoolSettings(page_size, max_pages, grow), chunk_size
         super().__init__(config)
 

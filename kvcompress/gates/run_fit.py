@@ -67,7 +67,7 @@ def run_fit(
 
         format_of("figure", figure)
         need(figure.parent.is_dir(), f"figure must be in a folder that exists, got {figure}")
-    spec = CacheSpec("pruned", {"pruner": pruner, "budget": "0.5"})
+    spec = CacheSpec("pruned", {"pruner": pruner, "keep": "0.5"})
     loaded, tokenizer = load_plain(model, device, dtype)
     teacher = cast(PrunedCache, spec.make(loaded.config, tokenizer)).pruner
     begin = torch.tensor(Framing(tokenizer).begin, dtype=torch.int64)
@@ -108,7 +108,7 @@ def run_fit(
     finally:  # a fit is not lost where training ends before its end
         found.save(out)
     console.print(
-        f"Take it as --cache gated,gates={out},share=0.25 or pruned,pruner=gate:{out},budget=globaltopk:0.75",
+        f"Take it as --cache gated,gates={out},keep=1/4 or pruned,pruner=gate:{out},keep=1/4,budget=globaltopk",
         highlight=False, markup=False, soft_wrap=True,
     )  # fmt: skip
     return found

@@ -103,7 +103,7 @@ def train_gates(
     *,
     steps: int = 200,
     lr: float = 1e-3,
-    shares: Sequence[float] = SHARES,
+    keep: Sequence[float] = SHARES,
     window: int = WINDOW,
     num_sink_tokens: int = SINKS,
     held_out: int = 4,
@@ -117,7 +117,7 @@ def train_gates(
     with the words that ask for a text once more (with_tokenizer); every second step reads half a sample, these words
     and that half again.
     A step reads one text as GatedCache does, but by chance: a key behind the `window` newest stays with the probability
-    of a sigmoid of how far its gate lies above a threshold for one of `shares` in turn, which follows what gates say;
+    of a sigmoid of how far its gate lies above a threshold for each of `keep` in turn, which follows what gates say;
     chances are relaxed (concrete, from `seed`) and become certainties from step to step. The loss is the divergence
     from what the model says with everything in sight, mean over tokens; Adam at `lr`, which rises over 10 steps and
     falls to 0.
@@ -132,9 +132,9 @@ def train_gates(
         need_integer(name, value, 1, 1 << 30)
     need_integer("num_sink_tokens", num_sink_tokens, 0, 1 << 30)
     need_number("lr", lr, 1e-12, 1e3)
-    need(len(shares) > 0, "shares must have at least one, got none")
-    for share in shares:
-        need_number("shares", share, 1e-6, 1.0)
+    need(len(keep) > 0, "keep must have at least one share, got none")
+    for share in keep:
+        need_number("keep", share, 1e-6, 1.0)
     need(len(samples) > held_out, f"samples must be more than the {held_out} that are held out, got {len(samples)}")
     head: Any = getattr(model, "get_output_embeddings", lambda: None)()
     need(head is not None, f"model must predict tokens, got {type(model).__name__} without an output layer")
@@ -146,7 +146,7 @@ def train_gates(
         passed = QueriesPass(facts)
         decoder(input_ids=rows[0][None], use_cache=False, **{KEYWORD: passed})
         learned = _Learned(gates, {layer: passed.seen[layer] for layer in compressing})
-        thresholds = {share: gates.threshold(share) for share in shares}
+        thresholds = {share: gates.threshold(share) for share in keep}
         with frozen(decoder, head), torch.enable_grad():
             for step, nats in _steps(
                 decoder,
@@ -165,7 +165,7 @@ def train_gates(
                 if report is not None:
                     report(step, nats)
             levels = _levels(decoder, facts, learned, rows[-held_out:], thresholds, window, num_sink_tokens)
-    cuts = "+".join(f"{share:g}" for share in shares)
+    cuts = "+".join(f"{share:g}" for share in keep)
     how = f"trained on: {steps} steps, lr {lr:g}, to {cuts}, window {window}, seed {seed}"
     return replace(gates, layers=learned.layers(), levels=levels, r2=(), measured=f"{gates.measured}; {how}")
 

@@ -13,7 +13,7 @@ from .base import Candidates, Pruner, Reread, given_as
 
 Self = TypeVar("Self", bound="AskingPruner")
 _SEES = ("window", "uses_guide", "uses_values", "uses_output", "uses_sums", "uses_notes", "uses_keep", "accumulates",
-         "overlap", "rereads", "logarithms", "lead_in", "one_frame", "default_budget", "num_sink_tokens")  # fmt: skip
+         "overlap", "rereads", "logarithms", "lead_in", "one_frame", "default_keep", "num_sink_tokens")  # fmt: skip
 
 
 class AskingPruner(Pruner):

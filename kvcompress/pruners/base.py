@@ -18,6 +18,7 @@ from ..checks import MOST_INT32, need_integer
 from ..hf.facts import LayerFacts
 from ..positions import RotaryTables
 from ..softmax import Softmax
+from ..units import instead_of
 
 
 @dataclass(frozen=True)
@@ -191,13 +192,18 @@ class Reread(NamedTuple):
 
 
 THEIRS = {
-    "compression_ratio": "budget",
+    "compression_ratio": "keep",
     "window_size": "window",
     "n_sink": "num_sink_tokens",
     "press": "pruner",
     "n_future_positions": "future_positions",
     "alpha_safeguard": "floor",
 }  # kvpress's names, and ours
+
+
+def in_ours(name: str) -> str:
+    """What a name of kvpress's is called here."""
+    return "keep = 1 - compression_ratio" if name == "compression_ratio" else THEIRS[name]
 
 
 class Pruner(ABC):
@@ -218,11 +224,12 @@ class Pruner(ABC):
         """Says what kvpress's names are called here; all others __init__ takes, or refuses."""
         for name in fields.keys() & THEIRS.keys():
             known, ours = inspect.signature(cls).parameters, THEIRS[name]
-            if name not in known and (ours == "budget" or ours in known):
-                use = f": PrunedCache(config, {cls.__name__}(), {fields[name]!r})" if ours == "budget" else ""
+            if name not in known and (ours == "keep" or ours in known):
+                keep = instead_of(fields[name]) if ours == "keep" else None
+                use = "" if keep is None else f": PrunedCache(config, {cls.__name__}(), {keep.partition(' ')[0]})"
                 raise TypeError(
                     f"{cls.__name__} has no {name!r}; known are {', '.join(known) or 'none'}; kvpress's {name} is "
-                    f"{ours} here{use}"
+                    f"{in_ours(name)} here{use}"
                 )
         return super().__new__(cls)
 
@@ -242,7 +249,7 @@ class Pruner(ABC):
     rereads = False  # what kvcompress.prefill has read is read once more, to be scored (see reread)
     lead_in: int = 0  # tokens before a call's own that reread looks at
     one_frame = False  # judges keys by where they stand: cannot choose among keys of two segments (RemoteGap)
-    default_budget: int | None = None  # tokens per row where the user gives no budget
+    default_keep: int | None = None  # tokens per row where the user gives no keep
 
     @property
     def own_budget(self) -> Budget | None:

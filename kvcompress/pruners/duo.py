@@ -12,6 +12,7 @@ from .. import ops
 from ..budgets import Budget, CacheShape
 from ..checks import MOST_INT32, need, need_integer, need_number
 from ..heads import HeadProfile
+from ..units import Keep
 from .base import Candidates, Pruner
 
 
@@ -23,10 +24,11 @@ class DuoAttention(Pruner):
     heads: how much each one retrieves, measured before (HeadProfile.load of a file; `kvcompress analyze heads`).
     sparsity: share of all heads that stream, those that retrieve least. sinks, recent_tokens: None = as the profile
     says.
-    It brings its own budget (PrunedCache's must be None): bytes grow with what is read in the heads that retrieve
-    alone. For decoding give the cache `every`: streaming heads then hold at most sinks + recent + every tokens, else
-    they grow until the next call. Tokens stay where they were. A prompt in one call is read with full attention in all
-    heads; with a chunk_size streaming heads see their tokens and the chunk, as in the authors' chunked pre-filling.
+    It brings its own budget (PrunedCache's keep and budget must be None): bytes grow with what is read in the heads
+    that retrieve alone. For decoding give the cache `every`: streaming heads then hold at most sinks + recent + every
+    tokens, else they grow until the next call. Tokens stay where they were. A prompt in one call is read with full
+    attention in all heads; with a chunk_size streaming heads see their tokens and the chunk, as in the authors' chunked
+    pre-filling.
     Source: DuoAttention (Xiao et al. 2024, arXiv:2410.10819), sections 2.2 and 2.3.
     """
 
@@ -71,17 +73,11 @@ class StreamingHeads(Budget):
     sparsity: float
     window: int
 
-    def __post_init__(self) -> None:
-        """It has no size: what it keeps follows from the length."""
-
-    @property
-    def tokens(self) -> int | None:
-        return None
-
     def _whole(self, layer: int) -> tuple[bool, ...]:
         return self.heads.retrieves(self.sparsity)[layer]
 
-    def mean_tokens(self, length: int, shape: CacheShape) -> int:
+    def mean_tokens(self, keep: Keep, length: int, shape: CacheShape) -> int:
+        """Whatever is to be kept: it follows from the length."""
         layers = range(shape.layers)
         return sum(self.layer_tokens(length, length, j, shape.layers) for j in layers) // max(shape.layers, 1)
 

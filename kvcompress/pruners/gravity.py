@@ -13,8 +13,8 @@ from .base import Candidates, Pruner
 class CenterOfGravity(Pruner):
     """Keeps a compression window of old tokens, chosen by masked attention scores, and a near window of the last ones.
 
-    compressed_length, near_length: tokens of the two windows; their sum is the budget where the cache is given none,
-    and any other budget is divided as they are. head_length: first tokens, the head gravity. order: "global" (tail
+    compressed_length, near_length: tokens of the two windows; their sum is kept where the cache is given no keep,
+    and any other is divided as they are. head_length: first tokens, the head gravity. order: "global" (tail
     first: the near window is left out of the softmax, so rows that look at the head count little) or "local" (head
     first: the head is left out of it, so rows that look at the near window count little). keep_head: the head always
     stays, inside the compression window; False is the literal algorithm, which loses it at the first compression.
@@ -55,12 +55,12 @@ class CenterOfGravity(Pruner):
         return self.head_length if self.keep_head else 0
 
     @property
-    def default_budget(self) -> int:  # type: ignore[override]
+    def default_keep(self) -> int:  # type: ignore[override]
         """Tokens of both windows."""
         return self.compressed_length + self.near_length
 
     def recent(self, keep: int, chunk_length: int) -> int:
-        return -(-keep * self.near_length // self.default_budget)  # at least 1
+        return -(-keep * self.near_length // self.default_keep)  # at least 1
 
     @property
     def by_head(self) -> bool:  # type: ignore[override]

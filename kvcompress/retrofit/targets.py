@@ -30,7 +30,7 @@ def log_scores(model: Any, ids: Tensor, pruner: Pruner) -> dict[int, tuple[Tenso
     model: attached. The text is read in one pass, as pruner does it. Raises ValueError for scores of which half or more
     are not above 0.
     """
-    cache = PrunedCache(model.config, pruner, 0.0, later="keep")
+    cache = PrunedCache(model.config, pruner, keep=1.0, later="keep")
     read = torch.cat([ids, ids[-1:]])[None].to(base_model(model).device)  # all but the last
     with torch.no_grad():
         prefill(model, read, cache, attention_mask=torch.ones_like(read))

@@ -29,9 +29,9 @@ from kvcompress import (
 UNITS = "decoded tokens"
 SNAPKV = SnapKV(window=4, num_sink_tokens=1)
 CACHES: dict[str, Callable[..., Any]] = {
-    "pruned": lambda config, **pages: PrunedCache(config, SNAPKV, 16, every=3, **pages),
-    "replay": lambda config, **pages: PrunedCache(config, Replay(), 16, every=4, **pages),
-    "prompt": lambda config, **pages: PrunedCache(config, SNAPKV, 0.5, **pages),
+    "pruned": lambda config, **pages: PrunedCache(config, SNAPKV, keep=16, every=3, **pages),
+    "replay": lambda config, **pages: PrunedCache(config, Replay(), keep=16, every=4, **pages),
+    "prompt": lambda config, **pages: PrunedCache(config, SNAPKV, keep=0.5, **pages),
     "iterative": lambda config, **pages: IterativeCache(
         config, memory_size=16, chunk_size=8, pruner=SNAPKV, every=3, **pages
     ),

@@ -12,7 +12,7 @@ import torch
 from helpers import random_ids
 from torch import Tensor
 
-from kvcompress import AdaKV, PrunedCache, SnapKV, prefill
+from kvcompress import AdaKV, PrunedCache, SnapKV, Uniform, prefill
 from kvcompress.pruners import H2O, ExpectedAttention, KeyDiff, KeyNorm, StreamingLLM
 
 from .votes import models
@@ -57,12 +57,13 @@ def one_round(chance: random.Random) -> int:
     pruner, length = chance.choice(PRUNERS), chance.randint(20, 50)
     ids, page_size = random_ids(length + 1, seed=chance.randrange(10_000)), 1 << chance.randint(0, 4)
 
-    def read(budget: Any) -> Any:
-        return prefill(model, ids, PrunedCache(model.config, pruner, budget, later="keep", page_size=page_size))
+    def read(keep: int | float, budget: Any = None) -> Any:
+        cache = PrunedCache(model.config, pruner, budget, keep=keep, later="keep", page_size=page_size)
+        return prefill(model, ids, cache)
 
     plain = definition.Definition(exact, None, 1 << 30)
     plain(ids[0, :length])
-    pairs, calls = [Pair(read(0.0), plain)], 0
+    pairs, calls = [Pair(read(1.0), plain)], 0
     left = [length]  # tokens of the prompt that each has, at most
     for _ in range(chance.randint(3, 7)):
         which = chance.randrange(len(pairs))
@@ -73,10 +74,11 @@ def one_round(chance: random.Random) -> int:
             left.append(left[which])
         elif action == "compress" and left[which] > 6:
             size = chance.randint(6, left[which])
-            budget = AdaKV(size) if chance.random() < 0.3 and left[which] == length else size
-            pair.cache.compress(budget)
-            pair.keep([layer[0] for layer in read(budget).kept_positions()], length)
-            left[which] = size if budget is size else 0  # heads differ then: what another budget leaves is another set
+            budget = AdaKV() if chance.random() < 0.3 and left[which] == length else Uniform()
+            pair.cache.compress(budget, keep=size)
+            pair.keep([layer[0] for layer in read(size, budget).kept_positions()], length)
+            # heads differ with AdaKV: what another budget leaves is another set
+            left[which] = size if budget == Uniform() else 0
         else:
             given = ids[:, -1:] if pair.plain.seen == length else random_ids(1, seed=chance.randrange(10_000))
             if action == "turn":

@@ -100,7 +100,9 @@ def compared(chance: random.Random) -> int:
     while sum(calls) < 60:
         calls += [chance.randint(least, 12)] if chance.random() < 0.2 else [1] * chance.randint(1, 6)
     ids, start = random_ids(sum(calls), seed=chance.randrange(10_000)), 0
-    cache = PrunedCache(model.config, pruner, KEEP, every=every, positions=policy, page_size=1 << chance.randint(0, 4))
+    cache = PrunedCache(
+        model.config, pruner, keep=KEEP, every=every, positions=policy, page_size=1 << chance.randint(0, 4)
+    )
     votes = 10**6 if isinstance(pruner, H2O) and every is None else every
     plain = definition.Definition(exact, choose, KEEP, every=votes, **settings)
     what = f"{pruner}, every={every}, positions={policy}, calls={calls}"

@@ -17,7 +17,7 @@ from conftest import alone
 import kvcompress
 
 ROOT = Path(__file__).parents[2]
-CACHE = "pruned,pruner=snapkv,window=16,budget=64"
+CACHE = "pruned,pruner=snapkv,window=16,keep=64"
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"  # the example has none of its own
 
 

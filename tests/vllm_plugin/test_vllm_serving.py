@@ -36,7 +36,7 @@ from kvcompress.serve.requests import ServedPass
 from kvcompress.serve.vllm.scheduler import _bytes_of
 
 ROOT = Path(__file__).parents[2]
-PRUNED = "pruned,pruner=snapkv,window=16,budget=64"
+PRUNED = "pruned,pruner=snapkv,window=16,keep=64"
 CACHES = ["dense", "dmc", PRUNED, "streaming,window_size=60"]
 
 
@@ -110,7 +110,7 @@ def test_memory_that_is_not_one_allocation_is_refused():
 
 
 def test_a_prompt_that_is_read_whole_and_finds_too_few_pages_ends_alone(serve, folders, prompts):
-    served = serve(folders["plain"], "pruned,pruner=snapkv,budget=200")
+    served = serve(folders["plain"], "pruned,pruner=snapkv,keep=200")
     requests, pages = served.engine.requests, served.engine.requests.part_pages
     # vLLM refuses at its start a length that fits nowhere: as if what this prompt keeps were more than was thought
     requests.part_pages = lambda part: requests.pages + 1 if part.prompt > 100 else pages(part)

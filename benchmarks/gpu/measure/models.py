@@ -34,10 +34,10 @@ DTYPE = torch.bfloat16
 KINDS = ("dense", "pruned4", "quest", "dmc4")
 SHARES = (1, 1 / 2, 1 / 8, 1 / 16, 1 / 16, 1 / 16, 1 / 16, 1 / 8)  # of the tokens, as AdaKV divides them; mean 1/4
 PROMPTS = {
-    "dense": "pruned,pruner=snapkv,budget=0.0",
-    "snapkv": "pruned,pruner=snapkv,budget=0.75",
-    "replay": "pruned,pruner=replay,budget=globaltopk:0.75",
-    "kvzip": "pruned,pruner=kvzip,budget=globaltopk:0.75",
+    "dense": "pruned,pruner=snapkv,keep=1.0",
+    "snapkv": "pruned,pruner=snapkv,keep=0.25",
+    "replay": "pruned,pruner=replay,keep=0.25,budget=globaltopk",
+    "kvzip": "pruned,pruner=kvzip,keep=0.25,budget=globaltopk",
     "iterative": "iterative,memory_size=QUARTER,chunk_size=EIGHTH,schedule=linear,dynamic=true",
     "streaming": "streaming,window_size=QUARTER",
 }
@@ -93,7 +93,7 @@ def filled(model: LlamaForCausalLM, kind: str, T: int, B: int) -> CompressedCach
 
     cache: CompressedCache
     if kind in ("dense", "pruned4"):
-        cache = PrunedCache(model.config, SnapKV(), budget=0.0)
+        cache = PrunedCache(model.config, SnapKV(), keep=1.0)
         adopt(cache, model)
         shares = SHARES if kind == "pruned4" else (1,)
         keep(cache, B, T, [int(T * shares[h % len(shares)]) for h in range(Hkv)], drawn)

@@ -120,7 +120,7 @@ def read(model: PreTrainedModel, prompts: list[list[int]], cache: CompressedCach
 
 def pruned(model: PreTrainedModel, pruner: Pruner, budget: int | float | Budget, **settings: Any) -> MakeCache:
     """Makes a PrunedCache for each batch."""
-    return lambda: PrunedCache(model.config, pruner, budget, **settings)
+    return lambda: PrunedCache(model.config, pruner, keep=budget, **settings)
 
 
 class MatchedBudget:
@@ -131,7 +131,7 @@ class MatchedBudget:
         self.lines: dict[tuple[Pruner, MakeBudget, str], tuple[float, float]] = {}
 
     def _held(self, pruner: Pruner, prompt: list[int], budget: int | Budget) -> int:
-        cache = PrunedCache(self.model.config, pruner, budget, page_size=self.page_size)
+        cache = PrunedCache(self.model.config, pruner, keep=budget, page_size=self.page_size)
         read(self.model, [prompt], cache)
         return cache.nbytes()
 

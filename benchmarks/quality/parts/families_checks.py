@@ -27,7 +27,7 @@ READINGS = {  # columns of each call
     "token by token": [PROMPT] + [1] * (COLUMNS - PROMPT),
 }
 OTHERS = {  # caches that a model's forward pass fills by itself
-    "PrunedCache": lambda config: kvcompress.PrunedCache(config, budget=ROOM),
+    "PrunedCache": lambda config: kvcompress.PrunedCache(config, keep=ROOM),
     "StreamingCache": lambda config: kvcompress.StreamingCache(config, window_size=ROOM),
     "QuestCache": lambda config: kvcompress.QuestCache(config, token_budget=ROOM, page_size=8, dense_layers=0),
 }

@@ -55,7 +55,7 @@ def pruned_cache(
 ) -> PrunedCache:
     """shares: of the T tokens that each KV head has kept."""
     model = layers_of(layers, 2 * T)
-    cache = PrunedCache(model.config, pruner, budget=0.0)
+    cache = PrunedCache(model.config, pruner, keep=1.0)
     adopt(cache, model)
     keep(cache, B, T, [int(share * T) for share in shares], lambda _, S: draw_rows(B, S, dtype))
     return cache

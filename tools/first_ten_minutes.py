@@ -80,7 +80,7 @@ with open("needle.json") as file:
     found["needle"] = json.load(file)["rows"]
 begin = time.perf_counter()
 model, ids = example()
-cache = kvcompress.prefill(model, ids, kvcompress.PrunedCache(model.config, budget=0.5, later="keep"))
+cache = kvcompress.prefill(model, ids, kvcompress.PrunedCache(model.config, keep=0.5, later="keep"))
 cache.save("cache.safetensors")
 found["written"] = go_on(cache, model, ids)
 timed("a cache saved", begin)

@@ -153,10 +153,10 @@ class DMCComparison(Comparison):
             row = {"as_model": target.name, "pruner": repr(pruner), "tokens_kept": kept}
             self.add_row(f"{name}/as_{target.name}", name, results, begin, **row)
             if target.ratio is not None and (texts := self._texts()):
-                begin, share = time.perf_counter(), 1 - 1 / target.ratio
+                begin, share = time.perf_counter(), 1 / target.ratio
                 make = pruned(model, pruner, share, page_size=page, every=1)
                 stepwise = {"text": measure(model, texts, make, stepwise=True)}
-                row = {"stepwise": True, "as_model": target.name, "pruner": repr(pruner), "share_removed": share}
+                row = {"stepwise": True, "as_model": target.name, "pruner": repr(pruner), "share_removed": 1 - share}
                 self.add_row(f"{name}/as_{target.name}/every1", name, stepwise, begin, **row)
 
 

@@ -1,6 +1,6 @@
 """How much gates let through of texts that hold much, and of texts that hold little.
 
-    python benchmarks/quality/gates.py [--quick] [--json FILE] [--model NAME] [--gates FOLDER] [--share S]
+    python benchmarks/quality/gates.py [--quick] [--json FILE] [--model NAME] [--gates FOLDER] [--keep S]
 
 SmolLM2-135M and the gates of examples/smollm2_gates; GatedCache with a window of 64. 1,000 tokens of each: passages of
 the books that nothing was tuned by (parts/books.py, seed 0), names with numbers of five digits, log lines that differ
@@ -51,9 +51,9 @@ def texts(passages: int) -> dict[str, list[str]]:
     return found
 
 
-def stays(model: Any, tokenizer: Any, gates: Gates, share: float, text: str, length: int) -> float:
+def stays(model: Any, tokenizer: Any, gates: Gates, keep: float, text: str, length: int) -> float:
     ids = torch.tensor([tokenizer(text)["input_ids"][: length + 1]])
-    cache = GatedCache(model.config, gates, keep=share)
+    cache = GatedCache(model.config, gates, keep=keep)
     kvcompress.prefill(model, ids, cache)
     return cache.kept_share()
 
@@ -62,7 +62,7 @@ def main() -> None:
     parse = parser(__doc__)
     parse.add_argument("--model", help="a Hugging Face model by name or folder (default: smollm2, example with --tiny)")
     parse.add_argument("--gates", type=Path, help="a folder (default: examples/smollm2_gates)")
-    parse.add_argument("--share", type=float, default=0.25, help="that stays behind the window (default: 0.25)")
+    parse.add_argument("--keep", type=float, default=0.25, help="share that stays behind the window (default: 0.25)")
     choice = parse_arguments(parse)
     length, passages = SIZES[choice.size]
     model, tokenizer = load(choice.model or ("example" if choice.size == "tiny" else "smollm2"), "cpu")
@@ -74,11 +74,11 @@ def main() -> None:
     rows = []
     with kvcompress.attach(model), torch.inference_mode():
         for kind, some in texts(passages).items():
-            found = [stays(model, tokenizer, gates, choice.share, text, length) for text in some]
-            rows.append({"name": f"gates/{kind}", "share": choice.share, "stays": sum(found) / len(found),
+            found = [stays(model, tokenizer, gates, choice.keep, text, length) for text in some]
+            rows.append({"name": f"gates/{kind}", "share": choice.keep, "stays": sum(found) / len(found),
                          "least": min(found), "most": max(found), "texts": len(found)})  # fmt: skip
     lines = [[row["name"], *(f"{row[x]:.3f}" for x in ("stays", "least", "most")), str(row["texts"])] for row in rows]
-    print_table(f"share {choice.share:g}", ("text", "stays", "least", "most", "texts"), lines, left=("text",))
+    print_table(f"keep {choice.keep:g}", ("text", "stays", "least", "most", "texts"), lines, left=("text",))
     if choice.json is not None:
         write_json(choice.json, rows)
 

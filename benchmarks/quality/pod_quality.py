@@ -56,7 +56,6 @@ from benchmarks.quality.parts.comparison import (
     POD_KINDS,
     ComparedSizes,
     Comparison,
-    MakeBudget,
     MatchedBudget,
     Subject,
     Target,
@@ -67,19 +66,19 @@ from benchmarks.quality.parts.comparison import (
 from benchmarks.quality.parts.measures import PRUNERS, deliver, make_tasks, sizes_of
 from benchmarks.quality.parts.pod_tables import draw, show
 from benchmarks.quality.parts.tasks import MakeCache, Result, measure
-from kvcompress import PoDCache, PyramidKV, QuestCache, StreamingCache
+from kvcompress import Budget, PoDCache, PyramidKV, QuestCache, StreamingCache
 from kvcompress.models import RETROFITTED
 from kvcompress.pod import PoDConfig, convert
 from kvcompress.pruners import Pruner
 
 UNTRAINED = ("pod", "window")
 DISTANT = ("SnapKV", "SnapKV31")  # pruners of distant tokens
-PRUNED: dict[str, tuple[Pruner, MakeBudget]] = {
-    "SnapKV": (PRUNERS["SnapKV"], int),
-    "SnapKV31": (PRUNERS["SnapKV31"], int),
-    "PyramidKV": (PRUNERS["SnapKV"], PyramidKV),
-    "PyramidKV31": (PRUNERS["SnapKV31"], PyramidKV),
-    "H2O": (PRUNERS["H2O"], int),
+PRUNED: dict[str, tuple[Pruner, Budget | None]] = {
+    "SnapKV": (PRUNERS["SnapKV"], None),
+    "SnapKV31": (PRUNERS["SnapKV31"], None),
+    "PyramidKV": (PRUNERS["SnapKV"], PyramidKV()),
+    "PyramidKV31": (PRUNERS["SnapKV31"], PyramidKV()),
+    "H2O": (PRUNERS["H2O"], None),
 }
 
 
@@ -213,7 +212,7 @@ class PoDComparison(Comparison):
             begin, results, kept = time.perf_counter(), {}, {}
             for task in self.tasks:
                 kept[task.name] = tokens = budget(pruner, task, target.nbytes[task.name], divide)
-                make = pruned(model, pruner, divide(tokens), page_size=self.page_size)
+                make = pruned(model, pruner, tokens, divide, page_size=self.page_size)
                 results[task.name] = measure(model, task, make)
             row = {"as_model": target.name, "pruner": repr(pruner), "tokens_kept": kept}
             self.add_row(f"{name}/as_{target.name}", name, results, begin, **row)
@@ -226,7 +225,7 @@ class PoDComparison(Comparison):
             "StreamingLLM": lambda: StreamingCache(model.config, **streaming),
             "LM-Infinite": lambda: StreamingCache(model.config, **streaming, sink_distance="window"),
         } | {
-            name: pruned(model, pruner, divide(W), page_size=self.page_size)
+            name: pruned(model, pruner, W, divide, page_size=self.page_size)
             for name, (pruner, divide) in PRUNED.items()
         }  # fmt: skip
         for name, make in caches.items():

@@ -60,20 +60,16 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 Make = Callable[[Any, float], PrunedCache]
 METHODS: dict[str, Make] = {
-    "Replay, GlobalTopK": lambda config, removed: PrunedCache(
-        config, Replay(), GlobalTopK(), keep=removed, page_size=8
-    ),
-    "KVzip, GlobalTopK": lambda config, removed: PrunedCache(config, KVzip(), GlobalTopK(), keep=removed, page_size=8),
-    "KeyDiff, GlobalTopK": lambda config, removed: PrunedCache(
-        config, KeyDiff(), GlobalTopK(), keep=removed, page_size=8
-    ),
-    "Replay": lambda config, removed: PrunedCache(config, Replay(), keep=removed, page_size=8),
-    "SnapKV, AdaKV": lambda config, removed: PrunedCache(config, SnapKV(), AdaKV(), keep=removed, page_size=8),
-    "SnapKV": lambda config, removed: PrunedCache(config, SnapKV(), keep=removed, page_size=8),
-    "H2O": lambda config, removed: PrunedCache(config, H2O(), keep=removed, page_size=8),
-    "ExpectedAttention": lambda config, removed: PrunedCache(config, ExpectedAttention(), keep=removed, page_size=8),
-    "StreamingLLM": lambda config, removed: PrunedCache(config, StreamingLLM(), keep=removed, page_size=8),
-    "Random": lambda config, removed: PrunedCache(config, Random(), keep=removed, page_size=8),
+    "Replay, GlobalTopK": lambda config, keep: PrunedCache(config, Replay(), GlobalTopK(), keep=keep, page_size=8),
+    "KVzip, GlobalTopK": lambda config, keep: PrunedCache(config, KVzip(), GlobalTopK(), keep=keep, page_size=8),
+    "KeyDiff, GlobalTopK": lambda config, keep: PrunedCache(config, KeyDiff(), GlobalTopK(), keep=keep, page_size=8),
+    "Replay": lambda config, keep: PrunedCache(config, Replay(), keep=keep, page_size=8),
+    "SnapKV, AdaKV": lambda config, keep: PrunedCache(config, SnapKV(), AdaKV(), keep=keep, page_size=8),
+    "SnapKV": lambda config, keep: PrunedCache(config, SnapKV(), keep=keep, page_size=8),
+    "H2O": lambda config, keep: PrunedCache(config, H2O(), keep=keep, page_size=8),
+    "ExpectedAttention": lambda config, keep: PrunedCache(config, ExpectedAttention(), keep=keep, page_size=8),
+    "StreamingLLM": lambda config, keep: PrunedCache(config, StreamingLLM(), keep=keep, page_size=8),
+    "Random": lambda config, keep: PrunedCache(config, Random(), keep=keep, page_size=8),
 }
 
 
@@ -133,7 +129,7 @@ def row_of(model: PreTrainedModel, shape: str, method: str, part: int, texts: li
            ) -> dict[str, Any]:  # fmt: skip
     divergences = []
     for text, exact in zip(texts, dense, strict=True):
-        found = predicted(model, METHODS[method](model.config, 1 - 1 / part), *text)
+        found = predicted(model, METHODS[method](model.config, 1 / part), *text)
         divergences.append((exact.exp() * (exact - found)).sum(-1).mean().item())
     return {
         "name": f"shapes/{shape}/{method}/keep{1 / part:g}", "shape": shape, "method": method, "part": part,

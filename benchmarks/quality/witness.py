@@ -1,7 +1,7 @@
 """Compressed caches on a real model, with text that people read: what is still known of a text after the cutting.
 
     python benchmarks/quality/witness.py [--quick] [--json FILE] [--split tune|report] [--texts N] [--lengths N,N]
-                                         [--shares 1/2,1/4] [--question later,end] [--methods NAME ...]
+                                         [--keep 1/2,1/4] [--question later,end] [--methods NAME ...]
                                          [--cache TEXT ...] [--against NAME] [--model NAME] [--converted FOLDER ...]
                                          [--presses NAME ... [--peers-python FILE]]
 
@@ -23,7 +23,7 @@ held      bytes, of what transformers' cache holds: tables, room in pages, and t
 
 Numbers after +- are standard errors over passages, of a difference those of the paired differences. --against: the
 differences from that method at the same share too. Which books tell what a method is tuned by, and which what is
-reported, is fixed (--split). --cache: further caches, as `kvcompress eval` has them: their size is set to the shares.
+reported, is fixed (--split). --cache: further caches, as `kvcompress eval` has them: their size is set by --keep.
 --converted: folders of models made of this one by DMC or DMS, each with its own cache, beside the model as it is.
 --presses: of kvpress, on the same passages in an environment of its own (kvcompress/evaluate/peers): `held` is then
 what a cache without the tokens that they hide would hold. They know no guide.
@@ -43,7 +43,6 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -64,16 +63,17 @@ from kvcompress.evaluate.prose import Passage, Prose, asked_once, passage
 from kvcompress.evaluate.run import PEER
 from kvcompress.evaluate.sharing import LayerInputs, SharedReader
 from kvcompress.framing import Framing, framing_of
+from kvcompress.units import Keep
 
 METHODS = {  # those of one pruner stand together: they share its reading
     "SnapKV": "pruned,pruner=snapkv",
-    "SnapKV31, AdaKV": "pruned,pruner=snapkv,kernel_size=31,pooling=max,keep=1,budget=adakv",
+    "SnapKV31, AdaKV": "pruned,pruner=snapkv,kernel_size=31,pooling=max,budget=adakv",
     "StreamingLLM": "pruned,pruner=streamingllm",
-    "Replay, GlobalTopK": "pruned,pruner=replay,keep=1,budget=globaltopk",
+    "Replay, GlobalTopK": "pruned,pruner=replay,budget=globaltopk",
     # the second reading stands behind the text: with chunks of 2,000 it would reach beyond the model's 8,192
-    "KVzip with mass, GlobalTopK": "pruned,pruner=kvzip,chunk=512,mass=true,keep=1,budget=globaltopk",
-    "KVzip, GlobalTopK": "pruned,pruner=kvzip,chunk=512,keep=1,budget=globaltopk",
-    "KVzip, AdaKV": "pruned,pruner=kvzip,chunk=512,keep=1,budget=adakv",
+    "KVzip with mass, GlobalTopK": "pruned,pruner=kvzip,chunk=512,mass=true,budget=globaltopk",
+    "KVzip, GlobalTopK": "pruned,pruner=kvzip,chunk=512,budget=globaltopk",
+    "KVzip, AdaKV": "pruned,pruner=kvzip,chunk=512,budget=adakv",
     "ExpectedAttention": "pruned,pruner=expectedattention",
     "KeyDiff": "pruned,pruner=keydiff",
 }
@@ -214,9 +214,10 @@ def _lengths(text: str) -> tuple[int, ...]:
 
 
 def _shares(text: str) -> tuple[float, ...]:
-    found = tuple(float(Fraction(part)) for part in _parts(text))
-    need(all(0 < share <= 1 for share in found), f"shares must be above 0 and at most 1, got {text!r}")
-    return found
+    found = [Keep.of(part).share for part in _parts(text)]
+    shares = tuple(float(share) for share in found if share is not None)
+    need(len(shares) == len(found), f"keep must be shares such as 1/2,1/4, got {text!r}")
+    return shares
 
 
 def _questions(text: str) -> tuple[str, ...]:
@@ -231,7 +232,7 @@ def command() -> argparse.Namespace:
     parse.add_argument("--split", choices=SPLITS, default="report", help="of the books (default: report)")
     parse.add_argument("--texts", type=int, help="passages of each length (default: 60)")
     parse.add_argument("--lengths", type=_lengths, help="tokens of a passage (default: 1000,3000,7500)")
-    parse.add_argument("--shares", type=_shares, help="of the tokens that stay (default: 1/2,1/4,1/8)")
+    parse.add_argument("--keep", dest="shares", type=_shares, help="shares that stay (default: 1/2,1/4,1/8)")
     parse.add_argument("--question", type=_questions, help="of later, end, guide (default: all)")
     parse.add_argument("--methods", nargs="*", choices=METHODS, metavar="NAME", help=f"of: {'; '.join(METHODS)}")
     parse.add_argument("--cache", action="append", default=[], help="a further cache, as text; several")

@@ -49,11 +49,11 @@ METHODS = {
     "ExpectedAttention": "pruner=expectedattention",
     "CGE": "pruner=centerofgravity",
     "LagKV": "pruner=lagkv",
-    "H2O, GlobalTopK": "pruner=h2o,keep=1,budget=globaltopk",
-    "TOVA, GlobalTopK": "pruner=tova,keep=1,budget=globaltopk",
-    "KeyDiff, GlobalTopK": "pruner=keydiff,keep=1,budget=globaltopk",
-    "Successor, GlobalTopK": "pruner=successor,keep=1,budget=globaltopk",
-    "Gate, GlobalTopK": f"pruner=gate:{GATES},keep=1,budget=globaltopk",
+    "H2O, GlobalTopK": "pruner=h2o,budget=globaltopk",
+    "TOVA, GlobalTopK": "pruner=tova,budget=globaltopk",
+    "KeyDiff, GlobalTopK": "pruner=keydiff,budget=globaltopk",
+    "Successor, GlobalTopK": "pruner=successor,budget=globaltopk",
+    "Gate, GlobalTopK": f"pruner=gate:{GATES},budget=globaltopk",
 }
 
 

@@ -36,8 +36,8 @@ from kvcompress.serve import batching
 CACHES = {
     "dense": "dense",
     "dmc": "dmc",
-    "pruned": "pruned,pruner=snapkv,window={window},budget={budget}",
-    "streaming": "streaming,window_size={budget},num_sink_tokens=4",
+    "pruned": "pruned,pruner=snapkv,window={window},keep={keep}",
+    "streaming": "streaming,window_size={keep},num_sink_tokens=4",
 }
 ROWS = ("equal/transformers", "concurrency", "throughput", "pages")
 COLUMNS = ("cache", "equal", "at once", "to dense", "tokens/s", "to transformers' own", "pages used", "preempted")
@@ -46,7 +46,7 @@ COLUMNS = ("cache", "equal", "at once", "to dense", "tokens/s", "to transformers
 @dataclass(frozen=True)
 class Size:
     """requests, their prompts' tokens at least and at most, tokens that each writes. at_once: dense requests that the
-    memory holds. gap: mean seconds between arrivals. batch_tokens: of a pass. budget: tokens per KV head of the caches
+    memory holds. gap: mean seconds between arrivals. batch_tokens: of a pass. keep: tokens per KV head of the caches
     that have one; window: of queries that choose them."""
 
     requests: int
@@ -56,7 +56,7 @@ class Size:
     at_once: int
     gap: float
     batch_tokens: int
-    budget: int = 192
+    keep: int = 192
     window: int = 64
     page_size: int = 32
 
@@ -161,7 +161,7 @@ class Comparison:
 
     def rows(self, name: str) -> list[dict[str, Any]]:
         """The rows of a cache that are asked for."""
-        size, spec = self.size, CACHES[name].format(budget=self.size.budget, window=self.size.window)
+        size, spec = self.size, CACHES[name].format(keep=self.size.keep, window=self.size.window)
         model = model_for(spec)
         with kvcompress.attach(model):
             # what lies beside pages does not depend on a prompt that is longer than any window

@@ -106,7 +106,7 @@ def main() -> None:
         own.close()
         own_many = Engine(folder, None, many, size)
         for name, pattern in CACHES.items():
-            spec = pattern.format(budget=size.budget, window=size.window)
+            spec = pattern.format(keep=size.keep, window=size.window)
             with saved(spec) as (own_folder, model):
                 with kvcompress.attach(model):
                     wanted = [alone(model, spec, prompt, size.new) for prompt in prompts]

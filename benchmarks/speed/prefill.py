@@ -1,7 +1,7 @@
 """Reading long prompts: dense, fixed memory (FM), incremental memory (IM), with decremental chunks (IMDC).
 
     python benchmarks/speed/prefill.py [--quick] [--json FILE] [--lengths 32768 131072 1000000] [--model NAME]
-                                 [--chunk 1024] [--memory 1024] [--dense-tokens 32768] [--repeats 3]
+                                 [--chunk-size 1024] [--memory-size 1024] [--dense-tokens 32768] [--repeats 3]
 
 Every row reads the same source text through a memory of `memory` tokens and chunks of `chunk` (mean), then decodes one
 token. Rows of one pruner and length take turns with their FM row, `repeats` times (once beyond 65,536 tokens); all
@@ -252,14 +252,14 @@ def main() -> None:
     parse.add_argument("--lengths", type=int, nargs="+", default=None, help="tokens of the prompts")
     parse.add_argument("--model", default="example", help="a Hugging Face model by name or folder")
     parse.add_argument("--width", type=int, help="instead: a random Llama of this width, 4 layers, head dim 64")
-    parse.add_argument("--chunk", type=int, help="mean tokens of a chunk (default: 1,024)")
-    parse.add_argument("--memory", type=int, help="tokens of the memory (default: 1,024)")
+    parse.add_argument("--chunk-size", type=int, help="mean tokens of a chunk (default: 1,024)")
+    parse.add_argument("--memory-size", type=int, help="tokens of the memory (default: 1,024)")
     parse.add_argument("--dense-tokens", type=int, default=32768, help="longest prompt of the dense row, 0 = none")
     parse.add_argument("--repeats", type=int, default=3)
     choice = parse_arguments(parse)
     lengths, size = SIZES[choice.size]
     lengths = choice.lengths or lengths
-    chunk, memory = (size if given is None else given for given in (choice.chunk, choice.memory))
+    chunk, memory = (size if given is None else given for given in (choice.chunk_size, choice.memory_size))
     if min(lengths) < 2 * chunk:
         parse.error(f"argument --lengths: must be at least two chunks, {2 * chunk} tokens, got {min(lengths)}")
     model, tokenizer = load(choice.model, "cpu")

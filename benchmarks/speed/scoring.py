@@ -111,11 +111,11 @@ def prefill_rows(T: int, repeats: int, width: int) -> list[Row]:
     )  # fmt: skip
     model, ids = LlamaForCausalLM(config).eval(), torch.randint(256, (1, T))
 
-    def read(pruner: Pruner, removed: float) -> Callable[[], object]:
-        return lambda: kvcompress.prefill(model, ids, kvcompress.PrunedCache(config, pruner, keep=removed))
+    def read(pruner: Pruner, keep: float) -> Callable[[], object]:
+        return lambda: kvcompress.prefill(model, ids, kvcompress.PrunedCache(config, pruner, keep=keep))
 
     with kvcompress.attach(model):
-        whole, again = alternate(repeats, read(SnapKV(), 0.0), read(KVzip(), 0.75))
+        whole, again = alternate(repeats, read(SnapKV(), 1.0), read(KVzip(), 0.25))
     return [row("KVzip", f"float32/T{T}", max(again - whole, 1e-9), whole, "prefill that keeps all")]
 
 

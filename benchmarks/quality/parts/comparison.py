@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -25,7 +25,6 @@ from kvcompress.pruners import Pruner
 
 CACHES: dict[str, type[DMCCache] | type[PoDCache]] = {"dmc": DMCCache, "pod": PoDCache}
 POD_KINDS = {"pod": "PoD", "window": "window", "cla": "CLA"}  # by mode
-MakeBudget = Callable[[int], "int | Budget"]  # of tokens per row, mean over layers
 
 
 # ---- models ----
@@ -118,31 +117,33 @@ def read(model: PreTrainedModel, prompts: list[list[int]], cache: CompressedCach
     kvcompress.prefill(model, torch.cat([ids, ids[:, -1:]], 1), cache)
 
 
-def pruned(model: PreTrainedModel, pruner: Pruner, budget: int | float | Budget, **settings: Any) -> MakeCache:
+def pruned(
+    model: PreTrainedModel, pruner: Pruner, keep: float, budget: Budget | None = None, **settings: Any
+) -> MakeCache:
     """Makes a PrunedCache for each batch."""
-    return lambda: PrunedCache(model.config, pruner, keep=budget, **settings)
+    return lambda: PrunedCache(model.config, pruner, budget, keep=keep, **settings)
 
 
 class MatchedBudget:
-    """Budgets in tokens at which a pruner's cache holds given bytes: the bytes are a straight line over its pages."""
+    """Tokens at which a pruner's cache holds given bytes: the bytes are a straight line over its pages."""
 
     def __init__(self, model: PreTrainedModel, page_size: int) -> None:
         self.model, self.page_size = model, page_size
-        self.lines: dict[tuple[Pruner, MakeBudget, str], tuple[float, float]] = {}
+        self.lines: dict[tuple[Pruner, Budget | None, str], tuple[float, float]] = {}
 
-    def _held(self, pruner: Pruner, prompt: list[int], budget: int | Budget) -> int:
-        cache = PrunedCache(self.model.config, pruner, keep=budget, page_size=self.page_size)
+    def _held(self, pruner: Pruner, prompt: list[int], keep: int, budget: Budget | None) -> int:
+        cache = PrunedCache(self.model.config, pruner, budget, keep=keep, page_size=self.page_size)
         read(self.model, [prompt], cache)
         return cache.nbytes()
 
-    def __call__(self, pruner: Pruner, task: Task, nbytes: float, budget: MakeBudget = int) -> int:
+    def __call__(self, pruner: Pruner, task: Task, nbytes: float, budget: Budget | None = None) -> int:
         """Tokens per row, a multiple of the page size, at most the prompt's: the nearest, above or below. budget: how
         they are divided over layers and heads."""
         prompt, page, line = task.prompts[0], self.page_size, (pruner, budget, task.name)
         if line not in self.lines:
             few, many = (max(len(prompt) // (part * page), 1) for part in (8, 2))
             many = max(many, few + 1)
-            low, high = (self._held(pruner, prompt, budget(pages * page)) for pages in (few, many))
+            low, high = (self._held(pruner, prompt, pages * page, budget) for pages in (few, many))
             slope = (high - low) / (many - few)
             self.lines[line] = (low - few * slope, slope)
         base, slope = self.lines[line]

@@ -1,4 +1,4 @@
-"""Budgets: how many tokens a cache keeps, and how they are divided over layers and heads."""
+"""Budgets: how the tokens that a cache keeps are divided over layers and heads."""
 
 from __future__ import annotations
 

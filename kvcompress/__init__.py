@@ -2,6 +2,7 @@
 
 from importlib import import_module
 from importlib.machinery import PathFinder
+from sys import modules
 from typing import TYPE_CHECKING, Any
 
 from .versions import check_versions as _check_versions
@@ -25,8 +26,12 @@ else:
         public = import_module(".public", __name__)
         globals().update({known: getattr(public, known) for known in public.__all__}, __all__=public.__all__)
         if name not in globals():
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+            loaded = {at: modules.get(f"{__name__}.{at}") for at in public.MODULES}
+            home = next((at for at, module in loaded.items() if name in getattr(module, "__all__", ())), None)
+            hint = "" if home is None else f": it is {__name__}.{home}.{name}"
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
         return globals()[name]
 
     def __dir__() -> list[str]:
-        return sorted({*globals(), *import_module(".public", __name__).__all__})
+        public = import_module(".public", __name__)
+        return sorted([*public.__all__, *public.MODULES, "__all__", "__doc__", "__version__"])

@@ -18,6 +18,8 @@ from . import ops
 from .checks import MOST_INT32, need_integer
 from .units import Keep, instead_of
 
+__all__ = ["AdaKV", "Budget", "GlobalTopK", "PyramidKV", "Uniform"]
+
 
 @dataclass(frozen=True)
 class CacheShape:
@@ -71,7 +73,7 @@ class Budget(ABC):
                 return mean - more if layer >= layers - layers // 2 else mean
 
     The heads of a layer are alike, each keeps the best of its own scores; one that divides them too overrides divide.
-    Raises ValueError for a size, which budgets had before 0.1.0.
+    Raises ValueError for a size among args or fields, which budgets had before 0.1.0.
     """
 
     def __new__(cls, *args: Any, **fields: Any) -> Budget:

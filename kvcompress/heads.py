@@ -11,6 +11,8 @@ from pathlib import Path
 from .checks import MOST_INT32, need, need_integer, need_number
 from .files import read_fields, write_text
 
+__all__ = ["HeadProfile"]
+
 FORMAT = "kvcompress head profile 1"
 SINKS, RECENT = 128, 256  # of the published patterns of Llama 3.1
 

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+__all__ = ["AllLogits", "TokenLoss"]
+
 # (sequence, start, logits [n, vocabulary], targets int64 [n], or [n - 1] where nobody knows what follows the last)
 LogitsSink = Callable[[int, int, Tensor, Tensor], None]
 

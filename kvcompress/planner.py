@@ -14,6 +14,8 @@ from torch import Tensor
 from . import ops
 from .checks import need_integer
 
+__all__ = ["Adaptive", "Plan", "plan"]
+
 LEAST = 64  # tokens that memory starts with: with fewer, 2 facts of 43 outlasted long prompts; with these 369 of 370
 
 

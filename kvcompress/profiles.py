@@ -17,6 +17,8 @@ from .budgets import Budget, flat_topk
 from .checks import need
 from .files import read_fields, write_text
 
+__all__ = ["BudgetProfile", "Profiled"]
+
 FORMAT = "kvcompress budget profile 1"
 _UNIT = 1 << 20  # shares are counted in parts of this
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 
 from kvcompress import ops
-from kvcompress.caches import PagePool, PoolSettings, keys_and_values
+from kvcompress.caches import PoolSettings
+from kvcompress.caches.formats import keys_and_values
+from kvcompress.caches.pool import PagePool
 
 CPU = torch.device("cpu")
 D = 4

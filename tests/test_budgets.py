@@ -7,8 +7,8 @@ from helpers import tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcompress import AdaKV, Budget, GlobalTopK, PrunedCache, PyramidKV, Uniform
-from kvcompress.budgets import CacheShape
+from kvcompress import AdaKV, GlobalTopK, PrunedCache, PyramidKV, Uniform
+from kvcompress.budgets import Budget, CacheShape
 from kvcompress.profiles import BudgetProfile, Profiled
 from kvcompress.pruners import H2O, RKV, CriticalKV, SnapKV
 from kvcompress.units import Keep

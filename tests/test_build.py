@@ -14,7 +14,7 @@ import torch
 from setuptools import Distribution
 
 import kvcompress
-from kvcompress import _C, versions
+from kvcompress import _C, public, versions
 from kvcompress.versions import NEEDED, check_versions
 
 LIBRARY = Path(_C.__file__)
@@ -206,7 +206,9 @@ def test_versions_are_those_that_the_package_asks_for(monkeypatch):
 def test_no_module_hides_a_public_name():
     folder = Path(kvcompress.__file__).parent
     modules = {path.stem for path in folder.iterdir() if path.suffix == ".py" or (path / "__init__.py").is_file()}
-    assert modules & {*kvcompress.__all__} == {"analysis"}  # a public name itself
-    assert {*kvcompress.__all__, "ops"} <= {*dir(kvcompress)}
-    with pytest.raises(AttributeError, match="module 'kvcompress' has no attribute 'nothing'"):
+    assert not modules & {*kvcompress.__all__}
+    assert {*dir(kvcompress)} == {*kvcompress.__all__, *public.MODULES, "__all__", "__doc__", "__version__"}
+    with pytest.raises(AttributeError, match=r"module 'kvcompress' has no attribute 'nothing'$"):
         _ = kvcompress.nothing
+    with pytest.raises(AttributeError, match=r"no attribute 'H2O': it is kvcompress\.pruners\.H2O$"):
+        _ = kvcompress.H2O

@@ -7,22 +7,13 @@ from helpers import tiny_gates, tiny_gates_folder, tiny_model
 from transformers import AutoConfig, DynamicCache
 
 import kvcompress
-from kvcompress import (
-    AdaKV,
-    BudgetProfile,
-    CacheSpec,
-    GlobalTopK,
-    HeadProfile,
-    PoolSettings,
-    Profiled,
-    PyramidKV,
-    RemoteGap,
-    Uniform,
-    pruners,
-)
+from kvcompress import AdaKV, CacheSpec, GlobalTopK, PyramidKV, RemoteGap, Uniform, pruners
+from kvcompress.caches import PoolSettings
 from kvcompress.caches.spec import BUDGETS, KINDS, PRUNERS, unasked
+from kvcompress.heads import HeadProfile
 from kvcompress.models import RETROFITTED
 from kvcompress.models.tokenizer import byte_tokenizer
+from kvcompress.profiles import BudgetProfile, Profiled
 from kvcompress.pruners import (
     H2O,
     TOVA,

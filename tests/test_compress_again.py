@@ -7,11 +7,8 @@ from helpers import attached, kind_model, left_padded, random_ids, stays, tiny_g
 import kvcompress
 from kvcompress import (
     AdaKV,
-    BudgetProfile,
     CacheSpec,
     GlobalTopK,
-    HeadProfile,
-    Profiled,
     PrunedCache,
     PyramidKV,
     RemoteGap,
@@ -19,6 +16,8 @@ from kvcompress import (
     attach,
     prefill,
 )
+from kvcompress.heads import HeadProfile
+from kvcompress.profiles import BudgetProfile, Profiled
 from kvcompress.pruners import (
     H2O,
     CenterOfGravity,

@@ -9,11 +9,12 @@ from helpers import kind_model, random_ids, tiny_model
 from typer.testing import CliRunner
 
 import kvcompress
-from kvcompress import CenterOfGravity, DMCCache, KeyNorm, KVzip, PrunedCache, Replay, dmc, prefill
+from kvcompress import DMCCache, KVzip, PrunedCache, Replay, dmc, prefill
 from kvcompress.cli import app
 from kvcompress.demo import make_task
 from kvcompress.dmc import DMCConfig
 from kvcompress.hf.attach import is_attached
+from kvcompress.pruners import CenterOfGravity, KeyNorm
 
 DMS = DMCConfig(mode="dms", shift=0.0)
 TEXTS = [random_ids(60, seed=seed)[0] for seed in range(7)]

@@ -158,7 +158,7 @@ def test_a_full_pool_loses_nothing_while_decoding(dmc):
     held = len(logits)
     assert cache.get_seq_length() == held > 20
     before = cache.stored_lengths()
-    cache.pool_settings = kvcompress.PoolSettings(4)
+    cache.pool_settings = kvcompress.caches.PoolSettings(4)
     for layer in cache.layers:
         layer.pool.store.settings = cache.pool_settings
     decode_to(held + 5)

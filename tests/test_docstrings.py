@@ -4,14 +4,17 @@ import inspect
 import re
 import sys
 from collections.abc import Iterator
+from importlib import import_module
 
 import pytest
 
 import kvcompress
-from kvcompress import Budget, Pruner, analysis, dmc, ops, plots, pod, pruners, serve
+from kvcompress import budgets, profiles, pruners, public
+from kvcompress.budgets import Budget
 from kvcompress.caches.spec import BUDGETS, PRUNERS
+from kvcompress.pruners import Pruner
 
-MODULES = (kvcompress, analysis, dmc, ops, plots, pod, pruners, serve)
+MODULES = (kvcompress, *(import_module(f"kvcompress.{name}") for name in public.MODULES))
 
 
 def public() -> Iterator[tuple[str, object]]:
@@ -73,9 +76,15 @@ def offered(base: type, module: object) -> set[type]:
     return {x for x in found if inspect.isclass(x) and issubclass(x, base) and not inspect.isabstract(x)}
 
 
-def test_pruners_and_budgets_are_names_of_the_package():
-    assert offered(Pruner, kvcompress) == offered(Pruner, pruners) == set(PRUNERS.values())
-    assert offered(Budget, kvcompress) == set(BUDGETS.values())
+def test_pruners_and_budgets_are_known_by_name():
+    assert offered(Pruner, pruners) == set(PRUNERS.values())
+    assert offered(Budget, budgets) | offered(Budget, profiles) == set(BUDGETS.values())
+
+
+def test_the_package_itself_names_what_most_people_take():
+    assert len(kvcompress.__all__) <= 40
+    assert len(offered(Pruner, kvcompress)) == 5
+    assert offered(Budget, kvcompress) == offered(Budget, budgets)
 
 
 @pytest.mark.parametrize("made", sorted(offered(Pruner, kvcompress), key=lambda made: made.__name__))

@@ -15,10 +15,10 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 import kvcompress
 from benchmarks.quality.parts.families_checks import TOLERANCE, difference, said_by_us
 from benchmarks.quality.parts.families_configurations import CONFIGURATIONS
-from kvcompress import GatedCache, Gates
+from kvcompress import GatedCache
 from kvcompress.hf.attach import base_model, facts_of
 from kvcompress.hf.seam import _before
-from kvcompress.pruners import KeyDiff, SnapKV
+from kvcompress.pruners import Gates, KeyDiff, SnapKV
 
 PROMPT, WHOLE, STAYS = 30, 38, 9
 NAMES = [

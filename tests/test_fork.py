@@ -9,16 +9,8 @@ import torch
 from helpers import deciding_model, random_ids, tiny_gates, tiny_model
 
 import kvcompress
-from kvcompress import (
-    GatedCache,
-    IterativeCache,
-    PoolSettings,
-    PrunedCache,
-    QuestCache,
-    StreamingCache,
-    attach,
-    prefill,
-)
+from kvcompress import GatedCache, IterativeCache, PrunedCache, QuestCache, StreamingCache, attach, prefill
+from kvcompress.caches import PoolSettings
 
 CACHES = {
     "iterative": lambda config: IterativeCache(config, memory_size=20, chunk_size=16, page_size=4),

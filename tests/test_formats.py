@@ -20,10 +20,11 @@ from kvcompress import (
     ops,
     prefill,
 )
-from kvcompress.caches import PagePool, PoolSettings
+from kvcompress.caches import PoolSettings
 from kvcompress.caches.dense import DenseCache
 from kvcompress.caches.formats import FORMATS, Format, keys_and_values, slot_nbytes
 from kvcompress.caches.paged import PagedLayer
+from kvcompress.caches.pool import PagePool
 from kvcompress.hf.attach import facts_of
 from kvcompress.pruners import H2O, Replay, SnapKV
 

@@ -16,10 +16,11 @@ from helpers import (
 
 import kvcompress
 from benchmarks.quality.parts.families_configurations import CONFIGURATIONS
-from kvcompress import CacheSpec, GatedCache, Gates, Replay, prefill
+from kvcompress import CacheSpec, GatedCache, Replay, prefill
 from kvcompress.gates import fit_gates
 from kvcompress.hf.attach import base_model
 from kvcompress.hf.reading import plain_decoder, read
+from kvcompress.pruners import Gates
 from kvcompress.retrofit.passes import TrainingPass, whole_layers
 
 WINDOW, SINKS = 6, 2

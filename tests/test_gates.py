@@ -12,13 +12,13 @@ from helpers import KINDS, attached, kind_model, left_padded, logits_of, random_
 from typer.testing import CliRunner
 
 import kvcompress
-from kvcompress import CacheSpec, Gate, Gates, GlobalTopK, IterativeCache, PrunedCache, SnapKV, prefill
+from kvcompress import CacheSpec, Gate, GlobalTopK, IterativeCache, PrunedCache, SnapKV, prefill
 from kvcompress.cli import app
 from kvcompress.gates import fit_gates
 from kvcompress.gates.fitting import QueriesPass
 from kvcompress.hf.attach import is_attached
 from kvcompress.hf.reading import plain_decoder, read
-from kvcompress.pruners import Candidates, ChunkKV, CriticalKV, Pruner
+from kvcompress.pruners import Candidates, ChunkKV, CriticalKV, Gates, Pruner
 from kvcompress.retrofit.regression import explained, levels_of
 
 GATES = tiny_gates()

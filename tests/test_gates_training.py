@@ -6,7 +6,7 @@ from helpers import attached, kind_model, random_ids, tiny_gates, tiny_model
 from typer.testing import CliRunner
 
 import kvcompress
-from kvcompress import GatedCache, Gates, KVzip, SnapKV
+from kvcompress import GatedCache, KVzip, SnapKV
 from kvcompress.cli import app
 from kvcompress.dmc.costs import said_again
 from kvcompress.gates import train_gates
@@ -14,6 +14,7 @@ from kvcompress.gates.fitting import QueriesPass
 from kvcompress.gates.training import _GatedPass, _Learned
 from kvcompress.hf.attach import is_attached
 from kvcompress.hf.reading import plain_decoder, read
+from kvcompress.pruners import Gates
 
 ASKED = KVzip(num_sink_tokens=3, lead_in=2, prompt=(5, 6), next_prompt=(7, 8), suffix=(9,))
 TEXTS = [random_ids(60, seed=seed)[0] for seed in range(10)]

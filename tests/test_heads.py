@@ -5,11 +5,12 @@ import torch
 from helpers import attached, random_ids, tiny_model
 from typer.testing import CliRunner
 
-from kvcompress import HeadProfile, PrunedCache, prefill
+from kvcompress import PrunedCache, prefill
 from kvcompress.analysis import measure_heads, pass_keys
 from kvcompress.analysis.heads import _GatedPass
 from kvcompress.analysis.passkeys import PassKeys
 from kvcompress.cli import app
+from kvcompress.heads import HeadProfile
 from kvcompress.hf.attach import base_model, facts_of
 from kvcompress.hf.reading import read
 from kvcompress.models.tokenizer import byte_tokenizer

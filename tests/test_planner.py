@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from oracle import planner as definitions
 
 import kvcompress
-from kvcompress import Plan, ops
+from kvcompress import ops
+from kvcompress.planner import Plan
 
 INCREMENTAL = ops.SCHEDULES[1:]
 plan = functools.partial(kvcompress.plan, least_memory=0)  # the paper's

@@ -8,8 +8,9 @@ import torch
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
-from kvcompress import Plan, plots
+from kvcompress import plots
 from kvcompress.caches.track import LayerReading, Reading, Track
+from kvcompress.planner import Plan
 
 IMDC = Plan((8, 10, 8, 6), (2, 4, 6, 8), (2, 4, 6, 8))
 FIXED = Plan((8, 8, 8, 8), (8, 8, 8, 8), (8, 8, 8, 8))

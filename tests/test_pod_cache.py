@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 import kvcompress
 from kvcompress import PoDCache, attach, pod, prefill
-from kvcompress.caches import PagePool, PoolSettings
+from kvcompress.caches import PoolSettings
+from kvcompress.caches.pool import PagePool
 from kvcompress.pod import PoDConfig
 
 ONE = ((0, 0), (0, 0), (0, 0), (0, 0))

@@ -12,7 +12,7 @@ import torch
 from pool_definition import append, check, new_pool, numbered
 
 from kvcompress import ops
-from kvcompress.caches import PagePool
+from kvcompress.caches.pool import PagePool
 
 THREADS, ROUNDS = 6, 15
 

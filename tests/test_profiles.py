@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 import kvcompress
-from kvcompress import BudgetProfile, CacheSpec, GlobalTopK, IterativeCache, Profiled, PrunedCache, prefill
+from kvcompress import CacheSpec, GlobalTopK, IterativeCache, PrunedCache, prefill
 from kvcompress.analysis import measure_profile
 from kvcompress.analysis.texts import texts as read_texts
 from kvcompress.budgets import CacheShape
 from kvcompress.cli import app
+from kvcompress.profiles import BudgetProfile, Profiled
 from kvcompress.pruners import H2O, Replay, SnapKV
 from kvcompress.units import Keep
 

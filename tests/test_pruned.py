@@ -385,7 +385,7 @@ def test_dynamic_rope_in_chunks_is_the_dense_models_where_all_is_kept():
     dense = model(ids[:, :-1]).logits[:, -1]
     kvcompress.attach(model)
     cache = PrunedCache(model.config, SnapKV(), keep=500, chunk_size=16)
-    loss = kvcompress.AllLogits()
+    loss = kvcompress.logits.AllLogits()
     prefill(model, ids, cache, logits=loss)
     torch.testing.assert_close(loss.logits()[-1], dense[0], atol=5e-3, rtol=5e-3)
 

@@ -8,19 +8,9 @@ import torch
 from helpers import attached, kind_model, left_padded, random_ids, stays, tiny_model
 
 import kvcompress
-from kvcompress import (
-    AdaKV,
-    BudgetProfile,
-    GlobalTopK,
-    IterativeCache,
-    Profiled,
-    PrunedCache,
-    PyramidKV,
-    RemoteGap,
-    Uniform,
-    prefill,
-)
+from kvcompress import AdaKV, GlobalTopK, IterativeCache, PrunedCache, PyramidKV, RemoteGap, Uniform, prefill
 from kvcompress.hf.argument import CACHE
+from kvcompress.profiles import BudgetProfile, Profiled
 from kvcompress.pruners import CenterOfGravity, ExpectedAttention, SnapKV
 
 # ---- memory ----
@@ -78,7 +68,7 @@ def test_a_refused_step_changes_nothing():
         ({"budget": AdaKV}, r"budget must be an instance, got the class AdaKV: AdaKV\(\)"),
         ({"pruner": SnapKV}, r"got the class SnapKV, not an instance: SnapKV\(\)"),
         ({"pruner": type("KnormPress", (), {})()}, "got KnormPress; a press's compression_ratio is the share that"),
-        ({"pruner": type("TOVAPress", (), {})()}, r"got TOVAPress: give kvcompress.TOVA\(\); a press's"),
+        ({"pruner": type("TOVAPress", (), {})()}, r"got TOVAPress: give kvcompress.pruners.TOVA\(\); a press's"),
         (
             {"pruner": 64, "budget": SnapKV()},
             r"the pruner must come before the budget, .* pruner = 64 and budget",

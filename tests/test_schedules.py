@@ -9,7 +9,9 @@ from oracle import plan as plain_plan
 from reading_definition import plain_reading
 
 import kvcompress
-from kvcompress import AdaKV, Adaptive, AllLogits, IterativeCache, PyramidKV, StreamingCache, TokenLoss, prefill
+from kvcompress import AdaKV, IterativeCache, PyramidKV, StreamingCache, prefill
+from kvcompress.logits import AllLogits, TokenLoss
+from kvcompress.planner import Adaptive
 from kvcompress.positions import RotaryTables
 from kvcompress.pruners import H2O, SnapKV, StreamingLLM
 

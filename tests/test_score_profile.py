@@ -9,12 +9,12 @@ from helpers import KINDS, attached, kind_model, random_ids, tiny_model
 from typer.testing import CliRunner
 
 import kvcompress
-from kvcompress import CacheSpec, GlobalTopK, PrunedCache, ScoreProfile, analysis, prefill
+from kvcompress import CacheSpec, GlobalTopK, PrunedCache, analysis, prefill
 from kvcompress.analysis import scores as fitting
 from kvcompress.analysis.scores import measure_scores
 from kvcompress.cli import app
 from kvcompress.hf.reading import plain_decoder, read
-from kvcompress.pruners import CriticalKV, KVzip
+from kvcompress.pruners import CriticalKV, KVzip, ScoreProfile
 from kvcompress.retrofit.passes import whole_layers
 
 ASKED = KVzip(chunk=64, num_sink_tokens=3, lead_in=2, prompt=(5, 6), next_prompt=(7, 8, 9), suffix=(10,), mass=True)

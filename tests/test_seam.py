@@ -379,7 +379,7 @@ def test_images_that_are_read_in_both_directions_are_refused():
 @torch.no_grad()
 def test_logits_of_a_prompt_are_the_models_own(kind, given):
     """Whatever the family does behind its output layer."""
-    model, ids, kept = model_of(kind, **given), random_ids(21), kvcompress.AllLogits()
+    model, ids, kept = model_of(kind, **given), random_ids(21), kvcompress.logits.AllLogits()
     wanted = model(ids[:, :-1]).logits[0]
     with kvcompress.attach(model):
         kvcompress.prefill(model, ids, kvcompress.PrunedCache(model.config, keep=64), logits=kept)

@@ -21,8 +21,9 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))
 import kvcompress
 from benchmarks.common import load, parse_arguments, parser, print_table, write_json
 from benchmarks.quality.parts.books import books_of
-from kvcompress import GatedCache, Gates
+from kvcompress import GatedCache
 from kvcompress.gates import fit_gates
+from kvcompress.pruners import Gates
 
 ROOT = Path(__file__).resolve().parents[2]
 SIZES = {"full": (1000, 8), "quick": (1000, 1), "tiny": (200, 0)}

@@ -66,7 +66,8 @@ from benchmarks.quality.parts.comparison import (
 from benchmarks.quality.parts.measures import PRUNERS, deliver, make_tasks, sizes_of
 from benchmarks.quality.parts.pod_tables import draw, show
 from benchmarks.quality.parts.tasks import MakeCache, Result, measure
-from kvcompress import Budget, PoDCache, PyramidKV, QuestCache, StreamingCache
+from kvcompress import PoDCache, PyramidKV, QuestCache, StreamingCache
+from kvcompress.budgets import Budget
 from kvcompress.models import RETROFITTED
 from kvcompress.pod import PoDConfig, convert
 from kvcompress.pruners import Pruner

@@ -31,20 +31,9 @@ import kvcompress
 from benchmarks.common import parse_arguments, parser, print_table, write_json
 from benchmarks.quality.parts.measures import tidy
 from benchmarks.quality.parts.tasks import Writer, standard_error
-from kvcompress import (
-    H2O,
-    AdaKV,
-    ExpectedAttention,
-    GlobalTopK,
-    KeyDiff,
-    KVzip,
-    PrunedCache,
-    Random,
-    Replay,
-    SnapKV,
-    StreamingLLM,
-)
+from kvcompress import AdaKV, GlobalTopK, KeyDiff, KVzip, PrunedCache, Replay, SnapKV
 from kvcompress.models.tokenizer import byte_tokenizer
+from kvcompress.pruners import H2O, ExpectedAttention, Random, StreamingLLM
 
 SHARP = 0.12  # standard deviation of weights
 SLIDING = {"sliding_window": 256, "layer_types": ["sliding_attention", "full_attention"] * 2}

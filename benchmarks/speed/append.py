@@ -15,7 +15,9 @@ import torch
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 from benchmarks.common import Row, alternate, options, report
-from kvcompress.caches import PagePool, PoolSettings, keys_and_values
+from kvcompress.caches import PoolSettings
+from kvcompress.caches.formats import keys_and_values
+from kvcompress.caches.pool import PagePool
 
 HKV, D, DTYPE = 8, 128, torch.bfloat16
 SIZES = {  # repetitions, of a fork too, and lengths

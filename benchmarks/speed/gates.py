@@ -21,8 +21,9 @@ from torch import Tensor
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 import kvcompress
 from benchmarks.common import Row, alternate, load, parse_arguments, parser, report
-from kvcompress import Gate, GatedCache, Gates, GlobalTopK, PrunedCache
+from kvcompress import Gate, GatedCache, GlobalTopK, PrunedCache
 from kvcompress.hf.attach import base_model, facts_of
+from kvcompress.pruners import Gates
 
 SIZES = {"full": (7, (1000, 4000), 32), "quick": (3, (1000,), 8), "tiny": (1, (80,), 2)}
 

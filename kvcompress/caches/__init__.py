@@ -2,10 +2,7 @@
 
 from .base import CompressedCache
 from .dense import QuantizedCache
-from .formats import keys_and_values
 from .iterative import IterativeCache
-from .layer import CompressedLayer
-from .pool import PagePool
 from .pruned import PrunedCache
 from .quest import QuestCache
 from .store import PoolSettings
@@ -13,13 +10,10 @@ from .streaming import StreamingCache
 
 __all__ = [
     "CompressedCache",
-    "CompressedLayer",
     "IterativeCache",
-    "PagePool",
     "PoolSettings",
     "PrunedCache",
     "QuantizedCache",
     "QuestCache",
     "StreamingCache",
-    "keys_and_values",
 ]

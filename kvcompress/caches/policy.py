@@ -193,12 +193,12 @@ def _check_order(pruner: Any, budget: Any) -> None:
         return
     named = getattr(pruner, "__name__", pruner if isinstance(pruner, str) else type(pruner).__name__)
     ours = {name.lower(): name for name in pruners.__all__}.get(named.removesuffix("Press").lower())
-    hint = "" if ours is None or isinstance(pruner, type) else f": give kvcompress.{ours}()"
+    hint = "" if ours is None or isinstance(pruner, type) else f": give kvcompress.pruners.{ours}()"
     if isinstance(pruner, str):
         hint += "; a cache that is all text is CacheSpec.parse('pruned,pruner=snapkv,keep=1024').make(config)"
     elif named.endswith("Press"):
         hint += "; a press's compression_ratio is the share that goes, the cache's keep the one that stays"
-    raise ValueError(f"pruner must be an instance of kvcompress.Pruner, got {given_as(pruner)}{hint}")
+    raise ValueError(f"pruner must be an instance of kvcompress.pruners.Pruner, got {given_as(pruner)}{hint}")
 
 
 def _gap_of(positions: str | RemoteGap) -> RemoteGap | None:

@@ -116,11 +116,11 @@ def train_gates(
     the last held_out say levels (r2 is not known of what is no fit), the others are trained on in turn. pruner: KVzip
     with the words that ask for a text once more (with_tokenizer); every second step reads half a sample, these words
     and that half again.
-    A step reads one text as GatedCache does, but by chance: a key behind the `window` newest stays with the probability
-    of a sigmoid of how far its gate lies above a threshold for each of `keep` in turn, which follows what gates say;
-    chances are relaxed (concrete, from `seed`) and become certainties from step to step. The loss is the divergence
-    from what the model says with everything in sight, mean over tokens; Adam at `lr`, which rises over 10 steps and
-    falls to 0.
+    A step reads one text as GatedCache does, but by chance: a key behind the `window` newest and the first
+    num_sink_tokens stays with the probability of a sigmoid of how far its gate lies above a threshold for each of
+    `keep` in turn, which follows what gates say; chances are relaxed (concrete, from `seed`) and become certainties
+    from step to step. The loss is the divergence from what the model says with everything in sight, mean over tokens;
+    Adam at `lr`, which rises over 10 steps and falls to 0.
     report(step, nats) is called in each step with the loss, in nats a token.
     Memory: a forward and a backward pass of one text. Raises ValueError for settings out of range, gates of another
     model, a model without an output layer, and for NaN.

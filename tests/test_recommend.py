@@ -127,7 +127,7 @@ def test_what_loses_least_is_taken_or_what_is_level_and_faster(best, other, take
 
 
 def test_caches_are_held_to_the_bytes_and_what_loses_least_stands_first(reader):
-    """Five caches, each read for its size, its two pieces and its time: 15 s."""
+    """Nine caches, each read for its size, its two pieces and its time: 20 s."""
     found = recommend(
         reader.model, reader.tokenizer, TEXT, keep="1/4", tokens=LENGTH, pieces=2,
         caches=["pruned,pruner=random,later=keep", "quest"],
@@ -135,16 +135,28 @@ def test_caches_are_held_to_the_bytes_and_what_loses_least_stands_first(reader):
     assert found.dense is not None and found.chosen is not None
     lost = [sum(x.lost(found.dense)) for x in found.candidates]
     assert lost == sorted(lost) and found.dense.lost(found.dense) == (0.0, 0.0)
-    held = [x.nbytes for x in found.candidates]
-    assert all(0.8 * found.nbytes < nbytes < 1.05 * found.nbytes for nbytes in held), held
+    held = {x.cache: x.nbytes / found.nbytes for x in found.candidates}
+    assert all((0.7 if "quantized" in cache else 0.9) < share < 1.05 for cache, share in held.items()), held
     assert list(found.refused) == ["quest"] and "has no size to set" in found.refused["quest"]
+    pruned = {x.cache: x for x in found.candidates if x.cache.startswith("pruned")}
+    tokens = {name: int(CacheSpec.parse(x.sized).given["keep"]) for name, x in pruned.items()}
+    assert 3 < tokens["pruned,dtype=int8,later=keep"] / tokens["pruned,later=keep"] < 4  # over float32
     names = [x.cache for x in found.candidates]
     assert names.index("pruned,later=keep") < names.index("pruned,pruner=random,later=keep")
     chosen = CacheSpec.parse(found.chosen.pasted)
     assert f'"{chosen}"' in found.line
-    sized = CacheSpec.parse(found.candidates[0].sized)
-    kept = float(CacheSpec.parse(found.candidates[0].pasted).given["keep"])
-    assert kept == pytest.approx(int(sized.given["keep"]) / found.tokens, abs=1e-3)
+    for name, x in pruned.items():
+        assert float(CacheSpec.parse(x.pasted).given["keep"]) == pytest.approx(tokens[name] / found.tokens, abs=1e-3)
+
+
+def test_codes_of_all_tokens_are_recommended_where_they_fit(reader, monkeypatch):
+    every = ("quantized,dtype=int8", "pruned,dtype=int8,later=keep")
+    monkeypatch.setattr("kvcompress.evaluate.recommend.CANDIDATES", every)
+    found = recommend(reader.model, reader.tokenizer, TEXT, keep="1/2", tokens=LENGTH, pieces=1)
+    assert {x.cache: x.pasted for x in found.candidates} == {
+        every[0]: every[0], every[1]: "pruned,dtype=int8,later=keep,keep=1.0",
+    }  # fmt: skip
+    assert found.chosen is not None and found.chosen.nbytes < 0.4 * found.dense_nbytes
 
 
 def test_a_dense_cache_that_fits_is_the_answer(reader):

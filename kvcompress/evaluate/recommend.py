@@ -40,7 +40,11 @@ CLOSE = 0.005  # bits a token: no difference to anybody
 FASTER = 0.8  # of the time: what is worth a change
 CANDIDATES = (
     "pruned,later=keep",
+    "pruned,dtype=int8,later=keep",
     "pruned,pruner=kvzip,mass=true,chunk=512,budget=globaltopk,later=keep",
+    "pruned,pruner=kvzip,mass=true,chunk=512,dtype=int8,budget=globaltopk,later=keep",
+    "quantized,dtype=int8",
+    "quantized,dtype=k8v4",
     "pruned,pruner=snapkv,kernel_size=31,pooling=max,budget=adakv,later=keep",
     "iterative",
     "streaming",
@@ -136,14 +140,11 @@ def recommend(
         told(f"{spec}: its size")
         try:
             sized = equal.sized(replace(reader, spec=spec), measure, whole)
-            candidate = _measured(replace(reader, spec=sized), measure, shares, told, str(spec))
+            held = measure.held(replace(reader, spec=sized)) if spec.size_key is None else target
+            need(held <= 1.05 * target, f"it held {size(held)}, more than {size(target)}, and has no size to set")
+            found.append(_measured(replace(reader, spec=sized), measure, shares, told, str(spec)))
         except ValueError as error:
             refused[str(spec)] = str(error)
-            continue
-        if candidate.nbytes > 1.05 * target:
-            refused[str(spec)] = f"it held {size(candidate.nbytes)}, more than {size(target)}, and has no size to set"
-        else:
-            found.append(candidate)
     if not found:
         reasons = "; ".join(f"{cache}: {why}" for cache, why in refused.items())
         raise ValueError(f"keep must leave room for a cache, got {size(target)}: "
@@ -196,7 +197,7 @@ def _measured(
     written = measured(reader.model, ids, spec, WRITTEN, reader.tokenizer)
     pasted = spec
     if shares and spec.kind == "pruned" and spec.size_key is not None:
-        pasted = spec.sized(max(round(int(spec.given[spec.size_key]) / measure.tokens, 3), 0.001))
+        pasted = spec.sized(min(max(round(int(spec.given[spec.size_key]) / measure.tokens, 3), 0.001), 1.0))
     return Candidate(
         cache or str(spec), str(spec), str(pasted), sum(x.nbytes for x in outcomes) / len(outcomes),
         tuple(x.score for x in outcomes), _each(outcomes, "bits"), _each(outcomes, "score"),

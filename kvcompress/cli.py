@@ -18,7 +18,7 @@ from .commands import pod as _pod  # noqa: F401
 from .commands.analyze import app as analyze
 from .commands.evaluate import app as evaluate
 from .commands.fit import app as fit
-from .commands.options import Device, Dtype, Model
+from .commands.options import CacheDtype, Device, Dtype, Model
 from .commands.passing import Passing
 from .commands.renamed import Renamed
 from .commands.retrofit import app as retrofit
@@ -98,7 +98,7 @@ def info(
     model: Annotated[
         str | None, typer.Option(help="folder or name of a transformers model, or example, or smollm2: its cache")
     ] = None,
-    dtype: Dtype = "auto",
+    dtype: CacheDtype = "auto",
     as_json: Annotated[bool, AS_JSON] = False,
 ) -> None:
     """Show what is installed here, and what a model's cache takes."""
@@ -272,9 +272,7 @@ def plan(
     layers: Annotated[int | None, typer.Option(help="layers of the model", min=1)] = None,
     kv_heads: Annotated[int | None, typer.Option(help="KV heads of a layer", min=1)] = None,
     head_dim: Annotated[int | None, typer.Option(help="head dimension", min=1)] = None,
-    dtype: Annotated[
-        str, typer.Option(help="float32, bfloat16, float16, or auto: the model's, else bfloat16")
-    ] = "auto",
+    dtype: CacheDtype = "auto",
 ) -> None:
     """Show how IterativeCache would read a prompt: chunks and memory by iteration, and the gain over a fixed memory."""
     from .plan_report import run_plan

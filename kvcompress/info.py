@@ -43,7 +43,7 @@ def facts(model: str | None, dtype: str = "auto") -> dict[str, Any]:
         "layers": shape.layers,
         "kv_heads": shape.kv_heads,
         "head_dim": shape.head_dim,
-        "dtype": str(shape.dtype).removeprefix("torch."),
+        "dtype": shape.dtype,
         "trained_length": shape.trained_length,
         "cache_nbytes_per_token": shape.nbytes(shape.layers),
     }

@@ -15,7 +15,8 @@ from transformers import AutoConfig
 
 from . import units
 from .caches.base import decoder_config, sizes_of
-from .checks import FLOATS, need_dtype
+from .caches.formats import FORMATS, Format, keys_and_values, slot_nbytes
+from .checks import DTYPES, FLOATS, need_choice
 from .models import EXAMPLE, EXAMPLE_NAME
 from .names import check_name
 from .planner import Plan, plan
@@ -26,17 +27,20 @@ WIDTH = 80
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What of a model decides how many bytes its cache takes. trained_length: positions, None = not known."""
+    """What of a model decides how many bytes its cache takes. dtype: float32, bfloat16 or float16, or a format of
+    codes. trained_length: positions, None = not known."""
 
     layers: int
     kv_heads: int
     head_dim: int
-    dtype: torch.dtype
+    dtype: str
     trained_length: int | None = None
 
     def nbytes(self, keys: int) -> int:
         """Of that many keys per KV head, summed over the layers, with their values; one sequence."""
-        return 2 * keys * self.kv_heads * self.head_dim * self.dtype.itemsize
+        dtype = DTYPES.get(self.dtype, torch.bfloat16)
+        form = None if self.dtype in DTYPES else Format(self.dtype, dtype)
+        return keys * self.kv_heads * slot_nbytes(keys_and_values(self.head_dim, dtype, form))
 
 
 def model_shape(
@@ -47,13 +51,14 @@ def model_shape(
     None where these do not say enough for bytes. Raises ValueError for a config that cannot be read or lacks a size, an
     unknown dtype, or settings for bytes that are not enough for them.
     """
-    chosen = need_dtype(dtype)
+    need_choice("dtype", dtype, (*DTYPES, *FORMATS, "auto"))
+    chosen = None if dtype == "auto" else dtype
     if model == EXAMPLE_NAME:  # load_example_model gives float32
-        model, chosen = str(EXAMPLE), chosen or torch.float32
+        model, chosen = str(EXAMPLE), chosen or "float32"
     if model is None:
         if layers is not None and kv_heads is not None and head_dim is not None:
-            return ModelShape(layers, kv_heads, head_dim, chosen or torch.bfloat16)
-        for name, value in (("kv_heads", kv_heads), ("head_dim", head_dim), ("dtype", dtype if chosen else None)):
+            return ModelShape(layers, kv_heads, head_dim, chosen or "bfloat16")
+        for name, value in (("kv_heads", kv_heads), ("head_dim", head_dim), ("dtype", chosen)):
             if value is not None:
                 raise ValueError(
                     f"{name} must come with a model, or with all of layers, kv_heads and head_dim, got {value} alone"
@@ -79,7 +84,8 @@ def model_shape(
         found[name] = size
     return ModelShape(
         found["layers"], found["KV heads"], found["head dim"],
-        chosen or (own if own in FLOATS else torch.bfloat16), getattr(config, "max_position_embeddings", None),
+        chosen or (str(own).removeprefix("torch.") if own in FLOATS else "bfloat16"),
+        getattr(config, "max_position_embeddings", None),
     )  # fmt: skip
 
 

@@ -128,6 +128,9 @@ def test_plan_counts_bytes_of_a_model(tmp_path):
     half = table_of(planned(*sizes, "--model", str(tmp_path), "--dtype", "float16"))
     expected = [f"{count * nbytes / 2**11:.1f} KiB" for count in keys["layer"]]
     assert half['peak keys and values, prune="layer"'] == expected
+    codes = table_of(planned(*sizes, "--model", str(tmp_path), "--dtype", "k8v4"))
+    expected = [f"{count * 2 * (16 + 2 + 8 + 2) / 2**10:.1f} KiB" for count in keys["layer"]]
+    assert codes['peak keys and values, prune="layer"'] == expected
 
 
 def test_plan_says_what_is_special():

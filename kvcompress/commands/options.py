@@ -14,3 +14,6 @@ Dtype = Annotated[
     ),
 ]
 Device = Annotated[str, typer.Option(help="cpu or cuda")]
+CacheDtype = Annotated[
+    str, typer.Option(help="float32, bfloat16, float16, codes (int8 or k8v4), or auto: the model's, else bfloat16")
+]

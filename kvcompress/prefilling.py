@@ -20,7 +20,7 @@ from .logits import LogitsSink, scaled
 from .planner import Plan
 from .progress import Progress, showing
 from .rereading import latest, pruner_that_rereads, reread
-from .token_sources import Columns, Prompt, Stream, TokenIds, as_stream
+from .token_sources import Columns, Prompt, Stream, TokenIds, as_stream, from_tokenizer
 
 _LOGITS = 1 << 24  # logits are computed for as many rows at a time as make so many numbers
 
@@ -28,9 +28,8 @@ _LOGITS = 1 << 24  # logits are computed for as many rows at a time as make so m
 def _need_tensors(**arguments: object) -> None:
     for name, x in arguments.items():
         if not isinstance(x, Tensor) and (x is not None or name == "input_ids"):
-            advice = f"; pass its .{name}" if isinstance(x, Mapping) and name in x else ""
-            if isinstance(x, str):
-                advice = "; token ids are what a tokenizer makes of text, which kvcompress.read takes as it is"
+            made = "; token ids are what a tokenizer makes of text, which kvcompress.read takes as it is"
+            advice = made if isinstance(x, str) else ""
             raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}{advice}")
 
 
@@ -80,7 +79,7 @@ def _padding(model: nn.Module, input_ids: Tensor, generation: Mapping[str, Any])
 @torch.no_grad()
 def prefill(
     model: nn.Module,
-    input_ids: TokenIds,
+    input_ids: TokenIds | Mapping[str, Any],
     cache: CompressedCache,
     attention_mask: Tensor | None = None,
     *,
@@ -90,9 +89,10 @@ def prefill(
 ) -> CompressedCache:
     """Reads all but the last token of a prompt; model.generate(input_ids, past_key_values=cache) goes on from there.
 
-    model: attached (kvcompress.attach). input_ids: [B, T], T >= 1; if the cache has seen tokens already, the whole
-    conversation: the first cache.get_seq_length() columns are skipped. attention_mask: [B, T] for left-padded batches;
-    where it is None and prompts begin with the pad token, that is padding, as model.generate has it. guide: [g] token
+    model: attached (kvcompress.attach). input_ids: [B, T], T >= 1, or what a tokenizer returns, tensors with their
+    attention_mask; if the cache has seen tokens already, the whole conversation: the first cache.get_seq_length()
+    columns are skipped. attention_mask: [B, T] for left-padded batches; where there is none and prompts begin with the
+    pad token, that is padding, as model.generate has it. guide: [g] token
     ids of an instruction or question, the same for all sequences; they follow each chunk as the observation window,
     choose what is kept, and are not stored; where every prompt ends with the guide, that end is held back too, so that
     generation reads the question in full.
@@ -119,6 +119,7 @@ def prefill(
     decoder = base_model(model)
     facts = facts_of(decoder)
     check_adapter(model, reads=True)
+    input_ids, attention_mask = from_tokenizer(input_ids, attention_mask)
     _need_tensors(attention_mask=attention_mask, guide=guide)
     if logits is not None and (isinstance(logits, type) or not callable(logits)):
         got = f"the class {logits.__name__}: give one of it" if isinstance(logits, type) else repr(logits)
@@ -324,7 +325,7 @@ def _give(
 
 def generate(
     model: nn.Module,
-    input_ids: Tensor,
+    input_ids: Tensor | Mapping[str, Any],
     cache: CompressedCache,
     attention_mask: Tensor | None = None,
     *,
@@ -335,16 +336,17 @@ def generate(
 ) -> Any:
     """prefill, then model.generate with the same cache; returns what model.generate returns.
 
-    model, input_ids [B, T], cache, guide, logits, progress: as for prefill. attention_mask: where it is None and the
-    prompts hold the pad token, those are padding, as model.generate has it. generation: any argument of model.generate
-    (max_new_tokens, do_sample, num_beams, num_return_sequences, ...). Warns where positions reach beyond the trained
-    length, in place of transformers' reminder, which goes by the tokens that were seen.
+    model, input_ids [B, T] or a tokenizer's, cache, guide, logits, progress: as for prefill. attention_mask: where
+    there is none and the prompts hold the pad token, those are padding, as model.generate has it. generation: any
+    argument of model.generate (max_new_tokens, do_sample, num_beams, num_return_sequences, ...). Warns where positions
+    reach beyond the trained length, in place of transformers' reminder, which goes by the tokens that were seen.
     """
+    input_ids, attention_mask = from_tokenizer(input_ids, attention_mask)
     _need_tensors(input_ids=input_ids, attention_mask=attention_mask)
     whole: Any = model
     options = with_cache(cache, generation)
     if attention_mask is None:
-        attention_mask = _padding(model, input_ids, generation)
+        attention_mask = _padding(model, cast(Tensor, input_ids), generation)
     prefill(model, input_ids, cache, attention_mask, guide=guide, logits=logits, progress=progress)
     _warn_of_length(cache)
     with without_reminder():

@@ -4,7 +4,7 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from helpers import FAMILIES, attached, forward, kind_model, random_ids, tiny_model
+from helpers import FAMILIES, attached, forward, kind_model, left_padded, random_ids, tiny_model
 from test_positions import scaled_model
 from transformers import BatchEncoding, MambaConfig
 
@@ -253,8 +253,8 @@ def test_what_is_no_model_is_refused(call, model):
         ({"input_ids": [[1, 2, 3]]}, "input_ids must be a torch.Tensor, got list"),
         ({"input_ids": None}, "input_ids must be a torch.Tensor, got NoneType"),
         (
-            {"input_ids": BatchEncoding({"input_ids": random_ids(4)})},
-            "input_ids must be a torch.Tensor, got BatchEncoding; pass its .input_ids",
+            {"input_ids": BatchEncoding({"input_ids": [[1, 2]]})},
+            'input_ids must be tensors, got a BatchEncoding of list: the tokenizer makes them with return_tensors="pt"',
         ),
         ({"input_ids": "text"}, "input_ids must be a torch.Tensor, got str; .* which kvcompress.read takes as it is"),
         ({"attention_mask": [[1, 1, 1]]}, "attention_mask must be a torch.Tensor, got list"),
@@ -270,6 +270,36 @@ def test_arguments_that_are_no_tensors_are_named(function, arguments, message):
         function(attached(), **{"input_ids": random_ids(20), "cache": cache, **arguments})
     assert cache.get_seq_length() == 0
     cache.check_complete()
+
+
+@pytest.mark.parametrize(
+    ("given", "further", "message"),
+    [
+        ({"pixel_values": 1}, {}, "input_ids must be of text alone, got a BatchEncoding with pixel_values"),
+        (
+            {"attention_mask": torch.ones(1, 4)},
+            {"attention_mask": torch.ones(1, 4)},
+            "attention_mask must be None where input_ids bring their own",
+        ),
+    ],
+)
+@pytest.mark.parametrize("function", [kvcompress.prefill, kvcompress.generate])
+def test_what_a_tokenizer_returns_is_of_text_and_has_one_mask(function, given, further, message):
+    with pytest.raises(ValueError, match=message):
+        function(attached(), BatchEncoding({"input_ids": random_ids(4), **given}), cache_of_tiny(), **further)
+
+
+def test_what_a_tokenizer_returns_is_taken_as_it_is():
+    model = attached()
+    ids, mask = left_padded([random_ids(30, seed=1), random_ids(21, seed=2)])
+    given = BatchEncoding({"input_ids": ids, "attention_mask": mask, "token_type_ids": torch.zeros_like(ids)})
+    wanted = kvcompress.generate(model, ids, cache_of_tiny(), mask, max_new_tokens=5, do_sample=False)
+    for tokens in (given, dict(given)):
+        out = kvcompress.generate(model, tokens, cache_of_tiny(), max_new_tokens=5, do_sample=False)
+        assert torch.equal(out, wanted)
+    cache = kvcompress.prefill(model, given, cache_of_tiny())
+    out = model.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=5, do_sample=False)
+    assert torch.equal(out, wanted)
 
 
 @pytest.mark.parametrize(

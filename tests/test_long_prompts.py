@@ -12,7 +12,7 @@ import kvcompress
 from benchmarks.quality import long_prompts as bench
 from benchmarks.quality.parts import long_prompts_tasks as tasks
 from kvcompress import IterativeCache
-from kvcompress.caches.track import LayerReading, Reading, Track
+from kvcompress.caches.track import ChunkReading, LayerReading, Track
 from kvcompress.models.text import held_out_text
 from kvcompress.models.tokenizer import byte_tokenizer
 from kvcompress.pruners import SnapKV, StreamingLLM
@@ -141,7 +141,10 @@ def test_tokens_held_are_counted_over_the_heads_of_a_layer():
         nothing = torch.zeros(len(positions))
         return LayerReading(tuple(torch.tensor(p, dtype=torch.int32) for p in positions), nothing, nothing, nothing)
 
-    readings = [Reading(0, 8, (layer([3, 4, 7], [4, 5, 0]), layer([0], [1]))), Reading(8, 8, (layer([3], [9]),) * 2)]
+    readings = [
+        ChunkReading(0, 8, (layer([3, 4, 7], [4, 5, 0]), layer([0], [1]))),
+        ChunkReading(8, 8, (layer([3], [9]),) * 2),
+    ]
     shares = tasks.held(Track([readings]), 3, 7)
     assert shares.tolist() == [[0.75, 0.0], [0.25, 0.25]]
 

@@ -9,7 +9,7 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
 from kvcompress import plots
-from kvcompress.caches.track import LayerReading, Reading, Track
+from kvcompress.caches.track import ChunkReading, LayerReading, Track
 from kvcompress.planner import Plan
 
 IMDC = Plan((8, 10, 8, 6), (2, 4, 6, 8), (2, 4, 6, 8))
@@ -33,7 +33,7 @@ def sequence(iterations, L=2, Hkv=2, chunk=4, step=0.1):
         newest = list(range(i * chunk, (i + 1) * chunk))
         kept = [newest if j == 0 or i == 0 else [0, *newest[1:]] for j in range(L)]
         readings.append(
-            Reading(i * chunk, chunk, tuple(
+            ChunkReading(i * chunk, chunk, tuple(
                 layer([kept[j]] * Hkv, [i * step] * Hkv, [i * step + j / 100] * Hkv if i else [0.0] * Hkv, 4 * (i > 0))
                 for j in range(L)
             ))
@@ -119,8 +119,8 @@ def test_memory_attention_is_the_mean_over_heads_layers_and_sequences():
 
 
 def test_heads_without_memory_do_not_count():
-    first = Reading(0, 4, (layer([[0], []], (0.0, 0.0), (0.0, 0.0)),))
-    second = Reading(4, 4, (LayerReading(first.layers[0].positions, torch.tensor([0.5, torch.nan]),
+    first = ChunkReading(0, 4, (layer([[0], []], (0.0, 0.0), (0.0, 0.0)),))
+    second = ChunkReading(4, 4, (LayerReading(first.layers[0].positions, torch.tensor([0.5, torch.nan]),
                                          torch.tensor([0.2, 0.0]), torch.tensor([4.0, 0.0])),))  # fmt: skip
     track = Track([[first, second]])
     assert plots.memory_attention(track).get_lines()[0].get_ydata() == pytest.approx([0.05])
@@ -201,7 +201,7 @@ def test_memory_map_is_normalised_before_the_last_chunk_is_dropped():
 
 
 def test_memory_maps_share_one_scale_and_an_empty_layer_is_blank():
-    half = Reading(4, 4, (layer([[0, 1, 4, 5]]), layer([[]])))
+    half = ChunkReading(4, 4, (layer([[0, 1, 4, 5]]), layer([[]])))
     maps = plots.memory_map({"half": Track([[sequence(1, Hkv=1)[0], half]]), "quarter": Track([sequence(3)])})
     images = [axes.get_images()[0] for axes in maps]
     assert images[0].get_array().tolist() == [[0.5], [None]]
@@ -305,7 +305,7 @@ def test_readings_that_do_not_fit_together_are_refused(draw):
         draw(Track([[*sequence(2), *sequence(2, L=3)]]))
     with pytest.raises(ValueError, match=r"same layers and KV heads in every sequence, got \[\(2, 2\), \(2, 1\)\]"):
         draw(Track([sequence(2), sequence(2, Hkv=1)]))
-    flat = Reading(0, 4, (LayerReading((torch.arange(4),), *[torch.ones(1, 1)] * 3),))
+    flat = ChunkReading(0, 4, (LayerReading((torch.arange(4),), *[torch.ones(1, 1)] * 3),))
     with pytest.raises(ValueError, match=r"must hold tensors \[Hkv\], sequence 0 has shape \(1, 1\)"):
         draw(Track([[flat, flat]]))
 
@@ -313,15 +313,15 @@ def test_readings_that_do_not_fit_together_are_refused(draw):
 @pytest.mark.parametrize("draw", [plots.memory_sources, plots.memory_map])
 def test_positions_of_a_wrong_shape_and_an_empty_memory_are_refused(draw):
     readings = sequence(3)
-    flat = Reading(8, 4, (layer([[[8, 9]]]),))
+    flat = ChunkReading(8, 4, (layer([[[8, 9]]]),))
     with pytest.raises(ValueError, match=r"tracks must hold positions \[tokens\]"):
         draw(Track([[*readings[:2], flat]]))
     with pytest.raises(ValueError, match="tracks must have a token in the final memory of sequence 0, got 0"):
-        draw(Track([[*readings[:2], Reading(8, 4, (layer([[], []]),))]]))
+        draw(Track([[*readings[:2], ChunkReading(8, 4, (layer([[], []]),))]]))
 
 
 def test_numbers_that_are_nan_everywhere_are_refused():
-    blank = Reading(0, 4, (layer([[0]], [torch.nan], [torch.nan]),))
+    blank = ChunkReading(0, 4, (layer([[0]], [torch.nan], [torch.nan]),))
     for draw in (plots.memory_attention, plots.memory_share, plots.retention):
         with pytest.raises(ValueError, match="tracks must hold a number after the first iteration, got NaN everywhere"):
             draw(Track([[blank, blank]]))

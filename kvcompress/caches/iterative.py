@@ -22,7 +22,7 @@ from .iterative_layer import IterativeLayer, ReadingSettings
 from .passes import CachePass, Iteration
 from .policy import NEVER, Policy
 from .store import PoolSettings
-from .track import Reading, Track
+from .track import ChunkReading, Track
 
 PRUNE = ("layer", "forward")
 ROOM = 32  # tokens that the default memory has for what a pruner chooses, besides sinks and window
@@ -279,7 +279,7 @@ class IterativeCache(CompressedCache):
         for b, (start, chunk) in enumerate(zip(step.read, step.kept, strict=True)):
             if chunk:
                 layers = tuple(layer.layer_reading(b, start) for layer in self.compressing)
-                track.readings[b].append(Reading(start, chunk, layers))
+                track.readings[b].append(ChunkReading(start, chunk, layers))
 
     def end_prompt(self, columns: int) -> None:
         super().end_prompt(columns)

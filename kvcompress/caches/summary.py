@@ -111,11 +111,14 @@ class Summary:
             f"  reserved    {size(self.reserved_nbytes())} with room for coming tokens",
         ]
         if entries := [held for layer in self._entries() for row in layer for held in row]:
-            by_layer = " ".join(f"{_mean(x):.1f}" for x in self.compression_ratios())
+            ratios = [_mean(x) for x in self.compression_ratios()]
+            low, high = (f"{pick(ratios):.1f}" for pick in (min, max))
+            least, most = (self.compressing[ratios.index(pick(ratios))].index for pick in (min, max))
+            by_layer = "" if low == high else f"; {low} in layer {least} to {high} in layer {most}"
             lines += [
                 f"  held        {sum(entries) / len(entries):,.0f} tokens per KV head on average, "
                 f"{min(entries):,.0f} to {max(entries):,.0f}",
-                f"  ratio       {self.compression_ratio():.1f} tokens seen for one held; by layer {by_layer}",
+                f"  ratio       {self.compression_ratio():.1f} tokens seen for one held{by_layer}",
             ]
         if self._incomplete:
             lines.append("  incomplete: a prompt is being read, or stopped before its end; reset() then")

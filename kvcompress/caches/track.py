@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class LayerReading:
     """One layer in one iteration of one sequence.
 
@@ -23,22 +23,34 @@ class LayerReading:
     memory_attention: Tensor
     memory_size: Tensor
 
+    def __repr__(self) -> str:
+        kept = [len(row) for row in self.positions]
+        return f"LayerReading(tokens kept by KV head: {kept})"
 
-@dataclass(frozen=True, eq=False)
-class Reading:
+
+@dataclass(frozen=True, eq=False, repr=False)
+class ChunkReading:
     """One iteration of one sequence: where its chunk began, its tokens, and what each layer did."""
 
     start: int
     chunk: int
     layers: tuple[LayerReading, ...]
 
+    def __repr__(self) -> str:
+        return f"ChunkReading({self.chunk} tokens from {self.start:,} on, {len(self.layers)} layers)"
 
-@dataclass(eq=False)
+
+@dataclass(eq=False, repr=False)
 class Track:
     """readings[b][i]: iteration i of sequence b. All tensors are on the CPU: 4 bytes per token that a row of
     memory keeps, in every iteration; 1,000 iterations with 1,024 tokens in 8 heads of 32 layers are 1 GiB."""
 
-    readings: list[list[Reading]] = field(default_factory=list)
+    readings: list[list[ChunkReading]] = field(default_factory=list)
+
+    def __repr__(self) -> str:
+        layers = next((len(x.layers) for one in self.readings for x in one), 0)
+        chunks = ", ".join(str(len(one)) for one in self.readings) or "none"
+        return f"Track(chunks of each sequence: {chunks}; {layers} layers)"
 
     def retention(self, sequence: int = 0) -> Tensor:
         """float32 [n, L, Hkv]: retention ratio of each iteration."""
@@ -67,7 +79,7 @@ class Track:
             rows.append(torch.bincount(chunk.clamp(min=0), minlength=len(edges)) / max(len(positions), 1))
         return torch.stack(rows)
 
-    def _of(self, sequence: int) -> list[Reading]:
+    def _of(self, sequence: int) -> list[ChunkReading]:
         if not 0 <= sequence < len(self.readings) or not self.readings[sequence]:
             raise ValueError(f"sequence must be one of the {len(self.readings)} that were read, got {sequence}")
         return self.readings[sequence]

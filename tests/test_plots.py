@@ -41,6 +41,14 @@ def sequence(iterations, L=2, Hkv=2, chunk=4, step=0.1):
     return readings
 
 
+def test_what_was_read_prints_in_a_line():
+    readings = sequence(3)
+    assert repr(Track([readings, readings[:1]])) == "Track(chunks of each sequence: 3, 1; 2 layers)"
+    assert repr(Track()) == "Track(chunks of each sequence: none; 0 layers)"
+    assert repr(readings[2]) == "ChunkReading(4 tokens from 8 on, 2 layers)"
+    assert repr(readings[2].layers[0]) == "LayerReading(tokens kept by KV head: [4, 4])"
+
+
 def lines_of(axes):
     return {line.get_label(): (line.get_xdata(), line.get_ydata()) for line in axes.get_lines()}
 

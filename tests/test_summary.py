@@ -16,6 +16,7 @@ from kvcompress import (
     IterativeCache,
     PoDCache,
     PrunedCache,
+    PyramidKV,
     QuestCache,
     StreamingCache,
     attach,
@@ -128,3 +129,15 @@ def test_dir_shows_what_the_documentation_names():
         assert set(listed) <= set(kind.__dir__(cache)), kind
         for name in kind.answers:
             assert getattr(kind, name, None) is not None or name == "settings"
+
+
+@torch.no_grad()
+def test_a_summary_says_where_layers_differ():
+    model = attached(num_hidden_layers=4)
+    for budget, told in ((PyramidKV(beta=4), r"; (\S+) in layer 0 to (\S+) in layer 3$"), (None, r"one held()()$")):
+        cache = PrunedCache(model.config, SNAP, budget, keep=12, page_size=4)
+        model(random_ids(60), past_key_values=cache)
+        found = re.search(told, cache.summary(), re.MULTILINE)
+        assert found, cache.summary()
+        ratios = cache.compression_ratios()
+        assert budget is None or (found[1], found[2]) == (f"{ratios[0][0]:.1f}", f"{ratios[3][0]:.1f}")

@@ -52,7 +52,7 @@ def run_pod(
     rows, data = texts(tokenizer, text, held_out, samples, length, seed)
     measured = measure_similarity(
         loaded, rows, queries=queries, distant_only=distant_only, sinks=sinks, recent=recent,
-        progress=console.is_terminal,
+        progress=True,
     )  # fmt: skip
     similarity = measured.similarity(reduce)
     if share is not None:

@@ -32,9 +32,7 @@ def run_attention(
     need(figure is None or figure.is_dir() or not figure.exists(), f"figure must be a folder, got the file {figure}")
     loaded, tokenizer = load_plain(model, device, dtype)
     chosen, data = texts(tokenizer, text, held_out, samples, length_within(decoder_config(loaded.config), length), seed)
-    measured = attention(
-        loaded, chosen, rows=rows, head=head, tail=tail, top_k=top_k, local=local, progress=console.is_terminal
-    )
+    measured = attention(loaded, chosen, rows=rows, head=head, tail=tail, top_k=top_k, local=local, progress=True)
     if out is not None:
         measured.save(out)
     _print(measured, data, console)

@@ -6,12 +6,12 @@ from pathlib import Path
 
 from rich.box import SIMPLE
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
 from ..checks import need
 from ..heads import HeadProfile
 from ..hf.config import decoder_config
+from ..progress import showing
 from .heads import measure_heads
 from .passkeys import pass_keys
 from .texts import check_source, length_within, load_plain, texts
@@ -32,11 +32,11 @@ def run_heads(
     loaded, tokenizer = load_plain(model, device, dtype)
     chosen, _ = texts(tokenizer, text, held_out, samples, length_within(decoder_config(loaded.config), length), seed)
     planted = pass_keys(tokenizer, chosen, facts=facts, seed=seed)
-    with Progress(console=console, disable=not console.is_terminal) as shown:
-        task = shown.add_task("measuring", total=steps if method == "gates" else None)
+    whole = steps if method == "gates" else None
+    with showing(True, whole, label="measuring", unit="steps", console=console) as show:
 
         def report(step: int, distance: float, mean: float) -> None:
-            shown.update(task, completed=step + 1, description=f"distance {distance:.2e}, mean gate {mean:.2f}")
+            show(step + 1, f"distance {distance:.2e}, mean gate {mean:.2f}")
 
         profile = measure_heads(
             loaded, planted, method=method, sinks=sinks, recent=recent, steps=steps, lr=lr, weight=weight,

@@ -7,12 +7,12 @@ from pathlib import Path
 import torch
 from rich.box import SIMPLE
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
 from ..checks import need
 from ..framing import Framing
 from ..hf.config import decoder_config
+from ..progress import showing
 from ..pruners import KVzip, ScoreProfile
 from ..units import Keep
 from .scores import measure_scores
@@ -43,12 +43,11 @@ def run_scores(
     chosen, data = texts(tokenizer, text, held_out, samples, length, seed)
     rows = [torch.cat([begin, row.long()]) for row in chosen]
     late: list[tuple[list[float], list[float]]] = []
-    with Progress(console=console, disable=not console.is_terminal) as shown:
-        task = shown.add_task("reading", total=steps)
+    with showing(True, steps, unit="steps", console=console) as show:
 
         def report(step: int, lost: list[float], whole: list[float]) -> None:
             late.append((lost, whole))
-            shown.update(task, completed=step + 1, description=f"lost: {_words(lost)}")
+            show(step + 1, f"lost: {_words(lost)}")
 
         profile = measure_scores(loaded, rows, pruner, keep=cuts, steps=steps, lr=lr, seed=seed, report=report)
     profile.save(out)

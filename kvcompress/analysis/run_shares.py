@@ -7,7 +7,6 @@ from typing import cast
 
 from rich.box import SIMPLE
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 
 from ..caches.pruned import PrunedCache
@@ -16,6 +15,7 @@ from ..checks import need
 from ..hf.attach import attach
 from ..hf.config import decoder_config
 from ..profiles import BudgetProfile
+from ..progress import counted
 from .shares import measure_profile
 from .texts import check_source, length_within, load_plain, texts
 
@@ -39,7 +39,7 @@ def run_shares(
         reach -= cache.pruner.positions_behind(reach)
     chosen, data = texts(tokenizer, text, held_out, samples, reach, seed)
     with attach(loaded):
-        shown = track(chosen, "reading", console=console, disable=not console.is_terminal)
+        shown = counted(chosen, console=console)
         on_device = (ids.to(device) for ids in shown)
         profile = measure_profile(loaded, on_device, keep=keep, pruner=cache.pruner, floor=floor)
     profile.save(out)

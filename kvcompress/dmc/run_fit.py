@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import track
 
 from ..analysis.texts import check_source, length_read_again, load_plain, texts
 from ..checks import need
 from ..framing import Framing
 from ..hf.attach import attach
 from ..hf.config import decoder_config
+from ..progress import counted
 from ..pruners.kvzip import KVzip
 from ..retrofit.checkpoints import flush
 from .config import DMCConfig
@@ -52,7 +52,7 @@ def run_fit(
     config = DMCConfig(
         mode="dms", dms_window=window, dms_decides="own", neuron=neuron, shift=0.0, dms_scale=scale
     )  # fmt: skip
-    shown = track(rows, "reading", console=console, disable=not console.is_terminal)
+    shown = counted(rows, console=console)
     found = fit(loaded, config, shown, pruner, ratio=ratio, held_out=max(1, min(8, samples // 8)))
     _save(loaded, tokenizer, out)
     heads = [x for layer in found.r2 for x in layer]

@@ -13,6 +13,7 @@ from ..caches.spec import DENSE, CacheSpec
 from ..checks import need
 from ..extras import need_packages
 from ..hf.config import decoder_config
+from ..progress import telling
 from ..write_text import load
 from .equal_bytes import EqualBytes
 from .measure import Measure
@@ -60,10 +61,11 @@ def run_eval(
     peer = peer_of(peers_python, Console(stderr=True, soft_wrap=True).print) if peers else None
     presses = chosen(peer, peers_press) if peer else ()
     rows: list[Row] = []
-    with Console(stderr=True).status("reading") as status:
+    whole = len(measures) * (len(specs) + len(presses))
+    with telling(whole, unit="rows", console=Console(stderr=True)) as comes:
         reader = Reader(loaded, tokenizer, specs[0])
-        rows += evaluate(reader, specs, measures, equal, status.update)
-        theirs = peer_rows(peer, presses, reader, model, measures, equal, status.update) if peer else None
+        rows += evaluate(reader, specs, measures, equal, comes)
+        theirs = peer_rows(peer, presses, reader, model, measures, equal, comes) if peer else None
     rows += theirs.rows if theirs else []
     print_rows(rows, console, theirs.notes() if theirs else ())
     if by_depth:

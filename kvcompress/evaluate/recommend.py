@@ -22,6 +22,7 @@ from ..checks import need, renamed
 from ..files import write_text
 from ..framing import Framing, framing_of
 from ..info import facts
+from ..progress import telling
 from ..units import Keep, size
 from ..write_text import load
 from .equal_bytes import EqualBytes, dense_bytes
@@ -224,11 +225,11 @@ def run_recommend(
     words = Files(text).text
     set_verbosity_error()
     loaded, tokenizer = load(model, device, dtype)
-    with Console(stderr=True).status("reading") as status:
+    whole = (pieces + 2) * (1 + len({*CANDIDATES, *caches}))
+    with telling(whole, unit="readings", console=Console(stderr=True)) as told:
         found = recommend(
-            loaded, tokenizer, words, keep=keep, tokens=tokens, pieces=pieces, caches=caches, raw=raw,
-            told=status.update,
-        )  # fmt: skip
+            loaded, tokenizer, words, keep=keep, tokens=tokens, pieces=pieces, caches=caches, raw=raw, told=told
+        )
     _print(found, console)
     if json_file is not None:
         said = {"model": model, "dtype": str(loaded.dtype).removeprefix("torch."), "line": found.line, **asdict(found)}

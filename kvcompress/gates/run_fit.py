@@ -8,7 +8,6 @@ from typing import Any, cast
 import torch
 from rich.box import SIMPLE
 from rich.console import Console
-from rich.progress import Progress, track
 from rich.table import Table
 
 from ..analysis.texts import check_source, length_read_again, load_plain, texts
@@ -18,6 +17,7 @@ from ..checks import need, need_number
 from ..extras import need_packages
 from ..framing import Framing
 from ..hf.config import decoder_config
+from ..progress import counted, showing
 from ..pruners import Gates, KVzip
 from .fitting import fit_gates
 from .training import SINKS, WINDOW, check_lengths, train_gates
@@ -32,13 +32,11 @@ def _trained(
     console: Console,
 ) -> Gates:  # fmt: skip
     lost: list[float] = []
-    bar = Progress(*Progress.get_default_columns(), console=console, disable=not console.is_terminal)
-    with bar:
-        task = bar.add_task("training", total=steps)
+    with showing(True, steps, label="training", unit="steps", console=console) as show:
 
         def report(step: int, nats: float) -> None:
             lost.append(nats)
-            bar.advance(task)
+            show(step + 1)
 
         found = train_gates(model, gates, rows, pruner, steps=steps, lr=lr, held_out=held, seed=seed, report=report)
     few = max(min(steps // 4, 20), 1)
@@ -74,7 +72,7 @@ def run_fit(
     length = length_read_again(decoder_config(loaded.config), teacher, len(begin), _LENGTH, length)
     chosen, name = texts(tokenizer, text, held_out, samples, length, seed)
     rows = [torch.cat([begin, row.long()]) for row in chosen]
-    shown = track(rows, "reading", console=console, disable=not console.is_terminal)
+    shown = counted(rows, console=console)
     held = max(1, min(8, samples // 8))
     asking = KVzip().with_tokenizer(tokenizer)
     if steps:

@@ -147,7 +147,7 @@ def test_batches_forks_and_saved_ones_go_on_alike(name, kind, tmp_path):
         assert torch.equal(out[0, -6:], alone[0])
 
 
-@pytest.mark.parametrize("make", [QuantizedCache, lambda config, dtype: PrunedCache(config, budget=64, dtype=dtype)])
+@pytest.mark.parametrize("make", [QuantizedCache, lambda config, dtype: PrunedCache(config, keep=64, dtype=dtype)])
 def test_a_model_on_another_device_is_refused(make):
     model = attached().to("meta")
     with pytest.raises(ValueError, match="dtype must be None on meta, got 'int8': codes of 8 and 4 bits"):

@@ -68,7 +68,7 @@ def test_the_command_shows_what_is_read(schedule, dynamic, memory):
     model = attached(max_position_embeddings=4096)
     settings = {"chunk_size": 64, "memory_size": memory, "schedule": schedule, "dynamic": dynamic}
     found = read(IterativeCache(model.config, **settings, track=True), model, 400)
-    given = ["plan", "--tokens", "400", "--chunk", "64", "--memory", str(memory), "--schedule", schedule]
+    given = ["plan", "--tokens", "400", "--chunk-size", "64", "--memory-size", str(memory), "--schedule", schedule]
     shown = CliRunner().invoke(app, given + ["--dynamic"] * dynamic).output
     bars = re.findall(r"^ *(\d+) +(\d+) +(\d+)  [█░#.]", shown, re.MULTILINE)
     assert [(int(met), int(chunk)) for _, met, chunk in bars] == [(met[0], chunk) for chunk, met, _ in found]

@@ -14,7 +14,7 @@ import kvcompress
 from kvcompress import CacheSpec
 from kvcompress.cli import app
 from kvcompress.evaluate.quotes import QUOTES, REQUEST, quotes_measure
-from kvcompress.evaluate.recommend import Candidate, choice, recommend
+from kvcompress.evaluate.recommend import Candidate, candidates, choice, recommend
 from kvcompress.evaluate.texts import Library
 from kvcompress.framing import Framing
 from kvcompress.models.tokenizer import byte_tokenizer
@@ -127,10 +127,10 @@ def test_what_loses_least_is_taken_or_what_is_level_and_faster(best, other, take
 
 
 def test_caches_are_held_to_the_bytes_and_what_loses_least_stands_first(reader):
-    """Nine caches, each read for its size, its two pieces and its time: 20 s."""
+    """Eight caches, each read for its size, its two pieces and its time: 20 s."""
     found = recommend(
         reader.model, reader.tokenizer, TEXT, keep="1/4", tokens=LENGTH, pieces=2,
-        caches=["pruned,pruner=random,later=keep", "quest"],
+        caches=["pruned,later=keep", "pruned,pruner=random,later=keep", "quest"],
     )  # fmt: skip
     assert found.dense is not None and found.chosen is not None
     lost = [sum(x.lost(found.dense)) for x in found.candidates]
@@ -147,6 +147,13 @@ def test_caches_are_held_to_the_bytes_and_what_loses_least_stands_first(reader):
     assert f'"{chosen}"' in found.line
     for name, x in pruned.items():
         assert float(CacheSpec.parse(x.pasted).given["keep"]) == pytest.approx(tokens[name] / found.tokens, abs=1e-3)
+
+
+def test_where_codes_have_no_kernels_caches_are_in_the_model_s_dtype():
+    on_cpu, elsewhere = (candidates(torch.device(device)) for device in ("cpu", "cuda"))
+    assert "pruned,dtype=int8,later=keep" in on_cpu and "pruned,later=keep" in elsewhere
+    assert not [x for x in elsewhere if CacheSpec.parse(x).given.get("dtype")]
+    assert len(elsewhere) == len(on_cpu) - 2
 
 
 def test_codes_of_all_tokens_are_recommended_where_they_fit(reader, monkeypatch):
@@ -204,7 +211,7 @@ def run(*arguments, code=0):
 
 def test_the_command_shows_a_table_and_a_line_to_paste(tmp_path, monkeypatch):
     """Three caches and the dense one, one piece: 5 s."""
-    monkeypatch.setattr("kvcompress.evaluate.recommend.CANDIDATES", ("pruned,later=keep", "streaming"))
+    monkeypatch.setattr("kvcompress.evaluate.recommend.CANDIDATES", ("pruned,dtype=int8,later=keep", "streaming"))
     text, figures = tmp_path / "text.txt", tmp_path / "figures.json"
     text.write_text(TEXT)
     further = "pruned,pruner=random"

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+from huggingface_hub import get_hf_file_metadata, hf_hub_url, snapshot_download, try_to_load_from_cache
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
@@ -29,17 +30,9 @@ def check_name(
     text = str(name)
     if text == SMOLLM2:
         return str(smollm2_folder(argument))
-    path = Path(text)
-    if text and path.is_dir():
+    if text and Path(text).is_dir():
         return text
-    wish = f"{argument} must be a folder or a name on the Hub, got {text!r}"
-    is_path = not text or path.is_absolute() or text.startswith((".", "~")) or text.endswith("/") or len(path.parts) > 2
-    if is_path or path.is_file():
-        raise FileNotFoundError(f"{wish}: there is no such folder")
-    try:
-        validate_repo_id(text)
-    except HFValidationError:
-        raise FileNotFoundError(f"{wish}: there is no such folder, and the Hub has no such names") from None
+    wish = _need_name(argument, text)
     if local_files_only or any(
         isinstance(try_to_load_from_cache(text, file, cache_dir=cache_dir, revision=revision), str)
         for file in (f"{subfolder}/{one}" if subfolder else one for one in _FILES)
@@ -50,8 +43,40 @@ def check_name(
     except HfHubHTTPError:
         pass
     except Exception as error:  # of whichever HTTP library the Hub's client is on
-        reason = next(iter(str(error).splitlines()), "") or type(error).__name__
-        raise ConnectionError(
-            f"{wish}: there is no such folder here, and the Hub cannot be reached: {reason}"
-        ) from None
+        raise _unreachable(wish, error) from None
     return text
+
+
+def folder_of(argument: str, name: str | Path, files: Sequence[str]) -> Path:
+    """A folder that is there, or that of a name on the Hub with these files of it, from its cache where it has them.
+
+    Raises FileNotFoundError for what is neither, ConnectionError where the Hub cannot be reached.
+    """
+    text = str(name)
+    if text and Path(text).is_dir():
+        return Path(text)
+    wish = _need_name(argument, text)
+    try:
+        return Path(snapshot_download(text, allow_patterns=list(files)))
+    except HfHubHTTPError:
+        raise FileNotFoundError(f"{wish}: the Hub has none that may be read") from None
+    except Exception as error:
+        raise _unreachable(wish, error) from None
+
+
+def _need_name(argument: str, text: str) -> str:
+    """What is wished for, in words. Raises FileNotFoundError for what no name on the Hub can be."""
+    wish, path = f"{argument} must be a folder or a name on the Hub, got {text!r}", Path(text)
+    is_path = not text or path.is_absolute() or text.startswith((".", "~")) or text.endswith("/") or len(path.parts) > 2
+    if is_path or path.is_file():
+        raise FileNotFoundError(f"{wish}: there is no such folder")
+    try:
+        validate_repo_id(text)
+    except HFValidationError:
+        raise FileNotFoundError(f"{wish}: there is no such folder, and the Hub has no such names") from None
+    return wish
+
+
+def _unreachable(wish: str, error: Exception) -> ConnectionError:
+    reason = next(iter(str(error).splitlines()), "") or type(error).__name__
+    return ConnectionError(f"{wish}: there is no such folder here, and the Hub cannot be reached: {reason}")

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import KINDS, attached, kind_model, left_padded, logits_of, random_ids, tiny_gates, tiny_model
+from huggingface_hub.errors import RepositoryNotFoundError
 from typer.testing import CliRunner
 
 import kvcompress
-from kvcompress import CacheSpec, Gate, GlobalTopK, IterativeCache, PrunedCache, SnapKV, prefill
+from kvcompress import CacheSpec, Gate, GlobalTopK, IterativeCache, PrunedCache, SnapKV, names, prefill
 from kvcompress.cli import app
 from kvcompress.gates import fit_gates
 from kvcompress.gates.fitting import QueriesPass
@@ -249,7 +250,7 @@ def test_damaged_gates_are_refused(tmp_path):
     weights.unlink()
     with pytest.raises(FileNotFoundError, match="file of weights"):
         Gate(folder)
-    with pytest.raises(FileNotFoundError, match="gates must be a folder that"):
+    with pytest.raises(FileNotFoundError, match="gates must be a folder or a name on the Hub"):
         Gate(tmp_path / "nowhere")
 
 
@@ -357,3 +358,37 @@ def test_the_command_fits_gates_and_says_how_to_take_them(tmp_path: Path):
         refused = CliRunner().invoke(app, ["fit", "gates", *arguments])
         assert refused.exit_code == 2
         assert error in " ".join(refused.output.replace("│", " ").split())
+
+
+def test_gates_of_the_hub_come_by_name(tmp_path, monkeypatch):
+    folder, asked = tiny_gates().save(tmp_path / "gates"), []
+
+    def download(name, allow_patterns):
+        asked.append((name, allow_patterns))
+        return str(folder)
+
+    monkeypatch.setattr(names, "snapshot_download", download)
+    assert torch.equal(Gates.load("some-one/gates").layers[0], Gates.load(folder).layers[0])
+    assert asked == [("some-one/gates", ["gates.safetensors", "gates.json"])]
+    for name in ("./none", "none/", str(tmp_path / "none"), "a/b/c", "two words"):
+        with pytest.raises(
+            FileNotFoundError, match="gates must be a folder or a name .*no such folder"
+        ):
+            Gate(name)
+    assert len(asked) == 1
+
+    class NotFound(RepositoryNotFoundError):
+        def __init__(self):
+            """Without the answer that the Hub gave."""
+
+    for error, kind, told in (
+        (NotFound(), FileNotFoundError, "the Hub has none that may be read"),
+        (OSError("no route to host"), ConnectionError, "the Hub cannot be reached: no route to host"),
+    ):
+
+        def refuse(name, allow_patterns, error=error):
+            raise error
+
+        monkeypatch.setattr(names, "snapshot_download", refuse)
+        with pytest.raises(kind, match=told):
+            Gates.load("some-one/gates")

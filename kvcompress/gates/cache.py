@@ -62,12 +62,13 @@ class GatedCache(CompressedCache):
     keeps what its gate lets through, and memory is really freed. A token's fate depends on what came before it alone:
     a prompt in one pass, in chunks or token by token gives the same rows, and so does decoding.
 
-    config: the model's config. gates: Gates of the model, or the folder that `kvcompress fit gates` made. keep: the
-    share of tokens behind the window that stays, on the average of the texts held out (0.25, "25%" or "1/4"; 1.0: all).
-    threshold: the logarithm under which a token goes, instead of keep. window: newest tokens that always stay, at least
-    1. num_sink_tokens: first ones that do; the very first does in any case. chunk_size: tokens that `prefill` reads at
-    a time, None = the whole prompt. track: remember all decisions, for kept_positions(). page_size, max_pages, grow:
-    see PoolSettings; a decoded token needs room for the case that every head keeps it.
+    config: the model's config. gates: Gates of the model, or the folder that `kvcompress fit gates` made, here or on
+    the Hub ("owner/name"). keep: the share of tokens behind the window that stays, on the average of the texts held out
+    (0.25, "25%" or "1/4"; 1.0: all). threshold: the logarithm under which a token goes, instead of keep. window: newest
+    tokens that always stay, at least 1. num_sink_tokens: first ones that do; the very first does in any case.
+    chunk_size: tokens that `prefill` reads at a time, None = the whole prompt. track: remember all decisions, for
+    kept_positions(). page_size, max_pages, grow: see PoolSettings; a decoded token needs room for the case that every
+    head keeps it.
     A prompt of several chunks that finds no page leaves the cache incomplete: reset() it.
     Raises ValueError for settings out of range, for gates of another model, and for layers that read others' keys,
     whose keys and values differ in size, or whose keys are normed behind their rotation.

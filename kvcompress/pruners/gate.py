@@ -18,10 +18,10 @@ from .gates import Gates, as_gates
 class Gate(Pruner):
     """Keeps the tokens whose own queries said, when they came, that they will be attended to.
 
-    gates: Gates of the model, or the folder that `kvcompress fit gates` made. A token is scored once, as it comes, by a
-    linear map of its queries before rotation: no second reading, no attention, nothing that comes after it. A prefix
-    of another prompt is scored as that is. Where tokens have been dropped before (chunks, decoding), those that follow
-    have seen less, and queries of all layers but the first differ a little.
+    gates: Gates of the model, or the folder that `kvcompress fit gates` made, here or on the Hub ("owner/name"). A
+    token is scored once, as it comes, by a linear map of its queries before rotation: no second reading, no attention,
+    nothing that comes after it. A prefix of another prompt is scored as that is. Where tokens have been dropped before
+    (chunks, decoding), those that follow have seen less, and queries of all layers but the first differ a little.
     Logarithms compare over layers and heads: use it with GlobalTopK.
     last: most recent tokens that always stay; None = a quarter of what stays, at most 32.
     Source: KVzap (NVIDIA 2026) and Fast KVzip, whose gates look at hidden states; scores of KVzip, section 3.

@@ -20,6 +20,7 @@ from torch import Tensor
 from ..checks import need, need_number
 from ..files import naming, read_json, staged, write_text
 from ..hf.facts import LayerFacts
+from ..names import folder_of
 
 FORMAT = "kvcompress gates 1"
 _WEIGHTS, _ABOUT = "gates.safetensors", "gates.json"
@@ -165,10 +166,9 @@ class Gates:
 
     @staticmethod
     def load(folder: str | os.PathLike[str]) -> Gates:
-        """What save wrote. Raises ValueError for anything else, FileNotFoundError for no such folder."""
-        folder = Path(folder)
-        if not folder.is_dir():
-            raise FileNotFoundError(f"gates must be a folder that `kvcompress fit gates` made, got {folder}")
+        """What save wrote. folder: or its name on the Hub, "owner/name". Raises ValueError for anything else,
+        FileNotFoundError for no such folder, ConnectionError where the Hub cannot be reached."""
+        folder = folder_of("gates", os.fspath(folder), (_WEIGHTS, _ABOUT))
         about = read_json(folder / _ABOUT, "gates' description", FORMAT)
         known = {"measured", "model", "levels", "r2"}
         need(set(about) == known, f"{_ABOUT} must have the fields {', '.join(sorted(known))}, got {sorted(about)}")

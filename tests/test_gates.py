@@ -371,9 +371,7 @@ def test_gates_of_the_hub_come_by_name(tmp_path, monkeypatch):
     assert torch.equal(Gates.load("some-one/gates").layers[0], Gates.load(folder).layers[0])
     assert asked == [("some-one/gates", ["gates.safetensors", "gates.json"])]
     for name in ("./none", "none/", str(tmp_path / "none"), "a/b/c", "two words"):
-        with pytest.raises(
-            FileNotFoundError, match="gates must be a folder or a name .*no such folder"
-        ):
+        with pytest.raises(FileNotFoundError, match=r"gates must be a folder or a name .*no such folder"):
             Gate(name)
     assert len(asked) == 1
 

@@ -19,6 +19,7 @@ from ..hf.attach import base_model
 from ..hf.fingerprint import difference, fingerprint
 from ..hf.method import PassCache
 from .encoding import Decoder, Encoder, UnknownClass
+from .former import FORMER, as_now
 
 FORMAT = "kvcompress caches 5"  # 5: keep beside the budget
 
@@ -164,6 +165,8 @@ def _header(path: Path, metadata: dict[str, str]) -> dict[str, Any]:
     saved = json.loads(text)
     if not isinstance(saved, dict):
         raise ValueError(f"{path} is damaged: its header holds no fields")
+    if saved.get("format") == FORMER:
+        return as_now(saved)
     if saved.get("format") != FORMAT:
         raise ValueError(
             f"format of {path} must be {FORMAT!r}, got {saved.get('format')!r}: another version wrote it, "

@@ -1,0 +1,110 @@
+"""Files of caches that the version before wrote, in which budgets held their size, are loaded as they were."""
+
+import json
+import zlib
+
+import pytest
+import torch
+from helpers import attached, random_ids, tiny_gates
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+import kvcompress
+from kvcompress import (
+    AdaKV,
+    GatedCache,
+    GlobalTopK,
+    IterativeCache,
+    PrunedCache,
+    PyramidKV,
+    SnapKV,
+    StreamingCache,
+    Uniform,
+    load_cache,
+    prefill,
+)
+from kvcompress.heads import HeadProfile
+from kvcompress.pruners import DuoAttention
+
+SNAP = SnapKV(window=4)
+HEADS = HeadProfile(((0.9, 0.1),) * 3, sinks=2, recent=6)
+CACHES = {  # and what stood for keep in the budget
+    "share": (lambda c: PrunedCache(c, SNAP, keep=0.4, page_size=4), 0.6),
+    "tokens": (lambda c: PrunedCache(c, SNAP, Uniform(), keep=20, every=4, page_size=4), 20),
+    "bytes": (lambda c: PrunedCache(c, SNAP, keep="40KiB", page_size=4), "40KiB"),
+    "all": (lambda c: PrunedCache(c, keep=1.0, later="keep", page_size=4), 0.0),
+    "pyramid": (lambda c: PrunedCache(c, SNAP, PyramidKV(), keep=20, page_size=4), 20),
+    "adakv": (lambda c: PrunedCache(c, SNAP, AdaKV(floor=0.3), keep=0.25, page_size=4), 0.75),
+    "adakv, pyramid": (lambda c: PrunedCache(c, SNAP, AdaKV(PyramidKV()), keep=24, page_size=4), 24),
+    "global": (lambda c: PrunedCache(c, SNAP, GlobalTopK(), keep=0.5, page_size=4), 0.5),
+    "duo": (lambda c: PrunedCache(c, DuoAttention(HEADS), page_size=4), None),
+    "iterative": (lambda c: IterativeCache(c, memory_size=16, chunk_size=12, pruner=SNAP, track=True), 16),
+    "gated": (lambda c: GatedCache(c, tiny_gates(), keep=0.5, window=8, page_size=4), None),
+    "streaming": (lambda c: StreamingCache(c, window_size=20), None),
+}
+
+
+def formerly(path, size):
+    """The file at a path, written as the version before would have: keep as a size in the innermost budget."""
+    with safe_open(path, "pt") as file:
+        saved = json.loads(file.metadata()["kvcompress"])
+    saved["format"] = "kvcompress caches 4"
+    objects = saved["objects"]
+    for one in objects:
+        kind, state = one["class"], one["state"]
+        if kind == "kvcompress.caches.policy:Policy":
+            del state["keep"]
+            budget = objects[state["budget"]["object"]]
+            if budget["class"].endswith(":AdaKV") and objects[budget["state"]["inner"]["object"]]["state"] == {}:
+                budget["state"]["inner"] = size
+            elif budget["class"].endswith(":AdaKV"):
+                objects[budget["state"]["inner"]["object"]]["state"]["size"] = size
+            elif not budget["class"].endswith(":StreamingHeads"):
+                budget["state"]["size"] = size
+        elif kind == "kvcompress.caches.pruned:PrunedCache":
+            del state["keep"]
+        elif kind == "kvcompress.gates.cache:GatedCache":
+            state["share"] = state.pop("keep")
+        one["class"] = kind.replace(":ChunkReading", ":Reading")
+    text = json.dumps(saved)
+    save_file(load_file(path), path, {"kvcompress": text, "check": str(zlib.crc32(text.encode()))} | checks(path))
+
+
+def checks(path):
+    with safe_open(path, "pt") as file:
+        return {name: value for name, value in file.metadata().items() if name not in ("kvcompress", "check")}
+
+
+@pytest.mark.parametrize("name", CACHES)
+def test_a_former_file_goes_on_as_it_was(name, tmp_path):
+    new_cache, size = CACHES[name]
+    model, ids = attached(), random_ids(60, seed=3)
+    cache, path = new_cache(model.config), tmp_path / "cache.safetensors"
+    prefill(model, ids, cache)
+    cache.save(path, model)
+    formerly(path, size)
+    loaded = load_cache(path, model)
+    assert loaded.stored_lengths() == cache.stored_lengths() and repr(loaded) == repr(cache)
+    for field in ("keep", "budget", "track"):
+        assert str(getattr(loaded, field, None)) == str(getattr(cache, field, None))
+    options = {"max_new_tokens": 6, "do_sample": False}
+    further = torch.cat([ids, random_ids(20, seed=5)], 1)  # and a turn that is compressed
+    outs = []
+    for one in (cache, loaded):
+        out = model.generate(ids, past_key_values=one, **options)
+        outs.append(kvcompress.generate(model, torch.cat([out, further[:, 60:]], 1), one, **options))
+    assert torch.equal(*outs)
+    assert loaded.stored_lengths() == cache.stored_lengths()
+
+
+def test_a_budget_that_is_not_ours_is_refused(tmp_path):
+    model, path = attached(), tmp_path / "cache.safetensors"
+    cache = PrunedCache(model.config, SNAP, Uniform(), keep=20)
+    prefill(model, random_ids(60), cache)
+    cache.save(path, model)
+    formerly(path, 20)
+    with safe_open(path, "pt") as file:
+        text = file.metadata()["kvcompress"].replace("kvcompress.budgets:Uniform", "mine:LowerHalf")
+    save_file(load_file(path), path, {"kvcompress": text, "check": str(zlib.crc32(text.encode()))})
+    with pytest.raises(ValueError, match=r"budget LowerHalf was saved before .*: read the text anew"):
+        load_cache(path, model)

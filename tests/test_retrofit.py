@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import random_ids, tiny_model
+from huggingface_hub import ModelCard
 from peft import LoraConfig, get_peft_model
 from test_dmc_training import converted
 from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments, logging
@@ -89,6 +90,20 @@ def trainer(folder, recipe=RECIPE, **settings):
 
 def lines(folder):
     return [json.loads(line) for line in Path(folder, METRICS).read_text().splitlines()]
+
+
+def test_the_card_that_a_push_takes_says_how_the_model_is_loaded(tmp_path):
+    run = trainer(tmp_path)
+    run.train()
+    run.create_model_card(model_name="small", tags="mine")
+    card = ModelCard.load(tmp_path / "README.md")
+    assert {"mine", "kvcompress", "dmc"} <= {*card.data.tags}
+    assert f'model = kvcompress.from_pretrained("{tmp_path}")' in card.text and "# small" in card.text
+    run.hub_model_id = "you/small"
+    run.create_model_card()
+    again = ModelCard.load(tmp_path / "README.md")
+    assert 'from_pretrained("you/small")' in again.text and again.text.count("## Use") == 1
+    assert {"mine", "kvcompress"} <= {*again.data.tags}
 
 
 def test_a_run_anneals_ramps_and_logs_each_step(tmp_path):

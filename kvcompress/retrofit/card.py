@@ -12,6 +12,7 @@ from huggingface_hub import ModelCard, ModelCardData
 from torch import Tensor, nn
 
 from ..caches.spec import CacheSpec
+from ..files import write_text
 from ..hf.argument import CACHE
 from ..hf.attach import base_model, facts_of
 from ..hf.method import method_of
@@ -61,7 +62,7 @@ def model_card(model: nn.Module, figures: dict[str, Any]) -> ModelCard:
     about = ModelCardData(
         base_model=settings["model"] if "/" in settings["model"] else None, datasets=on_hub or None,
         library_name="transformers", pipeline_tag="text-generation",
-        tags=["kvcompress", *([saved["method"]] if saved else [])],
+        tags=tags_of(model),
     )  # fmt: skip
     last: dict[str, Any] = (figures["last"] or [{}])[-1]
     lines = [
@@ -82,17 +83,33 @@ def model_card(model: nn.Module, figures: dict[str, Any]) -> ModelCard:
     parts = [f"# {settings['out']}", "\n".join(lines)]
     if figures["validation"]:
         parts.append(_evaluation(figures["validation"]))
-    how = "AutoModelForCausalLM.from_pretrained" if method is None else "kvcompress.from_pretrained"
-    imported = "from transformers import AutoModelForCausalLM" if method is None else "import kvcompress"
-    code = f'{imported}\n\nmodel = {how}("{settings["out"]}")  # this folder, or its name on the Hub'
-    if method is not None:
-        code += "\nmodel.generate(input_ids, max_new_tokens=50)  # makes its cache by itself"
-    parts.append(f"## Use\n\n```python\n{code}\n```")
+    parts.append(_use(settings["out"], method is not None))
     parts.append(
         f"## Settings\n\n```json\n{json.dumps({'settings': settings, 'recipe': recipe}, indent=1, default=str)}\n```"
     )
     body = "\n\n".join(parts)
     return ModelCard(f"---\n{about.to_yaml()}\n---\n{MARK}\n\n{body}\n")
+
+
+def _use(name: str, converted: bool) -> str:
+    how = "kvcompress.from_pretrained" if converted else "AutoModelForCausalLM.from_pretrained"
+    imported = "import kvcompress" if converted else "from transformers import AutoModelForCausalLM"
+    code = f'{imported}\n\nmodel = {how}("{name}")  # this folder, or its name on the Hub'
+    if converted:
+        code += "\nmodel.generate(input_ids, max_new_tokens=50)  # makes its cache by itself"
+    return f"## Use\n\n```python\n{code}\n```"
+
+
+def tags_of(model: nn.Module) -> list[str]:
+    """What a card is found by."""
+    saved = getattr(base_model(model).config, "kvcompress", None)
+    return ["kvcompress", *([saved["method"]] if saved else [])]
+
+
+def add_use(path: Path, model: nn.Module, name: str) -> None:
+    """Adds to a card that transformers wrote how such a model is loaded: its own words would lose the cache."""
+    converted = method_of(base_model(model)) is not None
+    write_text(path, path.read_text(encoding="utf-8").rstrip() + f"\n\n{_use(name, converted)}\n")
 
 
 def _evaluation(lines: list[dict[str, Any]]) -> str:

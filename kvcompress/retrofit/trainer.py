@@ -24,6 +24,7 @@ from ..files import naming
 from ..hf.adapters import carry_conversion
 from . import checkpoints, fsdp, sharded
 from .callback import PROGRESS, RetrofitCallback
+from .card import CARD, add_use, tags_of
 from .distillation import distance
 from .figures import Figures, MetricsFile, rounded
 from .packing import Validation
@@ -221,6 +222,25 @@ class RetrofitTrainer(Trainer):
             state = self.gathered()
             if writes:
                 self._save(str(folder), state_dict=state)
+
+    def create_model_card(
+        self,
+        language: str | None = None,
+        license: str | None = None,
+        tags: str | list[str] | None = None,
+        model_name: str | None = None,
+        **others: Any,
+    ) -> None:
+        """As Trainer's, which push_to_hub calls, and how the model is loaded, under tags of ours."""
+        own = [tags] if isinstance(tags, str) else tags or []
+        super().create_model_card(language, license, [*own, *tags_of(self._plain_model())], model_name, **others)
+        if self.is_world_process_zero():
+            name = self.hub_model_id or str(self.args.output_dir)
+            add_use(Path(self.args.output_dir, CARD), self._plain_model(), name)
+
+    def _plain_model(self) -> nn.Module:
+        model: nn.Module = self.accelerator.unwrap_model(self.model)
+        return model
 
     def gathered(self) -> dict[str, Any] | None:
         """The whole state_dict that save_pretrained is to write, on rank 0, where ranks hold parts; collective. None

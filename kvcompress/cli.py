@@ -38,8 +38,8 @@ OPTIONS = {"prompt_length": "--tokens"}
 _CACHE = "as lm-eval and CacheSpec have it, such as pruned,pruner=snapkv,keep=1/4; dense: no compression"
 CACHE = typer.Option(help=_CACHE)
 CACHE_OR_OWN = typer.Option(
-    help=_CACHE + "; not given: a converted model's own, else pruned to 1,024 tokens, or "
-    "iterative where the model's length may not do"
+    help=_CACHE + "; not given: a converted model's own, else pruned to 1,024 tokens (chat: "
+    "iterative, half of the model's length, at most 4,096), or iterative where the model's length may not do"
 )
 AS_JSON = typer.Option("--json", help="print JSON and nothing else")
 
@@ -78,7 +78,8 @@ def _named(command: Command) -> Command:
             if isinstance(error, OSError):
                 if error.filename is None and not isinstance(error, FileNotFoundError):
                     raise
-                name = next((x for x in given if str(given[x]) == str(error.filename)), name)
+                if error.filename is not None:
+                    name = next((x for x in given if str(given[x]) == str(error.filename)), name)
             option = options.get(name) or OPTIONS.get(name)
             raise typer.BadParameter(str(error), param_hint=option) from None
 
@@ -186,7 +187,7 @@ def recommend(
             help="that a cache gets: a share of the dense cache's bytes, such as 1/4 or 25%, or bytes for a piece of "
             "--tokens, such as 64MiB"
         ),
-    ],
+    ] = "1/4",
     model: Model = "example",
     tokens: Annotated[
         int | None, typer.Option(help="of a piece, as long as your prompts; not given: half of the text, at most 2,048")

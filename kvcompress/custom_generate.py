@@ -35,6 +35,8 @@ def generate(
     model.generate. Returns what model.generate returns.
     Raises ValueError for a wrong cache or prompt, TypeError for a cache of transformers among the arguments.
     """
+    if compress is not None and not isinstance(compress, str):
+        raise TypeError(f"compress must be a cache as text, such as {DEFAULT!r}, got {type(compress).__name__}")
     need((inputs is None) != (input_ids is None), "input_ids must be given, once: as inputs or as input_ids")
     ids: Any = inputs if input_ids is None else input_ids
     spec = CacheSpec.parse(compress if compress is not None else CacheSpec.kind_of(model.config) or DEFAULT)

@@ -29,7 +29,7 @@ def _need_tensors(**arguments: object) -> None:
     for name, x in arguments.items():
         if not isinstance(x, Tensor) and (x is not None or name == "input_ids"):
             made = "; token ids are what a tokenizer makes of text, which kvcompress.read takes as it is"
-            advice = made if isinstance(x, str) else ""
+            advice = made if isinstance(x, str) else f": torch.tensor([{name}])" if isinstance(x, list) else ""
             raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}{advice}")
 
 

@@ -73,6 +73,10 @@ def test_a_refused_step_changes_nothing():
             {"pruner": 64, "budget": SnapKV()},
             r"the pruner must come before the budget, .* pruner = 64 and budget",
         ),
+        (
+            {"compression_ratio": 0.75},
+            r"compression_ratio is keep, the share that stays \(1 - .*\), now",
+        ),
         ({"pruner": 0.5, "budget": None}, r"pruner must be an instance .*, got 0.5; how many stay is keep=0.5"),
         ({"pruner": None, "budget": SnapKV()}, r"the pruner must come before the budget, .* got pruner = None"),
         ({"every": 0}, "every must be at least 1, got 0"),

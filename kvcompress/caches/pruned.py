@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from ..budgets import Budget, GlobalTopK
+from ..checks import renamed
 from ..hf.attach import facts_of
 from ..hf.facts import Facts
 from ..hf.method import Pass
@@ -54,6 +55,7 @@ class PrunedCache(CompressedCache):
 
     answers = ("compress",)
 
+    @renamed(compression_ratio="keep, the share that stays (1 - compression_ratio),")
     def __init__(
         self,
         config: PreTrainedConfig,

@@ -271,6 +271,9 @@ def _print(found: Recommendation, console: Console) -> None:
     for cache, why in found.refused.items():
         say(f"left out: {cache}: {why}")
     say(f"Take {DENSE if found.chosen is None else found.chosen.pasted}: {found.reason}")
+    if found.chosen is not None:
+        say("It reads by kvcompress.generate(model, input_ids, cache) of an attached model, or by kvcompress.read(..., "
+            "cache=cache)")  # fmt: skip
     say(found.line)
 
 

@@ -31,7 +31,8 @@ def load_example_model(
 
     name: "example", the shipped model (3 M parameters, trained to 2,048 bytes, one token per byte), or "smollm2",
     SmolLM2-135M-Instruct (8,192 tokens, a chat template), from packages installed beside this one; the first call makes
-    transformers' files of theirs, in the user's cache folder. dtype: float32, bfloat16 or float16. retrofit: None, or
+    transformers' files of theirs, in the user's cache folder. dtype: float32 (as it is not given; the command line
+    takes smollm2 in bfloat16), bfloat16 or float16. retrofit: None, or
     of the example "dmc" or "pod": the model after `kvcompress retrofit dmc` or `pod`, to be attached like any converted
     model. Returns (model in eval mode, tokenizer). See README.md in models/example, example_dmc and example_pod.
     Raises ValueError for another name, dtype or retrofit, or a device that is not there; ImportError, with what to

@@ -60,10 +60,9 @@ def test_a_file_that_is_no_script_names_one():
 
 
 def test_commands_of_results_and_files_in_texts_are_there():
-    named = {
-        path.name: json.loads(path.read_text())["command"].split()[1] for path in ROOT.glob("benchmarks/results/*.json")
-    }
-    assert named and all(ROOT.joinpath(program).is_file() for program in named.values()), named
+    for path in ROOT.glob("benchmarks/results/*.json"):
+        begin, program = json.loads(path.read_text())["command"].split()[:2]
+        assert (begin, program) == ("kvcompress", "eval") or ROOT.joinpath(program).is_file(), path.name
     for text in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("kvcompress/models/*/README.md")):
         for file in re.findall(r"benchmarks/[\w/]+\.(?:py|json|png)", text.read_text()):
             assert ROOT.joinpath(file).is_file(), f"{text}: {file}"

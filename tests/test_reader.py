@@ -13,7 +13,6 @@ import kvcompress.pipelines
 from kvcompress import IterativeCache, PrunedCache, Reading, StreamingCache
 from kvcompress.caches.spec import CacheSpec
 from kvcompress.chat import Chat, run_chat
-from kvcompress.progress import showing
 
 FILLER = "def area(width, height):\n    return width * height\n\n"
 TEXT = (
@@ -183,13 +182,6 @@ def test_a_conversation_is_what_its_template_makes_of_the_whole(example, templat
         whole = tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
         assert seen[-1] == (whole if template is LINES else whole.replace("cut\0", "cut \0"))
         said.append({"role": "assistant", "content": answer})
-
-
-def test_progress_is_lines_where_nobody_sees_a_bar(capsys, monkeypatch):
-    monkeypatch.setattr("kvcompress.progress.SECONDS", 0.0)
-    with showing(True, 1000, label="reading", console=Console(file=io.StringIO())) as show:
-        show(400)
-    assert capsys.readouterr().err == "reading: 400 of 1,000 tokens, 0 s\n"
 
 
 def test_what_is_no_text_is_named(example, reading):

@@ -147,9 +147,10 @@ def test_a_conversation_goes_on_over_one_cache_and_in_another(example, tmp_path)
     assert unknown == "no such command: /nothing" and missing == "path must be a file that save wrote, got x"
 
     model, tokenizer = example
-    chat = Chat(model, tokenizer, CacheSpec.parse("pruned,keep=1.0"), 5)
-    chat.load(file)
-    assert chat.turn(QUESTIONS[1][1:]) == ANSWERS[1]
+    with kvcompress.attach(model):
+        chat = Chat(model, tokenizer, CacheSpec.parse("pruned,keep=1.0"), 5)
+        chat.load(file)
+        assert chat.turn(QUESTIONS[1][1:]) == ANSWERS[1]
     assert chat.cache.seen_lengths() == [seen + 1 + len(QUESTIONS[1]) + 4]  # the last token of the first answer too
 
 

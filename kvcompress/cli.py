@@ -76,7 +76,7 @@ def _named(command: Command) -> Command:
         except (ValueError, OSError) as error:
             name = next(iter(str(error).split()), "")
             if isinstance(error, OSError):
-                if error.filename is None and not isinstance(error, FileNotFoundError):
+                if error.filename is None and not isinstance(error, (FileNotFoundError, ConnectionError)):
                     raise
                 if error.filename is not None:
                     name = next((x for x in given if str(given[x]) == str(error.filename)), name)

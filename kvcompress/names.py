@@ -56,6 +56,8 @@ def folder_of(argument: str, name: str | Path, files: Sequence[str]) -> Path:
     if text and Path(text).is_dir():
         return Path(text)
     wish = _need_name(argument, text)
+    if "/" not in text:
+        raise FileNotFoundError(f"{wish}: there is no such folder, and names on the Hub are owner/name")
     try:
         return Path(snapshot_download(text, allow_patterns=list(files)))
     except HfHubHTTPError:

@@ -29,7 +29,9 @@ def _need_tensors(**arguments: object) -> None:
     for name, x in arguments.items():
         if not isinstance(x, Tensor) and (x is not None or name == "input_ids"):
             made = "; token ids are what a tokenizer makes of text, which kvcompress.read takes as it is"
-            advice = made if isinstance(x, str) else f": torch.tensor([{name}])" if isinstance(x, list) else ""
+            rows = isinstance(x, list) and x and isinstance(x[0], list)
+            listed = f": torch.tensor({name if rows else f'[{name}]'})" if isinstance(x, list) else ""
+            advice = made if isinstance(x, str) else listed
             raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}{advice}")
 
 

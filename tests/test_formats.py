@@ -2,6 +2,7 @@
 
 import copy
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -148,10 +149,13 @@ def test_batches_forks_and_saved_ones_go_on_alike(name, kind, tmp_path):
 
 
 @pytest.mark.parametrize("make", [QuantizedCache, lambda config, dtype: PrunedCache(config, keep=64, dtype=dtype)])
-def test_a_model_on_another_device_is_refused(make):
-    model = attached().to("meta")
-    with pytest.raises(ValueError, match="dtype must be None on meta, got 'int8': codes of 8 and 4 bits"):
-        make(model.config, "int8").adopt(model.model, facts_of(model.model))
+def test_a_model_on_another_device_is_refused(make, monkeypatch):
+    model = attached()
+    facts = facts_of(model.model)
+    weight = SimpleNamespace(device=SimpleNamespace(type="cuda"), dtype=torch.float32)
+    monkeypatch.setattr(model.model, "parameters", lambda: iter([weight]))
+    with pytest.raises(ValueError, match="dtype must be None on cuda, got 'int8': codes of 8 and 4 bits"):
+        make(model.config, "int8").adopt(model.model, facts)
 
 
 @pytest.mark.parametrize("kind", FORMATS)

@@ -264,3 +264,12 @@ def test_models_that_cannot_be_gated_are_refused_before_anything_is_read(monkeyp
     prefill(model, ids, cache)
     with pytest.raises(ValueError, match="kept_positions needs a cache made with track=True"):
         cache.kept_positions()
+
+
+@pytest.mark.parametrize("keep", ["1", "1024"])
+def test_texts_of_tokens_are_refused_as_numbers_are(keep):
+    spec = CacheSpec.parse(f"gated,gates={tiny_gates_folder()},keep={keep}")
+    with pytest.raises(ValueError, match=f"keep must be a share with GatedCache .* got '{keep}'"):
+        spec.make(attached().config)
+    whole = CacheSpec.parse(f"gated,gates={tiny_gates_folder()},keep=1.0").make(attached().config)
+    assert whole.threshold < -1000

@@ -191,7 +191,7 @@ class CompressedCache(Repeats, Generation, PassCache):
         for number, layer in enumerate(self.compressing):
             layer.number = number
         if self.pool_settings.dtype is not None:
-            devices = {parameter.device.type for parameter in decoder.parameters()} - {"cpu"}
+            devices = {parameter.device.type for parameter in decoder.parameters()} - {"cpu", "meta"}
             if devices:
                 raise ValueError(
                     f"dtype must be None on {', '.join(sorted(devices))}, got {self.pool_settings.dtype!r}: codes of 8 "

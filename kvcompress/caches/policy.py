@@ -186,7 +186,7 @@ def _check_order(pruner: Any, budget: Any) -> None:
     """Raises ValueError for what is no pruner, or stands where the budget belongs."""
     if isinstance(pruner, (int, float)) and not isinstance(budget, Pruner):
         raise ValueError(f"pruner must be an instance of kvcompress.pruners.Pruner, got {pruner!r}; how many stay is "
-                         f"keep={pruner!r}")  # fmt: skip
+                         f"keep={pruner!r}, where a share is the one that stays")  # fmt: skip
     if isinstance(budget, Pruner) or isinstance(pruner, (Budget, int, float)):
         raise ValueError(
             "the pruner must come before the budget, as in PrunedCache(config, SnapKV(), keep=1024), got pruner = "

@@ -258,6 +258,8 @@ def _value(key: str, text: str, allowed: frozenset[type]) -> Any:
         return lower == "true"
     if int in allowed and re.fullmatch(r"[+-]?\d+", text):
         return int(text)
+    if key == "keep" and str in allowed:  # 1 is a token and no share, whatever else the cache takes
+        return float(text) if re.fullmatch(r"\d*\.\d+", text) else text
     if float in allowed and re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", text):
         return float(text)
     if _IDS in allowed and re.fullmatch(r"\d+(\+\d+)*", text):

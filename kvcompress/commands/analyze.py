@@ -22,7 +22,7 @@ def _said() -> Iterator[None]:
     try:
         need_packages("analyze", "accelerate", "datasets")
         yield
-    except (ValueError, FileNotFoundError, ImportError) as error:
+    except (ValueError, FileNotFoundError, ConnectionError, ImportError) as error:
         raise typer.BadParameter(str(error)) from None
 
 

@@ -85,7 +85,7 @@ def _run(
             console=Console(), settings=settings, peers=peers, peers_python=peers_python,
             peers_press=tuple(peers_press or ()),
         )  # fmt: skip
-    except (ValueError, FileNotFoundError, ImportError) as error:
+    except (ValueError, FileNotFoundError, ConnectionError, ImportError) as error:
         raise typer.BadParameter(str(error)) from None
     except PeerError:  # said below the table, which has all that came
         raise typer.Exit(1) from None

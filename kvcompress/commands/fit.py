@@ -59,7 +59,7 @@ def dms(
             out=out, model=model, text=tuple(text or ()), ratio=target_ratio, window=window, samples=samples,
             length=length, neuron=neuron, seed=seed, device=device, dtype=dtype, console=Console(width=80),
         )  # fmt: skip
-    except (ValueError, FileNotFoundError, ImportError) as error:
+    except (ValueError, FileNotFoundError, ConnectionError, ImportError) as error:
         raise typer.BadParameter(str(error)) from None
 
 
@@ -102,5 +102,5 @@ def gates(
             pruner=pruner, steps=steps, lr=lr, figure=figure, seed=seed, device=device, dtype=dtype,
             console=Console(width=100),
         )  # fmt: skip
-    except (ValueError, FileNotFoundError, ImportError) as error:
+    except (ValueError, FileNotFoundError, ConnectionError, ImportError) as error:
         raise typer.BadParameter(str(error)) from None

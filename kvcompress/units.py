@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import re
 from dataclasses import dataclass
 from decimal import Decimal
@@ -12,6 +13,7 @@ from .checks import MOST_INT32, need_integer
 
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 Size = int | float | str  # how much stays, as Keep.of takes it
+_LONG = 16  # characters that nobody writes for a share
 WISH = "tokens (1024, '4k'), the share that stays (0.25, '25%', '1/4') or bytes ('512MiB')"
 
 
@@ -41,7 +43,8 @@ class Keep:
     def of(given: Size, name: str = "keep") -> Keep:
         """Of 1024 or "1024" or "1k" (a k is 1,024 tokens), of 0.25 or "0.25" or "25%" or "1/4", of "512MiB".
 
-        A share is taken as it is written, not as its binary neighbour. A whole number is tokens, one with a point a
+        A share is taken as it is written, not as its binary neighbour; a number that is a sum's or quotient's is the
+        fraction that it is next to (1 - 0.7 is 3/10). A whole number is tokens, one with a point a
         share: 1 is one token, 1.0 everything. name: of the argument, for the ValueError of anything else.
         """
         if isinstance(given, bool) or not isinstance(given, (int, float, str)):
@@ -95,7 +98,14 @@ def _share_of(text: str) -> Fraction | None:
 def _text_of(given: Size) -> str:
     if isinstance(given, str):
         return given.strip()
-    return repr(float(given)) if isinstance(given, float) else repr(int(given))
+    if not isinstance(given, float):
+        return repr(int(given))
+    text = repr(float(given))
+    if 0 < given < 1 and len(text) > _LONG:  # what a sum or quotient came to: 1 - 0.7 is not quite 0.3
+        near = Fraction(given).limit_denominator(10_000)
+        if abs(near - Fraction(given)) <= 2 * math.ulp(given):
+            return f"{near.numerator}/{near.denominator}"
+    return text
 
 
 def instead_of(budget: object, *, quoted: bool = True) -> str | None:

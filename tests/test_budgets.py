@@ -1,3 +1,4 @@
+import math
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -309,3 +310,12 @@ def test_the_window_of_a_pyramid_is_the_pruners():
     assert PrunedCache(config, SnapKV.preset("kvpress"), PyramidKV.preset("kvpress"), keep=40).budget.window == 64
     # H2O has no window to differ from
     assert PrunedCache(config, H2O(), PyramidKV(window=64), keep=40).budget.window == 64
+
+
+@pytest.mark.parametrize(
+    ("computed", "length", "kept"),
+    [(1 - 0.7, 100, 30), (1 / 11, 110, 10), (1 / 15, 120, 8), (0.1 + 0.2, 10, 3), (0.3, 101, 31)],
+)
+def test_a_share_that_was_computed_is_the_fraction_next_to_it(computed, length, kept):
+    assert math.ceil(Keep.of(computed).share * length) == kept
+    assert Keep.of(0.123456789012345).text == "0.123456789012345"

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from . import prefilling
-from .caches.spec import CacheSpec
+from .caches.spec import DENSE, CacheSpec
 from .checks import need
 from .hf import attach
 from .hf.argument import cache_of
@@ -43,6 +43,7 @@ def generate(
     need((inputs is None) != (input_ids is None), "input_ids must be given, once: as inputs or as input_ids")
     ids: Any = inputs if input_ids is None else input_ids
     spec = CacheSpec.parse(compress if compress is not None else CacheSpec.kind_of(model.config) or DEFAULT)
+    need(spec.kind != DENSE, f"compress must be a compressed cache, got {spec}")
     options = {name: value for name, value in generation.items() if value is not None}
     if tokenizer is not None and "stop_strings" in options:
         options["tokenizer"] = tokenizer

@@ -14,7 +14,10 @@ from .checks import need
 
 TokenIds = Tensor | np.ndarray | Iterable[int | Tensor | np.ndarray]
 
-_OF_TEXT = ("input_ids", "attention_mask", "token_type_ids", "special_tokens_mask", "offset_mapping", "length")
+_OF_TEXT = (
+    "input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "special_tokens_mask", "offset_mapping",
+    "overflow_to_sample_mapping", "length",
+)  # fmt: skip
 
 
 def from_tokenizer(given: Any, attention_mask: Any) -> tuple[Any, Any]:

@@ -114,8 +114,9 @@ def instead_of(budget: object, *, quoted: bool = True) -> str | None:
     if isinstance(budget, bool) or not isinstance(budget, (int, float, str)):
         return None
     text = _text_of(budget)
-    if re.fullmatch(r"0?\.\d*", text):
-        return f"keep={1 - Decimal(text)} ({text} was the share to remove)"
+    if re.fullmatch(r"0*\.\d+|0+\.|\d(\.\d+)?e-\d+", text):
+        left = 1 - Decimal(text)
+        return f"keep={left if left < 1 else '1.0'} ({text} was the share to remove)"
     try:
         keep = Keep.of(text)
     except ValueError:

@@ -12,7 +12,7 @@ from kvcompress import AdaKV, GlobalTopK, PrunedCache, PyramidKV, Uniform
 from kvcompress.budgets import Budget, CacheShape
 from kvcompress.profiles import BudgetProfile, Profiled
 from kvcompress.pruners import H2O, RKV, CriticalKV, SnapKV
-from kvcompress.units import Keep
+from kvcompress.units import Keep, instead_of
 
 SHAPE = CacheShape(layers=4, rows=2, slot_nbytes=128, page_size=16)
 
@@ -319,3 +319,16 @@ def test_the_window_of_a_pyramid_is_the_pruners():
 def test_a_share_that_was_computed_is_the_fraction_next_to_it(computed, length, kept):
     assert math.ceil(Keep.of(computed).share * length) == kept
     assert Keep.of(0.123456789012345).text == "0.123456789012345"
+
+
+@pytest.mark.parametrize(
+    ("size", "told"),
+    [
+        (0.875, "keep=0.125 (0.875 was the share to remove)"), (0.0, "keep=1.0 (0.0 was the share to remove)"),
+        (1e-05, "keep=0.99999 (1e-05 was the share to remove)"), ("00.5", "keep=0.5 (00.5 was the share to remove)"),
+        ("0.", "keep=1.0 (0. was the share to remove)"), (1024, "keep=1024"), ("512MiB", "keep='512MiB'"), (".", None),
+        ("globaltopk", None), (True, None), (None, None),
+    ],
+)  # fmt: skip
+def test_what_was_a_size_is_told_in_the_new_word(size, told):
+    assert instead_of(size) == told

@@ -95,6 +95,8 @@ WRITTEN = [  # text, class, attributes of the cache
 ]
 WRONG = [  # text, message
     ("gated,keep=0.5", r"gated needs gates, as in gated,gates=folder, got gated,keep=0.5"),
+    ("iterative,keep=256", r"cache=iterative has no 'keep'; known are .*; its size is memory_size"),
+    ("streaming,keep=256", r"cache=streaming has no 'keep'; known are .*; its size is window_size"),
     ("gated,gates=x,share=0.5", r"cache=gated has no 'share'; known are gates, keep, .*; share is keep now"),
     ("pruned,pruner=gate,keep=64", r"gate needs gates, as in gate:folder, got 'gate'"),
     (

@@ -66,6 +66,11 @@ def test_a_model_s_folder_may_bring_it(tmp_path):
         ({}, ValueError, "input_ids must be given, once"),
         ({"input_ids": random_ids(9), "inputs": random_ids(9)}, ValueError, "input_ids must be given, once"),
         ({"input_ids": random_ids(9), "compress": 3}, TypeError, "compress must be a cache as text, such as 'pruned"),
+        (
+            {"input_ids": random_ids(9), "compress": "dense"},
+            ValueError,
+            "compress must be a compressed cache",
+        ),
         ({"input_ids": random_ids(9), "compress": "nothing"}, ValueError, "cache must be one of"),
         (
             {"input_ids": random_ids(9), "past_key_values": DynamicCache()},

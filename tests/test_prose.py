@@ -231,6 +231,17 @@ def test_a_shared_reading_gives_the_bits_of_one_of_its_own(reader, text, later):
     assert torch.equal(*logits)
 
 
+def test_one_reading_serves_all_budgets_and_sizes(reader, monkeypatch):
+    ids, read, readings = list(TEXT.encode())[:200], Reader.read, []
+    monkeypatch.setattr(Reader, "read", lambda self, *a: readings.append(self.spec) or read(self, *a))
+    shared = SharedReader(reader.model, reader.tokenizer, CacheSpec("dense", {}), inputs=LayerInputs(reader.model))
+    for text in ("keep=0.25", "keep=0.5,budget=adakv", "keep=30,budget=globaltopk", "keep=0.25,budget=pyramidkv"):
+        spec = CacheSpec.parse(f"pruned,pruner=keydiff,page_size=4,later=keep,{text}")
+        ours = replace(shared, spec=spec).read(ids)
+        assert len(readings) == 1
+        assert ours.stored_lengths() == read(Reader(reader.model, reader.tokenizer, spec), ids).stored_lengths()
+
+
 def test_other_texts_and_caches_are_read_as_they_are(reader):
     """A text in chunks, a dense cache, another text; and the model is left as it was, also by an error."""
     shared = SharedReader(reader.model, reader.tokenizer, CacheSpec("dense", {}), inputs=LayerInputs(reader.model))

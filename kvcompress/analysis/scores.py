@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from .. import ops
 from ..caches.base import trained_length_of
 from ..caches.pruned import PrunedCache
-from ..checks import need, need_integer, need_number
+from ..checks import need, need_integer, need_number, renamed
 from ..hf.config import cache_layers, recurs
 from ..hf.facts import Facts
 from ..hf.method import KEYWORD, Pass
@@ -96,6 +96,7 @@ class _Text:
     asked: list[_Asked]
 
 
+@renamed(shares="keep")
 @torch.inference_mode(False)
 def measure_scores(
     model: nn.Module,

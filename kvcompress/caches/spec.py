@@ -195,6 +195,8 @@ def _unknown_key(key: str, owner: str, known: Mapping[str, Any], more: str = "")
     ours = THEIRS.get(key, "")
     if key == "share" and "keep" in known:
         more += "; share is keep now"
+    if key == "keep" and (size := next((name for name in _SIZES.values() if name in known), None)):
+        more += f"; its size is {size}"
     hint = (
         f"; kvpress's {key} is {in_ours(key)} here"
         if ours in known or (re.search(rf"\b{ours}\b", more) and ours)

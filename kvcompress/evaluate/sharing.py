@@ -114,7 +114,8 @@ class SharedReader(Reader):
         if not _serves_budgets(made):
             with self.inputs.reading(ids):
                 return super().read(ids)
-        spec = CacheSpec(self.spec.kind, {**self.spec.given, "keep": "1.0"})
+        alike = {name: text for name, text in self.spec.given.items() if name != "budget"}  # which compress is given
+        spec = CacheSpec(self.spec.kind, {**alike, "keep": "1.0"})
         whole = self._whole
         if (whole.ids, whole.spec) != (tuple(ids), str(spec)):
             whole.cache = None  # before the next one takes room

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ..checks import need, need_integer, need_number
+from ..checks import need, need_integer, need_number, renamed
 from ..dmc.costs import said_again
 from ..dmc.method import dms_attention
 from ..hf.facts import Facts
@@ -94,6 +94,7 @@ class _Learned:
         return tuple(made)
 
 
+@renamed(shares="keep")
 @torch.inference_mode(False)
 def train_gates(
     model: nn.Module,

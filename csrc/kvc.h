@@ -165,7 +165,7 @@ typedef enum { KVC_POOL_AVG = 0, KVC_POOL_MAX = 1 } kvc_pool;
  * T_b = lengths[b] (NULL: T); W <= T_b <= T, skip_last <= T_b, skip_last < T. scores[b,g,t] = 0 for t >= T_b - skip_last.
  * q [B, Hq, W, D] and k [B, Hkv, T, D] rotated, any dtype; scores float32 [B, Hkv, T - skip_last] contiguous.
  * scratch: kvc_window_scores_scratch_bytes bytes, 64-byte aligned: the probabilities of ONE KV head, not of all
- * (on CUDA kvc_cuda_window_scores_scratch_bytes: statistics of rows, and with cuBLAS the logits of a few thousand keys).
+ * (on CUDA kvc_cuda_window_scores_scratch_bytes: statistics of rows).
  * A NaN logit makes the scores of its KV head NaN. No query (W or Hq 0): scores 0.
  * Source: SnapKV section 4 (mean, average pooling, skip_last = W); IntelLLM Algorithm 1 (masks, sum); H2O (all queries,
  * sum, skip_last = 0); TOVA (W = 1, skip_last = 0); guided reading (maximum, maximum pooling) is ours.

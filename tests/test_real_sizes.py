@@ -37,7 +37,7 @@ def test_rope_of_many_tokens(hardware):
 @pytest.mark.parametrize("dtype", [torch.float32, *SIXTEEN])
 @pytest.mark.parametrize(("Hq", "Hkv", "W", "T"), [(32, 8, 64, 5000), (8, 8, 1, 5000), (4, 1, 700, 1500)])
 def test_window_scores(hardware, dtype, Hq, Hkv, W, T):
-    """With cuBLAS, several slabs of keys, and with the longest window several passes of rows."""
+    """With 16 bits several splits of the keys, with the longest window of many tiles of rows."""
     queries, keys = tensors((1, Hq, W, 64), (1, Hkv, T, 64), dtype=dtype)
     exact = oracle.window_scores(*double(queries, keys))
     assert_within(ops.window_scores(queries, keys), exact, accuracy.window_scores(queries, keys))

@@ -4,8 +4,8 @@
 
 Parts, in this order, of which --part takes some (several times):
 
-    decode, score, attention    single ops: medians of CUDA events, ours and the peer in turns behind a queue that is
-                                never empty, buffers that rotate through at least 1 GiB
+    decode, turns, score, attention     single ops: medians of CUDA events, ours and the peer in turns behind a queue
+                                that is never empty; decode: buffers that rotate through at least 1 GiB
     steps                       a decoded token in the layers of each cache: kernels, launches, bytes
     tokens, prompts             whole models of random weights beside DynamicCache and StaticCache
     ops                         the tests that have a GPU to run on (pytest -m gpu, two devices if they are there), each
@@ -49,6 +49,7 @@ SANITIZED = "as_the_reference"  # tests with this in their name run under comput
 MOST_ALONE = 20  # failed tests of a file that are run once more alone
 MEASURED = {  # module of benchmarks.gpu.measure, function
     "decode": ("ops", "decode_rows"),
+    "turns": ("ops", "turn_rows"),
     "score": ("ops", "score_rows"),
     "attention": ("ops", "attention_rows"),
     "steps": ("steps", "step_rows"),

@@ -26,7 +26,6 @@
 #define KVC_CUDA_H
 #include <cuda_runtime.h>
 
-#include "blas.h"
 #include "kvc.h"
 #ifdef __cplusplus
 extern "C" {
@@ -37,18 +36,12 @@ extern "C" {
 
 cudaError_t kvc_cuda_rope(const kvc_rope_args *args, cudaStream_t stream);
 
-/* blas: how to reach cuBLAS, or NULL. With it, where queries and keys are of one 16-bit type, D is a multiple of 8 and
- * every key starts on 16 bytes and apart from the others, the products run on tensor cores; cuBLAS chooses its algorithm
- * by sizes, so that another B may change the last bits. Everything else is float32 arithmetic, where it changes none.
- * Scratch differs from the CPU's, and never holds the probabilities; always the scores before pooling, 4*B*Hkv*(T -
- * skip_last) bytes if kernel_size > 1, besides: with cuBLAS the logits of a slab of keys, at most KVC_CUDA_SLAB_BYTES, and
- * packed queries and statistics of its rows, at most (2*D + 8)/256 of that; else statistics, 8 bytes per query row and
- * split of T (at most 257). 64-byte aligned. 0 for sizes that the launcher rejects. */
-#ifndef KVC_CUDA_SLAB_BYTES /* smaller in the emulation, so that small shapes take many slabs */
-#define KVC_CUDA_SLAB_BYTES (16 << 20) /* a third of the L2 of an H100: logits are read from where they were written */
-#endif
-int64_t kvc_cuda_window_scores_scratch_bytes(const kvc_window_scores_args *args, const kvc_cuda_blas *blas);
-cudaError_t kvc_cuda_window_scores(const kvc_window_scores_args *args, kvc_cuda_blas *blas, cudaStream_t stream);
+/* Of queries and keys of one 16-bit type the products run on tensor cores; everything else is float32 arithmetic.
+ * Scratch differs from the CPU's, and never holds logits or probabilities: statistics, 8 bytes per query row and split of
+ * T (at most 257), and the scores before pooling, 4*B*Hkv*(T - skip_last) bytes, if kernel_size > 1. 64-byte aligned. 0
+ * for sizes that the launcher rejects. */
+int64_t kvc_cuda_window_scores_scratch_bytes(const kvc_window_scores_args *args);
+cudaError_t kvc_cuda_window_scores(const kvc_window_scores_args *args, cudaStream_t stream);
 
 /* Scratch: the queries as float, two floats per row and a double per row and pair of layers; never the probabilities.
  * 64-byte aligned. 0 for sizes that the launcher rejects. */

@@ -1,5 +1,5 @@
-// Attention that a window of queries pays to each earlier key: see kvc_window_scores in kvc.h. Queries and keys of 16 bits
-// go another way if the caller has cuBLAS (score_blas.cu); here are float32, what suits_blas refuses, and all without it.
+// Attention that a window of queries pays to each earlier key: see kvc_window_scores in kvc.h. Queries and keys of one
+// 16-bit type go to tensor cores (score_mma.cu); here is everything else.
 //
 // The probabilities are never stored. One kernel finds maximum and sum of each query row per split of T, a second joins
 // the splits, a third computes the logits again, turns them into probabilities and reduces each column, a fourth pools.
@@ -259,9 +259,6 @@ bool bad_sizes(const kvc_window_scores_args& a) {
     return a.W > a.T || a.skip_last >= a.T || a.Hq % a.Hkv != 0;
 }
 
-// Whether cuBLAS, where the caller has it, does the products.
-bool by_blas(const kvc_window_scores_args& a, const kvc_cuda_blas* blas) { return blas && blas->gemm && suits_blas(a); }
-
 }  // namespace
 
 cudaError_t pool_columns(const kvc_window_scores_args& a, const float* columns, cudaStream_t stream) {
@@ -272,21 +269,20 @@ cudaError_t pool_columns(const kvc_window_scores_args& a, const float* columns, 
     return cudaSuccess;
 }
 
-extern "C" int64_t kvc_cuda_window_scores_scratch_bytes(const kvc_window_scores_args* args, const kvc_cuda_blas* blas) {
+extern "C" int64_t kvc_cuda_window_scores_scratch_bytes(const kvc_window_scores_args* args) {
     if (!valid(*args) || empty(*args) || bad_sizes(*args)) return 0;
-    if (by_blas(*args, blas)) return blas_scratch_bytes(*args);
+    if (suits_mma(*args)) return mma_scratch_bytes(*args);
     const plan p = plan_of(*args);
     return p.bytes_statistics + p.bytes_joined + column_bytes(*args);
 }
 
-extern "C" cudaError_t kvc_cuda_window_scores(const kvc_window_scores_args* args, kvc_cuda_blas* blas,
-                                              cudaStream_t stream) {
+extern "C" cudaError_t kvc_cuda_window_scores(const kvc_window_scores_args* args, cudaStream_t stream) {
     const kvc_window_scores_args& a = *args;
     if (!valid(a)) return cudaErrorInvalidValue;
     if (empty(a)) return cudaSuccess;
     if (bad_sizes(a)) return cudaErrorInvalidValue;
     if (!a.scores || !a.q.data || !a.k.data || !a.scratch) return cudaErrorInvalidValue;
-    if (by_blas(a, blas)) return score_by_blas(a, *blas, stream);
+    if (suits_mma(a)) return score_by_mma(a, stream);
     const plan p = plan_of(a);
     const int64_t rows = a.B * a.Hq * a.W, join_blocks = ceil_div(rows, THREADS);
     if (p.blocks_statistics > MAX_GRID_X || p.blocks_columns > MAX_GRID_X || join_blocks > MAX_GRID_X)

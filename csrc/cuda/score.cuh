@@ -1,6 +1,5 @@
 // What both ways of computing window_scores share: which keys a query sees, softmax statistics, sums of columns.
 #pragma once
-#include "blas.h"
 #include "kvc_cuda.h"
 #include "types.cuh"
 
@@ -45,10 +44,9 @@ inline int64_t column_bytes(const kvc_window_scores_args& a) {
                              : 0;
 }
 
-// ---- score_blas.cu: for valid arguments that are not empty ----
+// ---- score_mma.cu: for valid arguments that are not empty ----
 
-// Whether the products go through cuBLAS: queries and keys of one 16-bit type, D a multiple of 8, and keys that start on
-// 16 bytes and do not overlap, as the tensor cores want them. Queries may lie anyhow.
-bool suits_blas(const kvc_window_scores_args& a);
-int64_t blas_scratch_bytes(const kvc_window_scores_args& a);
-cudaError_t score_by_blas(const kvc_window_scores_args& a, kvc_cuda_blas& blas, cudaStream_t stream);
+// Whether the products go to tensor cores: queries and keys of one 16-bit type.
+bool suits_mma(const kvc_window_scores_args& a);
+int64_t mma_scratch_bytes(const kvc_window_scores_args& a);
+cudaError_t score_by_mma(const kvc_window_scores_args& a, cudaStream_t stream);

@@ -6,9 +6,9 @@
 // Must move: the keys twice, 2*L*Hkv*T*D*bytes; each block reads them for itself, G*S times as much, from L2 where the
 // blocks of a KV head run side by side. Flops: 4*L*Hq*S*T*D for the logits and about 20*L*L*Hq*S*T for the pairs: the
 // ceiling is the float32 rate.
-// Not by cuBLAS, as window_scores: for each query and key, L = 32 layers at D = 128 take 16,400 flops of logits twice, but
+// Not on tensor cores, as window_scores: for each query and key, L = 32 layers at D = 128 take 16,400 flops of logits twice, but
 // also about 17,000 of pairs (496 of two logarithms each), which stay: at most 3 times faster, in an op that runs once per
-// model that is converted, for the price of the logits of all layers in memory.
+// model that is converted.
 #include "../divergence.h"
 #include "kvc_cuda.h"
 #include "types.cuh"

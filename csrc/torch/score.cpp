@@ -1,14 +1,6 @@
 #include <algorithm>
 
-#include "blas.h"
-
-#ifdef KVC_WITH_CUDA
-static cudaError_t score_on_cuda(const kvc_window_scores_args& args, kvc_cuda_blas& blas, cudaStream_t stream) {
-    const cudaError_t error = kvc_cuda_window_scores(&args, &blas, stream);
-    KVC_CHECK(blas.status == KVC_BLAS_SUCCESS, "window_scores: cuBLAS refused a product with status ", blas.status);
-    return error;
-}
-#endif
+#include "common.h"
 
 static Tensor window_scores(const Tensor& queries, const Tensor& keys, const std::optional<Tensor>& lengths,
                             double scale, int64_t reduce, int64_t pool, int64_t kernel_size, int64_t skip_last,
@@ -39,18 +31,10 @@ static Tensor window_scores(const Tensor& queries, const Tensor& keys, const std
         .softcap = static_cast<float>(softcap),
         .sink_logits = sinks_array(sink_logits, queries, Hq),
     };
-#ifdef KVC_WITH_CUDA
-    kvc_cuda_blas blas = {};
-    if (k.dtype != KVC_F32) blas = blas_for("window_scores", queries);
-    const int64_t scratch_bytes = on_cpu(queries) ? kvc_window_scores_scratch_bytes(&args)
-                                                  : kvc_cuda_window_scores_scratch_bytes(&args, &blas);
-#else
-    const int64_t scratch_bytes = kvc_window_scores_scratch_bytes(&args);
-#endif
-    Tensor scratch = scratch_for(queries, scratch_bytes);
+    Tensor scratch = scratch_for(queries, KVC_SCRATCH_BYTES(queries, window_scores, &args));
     args.scratch = scratch.mutable_data_ptr();
     run("window_scores", queries, [&] { return kvc_window_scores(&args, torch_parallel_for); },
-        KVC_CUDA_CALL(score_on_cuda(args, blas, stream)),
+        KVC_CUDA_CALL(kvc_cuda_window_scores(&args, stream)),
         [&] { find_outside("window_scores", "lengths", args.lengths, B, std::max(W, skip_last), T, "T"); });
     return scores;
 }

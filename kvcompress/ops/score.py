@@ -53,8 +53,8 @@ def window_scores(
     Raises ValueError for wrong shapes, dtypes, scale or softcap, T <= skip_last or an even kernel_size, and on CUDA for
     a head dim above 512; RuntimeError for lengths out of range; NotImplementedError if a backward pass comes here
     (reference.window_scores is differentiable).
-    Memory: at most 10 MiB more than linear in T, on CUDA 32; the [W, T] matrix is never held. On CUDA, products of
-    16-bit queries and keys of the same dtype go through the cuBLAS that PyTorch has loaded.
+    Memory: at most 10 MiB more than linear in T, on CUDA linear in W and T; the [W, T] matrix is never held. On CUDA,
+    products of 16-bit queries and keys of the same dtype run on tensor cores.
     Source: SnapKV, section 4; IntelLLM, Algorithm 1; H2O (all queries, sum, skip_last 0); TOVA (W 1, skip_last 0).
     """
     need_float("queries", queries, 4, "[B, Hq, W, D]")

@@ -4,7 +4,6 @@
 // type, what a launcher refuses behind the checks of the ops, and how much scratch memory it asks for.
 #include "sanitized.h"
 
-#include "emulated_blas.h"
 
 namespace {
 
@@ -58,39 +57,26 @@ void run_window_scores(int64_t D, int64_t T, kvc_dtype dtype, int64_t B = 2, int
     const std::vector<int32_t> lengths = {static_cast<int32_t>(T), 4};
     kvc_window_scores_args args = {scores.floats(), q.view(), k.view(), lengths.data(), nullptr, B, Hq, Hkv, W, T, D,
                                    0.3f, KVC_REDUCE_MEAN, KVC_POOL_AVG, 5, 0, 0, 0, 0.0f, nullptr};
-    // With 16 bits, D = 64 and 512 take the way through cuBLAS
-    static kvc_cuda_blas blas = emulated_blas();
-    cudaError_t (*const launch)(const kvc_window_scores_args*, cudaStream_t) =
-        [](const kvc_window_scores_args* a, cudaStream_t stream) { return kvc_cuda_window_scores(a, &blas, stream); };
-    const size_t bytes = static_cast<size_t>(kvc_cuda_window_scores_scratch_bytes(&args, &blas));  // enough for each below
+    const size_t bytes = static_cast<size_t>(kvc_cuda_window_scores_scratch_bytes(&args));  // enough for each below
     std::unique_ptr<void, void (*)(void*)> scratch(std::aligned_alloc(64, bytes), std::free);
     args.scratch = scratch.get();
-    expect(launch(&args, nullptr), "window_scores of all keys", T);
+    expect(kvc_cuda_window_scores(&args, nullptr), "window_scores of all keys", T);
     args.skip_last = W;
-    expect(launch(&args, nullptr), "window_scores", T);
+    expect(kvc_cuda_window_scores(&args, nullptr), "window_scores", T);
     args.mask_first = 2;
     args.mask_last = T / 2;
-    expect(launch(&args, nullptr), "window_scores with masks", T);
+    expect(kvc_cuda_window_scores(&args, nullptr), "window_scores with masks", T);
     args.reduce = KVC_REDUCE_MAX;
     args.pool = KVC_POOL_MAX;
-    expect(launch(&args, nullptr), "window_scores of maxima", T);
+    expect(kvc_cuda_window_scores(&args, nullptr), "window_scores of maxima", T);
     array sinks(Hq, KVC_F32);
     args.softcap = 2.0f;
     args.sink_logits = sinks.floats();
-    expect(launch(&args, nullptr), "window_scores with sinks", T);
-    expect_refused(launch, args, "window_scores of wrong arguments", [](auto& a) { a.kernel_size = 4; },
+    expect(kvc_cuda_window_scores(&args, nullptr), "window_scores with sinks", T);
+    expect_refused(kvc_cuda_window_scores, args, "window_scores of wrong arguments", [](auto& a) { a.kernel_size = 4; },
                    [](auto& a) { a.kernel_size = 0; }, [](auto& a) { a.skip_last = a.T; }, [](auto& a) { a.D = 513; },
                    [](auto& a) { a.scale = INFINITY; }, [](auto& a) { a.scale = NAN; },
                    [](auto& a) { a.softcap = -1.0f; }, [](auto& a) { a.softcap = INFINITY; });
-    if (dtype == KVC_F32 || D % 8) return;
-    args.mask_first = args.mask_last = 0;
-    emulated_gemm_fails(13);
-    expect_true(launch(&args, nullptr) == cudaErrorUnknown && blas.status == 13, "window_scores that cuBLAS refuses", D);
-    emulated_gemm_fails(0);
-    const size_t plain = static_cast<size_t>(kvc_cuda_window_scores_scratch_bytes(&args, nullptr));
-    scratch.reset(std::aligned_alloc(64, plain));
-    args.scratch = scratch.get();
-    expect(kvc_cuda_window_scores(&args, nullptr, nullptr), "window_scores without cuBLAS", T);
 }
 
 void run_layer_similarity(int64_t L, int64_t S, int64_t T, int64_t D, kvc_dtype dtype) {
@@ -238,18 +224,15 @@ void check_scratch() {
     scores.B = 1, scores.Hq = 32, scores.Hkv = 8, scores.W = scores.skip_last = 64, scores.T = 131072, scores.D = 128;
     scores.kernel_size = 5;
     const int64_t raw = 131072 * 8 * 4;
-    expect_true(kvc_cuda_window_scores_scratch_bytes(&scores, nullptr) < raw + 64 * 32 * 4 * 256 * 2,
+    expect_true(kvc_cuda_window_scores_scratch_bytes(&scores) < raw + 64 * 32 * 4 * 256 * 2,
                 "scratch of window_scores", 0);
-    // With cuBLAS a slab and what belongs to its rows, however long the window
-    kvc_cuda_blas blas = emulated_blas();
+    // On tensor cores statistics and offsets of rows, once per split, of which a long window has one
     scores.q.dtype = scores.k.dtype = KVC_BF16;
-    scores.k.stride_t = scores.D;
     for (int64_t W : {int64_t{1}, int64_t{64}, int64_t{131072}}) {
         scores.W = W;
-        const int64_t slab = KVC_CUDA_SLAB_BYTES < 256 * 64 * 4 ? 256 * 64 * 4 : KVC_CUDA_SLAB_BYTES;
-        const int64_t bytes = kvc_cuda_window_scores_scratch_bytes(&scores, &blas);
-        expect_true(bytes > raw / 2 && bytes <= raw + slab + slab / 256 * (2 * scores.D + 8) + 256,
-                    "scratch of window_scores with cuBLAS", W);
+        const int64_t rows = 8 * (W * 4 + 127) / 128 * 128, splits = W == 131072 ? 1 : 64;
+        const int64_t bytes = kvc_cuda_window_scores_scratch_bytes(&scores);
+        expect_true(bytes > raw / 2 && bytes <= raw + (rows + 8 * 128) * (8 * splits + 4), "scratch of window_scores in 16 bits", W);
     }
 
     const int64_t pieces = 64 * 32768 / 256;

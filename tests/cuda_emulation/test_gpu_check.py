@@ -91,7 +91,9 @@ def test_a_part_is_measured_in_a_process_of_its_own():
     """Seconds, for what that imports."""
     rows, found = gpu_check.measured("score", "tiny", gpu_check.Clock(120))
     assert found["status"] == 0, found["output"]
-    assert [row["name"] for row in rows] == ["score/bfloat16/T256/Hq32/Hkv8/D128/W64"]
+    assert [row["name"] for row in rows] == [
+        "score/bfloat16/T256/Hq32/Hkv8/D128/W64", "score/bfloat16/T96/Hq32/Hkv8/D128/W96",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("part", gpu_check.MEASURED)

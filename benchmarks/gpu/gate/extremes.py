@@ -58,8 +58,7 @@ def without_pages(B: int, Hkv: int, Hq: int, T: int, D: int, dtype: torch.dtype)
         lambda: native.attention_backward(dense, lse, q, k, k, None, None, dense, lse, *mask),
     )
     window = q[:, :, -min(T // 2, 64) :]
-    if dtype == torch.float32 or T * Hq <= MILLION:  # the emulation's slabs are small: more of them than a GPU's
-        yield f"window_scores/{tail}", lambda: ops.window_scores(window, k)
+    yield f"window_scores/{tail}", lambda: ops.window_scores(window, k)
     if B <= 188:
         yield f"layer_similarity/{tail}", lambda: ops.layer_similarity(window[:, :, -1:], k)
     gates, states = floats(B, Hkv, T), floats(B, Hkv, -(-T // 64), 2, D)

@@ -120,7 +120,8 @@ def calls() -> Iterator[tuple[str, Callable[[], object]]]:
                     lambda q=q, k=k, v=v, x=lse, m=mask: native.attention_backward(q, x, q, k, v, None, None, q, x, *m),
                 )
             window = q[:, :, -64:]
-            yield f"window_scores/{tail}", lambda w=window, k=k: ops.window_scores(w, k)
+            for cap in (None, 20.0):
+                yield f"window_scores/{tail}", lambda w=window, k=k, c=cap: ops.window_scores(w, k, softcap=c)
             yield f"layer_similarity/{tail}", lambda w=window, k=k: ops.layer_similarity(w, k)
             yield (
                 f"layer_similarity/188/{tail}",

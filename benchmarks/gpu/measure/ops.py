@@ -18,22 +18,30 @@ BF16, F32 = torch.bfloat16, torch.float32
 
 @dataclass(frozen=True)
 class Sizes:
-    """decode: dtype, B and T of its rows; scored: T of theirs; attended: mask, T and head dim of theirs."""
+    """decode: dtype, B and T of its rows; turns: new tokens and T of its rows; scored: window and T of theirs;
+    attended: mask, T and head dim of theirs."""
 
     repeats: int
     product: int
     decode: tuple[tuple[torch.dtype, int, int], ...]
-    scored: tuple[int, ...]
+    turns: tuple[tuple[int, int], ...]
+    scored: tuple[tuple[int, int], ...]
     attended: tuple[tuple[str, int, int], ...]
 
 
 SIZES = {
     "full": Sizes(
-        41, 8192, tuple(itertools.product((BF16, F32), (1, 8), (4096, 32768))), (4096, 32768),
+        41, 8192, tuple(itertools.product((BF16, F32), (1, 8), (4096, 32768))),
+        ((64, 4096), (64, 32768), (512, 32768), (2048, 32768)), ((W, 4096), (W, 32768), (8192, 8192), (32768, 32768)),
         (("causal", 8192, 128), ("causal", 8192, 64), ("window", 8192, 128)),
     ),
-    "quick": Sizes(11, 8192, ((BF16, 1, 4096), (BF16, 8, 32768)), (4096,), (("causal", 4096, 128),)),
-    "tiny": Sizes(1, 64, ((BF16, 1, 128), (F32, 2, 256)), (256,), (("causal", 128, 64), ("window", 128, 64))),
+    "quick": Sizes(
+        11, 8192, ((BF16, 1, 4096), (BF16, 8, 32768)), ((512, 4096),), ((W, 4096),), (("causal", 4096, 128),),
+    ),
+    "tiny": Sizes(
+        1, 64, ((BF16, 1, 128), (F32, 2, 256)), ((20, 128),), ((W, 256), (96, 96)),
+        (("causal", 128, 64), ("window", 128, 64)),
+    ),
 }  # fmt: skip
 
 
@@ -108,22 +116,60 @@ def decode_rows(size: str) -> Iterator[Row]:
             yield Row(f"{kind}/{name}", seconds, times[1], peer_name, moved / seconds / bandwidth, moved, note)
 
 
-def score_rows(size: str) -> Iterator[Row]:
+def turn_rows(size: str) -> Iterator[Row]:
+    """Many new tokens over rows of pages that hold them and what came before."""
     rate = product_rate(SIZES[size].product)
-    for T in SIZES[size].scored:
-        queries, keys = (torch.randn(1, H, n, D, device=device(), dtype=torch.bfloat16) for H, n in ((HQ, W), (HKV, T)))
-        hidden = torch.ones(W, T, dtype=torch.bool, device=device()).triu(T - W + 1)
+    sdpa, lower_right = torch.nn.functional.scaled_dot_product_attention, torch.nn.attention.bias.causal_lower_right
+    for S, T in SIZES[size].turns:
+        k, v = (torch.randn(HKV, T, D, device=device(), dtype=BF16) for _ in range(2))
+        k_pages, v_pages, table = pages_of(k, v, PAGE)
+        queries = torch.randn(1, HQ, S, D, device=device(), dtype=BF16)
+        end = torch.full((HKV,), T, dtype=torch.int32, device=device())
+        repeated, bias = [x[None].repeat_interleave(HQ // HKV, 1) for x in (k, v)], lower_right(S, T)
 
-        def peer(queries=queries, keys=keys, hidden=hidden, T=T):
-            grouped = queries.reshape(1, HKV, HQ // HKV * W, D)
-            logits = (grouped @ keys.mT * D**-0.5).view(1, HKV, HQ // HKV, W, T)
-            votes = logits.masked_fill(hidden, float("-inf")).softmax(-1, dtype=torch.float32)[..., : T - W]
-            return torch.nn.functional.avg_pool1d(votes.mean(dim=(2, 3)), 5, 1, 2)
+        def ours(queries=queries, pages=(k_pages, v_pages), end=end, table=table):
+            return ops.decode(queries, *pages, end, block_table=table, causal=True)
 
-        times = alternate(SIZES[size].repeats, lambda q=queries, k=keys: ops.window_scores(q, k), peer)
-        ceiling = 2 * HQ * W * T * D / times[0] / rate
-        name = f"score/bfloat16/T{T}/Hq{HQ}/Hkv{HKV}/D{D}/W{W}"
-        yield Row(name, *times, "matmul, mask, softmax, mean, avg_pool1d", ceiling, keys.nbytes)
+        def peer(queries=queries, repeated=repeated, bias=bias):
+            return sdpa(queries, *repeated, attn_mask=bias)
+
+        times = alternate(SIZES[size].repeats, ours, peer)
+        done = 4 * D * HQ * (S * T - S * (S - 1) // 2)
+        note = f"{done / times[0] / 1e12:.0f} TFLOP/s; SDPA {done / times[1] / 1e12:.0f}"
+        name = f"decode/turn/bfloat16/S{S}/T{T}/Hq{HQ}/Hkv{HKV}/D{D}"
+        yield Row(name, *times, "SDPA, causal, heads repeated, no pages", done / times[0] / rate, 2 * k.nbytes, note)
+
+
+def score_rows(size: str) -> Iterator[Row]:
+    """A window's scores as SnapKV has them, and those of all queries as Replay has them."""
+    rate = product_rate(SIZES[size].product)
+    for window, T in SIZES[size].scored:
+        queries, keys = (torch.randn(1, H, n, D, device=device(), dtype=BF16) for H, n in ((HQ, window), (HKV, T)))
+        every = window == T
+        options = {"reduce": "max", "kernel_size": 1, "skip_last": 0} if every else {}
+
+        def ours(queries=queries, keys=keys, options=options):
+            return ops.window_scores(queries, keys, **options)
+
+        def peer(queries=queries, keys=keys, every=every, T=T):
+            found, each = [], min(queries.shape[2], 1024)  # queries at a time: their logits are held
+            for first in range(0, queries.shape[2], each):
+                part, end = queries[:, :, first : first + each], T - queries.shape[2] + first + each
+                hidden = torch.ones(each, end, dtype=torch.bool, device=device()).triu(end - each + 1)
+                logits = (part.reshape(1, HKV, -1, D) @ keys[:, :, :end].mT * D**-0.5).unflatten(2, (-1, each))
+                votes = logits.masked_fill_(hidden, float("-inf")).softmax(-1, dtype=torch.float32)
+                votes = votes.amax((2, 3)) if every else votes.mean((2, 3))
+                found.append(torch.nn.functional.pad(votes, (0, T - end)))
+            if every:
+                return torch.stack(found).amax(0)
+            return torch.nn.functional.avg_pool1d(found[0][..., : T - queries.shape[2]], 5, 1, 2)
+
+        times = alternate(min(SIZES[size].repeats, 5 if every else 41), ours, peer)
+        pairs = T * (T + 1) // 2 if every else window * T
+        done = 4 * D * HQ * pairs  # each logit twice
+        note = f"{done / times[0] / 1e12:.0f} TFLOP/s"
+        name = f"score/bfloat16/T{T}/Hq{HQ}/Hkv{HKV}/D{D}/W{window}"
+        yield Row(name, *times, "matmul, mask, softmax, reduction", done / times[0] / rate, keys.nbytes, note)
 
 
 def attention_rows(size: str) -> Iterator[Row]:

@@ -46,6 +46,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 FIXTURES = ("backend", "cuda", "gpu", "hardware")
 MODELS = "tests/test_gpu_models.py"
 SANITIZED = "as_the_reference"  # tests with this in their name run under compute-sanitizer
+DAY = 86400.0
 MOST_ALONE = 20  # failed tests of a file that are run once more alone
 MEASURED = {  # module of benchmarks.gpu.measure, function
     "decode": ("ops", "decode_rows"),
@@ -175,7 +176,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="fewer sizes and repetitions")
     parser.add_argument("--json", type=Path, help="write the results to this file")
     parser.add_argument("--part", choices=PARTS, action="append", help="only this, and others that are named so")
-    parser.add_argument("--budget", type=float, default=float("inf"), help="seconds after which it ends")
+    parser.add_argument("--budget", type=float, default=DAY, help="seconds after which it ends, if not a day")
     parser.add_argument("--jobs", type=int, default=max(1, min(8, (os.cpu_count() or 2) // 2)), help="files at a time")
     parser.add_argument("--rehearse", action="store_true", help="every part on the CPU, in sizes that mean nothing")
     parser.add_argument("--measure", choices=MEASURED, help=argparse.SUPPRESS)  # a part, in this process

@@ -71,7 +71,7 @@ WORK = (
     Work("attention_backward", "queries_kernel<bf16, 128, false>", 3 * QUERY_ROWS + 2 * KEY_ROWS, 6 * D * PAIRS, "L2"),
     # keys and values once; each meets the G = 4 query heads of its own
     Work("decode", "pieces_mma_kernel<bf16, 128, false, false>", 2 * Hkv * KEYS * D * SIZE, 4 * D * Hq * KEYS),
-    # scores of all queries (Replay): queries and keys, 2*D per pair in each pass; what comes to a block's own is from L2
+    # scores of all queries (Replay): queries and keys, 2*D per pair in each pass; what comes to a block is from L2
     Work("score_mma", "statistics_kernel<bf16, true, false>", QUERY_ROWS + KEY_ROWS, 2 * D * PAIRS, "L2"),
     Work("score_mma", "columns_kernel<bf16, true, false>", QUERY_ROWS + KEY_ROWS, 2 * D * PAIRS, "L2"),
     # values once, a probability for each of them and query head

@@ -1,12 +1,11 @@
 import itertools
 
-import accuracy
 import numpy as np
 import oracle
 import pytest
 import torch
-from accuracy import assert_within
 from backends import BACKENDS
+from decode_definition import check, int32
 from helpers import DTYPES, covering, paged
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,19 +13,6 @@ from hypothesis import strategies as st
 from kvcompress import ops
 
 INF = float("inf")
-
-
-def int32(*values):
-    return torch.tensor(values, dtype=torch.int32)
-
-
-def check(queries, k, v, end, **options):
-    exact = oracle.decode(queries.double(), k, v, end, **options)
-    ours = ops.decode(queries, k, v, end, **options)
-    softmax, values = accuracy.of_pages(queries, k, v, end, **options)
-    assert_within(ours[0], exact[0], softmax.out_error(values, queries.dtype), "out")
-    assert ours[1].dtype == torch.float32
-    assert_within(ours[1], exact[1], softmax.lse_error(), "lse")
 
 
 SIZES = [

@@ -28,6 +28,7 @@
 // pieces_kernel takes the rest: float32 caches, queries of another type, head dims that are no multiple of 16 bytes or
 // above 256, or whose stages do not fit into a block's shared memory.
 #include "decode_mma.cuh"
+#include "decode_prefill.cuh"
 #include "resident.cuh"
 
 namespace {
@@ -365,7 +366,9 @@ bool fits(const kvc_decode_args& a) {
 extern "C" int64_t kvc_cuda_decode_scratch_bytes(const kvc_decode_args* args) {
     if (!valid(*args) || empty(*args) || !fits(*args)) return 0;
     const plan p = plan_of(*args);
-    return p.bytes_list + p.bytes_first + p.bytes_count + p.bytes_statistics + p.bytes_values;
+    const int64_t bytes = p.bytes_list + p.bytes_first + p.bytes_count + p.bytes_statistics + p.bytes_values;
+    const int64_t of_prefill = prefill_may_take(*args) ? prefill_scratch_bytes(*args) : 0;
+    return bytes > of_prefill ? bytes : of_prefill;
 }
 
 cudaError_t decode_listed(const kvc_decode_args& a, cudaStream_t stream) {
@@ -392,6 +395,7 @@ extern "C" cudaError_t kvc_cuda_decode(const kvc_decode_args* args, cudaStream_t
     if (!fits(a)) return cudaErrorInvalidValue;
     if (!a.out || !a.lse || !a.q.data || !a.end || !a.scratch) return cudaErrorInvalidValue;
     if (a.pages > 0 && a.P > 0 && (!a.rows.keys || !a.rows.values)) return cudaErrorInvalidValue;
+    if (prefill_takes(a)) return decode_prefill(a, stream);
     const plan p = plan_of(a);
     if (!fits_grids(p)) return cudaErrorInvalidValue;
     KVC_LAUNCH(plan_kernel, 1, PLAN_THREADS, 0, stream, a, p, scratch_of(a, p));

@@ -46,7 +46,7 @@ def test_contiguous_rows_equal_paged_rows(backend):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "sizes", "backend"), covering(DTYPES, [(4, 1), (4, 10)], BACKENDS), indirect=["backend"]
+    ("dtype", "sizes", "backend"), covering(DTYPES, [(4, 1), (4, 10), (8, 20)], BACKENDS), indirect=["backend"]
 )
 def test_values_may_lie_elsewhere_than_keys(backend, dtype, sizes):
     Hq, S = sizes
@@ -67,7 +67,7 @@ def test_values_may_lie_elsewhere_than_keys(backend, dtype, sizes):
 # before the range a page that the row does not have; pieces of 512 keys, so sinks of more than one
 @pytest.mark.parametrize(
     ("dtype", "sizes", "sinks", "backend"),
-    covering(DTYPES, [(4, 1), (4, 5)], [1, 16, 37, 600, 5000], BACKENDS),
+    covering(DTYPES, [(4, 1), (4, 5), (8, 20)], [1, 16, 37, 600, 5000], BACKENDS),
     indirect=["backend"],
 )
 def test_first_keys_are_seen_with_a_range(backend, dtype, sizes, sinks):

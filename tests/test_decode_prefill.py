@@ -81,22 +81,6 @@ def test_rows_that_are_empty_or_shorter_than_the_queries(backend, sizes, sink):
     assert torch.equal(lse, expected.expand_as(lse))
 
 
-@pytest.mark.parametrize(("dtype", "sinks", "backend"), covering(HALVES, [0, 37], BACKENDS), indirect=["backend"])
-def test_values_of_many_queries_may_lie_elsewhere(backend, dtype, sinks):
-    queries, (k, v) = torch.randn(2, 8, 20, 32).to(dtype), torch.randn(2, 4, 300, 32).to(dtype)
-    k_pages, v_pages, table = paged(k, v, 16)
-    _, others, other = paged(k, v, 16, seed=1)
-    other = torch.cat([other, other.new_full((4, 3), -1)], 1)
-    others = torch.cat([others, others[:2]])  # another number of pages, and of blocks
-    options = {"begin": int32(0, 10, 69, 230), "block_table": table, "causal": True, "sinks": sinks}
-    end = int32(300, 30, 70, 290)
-    there = ops.decode(queries, k_pages, v_pages, end, **options)
-    here = ops.decode(queries, k_pages, others, end, value_table=other, **options)
-    assert torch.equal(here[0], there[0])
-    assert torch.equal(here[1], there[1])
-    check(queries, k_pages, others, end, value_table=other, **options)
-
-
 @pytest.mark.parametrize("dtype", HALVES)
 def test_many_queries_and_pages_that_are_not_aligned_or_not_paged(backend, dtype):
     """Queries at odd addresses come by other loads, keys at odd addresses by other kernels; [B, S, Hq, D] storage too."""
@@ -115,7 +99,7 @@ def test_many_queries_and_pages_that_are_not_aligned_or_not_paged(backend, dtype
     check(queries, k.clone(), v.clone(), end, causal=True)
 
 
-@pytest.mark.parametrize("sizes", [(2, 4, 20, 64, 300, 16), (2, 8, 40, 128, 300, 16), (2, 1, 70, 64, 90, 16)])
+@pytest.mark.parametrize("sizes", [(2, 4, 32, 128, 300, 16), (2, 9, 60, 128, 300, 16), (2, 1, 70, 64, 90, 16)])
 def test_bits_of_many_queries_depend_on_their_own_row_only(backend, sizes):
     queries, k_pages, v_pages, table = inputs(sizes, torch.bfloat16, B=3)
     end = torch.tensor([300, 5, 77, 256, 257, 0], dtype=torch.int32).clamp(max=sizes[4])

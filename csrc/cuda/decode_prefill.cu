@@ -26,7 +26,7 @@ constexpr int KEYS = 32;  // of a stage
 constexpr int MOST_SPLITS = 32;
 #ifdef KVC_CUDA_EMULATION
 constexpr int FULL_DEVICE = 8, SPLIT_KEYS = 64;  // so that short rows are split
-constexpr int64_t PARTIAL_BYTES = 1 << 18;       // and a few sequences go in several turns
+constexpr int64_t PARTIAL_BYTES = 1 << 19;       // and a few sequences go in several turns
 #else
 constexpr int FULL_DEVICE = 256;  // blocks: two for each of 132 multiprocessors, but for a few
 constexpr int SPLIT_KEYS = 512;   // at least, of the capacity

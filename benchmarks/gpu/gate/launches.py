@@ -186,6 +186,12 @@ def calls() -> Iterator[tuple[str, Callable[[], object]]]:
                 one = make(B, heads, 1, D)
                 end, columns = table.lengths, floats(B, heads, T)
                 for cap in (None, 20.0):
+                    yield (  # a chunk of a prompt
+                        f"decode/{tail}",
+                        lambda q=make(B, heads, 100, D), k=k_pages, v=v_pages, e=end, t=table, c=cap: ops.decode(
+                            q, k, v, e, block_table=t.block_table, softcap=c, causal=True
+                        ),
+                    )
                     for probabilities in (None, columns):
                         yield (
                             f"decode/{tail}",

@@ -396,16 +396,17 @@ def test_many_new_tokens_over_a_long_row(backend, S):
         torch.testing.assert_close(x.double(), y, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("S", [64, 128])
-def test_scratch_of_many_new_tokens_does_not_grow_with_the_rows(backend, S):
-    """Results of many new tokens over a long row wait for each other in bounded memory: 64 KiB in the emulation."""
+@pytest.mark.parametrize(("S", "dtype"), [(64, torch.float32), (128, torch.float32), (128, torch.bfloat16)])
+def test_scratch_of_many_new_tokens_does_not_grow_with_the_rows(backend, S, dtype):
+    """Results of many new tokens over a long row wait for each other in bounded memory: 64 KiB in the emulation, 512 in
+    16-bit types."""
     B, Hq, Hkv, P = 1, 8, 2, 16
     real = backend == "cuda"
-    D, most, sizes = (128, 1 << 26, (2048, 8192)) if real else (16, 1 << 16, (16, 128))
+    D, most, sizes = (128, 1 << 26, (2048, 8192)) if real else (16, 1 << (16 if dtype == torch.float32 else 19), (16, 128))
     took = []
     for blocks in sizes:
-        k, v = (torch.randn(Hkv * blocks, P, D) for _ in range(2))
+        k, v = (torch.randn(Hkv * blocks, P, D).to(dtype) for _ in range(2))
         table = torch.arange(Hkv * blocks, dtype=torch.int32).view(Hkv, blocks)
-        ends, q = torch.full((Hkv,), P * blocks, dtype=torch.int32), torch.randn(B, Hq, S, D)
+        ends, q = torch.full((Hkv,), P * blocks, dtype=torch.int32), torch.randn(B, Hq, S, D).to(dtype)
         took.append(largest_allocation(lambda *x: ops.decode(*x, block_table=table, causal=True), q, k, v, ends))  # noqa: B023
     assert took[1] <= (most + (1 << 20) if real else took[0] + most), took

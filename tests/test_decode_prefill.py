@@ -1,7 +1,7 @@
 """ops.decode of a turn or a chunk of a prompt over a long row: on CUDA, in 16-bit types, flash attention over pages.
 
-From 64 queries of a row (G*S) on; the emulation splits the keys of a row from 128 slots on, where the tiles of queries are
-few: these rows are in 1 to 4 parts. A tile has 128 queries, 64 above D = 128, and 32 keys.
+From 64 queries of a row (G*S) on. A tile has 128 queries, 64 above D = 128, and 32 keys. Where a device would not be
+full, the keys are split; in the emulation from 128 slots on, into parts of 64 slots and more.
 """
 
 import oracle
@@ -18,7 +18,8 @@ HALVES = (torch.bfloat16, torch.float16)
 # Hkv, G, S, D, T, P: tiles that are full and that are not, one to eleven of them, one to four parts
 SIZES = [
     (2, 4, 17, 64, 300, 16), (1, 1, 64, 128, 120, 4), (1, 3, 43, 80, 290, 64), (2, 7, 10, 128, 260, 16),
-    (1, 1, 200, 128, 230, 16), (1, 4, 32, 256, 200, 32), (1, 3, 22, 72, 96, 1), (1, 7, 200, 64, 210, 256), (1, 2, 70, 200, 90, 8),
+    (1, 1, 200, 128, 230, 16), (1, 4, 32, 256, 200, 32), (1, 3, 22, 72, 96, 1), (1, 7, 200, 64, 210, 256),
+    (1, 2, 70, 200, 90, 8), (1, 1, 64, 16, 2600, 64),
 ]  # fmt: skip
 
 
@@ -31,8 +32,8 @@ def inputs(sizes, dtype, B=1):
 @pytest.mark.parametrize(("sizes", "dtype", "backend"), covering(SIZES, HALVES, BACKENDS), indirect=["backend"])
 def test_many_queries_as_the_reference(backend, sizes, dtype):
     queries, k_pages, v_pages, table = inputs(sizes, dtype)
-    T, S = sizes[4], sizes[2]
-    end = int32(T, max(T - 45, S))[: sizes[0]]
+    T = sizes[4]
+    end = int32(T, T - 45)[: sizes[0]]
     for causal in (False, True):
         check(queries, k_pages, v_pages, end, block_table=table, causal=causal)
 
@@ -68,7 +69,7 @@ def test_ranges_first_keys_caps_and_sinks(backend, sizes, options):
     indirect=["backend"],
 )
 def test_rows_that_are_empty_or_shorter_than_the_queries(backend, sizes, sink):
-    """A query that sees no key gives 0 and -inf, or its sink's own bits; in a tile with others and in one of its own."""
+    """A query that sees no key gives 0 and -inf, or its sink's own bits, among others and alone."""
     queries, k_pages, v_pages, table = inputs(sizes, torch.bfloat16, B=3)
     end = int32(0, sizes[2] - 7, 1, 64, 90, 20)
     sinks = None if sink is None else sink + torch.randn(queries.shape[1])
@@ -83,7 +84,7 @@ def test_rows_that_are_empty_or_shorter_than_the_queries(backend, sizes, sink):
 
 @pytest.mark.parametrize("dtype", HALVES)
 def test_many_queries_and_pages_that_are_not_aligned_or_not_paged(backend, dtype):
-    """Queries at odd addresses come by other loads, keys at odd addresses by other kernels; [B, S, Hq, D] storage too."""
+    """Queries at odd addresses come by other loads, keys at odd addresses by other kernels. [B, S, Hq, D] too."""
     sizes = (2, 4, 20, 64, 200, 16)
     queries, k_pages, v_pages, table = inputs(sizes, dtype)
     odd = torch.empty(queries.numel() + 1, dtype=dtype)[1:].view(queries.shape).copy_(queries)

@@ -18,9 +18,9 @@
 // H200's 20 bytes per clock and multiprocessor that is 206 of 1640 issue slots.
 // The pieces' results are (D + 2)*4 bytes per query and piece, written and read once: 3% of the keys and values at
 // G*S = 4, D = 128.
-// Many queries go in slabs of positions whose results fill at most SLAB_BYTES: 2,048 new tokens over 32,768 of Hq 32, Hkv 8,
-// D 128 are 17 slabs of 126, where all at once would take 4.4 GB. A slab reads the keys that its own queries see once
-// more: 4*G*D flops per byte and position, at 126 of them far above what the tensor cores need.
+// Many queries in 16-bit types are decode_prefill.cu's. What is left of them (float32, D > 256, rows that are no 16-byte
+// units) goes in slabs of positions whose results fill SLAB_BYTES at most: 2,048 new tokens over 32,768 of Hq 32, Hkv 8,
+// D 128 are 17 slabs of 126, where all at once would take 4.4 GB. A slab reads the keys that its queries see once more.
 // Probabilities, where they are wanted, take 12 bytes more per key and query head: the pieces write the logits, and
 // probabilities_kernel, behind join_kernel, reads and replaces them. At G = 4, D = 128 that is 48 bytes beside the 512
 // of a 16-bit key and value: 9%, less where the logits are still in L2. The kernels that write none are apart.

@@ -1,17 +1,21 @@
-// A turn or a chunk of a prompt over rows of pages: flash attention of many queries, see kvc_decode in kvc.h. 16-bit types
-// that come in 16-byte units, up to D = 256; decode.cu keeps the rest.
+// A turn or a chunk of a prompt over rows of pages: flash attention of many queries, see kvc_decode in kvc.h. 16-bit
+// types in rows of 16-byte units, up to D = 256; decode.cu keeps the rest.
 //
 // Flops: 4*D for each query and key that it sees. Must move: queries and out once; a row's keys and values once per 128
-// queries of it (64 above D = 128), mostly from L2, since blocks of one row read the same keys at about the same time. At
-// D = 128 that is 128 flops per byte: beyond 128 queries per row the rate of the products is the ceiling (mma.sync, about
-// 60% of what wgmma reaches on an H200), below it the memory. 2,048 new tokens over 32,768 keys of Hq 32, Hkv 8, D 128 are
-// 1,065 GFLOP and 134 MB of keys and values: 1.7 ms and 0.04 ms on an H100.
+// of its queries (64 above D = 128), mostly from L2, since blocks of one row read the same keys at about the same time.
+// That is one flop per byte and query of a tile: of few queries memory is the ceiling, from a full tile on the rate of
+// the products (mma.sync, about 60% of what wgmma reaches on an H200). 2,048 new tokens that end 32,768, Hq 32, Hkv 8,
+// D 128: 1,065 GFLOP, 1.7 ms of an H100 at that rate, beside 0.05 ms for 168 MB.
+// Per 32 keys that all see, at D = 128, a warp issues 128 mma, 48 ldmatrix and some 400 others: 224 clocks of shared
+// memory and 198 of an H100's tensor cores.
 //
-// A tile holds the G query heads of neighbouring positions, so that they share the keys and a causal tile ends early. The
-// rest is attention.cu's: four warps, 32 keys at a time, the next ones on their way. What is new are the keys' places: each
-// warp looks up those of a tile, one per lane, a tile before their copies begin, and hands them over by shuffles; no memory
-// is shared and nobody waits. The first keys of a row (`sinks`) and its range are numbered through: v counts what is seen.
-// Where rows and tiles are too few to fill a device, blocks share a tile's keys; join_kernel adds up their results in order.
+// A tile holds the G query heads of neighbouring positions, so that they share the keys and a causal tile ends early.
+// The rest is attention.cu's: four warps, 32 keys at a time, the next ones on their way. New are the keys' places: each
+// warp looks up those of a tile, one per lane, a tile before their copies begin, and hands them over by shuffles: no
+// shared memory, nobody waits. The first keys of a row (`sinks`) and its range are numbered through.
+// Where rows and tiles are too few to fill a device, blocks share a tile's keys; join_kernel adds their results up in
+// order. A part takes (D + 2)*4 bytes per query, written once and read once, mostly in L2: 64 new tokens of the sizes
+// above go in 15 parts, 32 MB beside the 134 of keys and values.
 #include "decode_prefill.cuh"
 
 #include "attention.cuh"
@@ -19,17 +23,16 @@
 
 namespace {
 
-// Queries of a row from which on this is faster: pieces_mma_kernel reads keys from L2 again for every 16 of them, and at 64
-// that takes longer than to read them from memory once (4 at 5.5 TB/s, 1 at 3.35 TB/s on an H100).
+// Queries of a row from which on this is faster. pieces_mma_kernel reads a key from L2 for every 16 of them: at 64 that
+// takes twice as long as to read it from memory once (4 times at 5.5 TB/s, once at 3.35 TB/s on an H100), and grows.
 constexpr int LEAST_QUERIES = 64;
 constexpr int KEYS = 32;  // of a stage
-constexpr int MOST_SPLITS = 32;
 #ifdef KVC_CUDA_EMULATION
-constexpr int FULL_DEVICE = 8, SPLIT_KEYS = 64;  // so that short rows are split
-constexpr int64_t PARTIAL_BYTES = 1 << 19;       // and a few sequences go in several turns
+constexpr int FULL_DEVICE = 64, SPLIT_KEYS = 64;  // so that short rows are split
+constexpr int64_t PARTIAL_BYTES = 1 << 19;        // and a few sequences go in several turns
 #else
 constexpr int FULL_DEVICE = 256;  // blocks: two for each of 132 multiprocessors, but for a few
-constexpr int SPLIT_KEYS = 512;   // at least, of the capacity
+constexpr int SPLIT_KEYS = 256;   // at least, of the capacity
 constexpr int64_t PARTIAL_BYTES = SLAB_BYTES;
 #endif
 
@@ -59,7 +62,7 @@ struct prefill_plan {
     bool wide_q, wide_out;
 };
 
-// Of query n of a row of this launch and split i at (n*splits + i): maximum and sum, with e as base, and weighted values.
+// Of query n of a row and split i at [row of the launch, n, i]: maximum and sum, of base e, and weighted values.
 struct partial_results {
     float2* statistics;
     float* values;
@@ -93,9 +96,8 @@ __device__ inline int64_t result_of(const kvc_decode_args& a, int64_t row, int64
 }
 
 template <class T, int MAX_D, bool CAPPED>
-__global__ __launch_bounds__(THREADS, shape<MAX_D>::RESIDENT) void prefill_kernel(const kvc_decode_args a, const plan p,
-                                                                                 const prefill_plan set,
-                                                                                 const partial_results partial) {
+__global__ __launch_bounds__(THREADS, shape<MAX_D>::RESIDENT) void prefill_kernel(
+    const kvc_decode_args a, const plan p, const prefill_plan set, const partial_results partial) {
     using S = shape<MAX_D>;
     using memory = prefill_shared<T, MAX_D>;
     constexpr int PITCH = memory::PITCH, BLOCKS = S::BLOCKS, QUERIES = S::QUERIES, N = MAX_D / 8;
@@ -140,6 +142,9 @@ __global__ __launch_bounds__(THREADS, shape<MAX_D>::RESIDENT) void prefill_kerne
         }
     }
 
+    const T* k_pages = static_cast<const T*>(a.rows.keys) + column;
+    const T* v_pages = static_cast<const T*>(a.rows.values) + column;
+    const uint32_t row_elements = static_cast<uint32_t>(D);
     int2 pages;           // of this lane's key of the tile whose copies begin next
     uint32_t coming = 0;  // which keys of the tile that is copied are on a page
     const auto look_up = [&](int tile) {
@@ -150,21 +155,24 @@ __global__ __launch_bounds__(THREADS, shape<MAX_D>::RESIDENT) void prefill_kerne
     const auto copy = [&](int tile, int stage) {
         const int t = seen.place_of(tile * KEYS + lane);
         const uint32_t P = static_cast<uint32_t>(a.P), within = a.block_table ? t & (P - 1) : t;
-        const uint32_t key_slot = static_cast<uint32_t>(pages.x) * P + within;
-        const uint32_t value_slot = static_cast<uint32_t>(pages.y) * P + within;
+        const uint32_t key_slot = pages.x < 0 ? 0 : static_cast<uint32_t>(pages.x) * P + within;
+        const uint32_t value_slot = pages.y < 0 ? 0 : static_cast<uint32_t>(pages.y) * P + within;
         coming = __ballot_sync(FULL_WARP, pages.x >= 0);
-        auto& to = shared->stages[stage];
+        uint32_t key_slots[KEYS / STEP], value_slots[KEYS / STEP];
         KVC_UNROLL
-        for (int i = 0; i < KEYS; i += STEP) {
-            const int key = own_copy + i;
-            const uint64_t key_at = __shfl_sync(FULL_WARP, key_slot, key), value_at = __shfl_sync(FULL_WARP, value_slot, key);
-            if (column < K) {
-                const bool there = column < D && (coming >> key & 1);
-                const T* k = static_cast<const T*>(a.rows.keys) + (there ? key_at * static_cast<uint32_t>(D) + column : 0);
-                const T* v = static_cast<const T*>(a.rows.values) + (there ? value_at * static_cast<uint32_t>(D) + column : 0);
-                copy_16_async(to.k + key * PITCH + column, k, there);
-                copy_16_async(to.v + key * PITCH + column, v, there);
-            }
+        for (int i = 0; i < KEYS / STEP; i++) {
+            key_slots[i] = __shfl_sync(FULL_WARP, key_slot, own_copy + i * STEP);
+            value_slots[i] = __shfl_sync(FULL_WARP, value_slot, own_copy + i * STEP);
+        }
+        if (column >= K) return;
+        const uint32_t held = column < D ? coming >> own_copy : 0;
+        T* to_k = shared->stages[stage].k + own_copy * PITCH + column;
+        T* to_v = shared->stages[stage].v + own_copy * PITCH + column;
+        KVC_UNROLL
+        for (int i = 0; i < KEYS / STEP; i++) {
+            const bool there = held >> i * STEP & 1;
+            copy_16_async(to_k + i * STEP * PITCH, k_pages + uint64_t{key_slots[i]} * row_elements, there);
+            copy_16_async(to_v + i * STEP * PITCH, v_pages + uint64_t{value_slots[i]} * row_elements, there);
         }
     };
     look_up(begin);
@@ -277,34 +285,50 @@ __global__ __launch_bounds__(THREADS, shape<MAX_D>::RESIDENT) void prefill_kerne
 
 // ---- the splits of a query's keys, in their order ----
 
-// Must move: (D + 2)*4 bytes per query and split. A warp for each query.
+// Must move: (D + 2)*4 bytes per query and split. A warp for each query: its lanes weigh 32 splits at a time, and add
+// up four columns each.
 __global__ __launch_bounds__(THREADS) void join_kernel(const kvc_decode_args a, const plan p, const prefill_plan set,
                                                        const partial_results partial) {
     const int lane = static_cast<int>(threadIdx.x) % 32, D = static_cast<int>(a.D), splits = set.splits;
     const int64_t query = static_cast<int64_t>(blockIdx.x) * WARPS + threadIdx.x / 32;
     if (query >= set.rows * p.queries) return;
     const int64_t row = set.first_row + quotient(query, p.queries), n = remainder_of(query, p.queries);
-    const int64_t G = quotient(a.Hq, a.Hkv), h = remainder_of(row, a.Hkv) * G + remainder_of(n, G), at = result_of(a, row, n);
+    const int64_t G = quotient(a.Hq, a.Hkv), at = result_of(a, row, n);
+    const int64_t h = remainder_of(row, a.Hkv) * G + remainder_of(n, G);
     const float2* statistics = partial.statistics + query * splits;
     const float* values = partial.values + query * splits * D;
     float top = -INFINITY, sum = 0.0f;
-    for (int i = 0; i < splits; i++) top = fmaxf(top, statistics[i].x);
+    for (int i = lane; i < splits; i += 32) top = fmaxf(top, statistics[i].x);
+    KVC_UNROLL
+    for (int step = 16; step > 0; step /= 2) top = fmaxf(top, __shfl_xor_sync(FULL_WARP, top, step));
     const float shift = finite_or_0(top);
-    for (int i = 0; i < splits; i++) sum += expf(statistics[i].x - shift) * statistics[i].y;
+    for (int i = lane; i < splits; i += 32) sum += expf(statistics[i].x - shift) * statistics[i].y;
+    KVC_UNROLL
+    for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(FULL_WARP, sum, step);
     const float keep = a.sink_logits ? join_sink(a.sink_logits[h], top, sum) : 1.0f;
     const float norm = sum == 0.0f ? 0.0f : keep / sum;
     if (lane == 0) a.lse[at] = sum == 0.0f ? -INFINITY : top + logf(sum);
-    for (int d = 2 * lane; d < D; d += 64) {
-        float value[2] = {};
-        for (int i = 0; i < splits; i++) {
-            const float2 one = statistics[i], both = *reinterpret_cast<const float2*>(values + i * D + d);
-            if (one.y == 0.0f) continue;  // of what it has not seen a value may be 0*inf
-            const float weight = expf(one.x - shift);
-            value[0] += weight * both.x;
-            value[1] += weight * both.y;
+    for (int first = 0; first < D; first += 128) {
+        const int d = first + 4 * lane;
+        float value[4] = {};
+        for (int begin = 0; begin < splits; begin += 32) {
+            const int some = smaller(splits - begin, 32);
+            float2 own = {};
+            if (lane < some) own = statistics[begin + lane];
+            const float own_weight = expf(own.x - shift);
+            const uint32_t seen = __ballot_sync(FULL_WARP, own.y != 0.0f);  // of the others a value may be 0*inf
+            for (int i = 0; i < some; i++) {
+                const float weight = __shfl_sync(FULL_WARP, own_weight, i);
+                packed<float, 4> part = {};
+                if (d < D) part = *reinterpret_cast<const packed<float, 4>*>(values + int64_t{begin + i} * D + d);
+                KVC_UNROLL
+                for (int e = 0; e < 4; e++)
+                    if (seen >> i & 1) value[e] += weight * part.at[e];
+            }
         }
+        if (d >= D) continue;
         KVC_UNROLL
-        for (int e = 0; e < 2; e++) store_any(a.out, a.q.dtype, at * D + d + e, norm == 0.0f ? 0.0f : value[e] * norm);
+        for (int e = 0; e < 4; e++) store_any(a.out, a.q.dtype, at * D + d + e, norm == 0.0f ? 0.0f : value[e] * norm);
     }
 }
 
@@ -313,9 +337,9 @@ __global__ __launch_bounds__(THREADS) void join_kernel(const kvc_decode_args a, 
 // Of one sequence's sizes: another number of sequences changes no bit.
 inline int splits_of(const kvc_decode_args& a, const plan& p, int64_t tiles, int64_t split_bytes) {
     const int64_t blocks = a.Hkv * tiles, by_keys = p.capacity / SPLIT_KEYS, by_memory = PARTIAL_BYTES / split_bytes;
-    const int64_t fewer = by_keys < by_memory ? by_keys : by_memory, most = fewer < MOST_SPLITS ? fewer : MOST_SPLITS;
-    int64_t best = 1;
-    // The last wave of blocks fills the device in part only. A split more takes partial results: it is to save an eighth
+    int64_t most = by_keys < by_memory ? by_keys : by_memory, best = 1;
+    if (most > FULL_DEVICE) most = FULL_DEVICE;
+    // The last wave of blocks fills the device in part only. More splits take more memory: only to save an eighth
     for (int64_t i = 2; i <= most; i++)
         if (8 * ceil_div(i * blocks, FULL_DEVICE) * best < 7 * ceil_div(best * blocks, FULL_DEVICE) * i) best = i;
     return static_cast<int>(best);
@@ -381,9 +405,10 @@ bool prefill_may_take(const kvc_decode_args& a) {
 }
 
 bool prefill_takes(const kvc_decode_args& a) {
-    const int64_t value_pages = a.value_table ? a.value_pages : a.pages, most = a.P > 0 ? (int64_t{1} << 32) / a.P : 0;
+    const int64_t value_pages = a.value_table ? a.value_pages : a.pages;
+    const int64_t most = a.P > 0 ? (int64_t{1} << 32) / a.P : MAX_GRID_X;  // slots are counted in 32 bits
     return prefill_may_take(a) && aligned_16(a.rows.keys) && aligned_16(a.rows.values) && a.pages <= most &&
-           value_pages <= most;  // slots are counted in 32 bits
+           value_pages <= most && shared_fits(a.D > 128 ? sizeof(prefill_shared<bf16, 256>) : 0);
 }
 
 int64_t prefill_scratch_bytes(const kvc_decode_args& a) {

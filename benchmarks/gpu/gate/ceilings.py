@@ -1,8 +1,8 @@
 """Bytes and FLOPs of the kernels that matter at one size, their ceiling on an H100 SXM, and how near its code can come.
 
 Size: a layer of Llama-3-8B in bfloat16, B = 1, Hq = 32, Hkv = 8, D = 128; T = 32,768 keys where a token is decoded or
-2,048 are added, 8,192 tokens elsewhere. Nothing here is measured. The first GPU is to say whether `seconds` is what it takes; where it
-is not, one of the numbers below is wrong, and which one is what a profiler shows under the same name.
+2,048 are added, 8,192 tokens elsewhere. Nothing here is measured. The first GPU is to say whether `seconds` is what it
+takes; where it is not, one of the numbers below is wrong, and which one is what a profiler shows under the same name.
 
 The machine, per multiprocessor (132 of them at 1.755 GHz) and cycle:
     memory      3.35e12 B/s    / 132 / 1.755e9 =   14.5 bytes

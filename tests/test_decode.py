@@ -402,7 +402,8 @@ def test_scratch_of_many_new_tokens_does_not_grow_with_the_rows(backend, S, dtyp
     16-bit types."""
     B, Hq, Hkv, P = 1, 8, 2, 16
     real = backend == "cuda"
-    D, most, sizes = (128, 1 << 26, (2048, 8192)) if real else (16, 1 << (16 if dtype == torch.float32 else 19), (16, 128))
+    most = 1 << (26 if real else 16 if dtype == torch.float32 else 19)
+    D, sizes = (128, (2048, 8192)) if real else (16, (16, 128))
     took = []
     for blocks in sizes:
         k, v = (torch.randn(Hkv * blocks, P, D).to(dtype) for _ in range(2))

@@ -80,7 +80,7 @@ struct seen_keys {
     int begin, end, front;
 
     __device__ seen_keys(const kvc_decode_args& a, const plan& p, int64_t row)
-        : begin(begin_of(a, row)), end(end_of(a, p, row)), front(front_of(a, p, row)) {}
+        : begin(smaller(begin_of(a, row), end_of(a, p, row))), end(end_of(a, p, row)), front(front_of(a, p, row)) {}
     __device__ int place_of(int v) const { return v < front ? v : begin + v - front; }
     // How many of them position s sees.
     __device__ int count_for(const kvc_decode_args& a, int64_t s) const {

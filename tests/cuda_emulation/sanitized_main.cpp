@@ -217,7 +217,7 @@ void run_prefill(int64_t G, int64_t S, int64_t D, int64_t slots, kvc_dtype dtype
     expect(kvc_cuda_decode(&args, nullptr), "prefill of all keys", D);
     args.end = none.data();
     expect(kvc_cuda_decode(&args, nullptr), "prefill of no keys", D);
-    const std::vector<int32_t> ends = {INT32_MIN, -1}, begins = {1, INT32_MAX};
+    const std::vector<int32_t> ends = {INT32_MIN, 1000000}, begins = {1, INT32_MAX};  // the first keys alone
     args.begin = begins.data(), args.end = ends.data(), args.causal = 1;
     expect(kvc_cuda_decode(&args, nullptr), "prefill of corrupt lengths", D);
 }

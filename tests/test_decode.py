@@ -1,12 +1,11 @@
 import itertools
 
-import accuracy
 import numpy as np
 import oracle
 import pytest
 import torch
-from accuracy import assert_within
 from backends import BACKENDS
+from decode_definition import check, int32
 from helpers import DTYPES, covering, paged
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,19 +13,6 @@ from hypothesis import strategies as st
 from kvcompress import ops
 
 INF = float("inf")
-
-
-def int32(*values):
-    return torch.tensor(values, dtype=torch.int32)
-
-
-def check(queries, k, v, end, **options):
-    exact = oracle.decode(queries.double(), k, v, end, **options)
-    ours = ops.decode(queries, k, v, end, **options)
-    softmax, values = accuracy.of_pages(queries, k, v, end, **options)
-    assert_within(ours[0], exact[0], softmax.out_error(values, queries.dtype), "out")
-    assert ours[1].dtype == torch.float32
-    assert_within(ours[1], exact[1], softmax.lse_error(), "lse")
 
 
 SIZES = [
@@ -60,7 +46,7 @@ def test_contiguous_rows_equal_paged_rows(backend):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "sizes", "backend"), covering(DTYPES, [(4, 1), (4, 10)], BACKENDS), indirect=["backend"]
+    ("dtype", "sizes", "backend"), covering(DTYPES, [(4, 1), (4, 10), (8, 20)], BACKENDS), indirect=["backend"]
 )
 def test_values_may_lie_elsewhere_than_keys(backend, dtype, sizes):
     Hq, S = sizes
@@ -81,7 +67,7 @@ def test_values_may_lie_elsewhere_than_keys(backend, dtype, sizes):
 # before the range a page that the row does not have; pieces of 512 keys, so sinks of more than one
 @pytest.mark.parametrize(
     ("dtype", "sizes", "sinks", "backend"),
-    covering(DTYPES, [(4, 1), (4, 5)], [1, 16, 37, 600, 5000], BACKENDS),
+    covering(DTYPES, [(4, 1), (4, 5), (8, 20)], [1, 16, 37, 600, 5000], BACKENDS),
     indirect=["backend"],
 )
 def test_first_keys_are_seen_with_a_range(backend, dtype, sizes, sinks):
@@ -410,16 +396,18 @@ def test_many_new_tokens_over_a_long_row(backend, S):
         torch.testing.assert_close(x.double(), y, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("S", [64, 128])
-def test_scratch_of_many_new_tokens_does_not_grow_with_the_rows(backend, S):
-    """Results of many new tokens over a long row wait for each other in bounded memory: 64 KiB in the emulation."""
+@pytest.mark.parametrize(("S", "dtype"), [(64, torch.float32), (128, torch.float32), (128, torch.bfloat16)])
+def test_scratch_of_many_new_tokens_does_not_grow_with_the_rows(backend, S, dtype):
+    """Results of many new tokens over a long row wait for each other in bounded memory: 64 KiB in the emulation, 512 in
+    16-bit types."""
     B, Hq, Hkv, P = 1, 8, 2, 16
     real = backend == "cuda"
-    D, most, sizes = (128, 1 << 26, (2048, 8192)) if real else (16, 1 << 16, (16, 128))
+    most = 1 << (26 if real else 16 if dtype == torch.float32 else 19)
+    D, sizes = (128, (2048, 8192)) if real else (16, (16, 128))
     took = []
     for blocks in sizes:
-        k, v = (torch.randn(Hkv * blocks, P, D) for _ in range(2))
+        k, v = (torch.randn(Hkv * blocks, P, D).to(dtype) for _ in range(2))
         table = torch.arange(Hkv * blocks, dtype=torch.int32).view(Hkv, blocks)
-        ends, q = torch.full((Hkv,), P * blocks, dtype=torch.int32), torch.randn(B, Hq, S, D)
+        ends, q = torch.full((Hkv,), P * blocks, dtype=torch.int32), torch.randn(B, Hq, S, D).to(dtype)
         took.append(largest_allocation(lambda *x: ops.decode(*x, block_table=table, causal=True), q, k, v, ends))  # noqa: B023
     assert took[1] <= (most + (1 << 20) if real else took[0] + most), took

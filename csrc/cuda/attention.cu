@@ -145,34 +145,7 @@ __global__ __launch_bounds__(THREADS, shape<T, MAX_D>::RESIDENT) void forward_ke
                     }
                 }
             }
-            float keep[BLOCKS][2];
-            bool moved = false;
-            KVC_UNROLL
-            for (int i = 0; i < 2 * BLOCKS; i++) {
-                const int j = i / 2, r = i % 2;
-                float top = m[j][r];
-                KVC_UNROLL
-                for (int n = 0; n < KEYS / 4; n++) top = fmaxf(top, x[j][n / 2][2 * r + n % 2]);
-                top = fmaxf(top, __shfl_xor_sync(FULL_WARP, top, 1));
-                top = fmaxf(top, __shfl_xor_sync(FULL_WARP, top, 2));
-                moved |= top > m[j][r];
-                const float shift = finite_or_0(top);
-                keep[j][r] = sizeof(T) == 2 ? exp2_fast((m[j][r] - shift) * factor) : expf(m[j][r] - shift);
-                l[j][r] *= keep[j][r];
-                m[j][r] = top;
-                KVC_UNROLL
-                for (int n = 0; n < KEYS / 4; n++) {
-                    float& weight = x[j][n / 2][2 * r + n % 2];
-                    if constexpr (sizeof(T) == 2) weight = exp2_fast(weight * factor - shift * factor);
-                    else weight = expf(weight - shift);
-                    l[j][r] += weight;
-                }
-            }
-            // Maxima settle after a few tiles; then nothing is scaled
-            if (__ballot_sync(FULL_WARP, moved)) {
-                KVC_UNROLL
-                for (int i = 0; i < BLOCKS * N * 4; i++) values[i / N / 4][i / 4 % N][i % 4] *= keep[i / N / 4][i % 4 / 2];
-            }
+            weigh_tile<T>(x, m, l, values, factor);
             if constexpr (sizeof(T) == 4) store_result(shared->p[warp], shared->P_PITCH, x[0]);
         }
         if constexpr (S::STAGES == 1) {

@@ -1,4 +1,4 @@
-// What the forward and backward kernels of attention share: the mask, and tiles of rows in shared memory.
+// What the kernels of attention share: the softmax, the mask, and tiles of rows in shared memory.
 #pragma once
 #include "kvc_cuda.h"
 #include "tile.cuh"
@@ -8,6 +8,42 @@ template <class T>
 __device__ inline float exp_of_difference(float x, float y) {
     if constexpr (sizeof(T) == 2) return exp2_fast(x * LOG2_E - y * LOG2_E);
     else return expf(x - y);
+}
+
+// Online softmax of a warp, of the logits x of its rows and a tile of keys, which become weights: maxima m rise to theirs,
+// sums l and values get smaller by as much, and the weights are added to l. Four lanes share a row; each has an l of its own.
+// factor: of 16-bit types what makes logits of base 2 of x.
+template <class T, int BLOCKS, int L, int N>
+__device__ inline void weigh_tile(float (&x)[BLOCKS][L][4], float (&m)[BLOCKS][2], float (&l)[BLOCKS][2],
+                                  float (&values)[BLOCKS][N][4], float factor) {
+    float keep[BLOCKS][2];
+    bool moved = false;
+    KVC_UNROLL
+    for (int i = 0; i < 2 * BLOCKS; i++) {
+        const int j = i / 2, r = i % 2;
+        float top = m[j][r];
+        KVC_UNROLL
+        for (int n = 0; n < 2 * L; n++) top = fmaxf(top, x[j][n / 2][2 * r + n % 2]);
+        top = fmaxf(top, __shfl_xor_sync(FULL_WARP, top, 1));
+        top = fmaxf(top, __shfl_xor_sync(FULL_WARP, top, 2));
+        moved |= top > m[j][r];
+        const float shift = finite_or_0(top);
+        keep[j][r] = sizeof(T) == 2 ? exp2_fast((m[j][r] - shift) * factor) : expf(m[j][r] - shift);
+        l[j][r] *= keep[j][r];
+        m[j][r] = top;
+        KVC_UNROLL
+        for (int n = 0; n < 2 * L; n++) {
+            float& weight = x[j][n / 2][2 * r + n % 2];
+            if constexpr (sizeof(T) == 2) weight = exp2_fast(weight * factor - shift * factor);
+            else weight = expf(weight - shift);
+            l[j][r] += weight;
+        }
+    }
+    // Maxima settle after a few tiles; then nothing is scaled
+    if (__ballot_sync(FULL_WARP, moved)) {
+        KVC_UNROLL
+        for (int i = 0; i < BLOCKS * N * 4; i++) values[i / N / 4][i / 4 % N][i % 4] *= keep[i / N / 4][i % 4 / 2];
+    }
 }
 
 // Joins the sink of a head to a row's maximum and sum; returns by what sums made with the old maximum shrink. NaN shows.

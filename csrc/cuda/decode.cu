@@ -18,9 +18,9 @@
 // H200's 20 bytes per clock and multiprocessor that is 206 of 1640 issue slots.
 // The pieces' results are (D + 2)*4 bytes per query and piece, written and read once: 3% of the keys and values at
 // G*S = 4, D = 128.
-// Many queries go in slabs of positions whose results fill at most SLAB_BYTES: 2,048 new tokens over 32,768 of Hq 32, Hkv 8,
-// D 128 are 17 slabs of 126, where all at once would take 4.4 GB. A slab reads the keys that its own queries see once
-// more: 4*G*D flops per byte and position, at 126 of them far above what the tensor cores need.
+// Many queries in 16-bit types are decode_prefill.cu's. What is left of them (float32, D > 256, rows that are no 16-byte
+// units) goes in slabs of positions whose results fill SLAB_BYTES at most: 2,048 new tokens over 32,768 of Hq 32, Hkv 8,
+// D 128 are 17 slabs of 126, where all at once would take 4.4 GB. A slab reads the keys that its queries see once more.
 // Probabilities, where they are wanted, take 12 bytes more per key and query head: the pieces write the logits, and
 // probabilities_kernel, behind join_kernel, reads and replaces them. At G = 4, D = 128 that is 48 bytes beside the 512
 // of a 16-bit key and value: 9%, less where the logits are still in L2. The kernels that write none are apart.
@@ -28,6 +28,7 @@
 // pieces_kernel takes the rest: float32 caches, queries of another type, head dims that are no multiple of 16 bytes or
 // above 256, or whose stages do not fit into a block's shared memory.
 #include "decode_mma.cuh"
+#include "decode_prefill.cuh"
 #include "resident.cuh"
 
 namespace {
@@ -365,7 +366,9 @@ bool fits(const kvc_decode_args& a) {
 extern "C" int64_t kvc_cuda_decode_scratch_bytes(const kvc_decode_args* args) {
     if (!valid(*args) || empty(*args) || !fits(*args)) return 0;
     const plan p = plan_of(*args);
-    return p.bytes_list + p.bytes_first + p.bytes_count + p.bytes_statistics + p.bytes_values;
+    const int64_t bytes = p.bytes_list + p.bytes_first + p.bytes_count + p.bytes_statistics + p.bytes_values;
+    const int64_t of_prefill = prefill_may_take(*args) ? prefill_scratch_bytes(*args) : 0;
+    return bytes > of_prefill ? bytes : of_prefill;
 }
 
 cudaError_t decode_listed(const kvc_decode_args& a, cudaStream_t stream) {
@@ -392,6 +395,7 @@ extern "C" cudaError_t kvc_cuda_decode(const kvc_decode_args* args, cudaStream_t
     if (!fits(a)) return cudaErrorInvalidValue;
     if (!a.out || !a.lse || !a.q.data || !a.end || !a.scratch) return cudaErrorInvalidValue;
     if (a.pages > 0 && a.P > 0 && (!a.rows.keys || !a.rows.values)) return cudaErrorInvalidValue;
+    if (prefill_takes(a)) return decode_prefill(a, stream);
     const plan p = plan_of(a);
     if (!fits_grids(p)) return cudaErrorInvalidValue;
     KVC_LAUNCH(plan_kernel, 1, PLAN_THREADS, 0, stream, a, p, scratch_of(a, p));

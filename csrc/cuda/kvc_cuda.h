@@ -54,8 +54,10 @@ cudaError_t kvc_cuda_append_tokens(const kvc_append_tokens_args *args, cudaStrea
 cudaError_t kvc_cuda_truncate_rows(const kvc_truncate_rows_args *args, cudaStream_t stream);
 cudaError_t kvc_cuda_compact_pages(const kvc_compact_pages_args *args, cudaStream_t stream);
 
-/* The list of pieces that rows are cut into, and the partial results of as many positions as 64 MiB hold, one at least;
- * from sizes only. 64-byte aligned. 0 for sizes that the launcher rejects. Nothing waits for the host: a call can be captured in a CUDA graph. */
+/* The list of pieces that rows are cut into, and the partial results of as many positions, or of many queries as many
+ * sequences, as 64 MiB hold, one at least; from sizes only. Many queries are those of 16-bit types with S > 1, G*S >= 64 and
+ * D a multiple of 8 up to 256: their rows are cut by Hkv, G, S, D and capacity, with which last bits may change. 64-byte
+ * aligned. 0 for sizes that the launcher rejects. Nothing waits for the host: a call can be captured in a CUDA graph. */
 int64_t kvc_cuda_decode_scratch_bytes(const kvc_decode_args *args);
 cudaError_t kvc_cuda_decode(const kvc_decode_args *args, cudaStream_t stream);
 

@@ -180,6 +180,34 @@ void run_long_decode(int64_t Hq, int64_t S, kvc_dtype dtype) {
     expect(kvc_cuda_decode(&args, nullptr), "long decode", S);
 }
 
+// Many queries over long rows: a page that is not there, first keys, rows that are empty or end behind the table. Keys of
+// 300 slots are split, of 64 they are not.
+void run_prefill(int64_t G, int64_t S, int64_t D, int64_t slots, kvc_dtype dtype) {
+    const int64_t B = 2, Hkv = 1, Hq = Hkv * G, P = 4, blocks = slots / P, pages = blocks + 3;
+    array q(B, Hq, S, D, dtype), k(pages * P * D, dtype), v(pages * P * D, dtype), out(B * Hq * S * D, dtype),
+        lse(B * Hq * S, KVC_F32), sinks(Hq, KVC_F32);
+    std::vector<int32_t> table, others;
+    for (int64_t i = 0; i < B * blocks; i++) {
+        table.push_back(static_cast<int32_t>(i % 9 == 4 ? -1 : i * 7 % pages));
+        others.push_back(static_cast<int32_t>(i * 5 % (pages + 1)));
+    }
+    const std::vector<int32_t> begin = {-2, 19}, end = {1000000, static_cast<int32_t>(slots - 7)}, none = {0, 0};
+    kvc_decode_args args = {out.bytes.get(), lse.floats(), q.view(), rows_of(k, v, dtype), table.data(),
+                            begin.data(), end.data(), nullptr, B, Hq, Hkv, S, D, P, pages, blocks, 0.2f, 1,
+                            others.data(), pages, blocks, nullptr, 0, 11, 2.0f, sinks.floats()};
+    const size_t bytes = static_cast<size_t>(kvc_cuda_decode_scratch_bytes(&args));
+    std::unique_ptr<void, void (*)(void*)> scratch(std::aligned_alloc(64, bytes), std::free);
+    args.scratch = scratch.get();
+    expect(kvc_cuda_decode(&args, nullptr), "prefill", D);
+    args.value_table = nullptr, args.softcap = 0.0f, args.causal = 0;
+    expect(kvc_cuda_decode(&args, nullptr), "prefill of all keys", D);
+    args.end = none.data();
+    expect(kvc_cuda_decode(&args, nullptr), "prefill of no keys", D);
+    const std::vector<int32_t> ends = {INT32_MIN, 1000000}, begins = {1, INT32_MAX};  // the first keys alone
+    args.begin = begins.data(), args.end = ends.data(), args.causal = 1;
+    expect(kvc_cuda_decode(&args, nullptr), "prefill of corrupt lengths", D);
+}
+
 // One layer's probabilities over another's values; rows reach further than the table, than the columns, and to pages
 // that are not there. All query heads of the first row are skipped: its pages lie behind the array's end.
 void run_decode_shared(int64_t G, int64_t D, int64_t P, kvc_dtype dtype, int64_t columns) {
@@ -373,6 +401,8 @@ int main(int count, char** arguments) {
         run_decode(33, 2, 8, KVC_F32, true);
         run_long_decode(4, 2, KVC_BF16);
         run_long_decode(2, 1, KVC_F32);
+        run_prefill(3, 22, 40, 300, KVC_BF16);
+        run_prefill(2, 33, 136, 64, KVC_F16);
         run_ring_step(8, 2, ring::pages, KVC_F32, 2);
         run_decode_shared(1, 33, 8, KVC_F32, 290);
         run_decode_shared(2, 64, 64, KVC_BF16, 290);
@@ -427,6 +457,9 @@ int main(int count, char** arguments) {
         run_decode_shared(18, 200, 64, KVC_F16, 320);
         run_long_decode(4, 2, KVC_F32);
         run_long_decode(10, 4, KVC_BF16);
+        run_prefill(4, 40, 128, 300, KVC_BF16);
+        run_prefill(1, 70, 72, 64, KVC_F16);
+        run_prefill(7, 10, 256, 300, KVC_F16);
         run_attention(200, 7, 9, 0, KVC_F16);
         run_attention(200, 7, 9, 0, KVC_F32);
         run_attention(136, 3, 70, 5, KVC_BF16);

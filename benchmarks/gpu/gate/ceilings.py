@@ -1,8 +1,8 @@
 """Bytes and FLOPs of the kernels that matter at one size, their ceiling on an H100 SXM, and how near its code can come.
 
-Size: a layer of Llama-3-8B in bfloat16, B = 1, Hq = 32, Hkv = 8, D = 128; T = 32,768 keys where a token is decoded,
-8,192 tokens elsewhere. Nothing here is measured. The first GPU is to say whether `seconds` is what it takes; where it
-is not, one of the numbers below is wrong, and which one is what a profiler shows under the same name.
+Size: a layer of Llama-3-8B in bfloat16, B = 1, Hq = 32, Hkv = 8, D = 128; T = 32,768 keys where a token is decoded or
+2,048 are added, 8,192 tokens elsewhere. Nothing here is measured. The first GPU is to say whether `seconds` is what it
+takes; where it is not, one of the numbers below is wrong, and which one is what a profiler shows under the same name.
 
 The machine, per multiprocessor (132 of them at 1.755 GHz) and cycle:
     memory      3.35e12 B/s    / 132 / 1.755e9 =   14.5 bytes
@@ -48,6 +48,7 @@ LATENCY = {"memory": 800, "L2": 270}
 B, Hq, Hkv, D, T, KEYS, SIZE = 1, 32, 8, 128, 8_192, 32_768, 2
 PAIRS = Hq * T * (T + 1) // 2  # of a query and a key that it sees, over the heads
 QUERY_ROWS, KEY_ROWS = Hq * T * D * SIZE, Hkv * T * D * SIZE  # bytes
+NEW = 2_048  # tokens of a prompt's chunk, the last of the keys
 GATES, STATES = 4 * Hkv * T, 2 * 4 * Hkv * (T // 64) * D
 
 
@@ -74,6 +75,14 @@ WORK = (
     # scores of all queries (Replay): queries and keys, 2*D per pair in each pass; what comes to a block is from L2
     Work("score_mma", "statistics_kernel<bf16, true, false>", QUERY_ROWS + KEY_ROWS, 2 * D * PAIRS, "L2"),
     Work("score_mma", "columns_kernel<bf16, true, false>", QUERY_ROWS + KEY_ROWS, 2 * D * PAIRS, "L2"),
+    # the same keys and values, once for all new tokens; blocks of a KV head read them from L2
+    Work(
+        "decode_prefill",
+        "prefill_kernel<bf16, 128, false>",
+        2 * Hkv * KEYS * D * SIZE + 2 * Hq * NEW * D * SIZE,
+        4 * D * Hq * (NEW * KEYS - NEW * (NEW - 1) // 2),
+        "L2",
+    ),
     # values once, a probability for each of them and query head
     Work("decode_shared", "mix_kernel<bf16, 8, 4, 8>", Hkv * KEYS * (D * SIZE + 4 * Hq // Hkv), 2 * D * Hq * KEYS),
     # keys and values in and out, alpha, omega and z, the states before chunks of 64; a multiply-add for each of two

@@ -122,6 +122,9 @@ def steps(name: str, q: Tensor, pages: list[Tensor], table: ops.PageTable, tails
         )
     listed = {"block_table": table.block_table}
     yield f"decode/{name}", lambda: ops.decode(q, *pages, table.lengths, **listed)
+    if q.dtype == torch.bfloat16 and D <= 256:  # elsewhere by slabs, of which the emulation has more than a GPU
+        many = alike(B, heads, min(T, ELEMENTS // (B * heads * D)), D, dtype=q.dtype)
+        yield f"decode/{name}/tokens", lambda: ops.decode(many, *pages, table.lengths, causal=True, **listed)
     if B * heads * T <= ELEMENTS:
         columns, lse = floats(B, heads, T), floats(B, heads, 1)
         yield (

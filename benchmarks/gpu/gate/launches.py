@@ -184,9 +184,15 @@ def calls() -> Iterator[tuple[str, Callable[[], object]]]:
             table = table_of(B * Hkv, 256)
             k_pages, v_pages = pages_of(table, 16, D, dtype)
             for heads in (2, 4, 16):  # one, two and eight query heads per KV head
-                one = make(B, heads, 1, D)
+                one, chunk = make(B, heads, 1, D), make(B, heads, 100, D)
                 end, columns = table.lengths, floats(B, heads, T)
                 for cap in (None, 20.0):
+                    yield (
+                        f"decode/{tail}",
+                        lambda q=chunk, k=k_pages, v=v_pages, e=end, t=table, c=cap: ops.decode(
+                            q, k, v, e, block_table=t.block_table, softcap=c, causal=True
+                        ),
+                    )
                     for probabilities in (None, columns):
                         yield (
                             f"decode/{tail}",

@@ -57,8 +57,9 @@ def test_many_queries_as_the_reference(backend, sizes, dtype):
 )
 def test_ranges_first_keys_caps_and_sinks(backend, sizes, options):
     queries, k_pages, v_pages, table = inputs(sizes, torch.bfloat16)
+    options = {name: x.to(queries.device) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
     if "sink_logits" in options:
-        options = {**options, "sink_logits": options["sink_logits"] + torch.randn(queries.shape[1])}
+        options["sink_logits"] = options["sink_logits"] + torch.randn(queries.shape[1])
     for causal in (False, True):
         check(queries, k_pages, v_pages, int32(sizes[4], 241), block_table=table, causal=causal, **options)
 

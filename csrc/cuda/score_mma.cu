@@ -70,37 +70,48 @@ struct tile_memory<T, false> {
 static_assert(sizeof(tile_memory<bf16, true>) <= 228 * 1024 / 2 - 4096, "two blocks per multiprocessor of an H100");
 static_assert(sizeof(tile_memory<bf16, true>) <= 99 * 1024, "what sm_86 has");
 
-// The rows or the keys of one KV head: the row that a number stands for lies at offset_of(number).
+// The rows or the keys of one KV head. Row n is token n % window of head n / window; a tile is mostly of one head.
 template <class T>
 struct side {
     const T* data;
-    int64_t stride, stride_head;  // from row to row; of a query head
-    int window;                   // rows of a head
-    int count;                    // from here on rows are zeros
+    int64_t stride, stride_head;  // from token to token, from head to head
+    int window;
+    int count;  // from here on rows are zeros
     bool wide;
 
-    __device__ int64_t offset_of(int n) const {
-        return quotient(n, window) * stride_head + remainder_of(n, window) * stride;
-    }
     // Columns [column, column + DEPTH) of TILE rows from `first`, zeros past D; copies in the background if wide.
     __device__ void load(T* to, int pitch, int first, int column, int D) const {
         constexpr int VEC = PER_16_BYTES<T>, CHUNKS = DEPTH / VEC, STEP = THREADS / CHUNKS;
         const int own = static_cast<int>(threadIdx.x) % CHUNKS * VEC, d = column + own;
         if (d >= (D + 15) / 16 * 16) return;
-        KVC_UNROLL
-        for (int row = static_cast<int>(threadIdx.x) / CHUNKS; row < TILE; row += STEP) {
-            const int n = first + row;
-            const bool there = n < count && d < D;
-            const T* from = data + (there ? offset_of(n) + d : 0);
-            if (wide) {
-                copy_16_async(to + row * pitch + own, from, there);
-            } else {
-                packed<T, VEC> part = {};
-                KVC_UNROLL
-                for (int e = 0; e < VEC; e++)
-                    if (there && d + e < D) part.at[e] = from[e];
-                *reinterpret_cast<packed<T, VEC>*>(to + row * pitch + own) = part;
-            }
+        const int first_head = static_cast<int>(quotient(first, window)), first_token = first - first_head * window;
+        const int own_row = static_cast<int>(threadIdx.x) / CHUNKS, rows = d < D ? count - first : 0;
+        to += own_row * pitch + own;
+        if (wide && first_token + TILE <= window) {
+            const T* from = data + first_head * stride_head + (first_token + own_row) * stride + d;
+            const int64_t step = STEP * stride;
+            KVC_UNROLL
+            for (int row = 0; row < TILE; row += STEP, from += step)
+                copy_16_async(to + row * pitch, from, own_row + row < rows);
+            return;
+        }
+        const auto row_at = [&](int row) {
+            const int n = own_row + row < rows ? first + own_row + row : 0;
+            return data + quotient(n, window) * stride_head + remainder_of(n, window) * stride + d;
+        };
+        if (wide) {
+            KVC_UNROLL
+            for (int row = 0; row < TILE; row += STEP) copy_16_async(to + row * pitch, row_at(row), own_row + row < rows);
+            return;
+        }
+        KVC_ROLLED
+        for (int row = 0; row < TILE; row += STEP) {
+            const T* from = row_at(row);
+            packed<T, VEC> part = {};
+            KVC_UNROLL
+            for (int e = 0; e < VEC; e++)
+                if (own_row + row < rows && d + e < D) part.at[e] = from[e];
+            *reinterpret_cast<packed<T, VEC>*>(to + row * pitch) = part;
         }
     }
 };
@@ -123,7 +134,7 @@ __device__ side<T> keys_side(const kvc_window_scores_args& a, const plan& p, int
     k.data = static_cast<const T*>(a.k.data) + b * a.k.stride_b + g * a.k.stride_h;
     k.stride = a.k.stride_t;
     k.stride_head = 0;
-    k.window = static_cast<int>(a.T);
+    k.window = static_cast<int>(MAX_GRID_X / 2);  // all of them
     k.count = static_cast<int>(length);
     k.wide = p.wide_k;
     return k;
@@ -215,14 +226,14 @@ __device__ inline void join_2(float& m, float& l, float other_m, float other_l) 
 
 // The keys that rows [first, first + TILE) see: all of them those before `least`, none those from `most` on.
 struct seen_by_tile {
-    int least, most;
+    int head, least, most;  // head: of the first row
 
     __device__ seen_by_tile(const kvc_window_scores_args& a, const plan& p, int length, int first) {
         const int W = static_cast<int>(a.W), last = smaller(first + TILE, static_cast<int>(p.rows)) - 1;
-        const int from = static_cast<int>(remainder_of(first, W)), to = static_cast<int>(remainder_of(last, W));
-        const bool one_head = quotient(first, W) == quotient(last, W);
-        least = static_cast<int>(seen_end(a, length, one_head ? from : 0));
-        most = static_cast<int>(seen_end(a, length, one_head ? to : W - 1));
+        head = static_cast<int>(quotient(first, W));
+        const int from = first - head * W, to = last - head * W;
+        least = static_cast<int>(seen_end(a, length, to < W ? from : 0));
+        most = static_cast<int>(seen_end(a, length, to < W ? to : W - 1));
     }
 };
 
@@ -263,6 +274,9 @@ __global__ __launch_bounds__(THREADS, 2) void statistics_kernel(const kvc_window
     const int begin = larger(static_cast<int>(split * p.split_tiles), mask_first / TILE);
     const int end = smaller(static_cast<int>((split + 1) * p.split_tiles), (larger(seen.most, 0) + TILE - 1) / TILE);
     const logits<CAPPED> logit(a);
+    // Logits of which the products are only multiplied by a positive scale stay products: the exponent's factor has it
+    const bool products = !CAPPED && a.scale > 0.0f;
+    const float factor = products ? logit.factor : 1.0f;
     // Each lane has a softmax of its own of the keys that it holds of its rows
     float m[2 * M], l[2 * M];
     KVC_UNROLL
@@ -274,10 +288,12 @@ __global__ __launch_bounds__(THREADS, 2) void statistics_kernel(const kvc_window
         shared, queries_of<T>(a, p, b, g), row_tile, keys_side<T>(a, p, b, g, length), begin, end,
         static_cast<int>(a.D), [](int tile) { return tile + 1; }, [](int) {},
         [&](int tile, float (&x)[M][N][4]) {
-            KVC_UNROLL
-            for (int i = 0; i < M * N * 4; i++) {
-                float& y = x[i / N / 4][i / 4 % N][i % 4];
-                y = logit(y);
+            if (!products) {
+                KVC_UNROLL
+                for (int i = 0; i < M * N * 4; i++) {
+                    float& y = x[i / N / 4][i / 4 % N][i % 4];
+                    y = logit(y);
+                }
             }
             if (tile * TILE < mask_first || (tile + 1) * TILE > seen.least) mask_tile(x, a, p, length, n0, tile * TILE);
             KVC_UNROLL
@@ -285,15 +301,16 @@ __global__ __launch_bounds__(THREADS, 2) void statistics_kernel(const kvc_window
                 float top = m[i], sum = 0.0f;
                 KVC_UNROLL
                 for (int j = 0; j < 2 * N; j++) top = fmaxf(top, x[i / 2][j / 2][2 * (i % 2) + j % 2]);
-                const float shift = finite_or_0(top);
+                const float shift = finite_or_0(top) * factor;
                 KVC_UNROLL
-                for (int j = 0; j < 2 * N; j++) sum += exp2_fast(x[i / 2][j / 2][2 * (i % 2) + j % 2] - shift);
-                l[i] = l[i] * exp2_fast(m[i] - shift) + sum;
+                for (int j = 0; j < 2 * N; j++) sum += exp2_fast(x[i / 2][j / 2][2 * (i % 2) + j % 2] * factor - shift);
+                l[i] = l[i] * exp2_fast(m[i] * factor - shift) + sum;
                 m[i] = top;
             }
         });
     KVC_UNROLL
     for (int i = 0; i < 2 * M; i++) {
+        m[i] *= factor;
         KVC_UNROLL
         for (int step = 1; step < 4; step *= 2) {
             const float other_m = __shfl_xor_sync(FULL_WARP, m[i], step);
@@ -351,9 +368,14 @@ __global__ __launch_bounds__(THREADS, 2) void columns_kernel(const kvc_window_sc
     const bool maximum = a.reduce == KVC_REDUCE_MAX;
     const logits<CAPPED> logit(a);
     const int row_tiles = t0 + TILE <= mask_first || t0 >= scored ? 0 : static_cast<int>(p.row_tiles);
+    const int first_token = t0 - (length - static_cast<int>(a.W));  // of the window, that sees t0
     const auto next = [&](int tile) {
-        do tile++;
-        while (tile < row_tiles && seen_by_tile(a, p, length, tile * TILE).most <= t0);
+        tile++;
+        while (tile < row_tiles) {
+            const seen_by_tile seen(a, p, length, tile * TILE);
+            if (seen.most > t0) break;
+            tile = larger(tile + 1, (seen.head * static_cast<int>(a.W) + first_token) / TILE);
+        }
         return tile;
     };
     const float* own_offsets = offsets + head * p.row_tiles * TILE;

@@ -76,7 +76,7 @@ def test_scores_are_those_of_the_second_reading():
 class MassSpy(Spy):
     def votes(self, candidates):
         if candidates.repeated is None and candidates.chunk_length:
-            T, again = candidates.chunk_length, candidates.again(0, candidates.chunk_length)
+            T, again = candidates.chunk_length, candidates.again(0, candidates.chunk_length, candidates.chunk_length)
             found = oracle.replay_scores(candidates.queries, again, candidates.keys, chunk=256, reduce="mean")
             self.__dict__.setdefault("shares", {})[candidates.layer] = found[0] * T
         return super().votes(candidates)

@@ -20,7 +20,9 @@ from .layer import CompressedLayer
 from .passes import CachePass, Iteration, View
 from .rows import joined_rows
 
-_BLOCK = 256  # tokens of a prompt read at a time; positions stay below twice what is held plus this
+_LEAST_BLOCK = (
+    256  # tokens of a prompt read at a time, or half a window if that is more: fewer calls of larger products
+)
 
 
 class StreamingLayer(CompressedLayer):
@@ -122,9 +124,13 @@ class StreamingLayer(CompressedLayer):
         slots = self.sinks + self.window
         return rotary.rotate(x, positions, self._bound(), [slots] * x.shape[0])
 
+    @property
+    def _most_block(self) -> int:
+        return max(_LEAST_BLOCK, self.window // 2)
+
     def _bound(self) -> int:
         """Positions stay below this: the ring is moved back before they reach it."""
-        return 2 * (self.sinks + self.window) + _BLOCK
+        return 2 * (self.sinks + self.window) + self._most_block
 
     def _move_back(self, rotary: RotaryTables, new: int) -> None:
         """Raises base where the next `new` tokens would pass the bound, and rotates the ring back by as much."""
@@ -214,7 +220,8 @@ class StreamingLayer(CompressedLayer):
         tokens, full = self.tokens[b], self.sinks + self.window
         if tokens < self.sinks:
             return self.sinks - tokens
-        return min(_BLOCK, full - tokens) if self.far is not None and tokens < full else _BLOCK
+        most = self._most_block
+        return min(most, full - tokens) if self.far is not None and tokens < full else most
 
     def _read(self, facts: LayerFacts, b: int, keys: Tensor, values: Tensor) -> View:
         """A block of tokens of sequence b, [1, H, n, D]: each sees the sinks and the window tokens up to itself."""

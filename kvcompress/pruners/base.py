@@ -106,13 +106,14 @@ class Candidates:
             scores = torch.cat(scores_of)
         return torch.nn.functional.pad(scores, (0, skip_last))
 
-    def again(self, first: int, end: int) -> Tensor:
-        """[1, Hq, end - first, D]: these of the call's queries, rotated as if they stood behind the last token."""
+    def again(self, first: int, end: int, chunk: int) -> Tensor:
+        """[1, Hq, end - first, D]: these of the call's queries, rotated as if each `chunk` of them stood behind the last
+        token."""
         if self.unrotated is None or self.rotary is None:
             raise ValueError("candidates must have unrotated and rotary where queries are asked again, got None")
-        places = torch.arange(end - first, dtype=torch.int32, device=self.keys.device)[None] + self.position
+        places = torch.arange(end - first, dtype=torch.int32, device=self.keys.device)[None] % chunk + self.position
         queries = self.unrotated[:, :, first:end]
-        return self.rotary.rotate(queries, places, self.position + end - first, [self.settled])
+        return self.rotary.rotate(queries, places, self.position + min(chunk, end - first), [self.settled])
 
     @property
     def settled(self) -> int:

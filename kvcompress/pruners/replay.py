@@ -9,6 +9,8 @@ from torch import Tensor
 
 from .base import Candidates, Pruner
 
+_TOGETHER = 4096  # tokens whose keys and queries are rotated in one call
+
 
 @dataclass(frozen=True)
 class Replay(Pruner):
@@ -75,21 +77,26 @@ def asked_again(candidates: Candidates, chunk: int, reduce: str) -> Tensor:
     # the second reading's chunk follows the text
     room[:, : keys.shape[1]] = keys[:, : count + most]
     shortest = candidates.count if candidates.shortest is None else candidates.shortest
-    for first in range(0, S, chunk):
-        end = min(first + chunk, S)
-        n, distance = end - first, S - first
-        moved = torch.full((1, n), distance, dtype=torch.int32, device=keys.device)
-        near = rotary.move_on(own[None, :, first:end], moved, bound, candidates.settled)[0]
-        if ends is None:
-            room[:, count : count + n] = near
-        else:
-            slots = (torch.arange(n, device=keys.device) + ends).expand(heads, -1)
-            room.scatter_(1, slots[..., None].expand(-1, -1, D), near)
-        asked = replace(  # the chunk is to the text what a guide is
-            candidates, queries=candidates.again(first, end), keys=room[None, :, : count + n],
-            guide_length=n, shortest=shortest + n,
-            lengths=None if candidates.lengths is None else candidates.lengths + n,
-        )  # fmt: skip
-        found = asked.attention(n, reduce=reduce)
-        out = torch.maximum(out, found) if reduce == "max" else out + found
+    together = chunk * max(_TOGETHER // chunk, 1)
+    for first in range(0, S, together):
+        end = min(first + together, S)
+        # of each token, to the place of its chunk behind the text
+        distance = S - torch.arange(first, end, dtype=torch.int32, device=keys.device)[None] // chunk * chunk
+        near = rotary.move_on(own[None, :, first:end], distance, bound, candidates.settled)[0]
+        queries = candidates.again(first, end, chunk)
+        for part in range(0, end - first, chunk):
+            n = min(chunk, end - first - part)
+            chunk_keys = near[:, part : part + n]
+            if ends is None:
+                room[:, count : count + n] = chunk_keys
+            else:
+                slots = (torch.arange(n, device=keys.device) + ends).expand(heads, -1)
+                room.scatter_(1, slots[..., None].expand(-1, -1, D), chunk_keys)
+            asked = replace(  # the chunk is to the text what a guide is
+                candidates, queries=queries[:, :, part : part + n], keys=room[None, :, : count + n],
+                guide_length=n, shortest=shortest + n,
+                lengths=None if candidates.lengths is None else candidates.lengths + n,
+            )  # fmt: skip
+            found = asked.attention(n, reduce=reduce)
+            out = torch.maximum(out, found) if reduce == "max" else out + found
     return out

@@ -59,7 +59,7 @@ class Successor(Pruner):
         scores = torch.zeros(heads, S, device=out.device)
         for first in range(0, S - 1, self.chunk):
             end = min(first + self.chunk, S - 1)
-            queries = candidates.again(first, end)[0].unflatten(0, (heads, -1)).float()
+            queries = candidates.again(first, end, self.chunk)[0].unflatten(0, (heads, -1)).float()
             logits = _logits((queries * own[:, None, first + 1 : end + 1]).sum(-1), candidates.softmax)
             scores[:, first + 1 : end + 1] = torch.sigmoid(logits - sums[:, :, first:end]).amax(1)
         if candidates.position > S:  # the token before the first one was in an earlier call

@@ -8,7 +8,6 @@ Every figure follows from the shapes below and from the assumptions of Machine: 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 STEP_TOKENS = 1024 * 4096  # of an optimizer step, in every row: DMC's paper
@@ -177,16 +176,6 @@ class Plan:
         return PAPER_STEPS * STEP_TOKENS / self.tokens_per_second() / 86400
 
 
-def plans(shape: Shape) -> Iterator[Plan]:
-    """FSDP over all ranks, and HSDP within groups of the fewest nodes whose memory is enough."""
-    for ranks in RANKS:
-        yield Plan(shape, ranks, ranks)
-        for shards in RANKS:
-            if shards < ranks and sum(Plan(shape, ranks, shards).memory().values()) < 0.9 * Machine.memory:
-                yield Plan(shape, ranks, shards)
-                break
-
-
 def table(heads: list[str], rows: list[list[str]]) -> str:
     lines = [heads, ["---"] + ["---:"] * (len(heads) - 1), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
@@ -233,19 +222,15 @@ def memory_table() -> str:
 def throughput_table() -> str:
     rows = []
     for shape in SHAPES:
-        for plan in plans(shape):
+        for plan in (Plan(shape, ranks, ranks) for ranks in RANKS):
             fits = sum(plan.memory().values()) < 0.9 * Machine.memory
             products, sent = plan.compute() + plan.dmc(), plan.communication()
-            how = "FSDP" if plan.shards == plan.ranks else f"HSDP {plan.shards}"
             rows.append(
-                [shape.name, str(plan.ranks), how, f"{plan.passes} x {plan.rows}", f"{plan.compute():.2f}"]
-                + [f"{sent:.2f}"]
+                [shape.name, str(plan.ranks), f"{plan.passes} x {plan.rows}", f"{plan.compute():.2f}", f"{sent:.2f}"]
                 + ([f"{plan.tokens_per_second() / plan.ranks:,.0f}", f"{plan.days():,.1f}"] if fits else ["", ""])
                 + [("products" if products >= sent else "links") if fits else "memory"]
             )
-    heads = [
-        "model", "ranks", "sharding", "passes x rows", "products s", "links s", "tokens/s a GPU", "days", "bound by",
-    ]  # fmt: skip
+    heads = ["model", "ranks", "passes x rows", "products s", "links s", "tokens/s a GPU", "days", "bound by"]
     return table(heads, rows)
 
 

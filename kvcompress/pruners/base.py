@@ -104,10 +104,10 @@ class Candidates:
                     ops.window_scores(groups[part], keys[part], lengths=ends[part], **options, **softmax.options)[:, 0]
                 )
             scores = torch.cat(scores_of)
-        return torch.nn.functional.pad(scores, (0, skip_last))
+        return torch.nn.functional.pad(scores, (0, skip_last)) if skip_last else scores
 
     def again(self, first: int, end: int, chunk: int) -> Tensor:
-        """[1, Hq, end - first, D]: these of the call's queries, rotated as if each `chunk` of them stood behind the last
+        """[1, Hq, end - first, D]: these of the call's queries, each `chunk` of them rotated to places behind the last
         token."""
         if self.unrotated is None or self.rotary is None:
             raise ValueError("candidates must have unrotated and rotary where queries are asked again, got None")

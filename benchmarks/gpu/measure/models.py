@@ -79,6 +79,17 @@ def model_of(size: Sizes, length: int) -> LlamaForCausalLM:
     return model.eval()
 
 
+def on_device(make: Callable[..., Result]) -> Callable[..., Result]:
+    """What it makes lies there; as a default for what is timed, every call of Torch would look at the device."""
+
+    def made(*arguments: Any) -> Result:
+        with torch.device(device()):
+            return make(*arguments)
+
+    return made
+
+
+@on_device
 def filled(model: LlamaForCausalLM, kind: str, T: int, B: int) -> CompressedCache:
     Hq, Hkv, D = model.config.num_attention_heads, model.config.num_key_value_heads, model.config.head_dim
 
@@ -104,6 +115,7 @@ def filled(model: LlamaForCausalLM, kind: str, T: int, B: int) -> CompressedCach
     return cache
 
 
+@on_device
 def dynamic_of(model: LlamaForCausalLM, T: int, B: int) -> DynamicCache:
     cache, config = DynamicCache(config=model.config), model.config
     for layer in range(config.num_hidden_layers):
@@ -112,6 +124,7 @@ def dynamic_of(model: LlamaForCausalLM, T: int, B: int) -> DynamicCache:
     return cache
 
 
+@on_device
 def static_of(model: LlamaForCausalLM, T: int, B: int) -> StaticCache:
     """T tokens in T + 64 slots, which every step reads."""
     cache, config = StaticCache(config=model.config, max_cache_len=T + 64), model.config
@@ -156,78 +169,78 @@ def attempt(make: Callable[[], Result], what: str, failures: list[str]) -> Resul
 def token_rows(size: str) -> Iterator[Row]:
     chosen = SIZES[size]
     model = model_of(chosen, max(T for T, _ in chosen.tokens))
-    with torch.device(device()):
-        for T, B in chosen.tokens:
-            ids, failures = torch.zeros(B, 1, dtype=torch.int64), []  # type: ignore[var-annotated]
+    for T, B in chosen.tokens:
+        ids = torch.zeros(B, 1, dtype=torch.int64, device=device())
+        failures: list[str] = []
 
-            def eager(cache: Any, ids: torch.Tensor = ids) -> Work:
-                return lambda: model(ids, past_key_values=cache)
+        def eager(cache: Any, ids: torch.Tensor = ids) -> Work:
+            return lambda: model(ids, past_key_values=cache)
 
-            def dynamic(T: int = T, B: int = B, cudnn: bool = False) -> float:
-                torch.backends.cuda.enable_cudnn_sdp(cudnn)
-                try:
-                    return token_seconds(eager(dynamic_of(model, T, B)), chosen.repeats)
-                finally:
-                    torch.backends.cuda.enable_cudnn_sdp(True)
+        def dynamic(T: int = T, B: int = B, cudnn: bool = False) -> float:
+            torch.backends.cuda.enable_cudnn_sdp(cudnn)
+            try:
+                return token_seconds(eager(dynamic_of(model, T, B)), chosen.repeats)
+            finally:
+                torch.backends.cuda.enable_cudnn_sdp(True)
 
-            def static(T: int = T, B: int = B) -> float:
-                step = eager(static_of(model, T, B))
-                step()
-                return token_seconds(recorded(step), chosen.repeats)
+        def static(T: int = T, B: int = B) -> float:
+            step = eager(static_of(model, T, B))
+            step()
+            return token_seconds(recorded(step), chosen.repeats)
 
-            peer = attempt(dynamic, "DynamicCache", failures)
-            planned = attempt(lambda: dynamic(cudnn=True), "DynamicCache with cuDNN", failures)
-            fixed = attempt(static, "StaticCache, recorded", failures)
-            others = {"StaticCache, recorded": fixed, "DynamicCache with cuDNN's attention": planned}
-            note = "; ".join(f"{name}: {took * 1e3:.3f} ms" for name, took in others.items() if took)
-            for kind in KINDS:
+        peer = attempt(dynamic, "DynamicCache", failures)
+        planned = attempt(lambda: dynamic(cudnn=True), "DynamicCache with cuDNN", failures)
+        fixed = attempt(static, "StaticCache, recorded", failures)
+        others = {"StaticCache, recorded": fixed, "DynamicCache with cuDNN's attention": planned}
+        note = "; ".join(f"{name}: {took * 1e3:.3f} ms" for name, took in others.items() if took)
+        for kind in KINDS:
 
-                def both(kind: str = kind, T: int = T, B: int = B, ids: torch.Tensor = ids) -> dict[str, float]:
-                    model.config.kvcompress = DMCConfig(shift=0.0).to_dict() if kind == "dmc4" else None
-                    with kvcompress.attach(model):
-                        cache = filled(model, kind, T, B)
-                        found = {"eager": token_seconds(eager(cache), chosen.repeats)}
-                        if on_gpu():
-                            graph = StepGraph(model, cache)
-                            found["recorded"] = mean_seconds(lambda: graph(ids))
-                    return found
+            def both(kind: str = kind, T: int = T, B: int = B, ids: torch.Tensor = ids) -> dict[str, float]:
+                model.config.kvcompress = DMCConfig(shift=0.0).to_dict() if kind == "dmc4" else None
+                with kvcompress.attach(model):
+                    cache = filled(model, kind, T, B)
+                    found = {"eager": token_seconds(eager(cache), chosen.repeats)}
+                    if on_gpu():
+                        graph = StepGraph(model, cache)
+                        found["recorded"] = mean_seconds(lambda: graph(ids))
+                return found
 
-                for how, took in (attempt(both, kind, failures) or {}).items():
-                    name = f"token/{kind}/{how}/{model.config.num_hidden_layers}layers/T{T}/B{B}"
-                    yield Row(name, took, peer, "DynamicCache", note=note)
-            if failures:
-                yield Row(f"token/failed/T{T}/B{B}", 0.0, note="; ".join(failures))
+            for how, took in (attempt(both, kind, failures) or {}).items():
+                name = f"token/{kind}/{how}/{model.config.num_hidden_layers}layers/T{T}/B{B}"
+                yield Row(name, took, peer, "DynamicCache", note=note)
+        if failures:
+            yield Row(f"token/failed/T{T}/B{B}", 0.0, note="; ".join(failures))
 
 
 @torch.inference_mode()
 def prompt_rows(size: str) -> Iterator[Row]:
     chosen = SIZES[size]
     model = model_of(chosen, 2 * max(chosen.prompts))  # KVzip asks behind the prompt
-    with torch.device(device()):
-        for T in chosen.prompts:
-            ids, failures = torch.randint(0, chosen.vocabulary, (1, T)), []  # type: ignore[var-annotated]
+    for T in chosen.prompts:
+        ids = torch.randint(0, chosen.vocabulary, (1, T), device=device())
+        failures: list[str] = []
 
-            def theirs(ids: torch.Tensor = ids) -> object:
-                return model(ids, past_key_values=DynamicCache(config=model.config), logits_to_keep=1)
+        def theirs(ids: torch.Tensor = ids) -> object:
+            return model(ids, past_key_values=DynamicCache(config=model.config), logits_to_keep=1)
 
-            theirs()
-            peer = attempt(lambda: seconds(theirs), "DynamicCache", failures)
-            for kind, text in PROMPTS.items():
-                spec = text.replace("QUARTER", str(T // 4)).replace("EIGHTH", str(T // 8))
+        theirs()
+        peer = attempt(lambda: seconds(theirs), "DynamicCache", failures)
+        for kind, text in PROMPTS.items():
+            spec = text.replace("QUARTER", str(T // 4)).replace("EIGHTH", str(T // 8))
 
-                def ours(spec: str = spec, ids: torch.Tensor = ids) -> float:
-                    with kvcompress.attach(model):
+            def ours(spec: str = spec, ids: torch.Tensor = ids) -> float:
+                with kvcompress.attach(model):
 
-                        def read() -> None:
-                            cache = CacheSpec.parse(spec).make(model.config)
-                            prefill(model, ids[:, :-1], cache)
-                            model(ids[:, -1:], past_key_values=cache)
+                    def read() -> None:
+                        cache = CacheSpec.parse(spec).make(model.config)
+                        prefill(model, ids[:, :-1], cache)
+                        model(ids[:, -1:], past_key_values=cache)
 
-                        read()
-                        return seconds(read)
+                    read()
+                    return seconds(read)
 
-                took = attempt(ours, kind, failures)
-                if took is not None:
-                    yield Row(f"prompt/{kind}/T{T}", took, peer, "DynamicCache", note=f"{T / took:,.0f} tokens/s")
-            if failures:
-                yield Row(f"prompt/failed/T{T}", 0.0, note="; ".join(failures))
+            took = attempt(ours, kind, failures)
+            if took is not None:
+                yield Row(f"prompt/{kind}/T{T}", took, peer, "DynamicCache", note=f"{T / took:,.0f} tokens/s")
+        if failures:
+            yield Row(f"prompt/failed/T{T}", 0.0, note="; ".join(failures))

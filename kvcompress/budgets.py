@@ -316,10 +316,10 @@ class GlobalTopK(Budget):
     """All rows of all layers share one budget: the best scores of a sequence stay, whatever layer and head they are in.
 
     floor: share of the mean that every row keeps in any case, as in AdaKV. Layers are compared as they are read: after
-    each, what all of them have so far is cut to what is kept, and the pages of what goes are free. What stays in the
-    end is what one top-k over all scores would keep (ties go to the first tokens, of all rows alike), and never is more
-    held than that and one layer. Further calls are cut in the same way; until the last layer has had its turn, what the
-    layers above held before comes on top.
+    some of them what all of them have so far is cut to what is kept, and the pages of what goes are free. What stays in
+    the end is what one top-k over all scores would keep (ties go to the first tokens, of all rows alike), and never is
+    more held than that, an eighth of it and one layer. Further calls are cut after each layer; until the last one has
+    had its turn, what the layers above held before comes on top.
     Rows have lengths of their own (on the example model up to 6 times their mean), which a decoded token waits for:
     the longest row of a layer decides. Scores must mean the same in every layer: shares of attention do (Replay,
     Successor, SnapKV), cosines do (KeyDiff).

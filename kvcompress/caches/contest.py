@@ -12,35 +12,65 @@ from ..budgets import raised, sure_tokens
 
 
 @dataclass
-class _Entry:
-    """What a layer of so many rows holds of one sequence, token by token over its heads: scores float32 [n]; heads,
-    slots and tokens int64 [n], a token being the slot that it had when the layer entered."""
-
-    rows: int
-    scores: Tensor
-    heads: Tensor
-    slots: Tensor
-    tokens: Tensor
-
-    def cut(self, stays: Tensor) -> tuple[Left, _Entry]:
-        """(what stays of it, the entry with the slots that this then has). stays: bool [n]."""
-        scores, heads, slots, tokens = (x[stays] for x in (self.scores, self.heads, self.slots, self.tokens))
-        row, order = heads.sort(stable=True)
-        kept = torch.bincount(row, minlength=self.rows)
-        places = torch.arange(len(row), device=row.device) - (kept.cumsum(0) - kept)[row]
-        counts = kept.tolist()
-        left = torch.zeros(self.rows, max(counts), dtype=torch.int32, device=row.device)
-        left[row, places] = slots[order].to(torch.int32)
-        slots = torch.empty_like(places).scatter_(0, order, places)
-        return Left(left, counts), _Entry(self.rows, scores, heads, slots, tokens)
-
-
-@dataclass
 class Left:
     """What is left of a sequence in a layer: slots int32 [Hkv, K], rising, of what it held; the first kept[h] count."""
 
     slots: Tensor
     kept: list[int]
+
+
+@dataclass
+class _Held:
+    """What the layers that have entered hold of one sequence, layer by layer, token by token over the heads: scores
+    float32 [n]; rows, slots and tokens int64 [n], a token being the slot that it had when its layer entered. Rows are
+    numbered over the layers. kept: how many slots each row has, those that it is to give up among them."""
+
+    layers: list[tuple[int, int]]  # number of a layer, and of its rows
+    kept: list[int]
+    scores: Tensor
+    rows: Tensor
+    slots: Tensor
+    tokens: Tensor
+
+    @classmethod
+    def nothing(cls, device: torch.device) -> _Held:
+        numbers = torch.zeros(0, dtype=torch.int64, device=device)
+        return cls([], [], torch.zeros(0, device=device), numbers, numbers, numbers)
+
+    def enter(self, layer: int, ranks: Tensor) -> None:
+        """ranks: float32 [heads, T]; what has -inf does not enter."""
+        heads, flat = len(ranks), ranks.T.reshape(-1)
+        places = (flat > float("-inf")).nonzero()[:, 0]
+        tokens = places // heads
+        for name, new in (
+            ("scores", flat[places]), ("rows", places % heads + len(self.kept)), ("slots", tokens), ("tokens", tokens),
+        ):  # fmt: skip
+            setattr(self, name, torch.cat([getattr(self, name), new]))
+        self.layers.append((layer, heads))
+        self.kept += [ranks.shape[1]] * heads
+
+    def cut(self, most: int) -> list[int]:
+        """To the `most` best; how many each row has then. Waits for the device."""
+        if len(self.scores) > most:
+            # token by token over layers and heads: select_topk gives ties to the lower place
+            order = self.tokens.argsort(stable=True)
+            stays = order[ops.select_topk(self.scores[order][None], most)[0].long()].sort().values
+            for name in ("scores", "rows", "slots", "tokens"):
+                setattr(self, name, getattr(self, name)[stays])
+        return torch.bincount(self.rows, minlength=len(self.kept)).tolist()
+
+    def settle(self, first: int, counts: list[int]) -> Tensor:
+        """Rows from `first` on give up what was cut: int32 [rows, K], rising, slots that they keep of those that they
+        had, the first counts[first + r] of row r. What stays has new slots, in its order."""
+        before = len(self.rows) - sum(counts[first:])
+        row, order = (self.rows[before:] - first).sort(stable=True)
+        kept = torch.bincount(row, minlength=len(counts) - first)
+        places = torch.arange(len(row), device=row.device) - (kept.cumsum(0) - kept)[row]
+        left = torch.zeros(len(kept), max(counts[first:]), dtype=torch.int32, device=row.device)
+        left[row, places] = self.slots[before:][order].to(torch.int32)
+        self.slots = torch.cat([self.slots[:before], torch.empty_like(places).scatter_(0, order, places)])
+        self.kept[first:] = counts[first:]
+        return left
 
 
 class Contest:
@@ -49,12 +79,14 @@ class Contest:
 
     held[b]: tokens of all rows of sequence b before the pass. rows: of a sequence, over all layers that compress.
     floor: see GlobalTopK. trims: whether layers give back the pages that they lose, as they do in a first reading.
+    waits: share of the budget that layers may still hold of what they are to lose: giving it up has a cost per layer.
+    After the last layer nothing waits.
     """
 
-    def __init__(self, held: list[int], rows: int, floor: float, *, trims: bool) -> None:
-        self.held, self.rows, self.floor, self.trims = held, rows, floor, trims
+    def __init__(self, held: list[int], rows: int, floor: float, *, trims: bool, waits: float) -> None:
+        self.held, self.rows, self.floor, self.trims, self.waits = held, rows, floor, trims, waits
         self._keep: dict[int, int | None] = {}
-        self._entries: list[dict[int, _Entry]] = [{} for _ in held]  # of each sequence by layer
+        self._entries: list[_Held | None] = [None] * len(held)
         self._lost: dict[int, dict[int, Left]] = {}  # by layer and sequence, since it was last asked
 
     def keep(self, b: int, mean: int, new: int, slack: int, *, called: bool) -> int | None:
@@ -72,25 +104,22 @@ class Contest:
         keep = self._keep[b]
         assert keep is not None
         ranks = raised(ranks, min(sure_tokens(self.floor, keep), ranks.shape[1]))
-        heads, flat = len(ranks), ranks.T.reshape(-1)
-        places = (flat > float("-inf")).nonzero()[:, 0]
-        entries = self._entries[b]
-        tokens = places // heads
-        entries[layer] = _Entry(heads, flat[places], places % heads, tokens, tokens)
-        every = torch.cat([entry.scores for entry in entries.values()])
-        stays = torch.ones_like(every, dtype=torch.bool)
-        if len(every) > keep * self.rows:
-            # token by token over layers and heads: select_topk gives ties to the lower place
-            order = torch.cat([entry.tokens for entry in entries.values()]).argsort(stable=True)
-            best = ops.select_topk(every[order][None], keep * self.rows)[0].long()
-            stays.zero_()[order[best]] = True
-        parts = dict(zip(entries, stays.split([len(entry.scores) for entry in entries.values()]), strict=True))
-        counts = torch.stack([part.sum() for part in parts.values()]).tolist()
-        lost = [n for n, count in zip(parts, counts, strict=True) if n != layer and count < len(parts[n])]
-        for number in lost:
-            self._lost.setdefault(number, {})[b], entries[number] = entries[number].cut(parts[number])
-        left, entries[layer] = entries[layer].cut(parts[layer])
-        return left
+        entries = self._entries[b] = self._entries[b] or _Held.nothing(ranks.device)
+        own = len(entries.kept)
+        entries.enter(layer, ranks)
+        counts, held = entries.cut(keep * self.rows), list(entries.kept)
+        due = sum(held[:own]) - sum(counts[:own])
+        last = len(held) == self.rows
+        first = 0 if last or due > self.waits * keep * self.rows else own
+        left, row = entries.settle(first, counts), 0
+        for number, heads in entries.layers:
+            rows, row = slice(row, row + heads), row + heads
+            if rows.start >= first and (number == layer or counts[rows] != held[rows]):
+                kept = counts[rows]
+                found = Left(left[rows.start - first : rows.stop - first, : max(kept)], kept)
+                if number != layer:
+                    self._lost.setdefault(number, {})[b] = found
+        return found
 
     def lost(self) -> dict[int, dict[int, Left]]:
         """By layer and sequence, what is left in layers that have lost some since the last time."""

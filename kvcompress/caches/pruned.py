@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,6 +25,8 @@ from .passes import CachePass, Iteration
 from .policy import Policy
 from .pruned_layer import PrunedLayer
 from .store import PoolSettings
+
+_WAITS = 1 / 8  # of the budget, while a prompt is read first
 
 
 class PrunedCache(CompressedCache):
@@ -206,7 +209,7 @@ class PrunedCache(CompressedCache):
             sum(sum(n[b * x.heads : (b + 1) * x.heads]) for x, n in zip(layers, counts, strict=True))
             for b in range(batch)
         ]
-        return Contest([n - rows for n in held], rows, budget.floor, trims=False)
+        return Contest([n - rows for n in held], rows, budget.floor, trims=False, waits=math.inf)
 
     # ---- one forward pass ----
 
@@ -234,17 +237,19 @@ class PrunedCache(CompressedCache):
         compresses = not later and (self.every is not None or columns > 1 or iteration is not None)
         compresses = compresses and self.policy.compresses(iteration)
         if isinstance(self.budget, GlobalTopK) and compresses and self.compressing:
-            step.contest = self._contest(self.budget, facts, len(counts))
+            step.contest = self._contest(self.budget, facts, len(counts), adds=not scores)
         return step
 
-    def _contest(self, budget: GlobalTopK, facts: Facts, batch: int) -> Contest:
+    def _contest(self, budget: GlobalTopK, facts: Facts, batch: int, *, adds: bool) -> Contest:
+        """adds: whether the pass stores tokens, which may need the pages that layers lose."""
         layers, held = self.compressing, [0] * batch
         for layer in layers:
             if layer.pool is not None:
                 bounds, heads = layer.pool.bounds, layer.heads
                 held = [n + sum(bounds[b * heads : (b + 1) * heads]) for b, n in enumerate(held)]
         rows = sum(facts[layer.index].kv_heads for layer in layers)
-        return Contest(held, rows, budget.floor, trims=layers[0].pool is None)
+        first = layers[0].pool is None
+        return Contest(held, rows, budget.floor, trims=first, waits=_WAITS if first else 0.0 if adds else math.inf)
 
     def _check_positions(self, layer: PrunedLayer, counts: Sequence[int]) -> None:
         """Refuses, or warns of, positions beyond the trained length, before any layer has changed."""

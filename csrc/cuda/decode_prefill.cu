@@ -5,7 +5,7 @@
 // of its queries (64 above D = 128), mostly from L2, since blocks of one row read the same keys at about the same time.
 // That is one flop per byte and query of a tile: of few queries memory is the ceiling, from a full tile on the rate of
 // the products (mma.sync, about 60% of what wgmma reaches on an H200). 2,048 new tokens that end 32,768, Hq 32, Hkv 8,
-// D 128: 1,065 GFLOP, 1.7 ms of an H100 at that rate, beside 0.05 ms for 168 MB.
+// D 128: 1,065 GFLOP, 1.7 ms at that rate, beside 0.05 ms for 168 MB; an H200 took 3.9 (docs/gpu.md).
 // Per 32 keys that all see, at D = 128, a warp issues 128 mma, 48 ldmatrix and some 400 others: 224 clocks of shared
 // memory and 198 of an H100's tensor cores.
 //

@@ -276,3 +276,29 @@ def test_scores_of_a_sequence_do_not_depend_on_the_batch(backend):
     together = ops.window_scores(queries, keys)
     for b in range(3):
         assert torch.equal(together[b], ops.window_scores(queries[b : b + 1], keys[b : b + 1])[0])
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2])
+def test_an_infinite_key_is_a_number_to_queries_of_numbers(backend, dtype):
+    """Also in tiles of rows that hold fewer queries than rows; a softcap makes its logits finite."""
+    queries, keys = torch.ones(1, 4, 60, 16, dtype=dtype), torch.randn(1, 1, 300, 16).to(dtype)
+    keys[0, 0, 7, 3] = float("-inf")
+    for options in ({"reduce": "mean"}, {"reduce": "max"}, {"softcap": 5.0}):
+        if "softcap" in options:
+            keys[0, 0, 9, 3] = float("inf")
+        options |= {"kernel_size": 1, "skip_last": 0}
+        exact = oracle.window_scores(queries.double(), keys.double(), **options)
+        torch.testing.assert_close(ops.window_scores(queries, keys, **options), exact.float(), atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2])
+def test_masks_beyond_all_keys_leave_nothing(backend, dtype):
+    queries, keys = torch.randn(1, 1, 1, 16).to(dtype), torch.randn(1, 1, 300, 16).to(dtype)
+    for size in (300, 2**31 + 5, 2**32 - 200, 2**33):
+        for mask in ("mask_first", "mask_last"):
+            assert not ops.window_scores(queries, keys, reduce="sum", kernel_size=1, skip_last=0, **{mask: size}).any()
+
+
+def test_no_query_scores_nothing(backend):
+    for dtype in DTYPES:
+        assert not ops.window_scores(torch.ones(1, 0, 3, 16).to(dtype), torch.ones(1, 2, 300, 16).to(dtype)).any()

@@ -204,3 +204,20 @@ def test_pages_that_are_counted_for_one_budget_over_all_layers_are_enough(tokens
         out = run(model, served, [Part("a", tokens, tokens, tokens)], {"a": prompt})
         served.settle()
         assert served.decoding == ["a"] and out == {"a": alone(model, cache + ",page_size=4", prompt, 1)[-1]}
+
+
+@pytest.mark.parametrize("spec", ["pruned,keep=100", "pruned,pruner=keydiff,keep=100,budget=globaltopk"])
+def test_layers_that_share_a_budget_need_no_more_pages_than_a_prompt_is_let_in_with(monkeypatch, spec):
+    """Twelve layers, so that what those before are to lose would take pages if it waited."""
+    model, failed, end = tiny_model(num_hidden_layers=12), [], Requests.end
+
+    def noted(self):
+        failed.extend(self._pass.failed.values())
+        end(self)
+
+    monkeypatch.setattr(Requests, "end", noted)
+    prompt = random_ids(220)[0].tolist()
+    with kvcompress.attach(model):
+        pages = requests_of(model, spec, 10**5, 4).bounds.expected(220)
+        run(model, requests_of(model, spec, pages, 4), [Part("a", 220, 220, 220)], {"a": prompt})
+    assert not failed

@@ -39,7 +39,7 @@ cudaError_t kvc_cuda_rope(const kvc_rope_args *args, cudaStream_t stream);
 /* Of queries and keys of one 16-bit type the products run on tensor cores; everything else is float32 arithmetic.
  * Scratch differs from the CPU's, and never holds logits or probabilities: statistics, 8 bytes per query row and split of
  * T (at most 257), and the scores before pooling, 4*B*Hkv*(T - skip_last) bytes, if kernel_size > 1. 64-byte aligned. 0
- * for sizes that the launcher rejects. */
+ * for sizes that the launcher rejects. Without queries nothing is written: scores are the caller's zeros. */
 int64_t kvc_cuda_window_scores_scratch_bytes(const kvc_window_scores_args *args);
 cudaError_t kvc_cuda_window_scores(const kvc_window_scores_args *args, cudaStream_t stream);
 

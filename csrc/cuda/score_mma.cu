@@ -246,7 +246,7 @@ __device__ inline int end_of_row(const kvc_window_scores_args& a, const plan& p,
 __device__ inline void mask_tile(float (&x)[M][N][4], const kvc_window_scores_args& a, const plan& p, int length, int n0,
                                  int t0) {
     const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
-    const int first = static_cast<int>(a.mask_first < a.T ? a.mask_first : a.T);
+    const int first = static_cast<int>(a.mask_first);
     KVC_UNROLL
     for (int i = 0; i < 2 * M; i++) {
         const int end = end_of_row(a, p, length, n0 + OWN * (warp / 2) + 16 * (i / 2) + lane / 4 + 8 * (i % 2));
@@ -269,7 +269,7 @@ __global__ __launch_bounds__(THREADS, 2) void statistics_kernel(const kvc_window
     // Rows with the most keys first
     const int row_tile = static_cast<int>(p.row_tiles - 1 - remainder_of(rest, p.row_tiles)), n0 = row_tile * TILE;
     const int64_t head = quotient(rest, p.row_tiles), b = quotient(head, a.Hkv), g = remainder_of(head, a.Hkv);
-    const int length = static_cast<int>(keys_of(a, b)), mask_first = static_cast<int>(a.mask_first < a.T ? a.mask_first : a.T);
+    const int length = static_cast<int>(keys_of(a, b)), mask_first = static_cast<int>(a.mask_first);
     const seen_by_tile seen(a, p, length, n0);
     const int begin = larger(static_cast<int>(split * p.split_tiles), mask_first / TILE);
     const int end = smaller(static_cast<int>((split + 1) * p.split_tiles), (larger(seen.most, 0) + TILE - 1) / TILE);
@@ -363,7 +363,7 @@ __global__ __launch_bounds__(THREADS, 2) void columns_kernel(const kvc_window_sc
     const int64_t heads = a.B * a.Hkv, head = remainder_of(blockIdx.x, heads);
     const int own = static_cast<int>(quotient(blockIdx.x, heads)), t0 = own * TILE;
     const int64_t b = quotient(head, a.Hkv), g = remainder_of(head, a.Hkv), width = a.T - a.skip_last;
-    const int length = static_cast<int>(keys_of(a, b)), mask_first = static_cast<int>(a.mask_first < a.T ? a.mask_first : a.T);
+    const int length = static_cast<int>(keys_of(a, b)), mask_first = static_cast<int>(a.mask_first);
     const int64_t scored = length - a.skip_last;
     const bool maximum = a.reduce == KVC_REDUCE_MAX;
     const logits<CAPPED> logit(a);
@@ -396,7 +396,9 @@ __global__ __launch_bounds__(THREADS, 2) void columns_kernel(const kvc_window_sc
                 float& y = x[i / N / 4][i / 4 % N][i % 4];
                 y = logit(y, offset[i / N / 4 * 2 + i % 4 / 2]);
             }
-            if (t0 < mask_first || t0 + TILE > seen_by_tile(a, p, length, tile * TILE).least)
+            // Rows that are no query too: of an infinite key their products are no numbers
+            if (t0 < mask_first || tile * TILE + TILE > p.rows ||
+                t0 + TILE > seen_by_tile(a, p, length, tile * TILE).least)
                 mask_tile(x, a, p, length, tile * TILE, t0);
             if (maximum) {  // of the logarithms
                 KVC_UNROLL
@@ -473,6 +475,9 @@ int64_t mma_scratch_bytes(const kvc_window_scores_args& a) {
     return p.bytes_statistics + p.bytes_offsets + column_bytes(a);
 }
 
-cudaError_t score_by_mma(const kvc_window_scores_args& a, cudaStream_t stream) {
+cudaError_t score_by_mma(const kvc_window_scores_args& args, cudaStream_t stream) {
+    kvc_window_scores_args a = args;  // places are counted in 32 bits
+    if (a.mask_first > a.T) a.mask_first = a.T;
+    if (a.mask_last > a.T) a.mask_last = a.T;
     return a.q.dtype == KVC_BF16 ? launch<bf16>(a, stream) : launch<f16>(a, stream);
 }

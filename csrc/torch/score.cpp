@@ -17,6 +17,7 @@ static Tensor window_scores(const Tensor& queries, const Tensor& keys, const std
     KVC_CHECK(reduce >= 0 && reduce <= KVC_REDUCE_MAX && pool >= 0 && pool <= KVC_POOL_MAX,
                     "reduce and pool must be values of kvc_reduce and kvc_pool");
     Tensor scores = torch::stable::new_empty(queries, {B, Hkv, T - skip_last}, ScalarType::Float);
+    if (queries.numel() == 0) torch::stable::zero_(scores);  // no kernel writes anything then
     kvc_window_scores_args args = {
         .scores = static_cast<float*>(scores.mutable_data_ptr()),
         .q = q,

@@ -241,7 +241,8 @@ class PrunedCache(CompressedCache):
         return step
 
     def _contest(self, budget: GlobalTopK, facts: Facts, batch: int, *, adds: bool) -> Contest:
-        """adds: whether the pass stores tokens, which may need the pages that layers lose."""
+        """adds: whether the pass stores tokens, which may need the pages that layers lose. In one store for all layers,
+        whose pages are counted before a prompt is let in, nothing waits."""
         layers, held = self.compressing, [0] * batch
         for layer in layers:
             if layer.pool is not None:
@@ -249,7 +250,8 @@ class PrunedCache(CompressedCache):
                 held = [n + sum(bounds[b * heads : (b + 1) * heads]) for b, n in enumerate(held)]
         rows = sum(facts[layer.index].kv_heads for layer in layers)
         first = layers[0].pool is None
-        return Contest(held, rows, budget.floor, trims=first, waits=_WAITS if first else 0.0 if adds else math.inf)
+        waits = math.inf if not adds else _WAITS if first and layers[0].store is None else 0.0
+        return Contest(held, rows, budget.floor, trims=first, waits=waits)
 
     def _check_positions(self, layer: PrunedLayer, counts: Sequence[int]) -> None:
         """Refuses, or warns of, positions beyond the trained length, before any layer has changed."""

@@ -109,7 +109,8 @@ def loops(code: list[Instruction]) -> list[list[Instruction]]:
 
 
 def main_loop(code: list[Instruction]) -> list[Instruction]:
-    """The innermost loop that loads the most bytes from global memory, or all of a kernel in which none does.
+    """The innermost loop that loads the most bytes from global memory, or all of a kernel in which none does; of a
+    kernel that multiplies on tensor cores while it loads, of the loops that do.
 
     Innermost: of loops one in the other only the one with the most bytes on their way counts, and of those the
     shortest; an outer loop that merely holds the inner one has no more on their way than that.
@@ -119,7 +120,8 @@ def main_loop(code: list[Instruction]) -> list[Instruction]:
         return flight(body).nbytes, -len(body)
 
     loading = [body for body in loops(code) if any(x.base in ("LDG", "LDGSTS") for x in body)]
-    return max(loading, key=worth) if loading else code
+    multiplying = [body for body in loading if any(x.base == "HMMA" for x in body)]
+    return max(multiplying or loading, key=worth) if loading else code
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,88 @@
+"""Every cache on tensors that say that they are on a GPU: no call mixes devices, logits are the CPU's, and a decoded
+token for which pages are there does not wait for the device."""
+
+import pretended_cuda
+import pytest
+import torch
+from helpers import deciding_model, random_ids, tiny_gates_folder, tiny_model
+from pretended_cuda import PretendedCuda, moved
+
+import kvcompress
+from kvcompress import CacheSpec, prefill
+
+SPECS = {
+    "dense": "pruned,pruner=snapkv,keep=1.0",
+    "snapkv": "pruned,pruner=snapkv,window=8,keep=0.25",
+    "adakv": "pruned,pruner=snapkv,window=8,keep=0.25,budget=adakv",
+    "replay": "pruned,pruner=replay,keep=0.25,budget=globaltopk",
+    "kvzip": "pruned,pruner=kvzip,keep=0.25,budget=globaltopk",
+    "h2o": "pruned,pruner=h2o,keep=24,every=4",
+    "rgl": "pruned,pruner=snapkv,window=8,keep=0.25,positions=remotegap:gap=64",
+    "iterative": "iterative,memory_size=24,chunk_size=16,page_size=4",
+    "streaming": "streaming,window_size=24",
+    "quest": "quest,token_budget=32,dense_layers=1,page_size=8",
+    "gated": "gated,gates=FOLDER,keep=0.5,window=8",
+    "dmc": "dmc",
+}
+T, NEW = 64, 6
+COMPRESSES = {"h2o"}  # while decoding, and asks then
+
+
+@pytest.fixture(scope="module")
+def models():
+    """By device and whether they decide, attached: a second that all caches share."""
+    found = {}
+    for name, make in (("dense", tiny_model), ("dmc", deciding_model)):
+        found["cpu", name] = make()
+        with PretendedCuda():
+            found["cuda", name] = moved(make())
+            kvcompress.attach(found["cuda", name])
+        kvcompress.attach(found["cpu", name])
+    yield found
+    for model in found.values():
+        kvcompress.detach(model)
+
+
+def decoded(model, spec, device):
+    """Logits after a prompt and after each of some tokens; what waited in each of these."""
+    ids, logits, waits = random_ids(T + NEW).to(device), [], []
+    cache = CacheSpec.parse(spec.replace("FOLDER", tiny_gates_folder())).make(model.config)
+    with torch.inference_mode():
+        prefill(model, ids[:, : T - 1], cache)
+        for t in range(T - 1, T + NEW):
+            pretended_cuda.waits.clear()
+            logits.append(model(ids[:, t : t + 1], past_key_values=cache).logits)
+            waits.append(list(pretended_cuda.waits))
+    return torch.cat([x.cpu() for x in logits], 1), waits
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_no_call_mixes_devices_and_a_decoded_token_does_not_wait(models, name):
+    kind = "dmc" if name == "dmc" else "dense"
+    expected, _ = decoded(models["cpu", kind], SPECS[name], "cpu")
+    with PretendedCuda():
+        found, waits = decoded(models["cuda", kind], SPECS[name], "cuda")
+    torch.testing.assert_close(found, expected)
+    if name not in COMPRESSES:
+        assert sum(not names for names in waits) >= NEW - 2, waits  # the others take pages
+        assert {x for names in waits for x in names} <= {"tolist", "tensor", "repeat_interleave"}
+
+
+def test_what_a_gpu_would_refuse_or_wait_for_is_seen():
+    with PretendedCuda():
+        there, here = torch.arange(3.0, device="cuda"), torch.ones(3)
+        assert there.device == torch.device("cuda:0") and (there + 1).is_cuda and not here.is_cuda
+        for mix in (lambda: there + here, lambda: torch.cat([there, here]), lambda: here[there.long()]):
+            with pytest.raises(AssertionError, match=r"of tensors on cuda:0 and on the CPU"):
+                mix()
+        asked = [
+            there.tolist, there.cpu, there.nonzero, lambda: int(there[0]), lambda: there[there > 1],
+            lambda: here.to(there.device), lambda: torch.tensor([1, 2], device="cuda"), lambda: here.copy_(there),
+        ]  # fmt: skip
+        for ask in asked:
+            pretended_cuda.waits.clear()
+            ask()
+            assert pretended_cuda.waits, ask
+        pretended_cuda.waits.clear()
+        assert there.add_(1) is there and (there * 2)[1:].sum().shape == ()
+        assert not pretended_cuda.waits

@@ -109,6 +109,9 @@ class Definition:
                         row.received[j] += p
         self.voted[number] = len(self.queries[number])
         chosen, near = self.score(self, rows, queries, self.keep)
+        if getattr(self.score, "forgets", False):  # queries whose own keys may be gone ask no more
+            del self.queries[number][:-near]
+            self.voted[number] = near
         for row, places in zip(rows, chosen, strict=True):
             row.keep(sorted(places), len(places) - near if self.blank is not None else 0)
 
@@ -145,6 +148,7 @@ def snapkv(window, kernel):
             chosen.append(best(pooled, keep - W, range(T - W)) + list(range(T - W, T)))
         return chosen, W
 
+    choose.forgets = True
     return choose
 
 

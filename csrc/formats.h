@@ -46,6 +46,18 @@ static inline void kvc_turn(float *x, int64_t D) {
     for (int64_t d = 0; d < D; d++) x[d] *= factor;
 }
 
+/* Room for the codes of new tokens; NULL where rows store numbers. */
+typedef struct {
+    void *keys, *values, *key_scales, *value_scales;
+} kvc_new_codes;
+
+/* Parts of a scratch for [B, Hkv, S] tokens, none where rows store numbers; *bytes: as kvc_part_of. */
+kvc_new_codes kvc_new_codes_of(void *scratch, int64_t *bytes, const kvc_rows *rows, int64_t tokens, int64_t D);
+
+/* The arrays of an append of k and v [B, Hkv, S, D] (append->heads, append->S) to rows: as they are, or quantized first. */
+kvc_status kvc_tokens_to_append(kvc_append_tokens_args *append, const kvc_rows *rows, const kvc_view *k, const kvc_view *v,
+                                const kvc_new_codes *codes, int64_t B, int64_t D, kvc_parallel_for parallel_for);
+
 /* codes = x / scale in integers up to 32767, and that scale: 0 (codes 0) for zeros, NaN (codes 0) where x is not finite. */
 static inline float quantize_words(const kvc_simd *simd, int16_t *codes, const float *x, int64_t n) {
     const float scale = simd->largest(x, n) / 32767.0f;

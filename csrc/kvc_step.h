@@ -176,9 +176,10 @@ kvc_status kvc_pod_step(const kvc_pod_step_args *args, kvc_parallel_for parallel
  *         own: a sequence's first token never is
  * marks uint8 [R, capacity] (NULL: none; pages need them): marks[r, slot(t)] = alpha[r] > 1/2, alpha NULL: hard of
  * kvc_dmc_decisions of k's neuron (decision_*). neuron: coordinate of q and k that is 0 before and after rotation, -1: none.
- * q [B, Hq, 1, D], k, v [B, Hkv, 1, D] un-rotated; q any dtype, k, v and all arrays of keys and values of one; k_ring,
+ * q [B, Hq, 1, D], k, v [B, Hkv, 1, D] un-rotated; q any dtype, k, v and all arrays that store numbers of one; k_ring,
  * v_ring [R, capacity, D], R = B*Hkv, end_b <= capacity <= full; places, base int32 [B]; alpha float32 [R]; cos, sin float32
- * [table_rows, rotary_dim/2] (rotary_dim 0: no rotation); table, k_pages, v_pages as in kvc_paged_step.
+ * [table_rows, rotary_dim/2] (rotary_dim 0: no rotation); table, rows as in kvc_paged_step: a token that leaves the ring
+ * for rows that store codes becomes codes there.
  * The bits are those of the ops in turn. scratch: kvc_ring_step_scratch_bytes bytes (on CUDA
  * kvc_cuda_ring_step_scratch_bytes), 64-byte aligned.
  * KVC_BAD_SIZE for two of sinks, chunked and pages, pages without marks, marks without alpha or neuron; KVC_BAD_INDEX for a
@@ -190,7 +191,8 @@ typedef struct {
     void *out;
     float *lse;
     kvc_view q, k, v;
-    void *k_ring, *v_ring, *k_far, *v_far, *k_pages, *v_pages;
+    void *k_ring, *v_ring, *k_far, *v_far;
+    kvc_rows rows;
     kvc_page_table table;
     int32_t *places;
     const int32_t *base;

@@ -23,13 +23,7 @@ kvc_placing kvc_placing_of(const kvc_paged_step_args *args, int64_t *bytes) {
     placing.copied = kvc_part_of(args->scratch, bytes, (args->table.R + 1) * (int64_t)sizeof(int32_t));
     placing.q = kvc_part_of(args->scratch, bytes, q);
     placing.k = kvc_part_of(args->scratch, bytes, k);
-    if (format_of_codes(args->rows.format)) {
-        const int64_t tokens = args->B * args->Hkv * args->S, scales = tokens * (int64_t)sizeof(uint16_t);
-        placing.keys = kvc_part_of(args->scratch, bytes, tokens * kvc_key_bytes(args->rows.format, args->D));
-        placing.values = kvc_part_of(args->scratch, bytes, tokens * kvc_value_bytes(args->rows.format, args->D));
-        placing.key_scales = kvc_part_of(args->scratch, bytes, scales);
-        placing.value_scales = kvc_part_of(args->scratch, bytes, scales);
-    }
+    placing.codes = kvc_new_codes_of(args->scratch, bytes, &args->rows, args->B * args->Hkv * args->S, args->D);
     return placing;
 }
 
@@ -52,31 +46,6 @@ kvc_status kvc_paged_step_check(const kvc_paged_step_args *args) {
         return KVC_NULL_POINTER;
     }
     return KVC_OK;
-}
-
-/* New tokens, contiguous [B, Hkv, S] of so many bytes. */
-static kvc_slot_array dense_slots(void *pages, const void *tokens, int64_t bytes, int64_t Hkv, int64_t S) {
-    return (kvc_slot_array){pages, tokens, bytes, Hkv * S * bytes, S * bytes, bytes};
-}
-
-/* Codes and scales of the rotated keys and of the values, as arrays to append. */
-static kvc_status quantize_tokens(const kvc_paged_step_args *args, const kvc_placing *placing, const kvc_view *k,
-                                  kvc_append_tokens_args *append, kvc_parallel_for parallel_for) {
-    const kvc_rows *rows = &args->rows;
-    const int64_t Hkv = args->Hkv, S = args->S, word = (int64_t)sizeof(uint16_t);
-    kvc_quantize_args quantize = {.codes = placing->keys, .scales = placing->key_scales, .x = *k, .B = args->B, .H = Hkv,
-                                  .T = S, .D = args->D, .kind = KVC_INT8};
-    kvc_status status = kvc_quantize(&quantize, parallel_for);
-    if (status != KVC_OK) return status;
-    quantize.codes = placing->values, quantize.scales = placing->value_scales, quantize.x = args->v;
-    quantize.kind = value_codes(rows->format);
-    status = kvc_quantize(&quantize, parallel_for);
-    append->array_count = 4;
-    append->arrays[0] = dense_slots(rows->keys, placing->keys, kvc_key_bytes(rows->format, args->D), Hkv, S);
-    append->arrays[1] = dense_slots(rows->values, placing->values, kvc_value_bytes(rows->format, args->D), Hkv, S);
-    append->arrays[2] = dense_slots(rows->key_scales, placing->key_scales, word, Hkv, S);
-    append->arrays[3] = dense_slots(rows->value_scales, placing->value_scales, word, Hkv, S);
-    return status;
 }
 
 kvc_status kvc_paged_step_place(const kvc_paged_step_args *args, const kvc_placing *placing, kvc_view *turned,
@@ -104,14 +73,10 @@ kvc_status kvc_paged_step_place(const kvc_paged_step_args *args, const kvc_placi
         if (status != KVC_OK) return status;
         k = rope.out;
     }
-    kvc_append_tokens_args append = {
-        .table = args->table, .scratch = placing->copied, .array_count = 2, .heads = Hkv, .S = S,
-        .arrays = {kvc_slots_of(args->rows.keys, &k, D), kvc_slots_of(args->rows.values, &args->v, D)},
-    };
-    if (placing->keys) {
-        const kvc_status status = quantize_tokens(args, placing, &k, &append, parallel_for);
-        if (status != KVC_OK) return status;
-    }
+    kvc_append_tokens_args append = {.table = args->table, .scratch = placing->copied, .heads = Hkv, .S = S};
+    const kvc_status status =
+        kvc_tokens_to_append(&append, &args->rows, &k, &args->v, &placing->codes, B, D, parallel_for);
+    if (status != KVC_OK) return status;
     return kvc_append_tokens(&append, parallel_for);
 }
 

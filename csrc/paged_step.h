@@ -9,7 +9,7 @@
 typedef struct {
     int32_t *positions, *copied; /* [B, S]; [R + 1] */
     void *q, *k;                 /* rotated */
-    void *keys, *values, *key_scales, *value_scales; /* codes of the new tokens, [B, Hkv, S]; NULL of numbers */
+    kvc_new_codes codes;         /* of the new tokens, [B, Hkv, S] */
 } kvc_placing;
 
 /* The first parts of args->scratch; *bytes: as kvc_part_of. */

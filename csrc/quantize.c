@@ -1,5 +1,6 @@
 /* Vectors as codes and one scale each, and back. */
 #include "formats.h"
+#include "step.h"
 
 #include <string.h>
 
@@ -94,4 +95,43 @@ kvc_status kvc_dequantize(const kvc_dequantize_args *args, kvc_parallel_for para
     if (!args->x || !args->codes || !args->scales) return KVC_NULL_POINTER;
     run_parallel(parallel_for, args->N, grain_of(args->N, args->N * args->D), dequantize_range, (void *)(uintptr_t)args);
     return KVC_OK;
+}
+
+kvc_new_codes kvc_new_codes_of(void *scratch, int64_t *bytes, const kvc_rows *rows, int64_t tokens, int64_t D) {
+    kvc_new_codes codes = {0};
+    if (!format_of_codes(rows->format)) return codes;
+    codes.keys = kvc_part_of(scratch, bytes, tokens * kvc_key_bytes(rows->format, D));
+    codes.values = kvc_part_of(scratch, bytes, tokens * kvc_value_bytes(rows->format, D));
+    codes.key_scales = kvc_part_of(scratch, bytes, tokens * (int64_t)sizeof(uint16_t));
+    codes.value_scales = kvc_part_of(scratch, bytes, tokens * (int64_t)sizeof(uint16_t));
+    return codes;
+}
+
+/* New tokens, contiguous [B, Hkv, S] of so many bytes. */
+static kvc_slot_array dense_slots(void *pages, const void *tokens, int64_t bytes, const kvc_append_tokens_args *append) {
+    return (kvc_slot_array){pages, tokens, bytes, append->heads * append->S * bytes, append->S * bytes, bytes};
+}
+
+kvc_status kvc_tokens_to_append(kvc_append_tokens_args *append, const kvc_rows *rows, const kvc_view *k, const kvc_view *v,
+                                const kvc_new_codes *codes, int64_t B, int64_t D, kvc_parallel_for parallel_for) {
+    if (!format_of_codes(rows->format)) {
+        append->array_count = 2;
+        append->arrays[0] = kvc_slots_of(rows->keys, k, D);
+        append->arrays[1] = kvc_slots_of(rows->values, v, D);
+        return KVC_OK;
+    }
+    kvc_quantize_args quantize = {.codes = codes->keys, .scales = codes->key_scales, .x = *k, .B = B, .H = append->heads,
+                                  .T = append->S, .D = D, .kind = KVC_INT8};
+    kvc_status status = kvc_quantize(&quantize, parallel_for);
+    if (status != KVC_OK) return status;
+    quantize.codes = codes->values, quantize.scales = codes->value_scales, quantize.x = *v;
+    quantize.kind = value_codes(rows->format);
+    status = kvc_quantize(&quantize, parallel_for);
+    const int64_t word = (int64_t)sizeof(uint16_t);
+    append->array_count = 4;
+    append->arrays[0] = dense_slots(rows->keys, codes->keys, kvc_key_bytes(rows->format, D), append);
+    append->arrays[1] = dense_slots(rows->values, codes->values, kvc_value_bytes(rows->format, D), append);
+    append->arrays[2] = dense_slots(rows->key_scales, codes->key_scales, word, append);
+    append->arrays[3] = dense_slots(rows->value_scales, codes->value_scales, word, append);
+    return status;
 }

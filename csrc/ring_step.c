@@ -1,4 +1,5 @@
 /* One decoded step of a cache whose newest tokens lie in rings: rotate, write and attend in one call. */
+#include "formats.h"
 #include "page_table.h"
 #include "step.h"
 
@@ -10,6 +11,7 @@ typedef struct { /* parts of the scratch; those of a kind of cache that it is no
     float *alpha, *unused;                      /* [R]; what else decisions give, [2, R] */
     void *q, *k, *far_q, *far_k;                /* rotated */
     void *left_k, *left_v;                      /* [R, D], what leaves the ring */
+    kvc_new_codes codes;                        /* of it */
     void *out, *lse;                            /* of the further keys */
     void *decode, *decode_far;
     int64_t bytes;
@@ -42,7 +44,7 @@ static kvc_decode_args far_of(const kvc_ring_step_args *args) {
     kvc_decode_args decode = near_of(args);
     decode.sink_logits = NULL;
     if (args->table.R) {
-        decode.rows = kvc_plain_rows(args->k_pages, args->v_pages, args->k.dtype);
+        decode.rows = args->rows;
         decode.block_table = args->table.block_table, decode.end = args->table.lengths;
         decode.P = args->table.P, decode.pages = args->table.pages, decode.blocks = args->table.blocks;
     } else if (args->k_far) {
@@ -78,6 +80,7 @@ static step_scratch scratch_of(const kvc_ring_step_args *args) {
     scratch.far_k = kvc_part_of(args->scratch, bytes, args->k_far ? k : 0);
     scratch.left_k = kvc_part_of(args->scratch, bytes, paged ? k : 0);
     scratch.left_v = kvc_part_of(args->scratch, bytes, paged ? k : 0);
+    if (paged) scratch.codes = kvc_new_codes_of(args->scratch, bytes, &args->rows, R, args->D);
     scratch.decode = kvc_part_of(args->scratch, bytes, kvc_decode_scratch_bytes(&near));
     if (has_far(args)) {
         scratch.out = kvc_part_of(args->scratch, bytes, q);
@@ -103,12 +106,15 @@ static kvc_status check(const kvc_ring_step_args *args) {
     if (!scale_is_good(args->scale, args->softcap)) return KVC_BAD_SIZE;
     if (!dtype_known(args->q.dtype) || !dtype_known(args->k.dtype)) return KVC_BAD_DTYPE;
     if (args->v.dtype != args->k.dtype) return KVC_BAD_DTYPE;
+    const kvc_format format = args->rows.format;
+    if (table->R && !format_of_codes(format) && format != (kvc_format)args->k.dtype) return KVC_BAD_FORMAT;
+    if (table->R && format == KVC_FORMAT_K8V4 && args->D % 2) return KVC_BAD_SIZE;
     if (!args->B || !args->Hq) return KVC_OK;
     if (!args->out || !args->lse || !args->q.data || !args->k.data || !args->v.data || !args->places || !args->scratch) {
         return KVC_NULL_POINTER;
     }
     if ((args->capacity && (!args->k_ring || !args->v_ring)) || (args->k_far && !args->v_far)) return KVC_NULL_POINTER;
-    if (table->R && (!table->lengths || (table->pages && (!args->k_pages || !args->v_pages)))) return KVC_NULL_POINTER;
+    if (table->R && (!table->lengths || (table->pages && !rows_are_there(&args->rows)))) return KVC_NULL_POINTER;
     return KVC_OK;
 }
 
@@ -186,11 +192,12 @@ static kvc_status leave(const kvc_ring_step_args *args, const step_scratch *scra
     }
     const kvc_view k = kvc_dense_view(scratch->left_k, args->k.dtype, args->Hkv, 1, D);
     const kvc_view v = kvc_dense_view(scratch->left_v, args->k.dtype, args->Hkv, 1, D);
-    const kvc_append_tokens_args append = {
-        .table = args->table, .counts = scratch->stays, .scratch = scratch->notes, .array_count = 2, .heads = args->Hkv,
-        .S = 1, .arrays = {kvc_slots_of(args->k_pages, &k, D), kvc_slots_of(args->v_pages, &v, D)},
+    kvc_append_tokens_args append = {
+        .table = args->table, .counts = scratch->stays, .scratch = scratch->notes, .heads = args->Hkv, .S = 1,
     };
-    return kvc_append_tokens(&append, parallel_for);
+    const kvc_status status =
+        kvc_tokens_to_append(&append, &args->rows, &k, &v, &scratch->codes, args->B, D, parallel_for);
+    return status == KVC_OK ? kvc_append_tokens(&append, parallel_for) : status;
 }
 
 /* Rotated tokens into their slots; the sequences have one more then. */

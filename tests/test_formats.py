@@ -2,7 +2,6 @@
 
 import copy
 import re
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,7 +25,6 @@ from kvcompress.caches.dense import DenseCache
 from kvcompress.caches.formats import FORMATS, Format, keys_and_values, slot_nbytes
 from kvcompress.caches.paged import PagedLayer
 from kvcompress.caches.pool import PagePool
-from kvcompress.hf.attach import facts_of
 from kvcompress.pruners import H2O, Replay, SnapKV
 
 CPU = torch.device("cpu")
@@ -146,16 +144,6 @@ def test_batches_forks_and_saved_ones_go_on_alike(name, kind, tmp_path):
     for one in (cache, fork, loaded, deep):
         out = model.generate(prompts[0], past_key_values=one, **options)
         assert torch.equal(out[0, -6:], alone[0])
-
-
-@pytest.mark.parametrize("make", [QuantizedCache, lambda config, dtype: PrunedCache(config, keep=64, dtype=dtype)])
-def test_a_model_on_another_device_is_refused(make, monkeypatch):
-    model = attached()
-    facts = facts_of(model.model)
-    weight = SimpleNamespace(device=SimpleNamespace(type="cuda"), dtype=torch.float32)
-    monkeypatch.setattr(model.model, "parameters", lambda: iter([weight]))
-    with pytest.raises(ValueError, match="dtype must be None on cuda, got 'int8': codes of 8 and 4 bits"):
-        make(model.config, "int8").adopt(model.model, facts)
 
 
 @pytest.mark.parametrize("kind", FORMATS)

@@ -7,7 +7,7 @@ import oracle
 import pytest
 import torch
 from accuracy import assert_within
-from backends import TABLES
+from backends import BACKENDS, TABLES
 from helpers import DTYPES, check_table, covering, others_of, paged, rows_of
 from oracle.quantize import turned
 from test_steps import clones, random_table, rotation
@@ -32,11 +32,11 @@ def same(x, y):
 
 
 @pytest.mark.parametrize(
-    ("format", "dtype", "D", "cpu"),
-    covering(("int8", "int4"), DTYPES, (2, 16, 64, 80, 96, 250, 256, 512), TABLES),
-    indirect=["cpu"],
+    ("format", "dtype", "D", "backend"),
+    covering(("int8", "int4"), DTYPES, (2, 16, 64, 80, 96, 250, 256, 512), BACKENDS),
+    indirect=["backend"],
 )
-def test_codes_as_the_reference(cpu, format, dtype, D):
+def test_codes_as_the_reference(backend, format, dtype, D):
     x = (torch.randn(2, 3, 5, D) * torch.logspace(-9, 4, 5)[:, None]).to(dtype).clamp(-6e4, 6e4)
     codes, scales = ops.quantize(x, format)
     for found, expected in zip((codes, scales), oracle.quantize(x, format), strict=True):
@@ -52,7 +52,7 @@ def test_codes_as_the_reference(cpu, format, dtype, D):
 
 
 @pytest.mark.parametrize("format", ["int8", "int4"])
-def test_any_strides_and_dimensions(cpu, format):
+def test_any_strides_and_dimensions(backend, format):
     x = torch.randn(2, 5, 3, 24)
     expected = ops.quantize(x, format)
     for y in (x.transpose(1, 2).contiguous().transpose(1, 2), torch.randn(2, 5, 3, 40)[..., 8:32].copy_(x)):
@@ -69,7 +69,7 @@ def test_any_strides_and_dimensions(cpu, format):
 
 
 @pytest.mark.parametrize("format", ["int8", "int4"])
-def test_vectors_out_of_the_ordinary(cpu, format):
+def test_vectors_out_of_the_ordinary(backend, format):
     levels = LEVELS[format]
     x = torch.zeros(9, 16)  # of which turning is exact
     x[1, 3], x[2, 3], x[3, 3] = NAN, INF, -INF
@@ -89,7 +89,7 @@ def test_vectors_out_of_the_ordinary(cpu, format):
     assert back[1].isnan().all() and not back[0].any() and back[4, 3] == 65504.0 * levels and not back[6].any()
 
 
-def test_every_code_of_four_bits_comes_back(cpu):
+def test_every_code_of_four_bits_comes_back(backend):
     x = torch.arange(-7.0, 8.0)[:, None].expand(15, 48).clone()
     x[:, 0] = 7.0  # a scale of 1
     x = turned(x)  # in blocks of 16, which is exact
@@ -148,8 +148,16 @@ class Stored:
 
 
 def integer_errors(queries, softmax, values, stored, few):
-    """What the integers of `few` queries add to the errors of out and of logits; kvc.h has the bound."""
-    if not few:
+    """What the integers of `few` queries add to the errors of out and of logits, and on tensor cores weights of 8 bits;
+    kvc.h has the bounds."""
+    if accuracy.on_cuda and queries.dtype != torch.float32:
+        v = values.double().repeat_interleave(softmax.p.shape[1] // softmax.heads, 1)
+        if stored.levels != 7:
+            return 2.0**-8 * (softmax.p @ v.abs()), 0.0
+        block = v.shape[-1] & -v.shape[-1]
+        lost = 2.0**-8 * (softmax.p @ turned(v).abs()).unflatten(-1, (-1, block))
+        return (lost.sum(-1, keepdim=True) / block**0.5).expand_as(lost).flatten(-2), 0.0  # turned back
+    if accuracy.on_cuda or not few:
         return 0.0, 0.0
     size = queries.double().abs().amax(-1, keepdim=True) / 65534
     logits = abs(softmax.scale) * size * softmax.keys.abs().sum(-1)[:, :, None]
@@ -186,9 +194,9 @@ SIZES = [  # B, Hq, Hkv, S, T, D, P
 
 
 @pytest.mark.parametrize(
-    ("format", "dtype", "sizes", "cpu"), covering(FORMATS, DTYPES, SIZES, TABLES), indirect=["cpu"]
+    ("format", "dtype", "sizes", "backend"), covering(FORMATS, DTYPES, SIZES, BACKENDS), indirect=["backend"]
 )
-def test_rows_of_codes_as_the_reference(cpu, format, dtype, sizes):
+def test_rows_of_codes_as_the_reference(backend, format, dtype, sizes):
     B, Hq, Hkv, S, T, D, P = sizes
     R = B * Hkv
     queries = torch.randn(B, Hq, S, D).to(dtype)
@@ -200,13 +208,13 @@ def test_rows_of_codes_as_the_reference(cpu, format, dtype, sizes):
 
 
 @pytest.mark.parametrize(
-    ("format", "sizes", "sinks", "softcap", "sunk", "cpu"),
-    covering(FORMATS, [(4, 1), (4, 5), (10, 2)], [0, 37, 600], [None, 3.0], [False, True], TABLES),
-    indirect=["cpu"],
+    ("format", "dtype", "sizes", "sinks", "softcap", "sunk", "backend"),
+    covering(FORMATS, DTYPES, [(4, 1), (4, 5), (10, 2)], [0, 37, 600], [None, 3.0], [False, True], BACKENDS),
+    indirect=["backend"],
 )
-def test_ranges_sinks_and_values_elsewhere(cpu, format, sizes, sinks, softcap, sunk):
+def test_ranges_sinks_and_values_elsewhere(backend, format, dtype, sizes, sinks, softcap, sunk):
     Hq, S = sizes
-    queries, (k, v) = torch.randn(2, Hq, S, 32), torch.randn(2, 4, 730, 32)
+    queries, (k, v) = torch.randn(2, Hq, S, 32).to(dtype), torch.randn(2, 4, 730, 32)
     begin, end = int32(0, 10, 700, 720), int32(20, 30, 730, 720)
     k_pages, v_pages, table = paged(k, v, 16)
     _, others, other = paged(k, v, 16, seed=1)
@@ -252,7 +260,7 @@ def test_integers_cost_little_beside_codes(cpu, format):
 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("heads", [2, 12])  # integers, and lanes
-def test_what_is_not_finite_reaches_the_queries_that_see_it(cpu, format, heads):
+def test_what_is_not_finite_reaches_the_queries_that_see_it(backend, format, heads):
     queries, k, v = torch.randn(1, heads, 2, 16), torch.randn(1, 9, 16), torch.randn(1, 9, 16)
     for x in (k, v):
         kept = x[0, 8].clone()
@@ -269,7 +277,7 @@ def test_what_is_not_finite_reaches_the_queries_that_see_it(cpu, format, heads):
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_zeros_and_empty_rows(cpu, format):
+def test_zeros_and_empty_rows(backend, format):
     queries, k, v = torch.randn(1, 4, 1, 32), torch.randn(2, 9, 32), torch.randn(2, 9, 32)
     found = check(queries, k, v, int32(0, 9), format)
     assert not found[0][:, :2].any() and (found[1][:, :2] == -INF).all()
@@ -282,7 +290,7 @@ def test_zeros_and_empty_rows(cpu, format):
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_bits_of_a_query_depend_on_its_own_row_only(cpu, format):
+def test_bits_of_a_query_depend_on_its_own_row_only(backend, format):
     queries, (k, v) = torch.randn(3, 4, 1, 64), torch.randn(2, 6, 700, 64)
     end, stored = int32(700, 5, 300, 256, 257, 0), Stored(k, v, format)
     out, lse = ops.decode(queries, *stored.codes, end, **stored.options)
@@ -373,9 +381,9 @@ STEPS = [  # B, Hq, Hkv, S, D, rotary_dim, page_size
 
 
 @pytest.mark.parametrize(
-    ("format", "dtype", "shape", "cpu"), covering(FORMATS, DTYPES, STEPS, TABLES), indirect=["cpu"]
+    ("format", "dtype", "shape", "backend"), covering(FORMATS, DTYPES, STEPS, BACKENDS), indirect=["backend"]
 )
-def test_a_step_over_codes_is_its_parts_in_turn(cpu, format, dtype, shape):
+def test_a_step_over_codes_is_its_parts_in_turn(backend, format, dtype, shape):
     B, Hq, Hkv, S, D, rotary_dim, P = shape
     for seed in range(2):
         torch.manual_seed(seed)

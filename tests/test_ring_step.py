@@ -10,6 +10,7 @@ from helpers import DTYPES, check_table, covering, others_of, rows_of
 from test_steps import clones, close, random_table, rotation, unchanged
 
 from kvcompress import ops
+from kvcompress.caches.formats import FORMATS
 from kvcompress.ops import PageTable
 
 SHAPES = [  # B, Hq, Hkv, D, rotary_dim
@@ -76,6 +77,7 @@ def in_turn(queries, keys, values, state, *, window, sinks, chunked, own, base=N
     B, Hkv, _, D = keys.shape
     full, places = sinks + window, state["places"].flatten().tolist()
     marks, table, k_far = state.get("marks"), state.get("table"), state.get("k_far")
+    scales = {name: state[name] for name in ("key_scales", "value_scales") if name in state}
 
     def ints(numbers):
         return torch.tensor(numbers, dtype=torch.int32)
@@ -109,7 +111,12 @@ def in_turn(queries, keys, values, state, *, window, sinks, chunked, own, base=N
             torch.stack([state[name][b * Hkv : (b + 1) * Hkv, slot] for b, slot in enumerate(slots)])[:, :, None]
             for name in ("k_ring", "v_ring")
         ]
-        ops.append_tokens_([state["k_pages"], state["v_pages"]], old, table, counts=ints(stays))
+        arrays = [state["k_pages"], state["v_pages"]]
+        if scales:
+            pairs = [ops.quantize(x, "int4" if pages.dtype == torch.uint8 else "int8")
+                     for x, pages in zip(old, arrays, strict=True)]  # fmt: skip
+            arrays, old = arrays + list(scales.values()), [x for x, _ in pairs] + [x for _, x in pairs]
+        ops.append_tokens_(arrays, old, table, counts=ints(stays))
     for b, (t, slot) in enumerate(zip(places, slots, strict=True)):
         rows = slice(b * Hkv, (b + 1) * Hkv)
         state["k_ring"][rows, slot], state["v_ring"][rows, slot] = k[b, :, 0], values[b, :, 0]
@@ -129,7 +136,8 @@ def in_turn(queries, keys, values, state, *, window, sinks, chunked, own, base=N
     near = ops.decode(q, *ring, end, begin=per_row(far), sink_logits=sink_logits, **softmax)
     if table is not None:
         pages = (state["k_pages"], state["v_pages"])
-        return ops.merge_states(near, ops.decode(q, *pages, table.lengths, block_table=table.block_table, **softmax))
+        held = ops.decode(q, *pages, table.lengths, block_table=table.block_table, **scales, **softmax)
+        return ops.merge_states(near, held)
     if not sinks:
         return near
     place = full - 1 if k_far is None else window
@@ -145,13 +153,15 @@ def same_state(found, expected, exact):
         y = expected[name]
         if name == "table":
             assert torch.equal(x.lengths, y.lengths) and torch.equal(x.free_count, y.free_count)
-        elif name.endswith("pages"):
+        elif name.endswith(("pages", "scales")):
             rows = zip(rows_of(x, found["table"]), rows_of(y, expected["table"]), strict=True)
             for row, other in rows:
                 if exact:
                     assert torch.equal(row, other)
-                else:
+                elif x.is_floating_point():
                     close([row.double()], [other.double()], x.dtype)
+                else:  # what was rounded differently may be another code
+                    assert (row.int() - other.int()).abs().max() <= 1 or x.dtype == torch.uint8
         elif exact or not x.is_floating_point():
             assert torch.equal(x, y), name
         else:
@@ -227,6 +237,52 @@ def test_many_steps_from_an_empty_cache(backend, kind):
     if kind == "pages":
         assert 0 < int(ours["table"].lengths.min()) and int(ours["table"].lengths.max()) < 29
         check_table(ours["table"], P, torch.zeros(60, dtype=torch.int32))
+
+
+@pytest.mark.parametrize(
+    ("format", "dtype", "kind", "shape", "backend"),
+    covering(
+        FORMATS, DTYPES, [kind for kind in KINDS if kind.startswith("pages")], [x for x in SHAPES if x[3] <= 128],
+        BACKENDS,
+    ),
+    indirect=["backend"],
+)  # fmt: skip
+def test_what_leaves_a_ring_may_become_codes(backend, format, dtype, kind, shape):
+    B, Hq, Hkv, D, rotary_dim = shape
+    torch.manual_seed(D)
+    state = new_state(kind, B, Hkv, D, dtype, start_places(kind, B, 1))
+    for name, scales, code in zip(("k_pages", "v_pages"), ("key_scales", "value_scales"), FORMATS[format], strict=True):
+        state[name], state[scales] = ops.quantize(state[name], code)
+    options = options_of(kind, B, Hkv, D, rotary_dim)
+    ours, theirs, on_cuda = copy_of(state), copy_of(state), backend in ("emulated", "cuda")
+    for _ in range(2):
+        new = tokens(B, Hq, Hkv, D, dtype)
+        out, wanted = ops.ring_step_(*new, **ours, **options), in_turn(*new, theirs, **options)
+        if on_cuda:
+            close(out, wanted, dtype)
+        else:
+            assert all(torch.equal(x, y) for x, y in zip(out, wanted, strict=True))
+    same_state(ours, theirs, not on_cuda)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"key_scales": None}, "key_scales must be torch.float16 .* got None"),
+        ({"k_pages": torch.randn(4, 4, 2)}, "k_pages must be int8 where there are scales"),
+        ({"value_scales": torch.ones(4, 3).half()}, "value_scales must be torch.float16"),
+    ],
+)
+def test_wrong_codes_are_named_and_change_nothing(change, message):
+    state = new_state("pages", 1, 2, 2, torch.float32, [9], room=8)
+    pages = len(state["table"].refs)
+    state |= {"k_pages": torch.ones(pages, 4, 2).char(), "v_pages": torch.ones(pages, 4, 1).byte()}
+    state |= {name: torch.ones(pages, 4).half() for name in ("key_scales", "value_scales")}
+    wrong = {name: None if x is None else x[:1].expand(pages, *x.shape[1:]).contiguous() for name, x in change.items()}
+    before = copy_of(state)
+    with pytest.raises(ValueError, match=message):
+        step(state | wrong, **options_of("pages", 1, 2, 2, 0))
+    same_state(state, before, exact=True)
 
 
 def test_a_ring_that_grows_needs_only_the_slots_that_there_are(backend):

@@ -4,7 +4,8 @@
 
 Parts, in this order, of which --part takes some (several times):
 
-    decode, turns, score, attention     single ops: medians of CUDA events, ours and the peer in turns behind a queue
+    decode, codes, turns, score,
+    attention                   single ops: medians of CUDA events, ours and the peer in turns behind a queue
                                 that is never empty; decode: buffers that rotate through at least 1 GiB
     steps                       a decoded token in the layers of each cache: kernels, launches, bytes
     tokens, prompts             whole models of random weights beside DynamicCache and StaticCache
@@ -50,6 +51,7 @@ DAY = 86400.0
 MOST_ALONE = 20  # failed tests of a file that are run once more alone
 MEASURED = {  # module of benchmarks.gpu.measure, function
     "decode": ("ops", "decode_rows"),
+    "codes": ("ops", "code_rows"),
     "turns": ("ops", "turn_rows"),
     "score": ("ops", "score_rows"),
     "attention": ("ops", "attention_rows"),

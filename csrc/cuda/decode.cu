@@ -37,11 +37,14 @@ namespace {
 
 template <class T, int VEC, int QUERIES, int PER_LANE, bool PROBABILITIES>
 __global__ __launch_bounds__(THREADS, 1) void pieces_kernel(const kvc_decode_args a, const plan p, const scratch s) {
+    using K = typename elements_of<T>::key;
+    using V = typename elements_of<T>::value;
+    constexpr bool CODES = elements_of<T>::CODES, HALVES = std::is_same<T, k8v4_row>::value;
     constexpr int CHUNKS = PER_LANE / VEC;
     // keys that a lane loads before it uses the first; of wide rows in float32, or whose logits are written, a second one
     // would not find registers
     constexpr int AHEAD = QUERIES * PER_LANE <= 32                                                         ? 4
-                          : PER_LANE == FEW_PER_LANE || (VEC > 1 && sizeof(T) == 2 && !PROBABILITIES) ? 2
+                          : PER_LANE == FEW_PER_LANE || (VEC > 1 && sizeof(K) <= 2 && !PROBABILITIES) ? 2
                                                                                                             : 1;
     KVC_DYNAMIC_SHARED(float, shared);
     const int lanes = p.lanes, groups = THREADS / lanes;
@@ -79,7 +82,9 @@ __global__ __launch_bounds__(THREADS, 1) void pieces_kernel(const kvc_decode_arg
         if constexpr (PROBABILITIES) columns = columns_of(a, p, piece);
         // All lanes run every round: the sums over lanes are shuffles of the whole warp
         for (int base = begin; base < end; base += AHEAD * groups) {
-            packed<T, VEC> k[AHEAD][CHUNKS], v[AHEAD][CHUNKS];
+            packed<K, VEC> k[AHEAD][CHUNKS];
+            packed<V, VEC> v[AHEAD][CHUNKS];
+            [[maybe_unused]] float key_scale[AHEAD], value_scale[AHEAD];
             bool there[AHEAD];
             KVC_UNROLL
             for (int u = 0; u < AHEAD; u++) {
@@ -88,16 +93,21 @@ __global__ __launch_bounds__(THREADS, 1) void pieces_kernel(const kvc_decode_arg
                 page.x = page.y = -1;
                 if (t < end) page = pages_of(a, p, row, t);
                 there[u] = page.x >= 0;
-                const int64_t key_at = there[u] ? offset_in(a, page.x, t) : 0;
-                const int64_t value_at = there[u] ? offset_in(a, page.y, t) : 0;
+                const int64_t key_slot = there[u] ? slot_in(a, page.x, t) : 0, value_slot = there[u] ? slot_in(a, page.y, t) : 0;
+                if constexpr (CODES) {
+                    key_scale[u] = there[u] ? to_float(static_cast<const f16*>(a.rows.key_scales)[key_slot]) : 0.0f;
+                    value_scale[u] = there[u] ? to_float(static_cast<const f16*>(a.rows.value_scales)[value_slot]) : 0.0f;
+                }
                 KVC_UNROLL
                 for (int c = 0; c < CHUNKS; c++) {
-                    const int d = (c * lanes + lane) * VEC;
+                    const int d = (c * lanes + lane) * VEC, byte = HALVES && d >= D / 2 ? d - D / 2 : d;
                     k[u][c] = {};
                     v[u][c] = {};
                     if (!there[u] || d >= D) continue;
-                    k[u][c] = *reinterpret_cast<const packed<T, VEC>*>(static_cast<const T*>(a.rows.keys) + key_at + d);
-                    v[u][c] = *reinterpret_cast<const packed<T, VEC>*>(static_cast<const T*>(a.rows.values) + value_at + d);
+                    const K* keys = static_cast<const K*>(a.rows.keys) + key_slot * D;
+                    const V* of_values = static_cast<const V*>(a.rows.values) + value_slot * (HALVES ? D / 2 : D);
+                    k[u][c] = *reinterpret_cast<const packed<K, VEC>*>(keys + d);
+                    v[u][c] = *reinterpret_cast<const packed<V, VEC>*>(of_values + byte);
                 }
             }
             KVC_UNROLL
@@ -110,6 +120,7 @@ __global__ __launch_bounds__(THREADS, 1) void pieces_kernel(const kvc_decode_arg
                     for (int i = 0; i < PER_LANE; i++) score[u] += q[n][i] * to_float(k[u][i / VEC].at[i % VEC]);
                     for (int step = lanes / 2; step > 0; step /= 2)
                         score[u] += __shfl_xor_sync(FULL_WARP, score[u], step);
+                    if constexpr (CODES) score[u] *= key_scale[u];
                     if (cap > 0.0f) score[u] = capped(score[u], cap);
                     if (!there[u] || base + u * groups + group >= limit[n]) score[u] = -INFINITY;
                     if constexpr (PROBABILITIES) {
@@ -128,10 +139,15 @@ __global__ __launch_bounds__(THREADS, 1) void pieces_kernel(const kvc_decode_arg
                 for (int u = 0; u < AHEAD; u++) {
                     // a key that is not seen may hold anything: 0*inf
                     if (!there[u] || base + u * groups + group >= limit[n]) continue;
-                    const float weight = exp2f(score[u] - shift);
+                    float weight = exp2f(score[u] - shift);
                     l[n] += weight;
+                    if constexpr (CODES) weight *= value_scale[u];
                     KVC_UNROLL
-                    for (int i = 0; i < PER_LANE; i++) values[n][i] += weight * to_float(v[u][i / VEC].at[i % VEC]);
+                    for (int i = 0; i < PER_LANE; i++) {
+                        const V x = v[u][i / VEC].at[i % VEC];
+                        if constexpr (HALVES) values[n][i] += weight * nibble(x, (i / VEC * lanes + lane) * VEC >= D / 2);
+                        else values[n][i] += weight * to_float(x);
+                    }
                 }
             }
         }
@@ -172,6 +188,18 @@ __global__ __launch_bounds__(THREADS, 1) void pieces_kernel(const kvc_decode_arg
 
 // ---- the pieces of a row, in their order ----
 
+// Column d's value (of d = D on any) turned by Hadamard's matrix as kvc_turn has it, by a whole block; values of 4 bits were.
+__device__ inline float turn_back(float value, float* columns, int d, int D) {
+    const int block = D & -D;
+    for (int half = 1; half < block; half *= 2) {
+        __syncthreads();
+        if (d < D) columns[d] = value;
+        __syncthreads();
+        if (d < D) value = d & half ? columns[d ^ half] - value : value + columns[d ^ half];
+    }
+    return value / sqrtf(static_cast<float>(block));
+}
+
 // Threads share a query's D columns, `parts` of them each column: part i adds up pieces i, i + parts, ...
 template <bool PROBABILITIES>
 __global__ __launch_bounds__(JOIN_THREADS) void join_kernel(const kvc_decode_args a, const plan p, const scratch s) {
@@ -211,11 +239,12 @@ __global__ __launch_bounds__(JOIN_THREADS) void join_kernel(const kvc_decode_arg
             value += exp2f(statistics[i * p.queries].x - shift) * values[i * p.queries * D + d];
     of_thread[thread] = value;
     __syncthreads();
-    if (part > 0 || d >= D) return;
     sum = exp2f(sink * LOG2_E - shift);  // a sink that is NaN shows
     KVC_UNROLL
     for (int w = 0; w < WARPS_HERE; w++) sum += of_warp[w];
-    for (int i = 1; i < parts; i++) value += of_thread[i * columns + d];
+    for (int i = 1; part == 0 && i < parts; i++) value += of_thread[i * columns + d];
+    if (a.rows.format == KVC_FORMAT_K8V4) value = turn_back(value, of_thread, part == 0 ? d : D, D);
+    if (part > 0 || d >= D) return;
     const int64_t at = (b * a.Hq + q.h) * a.S + q.s;
     store_any(a.out, a.q.dtype, at * D + d, sum == 0.0f ? 0.0f : value / sum);
     const bool no_key = of_keys == -INFINITY && sum == 1.0f;  // then the sink's own bits
@@ -273,24 +302,25 @@ __global__ __launch_bounds__(PLAN_THREADS) void plan_kernel(const kvc_decode_arg
     list_pieces(a, p, s);
 }
 
-template <class T, int MAX_D, bool PROBABILITIES, bool CAPPED>
+template <class T, int MAX_D, stored KIND, bool PROBABILITIES, bool CAPPED>
 cudaError_t launch_mma(const kvc_decode_args& a, const plan& p, cudaStream_t stream) {
-    constexpr auto kernel = pieces_mma_kernel<T, MAX_D, PROBABILITIES, CAPPED>;
-    constexpr size_t SHARED = sizeof(mma_shared<T, MAX_D>);
+    constexpr auto kernel = pieces_mma_kernel<T, MAX_D, KIND, PROBABILITIES, CAPPED>;
+    constexpr size_t SHARED = sizeof(mma_shared<T, MAX_D, KIND>);
     unsigned blocks = 0;
     KVC_TRY(resident_blocks<kernel>(blocks, THREADS, SHARED, p.rows * p.row_pieces * p.tiles));
     KVC_LAUNCH(kernel, blocks, THREADS, SHARED, stream, a, p, scratch_of(a, p));
     return cudaSuccess;
 }
 
-template <class T, int MAX_D>
+template <class T, int MAX_D, stored KIND = stored::numbers>
 cudaError_t launch_mma(const kvc_decode_args& a, plan p, cudaStream_t stream) {
     p.tiles = static_cast<int>(ceil_div(p.queries, MMA_QUERIES));
-    if (a.probabilities)
-        return a.softcap > 0.0f ? launch_mma<T, MAX_D, true, true>(a, p, stream)
-                                : launch_mma<T, MAX_D, true, false>(a, p, stream);
-    return a.softcap > 0.0f ? launch_mma<T, MAX_D, false, true>(a, p, stream)
-                            : launch_mma<T, MAX_D, false, false>(a, p, stream);
+    if constexpr (KIND == stored::numbers)
+        if (a.probabilities)
+            return a.softcap > 0.0f ? launch_mma<T, MAX_D, KIND, true, true>(a, p, stream)
+                                    : launch_mma<T, MAX_D, KIND, true, false>(a, p, stream);
+    return a.softcap > 0.0f ? launch_mma<T, MAX_D, KIND, false, true>(a, p, stream)
+                            : launch_mma<T, MAX_D, KIND, false, false>(a, p, stream);
 }
 
 template <class T, int VEC, int QUERIES, int PER_LANE, bool PROBABILITIES>
@@ -310,7 +340,8 @@ cudaError_t launch_fma(const kvc_decode_args& a, plan p, cudaStream_t stream) {
 
 template <class T, int VEC, int QUERIES, int PER_LANE = FEW_PER_LANE>
 cudaError_t launch_fma(const kvc_decode_args& a, const plan& p, cudaStream_t stream) {
-    return a.probabilities ? launch_fma<T, VEC, QUERIES, PER_LANE, true>(a, p, stream)
+    if constexpr (elements_of<T>::CODES) return launch_fma<T, VEC, QUERIES, PER_LANE, false>(a, p, stream);
+    else return a.probabilities ? launch_fma<T, VEC, QUERIES, PER_LANE, true>(a, p, stream)
                            : launch_fma<T, VEC, QUERIES, PER_LANE, false>(a, p, stream);
 }
 
@@ -339,6 +370,33 @@ cudaError_t launch_pieces(const kvc_decode_args& a, const plan& p, cudaStream_t 
     return wide ? launch_fma<T, VEC>(a, p, stream) : launch_fma<T, 1>(a, p, stream);
 }
 
+template <class T, stored KIND>
+cudaError_t launch_codes(const kvc_decode_args& a, const plan& p, cudaStream_t stream) {
+    constexpr int VEC = 8, UNIT = 128 / bits_of_values(KIND);  // values in 16 bytes
+    const bool whole = aligned_16(a.rows.keys) && aligned_16(a.rows.values);
+    const auto mma = [&](auto type) {
+        using Q = decltype(type);
+        if (a.D <= 64) return launch_mma<Q, 64, KIND>(a, p, stream);
+        if (a.D <= 128) return launch_mma<Q, 128, KIND>(a, p, stream);
+        return launch_mma<Q, 256, KIND>(a, p, stream);
+    };
+    if (whole && a.D % UNIT == 0 && a.D <= 256 && (a.D <= 128 || shared_fits(sizeof(mma_shared<bf16, 256, KIND>)))) {
+        if (a.q.dtype == KVC_BF16) return mma(bf16{});
+        if (a.q.dtype == KVC_F16) return mma(f16{});
+    }
+    const bool wide = whole && a.D % (VEC * 8 / bits_of_values(KIND)) == 0;
+    if (a.D > 32 * FEW_PER_LANE)
+        return wide ? launch_fma<T, VEC, 4, MANY_PER_LANE>(a, p, stream) : launch_fma<T, 1, 1, MANY_PER_LANE>(a, p, stream);
+    if (p.queries == 1) return wide ? launch_fma<T, VEC, 1>(a, p, stream) : launch_fma<T, 1, 1>(a, p, stream);
+    return wide ? launch_fma<T, VEC, 4>(a, p, stream) : launch_fma<T, 1, 4>(a, p, stream);
+}
+
+cudaError_t launch_rows(const kvc_decode_args& a, const plan& p, cudaStream_t stream) {
+    if (a.rows.format == KVC_FORMAT_INT8) return launch_codes<int8_row, stored::int8>(a, p, stream);
+    if (a.rows.format == KVC_FORMAT_K8V4) return launch_codes<k8v4_row, stored::k8v4>(a, p, stream);
+    return with_dtype(dtype_of(a.rows), [&](auto element) { return launch_pieces<decltype(element)>(a, p, stream); });
+}
+
 cudaError_t launch_probabilities(const kvc_decode_args& a, plan p, cudaStream_t stream) {
     p.tiles = static_cast<int>(ceil_div(p.queries, SOFTMAX_QUERIES));
     unsigned blocks = 0;
@@ -352,7 +410,7 @@ bool valid(const kvc_decode_args& a) {
            (!a.value_table || (a.block_table && a.value_blocks >= 0 && a.value_pages >= 0)) &&
            (!a.probabilities || (a.S == 1 && a.columns >= 0 && a.sinks == 0)) && a.sinks >= 0 &&
            a.D <= KVC_CUDA_MAX_HEAD_DIM && valid_scale(a.scale, a.softcap) &&
-           valid_dtype(a.q.dtype) && valid_dtype(dtype_of(a.rows));
+           valid_dtype(a.q.dtype) && valid_format(a.rows, a.D) && !(stores_codes(a.rows) && a.probabilities);
 }
 
 bool empty(const kvc_decode_args& a) { return a.B == 0 || a.Hq == 0 || a.S == 0; }
@@ -377,8 +435,7 @@ cudaError_t decode_listed(const kvc_decode_args& a, cudaStream_t stream) {
         p.wide_q = aligned_16(a.q);
         const scratch s = scratch_of(a, p);
         if (p.first > 0) KVC_LAUNCH(plan_kernel, 1, PLAN_THREADS, 0, stream, a, p, s);
-        if (p.row_pieces > 0)
-            KVC_TRY(with_dtype(dtype_of(a.rows), [&](auto element) { return launch_pieces<decltype(element)>(a, p, stream); }));
+        if (p.row_pieces > 0) KVC_TRY(launch_rows(a, p, stream));
         const auto join = a.probabilities ? join_kernel<true> : join_kernel<false>;
         KVC_LAUNCH(join, static_cast<unsigned>(p.rows * p.queries), JOIN_THREADS, 0, stream, a, p, s);
         if (a.probabilities && p.row_pieces > 0) KVC_TRY(launch_probabilities(a, p, stream));
@@ -389,12 +446,11 @@ cudaError_t decode_listed(const kvc_decode_args& a, cudaStream_t stream) {
 
 extern "C" cudaError_t kvc_cuda_decode(const kvc_decode_args* args, cudaStream_t stream) {
     const kvc_decode_args& a = *args;
-    if (stores_codes(a.rows)) return cudaErrorNotSupported;
     if (!valid(a)) return cudaErrorInvalidValue;
     if (empty(a)) return cudaSuccess;
     if (!fits(a)) return cudaErrorInvalidValue;
     if (!a.out || !a.lse || !a.q.data || !a.end || !a.scratch) return cudaErrorInvalidValue;
-    if (a.pages > 0 && a.P > 0 && (!a.rows.keys || !a.rows.values)) return cudaErrorInvalidValue;
+    if (a.pages > 0 && a.P > 0 && !rows_there(a.rows)) return cudaErrorInvalidValue;
     if (prefill_takes(a)) return decode_prefill(a, stream);
     const plan p = plan_of(a);
     if (!fits_grids(p)) return cudaErrorInvalidValue;

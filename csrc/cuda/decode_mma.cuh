@@ -1,5 +1,6 @@
-// The pieces of decode.cu on tensor cores: 16-bit queries and caches.
+// The pieces of decode.cu on tensor cores: 16-bit queries, and rows of 16 bits or of codes.
 #pragma once
+#include "codes_mma.cuh"
 #include "decode_pieces.cuh"
 
 namespace {
@@ -7,13 +8,28 @@ namespace {
 // A capped logit in base 2. Not inline: it would take registers from the loop around it, mostly for nothing.
 __device__ __noinline__ float capped(float x, float cap) { return cap * tanh_of_logit(x, cap); }
 
+template <class T, int MAX_D, stored KIND>
+struct mma_stage {
+    T k[STAGE * pitch_of<T>(MAX_D)], v[STAGE * pitch_of<T>(MAX_D)];
+};
+
 template <class T, int MAX_D>
+struct mma_stage<T, MAX_D, stored::int8> {
+    unsigned char k[STAGE * code_pitch(MAX_D)], v[STAGE * code_pitch(MAX_D)];
+    f16 scales[2][STAGE];  // of the keys, and of the values
+};
+
+template <class T, int MAX_D>
+struct mma_stage<T, MAX_D, stored::k8v4> {
+    unsigned char k[STAGE * code_pitch(MAX_D)], v[STAGE * code_pitch(MAX_D / 2)];
+    f16 scales[2][STAGE];
+};
+
+template <class T, int MAX_D, stored KIND = stored::numbers>
 struct mma_shared {
     static constexpr int PITCH = pitch_of<T>(MAX_D);
     union {
-        struct {
-            T k[STAGE * PITCH], v[STAGE * PITCH];
-        };
+        mma_stage<T, MAX_D, KIND> rows;
         // After the last key of a piece. Rows 8 banks apart: the 16 lanes that store 8 bytes at a time meet no other's
         float values[WARPS][MMA_QUERIES][MAX_D + 8];
     } stages[2];
@@ -25,17 +41,31 @@ struct mma_shared {
 
 static_assert(sizeof(mma_shared<bf16, 128>) + 1024 <= 228 * 1024 / 3, "three blocks per multiprocessor of an H200");
 
+// Row r of a lane's results of warp_multiply (of the two that it has), to its columns.
+template <int N>
+__device__ inline void store_columns(float* to, const float (&values)[N][4], int r) {
+    KVC_UNROLL
+    for (int n = 0; n < N; n++) {
+        float2 both;
+        both.x = values[n][2 * r];
+        both.y = values[n][2 * r + 1];
+        *reinterpret_cast<float2*>(to + 8 * n + threadIdx.x % 4 * 2) = both;
+    }
+}
+
 // Blocks take pieces in turns. While one is worked on, its next STAGE of keys and values is copied; behind its last stage
 // the first one of the block's next piece, whose pages and queries wait in registers until then: a block never waits for
 // a table, a page number and a key in a row, but at its first piece.
-template <class T, int MAX_D, bool PROBABILITIES, bool CAPPED>
+template <class T, int MAX_D, stored KIND, bool PROBABILITIES, bool CAPPED>
 __global__ __launch_bounds__(THREADS, MAX_D > 128 ? 1 : 3) void pieces_mma_kernel(const kvc_decode_args a, const plan p, const scratch s) {
-    using memory = mma_shared<T, MAX_D>;
+    using memory = mma_shared<T, MAX_D, KIND>;
+    constexpr bool CODES = KIND != stored::numbers;
+    [[maybe_unused]] constexpr int VALUE_PITCH = code_pitch(MAX_D * bits_of_values(KIND) / 8);
     constexpr int PITCH = memory::PITCH, N = MAX_D / 8, CHUNKS = MAX_D / 8;  // a chunk: 16 bytes
     constexpr int KEYS = PIECE / THREADS, ROWS = THREADS / CHUNKS, PARTS = MMA_QUERIES / ROWS;  // of a thread
     KVC_DYNAMIC_SHARED(memory, shared);
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
-    const int D = static_cast<int>(a.D), K = (D + 15) / 16 * 16;
+    const int D = static_cast<int>(a.D), K = CODES ? (D + 31) / 32 * 32 : (D + 15) / 16 * 16;
     const int chunk = thread % CHUNKS * 8;  // the column that this thread copies, of every ROWS-th key
     const T* k_pages = static_cast<const T*>(a.rows.keys);
     const T* v_pages = static_cast<const T*>(a.rows.values);
@@ -78,19 +108,46 @@ __global__ __launch_bounds__(THREADS, MAX_D > 128 ? 1 : 3) void pieces_mma_kerne
     const auto hand_over_queries = [&]() {
         KVC_UNROLL
         for (int i = 0; i < PARTS; i++)
-            if (chunk < K) *reinterpret_cast<packed<T, 8>*>(shared->q + (thread / CHUNKS + i * ROWS) * PITCH + chunk) = parts[i];
+            if (chunk < K) {
+                T* to = shared->q + (thread / CHUNKS + i * ROWS) * PITCH + chunk;
+                if constexpr (CODES) store_for_codes(to, parts[i], chunk);
+                else *reinterpret_cast<packed<T, 8>*>(to) = parts[i];
+            }
+    };
+    [[maybe_unused]] f16 scale_under_way = {};  // of the stage that is copied, this thread's: of a key or of its value
+    [[maybe_unused]] const auto copy_codes = [&](unsigned char* to, const void* from, int most, int bytes, bool values, int begin,
+                                                 int stage) {
+        const int units = most / 16, unit = thread % units * 16;
+        for (int i = thread / units; i < STAGE; i += THREADS / units) {
+            const int2 both = shared->pages[stage * STAGE + i];
+            const int page = values ? both.y : both.x;
+            const bool there = page >= 0 && unit < bytes;
+            const int64_t at = there ? slot_in(a, page, begin + stage * STAGE + i) * bytes + unit : 0;
+            copy_16_async(to + i * code_pitch(most) + unit, static_cast<const unsigned char*>(from) + at, there);
+        }
     };
     const auto copy_stage = [&](int begin, int stage, int to_slot) {
-        auto& to = shared->stages[to_slot];
-        for (int i = thread / CHUNKS; i < STAGE; i += ROWS) {
-            if (chunk >= K) continue;
-            const int2 page = shared->pages[stage * STAGE + i];
-            const bool there = page.x >= 0 && chunk < D;
-            const int64_t t = begin + stage * STAGE + i;
-            const int64_t key_at = there ? offset_in(a, page.x, t) + chunk : 0;
-            const int64_t value_at = there ? offset_in(a, page.y, t) + chunk : 0;
-            copy_16_async(to.k + i * PITCH + chunk, k_pages + key_at, there);
-            copy_16_async(to.v + i * PITCH + chunk, v_pages + value_at, there);
+        auto& to = shared->stages[to_slot].rows;
+        if constexpr (CODES) {
+            constexpr int VALUE_BYTES = MAX_D * bits_of_values(KIND) / 8;
+            copy_codes(to.k, a.rows.keys, MAX_D, D, false, begin, stage);
+            copy_codes(to.v, a.rows.values, VALUE_BYTES, D * bits_of_values(KIND) / 8, true, begin, stage);
+            const int2 both = shared->pages[stage * STAGE + thread % STAGE];
+            const int page = thread < STAGE ? both.x : both.y;
+            const f16* scales = static_cast<const f16*>(thread < STAGE ? a.rows.key_scales : a.rows.value_scales);
+            scale_under_way = {};
+            if (page >= 0) scale_under_way = scales[slot_in(a, page, begin + stage * STAGE + thread % STAGE)];
+        } else {
+            for (int i = thread / CHUNKS; i < STAGE; i += ROWS) {
+                if (chunk >= K) continue;
+                const int2 page = shared->pages[stage * STAGE + i];
+                const bool there = page.x >= 0 && chunk < D;
+                const int64_t t = begin + stage * STAGE + i;
+                const int64_t key_at = there ? slot_in(a, page.x, t) * D + chunk : 0;
+                const int64_t value_at = there ? slot_in(a, page.y, t) * D + chunk : 0;
+                copy_16_async(to.k + i * PITCH + chunk, k_pages + key_at, there);
+                copy_16_async(to.v + i * PITCH + chunk, v_pages + value_at, there);
+            }
         }
         commit_copies();
     };
@@ -123,6 +180,7 @@ __global__ __launch_bounds__(THREADS, MAX_D > 128 ? 1 : 3) void pieces_mma_kerne
 
         for (int stage = 0; stage < stages; stage++, slot ^= 1) {
             wait_for_copies<0>();
+            if constexpr (CODES) shared->stages[slot].rows.scales[thread / STAGE][thread % STAGE] = scale_under_way;
             __syncthreads();  // the stage is here, and nobody reads the one before it
             const uint32_t there = shared->there[turn][(stage * WARPS + warp) / 2] >> warp % 2 * 16;
             if (stage + 1 < stages) copy_stage(begin, stage + 1, slot ^ 1);
@@ -135,9 +193,20 @@ __global__ __launch_bounds__(THREADS, MAX_D > 128 ? 1 : 3) void pieces_mma_kerne
                 __syncthreads();
                 copy_stage(next.y, 0, slot ^ 1);
             }
-            const auto& now = shared->stages[slot];
+            const auto& now = shared->stages[slot].rows;
             float x[2][4] = {};
-            warp_multiply<b_layout::columns, MAX_D>(x, shared->q, PITCH, now.k + 16 * warp * PITCH, PITCH, K);
+            [[maybe_unused]] float key_scales[4], value_scales[2][4];  // of this lane's keys, of values where they are seen
+            if constexpr (CODES) {
+                multiply_codes<T, MAX_D>(x, shared->q, PITCH, now.k + 16 * warp * code_pitch(MAX_D), code_pitch(MAX_D), K);
+                KVC_UNROLL
+                for (int i = 0; i < 4; i++) {
+                    const int key = 16 * warp + i / 2 * 8 + lane % 4 * 2 + i % 2;
+                    key_scales[i] = to_float(now.scales[0][key]);
+                    value_scales[0][i] = value_scales[1][i] = to_float(now.scales[1][key]);
+                }
+            } else {
+                warp_multiply<b_layout::columns, MAX_D>(x, shared->q, PITCH, now.k + 16 * warp * PITCH, PITCH, K);
+            }
             float top[2] = {m[0], m[1]}, keep[2];
             KVC_UNROLL
             for (int i = 0; i < 8; i++) {
@@ -145,8 +214,11 @@ __global__ __launch_bounds__(THREADS, MAX_D > 128 ? 1 : 3) void pieces_mma_kerne
                 const bool seen = begin + key < limit[r] && (there >> own & 1);
                 float& logit = x[i / 4][i % 4];
                 logit *= scale;
+                if constexpr (CODES) logit *= key_scales[i / 4 * 2 + i % 2];
                 if constexpr (CAPPED) logit = capped_logit<T>(logit, cap);
                 if (!seen) logit = -INFINITY;
+                if constexpr (CODES)  // of what is not seen it may be NaN
+                    if (!seen) value_scales[r][i / 4 * 2 + i % 2] = 0.0f;
                 if constexpr (PROBABILITIES) {
                     const int64_t n = first + lane / 4 + 8 * r;
                     if (n < p.queries && key < columns.count) columns.at[n * a.columns + key] = logit;
@@ -167,6 +239,7 @@ __global__ __launch_bounds__(THREADS, MAX_D > 128 ? 1 : 3) void pieces_mma_kerne
                 float& weight = x[i / 4][i % 4];
                 weight = exp2_fast(weight - finite_or_0(m[r]));
                 l[r] += weight;
+                if constexpr (CODES) weight *= value_scales[r][i / 4 * 2 + i % 2];
             }
             // Maxima settle after a few stages; then nothing is scaled
             if (__ballot_sync(FULL_WARP, keep[0] != 1.0f || keep[1] != 1.0f)) {
@@ -178,7 +251,8 @@ __global__ __launch_bounds__(THREADS, MAX_D > 128 ? 1 : 3) void pieces_mma_kerne
                     values[n][3] *= keep[1];
                 }
             }
-            multiply_result(values, x, now.v + 16 * warp * PITCH, PITCH, K / 8);
+            if constexpr (CODES) mix_codes<KIND, MAX_D>(values, x, now.v + 16 * warp * VALUE_PITCH, D);
+            else multiply_result(values, x, now.v + 16 * warp * PITCH, PITCH, K / 8);
         }
         // Join the warps, in their order
         KVC_UNROLL
@@ -195,13 +269,9 @@ __global__ __launch_bounds__(THREADS, MAX_D > 128 ? 1 : 3) void pieces_mma_kerne
         KVC_UNROLL
         for (int r = 0; r < 2; r++) {
             if (first + lane / 4 + 8 * r >= p.queries) continue;  // nobody reads rows that are no query
-            KVC_UNROLL
-            for (int n = 0; n < N; n++) {
-                float2 both;
-                both.x = values[n][2 * r];
-                both.y = values[n][2 * r + 1];
-                *reinterpret_cast<float2*>(&joined[warp][lane / 4 + 8 * r][8 * n + lane % 4 * 2]) = both;
-            }
+            float* to = joined[warp][lane / 4 + 8 * r];
+            if constexpr (CODES) store_mixed<KIND, MAX_D>(to, values, r, D);
+            else store_columns(to, values, r);
         }
         if (more) hand_over_queries();
         __syncthreads();

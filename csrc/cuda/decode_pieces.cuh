@@ -152,9 +152,9 @@ __device__ inline int2 pages_of(const kvc_decode_args& a, const plan& p, int64_t
     return at;
 }
 
-// Where key or value t lies in a page of k_pages or v_pages.
-__device__ inline int64_t offset_in(const kvc_decode_args& a, int page, int64_t t) {
-    return (page * a.P + (a.block_table ? t & (a.P - 1) : t)) * a.D;
+// The slot of key or value t, counted from the first of all pages.
+__device__ inline int64_t slot_in(const kvc_decode_args& a, int page, int64_t t) {
+    return page * a.P + (a.block_table ? t & (a.P - 1) : t);
 }
 
 // Where a piece's logits, in base 2, wait in a.probabilities until probabilities_kernel knows their sum: those of the

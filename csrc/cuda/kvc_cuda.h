@@ -48,6 +48,10 @@ cudaError_t kvc_cuda_window_scores(const kvc_window_scores_args *args, cudaStrea
 int64_t kvc_cuda_layer_similarity_scratch_bytes(const kvc_layer_similarity_args *args);
 cudaError_t kvc_cuda_layer_similarity(const kvc_layer_similarity_args *args, cudaStream_t stream);
 
+/* The CPU's bits. */
+cudaError_t kvc_cuda_quantize(const kvc_quantize_args *args, cudaStream_t stream);
+cudaError_t kvc_cuda_dequantize(const kvc_dequantize_args *args, cudaStream_t stream);
+
 cudaError_t kvc_cuda_select_topk(const kvc_select_topk_args *args, cudaStream_t stream);
 /* The order of the free list is not fixed where several pages become free. */
 cudaError_t kvc_cuda_append_tokens(const kvc_append_tokens_args *args, cudaStream_t stream);

@@ -47,7 +47,6 @@ extern "C" int64_t kvc_cuda_paged_step_scratch_bytes(const kvc_paged_step_args* 
 
 extern "C" cudaError_t kvc_cuda_paged_step(const kvc_paged_step_args* args, cudaStream_t stream) {
     const kvc_paged_step_args& a = *args;
-    if (stores_codes(a.rows)) return cudaErrorNotSupported;
     if (!valid_step(a)) return cudaErrorInvalidValue;
     if (empty_step(a)) return cudaSuccess;
     if (!has_pointers(a)) return cudaErrorInvalidValue;

@@ -1,7 +1,7 @@
 // What begins a step of rows that keep their tokens: the new ones rotated and appended. See kvc_paged_step in kvc_step.h.
 #pragma once
 #include "extend.cuh"
-#include "step.cuh"
+#include "rows.cuh"
 
 namespace {
 
@@ -26,6 +26,21 @@ inline kvc_append_tokens_args append_of(const kvc_paged_step_args& a, const plac
     return append;
 }
 
+// Key and value of a new token as codes at slot `place`, by a warp: as kvc_rope and kvc_quantize make them in turn.
+__device__ inline void store_turned(const kvc_paged_step_args& a, int64_t key, int64_t value, int64_t position, int64_t place) {
+    const int half = static_cast<int>(a.rotary_dim / 2);
+    const bool inside = position >= 0 && position < a.table_rows;
+    const auto turned = [&](int d) {
+        const float x = load_any(a.k.data, a.k.dtype, key + d);
+        if (d >= 2 * half) return x;
+        const int pair = d < half ? d : d - half;
+        const float other = load_any(a.k.data, a.k.dtype, key + (d < half ? d + half : d - half));
+        const float c = inside ? a.cos[position * half + pair] : NAN, s = inside ? a.sin[position * half + pair] : NAN;
+        return rounded_to(a.k.dtype, d < half ? x * c - other * s : x * c + other * s);
+    };
+    store_codes(a.rows, place, a.D, turned, [&](int d) { return load_any(a.v.data, a.v.dtype, value + d); });
+}
+
 // Head `item` of the queries, then of the new tokens, by a warp; the rows have grown.
 __device__ inline void place_head(const kvc_paged_step_args& a, const placing& p, int64_t item) {
     const kvc_page_table& table = a.table;
@@ -43,15 +58,17 @@ __device__ inline void place_head(const kvc_paged_step_args& a, const placing& p
     if (refused) return;
     const int64_t row = first + h, before = table.lengths[row] - a.S, slot = before + s;
     if (s == 0 && p.copied[row] >= 0)
-        for (void* pages : {a.rows.keys, a.rows.values})
-            copy_slots(table, p.copied[row], *entry(table, row, quotient(before, table.P)), remainder_of(before, table.P),
-                       pages, a.k.dtype, a.D);
+        copy_shared(table, a.rows, p.copied[row], *entry(table, row, quotient(before, table.P)), remainder_of(before, table.P), a.D);
     const int32_t page = *entry(table, row, quotient(slot, table.P));
     if (!page_exists(table, page)) return;
-    const int64_t at = (page * table.P + remainder_of(slot, table.P)) * a.D, from = row_at(a.v, b, h, s);
-    rotate_head(a.k, row_at(a.k, b, h, s), a.rows.keys, a.k.dtype, at, a.D, a.rotary_dim, a.cos, a.sin, position,
+    const int64_t place = page * table.P + remainder_of(slot, table.P), from = row_at(a.v, b, h, s);
+    if (stores_codes(a.rows)) {
+        store_turned(a, row_at(a.k, b, h, s), from, position, place);
+        return;
+    }
+    rotate_head(a.k, row_at(a.k, b, h, s), a.rows.keys, a.k.dtype, place * a.D, a.D, a.rotary_dim, a.cos, a.sin, position,
                 a.table_rows, -1);
-    copy_head(a.v.data, from, a.rows.values, at, a.k.dtype, a.D);
+    copy_head(a.v.data, from, a.rows.values, place * a.D, a.k.dtype, a.D);
 }
 
 // ---- host ----
@@ -66,7 +83,8 @@ inline bool valid_step(const kvc_paged_step_args& a) {
     return a.B >= 0 && a.Hq >= 0 && a.Hkv >= 0 && a.S >= 0 && a.D >= 1 && a.D <= KVC_CUDA_MAX_HEAD_DIM &&
            a.table.R == a.B * a.Hkv && (a.Hkv ? a.Hq % a.Hkv == 0 : a.Hq == 0) && a.rotary_dim >= 0 &&
            a.rotary_dim <= a.D && a.rotary_dim % 2 == 0 && valid_scale(a.scale, a.softcap) && valid_dtype(a.q.dtype) &&
-           valid_dtype(a.k.dtype) && a.v.dtype == a.k.dtype && dtype_of(a.rows) == a.k.dtype &&
+           valid_dtype(a.k.dtype) && a.v.dtype == a.k.dtype && (stores_codes(a.rows) || dtype_of(a.rows) == a.k.dtype) &&
+           valid_format(a.rows, a.D) &&
            valid_table(a.table) && (a.table.P & (a.table.P - 1)) == 0;
 }
 
@@ -74,7 +92,7 @@ inline bool empty_step(const kvc_paged_step_args& a) { return a.table.R == 0 || 
 
 inline bool has_pointers(const kvc_paged_step_args& a) {
     if (!a.out || !a.lse || !a.q.data || !a.k.data || !a.v.data || !a.scratch) return false;
-    if (a.table.pages && (!a.rows.keys || !a.rows.values)) return false;
+    if (a.table.pages && !rows_there(a.rows)) return false;
     return !a.rotary_dim || !a.table_rows || (a.cos && a.sin);
 }
 

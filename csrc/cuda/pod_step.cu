@@ -35,7 +35,7 @@ __device__ inline int64_t newest_slot(const kvc_pod_step_args& a, const kvc_pod_
     const int64_t slot = table.lengths[row] - 1;
     const int32_t page = *entry(table, row, slot / table.P), copied = parts.copied[(table.R + 1) * values + row];
     if (copied >= 0)
-        copy_slots(table, copied, page, slot % table.P, values ? a.v_pages : a.k_pages, a.k.dtype, a.D);
+        copy_slots(table, copied, page, slot % table.P, values ? a.v_pages : a.k_pages, bytes_of(a.k.dtype) * a.D);
     return page_exists(table, page) ? page * table.P + slot % table.P : -1;
 }
 

@@ -202,7 +202,7 @@ cudaError_t score(const kvc_quest_step_args& a, const parts& p, const kvc_view& 
 
 bool valid(const kvc_quest_step_args& a) {
     const kvc_page_table& table = a.step.table;
-    return valid_step(a.step) && a.step.S == 1 && !a.step.shift && !a.step.begin && a.pages_read >= 1 &&
+    return valid_step(a.step) && !stores_codes(a.step.rows) && a.step.S == 1 && !a.step.shift && !a.step.begin && a.pages_read >= 1 &&
            a.range_pages >= table.blocks && !(a.held && a.step.rotary_dim) &&
            table.R * ceil_div(table.blocks, STRETCH) <= MAX_GRID_X;
 }

@@ -6,7 +6,7 @@
 // sequences the heads have a launch of their own.
 #include "extend.cuh"
 #include "gates.cuh"
-#include "step.cuh"
+#include "rows.cuh"
 
 namespace {
 
@@ -50,7 +50,7 @@ kvc_decode_args far_of(const kvc_ring_step_args& a) {
     kvc_decode_args d = near_of(a);
     d.sink_logits = nullptr;
     if (a.table.R) {
-        d.rows = kvc_plain_rows(a.k_pages, a.v_pages, a.k.dtype);
+        d.rows = a.rows;
         d.block_table = a.table.block_table, d.end = a.table.lengths;
         d.P = a.table.P, d.pages = a.table.pages, d.blocks = a.table.blocks;
     } else if (a.k_far) {
@@ -128,13 +128,16 @@ __device__ inline void place_head(const kvc_ring_step_args& a, const parts& p, i
     if (table.R && p.stays[row]) {
         const int64_t slot = table.lengths[row] - 1;
         const int32_t page = *entry(table, row, slot / table.P);
-        if (p.copied[row] >= 0)
-            for (void* pages : {a.k_pages, a.v_pages})
-                copy_slots(table, p.copied[row], page, slot % table.P, pages, a.k.dtype, a.D);
-        const int64_t at = (page * table.P + slot % table.P) * a.D;
-        if (page_exists(table, page)) {
-            copy_head(a.k_ring, place * a.D, a.k_pages, at, a.k.dtype, a.D);
-            copy_head(a.v_ring, place * a.D, a.v_pages, at, a.k.dtype, a.D);
+        if (p.copied[row] >= 0) copy_shared(table, a.rows, p.copied[row], page, slot % table.P, a.D);
+        const int64_t at = page * table.P + slot % table.P;
+        const auto left = [&](const void* ring) {
+            return [=](int d) { return load_any(ring, a.k.dtype, place * a.D + d); };
+        };
+        if (page_exists(table, page) && stores_codes(a.rows)) {
+            store_codes(a.rows, at, a.D, left(a.k_ring), left(a.v_ring));
+        } else if (page_exists(table, page)) {
+            copy_head(a.k_ring, place * a.D, a.rows.keys, at * a.D, a.k.dtype, a.D);
+            copy_head(a.v_ring, place * a.D, a.rows.values, at * a.D, a.k.dtype, a.D);
         }
     }
     __syncwarp();  // the token that leaves is out of its slot
@@ -181,7 +184,8 @@ bool valid(const kvc_ring_step_args& a) {
            a.neuron < a.D && !(a.marks && !a.alpha && a.neuron < 0) &&
            (!a.table.R || (a.table.R == a.B * a.Hkv && valid_table(a.table) && (a.table.P & (a.table.P - 1)) == 0 && a.marks)) &&
            a.rotary_dim >= 0 && a.rotary_dim <= a.D && a.rotary_dim % 2 == 0 && valid_scale(a.scale, a.softcap) &&
-           valid_dtype(a.q.dtype) && valid_dtype(a.k.dtype) && a.v.dtype == a.k.dtype;
+           valid_dtype(a.q.dtype) && valid_dtype(a.k.dtype) && a.v.dtype == a.k.dtype &&
+           (!a.table.R || ((stores_codes(a.rows) || dtype_of(a.rows) == a.k.dtype) && valid_format(a.rows, a.D)));
 }
 
 bool empty(const kvc_ring_step_args& a) { return a.B == 0 || a.Hq == 0; }
@@ -198,7 +202,7 @@ extern "C" cudaError_t kvc_cuda_ring_step(const kvc_ring_step_args* args, cudaSt
     if (empty(a)) return cudaSuccess;
     if (!a.out || !a.lse || !a.q.data || !a.k.data || !a.v.data || !a.places || !a.scratch) return cudaErrorInvalidValue;
     if ((a.capacity && (!a.k_ring || !a.v_ring)) || (a.k_far && !a.v_far)) return cudaErrorInvalidValue;
-    if (a.table.R && a.table.pages && (!a.k_pages || !a.v_pages)) return cudaErrorInvalidValue;
+    if (a.table.R && a.table.pages && !rows_there(a.rows)) return cudaErrorInvalidValue;
     if (a.rotary_dim && a.table_rows && (!a.cos || !a.sin)) return cudaErrorInvalidValue;
     const parts p = parts_of(a);
     kvc_decode_args near = near_of(a), far = {};

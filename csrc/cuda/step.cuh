@@ -76,12 +76,20 @@ __device__ inline int64_t row_at(const kvc_view& x, int64_t b, int64_t h, int64_
     return b * x.stride_b + h * x.stride_h + t * x.stride_t;
 }
 
-// The first `slots` slots of a page to another page, by a warp: what a row keeps of a page that it shared.
+// The first `slots` slots, of so many bytes, of a page to another page, by a warp: what a row keeps of a page that it shared.
 __device__ inline void copy_slots(const kvc_page_table& table, int32_t from, int32_t to, int64_t slots, void* pages,
-                                  kvc_dtype dtype, int64_t D) {
-    const int64_t source = from * table.P * D, target = to * table.P * D;
-    for (int64_t i = threadIdx.x % 32; page_exists(table, to) && i < slots * D; i += 32)
-        store_any(pages, dtype, target + i, load_any(pages, dtype, source + i));
+                                  int64_t slot_bytes) {
+    if (!page_exists(table, to)) return;
+    const auto copy = [&](auto unit) {
+        using Unit = decltype(unit);
+        const int64_t page = table.P * slot_bytes / static_cast<int64_t>(sizeof(Unit));
+        const int64_t count = slots * slot_bytes / static_cast<int64_t>(sizeof(Unit));
+        Unit* at = static_cast<Unit*>(pages);
+        for (int64_t i = threadIdx.x % 32; i < count; i += 32) at[to * page + i] = at[from * page + i];
+    };
+    if (slot_bytes % 4 == 0) copy(uint32_t{});
+    else if (slot_bytes % 2 == 0) copy(uint16_t{});
+    else copy(uint8_t{});
 }
 
 // D elements, by a warp; four neighbours a lane where they lie so.

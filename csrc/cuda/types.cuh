@@ -173,6 +173,19 @@ __device__ inline void store_any(void* data, kvc_dtype dtype, int64_t i, float x
         from_float(x, static_cast<f16*>(data)[i]);
 }
 
+// x as an array of this type would hold it.
+__device__ inline float rounded_to(kvc_dtype dtype, float x) {
+    bf16 b;
+    f16 h;
+    if (dtype == KVC_F32) return x;
+    if (dtype == KVC_BF16) {
+        from_float(x, b);
+        return to_float(b);
+    }
+    from_float(x, h);
+    return to_float(h);
+}
+
 // ---- host ----
 
 inline bool valid_dtype(kvc_dtype dtype) { return dtype == KVC_F32 || dtype == KVC_BF16 || dtype == KVC_F16; }
@@ -180,11 +193,20 @@ inline bool valid_dtype(kvc_dtype dtype) { return dtype == KVC_F32 || dtype == K
 // Of rows that store numbers.
 inline kvc_dtype dtype_of(const kvc_rows& rows) { return static_cast<kvc_dtype>(rows.format); }
 
-inline bool stores_codes(const kvc_rows& rows) {
+__host__ __device__ inline bool stores_codes(const kvc_rows& rows) {
     return rows.format == KVC_FORMAT_INT8 || rows.format == KVC_FORMAT_K8V4;
 }
 
-inline int64_t bytes_of(kvc_dtype dtype) { return dtype == KVC_F32 ? 4 : 2; }
+inline bool valid_format(const kvc_rows& rows, int64_t D) {
+    return valid_dtype(dtype_of(rows)) || (stores_codes(rows) && (rows.format == KVC_FORMAT_INT8 || D % 2 == 0));
+}
+
+// Whether rows have the arrays of their format.
+inline bool rows_there(const kvc_rows& rows) {
+    return rows.keys && rows.values && (!stores_codes(rows) || (rows.key_scales && rows.value_scales));
+}
+
+__host__ __device__ inline int64_t bytes_of(kvc_dtype dtype) { return dtype == KVC_F32 ? 4 : 2; }
 
 // Whether logits of this scale and softcap (0: none) are defined.
 inline bool valid_scale(float scale, float softcap) {

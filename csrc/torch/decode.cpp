@@ -84,6 +84,7 @@ static std::tuple<Tensor, Tensor> decode_to(const Tensor& queries, const Tensor&
     if (probabilities) {
         check_array(*probabilities, queries, ScalarType::Float, {B, Hq, -1}, "probabilities");
         KVC_CHECK(S == 1, "probabilities are of one query per head, got ", S);
+        KVC_CHECK(on_cpu(queries) || !stored.key_scales, "probabilities over rows of codes are of the CPU so far");
         args.columns = probabilities->size(2);
         static float nothing;  // wanted, though there is no column: a row that has keys is refused
         args.probabilities = args.columns ? static_cast<float*>(probabilities->mutable_data_ptr()) : &nothing;

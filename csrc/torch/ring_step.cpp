@@ -1,4 +1,5 @@
 #include "page_table.h"
+#include "rows.h"
 
 namespace {
 
@@ -42,12 +43,14 @@ std::tuple<Tensor, Tensor> ring_step_(const Tensor& given_queries, const Tensor&
                                       const std::optional<Tensor>& given_alpha, const std::optional<Tensor>& given_cos,
                                       const std::optional<Tensor>& given_sin, int64_t window, int64_t sinks,
                                       bool chunked, bool own, int64_t neuron, double factor, double shift,
-                                      double margin, double scale, const std::optional<Tensor>& sink_logits, double softcap) {
+                                      double margin, double scale, const std::optional<Tensor>& sink_logits, double softcap,
+                                      std::optional<Tensor> key_scales, std::optional<Tensor> value_scales) {
     Changed changed = {{"k_ring", &k_ring}, {"v_ring", &v_ring}, {"places", &places}};
     for (const auto& [name, x] : {std::pair{"k_far", &k_far}, {"v_far", &v_far}, {"marks", &marks},
                                   {"k_pages", &k_pages}, {"v_pages", &v_pages}, {"block_table", &block_table},
                                   {"lengths", &lengths}, {"refs", &refs}, {"free_pages", &free_pages},
-                                  {"free_count", &free_count}}) {
+                                  {"free_count", &free_count}, {"key_scales", &key_scales},
+                                  {"value_scales", &value_scales}}) {
         if (x->has_value()) changed.add(name, **x);
     }
     const Tensor queries = changed.apart(given_queries), keys = changed.apart(given_keys);
@@ -78,9 +81,11 @@ std::tuple<Tensor, Tensor> ring_step_(const Tensor& given_queries, const Tensor&
     if (marks.has_value()) check_array(*marks, k_ring, ScalarType::Bool, {R, capacity}, "marks");
     if (alpha.has_value()) check_array(*alpha, k_ring, ScalarType::Float, {B, Hkv, 1}, "alpha");
     kvc_page_table table = {};
+    kvc_rows stored = {};
     table.P = 1;
     KVC_CHECK(block_table.has_value() || !(lengths.has_value() || refs.has_value() || free_pages.has_value() ||
-                                           free_count.has_value() || k_pages.has_value() || v_pages.has_value()),
+                                           free_count.has_value() || k_pages.has_value() || v_pages.has_value() ||
+                                           key_scales.has_value() || value_scales.has_value()),
               "block_table must come with the rest of a table, k_pages and v_pages");
     if (block_table.has_value()) {
         KVC_CHECK(lengths && refs && free_pages && free_count && k_pages && v_pages && marks && k_pages->dim() == 3,
@@ -90,8 +95,12 @@ std::tuple<Tensor, Tensor> ring_step_(const Tensor& given_queries, const Tensor&
         check_device(*block_table, k_ring, "block_table");
         table = table_of(*block_table, *lengths, *refs, *free_pages, *free_count, P);
         KVC_CHECK(table.R == R, "block_table must have ", R, " rows, got ", table.R);
-        check_array(*k_pages, k_ring, k_ring.scalar_type(), {table.pages, P, D}, "k_pages");
-        check_array(*v_pages, k_ring, k_ring.scalar_type(), {table.pages, P, D}, "v_pages");
+        stored = rows_of(*k_pages, *v_pages, key_scales, value_scales, k_ring, table.pages, table.pages, D);
+        KVC_CHECK(stored.key_scales || k_pages->scalar_type() == k_ring.scalar_type(), "k_pages must have the dtype of k_ring");
+        stored.keys = k_pages->mutable_data_ptr(), stored.values = v_pages->mutable_data_ptr();
+        if (key_scales.has_value()) {
+            stored.key_scales = key_scales->mutable_data_ptr(), stored.value_scales = value_scales->mutable_data_ptr();
+        }
     }
     const rotation turns = rotation_of(cos, sin, k_ring);
     Tensor out = torch::stable::new_empty(queries, {B, Hq, 1, D});
@@ -105,8 +114,7 @@ std::tuple<Tensor, Tensor> ring_step_(const Tensor& given_queries, const Tensor&
         .k_ring = k_ring.mutable_data_ptr(), .v_ring = v_ring.mutable_data_ptr(),
         .k_far = sinks ? slots_of(k_far, k_ring, sinks, "k_far") : nullptr,
         .v_far = sinks ? slots_of(v_far, k_ring, sinks, "v_far") : nullptr,
-        .k_pages = table.R ? k_pages->mutable_data_ptr() : nullptr,
-        .v_pages = table.R ? v_pages->mutable_data_ptr() : nullptr,
+        .rows = stored,
         .table = table,
         .places = ints(places),
         .base = int_array(base, k_ring, {B, 1}, "base"),
@@ -139,4 +147,5 @@ KVC_REGISTER(ring_step_,
              "Tensor(h!)? v_pages, Tensor(i!)? block_table, Tensor(j!)? lengths, Tensor(k!)? refs, "
              "Tensor(l!)? free_pages, Tensor(m!)? free_count, Tensor? base, Tensor? alpha, Tensor? cos, Tensor? sin, "
              "int window, int sinks, bool chunked, bool own, int neuron, float factor, float shift, float margin, "
-             "float scale, Tensor? sink_logits, float softcap) -> (Tensor, Tensor)")
+             "float scale, Tensor? sink_logits, float softcap, Tensor(n!)? key_scales=None, "
+             "Tensor(o!)? value_scales=None) -> (Tensor, Tensor)")

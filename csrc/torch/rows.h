@@ -34,7 +34,6 @@ inline kvc_rows rows_of(const Tensor& k_pages, const Tensor& v_pages, const std:
     if (!key_scales.has_value()) return rows;
     check_array(*key_scales, like, ScalarType::Half, {k_pages.size(0), P}, "key_scales");
     check_array(*value_scales, like, ScalarType::Half, {v_pages.size(0), P}, "value_scales");
-    KVC_CHECK(on_cpu(like), "key_scales: rows of codes are of the CPU so far");
     rows.key_scales = const_cast<void*>(key_scales->const_data_ptr());
     rows.value_scales = const_cast<void*>(value_scales->const_data_ptr());
     return rows;

@@ -190,13 +190,6 @@ class CompressedCache(Repeats, Generation, PassCache):
                 self.layers[index] = self._layer(index, self.layers[:index], found.window, found.chunk)
         for number, layer in enumerate(self.compressing):
             layer.number = number
-        if self.pool_settings.dtype is not None:
-            devices = {parameter.device.type for parameter in decoder.parameters()} - {"cpu", "meta"}
-            if devices:
-                raise ValueError(
-                    f"dtype must be None on {', '.join(sorted(devices))}, got {self.pool_settings.dtype!r}: codes of 8 "
-                    "and 4 bits have kernels on the CPU only"
-                )
         self.check_layers(decoder, facts)
         self.facts = facts
         self._measure(facts, next(x.element_size() for x in decoder.parameters() if x.is_floating_point()))

@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from ..caches.converted import ConvertedCache
+from ..checks import need
 from .config import DMCConfig
 from .dms import DMSLayer
 from .layer import DecidingLayer
@@ -24,8 +25,8 @@ class DMCCache(ConvertedCache):
     or batches.
 
     config: the converted model's config. chunk_size: tokens that `prefill` reads at a time, None = the whole prompt.
-    track: remember all decisions, for decisions(). page_size, max_pages, grow: see PoolSettings; a decoded token
-    needs room for the case that every head keeps it. Beside pages a row has its newest entry's sums in float32 (DMC),
+    track: remember all decisions, for decisions(). page_size, max_pages, grow, dtype (of DMS alone): see PoolSettings;
+    a decoded token needs room for the case that every head keeps it. Beside pages a row has its newest entry's sums in float32 (DMC),
     or the newest tokens (DMS).
     A prompt of several chunks that finds no page leaves the cache incomplete: reset() it.
     Raises ValueError for settings out of range and for a config that is not of a converted model, or of one that is
@@ -42,11 +43,16 @@ class DMCCache(ConvertedCache):
         page_size: int = 16,
         max_pages: int | None = None,
         grow: str = "double",
+        dtype: str | None = None,
         chunk_size: int | None = None,
         track: bool = False,
     ) -> None:
         self.track = track
-        super().__init__(config, page_size, max_pages, grow, chunk_size)
+        super().__init__(config, page_size, max_pages, grow, chunk_size, dtype)
+        need(
+            dtype is None or self.dmc.mode == "dms",
+            f"dtype must be None with DMC, whose newest entry is averaged on, got {dtype!r}: DMS takes it",
+        )
         if self.dmc.neuron_scale > 0:
             raise ValueError(
                 f"config.kvcompress has neuron_scale {self.dmc.neuron_scale}: the model is still being annealed and "

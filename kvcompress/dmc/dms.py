@@ -42,9 +42,9 @@ class DMSLayer(DecidingLayer):
             k_pages, v_pages = (None, None) if table is None else (pool.k_pages, pool.v_pages)
             return ops.ring_step_(
                 queries, keys, values, k_ring, v_ring, places, window=self.size, own=self.own, marks=marks, alpha=alpha,
-                k_pages=k_pages, v_pages=v_pages, table=table, base=None if offsets is None else -offsets,
-                neuron=self.neuron, factor=config.dms_scale, shift=config.shift, margin=config.decision_margin, cos=cos,
-                sin=sin, **softmax.options,
+                k_pages=k_pages, v_pages=v_pages, table=table, **({} if table is None else pool.scales),
+                base=None if offsets is None else -offsets, neuron=self.neuron, factor=config.dms_scale,
+                shift=config.shift, margin=config.decision_margin, cos=cos, sin=sin, **softmax.options,
             )[0]  # fmt: skip
 
         # until a sequence's ring is full nothing leaves, and there are no pages

@@ -120,7 +120,7 @@ def recommend(
     own = CacheSpec.kind_of(model.config)
     need(own is None, f"model must be one that is not converted, got one of {own}, whose cache is its own")
     need(pieces >= 1, f"pieces must be at least 1, got {pieces}")
-    specs = [CacheSpec.parse(cache) for cache in dict.fromkeys((*candidates(model.device), *caches))]
+    specs = [CacheSpec.parse(cache) for cache in dict.fromkeys((*CANDIDATES, *caches))]
     framing = framing_of(tokenizer, raw)
     measure = quotes_measure(framing, text, _length(framing, text, tokens, model), SCORED, pieces)
     reader = Reader(model, tokenizer, CacheSpec(DENSE, {}))
@@ -151,14 +151,6 @@ def recommend(
     found.sort(key=lambda candidate: Mean(candidate.lost(dense)).value)
     chosen, reason = choice(found, dense)
     return Recommendation(dense, tuple(found), chosen, *about, reason, refused)
-
-
-def candidates(device: torch.device) -> list[str]:
-    """Codes of 8 bits hold twice the tokens in the same bytes, which lost less at each size (docs/results/pruning.md);
-    where there are no kernels for them, the same caches in the model's dtype."""
-    if device.type == "cpu":
-        return [*CANDIDATES]
-    return [cache.replace(",dtype=int8", "") for cache in CANDIDATES if not cache.startswith("quantized")]
 
 
 def choice(candidates: Sequence[Candidate], dense: Candidate) -> tuple[Candidate, str]:
@@ -231,7 +223,7 @@ def run_recommend(
     words = Files(text).text
     set_verbosity_error()
     loaded, tokenizer = load(model, device, dtype)
-    whole = (pieces + 2) * (1 + len({*candidates(loaded.device), *caches}))
+    whole = (pieces + 2) * (1 + len({*CANDIDATES, *caches}))
     with telling(whole, unit="readings", console=Console(stderr=True)) as told:
         found = recommend(
             loaded, tokenizer, words, keep=keep, tokens=tokens, pieces=pieces, caches=caches, raw=raw, told=told

@@ -67,8 +67,8 @@ class GatedCache(CompressedCache):
     (0.25, "25%" or "1/4"; 1.0: all). threshold: the logarithm under which a token goes, instead of keep. window: newest
     tokens that always stay, at least 1. num_sink_tokens: first ones that do; the very first does in any case.
     chunk_size: tokens that `prefill` reads at a time, None = the whole prompt. track: remember all decisions, for
-    kept_positions(). page_size, max_pages, grow: see PoolSettings; a decoded token needs room for the case that every
-    head keeps it.
+    kept_positions(). page_size, max_pages, grow, dtype: see PoolSettings; a decoded token needs room for the case that
+    every head keeps it, and is rounded to codes as the window leaves it.
     A prompt of several chunks that finds no page leaves the cache incomplete: reset() it.
     Raises ValueError for settings out of range, for gates of another model, and for layers that read others' keys,
     whose keys and values differ in size, or whose keys are normed behind their rotation.
@@ -90,6 +90,7 @@ class GatedCache(CompressedCache):
         page_size: int = 16,
         max_pages: int | None = None,
         grow: str = "double",
+        dtype: str | None = None,
         chunk_size: int | None = None,
         track: bool = False,
     ) -> None:
@@ -113,7 +114,7 @@ class GatedCache(CompressedCache):
                 )
             self.threshold = self.gates.threshold(float(share)) if share < 1 else -_LARGEST
         self.keep, self.window, self.num_sink_tokens, self.track = keep, window, num_sink_tokens, track
-        self.pool_settings, self.chunk_size = PoolSettings(page_size, max_pages, grow), chunk_size
+        self.pool_settings, self.chunk_size = PoolSettings(page_size, max_pages, grow, dtype), chunk_size
         super().__init__(config)
 
     def _new_layer(self, index: int, number: int) -> GatedLayer:

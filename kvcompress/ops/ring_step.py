@@ -27,6 +27,7 @@ from .explained import explained_by, need_one_device
 from .native import MAX_HEAD_DIM, native
 from .paged_step import NO_STEP_GRADIENT, need_parts
 from .pages import PageTable, need_table
+from .quantize import need_pages
 
 NO_TABLE = (None,) * len(PageTable._fields)
 
@@ -38,7 +39,8 @@ def _check(
     sinks: int = 0, chunked: bool = False, k_far: Tensor | None = None, v_far: Tensor | None = None,
     base: Tensor | None = None, marks: Tensor | None = None, alpha: Tensor | None = None,
     k_pages: Tensor | None = None, v_pages: Tensor | None = None, table: PageTable | None = None,
-    neuron: int | None = None, cos: Tensor | None = None, sin: Tensor | None = None, **others: object,
+    key_scales: Tensor | None = None, value_scales: Tensor | None = None, neuron: int | None = None,
+    cos: Tensor | None = None, sin: Tensor | None = None, **others: object,
 ) -> None:  # fmt: skip
     """ValueError or TypeError for the first argument of ring_step_ that is wrong."""
     if not isinstance(k_ring, Tensor) or k_ring.ndim != 3 or k_ring.dtype not in FLOATS:
@@ -77,8 +79,9 @@ def _check(
     for name, x in whole.items():
         if not x.is_contiguous():
             raise ValueError(f"{name} must be contiguous")
-    if table is not None or k_pages is not None or v_pages is not None:
-        need_far_pages(table, k_pages, v_pages, k_ring, marks)
+    given = (table, k_pages, v_pages, key_scales, value_scales)
+    if any(x is not None for x in given):
+        need_far_pages(*given, k_ring, marks)
     need(not (sinks and (chunked or table is not None)), f"sinks must be 0 with chunks or pages, got {sinks}")
     need(not (chunked and table is not None), "chunked must be False with pages, got True")
     if cos is not None or sin is not None:
@@ -106,6 +109,8 @@ def ring_step_(
     k_pages: Tensor | None = None,
     v_pages: Tensor | None = None,
     table: PageTable | None = None,
+    key_scales: Tensor | None = None,
+    value_scales: Tensor | None = None,
     neuron: int | None = None,
     factor: float = 1.0,
     shift: float = 5.0,
@@ -128,7 +133,8 @@ def ring_step_(
     their values, written too: those that have left the window; for them the query stands at window.
     marks: contiguous bool [R, capacity], written: whether alpha, float32 [B, Hkv, 1], is above 1/2; alpha None =
     dmc_decisions(keys[..., neuron], factor, shift, margin, hard=True).hard. k_pages, v_pages, table: as in paged_step_;
-    a token that leaves the ring is appended there if the one after it (own: it itself, and a first token never is) is
+    key_scales, value_scales: as in decode, changed in place too, where pages hold codes.
+    A token that leaves the ring is appended there if the one after it (own: it itself, and a first token never is) is
     not marked, and queries see all of a row's pages. neuron: the coordinate of queries and keys that is 0 in attention,
     negative from the end; None = none.
     cos, sin: float32 [T, rotary_dim/2]; None = nothing is rotated. scale, softcap, sink_logits: as in decode.
@@ -151,22 +157,30 @@ def ring_step_(
         NO_GRADIENT, (queries, keys, values), native.ring_step_, dense_last(queries), dense_last(keys),
         dense_last(values), k_ring, v_ring, places, k_far, v_far, marks, k_pages, v_pages, *(table or NO_TABLE),
         dense(base), dense(alpha), dense(cos), dense(sin), window, sinks, chunked, own, place, factor, shift, margin,
-        need_scale(scale, D), need_sink_logits(sink_logits, Hq, queries), need_softcap(softcap),
+        need_scale(scale, D), need_sink_logits(sink_logits, Hq, queries), need_softcap(softcap), key_scales, value_scales,
     )  # fmt: skip
 
 
 def need_far_pages(
-    table: PageTable | None, k_pages: Tensor | None, v_pages: Tensor | None, k_ring: Tensor, marks: Tensor | None
-) -> None:
+    table: PageTable | None, k_pages: Tensor | None, v_pages: Tensor | None, key_scales: Tensor | None,
+    value_scales: Tensor | None, k_ring: Tensor, marks: Tensor | None,
+) -> None:  # fmt: skip
     """Pages of rows like the rings', which come with marks."""
     if table is None or k_pages is None or v_pages is None or marks is None:
         raise ValueError("k_pages, v_pages, marks and table must be given together, or only marks, or none")
     need_table(table)
-    need_float("k_pages", k_pages, 3, "[pages, P, D]")
-    (R, _, D), dtype, P = k_ring.shape, k_ring.dtype, k_pages.shape[1]
+    (R, _, D), dtype, device, pages = k_ring.shape, k_ring.dtype, k_ring.device, table.refs.shape[0]
+    coded = key_scales is not None or value_scales is not None
+    if coded:
+        need_pages(k_pages, v_pages, key_scales, value_scales, D, pages)
+        need_device(k_ring, key_scales=key_scales, value_scales=value_scales)
+    else:
+        need_float("k_pages", k_pages, 3, "[pages, P, D]")
+    P = k_pages.shape[1]
     need(P > 0 and P & (P - 1) == 0, f"k_pages must have a page size that is a power of two, got {P}")
-    pages = (table.refs.shape[0], P, D)
-    need_parts(k_ring.device, ("k_pages", k_pages, dtype, pages), ("v_pages", v_pages, dtype, pages))
+    kinds, widths = ((torch.int8, v_pages.dtype), (D, v_pages.shape[-1])) if coded else ((dtype, dtype), (D, D))
+    for name, x, kind, width in zip(("k_pages", "v_pages"), (k_pages, v_pages), kinds, widths, strict=True):
+        need_parts(device, (name, x, kind, (pages, P, width)))
     need_device(k_ring, table=table.refs)
     need(table.block_table.shape[0] == R, f"table must have {R} rows, got {table.block_table.shape[0]}")
 

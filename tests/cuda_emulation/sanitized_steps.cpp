@@ -187,7 +187,7 @@ void run_ring_step(int64_t D, int64_t Hq, ring kind, kvc_dtype dtype, int steps)
     args.sink_logits = logits.floats(), args.chunked = kind == ring::window, args.decision_scale = 1.0f;
     if (kind == ring::apart) args.k_far = k_far.bytes.get(), args.v_far = v_far.bytes.get();
     if (kind == ring::pages) {
-        args.k_pages = k_pages.bytes.get(), args.v_pages = v_pages.bytes.get(), args.marks = marks.get(), args.neuron = 0;
+        args.rows = rows_of(k_pages, v_pages, dtype), args.marks = marks.get(), args.neuron = 0;
         args.table = {table.data(), lengths.data(), refs.data(), free_pages.data(), free_count.data(), R, blocks, P, pages};
         args.decision_shift = INFINITY;  // nothing is marked: all that leaves is kept
     }

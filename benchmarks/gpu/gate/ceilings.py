@@ -71,7 +71,21 @@ WORK = (
     # q, dout, k, v in, dq out; logits, dp, dq
     Work("attention_backward", "queries_kernel<bf16, 128, false>", 3 * QUERY_ROWS + 2 * KEY_ROWS, 6 * D * PAIRS, "L2"),
     # keys and values once; each meets the G = 4 query heads of its own
-    Work("decode", "pieces_mma_kernel<bf16, 128, false, false>", 2 * Hkv * KEYS * D * SIZE, 4 * D * Hq * KEYS),
+    Work(
+        "decode", "pieces_mma_kernel<bf16, 128, (stored)0, false, false>", 2 * Hkv * KEYS * D * SIZE, 4 * D * Hq * KEYS
+    ),
+    # the same as codes with a scale each, of 8 bits and with values of 4
+    Work(
+        "decode", "pieces_mma_kernel<bf16, 128, (stored)1, false, false>", 2 * Hkv * KEYS * (D + 2), 4 * D * Hq * KEYS
+    ),
+    Work(
+        "decode",
+        "pieces_mma_kernel<bf16, 128, (stored)2, false, false>",
+        Hkv * KEYS * (D + D // 2 + 4),
+        4 * D * Hq * KEYS,
+    ),
+    # tokens in, codes and scales out
+    Work("quantize", "quantize_kernel", Hkv * T * (D * SIZE + D + 2), 0),
     # scores of all queries (Replay): queries and keys, 2*D per pair in each pass; what comes to a block is from L2
     Work("score_mma", "statistics_kernel<bf16, true, false>", QUERY_ROWS + KEY_ROWS, 2 * D * PAIRS, "L2"),
     Work("score_mma", "columns_kernel<bf16, true, false>", QUERY_ROWS + KEY_ROWS, 2 * D * PAIRS, "L2"),

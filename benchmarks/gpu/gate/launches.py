@@ -66,6 +66,39 @@ def pages_of(table: ops.PageTable, page: int, D: int, dtype: torch.dtype) -> lis
     return [torch.empty(table.refs.shape[0], page, D, dtype=dtype) for _ in range(2)]
 
 
+def codes_of(table: ops.PageTable, page: int, D: int, values: int) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Pages of codes, of 8 bits and `values`, and their scales."""
+    pages = table.refs.shape[0]
+    keys = torch.empty(pages, page, D, dtype=torch.int8)
+    kind = torch.int8 if values == 8 else torch.uint8
+    scales = {name: torch.empty(pages, page, dtype=torch.float16) for name in ("key_scales", "value_scales")}
+    return [keys, torch.empty(pages, page, D * values // 8, dtype=kind)], scales
+
+
+def code_calls(dtype: torch.dtype, D: int) -> Iterator[tuple[str, Callable[[], object]]]:
+    """Of rows of codes; D is even."""
+    tail, half = f"{str(dtype)[6:]}/{D}", floats(4096, D // 2)
+    new = torch.empty(1, 2, 100, D, dtype=dtype)
+    for kind in ("int8", "int4"):
+        yield f"quantize/{tail}", lambda k=kind: ops.dequantize(*ops.quantize(new, k), k, dtype)
+    for bits, batch in itertools.product((8, 4), (1, 200)):
+        table = table_of(2 * batch, 8)
+        pages, scales = codes_of(table, 16, D, bits)
+        x, one = torch.empty(batch, 2, 1, D, dtype=dtype), torch.empty(batch, 8, 1, D, dtype=dtype)
+        yield (
+            f"paged_step/codes/{tail}",
+            lambda p=pages, s=scales, t=table, x=x, q=one: ops.paged_step_(q, x, x, *p, t, cos=half, sin=half, **s),
+        )
+        for cap, heads in itertools.product((None, 20.0), (2, 16)):
+            queries = torch.empty(batch, heads, 1, D, dtype=dtype)
+            yield (
+                f"decode/codes/{tail}",
+                lambda p=pages, s=scales, t=table, q=queries, c=cap: ops.decode(
+                    q, *p, t.lengths, block_table=t.block_table, softcap=c, **s
+                ),
+            )
+
+
 def odd(x: Tensor) -> Tensor:
     """The same shape at an address that is no multiple of 16."""
     return torch.empty(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape)
@@ -97,9 +130,11 @@ def calls() -> Iterator[tuple[str, Callable[[], object]]]:
         yield f"dmc_decisions/{name}", lambda x=logits: ops.dmc_decisions(x)
         yield f"dmc_importance/{name}", lambda x=logits: ops.dmc_importance(x, 2)
         yield "dmc_mask", lambda x=gates[0]: ops.dmc_mask(x)
+        yield from code_calls(dtype, 302)  # of heads beyond 256 that are no whole bytes of 16
         for D in (*HEAD_DIMS, 33, 300):
             wide = "" if D in HEAD_DIMS else "/odd"
             tail = f"{name}/{D}{wide}"
+            yield from code_calls(dtype, D + D % 2)
 
             def make(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
                 return torch.empty(shape, dtype=dtype)

@@ -25,16 +25,18 @@ from benchmarks.common import Row
 from benchmarks.gpu.measure.turns import Work, device, on_gpu, recorded, seconds
 from benchmarks.speed.parts.caches import keep
 from benchmarks.speed.parts.layers import adopt, fill
-from kvcompress import CacheSpec, CompressedCache, DMCCache, PrunedCache, QuestCache, StepGraph, prefill
+from kvcompress import CacheSpec, CompressedCache, DMCCache, PrunedCache, QuantizedCache, QuestCache, StepGraph, prefill
+from kvcompress.caches.formats import FORMATS
 from kvcompress.dmc import DMCConfig
 from kvcompress.pruners import SnapKV
 
 Result = TypeVar("Result")
 DTYPE = torch.bfloat16
-KINDS = ("dense", "pruned4", "quest", "dmc4")
+KINDS = ("dense", "int8", "k8v4", "pruned4", "quest", "dmc4")
 SHARES = (1, 1 / 2, 1 / 8, 1 / 16, 1 / 16, 1 / 16, 1 / 16, 1 / 8)  # of the tokens, as AdaKV divides them; mean 1/4
 PROMPTS = {
     "dense": "pruned,pruner=snapkv,keep=1.0",
+    "int8": "quantized,dtype=int8",
     "snapkv": "pruned,pruner=snapkv,keep=0.25",
     "replay": "pruned,pruner=replay,keep=0.25,budget=globaltopk",
     "kvzip": "pruned,pruner=kvzip,keep=0.25,budget=globaltopk",
@@ -109,7 +111,12 @@ def filled(model: LlamaForCausalLM, kind: str, T: int, B: int) -> CompressedCach
         shares = SHARES if kind == "pruned4" else (1,)
         keep(cache, B, T, [int(T * shares[h % len(shares)]) for h in range(Hkv)], drawn)
         return cache
-    cache = DMCCache(model.config) if kind == "dmc4" else QuestCache(model.config, token_budget=T // 4, dense_layers=0)
+    if kind in FORMATS:
+        cache = QuantizedCache(model.config, kind)
+    elif kind == "dmc4":
+        cache = DMCCache(model.config)
+    else:
+        cache = QuestCache(model.config, token_budget=T // 4, dense_layers=0)
     adopt(cache, model)
     fill(cache, B, T, decided if kind == "dmc4" else drawn, Hq)
     return cache

@@ -1,7 +1,8 @@
-"""Single ops: decode, decode_shared, scores and attention, each beside a peer, and how near to the ceiling."""
+"""Single ops: decode, of codes too, decode_shared, scores and attention, each beside a peer, and how near the ceiling."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ import torch
 from benchmarks.common import COLD_NBYTES, Row, visible
 from benchmarks.gpu.measure.turns import alternate, copy_bandwidth, device, product_rate
 from kvcompress import ops
+from kvcompress.caches.formats import FORMATS
 
 HQ, HKV, D, PAGE, W = 32, 8, 128, 64, 64
 BF16, F32 = torch.bfloat16, torch.float32
@@ -114,6 +116,45 @@ def decode_rows(size: str) -> Iterator[Row]:
             note = f"{moved / seconds / 1e9:.0f} GB/s"
             peer_name = "decode, the same pages"
             yield Row(f"{kind}/{name}", seconds, times[1], peer_name, moved / seconds / bandwidth, moved, note)
+
+
+def code_rows(size: str) -> Iterator[Row]:
+    """Decoding over rows of codes, beside our own bfloat16 in pages; and tokens that become codes."""
+    bandwidth = copy_bandwidth(COLD_NBYTES[size])
+    for dtype, B, T in SIZES[size].decode:
+        if dtype != BF16:
+            continue
+        R, drawn = B * HKV, [torch.randn(B * HKV, T, D, device=device(), dtype=BF16) for _ in range(2)]
+        queries = torch.randn(B, HQ, 1, D, device=device(), dtype=BF16)
+        end = torch.full((R,), T, dtype=torch.int32, device=device())
+        plain = 2 * R * T * D * BF16.itemsize
+        copies = max(1, -(-COLD_NBYTES[size] // plain) * 4)
+        k_pages, v_pages, table = pages_of(*drawn, PAGE)
+        pages: dict[str, list[tuple[torch.Tensor, ...]]] = {"bfloat16": [(k_pages, v_pages)]}
+        for kind, (of_keys, of_values) in FORMATS.items():
+            k, v = ops.quantize(k_pages, of_keys), ops.quantize(v_pages, of_values)
+            pages[kind] = [(k[0], v[0], k[1], v[1])]
+        for first in pages.values():  # so many that none is left in a cache when its turn comes
+            first += [tuple(x.clone() for x in first[0]) for _ in range(copies - 1)]
+        turn = itertools.cycle(range(copies))
+
+        def over(kind, queries=queries, pages=pages, end=end, table=table, turn=turn):
+            k_pages, v_pages, *scales = pages[kind][next(turn)]
+            named = dict(zip(("key_scales", "value_scales"), scales, strict=False))
+            return ops.decode(queries, k_pages, v_pages, end, block_table=table, **named)
+
+        times = alternate(SIZES[size].repeats, *(functools.partial(over, kind) for kind in pages))
+        for kind, seconds in zip(FORMATS, times[1:], strict=True):
+            moved = sum(x.nbytes for x in pages[kind][0])
+            note = f"{moved / seconds / 1e9:.0f} GB/s; {times[0] / seconds:.2f}x our bfloat16"
+            name = f"decode/{kind}/T{T}/B{B}"
+            yield Row(
+                name, seconds, times[0], f"decode/paged{PAGE}, bfloat16", moved / seconds / bandwidth, moved, note
+            )
+        (seconds,) = alternate(SIZES[size].repeats, functools.partial(ops.quantize, k_pages, "int8"))
+        moved = k_pages.nbytes + pages["int8"][0][0].nbytes + pages["int8"][0][2].nbytes
+        note = f"{moved / seconds / 1e9:.0f} GB/s"
+        yield Row(f"quantize/int8/T{T}/B{B}", seconds, None, None, moved / seconds / bandwidth, moved, note)
 
 
 def turn_rows(size: str) -> Iterator[Row]:

@@ -1,0 +1,35 @@
+// Rows of any format as kernels that append to them meet them: a page's slots copied, a token stored. By a warp.
+#pragma once
+#include "codes.cuh"
+#include "step.cuh"
+
+namespace {
+
+// What a row keeps of a page that it shared: the first `slots` slots of keys, values and their scales.
+__device__ inline void copy_shared(const kvc_page_table& table, const kvc_rows& rows, int32_t from, int32_t to, int64_t slots,
+                                   int64_t D) {
+    const int64_t key_bytes = stores_codes(rows) ? D : bytes_of(static_cast<kvc_dtype>(rows.format)) * D;
+    copy_slots(table, from, to, slots, rows.keys, key_bytes);
+    copy_slots(table, from, to, slots, rows.values, rows.format == KVC_FORMAT_K8V4 ? D / 2 : key_bytes);
+    if (stores_codes(rows))
+        for (void* scales : {rows.key_scales, rows.value_scales}) copy_slots(table, from, to, slots, scales, sizeof(f16));
+}
+
+// Key and value as codes at slot `place`. key, value: element d of each, as float.
+template <class Key, class Value>
+__device__ inline void store_codes(const kvc_rows& rows, int64_t place, int64_t D, Key key, Value value) {
+    const int lane = threadIdx.x % 32, size = static_cast<int>(D), bits = rows.format == KVC_FORMAT_K8V4 ? 4 : 8;
+    with_elements(D, [&](auto& x) {
+        constexpr int EACH = static_cast<int>(sizeof x / sizeof(float));
+        KVC_UNROLL
+        for (int i = 0; i < EACH; i++)
+            if (32 * i + lane < size) x[i] = key(32 * i + lane);
+        quantize_vector(x, size, 8, static_cast<int8_t*>(rows.keys) + place * D, static_cast<f16*>(rows.key_scales) + place);
+        KVC_UNROLL
+        for (int i = 0; i < EACH; i++) x[i] = 32 * i + lane < size ? value(32 * i + lane) : 0.0f;
+        quantize_vector(x, size, bits, static_cast<uint8_t*>(rows.values) + place * (D * bits / 8),
+                        static_cast<f16*>(rows.value_scales) + place);
+    });
+}
+
+}  // namespace

@@ -1,6 +1,6 @@
 // The pieces of decode.cu on tensor cores: 16-bit queries and caches.
 #pragma once
-#include "decode_pieces.cuh"
+#include "decode_join.cuh"
 
 namespace {
 
@@ -29,7 +29,7 @@ static_assert(sizeof(mma_shared<bf16, 128>) + 1024 <= 228 * 1024 / 3, "three blo
 // the first one of the block's next piece, whose pages and queries wait in registers until then: a block never waits for
 // a table, a page number and a key in a row, but at its first piece.
 template <class T, int MAX_D, bool PROBABILITIES, bool CAPPED>
-__global__ __launch_bounds__(THREADS, MAX_D > 128 ? 1 : 3) void pieces_mma_kernel(const kvc_decode_args a, const plan p, const scratch s) {
+__global__ __launch_bounds__(THREADS, MAX_D > 128 ? 1 : MAX_D > 64 ? 3 : 4) void pieces_mma_kernel(const kvc_decode_args a, const plan p, const scratch s) {
     using memory = mma_shared<T, MAX_D>;
     constexpr int PITCH = memory::PITCH, N = MAX_D / 8, CHUNKS = MAX_D / 8;  // a chunk: 16 bytes
     constexpr int KEYS = PIECE / THREADS, ROWS = THREADS / CHUNKS, PARTS = MMA_QUERIES / ROWS;  // of a thread
@@ -225,6 +225,7 @@ __global__ __launch_bounds__(THREADS, MAX_D > 128 ? 1 : 3) void pieces_mma_kerne
             both.y = sum;
             if (d == 0) s.statistics[at] = both;
         }
+        if constexpr (!PROBABILITIES) join_behind<4, MAX_D <= 64 ? 8 : 16>(a, p, s, piece);
         if (!more) return;
         // No barrier: what is read here is written again behind the next piece's first one
         item = following;

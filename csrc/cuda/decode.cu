@@ -7,7 +7,8 @@
 // Even work: rows are cut into pieces of up to PIECE keys from their own beginning (so that a query's bits depend on its own
 // row only). plan_kernel lists the pieces on the device: nothing waits for the host, and the grids depend on sizes
 // only, so that a step can be captured in a CUDA graph. As many blocks as fit on the device take the pieces in turns:
-// one long row among short ones keeps all of them busy. join_kernel adds up a row's pieces in their order.
+// one long row among short ones keeps all of them busy. The block that finishes a row's last piece adds them up in their
+// order (decode_join.cuh); of many queries, or where probabilities are wanted, join_kernel does, with the same bits.
 //
 // Bytes on their way: H200 reads 4.8 TB/s at about 0.8 us of latency, 3.8 MB or 29 KB per multiprocessor; A100 2 TB/s,
 // 13 KB. pieces_mma_kernel (16-bit) copies STAGE keys and values ahead by cp.async: 32 KB per block at D = 128, and
@@ -176,7 +177,7 @@ __global__ __launch_bounds__(THREADS, 1) void pieces_kernel(const kvc_decode_arg
 
 // A block for each row and query, where the pieces' kernel has joined nothing.
 template <bool PROBABILITIES>
-__global__ __launch_bounds__(JOIN_THREADS) void join_kernel(const kvc_decode_args a, const plan p, const scratch s) {
+__global__ __launch_bounds__(JOIN_THREADS, 1) void join_kernel(const kvc_decode_args a, const plan p, const scratch s) {
     constexpr int WARPS_HERE = JOIN_THREADS / 32;
     const int warp = threadIdx.x / 32, chunks = (static_cast<int>(a.D) + 31) / 32;
     const int64_t row = quotient(blockIdx.x, p.queries), n = remainder_of(blockIdx.x, p.queries);

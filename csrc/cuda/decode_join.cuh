@@ -25,7 +25,8 @@ struct joined {
 };
 
 // A warp: `count` results of a query, statistics and values so far apart. values: of the lane's VEC columns, if it has any
-// (here), AT_ONCE of which it has under way. sink: in base 2. Past what this block's own cache holds: other blocks of the launch have written them.
+// (here), of AT_ONCE results at a time. sink: in base 2. Reads go past the multiprocessor's own cache: other blocks of the
+// launch have written what they are for.
 template <int VEC, int AT_ONCE>
 __device__ inline joined<VEC> join(const float2* statistics, int64_t apart, const float* values, int64_t values_apart,
                                    int count, bool here, float sink) {

@@ -52,7 +52,8 @@ __device__ inline row_share share_of(int warp, int warps, int rows) {
 __device__ inline bool misses_page(const kvc_page_table& table, const int32_t* first, const row_share& own) {
     constexpr unsigned AT_A_TIME = 16;  // entries that a lane has under way
     const unsigned lane = threadIdx.x % 32, stride = 32u * own.parts;
-    bool missing = false;
+    unsigned worst = 0;  // page of any; a negative one is beyond all others
+    bool any = false;
     for (int row = own.first; row < table.R; row += own.stride) {
         const int64_t length = table.lengths[row], from = first && first[row] > 0 ? quotient(first[row], table.P) : 0;
         const bool fits = length >= 0 && length <= table.blocks * table.P;
@@ -60,15 +61,18 @@ __device__ inline bool misses_page(const kvc_page_table& table, const int32_t* f
         const int32_t* line = entry(table, row, 0);
         KVC_ROLLED
         for (unsigned block = static_cast<unsigned>(from) + 32 * own.part + lane; block < end; block += AT_A_TIME * stride) {
-            int32_t pages[AT_A_TIME];
+            unsigned pages[AT_A_TIME];
             KVC_UNROLL
-            for (unsigned i = 0; i < AT_A_TIME; i++) pages[i] = block + i * stride < end ? line[block + i * stride] : 0;
+            for (unsigned i = 0; i < AT_A_TIME; i++) {  // past the last one: that once more
+                const unsigned at = block + i * stride;
+                pages[i] = static_cast<unsigned>(line[at < end ? at : end - 1]);
+            }
             KVC_UNROLL
-            for (unsigned i = 0; i < AT_A_TIME; i++)
-                missing |= block + i * stride < end && !page_exists(table, pages[i]);
+            for (unsigned i = 0; i < AT_A_TIME; i++) worst = pages[i] > worst ? pages[i] : worst;
+            any = true;
         }
     }
-    return missing;
+    return any && worst >= table.pages;
 }
 
 // The same of all rows, each thread's part of it, by a whole block.

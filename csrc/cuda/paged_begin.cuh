@@ -1,5 +1,6 @@
 // The block that begins a step of rows that keep their tokens. What it waits for are loads, each of which takes a trip to
-// memory: its longest chain is three of them (length; page of the newest slot; how often that is named), then one barrier.
+// memory: three, one behind the other, where a lane knows a row (length; page of the newest slot; how often that is named),
+// and for 40 heads and 32,768 keys five where a warp rotates two heads and looks at its part of the table; then one barrier.
 //
 // A lane of the last warps (growers) knows a row: how many pages and pieces it takes. Meanwhile the other warps look for
 // missing pages, rotate the queries, whose positions follow from the lengths of before, and lay the new tokens ready. Free

@@ -1,8 +1,8 @@
 // One decoded step of a cache that keeps its tokens: see kvc_paged_step in kvc_step.h.
 //
 // Must move, beside what decode reads: B*S*(2*Hq + 4*Hkv)*D elements, 25 KB for a token of a Llama 3 8B layer. What counts
-// is launches: one block takes the pages, lists decode's pieces and, for a few heads, rotates and stores them; then the two
-// kernels of decode. With many sequences the heads have a launch of their own.
+// is launches: one block takes the pages, lists decode's pieces and, for a few heads, rotates and stores them; then the
+// kernel of decode's pieces. With many sequences the heads have a launch of their own, with many queries the join.
 #include "paged_begin.cuh"
 
 namespace {

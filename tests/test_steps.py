@@ -67,6 +67,8 @@ SHAPES = [  # B, Hq, Hkv, S, D, rotary_dim, page_size
     (4, 32, 8, 1, 64, 64, 16),
     (3, 28, 4, 2, 40, 40, 8),
     (1, 2, 1, 1, 512, 128, 4),
+    (1, 1, 1, 40, 8, 8, 1),  # a row that takes more pages than a warp has lanes
+    (1, 2, 2, 16, 256, 64, 4),  # new tokens that are more than one block lays ready
 ]
 
 
@@ -100,6 +102,18 @@ def test_a_step_is_its_parts_in_turn(backend, shape, dtype):
         same_rows(ours, theirs, backend not in ("emulated", "cuda"))
         same_rows(ours, exact, exact=False)
         check_table(ours[1], P, others)
+
+
+@pytest.mark.parametrize("B", [40, 50])
+def test_a_step_of_many_rows_is_its_parts_in_turn(cuda, B):
+    """320 rows, which the first block knows one by one, and 400, which it does not."""
+    table = random_table(B, B * 8, 4, 1)
+    pages = [torch.randn(len(table.refs), 4, 8) for _ in range(2)]
+    q, k, v = (torch.randn(B, 8, 1, 8) for _ in range(3))
+    ours, theirs = (clones((pages, table)) for _ in range(2))
+    out = ops.paged_step_(q, k, v, *ours[0], ours[1])
+    close(out, in_turn(q, k, v, *theirs), torch.float32)
+    same_rows(ours, theirs, exact=True)
 
 
 @pytest.mark.parametrize(

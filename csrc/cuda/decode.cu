@@ -7,7 +7,8 @@
 // Even work: rows are cut into pieces of up to PIECE keys from their own beginning (so that a query's bits depend on its own
 // row only). plan_kernel lists the pieces on the device: nothing waits for the host, and the grids depend on sizes
 // only, so that a step can be captured in a CUDA graph. As many blocks as fit on the device take the pieces in turns:
-// one long row among short ones keeps all of them busy. join_kernel adds up a row's pieces in their order.
+// one long row among short ones keeps all of them busy. The block that finishes a row's last piece adds them up in their
+// order (decode_join.cuh); of many queries, or where probabilities are wanted, join_kernel does, with the same bits.
 //
 // Bytes on their way: H200 reads 4.8 TB/s at about 0.8 us of latency, 3.8 MB or 29 KB per multiprocessor; A100 2 TB/s,
 // 13 KB. pieces_mma_kernel (16-bit) copies STAGE keys and values ahead by cp.async: 32 KB per block at D = 128, and
@@ -27,6 +28,7 @@
 //
 // pieces_kernel takes the rest: float32 caches, queries of another type, head dims that are no multiple of 16 bytes or
 // above 256, or whose stages do not fit into a block's shared memory.
+#include "decode_list.cuh"
 #include "decode_mma.cuh"
 #include "decode_prefill.cuh"
 #include "resident.cuh"
@@ -166,9 +168,7 @@ __global__ __launch_bounds__(THREADS, 1) void pieces_kernel(const kvc_decode_arg
             }
         }
         __syncthreads();
-        for (int i = threadIdx.x; i < QUERIES * D; i += THREADS) {
-            const int n = i / D, d = i % D;
-            if (first + n >= p.queries) break;
+        const auto join_groups = [&](int n, int d) {
             float all = -INFINITY, sum = 0.0f, value = 0.0f;
             for (int x = 0; x < groups; x++) all = fmaxf(all, m_of[x * QUERIES + n]);
             for (int x = 0; x < groups; x++) {
@@ -176,86 +176,55 @@ __global__ __launch_bounds__(THREADS, 1) void pieces_kernel(const kvc_decode_arg
                 sum += weight * l_of[x * QUERIES + n];
                 value += weight * values_of[(x * QUERIES + n) * D + d];
             }
-            const int64_t at = piece.w * p.queries + first + n;
-            s.values[at * D + d] = value;
             float2 both;
             both.x = all;
             both.y = sum;
-            if (d == 0) s.statistics[at] = both;
+            if (d == 0) s.statistics[piece.w * p.queries + first + n] = both;
+            return value;
+        };
+        if constexpr (HALVES) {  // turned back, a query a warp
+            constexpr int EACH = PER_LANE == FEW_PER_LANE ? 8 : 16;
+            const int own = static_cast<int>(threadIdx.x) % 32;
+            for (int n = static_cast<int>(threadIdx.x) / 32; n < QUERIES && first + n < p.queries; n += WARPS) {
+                float x[EACH] = {};
+                KVC_UNROLL
+                for (int i = 0; i < EACH; i++)
+                    if (32 * i + own < D) x[i] = join_groups(n, 32 * i + own);
+                turn_vector(x, D);
+                KVC_UNROLL
+                for (int i = 0; i < EACH; i++)
+                    if (32 * i + own < D) s.values[(piece.w * p.queries + first + n) * D + 32 * i + own] = x[i];
+            }
+        } else {
+            for (int i = threadIdx.x; i < QUERIES * D; i += THREADS) {
+                const int n = i / D, d = i % D;
+                if (first + n >= p.queries) break;
+                s.values[(piece.w * p.queries + first + n) * D + d] = join_groups(n, d);
+            }
         }
+        if constexpr (!PROBABILITIES) join_behind<(VEC == 1 ? 1 : 4)>(a, p, s, piece);
     }
 }
 
 // ---- the pieces of a row, in their order ----
 
-// Column d's value (of d = D on any) turned by Hadamard's matrix as kvc_turn has it, by a whole block; values of 4 bits were.
-__device__ inline float turn_back(float value, float* columns, int d, int D) {
-    const int block = D & -D;
-    for (int half = 1; half < block; half *= 2) {
-        __syncthreads();
-        if (d < D) columns[d] = value;
-        __syncthreads();
-        if (d < D) value = d & half ? columns[d ^ half] - value : value + columns[d ^ half];
-    }
-    return value / sqrtf(static_cast<float>(block));
-}
-
-// Threads share a query's D columns, `parts` of them each column: part i adds up pieces i, i + parts, ...
+// A block for each row and query, where the pieces' kernel has joined nothing.
 template <bool PROBABILITIES>
-__global__ __launch_bounds__(JOIN_THREADS) void join_kernel(const kvc_decode_args a, const plan p, const scratch s) {
+__global__ __launch_bounds__(JOIN_THREADS, 1) void join_kernel(const kvc_decode_args a, const plan p, const scratch s) {
     constexpr int WARPS_HERE = JOIN_THREADS / 32;
-    __shared__ float of_warp[WARPS_HERE], of_thread[JOIN_THREADS];
-    const int thread = threadIdx.x, columns = p.join_columns, parts = JOIN_THREADS / columns;
+    const int warp = threadIdx.x / 32, chunks = (static_cast<int>(a.D) + 31) / 32;
     const int64_t row = quotient(blockIdx.x, p.queries), n = remainder_of(blockIdx.x, p.queries);
-    const int64_t b = quotient(row, a.Hkv), g = remainder_of(row, a.Hkv);
-    const query q = query_of(a, p, g, n, 0);
-    const int pieces = pieces_of(a, p, row), D = static_cast<int>(a.D), d = thread % columns, part = thread / columns;
-    const float2* statistics = s.statistics + row * p.row_pieces * p.queries + n;
-    const float* values = s.values + (row * p.row_pieces * p.queries + n) * D;
-
-    float top = -INFINITY;
-    for (int i = thread; i < pieces; i += JOIN_THREADS) top = fmaxf(top, statistics[i * p.queries].x);
-    KVC_UNROLL
-    for (int step = 16; step > 0; step /= 2) top = fmaxf(top, __shfl_xor_sync(FULL_WARP, top, step));
-    if (thread % 32 == 0) of_warp[thread / 32] = top;
+    const int pieces = pieces_of(a, p, row), groups = groups_in(pieces);
+    for (int i = warp; groups > 1 && i < groups * chunks; i += WARPS_HERE)
+        join_group<1>(a, p, s, row, pieces, n, i / chunks, i % chunks * 32);
     __syncthreads();
-    KVC_UNROLL
-    for (int w = 0; w < WARPS_HERE; w++) top = fmaxf(top, of_warp[w]);
-    const float of_keys = top, sink = a.sink_logits ? a.sink_logits[q.h] : -INFINITY;
-    top = fmaxf(top, sink * LOG2_E);
-    const float shift = finite_or_0(top);
-    __syncthreads();
-
-    float sum = 0.0f, value = 0.0f;
-    for (int i = thread; i < pieces; i += JOIN_THREADS) {
-        const float2 one = statistics[i * p.queries];
-        sum += exp2f(one.x - shift) * one.y;
-    }
-    KVC_UNROLL
-    for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(FULL_WARP, sum, step);
-    if (thread % 32 == 0) of_warp[thread / 32] = sum;
-    if (d < D)
-        for (int i = part; i < pieces; i += parts)
-            value += exp2f(statistics[i * p.queries].x - shift) * values[i * p.queries * D + d];
-    of_thread[thread] = value;
-    __syncthreads();
-    sum = exp2f(sink * LOG2_E - shift);  // a sink that is NaN shows
-    KVC_UNROLL
-    for (int w = 0; w < WARPS_HERE; w++) sum += of_warp[w];
-    for (int i = 1; part == 0 && i < parts; i++) value += of_thread[i * columns + d];
-    if (a.rows.format == KVC_FORMAT_K8V4) value = turn_back(value, of_thread, part == 0 ? d : D, D);
-    if (part > 0 || d >= D) return;
-    const int64_t at = (b * a.Hq + q.h) * a.S + q.s;
-    store_any(a.out, a.q.dtype, at * D + d, sum == 0.0f ? 0.0f : value / sum);
-    const bool no_key = of_keys == -INFINITY && sum == 1.0f;  // then the sink's own bits
-    if (d == 0) a.lse[at] = sum == 0.0f ? -INFINITY : no_key ? sink : (shift + log2f(sum)) * LN_2;
+    float2 both;
+    both.x = both.y = 0.0f;
+    for (int i = warp; i < chunks; i += WARPS_HERE) both = join_row<1>(a, p, s, row, pieces, n, i * 32);
     if constexpr (PROBABILITIES) {
-        if (d > 0 || pieces == 0) return;
-        // Every thread has read its pieces' statistics: from here on those of the first are the row's
-        float2 both;
-        both.x = shift;
-        both.y = sum;
-        s.statistics[row * p.row_pieces * p.queries + n] = both;
+        __syncthreads();
+        // Every warp has read its pieces' statistics: from here on those of the first are the row's
+        if (threadIdx.x == 0 && pieces > 0) s.statistics[row * p.row_pieces * p.queries + n] = both;
     }
 }
 
@@ -424,7 +393,8 @@ bool fits(const kvc_decode_args& a) {
 extern "C" int64_t kvc_cuda_decode_scratch_bytes(const kvc_decode_args* args) {
     if (!valid(*args) || empty(*args) || !fits(*args)) return 0;
     const plan p = plan_of(*args);
-    const int64_t bytes = p.bytes_list + p.bytes_first + p.bytes_count + p.bytes_statistics + p.bytes_values;
+    const int64_t bytes = p.bytes_list + p.bytes_first + p.bytes_count + p.bytes_statistics + p.bytes_values +
+                          p.bytes_groups + p.bytes_done;
     const int64_t of_prefill = prefill_may_take(*args) ? prefill_scratch_bytes(*args) : 0;
     return bytes > of_prefill ? bytes : of_prefill;
 }
@@ -436,8 +406,10 @@ cudaError_t decode_listed(const kvc_decode_args& a, cudaStream_t stream) {
         const scratch s = scratch_of(a, p);
         if (p.first > 0) KVC_LAUNCH(plan_kernel, 1, PLAN_THREADS, 0, stream, a, p, s);
         if (p.row_pieces > 0) KVC_TRY(launch_rows(a, p, stream));
-        const auto join = a.probabilities ? join_kernel<true> : join_kernel<false>;
-        KVC_LAUNCH(join, static_cast<unsigned>(p.rows * p.queries), JOIN_THREADS, 0, stream, a, p, s);
+        if (!p.fused) {
+            const auto join = a.probabilities ? join_kernel<true> : join_kernel<false>;
+            KVC_LAUNCH(join, static_cast<unsigned>(p.rows * p.queries), JOIN_THREADS, 0, stream, a, p, s);
+        }
         if (a.probabilities && p.row_pieces > 0) KVC_TRY(launch_probabilities(a, p, stream));
         p = plan_of(a, p.first + p.slab);
     }

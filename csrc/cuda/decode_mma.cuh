@@ -1,7 +1,7 @@
 // The pieces of decode.cu on tensor cores: 16-bit queries, and rows of 16 bits or of codes.
 #pragma once
 #include "codes_mma.cuh"
-#include "decode_pieces.cuh"
+#include "decode_join.cuh"
 
 namespace {
 
@@ -57,7 +57,7 @@ __device__ inline void store_columns(float* to, const float (&values)[N][4], int
 // the first one of the block's next piece, whose pages and queries wait in registers until then: a block never waits for
 // a table, a page number and a key in a row, but at its first piece.
 template <class T, int MAX_D, stored KIND, bool PROBABILITIES, bool CAPPED>
-__global__ __launch_bounds__(THREADS, MAX_D > 128 ? 1 : 3) void pieces_mma_kernel(const kvc_decode_args a, const plan p, const scratch s) {
+__global__ __launch_bounds__(THREADS, MAX_D > 128 ? 1 : MAX_D > 64 || KIND != stored::numbers ? 3 : 4) void pieces_mma_kernel(const kvc_decode_args a, const plan p, const scratch s) {
     using memory = mma_shared<T, MAX_D, KIND>;
     constexpr bool CODES = KIND != stored::numbers;
     [[maybe_unused]] constexpr int VALUE_PITCH = code_pitch(MAX_D * bits_of_values(KIND) / 8);
@@ -275,10 +275,7 @@ __global__ __launch_bounds__(THREADS, MAX_D > 128 ? 1 : 3) void pieces_mma_kerne
         }
         if (more) hand_over_queries();
         __syncthreads();
-        for (int i = thread; i < MMA_QUERIES * MAX_D; i += THREADS) {
-            const int n = i / MAX_D, d = i % MAX_D;
-            if (first + n >= p.queries) break;
-            if (d >= D) continue;
+        const auto join_warps = [&](int n, int d) {
             float all = -INFINITY, sum = 0.0f, value = 0.0f;
             KVC_UNROLL
             for (int w = 0; w < WARPS; w++) all = fmaxf(all, shared->statistics[w][n].x);
@@ -288,13 +285,31 @@ __global__ __launch_bounds__(THREADS, MAX_D > 128 ? 1 : 3) void pieces_mma_kerne
                 sum += weight * shared->statistics[w][n].y;
                 value += weight * joined[w][n][d];
             }
-            const int64_t at = piece.w * p.queries + first + n;
-            s.values[at * D + d] = value;
             float2 both;
             both.x = all;
             both.y = sum;
-            if (d == 0) s.statistics[at] = both;
+            if (d == 0) s.statistics[piece.w * p.queries + first + n] = both;
+            return value;
+        };
+        if constexpr (KIND == stored::k8v4) {  // turned back, a query a warp
+            for (int n = warp; n < MMA_QUERIES && first + n < p.queries; n += WARPS) {
+                float x[MAX_D / 32] = {};
+                KVC_UNROLL
+                for (int i = 0; i < MAX_D / 32; i++)
+                    if (32 * i + lane < D) x[i] = join_warps(n, 32 * i + lane);
+                turn_vector(x, D);
+                KVC_UNROLL
+                for (int i = 0; i < MAX_D / 32; i++)
+                    if (32 * i + lane < D) s.values[(piece.w * p.queries + first + n) * D + 32 * i + lane] = x[i];
+            }
+        } else {
+            for (int i = thread; i < MMA_QUERIES * MAX_D; i += THREADS) {
+                const int n = i / MAX_D, d = i % MAX_D;
+                if (first + n >= p.queries) break;
+                if (d < D) s.values[(piece.w * p.queries + first + n) * D + d] = join_warps(n, d);
+            }
         }
+        if constexpr (!PROBABILITIES) join_behind<4, MAX_D <= 64 ? 8 : 16>(a, p, s, piece);
         if (!more) return;
         // No barrier: what is read here is written again behind the next piece's first one
         item = following;

@@ -13,13 +13,16 @@ constexpr int FEW_PER_LANE = 8, MANY_PER_LANE = 16;  // elements of a head that 
 constexpr int PIECE = 256, SHORT_PIECE = 128;  // keys
 #ifdef KVC_CUDA_EMULATION
 constexpr int FEW = 2;  // so that tests see both
+constexpr int GROUP = 2;
 #else
 constexpr int FEW = 32;
+constexpr int GROUP = 32;  // pieces of a row that are joined before the groups are
 #endif
+constexpr int FUSED_QUERIES = 8;  // of a row, that its pieces' kernel joins: a tile of every one of them
 constexpr int STAGE = 64;    // keys of a piece in shared memory at a time, 16 per warp
 constexpr int MMA_QUERIES = 16;
 constexpr int PLAN_THREADS = 256;
-constexpr int JOIN_THREADS = 512;
+constexpr int JOIN_THREADS = 256;
 constexpr int SOFTMAX_QUERIES = 4;  // whose logits a block turns into probabilities at a time
 constexpr float LN_2 = 0.69314718055994530942f;
 
@@ -28,12 +31,13 @@ struct plan {
     int64_t first, slab;    // which of the S positions are served at a time: their results wait in the scratch memory
     int64_t row_pieces;     // pieces of a row that is full
     int64_t capacity;
-    int64_t bytes_list, bytes_first, bytes_count, bytes_statistics, bytes_values;
+    int64_t bytes_list, bytes_first, bytes_count, bytes_statistics, bytes_values, bytes_groups, bytes_done;
     int page_shift;    // log2(P); unused without a block table
     int lanes;         // pieces_kernel: neighbouring threads that share one key
     int tiles;         // of queries
-    int join_columns;  // threads side by side in join_kernel: D rounded up to a power of two, at least a warp
     bool wide_q;
+    bool fused;          // the pieces' kernel joins them: a row's queries are one tile, and there is no join_kernel
+    int64_t row_groups;  // GROUP pieces each, of a row that is full
 };
 
 // Of a row of so many keys.
@@ -46,6 +50,9 @@ __host__ __device__ constexpr int64_t pieces_in(int64_t keys) {
 __host__ __device__ constexpr int begin_of_piece(int i) {
     return i <= FEW ? i * SHORT_PIECE : FEW * SHORT_PIECE + (i - FEW) * PIECE;
 }
+
+// Groups that so many pieces of a row are joined in.
+__host__ __device__ constexpr int groups_in(int64_t pieces) { return static_cast<int>((pieces + GROUP - 1) / GROUP); }
 
 // Whether every grid of a call stays within bounds.
 inline bool fits_grids(const plan& p) {
@@ -60,6 +67,8 @@ struct scratch {
     int32_t* count;      // [1] pieces in the list
     float2* statistics;  // [rows, row_pieces, queries] m, l
     float* values;       // [rows, row_pieces, queries, D]
+    float2* groups;      // [rows, row_groups, queries] m, l of a group of pieces, whose values lie where its first piece's do
+    int32_t* done;       // [rows, row_groups + 1] groups that are joined, pieces of each group that are there
 };
 
 #ifdef KVC_CUDA_EMULATION
@@ -77,8 +86,6 @@ inline plan plan_of(const kvc_decode_args& a, int64_t first = 0) {
     if (a.value_table && a.value_blocks < a.blocks) p.capacity = a.value_blocks * a.P;
     p.row_pieces = pieces_in(p.capacity) + pieces_in(a.sinks < p.capacity ? a.sinks : p.capacity);  // of the front too
     while (a.P >> p.page_shift > 1) p.page_shift++;
-    p.join_columns = 32;
-    while (p.join_columns < a.D) p.join_columns *= 2;
     const int64_t position = p.rows * p.row_pieces * (a.Hq / a.Hkv) * (a.D + 2) * static_cast<int64_t>(sizeof(float));
     const int64_t most = position > 0 && position < SLAB_BYTES ? SLAB_BYTES / position : 1;
     p.slab = a.S - first < most ? a.S - first : most;
@@ -90,6 +97,10 @@ inline plan plan_of(const kvc_decode_args& a, int64_t first = 0) {
     p.bytes_count = 64;
     p.bytes_statistics = size(pieces * p.queries, sizeof(float2));
     p.bytes_values = size(pieces * p.queries * a.D, sizeof(float));
+    p.row_groups = groups_in(p.row_pieces);
+    p.fused = !a.probabilities && p.queries <= (a.D > 32 * FEW_PER_LANE ? FUSED_QUERIES / 2 : FUSED_QUERIES);
+    p.bytes_groups = size(p.rows * p.row_groups * p.queries, sizeof(float2));
+    p.bytes_done = size(p.rows * (p.row_groups + 1), sizeof(int32_t));
     return p;
 }
 
@@ -101,6 +112,8 @@ inline scratch scratch_of(const kvc_decode_args& a, const plan& p) {
     s.count = reinterpret_cast<int32_t*>(at += p.bytes_first);
     s.statistics = reinterpret_cast<float2*>(at += p.bytes_count);
     s.values = reinterpret_cast<float*>(at += p.bytes_statistics);
+    s.groups = reinterpret_cast<float2*>(at += p.bytes_values);
+    s.done = reinterpret_cast<int32_t*>(at += p.bytes_groups);
     return s;
 }
 
@@ -108,11 +121,14 @@ __device__ inline int begin_of(const kvc_decode_args& a, int64_t row) {
     return a.begin && a.begin[row] > 0 ? a.begin[row] : 0;
 }
 
-// One past the last key that a query of the slab sees.
-__device__ inline int end_of(const kvc_decode_args& a, const plan& p, int64_t row) {
-    const int said = a.end[row] > 0 ? a.end[row] : 0, end = said < p.capacity ? said : static_cast<int>(p.capacity);
+// One past the last key that a query of the slab sees, of a row that ends at `said`.
+__device__ inline int end_at(const kvc_decode_args& a, const plan& p, int said) {
+    said = said > 0 ? said : 0;
+    const int end = said < p.capacity ? said : static_cast<int>(p.capacity);
     return a.causal ? end - static_cast<int>(a.S - p.first - p.slab) : end;
 }
+
+__device__ inline int end_of(const kvc_decode_args& a, const plan& p, int64_t row) { return end_at(a, p, a.end[row]); }
 
 // The first keys before the row's range that are seen: [0, front).
 __device__ inline int front_of(const kvc_decode_args& a, const plan& p, int64_t row) {
@@ -157,6 +173,11 @@ __device__ inline int64_t slot_in(const kvc_decode_args& a, int page, int64_t t)
     return page * a.P + (a.block_table ? t & (a.P - 1) : t);
 }
 
+// Where the blocks count that work on a row; list_pieces makes that 0.
+__device__ inline int32_t* counters_of(const plan& p, const scratch& s, int64_t row) {
+    return s.done + row * (p.row_groups + 1);
+}
+
 // Where a piece's logits, in base 2, wait in a.probabilities until probabilities_kernel knows their sum: those of the
 // row's query n at + n*columns. count: keys of the piece that have a column.
 struct piece_columns {
@@ -172,44 +193,6 @@ __device__ inline piece_columns columns_of(const kvc_decode_args& a, const plan&
     columns.at = a.probabilities + row * p.queries * a.columns + first;
     columns.count = left < keys ? static_cast<int>(left) : keys;
     return columns;
-}
-
-// A whole block: counts the pieces of every row, adds the counts up, lists the pieces row by row.
-__device__ inline void list_pieces(const kvc_decode_args& a, const plan& p, const scratch& s) {
-    __shared__ int of_warp[MOST_THREADS / 32];
-    const int threads = blockDim.x, thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
-    const int64_t share = quotient(p.rows + threads - 1, threads), begin = thread * share;
-    const int64_t end = begin + share < p.rows ? begin + share : p.rows;
-    int own = 0;
-    for (int64_t row = begin; row < end; row++) own += pieces_of(a, p, row);
-    int sum = own;  // of this lane and those before it
-    KVC_UNROLL
-    for (int step = 1; step < 32; step *= 2) {
-        const int before = __shfl_up_sync(FULL_WARP, sum, step);
-        if (lane >= step) sum += before;
-    }
-    if (lane == 31) of_warp[warp] = sum;
-    __syncthreads();
-    int first = sum - own;
-    for (int w = 0; w < warp; w++) first += of_warp[w];
-    for (int64_t row = begin; row < end; row++) {
-        s.first[row] = first;
-        first += pieces_of(a, p, row);
-    }
-    if (thread == threads - 1) *s.count = first;
-    __syncthreads();
-    for (int64_t row = warp; row < p.rows; row += threads / 32) {
-        const int pieces = pieces_of(a, p, row), row_begin = begin_of(a, row), row_end = end_of(a, p, row);
-        const int front_pieces = static_cast<int>(pieces_in(front_of(a, p, row)));
-        for (int i = lane; i < pieces; i += 32) {
-            int4 piece;
-            piece.x = static_cast<int>(row);
-            piece.y = i < front_pieces ? begin_of_piece(i) : row_begin + begin_of_piece(i - front_pieces);
-            piece.z = row_end;
-            piece.w = static_cast<int>(row * p.row_pieces + i);
-            s.list[s.first[row] + i] = piece;
-        }
-    }
 }
 
 // Query n of a row and slab: head g*G + n / slab, position first + n % slab. limit: the key behind the last one that it

@@ -2,8 +2,8 @@
 //
 // Must move, beside what decode reads: the queries in and out, the new keys and values, each row's tail and newest slot in
 // and out, 12*R*D bytes of float32 and 2*R*D elements. What counts is launches: one block decides, takes the pages, lists
-// decode's pieces and, for a few rows, writes their slots and rotates the queries; then the two kernels of decode. With
-// many sequences rows and queries have a launch of their own.
+// decode's pieces and, for a few rows, writes their slots and rotates the queries; then the kernel of decode's pieces.
+// With many sequences rows and queries have a launch of their own.
 #include "dmc_rows.cuh"
 #include "gates.cuh"
 #include "step.cuh"

@@ -36,17 +36,48 @@ __device__ inline int32_t take_page(const kvc_page_table& table, int64_t place) 
     return page;
 }
 
-// Whether this thread, of the whole block that asks, finds a page missing of the slots that rows hold, from first[row]
-// (NULL: 0) on. Of a row that does not fit its line no page is looked at: it finds no room.
-__device__ inline bool misses_page(const kvc_page_table& table, const int32_t* first) {
-    bool missing = false;
-    for (int64_t row = threadIdx.x / 32; row < table.R; row += blockDim.x / 32) {
-        const int64_t length = table.lengths[row], begin = first && first[row] > 0 ? quotient(first[row], table.P) : 0;
-        const int64_t end = length >= 0 && length <= table.blocks * table.P ? pages_for(table, length) : 0;
-        for (int64_t block = begin + threadIdx.x % 32; block < end; block += 32)
-            missing |= !page_exists(table, *entry(table, row, block));
+// What a warp has of rows that several share: every `stride`-th from `first` on, and `part` of `parts` of each.
+struct row_share {
+    int first, stride, part, parts;
+};
+
+__device__ inline row_share share_of(int warp, int warps, int rows) {
+    if (rows >= warps) return {warp, warps, 0, 1};
+    const int parts = static_cast<int>(quotient(warps, rows)), row = static_cast<int>(quotient(warp, parts));
+    return {row, rows, warp - row * parts, parts};
+}
+
+// Whether this lane finds a page missing of the slots that its warp's share of the rows holds, from first[row] (NULL: 0) on.
+// Of a row that does not fit its line no page is looked at: it finds no room.
+__device__ inline bool misses_page(const kvc_page_table& table, const int32_t* first, const row_share& own) {
+    constexpr unsigned AT_A_TIME = 16;  // entries that a lane has under way
+    const unsigned lane = threadIdx.x % 32, stride = 32u * own.parts;
+    unsigned worst = 0;  // page of any; a negative one is beyond all others
+    bool any = false;
+    for (int row = own.first; row < table.R; row += own.stride) {
+        const int64_t length = table.lengths[row], from = first && first[row] > 0 ? quotient(first[row], table.P) : 0;
+        const bool fits = length >= 0 && length <= table.blocks * table.P;
+        const unsigned end = fits ? static_cast<unsigned>(pages_for(table, length)) : 0;
+        const int32_t* line = entry(table, row, 0);
+        KVC_ROLLED
+        for (unsigned block = static_cast<unsigned>(from) + 32 * own.part + lane; block < end; block += AT_A_TIME * stride) {
+            unsigned pages[AT_A_TIME];
+            KVC_UNROLL
+            for (unsigned i = 0; i < AT_A_TIME; i++) {  // past the last one: that once more
+                const unsigned at = block + i * stride;
+                pages[i] = static_cast<unsigned>(line[at < end ? at : end - 1]);
+            }
+            KVC_UNROLL
+            for (unsigned i = 0; i < AT_A_TIME; i++) worst = pages[i] > worst ? pages[i] : worst;
+            any = true;
+        }
     }
-    return missing;
+    return any && worst >= table.pages;
+}
+
+// The same of all rows, each thread's part of it, by a whole block.
+__device__ inline bool misses_page(const kvc_page_table& table, const int32_t* first) {
+    return misses_page(table, first, share_of(threadIdx.x / 32, blockDim.x / 32, static_cast<int>(table.R)));
 }
 
 // Sum of `value` over the threads before this one; total: over all. Every thread of the block must call it.

@@ -1,9 +1,9 @@
 // One decoded step of a cache that keeps its tokens: see kvc_paged_step in kvc_step.h.
 //
 // Must move, beside what decode reads: B*S*(2*Hq + 4*Hkv)*D elements, 25 KB for a token of a Llama 3 8B layer. What counts
-// is launches: one block takes the pages, lists decode's pieces and, for a few heads, rotates and stores them; then the two
-// kernels of decode. With many sequences the heads have a launch of their own.
-#include "paged_step.cuh"
+// is launches: one block takes the pages, lists decode's pieces and, for a few heads, rotates and stores them; then the
+// kernel of decode's pieces. With many sequences the heads have a launch of their own, with many queries the join.
+#include "paged_begin.cuh"
 
 namespace {
 
@@ -18,14 +18,10 @@ kvc_decode_args decode_of(const kvc_paged_step_args& a) {
     return d;
 }
 
-__global__ __launch_bounds__(STEP_THREADS, 1) void begin_kernel(const kvc_paged_step_args a, const placing p,
-                                                             const kvc_append_tokens_args append,
+__global__ __launch_bounds__(BEGIN_THREADS, 1) void begin_kernel(const kvc_paged_step_args a, const placing p,
                                                              const kvc_decode_args decode, const plan pieces,
-                                                             const scratch s, int64_t heads) {
-    extend_rows(append, misses_page(a.table, a.begin));
-    __syncthreads();
-    list_pieces(decode, pieces, s);
-    for (int64_t item = threadIdx.x / 32; item < heads; item += STEP_WARPS) place_head(a, p, item);
+                                                             const scratch s, int heads) {
+    begin_step(a, p, decode, pieces, s, heads);
 }
 
 __global__ __launch_bounds__(PLAN_THREADS, 1) void place_kernel(const kvc_paged_step_args a, const placing p, int64_t heads) {
@@ -57,8 +53,8 @@ extern "C" cudaError_t kvc_cuda_paged_step(const kvc_paged_step_args* args, cuda
     const plan pieces = plan_of(decode);
     const int64_t heads = a.B * (a.Hq + a.Hkv) * a.S, alone = heads <= FEW_HEADS ? heads : 0;
     if (!fits_grids(pieces) || heads > MAX_GRID_X) return cudaErrorInvalidValue;
-    KVC_LAUNCH(begin_kernel, 1, STEP_THREADS, 0, stream, a, p, append_of(a, p), decode, pieces, scratch_of(decode, pieces),
-               alone);
+    KVC_LAUNCH(begin_kernel, 1, BEGIN_THREADS, 0, stream, a, p, decode, pieces, scratch_of(decode, pieces),
+               static_cast<int>(alone));
     if (!alone)
         KVC_LAUNCH(place_kernel, place_blocks(heads), PLAN_THREADS, 0, stream, a, p, heads);
     return decode_listed(decode, stream);

@@ -2,9 +2,9 @@
 //
 // Must move, beside what decode reads: B*(2*Hq + 4*Hkv)*D elements and a table of the near values' pages. What counts is
 // launches: one block says where the token stands, takes the pages of both tables, lists the pieces of near and distant
-// keys and, for a few heads, rotates and stores them; then the two kernels of decode. With many sequences the heads have a
-// launch of their own. Distant keys take two more and the merge, one more for their probabilities; shared probabilities the
-// two of decode_shared. Nothing waits for the host.
+// keys and, for a few heads, rotates and stores them; then the kernel of decode's pieces. With many sequences the heads
+// have a launch of their own. Distant keys take one more and the merge, two more for their probabilities; shared
+// probabilities the two of decode_shared. Nothing waits for the host.
 #include "../pod_step.h"
 #include "extend.cuh"
 #include "step.cuh"

@@ -4,7 +4,7 @@
 // HEADS query heads of a row: at P = 16 and 32,768 tokens 1 MB of 16-bit numbers per row of D = 128, an eighth of what
 // dense decoding reads. The ceiling is memory bandwidth: a warp has PAGES loads of 16 bytes per lane in flight.
 // What counts in short contexts is launches: one block takes the pages, lists decode's pieces, whose number follows from
-// lengths alone, and, for a few heads, rotates and stores them; one kernel scores, one chooses; then the two of decode.
+// lengths alone, and, for a few heads, rotates and stores them; one kernel scores, one chooses; then decode's.
 // With many sequences the heads have a launch of their own. Grids follow from sizes only: a step can be captured.
 #include "paged_step.cuh"
 #include "select.cuh"

@@ -2,7 +2,7 @@
 //
 // Must move, beside what decode reads: B*(2*Hq + 4*Hkv)*D elements, and 2*R*D twice where tokens leave for pages. What counts
 // is launches: one block says where each token goes, takes the pages, lists decode's pieces and, for a few heads, rotates
-// and stores them; then the two kernels of decode, and, with further keys, these once more and the merge. With many
+// and stores them; then the kernel of decode's pieces, and, with further keys, that once more and the merge. With many
 // sequences the heads have a launch of their own.
 #include "extend.cuh"
 #include "gates.cuh"

@@ -2,7 +2,7 @@
 #pragma once
 #include <initializer_list>
 
-#include "decode_pieces.cuh"
+#include "decode_list.cuh"
 #include "page_table.cuh"
 #include "../step.h"
 

@@ -178,6 +178,12 @@ void run_long_decode(int64_t Hq, int64_t S, kvc_dtype dtype) {
     std::unique_ptr<void, void (*)(void*)> scratch(std::aligned_alloc(64, bytes), std::free);
     args.scratch = scratch.get();
     expect(kvc_cuda_decode(&args, nullptr), "long decode", S);
+    // as a graph would replay it: what the blocks have counted in the scratch memory is counted anew
+    const size_t size = static_cast<size_t>(B * Hq * S * D * bytes_of(dtype));
+    const std::vector<char> before(out.bytes.get(), out.bytes.get() + size);
+    std::memset(out.bytes.get(), 0x55, size);
+    expect(kvc_cuda_decode(&args, nullptr), "long decode once more", S);
+    expect_true(!std::memcmp(before.data(), out.bytes.get(), size), "the bits of a long decode once more", S);
 }
 
 // Many queries over long rows: a page that is not there, first keys, rows that are empty or end behind the table. Keys of

@@ -140,8 +140,8 @@ TAIL = 2 * 4 * Hkv * (2 * D + 2)  # DMC: sums of keys and values, weights, count
 RING = 68  # places of streaming
 
 CHAINS = (
-    # lengths; table; references; free count; free pages, looked at and taken; first piece of the row; page; query
-    Chain("paged_step", "begin_kernel", STEP + TABLE + LISTED + HEADS * TURN, 9),
+    # a warp of those that wait longest: length; query and turn; its second head; its part of the table, in two parts
+    Chain("paged_step", "begin_kernel", STEP + TABLE + LISTED + HEADS * TURN, 5),
     # verdict and length; page; query and turn
     Chain("paged_step", "place_kernel", MANY * (STEP + HEADS * TURN), 3),
     # the same, and what a page's keys span, read and written
@@ -156,7 +156,7 @@ CHAINS = (
     # as paged_step; before it the decision of each row, behind it the sums of its last slot
     Chain("dmc_step", "begin_kernel<4, bf16>", STEP + TABLE + LISTED + HEADS * TURN + TAIL, 11),
     Chain("dmc_step", "place_kernel<4, bf16>", MANY * (STEP + HEADS * TURN + TAIL), 5),
-    # length; statistics of the pieces; their results
+    # length; statistics and results of the pieces; of the groups. Of a row of more queries than its pieces' blocks join
     Chain("decode", "join_kernel<false>", JOINED + Hq * D * SIZE, 3),
     Chain("decode_shared", "join_kernel", JOINED + 2 * Hq * D * SIZE, 3),
 )

@@ -355,9 +355,10 @@ cudaError_t launch_codes(const kvc_decode_args& a, const plan& p, cudaStream_t s
     }
     const bool wide = whole && a.D % (VEC * 8 / bits_of_values(KIND)) == 0;
     if (a.D > 32 * FEW_PER_LANE)
-        return wide ? launch_fma<T, VEC, 4, MANY_PER_LANE>(a, p, stream) : launch_fma<T, 1, 1, MANY_PER_LANE>(a, p, stream);
+        return wide && p.queries > 1 ? launch_fma<T, VEC, 4, MANY_PER_LANE>(a, p, stream)
+                                     : launch_fma<T, 1, 1, MANY_PER_LANE>(a, p, stream);
     if (p.queries == 1) return wide ? launch_fma<T, VEC, 1>(a, p, stream) : launch_fma<T, 1, 1>(a, p, stream);
-    return wide ? launch_fma<T, VEC, 4>(a, p, stream) : launch_fma<T, 1, 4>(a, p, stream);
+    return wide ? launch_fma<T, VEC, 8>(a, p, stream) : launch_fma<T, 1, 8>(a, p, stream);
 }
 
 cudaError_t launch_rows(const kvc_decode_args& a, const plan& p, cudaStream_t stream) {

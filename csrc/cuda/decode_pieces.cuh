@@ -98,7 +98,8 @@ inline plan plan_of(const kvc_decode_args& a, int64_t first = 0) {
     p.bytes_statistics = size(pieces * p.queries, sizeof(float2));
     p.bytes_values = size(pieces * p.queries * a.D, sizeof(float));
     p.row_groups = groups_in(p.row_pieces);
-    p.fused = !a.probabilities && p.queries <= (a.D > 32 * FEW_PER_LANE ? FUSED_QUERIES / 2 : FUSED_QUERIES);
+    const int64_t of_wide_heads = stores_codes(a.rows) ? 1 : FUSED_QUERIES / 2;  // what pieces_kernel has in a tile
+    p.fused = !a.probabilities && p.queries <= (a.D > 32 * FEW_PER_LANE ? of_wide_heads : FUSED_QUERIES);
     p.bytes_groups = size(p.rows * p.row_groups * p.queries, sizeof(float2));
     p.bytes_done = size(p.rows * (p.row_groups + 1), sizeof(int32_t));
     return p;

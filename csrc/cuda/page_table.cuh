@@ -48,9 +48,9 @@ __device__ inline row_share share_of(int warp, int warps, int rows) {
 }
 
 // Whether this lane finds a page missing of the slots that its warp's share of the rows holds, from first[row] (NULL: 0) on.
-// Of a row that does not fit its line no page is looked at: it finds no room.
+// Of a row that does not fit its line no page is looked at: it finds no room. AT_A_TIME: entries that a lane has under way.
+template <unsigned AT_A_TIME>
 __device__ inline bool misses_page(const kvc_page_table& table, const int32_t* first, const row_share& own) {
-    constexpr unsigned AT_A_TIME = 16;  // entries that a lane has under way
     const unsigned lane = threadIdx.x % 32, stride = 32u * own.parts;
     unsigned worst = 0;  // page of any; a negative one is beyond all others
     bool any = false;
@@ -77,7 +77,7 @@ __device__ inline bool misses_page(const kvc_page_table& table, const int32_t* f
 
 // The same of all rows, each thread's part of it, by a whole block.
 __device__ inline bool misses_page(const kvc_page_table& table, const int32_t* first) {
-    return misses_page(table, first, share_of(threadIdx.x / 32, blockDim.x / 32, static_cast<int>(table.R)));
+    return misses_page<4>(table, first, share_of(threadIdx.x / 32, blockDim.x / 32, static_cast<int>(table.R)));
 }
 
 // Sum of `value` over the threads before this one; total: over all. Every thread of the block must call it.

@@ -117,7 +117,7 @@ __device__ inline bool begins_quickly(const kvc_paged_step_args& a, const placin
         KVC_ROLLED
         for (int item = warp; item < (stages ? heads : queries); item += workers)
             prepare_head(a, p, head_at(a, item, queries), staged);
-        if (misses_page(table, a.begin, share_of(warp, workers, R))) found = OBJECTS;
+        if (misses_page<16>(table, a.begin, share_of(warp, workers, R))) found = OBJECTS;
         if (lane == 0) rows.taken_of[warp] = rows.listed_of[warp] = 0;
     }
     KVC_UNROLL

@@ -12,6 +12,7 @@
 namespace {
 
 constexpr int64_t FEW_HEADS = 128;  // which the one block serves itself, a warp at a time
+constexpr int BEGIN_THREADS = 768;  // of the one block: a thread keeps more than 64 numbers
 
 // Whether the rows have not grown.
 __device__ inline bool refused(const kvc_pod_step_args& a, const kvc_pod_parts& parts) {
@@ -63,14 +64,14 @@ __device__ inline void place_head(const kvc_pod_step_args& a, const kvc_pod_part
 }
 
 // far.scratch: NULL where no distant keys are read.
-__global__ __launch_bounds__(STEP_THREADS, 1) void begin_kernel(const kvc_pod_step_args a, const kvc_pod_parts parts,
+__global__ __launch_bounds__(BEGIN_THREADS, 1) void begin_kernel(const kvc_pod_step_args a, const kvc_pod_parts parts,
                                                              const kvc_append_tokens_args keys,
                                                              const kvc_append_tokens_args values,
                                                              const kvc_decode_args near, const plan near_pieces,
                                                              const scratch near_scratch, const kvc_decode_args far,
                                                              const plan far_pieces, const scratch far_scratch,
                                                              int64_t heads) {
-    for (int64_t b = threadIdx.x; b < a.B; b += STEP_THREADS) parts.positions[b] = a.rotary_dim ? a.places[b] : 0;
+    for (int64_t b = threadIdx.x; b < a.B; b += BEGIN_THREADS) parts.positions[b] = a.rotary_dim ? a.places[b] : 0;
     // both tables grow, or none
     const bool missing = misses_page(a.keys, nullptr) | misses_page(a.values, nullptr);
     const bool lacking = lacks_room(keys) | lacks_room(values);
@@ -78,15 +79,15 @@ __global__ __launch_bounds__(STEP_THREADS, 1) void begin_kernel(const kvc_pod_st
     __syncthreads();
     extend_rows(values, missing || lacking);
     __syncthreads();
-    for (int64_t b = threadIdx.x; b < a.B && !refused(a, parts); b += STEP_THREADS) a.places[b]++;
-    for (int64_t row = threadIdx.x; row < a.keys.R; row += STEP_THREADS) place_row(a, parts, row);
+    for (int64_t b = threadIdx.x; b < a.B && !refused(a, parts); b += BEGIN_THREADS) a.places[b]++;
+    for (int64_t row = threadIdx.x; row < a.keys.R; row += BEGIN_THREADS) place_row(a, parts, row);
     __syncthreads();
     list_pieces(near, near_pieces, near_scratch);
     if (far.scratch) {
         __syncthreads();  // the list's sums are free
         list_pieces(far, far_pieces, far_scratch);
     }
-    for (int64_t item = threadIdx.x / 32; item < heads; item += STEP_WARPS) place_head(a, parts, item);
+    for (int64_t item = threadIdx.x / 32; item < heads; item += BEGIN_THREADS / 32) place_head(a, parts, item);
 }
 
 __global__ __launch_bounds__(PLAN_THREADS, 1) void place_kernel(const kvc_pod_step_args a, const kvc_pod_parts parts,
@@ -144,7 +145,7 @@ extern "C" cudaError_t kvc_cuda_pod_step(const kvc_pod_step_args* args, cudaStre
     const plan near_pieces = plan_of(near), far_pieces = has_far ? plan_of(far) : plan{};
     const int64_t heads = a.B * (a.Hq + a.Hkv), alone = heads <= FEW_HEADS ? heads : 0;
     if (!fits_grids(near_pieces) || !fits_grids(far_pieces) || heads > MAX_GRID_X) return cudaErrorInvalidValue;
-    KVC_LAUNCH(begin_kernel, 1, STEP_THREADS, 0, stream, a, parts, keys, values, near, near_pieces,
+    KVC_LAUNCH(begin_kernel, 1, BEGIN_THREADS, 0, stream, a, parts, keys, values, near, near_pieces,
                scratch_of(near, near_pieces), far, far_pieces, scratch_of(far, far_pieces), alone);
     if (!alone) {
         const int64_t blocks = ceil_div(heads, PLACE_WARPS);

@@ -5,11 +5,13 @@ import re
 
 import pytest
 import torch
-from helpers import attached, covering, kind_model, left_padded, random_ids
+from helpers import attached, covering, deciding_model, kind_model, left_padded, random_ids, tiny_gates_folder
 
 import kvcompress
 from kvcompress import (
     CacheSpec,
+    DMCCache,
+    GatedCache,
     GlobalTopK,
     IterativeCache,
     PrunedCache,
@@ -50,10 +52,17 @@ CACHES = {
 }  # fmt: skip
 
 
+WAITING = {  # whose newest tokens are codes only once they leave a window
+    "gated": lambda config, dtype: GatedCache(config, tiny_gates_folder(), keep=0.5, window=8, dtype=dtype),
+    "dms": lambda config, dtype: DMCCache(config, dtype=dtype),
+}
+EVERY = CACHES | WAITING
+
+
 @torch.no_grad()
 def run(model, cache, ids):
     """(logits, what is kept) after each call of so many tokens; a prompt in chunks is read by prefill."""
-    out, start, tracks = [], 0, not isinstance(cache, DenseCache)
+    out, start, tracks = [], 0, not isinstance(cache, DenseCache | GatedCache | DMCCache)
     if isinstance(cache, IterativeCache):
         prefill(model, ids[:, : CALLS[0] + 1], cache)
         start = CALLS[0]
@@ -121,20 +130,44 @@ def test_a_prompt_in_parts_is_rounded_as_one(kind, family):
         assert (other - one).abs().amax() < 0.03 * one.abs().amax()
 
 
-@pytest.mark.parametrize(("name", "kind"), covering(["quantized", "snapkv", "replay", "iterative"], FORMATS))
+@torch.no_grad()
+@pytest.mark.parametrize(("name", "kind"), covering(["gated", "dms"], FORMATS))
+def test_tokens_that_leave_a_window_become_codes(name, kind):
+    model, ids = (attached() if name == "gated" else deciding_model(dmc={"mode": "dms", "dms_window": 7})), random_ids(sum(CALLS), seed=3)
+    attach(model)
+    plain, one = (WAITING[name](model.config, dtype) for dtype in (None, kind))
+    wanted, found = run(model, plain, ids), run(model, one, ids)
+    assert one.stored_lengths()[0] == plain.stored_lengths()[0]  # later layers' decisions follow what was rounded
+    exact, logits = (torch.stack([x for x, _ in each]) for each in (wanted, found))
+    most = {"int8": 0.03, "k8v4": 0.2}[kind] * exact.abs().mean()
+    assert 0 < (logits - exact).abs().mean() < most
+    assert one.nbytes() < 0.7 * plain.nbytes()
+    parts = WAITING[name](model.config, kind)
+    for part in torch.split(ids, 9, 1):
+        last = model(part, past_key_values=parts).logits[0, -1]
+    assert parts.stored_lengths()[0] == one.stored_lengths()[0]
+    assert (last - logits[-1]).abs().mean() < most
+
+
+def test_dmc_refuses_codes():
+    with pytest.raises(ValueError, match="dtype must be None with DMC, whose newest entry is averaged on, got 'int8'"):
+        DMCCache(deciding_model().config, dtype="int8")
+
+
+@pytest.mark.parametrize(("name", "kind"), covering(["quantized", "snapkv", "replay", "iterative", "gated"], FORMATS))
 def test_batches_forks_and_saved_ones_go_on_alike(name, kind, tmp_path):
     model = attached()
     prompts = [random_ids(n, seed=n) for n in (41, 30)]
     ids, mask = left_padded(prompts)
     options = {"max_new_tokens": 6, "do_sample": False}
     alone = [
-        kvcompress.generate(model, prompt, CACHES[name](model.config, kind), **options)[0, -6:] for prompt in prompts
+        kvcompress.generate(model, prompt, EVERY[name](model.config, kind), **options)[0, -6:] for prompt in prompts
     ]
-    cache = CACHES[name](model.config, kind)
+    cache = EVERY[name](model.config, kind)
     together = kvcompress.generate(model, ids, cache, attention_mask=mask, **options)
     assert torch.equal(together[:, -6:], torch.stack(alone))
 
-    cache = CACHES[name](model.config, kind)
+    cache = EVERY[name](model.config, kind)
     prefill(model, prompts[0], cache)
     fork = cache.fork()
     cache.save(tmp_path / "cache.safetensors")

@@ -25,6 +25,7 @@ SPECS = {
     "streaming": "streaming,window_size=24",
     "quest": "quest,token_budget=32,dense_layers=1,page_size=8",
     "gated": "gated,gates=FOLDER,keep=0.5,window=8",
+    "gated, int8": "gated,gates=FOLDER,keep=0.5,window=8,dtype=int8",
     "dmc": "dmc",
 }
 T, NEW = 64, 6

@@ -11,6 +11,7 @@ from transformers import PreTrainedConfig
 from .. import ops
 from ..checks import MOST_INT32, need_integer
 from ..hf.facts import LayerFacts
+from ..hf.method import Call
 from ..planner import Plan
 from ..softmax import Softmax
 from .attention import prompt_attention
@@ -233,6 +234,9 @@ class QuestCache(CompressedCache):
     @property
     def steps_differ(self) -> bool:
         return True
+
+    def check_images(self, call: Call) -> None:
+        pass
 
     def check_guide(self) -> None:
         raise ValueError("guide has no effect with QuestCache, which keeps every token")

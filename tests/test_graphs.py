@@ -5,13 +5,13 @@ import weakref
 
 import pytest
 import torch
-import vision
 from helpers import attached, forward, left_padded, random_ids
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import kvcompress
 from benchmarks.quality.parts.families_configurations import CONFIGURATIONS
+from benchmarks.quality.parts.families_images import even_prompts, one_prompt
 from kvcompress import DMCCache, IterativeCache, PrunedCache, QuestCache, StepGraph, StreamingCache, dmc, graphs
 from kvcompress.caches.base import CompressedCache
 from kvcompress.hf.attach import base_model
@@ -168,11 +168,11 @@ def test_padding_of_prompts_moves_no_token(recorded, name):
         assert step.recordings
 
 
-@pytest.mark.parametrize("prompt", [vision.one_prompt, vision.even_prompts])
+@pytest.mark.parametrize("prompt", [one_prompt, even_prompts])
 @torch.no_grad()
 def test_a_step_behind_an_image_turns_by_its_places(recorded, prompt):
     """Sequences whose images stand elsewhere take a step op by op."""
-    model, given = vision.vision_model("qwen2_vl"), prompt()
+    model, given = CONFIGURATIONS["qwen2_vl/images"].model(), prompt()
     with kvcompress.attach(model):
         cache, plain = (PrunedCache(model.config, SnapKV(window=4), keep=12, page_size=4) for _ in range(2))
         for each in (cache, plain):

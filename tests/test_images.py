@@ -4,21 +4,33 @@ import copy
 
 import pytest
 import torch
-from helpers import forward, random_gates, random_ids, tiny_model, turns
+from helpers import and_others, forward, random_gates, random_ids, tiny_model, turns
 from test_dropping_families import MASKED, masked_by_head, seen_by_head
 from transformers import AttentionInterface, DynamicCache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
-from vision import VIDEO, VISION, even_prompts, images, inputs, one_prompt, picture, text, two_prompts, vision_model
 
 import kvcompress
 from benchmarks.quality.parts.families_checks import TOLERANCE, difference
-from benchmarks.quality.parts.families_configurations import CONFIGURATIONS
+from benchmarks.quality.parts.families_configurations import CONFIGURATIONS, names
+from benchmarks.quality.parts.families_images import (
+    PROMPTS,
+    conversation,
+    even_prompts,
+    images,
+    inputs,
+    one_prompt,
+    picture,
+    text,
+    two_prompts,
+)
+from benchmarks.quality.parts.families_models import VIDEO
 from kvcompress import GatedCache, PrunedCache, QuantizedCache, QuestCache
 from kvcompress.caches.dense import DenseCache
 from kvcompress.hf.attach import base_model, facts_of
 from kvcompress.places import Places, placed
 from kvcompress.pruners import ExpectedAttention, KeyDiff, Replay, SnapKV
 
+VISION = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"]
 WHOLE = {
     "pages": lambda model: DenseCache(model.config, page_size=4),
     "pruned": lambda model: PrunedCache(model.config, keep=1.0, page_size=4),
@@ -26,21 +38,10 @@ WHOLE = {
     "quest": lambda model: QuestCache(model.config, token_budget=200, page_size=4, dense_layers=1),
     "gated": lambda model: GatedCache(model.config, random_gates(model), keep=1.0, window=8),
 }
-PROMPTS = {"one": one_prompt, "padded": two_prompts, "even": even_prompts}
 
 
-def conversation(model, cache, prompt):
-    """Logits of a prompt, six tokens one by one, and four in one call."""
-    out = model(**prompt, past_key_values=cache)
-    logits, width = [out.logits[prompt["attention_mask"] == 1]], prompt["input_ids"].shape[1]
-    ids = torch.tensor([text(10, 20 + b) for b in range(len(prompt["input_ids"]))])
-    mask, counts = prompt["attention_mask"], prompt["attention_mask"].sum(1, keepdim=True)
-    for part in ids.split([1] * 6 + [4], 1):
-        mask = torch.cat([mask, torch.ones_like(part)], 1)
-        at = counts + mask.shape[1] - width - part.shape[1] + torch.arange(part.shape[1]) + model.model.rope_deltas
-        given = {"attention_mask": mask, "position_ids": at.expand(3, -1, -1)}
-        logits.append(model(input_ids=part, past_key_values=cache, **given).logits.flatten(0, 1))
-    return torch.cat(logits)
+def vision_model(kind):
+    return CONFIGURATIONS[f"{kind}/images"].model()
 
 
 def dense_cache(model):
@@ -122,6 +123,32 @@ def test_videos_and_a_second_image_in_a_later_turn(kind):
     with kvcompress.attach(model):
         for name, make in WHOLE.items():
             assert difference(read(make(model)), dense) <= 2 * TOLERANCE, name
+
+
+MROPE = names(
+    """glm4v ernie4_5_vl_moe qwen3_5 cohere_compass cosmos3_edge glm4v_moe glm46v glm_ocr glmga minicpmv4_6
+    paddleocr_vl qwen2_5_omni_thinker qwen3_5_moe qwen3_omni_moe_thinker qwen3_vl_moe"""
+)
+
+
+@pytest.mark.parametrize("kind", and_others(MROPE[:3], MROPE))
+@torch.no_grad()
+def test_decoders_of_other_families_turn_by_the_places_of_an_image(kind):
+    model, (_, ids, every) = CONFIGURATIONS[f"{kind}/multimodal"].model(), whole_prompt()
+    at, _ = vision_model("qwen2_vl").model.get_rope_index(
+        ids, every["mm_token_type_ids"], every["image_grid_thw"], attention_mask=every["attention_mask"]
+    )
+    ids, decoder = ids % 90 + 3, base_model(model)
+
+    def read(cache):
+        parts = [slice(PROMPT), *(slice(i, i + 1) for i in range(PROMPT, END))]
+        calls = [{"position_ids": at[..., part], "past_key_values": cache, "use_cache": True} for part in parts]
+        return torch.cat([decoder(ids[:, x], **given)[0] for x, given in zip(parts, calls, strict=True)], 1)
+
+    dense = read(dense_cache(model))
+    with kvcompress.attach(model):
+        for name in ("pages", "kept", "quest"):
+            assert difference(read(WHOLE[name](model)), dense) <= 2 * TOLERANCE, name
 
 
 # ---- real dropping ----

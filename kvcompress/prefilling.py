@@ -348,7 +348,8 @@ def generate(
     argument of model.generate (max_new_tokens, do_sample, num_beams, num_return_sequences, ...). Warns where positions
     reach beyond the trained length, in place of transformers' reminder, which goes by the tokens that were seen.
     With pixel_values (of a processor, in input_ids or generation) the model itself reads the prompt, in one pass,
-    whatever chunk_size says, and its last token is pruned with it; guide and logits must be None then (ValueError).
+    whatever chunk_size says, and its last token is pruned with it. Raises what prefill does, and ValueError for a guide
+    or logits with pixel_values.
     """
     sees = hasattr(getattr(model, "config", None), "vision_config")
     if sees and isinstance(input_ids, Mapping) and any(name in input_ids for name in PIXELS):

@@ -24,7 +24,7 @@ from benchmarks.quality.parts.families_images import (
     two_prompts,
 )
 from benchmarks.quality.parts.families_models import VIDEO
-from kvcompress import GatedCache, PrunedCache, QuantizedCache, QuestCache
+from kvcompress import GatedCache, PrunedCache, QuantizedCache, QuestCache, dmc
 from kvcompress.caches.dense import DenseCache
 from kvcompress.hf.attach import base_model, facts_of
 from kvcompress.places import Places, placed
@@ -417,6 +417,18 @@ def test_an_image_comes_in_one_call_and_stays():
         cache.crop(-3)
         with pytest.raises(ValueError, match="crop can remove at most the 0 tokens"):
             cache.crop(-1)
+
+
+@torch.no_grad()
+def test_converted_models_take_no_images():
+    model, given = vision_model("qwen2_vl"), one_prompt()
+    decoder = base_model(model)
+    at, _ = model.model.get_rope_index(given["input_ids"], given["mm_token_type_ids"], given["image_grid_thw"])
+    with kvcompress.attach(model):
+        dmc.convert(model, dmc.DMCConfig(), anneal=False)
+        for cache in (None, kvcompress.DMCCache(model.config)):
+            with pytest.raises(ValueError, match="same on every axis, got those of an image or video"):
+                decoder(given["input_ids"], position_ids=at, past_key_values=cache)
 
 
 def test_what_chooses_by_text_is_refused_with_images():

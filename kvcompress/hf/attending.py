@@ -42,7 +42,9 @@ def checked_call(decoder: Any, facts: Facts, given: dict[str, Any]) -> Call:
     axes = None
     if at is not None and at.ndim == 3:  # M-RoPE: one row of positions for each axis of an image
         rows = at[1:] if at.shape[0] == 4 else at  # of four the first counts tokens
-        at, axes = (None, rows) if bool((rows != rows[:1]).any()) else (rows[0], None)
+        # a decoded token is text, and on a GPU does not wait for the device
+        one = rows.shape[-1] == 1 and rows.device.type != "cpu"
+        at, axes = (rows[0], None) if one or not bool((rows != rows[:1]).any()) else (None, rows)
     return Call(decoder, facts, name, tokens, mask, at, axes)
 
 

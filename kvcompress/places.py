@@ -97,7 +97,7 @@ class PlacedBatch(RotaryTables):
     def __init__(self, plain: RotaryTables, every: Sequence[PlacedTables]) -> None:
         self.__dict__.update(vars(plain))
         self._every = list(every)
-        self._joint: tuple[list[Tensor], tuple[Tensor, Tensor]] | None = None
+        self._joint: tuple[list[Tensor], tuple[Tensor, Tensor, Tensor]] | None = None
 
     def of(self, b: int) -> RotaryTables:
         return self._every[b]
@@ -105,15 +105,19 @@ class PlacedBatch(RotaryTables):
     def step_tables(self, rows: int, lengths: list[int], device: torch.device) -> None:
         return None
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def joint_tables(self, rows: int, lengths: list[int], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         parts = [one.tables(rows, n, device) for one, n in zip(self._every, lengths, strict=True)]
         if self._joint is None or any(x is not part[0] for x, part in zip(self._joint[0], parts, strict=True)):
             most = min(len(part[0]) for part in parts)
             cos, sin = (torch.cat([part[i][:most] for part in parts]) for i in range(2))
-            self._joint = [part[0] for part in parts], (cos, sin)
-        cos, sin = self._joint[1]
-        offsets = torch.arange(len(parts), dtype=torch.int32, device=device)[:, None] * (len(cos) // len(parts))
-        return cos, sin, offsets
+            offsets = torch.arange(len(parts), dtype=torch.int32, device=device)[:, None] * most
+            self._joint = [part[0] for part in parts], (cos, sin, offsets)
+        return self._joint[1]
+
+    def batch_tables(self, rows: int, lengths: list[int], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        return self.joint_tables(rows, lengths, device)
 
     def _apply(
         self, x: Tensor, positions: Tensor | None, bound: int, lengths: list[int], *, inverse: bool,

@@ -133,6 +133,11 @@ class RotaryTables:
             return None
         return self.tables(rows, lengths[0], device)
 
+    def batch_tables(self, rows: int, lengths: list[int], device: torch.device) -> tuple[Tensor, Tensor, Tensor] | None:
+        """(cos, sin, offsets) of a batch whose sequences have rows of their own for all that is to come, as
+        joint_tables has them, the same objects until they grow; None where step_tables says it all, or nothing can."""
+        return None
+
     def joint_tables(self, rows: int, lengths: list[int], device: torch.device) -> tuple[Tensor, Tensor, Tensor | None]:
         """(cos, sin, offsets) for an op that takes one pair of tables for several sequences.
 

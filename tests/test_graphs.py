@@ -171,19 +171,18 @@ def test_padding_of_prompts_moves_no_token(recorded, name):
 @pytest.mark.parametrize("prompt", [one_prompt, even_prompts])
 @torch.no_grad()
 def test_a_step_behind_an_image_turns_by_its_places(recorded, prompt):
-    """Sequences whose images stand elsewhere take a step op by op."""
     model, given = CONFIGURATIONS["qwen2_vl/images"].model(), prompt()
     with kvcompress.attach(model):
         cache, plain = (PrunedCache(model.config, SnapKV(window=4), keep=12, page_size=4) for _ in range(2))
         for each in (cache, plain):
             model(**given, past_key_values=each)
         CACHE.append(cache)
-        step, alike = StepGraph(model, cache), len(given["input_ids"]) == 1
+        step = StepGraph(model, cache)
         for i in range(20):
             new = torch.cat([random_ids(1, seed=100 + i)] * len(given["input_ids"]))
             want = base_model(model)(new, past_key_values=plain)[0] @ model.lm_head.weight.T
             torch.testing.assert_close(step(new), want, rtol=1e-4, atol=1e-4)
-        assert bool(step.recordings) == alike
+        assert step.recordings
 
 
 def test_what_the_cache_replaces_is_freed(monkeypatch):

@@ -26,6 +26,7 @@ from benchmarks.quality.parts.families_images import (
 from benchmarks.quality.parts.families_models import VIDEO
 from kvcompress import GatedCache, PrunedCache, QuantizedCache, QuestCache, dmc
 from kvcompress.caches.dense import DenseCache
+from kvcompress.caches.pruned_layer import PrunedLayer
 from kvcompress.hf.attach import base_model, facts_of
 from kvcompress.places import Places, placed
 from kvcompress.pruners import ExpectedAttention, KeyDiff, Replay, SnapKV
@@ -281,6 +282,23 @@ def test_sequences_with_places_of_their_own_turn_together_as_each_alone():
             alone = placed(plain, [places[b]]).rotate(x[b : b + 1], at, 20, [20])
             torch.testing.assert_close(out[b : b + 1], alone)
     assert placed(plain, [a_place(), a_place()]).step_tables(20, [20] * 2, x.device) is not None
+
+
+@torch.no_grad()
+def test_a_decoded_token_is_one_op_wherever_images_stand(monkeypatch):
+    model, prompt = vision_model("qwen2_vl"), two_prompts()
+    with kvcompress.attach(model):
+        cache = PrunedCache(model.config, SnapKV(window=4), keep=9, page_size=4)
+        model(**prompt, past_key_values=cache)
+        other, decoder, ids = cache.fork(), base_model(model), torch.tensor([[9], [10]])
+        assert len(set(cache.shifts())) == 2
+        with monkeypatch.context() as now:
+            now.setattr(PrunedLayer, "append", None)
+            one = torch.cat([decoder(ids, past_key_values=cache)[0] for _ in range(3)], 1)
+        with monkeypatch.context() as now:
+            now.setattr(PrunedLayer, "shifts", False)
+            several = torch.cat([decoder(ids, past_key_values=other)[0] for _ in range(3)], 1)
+        torch.testing.assert_close(one, several)
 
 
 # ---- caches as they are handled ----

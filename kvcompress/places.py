@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -19,6 +20,9 @@ class Places:
 
     first: Tensor
     later: int = 0
+
+    def __deepcopy__(self, memo: object) -> Places:
+        return self  # forks turn by the same tables
 
     @staticmethod
     def of_text(axes: int) -> Places:
@@ -130,14 +134,20 @@ class PlacedBatch(RotaryTables):
         return ops.rope(x, cos, sin, positions + offsets, inverse=False)
 
 
+# by what they are of, which they hold: no other object has its id meanwhile
+_IN_USE: WeakValueDictionary[tuple[int, int], PlacedTables] = WeakValueDictionary()
+
+
 def placed(plain: RotaryTables, places: Sequence[Places]) -> RotaryTables:
     """The rotation of a batch whose sequences stand at these places; raises ValueError for one that cannot (see
     RotaryTables.check_axes)."""
     if isinstance(plain, Unrotated):
         return plain
-    plain.check_axes()
+    plain.check_axes(len(places[0].first))
     found: list[PlacedTables] = []
     for one in places:
-        same = next((x for x in found if x._places.like(one)), None)
-        found.append(same or PlacedTables(plain, one))
+        same = next((x for x in found if x._places.like(one)), None) or _IN_USE.get((id(plain), id(one)))
+        if same is None:
+            same = _IN_USE[id(plain), id(one)] = PlacedTables(plain, one)
+        found.append(same)
     return found[0] if all(x is found[0] for x in found) else PlacedBatch(plain, found)

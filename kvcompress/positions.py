@@ -163,11 +163,12 @@ class RotaryTables:
         """Whether the model's own embedding asks the device for the largest position of each pass, where it rotates."""
         return self._switch > 0
 
-    def check_axes(self) -> None:
-        """Raises ValueError where tokens cannot stand elsewhere on each axis (M-RoPE), as those of an image do."""
+    def check_axes(self, axes: int) -> None:
+        """Raises ValueError where tokens cannot stand elsewhere on each of so many axes (M-RoPE), as an image's do."""
         reason = None
-        if not self._axes:
-            reason = "this model's rotation knows one position a token"
+        if self._axes != (axes,):
+            knows = f"{self._axes[0]} positions" if self._axes else "one position"
+            reason = f"this model's rotation knows {knows} a token"
         elif self._switch:
             reason = f"frequencies of rope type {self._type!r} follow the length, which such places are not"
         else:
@@ -263,7 +264,7 @@ class NormedTables(RotaryTables):
     def _weights(self, like: Tensor) -> Tensor:
         return self._norm(torch.ones(like.shape[-1], dtype=torch.float32, device=like.device))
 
-    def check_axes(self) -> None:
+    def check_axes(self, axes: int) -> None:
         raise ValueError(
             "position_ids must be the same on every axis, got those of an image or video: a norm with weights follows "
             "this model's rotation; give text"

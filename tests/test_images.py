@@ -323,6 +323,8 @@ def test_forks_files_beams_and_joined_sequences_know_where_they_stand(tmp_path):
         loaded = kvcompress.load_cache(tmp_path / "held.safetensors", model)
         assert torch.equal(base_model(model)(ids, past_key_values=loaded)[0] @ model.lm_head.weight.T, want)
         turned = held.fork()
+        tables = [one.placed(facts_of(base_model(model)))[0].key_rotary.of(0) for one in (held, turned)]
+        assert tables[0] is tables[1]  # one for all forks
         turned.select_sequences([1, 0])
         found = base_model(model)(ids.flip(0), past_key_values=turned)[0] @ model.lm_head.weight.T
         torch.testing.assert_close(found, want.flip(0), rtol=1e-4, atol=1e-4)
@@ -409,6 +411,22 @@ def test_models_that_cannot_stand_on_several_axes_say_so(name, reason):
             base_model(model)(random_ids(6), position_ids=at, past_key_values=cache)
         assert cache.get_seq_length() == 0 and not cache.places
         base_model(model)(random_ids(6), past_key_values=cache)
+
+
+@torch.no_grad()
+def test_positions_of_another_shape_are_refused():
+    model, at = vision_model("qwen2_vl"), torch.arange(6).expand(3, 1, 6).clone()
+    at[1, 0, 3] = 4
+    with kvcompress.attach(model):
+        cache, decoder = QuestCache(model.config), base_model(model)
+        for wrong, message in (
+            (at[..., :5], r"must be \[axes, 1, 6\], got shape \(3, 1, 5\)"),
+            (at[:2], "knows 3 positions a token"),
+            (at - 1, "must begin behind the tokens that sequence 0 has had, at 0, got -1"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                decoder(random_ids(6), position_ids=wrong, past_key_values=cache)
+            assert not cache.places and cache.get_seq_length() == 0 and cache.fixed == 0
 
 
 @torch.no_grad()

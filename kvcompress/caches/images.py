@@ -37,12 +37,15 @@ class Images(Summary):
     @contextmanager
     def noting(self, call: Call, counts: Sequence[int]) -> Iterator[None]:
         """Opens a pass that brings images: their places are known in it, and forgotten if it cannot begin."""
-        assert call.axes is not None
+        axes, batch, columns = call.axes, len(counts), call.tokens.shape[1]
+        assert axes is not None
+        if axes.shape[1] not in (1, batch) or axes.shape[2] != columns:
+            raise ValueError(f"position_ids must be [axes, {batch}, {columns}], got shape {tuple(axes.shape)}")
         before, fixed = self.places, self.fixed
-        self.places = noted(before, call.axes, counts, self._lengths or [0] * len(counts))
+        self.places = noted(before, axes, counts, self._lengths or [0] * batch)
         try:
             self.placed(call.facts)  # refuses models that cannot, before anything is stored
-            self.fixed = self.seen + call.tokens.shape[1]  # crop would not know where text stood before
+            self.fixed = self.seen + columns  # crop would not know where text stood before
             yield
         except BaseException:
             self.places, self.fixed = before, fixed

@@ -104,9 +104,7 @@ class RotaryTables:
         for last in (0, max(length, 1) - 1):  # forgets what the model saw before, and settles for this length
             called(forward, torch.tensor([[last]], device=device))
         # past what would settle them anew by the positions of the table
-        cos, sin = (
-            x.flatten(0, -3)[0] for x in called(inspect.unwrap(forward), torch.arange(rows, device=device)[None])
-        )
+        cos, sin = (x.flatten(0, -3)[0] for x in called(inspect.unwrap(forward), self._positions(rows, device)))
         columns = torch.arange(cos.shape[1] // 2, device=device) if self._columns is None else self._columns
         cos, sin = (table[:, columns.to(device)].float().contiguous() for table in (cos, sin))
         if without is not None and without < 2 * len(columns):
@@ -115,6 +113,14 @@ class RotaryTables:
             self._tables = {}
         self._tables[key] = (cos, sin)
         return cos, sin
+
+    def _positions(self, rows: int, device: torch.device) -> Tensor:
+        """[1, rows] or [axes, 1, rows]: the positions of a table's rows."""
+        return torch.arange(rows, device=device)[None]
+
+    def of(self, b: int) -> RotaryTables:
+        """That of one sequence of a batch."""
+        return self
 
     def step_tables(
         self, rows: int, lengths: list[int], device: torch.device
@@ -126,6 +132,11 @@ class RotaryTables:
         if self._switch and len({self._regime(length) for length in lengths}) > 1:
             return None
         return self.tables(rows, lengths[0], device)
+
+    def batch_tables(self, rows: int, lengths: list[int], device: torch.device) -> tuple[Tensor, Tensor, Tensor] | None:
+        """(cos, sin, offsets) of a batch whose sequences have rows of their own for all that is to come, as
+        joint_tables has them, the same objects until they grow; None where step_tables says it all, or nothing can."""
+        return None
 
     def joint_tables(self, rows: int, lengths: list[int], device: torch.device) -> tuple[Tensor, Tensor, Tensor | None]:
         """(cos, sin, offsets) for an op that takes one pair of tables for several sequences.
@@ -151,6 +162,25 @@ class RotaryTables:
     def asks_host(self) -> bool:
         """Whether the model's own embedding asks the device for the largest position of each pass, where it rotates."""
         return self._switch > 0
+
+    def check_axes(self, axes: int) -> None:
+        """Raises ValueError where tokens cannot stand elsewhere on each of so many axes (M-RoPE), as an image's do."""
+        reason = None
+        if self._axes != (axes,):
+            knows = f"{self._axes[0]} positions" if self._axes else "one position"
+            reason = f"this model's rotation knows {knows} a token"
+        elif self._switch:
+            reason = f"frequencies of rope type {self._type!r} follow the length, which such places are not"
+        else:
+            x = torch.empty(1, 1, 1, dtype=torch.float32, device="cpu")
+            at = torch.zeros(*self._axes, 1, 1, dtype=torch.int64, device="cpu")
+            module = _copy(self._module).to("cpu")
+            if parts(type(module).forward(module, x, at, *self._arguments, **self._keywords))[0].ndim > 3:
+                reason = "this model joins the axes in its attention, behind its rotary embedding"
+        if reason is not None:
+            raise ValueError(
+                f"position_ids must be the same on every axis, got those of an image or video: {reason}; give text"
+            )
 
     def check_one_table(self, length: int) -> None:
         """Raises ValueError if `length` keys in sight have other frequencies: keys cannot move then."""
@@ -182,6 +212,16 @@ class RotaryTables:
     def unrotate(self, x: Tensor, bound: int, lengths: list[int], positions: Tensor | None = None) -> Tensor:
         """Undoes rotate(x, positions, bound, lengths)."""
         return self._apply(x, positions, bound, lengths, inverse=True)
+
+    def distances(self, end: int, tokens: int, first: int, last: int, chunk: int, device: torch.device) -> Tensor:
+        """int32 [1, last - first]: of the `tokens` tokens before number `end`, how far those from their first to
+        last - 1 move where each `chunk` of them is to stand behind all."""
+        return tokens - torch.arange(first, last, dtype=torch.int32, device=device)[None] // chunk * chunk
+
+    def behind(self, x: Tensor, end: int, tokens: int, first: int, chunk: int, length: int) -> Tensor:
+        """x [1, H, n, D] of those tokens from their first on, before rotation, rotated to there."""
+        numbers = torch.arange(x.shape[2], dtype=torch.int32, device=x.device)[None] % chunk + end
+        return self.rotate(x, numbers, end + min(chunk, x.shape[2]), [length])
 
     def move_back(self, x: Tensor, distance: Tensor, bound: int, length: int) -> Tensor:
         """Rotated x [B, H, T, D] moved to positions smaller by distance (int32 [B, T] below bound)."""
@@ -223,6 +263,12 @@ class NormedTables(RotaryTables):
 
     def _weights(self, like: Tensor) -> Tensor:
         return self._norm(torch.ones(like.shape[-1], dtype=torch.float32, device=like.device))
+
+    def check_axes(self, axes: int) -> None:
+        raise ValueError(
+            "position_ids must be the same on every axis, got those of an image or video: a norm with weights follows "
+            "this model's rotation; give text"
+        )
 
     def step_tables(self, rows: int, lengths: list[int], device: torch.device) -> None:
         return None

@@ -20,8 +20,9 @@ from .logits import LogitsSink, scaled
 from .planner import Plan
 from .progress import Progress, showing
 from .rereading import latest, pruner_that_rereads, reread
-from .token_sources import Columns, Prompt, Stream, TokenIds, as_stream, from_tokenizer
+from .token_sources import OF_TEXT, Columns, Prompt, Stream, TokenIds, as_stream, from_tokenizer
 
+PIXELS = ("pixel_values", "pixel_values_videos")  # what images come as
 _LOGITS = 1 << 24  # logits are computed for as many rows at a time as make so many numbers
 
 
@@ -33,6 +34,13 @@ def _need_tensors(**arguments: object) -> None:
             listed = f": torch.tensor({name if rows else f'[{name}]'})" if isinstance(x, list) else ""
             advice = made if isinstance(x, str) else listed
             raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}{advice}")
+
+
+def _need_cache(cache: object) -> None:
+    if not isinstance(cache, CompressedCache):
+        got = f"the class {cache.__name__}, not one of it" if isinstance(cache, type) else type(cache).__name__
+        hint = f": CacheSpec.parse({cache!r}).make(model.config) makes one of text" if isinstance(cache, str) else ""
+        raise ValueError(f"cache must be a kvcompress cache, got {got}{hint}")
 
 
 def _held_back(input_ids: Tensor, attention_mask: Tensor | None, seen: int, guide: Tensor) -> int:
@@ -114,10 +122,7 @@ def prefill(
     After an error or Ctrl-C the cache says that it is incomplete until reset().
     Source: IMDC ("Memorize Step by Step"), section 3.1.
     """
-    if not isinstance(cache, CompressedCache):
-        got = f"the class {cache.__name__}, not one of it" if isinstance(cache, type) else type(cache).__name__
-        hint = f": CacheSpec.parse({cache!r}).make(model.config) makes one of text" if isinstance(cache, str) else ""
-        raise ValueError(f"cache must be a kvcompress cache, got {got}{hint}")
+    _need_cache(cache)
     decoder = base_model(model)
     facts = facts_of(decoder)
     check_adapter(model, reads=True)
@@ -342,14 +347,30 @@ def generate(
     there is none and the prompts hold the pad token, those are padding, as model.generate has it. generation: any
     argument of model.generate (max_new_tokens, do_sample, num_beams, num_return_sequences, ...). Warns where positions
     reach beyond the trained length, in place of transformers' reminder, which goes by the tokens that were seen.
+    With pixel_values (of a processor, in input_ids or generation) the model itself reads the prompt, in one pass,
+    whatever chunk_size says, and its last token is pruned with it. Raises what prefill does, and ValueError for a guide
+    or logits with pixel_values.
     """
+    sees = hasattr(getattr(model, "config", None), "vision_config")
+    if sees and isinstance(input_ids, Mapping) and any(name in input_ids for name in PIXELS):
+        taken = set(OF_TEXT) - {"mm_token_type_ids"}  # which say where images are
+        generation = {name: x for name, x in input_ids.items() if name not in taken} | generation
+        input_ids = {name: x for name, x in input_ids.items() if name in taken}
+    pictures = any(generation.get(name) is not None for name in PIXELS)
+    for name, x in (("guide", guide), ("logits", logits)) if pictures else ():
+        if x is not None:
+            raise ValueError(f"{name} must be None with pixel_values: the model reads images itself, in one pass")
     input_ids, attention_mask = from_tokenizer(input_ids, attention_mask)
     _need_tensors(input_ids=input_ids, attention_mask=attention_mask)
     whole: Any = model
     options = with_cache(cache, generation)
     if attention_mask is None:
         attention_mask = _padding(model, cast(Tensor, input_ids), generation)
-    prefill(model, input_ids, cache, attention_mask, guide=guide, logits=logits, progress=progress)
+    if pictures:
+        _need_cache(cache)
+        facts_of(base_model(model))  # an attached one
+    else:
+        prefill(model, input_ids, cache, attention_mask, guide=guide, logits=logits, progress=progress)
     _warn_of_length(cache)
     with without_reminder():
         return whole.generate(input_ids, attention_mask=attention_mask, **options)

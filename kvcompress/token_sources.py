@@ -14,7 +14,7 @@ from .checks import need
 
 TokenIds = Tensor | np.ndarray | Iterable[int | Tensor | np.ndarray]
 
-_OF_TEXT = (
+OF_TEXT = (
     "input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "special_tokens_mask", "offset_mapping",
     "overflow_to_sample_mapping", "length",
 )  # fmt: skip
@@ -24,7 +24,7 @@ def from_tokenizer(given: Any, attention_mask: Any) -> tuple[Any, Any]:
     """(input_ids, attention_mask) of what a tokenizer or a chat template returns; of all else as they are."""
     if not isinstance(given, Mapping) or "input_ids" not in given:
         return given, attention_mask
-    more = [name for name in given if name not in _OF_TEXT]
+    more = [name for name in given if name not in OF_TEXT]
     need(not more, f"input_ids must be of text alone, got a {type(given).__name__} with {', '.join(more)}")
     ids, own = given["input_ids"], given.get("attention_mask")
     need(own is None or attention_mask is None, "attention_mask must be None where input_ids bring their own")

@@ -36,20 +36,20 @@ DROPS = {
 MASKED = "masked_by_head"
 
 
-def masked_by_head(kept, facts):
+def masked_by_head(kept, facts, prompt=PROMPT, whole=WHOLE):
     """An attention function: the family's own, whose tokens behind the prompt see of it what their KV head has kept.
     kept: by layer [B][Hkv] of the prompt's places that are left; [] = those of the layer that it reads."""
 
     def attention(module, query, key, value, attention_mask, **options):
         layer, heads = module.layer_idx, query.shape[1]
         of = kept[layer] or kept[facts[layer].reads]
-        hidden = torch.zeros(len(of), heads, WHOLE, WHOLE, dtype=torch.bool)
+        hidden = torch.zeros(len(of), heads, whole, whole, dtype=torch.bool)
         for b, rows in enumerate(of):
             for head in range(heads):
-                gone = torch.ones(WHOLE, dtype=torch.bool)
-                gone[rows[head * len(rows) // heads]], gone[PROMPT:] = False, False
-                hidden[b, head, PROMPT:, gone] = True
-        mask = attention_mask.expand(len(of), heads, WHOLE, WHOLE).masked_fill(hidden, torch.finfo(query.dtype).min)
+                gone = torch.ones(whole, dtype=torch.bool)
+                gone[rows[head * len(rows) // heads]], gone[prompt:] = False, False
+                hidden[b, head, prompt:, gone] = True
+        mask = attention_mask.expand(len(of), heads, whole, whole).masked_fill(hidden, torch.finfo(query.dtype).min)
         return _before(module, "eager")(module, query, key, value, mask, **options)
 
     return attention

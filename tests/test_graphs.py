@@ -11,8 +11,10 @@ from torch.utils._pytree import tree_leaves
 
 import kvcompress
 from benchmarks.quality.parts.families_configurations import CONFIGURATIONS
+from benchmarks.quality.parts.families_images import even_prompts, one_prompt
 from kvcompress import DMCCache, IterativeCache, PrunedCache, QuestCache, StepGraph, StreamingCache, dmc, graphs
 from kvcompress.caches.base import CompressedCache
+from kvcompress.hf.attach import base_model
 from kvcompress.pruners import Replay, SnapKV
 
 ASKS = tuple(getattr(torch.ops.aten, name).default for name in ("_local_scalar_dense", "item", "is_nonzero", "nonzero"))
@@ -163,6 +165,23 @@ def test_padding_of_prompts_moves_no_token(recorded, name):
             new = torch.cat([random_ids(1, seed=100 + i), random_ids(1, seed=200 + i)])
             expected = [forward(model, x[None], past_key_values=own) for x, own in zip(new, alone, strict=True)]
             torch.testing.assert_close(step(new), torch.cat(expected), rtol=1e-4, atol=1e-4)
+        assert step.recordings
+
+
+@pytest.mark.parametrize("prompt", [one_prompt, even_prompts])
+@torch.no_grad()
+def test_a_step_behind_an_image_turns_by_its_places(recorded, prompt):
+    model, given = CONFIGURATIONS["qwen2_vl/images"].model(), prompt()
+    with kvcompress.attach(model):
+        cache, plain = (PrunedCache(model.config, SnapKV(window=4), keep=12, page_size=4) for _ in range(2))
+        for each in (cache, plain):
+            model(**given, past_key_values=each)
+        CACHE.append(cache)
+        step = StepGraph(model, cache)
+        for i in range(20):
+            new = torch.cat([random_ids(1, seed=100 + i)] * len(given["input_ids"]))
+            want = base_model(model)(new, past_key_values=plain)[0] @ model.lm_head.weight.T
+            torch.testing.assert_close(step(new), want, rtol=1e-4, atol=1e-4)
         assert step.recordings
 
 

@@ -8,7 +8,10 @@ from helpers import deciding_model, random_ids, tiny_gates_folder, tiny_model
 from pretended_cuda import PretendedCuda, moved
 
 import kvcompress
+from benchmarks.quality.parts.families_configurations import CONFIGURATIONS
+from benchmarks.quality.parts.families_images import even_prompts, one_prompt
 from kvcompress import CacheSpec, prefill
+from kvcompress.hf.attach import base_model
 
 SPECS = {
     "dense": "pruned,pruner=snapkv,keep=1.0",
@@ -70,6 +73,44 @@ def test_no_call_mixes_devices_and_a_decoded_token_does_not_wait(models, name):
     if name not in COMPRESSES:
         assert sum(not names for names in waits) >= NEW - 2, waits  # the others take pages
         assert {x for names in waits for x in names} <= {"tolist", "tensor", "repeat_interleave"}
+
+
+IMAGES = {
+    "snapkv": "pruned,pruner=snapkv,window=8,keep=0.5",
+    "replay": "pruned,pruner=replay,keep=0.5,budget=globaltopk",
+    "keydiff": "pruned,pruner=keydiff,keep=0.5",
+    "quest": "quest,token_budget=32,dense_layers=1,page_size=8",
+}
+
+
+@pytest.mark.parametrize("prompt", [one_prompt, even_prompts])
+@pytest.mark.parametrize("name", IMAGES)
+def test_images_stand_on_the_device_where_they_stand_on_the_host(name, prompt):
+    def read(device):
+        model, given = CONFIGURATIONS["qwen2_vl/images"].model(), prompt()
+        del given["pixel_values"]
+        at, _ = model.model.get_rope_index(**given)
+        decoder, ids, at = (
+            base_model(moved(model) if device == "cuda" else model),
+            given["input_ids"].to(device),
+            at.to(device),
+        )
+        cache = CacheSpec.parse(IMAGES[name]).make(model.config)
+        with torch.inference_mode(), kvcompress.attach(decoder):
+            out, waits = [decoder(ids, position_ids=at, past_key_values=cache)[0]], []
+            for i in range(NEW):
+                pretended_cuda.waits.clear()
+                next_ = (at.amax((0, 2)) + 1 + i)[None, :, None].expand(3, -1, -1)
+                out.append(decoder(ids[:, :1], position_ids=next_, past_key_values=cache)[0])
+                waits.append(list(pretended_cuda.waits))
+        return torch.cat([x.cpu() for x in out], 1), waits
+
+    expected, _ = read("cpu")
+    with PretendedCuda():
+        found, waits = read("cuda")
+    torch.testing.assert_close(found, expected)
+    if prompt is one_prompt:  # else several ops make their tensors
+        assert sum(not names for names in waits) >= NEW - 2, waits
 
 
 def test_what_a_gpu_would_refuse_or_wait_for_is_seen():

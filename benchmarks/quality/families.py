@@ -20,6 +20,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))
 from benchmarks.common import parse_arguments, parser, print_table, write_json
 from benchmarks.quality.parts.families_checks import Result, check
 from benchmarks.quality.parts.families_configurations import CONFIGURATIONS, QUICK
+from benchmarks.quality.parts.families_images import check_images
 
 SIZES = {"full": list(CONFIGURATIONS), "quick": QUICK, "tiny": ["llama", "gemma3_text/sliding"]}
 OUTCOMES = ("right", "refused", "wrong", "no answer")
@@ -50,7 +51,8 @@ def main() -> int:
     transformers.logging.set_verbosity_error()
     results: list[Result] = []
     for name in names:
-        results.append(check(CONFIGURATIONS[name]))
+        one = CONFIGURATIONS[name]
+        results.append(check_images(one) if one.images else check(one))
         print(f"{len(results)}/{len(names)} {name}: {results[-1].outcome}", file=sys.stderr, flush=True)
     show(results)
     if choice.json is not None:

@@ -25,6 +25,7 @@ from ..hf.facts import Facts
 from ..hf.method import Call, Pass, PassCache
 from ..planner import Plan
 from .generation import Generation
+from .images import Images
 from .layer import CompressedLayer
 from .local import LocalLayer
 from .passes import CachePass, Iteration
@@ -45,7 +46,7 @@ def trained_length_of(config: PreTrainedConfig) -> int:
     return getattr(decoder_config(config), "max_position_embeddings", None) or UNLIMITED
 
 
-class CompressedCache(Repeats, Generation, PassCache):
+class CompressedCache(Images, Repeats, Generation, PassCache):
     """A cache for an attached model: what all of them answer; see IterativeCache and StreamingCache.
 
     config: the model's config. Layers that see a window or a chunk keep that, whatever the cache; recurrent and
@@ -76,7 +77,9 @@ class CompressedCache(Repeats, Generation, PassCache):
         self._columns_read = 0  # columns of a prompt that kvcompress.prefill is reading, so far
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"facts": None, "_decoder": None}  # the model's: found again when it is used
+        # the model's are found again when it is used
+        state = super().__getstate__() | {"facts": None, "_decoder": None}
+        return {name: x for name, x in state.items() if name != "_placed"}
 
     @abstractmethod
     def _new_layer(self, index: int, number: int) -> CompressedLayer:
@@ -145,7 +148,7 @@ class CompressedCache(Repeats, Generation, PassCache):
 
     def reach(self) -> int:
         """The largest position so far, from 1: that of the last token read, where kept tokens stay in their places."""
-        return max(self.seen_lengths(), default=0)
+        return max((n + later for n, later in zip(self._lengths, self.shifts(), strict=True)), default=0)
 
     def _most_held(self) -> int:
         """Tokens of the longest row in layers that compress."""
@@ -191,7 +194,7 @@ class CompressedCache(Repeats, Generation, PassCache):
         for number, layer in enumerate(self.compressing):
             layer.number = number
         self.check_layers(decoder, facts)
-        self.facts = facts
+        self.facts, self._placed = facts, None
         self._measure(facts, next(x.element_size() for x in decoder.parameters() if x.is_floating_point()))
         self.belongs_to(decoder)
 
@@ -224,14 +227,18 @@ class CompressedCache(Repeats, Generation, PassCache):
                 "attention_mask must be ones for what follows a prompt where layers recur: padding between a "
                 "sequence's tokens would change their state"
             )
-        return self.open(call.facts, counts, columns)
+        if call.axes is None:
+            return self.open(call.facts, counts, columns)
+        self.check_images(call)
+        with self.noting(call, counts):
+            return self.open(call.facts, counts, columns)
 
     def open(self, facts: Facts, counts: Sequence[int], columns: int, iteration: Iteration | None = None) -> CachePass:
         """A pass of counts[b] tokens of each sequence in so many columns; adopt() has been called."""
         self._check_dtype()
         if columns > 1 and (self.seen or self._columns_read or self._states_began):
             self.check_parts(facts, padded=iteration is not None and min(counts) < columns)
-        step = CachePass(facts, self.layers, counts, columns, iteration)
+        step = CachePass(self.placed(facts), self.layers, counts, columns, iteration)
         try:
             for layer in self.own:
                 layer.check_step(step, facts[layer.index])
@@ -401,7 +408,7 @@ class CompressedCache(Repeats, Generation, PassCache):
                 self.layers[index] = self._new_layer(index, layer.number)
         self._reset_states()
         self._begin_count()
-        self.read_ids = None
+        self.read_ids, self.places = None, ()
         self.seen, self.fixed, self._batch, self._incomplete, self._repeated, self._columns_read = 0, 0, 0, False, 0, 0
 
     @torch.inference_mode(False)
@@ -416,6 +423,7 @@ class CompressedCache(Repeats, Generation, PassCache):
                 layer.select_batch(indices)
             self._select_states(indices)
             self._lengths = [self._lengths[b] for b in indices] if self._lengths else []
+            self.select_places(indices)
             self._batch = len(indices) if self._batch else 0
 
     @torch.inference_mode(False)
@@ -436,6 +444,7 @@ class CompressedCache(Repeats, Generation, PassCache):
         with self._changing():
             for layer, new in zip(self.own, other.own, strict=True):
                 layer.join(new)
+            self.join_places(other)
             self._lengths = self._lengths + other._lengths
             self._batch += other._batch
 

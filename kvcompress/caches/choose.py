@@ -270,7 +270,7 @@ class Chooser(SideState):
         facts = set()
         for b, tokens in enumerate(keep):
             lengths, held = offers.lengths[offers.rows(b)], None if fixed is None else tuple(fixed[offers.rows(b)])
-            place = (offers.positions[b], offers.in_sight[b]) if pruner.one_frame else (0, 0)
+            place = (offers.positions[b], offers.in_sight[b], id(offers.rotary.of(b))) if pruner.one_frame else ()
             seen = max(lengths), min(lengths), offers.valid[b], offers.guides[b], self.whole[b], self.firsts[b]
             repeated = None if offers.repeated is None else offers.repeated[b]
             facts.add((tokens, held, votes[b], repeated, *place, *seen))
@@ -293,7 +293,7 @@ class Chooser(SideState):
             values=offers.values[None, rows, :T] if offers.values is not None and self.pruner.uses_values else None,
             lengths=ragged, shortest=min(lengths), layer=self.layer, whole=self.whole[b],
             unrotated=offers.unrotated[part, :, last:].flatten(0, 1)[None], position=offers.positions[b],
-            rotary=offers.rotary, key_rotary=offers.key_rotary, in_sight=offers.in_sight[b],
+            rotary=offers.rotary.of(b), key_rotary=offers.key_rotary.of(b), in_sight=offers.in_sight[b],
             output=None if output is None else output.weights(),
             sums=None if offers.sums is None else offers.sums[part, :, last:].flatten(0, 1)[None],
             repeated=None if offers.repeated is None else offers.repeated[b], keep=keep, number=number,

@@ -6,6 +6,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from ..checks import need
+from ..hf.method import Call
 from ..softmax import Softmax
 from .attention import prompt_attention
 from .base import CompressedCache
@@ -42,6 +43,9 @@ class DenseCache(CompressedCache):
 
     def _new_layer(self, index: int, number: int) -> DenseLayer:
         return DenseLayer(index, number, self.pool_settings)
+
+    def check_images(self, call: Call) -> None:
+        pass
 
     def check_guide(self) -> None:
         raise ValueError(f"guide has no effect with {type(self).__name__}, which keeps every token")

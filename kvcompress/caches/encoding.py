@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers.cache_utils import LinearAttentionLayer
 
 from ..hf.config import EMPTY
+from ..places import Places
 from .origins import Origins
 from .pool import PagePool
 from .store import PageStore, Rows
@@ -19,7 +20,7 @@ from .track import LayerReading
 
 _THEIRS = {f"{x.__module__}:{x.__qualname__}": x for x in (*EMPTY, LinearAttentionLayer)}
 _LEAVES = (bool, int, float, str, Tensor, torch.dtype, torch.device, PagePool, PageStore)
-_ON_HOST = (Origins, LayerReading)  # whose tensors are on the host, wherever the model is
+_ON_HOST = (Origins, LayerReading, Places)  # whose tensors are on the host, wherever the model is
 
 
 def state_of(x: Any) -> dict[str, Any]:

@@ -34,6 +34,9 @@ class Generation(Summary, RecurrentStates, Cache):
     def own(self) -> list[CompressedLayer]: ...
 
     @abstractmethod
+    def shifts(self) -> list[int]: ...
+
+    @abstractmethod
     def select_sequences(self, indices: list[int]) -> None: ...
 
     @contextmanager
@@ -133,8 +136,10 @@ class Generation(Summary, RecurrentStates, Cache):
         had = self._lengths or [0]
         if batch % len(had):
             return  # _repeat refuses it
-        had = [length for length in had for _ in range(batch // len(had))]
-        if columns == 1 and min(counts) == 1 and at[:, 0].tolist() == had:
+        each = batch // len(had)
+        had, later = ([n for n in numbers for _ in range(each)] for numbers in (had, self.shifts() or [0]))
+        places = [n + more for n, more in zip(had, later, strict=True)]  # behind images they are no numbers of tokens
+        if columns == 1 and min(counts) == 1 and at[:, 0].tolist() in (had, places):
             return
         column = torch.arange(columns, device="cpu")
         new, before = (torch.tensor(numbers, device="cpu")[:, None] for numbers in (counts, had))
@@ -142,7 +147,11 @@ class Generation(Summary, RecurrentStates, Cache):
         own = column + before - (columns - new)
         at = at.to("cpu").expand(batch, -1)
         stands = (at == own) | ((at < own) & (at >= self.trained_length - 1))
-        right = (stands | padding).all(1) | ((at == column + self.seen) | padding).all(1)
+        ways = [stands, at == column + self.seen, at == own + torch.tensor(later, device="cpu")[:, None]]
+        if call.shifted is not None and batch % len(call.shifted) == 0:
+            of_model = call.shifted.to("cpu").repeat_interleave(batch // len(call.shifted), 0)
+            ways += [at == own + of_model, at == column + self.seen + of_model]
+        right = torch.stack([(way | padding).all(1) for way in ways]).any(0)
         if bool(right.all()):
             return
         b = int((~right).nonzero()[0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +20,15 @@ from .repeating import RepeatingLayer
 from .store import PageStore, PoolSettings
 
 StepTables = tuple[Tensor, Tensor] | tuple[None, None]  # cos and sin of a step; None where nothing turns
+
+
+class StepTurn(NamedTuple):
+    """How an op turns the token of a step: it stands at its slot + shift (int32 [R], None = 0) of tables with so many
+    rows for a sequence, None = without end."""
+
+    tables: StepTables
+    shift: Tensor | None
+    rows: int | None
 
 
 def step_positions(first: Tensor, counts: Sequence[int], tokens: int) -> Tensor:
@@ -39,6 +49,7 @@ class PagedLayer(RepeatingLayer):
     is_croppable = True
     store: PageStore | None = None
     steps_known = True
+    shifts = True  # whether its op of a step takes a shift
 
     def __init__(self, index: int, number: int, pool_settings: PoolSettings) -> None:
         super().__init__(index, number)
@@ -48,6 +59,7 @@ class PagedLayer(RepeatingLayer):
         self.offsets: list[int] = []  # of each row: from a token's number to the position where it stands
         self.next: list[int] = []  # position of each sequence's next token
         self._shifted: tuple[list[int], Tensor | None] | None = None
+        self._joined: tuple[Tensor | None, Tensor, Tensor] | None = None  # a shift, offsets of sequences, both together
 
     @property
     def heads(self) -> int:
@@ -89,25 +101,41 @@ class PagedLayer(RepeatingLayer):
         pool, facts = self.pool, step.facts[self.index]
         if pool is None or not step.one or facts.readers or facts.query_rotary is not facts.key_rotary:
             return None
-        tables = facts.query_rotary.step_tables(max(self.next) + 1, self.rope_lengths, queries.device)
-        if tables is None:
+        turn = self._turn(facts, max(self.next) + 1)
+        if turn is None:
             return None
-
-        state = pool.step(lambda table: self.write_step(table, queries, keys, values, softmax, tables, begin))
+        state = pool.step(lambda table: self.write_step(table, queries, keys, values, softmax, turn, begin))
         self.next = [place + 1 for place in self.next]
         return state
 
+    def _turn(self, facts: LayerFacts, rows: int) -> StepTurn | None:
+        """For tokens at positions below rows; None where an op cannot turn all sequences."""
+        pool, rotary = self.pool, facts.query_rotary
+        assert pool is not None
+        device = pool.lengths.device
+        if (tables := rotary.step_tables(rows, self.rope_lengths, device)) is not None:
+            return StepTurn(tables, self.shift, None if tables[0] is None else tables[0].shape[0])
+        if not self.shifts or (joint := rotary.batch_tables(rows, self.rope_lengths, device)) is None:
+            return None
+        cos, sin, offsets = joint  # of each sequence its own rows of them
+        joined, shift = self._joined, self.shift
+        if joined is None or joined[0] is not shift or joined[1] is not offsets:
+            with torch.inference_mode(False):
+                each = offsets.expand(-1, self.heads).flatten()
+                self._joined = joined = shift, offsets, each if shift is None else each + shift
+        return StepTurn((cos, sin), joined[2], cos.shape[0] // len(self.next))
+
     def write_step(
         self, table: ops.PageTable, queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax,
-        tables: StepTables, begin: Tensor | None,
+        turn: StepTurn, begin: Tensor | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """The op of a step: adds the token to every row; (out, lse) from begin on."""
         pool = self.pool
         assert pool is not None
         return ops.paged_step_(
-            queries, keys, values, pool.k_pages, pool.v_pages, table, shift=self.shift, begin=begin, cos=tables[0],
-            sin=tables[1], scale=softmax.scale, softcap=softmax.softcap, sink_logits=softmax.sink_logits,
-            **pool.scales,
+            queries, keys, values, pool.k_pages, pool.v_pages, table, shift=turn.shift, begin=begin,
+            cos=turn.tables[0], sin=turn.tables[1], scale=softmax.scale, softcap=softmax.softcap,
+            sink_logits=softmax.sink_logits, **pool.scales,
         )  # fmt: skip
 
     def append(self, step: CachePass, keys: Tensor, values: Tensor) -> Callable[[Tensor, Softmax], Tensor]:
@@ -152,7 +180,7 @@ class PagedLayer(RepeatingLayer):
         slots = keys_and_values(head_dim, like.dtype, form)
         self.pool = PagePool(rows, slots, like.device, self.pool_settings, store=self.store, form=form)
         self.rope_lengths, self.next = rope_lengths, [0] * len(rope_lengths)
-        self.offsets, self._shifted = [0] * rows, None
+        self.offsets, self._shifted, self._joined = [0] * rows, None, None
 
     def most_slots(self, counts: tuple[int, ...]) -> list[int]:
         """Slots of pages that a step of counts[b] tokens of each sequence fills at most, per sequence."""
@@ -182,10 +210,10 @@ class PagedLayer(RepeatingLayer):
         if pool is None or not pool.has_room or facts.readers or facts.query_rotary is not facts.key_rotary:
             return 0
         place = max(self.next)
-        tables = facts.query_rotary.step_tables(place + 1, self.rope_lengths, pool.lengths.device)
-        if tables is None:
+        turn = self._turn(facts, place + 1)
+        if turn is None:
             return 0
-        return pool.room if tables[0] is None else min(pool.room, tables[0].shape[0] - place)
+        return pool.room if turn.rows is None else min(pool.room, turn.rows - place)
 
     def count_step(self) -> None:
         assert self.pool is not None
@@ -194,8 +222,8 @@ class PagedLayer(RepeatingLayer):
 
     def held_tensors(self, facts: LayerFacts) -> tuple[Tensor, ...]:
         assert self.pool is not None
-        tables = facts.query_rotary.step_tables(max(self.next), self.rope_lengths, self.pool.lengths.device) or ()
-        held = (*self.pool.held_tensors(), self.shift, *tables)
+        turn = self._turn(facts, max(self.next))
+        held = (*self.pool.held_tensors(), *((self.shift,) if turn is None else (turn.shift, *turn.tables)))
         return tuple(x for x in held if x is not None)
 
     # ---- what stays ----
@@ -219,11 +247,15 @@ class PagedLayer(RepeatingLayer):
 
     def nbytes(self) -> int:
         held = self.pool.nbytes() if self.pool is not None else 0
-        return held + (0 if self.shift is None else self.shift.nbytes)
+        return held + self._shift_nbytes()
+
+    def _shift_nbytes(self) -> int:
+        joined = 0 if self._joined is None else self._joined[2].nbytes
+        return joined + (0 if self.shift is None else self.shift.nbytes)
 
     def reserved_nbytes(self) -> int:
         held = self.pool.reserved_nbytes() if self.pool is not None else 0
-        return held + (0 if self.shift is None else self.shift.nbytes)
+        return held + self._shift_nbytes()
 
     def trim(self) -> None:
         if self.pool is not None:
@@ -244,7 +276,7 @@ class PagedLayer(RepeatingLayer):
     def join(self, other: CompressedLayer) -> None:
         assert isinstance(other, PagedLayer) and self.pool is not None and other.pool is not None
         self.pool.join(other.pool)
-        self.offsets, self._shifted = self.offsets + other.offsets, None
+        self.offsets, self._shifted, self._joined = self.offsets + other.offsets, None, None
         self.rope_lengths, self.next = self.rope_lengths + other.rope_lengths, self.next + other.next
 
     def select_batch(self, indices: list[int]) -> None:
@@ -253,5 +285,5 @@ class PagedLayer(RepeatingLayer):
         heads = self.heads
         rows = [b * heads + h for b in indices for h in range(heads)]
         self.pool.select_rows(rows)
-        self.offsets, self._shifted = [self.offsets[row] for row in rows], None
+        self.offsets, self._shifted, self._joined = [self.offsets[row] for row in rows], None, None
         self.rope_lengths, self.next = ([list_[b] for b in indices] for list_ in (self.rope_lengths, self.next))

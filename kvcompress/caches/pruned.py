@@ -13,7 +13,7 @@ from ..budgets import Budget, GlobalTopK
 from ..checks import renamed
 from ..hf.attach import facts_of
 from ..hf.facts import Facts
-from ..hf.method import Pass
+from ..hf.method import Call, Pass
 from ..hf.outputs import output_layers
 from ..positions import RemoteGap
 from ..pruners import Pruner, Replay
@@ -117,6 +117,10 @@ class PrunedCache(CompressedCache):
         self.policy.check_model(decoder, layers, type(self).__name__)
         if self.pruner.uses_output and not facts.outputs:
             facts.outputs = output_layers(decoder, facts, [layer.index for layer in self.compressing])
+
+    def check_images(self, call: Call) -> None:
+        if self.policy.gap is not None:
+            call.need_text("PrunedCache leaves tokens where they stand with positions='original' alone")
 
     @property
     def steps_differ(self) -> bool:
@@ -230,7 +234,8 @@ class PrunedCache(CompressedCache):
         asks = not scores and not later and (iteration is not None or not self.pruner.rereads)
         if columns > 1 and asks and (layers := self.compressing):
             places = layers[0].next or [0] * len(counts)
-            end = max(place + count for place, count in zip(places, counts, strict=True))
+            behind = self.shifts() or [0] * len(counts)  # an image's or video's
+            end = max(a + n + max(more, 0) for a, n, more in zip(places, counts, behind, strict=True))
             self.policy.check_behind(end, max(counts), (facts[layer.index] for layer in layers))
         step = super().open(facts, counts, columns, iteration)
         step.later = later

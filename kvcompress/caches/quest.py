@@ -11,12 +11,13 @@ from transformers import PreTrainedConfig
 from .. import ops
 from ..checks import MOST_INT32, need_integer
 from ..hf.facts import LayerFacts
+from ..hf.method import Call
 from ..planner import Plan
 from ..softmax import Softmax
 from .attention import prompt_attention
 from .base import CompressedCache
 from .choose import Choice
-from .paged import PagedLayer, StepTables
+from .paged import PagedLayer, StepTables, StepTurn
 from .passes import CachePass, View
 from .store import PoolSettings
 
@@ -38,7 +39,7 @@ class QuestLayer(PagedLayer):
         self, index: int, number: int, pool_settings: PoolSettings, pages_read: int, *, is_dense: bool
     ) -> None:
         super().__init__(index, number, pool_settings)
-        self.pages_read, self.is_dense = pages_read, is_dense
+        self.pages_read, self.is_dense, self.shifts = pages_read, is_dense, is_dense
         self.ranges: Tensor | None = None
 
     def open_pool(self, rows: int, head_dim: int, like: Tensor, rope_lengths: list[int]) -> None:
@@ -65,11 +66,11 @@ class QuestLayer(PagedLayer):
 
     def write_step(
         self, table: ops.PageTable, queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax,
-        tables: StepTables, begin: Tensor | None,
+        turn: StepTurn, begin: Tensor | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         if self.is_dense:
-            return super().write_step(table, queries, keys, values, softmax, tables, begin)
-        return self._read(table, queries, keys, values, tables, softmax)
+            return super().write_step(table, queries, keys, values, softmax, turn, begin)
+        return self._read(table, queries, keys, values, turn.tables, softmax)
 
     def _read(
         self, table: ops.PageTable, queries: Tensor, keys: Tensor | None, values: Tensor | None,
@@ -233,6 +234,9 @@ class QuestCache(CompressedCache):
     @property
     def steps_differ(self) -> bool:
         return True
+
+    def check_images(self, call: Call) -> None:
+        pass
 
     def check_guide(self) -> None:
         raise ValueError("guide has no effect with QuestCache, which keeps every token")

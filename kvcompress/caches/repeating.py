@@ -46,6 +46,10 @@ class Repeats(Summary, RecurrentStates):
     _batch: int
 
     @abstractmethod
+    def placed(self, facts: Facts) -> Facts:
+        """Those of a pass."""
+
+    @abstractmethod
     def check_complete(self) -> None: ...
 
     def check_repeats(self) -> None:
@@ -71,7 +75,8 @@ class Repeats(Summary, RecurrentStates):
         """How many one-token steps can come now with nothing done on the host but to count them."""
         assert self.facts is not None
         self.check_complete()
-        return min(layer.steps_ahead(self.facts[layer.index]) for layer in self._repeating)
+        facts = self.placed(self.facts)
+        return min(layer.steps_ahead(facts[layer.index]) for layer in self._repeating)
 
     def count_step(self) -> None:
         """Counts such a step, which the device has done alone."""
@@ -83,6 +88,6 @@ class Repeats(Summary, RecurrentStates):
 
     def held_tensors(self) -> list[Tensor]:
         """What a step reads and writes: the same tensors, as objects, as long as a recorded step can be done again."""
-        facts = self.facts
-        assert facts is not None
+        assert self.facts is not None
+        facts = self.placed(self.facts)
         return [x for layer in self._repeating for x in layer.held_tensors(facts[layer.index])]

@@ -14,6 +14,7 @@ from ..checks import MOST_INT32, need, need_integer, need_number, renamed
 from ..dmc.config import DMCConfig
 from ..dmc.dms import DMSLayer
 from ..hf.facts import Facts
+from ..hf.method import Call
 from ..pruners import Gates
 from ..pruners.gates import as_gates
 from ..units import Keep
@@ -141,6 +142,9 @@ class GatedCache(CompressedCache):
                 raise ValueError(f"{name} is not supported by GatedCache: layer {layer} {reason}")
 
     # ---- reading ----
+
+    def check_images(self, call: Call) -> None:
+        pass
 
     def check_guide(self) -> None:
         raise ValueError("guide has no effect with GatedCache: a token's own queries decide what is kept")

@@ -12,11 +12,15 @@ from .facts import Facts
 from .method import Call, Pass, PassCache, method_of
 
 
-def begun(decoder: Any, facts: Facts, cache: PassCache, given: dict[str, Any]) -> tuple[Call, Pass]:
-    """A pass over a cache. given: the decoder's arguments. Raises, before anything is stored, for what it cannot do."""
+def begun(
+    decoder: Any, facts: Facts, cache: PassCache, given: dict[str, Any], shifted: Tensor | None = None
+) -> tuple[Call, Pass]:
+    """A pass over a cache. given: the decoder's arguments. shifted: see Call. Raises, before anything is stored, for
+    what it cannot do."""
     if (method := method_of(decoder)) is not None:
         method.check_cache(cache)
     call = checked_call(decoder, facts, given)
+    call.shifted = shifted
     if wants_gradient(decoder, given):
         raise RuntimeError("compressed caches do not carry gradients: use torch.no_grad(), or train without a cache")
     if given.get("use_cache") is False:
@@ -35,14 +39,13 @@ def checked_call(decoder: Any, facts: Facts, given: dict[str, Any]) -> Call:
             raise TypeError(f"{key} must be a torch.Tensor, got {type(x).__name__}")
     if given.get("output_attentions"):
         raise ValueError("output_attentions must be False: kvcompress never forms attention weights")
+    axes = None
     if at is not None and at.ndim == 3:  # M-RoPE: one row of positions for each axis of an image
-        if bool((at != at[:1]).any()):
-            raise ValueError(
-                "position_ids must be the same on every axis, got those of an image or video: its tokens have places "
-                "that compressed caches do not know; give text"
-            )
-        at = at[0]
-    return Call(decoder, facts, name, tokens, mask, at)
+        rows = at[1:] if at.shape[0] == 4 else at  # of four the first counts tokens
+        # a decoded token is text, and on a GPU does not wait for the device
+        one = rows.shape[-1] == 1 and rows.device.type != "cpu"
+        at, axes = (rows[0], None) if one or not bool((rows != rows[:1]).any()) else (None, rows)
+    return Call(decoder, facts, name, tokens, mask, at, axes)
 
 
 def wants_gradient(decoder: Any, given: dict[str, Any]) -> bool:

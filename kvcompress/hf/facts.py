@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..places import Places, placed
 from ..positions import NormedTables, RotaryTables
 
 
@@ -109,3 +110,18 @@ class Facts(dict[int, LayerFacts]):
     takes_positions = True
     asks_length = False
     outputs: Mapping[int, OutputLayer] = MappingProxyType({})
+
+    def placed(self, places: Sequence[Places]) -> Facts:
+        """The same layers, rotating sequences whose tokens stand at these places. Raises ValueError for a model of
+        which none can."""
+        tables: dict[RotaryTables, RotaryTables] = {}
+        for own in self.values():
+            for plain in (own.query_rotary, own.key_rotary):
+                if plain not in tables:
+                    tables[plain] = placed(plain, places)
+        new = Facts({
+            index: replace(own, query_rotary=tables[own.query_rotary], key_rotary=tables[own.key_rotary])
+            for index, own in self.items()
+        })  # fmt: skip
+        vars(new).update(vars(self))
+        return new

@@ -22,7 +22,9 @@ KEYWORD = "kvcompress_pass"  # by which a Pass travels from the decoder to its a
 @dataclass(eq=False)
 class Call:
     """One call of a decoder. name, tokens: what brings them, input_ids [B, T] or inputs_embeds [B, T, hidden].
-    attention_mask, position_ids: as given, None where they are not."""
+    attention_mask, position_ids: as given, None where they are not. axes: where tokens stand elsewhere on each axis, as
+    those of an image (M-RoPE), in place of position_ids: [A, B, T]. shifted: [B or 1, 1], what the model has added to
+    tokens' numbers behind the image that it saw last, this cache's or another's."""
 
     decoder: Any
     facts: Facts
@@ -30,12 +32,22 @@ class Call:
     tokens: Tensor
     attention_mask: Tensor | None
     position_ids: Tensor | None
+    axes: Tensor | None = None
+    shifted: Tensor | None = None
 
     def skip(self, columns: int) -> None:
         """Leaves the first columns out."""
         if columns:
             self.tokens = self.tokens[:, columns:]
             self.position_ids = None if self.position_ids is None else self.position_ids[..., columns:]
+            self.axes = None if self.axes is None else self.axes[..., columns:]
+
+    def need_text(self, why: str) -> None:
+        """Raises ValueError for an image or video. why: what it is that takes none."""
+        if self.axes is not None:
+            raise ValueError(
+                f"position_ids must be the same on every axis, got those of an image or video: {why}; give text"
+            )
 
 
 class Pass(ABC):

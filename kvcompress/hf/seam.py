@@ -275,16 +275,19 @@ def _begin(decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     cache, method = cache_of(given), method_of(decoder)
     current: Pass | None = given.pop(KEYWORD, None)
     if current is None and isinstance(cache, PassCache):
-        call, current = begun(decoder, seam.facts, cache, given)
+        call, current = begun(decoder, seam.facts, cache, given, _shifted(now.outer))
         if call.tokens is not given[call.name]:  # the cache has read some of them already
-            given |= {call.name: call.tokens, "position_ids": call.position_ids}
+            at = call.axes if call.position_ids is None else call.position_ids
+            given |= {call.name: call.tokens, "position_ids": at}
     elif current is None and method is not None:
         if cache is not None:
             raise ValueError(
                 f"{CACHE} must be {method.cache_name} for this converted model, or None, got "
                 f"{type(cache).__name__}; generate of the attached model makes it where none is given"
             )
-        current = method.begin(checked_call(decoder, seam.facts, given))
+        whole = checked_call(decoder, seam.facts, given)
+        whole.need_text(f"a model converted to {method.title} has learned one position a token")
+        current = method.begin(whole)
         given["use_cache"] = False  # there is nothing to keep for later
     if current is None:
         return None
@@ -391,6 +394,14 @@ def _goes_on(outer: dict[str, Any] | None, decoder: nn.Module, given: dict[str, 
     if isinstance(cache, PassCache) and cache is cache_of(outer):
         return True
     return not isinstance(cache_of(outer), PassCache)
+
+
+def _shifted(outer: dict[str, Any] | None) -> Tensor | None:
+    """What a multimodal model adds to the numbers of text tokens since the last image (M-RoPE): it keeps that itself,
+    and knows of no cache whose image it was."""
+    around = () if outer is None else (outer["module"], *outer["module"].children())
+    found = (getattr(module, "rope_deltas", None) for module in around)
+    return next((x for x in found if isinstance(x, Tensor)), None)
 
 
 def _check_causal(outer: dict[str, Any], kwargs: dict[str, Any]) -> None:

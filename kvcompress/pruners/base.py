@@ -107,13 +107,18 @@ class Candidates:
         return torch.nn.functional.pad(scores, (0, skip_last)) if skip_last else scores
 
     def again(self, first: int, end: int, chunk: int) -> Tensor:
-        """[1, Hq, end - first, D]: these of the call's queries, each `chunk` of them rotated to places behind the last
-        token."""
+        """[1, Hq, end - first, D]: these of the call's queries, each `chunk` of them as it stands behind the last token
+        (see distances)."""
         if self.unrotated is None or self.rotary is None:
             raise ValueError("candidates must have unrotated and rotary where queries are asked again, got None")
-        places = torch.arange(end - first, dtype=torch.int32, device=self.keys.device)[None] % chunk + self.position
         queries = self.unrotated[:, :, first:end]
-        return self.rotary.rotate(queries, places, self.position + min(chunk, end - first), [self.settled])
+        return self.rotary.behind(queries, self.position, self.chunk_length, first, chunk, self.settled)
+
+    def distances(self, first: int, end: int, chunk: int) -> Tensor:
+        """int32 [1, end - first]: how far these of the call's tokens move where each `chunk` of them is to follow the
+        last token; an image's keep their places to each other."""
+        assert self.rotary is not None
+        return self.rotary.distances(self.position, self.chunk_length, first, end, chunk, self.keys.device)
 
     @property
     def settled(self) -> int:

@@ -81,7 +81,7 @@ def asked_again(candidates: Candidates, chunk: int, reduce: str) -> Tensor:
     for first in range(0, S, together):
         end = min(first + together, S)
         # of each token, to the place of its chunk behind the text
-        distance = S - torch.arange(first, end, dtype=torch.int32, device=keys.device)[None] // chunk * chunk
+        distance = candidates.distances(first, end, chunk)
         near = rotary.move_on(own[None, :, first:end], distance, bound, candidates.settled)[0]
         queries = candidates.again(first, end, chunk)
         for part in range(0, end - first, chunk):

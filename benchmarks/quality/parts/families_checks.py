@@ -263,10 +263,15 @@ def _compare(result: Result, dense: Dense, cache: str) -> None:
     if dense.grows and cache == "StreamingCache":
         result.notes.append("StreamingCache: not compared, its frequencies are those of a window's length")
         return
-    refusals = []
     runs = list(_iterative_runs(dense) if cache == "IterativeCache" else _runs(dense, OTHERS[cache]))
     if dense.grows:
         runs = [run for run in runs if not run[0].startswith("greedy")]
+    compare(result, cache, runs)
+
+
+def compare(result: Result, cache: str, runs: list[Run]) -> None:
+    """What each run is off by; what a cache refuses is a note."""
+    refusals = []
     for what, run, tolerance in runs:
         try:
             off = run()

@@ -11,7 +11,14 @@ from typing import Any
 import torch
 from transformers import CONFIG_MAPPING
 
-from benchmarks.quality.parts.families_models import OTHERS, VOCABULARY, Configuration
+from benchmarks.quality.parts.families_models import (
+    IMAGE,
+    IMAGE_START,
+    OTHERS,
+    VIDEO,
+    VOCABULARY,
+    Configuration,
+)
 
 MLA: dict[str, Any] = {
     "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
@@ -279,6 +286,16 @@ def _multimodal() -> Iterator[Configuration]:
     ):
         for kind in kinds.split():
             yield Configuration(f"{kind}/multimodal", kind, text={"rope_parameters": sections | more})
+    patches = {"patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2, "num_heads": 2}
+    seen = {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": IMAGE_START}
+    for kind, vision in {
+        "qwen2_vl": {"hidden_size": 64, "mlp_ratio": 1},
+        "qwen2_5_vl": {"window_size": 16, "fullatt_block_indexes": [0], "tokens_per_second": 2},
+        "qwen3_vl": {"depth": 2, "deepstack_visual_indexes": [0, 1], "num_position_embeddings": 64},
+    }.items():
+        rope = sections | (mixed if kind == "qwen3_vl" else {})
+        yield Configuration(f"{kind}/images", kind, seen, text={"rope_parameters": rope}, vision=patches | vision,
+                            images=True)  # fmt: skip
     for kind, more in {"qwen2_5_omni_thinker": {}, "qwen3_omni_moe_thinker": mixed}.items():
         yield Configuration(f"{kind}/multimodal", kind, {"vision_start_token_id": 2}, text={
             "rope_parameters": sections | more})  # fmt: skip

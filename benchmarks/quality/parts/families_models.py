@@ -11,6 +11,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImage
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 VOCABULARY = 128
+IMAGE, VIDEO, IMAGE_START = 120, 121, 122  # tokens, where a prompt has images
 BASE: dict[str, Any] = {
     "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512,
@@ -43,6 +44,7 @@ class Configuration:
     text: dict[str, Any] | None = None
     vision: dict[str, Any] = field(default_factory=dict)
     implementation: str | None = None  # of attention; None = what transformers takes by itself
+    images: bool = False  # it is shown images
     grows: bool = False  # its frequencies change with every token, so that the dense model's keys do not fit together
 
     def config(self) -> Any:

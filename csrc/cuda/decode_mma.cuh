@@ -15,14 +15,14 @@ struct mma_stage {
 
 template <class T, int MAX_D>
 struct mma_stage<T, MAX_D, stored::int8> {
-    unsigned char k[STAGE * code_pitch(MAX_D)], v[STAGE * code_pitch(MAX_D)];
-    f16 scales[2][STAGE];  // of the keys, and of the values
+    unsigned char k[2 * STAGE * code_pitch(MAX_D)], v[2 * STAGE * code_pitch(MAX_D)];
+    f16 scales[2][2 * STAGE];  // of the keys, and of the values
 };
 
 template <class T, int MAX_D>
 struct mma_stage<T, MAX_D, stored::k8v4> {
-    unsigned char k[STAGE * code_pitch(MAX_D)], v[STAGE * code_pitch(MAX_D / 2)];
-    f16 scales[2][STAGE];
+    unsigned char k[2 * STAGE * code_pitch(MAX_D)], v[2 * STAGE * code_pitch(MAX_D / 2)];
+    f16 scales[2][2 * STAGE];
 };
 
 template <class T, int MAX_D, stored KIND = stored::numbers>
@@ -60,6 +60,7 @@ template <class T, int MAX_D, stored KIND, bool PROBABILITIES, bool CAPPED>
 __global__ __launch_bounds__(THREADS, MAX_D > 128 ? 1 : MAX_D > 64 || KIND != stored::numbers ? 3 : 4) void pieces_mma_kernel(const kvc_decode_args a, const plan p, const scratch s) {
     using memory = mma_shared<T, MAX_D, KIND>;
     constexpr bool CODES = KIND != stored::numbers;
+    constexpr int STAGED = CODES ? 2 * STAGE : STAGE;  // keys: as many bytes are on their way
     [[maybe_unused]] constexpr int VALUE_PITCH = code_pitch(MAX_D * bits_of_values(KIND) / 8);
     constexpr int PITCH = memory::PITCH, N = MAX_D / 8, CHUNKS = MAX_D / 8;  // a chunk: 16 bytes
     constexpr int KEYS = PIECE / THREADS, ROWS = THREADS / CHUNKS, PARTS = MMA_QUERIES / ROWS;  // of a thread
@@ -114,15 +115,15 @@ __global__ __launch_bounds__(THREADS, MAX_D > 128 ? 1 : MAX_D > 64 || KIND != st
                 else *reinterpret_cast<packed<T, 8>*>(to) = parts[i];
             }
     };
-    [[maybe_unused]] f16 scale_under_way = {};  // of the stage that is copied, this thread's: of a key or of its value
+    [[maybe_unused]] f16 scales_under_way[2] = {};  // of the stage that is copied: of this thread's key and value
     [[maybe_unused]] const auto copy_codes = [&](unsigned char* to, const void* from, int most, int bytes, bool values, int begin,
                                                  int stage) {
         const int units = most / 16, unit = thread % units * 16;
-        for (int i = thread / units; i < STAGE; i += THREADS / units) {
-            const int2 both = shared->pages[stage * STAGE + i];
+        for (int i = thread / units; i < STAGED; i += THREADS / units) {
+            const int2 both = shared->pages[stage * STAGED + i];
             const int page = values ? both.y : both.x;
             const bool there = page >= 0 && unit < bytes;
-            const int64_t at = there ? slot_in(a, page, begin + stage * STAGE + i) * bytes + unit : 0;
+            const int64_t at = there ? slot_in(a, page, begin + stage * STAGED + i) * bytes + unit : 0;
             copy_16_async(to + i * code_pitch(most) + unit, static_cast<const unsigned char*>(from) + at, there);
         }
     };
@@ -132,11 +133,14 @@ __global__ __launch_bounds__(THREADS, MAX_D > 128 ? 1 : MAX_D > 64 || KIND != st
             constexpr int VALUE_BYTES = MAX_D * bits_of_values(KIND) / 8;
             copy_codes(to.k, a.rows.keys, MAX_D, D, false, begin, stage);
             copy_codes(to.v, a.rows.values, VALUE_BYTES, D * bits_of_values(KIND) / 8, true, begin, stage);
-            const int2 both = shared->pages[stage * STAGE + thread % STAGE];
-            const int page = thread < STAGE ? both.x : both.y;
-            const f16* scales = static_cast<const f16*>(thread < STAGE ? a.rows.key_scales : a.rows.value_scales);
-            scale_under_way = {};
-            if (page >= 0) scale_under_way = scales[slot_in(a, page, begin + stage * STAGE + thread % STAGE)];
+            static_assert(STAGED == THREADS, "a key and a value for each thread");
+            const int2 both = shared->pages[stage * STAGED + thread];
+            const int t = begin + stage * STAGED + thread;
+            scales_under_way[0] = scales_under_way[1] = {};
+            if (both.x >= 0) {
+                scales_under_way[0] = static_cast<const f16*>(a.rows.key_scales)[slot_in(a, both.x, t)];
+                scales_under_way[1] = static_cast<const f16*>(a.rows.value_scales)[slot_in(a, both.y, t)];
+            }
         } else {
             for (int i = thread / CHUNKS; i < STAGE; i += ROWS) {
                 if (chunk >= K) continue;
@@ -167,7 +171,7 @@ __global__ __launch_bounds__(THREADS, MAX_D > 128 ? 1 : MAX_D > 64 || KIND != st
         const unsigned following = item + gridDim.x;
         const int64_t g = remainder_of(piece.x, a.Hkv);
         const int first = first_of(item), begin = piece.y, row_end = piece.z;
-        const int stages = (end_of_piece(a, p, piece) - begin + STAGE - 1) / STAGE;
+        const int keys = end_of_piece(a, p, piece) - begin, stages = (keys + STAGED - 1) / STAGED;
         const bool more = following < work;
         int4 after = next;  // the piece behind the next one
         // Online softmax per warp, of its own 16 keys of every stage. A lane holds rows lane / 4 and + 8 of the queries
@@ -180,9 +184,9 @@ __global__ __launch_bounds__(THREADS, MAX_D > 128 ? 1 : MAX_D > 64 || KIND != st
 
         for (int stage = 0; stage < stages; stage++, slot ^= 1) {
             wait_for_copies<0>();
-            if constexpr (CODES) shared->stages[slot].rows.scales[thread / STAGE][thread % STAGE] = scale_under_way;
+            if constexpr (CODES)
+                for (int i = 0; i < 2; i++) shared->stages[slot].rows.scales[i][thread] = scales_under_way[i];
             __syncthreads();  // the stage is here, and nobody reads the one before it
-            const uint32_t there = shared->there[turn][(stage * WARPS + warp) / 2] >> warp % 2 * 16;
             if (stage + 1 < stages) copy_stage(begin, stage + 1, slot ^ 1);
             if (more && stage == 0) {
                 fetch(next, following);
@@ -194,65 +198,69 @@ __global__ __launch_bounds__(THREADS, MAX_D > 128 ? 1 : MAX_D > 64 || KIND != st
                 copy_stage(next.y, 0, slot ^ 1);
             }
             const auto& now = shared->stages[slot].rows;
-            float x[2][4] = {};
-            [[maybe_unused]] float key_scales[4], value_scales[2][4];  // of this lane's keys, of values where they are seen
-            if constexpr (CODES) {
-                multiply_codes<T, MAX_D>(x, shared->q, PITCH, now.k + 16 * warp * code_pitch(MAX_D), code_pitch(MAX_D), K);
+            KVC_ROLLED
+            for (int part = 0; part < STAGED && stage * STAGED + part < keys; part += STAGE) {
+                const uint32_t there = shared->there[turn][(stage * STAGED + part) / 32 + warp / 2] >> warp % 2 * 16;
+                float x[2][4] = {};
+                [[maybe_unused]] float key_scales[4], value_scales[2][4];  // of this lane's keys, of values where they are seen
+                if constexpr (CODES) {
+                    multiply_codes<T, MAX_D>(x, shared->q, PITCH, now.k + (part + 16 * warp) * code_pitch(MAX_D), code_pitch(MAX_D), K);
+                    KVC_UNROLL
+                    for (int i = 0; i < 4; i++) {
+                        const int key = part + 16 * warp + i / 2 * 8 + lane % 4 * 2 + i % 2;
+                        key_scales[i] = to_float(now.scales[0][key]);
+                        value_scales[0][i] = value_scales[1][i] = to_float(now.scales[1][key]);
+                    }
+                } else {
+                    warp_multiply<b_layout::columns, MAX_D>(x, shared->q, PITCH, now.k + 16 * warp * PITCH, PITCH, K);
+                }
+                float top[2] = {m[0], m[1]}, keep[2];
                 KVC_UNROLL
-                for (int i = 0; i < 4; i++) {
-                    const int key = 16 * warp + i / 2 * 8 + lane % 4 * 2 + i % 2;
-                    key_scales[i] = to_float(now.scales[0][key]);
-                    value_scales[0][i] = value_scales[1][i] = to_float(now.scales[1][key]);
+                for (int i = 0; i < 8; i++) {
+                    const int r = i % 4 / 2, own = i / 4 * 8 + lane % 4 * 2 + i % 2, key = stage * STAGED + part + 16 * warp + own;
+                    const bool seen = begin + key < limit[r] && (there >> own & 1);
+                    float& logit = x[i / 4][i % 4];
+                    logit *= scale;
+                    if constexpr (CODES) logit *= key_scales[i / 4 * 2 + i % 2];
+                    if constexpr (CAPPED) logit = capped_logit<T>(logit, cap);
+                    if (!seen) logit = -INFINITY;
+                    if constexpr (CODES)  // of what is not seen it may be NaN
+                        if (!seen) value_scales[r][i / 4 * 2 + i % 2] = 0.0f;
+                    if constexpr (PROBABILITIES) {
+                        const int64_t n = first + lane / 4 + 8 * r;
+                        if (n < p.queries && key < columns.count) columns.at[n * a.columns + key] = logit;
+                    }
+                    top[r] = fmaxf(top[r], logit);
                 }
-            } else {
-                warp_multiply<b_layout::columns, MAX_D>(x, shared->q, PITCH, now.k + 16 * warp * PITCH, PITCH, K);
-            }
-            float top[2] = {m[0], m[1]}, keep[2];
-            KVC_UNROLL
-            for (int i = 0; i < 8; i++) {
-                const int r = i % 4 / 2, own = i / 4 * 8 + lane % 4 * 2 + i % 2, key = stage * STAGE + 16 * warp + own;
-                const bool seen = begin + key < limit[r] && (there >> own & 1);
-                float& logit = x[i / 4][i % 4];
-                logit *= scale;
-                if constexpr (CODES) logit *= key_scales[i / 4 * 2 + i % 2];
-                if constexpr (CAPPED) logit = capped_logit<T>(logit, cap);
-                if (!seen) logit = -INFINITY;
-                if constexpr (CODES)  // of what is not seen it may be NaN
-                    if (!seen) value_scales[r][i / 4 * 2 + i % 2] = 0.0f;
-                if constexpr (PROBABILITIES) {
-                    const int64_t n = first + lane / 4 + 8 * r;
-                    if (n < p.queries && key < columns.count) columns.at[n * a.columns + key] = logit;
-                }
-                top[r] = fmaxf(top[r], logit);
-            }
-            KVC_UNROLL
-            for (int r = 0; r < 2; r++) {
-                top[r] = fmaxf(top[r], __shfl_xor_sync(FULL_WARP, top[r], 1));
-                top[r] = fmaxf(top[r], __shfl_xor_sync(FULL_WARP, top[r], 2));
-                keep[r] = exp2_fast(m[r] - finite_or_0(top[r]));
-                l[r] *= keep[r];
-                m[r] = top[r];
-            }
-            KVC_UNROLL
-            for (int i = 0; i < 8; i++) {
-                const int r = i % 4 / 2;
-                float& weight = x[i / 4][i % 4];
-                weight = exp2_fast(weight - finite_or_0(m[r]));
-                l[r] += weight;
-                if constexpr (CODES) weight *= value_scales[r][i / 4 * 2 + i % 2];
-            }
-            // Maxima settle after a few stages; then nothing is scaled
-            if (__ballot_sync(FULL_WARP, keep[0] != 1.0f || keep[1] != 1.0f)) {
                 KVC_UNROLL
-                for (int n = 0; n < N; n++) {
-                    values[n][0] *= keep[0];
-                    values[n][1] *= keep[0];
-                    values[n][2] *= keep[1];
-                    values[n][3] *= keep[1];
+                for (int r = 0; r < 2; r++) {
+                    top[r] = fmaxf(top[r], __shfl_xor_sync(FULL_WARP, top[r], 1));
+                    top[r] = fmaxf(top[r], __shfl_xor_sync(FULL_WARP, top[r], 2));
+                    keep[r] = exp2_fast(m[r] - finite_or_0(top[r]));
+                    l[r] *= keep[r];
+                    m[r] = top[r];
                 }
+                KVC_UNROLL
+                for (int i = 0; i < 8; i++) {
+                    const int r = i % 4 / 2;
+                    float& weight = x[i / 4][i % 4];
+                    weight = exp2_fast(weight - finite_or_0(m[r]));
+                    l[r] += weight;
+                    if constexpr (CODES) weight *= value_scales[r][i / 4 * 2 + i % 2];
+                }
+                // Maxima settle after a few stages; then nothing is scaled
+                if (__ballot_sync(FULL_WARP, keep[0] != 1.0f || keep[1] != 1.0f)) {
+                    KVC_UNROLL
+                    for (int n = 0; n < N; n++) {
+                        values[n][0] *= keep[0];
+                        values[n][1] *= keep[0];
+                        values[n][2] *= keep[1];
+                        values[n][3] *= keep[1];
+                    }
+                }
+                if constexpr (CODES) mix_codes<KIND, MAX_D>(values, x, now.v + (part + 16 * warp) * VALUE_PITCH, D);
+                else multiply_result(values, x, now.v + 16 * warp * PITCH, PITCH, K / 8);
             }
-            if constexpr (CODES) mix_codes<KIND, MAX_D>(values, x, now.v + 16 * warp * VALUE_PITCH, D);
-            else multiply_result(values, x, now.v + 16 * warp * PITCH, PITCH, K / 8);
         }
         // Join the warps, in their order
         KVC_UNROLL

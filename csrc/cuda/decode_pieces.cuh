@@ -18,6 +18,14 @@ constexpr int GROUP = 2;
 constexpr int FEW = 32;
 constexpr int GROUP = 32;  // pieces of a row that are joined before the groups are
 #endif
+#ifdef KVC_CUDA_EMULATION
+constexpr int64_t FUSED_PIECES = INT64_MAX;  // tests see both joins at few queries and many
+#else
+// That a call has at most where the pieces' kernel joins them: about a block each. With more of them every block waits behind
+// each of its pieces for memory to be in order, while the next one's copies are on their way: an H200 took 76 us for 32,768
+// keys of 8 heads, and 65 with a launch of its own for the join.
+constexpr int64_t FUSED_PIECES = 384;
+#endif
 constexpr int FUSED_QUERIES = 8;  // of a row, that its pieces' kernel joins: a tile of every one of them
 constexpr int STAGE = 64;    // keys of a piece in shared memory at a time, 16 per warp
 constexpr int MMA_QUERIES = 16;
@@ -99,7 +107,7 @@ inline plan plan_of(const kvc_decode_args& a, int64_t first = 0) {
     p.bytes_values = size(pieces * p.queries * a.D, sizeof(float));
     p.row_groups = groups_in(p.row_pieces);
     const int64_t of_wide_heads = stores_codes(a.rows) ? 1 : FUSED_QUERIES / 2;  // what pieces_kernel has in a tile
-    p.fused = !a.probabilities && p.queries <= (a.D > 32 * FEW_PER_LANE ? of_wide_heads : FUSED_QUERIES);
+    p.fused = !a.probabilities && pieces <= FUSED_PIECES && p.queries <= (a.D > 32 * FEW_PER_LANE ? of_wide_heads : FUSED_QUERIES);
     p.bytes_groups = size(p.rows * p.row_groups * p.queries, sizeof(float2));
     p.bytes_done = size(p.rows * (p.row_groups + 1), sizeof(int32_t));
     return p;

@@ -13,7 +13,7 @@ __global__ __launch_bounds__(THREADS) void quantize_kernel(const kvc_quantize_ar
     const int D = static_cast<int>(a.D), lane = threadIdx.x % 32, bits = a.kind == KVC_INT4 ? 4 : 8;
     const int64_t between = gridDim.x * static_cast<int64_t>(WARPS);
     for (int64_t n = blockIdx.x * static_cast<int64_t>(WARPS) + threadIdx.x / 32; n < count; n += between) {
-        const int64_t b = n / (a.H * a.T), h = n / a.T % a.H, t = n % a.T;
+        const int64_t all = quotient(n, a.T), t = n - all * a.T, b = quotient(all, a.H), h = all - b * a.H;
         const int64_t from = b * a.x.stride_b + h * a.x.stride_h + t * a.x.stride_t;
         with_elements(D, [&](auto& x) {
             KVC_UNROLL
@@ -59,6 +59,7 @@ extern "C" cudaError_t kvc_cuda_quantize(const kvc_quantize_args* args, cudaStre
     if (a.B < 0 || a.H < 0 || a.T < 0 || !valid_kind(a.kind, a.D) || !valid_dtype(a.x.dtype)) return cudaErrorInvalidValue;
     const int64_t count = a.B * a.H * a.T;
     if (count == 0) return cudaSuccess;
+    if (count > UINT32_MAX) return cudaErrorInvalidValue;  // they are counted in 32 bits
     if (!a.codes || !a.scales || !a.x.data) return cudaErrorInvalidValue;
     KVC_LAUNCH(quantize_kernel, blocks_for(count), THREADS, 0, stream, a, count);
     return cudaSuccess;

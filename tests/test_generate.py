@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import attached, kind_model, random_ids, tiny_gates, tiny_model
+from helpers import attached, kind_model, needs_transformers, random_ids, tiny_gates, tiny_model
 
 import kvcompress
 from kvcompress import GatedCache, IterativeCache, QuestCache, StreamingCache, attach, prefill
@@ -55,6 +55,7 @@ def test_beams_over_a_compressed_prompt_each_have_their_own_continuation():
         torch.testing.assert_close(scores[beam], expected, atol=1e-3, rtol=1e-3)
 
 
+@needs_transformers(5, 14)
 @pytest.mark.parametrize("memory", [20, 128])
 def test_assisted_decoding_gives_the_greedy_tokens(memory):
     model = attached()
@@ -75,6 +76,7 @@ def test_assisted_decoding_gives_the_greedy_tokens(memory):
     assert torch.equal(helped, greedy)
 
 
+@needs_transformers(5, 14)
 def test_assisted_decoding_over_a_window_is_refused_with_the_reason():
     model = kind_model("gemma3_text")
     given = {"max_new_tokens": 4, "prompt_lookup_num_tokens": 2}

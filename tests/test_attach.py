@@ -4,7 +4,7 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from helpers import FAMILIES, attached, forward, kind_model, left_padded, random_ids, tiny_model
+from helpers import FAMILIES, attached, forward, kind_model, left_padded, needs_transformers, random_ids, tiny_model
 from test_positions import scaled_model
 from transformers import CONFIG_MAPPING, BatchEncoding, MambaConfig
 
@@ -58,7 +58,7 @@ def test_a_model_attached_twice_is_detached_twice():
 
 
 @pytest.mark.parametrize("before", [0, 20, 100])
-@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+@pytest.mark.parametrize("kind", [pytest.param("dynamic", marks=needs_transformers(5, 13)), "longrope"])
 def test_frequencies_that_follow_length_are_the_models_own_after_detach(kind, before):
     """before: tokens that the model had read without a cache of ours; 64 are the first with other frequencies."""
     model = scaled_model(kind)

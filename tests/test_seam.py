@@ -233,6 +233,7 @@ def test_models_of_one_config_are_apart():
     assert torch.equal(forward(other, ids), before)
 
 
+@needs_transformers(5, 13)
 def test_frequencies_that_depend_on_length_are_left_as_they_were():
     dynamic = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
     models = [tiny_model(rope_parameters=dynamic, max_position_embeddings=32) for _ in range(2)]

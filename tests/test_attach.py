@@ -4,13 +4,15 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from helpers import FAMILIES, attached, forward, kind_model, left_padded, random_ids, tiny_model
+from helpers import FAMILIES, attached, forward, kind_model, left_padded, needs_transformers, random_ids, tiny_model
 from test_positions import scaled_model
-from transformers import BatchEncoding, MambaConfig
+from transformers import CONFIG_MAPPING, BatchEncoding, MambaConfig
 
 import kvcompress
 from kvcompress import IterativeCache, PrunedCache, StreamingCache, attach, detach
+from kvcompress.hf import config as hf_config
 from kvcompress.hf.attach import is_attached
+from kvcompress.hf.config import cache_layers, check_version
 from kvcompress.pruners import H2O
 
 families = pytest.mark.parametrize("family", FAMILIES)
@@ -56,7 +58,7 @@ def test_a_model_attached_twice_is_detached_twice():
 
 
 @pytest.mark.parametrize("before", [0, 20, 100])
-@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+@pytest.mark.parametrize("kind", [pytest.param("dynamic", marks=needs_transformers(5, 13)), "longrope"])
 def test_frequencies_that_follow_length_are_the_models_own_after_detach(kind, before):
     """before: tokens that the model had read without a cache of ours; 64 are the first with other frequencies."""
     model = scaled_model(kind)
@@ -384,3 +386,31 @@ def test_a_model_that_was_cast_since_it_filled_a_cache_is_named():
     cache.reset()
     kvcompress.generate(model, ids, cache, max_new_tokens=2)
     assert cache.seen_lengths() == [21]
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "what", "first"),
+    [
+        ("gemma2", {}, "softcapped attention", "5.23"),
+        ("qwen3_next", {}, "recurrent layers", "5.23"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+            "dynamic RoPE",
+            "5.13",
+        ),
+    ],
+)
+def test_what_an_older_transformers_does_otherwise_is_refused_with_it(monkeypatch, kind, settings, what, first):
+    config = CONFIG_MAPPING[kind](**settings)
+    numbers = tuple(map(int, first.split(".")))
+    for version, refused in ((f"{first}.0", False), (f"{numbers[0]}.{numbers[1] - 1}.3", True)):
+        monkeypatch.setattr(hf_config, "__version__", version)
+        if refused:
+            with pytest.raises(
+                ValueError, match=f"^models with {what} need transformers {first} or newer, got {version}$"
+            ):
+                check_version(config, cache_layers(config))
+        else:
+            check_version(config, cache_layers(config))
+    check_version(CONFIG_MAPPING["llama"](), [])

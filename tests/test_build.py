@@ -15,7 +15,7 @@ from setuptools import Distribution
 
 import kvcompress
 from kvcompress import _C, public, versions
-from kvcompress.versions import NEEDED, check_versions
+from kvcompress.versions import NEEDED, check_serving, check_versions
 
 LIBRARY = Path(_C.__file__)
 
@@ -176,8 +176,9 @@ def test_help_waits_for_no_library():
 @pytest.mark.parametrize(
     ("package", "found", "needed", "bounds"),
     [
-        ("transformers", "5.15.2", "5.19 or newer, and older than 5.25,", ">=5.19,<5.25"),
-        ("transformers", "5.25.0", "5.19 or newer, and older than 5.25,", ">=5.19,<5.25"),
+        ("transformers", "4.57.6", "5.5 or newer, and older than 5.25,", ">=5.5,<5.25"),
+        ("transformers", "5.4.0", "5.5 or newer, and older than 5.25,", ">=5.5,<5.25"),
+        ("transformers", "5.25.0", "5.5 or newer, and older than 5.25,", ">=5.5,<5.25"),
         ("torch", "2.9.1+cpu", "2.11 or newer", ">=2.11"),
     ],
 )
@@ -197,10 +198,18 @@ def test_versions_are_those_that_the_package_asks_for(monkeypatch):
     for package, (oldest, before) in NEEDED.items():
         end = "" if before is None else ",<{}.{}".format(*before)
         assert f'"{package}>={oldest[0]}.{oldest[1]}{end}"' in project
-    taken = {"torch": "2.100.0"}, {"torch": "3.0"}, {"transformers": "5.19.0.dev0"}, {"transformers": "5.24.9"}, {}
+    taken = {"torch": "2.100.0"}, {"torch": "3.0"}, {"transformers": "5.5.0.dev0"}, {"transformers": "5.24.9"}, {}
     for found in taken:
         monkeypatch.setattr(versions, "version", lambda name, found=found: found.get(name, "unknown"))
         check_versions()
+
+
+def test_serving_names_the_version_that_its_batching_is_of():
+    check_serving("5.18.0")
+    check_serving("5.24.0.dev0")
+    said = r"transformers must be 5\.18 or newer for kvcompress\.serve, got 5\.17\.0$"
+    with pytest.raises(ImportError, match=said):
+        check_serving("5.17.0")
 
 
 def test_no_module_hides_a_public_name():

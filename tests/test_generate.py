@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import attached, kind_model, random_ids, tiny_gates, tiny_model
+from helpers import attached, kind_model, needs_transformers, random_ids, tiny_gates, tiny_model
 
 import kvcompress
 from kvcompress import GatedCache, IterativeCache, QuestCache, StreamingCache, attach, prefill
@@ -55,6 +55,7 @@ def test_beams_over_a_compressed_prompt_each_have_their_own_continuation():
         torch.testing.assert_close(scores[beam], expected, atol=1e-3, rtol=1e-3)
 
 
+@needs_transformers(5, 14)
 @pytest.mark.parametrize("memory", [20, 128])
 def test_assisted_decoding_gives_the_greedy_tokens(memory):
     model = attached()
@@ -75,6 +76,24 @@ def test_assisted_decoding_gives_the_greedy_tokens(memory):
     assert torch.equal(helped, greedy)
 
 
+@torch.no_grad()
+def test_crop_takes_a_tensor_as_a_number():
+    model, ids = attached(), random_ids(30)
+    caches = [
+        prefill(model, ids[:, :20], IterativeCache(model.config, memory_size=64, chunk_size=16)) for _ in range(2)
+    ]
+    for cache, removed in zip(caches, (-3, torch.tensor(-3)), strict=True):
+        model(ids[:, 20:26], past_key_values=cache)
+        cache.crop(removed)
+        assert type(cache.seen) is int
+        assert all(type(read) is int for read in cache.read)
+    first, second = (model(ids[:, 26:], past_key_values=cache).logits for cache in caches)
+    assert torch.equal(first, second)
+    with pytest.raises(ValueError, match=r"got 3; before transformers 5\.14"):
+        caches[0].crop(3)
+
+
+@needs_transformers(5, 14)
 def test_assisted_decoding_over_a_window_is_refused_with_the_reason():
     model = kind_model("gemma3_text")
     given = {"max_new_tokens": 4, "prompt_lookup_num_tokens": 2}

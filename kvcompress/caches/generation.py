@@ -66,8 +66,12 @@ class Generation(Summary, RecurrentStates, Cache):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Takes back tokens; a negative number, as transformers has it. Not those of a compressed prompt."""
+        tokens_to_remove = int(tokens_to_remove)  # transformers 5.15 hands over a tensor
         if tokens_to_remove > 0:
-            raise ValueError(f"crop takes minus the number of tokens to remove, got {tokens_to_remove}")
+            raise ValueError(
+                f"crop takes minus the number of tokens to remove, got {tokens_to_remove}; before transformers 5.14, "
+                "which gives the number that stays, there is no assisted decoding over a compressed cache"
+            )
         if tokens_to_remove and not self.is_croppable:
             raise NotImplementedError(f"{type(self).__name__} cannot take back tokens (crop): what it dropped is gone")
         if -tokens_to_remove > self.seen - self.fixed:

@@ -295,6 +295,7 @@ class IterativeCache(CompressedCache):
             layer.end_prompt(self.facts[layer.index], self.read, lasting)
 
     def crop(self, tokens_to_remove: int) -> None:
+        tokens_to_remove = int(tokens_to_remove)  # see there
         super().crop(tokens_to_remove)
         self.read = [read + tokens_to_remove for read in self.read]
 

@@ -91,6 +91,8 @@ class CompressedLayer(CacheLayerMixin):
     def get_max_length(self) -> int:
         return -1
 
+    get_max_cache_shape = get_max_length  # its name before transformers 5.14
+
     def offload(self) -> None:
         raise NotImplementedError(
             "offloading is not supported by compressed caches; they are small: keep them in place"

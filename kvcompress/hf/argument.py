@@ -7,8 +7,10 @@ from typing import Any
 
 import transformers
 
+from ..versions import numbers_of
+
 _BEFORE = "past_key_values"
-CACHE = "cache" if tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 24) else _BEFORE
+CACHE = "cache" if (numbers_of(transformers.__version__) or (0, 0)) >= (5, 24) else _BEFORE
 
 
 def cache_of(given: Mapping[str, Any]) -> Any:

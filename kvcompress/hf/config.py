@@ -6,21 +6,21 @@ from typing import Any
 
 from torch import nn
 from transformers import PreTrainedConfig, __version__, cache_utils
-from transformers.cache_utils import (
-    DynamicCache,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    LinearAttentionAndFullAttentionLayer,
-    LinearAttentionAndSlidingWindowAttentionLayer,
-    LinearAttentionLayer,
-)
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 
-# layers of transformers' caches that hold nothing: versions before 5.23 have no such class
-EMPTY: tuple[type, ...] = tuple(getattr(cache_utils, name) for name in ("DummyLayer",) if hasattr(cache_utils, name))
+from ..versions import numbers_of
+
+
+def _known(*names: str) -> tuple[type, ...]:
+    """Those of transformers' layers of caches that its version has: the oldest lack the last ones."""
+    return tuple(getattr(cache_utils, name) for name in names if hasattr(cache_utils, name))
+
+
+EMPTY = _known("DummyLayer")  # hold nothing
 # those that hold keys, values and recurrent states, and nothing else
 LAYERS = (
-    DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer, LinearAttentionAndFullAttentionLayer,
-    LinearAttentionAndSlidingWindowAttentionLayer, *EMPTY,
+    DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer, *EMPTY,
+    *_known("LinearAttentionAndFullAttentionLayer", "LinearAttentionAndSlidingWindowAttentionLayer"),
 )  # fmt: skip
 
 
@@ -39,17 +39,28 @@ def ranks_of(config: Any) -> int:
 
 def check_version(config: Any, layers: list[Any]) -> None:
     """Raises ValueError for a decoder that this version of transformers is too old for. layers: of its cache."""
-    if tuple(map(int, __version__.split(".")[:2])) >= (5, 23):
-        return
-    softcapped = getattr(config, "attn_logit_softcapping", None) is not None
-    if recurs(layers) or softcapped:
-        what = "softcapped attention" if softcapped else "recurrent layers"
-        raise ValueError(f"models with {what} need transformers 5.23 or newer, got {__version__}")
+    here = numbers_of(__version__)
+    for what, needed, has in (
+        ("softcapped attention", (5, 23), getattr(config, "attn_logit_softcapping", None) is not None),
+        ("recurrent layers", (5, 23), recurs(layers)),
+        ("dynamic RoPE", (5, 13), _is_dynamic(config)),  # before, frequencies of a long call stayed for all later ones
+    ):
+        if has and here is not None and here < needed:
+            raise ValueError(
+                f"models with {what} need transformers {needed[0]}.{needed[1]} or newer, got {__version__}"
+            )
+
+
+def _is_dynamic(config: Any) -> bool:
+    """Whether its rotary frequencies follow the length of what is read."""
+    given = getattr(config, "rope_parameters", None) or {}
+    return any(x.get("rope_type") == "dynamic" for x in (given, *given.values()) if isinstance(x, dict))
 
 
 def sizes_of(config: Any) -> dict[str, int | list[int]]:
     """What a cache and the model that it is used with must have in common; a list where layers differ."""
-    layers = config.per_layer_config
+    # before 5.14 a config says the same of all its layers
+    layers = getattr(config, "per_layer_config", None) or [config] * config.num_hidden_layers
     if not any(getattr(x, "num_attention_heads", None) for x in layers):
         raise ValueError(f"config must be of a model with attention layers, got {type(config).__name__}")
     kv_heads = [getattr(x, "num_key_value_heads", None) or x.num_attention_heads for x in layers]

@@ -45,7 +45,8 @@ __global__ __launch_bounds__(THREADS, 1) void pieces_kernel(const kvc_decode_arg
     constexpr int CHUNKS = PER_LANE / VEC;
     // keys that a lane loads before it uses the first; of wide rows in float32, or whose logits are written, a second one
     // would not find registers
-    constexpr int AHEAD = QUERIES * PER_LANE <= 32                                                         ? 4
+    constexpr int AHEAD = CODES && VEC == 1                                                                ? 1
+                          : QUERIES * PER_LANE <= 32                                                       ? 4
                           : PER_LANE == FEW_PER_LANE || (VEC > 1 && sizeof(K) <= 2 && !PROBABILITIES) ? 2
                                                                                                             : 1;
     KVC_DYNAMIC_SHARED(float, shared);

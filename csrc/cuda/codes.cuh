@@ -169,13 +169,19 @@ __device__ inline uint32_t add_pairs(f16, uint32_t a, uint32_t b) {
     asm("add.rn.f16x2 %0, %1, %2;" : "=r"(sum) : "r"(a), "r"(b));
     return sum;
 }
+// (x & mask) ^ bits, in one instruction: of two constants the compiler makes two.
+__device__ inline uint32_t masked(uint32_t x, uint32_t mask, uint32_t bits) {
+    uint32_t y;
+    asm("lop3.b32 %0, %1, %2, %3, 0x6a;" : "=r"(y) : "r"(x), "r"(mask), "r"(bits));
+    return y;
+}
 // Two codes of 8 bits, in the low bytes of each half.
 __device__ inline uint32_t pair_of(bf16, uint32_t bytes) {
     // 128 + its low 7 bits, less 128, or 256 where the sign is set
-    return add_pairs(bf16{}, (bytes & 0x007f007fu) | 0x43004300u, (bytes & 0x00800080u) | 0xc300c300u);
+    return add_pairs(bf16{}, masked(bytes, 0x007f007fu, 0x43004300u), masked(bytes, 0x00800080u, 0xc300c300u));
 }
 __device__ inline uint32_t pair_of(f16, uint32_t bytes) {
-    return add_pairs(f16{}, ((bytes ^ 0x00800080u) & 0x00ff00ffu) | 0x64006400u, 0xe480e480u);  // 1024 + 128 + code, less that
+    return add_pairs(f16{}, masked(bytes, 0x00ff00ffu, 0x64806480u), 0xe480e480u);  // 1024 + 128 + code, less that
 }
 #endif
 
@@ -199,9 +205,9 @@ __device__ inline void nibble_pairs(uint32_t bytes, uint32_t (&even)[2], uint32_
         even[half] = pair_of<bf16>(nibble_of(bytes, half), nibble_of(bytes, 4 + half));
         odd[half] = pair_of<bf16>(nibble_of(bytes, 2 + half), nibble_of(bytes, 6 + half));
 #else
-        const uint32_t codes = (bytes ^ 0x88888888u) >> 4 * half;  // each by 8 more, which no bit of others meets
-        even[half] = add_pairs(bf16{}, (codes & 0x000f000fu) | 0x43004300u, 0xc308c308u);
-        odd[half] = add_pairs(bf16{}, (codes >> 8 & 0x000f000fu) | 0x43004300u, 0xc308c308u);
+        // 128 + 8 + code, less that
+        even[half] = add_pairs(bf16{}, masked(bytes >> 4 * half, 0x000f000fu, 0x43084308u), 0xc308c308u);
+        odd[half] = add_pairs(bf16{}, masked(bytes >> (4 * half + 8), 0x000f000fu, 0x43084308u), 0xc308c308u);
 #endif
     }
 }

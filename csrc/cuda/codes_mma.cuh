@@ -6,8 +6,13 @@
 #include "codes.cuh"
 #include "tile.cuh"
 
-// Bytes between rows of a tile of so many bytes, a multiple of 16: an odd number of 16-byte units, as in pitch_of.
-__host__ __device__ constexpr int code_pitch(int bytes) { return bytes / 16 % 2 ? bytes + 32 : bytes + 16; }
+// Where 16-byte unit `unit` of row `row` lies in a tile of rows of BYTES bytes, a power of two from 32 on, without a gap: units
+// of a row change places so that 8 rows read at the same one lie in different banks.
+template <int BYTES>
+__device__ inline int code_place(int row, int unit) {
+    constexpr int UNITS = BYTES / 16;
+    return row * BYTES + ((unit ^ (UNITS >= 8 ? row & 7 : row * UNITS / 8 & (UNITS - 1))) * 16);
+}
 
 // Eight neighbours of a query, the first at column `chunk` (a multiple of 8), which lies at `to`: of every 16 columns the even
 // ones of lane t (4*t, 4*t + 2) are places 2*t and 2*t + 1, the odd ones 8 further.
@@ -29,16 +34,15 @@ __device__ inline void store_for_codes(T* to, const packed<T, 8>& part, int chun
 
 // x += queries [16, K] times the codes of 16 keys [16, K], K a multiple of 32 up to MAX_D.
 template <class T, int MAX_D>
-__device__ inline void multiply_codes(float (&x)[2][4], const T* q, int pitch_q, const unsigned char* keys, int pitch, int K) {
+__device__ inline void multiply_codes(float (&x)[2][4], const T* q, int pitch_q, const unsigned char* keys, int K) {
     const int lane = static_cast<int>(threadIdx.x) % 32, matrix = lane / 8, row = lane % 8;
     q += (row + matrix % 2 * 8) * pitch_q + matrix / 2 * 8;
     // Matrices (keys 0-7, dims 0-15), (0-7, 16-31), (8-15, 0-15), (8-15, 16-31)
-    keys += (row + matrix / 2 * 8) * pitch + matrix % 2 * 16;
     KVC_UNROLL
     for (int k = 0; k < MAX_D; k += 32) {
         if (k >= K) break;
         uint32_t codes[4];
-        load_matrices<false>(codes, keys + k);
+        load_matrices<false>(codes, keys + code_place<MAX_D>(row + matrix / 2 * 8, matrix % 2 + k / 16));
         KVC_UNROLL
         for (int half = 0; half < 2; half++) {
             uint32_t of_q[4];
@@ -57,7 +61,7 @@ __device__ inline void multiply_codes(float (&x)[2][4], const T* q, int pitch_q,
 // 16 values of D dimensions. Tiles j and j + 1 are dimensions 8*j.. and, of codes of 4 bits, the second half of them D/2 + ..
 template <stored KIND, int MAX_D, int N>
 __device__ inline void mix_codes(float (&values)[N][4], const float (&weights)[2][4], const unsigned char* v, int D) {
-    constexpr int BYTES = MAX_D * bits_of_values(KIND) / 8, PITCH = code_pitch(BYTES);
+    constexpr int BYTES = MAX_D * bits_of_values(KIND) / 8;
     const int lane = static_cast<int>(threadIdx.x) % 32, matrix = lane / 8, row = lane % 8;
     const int bytes = D * bits_of_values(KIND) / 8;
     uint32_t of_w[4];
@@ -69,12 +73,11 @@ __device__ inline void mix_codes(float (&values)[N][4], const float (&weights)[2
         of_w[e] = low.bits | static_cast<uint32_t>(high.bits) << 16;
     }
     // Matrices (values 0-7, bytes 0-15), (8-15, 0-15), (0-7, 16-31), (8-15, 16-31)
-    v += (row + matrix % 2 * 8) * PITCH + matrix / 2 * 16;
     KVC_UNROLL
     for (int c = 0; c < BYTES; c += 32) {
         if (c >= bytes) break;
         uint32_t codes[4];
-        load_matrices<true>(codes, v + c);
+        load_matrices<true>(codes, v + code_place<BYTES>(row + matrix % 2 * 8, matrix / 2 + c / 16));
         KVC_UNROLL
         for (int half = 0; half < 2; half++) {
             const int tile = c / 8 + 2 * half;

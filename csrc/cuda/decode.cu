@@ -326,12 +326,18 @@ cudaError_t launch_fma(const kvc_decode_args& a, const plan& p, cudaStream_t str
     return launch_fma<T, VEC, 8>(a, p, stream);
 }
 
+// Whether slots can be counted in 32 bits, as pieces_mma_kernel does.
+bool few_slots(const kvc_decode_args& a) {
+    const int64_t most = a.P > 0 ? (int64_t{1} << 32) / a.P - 1 : MAX_GRID_X;
+    return a.pages <= most && (!a.value_table || a.value_pages <= most);
+}
+
 template <class T>
 cudaError_t launch_pieces(const kvc_decode_args& a, const plan& p, cudaStream_t stream) {
     constexpr int VEC = PER_16_BYTES<T>;
     const bool wide = a.D % VEC == 0 && aligned_16(a.rows.keys) && aligned_16(a.rows.values);
     if constexpr (sizeof(T) == 2) {
-        if (wide && a.q.dtype == dtype_of(a.rows)) {
+        if (wide && a.q.dtype == dtype_of(a.rows) && few_slots(a)) {
             if (a.D <= 64) return launch_mma<T, 64>(a, p, stream);
             if (a.D <= 128) return launch_mma<T, 128>(a, p, stream);
             if (a.D <= 256 && shared_fits(sizeof(mma_shared<T, 256>))) return launch_mma<T, 256>(a, p, stream);
@@ -350,7 +356,7 @@ cudaError_t launch_codes(const kvc_decode_args& a, const plan& p, cudaStream_t s
         if (a.D <= 128) return launch_mma<Q, 128, KIND>(a, p, stream);
         return launch_mma<Q, 256, KIND>(a, p, stream);
     };
-    if (whole && a.D % UNIT == 0 && a.D <= 256 && (a.D <= 128 || shared_fits(sizeof(mma_shared<bf16, 256, KIND>)))) {
+    if (whole && few_slots(a) && a.D % UNIT == 0 && a.D <= 256 && (a.D <= 128 || shared_fits(sizeof(mma_shared<bf16, 256, KIND>)))) {
         if (a.q.dtype == KVC_BF16) return mma(bf16{});
         if (a.q.dtype == KVC_F16) return mma(f16{});
     }

@@ -8,6 +8,12 @@ namespace {
 // A capped logit in base 2. Not inline: it would take registers from the loop around it, mostly for nothing.
 __device__ __noinline__ float capped(float x, float cap) { return cap * tanh_of_logit(x, cap); }
 
+// Where a key and its value lie, counted from the first slot of all pages.
+struct alignas(8) slot_pair {
+    uint32_t key, value;
+};
+constexpr uint32_t NO_SLOT = 0xffffffffu;
+
 template <class T, int MAX_D, stored KIND>
 struct mma_stage {
     T k[STAGE * pitch_of<T>(MAX_D)], v[STAGE * pitch_of<T>(MAX_D)];
@@ -15,13 +21,13 @@ struct mma_stage {
 
 template <class T, int MAX_D>
 struct mma_stage<T, MAX_D, stored::int8> {
-    unsigned char k[2 * STAGE * code_pitch(MAX_D)], v[2 * STAGE * code_pitch(MAX_D)];
+    unsigned char k[2 * STAGE * MAX_D], v[2 * STAGE * MAX_D];
     f16 scales[2][2 * STAGE];  // of the keys, and of the values
 };
 
 template <class T, int MAX_D>
 struct mma_stage<T, MAX_D, stored::k8v4> {
-    unsigned char k[2 * STAGE * code_pitch(MAX_D)], v[2 * STAGE * code_pitch(MAX_D / 2)];
+    unsigned char k[2 * STAGE * MAX_D], v[2 * STAGE * MAX_D / 2];
     f16 scales[2][2 * STAGE];
 };
 
@@ -35,11 +41,12 @@ struct mma_shared {
     } stages[2];
     T q[MMA_QUERIES * PITCH];
     float2 statistics[WARPS][MMA_QUERIES];
-    int2 pages[PIECE];              // of the piece's keys and values; of the next one from its last stage on
+    slot_pair slots[PIECE];         // of the piece's keys and values; of the next one from its last stage on
     uint32_t there[2][PIECE / 32];  // which of its keys are on a page, a bit each; of every second piece
 };
 
 static_assert(sizeof(mma_shared<bf16, 128>) + 1024 <= 228 * 1024 / 3, "three blocks per multiprocessor of an H200");
+static_assert(sizeof(mma_shared<bf16, 128, stored::int8>) <= sizeof(mma_shared<bf16, 128>), "of codes too");
 
 // Row r of a lane's results of warp_multiply (of the two that it has), to its columns.
 template <int N>
@@ -61,7 +68,7 @@ __global__ __launch_bounds__(THREADS, MAX_D > 128 ? 1 : MAX_D > 64 || KIND != st
     using memory = mma_shared<T, MAX_D, KIND>;
     constexpr bool CODES = KIND != stored::numbers;
     constexpr int STAGED = CODES ? 2 * STAGE : STAGE;  // keys: as many bytes are on their way
-    [[maybe_unused]] constexpr int VALUE_PITCH = code_pitch(MAX_D * bits_of_values(KIND) / 8);
+    [[maybe_unused]] constexpr int VALUE_BYTES = MAX_D * bits_of_values(KIND) / 8;
     constexpr int PITCH = memory::PITCH, N = MAX_D / 8, CHUNKS = MAX_D / 8;  // a chunk: 16 bytes
     constexpr int KEYS = PIECE / THREADS, ROWS = THREADS / CHUNKS, PARTS = MMA_QUERIES / ROWS;  // of a thread
     KVC_DYNAMIC_SHARED(memory, shared);
@@ -98,10 +105,14 @@ __global__ __launch_bounds__(THREADS, MAX_D > 128 ? 1 : MAX_D > 64 || KIND != st
             else for (int e = 0; e < 8; e++) parts[i].at[e] = queries[at + e];
         }
     };
-    const auto hand_over_pages = [&](int turn) {
+    const auto hand_over_pages = [&](int begin, int turn) {
         KVC_UNROLL
         for (int i = 0; i < KEYS; i++) {
-            shared->pages[i * THREADS + thread] = pages[i];
+            const int t = begin + i * THREADS + thread;
+            slot_pair slots;
+            slots.key = pages[i].x >= 0 ? static_cast<uint32_t>(slot_in(a, pages[i].x, t)) : NO_SLOT;
+            slots.value = pages[i].x >= 0 ? static_cast<uint32_t>(slot_in(a, pages[i].y, t)) : NO_SLOT;
+            shared->slots[i * THREADS + thread] = slots;
             const uint32_t there = __ballot_sync(FULL_WARP, pages[i].x >= 0);
             if (lane == 0) shared->there[turn][i * WARPS + warp] = there;
         }
@@ -116,41 +127,38 @@ __global__ __launch_bounds__(THREADS, MAX_D > 128 ? 1 : MAX_D > 64 || KIND != st
             }
     };
     [[maybe_unused]] f16 scales_under_way[2] = {};  // of the stage that is copied: of this thread's key and value
-    [[maybe_unused]] const auto copy_codes = [&](unsigned char* to, const void* from, int most, int bytes, bool values, int begin,
-                                                 int stage) {
-        const int units = most / 16, unit = thread % units * 16;
-        for (int i = thread / units; i < STAGED; i += THREADS / units) {
-            const int2 both = shared->pages[stage * STAGED + i];
-            const int page = values ? both.y : both.x;
-            const bool there = page >= 0 && unit < bytes;
-            const int64_t at = there ? slot_in(a, page, begin + stage * STAGED + i) * bytes + unit : 0;
-            copy_16_async(to + i * code_pitch(most) + unit, static_cast<const unsigned char*>(from) + at, there);
+    // Rows of BYTES bytes at most, `bytes` of which are there
+    [[maybe_unused]] const auto copy_codes = [&](auto most, unsigned char* to, const void* from, int bytes, bool values, int stage) {
+        constexpr int BYTES = decltype(most)::value, UNITS = BYTES / 16;
+        const int unit = thread % UNITS;
+        const unsigned char* source = static_cast<const unsigned char*>(from) + unit * 16;
+        for (int i = thread / UNITS; i < STAGED; i += THREADS / UNITS) {
+            const slot_pair both = shared->slots[stage * STAGED + i];
+            const uint32_t slot = values ? both.value : both.key;
+            const bool there = slot != NO_SLOT && unit * 16 < bytes;
+            copy_16_async(to + code_place<BYTES>(i, unit), source + uint64_t{there ? slot : 0} * static_cast<unsigned>(bytes), there);
         }
     };
-    const auto copy_stage = [&](int begin, int stage, int to_slot) {
+    const auto copy_stage = [&](int stage, int to_slot) {
         auto& to = shared->stages[to_slot].rows;
         if constexpr (CODES) {
-            constexpr int VALUE_BYTES = MAX_D * bits_of_values(KIND) / 8;
-            copy_codes(to.k, a.rows.keys, MAX_D, D, false, begin, stage);
-            copy_codes(to.v, a.rows.values, VALUE_BYTES, D * bits_of_values(KIND) / 8, true, begin, stage);
+            copy_codes(std::integral_constant<int, MAX_D>{}, to.k, a.rows.keys, D, false, stage);
+            copy_codes(std::integral_constant<int, VALUE_BYTES>{}, to.v, a.rows.values, D * bits_of_values(KIND) / 8, true, stage);
             static_assert(STAGED == THREADS, "a key and a value for each thread");
-            const int2 both = shared->pages[stage * STAGED + thread];
-            const int t = begin + stage * STAGED + thread;
+            const slot_pair both = shared->slots[stage * STAGED + thread];
             scales_under_way[0] = scales_under_way[1] = {};
-            if (both.x >= 0) {
-                scales_under_way[0] = static_cast<const f16*>(a.rows.key_scales)[slot_in(a, both.x, t)];
-                scales_under_way[1] = static_cast<const f16*>(a.rows.value_scales)[slot_in(a, both.y, t)];
+            if (both.key != NO_SLOT) {
+                scales_under_way[0] = static_cast<const f16*>(a.rows.key_scales)[both.key];
+                scales_under_way[1] = static_cast<const f16*>(a.rows.value_scales)[both.value];
             }
         } else {
             for (int i = thread / CHUNKS; i < STAGE; i += ROWS) {
                 if (chunk >= K) continue;
-                const int2 page = shared->pages[stage * STAGE + i];
-                const bool there = page.x >= 0 && chunk < D;
-                const int64_t t = begin + stage * STAGE + i;
-                const int64_t key_at = there ? slot_in(a, page.x, t) * D + chunk : 0;
-                const int64_t value_at = there ? slot_in(a, page.y, t) * D + chunk : 0;
-                copy_16_async(to.k + i * PITCH + chunk, k_pages + key_at, there);
-                copy_16_async(to.v + i * PITCH + chunk, v_pages + value_at, there);
+                const slot_pair both = shared->slots[stage * STAGE + i];
+                const bool there = both.key != NO_SLOT && chunk < D;
+                const uint64_t width = static_cast<unsigned>(D);
+                copy_16_async(to.k + i * PITCH + chunk, k_pages + ((there ? both.key : 0) * width + chunk), there);
+                copy_16_async(to.v + i * PITCH + chunk, v_pages + ((there ? both.value : 0) * width + chunk), there);
             }
         }
         commit_copies();
@@ -162,10 +170,10 @@ __global__ __launch_bounds__(THREADS, MAX_D > 128 ? 1 : MAX_D > 64 || KIND != st
     if (item + gridDim.x < work) next = s.list[quotient(item + gridDim.x, p.tiles)];
     int slot = 0, turn = 0;  // of the stage, of the piece
     fetch(piece, item);
-    hand_over_pages(turn);
+    hand_over_pages(piece.y, turn);
     hand_over_queries();
     __syncthreads();
-    copy_stage(piece.y, 0, slot);
+    copy_stage(0, slot);
 
     for (;;) {
         const unsigned following = item + gridDim.x;
@@ -187,15 +195,15 @@ __global__ __launch_bounds__(THREADS, MAX_D > 128 ? 1 : MAX_D > 64 || KIND != st
             if constexpr (CODES)
                 for (int i = 0; i < 2; i++) shared->stages[slot].rows.scales[i][thread] = scales_under_way[i];
             __syncthreads();  // the stage is here, and nobody reads the one before it
-            if (stage + 1 < stages) copy_stage(begin, stage + 1, slot ^ 1);
+            if (stage + 1 < stages) copy_stage(stage + 1, slot ^ 1);
             if (more && stage == 0) {
                 fetch(next, following);
                 if (following + gridDim.x < work) after = s.list[quotient(following + gridDim.x, p.tiles)];
             }
             if (more && stage + 1 == stages) {
-                hand_over_pages(turn ^ 1);  // every thread has begun its copies of this piece
+                hand_over_pages(next.y, turn ^ 1);  // every thread has begun its copies of this piece
                 __syncthreads();
-                copy_stage(next.y, 0, slot ^ 1);
+                copy_stage(0, slot ^ 1);
             }
             const auto& now = shared->stages[slot].rows;
             KVC_ROLLED
@@ -204,7 +212,7 @@ __global__ __launch_bounds__(THREADS, MAX_D > 128 ? 1 : MAX_D > 64 || KIND != st
                 float x[2][4] = {};
                 [[maybe_unused]] float key_scales[4], value_scales[2][4];  // of this lane's keys, of values where they are seen
                 if constexpr (CODES) {
-                    multiply_codes<T, MAX_D>(x, shared->q, PITCH, now.k + (part + 16 * warp) * code_pitch(MAX_D), code_pitch(MAX_D), K);
+                    multiply_codes<T, MAX_D>(x, shared->q, PITCH, now.k + (part + 16 * warp) * MAX_D, K);
                     KVC_UNROLL
                     for (int i = 0; i < 4; i++) {
                         const int key = part + 16 * warp + i / 2 * 8 + lane % 4 * 2 + i % 2;
@@ -258,7 +266,7 @@ __global__ __launch_bounds__(THREADS, MAX_D > 128 ? 1 : MAX_D > 64 || KIND != st
                         values[n][3] *= keep[1];
                     }
                 }
-                if constexpr (CODES) mix_codes<KIND, MAX_D>(values, x, now.v + (part + 16 * warp) * VALUE_PITCH, D);
+                if constexpr (CODES) mix_codes<KIND, MAX_D>(values, x, now.v + (part + 16 * warp) * VALUE_BYTES, D);
                 else multiply_result(values, x, now.v + 16 * warp * PITCH, PITCH, K / 8);
             }
         }

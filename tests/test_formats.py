@@ -133,7 +133,8 @@ def test_a_prompt_in_parts_is_rounded_as_one(kind, family):
 @torch.no_grad()
 @pytest.mark.parametrize(("name", "kind"), covering(["gated", "dms"], FORMATS))
 def test_tokens_that_leave_a_window_become_codes(name, kind):
-    model, ids = (attached() if name == "gated" else deciding_model(dmc={"mode": "dms", "dms_window": 7})), random_ids(sum(CALLS), seed=3)
+    model = attached() if name == "gated" else deciding_model(dmc={"mode": "dms", "dms_window": 7})
+    ids = random_ids(sum(CALLS), seed=3)
     attach(model)
     plain, one = (WAITING[name](model.config, dtype) for dtype in (None, kind))
     wanted, found = run(model, plain, ids), run(model, one, ids)

@@ -26,8 +26,8 @@ class DMCCache(ConvertedCache):
 
     config: the converted model's config. chunk_size: tokens that `prefill` reads at a time, None = the whole prompt.
     track: remember all decisions, for decisions(). page_size, max_pages, grow, dtype (of DMS alone): see PoolSettings;
-    a decoded token needs room for the case that every head keeps it. Beside pages a row has its newest entry's sums in float32 (DMC),
-    or the newest tokens (DMS).
+    a decoded token needs room for the case that every head keeps it. Beside pages a row has its newest entry's sums in
+    float32 (DMC), or the newest tokens (DMS).
     A prompt of several chunks that finds no page leaves the cache incomplete: reset() it.
     Raises ValueError for settings out of range and for a config that is not of a converted model, or of one that is
     still being annealed (neuron_scale above 0). Source: DMC, algorithm 1; DMS, section 3.

@@ -157,7 +157,8 @@ def ring_step_(
         NO_GRADIENT, (queries, keys, values), native.ring_step_, dense_last(queries), dense_last(keys),
         dense_last(values), k_ring, v_ring, places, k_far, v_far, marks, k_pages, v_pages, *(table or NO_TABLE),
         dense(base), dense(alpha), dense(cos), dense(sin), window, sinks, chunked, own, place, factor, shift, margin,
-        need_scale(scale, D), need_sink_logits(sink_logits, Hq, queries), need_softcap(softcap), key_scales, value_scales,
+        need_scale(scale, D), need_sink_logits(sink_logits, Hq, queries), need_softcap(softcap), key_scales,
+        value_scales,
     )  # fmt: skip
 
 

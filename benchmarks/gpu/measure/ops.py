@@ -1,4 +1,4 @@
-"""Single ops: decode, of codes too, decode_shared, scores and attention, each beside a peer, and how near the ceiling."""
+"""Single ops: decode, of codes too, decode_shared, scores and attention, beside a peer, and how near the ceiling."""
 
 from __future__ import annotations
 

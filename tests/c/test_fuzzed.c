@@ -22,7 +22,8 @@ static void test_chunks_with_pages(void) {
     uint8_t *marks = room(1);
     const kvc_view one = {x, KVC_F32, 4, 4, 4};
     kvc_ring_step_args args = {.out = out, .lse = lse, .q = one, .k = one, .v = one, .k_ring = ring, .v_ring = ring + 2,
-                               .rows = kvc_plain_rows(pages, pages + 2, KVC_F32), .places = places, .marks = marks, .alpha = alpha,
+                               .rows = {.keys = pages, .values = pages + 2, .format = KVC_FORMAT_F32}, .places = places,
+                               .marks = marks, .alpha = alpha,
                                .B = 1, .Hq = 1, .Hkv = 1, .D = 2, .capacity = 1, .window = 3, .neuron = -1, .chunked = 1,
                                .table = {block_table, lengths, refs, free_pages, free_count, 1, 1, 1, 1}, .scale = 1.0f};
     args.scratch = room(4096);

@@ -52,9 +52,15 @@ def noted(before: Sequence[Places], axes: Tensor, counts: Sequence[int], had: Se
     """Places of all sequences once tokens have come that stand at axes [A, B, T], right-aligned, counts[b] of them.
 
     before: () where all that were seen, had[b] of each, are text. Waits for the device. Raises ValueError where tokens
-    would stand among those that were seen.
+    would stand among those that were seen, and for fractions: frames of Qwen3-Omni may stand between positions.
     """
-    axes, out = axes.to("cpu", torch.int64), []
+    axes = axes.to("cpu")
+    if axes.is_floating_point() and bool((fractions := axes.frac()).any()):
+        raise ValueError(
+            f"position_ids must be whole numbers, got {axes[fractions != 0][0].item():.6g}: the frames of a video "
+            "stand between positions; give it at a rate whose frames do not"
+        )
+    axes, out = axes.to(torch.int64), []
     for b, (count, seen) in enumerate(zip(counts, had, strict=True)):
         old = before[b] if before else Places.of_text(len(axes))
         new = axes[:, b if axes.shape[1] > 1 else 0, axes.shape[2] - count :] if count else axes[:, 0, :0]

@@ -423,6 +423,7 @@ def test_positions_of_another_shape_are_refused():
             (at[..., :5], r"must be \[axes, 1, 6\], got shape \(3, 1, 5\)"),
             (at[:2], "knows 3 positions a token"),
             (at - 1, "must begin behind the tokens that sequence 0 has had, at 0, got -1"),
+            (at * 1.25, r"must be whole numbers, got 1\.25: the frames of a video stand between positions"),
         ):
             with pytest.raises(ValueError, match=message):
                 decoder(random_ids(6), position_ids=wrong, past_key_values=cache)

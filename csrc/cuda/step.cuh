@@ -87,8 +87,9 @@ __device__ inline void copy_slots(const kvc_page_table& table, int32_t from, int
         Unit* at = static_cast<Unit*>(pages);
         for (int64_t i = threadIdx.x % 32; i < count; i += 32) at[to * page + i] = at[from * page + i];
     };
-    if (slot_bytes % 4 == 0) copy(uint32_t{});
-    else if (slot_bytes % 2 == 0) copy(uint16_t{});
+    const uint64_t every = reinterpret_cast<uintptr_t>(pages) | static_cast<uint64_t>(slot_bytes);
+    if (every % 4 == 0) copy(uint32_t{});
+    else if (every % 2 == 0) copy(uint16_t{});
     else copy(uint8_t{});
 }
 

@@ -42,7 +42,7 @@ __device__ inline float nibble(uint8_t byte, bool high) {
 
 // Elements of a head of D that a lane holds, as small as may be known when this is compiled. Calls fn with that many.
 template <class Fn>
-__device__ inline void with_elements(int64_t D, Fn fn) {
+__device__ KVC_INLINE void with_elements(int64_t D, Fn fn) {
     float few[4] = {}, some[8] = {}, many[16] = {};
     if (D <= 128) fn(few);
     else if (D <= 256) fn(some);
@@ -51,7 +51,7 @@ __device__ inline void with_elements(int64_t D, Fn fn) {
 
 // By Hadamard's matrix, as kvc_turn does: the same sums in the same order.
 template <int EACH>
-__device__ inline void turn_vector(float (&x)[EACH], int D) {
+__device__ KVC_INLINE void turn_vector(float (&x)[EACH], int D) {
     const int lane = threadIdx.x % 32, block = D & -D;
     KVC_UNROLL
     for (int half = 1; half < 32; half *= 2) {
@@ -94,7 +94,7 @@ __device__ inline float code_scale(float most, float levels, f16& bits) {
 
 // Codes and scale of a vector, bits 8 or 4 (D even then); x is turned first for 4.
 template <int EACH>
-__device__ inline void quantize_vector(float (&x)[EACH], int D, int bits, void* codes, f16* scale_at) {
+__device__ KVC_INLINE void quantize_vector(float (&x)[EACH], int D, int bits, void* codes, f16* scale_at) {
     const int lane = threadIdx.x % 32;
     const float levels = bits == 4 ? 7.0f : 127.0f;
     if (bits == 4) turn_vector(x, D);
@@ -197,17 +197,14 @@ __device__ inline void code_pairs(uint32_t bytes, uint32_t& even, uint32_t& odd)
 #endif
 }
 
-// The same of the low halves of four bytes, and of the high ones; bfloat16.
-__device__ inline void nibble_pairs(uint32_t bytes, uint32_t (&even)[2], uint32_t (&odd)[2]) {
-    KVC_UNROLL
-    for (int half = 0; half < 2; half++) {
+// The same of the low halves of four bytes (half 0), or of the high ones; bfloat16.
+__device__ inline void nibble_pairs(uint32_t bytes, int half, uint32_t& even, uint32_t& odd) {
 #ifdef KVC_CUDA_EMULATION
-        even[half] = pair_of<bf16>(nibble_of(bytes, half), nibble_of(bytes, 4 + half));
-        odd[half] = pair_of<bf16>(nibble_of(bytes, 2 + half), nibble_of(bytes, 6 + half));
+    even = pair_of<bf16>(nibble_of(bytes, half), nibble_of(bytes, 4 + half));
+    odd = pair_of<bf16>(nibble_of(bytes, 2 + half), nibble_of(bytes, 6 + half));
 #else
-        // 128 + 8 + code, less that
-        even[half] = add_pairs(bf16{}, masked(bytes >> 4 * half, 0x000f000fu, 0x43084308u), 0xc308c308u);
-        odd[half] = add_pairs(bf16{}, masked(bytes >> (4 * half + 8), 0x000f000fu, 0x43084308u), 0xc308c308u);
+    // 128 + 8 + code, less that
+    even = add_pairs(bf16{}, masked(bytes >> 4 * half, 0x000f000fu, 0x43084308u), 0xc308c308u);
+    odd = add_pairs(bf16{}, masked(bytes >> (4 * half + 8), 0x000f000fu, 0x43084308u), 0xc308c308u);
 #endif
-    }
 }

@@ -82,13 +82,13 @@ __device__ inline void mix_codes(float (&values)[N][4], const float (&weights)[2
         for (int half = 0; half < 2; half++) {
             const int tile = c / 8 + 2 * half;
             if constexpr (KIND == stored::k8v4) {
-                uint32_t even[2][2], odd[2][2];  // of values 0-7 and 8-15: low and high halves of their bytes
-                nibble_pairs(codes[2 * half], even[0], odd[0]);
-                nibble_pairs(codes[2 * half + 1], even[1], odd[1]);
                 KVC_UNROLL
                 for (int high = 0; high < 2; high++) {
-                    multiply_16x8x16<bf16>(values[tile + high * (N / 2)], of_w, even[0][high], even[1][high]);
-                    multiply_16x8x16<bf16>(values[tile + high * (N / 2) + 1], of_w, odd[0][high], odd[1][high]);
+                    uint32_t even[2], odd[2];  // of values 0-7 and 8-15
+                    nibble_pairs(codes[2 * half], high, even[0], odd[0]);
+                    nibble_pairs(codes[2 * half + 1], high, even[1], odd[1]);
+                    multiply_16x8x16<bf16>(values[tile + high * (N / 2)], of_w, even[0], even[1]);
+                    multiply_16x8x16<bf16>(values[tile + high * (N / 2) + 1], of_w, odd[0], odd[1]);
                 }
             } else {
                 uint32_t even[2], odd[2];

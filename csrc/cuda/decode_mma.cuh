@@ -210,14 +210,14 @@ __global__ __launch_bounds__(THREADS, MAX_D > 128 ? 1 : MAX_D > 64 || KIND != st
             for (int part = 0; part < STAGED && stage * STAGED + part < keys; part += STAGE) {
                 const uint32_t there = shared->there[turn][(stage * STAGED + part) / 32 + warp / 2] >> warp % 2 * 16;
                 float x[2][4] = {};
-                [[maybe_unused]] float key_scales[4], value_scales[2][4];  // of this lane's keys, of values where they are seen
+                [[maybe_unused]] float key_scales[4];  // of this lane's keys
+                [[maybe_unused]] uint32_t all_seen = 0;
                 if constexpr (CODES) {
                     multiply_codes<T, MAX_D>(x, shared->q, PITCH, now.k + (part + 16 * warp) * MAX_D, K);
                     KVC_UNROLL
                     for (int i = 0; i < 4; i++) {
                         const int key = part + 16 * warp + i / 2 * 8 + lane % 4 * 2 + i % 2;
                         key_scales[i] = to_float(now.scales[0][key]);
-                        value_scales[0][i] = value_scales[1][i] = to_float(now.scales[1][key]);
                     }
                 } else {
                     warp_multiply<b_layout::columns, MAX_D>(x, shared->q, PITCH, now.k + 16 * warp * PITCH, PITCH, K);
@@ -232,8 +232,7 @@ __global__ __launch_bounds__(THREADS, MAX_D > 128 ? 1 : MAX_D > 64 || KIND != st
                     if constexpr (CODES) logit *= key_scales[i / 4 * 2 + i % 2];
                     if constexpr (CAPPED) logit = capped_logit<T>(logit, cap);
                     if (!seen) logit = -INFINITY;
-                    if constexpr (CODES)  // of what is not seen it may be NaN
-                        if (!seen) value_scales[r][i / 4 * 2 + i % 2] = 0.0f;
+                    if constexpr (CODES) all_seen |= static_cast<uint32_t>(seen) << i;
                     if constexpr (PROBABILITIES) {
                         const int64_t n = first + lane / 4 + 8 * r;
                         if (n < p.queries && key < columns.count) columns.at[n * a.columns + key] = logit;
@@ -254,7 +253,10 @@ __global__ __launch_bounds__(THREADS, MAX_D > 128 ? 1 : MAX_D > 64 || KIND != st
                     float& weight = x[i / 4][i % 4];
                     weight = exp2_fast(weight - finite_or_0(m[r]));
                     l[r] += weight;
-                    if constexpr (CODES) weight *= value_scales[r][i / 4 * 2 + i % 2];
+                    if constexpr (CODES) {  // of what is not seen the scale may be NaN
+                        const int key = part + 16 * warp + i / 4 * 8 + lane % 4 * 2 + i % 2;
+                        weight = all_seen >> i & 1 ? weight * to_float(now.scales[1][key]) : 0.0f;
+                    }
                 }
                 // Maxima settle after a few stages; then nothing is scaled
                 if (__ballot_sync(FULL_WARP, keep[0] != 1.0f || keep[1] != 1.0f)) {

@@ -31,6 +31,7 @@
 #define KVC_DYNAMIC_SHARED(type, name) type* name = static_cast<type*>(kvc_emulation::dynamic_shared())
 #define KVC_UNROLL
 #define KVC_ROLLED
+#define KVC_INLINE inline
 #else
 #define KVC_ENQUEUE(kernel, grid, block, shared_bytes, stream, ...) \
     (kernel)<<<grid, block, shared_bytes, stream>>>(__VA_ARGS__)
@@ -39,6 +40,7 @@
     type* name = reinterpret_cast<type*>(name##_bytes)
 #define KVC_UNROLL _Pragma("unroll")
 #define KVC_ROLLED _Pragma("unroll 1")  // where more turns at a time would cost registers
+#define KVC_INLINE __forceinline__      // of what takes arrays: a call would put them into memory
 #endif
 
 constexpr int MOST_THREADS = 1024;  // of a block

@@ -15,21 +15,25 @@ __device__ inline void copy_shared(const kvc_page_table& table, const kvc_rows& 
         for (void* scales : {rows.key_scales, rows.value_scales}) copy_slots(table, from, to, slots, scales, sizeof(f16));
 }
 
+template <int EACH, class Key, class Value>
+__device__ KVC_INLINE void store_codes_of(const kvc_rows& rows, int64_t place, int64_t D, Key key, Value value) {
+    const int lane = threadIdx.x % 32, size = static_cast<int>(D), bits = rows.format == KVC_FORMAT_K8V4 ? 4 : 8;
+    float x[EACH];
+    KVC_UNROLL
+    for (int i = 0; i < EACH; i++) x[i] = 32 * i + lane < size ? key(32 * i + lane) : 0.0f;
+    quantize_vector(x, size, 8, static_cast<int8_t*>(rows.keys) + place * D, static_cast<f16*>(rows.key_scales) + place);
+    KVC_UNROLL
+    for (int i = 0; i < EACH; i++) x[i] = 32 * i + lane < size ? value(32 * i + lane) : 0.0f;
+    quantize_vector(x, size, bits, static_cast<uint8_t*>(rows.values) + place * (D * bits / 8),
+                    static_cast<f16*>(rows.value_scales) + place);
+}
+
 // Key and value as codes at slot `place`. key, value: element d of each, as float.
 template <class Key, class Value>
-__device__ inline void store_codes(const kvc_rows& rows, int64_t place, int64_t D, Key key, Value value) {
-    const int lane = threadIdx.x % 32, size = static_cast<int>(D), bits = rows.format == KVC_FORMAT_K8V4 ? 4 : 8;
-    with_elements(D, [&](auto& x) {
-        constexpr int EACH = static_cast<int>(sizeof x / sizeof(float));
-        KVC_UNROLL
-        for (int i = 0; i < EACH; i++)
-            if (32 * i + lane < size) x[i] = key(32 * i + lane);
-        quantize_vector(x, size, 8, static_cast<int8_t*>(rows.keys) + place * D, static_cast<f16*>(rows.key_scales) + place);
-        KVC_UNROLL
-        for (int i = 0; i < EACH; i++) x[i] = 32 * i + lane < size ? value(32 * i + lane) : 0.0f;
-        quantize_vector(x, size, bits, static_cast<uint8_t*>(rows.values) + place * (D * bits / 8),
-                        static_cast<f16*>(rows.value_scales) + place);
-    });
+__device__ KVC_INLINE void store_codes(const kvc_rows& rows, int64_t place, int64_t D, Key key, Value value) {
+    if (D <= 128) store_codes_of<4>(rows, place, D, key, value);
+    else if (D <= 256) store_codes_of<8>(rows, place, D, key, value);
+    else store_codes_of<16>(rows, place, D, key, value);
 }
 
 }  // namespace

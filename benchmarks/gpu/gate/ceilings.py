@@ -71,16 +71,12 @@ WORK = (
     # q, dout, k, v in, dq out; logits, dp, dq
     Work("attention_backward", "queries_kernel<bf16, 128, false>", 3 * QUERY_ROWS + 2 * KEY_ROWS, 6 * D * PAIRS, "L2"),
     # keys and values once; each meets the G = 4 query heads of its own
-    Work(
-        "decode", "pieces_mma_kernel<bf16, 128, (stored)0, false, false>", 2 * Hkv * KEYS * D * SIZE, 4 * D * Hq * KEYS
-    ),
+    Work("decode", "pieces_mma_kernel<bf16, 128, 0, false, false>", 2 * Hkv * KEYS * D * SIZE, 4 * D * Hq * KEYS),
     # the same as codes with a scale each, of 8 bits and with values of 4
-    Work(
-        "decode", "pieces_mma_kernel<bf16, 128, (stored)1, false, false>", 2 * Hkv * KEYS * (D + 2), 4 * D * Hq * KEYS
-    ),
+    Work("decode", "pieces_mma_kernel<bf16, 128, 1, false, false>", 2 * Hkv * KEYS * (D + 2), 4 * D * Hq * KEYS),
     Work(
         "decode",
-        "pieces_mma_kernel<bf16, 128, (stored)2, false, false>",
+        "pieces_mma_kernel<bf16, 128, 2, false, false>",
         Hkv * KEYS * (D + D // 2 + 4),
         4 * D * Hq * KEYS,
     ),

@@ -51,6 +51,7 @@ def without_pages(B: int, Hkv: int, Hq: int, T: int, D: int, dtype: torch.dtype)
     q, k, half = alike(B, Hq, T, D, dtype=dtype), alike(B, Hkv, T, D, dtype=dtype), floats(T, D // 2)
     dense, lse, mask = torch.empty(B, Hq, T, D, dtype=dtype), floats(B, Hq, T), (0.1, True, 0, 0, False, None, 0.0)
     yield f"rope/{tail}", lambda: ops.rope(q, half, half)
+    yield f"quantize/{tail}", lambda: ops.dequantize(*ops.quantize(k, "int8"), "int8", dtype)
     yield f"merge_states/{tail}", lambda: ops.merge_states((dense, lse), (dense, lse))
     yield f"attention/{tail}", lambda: native.attention(q, k, k, None, None, *mask)
     yield (

@@ -14,6 +14,13 @@ from .occupancy import REGISTERS, Device, Occupancy, occupancies
 NO_OP = {r"rope_kernel<\w+, \w+, 1>": "ops.rope keeps its dtype; kvc_cuda_rope also writes another one"}
 # Of a call that must use the tensor cores, the kernels that multiply no matrices.
 NO_PRODUCTS = r"(delta|sinks|plan|join|probabilities)_kernel\b"
+# Kernels that may load from and store to local memory, so many instructions of them, and why: file and kernel.
+LOCAL = {
+    # a block of three has a few registers less than they want; an H200 was measured with that
+    r"decode: pieces_mma_kernel<\w+, (128|256), [12], ": 48,
+    # a vector of more than 256 elements that becomes codes lies there
+    r"(paged|quest|ring)_step: (begin|place)_kernel$": 512,
+}
 # Calls whose products are of 16-bit rows that start on 16 bytes. Decoding above D = 256, or where the block's memory is
 # too small for tiles of 256, is plain FMA by design: memory bounds it still.
 PRODUCTS = r"(attention|attention_backward)/(bfloat16|float16)/\d+$|decode/(bfloat16|float16)/(64|128)$"
@@ -40,8 +47,8 @@ class Report:
 
 
 def short(name: str) -> str:
-    """Without namespace and parameters: forward_kernel<bf16, 128, false>."""
-    return name.replace("(anonymous namespace)::", "").split("(")[0]
+    """Without namespace and parameters: forward_kernel<bf16, 128, false>; of an enumeration its number."""
+    return re.sub(r"\(stored\)(\d)", r"\1", name.replace("(anonymous namespace)::", "")).split("(")[0]
 
 
 def reports(
@@ -88,8 +95,9 @@ def faults(report: Report) -> Iterator[str]:
     ):
         why = report.occupancy.limited_by
         yield f"{where}: a multiprocessor holds 0 blocks of {report.threads} threads ({why}), at least 1 is due"
-    if found.spills:
-        yield f"{where}: {found.spills} loads from and stores to local memory, 0 are allowed"
+    local = next((most for pattern, most in LOCAL.items() if re.match(pattern, report.name)), 0)
+    if found.spills > local:
+        yield f"{where}: {found.spills} loads from and stores to local memory, {local} are allowed"
     if not report.launches and not any(re.match(pattern, short(kernel.name)) for pattern in NO_OP):
         yield f"{where}: launched by 0 of the calls of launches.py, which must lead to every kernel"
     products = sorted(call for call in report.calls if re.match(PRODUCTS, call))

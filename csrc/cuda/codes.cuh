@@ -125,15 +125,20 @@ __device__ KVC_INLINE void quantize_vector(float (&x)[EACH], int D, int bits, vo
         return;
     }
     // Byte j holds codes j and j + D/2, which another lane may have
-    const int half = D / 2, from = (lane + half) % 32, further = (lane + half) / 32;
-    int other[EACH];
+    const int half = D / 2, from = (lane + half) % 32;
+    const bool next = lane + half % 32 >= 32;
+    int other[EACH + 1] = {};
     KVC_UNROLL
     for (int i = 0; i < EACH; i++) other[i] = __shfl_sync(FULL_WARP, code[i], from);
     KVC_UNROLL
-    for (int i = 0; i < (EACH + 1) / 2; i++) {
-        int high = 0;
+    for (int step = 1; step < EACH; step *= 2) {
         KVC_UNROLL
-        for (int r = 0; r < EACH; r++) high = i + further == r ? other[r] : high;
+        for (int i = 0; i <= EACH; i++)
+            if (half / 32 & step) other[i] = i + step <= EACH ? other[i + step] : 0;
+    }
+    KVC_UNROLL
+    for (int i = 0; i < (EACH + 1) / 2; i++) {
+        const int high = next ? other[i + 1] : other[i];
         if (32 * i + lane < half)
             static_cast<uint8_t*>(codes)[32 * i + lane] = static_cast<uint8_t>((code[i] & 15) | (high & 15) << 4);
     }

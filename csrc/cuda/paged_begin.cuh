@@ -171,7 +171,7 @@ __device__ inline bool begins_quickly(const kvc_paged_step_args& a, const placin
             if (x.s == 0 && rows.copied[row] >= 0) copy_shared(table, a.rows, rows.copied[row], page, inside, a.D);
             const int64_t at = (int64_t{page} << shift) + inside, from = 2 * x.own * a.D;
             if (stores_codes(a.rows)) {
-                store_codes(
+                store_codes<256>(
                     a.rows, at, a.D, [&](int d) { return load_any(staged, a.k.dtype, from + d); },
                     [&](int d) { return load_any(staged, a.k.dtype, from + a.D + d); });
                 continue;
@@ -209,7 +209,7 @@ __device__ inline void begin_step(const kvc_paged_step_args& a, const placing& p
         list_pieces(decode, pieces, s);
     }
     KVC_ROLLED
-    for (int item = served + threadIdx.x / 32; item < heads; item += BEGIN_WARPS) place_head(a, p, item);
+    for (int item = served + threadIdx.x / 32; item < heads; item += BEGIN_WARPS) place_head<256>(a, p, item);
 }
 
 }  // namespace

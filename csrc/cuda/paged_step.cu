@@ -27,7 +27,7 @@ __global__ __launch_bounds__(BEGIN_THREADS, 1) void begin_kernel(const kvc_paged
 __global__ __launch_bounds__(PLAN_THREADS, 1) void place_kernel(const kvc_paged_step_args a, const placing p, int64_t heads) {
     const int64_t between = gridDim.x * static_cast<int64_t>(PLACE_WARPS);
     for (int64_t item = blockIdx.x * static_cast<int64_t>(PLACE_WARPS) + threadIdx.x / 32; item < heads; item += between)
-        place_head(a, p, item);
+        place_head<512>(a, p, item);
 }
 
 }  // namespace
@@ -51,7 +51,7 @@ extern "C" cudaError_t kvc_cuda_paged_step(const kvc_paged_step_args* args, cuda
     const placing p = placing_of(a, &bytes);
     decode.q.data = p.q, decode.scratch = kvc_part_of(a.scratch, &bytes, kvc_cuda_decode_scratch_bytes(&decode));
     const plan pieces = plan_of(decode);
-    const int64_t heads = a.B * (a.Hq + a.Hkv) * a.S, alone = heads <= FEW_HEADS ? heads : 0;
+    const int64_t heads = a.B * (a.Hq + a.Hkv) * a.S, alone = heads_alone(a, heads);
     if (!fits_grids(pieces) || heads > MAX_GRID_X) return cudaErrorInvalidValue;
     KVC_LAUNCH(begin_kernel, 1, BEGIN_THREADS, 0, stream, a, p, decode, pieces, scratch_of(decode, pieces),
                static_cast<int>(alone));

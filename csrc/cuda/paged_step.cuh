@@ -27,6 +27,7 @@ inline kvc_append_tokens_args append_of(const kvc_paged_step_args& a, const plac
 }
 
 // Key and value of a new token as codes at slot `place`, by a warp: as kvc_rope and kvc_quantize make them in turn.
+template <int MOST>
 __device__ inline void store_turned(const kvc_paged_step_args& a, int64_t key, int64_t value, int64_t position, int64_t place) {
     const int half = static_cast<int>(a.rotary_dim / 2);
     const bool inside = position >= 0 && position < a.table_rows;
@@ -38,10 +39,12 @@ __device__ inline void store_turned(const kvc_paged_step_args& a, int64_t key, i
         const float c = inside ? a.cos[position * half + pair] : NAN, s = inside ? a.sin[position * half + pair] : NAN;
         return rounded_to(a.k.dtype, d < half ? x * c - other * s : x * c + other * s);
     };
-    store_codes(a.rows, place, a.D, turned, [&](int d) { return load_any(a.v.data, a.v.dtype, value + d); });
+    store_codes<MOST>(a.rows, place, a.D, turned, [&](int d) { return load_any(a.v.data, a.v.dtype, value + d); });
 }
 
-// Head `item` of the queries, then of the new tokens, by a warp; the rows have grown.
+// Head `item` of the queries, then of the new tokens, by a warp; the rows have grown. MOST: elements
+// of a head that may become codes (0: none does).
+template <int MOST>
 __device__ inline void place_head(const kvc_paged_step_args& a, const placing& p, int64_t item) {
     const kvc_page_table& table = a.table;
     const bool refused = p.copied[table.R];
@@ -62,8 +65,8 @@ __device__ inline void place_head(const kvc_paged_step_args& a, const placing& p
     const int32_t page = *entry(table, row, quotient(slot, table.P));
     if (!page_exists(table, page)) return;
     const int64_t place = page * table.P + remainder_of(slot, table.P), from = row_at(a.v, b, h, s);
-    if (stores_codes(a.rows)) {
-        store_turned(a, row_at(a.k, b, h, s), from, position, place);
+    if (MOST > 0 && stores_codes(a.rows)) {
+        store_turned<MOST>(a, row_at(a.k, b, h, s), from, position, place);
         return;
     }
     rotate_head(a.k, row_at(a.k, b, h, s), a.rows.keys, a.k.dtype, place * a.D, a.D, a.rotary_dim, a.cos, a.sin, position,
@@ -72,6 +75,11 @@ __device__ inline void place_head(const kvc_paged_step_args& a, const placing& p
 }
 
 // ---- host ----
+
+// Heads that the block which begins a step serves itself: a few, and none whose codes want more registers than it has.
+inline int64_t heads_alone(const kvc_paged_step_args& a, int64_t heads) {
+    return heads <= FEW_HEADS && !(stores_codes(a.rows) && a.D > 256) ? heads : 0;
+}
 
 // Blocks of PLAN_THREADS that place so many heads.
 inline unsigned place_blocks(int64_t heads) {

@@ -76,7 +76,7 @@ __device__ inline void note_key(const kvc_quest_step_args& a, int64_t row) {
 }
 
 __device__ inline void place(const kvc_quest_step_args& a, const parts& p, int64_t item) {
-    place_head(a.step, p.heads, item);
+    place_head<0>(a.step, p.heads, item);
     const int64_t queries = a.step.B * a.step.Hq;
     if (item < queries || p.heads.copied[a.step.table.R]) return;
     __syncwarp();

@@ -134,7 +134,7 @@ __device__ inline void place_head(const kvc_ring_step_args& a, const parts& p, i
             return [=](int d) { return load_any(ring, a.k.dtype, place * a.D + d); };
         };
         if (page_exists(table, page) && stores_codes(a.rows)) {
-            store_codes(a.rows, at, a.D, left(a.k_ring), left(a.v_ring));
+            store_codes<512>(a.rows, at, a.D, left(a.k_ring), left(a.v_ring));
         } else if (page_exists(table, page)) {
             copy_head(a.k_ring, place * a.D, a.rows.keys, at * a.D, a.k.dtype, a.D);
             copy_head(a.v_ring, place * a.D, a.rows.values, at * a.D, a.k.dtype, a.D);

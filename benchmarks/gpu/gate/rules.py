@@ -18,8 +18,6 @@ NO_PRODUCTS = r"(delta|sinks|plan|join|probabilities)_kernel\b"
 LOCAL = {
     # a block of three has a few registers less than they want; an H200 was measured with that
     r"decode: pieces_mma_kernel<\w+, (128|256), [12], ": 48,
-    # a vector of more than 256 elements that becomes codes lies there
-    r"(paged|quest|ring)_step: (begin|place)_kernel$": 512,
 }
 # Calls whose products are of 16-bit rows that start on 16 bytes. Decoding above D = 256, or where the block's memory is
 # too small for tiles of 256, is plain FMA by design: memory bounds it still.

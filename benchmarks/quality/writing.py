@@ -98,10 +98,15 @@ def run(model: Any, tokenizer: Any, books: Books, specs: Sequence[CacheSpec], si
         print(f"piece {text} ({book}): {count} cells in {time.process_time() - begin:.1f} s", file=sys.stderr)
 
 
+def over_of(row: dict[str, Any]) -> float:
+    """Bits over the dense cache's, as a share of those."""
+    return float(row["bits_over_dense"] / (row["bits"] - row["bits_over_dense"]))
+
+
 def show(rows: list[dict[str, Any]]) -> None:
     lines = []
     for row in rows:
-        row["bits_over_dense_share"] = row["bits_over_dense"] / (row["bits"] - row["bits_over_dense"])
+        row["bits_over_dense_share"] = over_of(row)
         kept = "" if row["share"] is None else f"{row['share'] * row['length']:.0f}"
         lines.append((row["method"], kept, number(row, "nbytes_share"), number(row, "bits"),
                       number(row, "bits_over_dense", "+"), f"{row['bits_over_dense_share']:+.2%}"))  # fmt: skip

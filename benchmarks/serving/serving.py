@@ -7,22 +7,28 @@ run at once, what it keeps beside them. Rows: equal/transformers/CACHE (share of
 of model.generate alone), concurrency/CACHE (ratio of requests at once, to dense), throughput/CACHE (ratio of tokens/s
 to transformers' own continuous batching of the plain model), pages/CACHE (used: the largest share of all pages that
 were in use at once; all are free at the end, or the benchmark fails). --rows runs what these patterns need, such as
-"*/dmc" or "equal/*"; a cache's rows are printed, and the file is written, as soon as they are known.
+"*/dmc" or "equal/*"; a cache's rows are printed, and the file is written, as soon as they are known. Gates are fitted
+to the model first.
 """
 
 from __future__ import annotations
 
 import argparse
+import atexit
 import fnmatch
+import functools
 import math
 import random
+import shutil
 import sys
+import tempfile
 import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
@@ -30,15 +36,19 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))
 import kvcompress
 from benchmarks.common import parse_arguments, parser, print_table, write_json
 from kvcompress import CacheSpec
-from kvcompress.models.text import held_out_text
+from kvcompress.gates import fit_gates
+from kvcompress.models.text import held_out_text, training_text
+from kvcompress.pruners import KVzip
 from kvcompress.serve import batching
 
 CACHES = {
     "dense": "dense",
     "dmc": "dmc",
+    "gated": "gated,gates={gates},keep=1/8",
     "pruned": "pruned,pruner=snapkv,window={window},keep={keep}",
     "streaming": "streaming,window_size={keep},num_sink_tokens=4",
 }
+TEXTS, LEARNED = 24, 768  # that gates are fitted to, and tokens of each
 ROWS = ("equal/transformers", "concurrency", "throughput", "pages")
 COLUMNS = ("cache", "equal", "at once", "to dense", "tokens/s", "to transformers' own", "pages used", "preempted")
 
@@ -82,6 +92,25 @@ def drawn(size: Size) -> tuple[list[list[int]], list[float]]:
 
 def model_for(spec: str) -> Any:
     return kvcompress.load_example_model(retrofit="dmc" if spec.startswith("dmc") else None)[0]
+
+
+@functools.cache
+def gates_folder() -> str:
+    """Of gates for the shipped model, fitted once a run to texts that it was trained on."""
+    model, tokenizer = kvcompress.load_example_model()
+    text = training_text(np.random.default_rng(0))
+    starts = range(0, len(text) - LEARNED, len(text) // TEXTS)
+    texts = [torch.tensor(list(text[start : start + LEARNED])) for start in starts]
+    folder = Path(tempfile.mkdtemp(), "gates")
+    atexit.register(shutil.rmtree, folder.parent)
+    return str(fit_gates(model, texts, KVzip(mass=True).with_tokenizer(tokenizer)).save(folder))
+
+
+def text_of(name: str, size: Size) -> str:
+    """A cache as text."""
+    pattern = CACHES[name]
+    gates = gates_folder() if "{gates}" in pattern else None
+    return pattern.format(keep=size.keep, window=size.window, gates=gates)
 
 
 def greedy(new: int) -> GenerationConfig:
@@ -161,14 +190,13 @@ class Comparison:
 
     def rows(self, name: str) -> list[dict[str, Any]]:
         """The rows of a cache that are asked for."""
-        size, spec = self.size, CACHES[name].format(keep=self.size.keep, window=self.size.window)
+        size, spec = self.size, text_of(name, self.size)
         model = model_for(spec)
         with kvcompress.attach(model):
             # what lies beside pages does not depend on a prompt that is longer than any window
             beside = beside_nbytes(model, spec, self.prompts[0])
-        requests = min(64, size.requests)
-        if name == "streaming":  # all of it lies beside pages
-            requests = min(requests, self.memory // beside)
+        # all that streaming holds lies beside pages; what others hold there takes half of the memory at most
+        requests = min(64, size.requests, self.memory // (beside if name == "streaming" else max(2 * beside, 1)))
         pages = max((self.memory - requests * beside) // self.page_nbytes, 1)
         with batching(
             model, spec, pages=pages, page_size=size.page_size, requests=requests, batch_tokens=size.batch_tokens

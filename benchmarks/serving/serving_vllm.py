@@ -1,6 +1,6 @@
 """Requests through vLLM with compressed caches, against vLLM's own. Needs the environment of make test-vllm.
 
-    .venv-vllm/bin/python benchmarks/serving/serving_vllm.py [--quick] [--json FILE]
+    .venv-vllm/bin/python benchmarks/serving/serving_vllm.py [--quick] [--caches NAME ...] [--json FILE]
 
 Prompts and lengths are drawn once from a seed; all requests come at once. Every cache has the same number of vLLM's
 blocks; what streaming keeps beside them is counted as blocks too. Rows: equal/vllm/CACHE (share of requests whose
@@ -30,8 +30,8 @@ from vllm import LLM, SamplingParams
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 import kvcompress
-from benchmarks.common import options, print_table, write_json
-from benchmarks.serving.serving import CACHES, SIZES, Size, alone, drawn, model_for
+from benchmarks.common import parse_arguments, parser, print_table, write_json
+from benchmarks.serving.serving import CACHES, SIZES, Size, alone, drawn, model_for, text_of
 from kvcompress.serve.vllm import register
 from kvcompress.serve.vllm.engine import ENGINES
 
@@ -87,7 +87,9 @@ def saved(spec: str):  # type: ignore[no-untyped-def]
 
 
 def main() -> None:
-    choice = options(__doc__)
+    parse = parser(__doc__)
+    parse.add_argument("--caches", nargs="+", choices=CACHES, default=list(CACHES), help="all by default")
+    choice = parse_arguments(parse)
     size = SIZES[choice.size]
     # vLLM's CPU attention takes pages of multiples of 32; 16 requests decode together once all prompts are read
     size = replace(size, page_size=32, new=max(size.new, 24))
@@ -105,8 +107,8 @@ def main() -> None:
         _, own_seconds, own_most, _ = own.run(prompts, size.new)
         own.close()
         own_many = Engine(folder, None, many, size)
-        for name, pattern in CACHES.items():
-            spec = pattern.format(keep=size.keep, window=size.window)
+        for name in choice.caches:
+            spec = text_of(name, size)
             with saved(spec) as (own_folder, model):
                 with kvcompress.attach(model):
                     wanted = [alone(model, spec, prompt, size.new) for prompt in prompts]

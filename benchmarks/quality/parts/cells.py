@@ -13,7 +13,12 @@ from kvcompress.checks import need
 from kvcompress.evaluate.measure import Mean, Outcome
 from kvcompress.files import write_text
 
-KINDS = {"number": "numbers", "sentence": "sentence", "turn": "turns"}  # of answers: their field in a row
+KINDS = {
+    "number": "numbers",
+    "sentence": "sentence",
+    "turn": "turns",
+    "greedy": "greedy",
+}  # of answers: their field in a row
 FIELDS = ("bits", *KINDS.values())
 Key = tuple[str, int, int, str, float | None]
 

@@ -66,6 +66,24 @@ def folder_of(argument: str, name: str | Path, files: Sequence[str]) -> Path:
         raise _unreachable(wish, error) from None
 
 
+def file_of(argument: str, name: str | Path) -> Path:
+    """A file that is there, or one on the Hub, "owner/name/path", from its cache where it has it.
+
+    Raises FileNotFoundError for what is neither, ConnectionError where the Hub cannot be reached.
+    """
+    path = Path(name)
+    if path.is_file():
+        return path
+    wish = f"{argument} must be a file, or one on the Hub (owner/name/file), got {str(name)!r}"
+    if path.is_absolute() or len(path.parts) < 3 or str(name).startswith((".", "~")):
+        raise FileNotFoundError(f"{wish}: there is no such file")
+    inside = "/".join(path.parts[2:])
+    found = folder_of(argument, "/".join(path.parts[:2]), [inside]) / inside
+    if not found.is_file():
+        raise FileNotFoundError(f"{wish}: there is no such file")
+    return found
+
+
 def _need_name(argument: str, text: str) -> str:
     """What is wished for, in words. Raises FileNotFoundError for what no name on the Hub can be."""
     wish, path = f"{argument} must be a folder or a name on the Hub, got {text!r}", Path(text)

@@ -10,6 +10,7 @@ import tempfile
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from kvcompress.hf.attach import base_model, facts_of
 from kvcompress.hf.method import Call
 from kvcompress.hf.reading import plain_decoder
 from kvcompress.pruners import Gates
+from kvcompress.pruners.gate_forms import LinearGate
 from kvcompress.retrofit.passes import whole_layers
 from kvcompress.versions import numbers_of
 
@@ -205,6 +207,11 @@ def tiny_gates(layers: int = 3, kv_heads: int = 2, numbers: int = 64, seed: int 
     made = torch.Generator().manual_seed(seed)
     every = [torch.randn(kv_heads, numbers + 1, generator=made, device="cpu") for _ in range(layers)]
     return Gates(tuple(every), tuple(map(float, range(-8, 9))))
+
+
+def weaker(gates: Gates, factor: float) -> Gates:
+    """Linear ones that say less."""
+    return replace(gates, layers=tuple(LinearGate(factor * x.weight, factor * x.bias) for x in gates.layers))
 
 
 def random_gates(model: Any, seed: int = 5) -> Gates:

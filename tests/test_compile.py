@@ -3,10 +3,12 @@
 import copy
 import pickle
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
 from helpers import attached, kind_model, random_ids, tiny_gates
+from published_gates import hidden_gates_folder
 from test_seam import multimodal_model
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import DynamicCache
@@ -26,6 +28,7 @@ from kvcompress import (
 from kvcompress.hf.now import THREAD
 from kvcompress.hf.seam import seam_of
 from kvcompress.ops.opaque import held
+from kvcompress.pruners import Gates
 
 PROMPT, END = 24, 32
 CACHES = {
@@ -102,6 +105,23 @@ def test_a_decoded_token_of_a_converted_model_is_one_graph(method, cache):
     model = kvcompress.load_example_model(retrofit=method)[0]
     attach(model)
     check(model, cache)
+
+
+@torch.no_grad()
+def test_gates_of_hidden_states_are_one_graph_once_attention_is_watched():  # 3 s: traced twice
+    model, ids = attached(num_hidden_layers=1), random_ids(END)
+
+    def make(config):
+        gates = Gates.load(hidden_gates_folder())
+        return GatedCache(config, replace(gates, layers=gates.layers[:1]), threshold=-1.0, window=10)
+
+    run, _ = compiled(model, fullgraph=False)
+    cache, plain = make(model.config), make(model.config)
+    logits, _ = read(run, ids, cache)  # the first pass begins outside of graphs, and puts hooks on
+    same(logits, read(model, ids, plain)[0])
+    assert cache.stored_lengths() == plain.stored_lengths() and cache.kept_share() < 1
+    torch._dynamo.reset()
+    check(model, make)
 
 
 @pytest.mark.release  # half a minute: it compiles C++; the graphs that it is given are the tests' above

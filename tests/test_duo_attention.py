@@ -109,6 +109,8 @@ def test_files_of_ours_and_of_the_authors(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"sink_size": 3, "recent_size": 8, "lr": 0.02}))
     theirs = HeadProfile.load(tmp_path)
     assert (theirs.gates, theirs.sinks, theirs.recent) == (HEADS.gates, 3, 8)
+    spec = CacheSpec.parse(f"pruned,pruner=duoattention:{tmp_path}")
+    assert spec.make(attached().config).pruner == DuoAttention(theirs)
     for text, message in (("[1]", "got a JSON list"), ("{}", "format of x.json must be"), ("1 2", "in JSON")):
         (tmp_path / "x.json").write_text(text)
         with pytest.raises(ValueError, match=message):

@@ -37,10 +37,10 @@ class Definition(TrainingPass):
     def attend(self, layer, queries, keys, values, softmax):
         if self.facts[layer].is_local:
             return self.attend_locally(layer, queries, keys, values, softmax)
-        weights = self.gates.layers[self.numbers[layer]]
+        form = self.gates.layers[self.numbers[layer]]
         T = queries.shape[2]
-        x = torch.cat([queries[0].transpose(0, 1).flatten(1), torch.ones(T, 1)], 1)
-        stays = (weights @ x.T >= self.threshold) | (torch.arange(T) < SINKS)  # [Hkv, T]
+        x = queries[0].transpose(0, 1).flatten(1)
+        stays = (form.weight @ x.T + form.bias[:, None] >= self.threshold) | (torch.arange(T) < SINKS)  # [Hkv, T]
         i, j = torch.arange(T)[:, None], torch.arange(T)
         self.kept.append([(row | (j >= T - WINDOW)).nonzero().flatten().tolist() for row in stays])
         seen = (j <= i) & (stays[:, None] | (i - j < WINDOW))  # [Hkv, T, T]

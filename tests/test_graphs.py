@@ -6,13 +6,14 @@ import weakref
 import pytest
 import torch
 from helpers import attached, forward, left_padded, random_ids
+from published_gates import hidden_gates_folder
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import kvcompress
 from benchmarks.quality.parts.families_configurations import CONFIGURATIONS
 from benchmarks.quality.parts.families_images import even_prompts, one_prompt
-from kvcompress import DMCCache, IterativeCache, PrunedCache, QuestCache, StepGraph, StreamingCache, dmc, graphs
+from kvcompress import DMCCache, Gate, IterativeCache, PrunedCache, QuestCache, StepGraph, StreamingCache, dmc, graphs
 from kvcompress.caches.base import CompressedCache
 from kvcompress.hf.attach import base_model
 from kvcompress.pruners import Replay, SnapKV
@@ -85,6 +86,7 @@ CASES = {
     "pruned": (attached, lambda config: PrunedCache(config, SnapKV(), keep=15, page_size=4)),
     "voting": (attached, lambda config: PrunedCache(config, Replay(), keep=15, page_size=16)),
     "default": (attached, lambda config: PrunedCache(config, keep=0.5)),
+    "hidden states": (attached, lambda config: PrunedCache(config, Gate(hidden_gates_folder()), keep=15)),
     "ragged": (attached, lambda config: PrunedCache(config, SnapKV(), kvcompress.AdaKV(), keep=15, page_size=8)),
     "dense": (attached, lambda config: QuestCache(config, page_size=4, dense_layers=9)),
     "quest": (attached, lambda config: QuestCache(config, page_size=4, token_budget=12, dense_layers=1)),
@@ -92,10 +94,12 @@ CASES = {
     "window": (merging, lambda config: DMCCache(config, page_size=16)),
 }
 
+VOTING = ("voting", "default", "hidden states")
+
 
 def fewest(name):
     """Of 40 steps, so many are more than replayed: tokens that vote are launched op by op, and what comes back anew."""
-    return 12 if name in ("voting", "default") else 20
+    return 12 if name in VOTING else 20
 
 
 def assert_replays_what_the_step_does(name, model, cache, error):
@@ -142,7 +146,7 @@ def test_no_step_is_launched_op_by_op_once_it_is_warm(recorded, monkeypatch, nam
         new = random_ids(1, seed=100 + i)
         found = step(new)
         torch.testing.assert_close(found, forward(model, new, past_key_values=plain), rtol=1e-5, atol=1e-5)
-    votes = 60 // 16 if name in ("voting", "default") else 0
+    votes = 60 // 16 if name in VOTING else 0
     assert len(calls) <= graphs.WARM + step.recordings + votes and step.recordings <= 9
     assert cache.stored_lengths() == plain.stored_lengths()
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from helpers import deciding_model, random_ids, tiny_gates_folder, tiny_model
 from pretended_cuda import PretendedCuda, moved
+from published_gates import hidden_gates_folder
 
 import kvcompress
 from benchmarks.quality.parts.families_configurations import CONFIGURATIONS
@@ -28,6 +29,8 @@ SPECS = {
     "streaming": "streaming,window_size=24",
     "quest": "quest,token_budget=32,dense_layers=1,page_size=8",
     "gated": "gated,gates=FOLDER,keep=0.5,window=8",
+    "gated by hidden states": "gated,gates=HIDDEN,threshold=-1,window=8",
+    "pruned by hidden states": "pruned,pruner=gate:HIDDEN,keep=16",
     "gated, int8": "gated,gates=FOLDER,keep=0.5,window=8,dtype=int8",
     "dmc": "dmc",
 }
@@ -53,7 +56,8 @@ def models():
 def decoded(model, spec, device):
     """Logits after a prompt and after each of some tokens; what waited in each of these."""
     ids, logits, waits = random_ids(T + NEW).to(device), [], []
-    cache = CacheSpec.parse(spec.replace("FOLDER", tiny_gates_folder())).make(model.config)
+    spec = spec.replace("FOLDER", tiny_gates_folder()).replace("HIDDEN", hidden_gates_folder("fast"))
+    cache = CacheSpec.parse(spec).make(model.config)
     with torch.inference_mode():
         prefill(model, ids[:, : T - 1], cache)
         for t in range(T - 1, T + NEW):

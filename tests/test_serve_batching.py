@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 from helpers import deciding_model, tiny_gates_folder, tiny_model
+from published_gates import hidden_gates_folder
 from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching import ContinuousBatchingManager
 
@@ -30,6 +31,8 @@ CACHES = {
     "pruned by running scores": ("pruned,pruner=h2o,keep=12,every=3", None),
     "gated": (f"gated,gates={tiny_gates_folder()},threshold=0,window=6,num_sink_tokens=2", None),
     "pruned by gates": (f"pruned,pruner=gate:{tiny_gates_folder()},last=4,keep=12,every=3", None),
+    "gated by hidden states": (f"gated,gates={hidden_gates_folder()},threshold=-1,window=6,num_sink_tokens=2", None),
+    "pruned by hidden states": (f"pruned,pruner=gate:{hidden_gates_folder()},last=4,keep=12,every=3", None),
     "dmc": ("dmc", {}),
     "dmc with a window": ("dmc", {"window": 12}),
     "dms": ("dmc", {"mode": "dms", "dms_window": 5}),

@@ -9,6 +9,7 @@ from importlib.machinery import ModuleSpec
 import pytest
 import torch
 from helpers import deciding_model, tiny_model
+from published_gates import hidden_gates_folder
 from transformers import GPT2Config
 from typer.testing import CliRunner
 
@@ -187,6 +188,7 @@ def test_memory_that_the_environment_says_is_refused():
         (("--cache", "dmc"), "not converted"),
         (("--cache", "pruned,pruner=kvzip,keep=0.5"), "pruner must not read prompts twice"),
         (("--cache", "pruned,pruner=criticalkv:tova,keep=8"), "pruner must not ask for the output projections under"),
+        (("--cache", f"gated,gates={hidden_gates_folder()},threshold=0"), "gates must look at queries under vLLM"),
         (("--cache", PRUNED + ",page_size=8"), "page_size must not be given for a cache that is served"),
         (("--memory", "1KiB"), "--memory: memory must be at least 408.0 KiB (417792B) for a request of 512 tokens"),
         (("--cache", PRUNED, "--enable-chunked-prefill"), "--enable-chunked-prefill must not be given with pruned"),

@@ -31,9 +31,9 @@ SIZES = {"full": (7, (1000, 4000), 32), "quick": (3, (1000,), 8), "tiny": (1, (8
 class Unasked(Gates):
     """Gates that answer without looking: every other token of a head is worth something."""
 
-    def says(self, number: int, queries: Tensor) -> Tensor:
-        B, _, S, _ = queries.shape
-        answer = torch.ones(B, len(self.layers[number]), S, device=queries.device)
+    def says(self, number: int, seen: Tensor) -> Tensor:
+        B, _, S, _ = seen.shape
+        answer = torch.ones(B, self.layers[number].heads, S, device=seen.device)
         answer[..., ::2] = -1
         return answer
 
@@ -41,8 +41,8 @@ class Unasked(Gates):
 class Asked(Gates):
     """Gates that look, and answer the same."""
 
-    def says(self, number: int, queries: Tensor) -> Tensor:
-        said = super().says(number, queries)
+    def says(self, number: int, seen: Tensor) -> Tensor:
+        said = super().says(number, seen)
         answer = torch.ones_like(said)
         answer[..., ::2] = -1
         return answer
@@ -70,7 +70,7 @@ def main() -> None:
             "budget": lambda gates: PrunedCache(model.config, Gate(gates), GlobalTopK(), keep=0.5, every=64),
         }
         gates = [gates_of(model, kind) for kind in (Asked, Unasked)]
-        nbytes = sum(layer.nbytes for layer in gates[0].layers)
+        nbytes = sum(x.nbytes for layer in gates[0].layers for x in layer.tensors().values())
         for length in lengths:
             torch.manual_seed(0)
             ids = torch.randint(model.config.vocab_size, (1, length + 1))

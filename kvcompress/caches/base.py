@@ -239,6 +239,7 @@ class CompressedCache(Images, Repeats, Generation, PassCache):
         if columns > 1 and (self.seen or self._columns_read or self._states_began):
             self.check_parts(facts, padded=iteration is not None and min(counts) < columns)
         step = CachePass(self.placed(facts), self.layers, counts, columns, iteration)
+        step.wants_entering = self.wants_entering
         try:
             for layer in self.own:
                 layer.check_step(step, facts[layer.index])

@@ -29,7 +29,8 @@ class Offers:
     of them are sequence b's own. guides[b]: how many tokens are the guide's. positions[b]: that of the next token, the
     guide aside. rotary, key_rotary: of the queries and the keys; in_sight[b]: keys in sight when their frequencies were
     settled. sums: float32 [B, Hq, S], logarithms of the sums of the queries' own softmax; None = not known.
-    repeated[b]: which candidates the guide repeats (see Candidates); None = it does not.
+    repeated[b]: which candidates the guide repeats (see Candidates); None = it does not. entering: [B, 1, S, n], what
+    entered the layer's attention for the same tokens; None where no pruner looks at it.
     """
 
     keys: Tensor
@@ -46,6 +47,7 @@ class Offers:
     softmax: Softmax
     sums: Tensor | None = None
     repeated: tuple[tuple[int, int] | None, ...] | None = None
+    entering: Tensor | None = None
 
     @property
     def heads(self) -> int:
@@ -151,8 +153,11 @@ class Chooser(SideState):
         if not self.whole:
             self.whole, self.firsts = [True] * batch, [self.pruner.num_sink_tokens] * batch
 
-    def note(self, queries: Tensor, counts: Sequence[int], guide: int) -> None:
-        """Keeps queries [B, Hq, S, D] of counts[b] tokens, the guide's last, for scoring while decoding."""
+    def note(self, queries: Tensor, entering: Tensor | None, counts: Sequence[int], guide: int) -> None:
+        """Keeps queries [B, Hq, S, D], or what entered attention, of counts[b] tokens, the guide's last, for scoring
+        while decoding."""
+        if entering is not None and self.pruner.uses_entering:
+            queries = entering
         if self.recent is None or (S := queries.shape[2] - guide) <= 0:
             return
         last = S if S == 1 or not self.pruner.accumulates else min(self.pruner.overlap, S)  # the others vote at once
@@ -297,6 +302,7 @@ class Chooser(SideState):
             output=None if output is None else output.weights(),
             sums=None if offers.sums is None else offers.sums[part, :, last:].flatten(0, 1)[None],
             repeated=None if offers.repeated is None else offers.repeated[b], keep=keep, number=number,
+            entering=None if offers.entering is None else offers.entering[part, :, last:].flatten(0, 1)[None],
         )  # fmt: skip
 
     def _counted(self, offer: Candidates, rows: slice, offers: Offers, votes: bool) -> Candidates:

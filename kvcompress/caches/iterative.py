@@ -124,6 +124,7 @@ class IterativeCache(CompressedCache):
             chunk_size=chunk_size, positions="contiguous" if every else "original", prompts=every is not None,
         )  # fmt: skip
         self.pruner, self.budget, self.every = self.policy.pruner, self.policy.budget, self.policy.every
+        self.wants_entering = self.pruner.uses_entering
         self.chunk_size: int = chunk_size
         self.reading = ReadingSettings(append, prune, retention=self.adaptive is not None, track=track)
         self.track = Track() if track else None

@@ -126,17 +126,17 @@ class IterativeLayer(RepeatingLayer):
                 return prompt_attention(q, *rows, totals, softmax)
             return ragged_attention(q, k, joined.values, joined.held, softmax)
 
-        q = rotated(queries)
+        q, entering = rotated(queries), step.entering
         out = seen(q, softmax)
 
         def after() -> None:
             guides = [iteration.guide_length if count else 0 for count in counts]
             if self.policy.every and not self.policy.pruner.accumulates:  # to compress by, once decoding has begun
-                self.chooser.note(queries, counts, iteration.guide_length)
+                self.chooser.note(queries, entering, counts, iteration.guide_length)
             ends = [total - guide for total, guide in zip(totals, guides, strict=True)]
             offers = Offers(
                 k, joined.values, joined.held, q, queries, list(counts), guides, ends, facts.query_rotary,
-                facts.key_rotary, in_sight, softmax,
+                facts.key_rotary, in_sight, softmax, entering=entering,
             )  # fmt: skip
             choice = self._choose(offers, before, iteration, step.facts.outputs.get(self.index))
             self._pending = _Pending(joined, choice, [n for b in range(B) for n in offers.counts(b)])

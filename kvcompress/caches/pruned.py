@@ -90,6 +90,7 @@ class PrunedCache(CompressedCache):
         )  # fmt: skip
         self.later = later
         self.pruner, self.budget, self.every = self.policy.pruner, self.policy.budget, self.policy.every
+        self.wants_entering = self.pruner.uses_entering
         self.keep, self.chunk_size = keep, chunk_size
         super().__init__(config)
 

@@ -66,11 +66,12 @@ class PrunedLayer(PagedLayer):
         out = self.attend_one(step, queries, keys, values, softmax)
         view = None if out is not None else self.append(step, keys, values)
         self._count(step.counts)
-        self.chooser.note(queries, step.counts, step.guide_length)
+        entering = step.entering
+        self.chooser.note(queries, entering, step.counts, step.guide_length)
 
         def after() -> None:
             if not one:
-                self._compress(step, facts, call=queries, slack=self._slack(step))
+                self._compress(step, facts, call=queries, entering=entering, slack=self._slack(step))
             elif recent is not None:
                 every = policy.every or NEVER
                 if self._due(every, step) or (policy.pruner.accumulates and recent.full):
@@ -119,8 +120,8 @@ class PrunedLayer(PagedLayer):
         self.open_pool(B * Hkv, D, k, lengths)
         self.next = list(counts)
         self._count(counts)
-        self.chooser.note(queries, counts, step.guide_length)
-        q = rotated(queries)
+        self.chooser.note(queries, step.entering, counts, step.guide_length)
+        q, entering = rotated(queries), step.entering
         sums = None
         if self.policy.pruner.uses_sums:
             out, sums = prompt_state(q, k, values, list(counts), softmax)
@@ -131,7 +132,7 @@ class PrunedLayer(PagedLayer):
             guides = self._without_guide(step)
             offers = Offers(
                 k.flatten(0, 1), values.flatten(0, 1), self._per_row(counts), q, queries, list(counts), guides,
-                list(self.next), facts.query_rotary, facts.key_rotary, lengths, softmax, sums,
+                list(self.next), facts.query_rotary, facts.key_rotary, lengths, softmax, sums, entering=entering,
             )  # fmt: skip
             self.settle(offers, step, facts, held=False)
 
@@ -241,8 +242,12 @@ class PrunedLayer(PagedLayer):
             offers = self._offers(facts, *recent.get(), [0] * len(self.next))
             self.chooser.choose(offers, [None] * len(self.next), number=self.number, votes=votes)
 
-    def _compress(self, step: CachePass, facts: LayerFacts, *, call: Tensor | None = None, slack: int) -> None:
-        """Compresses what is held where it is over the budget. call: this call's queries; else the latest ones."""
+    def _compress(
+        self, step: CachePass, facts: LayerFacts, *, call: Tensor | None = None, entering: Tensor | None = None,
+        slack: int,
+    ) -> None:  # fmt: skip
+        """Compresses what is held where it is over the budget. call: this call's queries; else the latest ones.
+        entering: see Offers."""
         pool, recent, accumulates = self.pool, self.chooser.recent, self.policy.pruner.accumulates
         assert pool is not None
         guides = [0] * len(self.next) if call is None else self._without_guide(step)
@@ -259,7 +264,7 @@ class PrunedLayer(PagedLayer):
             queries, valid = pool.zeros(len(self.next), self.heads, 0, D), [0] * len(self.next)
         else:
             return
-        offers = self._offers(facts, queries, valid, guides)
+        offers = self._offers(facts, queries, valid, guides, entering)
         offers.repeated = None if step.iteration is None else step.iteration.repeated
         self.settle(offers, step, facts, slack=slack)
 
@@ -352,10 +357,14 @@ class PrunedLayer(PagedLayer):
         """Tokens over the budget from which a call of several tokens compresses."""
         return 1 if self.policy.prompts and self.policy.compresses(step.iteration) else NEVER
 
-    def _offers(self, facts: LayerFacts, queries: Tensor, valid: list[int], guides: list[int]) -> Offers:
-        """What the pages hold."""
+    def _offers(
+        self, facts: LayerFacts, queries: Tensor, valid: list[int], guides: list[int], entering: Tensor | None = None
+    ) -> Offers:
+        """What the pages hold. queries: or what there is of recent tokens in their place (RecentQueries)."""
         pool, pruner = self.pool, self.policy.pruner
         assert pool is not None
+        if pruner.uses_entering and entering is None:
+            queries, entering = queries[..., :0], queries
         D = pool.k_pages.shape[2]
         names = ("keys", "values") if pruner.uses_values else ("keys",)
         if pruner.uses_keys:
@@ -373,7 +382,7 @@ class PrunedLayer(PagedLayer):
                 keys, seen = self.far.both(keys, queries, seen, ranks, self.policy, facts.query_rotary)
         return Offers(
             keys, values[0] if values else None, list(pool.counts), seen, queries, valid, guides, list(self.next),
-            facts.query_rotary, facts.key_rotary, self.rope_lengths, self.softmax,
+            facts.query_rotary, facts.key_rotary, self.rope_lengths, self.softmax, entering=entering,
         )  # fmt: skip
 
     def keep_chosen(self, choice: Choice, facts: LayerFacts | None) -> None:

@@ -15,6 +15,7 @@ VOTING = 16  # queries of decoded tokens that vote together
 
 class RecentQueries(SideState):
     """A ring of the last queries, before rotation: a pruner rotates them for the positions that their keys then have.
+    For one that looks at what entered attention (uses_entering) that, as queries of one head.
 
     queries: [B, Hq, n, D] or None before the first; n is capacity, or less where few are held after a vote. valid[b]:
     how many of the last ones are sequence b's own tokens, without padding between them.

@@ -1,4 +1,4 @@
-"""GatedCache: a token's own queries say, as it comes, whether it stays once the window has left it."""
+"""GatedCache: what a token says as it comes decides whether it stays once the window has left it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..dmc.dms import DMSLayer
 from ..hf.facts import Facts
 from ..hf.method import Call
 from ..pruners import Gates
-from ..pruners.gates import as_gates
+from ..pruners.gates import HIDDEN, as_gates
 from ..units import Keep
 
 _LARGEST = 1e6
@@ -45,7 +45,8 @@ class GatedLayer(DMSLayer):
         return True
 
     def _decide(self, step: CachePass, queries: Tensor, keys: Tensor) -> Tensor:
-        alpha = (self.gates.says(self.number, queries) < self.threshold).float()
+        said = self.gates.says(self.number, self.gates.seen(queries, step.entering))
+        alpha = (said < self.threshold).float()
         if min(self.next) >= self.sinks:
             return alpha
         S = alpha.shape[2]
@@ -64,9 +65,10 @@ class GatedCache(CompressedCache):
     a prompt in one pass, in chunks or token by token gives the same rows, and so does decoding.
 
     config: the model's config. gates: Gates of the model, or the folder that `kvcompress fit gates` made, here or on
-    the Hub ("owner/name"). keep: the share of tokens behind the window that stays, on the average of the texts held out
-    (0.25, "25%" or "1/4"; 1.0: all). threshold: the logarithm under which a token goes, instead of keep. window: newest
-    tokens that always stay, at least 1. num_sink_tokens: first ones that do; the very first does in any case.
+    the Hub ("owner/name"), or what others have published (Gates.load). keep: the share of tokens behind the window that
+    stays, on the average of the texts held out (0.25, "25%" or "1/4"; 1.0: all). threshold: the logarithm under which a
+    token goes, instead of keep. window: newest tokens that always stay, at least 1. num_sink_tokens: first ones that
+    do; the very first does in any case.
     chunk_size: tokens that `prefill` reads at a time, None = the whole prompt. track: remember all decisions, for
     kept_positions(). page_size, max_pages, grow, dtype: see PoolSettings; a decoded token needs room for the case that
     every head keeps it, and is rounded to codes as the window leaves it.
@@ -96,6 +98,7 @@ class GatedCache(CompressedCache):
         track: bool = False,
     ) -> None:
         self.gates = as_gates(gates)
+        self.wants_entering = self.gates.looks_at == HIDDEN
         need_integer("window", window, 1, MOST_INT32)
         need_integer("num_sink_tokens", num_sink_tokens, 0, MOST_INT32)
         if chunk_size is not None:

@@ -12,6 +12,7 @@ from ..checks import need, need_integer, need_number
 from ..hf.facts import Facts
 from ..hf.reading import plain_decoder, read, token_rows
 from ..pruners import Gates, Pruner
+from ..pruners.gate_forms import LinearGate
 from ..pruners.gates import sizes_of
 from ..retrofit.passes import TrainingPass, whole_layers
 from ..retrofit.regression import RidgeSums, explained, levels_of
@@ -72,7 +73,7 @@ def fit_gates(
         r2, levels = _judged(model, decoder, facts, layers, waiting, pruner)
         config = sizes_of(decoder.config)
     how = f"{type(model).__name__}, {texts} texts of {tokens:,} tokens in all, {_words(pruner)}, ridge {ridge:g}"
-    return Gates(layers, levels, config, how, r2)
+    return Gates(tuple(map(LinearGate.joined, layers)), levels, config, how, r2)
 
 
 def _scored(model: nn.Module, decoder: nn.Module, facts: Facts, ids: Tensor, pruner: Pruner) -> Scored:

@@ -18,7 +18,8 @@ from ..hf.method import KEYWORD
 from ..hf.reading import frozen, plain_decoder, token_rows
 from ..logits import scaled
 from ..pruners import Gates, KVzip
-from ..pruners.gates import as_gates
+from ..pruners.gate_forms import GateForm, LinearGate
+from ..pruners.gates import QUERIES, as_gates
 from ..retrofit.distillation import distance
 from ..retrofit.passes import TrainingPass, whole_layers
 from ..retrofit.regression import levels_of
@@ -75,22 +76,22 @@ class _Learned:
         self.spreads = [x.float().std(0).clamp_min(_LEAST) for x in seen.values()]
         self.weights = [nn.Parameter(self._standard(i, layer)) for i, layer in enumerate(gates.layers)]
 
-    def _standard(self, number: int, layer: Tensor) -> Tensor:
+    def _standard(self, number: int, layer: GateForm) -> Tensor:
         mean, spread = self.means[number], self.spreads[number]
-        weights, bias = layer.to(mean.device).split([len(mean), 1], 1)
-        return torch.cat([weights * spread, bias + weights @ mean[:, None]], 1)
+        weights, bias = (x.to(mean.device) for x in layer.tensors().values())
+        return torch.cat([weights * spread, bias[:, None] + weights @ mean[:, None]], 1)
 
     def says(self, number: int, queries: Tensor) -> Tensor:
         x = (queries.transpose(1, 2).flatten(2).float() - self.means[number]) / self.spreads[number]
         weights = self.weights[number]
         return functional.linear(x, weights[:, :-1], weights[:, -1]).transpose(1, 2)
 
-    def layers(self) -> tuple[Tensor, ...]:
+    def layers(self) -> tuple[LinearGate, ...]:
         """As Gates has them."""
         made = []
         for weights, mean, spread in zip(self.weights, self.means, self.spreads, strict=True):
             own, bias = weights.detach().split([len(mean), 1], 1)
-            made.append(torch.cat([own / spread, bias - (own / spread) @ mean[:, None]], 1).cpu())
+            made.append(LinearGate.joined(torch.cat([own / spread, bias - (own / spread) @ mean[:, None]], 1).cpu()))
         return tuple(made)
 
 
@@ -128,6 +129,8 @@ def train_gates(
     Source: DMS, section 3 (distillation, relaxed decisions, dropped with delay); thresholds as in KVzap.
     """
     gates = as_gates(gates)
+    need(gates.looks_at == QUERIES and gates.form == "linear", "gates must be linear ones of queries to be trained on, "
+         f"got {gates.form} of {gates.looks_at}: those that others have published stay as they are")  # fmt: skip
     need(type(pruner) is KVzip, f"pruner must be a KVzip, got {type(pruner).__name__}")
     for name, value in (("steps", steps), ("window", window), ("held_out", held_out)):
         need_integer(name, value, 1, 1 << 30)

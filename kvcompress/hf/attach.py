@@ -89,7 +89,7 @@ def attach(model: nn.Module, *, verify: bool = False) -> Attachment:
             seam = open_seam(model, decoder)
             seam.guarded = guarded
             try:
-                seam.facts, seam.arrives = _learned(model, decoder)
+                seam.learned(*_learned(model, decoder))
                 if (method := restored_method(decoder)) is not None:
                     method.check_facts(decoder, seam.facts)
                     set_method(decoder, method)
@@ -152,13 +152,13 @@ def learn_again(model: nn.Module) -> None:
     decoder = base_model(model)
     with _CHANGING:
         if (seam := seam_of(decoder)) is not None:
-            seam.facts, seam.arrives = _learned(model, decoder)
+            seam.learned(*_learned(model, decoder))
 
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def _learned(model: nn.Module, decoder: Any) -> tuple[Facts, bool]:
-    """The facts of every layer, and whether keywords reach them, from one forward pass."""
+def _learned(model: nn.Module, decoder: Any) -> tuple[Facts, Probe]:
+    """The facts of every layer, and what they were learned by in one forward pass."""
     probe = Probe(getattr(decoder.config, "max_position_embeddings", None) or 512)
     weight = next(p for p in decoder.parameters() if p.is_floating_point())
     tolerance = 1e-3 if weight.dtype == torch.float32 else 5e-2
@@ -190,7 +190,7 @@ def _learned(model: nn.Module, decoder: Any) -> tuple[Facts, bool]:
             if recurs(layers):
                 facts.reads_chunks = _reads_chunks(decoder, tokens, tolerance)
             facts.takes_positions = "position_ids" in parameters and _counts_from_0(decoder, tokens, tolerance)
-        return facts, probe.arrives
+        return facts, probe
     except Exception as error:
         raise ValueError(f"{type(model).__name__} is not supported: {error}") from error
     finally:

@@ -57,10 +57,12 @@ def wants_gradient(decoder: Any, given: dict[str, Any]) -> bool:
 
 
 def attend(
-    current: Pass, layer: int | None, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]
-) -> Tensor:
+    current: Pass, layer: int | None, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any],
+    entering: Any = None,
+) -> Tensor:  # fmt: skip
     """[B, T, Hq, value dim], of un-rotated queries and keys as the family has them. options: what the family hands to
-    its attention function beside them."""
+    its attention function beside them. entering: [B, T, n], what its attention module was called with, if that is
+    known."""
     if layer is None or layer not in current.facts:
         raise ValueError(
             f"layer {layer} is not one that attach saw: one attention module serves several layers of this family, "
@@ -68,6 +70,14 @@ def attend(
         )
     if options.get("dropout"):
         raise ValueError(f"attention_dropout must be 0 where kvcompress attends, got {options['dropout']}")
+    if current.wants_entering:
+        if not isinstance(entering, Tensor) or entering.ndim != 3 or entering.shape[:2] != query[:, 0, :, 0].shape:
+            raise RuntimeError(
+                f"hidden states that enter attention must be known for these gates, and those of layer {layer} are "
+                "not: code that was compiled before knows of none (torch.compiler.reset()), and some families hand "
+                "them over by another way; gates of queries need none (kvcompress fit gates)"
+            )
+        current.entering = entering[:, None]
     facts = current.facts[layer]
     scale, sinks = options.get("scaling"), options.get("s_aux")
     softmax = Softmax(

@@ -33,18 +33,22 @@ def before(decoder: Any, seam: Any, given: dict[str, Any]) -> bool:
         return False
     if cache.rereads or wants_gradient(decoder, given):
         return False
+    if cache.wants_entering and not seam.watches:  # hooks are put on outside of graphs
+        return False
     refused = bool(given.get("output_attentions"))
     now.handle, now.layer = cache.handle, None
     _BEGIN(cache.handle, seam.handle, name, tokens, mask, at, given.get("use_cache"), refused)
     return True
 
 
-def attention(layer: int | None, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
+def attention(
+    layer: int | None, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any], entering: Any
+) -> Tensor:
     """As attending.attend, of the pass that runs."""
     names = ("scaling", "softcap", "s_aux")
     scaling, softcap, sinks = (options.get(name) for name in names)
     dropout = float(options.get("dropout") or 0)
-    out: Tensor = _ATTEND(THREAD.now.handle, query, key, value, layer, scaling, softcap, sinks, dropout)
+    out: Tensor = _ATTEND(THREAD.now.handle, query, key, value, layer, scaling, softcap, sinks, dropout, entering)
     return out
 
 
@@ -72,13 +76,13 @@ def _begin(
 
 def _attend(
     cache: Tensor, query: Tensor, key: Tensor, value: Tensor, layer: int | None, scaling: float | None,
-    softcap: float | None, sinks: Tensor | None, dropout: float,
+    softcap: float | None, sinks: Tensor | None, dropout: float, entering: Tensor | None,
 ) -> Tensor:  # fmt: skip
     now = THREAD.now
     options = {"scaling": scaling, "softcap": softcap, "s_aux": sinks, "dropout": dropout}
     assert now.current is not None
     try:
-        return attend(now.current, layer, query, key, value, options)
+        return attend(now.current, layer, query, key, value, options, entering)
     except BaseException:
         now.over()  # compiled code runs no hook behind an error
         raise
@@ -101,7 +105,7 @@ _BEGIN = opaque_op(
 )  # fmt: skip
 _ATTEND = opaque_op(
     "attend_pass(Tensor(a!) cache, Tensor query, Tensor key, Tensor value, int? layer, float? scaling, float? softcap, "
-    "Tensor? sinks, float dropout) -> Tensor",
+    "Tensor? sinks, float dropout, Tensor? entering) -> Tensor",
     _attend,
     lambda cache, query, key, value, *_: value.new_empty(
         (query.shape[0], query.shape[2], query.shape[1], value.shape[3])

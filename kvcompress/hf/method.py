@@ -55,9 +55,14 @@ class Pass(ABC):
     arguments down, so that gradient checkpointing gives the second run of a layer what the first one had.
 
     A plain object: FSDP2 makes new dataclasses of those that it finds among a layer's arguments.
+
+    wants_entering: whether it is to be told what enters each layer's attention. entering: [B, 1, T, n], that of the
+    layer that attends, as queries of one head.
     """
 
     facts: Facts
+    wants_entering: bool = False
+    entering: Tensor | None = None
 
     @abstractmethod
     def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax) -> Tensor:
@@ -65,7 +70,12 @@ class Pass(ABC):
 
 
 class PassCache(Handled, ABC):
-    """A cache that attends itself: the seam asks it for a pass, and tells it when that is over."""
+    """A cache that attends itself: the seam asks it for a pass, and tells it when that is over.
+
+    wants_entering: whether its passes do, see Pass.
+    """
+
+    wants_entering: bool = False
 
     @property
     @abstractmethod

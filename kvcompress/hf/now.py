@@ -24,6 +24,7 @@ class Now:
         self.probe: Probe | None = None
         self.watcher: Any = None  # sees the attention of passes that are not ours (hf/verify)
         self.layer: int | None = None  # whose keys the family has just handed to the cache
+        self.entered: tuple[Any, Any] | None = None  # the attention module that was called last, and with what
 
     @property
     def ours(self) -> bool:
@@ -31,7 +32,7 @@ class Now:
 
     def over(self) -> None:
         """No pass is ours."""
-        self.current = self.handle = self.layer = None
+        self.current = self.handle = self.layer = self.entered = None
 
 
 class _Thread(threading.local):

@@ -115,6 +115,11 @@ class Probe:
         # nothing, so that the rows of the batch stay alike
         return q.new_zeros(q.shape[0], q.shape[2], q.shape[1], v.shape[-1])
 
+    @property
+    def attending(self) -> list[nn.Module]:
+        """The modules whose attention it was, each once."""
+        return list({id(module): module for _, module, *_ in self._seen}.values())
+
     def facts(self, tolerance: float) -> Facts:
         """Raises ValueError, naming the layer, for what a cache of ours cannot do."""
         found, owners = Facts(), dict[int, int]()

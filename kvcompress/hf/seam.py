@@ -30,7 +30,7 @@ from .attending import attend, begun, checked_call, hidden_of
 from .facts import Facts
 from .method import KEYWORD, Pass, PassCache, method_of
 from .now import THREAD
-from .probe import ROWS, TOKENS, MaskTicket, like
+from .probe import ROWS, TOKENS, MaskTicket, Probe, like
 
 PREFIX = "kvcompress_"
 _SEAM = "_kvcompress_seam"
@@ -56,7 +56,8 @@ class _Weak:
 class Seam(Handled):
     """What attaching leaves on a decoder. arguments: of its forward, by position. references: how often it was
     attached. arrives: whether the family hands keywords down to its attention layers. guarded: whether it raised
-    before (hf/guard). attributes: of the rotary embeddings, by their names, as they were before."""
+    before (hf/guard). attributes: of the rotary embeddings, by their names, as they were before. attending: the modules
+    that call the attention function. watches: whether what enters those is noted."""
 
     decoder: _Weak
     arguments: tuple[str, ...]
@@ -66,6 +67,20 @@ class Seam(Handled):
     arrives: bool = False
     guarded: bool = False
     attributes: dict[str, set[str]] = field(default_factory=dict)
+    attending: list[_Weak] = field(default_factory=list)
+    watches: bool = False
+
+    def learned(self, facts: Facts, probe: Probe) -> None:
+        """What a probe has found."""
+        self.facts, self.arrives, self.attending = facts, probe.arrives, [_Weak(x) for x in probe.attending]
+
+    def watch(self) -> None:
+        """Has it noted, from now on, what enters each layer's attention."""
+        with _REGISTERING:
+            if not self.watches:
+                for module in self.attending:
+                    self.hooks.append(module().register_forward_pre_hook(_attention_before, with_kwargs=True))
+                self.watches = True
 
     def __post_init__(self) -> None:
         self.take_handle()
@@ -163,16 +178,18 @@ def _register(name: str) -> None:
         keyword: Pass | None = kwargs.pop(KEYWORD, None)  # checkpoints run again when now is another pass, or none
         now = THREAD.now
         layer, now.layer = now.layer, None
+        entered, now.entered = now.entered, None
+        entering = entered[1] if entered is not None and entered[0] is module else None
         if layer is None:
             layer = getattr(module, "layer_idx", None)
         if now.probe is not None:
             now.probe.arrives = keyword is not None
             return now.probe.arrived(layer, module, query, key, value, attention_mask, kwargs), None
         if now.handle is not None and torch.compiler.is_dynamo_compiling():
-            return compiled.attention(layer, query, key, value, kwargs), None
+            return compiled.attention(layer, query, key, value, kwargs, entering), None
         current = keyword or now.current
         if current is not None:
-            return attend(current, layer, query, key, value, kwargs), None
+            return attend(current, layer, query, key, value, kwargs, entering), None
         out = _before(module, name)(module, query, key, value, attention_mask, **kwargs)
         if now.watcher is not None:
             now.watcher(layer, out[0])
@@ -191,6 +208,12 @@ def _register(name: str) -> None:
     if name in ALL_MASK_ATTENTION_FUNCTIONS:
         AttentionMaskInterface.register(PREFIX + name, mask)
     AttentionInterface.register(PREFIX + name, attention)
+
+
+def _attention_before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    now = THREAD.now
+    if now.handle is not None or now.current is not None:
+        now.entered = module, kwargs["hidden_states"] if "hidden_states" in kwargs else args[0] if args else None
 
 
 def _before(module: nn.Module, name: str) -> Any:
@@ -291,6 +314,8 @@ def _begin(decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given["use_cache"] = False  # there is nothing to keep for later
     if current is None:
         return None
+    if current.wants_entering:
+        seam.watch()
     if isinstance(cache, PassCache):
         now.handle = cache.handle
     else:

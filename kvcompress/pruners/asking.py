@@ -12,8 +12,9 @@ from ..hf.facts import LayerFacts
 from .base import Candidates, Pruner, Reread, given_as
 
 Self = TypeVar("Self", bound="AskingPruner")
-_SEES = ("window", "uses_guide", "uses_values", "uses_output", "uses_sums", "uses_notes", "uses_keep", "accumulates",
-         "overlap", "rereads", "logarithms", "lead_in", "one_frame", "default_keep", "num_sink_tokens")  # fmt: skip
+_SEES = ("window", "uses_guide", "uses_values", "uses_entering", "uses_output", "uses_sums", "uses_notes", "uses_keep",
+         "accumulates", "overlap", "rereads", "logarithms", "lead_in", "one_frame", "default_keep",
+         "num_sink_tokens")  # fmt: skip
 
 
 class AskingPruner(Pruner):

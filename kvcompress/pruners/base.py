@@ -37,7 +37,8 @@ class Candidates:
     notes: float32 [Hkv, D], what the pruner's votes write down of each head, zeros at first; None where it takes none.
     output: the weights of the output projection [Hq, D, hidden], None where the pruner asks for none. repeated: (back,
     length), the guide repeats so many candidates of each head, which begin `back` before the last one's end; None = it
-    does not. keep: candidates of a head that stay, mean; None = all, as far as is known.
+    does not. keep: candidates of a head that stay, mean; None = all, as far as is known. entering: [1, 1, S, n], what
+    entered the layer's attention for the tokens of queries; None where the pruner does not look at it.
     """
 
     queries: Tensor
@@ -63,6 +64,7 @@ class Candidates:
     repeated: tuple[int, int] | None = None
     keep: int | None = None
     number: int = 0
+    entering: Tensor | None = None
 
     @property
     def heads(self) -> int:
@@ -245,6 +247,7 @@ class Pruner(ABC):
     logarithms = False  # scores are logarithms of what others give: may be below 0
     uses_keys = True  # scores looks at candidates.keys; without it nothing but their shape counts
     uses_values = False  # scores looks at candidates.values; without it they are None
+    uses_entering = False  # votes looks at candidates.entering, not at queries; for pruners that accumulate
     accumulates = False  # scores are carried on from call to call; the cache keeps them (see votes)
     overlap = 0  # of the queries that have voted, how many vote once more with those that follow them
     uses_output = False  # scores looks at candidates.output

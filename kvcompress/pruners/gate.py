@@ -1,4 +1,4 @@
-"""Gate: a token's own queries say whether it stays."""
+"""Gate: what a token says as it comes decides whether it stays."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from torch import Tensor
 
 from ..hf.facts import LayerFacts
 from .base import Candidates, Pruner
-from .gates import Gates, as_gates
+from .gates import HIDDEN, Gates, as_gates
 
 
 @dataclass(frozen=True)
 class Gate(Pruner):
-    """Keeps the tokens whose own queries said, when they came, that they will be attended to.
+    """Keeps the tokens of which their gates said, when they came, that they will be attended to.
 
-    gates: Gates of the model, or the folder that `kvcompress fit gates` made, here or on the Hub ("owner/name"). A
-    token is scored once, as it comes, by a linear map of its queries before rotation: no second reading, no attention,
-    nothing that comes after it. A prefix of another prompt is scored as that is. Where tokens have been dropped before
-    (chunks, decoding), those that follow have seen less, and queries of all layers but the first differ a little.
+    gates: Gates of the model, or the folder that `kvcompress fit gates` made, here or on the Hub ("owner/name"), or
+    what others have published (Gates.load). A token is scored once, as it comes, by a map of its queries before
+    rotation, or of what enters attention: no second reading, no attention, nothing that comes after it. A prefix of
+    another prompt is scored as that is. Where tokens have been dropped before (chunks, decoding), those that follow
+    have seen less, and what is looked at differs a little in all layers but the first.
     Logarithms compare over layers and heads: use it with GlobalTopK.
     last: most recent tokens that always stay; None = a quarter of what stays, at most 32.
     Source: KVzap (NVIDIA 2026) and Fast KVzip, whose gates look at hidden states; scores of KVzip, section 3.
@@ -38,6 +39,7 @@ class Gate(Pruner):
     def __post_init__(self) -> None:
         self._check(last=0)
         object.__setattr__(self, "gates", as_gates(self.gates))
+        object.__setattr__(self, "uses_entering", self.gates.looks_at == HIDDEN)
 
     def check_rows(self, heads: Sequence[int]) -> None:
         self.gates.check_rows(heads)
@@ -53,11 +55,10 @@ class Gate(Pruner):
         out = torch.zeros(candidates.heads, candidates.count, device=candidates.keys.device)
         if S == 0:
             return out
-        if candidates.unrotated is None:
-            raise ValueError("candidates must have unrotated for Gate, which looks at queries before rotation")
-        heads = len(self.gates.layers[candidates.number])
-        queries = candidates.unrotated[0, :, :S].unflatten(0, (candidates.heads // heads, -1))
-        said = self.gates.says(candidates.number, queries).flatten(0, 1)
+        seen = self.gates.seen(candidates.unrotated, candidates.entering)
+        heads = self.gates.layers[candidates.number].heads
+        seen = seen[0, :, :S].unflatten(0, (candidates.heads // heads, -1))  # by sequence
+        said = self.gates.says(candidates.number, seen).flatten(0, 1)
         return out.scatter(1, candidates.own_slots(), said)
 
     def scores(self, candidates: Candidates, keep: int) -> Tensor:

@@ -78,10 +78,11 @@ class ServedPass(Pass):
         self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax, out: Tensor
     ) -> None:
         """The same into out [1, Hq, T, D]; other tokens' are left as they are."""
+        given = [queries, keys, values, *([] if self.entering is None else [self.entering])]
         if self.together is not None:
-            q, k, v = (self._of_decoding(x[0]).transpose(0, 1)[:, :, None] for x in (queries, keys, values))
-            if self.guarded:
-                q, k, v = self._finite(q, k, v)
+            own = [self._of_decoding(x[0]).transpose(0, 1)[:, :, None] for x in given]
+            q, k, v, *entering = self._finite(*own) if self.guarded else own
+            self.together.entering = entering[0] if entering else None
             try:
                 self._put(out[0], self.together.attend(layer, q, k, v, softmax)[:, :, 0].transpose(0, 1))
             except RuntimeError as error:
@@ -95,7 +96,8 @@ class ServedPass(Pass):
             end = start + part.tokens
             if step is not None and part.request not in self.failed:
                 try:
-                    q, k, v = (x[:, :, start:end] for x in (queries, keys, values))
+                    q, k, v, *entering = (x[:, :, start:end] for x in given)
+                    step.entering = entering[0] if entering else None
                     out[:, :, start:end] = step.attend(layer, q, k, v, softmax)
                 except RuntimeError as error:
                     self.failed[part.request] = str(error)
@@ -148,6 +150,7 @@ class Requests:
         self.decoder, self.facts, self.make = decoder, facts, make
         empty = self._new_cache()
         check_served(empty, facts, method)
+        self.wants_entering = empty.wants_entering
         paged, P = paged_layers(empty), empty.pool_settings.page_size
         size = facts[paged[0].index].size if paged else 1
         form = Format.of(empty.pool_settings.dtype, dtype)
@@ -283,6 +286,7 @@ class Requests:
             together = self._running.open(self.facts, [1] * len(self.decoding), 1)
         guarded = isinstance(self._running, PrunedCache) and self._running.every is not None
         self._pass = current = ServedPass(self.facts, together, tuple(self.decoding), guarded, at, starts)
+        current.wants_entering = self.wants_entering
         for part in parts:
             step, reader = None, self.reading.get(part.request)
             if reader is None:

@@ -52,6 +52,10 @@ class Engine:
             raise ValueError(
                 f"pruner must not ask for the output projections under vLLM, as {type(empty.pruner).__name__} does"
             )
+        if empty.wants_entering:
+            raise ValueError(
+                "gates must look at queries under vLLM, whose attention knows no hidden states: kvcompress fit gates"
+            )
         if empty.pool_settings.dtype is not None:
             raise ValueError(
                 f"dtype must not be given under vLLM, got {empty.pool_settings.dtype!r}: its blocks are of the model's "

@@ -232,6 +232,8 @@ class PrunedCache(CompressedCache):
         scores = iteration is not None and iteration.repeated is not None
         later = self.follows
         asks = not scores and not later and (iteration is not None or not self.pruner.rereads)
+        if columns > 1 and not later and not scores:
+            self.policy.warn_of_little(self.seen + max(counts))
         if columns > 1 and asks and (layers := self.compressing):
             places = layers[0].next or [0] * len(counts)
             behind = self.shifts() or [0] * len(counts)  # an image's or video's

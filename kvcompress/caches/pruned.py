@@ -232,13 +232,12 @@ class PrunedCache(CompressedCache):
         scores = iteration is not None and iteration.repeated is not None
         later = self.follows
         asks = not scores and not later and (iteration is not None or not self.pruner.rereads)
-        if columns > 1 and not later and not scores:
-            self.policy.warn_of_little(self.seen + max(counts))
         if columns > 1 and asks and (layers := self.compressing):
             places = layers[0].next or [0] * len(counts)
             behind = self.shifts() or [0] * len(counts)  # an image's or video's
             end = max(a + n + max(more, 0) for a, n, more in zip(places, counts, behind, strict=True))
             self.policy.check_behind(end, max(counts), (facts[layer.index] for layer in layers))
+            self.policy.warn_of_little(end)
         step = super().open(facts, counts, columns, iteration)
         step.later = later
         compresses = not later and (self.every is not None or columns > 1 or iteration is not None)

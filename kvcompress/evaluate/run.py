@@ -51,7 +51,8 @@ def evaluate(
 ) -> Iterator[Row]:  # fmt: skip
     """Rows of each measure, one for each cache, as they are there. reader: the model; its spec is not looked at.
 
-    equal: what each cache may hold. told: what comes next, of each sample, for who waits. most: samples of a measure, None = all.
+    equal: what each cache may hold. told: what comes next, of each sample, for who waits. most: samples of a measure,
+    None = all.
     Raises ValueError for a cache that the model or the bytes do not allow, and, before anything is measured, for one
     that a measure does not take.
     """

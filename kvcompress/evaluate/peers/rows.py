@@ -73,7 +73,8 @@ def peer_rows(
 ) -> PeerRows:  # fmt: skip
     """Rows of each measure, one for each press, held to the bytes that equal gives our caches.
 
-    model: its name or folder. told: what came, of each sample, for who waits. Raises ValueError for measures that no peer does.
+    model: its name or folder. told: what came, of each sample, for who waits. Raises ValueError for measures that no
+    peer does.
     """
     found = PeerRows(peer)
     samples = [[measure.sample(index) for index in range(measure.count)] for measure in measures]

@@ -2,7 +2,7 @@
 
 from importlib import import_module
 from importlib.machinery import PathFinder
-from sys import modules
+from sys import _getframe
 from typing import TYPE_CHECKING, Any
 
 from .versions import check_versions as _check_versions
@@ -26,10 +26,11 @@ else:
         public = import_module(".public", __name__)
         globals().update({known: getattr(public, known) for known in public.__all__}, __all__=public.__all__)
         if name not in globals():
-            loaded = {at: modules.get(f"{__name__}.{at}") for at in public.MODULES}
-            home = next((at for at, module in loaded.items() if name in getattr(module, "__all__", ())), None)
-            hint = "" if home is None else f": it is {__name__}.{home}.{name}"
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
+            hint = import_module(".homes", __name__).hint_of(name, public.__all__, public.MODULES)
+            # of an AttributeError `from kvcompress import name` would tell the user nothing
+            if hint and _getframe(1).f_globals.get("__name__") == "importlib._bootstrap":
+                raise ImportError(hint, name=__name__)
+            raise AttributeError(hint or f"module {__name__!r} has no attribute {name!r}")
         return globals()[name]
 
     def __dir__() -> list[str]:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from . import ops
 from .checks import MOST_INT32, need_integer
+from .presets import preset_of
 from .units import Keep, instead_of
 
 __all__ = ["AdaKV", "Budget", "GlobalTopK", "PyramidKV", "Uniform"]
@@ -204,9 +205,7 @@ class PyramidKV(Budget):
     @staticmethod
     def preset(name: str, **changes: Any) -> PyramidKV:
         """PyramidKV as an implementation sets it: kvpress, kvcache-factory. changes: other fields."""
-        if name not in _PYRAMIDS:
-            raise ValueError(f"preset must be one of {', '.join(_PYRAMIDS)}, got {name!r}")
-        return replace(PyramidKV(**_PYRAMIDS[name]), **changes)
+        return preset_of(PyramidKV, _PYRAMIDS, name, changes, "SnapKV(), PyramidKV()")
 
     def __post_init__(self) -> None:
         need_integer("beta", self.beta, 1, MOST_INT32)

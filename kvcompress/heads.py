@@ -10,6 +10,7 @@ from pathlib import Path
 
 from .checks import MOST_INT32, need, need_integer, need_number
 from .files import read_fields, write_text
+from .names import file_of
 
 __all__ = ["HeadProfile"]
 
@@ -69,9 +70,11 @@ class HeadProfile:
         """What save wrote; or full_attention_heads.tsv as the authors of DuoAttention publish it (a line of numbers for
         each layer), or its folder, with sink_size and recent_size from the config.json beside it, if it is there.
 
-        Raises ValueError for anything else, FileNotFoundError for no file.
+        path: or its name on the Hub, owner/name/file.json, of owner/name heads.json.
+        Raises ValueError for anything else, FileNotFoundError for no file, ConnectionError where the Hub cannot be
+        reached.
         """
-        path = Path(path)
+        path = file_of("head profile", os.fspath(path), "heads.json")
         path = path / "full_attention_heads.tsv" if path.is_dir() else path
         if path.suffix == ".tsv":
             return _published(path)

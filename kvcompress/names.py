@@ -1,4 +1,4 @@
-"""What a model is called: a folder, a name on the Hub, or smollm2. What can be none is refused unasked."""
+"""What a model or a file is called: a folder, a name on the Hub, or smollm2. What can be none is refused unasked."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import get_hf_file_metadata, hf_hub_url, snapshot_download, try_to_load_from_cache
+from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url, snapshot_download, try_to_load_from_cache
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
@@ -66,22 +66,28 @@ def folder_of(argument: str, name: str | Path, files: Sequence[str]) -> Path:
         raise _unreachable(wish, error) from None
 
 
-def file_of(argument: str, name: str | Path) -> Path:
-    """A file that is there, or one on the Hub, "owner/name/path", from its cache where it has it.
+def file_of(argument: str, name: str | Path, usual: str) -> Path:
+    """A file that is there, or that of "owner/name/file" on the Hub, of "owner/name" the usual one, from its cache
+    where it has it. The Hub is not asked for what looks like a file that is gone: in a folder that is there, or of the
+    usual file's ending without a third part.
 
     Raises FileNotFoundError for what is neither, ConnectionError where the Hub cannot be reached.
     """
-    path = Path(name)
-    if path.is_file():
+    path, wish = Path(name), f"{argument} must be a file, or one on the Hub (owner/name/file), got {name}"
+    owner, *rest = path.parts or ("",)
+    repository = "/".join([owner, *rest[:1]])
+    local = path.is_absolute() or str(name).startswith((".", "~")) or Path(owner).exists()
+    if path.exists() or local or not rest or (len(rest) == 1 and path.suffix == Path(usual).suffix):
         return path
-    wish = f"{argument} must be a file, or one on the Hub (owner/name/file), got {str(name)!r}"
-    if path.is_absolute() or len(path.parts) < 3 or str(name).startswith((".", "~")):
-        raise FileNotFoundError(f"{wish}: there is no such file")
-    inside = "/".join(path.parts[2:])
-    found = folder_of(argument, "/".join(path.parts[:2]), [inside]) / inside
-    if not found.is_file():
-        raise FileNotFoundError(f"{wish}: there is no such file")
-    return found
+    try:
+        validate_repo_id(repository)
+        return Path(hf_hub_download(repository, "/".join(rest[1:]) or usual))
+    except HFValidationError:
+        return path
+    except HfHubHTTPError:
+        raise FileNotFoundError(f"{wish}: the Hub has none that may be read") from None
+    except Exception as error:
+        raise _unreachable(wish, error, "file") from None
 
 
 def _need_name(argument: str, text: str) -> str:
@@ -97,6 +103,6 @@ def _need_name(argument: str, text: str) -> str:
     return wish
 
 
-def _unreachable(wish: str, error: Exception) -> ConnectionError:
+def _unreachable(wish: str, error: Exception, what: str = "folder") -> ConnectionError:
     reason = next(iter(str(error).splitlines()), "") or type(error).__name__
-    return ConnectionError(f"{wish}: there is no such folder here, and the Hub cannot be reached: {reason}")
+    return ConnectionError(f"{wish}: there is no such {what} here, and the Hub cannot be reached: {reason}")

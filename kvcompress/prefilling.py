@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from .caches.base import CompressedCache
 from .caches.passes import Iteration
 from .hf.adapters import check_adapter
-from .hf.argument import CACHE, with_cache
+from .hf.argument import CACHE, takes_cache, with_cache
 from .hf.attach import base_model, facts_of
 from .hf.method import KEYWORD, method_of
 from .hf.reminder import without_reminder
@@ -85,6 +85,7 @@ def _padding(model: nn.Module, input_ids: Tensor, generation: Mapping[str, Any])
     return mask.long()
 
 
+@takes_cache
 @torch.inference_mode(False)  # so that the cache can be used outside inference mode afterwards
 @torch.no_grad()
 def prefill(
@@ -330,6 +331,7 @@ def _give(
         sink(b, start + first, scaled(config, head(hidden[part])), targets[part])
 
 
+@takes_cache
 def generate(
     model: nn.Module,
     input_ids: Tensor | Mapping[str, Any],

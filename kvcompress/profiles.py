@@ -16,6 +16,7 @@ from . import ops
 from .budgets import Budget, flat_topk
 from .checks import need
 from .files import read_fields, write_text
+from .names import file_of
 
 __all__ = ["BudgetProfile", "Profiled"]
 
@@ -63,7 +64,9 @@ class BudgetProfile:
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> BudgetProfile:
-        """What save wrote. Raises ValueError for anything else, FileNotFoundError for no file."""
+        """What save wrote. path: or its name on the Hub, owner/name/file.json, of owner/name shares.json. Raises
+        ValueError for anything else, FileNotFoundError for no file, ConnectionError where the Hub cannot be reached."""
+        path = file_of("profile", os.fspath(path), "shares.json")
         return BudgetProfile(**read_fields(path, "profile", FORMAT, BudgetProfile))
 
 

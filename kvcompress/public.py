@@ -31,6 +31,7 @@ MODULES = (
     "pod",
     "profiles",
     "pruners",
+    "retrofit",
     "serve",
 )
 

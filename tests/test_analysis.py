@@ -103,7 +103,9 @@ def test_rotated_queries_have_cosines_of_their_own():
 
 def test_means_and_errors_are_over_samples():
     model, samples = tiny_model(), [random_ids(20 + 5 * n, seed=n) for n in range(3)]
-    whole = analysis.attention(model, samples, local=4, top_k=3)
+    shown: list[tuple[int, int | None]] = []
+    whole = analysis.attention(model, samples, local=4, top_k=3, progress=lambda *done: shown.append(done))
+    assert shown == [(20, 75), (45, 75), (75, 75)]  # so that what is left can be estimated
     alone = [analysis.attention(model, [ids], local=4, top_k=3) for ids in samples]
     for name in MEASURES:
         values = torch.stack([getattr(one, name).mean for one in alone])

@@ -206,7 +206,10 @@ def test_rows_say_what_was_measured_and_the_best_is_named(reader, framing):
         needle_measure(framing, 400, SOURCE, 2, 1, 0, "end"),
         loss_measure("ppl", framing, 256, 32, SOURCE, 2, 0),
     ]
-    rows = list(evaluate(reader, specs, measures))
+    told: list[str] = []
+    rows = list(evaluate(reader, specs, measures, told=told.append))
+    assert len(told) == sum(measure.count for measure in measures) * len(specs)  # what takes long is each sample
+    assert told[1] == f"{told[0]}, 2 of 2" and told[0].endswith("tokens: dense")
     assert [(row.task, row.cache) for row in rows] == [(m.name, str(s)) for m in measures for s in specs]
     needle, ppl = rows[:3], rows[3:]
     assert by_depth(needle[0]) == {0.25: 1.0, 0.75: 1.0} and needle[2].score == 0.0

@@ -418,7 +418,12 @@ def test_of_the_hub_no_more_comes_than_gates_have(tmp_path, monkeypatch):
         asked.append(allow_patterns)
         return str(tmp_path / folders[name])
 
+    def download_one(name, file):
+        asked.append(file)
+        return str(tmp_path / folders[name] / file)
+
     monkeypatch.setattr(names, "snapshot_download", download)
+    monkeypatch.setattr(names, "hf_hub_download", download_one)
     ours = ["gates.safetensors", "gates.json", "config.json"]
     assert Gates.load("nvidia/KVzap").form == "two layers"
     assert asked == [ours, ["config.json", "model*.safetensors", "model.safetensors.index.json"]]
@@ -430,4 +435,4 @@ def test_of_the_hub_no_more_comes_than_gates_have(tmp_path, monkeypatch):
     assert Gates.load("Jang-Hyun/Fast-KVzip/file.pt").measured == "Fast KVzip, Fast-KVzip/file.pt"
     with pytest.raises(FileNotFoundError, match="there is no such file"):
         Gates.load("Jang-Hyun/Fast-KVzip/other.pt")
-    assert asked == [["file.pt"], ["other.pt"]]
+    assert asked == ["file.pt", "other.pt"]

@@ -7,7 +7,7 @@ import torch
 from helpers import attached, kind_model, left_padded, random_ids, tiny_model
 
 import kvcompress
-from kvcompress import AdaKV, GlobalTopK, PrunedCache, prefill
+from kvcompress import AdaKV, GlobalTopK, PrunedCache, PyramidKV, prefill
 from kvcompress.positions import RotaryTables
 from kvcompress.pruners import (
     H2O,
@@ -18,6 +18,7 @@ from kvcompress.pruners import (
     Compactor,
     CriticalKV,
     CurDKV,
+    KeyDiff,
     LagKV,
     LeverageScore,
     ObservedAttention,
@@ -308,6 +309,19 @@ def test_presets():
     assert ChunkKV.preset("kvpress").chunk == 20
     assert Compactor.preset("kvpress", last=3) == Compactor(scaled=False, last=3)
     assert ChunkKV(SnapKV(num_sink_tokens=3)).with_sinks(1).pruner.num_sink_tokens == 1
+    assert H2O.preset("kvpress", window=5) == ObservedAttention(window=5)
+
+
+@pytest.mark.parametrize("made", [ChunkKV, Compactor, H2O, KeyDiff, LagKV, PyramidKV, SnapKV, TOVA])
+def test_a_preset_names_what_it_cannot_take(made):
+    name = "paper" if made is KeyDiff else "kvpress"
+    with pytest.raises(TypeError, match=r"^(\w+) has no 'size'; known are \w+(, \w+)*$"):
+        made.preset(name, size=3)
+    with pytest.raises(ValueError, match=rf"^preset must be (one of )?.*{name}.*, got \['{name}'\]$"):
+        made.preset([name])
+    said = r"kvpress's compression_ratio is keep = 1 - compression_ratio here: PrunedCache\(config, .*\(\), keep=0.3\)$"
+    with pytest.raises(TypeError, match=said):
+        made.preset(name, compression_ratio=0.7)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import kvcompress
 from kvcompress import AdaKV, GlobalTopK, IterativeCache, PrunedCache, PyramidKV, RemoteGap, Uniform, prefill
 from kvcompress.hf.argument import CACHE
 from kvcompress.profiles import BudgetProfile, Profiled
-from kvcompress.pruners import CenterOfGravity, ExpectedAttention, SnapKV
+from kvcompress.pruners import CenterOfGravity, ExpectedAttention, Random, SnapKV, StreamingLLM
 
 # ---- memory ----
 
@@ -50,6 +50,43 @@ def test_a_refused_step_changes_nothing():
 
 
 @pytest.mark.parametrize(
+    ("length", "pruner", "keep", "chunk_size", "said"),
+    [
+        (1010, SnapKV(window=4), 25, None, '^keep=25 keeps 25 of a row.s 1009 tokens; 25 percent are keep="25%"$'),
+        (1100, SnapKV(window=4), 25, 256, r"^keep=25 keeps 25 of a row's 1\d+ tokens; 25 percent"),
+        (50, SnapKV(), 25, None, "49 tokens, which are those that SnapKV always keeps: it chooses none; 25 percent"),
+        (300, SnapKV(window=200), 200, None, "^keep=200 keeps 200 of a row's 299 tokens, .* it chooses none$"),
+        (50, Random(), 1, None, '49 tokens; 1 percent are keep="1%"$'),
+    ],
+)
+def test_so_few_tokens_that_a_share_was_meant_are_said_once(length, pruner, keep, chunk_size, said):
+    model, ids = attached(max_position_embeddings=2048), random_ids(length)
+    cache = PrunedCache(model.config, pruner, keep=keep, chunk_size=chunk_size)
+    with pytest.warns(UserWarning, match=said):
+        prefill(model, ids, cache)
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("error")
+        model(ids[:, -1:].expand(-1, 3), **{CACHE: cache})
+
+
+@pytest.mark.parametrize(
+    ("length", "pruner", "keep"),
+    [
+        (900, SnapKV(window=4), 25),
+        (1010, SnapKV(window=4), 64),
+        (1010, SnapKV(window=4), 0.01),
+        (300, StreamingLLM(), 32),
+        (20, SnapKV(), 25),
+    ],
+)
+def test_of_few_tokens_that_others_keep_too_nothing_is_said(length, pruner, keep):
+    model = attached(max_position_embeddings=2048)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        prefill(model, random_ids(length), PrunedCache(model.config, pruner, keep=keep))
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (
@@ -67,7 +104,7 @@ def test_a_refused_step_changes_nothing():
         ({"keep": [3]}, r"keep must be tokens .* got \[3\], a list"),
         ({"budget": AdaKV}, r"budget must be an instance, got the class AdaKV: AdaKV\(\)"),
         ({"pruner": SnapKV}, r"got the class SnapKV, not an instance: SnapKV\(\)"),
-        ({"pruner": type("KnormPress", (), {})()}, "got KnormPress; a press's compression_ratio is the share that"),
+        ({"pruner": type("KnormPress", (), {})()}, r"got KnormPress: give kvcompress.pruners.KeyNorm\(\); a press's"),
         ({"pruner": type("TOVAPress", (), {})()}, r"got TOVAPress: give kvcompress.pruners.TOVA\(\); a press's"),
         (
             {"pruner": 64, "budget": SnapKV()},

@@ -1,3 +1,4 @@
+import functools
 from dataclasses import replace
 
 import oracle
@@ -295,8 +296,9 @@ def test_wrong_settings_of_the_others_are_named(build, message):
 
 def test_a_name_of_kvpress_is_answered_with_ours():
     ours = r"is keep = 1 - compression_ratio here: PrunedCache\(config, SnapKV\(\), keep=0.3\)"
-    with pytest.raises(TypeError, match=rf"SnapKV has no 'compression_ratio'; .* {ours}"):
-        SnapKV(compression_ratio=0.7)
+    for made in (SnapKV, functools.partial(SnapKV.preset, "kvpress")):
+        with pytest.raises(TypeError, match=rf"SnapKV has no 'compression_ratio'; .* {ours}"):
+            made(compression_ratio=0.7)
     with pytest.raises(
         TypeError, match=r"SnapKV has no 'window_size'; known are window, .* window_size is window here"
     ):

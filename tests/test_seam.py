@@ -142,6 +142,14 @@ def test_a_cache_is_taken_by_either_of_its_names(name):
     assert mine.get_seq_length() == 0
 
 
+def test_the_name_by_which_our_functions_take_a_cache_is_said():
+    model, ids = attached(), random_ids(9)
+    for function in (kvcompress.generate, kvcompress.prefill):
+        said = rf"^past_key_values is model.generate's; here it is cache: kvcompress.{function.__name__}\(model, "
+        with pytest.raises(TypeError, match=said):
+            function(model, ids, past_key_values=QuestCache(model.config))
+
+
 # ---- what is refused ----
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import html
 import json
+import sys
 from collections import Counter
 from fractions import Fraction
 from pathlib import Path
@@ -16,6 +17,9 @@ from typing import Any
 import typer
 from typer.cli import get_docs_for_click
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.quality.parts.figures import style
 from kvcompress.cli import app
 from kvcompress.files import write_text
 
@@ -198,11 +202,12 @@ def draw_recall(path: Path) -> None:
     figure, panels = pyplot.subplots(1, 2, figsize=(9, 3.9), layout="constrained")
     shown = (("numbers", "Numbers recalled, asked after the cutting"), ("bits_over_dense", "Bits per token lost"))
     for axes, (field, title) in zip(panels, shown, strict=True):
-        for order, (method, label) in enumerate(DRAWN.items()):
+        for method, label in DRAWN.items():
             of = [row for row in found if row["method"] == method and field in row]
             of.sort(key=lambda row: row["share"])
-            axes.plot([row["share"] for row in of], [row[field] for row in of], marker="o", zorder=9 - order,
-                      linewidth=3 if order == 0 else 1.8, label=label)  # fmt: skip
+            axes.plot(
+                [row["share"] for row in of], [row[field] for row in of], marker="o", label=label, **style(method)
+            )
         axes.axhline(dense.get(field, 0.0), color="black", linestyle=":", linewidth=1, label="every token kept")
         axes.set_xscale("log", base=2)
         axes.set_xticks([1 / 8, 1 / 4, 1 / 2], ["1/8", "1/4", "1/2"])

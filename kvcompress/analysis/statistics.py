@@ -17,7 +17,7 @@ from .. import ops
 from ..checks import need, need_integer
 from ..files import write_text
 from ..hf.facts import Facts
-from ..hf.reading import plain_decoder, read, token_rows
+from ..hf.reading import plain_decoder, read, token_rows, tokens_of
 from ..progress import Progress, showing
 from ..retrofit.passes import TrainingPass, whole_layers
 from ..softmax import Softmax
@@ -163,7 +163,8 @@ def attention(
         need_integer(name, value, least)
     found: list[dict[str, Tensor]] = []
     tokens = 0
-    with plain_decoder(model) as (decoder, facts), showing(progress, None, label="measuring") as show:
+    whole = tokens_of(samples)
+    with plain_decoder(model) as (decoder, facts), showing(progress, whole, label="measuring") as show:
         layers = whole_layers(facts)
         need(len(layers) > 0, "model must have a layer that sees all tokens, got none")
         settings = _Settings(rows, head, tail, top_k, local)

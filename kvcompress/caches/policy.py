@@ -12,6 +12,7 @@ from ..budgets import AdaKV, Budget, CacheShape, GlobalTopK, Uniform, check_budg
 from ..checks import MOST_INT32, need_integer
 from ..hf.config import ranks_of
 from ..hf.facts import LayerFacts
+from ..kvpress_names import class_of
 from ..positions import RemoteGap
 from ..pruners import Pruner
 from ..pruners.base import given_as
@@ -22,6 +23,7 @@ from .store import PoolSettings
 
 NEVER = 1 << 60  # tokens
 LATER = ("compress", "keep")
+_LITTLE, _OF = 50, 40  # tokens, and times as many: less than any paper reports of
 
 
 class Notices:
@@ -121,6 +123,22 @@ class Policy:
         """Whether a call of several tokens may compress: one that the pruner can score."""
         return not self.pruner.rereads if iteration is None else iteration.compresses
 
+    def warn_of_little(self, length: int) -> None:
+        """Of so many tokens: that far fewer stay than anyone asks for, or none that are chosen."""
+        keep = self.keep.tokens
+        if keep is None or keep >= length:
+            return
+        sure = self.pruner.recent(keep, length) + self.pruner.num_sink_tokens
+        chooses = self.pruner.recent(length, length) + self.pruner.num_sink_tokens < length
+        if chooses and sure >= keep:
+            why = f", which are those that {type(self.pruner).__name__} always keeps: it chooses none"
+        elif keep <= _LITTLE and keep * _OF < length:
+            why = ""
+        else:
+            return
+        percent = f'; {keep} percent are keep="{keep}%"' if keep <= 100 else ""
+        self.notices.give("little", f"keep={keep} keeps {keep} of a row's {length} tokens{why}{percent}")
+
     def near_of(self, keep: int) -> int:
         """Near tokens of a compression to `keep` tokens."""
         assert self.gap is not None
@@ -195,7 +213,7 @@ def _check_order(pruner: Any, budget: Any) -> None:
     if pruner is None or isinstance(pruner, Pruner):
         return
     named = getattr(pruner, "__name__", pruner if isinstance(pruner, str) else type(pruner).__name__)
-    ours = {name.lower(): name for name in pruners.__all__}.get(named.removesuffix("Press").lower())
+    ours = {name.lower(): name for name in pruners.__all__}.get(class_of(named).lower())
     hint = "" if ours is None or isinstance(pruner, type) else f": give kvcompress.pruners.{ours}()"
     if isinstance(pruner, str):
         hint += "; a cache that is all text is CacheSpec.parse('pruned,pruner=snapkv,keep=1024').make(config)"

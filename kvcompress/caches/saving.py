@@ -18,6 +18,7 @@ from ..files import staged
 from ..hf.attach import base_model
 from ..hf.fingerprint import difference, fingerprint
 from ..hf.method import PassCache
+from ..names import file_of
 from .encoding import Decoder, Encoder, UnknownClass
 from .former import FORMER, as_now
 
@@ -87,18 +88,20 @@ def load_caches(
 ) -> list[Any]:
     """What save_caches or cache.save wrote, to go on with in any process.
 
-    path: the file. model: the one that filled them: its class, dtype, config and some numbers of each weight are
-    compared. verify: reads the file once to see whether it is damaged; without it nothing is read before it is used, as
-    tensors on the CPU are the file, mapped into memory (writing to them does not change it). classes: of pruners and
-    budgets of one's own, which a file cannot bring along.
-    Raises FileNotFoundError, and ValueError for a file that is damaged, no saved cache, of another version or model, or
-    that holds what is in no class known; TypeError for arguments of another kind.
+    path: the file, or its name on the Hub, owner/name/file, of owner/name cache.safetensors. model: the one that
+    filled them: its class, dtype, config and some numbers of each weight are compared. verify: reads the file once to
+    see whether it is damaged; without it nothing is read before it is used, as tensors on the CPU are the file, mapped
+    into memory (writing to them does not change it). classes: of pruners and budgets of one's own, which a file cannot
+    bring along.
+    Raises FileNotFoundError, ConnectionError where the Hub cannot be reached, and ValueError for a file that is
+    damaged, no saved cache, of another version or model, or that holds what is in no class known; TypeError for
+    arguments of another kind.
     """
     if not isinstance(path, (str, os.PathLike)):
         raise TypeError(f"path must be a str or a path, got {type(path).__name__}: load_cache(path, model)")
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}: load_cache(path, model)")
-    path = Path(path)
+    path = file_of("path", os.fspath(path), "cache.safetensors")
     if not path.is_file():
         raise FileNotFoundError(f"path must be a file that save wrote, got {path}")
     decoder = base_model(model)

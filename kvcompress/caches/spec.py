@@ -20,10 +20,10 @@ from ..budgets import DIVIDES, Budget
 from ..heads import HeadProfile
 from ..hf.config import decoder_config
 from ..hf.method import METHODS, method_class
+from ..kvpress_names import SETTINGS, in_ours
 from ..positions import RemoteGap
 from ..profiles import BudgetProfile
 from ..pruners import Gates, Pruner, ScoreProfile
-from ..pruners.base import THEIRS, in_ours
 from ..units import Keep, Size, instead_of
 from .base import trained_length_of
 from .dense import QuantizedCache
@@ -192,7 +192,7 @@ def _fields(made: type) -> dict[str, frozenset[type]]:
 
 
 def _unknown_key(key: str, owner: str, known: Mapping[str, Any], more: str = "") -> UnknownKey:
-    ours = THEIRS.get(key, "")
+    ours = SETTINGS.get(key, "")
     if key == "share" and "keep" in known:
         more += "; share is keep now"
     if key == "keep" and (size := next((name for name in _SIZES.values() if name in known), None)):

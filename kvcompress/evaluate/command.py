@@ -61,8 +61,8 @@ def run_eval(
     peer = peer_of(peers_python, Console(stderr=True, soft_wrap=True).print) if peers else None
     presses = chosen(peer, peers_press) if peer else ()
     rows: list[Row] = []
-    whole = len(measures) * (len(specs) + len(presses))
-    with telling(whole, unit="rows", console=Console(stderr=True)) as comes:
+    whole = sum(measure.count for measure in measures) * (len(specs) + len(presses))
+    with telling(whole, unit="samples", console=Console(stderr=True)) as comes:
         reader = Reader(loaded, tokenizer, specs[0])
         rows += evaluate(reader, specs, measures, equal, comes)
         theirs = peer_rows(peer, presses, reader, model, measures, equal, comes) if peer else None

@@ -51,7 +51,8 @@ def evaluate(
 ) -> Iterator[Row]:  # fmt: skip
     """Rows of each measure, one for each cache, as they are there. reader: the model; its spec is not looked at.
 
-    equal: what each cache may hold. told: what comes next, for who waits. most: samples of a measure, None = all.
+    equal: what each cache may hold. told: what comes next, of each sample, for who waits. most: samples of a measure,
+    None = all.
     Raises ValueError for a cache that the model or the bytes do not allow, and, before anything is measured, for one
     that a measure does not take.
     """
@@ -61,11 +62,16 @@ def evaluate(
     for measure in measures:
         dense, samples = dense_bytes(reader, measure), range(measure.count)[:most]
         for spec in specs:
-            told(f"{measure.name}, {measure.length:,} tokens: {spec}")
+            name, outcomes = f"{measure.name}, {measure.length:,} tokens: {spec}", []
+            told(name)
             given = replace(reader, spec=spec)
             sized = spec if spec.kind == DENSE else equal.sized(given, measure, dense)
             with_size = replace(reader, spec=sized)
-            yield row_of(measure, str(spec), str(sized), [measure.run(with_size, i) for i in samples], dense)
+            for i in samples:
+                if i > 0:
+                    told(f"{name}, {i + 1} of {len(samples)}")
+                outcomes.append(measure.run(with_size, i))
+            yield row_of(measure, str(spec), str(sized), outcomes, dense)
 
 
 def row_of(

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, ParamSpec, TypeVar
 
 import transformers
 
 from ..versions import numbers_of
 
+P = ParamSpec("P")
+T = TypeVar("T")
 _BEFORE = "past_key_values"
 CACHE = "cache" if (numbers_of(transformers.__version__) or (0, 0)) >= (5, 24) else _BEFORE
 
@@ -18,6 +21,19 @@ def cache_of(given: Mapping[str, Any]) -> Any:
     renames it within the call: hooks see what the user wrote."""
     cache = given.get(CACHE)
     return given.get(_BEFORE) if cache is None else cache
+
+
+def takes_cache(function: Callable[P, T]) -> Callable[P, T]:
+    """Of a function of ours (model, input_ids, cache): the TypeError of a cache that is named as transformers does."""
+
+    @functools.wraps(function)
+    def run(*args: P.args, **given: P.kwargs) -> T:
+        if len(args) < 3 and "cache" not in given and _BEFORE in given:
+            call = f"kvcompress.{function.__name__}(model, input_ids, cache)"
+            raise TypeError(f"{_BEFORE} is model.generate's; here it is cache: {call}")
+        return function(*args, **given)
+
+    return run
 
 
 def with_cache(cache: Any, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -31,6 +31,13 @@ def plain_decoder(model: nn.Module) -> Iterator[tuple[Any, Facts]]:
             decoder.train(training)
 
 
+def tokens_of(samples: Iterable[Tensor | Sequence[int]]) -> int | None:
+    """Of all of them, for who waits; None where they come one by one."""
+    if not isinstance(samples, (list, tuple)):
+        return None
+    return sum(x.numel() if isinstance(x, Tensor) else len(x) for x in samples if isinstance(x, (Tensor, list, tuple)))
+
+
 def token_rows(decoder: Any, samples: Iterable[Tensor | Sequence[int]]) -> Iterator[Tensor]:
     """int64 [T] each, on the decoder's device."""
     config = decoder.config

@@ -17,6 +17,7 @@ from torch import Tensor
 from ..checks import need
 
 _SIGN = 0x8000
+_STRATEGIES = (zlib.Z_DEFAULT_STRATEGY, zlib.Z_FILTERED, zlib.Z_HUFFMAN_ONLY)  # which is best, the numbers say
 
 
 def _order(bits: NDArray[np.uint16]) -> NDArray[np.int32]:
@@ -43,7 +44,13 @@ def pack(before: dict[str, Tensor], after: dict[str, Tensor]) -> bytes:
     distance = (_order(_flat(after)) - _order(_flat(before))) & 0xFFFF
     signed = distance.astype(np.uint16).view(np.int16).astype(np.int32)
     small = ((signed << 1) ^ (signed >> 15)).astype("<u2")  # 0, -1, 1, -2, ... as 0, 1, 2, 3, ...
-    return zlib.compress(small.view(np.uint8).reshape(-1, 2).T.tobytes(), 9)
+    planes = small.view(np.uint8).reshape(-1, 2).T.tobytes()
+    return min((_packed(planes, strategy) for strategy in _STRATEGIES), key=len)
+
+
+def _packed(planes: bytes, strategy: int) -> bytes:
+    made = zlib.compressobj(9, strategy=strategy)
+    return made.compress(planes) + made.flush()
 
 
 def unpack(before: dict[str, Tensor], packed: bytes) -> dict[str, Tensor]:

@@ -7,10 +7,11 @@ from importlib import import_module
 
 import torch
 
+_FILE = f"{__package__.rpartition('.')[0]}._C"  # by whichever name the package was imported (tools/hub_kernel.py)
 try:
-    import_module("kvcompress._C")  # registers torch.ops.kvcompress
+    import_module(_FILE)  # registers torch.ops.kvcompress
 except ImportError as error:
-    if not isinstance(error, ModuleNotFoundError) or error.name != "kvcompress._C":
+    if not isinstance(error, ModuleNotFoundError) or error.name != _FILE:
         raise  # the file is there but does not load: its own message says why
     raise ImportError(
         f"kvcompress was imported from {os.path.dirname(os.path.dirname(__file__))}, where its extension (_C.abi3.so) "

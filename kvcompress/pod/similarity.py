@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from .. import ops
 from ..checks import need, need_choice, need_integer
 from ..hf.facts import Facts
-from ..hf.reading import plain_decoder, read, token_rows
+from ..hf.reading import plain_decoder, read, token_rows, tokens_of
 from ..progress import Progress, showing
 from ..retrofit.passes import TrainingPass
 from ..softmax import Softmax
@@ -195,7 +195,8 @@ def measure_similarity(
     need_integer("sinks", sinks, 0)
     need_integer("recent", recent, 1)
     found: LayerSimilarity | None = None
-    with plain_decoder(model) as (decoder, facts), showing(progress, None, label="measuring") as show:
+    whole = tokens_of(samples)
+    with plain_decoder(model) as (decoder, facts), showing(progress, whole, label="measuring") as show:
         kinds, tokens = kinds_of(decoder, facts), 0
         kv_heads = next(facts[kind].kv_heads for kind in kinds if kind is not None)
         for ids in token_rows(decoder, samples):
@@ -246,7 +247,8 @@ def agreement(
     if head is None:
         raise ValueError(f"model must predict tokens, got {type(model).__name__} without an output layer")
     shares: list[list[float]] = []
-    with plain_decoder(model) as (decoder, facts), showing(progress, None, label="measuring") as show:
+    whole = tokens_of(samples)
+    with plain_decoder(model) as (decoder, facts), showing(progress, whole, label="measuring") as show:
         tokens = 0
         for ids in token_rows(decoder, samples):
 

@@ -16,9 +16,9 @@ from .. import ops
 from ..budgets import Budget
 from ..checks import MOST_INT32, need_integer
 from ..hf.facts import LayerFacts
+from ..kvpress_names import SETTINGS, no_field
 from ..positions import RotaryTables
 from ..softmax import Softmax
-from ..units import instead_of
 
 
 @dataclass(frozen=True)
@@ -199,21 +199,6 @@ class Reread(NamedTuple):
     tokens: Tensor
 
 
-THEIRS = {
-    "compression_ratio": "keep",
-    "window_size": "window",
-    "n_sink": "num_sink_tokens",
-    "press": "pruner",
-    "n_future_positions": "future_positions",
-    "alpha_safeguard": "floor",
-}  # kvpress's names, and ours
-
-
-def in_ours(name: str) -> str:
-    """What a name of kvpress's is called here."""
-    return "keep = 1 - compression_ratio" if name == "compression_ratio" else THEIRS[name]
-
-
 class Pruner(ABC):
     """Chooses which candidates stay. Subclasses are dataclasses that give every candidate a score; args and fields are
     theirs.
@@ -230,15 +215,10 @@ class Pruner(ABC):
 
     def __new__(cls, *args: Any, **fields: Any) -> Pruner:
         """Says what kvpress's names are called here; all others __init__ takes, or refuses."""
-        for name in fields.keys() & THEIRS.keys():
-            known, ours = inspect.signature(cls).parameters, THEIRS[name]
+        for name in fields.keys() & SETTINGS.keys():
+            known, ours = inspect.signature(cls).parameters, SETTINGS[name]
             if name not in known and (ours == "keep" or ours in known):
-                keep = instead_of(fields[name]) if ours == "keep" else None
-                use = "" if keep is None else f": PrunedCache(config, {cls.__name__}(), {keep.partition(' ')[0]})"
-                raise TypeError(
-                    f"{cls.__name__} has no {name!r}; known are {', '.join(known) or 'none'}; kvpress's {name} is "
-                    f"{in_ours(name)} here{use}"
-                )
+                raise no_field(cls, name, fields[name])
         return super().__new__(cls)
 
     num_sink_tokens: int = 0  # first tokens that always stay, counted inside the budget

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..presets import preset_of
 from .asking import AskingPruner
 from .base import Candidates, Pruner
 from .snapkv import SnapKV
@@ -38,9 +39,7 @@ class ChunkKV(AskingPruner):
     @staticmethod
     def preset(name: str, **changes: Any) -> ChunkKV:
         """ChunkKV as an implementation sets it: kvpress. changes: other fields."""
-        if name != "kvpress":
-            raise ValueError(f"preset must be kvpress, got {name!r}")
-        return replace(ChunkKV(chunk=20), **changes)
+        return preset_of(ChunkKV, {"kvpress": {"chunk": 20}}, name, changes)
 
     @property
     def by_head(self) -> bool:  # type: ignore[override]

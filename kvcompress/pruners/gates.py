@@ -199,7 +199,11 @@ class Gates:
         """
         name = os.fspath(folder)
         if name.endswith(".pt"):
-            path = file_of("gates", name)
+            path = file_of("gates", name, "gates.pt")
+            if not path.is_file():
+                raise FileNotFoundError(
+                    f"gates must be a file, or one on the Hub (owner/name/file), got {name!r}: there is no such file"
+                )
             return _published(name, "Fast KVzip", fast_kvzip(path))
         folder = folder_of("gates", name, (_WEIGHTS, _ABOUT, CONFIG))
         if not (folder / _ABOUT).exists() and is_kvzap(folder):

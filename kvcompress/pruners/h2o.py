@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ..presets import preset_of
 from .base import Candidates, Pruner
 from .observed import ObservedAttention
 
@@ -38,9 +39,7 @@ class H2O(Pruner):
     @staticmethod
     def preset(name: str, **changes: Any) -> Pruner:
         """What an implementation has in H2O's place: kvpress. changes: other fields of that."""
-        if name != "kvpress":
-            raise ValueError(f"preset must be kvpress, got {name!r}")
-        return ObservedAttention(**changes)
+        return preset_of(ObservedAttention, {"kvpress": {}}, name, changes)
 
     def recent(self, keep: int, chunk_length: int) -> int:
         return min(int(Fraction(repr(float(self.recent_ratio))) * keep), keep - min(self.num_sink_tokens, keep))

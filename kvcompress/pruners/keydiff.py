@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..presets import preset_of
 from .base import Candidates, Pruner
 
 
@@ -36,9 +37,7 @@ class KeyDiff(Pruner):
     @staticmethod
     def preset(name: str, **changes: Any) -> KeyDiff:
         """KeyDiff as the paper has it: "paper". changes: other fields."""
-        if name != "paper":
-            raise ValueError(f"preset must be paper, got {name!r}")
-        return KeyDiff(**{"rotated": True, "last": 0, **changes})
+        return preset_of(KeyDiff, {"paper": {"rotated": True, "last": 0}}, name, changes)
 
     @property
     def accumulates(self) -> bool:  # type: ignore[override]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..presets import preset_of
 from .base import Candidates, Pruner
 
 
@@ -38,9 +39,7 @@ class LagKV(Pruner):
     @staticmethod
     def preset(name: str, **changes: Any) -> LagKV:
         """LagKV as an implementation sets it: kvpress. changes: other fields."""
-        if name != "kvpress":
-            raise ValueError(f"preset must be kvpress, got {name!r}")
-        return replace(LagKV(lag=128, num_sink_tokens=4), **changes)
+        return preset_of(LagKV, {"kvpress": {"lag": 128, "num_sink_tokens": 4}}, name, changes)
 
     def scores(self, candidates: Candidates, keep: int) -> Tensor:
         if candidates.values is None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..checks import need_integer
 from ..ops.native import MAX_HEAD_DIM
+from ..presets import preset_of
 from .base import Candidates, Pruner
 
 _PAPERS = 0.35  # blending
@@ -156,6 +157,4 @@ class Compactor(LeverageScore):
     @staticmethod
     def preset(name: str, **changes: Any) -> Compactor:
         """Compactor as an implementation sets it: kvpress. changes: other fields."""
-        if name != "kvpress":
-            raise ValueError(f"preset must be kvpress, got {name!r}")
-        return replace(Compactor(scaled=False), **changes)
+        return preset_of(Compactor, {"kvpress": {"scaled": False}}, name, changes)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..checks import need
 from ..files import read_fields, write_text
+from ..names import file_of
 
 FORMAT = "kvcompress score profile 1"
 _LEAST, _MOST = 1e-12, 1e30
@@ -67,7 +68,9 @@ class ScoreProfile:
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> ScoreProfile:
-        """What save wrote. Raises ValueError for anything else, FileNotFoundError for no file."""
+        """What save wrote. path: or its name on the Hub, owner/name/file.json, of owner/name scores.json. Raises
+        ValueError for anything else, FileNotFoundError for no file, ConnectionError where the Hub cannot be reached."""
+        path = file_of("score profile", os.fspath(path), "scores.json")
         return ScoreProfile(**read_fields(path, "score profile", FORMAT, ScoreProfile))
 
 

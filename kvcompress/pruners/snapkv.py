@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from .. import ops
+from ..presets import preset_of
 from .base import Candidates, Pruner
 
 _PRESETS: dict[str, dict[str, Any]] = {
@@ -62,9 +63,7 @@ class SnapKV(Pruner):
     @staticmethod
     def preset(name: str, **changes: Any) -> SnapKV:
         """SnapKV as an implementation sets it: official, kvpress, kvcache-factory, adakv. changes: other fields."""
-        if name not in _PRESETS:
-            raise ValueError(f"preset must be one of {', '.join(_PRESETS)}, got {name!r}")
-        return replace(SnapKV(**_PRESETS[name]), **changes)
+        return preset_of(SnapKV, _PRESETS, name, changes)
 
     @property
     def observation_window(self) -> int | None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
+from ..presets import preset_of
 from .base import Candidates, Pruner
 
 
@@ -31,9 +32,7 @@ class TOVA(Pruner):
     @staticmethod
     def preset(name: str, **changes: Any) -> TOVA:
         """TOVA as an implementation sets it: kvpress. changes: other fields."""
-        if name != "kvpress":
-            raise ValueError(f"preset must be kvpress, got {name!r}")
-        return replace(TOVA(last=1), **changes)
+        return preset_of(TOVA, {"kvpress": {"last": 1}}, name, changes)
 
     def recent(self, keep: int, chunk_length: int) -> int:
         return min(self.last, keep - min(self.num_sink_tokens, keep))

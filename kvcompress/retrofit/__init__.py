@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+__all__ = ["RetrofitCallback", "RetrofitTrainer"]
+
 
 def __getattr__(name: str) -> Any:
     # transformers' Trainer takes a second to import, which models that are only used need not wait for

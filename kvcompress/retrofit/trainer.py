@@ -45,7 +45,7 @@ class RetrofitTrainer(Trainer):
     checkpoints, each of which is a model of its own. validation: held-out rows, in place of eval_dataset: evaluations
     then log bits per byte besides, and what the recipe measures, over all their tokens.
     The loss is a mean over all tokens of a step that have a label, whatever passes and ranks they are in.
-    Everything else as transformers.Trainer. Figures of the recipe are logged, as means over passes and ranks, and
+    model, args, kwargs: as transformers.Trainer. Figures of the recipe are logged, as means over passes and ranks, and
     written with lists to metrics.jsonl in the output folder. A checkpoint is there with all its files or not at all;
     train with resume_from_checkpoint=True takes the newest whole one, says so, and goes on as the run would have, on
     another number of ranks too (but for a stream of several files), with FSDP2 or without.

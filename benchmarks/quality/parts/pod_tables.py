@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import print_table
-from benchmarks.quality.parts.figures import legend_below, share_axis
+from benchmarks.quality.parts.figures import COLOURS, label_ends, share_axis, style
 from benchmarks.quality.parts.measures import number
 
 Row = dict[str, Any]
@@ -50,8 +50,8 @@ def show(rows: list[Row]) -> None:
 
 
 SHOWN = {  # lines of the figure; the table has the others too
-    "PoD": "PoD, trained", "PoD+SnapKV31": "PoD, trained, and SnapKV over 31", "CLA": "CLA, trained",
-    "window": "window attention, trained", "SnapKV31": "SnapKV over 31", "H2O": "H2O",
+    "PoD": "PoD, trained", "PoD+SnapKV31": "PoD and SnapKV, trained", "CLA": "CLA, trained",
+    "window": "window attention, trained", "SnapKV31": "SnapKV, pooled over 31", "H2O": "H2O",
 }  # fmt: skip
 
 
@@ -62,14 +62,13 @@ def draw(rows: list[Row], path: Path) -> None:
     from kvcompress.plots import save
 
     others, taus = [row for row in rows if "tau" not in row], [row for row in rows if "tau" in row]
-    figure = Figure(figsize=(13, 4.9))
+    figure = Figure(figsize=(14, 4.4), layout="constrained")
     bits, recall, skipped = figure.subplots(1, 3)
     _against_bytes(bits, others, "bits_per_byte_over_dense", "bits_per_byte_nbytes_share")
     bits.set_ylabel("bits per byte over the original", fontsize=11)
     _against_bytes(recall, others, "recall_kept", "recall_nbytes_share")
     recall.set_ylabel("recall, of the original's", fontsize=11)
     _over_tau(skipped, taus)
-    legend_below(figure, (bits, recall), 4, 0.14)
     save(figure, path, dpi=120)
 
 
@@ -95,19 +94,23 @@ def _title(rows: list[Row]) -> str:
 
 def _against_bytes(axis: Any, rows: list[Row], field: str, place: str) -> None:
     """A line per method: trained solid, pruners dashed."""
-    known = [row for row in rows if row.get(field) is not None]
+    known, ends = [row for row in rows if row.get(field) is not None], {}
     for row in known[:1]:
-        axis.axhline(row[field], color="black", linewidth=1, linestyle=":", label="the original, dense")
+        axis.axhline(row[field], color="black", linewidth=1, linestyle=":")
     for number_, (method, name) in enumerate(SHOWN.items()):
         line = [row for row in known[1:] if row["method"] == method and not row.get("untrained")]
         line.sort(key=lambda row: row[place])
         if line:
             axis.errorbar(
                 [row[place] for row in line], [row[field] for row in line],
-                [row.get(f"{field}_se") or 0 for row in line], color=f"C{number_}", marker="osD^vX"[number_],
-                label=name, capsize=2, linewidth=1.8, linestyle="-" if "trained" in name else "--",
+                [row.get(f"{field}_se") or 0 for row in line], marker="osD^vX"[number_], capsize=2,
+                linestyle="-" if "trained" in name else "--", **style(method),
             )  # fmt: skip
+            ends[name] = line[-1][place], line[-1][field], COLOURS[method]
+    for row in known[:1]:
+        ends["the original"] = max(x for x, _, _ in ends.values()), row[field], "black"
     share_axis(axis)
+    label_ends(axis, ends)
 
 
 def _over_tau(axis: Any, rows: list[Row]) -> None:
@@ -120,9 +123,11 @@ def _over_tau(axis: Any, rows: list[Row]) -> None:
     for number_, (field, name) in enumerate((SKIPPED | recall).items()):
         # of shares that are not known (nothing was distant) there is no point
         y = [float("nan") if row[field] is None else row[field] for row in rows]
-        style = "-" if field in recall else "--"
-        axis.plot([row["tau"] for row in rows], y, label=name, marker="osD^"[number_], linestyle=style, linewidth=1.8)
-    axis.set_xlabel("followers skip where near tokens have at least tau", fontsize=11)
+        of_recall = field in recall
+        axis.plot([row["tau"] for row in rows], y, label=name, marker="osD^"[number_], color="C0" if of_recall else
+                  ("C7", "C8", "C9")[number_], linestyle="-" if of_recall else "--",
+                  linewidth=3 if of_recall else 1.6)  # fmt: skip
+    axis.set_xlabel("attention on near tokens, from\nwhich on followers skip the rest", fontsize=11)
     axis.set_ylabel("share", fontsize=11)
     axis.set_ylim(-0.03, 1.05)
     axis.grid(alpha=0.3)

@@ -73,7 +73,8 @@ def peer_rows(
 ) -> PeerRows:  # fmt: skip
     """Rows of each measure, one for each press, held to the bytes that equal gives our caches.
 
-    model: its name or folder. told: what came, for who waits. Raises ValueError for measures that no peer does.
+    model: its name or folder. told: what came, of each sample, for who waits. Raises ValueError for measures that no
+    peer does.
     """
     found = PeerRows(peer)
     samples = [[measure.sample(index) for index in range(measure.count)] for measure in measures]
@@ -93,7 +94,8 @@ def peer_rows(
                 found.left_out.append(
                     {"cache": cache, "task": measure.name, "length": measure.length, "reason": str(reason)}
                 )
-            told(f"{measure.name}, {measure.length:,} tokens: {cache}")
+            for _ in range(measure.count):
+                told(f"{measure.name}, {measure.length:,} tokens: {cache}")
     except Refused as error:
         found.refused = str(error)
     except (PeerError, OSError, torch.OutOfMemoryError) as error:  # our own rows are of use without

@@ -15,7 +15,8 @@ SETTINGS = {
     "n_future_positions": "future_positions",
     "alpha_safeguard": "floor",
 }
-_PRESSES = {"CURPress": "CurDKV", "CriticalAdaKVPress": "CriticalKV", "KVzapPress": "Gate", "KnormPress": "KeyNorm"}
+_PRESSES = {"CURPress": "CurDKV", "CriticalAdaKVPress": "CriticalKV", "FastKVzipPress": "Gate",
+            "KVzapPress": "Gate", "KnormPress": "KeyNorm"}  # fmt: skip
 
 
 def class_of(press: str) -> str:

@@ -66,18 +66,22 @@ def folder_of(argument: str, name: str | Path, files: Sequence[str]) -> Path:
         raise _unreachable(wish, error) from None
 
 
+class _NoFile(ConnectionError, FileNotFoundError):
+    """No file here, and no Hub: for who begins anew without one as for who wants to know of the network."""
+
+
 def file_of(argument: str, name: str | Path, usual: str) -> Path:
     """A file that is there, or that of "owner/name/file" on the Hub, of "owner/name" the usual one, from its cache
-    where it has it. The Hub is not asked for what looks like a file that is gone: in a folder that is there, or of the
-    usual file's ending without a third part.
+    where it has it. The Hub is not asked for what looks like a file that is gone: in a folder that is there, of another
+    ending than the usual file, or of any without a third part.
 
-    Raises FileNotFoundError for what is neither, ConnectionError where the Hub cannot be reached.
+    Raises FileNotFoundError for what is neither; where the Hub cannot be reached, one that is a ConnectionError too.
     """
     path, wish = Path(name), f"{argument} must be a file, or one on the Hub (owner/name/file), got {name}"
     owner, *rest = path.parts or ("",)
     repository = "/".join([owner, *rest[:1]])
     local = path.is_absolute() or str(name).startswith((".", "~")) or Path(owner).exists()
-    if path.exists() or local or not rest or (len(rest) == 1 and path.suffix == Path(usual).suffix):
+    if path.exists() or local or not rest or path.suffix != ("" if len(rest) == 1 else Path(usual).suffix):
         return path
     try:
         validate_repo_id(repository)
@@ -87,7 +91,7 @@ def file_of(argument: str, name: str | Path, usual: str) -> Path:
     except HfHubHTTPError:
         raise FileNotFoundError(f"{wish}: the Hub has none that may be read") from None
     except Exception as error:
-        raise _unreachable(wish, error, "file") from None
+        raise _NoFile(*_unreachable(wish, error, "file").args) from None
 
 
 def _need_name(argument: str, text: str) -> str:

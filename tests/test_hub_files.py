@@ -68,10 +68,16 @@ def test_what_can_be_no_name_is_not_asked_for(tmp_path, monkeypatch):
     (tmp_path / "out").mkdir()
     for name in (
         "none", "none.json", "folder/none.json", "out/none", "out/a/none.json", "./a/b/c", "../a/b.json", "~/a/b",
+        "runs/one.kv", "runs/one/shares.tsv", "me/patterns/llama",
         str(tmp_path / "none.json"), "two words/b/c.json", "",
     ):  # fmt: skip
         with pytest.raises(FileNotFoundError, match="profile must be a file, got"):
             BudgetProfile.load(name)
+
+
+def test_no_file_and_no_hub_is_a_missing_file_too(folder):
+    with pytest.raises(FileNotFoundError, match="the Hub cannot be reached"):
+        BudgetProfile.load("sessions/alice")
 
 
 def test_what_the_hub_has_not_is_named(tmp_path, monkeypatch):

@@ -67,7 +67,7 @@ class Sizes:
     batch: int = 8
     methods: tuple[str, ...] = (
         "StreamingLLM", "H2O", "R-KV", "TOVA", "ExpectedAttention", "KeyDiff, GlobalTopK", "H2O, GlobalTopK",
-        "Gate, GlobalTopK",
+        "Gate, GlobalTopK", "Gate trained on, GlobalTopK",
     )  # fmt: skip
 
 

@@ -12,7 +12,8 @@ bits      per token of those 1,500; +bits: over the dense cache's, paired, with 
 held      bytes at the end, of the dense cache's
 
 Rows hold 512 and 256 tokens and what was written since. StreamingLLM keeps the first 4 and the newest. A run that was
-cut goes on: cells stand beside --json's file. On busy cores set OMP_NUM_THREADS=1.
+cut goes on: cells stand beside --json's file. On busy cores set OMP_NUM_THREADS=1. Gates are those of examples/: run it
+from the repository's folder.
 """
 
 from __future__ import annotations
@@ -38,7 +39,6 @@ from kvcompress.evaluate.prose import stretch
 from kvcompress.evaluate.reading import Reader
 from kvcompress.framing import Framing
 
-GATES = Path(__file__).resolve().parents[2] / "examples/smollm2_gates"
 METHODS = {
     "StreamingLLM": "pruner=streamingllm",
     "H2O": "pruner=h2o",
@@ -53,7 +53,8 @@ METHODS = {
     "TOVA, GlobalTopK": "pruner=tova,budget=globaltopk",
     "KeyDiff, GlobalTopK": "pruner=keydiff,budget=globaltopk",
     "Successor, GlobalTopK": "pruner=successor,budget=globaltopk",
-    "Gate, GlobalTopK": f"pruner=gate:{GATES},budget=globaltopk",
+    "Gate, GlobalTopK": "pruner=gate:examples/smollm2_gates,budget=globaltopk",
+    "Gate trained on, GlobalTopK": "pruner=gate:examples/smollm2_gates_trained,budget=globaltopk",
 }
 
 

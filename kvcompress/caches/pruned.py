@@ -238,7 +238,8 @@ class PrunedCache(CompressedCache):
             behind = self.shifts() or [0] * len(counts)  # an image's or video's
             end = max(a + n + max(more, 0) for a, n, more in zip(places, counts, behind, strict=True))
             self.policy.check_behind(end, max(counts), (facts[layer.index] for layer in layers))
-            self.policy.warn_of_little(end)
+            guide = 0 if iteration is None else iteration.guide_length
+            self.policy.warn_of_little(max(a + n for a, n in zip(places, counts, strict=True)) - guide)
         step = super().open(facts, counts, columns, iteration)
         step.later = later
         compresses = not later and (self.every is not None or columns > 1 or iteration is not None)

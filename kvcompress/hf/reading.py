@@ -32,10 +32,11 @@ def plain_decoder(model: nn.Module) -> Iterator[tuple[Any, Facts]]:
 
 
 def tokens_of(samples: Iterable[Tensor | Sequence[int]]) -> int | None:
-    """Of all of them, for who waits; None where they come one by one."""
+    """Of all of them, for who waits; None where that cannot be told before they are read."""
     if not isinstance(samples, (list, tuple)):
         return None
-    return sum(x.numel() if isinstance(x, Tensor) else len(x) for x in samples if isinstance(x, (Tensor, list, tuple)))
+    flat = [x if isinstance(x, Tensor) else torch.as_tensor(x) for x in samples if isinstance(x, (Tensor, list, tuple))]
+    return sum(x.numel() for x in flat) if len(flat) == len(samples) else None
 
 
 def token_rows(decoder: Any, samples: Iterable[Tensor | Sequence[int]]) -> Iterator[Tensor]:

@@ -198,7 +198,7 @@ class Gates:
         cannot be reached.
         """
         name = os.fspath(folder)
-        if name.endswith(".pt"):
+        if name.endswith(".pt") and not Path(name).is_dir():
             path = file_of("gates", name, "gates.pt")
             if not path.is_file():
                 raise FileNotFoundError(

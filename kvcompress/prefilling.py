@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
@@ -15,7 +14,7 @@ from .hf.adapters import check_adapter
 from .hf.argument import CACHE, takes_cache, with_cache
 from .hf.attach import base_model, facts_of
 from .hf.method import KEYWORD, method_of
-from .hf.reminder import without_reminder
+from .hf.reminder import warn_of_length, without_reminder
 from .logits import LogitsSink, scaled
 from .planner import Plan
 from .progress import Progress, showing
@@ -348,7 +347,7 @@ def generate(
     model, input_ids [B, T] or a tokenizer's, cache, guide, logits, progress: as for prefill. attention_mask: where
     there is none and the prompts hold the pad token, those are padding, as model.generate has it. generation: any
     argument of model.generate (max_new_tokens, do_sample, num_beams, num_return_sequences, ...). Warns where positions
-    reach beyond the trained length, in place of transformers' reminder, which goes by the tokens that were seen.
+    reach beyond the trained length, before or after, in place of transformers' reminder, which goes by the tokens seen.
     With pixel_values (of a processor, in input_ids or generation) the model itself reads the prompt, in one pass,
     whatever chunk_size says, and its last token is pruned with it. Raises what prefill does, and ValueError for a guide
     or logits with pixel_values.
@@ -373,17 +372,9 @@ def generate(
         facts_of(base_model(model))  # an attached one
     else:
         prefill(model, input_ids, cache, attention_mask, guide=guide, logits=logits, progress=progress)
-    _warn_of_length(cache)
+    warned = warn_of_length(cache, 3)  # takes_cache stands between
     with without_reminder():
-        return whole.generate(input_ids, attention_mask=attention_mask, **options)
-
-
-def _warn_of_length(cache: CompressedCache) -> None:
-    reach = cache.reach()
-    if reach > cache.trained_length:
-        warnings.warn(
-            f"positions reach {reach:,} with {type(cache).__name__}, and the model was trained to "
-            f"{cache.trained_length:,}: what it writes from there on is not to be relied on; IterativeCache and "
-            "StreamingCache stay within",
-            stacklevel=3,
-        )
+        out = whole.generate(input_ids, attention_mask=attention_mask, **options)
+    if not warned:
+        warn_of_length(cache, 3)
+    return out

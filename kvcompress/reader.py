@@ -18,7 +18,7 @@ from .caches.spec import DENSE, CacheSpec
 from .checks import need, need_text
 from .hf.argument import CACHE, with_cache
 from .hf.attach import attach, is_attached
-from .hf.reminder import without_reminder
+from .hf.reminder import warn_of_length, without_reminder
 from .prefilling import prefill
 from .progress import Progress
 from .units import Size
@@ -45,7 +45,8 @@ class Reading:
 
         question: text that follows the one that was read, as it is (the words of a chat template included), or several,
         each of which is asked of the text alone. generation: arguments of model.generate; max_new_tokens is 64 where
-        nothing says how long. Returns the answer, or a list of answers.
+        nothing says how long. Returns the answer, or a list of answers. Warns where positions reach beyond the trained
+        length.
         Raises ValueError for an empty question, TypeError for what is no text.
         """
         if isinstance(question, (list, tuple)):
@@ -59,8 +60,10 @@ class Reading:
             settings["max_new_tokens"] = 64
         ids = torch.cat([seen, asked], dim=1)
         whole: Any = self.model
+        asking = self.cache.fork()
         with without_reminder():
-            out = whole.generate(ids, attention_mask=torch.ones_like(ids), **with_cache(self.cache.fork(), settings))
+            out = whole.generate(ids, attention_mask=torch.ones_like(ids), **with_cache(asking, settings))
+        warn_of_length(asking, 2)
         return str(self.tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))
 
     def save(self, path: str | os.PathLike[str]) -> Path:

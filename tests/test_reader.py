@@ -10,7 +10,7 @@ from transformers import pipeline
 
 import kvcompress
 import kvcompress.pipelines
-from kvcompress import IterativeCache, PrunedCache, Reading, StreamingCache
+from kvcompress import IterativeCache, PrunedCache, Reading, SnapKV, StreamingCache
 from kvcompress.caches.spec import CacheSpec
 from kvcompress.chat import Chat, run_chat
 
@@ -210,3 +210,23 @@ def test_a_cache_of_other_arguments_or_another_model_says_what_differs_first(rea
     other = tiny_model()
     with pytest.raises(ValueError, match=r"saved with config.num_hidden_layers = 4 \(here \d+\), hidden_size = 256 \("):
         kvcompress.load_cache(path, other)
+
+
+def test_answers_that_go_beyond_the_trained_length_are_warned_of():
+    model = tiny_model(max_position_embeddings=64)
+    ids = torch.arange(1, 41)[None]
+    with kvcompress.attach(model):
+        cache = PrunedCache(model.config, SnapKV(window=4), keep=0.5)
+        with pytest.warns(UserWarning, match=r"^positions reach 69 with PrunedCache, .* trained to 64") as warned:
+            kvcompress.generate(model, ids, cache, max_new_tokens=30, min_new_tokens=30)
+        assert warned[0].filename == __file__
+        cache = StreamingCache(model.config, window_size=16)
+        kvcompress.generate(model, ids, cache, max_new_tokens=30, min_new_tokens=30)
+
+
+def test_questions_beyond_the_trained_length_are_warned_of(example):
+    text = FILLER * 38  # of 2,048 tokens 1,976
+    reading = kvcompress.read(*example, text, cache="quantized,dtype=int8")
+    with pytest.warns(UserWarning, match="positions reach .* with QuantizedCache") as warned:
+        reading.ask("# What is the pass key of iron-lake, and of all the others? " * 2, max_new_tokens=1)
+    assert warned[0].filename == __file__

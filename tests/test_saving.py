@@ -226,7 +226,7 @@ def test_another_model_is_refused(saved):
         (tiny_model("qwen2"), r"class LlamaModel, this one Qwen2Model"),
         (tiny_model(max_position_embeddings=1024), r"config.max_position_embeddings = 512 \(here 1024\)"),
         (tiny_model(seed=1), "saved with other weights"),
-        (tiny_model().bfloat16(), "dtype float32, this one bfloat16"),
+        (tiny_model().bfloat16(), "dtype float32, this one bfloat16: load the model with dtype=torch.float32"),
     ):
         with pytest.raises(ValueError, match=message):
             load_cache(path, model)

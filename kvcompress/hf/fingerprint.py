@@ -52,10 +52,14 @@ _FIRST = ("kvcompress", "num_hidden_layers", "hidden_size", "num_attention_heads
 
 def difference(saved: dict[str, Any], own: dict[str, Any]) -> str | None:
     """In what two fingerprints differ, in words; None = in nothing."""
-    for name in ("class", "dtype"):
-        if saved[name] != own[name]:
-            return f"{name} {saved[name]}, this one {own[name]}"
+    if saved["class"] != own["class"]:
+        return f"class {saved['class']}, this one {own['class']}"
     before, now = saved["config"], own["config"]
+    if before == now and saved["dtype"] != own["dtype"]:  # the same, as far as can be told
+        return (
+            f"dtype {saved['dtype']}, this one {own['dtype']}: load the model with dtype=torch.{saved['dtype']} "
+            f"(--dtype {saved['dtype']})"
+        )
     names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
     if names:
         names.sort(key=lambda name: (_FIRST.index(name) if name in _FIRST else len(_FIRST), name))

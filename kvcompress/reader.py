@@ -107,7 +107,7 @@ def read(
     Source: the setting is that of KVzip, a text compressed once without knowing the questions.
     """
     if isinstance(text, Path):
-        raise TypeError(f"text must be a str, got {type(text).__name__}: give {type(text).__name__}.read_text()")
+        raise TypeError(f"text must be a str, got {type(text).__name__}: give text.read_text()")
     need_text("text", text, "a str")
     if guide is not None:
         need_text("guide", guide, "a str or None")

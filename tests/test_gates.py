@@ -295,7 +295,8 @@ def test_gates_are_of_their_model():
     model, ids = attached(), random_ids(40)
     other = Gates(GATES.layers, model={"hidden_size": 7})
     for gates, error in (
-        (tiny_gates(layers=2), "gates must be of this model: they have KV heads"),
+        (tiny_gates(layers=2), r"gates must be of this model: they have 2 layers, 3 are needed \(those .*compress\)"),
+        (tiny_gates(kv_heads=4), r"they have KV heads \[4, 4, 4\], the model's layers that compress \[2, 2, 2\]"),
         (tiny_gates(numbers=48), "they look at 48 numbers of a token's queries"),
         (other, r"they are of one with hidden_size = 7 \(here 64\)"),
     ):

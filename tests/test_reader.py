@@ -192,14 +192,14 @@ def test_what_is_no_text_is_named(example, reading):
     model, tokenizer = example
     with pytest.raises(TypeError, match="text must be a str, got Tensor"):
         kvcompress.read(model, tokenizer, torch.ones(1, 4, dtype=torch.int64))
-    with pytest.raises(TypeError, match=r"text must be a str, got PosixPath: give PosixPath.read_text\(\)"):
+    with pytest.raises(TypeError, match=r"text must be a str, got PosixPath: give text.read_text\(\)"):
         kvcompress.read(model, tokenizer, Path("text.txt"))
     with pytest.raises(TypeError, match="guide must be a str or None, got list"):
         kvcompress.read(model, tokenizer, TEXT, guide=["a"])
     for question in (3, [3], None):
         with pytest.raises(TypeError, match="question must be a str, or a list of them, got "):
             reading.ask(question)
-    for cache in (object(), PrunedCache(model.config, keep=8)):
+    for cache in (object(), PrunedCache(model.config, keep=8), kvcompress.SnapKV()):
         with pytest.raises(TypeError, match=r"cache must be text, a CacheSpec or a function of the config .*got "):
             pipeline("kvcompress-text-generation", model=model, tokenizer=tokenizer, cache=cache)
     with pytest.raises(TypeError, match="guide must be a str or None, got int"):

@@ -54,7 +54,9 @@ class IterativeCache(CompressedCache):
     cache. Raises ValueError for sizes below 1, RuntimeError where a layer needs more than max_pages. Source: IMDC.
     """
 
-    @no_ratio("a share, and memory_size here tokens that stay (1024, say); PrunedCache's keep is a share")
+    @no_ratio(
+        "the share that goes: IterativeCache takes memory_size, tokens that stay (1024), PrunedCache keep, a share"
+    )
     def __init__(
         self,
         config: PreTrainedConfig,

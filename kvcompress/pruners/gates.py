@@ -141,7 +141,7 @@ class Gates:
         own = [layer.heads for layer in self.layers]
         measured = f"; measured: {self.measured}" if self.measured else ""
         need(len(own) == len(heads), f"gates must be of this model: they have {len(own)} layers, {len(heads)} are "
-             f"needed, those that compress{measured}")  # fmt: skip
+             f"needed (those of the model that compress){measured}")  # fmt: skip
         need(own == list(heads), f"gates must be of this model: they have KV heads {own}, the model's layers that "
              f"compress {list(heads)}{measured}")  # fmt: skip
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from . import ops
 from .checks import MOST_INT32, need_integer
+from .kvpress_names import refuse_theirs
 from .presets import preset_of
 from .units import Keep, instead_of
 
@@ -78,7 +79,16 @@ class Budget(ABC):
     """
 
     def __new__(cls, *args: Any, **fields: Any) -> Budget:
-        """Says what to write in place of a size; all else __init__ takes, or refuses."""
+        """Says what to write in place of a size, of kvpress's names and of a pruner; all else __init__ takes, or
+        refuses."""
+        refuse_theirs(cls, fields, f"SnapKV(), {cls.__name__}()")
+        for given in args:
+            if callable(getattr(given, "scores", None)):  # a pruner's, which budgets know nothing of
+                pruner = given.__name__ if isinstance(given, type) else type(given).__name__
+                raise ValueError(
+                    f"{cls.__name__} must be given beside the pruner, PrunedCache(config, {pruner}(), "
+                    f"{cls.__name__}(), keep=0.25), say; got {cls.__name__}({pruner}())"
+                )
         size = fields.get("size", next(iter(args), None))
         if (keep := instead_of(size)) is not None:
             try:

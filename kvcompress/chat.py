@@ -43,7 +43,7 @@ class Chat:
     def reset(self) -> None:
         made = self.spec.make(self.model.config, self.tokenizer)
         if not isinstance(made, CompressedCache):
-            raise ValueError(f"cache must be a compressed one, got {self.spec}")
+            raise ValueError(f"cache must be a compressed one (pruned,keep=1.0 drops nothing), got {self.spec}")
         self.cache = made
 
     def turn(self, text: str, streamer: Any = None) -> str:

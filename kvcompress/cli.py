@@ -35,11 +35,16 @@ Command = TypeVar("Command", bound=Callable[..., None])
 OPTIONS = {"prompt_length": "--tokens"}
 
 
-_CACHE = "as lm-eval and CacheSpec have it, such as pruned,pruner=snapkv,keep=1/4; dense: no compression"
+_WRITTEN = "as lm-eval and CacheSpec have it, such as pruned,pruner=snapkv,keep=1/4"
+_CACHE = _WRITTEN + "; dense: no compression"
 CACHE = typer.Option(help=_CACHE)
 CACHE_OR_OWN = typer.Option(
-    help=_CACHE + "; not given: a converted model's own, else pruned to 1,024 tokens (chat: "
-    "iterative, half of the model's length, at most 4,096), or iterative where the model's length may not do"
+    help=_CACHE + "; not given: a converted model's own, else pruned to 1,024 tokens, or iterative where the model's "
+    "length may not do"
+)
+CHAT_CACHE = typer.Option(
+    help=_WRITTEN + "; pruned,keep=1.0: nothing is dropped (dense is refused); not given: a converted model's own, "
+    "else iterative, half of the model's length, at most 4,096 tokens"
 )
 AS_JSON = typer.Option("--json", help="print JSON and nothing else")
 
@@ -143,7 +148,7 @@ def generate(
 @_named
 def chat(
     model: Model = "example",
-    cache: Annotated[str | None, CACHE_OR_OWN] = None,
+    cache: Annotated[str | None, CHAT_CACHE] = None,
     max_new_tokens: Annotated[int, typer.Option(help="tokens of an answer, at most", min=1)] = 256,
     device: Device = "cpu",
     dtype: Dtype = "auto",

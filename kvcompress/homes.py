@@ -7,7 +7,7 @@ import functools
 from collections.abc import Iterable
 from pathlib import Path
 
-from .kvpress_names import class_of
+from .kvpress_names import class_of, without_class
 
 _HERE = Path(__file__).parent
 
@@ -22,7 +22,7 @@ def hint_of(name: str, root: Iterable[str], modules: Iterable[str]) -> str | Non
     ours = class_of(name)
     if ours not in homes:
         if name.endswith("Press"):
-            return f"{name} is kvpress's; docs/kvpress.md says what does its work here"
+            return without_class(name)
         return None
     what = f"is in {' and '.join(homes[name])}" if name == ours else f"of kvpress is {ours} here"
     return f"{name} {what}: from {homes[ours][0]} import {ours}"

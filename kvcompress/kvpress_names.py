@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
 
 from .units import instead_of
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 SETTINGS = {
     "compression_ratio": "keep",
@@ -17,6 +22,8 @@ SETTINGS = {
 }
 _PRESSES = {"CURPress": "CurDKV", "CriticalAdaKVPress": "CriticalKV", "FastKVzipPress": "Gate",
             "KVzapPress": "Gate", "KnormPress": "KeyNorm"}  # fmt: skip
+# what no class here takes the place of, but docs/kvpress.md says what does their work
+ELSEWHERE = ("ChunkPress", "ComposedPress", "DMSPress", "DecodingPress", "KeyRerotationPress", "PrefillDecodingPress")
 
 
 def class_of(press: str) -> str:
@@ -24,9 +31,49 @@ def class_of(press: str) -> str:
     return _PRESSES.get(press, press.removesuffix("Press"))
 
 
+def without_class(press: str) -> str:
+    """What to say of a press that no class here takes the place of."""
+    if press in ELSEWHERE:
+        return f"{press} is kvpress's; docs/kvpress.md says what does its work here"
+    return f"{press} has no counterpart here; docs/kvpress.md lists the presses that have one"
+
+
 def in_ours(setting: str) -> str:
     """What a setting of kvpress's is called here."""
     return "keep = 1 - compression_ratio" if setting == "compression_ratio" else SETTINGS[setting]
+
+
+def keep_of(ratio: Any) -> str | None:
+    """The keep= that says what a compression_ratio does; None for what is none."""
+    keep = instead_of(ratio) if isinstance(ratio, float) and 0 <= ratio < 1 else None
+    return None if keep is None else keep.partition(" ")[0]
+
+
+def no_ratio(instead: str = "") -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Of a function: compression_ratio, which it does not take, and what to give, which the ValueError of one says.
+    instead: of keep, where it takes none."""
+
+    def of(function: Callable[P, T]) -> Callable[P, T]:
+        @functools.wraps(function)
+        def run(*args: P.args, **given: P.kwargs) -> T:
+            if "compression_ratio" in given:
+                ratio = given["compression_ratio"]
+                use = instead or f"keep = 1 - compression_ratio here: {keep_of(ratio) or 'keep=0.5, say'}"
+                raise ValueError(f"kvpress's compression_ratio is {use}; got compression_ratio={ratio!r}")
+            return function(*args, **given)
+
+        return run
+
+    return of
+
+
+def refuse_theirs(made: type, given: dict[str, Any], called: str = "") -> None:
+    """Raises no_field's TypeError for a field that a pruner or a budget has under another name than kvpress's. called:
+    see no_field."""
+    for name in given.keys() & SETTINGS.keys():
+        known, ours = inspect.signature(made).parameters, SETTINGS[name]
+        if name not in known and (ours == "keep" or ours in known):
+            raise no_field(made, name, given[name], called)
 
 
 def no_field(made: type, name: str, value: Any, called: str = "") -> TypeError:

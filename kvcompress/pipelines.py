@@ -22,6 +22,7 @@ from .checks import need, need_text
 from .hf.argument import with_cache
 from .hf.attach import attach, is_attached
 from .prefilling import prefill
+from .pruners import Pruner
 
 TASK = "kvcompress-text-generation"
 
@@ -44,7 +45,7 @@ class CompressedTextGenerationPipeline(TextGenerationPipeline):
     def _sanitize_parameters(self, cache: Any = None, guide: str | None = None, **others: Any) -> Any:
         before, forward, after = super()._sanitize_parameters(**others)
         if cache is not None:
-            if not (isinstance(cache, (str, CacheSpec)) or callable(cache)):
+            if not (isinstance(cache, (str, CacheSpec)) or callable(cache)) or isinstance(cache, Pruner):
                 hint = ", as lambda config: ..." if isinstance(cache, CompressedCache) else ""
                 raise TypeError(
                     f"cache must be text, a CacheSpec or a function of the config that makes one{hint}, "

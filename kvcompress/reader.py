@@ -19,6 +19,7 @@ from .checks import need, need_text
 from .hf.argument import CACHE, with_cache
 from .hf.attach import attach, is_attached
 from .hf.reminder import warn_of_length, without_reminder
+from .kvpress_names import no_ratio
 from .prefilling import prefill
 from .progress import Progress
 from .units import Size
@@ -83,6 +84,7 @@ class Reading:
         return f"Reading({self.cache!r})"
 
 
+@no_ratio()
 def read(
     model: nn.Module,
     tokenizer: Any,
@@ -107,6 +109,8 @@ def read(
     them with a converted model, which decides itself; TypeError for what is no text.
     Source: the setting is that of KVzip, a text compressed once without knowing the questions.
     """
+    if isinstance(text, Path):
+        raise TypeError(f"text must be a str, got {type(text).__name__}: give text.read_text()")
     need_text("text", text, "a str")
     if guide is not None:
         need_text("guide", guide, "a str or None")
@@ -118,6 +122,11 @@ def read(
         need(value is None or kind is None, f"{name} must be None with a model converted to {kind}, got {value!r}")
     if cache is None and kind is None:
         cache = PrunedCache(whole.config, budget=budget, keep=KEEP if keep is None else keep, later="keep")
+        if guide is not None and not cache.pruner.uses_guide:
+            raise ValueError(
+                "guide has no effect with Replay, which chooses where no cache is given: give "
+                f'cache="pruned,pruner=snapkv,keep={cache.keep}", say, which looks at one'
+            )
     elif cache is None:
         cache = CacheSpec(str(kind), {})
     if isinstance(cache, str):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
 
-from .checks import MOST_INT32, need_integer
+from .checks import MOST_INT32, need, need_integer
 
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 Size = int | float | str  # how much stays, as Keep.of takes it
@@ -52,6 +52,8 @@ class Keep:
         text = _text_of(given)
         tokens, share, _ = _read(text, name)
         if tokens is not None:
+            need(tokens > 0, f"{name} must be at least 1, got {given}: a whole number is tokens; a share of them is "
+                 "above 0 and has a point, or is text (0.25, '25%', '1/4')")  # fmt: skip
             need_integer(name, tokens, 1, MOST_INT32)
         elif share is not None and not 0 < share <= 1:
             hint = f"; tokens are a whole number, {share}" if share > 1 and share.denominator == 1 else ""

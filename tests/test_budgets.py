@@ -72,6 +72,14 @@ def test_what_is_no_size_is_named(keep, message):
         (lambda: GlobalTopK(0.875), r"keep=0.125 \(0.875 was the share to remove\), given to the cache"),
         (lambda: PyramidKV(0.75, beta=3), r"keep=0.25 \(0.75 was"),
         (lambda: PyramidKV(size="512MiB"), r"keep='512MiB', given"),
+        (
+            lambda: AdaKV(SnapKV()),
+            r"AdaKV must be given beside the pruner, .*\(config, SnapKV\(\), AdaKV\(\), keep",
+        ),
+        (
+            lambda: GlobalTopK(SnapKV),
+            r"SnapKV\(\), GlobalTopK\(\), keep=0.25\), say; got GlobalTopK\(SnapKV\(\)\)",
+        ),
         (lambda: AdaKV(1024), "inner divides tokens .* is keep=1024; got 1024"),
         (lambda: AdaKV(0.0), r"keep=1.0 \(0.0 was"),
         (lambda: Profiled(64, BudgetProfile(((1.0,),))), "Profiled divides .* keep=64, given"),

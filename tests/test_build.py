@@ -16,6 +16,8 @@ from setuptools import Distribution
 
 import kvcompress
 from kvcompress import _C, public, versions
+from kvcompress.homes import hint_of
+from kvcompress.kvpress_names import ELSEWHERE
 from kvcompress.versions import NEEDED, check_serving, check_versions
 
 LIBRARY = Path(_C.__file__)
@@ -230,6 +232,7 @@ def test_no_module_hides_a_public_name():
         ("SnapKVPress", "SnapKVPress of kvpress is SnapKV here: from kvcompress import SnapKV"),
         ("KnormPress", "KnormPress of kvpress is KeyNorm here: from kvcompress.pruners import KeyNorm"),
         ("ComposedPress", "ComposedPress is kvpress's; docs/kvpress.md says what does its work here"),
+        ("SomePress", "SomePress has no counterpart here; docs/kvpress.md lists the presses that have one"),
     ],
 )
 def test_a_name_that_is_elsewhere_is_said_to_be_there(name, said):
@@ -238,6 +241,35 @@ def test_a_name_that_is_elsewhere_is_said_to_be_there(name, said):
     with pytest.raises(ImportError, match=f"^{re.escape(said)}$"):
         exec(f"from kvcompress import {name}")
     assert not hasattr(kvcompress, name)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("SnapKVPress", "SnapKVPress of kvpress is SnapKV here: from kvcompress.pruners import SnapKV"),
+        ("AdaKVPress", "AdaKVPress of kvpress is AdaKV here: from kvcompress.budgets import AdaKV"),
+        ("AdaKV", "AdaKV is in kvcompress.budgets: from kvcompress.budgets import AdaKV"),
+        ("SomePress", "SomePress has no counterpart here; docs/kvpress.md lists the presses that have one"),
+    ],
+)
+def test_a_name_that_pruners_have_not_is_said_to_be_elsewhere(name, said):
+    with pytest.raises(AttributeError, match=f"^{re.escape(said)}$"):
+        getattr(kvcompress.pruners, name)
+    with pytest.raises(ImportError, match=f"^{re.escape(said)}$"):
+        exec(f"from kvcompress.pruners import {name}")
+    with pytest.raises(ImportError, match=r"^cannot import name 'nothing' from 'kvcompress.pruners' "):
+        exec("from kvcompress.pruners import nothing")
+
+
+def test_of_the_presses_in_the_tables_all_are_said_to_be_here():
+    """And of those alone."""
+    path = Path(__file__).parents[1] / "docs/kvpress.md"
+    rows = [line.split("|")[1] for line in path.read_text().splitlines() if line.startswith("| `")]
+    pressed = {name for row in rows for name in re.findall(r"\w+Press\b", row)}
+    said = {name: hint_of(name, kvcompress.__all__, public.MODULES) for name in pressed}
+    assert len(pressed) > 20 and not [name for name in pressed if "no counterpart" in said[name]]
+    elsewhere = {name for name in pressed if "docs/kvpress.md says" in said[name]}
+    assert elsewhere == set(ELSEWHERE)
 
 
 def test_a_name_that_is_nowhere_is_not_there_as_in_any_module():

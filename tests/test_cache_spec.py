@@ -104,6 +104,8 @@ WRONG = [  # text, message
         r"cache must be one of dense, dmc, gated, iterative, pod, pruned, quantized, quest, streaming, got 'fancy'",
     ),
     ("snapkv", r"got 'snapkv': that is a pruner, as in pruned,pruner=snapkv$"),
+    ("int8", r"got 'int8': that is a dtype, as in quantized,dtype=int8$"),
+    ("k8v4", r"got 'k8v4': that is a dtype, as in quantized,dtype=k8v4$"),
     ("keep=3", r"cache must be one of dense, .* got none"),
     ("", r"cache must be one of dense, .* got ''"),
     ("pruned,pruner=snap", r"pruner must be one of centerofgravity, .*snapkv.*, got 'snap'"),

@@ -86,6 +86,9 @@ def test_a_dense_cache_holds_more_than_a_memory():
         (("fit", "dms", "--out", "x", "--target-cr", "2"), "--target-cr is --target-ratio now"),
         (("analyze", "budget", "--out", "x", "--size", "0.75"), "--size is --keep, where a share"),
         (("generate", "x", "--share", "1/4"), "No such option: --share"),
+        (("generate", "x", "--keep", "0.5"), "--keep is the cache's: --cache pruned,keep=0.5, say."),
+        (("chat", "--keep", "0.5"), "--keep is the cache's"),
+        (("chat", "--cache", "dense"), "must be a compressed one"),
         (("generate", "x", "--cache", "pruned,budget=0.75"), "how many stay is keep=0.25"),
     ],
 )

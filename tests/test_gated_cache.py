@@ -229,6 +229,7 @@ def test_generate_and_bytes_that_are_freed():
         ({"keep": 1.5}, "keep as a share must be .* at most 1, got 1.5"),
         ({"keep": 64}, "keep must be a share with GatedCache .* got 64"),
         ({"share": 0.5}, "share is keep now, got share=0.5"),
+        ({"compression_ratio": 0.7}, "compression_ratio is keep = 1 - .* here: keep=0.3; got compression_ratio=0.7"),
         ({"threshold": float("nan")}, "threshold must be"),
         ({"keep": 0.5, "window": 0}, "window must be at least 1, got 0"),
         ({"keep": 0.5, "num_sink_tokens": -1}, "num_sink_tokens must be at least 0, got -1"),
@@ -244,7 +245,10 @@ def test_bad_settings_are_refused(given, error):
 @torch.no_grad()
 def test_models_that_cannot_be_gated_are_refused_before_anything_is_read(monkeypatch):
     model, ids = attached(), random_ids(20)
-    for gates, error in ((tiny_gates(layers=2), "gates must be of this model"), (tiny_gates(numbers=32), "look at 32")):
+    for gates, error in (
+        (tiny_gates(layers=2), "they have 2 layers"),
+        (tiny_gates(numbers=32), "look at 32"),
+    ):
         cache = GatedCache(model.config, gates, threshold=0.0)
         with pytest.raises(ValueError, match=error):
             prefill(model, ids, cache)

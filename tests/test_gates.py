@@ -250,6 +250,9 @@ def test_damaged_gates_are_refused(tmp_path):
     weights.unlink()
     with pytest.raises(FileNotFoundError, match="file of weights"):
         Gate(folder)
+    about.unlink()
+    with pytest.raises(FileNotFoundError, match=r'gates.json, as `kvcompress fit gates` .* "kvzap", got neither in'):
+        Gate(folder)
     with pytest.raises(FileNotFoundError, match="gates must be a folder or a name on the Hub"):
         Gate(tmp_path / "nowhere")
 
@@ -292,7 +295,8 @@ def test_gates_are_of_their_model():
     model, ids = attached(), random_ids(40)
     other = Gates(GATES.layers, model={"hidden_size": 7})
     for gates, error in (
-        (tiny_gates(layers=2), "gates must be of this model: they have KV heads"),
+        (tiny_gates(layers=2), r"gates must be of this model: they have 2 layers, 3 are needed \(those .*compress\)"),
+        (tiny_gates(kv_heads=4), r"they have KV heads \[4, 4, 4\], the model's layers that compress \[2, 2, 2\]"),
         (tiny_gates(numbers=48), "they look at 48 numbers of a token's queries"),
         (other, r"they are of one with hidden_size = 7 \(here 64\)"),
     ):
@@ -356,7 +360,24 @@ def test_the_command_fits_gates_and_says_how_to_take_them(tmp_path: Path):
     with kvcompress.attach(model), torch.no_grad():
         prefill(model, torch.tensor([list(b"def f(x):\n    return x\n" * 8)]), again)
     assert {len(row) for layer in again.kept_positions() for row in layer[0]} == {32}
+    short, shorter = tmp_path / "short.txt", tmp_path / "shorter.txt"
+    short.write_text("a = 1\n" * 100)  # 601 tokens, with the one behind the document
+    shorter.write_text("a = 1\n")
+    little = ["--out", str(tmp_path / "b"), "--text"]
     for arguments, error in (
+        (
+            [*little, str(short), "--samples", "8", "--length", "200"],
+            "samples must be at most the 3 rows of 200 tokens in short.txt (600 tokens), got 8; --samples 3, or "
+            "--length 75, or a text of 1,600 tokens would do",
+        ),
+        (
+            [*little, str(short), "--samples", "48", "--length", "700"],
+            "the 0 rows of 700 tokens in short.txt (601 tokens), got 48; --samples 2 --length 300, or a text of 33,600",
+        ),
+        (
+            [*little, str(shorter), "--length", "200"],
+            "in shorter.txt (7 tokens), got 48; a text of 9,600 tokens would do",
+        ),
         (["--out", str(out)], "must be a folder that does not exist"),
         (["--out", str(tmp_path / "b"), "--pruner", "gate"], "gate needs gates"),
         (["--out", str(tmp_path / "b"), "--figure", str(tmp_path / "fit.xyz")], "must end in one of"),

@@ -276,7 +276,7 @@ def test_published_gates_are_of_their_model(tmp_path):
     for name, sizes, error in (
         ("narrow", {"n": 48}, "they look at 48 numbers of a token's hidden states in layer 0, the model has 64"),
         ("heads", {"heads": 4}, r"they have KV heads \[4, 4, 4\], the model's layers that compress \[2, 2, 2\]"),
-        ("layers", {"layers": 5}, r"they have KV heads \[2, 2, 2, 2, 2\]"),
+        ("layers", {"layers": 5}, "they have 5 layers, 3 are needed "),
     ):
         write_kvzap(tmp_path / name, **sizes)
         gates = Gates.load(tmp_path / name)
@@ -342,6 +342,9 @@ def described(**changes):
         (described(n_modules=4), "KVzap must hold layers.3.0.bias, layers.3.0.weight, layers.3.2.bias, got none and"),
         (described(n_modules=0), "n_modules of config.json must be a number of at least 1, got 0"),
         (described(output_dim=4), r"must be those of the weights, \(64, 2\), got \(64, 4\)"),
+        (described(hidden_dim=9), "hidden_dim of config.json must be that of the weights, 8, got 9"),
+        (described(model_type="qwen3"), 'or with a config.json of "model_type": "kvzap", got "model_type": "qwen3" in'),
+        (described(model_type=None), 'or with a config.json of "model_type": "kvzap", got "model_type": null in'),
         (described(hidden_dim=None), "KVzap must hold layers.0.bias, layers.0.weight"),
         (lambda folder: (folder / "model.safetensors").write_bytes(b"no"), "damaged, or no file of gates"),
         (
@@ -428,7 +431,7 @@ def test_of_the_hub_no_more_comes_than_gates_have(tmp_path, monkeypatch):
     assert Gates.load("nvidia/KVzap").form == "two layers"
     assert asked == [ours, ["config.json", "model*.safetensors", "model.safetensors.index.json"]]
     asked.clear()
-    with pytest.raises(FileNotFoundError, match="gates' description must be a file"):
+    with pytest.raises(ValueError, match=r'gates must be a folder with gates.json, .* got "model_type": "qwen3"'):
         Gates.load("some-one/model")  # whose weights are no gates
     assert asked == [ours]
     asked.clear()

@@ -365,6 +365,10 @@ def test_memory_is_divided_over_the_layers_that_compress(schedule):
     ("arguments", "message"),
     [
         ({"memory_size": 0}, "memory_size must be at least 1, got 0"),
+        (
+            {"compression_ratio": 0.5},
+            r"compression_ratio is the share that goes: .* takes memory_size, tokens .* got comp",
+        ),
         ({"chunk_size": 0}, "chunk_size must be at least 1, got 0"),
         (
             {"pruner": "snapkv"},

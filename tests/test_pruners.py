@@ -6,6 +6,8 @@ import pytest
 import torch
 from helpers import tiny_model
 
+from kvcompress import GlobalTopK
+from kvcompress.budgets import AdaKV
 from kvcompress.positions import RotaryTables
 from kvcompress.pruners import (
     H2O,
@@ -305,3 +307,14 @@ def test_a_name_of_kvpress_is_answered_with_ours():
         SnapKV(window_size=32)
     with pytest.raises(TypeError, match="unexpected keyword argument 'nothing'"):
         SnapKV(nothing=1)
+    ours = r"is keep = 1 - compression_ratio here: PrunedCache\(config, SnapKV\(\), GlobalTopK\(\), keep=0.5\)"
+    with pytest.raises(TypeError, match=rf"GlobalTopK has no 'compression_ratio'; known are floor; .* {ours}"):
+        GlobalTopK(compression_ratio=0.5)
+    with pytest.raises(TypeError, match=r"AdaKV has no 'alpha_safeguard'; .* is floor here"):
+        AdaKV(alpha_safeguard=0.5)
+
+
+def test_a_pruner_that_is_called_as_a_press_says_where_it_is_given():
+    said = r"^SnapKV must be given to a cache, .*: kvcompress.attach\(model\), then past_.*=PrunedCache\(.*SnapKV"
+    with pytest.raises(TypeError, match=said), SnapKV()(tiny_model()):
+        pass

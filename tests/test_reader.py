@@ -1,6 +1,7 @@
 """read(...).ask(...), the pipeline and the chat: text in, text out, over one reading."""
 
 import io
+from pathlib import Path
 
 import pytest
 import torch
@@ -81,6 +82,8 @@ def test_what_reading_cannot_do_is_named(example, reading, tmp_path):
         ("cache must be a compressed one, got dense", {"cache": "dense"}),
         ("cache must be a kvcompress cache, or one as text, got int", {"cache": 3}),
         ("guide has no effect", {"cache": streaming, "guide": "x"}),
+        (r'with Replay, .*: give cache="pruned,pruner=snapkv,keep=0.5", say', {"keep": 0.5, "guide": "x"}),
+        (r"is keep = 1 - compression_ratio here: keep=0.25; got", {"compression_ratio": 0.75}),
         ("cache must be empty, got PrunedCache", {"cache": reading.cache}),
     ):
         with pytest.raises(ValueError, match=error):
@@ -189,12 +192,14 @@ def test_what_is_no_text_is_named(example, reading):
     model, tokenizer = example
     with pytest.raises(TypeError, match="text must be a str, got Tensor"):
         kvcompress.read(model, tokenizer, torch.ones(1, 4, dtype=torch.int64))
+    with pytest.raises(TypeError, match=r"text must be a str, got PosixPath: give text.read_text\(\)"):
+        kvcompress.read(model, tokenizer, Path("text.txt"))
     with pytest.raises(TypeError, match="guide must be a str or None, got list"):
         kvcompress.read(model, tokenizer, TEXT, guide=["a"])
     for question in (3, [3], None):
         with pytest.raises(TypeError, match="question must be a str, or a list of them, got "):
             reading.ask(question)
-    for cache in (object(), PrunedCache(model.config, keep=8)):
+    for cache in (object(), PrunedCache(model.config, keep=8), kvcompress.SnapKV()):
         with pytest.raises(TypeError, match=r"cache must be text, a CacheSpec or a function of the config .*got "):
             pipeline("kvcompress-text-generation", model=model, tokenizer=tokenizer, cache=cache)
     with pytest.raises(TypeError, match="guide must be a str or None, got int"):

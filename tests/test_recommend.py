@@ -124,6 +124,7 @@ def test_what_loses_least_is_taken_or_what_is_level_and_faster(best, other, take
     found, reason = choice([candidate("best", *best), candidate("other", *other)], dense)
     assert found.cache == taken
     assert reason.startswith("it loses least: +0.100" if taken == "best" else "it loses +0.")
+    assert " bits a token, mean of both +bits" in reason
 
 
 def test_caches_are_held_to_the_bytes_and_what_loses_least_stands_first(reader):

@@ -19,7 +19,7 @@ from ..models.text import held_out_text
 from ..pruners import Pruner
 from ..retrofit.run import pretrained
 
-LONGEST = 32_768
+LONGEST, SHORTEST = 32_768, 64  # tokens of a text
 
 
 def check_source(model: str, text: tuple[Path, ...], held_out: bool, device: str) -> None:
@@ -73,9 +73,14 @@ def texts(
     rng = np.random.default_rng(seed)
     if text:
         from ..retrofit.data import text_windows
+        from ..retrofit.packing import TooLittle
 
-        windows = text_windows(tokenizer, text, length)
-        count, name = len(windows), ", ".join(path.name for path in text)
+        name = ", ".join(path.name for path in text)
+        try:
+            windows = text_windows(tokenizer, text, length)
+        except TooLittle as error:
+            raise ValueError(_too_little(samples, length, 0, error.held, name)) from None
+        count = len(windows)
 
         def row(j: int) -> Any:
             return windows[j]["input_ids"]
@@ -88,13 +93,21 @@ def texts(
         def row(j: int) -> Any:
             return source[j * length : (j + 1) * length].astype(np.int64)
 
-    need(
-        samples <= count,
-        f"samples must be at most the {count:,} rows of {length:,} tokens in the text, got {samples:,}: take "
-        "fewer samples, a smaller length or more text",
-    )
+    need(samples <= count, _too_little(samples, length, count, count * length, name))
     chosen = sorted(rng.choice(count, samples, replace=False).tolist())
     return [torch.as_tensor(row(j)) for j in chosen], name
+
+
+def _too_little(samples: int, length: int, count: int, tokens: int, name: str) -> str:
+    """That a text has `count` rows, and what would do."""
+    ways = [f"--samples {count}"] if count > 1 else []
+    if tokens >= SHORTEST * samples:
+        ways.append(f"--length {tokens // samples}")
+    elif tokens >= 2 * SHORTEST and not ways:
+        ways.append(f"--samples 2 --length {min(tokens // 2, length)}")
+    ways.append(f"a text of {samples * length:,} tokens")
+    return (f"samples must be at most the {count:,} rows of {length:,} tokens in {name} ({tokens:,} tokens), got "
+            f"{samples:,}; {', or '.join(ways)} would do")  # fmt: skip
 
 
 def _training_rows(samples: int, length: int, seed: int) -> list[Tensor]:

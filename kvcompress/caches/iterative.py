@@ -15,6 +15,7 @@ from ..checks import MOST_INT32, need_integer
 from ..hf.facts import Facts
 from ..hf.method import Call, Pass
 from ..hf.outputs import output_layers
+from ..kvpress_names import no_ratio
 from ..planner import Adaptive, Plan
 from ..pruners import Pruner, SnapKV
 from .base import CompressedCache, trained_length_of
@@ -53,6 +54,9 @@ class IterativeCache(CompressedCache):
     cache. Raises ValueError for sizes below 1, RuntimeError where a layer needs more than max_pages. Source: IMDC.
     """
 
+    @no_ratio(
+        "the share that goes: IterativeCache takes memory_size, tokens that stay (1024), PrunedCache keep, a share"
+    )
     def __init__(
         self,
         config: PreTrainedConfig,

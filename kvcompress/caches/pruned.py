@@ -10,11 +10,11 @@ import torch
 from transformers import PreTrainedConfig
 
 from ..budgets import Budget, GlobalTopK
-from ..checks import renamed
 from ..hf.attach import facts_of
 from ..hf.facts import Facts
 from ..hf.method import Call, Pass
 from ..hf.outputs import output_layers
+from ..kvpress_names import no_ratio
 from ..positions import RemoteGap
 from ..pruners import Pruner, Replay
 from ..units import Keep, Size
@@ -58,7 +58,7 @@ class PrunedCache(CompressedCache):
 
     answers = ("compress",)
 
-    @renamed(compression_ratio="keep, the share that stays (1 - compression_ratio),")
+    @no_ratio()
     def __init__(
         self,
         config: PreTrainedConfig,

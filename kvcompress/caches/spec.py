@@ -27,6 +27,7 @@ from ..pruners import Gates, Pruner, ScoreProfile
 from ..units import Keep, Size, instead_of
 from .base import trained_length_of
 from .dense import QuantizedCache
+from .formats import FORMATS
 from .iterative import IterativeCache
 from .pruned import PrunedCache
 from .quest import QuestCache
@@ -84,6 +85,7 @@ class CacheSpec:
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             hint = f": that is a pruner, as in pruned,pruner={self.kind}" if self.kind.lower() in PRUNERS else ""
+            hint = f": that is a dtype, as in quantized,dtype={self.kind}" if self.kind in FORMATS else hint
             raise ValueError(f"cache must be one of {', '.join(KINDS)}, got {self.kind!r}{hint}")
         _ = self._settings  # refuses what cannot be read
 

@@ -34,6 +34,8 @@ class Renamed(TyperGroup):
                 now = OPTIONS.get(error.option_name, "")
                 if now.partition(",")[0] in known:
                     error.message, error.possibilities = f"{error.option_name} is {now} now.", None
+                elif error.option_name == "--keep" and "--cache" in known:
+                    error.message, error.possibilities = "--keep is the cache's: --cache pruned,keep=0.5, say.", None
             raise
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:

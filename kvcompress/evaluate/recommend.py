@@ -163,12 +163,12 @@ def choice(candidates: Sequence[Candidate], dense: Candidate) -> tuple[Candidate
     ]  # fmt: skip
     fastest = min(level, key=lambda x: x.read_seconds)
     if fastest is best or fastest.read_seconds > FASTER * best.read_seconds:
-        return best, f"it loses least: {lost.value:+.3f} bits a token"
+        return best, f"it loses least: {lost.value:+.3f} bits a token, mean of both +bits"
     part = fastest.read_seconds / best.read_seconds
     more = Mean(fastest.lost(dense)).value
     return fastest, (
-        f"it loses {more:+.3f} bits a token, level within the error with {best.pasted} ({lost.value:+.3f}), and reads "
-        f"in {part:.2f} of its time"
+        f"it loses {more:+.3f} bits a token, mean of both +bits, level within the error with {best.pasted} "
+        f"({lost.value:+.3f}), and reads in {part:.2f} of its time"
     )
 
 

@@ -15,6 +15,7 @@ from ..dmc.config import DMCConfig
 from ..dmc.dms import DMSLayer
 from ..hf.facts import Facts
 from ..hf.method import Call
+from ..kvpress_names import no_ratio
 from ..pruners import Gates
 from ..pruners.gates import HIDDEN, as_gates
 from ..units import Keep
@@ -80,6 +81,7 @@ class GatedCache(CompressedCache):
 
     answers = ("kept_share",)
 
+    @no_ratio()
     @renamed(share="keep")
     def __init__(
         self,

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -16,7 +15,7 @@ from .. import ops
 from ..budgets import Budget
 from ..checks import MOST_INT32, need_integer
 from ..hf.facts import LayerFacts
-from ..kvpress_names import SETTINGS, no_field
+from ..kvpress_names import refuse_theirs
 from ..positions import RotaryTables
 from ..softmax import Softmax
 
@@ -215,11 +214,16 @@ class Pruner(ABC):
 
     def __new__(cls, *args: Any, **fields: Any) -> Pruner:
         """Says what kvpress's names are called here; all others __init__ takes, or refuses."""
-        for name in fields.keys() & SETTINGS.keys():
-            known, ours = inspect.signature(cls).parameters, SETTINGS[name]
-            if name not in known and (ours == "keep" or ours in known):
-                raise no_field(cls, name, fields[name])
+        refuse_theirs(cls, fields)
         return super().__new__(cls)
+
+    def __call__(self, *args: Any, **given: Any) -> NoReturn:
+        """A press is called with a model; a pruner is not: raises TypeError, which says where it is given."""
+        name = type(self).__name__
+        raise TypeError(
+            f"{name} must be given to a cache, not called with a model as a press is: kvcompress.attach(model), then "
+            f"past_key_values=PrunedCache(model.config, {name}(), keep=0.25)"
+        )
 
     num_sink_tokens: int = 0  # first tokens that always stay, counted inside the budget
     window: int = 0  # queries that scores looks at; 0 = none

@@ -21,7 +21,7 @@ from ..files import naming, read_json, staged, write_text
 from ..hf.facts import LayerFacts
 from ..names import file_of, folder_of
 from .gate_forms import FORMS, GateForm, LinearGate, formed
-from .published_gates import CONFIG, fast_kvzip, is_kvzap, kvzap, read_tensors
+from .published_gates import CONFIG, fast_kvzip, kvzap, need_kvzap, read_tensors
 
 FORMAT = "kvcompress gates 1"
 QUERIES, HIDDEN = LOOKS_AT = ("queries", "hidden states")
@@ -139,11 +139,11 @@ class Gates:
     def check_rows(self, heads: Sequence[int]) -> None:
         """Raises ValueError if they are not for a model whose layers that compress have so many KV heads."""
         own = [layer.heads for layer in self.layers]
-        need(
-            own == list(heads),
-            f"gates must be of this model: they have KV heads {own}, the model's layers that compress {list(heads)}"
-            + (f"; measured: {self.measured}" if self.measured else ""),
-        )
+        measured = f"; measured: {self.measured}" if self.measured else ""
+        need(len(own) == len(heads), f"gates must be of this model: they have {len(own)} layers, {len(heads)} are "
+             f"needed (those of the model that compress){measured}")  # fmt: skip
+        need(own == list(heads), f"gates must be of this model: they have KV heads {own}, the model's layers that "
+             f"compress {list(heads)}{measured}")  # fmt: skip
 
     def check_model(self, decoder: Any, layers: Sequence[LayerFacts]) -> None:
         """Raises ValueError if they are not for a model of these layers, those that compress, or are known to be of
@@ -206,7 +206,8 @@ class Gates:
                 )
             return _published(name, "Fast KVzip", fast_kvzip(path))
         folder = folder_of("gates", name, (_WEIGHTS, _ABOUT, CONFIG))
-        if not (folder / _ABOUT).exists() and is_kvzap(folder):
+        if not (folder / _ABOUT).exists():
+            need_kvzap(folder, f"{_ABOUT}, as `kvcompress fit gates` writes it")
             folder = folder_of("gates", name, (CONFIG, "model*.safetensors", "model.safetensors.index.json"))
             return _published(name, "KVzap", kvzap(folder))
         about = {"looks_at": QUERIES, "form": None} | read_json(folder / _ABOUT, "gates' description", FORMAT)

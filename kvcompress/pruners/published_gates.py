@@ -29,12 +29,14 @@ _ARRAYS: list[Any] = [
 ]  # fmt: skip
 
 
-def is_kvzap(folder: Path) -> bool:
-    """Whether its config.json says so."""
-    try:
-        return bool(_json(folder / CONFIG).get("model_type") == "kvzap")
-    except (FileNotFoundError, ValueError):
-        return False
+def need_kvzap(folder: Path, ours: str) -> None:
+    """That its config.json says so. ours: what would make it a folder of ours. Raises FileNotFoundError without one,
+    ValueError for another model's."""
+    wish = f'gates must be a folder with {ours}, or with a {CONFIG} of "model_type": "kvzap"'
+    if not (folder / CONFIG).is_file():
+        raise FileNotFoundError(f"{wish}, got neither in {folder}")
+    kind = _json(folder / CONFIG).get("model_type")
+    need(kind == "kvzap", f'{wish}, got "model_type": {json.dumps(kind)} in {folder}')
 
 
 def kvzap(folder: Path) -> tuple[GateForm, ...]:
@@ -45,13 +47,11 @@ def kvzap(folder: Path) -> tuple[GateForm, ...]:
     """
     config = _json(folder / CONFIG)
     n, heads, layers = (_size(config, name) for name in ("input_dim", "output_dim", "n_modules"))
-    linear = config.get("hidden_dim") is None
-    if not linear:
-        _size(config, "hidden_dim")
+    hidden = None if config.get("hidden_dim") is None else _size(config, "hidden_dim")
     found: dict[str, Tensor] = {}
     for path in _parts(folder):
         found |= read_tensors(path, "KVzap gates")
-    kind, names = (LinearGate, _LINEAR) if linear else (TwoLayerGate, _TWO_LAYERS)
+    kind, names = (LinearGate, _LINEAR) if hidden is None else (TwoLayerGate, _TWO_LAYERS)
     theirs = {f"layers.{i}.{name}" for i in range(layers) for name in names.values()}
     _need_names(folder.name, theirs, set(found))
     made = formed(
@@ -61,6 +61,8 @@ def kvzap(folder: Path) -> tuple[GateForm, ...]:
         got = form.width, form.heads
         need(got == (n, heads), f"input_dim and output_dim of {CONFIG} must be those of the weights, {got}, "
              f"got {(n, heads)}")  # fmt: skip
+        own = len(form.bias1) if isinstance(form, TwoLayerGate) else None
+        need(own == hidden, f"hidden_dim of {CONFIG} must be that of the weights, {own}, got {hidden}")
     return made
 
 

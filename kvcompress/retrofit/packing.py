@@ -19,6 +19,14 @@ LENGTHS = "documents"  # of a row: tokens of each of its documents
 PACKED, STREAMED = 10_000, 1_000  # documents that are packed together; what is left of their last row is dropped
 
 
+class TooLittle(ValueError):
+    """Of texts that make no row. held: their tokens."""
+
+    def __init__(self, length: int, held: int, names: str) -> None:
+        super().__init__(f"text must hold at least the {length} tokens of a row (length), got {held} in {names}")
+        self.held = held
+
+
 @dataclass(frozen=True)
 class Validation:
     """Held-out documents as rows. tokens, nbytes: of their texts, ends left out: bits per byte are those of a token
@@ -131,9 +139,7 @@ class Packing:
         rows = packed(documents, self.length, borders=self.borders)
         if next(iter(rows), None) is None:
             held = sum(len(row["input_ids"]) for row in documents)
-            raise ValueError(
-                f"text must hold at least the {self.length} tokens of a row (length), got {held} in {names}"
-            )
+            raise TooLittle(self.length, held, names)
         return rows.repeat(None) if self.streaming else rows  # a run is one epoch, which can be resumed anywhere
 
     # ---- validation ----

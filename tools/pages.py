@@ -27,12 +27,16 @@ ROOT = Path(__file__).parent.parent
 RESULTS, DOCS = ROOT / "benchmarks/results", ROOT / "docs"
 MADE = "<!-- from here on made by tools/pages.py -->"
 REASON = "is not supported: "
-HIDING = ("KVzip", "KVzip/plus", "AdaKV(SnapKV)", "KVgrad")  # presses that hide what they drop
+HIDING = (  # presses that hide what they drop
+    "KVzip", "KVzip/plus", "KVgrad", "AdaKV(SnapKV)", "AdaKV(ExpectedAttention)", "AdaKV(KeyDiff)",
+    "AdaKV(Compactor)", "CriticalAdaKV(ExpectedAttention)",
+)  # fmt: skip
 # of witness.json: what is drawn, and what it is called
 DRAWN = {
     "KVzip with mass, GlobalTopK": "KVzip with mass: two readings",
     "Gate trained on, GlobalTopK": "gates, trained: one reading",
     "Replay, GlobalTopK": "Replay: one reading, the default",
+    "kvpress KVgrad": "kvpress's KVgrad: two readings, a gradient, frees nothing",
     "kvpress KVzip": "kvpress's KVzip: two readings, frees nothing",
     "SnapKV31, AdaKV": "SnapKV (pooled over 31), AdaKV",
     "SnapKV": "SnapKV",
@@ -97,7 +101,8 @@ def _number(row: dict[str, Any], field: str, sign: str = "") -> str:
 
 def pruning_page() -> str:
     """Of witness.json, witness_guide.json and witness_long.json: a table for each length and place of the question,
-    each share's best in bold; of writing.json: one of what is lost in long generation."""
+    each share's best in bold; of witness_presses.json: one of presses; of writing.json and long_answers.json: those of
+    long generation."""
     found = [*rows("witness"), *rows("witness_guide"), *rows("witness_long")]
     lines: list[str] = []
     for question, length in dict.fromkeys((row["question"], row["length"]) for row in found):
@@ -130,7 +135,41 @@ def pruning_page() -> str:
             lines.append(f"| {name} | {share} | {row['nbytes_share']:.3f} | {' | '.join(cells)} |")
         lines.append("")
     left = [f"- {row['name'].removeprefix('witness/')}: {row['reason']}" for row in found if "reason" in row]
-    return _made("pruning.md", lines + (["Left out:", "", *left, ""] if left else []) + _writing_lines())
+    lines += ["Left out:", "", *left, ""] if left else []
+    return _made("pruning.md", [*lines, *_presses_lines(), "", *_writing_lines(), "", *_answers_lines()])
+
+
+def _presses_lines() -> list[str]:
+    """Of witness_presses.json: a line for each press, the best first."""
+    found = [row for row in rows("witness_presses") if "reason" not in row]
+    dense = next(row for row in found if row["method"] == "dense")
+    shares = sorted({row["share"] for row in found if row["share"] is not None}, reverse=True)
+    fields = {"bits_over_dense": "bits", "numbers": "numbers", "sentence": "sentence", "turns": "turns"}
+    heads = [f"{Fraction(share).limit_denominator(64)}: {name}" for share in shares for name in fields.values()]
+    told = ", ".join(f"{FIELDS[field]} {dense[field]:.2f}" for field in fields if field != "bits_over_dense")
+    lines = [
+        "## Every press, asked afterwards",
+        "",
+        f"{len(dense['texts'])} passages of {dense['length']:,} tokens. Dense: {told}.",
+        "",
+        f"| | {' | '.join(heads)} |",
+        "|---" * (len(heads) + 1) + "|",
+    ]
+    by_method: dict[str, dict[float, dict[str, Any]]] = {}
+    for row in found:
+        if row["share"] is not None:
+            by_method.setdefault(row["method"], {})[row["share"]] = row
+    for method, own in sorted(by_method.items(), key=lambda x: x[1][shares[0]]["bits_over_dense"]):
+        name = f"{method}{' †' * (method.removeprefix('kvpress ') in HIDING)}"
+        cells = []
+        for share in shares:
+            for field in fields:
+                best = (min if field == "bits_over_dense" else max)(x[share][field] for x in by_method.values())
+                form = "+.3f" if field == "bits_over_dense" else ".2f"
+                cell = f"{own[share][field]:{form}}"
+                cells.append(f"**{cell}**" if own[share][field] == best else cell)
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return lines
 
 
 def _writing_lines() -> list[str]:
@@ -154,6 +193,38 @@ def _writing_lines() -> list[str]:
             best = row["bits_over_dense"] == min(other["bits_over_dense"] for other in alike)
             cell = _number(row, "bits_over_dense", "+")
             cells += [f"**{cell}**" if best else cell, f"{row['bits_over_dense_share']:+.1%}"]
+        lines.append(f"| {method} | {' | '.join(cells)} |")
+    return lines
+
+
+def _answers_lines() -> list[str]:
+    """Of long_answers.json: a line for each method, each column's best in bold."""
+    found = rows("long_answers")
+    dense = next(row for row in found if row["method"] == "dense")
+    kept = sorted({row["share"] for row in found if row["share"] is not None}, reverse=True)
+    fields = {"bits_over_dense_share": "bits over dense", "greedy": "alike", "numbers": "numbers"}
+    heads = [f"{round(share * dense['length']):,}: {name}" for share in kept for name in fields.values()]
+    lines = [
+        "## Long answers",
+        "",
+        f"{len(dense['texts'])} answers of {dense['length']:,} tokens. Dense: {dense['bits']:.3f} bits per token, "
+        f"numbers {dense['numbers']:.2f}.",
+        "",
+        f"| | {' | '.join(heads)} |",
+        "|---" * (len(heads) + 1) + "|",
+    ]
+    for method in dict.fromkeys(row["method"] for row in found if row["share"] is not None):
+        cells = []
+        for share in kept:
+            alike = [row for row in found if row["share"] == share]
+            row = next(row for row in alike if row["method"] == method)
+            for field in fields:
+                best = (min if field == "bits_over_dense_share" else max)(other[field] for other in alike)
+                form = "+.1%" if field == "bits_over_dense_share" else ".2f"
+                cell = f"{row[field]:{form}}"
+                if field == "bits_over_dense_share":  # the error of the difference, as a share too
+                    cell += f" ± {row['bits_over_dense_se'] / dense['bits']:.1%}"
+                cells.append(f"**{cell}**" if row[field] == best else cell)
         lines.append(f"| {method} | {' | '.join(cells)} |")
     return lines
 

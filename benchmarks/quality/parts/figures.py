@@ -10,7 +10,7 @@ COLOURS = {
     "KVzip with mass, GlobalTopK": "C0", "DMC": "C0", "PoD": "C0", "FM": "C0",
     "Gate trained on, GlobalTopK": "C1", "GQA": "C1", "PoD+SnapKV31": "C1", "IM/linear": "C1",
     "Replay, GlobalTopK": "C2", "DMS": "C2", "CLA": "C2", "IMDC/linear": "C2",
-    "kvpress KVzip": "C3", "pooling": "C3", "window": "C3", "IMDC/adaptive": "C3",
+    "kvpress KVgrad": "darkred", "kvpress KVzip": "C3", "pooling": "C3", "window": "C3", "IMDC/adaptive": "C3",
     "SnapKV31": "C4", "SnapKV31, AdaKV": "C4",
     "SnapKV": "C5",
     "H2O": "C6",

@@ -33,12 +33,11 @@ import torch
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 import kvcompress
-from benchmarks.common import load, parse_arguments, parser, print_table, write_json
-from benchmarks.quality.parts.books import SPLITS
+from benchmarks.common import load, print_table, write_json
 from benchmarks.quality.parts.cells import Cell, Cells, rows_of
 from benchmarks.quality.parts.measures import number, sizes_of, tidy
 from benchmarks.quality.witness import Books, books_and_origins
-from benchmarks.quality.writing import METHODS, over_of
+from benchmarks.quality.writing import METHODS, command, over_of
 from kvcompress import CacheSpec, PrunedCache
 from kvcompress.caches.spec import DENSE
 from kvcompress.evaluate.measure import Outcome
@@ -235,12 +234,7 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    parse = parser(__doc__)
-    parse.add_argument("--model", help="a Hugging Face model by name or folder (default: smollm2, example with --tiny)")
-    parse.add_argument("--split", choices=SPLITS, default="report", help="of the books (default: report)")
-    parse.add_argument("--texts", type=int, help="answers (default: 8)")
-    parse.add_argument("--methods", nargs="*", choices=METHODS, metavar="NAME", help=f"of: {'; '.join(METHODS)}")
-    choice = parse_arguments(parse)
+    choice = command(__doc__, "answers (default: 8)")
     sizes = sizes_of(choice, SIZES)
     books, origins = books_and_origins(choice)
     name = choice.model or ("example" if choice.size == "tiny" else "smollm2")

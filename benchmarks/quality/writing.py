@@ -18,6 +18,7 @@ from the repository's folder.
 
 from __future__ import annotations
 
+import argparse
 import sys
 import time
 from collections.abc import Sequence
@@ -115,13 +116,18 @@ def show(rows: list[dict[str, Any]]) -> None:
                 ("method", "keeps", "held", "bits", "+bits", "over"), lines, left=("method",))  # fmt: skip
 
 
-def main() -> None:
-    parse = parser(__doc__)
+def command(description: str | None, texts: str) -> argparse.Namespace:
+    """Arguments of a benchmark of long generation. texts: what --texts counts."""
+    parse = parser(description)
     parse.add_argument("--model", help="a Hugging Face model by name or folder (default: smollm2, example with --tiny)")
     parse.add_argument("--split", choices=SPLITS, default="report", help="of the books (default: report)")
-    parse.add_argument("--texts", type=int, help="pieces of books (default: 60)")
+    parse.add_argument("--texts", type=int, help=texts)
     parse.add_argument("--methods", nargs="*", choices=METHODS, metavar="NAME", help=f"of: {'; '.join(METHODS)}")
-    choice = parse_arguments(parse)
+    return parse_arguments(parse)
+
+
+def main() -> None:
+    choice = command(__doc__, "pieces of books (default: 60)")
     sizes = sizes_of(choice, SIZES)
     books, origins = books_and_origins(choice)
     name = choice.model or ("example" if choice.size == "tiny" else "smollm2")

@@ -22,8 +22,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 import kvcompress
 from kvcompress import ops
-from kvcompress.extras import need_packages
-from kvcompress.names import check_name
+from kvcompress.support.extras import need_packages
+from kvcompress.support.names import check_name
 
 # bytes through which buffers take turns, so that no cache answers twice, and the size of the machine's own products
 COLD_NBYTES = {"full": 1 << 30, "quick": 1 << 30, "tiny": 1 << 20}

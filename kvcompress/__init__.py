@@ -5,7 +5,7 @@ from importlib.machinery import PathFinder
 from sys import _getframe
 from typing import TYPE_CHECKING, Any
 
-from .versions import check_versions as _check_versions
+from .support.versions import check_versions as _check_versions
 
 __version__ = "0.1.0"
 

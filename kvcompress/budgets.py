@@ -16,8 +16,8 @@ from torch import Tensor
 
 from . import ops
 from .checks import MOST_INT32, need_integer
-from .kvpress_names import refuse_theirs
-from .presets import preset_of
+from .support.kvpress_names import refuse_theirs
+from .support.presets import preset_of
 from .units import Keep, instead_of
 
 __all__ = ["AdaKV", "Budget", "GlobalTopK", "PyramidKV", "Uniform"]

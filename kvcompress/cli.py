@@ -108,7 +108,7 @@ def info(
     as_json: Annotated[bool, AS_JSON] = False,
 ) -> None:
     """Show what is installed here, and what a model's cache takes."""
-    from .info import run_info
+    from .apps.info import run_info
 
     run_info(model=model, dtype=dtype, as_json=as_json, console=Console())
 
@@ -136,7 +136,7 @@ def generate(
     quiet: Annotated[bool, typer.Option("--quiet", help="the text alone")] = False,
 ) -> None:
     """Let a model answer, or go on from, a text that is read through a compressed cache."""
-    from .write_text import run_generate
+    from .apps.write_text import run_generate
 
     run_generate(
         text=text, file=file, question=question, raw=raw, model=model, cache=cache, max_new_tokens=max_new_tokens,
@@ -154,7 +154,7 @@ def chat(
     dtype: Dtype = "auto",
 ) -> None:
     """Talk with a model over one cache: /memory, /save FILE, /load FILE, /reset, /help, /quit."""
-    from .chat import run_chat
+    from .apps.chat import run_chat
 
     run_chat(
         model=model, cache=cache, max_new_tokens=max_new_tokens, device=device, dtype=dtype, lines=sys.stdin,
@@ -174,7 +174,7 @@ def bench(
     as_json: Annotated[bool, AS_JSON] = False,
 ) -> None:
     """Measure tokens per second and bytes of caches, for a model on this machine."""
-    from .bench import run_bench
+    from .apps.bench import run_bench
 
     run_bench(
         model=model, caches=cache or [], tokens=tokens, max_new_tokens=max_new_tokens, device=device,
@@ -281,7 +281,7 @@ def plan(
     dtype: CacheDtype = "auto",
 ) -> None:
     """Show how IterativeCache would read a prompt: chunks and memory by iteration, and the gain over a fixed memory."""
-    from .plan_report import run_plan
+    from .apps.plan_report import run_plan
 
     run_plan(
         tokens=tokens, chunk_size=chunk_size, memory_size=memory_size, schedule=schedule, dynamic=dynamic,

@@ -6,11 +6,11 @@ from typing import Any
 
 from torch import Tensor
 
-from . import prefilling
 from .caches.spec import DENSE, CacheSpec
 from .checks import need
 from .hf import attach
 from .hf.argument import cache_of
+from .reading import prefilling
 
 DEFAULT = "pruned,keep=1/4"
 

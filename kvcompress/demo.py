@@ -14,6 +14,7 @@ from rich.table import Table
 from transformers import DynamicCache
 from transformers.utils.logging import set_verbosity_error
 
+from .apps.write_text import held_nbytes, load
 from .caches import CompressedCache, IterativeCache, StreamingCache
 from .caches.base import trained_length_of
 from .caches.spec import CacheSpec
@@ -21,12 +22,11 @@ from .hf.argument import CACHE
 from .models import EXAMPLE_NAME
 from .models.text import fact, long_text, plant, question, random_name, random_pass_key
 from .needle import needle
-from .prefilling import prefill
-from .process_memory import PeakMemory
-from .progress import showing
 from .pruners import SnapKV
+from .reading.prefilling import prefill
+from .support.process_memory import PeakMemory
+from .support.progress import showing
 from .units import size
-from .write_text import held_nbytes, load
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from .checks import MOST_INT32, need, need_integer, need_number
-from .files import read_fields, write_text
-from .names import file_of
+from .support.files import read_fields, write_text
+from .support.names import file_of
 
 __all__ = ["HeadProfile"]
 

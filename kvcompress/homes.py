@@ -7,7 +7,7 @@ import functools
 from collections.abc import Iterable
 from pathlib import Path
 
-from .kvpress_names import class_of, without_class
+from .support.kvpress_names import class_of, without_class
 
 _HERE = Path(__file__).parent
 

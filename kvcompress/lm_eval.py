@@ -4,8 +4,8 @@
 
 from __future__ import annotations
 
-from .extras import need_packages
 from .hf.argument import CACHE
+from .support.extras import need_packages
 
 need_packages("kvcompress.lm_eval", "lm_eval")
 
@@ -28,7 +28,7 @@ from .caches.quest import QuestCache
 from .caches.spec import DENSE, KINDS, CacheSpec, UnknownKey
 from .hf.attach import attach, base_model, facts_of
 from .logits import TokenLoss
-from .prefilling import prefill
+from .reading.prefilling import prefill
 
 MODEL_KEYS = tuple(name for name in inspect.signature(HFLM).parameters if name not in ("pretrained", "kwargs"))
 

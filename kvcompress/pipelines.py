@@ -21,8 +21,8 @@ from .caches.spec import DENSE, CacheSpec
 from .checks import need, need_text
 from .hf.argument import with_cache
 from .hf.attach import attach, is_attached
-from .prefilling import prefill
 from .pruners import Pruner
+from .reading.prefilling import prefill
 
 TASK = "kvcompress-text-generation"
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from . import ops
 from .budgets import Budget, flat_topk
 from .checks import need
-from .files import read_fields, write_text
-from .names import file_of
+from .support.files import read_fields, write_text
+from .support.names import file_of
 
 __all__ = ["BudgetProfile", "Profiled"]
 

@@ -3,19 +3,19 @@ stand in their modules, of which MODULES have an __all__."""
 
 from .budgets import AdaKV, GlobalTopK, PyramidKV, Uniform
 from .caches import CompressedCache, IterativeCache, PrunedCache, QuantizedCache, QuestCache, StreamingCache
+from .caches.graphs import StepGraph
 from .caches.saving import load_cache, load_caches, save_caches
 from .caches.spec import CacheSpec
 from .dmc.cache import DMCCache
 from .gates.cache import GatedCache
-from .graphs import StepGraph
 from .hf import attach, detach, from_pretrained
 from .models import load_example_model
 from .planner import plan
 from .pod.cache import PoDCache
 from .positions import RemoteGap
-from .prefilling import generate, prefill
 from .pruners import Gate, KeyDiff, KVzip, Replay, SnapKV
-from .reader import Reading, read
+from .reading.prefilling import generate, prefill
+from .reading.reader import Reading, read
 
 MODULES = (
     "analysis",

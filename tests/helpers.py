@@ -39,7 +39,7 @@ from kvcompress.hf.reading import plain_decoder
 from kvcompress.pruners import Gates
 from kvcompress.pruners.gate_forms import LinearGate
 from kvcompress.retrofit.passes import whole_layers
-from kvcompress.versions import numbers_of
+from kvcompress.support.versions import numbers_of
 
 full_products = False  # pytest's option --all
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

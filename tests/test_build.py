@@ -15,10 +15,11 @@ import torch
 from setuptools import Distribution
 
 import kvcompress
-from kvcompress import _C, public, versions
+from kvcompress import _C, public
 from kvcompress.homes import hint_of
-from kvcompress.kvpress_names import ELSEWHERE
-from kvcompress.versions import NEEDED, check_serving, check_versions
+from kvcompress.support import versions
+from kvcompress.support.kvpress_names import ELSEWHERE
+from kvcompress.support.versions import NEEDED, check_serving, check_versions
 
 LIBRARY = Path(_C.__file__)
 

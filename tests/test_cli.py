@@ -7,8 +7,8 @@ from helpers import tiny_model
 from typer.testing import CliRunner
 
 from kvcompress import plan
+from kvcompress.apps.plan_report import picture
 from kvcompress.cli import app
-from kvcompress.plan_report import picture
 
 
 def run(*arguments, command="demo"):

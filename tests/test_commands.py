@@ -4,8 +4,8 @@ import pytest
 from typer.testing import CliRunner
 
 import kvcompress
+from kvcompress.apps.streamed import Streamed
 from kvcompress.cli import app
-from kvcompress.streamed import Streamed
 
 FACT = (
     "def f(x):\n    return x\n\n" * 8 + "# The pass key of iron-lake is 48213.\n" + "def g(x):\n    return x\n\n" * 24

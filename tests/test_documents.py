@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kvcompress.documents import ALIKE, SHORT, Documents
+from kvcompress.hf.documents import ALIKE, SHORT, Documents
 
 
 @pytest.mark.parametrize("lengths", [[300, 200, 12], [1, 511], [128] * 4, [65, 64, 63, 62, 258], [512]])

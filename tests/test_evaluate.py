@@ -20,8 +20,8 @@ from kvcompress.evaluate.report import best_of, by_depth, hint_of
 from kvcompress.evaluate.ruler.registry import MADE
 from kvcompress.evaluate.run import evaluate
 from kvcompress.evaluate.texts import Library
-from kvcompress.framing import Framing
 from kvcompress.models.tokenizer import byte_tokenizer
+from kvcompress.reading.framing import Framing
 
 SOURCE = Library()
 WHOLE = CacheSpec.parse("pruned,pruner=snapkv,keep=100000")

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 import kvcompress
 from kvcompress.cli import app
-from kvcompress.extras import EXTRAS, need_packages
+from kvcompress.support.extras import EXTRAS, need_packages
 
 ROOT = Path(__file__).parents[1]
 ANALYZE, FIGURE = ("--model", "./no/where", "--out", "out.json"), ("--figure", "figure.png")

@@ -15,12 +15,12 @@ from test_retrofit import lines, trainer
 
 import kvcompress
 from kvcompress import PrunedCache, SnapKV, load_cache, prefill
-from kvcompress.files import write_text
 from kvcompress.heads import HeadProfile
 from kvcompress.plots import save as save_figure
 from kvcompress.pod.plan import PoDPlan
 from kvcompress.profiles import BudgetProfile
 from kvcompress.retrofit import checkpoints, run
+from kvcompress.support.files import write_text
 
 MOMENTS = 8
 PLAN = PoDPlan([[0, 0], [0, 1], [2, 1]], sinks=1, recent=2, query_heads=4, head_dim=16)

@@ -13,7 +13,7 @@ from huggingface_hub.errors import RepositoryNotFoundError
 from typer.testing import CliRunner
 
 import kvcompress
-from kvcompress import CacheSpec, Gate, GlobalTopK, IterativeCache, PrunedCache, SnapKV, names, prefill
+from kvcompress import CacheSpec, Gate, GlobalTopK, IterativeCache, PrunedCache, SnapKV, prefill
 from kvcompress.cli import app
 from kvcompress.gates import fit_gates
 from kvcompress.gates.fitting import QueriesPass
@@ -21,6 +21,7 @@ from kvcompress.hf.attach import is_attached
 from kvcompress.hf.reading import plain_decoder, read
 from kvcompress.pruners import Candidates, ChunkKV, CriticalKV, Gates, Pruner
 from kvcompress.retrofit.regression import explained, levels_of
+from kvcompress.support import names
 
 GATES = tiny_gates()
 GATE = Gate(GATES, last=4)

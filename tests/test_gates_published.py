@@ -22,13 +22,14 @@ from published_gates import (
 from safetensors.torch import load_file, save_file
 
 import kvcompress
-from kvcompress import CacheSpec, Gate, GatedCache, GlobalTopK, IterativeCache, KVzip, PrunedCache, names, prefill
+from kvcompress import CacheSpec, Gate, GatedCache, GlobalTopK, IterativeCache, KVzip, PrunedCache, prefill
 from kvcompress.gates import train_gates, with_levels
 from kvcompress.hf.attach import base_model, facts_of
 from kvcompress.hf.seam import seam_of
 from kvcompress.pruners import ChunkKV, Gates
 from kvcompress.pruners.gates import HIDDEN
 from kvcompress.retrofit.passes import whole_layers
+from kvcompress.support import names
 
 WINDOW, SINKS = 6, 2
 FAMILIES = ("llama", "qwen3")

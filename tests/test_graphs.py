@@ -13,7 +13,8 @@ from torch.utils._pytree import tree_leaves
 import kvcompress
 from benchmarks.quality.parts.families_configurations import CONFIGURATIONS
 from benchmarks.quality.parts.families_images import even_prompts, one_prompt
-from kvcompress import DMCCache, Gate, IterativeCache, PrunedCache, QuestCache, StepGraph, StreamingCache, dmc, graphs
+from kvcompress import DMCCache, Gate, IterativeCache, PrunedCache, QuestCache, StepGraph, StreamingCache, dmc
+from kvcompress.caches import graphs
 from kvcompress.caches.base import CompressedCache
 from kvcompress.hf.attach import base_model
 from kvcompress.pruners import Replay, SnapKV

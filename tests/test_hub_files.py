@@ -6,11 +6,12 @@ from huggingface_hub import constants
 from huggingface_hub.errors import RemoteEntryNotFoundError
 
 import kvcompress
-from kvcompress import CacheSpec, PrunedCache, names
+from kvcompress import CacheSpec, PrunedCache
 from kvcompress.caches.saving import load_cache
 from kvcompress.heads import HeadProfile
 from kvcompress.profiles import BudgetProfile
 from kvcompress.pruners import ScoreProfile, SnapKV
+from kvcompress.support import names
 
 COMMIT = "0" * 40
 SAVED = {

@@ -28,7 +28,7 @@ from kvcompress import GatedCache, PrunedCache, QuantizedCache, QuestCache, dmc
 from kvcompress.caches.dense import DenseCache
 from kvcompress.caches.pruned_layer import PrunedLayer
 from kvcompress.hf.attach import base_model, facts_of
-from kvcompress.places import Places, placed
+from kvcompress.hf.places import Places, placed
 from kvcompress.pruners import ExpectedAttention, KeyDiff, Replay, SnapKV
 
 VISION = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"]

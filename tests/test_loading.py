@@ -13,10 +13,12 @@ from test_dmc_training import converted
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, LlamaForCausalLM
 
 import kvcompress
-from kvcompress import dmc, names, pod, write_text
+from kvcompress import dmc, pod
+from kvcompress.apps import write_text
 from kvcompress.hf.attach import is_attached
 from kvcompress.hf.plain import use_plain_attention
 from kvcompress.models import RETROFITTED
+from kvcompress.support import names
 
 LEAD = ((0, 0), (0, 1), (0, 1))
 

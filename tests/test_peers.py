@@ -24,7 +24,7 @@ from kvcompress.evaluate.peers.rows import chosen, peer_rows
 from kvcompress.evaluate.questions import needle_measure, recall_measure, turns_measure
 from kvcompress.evaluate.report import best_of
 from kvcompress.evaluate.texts import Library
-from kvcompress.framing import Framing
+from kvcompress.reading.framing import Framing
 
 SOURCE = Library()
 

@@ -5,8 +5,8 @@ import io
 import pytest
 from rich.console import Console
 
-from kvcompress import progress
-from kvcompress.progress import counted, showing, telling
+from kvcompress.support import progress
+from kvcompress.support.progress import counted, showing, telling
 
 
 @pytest.fixture

@@ -20,8 +20,8 @@ from kvcompress.evaluate.measure import Outcome
 from kvcompress.evaluate.prose import Prose, answer_ids, asked_once, next_turn, passage, question_ids, stretch
 from kvcompress.evaluate.reading import Following, Reader
 from kvcompress.evaluate.sharing import LayerInputs, SharedReader
-from kvcompress.framing import Framing
 from kvcompress.models.tokenizer import byte_tokenizer
+from kvcompress.reading.framing import Framing
 
 LENGTH, SCORED = 480, 12
 TEXT = "\n\n".join(

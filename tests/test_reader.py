@@ -12,8 +12,8 @@ from transformers import pipeline
 import kvcompress
 import kvcompress.pipelines
 from kvcompress import IterativeCache, PrunedCache, Reading, SnapKV, StreamingCache
+from kvcompress.apps.chat import Chat, run_chat
 from kvcompress.caches.spec import CacheSpec
-from kvcompress.chat import Chat, run_chat
 
 FILLER = "def area(width, height):\n    return width * height\n\n"
 TEXT = (
@@ -179,7 +179,7 @@ def test_a_conversation_is_what_its_template_makes_of_the_whole(example, templat
         return torch.cat([ids, answer], dim=1)
 
     seen = []
-    monkeypatch.setattr("kvcompress.chat.generate", scripted)
+    monkeypatch.setattr("kvcompress.apps.chat.generate", scripted)
     for asked in ("one", "two", "three", "four"):
         said.append({"role": "user", "content": asked})
         answer = chat.turn(asked)

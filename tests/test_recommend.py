@@ -16,8 +16,8 @@ from kvcompress.cli import app
 from kvcompress.evaluate.quotes import QUOTES, REQUEST, quotes_measure
 from kvcompress.evaluate.recommend import Candidate, choice, recommend
 from kvcompress.evaluate.texts import Library
-from kvcompress.framing import Framing
 from kvcompress.models.tokenizer import byte_tokenizer
+from kvcompress.reading.framing import Framing
 
 TEXT = Library().text[:9000]
 LENGTH, WIDE, SCORED = 1300, 1700, 24

@@ -46,7 +46,7 @@ def with_vllm(monkeypatch):
     """As if vLLM were installed, and a list of what would have been started."""
     find, started = importlib.util.find_spec, []
     monkeypatch.setattr(
-        "kvcompress.extras.find_spec", lambda name: ModuleSpec(name, None) if name == "vllm" else find(name)
+        "kvcompress.support.extras.find_spec", lambda name: ModuleSpec(name, None) if name == "vllm" else find(name)
     )
     monkeypatch.setattr(launch, "need_plugin", lambda: None)
     monkeypatch.setattr(os, "execve", lambda *given: started.append(given))
@@ -213,9 +213,9 @@ def test_models_that_cannot_be_are_named(with_vllm, tmp_path):
 
 
 def test_without_vllm_or_the_plugin_the_line_that_installs_it_is_said(monkeypatch, folder):
-    monkeypatch.setattr("kvcompress.extras.find_spec", lambda name: None)
+    monkeypatch.setattr("kvcompress.support.extras.find_spec", lambda name: None)
     needed = "kvcompress serve needs vllm, of the extra vllm: pip install kvcompress[vllm]"
     assert needed in run("--model", folder, "--memory", "1GiB")
-    monkeypatch.setattr("kvcompress.extras.find_spec", lambda name: ModuleSpec(name, None))
+    monkeypatch.setattr("kvcompress.support.extras.find_spec", lambda name: ModuleSpec(name, None))
     monkeypatch.setattr(launch, "entry_points", lambda **given: ())
     assert "kvcompress serve needs kvcompress to be installed, not only found: pip install kvcompress" in run()

@@ -13,12 +13,12 @@ import torch
 from typer.testing import CliRunner
 
 import kvcompress
-from kvcompress import smollm2
 from kvcompress.cli import app
 from kvcompress.evaluate.questions import needle_measure, recall_measure, turns_measure
 from kvcompress.evaluate.reading import Reader
 from kvcompress.evaluate.texts import Library
-from kvcompress.framing import Framing
+from kvcompress.reading.framing import Framing
+from kvcompress.support import smollm2
 
 QUESTION = "What is the capital of France?"
 
@@ -127,7 +127,7 @@ def test_a_process_that_is_killed_leaves_no_folder_and_the_next_one_makes_it(pac
     monkeypatch.setattr(smollm2, "_convert", dies)
     with pytest.raises(KeyboardInterrupt):
         smollm2.smollm2_folder("name")
-    left = kvcompress.files.user_cache() / "smollm2-1-7.making"
+    left = kvcompress.support.files.user_cache() / "smollm2-1-7.making"
     left.mkdir()  # as of a process that could not clean up
     (left / "half").write_bytes(b"?")
     monkeypatch.setattr(smollm2, "_convert", convert)

@@ -168,7 +168,7 @@ def test_progress_is_told_and_shown(capsys, monkeypatch):
     told = []
     prefill(model, iter(ids[0].tolist()), iterative(model), progress=lambda read, total: told.append((read, total)))
     assert told == [(24, None), (48, None), (60, None)]
-    monkeypatch.setattr("kvcompress.progress.SECONDS", 0.0)
+    monkeypatch.setattr("kvcompress.support.progress.SECONDS", 0.0)
     prefill(model, ids, iterative(model), progress=True)
     assert [line.partition(" tokens")[0] for line in capsys.readouterr().err.splitlines()] == [
         f"reading: {read} of 59" for read in (24, 48, 59)

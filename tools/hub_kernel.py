@@ -44,7 +44,7 @@ def files() -> list[Path]:
         found.append(path)
         for part in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(part, ast.ImportFrom) and part.level:
-                beside = path.parents[part.level - 1] / f"{part.module}.py"
+                beside = path.parents[part.level - 1] / f"{str(part.module).replace('.', '/')}.py"
                 if beside.is_file() and beside not in [*found, *coming]:
                     coming.append(beside)
     return found
@@ -54,7 +54,7 @@ def make(folder: Path, backend: str = "cpu") -> Path:
     """Returns the folder of the build."""
     if not re.fullmatch(r"cpu|cu\d{2,}", backend):
         raise SystemExit(f"BACKEND must be cpu or such as cu130, got {backend!r}")
-    oldest = "".join(map(str, runpy.run_path(str(PACKAGE / "versions.py"))["NEEDED"]["torch"][0]))
+    oldest = "".join(map(str, runpy.run_path(str(PACKAGE / "support/versions.py"))["NEEDED"]["torch"][0]))
     build = folder / "build" / f"torch-stable-abi{oldest}-{backend}-{platform.machine()}-linux"
     if build.exists():
         raise SystemExit(f"{build} must be new")

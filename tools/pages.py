@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.quality.parts.figures import style
 from kvcompress.cli import app
-from kvcompress.files import write_text
+from kvcompress.support.files import write_text
 
 ROOT = Path(__file__).parent.parent
 RESULTS, DOCS = ROOT / "benchmarks/results", ROOT / "docs"

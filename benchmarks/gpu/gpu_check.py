@@ -76,7 +76,7 @@ class Clock:
 
 def has_kernels() -> bool:
     """Whether the extension that is there has CUDA kernels; asked of a process of its own, which loads it."""
-    code = "from kvcompress.info import facts; print(facts(None)['cuda_kernels'])"
+    code = "from kvcompress.apps.info import facts; print(facts(None)['cuda_kernels'])"
     return run([sys.executable, "-c", code], 300)[1].strip().endswith("True")
 
 

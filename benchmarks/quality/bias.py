@@ -41,9 +41,9 @@ from benchmarks.quality.witness import METHODS, books_and_origins, spec_of
 from kvcompress.evaluate.measure import Mean
 from kvcompress.evaluate.prose import Prose, passage
 from kvcompress.evaluate.reading import Following, Reader
-from kvcompress.framing import framing_of
 from kvcompress.hf.argument import CACHE
 from kvcompress.pruners import KVzip
+from kvcompress.reading.framing import framing_of
 
 NAME = "biased"
 QUERIES, STEPS, RATE = 500, 50, 0.1

@@ -43,9 +43,9 @@ from kvcompress.caches.spec import DENSE
 from kvcompress.evaluate.measure import Outcome
 from kvcompress.evaluate.prose import CITIES, Question, answer_ids, question_ids, stretch
 from kvcompress.evaluate.reading import Following, Reader, held_nbytes
-from kvcompress.files import write_text
-from kvcompress.framing import Framing, framing_of
 from kvcompress.hf.argument import CACHE
+from kvcompress.reading.framing import Framing, framing_of
+from kvcompress.support.files import write_text
 
 DEPTHS = (0.1, 0.3, 0.5, 0.7)  # of the numbers in an answer
 TEMPERATURE, NUCLEUS = 1.0, 0.95

@@ -62,7 +62,7 @@ from kvcompress.evaluate.peers.rows import chosen
 from kvcompress.evaluate.prose import Passage, Prose, asked_once, passage
 from kvcompress.evaluate.run import PEER
 from kvcompress.evaluate.sharing import LayerInputs, SharedReader
-from kvcompress.framing import Framing, framing_of
+from kvcompress.reading.framing import Framing, framing_of
 from kvcompress.units import Keep
 
 METHODS = {  # those of one pruner stand together: they share its reading

@@ -38,7 +38,7 @@ from kvcompress.caches.spec import DENSE
 from kvcompress.evaluate.losses import Losses
 from kvcompress.evaluate.prose import stretch
 from kvcompress.evaluate.reading import Reader
-from kvcompress.framing import Framing
+from kvcompress.reading.framing import Framing
 
 METHODS = {
     "StreamingLLM": "pruner=streamingllm",

@@ -42,7 +42,7 @@ from benchmarks.quality.parts.books import books_of
 from kvcompress import CacheSpec
 from kvcompress.evaluate.texts import Library
 from kvcompress.models import EXAMPLE
-from kvcompress.smollm2 import gguf_file, smollm2_folder
+from kvcompress.support.smollm2 import gguf_file, smollm2_folder
 
 PROGRAM = Path(__file__).with_name("parts") / "engine_program.py"
 KEPT = "pruned,pruner=streamingllm,keep=1000000"

@@ -46,8 +46,8 @@ from kvcompress import IterativeCache, ops, prefill
 from kvcompress.caches.iterative_layer import IterativeLayer
 from kvcompress.models.text import long_text
 from kvcompress.planner import Plan
-from kvcompress.process_memory import PeakMemory
 from kvcompress.pruners import Pruner, SnapKV, StreamingLLM
+from kvcompress.support.process_memory import PeakMemory
 
 SIZES = {  # lengths of prompts, tokens of a chunk and of memory
     "full": ([32768, 131072, 1_000_000], 1024),

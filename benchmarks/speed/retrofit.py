@@ -51,12 +51,12 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))
 from benchmarks.common import Row, load, parse_arguments, parser, write_json
 from kvcompress import dmc, pod
 from kvcompress.models.tokenizer import byte_tokenizer
-from kvcompress.process_memory import PeakMemory
 from kvcompress.retrofit.data import collate
 from kvcompress.retrofit.packing import Packing
 from kvcompress.retrofit.recipe import Recipe
 from kvcompress.retrofit.sources import DataSource
 from kvcompress.retrofit.trainer import RetrofitTrainer
+from kvcompress.support.process_memory import PeakMemory
 
 METHODS = ("dmc", "dms", "pod")
 PLAIN = "plain"

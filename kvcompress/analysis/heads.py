@@ -14,8 +14,8 @@ from ..checks import need, need_choice, need_integer, need_number
 from ..heads import RECENT, SINKS, HeadProfile
 from ..hf.facts import Facts
 from ..hf.reading import plain_decoder, read, token_rows
-from ..prefilling import prefill
 from ..pruners import KVzip
+from ..reading.prefilling import prefill
 from ..retrofit.passes import TrainingPass, whole_layers
 from ..softmax import Softmax
 from .passkeys import PassKeys

@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.table import Table
 
 from ..checks import need
-from ..extras import need_packages
 from ..hf.config import decoder_config
+from ..support.extras import need_packages
 from .statistics import AttentionStatistics, attention
 from .texts import check_source, length_within, load_plain, texts
 

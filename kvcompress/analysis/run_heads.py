@@ -11,7 +11,7 @@ from rich.table import Table
 from ..checks import need
 from ..heads import HeadProfile
 from ..hf.config import decoder_config
-from ..progress import showing
+from ..support.progress import showing
 from .heads import measure_heads
 from .passkeys import pass_keys
 from .texts import check_source, length_within, load_plain, texts

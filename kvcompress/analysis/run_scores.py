@@ -10,10 +10,10 @@ from rich.console import Console
 from rich.table import Table
 
 from ..checks import need
-from ..framing import Framing
 from ..hf.config import decoder_config
-from ..progress import showing
 from ..pruners import KVzip, ScoreProfile
+from ..reading.framing import Framing
+from ..support.progress import showing
 from ..units import Keep
 from .scores import measure_scores
 from .texts import check_source, length_read_again, load_plain, texts

@@ -15,7 +15,7 @@ from ..checks import need
 from ..hf.attach import attach
 from ..hf.config import decoder_config
 from ..profiles import BudgetProfile
-from ..progress import counted
+from ..support.progress import counted
 from .shares import measure_profile
 from .texts import check_source, length_within, load_plain, texts
 

@@ -19,8 +19,8 @@ from ..hf.facts import Facts
 from ..hf.method import KEYWORD, Pass
 from ..hf.reading import frozen, plain_decoder, read, token_rows
 from ..logits import scaled
-from ..prefilling import prefill
 from ..pruners import KVzip, ScoreProfile
+from ..reading.prefilling import prefill
 from ..retrofit.distillation import distance
 from ..retrofit.passes import TrainingPass, whole_layers
 from ..softmax import Softmax

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from ..budgets import GlobalTopK
 from ..caches.pruned import PrunedCache
 from ..checks import renamed
-from ..prefilling import prefill
 from ..profiles import BudgetProfile
 from ..pruners import Pruner, Replay
+from ..reading.prefilling import prefill
 from ..units import Keep, Size
 
 

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..checks import need, need_integer
-from ..files import write_text
 from ..hf.facts import Facts
 from ..hf.reading import plain_decoder, read, token_rows, tokens_of
-from ..progress import Progress, showing
 from ..retrofit.passes import TrainingPass, whole_layers
 from ..softmax import Softmax
+from ..support.files import write_text
+from ..support.progress import Progress, showing
 
 FORMAT = "kvcompress.attention/1"
 MASS = (0.5, 0.9, 0.99)  # of a row, that its largest weights hold

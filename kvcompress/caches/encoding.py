@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers.cache_utils import LinearAttentionLayer
 
 from ..hf.config import EMPTY
-from ..places import Places
+from ..hf.places import Places
 from .origins import Origins
 from .pool import PagePool
 from .store import PageStore, Rows

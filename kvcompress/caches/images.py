@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from ..hf.facts import Facts
 from ..hf.method import Call
-from ..places import Places, noted
+from ..hf.places import Places, noted
 from .summary import Summary
 
 

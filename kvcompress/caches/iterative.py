@@ -15,9 +15,9 @@ from ..checks import MOST_INT32, need_integer
 from ..hf.facts import Facts
 from ..hf.method import Call, Pass
 from ..hf.outputs import output_layers
-from ..kvpress_names import no_ratio
 from ..planner import Adaptive, Plan
 from ..pruners import Pruner, SnapKV
+from ..support.kvpress_names import no_ratio
 from .base import CompressedCache, trained_length_of
 from .iterative_layer import IterativeLayer, ReadingSettings
 from .passes import CachePass, Iteration

@@ -12,10 +12,10 @@ from ..budgets import AdaKV, Budget, CacheShape, GlobalTopK, Uniform, check_budg
 from ..checks import MOST_INT32, need_integer
 from ..hf.config import ranks_of
 from ..hf.facts import LayerFacts
-from ..kvpress_names import class_of
 from ..positions import RemoteGap
 from ..pruners import Pruner
 from ..pruners.base import given_as
+from ..support.kvpress_names import class_of
 from ..units import Keep, Size
 from .choose import judges_by_head
 from .passes import Iteration

@@ -14,9 +14,9 @@ from ..hf.attach import facts_of
 from ..hf.facts import Facts
 from ..hf.method import Call, Pass
 from ..hf.outputs import output_layers
-from ..kvpress_names import no_ratio
 from ..positions import RemoteGap
 from ..pruners import Pruner, Replay
+from ..support.kvpress_names import no_ratio
 from ..units import Keep, Size
 from .base import CompressedCache, trained_length_of
 from .choose import Choice

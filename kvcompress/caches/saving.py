@@ -14,11 +14,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from ..files import staged
 from ..hf.attach import base_model
 from ..hf.fingerprint import difference, fingerprint
 from ..hf.method import PassCache
-from ..names import file_of
+from ..support.files import staged
+from ..support.names import file_of
 from .encoding import Decoder, Encoder, UnknownClass
 from .former import FORMER, as_now
 

@@ -20,10 +20,10 @@ from ..budgets import DIVIDES, Budget
 from ..heads import HeadProfile
 from ..hf.config import decoder_config
 from ..hf.method import METHODS, method_class
-from ..kvpress_names import SETTINGS, in_ours
 from ..positions import RemoteGap
 from ..profiles import BudgetProfile
 from ..pruners import Gates, Pruner, ScoreProfile
+from ..support.kvpress_names import SETTINGS, in_ours
 from ..units import Keep, Size, instead_of
 from .base import trained_length_of
 from .dense import QuantizedCache

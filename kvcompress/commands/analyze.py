@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from ..extras import need_packages
+from ..support.extras import need_packages
 from .options import Device, Dtype, Model
 
 app = typer.Typer(no_args_is_help=True, help="Measure a model to decide how to compress it.")

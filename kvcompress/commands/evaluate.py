@@ -133,7 +133,7 @@ def ruler(
 
     def make(tokenizer: Any, source: Any, length: int) -> Sequence[Any]:
         from ..evaluate.questions import ruler_measure
-        from ..framing import Framing
+        from ..reading.framing import Framing
 
         framing = Framing(tokenizer, chat)
         return [
@@ -170,7 +170,7 @@ def needle(
 
     def make(tokenizer: Any, source: Any, length: int) -> Sequence[Any]:
         from ..evaluate.questions import needle_measure
-        from ..framing import framing_of
+        from ..reading.framing import framing_of
 
         return [needle_measure(framing_of(tokenizer, raw), length, source, depths, limit, seed, question)]
 
@@ -200,7 +200,7 @@ def recall(
 
     def make(tokenizer: Any, source: Any, length: int) -> Sequence[Any]:
         from ..evaluate.questions import recall_measure
-        from ..framing import framing_of
+        from ..reading.framing import framing_of
 
         return [recall_measure(framing_of(tokenizer, raw), length, questions, limit, seed)]
 
@@ -231,7 +231,7 @@ def turns(
 
     def make(tokenizer: Any, source: Any, length: int) -> Sequence[Any]:
         from ..evaluate.questions import turns_measure
-        from ..framing import framing_of
+        from ..reading.framing import framing_of
 
         return [turns_measure(framing_of(tokenizer, raw), length, source, questions, limit, seed)]
 
@@ -261,7 +261,7 @@ def ppl(
 
     def make(tokenizer: Any, source: Any, length: int) -> Sequence[Any]:
         from ..evaluate.losses import loss_measure
-        from ..framing import Framing
+        from ..reading.framing import Framing
 
         return [loss_measure("ppl", Framing(tokenizer), length, scored, source, limit, seed)]
 
@@ -290,7 +290,7 @@ def decode(
 
     def make(tokenizer: Any, source: Any, length: int) -> Sequence[Any]:
         from ..evaluate.losses import decode_measure
-        from ..framing import Framing
+        from ..reading.framing import Framing
 
         return [decode_measure(Framing(tokenizer), length, source, limit, seed)]
 

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from ..extras import need_packages
+from ..support.extras import need_packages
 from .options import Device, Dtype, Model
 
 Text = Annotated[

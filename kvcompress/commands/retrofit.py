@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
-from ..extras import need_packages
+from ..support.extras import need_packages
 from .options import Model
 
 if TYPE_CHECKING:

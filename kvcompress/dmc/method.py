@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from .. import ops
-from ..documents import Documents, Group
+from ..hf.documents import Documents, Group
 from ..hf.facts import Facts
 from ..hf.method import Call, Method, PassCache
 from ..retrofit.passes import TrainingPass, documents_of, learns, whole_layers

@@ -9,12 +9,12 @@ from typing import Any
 from rich.console import Console
 from transformers.utils.logging import set_verbosity_error
 
+from ..apps.write_text import load
 from ..caches.spec import DENSE, CacheSpec
 from ..checks import need
-from ..extras import need_packages
 from ..hf.config import decoder_config
-from ..progress import telling
-from ..write_text import load
+from ..support.extras import need_packages
+from ..support.progress import telling
 from .equal_bytes import EqualBytes
 from .measure import Measure
 from .peers.environment import peer_of

@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 import torch
 
 from ..checks import need
-from ..framing import Framing
 from ..hf.argument import CACHE
+from ..reading.framing import Framing
 from .measure import Measure, Outcome
 from .reading import Reader, held_nbytes
 from .texts import Source

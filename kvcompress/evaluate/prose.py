@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..checks import need
-from ..framing import Framing
+from ..reading.framing import Framing
 from .fitting import TooShort, largest
 from .followed import Followed
 from .losses import Text

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from ..checks import need
-from ..framing import Framing, unended
 from ..models.text import fact, question, random_name, random_pass_key
+from ..reading.framing import Framing, unended
 from .fitting import TooShort, largest
 from .measure import Asked, Measure, Outcome, Prompt
 from .reading import Reader, check_question, copy_of, held_nbytes

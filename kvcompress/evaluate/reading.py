@@ -13,12 +13,12 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 from transformers.generation.streamers import BaseStreamer
 
+from ..apps.write_text import held_nbytes
 from ..caches.base import CompressedCache
 from ..caches.spec import CacheSpec
 from ..checks import need
 from ..hf.argument import CACHE
-from ..prefilling import prefill
-from ..write_text import held_nbytes
+from ..reading.prefilling import prefill
 
 QUESTIONS = ("end", "later", "guide")
 _ANY_SIZE = 4096  # tokens

@@ -15,16 +15,16 @@ from rich.console import Console
 from rich.table import Table
 from transformers.utils.logging import set_verbosity_error
 
-from ..bench import measured
+from ..apps.bench import measured
+from ..apps.info import facts
+from ..apps.write_text import load
 from ..caches.base import trained_length_of
 from ..caches.spec import DENSE, CacheSpec
 from ..checks import need, renamed
-from ..files import write_text
-from ..framing import Framing, framing_of
-from ..info import facts
-from ..progress import telling
+from ..reading.framing import Framing, framing_of
+from ..support.files import write_text
+from ..support.progress import telling
 from ..units import Keep, size
-from ..write_text import load
 from .equal_bytes import EqualBytes, dense_bytes
 from .measure import Mean, Outcome
 from .quotes import Quotes, quotes_measure, tokens_of

@@ -13,9 +13,9 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
+from ..apps.info import facts
 from ..caches.spec import DENSE
-from ..files import write_text
-from ..info import facts
+from ..support.files import write_text
 from .run import PEER, Row
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"

@@ -15,9 +15,9 @@ from ..dmc.config import DMCConfig
 from ..dmc.dms import DMSLayer
 from ..hf.facts import Facts
 from ..hf.method import Call
-from ..kvpress_names import no_ratio
 from ..pruners import Gates
 from ..pruners.gates import HIDDEN, as_gates
+from ..support.kvpress_names import no_ratio
 from ..units import Keep
 
 _LARGEST = 1e6

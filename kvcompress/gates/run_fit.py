@@ -14,11 +14,11 @@ from ..analysis.texts import check_source, length_read_again, load_plain, texts
 from ..caches.pruned import PrunedCache
 from ..caches.spec import CacheSpec
 from ..checks import need, need_number
-from ..extras import need_packages
-from ..framing import Framing
 from ..hf.config import decoder_config
-from ..progress import counted, showing
 from ..pruners import Gates, KVzip
+from ..reading.framing import Framing
+from ..support.extras import need_packages
+from ..support.progress import counted, showing
 from .fitting import fit_gates
 from .training import SINKS, WINDOW, check_lengths, train_gates
 

@@ -8,7 +8,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import transformers
 
-from ..versions import numbers_of
+from ..support.versions import numbers_of
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -8,7 +8,7 @@ from torch import nn
 from transformers import PreTrainedConfig, __version__, cache_utils
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 
-from ..versions import numbers_of
+from ..support.versions import numbers_of
 
 
 def _known(*names: str) -> tuple[type, ...]:

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..places import Places, placed
 from ..positions import NormedTables, RotaryTables
+from .places import Places, placed
 
 
 @dataclass(frozen=True, eq=False)

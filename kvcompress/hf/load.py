@@ -11,8 +11,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.utils import cached_file
 
-from ..extras import need_packages
-from ..names import check_name
+from ..support.extras import need_packages
+from ..support.names import check_name
 from .adapters import FIELD
 from .attach import attach, base_model, facts_of
 from .guard import guard

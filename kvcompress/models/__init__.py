@@ -11,7 +11,7 @@ from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForC
 
 from ..checks import need
 from ..hf.guard import guard
-from ..smollm2 import SMOLLM2, smollm2_folder
+from ..support.smollm2 import SMOLLM2, smollm2_folder
 from .differences import unpack
 from .tokenizer import byte_tokenizer
 

@@ -21,8 +21,8 @@ from ..checks import (
     need_tensor,
     need_tensors,
 )
-from ..no_gradient import without_gradient
 from .native import MAX_HEAD_DIM, native
+from .no_gradient import without_gradient
 from .quantize import need_pages
 
 

@@ -18,9 +18,9 @@ from ..checks import (
     need_sequence,
     need_tensors,
 )
-from ..no_gradient import without_gradient
 from .decode import need_probabilities
 from .native import MAX_HEAD_DIM, native
+from .no_gradient import without_gradient
 
 
 def decode_shared(

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from ..checks import FLOATS, dense, dense_last, need, need_device, need_float, need_int32, need_integer, need_tensor
-from ..no_gradient import change_without_gradient
 from .dmc_accumulate import MAX_DMC_WINDOW, need_neuron
 from .native import MAX_HEAD_DIM, native
+from .no_gradient import change_without_gradient
 from .pages import NO_GRADIENT, PageTable, need_table
 
 

@@ -16,12 +16,12 @@ from ..checks import (
     need_sink_logits,
     need_softcap,
 )
-from ..no_gradient import without_gradient
 from .dmc_accumulate import MAX_DMC_WINDOW, need_neuron
 from .dmc_append import Tail, need_tables
 from .dmc_gates import IMPORTANCES, LARGEST
 from .explained import explained_by, need_one_device
 from .native import native
+from .no_gradient import without_gradient
 from .paged_step import NO_STEP_GRADIENT, need_parts, need_step
 from .pages import PageTable, need_table
 

@@ -18,10 +18,10 @@ from ..checks import (
     need_softcap,
     need_tensor,
 )
-from ..no_gradient import without_gradient
 from .dmc_append import need_tables
 from .explained import explained_by, need_one_device
 from .native import MAX_HEAD_DIM, native
+from .no_gradient import without_gradient
 from .pages import PageTable, need_table
 from .quantize import need_pages
 

@@ -19,8 +19,8 @@ from ..checks import (
     need_tensor,
     need_tensors,
 )
-from ..no_gradient import change_without_gradient
 from .native import native
+from .no_gradient import change_without_gradient
 
 
 class PageTable(NamedTuple):

@@ -19,12 +19,12 @@ from ..checks import (
     need_softcap,
     need_tensor,
 )
-from ..no_gradient import without_gradient
 from .decode import need_probabilities
 from .decode_shared import gate_threshold
 from .dmc_append import need_tables
 from .explained import explained_by, need_one_device
 from .native import native
+from .no_gradient import without_gradient
 from .paged_step import NO_STEP_GRADIENT, need_parts, need_step
 from .pages import PageTable, need_table
 

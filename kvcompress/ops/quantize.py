@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from ..checks import FLOATS, dense_last, need, need_device, need_float, need_tensors
-from ..no_gradient import without_gradient
 from .native import MAX_HEAD_DIM, native
+from .no_gradient import without_gradient
 
 CODES = {"int8": (8, torch.int8), "int4": (4, torch.uint8)}  # bits, and the dtype of the bytes
 

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from ..checks import dense, dense_last, need, need_integer, need_scale, need_sink_logits, need_softcap
-from ..no_gradient import without_gradient
 from .dmc_append import need_tables
 from .explained import explained_by, need_one_device
 from .native import native
+from .no_gradient import without_gradient
 from .paged_step import NO_STEP_GRADIENT, need_parts, need_step
 from .pages import PageTable, need_table
 

@@ -19,12 +19,12 @@ from ..checks import (
     need_sink_logits,
     need_softcap,
 )
-from ..no_gradient import without_gradient
 from .dmc_accumulate import need_neuron
 from .dmc_append import need_tables
 from .dmc_gates import LARGEST
 from .explained import explained_by, need_one_device
 from .native import MAX_HEAD_DIM, native
+from .no_gradient import without_gradient
 from .paged_step import NO_STEP_GRADIENT, need_parts
 from .pages import PageTable, need_table
 from .quantize import need_pages

@@ -17,8 +17,8 @@ from ..checks import (
     need_sink_logits,
     need_softcap,
 )
-from ..no_gradient import without_gradient
 from .native import MAX_HEAD_DIM, native
+from .no_gradient import without_gradient
 
 REDUCTIONS = ("mean", "sum", "max")
 POOLINGS = ("avg", "max")

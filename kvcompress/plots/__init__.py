@@ -12,7 +12,7 @@ after `%matplotlib inline`.
 
 # ruff: noqa: E402  who has no matplotlib is told so before it is imported
 
-from ..extras import need_packages
+from ..support.extras import need_packages
 
 need_packages("kvcompress.plots", "matplotlib")
 

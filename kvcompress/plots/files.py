@@ -11,7 +11,7 @@ from matplotlib.backend_bases import FigureCanvasBase
 from matplotlib.figure import Figure
 
 from ..checks import need
-from ..files import staged
+from ..support.files import staged
 from .panels import flat
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import ops
-from ..documents import Documents, Group
+from ..hf.documents import Documents, Group
 from ..hf.facts import Facts
 from ..hf.method import Call, Method
 from ..retrofit.passes import TrainingPass, documents_of, learns

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from ..checks import need, need_choice, need_integer
-from ..files import read_json, write_text
 from ..hf.config import decoder_config, sizes_of
+from ..support.files import read_json, write_text
 from .lead import Kinds, Lead, LeadTable, check_kinds, check_lead, follower_share
 from .similarity import REDUCTIONS
 

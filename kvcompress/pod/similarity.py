@@ -13,9 +13,9 @@ from .. import ops
 from ..checks import need, need_choice, need_integer
 from ..hf.facts import Facts
 from ..hf.reading import plain_decoder, read, token_rows, tokens_of
-from ..progress import Progress, showing
 from ..retrofit.passes import TrainingPass
 from ..softmax import Softmax
+from ..support.progress import Progress, showing
 from .kinds import kinds_of
 from .lead import Kinds
 

@@ -15,9 +15,9 @@ from .. import ops
 from ..budgets import Budget
 from ..checks import MOST_INT32, need_integer
 from ..hf.facts import LayerFacts
-from ..kvpress_names import refuse_theirs
 from ..positions import RotaryTables
 from ..softmax import Softmax
+from ..support.kvpress_names import refuse_theirs
 
 
 @dataclass(frozen=True)

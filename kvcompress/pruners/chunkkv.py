@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..presets import preset_of
+from ..support.presets import preset_of
 from .asking import AskingPruner
 from .base import Candidates, Pruner
 from .snapkv import SnapKV

@@ -17,9 +17,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ..checks import need, need_number
-from ..files import naming, read_json, staged, write_text
 from ..hf.facts import LayerFacts
-from ..names import file_of, folder_of
+from ..support.files import naming, read_json, staged, write_text
+from ..support.names import file_of, folder_of
 from .gate_forms import FORMS, GateForm, LinearGate, formed
 from .published_gates import CONFIG, fast_kvzip, kvzap, need_kvzap, read_tensors
 

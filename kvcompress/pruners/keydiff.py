@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..presets import preset_of
+from ..support.presets import preset_of
 from .base import Candidates, Pruner
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..checks import need_integer
 from ..ops.native import MAX_HEAD_DIM
-from ..presets import preset_of
+from ..support.presets import preset_of
 from .base import Candidates, Pruner
 
 _PAPERS = 0.35  # blending

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from ..checks import need
-from ..files import read_fields, write_text
-from ..names import file_of
+from ..support.files import read_fields, write_text
+from ..support.names import file_of
 
 FORMAT = "kvcompress score profile 1"
 _LEAST, _MOST = 1e-12, 1e30

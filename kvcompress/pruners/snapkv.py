@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from .. import ops
-from ..presets import preset_of
+from ..support.presets import preset_of
 from .base import Candidates, Pruner
 
 _PRESETS: dict[str, dict[str, Any]] = {

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..presets import preset_of
+from ..support.presets import preset_of
 from .base import Candidates, Pruner
 
 

@@ -12,12 +12,12 @@ from huggingface_hub import ModelCard, ModelCardData
 from torch import Tensor, nn
 
 from ..caches.spec import CacheSpec
-from ..files import write_text
 from ..hf.argument import CACHE
 from ..hf.attach import base_model, facts_of
 from ..hf.method import method_of
 from ..hf.seam import evaluating
-from ..prefilling import prefill
+from ..reading.prefilling import prefill
+from ..support.files import write_text
 from .report import NAMES
 from .sources import DataSource
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import safetensors
 
-from ..files import naming
+from ..support.files import naming
 
 MARKER = "checkpoint.json"  # step, run, and files: their sizes in bytes by name
 STAGING = "writing"  # in the output folder: what is being written or removed

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from ..files import naming
+from ..support.files import naming
 from .checkpoints import write_whole
 from .ranks import summed
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..documents import Documents, Group, rotated
 from ..hf.config import cache_layers, ranks_of, recurs
+from ..hf.documents import Documents, Group, rotated
 from ..hf.facts import Facts, LayerFacts
 from ..hf.method import KEYWORD, Call, Pass
 from ..hf.seam import evaluating

@@ -19,12 +19,12 @@ from transformers import (
     TrainingArguments,
 )
 
-from ..files import naming
 from ..hf.attach import attach, base_model
 from ..hf.config import cache_layers, decoder_config, recurs
 from ..hf.method import saved_method
 from ..models import EXAMPLE, EXAMPLE_NAME, load_example_model, shipped_retrofit
-from ..names import check_name
+from ..support.files import naming
+from ..support.names import check_name
 from .card import CARD, keeps_own_card, measured_ratio, model_card
 from .checkpoints import checkpoints, flush, flush_folder, read_json, step_of, write_whole
 from .data import collate, example_rows, example_validation

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..extras import need_packages
+from ..support.extras import need_packages
 
 KINDS = {".txt": "text", ".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 _LOOKED_AT = 1000  # records of a stream among which one must hold text

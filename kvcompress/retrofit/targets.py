@@ -10,8 +10,8 @@ from torch import Tensor
 from ..caches.pruned import PrunedCache
 from ..checks import need
 from ..hf.attach import base_model
-from ..prefilling import prefill
 from ..pruners import Pruner
+from ..reading.prefilling import prefill
 
 _UNREAD = 1e30  # what counts more than any score was not scored
 

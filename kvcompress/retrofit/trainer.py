@@ -20,8 +20,8 @@ from transformers import (
     set_seed,
 )
 
-from ..files import naming
 from ..hf.adapters import carry_conversion
+from ..support.files import naming
 from . import checkpoints, fsdp, sharded
 from .callback import PROGRESS, RetrofitCallback
 from .card import CARD, add_use, tags_of

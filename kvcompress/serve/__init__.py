@@ -2,7 +2,7 @@
 
 from transformers import __version__ as _version
 
-from ..versions import check_serving as _check_serving
+from ..support.versions import check_serving as _check_serving
 
 _check_serving(_version)
 

@@ -13,7 +13,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import common
-from kvcompress import graphs
+from kvcompress.caches import graphs
 
 Work = Callable[[], object]
 

@@ -22,7 +22,7 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[3]))
 from kvcompress.checks import need
-from kvcompress.files import user_cache, write_text
+from kvcompress.support.files import user_cache, write_text
 
 SPLITS = ("tune", "report")
 _LEAST = 80  # characters of a paragraph: shorter ones are headings and entries of lists

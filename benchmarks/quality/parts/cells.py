@@ -11,7 +11,7 @@ from typing import Any
 from kvcompress.caches.spec import DENSE
 from kvcompress.checks import need
 from kvcompress.evaluate.measure import Mean, Outcome
-from kvcompress.files import write_text
+from kvcompress.support.files import write_text
 
 KINDS = {
     "number": "numbers",

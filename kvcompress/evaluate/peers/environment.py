@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from ...files import user_cache
+from ...support.files import user_cache
 
 KVPRESS = "0.5.5"
 REQUIREMENTS = (f"torch=={torch.__version__.partition('+')[0]}", f"kvpress=={KVPRESS}", "transformers<5.3")

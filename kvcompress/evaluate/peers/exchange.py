@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from ...files import write_text
 from ...models import EXAMPLE, EXAMPLE_NAME
-from ...names import check_name
+from ...support.files import write_text
+from ...support.names import check_name
 from .environment import PROGRAM, Peer, last_line
 
 DENSE = "dense"  # as a press: none

@@ -16,10 +16,10 @@ from ...caches.base import trained_length_of
 from ...caches.pruned import PrunedCache
 from ...caches.spec import DENSE, CacheSpec
 from ...checks import FLOATS, need_dtype
-from ...extras import need_packages
 from ...hf.config import decoder_config
 from ...models import EXAMPLE, EXAMPLE_NAME
-from ...names import check_name
+from ...support.extras import need_packages
+from ...support.names import check_name
 from ..memory import free_nbytes, free_node_nbytes, memory_nbytes
 from .capacity import Capacity
 from .engine import Engine

@@ -11,12 +11,12 @@ from rich.console import Console
 from torch import Tensor
 from transformers.utils.logging import set_verbosity_error
 
-from .caches import CompressedCache
-from .caches.saving import load_cache
-from .caches.spec import CacheSpec, unasked
-from .framing import has_template, next_turn, unended
-from .models import EXAMPLE_NAME
-from .prefilling import generate
+from ..caches import CompressedCache
+from ..caches.saving import load_cache
+from ..caches.spec import CacheSpec, unasked
+from ..models import EXAMPLE_NAME
+from ..reading.framing import has_template, next_turn, unended
+from ..reading.prefilling import generate
 from .streamed import Streamed
 from .write_text import load
 

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
-from .units import instead_of
+from ..units import instead_of
 
 P = ParamSpec("P")
 T = TypeVar("T")

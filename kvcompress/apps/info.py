@@ -11,14 +11,14 @@ import transformers
 from rich.console import Console
 from rich.table import Table
 
-from . import ops
-from .ops.driver import cuda_versions, driver_fault
+from .. import ops
+from ..ops.driver import cuda_versions, driver_fault
 from .plan_report import model_shape
 
 
 def facts(model: str | None, dtype: str = "auto") -> dict[str, Any]:
     """By name; of a model what its config says, without its weights. Raises ValueError as model_shape does."""
-    from . import __version__
+    from .. import __version__
 
     has_cuda = torch._C._dispatch_has_kernel_for_dispatch_key("kvcompress::rope", "CUDA")
     runtime, driver = cuda_versions()

@@ -9,8 +9,8 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from . import ops
-from .positions import RotaryTables, Unrotated
+from .. import ops
+from ..positions import RotaryTables, Unrotated
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from .caches.base import CompressedCache
-from .caches.passes import Iteration
-from .pruners import Pruner
-from .pruners.base import Reread
+from ..caches.base import CompressedCache
+from ..caches.passes import Iteration
+from ..pruners import Pruner
+from ..pruners.base import Reread
 
 Run = Callable[[Tensor, list[int], list[int], Iteration], object]
 

@@ -15,17 +15,17 @@ from transformers import AutoTokenizer
 from transformers.cache_utils import Cache
 from transformers.utils.logging import disable_progress_bar
 
-from .caches import CompressedCache
-from .caches.spec import CacheSpec, unasked
-from .checks import need, need_dtype
-from .framing import Framing, framing_of, has_template
-from .hf import attach
-from .hf.argument import CACHE
-from .hf.load import load_named
-from .models import EXAMPLE_NAME, load_example_model
-from .names import check_name
-from .prefilling import generate
-from .reader import Reading, read
+from ..caches import CompressedCache
+from ..caches.spec import CacheSpec, unasked
+from ..checks import need, need_dtype
+from ..hf import attach
+from ..hf.argument import CACHE
+from ..hf.load import load_named
+from ..models import EXAMPLE_NAME, load_example_model
+from ..reading.framing import Framing, framing_of, has_template
+from ..reading.prefilling import generate
+from ..reading.reader import Reading, read
+from ..support.names import check_name
 from .streamed import Streamed
 
 

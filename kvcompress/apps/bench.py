@@ -13,12 +13,12 @@ from rich.table import Table
 from torch import Tensor
 from transformers.utils.logging import set_verbosity_error
 
-from .caches import CompressedCache
-from .caches.spec import CacheSpec
-from .hf.argument import CACHE
-from .models.text import long_text
-from .prefilling import prefill
-from .units import size
+from ..caches import CompressedCache
+from ..caches.spec import CacheSpec
+from ..hf.argument import CACHE
+from ..models.text import long_text
+from ..reading.prefilling import prefill
+from ..units import size
 from .write_text import held_nbytes, load
 
 WARM = 64  # tokens of a run before those that count

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .positions import RotaryTables
+from ..positions import RotaryTables
 
 ALIKE = 0.7  # of the longest in a group: at most half of its attention is spent on what is behind a document's end
 SHORT = 64  # tokens, up to which all documents are alike: a group has calls of its own

@@ -8,16 +8,16 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from .caches.base import CompressedCache
-from .caches.passes import Iteration
-from .hf.adapters import check_adapter
-from .hf.argument import CACHE, takes_cache, with_cache
-from .hf.attach import base_model, facts_of
-from .hf.method import KEYWORD, method_of
-from .hf.reminder import warn_of_length, without_reminder
-from .logits import LogitsSink, scaled
-from .planner import Plan
-from .progress import Progress, showing
+from ..caches.base import CompressedCache
+from ..caches.passes import Iteration
+from ..hf.adapters import check_adapter
+from ..hf.argument import CACHE, takes_cache, with_cache
+from ..hf.attach import base_model, facts_of
+from ..hf.method import KEYWORD, method_of
+from ..hf.reminder import warn_of_length, without_reminder
+from ..logits import LogitsSink, scaled
+from ..planner import Plan
+from ..support.progress import Progress, showing
 from .rereading import latest, pruner_that_rereads, reread
 from .token_sources import OF_TEXT, Columns, Prompt, Stream, TokenIds, as_stream, from_tokenizer
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .caches.base import CompressedCache
-from .hf.argument import CACHE
+from ..hf.argument import CACHE
+from .base import CompressedCache
 
 WARM = 2  # steps that run before one is recorded: libraries take their workspaces then
 

@@ -1,0 +1,1 @@
+"""Prompts read through a cache, and what was read asked."""

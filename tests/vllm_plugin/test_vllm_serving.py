@@ -37,7 +37,8 @@ from kvcompress.serve.vllm.scheduler import _bytes_of
 
 ROOT = Path(__file__).parents[2]
 PRUNED = "pruned,pruner=snapkv,window=16,keep=64"
-CACHES = ["dense", "dmc", PRUNED, "streaming,window_size=60"]
+CODED = ["quantized,dtype=int8", "quantized,dtype=k8v4", PRUNED + ",dtype=int8,every=8"]
+CACHES = ["dense", "dmc", PRUNED, "streaming,window_size=60", *CODED]
 
 
 def example(cache):
@@ -257,7 +258,7 @@ def test_the_benchmark_writes_rows_of_what_was_run(tmp_path):
     assert done.returncode == 0, done.stderr
     rows = {row["name"]: row for row in json.loads(path.read_text())["rows"]}
     shares = [row["share"] for name, row in rows.items() if name.startswith("equal/vllm/")]
-    assert len(rows) == 20 and shares == [1.0] * 4
+    assert len(rows) == 25 and shares == [1.0] * 5
 
 
 @pytest.mark.parametrize("settings", [{"mode": "dms", "dms_window": 5}, {"window": 4}], ids=["dms", "dmc"])

@@ -106,7 +106,8 @@ class CompressedAttention(Attention):
         self.impl.index = index
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> CompressedSpec:
-        return CompressedSpec(
-            block_size=vllm_config.cache_config.block_size, num_kv_heads=self.num_kv_heads, head_size=self.head_size,
-            head_size_v=self.head_size, dtype=self.kv_cache_torch_dtype, engine=vllm_config.instance_id,
+        block_size, engine = vllm_config.cache_config.block_size, vllm_config.instance_id
+        return CompressedSpec(  # a slot is bytes to vLLM, codes and scales or numbers
+            block_size=block_size, num_kv_heads=self.num_kv_heads,
+            head_size=ENGINES[engine].page_nbytes // block_size, head_size_v=0, dtype=torch.uint8, engine=engine,
         )  # fmt: skip

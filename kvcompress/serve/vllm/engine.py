@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...caches.formats import Format, keys_and_values, slot_nbytes
 from ...caches.pruned import PrunedCache
 from ...caches.streaming import StreamingCache
 from ...hf.method import restored_method
@@ -56,17 +57,12 @@ class Engine:
             raise ValueError(
                 "gates must look at queries under vLLM, whose attention knows no hidden states: kvcompress fit gates"
             )
-        if empty.pool_settings.dtype is not None:
-            raise ValueError(
-                f"dtype must not be given under vLLM, got {empty.pool_settings.dtype!r}: its blocks are of the model's "
-                "dtype; kvcompress.serve.batching takes it"
-            )
         empty.adopt(self.decoder, self.facts)
         check_served(empty, self.facts, self.method)
         self.whole = is_read_whole(empty)
         paged = paged_layers(empty)
-        size = self.facts[0].size
-        self.page_nbytes = 2 * block_size * size * dtype.itemsize
+        form = Format.of(empty.pool_settings.dtype, dtype)
+        self.page_nbytes = block_size * slot_nbytes(keys_and_values(self.facts[0].size, dtype, form))
         heads = [self.facts[layer.index].kv_heads for layer in paged]
         self.bounds = Bounds(empty, heads, block_size, self.page_nbytes)
         self.bounds.share = self.bounds.share / settings.ratio

@@ -12,10 +12,11 @@ token/<engine>/T<T>   a token behind it: median over the tokens of all rounds
 growth/<engine>       of a token's time per 1,000 tokens of context, from the shortest to the longest prompt
 
 transformers   with DynamicCache and SDPA
-ours           attached; all kept (a PrunedCache that keeps everything), a quarter (SnapKV), streaming (4 and 1,020)
+ours           attached; all kept (a PrunedCache that keeps everything), in int8 and k8v4 (QuantizedCache), a quarter
+               (SnapKV), streaming (4 and 1,020)
 vllm           its CPU build, its own cache and the plugin's quarter, compiled where that works
 openvino       OpenVINO GenAI on the GGUF as it is: 4-bit weights, 8-bit cache
-llamacpp       llama.cpp on the same GGUF, flash attention, a cache in float16
+llamacpp       llama.cpp on the same GGUF, flash attention, a cache in float16; in its q8_0 and q4_0
 
 The first two hold weights in bfloat16, as vLLM does. The other engines are measured where a Python is named that has
 them: pip install openvino-genai, or llama-cpp-python, or `make .venv-vllm/installed`.
@@ -48,10 +49,11 @@ PROGRAM = Path(__file__).with_name("parts") / "engine_program.py"
 KEPT = "pruned,pruner=streamingllm,keep=1000000"
 QUARTER = "pruned,pruner=snapkv,keep=0.25"
 TORCH: dict[str, str | None] = {
-    "transformers": None, "ours, all kept": KEPT, "ours, a quarter": QUARTER,
-    "ours, streaming": "streaming,window_size=1020",
+    "transformers": None, "ours, all kept": KEPT, "ours, int8": "quantized,dtype=int8",
+    "ours, k8v4": "quantized,dtype=k8v4", "ours, a quarter": QUARTER, "ours, streaming": "streaming,window_size=1020",
 }  # fmt: skip
 VLLM: dict[str, str | None] = {"vllm": None, "vllm, a quarter": QUARTER}
+LLAMACPP: dict[str, str | None] = {"llamacpp": None, "llamacpp, q8_0": "q8_0", "llamacpp, q4_0": "q4_0"}
 
 
 @dataclass(frozen=True)
@@ -110,9 +112,12 @@ def engines(choice: Any, threads: int, longest: int) -> list[tuple[str, str, dic
     if choice.vllm_python is not None:
         found += [(name, str(choice.vllm_python), {"engine": "vllm", "model": folder, "cache": cache, **shared})
                   for name, cache in VLLM.items()]  # fmt: skip
-    for name in ("openvino", "llamacpp"):
-        if (python := getattr(choice, f"{name}_python")) is not None:
-            found.append((name, str(python), {"engine": name, "model": str(gguf_file("model")), **shared}))
+    gguf = None if tiny else str(gguf_file("model"))
+    if choice.openvino_python is not None:
+        found.append(("openvino", str(choice.openvino_python), {"engine": "openvino", "model": gguf, **shared}))
+    if choice.llamacpp_python is not None:
+        found += [(name, str(choice.llamacpp_python), {"engine": "llamacpp", "model": gguf, "cache": cache, **shared})
+                  for name, cache in LLAMACPP.items()]  # fmt: skip
     return found
 
 

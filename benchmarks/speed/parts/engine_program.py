@@ -88,10 +88,13 @@ def vllm_engine(given: dict[str, Any]) -> tuple[str, Ask]:
 
 
 def llamacpp_engine(given: dict[str, Any]) -> tuple[str, Ask]:
+    """cache: None = float16, or a type of ggml's."""
     import llama_cpp
 
+    kind = getattr(llama_cpp, f"GGML_TYPE_{(given['cache'] or 'f16').upper()}")
     llm = llama_cpp.Llama(given["model"], n_ctx=given["longest"], n_batch=512, n_threads=given["threads"],
-                          n_threads_batch=given["threads"], flash_attn=True, verbose=False)  # fmt: skip
+                          n_threads_batch=given["threads"], flash_attn=True, type_k=kind, type_v=kind,
+                          verbose=False)  # fmt: skip
 
     def ask(ids: list[int], new: int) -> Found:
         llm.reset()

@@ -52,11 +52,19 @@ CACHES = {
 }  # fmt: skip
 
 
-WAITING = {  # whose newest tokens are codes only once they leave a window
+MODELS = {"dms": {"mode": "dms", "dms_window": 7}, "dmc": {}, "dmc, window": {"window": 3}}  # that decide
+WAITING = {  # whose newest tokens or averages wait in the model's dtype, or in float32, before they are codes
     "gated": lambda config, dtype: GatedCache(config, tiny_gates_folder(), keep=0.5, window=8, dtype=dtype),
-    "dms": lambda config, dtype: DMCCache(config, dtype=dtype),
-}
+} | dict.fromkeys(MODELS, lambda config, dtype: DMCCache(config, dtype=dtype, page_size=4))
 EVERY = CACHES | WAITING
+
+
+def model_of(name):
+    if name not in MODELS:
+        return attached()
+    model = deciding_model(dmc=MODELS[name])
+    attach(model)
+    return model
 
 
 @torch.no_grad()
@@ -131,11 +139,10 @@ def test_a_prompt_in_parts_is_rounded_as_one(kind, family):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("name", "kind"), covering(["gated", "dms"], FORMATS))
-def test_tokens_that_leave_a_window_become_codes(name, kind):
-    model = attached() if name == "gated" else deciding_model(dmc={"mode": "dms", "dms_window": 7})
+@pytest.mark.parametrize(("name", "kind"), covering(list(WAITING), FORMATS))
+def test_what_waits_becomes_codes_once(name, kind):
+    model = model_of(name)
     ids = random_ids(sum(CALLS), seed=3)
-    attach(model)
     plain, one = (WAITING[name](model.config, dtype) for dtype in (None, kind))
     wanted, found = run(model, plain, ids), run(model, one, ids)
     assert one.stored_lengths()[0] == plain.stored_lengths()[0]  # later layers' decisions follow what was rounded
@@ -150,14 +157,12 @@ def test_tokens_that_leave_a_window_become_codes(name, kind):
     assert (last - logits[-1]).abs().mean() < most
 
 
-def test_dmc_refuses_codes():
-    with pytest.raises(ValueError, match="dtype must be None with DMC, whose newest entry is averaged on, got 'int8'"):
-        DMCCache(deciding_model().config, dtype="int8")
+SHARED = ["quantized", "snapkv", "replay", "iterative", *WAITING]
 
 
-@pytest.mark.parametrize(("name", "kind"), covering(["quantized", "snapkv", "replay", "iterative", "gated"], FORMATS))
+@pytest.mark.parametrize(("name", "kind"), covering(SHARED, FORMATS))
 def test_batches_forks_and_saved_ones_go_on_alike(name, kind, tmp_path):
-    model = attached()
+    model = model_of(name)
     prompts = [random_ids(n, seed=n) for n in (41, 30)]
     ids, mask = left_padded(prompts)
     options = {"max_new_tokens": 6, "do_sample": False}

@@ -385,7 +385,7 @@ void run_dmc_append(int64_t S, int64_t D, int64_t window, kvc_dtype dtype) {
     gates.alpha.floats()[0] = 1.0f;
     const kvc_page_table pool = {table.data(), lengths.data(), refs.data(), free_list.data(), free_count.data(), H, blocks,
                                  P, pages};
-    const kvc_dmc_append_args args = {pool, k_pages.bytes.get(), v_pages.bytes.get(), k.view(), v.view(), tail_k.floats(),
+    const kvc_dmc_append_args args = {pool, rows_of(k_pages, v_pages, dtype), k.view(), v.view(), tail_k.floats(),
                                       tail_v.floats(), tail_w.floats(), held.data(), gates.alpha.floats(),
                                       gates.omega.floats(), cos.floats(), sin.floats(), positions.data(), counts.data(),
                                       scratch.data(), 1, H, S, D, rotary_dim, 7, D - 1, window};

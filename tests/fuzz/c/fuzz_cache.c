@@ -179,7 +179,9 @@ static void dmc_append(void) {
     const kvc_dtype type = any_dtype();
     const kvc_page_table table = any_table(R, between(0, once_in(4) ? 90 : 12));
     kvc_dmc_append_args args = {
-        .table = table, .k_pages = elements(slots(&table) * D, type, WRITE), .v_pages = elements(slots(&table) * D, type, WRITE),
+        .table = table,
+        .rows = stored(once_in(3) ? any_format() : (kvc_format)type, table.pages, table.pages, table.P > 0 ? table.P : 0, D,
+                       WRITE),
         .k = view(B, Hkv, S, D, type, READ), .v = view(B, Hkv, S, D, once_in(30) ? any_dtype() : type, READ),
         .tail_k = floats(R * N * D, WRITE), .tail_v = floats(R * N * D, WRITE), .tail_w = floats(R * N, WRITE),
         .tail_counts = integers(R, 0, 5, WRITE), .alpha = floats(R * S, READ),
@@ -191,7 +193,7 @@ static void dmc_append(void) {
         .B = B, .Hkv = Hkv, .S = S, .D = D, .rotary_dim = rotary_dim, .table_rows = rows,
         .neuron = once_in(3) ? any_number() : -1, .window = window,
     };
-    POINTER(args.k_pages), POINTER(args.v_pages), POINTER(args.k.data), POINTER(args.v.data), POINTER(args.tail_k);
+    POINTER(args.rows.keys), POINTER(args.rows.values), POINTER(args.k.data), POINTER(args.v.data), POINTER(args.tail_k);
     POINTER(args.tail_v), POINTER(args.tail_w), POINTER(args.tail_counts), POINTER(args.alpha), POINTER(args.omega);
     POINTER(args.cos), POINTER(args.sin), POINTER(args.counts);
     table_fields(&args.table);

@@ -100,7 +100,9 @@ static void dmc_step(void) {
     const int decided = once_in(2);
     kvc_dmc_step_args args = {
         .append = {
-            .table = table, .k_pages = slots(&table, n.D, n.type), .v_pages = slots(&table, n.D, n.type),
+            .table = table,
+            .rows = stored(once_in(3) ? any_format() : (kvc_format)n.type, table.pages, table.pages, table.P > 0 ? table.P : 0,
+                           n.D, WRITE),
             .k = view(n.B, n.Hkv, 1, n.D, n.type, READ),
             .v = view(n.B, n.Hkv, 1, n.D, once_in(30) ? any_dtype() : n.type, READ),
             .tail_k = floats(R * N * n.D, WRITE), .tail_v = floats(R * N * n.D, WRITE), .tail_w = floats(R * N, WRITE),
@@ -118,7 +120,7 @@ static void dmc_step(void) {
         .omega_eps = any_float(), .reduce = (kvc_importance)between(0, once_in(20) ? 9 : 2),
     };
     kvc_dmc_append_args *append = &args.append;
-    POINTER(append->k_pages), POINTER(append->v_pages), POINTER(append->k.data), POINTER(append->v.data);
+    POINTER(append->rows.keys), POINTER(append->rows.values), POINTER(append->k.data), POINTER(append->v.data);
     POINTER(append->tail_k), POINTER(append->tail_v), POINTER(append->tail_w), POINTER(append->tail_counts);
     POINTER(append->alpha), POINTER(append->omega), POINTER(append->cos), POINTER(append->sin), POINTER(args.out);
     POINTER(args.lse), POINTER(args.q.data), POINTER(args.places);

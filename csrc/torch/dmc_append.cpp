@@ -35,7 +35,7 @@ void dmc_append_(Tensor k_pages, Tensor v_pages, Tensor block_table, Tensor leng
                  const std::optional<Tensor>& given_counts, int64_t neuron, int64_t window,
                  std::optional<Tensor> key_scales, std::optional<Tensor> value_scales) {
     Changed changed = changed_of(block_table, lengths, refs, free_pages, free_count,
-                                       {k_pages, v_pages, tail_keys, tail_values, tail_weights, tail_counts});
+                                 {k_pages, v_pages, tail_keys, tail_values, tail_weights, tail_counts});
     changed.add("key_scales", key_scales);
     changed.add("value_scales", value_scales);
     const Tensor keys = changed.apart(given_keys), values = changed.apart(given_values);
@@ -46,7 +46,7 @@ void dmc_append_(Tensor k_pages, Tensor v_pages, Tensor block_table, Tensor leng
     const int64_t B = keys.size(0), Hkv = keys.size(1), S = keys.size(2), R = block_table.size(0);
     check_array(alpha, block_table, ScalarType::Float, {B, Hkv, S}, "alpha");
     check_array(omega, block_table, ScalarType::Float, {B, Hkv, S}, "omega");
-    const kvc_rows rows = changed_rows_of(k_pages, v_pages, key_scales, value_scales, block_table, refs.size(0), keys.size(3));
+    const kvc_rows rows = changed_rows_of(k_pages, v_pages, key_scales, value_scales, block_table, refs.size(0), refs.size(0), keys.size(3));
     kvc_dmc_append_args args = append_of(rows, k_pages, table_of(block_table, lengths, refs, free_pages, free_count,
                                          k_pages.size(1)), block_table, tail_keys, tail_values, tail_weights, tail_counts,
                                          keys, values, rotation_of(cos, sin, block_table), neuron, window);

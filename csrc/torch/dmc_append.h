@@ -3,8 +3,8 @@
 #include "page_table.h"
 #include "rows.h"
 
-// The tail and the new tokens of every row, checked; what says which of them merge, and where they stand, is
-// left to the caller.
+// The tail and the new tokens of every row, checked; what says which of them merge, and where they stand, is left to the
+// caller.
 inline kvc_dmc_append_args append_of(const kvc_rows& rows, const Tensor& k_pages, const kvc_page_table& table,
                                      const Tensor& like, const Tensor& tail_keys, const Tensor& tail_values,
                                      const Tensor& tail_weights, const Tensor& tail_counts, const Tensor& keys,

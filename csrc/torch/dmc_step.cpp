@@ -31,7 +31,7 @@ std::tuple<Tensor, Tensor> dmc_step_(const Tensor& given_queries, const Tensor& 
                                      const std::optional<Tensor>& sink_logits, double softcap,
                                      std::optional<Tensor> key_scales, std::optional<Tensor> value_scales) {
     Changed changed = changed_of(block_table, lengths, refs, free_pages, free_count,
-                                       {k_pages, v_pages, tail_keys, tail_values, tail_weights, tail_counts, places});
+                                 {k_pages, v_pages, tail_keys, tail_values, tail_weights, tail_counts, places});
     changed.add("key_scales", key_scales);
     changed.add("value_scales", value_scales);
     const Tensor queries = changed.apart(given_queries), keys = changed.apart(given_keys);
@@ -60,7 +60,7 @@ std::tuple<Tensor, Tensor> dmc_step_(const Tensor& given_queries, const Tensor& 
     Tensor out = torch::stable::new_empty(queries, {B, Hq, 1, D});
     Tensor lse = torch::stable::new_empty(queries, {B, Hq, 1}, ScalarType::Float);
     kvc_dmc_step_args args = {
-        .append = append_of(changed_rows_of(k_pages, v_pages, key_scales, value_scales, block_table, refs.size(0), D),
+        .append = append_of(changed_rows_of(k_pages, v_pages, key_scales, value_scales, block_table, refs.size(0), refs.size(0), D),
                             k_pages, table_of(block_table, lengths, refs, free_pages, free_count, P),
                             block_table, tail_keys, tail_values, tail_weights, tail_counts, keys, values,
                             rotation_of(cos, sin, block_table), neuron, window),

@@ -116,14 +116,16 @@ def need_step(queries: Tensor, k_pages: Tensor, table: PageTable, coded: bool = 
 
 def need_rows(
     keys: Tensor, k_pages: Tensor, v_pages: Tensor, key_scales: Tensor | None, value_scales: Tensor | None,
-    table: PageTable, D: int,
+    table: PageTable, D: int, value_table: PageTable | None = None,
 ) -> torch.dtype:  # fmt: skip
-    """Pages of a table, of numbers or of codes; gives the dtype that new keys and values must have."""
+    """Pages of a table, of numbers or of codes; gives the dtype that new keys and values must have. value_table: of the
+    values, None = the same."""
     pages, dtype, device = (table.refs.shape[0], k_pages.shape[1], D), k_pages.dtype, table.refs.device
+    value_pages = ((value_table or table).refs.shape[0], *pages[1:])
     if key_scales is None and value_scales is None:
-        need_parts(device, ("k_pages", k_pages, dtype, pages), ("v_pages", v_pages, dtype, pages))
+        need_parts(device, ("k_pages", k_pages, dtype, pages), ("v_pages", v_pages, dtype, value_pages))
         return dtype
-    need_pages(k_pages, v_pages, key_scales, value_scales, D, pages[0])
+    need_pages(k_pages, v_pages, key_scales, value_scales, D, value_pages[0])
     need_parts(device, ("k_pages", k_pages, torch.int8, pages))
     need_parts(device, ("v_pages", v_pages, v_pages.dtype, tuple(v_pages.shape)))
     need_device(table.refs, key_scales=key_scales, value_scales=value_scales)

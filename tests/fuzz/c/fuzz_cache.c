@@ -152,19 +152,19 @@ static void decode_shared(void) {
     const int64_t D = head_dim(), R = B * Hkv, longest = between(0, once_in(4) ? 700 : 40);
     const int64_t columns = once_in(3) ? between(0, 50) : longest;
     const paged_rows rows = rows_of(R, longest);
-    const kvc_dtype type = any_dtype(), cache = any_dtype();
+    const kvc_dtype type = any_dtype();
     const kvc_view probabilities = view(B, Hq, 1, columns, KVC_F32, READ);
     kvc_decode_shared_args args = {
         .out = elements(B * Hq * D, type, WRITE), .skipped = flags(B * Hq, WRITE), .near = elements(B * Hq * D, type, READ),
         .near_lse = floats(B * Hq, READ), .far_lse = floats(B * Hq, READ), .probabilities = probabilities.data,
         .stride_b = probabilities.stride_b, .stride_h = probabilities.stride_h, .columns = columns,
-        .dtype = type, .cache_dtype = cache, .v_pages = elements(rows.pages * (rows.P > 0 ? rows.P : 1) * D, cache, READ),
+        .dtype = type, .rows = stored(any_format(), 0, rows.pages, rows.P > 0 ? rows.P : 1, D, READ),
         .block_table = rows.table, .begin = rows.begin ? rows.begin : integers(R, 0, 0, READ), .end = rows.end,
         .B = B, .Hq = Hq, .Hkv = Hkv, .D = D, .P = rows.P, .pages = rows.pages, .blocks = rows.blocks,
         .threshold = any_float(),
     };
     POINTER(args.out), POINTER(args.skipped), POINTER(args.near), POINTER(args.near_lse), POINTER(args.far_lse);
-    POINTER(args.probabilities), POINTER(args.v_pages), POINTER(args.block_table), POINTER(args.begin), POINTER(args.end);
+    POINTER(args.probabilities), POINTER(args.rows.values), POINTER(args.block_table), POINTER(args.begin), POINTER(args.end);
     SIZE(args.B), SIZE(args.Hq), SIZE(args.Hkv), SIZE(args.D), SIZE(args.P), SIZE(args.pages), SIZE(args.columns);
     damage();
     args.scratch = scratch(kvc_decode_shared_scratch_bytes(&args));

@@ -1,4 +1,5 @@
 /* DMC's cache at inference: a new token opens a slot of its row or joins the newest one. */
+#include "formats.h"
 #include "page_table.h"
 
 #include <string.h>
@@ -88,7 +89,7 @@ static void mean_of_ring(const kvc_dmc_append_args *args, int64_t r, float *mean
 static void write_slot(const kvc_dmc_append_args *args, int64_t r, int64_t s, int64_t slot) {
     const kvc_simd *simd = kvc_simd_table();
     const int64_t D = args->D, half = args->rotary_dim / 2, P = args->table.P;
-    const int64_t place = (*entry(&args->table, r, slot / P) * P + slot % P) * D * kvc_dtype_bytes(args->k.dtype);
+    const int64_t place = *entry(&args->table, r, slot / P) * P + slot % P;
     float mean_k[KVC_MAX_HEAD_DIM], mean_v[KVC_MAX_HEAD_DIM];
     if (args->window) {
         mean_of_ring(args, r, mean_k, mean_v);
@@ -101,24 +102,30 @@ static void write_slot(const kvc_dmc_append_args *args, int64_t r, int64_t s, in
         simd->rotate(mean_k, mean_k + half, args->cos + p * half, args->sin + p * half, 1.0f, half);
     }
     if (args->neuron >= 0) mean_k[args->neuron] = 0.0f;
-    simd->store[args->k.dtype]((char *)args->k_pages + place, mean_k, D);
-    simd->store[args->v.dtype]((char *)args->v_pages + place, mean_v, D);
+    kvc_store_slot(&args->rows, place, mean_k, mean_v, D);
+}
+
+static void copy_page(void *pages, int64_t to, int64_t from, int64_t bytes) {
+    memcpy((char *)pages + to * bytes, (char *)pages + from * bytes, (size_t)bytes);
+}
+
+static void copy_rows(const kvc_dmc_append_args *args, int64_t to, int64_t from) {
+    const kvc_rows *rows = &args->rows;
+    const int64_t P = args->table.P;
+    copy_page(rows->keys, to, from, P * kvc_key_bytes(rows->format, args->D));
+    copy_page(rows->values, to, from, P * kvc_value_bytes(rows->format, args->D));
+    if (!format_of_codes(rows->format)) return;
+    copy_page(rows->key_scales, to, from, P * (int64_t)sizeof(uint16_t));
+    copy_page(rows->value_scales, to, from, P * (int64_t)sizeof(uint16_t));
 }
 
 /* Rows [begin, end), whose pages are there and whose lengths are the new ones. */
 static void append_range(int64_t begin, int64_t end, void *context) {
     const kvc_dmc_append_args *args = context;
     const kvc_page_table *table = &args->table;
-    const int64_t page_bytes = table->P * args->D * kvc_dtype_bytes(args->k.dtype);
     for (int64_t r = begin; r < end; r++) {
         const int64_t copied = args->scratch[2 * r], before = table->lengths[r] - args->scratch[2 * r + 1];
-        if (copied >= 0) {
-            const int64_t own = *entry(table, r, (before - 1) / table->P);
-            memcpy((char *)args->k_pages + own * page_bytes, (char *)args->k_pages + copied * page_bytes,
-                   (size_t)page_bytes);
-            memcpy((char *)args->v_pages + own * page_bytes, (char *)args->v_pages + copied * page_bytes,
-                   (size_t)page_bytes);
-        }
+        if (copied >= 0) copy_rows(args, *entry(table, r, (before - 1) / table->P), copied);
         int joins = continues(args, r, before);
         int64_t slot = before - 1, n;
         for (int64_t s = args->S - count_of(args, r); s < args->S; s += n, joins = 0) {
@@ -143,13 +150,14 @@ static kvc_status check(const kvc_dmc_append_args *args) {
     if (args->window < 0 || args->window > KVC_DMC_MAX_WINDOW || args->table_rows < 0) return KVC_BAD_SIZE;
     if (args->rotary_dim && !args->positions && args->S > args->table_rows) return KVC_BAD_SIZE;
     if (!dtype_known(args->k.dtype) || args->v.dtype != args->k.dtype) return KVC_BAD_DTYPE;
-    const kvc_status status = check_table(table);
+    kvc_status status = format_takes(args->rows.format, args->k.dtype, args->D);
+    if (status == KVC_OK) status = check_table(table);
     if (status != KVC_OK || !table->R || !args->S) return status;
     if (!args->k.data || !args->v.data || !args->alpha || !args->omega || !args->tail_k || !args->tail_v ||
         !args->tail_w || !args->tail_counts || !args->scratch) {
         return KVC_NULL_POINTER;
     }
-    if (table->pages && (!args->k_pages || !args->v_pages)) return KVC_NULL_POINTER;
+    if (table->pages && !rows_are_there(&args->rows)) return KVC_NULL_POINTER;
     return args->rotary_dim && (!args->cos || !args->sin) ? KVC_NULL_POINTER : KVC_OK;
 }
 

@@ -1,4 +1,5 @@
 /* One decoded step of DMC's cache: decide, rotate, append or merge, and attend in one call. */
+#include "formats.h"
 #include "page_table.h"
 #include "step.h"
 
@@ -15,8 +16,7 @@ static kvc_decode_args decode_of(const kvc_dmc_step_args *args) {
     const kvc_dmc_append_args *append = &args->append;
     const kvc_page_table *table = &append->table;
     return (kvc_decode_args){
-        .out = args->out, .lse = args->lse, .q = args->q,
-        .rows = kvc_plain_rows(append->k_pages, append->v_pages, append->k.dtype), .block_table = table->block_table,
+        .out = args->out, .lse = args->lse, .q = args->q, .rows = append->rows, .block_table = table->block_table,
         .end = table->lengths, .B = append->B, .Hq = args->Hq, .Hkv = append->Hkv, .S = 1, .D = append->D,
         .P = table->P, .pages = table->pages, .blocks = table->blocks, .scale = args->scale, .softcap = args->softcap, .sink_logits = args->sink_logits,
     };
@@ -48,7 +48,8 @@ static kvc_status check(const kvc_dmc_step_args *args) {
     if (append->neuron < 0 || append->neuron >= append->D) return KVC_BAD_SIZE;
     if (append->counts || append->positions || !scale_is_good(args->scale, args->softcap)) return KVC_BAD_SIZE;
     if (!dtype_known(args->q.dtype) || !dtype_known(append->k.dtype)) return KVC_BAD_DTYPE;
-    if (!append->table.R || !args->Hq) return KVC_OK;
+    const kvc_status status = format_takes(append->rows.format, append->k.dtype, append->D);
+    if (status != KVC_OK || !append->table.R || !args->Hq) return status;
     if (!args->out || !args->lse || !args->q.data || !args->places || !args->scratch || !append->k.data) {
         return KVC_NULL_POINTER;
     }

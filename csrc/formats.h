@@ -24,6 +24,12 @@ static inline int rows_are_there(const kvc_rows *rows) {
     return !format_of_codes(rows->format) || (rows->key_scales && rows->value_scales);
 }
 
+/* Whether rows of a format take new tokens of D elements of a dtype; those of codes take any. */
+static inline kvc_status format_takes(kvc_format format, kvc_dtype dtype, int64_t D) {
+    if (!format_of_codes(format)) return format == (kvc_format)dtype ? KVC_OK : KVC_BAD_FORMAT;
+    return format == KVC_FORMAT_K8V4 && D % 2 ? KVC_BAD_SIZE : KVC_OK;
+}
+
 /* Bytes of the codes of a vector. */
 static inline int64_t code_bytes(kvc_codes kind, int64_t D) {
     return kind == KVC_INT4 ? D / 2 : D;
@@ -57,6 +63,9 @@ kvc_new_codes kvc_new_codes_of(void *scratch, int64_t *bytes, const kvc_rows *ro
 /* The arrays of an append of k and v [B, Hkv, S, D] (append->heads, append->S) to rows: as they are, or quantized first. */
 kvc_status kvc_tokens_to_append(kvc_append_tokens_args *append, const kvc_rows *rows, const kvc_view *k, const kvc_view *v,
                                 const kvc_new_codes *codes, int64_t B, int64_t D, kvc_parallel_for parallel_for);
+
+/* Key and value, float32 [D] each, into a slot of rows: rounded to its numbers, or as kvc_quantize makes them codes. */
+void kvc_store_slot(const kvc_rows *rows, int64_t slot, const float *key, const float *value, int64_t D);
 
 /* codes = x / scale in integers up to 32767, and that scale: 0 (codes 0) for zeros, NaN (codes 0) where x is not finite. */
 static inline float quantize_words(const kvc_simd *simd, int16_t *codes, const float *x, int64_t n) {

@@ -363,11 +363,12 @@ kvc_status kvc_decode(const kvc_decode_args *args, kvc_parallel_for parallel_for
  * near_lse, far_lse -inf: that side is empty (both: out 0). A near side with sink_logits counts the sink as near.
  * near, out [B, Hq, D] contiguous, one dtype; near_lse, far_lse float32 [B, Hq]; probabilities float32,
  * those of head h at + b*stride_b + h*stride_h; skipped uint8 [B, Hq];
- * v_pages [pages, P, D] contiguous, block_table int32 [R, blocks], begin, end int32 [R], P a power of two.
+ * rows: values [pages, P] of any format, with codes their scales (the keys are not read); block_table int32 [R, blocks],
+ * begin, end int32 [R], P a power of two. Codes of 4 bits: far is turned back once.
  * scratch: kvc_decode_shared_scratch_bytes bytes (on CUDA kvc_cuda_decode_shared_scratch_bytes), 64-byte aligned; of the
  * sizes alone. One query's bits depend on its own row only.
- * KVC_BAD_SIZE for D < 1 or D > KVC_MAX_HEAD_DIM or a NaN as threshold; KVC_BAD_INDEX if a row's range leaves
- * [0, blocks*P], has more values than columns, or needs a page outside [0, pages). Nothing is written then.
+ * On CUDA not of codes. KVC_BAD_SIZE for D < 1 or D > KVC_MAX_HEAD_DIM, odd with values of 4 bits, or a NaN as threshold;
+ * KVC_BAD_FORMAT for an unknown format; KVC_BAD_INDEX if a row's range leaves [0, blocks*P], has more values than columns, or needs a page outside [0, pages). Nothing is written then.
  * Source: PoD, section 2.3, equation 4.
  */
 typedef struct {
@@ -376,8 +377,8 @@ typedef struct {
     const void *near;
     const float *near_lse, *far_lse, *probabilities;
     int64_t stride_b, stride_h, columns;
-    kvc_dtype dtype, cache_dtype; /* of out and near; of v_pages */
-    const void *v_pages;
+    kvc_dtype dtype; /* of out and near */
+    kvc_rows rows;
     const int32_t *block_table, *begin, *end;
     void *scratch;
     int64_t B, Hq, Hkv, D, P, pages, blocks;

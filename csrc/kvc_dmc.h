@@ -130,19 +130,22 @@ kvc_status kvc_dmc_accumulate_backward(const kvc_dmc_accumulate_backward_args *a
  * State of each row's newest slot, N = 1 without a window: tail_k, tail_v float32 [R, N, D] (un-rotated means; with a
  * window the last N tokens, token i of the slot at i % N), tail_w float32 [R, N] (z; with a window omega), tail_counts
  * int32 [R], tokens in the slot.
- * k, v [B, Hkv, S, D], k_pages, v_pages [pages, P, D] contiguous, all of one dtype; alpha, omega float32 [B, Hkv, S]
+ * rows that store codes: those of the means themselves, as kvc_quantize has them. As a mean is kept in float32 beside the
+ * rows, a slot that tokens join is never made of what was rounded before, and its last codes are of its exact mean.
+ * k, v [B, Hkv, S, D] of one dtype, that of rows that store numbers; alpha, omega float32 [B, Hkv, S]
  * contiguous, omega > 0; cos, sin float32 [table_rows, rotary_dim/2], as for kvc_rope (rotary_dim 0: no rotation);
  * positions int32 [B, S]. R = B*Hkv. Pages are taken for the rows in order: a copy of the last page if the row writes to
  * it and it is shared, then new ones. scratch int32 [R * (3 + ceil(S / KVC_DMC_PIECE)) + 1].
  * KVC_POOL_FULL if pages run out, KVC_BAD_INDEX if a count, length, page or position is out of range or a row outgrows
- * blocks*P; nothing is changed then. KVC_BAD_SIZE as for kvc_dmc_accumulate.
+ * blocks*P; nothing is changed then. KVC_BAD_SIZE as for kvc_dmc_accumulate; KVC_BAD_FORMAT for rows of numbers of another
+ * dtype than k.
  * Source: DMC, algorithm 1, with means for its sums; the window is that of the released models (12).
  */
 enum { KVC_DMC_PIECE = 256 }; /* new tokens of a row that the CUDA kernel takes at a time */
 
 typedef struct {
     kvc_page_table table;
-    void *k_pages, *v_pages;
+    kvc_rows rows;
     kvc_view k, v;
     float *tail_k, *tail_v, *tail_w;
     int32_t *tail_counts;

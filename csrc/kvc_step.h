@@ -122,21 +122,24 @@ typedef enum {
  *         read
  *     OWN, LED: near joined with kvc_decode over the far range (kvc_merge_states; sink_logits count as near)
  *     SHARED: kvc_decode_shared of near and the far range's values; `skipped` is written
- * q [B, Hq, 1, D], k, v [B, Hkv, 1, D] un-rotated; k, v and all pages of one dtype; turned [B, Hq, D] contiguous, dtype of
+ * q [B, Hq, 1, D], k, v [B, Hkv, 1, D] un-rotated, k, v of one dtype; rows: keys over the pages of `keys`, values over those
+ * of `values`, of numbers in the dtype of k, or codes as kvc_quantize makes them of the rotated key and the value (not on
+ * CUDA); lead_keys, lead_key_scales as rows has them; turned [B, Hq, D] contiguous, dtype of
  * q; out [B, Hq, D], lse float32 [B, Hq] (SHARED: not written); far_lse float32 [B, Hq]; probabilities float32, those of
  * head h at + b*stride_b + h*stride_h (OWN: contiguous [B, Hq, columns]); lead_q [B, Hq, 1, D] rotated, dtype of q;
  * lead_table int32 [R, lead_blocks]; moved int32 [R]; skipped uint8 [B, Hq]; the rest as in the functions named.
  * scratch: kvc_pod_step_scratch_bytes bytes (on CUDA kvc_cuda_pod_step_scratch_bytes), 64-byte aligned.
  * KVC_POOL_FULL and KVC_BAD_INDEX as in kvc_append_tokens for both tables, which share nothing; KVC_BAD_INDEX for a place
  * outside the tables of angles, a page of a row that does not exist, a `moved` that leads out of the row of values, distant
- * keys past the row or its lead's, and too few columns. Nothing is changed then.
+ * keys past the row or its lead's, and too few columns; KVC_BAD_FORMAT for rows of numbers of another dtype than k. Nothing
+ * is changed then.
  * Source: PoD, sections 2.2 and 2.3.
  */
 typedef struct {
     void *out, *turned;
     float *lse;
     kvc_view q, k, v;
-    void *k_pages, *v_pages;
+    kvc_rows rows;
     kvc_page_table keys, values;
     int32_t *places;
     const int32_t *moved;
@@ -149,7 +152,7 @@ typedef struct {
     float *probabilities, *far_lse;
     int64_t stride_b, stride_h, columns;
     kvc_view lead_q;
-    const void *lead_k_pages;
+    const void *lead_keys, *lead_key_scales;
     const int32_t *lead_table;
     int64_t lead_pages, lead_blocks;
     uint8_t *skipped;

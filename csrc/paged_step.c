@@ -37,9 +37,8 @@ kvc_status kvc_paged_step_check(const kvc_paged_step_args *args) {
     if (args->rotary_dim < 0 || args->rotary_dim > args->D || args->rotary_dim % 2) return KVC_BAD_SIZE;
     if (!dtype_known(args->q.dtype) || !dtype_known(args->k.dtype)) return KVC_BAD_DTYPE;
     if (args->v.dtype != args->k.dtype) return KVC_BAD_DTYPE;
-    const kvc_format format = args->rows.format;
-    if (!format_of_codes(format) && format != (kvc_format)args->k.dtype) return KVC_BAD_FORMAT;
-    if (format == KVC_FORMAT_K8V4 && args->D % 2) return KVC_BAD_SIZE;
+    const kvc_status status = format_takes(args->rows.format, args->k.dtype, args->D);
+    if (status != KVC_OK) return status;
     if (!table->R || !args->Hq || !args->S) return KVC_OK;
     if (!args->out || !args->lse || !args->q.data || !args->k.data || !args->v.data || !args->scratch ||
         !table->lengths || (table->pages && !rows_are_there(&args->rows))) {

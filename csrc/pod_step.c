@@ -1,4 +1,5 @@
 /* One decoded step of a layer of PoD: rotate, append to two tables, attend to near and to distant tokens in one call. */
+#include "formats.h"
 #include "page_table.h"
 #include "pod_step.h"
 
@@ -17,16 +18,21 @@ static kvc_status check(const kvc_pod_step_args *args) {
     if (!table_sizes_are_good(&args->keys) || !table_sizes_are_good(&args->values)) return KVC_BAD_SIZE;
     if (!kvc_pod_sizes_are_good(args) || !scale_is_good(args->scale, args->softcap)) return KVC_BAD_SIZE;
     if (!dtype_known(args->q.dtype) || !dtype_known(args->k.dtype) || args->v.dtype != args->k.dtype) return KVC_BAD_DTYPE;
-    if (!args->keys.R || !args->Hq) return KVC_OK;
+    const kvc_rows *rows = &args->rows;
+    const kvc_status status = format_takes(rows->format, args->k.dtype, args->D);
+    if (status != KVC_OK || !args->keys.R || !args->Hq) return status;
+    const int codes = format_of_codes(rows->format);
     if (!args->out || !args->turned || !args->q.data || !args->k.data || !args->v.data || !args->places ||
-        !args->scratch || !args->keys.lengths || !args->values.lengths || (args->keys.pages && !args->k_pages) ||
-        (args->values.pages && !args->v_pages)) {
+        !args->scratch || !args->keys.lengths || !args->values.lengths ||
+        (args->keys.pages && (!rows->keys || (codes && !rows->key_scales))) ||
+        (args->values.pages && (!rows->values || (codes && !rows->value_scales)))) {
         return KVC_NULL_POINTER;
     }
     if (args->far != KVC_FAR_SHARED && !args->lse) return KVC_NULL_POINTER;
     if (args->far == KVC_FAR_OWN && !args->far_lse) return KVC_NULL_POINTER;
     if (args->far == KVC_FAR_LED &&
-        (!args->lead_q.data || (args->lead_pages && !args->lead_k_pages) || !args->lead_table)) {
+        (!args->lead_q.data || !args->lead_table ||
+         (args->lead_pages && (!args->lead_keys || (codes && !args->lead_key_scales))))) {
         return KVC_NULL_POINTER;
     }
     if (args->far == KVC_FAR_SHARED && (!args->far_lse || !args->skipped || (args->columns && !args->probabilities))) {
@@ -36,7 +42,23 @@ static kvc_status check(const kvc_pod_step_args *args) {
 }
 
 int64_t kvc_pod_step_scratch_bytes(const kvc_pod_step_args *args) {
-    return args && check(args) != KVC_BAD_SIZE ? parts_of(args).bytes : 0;
+    if (!args || check(args) == KVC_BAD_SIZE) return 0;
+    kvc_pod_parts parts = parts_of(args);
+    kvc_new_codes_of(NULL, &parts.bytes, &args->rows, args->keys.R, args->D);
+    return parts.bytes;
+}
+
+/* The arrays of both tables' appends: keys and values, of codes their scales too. */
+static kvc_status lay_ready(const kvc_pod_step_args *args, kvc_pod_parts *parts, kvc_append_tokens_args *keys,
+                            kvc_append_tokens_args *values, kvc_parallel_for parallel_for) {
+    const kvc_new_codes codes = kvc_new_codes_of(args->scratch, &parts->bytes, &args->rows, args->keys.R, args->D);
+    const kvc_view k = kvc_dense_view(parts->k, args->k.dtype, args->Hkv, 1, args->D);
+    kvc_append_tokens_args both = {.heads = args->Hkv, .S = 1};
+    const kvc_status status =
+        kvc_tokens_to_append(&both, &args->rows, &k, &args->v, &codes, args->B, args->D, parallel_for);
+    keys->array_count = values->array_count = both.array_count / 2;
+    for (int64_t i = 0; i < both.array_count; i++) (i % 2 ? values : keys)->arrays[i / 2] = both.arrays[i];
+    return status;
 }
 
 /* Where near and distant tokens lie once every row has its new one. */
@@ -106,7 +128,7 @@ kvc_status kvc_pod_step(const kvc_pod_step_args *args, kvc_parallel_for parallel
     if (!args) return KVC_NULL_POINTER;
     kvc_status status = check(args);
     if (status != KVC_OK || !args->keys.R || !args->Hq) return status;
-    const kvc_pod_parts parts = parts_of(args);
+    kvc_pod_parts parts = parts_of(args);
     for (int64_t b = 0; b < args->B; b++) {
         if (args->places[b] < 0 || args->places[b] == INT32_MAX) return KVC_BAD_INDEX;
         parts.positions[b] = args->rotary_dim ? args->places[b] : 0;
@@ -115,7 +137,8 @@ kvc_status kvc_pod_step(const kvc_pod_step_args *args, kvc_parallel_for parallel
     if (!args->rotary_dim) queries.table_rows = keys.table_rows = 1;
     status = kvc_rope(&queries, parallel_for);
     if (status == KVC_OK) status = kvc_rope(&keys, parallel_for);
-    const kvc_append_tokens_args new_keys = kvc_pod_append(args, &parts, 0), new_values = kvc_pod_append(args, &parts, 1);
+    kvc_append_tokens_args new_keys = kvc_pod_append(args, &parts, 0), new_values = kvc_pod_append(args, &parts, 1);
+    if (status == KVC_OK) status = lay_ready(args, &parts, &new_keys, &new_values, parallel_for);
     if (status == KVC_OK) status = check_pages(&args->keys, NULL);
     if (status == KVC_OK) status = check_pages(&args->values, NULL);
     if (status == KVC_OK) status = kvc_append_tokens_check(&new_keys);

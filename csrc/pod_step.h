@@ -19,7 +19,7 @@ static inline kvc_decode_args kvc_pod_near(const kvc_pod_step_args *args, const 
     near.out = args->far == KVC_FAR_NONE ? args->out : parts->near_out;
     near.lse = args->far == KVC_FAR_NONE ? args->lse : parts->near_lse;
     near.q = kvc_dense_view(args->turned, args->q.dtype, args->Hq, 1, args->D);
-    near.rows = kvc_plain_rows(args->k_pages, args->v_pages, args->k.dtype);
+    near.rows = args->rows;
     near.block_table = keys->block_table, near.begin = parts->begin, near.end = keys->lengths;
     near.scratch = parts->near_decode;
     near.B = args->B, near.Hq = args->Hq, near.Hkv = args->Hkv, near.S = 1, near.D = args->D;
@@ -36,8 +36,10 @@ static inline kvc_decode_args kvc_pod_far(const kvc_pod_step_args *args, const k
     const kvc_page_table *values = &args->values;
     kvc_decode_args far = kvc_pod_near(args, parts);
     far.out = parts->far_out, far.lse = own ? args->far_lse : parts->own_lse;
-    if (!own) far.q = args->lead_q;
-    far.rows = kvc_plain_rows(own ? args->k_pages : args->lead_k_pages, args->v_pages, args->k.dtype);
+    if (!own) {
+        far.q = args->lead_q;
+        far.rows.keys = (void *)(uintptr_t)args->lead_keys, far.rows.key_scales = (void *)(uintptr_t)args->lead_key_scales;
+    }
     far.block_table = own ? args->keys.block_table : args->lead_table;
     far.pages = own ? args->keys.pages : args->lead_pages;
     far.blocks = own ? args->keys.blocks : args->lead_blocks;
@@ -54,7 +56,7 @@ static inline kvc_decode_shared_args kvc_pod_shared(const kvc_pod_step_args *arg
     shared.out = args->out, shared.skipped = args->skipped, shared.near = parts->near_out;
     shared.near_lse = parts->near_lse, shared.far_lse = args->far_lse, shared.probabilities = args->probabilities;
     shared.stride_b = args->stride_b, shared.stride_h = args->stride_h, shared.columns = args->columns;
-    shared.dtype = args->q.dtype, shared.cache_dtype = args->k.dtype, shared.v_pages = args->v_pages;
+    shared.dtype = args->q.dtype, shared.rows = args->rows;
     shared.block_table = values->block_table, shared.begin = parts->far_begin, shared.end = parts->far_end;
     shared.scratch = parts->far_decode;
     shared.B = args->B, shared.Hq = args->Hq, shared.Hkv = args->Hkv, shared.D = args->D;
@@ -71,12 +73,12 @@ static inline kvc_merge_states_args kvc_pod_merge(const kvc_pod_step_args *args,
     return merge;
 }
 
-/* The append of the keys, or of the values. */
+/* The append of the keys, or of the values; rows of numbers. */
 static inline kvc_append_tokens_args kvc_pod_append(const kvc_pod_step_args *args, const kvc_pod_parts *parts, int values) {
     const kvc_view k = kvc_dense_view(parts->k, args->k.dtype, args->Hkv, 1, args->D);
     kvc_append_tokens_args append = KVC_EMPTY;
     append.table = values ? args->values : args->keys;
-    append.arrays[0] = values ? kvc_slots_of(args->v_pages, &args->v, args->D) : kvc_slots_of(args->k_pages, &k, args->D);
+    append.arrays[0] = values ? kvc_slots_of(args->rows.values, &args->v, args->D) : kvc_slots_of(args->rows.keys, &k, args->D);
     append.scratch = parts->copied + (values ? append.table.R + 1 : 0), append.array_count = 1, append.heads = args->Hkv, append.S = 1;
     return append;
 }

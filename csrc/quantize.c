@@ -107,6 +107,30 @@ kvc_new_codes kvc_new_codes_of(void *scratch, int64_t *bytes, const kvc_rows *ro
     return codes;
 }
 
+/* One of keys and values, with the scale of its slot if it has codes. */
+static void store_vector(const kvc_rows *rows, void *to, int64_t bytes, void *scales, int64_t slot, const float *x, int64_t D,
+                         kvc_codes kind) {
+    const kvc_simd *simd = kvc_simd_table();
+    void *at = (char *)to + slot * bytes;
+    if (!format_of_codes(rows->format)) {
+        simd->store[rows->format](at, x, D);
+        return;
+    }
+    float turned[KVC_MAX_HEAD_DIM];
+    if (kind == KVC_INT4) {
+        memcpy(turned, x, (size_t)D * sizeof(float));
+        kvc_turn(turned, D);
+        x = turned;
+    }
+    quantize_vector(simd, at, (uint16_t *)scales + slot, x, D, kind);
+}
+
+void kvc_store_slot(const kvc_rows *rows, int64_t slot, const float *key, const float *value, int64_t D) {
+    store_vector(rows, rows->keys, kvc_key_bytes(rows->format, D), rows->key_scales, slot, key, D, KVC_INT8);
+    store_vector(rows, rows->values, kvc_value_bytes(rows->format, D), rows->value_scales, slot, value, D,
+                 value_codes(rows->format));
+}
+
 /* New tokens, contiguous [B, Hkv, S] of so many bytes. */
 static kvc_slot_array dense_slots(void *pages, const void *tokens, int64_t bytes, const kvc_append_tokens_args *append) {
     return (kvc_slot_array){pages, tokens, bytes, append->heads * append->S * bytes, append->S * bytes, bytes};

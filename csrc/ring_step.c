@@ -106,9 +106,8 @@ static kvc_status check(const kvc_ring_step_args *args) {
     if (!scale_is_good(args->scale, args->softcap)) return KVC_BAD_SIZE;
     if (!dtype_known(args->q.dtype) || !dtype_known(args->k.dtype)) return KVC_BAD_DTYPE;
     if (args->v.dtype != args->k.dtype) return KVC_BAD_DTYPE;
-    const kvc_format format = args->rows.format;
-    if (table->R && !format_of_codes(format) && format != (kvc_format)args->k.dtype) return KVC_BAD_FORMAT;
-    if (table->R && format == KVC_FORMAT_K8V4 && args->D % 2) return KVC_BAD_SIZE;
+    const kvc_status status = table->R ? format_takes(args->rows.format, args->k.dtype, args->D) : KVC_OK;
+    if (status != KVC_OK) return status;
     if (!args->B || !args->Hq) return KVC_OK;
     if (!args->out || !args->lse || !args->q.data || !args->k.data || !args->v.data || !args->places || !args->scratch) {
         return KVC_NULL_POINTER;

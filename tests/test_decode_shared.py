@@ -8,7 +8,7 @@ import oracle
 import pytest
 import torch
 from accuracy import assert_within
-from backends import BACKENDS
+from backends import BACKENDS, TABLES
 from helpers import DTYPES, covering, paged
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -63,15 +63,29 @@ def check_probabilities(queries, k, v, end, **options):
     return found
 
 
-def check_shared(given, table, tau=None):
-    """What decode_shared gives, which is the reference's."""
+def check_shared(given, table, tau=None, codes=None, scales=None):
+    """What decode_shared gives, which is the reference's. codes, scales: that the values in given stand for."""
     near, weights, far_lse, v_pages, begin, end = given
-    ours = ops.decode_shared(*given, block_table=table, tau=tau)
+    stored = v_pages if codes is None else codes
+    ours = ops.decode_shared(
+        near, weights, far_lse, stored, begin, end, block_table=table, tau=tau, value_scales=scales
+    )
     doubles = (near[0].double(), near[1].double()), weights.double(), far_lse.double()
     exact = oracle.decode_shared(*doubles, v_pages.double(), begin, end, block_table=table, tau=tau)
     assert_within(ours[0], exact[0], torch.where(exact[1][..., None], 0, accuracy.shared(*given, table)))
     assert torch.equal(ours[1], exact[1])
     return ours
+
+
+@pytest.mark.parametrize(
+    ("format", "dtype", "sizes", "cpu"), covering(["int8", "int4"], DTYPES, SIZES, TABLES), indirect=["cpu"]
+)
+def test_values_that_are_codes_as_the_reference(cpu, format, dtype, sizes):
+    *sizes, D, P = sizes
+    (near, weights, far_lse, v_pages, begin, end), table = drawn_shared(*sizes, D + D % 2, P, dtype)
+    codes, scales = ops.quantize(v_pages, format)
+    plain = oracle.dequantize(codes, scales, format, torch.float64)
+    check_shared((near, weights, far_lse, plain, begin, end), table, 0.7, codes, scales)
 
 
 # ---- decode writes probabilities ----

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcompress import ops
+from kvcompress.caches.formats import FORMATS
 from kvcompress.ops import PageTable, Tail
 
 NAN = float("nan")
@@ -172,6 +173,36 @@ def test_dtypes_and_head_dims_as_the_reference(backend, dtype, D):
             append(*pages, table, tail, *new, cos=cos, sin=sin, neuron=-1, window=window)
             found.append((pages, table, tail))
         same(*found)
+
+
+@pytest.mark.parametrize(
+    ("format", "dtype", "D", "window", "page_size", "backend"),
+    covering(FORMATS, DTYPES, [2, 34, 80, 128, 256, 512], [None, 1, 5], [1, 4, 16], BACKENDS), indirect=["backend"],
+)  # fmt: skip
+def test_codes_are_those_of_the_averages_in_float32(backend, format, dtype, D, window, page_size):
+    """However often tokens join a slot, and where a page that others share is copied first."""
+    torch.manual_seed(D)
+    B, H, P, device = 2, 2, page_size, torch.get_default_device()
+    with torch.device("cpu"):
+        table = shared_table(D, B * H, P, 20, 80 + 60 // P)
+    table = PageTable(*(x.to(device) for x in table))
+    table = table._replace(block_table=torch.nn.functional.pad(table.block_table, (0, 60 // P + 2), value=-7))
+    others, tail = others_of(table, P), random_tail(table, D, window, 1)
+    pages = [torch.randn(len(table.refs), P, D) for _ in range(2)]
+    stored = [ops.quantize(x, code) for x, code in zip(pages, FORMATS[format], strict=True)]
+    codes, scales = [x for x, _ in stored], {"key_scales": stored[0][1], "value_scales": stored[1][1]}
+    (cos, sin), other, tail_of_codes = tables(30, D // 4 * 2), copy_of(table), copy_of(tail)
+    for S in (1, 1, 9, 1, 40):
+        k, v, alpha, omega = tokens(B, H, S, D, dtype, merging=0.8)
+        options = {"positions": torch.randint(0, 30, (B, S), dtype=torch.int32), "cos": cos, "sin": sin, "neuron": 1}
+        options["window"] = window
+        ops.dmc_append_(*codes, other, tail_of_codes, k, v, alpha, omega, **options, **scales)
+        ops.dmc_append_(*pages, table, tail, k.float(), v.float(), alpha, omega, **options)
+    assert all(torch.equal(x, y) for x, y in zip((*other, *tail_of_codes), (*table, *tail), strict=True))
+    for x, code, *found in zip(pages, FORMATS[format], codes, scales.values(), strict=True):
+        for wanted, *row in zip(*(rows_of(y, table) for y in (x, *found)), strict=True):
+            assert all(torch.equal(y, z) for y, z in zip(row, ops.quantize(wanted, code), strict=True))
+    check_table(other, P, others)
 
 
 @pytest.mark.parametrize(("window", "dtype", "backend"), covering([None, 3], DTYPES, BACKENDS), indirect=["backend"])

@@ -5,7 +5,16 @@ import re
 
 import pytest
 import torch
-from helpers import attached, covering, deciding_model, kind_model, left_padded, random_ids, tiny_gates_folder
+from helpers import (
+    attached,
+    covering,
+    deciding_model,
+    kind_model,
+    left_padded,
+    random_ids,
+    tiny_gates_folder,
+    tiny_model,
+)
 
 import kvcompress
 from kvcompress import (
@@ -14,12 +23,14 @@ from kvcompress import (
     GatedCache,
     GlobalTopK,
     IterativeCache,
+    PoDCache,
     PrunedCache,
     QuantizedCache,
     RemoteGap,
     attach,
     load_cache,
     ops,
+    pod,
     prefill,
 )
 from kvcompress.caches import PoolSettings
@@ -27,6 +38,8 @@ from kvcompress.caches.dense import DenseCache
 from kvcompress.caches.formats import FORMATS, Format, keys_and_values, slot_nbytes
 from kvcompress.caches.paged import PagedLayer
 from kvcompress.caches.pool import PagePool
+from kvcompress.pod import PoDConfig
+from kvcompress.pod.layer import PoDLayer
 from kvcompress.pruners import H2O, Replay, SnapKV
 
 CPU = torch.device("cpu")
@@ -52,17 +65,25 @@ CACHES = {
 }  # fmt: skip
 
 
-WAITING = {  # whose newest tokens are codes only once they leave a window
+MODELS = {"dms": {"mode": "dms", "dms_window": 7}, "dmc": {}, "dmc, window": {"window": 3}}  # that decide
+WAITING = {  # whose newest tokens or averages wait in the model's dtype, or in float32, before they are codes
     "gated": lambda config, dtype: GatedCache(config, tiny_gates_folder(), keep=0.5, window=8, dtype=dtype),
-    "dms": lambda config, dtype: DMCCache(config, dtype=dtype),
-}
+} | dict.fromkeys(MODELS, lambda config, dtype: DMCCache(config, dtype=dtype, page_size=4))
 EVERY = CACHES | WAITING
+
+
+def model_of(name):
+    if name not in MODELS:
+        return attached()
+    model = deciding_model(dmc=MODELS[name])
+    attach(model)
+    return model
 
 
 @torch.no_grad()
 def run(model, cache, ids):
     """(logits, what is kept) after each call of so many tokens; a prompt in chunks is read by prefill."""
-    out, start, tracks = [], 0, not isinstance(cache, DenseCache | GatedCache | DMCCache)
+    out, start, tracks = [], 0, not isinstance(cache, DenseCache | GatedCache | DMCCache | PoDCache)
     if isinstance(cache, IterativeCache):
         prefill(model, ids[:, : CALLS[0] + 1], cache)
         start = CALLS[0]
@@ -78,13 +99,13 @@ def rounding(monkeypatch, kind):
     append = PagePool.append
 
     def rounded(pool, tokens, counts=None):
-        tokens = [
-            ops.dequantize(*ops.quantize(x, code), code, x.dtype) for x, code in zip(tokens, FORMATS[kind], strict=True)
-        ]
+        codes = [Format(kind, x.dtype).code(name) for name, x in zip(pool.store.arrays, tokens, strict=True)]
+        tokens = [ops.dequantize(*ops.quantize(x, code), code, x.dtype) for x, code in zip(tokens, codes, strict=True)]
         append(pool, tokens, counts)
 
     monkeypatch.setattr(PagePool, "append", rounded)
-    monkeypatch.setattr(PagedLayer, "_step", lambda *_: None)
+    for layer in (PagedLayer, PoDLayer):
+        monkeypatch.setattr(layer, "_step", lambda *_: None)
 
 
 @pytest.mark.parametrize(("name", "kind", "family"), covering(CACHES, FORMATS, ["llama", "gemma2", "gpt_oss", "glm"]))
@@ -112,6 +133,47 @@ def test_caches_are_those_of_what_codes_stand_for(monkeypatch, name, kind, famil
     assert cache.nbytes() < 0.8 * plain.nbytes()
 
 
+POD = {  # lead, mode, options of the cache
+    "one": (((0, 0),) * 4, "pod", {"reuse": False}),
+    "reuse": (((0, 0),) * 4, "pod", {"reuse": True}),
+    "tau": (((0, 0),) * 4, "pod", {"tau": 0.6}),
+    "mixed": (((0, 0), (0, 1), (2, 1), (2, 1)), "pod", {}),
+    "pruner": (((0, 0), (0, 1), (2, 1), (2, 1)), "pod", {"pruner": SnapKV(window=4, kernel_size=1), "distant": 8}),
+    "window": (((0, 0),) * 4, "window", {}),
+    "cla": (((0, 0), (0, 1), (2, 1), (2, 1)), "cla", {}),
+}
+
+
+def sharing(name):
+    """A model converted to PoD, and makers of its cache by dtype."""
+    lead, mode, options = POD[name]
+    model = tiny_model(num_hidden_layers=4)
+    pod.convert(model, PoDConfig(lead, 2, 9, mode=mode))
+    attach(model)
+    return model, lambda dtype: PoDCache(model.config, page_size=4, dtype=dtype, **options)
+
+
+@pytest.mark.parametrize(("name", "kind"), covering(POD, FORMATS))
+def test_pod_is_that_of_what_codes_stand_for(monkeypatch, name, kind):
+    (model, new), ids = sharing(name), random_ids(sum(CALLS), seed=7)
+    cache, plain = new(kind), new(None)
+    found, unrounded = run(model, cache, ids), run(model, plain, ids)
+    with monkeypatch.context() as patch:
+        rounding(patch, kind)
+        wanted = run(model, new(None), ids)
+    found, unrounded, wanted = (torch.stack([logits for logits, _ in x]) for x in (found, unrounded, wanted))
+    off = (found - wanted).abs()
+    assert off.mean() < 0.15 * (unrounded - wanted).abs().mean() and off.amax() < 0.03 * wanted.abs().amax()
+    assert (cache.stored_lengths(), cache.stored_keys()) == (plain.stored_lengths(), plain.stored_keys())
+    assert cache.nbytes() < 0.5 * plain.nbytes()
+
+
+@pytest.mark.parametrize(("name", "kind"), covering(POD, FORMATS))
+def test_pods_batches_forks_and_saved_ones_go_on_alike(name, kind, tmp_path):
+    model, new = sharing(name)
+    check_sharing(model, new, kind, tmp_path)
+
+
 @torch.no_grad()
 @pytest.mark.parametrize(("kind", "family"), covering(FORMATS, ["llama", "gemma2", "gpt_oss", "glm"]))
 def test_a_prompt_in_parts_is_rounded_as_one(kind, family):
@@ -131,11 +193,10 @@ def test_a_prompt_in_parts_is_rounded_as_one(kind, family):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("name", "kind"), covering(["gated", "dms"], FORMATS))
-def test_tokens_that_leave_a_window_become_codes(name, kind):
-    model = attached() if name == "gated" else deciding_model(dmc={"mode": "dms", "dms_window": 7})
+@pytest.mark.parametrize(("name", "kind"), covering(list(WAITING), FORMATS))
+def test_what_waits_becomes_codes_once(name, kind):
+    model = model_of(name)
     ids = random_ids(sum(CALLS), seed=3)
-    attach(model)
     plain, one = (WAITING[name](model.config, dtype) for dtype in (None, kind))
     wanted, found = run(model, plain, ids), run(model, one, ids)
     assert one.stored_lengths()[0] == plain.stored_lengths()[0]  # later layers' decisions follow what was rounded
@@ -150,25 +211,25 @@ def test_tokens_that_leave_a_window_become_codes(name, kind):
     assert (last - logits[-1]).abs().mean() < most
 
 
-def test_dmc_refuses_codes():
-    with pytest.raises(ValueError, match="dtype must be None with DMC, whose newest entry is averaged on, got 'int8'"):
-        DMCCache(deciding_model().config, dtype="int8")
+SHARED = ["quantized", "snapkv", "replay", "iterative", *WAITING]
 
 
-@pytest.mark.parametrize(("name", "kind"), covering(["quantized", "snapkv", "replay", "iterative", "gated"], FORMATS))
+@pytest.mark.parametrize(("name", "kind"), covering(SHARED, FORMATS))
 def test_batches_forks_and_saved_ones_go_on_alike(name, kind, tmp_path):
-    model = attached()
+    model = model_of(name)
+    check_sharing(model, lambda dtype: EVERY[name](model.config, dtype), kind, tmp_path)
+
+
+def check_sharing(model, new, kind, tmp_path):
     prompts = [random_ids(n, seed=n) for n in (41, 30)]
     ids, mask = left_padded(prompts)
     options = {"max_new_tokens": 6, "do_sample": False}
-    alone = [
-        kvcompress.generate(model, prompt, EVERY[name](model.config, kind), **options)[0, -6:] for prompt in prompts
-    ]
-    cache = EVERY[name](model.config, kind)
+    alone = [kvcompress.generate(model, prompt, new(kind), **options)[0, -6:] for prompt in prompts]
+    cache = new(kind)
     together = kvcompress.generate(model, ids, cache, attention_mask=mask, **options)
     assert torch.equal(together[:, -6:], torch.stack(alone))
 
-    cache = EVERY[name](model.config, kind)
+    cache = new(kind)
     prefill(model, prompts[0], cache)
     fork = cache.fork()
     cache.save(tmp_path / "cache.safetensors")

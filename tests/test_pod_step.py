@@ -3,11 +3,12 @@
 import oracle
 import pytest
 import torch
-from backends import BACKENDS
+from backends import BACKENDS, TABLES
 from helpers import DTYPES, check_table, covering
 from test_steps import clones, close, rotation, same_rows, state, unchanged
 
 from kvcompress import ops
+from kvcompress.caches.formats import FORMATS
 from kvcompress.ops import PageTable
 
 POD = [  # B, Hq, Hkv, D, page_size, sinks, recent, tokens before, of which pages are gone
@@ -87,6 +88,88 @@ def test_a_step_of_pod_is_its_parts_in_turn(backend, shape, dtype):
             same_rows((ours[i], ours[of]), (theirs_too[i], theirs_too[of]), exact=False)
             check_table(ours[of], P, torch.zeros_like(ours[of].refs))
         assert torch.equal(ours[4], places + 1)
+
+
+def in_turn(
+    q, k, v, keys, values, table, value_table, places, format, *, sinks, recent, first, far, moved=None,
+    probabilities=None, far_lse=None, lead=None, tau=None, cos=None, sin=None, sink_logits=None, **softmax,
+):  # fmt: skip
+    """(out, lse or skipped) of pod_step_ over codes, by the ops of its parts. keys, values: pages and scales."""
+    if cos is not None:
+        q, k = (ops.rope(x, cos, sin, places) for x in (q, k))
+    for x, stored, of, code in zip((k, v), (keys, values), (table, value_table), FORMATS[format], strict=True):
+        ops.append_tokens_(stored, ops.quantize(x, code), of)
+    places += 1
+    place = torch.arange(table.block_table.shape[1])
+    place = place + torch.where(place < first, 0, 0 if moved is None else moved[:, None])
+    near_table = value_table.block_table.gather(
+        1, place.expand(len(table.lengths), -1).clamp(0, value_table.block_table.shape[1] - 1)
+    )
+    near = ops.decode(
+        q, keys[0], values[0], table.lengths, begin=(table.lengths - recent).clamp(min=0), sinks=sinks,
+        block_table=table.block_table, value_table=near_table, sink_logits=sink_logits, key_scales=keys[1],
+        value_scales=values[1], **softmax,
+    )  # fmt: skip
+    begin = value_table.lengths.clamp(max=sinks)
+    end, there = torch.maximum(value_table.lengths - recent, begin), value_table.block_table
+    if far == "none":
+        return near
+    if far == "shared":
+        options = {"block_table": there, "tau": tau, "value_scales": values[1]}
+        return ops.decode_shared(near, probabilities, far_lse, values[0], begin, end, **options)
+    queries, theirs, lines, scales = lead or (q, keys[0], table.block_table, keys[1])
+    distant = ops.decode(
+        queries, theirs, values[0], end, begin=begin, block_table=lines, value_table=there,
+        probabilities=probabilities, key_scales=scales, value_scales=values[1], **softmax,
+    )  # fmt: skip
+    if far == "own":
+        far_lse.copy_(distant[1])
+    return ops.merge_states(near, distant)
+
+
+@pytest.mark.parametrize(
+    ("format", "far", "dtype", "shape", "cpu"),
+    covering(FORMATS, ["none", "own", "led", "shared"], DTYPES, [x for x in POD if x[3] % 2 == 0], TABLES),
+    indirect=["cpu"],
+)
+def test_a_step_of_pod_over_codes_is_its_parts_in_turn(cpu, format, far, dtype, shape):
+    B, Hq, Hkv, D, P, sinks, recent, seen, gone = shape
+    R, first = B * Hkv, -(-sinks // P)
+    dropped = max((seen - recent + 1) // P - first, 0) if gone and far != "own" else 0
+
+    def coded(held, code):
+        pages, table = window_rows(R, held, P, D, dtype)
+        return list(ops.quantize(pages, code)), table
+
+    of_keys, of_values = FORMATS[format]
+    keys, table = coded(seen - dropped * P, of_keys)
+    values, value_table = coded(seen, of_values)
+    columns = max(seen + 1 - sinks - recent, 0) + 2
+    options = {"sinks": sinks, "recent": recent, "first": first, "far": far, **rotation(90, D // 4 * 2)}
+    options["moved"] = torch.full((R,), dropped, dtype=torch.int32) if dropped else None
+    if far == "own":
+        options |= {"probabilities": torch.full((B, Hq, columns), 7.0), "far_lse": torch.zeros(B, Hq, 1)}
+    elif far == "shared":
+        options |= {"probabilities": torch.rand(B, Hq, columns), "far_lse": torch.randn(B, Hq, 1), "tau": 0.5}
+    elif far == "led":
+        (theirs, scales), their_table = coded(seen + 1, of_keys)
+        options["lead"] = ops.Lead(torch.randn(B, Hq, 1, D).to(dtype), theirs, their_table.block_table, scales)
+    if far != "none":
+        options |= {"softcap": 5.0, "sink_logits": torch.randn(Hq), "scale": 0.3}
+    q, k, v = (torch.randn(B, H, 1, D).to(dtype) for H in (Hq, Hkv, Hkv))
+    ours, theirs = (clones((keys, values, table, value_table, torch.full((B, 1), seen).int())) for _ in range(2))
+    given, wanted = ({name: x.clone() if isinstance(x, torch.Tensor) else x for name, x in options.items()}
+                     for _ in range(2))  # fmt: skip
+    scales = {"key_scales": ours[0][1], "value_scales": ours[1][1]}
+    found = ops.pod_step_(q, k, v, ours[0][0], ours[1][0], *ours[2:], **given, **scales)
+    out, other = in_turn(q, k, v, *theirs, format, **wanted)
+    assert torch.equal(found.out, out)
+    assert torch.equal(found.skipped if far == "shared" else found.lse, other)
+    assert far != "own" or all(torch.equal(given[name], wanted[name]) for name in ("probabilities", "far_lse"))
+    for i, of in ((0, 2), (1, 3)):
+        same_rows((ours[i], ours[of]), (theirs[i], theirs[of]), exact=True)
+        check_table(ours[of], P, torch.zeros_like(ours[of].refs))
+    assert torch.equal(ours[4], theirs[4])
 
 
 def pod(given, **options):

@@ -11,8 +11,9 @@ from published_gates import hidden_gates_folder
 import kvcompress
 from benchmarks.quality.parts.families_configurations import CONFIGURATIONS
 from benchmarks.quality.parts.families_images import even_prompts, one_prompt
-from kvcompress import CacheSpec, prefill
+from kvcompress import CacheSpec, pod, prefill
 from kvcompress.hf.attach import base_model
+from kvcompress.pod import PoDConfig
 
 SPECS = {
     "dense": "pruned,pruner=snapkv,keep=1.0",
@@ -33,6 +34,7 @@ SPECS = {
     "pruned by hidden states": "pruned,pruner=gate:HIDDEN,keep=16",
     "gated, int8": "gated,gates=FOLDER,keep=0.5,window=8,dtype=int8",
     "dmc": "dmc",
+    "dmc, int8": "dmc,dtype=int8",
 }
 T, NEW = 64, 6
 COMPRESSES = {"h2o"}  # while decoding, and asks then
@@ -69,7 +71,7 @@ def decoded(model, spec, device):
 
 @pytest.mark.parametrize("name", SPECS)
 def test_no_call_mixes_devices_and_a_decoded_token_does_not_wait(models, name):
-    kind = "dmc" if name == "dmc" else "dense"
+    kind = "dmc" if name.startswith("dmc") else "dense"
     expected, _ = decoded(models["cpu", kind], SPECS[name], "cpu")
     with PretendedCuda():
         found, waits = decoded(models["cuda", kind], SPECS[name], "cuda")
@@ -77,6 +79,18 @@ def test_no_call_mixes_devices_and_a_decoded_token_does_not_wait(models, name):
     if name not in COMPRESSES:
         assert sum(not names for names in waits) >= NEW - 2, waits  # the others take pages
         assert {x for names in waits for x in names} <= {"tolist", "tensor", "repeat_interleave"}
+
+
+def test_pods_codes_are_refused_on_cuda_before_anything_is_stored():
+    model = tiny_model()
+    pod.convert(model, PoDConfig(((0, 0),) * 3, 2, 6))
+    with PretendedCuda():
+        model = moved(model)
+        kvcompress.attach(model)
+        cache = CacheSpec.parse("pod,dtype=int8").make(model.config)
+        with pytest.raises(NotImplementedError, match="dtype must be None with PoDCache on CUDA, got 'int8'"):
+            prefill(model, random_ids(20).to("cuda"), cache)
+    assert cache.get_seq_length() == 0
 
 
 IMAGES = {

@@ -34,6 +34,7 @@ CACHES = {
     "gated by hidden states": (f"gated,gates={hidden_gates_folder()},threshold=-1,window=6,num_sink_tokens=2", None),
     "pruned by hidden states": (f"pruned,pruner=gate:{hidden_gates_folder()},last=4,keep=12,every=3", None),
     "dmc": ("dmc", {}),
+    "dmc, in 8 bits": ("dmc,dtype=int8", {}),
     "dmc with a window": ("dmc", {"window": 12}),
     "dms": ("dmc", {"mode": "dms", "dms_window": 5}),
 }

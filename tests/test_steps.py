@@ -7,6 +7,7 @@ from backends import BACKENDS
 from helpers import DTYPES, check_table, covering, others_of, rows_of, shared_table
 
 from kvcompress import ops
+from kvcompress.caches.formats import FORMATS
 from kvcompress.ops import PageTable, Tail
 
 
@@ -154,27 +155,46 @@ def test_a_step_of_dmc_is_its_parts_in_turn(backend, shape, window, dtype):
         check_table(ours[1], P, others)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_step_of_dmc_has_the_bits_of_its_parts(cpu, dtype):
-    B, Hq, Hkv, D, P, neuron = 2, 8, 2, 40, 4, 39
-    table = random_table(1, B * Hkv, P, 1)
+@pytest.mark.parametrize(("dtype", "format"), covering(DTYPES, [None, *FORMATS]))
+def test_a_step_of_dmc_has_the_bits_of_its_parts(cpu, dtype, format):
+    check_bits_of_dmc(dtype, format, 40)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "format", "D", "backend"),
+    covering(DTYPES, FORMATS, [16, 40, 128, 256, 512], BACKENDS),
+    indirect=["backend"],
+)
+def test_a_step_of_dmc_over_codes_is_its_parts_in_turn(backend, dtype, format, D):
+    check_bits_of_dmc(dtype, format, D)
+
+
+def check_bits_of_dmc(dtype, format, D):
+    B, Hq, Hkv, P, neuron = 2, 8, 2, 4, D - 1
+    table = random_table(1, B * Hkv, P, 20)
     tail, places = Tail.empty(B * Hkv, D), torch.tensor([[3], [17]], dtype=torch.int32)
-    pages = [torch.randn(len(table.refs), P, D).to(dtype) for _ in range(2)]
-    turns = rotation(90, 40)
-    ours, theirs = clones((pages, table, tail, places)), clones((pages, table, tail, places))
+    pages, scales = [torch.randn(len(table.refs), P, D).to(dtype) for _ in range(2)], []
+    if format is not None:
+        stored = [ops.quantize(x, code) for x, code in zip(pages, FORMATS[format], strict=True)]
+        pages, scales = [x for x, _ in stored], [x for _, x in stored]
+    turns = rotation(90, 40 if D > 40 else D)
+    ours, theirs = (clones((pages, table, tail, places, scales)) for _ in range(2))
+    names = ("key_scales", "value_scales")
+    our_scales, their_scales = (dict(zip(names, state.pop(), strict=False)) for state in (ours, theirs))
     for _ in range(20):
         q = torch.randn(B, Hq, 1, D).to(dtype)
         k, v = (torch.randn(B, Hkv, 1, D).to(dtype) for _ in range(2))
-        found = ops.dmc_step_(q, k, v, *ours[0], *ours[1:], neuron=neuron, shift=-0.5, **turns)
+        found = ops.dmc_step_(q, k, v, *ours[0], *ours[1:], neuron=neuron, shift=-0.5, **turns, **our_scales)
         alpha = ops.dmc_decisions(k[..., neuron], shift=-0.5, hard=True).hard
         omega = ops.dmc_importance(q[..., neuron], Hkv)
         q = q.clone()
         q[..., neuron] = 0
         q = ops.rope(q, **turns, positions=theirs[3])
         q[..., neuron] = 0
-        ops.dmc_append_(*theirs[0], *theirs[1:3], k, v, alpha, omega, **turns, positions=theirs[3], neuron=neuron)
+        options = turns | their_scales | {"positions": theirs[3], "neuron": neuron}
+        ops.dmc_append_(*theirs[0], *theirs[1:3], k, v, alpha, omega, **options)
         theirs[3] += 1
-        expected = ops.decode(q, *theirs[0], theirs[1].lengths, block_table=theirs[1].block_table)
+        expected = ops.decode(q, *theirs[0], theirs[1].lengths, block_table=theirs[1].block_table, **their_scales)
         assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
     same_rows(ours[:2], theirs[:2], exact=True)
 

@@ -115,7 +115,7 @@ __global__ __launch_bounds__(THREADS, PER_LANE == FEW_PER_LANE ? 4 : 2) void mix
     }
     __syncthreads();
 
-    const T* pages = static_cast<const T*>(a.v_pages);
+    const T* pages = static_cast<const T*>(a.rows.values);
     float sums[HEADS][PER_LANE] = {};
     packed<T, VEC> now[AHEAD][CHUNKS], next[AHEAD][CHUNKS];
     const auto fetch = [&](int base) {
@@ -244,7 +244,7 @@ bool valid(const kvc_decode_shared_args& a) {
     return a.B >= 0 && a.Hq >= 0 && a.Hkv >= 0 && a.D >= 1 && a.D <= KVC_CUDA_MAX_HEAD_DIM &&
            (a.Hkv ? a.Hq % a.Hkv == 0 : a.Hq == 0) && a.P >= 1 && (a.P & (a.P - 1)) == 0 && a.pages >= 0 &&
            a.blocks >= 0 && a.columns >= 0 && a.threshold == a.threshold && valid_dtype(a.dtype) &&
-           valid_dtype(a.cache_dtype);
+           valid_dtype(dtype_of(a.rows));
 }
 
 bool empty(const kvc_decode_shared_args& a) { return a.B == 0 || a.Hq == 0; }
@@ -263,16 +263,16 @@ extern "C" cudaError_t kvc_cuda_decode_shared(const kvc_decode_shared_args* args
     if (empty(a)) return cudaSuccess;
     if (!a.out || !a.skipped || !a.near || !a.near_lse || !a.far_lse) return cudaErrorInvalidValue;
     if (!a.block_table || !a.begin || !a.end) return cudaErrorInvalidValue;
-    if ((a.columns && !a.probabilities) || (a.pages && !a.v_pages)) return cudaErrorInvalidValue;
+    if ((a.columns && !a.probabilities) || (a.pages && !a.rows.values)) return cudaErrorInvalidValue;
     const plan p = plan_of(a);
     if (p.row_pieces > 0 && !a.scratch) return cudaErrorInvalidValue;
     if (p.capacity > MAX_GRID_X || p.rows * p.row_pieces > MAX_GRID_X || p.rows * p.G > MAX_GRID_X)
         return cudaErrorInvalidValue;
     if (p.row_pieces > 0 && a.columns > 0) {
-        KVC_TRY(with_dtype(a.cache_dtype, [&](auto element) {
+        KVC_TRY(with_dtype(dtype_of(a.rows), [&](auto element) {
             using T = decltype(element);
             constexpr int VEC = PER_16_BYTES<T>;
-            if (a.D % VEC == 0 && aligned_16(a.v_pages)) return launch_mix<T, VEC>(a, p, stream);
+            if (a.D % VEC == 0 && aligned_16(a.rows.values)) return launch_mix<T, VEC>(a, p, stream);
             return launch_mix<T, 1>(a, p, stream);
         }));
     }

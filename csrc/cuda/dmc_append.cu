@@ -8,14 +8,14 @@
 
 namespace {
 
-constexpr int WARPS = 4;
+constexpr int APPEND_WARPS = 4;
 
 // A warp per piece of a row.
-__global__ __launch_bounds__(WARPS * 32) void count_kernel(const kvc_dmc_append_args a) {
+__global__ __launch_bounds__(APPEND_WARPS * 32) void count_kernel(const kvc_dmc_append_args a) {
     const notes n = notes_of(a);
     const int lane = threadIdx.x % 32;
-    for (int64_t i = blockIdx.x * static_cast<int64_t>(WARPS) + threadIdx.x / 32; i < a.table.R * n.count;
-         i += gridDim.x * static_cast<int64_t>(WARPS)) {
+    for (int64_t i = blockIdx.x * static_cast<int64_t>(APPEND_WARPS) + threadIdx.x / 32; i < a.table.R * n.count;
+         i += gridDim.x * static_cast<int64_t>(APPEND_WARPS)) {
         const int64_t row = i / n.count, piece = i % n.count * KVC_DMC_PIECE, first = a.S - count_of(a, row);
         int opened = 0;
         for (int64_t s = piece; s < piece + KVC_DMC_PIECE && s < a.S; s += 32) {
@@ -31,21 +31,21 @@ __global__ __launch_bounds__(MOST_THREADS) void grow_kernel(const kvc_dmc_append
 
 // A warp per row.
 template <int COLUMNS, class X>
-__global__ __launch_bounds__(WARPS * 32, 1) void rows_kernel(const kvc_dmc_append_args a) {
-    __shared__ float keys[WARPS][32 * COLUMNS];
+__global__ __launch_bounds__(APPEND_WARPS * 32, 1) void rows_kernel(const kvc_dmc_append_args a) {
+    __shared__ float keys[APPEND_WARPS][32 * COLUMNS];
     const notes n = notes_of(a);
-    const int64_t row = blockIdx.x * static_cast<int64_t>(WARPS) + threadIdx.x / 32;
+    const int64_t row = blockIdx.x * static_cast<int64_t>(APPEND_WARPS) + threadIdx.x / 32;
     if (row < a.table.R && !*n.refused) settle_row<COLUMNS, X>(a, n, row, keys[threadIdx.x / 32]);
 }
 
 // A warp per piece of a row.
 template <int COLUMNS, class X>
-__global__ __launch_bounds__(WARPS * 32, 1) void pieces_kernel(const kvc_dmc_append_args a) {
-    __shared__ float keys[WARPS][32 * COLUMNS];
+__global__ __launch_bounds__(APPEND_WARPS * 32, 1) void pieces_kernel(const kvc_dmc_append_args a) {
+    __shared__ float keys[APPEND_WARPS][32 * COLUMNS];
     const notes n = notes_of(a);
     if (*n.refused) return;
-    for (int64_t i = blockIdx.x * static_cast<int64_t>(WARPS) + threadIdx.x / 32; i < a.table.R * n.count;
-         i += gridDim.x * static_cast<int64_t>(WARPS))
+    for (int64_t i = blockIdx.x * static_cast<int64_t>(APPEND_WARPS) + threadIdx.x / 32; i < a.table.R * n.count;
+         i += gridDim.x * static_cast<int64_t>(APPEND_WARPS))
         open_slots<COLUMNS, X>(a, n, i / n.count, i % n.count, keys[threadIdx.x / 32]);
 }
 
@@ -56,16 +56,17 @@ bool valid(const kvc_dmc_append_args& a) {
     if (a.D < 1 || a.D > KVC_CUDA_MAX_HEAD_DIM || a.neuron < -1 || a.neuron >= a.D) return false;
     if (a.rotary_dim < 0 || a.rotary_dim > a.D || a.rotary_dim % 2 || a.table_rows < 0) return false;
     if (a.window < 0 || a.window > KVC_DMC_MAX_WINDOW || (a.rotary_dim && !a.positions && a.S > a.table_rows)) return false;
-    if (!valid_dtype(a.k.dtype) || a.v.dtype != a.k.dtype || !valid_table(a.table)) return false;
+    if (!valid_dtype(a.k.dtype) || a.v.dtype != a.k.dtype || !format_takes(a.rows, a.k.dtype, a.D)) return false;
+    if (!valid_table(a.table)) return false;
     if (a.table.R == 0 || a.S == 0) return true;
     if (!a.k.data || !a.v.data || !a.alpha || !a.omega || !a.tail_k || !a.tail_v || !a.tail_w || !a.tail_counts ||
-        !a.scratch || (a.table.pages && (!a.k_pages || !a.v_pages)))
+        !a.scratch || (a.table.pages && !rows_there(a.rows)))
         return false;
     return a.rotary_dim == 0 || a.table_rows == 0 || (a.cos && a.sin);
 }
 
 unsigned grid_of(int64_t warps) {
-    const int64_t blocks = ceil_div(warps, WARPS);
+    const int64_t blocks = ceil_div(warps, APPEND_WARPS);
     return static_cast<unsigned>(blocks < MAX_GRID_X ? blocks : MAX_GRID_X);
 }
 
@@ -76,14 +77,14 @@ extern "C" cudaError_t kvc_cuda_dmc_append(const kvc_dmc_append_args* args, cuda
     if (!valid(a)) return cudaErrorInvalidValue;
     if (a.table.R == 0 || a.S == 0) return cudaSuccess;
     const int64_t pieces = notes_of(a).count, R = a.table.R;
-    if (a.S > 1) KVC_LAUNCH(count_kernel, grid_of(R * pieces), WARPS * 32, 0, stream, a);
+    if (a.S > 1) KVC_LAUNCH(count_kernel, grid_of(R * pieces), APPEND_WARPS * 32, 0, stream, a);
     KVC_LAUNCH(grow_kernel, 1, threads_for(R), 0, stream, a);
     return with_dtype(a.k.dtype, [&](auto type) {
         using X = decltype(type);
         return with_columns(a.D, [&](auto columns) {
             constexpr int COLUMNS = decltype(columns)::value;
-            KVC_LAUNCH((rows_kernel<COLUMNS, X>), grid_of(R), WARPS * 32, 0, stream, a);
-            if (pieces > 1) KVC_LAUNCH((pieces_kernel<COLUMNS, X>), grid_of(R * pieces), WARPS * 32, 0, stream, a);
+            KVC_LAUNCH((rows_kernel<COLUMNS, X>), grid_of(R), APPEND_WARPS * 32, 0, stream, a);
+            if (pieces > 1) KVC_LAUNCH((pieces_kernel<COLUMNS, X>), grid_of(R * pieces), APPEND_WARPS * 32, 0, stream, a);
             return cudaSuccess;
         });
     });

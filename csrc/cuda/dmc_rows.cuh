@@ -59,19 +59,11 @@ __device__ inline void grow_rows(const kvc_dmc_append_args& a, bool objects = fa
 }
 
 // A warp copies the slots of the page that the row shared until now.
-template <class X>
 __device__ inline void copy_page(const kvc_dmc_append_args& a, const notes& n, int64_t row) {
     const kvc_page_table& table = a.table;
     const int64_t before = table.lengths[row] - n.rows[3 * row + 1];
     const int32_t now = *entry(table, row, (before - 1) / table.P);
-    const int64_t from = n.rows[3 * row] * table.P * a.D, to = now * table.P * a.D;
-    X *k = static_cast<X*>(a.k_pages), *v = static_cast<X*>(a.v_pages);
-    if (page_exists(table, now)) {
-        for (int64_t i = threadIdx.x % 32; i < ((before - 1) % table.P + 1) * a.D; i += 32) {
-            k[to + i] = k[from + i];
-            v[to + i] = v[from + i];
-        }
-    }
+    copy_shared(table, a.rows, n.rows[3 * row], now, (before - 1) % table.P + 1, a.D);
     __syncwarp();
 }
 
@@ -129,7 +121,7 @@ __device__ inline void open_slots(const kvc_dmc_append_args& a, const notes& n, 
 // piece, they too. keys: float [32 * COLUMNS] of shared memory of the warp's own.
 template <int COLUMNS, class X>
 __device__ inline void settle_row(const kvc_dmc_append_args& a, const notes& n, int64_t row, float* keys) {
-    if (n.rows[3 * row] >= 0) copy_page<X>(a, n, row);
+    if (n.rows[3 * row] >= 0) copy_page(a, n, row);
     if (n.rows[3 * row + 2]) {
         const int64_t place = a.table.lengths[row] - n.rows[3 * row + 1] - 1;
         continue_slot<COLUMNS, X>(a, row, place, keys);

@@ -1,6 +1,6 @@
 // The newest slot of a row of DMC's cache, held by a warp: takes tokens, is written to its page, is saved as the row's tail.
 #pragma once
-#include "page_table.cuh"
+#include "rows.cuh"
 
 __device__ inline int64_t count_of(const kvc_dmc_append_args& a, int64_t row) { return a.counts ? a.counts[row] : a.S; }
 
@@ -72,25 +72,32 @@ __device__ inline void write_slot(const kvc_dmc_append_args& a, int64_t row, int
     const int lane = threadIdx.x % 32;
     const int32_t page = *entry(table, row, place / table.P);
     const int64_t half = a.rotary_dim / 2, position = a.positions ? a.positions[row / a.Hkv * a.S + s] : s;
-    const int64_t at = (page * table.P + place % table.P) * a.D;
+    const int64_t at = page * table.P + place % table.P;
     const bool inside = position >= 0 && position < a.table_rows;
     KVC_UNROLL
     for (int i = 0; i < COLUMNS; i++)
         if (lane + 32 * i < a.D) keys[lane + 32 * i] = slot.k[i];
     __syncwarp();
-    KVC_UNROLL
-    for (int i = 0; i < COLUMNS; i++) {
+    const auto key = [&](int i) {
         const int64_t d = lane + 32 * i;
-        if (d >= a.D || !page_exists(table, page)) continue;
-        float key = slot.k[i];
+        float x = slot.k[i];
         if (d < a.rotary_dim) {
             const int64_t pair = d < half ? d : d - half;
             const float c = inside ? a.cos[position * half + pair] : NAN, sine = inside ? a.sin[position * half + pair] : NAN;
-            key = d < half ? key * c - keys[d + half] * sine : key * c + keys[d - half] * sine;
+            x = d < half ? x * c - keys[d + half] * sine : x * c + keys[d - half] * sine;
         }
-        if (d == a.neuron) key = 0.0f;
-        from_float(key, static_cast<X*>(a.k_pages)[at + d]);
-        from_float(slot.v[i], static_cast<X*>(a.v_pages)[at + d]);
+        return d == a.neuron ? 0.0f : x;
+    };
+    if (page_exists(table, page) && stores_codes(a.rows)) {
+        store_columns<COLUMNS>(a.rows, at, static_cast<int>(a.D), key, [&](int i) { return slot.v[i]; });
+    } else if (page_exists(table, page)) {
+        KVC_UNROLL
+        for (int i = 0; i < COLUMNS; i++) {
+            const int64_t d = lane + 32 * i;
+            if (d >= a.D) continue;
+            from_float(key(i), static_cast<X*>(a.rows.keys)[at * a.D + d]);
+            from_float(slot.v[i], static_cast<X*>(a.rows.values)[at * a.D + d]);
+        }
     }
     __syncwarp();  // the keys are free for the next slot
 }

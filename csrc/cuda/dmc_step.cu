@@ -26,7 +26,7 @@ struct parts {
 kvc_decode_args decode_of(const kvc_dmc_step_args& args) {
     const kvc_dmc_append_args& a = args.append;
     kvc_decode_args d = {};
-    d.out = args.out, d.lse = args.lse, d.rows = kvc_plain_rows(a.k_pages, a.v_pages, a.k.dtype);
+    d.out = args.out, d.lse = args.lse, d.rows = a.rows;
     d.q = kvc_dense_view(nullptr, args.q.dtype, args.Hq, 1, a.D);
     d.block_table = a.table.block_table, d.end = a.table.lengths;
     d.B = a.B, d.Hq = args.Hq, d.Hkv = a.Hkv, d.S = 1, d.D = a.D;
@@ -108,8 +108,8 @@ bool valid(const kvc_dmc_step_args& args) {
            (a.Hkv ? args.Hq % a.Hkv == 0 : args.Hq == 0) && a.table.R == a.B * a.Hkv && a.neuron >= 0 && a.neuron < a.D &&
            a.rotary_dim >= 0 && a.rotary_dim <= a.D && a.rotary_dim % 2 == 0 && !a.positions && !a.counts &&
            a.window >= 0 && a.window <= KVC_DMC_MAX_WINDOW && valid_scale(args.scale, args.softcap) &&
-           valid_dtype(args.q.dtype) && valid_dtype(a.k.dtype) && a.v.dtype == a.k.dtype && valid_table(a.table) &&
-           (a.table.P & (a.table.P - 1)) == 0;
+           valid_dtype(args.q.dtype) && valid_dtype(a.k.dtype) && a.v.dtype == a.k.dtype &&
+           format_takes(a.rows, a.k.dtype, a.D) && valid_table(a.table) && (a.table.P & (a.table.P - 1)) == 0;
 }
 
 bool empty(const kvc_dmc_step_args& args) { return args.append.table.R == 0 || args.Hq == 0; }
@@ -125,7 +125,7 @@ extern "C" cudaError_t kvc_cuda_dmc_step(const kvc_dmc_step_args* args, cudaStre
     if (empty(*args)) return cudaSuccess;
     kvc_dmc_append_args a = args->append;
     if (!args->out || !args->lse || !args->q.data || !args->places || !args->scratch || !a.k.data || !a.v.data ||
-        !a.tail_k || !a.tail_v || !a.tail_w || !a.tail_counts || (a.table.pages && (!a.k_pages || !a.v_pages)))
+        !a.tail_k || !a.tail_v || !a.tail_w || !a.tail_counts || (a.table.pages && !rows_there(a.rows)))
         return cudaErrorInvalidValue;
     if (a.rotary_dim && a.table_rows && (!a.cos || !a.sin)) return cudaErrorInvalidValue;
     kvc_decode_args decode = decode_of(*args);

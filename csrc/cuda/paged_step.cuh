@@ -91,8 +91,7 @@ inline bool valid_step(const kvc_paged_step_args& a) {
     return a.B >= 0 && a.Hq >= 0 && a.Hkv >= 0 && a.S >= 0 && a.D >= 1 && a.D <= KVC_CUDA_MAX_HEAD_DIM &&
            a.table.R == a.B * a.Hkv && (a.Hkv ? a.Hq % a.Hkv == 0 : a.Hq == 0) && a.rotary_dim >= 0 &&
            a.rotary_dim <= a.D && a.rotary_dim % 2 == 0 && valid_scale(a.scale, a.softcap) && valid_dtype(a.q.dtype) &&
-           valid_dtype(a.k.dtype) && a.v.dtype == a.k.dtype && (stores_codes(a.rows) || dtype_of(a.rows) == a.k.dtype) &&
-           valid_format(a.rows, a.D) &&
+           valid_dtype(a.k.dtype) && a.v.dtype == a.k.dtype && format_takes(a.rows, a.k.dtype, a.D) &&
            valid_table(a.table) && (a.table.P & (a.table.P - 1)) == 0;
 }
 

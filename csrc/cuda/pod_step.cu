@@ -36,7 +36,7 @@ __device__ inline int64_t newest_slot(const kvc_pod_step_args& a, const kvc_pod_
     const int64_t slot = table.lengths[row] - 1;
     const int32_t page = *entry(table, row, slot / table.P), copied = parts.copied[(table.R + 1) * values + row];
     if (copied >= 0)
-        copy_slots(table, copied, page, slot % table.P, values ? a.v_pages : a.k_pages, bytes_of(a.k.dtype) * a.D);
+        copy_slots(table, copied, page, slot % table.P, values ? a.rows.values : a.rows.keys, bytes_of(a.k.dtype) * a.D);
     return page_exists(table, page) ? page * table.P + slot % table.P : -1;
 }
 
@@ -54,8 +54,8 @@ __device__ inline void place_head(const kvc_pod_step_args& a, const kvc_pod_part
     }
     const int64_t key = newest_slot(a, parts, row, 0), value = newest_slot(a, parts, row, 1);
     const int64_t moved = a.moved ? a.moved[row] : 0;
-    if (key >= 0) rotate(a.k, a.k_pages, key * a.D);
-    if (value >= 0) copy_head(a.v.data, row_at(a.v, b, h, 0), a.v_pages, value * a.D, a.k.dtype, a.D);
+    if (key >= 0) rotate(a.k, a.rows.keys, key * a.D);
+    if (value >= 0) copy_head(a.v.data, row_at(a.v, b, h, 0), a.rows.values, value * a.D, a.k.dtype, a.D);
     for (int64_t i = threadIdx.x % 32; i < a.keys.blocks; i += 32) {
         const int64_t place = i < a.first ? i : i + moved;
         const bool here = place >= 0 && place < a.values.blocks;
@@ -109,8 +109,8 @@ kvc_pod_parts parts_of(const kvc_pod_step_args& a) {
 
 bool valid(const kvc_pod_step_args& a) {
     return kvc_pod_sizes_are_good(&a) && valid_scale(a.scale, a.softcap) && valid_dtype(a.q.dtype) &&
-           valid_dtype(a.k.dtype) && a.v.dtype == a.k.dtype && valid_table(a.keys) && valid_table(a.values) &&
-           (a.far != KVC_FAR_LED || valid_dtype(a.lead_q.dtype));
+           valid_dtype(a.k.dtype) && a.v.dtype == a.k.dtype && dtype_of(a.rows) == a.k.dtype &&
+           valid_table(a.keys) && valid_table(a.values) && (a.far != KVC_FAR_LED || valid_dtype(a.lead_q.dtype));
 }
 
 bool empty(const kvc_pod_step_args& a) { return a.keys.R == 0 || a.Hq == 0; }
@@ -118,10 +118,10 @@ bool empty(const kvc_pod_step_args& a) { return a.keys.R == 0 || a.Hq == 0; }
 bool complete(const kvc_pod_step_args& a) {
     if (!a.out || !a.turned || !a.q.data || !a.k.data || !a.v.data || !a.places || !a.scratch) return false;
     if (a.rotary_dim && a.table_rows && (!a.cos || !a.sin)) return false;
-    if ((a.keys.pages && !a.k_pages) || (a.values.pages && !a.v_pages)) return false;
+    if ((a.keys.pages && !a.rows.keys) || (a.values.pages && !a.rows.values)) return false;
     if (a.far != KVC_FAR_SHARED && !a.lse) return false;
     if (a.far == KVC_FAR_OWN && !a.far_lse) return false;
-    if (a.far == KVC_FAR_LED) return a.lead_q.data && (!a.lead_pages || a.lead_k_pages) && a.lead_table;
+    if (a.far == KVC_FAR_LED) return a.lead_q.data && (!a.lead_pages || a.lead_keys) && a.lead_table;
     return a.far != KVC_FAR_SHARED || (a.far_lse && a.skipped && (!a.columns || a.probabilities));
 }
 

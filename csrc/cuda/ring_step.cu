@@ -185,7 +185,7 @@ bool valid(const kvc_ring_step_args& a) {
            (!a.table.R || (a.table.R == a.B * a.Hkv && valid_table(a.table) && (a.table.P & (a.table.P - 1)) == 0 && a.marks)) &&
            a.rotary_dim >= 0 && a.rotary_dim <= a.D && a.rotary_dim % 2 == 0 && valid_scale(a.scale, a.softcap) &&
            valid_dtype(a.q.dtype) && valid_dtype(a.k.dtype) && a.v.dtype == a.k.dtype &&
-           (!a.table.R || ((stores_codes(a.rows) || dtype_of(a.rows) == a.k.dtype) && valid_format(a.rows, a.D)));
+           (!a.table.R || format_takes(a.rows, a.k.dtype, a.D));
 }
 
 bool empty(const kvc_ring_step_args& a) { return a.B == 0 || a.Hq == 0; }

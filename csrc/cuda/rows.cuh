@@ -15,15 +15,16 @@ __device__ inline void copy_shared(const kvc_page_table& table, const kvc_rows& 
         for (void* scales : {rows.key_scales, rows.value_scales}) copy_slots(table, from, to, slots, scales, sizeof(f16));
 }
 
+// Key and value as codes at slot `place`. key, value: element 32*i + lane of each by i, as float; i < EACH.
 template <int EACH, class Key, class Value>
-__device__ KVC_INLINE void store_codes_of(const kvc_rows& rows, int64_t place, int64_t D, Key key, Value value) {
-    const int lane = threadIdx.x % 32, size = static_cast<int>(D), bits = rows.format == KVC_FORMAT_K8V4 ? 4 : 8;
+__device__ KVC_INLINE void store_columns(const kvc_rows& rows, int64_t place, int D, Key key, Value value) {
+    const int lane = threadIdx.x % 32, size = D, bits = rows.format == KVC_FORMAT_K8V4 ? 4 : 8;
     float x[EACH];
     KVC_UNROLL
-    for (int i = 0; i < EACH; i++) x[i] = 32 * i + lane < size ? key(32 * i + lane) : 0.0f;
+    for (int i = 0; i < EACH; i++) x[i] = 32 * i + lane < size ? key(i) : 0.0f;
     quantize_vector(x, size, 8, static_cast<int8_t*>(rows.keys) + place * D, static_cast<f16*>(rows.key_scales) + place);
     KVC_UNROLL
-    for (int i = 0; i < EACH; i++) x[i] = 32 * i + lane < size ? value(32 * i + lane) : 0.0f;
+    for (int i = 0; i < EACH; i++) x[i] = 32 * i + lane < size ? value(i) : 0.0f;
     quantize_vector(x, size, bits, static_cast<uint8_t*>(rows.values) + place * (D * bits / 8),
                     static_cast<f16*>(rows.value_scales) + place);
 }
@@ -32,9 +33,12 @@ __device__ KVC_INLINE void store_codes_of(const kvc_rows& rows, int64_t place, i
 // 512: a block of many threads has no registers for more than 256.
 template <int MOST, class Key, class Value>
 __device__ KVC_INLINE void store_codes(const kvc_rows& rows, int64_t place, int64_t D, Key key, Value value) {
-    if (D <= 128) store_codes_of<4>(rows, place, D, key, value);
-    else if (MOST <= 256 || D <= 256) store_codes_of<8>(rows, place, D, key, value);
-    else store_codes_of<16>(rows, place, D, key, value);
+    const int lane = threadIdx.x % 32, size = static_cast<int>(D);
+    const auto key_at = [&](int i) { return key(32 * i + lane); };
+    const auto value_at = [&](int i) { return value(32 * i + lane); };
+    if (D <= 128) store_columns<4>(rows, place, size, key_at, value_at);
+    else if (MOST <= 256 || D <= 256) store_columns<8>(rows, place, size, key_at, value_at);
+    else store_columns<16>(rows, place, size, key_at, value_at);
 }
 
 }  // namespace

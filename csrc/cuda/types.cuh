@@ -201,6 +201,11 @@ inline bool valid_format(const kvc_rows& rows, int64_t D) {
     return valid_dtype(dtype_of(rows)) || (stores_codes(rows) && (rows.format == KVC_FORMAT_INT8 || D % 2 == 0));
 }
 
+// Whether rows of a format take new tokens of D elements of a dtype; those of codes take any.
+inline bool format_takes(const kvc_rows& rows, kvc_dtype dtype, int64_t D) {
+    return stores_codes(rows) ? valid_format(rows, D) : dtype_of(rows) == dtype;
+}
+
 // Whether rows have the arrays of their format.
 inline bool rows_there(const kvc_rows& rows) {
     return rows.keys && rows.values && (!stores_codes(rows) || (rows.key_scales && rows.value_scales));

@@ -116,6 +116,10 @@ class Changed {
         all_.push_back(own);
     }
 
+    void add(const char* name, const std::optional<Tensor>& x) {
+        if (x.has_value()) add(name, *x);
+    }
+
     // The tensor itself; a contiguous copy if it shares memory with any of the changed ones.
     Tensor apart(const Tensor& x) const {
         const Bytes own = bytes_of(x);

@@ -122,7 +122,8 @@ static std::tuple<Tensor, Tensor> decode_probabilities(const Tensor& queries, co
 
 static std::tuple<Tensor, Tensor> decode_shared(const Tensor& near, const Tensor& near_lse, const Tensor& probabilities,
                                                 const Tensor& far_lse, const Tensor& v_pages, const Tensor& block_table,
-                                                const Tensor& begin, const Tensor& end, double threshold) {
+                                                const Tensor& begin, const Tensor& end, double threshold,
+                                                const std::optional<Tensor>& value_scales) {
     KVC_CHECK(near.dim() == 4 && near.is_contiguous() && near.size(2) == 1, "near must be contiguous [B, Hq, 1, D]");
     const int64_t B = near.size(0), Hq = near.size(1), D = near.size(3);
     check_array(near_lse, near, ScalarType::Float, {B, Hq, 1}, "near_lse");
@@ -132,7 +133,17 @@ static std::tuple<Tensor, Tensor> decode_shared(const Tensor& near, const Tensor
                   probabilities.scalar_type() == ScalarType::Float &&
                   (probabilities.numel() == 0 || probabilities.size(2) <= 1 || probabilities.stride(2) == 1),
               "probabilities must be float32 [B, Hq, columns], contiguous in its last dimension");
-    check_array(v_pages, near, v_pages.scalar_type(), {-1, -1, D}, "v_pages");
+    kvc_rows rows = {nullptr, const_cast<void*>(v_pages.const_data_ptr()), nullptr, nullptr, KVC_FORMAT_INT8};
+    if (value_scales.has_value()) {
+        KVC_CHECK(on_cpu(near), "value_scales: distant values that are codes are of the CPU so far");
+        rows.format = format_of_values(v_pages);
+        rows.value_scales = const_cast<void*>(value_scales->const_data_ptr());
+        check_array(*value_scales, near, ScalarType::Half, {v_pages.size(0), v_pages.size(1)}, "value_scales");
+        KVC_CHECK(rows.format != KVC_FORMAT_K8V4 || D % 2 == 0, "v_pages of 4 bits need an even head dim, got ", D);
+    } else {
+        rows.format = static_cast<kvc_format>(dtype_of(v_pages, "v_pages without scales"));
+    }
+    check_array(v_pages, near, v_pages.scalar_type(), {-1, -1, rows.format == KVC_FORMAT_K8V4 ? D / 2 : D}, "v_pages");
     check_array(end, near, ScalarType::Int, {-1}, "end");
     const int64_t R = end.size(0), Hkv = B > 0 ? R / B : 0;
     KVC_CHECK(R == B * Hkv && (B == 0 || (Hkv > 0 && Hq % Hkv == 0)),
@@ -150,8 +161,7 @@ static std::tuple<Tensor, Tensor> decode_shared(const Tensor& near, const Tensor
         .stride_h = probabilities.stride(1),
         .columns = probabilities.size(2),
         .dtype = dtype_of(near, "near"),
-        .cache_dtype = dtype_of(v_pages, "v_pages"),
-        .v_pages = v_pages.const_data_ptr(),
+        .rows = rows,
         .block_table = int_array(block_table, near, {R, -1}, "block_table"),
         .begin = int_array(begin, near, {R}, "begin"),
         .end = static_cast<const int32_t*>(end.const_data_ptr()),
@@ -215,6 +225,7 @@ KVC_REGISTER(decode_probabilities,
              "-> (Tensor, Tensor)")
 KVC_REGISTER(decode_shared,
              "decode_shared(Tensor near, Tensor near_lse, Tensor probabilities, Tensor far_lse, Tensor v_pages, "
-             "Tensor block_table, Tensor begin, Tensor end, float threshold) -> (Tensor, Tensor)")
+             "Tensor block_table, Tensor begin, Tensor end, float threshold, Tensor? value_scales=None) "
+             "-> (Tensor, Tensor)")
 KVC_REGISTER(merge_states,
              "merge_states(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b) -> (Tensor, Tensor)")

@@ -32,9 +32,12 @@ void dmc_append_(Tensor k_pages, Tensor v_pages, Tensor block_table, Tensor leng
                  const Tensor& given_keys, const Tensor& given_values, const Tensor& given_alpha,
                  const Tensor& given_omega, const std::optional<Tensor>& given_cos,
                  const std::optional<Tensor>& given_sin, const std::optional<Tensor>& given_positions,
-                 const std::optional<Tensor>& given_counts, int64_t neuron, int64_t window) {
-    const Changed changed = changed_of(block_table, lengths, refs, free_pages, free_count,
-                                       {k_pages, v_pages, tail_keys, tail_values, tail_weights, tail_counts});
+                 const std::optional<Tensor>& given_counts, int64_t neuron, int64_t window,
+                 std::optional<Tensor> key_scales, std::optional<Tensor> value_scales) {
+    Changed changed = changed_of(block_table, lengths, refs, free_pages, free_count,
+                                 {k_pages, v_pages, tail_keys, tail_values, tail_weights, tail_counts});
+    changed.add("key_scales", key_scales);
+    changed.add("value_scales", value_scales);
     const Tensor keys = changed.apart(given_keys), values = changed.apart(given_values);
     const Tensor alpha = changed.apart(given_alpha), omega = changed.apart(given_omega);
     const std::optional<Tensor> cos = changed.apart(given_cos), sin = changed.apart(given_sin);
@@ -43,7 +46,8 @@ void dmc_append_(Tensor k_pages, Tensor v_pages, Tensor block_table, Tensor leng
     const int64_t B = keys.size(0), Hkv = keys.size(1), S = keys.size(2), R = block_table.size(0);
     check_array(alpha, block_table, ScalarType::Float, {B, Hkv, S}, "alpha");
     check_array(omega, block_table, ScalarType::Float, {B, Hkv, S}, "omega");
-    kvc_dmc_append_args args = append_of(k_pages, v_pages, table_of(block_table, lengths, refs, free_pages, free_count,
+    const kvc_rows rows = changed_rows_of(k_pages, v_pages, key_scales, value_scales, block_table, refs.size(0), refs.size(0), keys.size(3));
+    kvc_dmc_append_args args = append_of(rows, k_pages, table_of(block_table, lengths, refs, free_pages, free_count,
                                          k_pages.size(1)), block_table, tail_keys, tail_values, tail_weights, tail_counts,
                                          keys, values, rotation_of(cos, sin, block_table), neuron, window);
     args.alpha = static_cast<const float*>(alpha.const_data_ptr());
@@ -64,4 +68,4 @@ KVC_REGISTER(dmc_append_,
              "Tensor(e!) refs, Tensor(f!) free_pages, Tensor(g!) free_count, Tensor(h!) tail_keys, "
              "Tensor(i!) tail_values, Tensor(j!) tail_weights, Tensor(k!) tail_counts, Tensor keys, Tensor values, "
              "Tensor alpha, Tensor omega, Tensor? cos, Tensor? sin, Tensor? positions, Tensor? counts, int neuron, "
-             "int window) -> ()")
+             "int window, Tensor(l!)? key_scales=None, Tensor(m!)? value_scales=None) -> ()")

@@ -28,9 +28,12 @@ std::tuple<Tensor, Tensor> dmc_step_(const Tensor& given_queries, const Tensor& 
                                      const std::optional<Tensor>& given_alpha, const std::optional<Tensor>& given_omega,
                                      const std::optional<Tensor>& given_cos, const std::optional<Tensor>& given_sin,
                                      int64_t neuron, int64_t window, double decision_shift, double margin, double omega_shift, double omega_eps, int64_t reduce, double scale,
-                                     const std::optional<Tensor>& sink_logits, double softcap) {
-    const Changed changed = changed_of(block_table, lengths, refs, free_pages, free_count,
-                                       {k_pages, v_pages, tail_keys, tail_values, tail_weights, tail_counts, places});
+                                     const std::optional<Tensor>& sink_logits, double softcap,
+                                     std::optional<Tensor> key_scales, std::optional<Tensor> value_scales) {
+    Changed changed = changed_of(block_table, lengths, refs, free_pages, free_count,
+                                 {k_pages, v_pages, tail_keys, tail_values, tail_weights, tail_counts, places});
+    changed.add("key_scales", key_scales);
+    changed.add("value_scales", value_scales);
     const Tensor queries = changed.apart(given_queries), keys = changed.apart(given_keys);
     const Tensor values = changed.apart(given_values);
     const std::optional<Tensor> alpha = changed.apart(given_alpha), omega = changed.apart(given_omega);
@@ -57,7 +60,8 @@ std::tuple<Tensor, Tensor> dmc_step_(const Tensor& given_queries, const Tensor& 
     Tensor out = torch::stable::new_empty(queries, {B, Hq, 1, D});
     Tensor lse = torch::stable::new_empty(queries, {B, Hq, 1}, ScalarType::Float);
     kvc_dmc_step_args args = {
-        .append = append_of(k_pages, v_pages, table_of(block_table, lengths, refs, free_pages, free_count, P),
+        .append = append_of(changed_rows_of(k_pages, v_pages, key_scales, value_scales, block_table, refs.size(0), refs.size(0), D),
+                            k_pages, table_of(block_table, lengths, refs, free_pages, free_count, P),
                             block_table, tail_keys, tail_values, tail_weights, tail_counts, keys, values,
                             rotation_of(cos, sin, block_table), neuron, window),
         .out = out.mutable_data_ptr(),
@@ -93,4 +97,5 @@ KVC_REGISTER(dmc_step_,
              "Tensor(g!) free_count, Tensor(h!) tail_keys, Tensor(i!) tail_values, Tensor(j!) tail_weights, "
              "Tensor(k!) tail_counts, Tensor(l!) places, Tensor? offsets, Tensor? alpha, Tensor? omega, Tensor? cos, Tensor? sin, "
              "int neuron, int window, float decision_shift, float margin, float omega_shift, "
-             "float omega_eps, int reduce, float scale, Tensor? sink_logits, float softcap) -> (Tensor, Tensor)")
+             "float omega_eps, int reduce, float scale, Tensor? sink_logits, float softcap, "
+             "Tensor(m!)? key_scales=None, Tensor(n!)? value_scales=None) -> (Tensor, Tensor)")

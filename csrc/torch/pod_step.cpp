@@ -1,4 +1,5 @@
 #include "page_table.h"
+#include "rows.h"
 
 namespace {
 
@@ -45,13 +46,16 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> pod_step_(
     int64_t recent, int64_t first, int64_t far, std::optional<Tensor> probabilities, std::optional<Tensor> far_lse,
     const std::optional<Tensor>& lead_queries, const std::optional<Tensor>& lead_k_pages,
     const std::optional<Tensor>& lead_table, double scale, const std::optional<Tensor>& sink_logits, double softcap,
-    double threshold) {
+    double threshold, std::optional<Tensor> key_scales, std::optional<Tensor> value_scales,
+    const std::optional<Tensor>& lead_key_scales) {
     Changed changed = changed_of(block_table, lengths, refs, free_pages, free_count, {k_pages, v_pages, places});
     for (const auto& [x, name] : {std::pair{&value_table, "value_table"}, std::pair{&value_lengths, "value_lengths"},
                                   std::pair{&value_refs, "value_refs"}, std::pair{&value_free_pages, "value_free_pages"},
                                   std::pair{&value_free_count, "value_free_count"}}) {
         changed.add(name, *x);
     }
+    changed.add("key_scales", key_scales);
+    changed.add("value_scales", value_scales);
     const Tensor queries = changed.apart(given_queries), keys = changed.apart(given_keys);
     const Tensor values = changed.apart(given_values);
     const kvc_view q = view_of(queries, "queries");
@@ -68,8 +72,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> pod_step_(
     KVC_CHECK(far >= KVC_FAR_NONE && far <= KVC_FAR_SHARED, "far must be between 0 and 3, got ", far);
     KVC_CHECK(sinks >= 0 && recent >= 1 && first >= 0, "sinks and first must be at least 0 and recent at least 1, got ",
               sinks, ", ", first, " and ", recent);
-    check_array(k_pages, block_table, k_pages.scalar_type(), {refs.size(0), P, D}, "k_pages");
-    check_array(v_pages, block_table, k_pages.scalar_type(), {value_refs.size(0), P, D}, "v_pages");
+    const kvc_rows stored = changed_rows_of(k_pages, v_pages, key_scales, value_scales, block_table, refs.size(0),
+                                            value_refs.size(0), D);
+    KVC_CHECK(on_cpu(queries) || !stored.key_scales, "key_scales: PoD's rows of codes are of the CPU so far");
+    // rows of codes take new tokens of any dtype, keys and values of one
+    const Tensor& numbers = stored.key_scales ? keys : k_pages;
     check_array(value_table, block_table, ScalarType::Int, {R, -1}, "value_table");
     check_array(places, block_table, ScalarType::Int, {B, 1}, "places");
     const rotation turns = rotation_of(cos, sin, block_table);
@@ -81,10 +88,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> pod_step_(
     args.turned = turned.mutable_data_ptr();
     args.lse = static_cast<float*>(lse.mutable_data_ptr());
     args.q = q;
-    args.k = tokens_of(keys, k_pages, B, Hkv, 1, "keys");
-    args.v = tokens_of(values, k_pages, B, Hkv, 1, "values");
-    args.k_pages = k_pages.mutable_data_ptr();
-    args.v_pages = v_pages.mutable_data_ptr();
+    args.k = tokens_of(keys, numbers, k_pages, B, Hkv, 1, "keys");
+    args.v = tokens_of(values, numbers, k_pages, B, Hkv, 1, "values");
+    args.rows = stored;
     args.keys = table_of(block_table, lengths, refs, free_pages, free_count, P);
     args.values = table_of(value_table, value_lengths, value_refs, value_free_pages, value_free_count, P);
     args.places = ints(places);
@@ -126,7 +132,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> pod_step_(
                   "lead_queries must be [B, Hq, 1, D] in the queries' dtype");
         check_array(*lead_k_pages, queries, k_pages.scalar_type(), {-1, P, D}, "lead_k_pages");
         args.lead_q = view_of(*lead_queries, "lead_queries");
-        args.lead_k_pages = lead_k_pages->const_data_ptr();
+        args.lead_keys = lead_k_pages->const_data_ptr();
+        KVC_CHECK(lead_key_scales.has_value() == (stored.key_scales != nullptr),
+                  "lead_key_scales must be given where key_scales are, and else not");
+        if (lead_key_scales.has_value()) {
+            check_array(*lead_key_scales, queries, ScalarType::Half, {lead_k_pages->size(0), P}, "lead_key_scales");
+            args.lead_key_scales = lead_key_scales->const_data_ptr();
+        }
         args.lead_table = int_array(lead_table, queries, {R, -1}, "lead_table");
         args.lead_pages = lead_k_pages->size(0), args.lead_blocks = lead_table->size(1);
     }
@@ -145,5 +157,6 @@ KVC_REGISTER(pod_step_,
              "Tensor(h!) value_table, Tensor(i!) value_lengths, Tensor(j!) value_refs, Tensor(k!) value_free_pages, "
              "Tensor(l!) value_free_count, Tensor(m!) places, Tensor? moved, Tensor? cos, Tensor? sin, int sinks, "
              "int recent, int first, int far, Tensor(n!)? probabilities, Tensor(o!)? far_lse, Tensor? lead_queries, "
-             "Tensor? lead_k_pages, Tensor? lead_table, float scale, Tensor? sink_logits, float softcap, float threshold) "
+             "Tensor? lead_k_pages, Tensor? lead_table, float scale, Tensor? sink_logits, float softcap, float threshold, "
+             "Tensor(p!)? key_scales=None, Tensor(q!)? value_scales=None, Tensor? lead_key_scales=None) "
              "-> (Tensor, Tensor, Tensor, Tensor)")

@@ -2,6 +2,14 @@
 #pragma once
 #include "common.h"
 
+// Codes of values, by the dtype that holds them.
+inline kvc_format format_of_values(const Tensor& v_pages) {
+    if (v_pages.scalar_type() == ScalarType::Char) return KVC_FORMAT_INT8;
+    KVC_CHECK(v_pages.scalar_type() == ScalarType::Byte,
+              "v_pages must be int8 (8 bits) or uint8 (two values of 4 bits) where there are scales");
+    return KVC_FORMAT_K8V4;
+}
+
 // The format that pages of keys and values of D elements have by their dtypes, and their scales' presence.
 inline kvc_format format_of(const Tensor& k_pages, const Tensor& v_pages, const std::optional<Tensor>& key_scales,
                             const std::optional<Tensor>& value_scales) {
@@ -14,10 +22,7 @@ inline kvc_format format_of(const Tensor& k_pages, const Tensor& v_pages, const 
         return static_cast<kvc_format>(dtype);
     }
     KVC_CHECK(scaled, "k_pages of int8 codes need key_scales and value_scales");
-    if (v_pages.scalar_type() == ScalarType::Char) return KVC_FORMAT_INT8;
-    KVC_CHECK(v_pages.scalar_type() == ScalarType::Byte,
-              "v_pages must be int8 (8 bits) or uint8 (two values of 4 bits) beside int8 k_pages");
-    return KVC_FORMAT_K8V4;
+    return format_of_values(v_pages);
 }
 
 // Contiguous [pages, P, D] of keys and values, of k8v4 [pages, P, D/2] of values, with scales [pages, P]; sizes of -1 free.
@@ -36,5 +41,16 @@ inline kvc_rows rows_of(const Tensor& k_pages, const Tensor& v_pages, const std:
     check_array(*value_scales, like, ScalarType::Half, {v_pages.size(0), P}, "value_scales");
     rows.key_scales = const_cast<void*>(key_scales->const_data_ptr());
     rows.value_scales = const_cast<void*>(value_scales->const_data_ptr());
+    return rows;
+}
+
+// The same of rows that the op changes.
+inline kvc_rows changed_rows_of(const Tensor& k_pages, const Tensor& v_pages, const std::optional<Tensor>& key_scales,
+                                const std::optional<Tensor>& value_scales, const Tensor& like, int64_t pages,
+                                int64_t value_pages, int64_t D) {
+    kvc_rows rows = rows_of(k_pages, v_pages, key_scales, value_scales, like, pages, value_pages, D);
+    rows.keys = k_pages.mutable_data_ptr(), rows.values = v_pages.mutable_data_ptr();
+    if (!key_scales.has_value()) return rows;
+    rows.key_scales = key_scales->mutable_data_ptr(), rows.value_scales = value_scales->mutable_data_ptr();
     return rows;
 }

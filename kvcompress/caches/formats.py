@@ -20,6 +20,7 @@ PAIR = ("keys", "values")
 @dataclass(frozen=True)
 class Format:
     """How keys and values lie in pages. name: of FORMATS. dtype: of the model, in which they come and are given back.
+    names: what lies there, of PAIR.
 
     A slot holds the codes and one float16 scale of its key, and of its value (ops.quantize): what drops, moves or
     shares a slot moves bytes.
@@ -27,29 +28,35 @@ class Format:
 
     name: str
     dtype: torch.dtype
+    names: tuple[str, ...] = PAIR
 
     @staticmethod
-    def of(name: str | None, dtype: torch.dtype) -> Format | None:
+    def of(name: str | None, dtype: torch.dtype, names: tuple[str, ...] = PAIR) -> Format | None:
         """None = as they are."""
-        return None if name is None else Format(name, dtype)
+        return None if name is None else Format(name, dtype, names)
+
+    def code(self, name: str) -> str:
+        """ops.quantize's name of what keys, or values, are."""
+        return FORMATS[self.name][PAIR.index(name)]
 
     def slots(self, head_dim: int) -> Slots:
         """Raises ValueError for an odd size where two codes share a byte."""
         slots: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
-        for name, code in zip(PAIR, FORMATS[self.name], strict=True):
+        for name in self.names:
+            code = self.code(name)
             if code == "int4" and head_dim % 2:
                 raise ValueError(f"dtype {self.name!r} needs heads of an even size, got {head_dim}: take 'int8'")
             slots[name] = ((head_dim,), torch.int8) if code == "int8" else ((head_dim // 2,), torch.uint8)
-        return slots | {scales_of(name): ((), torch.float16) for name in PAIR}
+        return slots | {scales_of(name): ((), torch.float16) for name in self.names}
 
-    def encode(self, keys: Tensor, values: Tensor) -> list[Tensor]:
-        """What goes into the slots of keys and values [..., D]."""
-        pairs = [ops.quantize(x, code) for x, code in zip((keys, values), FORMATS[self.name], strict=True)]
+    def encode(self, *tokens: Tensor) -> list[Tensor]:
+        """What goes into the slots of names [..., D] each."""
+        pairs = [ops.quantize(x, self.code(name)) for x, name in zip(tokens, self.names, strict=True)]
         return [codes for codes, _ in pairs] + [scales for _, scales in pairs]
 
     def decode(self, name: str, codes: Tensor, scales: Tensor) -> Tensor:
         """[..., D] in dtype. name: keys or values."""
-        return ops.dequantize(codes, scales, FORMATS[self.name][PAIR.index(name)], self.dtype)
+        return ops.dequantize(codes, scales, self.code(name), self.dtype)
 
 
 def scales_of(name: str) -> str:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from .formats import PAIR, Format, Slots, coded, scales_of
+from .formats import Format, Slots, coded, scales_of
 from .keeping import Keeping
 from .origins import Origins
 from .store import PageStore, PoolSettings, Rows, Snapshot, locked
@@ -121,7 +121,7 @@ class PagePool(Keeping):
         form = self.store.form
         if form is None:
             return self._gather(capacity, names)
-        wanted = [name for name in PAIR if names is None or name in names]
+        wanted = [name for name in form.names if names is None or name in names]
         parts = [name for name in self.store.arrays if any(name in (x, scales_of(x)) for x in wanted)]
         found = dict(zip(parts, self._gather(capacity, parts), strict=True))
         return [form.decode(name, found[name], found[scales_of(name)]) for name in wanted]

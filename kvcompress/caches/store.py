@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .. import ops
 from ..checks import MOST_INT32, need_integer
-from .formats import FORMATS, PAIR, Format, Slots, scales_of
+from .formats import FORMATS, Format, Slots, scales_of
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -168,7 +168,7 @@ class PageStore:
     @property
     def scales(self) -> dict[str, Any]:
         """key_scales and value_scales, where keys and values are in a format."""
-        return {} if self.form is None else {scales_of(name): self.arrays[scales_of(name)] for name in PAIR}
+        return {} if self.form is None else {scales_of(name): self.arrays[scales_of(name)] for name in self.form.names}
 
     def named(self, rows: Rows) -> Tensor:
         """Which entries of a table name a page: bool [R, blocks]."""

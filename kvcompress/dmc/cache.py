@@ -8,7 +8,6 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from ..caches.converted import ConvertedCache
-from ..checks import need
 from .config import DMCConfig
 from .dms import DMSLayer
 from .layer import DecidingLayer
@@ -22,12 +21,12 @@ class DMCCache(ConvertedCache):
     weighted average, into the newest one. DMS: the newest dms_window + 1 tokens stay, and an older one does if its
     successor (dms_decides="own": it itself) so decided; the others are dropped. How much is left the model decides by
     itself: see stored_lengths and compression_ratio. The result does not depend on how a prompt is divided into chunks
-    or batches.
+    or batches (with a dtype, but for what is rounded: a chunk reads itself as it is, and what came before as stored).
 
     config: the converted model's config. chunk_size: tokens that `prefill` reads at a time, None = the whole prompt.
-    track: remember all decisions, for decisions(). page_size, max_pages, grow, dtype (of DMS alone): see PoolSettings;
-    a decoded token needs room for the case that every head keeps it. Beside pages a row has its newest entry's sums in
-    float32 (DMC), or the newest tokens (DMS).
+    track: remember all decisions, for decisions(). page_size, max_pages, grow, dtype: see PoolSettings; a decoded token
+    needs room for the case that every head keeps it. Beside pages a row has its newest entry's sums in float32 (DMC),
+    of which with a dtype its codes are made anew each time, or the newest tokens as they come (DMS).
     A prompt of several chunks that finds no page leaves the cache incomplete: reset() it.
     Raises ValueError for settings out of range and for a config that is not of a converted model, or of one that is
     still being annealed (neuron_scale above 0). Source: DMC, algorithm 1; DMS, section 3.
@@ -49,10 +48,6 @@ class DMCCache(ConvertedCache):
     ) -> None:
         self.track = track
         super().__init__(config, page_size, max_pages, grow, chunk_size, dtype)
-        need(
-            dtype is None or self.dmc.mode == "dms",
-            f"dtype must be None with DMC, whose newest entry is averaged on, got {dtype!r}: DMS takes it",
-        )
         if self.dmc.neuron_scale > 0:
             raise ValueError(
                 f"config.kvcompress has neuron_scale {self.dmc.neuron_scale}: the model is still being annealed and "

@@ -42,7 +42,7 @@ class DMCLayer(DecidingLayer):
                 queries, keys, values, pool.k_pages, pool.v_pages, table, tail, places, neuron=neuron,
                 offsets=offsets, alpha=alpha, omega=omega, cos=cos, sin=sin, window=config.window, shift=config.shift,
                 margin=config.decision_margin, omega_shift=config.shift, eps=config.omega_eps, reduce=config.gqa_omega,
-                **softmax.options,
+                **pool.scales, **softmax.options,
             )[0]  # fmt: skip
 
         out = pool.step(write, known=False)
@@ -131,7 +131,7 @@ class DMCLayer(DecidingLayer):
         def write(table: ops.PageTable) -> None:
             ops.dmc_append_(
                 pool.k_pages, pool.v_pages, table, tail, keys, values, alpha, omega, cos=cos, sin=sin,
-                positions=positions, counts=new, neuron=self.neuron, window=self.config.window,
+                positions=positions, counts=new, neuron=self.neuron, window=self.config.window, **pool.scales,
             )  # fmt: skip
 
         pool.extend(write, opened, rewrites=rewrites, known=known)

@@ -21,6 +21,7 @@ from ..checks import (
 from .decode import need_probabilities
 from .native import MAX_HEAD_DIM, native
 from .no_gradient import without_gradient
+from .quantize import need_values
 
 
 def decode_shared(
@@ -33,12 +34,14 @@ def decode_shared(
     *,
     block_table: Tensor,
     tau: float | None = None,
+    value_scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """One query's attention to near keys, joined with that to distant ones by another layer's probabilities.
 
     near: (out [B, Hq, 1, D], lse float32 [B, Hq, 1]) of decode over the near keys, D 1..512. probabilities, far_lse:
     what decode wrote and returned for the same tokens in the layer that leads, float32 [B, Hq, columns], any strides
     but the last, and float32 [B, Hq, 1]. v_pages: contiguous [pages, P, D], the layer's own values, P a power of two.
+    value_scales: as in decode, of v_pages that hold codes; not on CUDA.
     block_table: int32 [R, blocks], R = B*Hkv: value t of row r lies at [block_table[r, t // P], t % P]. begin, end:
     int32 [R]: column j weighs value begin_r + j < end_r. tau: a query head is skipped, and its near attention taken
     alone, if it has distant keys and gives the near ones at least this probability; the values of a KV head that are
@@ -61,9 +64,13 @@ def decode_shared(
     for name, x in (("lse of near", near_lse), ("far_lse", far_lse)):
         good = x.dtype == torch.float32 and tuple(x.shape) == (B, Hq, 1)
         need(good, f"{name} must be float32 {(B, Hq, 1)}, got {x.dtype} {tuple(x.shape)}")
-    need_float("v_pages", v_pages, 3, "[pages, P, D]")
+    if value_scales is None:
+        need_float("v_pages", v_pages, 3, "[pages, P, D]")
+        need(v_pages.shape[2] == D, f"v_pages must have head dim {D}, got {v_pages.shape[2]}")
+    else:
+        need_values(v_pages, value_scales, D)
+        need_device(out, value_scales=value_scales)
     P = v_pages.shape[1]
-    need(v_pages.shape[2] == D, f"v_pages must have head dim {D}, got {v_pages.shape[2]}")
     need(P > 0 and P & (P - 1) == 0, f"v_pages must have a page size that is a power of two, got {P}")
     need(v_pages.is_contiguous(), "v_pages must be contiguous")
     R = end.shape[0] if end.ndim == 1 else 0
@@ -85,7 +92,7 @@ def decode_shared(
         "decode_shared has no gradient: it is for generation; use pod_attention, which is differentiable",
         (out, near_lse, probabilities, far_lse, v_pages), native.decode_shared, out.contiguous(),
         near_lse.contiguous(), dense_last(probabilities), far_lse.contiguous(), v_pages, dense(block_table),
-        begin.contiguous(), end.contiguous(), gate_threshold(tau),
+        begin.contiguous(), end.contiguous(), gate_threshold(tau), value_scales,
     )  # fmt: skip
     return found, skipped.bool()
 
@@ -97,5 +104,5 @@ def gate_threshold(tau: float | None) -> float:
 
 
 @torch.library.register_fake("kvcompress::decode_shared")
-def _(near, near_lse, probabilities, far_lse, v_pages, block_table, begin, end, threshold):  # type: ignore[no-untyped-def]
+def _(near, near_lse, probabilities, far_lse, v_pages, block_table, begin, end, threshold, value_scales=None):  # type: ignore[no-untyped-def]
     return near.new_empty(near.shape), near.new_empty(near.shape[:3], dtype=torch.uint8)

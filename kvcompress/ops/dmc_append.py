@@ -12,6 +12,7 @@ from .dmc_accumulate import MAX_DMC_WINDOW, need_neuron
 from .native import MAX_HEAD_DIM, native
 from .no_gradient import change_without_gradient
 from .pages import NO_GRADIENT, PageTable, need_table
+from .quantize import need_pages
 
 
 class Tail(NamedTuple):
@@ -52,6 +53,8 @@ def dmc_append_(
     counts: Tensor | None = None,
     neuron: int | None = None,
     window: int | None = None,
+    key_scales: Tensor | None = None,
+    value_scales: Tensor | None = None,
 ) -> None:
     """Adds new tokens to all rows of a DMC cache in place: each opens a slot or is merged into its row's newest one.
 
@@ -61,7 +64,9 @@ def dmc_append_(
     is 0; omega above 0 is its weight. cos, sin: float32 [T, rotary_dim/2]; positions: int32 [B, S], rows of them;
     None = 0..S-1; without cos and sin keys are not rotated. counts: int32 [R], 0..S: row r gets its last counts[r]
     tokens; None = all S. neuron: coordinate of the keys that is 0 before and after rotation, negative from the end.
-    window: a slot averages its last tokens alone, 1..64; None = all of them.
+    window: a slot averages its last tokens alone, 1..64; None = all of them. key_scales, value_scales: as in decode,
+    changed in place too: k_pages and v_pages hold codes, those of the averages in float32, and keys and values are of
+    any one dtype.
     A slot holds the average of its tokens, keys rotated at the newest one's position; older slots never change. One
     call with S tokens is S calls with one, and equals dmc_accumulate with the same decisions. A page that others share
     is copied before it is written; pages come from the free list. What is added may be views of what is changed, which
@@ -76,8 +81,9 @@ def dmc_append_(
     if not isinstance(tail, Tail):
         raise TypeError(f"tail must be an ops.Tail, got {type(tail).__name__}")
     R = table.block_table.shape[0]
+    coded = key_scales is not None or value_scales is not None
     for name, x, ndim in (("k_pages", k_pages, 3), ("keys", keys, 4)):
-        if not isinstance(x, Tensor) or x.ndim != ndim or x.dtype not in FLOATS:
+        if not isinstance(x, Tensor) or x.ndim != ndim or (x.dtype not in FLOATS and not (coded and x is k_pages)):
             need_float(name, x, ndim, "[pages, P, D]" if ndim == 3 else "[B, Hkv, S, D]")
     (B, Hkv, S, D), dtype, device = keys.shape, keys.dtype, table.refs.device
     N = 1 if window is None else window
@@ -88,9 +94,14 @@ def dmc_append_(
         need(1 <= D <= MAX_HEAD_DIM, f"keys must have a head dim between 1 and {MAX_HEAD_DIM}, got {D}")
         need_integer("window", N, 1, MAX_DMC_WINDOW)
     shape, gates, single = (table.refs.shape[0], k_pages.shape[1], D), (B, Hkv, S), torch.float32
+    of_keys = of_values = (dtype, shape)
+    if coded:
+        need_pages(k_pages, v_pages, key_scales, value_scales, D, shape[0])
+        need_device(table.refs, key_scales=key_scales, value_scales=value_scales)
+        of_keys, of_values = (torch.int8, shape), (v_pages.dtype, (*shape[:2], v_pages.shape[2]))
     # messages only where they are needed: a decode step comes by for every layer
     for name, x, kind, size in (
-        ("k_pages", k_pages, dtype, shape), ("v_pages", v_pages, dtype, shape), ("keys", keys, dtype, keys.shape),
+        ("k_pages", k_pages, *of_keys), ("v_pages", v_pages, *of_values), ("keys", keys, dtype, keys.shape),
         ("values", values, dtype, keys.shape), ("alpha", alpha, single, gates), ("omega", omega, single, gates),
         ("tail.keys", tail[0], single, (R, N, D)), ("tail.values", tail[1], single, (R, N, D)),
         ("tail.weights", tail[2], single, (R, N)), ("tail.counts", tail[3], torch.int32, (R,)),
@@ -134,6 +145,8 @@ def dmc_append_(
         dense(counts),
         need_neuron(neuron, D),
         window or 0,
+        key_scales,
+        value_scales,
     )
 
 

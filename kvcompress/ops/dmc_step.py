@@ -22,7 +22,7 @@ from .dmc_gates import IMPORTANCES, LARGEST
 from .explained import explained_by, need_one_device
 from .native import native
 from .no_gradient import without_gradient
-from .paged_step import NO_STEP_GRADIENT, need_parts, need_step
+from .paged_step import NO_STEP_GRADIENT, need_parts, need_rows, need_step
 from .pages import PageTable, need_table
 
 NO_GRADIENT = NO_STEP_GRADIENT.format("dmc_step_")
@@ -32,25 +32,25 @@ def _check(
     queries: Tensor, keys: Tensor, values: Tensor, k_pages: Tensor, v_pages: Tensor, table: PageTable, tail: Tail,
     places: Tensor, *, neuron: int, offsets: Tensor | None = None, alpha: Tensor | None = None,
     omega: Tensor | None = None, cos: Tensor | None = None, sin: Tensor | None = None, window: int | None = None,
-    **others: object,
+    key_scales: Tensor | None = None, value_scales: Tensor | None = None, **others: object,
 ) -> None:  # fmt: skip
     """ValueError or TypeError for the first argument of dmc_step_ that is wrong."""
     need_table(table)
     if not isinstance(tail, Tail):
         raise TypeError(f"tail must be an ops.Tail, got {type(tail).__name__}")
-    need_step(queries, k_pages, table)
-    (B, _, S, D), R, dtype, single = queries.shape, table.block_table.shape[0], k_pages.dtype, torch.float32
+    need_step(queries, k_pages, table, key_scales is not None or value_scales is not None)
+    (B, _, S, D), R, single = queries.shape, table.block_table.shape[0], torch.float32
     if S != 1:
         raise ValueError(f"queries must be of one token, got {S}")
     Hkv, N, device = R // B, window or 1, table.refs.device
     if window is not None:
         need_integer("window", window, 1, MAX_DMC_WINDOW)
-    pages, token = (table.refs.shape[0], k_pages.shape[1], D), (B, Hkv, 1, D)
+    token, dtype = (B, Hkv, 1, D), need_rows(keys, k_pages, v_pages, key_scales, value_scales, table, D)
     need_parts(
-        device, ("k_pages", k_pages, dtype, pages), ("v_pages", v_pages, dtype, pages), ("keys", keys, dtype, token),
-        ("values", values, dtype, token), ("tail.keys", tail[0], single, (R, N, D)),
-        ("tail.values", tail[1], single, (R, N, D)), ("tail.weights", tail[2], single, (R, N)),
-        ("tail.counts", tail[3], torch.int32, (R,)), ("places", places, torch.int32, (B, 1)),
+        device, ("keys", keys, dtype, token), ("values", values, dtype, token),
+        ("tail.keys", tail[0], single, (R, N, D)), ("tail.values", tail[1], single, (R, N, D)),
+        ("tail.weights", tail[2], single, (R, N)), ("tail.counts", tail[3], torch.int32, (R,)),
+        ("places", places, torch.int32, (B, 1)),
     )  # fmt: skip
     for name, x in (*zip(_TAIL, tail, strict=True), ("places", places)):
         if not x.is_contiguous():
@@ -90,13 +90,15 @@ def dmc_step_(
     scale: float | None = None,
     softcap: float | None = None,
     sink_logits: Tensor | None = None,
+    key_scales: Tensor | None = None,
+    value_scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """One new token of every sequence of a DMC cache: decides, appends or merges it in place, and attends from it.
 
     queries: [B, Hq, 1, D], D 1..512; keys, values: [B, Hkv, 1, D] in the pages' dtype; un-rotated. k_pages, v_pages,
-    table, tail, window: as in dmc_append_. places: int32 [B, 1], contiguous, the tokens' places, each of which grows by
-    one. offsets: int32 [B, 1], to be added to the places for the rows of cos and sin; None = 0. neuron: the coordinate
-    of queries and keys that decides and is 0 in attention, negative from the end.
+    table, tail, window, key_scales, value_scales: as in dmc_append_. places: int32 [B, 1], contiguous, the tokens'
+    places, each of which grows by one. offsets: int32 [B, 1], to be added to the places for the rows of cos and sin;
+    None = 0. neuron: the coordinate of queries and keys that decides and is 0 in attention, negative from the end.
     alpha, omega: float32 [B, Hkv, 1], as in dmc_append_; None = dmc_decisions(keys[..., neuron], shift, margin,
     hard=True).hard and dmc_importance(queries[..., neuron], Hkv, shift=omega_shift, eps, reduce). cos, sin: float32
     [T, rotary_dim/2]; None = nothing is rotated. scale, softcap, sink_logits: as in decode.
@@ -118,7 +120,7 @@ def dmc_step_(
         dense_last(values), k_pages, v_pages, *table, *tail, places, dense(offsets), dense(alpha), dense(omega),
         dense(cos), dense(sin), place, 0 if window is None else window or -1, shift, margin, omega_shift, eps,
         need_choice("reduce", reduce, IMPORTANCES), need_scale(scale, D), need_sink_logits(sink_logits, Hq, queries),
-        need_softcap(softcap),
+        need_softcap(softcap), key_scales, value_scales,
     )  # fmt: skip
 
 

@@ -40,17 +40,8 @@ def _check(
     coded = key_scales is not None or value_scales is not None
     need_step(queries, k_pages, table, coded)
     (B, _, S, D), R = queries.shape, table.block_table.shape[0]
-    Hkv = R // B if B else 0
-    pages, dtype, device = (table.refs.shape[0], k_pages.shape[1], D), k_pages.dtype, table.refs.device
-    if coded:
-        need_pages(k_pages, v_pages, key_scales, value_scales, D, pages[0])
-        need_parts(device, ("k_pages", k_pages, torch.int8, pages))
-        need_parts(device, ("v_pages", v_pages, v_pages.dtype, tuple(v_pages.shape)))
-        need_device(table.refs, key_scales=key_scales, value_scales=value_scales)
-        need_float("keys", keys, 4, "[B, Hkv, S, D]")
-        dtype = keys.dtype
-    else:
-        need_parts(device, ("k_pages", k_pages, dtype, pages), ("v_pages", v_pages, dtype, pages))
+    Hkv, device = R // B if B else 0, table.refs.device
+    dtype = need_rows(keys, k_pages, v_pages, key_scales, value_scales, table, D)
     need_parts(device, ("keys", keys, dtype, (B, Hkv, S, D)), ("values", values, dtype, (B, Hkv, S, D)))
     if shift is not None or begin is not None:
         need_int32("shift", shift, (R,))
@@ -121,6 +112,25 @@ def need_step(queries: Tensor, k_pages: Tensor, table: PageTable, coded: bool = 
     if not 1 <= D <= MAX_HEAD_DIM:
         raise ValueError(f"queries must have a head dim between 1 and {MAX_HEAD_DIM}, got {D}")
     need_device(table.refs, queries=queries)
+
+
+def need_rows(
+    keys: Tensor, k_pages: Tensor, v_pages: Tensor, key_scales: Tensor | None, value_scales: Tensor | None,
+    table: PageTable, D: int, value_table: PageTable | None = None,
+) -> torch.dtype:  # fmt: skip
+    """Pages of a table, of numbers or of codes; gives the dtype that new keys and values must have. value_table: of the
+    values, None = the same."""
+    pages, dtype, device = (table.refs.shape[0], k_pages.shape[1], D), k_pages.dtype, table.refs.device
+    value_pages = ((value_table or table).refs.shape[0], *pages[1:])
+    if key_scales is None and value_scales is None:
+        need_parts(device, ("k_pages", k_pages, dtype, pages), ("v_pages", v_pages, dtype, value_pages))
+        return dtype
+    need_pages(k_pages, v_pages, key_scales, value_scales, D, value_pages[0])
+    need_parts(device, ("k_pages", k_pages, torch.int8, pages))
+    need_parts(device, ("v_pages", v_pages, v_pages.dtype, tuple(v_pages.shape)))
+    need_device(table.refs, key_scales=key_scales, value_scales=value_scales)
+    need_float("keys", keys, 4, "[B, Hkv, S, D]")
+    return keys.dtype
 
 
 def need_parts(device: torch.device, *parts: tuple[str, Tensor, torch.dtype, tuple[int, ...]]) -> None:

@@ -25,17 +25,19 @@ from .dmc_append import need_tables
 from .explained import explained_by, need_one_device
 from .native import native
 from .no_gradient import without_gradient
-from .paged_step import NO_STEP_GRADIENT, need_parts, need_step
+from .paged_step import NO_STEP_GRADIENT, need_parts, need_rows, need_step
 from .pages import PageTable, need_table
+from .quantize import need_scales
 
 
 class Lead(NamedTuple):
     """What a layer that follows reads of the one that leads it. queries: [B, Hq, 1, D], rotated. k_pages:
-    [pages, P, D]. block_table: int32 [R, blocks], where its keys lie."""
+    [pages, P, D]. block_table: int32 [R, blocks], where its keys lie. key_scales: float16 [pages, P], of codes."""
 
     queries: Tensor
     k_pages: Tensor
     block_table: Tensor
+    key_scales: Tensor | None = None
 
 
 class PodStep(NamedTuple):
@@ -57,19 +59,20 @@ def _check(
     value_table: PageTable, places: Tensor, *, sinks: int, recent: int, first: int, far: str = "none",
     moved: Tensor | None = None, probabilities: Tensor | None = None, far_lse: Tensor | None = None,
     lead: Lead | None = None, tau: float | None = None, cos: Tensor | None = None, sin: Tensor | None = None,
-    **others: object,
+    key_scales: Tensor | None = None, value_scales: Tensor | None = None, **others: object,
 ) -> None:  # fmt: skip
     """ValueError or TypeError for the first argument of pod_step_ that is wrong."""
     need_table(table)
     need_table(value_table, "value_table")
-    need_step(queries, k_pages, table)
-    (B, Hq, S, D), R, dtype, P = queries.shape, table.block_table.shape[0], k_pages.dtype, k_pages.shape[1]
+    coded = key_scales is not None or value_scales is not None
+    need_step(queries, k_pages, table, coded)
+    (B, Hq, S, D), R, P = queries.shape, table.block_table.shape[0], k_pages.shape[1]
     if S != 1:
         raise ValueError(f"queries must be of one token, got {S}")
     Hkv, device = R // B, table.refs.device
+    dtype = need_rows(keys, k_pages, v_pages, key_scales, value_scales, table, D, value_table)
     need_parts(
-        device, ("k_pages", k_pages, dtype, (table.refs.shape[0], P, D)),
-        ("v_pages", v_pages, dtype, (value_table.refs.shape[0], P, D)), ("keys", keys, dtype, (B, Hkv, 1, D)),
+        device, ("keys", keys, dtype, (B, Hkv, 1, D)),
         ("values", values, dtype, (B, Hkv, 1, D)), ("places", places, torch.int32, (B, 1)),
         ("value_table.block_table", value_table.block_table, torch.int32, (R, value_table.block_table.shape[1])),
     )  # fmt: skip
@@ -103,14 +106,18 @@ def _check(
     if far == "led":
         if lead is None:
             raise TypeError("lead must be an ops.Lead with far='led', got None")
-        need_float("lead.k_pages", lead.k_pages, 3, "[pages, P, D]")
+        if not coded:
+            need_float("lead.k_pages", lead.k_pages, 3, "[pages, P, D]")
         need_tensor("lead.block_table", lead.block_table)
         need(lead.block_table.ndim == 2, f"lead.block_table must be [R, blocks], got {tuple(lead.block_table.shape)}")
         need_parts(
             device, ("lead.queries", lead.queries, queries.dtype, (B, Hq, 1, D)),
-            ("lead.k_pages", lead.k_pages, dtype, (lead.k_pages.shape[0], P, D)),
+            ("lead.k_pages", lead.k_pages, k_pages.dtype, (lead.k_pages.shape[0], P, D)),
             ("lead.block_table", lead.block_table, torch.int32, (R, *lead.block_table.shape[1:2])),
         )  # fmt: skip
+        need(coded or lead.key_scales is None, "lead.key_scales must be None where there are no key_scales")
+        if coded:
+            need_scales("lead.key_scales", lead.key_scales, lead.k_pages)
 
 
 @explained_by(_check)
@@ -138,6 +145,8 @@ def pod_step_(
     scale: float | None = None,
     softcap: float | None = None,
     sink_logits: Tensor | None = None,
+    key_scales: Tensor | None = None,
+    value_scales: Tensor | None = None,
 ) -> PodStep:
     """One new token of every sequence of a layer: stores its key and value in place, and attends to near and far ones.
 
@@ -151,7 +160,9 @@ def pod_step_(
     [B, Hq, columns] (None = not wanted), both contiguous float32, are written for the layers that follow. "led" = by
     the queries and keys of `lead`. "shared" = by probabilities and far_lse that the lead has written; heads whose gate
     is at least tau take near tokens alone. cos, sin: float32 [T, rotary_dim/2], indexed by place; None = nothing is
-    rotated. scale, softcap, sink_logits: as in decode; sinks of the softmax count as near.
+    rotated. scale, softcap, sink_logits: as in decode; sinks of the softmax count as near. key_scales, value_scales: as
+    in decode, changed in place too: k_pages, v_pages and the lead's pages hold codes, and the rotated key and the
+    value, of any one dtype, are quantised before they are stored; not on CUDA.
     Returns PodStep: the results of rope, append_tokens_, decode, merge_states and decode_shared in turn.
     Raises ValueError for wrong shapes, dtypes, devices or numbers; RuntimeError if a free list is too short, a row
     outgrows its line or names a page that does not exist, a place is outside the tables, moved leads out of the values'
@@ -164,7 +175,7 @@ def pod_step_(
         need_number("tau", tau, 0, 1)
     B, Hq, _, D = queries.shape
     need(B > 0, "queries must be of at least one sequence, got 0")
-    q, k_lead, t_lead = (None, None, None) if lead is None else lead
+    q, k_lead, t_lead, scales_lead = (None, None, None, None) if lead is None else lead
     if far != "own":  # what is read may lie anyhow; what is written lies where the caller looks for it
         probabilities = None if probabilities is None else dense_last(probabilities)
         far_lse = dense(far_lse)
@@ -174,6 +185,7 @@ def pod_step_(
         dense(sin), sinks, recent, first, FAR.index(far), probabilities, far_lse,
         None if q is None else dense_last(q), k_lead, dense(t_lead), need_scale(scale, D),
         need_sink_logits(sink_logits, Hq, queries), need_softcap(softcap), gate_threshold(tau),
+        key_scales, value_scales, scales_lead,
     )  # fmt: skip
     return PodStep(out, turned, lse, skipped.bool() if far == "shared" else skipped)
 

@@ -10,6 +10,7 @@ from .native import MAX_HEAD_DIM, native
 from .no_gradient import without_gradient
 
 CODES = {"int8": (8, torch.int8), "int4": (4, torch.uint8)}  # bits, and the dtype of the bytes
+VALUE_CODES = (torch.int8, torch.uint8)  # what values of rows of codes may be
 
 NO_GRADIENT = "{} has no gradient: codes are what caches store"
 
@@ -82,11 +83,7 @@ def need_pages(
     else:
         need(k_pages.dtype == torch.int8, f"k_pages must be int8 where there are scales, got {k_pages.dtype}")
         need(k_pages.ndim == 3, f"k_pages must be [pages, P, D], got shape {tuple(k_pages.shape)}")
-        kinds, width = (torch.int8, torch.uint8), head_dim // 2 if v_pages.dtype == torch.uint8 else head_dim
-        need(
-            v_pages.dtype != torch.uint8 or head_dim % 2 == 0,
-            f"v_pages of 4 bits need an even head dim, got {head_dim}",
-        )
+        kinds, width = VALUE_CODES, values_width(v_pages, head_dim)
     need(k_pages.shape[2] == head_dim, f"k_pages must have head dim {head_dim}, got {k_pages.shape[2]}")
     wanted = (value_pages, k_pages.shape[1], width)
     need(
@@ -95,12 +92,33 @@ def need_pages(
     )
     if key_scales is None and value_scales is None:
         return
-    for name, scales, pages in (("key_scales", key_scales, k_pages), ("value_scales", value_scales, v_pages)):
-        shape = tuple(pages.shape[:2])
-        if scales is None or scales.dtype != torch.float16 or tuple(scales.shape) != shape:
-            found = "None" if scales is None else f"{scales.dtype} {tuple(scales.shape)}"
-            raise ValueError(f"{name} must be torch.float16 {shape}, got {found}")
-        need(scales.is_contiguous(), f"{name} must be contiguous")
+    need_scales("key_scales", key_scales, k_pages)
+    need_scales("value_scales", value_scales, v_pages)
+
+
+def values_width(v_pages: Tensor, head_dim: int) -> int:
+    """Bytes of the codes of a value in such pages."""
+    need(v_pages.dtype != torch.uint8 or head_dim % 2 == 0, f"v_pages of 4 bits need an even head dim, got {head_dim}")
+    return head_dim // 2 if v_pages.dtype == torch.uint8 else head_dim
+
+
+def need_values(v_pages: Tensor, value_scales: Tensor, head_dim: int) -> None:
+    """Pages [pages, P, ...] of values alone, as codes."""
+    need(
+        v_pages.dtype in VALUE_CODES and v_pages.ndim == 3 and v_pages.shape[2] == values_width(v_pages, head_dim),
+        f"v_pages must be torch.int8 [pages, P, {head_dim}] or torch.uint8 [pages, P, {head_dim // 2}] where there are "
+        f"scales, got {v_pages.dtype} {tuple(v_pages.shape)}",
+    )
+    need_scales("value_scales", value_scales, v_pages)
+
+
+def need_scales(name: str, scales: Tensor | None, pages: Tensor) -> None:
+    """A scale for each slot of pages."""
+    shape = tuple(pages.shape[:2])
+    if scales is None or scales.dtype != torch.float16 or tuple(scales.shape) != shape:
+        found = "None" if scales is None else f"{scales.dtype} {tuple(scales.shape)}"
+        raise ValueError(f"{name} must be torch.float16 {shape}, got {found}")
+    need(scales.is_contiguous(), f"{name} must be contiguous")
 
 
 @torch.library.register_fake("kvcompress::quantize")

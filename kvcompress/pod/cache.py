@@ -38,9 +38,11 @@ class PoDCache(ConvertedCache):
     pruner, distant: after a prompt (and any other call of several tokens) each KV head keeps so many distant tokens,
     those that the pruner scores highest at the lead of their block, rounded up so that whole pages go; near tokens stay
     and later ones are added. SnapKV, for one; a pruner that sums up all queries' votes (H2O) is refused.
-    page_size, max_pages, grow: see PoolSettings; keys have as many pages in each layer as values.
+    page_size, max_pages, grow, dtype: see PoolSettings; keys have as many pages in each layer as values. With a dtype a
+    prompt reads itself as it is and what came before as it is stored; not on CUDA.
     A prompt of several chunks that finds no page leaves the cache incomplete: reset() it.
-    Raises ValueError for settings out of range and for a config that is not of a converted model.
+    Raises ValueError for settings out of range and for a config that is not of a converted model, NotImplementedError
+    for a model on CUDA with a dtype.
     Source: PoD, section 2.3.
     """
 
@@ -54,6 +56,7 @@ class PoDCache(ConvertedCache):
         page_size: int = 16,
         max_pages: int | None = None,
         grow: str = "double",
+        dtype: str | None = None,
         chunk_size: int | None = None,
         tau: float | None = None,
         reuse: bool | None = None,
@@ -77,7 +80,7 @@ class PoDCache(ConvertedCache):
         if reuse is False and self.skips.any:
             raise ValueError(f"reuse must not be False with tau {self.tau}: the gate is known from what is reused")
         self.reuse = True if self.skips.any else reuse
-        super().__init__(config, page_size, max_pages, grow, chunk_size)
+        super().__init__(config, page_size, max_pages, grow, chunk_size, dtype)
         if pruner is not None and distant is not None:
             self._check_pruner(pruner, distant)
 
@@ -111,6 +114,12 @@ class PoDCache(ConvertedCache):
         return PoDLayer(
             index, number, self.pool_settings, self.pod, reuse=self.reuse, skips=self.skips, votes=votes
         )  # fmt: skip
+
+    def check_model(self, decoder: Any) -> None:
+        super().check_model(decoder)
+        dtype = self.pool_settings.dtype
+        if dtype is not None and any(parameter.device.type == "cuda" for parameter in decoder.parameters()):
+            raise NotImplementedError(f"dtype must be None with PoDCache on CUDA, got {dtype!r}: codes are of the CPU")
 
     # ---- reading ----
 

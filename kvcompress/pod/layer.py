@@ -108,7 +108,9 @@ class PoDLayer(CompressedLayer):
         lead, G = self.config.lead, queries.shape[1] // keys.shape[1]
         leads = sum(a == self.index for a in lead[self.index])
         followers = sum(a == self.index for row in lead[self.index + 1 :] for a in row)
-        return 4 * G * (leads + followers) < followers * keys.shape[3] * keys.element_size()
+        assert self.keys is not None
+        store = self.keys.pool.store
+        return 4 * G * (leads + followers) < followers * (store.page_nbytes() // store.settings.page_size)
 
     @property
     def held(self) -> list[int]:
@@ -162,7 +164,10 @@ class PoDLayer(CompressedLayer):
             need_alike(self.index, lead, softmax, lent.softmax)
             if lent.probabilities is None:
                 theirs: WindowRows = step.layers[lead].keys
-                given |= {"far": "led", "lead": ops.Lead(lent.queries, theirs.pages, theirs.table())}
+                given |= {
+                    "far": "led",
+                    "lead": ops.Lead(lent.queries, theirs.pages, theirs.table(), *theirs.scales.values()),
+                }
             else:
                 shared, shared_lse = lent.shared(heads)
                 given |= {"far": "shared", "probabilities": shared, "far_lse": shared_lse}
@@ -171,7 +176,8 @@ class PoDLayer(CompressedLayer):
         def write(table: ops.PageTable, value_table: ops.PageTable) -> ops.PodStep:
             return ops.pod_step_(
                 queries, keys, values, held.pages, all_.pages, table, value_table, places, first=held.first,
-                moved=all_.moved_as(held), cos=tables[0], sin=tables[1], **given, **softmax.options,
+                moved=all_.moved_as(held), cos=tables[0], sin=tables[1], **held.scales, **all_.scales, **given,
+                **softmax.options,
             )  # fmt: skip
 
         found = held.step(lambda table: all_.step(lambda value_table: write(table, value_table)))
@@ -239,7 +245,8 @@ class PoDLayer(CompressedLayer):
         assert layer.keys is not None and layer.values is not None
         return ops.decode(
             part.queries(q), layer.keys.pages, layer.values.pages, part.rows_of(layer.keys.pool.lengths),
-            block_table=part.table(layer.keys), value_table=part.table(layer.values), causal=True, **softmax.options,
+            block_table=part.table(layer.keys), value_table=part.table(layer.values), causal=True,
+            **layer.keys.scales, **layer.values.scales, **softmax.options,
         )[0]  # fmt: skip
 
     def _decode(self, step: CachePass, lead: int, part: _Heads, q: Tensor, softmax: Softmax) -> Tensor:
@@ -258,7 +265,7 @@ class PoDLayer(CompressedLayer):
             return ops.merge_states(near, self._distant(step, lead, part, begin, end, softmax))[0]
         out, skipped = ops.decode_shared(
             near, *lent.shared(part.heads), values.pages, begin, end, block_table=part.table(values),
-            tau=self.skips.tau if self.skips.in_step(step) else None,
+            tau=self.skips.tau if self.skips.in_step(step) else None, **values.scales,
         )  # fmt: skip
         self.skips.count(step, self.held, len(part.query_heads), skipped)
         return out
@@ -291,7 +298,8 @@ class PoDLayer(CompressedLayer):
         own = part.table(values) if config.mode == "window" else values.table_as(keys, part.index)
         return ops.decode(
             part.queries(q), keys.pages, values.pages, end, begin=(end - config.recent).clamp(min=0),
-            sinks=config.sinks, block_table=part.table(keys), value_table=own, **softmax.options,
+            sinks=config.sinks, block_table=part.table(keys), value_table=own, **keys.scales, **values.scales,
+            **softmax.options,
         )  # fmt: skip
 
     def _distant(
@@ -305,7 +313,7 @@ class PoDLayer(CompressedLayer):
         return ops.decode(
             part.queries(step.lent[lead].queries), keys.pages, values.pages, end, begin=begin,
             block_table=part.table(keys), value_table=part.table(values), probabilities=probabilities,
-            **softmax.rest.options,
+            **keys.scales, **values.scales, **softmax.rest.options,
         )  # fmt: skip
 
     def _read(

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from .. import ops
+from ..caches.formats import Format
 from ..caches.pool import PagePool
 from ..caches.store import PoolSettings
 
@@ -32,8 +33,9 @@ class WindowRows:
     ) -> None:
         self.name, self.keeps, self.sinks, self.recent = name, list(keeps) * batch, sinks, recent
         self.heads = len(keeps)
-        slots = {name: ((like.shape[-1],), like.dtype)}
-        self.pool = PagePool(batch * self.heads, slots, like.device, settings)
+        form = Format.of(settings.dtype, like.dtype, (name,))
+        slots = {name: ((like.shape[-1],), like.dtype)} if form is None else form.slots(like.shape[-1])
+        self.pool = PagePool(batch * self.heads, slots, like.device, settings, form=form)
         self.first = settings.blocks(sinks)  # pages of sinks
         self.dropped = [0] * (batch * self.heads)
         self._gone: tuple[list[int], Tensor] | None = None  # dropped, and the same on the device
@@ -43,8 +45,13 @@ class WindowRows:
 
     @property
     def pages(self) -> Tensor:
-        """[pages, P, D]."""
+        """[pages, P, D], of a format its codes."""
         return self.pool.store.arrays[self.name]
+
+    @property
+    def scales(self) -> dict[str, Any]:
+        """key_scales or value_scales of a format, as ops take them."""
+        return self.pool.scales
 
     def table(self, rows: Tensor | None = None) -> Tensor:
         """int32 [rows, blocks], of the slots that are held."""
@@ -182,7 +189,16 @@ class WindowRows:
         """[rows, count, D], the first slots of some rows."""
         P, t = self.pool.page_size, torch.arange(count, device=self.pages.device)
         pages = self.table(torch.tensor(rows, device=self.pages.device))[:, t // P].long()
-        return self.pages.flatten(0, 1)[pages * P + t % P]
+        return self._read(pages * P + t % P)
+
+    def _read(self, slots: Tensor) -> Tensor:
+        """[..., D], what slots int64 [...] of all pages hold; anything where there are no pages."""
+        arrays = [
+            x.flatten(0, 1)[slots] if x.shape[0] else x.new_zeros(*slots.shape, *x.shape[2:])
+            for x in self.pool.store.arrays.values()
+        ]
+        form = self.pool.store.form
+        return arrays[0] if form is None else form.decode(self.name, *arrays)
 
     def gather(self, tokens: Tensor) -> Tensor:
         """[B, H, N, D], what is held of the tokens int64 [B, N] of each sequence; anything where a row dropped one."""
@@ -192,11 +208,10 @@ class WindowRows:
         gone = self.gone()
         if gone is not None:
             slots = torch.where(slots < self.first * P, slots, slots - gone * P)
-        if table.shape[1] == 0:
-            return self.pages.new_zeros(B, self.heads, N, self.pages.shape[2])
-        blocks = (slots // P).clamp_(min=0, max=table.shape[1] - 1)
-        pages = table.gather(1, blocks).long().clamp_(min=0, max=max(self.pages.shape[0] - 1, 0))
-        return self.pages.flatten(0, 1)[pages * P + slots % P].unflatten(0, (B, self.heads))
+        blocks = (slots // P).clamp_(min=0, max=max(table.shape[1] - 1, 0))
+        found = table.gather(1, blocks) if table.shape[1] else blocks
+        pages = found.long().clamp_(min=0, max=max(self.pages.shape[0] - 1, 0))
+        return self._read(pages * P + slots % P).unflatten(0, (B, self.heads))
 
     # ---- state ----
 

@@ -108,8 +108,10 @@ static void check_bad_arguments(const kvc_decode_shared_args *good, int32_t *tab
     CHECK(kvc_decode_shared(&bad, NULL) == KVC_BAD_SIZE);
     bad = *good, bad.dtype = (kvc_dtype)4;
     CHECK(kvc_decode_shared(&bad, NULL) == KVC_BAD_DTYPE);
-    bad = *good, bad.cache_dtype = (kvc_dtype)4;
-    CHECK(kvc_decode_shared(&bad, NULL) == KVC_BAD_DTYPE);
+    bad = *good, bad.rows.format = (kvc_format)9;
+    CHECK(kvc_decode_shared(&bad, NULL) == KVC_BAD_FORMAT);
+    bad = *good, bad.rows.format = KVC_FORMAT_INT8; /* no scales */
+    CHECK(kvc_decode_shared(&bad, NULL) == KVC_NULL_POINTER);
     bad = *good, bad.far_lse = NULL;
     CHECK(kvc_decode_shared(&bad, NULL) == KVC_NULL_POINTER);
     bad = *good, bad.scratch = NULL;
@@ -154,7 +156,7 @@ static void test_shared_case(const shared_case *c) {
         kvc_decode_shared_args args = {
             .out = room(bytes), .skipped = room(heads), .near = near_array, .near_lse = near_lse, .far_lse = far_lse,
             .probabilities = p, .stride_b = stride_b, .stride_h = stride_h, .columns = rows.columns, .dtype = c->dtype,
-            .cache_dtype = c->cache_dtype, .v_pages = v_array, .block_table = rows.table, .begin = rows.begin,
+            .rows = {NULL, v_array, NULL, NULL, (kvc_format)c->cache_dtype}, .block_table = rows.table, .begin = rows.begin,
             .end = rows.end, .B = c->B, .Hq = c->Hq, .Hkv = c->Hkv, .D = c->D, .P = c->P, .pages = rows.pages,
             .blocks = c->blocks, .threshold = c->threshold};
         args.scratch = room(kvc_decode_shared_scratch_bytes(&args));
@@ -212,7 +214,8 @@ static void test_sides(void) {
         uint8_t skipped = 77;
         kvc_decode_shared_args args = {
             .out = &out, .skipped = &skipped, .near = &near, .near_lse = &cases[i].near, .far_lse = &cases[i].far,
-            .probabilities = &probability, .columns = 1, .v_pages = &value, .block_table = &table, .begin = &begin,
+            .probabilities = &probability, .columns = 1,
+            .rows = {NULL, (void *)(uintptr_t)&value, NULL, NULL, KVC_FORMAT_F32}, .block_table = &table, .begin = &begin,
             .end = &cases[i].end, .B = 1, .Hq = 1, .Hkv = 1, .D = 1, .P = 1, .pages = 1, .blocks = 1,
             .threshold = cases[i].threshold};
         args.scratch = room(kvc_decode_shared_scratch_bytes(&args));

@@ -320,7 +320,7 @@ static void test_append(int64_t window, kvc_dtype dtype, int runner) {
         for (int r = 0; r < ROWS; r++) counts[r] = (int32_t)((step + r) % (S + 1));
         const kvc_dmc_append_args args = {
             .table = {table, lengths, refs, free_pages, free_count, ROWS, BLOCKS, P, PAGES},
-            .k_pages = pages[0], .v_pages = pages[1], .k = {arrays[0], dtype, HEADS * S * D, S * D, D},
+            .rows = {pages[0], pages[1], NULL, NULL, (kvc_format)dtype}, .k = {arrays[0], dtype, HEADS * S * D, S * D, D},
             .v = {arrays[1], dtype, HEADS * S * D, S * D, D}, .tail_k = tail[0], .tail_v = tail[1],
             .tail_w = weights, .tail_counts = held, .alpha = alpha, .omega = omega, .counts = counts,
             .scratch = scratch, .B = ROWS / HEADS, .Hkv = HEADS, .S = S, .D = D, .neuron = 1, .window = window};
@@ -361,8 +361,8 @@ static void test_append_to_shared_pages(void) {
         int32_t table[2][3] = {{0, -1, -1}, {0, 2, -1}}, lengths[2] = {2, 3}, refs[4] = {2, 0, 1, 0}, held[2] = {1, 1};
         int32_t free_pages[4] = {1, 3, -1, -1}, free_count[2] = {2, 0}, scratch[9], counts[2] = {1, 1};
         kvc_dmc_append_args args = {
-            .table = {table[0], lengths, refs, free_pages, free_count, 2, 3, 2, 4}, .k_pages = pages[0],
-            .v_pages = pages[1], .k = {x, KVC_F32, 2, 1, 1}, .v = {x, KVC_F32, 2, 1, 1}, .tail_k = tail[0],
+            .table = {table[0], lengths, refs, free_pages, free_count, 2, 3, 2, 4},
+            .rows = {pages[0], pages[1], NULL, NULL, KVC_FORMAT_F32}, .k = {x, KVC_F32, 2, 1, 1}, .v = {x, KVC_F32, 2, 1, 1}, .tail_k = tail[0],
             .tail_v = tail[1], .tail_w = weights, .tail_counts = held, .alpha = alpha, .omega = one, .counts = counts,
             .scratch = scratch, .B = 1, .Hkv = 2, .S = 1, .D = 1, .neuron = -1};
         CHECK(kvc_dmc_append(&args, NULL) == KVC_OK);

@@ -190,7 +190,7 @@ static void test_paged_refusals(void) {
 
 static kvc_dmc_step_args dmc_args(void) {
     return (kvc_dmc_step_args){
-        .append = {.table = table_of(), .k_pages = now.k_pages, .v_pages = now.v_pages, .k = view_of(k, HKV),
+        .append = {.table = table_of(), .rows = {now.k_pages, now.v_pages, NULL, NULL, KVC_FORMAT_F32}, .k = view_of(k, HKV),
                    .v = view_of(v, HKV), .tail_k = now.tail_k, .tail_v = now.tail_v, .tail_w = now.tail_w,
                    .tail_counts = now.held, .cos = cosines, .sin = sines, .B = B, .Hkv = HKV, .S = 1, .D = D,
                    .rotary_dim = ROTARY, .table_rows = POSITIONS, .neuron = NEURON},
@@ -289,8 +289,11 @@ static void test_dmc_refusals(void) {
     DMC_REFUSES(KVC_NULL_POINTER, args.places = NULL);
     DMC_REFUSES(KVC_NULL_POINTER, append->k.data = NULL);
     DMC_REFUSES(KVC_NULL_POINTER, append->v.data = NULL);
-    DMC_REFUSES(KVC_NULL_POINTER, append->k_pages = NULL);
-    DMC_REFUSES(KVC_NULL_POINTER, append->v_pages = NULL);
+    DMC_REFUSES(KVC_NULL_POINTER, append->rows.keys = NULL);
+    DMC_REFUSES(KVC_NULL_POINTER, append->rows.values = NULL);
+    DMC_REFUSES(KVC_NULL_POINTER, append->rows.format = KVC_FORMAT_INT8);
+    DMC_REFUSES(KVC_BAD_FORMAT, append->rows.format = KVC_FORMAT_BF16);
+    DMC_REFUSES(KVC_BAD_FORMAT, append->rows.format = (kvc_format)9);
     DMC_REFUSES(KVC_NULL_POINTER, append->tail_k = NULL);
     DMC_REFUSES(KVC_NULL_POINTER, append->tail_v = NULL);
     DMC_REFUSES(KVC_NULL_POINTER, append->tail_w = NULL);

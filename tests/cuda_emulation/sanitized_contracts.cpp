@@ -108,7 +108,7 @@ void check_dmc_contract(kvc_dtype dtype) {
         held = {0, 0}, workspace(16, 0);
     const kvc_page_table pool = {table.data(), lengths.data(), refs.data(), free_list.data(), free_count.data(), 2, 1,
                                  2, 2};
-    const kvc_dmc_append_args right = {pool, out_k.bytes.get(), out_v.bytes.get(), k.view(), k.view(), states.floats(),
+    const kvc_dmc_append_args right = {pool, rows_of(out_k, out_v, dtype), k.view(), k.view(), states.floats(),
                                        states.floats(), z.floats(), held.data(), gates.alpha.floats(),
                                        gates.omega.floats(), z.floats(), z.floats(), nullptr, nullptr, workspace.data(),
                                        1, H, 2, D, 4, 2, -1, 0};

@@ -235,7 +235,7 @@ void run_decode_shared(int64_t G, int64_t D, int64_t P, kvc_dtype dtype, int64_t
     for (int64_t i = 0; i < blocks; i++) table[static_cast<size_t>(i)] = static_cast<int32_t>(pages);
     for (int64_t h = 0; h < B * Hq; h++) near_lse.floats()[h] = lse.floats()[h] + (h < G ? 9.0f : -9.0f);
     kvc_decode_shared_args shared = {out.bytes.get(), skipped.get(), near.bytes.get(), near_lse.floats(), lse.floats(),
-                                     shares.floats(), Hq * columns, columns, columns, dtype, dtype, v.bytes.get(),
+                                     shares.floats(), Hq * columns, columns, columns, dtype, rows_of(v, v, dtype),
                                      table.data(), begin.data(), end.data(), nullptr, B, Hq, Hkv, D, P, pages + 1,
                                      blocks, 0.5f};
     const size_t more = static_cast<size_t>(kvc_cuda_decode_shared_scratch_bytes(&shared));
@@ -385,7 +385,7 @@ void run_dmc_append(int64_t S, int64_t D, int64_t window, kvc_dtype dtype) {
     gates.alpha.floats()[0] = 1.0f;
     const kvc_page_table pool = {table.data(), lengths.data(), refs.data(), free_list.data(), free_count.data(), H, blocks,
                                  P, pages};
-    const kvc_dmc_append_args args = {pool, k_pages.bytes.get(), v_pages.bytes.get(), k.view(), v.view(), tail_k.floats(),
+    const kvc_dmc_append_args args = {pool, rows_of(k_pages, v_pages, dtype), k.view(), v.view(), tail_k.floats(),
                                       tail_v.floats(), tail_w.floats(), held.data(), gates.alpha.floats(),
                                       gates.omega.floats(), cos.floats(), sin.floats(), positions.data(), counts.data(),
                                       scratch.data(), 1, H, S, D, rotary_dim, 7, D - 1, window};

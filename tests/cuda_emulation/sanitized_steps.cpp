@@ -130,7 +130,7 @@ void run_dmc_step(int64_t B, int64_t Hkv, int64_t D, int64_t window, kvc_dtype d
     dmc_gates gates(B, Hkv, 1);
     pool full(R, 2 * R, D, dtype), empty(R, R - 1, D, dtype), before(R, R - 1, D, dtype);
     kvc_dmc_step_args args = {};
-    args.append = {full.view(), full.k.bytes.get(), full.v.bytes.get(), k.view(), v.view(), tail_k.floats(),
+    args.append = {full.view(), rows_of(full.k, full.v, dtype), k.view(), v.view(), tail_k.floats(),
                    tail_v.floats(), tail_w.floats(), held.data(), nullptr, nullptr, cos.floats(), sin.floats(), nullptr,
                    nullptr, nullptr, B, Hkv, 1, D, ROTARY, POSITIONS, D - 1, window};
     args.out = out.bytes.get(), args.lse = lse.floats(), args.q = q.view(), args.places = places.data();
@@ -140,7 +140,7 @@ void run_dmc_step(int64_t B, int64_t Hkv, int64_t D, int64_t window, kvc_dtype d
     args.scratch = scratch.get();
     kvc_dmc_step_args short_of = args;
     short_of.append.table = empty.view();
-    short_of.append.k_pages = empty.k.bytes.get(), short_of.append.v_pages = empty.v.bytes.get();
+    short_of.append.rows = rows_of(empty.k, empty.v, dtype);
     const std::vector<int32_t> same = held;
     expect(kvc_cuda_dmc_step(&short_of, nullptr), "dmc_step without pages", D);
     empty.expect_unchanged(before, "dmc_step without pages");

@@ -152,19 +152,19 @@ static void decode_shared(void) {
     const int64_t D = head_dim(), R = B * Hkv, longest = between(0, once_in(4) ? 700 : 40);
     const int64_t columns = once_in(3) ? between(0, 50) : longest;
     const paged_rows rows = rows_of(R, longest);
-    const kvc_dtype type = any_dtype(), cache = any_dtype();
+    const kvc_dtype type = any_dtype();
     const kvc_view probabilities = view(B, Hq, 1, columns, KVC_F32, READ);
     kvc_decode_shared_args args = {
         .out = elements(B * Hq * D, type, WRITE), .skipped = flags(B * Hq, WRITE), .near = elements(B * Hq * D, type, READ),
         .near_lse = floats(B * Hq, READ), .far_lse = floats(B * Hq, READ), .probabilities = probabilities.data,
         .stride_b = probabilities.stride_b, .stride_h = probabilities.stride_h, .columns = columns,
-        .dtype = type, .cache_dtype = cache, .v_pages = elements(rows.pages * (rows.P > 0 ? rows.P : 1) * D, cache, READ),
+        .dtype = type, .rows = stored(any_format(), 0, rows.pages, rows.P > 0 ? rows.P : 1, D, READ),
         .block_table = rows.table, .begin = rows.begin ? rows.begin : integers(R, 0, 0, READ), .end = rows.end,
         .B = B, .Hq = Hq, .Hkv = Hkv, .D = D, .P = rows.P, .pages = rows.pages, .blocks = rows.blocks,
         .threshold = any_float(),
     };
     POINTER(args.out), POINTER(args.skipped), POINTER(args.near), POINTER(args.near_lse), POINTER(args.far_lse);
-    POINTER(args.probabilities), POINTER(args.v_pages), POINTER(args.block_table), POINTER(args.begin), POINTER(args.end);
+    POINTER(args.probabilities), POINTER(args.rows.values), POINTER(args.block_table), POINTER(args.begin), POINTER(args.end);
     SIZE(args.B), SIZE(args.Hq), SIZE(args.Hkv), SIZE(args.D), SIZE(args.P), SIZE(args.pages), SIZE(args.columns);
     damage();
     args.scratch = scratch(kvc_decode_shared_scratch_bytes(&args));
@@ -179,7 +179,9 @@ static void dmc_append(void) {
     const kvc_dtype type = any_dtype();
     const kvc_page_table table = any_table(R, between(0, once_in(4) ? 90 : 12));
     kvc_dmc_append_args args = {
-        .table = table, .k_pages = elements(slots(&table) * D, type, WRITE), .v_pages = elements(slots(&table) * D, type, WRITE),
+        .table = table,
+        .rows = stored(once_in(3) ? any_format() : (kvc_format)type, table.pages, table.pages, table.P > 0 ? table.P : 0, D,
+                       WRITE),
         .k = view(B, Hkv, S, D, type, READ), .v = view(B, Hkv, S, D, once_in(30) ? any_dtype() : type, READ),
         .tail_k = floats(R * N * D, WRITE), .tail_v = floats(R * N * D, WRITE), .tail_w = floats(R * N, WRITE),
         .tail_counts = integers(R, 0, 5, WRITE), .alpha = floats(R * S, READ),
@@ -191,7 +193,7 @@ static void dmc_append(void) {
         .B = B, .Hkv = Hkv, .S = S, .D = D, .rotary_dim = rotary_dim, .table_rows = rows,
         .neuron = once_in(3) ? any_number() : -1, .window = window,
     };
-    POINTER(args.k_pages), POINTER(args.v_pages), POINTER(args.k.data), POINTER(args.v.data), POINTER(args.tail_k);
+    POINTER(args.rows.keys), POINTER(args.rows.values), POINTER(args.k.data), POINTER(args.v.data), POINTER(args.tail_k);
     POINTER(args.tail_v), POINTER(args.tail_w), POINTER(args.tail_counts), POINTER(args.alpha), POINTER(args.omega);
     POINTER(args.cos), POINTER(args.sin), POINTER(args.counts);
     table_fields(&args.table);

@@ -27,10 +27,6 @@ static kvc_page_table any_table(int64_t R) {
     return table;
 }
 
-static void *slots(const kvc_page_table *table, int64_t D, kvc_dtype type) {
-    return elements(table->pages * (table->P > 0 ? table->P : 0) * D, type, WRITE);
-}
-
 static void table_fields(kvc_page_table *table) {
     POINTER(table->block_table), POINTER(table->lengths), POINTER(table->page_refs), POINTER(table->free_pages);
     POINTER(table->free_count);
@@ -100,7 +96,9 @@ static void dmc_step(void) {
     const int decided = once_in(2);
     kvc_dmc_step_args args = {
         .append = {
-            .table = table, .k_pages = slots(&table, n.D, n.type), .v_pages = slots(&table, n.D, n.type),
+            .table = table,
+            .rows = stored(once_in(3) ? any_format() : (kvc_format)n.type, table.pages, table.pages, table.P > 0 ? table.P : 0,
+                           n.D, WRITE),
             .k = view(n.B, n.Hkv, 1, n.D, n.type, READ),
             .v = view(n.B, n.Hkv, 1, n.D, once_in(30) ? any_dtype() : n.type, READ),
             .tail_k = floats(R * N * n.D, WRITE), .tail_v = floats(R * N * n.D, WRITE), .tail_w = floats(R * N, WRITE),
@@ -118,7 +116,7 @@ static void dmc_step(void) {
         .omega_eps = any_float(), .reduce = (kvc_importance)between(0, once_in(20) ? 9 : 2),
     };
     kvc_dmc_append_args *append = &args.append;
-    POINTER(append->k_pages), POINTER(append->v_pages), POINTER(append->k.data), POINTER(append->v.data);
+    POINTER(append->rows.keys), POINTER(append->rows.values), POINTER(append->k.data), POINTER(append->v.data);
     POINTER(append->tail_k), POINTER(append->tail_v), POINTER(append->tail_w), POINTER(append->tail_counts);
     POINTER(append->alpha), POINTER(append->omega), POINTER(append->cos), POINTER(append->sin), POINTER(args.out);
     POINTER(args.lse), POINTER(args.q.data), POINTER(args.places);
@@ -140,11 +138,14 @@ static void pod_step(void) {
     const int64_t columns = once_in(4) ? between(0, 300) : values.blocks * (values.P > 0 ? values.P : 1);
     const kvc_view probabilities = view(n.B, Hq, 1, columns, KVC_F32, WRITE);
     const int64_t lead_blocks = values.blocks + between(0, 2), lead_pages = keys.pages + between(0, 2);
+    const kvc_format format = once_in(3) ? any_format() : (kvc_format)n.type;
+    const kvc_rows lead = stored(format, lead_pages, 0, keys.P > 0 ? keys.P : 0, n.D, READ);
     kvc_pod_step_args args = {
         .out = elements(n.B * Hq * n.D, n.query_type, WRITE), .turned = elements(n.B * Hq * n.D, n.query_type, WRITE),
         .lse = floats(n.B * Hq, WRITE), .q = view(n.B, Hq, 1, n.D, n.query_type, READ),
         .k = view(n.B, n.Hkv, 1, n.D, n.type, READ), .v = view(n.B, n.Hkv, 1, n.D, n.type, READ),
-        .k_pages = slots(&keys, n.D, n.type), .v_pages = slots(&values, n.D, n.type), .keys = keys, .values = values,
+        .rows = stored(format, keys.pages, values.pages, keys.P > 0 ? keys.P : 0, n.D, WRITE), .keys = keys,
+        .values = values,
         .places = integers(n.B, 0, 60, WRITE), .moved = once_in(2) ? integers(R, 0, 3, READ) : NULL,
         .cos = floats(n.rows * (n.D / 2), READ), .sin = floats(n.rows * (n.D / 2), READ),
         .B = n.B, .Hq = Hq, .Hkv = n.Hkv, .D = n.D, .rotary_dim = n.rotary_dim, .table_rows = n.rows,
@@ -154,7 +155,7 @@ static void pod_step(void) {
         .far_lse = floats(n.B * Hq, WRITE), .columns = columns, .probabilities = probabilities.data,
         .stride_b = probabilities.stride_b, .stride_h = probabilities.stride_h,
         .lead_q = view(n.B, Hq, 1, n.D, n.query_type, READ),
-        .lead_k_pages = elements(lead_pages * (keys.P > 0 ? keys.P : 0) * n.D, n.type, READ),
+        .lead_keys = lead.keys, .lead_key_scales = lead.key_scales,
         .lead_table = integers(R * lead_blocks, 0, lead_pages - 1, READ), .lead_pages = lead_pages,
         .lead_blocks = lead_blocks, .skipped = flags(n.B * Hq, WRITE), .threshold = any_float(),
     };
@@ -163,8 +164,8 @@ static void pod_step(void) {
         args.stride_b = Hq * columns, args.stride_h = columns;
     }
     POINTER(args.out), POINTER(args.turned), POINTER(args.lse), POINTER(args.q.data), POINTER(args.k.data);
-    POINTER(args.v.data), POINTER(args.k_pages), POINTER(args.v_pages), POINTER(args.places), POINTER(args.cos);
-    POINTER(args.far_lse), POINTER(args.probabilities), POINTER(args.lead_q.data), POINTER(args.lead_k_pages);
+    POINTER(args.v.data), POINTER(args.rows.keys), POINTER(args.rows.values), POINTER(args.places), POINTER(args.cos);
+    POINTER(args.far_lse), POINTER(args.probabilities), POINTER(args.lead_q.data), POINTER(args.lead_keys);
     POINTER(args.lead_table), POINTER(args.skipped);
     table_fields(&args.keys), table_fields(&args.values);
     SIZE(args.B), SIZE(args.Hq), SIZE(args.Hkv), SIZE(args.D), SIZE(args.rotary_dim), SIZE(args.table_rows);

@@ -28,11 +28,11 @@ __device__ KVC_INLINE void store_codes_of(const kvc_rows& rows, int64_t place, i
                     static_cast<f16*>(rows.value_scales) + place);
 }
 
-// Key and value as codes at slot `place`. key, value: element d of each, as float. MOST: elements of a head at most, 256 or
-// 512: a block of many threads has no registers for more than 256.
+// Key and value as codes at slot `place`. key, value: element d of each, as float. MOST: elements of a head at most, 128, 256
+// or 512: a block of many threads has no registers for more than 256, of 1,024 threads for more than 128.
 template <int MOST, class Key, class Value>
 __device__ KVC_INLINE void store_codes(const kvc_rows& rows, int64_t place, int64_t D, Key key, Value value) {
-    if (D <= 128) store_codes_of<4>(rows, place, D, key, value);
+    if (MOST <= 128 || D <= 128) store_codes_of<4>(rows, place, D, key, value);
     else if (MOST <= 256 || D <= 256) store_codes_of<8>(rows, place, D, key, value);
     else store_codes_of<16>(rows, place, D, key, value);
 }

@@ -44,11 +44,7 @@ std::tuple<Tensor, Tensor> paged_step_(const Tensor& given_queries, const Tensor
     KVC_CHECK(R == B * Hkv && (R == 0 || Hq % Hkv == 0), "block_table must have B*Hkv rows, Hkv dividing Hq, got ", R);
     KVC_CHECK(D >= 1 && D <= KVC_MAX_HEAD_DIM, "queries must have a head dim between 1 and ",
               static_cast<int>(KVC_MAX_HEAD_DIM), ", got ", D);
-    kvc_rows stored = rows_of(k_pages, v_pages, key_scales, value_scales, block_table, refs.size(0), refs.size(0), D);
-    stored.keys = k_pages.mutable_data_ptr(), stored.values = v_pages.mutable_data_ptr();
-    if (key_scales.has_value()) {
-        stored.key_scales = key_scales->mutable_data_ptr(), stored.value_scales = value_scales->mutable_data_ptr();
-    }
+    const kvc_rows stored = changed_rows_of(k_pages, v_pages, key_scales, value_scales, block_table, refs.size(0), D);
     const int64_t P = k_pages.size(1);
     // rows of codes take new tokens of any dtype, keys and values of one
     const Tensor& numbers = stored.key_scales ? keys : k_pages;

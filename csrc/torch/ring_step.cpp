@@ -95,12 +95,8 @@ std::tuple<Tensor, Tensor> ring_step_(const Tensor& given_queries, const Tensor&
         check_device(*block_table, k_ring, "block_table");
         table = table_of(*block_table, *lengths, *refs, *free_pages, *free_count, P);
         KVC_CHECK(table.R == R, "block_table must have ", R, " rows, got ", table.R);
-        stored = rows_of(*k_pages, *v_pages, key_scales, value_scales, k_ring, table.pages, table.pages, D);
+        stored = changed_rows_of(*k_pages, *v_pages, key_scales, value_scales, k_ring, table.pages, D);
         KVC_CHECK(stored.key_scales || k_pages->scalar_type() == k_ring.scalar_type(), "k_pages must have the dtype of k_ring");
-        stored.keys = k_pages->mutable_data_ptr(), stored.values = v_pages->mutable_data_ptr();
-        if (key_scales.has_value()) {
-            stored.key_scales = key_scales->mutable_data_ptr(), stored.value_scales = value_scales->mutable_data_ptr();
-        }
     }
     const rotation turns = rotation_of(cos, sin, k_ring);
     Tensor out = torch::stable::new_empty(queries, {B, Hq, 1, D});

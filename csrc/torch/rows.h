@@ -38,3 +38,13 @@ inline kvc_rows rows_of(const Tensor& k_pages, const Tensor& v_pages, const std:
     rows.value_scales = const_cast<void*>(value_scales->const_data_ptr());
     return rows;
 }
+
+// The same of rows that an op appends to.
+inline kvc_rows changed_rows_of(Tensor& k_pages, Tensor& v_pages, std::optional<Tensor>& key_scales,
+                                std::optional<Tensor>& value_scales, const Tensor& like, int64_t pages, int64_t D) {
+    kvc_rows rows = rows_of(k_pages, v_pages, key_scales, value_scales, like, pages, pages, D);
+    rows.keys = k_pages.mutable_data_ptr(), rows.values = v_pages.mutable_data_ptr();
+    if (!key_scales.has_value()) return rows;
+    rows.key_scales = key_scales->mutable_data_ptr(), rows.value_scales = value_scales->mutable_data_ptr();
+    return rows;
+}

@@ -41,16 +41,11 @@ def _check(
     need_step(queries, k_pages, table, coded)
     (B, _, S, D), R = queries.shape, table.block_table.shape[0]
     Hkv = R // B if B else 0
-    pages, dtype, device = (table.refs.shape[0], k_pages.shape[1], D), k_pages.dtype, table.refs.device
+    dtype, device = k_pages.dtype, table.refs.device
+    need_stored(table, k_pages, v_pages, key_scales, value_scales, D, dtype)
     if coded:
-        need_pages(k_pages, v_pages, key_scales, value_scales, D, pages[0])
-        need_parts(device, ("k_pages", k_pages, torch.int8, pages))
-        need_parts(device, ("v_pages", v_pages, v_pages.dtype, tuple(v_pages.shape)))
-        need_device(table.refs, key_scales=key_scales, value_scales=value_scales)
         need_float("keys", keys, 4, "[B, Hkv, S, D]")
         dtype = keys.dtype
-    else:
-        need_parts(device, ("k_pages", k_pages, dtype, pages), ("v_pages", v_pages, dtype, pages))
     need_parts(device, ("keys", keys, dtype, (B, Hkv, S, D)), ("values", values, dtype, (B, Hkv, S, D)))
     if shift is not None or begin is not None:
         need_int32("shift", shift, (R,))
@@ -106,12 +101,8 @@ def paged_step_(
 
 
 def need_step(queries: Tensor, k_pages: Tensor, table: PageTable, coded: bool = False) -> None:
-    """Queries that the rows of a table belong to, and pages of floats, or of codes, whose size is a power of two."""
-    if not isinstance(k_pages, Tensor) or k_pages.ndim != 3 or not (coded or k_pages.dtype in FLOATS):
-        need_float("k_pages", k_pages, 3, "[pages, P, D]")
-    P = k_pages.shape[1]
-    if P < 1 or P & (P - 1):
-        raise ValueError(f"k_pages must have a page size that is a power of two, got {P}")
+    """Queries that the rows of a table belong to, and pages as need_page_size wants them."""
+    need_page_size(k_pages, coded)
     if not isinstance(queries, Tensor) or queries.ndim != 4 or queries.dtype not in FLOATS:
         need_float("queries", queries, 4, "[B, Hq, S, D]")
     B, Hq, _, D = queries.shape
@@ -121,6 +112,30 @@ def need_step(queries: Tensor, k_pages: Tensor, table: PageTable, coded: bool = 
     if not 1 <= D <= MAX_HEAD_DIM:
         raise ValueError(f"queries must have a head dim between 1 and {MAX_HEAD_DIM}, got {D}")
     need_device(table.refs, queries=queries)
+
+
+def need_page_size(k_pages: Tensor, coded: bool) -> None:
+    """Pages of floats, or of codes, whose size is a power of two."""
+    if not isinstance(k_pages, Tensor) or k_pages.ndim != 3 or not (coded or k_pages.dtype in FLOATS):
+        need_float("k_pages", k_pages, 3, "[pages, P, D]")
+    P = k_pages.shape[1]
+    if P < 1 or P & (P - 1):
+        raise ValueError(f"k_pages must have a page size that is a power of two, got {P}")
+
+
+def need_stored(
+    table: PageTable, k_pages: Tensor, v_pages: Tensor, key_scales: Tensor | None, value_scales: Tensor | None, D: int,
+    dtype: torch.dtype,
+) -> None:  # fmt: skip
+    """All pages of a table, of numbers of this dtype or of codes."""
+    pages = (table.refs.shape[0], k_pages.shape[1], D)
+    widths: tuple[int, ...] = pages
+    kinds = (dtype, dtype)
+    if key_scales is not None or value_scales is not None:
+        need_pages(k_pages, v_pages, key_scales, value_scales, D, pages[0])
+        need_device(table.refs, key_scales=key_scales, value_scales=value_scales)
+        kinds, widths = (torch.int8, v_pages.dtype), tuple(v_pages.shape)
+    need_parts(table.refs.device, ("k_pages", k_pages, kinds[0], pages), ("v_pages", v_pages, kinds[1], widths))
 
 
 def need_parts(device: torch.device, *parts: tuple[str, Tensor, torch.dtype, tuple[int, ...]]) -> None:

@@ -52,6 +52,18 @@ static inline void kvc_turn(float *x, int64_t D) {
     for (int64_t d = 0; d < D; d++) x[d] *= factor;
 }
 
+/* The key of slot `at` of rows as numbers, not rounded. */
+static inline void load_key(const kvc_simd *simd, float *key, const kvc_rows *rows, int64_t at, int64_t D) {
+    const char *stored = (const char *)rows->keys + at * kvc_key_bytes(rows->format, D);
+    float scale;
+    if (!format_of_codes(rows->format)) {
+        simd->load[rows->format](key, stored, D);
+        return;
+    }
+    simd->load[KVC_F16](&scale, (const uint16_t *)rows->key_scales + at, 1);
+    simd->dequantize[KVC_INT8](key, stored, scale, D);
+}
+
 /* Room for the codes of new tokens; NULL where rows store numbers. */
 typedef struct {
     void *keys, *values, *key_scales, *value_scales;

@@ -47,14 +47,15 @@ kvc_status kvc_paged_step(const kvc_paged_step_args *args, kvc_parallel_for para
 /* One step of a cache that keeps its tokens, whose query reads only the pages that may matter to it. step: one token of
  * every sequence (S = 1), rotated and appended as kvc_paged_step does; shift and begin NULL. Then, with n_r the length of
  * row r and N_r = ceil(n_r/P) its pages:
- *     ranges[r, i] = (M, -m): the largest of page i's rotated keys, and of the negated ones, per dimension. Those of page
- *         N_r - 1 are joined with the new key, which begins them in the page's first slot; the others are read
+ *     ranges[r, i] = (M, -m): the largest of page i's rotated keys, and of the negated ones, per dimension, as they are
+ *         stored: of codes what kvc_dequantize makes of them in k's dtype. Those of page N_r - 1 are joined with the new
+ *         key, which begins them in the page's first slot; the others are read
  *     score[r, i] = max over the row's query heads of sum_d max(q_d, 0)*M_d + max(-q_d, 0)*(-m_d), +inf instead of NaN
  *     chosen[r] = page N_r - 1 and the count - 1 others of highest score as kvc_select_topk has them, in rising order;
  *         count = min(pages_read, N_r); -1 behind them
  *     out, lse = kvc_decode of q over the slots of those pages
- * held: the new token is in the rows, and its key in the ranges; q is rotated, rotary_dim 0, k and v are not read.
- * KVC_BAD_FORMAT for rows of codes.
+ * held: the new token is in the rows, and its key in the ranges; q is rotated, rotary_dim 0; of k and v the dtype is read
+ * alone, that of the ranges.
  * ranges [R, range_pages, 2*D] contiguous in k's dtype, range_pages >= table.blocks; chosen int32 [R, width], width =
  * min(pages_read, table.blocks); pages_read >= 1; the rest as in kvc_paged_step. Scores are float32 sums of what is stored.
  * scratch: kvc_quest_step_scratch_bytes bytes (on CUDA kvc_cuda_quest_step_scratch_bytes), 64-byte aligned.

@@ -50,7 +50,6 @@ static quest_job job_of(const kvc_quest_step_args *args) {
 static kvc_status check(const kvc_quest_step_args *args) {
     const kvc_paged_step_args *step = &args->step;
     if (step->S != 1 || step->shift || step->begin || args->pages_read < 1) return KVC_BAD_SIZE;
-    if (format_of_codes(step->rows.format)) return KVC_BAD_FORMAT;
     if (args->range_pages < step->table.blocks || (args->held && step->rotary_dim)) return KVC_BAD_SIZE;
     kvc_paged_step_args given = *step;
     if (args->held) given.k.data = given.v.data = given.q.data; /* nobody looks there */
@@ -125,11 +124,10 @@ static void note_key(const quest_job *job, int64_t r) {
     const kvc_paged_step_args *step = &job->args->step;
     const kvc_page_table *table = &step->table;
     const kvc_dtype dtype = step->k.dtype;
-    const int64_t D = step->D, slot = table->lengths[r] - 1, page = slot / table->P, bytes = D * kvc_dtype_bytes(dtype);
+    const int64_t D = step->D, slot = table->lengths[r] - 1, page = slot / table->P;
     char *range = range_at(job->args, r, page);
     float key[2 * KVC_MAX_HEAD_DIM], most[2 * KVC_MAX_HEAD_DIM];
-    const int64_t at = *entry(table, r, page) * table->P + slot % table->P;
-    job->simd->load[dtype](key, (const char *)step->rows.keys + at * bytes, D);
+    load_key(job->simd, key, &step->rows, *entry(table, r, page) * table->P + slot % table->P, D);
     for (int64_t d = 0; d < D; d++) key[D + d] = -key[d];
     if (slot % table->P) {
         job->simd->load[dtype](most, range, 2 * D);

@@ -2,6 +2,7 @@
 
 import copy
 import re
+from unittest import mock
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from kvcompress import (
     PoDCache,
     PrunedCache,
     QuantizedCache,
+    QuestCache,
     RemoteGap,
     attach,
     load_cache,
@@ -56,6 +58,7 @@ CACHES = {
         config, SnapKV(window=4), keep=18, every=6, positions="contiguous", dtype=dtype
     ),
     "keep": lambda config, dtype: PrunedCache(config, SnapKV(window=6), keep=16, later="keep", dtype=dtype),
+    "quest": lambda config, dtype: QuestCache(config, token_budget=16, page_size=4, dense_layers=1, dtype=dtype),
     "iterative": lambda config, dtype: IterativeCache(
         config, memory_size=16, chunk_size=12, pruner=SnapKV(window=4), dtype=dtype
     ),
@@ -82,15 +85,25 @@ def model_of(name):
 
 @torch.no_grad()
 def run(model, cache, ids):
-    """(logits, what is kept) after each call of so many tokens; a prompt in chunks is read by prefill."""
+    """(logits, what is kept and which pages are read) after each call of so many tokens; a prompt in chunks is read by
+    prefill."""
     out, start, tracks = [], 0, not isinstance(cache, DenseCache | GatedCache | DMCCache | PoDCache)
+    step, read = ops.quest_step_, []
+
+    def noted(*arguments, **options):
+        found = step(*arguments, **options)
+        read.append(found.chosen.tolist())
+        return found
+
     if isinstance(cache, IterativeCache):
         prefill(model, ids[:, : CALLS[0] + 1], cache)
         start = CALLS[0]
     for count in CALLS[1 if start else 0 :]:
-        logits = model(ids[:, start : start + count], past_key_values=cache).logits[0, -1]
-        out.append((logits, str(cache.kept_positions()) if tracks else ""))
+        with mock.patch.object(ops, "quest_step_", noted):
+            logits = model(ids[:, start : start + count], past_key_values=cache).logits[0, -1]
+        out.append((logits, f"{cache.kept_positions() if tracks else ''}{read}"))
         start += count
+        read.clear()
     return out
 
 
@@ -121,14 +134,11 @@ def test_caches_are_those_of_what_codes_stand_for(monkeypatch, name, kind, famil
         other = CACHES[name](model.config, None)
         wanted = run(model, other, ids)
     # a code may fall to the other side where a number lies between two, and so a token that ties with another
-    same = [logits for (logits, kept_), (_, other_kept) in zip(found, wanted, strict=True) if kept_ == other_kept]
+    same = [i for i, ((_, kept), (_, other_kept)) in enumerate(zip(found, wanted, strict=True)) if kept == other_kept]
     assert len(same) >= len(found) - 4
-    off, rounded_off = (
-        torch.stack([(a[0] - b[0]).abs() for a, b in zip(x[: len(same)], wanted, strict=False)])
-        for x in (found, unrounded)
-    )
+    off, rounded_off = (torch.stack([(x[i][0] - wanted[i][0]).abs() for i in same]) for x in (found, unrounded))
     assert off.mean() < 0.15 * rounded_off.mean()
-    assert off.amax() < 0.03 * max(logits.abs().amax() for logits in same)
+    assert off.amax() < 0.03 * max(found[i][0].abs().amax() for i in same)
     assert cache.stored_lengths() == other.stored_lengths()
     assert cache.nbytes() < 0.8 * plain.nbytes()
 
@@ -214,7 +224,7 @@ def test_what_waits_becomes_codes_once(name, kind):
 SHARED = ["quantized", "snapkv", "replay", "iterative", *WAITING]
 
 
-@pytest.mark.parametrize(("name", "kind"), covering(SHARED, FORMATS))
+@pytest.mark.parametrize(("name", "kind"), covering([*SHARED, "quest"], FORMATS))
 def test_batches_forks_and_saved_ones_go_on_alike(name, kind, tmp_path):
     model = model_of(name)
     check_sharing(model, lambda dtype: EVERY[name](model.config, dtype), kind, tmp_path)
@@ -296,9 +306,10 @@ def test_texts_name_them():
     pruned = CacheSpec.parse("pruned,pruner=snapkv,keep=64,dtype=int8").make(config)
     assert pruned.pool_settings.dtype == "int8"
     assert CacheSpec.parse("quantized").make(config).pool_settings.dtype == "int8"
+    assert CacheSpec.parse("quest,token_budget=64,dtype=k8v4").make(config).pool_settings.dtype == "k8v4"
 
 
-@pytest.mark.parametrize("make", [QuantizedCache, lambda config, dtype: PrunedCache(config, keep=64, dtype=dtype)])
+@pytest.mark.parametrize("make", [QuantizedCache, CACHES["keep"], CACHES["quest"]])
 def test_other_formats_are_refused(make):
     with pytest.raises(ValueError, match=re.escape("got 'int2'")):
         make(attached().config, "int2")

@@ -29,6 +29,7 @@ SPECS = {
     "iterative, int8": "iterative,memory_size=24,chunk_size=16,page_size=4,dtype=int8",
     "streaming": "streaming,window_size=24",
     "quest": "quest,token_budget=32,dense_layers=1,page_size=8",
+    "quest, int8": "quest,token_budget=32,dense_layers=1,page_size=8,dtype=int8",
     "gated": "gated,gates=FOLDER,keep=0.5,window=8",
     "gated by hidden states": "gated,gates=HIDDEN,threshold=-1,window=8",
     "pruned by hidden states": "pruned,pruner=gate:HIDDEN,keep=16",

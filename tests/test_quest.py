@@ -210,14 +210,15 @@ def test_a_forward_pass_with_padding_in_every_row_is_that_of_the_tokens_alone():
     torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
 
 
-def test_forks_answer_as_if_they_were_alone():
+@pytest.mark.parametrize("dtype", [None, "int8", "k8v4"])
+def test_forks_answer_as_if_they_were_alone(dtype):
     model, ids = attached(), random_ids(61)
-    cache = prefill(model, ids, QuestCache(model.config, **SMALL))
+    cache = prefill(model, ids, QuestCache(model.config, **SMALL, dtype=dtype))
     used = cache.nbytes()
     forks = [cache.fork() for _ in range(3)] + [pickle.loads(pickle.dumps(cache))]
     for seed, fork in enumerate(forks):
         question = torch.cat([ids, random_ids(5, seed=seed)], 1)
-        alone = prefill(model, ids, QuestCache(model.config, **SMALL))
+        alone = prefill(model, ids, QuestCache(model.config, **SMALL, dtype=dtype))
         expected = model.generate(question, past_key_values=alone, max_new_tokens=14, do_sample=False)
         assert torch.equal(model.generate(question, past_key_values=fork, max_new_tokens=14, do_sample=False), expected)
         ranges_are_those_of_the_keys(fork)
@@ -253,10 +254,11 @@ def test_sequences_can_be_chosen_and_repeated():
         torch.testing.assert_close(run(model, alone, ids[of : of + 1, 59:], [1])[0][0], logits[b], atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("dtype", [None, "k8v4"])
 @pytest.mark.parametrize("dropped", [1, 3, 8, 30, 60])
-def test_tokens_that_are_taken_back_leave_no_trace(dropped):
+def test_tokens_that_are_taken_back_leave_no_trace(dropped, dtype):
     model, ids, other = attached(), random_ids(64), random_ids(40, seed=5)
-    cropped, plain = QuestCache(model.config, **SMALL), QuestCache(model.config, **SMALL)
+    cropped, plain = (QuestCache(model.config, **SMALL, dtype=dtype) for _ in range(2))
     run(model, cropped, ids, [60, 1, 1, 1, 1])
     cropped.crop(-dropped)
     ranges_are_those_of_the_keys(cropped)

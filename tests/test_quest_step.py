@@ -4,7 +4,7 @@ import oracle
 import pytest
 import torch
 from backends import BACKENDS
-from helpers import DTYPES, check_table, covering, others_of
+from helpers import DTYPES, check_table, covering, others_of, rows_of
 from oracle.quest_step import choose
 from test_steps import clones, close, random_table, rotation, same_rows, state, unchanged
 
@@ -106,6 +106,48 @@ def test_a_step_of_quest_is_its_parts_in_turn(backend, shape, dtype):
         close([ours[1][held]], [theirs[1][held]], dtype)
         assert ours[1][~held].isnan().all()
         assert found.chosen.dtype == torch.int32 and found.out.dtype == dtype and found.lse.dtype == torch.float32
+
+
+def dequantized(codes, scales, dtype):
+    return ops.dequantize(codes, scales, "int8", dtype)
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "shape", "backend"),
+    covering(("int8", "int4"), DTYPES, [x for x in SHAPES if x[3] % 2 == 0], BACKENDS), indirect=["backend"],
+)  # fmt: skip
+def test_a_step_over_codes_is_its_parts_in_turn(backend, kind, dtype, shape):
+    """Ranges are of what the codes of keys stand for, so that no page holds a key above its score."""
+    B, Hq, Hkv, D, rotary_dim, P, pages_read, longest = shape
+    for seed in range(2):
+        tokens, (pages, _, table) = new_state(shape, seed, dtype)
+        (k_codes, k_scales), (v_codes, v_scales) = (
+            ops.quantize(x, y) for x, y in zip(pages, ("int8", kind), strict=True)
+        )
+        ranges = ranges_of(dequantized(k_codes, k_scales, dtype), table, table.block_table.shape[1] + seed)
+        turns, others = rotation(longest + 1, rotary_dim), others_of(table, P)
+        given = [[k_codes, v_codes, k_scales, v_scales], ranges, table]
+        (ours, our_ranges, our_table), (theirs, _, rows) = clones(given), clones(given)
+        named = {"key_scales": ours[2], "value_scales": ours[3]}
+        found = ops.quest_step_(*tokens, *ours[:2], our_ranges, our_table, pages_read=pages_read, **turns, **named)
+        q, k, v = tokens
+        if turns:
+            places = rows.lengths.view(B, -1)[:, :1].clone()
+            q, k = (ops.rope(x, **turns, positions=places) for x in (q, k))
+        new = [ops.quantize(x, y) for x, y in zip((k, v), ("int8", kind), strict=True)]
+        ops.append_tokens_(theirs, [new[0][0], new[1][0], new[0][1], new[1][1]], rows)
+        check_table(our_table, P, others)
+        for x, y in zip(ours, theirs, strict=True):
+            for row, other in zip(rows_of(x, our_table), rows_of(y, rows), strict=True):
+                assert torch.equal(row, other)
+        wanted = ranges_of(dequantized(theirs[0], theirs[2], dtype), rows, our_ranges.shape[1])
+        torch.testing.assert_close(our_ranges, wanted, rtol=0, atol=0, equal_nan=True)
+        good_choice(found.chosen, q, wanted, rows.lengths, P)
+        named = {"key_scales": theirs[2], "value_scales": theirs[3]}
+        expected = attend(q, theirs[:2], rows, found.chosen, **named)
+        assert all(torch.equal(x, y) for x, y in zip(found[:2], expected, strict=True))
+        held = ops.quest_step_(q, None, None, *theirs[:2], wanted, rows, pages_read=pages_read, **named)
+        assert all(torch.equal(x, y) for x, y in zip(found, held, strict=True))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -258,6 +300,24 @@ def test_wrong_arguments_are_named(options, message):
     before = clones(given)
     with pytest.raises(ValueError, match=message):
         step(given, **options)
+    assert unchanged(given, before)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"key_scales": None}, "key_scales must be torch.float16 .* got None"),
+        ({"keys": torch.randn(1, 2, 1, 2).half()}, r"keys must be torch.float32 \(1, 2, 1, 2\)"),
+        ({"ranges": torch.zeros(2, 3, 4).char()}, "ranges must be float32, bfloat16 or float16, got torch.int8"),
+    ],
+)
+def test_wrong_arguments_of_codes_are_named(change, message):
+    pages, ranges, table = quest_state()
+    (k, k_scales), (v, v_scales) = (ops.quantize(x, "int8") for x in pages)
+    given = [[k, v], change.pop("ranges", ranges), table]
+    before = clones(given)
+    with pytest.raises(ValueError, match=message):
+        step(given, **{"key_scales": k_scales, "value_scales": v_scales, **change})
     assert unchanged(given, before)
 
 

@@ -51,7 +51,7 @@ extern "C" cudaError_t kvc_cuda_paged_step(const kvc_paged_step_args* args, cuda
     const placing p = placing_of(a, &bytes);
     decode.q.data = p.q, decode.scratch = kvc_part_of(a.scratch, &bytes, kvc_cuda_decode_scratch_bytes(&decode));
     const plan pieces = plan_of(decode);
-    const int64_t heads = a.B * (a.Hq + a.Hkv) * a.S, alone = heads_alone(a, heads);
+    const int64_t heads = a.B * (a.Hq + a.Hkv) * a.S, alone = heads_alone(a, heads, 256);
     if (!fits_grids(pieces) || heads > MAX_GRID_X) return cudaErrorInvalidValue;
     KVC_LAUNCH(begin_kernel, 1, BEGIN_THREADS, 0, stream, a, p, decode, pieces, scratch_of(decode, pieces),
                static_cast<int>(alone));

@@ -42,8 +42,7 @@ __device__ inline void store_turned(const kvc_paged_step_args& a, int64_t key, i
     store_codes<MOST>(a.rows, place, a.D, turned, [&](int d) { return load_any(a.v.data, a.v.dtype, value + d); });
 }
 
-// Head `item` of the queries, then of the new tokens, by a warp; the rows have grown. MOST: elements
-// of a head that may become codes (0: none does).
+// Head `item` of the queries, then of the new tokens, by a warp; the rows have grown. MOST: as in store_codes.
 template <int MOST>
 __device__ inline void place_head(const kvc_paged_step_args& a, const placing& p, int64_t item) {
     const kvc_page_table& table = a.table;
@@ -65,7 +64,7 @@ __device__ inline void place_head(const kvc_paged_step_args& a, const placing& p
     const int32_t page = *entry(table, row, quotient(slot, table.P));
     if (!page_exists(table, page)) return;
     const int64_t place = page * table.P + remainder_of(slot, table.P), from = row_at(a.v, b, h, s);
-    if (MOST > 0 && stores_codes(a.rows)) {
+    if (stores_codes(a.rows)) {
         store_turned<MOST>(a, row_at(a.k, b, h, s), from, position, place);
         return;
     }
@@ -76,9 +75,10 @@ __device__ inline void place_head(const kvc_paged_step_args& a, const placing& p
 
 // ---- host ----
 
-// Heads that the block which begins a step serves itself: a few, and none whose codes want more registers than it has.
-inline int64_t heads_alone(const kvc_paged_step_args& a, int64_t heads) {
-    return heads <= FEW_HEADS && !(stores_codes(a.rows) && a.D > 256) ? heads : 0;
+// Heads that the block which begins a step serves itself: a few, and none whose codes want more registers than it has for
+// `most` elements.
+inline int64_t heads_alone(const kvc_paged_step_args& a, int64_t heads, int64_t most) {
+    return heads <= FEW_HEADS && !(stores_codes(a.rows) && a.D > most) ? heads : 0;
 }
 
 // Blocks of PLAN_THREADS that place so many heads.

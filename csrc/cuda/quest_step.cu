@@ -63,10 +63,13 @@ __device__ inline void note_key(const kvc_quest_step_args& a, int64_t row) {
     const int64_t slot = table.lengths[row] - 1, block = quotient(slot, table.P), D = step.D;
     const int32_t page = *entry(table, row, block);
     if (!page_exists(table, page)) return;
-    const int64_t inside = remainder_of(slot, table.P), key = (page * table.P + inside) * D;
+    const int64_t inside = remainder_of(slot, table.P), at = page * table.P + inside;
     const int64_t range = (row * a.range_pages + block) * 2 * D;
+    const bool coded = stores_codes(step.rows);
+    const float scale = coded ? to_float(static_cast<const f16*>(step.rows.key_scales)[at]) : 1.0f;
     for (int64_t d = threadIdx.x % 32; d < D; d += 32) {
-        const float x = load_any(step.rows.keys, step.k.dtype, key + d);
+        const float x = coded ? scale * static_cast<const int8_t*>(step.rows.keys)[at * D + d]
+                              : load_any(step.rows.keys, step.k.dtype, at * D + d);
         KVC_UNROLL
         for (int side = 0; side < 2; side++) {
             const float bound = side ? -x : x, held = inside ? load_any(a.ranges, step.k.dtype, range + side * D + d) : bound;
@@ -75,8 +78,9 @@ __device__ inline void note_key(const kvc_quest_step_args& a, int64_t row) {
     }
 }
 
+template <int MOST>
 __device__ inline void place(const kvc_quest_step_args& a, const parts& p, int64_t item) {
-    place_head<0>(a.step, p.heads, item);
+    place_head<MOST>(a.step, p.heads, item);
     const int64_t queries = a.step.B * a.step.Hq;
     if (item < queries || p.heads.copied[a.step.table.R]) return;
     __syncwarp();
@@ -97,13 +101,13 @@ __global__ __launch_bounds__(STEP_THREADS, 1) void begin_kernel(const kvc_quest_
     }
     __syncthreads();
     list_pieces(decode, pieces, s);
-    for (int64_t item = threadIdx.x / 32; item < heads; item += STEP_WARPS) place(a, p, item);
+    for (int64_t item = threadIdx.x / 32; item < heads; item += STEP_WARPS) place<128>(a, p, item);
 }
 
 __global__ __launch_bounds__(PLAN_THREADS, 1) void place_kernel(const kvc_quest_step_args a, const parts p, int64_t heads) {
     const int64_t between = gridDim.x * static_cast<int64_t>(PLACE_WARPS);
     for (int64_t item = blockIdx.x * static_cast<int64_t>(PLACE_WARPS) + threadIdx.x / 32; item < heads; item += between)
-        place(a, p, item);
+        place<512>(a, p, item);
 }
 
 // ---- pages ----
@@ -202,7 +206,7 @@ cudaError_t score(const kvc_quest_step_args& a, const parts& p, const kvc_view& 
 
 bool valid(const kvc_quest_step_args& a) {
     const kvc_page_table& table = a.step.table;
-    return valid_step(a.step) && !stores_codes(a.step.rows) && a.step.S == 1 && !a.step.shift && !a.step.begin && a.pages_read >= 1 &&
+    return valid_step(a.step) && a.step.S == 1 && !a.step.shift && !a.step.begin && a.pages_read >= 1 &&
            a.range_pages >= table.blocks && !(a.held && a.step.rotary_dim) &&
            table.R * ceil_div(table.blocks, STRETCH) <= MAX_GRID_X;
 }
@@ -228,7 +232,7 @@ extern "C" cudaError_t kvc_cuda_quest_step(const kvc_quest_step_args* args, cuda
     kvc_decode_args decode = decode_of(a, p);
     decode.scratch = kvc_part_of(a.step.scratch, &bytes, kvc_cuda_decode_scratch_bytes(&decode));
     const plan pieces = plan_of(decode);
-    const int64_t heads = a.held ? 0 : a.step.B * (a.step.Hq + a.step.Hkv), alone = heads <= FEW_HEADS ? heads : 0;
+    const int64_t heads = a.held ? 0 : a.step.B * (a.step.Hq + a.step.Hkv), alone = heads_alone(a.step, heads, 128);
     if (!fits_grids(pieces) || heads > MAX_GRID_X) return cudaErrorInvalidValue;
     KVC_LAUNCH(begin_kernel, 1, STEP_THREADS, 0, stream, a, p, append_of(a.step, p.heads), decode, pieces,
                scratch_of(decode, pieces), alone);

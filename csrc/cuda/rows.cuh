@@ -29,14 +29,14 @@ __device__ KVC_INLINE void store_columns(const kvc_rows& rows, int64_t place, in
                     static_cast<f16*>(rows.value_scales) + place);
 }
 
-// Key and value as codes at slot `place`. key, value: element d of each, as float. MOST: elements of a head at most, 256 or
-// 512: a block of many threads has no registers for more than 256.
+// Key and value as codes at slot `place`. key, value: element d of each, as float. MOST: elements of a head at most, 128, 256
+// or 512: a block of many threads has no registers for more than 256, of 1,024 threads for more than 128.
 template <int MOST, class Key, class Value>
 __device__ KVC_INLINE void store_codes(const kvc_rows& rows, int64_t place, int64_t D, Key key, Value value) {
     const int lane = threadIdx.x % 32, size = static_cast<int>(D);
     const auto key_at = [&](int i) { return key(32 * i + lane); };
     const auto value_at = [&](int i) { return value(32 * i + lane); };
-    if (D <= 128) store_columns<4>(rows, place, size, key_at, value_at);
+    if (MOST <= 128 || D <= 128) store_columns<4>(rows, place, size, key_at, value_at);
     else if (MOST <= 256 || D <= 256) store_columns<8>(rows, place, size, key_at, value_at);
     else store_columns<16>(rows, place, size, key_at, value_at);
 }

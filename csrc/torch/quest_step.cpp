@@ -1,4 +1,5 @@
 #include "page_table.h"
+#include "rows.h"
 
 namespace {
 
@@ -22,8 +23,11 @@ std::tuple<Tensor, Tensor, Tensor> quest_step_(const Tensor& given_queries, cons
                                                Tensor free_pages, Tensor free_count, int64_t pages_read,
                                                const std::optional<Tensor>& given_cos,
                                                const std::optional<Tensor>& given_sin, double scale,
-                                               const std::optional<Tensor>& sink_logits, double softcap) {
-    const Changed changed = changed_of(block_table, lengths, refs, free_pages, free_count, {k_pages, v_pages, ranges});
+                                               const std::optional<Tensor>& sink_logits, double softcap,
+                                               std::optional<Tensor> key_scales, std::optional<Tensor> value_scales) {
+    Changed changed = changed_of(block_table, lengths, refs, free_pages, free_count, {k_pages, v_pages, ranges});
+    if (key_scales.has_value()) changed.add("key_scales", *key_scales);
+    if (value_scales.has_value()) changed.add("value_scales", *value_scales);
     const Tensor queries = changed.apart(given_queries);
     const std::optional<Tensor> keys = changed.apart(given_keys), values = changed.apart(given_values);
     const std::optional<Tensor> cos = changed.apart(given_cos), sin = changed.apart(given_sin);
@@ -40,9 +44,11 @@ std::tuple<Tensor, Tensor, Tensor> quest_step_(const Tensor& given_queries, cons
     KVC_CHECK(k_pages.dim() == 3, "k_pages must be [pages, P, D]");
     const int64_t P = k_pages.size(1), blocks = block_table.size(1);
     KVC_CHECK(P > 0 && (P & (P - 1)) == 0, "k_pages must have a page size that is a power of two, got ", P);
-    check_array(k_pages, block_table, k_pages.scalar_type(), {refs.size(0), P, D}, "k_pages");
-    check_array(v_pages, block_table, k_pages.scalar_type(), {refs.size(0), P, D}, "v_pages");
-    check_array(ranges, block_table, k_pages.scalar_type(), {R, -1, 2 * D}, "ranges");
+    const kvc_rows stored = changed_rows_of(k_pages, v_pages, key_scales, value_scales, block_table, refs.size(0), refs.size(0),
+                                            D);
+    const Tensor& numbers = stored.key_scales ? ranges : k_pages;
+    const kvc_dtype dtype = dtype_of(numbers, "ranges");
+    check_array(ranges, block_table, numbers.scalar_type(), {R, -1, 2 * D}, "ranges");
     KVC_CHECK(ranges.size(1) >= blocks, "ranges must have a place for each of ", blocks, " pages of a row, got ",
               ranges.size(1));
     KVC_CHECK(pages_read >= 1, "pages_read must be at least 1, got ", pages_read);
@@ -52,16 +58,15 @@ std::tuple<Tensor, Tensor, Tensor> quest_step_(const Tensor& given_queries, cons
     Tensor out = torch::stable::new_empty(queries, {B, Hq, 1, D});
     Tensor lse = torch::stable::new_empty(queries, {B, Hq, 1}, ScalarType::Float);
     Tensor chosen = torch::stable::new_empty(block_table, {R, pages_read < blocks ? pages_read : blocks});
-    const kvc_view none = {nullptr, dtype_of(k_pages, "k_pages"), 0, 0, 0};
+    const kvc_view none = {nullptr, dtype, 0, 0, 0};
     kvc_quest_step_args args = {
         .step = {
             .out = out.mutable_data_ptr(),
             .lse = static_cast<float*>(lse.mutable_data_ptr()),
             .q = q,
-            .k = keys.has_value() ? tokens_of(*keys, k_pages, B, Hkv, 1, "keys") : none,
-            .v = values.has_value() ? tokens_of(*values, k_pages, B, Hkv, 1, "values") : none,
-            .rows = {k_pages.mutable_data_ptr(), v_pages.mutable_data_ptr(), nullptr, nullptr,
-                     static_cast<kvc_format>(dtype_of(k_pages, "k_pages"))},
+            .k = keys.has_value() ? tokens_of(*keys, numbers, k_pages, B, Hkv, 1, "keys") : none,
+            .v = values.has_value() ? tokens_of(*values, numbers, k_pages, B, Hkv, 1, "values") : none,
+            .rows = stored,
             .table = table_of(block_table, lengths, refs, free_pages, free_count, P),
             .shift = nullptr, .begin = nullptr,
             .cos = turns.cos, .sin = turns.sin,
@@ -91,4 +96,4 @@ KVC_REGISTER(quest_step_,
              "quest_step_(Tensor queries, Tensor? keys, Tensor? values, Tensor(a!) k_pages, Tensor(b!) v_pages, "
              "Tensor(c!) ranges, Tensor(d!) block_table, Tensor(e!) lengths, Tensor(f!) refs, Tensor(g!) free_pages, "
              "Tensor(h!) free_count, int pages_read, Tensor? cos, Tensor? sin, float scale, Tensor? sink_logits, "
-             "float softcap) -> (Tensor, Tensor, Tensor)")
+             "float softcap, Tensor(i!)? key_scales=None, Tensor(j!)? value_scales=None) -> (Tensor, Tensor, Tensor)")

@@ -29,8 +29,8 @@ class QuestLayer(PagedLayer):
     """Pages of the whole context, and for each of them the elementwise range of its keys.
 
     ranges: [R, capacity, 2D], a place for each column of the pool's table: the maximum M of a page's rotated keys, then
-    that of the negated ones, -m. As sum_d max(q_d m_d, q_d M_d) = relu(q).M + relu(-q).(-m), a page's score is one
-    product. None in dense layers.
+    that of the negated ones, -m; of codes, of what these stand for. As sum_d max(q_d m_d, q_d M_d) = relu(q).M +
+    relu(-q).(-m), a page's score is one product. None in dense layers.
     """
 
     joins = False  # ranges have columns of a pool's own table
@@ -83,6 +83,7 @@ class QuestLayer(PagedLayer):
         out, lse, _ = ops.quest_step_(
             queries, keys, values, pool.k_pages, pool.v_pages, self.ranges, table, pages_read=self.pages_read,
             cos=tables[0], sin=tables[1], scale=softmax.scale, softcap=softmax.softcap, sink_logits=softmax.sink_logits,
+            **pool.scales,
         )  # fmt: skip
         return out, lse
 
@@ -119,9 +120,11 @@ class QuestLayer(PagedLayer):
             first = torch.tensor(begins, dtype=torch.int32, device=device)
         places = first[:, None] + torch.arange(span, dtype=torch.int32, device=device)
         held = places * P < pool.lengths[:, None]
-        arrays, table, *_ = pool.snapshot()
+        arrays, table, _, scales = pool.snapshot()
         pages = torch.where(held, table.gather(1, places.clamp(max=table.shape[1] - 1).long()), 0)
         keys = arrays["keys"][pages]
+        if (form := pool.store.form) is not None:
+            keys = form.decode("keys", keys, scales["key_scales"][pages])
         # what lies behind a row's end may be any number
         slots = places[..., None] * P + torch.arange(P, dtype=torch.int32, device=device)
         keys = torch.where((slots < pool.lengths[:, None, None])[..., None], keys, keys[:, :, :1])
@@ -201,8 +204,9 @@ class QuestCache(CompressedCache):
     config: the model's config. token_budget: tokens that a query reads, at least 1; a context within it is read whole,
     as by the dense model. page_size: tokens per page, a power of two. dense_layers: so many of the first layers that
     see all tokens read everything. chunk_size: tokens that `prefill` reads at a time (no influence on results), None =
-    the whole prompt. max_pages, grow: see PoolSettings. Memory: that of the dense cache and 1/page_size of its layers
-    that are not dense.
+    the whole prompt. max_pages, grow, dtype: see PoolSettings; with dtype all that is attended to, prompts too, is what
+    codes stand for, whose ranges are the model's numbers. Memory: that of the dense cache (QuantizedCache with dtype),
+    and 1/page_size of DynamicCache's for layers that are not dense.
     Raises ValueError for settings out of range, RuntimeError where a layer needs more than max_pages.
     Source: Quest, section 3; the newest page and the defaults are its published code's.
     """
@@ -217,12 +221,13 @@ class QuestCache(CompressedCache):
         chunk_size: int | None = None,
         max_pages: int | None = None,
         grow: str = "double",
+        dtype: str | None = None,
     ) -> None:
         for name, value, least in (("token_budget", token_budget, 1), ("dense_layers", dense_layers, 0)):
             need_integer(name, value, least, MOST_INT32)
         if chunk_size is not None:
             need_integer("chunk_size", chunk_size, 1, MOST_INT32)
-        self.pool_settings = PoolSettings(page_size, max_pages, grow)
+        self.pool_settings = PoolSettings(page_size, max_pages, grow, dtype)
         self.token_budget, self.dense_layers, self.chunk_size = token_budget, dense_layers, chunk_size
         self.pages_read = max(_LEAST_PAGES, token_budget // page_size)
         self._prompt_lengths: list[int] = []  # tokens of each sequence of the prompt that is being read

@@ -97,12 +97,8 @@ def paged_step_(
 
 
 def need_step(queries: Tensor, k_pages: Tensor, table: PageTable, coded: bool = False) -> None:
-    """Queries that the rows of a table belong to, and pages of floats, or of codes, whose size is a power of two."""
-    if not isinstance(k_pages, Tensor) or k_pages.ndim != 3 or not (coded or k_pages.dtype in FLOATS):
-        need_float("k_pages", k_pages, 3, "[pages, P, D]")
-    P = k_pages.shape[1]
-    if P < 1 or P & (P - 1):
-        raise ValueError(f"k_pages must have a page size that is a power of two, got {P}")
+    """Queries that the rows of a table belong to, and pages as need_page_size wants them."""
+    need_page_size(k_pages, coded)
     if not isinstance(queries, Tensor) or queries.ndim != 4 or queries.dtype not in FLOATS:
         need_float("queries", queries, 4, "[B, Hq, S, D]")
     B, Hq, _, D = queries.shape
@@ -114,21 +110,38 @@ def need_step(queries: Tensor, k_pages: Tensor, table: PageTable, coded: bool = 
     need_device(table.refs, queries=queries)
 
 
+def need_page_size(k_pages: Tensor, coded: bool) -> None:
+    """Pages of floats, or of codes, whose size is a power of two."""
+    if not isinstance(k_pages, Tensor) or k_pages.ndim != 3 or not (coded or k_pages.dtype in FLOATS):
+        need_float("k_pages", k_pages, 3, "[pages, P, D]")
+    P = k_pages.shape[1]
+    if P < 1 or P & (P - 1):
+        raise ValueError(f"k_pages must have a page size that is a power of two, got {P}")
+
+
+def need_stored(
+    table: PageTable, k_pages: Tensor, v_pages: Tensor, key_scales: Tensor | None, value_scales: Tensor | None, D: int,
+    dtype: torch.dtype, value_table: PageTable | None = None,
+) -> None:  # fmt: skip
+    """All pages of a table, of numbers of this dtype or of codes. value_table: of the values, None = the same."""
+    pages = (table.refs.shape[0], k_pages.shape[1], D)
+    value_pages: tuple[int, ...] = ((value_table or table).refs.shape[0], *pages[1:])
+    kinds = (dtype, dtype)
+    if key_scales is not None or value_scales is not None:
+        need_pages(k_pages, v_pages, key_scales, value_scales, D, value_pages[0])
+        need_device(table.refs, key_scales=key_scales, value_scales=value_scales)
+        kinds, value_pages = (torch.int8, v_pages.dtype), tuple(v_pages.shape)
+    need_parts(table.refs.device, ("k_pages", k_pages, kinds[0], pages), ("v_pages", v_pages, kinds[1], value_pages))
+
+
 def need_rows(
     keys: Tensor, k_pages: Tensor, v_pages: Tensor, key_scales: Tensor | None, value_scales: Tensor | None,
     table: PageTable, D: int, value_table: PageTable | None = None,
 ) -> torch.dtype:  # fmt: skip
-    """Pages of a table, of numbers or of codes; gives the dtype that new keys and values must have. value_table: of the
-    values, None = the same."""
-    pages, dtype, device = (table.refs.shape[0], k_pages.shape[1], D), k_pages.dtype, table.refs.device
-    value_pages = ((value_table or table).refs.shape[0], *pages[1:])
+    """The same of rows that take new tokens; gives the dtype that their keys and values must have."""
+    need_stored(table, k_pages, v_pages, key_scales, value_scales, D, k_pages.dtype, value_table)
     if key_scales is None and value_scales is None:
-        need_parts(device, ("k_pages", k_pages, dtype, pages), ("v_pages", v_pages, dtype, value_pages))
-        return dtype
-    need_pages(k_pages, v_pages, key_scales, value_scales, D, value_pages[0])
-    need_parts(device, ("k_pages", k_pages, torch.int8, pages))
-    need_parts(device, ("v_pages", v_pages, v_pages.dtype, tuple(v_pages.shape)))
-    need_device(table.refs, key_scales=key_scales, value_scales=value_scales)
+        return k_pages.dtype
     need_float("keys", keys, 4, "[B, Hkv, S, D]")
     return keys.dtype
 

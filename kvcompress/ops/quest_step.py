@@ -7,12 +7,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..checks import dense, dense_last, need, need_integer, need_scale, need_sink_logits, need_softcap
+from ..checks import dense, dense_last, need, need_float, need_integer, need_scale, need_sink_logits, need_softcap
 from .dmc_append import need_tables
 from .explained import explained_by, need_one_device
 from .native import native
 from .no_gradient import without_gradient
-from .paged_step import NO_STEP_GRADIENT, need_parts, need_step
+from .paged_step import NO_STEP_GRADIENT, need_parts, need_step, need_stored
 from .pages import PageTable, need_table
 
 
@@ -30,21 +30,24 @@ NO_GRADIENT = NO_STEP_GRADIENT.format("quest_step_")
 
 def _check(
     queries: Tensor, keys: Tensor | None, values: Tensor | None, k_pages: Tensor, v_pages: Tensor, ranges: Tensor,
-    table: PageTable, *, pages_read: int, cos: Tensor | None = None, sin: Tensor | None = None, **others: object,
+    table: PageTable, *, pages_read: int, cos: Tensor | None = None, sin: Tensor | None = None,
+    key_scales: Tensor | None = None, value_scales: Tensor | None = None, **others: object,
 ) -> None:  # fmt: skip
     """ValueError or TypeError for the first argument of quest_step_ that is wrong."""
     need_table(table)
-    need_step(queries, k_pages, table)
+    coded = key_scales is not None or value_scales is not None
+    need_step(queries, k_pages, table, coded)
     (B, _, S, D), (R, blocks), dtype = queries.shape, table.block_table.shape, k_pages.dtype
     if S != 1:
         raise ValueError(f"queries must be of one token, got {S}")
     need_integer("pages_read", pages_read, 1)
-    device, pages = table.refs.device, (table.refs.shape[0], k_pages.shape[1], D)
+    device = table.refs.device
+    need_stored(table, k_pages, v_pages, key_scales, value_scales, D, dtype)
+    if coded:
+        need_float("ranges", ranges, 3, "[R, N, 2D]")
+        dtype = ranges.dtype
     capacity = ranges.shape[1] if isinstance(ranges, Tensor) and ranges.ndim == 3 else 0
-    need_parts(
-        device, ("k_pages", k_pages, dtype, pages), ("v_pages", v_pages, dtype, pages),
-        ("ranges", ranges, dtype, (R, max(capacity, blocks), 2 * D)),
-    )  # fmt: skip
+    need_parts(device, ("ranges", ranges, dtype, (R, max(capacity, blocks), 2 * D)))
     need(ranges.is_contiguous(), "ranges must be contiguous")
     if keys is None or values is None:
         given = [name for name, x in (("keys", keys), ("values", values), ("cos", cos), ("sin", sin)) if x is not None]
@@ -72,6 +75,8 @@ def quest_step_(
     scale: float | None = None,
     softcap: float | None = None,
     sink_logits: Tensor | None = None,
+    key_scales: Tensor | None = None,
+    value_scales: Tensor | None = None,
 ) -> QuestStep:
     """Rotates a new token of every sequence, appends it in place, and attends to the pages that may matter to it.
 
@@ -84,6 +89,8 @@ def quest_step_(
     begins with it where the token is the page's first. A page's score is the largest over the row's query heads of
     relu(q)·M + relu(-q)·(-m), +inf where that is NaN; a row reads its newest page and the others of highest score
     (ties: the earlier one), pages_read >= 1 in all, or every page of fewer. scale, softcap, sink_logits: as in decode.
+    key_scales, value_scales: as in paged_step_; ranges are then of what the codes of keys stand for, dequantised to the
+    dtype of the new keys and values, which is that of ranges.
     Returns QuestStep: the results of rope, append_tokens_, select_topk and decode in turn. Waits for nothing on CUDA.
     Raises ValueError for wrong shapes, dtypes, devices or numbers; RuntimeError if the free list is too short, a row
     outgrows its line of the table or names a page that does not exist, or a position is out of range (nothing is
@@ -96,7 +103,7 @@ def quest_step_(
     found = without_gradient(
         NO_GRADIENT, (queries, *new), native.quest_step_, dense_last(queries), *(new or (keys, values)), k_pages,
         v_pages, ranges, *table, pages_read, dense(cos), dense(sin), need_scale(scale, D),
-        need_sink_logits(sink_logits, Hq, queries), need_softcap(softcap),
+        need_sink_logits(sink_logits, Hq, queries), need_softcap(softcap), key_scales, value_scales,
     )  # fmt: skip
     return QuestStep(*found)
 

@@ -25,9 +25,8 @@ from .dmc_gates import LARGEST
 from .explained import explained_by, need_one_device
 from .native import MAX_HEAD_DIM, native
 from .no_gradient import without_gradient
-from .paged_step import NO_STEP_GRADIENT, need_parts
+from .paged_step import NO_STEP_GRADIENT, need_page_size, need_parts, need_stored
 from .pages import PageTable, need_table
-from .quantize import need_pages
 
 NO_TABLE = (None,) * len(PageTable._fields)
 
@@ -170,19 +169,10 @@ def need_far_pages(
     if table is None or k_pages is None or v_pages is None or marks is None:
         raise ValueError("k_pages, v_pages, marks and table must be given together, or only marks, or none")
     need_table(table)
-    (R, _, D), dtype, device, pages = k_ring.shape, k_ring.dtype, k_ring.device, table.refs.shape[0]
-    coded = key_scales is not None or value_scales is not None
-    if coded:
-        need_pages(k_pages, v_pages, key_scales, value_scales, D, pages)
-        need_device(k_ring, key_scales=key_scales, value_scales=value_scales)
-    else:
-        need_float("k_pages", k_pages, 3, "[pages, P, D]")
-    P = k_pages.shape[1]
-    need(P > 0 and P & (P - 1) == 0, f"k_pages must have a page size that is a power of two, got {P}")
-    kinds, widths = ((torch.int8, v_pages.dtype), (D, v_pages.shape[-1])) if coded else ((dtype, dtype), (D, D))
-    for name, x, kind, width in zip(("k_pages", "v_pages"), (k_pages, v_pages), kinds, widths, strict=True):
-        need_parts(device, (name, x, kind, (pages, P, width)))
+    (R, _, D), dtype = k_ring.shape, k_ring.dtype
     need_device(k_ring, table=table.refs)
+    need_page_size(k_pages, key_scales is not None or value_scales is not None)
+    need_stored(table, k_pages, v_pages, key_scales, value_scales, D, dtype)
     need(table.block_table.shape[0] == R, f"table must have {R} rows, got {table.block_table.shape[0]}")
 
 

@@ -80,6 +80,30 @@ static void test_choice(int runner) {
     CHECK(quest_step(held, runner) == KVC_OK && now.chosen[0] == NEWEST && now.chosen[1] == 1);
 }
 
+/* Codes: the same pages are chosen, and the range of the newest one is of what its code stands for. */
+static void test_coded_choice(int runner) {
+    test_case = "quest_step, codes";
+    static int8_t keys[PAGES * P * D], values[PAGES * P * D];
+    static uint16_t key_scales[PAGES * P], value_scales[PAGES * P];
+    open_state();
+    const kvc_quantize_args quantize = {.codes = keys, .scales = key_scales,
+                                        .x = {now.k_pages, KVC_F32, 0, 0, D}, .B = 1, .H = 1, .T = PAGES * P, .D = D,
+                                        .kind = KVC_INT8};
+    CHECK(kvc_quantize(&quantize, NULL) == KVC_OK);
+    kvc_quest_step_args args = quest_args();
+    args.step.rows = (kvc_rows){keys, values, key_scales, value_scales, KVC_FORMAT_INT8};
+    CHECK(quest_step(args, runner) == KVC_OK);
+    const int32_t chosen[R * READ] = {7, 9, 140, NEWEST, 0, 1, -1, -1};
+    CHECK(memcmp(now.chosen, chosen, sizeof chosen) == 0);
+    float key[D];
+    const int slot = now.block_table[NEWEST] * P;
+    const kvc_dequantize_args back = {.x = key, .codes = keys + slot * D, .scales = key_scales + slot, .dtype = KVC_F32,
+                                      .N = 1, .D = D, .kind = KVC_INT8};
+    CHECK(kvc_dequantize(&back, NULL) == KVC_OK);
+    const float *fresh = now.ranges + NEWEST * 2 * D;
+    for (int d = 0; d < D; d++) CHECK(fresh[d] == key[d] && fresh[D + d] == -key[d] && fabsf(key[d] - k[d]) < 0.05f);
+}
+
 #define QUEST_REFUSES(expected, ...)                                                                     \
     do {                                                                                                 \
         open_state();                                                                                    \
@@ -135,6 +159,6 @@ static void test_refusals(void) {
 }
 
 void test_quest_step(void) {
-    for (int runner = 0; runner < RUNNERS; runner++) test_choice(runner);
+    for (int runner = 0; runner < RUNNERS; runner++) test_choice(runner), test_coded_choice(runner);
     test_refusals();
 }

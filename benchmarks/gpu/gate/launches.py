@@ -89,6 +89,13 @@ def code_calls(dtype: torch.dtype, D: int) -> Iterator[tuple[str, Callable[[], o
             f"paged_step/codes/{tail}",
             lambda p=pages, s=scales, t=table, x=x, q=one: ops.paged_step_(q, x, x, *p, t, cos=half, sin=half, **s),
         )
+        ranges = torch.empty(2 * batch, 8, 2 * D, dtype=dtype)
+        yield (
+            f"quest_step/codes/{tail}",
+            lambda p=pages, s=scales, t=table, x=x, q=one, r=ranges: ops.quest_step_(
+                q, x, x, *p, r, t, pages_read=3, cos=half, sin=half, **s
+            ),
+        )
         for cap, heads in itertools.product((None, 20.0), (2, 16)):
             queries = torch.empty(batch, heads, 1, D, dtype=dtype)
             yield (

@@ -321,6 +321,15 @@ class PagePool(Keeping):
 
     # ---- within ----
 
+    def _shares_last(self) -> Tensor:
+        """int32 [R], on the device: 1 where a row's last page is another's too."""
+        table, lengths = self.block_table, self.lengths
+        if not table.shape[1]:
+            return torch.zeros_like(lengths)
+        last = (lengths - 1).clamp_(min=0) // self.page_size
+        refs = self.store.refs[table.gather(1, last.long()[:, None])[:, 0]]
+        return ((refs > 1) & (lengths > 0)).to(torch.int32)
+
     def _named(self) -> Tensor:
         return self.store.named(self._rows)
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from .. import ops
@@ -44,6 +45,15 @@ class Room:
 
     @abstractmethod
     def _lose_sight(self) -> None: ...
+
+    @abstractmethod
+    def _shares_last(self) -> Tensor: ...
+
+    def copies(self, known: bool) -> np.ndarray:
+        """bool [R]: rows whose next slot copies their last page, which another row has too. known: whether it surely is
+        a new slot, and not the newest one written anew."""
+        full = np.array(self.bounds, dtype=np.int64) % self.page_size == 0
+        return np.array(self._last_shared, dtype=bool) & ~(full & known)
 
     @property
     def lock(self) -> Any:
@@ -187,13 +197,21 @@ class Room:
     # ---- of many pools over one store ----
 
     @staticmethod
-    def learn(store: PageStore, pools: Sequence[Room]) -> int:
-        """Learns what the device alone knows of these pools over one store; waits for it once. Returns free pages."""
+    def learn(store: PageStore, pools: Sequence[Room], held: Tensor | None = None) -> tuple[int, int]:
+        """Learns what the device alone knows of these pools over one store; waits for it once. held: int32 [pages], how
+        often others name a page, None = none do. Returns free pages, and how many those others alone name."""
         with store.lock:
-            lengths = store.count_free_and([pool.lengths for pool in pools])
-            for pool, own in zip(pools, lengths, strict=True):
+            store._release_dropped()
+            sharing = [pool for pool in pools if any(pool._last_shared)]
+            asked = [pool.lengths for pool in pools] + [pool._shares_last() for pool in sharing]
+            if held is not None:
+                asked.append(((store.refs == held) & (held > 0)).sum(dtype=torch.int32)[None])
+            found = store.count_free_and(asked)
+            for pool, own in zip(pools, found[: len(pools)], strict=True):
                 pool.bounds, pool.exact, pool._stock = own, True, store.stock
-            return store.free_at_least
+            for pool, shared in zip(sharing, found[len(pools) :], strict=held is None):
+                pool._last_shared = [bool(x) for x in shared]
+            return store.free_at_least, 0 if held is None else found[-1][0]
 
     @staticmethod
     def set_aside(store: PageStore, pools: Sequence[tuple[Room, bool]], spare: int, most: int) -> int:
@@ -205,8 +223,12 @@ class Room:
         with store.lock:
             P, steps = store.settings.page_size, most
             held = np.array([bound for pool, _ in pools for bound in pool.bounds], dtype=np.int64)
-            blocks = -(-held // P)
-            while steps and (needed := int((-(-(held + steps) // P) - blocks).sum())) > store.free_at_least - spare:
+            blocks, copies = -(-held // P), sum(int(pool.copies(known).sum()) for pool, known in pools)
+
+            def pages() -> int:
+                return int((-(-(held + steps) // P) - blocks).sum()) + copies
+
+            while steps and (needed := pages()) > store.free_at_least - spare:
                 steps //= 2
             if steps == 0:
                 return 0

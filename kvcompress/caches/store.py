@@ -161,6 +161,9 @@ class PageStore:
         self.tables = weakref.WeakSet(self.dropped)  # the pools add theirs when they come back
         self.claimants = weakref.WeakSet()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> PageStore:
+        return self  # forks of who takes pages here take theirs here too
+
     @property
     def pages(self) -> int:
         return self.refs.shape[0]

@@ -30,7 +30,7 @@ NAN = "the model's logits hold NaN: a layer's weights or inputs do, or overflowe
 SECONDS = 10.0  # over which tokens/s are counted
 METRICS = (
     "pages", "pages_in_use", "peak_pages", "page_nbytes", "running", "waiting", "peak_running", "preempted",
-    "tokens_per_second",
+    "prefix_pages", "prefix_tokens", "tokens_per_second",
 )  # fmt: skip
 # fields of a ContinuousBatchingConfig that must be unset or this
 _FIXED: dict[str, tuple[Any, ...]] = {
@@ -184,7 +184,8 @@ class ServedManager(ContinuousBatchingManager):
             return super()._create_batch_processor()
         config, model = self.continuous_batching_config, self.model
         served = self.batching.served
-        served.drop_all()
+        served.drop_all()  # prefixes too: the model may have been trained since
+        self.batching._hits_before = served.hits
         cache = _Bookkeeping(served, config.max_batch_tokens)
 
         self.batching.processor = processor = _Processor(
@@ -202,13 +203,14 @@ class ServedManager(ContinuousBatchingManager):
 
 
 class Batching:
-    """What batching returns, and takes its arguments: model, cache, pages, memory, page_size, requests, batch_tokens.
-    As a context manager it is undone at the end. Raises as batching does. served: the requests and their pages.
+    """What batching returns, and takes its arguments: model, cache, pages, memory, page_size, requests, batch_tokens,
+    prefixes. As a context manager it is undone at the end. Raises as batching does. served: the requests and their
+    pages.
     """
 
     def __init__(
         self, model: Any, cache: str | CacheSpec | None, pages: int | None, memory: int | str | None, page_size: int,
-        requests: int, batch_tokens: int,
+        requests: int, batch_tokens: int, prefixes: int | None,
     ) -> None:  # fmt: skip
         for name, value, least in (("requests", requests, 1), ("batch_tokens", batch_tokens, requests)):
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
@@ -218,6 +220,7 @@ class Batching:
         self.memory = None if memory is None else memory_nbytes(memory)
         self.model, self.requests, self.batch_tokens = model, requests, batch_tokens
         self.page_size, self.dtype = PoolSettings(page_size).page_size, model.dtype
+        self.prefixes, self._hits_before = prefixes, 0
         self.spec = spec_of(cache, decoder_config(model.config))
         self.processor: _Processor | None = None
         self._last: ServedManager | None = None
@@ -236,7 +239,7 @@ class Batching:
         model, decoder = self.model, base_model(self.model)
         facts, method = facts_of(decoder), method_of(decoder)
         counted = self._pages_within if pages is None else pages
-        return Requests(decoder, facts, method, self._make, counted, model.dtype, model.device)
+        return Requests(decoder, facts, method, self._make, counted, model.dtype, model.device, prefixes=self.prefixes)
 
     def _pages_within(self, page_nbytes: int) -> int:
         """Pages of so many bytes within the memory; 0: the cache has none."""
@@ -273,8 +276,9 @@ class Batching:
 
     def metrics(self) -> dict[str, float]:
         """Of the last manager: pages, pages_in_use, peak_pages (most in use at once), page_nbytes; running and waiting
-        requests, peak_running (most at once), preempted (how often one gave its pages up); tokens_per_second over the
-        last 10 s. Numbers of before its first request are 0, but pages and page_nbytes."""
+        requests, peak_running (most at once), preempted (how often one gave its pages up); prefix_pages (that only
+        prefixes hold), prefix_tokens (of prompts, that were not read since a prefix had them); tokens_per_second over
+        the last 10 s. Numbers of before its first request are 0, but pages and page_nbytes."""
         own = {"pages": self.pages, "page_nbytes": self.served.bounds.page_nbytes}
         numbers = dict.fromkeys(METRICS, 0.0) | own
         if self.processor is not None:
@@ -287,6 +291,8 @@ class Batching:
                 "waiting": len(scheduler.waiting_requests),
                 "peak_running": scheduler.peak,
                 "preempted": scheduler.preempted,
+                "prefix_pages": self.served.kept,
+                "prefix_tokens": self.served.hits - self._hits_before,
                 "tokens_per_second": sum(recent) / SECONDS,
             }
         return numbers
@@ -313,7 +319,7 @@ class Batching:
 
 def batching(
     model: Any, cache: str | CacheSpec | None = None, *, pages: int | None = None, memory: int | str | None = None,
-    page_size: int = 64, requests: int = 64, batch_tokens: int = 2048,
+    page_size: int = 64, requests: int = 64, batch_tokens: int = 2048, prefixes: int | None = None,
 ) -> Batching:  # fmt: skip
     """Makes a model's continuous batching (generate_batch, init_continuous_batching) hold compressed caches, all
     requests' in one store of pages.
@@ -327,8 +333,10 @@ def batching(
     are, of all requests, layers and KV heads together; neither: half of what is free on the model's device. A page
     holds page_size keys and values of one KV head, a power of two. requests: most at once; what each keeps beside pages
     (the window of streaming and DMS, the newest entry of DMC) comes on top. batch_tokens: of a pass; longer prompts are
-    read in parts, but those of a pruned cache, which must fit.
+    read in parts, but those of a pruned cache, which must fit. prefixes: most that are kept of prompts that begin
+    alike, so as not to be read again, each with what a request keeps beside pages; 0 = none, None = 16, but none of a
+    pruned cache; the one that was asked for longest ago goes first, also where pages run out.
     Out of pages, the request that came last waits and is read again; one that cannot fit alone fails with an error that
     says so. Raises ValueError for caches, settings and models that cannot be served, RuntimeError for a model that is.
     """
-    return Batching(model, cache, pages, memory, page_size, requests, batch_tokens)
+    return Batching(model, cache, pages, memory, page_size, requests, batch_tokens, prefixes)

@@ -42,7 +42,8 @@ class Bounds:
             return self._kept(cache, prompt)
         held = np.array([n for layer in layers for n in self._bounds_of(layer)])
         more = np.array([layer.most_slots((tokens,))[0] for layer in layers]).repeat(self.heads)
-        return int((-(-(held + more) // self.P) - -(-held // self.P)).sum())
+        copies = np.array([x for layer in layers for x in self._copies_of(layer)], dtype=bool)
+        return int((-(-(held + more) // self.P) - -(-held // self.P) + (copies & (more > 0))).sum())
 
     def most_tokens(self, cache: CompressedCache, tokens: int, prompt: int, pages: int) -> int:
         """How many of `tokens` more tokens surely find their place in so many pages."""
@@ -80,6 +81,9 @@ class Bounds:
 
     def _bounds_of(self, layer: PagedLayer) -> list[int]:
         return [0] * self.heads[layer.number] if layer.pool is None else layer.pool.bounds
+
+    def _copies_of(self, layer: PagedLayer) -> Any:
+        return [False] * self.heads[layer.number] if layer.pool is None else layer.pool.copies(layer.steps_known)
 
     def _kept(self, cache: PrunedCache, prompt: int) -> int:
         """Pages of a prompt that is pruned: exact where every head has the same budget, else at most."""

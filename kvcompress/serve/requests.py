@@ -20,6 +20,7 @@ from ..hf.facts import Facts
 from ..hf.method import Method, Pass
 from ..softmax import Softmax
 from .bounds import Bounds, is_read_whole, paged_layers
+from .prefixes import MOST, Prefix, Prefixes
 from .served import check_served
 
 WAITING_STEPS = 8  # for so many steps at most pages are set aside while others wait for pages
@@ -38,11 +39,20 @@ class Part:
 
 @dataclass
 class _Reader:
-    """A request whose prompt is being read. seen: tokens so far."""
+    """A request whose prompt is being read. seen: tokens so far; begun: whether a pass read some of them."""
 
     cache: CompressedCache
     prompt: int
     seen: int = 0
+    begun: bool = False
+
+
+@dataclass
+class _Offered:
+    """The tokens of a request, by the hashes of their borders. stops: tokens after which its cache is kept."""
+
+    borders: list[bytes]
+    stops: set[int]
 
 
 class ServedPass(Pass):
@@ -137,7 +147,8 @@ class Requests:
 
     decoder, facts: of the model, as kvcompress.attach has learned them. method: a converted model's, None of others.
     make: makes an empty cache for one request. dtype, device: of keys and values. memory: uint8 [n] of an engine, in
-    which pages are to lie; None = of its own.
+    which pages are to lie; None = of its own. prefixes: most that are kept for prompts that begin alike, None = MOST,
+    or none where prompts are read whole; see offer.
     In turn: settle(), which lets go who has left and learns how many pages are free; begin(parts), which gives the pass
     of a forward pass over one token of every request in `decoding`, in this order, and the parts; end().
     Raises ValueError for what cannot be served.
@@ -146,6 +157,7 @@ class Requests:
     def __init__(
         self, decoder: Any, facts: Facts, method: Method | None, make: Callable[[], CompressedCache],
         pages: int | Callable[[int], int], dtype: torch.dtype, device: torch.device, memory: Tensor | None = None,
+        prefixes: int | None = 0,
     ) -> None:  # fmt: skip
         self.decoder, self.facts, self.make = decoder, facts, make
         empty = self._new_cache()
@@ -166,8 +178,16 @@ class Requests:
         heads = [facts[layer.index].kv_heads for layer in paged]
         self.bounds = Bounds(empty, heads, settings.page_size, self.store.page_nbytes())
         self.whole = is_read_whole(empty)
+        self.check_prefixes(prefixes, self.whole)
+        most = (0 if self.whole else MOST) if prefixes is None else prefixes
+        self.prefixes = Prefixes(most, P, pages, device)
+        self.kept = 0  # pages that prefixes alone held when they were counted last
+        self.hits = 0  # tokens of prompts that were not read, since they were there
+        self._offered: dict[str, _Offered] = {}
+        self._follows_length = any(own.key_rotary.asks_host for own in facts.values())
         self.free = pages  # pages, as far as settle() knows
         self.used = 0  # pages that requests held when they were counted last
+        self.needed = 0  # pages of the next token of all decoding requests, of the free ones
         self.decoding: list[str] = []
         self.reading: dict[str, _Reader] = {}
         self._running: CompressedCache | None = None
@@ -188,35 +208,122 @@ class Requests:
                 self._running.select_sequences(stay)
             self._gone, self._changed = set(), True
         if self._changed or not self._has_room():
-            self.free = PagePool.learn(self.store, [pool for pool, _ in self._pools()])
-            self.used, self._changed = self.pages - self.free, True
+            held = self.prefixes.held if len(self.prefixes) else None
+            self.free, self.kept = PagePool.learn(self.store, [pool for pool, _ in self._pools()], held)
+            self.used, self._changed = self.pages - self.free - self.kept, True
         for request in [name for name, reader in self.reading.items() if reader.seen == reader.prompt]:
             reader = self.reading.pop(request)
+            self._offered.pop(request, None)
             self.bounds.note(reader.cache, reader.prompt)
             if self._running is None:
                 self._running = reader.cache
             else:
                 self._running.join(reader.cache)
             self.decoding.append(request)
+        self.needed = self.step_pages()
 
     def drop(self, request: str) -> None:
         """The request is over, or must give its pages up; one that is not there is no error."""
+        self._offered.pop(request, None)
         if self.reading.pop(request, None) is not None:
             self._changed = True
         elif request in self.decoding:
             self._gone.add(request)
 
     def drop_all(self) -> None:
-        """All requests are over."""
+        """All requests are over, and no prefix is kept."""
         self.reading, self.decoding, self._running, self._gone = {}, [], None, set()
-        self._changed, self._pass = True, None
+        self._changed, self._pass, self._offered = True, None, {}
+        while self.prefixes.drop_oldest():
+            pass
+
+    # ---- prompts that begin alike ----
+
+    @staticmethod
+    def check_prefixes(prefixes: int | None, whole: bool) -> None:
+        """Raises ValueError for what cannot be. whole: whether prompts are read whole."""
+        if prefixes is not None and (isinstance(prefixes, bool) or not isinstance(prefixes, int) or prefixes < 0):
+            raise ValueError(f"prefixes must be an integer of at least 0, got {prefixes!r}")
+        if whole and prefixes:
+            raise ValueError(
+                f"prefixes must be 0 with a cache whose prompts are read whole, got {prefixes}: what it keeps of one "
+                "is chosen by all of it"
+            )
+
+    def offer(self, request: str, tokens: Sequence[int], given: int, salt: str = "") -> bool:
+        """Tells what a waiting request is to read; from now on seen(request) counts what a prefix has of it already.
+        True: it should wait, another is about to read what both begin with. tokens: all that are read before it
+        decodes; given: those of them that are the user's. salt: what else its caches depend on."""
+        if not self.prefixes.most or request in self.reading:
+            return False
+        if request not in self._offered:
+            root = f"{given if self._follows_length else 0} {salt}".encode()
+            self._offered[request] = _Offered(self.prefixes.borders(tokens, root), set())
+        offered, seen, block = self._offered[request], self.seen(request), self.prefixes.block
+        mine = offered.borders
+        offered.stops = {self.prefixes.shared(mine) * block, len(mine) * block}
+        for name, reader in self.reading.items():
+            theirs = self._offered[name].borders if name in self._offered else []
+            common = sum(a == b for a, b in zip(mine, theirs, strict=False)) * block
+            if common > max(seen, reader.seen):
+                self._offered[name].stops.add(common)
+                return True
+        return False
+
+    def start(self, request: str, prompt: int) -> int:
+        """The request is let in; its prompt has so many tokens. Returns those that are there already."""
+        reader, offered = _Reader(self._new_cache(), prompt), self._offered.get(request)
+        if offered is not None and (prefix := self.prefixes.use(offered.borders)) is not None:
+            reader.cache, reader.seen = prefix.cache.fork(), prefix.tokens
+            reader.cache.adopt(self.decoder, self.facts)
+            self.hits += prefix.tokens
+        self.reading[request] = reader
+        return reader.seen
+
+    def coming(self, request: str, prompt: int) -> int:
+        """Tokens of a prompt that a part may have: those that are left, or fewer where its cache is kept between."""
+        seen, offered = self.seen(request), self._offered.get(request)
+        stops = [] if offered is None else [stop for stop in offered.stops if stop > seen]
+        return min([prompt, *stops]) - seen
+
+    def make_free(self, pages: int, request: str | None = None) -> bool:
+        """Whether so many pages are free beside those of the next tokens. Where they are not, prefixes are dropped, the
+        one first that was asked for longest ago, but only if that is enough. request: one whose own prefix stays."""
+        if (missing := pages + self.needed - self.free) <= 0:
+            return True
+        own = self._prefix_of(request) if request is not None else None
+        if missing > self.kept or (own is not None and missing > self.kept - self.prefixes.alone(own)):
+            return False
+        while pages + self.needed > self.free:
+            if not self.prefixes.drop_oldest(but=own):
+                return False
+            self._changed = True
+            self.settle()
+        return True
+
+    def drop_prefixes(self) -> bool:
+        """Drops all of them; whether there was one."""
+        some = self.prefixes.drop_oldest()
+        while self.prefixes.drop_oldest():
+            pass
+        self._changed = self._changed or some
+        self.settle()
+        return some
+
+    def _prefix_of(self, request: str) -> Prefix | None:
+        """Of a request that has not been let in."""
+        offered = self._offered.get(request)
+        return None if offered is None else self.prefixes.longest(offered.borders)
+
+    # ---- what scheduling asks ----
 
     def step_pages(self) -> int:
         """Pages that the next token of all decoding requests takes at most, of the free ones."""
         if not self._changed:
             return 0  # they have been set aside
         P, pools = self.store.settings.page_size, [] if self._running is None else self._pools_of(self._running)
-        return sum(bound % P == 0 for pool, _ in pools for bound in pool.bounds)
+        full = sum(bound % P == 0 for pool, _ in pools for bound in pool.bounds)
+        return full + sum(int((pool.copies(known) & (np.array(pool.bounds) % P > 0)).sum()) for pool, known in pools)
 
     def part_pages(self, part: Part) -> int:
         """Pages that a part takes at most."""
@@ -240,16 +347,20 @@ class Requests:
         return None
 
     def seen(self, request: str) -> int:
-        """Tokens of a prompt that have been read."""
-        return self.reading[request].seen if request in self.reading else 0
+        """Tokens of a prompt that have been read, or need not be; see offer."""
+        if request in self.reading:
+            return self.reading[request].seen
+        prefix = self._prefix_of(request)
+        return 0 if prefix is None else prefix.tokens
 
     def prompts(self) -> list[int]:
         """What is left of the prompts that are being read, in tokens."""
-        return [reader.prompt - reader.seen for reader in self.reading.values()]
+        return [reader.prompt - reader.seen for reader in self.reading.values() if reader.begun]
 
     def pages_in_use(self) -> int:
-        """Pages that requests hold. Waits for the device."""
-        return self.pages - self.store.count_free()
+        """Pages that requests hold; those that prefixes alone hold are not among them. Waits for the device."""
+        free = self.store.count_free()
+        return self.pages - free - int(((self.store.refs == self.prefixes.held) & (self.prefixes.held > 0)).sum())
 
     def held(self) -> dict[str, int]:
         """Pages of each request, as far as the host knows."""
@@ -290,7 +401,9 @@ class Requests:
         for part in parts:
             step, reader = None, self.reading.get(part.request)
             if reader is None:
-                reader = self.reading[part.request] = _Reader(self._new_cache(), part.prompt)
+                self.start(part.request, part.prompt)
+                reader = self.reading[part.request]
+            reader.begun = True
             try:
                 step = reader.cache.open(self.facts, [part.tokens], part.tokens)
                 step.prompts = (part.given,)
@@ -314,9 +427,18 @@ class Requests:
                 self.drop(part.request)
             else:
                 self.reading[part.request].cache.end(step, None)
+                self._keep_prefix(part.request)
         self._pass = None
 
     # ---- within ----
+
+    def _keep_prefix(self, request: str) -> None:
+        """If the request has come to a border where its cache is to be kept."""
+        reader, offered = self.reading[request], self._offered.get(request)
+        if offered is not None and reader.seen in offered.stops:
+            key = offered.borders[reader.seen // self.prefixes.block - 1]
+            self.prefixes.add(key, reader.seen, reader.cache)
+            self._changed = True
 
     def _new_cache(self) -> CompressedCache:
         cache = self.make()
@@ -326,7 +448,10 @@ class Requests:
         return cache
 
     def _cache_of(self, request: str) -> CompressedCache:
-        return self.reading[request].cache if request in self.reading else self.bounds.cache
+        if request in self.reading:
+            return self.reading[request].cache
+        prefix = self._prefix_of(request)
+        return self.bounds.cache if prefix is None else prefix.cache
 
     @staticmethod
     def _pools_of(cache: CompressedCache) -> list[tuple[PagePool, bool]]:

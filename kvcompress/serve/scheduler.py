@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -28,6 +29,7 @@ class PageScheduler(Scheduler):
     ) -> None:  # fmt: skip
         self.served, self.fail, self.forget = served, fail, forget
         self.preempted, self.peak, self.peak_pages = 0, 0, 0
+        self.taken = 0  # pages of this pass's parts so far
         super().__init__(cache, 0.0, requests)
 
     def schedule_batch(
@@ -35,19 +37,19 @@ class PageScheduler(Scheduler):
     ) -> tuple[list[FutureRequestState] | None, bool, int, int]:
         served = self.served
         served.settle()
-        needed = self._make_room()
-        budget, free = token_budget - len(served.decoding), served.free - needed
+        self._make_room()
+        budget, self.taken = token_budget - len(served.decoding), 0
         batch = [self._scheduled(self.active_requests[request], 1) for request in served.decoding]
         self.parts: list[Part] = []
         starved = False
         for state in list(self.active_requests.values()):
             if budget < 1 or state.request_id in served.decoding:
                 continue
-            part = self._part(state, budget, free, bool(batch))
+            part = self._part(state, budget, bool(batch))
             if part is None:
                 starved = True
                 break  # those behind it would take the pages that it waits for
-            free -= served.part_pages(part)
+            self.taken += served.part_pages(part)
             budget -= part.tokens
             self.parts.append(part)
             batch.append(self._scheduled(state, part.tokens))
@@ -56,7 +58,7 @@ class PageScheduler(Scheduler):
             if len(self.active_requests) >= self.max_requests_per_batch:
                 break
             state = self.waiting_requests[self.waiting_requests_order[0]]
-            part = self._first_part(state, budget, free, token_budget)
+            part = self._first_part(state, budget, token_budget)
             if part is None:
                 if state.request_id in self.waiting_requests:
                     break
@@ -64,7 +66,9 @@ class PageScheduler(Scheduler):
             self.waiting_requests_order.popleft()
             del self.waiting_requests[state.request_id]
             self._add_children(state)
-            free -= served.part_pages(part)
+            self.taken += served.part_pages(part)
+            seen = served.start(state.request_id, part.prompt)
+            state.position_offset, state.remaining_prefill_tokens = seen, state.remaining_prefill_tokens[seen:]
             budget -= part.tokens
             self.parts.append(part)
             batch.append(self._scheduled(state, part.tokens))
@@ -94,40 +98,52 @@ class PageScheduler(Scheduler):
         one where prompts are read whole, as it did then."""
         return _given(state) if self.served.whole else len(state.initial_tokens)
 
-    def _part(self, state: RequestState, budget: int, free: int, others: bool) -> Part | None:
+    def _part(self, state: RequestState, budget: int, others: bool) -> Part | None:
         """The next part of a prompt; None where pages or the budget of this pass do not suffice."""
-        prompt = self._prompt(state)
-        left = prompt - self.served.seen(state.request_id)
-        tokens = left if self.served.whole else min(left, budget)
+        served, prompt, request = self.served, self._prompt(state), state.request_id
+        left = served.coming(request, prompt)
+        tokens = left if served.whole else min(left, budget)
         if tokens > budget:
             return None
-        part = Part(state.request_id, tokens, prompt, _given(state))
-        part.tokens = self.served.most_tokens(part, free)
-        return part if part.tokens >= (min(tokens, LEAST) if others else 1) else None
+        part = Part(request, tokens, prompt, _given(state))
+        least = tokens if served.whole else min(tokens, LEAST) if others else 1
+        for part.tokens in (tokens, least):
+            if served.make_free(self.taken + served.part_pages(part), request):
+                return part
+            part.tokens = tokens
+            if (fits := served.most_tokens(part, served.free - served.needed - self.taken)) >= least:
+                part.tokens = fits
+                return part
+        return None
 
-    def _first_part(self, state: RequestState, budget: int, free: int, whole_budget: int) -> Part | None:
+    def _first_part(self, state: RequestState, budget: int, whole_budget: int) -> Part | None:
         """That of a waiting request; None where it must wait, or has failed."""
         served, prompt = self.served, self._prompt(state)
         if (reason := served.refusal(prompt, most_whole(whole_budget, self.max_requests_per_batch))) is not None:
             self._refuse(state, reason)
             return None
-        coming = sum(served.bounds.expected(prompt) for prompt in (prompt, *served.prompts()))
+        if served.offer(state.request_id, state.initial_tokens, _given(state)):
+            return None
+        left = prompt - served.seen(state.request_id)
+        coming = sum(served.bounds.expected(tokens) for tokens in (left, *served.prompts()))
         # and the next page of whoever decodes, of which half are there
         growth = served.bounds.growth() * (1 + len(self.active_requests) / 2)
-        if self.active_requests and coming + growth + MARGIN * served.pages > free:
+        pages = math.ceil(self.taken + coming + growth + MARGIN * served.pages)
+        if self.active_requests and not served.make_free(pages, state.request_id):
             return None
-        part = self._part(state, budget, free, bool(self.active_requests))
+        part = self._part(state, budget, bool(self.active_requests))
+        if part is None and not self.active_requests and served.drop_prefixes():  # its own, too
+            part = self._part(state, budget, False)
         if part is None and not self.active_requests:  # nobody will give pages back
             self._refuse(state, f"needs more than all {served.pages} pages for its prompt of {prompt} tokens")
         return part
 
     # ---- pages run out ----
 
-    def _make_room(self) -> int:
-        """Makes whoever came last give its pages up until all others' next tokens find theirs; returns how many."""
-        while (needed := self.served.step_pages()) > self.served.free:
+    def _make_room(self) -> None:
+        """Makes whoever came last give its pages up until all others' next tokens find theirs."""
+        while not self.served.make_free(0):
             self._give_up(list(self.active_requests.values())[-1])
-        return needed
 
     def _give_up(self, state: RequestState) -> None:
         request = state.request_id
@@ -146,6 +162,7 @@ class PageScheduler(Scheduler):
         self.block_new_requests = True  # until somebody has finished
 
     def _refuse(self, state: RequestState, reason: str) -> None:
+        self.served.drop(state.request_id)
         self.waiting_requests_order.remove(state.request_id)
         del self.waiting_requests[state.request_id]
         self._fail(state, reason)

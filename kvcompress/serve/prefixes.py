@@ -1,0 +1,123 @@
+"""What prompts begin with alike: caches as they were at some borders, to be forked by whoever comes next."""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+
+import torch
+from torch import Tensor
+
+from ..caches.base import CompressedCache
+from ..caches.pool import PagePool
+from .bounds import paged_layers
+
+MOST = 16  # prefixes that are kept at once, where nobody says how many
+_REMEMBERED = 1 << 16  # borders of earlier prompts, by which a later one learns what both begin with
+
+
+@dataclass(eq=False)
+class Prefix:
+    """A request's cache after its first `tokens` tokens. Nobody writes to it: whoever goes on from there forks it."""
+
+    cache: CompressedCache
+    tokens: int
+
+    @property
+    def pools(self) -> list[PagePool]:
+        return [layer.pool for layer in paged_layers(self.cache) if layer.pool is not None]
+
+    def named(self) -> list[Tensor]:
+        """int32 [n] of each layer: the pages of its rows, one by one."""
+        return [pool.block_table[pool.store.named(pool._rows)] for pool in self.pools]
+
+    def beside_nbytes(self) -> int:
+        """Bytes of what it holds beside its pages."""
+        return sum(layer.nbytes() for layer in self.cache.own) - sum(
+            len(pages) * pool.store.page_nbytes() for pages, pool in zip(self.named(), self.pools, strict=True)
+        )
+
+
+class Prefixes:
+    """At most `most` of them; the one that was asked for longest ago goes first.
+
+    A border is behind every `block` tokens, and known by a hash of all that comes before it. A KV head has rows of its
+    own, and may merge tokens: what was read up to a border is had by a fork that was made there, not page by page.
+    held: int32 [pages], how often prefixes name a page: where that is as often as anybody does, dropping them frees it.
+    """
+
+    def __init__(self, most: int, block: int, pages: int, device: torch.device) -> None:
+        self.most, self.block = most, block
+        self.held = torch.zeros(pages, dtype=torch.int32, device=device)
+        self._kept: OrderedDict[bytes, Prefix] = OrderedDict()
+        self._begun: OrderedDict[bytes, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def borders(self, tokens: Sequence[int], root: bytes) -> list[bytes]:
+        """The hashes of a prompt's borders; none behind its last token, which is read in any case, for its logits.
+        root: what else caches depend on."""
+        found, last = [], root
+        for start in range(0, len(tokens) - self.block, self.block):
+            block = array("q", tokens[start : start + self.block]).tobytes()
+            last = blake2b(last + block, digest_size=16).digest()
+            found.append(last)
+        return found
+
+    def longest(self, borders: Sequence[bytes]) -> Prefix | None:
+        """Of those that a prompt begins with."""
+        return next((self._kept[key] for key in reversed(borders) if key in self._kept), None)
+
+    def use(self, borders: Sequence[bytes]) -> Prefix | None:
+        """The same, which is not the next to go then. The prompt is remembered."""
+        found = self.longest(borders)
+        for key in borders:
+            if found is not None and self._kept.get(key) is found:
+                self._kept.move_to_end(key)
+            self._begun[key] = None
+            self._begun.move_to_end(key)
+        while len(self._begun) > _REMEMBERED:
+            self._begun.popitem(last=False)
+        return found
+
+    def shared(self, borders: Sequence[bytes]) -> int:
+        """How many of a prompt's borders an earlier one had too."""
+        return next((i for i in range(len(borders), 0, -1) if borders[i - 1] in self._begun), 0)
+
+    def add(self, key: bytes, tokens: int, cache: CompressedCache) -> None:
+        """Keeps a fork of a request's cache after so many tokens."""
+        if key in self._kept:
+            return
+        while len(self._kept) >= self.most:
+            self.drop_oldest()
+        prefix = self._kept[key] = Prefix(cache.fork(), tokens)
+        for pool in prefix.pools:
+            _ = pool.counts  # lengths are known from now on
+        self._note(prefix, 1)
+
+    def drop_oldest(self, but: Prefix | None = None) -> bool:
+        """Drops the one that was asked for longest ago; False where there is none."""
+        key = next((key for key, prefix in self._kept.items() if prefix is not but), None)
+        if key is not None:
+            self._note(self._kept.pop(key), -1)
+        return key is not None
+
+    def alone(self, prefix: Prefix) -> int:
+        """Pages of a prefix that no request holds. Waits for the device."""
+        pages = [pages.long() for pages in prefix.named()]
+        if not pages:
+            return 0
+        unique = torch.cat(pages).unique()
+        return int((self.held[unique] == prefix.pools[0].store.refs[unique]).sum())
+
+    def nbytes_beside(self) -> int:
+        """Bytes of what prefixes hold beside pages."""
+        return sum(prefix.beside_nbytes() for prefix in list(self._kept.values()))
+
+    def _note(self, prefix: Prefix, times: int) -> None:
+        for pages in prefix.named():
+            self.held.index_add_(0, pages.long(), torch.full_like(pages, times))

@@ -1,0 +1,237 @@
+"""Prompts that begin alike: read once, forked for each, with the tokens of generate alone and no page lost."""
+
+import random
+
+import pytest
+import torch
+from helpers import deciding_model, tiny_gates_folder, tiny_model
+from test_serve_batching import alone, greedy, model_of, prompts_of
+from test_serve_requests import ROPES, requests_of, run
+
+import kvcompress
+from kvcompress.caches.pool import PagePool
+from kvcompress.serve import batching
+from kvcompress.serve.requests import Part
+
+CACHES = {
+    "dense": ("dense", None),
+    "streaming": ("streaming,window_size=12,num_sink_tokens=2", None),
+    "quantized": ("quantized,dtype=k8v4", None),
+    "gated": (f"gated,gates={tiny_gates_folder()},threshold=0,window=6,num_sink_tokens=2", None),
+    "dmc": ("dmc", {}),
+    "dmc with a window": ("dmc", {"window": 12}),
+    "dms": ("dmc", {"mode": "dms", "dms_window": 5}),
+}
+
+
+def tree(leaves, seed=0):
+    """Prompts each of which begins as an earlier one does, up to any token."""
+    draw, found = random.Random(seed), []
+    for _ in range(leaves):
+        first = draw.choice(found)[: draw.randrange(60)] if found else []
+        found.append(first + [draw.randrange(3, 97) for _ in range(draw.randrange(1, 40))])
+    return found
+
+
+def served(model, cache, prompts, news, cancelled=(), **settings):
+    """(tokens of every request or its error, what metrics() says); no page must be left."""
+    with batching(model, cache, **{"page_size": 8, "batch_tokens": 48, **settings}) as serving:
+        manager = model.init_continuous_batching(generation_config=greedy(1))
+        names = [
+            manager.add_request(prompt, max_new_tokens=new, eos_token_id=-1)
+            for prompt, new in zip(prompts, news, strict=True)
+        ]
+        for i in cancelled:
+            manager.cancel_request(names[i])
+        manager.start()
+        results = {}
+        while len(results) < len(names) - len(cancelled) and manager.is_running():
+            result = manager.get_result(timeout=1)
+            if result is not None:
+                results[result.request_id] = result
+        manager.stop()
+        requests, metrics = serving.served, serving.metrics()
+        assert requests.pages_in_use() == 0
+        requests.drop_all()
+        assert requests.store.count_free() == requests.pages and int(requests.prefixes.held.abs().sum()) == 0
+        return [results[name].error or results[name].generated_tokens for name in names if name in results], metrics
+
+
+@pytest.mark.parametrize("name", CACHES)
+def test_a_tree_of_prompts_gets_the_tokens_of_generate_alone(name):
+    cache, dmc = CACHES[name]
+    model, prompts = model_of(dmc), tree(20)
+    news = [1 + 3 * i % 8 for i in range(20)]
+    found, metrics = served(model, cache, prompts, news, pages=600, requests=4)
+    assert metrics["prefix_tokens"] > 60 and metrics["preempted"] == 0
+    assert found == [alone(model, cache, prompt, new) for prompt, new in zip(prompts, news, strict=True)]
+    plain, metrics = served(model, cache, prompts, news, pages=600, requests=4, prefixes=0)
+    assert plain == found and metrics["prefix_tokens"] == metrics["prefix_pages"] == 0
+
+
+@pytest.mark.parametrize("name", ["dense", "dmc", "dms"])
+def test_few_pages_make_prefixes_give_way_and_lose_no_token(name):
+    cache, dmc = CACHES[name]
+    model, begin = model_of(dmc), prompts_of((24,))[0]
+    prompts = [begin + more for more in prompts_of((6, 5, 7, 4, 6, 9), seed=1)] + prompts_of((30, 33), seed=2)
+    news = (24, 20, 26, 24, 18, 9, 20, 22)
+    pages = {"dense": 60, "dms": 40}.get(name, 40)
+    found, metrics = served(model, cache, prompts, news, pages=pages, requests=5)
+    assert metrics["prefix_tokens"] > 0 and metrics["preempted"] > 0
+    assert found == [alone(model, cache, prompt, new) for prompt, new in zip(prompts, news, strict=True)]
+
+
+def test_all_pages_are_there_for_a_prompt_that_shares_none():
+    """Though prefixes held most of them, and its own a part."""
+    model, cache = tiny_model(), "dense"
+    prompts = [*prompts_of((40, 40)), prompts_of((70,), seed=5)[0]]
+    prompts.append(prompts[2][:64] + prompts[0])
+    news, rows = (2, 2, 2, 8), 6
+    found, metrics = served(model, cache, prompts, news, pages=rows * 14, requests=1)
+    assert found == [alone(model, cache, prompt, new) for prompt, new in zip(prompts, news, strict=True)]
+    assert metrics["preempted"] == 0 and metrics["prefix_tokens"] == 64
+
+
+def test_a_cancelled_request_leaves_what_others_share():
+    model, begin = tiny_model(), prompts_of((40,))[0]
+    prompts = [begin + more for more in prompts_of((5, 6, 7, 8), seed=1)]
+    found, _ = served(model, "dense", prompts, (6, 6, 6, 6), cancelled=(1,), pages=300, requests=4)
+    assert found == [alone(model, "dense", prompts[i], 6) for i in (0, 2, 3)]
+
+
+def test_several_answers_to_a_prompt_read_it_once():
+    model, prompt = tiny_model(), prompts_of((33,))[0]
+    config = greedy(5)
+    config.num_return_sequences = 3
+    with batching(model, "dense", pages=300, page_size=8) as serving:
+        results = model.generate_batch([prompt], generation_config=config)
+        assert serving.metrics()["prefix_tokens"] >= 32
+    wanted = alone(model, "dense", prompt, 5)
+    assert len(results) == 3 and all(x.generated_tokens == wanted for x in results.values())
+
+
+def read(model, served, name, tokens, given=None):
+    """Reads a prompt, in as few parts as borders allow; the token that follows it."""
+    served.settle()
+    given = len(tokens) if given is None else given
+    assert not served.offer(name, tokens, given)
+    served.start(name, len(tokens))
+    while (left := served.coming(name, len(tokens))) > 0:
+        found = run(model, served, [Part(name, left, len(tokens), given)], {name: tokens})
+    served.settle()
+    served.drop(name)
+    served.settle()
+    return found[name]
+
+
+def with_prefixes(model, cache, most, pages=200):
+    served = requests_of(model, cache, pages)
+    served.prefixes.most = most
+    return served
+
+
+@pytest.mark.parametrize("name", CACHES)
+def test_what_is_counted_is_what_is_held(name):
+    cache, dmc = CACHES[name]
+    model = model_of(dmc)
+    with kvcompress.attach(model):
+        served = with_prefixes(model, cache, 16)
+        for i, tokens in enumerate(tree(8, seed=3)):
+            read(model, served, f"r{i}", tokens)
+            named = [pages for prefix in served.prefixes._kept.values() for pages in prefix.named()]
+            unique = torch.cat(named).unique().numel() if named else 0
+            assert served.kept == unique == served.pages - served.store.count_free() and served.used == 0
+        assert len(served.prefixes) > 1
+        beside = sum(
+            layer.nbytes() - (0 if getattr(layer, "pool", None) is None else layer.pool.nbytes())
+            for prefix in served.prefixes._kept.values() for layer in prefix.cache.own
+        )  # fmt: skip
+        tables = sum(
+            pool.nbytes() - pool.pages_in_use() * pool.store.page_nbytes()
+            for prefix in served.prefixes._kept.values() for pool in prefix.pools
+        )  # fmt: skip
+        assert served.prefixes.nbytes_beside() == beside + tables
+        assert served.drop_prefixes() and served.kept == 0 and served.store.count_free() == served.pages
+
+
+def test_the_one_that_was_asked_for_longest_ago_goes_first():
+    model, prompts = tiny_model(), prompts_of((17, 18, 19, 20))
+    with kvcompress.attach(model):
+        served = with_prefixes(model, "dense", 3)
+        for i in (0, 1, 2):
+            read(model, served, f"r{i}", prompts[i])
+        hits = served.hits
+        read(model, served, "again", prompts[0])
+        assert served.hits == hits + 16
+        read(model, served, "r3", prompts[3])  # in the place of that of prompt 1
+        for i, there in ((1, 0), (0, 16), (2, 16), (3, 16)):
+            served.offer(f"ask{i}", prompts[i], 16)
+            assert served.seen(f"ask{i}") == there, i
+
+
+def test_prefixes_go_only_where_that_is_enough():
+    model, prompts = tiny_model(), prompts_of((17, 17))
+    with kvcompress.attach(model):
+        served = with_prefixes(model, "dense", 9, pages=30)
+        for i in (0, 1):
+            read(model, served, f"r{i}", prompts[i])
+        assert (served.free, served.kept) == (6, 24)
+        assert not served.make_free(31) and served.kept == 24
+        served.offer("again", prompts[0], 17)
+        assert not served.make_free(19, "again") and served.kept == 24  # its own stays
+        assert served.make_free(18, "again") and (served.kept, served.seen("again")) == (12, 16)
+        assert served.make_free(30) and (served.kept, served.seen("again")) == (0, 0)
+
+
+def test_who_comes_while_another_reads_what_both_begin_with_waits_for_it():
+    model, begin = tiny_model(), prompts_of((24,))[0]
+    one, two = (begin + more for more in prompts_of((9, 9), seed=1))
+    with kvcompress.attach(model):
+        served = with_prefixes(model, "dense", 9)
+        served.settle()
+        served.offer("one", one, 33)
+        served.start("one", 33)
+        assert served.coming("one", 33) == 32
+        assert served.offer("two", two, 33) and served.coming("one", 33) == 24
+        run(model, served, [Part("one", 24, 33, 33)], {"one": one})
+        assert not served.offer("two", two, 33) and served.seen("two") == 24
+        served.drop("one")
+        assert not served.offer("two", two, 33) and served.seen("two") == 24
+
+
+@pytest.mark.parametrize("rope", ROPES)
+def test_frequencies_that_depend_on_length_are_shared_by_prompts_of_one_length(rope):
+    settings = {} if ROPES[rope] is None else {"rope_parameters": ROPES[rope], "max_position_embeddings": 20}
+    model, begin = tiny_model(**settings), prompts_of((24,))[0]
+    with kvcompress.attach(model):
+        served = with_prefixes(model, "dense", 9)
+        read(model, served, "a", [*begin, 5, 6])
+        for tokens, there in (([*begin, 5, 6], 24), ([*begin, 9, 8, 7], 24 if ROPES[rope] is None else 0)):
+            served.offer(f"b{len(tokens)}", tokens, len(tokens))
+            assert served.seen(f"b{len(tokens)}") == there
+        served.offer("salted", [*begin, 5, 6], 26, "another adapter")
+        assert served.seen("salted") == 0
+
+
+def test_a_pool_whose_last_pages_are_shared_sets_their_copies_aside():
+    """Else a step would find too few pages."""
+    model = deciding_model()
+    with kvcompress.attach(model):
+        served = with_prefixes(model, "dmc", 9)
+        read(model, served, "a", prompts_of((20,))[0])
+        prefix = next(iter(served.prefixes._kept.values()))
+        copies = sum(int(pool.copies(known=False).sum()) for pool in prefix.pools)
+        assert copies == sum(len(pool.bounds) for pool in prefix.pools) > 0
+        free, _ = PagePool.learn(served.store, prefix.pools)
+        assert free == served.store.free_at_least
+        assert sum(int(pool.copies(known=False).sum()) for pool in prefix.pools) == 0  # nobody else is there now
+
+
+def test_settings_are_refused_by_name():
+    for cache, prefixes, message in (
+        ("dense", -1, "prefixes must be an integer of at least 0, got -1"),
+        ("dense", True, "prefixes must be an integer of at least 0, got True"),
+        ("pruned,pruner=snapkv,keep=12", 4, "prefixes must be 0 with a cache whose prompts are read whole, got 4"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            batching(tiny_model(), cache, pages=100, prefixes=prefixes)

@@ -15,6 +15,7 @@ from kvcompress import CacheSpec
 from kvcompress.hf.attach import is_attached
 from kvcompress.serve import batching
 from kvcompress.serve.memory import free_nbytes, free_node_nbytes
+from kvcompress.serve.requests import Requests
 
 DENSE, STREAMING = "dense", "streaming,window_size=12,num_sink_tokens=2"
 PRUNED = "pruned,pruner=snapkv,window=4,kernel_size=3,keep=12"
@@ -95,7 +96,8 @@ def test_requests_get_the_tokens_of_generate_alone(name):
 
 
 @pytest.mark.parametrize("name", ["dense", "pruned", "pruned every 4", "dmc", "dms"])
-def test_requests_that_gave_their_pages_up_lose_no_token(name):
+def test_requests_that_gave_their_pages_up_lose_no_token(name, monkeypatch):
+    monkeypatch.setattr(Requests, "coming_pages", lambda self, prompts: 0)  # as if there were room
     cache, dmc = CACHES[name]
     model, prompts, news = model_of(dmc), prompts_of((24, 23, 24, 22, 24)), (24, 20, 26, 24, 18)
     pages = {"dense": 52, "dms": 40}.get(name, 36)
@@ -104,6 +106,15 @@ def test_requests_that_gave_their_pages_up_lose_no_token(name):
     assert in_use == 0 and metrics["pages_in_use"] == 0
     if "every" not in cache:  # which needs no more pages than its budget
         assert metrics["preempted"] > 0
+
+
+@pytest.mark.parametrize("name", ["dense", "pruned", "dmc"])
+def test_who_comes_in_finds_its_pages_until_the_end(name):
+    cache, dmc = CACHES[name]
+    model, prompts, news = model_of(dmc), prompts_of((24, 23, 24, 22, 24)), (24, 20, 26, 24, 18)
+    found, metrics, in_use = served(model, cache, prompts, news, pages=52, requests=5, batch_tokens=48)
+    assert found == [alone(model, cache, prompt, new) for prompt, new in zip(prompts, news, strict=True)]
+    assert metrics["preempted"] == 0 and in_use == 0
 
 
 def test_generate_batch_takes_it_and_has_its_own_back_afterwards():

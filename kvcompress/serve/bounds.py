@@ -14,12 +14,13 @@ from ..caches.pruned import PrunedCache
 from ..caches.pruned_layer import PrunedLayer
 
 LEAST = 16  # tokens of a prompt that are worth a part of their own while others decode
-MARGIN = 0.02  # share of all pages that is to be free once a waiting request has been let in
+MARGIN = 0.02  # share of all pages that is to stay free, where it is not known exactly what requests will take
 
 
 class Bounds:
     """Of caches of one kind over pages of P slots. cache: an empty one. learned: whether the model itself decides how
-    much stays, so that only what was measured says how many pages a prompt will take.
+    much stays, so that only what was measured says how many pages a prompt will take. in_phase: whether all rows of a
+    request fill as many slots as each other, one more by each token.
 
     share: float64 [rows], slots that a row keeps of each token, as measured; 1 before anything was.
     """
@@ -30,6 +31,8 @@ class Bounds:
         self.heads = list(kv_heads)
         self.rows = sum(kv_heads)
         self.learned = any(not layer.steps_known for layer in paged_layers(cache))
+        pruned = isinstance(cache, PrunedCache)
+        self.in_phase = not self.learned and not (pruned and (cache.every or not isinstance(cache.budget, Uniform)))
         self.share = np.ones(self.rows)
         self._weight = 0.0  # tokens that share was measured on
 
@@ -65,11 +68,22 @@ class Bounds:
             return self.rows * -(-tokens // self.P)
         return int(np.ceil(tokens * self.share / self.P).sum())
 
-    def growth(self) -> float:
-        """Pages that a request takes, as it decodes, for as many tokens as a page has slots."""
+    def slots(self, tokens: int) -> float:
+        """Slots of all rows that a prompt of so many tokens fills when it is read."""
+        if isinstance(self.cache, PrunedCache):
+            return float(sum(heads * keep for heads, keep in self._keeps(self.cache, tokens)))
+        return float(self.share.sum()) * tokens
+
+    def held(self, slots: np.ndarray, tokens: float) -> np.ndarray:
+        """float64 [n]: pages of requests of so many slots (float64 [n]) when they have written so many tokens more."""
+        if not self.rows:
+            return np.zeros(len(slots))
         if isinstance(self.cache, PrunedCache) and self.cache.every:
-            return self.rows * min(self.cache.every, self.P) / self.P
-        return float(self.share.sum())
+            tokens = min(tokens, self.cache.every / 2)  # it is compressed again after so many
+        slots = slots + self.share.sum() * tokens
+        if self.in_phase:
+            return self.rows * np.ceil(slots / self.rows / self.P)
+        return slots / self.P + self.rows / 2  # of the last page of a row, a half is free
 
     def note(self, cache: CompressedCache, tokens: int) -> None:
         """A prompt of so many tokens has been read, and its lengths are known: the ratio of the next ones."""
@@ -85,13 +99,19 @@ class Bounds:
     def _copies_of(self, layer: PagedLayer) -> Any:
         return [False] * self.heads[layer.number] if layer.pool is None else layer.pool.copies(layer.steps_known)
 
+    def _keeps(self, cache: PrunedCache, prompt: int) -> list[tuple[int, int]]:
+        """(KV heads, tokens that each keeps on average) of each layer, of a prompt that is pruned."""
+        slot, layers = self.page_nbytes // self.P, cache.compressing
+        return [
+            (heads, min(cache.policy.tokens_of(prompt, layer.number, len(layers), heads, slot), prompt))
+            for layer, heads in zip(layers, self.heads, strict=True)
+        ]
+
     def _kept(self, cache: PrunedCache, prompt: int) -> int:
         """Pages of a prompt that is pruned: exact where every head has the same budget, else at most."""
-        slot, layers = self.page_nbytes // self.P, cache.compressing
         whole = -(-prompt // self.P)
         pages, total = 0, 0
-        for layer, heads in zip(layers, self.heads, strict=True):
-            keep = min(cache.policy.tokens_of(prompt, layer.number, len(layers), heads, slot), prompt)
+        for heads, keep in self._keeps(cache, prompt):
             total += heads * keep
             each = -(-keep // self.P)
             pages += heads * (each if isinstance(cache.budget, Uniform) else whole)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,8 @@ from ..caches.store import PageStore, PoolSettings
 from ..hf.facts import Facts
 from ..hf.method import Method, Pass
 from ..softmax import Softmax
-from .bounds import Bounds, is_read_whole, paged_layers
+from .admission import Answer, Lengths, most_pages
+from .bounds import MARGIN, Bounds, is_read_whole, paged_layers
 from .prefixes import MOST, Prefix, Prefixes
 from .served import check_served
 
@@ -184,6 +186,9 @@ class Requests:
         self.kept = 0  # pages that prefixes alone held when they were counted last
         self.hits = 0  # tokens of prompts that were not read, since they were there
         self._offered: dict[str, _Offered] = {}
+        self.lengths = Lengths()
+        self.answer_of: Callable[[str], Answer] = lambda request: Answer(0, 1)  # its scheduler says
+        self._shared: dict[str, int] = {}  # tokens that a request has of a prefix
         self._follows_length = any(own.key_rotary.asks_host for own in facts.values())
         self.free = pages  # pages, as far as settle() knows
         self.used = 0  # pages that requests held when they were counted last
@@ -225,6 +230,7 @@ class Requests:
     def drop(self, request: str) -> None:
         """The request is over, or must give its pages up; one that is not there is no error."""
         self._offered.pop(request, None)
+        self._shared.pop(request, None)
         if self.reading.pop(request, None) is not None:
             self._changed = True
         elif request in self.decoding:
@@ -233,7 +239,7 @@ class Requests:
     def drop_all(self) -> None:
         """All requests are over, and no prefix is kept."""
         self.reading, self.decoding, self._running, self._gone = {}, [], None, set()
-        self._changed, self._pass, self._offered = True, None, {}
+        self._changed, self._pass, self._offered, self._shared = True, None, {}, {}
         while self.prefixes.drop_oldest():
             pass
 
@@ -277,6 +283,7 @@ class Requests:
             reader.cache, reader.seen = prefix.cache.fork(), prefix.tokens
             reader.cache.adopt(self.decoder, self.facts)
             self.hits += prefix.tokens
+            self._shared[request] = prefix.tokens
         self.reading[request] = reader
         return reader.seen
 
@@ -353,9 +360,22 @@ class Requests:
         prefix = self._prefix_of(request)
         return 0 if prefix is None else prefix.tokens
 
-    def prompts(self) -> list[int]:
-        """What is left of the prompts that are being read, in tokens."""
-        return [reader.prompt - reader.seen for reader in self.reading.values() if reader.begun]
+    def coming_pages(self, prompts: Mapping[str, int]) -> int:
+        """Pages beside those that are held or claimed that all requests take at once until they end, if these come in:
+        the one admission policy. prompts: the tokens of each one's prompt."""
+        bounds, here = self.bounds, self._slots()
+        slots = {name: float(rows.sum()) for name, rows in here.items()}
+        for name, reader in self.reading.items():
+            slots[name] += bounds.slots(reader.prompt) - (bounds.slots(reader.seen) if reader.seen else 0)
+        slots |= {name: bounds.slots(tokens - self.seen(name)) for name, tokens in prompts.items()}
+        # what comes back when it ends is what it does not share
+        shared = np.array([bounds.expected(self._shared.get(name, 0)) for name in slots])
+        left = np.array([self.lengths.left(self.answer_of(name)) for name in slots])
+        filled = np.array(list(slots.values()))
+        most = most_pages(lambda tokens: bounds.held(filled, tokens) - shared, left)
+        held = sum((-(-rows // bounds.P)).sum() for rows in here.values()) - shared[: len(here)].sum()
+        margin = 0 if bounds.in_phase else MARGIN * self.pages
+        return math.ceil(most - held - self.store.claimed() + margin)
 
     def pages_in_use(self) -> int:
         """Pages that requests hold; those that prefixes alone hold are not among them. Waits for the device."""
@@ -364,17 +384,19 @@ class Requests:
 
     def held(self) -> dict[str, int]:
         """Pages of each request, as far as the host knows."""
-        pages = {}
+        return {name: int((-(-rows // self.bounds.P)).sum()) for name, rows in self._slots().items()}
+
+    def _slots(self) -> dict[str, np.ndarray]:
+        """int64 [rows], the slots of each request's rows, as far as the host knows."""
+        found: dict[str, np.ndarray] = {}
         if self._running is not None:
-            total = np.zeros(len(self.decoding), dtype=np.int64)
-            for pool, _ in self._pools_of(self._running):
-                blocks = -(-np.array(pool.bounds, dtype=np.int64) // pool.page_size)
-                total += blocks.reshape(len(total), -1).sum(1)
-            pages = dict(zip(self.decoding, total.tolist(), strict=True))
+            n = len(self.decoding)
+            rows = [np.array(pool.bounds, dtype=np.int64).reshape(n, -1) for pool, _ in self._pools_of(self._running)]
+            found = dict(zip(self.decoding, np.concatenate([np.zeros((n, 0), np.int64), *rows], 1), strict=True))
         for name, reader in self.reading.items():
-            pools = self._pools_of(reader.cache)
-            pages[name] = sum(pool.store.settings.blocks(bound) for pool, _ in pools for bound in pool.bounds)
-        return pages
+            bounds = [bound for pool, _ in self._pools_of(reader.cache) for bound in pool.bounds]
+            found[name] = np.array(bounds, dtype=np.int64)
+        return found
 
     # ---- a pass ----
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
 from transformers.generation.continuous_batching.requests import FutureRequestState, RequestState, RequestStatus
 from transformers.generation.continuous_batching.scheduler import Scheduler
 
-from .bounds import LEAST, MARGIN
+from .admission import Answer
+from .bounds import LEAST
 from .requests import Part, Requests
 
 
@@ -31,6 +31,7 @@ class PageScheduler(Scheduler):
         self.preempted, self.peak, self.peak_pages = 0, 0, 0
         self.taken = 0  # pages of this pass's parts so far
         super().__init__(cache, 0.0, requests)
+        served.answer_of = self._answer
 
     def schedule_batch(
         self, token_budget: int, cache_budget: int
@@ -79,12 +80,24 @@ class PageScheduler(Scheduler):
         self.peak_pages = max(self.peak_pages, served.used)
         return batch, False, token_budget - budget, 0
 
+    def finish_request(self, request_id: str) -> None:
+        state = self.active_requests.get(request_id)
+        if state is not None and state.status == RequestStatus.FINISHED:
+            self.served.lengths.note(self._answer(request_id).written)
+        super().finish_request(request_id)
+
     def clear_cancelled_requests(self) -> list[RequestState]:
         cancelled: list[RequestState] = super().clear_cancelled_requests()
         for state in cancelled:
             self.forget(state.request_id)
             self.block_new_requests = False  # its pages are back
         return cancelled
+
+    def _answer(self, request: str) -> Answer:
+        state = self.active_requests.get(request) or self.waiting_requests[request]
+        before = len(state.initial_tokens) - _given(state)  # it has given its pages up
+        most = state._new_tokens_limit  # what is left of them, where it has
+        return Answer(before + len(state.generated_tokens), before + most)
 
     # ---- parts ----
 
@@ -124,13 +137,10 @@ class PageScheduler(Scheduler):
             return None
         if served.offer(state.request_id, state.initial_tokens, _given(state)):
             return None
-        left = prompt - served.seen(state.request_id)
-        coming = sum(served.bounds.expected(tokens) for tokens in (left, *served.prompts()))
-        # and the next page of whoever decodes, of which half are there
-        growth = served.bounds.growth() * (1 + len(self.active_requests) / 2)
-        pages = math.ceil(self.taken + coming + growth + MARGIN * served.pages)
-        if self.active_requests and not served.make_free(pages, state.request_id):
-            return None
+        if self.active_requests:
+            pages = served.coming_pages({state.request_id: prompt})
+            if not served.make_free(pages, state.request_id):
+                return None
         part = self._part(state, budget, bool(self.active_requests))
         if part is None and not self.active_requests and served.drop_prefixes():  # its own, too
             part = self._part(state, budget, False)

@@ -62,13 +62,22 @@ def test_tokens_are_those_of_generate_alone_and_pages_come_back(serve, folders, 
 def test_a_wrong_guess_ends_in_preemption_and_no_token_is_lost(serve, folders, prompts, cache, blocks, tokens, new):
     dmc = cache == "dmc"
     served = serve(folders["dmc" if dmc else "plain"], cache, blocks=blocks, ratio=100 if dmc else None)
-    served.engine.bounds.growth = lambda: 0.0  # as if those that decode took no further page
+    served.engine.requests.coming_pages = lambda prompts: 0  # as if there were room
     served.engine.bounds.note = lambda *_: None  # and the guess stayed
     short = [prompt[:tokens] for prompt in prompts]
     found, reasons = served.generate(short, new)
     assert served.engine.preempted > 0 and set(reasons) == {"length"}
     assert found == alone(example(cache), cache, short, new)
     assert served.engine.requests.pages_in_use() == 0
+
+
+@pytest.mark.parametrize(("cache", "ratio"), [("dense", None), ("dmc", 2), (PRUNED, None)])
+def test_who_comes_in_finds_its_pages_until_the_end(serve, folders, prompts, cache, ratio):
+    dmc = cache == "dmc"
+    served = serve(folders["dmc" if dmc else "plain"], cache, blocks=24, ratio=ratio)
+    short = [prompt[:60] for prompt in prompts]
+    found, reasons = served.generate(short, [40 + 20 * (i % 4) for i in range(len(short))])
+    assert served.engine.preempted == 0 and set(reasons) == {"length"} and len(found) == len(short)
 
 
 def test_one_call_of_a_layer_serves_all_that_decode(serve, folders, prompts, monkeypatch):

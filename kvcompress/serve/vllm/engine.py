@@ -14,7 +14,8 @@ from ...caches.pruned import PrunedCache
 from ...caches.streaming import StreamingCache
 from ...hf.method import restored_method
 from ...softmax import Softmax
-from ..bounds import LEAST, MARGIN, Bounds, is_read_whole, paged_layers
+from ..admission import Answer
+from ..bounds import LEAST, Bounds, is_read_whole, paged_layers
 from ..requests import Part, Requests, ServedPass
 from ..served import cache_maker, check_served
 from .facts import Decoder, facts_from
@@ -89,7 +90,7 @@ class Engine:
         self.served = Requests(
             self.decoder, self.facts, self.method, self.make, pages, self.dtype, memory.device, memory
         )
-        self.served.bounds = self.bounds
+        self.served.bounds, self.served.answer_of = self.bounds, self._answer
 
     @property
     def requests(self) -> Requests:
@@ -142,11 +143,10 @@ class Engine:
             return free >= 0
         part = self._part(name, tokens - before)
         pages = served.part_pages(part)
-        if name not in served.reading and (served.decoding or served.reading):
-            coming = sum(served.bounds.expected(prompt) for prompt in (part.prompt, *served.prompts()))
-            # and the next page of whoever decodes, of which half are there
-            growth = served.bounds.growth() * (1 + (len(served.decoding) + len(served.reading)) / 2)
-            if coming + growth + MARGIN * served.pages > free:
+        if name not in served.reading and (served.decoding or served.reading or self._granted):
+            let_in = [*(other for other in self._granted if other not in served.reading), name]
+            prompts = {other: self._lengths[other][0] for other in let_in}
+            if served.coming_pages(prompts) > served.free - self._needed:
                 return False
         return pages <= free
 
@@ -188,6 +188,10 @@ class Engine:
     def _settle(self) -> None:
         self.requests.settle()
         self._left, self._needed = False, self.requests.step_pages()
+
+    def _answer(self, name: str) -> Answer:
+        request = self.known[name]
+        return Answer(request.num_output_tokens, request.max_tokens)
 
     def _part(self, name: str, tokens: int) -> Part:
         request = self.known[name]

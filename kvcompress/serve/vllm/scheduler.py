@@ -125,6 +125,11 @@ class CompressedScheduler(Scheduler):
             self.engine.settle()
         return outputs
 
+    def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+        if request.status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED):
+            self.engine.requests.lengths.note(request.num_output_tokens)
+        return super()._free_request(request, *args, **kwargs)
+
     def shutdown(self) -> None:
         super().shutdown()
         ENGINES.pop(self._key, None)

@@ -37,7 +37,9 @@ def step(engine, rows):
 
 
 def known(**prompts):
-    return {name: SimpleNamespace(num_tokens=n, num_prompt_tokens=n) for name, n in prompts.items()}
+    """Requests that share no prefixes."""
+    unshared = {"skip_reading_prefix_cache": True}
+    return {name: SimpleNamespace(num_tokens=n, num_prompt_tokens=n, **unshared) for name, n in prompts.items()}
 
 
 def test_settings_are_what_is_asked_or_the_converted_models_own():
@@ -47,8 +49,9 @@ def test_settings_are_what_is_asked_or_the_converted_models_own():
     assert Settings.asked({"kvcompress": {"cache": PRUNED}}, plain) == Settings(PRUNED)
     assert Settings.asked({"kvcompress": {"ratio": 4}}, converted) == Settings("dmc", 4)
     for given, message in (
-        ("dmc", "takes cache, ratio, got 'dmc'"),
-        ({"cahce": "dmc"}, "takes cache, ratio, got 'cahce'"),
+        ("dmc", "takes cache, ratio, prefixes, got 'dmc'"),
+        ({"cahce": "dmc"}, "takes cache, ratio, prefixes, got 'cahce'"),
+        ({"cache": "dmc", "prefixes": -1}, "prefixes must be an integer of at least 0, got -1"),
         ({"cache": 3}, "cache must be text"),
         ({"cache": "none"}, "cache must be one of"),
         ({"cache": "dmc", "ratio": 0.5}, "ratio must be a finite number of at least 1, got 0.5"),

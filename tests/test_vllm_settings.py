@@ -112,7 +112,7 @@ def test_prompts_are_read_in_parts_of_what_pages_there_are():
     assert engine.most_read([], ["a", "d"], 100) == 9 + 23
     assert engine.most_read([], ["b", "a"], 100) == 40  # and nobody behind one that is cut
     assert engine.most_read([], ["c", "b"], 100) == 25  # eight more are not worth a part
-    assert engine.most_read([], ["a", "b"], 20) == 20
+    assert engine.most_read([], ["a", "d"], 20) == 20
 
 
 def test_requests_are_let_in_by_what_they_will_take_and_never_beyond_what_is_there():

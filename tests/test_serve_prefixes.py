@@ -184,6 +184,21 @@ def test_prefixes_go_only_where_that_is_enough():
         assert served.make_free(30) and (served.kept, served.seen("again")) == (0, 0)
 
 
+def test_what_prompts_begin_with_is_kept_again_after_it_had_to_go():
+    model, begin = tiny_model(), prompts_of((24,))[0]
+    one, two = (begin + more for more in prompts_of((9, 9), seed=1))
+    with kvcompress.attach(model):
+        served = with_prefixes(model, "dense", 9)
+        for i, (prompt, there) in enumerate(((one, 0), (two, 0), (one, 32), (two, 32))):
+            served.offer(f"r{i}", prompt, 33)
+            assert served.seen(f"r{i}") == there
+            read(model, served, f"r{i}", prompt)
+        served.drop_prefixes()
+        read(model, served, "again", one)  # all of which is known
+        served.offer("other", two, 33)
+        assert served.seen("other") == 24
+
+
 def test_who_comes_while_another_reads_what_both_begin_with_waits_for_it():
     model, begin = tiny_model(), prompts_of((24,))[0]
     one, two = (begin + more for more in prompts_of((9, 9), seed=1))

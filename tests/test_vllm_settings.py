@@ -37,7 +37,9 @@ def step(engine, rows):
 
 
 def known(**prompts):
-    return {name: SimpleNamespace(num_tokens=n, num_prompt_tokens=n) for name, n in prompts.items()}
+    """Requests that share no prefixes."""
+    other = {"skip_reading_prefix_cache": True, "num_output_tokens": 0, "max_tokens": 1}
+    return {name: SimpleNamespace(num_tokens=n, num_prompt_tokens=n, **other) for name, n in prompts.items()}
 
 
 def test_settings_are_what_is_asked_or_the_converted_models_own():
@@ -47,8 +49,9 @@ def test_settings_are_what_is_asked_or_the_converted_models_own():
     assert Settings.asked({"kvcompress": {"cache": PRUNED}}, plain) == Settings(PRUNED)
     assert Settings.asked({"kvcompress": {"ratio": 4}}, converted) == Settings("dmc", 4)
     for given, message in (
-        ("dmc", "takes cache, ratio, got 'dmc'"),
-        ({"cahce": "dmc"}, "takes cache, ratio, got 'cahce'"),
+        ("dmc", "takes cache, ratio, prefixes, got 'dmc'"),
+        ({"cahce": "dmc"}, "takes cache, ratio, prefixes, got 'cahce'"),
+        ({"cache": "dmc", "prefixes": -1}, "prefixes must be an integer of at least 0, got -1"),
         ({"cache": 3}, "cache must be text"),
         ({"cache": "none"}, "cache must be one of"),
         ({"cache": "dmc", "ratio": 0.5}, "ratio must be a finite number of at least 1, got 0.5"),
@@ -102,12 +105,12 @@ def test_rows_of_any_order_are_one_pass_and_blocks_follow_the_pages():
 
 def test_prompts_are_read_in_parts_of_what_pages_there_are():
     engine = engine_of(tiny_model(), "dense", blocks=6)  # five blocks of eight tokens are given out
-    engine.known = known(a=9, b=60, c=25)
+    engine.known = known(a=9, b=60, c=15)
     engine.start_step()
-    assert engine.most_read([], ["a", "b"], 100) == 9 + 24  # b in what a leaves
+    assert engine.most_read([], ["a", "c"], 100) == 9 + 15
+    assert engine.most_read([], ["a", "b"], 100) == 9  # b would not find all its pages in what a leaves
     assert engine.most_read([], ["b", "a"], 100) == 40  # and nobody behind one that is cut
-    assert engine.most_read([], ["c", "b"], 100) == 25  # eight more are not worth a part
-    assert engine.most_read([], ["a", "b"], 20) == 20
+    assert engine.most_read([], ["a", "c"], 20) == 20
 
 
 def test_requests_are_let_in_by_what_they_will_take_and_never_beyond_what_is_there():

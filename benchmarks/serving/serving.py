@@ -1,13 +1,14 @@
 """Requests through transformers' continuous batching with compressed caches, against its own.
 
-    python benchmarks/serving/serving.py [--quick] [--rows PATTERN ...] [--json FILE]
+    python benchmarks/serving/serving.py [--quick] [--shared] [--rows PATTERN ...] [--json FILE]
 
 Arrivals and lengths are drawn once from a seed. Every cache has the same memory: pages and, of each request that may
 run at once, what it keeps beside them. Rows: equal/transformers/CACHE (share of requests whose greedy tokens are those
 of model.generate alone), concurrency/CACHE (ratio of requests at once, to dense), throughput/CACHE (ratio of tokens/s
 to transformers' own continuous batching of the plain model), pages/CACHE (used: the largest share of all pages that
 were in use at once; all are free at the end, or the benchmark fails). --rows runs what these patterns need, such as
-"*/dmc" or "equal/*"; a cache's rows are printed, and the file is written, as soon as they are known. Gates are fitted
+"*/dmc" or "equal/*"; --shared: four fifths of every prompt are the same text, and prefixes are shared on both sides
+(rows shared/...); a cache's rows are printed, and the file is written, as soon as they are known. Gates are fitted
 to the model first.
 """
 
@@ -24,7 +25,7 @@ import sys
 import tempfile
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,8 @@ COLUMNS = ("cache", "equal", "at once", "to dense", "tokens/s", "to transformers
 class Size:
     """requests, their prompts' tokens at least and at most, tokens that each writes. at_once: dense requests that the
     memory holds. gap: mean seconds between arrivals. batch_tokens: of a pass. keep: tokens per KV head of the caches
-    that have one; window: of queries that choose them."""
+    that have one; window: of queries that choose them. most_new: tokens that each writes at most, 0 = new.
+    shared: first tokens of every prompt, which are the same."""
 
     requests: int
     shortest: int
@@ -69,6 +71,17 @@ class Size:
     keep: int = 192
     window: int = 64
     page_size: int = 32
+    most_new: int = 0
+    shared: int = 0
+
+    def sharing(self) -> Size:
+        """The same with prompts that begin alike, and answers of any length."""
+        long, part = self.longest * 25 // 23, self.longest // 46  # 1,250 of 1,150
+        return replace(self, shortest=long - part, longest=long + part, most_new=self.new * 6, shared=long * 4 // 5)
+
+    @property
+    def longest_answer(self) -> int:
+        return max(self.new, self.most_new)
 
 
 SIZES = {
@@ -78,16 +91,17 @@ SIZES = {
 }
 
 
-def drawn(size: Size) -> tuple[list[list[int]], list[float]]:
-    """(prompts, seconds at which they arrive)."""
+def drawn(size: Size) -> tuple[list[list[int]], list[float], list[int]]:
+    """(prompts, seconds at which they arrive, tokens that each writes)."""
     draw, text, at = random.Random(0), held_out_text(), 0.0
-    prompts, arrivals = [], []
+    prompts, arrivals, news = [], [], []
     for _ in range(size.requests):
         start, length = draw.randrange(len(text) - size.longest), draw.randint(size.shortest, size.longest)
-        prompts.append(list(text[start : start + length]))
+        prompts.append(list(text[: size.shared]) + list(text[start : start + length - size.shared]))
+        news.append(draw.randint(size.new, size.most_new) if size.most_new else size.new)
         at += draw.expovariate(1 / size.gap) if size.gap else 0.0
         arrivals.append(at)
-    return prompts, arrivals
+    return prompts, arrivals, news
 
 
 def model_for(spec: str) -> Any:
@@ -117,15 +131,15 @@ def greedy(new: int) -> GenerationConfig:
     return GenerationConfig(max_new_tokens=new, do_sample=False, eos_token_id=-1)
 
 
-def timed(model: Any, config: ContinuousBatchingConfig, prompts: Any, arrivals: Any, new: int) -> tuple[Any, float]:
+def timed(model: Any, config: ContinuousBatchingConfig, prompts: Any, arrivals: Any, news: Any) -> tuple[Any, float]:
     """(tokens of every request, seconds)."""
-    manager = model.init_continuous_batching(generation_config=greedy(new), continuous_batching_config=config)
+    manager = model.init_continuous_batching(generation_config=greedy(max(news)), continuous_batching_config=config)
     manager.start()
     names, found = [f"request {i}" for i in range(len(prompts))], {}
     begun = time.perf_counter()
 
     def feed() -> None:
-        for name, prompt, at in zip(names, prompts, arrivals, strict=True):
+        for name, prompt, at, new in zip(names, prompts, arrivals, news, strict=True):
             time.sleep(max(begun + at - time.perf_counter(), 0))
             manager.add_request(prompt, request_id=name, max_new_tokens=new, eos_token_id=-1)
 
@@ -172,12 +186,12 @@ class Comparison:
 
     def __init__(self, size: Size, wanted: Any) -> None:
         self.size, self.wanted = size, wanted
-        self.prompts, self.arrivals = drawn(size)
+        self.prompts, self.arrivals, self.news = drawn(size)
         plain = model_for("dense")
         rows = plain.config.num_hidden_layers * plain.config.num_key_value_heads
         self.page_nbytes = 2 * size.page_size * plain.config.head_dim * plain.dtype.itemsize
-        dense_pages = size.at_once * rows * math.ceil((size.longest + size.new) / size.page_size)
-        self.memory, self.written = dense_pages * self.page_nbytes, size.requests * size.new
+        dense_pages = size.at_once * rows * math.ceil((size.longest + size.longest_answer) / size.page_size)
+        self.memory, self.written = dense_pages * self.page_nbytes, sum(self.news)
         self.at_once: dict[str, float] = {}
         self.own_seconds: float | None = None
         if any(wanted(f"throughput/{name}") for name in CACHES):
@@ -185,7 +199,7 @@ class Comparison:
                 num_blocks=dense_pages // rows, page_size=size.page_size, max_batch_tokens=size.batch_tokens,
                 max_requests_per_batch=64,
             )  # fmt: skip
-            _, self.own_seconds = timed(plain, own, self.prompts, self.arrivals, size.new)
+            _, self.own_seconds = timed(plain, own, self.prompts, self.arrivals, self.news)
             said("transformers' own", self.own_seconds)
 
     def rows(self, name: str) -> list[dict[str, Any]]:
@@ -196,12 +210,15 @@ class Comparison:
             # what lies beside pages does not depend on a prompt that is longer than any window
             beside = beside_nbytes(model, spec, self.prompts[0])
         # all that streaming holds lies beside pages; what others hold there takes half of the memory at most
-        requests = min(64, size.requests, self.memory // (beside if name == "streaming" else max(2 * beside, 1)))
-        pages = max((self.memory - requests * beside) // self.page_nbytes, 1)
+        most = self.memory // (beside if name == "streaming" else max(2 * beside, 1))
+        prefixes = 0 if name == "pruned" or not size.shared else min(4, most // 3)
+        requests = min(64, size.requests, most - prefixes)
+        pages = max((self.memory - (requests + prefixes) * beside) // self.page_nbytes, 1)
         with batching(
-            model, spec, pages=pages, page_size=size.page_size, requests=requests, batch_tokens=size.batch_tokens
-        ) as serving:
-            found, seconds = timed(model, ContinuousBatchingConfig(), self.prompts, self.arrivals, size.new)
+            model, spec, pages=pages, page_size=size.page_size, requests=requests, batch_tokens=size.batch_tokens,
+            prefixes=prefixes,
+        ) as serving:  # fmt: skip
+            found, seconds = timed(model, ContinuousBatchingConfig(), self.prompts, self.arrivals, self.news)
             metrics, left = serving.metrics(), serving.served.pages_in_use()
         said(f"{name}, served", seconds)
         if left:
@@ -209,7 +226,7 @@ class Comparison:
         self.at_once[name] = metrics["peak_running"]
         results: list[dict[str, Any]] = [
             {"name": f"pages/{name}", "used": metrics["peak_pages"] / pages, "pages": pages,
-             "preempted": metrics["preempted"]},
+             "preempted": metrics["preempted"], "not_read": metrics["prefix_tokens"]},
             {"name": f"concurrency/{name}", "ratio": self.at_once[name] / self.at_once.get("dense", math.nan),
              "at_once": self.at_once[name]},
         ]  # fmt: skip
@@ -221,12 +238,16 @@ class Comparison:
         if self.wanted(f"equal/transformers/{name}"):
             begun = time.perf_counter()
             with kvcompress.attach(model):
-                each = [alone(model, spec, prompt, size.new) for prompt in self.prompts]
+                each = [alone(model, spec, *asked) for asked in zip(self.prompts, self.news, strict=True)]
             said(f"{name}, each alone", time.perf_counter() - begun)
             same = sum(a == b for a, b in zip(found, each, strict=True))
             results.append({"name": f"equal/transformers/{name}", "share": same / size.requests})
         more = {"cache": spec, "memory_nbytes": self.memory, "requests": size.requests}
         return [row | more for row in results if self.wanted(row["name"])]
+
+    def named(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """As they are written."""
+        return [row | {"name": f"shared/{row['name']}"} for row in rows] if self.size.shared else rows
 
 
 def said(what: str, seconds: float) -> None:
@@ -248,6 +269,7 @@ def line_of(name: str, rows: list[dict[str, Any]]) -> tuple[str, ...]:
 
 def options() -> argparse.Namespace:
     given = parser(__doc__)
+    given.add_argument("--shared", action="store_true", help="prompts that begin alike")
     given.add_argument("--rows", nargs="+", default=["*"], metavar="PATTERN", help="names of rows, * for any letters")
     choice = parse_arguments(given)
     choice.wanted = lambda name: any(fnmatch.fnmatch(name, pattern) for pattern in choice.rows)
@@ -261,7 +283,8 @@ def options() -> argparse.Namespace:
 
 def main() -> None:
     choice = options()
-    comparison = Comparison(SIZES[choice.size], choice.wanted)
+    size = SIZES[choice.size]
+    comparison = Comparison(size.sharing() if choice.shared else size, choice.wanted)
     results: list[dict[str, Any]] = []
     lines = []
     for name in choice.caches:
@@ -272,7 +295,7 @@ def main() -> None:
             if value:
                 print(f"  {name} {column}: {value}", flush=True)
         if choice.json is not None and results:
-            write_json(choice.json, results)
+            write_json(choice.json, comparison.named(results))
     title = f"{comparison.size.requests} requests, {comparison.memory / 2**20:.0f} MiB"
     print_table(title, COLUMNS, [line for line in lines if any(line[1:])], left=("cache",))
 

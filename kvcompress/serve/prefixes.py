@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -17,6 +17,17 @@ from .bounds import paged_layers
 
 MOST = 16  # prefixes that are kept at once, where nobody says how many
 _REMEMBERED = 1 << 16  # borders of earlier prompts, by which a later one learns what both begin with
+
+
+def check_prefixes(prefixes: int | None, whole: bool) -> None:
+    """Raises ValueError for what cannot be. whole: whether prompts are read whole."""
+    if prefixes is not None and (isinstance(prefixes, bool) or not isinstance(prefixes, int) or prefixes < 0):
+        raise ValueError(f"prefixes must be an integer of at least 0, got {prefixes!r}")
+    if whole and prefixes:
+        raise ValueError(
+            f"prefixes must be 0 with a cache whose prompts are read whole, got {prefixes}: what it keeps of one is "
+            "chosen by all of it"
+        )
 
 
 @dataclass(eq=False)
@@ -53,7 +64,7 @@ class Prefixes:
         self.most, self.block = most, block
         self.held = torch.zeros(pages, dtype=torch.int32, device=device)
         self._kept: OrderedDict[bytes, Prefix] = OrderedDict()
-        self._begun: OrderedDict[bytes, None] = OrderedDict()
+        self._begun: OrderedDict[bytes, bytes | None] = OrderedDict()  # what follows a border; None = prompts part
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -75,18 +86,20 @@ class Prefixes:
     def use(self, borders: Sequence[bytes]) -> Prefix | None:
         """The same, which is not the next to go then. The prompt is remembered."""
         found = self.longest(borders)
-        for key in borders:
+        for key, then in _followed(borders):
             if found is not None and self._kept.get(key) is found:
                 self._kept.move_to_end(key)
-            self._begun[key] = None
+            self._begun[key] = then if self._begun.get(key, then) == then else None
             self._begun.move_to_end(key)
         while len(self._begun) > _REMEMBERED:
             self._begun.popitem(last=False)
         return found
 
     def shared(self, borders: Sequence[bytes]) -> int:
-        """How many of a prompt's borders an earlier one had too."""
-        return next((i for i in range(len(borders), 0, -1) if borders[i - 1] in self._begun), 0)
+        """How many of a prompt's borders come before the last one where it parts from an earlier one, or earlier ones
+        part from each other."""
+        begun = enumerate(_followed(borders), 1)
+        return max((i for i, (key, then) in begun if self._begun.get(key, then) != then), default=0)
 
     def add(self, key: bytes, tokens: int, cache: CompressedCache) -> None:
         """Keeps a fork of a request's cache after so many tokens."""
@@ -121,3 +134,8 @@ class Prefixes:
     def _note(self, prefix: Prefix, times: int) -> None:
         for pages in prefix.named():
             self.held.index_add_(0, pages.long(), torch.full_like(pages, times))
+
+
+def _followed(borders: Sequence[bytes]) -> Iterator[tuple[bytes, bytes]]:
+    """Each border with the next one, the last with b""."""
+    return zip(borders, [*borders, b""][1:], strict=True)

@@ -22,7 +22,7 @@ from ..hf.method import Method, Pass
 from ..softmax import Softmax
 from .admission import Answer, Lengths, most_pages
 from .bounds import MARGIN, Bounds, is_read_whole, paged_layers
-from .prefixes import MOST, Prefix, Prefixes
+from .prefixes import MOST, Prefix, Prefixes, check_prefixes
 from .served import check_served
 
 WAITING_STEPS = 8  # for so many steps at most pages are set aside while others wait for pages
@@ -180,7 +180,7 @@ class Requests:
         heads = [facts[layer.index].kv_heads for layer in paged]
         self.bounds = Bounds(empty, heads, settings.page_size, self.store.page_nbytes())
         self.whole = is_read_whole(empty)
-        self.check_prefixes(prefixes, self.whole)
+        check_prefixes(prefixes, self.whole)
         most = (0 if self.whole else MOST) if prefixes is None else prefixes
         self.prefixes = Prefixes(most, P, pages, device)
         self.kept = 0  # pages that prefixes alone held when they were counted last
@@ -245,17 +245,6 @@ class Requests:
 
     # ---- prompts that begin alike ----
 
-    @staticmethod
-    def check_prefixes(prefixes: int | None, whole: bool) -> None:
-        """Raises ValueError for what cannot be. whole: whether prompts are read whole."""
-        if prefixes is not None and (isinstance(prefixes, bool) or not isinstance(prefixes, int) or prefixes < 0):
-            raise ValueError(f"prefixes must be an integer of at least 0, got {prefixes!r}")
-        if whole and prefixes:
-            raise ValueError(
-                f"prefixes must be 0 with a cache whose prompts are read whole, got {prefixes}: what it keeps of one "
-                "is chosen by all of it"
-            )
-
     def offer(self, request: str, tokens: Sequence[int], given: int, salt: str = "") -> bool:
         """Tells what a waiting request is to read; from now on seen(request) counts what a prefix has of it already.
         True: it should wait, another is about to read what both begin with. tokens: all that are read before it
@@ -298,7 +287,7 @@ class Requests:
         one first that was asked for longest ago, but only if that is enough. request: one whose own prefix stays."""
         if (missing := pages + self.needed - self.free) <= 0:
             return True
-        own = self._prefix_of(request) if request is not None else None
+        own = self.prefix_of(request) if request is not None else None
         if missing > self.kept or (own is not None and missing > self.kept - self.prefixes.alone(own)):
             return False
         while pages + self.needed > self.free:
@@ -307,6 +296,20 @@ class Requests:
             self._changed = True
             self.settle()
         return True
+
+    def fit(self, part: Part, least: int, taken: int) -> bool:
+        """Cuts a part to as many of its tokens as surely find their pages beside `taken` ones; prefixes give way. False
+        where not even `least` do."""
+        whole = part.tokens
+        for tokens in (whole, least):
+            part.tokens = tokens
+            if self.make_free(taken + self.part_pages(part), part.request):
+                return True
+            part.tokens = whole
+            part.tokens = self.most_tokens(part, self.free - self.needed - taken)
+            if part.tokens >= least:
+                return True
+        return False
 
     def drop_prefixes(self) -> bool:
         """Drops all of them; whether there was one."""
@@ -317,7 +320,7 @@ class Requests:
         self.settle()
         return some
 
-    def _prefix_of(self, request: str) -> Prefix | None:
+    def prefix_of(self, request: str) -> Prefix | None:
         """Of a request that has not been let in."""
         offered = self._offered.get(request)
         return None if offered is None else self.prefixes.longest(offered.borders)
@@ -357,7 +360,7 @@ class Requests:
         """Tokens of a prompt that have been read, or need not be; see offer."""
         if request in self.reading:
             return self.reading[request].seen
-        prefix = self._prefix_of(request)
+        prefix = self.prefix_of(request)
         return 0 if prefix is None else prefix.tokens
 
     def coming_pages(self, prompts: Mapping[str, int]) -> int:
@@ -472,7 +475,7 @@ class Requests:
     def _cache_of(self, request: str) -> CompressedCache:
         if request in self.reading:
             return self.reading[request].cache
-        prefix = self._prefix_of(request)
+        prefix = self.prefix_of(request)
         return self.bounds.cache if prefix is None else prefix.cache
 
     @staticmethod

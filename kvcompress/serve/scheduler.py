@@ -120,14 +120,7 @@ class PageScheduler(Scheduler):
             return None
         part = Part(request, tokens, prompt, _given(state))
         least = tokens if served.whole else min(tokens, LEAST) if others else 1
-        for part.tokens in (tokens, least):
-            if served.make_free(self.taken + served.part_pages(part), request):
-                return part
-            part.tokens = tokens
-            if (fits := served.most_tokens(part, served.free - served.needed - self.taken)) >= least:
-                part.tokens = fits
-                return part
-        return None
+        return part if served.fit(part, least, self.taken) else None
 
     def _first_part(self, state: RequestState, budget: int, whole_budget: int) -> Part | None:
         """That of a waiting request; None where it must wait, or has failed."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict, replace
 from typing import Any
 
 from vllm.config import CUDAGraphMode
@@ -73,9 +74,14 @@ def configure(vllm_config: Any, settings: Settings) -> None:
     if is_read_whole(cache_maker(settings.spec, model.hf_config, cache.block_size)()):
         reason = f"{settings.cache!r} reads prompts whole, in one step"
         _must_be("enable_chunked_prefill", scheduler.enable_chunked_prefill, (False,), reason)
-    if cache.enable_prefix_caching:
-        logger.info("Prefix caching is off: compressed caches share no prefixes")
-        cache.enable_prefix_caching = False
+    elif settings.prefixes:
+        reason = f"prefixes = {settings.prefixes}, which are read up to their borders first"
+        _must_be("enable_chunked_prefill", scheduler.enable_chunked_prefill, (True,), reason)
+    if settings.prefixes is None and not (cache.enable_prefix_caching and scheduler.enable_chunked_prefill):
+        settings = replace(settings, prefixes=0)
+    given = vllm_config.additional_config or {}
+    vllm_config.additional_config = {**given, KEY: asdict(settings)}  # for the engine
+    cache.enable_prefix_caching = False  # vLLM's own, which knows blocks: a prefix is a fork of a cache
     parallel.distributed_executor_backend = EXECUTOR  # scheduler and worker ask one engine
     scheduler.async_scheduling = False  # pages are counted after each step
     scheduler.scheduler_cls = "kvcompress.serve.vllm.scheduler.CompressedScheduler"

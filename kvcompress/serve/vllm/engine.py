@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from ...hf.method import restored_method
 from ...softmax import Softmax
 from ..admission import Answer
 from ..bounds import LEAST, Bounds, is_read_whole, paged_layers
+from ..prefixes import check_prefixes
 from ..requests import Part, Requests, ServedPass
 from ..served import cache_maker, check_served
 from .facts import Decoder, facts_from
@@ -61,6 +63,7 @@ class Engine:
         empty.adopt(self.decoder, self.facts)
         check_served(empty, self.facts, self.method)
         self.whole = is_read_whole(empty)
+        check_prefixes(settings.prefixes, self.whole)
         paged = paged_layers(empty)
         form = Format.of(empty.pool_settings.dtype, dtype)
         self.page_nbytes = block_size * slot_nbytes(keys_and_values(self.facts[0].size, dtype, form))
@@ -78,7 +81,7 @@ class Engine:
         self._names: dict[int, str] = {}
         self._lengths: dict[str, tuple[int, int]] = {}  # of prompts that are read: tokens before it decodes, given ones
         self._left = False  # somebody has gone since pages were counted
-        self._needed = 0
+        self._forked: dict[str, int] = {}  # pages that a request has from the prefix it began with
         self._granted: dict[str, int] = {}  # pages of this step's parts of prompts
         self._held: dict[str, int] = {}
         self._stock = -1
@@ -88,9 +91,13 @@ class Engine:
         """memory: uint8 [n], the whole KV cache. blocks: how many vLLM makes of it; one of them it never gives out."""
         pages = memory.numel() // self.page_nbytes * (blocks - 1) // blocks
         self.served = Requests(
-            self.decoder, self.facts, self.method, self.make, pages, self.dtype, memory.device, memory
-        )
+            self.decoder, self.facts, self.method, self.make, pages, self.dtype, memory.device, memory,
+            self.settings.prefixes,
+        )  # fmt: skip
         self.served.bounds, self.served.answer_of = self.bounds, self._answer
+        if self.beside:  # prefixes are blocks beside pages, too: half of them, and a request's are left in any case
+            prefixes = self.served.prefixes
+            prefixes.most = min(prefixes.most, ((blocks - 1) // self.beside - 1) // 2)
 
     @property
     def requests(self) -> Requests:
@@ -113,22 +120,26 @@ class Engine:
     def most_read(self, running: Sequence[str], waiting: Iterable[str], budget: int) -> int | None:
         """How many tokens of prompts surely find their pages in a step of so many: of running requests first, then of
         waiting ones, each in their order. None where prompts are read whole, but for one that will never fit."""
-        served, free, total = self.requests, self.requests.free - self._needed, 0
-        reading = [name for name in running if name not in served.decoding]
+        served, taken, total = self.requests, 0, 0
+        reading, coming = [name for name in running if name not in served.decoding], list[Part]()
         if self.whole:
             name = None if running else next(iter(waiting), None)
-            if name is None or served.part_pages(self._part(name, budget)) <= free:
+            if name is None or served.make_free(served.part_pages(self._part(name, budget))):
                 return None
             return 0  # with nobody beside it there will never be more pages than now
         budget -= len(served.decoding)
         for name in itertools.chain(reading, waiting):
             if total >= budget:
                 break
-            part = self._part(name, budget - total)
-            whole, part.tokens = part.tokens, served.most_tokens(part, free)
-            if part.tokens < min(whole, LEAST if running or total else 1):
+            if self.awaits(name):
                 break
-            free, total = free - served.part_pages(part), total + part.tokens
+            part = self._part(name, budget - total)
+            whole = part.tokens
+            least = min(whole, LEAST if running or total else 1)
+            if not self._may_come(*coming, part) or not served.fit(part, least, taken):
+                break
+            coming += [] if name in served.reading else [part]
+            taken, total = taken + served.part_pages(part), total + part.tokens
             if part.tokens < whole:
                 break
         return total
@@ -138,21 +149,55 @@ class Engine:
         served = self.requests
         if self._left:
             self._settle()
-        free = served.free - self._needed - sum(self._granted.values())
+        taken = sum(self._granted.values())
         if name in served.decoding:
-            return free >= 0
+            return served.make_free(taken)
         part = self._part(name, tokens - before)
-        pages = served.part_pages(part)
-        if name not in served.reading and (served.decoding or served.reading or self._granted):
-            let_in = [*(other for other in self._granted if other not in served.reading), name]
-            prompts = {other: self._lengths[other][0] for other in let_in}
-            if served.coming_pages(prompts) > served.free - self._needed:
-                return False
-        return pages <= free
+        if self.awaits(name) or before != served.seen(name) or not self._may_come(part):
+            return False
+        return served.make_free(taken + served.part_pages(part), name)
+
+    def _may_come(self, *parts: Part) -> bool:
+        """Whether the last of these may be let in with the others: until they end, all will find their pages."""
+        served, part = self.requests, parts[-1]
+        if part.request in served.reading or not (served.decoding or served.reading or parts[1:]):
+            return True
+        return served.make_free(served.coming_pages({new.request: new.prompt for new in parts}), part.request)
+
+    # ---- prompts that begin alike: see Requests.offer ----
+
+    def awaits(self, name: str) -> bool:
+        """Whether a waiting request should wait for what another is about to read."""
+        request = self.known[name]
+        if name in self.requests.decoding or request.skip_reading_prefix_cache or request.prompt_embeds is not None:
+            return False
+        salt = (request.cache_salt, None if request.lora_request is None else request.lora_request.lora_name)
+        return self.requests.offer(name, request.all_token_ids, request.num_prompt_tokens, str(salt))
+
+    def there(self, name: str) -> int:
+        """Tokens of a waiting request that need not be read."""
+        self.awaits(name)
+        return self.requests.seen(name)
+
+    def most_of(self, name: str, tokens: int) -> int:
+        """How many of a request's next tokens a step may have."""
+        return tokens if name in self.requests.decoding else self._part(name, tokens).tokens
+
+    def prefix_blocks(self, name: str, free: int) -> int:
+        """Blocks that prefixes are counted as; they give way where no more than these are free."""
+        if not self.beside:
+            return 0
+        prefixes, own = self.requests.prefixes, self.requests.prefix_of(name)
+        while len(prefixes) * self.beside > free and prefixes.drop_oldest(but=own):
+            pass
+        return len(prefixes) * self.beside
 
     def grant(self, name: str, tokens: int) -> None:
         """The request may read up to its first `tokens` tokens in this step: their pages are its own."""
         served = self.requests
+        if name not in served.decoding and name not in served.reading:
+            served.start(name, self._part(name, tokens).prompt)
+            self._forked[name] = served.held()[name]
         if name not in served.decoding:
             self._granted[name] = served.part_pages(self._part(name, tokens - served.seen(name)))
 
@@ -161,7 +206,8 @@ class Engine:
         served = self.requests
         if self._stock != served.store.stock:
             self._held, self._stock = served.held(), served.store.stock
-        return max(self._held.get(name, 0) // max(self.bounds.rows, 1), self.beside, 1)
+        own = self._held.get(name, 0) - self._forked.get(name, 0)
+        return max(own // max(self.bounds.rows, 1), self.beside, 1)
 
     def blocks_for(self, tokens: int) -> int:
         """Those of a prompt of so many tokens, as far as is known before it is read."""
@@ -176,6 +222,7 @@ class Engine:
         self.requests.drop(name)
         self._lengths.pop(name, None)
         self._held.pop(name, None)
+        self._forked.pop(name, None)
         self._granted.pop(name, None)
         if block is not None:
             self._names.pop(block, None)
@@ -187,7 +234,7 @@ class Engine:
 
     def _settle(self) -> None:
         self.requests.settle()
-        self._left, self._needed = False, self.requests.step_pages()
+        self._left = False
 
     def _answer(self, name: str) -> Answer:
         request = self.known[name]
@@ -199,7 +246,7 @@ class Engine:
         if name not in self._lengths or name not in self.requests.reading:
             self._lengths[name] = (given if self.whole else request.num_tokens, given)
         prompt, given = self._lengths[name]
-        return Part(name, min(tokens, prompt - self.requests.seen(name)), prompt, given)
+        return Part(name, min(tokens, self.requests.coming(name, prompt)), prompt, given)
 
     # ---- a step: the layers ----
 
@@ -214,7 +261,9 @@ class Engine:
             return False
         if missing := [name for name in served.decoding if name not in found or found[name].tokens != 1]:
             raise RuntimeError(f"request {missing[0]} decodes, and must have one token in every step")
-        parts = [self._part(name, row.tokens) for name, row in found.items() if name not in served.decoding]
+        # as many tokens as were scheduled: who came later in the step may have asked for a border between
+        reading = [(self._part(name, row.tokens), row) for name, row in found.items() if name not in served.decoding]
+        parts = [replace(part, tokens=row.tokens) for part, row in reading]
         places = [found[name].first for name in served.decoding]
         at = None
         if places != list(range(len(places))):

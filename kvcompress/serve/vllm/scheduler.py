@@ -38,7 +38,10 @@ class CompressedManager(FullAttentionManager):
             return 0  # it asks again, with the tokens that come first
         if not self.engine.has_room(request_id, total_computed_tokens, num_tokens):
             return int(self.block_pool.get_num_free_blocks()) + 1
-        return self._missing(request_id)
+        missing = self._missing(request_id)
+        if not self.req_to_blocks.get(request_id):
+            missing += self.engine.prefix_blocks(request_id, int(self.block_pool.get_num_free_blocks()) - missing)
+        return missing
 
     def allocate_new_blocks(self, request_id: str, num_tokens: int, num_tokens_main_model: int) -> list[Any]:
         held = self.req_to_blocks[request_id]
@@ -95,6 +98,8 @@ class CompressedScheduler(Scheduler):
         self.engine.open(_bytes_of(caches), kv_cache_config.num_blocks)
         super().__init__(vllm_config=vllm_config, kv_cache_config=kv_cache_config, **given)
         self.engine.known = self.requests
+        # asks _mamba_block_aligned_split how many tokens of a prompt a step may have
+        self.need_mamba_block_aligned_split = self.engine.requests.prefixes.most > 0
 
     def schedule(self, throttle_prefills: bool = False) -> Any:
         engine, budget = self.engine, self.max_num_scheduled_tokens
@@ -130,6 +135,20 @@ class CompressedScheduler(Scheduler):
             self.engine.requests.lengths.note(request.num_output_tokens)
         return super()._free_request(request, *args, **kwargs)
 
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        done: bool = super().reset_prefix_cache(reset_running_requests, reset_connector)
+        self.engine.requests.drop_prefixes()
+        return done
+
+    def _get_local_prefix_cache_hit(self, request: Any) -> tuple[Any, int, int, bool]:
+        return self.kv_cache_manager.empty_kv_cache_blocks, self.engine.there(request.request_id), 0, False
+
+    def _mamba_block_aligned_split(
+        self, request: Any, num_new_tokens: int, num_new_local_computed_tokens: int = 0,
+        num_external_computed_tokens: int = 0,
+    ) -> int:  # fmt: skip
+        return self.engine.most_of(request.request_id, num_new_tokens)
+
     def shutdown(self) -> None:
         super().shutdown()
         ENGINES.pop(self._key, None)
@@ -137,7 +156,10 @@ class CompressedScheduler(Scheduler):
     def _most_tokens(self, budget: int) -> int:
         """Tokens of this step: no more of prompts than surely find their pages."""
         engine, running = self.engine, [request.request_id for request in self.running]
-        most = engine.most_read(running, (request.request_id for request in self.waiting), budget)
+        waiting = [request.request_id for request in self.waiting]
+        most = engine.most_read(running, waiting, budget)
+        if most == 0 and not running and waiting and engine.requests.drop_prefixes():  # its own, too
+            most = engine.most_read(running, waiting, budget)
         if most == 0 and not running and self.waiting:  # nobody will give pages back
             name = self.waiting.peek_request().request_id
             engine.failed[name] = self._too_few(self.requests[name])

@@ -9,6 +9,7 @@ from typing import Any
 
 from ...caches.spec import DENSE, CacheSpec
 from ...hf.config import decoder_config
+from ..prefixes import check_prefixes
 
 KEY = "kvcompress"  # in vLLM's additional_config
 BLOCK_SIZE = 32  # where none was given: a request leaves half a page of every KV head of every layer empty
@@ -17,18 +18,21 @@ BLOCK_SIZE = 32  # where none was given: a request leaves half a page of every K
 @dataclass(frozen=True)
 class Settings:
     """cache: as CacheSpec writes it. ratio: tokens per slot that a cache with learned ratio (DMC, DMS) is taken to
-    reach before any prompt was read; afterwards what was measured counts.
+    reach before any prompt was read; afterwards what was measured counts. prefixes: most that are kept of prompts that
+    begin alike, as Requests takes it; None = 0 without vLLM's enable_prefix_caching or enable_chunked_prefill.
 
     Raises ValueError for what is out of range or unknown.
     """
 
     cache: str
     ratio: float = 1.0
+    prefixes: int | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.cache, str):
             raise ValueError(f"cache must be text such as 'dmc', got {self.cache!r}")
         _ = self.spec
+        check_prefixes(self.prefixes, False)
         if isinstance(self.ratio, bool) or not isinstance(self.ratio, (int, float)) or not 1 <= self.ratio < math.inf:
             raise ValueError(f"ratio must be a finite number of at least 1, got {self.ratio!r}")
 

@@ -1,0 +1,151 @@
+"""Prompts that begin alike under vLLM: fewer tokens are read, none is another, and no page is lost."""
+
+import pytest
+from conftest import alone
+from helpers import deciding_model, tiny_gates_folder, tiny_model
+from test_vllm_serving import PRUNED, example
+from vllm import SamplingParams
+
+CACHES = ["dense", "dmc", "streaming,window_size=60", "quantized,dtype=int8", "quantized,dtype=k8v4"]
+GATED = f"gated,gates={tiny_gates_folder()},threshold=0,window=6,num_sink_tokens=2"
+
+
+def emptied(served):
+    """Nothing is held once prefixes are dropped."""
+    requests = served.engine.requests
+    assert requests.pages_in_use() == 0 and served.scheduler.kv_cache_manager.usage == 0
+    served.llm.reset_prefix_cache()
+    assert requests.store.count_free() == requests.pages and len(requests.prefixes) == len(requests._offered) == 0
+
+
+def alike(prompts, begin=120):
+    """Prompts of which all but two begin with the same tokens."""
+    return [prompts[0][:begin] + prompts[i][: 20 + 7 * i] for i in range(6)] + prompts[6:]
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_prompts_that_begin_alike_get_the_tokens_of_generate_alone(serve, folders, prompts, cache):
+    served, given = serve(folders["dmc" if cache == "dmc" else "plain"], cache), alike(prompts)
+    new = [3 + 5 * i % 17 for i in range(len(given))]
+    wanted = alone(example(cache), cache, given, new)
+    for _ in range(2):  # the second time all that they begin with is there
+        assert served.generate(given, new)[0] == wanted
+    read = sum(len(prompt) for prompt in given)
+    assert served.engine.requests.hits > read  # of twice as many
+    emptied(served)
+
+
+@pytest.mark.parametrize(
+    ("cache", "settings"),
+    [("dmc", {"window": 4}), ("dmc", {"mode": "dms", "dms_window": 5}), (GATED, None)],
+    ids=["dmc with a window", "dms", "gated"],
+)
+def test_caches_whose_models_decide_what_stays(serve, tmp_path, cache, settings):
+    model = tiny_model() if settings is None else deciding_model(dmc=settings, head_dim=32, eos_token_id=None)
+    model.save_pretrained(tmp_path)
+    given = alike([[(7 * i * i + 3 * i * n) % 97 for i in range(1, n)] for n in (90, 33, 150, 60, 45, 39, 70)], 80)
+    served, wanted = serve(tmp_path, cache, max_num_batched_tokens=48), alone(model, cache, given, 12)
+    assert [served.generate(given, 12)[0] for _ in range(2)] == [wanted] * 2
+    assert served.engine.requests.hits > sum(len(prompt) for prompt in given)
+    emptied(served)
+
+
+def test_an_aborted_request_leaves_what_others_share(serve, folders, prompts):
+    served, given = serve(folders["plain"], "dense"), alike(prompts)[:6]
+    engine, found = served.llm.llm_engine, {}
+    params = SamplingParams(temperature=0, max_tokens=9, detokenize=False, ignore_eos=True)
+    for i, prompt in enumerate(given):
+        engine.add_request(str(i), {"prompt_token_ids": prompt}, params)
+    for step in range(100):
+        if step in (1, 3, 4):  # one that is read, one that waits for it, one that has forked
+            engine.abort_request([str(step - 1)])
+        for output in engine.step():
+            found[output.request_id.split("-")[0]] = list(output.outputs[0].token_ids)
+        if not engine.has_unfinished_requests():
+            break
+    stay = [i for i in range(6) if i not in (0, 2, 3)]
+    assert [found[str(i)] for i in stay] == alone(example("dense"), "dense", [given[i] for i in stay], 9)
+    assert served.engine.requests.hits > 0
+    emptied(served)
+
+
+def test_who_asks_for_a_border_in_a_step_that_passes_it_changes_nothing(serve, folders, prompts):
+    served, given = serve(folders["plain"], "dense", max_num_batched_tokens=512), alike(prompts)
+    found, reasons = served.generate(given, 9)
+    assert set(reasons) == {"length"} and found == alone(example("dense"), "dense", given, 9)
+    assert served.engine.preempted == 0 and served.engine.requests.hits > 0
+    emptied(served)
+
+
+@pytest.mark.parametrize(("cache", "blocks"), [("dense", 18), ("dmc", 8)])
+def test_prefixes_give_way_to_requests_and_no_token_is_lost(serve, folders, prompts, cache, blocks):
+    dmc = cache == "dmc"
+    served = serve(folders["dmc" if dmc else "plain"], cache, blocks=blocks, ratio=100 if dmc else None)
+    served.engine.requests.coming_pages = lambda prompts: 0  # as if there were room
+    served.engine.bounds.note = lambda *_: None
+    given = [prompt[:90] for prompt in alike(prompts, 64)]
+    found, reasons = served.generate(given, 150)
+    assert set(reasons) == {"length"} and served.engine.preempted > 0 and served.engine.requests.hits > 0
+    assert found == alone(example(cache), cache, given, 150)
+    emptied(served)
+
+
+def test_the_longest_request_finds_all_memory_though_prefixes_hold_it(serve, folders, prompts):
+    served, prompt = serve(folders["plain"], "dense", blocks=17), (prompts[0] * 8)[:508]
+    given = [prompts[1][:100], prompts[2][:100], prompt]
+    assert served.generate(given[:2], 4)[0] == alone(example("dense"), "dense", given[:2], 4)
+    assert served.engine.requests.kept > 0
+    assert served.generate(given[2:], 4)[0] == alone(example("dense"), "dense", given[2:], 4)
+    emptied(served)
+
+
+def test_windows_of_prefixes_are_counted_as_blocks(serve, folders, prompts):
+    cache = "streaming,window_size=60"
+    served, given = serve(folders["plain"], cache, blocks=17), alike(prompts)
+    prefixes, beside = served.engine.requests.prefixes, served.engine.beside
+    assert (beside, prefixes.most) == (2, 3)
+    found, _ = served.generate(given, 9)
+    assert found == alone(example(cache), cache, given, 9) and 0 < len(prefixes) <= 3
+    assert served.engine.requests.hits > 0
+    emptied(served)
+
+
+def test_salts_and_prompt_logprobs_keep_requests_apart(serve, folders, prompts):
+    served, prompt = serve(folders["plain"], "dense"), prompts[0][:100]
+    wanted = alone(example("dense"), "dense", [prompt], 4)[0]
+    for salt, logprobs, there in (
+        (None, None, 0),
+        ("mine", None, 0),
+        (None, 1, 0),
+        (None, None, 96),
+        ("mine", None, 96),
+    ):
+        before = served.engine.requests.hits
+        given = {"prompt_token_ids": prompt} | ({} if salt is None else {"cache_salt": salt})
+        params = SamplingParams(
+            temperature=0, max_tokens=4, detokenize=False, ignore_eos=True, prompt_logprobs=logprobs
+        )
+        (output,) = served.llm.generate([given], params, use_tqdm=False)
+        assert list(output.outputs[0].token_ids) == wanted
+        assert served.engine.requests.hits - before == there
+        assert logprobs is None or len(output.prompt_logprobs) == 100
+    emptied(served)
+
+
+@pytest.mark.parametrize(
+    "given", [{"enable_prefix_caching": False}, {"enable_chunked_prefill": False}, {"prefixes": 0}]
+)
+def test_it_is_turned_off_as_in_vllm_or_by_name(serve, folders, prompts, given):
+    served = serve(folders["plain"], "dense", max_num_batched_tokens=512, **given)
+    assert served.generate([prompts[0], prompts[0]], 4)[0] == alone(example("dense"), "dense", [prompts[0]] * 2, 4)
+    assert served.engine.requests.hits == served.engine.requests.kept == 0
+
+
+def test_caches_whose_prompts_are_read_whole_share_nothing_and_say_so_where_it_is_asked(serve, folders, prompts):
+    served = serve(folders["plain"], PRUNED)
+    assert served.generate([prompts[0], prompts[0]], 4)[0] == alone(example(PRUNED), PRUNED, [prompts[0]] * 2, 4)
+    assert served.engine.requests.hits == 0
+    with pytest.raises(ValueError, match="prefixes must be 0 with a cache whose prompts are read whole, got 4"):
+        serve(folders["plain"], PRUNED, prefixes=4)
+    with pytest.raises(ValueError, match="enable_chunked_prefill must be True with prefixes = 4"):
+        serve(folders["plain"], "dense", prefixes=4, max_num_batched_tokens=512, enable_chunked_prefill=False)

@@ -184,19 +184,25 @@ def test_prefixes_go_only_where_that_is_enough():
         assert served.make_free(30) and (served.kept, served.seen("again")) == (0, 0)
 
 
-def test_what_prompts_begin_with_is_kept_again_after_it_had_to_go():
+def test_forks_are_kept_where_prompts_part_and_where_they_end():
     model, begin = tiny_model(), prompts_of((24,))[0]
-    one, two = (begin + more for more in prompts_of((9, 9), seed=1))
+    one, two, three = (begin + more for more in prompts_of((9, 9, 9), seed=1))
+    longer, longest = (one + more for more in prompts_of((8, 16), seed=2))
     with kvcompress.attach(model):
         served = with_prefixes(model, "dense", 9)
-        for i, (prompt, there) in enumerate(((one, 0), (two, 0), (one, 32), (two, 32))):
-            served.offer(f"r{i}", prompt, 33)
-            assert served.seen(f"r{i}") == there
-            read(model, served, f"r{i}", prompt)
+
+        def there(prompt):
+            """Tokens that need not be read."""
+            hits, name = served.hits, f"r{len(served.prefixes._begun)} {served.hits}"
+            read(model, served, name, prompt)
+            return served.hits - hits
+
+        assert [there(x) for x in (one, one)] == [0, 32]  # as none before: at its end
+        assert [there(x) for x in (two, three)] == [0, 24]  # where they part
+        assert [there(x) for x in (two, two)] == [24, 32]  # where one ended
         served.drop_prefixes()
-        read(model, served, "again", one)  # all of which is known
-        served.offer("other", two, 33)
-        assert served.seen("other") == 24
+        assert [there(x) for x in (one, two, three)] == [0, 24, 24]  # again
+        assert [there(x) for x in (longer, longer, longest)] == [32, 40, 32]  # what goes on where one ended
 
 
 def test_who_comes_while_another_reads_what_both_begin_with_waits_for_it():

@@ -223,10 +223,11 @@ class Room:
         with store.lock:
             P, steps = store.settings.page_size, most
             held = np.array([bound for pool, _ in pools for bound in pool.bounds], dtype=np.int64)
-            blocks, copies = -(-held // P), sum(int(pool.copies(known).sum()) for pool, known in pools)
+            copied = np.array([row for pool, known in pools for row in pool.copies(known)], dtype=bool)
 
             def pages() -> int:
-                return int((-(-(held + steps) // P) - blocks).sum()) + copies
+                copies = copied & ((held % P > 0) | (steps > 1))  # one step copies a full page or begins another
+                return int((-(-(held + steps) // P) - -(-held // P) + copies).sum())
 
             while steps and (needed := pages()) > store.free_at_least - spare:
                 steps //= 2

@@ -64,7 +64,9 @@ class Prefixes:
         self.most, self.block = most, block
         self.held = torch.zeros(pages, dtype=torch.int32, device=device)
         self._kept: OrderedDict[bytes, Prefix] = OrderedDict()
-        self._begun: OrderedDict[bytes, bytes | None] = OrderedDict()  # what follows a border; None = prompts part
+        self._begun: OrderedDict[bytes, bytes | None] = (
+            OrderedDict()
+        )  # what follows: a border, b"" the end, None both or several
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -95,11 +97,19 @@ class Prefixes:
             self._begun.popitem(last=False)
         return found
 
-    def shared(self, borders: Sequence[bytes]) -> int:
-        """How many of a prompt's borders come before the last one where it parts from an earlier one, or earlier ones
-        part from each other."""
-        begun = enumerate(_followed(borders), 1)
-        return max((i for i, (key, then) in begun if self._begun.get(key, then) != then), default=0)
+    def stops(self, borders: Sequence[bytes]) -> set[int]:
+        """Behind how many of its borders a prompt's cache is to be kept: the last one where earlier ones part from it
+        or from each other, the last one where one ended, and its own last one where it begins as none did or goes on
+        where one ended, as conversations do. 0 = nowhere."""
+        parted = ended = 0
+        for i, (key, then) in enumerate(_followed(borders), 1):
+            if key not in self._begun:
+                break
+            if self._begun[key] == b"":
+                ended = i
+            elif self._begun[key] != then:
+                parted = i
+        return {parted, ended, len(borders) if parted <= ended else 0}
 
     def add(self, key: bytes, tokens: int, cache: CompressedCache) -> None:
         """Keeps a fork of a request's cache after so many tokens."""

@@ -256,7 +256,7 @@ class Requests:
             self._offered[request] = _Offered(self.prefixes.borders(tokens, root), set())
         offered, seen, block = self._offered[request], self.seen(request), self.prefixes.block
         mine = offered.borders
-        offered.stops = {self.prefixes.shared(mine) * block, len(mine) * block}
+        offered.stops = {borders * block for borders in self.prefixes.stops(mine)}
         for name, reader in self.reading.items():
             theirs = self._offered[name].borders if name in self._offered else []
             common = sum(a == b for a, b in zip(mine, theirs, strict=False)) * block

@@ -46,7 +46,7 @@ def test_caches_whose_models_decide_what_stays(serve, tmp_path, cache, settings)
     given = alike([[(7 * i * i + 3 * i * n) % 97 for i in range(1, n)] for n in (90, 33, 150, 60, 45, 39, 70)], 80)
     served, wanted = serve(tmp_path, cache, max_num_batched_tokens=48), alone(model, cache, given, 12)
     assert [served.generate(given, 12)[0] for _ in range(2)] == [wanted] * 2
-    assert served.engine.requests.hits > sum(len(prompt) for prompt in given)
+    assert served.engine.requests.hits >= 5 * 64 + 6 * 64  # two borders: all but who read them, then all
     emptied(served)
 
 

@@ -166,27 +166,29 @@ kvc_status kvc_pod_step(const kvc_pod_step_args *args, kvc_parallel_for parallel
 
 /* One step of a cache whose newest tokens lie in rings: one new token of every sequence is rotated, written and attended
  * from. With t = places[b], the tokens that the sequence has had, and full = sinks + window:
- *     slot(t) = t < sinks ? t : sinks + (t - sinks) % window          where token t lies in its rows of k_ring, v_ring
+ *     slot(t) = t < sinks ? t : sinks + (t - sinks) % window          where token t lies in its rows of ring
  *     p       = t - base[b] (base NULL: 0)                            position of its query and key
- *     k_ring, v_ring [r, slot(t)] = key, rotated to p as kvc_rope does, and value; then places[b] = t + 1
+ *     ring [r, slot(t)] = key, rotated to p as kvc_rope does, and value; then places[b] = t + 1
  *     out, lse = kvc_decode of q, rotated to p, over slots far_b <= j < end_b of the ring
  *         end_b = min(t + 1, full); chunked: t % window + 1 (a chunk begins in slot 0)
  * Further keys, whose attention is merged as kvc_merge_states does, and which do not count the sink_logits:
- *     sinks > 0, k_far NULL: the ring's slots j < far_b; the query stands at full - 1; far_b = t >= full ? sinks : 0
- *     sinks > 0, with k_far, v_far [R, sinks, D]: slots j < far_b of these; the query stands at window; far_b =
+ *     sinks > 0, far.keys NULL: the ring's slots j < far_b; the query stands at full - 1; far_b = t >= full ? sinks : 0
+ *     sinks > 0, with far (pages of `sinks` slots): slots j < far_b of these; the query stands at window; far_b =
  *         min(max(t + 1 - window, 0), sinks). Before, token t < sinks is written there at t, its key rotated to position 0
  *     table.R > 0 (sinks = 0): all slots of the row's pages, the query at p. Before, token t - window leaves the ring:
  *         where t >= window and its successor (own: it itself) is not marked, it is appended as kvc_append_tokens does;
  *         own: a sequence's first token never is
  * marks uint8 [R, capacity] (NULL: none; pages need them): marks[r, slot(t)] = alpha[r] > 1/2, alpha NULL: hard of
  * kvc_dmc_decisions of k's neuron (decision_*). neuron: coordinate of q and k that is 0 before and after rotation, -1: none.
- * q [B, Hq, 1, D], k, v [B, Hkv, 1, D] un-rotated; q any dtype, k, v and all arrays that store numbers of one; k_ring,
- * v_ring [R, capacity, D], R = B*Hkv, end_b <= capacity <= full; places, base int32 [B]; alpha float32 [R]; cos, sin float32
- * [table_rows, rotary_dim/2] (rotary_dim 0: no rotation); table, rows as in kvc_paged_step: a token that leaves the ring
- * for rows that store codes becomes codes there.
+ * q [B, Hq, 1, D], k, v [B, Hkv, 1, D] un-rotated; q any dtype, k, v and all arrays that store numbers of one; ring, far:
+ * page r, of `capacity` slots and of `sinks`, is row r of R = B*Hkv, both of one format; end_b <= capacity <= full; places,
+ * base int32 [B]; alpha float32 [R]; cos, sin float32 [table_rows, rotary_dim/2] (rotary_dim 0: no rotation); table, rows as
+ * in kvc_paged_step. What is written to codes, also a token that leaves the ring for pages, becomes codes by kvc_quantize;
+ * a ring of codes comes with neither pages nor a neuron.
  * The bits are those of the ops in turn. scratch: kvc_ring_step_scratch_bytes bytes (on CUDA
  * kvc_cuda_ring_step_scratch_bytes), 64-byte aligned.
- * KVC_BAD_SIZE for two of sinks, chunked and pages, pages without marks, marks without alpha or neuron; KVC_BAD_INDEX for a
+ * KVC_BAD_SIZE for two of sinks, chunked and pages, pages without marks, marks without alpha or neuron; KVC_BAD_FORMAT as in
+ * kvc_paged_step, and for a ring of codes with pages or a neuron, or a far of another format; KVC_BAD_INDEX for a
  * place that is negative or INT32_MAX or has no slot, a position outside the tables or a page of a row that does not
  * exist, and with KVC_POOL_FULL as in kvc_append_tokens; nothing is changed then.
  * Source: StreamingLLM, section 3.2; LM-Infinite, section 4; DMS.
@@ -195,8 +197,7 @@ typedef struct {
     void *out;
     float *lse;
     kvc_view q, k, v;
-    void *k_ring, *v_ring, *k_far, *v_far;
-    kvc_rows rows;
+    kvc_rows ring, far, rows;
     kvc_page_table table;
     int32_t *places;
     const int32_t *base;

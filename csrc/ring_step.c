@@ -11,7 +11,7 @@ typedef struct { /* parts of the scratch; those of a kind of cache that it is no
     float *alpha, *unused;                      /* [R]; what else decisions give, [2, R] */
     void *q, *k, *far_q, *far_k;                /* rotated */
     void *left_k, *left_v;                      /* [R, D], what leaves the ring */
-    kvc_new_codes codes;                        /* of it */
+    kvc_new_codes codes, ring_codes, far_codes; /* of it; of the new token in its ring, and of its far copy */
     void *out, *lse;                            /* of the further keys */
     void *decode, *decode_far;
     int64_t bytes;
@@ -25,14 +25,14 @@ static ring_span span_of(const kvc_ring_step_args *args, int64_t t) {
     const int64_t sinks = args->sinks, full = sinks + args->window;
     ring_span span = {.slot = t < sinks ? t : sinks + (t - sinks) % args->window, .end = min_of(t + 1, full), .far = 0};
     if (args->chunked) span.end = t % args->window + 1;
-    if (sinks && !args->k_far) span.far = t >= full ? sinks : 0;
-    if (sinks && args->k_far) span.far = min_of(max_of(t + 1 - args->window, 0), sinks);
+    if (sinks && !args->far.keys) span.far = t >= full ? sinks : 0;
+    if (sinks && args->far.keys) span.far = min_of(max_of(t + 1 - args->window, 0), sinks);
     return span;
 }
 
 static kvc_decode_args near_of(const kvc_ring_step_args *args) {
     return (kvc_decode_args){
-        .out = args->out, .lse = args->lse, .rows = kvc_plain_rows(args->k_ring, args->v_ring, args->k.dtype),
+        .out = args->out, .lse = args->lse, .rows = args->ring,
         .q = {.dtype = args->q.dtype}, .B = args->B, .Hq = args->Hq, .Hkv = args->Hkv,
         .S = 1, .D = args->D, .P = args->capacity, .pages = args->B * args->Hkv, .scale = args->scale,
         .softcap = args->softcap, .sink_logits = args->sink_logits,
@@ -47,8 +47,8 @@ static kvc_decode_args far_of(const kvc_ring_step_args *args) {
         decode.rows = args->rows;
         decode.block_table = args->table.block_table, decode.end = args->table.lengths;
         decode.P = args->table.P, decode.pages = args->table.pages, decode.blocks = args->table.blocks;
-    } else if (args->k_far) {
-        decode.rows = kvc_plain_rows(args->k_far, args->v_far, args->k.dtype), decode.P = args->sinks;
+    } else if (args->far.keys) {
+        decode.rows = args->far, decode.P = args->sinks;
     }
     return decode;
 }
@@ -77,10 +77,12 @@ static step_scratch scratch_of(const kvc_ring_step_args *args) {
     scratch.q = kvc_part_of(args->scratch, bytes, q);
     scratch.k = kvc_part_of(args->scratch, bytes, k);
     scratch.far_q = kvc_part_of(args->scratch, bytes, args->sinks ? q : 0);
-    scratch.far_k = kvc_part_of(args->scratch, bytes, args->k_far ? k : 0);
+    scratch.far_k = kvc_part_of(args->scratch, bytes, args->far.keys ? k : 0);
     scratch.left_k = kvc_part_of(args->scratch, bytes, paged ? k : 0);
     scratch.left_v = kvc_part_of(args->scratch, bytes, paged ? k : 0);
     if (paged) scratch.codes = kvc_new_codes_of(args->scratch, bytes, &args->rows, R, args->D);
+    scratch.ring_codes = kvc_new_codes_of(args->scratch, bytes, &args->ring, R, args->D);
+    if (args->far.keys) scratch.far_codes = kvc_new_codes_of(args->scratch, bytes, &args->far, R, args->D);
     scratch.decode = kvc_part_of(args->scratch, bytes, kvc_decode_scratch_bytes(&near));
     if (has_far(args)) {
         scratch.out = kvc_part_of(args->scratch, bytes, q);
@@ -106,13 +108,18 @@ static kvc_status check(const kvc_ring_step_args *args) {
     if (!scale_is_good(args->scale, args->softcap)) return KVC_BAD_SIZE;
     if (!dtype_known(args->q.dtype) || !dtype_known(args->k.dtype)) return KVC_BAD_DTYPE;
     if (args->v.dtype != args->k.dtype) return KVC_BAD_DTYPE;
-    const kvc_status status = table->R ? format_takes(args->rows.format, args->k.dtype, args->D) : KVC_OK;
+    kvc_status status = format_takes(args->ring.format, args->k.dtype, args->D);
+    if (status == KVC_OK && table->R) status = format_takes(args->rows.format, args->k.dtype, args->D);
     if (status != KVC_OK) return status;
+    if (args->far.keys && args->far.format != args->ring.format) return KVC_BAD_FORMAT;
+    if (format_of_codes(args->ring.format) && (table->R || args->neuron >= 0)) return KVC_BAD_FORMAT;
     if (!args->B || !args->Hq) return KVC_OK;
     if (!args->out || !args->lse || !args->q.data || !args->k.data || !args->v.data || !args->places || !args->scratch) {
         return KVC_NULL_POINTER;
     }
-    if ((args->capacity && (!args->k_ring || !args->v_ring)) || (args->k_far && !args->v_far)) return KVC_NULL_POINTER;
+    if ((args->capacity && !rows_are_there(&args->ring)) || (args->far.keys && !rows_are_there(&args->far))) {
+        return KVC_NULL_POINTER;
+    }
     if (table->R && (!table->lengths || (table->pages && !rows_are_there(&args->rows)))) return KVC_NULL_POINTER;
     return KVC_OK;
 }
@@ -151,7 +158,7 @@ static kvc_status place(const kvc_ring_step_args *args, const step_scratch *scra
         if (span.end > args->capacity) return KVC_BAD_INDEX;
         const int64_t position = t - (args->base ? args->base[b] : 0);
         scratch->positions[b] = (int32_t)min_of(max_of(position, -1), INT32_MAX);
-        scratch->far_positions[b] = (int32_t)(args->k_far ? args->window : args->sinks + args->window - 1);
+        scratch->far_positions[b] = (int32_t)(args->far.keys ? args->window : args->sinks + args->window - 1);
         scratch->zeros[b] = 0;
         for (int64_t r = b * args->Hkv; r < (b + 1) * args->Hkv; r++) {
             scratch->begin[r] = scratch->far[r] = (int32_t)span.far;
@@ -186,8 +193,8 @@ static kvc_status leave(const kvc_ring_step_args *args, const step_scratch *scra
         scratch->stays[r] = 0;
         if (t < args->window) continue;
         scratch->stays[r] = !(args->window == 1 && !args->own ? scratch->alpha[r] > 0.5f : args->marks[says] != 0);
-        memcpy((char *)scratch->left_k + r * token, (const char *)args->k_ring + from, (size_t)token);
-        memcpy((char *)scratch->left_v + r * token, (const char *)args->v_ring + from, (size_t)token);
+        memcpy((char *)scratch->left_k + r * token, (const char *)args->ring.keys + from, (size_t)token);
+        memcpy((char *)scratch->left_v + r * token, (const char *)args->ring.values + from, (size_t)token);
     }
     const kvc_view k = kvc_dense_view(scratch->left_k, args->k.dtype, args->Hkv, 1, D);
     const kvc_view v = kvc_dense_view(scratch->left_v, args->k.dtype, args->Hkv, 1, D);
@@ -199,20 +206,31 @@ static kvc_status leave(const kvc_ring_step_args *args, const step_scratch *scra
     return status == KVC_OK ? kvc_append_tokens(&append, parallel_for) : status;
 }
 
-/* Rotated tokens into their slots; the sequences have one more then. */
-static void write(const kvc_ring_step_args *args, const step_scratch *scratch) {
-    const int64_t token = args->D * kvc_dtype_bytes(args->k.dtype);
+/* What becomes of the new tokens in rows, whose keys are rotated. */
+static kvc_status tokens_of(kvc_append_tokens_args *tokens, const kvc_ring_step_args *args, const kvc_rows *rows, void *keys,
+                            const kvc_new_codes *codes, kvc_parallel_for parallel_for) {
+    const kvc_view k = kvc_dense_view(keys, args->k.dtype, args->Hkv, 1, args->D);
+    *tokens = (kvc_append_tokens_args){.heads = args->Hkv, .S = 1};
+    return kvc_tokens_to_append(tokens, rows, &k, &args->v, codes, args->B, args->D, parallel_for);
+}
+
+/* That of row r into a slot, counted from the first row's. */
+static void put(const kvc_append_tokens_args *tokens, int64_t r, int64_t slot) {
+    for (int64_t i = 0; i < tokens->array_count; i++) {
+        const kvc_slot_array *x = &tokens->arrays[i];
+        const int64_t from = r / tokens->heads * x->stride_b + r % tokens->heads * x->stride_h;
+        memcpy((char *)x->pages + slot * x->slot_bytes, (const char *)x->tokens + from, (size_t)x->slot_bytes);
+    }
+}
+
+/* New tokens into their slots; the sequences have one more then. */
+static void write(const kvc_ring_step_args *args, const step_scratch *scratch, const kvc_append_tokens_args *near,
+                  const kvc_append_tokens_args *far) {
     for (int64_t r = 0; r < args->B * args->Hkv; r++) {
-        const int64_t b = r / args->Hkv, h = r % args->Hkv, t = args->places[b];
-        const int64_t slot = r * args->capacity + span_of(args, t).slot;
-        const char *value = view_at(&args->v, b, h, 0, 0);
-        memcpy((char *)args->k_ring + slot * token, (const char *)scratch->k + r * token, (size_t)token);
-        memcpy((char *)args->v_ring + slot * token, value, (size_t)token);
+        const int64_t t = args->places[r / args->Hkv], slot = r * args->capacity + span_of(args, t).slot;
+        put(near, r, slot);
         if (args->marks) args->marks[slot] = scratch->alpha[r] > 0.5f && !(args->own && t == 0);
-        if (!args->k_far || t >= args->sinks) continue;
-        const int64_t far = (r * args->sinks + t) * token;
-        memcpy((char *)args->k_far + far, (const char *)scratch->far_k + r * token, (size_t)token);
-        memcpy((char *)args->v_far + far, value, (size_t)token);
+        if (args->far.keys && t < args->sinks) put(far, r, r * args->sinks + t);
     }
     for (int64_t b = 0; b < args->B; b++) args->places[b]++;
 }
@@ -223,6 +241,7 @@ kvc_status kvc_ring_step(const kvc_ring_step_args *args, kvc_parallel_for parall
     if (status != KVC_OK || !args->B || !args->Hq) return status;
     const step_scratch scratch = scratch_of(args);
     kvc_decode_args near = near_of(args), far = far_of(args);
+    kvc_append_tokens_args near_tokens, far_tokens = {0};
     kvc_view ignored;
     status = place(args, &scratch);
     if (status == KVC_OK) status = turn(args, &args->q, args->Hq, scratch.q, scratch.positions, &near.q, parallel_for);
@@ -231,15 +250,20 @@ kvc_status kvc_ring_step(const kvc_ring_step_args *args, kvc_parallel_for parall
     if (status == KVC_OK && args->sinks) {
         status = turn(args, &args->q, args->Hq, scratch.far_q, scratch.far_positions, &far.q, parallel_for);
     }
-    if (status == KVC_OK && args->k_far) {
+    if (status == KVC_OK) {
+        status = tokens_of(&near_tokens, args, &args->ring, scratch.k, &scratch.ring_codes, parallel_for);
+    }
+    if (status == KVC_OK && args->far.keys) {
         status = turn(args, &args->k, args->Hkv, scratch.far_k, scratch.zeros, &ignored, parallel_for);
+        if (status != KVC_OK) return status;
+        status = tokens_of(&far_tokens, args, &args->far, scratch.far_k, &scratch.far_codes, parallel_for);
     }
     if (status == KVC_OK && args->marks) status = decide(args, &scratch, parallel_for);
     /* what decode reads: it would refuse too late */
     if (status == KVC_OK && args->table.R) status = check_pages(&args->table, NULL);
     if (status == KVC_OK && args->table.R) status = leave(args, &scratch, parallel_for);
     if (status != KVC_OK) return status;
-    write(args, &scratch);
+    write(args, &scratch, &near_tokens, &far_tokens);
     near.begin = scratch.begin, near.end = scratch.end, near.scratch = scratch.decode;
     status = kvc_decode(&near, parallel_for);
     if (status != KVC_OK || !has_far(args)) return status;

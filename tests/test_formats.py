@@ -29,15 +29,16 @@ from kvcompress import (
     QuantizedCache,
     QuestCache,
     RemoteGap,
+    StreamingCache,
     attach,
     load_cache,
     ops,
     pod,
     prefill,
 )
-from kvcompress.caches import PoolSettings
+from kvcompress.caches import PoolSettings, streaming
 from kvcompress.caches.dense import DenseCache
-from kvcompress.caches.formats import FORMATS, Format, keys_and_values, slot_nbytes
+from kvcompress.caches.formats import FORMATS, PAIR, Format, keys_and_values, slot_nbytes
 from kvcompress.caches.paged import PagedLayer
 from kvcompress.caches.pool import PagePool
 from kvcompress.pod import PoDConfig
@@ -65,6 +66,10 @@ CACHES = {
     "iterative, every": lambda config, dtype: IterativeCache(
         config, memory_size=16, chunk_size=12, pruner=SnapKV(window=4), every=4, dtype=dtype
     ),
+    "stream": lambda config, dtype: StreamingCache(config, window_size=20, num_sink_tokens=3, dtype=dtype),
+    "stream, apart": lambda config, dtype: StreamingCache(
+        config, window_size=20, num_sink_tokens=3, sink_distance="window", dtype=dtype
+    ),
 }  # fmt: skip
 
 
@@ -73,6 +78,7 @@ WAITING = {  # whose newest tokens or averages wait in the model's dtype, or in 
     "gated": lambda config, dtype: GatedCache(config, tiny_gates_folder(), keep=0.5, window=8, dtype=dtype),
 } | dict.fromkeys(MODELS, lambda config, dtype: DMCCache(config, dtype=dtype, page_size=4))
 EVERY = CACHES | WAITING
+STREAMS = ["stream", "stream, apart"]
 
 
 def model_of(name):
@@ -108,16 +114,18 @@ def run(model, cache, ids):
 
 
 def rounding(monkeypatch, kind):
-    """What is appended to any pool is rounded as codes are, and stays numbers; one token takes the way of several."""
+    """What is stored anywhere is rounded as codes are, and stays numbers; one token takes the way of several."""
     append = PagePool.append
 
-    def rounded(pool, tokens, counts=None):
-        codes = [Format(kind, x.dtype).code(name) for name, x in zip(pool.store.arrays, tokens, strict=True)]
-        tokens = [ops.dequantize(*ops.quantize(x, code), code, x.dtype) for x, code in zip(tokens, codes, strict=True)]
-        append(pool, tokens, counts)
+    def rounded(tokens, names):
+        codes = [Format(kind, x.dtype).code(name) for name, x in zip(names, tokens, strict=True)]
+        return [ops.dequantize(*ops.quantize(x, code), code, x.dtype) for x, code in zip(tokens, codes, strict=True)]
 
-    monkeypatch.setattr(PagePool, "append", rounded)
-    for layer in (PagedLayer, PoDLayer):
+    monkeypatch.setattr(
+        PagePool, "append", lambda pool, tokens, counts=None: append(pool, rounded(tokens, pool.store.arrays), counts)
+    )
+    monkeypatch.setattr(streaming, "coded", lambda form, tokens: rounded(tokens, PAIR))
+    for layer in (PagedLayer, PoDLayer, streaming.StreamingLayer):
         monkeypatch.setattr(layer, "_step", lambda *_: None)
 
 
@@ -185,18 +193,19 @@ def test_pods_batches_forks_and_saved_ones_go_on_alike(name, kind, tmp_path):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("kind", "family"), covering(FORMATS, ["llama", "gemma2", "gpt_oss", "glm"]))
-def test_a_prompt_in_parts_is_rounded_as_one(kind, family):
+@pytest.mark.parametrize(
+    ("name", "kind", "family"), covering(["quantized", *STREAMS], FORMATS, ["llama", "gemma2", "gpt_oss", "glm"])
+)
+def test_a_prompt_in_parts_is_rounded_as_one(name, kind, family):
     model, ids = kind_model(family), random_ids(60, seed=11)
     attach(model)
-    dense = model(ids).logits[0]
     found = []
-    for calls in ([60], [25, 25, 10], [40] + [1] * 20):
-        cache = QuantizedCache(model.config, kind)
+    for calls, dtype in (([60], None), ([60], kind), ([25, 25, 10], kind), ([40] + [1] * 20, kind)):
+        cache = CACHES[name](model.config, dtype)
         parts = torch.split(ids, calls, 1)
         found.append(torch.cat([model(part, past_key_values=cache).logits[0] for part in parts]))
         assert cache.get_seq_length() == 60
-    one, *others = found
+    dense, one, *others = found
     for other in others:  # a number near the middle of two codes may fall to the other side: few do
         assert (other - one).abs().mean() < 0.15 * (one - dense).abs().mean()
         assert (other - one).abs().amax() < 0.03 * one.abs().amax()
@@ -221,7 +230,24 @@ def test_what_waits_becomes_codes_once(name, kind):
     assert (last - logits[-1]).abs().mean() < most
 
 
-SHARED = ["quantized", "snapkv", "replay", "iterative", *WAITING]
+@torch.no_grad()
+def test_keys_of_a_long_stream_are_rounded_twice_at_most():
+    """Of 8,064 tokens, the last 128 since the window was moved back for the twentieth time."""
+    model, ids = attached(num_hidden_layers=1), random_ids(8_064, seed=4)
+    plain, coded = (StreamingCache(model.config, window_size=200, dtype=dtype) for dtype in (None, "int8"))
+    for part in torch.split(ids, 128, 1):
+        for cache in (plain, coded):
+            model(part, past_key_values=cache)
+    exact, layer = plain.layers[0].keys, coded.layers[0]
+    assert layer.base == [8_064 - 128 - 200]
+    keys, step = ops.dequantize(layer.keys, layer.scales[0], "int8"), layer.scales[0].float().amax()
+    off = (keys - exact).abs() / step
+    # half a step, turned by an angle, and half a step; float16 scales are rounded up by a little
+    assert 0.5 < off.amax() < (1 + 2**0.5) / 2 * 1.01
+    assert off.square().mean().sqrt() < (2 / 12) ** 0.5
+
+
+SHARED = ["quantized", "snapkv", "replay", "iterative", *WAITING, *STREAMS]
 
 
 @pytest.mark.parametrize(("name", "kind"), covering([*SHARED, "quest"], FORMATS))
@@ -306,10 +332,11 @@ def test_texts_name_them():
     pruned = CacheSpec.parse("pruned,pruner=snapkv,keep=64,dtype=int8").make(config)
     assert pruned.pool_settings.dtype == "int8"
     assert CacheSpec.parse("quantized").make(config).pool_settings.dtype == "int8"
+    assert CacheSpec.parse("streaming,window_size=64,dtype=int8").make(config).layers[0].dtype == "int8"
     assert CacheSpec.parse("quest,token_budget=64,dtype=k8v4").make(config).pool_settings.dtype == "k8v4"
 
 
-@pytest.mark.parametrize("make", [QuantizedCache, CACHES["keep"], CACHES["quest"]])
+@pytest.mark.parametrize("make", [QuantizedCache, CACHES["keep"], CACHES["quest"], CACHES["stream"]])
 def test_other_formats_are_refused(make):
     with pytest.raises(ValueError, match=re.escape("got 'int2'")):
         make(attached().config, "int2")

@@ -28,6 +28,7 @@ SPECS = {
     "k8v4": "pruned,pruner=kvzip,keep=0.5,budget=globaltopk,dtype=k8v4",
     "iterative, int8": "iterative,memory_size=24,chunk_size=16,page_size=4,dtype=int8",
     "streaming": "streaming,window_size=24",
+    "streaming, k8v4": "streaming,window_size=24,sink_distance=window,dtype=k8v4",
     "quest": "quest,token_budget=32,dense_layers=1,page_size=8",
     "quest, int8": "quest,token_budget=32,dense_layers=1,page_size=8,dtype=int8",
     "gated": "gated,gates=FOLDER,keep=0.5,window=8",

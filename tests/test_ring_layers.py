@@ -22,6 +22,8 @@ LAYERS = {
     "chunks": lambda: LocalLayer(0, None, 6),
     "streaming": lambda: StreamingLayer(0, 0, 3, 6, "slot"),
     "streaming, apart": lambda: StreamingLayer(0, 0, 3, 6, "window"),
+    "streaming, int8": lambda: StreamingLayer(0, 0, 3, 6, "slot", "int8"),
+    "streaming, apart, k8v4": lambda: StreamingLayer(0, 0, 3, 6, "window", "k8v4"),
     "dms": lambda: DMSLayer(0, 0, PoolSettings(page_size=4), DMCConfig(mode="dms", dms_window=5, shift=0.0), False),
 }
 

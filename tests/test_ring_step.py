@@ -79,6 +79,19 @@ def in_turn(queries, keys, values, state, *, window, sinks, chunked, own, base=N
     marks, table, k_far = state.get("marks"), state.get("table"), state.get("k_far")
     scales = {name: state[name] for name in ("key_scales", "value_scales") if name in state}
 
+    def stored(name):
+        """Arrays of the rows of that name, and how decode is told of scales."""
+        codes = [state[f"{x}_{name}{end}"] for end in ("", "_scales") for x in "kv" if f"{x}_{name}{end}" in state]
+        return codes, dict(zip(("key_scales", "value_scales"), codes[2:], strict=False))
+
+    def as_stored(k, v, arrays):
+        if len(arrays) == 2:
+            return k, v
+        pairs = [
+            ops.quantize(x, "int4" if y.dtype == torch.uint8 else "int8") for x, y in ((k, arrays[0]), (v, arrays[1]))
+        ]
+        return [x for x, _ in pairs] + [x for _, x in pairs]
+
     def ints(numbers):
         return torch.tensor(numbers, dtype=torch.int32)
 
@@ -119,12 +132,15 @@ def in_turn(queries, keys, values, state, *, window, sinks, chunked, own, base=N
         ops.append_tokens_(arrays, old, table, counts=ints(stays))
     for b, (t, slot) in enumerate(zip(places, slots, strict=True)):
         rows = slice(b * Hkv, (b + 1) * Hkv)
-        state["k_ring"][rows, slot], state["v_ring"][rows, slot] = k[b, :, 0], values[b, :, 0]
+        for x, y in zip(stored("ring")[0], as_stored(k[b, :, 0], values[b, :, 0], stored("ring")[0]), strict=True):
+            x[rows, slot] = y
         if marks is not None:
             marks[rows, slot] = decided[b, :, 0] & (t > 0 or not own)
         if k_far is not None and t < sinks:
             at_zero = turned(keys[b : b + 1], torch.zeros(1, 1, dtype=torch.int32))
-            k_far[rows, t], state["v_far"][rows, t] = at_zero[0, :, 0], values[b, :, 0]
+            arrays = stored("far")[0]
+            for x, y in zip(arrays, as_stored(at_zero[0, :, 0], values[b, :, 0], arrays), strict=True):
+                x[rows, t] = y
     state["places"] += 1
     far = [0] * B
     if sinks:
@@ -132,8 +148,8 @@ def in_turn(queries, keys, values, state, *, window, sinks, chunked, own, base=N
     if k_far is not None:
         far = [min(max(t + 1 - window, 0), sinks) for t in places]
     end = per_row([t % window + 1 if chunked else min(t + 1, full) for t in places])
-    ring = (state["k_ring"], state["v_ring"])
-    near = ops.decode(q, *ring, end, begin=per_row(far), sink_logits=sink_logits, **softmax)
+    ring, named = stored("ring")
+    near = ops.decode(q, *ring[:2], end, begin=per_row(far), sink_logits=sink_logits, **named, **softmax)
     if table is not None:
         pages = (state["k_pages"], state["v_pages"])
         held = ops.decode(q, *pages, table.lengths, block_table=table.block_table, **scales, **softmax)
@@ -142,8 +158,8 @@ def in_turn(queries, keys, values, state, *, window, sinks, chunked, own, base=N
         return near
     place = full - 1 if k_far is None else window
     q = turned(queries, torch.full((B, 1), place, dtype=torch.int32))
-    held = ring if k_far is None else (k_far, state["v_far"])
-    return ops.merge_states(near, ops.decode(q, *held, per_row(far), **softmax))
+    held, named = stored("ring" if k_far is None else "far")
+    return ops.merge_states(near, ops.decode(q, *held[:2], per_row(far), **named, **softmax))
 
 
 def same_state(found, expected, exact):
@@ -153,7 +169,7 @@ def same_state(found, expected, exact):
         y = expected[name]
         if name == "table":
             assert torch.equal(x.lengths, y.lengths) and torch.equal(x.free_count, y.free_count)
-        elif name.endswith(("pages", "scales")):
+        elif name.endswith("pages") or name in ("key_scales", "value_scales"):
             rows = zip(rows_of(x, found["table"]), rows_of(y, expected["table"]), strict=True)
             for row, other in rows:
                 if exact:
@@ -162,8 +178,10 @@ def same_state(found, expected, exact):
                     close([row.double()], [other.double()], x.dtype)
                 else:  # what was rounded differently may be another code
                     assert (row.int() - other.int()).abs().max() <= 1 or x.dtype == torch.uint8
-        elif exact or not x.is_floating_point():
+        elif exact or x.dtype in (torch.int32, torch.bool):
             assert torch.equal(x, y), name
+        elif not x.is_floating_point():  # codes, as above
+            assert (x.int() - y.int()).abs().max() <= 1 or x.dtype == torch.uint8
         else:
             close([x.double()], [y.double()], x.dtype)
 
@@ -263,6 +281,51 @@ def test_what_leaves_a_ring_may_become_codes(backend, format, dtype, kind, shape
         else:
             assert all(torch.equal(x, y) for x, y in zip(out, wanted, strict=True))
     same_state(ours, theirs, not on_cuda)
+
+
+@pytest.mark.parametrize(
+    ("format", "dtype", "kind", "shape", "backend"),
+    covering(FORMATS, DTYPES, [kind for kind in KINDS if not KINDS[kind][2].get("marked")], SHAPES, BACKENDS),
+    indirect=["backend"],
+)
+def test_a_ring_of_codes(backend, format, dtype, kind, shape):
+    B, Hq, Hkv, D, rotary_dim = shape
+    torch.manual_seed(D)
+    state = new_state(kind, B, Hkv, D, dtype, start_places(kind, B, 1))
+    for name in ("ring", "far") if "k_far" in state else ("ring",):
+        for x, code in zip("kv", FORMATS[format], strict=True):
+            state[f"{x}_{name}"], state[f"{x}_{name}_scales"] = ops.quantize(state[f"{x}_{name}"], code)
+    options = options_of(kind, B, Hkv, D, rotary_dim)
+    ours, theirs, on_cuda = copy_of(state), copy_of(state), backend in ("emulated", "cuda")
+    for _ in range(2):
+        new = tokens(B, Hq, Hkv, D, dtype)
+        out, wanted = ops.ring_step_(*new, **ours, **options), in_turn(*new, theirs, **options)
+        if on_cuda:
+            close(out, wanted, dtype)
+        else:
+            assert all(torch.equal(x, y) for x, y in zip(out, wanted, strict=True))
+    same_state(ours, theirs, not on_cuda)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"k_ring_scales": None}, "k_ring_scales must be torch.float16 .* got None"),
+        ({"v_far_scales": torch.ones(2, 5).half()}, r"v_far_scales must be torch.float16 \(2, 3\)"),
+        ({"v_far": torch.ones(2, 3, 1).byte(), "k_far_scales": None}, "k_far_scales must be"),
+        ({"k_ring": torch.randn(2, 8, 2)}, "k_ring must be int8 where there are scales"),
+        ({"neuron": 0}, "k_ring_scales must not come with a table or a neuron"),
+    ],
+)
+def test_wrong_codes_of_a_ring_are_named_and_change_nothing(change, message):
+    state = new_state("sinks apart", 1, 2, 2, torch.float32, [9])
+    for name in ("k_ring", "v_ring", "k_far", "v_far"):
+        state[name], state[f"{name}_scales"] = ops.quantize(state[name], "int8")
+    state |= change
+    before = copy_of({name: x for name, x in state.items() if isinstance(x, torch.Tensor)})
+    with pytest.raises(ValueError, match=message):
+        step(state, **options_of("sinks apart", 1, 2, 2, 0))
+    assert all(torch.equal(state[name], x) for name, x in before.items())
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ CACHES = {
     "dense": (DENSE, None),
     "streaming": (STREAMING, None),
     "streaming at distance": (STREAMING + ",sink_distance=window", None),
+    "streaming, in 4 bits": (STREAMING + ",dtype=k8v4", None),
     "pruned": (PRUNED, None),
     "pruned every 4": (PRUNED + ",every=4", None),
     "pruned, heads share": (PRUNED.replace("keep=12", "keep=12,budget=adakv"), None),

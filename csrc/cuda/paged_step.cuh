@@ -26,22 +26,6 @@ inline kvc_append_tokens_args append_of(const kvc_paged_step_args& a, const plac
     return append;
 }
 
-// Key and value of a new token as codes at slot `place`, by a warp: as kvc_rope and kvc_quantize make them in turn.
-template <int MOST>
-__device__ inline void store_turned(const kvc_paged_step_args& a, int64_t key, int64_t value, int64_t position, int64_t place) {
-    const int half = static_cast<int>(a.rotary_dim / 2);
-    const bool inside = position >= 0 && position < a.table_rows;
-    const auto turned = [&](int d) {
-        const float x = load_any(a.k.data, a.k.dtype, key + d);
-        if (d >= 2 * half) return x;
-        const int pair = d < half ? d : d - half;
-        const float other = load_any(a.k.data, a.k.dtype, key + (d < half ? d + half : d - half));
-        const float c = inside ? a.cos[position * half + pair] : NAN, s = inside ? a.sin[position * half + pair] : NAN;
-        return rounded_to(a.k.dtype, d < half ? x * c - other * s : x * c + other * s);
-    };
-    store_codes<MOST>(a.rows, place, a.D, turned, [&](int d) { return load_any(a.v.data, a.v.dtype, value + d); });
-}
-
 // Head `item` of the queries, then of the new tokens, by a warp; the rows have grown. MOST: as in store_codes.
 template <int MOST>
 __device__ inline void place_head(const kvc_paged_step_args& a, const placing& p, int64_t item) {
@@ -65,7 +49,7 @@ __device__ inline void place_head(const kvc_paged_step_args& a, const placing& p
     if (!page_exists(table, page)) return;
     const int64_t place = page * table.P + remainder_of(slot, table.P), from = row_at(a.v, b, h, s);
     if (stores_codes(a.rows)) {
-        store_turned<MOST>(a, row_at(a.k, b, h, s), from, position, place);
+        store_turned<MOST>(a, a.rows, row_at(a.k, b, h, s), from, position, place);
         return;
     }
     rotate_head(a.k, row_at(a.k, b, h, s), a.rows.keys, a.k.dtype, place * a.D, a.D, a.rotary_dim, a.cos, a.sin, position,

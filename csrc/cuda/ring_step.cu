@@ -29,7 +29,7 @@ __device__ inline ring_span span_of(const kvc_ring_step_args& a, int64_t t) {
     const int64_t full = a.sinks + a.window, gone = t + 1 - a.window;
     ring_span span = {t < a.sinks ? t : a.sinks + (t - a.sinks) % a.window, t < full ? t + 1 : full, 0};
     if (a.chunked) span.end = t % a.window + 1;
-    if (a.k_far)
+    if (a.far.keys)
         span.far = gone < 0 ? 0 : gone < a.sinks ? gone : a.sinks;
     else if (t >= full)
         span.far = a.sinks;
@@ -38,7 +38,7 @@ __device__ inline ring_span span_of(const kvc_ring_step_args& a, int64_t t) {
 
 kvc_decode_args near_of(const kvc_ring_step_args& a) {
     kvc_decode_args d = {};
-    d.out = a.out, d.lse = a.lse, d.rows = kvc_plain_rows(a.k_ring, a.v_ring, a.k.dtype);
+    d.out = a.out, d.lse = a.lse, d.rows = a.ring;
     d.q = kvc_dense_view(nullptr, a.q.dtype, a.Hq, 1, a.D);
     d.B = a.B, d.Hq = a.Hq, d.Hkv = a.Hkv, d.S = 1, d.D = a.D, d.P = a.capacity, d.pages = a.B * a.Hkv;
     d.scale = a.scale, d.softcap = a.softcap, d.sink_logits = a.sink_logits;
@@ -53,8 +53,8 @@ kvc_decode_args far_of(const kvc_ring_step_args& a) {
         d.rows = a.rows;
         d.block_table = a.table.block_table, d.end = a.table.lengths;
         d.P = a.table.P, d.pages = a.table.pages, d.blocks = a.table.blocks;
-    } else if (a.k_far) {
-        d.rows = kvc_plain_rows(a.k_far, a.v_far, a.k.dtype), d.P = a.sinks;
+    } else if (a.far.keys) {
+        d.rows = a.far, d.P = a.sinks;
     }
     return d;
 }
@@ -109,7 +109,8 @@ __device__ inline void place_row(const kvc_ring_step_args& a, const parts& p, in
     p.stays[row] = leaves && !(a.window == 1 && !a.own ? marked : a.marks[row * a.capacity + says] != 0);
 }
 
-// Query head `item`, then row item - B*Hq, by a warp; pages have been taken.
+// Query head `item`, then row item - B*Hq, by a warp; pages have been taken. MOST: as in store_codes.
+template <int MOST>
 __device__ inline void place_head(const kvc_ring_step_args& a, const parts& p, int64_t item) {
     const int64_t queries = a.B * a.Hq, row = item - queries;
     const int64_t heads = item < queries ? a.Hq : a.Hkv, own = item < queries ? item : row, b = quotient(own, heads), h = remainder_of(own, heads);
@@ -119,7 +120,7 @@ __device__ inline void place_head(const kvc_ring_step_args& a, const parts& p, i
     };
     if (item < queries) {
         rotate(a.q, p.q, item * a.D, position);
-        if (a.sinks > 0) rotate(a.q, p.far_q, item * a.D, a.k_far ? a.window : a.sinks + a.window - 1);
+        if (a.sinks > 0) rotate(a.q, p.far_q, item * a.D, a.far.keys ? a.window : a.sinks + a.window - 1);
         return;
     }
     const kvc_page_table& table = a.table;
@@ -134,19 +135,24 @@ __device__ inline void place_head(const kvc_ring_step_args& a, const parts& p, i
             return [=](int d) { return load_any(ring, a.k.dtype, place * a.D + d); };
         };
         if (page_exists(table, page) && stores_codes(a.rows)) {
-            store_codes<512>(a.rows, at, a.D, left(a.k_ring), left(a.v_ring));
+            store_codes<MOST>(a.rows, at, a.D, left(a.ring.keys), left(a.ring.values));
         } else if (page_exists(table, page)) {
-            copy_head(a.k_ring, place * a.D, a.rows.keys, at * a.D, a.k.dtype, a.D);
-            copy_head(a.v_ring, place * a.D, a.rows.values, at * a.D, a.k.dtype, a.D);
+            copy_head(a.ring.keys, place * a.D, a.rows.keys, at * a.D, a.k.dtype, a.D);
+            copy_head(a.ring.values, place * a.D, a.rows.values, at * a.D, a.k.dtype, a.D);
         }
     }
     __syncwarp();  // the token that leaves is out of its slot
-    rotate(a.k, a.k_ring, place * a.D, position);
-    copy_head(a.v.data, value, a.v_ring, place * a.D, a.k.dtype, a.D);
     if (a.marks && threadIdx.x % 32 == 0) a.marks[place] = p.marks[row] && !(a.own && t == 0);
-    if (!a.k_far || t >= a.sinks) return;
-    rotate(a.k, a.k_far, (row * a.sinks + t) * a.D, 0);
-    copy_head(a.v.data, value, a.v_far, (row * a.sinks + t) * a.D, a.k.dtype, a.D);
+    const auto store = [&](const kvc_rows& rows, int64_t slot, int64_t where) {
+        if (stores_codes(rows)) {
+            store_turned<MOST>(a, rows, row_at(a.k, b, h, 0), value, where, slot);
+        } else {
+            rotate(a.k, rows.keys, slot * a.D, where);
+            copy_head(a.v.data, value, rows.values, slot * a.D, a.k.dtype, a.D);
+        }
+    };
+    store(a.ring, place, position);
+    if (a.far.keys && t < a.sinks) store(a.far, row * a.sinks + t, 0);
 }
 
 __global__ __launch_bounds__(BEGIN_THREADS, 1) void begin_kernel(const kvc_ring_step_args a, const parts p,
@@ -167,13 +173,13 @@ __global__ __launch_bounds__(BEGIN_THREADS, 1) void begin_kernel(const kvc_ring_
         __syncthreads();  // the list's sums are free
         list_pieces(far, far_pieces, far_scratch);
     }
-    for (int64_t item = threadIdx.x / 32; item < heads; item += BEGIN_THREADS / 32) place_head(a, p, item);
+    for (int64_t item = threadIdx.x / 32; item < heads; item += BEGIN_THREADS / 32) place_head<256>(a, p, item);
 }
 
 __global__ __launch_bounds__(PLAN_THREADS, 1) void place_kernel(const kvc_ring_step_args a, const parts p, int64_t heads) {
     const int64_t between = gridDim.x * static_cast<int64_t>(PLACE_WARPS);
     for (int64_t item = blockIdx.x * static_cast<int64_t>(PLACE_WARPS) + threadIdx.x / 32; item < heads; item += between)
-        place_head(a, p, item);
+        place_head<512>(a, p, item);
 }
 
 bool valid(const kvc_ring_step_args& a) {
@@ -185,7 +191,8 @@ bool valid(const kvc_ring_step_args& a) {
            (!a.table.R || (a.table.R == a.B * a.Hkv && valid_table(a.table) && (a.table.P & (a.table.P - 1)) == 0 && a.marks)) &&
            a.rotary_dim >= 0 && a.rotary_dim <= a.D && a.rotary_dim % 2 == 0 && valid_scale(a.scale, a.softcap) &&
            valid_dtype(a.q.dtype) && valid_dtype(a.k.dtype) && a.v.dtype == a.k.dtype &&
-           (!a.table.R || format_takes(a.rows, a.k.dtype, a.D));
+           format_takes(a.ring, a.k.dtype, a.D) && (!a.table.R || format_takes(a.rows, a.k.dtype, a.D)) &&
+           (!a.far.keys || a.far.format == a.ring.format) && !(stores_codes(a.ring) && (a.table.R || a.neuron >= 0));
 }
 
 bool empty(const kvc_ring_step_args& a) { return a.B == 0 || a.Hq == 0; }
@@ -201,7 +208,7 @@ extern "C" cudaError_t kvc_cuda_ring_step(const kvc_ring_step_args* args, cudaSt
     if (!valid(a)) return cudaErrorInvalidValue;
     if (empty(a)) return cudaSuccess;
     if (!a.out || !a.lse || !a.q.data || !a.k.data || !a.v.data || !a.places || !a.scratch) return cudaErrorInvalidValue;
-    if ((a.capacity && (!a.k_ring || !a.v_ring)) || (a.k_far && !a.v_far)) return cudaErrorInvalidValue;
+    if ((a.capacity && !rows_there(a.ring)) || (a.far.keys && !rows_there(a.far))) return cudaErrorInvalidValue;
     if (a.table.R && a.table.pages && !rows_there(a.rows)) return cudaErrorInvalidValue;
     if (a.rotary_dim && a.table_rows && (!a.cos || !a.sin)) return cudaErrorInvalidValue;
     const parts p = parts_of(a);
@@ -216,7 +223,8 @@ extern "C" cudaError_t kvc_cuda_ring_step(const kvc_ring_step_args* args, cudaSt
         if (!a.table.R) far.end = p.far;
         far_pieces = plan_of(far);
     }
-    const int64_t heads = a.B * (a.Hq + a.Hkv), alone = heads <= FEW_HEADS ? heads : 0;
+    const bool wide = (stores_codes(a.ring) || stores_codes(a.rows)) && a.D > 256;  // more registers than the block has
+    const int64_t heads = a.B * (a.Hq + a.Hkv), alone = heads <= FEW_HEADS && !wide ? heads : 0;
     if (!fits_grids(near_pieces) || !fits_grids(far_pieces) || heads > MAX_GRID_X) return cudaErrorInvalidValue;
     KVC_LAUNCH(begin_kernel, 1, BEGIN_THREADS, 0, stream, a, p, append_of(a, p), near, near_pieces,
                scratch_of(near, near_pieces), far, far_pieces, scratch_of(far, far_pieces), alone);

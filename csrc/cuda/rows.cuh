@@ -41,4 +41,21 @@ __device__ KVC_INLINE void store_codes(const kvc_rows& rows, int64_t place, int6
     else store_columns<16>(rows, place, size, key_at, value_at);
 }
 
+// Key and value of a step's new token as codes at slot `place`: as kvc_rope and kvc_quantize make them in turn.
+template <int MOST, class Args>
+__device__ inline void store_turned(const Args& a, const kvc_rows& rows, int64_t key, int64_t value, int64_t position,
+                                    int64_t place) {
+    const int half = static_cast<int>(a.rotary_dim / 2);
+    const bool inside = position >= 0 && position < a.table_rows;
+    const auto turned = [&](int d) {
+        const float x = load_any(a.k.data, a.k.dtype, key + d);
+        if (d >= 2 * half) return x;
+        const int pair = d < half ? d : d - half;
+        const float other = load_any(a.k.data, a.k.dtype, key + (d < half ? d + half : d - half));
+        const float c = inside ? a.cos[position * half + pair] : NAN, s = inside ? a.sin[position * half + pair] : NAN;
+        return rounded_to(a.k.dtype, d < half ? x * c - other * s : x * c + other * s);
+    };
+    store_codes<MOST>(rows, place, a.D, turned, [&](int d) { return load_any(a.v.data, a.v.dtype, value + d); });
+}
+
 }  // namespace

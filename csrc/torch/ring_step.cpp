@@ -17,20 +17,13 @@ void explain(const kvc_ring_step_args& args) {
                   ": positions (places - base) must be between 0 and ", args.table_rows - 1,
                   " (last row of cos and sin), got ", position, " in sequence ", b);
     }
-    const int64_t rows = args.k_far ? args.window + 1 : full;
+    const int64_t rows = args.far.keys ? args.window + 1 : full;
     KVC_CHECK(!args.sinks || !args.rotary_dim || rows <= args.table_rows, op, ": cos and sin must have ", rows,
               " rows for the queries of the sinks, got ", args.table_rows);
     if (!table.R) return;
     explain_table(op, table);
     for (int64_t r = 0; r < table.R; r++) explain_pages(op, table, r, 0);
     explain_append(op, table, nullptr, 1);
-}
-
-// [R, n, D] like the ring, or NULL.
-void* slots_of(const std::optional<Tensor>& x, const Tensor& k_ring, int64_t slots, const char* name) {
-    if (!x.has_value()) return nullptr;
-    check_array(*x, k_ring, k_ring.scalar_type(), {k_ring.size(0), slots, k_ring.size(2)}, name);
-    return x->mutable_data_ptr();
 }
 
 std::tuple<Tensor, Tensor> ring_step_(const Tensor& given_queries, const Tensor& given_keys, const Tensor& given_values,
@@ -44,13 +37,17 @@ std::tuple<Tensor, Tensor> ring_step_(const Tensor& given_queries, const Tensor&
                                       const std::optional<Tensor>& given_sin, int64_t window, int64_t sinks,
                                       bool chunked, bool own, int64_t neuron, double factor, double shift,
                                       double margin, double scale, const std::optional<Tensor>& sink_logits, double softcap,
-                                      std::optional<Tensor> key_scales, std::optional<Tensor> value_scales) {
+                                      std::optional<Tensor> key_scales, std::optional<Tensor> value_scales,
+                                      std::optional<Tensor> k_ring_scales, std::optional<Tensor> v_ring_scales,
+                                      std::optional<Tensor> k_far_scales, std::optional<Tensor> v_far_scales) {
     Changed changed = {{"k_ring", &k_ring}, {"v_ring", &v_ring}, {"places", &places}};
     for (const auto& [name, x] : {std::pair{"k_far", &k_far}, {"v_far", &v_far}, {"marks", &marks},
                                   {"k_pages", &k_pages}, {"v_pages", &v_pages}, {"block_table", &block_table},
                                   {"lengths", &lengths}, {"refs", &refs}, {"free_pages", &free_pages},
                                   {"free_count", &free_count}, {"key_scales", &key_scales},
-                                  {"value_scales", &value_scales}}) {
+                                  {"value_scales", &value_scales}, {"k_ring_scales", &k_ring_scales},
+                                  {"v_ring_scales", &v_ring_scales}, {"k_far_scales", &k_far_scales},
+                                  {"v_far_scales", &v_far_scales}}) {
         changed.add(name, *x);
     }
     const Tensor queries = changed.apart(given_queries), keys = changed.apart(given_keys);
@@ -68,10 +65,11 @@ std::tuple<Tensor, Tensor> ring_step_(const Tensor& given_queries, const Tensor&
               static_cast<int>(KVC_MAX_HEAD_DIM), ", got ", D);
     KVC_CHECK(window >= 1 && window <= INT32_MAX && sinks >= 0 && sinks <= INT32_MAX - window,
               "window must be at least 1 and sinks at least 0, got ", window, " and ", sinks);
-    check_array(k_ring, k_ring, k_ring.scalar_type(), {R, -1, D}, "k_ring");
+    const kvc_rows ring = changed_rows_of(k_ring, v_ring, k_ring_scales, v_ring_scales, k_ring, R, R, D);
+    const Tensor& numbers = ring.key_scales ? keys : k_ring;
     const int64_t capacity = k_ring.size(1);
     KVC_CHECK(capacity <= sinks + window, "k_ring must have at most ", sinks + window, " slots, got ", capacity);
-    check_array(v_ring, k_ring, k_ring.scalar_type(), {R, capacity, D}, "v_ring");
+    KVC_CHECK(!ring.key_scales || !(block_table.has_value() || neuron >= 0), "k_ring of codes comes without pages and neuron");
     check_array(places, k_ring, ScalarType::Int, {B, 1}, "places");
     KVC_CHECK(k_far.has_value() == v_far.has_value(), "k_far and v_far must come together");
     KVC_CHECK(!(sinks && (chunked || block_table.has_value())), "sinks must be 0 with chunks or pages, got ", sinks);
@@ -80,6 +78,12 @@ std::tuple<Tensor, Tensor> ring_step_(const Tensor& given_queries, const Tensor&
     KVC_CHECK(!marks.has_value() || alpha.has_value() || neuron >= 0, "marks need alpha or a neuron");
     if (marks.has_value()) check_array(*marks, k_ring, ScalarType::Bool, {R, capacity}, "marks");
     if (alpha.has_value()) check_array(*alpha, k_ring, ScalarType::Float, {B, Hkv, 1}, "alpha");
+    kvc_rows far = {};
+    KVC_CHECK(k_far.has_value() || !(k_far_scales.has_value() || v_far_scales.has_value()), "k_far_scales need k_far");
+    if (sinks && k_far.has_value()) {
+        far = changed_rows_of(*k_far, *v_far, k_far_scales, v_far_scales, k_ring, R, R, D);
+        KVC_CHECK(far.format == ring.format && k_far->size(1) == sinks, "k_far must be [R, sinks, D] as k_ring is stored");
+    }
     kvc_page_table table = {};
     kvc_rows stored = {};
     table.P = 1;
@@ -105,12 +109,9 @@ std::tuple<Tensor, Tensor> ring_step_(const Tensor& given_queries, const Tensor&
         .out = out.mutable_data_ptr(),
         .lse = static_cast<float*>(lse.mutable_data_ptr()),
         .q = q,
-        .k = tokens_of(keys, k_ring, B, Hkv, 1, "keys"),
-        .v = tokens_of(values, k_ring, B, Hkv, 1, "values"),
-        .k_ring = k_ring.mutable_data_ptr(), .v_ring = v_ring.mutable_data_ptr(),
-        .k_far = sinks ? slots_of(k_far, k_ring, sinks, "k_far") : nullptr,
-        .v_far = sinks ? slots_of(v_far, k_ring, sinks, "v_far") : nullptr,
-        .rows = stored,
+        .k = tokens_of(keys, numbers, k_ring, B, Hkv, 1, "keys"),
+        .v = tokens_of(values, numbers, k_ring, B, Hkv, 1, "values"),
+        .ring = ring, .far = far, .rows = stored,
         .table = table,
         .places = ints(places),
         .base = int_array(base, k_ring, {B, 1}, "base"),
@@ -144,4 +145,5 @@ KVC_REGISTER(ring_step_,
              "Tensor(l!)? free_pages, Tensor(m!)? free_count, Tensor? base, Tensor? alpha, Tensor? cos, Tensor? sin, "
              "int window, int sinks, bool chunked, bool own, int neuron, float factor, float shift, float margin, "
              "float scale, Tensor? sink_logits, float softcap, Tensor(n!)? key_scales=None, "
-             "Tensor(o!)? value_scales=None) -> (Tensor, Tensor)")
+             "Tensor(o!)? value_scales=None, Tensor(p!)? k_ring_scales=None, Tensor(q!)? v_ring_scales=None, "
+             "Tensor(r!)? k_far_scales=None, Tensor(s!)? v_far_scales=None) -> (Tensor, Tensor)")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -71,6 +72,18 @@ def keys_and_values(head_dim: int, dtype: torch.dtype, form: Format | None = Non
 
 def slot_nbytes(slots: Slots) -> int:
     return sum(math.prod(shape) * dtype.itemsize for shape, dtype in slots.values())
+
+
+def named_scales(arrays: Sequence[Tensor]) -> dict[str, Any]:
+    """key_scales and value_scales of arrays as coded() orders them, if there are any."""
+    return {scales_of(name): x for name, x in zip(PAIR, arrays[2:], strict=False)}
+
+
+def decoded(form: Format | None, arrays: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Keys and values again, of what coded() gave."""
+    if form is None:
+        return arrays
+    return [form.decode(name, x, scales) for name, x, scales in zip(PAIR, arrays[:2], arrays[2:], strict=True)]
 
 
 def coded(form: Format | None, tokens: Sequence[Tensor]) -> Sequence[Tensor]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,9 +18,11 @@ from ..planner import Plan
 from ..positions import RotaryTables
 from ..softmax import Softmax
 from .base import CompressedCache
+from .formats import FORMATS, Format, coded, decoded, keys_and_values, named_scales, slot_nbytes
 from .layer import CompressedLayer
 from .passes import CachePass, Iteration, View
 from .rows import joined_rows
+from .store import PoolSettings
 
 _LEAST_BLOCK = (
     256  # tokens of a prompt read at a time, or half a window if that is more: fewer calls of larger products
@@ -34,14 +38,22 @@ class StreamingLayer(CompressedLayer):
     for them, and attention is two segments merged by their LSE.
     sink_distance "slot": once a token is gone all sinks are far, and the query stands at sinks + window - 1. "window":
     sinks that have left the window are far; the query stands at `window`, and their keys are those of a copy at id 0.
+    dtype: of FORMATS: what is held, and attended to, are codes. A key is rounded twice at most: what is in the ring
+    when base moves has left it before it moves again.
     """
 
-    def __init__(self, index: int, number: int, sinks: int, window: int, sink_distance: str) -> None:
+    dtype: str | None = None  # here for files from before there were codes
+    form: Format | None = None
+    scales: Sequence[Tensor] = ()  # of keys and values, [R, sinks + window] each
+
+    def __init__(
+        self, index: int, number: int, sinks: int, window: int, sink_distance: str, dtype: str | None = None
+    ) -> None:
         super().__init__(index, number)
-        self.sinks, self.window, self.copies = sinks, window, sink_distance == "window"
+        self.sinks, self.window, self.copies, self.dtype = sinks, window, sink_distance == "window", dtype
         self.keys: Tensor | None = None  # [R, sinks + window, D]
         self.values: Tensor | None = None
-        self.far: tuple[Tensor, Tensor] | None = None  # for "window": keys at id 0 and values, [R, sinks, D] each
+        self.far: tuple[Tensor, ...] | None = None  # for "window": keys at id 0 and values, [R, sinks, D] each
         self.tokens: list[int] = []  # tokens seen per sequence, padding not counted
         self.base: list[int] = []
         self.places: Tensor | None = None  # int32 [B, 1] each, the device's copies of tokens and base
@@ -51,11 +63,16 @@ class StreamingLayer(CompressedLayer):
         B, Hkv, S, D = keys.shape
         facts = step.facts[self.index]
         if self.keys is None:
-            self._check_memory(B * Hkv, D, keys)
-            self.keys = keys.new_zeros(B * Hkv, self.sinks + self.window, D)
-            self.values = torch.zeros_like(self.keys)
+            self.form = Format.of(self.dtype, keys.dtype)
+            slots = keys_and_values(D, keys.dtype, self.form)
+            self._check_memory(B * Hkv, D, slot_nbytes(slots), keys.device)
+
+            def zeros(count: int) -> list[Tensor]:
+                return [keys.new_zeros(B * Hkv, count, *size, dtype=kind) for size, kind in slots.values()]
+
+            self.keys, self.values, *self.scales = zeros(self.sinks + self.window)
             if self.copies:
-                self.far = (keys.new_zeros(B * Hkv, self.sinks, D), keys.new_zeros(B * Hkv, self.sinks, D))
+                self.far = tuple(zeros(self.sinks))
             self.tokens, self.base = [0] * B, [0] * B
             self.places, self.bases = (torch.zeros(B, 1, dtype=torch.int32, device=keys.device) for _ in range(2))
         if (found := self._step(step, queries, keys, values, softmax)) is not None:
@@ -85,21 +102,27 @@ class StreamingLayer(CompressedLayer):
         step.lend_view(self.index, every)
         return out
 
-    def _check_memory(self, rows: int, size: int, like: Tensor) -> None:
+    @property
+    def _held(self) -> tuple[Tensor, ...]:
+        """Keys, values and, of codes, the scales of both."""
+        assert self.keys is not None and self.values is not None
+        return self.keys, self.values, *self.scales
+
+    def _check_memory(self, rows: int, size: int, slot_bytes: int, device: torch.device) -> None:
         """Raises RuntimeError for a ring larger than all memory of its device: the system may promise it, and end the
         process once it is written to."""
-        if like.device.type == "cuda":
-            there = torch.cuda.get_device_properties(like.device).total_memory
-        elif like.device.type == "cpu":
+        if device.type == "cuda":
+            there = torch.cuda.get_device_properties(device).total_memory
+        elif device.type == "cpu":
             there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         else:
             return
         slots = self.sinks + self.window
         tables = 2 * self._bound() * (size // 2) * 4  # cosines and sines
-        if (needed := 2 * rows * slots * size * like.element_size() + tables) > there:
+        if (needed := rows * slots * slot_bytes + tables) > there:
             raise RuntimeError(
                 f"window_size = {self.window:,} is too large: {units.size(needed)} are needed in one layer, for "
-                f"all {slots:,} slots from the first token on, and {like.device} has {units.size(there)}"
+                f"all {slots:,} slots from the first token on, and {device} has {units.size(there)}"
             )
 
     def _step(self, step: CachePass, queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax) -> Tensor | None:
@@ -112,10 +135,14 @@ class StreamingLayer(CompressedLayer):
             return None
         assert self.keys is not None and self.values is not None and self.places is not None
         self._move_back(facts.key_rotary, 1)
-        k_far, v_far = self.far or (None, None)
+        k_far, v_far, *far_scales = self.far or (None, None)
+        scales: dict[str, Any] = {}
+        if self.form is not None:
+            names = ("k_ring_scales", "v_ring_scales", "k_far_scales", "v_far_scales")
+            scales = dict(zip(names, (*self.scales, *far_scales), strict=False))
         out = ops.ring_step_(
             queries, keys, values, self.keys, self.values, self.places, window=self.window, sinks=self.sinks,
-            k_far=k_far, v_far=v_far, base=self.bases, cos=tables[0], sin=tables[1], **softmax.options,
+            k_far=k_far, v_far=v_far, base=self.bases, cos=tables[0], sin=tables[1], **scales, **softmax.options,
         )[0]  # fmt: skip
         self.tokens = [token + 1 for token in self.tokens]
         return out
@@ -143,12 +170,17 @@ class StreamingLayer(CompressedLayer):
         ]
         assert self.keys is not None and self.bases is not None
         B, R = len(self.tokens), self.keys.shape[0]
-        ring = self.keys[:, self.sinks :].unflatten(0, (B, R // B))
+        held = [x[:, self.sinks :] for x in (self.keys, *self.scales[:1])]
+        # of codes what they stand for, exactly: they are rounded once more
+        keys = held[0] if self.form is None else replace(self.form, dtype=torch.float32).decode("keys", *held)
+        ring = keys.unflatten(0, (B, R // B))
         places = torch.tensor(distance, dtype=torch.int32, device=ring.device)[:, None]
         moved = rotary.move_back(
             ring, places.expand(B, self.window).contiguous(), max(distance) + 1, self.sinks + self.window
-        )
-        self.keys[:, self.sinks :] = moved.flatten(0, 1)
+        ).flatten(0, 1)
+        stored = (moved,) if self.form is None else ops.quantize(moved, FORMATS[self.form.name][0])
+        for x, y in zip(held, stored, strict=True):
+            x.copy_(y)
         self.base = [base + by for base, by in zip(self.base, distance, strict=True)]
         self.bases += places
 
@@ -172,15 +204,14 @@ class StreamingLayer(CompressedLayer):
             return
         first, heads, n = self.tokens[b], keys.shape[1], keys.shape[2]
         at_zero = self._rotate(rotary, keys, torch.zeros(1, n, dtype=torch.int32, device=keys.device))
-        for held, new in zip(self.far, (at_zero, values), strict=True):
+        for held, new in zip(self.far, coded(self.form, (at_zero, values)), strict=True):
             held[b * heads : (b + 1) * heads, first : first + n] = new[0]
 
     def _decode(self, facts: LayerFacts, keys: Tensor, values: Tensor) -> View:
         """One token per sequence."""
-        assert self.keys is not None and self.values is not None
         self._move_back(facts.key_rotary, 1)
-        device, B = keys.device, len(self.tokens)
-        R = self.keys.shape[0]
+        held, device, B = self._held, keys.device, len(self.tokens)
+        R = held[0].shape[0]
 
         def per_sequence(numbers: list[int]) -> Tensor:
             return torch.tensor(numbers, dtype=torch.int32, device=device)[:, None]
@@ -191,8 +222,9 @@ class StreamingLayer(CompressedLayer):
         ring_places = per_sequence([token - base for token, base in zip(self.tokens, self.base, strict=True)])
         slots = per_sequence([self._slot(token) for token in self.tokens]).expand(B, R // B).reshape(R).long()
         rows = torch.arange(R, device=device)
-        self.keys[rows, slots] = self._rotate(facts.key_rotary, keys, per_sequence(places)).reshape(R, -1)
-        self.values[rows, slots] = values.reshape(R, -1)
+        rotated = self._rotate(facts.key_rotary, keys, per_sequence(places))
+        for x, new in zip(held, coded(self.form, (rotated, values)), strict=True):
+            x[rows, slots] = new.reshape(R, *x.shape[2:])
         for b in range(B):
             self._note_sinks(facts.key_rotary, b, keys[b : b + 1], values[b : b + 1])
         self.tokens = [token + 1 for token in self.tokens]
@@ -202,16 +234,15 @@ class StreamingLayer(CompressedLayer):
 
         filled = per_row([min(token, self.sinks + self.window) for token in self.tokens])
         far = [self._far_sinks(token) for token in self.tokens]
-        held = (self.keys, self.values)
 
         def view(queries: Tensor, softmax: Softmax) -> Tensor:
             q = self._rotate(facts.query_rotary, queries, ring_places)
             if max(far) == 0:
-                return ops.decode(q, *held, filled, **softmax.options)[0]
+                return _decode(q, held, filled, softmax)[0]
             ends = per_row(far)
-            near = ops.decode(q, *held, filled, begin=ends, **softmax.options)
+            near = _decode(q, held, filled, softmax, ends)
             q = self._rotate(facts.query_rotary, queries, per_sequence([self._far_place] * B))
-            return ops.merge_states(near, ops.decode(q, *(self.far or held), ends, **softmax.rest.options))[0]
+            return ops.merge_states(near, _decode(q, self.far or held, ends, softmax.rest))[0]
 
         return view
 
@@ -225,7 +256,6 @@ class StreamingLayer(CompressedLayer):
 
     def _read(self, facts: LayerFacts, b: int, keys: Tensor, values: Tensor) -> View:
         """A block of tokens of sequence b, [1, H, n, D]: each sees the sinks and the window tokens up to itself."""
-        assert self.keys is not None and self.values is not None
         n, heads, device = keys.shape[2], keys.shape[1], keys.device
         self._move_back(facts.key_rotary, n)
         first, base = self.tokens[b], self.base[b]
@@ -240,9 +270,9 @@ class StreamingLayer(CompressedLayer):
             return places.to(torch.int32)[None].contiguous()
 
         row = slice(b * heads, (b + 1) * heads)
-        k_new = self._rotate(facts.key_rotary, keys, at(new - base))
-        k = torch.cat([self.keys[row, old_slots][None], k_new], dim=2)
-        v = torch.cat([self.values[row, old_slots][None], values], dim=2)
+        held, stored = self._held, coded(self.form, (self._rotate(facts.key_rotary, keys, at(new - base)), values))
+        both = [torch.cat([x[row, old_slots][None], y], dim=2) for x, y in zip(held, stored, strict=True)]
+        k, v = decoded(self.form, both)  # as later tokens find them, so that blocks change nothing
         self._note_sinks(facts.key_rotary, b, keys, values)
         whole = early and not self._far_sinks(first + n)
         far = None if whole else self._far_view(row, k if early else None, v)
@@ -258,8 +288,8 @@ class StreamingLayer(CompressedLayer):
 
         kept = new if early else new[-self.window :]
         slots = torch.where(kept < self.sinks, kept, self.sinks + (kept - self.sinks) % self.window)
-        self.keys[row, slots] = k_new[0, :, kept - first]
-        self.values[row, slots] = values[0, :, kept - first]
+        for x, y in zip(held, stored, strict=True):
+            x[row, slots] = y[0, :, kept - first]
         self.tokens[b] += n
         return view
 
@@ -268,17 +298,16 @@ class StreamingLayer(CompressedLayer):
     ) -> Callable[[Tensor, Softmax], tuple[Tensor, Tensor]]:
         """Attention of one sequence's rotated queries to far sinks. keys, values: of all tokens so far, if none is
         gone."""
-        assert self.keys is not None and self.values is not None
         if keys is not None:
             assert self.far is not None
             copied = keys.clone()
-            copied[:, :, : self.sinks] = self.far[0][row, : keys.shape[2]]
+            copied[:, :, : self.sinks] = decoded(self.form, [x[row, : keys.shape[2]] for x in self.far])[0]
             return lambda q, softmax: ops.attention(
                 q, copied, values, window=self.window, complement=True, **softmax.options
             )
-        k, v = (x[row, : self.sinks].contiguous() for x in self.far or (self.keys, self.values))
-        ends = torch.full((len(k),), self.sinks, dtype=torch.int32, device=k.device)
-        return lambda q, softmax: ops.decode(q, k, v, ends, **softmax.options)
+        far = [x[row, : self.sinks].contiguous() for x in self.far or self._held]
+        ends = torch.full((len(far[0]),), self.sinks, dtype=torch.int32, device=values.device)
+        return lambda q, softmax: _decode(q, far, ends, softmax)
 
     joins = True
 
@@ -287,8 +316,9 @@ class StreamingLayer(CompressedLayer):
         batch, more = len(self.tokens), len(other.tokens)
         for name in ("keys", "values", "places", "bases"):
             setattr(self, name, joined_rows(getattr(self, name), getattr(other, name), batch, more))
+        self.scales = [torch.cat(pair) for pair in zip(self.scales, other.scales, strict=True)]
         if self.far is not None and other.far is not None:
-            self.far = torch.cat([self.far[0], other.far[0]]), torch.cat([self.far[1], other.far[1]])
+            self.far = tuple(torch.cat(pair) for pair in zip(self.far, other.far, strict=True))
         self.tokens, self.base = self.tokens + other.tokens, self.base + other.base
 
     def select_batch(self, indices: list[int]) -> None:
@@ -296,16 +326,16 @@ class StreamingLayer(CompressedLayer):
             return
         heads = self.keys.shape[0] // len(self.tokens)
         rows = torch.tensor([b * heads + h for b in indices for h in range(heads)], device=self.keys.device)
-        self.keys, self.values = self.keys[rows], self.values[rows]
+        self.keys, self.values, *self.scales = (x[rows] for x in self._held)
         if self.far is not None:
-            self.far = (self.far[0][rows], self.far[1][rows])
+            self.far = tuple(x[rows] for x in self.far)
         self.tokens, self.base = [self.tokens[b] for b in indices], [self.base[b] for b in indices]
         assert self.places is not None and self.bases is not None
         index = torch.tensor(indices, dtype=torch.long, device=self.places.device)
         self.places, self.bases = self.places[index], self.bases[index]
 
     def nbytes(self) -> int:
-        return sum(x.numel() * x.element_size() for x in (self.keys, self.values, *(self.far or ())) if x is not None)
+        return 0 if self.keys is None else sum(x.nbytes for x in (*self._held, *(self.far or ())))
 
     def stored_lengths(self) -> list[list[int]]:
         if self.keys is None:
@@ -324,6 +354,14 @@ class StreamingLayer(CompressedLayer):
         return kept
 
 
+def _decode(
+    queries: Tensor, arrays: Sequence[Tensor], end: Tensor, softmax: Softmax, begin: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) over slots [begin, end) of rows, keys and values of any format."""
+    k, v = arrays[:2]
+    return ops.decode(queries, k, v, end, begin=begin, **named_scales(arrays), **softmax.options)
+
+
 class StreamingCache(CompressedCache):
     """First tokens and a sliding window of recent ones; generates without end in constant memory.
 
@@ -332,7 +370,7 @@ class StreamingCache(CompressedCache):
     sink_distance: how far first token j is from query i. "slot" (StreamingLLM): positions are places in the cache, as
     if the tokens that are gone had never been. "window" (LM-Infinite): min(i - j, window_size). All distances in the
     window are the true ones, and every first token that has left it stands at window_size, whichever it is. A cache
-    with "window" holds the first tokens twice.
+    with "window" holds the first tokens twice. dtype: see PoolSettings; what is held, and attended to, are codes then.
     What has left the window is gone: a fact in the middle of a long prompt cannot be asked for.
     Raises ValueError for settings out of range. Source: StreamingLLM, section 3.2; LM-Infinite, section 4.
     """
@@ -345,6 +383,7 @@ class StreamingCache(CompressedCache):
         num_sink_tokens: int = 4,
         chunk_size: int = 1024,
         sink_distance: str = "slot",
+        dtype: str | None = None,
     ) -> None:
         for name, value, least in (
             ("window_size", window_size, 1),
@@ -356,11 +395,12 @@ class StreamingCache(CompressedCache):
         if sink_distance not in ("slot", "window"):
             raise ValueError(f"sink_distance must be 'slot' or 'window', got {sink_distance!r}")
         self.window_size, self.num_sink_tokens, self.chunk_size = window_size, num_sink_tokens, chunk_size
-        self.sink_distance = sink_distance
+        self.sink_distance, self.pool_settings = sink_distance, PoolSettings(dtype=dtype)
         super().__init__(config)
 
     def _new_layer(self, index: int, number: int) -> StreamingLayer:
-        return StreamingLayer(index, number, self.num_sink_tokens, self.window_size, self.sink_distance)
+        dtype = self.pool_settings.dtype
+        return StreamingLayer(index, number, self.num_sink_tokens, self.window_size, self.sink_distance, dtype)
 
     def open(self, facts: Facts, counts: Sequence[int], columns: int, iteration: Iteration | None = None) -> CachePass:
         before = self.seen_lengths() or [0] * len(counts)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -70,35 +72,40 @@ def _codes_of(format: str) -> tuple[int, torch.dtype]:
     return CODES[format]
 
 
+PAGES = ("k_pages", "v_pages", "key_scales", "value_scales")
+
+
 def need_pages(
     k_pages: Tensor, v_pages: Tensor, key_scales: Tensor | None, value_scales: Tensor | None, head_dim: int,
-    value_pages: int,
+    value_pages: int, names: Sequence[str] = PAGES,
 ) -> None:  # fmt: skip
-    """Pages of keys [pages, P, head_dim] and of values, of one format: numbers of one dtype, or codes and scales."""
-    need_tensors(k_pages=k_pages, v_pages=v_pages)
+    """Pages of keys [pages, P, head_dim] and of values, of one format: numbers of one dtype, or codes and scales.
+    names: of the arguments."""
+    k_name, v_name, *scale_names = names
+    need_tensors(**{k_name: k_pages, v_name: v_pages})
     kinds: tuple[torch.dtype, ...]
     if key_scales is None and value_scales is None:
-        need_float("k_pages", k_pages, 3, "[pages, P, D]")
+        need_float(k_name, k_pages, 3, "[pages, P, D]")
         kinds, width = (k_pages.dtype,), head_dim
     else:
-        need(k_pages.dtype == torch.int8, f"k_pages must be int8 where there are scales, got {k_pages.dtype}")
-        need(k_pages.ndim == 3, f"k_pages must be [pages, P, D], got shape {tuple(k_pages.shape)}")
-        kinds, width = VALUE_CODES, values_width(v_pages, head_dim)
-    need(k_pages.shape[2] == head_dim, f"k_pages must have head dim {head_dim}, got {k_pages.shape[2]}")
+        need(k_pages.dtype == torch.int8, f"{k_name} must be int8 where there are scales, got {k_pages.dtype}")
+        need(k_pages.ndim == 3, f"{k_name} must be [pages, P, D], got shape {tuple(k_pages.shape)}")
+        kinds, width = VALUE_CODES, values_width(v_pages, head_dim, v_name)
+    need(k_pages.shape[2] == head_dim, f"{k_name} must have head dim {head_dim}, got {k_pages.shape[2]}")
     wanted = (value_pages, k_pages.shape[1], width)
     need(
         tuple(v_pages.shape) == wanted and v_pages.dtype in kinds,
-        f"v_pages must be {' or '.join(map(str, kinds))} {wanted}, got {v_pages.dtype} {tuple(v_pages.shape)}",
+        f"{v_name} must be {' or '.join(map(str, kinds))} {wanted}, got {v_pages.dtype} {tuple(v_pages.shape)}",
     )
     if key_scales is None and value_scales is None:
         return
-    need_scales("key_scales", key_scales, k_pages)
-    need_scales("value_scales", value_scales, v_pages)
+    for name, scales, pages in zip(scale_names, (key_scales, value_scales), (k_pages, v_pages), strict=True):
+        need_scales(name, scales, pages)
 
 
-def values_width(v_pages: Tensor, head_dim: int) -> int:
+def values_width(v_pages: Tensor, head_dim: int, name: str = "v_pages") -> int:
     """Bytes of the codes of a value in such pages."""
-    need(v_pages.dtype != torch.uint8 or head_dim % 2 == 0, f"v_pages of 4 bits need an even head dim, got {head_dim}")
+    need(v_pages.dtype != torch.uint8 or head_dim % 2 == 0, f"{name} of 4 bits need an even head dim, got {head_dim}")
     return head_dim // 2 if v_pages.dtype == torch.uint8 else head_dim
 
 

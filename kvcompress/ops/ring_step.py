@@ -27,6 +27,7 @@ from .native import MAX_HEAD_DIM, native
 from .no_gradient import without_gradient
 from .paged_step import NO_STEP_GRADIENT, need_page_size, need_parts, need_stored
 from .pages import PageTable, need_table
+from .quantize import need_pages
 
 NO_TABLE = (None,) * len(PageTable._fields)
 
@@ -38,11 +39,13 @@ def _check(
     sinks: int = 0, chunked: bool = False, k_far: Tensor | None = None, v_far: Tensor | None = None,
     base: Tensor | None = None, marks: Tensor | None = None, alpha: Tensor | None = None,
     k_pages: Tensor | None = None, v_pages: Tensor | None = None, table: PageTable | None = None,
-    key_scales: Tensor | None = None, value_scales: Tensor | None = None, neuron: int | None = None,
-    cos: Tensor | None = None, sin: Tensor | None = None, **others: object,
+    key_scales: Tensor | None = None, value_scales: Tensor | None = None, k_ring_scales: Tensor | None = None,
+    v_ring_scales: Tensor | None = None, k_far_scales: Tensor | None = None, v_far_scales: Tensor | None = None,
+    neuron: int | None = None, cos: Tensor | None = None, sin: Tensor | None = None, **others: object,
 ) -> None:  # fmt: skip
     """ValueError or TypeError for the first argument of ring_step_ that is wrong."""
-    if not isinstance(k_ring, Tensor) or k_ring.ndim != 3 or k_ring.dtype not in FLOATS:
+    coded = k_ring_scales is not None or v_ring_scales is not None
+    if not isinstance(k_ring, Tensor) or k_ring.ndim != 3 or not (coded or k_ring.dtype in FLOATS):
         need_float("k_ring", k_ring, 3, "[R, capacity, D]")
     if not isinstance(queries, Tensor) or queries.ndim != 4 or queries.dtype not in FLOATS:
         need_float("queries", queries, 4, "[B, Hq, 1, D]")
@@ -56,17 +59,30 @@ def _check(
     need_integer("window", window, 1, MOST_INT32)
     need_integer("sinks", sinks, 0, MOST_INT32 - window)
     need(capacity <= sinks + window, f"k_ring must have at most {sinks + window} slots, got {capacity}")
-    ring, token, far = (R, capacity, D), (B, R // B, 1, D), (R, sinks, D)
-    need_parts(
-        device, ("k_ring", k_ring, dtype, ring), ("v_ring", v_ring, dtype, ring), ("keys", keys, dtype, token),
-        ("values", values, dtype, token), ("places", places, torch.int32, (B, 1)),
-    )  # fmt: skip
-    whole = {"k_ring": k_ring, "v_ring": v_ring, "places": places}
+    token = (B, R // B, 1, D)
+    if coded:
+        need_float("keys", keys, 4, "[B, Hkv, 1, D]")
+        need(table is None and neuron is None, "k_ring_scales must not come with a table or a neuron")
+    number = keys.dtype if coded else dtype
+    stored = [("ring", capacity, (k_ring, v_ring, k_ring_scales, v_ring_scales))]
     if k_far is not None or v_far is not None:
         if k_far is None or v_far is None:
             raise ValueError("k_far and v_far must be given together")
-        need_parts(device, ("k_far", k_far, dtype, far), ("v_far", v_far, dtype, far))
-        whole |= {"k_far": k_far, "v_far": v_far}
+        stored.append(("far", sinks, (k_far, v_far, k_far_scales, v_far_scales)))
+    for name, slots, (k, v, k_scales, v_scales) in stored:
+        kind, width = dtype, D
+        if coded or k_scales is not None or v_scales is not None:
+            names = [f"{x}_{name}{end}" for end in ("", "_scales") for x in "kv"]
+            need_pages(k, v, k_scales, v_scales, D, R, names)
+            kind, width = v_ring.dtype, v_ring.shape[-1]
+            need_device(k_ring, **dict(zip(names[2:], (k_scales, v_scales), strict=True)))
+        need_parts(device, (f"k_{name}", k, dtype, (R, slots, D)), (f"v_{name}", v, kind, (R, slots, width)))
+    need_parts(
+        device, ("keys", keys, number, token), ("values", values, number, token),
+        ("places", places, torch.int32, (B, 1)),
+    )  # fmt: skip
+    whole = {"k_ring": k_ring, "v_ring": v_ring, "places": places}
+    whole |= {} if k_far is None or v_far is None else {"k_far": k_far, "v_far": v_far}
     if base is not None:
         need_parts(device, ("base", base, torch.int32, (B, 1)))
     if marks is not None:
@@ -110,6 +126,10 @@ def ring_step_(
     table: PageTable | None = None,
     key_scales: Tensor | None = None,
     value_scales: Tensor | None = None,
+    k_ring_scales: Tensor | None = None,
+    v_ring_scales: Tensor | None = None,
+    k_far_scales: Tensor | None = None,
+    v_far_scales: Tensor | None = None,
     neuron: int | None = None,
     factor: float = 1.0,
     shift: float = 5.0,
@@ -132,7 +152,9 @@ def ring_step_(
     their values, written too: those that have left the window; for them the query stands at window.
     marks: contiguous bool [R, capacity], written: whether alpha, float32 [B, Hkv, 1], is above 1/2; alpha None =
     dmc_decisions(keys[..., neuron], factor, shift, margin, hard=True).hard. k_pages, v_pages, table: as in paged_step_;
-    key_scales, value_scales: as in decode, changed in place too, where pages hold codes.
+    key_scales, value_scales: as in decode, changed in place too, where pages hold codes; k_ring_scales, v_ring_scales,
+    k_far_scales, v_far_scales: the same of rings of codes, which take keys and values of any dtype, no pages and no
+    neuron.
     A token that leaves the ring is appended there if the one after it (own: it itself, and a first token never is) is
     not marked, and queries see all of a row's pages. neuron: the coordinate of queries and keys that is 0 in attention,
     negative from the end; None = none.
@@ -157,7 +179,7 @@ def ring_step_(
         dense_last(values), k_ring, v_ring, places, k_far, v_far, marks, k_pages, v_pages, *(table or NO_TABLE),
         dense(base), dense(alpha), dense(cos), dense(sin), window, sinks, chunked, own, place, factor, shift, margin,
         need_scale(scale, D), need_sink_logits(sink_logits, Hq, queries), need_softcap(softcap), key_scales,
-        value_scales,
+        value_scales, k_ring_scales, v_ring_scales, k_far_scales, v_far_scales,
     )  # fmt: skip
 
 

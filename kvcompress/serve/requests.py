@@ -167,7 +167,7 @@ class Requests:
         self.wants_entering = empty.wants_entering
         paged, P = paged_layers(empty), empty.pool_settings.page_size
         size = facts[paged[0].index].size if paged else 1
-        form = Format.of(empty.pool_settings.dtype, dtype)
+        form = Format.of(empty.pool_settings.dtype, dtype) if paged else None
         slots = keys_and_values(size, dtype, form)
         if callable(pages):
             pages = pages(P * slot_nbytes(slots) if paged else 0)

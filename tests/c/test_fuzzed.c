@@ -21,7 +21,8 @@ static void test_chunks_with_pages(void) {
     int32_t places[1] = {3};
     uint8_t *marks = room(1);
     const kvc_view one = {x, KVC_F32, 4, 4, 4};
-    kvc_ring_step_args args = {.out = out, .lse = lse, .q = one, .k = one, .v = one, .k_ring = ring, .v_ring = ring + 2,
+    kvc_ring_step_args args = {.out = out, .lse = lse, .q = one, .k = one, .v = one,
+                               .ring = {.keys = ring, .values = ring + 2, .format = KVC_FORMAT_F32},
                                .rows = {.keys = pages, .values = pages + 2, .format = KVC_FORMAT_F32}, .places = places,
                                .marks = marks, .alpha = alpha,
                                .B = 1, .Hq = 1, .Hkv = 1, .D = 2, .capacity = 1, .window = 3, .neuron = -1, .chunked = 1,

@@ -2,6 +2,8 @@
 // shared pages; what the launchers refuse; calls that the device refuses for want of pages, which change nothing.
 #include "sanitized.h"
 
+#include <array>
+
 namespace {
 
 constexpr int64_t P = 2, BLOCKS = 3, ROTARY = 8, POSITIONS = 12, SHARED = 3;  // slots of every row
@@ -180,12 +182,12 @@ void run_ring_step(int64_t D, int64_t Hq, ring kind, kvc_dtype dtype, int steps)
     std::unique_ptr<uint8_t[]> marks(new uint8_t[static_cast<size_t>(R * full)]());
     kvc_ring_step_args args = {};
     args.out = out.bytes.get(), args.lse = lse.floats(), args.q = q.view(), args.k = k.view(), args.v = v.view();
-    args.k_ring = k_ring.bytes.get(), args.v_ring = v_ring.bytes.get();
+    args.ring = rows_of(k_ring, v_ring, dtype);
     args.places = places.data(), args.base = base.data(), args.cos = cos.floats(), args.sin = sin.floats();
     args.B = B, args.Hq = Hq, args.Hkv = Hkv, args.D = D, args.capacity = full, args.window = window, args.sinks = sinks;
     args.neuron = -1, args.rotary_dim = 2 * half, args.table_rows = rows, args.scale = 0.2f;
     args.sink_logits = logits.floats(), args.chunked = kind == ring::window, args.decision_scale = 1.0f;
-    if (kind == ring::apart) args.k_far = k_far.bytes.get(), args.v_far = v_far.bytes.get();
+    if (kind == ring::apart) args.far = rows_of(k_far, v_far, dtype);
     if (kind == ring::pages) {
         args.rows = rows_of(k_pages, v_pages, dtype), args.marks = marks.get(), args.neuron = 0;
         args.table = {table.data(), lengths.data(), refs.data(), free_pages.data(), free_count.data(), R, blocks, P, pages};
@@ -197,6 +199,24 @@ void run_ring_step(int64_t D, int64_t Hq, ring kind, kvc_dtype dtype, int steps)
     for (int i = 0; i < steps; i++) expect(kvc_cuda_ring_step(&args, nullptr), "ring_step", D);
     const bool ran_out = kind == ring::pages && steps == 4;
     expect_true(ran_out ? free_count[1] > 0 : places[0] == steps && places[1] == 17 + steps, "places of rings", D);
+    if (kind != ring::pages) {  // once more, in rows of codes
+        const auto zeros = [](int64_t n) { return std::vector<uint8_t>(static_cast<size_t>(n)); };
+        const auto codes = [&](int64_t slots) {
+            return std::array{zeros(slots * D), zeros(slots * D / (D % 2 ? 1 : 2)), zeros(slots * 2), zeros(slots * 2)};
+        };
+        const auto of = [&](auto& x) {
+            return kvc_rows{x[0].data(), x[1].data(), x[2].data(), x[3].data(), D % 2 ? KVC_FORMAT_INT8 : KVC_FORMAT_K8V4};
+        };
+        auto near = codes(R * full), far = codes(R * sinks);
+        kvc_ring_step_args coded = args;
+        coded.ring = of(near), coded.far = args.far.keys ? of(far) : kvc_rows{};
+        const scratch_memory coded_scratch = scratch_of(kvc_cuda_ring_step_scratch_bytes(&coded));
+        coded.scratch = coded_scratch.get();
+        expect(kvc_cuda_ring_step(&coded, nullptr), "ring_step of codes", D);
+        expect_true(places[1] == 18 + steps, "places of rings of codes", D);
+        expect_refused(kvc_cuda_ring_step, coded, "ring_step of wrong codes", [](auto& a) { a.neuron = 0; },
+                       [](auto& a) { a.ring.key_scales = nullptr; }, [](auto& a) { a.far = a.rows, a.far.keys = a.out; });
+    }
     places[0] = -1;  // has no slot
     expect(kvc_cuda_ring_step(&args, nullptr), "ring_step of no place", D);
     expect_true(places[0] == -1, "places of rings", D);

@@ -37,8 +37,9 @@ from kvcompress.serve.vllm.scheduler import _bytes_of
 
 ROOT = Path(__file__).parents[2]
 PRUNED = "pruned,pruner=snapkv,window=16,keep=64"
-CODED = ["quantized,dtype=int8", "quantized,dtype=k8v4", PRUNED + ",dtype=int8,every=8"]
-CACHES = ["dense", "dmc", PRUNED, "streaming,window_size=60", *CODED]
+STREAMING = "streaming,window_size=60"
+CODED = ["quantized,dtype=int8", "quantized,dtype=k8v4", PRUNED + ",dtype=int8,every=8", STREAMING + ",dtype=k8v4"]
+CACHES = ["dense", "dmc", PRUNED, STREAMING, *CODED]
 
 
 def example(cache):

@@ -183,13 +183,12 @@ static void ring_step(void) {
     const int paged = once_in(3), far = once_in(3);
     const kvc_page_table table = any_table(paged ? R : 0);
     const kvc_format format = once_in(3) ? any_format() : (kvc_format)n.type;
+    const kvc_format ring = once_in(3) ? any_format() : (kvc_format)n.type;
     kvc_ring_step_args args = {
         .out = elements(n.B * n.Hq * n.D, n.query_type, WRITE), .lse = floats(n.B * n.Hq, WRITE),
         .q = view(n.B, n.Hq, 1, n.D, n.query_type, READ), .k = view(n.B, n.Hkv, 1, n.D, n.type, READ),
-        .v = view(n.B, n.Hkv, 1, n.D, n.type, READ), .k_ring = elements(R * capacity * n.D, n.type, WRITE),
-        .v_ring = elements(R * capacity * n.D, n.type, WRITE),
-        .k_far = far ? elements(R * sinks * n.D, n.type, WRITE) : NULL,
-        .v_far = far ? elements(R * sinks * n.D, n.type, WRITE) : NULL,
+        .v = view(n.B, n.Hkv, 1, n.D, n.type, READ), .ring = stored(ring, R, R, capacity, n.D, WRITE),
+        .far = far ? stored(once_in(20) ? any_format() : ring, R, R, sinks, n.D, WRITE) : (kvc_rows){0},
         .rows = paged ? stored(format, table.pages, table.pages, table.P > 0 ? table.P : 0, n.D, WRITE) : (kvc_rows){0},
         .table = table, .places = integers(n.B, 0, 40, WRITE), .base = once_in(2) ? integers(n.B, 0, 3, READ) : NULL,
         .marks = paged || once_in(4) ? flags(R * capacity, WRITE) : NULL, .alpha = once_in(2) ? floats(R, READ) : NULL,
@@ -201,7 +200,7 @@ static void ring_step(void) {
         .decision_scale = any_float(), .decision_shift = any_float(), .decision_margin = any_float(),
     };
     POINTER(args.out), POINTER(args.lse), POINTER(args.q.data), POINTER(args.k.data), POINTER(args.v.data);
-    POINTER(args.k_ring), POINTER(args.v_ring), POINTER(args.k_far), POINTER(args.rows.keys), POINTER(args.rows.values);
+    POINTER(args.ring.keys), POINTER(args.ring.values), POINTER(args.far.keys), POINTER(args.rows.keys), POINTER(args.rows.values);
     POINTER(args.places), POINTER(args.marks), POINTER(args.alpha), POINTER(args.cos), POINTER(args.sin);
     table_fields(&args.table);
     SIZE(args.B), SIZE(args.Hq), SIZE(args.Hkv), SIZE(args.D), SIZE(args.capacity), SIZE(args.window), SIZE(args.sinks);

@@ -203,7 +203,7 @@ static void add_codes(const decode_job *job, int64_t row, int64_t t, int64_t n, 
     for (int64_t first = 0; first < n; first += KVC_MIXED) {
         const int64_t some = min_of(KVC_MIXED, n - first);
         for (int64_t i = 0; i < count; i++) {
-            units[i] = quantize_words(job->simd, words + i * KVC_MIXED, weights + i * PIECE + first, some);
+            units[i] = quantize_words(job->simd, words + i * KVC_MIXED, weights + i * PIECE + first, 32767.0f, some);
         }
         memset(products, 0, (size_t)(count * D) * sizeof(int32_t));
         int64_t run;
@@ -232,7 +232,7 @@ static void attend_codes(const decode_job *job, int64_t row, int64_t t, int64_t 
         float query[KVC_MAX_HEAD_DIM];
         const int64_t h = row % args->Hkv * G + (first + i) / args->S;
         job->simd->load[args->q.dtype](query, view_at(&args->q, row / args->Hkv, h, (first + i) % args->S, 0), D);
-        factors[i] = quantize_words(job->simd, q + i * D, query, D);
+        factors[i] = quantize_words(job->simd, q + i * D, query, KVC_MOST_WORD, D);
     }
     code_logits(job, row, t, n, q, count, weights, scales);
     for (int64_t i = 0; i < count; i++) {

@@ -79,11 +79,11 @@ kvc_status kvc_tokens_to_append(kvc_append_tokens_args *append, const kvc_rows *
 /* Key and value, float32 [D] each, into a slot of rows: rounded to its numbers, or as kvc_quantize makes them codes. */
 void kvc_store_slot(const kvc_rows *rows, int64_t slot, const float *key, const float *value, int64_t D);
 
-/* codes = x / scale in integers up to 32767, and that scale: 0 (codes 0) for zeros, NaN (codes 0) where x is not finite. */
-static inline float quantize_words(const kvc_simd *simd, int16_t *codes, const float *x, int64_t n) {
-    const float scale = simd->largest(x, n) / 32767.0f;
+/* codes = x / scale in integers up to most, and that scale: 0 (codes 0) for zeros, NaN (codes 0) where x is not finite. */
+static inline float quantize_words(const kvc_simd *simd, int16_t *codes, const float *x, float most, int64_t n) {
+    const float scale = simd->largest(x, n) / most;
     if (scale > 0.0f && isfinite(scale)) {
-        simd->quantize(codes, x, scale, 32767.0f, n);
+        simd->quantize(codes, x, scale, most, n);
         return scale;
     }
     for (int64_t i = 0; i < n; i++) codes[i] = 0;

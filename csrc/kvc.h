@@ -321,8 +321,8 @@ enum { KVC_MIXED = 128 }; /* keys whose weights are integers of one unit */
  * of the pieces that long rows are cut into, and the list of pieces. Its size depends on the sizes only, not on the
  * arrays' contents. One query's bits depend on its own row only, not on B.
  * Of codes, up to 8 queries of a row (G*S, or all with probabilities) multiply as integers, a key's scale in its logit and
- * a value's in its weight. A query becomes multiples of max_d |q_d| / 32767, so that a logit before softcap is off by
- *     |scale| * max_d |q_d| / 65534 * sum_d |k_d|
+ * a value's in its weight. A query becomes multiples of max_d |q_d| / 32639, so that a logit before softcap is off by
+ *     |scale| * max_d |q_d| / 65278 * sum_d |k_d|
  * at most beside the roundings of float32; of KVC_MIXED keys the weights exp(x_t - lse) * value scale become multiples of
  * 1/32767 of the largest w of them, which leaves KVC_MIXED * w * m / 65534 at most of out (m = 127 or 7 as in kvc_quantize):
  * 0.2 % of the largest of their values' shares. More queries multiply float32 numbers. On CUDA codes are

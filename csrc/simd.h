@@ -8,6 +8,7 @@
 #define KVC_SIMD_H
 #include "kvc.h"
 
+enum { KVC_MOST_WORD = 127 * 256 + 127 }; /* of a query: two signed bytes */
 enum { KVC_AHEAD = 8192 }; /* bytes between what is read and what is fetched from memory meanwhile */
 
 enum {
@@ -57,7 +58,7 @@ typedef struct {
      * largest: the largest |x[i]|, i < n; NaN is above all. 0 for n = 0.
      * quantize: codes[i] = x[i] / scale rounded to nearest even, within -most..most, i < n; scale > 0 and finite, no NaN.
      * dequantize: dst[i] = scale * code i of n; indexed by kvc_codes.
-     * code_dots: as dots of integers, k KVC_INT8; |q| < 2^15, D <= KVC_MAX_HEAD_DIM.
+     * code_dots: as dots of integers, k KVC_INT8; |q| <= KVC_MOST_WORD, D <= KVC_MAX_HEAD_DIM.
      * code_mix: as mix of integers, v indexed by kvc_codes; 0 <= w < 2^15, keys <= KVC_MIXED.
      * code_logits: x[i] = c[i] * scales[i], c what code_dots left where x is, i < n.
      * code_sums: y[i] += scale * x[i], i < n. */

@@ -446,7 +446,7 @@ const kvc_simd kvc_simd_avx512 = {
     .code_mix = {code_mix_int8, code_mix_int4}, AVX512_COMMON};
 
 const kvc_simd kvc_simd_avx512_bf16 = {
-    .name = "avx512_bf16", .dots = {dots_f32, dots_pairs, dots_f16}, .code_dots = code_dots_vnni,
+    .name = "avx512_bf16", .dots = {dots_f32, dots_pairs, dots_f16}, .code_dots = byte_dots,
     .code_mix = {code_mix_int8_vnni, code_mix_int4_vnni}, AVX512_COMMON};
 #else
 typedef int kvc_simd_avx512_is_empty; /* ISO C forbids an empty file */

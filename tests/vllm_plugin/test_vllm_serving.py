@@ -32,6 +32,7 @@ from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 import kvcompress
+from kvcompress.models import EXAMPLE
 from kvcompress.serve.requests import ServedPass
 from kvcompress.serve.vllm.scheduler import _bytes_of
 
@@ -269,6 +270,18 @@ def test_the_benchmark_writes_rows_of_what_was_run(tmp_path):
     rows = {row["name"]: row for row in json.loads(path.read_text())["rows"]}
     shares = [row["share"] for name, row in rows.items() if name.startswith("equal/vllm/")]
     assert len(rows) == 25 and shares == [1.0] * 5
+
+
+def test_the_benchmark_of_workloads_writes_rows_of_what_was_run(tmp_path):
+    program, path = "benchmarks/serving/workloads.py", tmp_path / "rows.json"
+    asked = ["--model", EXAMPLE, "--workloads", "bursts", "chat", "--caches", "streaming=streaming,window_size=60"]
+    run = [sys.executable, program, "--tiny", *asked, "--memory", str(1 << 26), "--json", path]
+    done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(path.read_text())["rows"]
+    names = [f"{workload}/{name}" for workload in ("bursts", "chat") for name in ("vLLM", "streaming", "vLLM")]
+    assert [row["name"] for row in rows] == names
+    assert all(row["ratio"] > 0 and row["first"][0] > 0 and row["at_once"] > 0 for row in rows)
 
 
 @pytest.mark.parametrize("settings", [{"mode": "dms", "dms_window": 5}, {"window": 4}], ids=["dms", "dmc"])

@@ -184,6 +184,29 @@ def test_prefixes_go_only_where_that_is_enough():
         assert served.make_free(30) and (served.kept, served.seen("again")) == (0, 0)
 
 
+@pytest.mark.parametrize("name", ["dense", "dmc"])
+def test_a_prefix_that_requests_have_forked_stays(name):
+    """Else a few pages of its own would cost the next request all of it."""
+    cache, dmc = CACHES[name]
+    model, (first, second) = model_of(dmc), prompts_of((30, 31))
+    with kvcompress.attach(model):
+        served = with_prefixes(model, cache, 9)
+        for i, prompt in enumerate((second, first)):
+            read(model, served, f"r{i}", prompt)
+        served.settle()
+        for request, prompt in (("user", second), ("other", first)):
+            served.offer(request, prompt, len(prompt))
+            assert served.start(request, len(prompt)) == 24
+        served.drop("other")
+        served.settle()
+        assert served.make_free(served.free + served.kept) and len(served.prefixes) == 1
+        served.offer("again", second, 31)
+        assert served.seen("again") == 24
+        served.drop("user")
+        served.settle()
+        assert served.make_free(served.pages) and len(served.prefixes) == 0
+
+
 def test_forks_are_kept_where_prompts_part_and_where_they_end():
     model, begin = tiny_model(), prompts_of((24,))[0]
     one, two, three = (begin + more for more in prompts_of((9, 9, 9), seed=1))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import blake2b
 
 import torch
@@ -32,10 +32,12 @@ def check_prefixes(prefixes: int | None, whole: bool) -> None:
 
 @dataclass(eq=False)
 class Prefix:
-    """A request's cache after its first `tokens` tokens. Nobody writes to it: whoever goes on from there forks it."""
+    """A request's cache after its first `tokens` tokens. Nobody writes to it: whoever goes on from there forks it.
+    users: requests that have, and hold most of its pages in any case."""
 
     cache: CompressedCache
     tokens: int
+    users: set[str] = field(default_factory=set)
 
     @property
     def pools(self) -> list[PagePool]:
@@ -122,20 +124,29 @@ class Prefixes:
             _ = pool.counts  # lengths are known from now on
         self._note(prefix, 1)
 
-    def drop_oldest(self, but: Prefix | None = None) -> bool:
+    def used(self) -> list[Prefix]:
+        """Those that requests have forked."""
+        return [prefix for prefix in self._kept.values() if prefix.users]
+
+    def leave(self, request: str) -> None:
+        """The request holds nothing any more."""
+        for prefix in self._kept.values():
+            prefix.users.discard(request)
+
+    def drop_oldest(self, but: Sequence[Prefix | None] = ()) -> bool:
         """Drops the one that was asked for longest ago; False where there is none."""
-        key = next((key for key, prefix in self._kept.items() if prefix is not but), None)
+        key = next((key for key, prefix in self._kept.items() if prefix not in but), None)
         if key is not None:
             self._note(self._kept.pop(key), -1)
         return key is not None
 
-    def alone(self, prefix: Prefix) -> int:
-        """Pages of a prefix that no request holds. Waits for the device."""
-        pages = [pages.long() for pages in prefix.named()]
+    def alone(self, prefixes: Sequence[Prefix]) -> int:
+        """Pages of prefixes that no request holds. Waits for the device."""
+        pages = [pages.long() for prefix in prefixes for pages in prefix.named()]
         if not pages:
             return 0
         unique = torch.cat(pages).unique()
-        return int((self.held[unique] == prefix.pools[0].store.refs[unique]).sum())
+        return int((self.held[unique] == prefixes[0].pools[0].store.refs[unique]).sum())
 
     def nbytes_beside(self) -> int:
         """Bytes of what prefixes hold beside pages."""

@@ -231,6 +231,7 @@ class Requests:
         """The request is over, or must give its pages up; one that is not there is no error."""
         self._offered.pop(request, None)
         self._shared.pop(request, None)
+        self.prefixes.leave(request)
         if self.reading.pop(request, None) is not None:
             self._changed = True
         elif request in self.decoding:
@@ -273,6 +274,7 @@ class Requests:
             reader.cache.adopt(self.decoder, self.facts)
             self.hits += prefix.tokens
             self._shared[request] = prefix.tokens
+            prefix.users.add(request)
         self.reading[request] = reader
         return reader.seen
 
@@ -284,14 +286,18 @@ class Requests:
 
     def make_free(self, pages: int, request: str | None = None) -> bool:
         """Whether so many pages are free beside those of the next tokens. Where they are not, prefixes are dropped, the
-        one first that was asked for longest ago, but only if that is enough. request: one whose own prefix stays."""
+        one first that was asked for longest ago, but only if that is enough. Those that requests have forked stay, and
+        that of `request`."""
         if (missing := pages + self.needed - self.free) <= 0:
             return True
+        if missing > self.kept:
+            return False
         own = self.prefix_of(request) if request is not None else None
-        if missing > self.kept or (own is not None and missing > self.kept - self.prefixes.alone(own)):
+        stay = [*self.prefixes.used(), *([] if own is None else [own])]
+        if missing > self.kept - self.prefixes.alone(stay):
             return False
         while pages + self.needed > self.free:
-            if not self.prefixes.drop_oldest(but=own):
+            if not self.prefixes.drop_oldest(stay):
                 return False
             self._changed = True
             self.settle()

@@ -191,7 +191,7 @@ class Engine:
         if not self.beside:
             return 0
         prefixes, own = self.requests.prefixes, self.requests.prefix_of(name)
-        while len(prefixes) * self.beside > free and prefixes.drop_oldest(but=own):
+        while len(prefixes) * self.beside > free and prefixes.drop_oldest([own]):
             pass
         return len(prefixes) * self.beside
 

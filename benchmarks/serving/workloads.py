@@ -41,8 +41,10 @@ from kvcompress.serve.vllm.engine import ENGINES
 from kvcompress.support.smollm2 import smollm2_folder
 
 OWN = "vLLM"
+ROOT = Path(__file__).resolve().parents[2]
 CACHES = {
     "dense": "dense",
+    "gated": f"gated,gates={ROOT}/examples/smollm2_gates,keep=1/4",
     "pruned": "pruned,pruner=snapkv,keep=1/4,every=64",
     "streaming": "streaming,window_size=448,num_sink_tokens=4",
 }

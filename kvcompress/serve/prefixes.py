@@ -101,8 +101,9 @@ class Prefixes:
 
     def stops(self, borders: Sequence[bytes]) -> set[int]:
         """Behind how many of its borders a prompt's cache is to be kept: the last one where earlier ones part from it
-        or from each other, the last one where one ended, and its own last one where it begins as none did or goes on
-        where one ended, as conversations do. 0 = nowhere."""
+        or from each other, the last one where one ended, and its own last one where it is the first to go on where
+        one ended, as conversations do. 0 = nowhere. A prompt that begins as none did is not cut: a part of its own
+        costs a step."""
         parted = ended = 0
         for i, (key, then) in enumerate(_followed(borders), 1):
             if key not in self._begun:
@@ -111,7 +112,7 @@ class Prefixes:
                 ended = i
             elif self._begun[key] != then:
                 parted = i
-        return {parted, ended, len(borders) if parted <= ended else 0}
+        return {parted, ended, len(borders) if ended and parted <= ended else 0}
 
     def add(self, key: bytes, tokens: int, cache: CompressedCache) -> None:
         """Keeps a fork of a request's cache after so many tokens."""

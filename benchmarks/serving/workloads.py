@@ -70,7 +70,7 @@ class Size:
 
 
 SIZES = {
-    "full": Size(24, 1.0, 20, 8, 10.0), "quick": Size(6, 0.25, 4, 3, 1.0), "tiny": Size(2, 0.04, 2, 2, 0.0),
+    "full": Size(32, 1.0, 20, 6, 10.0), "quick": Size(6, 0.25, 4, 3, 1.0), "tiny": Size(2, 0.04, 2, 2, 0.0),
 }  # fmt: skip
 
 

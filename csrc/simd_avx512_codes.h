@@ -196,13 +196,13 @@ byte_dots_block(int32_t *c, int64_t ldc, const byte_query *q, int64_t D, const c
 
 CODES_TARGET static void byte_dots(int32_t *c, int64_t ldc, const int16_t *q, int64_t D, const void *k, int64_t keys,
                                    int64_t queries, const void *next) {
-    if (queries < 2) {
-        code_dots_vnni(c, ldc, q, D, k, keys, queries, next);
-        return;
-    }
     byte_query split[4];
     for (int64_t i = 0, some; i < queries; i += some) {
         some = queries - i < 4 ? queries - i : 4;
+        if (some == 1) {
+            code_dots_vnni(c + i * ldc, ldc, q + i * D, D, k, keys, 1, next);
+            break;
+        }
         for (int64_t n = 0; n < some; n++) split_query(split + n, q + (i + n) * D, D);
         for (int64_t j = 0; j < keys; j += 16) {
             const char *rows = (const char *)k + j * D;

@@ -88,11 +88,13 @@ static void test_products(int64_t D, int64_t keys, int64_t queries) {
     const kvc_simd *simd = kvc_simd_table();
     const int64_t ldc = keys + 3;
     int16_t *q = room(queries * D * 2), *w = room(queries * ldc * 2);
-    int32_t *dots = room(queries * ldc * 4), *sums = room(queries * D * 4);
+    int32_t *dots = room((queries + 1) * ldc * 4), *sums = room(queries * D * 4);
     for (int64_t i = 0; i < queries * D; i++) q[i] = (int16_t)(i % 3 == 0 ? KVC_MOST_WORD : i % 3 == 1 ? -KVC_MOST_WORD : i * 977 % 4001);
     for (int64_t i = 0; i < queries * ldc; i++) w[i] = (int16_t)(i % 2 ? 32767 : i * 613 % 32768);
     uint8_t *k = bytes_of_codes(keys * D);
+    for (int64_t j = 0; j < ldc; j++) dots[queries * ldc + j] = 77; /* nobody's */
     simd->code_dots(dots, ldc, q, D, k, keys, queries, NULL);
+    for (int64_t j = 0; j < ldc; j++) CHECK(dots[queries * ldc + j] == 77);
     for (int64_t i = 0; i < queries; i++) {
         for (int64_t j = 0; j < keys; j++) {
             int64_t expected = 0;

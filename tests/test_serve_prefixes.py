@@ -94,6 +94,16 @@ def test_all_pages_are_there_for_a_prompt_that_shares_none():
     assert metrics["preempted"] == 0 and metrics["prefix_tokens"] == 64
 
 
+@pytest.mark.parametrize(("settings", "pages"), [({}, 48), ({"mode": "dms", "dms_window": 5}, 45)], ids=["dmc", "dms"])
+def test_a_request_that_is_alone_finds_all_pages_though_it_has_forked_a_prefix(settings, pages):
+    """What copying leaves to the prefix alone would else be nobody's."""
+    model, begin = deciding_model(dmc=settings), prompts_of((48,))[0]
+    prompts, news = [[*begin, 5], [*begin, 6], [*begin, 7, 8, 9, 10, 11, 12, 13]], (2, 2, 60)
+    plain, _ = served(model, "dmc", prompts, news, pages=pages, requests=1, prefixes=0)
+    found, metrics = served(model, "dmc", prompts, news, pages=pages, requests=1)
+    assert found == plain and len(found[2]) == 60 and metrics["prefix_tokens"] > 0
+
+
 def test_a_cancelled_request_leaves_what_others_share():
     model, begin = tiny_model(), prompts_of((40,))[0]
     prompts = [begin + more for more in prompts_of((5, 6, 7, 8), seed=1)]

@@ -250,7 +250,7 @@ class Requests:
         """Tells what a waiting request is to read; from now on seen(request) counts what a prefix has of it already.
         True: it should wait, another is about to read what both begin with. tokens: all that are read before it
         decodes; given: those of them that are the user's. salt: what else its caches depend on."""
-        if not self.prefixes.most or request in self.reading:
+        if self.prefixes.most < 1 or request in self.reading:
             return False
         if request not in self._offered:
             root = f"{given if self._follows_length else 0} {salt}".encode()
@@ -287,7 +287,13 @@ class Requests:
     def make_free(self, pages: int, request: str | None = None) -> bool:
         """Whether so many pages are free beside those of the next tokens. Where they are not, prefixes are dropped, the
         one first that was asked for longest ago, but only if that is enough. Those that requests have forked stay, and
-        that of `request`."""
+        that of `request`, unless one request is alone: nobody else would give its pages back."""
+        if self._make_free(pages, request):
+            return True
+        alone = len(self.decoding) + len(self.reading) == 1 and (request is None or request in self.reading)
+        return alone and self.drop_prefixes() and pages + self.needed <= self.free
+
+    def _make_free(self, pages: int, request: str | None) -> bool:
         if (missing := pages + self.needed - self.free) <= 0:
             return True
         if missing > self.kept:

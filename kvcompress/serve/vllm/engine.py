@@ -69,7 +69,8 @@ class Engine:
         self.page_nbytes = block_size * slot_nbytes(keys_and_values(self.facts[0].size, dtype, form))
         heads = [self.facts[layer.index].kv_heads for layer in paged]
         self.bounds = Bounds(empty, heads, block_size, self.page_nbytes)
-        self.bounds.share = self.bounds.share / settings.ratio
+        if self.bounds.learned:
+            self.bounds.share = self.bounds.share / settings.ratio
         self.beside = 0  # blocks of a request that lies beside pages
         if isinstance(empty, StreamingCache):
             self.beside = -(-(empty.window_size + empty.num_sink_tokens) // block_size)
@@ -97,7 +98,7 @@ class Engine:
         self.served.bounds, self.served.answer_of = self.bounds, self._answer
         if self.beside:  # prefixes are blocks beside pages, too: half of them, and a request's are left in any case
             prefixes = self.served.prefixes
-            prefixes.most = min(prefixes.most, ((blocks - 1) // self.beside - 1) // 2)
+            prefixes.most = max(min(prefixes.most, ((blocks - 1) // self.beside - 1) // 2), 0)
 
     @property
     def requests(self) -> Requests:

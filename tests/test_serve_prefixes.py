@@ -11,7 +11,8 @@ from test_serve_requests import ROPES, requests_of, run
 import kvcompress
 from kvcompress.caches.pool import PagePool
 from kvcompress.serve import batching
-from kvcompress.serve.requests import Part, Requests
+from kvcompress.serve.requests import Requests
+from kvcompress.serve.served_pass import Part
 
 CACHES = {
     "dense": ("dense", None),

@@ -13,8 +13,9 @@ from kvcompress.caches.pool import PagePool
 from kvcompress.caches.store import PageStore, PoolSettings
 from kvcompress.hf.attach import base_model, facts_of
 from kvcompress.hf.method import KEYWORD, method_of
-from kvcompress.serve.requests import Part, Requests
+from kvcompress.serve.requests import Requests
 from kvcompress.serve.served import cache_maker
+from kvcompress.serve.served_pass import Part
 
 CACHES = {
     "dense": ("dense", None),

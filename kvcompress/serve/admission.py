@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-TYPICAL = 512  # tokens of an answer, before one has ended
+TYPICAL = 512  # tokens of an answer: as if one of this length had ended before any has
 REMEMBERED = 64  # answers that have ended, by which those that are being written are judged
 
 

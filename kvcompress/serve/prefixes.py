@@ -66,9 +66,8 @@ class Prefixes:
         self.most, self.block = most, block
         self.held = torch.zeros(pages, dtype=torch.int32, device=device)
         self._kept: OrderedDict[bytes, Prefix] = OrderedDict()
-        self._begun: OrderedDict[bytes, bytes | None] = (
-            OrderedDict()
-        )  # what follows: a border, b"" the end, None both or several
+        # borders of earlier prompts, and what followed: another, b"" the end, None several
+        self._begun: OrderedDict[bytes, bytes | None] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._kept)

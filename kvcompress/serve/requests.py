@@ -13,30 +13,18 @@ from torch import Tensor
 
 from ..caches.base import CompressedCache
 from ..caches.formats import Format, keys_and_values, slot_nbytes
-from ..caches.passes import CachePass
 from ..caches.pool import PagePool
 from ..caches.pruned import PrunedCache
 from ..caches.store import PageStore, PoolSettings
 from ..hf.facts import Facts
-from ..hf.method import Method, Pass
-from ..softmax import Softmax
+from ..hf.method import Method
 from .admission import Answer, Lengths, most_pages
 from .bounds import MARGIN, Bounds, is_read_whole, paged_layers
 from .prefixes import MOST, Prefix, Prefixes, check_prefixes
 from .served import check_served
+from .served_pass import Part, ServedPass
 
 WAITING_STEPS = 8  # for so many steps at most pages are set aside while others wait for pages
-
-
-@dataclass
-class Part:
-    """The next tokens of a request whose prompt is being read. prompt: all tokens that are read before it decodes.
-    given: those of them that are the user's, by which frequencies that depend on length are settled."""
-
-    request: str
-    tokens: int
-    prompt: int
-    given: int
 
 
 @dataclass
@@ -55,93 +43,6 @@ class _Offered:
 
     borders: list[bytes]
     stops: set[int]
-
-
-class ServedPass(Pass):
-    """One forward pass over packed tokens [1, T]: one of each request that decodes, and parts of prompts. at: where the
-    tokens of those that decode are, in their order; starts: where each part begins.
-
-    All decoding requests attend in one call of a layer, and each part in one of its own. A part whose cache refuses it
-    (positions that the model does not know, NaN scores) gets zeros from there on; failed says which, and why. Those who
-    decode have one cache. guarded: it scores while they do, and would refuse all for what one of them holds: the
-    queries, keys and values of one that are not finite are zeros to it, and that request fails alone at the end.
-    """
-
-    def __init__(
-        self, facts: Facts, together: CachePass | None, names: Sequence[str], guarded: bool = False,
-        at: Tensor | None = None, starts: Sequence[int] | None = None,
-    ) -> None:  # fmt: skip
-        """at: int64 [n]; None = the first n tokens. starts: None = one part after the other, behind those."""
-        self.facts, self.together, self.names, self.guarded = facts, together, names, guarded
-        self.at, self.starts = at, starts
-        self._broken: Tensor | None = None  # bool [n, 1, 1, 1], whose numbers were not finite so far
-        self.decoding = 0 if together is None else len(together.counts)
-        self.parts: list[tuple[Part, CachePass | None]] = []  # None of those that have failed already
-        self.failed: dict[str, str] = {}
-
-    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax) -> Tensor:
-        """queries, keys, values: [1, H, T, D]. Returns [1, Hq, T, D], with 0 for padding behind the last token."""
-        out = values.new_empty(*queries.shape[:3], values.shape[3])
-        self.attend_to(layer, queries, keys, values, softmax, out)
-        out[:, :, self.decoding + sum(part.tokens for part, _ in self.parts) :] = 0
-        return out
-
-    def attend_to(
-        self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax, out: Tensor
-    ) -> None:
-        """The same into out [1, Hq, T, D]; other tokens' are left as they are."""
-        given = [queries, keys, values, *([] if self.entering is None else [self.entering])]
-        if self.together is not None:
-            own = [self._of_decoding(x[0]).transpose(0, 1)[:, :, None] for x in given]
-            q, k, v, *entering = self._finite(*own) if self.guarded else own
-            self.together.entering = entering[0] if entering else None
-            try:
-                self._put(out[0], self.together.attend(layer, q, k, v, softmax)[:, :, 0].transpose(0, 1))
-            except RuntimeError as error:
-                self.failed.update(dict.fromkeys(self.names, str(error)))
-                self.together = None
-        if self.together is None and self.decoding:
-            self._put(out[0], out.new_zeros(out.shape[1], self.decoding, out.shape[3]))
-        end = self.decoding
-        for i, (part, step) in enumerate(self.parts):
-            start = end if self.starts is None else self.starts[i]
-            end = start + part.tokens
-            if step is not None and part.request not in self.failed:
-                try:
-                    q, k, v, *entering = (x[:, :, start:end] for x in given)
-                    step.entering = entering[0] if entering else None
-                    out[:, :, start:end] = step.attend(layer, q, k, v, softmax)
-                except RuntimeError as error:
-                    self.failed[part.request] = str(error)
-            if part.request in self.failed:
-                out[:, :, start:end] = 0
-
-    def _of_decoding(self, x: Tensor) -> Tensor:
-        """[H, n, D] of x [H, T, D]."""
-        return x[:, : self.decoding] if self.at is None else x.index_select(1, self.at)
-
-    def _put(self, out: Tensor, attended: Tensor) -> None:
-        """attended: [Hq, n, D]. out: [Hq, T, D]."""
-        if self.at is None:
-            out[:, : self.decoding] = attended
-        else:
-            out.index_copy_(1, self.at, attended)
-
-    def _finite(self, *given: Tensor) -> list[Tensor]:
-        """given: [n, H, 1, D] each, with zeros for requests some of whose numbers are not finite."""
-        sums = torch.stack([x.sum((1, 2, 3), dtype=torch.float32) for x in given]).sum(0)
-        broken = ~sums.isfinite()[:, None, None, None]
-        self._broken = broken if self._broken is None else self._broken | broken
-        return [x.masked_fill(broken, 0) for x in given]
-
-    def fail_broken(self) -> None:
-        """Those of the requests that decode whose numbers were not finite have failed. Waits for the device."""
-        if self._broken is None:
-            return
-        for name, broken in zip(self.names, self._broken.flatten().tolist(), strict=True):
-            if broken:
-                reason = f"request {name} cannot go on: its queries, keys or values hold NaN or overflowed"
-                self.failed.setdefault(name, reason)
 
 
 class Requests:
@@ -290,8 +191,10 @@ class Requests:
         that of `request`, unless one request is alone: nobody else would give its pages back."""
         if self._make_free(pages, request):
             return True
-        alone = len(self.decoding) + len(self.reading) == 1 and (request is None or request in self.reading)
-        return alone and self.drop_prefixes() and pages + self.needed <= self.free
+        if len(self.decoding) + len(self.reading) != 1 or (request is not None and request not in self.reading):
+            return False
+        enough = pages <= self.free + self.kept  # the next token takes no copy of what nobody shares any more
+        return enough and self.drop_prefixes() and pages + self.needed <= self.free
 
     def _make_free(self, pages: int, request: str | None) -> bool:
         if (missing := pages + self.needed - self.free) <= 0:
@@ -385,12 +288,18 @@ class Requests:
         slots |= {name: bounds.slots(tokens - self.seen(name)) for name, tokens in prompts.items()}
         # what comes back when it ends is what it does not share
         shared = np.array([bounds.expected(self._shared.get(name, 0)) for name in slots])
-        left = np.array([self.lengths.left(self.answer_of(name)) for name in slots])
+        left = np.array([self._to_write(name) for name in slots])
         filled = np.array(list(slots.values()))
         most = most_pages(lambda tokens: bounds.held(filled, tokens) - shared, left)
         held = sum((-(-rows // bounds.P)).sum() for rows in here.values()) - shared[: len(here)].sum()
         margin = 0 if bounds.in_phase else MARGIN * self.pages
         return math.ceil(most - held - self.store.claimed() - self.needed + margin)
+
+    def _to_write(self, request: str) -> float:
+        """Tokens that follow a request's prompt, those included that it wrote before it gave its pages up."""
+        answer = self.answer_of(request)
+        again = answer.written if self.whole and request not in self.decoding else 0
+        return self.lengths.left(answer) + again
 
     def pages_in_use(self) -> int:
         """Pages that requests hold; those that prefixes alone hold are not among them. Waits for the device."""

@@ -10,7 +10,8 @@ from transformers.generation.continuous_batching.scheduler import Scheduler
 
 from .admission import Answer
 from .bounds import LEAST
-from .requests import Part, Requests
+from .requests import Requests
+from .served_pass import Part
 
 
 class PageScheduler(Scheduler):

@@ -33,7 +33,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 import kvcompress
 from kvcompress.models import EXAMPLE
-from kvcompress.serve.requests import ServedPass
+from kvcompress.serve.served_pass import ServedPass
 from kvcompress.serve.vllm.scheduler import _bytes_of
 
 ROOT = Path(__file__).parents[2]

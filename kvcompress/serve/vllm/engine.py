@@ -18,8 +18,9 @@ from ...softmax import Softmax
 from ..admission import Answer
 from ..bounds import LEAST, Bounds, is_read_whole, paged_layers
 from ..prefixes import check_prefixes
-from ..requests import Part, Requests, ServedPass
+from ..requests import Requests
 from ..served import cache_maker, check_served
+from ..served_pass import Part, ServedPass
 from .facts import Decoder, facts_from
 from .settings import Settings
 

@@ -99,7 +99,7 @@ static void write_slot(const kvc_dmc_append_args *args, int64_t r, int64_t s, in
     }
     if (half) {
         const int64_t p = args->positions ? args->positions[r / args->Hkv * args->S + s] : s;
-        simd->rotate(mean_k, mean_k + half, args->cos + p * half, args->sin + p * half, 1.0f, half);
+        simd->rotate[KVC_F32](mean_k, mean_k, args->cos + p * half, args->sin + p * half, 1.0f, half);
     }
     if (args->neuron >= 0) mean_k[args->neuron] = 0.0f;
     kvc_store_slot(&args->rows, place, mean_k, mean_v, D);

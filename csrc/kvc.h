@@ -105,7 +105,7 @@ kvc_status kvc_simd_select(const char *name);
  *     out[i] = x[i]*c - x[i + rotary_dim/2]*s        out[i + rotary_dim/2] = x[i + rotary_dim/2]*c + x[i]*s
  * and out[d] = x[d] for d >= rotary_dim. Computed in float32, rounded once. R(a)R(b) = R(a+b): re-rotation from one
  * position to another is a call with the tables of the difference.
- * x, out [B, H, T, D], any dtypes, out may be x itself; cos, sin float32 [table_rows, rotary_dim/2];
+ * x, out [B, H, T, D] of one dtype, out may be x itself; cos, sin float32 [table_rows, rotary_dim/2];
  * positions int32 [B, T] or NULL (then T <= table_rows). rotary_dim even, 0..D.
  * KVC_BAD_INDEX if a position is outside the tables (nothing is written then).
  * Source: RoFormer, eq 34; half pairing as in transformers.

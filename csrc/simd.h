@@ -32,8 +32,9 @@ typedef struct {
     /* dst[i] = src[i] rounded to nearest even, NaN kept, i < n; indexed by kvc_dtype. */
     void (*store[3])(void *dst, const float *src, int64_t n);
 
-    /* (low, high)[i] = (low*c - high*s, high*c + low*s)[i], i < n, s = sign*sin[i], in place. */
-    void (*rotate)(float *low, float *high, const float *cosines, const float *sines, float sign, int64_t n);
+    /* (dst[i], dst[half + i]) = (x*c - y*s, y*c + x*s), i < half, where x, y = src[i], src[half + i], c = cosines[i],
+     * s = sign*sines[i]; in float32, rounded once; dst may be src. Both of the dtype that indexes the table. */
+    void (*rotate[3])(void *dst, const void *src, const float *cosines, const float *sines, float sign, int64_t half);
 
     /* dst[d*KVC_TILE + j] = src[j*stride + d] for j < keys, 0 for keys <= j < KVC_TILE; d < depth. */
     void (*transpose)(float *dst, const float *src, int64_t stride, int64_t keys, int64_t depth);

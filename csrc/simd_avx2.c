@@ -86,18 +86,6 @@ static void store_f16(void *dst, const float *src, int64_t n) {
     }
 }
 
-static void rotate(float *low, float *high, const float *cosines, const float *sines, float sign, int64_t n) {
-    const __m256 signs = _mm256_set1_ps(sign);
-    for (int64_t i = 0; i < n; i += 8) {
-        const __m256i mask = lanes(n - i);
-        const __m256 x = _mm256_maskload_ps(low + i, mask), y = _mm256_maskload_ps(high + i, mask);
-        const __m256 c = _mm256_maskload_ps(cosines + i, mask);
-        const __m256 s = _mm256_mul_ps(signs, _mm256_maskload_ps(sines + i, mask));
-        _mm256_maskstore_ps(low + i, mask, _mm256_fmsub_ps(x, c, _mm256_mul_ps(y, s)));
-        _mm256_maskstore_ps(high + i, mask, _mm256_fmadd_ps(y, c, _mm256_mul_ps(x, s)));
-    }
-}
-
 /* 8 keys x 8 dims: within 128-bit lanes, then the lanes. */
 static inline void transpose_block(float *dst, const float *src, int64_t stride) {
     __m256 row[8], pair[8], quad[8];
@@ -344,6 +332,7 @@ static inline vec vec_add_unless(vec x, vec y, int32_t t, const int32_t *own) {
 
 #include "simd_blocks.h"
 #include "simd_scan.h"
+#include "simd_rotate.h"
 #include "simd_divergence.h"
 #include "simd_avx2_codes.h"
 
@@ -351,7 +340,6 @@ const kvc_simd kvc_simd_avx2 = {
     .name = "avx2",
     .load = {load_f32, load_bf16, load_f16},
     .store = {store_f32, store_bf16, store_f16},
-    .rotate = rotate,
     .transpose = transpose,
     .softmax = softmax,
     .exp_difference = exp_difference,
@@ -365,6 +353,7 @@ const kvc_simd kvc_simd_avx2 = {
     .code_dots = code_dots,
     .code_mix = {code_mix_int8, code_mix_int4},
     KVC_SIMD_BLOCKS,
+    KVC_SIMD_ROTATE,
     KVC_SIMD_SCAN,
 };
 #else

@@ -72,18 +72,6 @@ static void store_f16(void *dst, const float *src, int64_t n) {
     }
 }
 
-static void rotate(float *low, float *high, const float *cosines, const float *sines, float sign, int64_t n) {
-    const __m512 signs = _mm512_set1_ps(sign);
-    for (int64_t i = 0; i < n; i += 16) {
-        const __mmask16 mask = lanes(n - i);
-        const __m512 x = _mm512_maskz_loadu_ps(mask, low + i), y = _mm512_maskz_loadu_ps(mask, high + i);
-        const __m512 c = _mm512_maskz_loadu_ps(mask, cosines + i);
-        const __m512 s = _mm512_mul_ps(signs, _mm512_maskz_loadu_ps(mask, sines + i));
-        _mm512_mask_storeu_ps(low + i, mask, _mm512_fmsub_ps(x, c, _mm512_mul_ps(y, s)));
-        _mm512_mask_storeu_ps(high + i, mask, _mm512_fmadd_ps(y, c, _mm512_mul_ps(x, s)));
-    }
-}
-
 /* 16 keys x 16 dims. Rows are loaded as four 4x4 blocks side by side, transposed within 128-bit lanes, then the lanes
  * themselves are transposed. */
 static inline void transpose_block(float *dst, const float *src, int64_t stride) {
@@ -367,6 +355,7 @@ static inline vec vec_add_unless(vec x, vec y, int32_t t, const int32_t *own) {
 
 #include "simd_blocks.h"
 #include "simd_scan.h"
+#include "simd_rotate.h"
 #include "simd_divergence.h"
 #include "simd_avx512_codes.h"
 
@@ -436,10 +425,11 @@ WITH_BF16 static void dots_pairs(float *c, int64_t ldc, const float *q, int64_t 
 }
 
 #define AVX512_COMMON                                                                                            \
-    .load = {load_f32, load_bf16, load_f16}, .store = {store_f32, store_bf16, store_f16}, .rotate = rotate,      \
+    .load = {load_f32, load_bf16, load_f16}, .store = {store_f32, store_bf16, store_f16},                         \
     .transpose = transpose, .softmax = softmax, .exp_difference = exp_difference, .weighted_sum = weighted_sum, \
     .weighted_max = weighted_max, .divergence = divergence, .largest = largest, .quantize = quantize,            \
-    .dequantize = {dequantize_int8, dequantize_int4}, KVC_SIMD_BLOCKS, KVC_SIMD_SCAN
+    .dequantize = {dequantize_int8, dequantize_int4}, KVC_SIMD_BLOCKS,      \
+    KVC_SIMD_ROTATE, KVC_SIMD_SCAN
 
 const kvc_simd kvc_simd_avx512 = {
     .name = "avx512", .dots = {dots_f32, dots_bf16, dots_f16}, .code_dots = code_dots,

@@ -71,15 +71,6 @@ static void store_f16(void *dst, const float *src, int64_t n) {
     for (int64_t i = 0; i < n; i++) half[i] = half_of_float(src[i]);
 }
 
-static void rotate(float *restrict low, float *restrict high, const float *restrict cosines,
-                   const float *restrict sines, float sign, int64_t n) {
-    for (int64_t i = 0; i < n; i++) {
-        const float x = low[i], y = high[i], c = cosines[i], s = sign * sines[i];
-        low[i] = x * c - y * s;
-        high[i] = y * c + x * s;
-    }
-}
-
 void kvc_portable_transpose(float *restrict dst, const float *restrict src, int64_t stride, int64_t keys,
                             int64_t depth) {
     for (int64_t d = 0; d < depth; d++) {
@@ -219,6 +210,7 @@ static inline vec vec_add_unless(vec x, vec y, int32_t t, const int32_t *own) {
 
 #include "simd_blocks.h"
 #include "simd_scan.h"
+#include "simd_rotate.h"
 #include "simd_divergence.h"
 
 /* ---- codes ---- */
@@ -304,7 +296,6 @@ const kvc_simd kvc_simd_portable = {
     .name = "portable",
     .load = {load_f32, load_bf16, load_f16},
     .store = {store_f32, store_bf16, store_f16},
-    .rotate = rotate,
     .transpose = kvc_portable_transpose,
     .softmax = softmax,
     .exp_difference = exp_difference,
@@ -318,5 +309,6 @@ const kvc_simd kvc_simd_portable = {
     .code_dots = code_dots,
     .code_mix = {code_mix_int8, code_mix_int4},
     KVC_SIMD_BLOCKS,
+    KVC_SIMD_ROTATE,
     KVC_SIMD_SCAN,
 };

@@ -37,7 +37,7 @@ from kvcompress import (
     prefill,
 )
 from kvcompress.caches import PoolSettings, streaming
-from kvcompress.caches.dense import DenseCache
+from kvcompress.caches.dense import DenseCache, DenseLayer
 from kvcompress.caches.formats import FORMATS, PAIR, Format, keys_and_values, slot_nbytes
 from kvcompress.caches.paged import PagedLayer
 from kvcompress.caches.pool import PagePool
@@ -124,6 +124,8 @@ def rounding(monkeypatch, kind):
     monkeypatch.setattr(
         PagePool, "append", lambda pool, tokens, counts=None: append(pool, rounded(tokens, pool.store.arrays), counts)
     )
+    attend_held = DenseLayer.attend_held  # a first part reads what is stored, as with codes
+    monkeypatch.setattr(DenseLayer, "attend_held", lambda *given: attend_held(*given[:-1], None))
     monkeypatch.setattr(streaming, "coded", lambda form, tokens: rounded(tokens, PAIR))
     for layer in (PagedLayer, PoDLayer, streaming.StreamingLayer):
         monkeypatch.setattr(layer, "_step", lambda *_: None)

@@ -19,14 +19,17 @@ FEW = 8  # queries of a sequence that read its pages where they lie
 
 
 class DenseLayer(PagedLayer):
-    """Pages; many queries at once read a contiguous copy of them, which attention over prompts is made for."""
+    """Pages; many queries at once read a contiguous copy of them, which attention over prompts is made for, or the keys
+    and values that they came with, where those are all."""
 
-    def attend_held(self, step: CachePass, queries: Tensor, rotated: Tensor, softmax: Softmax) -> Tensor:
+    def attend_held(
+        self, step: CachePass, queries: Tensor, rotated: Tensor, softmax: Softmax, alone: tuple[Tensor, Tensor] | None
+    ) -> Tensor:
         pool, B = self.pool, len(self.next)
         assert pool is not None
         if step.columns <= FEW:
-            return super().attend_held(step, queries, rotated, softmax)
-        keys, values = (x.unflatten(0, (B, -1)) for x in pool.gather(max(pool.counts)))
+            return super().attend_held(step, queries, rotated, softmax, alone)
+        keys, values = alone or (x.unflatten(0, (B, -1)) for x in pool.gather(max(pool.counts)))
         return prompt_attention(rotated, keys, values, pool.counts[:: self.heads], softmax)
 
 

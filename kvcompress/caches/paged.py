@@ -149,17 +149,22 @@ class PagedLayer(RepeatingLayer):
         bound = max(max(place + count for place, count in zip(self.next, counts, strict=True)), S)
         place = pool.lengths if self.shift is None else pool.lengths + self.shift
         positions = step_positions(place.view(B, Hkv)[:, :1], counts, S)
-        pool.append((facts.key_rotary.rotate(keys, positions, bound, self.rope_lengths), values), self._per_row(counts))
+        new = facts.key_rotary.rotate(keys, positions, bound, self.rope_lengths), values
+        alone = new if not (max(pool.bounds) or step.padded or pool.store.form) else None
+        pool.append(new, self._per_row(counts))
         self.next = [place + count for place, count in zip(self.next, counts, strict=True)]
 
         def view(queries: Tensor, softmax: Softmax) -> Tensor:
             rotated = facts.query_rotary.rotate(queries, positions, bound, self.rope_lengths)
-            return self.attend_held(step, queries, rotated, softmax)
+            return self.attend_held(step, queries, rotated, softmax, alone)
 
         return view
 
-    def attend_held(self, step: CachePass, queries: Tensor, rotated: Tensor, softmax: Softmax) -> Tensor:
-        """Attention of the last S tokens, which are held already. queries: the same before rotation."""
+    def attend_held(
+        self, step: CachePass, queries: Tensor, rotated: Tensor, softmax: Softmax, alone: tuple[Tensor, Tensor] | None
+    ) -> Tensor:
+        """Attention of the last S tokens, which are held already. queries: the same before rotation. alone: their keys
+        and values [B, Hkv, S, D], where these are all that is held, as they are."""
         pool = self.pool
         assert pool is not None
         return self._decode(rotated, pool.lengths, None, softmax, causal=True)[0]

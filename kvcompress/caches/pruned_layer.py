@@ -139,10 +139,12 @@ class PrunedLayer(PagedLayer):
         step.lend_view(self.index, view, after)
         return out
 
-    def attend_held(self, step: CachePass, queries: Tensor, rotated: Tensor, softmax: Softmax) -> Tensor:
+    def attend_held(
+        self, step: CachePass, queries: Tensor, rotated: Tensor, softmax: Softmax, alone: tuple[Tensor, Tensor] | None
+    ) -> Tensor:
         pool, split = self.pool, self.far.split
         if split is None or pool is None:
-            return super().attend_held(step, queries, rotated, softmax)
+            return super().attend_held(step, queries, rotated, softmax, alone)
         near = self._decode(rotated, pool.lengths, split, softmax, causal=True)
         turned = self.far.turned(queries, self._ranks(queries), self.policy, step.facts[self.index].query_rotary)
         return ops.merge_states(near, self._decode(turned, split, None, softmax.rest, causal=False))[0]

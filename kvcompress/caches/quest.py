@@ -54,13 +54,15 @@ class QuestLayer(PagedLayer):
             self._note_keys(self._per_row(step.counts))
         return view
 
-    def attend_held(self, step: CachePass, queries: Tensor, rotated: Tensor, softmax: Softmax) -> Tensor:
+    def attend_held(
+        self, step: CachePass, queries: Tensor, rotated: Tensor, softmax: Softmax, alone: tuple[Tensor, Tensor] | None
+    ) -> Tensor:
         pool, S = self.pool, rotated.shape[2]
         assert pool is not None
         if not self.is_dense and S == 1 and step.iteration is None:
             return pool.read(lambda table: self._read(table, rotated, None, None, (None, None), softmax))[0]
         if S < _LONG:
-            return super().attend_held(step, queries, rotated, softmax)
+            return super().attend_held(step, queries, rotated, softmax, alone)
         k, v = (x.unflatten(0, (-1, self.heads)) for x in pool.gather(max(S, *pool.counts)))
         return prompt_attention(rotated, k, v, pool.counts[:: self.heads], softmax)
 

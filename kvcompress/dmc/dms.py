@@ -75,7 +75,9 @@ class DMSLayer(DecidingLayer):
         q = self.queries_at(step, queries, positions)
         tokens = self.keys_at(step, keys, positions), values, alpha > 0.5
         ring, most = self._ring(*tokens[:2]), min(max(self.next), self.size)
-        (k, v, decided), totals = ring.joined(tokens, places, counts, most)
+        (k, v, decided), totals = tokens, counts
+        if most or step.padded:
+            (k, v, decided), totals = ring.joined(tokens, places, counts, most)
         lengths = totals.flatten()
         near = ops.attention(q, k, v, window=self.size, lengths=lengths, **softmax.options)
         if k.shape[2] > self.size:
@@ -94,14 +96,16 @@ class DMSLayer(DecidingLayer):
     def _page(self, k: Tensor, v: Tensor, decided: Tensor, lengths: Tensor) -> None:
         """Puts into pages what leaves the ring unmarked, of tokens of which the newest stay there."""
         assert self.pool is not None
-        leaving, D = k.shape[2] - self.size, k.shape[3]
+        leaving = k.shape[2] - self.size
         if leaving > 0:
             t = torch.arange(leaving, device=k.device)
             stays = (t < lengths[:, None, None] - self.size) & ~self._dropped(decided)[..., :leaving]
-            # those that stay last, in their order
-            order = stays.to(torch.int8).argsort(stable=True, dim=-1)[..., None].expand(-1, -1, -1, D)
             kept = stays.sum(-1, dtype=torch.int32).flatten().tolist()
-            self.pool.append([x[:, :, :leaving].gather(2, order) for x in (k, v)], kept)
+            # those that stay last, in their order, and no more than the row with most of them has
+            last = stays.to(torch.int8).argsort(stable=True, dim=-1)[..., leaving - max(kept) :]
+            batch, heads = (torch.arange(n, device=k.device) for n in last.shape[:2])
+            rows = batch[:, None, None], heads[:, None], last
+            self.pool.append([x[rows] for x in (k, v)], kept)
 
     def _dropped(self, decided: Tensor) -> Tensor:
         """bool [..., T]: the tokens that decisions drop once they leave the ring."""

@@ -122,19 +122,20 @@ static void gather_rows(const kvc_attention_args *args, const kvc_view *view, in
     for (int64_t i = 0; i < n; i++) simd->load[view->dtype](rows + i * args->D, view_at(view, b, g, t[i], 0), args->D);
 }
 
-/* The keys that every query of a block sees and none has as its own, from the first key on, where a share of them is
- * hidden by a bias of -inf, as DMC merges them: attends to the others, and returns the key behind them. Else 0. x, rows:
- * scratch. */
+/* The keys that every query of a block sees and none has as its own, from the first that any sees on, where a share of
+ * them is hidden by a bias of -inf, as DMC merges and DMS drops them: attends to the others, and returns the key behind
+ * them. Else 0. x, rows: scratch. */
 static int64_t forward_shared(const kvc_attention_args *args, int64_t g, const query_block *block, kvc_lanes_state *state,
                               float *x, float *rows) {
-    if (!args->key_bias || args->window) return 0;
+    if (!args->key_bias || (args->window && !args->complement)) return 0;
     const float *bias = bias_at(args, block->b, g, 0);
+    const int64_t first = args->complement ? args->sinks : 0;
     int64_t until = block->end_least, hidden = 0, n = 0, kept[KVC_LANES_KEYS];
     float kept_bias[KVC_LANES_KEYS];
     for (int64_t i = 0; i < block->count; i++) until = min_of(until, max_of(block->lanes.own[i], 0));
-    for (int64_t t = 0; t < until; t++) hidden += bias[t] == -INFINITY;
-    if (hidden * 8 <= until) return 0; /* gathering would cost what it saves */
-    for (int64_t t = 0; t < until; t++) {
+    for (int64_t t = first; t < until; t++) hidden += bias[t] == -INFINITY;
+    if (hidden * 8 <= until - first) return 0; /* gathering would cost what it saves */
+    for (int64_t t = first; t < until; t++) {
         if (bias[t] != -INFINITY) {
             kept[n] = t;
             kept_bias[n++] = bias[t];

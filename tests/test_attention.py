@@ -221,13 +221,18 @@ def test_own_position_is_exempt_from_the_bias(backend):
     torch.testing.assert_close(out, values)  # each query is left with its own token
 
 
-@pytest.mark.parametrize("causal", [True, False])
-def test_few_keys_that_are_not_hidden(backend, causal):
+@pytest.mark.parametrize(
+    "mask",
+    [{"causal": True}, {"causal": False}]
+    + [{"window": n, "sinks": sinks, "complement": True} for n in (1, 65, 390) for sinks in (0, 3, 70)],
+    ids=str,
+)
+def test_few_keys_that_are_not_hidden(backend, mask):
     tensors = inputs(2, 4, 2, 150, 400, 32, bias=True)
     with torch.no_grad():
         tensors[3][torch.rand(2, 2, 400) < 0.8] = float("-inf")
-        tensors[3][1, 1] = float("-inf")  # its queries are left with their own tokens
-    check(tensors, causal=causal, lengths=torch.tensor([400, 311], dtype=torch.int32))
+        tensors[3][1, 1] = float("-inf")  # its queries are left with their own tokens, or with none
+    check(tensors, **mask, lengths=torch.tensor([400, 311], dtype=torch.int32))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

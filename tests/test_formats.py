@@ -233,8 +233,9 @@ def test_what_waits_becomes_codes_once(name, kind):
 
 
 @torch.no_grad()
-def test_keys_of_a_long_stream_are_rounded_twice_at_most():
+def test_keys_of_a_long_stream_are_rounded_twice_at_most(monkeypatch):
     """Of 8,064 tokens, the last 128 since the window was moved back for the twentieth time."""
+    monkeypatch.setattr(streaming, "_LEAST_BLOCK", 256)
     model, ids = attached(num_hidden_layers=1), random_ids(8_064, seed=4)
     plain, coded = (StreamingCache(model.config, window_size=200, dtype=dtype) for dtype in (None, "int8"))
     for part in torch.split(ids, 128, 1):

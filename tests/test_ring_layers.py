@@ -7,6 +7,7 @@ import torch
 from test_dmc_layers import FREQUENCIES, Rotation
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from kvcompress.caches import streaming
 from kvcompress.caches.local import LocalLayer
 from kvcompress.caches.passes import CachePass
 from kvcompress.caches.store import PoolSettings
@@ -71,7 +72,8 @@ def test_a_step_of_a_layer_is_one_op(kind):
 
 
 @pytest.mark.parametrize("kind", [kind for kind in LAYERS if kind != "dms"])
-def test_a_step_of_a_layer_is_what_its_ops_give_in_turn(cpu, kind):
+def test_a_step_of_a_layer_is_what_its_ops_give_in_turn(cpu, monkeypatch, kind):
+    monkeypatch.setattr(streaming, "_LEAST_BLOCK", 256)
     layer, other = LAYERS[kind](), LAYERS[kind]()
     facts, apart = facts_of((4, 2), 16), facts_of((4, 2), 16, same=False)
     new = columns(11)

@@ -24,9 +24,7 @@ from .passes import CachePass, Iteration, View
 from .rows import joined_rows
 from .store import PoolSettings
 
-_LEAST_BLOCK = (
-    256  # tokens of a prompt read at a time, or half a window if that is more: fewer calls of larger products
-)
+_LEAST_BLOCK = 1024  # tokens of a prompt read at a time, or half a window if that is more: a call costs more than a key
 
 
 class StreamingLayer(CompressedLayer):

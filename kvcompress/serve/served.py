@@ -64,8 +64,6 @@ def check_served(cache: CompressedCache, facts: Facts, method: Method | None) ->
         raise ValueError("model must not have recurrent layers to be served: their states do not join a batch")
     if not facts.takes_positions or facts.asks_length:
         raise ValueError("model must take position_ids to be served: this one counts its tokens by itself")
-    if any(found.reads is not None for found in facts.values()):
-        raise ValueError("model must have layers with keys of their own to be served: some of these read others'")
     sizes = {facts[layer.index].size for layer in paged_layers(cache)}
     if len(sizes) > 1:
         raise ValueError(f"model must have one head dim to be served from one store of pages, got {sorted(sizes)}")

@@ -445,6 +445,7 @@ class CompressedCache(Images, Repeats, Generation, PassCache):
         with self._changing():
             for layer, new in zip(self.own, other.own, strict=True):
                 layer.join(new)
+            self._join_states(other)
             self.join_places(other)
             self._lengths = self._lengths + other._lengths
             self._batch += other._batch

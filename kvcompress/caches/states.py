@@ -51,6 +51,13 @@ class RecurrentStates:
         for state in self._every_state:
             state.reorder_cache(torch.tensor(indices, dtype=torch.long, device="cpu"))
 
+    def _join_states(self, other: RecurrentStates) -> None:
+        """Those of another cache's sequences stand behind its own."""
+        for own, new in zip(self._every_state, other._every_state, strict=True):
+            for held, more in ((own.conv_states, new.conv_states), (own.recurrent_states, new.recurrent_states)):
+                for i, x in held.items():
+                    held[i] = None if x is None else torch.cat([x, more[i]])
+
     def _state_of(self, layer_idx: int) -> LinearAttentionLayer:
         return self.states.get(layer_idx, self.layers[layer_idx])
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import LinearAttentionLayer
 
 from ..ops.driver import check_driver
 from .adapters import check_adapter
@@ -188,7 +189,7 @@ def _learned(model: nn.Module, decoder: Any) -> tuple[Facts, Probe]:
             facts.asks_length = cache.asked
             THREAD.now.probe = None
             if recurs(layers):
-                facts.reads_chunks = _reads_chunks(decoder, tokens, tolerance)
+                facts.reads_chunks, facts.hands_states = _recurrence(decoder, tokens, tolerance)
             facts.takes_positions = "position_ids" in parameters and _counts_from_0(decoder, tokens, tolerance)
         return facts, probe
     except Exception as error:
@@ -206,11 +207,15 @@ def _counts_from_0(decoder: Any, tokens: torch.Tensor, tolerance: float) -> bool
     return bool((own - told).norm() <= tolerance * own.norm())
 
 
-def _reads_chunks(decoder: Any, tokens: torch.Tensor, tolerance: float) -> bool:
-    """Whether the dense model gives the same in two calls of several tokens as in one."""
+def _recurrence(decoder: Any, tokens: torch.Tensor, tolerance: float) -> tuple[bool, bool]:
+    """Whether the dense model gives the same in two calls of several tokens as in one, and whether all its recurrent
+    layers hand their states to the cache."""
     cache, half = DynamicCache(config=decoder.config), TOKENS // 2
     whole = decoder(input_ids=tokens[None], use_cache=True, **{CACHE: DynamicCache(config=decoder.config)})[0]
     decoder(input_ids=tokens[None, :half], use_cache=True, **{CACHE: cache})
     end = decoder(input_ids=tokens[None, half:], use_cache=True, **{CACHE: cache})[0]
     # families that carry their states on differ by rounding, those that begin anew by 2 % and more
-    return bool((end - whole[:, half:]).norm() <= tolerance / 10 * end.norm())
+    same = bool((end - whole[:, half:]).norm() <= tolerance / 10 * end.norm())
+    layers = [layer for layer in cache.layers if isinstance(layer, LinearAttentionLayer)]
+    held = [(*layer.conv_states.values(), *layer.recurrent_states.values()) for layer in layers]
+    return same, all(any(state is not None for state in states) for states in held)

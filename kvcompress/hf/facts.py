@@ -103,10 +103,12 @@ class Facts(dict[int, LayerFacts]):
     tokens at once or in several calls of several tokens; some recurrent layers begin anew in each. takes_positions:
     whether position_ids from 0 on are what the family counts by itself; some count from elsewhere, by their ids.
     asks_length: whether layers ask the cache how many tokens came before, which is one number for a whole batch.
+    hands_states: whether recurrent layers hand their states to the cache; some families keep them in the model.
     outputs: the output projections by layer, where something has asked for them.
     """
 
     reads_chunks = True
+    hands_states = True
     takes_positions = True
     asks_length = False
     outputs: Mapping[int, OutputLayer] = MappingProxyType({})

@@ -57,10 +57,12 @@ class Pass(ABC):
     A plain object: FSDP2 makes new dataclasses of those that it finds among a layer's arguments.
 
     wants_entering: whether it is to be told what enters each layer's attention. entering: [B, 1, T, n], that of the
-    layer that attends, as queries of one head.
+    layer that attends, as queries of one head. ends_cache: whether the cache of its call is told when the decoder has
+    run; who opened the pass does else.
     """
 
     facts: Facts
+    ends_cache: bool = True
     wants_entering: bool = False
     entering: Tensor | None = None
 

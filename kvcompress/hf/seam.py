@@ -335,7 +335,7 @@ def _decoder_after(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
         return
     current, cache = now.current, cache_of(kwargs)
     now.over()
-    if current is not None and isinstance(cache, PassCache) and output is not None:
+    if current is not None and current.ends_cache and isinstance(cache, PassCache) and output is not None:
         _end(cache, current, output)
 
 

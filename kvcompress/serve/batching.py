@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import ContinuousBatchingConfig, GenerationConfig
+from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedConfig
 from transformers.generation.continuous_batching import ContinuousBatchingManager
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchProcessor
 from transformers.generation.continuous_batching.model_runner import ModelRunner
@@ -20,6 +20,7 @@ from ..checks import MOST_INT32
 from ..hf.attach import attach, base_model, detach, facts_of
 from ..hf.config import decoder_config
 from ..hf.method import KEYWORD, method_of
+from .apart import Apart
 from .memory import free_nbytes, memory_nbytes
 from .requests import Requests
 from .scheduler import PageScheduler
@@ -108,7 +109,7 @@ class _Processor(ContinuousBatchProcessor):
         current = served.begin(self.scheduler.parts, waiting=bool(self.scheduler.waiting_requests))
         names = ("input_ids", "position_ids", "logits_indices", "logits_processor_args")
         inputs = {name: given[name] for name in names} | {"use_cache": False, KEYWORD: current}
-        self.model_runner.compute_batch(model, inputs)
+        self.model_runner.compute_batch(Apart(model, served, current) if served.recurs else model, inputs)
         self.inputs_and_outputs.retrieve_device_outputs()
         served.end()
         self.failed = dict(current.failed)
@@ -148,6 +149,23 @@ class _Processor(ContinuousBatchProcessor):
             self.new_tokens.popleft()
 
 
+class _Asked:
+    """A model as transformers' manager asks for it when it is made, by a config that names no kinds of layers: it would
+    refuse those that its own pages do not know, and what it decides by the others is turned off here."""
+
+    config = PreTrainedConfig(num_hidden_layers=1)
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def eval(self) -> _Asked:
+        self._model.eval()
+        return self
+
+
 class ServedManager(ContinuousBatchingManager):
     """transformers' manager, whose requests' caches are compressed."""
 
@@ -157,7 +175,8 @@ class ServedManager(ContinuousBatchingManager):
         for name, allowed in _FIXED.items():
             if (value := getattr(config, name)) not in allowed:
                 raise ValueError(f"{name} must be {allowed[-1]} with kvcompress.serve.batching, got {value!r}")
-        super().__init__(batching.model, generation_config, config, hints)
+        super().__init__(_Asked(batching.model), generation_config, config, hints)
+        self.model = batching.model
         if self.distributed_helper.tp_size > 1:  # ranks would count pages of their own, and part ways
             raise ValueError("model must be on one device to be served, got one that is divided by tensor parallelism")
         self.batching = batching
@@ -332,10 +351,11 @@ def batching(
     each prompt alone with this cache. memory: of all pages, bytes or a text such as "8GiB"; or pages: how many they
     are, of all requests, layers and KV heads together; neither: half of what is free on the model's device. A page
     holds page_size keys and values of one KV head, a power of two. requests: most at once; what each keeps beside pages
-    (the window of streaming and DMS, the newest entry of DMC) comes on top. batch_tokens: of a pass; longer prompts are
-    read in parts, but those of a pruned cache, which must fit. prefixes: most that are kept of prompts that begin
-    alike, so as not to be read again, each with what a request keeps beside pages; 0 = none, None = 16, but none of a
-    pruned cache; the one that was asked for longest ago goes first, also where pages run out.
+    (the window of streaming and DMS, the newest entry of DMC, recurrent states) comes on top. batch_tokens: of a pass;
+    longer prompts are read in parts, but those of a pruned cache, or of recurrent layers that begin anew in every call
+    of several tokens, which must fit. prefixes: most that are kept of prompts that begin alike, so as not to be read
+    again, each with what a request keeps beside pages; 0 = none, None = 16, but none where prompts must fit; the one
+    that was asked for longest ago goes first, also where pages run out.
     Out of pages, the request that came last waits and is read again; one that cannot fit alone fails with an error that
     says so. Raises ValueError for caches, settings and models that cannot be served, RuntimeError for a model that is.
     """

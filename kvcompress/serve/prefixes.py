@@ -25,8 +25,8 @@ def check_prefixes(prefixes: int | None, whole: bool) -> None:
         raise ValueError(f"prefixes must be an integer of at least 0, got {prefixes!r}")
     if whole and prefixes:
         raise ValueError(
-            f"prefixes must be 0 with a cache whose prompts are read whole, got {prefixes}: what it keeps of one is "
-            "chosen by all of it"
+            f"prefixes must be 0 with a cache whose prompts are read whole, got {prefixes}: nothing of one is "
+            "there before its end"
         )
 
 
@@ -49,7 +49,7 @@ class Prefix:
 
     def beside_nbytes(self) -> int:
         """Bytes of what it holds beside its pages."""
-        return sum(layer.nbytes() for layer in self.cache.own) - sum(
+        return self.cache.nbytes() - sum(
             len(pages) * pool.store.page_nbytes() for pages, pool in zip(self.named(), self.pools, strict=True)
         )
 

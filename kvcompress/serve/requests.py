@@ -65,7 +65,7 @@ class Requests:
         self.decoder, self.facts, self.make = decoder, facts, make
         empty = self._new_cache()
         check_served(empty, facts, method)
-        self.wants_entering = empty.wants_entering
+        self.wants_entering, self.recurs = empty.wants_entering, empty.recurs
         paged, P = paged_layers(empty), empty.pool_settings.page_size
         size = facts[paged[0].index].size if paged else 1
         form = Format.of(empty.pool_settings.dtype, dtype) if paged else None
@@ -80,7 +80,7 @@ class Requests:
             self.store = PageStore(slots, device, settings, memory, form)
         heads = [facts[layer.index].kv_heads for layer in paged]
         self.bounds = Bounds(empty, heads, settings.page_size, self.store.page_nbytes())
-        self.whole = is_read_whole(empty)
+        self.whole = is_read_whole(empty) or not facts.reads_chunks
         check_prefixes(prefixes, self.whole)
         most = (0 if self.whole else MOST) if prefixes is None else prefixes
         self.prefixes = Prefixes(most, P, pages, device)
@@ -358,6 +358,13 @@ class Requests:
                 current.failed[part.request] = str(error)
             current.parts.append((part, step))
         return current
+
+    def turns(self) -> list[CompressedCache]:
+        """The caches of the pass that has begun, as they take turns where layers recur: that of those who decode, and
+        each part's."""
+        assert self._pass is not None
+        running = [] if self._running is None else [self._running]
+        return running + [self.reading[part.request].cache for part, _ in self._pass.parts]
 
     def end(self) -> None:
         """The pass is over: every layer has attended."""

@@ -60,8 +60,8 @@ def check_served(cache: CompressedCache, facts: Facts, method: Method | None) ->
             raise ValueError(
                 f"pruner must not read prompts twice in a cache that is served, as {type(cache.pruner).__name__} does"
             )
-    if cache.recurs:
-        raise ValueError("model must not have recurrent layers to be served: their states do not join a batch")
+    if not facts.hands_states:
+        raise ValueError("model must hand its recurrent states to a cache to be served: this one keeps them itself")
     if not facts.takes_positions or facts.asks_length:
         raise ValueError("model must take position_ids to be served: this one counts its tokens by itself")
     sizes = {facts[layer.index].size for layer in paged_layers(cache)}

@@ -33,7 +33,13 @@ class ServedPass(Pass):
     (positions that the model does not know, NaN scores) gets zeros from there on; failed says which, and why. Those who
     decode have one cache. guarded: it scores while they do, and would refuse all for what one of them holds: the
     queries, keys and values of one that are not finite are zeros to it, and that request fails alone at the end.
+
+    turn: where the tokens come in several forward passes (see apart), which of them it is: -1 = those that decode,
+    [n, 1], i = part i, [1, tokens]; None = all come in one.
     """
+
+    ends_cache = False
+    turn: int | None = None
 
     def __init__(
         self, facts: Facts, together: CachePass | None, names: Sequence[str], guarded: bool = False,
@@ -48,7 +54,11 @@ class ServedPass(Pass):
         self.failed: dict[str, str] = {}
 
     def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax) -> Tensor:
-        """queries, keys, values: [1, H, T, D]. Returns [1, Hq, T, D], with 0 for padding behind the last token."""
+        """queries, keys, values: [1, H, T, D]. Returns [1, Hq, T, D], with 0 for padding behind the last token. In a
+        turn: those of its forward pass alone."""
+        if self.turn is not None:
+            given, turn = self._given(queries, keys, values), self.turn
+            return self._decode(layer, softmax, given) if turn < 0 else self._read(turn, layer, softmax, given)
         out = values.new_empty(*queries.shape[:3], values.shape[3])
         self.attend_to(layer, queries, keys, values, softmax, out)
         out[:, :, self.decoding + sum(part.tokens for part, _ in self.parts) :] = 0
@@ -58,31 +68,43 @@ class ServedPass(Pass):
         self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax, out: Tensor
     ) -> None:
         """The same into out [1, Hq, T, D]; other tokens' are left as they are."""
-        given = [queries, keys, values, *([] if self.entering is None else [self.entering])]
-        if self.together is not None:
+        given = self._given(queries, keys, values)
+        if self.decoding:
             own = [self._of_decoding(x[0]).transpose(0, 1)[:, :, None] for x in given]
-            q, k, v, *entering = self._finite(*own) if self.guarded else own
+            self._put(out[0], self._decode(layer, softmax, own)[:, :, 0].transpose(0, 1))
+        end = self.decoding
+        for i, (part, _) in enumerate(self.parts):
+            start = end if self.starts is None else self.starts[i]
+            end = start + part.tokens
+            out[:, :, start:end] = self._read(i, layer, softmax, [x[:, :, start:end] for x in given])
+
+    def _given(self, *given: Tensor) -> list[Tensor]:
+        """Queries, keys and values, and what enters attention where that is asked for."""
+        return [*given, *([] if self.entering is None else [self.entering])]
+
+    def _decode(self, layer: int, softmax: Softmax, given: Sequence[Tensor]) -> Tensor:
+        """given: [n, H, 1, D] each. Returns [n, Hq, 1, D], zeros once those who decode have failed."""
+        if self.together is not None:
+            q, k, v, *entering = self._finite(*given) if self.guarded else given
             self.together.entering = entering[0] if entering else None
             try:
-                self._put(out[0], self.together.attend(layer, q, k, v, softmax)[:, :, 0].transpose(0, 1))
+                return self.together.attend(layer, q, k, v, softmax)
             except RuntimeError as error:
                 self.failed.update(dict.fromkeys(self.names, str(error)))
                 self.together = None
-        if self.together is None and self.decoding:
-            self._put(out[0], out.new_zeros(out.shape[1], self.decoding, out.shape[3]))
-        end = self.decoding
-        for i, (part, step) in enumerate(self.parts):
-            start = end if self.starts is None else self.starts[i]
-            end = start + part.tokens
-            if step is not None and part.request not in self.failed:
-                try:
-                    q, k, v, *entering = (x[:, :, start:end] for x in given)
-                    step.entering = entering[0] if entering else None
-                    out[:, :, start:end] = step.attend(layer, q, k, v, softmax)
-                except RuntimeError as error:
-                    self.failed[part.request] = str(error)
-            if part.request in self.failed:
-                out[:, :, start:end] = 0
+        return given[2].new_zeros(*given[0].shape[:3], given[2].shape[3])
+
+    def _read(self, i: int, layer: int, softmax: Softmax, given: Sequence[Tensor]) -> Tensor:
+        """given: [1, H, T, D] each, of a part. Returns [1, Hq, T, D], zeros once it has failed."""
+        part, step = self.parts[i]
+        if step is not None and part.request not in self.failed:
+            q, k, v, *entering = given
+            step.entering = entering[0] if entering else None
+            try:
+                return step.attend(layer, q, k, v, softmax)
+            except RuntimeError as error:
+                self.failed[part.request] = str(error)
+        return given[2].new_zeros(*given[0].shape[:3], given[2].shape[3])
 
     def _of_decoding(self, x: Tensor) -> Tensor:
         """[H, n, D] of x [H, T, D]."""

@@ -5,11 +5,13 @@ from importlib.machinery import PathFinder
 from sys import _getframe
 from typing import TYPE_CHECKING, Any
 
+from .support.converted import register as _register
 from .support.versions import check_versions as _check_versions
 
 __version__ = "0.1.0"
 
 _check_versions()
+_register()
 
 if TYPE_CHECKING:
     from .public import *  # noqa: F403

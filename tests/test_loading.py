@@ -48,6 +48,26 @@ def test_one_line_loads_and_attaches(method, tmp_path):
     assert "attn_implementation" not in json.loads((tmp_path / "plain" / "config.json").read_text())
 
 
+@pytest.mark.parametrize("first", ["kvcompress", "transformers", "transformers.modeling_utils"])
+def test_transformers_loads_it_whichever_is_imported_first(first, tmp_path):
+    """Takes 4 seconds: a process that imports transformers anew."""
+    model_of("dmc").save_pretrained(tmp_path)
+    program = f"""
+import {first}, kvcompress
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained({str(tmp_path)!r})
+import sys, torch
+try:
+    model(torch.arange(5)[None])
+except RuntimeError as error:
+    assert "call kvcompress.attach(model)" in str(error)
+else:
+    raise AssertionError
+assert not any(type(finder).__module__.startswith("kvcompress") for finder in sys.meta_path)
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
 @pytest.mark.parametrize("mode", ["dmc", "dms"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_neurons_that_have_not_learned_yet_hide_no_rotation(kind, mode):

@@ -2,7 +2,8 @@
 
 A converted model's config names its attention: attn_implementation "kvcompress". Transformers without kvcompress
 refuses that name where the model is loaded, whatever class loads it; with kvcompress imported it stands for a function
-that raises. An architecture of its own would need a class for each family, and auto_map trust in a checkpoint's code.
+that raises (support/converted). An architecture of its own would need a class for each family, and auto_map trust in a
+checkpoint's code.
 """
 
 from __future__ import annotations
@@ -10,21 +11,11 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import PreTrainedModel
 
-NAME = "kvcompress"
+from ..support.converted import NAME
+
 _FIELD = "attn_implementation"  # of a config file; a config in memory has another for it
-
-
-def _refuse(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    raise RuntimeError(
-        "this model is converted (config.kvcompress) and not attached: call kvcompress.attach(model), or load it by "
-        "kvcompress.from_pretrained(name); attn_implementation='sdpa' runs its weights as the plain model that they "
-        "are no longer"
-    )
-
-
-AttentionInterface.register(NAME, _refuse)
 
 
 def guard(model: nn.Module, decoder: Any) -> None:

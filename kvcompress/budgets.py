@@ -45,9 +45,10 @@ def _tokens_within(budget: Budget, allowed: int, length: int, shape: CacheShape)
         return 4 * rows + page * budget.all_pages(mean, length, shape)
 
     if nbytes(1) > allowed:
+        grow = f" that may grow by every = {shape.growth} tokens" if shape.growth else ""
         raise ValueError(
             f"keep = {allowed:,} bytes is too small for {rows} rows (layers x sequences x KV heads) of pages of "
-            f"{shape.page_size} tokens of {shape.slot_nbytes} bytes that may grow by every = {shape.growth} tokens: it "
+            f"{shape.page_size} tokens of {shape.slot_nbytes} bytes{grow}: it "
             f"must be at least {nbytes(1)} bytes, less with smaller pages"
         )
     low, high = 1, max(length, 1)

@@ -26,13 +26,13 @@ def need(condition: bool, message: str) -> None:
 
 
 def renamed(**ours: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Of a function: arguments that went before 0.1.0, and what to give now, which the ValueError of one says."""
+    """Of a function: arguments that it has under another name, which the ValueError of one says."""
 
     def of(function: Callable[P, T]) -> Callable[P, T]:
         @functools.wraps(function)
         def run(*args: P.args, **given: P.kwargs) -> T:
             for name in ours.keys() & given.keys():
-                raise ValueError(f"{name} is {ours[name]} now, got {name}={given[name]!r}")
+                raise ValueError(f"{name} is {ours[name]} here, got {name}={given[name]!r}")
             return function(*args, **given)
 
         return run

@@ -228,7 +228,7 @@ def test_generate_and_bytes_that_are_freed():
         ({"keep": 0.0}, "keep as a share must be above 0"),
         ({"keep": 1.5}, "keep as a share must be .* at most 1, got 1.5"),
         ({"keep": 64}, "keep must be a share with GatedCache .* got 64"),
-        ({"share": 0.5}, "share is keep now, got share=0.5"),
+        ({"share": 0.5}, "share is keep here, got share=0.5"),
         ({"compression_ratio": 0.7}, "compression_ratio is keep = 1 - .* here: keep=0.3; got compression_ratio=0.7"),
         ({"threshold": float("nan")}, "threshold must be"),
         ({"keep": 0.5, "window": 0}, "window must be at least 1, got 0"),

@@ -101,6 +101,22 @@ def test_assisted_decoding_over_a_window_is_refused_with_the_reason():
         kvcompress.generate(model, random_ids(30), IterativeCache(model.config), **given)
 
 
+def test_ids_that_the_model_has_not_are_refused_before_anything_is_read():
+    model, ids = attached(), random_ids(30)
+    vocabulary, cache = model.config.vocab_size, StreamingCache(model.config)
+    for bad in (vocabulary, -1):
+        with pytest.raises(ValueError, match=f"input_ids must be at least 0 and below {vocabulary}, .* got .*{bad}"):
+            prefill(model, torch.cat([ids, torch.tensor([[bad, 3]])], 1), cache)
+        with pytest.raises(ValueError, match="guide must be at least 0 and below"):
+            prefill(model, ids, IterativeCache(model.config), guide=torch.tensor([bad]))
+    with pytest.raises(ValueError, match="input_ids must be on the model's device, cpu, got meta"):
+        prefill(model, ids.to("meta"), cache)
+    assert cache.get_seq_length() == 0
+    prefill(model, ids, cache)  # is whole
+    with pytest.raises(ValueError, match=r"model must be of float32, bfloat16 or float16 .* got torch.float64"):
+        prefill(attached().double(), ids, StreamingCache(model.config))
+
+
 def test_a_batch_that_does_not_fit_the_cache_is_refused():
     model = attached()
     cache = IterativeCache(model.config, memory_size=20, chunk_size=16)

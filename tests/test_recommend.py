@@ -171,8 +171,8 @@ def test_a_dense_cache_that_fits_is_the_answer(reader):
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ({"share": "1/4"}, "share is keep now, got share='1/4'"),
-        ({"nbytes": "1MiB"}, "nbytes is keep now"),
+        ({"share": "1/4"}, "share is keep here, got share='1/4'"),
+        ({"nbytes": "1MiB"}, "nbytes is keep here"),
         ({"keep": 512}, "keep must be a share of the dense cache's bytes .*, or bytes .*, got 512 tokens"),
         ({"keep": 2.0}, "keep as a share must be above 0 and at most 1"),
         ({"keep": "1KiB", "tokens": LENGTH}, r"keep must leave room for a cache, got 1.0 KiB: pruned,"),

@@ -196,7 +196,8 @@ class Generation(Summary, RecurrentStates, Cache):
                 )
             raise NotImplementedError(
                 f"assisted decoding is not supported by {type(self).__name__}: what it dropped cannot come back; "
-                "IterativeCache without every can, for a model that is not converted"
+                "IterativeCache without every, PrunedCache with later='keep', QuantizedCache and QuestCache "
+                "can, for a model that is not converted"
             )
         self._repeated = self.seen
 

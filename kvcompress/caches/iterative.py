@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig
 
 from .. import ops, planner
 from ..budgets import Budget, GlobalTopK
-from ..checks import MOST_INT32, need_integer
+from ..checks import MOST_INT32, need_integer, renamed
 from ..hf.facts import Facts
 from ..hf.method import Call, Pass
 from ..hf.outputs import output_layers
@@ -54,6 +54,7 @@ class IterativeCache(CompressedCache):
     cache. Raises ValueError for sizes below 1, RuntimeError where a layer needs more than max_pages. Source: IMDC.
     """
 
+    @renamed(keep="memory_size")
     @no_ratio(
         "the share that goes: IterativeCache takes memory_size, tokens that stay (1024), PrunedCache keep, a share"
     )

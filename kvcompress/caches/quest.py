@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from .. import ops
-from ..checks import MOST_INT32, need_integer
+from ..checks import MOST_INT32, need_integer, renamed
 from ..hf.facts import LayerFacts
 from ..hf.method import Call
 from ..planner import Plan
@@ -213,6 +213,7 @@ class QuestCache(CompressedCache):
     Source: Quest, section 3; the newest page and the defaults are its published code's.
     """
 
+    @renamed(keep="token_budget")
     def __init__(
         self,
         config: PreTrainedConfig,

@@ -34,6 +34,8 @@ def save_caches(caches: Sequence[Any], path: str | os.PathLike[str], model: nn.M
     Raises ValueError for caches of several models or of none, and a path that is a folder or in none; RuntimeError for
     an incomplete one.
     """
+    if not isinstance(path, (str, os.PathLike)):
+        raise TypeError(f"path must be a file's name, behind the caches, got {type(path).__name__}")
     if Path(path).is_dir() or not Path(path).parent.is_dir():
         raise ValueError(f"path must be a file in a folder that exists, got {path}")
     for cache in caches:

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from .. import ops, planner, units
-from ..checks import MOST_INT32, need_integer
+from ..checks import MOST_INT32, need_integer, renamed
 from ..hf.facts import Facts, LayerFacts
 from ..planner import Plan
 from ..positions import RotaryTables
@@ -373,6 +373,7 @@ class StreamingCache(CompressedCache):
     Raises ValueError for settings out of range. Source: StreamingLLM, section 3.2; LM-Infinite, section 4.
     """
 
+    @renamed(keep="window_size")
     def __init__(
         self,
         config: PreTrainedConfig,

@@ -68,6 +68,8 @@ def attend(
             f"layer {layer} is not one that attach saw: one attention module serves several layers of this family, "
             "which only a cache tells apart; use it with a compressed cache"
         )
+    if query.dtype == torch.float64:
+        raise ValueError("model must be of float32, bfloat16 or float16 where kvcompress attends, got torch.float64")
     if options.get("dropout"):
         raise ValueError(f"attention_dropout must be 0 where kvcompress attends, got {options['dropout']}")
     if current.wants_entering:

@@ -144,6 +144,7 @@ def prefill(
     prompt: Prompt | None = as_stream(input_ids)
     if prompt is None:
         _need_tensors(input_ids=input_ids)
+        _check_ids("input_ids", cast(Tensor, input_ids), decoder)
         if attention_mask is None and cast(Tensor, input_ids).ndim == 2:
             attention_mask = _padding(model, cast(Tensor, input_ids), {})
         prompt = _columns(cast(Tensor, input_ids), cache, attention_mask, tail)
@@ -162,6 +163,7 @@ def prefill(
     if plans is not None and not any(map(len, plans)):
         return cache
     if guide is not None:
+        _check_ids("guide", guide, decoder)
         cache.check_guide()
     if cache.recurs:
         _check_states(cache, plans, guide)
@@ -285,6 +287,20 @@ def _unknown(cache: CompressedCache, stream: Stream) -> Steps:
     chunk = cache.stream_plan().chunks[0]
     while count := stream.available(chunk):
         yield [cache.plan_prompt(count)], [0]
+
+
+def _check_ids(name: str, ids: Tensor, decoder: Any) -> None:
+    """Raises ValueError for ids on another device than the embeddings, and on the CPU, where nothing waits for it, for
+    such that these do not have."""
+    weight = decoder.get_input_embeddings().weight
+    if ids.device != weight.device:
+        raise ValueError(f"{name} must be on the model's device, {weight.device}, got {ids.device}")
+    size = max(len(weight), getattr(decoder.config, "vocab_size", 0))
+    if ids.device.type == "cpu" and ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < size:
+        raise ValueError(
+            f"{name} must be at least 0 and below {size:,}, the size of the model's vocabulary, got "
+            f"{int(ids.min())} to {int(ids.max())}"
+        )
 
 
 def _columns(input_ids: Tensor, cache: CompressedCache, attention_mask: Tensor | None, tail: Tensor) -> Columns:

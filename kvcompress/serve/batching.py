@@ -96,6 +96,7 @@ class _Processor(ContinuousBatchProcessor):
         )  # fmt: skip
         self.failed: dict[str, str] = {}
         self.new_tokens: deque[tuple[float, int]] = deque()  # when, and how many
+        self.begun: float | None = None  # when the first pass did
 
     def prepare_next_batch(self) -> bool:
         more: bool = super().prepare_next_batch()
@@ -106,6 +107,7 @@ class _Processor(ContinuousBatchProcessor):
     @torch.no_grad()
     def _generation_step(self, model: nn.Module) -> None:
         given, served = self.inputs_and_outputs.get_model_kwargs(), self.served
+        self.begun = self.begun or time.monotonic()
         current = served.begin(self.scheduler.parts, waiting=bool(self.scheduler.waiting_requests))
         names = ("input_ids", "position_ids", "logits_indices", "logits_processor_args")
         inputs = {name: given[name] for name in names} | {"use_cache": False, KEYWORD: current}
@@ -297,12 +299,13 @@ class Batching:
         """Of the last manager: pages, pages_in_use, peak_pages (most in use at once), page_nbytes; running and waiting
         requests, peak_running (most at once), preempted (how often one gave its pages up); prefix_pages (that only
         prefixes hold), prefix_tokens (of prompts, that were not read since a prefix had them); tokens_per_second over
-        the last 10 s. Numbers of before its first request are 0, but pages and page_nbytes."""
+        the last 10 s, or since the first request. Numbers of before its first request are 0, but pages and page_nbytes."""
         own = {"pages": self.pages, "page_nbytes": self.served.bounds.page_nbytes}
         numbers = dict.fromkeys(METRICS, 0.0) | own
         if self.processor is not None:
             scheduler, now = self.processor.scheduler, time.monotonic()
-            recent = [tokens for at, tokens in list(self.processor.new_tokens) if at > now - SECONDS]
+            since = max(now - SECONDS, self.processor.begun or 0.0)
+            recent = [tokens for at, tokens in list(self.processor.new_tokens) if at > since]
             numbers |= {
                 "pages_in_use": self.served.used,
                 "peak_pages": scheduler.peak_pages,
@@ -312,7 +315,7 @@ class Batching:
                 "preempted": scheduler.preempted,
                 "prefix_pages": self.served.kept,
                 "prefix_tokens": self.served.hits - self._hits_before,
-                "tokens_per_second": sum(recent) / SECONDS,
+                "tokens_per_second": sum(recent) / (now - since),
             }
         return numbers
 

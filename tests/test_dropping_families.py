@@ -5,6 +5,7 @@ model that reads those alone. tests/test_families.py has the same caches with ro
 """
 
 import itertools
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from benchmarks.quality.parts.families_checks import TOLERANCE, difference, said
 from benchmarks.quality.parts.families_configurations import CONFIGURATIONS
 from kvcompress import GatedCache
 from kvcompress.hf.attach import base_model, facts_of
+from kvcompress.hf.own_attention import number_of, own_family
 from kvcompress.hf.seam import _before
 from kvcompress.pruners import Gates, KeyDiff, SnapKV
 
@@ -24,7 +26,7 @@ PROMPT, WHOLE, STAYS = 30, 38, 9
 NAMES = [
     "llama", "qwen3_moe", "gemma2", "gemma3_text/sliding", "gemma4_text/shared", "gpt_oss/sliding", "phi3",
     "cohere2/sliding", "glm4", "gpt_neox", "hunyuan_v1_dense", "deepseek_v3", "llama4_text/chunked", "falcon_h1",
-
+    "falcon/new", "falcon/every_kv_head", "falcon",
 ]  # fmt: skip
 DROPS = {
     "snapkv": lambda config: kvcompress.PrunedCache(config, SnapKV(window=4, kernel_size=1), keep=STAYS, page_size=4),
@@ -36,12 +38,48 @@ DROPS = {
 MASKED = "masked_by_head"
 
 
-def masked_by_head(kept, facts, prompt=PROMPT, whole=WHOLE):
-    """An attention function: the family's own, whose tokens behind the prompt see of it what their KV head has kept.
-    kept: by layer [B][Hkv] of the prompt's places that are left; [] = those of the layer that it reads."""
+@contextmanager
+def hiding(model, hide):
+    """The dense model, some of whose attention is hidden. hide: (module, query heads) -> bool [B, Hq, WHOLE, WHOLE],
+    None where nothing is."""
 
-    def attention(module, query, key, value, attention_mask, **options):
-        layer, heads = module.layer_idx, query.shape[1]
+    def masked(mask, hidden, dtype, true_hides=False):
+        if hidden is None:
+            return mask
+        if mask.dtype == torch.bool:
+            return mask | hidden if true_hides else mask & ~hidden
+        return mask.expand(hidden.shape).masked_fill(hidden, torch.finfo(dtype).min)
+
+    def attention(module, query, key, value, mask, **options):
+        mask = masked(mask, hide(module, query.shape[1]), query.dtype)
+        return _before(module, "eager")(module, query, key, value, mask, **options)
+
+    def before(module, args, given):
+        hidden = hide(module, getattr(module, "num_heads", None) or module.n_heads)
+        mask = masked(given["attention_mask"], hidden, args[0].dtype, type(module).__name__ == "MptAttention")
+        return args, given | {"attention_mask": mask}
+
+    own, implementation = [x for x in model.modules() if own_family(x) is not None], model.config._attn_implementation
+    hooks = [module.register_forward_pre_hook(before, with_kwargs=True) for module in own]
+    AttentionInterface.register(MASKED, attention)
+    AttentionMaskInterface.register(MASKED, ALL_MASK_ATTENTION_FUNCTIONS["eager"])
+    try:
+        if not own:
+            model.set_attn_implementation(MASKED)
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        if not own:
+            model.set_attn_implementation(implementation)
+
+
+def masked_by_head(kept, facts, prompt=PROMPT, whole=WHOLE):
+    """What hiding takes: tokens behind the prompt see of it what their KV head has kept. kept: by layer [B][Hkv] of the
+    prompt's places that are left; [] = those of the layer that it reads."""
+
+    def hide(module, heads):
+        layer = number_of(module)
         of = kept[layer] or kept[facts[layer].reads]
         hidden = torch.zeros(len(of), heads, whole, whole, dtype=torch.bool)
         for b, rows in enumerate(of):
@@ -49,10 +87,9 @@ def masked_by_head(kept, facts, prompt=PROMPT, whole=WHOLE):
                 gone = torch.ones(whole, dtype=torch.bool)
                 gone[rows[head * len(rows) // heads]], gone[prompt:] = False, False
                 hidden[b, head, prompt:, gone] = True
-        mask = attention_mask.expand(len(of), heads, whole, whole).masked_fill(hidden, torch.finfo(query.dtype).min)
-        return _before(module, "eager")(module, query, key, value, mask, **options)
+        return hidden
 
-    return attention
+    return hide
 
 
 @pytest.mark.parametrize(("name", "cache"), list(zip(NAMES, itertools.cycle(DROPS), strict=False)))
@@ -70,14 +107,8 @@ def test_what_follows_a_pruned_prompt_sees_what_each_head_has_kept(name, cache):
     assert dropped - local  # or the test would show nothing
     for index in local:  # a window or a chunk is the family's own mask
         kept[index] = [[torch.arange(PROMPT)] * facts[index].kv_heads] * len(ids)
-    before = model.config._attn_implementation
-    AttentionInterface.register(MASKED, masked_by_head(kept, facts))
-    AttentionMaskInterface.register(MASKED, ALL_MASK_ATTENTION_FUNCTIONS["eager"])
-    try:
-        model.set_attn_implementation(MASKED)
+    with hiding(model, masked_by_head(kept, facts)):
         dense = forward(model, ids, use_cache=False)[:, PROMPT - 1 :]
-    finally:
-        model.set_attn_implementation(before)
     assert difference(torch.cat(ours, 1), dense) <= 2 * TOLERANCE
     whole = forward(model, ids, use_cache=False)[:, PROMPT:]
     assert difference(dense[:, 1:], whole) > 100 * TOLERANCE  # what is dropped matters
@@ -99,24 +130,22 @@ REFUSED = {  # beside families that nothing attaches to: what a layer is, and wh
 
 
 def seen_by_head(held, order):
-    """An attention function: the family's own, whose tokens see of each KV head the last WINDOW ones and those that it
-    holds at the end. order: numbers of layers as they attend, from some of which modules have none, or that of
-    another."""
+    """What hiding takes: tokens see of each KV head the last WINDOW ones and those that it holds at the end. order:
+    numbers of layers as they attend, from some of which modules have none, or that of another."""
     every, calls = held.kept_positions(), itertools.count()
     kept = {layer.index: every[layer.index] for layer in held.compressing}
     near = torch.arange(WHOLE)[:, None] - torch.arange(WHOLE) < WINDOW
 
-    def attention(module, query, key, value, attention_mask, **options):
-        rows, heads = kept.get(order[next(calls) % len(order)]), query.shape[1]
-        if rows is not None:  # else a window or a chunk is the family's own mask
-            stays = torch.zeros(len(rows), heads, 1, WHOLE, dtype=torch.bool)
-            for b, head in itertools.product(range(len(rows)), range(heads)):
-                stays[b, head, 0, rows[b][head * len(rows[b]) // heads]] = True
-            low = torch.finfo(query.dtype).min
-            attention_mask = attention_mask.expand(len(rows), heads, WHOLE, WHOLE).masked_fill(~(stays | near), low)
-        return _before(module, "eager")(module, query, key, value, attention_mask, **options)
+    def hide(module, heads):
+        rows = kept.get(order[next(calls) % len(order)])
+        if rows is None:  # a window or a chunk is the family's own mask
+            return None
+        stays = torch.zeros(len(rows), heads, 1, WHOLE, dtype=torch.bool)
+        for b, head in itertools.product(range(len(rows)), range(heads)):
+            stays[b, head, 0, rows[b][head * len(rows[b]) // heads]] = True
+        return ~(stays | near)
 
-    return attention
+    return hide
 
 
 def unlike_a_gated_cache(facts):
@@ -163,14 +192,8 @@ def test_a_token_sees_what_gates_let_through(name):
         once, again = read([WHOLE])
         assert held.stored_lengths() == again.stored_lengths() and held.kept_share() < 0.95
         whole = forward(model, ids, use_cache=False)
-    before = model.config._attn_implementation
-    AttentionInterface.register(MASKED, seen_by_head(held, sorted(facts)))
-    AttentionMaskInterface.register(MASKED, ALL_MASK_ATTENTION_FUNCTIONS["eager"])
-    try:
-        model.set_attn_implementation(MASKED)
+    with hiding(model, seen_by_head(held, sorted(facts))):
         dense = forward(model, ids, use_cache=False)
-    finally:
-        model.set_attn_implementation(before)
     for found in (ours, once):
         assert difference(found, dense) <= 4 * TOLERANCE
     assert difference(dense, whole) > 100 * TOLERANCE  # what is dropped matters

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ..softmax import Softmax
 from .facts import Facts
 from .method import KEYWORD, Pass
+from .own_attention import number_of
 from .seam import evaluating
 
 TOKENS = 3
@@ -80,16 +81,12 @@ def out_dim(module: nn.Module) -> int:
 
 def attention_linears(decoder: nn.Module) -> dict[int, list[tuple[str, Any]]]:
     """The linear layers in the innermost modules that know the number of their layer, by that number."""
-    owners = [(name, module) for name, module in decoder.named_modules() if type(_number(module)) is int]
+    owners = [(name, module) for name, module in decoder.named_modules() if type(number_of(module)) is int]
     found: dict[int, list[tuple[str, Any]]] = {}
     for name, module in owners:
-        if not any(inner is not module and type(_number(inner)) is int for inner in module.modules()):
-            found.setdefault(_number(module), []).extend(linear_layers(module, f"{name}."))
+        if not any(inner is not module and type(number_of(inner)) is int for inner in module.modules()):
+            found.setdefault(number_of(module), []).extend(linear_layers(module, f"{name}."))
     return found
-
-
-def _number(module: nn.Module) -> Any:
-    return getattr(module, "layer_idx", None)
 
 
 @torch.inference_mode(False)

@@ -1,4 +1,5 @@
-"""The seam with transformers: un-rotated queries and keys of every family; no class swapped, none known by name.
+"""The seam with transformers: un-rotated queries and keys of every family; no class swapped, none known by name but those
+whose attention is code of their own (own_attention).
 
 Hooks on the rotary embeddings turn them into identities while a forward pass is one of ours (of a cache or of a
 converted model): the family's own code projects, norms and rotates by nothing. An attention function registered with
@@ -25,11 +26,13 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ..ops.opaque import Handled
 from ..positions import parts
 from . import compiled
+from .answering import answer
 from .argument import CACHE, cache_of
-from .attending import attend, begun, checked_call, hidden_of
+from .attending import begun, checked_call, hidden_of
 from .facts import Facts
 from .method import KEYWORD, Pass, PassCache, method_of
 from .now import THREAD
+from .own_attention import OwnForward, own_forward
 from .probe import ROWS, TOKENS, MaskTicket, Probe, like
 
 PREFIX = "kvcompress_"
@@ -57,7 +60,8 @@ class Seam(Handled):
     """What attaching leaves on a decoder. arguments: of its forward, by position. references: how often it was
     attached. arrives: whether the family hands keywords down to its attention layers. guarded: whether it raised
     before (hf/guard). attributes: of the rotary embeddings, by their names, as they were before. attending: the modules
-    that call the attention function. watches: whether what enters those is noted."""
+    that call the attention function. own: what stands on those that would not. watches: whether what enters them is
+    noted."""
 
     decoder: _Weak
     arguments: tuple[str, ...]
@@ -68,6 +72,7 @@ class Seam(Handled):
     guarded: bool = False
     attributes: dict[str, set[str]] = field(default_factory=dict)
     attending: list[_Weak] = field(default_factory=list)
+    own: list[OwnForward] = field(default_factory=list)
     watches: bool = False
 
     def learned(self, facts: Facts, probe: Probe) -> None:
@@ -106,6 +111,8 @@ def open_seam(model: nn.Module, decoder: nn.Module) -> Seam:
             seam.attributes[name] = set(vars(module))
             seam.hooks.append(module.register_forward_pre_hook(_rotary_before, with_kwargs=True))
             seam.hooks.append(module.register_forward_hook(_rotary_after, with_kwargs=True))
+        elif (own := own_forward(module, _implementation)) is not None:
+            seam.own.append(own)
     # past nn.Module.__setattr__ and state_dict: this is no part of the model
     object.__setattr__(decoder, _SEAM, seam)
     return seam
@@ -117,13 +124,15 @@ def close_seam(decoder: Any) -> None:
     assert seam is not None
     for hook in seam.hooks:
         hook.remove()
+    for own in seam.own:
+        own.undo()
     for name, module in decoder.named_modules():
         for new in vars(module).keys() - seam.attributes.get(name, vars(module).keys()):
             if "inv_freq" in new:  # those of long prompts (longrope), which any call settles anew
                 delattr(module, new)
     object.__delattr__(decoder, _SEAM)
     config = decoder.config
-    config._attn_implementation_internal = (config._attn_implementation or "").removeprefix(PREFIX) or None
+    config._attn_implementation_internal = _implementation(config)
 
 
 @contextmanager
@@ -158,6 +167,11 @@ def _is_taken_over(config: Any) -> bool:
     return (config._attn_implementation or "").startswith(PREFIX)
 
 
+def _implementation(config: Any) -> str | None:
+    """That of the attention of an attached decoder, as it was before."""
+    return (config._attn_implementation or "").removeprefix(PREFIX) or None
+
+
 def _take_over(config: Any) -> None:
     """Our functions before those that the model has now. The name says what was there: two models, or one whose
     implementation is set anew, need no other record."""
@@ -175,24 +189,12 @@ def _register(name: str) -> None:
     def attention(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
     ) -> Any:
-        keyword: Pass | None = kwargs.pop(KEYWORD, None)  # checkpoints run again when now is another pass, or none
-        now = THREAD.now
-        layer, now.layer = now.layer, None
-        entered, now.entered = now.entered, None
-        entering = entered[1] if entered is not None and entered[0] is module else None
-        if layer is None:
-            layer = getattr(module, "layer_idx", None)
-        if now.probe is not None:
-            now.probe.arrives = keyword is not None
-            return now.probe.arrived(layer, module, query, key, value, attention_mask, kwargs), None
-        if now.handle is not None and torch.compiler.is_dynamo_compiling():
-            return compiled.attention(layer, query, key, value, kwargs, entering), None
-        current = keyword or now.current
-        if current is not None:
-            return attend(current, layer, query, key, value, kwargs, entering), None
+        layer, ours = answer(module, query, key, value, attention_mask, kwargs)
+        if ours is not None:
+            return ours, None
         out = _before(module, name)(module, query, key, value, attention_mask, **kwargs)
-        if now.watcher is not None:
-            now.watcher(layer, out[0])
+        if (watcher := THREAD.now.watcher) is not None:
+            watcher(layer, out[0])
         return out
 
     def mask(*args: Any, **kwargs: Any) -> Any:

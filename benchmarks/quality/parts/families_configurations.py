@@ -250,7 +250,10 @@ def _positions() -> Iterator[Configuration]:
             "attn_config": {"alibi": alibi}})  # fmt: skip
     falcon = {"num_kv_heads": 2, "ffn_hidden_size": 96}
     yield Configuration("falcon", "falcon", falcon)
+    yield Configuration("falcon/every_kv_head", "falcon", falcon | {"multi_query": False, "num_kv_heads": 4})
+    yield Configuration("falcon/sequential", "falcon", falcon | {"parallel_attn": False})
     yield Configuration("falcon/alibi", "falcon", falcon | {"alibi": True})
+    yield Configuration("falcon/eager", "falcon", falcon, implementation="eager")
     yield Configuration("falcon/new", "falcon", falcon | {"new_decoder_architecture": True})
     yield Configuration("ctrl", "ctrl", {"n_embd": 64, "n_layer": 2, "n_head": 4, "dff": 96, "n_positions": 512})
     yield Configuration("cpmant", "cpmant", {"dim_head": 16, "dim_ff": 96, "prompt_length": 4})

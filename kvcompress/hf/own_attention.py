@@ -1,0 +1,140 @@
+"""Families whose attention modules never ask AttentionInterface: what such a module does in a pass of ours.
+
+Each function below is the forward of one of transformers' modules as it would be if it asked: its own projections, the
+attention of the pass, its own output projection. Every other forward pass runs the module's own code.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import MethodType
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from .answering import answer
+from .argument import cache_of
+from .now import THREAD
+
+Attention = Callable[..., Tensor]  # (queries [B, Hq, T, D], keys, values [B, Hkv, T, D], **options) -> [B, T, Hq D]
+
+
+def _falcon(module: Any, attention: Attention, hidden: Tensor, *, position_embeddings: Any, **given: Any) -> Tensor:
+    q, k, v = (x.transpose(1, 2) for x in module._split_heads(module.query_key_value(hidden)))
+    if module.new_decoder_architecture:  # which repeats each KV head for its queries
+        group = module.num_heads // module.num_kv_heads
+        k, v = k[:, ::group], v[:, ::group]
+    q, k = sys.modules[type(module).__module__].apply_rotary_pos_emb(q, k, *position_embeddings)
+    return module.dense(attention(q, k, v))
+
+
+class _Family(NamedTuple):
+    """forward: of the module, (module, attention, hidden states, ...). output: the linear layer behind attention."""
+
+    forward: Callable[..., Tensor]
+    output: str
+
+
+FAMILIES = {"FalconAttention": _Family(_falcon, "dense")}
+
+
+def own_family(module: nn.Module) -> _Family | None:
+    """None for a module that is none of these; code from elsewhere may have a class of the same name."""
+    ours = (x for x in type(module).__mro__ if x.__module__.startswith("transformers.models."))
+    return next((FAMILIES[x.__name__] for x in ours if x.__name__ in FAMILIES), None)
+
+
+class OwnForward:
+    """Stands on one module for its forward. implementation: of a decoder's attention, by a config, as it was before
+    attach."""
+
+    def __init__(self, module: nn.Module, family: _Family, implementation: Callable[[Any], str | None]) -> None:
+        place = "_old_forward" if "_old_forward" in vars(module) else "forward"  # accelerate calls what it found before
+        self.module, self.family, self.before = module, family, vars(module).get(place)
+        object.__setattr__(module, place, self)
+        self.config = vars(module).get("config")
+        if self.config is not None:
+            object.__setattr__(module, "config", _ConfigBefore(self.config, implementation))
+
+    def __call__(self, *args: Any, **given: Any) -> Any:
+        now = THREAD.now
+        if now.ours:
+            # nobody asks for the attention weights
+            return self.family.forward(self.module, self._attention(_cache_in(given)), *args, **given), None
+        if now.watcher is None:
+            return self._as_before(*args, **given)
+        output = getattr(self.module, self.family.output)
+        hook = output.register_forward_pre_hook(self._watched)
+        try:
+            return self._as_before(*args, **given)
+        finally:
+            hook.remove()
+
+    def _as_before(self, *args: Any, **given: Any) -> Any:
+        if self.before is not None:
+            return self.before(*args, **given)
+        return type(self.module).forward(self.module, *args, **given)
+
+    def _watched(self, output: nn.Module, args: tuple[Any, ...]) -> None:
+        THREAD.now.watcher(number_of(self.module), args[0].unflatten(-1, (-1, self.module.head_dim)))
+
+    def _attention(self, cache: Any) -> Attention:
+        layer = number_of(self.module)
+
+        def attention(q: Tensor, k: Tensor, v: Tensor, mask: Any = None, **options: Any) -> Tensor:
+            if cache is not None:
+                k, v = cache.update(k, v, layer)
+            THREAD.now.layer = layer
+            out = answer(self.module, q, k, v, mask, options)[1]
+            assert out is not None
+            return out.flatten(2)
+
+        return attention
+
+    def undo(self) -> None:
+        """The module is as it was."""
+        for place in ("forward", "_old_forward"):
+            if vars(self.module).get(place) is self:
+                if place == "forward" and self.before is None:
+                    delattr(self.module, place)
+                else:  # accelerate has come since
+                    own = MethodType(type(self.module).forward, self.module)
+                    object.__setattr__(self.module, place, self.before or own)
+        if self.config is not None:
+            object.__setattr__(self.module, "config", self.config)
+
+
+class _ConfigBefore:
+    """A config to code that asks it by which implementation a module attends."""
+
+    def __init__(self, config: Any, implementation: Callable[[Any], str | None]) -> None:
+        self.__dict__.update(_config=config, _implementation=implementation)
+
+    @property
+    def _attn_implementation(self) -> str | None:
+        return self._implementation(self._config)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("_config", "_implementation"):  # while it is copied
+            raise AttributeError(name)
+        return getattr(self._config, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._config, name, value)
+
+
+def _cache_in(given: dict[str, Any]) -> Any:
+    """The cache among the arguments of an attention module."""
+    return given["layer_past"] if "layer_past" in given else cache_of(given)
+
+
+def number_of(module: nn.Module) -> Any:
+    """Of its layer, None for a module that does not know it."""
+    return getattr(module, "layer_idx", getattr(module, "layer_id", None))
+
+
+def own_forward(module: nn.Module, implementation: Callable[[Any], str | None]) -> OwnForward | None:
+    """What now stands on a module of one of these families; None for any other."""
+    family = own_family(module)
+    return None if family is None else OwnForward(module, family, implementation)

@@ -42,8 +42,11 @@ class RotaryTables:
     themselves when called; their length is the number of keys in sight, never the position in the prompt.
     columns: which of its columns turns each pair of coordinates, coordinate i being paired with i + len(columns); None
     = the first half of them. axes: leading axes of its position_ids, () or (3,).
+    beside: coordinates that stand in front of a head's own and hold positions alone (ALiBi).
     Raises ValueError for what is no rotary embedding.
     """
+
+    beside = 0
 
     def __init__(
         self, module: nn.Module, columns: Tensor | None = None, *, arguments: tuple[Any, ...] = (),

@@ -26,7 +26,7 @@ PROMPT, WHOLE, STAYS = 30, 38, 9
 NAMES = [
     "llama", "qwen3_moe", "gemma2", "gemma3_text/sliding", "gemma4_text/shared", "gpt_oss/sliding", "phi3",
     "cohere2/sliding", "glm4", "gpt_neox", "hunyuan_v1_dense", "deepseek_v3", "llama4_text/chunked", "falcon_h1",
-    "falcon/new", "falcon/every_kv_head", "falcon",
+    "falcon/new", "falcon/every_kv_head", "falcon", "falcon/alibi", "bloom", "mpt/alibi",
 ]  # fmt: skip
 DROPS = {
     "snapkv": lambda config: kvcompress.PrunedCache(config, SnapKV(window=4, kernel_size=1), keep=STAYS, page_size=4),
@@ -119,7 +119,7 @@ def test_what_follows_a_pruned_prompt_sees_what_each_head_has_kept(name, cache):
 WINDOW, SINKS = 8, 2
 GATED = [
     *NAMES, "granitemoehybrid/rope", "nemotron_h", "qwen3_next", "zamba2/rope", "hrm_text", "gpt2", "mistral/sliding",
-    "gemma3n_text/shared", "mimo_v2_flash/sliding", "bloom",
+    "gemma3n_text/shared", "mimo_v2_flash/sliding", "bloom/six_heads",
 ]  # fmt: skip
 REFUSED = {  # beside families that nothing attaches to: what a layer is, and what is said
     "no layer": "gates must be of this model: they have 1 layers, 0 are needed",

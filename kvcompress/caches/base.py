@@ -194,12 +194,22 @@ class CompressedCache(Images, Repeats, Generation, PassCache):
         for number, layer in enumerate(self.compressing):
             layer.number = number
         self.check_layers(decoder, facts)
+        self._check_codes(decoder, facts)
         self.facts, self._placed = facts, None
         self._measure(facts, next(x.element_size() for x in decoder.parameters() if x.is_floating_point()))
         self.belongs_to(decoder)
 
     def check_layers(self, decoder: Any, facts: Facts) -> None:
         """Raises ValueError for layers that the cache's settings are not for."""
+
+    def _check_codes(self, decoder: Any, facts: Facts) -> None:
+        """Raises ValueError where keys hold what a scale for all their numbers would round away."""
+        dtype = self.pool_settings.dtype
+        if dtype is not None and any(found.beside for found in facts.values()):
+            raise ValueError(
+                f"dtype must be None for {type(decoder).__name__}, got {dtype!r}: its keys hold their positions "
+                "(ALiBi), which codes would round; take a cache without codes"
+            )
 
     def belongs_to(self, decoder: Any) -> None:
         """Notes the model that it was filled by."""

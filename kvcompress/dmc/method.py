@@ -211,6 +211,8 @@ def converted_layers(decoder: Any, facts: Facts) -> list[int]:
             reason = (
                 f"has keys of {found.head_dim} and values of {found.value_dim} numbers (keys made from latents, MLA)"
             )
+        elif found.beside:
+            reason = "adds positions to its products (ALiBi), of which merged tokens would have the average"
         elif found.normed:
             reason = "norms its keys behind their rotation, which would norm an average again"
         elif found.kv_heads != heads:

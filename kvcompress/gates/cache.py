@@ -46,7 +46,7 @@ class GatedLayer(DMSLayer):
         return True
 
     def _decide(self, step: CachePass, queries: Tensor, keys: Tensor) -> Tensor:
-        said = self.gates.says(self.number, self.gates.seen(queries, step.entering))
+        said = self.gates.says(self.number, self.gates.seen(step.facts[self.index].own(queries), step.entering))
         alpha = (said < self.threshold).float()
         if min(self.next) >= self.sinks:
             return alpha

@@ -31,7 +31,7 @@ class QueriesPass(TrainingPass):
         self.seen: dict[int, Tensor] = {}
 
     def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax) -> Tensor:
-        self.seen[layer] = queries[0].transpose(0, 1).flatten(1)
+        self.seen[layer] = self.facts[layer].own(queries)[0].transpose(0, 1).flatten(1)
         return self.attend_locally(layer, queries, keys, values, softmax)
 
 

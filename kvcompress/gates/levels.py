@@ -29,7 +29,7 @@ class _SayingPass(TrainingPass):
 
     def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax) -> Tensor:
         if layer in self.numbers:
-            seen = self.gates.seen(queries, self.entering)
+            seen = self.gates.seen(self.facts[layer].own(queries), self.entering)
             self.said.append(self.gates.says(self.numbers[layer], seen).cpu())
         return self.attend_locally(layer, queries, keys, values, softmax)
 

@@ -54,7 +54,7 @@ class _GatedPass(TrainingPass):
         if layer not in self.gates.numbers:
             return self.attend_locally(layer, queries, keys, values, softmax)
         number = self.gates.numbers[layer]
-        said = self.gates.says(number, queries)
+        said = self.gates.says(number, self.facts[layer].own(queries))
         self.said[number] = said.detach()
         logits = (said - self.threshold) / self.softness
         if self.chance is not None:

@@ -37,9 +37,10 @@ def takes_cache(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def with_cache(cache: Any, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a call and the cache that it is given. Raises TypeError where they bring one of their own: of two
-    transformers would take one and leave the other without a word."""
+    """The options of a call and the cache that it is given. Configs that say that a model uses none (MPT's) count
+    for nothing. Raises TypeError where they bring one of their own: of two transformers would take one and leave the
+    other without a word."""
     for name in (CACHE, _BEFORE):
         if options.get(name) is not None:
             raise TypeError(f"{name} must not be given where a cache is already, got {type(options[name]).__name__}")
-    return {**options, CACHE: cache}
+    return {"use_cache": True, **options, CACHE: cache}

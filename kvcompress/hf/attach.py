@@ -190,7 +190,9 @@ def _learned(model: nn.Module, decoder: Any) -> tuple[Facts, Probe]:
             THREAD.now.probe = None
             if recurs(layers):
                 facts.reads_chunks, facts.hands_states = _recurrence(decoder, tokens, tolerance)
-            facts.takes_positions = "position_ids" in parameters and _counts_from_0(decoder, tokens, tolerance)
+            biased = takes and all(own.beside for own in facts.values())  # positions count in attention alone
+            told = biased or "position_ids" in parameters
+            facts.takes_positions = told and _counts_from_0(decoder, tokens, tolerance)
         return facts, probe
     except Exception as error:
         raise ValueError(f"{type(model).__name__} is not supported: {error}") from error

@@ -89,7 +89,7 @@ def attend(
     )
     if query.dtype != value.dtype or key.dtype != value.dtype:  # under autocast a norm may have left float32
         query, key = query.to(value.dtype), key.to(value.dtype)
-    out = current.attend(layer, facts.framed(query), facts.framed(key), facts.padded(value), softmax)
+    out = current.attend(layer, facts.framed(query), facts.framed(key, keys=True), facts.padded(value), softmax)
     return out[..., : facts.value_dim].transpose(1, 2).contiguous()
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..positions import NormedTables, RotaryTables
+from .alibi import AlibiTables
 from .places import Places, placed
 
 
@@ -44,7 +45,12 @@ class LayerFacts:
     @property
     def size(self) -> int:
         """Numbers of a key, and of a value, as we are given them."""
-        return max(self.head_dim, self.value_dim)
+        return max(self.head_dim + self.beside, self.value_dim)
+
+    @property
+    def beside(self) -> int:
+        """How many of a query or key come before the family's own (ALiBi)."""
+        return self.query_rotary.beside
 
     @property
     def is_local(self) -> bool:
@@ -65,11 +71,17 @@ class LayerFacts:
                 "attention depends on where tokens stand, not on their distance alone, and they cannot be moved"
             )
 
-    def framed(self, x: Tensor) -> Tensor:
+    def framed(self, x: Tensor, *, keys: bool = False) -> Tensor:
         """Queries or keys [B, H, T, head_dim] of the family, as we want them: [B, H, T, size]."""
         if self.order is not None:
             x = x.index_select(-1, self.order.to(x.device))
-        return x if self.size == self.head_dim else torch.nn.functional.pad(x, (0, self.size - self.head_dim))
+        if isinstance(self.query_rotary, AlibiTables):
+            x = self.query_rotary.framed(x, keys=keys)
+        return x if self.size == x.shape[-1] else torch.nn.functional.pad(x, (0, self.size - x.shape[-1]))
+
+    def own(self, x: Tensor) -> Tensor:
+        """The family's coordinates [..., head_dim] of framed queries or keys, in our order."""
+        return x[..., self.beside : self.beside + self.head_dim]
 
     def padded(self, values: Tensor) -> Tensor:
         """Values [B, H, T, value_dim] as we want them: [B, H, T, size]."""

@@ -11,22 +11,71 @@ from collections.abc import Callable
 from types import MethodType
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from .answering import answer
 from .argument import cache_of
 from .now import THREAD
 
-Attention = Callable[..., Tensor]  # (queries [B, Hq, T, D], keys, values [B, Hkv, T, D], **options) -> [B, T, Hq D]
+# (queries [B, Hq, T, D], keys, values [B, Hkv, T, D], what gives ALiBi's slopes [Hq], **options) -> [B, T, Hq D]
+Attention = Callable[..., Tensor]
 
 
-def _falcon(module: Any, attention: Attention, hidden: Tensor, *, position_embeddings: Any, **given: Any) -> Tensor:
+def _file(module: nn.Module) -> Any:
+    return sys.modules[type(module).__module__]
+
+
+def _falcon(
+    module: Any, attention: Attention, hidden: Tensor, alibi: Any, attention_mask: Any, position_ids: Any = None,
+    *, position_embeddings: Any, **given: Any,
+) -> Tensor:  # fmt: skip
     q, k, v = (x.transpose(1, 2) for x in module._split_heads(module.query_key_value(hidden)))
     if module.new_decoder_architecture:  # which repeats each KV head for its queries
         group = module.num_heads // module.num_kv_heads
         k, v = k[:, ::group], v[:, ::group]
-    q, k = sys.modules[type(module).__module__].apply_rotary_pos_emb(q, k, *position_embeddings)
-    return module.dense(attention(q, k, v))
+    if alibi is None:
+        q, k = _file(module).apply_rotary_pos_emb(q, k, *position_embeddings)
+        return module.dense(attention(q, k, v))
+
+    def slopes() -> Tensor:  # which eager attention adds twice
+        own = _alibi_of_two(module, module.num_heads) * module.inv_norm_factor
+        return own if module.config._attn_implementation == "sdpa" else 2 * own
+
+    return module.dense(attention(q, k, v, slopes, dropout=_dropout(module, module.attention_dropout.p)))
+
+
+def _bloom(
+    module: Any, attention: Attention, hidden: Tensor, residual: Tensor, alibi: Any, attention_mask: Any, **given: Any
+) -> Tensor:
+    q, k, v = module._reshape(module.query_key_value(hidden))
+    out = attention(
+        q, k, v, lambda: _alibi_of_two(module, module.num_heads), scaling=module.inv_norm_factor,
+        dropout=_dropout(module, module.attention_dropout.p),
+    )  # fmt: skip
+    return _file(module).dropout_add(module.dense(out), residual, module.hidden_dropout, module.training)
+
+
+def _mpt(module: Any, attention: Attention, hidden: Tensor, position_bias: Tensor, **given: Any) -> Tensor:
+    both = module.Wqkv(hidden)
+    if module.clip_qkv:
+        both = both.clamp(min=-module.clip_qkv, max=module.clip_qkv)
+    q, k, v = (x.unflatten(2, (module.n_heads, module.head_dim)).transpose(1, 2) for x in both.chunk(3, dim=2))
+    out = attention(
+        q, k, v, lambda: position_bias[:, 0, -1] - position_bias[:, 0, -2], scaling=module.softmax_scale,
+        dropout=_dropout(module, module.attn_dropout_p),
+    )  # fmt: skip
+    return module.out_proj(out)
+
+
+def _alibi_of_two(module: nn.Module, heads: int) -> Tensor:
+    """float32 [Hq], the slopes: the biases of the second of two keys."""
+    mask = torch.ones(1, 2, dtype=torch.int64, device="cpu")
+    return _file(module).build_alibi_tensor(mask, heads, torch.float32)[:, 0, 1]
+
+
+def _dropout(module: nn.Module, p: float) -> float:
+    return p if module.training else 0.0
 
 
 class _Family(NamedTuple):
@@ -36,7 +85,12 @@ class _Family(NamedTuple):
     output: str
 
 
-FAMILIES = {"FalconAttention": _Family(_falcon, "dense")}
+FAMILIES = {
+    "FalconAttention": _Family(_falcon, "dense"),
+    "BloomAttention": _Family(_bloom, "dense"),
+    "MptAttention": _Family(_mpt, "out_proj"),
+}
+_MODEL_TYPES = {"falcon", "bloom", "mpt"}
 
 
 def own_family(module: nn.Module) -> _Family | None:
@@ -82,10 +136,15 @@ class OwnForward:
     def _attention(self, cache: Any) -> Attention:
         layer = number_of(self.module)
 
-        def attention(q: Tensor, k: Tensor, v: Tensor, mask: Any = None, **options: Any) -> Tensor:
+        def attention(
+            q: Tensor, k: Tensor, v: Tensor, slopes: Callable[[], Tensor] | None = None, *,
+            scaling: float | None = None, dropout: float = 0.0, mask: Any = None,
+        ) -> Tensor:  # fmt: skip
             if cache is not None:
                 k, v = cache.update(k, v, layer)
             THREAD.now.layer = layer
+            scaling = q.shape[3] ** -0.5 if scaling is None else scaling
+            options = {"scaling": scaling, "dropout": dropout, "alibi_slopes": slopes}
             out = answer(self.module, q, k, v, mask, options)[1]
             assert out is not None
             return out.flatten(2)
@@ -122,6 +181,20 @@ class _ConfigBefore:
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self._config, name, value)
+
+
+class NoMask:
+    """What the decoders of these families get for a mask in a pass of ours, and hand to their attention modules."""
+
+    ndim = 0
+
+    def to(self, *args: Any, **given: Any) -> NoMask:
+        return self
+
+
+def needs_no_mask(config: Any) -> bool:
+    """Whether a decoder of this config is of these families."""
+    return getattr(config, "model_type", None) in _MODEL_TYPES
 
 
 def _cache_in(given: dict[str, Any]) -> Any:

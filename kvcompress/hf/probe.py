@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..positions import NormedTables, RotaryTables, Unrotated, parts
+from .alibi import AlibiTables
 from .facts import Facts, LayerFacts
 
 TOKENS, BITS, CALL_BITS = 8, 10, 4  # tokens, bits of a column of cosines, bits of a call of a rotary embedding
@@ -21,7 +22,7 @@ _FAR = 1 << 17  # a position beyond every window
 # what attention functions are given that changes nothing here, or that we do
 KNOWN = {
     "dropout", "scaling", "is_causal", "sliding_window", "softcap", "s_aux", "position_ids", "use_cache",
-    "output_attentions", "output_hidden_states", "return_dict", "output_router_logits", "input_ids",
+    "output_attentions", "output_hidden_states", "return_dict", "output_router_logits", "input_ids", "alibi_slopes",
 }  # fmt: skip
 
 
@@ -141,7 +142,9 @@ class Probe:
                     f"layer {index} is not causal: tokens see what follows them, which a cache has not yet"
                 )
             try:
-                found[index] = self._layer(index, q, k, v, mask, owners, shared, norms, tolerance)
+                biased = kwargs.get("alibi_slopes")
+                alibi = None if biased is None else AlibiTables(biased() / kwargs["scaling"])
+                found[index] = self._layer(index, q, k, v, mask, owners, shared, norms, tolerance, alibi)
             except ValueError as error:
                 raise ValueError(f"layer {index}: {error}") from None
             owners.setdefault(id(k), index)
@@ -160,6 +163,7 @@ class Probe:
     def _layer(
         self, index: int, q: Tensor, k: Tensor, v: Tensor, mask: Any, owners: dict[int, int],
         shared: dict[Any, RotaryTables], norms: list[tuple[nn.Module, Tensor]], tolerance: float,
+        alibi: AlibiTables | None,
     ) -> LayerFacts:  # fmt: skip
         window, chunk = (None, None) if mask is None else mask.reach()
         turns = [_Turns(x) for x in (q, k)]
@@ -176,12 +180,16 @@ class Probe:
                 columns = torch.tensor(turns[0].columns, device="cpu")
                 shared[key] = RotaryTables(module, columns, arguments=arguments, keywords=keywords, axes=axes)
             q_table, k_table = (self._normed(shared[key], x, norms) for x in (q, k))
+        if alibi is not None:
+            if turns[0].pairs:
+                raise ValueError("its queries and keys rotate, and biases depend on their positions besides")
+            q_table = k_table = alibi
         facts = LayerFacts(
             index, q.shape[1], k.shape[1], q.shape[3], v.shape[3], q_table, k_table, order, window, chunk,
-            owners.get(id(k)), rotates=bool(turns[0].pairs), normed=type(k_table) is NormedTables,
+            owners.get(id(k)), rotates=bool(turns[0].pairs) or alibi is not None, normed=type(k_table) is NormedTables,
         )  # fmt: skip
         at = self.positions.to(q.device, torch.int32)[None]
-        for x, table in ((q, q_table), (k, k_table)):
+        for x, table in ((q, q_table), (k, k_table)) if alibi is None else ():
             x = facts.framed(x)
             ours, own = table.rotate(x[:1], at, int(at.max()) + 1, [int(at.max()) + 1]), x[-1:]
             # `not <` so that NaN is no answer

@@ -54,7 +54,7 @@ class _MarkedPass(Pass):
 
     def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax) -> Tensor:
         own = self.facts[layer]
-        self.seen[layer] = queries[..., : own.head_dim], keys[..., : own.head_dim], values[..., : own.value_dim]
+        self.seen[layer] = own.own(queries), own.own(keys), values[..., : own.value_dim]
         return torch.zeros_like(queries)
 
 

@@ -1,5 +1,5 @@
-"""The seam with transformers: un-rotated queries and keys of every family; no class swapped, none known by name but those
-whose attention is code of their own (own_attention).
+"""The seam with transformers: un-rotated queries and keys of every family; no class swapped, and none known by name but
+those whose attention is code of their own (own_attention).
 
 Hooks on the rotary embeddings turn them into identities while a forward pass is one of ours (of a cache or of a
 converted model): the family's own code projects, norms and rotates by nothing. An attention function registered with
@@ -32,7 +32,7 @@ from .attending import begun, checked_call, hidden_of
 from .facts import Facts
 from .method import KEYWORD, Pass, PassCache, method_of
 from .now import THREAD
-from .own_attention import OwnForward, own_forward
+from .own_attention import NoMask, OwnForward, needs_no_mask, own_forward
 from .probe import ROWS, TOKENS, MaskTicket, Probe, like
 
 PREFIX = "kvcompress_"
@@ -199,6 +199,8 @@ def _register(name: str) -> None:
 
     def mask(*args: Any, **kwargs: Any) -> Any:
         now = THREAD.now
+        if now.ours and needs_no_mask(kwargs.get("config")):
+            return NoMask()
         if now.probe is not None:
             return MaskTicket(kwargs["mask_function"])
         if not now.ours and now.outer is None:

@@ -126,6 +126,27 @@ class Candidates:
         """Keys in sight when the frequencies of keys and queries were settled."""
         return self.position if self.in_sight is None else self.in_sight
 
+    @property
+    def beside(self) -> int:
+        """Coordinates in front of queries and keys that hold positions alone; values end with as many zeros."""
+        return 0 if self.rotary is None else self.rotary.beside
+
+    @property
+    def own_queries(self) -> Tensor | None:
+        """unrotated without those."""
+        return None if self.unrotated is None else self.unrotated[..., self.beside :]
+
+    @property
+    def own_keys(self) -> Tensor:
+        """keys without those."""
+        return self.keys[..., self.beside :]
+
+    @property
+    def own_values(self) -> Tensor:
+        """values, of as many numbers as a key's own."""
+        assert self.values is not None
+        return self.values[..., : self.values.shape[-1] - self.beside]
+
     def own_slots(self) -> Tensor:
         """int64 [Hkv, chunk_length]: where each head has the tokens that have their query."""
         last = torch.arange(-self.chunk_length, 0, device=self.keys.device)

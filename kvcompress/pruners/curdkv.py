@@ -40,7 +40,7 @@ class CurDKV(Pruner):
         places, held = candidates.places()
         keys, values = (
             self._shares(x[0, :, : candidates.count].float().square().sum(-1).masked_fill(places >= held, 0))
-            for x in (candidates.keys, candidates.values)
+            for x in (candidates.own_keys, candidates.own_values)
         )
         both = {"product": keys * values, "mean": (keys + values) / 2, "key": keys, "value": values}[self.combine]
         return both / both.sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)

@@ -55,7 +55,7 @@ class Gate(Pruner):
         out = torch.zeros(candidates.heads, candidates.count, device=candidates.keys.device)
         if S == 0:
             return out
-        seen = self.gates.seen(candidates.unrotated, candidates.entering)
+        seen = self.gates.seen(candidates.own_queries, candidates.entering)
         heads = self.gates.layers[candidates.number].heads
         seen = seen[0, :, :S].unflatten(0, (candidates.heads // heads, -1))  # by sequence
         said = self.gates.says(candidates.number, seen).flatten(0, 1)

@@ -64,16 +64,18 @@ class KeyDiff(Pruner):
         slots = candidates.own_slots()
         places = torch.arange(S, dtype=torch.int32, device=out.device)[None] + candidates.position - S
         own = candidates.keys[:, :].gather(2, slots[None, ..., None].expand(-1, -1, -1, D))
-        own = rotary.unrotate(own, candidates.position, [candidates.settled], places)[0].float()
+        own = rotary.unrotate(own, candidates.position, [candidates.settled], places)[
+            0, ..., candidates.beside :
+        ].float()
         total = torch.nn.functional.normalize(own, dim=-1).sum(1)
         if candidates.notes is not None:
-            total = candidates.notes.add_(total)
+            total = candidates.notes[:, candidates.beside :].add_(total)
         return out.scatter(1, slots, _difference(own, total))
 
     def scores(self, candidates: Candidates, keep: int) -> Tensor:
         if not self.rotated:
             return self.votes(candidates) if candidates.received is None else candidates.received
-        keys = candidates.keys[0, :, : candidates.count].float()
+        keys = candidates.own_keys[0, :, : candidates.count].float()
         places, held = candidates.places()
         normed = torch.nn.functional.normalize(keys, dim=-1).masked_fill((places >= held)[..., None], 0)
         return _difference(keys, normed.sum(1))

@@ -44,7 +44,7 @@ class LagKV(Pruner):
     def scores(self, candidates: Candidates, keep: int) -> Tensor:
         if candidates.values is None:
             raise ValueError("candidates must have values for LagKV, got None")
-        keys, values = (x[0, :, : candidates.count].float() for x in (candidates.keys, candidates.values))
+        keys, values = (x[0, :, : candidates.count].float() for x in (candidates.own_keys, candidates.own_values))
         if candidates.lengths is None:
             return self._of_rows(keys, values)
         scores = torch.zeros(keys.shape[:2], device=keys.device)

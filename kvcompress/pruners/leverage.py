@@ -56,7 +56,7 @@ class LeverageScore(Pruner):
 
     def _rank(self, candidates: Candidates) -> int:
         """Dimensions that keys span."""
-        D = candidates.keys.shape[3]
+        D = candidates.keys.shape[3] - candidates.beside
         return D if self.sketch is None else min(self.sketch, D)
 
     def _leverage(self, candidates: Candidates, first: int, end: int) -> Tensor:
@@ -67,11 +67,16 @@ class LeverageScore(Pruner):
         slots = candidates.own_slots()[:, first:end]
         places = torch.arange(first, end, dtype=torch.int32, device=slots.device)[None] + candidates.position - S
         own = candidates.keys.gather(2, slots[None, ..., None].expand(-1, -1, -1, D))
-        own = rotary.unrotate(own, candidates.position, [candidates.settled], places)[0].float()
+        own = rotary.unrotate(own, candidates.position, [candidates.settled], places)[
+            0, ..., candidates.beside :
+        ].float()
         own = own - own.mean(1, keepdim=True)
         if self.sketch is not None:
             generator = torch.Generator().manual_seed(hash((self.seed, candidates.layer)) % (1 << 63))
-            sketch = torch.randn(candidates.heads, D, self.sketch, generator=generator, device="cpu") / self.sketch**0.5
+            sketch = (
+                torch.randn(candidates.heads, own.shape[-1], self.sketch, generator=generator, device="cpu")
+                / self.sketch**0.5
+            )
             own = own @ sketch.to(own.device)
         gram = own.mT @ own
         gram = gram + self.jitter * torch.eye(gram.shape[-1], device=own.device)

@@ -25,7 +25,7 @@ class KeyNorm(Pruner):
         self._check()
 
     def scores(self, candidates: Candidates, keep: int) -> Tensor:
-        return -torch.linalg.vector_norm(candidates.keys[0, :, : candidates.count].float(), dim=-1)
+        return -torch.linalg.vector_norm(candidates.own_keys[0, :, : candidates.count].float(), dim=-1)
 
 
 @dataclass(frozen=True)

@@ -59,7 +59,7 @@ class RKV(Pruner):
             keys = candidates.keys[0, head, :length].float()
             own = queries[head, :, :window].float()
             before = max(length - window, 0)
-            redundancy = self._redundancy(keys)
+            redundancy = self._redundancy(keys[:, candidates.beside :])
             scores[head, :length] -= (1 - self.mix) * redundancy
             if before and window:
                 softmax = candidates.softmax

@@ -244,16 +244,18 @@ def _positions() -> Iterator[Configuration]:
     yield Configuration("biogpt", "biogpt")
     yield Configuration("xglm", "xglm", {"d_model": 64, "ffn_dim": 96, "num_layers": 2, "attention_heads": 4})
     yield Configuration("bloom", "bloom")
+    yield Configuration("bloom/six_heads", "bloom", {"num_attention_heads": 6, "hidden_size": 96})
     for alibi in (True, False):
         yield Configuration(f"mpt/{'alibi' if alibi else 'learned'}", "mpt", {
-            "d_model": 64, "n_heads": 4, "n_layers": 2, "max_seq_len": 512,
+            "d_model": 64, "n_heads": 4, "n_layers": 2, "max_seq_len": 512, "use_cache": True,
             "attn_config": {"alibi": alibi}})  # fmt: skip
     falcon = {"num_kv_heads": 2, "ffn_hidden_size": 96}
     yield Configuration("falcon", "falcon", falcon)
     yield Configuration("falcon/every_kv_head", "falcon", falcon | {"multi_query": False, "num_kv_heads": 4})
     yield Configuration("falcon/sequential", "falcon", falcon | {"parallel_attn": False})
     yield Configuration("falcon/alibi", "falcon", falcon | {"alibi": True})
-    yield Configuration("falcon/eager", "falcon", falcon, implementation="eager")
+    for name, more in {"eager": {}, "alibi_eager": {"alibi": True}}.items():
+        yield Configuration(f"falcon/{name}", "falcon", falcon | more, implementation="eager")
     yield Configuration("falcon/new", "falcon", falcon | {"new_decoder_architecture": True})
     yield Configuration("ctrl", "ctrl", {"n_embd": 64, "n_layer": 2, "n_head": 4, "dff": 96, "n_positions": 512})
     yield Configuration("cpmant", "cpmant", {"dim_head": 16, "dim_ff": 96, "prompt_length": 4})

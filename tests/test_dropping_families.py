@@ -26,7 +26,7 @@ PROMPT, WHOLE, STAYS = 30, 38, 9
 NAMES = [
     "llama", "qwen3_moe", "gemma2", "gemma3_text/sliding", "gemma4_text/shared", "gpt_oss/sliding", "phi3",
     "cohere2/sliding", "glm4", "gpt_neox", "hunyuan_v1_dense", "deepseek_v3", "llama4_text/chunked", "falcon_h1",
-    "falcon/new", "falcon/every_kv_head", "falcon", "falcon/alibi", "bloom", "mpt/alibi",
+    "falcon/new", "falcon/every_kv_head", "falcon", "falcon/alibi", "bloom", "mpt/alibi", "gpt_neo", "xglm/one_head",
 ]  # fmt: skip
 DROPS = {
     "snapkv": lambda config: kvcompress.PrunedCache(config, SnapKV(window=4, kernel_size=1), keep=STAYS, page_size=4),
@@ -165,6 +165,8 @@ def unlike_a_gated_cache(facts):
 def test_a_token_sees_what_gates_let_through(name):
     if CONFIGURATIONS[name].grows:
         pytest.skip("its frequencies change with every token, so that one pass is another model")
+    if name == "xglm":
+        pytest.skip("its own code takes one mask for all heads: xglm/one_head is here")
     model = CONFIGURATIONS[name].model()
     ids = torch.randint(3, 97, (2, WHOLE), generator=torch.Generator().manual_seed(1))
     try:

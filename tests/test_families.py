@@ -15,8 +15,8 @@ from kvcompress.hf.argument import CACHE
 from kvcompress.hf.attach import base_model, facts_of
 
 REFUSED = names(
-    """deepseek_v32 deepseek_v4 diffllama doge gemma3_text/bidirectional gpt_neo inkling_text mamba
-    minimax minimax_m3_vl_text/sparse openai-gpt paligemma/multimodal qwen4_exp_text unlimited_ocr/multimodal xglm"""
+    """deepseek_v32 deepseek_v4 diffllama doge gemma3_text/bidirectional inkling_text mamba
+    minimax minimax_m3_vl_text/sparse openai-gpt paligemma/multimodal qwen4_exp_text unlimited_ocr/multimodal"""
 )
 # from transformers 5.24 on GPT-J attends as others do
 REFUSED += ["gptj"] if CACHE == "past_key_values" else ["dory", "inkling2_loop_text"]
@@ -26,7 +26,7 @@ KINDS = names(
     hunyuan_v1_dense smollm3/no_rope gemma2/softcap gemma3_text/sliding gpt_oss/sliding gemma3n_text/shared
     gemma4_text/shared mixtral deepseek_v3/yarn qwen3_next falcon_h1 jamba gpt2 qwen3_vl/multimodal
     kosmos-2.5/multimodal bart/decoder recurrent_gemma llama4_text/chunked falcon/new bloom
-    mpt/alibi falcon/alibi"""
+    mpt/alibi falcon/alibi gpt_neo xglm"""
 )
 # biases, indexers, code of their own, both ways, no keys
 KINDS_REFUSED = names(

@@ -17,7 +17,7 @@ from kvcompress import PrunedCache, attach, detach
 from kvcompress.hf.attach import base_model, facts_of
 from kvcompress.hf.own_attention import own_family
 
-NAMES = ["falcon", "falcon/new", "falcon/every_kv_head", "falcon/alibi_eager", "bloom", "mpt/alibi"]
+NAMES = ["falcon", "falcon/new", "falcon/every_kv_head", "falcon/alibi_eager", "bloom", "mpt/alibi", "gpt_neo", "xglm"]
 
 
 def own_modules(model):

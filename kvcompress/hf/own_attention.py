@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from .answering import answer
 from .argument import cache_of
 from .now import THREAD
+from .probe import MaskTicket
 
 # (queries [B, Hq, T, D], keys, values [B, Hkv, T, D], what gives ALiBi's slopes [Hq], **options) -> [B, T, Hq D]
 Attention = Callable[..., Tensor]
@@ -68,6 +69,30 @@ def _mpt(module: Any, attention: Attention, hidden: Tensor, position_bias: Tenso
     return module.out_proj(out)
 
 
+def _gpt_neo(module: Any, attention: Attention, hidden: Tensor, **given: Any) -> Tensor:
+    q, k, v = (
+        project(hidden).unflatten(2, (module.num_heads, module.head_dim)).transpose(1, 2)
+        for project in (module.q_proj, module.k_proj, module.v_proj)
+    )
+    window = module.config.window_size if module.attention_type == "local" else None
+    mask = None if window is None else MaskTicket(lambda b, h, query, key: (key <= query) & (key > query - window))
+    out = attention(q, k, v, scaling=1.0, dropout=_dropout(module, module.attn_dropout.p), mask=mask)
+    return module.resid_dropout(module.out_proj(out))
+
+
+def _xglm(
+    module: Any, attention: Attention, hidden: Tensor, key_value_states: Tensor | None = None, **given: Any
+) -> Tensor:
+    if key_value_states is not None:
+        raise ValueError("it attends to an encoder besides")
+    q, k, v = (
+        project(hidden).unflatten(2, (module.num_heads, module.head_dim)).transpose(1, 2)
+        for project in (module.q_proj, module.k_proj, module.v_proj)
+    )
+    out = attention(q, k, v, scaling=module.scaling, dropout=_dropout(module, module.dropout))
+    return module.out_proj(out)
+
+
 def _alibi_of_two(module: nn.Module, heads: int) -> Tensor:
     """float32 [Hq], the slopes: the biases of the second of two keys."""
     mask = torch.ones(1, 2, dtype=torch.int64, device="cpu")
@@ -89,8 +114,10 @@ FAMILIES = {
     "FalconAttention": _Family(_falcon, "dense"),
     "BloomAttention": _Family(_bloom, "dense"),
     "MptAttention": _Family(_mpt, "out_proj"),
+    "GPTNeoSelfAttention": _Family(_gpt_neo, "out_proj"),
+    "XGLMAttention": _Family(_xglm, "out_proj"),
 }
-_MODEL_TYPES = {"falcon", "bloom", "mpt"}
+_MODEL_TYPES = {"falcon", "bloom", "mpt", "gpt_neo", "xglm"}
 
 
 def own_family(module: nn.Module) -> _Family | None:

@@ -242,7 +242,8 @@ def _positions() -> Iterator[Configuration]:
     yield Configuration("gpt_neox_japanese", "gpt_neox_japanese")
     yield Configuration("opt", "opt", {"ffn_dim": 96, "word_embed_proj_dim": 64})
     yield Configuration("biogpt", "biogpt")
-    yield Configuration("xglm", "xglm", {"d_model": 64, "ffn_dim": 96, "num_layers": 2, "attention_heads": 4})
+    for name, heads in {"xglm": 4, "xglm/one_head": 1}.items():
+        yield Configuration(name, "xglm", {"d_model": 64, "ffn_dim": 96, "num_layers": 2, "num_attention_heads": heads})
     yield Configuration("bloom", "bloom")
     yield Configuration("bloom/six_heads", "bloom", {"num_attention_heads": 6, "hidden_size": 96})
     for alibi in (True, False):

@@ -22,6 +22,7 @@ from helpers import (
 from transformers import AutoModelForCausalLM
 
 import kvcompress
+from benchmarks.quality.parts.families_configurations import CONFIGURATIONS
 from kvcompress import DMCCache, PoDCache, dmc, pod
 from kvcompress.dmc.neurons import neurons_of
 from kvcompress.hf.attach import base_model, facts_of, is_attached
@@ -68,8 +69,8 @@ def lead_of(model):
     return lead_table(similarity, 0.5, own)
 
 
-def converted(kind, method, **settings):
-    model, config = kind_model(kind), METHODS[method] | settings
+def converted(kind, method, model=None, **settings):
+    model, config = kind_model(kind) if model is None else model, METHODS[method] | settings
     if method in ("pod", "near", "cla"):
         pod.convert(model, pod.PoDConfig(lead_of(model), SINKS, RECENT, **config))
         return model
@@ -148,7 +149,20 @@ def defined(model, ids):
 
 @every
 def test_training_and_cache_compute_what_the_method_says(kind, method):
-    model, ids = converted(kind, method), random_ids(40, 2)
+    assert_it_computes_what_the_method_says(converted(kind, method))
+
+
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [("falcon/new", "dmc"), ("falcon", "dms"), ("falcon/every_kv_head", "pod"), ("bloom", "pod"), ("gpt_neo", "dmc"),
+     ("mpt/alibi", "near")],
+)  # fmt: skip
+def test_families_with_attention_code_of_their_own_compute_what_the_method_says(name, method):
+    assert_it_computes_what_the_method_says(converted(None, method, CONFIGURATIONS[name].model()))
+
+
+def assert_it_computes_what_the_method_says(model):
+    ids = random_ids(40, 2)
     expected, lengths = defined(model, ids)
     size = expected.abs().max()
     assert (forward(model, ids) - expected).abs().max() < 2e-3 * size

@@ -156,11 +156,6 @@ def test_the_name_by_which_our_functions_take_a_cache_is_said():
 @pytest.mark.parametrize(
     ("kind", "settings", "reason"),
     [
-        (
-            "bloom",
-            {"n_layer": 1, "n_head": 4, "hidden_size": 64},
-            "use the mask of their attention themselves",
-        ),
         ("mamba", {"num_hidden_layers": 1}, "(takes no past_key_values|nothing to compress)"),
         ("doge", {"num_hidden_layers": 1}, "use the mask of their attention themselves"),
         ("diffllama", {"num_hidden_layers": 1}, "(attends more than once|use the mask of their attention)"),

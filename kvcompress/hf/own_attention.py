@@ -28,10 +28,10 @@ def _file(module: nn.Module) -> Any:
 
 
 def _falcon(
-    module: Any, attention: Attention, hidden: Tensor, alibi: Any, attention_mask: Any, position_ids: Any = None,
+    module: Any, attention: Attention, hidden_states: Tensor, alibi: Any, attention_mask: Any, position_ids: Any = None,
     *, position_embeddings: Any, **given: Any,
 ) -> Tensor:  # fmt: skip
-    q, k, v = (x.transpose(1, 2) for x in module._split_heads(module.query_key_value(hidden)))
+    q, k, v = (x.transpose(1, 2) for x in module._split_heads(module.query_key_value(hidden_states)))
     if module.new_decoder_architecture:  # which repeats each KV head for its queries
         group = module.num_heads // module.num_kv_heads
         k, v = k[:, ::group], v[:, ::group]
@@ -41,15 +41,16 @@ def _falcon(
 
     def slopes() -> Tensor:  # which eager attention adds twice
         own = _alibi_of_two(module, module.num_heads) * module.inv_norm_factor
-        return own if module.config._attn_implementation == "sdpa" else 2 * own
+        return 2 * own if module.config._attn_implementation == "eager" else own
 
     return module.dense(attention(q, k, v, slopes, dropout=_dropout(module, module.attention_dropout.p)))
 
 
 def _bloom(
-    module: Any, attention: Attention, hidden: Tensor, residual: Tensor, alibi: Any, attention_mask: Any, **given: Any
-) -> Tensor:
-    q, k, v = module._reshape(module.query_key_value(hidden))
+    module: Any, attention: Attention, hidden_states: Tensor, residual: Tensor, alibi: Any, attention_mask: Any,
+    **given: Any,
+) -> Tensor:  # fmt: skip
+    q, k, v = module._reshape(module.query_key_value(hidden_states))
     out = attention(
         q, k, v, lambda: _alibi_of_two(module, module.num_heads), scaling=module.inv_norm_factor,
         dropout=_dropout(module, module.attention_dropout.p),
@@ -57,8 +58,8 @@ def _bloom(
     return _file(module).dropout_add(module.dense(out), residual, module.hidden_dropout, module.training)
 
 
-def _mpt(module: Any, attention: Attention, hidden: Tensor, position_bias: Tensor, **given: Any) -> Tensor:
-    both = module.Wqkv(hidden)
+def _mpt(module: Any, attention: Attention, hidden_states: Tensor, position_bias: Tensor, **given: Any) -> Tensor:
+    both = module.Wqkv(hidden_states)
     if module.clip_qkv:
         both = both.clamp(min=-module.clip_qkv, max=module.clip_qkv)
     q, k, v = (x.unflatten(2, (module.n_heads, module.head_dim)).transpose(1, 2) for x in both.chunk(3, dim=2))
@@ -69,11 +70,8 @@ def _mpt(module: Any, attention: Attention, hidden: Tensor, position_bias: Tenso
     return module.out_proj(out)
 
 
-def _gpt_neo(module: Any, attention: Attention, hidden: Tensor, **given: Any) -> Tensor:
-    q, k, v = (
-        project(hidden).unflatten(2, (module.num_heads, module.head_dim)).transpose(1, 2)
-        for project in (module.q_proj, module.k_proj, module.v_proj)
-    )
+def _gpt_neo(module: Any, attention: Attention, hidden_states: Tensor, **given: Any) -> Tensor:
+    q, k, v = _projected(module, hidden_states)
     window = module.config.window_size if module.attention_type == "local" else None
     mask = None if window is None else MaskTicket(lambda b, h, query, key: (key <= query) & (key > query - window))
     out = attention(q, k, v, scaling=1.0, dropout=_dropout(module, module.attn_dropout.p), mask=mask)
@@ -81,16 +79,19 @@ def _gpt_neo(module: Any, attention: Attention, hidden: Tensor, **given: Any) ->
 
 
 def _xglm(
-    module: Any, attention: Attention, hidden: Tensor, key_value_states: Tensor | None = None, **given: Any
+    module: Any, attention: Attention, hidden_states: Tensor, key_value_states: Tensor | None = None, **given: Any
 ) -> Tensor:
     if key_value_states is not None:
         raise ValueError("it attends to an encoder besides")
-    q, k, v = (
-        project(hidden).unflatten(2, (module.num_heads, module.head_dim)).transpose(1, 2)
-        for project in (module.q_proj, module.k_proj, module.v_proj)
-    )
+    q, k, v = _projected(module, hidden_states)
     out = attention(q, k, v, scaling=module.scaling, dropout=_dropout(module, module.dropout))
     return module.out_proj(out)
+
+
+def _projected(module: Any, hidden_states: Tensor) -> list[Tensor]:
+    """[B, H, T, D] each."""
+    every = (module.q_proj, module.k_proj, module.v_proj)
+    return [x(hidden_states).unflatten(2, (module.num_heads, module.head_dim)).transpose(1, 2) for x in every]
 
 
 def _alibi_of_two(module: nn.Module, heads: int) -> Tensor:

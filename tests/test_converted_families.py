@@ -27,6 +27,7 @@ from kvcompress import DMCCache, PoDCache, dmc, pod
 from kvcompress.dmc.neurons import neurons_of
 from kvcompress.hf.attach import base_model, facts_of, is_attached
 from kvcompress.hf.method import KEYWORD, Pass, method_of
+from kvcompress.hf.now import coming
 from kvcompress.pod.kinds import kinds_of
 from kvcompress.pod.plan import lead_table
 from kvcompress.pod.similarity import measure_similarity
@@ -141,7 +142,8 @@ class Definition(Pass):
 def defined(model, ids):
     """Logits by the method's definition, and entries of each converted layer."""
     run = Definition(model)
-    return forward(model, ids, **{KEYWORD: run}), run.lengths
+    with coming(run):
+        return forward(model, ids), run.lengths
 
 
 # ---- what is computed ----

@@ -11,6 +11,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching import ContinuousBatchingManager
 
 import kvcompress
+from benchmarks.quality.parts.families_configurations import CONFIGURATIONS
 from kvcompress import CacheSpec
 from kvcompress.hf.attach import is_attached
 from kvcompress.serve import batching
@@ -94,6 +95,16 @@ def test_requests_get_the_tokens_of_generate_alone(name):
     found, metrics, in_use = served(model, cache, prompts, NEW, pages=400, requests=4, batch_tokens=48)
     assert found == [alone(model, cache, prompt, new) for prompt, new in zip(prompts, NEW, strict=True)]
     assert metrics["peak_running"] > 1 and metrics["preempted"] == 0 and in_use == 0
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [("falcon/new", "dense"), ("bloom", "pruned every 4"), ("mpt/alibi", "dense"), ("gpt_neo", "pruned")],
+)
+def test_families_whose_heads_hand_no_keywords_to_their_decoder_are_served(family, name):
+    model, cache, prompts = CONFIGURATIONS[family].model(), CACHES[name][0], prompts_of(LENGTHS)
+    found, *_ = served(model, cache, prompts, NEW, pages=400, requests=4, batch_tokens=48)
+    assert found == [alone(model, cache, prompt, new) for prompt, new in zip(prompts, NEW, strict=True)]
 
 
 @pytest.mark.parametrize("name", ["dense", "pruned", "pruned every 4", "dmc", "dms"])

@@ -20,7 +20,7 @@ from .now import THREAD
 def before(decoder: Any, seam: Any, given: dict[str, Any]) -> bool:
     """Begins a pass; False for one that is rare, or to be refused: it is begun uncompiled. given: the arguments."""
     now, cache = THREAD.now, cache_of(given)
-    if now.probe is not None or KEYWORD in given:
+    if now.probe is not None or now.coming is not None or KEYWORD in given:
         return False
     if not isinstance(cache, PassCache):
         if method_of(decoder) is not None:

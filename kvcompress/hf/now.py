@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -19,6 +20,7 @@ class Now:
 
     def __init__(self) -> None:
         self.current: Pass | None = None
+        self.coming: Pass | None = None  # that of the next call of a decoder (see coming)
         self.handle: Tensor | None = None  # of the cache whose pass it is; compiled hooks know no more of it
         self.outer: dict[str, Any] | None = None  # arguments of the multimodal model around the decoder of ours
         self.probe: Probe | None = None
@@ -41,6 +43,16 @@ class _Thread(threading.local):
 
 
 THREAD = _Thread()
+
+
+@contextmanager
+def coming(current: Pass) -> Iterator[None]:
+    """Calls of a model meanwhile are this pass of its decoder: heads of some families hand no keywords down to it."""
+    THREAD.now.coming = current
+    try:
+        yield
+    finally:
+        THREAD.now.coming = None
 
 
 class NotedCache(DynamicCache):

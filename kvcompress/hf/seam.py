@@ -300,7 +300,7 @@ def _begin(decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     given = _named(seam.arguments, args, kwargs)
     _masked_as_outer(decoder, given)
     cache, method = cache_of(given), method_of(decoder)
-    current: Pass | None = given.pop(KEYWORD, None)
+    current: Pass | None = given.pop(KEYWORD, None) or now.coming
     if current is None and isinstance(cache, PassCache):
         call, current = begun(decoder, seam.facts, cache, given, _shifted(now.outer))
         if call.tokens is not given[call.name]:  # the cache has read some of them already

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from ..hf.argument import CACHE
-from ..hf.method import KEYWORD
 from .requests import Requests
 from .served_pass import ServedPass
 
@@ -29,7 +28,7 @@ class Apart:
         """input_ids, position_ids: [1, T]. logits_to_keep: int [n] of them, each the last of its request here.
         Returns what has logits, [1, n, V]."""
         current, tokens = self.current, torch.stack([input_ids[0], position_ids[0]])
-        given: dict[str, Any] = {"use_cache": True, KEYWORD: current}
+        given: dict[str, Any] = {"use_cache": True}
         if self.model._supports_logits_to_keep():  # type: ignore[operator]
             given["logits_to_keep"] = 1
         found, ends, end = [], list(range(current.decoding)), current.decoding

@@ -19,7 +19,8 @@ from ..caches.store import PoolSettings
 from ..checks import MOST_INT32
 from ..hf.attach import attach, base_model, detach, facts_of
 from ..hf.config import decoder_config
-from ..hf.method import KEYWORD, method_of
+from ..hf.method import method_of
+from ..hf.now import coming
 from .apart import Apart
 from .memory import free_nbytes, memory_nbytes
 from .requests import Requests
@@ -110,8 +111,9 @@ class _Processor(ContinuousBatchProcessor):
         self.begun = self.begun or time.monotonic()
         current = served.begin(self.scheduler.parts, waiting=bool(self.scheduler.waiting_requests))
         names = ("input_ids", "position_ids", "logits_indices", "logits_processor_args")
-        inputs = {name: given[name] for name in names} | {"use_cache": False, KEYWORD: current}
-        self.model_runner.compute_batch(Apart(model, served, current) if served.recurs else model, inputs)
+        inputs = {name: given[name] for name in names} | {"use_cache": False}
+        with coming(current):
+            self.model_runner.compute_batch(Apart(model, served, current) if served.recurs else model, inputs)
         self.inputs_and_outputs.retrieve_device_outputs()
         served.end()
         self.failed = dict(current.failed)
@@ -299,7 +301,7 @@ class Batching:
         """Of the last manager: pages, pages_in_use, peak_pages (most in use at once), page_nbytes; running and waiting
         requests, peak_running (most at once), preempted (how often one gave its pages up); prefix_pages (that only
         prefixes hold), prefix_tokens (of prompts, that were not read since a prefix had them); tokens_per_second over
-        the last 10 s, or since the first request. Numbers of before its first request are 0, but pages and page_nbytes."""
+        the last 10 s, or since the first request. Before that numbers are 0, but pages and page_nbytes."""
         own = {"pages": self.pages, "page_nbytes": self.served.bounds.page_nbytes}
         numbers = dict.fromkeys(METRICS, 0.0) | own
         if self.processor is not None:

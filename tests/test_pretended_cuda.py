@@ -83,6 +83,16 @@ def test_no_call_mixes_devices_and_a_decoded_token_does_not_wait(models, name):
         assert {x for names in waits for x in names} <= {"tolist", "tensor", "repeat_interleave"}
 
 
+@pytest.mark.parametrize("name", ["snapkv", "replay", "rgl", "iterative", "streaming", "quest"])
+def test_positions_that_keys_hold_are_on_the_device(name):
+    with kvcompress.attach(CONFIGURATIONS["bloom"].model()) as model:
+        expected, _ = decoded(model, SPECS[name], "cpu")
+    with PretendedCuda(), kvcompress.attach(moved(CONFIGURATIONS["bloom"].model())) as model:
+        found, waits = decoded(model, SPECS[name], "cuda")
+    torch.testing.assert_close(found, expected)
+    assert sum(not names for names in waits) >= NEW - 2, waits
+
+
 def test_pods_codes_are_refused_on_cuda_before_anything_is_stored():
     model = tiny_model()
     pod.convert(model, PoDConfig(((0, 0),) * 3, 2, 6))

@@ -108,7 +108,7 @@ WORK = (
     Work("pages", "append_kernel<uint4>", 4 * KEY_ROWS, 0),
     Work("pages", "move_kernel", 4 * KEY_ROWS + GATES, 0),
     # queries in and out, cos and sin of D/2 each
-    Work("rope", "rope_kernel<bf16, bf16, 8>", 2 * QUERY_ROWS + 4 * T * D, 3 * Hq * T * D),
+    Work("rope", "rope_kernel<bf16, 8>", 2 * QUERY_ROWS + 4 * T * D, 3 * Hq * T * D),
     # two results and their lse in, one out
     Work("merge", "merge_kernel<bf16, 8>", 3 * QUERY_ROWS + 3 * 4 * Hq * T, 3 * Hq * T * D),
 )

@@ -26,8 +26,9 @@ static int64_t width_of(const kvc_quest_step_args *args) {
 }
 
 static kvc_decode_args decode_of(const quest_job *job) {
+    static const int32_t any; /* where scratch is only counted; without a table rows would be taken for contiguous ones */
     const kvc_paged_step_args *step = &job->args->step;
-    const int32_t *table = job->table ? job->table : step->table.block_table; /* where scratch is only counted */
+    const int32_t *table = job->table ? job->table : &any;
     return (kvc_decode_args){
         .out = step->out, .lse = step->lse, .q = job->q, .rows = step->rows,
         .block_table = table, .end = job->end, .B = step->B, .Hq = step->Hq,

@@ -107,6 +107,9 @@ def test_ids_that_the_model_has_not_are_refused_before_anything_is_read():
     for bad in (vocabulary, -1):
         with pytest.raises(ValueError, match=f"input_ids must be at least 0 and below {vocabulary}, .* got .*{bad}"):
             prefill(model, torch.cat([ids, torch.tensor([[bad, 3]])], 1), cache)
+        padded, mask = torch.cat([torch.tensor([[bad, bad]]), ids], 1), torch.ones(1, 32, dtype=torch.long)
+        mask[:, :2] = 0  # nobody looks there
+        assert prefill(model, padded, StreamingCache(model.config), mask).get_seq_length() == 31
         with pytest.raises(ValueError, match="guide must be at least 0 and below"):
             prefill(model, ids, IterativeCache(model.config), guide=torch.tensor([bad]))
     with pytest.raises(ValueError, match="input_ids must be on the model's device, cpu, got meta"):

@@ -5,9 +5,8 @@ import copy
 import pytest
 import torch
 from helpers import and_others, forward, random_gates, random_ids, tiny_model, turns
-from test_dropping_families import MASKED, masked_by_head, seen_by_head
-from transformers import AttentionInterface, DynamicCache
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+from test_dropping_families import hiding, masked_by_head, seen_by_head
+from transformers import DynamicCache
 
 import kvcompress
 from benchmarks.quality.parts.families_checks import TOLERANCE, difference
@@ -180,15 +179,9 @@ def whole_prompt():
     return prompt, ids, every
 
 
-def masked(model, attention, every):
-    decoder, before = base_model(model), base_model(model).config._attn_implementation
-    AttentionInterface.register(MASKED, attention)
-    AttentionMaskInterface.register(MASKED, ALL_MASK_ATTENTION_FUNCTIONS["eager"])
-    try:
-        decoder.set_attn_implementation(MASKED)
+def masked(model, hide, every):
+    with hiding(base_model(model), hide):
         return model(**every, use_cache=False).logits
-    finally:
-        decoder.set_attn_implementation(before)
 
 
 @pytest.mark.parametrize(("kind", "cache"), [("qwen2_vl", "replay"), ("qwen2_vl", "snapkv"), ("qwen2_5_vl", "keydiff"),

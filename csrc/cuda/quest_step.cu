@@ -37,11 +37,12 @@ parts parts_of(const kvc_quest_step_args& a, int64_t* bytes) {
 }
 
 kvc_decode_args decode_of(const kvc_quest_step_args& a, const parts& p) {
+    static const int32_t any = 0;  // where scratch is only counted; without a table rows would be taken for contiguous
     const kvc_paged_step_args& step = a.step;
     kvc_decode_args d = {};
     d.out = step.out, d.lse = step.lse, d.rows = step.rows;
     d.q = a.held ? step.q : kvc_dense_view(p.heads.q, step.q.dtype, step.Hq, 1, step.D);
-    d.block_table = p.table ? p.table : step.table.block_table,  // where scratch is only counted
+    d.block_table = p.table ? p.table : &any;
     d.end = p.end, d.B = step.B, d.Hq = step.Hq, d.Hkv = step.Hkv, d.S = 1, d.D = step.D;
     d.P = step.table.P, d.pages = step.table.pages, d.blocks = p.width;
     d.scale = step.scale, d.softcap = step.softcap, d.sink_logits = step.sink_logits;

@@ -144,10 +144,10 @@ def prefill(
     prompt: Prompt | None = as_stream(input_ids)
     if prompt is None:
         _need_tensors(input_ids=input_ids)
-        _check_ids("input_ids", cast(Tensor, input_ids), decoder)
+        _check_device("input_ids", cast(Tensor, input_ids), decoder)
         if attention_mask is None and cast(Tensor, input_ids).ndim == 2:
             attention_mask = _padding(model, cast(Tensor, input_ids), {})
-        prompt = _columns(cast(Tensor, input_ids), cache, attention_mask, tail)
+        prompt = _columns(cast(Tensor, input_ids), cache, attention_mask, tail, decoder)
         device = cast(Tensor, input_ids).device
     elif attention_mask is not None:
         raise ValueError("attention_mask must be None with input_ids of one sequence, which has no padding")
@@ -163,7 +163,7 @@ def prefill(
     if plans is not None and not any(map(len, plans)):
         return cache
     if guide is not None:
-        _check_ids("guide", guide, decoder)
+        _check_known("guide", guide, decoder)
         cache.check_guide()
     if cache.recurs:
         _check_states(cache, plans, guide)
@@ -289,13 +289,16 @@ def _unknown(cache: CompressedCache, stream: Stream) -> Steps:
         yield [cache.plan_prompt(count)], [0]
 
 
-def _check_ids(name: str, ids: Tensor, decoder: Any) -> None:
-    """Raises ValueError for ids on another device than the embeddings, and on the CPU, where nothing waits for it, for
-    such that these do not have."""
-    weight = decoder.get_input_embeddings().weight
-    if ids.device != weight.device:
-        raise ValueError(f"{name} must be on the model's device, {weight.device}, got {ids.device}")
-    size = max(len(weight), getattr(decoder.config, "vocab_size", 0))
+def _check_device(name: str, ids: Tensor, decoder: Any) -> None:
+    """Raises ValueError for ids that are not where the embeddings are. Offloaded ones are nowhere until used."""
+    device = decoder.get_input_embeddings().weight.device
+    if device.type != "meta" and ids.device != device:
+        raise ValueError(f"{name} must be on the model's device, {device}, got {ids.device}")
+
+
+def _check_known(name: str, ids: Tensor, decoder: Any) -> None:
+    """Raises ValueError for ids that the model has not; on the CPU, where nothing waits for it."""
+    size = max(len(decoder.get_input_embeddings().weight), getattr(decoder.config, "vocab_size", 0))
     if ids.device.type == "cpu" and ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < size:
         raise ValueError(
             f"{name} must be at least 0 and below {size:,}, the size of the model's vocabulary, got "
@@ -303,7 +306,9 @@ def _check_ids(name: str, ids: Tensor, decoder: Any) -> None:
         )
 
 
-def _columns(input_ids: Tensor, cache: CompressedCache, attention_mask: Tensor | None, tail: Tensor) -> Columns:
+def _columns(
+    input_ids: Tensor, cache: CompressedCache, attention_mask: Tensor | None, tail: Tensor, decoder: Any
+) -> Columns:  # fmt: skip
     """What of input_ids [B, T] is to be read."""
     if input_ids.ndim != 2 or input_ids.shape[1] < 1 or input_ids.shape[0] < 1:
         raise ValueError(f"input_ids must be [B, T] with at least one token, got shape {tuple(input_ids.shape)}")
@@ -316,6 +321,8 @@ def _columns(input_ids: Tensor, cache: CompressedCache, attention_mask: Tensor |
         )
     held_back = _held_back(input_ids, attention_mask, seen, tail.to(input_ids))
     lengths = _lengths(input_ids, attention_mask, seen, held_back)
+    new = input_ids[:, seen:]
+    _check_known("input_ids", new if attention_mask is None else new[attention_mask[:, seen:] != 0], decoder)
     return Columns(input_ids, lengths, held_back, columns - held_back - seen)
 
 

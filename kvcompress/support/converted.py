@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
@@ -47,8 +48,8 @@ class _Waiting(MetaPathFinder):
 
 
 def register() -> None:
-    there = getattr(sys.modules.get(_WHERE), "AttentionInterface", None)
-    if there is not None:
-        there.register(NAME, refuse)
-    else:
+    """Now, or once it is there; another thread that is importing it is waited for."""
+    if _WHERE in sys.modules:
+        import_module(_WHERE).AttentionInterface.register(NAME, refuse)
+    elif not any(isinstance(finder, _Waiting) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Waiting())

@@ -80,6 +80,19 @@ static void test_choice(int runner) {
     CHECK(quest_step(held, runner) == KVC_OK && now.chosen[0] == NEWEST && now.chosen[1] == 1);
 }
 
+/* No sequence has a token yet: a table without columns, and fewer pages than rows. */
+static void test_nothing_held(int runner) {
+    test_case = "quest_step, nothing held";
+    open_state();
+    int32_t none[R] = {0, 0}, refs[1] = {0}, free_pages[1] = {0}, free_count[2] = {1, 0};
+    kvc_quest_step_args args = quest_args();
+    args.held = 1, args.step.rotary_dim = 0, args.step.k.data = args.step.v.data = NULL;
+    args.step.table = (kvc_page_table){NULL, none, refs, free_pages, free_count, R, 0, P, 1};
+    now.out[0] = 1.0f;
+    CHECK(quest_step(args, runner) == KVC_OK);
+    for (int i = 0; i < B * HQ * D; i++) CHECK(now.out[i] == 0.0f);
+}
+
 /* Codes: the same pages are chosen, and the range of the newest one is of what its code stands for. */
 static void test_coded_choice(int runner) {
     test_case = "quest_step, codes";
@@ -159,6 +172,6 @@ static void test_refusals(void) {
 }
 
 void test_quest_step(void) {
-    for (int runner = 0; runner < RUNNERS; runner++) test_choice(runner), test_coded_choice(runner);
+    for (int runner = 0; runner < RUNNERS; runner++) test_choice(runner), test_nothing_held(runner), test_coded_choice(runner);
     test_refusals();
 }

@@ -201,7 +201,8 @@ def main() -> None:
         own = statistics.fmean(run["tokens_per_second"] for name, run in runs if name == OWN)
         for name, run in runs:
             row = {"name": f"{workload}/{name}", "ratio": run["tokens_per_second"] / own, **run}
-            results.append(row | {"cache": caches.get(name), "memory": choice.memory})
+            spec = caches.get(name, OWN).replace(f"{ROOT}/", "")
+            results.append(row | {"cache": spec, "memory": choice.memory})
             print(f"{row['name']}: {row['ratio']:.2f}, {row['tokens_per_second']:.1f} tokens/s", file=sys.stderr)
         if choice.json is not None:
             write_json(choice.json, results)

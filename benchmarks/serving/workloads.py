@@ -45,6 +45,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CACHES = {
     "dense": "dense",
     "gated": f"gated,gates={ROOT}/examples/smollm2_gates,keep=1/4",
+    "gated int8": f"gated,gates={ROOT}/examples/smollm2_gates,keep=1/4,dtype=int8",
     "pruned": "pruned,pruner=snapkv,keep=1/4,every=64",
     "streaming": "streaming,window_size=448,num_sink_tokens=4",
 }

@@ -11,7 +11,7 @@ from ..softmax import Softmax
 from .attention import prompt_attention
 from .base import CompressedCache
 from .formats import FORMATS
-from .paged import PagedLayer
+from .paged import Alone, PagedLayer
 from .passes import CachePass
 from .store import PoolSettings
 
@@ -22,9 +22,7 @@ class DenseLayer(PagedLayer):
     """Pages; many queries at once read a contiguous copy of them, which attention over prompts is made for, or the keys
     and values that they came with, where those are all."""
 
-    def attend_held(
-        self, step: CachePass, queries: Tensor, rotated: Tensor, softmax: Softmax, alone: tuple[Tensor, Tensor] | None
-    ) -> Tensor:
+    def attend_held(self, step: CachePass, queries: Tensor, rotated: Tensor, softmax: Softmax, alone: Alone) -> Tensor:
         pool, B = self.pool, len(self.next)
         assert pool is not None
         if step.columns <= FEW:

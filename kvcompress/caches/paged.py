@@ -20,6 +20,7 @@ from .repeating import RepeatingLayer
 from .store import PageStore, PoolSettings
 
 StepTables = tuple[Tensor, Tensor] | tuple[None, None]  # cos and sin of a step; None where nothing turns
+Alone = tuple[Tensor, Tensor] | None  # keys and values [B, Hkv, S, D] of a pass, where these are all that is held
 
 
 class StepTurn(NamedTuple):
@@ -160,11 +161,8 @@ class PagedLayer(RepeatingLayer):
 
         return view
 
-    def attend_held(
-        self, step: CachePass, queries: Tensor, rotated: Tensor, softmax: Softmax, alone: tuple[Tensor, Tensor] | None
-    ) -> Tensor:
-        """Attention of the last S tokens, which are held already. queries: the same before rotation. alone: their keys
-        and values [B, Hkv, S, D], where these are all that is held, as they are."""
+    def attend_held(self, step: CachePass, queries: Tensor, rotated: Tensor, softmax: Softmax, alone: Alone) -> Tensor:
+        """Attention of the last S tokens, which are held already. queries: the same before rotation."""
         pool = self.pool
         assert pool is not None
         return self._decode(rotated, pool.lengths, None, softmax, causal=True)[0]

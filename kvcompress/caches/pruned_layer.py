@@ -17,7 +17,7 @@ from .contest import Contest, Left
 from .far import FarSegment, Ranks
 from .layer import CompressedLayer
 from .origins import Origins
-from .paged import PagedLayer, step_positions
+from .paged import Alone, PagedLayer, step_positions
 from .passes import CachePass
 from .policy import NEVER, Policy
 
@@ -139,9 +139,7 @@ class PrunedLayer(PagedLayer):
         step.lend_view(self.index, view, after)
         return out
 
-    def attend_held(
-        self, step: CachePass, queries: Tensor, rotated: Tensor, softmax: Softmax, alone: tuple[Tensor, Tensor] | None
-    ) -> Tensor:
+    def attend_held(self, step: CachePass, queries: Tensor, rotated: Tensor, softmax: Softmax, alone: Alone) -> Tensor:
         pool, split = self.pool, self.far.split
         if split is None or pool is None:
             return super().attend_held(step, queries, rotated, softmax, alone)

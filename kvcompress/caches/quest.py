@@ -17,7 +17,7 @@ from ..softmax import Softmax
 from .attention import prompt_attention
 from .base import CompressedCache
 from .choose import Choice
-from .paged import PagedLayer, StepTables, StepTurn
+from .paged import Alone, PagedLayer, StepTables, StepTurn
 from .passes import CachePass, View
 from .store import PoolSettings
 
@@ -54,9 +54,7 @@ class QuestLayer(PagedLayer):
             self._note_keys(self._per_row(step.counts))
         return view
 
-    def attend_held(
-        self, step: CachePass, queries: Tensor, rotated: Tensor, softmax: Softmax, alone: tuple[Tensor, Tensor] | None
-    ) -> Tensor:
+    def attend_held(self, step: CachePass, queries: Tensor, rotated: Tensor, softmax: Softmax, alone: Alone) -> Tensor:
         pool, S = self.pool, rotated.shape[2]
         assert pool is not None
         if not self.is_dense and S == 1 and step.iteration is None:

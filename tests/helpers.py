@@ -60,6 +60,11 @@ FAMILIES = {
 ALTERNATING = {"sliding_window": 12, "layer_types": ["sliding_attention", "full_attention"] * 2}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 PLAIN_ROTATION = {"rope_type": "default", "rope_theta": 10000.0}
+LATENT = {
+    "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
+    "n_routed_experts": 2, "num_experts_per_tok": 1, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 16,
+    "head_dim": 8,
+}  # fmt: skip
 KINDS = {  # families that differ in kind: fields of their configs
     "llama": {},
     "qwen3": {},

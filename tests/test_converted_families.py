@@ -9,6 +9,7 @@ from dmc_definition import Logits, definition, local
 from helpers import (
     ALTERNATING,
     KINDS,
+    LATENT,
     assert_packed_documents_are_apart,
     assert_padding_changes_nothing,
     covering,
@@ -31,7 +32,6 @@ from kvcompress.hf.now import coming
 from kvcompress.pod.kinds import kinds_of
 from kvcompress.pod.plan import lead_table
 from kvcompress.pod.similarity import measure_similarity
-from kvcompress.retrofit.gqa import convert_to_gqa
 
 METHODS = {
     "dmc": {},
@@ -287,11 +287,6 @@ SHARED = {
     **ALTERNATING, "num_kv_shared_layers": 2, "vocab_size_per_layer_input": 97, "hidden_size_per_layer_input": 8,
     "global_head_dim": 32,
 }  # fmt: skip
-LATENT = {
-    "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
-    "n_routed_experts": 2, "num_experts_per_tok": 1, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 16,
-    "head_dim": 8,
-}  # fmt: skip
 HYBRID = {
     "layers_block_type": ["linear_attention", "hybrid"] * 2, "num_key_value_heads": 4, "n_mamba_heads": 4,
     "mamba_headdim": 32, "mamba_d_state": 8, "mamba_ngroups": 1, "chunk_size": 16, "adapter_rank": 8,
@@ -433,40 +428,6 @@ def test_a_measured_plan_of_some_layers_is_saved_and_refined(tmp_path):
     refined = pod.refine(model, plan, [ids[0]], rounds=1)
     assert refined.kinds == kinds
     assert refined.lead[5][1] == min(losses, key=losses.get)
-
-
-# ---- averaged KV heads ----
-
-
-@pytest.mark.parametrize("kind", ["gemma3_text", "gpt_oss", "mixtral"])
-def test_heads_of_other_families_are_averaged(kind, tmp_path):
-    model, ids = kind_model(kind), random_ids(20, 2)
-    for layer in model.model.layers:
-        for name in ("k_proj", "v_proj"):
-            for parameter in getattr(layer.self_attn, name).parameters():
-                parameter.data[16:] = parameter.data[:16]
-    expected = forward(model, ids)
-    torch.testing.assert_close(forward(convert_to_gqa(model, 1), ids), expected, rtol=1e-3, atol=1e-3)
-    with kvcompress.attach(model, verify=True):
-        assert {x.kv_heads for x in facts_of(base_model(model)).values()} == {1}
-    model.save_pretrained(tmp_path)
-    assert torch.equal(forward(AutoModelForCausalLM.from_pretrained(tmp_path), ids), forward(model, ids))
-
-
-@pytest.mark.parametrize(
-    ("kind", "settings", "reason"),
-    [
-        ("phi3", {}, "each must come from a linear layer of its own"),
-        ("olmo2", {}, "norms all heads of its keys together"),
-        ("deepseek_v3", LATENT | {"v_head_dim": 24}, "each must come from a linear layer of its own"),
-    ],
-)
-def test_heads_that_cannot_be_averaged_are_refused(kind, settings, reason, monkeypatch):
-    monkeypatch.setitem(KINDS, kind, {})
-    model = kind_model(kind, **settings)
-    with pytest.raises(ValueError, match=reason):
-        convert_to_gqa(model, 1)
-    assert model.config.num_key_value_heads == settings.get("num_key_value_heads", 2)
 
 
 ONE_LEAD = pod.PoDConfig([[0, 0]] * 4)

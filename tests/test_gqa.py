@@ -5,13 +5,14 @@ from itertools import pairwise
 
 import pytest
 import torch
-from helpers import FAMILIES, random_ids, tiny_model
+from helpers import FAMILIES, KINDS, LATENT, forward, kind_model, random_ids, tiny_model
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 import kvcompress
 from kvcompress.cli import app
 from kvcompress.dmc import convert
+from kvcompress.hf.attach import base_model, facts_of
 from kvcompress.hf.plain import use_plain_attention
 from kvcompress.pruners import SnapKV
 from kvcompress.retrofit.gqa import PlainRecipe, convert_to_gqa
@@ -181,3 +182,34 @@ def test_the_kernel_under_a_plain_model_gives_what_transformers_gives():
         assert model(ids, labels=ids).loss.isfinite()
     with pytest.raises(ValueError, match="without padding"):
         model.generate(ids, max_new_tokens=3)
+
+
+@pytest.mark.parametrize("kind", ["gemma3_text", "gpt_oss", "mixtral"])
+def test_heads_of_other_families_are_averaged(kind, tmp_path):
+    model, ids = kind_model(kind), random_ids(20, 2)
+    for layer in model.model.layers:
+        for name in ("k_proj", "v_proj"):
+            for parameter in getattr(layer.self_attn, name).parameters():
+                parameter.data[16:] = parameter.data[:16]
+    expected = forward(model, ids)
+    torch.testing.assert_close(forward(convert_to_gqa(model, 1), ids), expected, rtol=1e-3, atol=1e-3)
+    with kvcompress.attach(model, verify=True):
+        assert {x.kv_heads for x in facts_of(base_model(model)).values()} == {1}
+    model.save_pretrained(tmp_path)
+    assert torch.equal(forward(AutoModelForCausalLM.from_pretrained(tmp_path), ids), forward(model, ids))
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "reason"),
+    [
+        ("phi3", {}, "each must come from a linear layer of its own"),
+        ("olmo2", {}, "norms all heads of its keys together"),
+        ("deepseek_v3", LATENT | {"v_head_dim": 24}, "each must come from a linear layer of its own"),
+    ],
+)
+def test_heads_that_cannot_be_averaged_are_refused(kind, settings, reason, monkeypatch):
+    monkeypatch.setitem(KINDS, kind, {})
+    model = kind_model(kind, **settings)
+    with pytest.raises(ValueError, match=reason):
+        convert_to_gqa(model, 1)
+    assert model.config.num_key_value_heads == settings.get("num_key_value_heads", 2)

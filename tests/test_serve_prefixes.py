@@ -23,6 +23,13 @@ CACHES = {
     "dmc with a window": ("dmc", {"window": 12}),
     "dms": ("dmc", {"mode": "dms", "dms_window": 5}),
 }
+PRUNED = {  # what lies in pages whole until a prompt has been read
+    "pruned": "pruned,pruner=snapkv,window=4,keep=1/4",
+    "pruned every 4": "pruned,pruner=tova,keep=12,every=4",
+    "pruned by votes": "pruned,pruner=h2o,keep=1/2",
+    "pruned by budgets": "pruned,pruner=keynorm,keep=1/3,budget=globaltopk",
+    "pruned codes": "pruned,pruner=lagkv,lag=4,keep=1/3,dtype=int8",
+}
 
 
 def tree(leaves, seed=0):
@@ -69,6 +76,46 @@ def test_a_tree_of_prompts_gets_the_tokens_of_generate_alone(name):
     assert found == wanted * 2
     plain, metrics = served(model, cache, prompts * 2, news * 2, pages=600, requests=4, prefixes=0)
     assert plain == found and metrics["prefix_tokens"] == metrics["prefix_pages"] == 0
+
+
+@pytest.mark.parametrize("name", PRUNED)
+def test_prompts_that_are_pruned_share_what_they_begin_with_until_then(name):
+    model, prompts = tiny_model(), [prompt + [5, 6, 7] * 6 for prompt in tree(20)]
+    news = [1 + 3 * i % 8 for i in range(20)]
+    found, metrics = served(model, PRUNED[name], prompts * 2, news * 2, pages=600, requests=4, batch_tokens=128)
+    assert metrics["prefix_tokens"] > 360 and metrics["preempted"] == 0
+    if name != "pruned codes":  # earlier parts are seen as codes, of a whole prompt its numbers
+        wanted = [alone(model, PRUNED[name], prompt, new) for prompt, new in zip(prompts, news, strict=True)]
+        assert found == wanted * 2
+
+
+def test_a_pruned_prompt_shares_no_more_than_leaves_room_for_others():
+    model, begin = tiny_model(), prompts_of((64,))[0]
+    prompts = [begin + more for more in prompts_of((20, 21, 22, 23), seed=1)]
+    for pages, shared in ((6 * 8 * 2, True), (6 * 8 * 2 - 1, False)):  # 6 rows of 8 pages, twice
+        found, metrics = served(model, PRUNED["pruned"], prompts, (4,) * 4, pages=pages, requests=2, batch_tokens=128)
+        assert found == [alone(model, PRUNED["pruned"], prompt, 4) for prompt in prompts]
+        assert (metrics["prefix_tokens"] > 0) is shared
+
+
+@pytest.mark.parametrize("name", ["dense", "quantized", "gated", "dmc", "dms"])
+def test_a_conversation_goes_on_from_the_cache_of_its_last_answer(name):
+    cache, dmc = CACHES[name]
+    model, (tokens, *questions) = model_of(dmc), prompts_of((21, 5, 9, 3))
+    known, turns = 0, []
+    with batching(model, cache, pages=300, page_size=8, requests=4, batch_tokens=48) as serving:
+        manager = model.init_continuous_batching(generation_config=greedy(7))
+        manager.start()
+        for question in questions:
+            before = serving.metrics()["prefix_tokens"]
+            manager.add_request(tokens, max_new_tokens=7, eos_token_id=-1)
+            answer = manager.get_result(timeout=60).generated_tokens
+            turns.append((tokens, answer))
+            assert serving.metrics()["prefix_tokens"] - before == known
+            known = len(tokens) + 6  # of an answer of 7 tokens the last was not read
+            tokens = tokens + answer + question
+        manager.stop()
+    assert [answer for _, answer in turns] == [alone(model, cache, prompt, 7) for prompt, _ in turns]
 
 
 @pytest.mark.parametrize("name", ["dense", "dmc", "dms"])
@@ -158,17 +205,17 @@ def test_what_is_counted_is_what_is_held(name):
         served = with_prefixes(model, cache, 16)
         for i, tokens in enumerate(prompt for prompt in tree(8, seed=3) for _ in range(2)):
             read(model, served, f"r{i}", tokens)
-            named = [pages for prefix in served.prefixes._kept.values() for pages in prefix.named()]
+            named = [pages for prefix in served.prefixes._kept for pages in prefix.named()]
             unique = torch.cat(named).unique().numel() if named else 0
             assert served.kept == unique == served.pages - served.store.count_free() and served.used == 0
         assert len(served.prefixes) >= 8
         beside = sum(
             layer.nbytes() - (0 if getattr(layer, "pool", None) is None else layer.pool.nbytes())
-            for prefix in served.prefixes._kept.values() for layer in prefix.cache.own
+            for prefix in served.prefixes._kept for layer in prefix.cache.own
         )  # fmt: skip
         tables = sum(
             pool.nbytes() - pool.pages_in_use() * pool.store.page_nbytes()
-            for prefix in served.prefixes._kept.values() for pool in prefix.pools
+            for prefix in served.prefixes._kept for pool in prefix.pools
         )  # fmt: skip
         assert served.prefixes.nbytes_beside() == beside + tables
         assert served.drop_prefixes() and served.kept == 0 and served.store.count_free() == served.pages
@@ -284,7 +331,7 @@ def test_a_pool_whose_last_pages_are_shared_sets_their_copies_aside():
     with kvcompress.attach(model):
         served = with_prefixes(model, "dmc", 9)
         read_twice(model, served, "a", prompts_of((20,))[0])
-        prefix = next(iter(served.prefixes._kept.values()))
+        prefix = next(iter(served.prefixes._kept))
         copies = sum(int(pool.copies(known=False).sum()) for pool in prefix.pools)
         assert copies == sum(len(pool.bounds) for pool in prefix.pools) > 0
         free, _ = PagePool.learn(served.store, prefix.pools)
@@ -296,7 +343,11 @@ def test_settings_are_refused_by_name():
     for cache, prefixes, message in (
         ("dense", -1, "prefixes must be an integer of at least 0, got -1"),
         ("dense", True, "prefixes must be an integer of at least 0, got True"),
-        ("pruned,pruner=snapkv,keep=12", 4, "prefixes must be 0 with a cache whose prompts are read whole, got 4"),
+        (
+            "pruned,pruner=observedattention,keep=12",
+            4,
+            "prefixes must be 0 where a prompt must come in one pass, got 4",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             batching(tiny_model(), cache, pages=100, prefixes=prefixes)

@@ -56,6 +56,7 @@ class CompressedCache(Images, Repeats, Generation, PassCache):
     layers: list[Any]
     pool_settings = PoolSettings()  # of layers that store pages
     chunk_size: int | None = None  # tokens that prefill reads at a time; None = the whole prompt
+    parted = False  # whether the rest of a prompt is to come (see open)
 
     def __init__(self, config: PreTrainedConfig) -> None:
         config = decoder_config(config)
@@ -243,12 +244,16 @@ class CompressedCache(Images, Repeats, Generation, PassCache):
         with self.noting(call, counts):
             return self.open(call.facts, counts, columns)
 
-    def open(self, facts: Facts, counts: Sequence[int], columns: int, iteration: Iteration | None = None) -> CachePass:
-        """A pass of counts[b] tokens of each sequence in so many columns; adopt() has been called."""
+    def open(
+        self, facts: Facts, counts: Sequence[int], columns: int, iteration: Iteration | None = None, *,
+        more: bool = False,
+    ) -> CachePass:  # fmt: skip
+        """A pass of counts[b] tokens of each sequence in so many columns; adopt() has been called. more: the rest of a
+        sequence's prompt is to come, and what is chosen by all of it waits."""
         self._check_dtype()
         if columns > 1 and (self.seen or self._columns_read or self._states_began):
             self.check_parts(facts, padded=iteration is not None and min(counts) < columns)
-        step = CachePass(self.placed(facts), self.layers, counts, columns, iteration)
+        step = CachePass(self.placed(facts), self.layers, counts, columns, iteration, more=more, continues=self.parted)
         step.wants_entering = self.wants_entering
         try:
             for layer in self.own:
@@ -307,7 +312,7 @@ class CompressedCache(Images, Repeats, Generation, PassCache):
             self.seen += current.columns
             if current.padded:  # sequences grew unequally: crop would not know by how much
                 self.fixed = self.seen
-            self._incomplete = False
+            self._incomplete, self.parted = False, current.more
         else:
             self._columns_read += max(current.kept)
         for layer in self.own:
@@ -419,7 +424,7 @@ class CompressedCache(Images, Repeats, Generation, PassCache):
                 self.layers[index] = self._new_layer(index, layer.number)
         self._reset_states()
         self._begin_count()
-        self.read_ids, self.places = None, ()
+        self.read_ids, self.places, self.parted = None, (), False
         self.seen, self.fixed, self._batch, self._incomplete, self._repeated, self._columns_read = 0, 0, 0, False, 0, 0
 
     @torch.inference_mode(False)

@@ -124,10 +124,19 @@ def nan_error(pruner: Pruner, layer: int) -> RuntimeError:
 
 
 def judges_by_head(pruner: Pruner) -> bool:
-    """Whether it says so of its own scores, not of those of a class that it changes."""
+    return pruner.by_head and _of_its_own(pruner, "by_head")
+
+
+def at_once(pruner: Pruner) -> int | None:
+    """Last tokens of a prompt that must come in one call; None = all (see Pruner.at_once)."""
+    return pruner.at_once if _of_its_own(pruner, "at_once") else None
+
+
+def _of_its_own(pruner: Pruner, name: str) -> bool:
+    """Whether it says so of its own scores and votes, not of those of a class that it changes."""
     classes = type(pruner).__mro__
-    says, scores = (next(i for i, c in enumerate(classes) if name in vars(c)) for name in ("by_head", "scores"))
-    return pruner.by_head and says <= scores
+    says, *others = (next(i for i, c in enumerate(classes) if x in vars(c)) for x in (name, "scores", "votes"))
+    return says <= min(others)
 
 
 class Chooser(SideState):

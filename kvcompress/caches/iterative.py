@@ -261,11 +261,14 @@ class IterativeCache(CompressedCache):
             )
         return step
 
-    def open(self, facts: Facts, counts: Sequence[int], columns: int, iteration: Iteration | None = None) -> CachePass:
+    def open(
+        self, facts: Facts, counts: Sequence[int], columns: int, iteration: Iteration | None = None, *,
+        more: bool = False,
+    ) -> CachePass:  # fmt: skip
         if iteration is not None:
             for layer in self.compressing:
                 self._note_context(layer.keys_in_sight(tuple(counts)))
-        step = super().open(facts, counts, columns, iteration)
+        step = super().open(facts, counts, columns, iteration, more=more)
         step.read = tuple(self.read or [0] * len(counts))
         return step
 

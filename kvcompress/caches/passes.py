@@ -35,13 +35,15 @@ class Iteration:
 
 class CachePass(Pass):
     """counts[b]: tokens of sequence b in it, right-aligned; columns before them are padding. layers: the cache's, by
-    the model's numbers. iteration: of the prompt that is being read by kvcompress.prefill, None = none is."""
+    the model's numbers. iteration: of the prompt that is being read by kvcompress.prefill, None = none is. more:
+    whether the rest of the prompt is to come in other passes; continues: whether some of it has come."""
 
     def __init__(
         self, facts: Facts, layers: Sequence[Any], counts: Sequence[int], columns: int,
-        iteration: Iteration | None = None,
+        iteration: Iteration | None = None, *, more: bool = False, continues: bool = False,
     ) -> None:  # fmt: skip
         self.facts, self.layers = facts, layers
+        self.more, self.continues = more, continues
         self.counts, self.columns, self.iteration = tuple(counts), columns, iteration
         self.read: tuple[int, ...] = ()  # tokens of each sequence before this pass, where the cache counts them
         self.contest: Contest | None = None  # where layers share a budget

@@ -18,7 +18,7 @@ from ..pruners.base import given_as
 from ..support.kvpress_names import class_of
 from ..units import Keep, Size
 from .choose import judges_by_head
-from .passes import Iteration
+from .passes import CachePass
 from .store import PoolSettings
 
 NEVER = 1 << 60  # tokens
@@ -119,9 +119,11 @@ class Policy:
         shape = CacheShape(layers, rows, slot_nbytes, self.pool.page_size, self.every or 0)
         return self.budget.tokens_of(self.keep, length, layer, shape)
 
-    def compresses(self, iteration: Iteration | None) -> bool:
+    def compresses(self, step: CachePass) -> bool:
         """Whether a call of several tokens may compress: one that the pruner can score."""
-        return not self.pruner.rereads if iteration is None else iteration.compresses
+        if step.iteration is None:
+            return not (self.pruner.rereads or step.more)
+        return step.iteration.compresses
 
     def warn_of_little(self, length: int) -> None:
         """Of so many tokens: that far fewer stay than anyone asks for, or none that are chosen."""

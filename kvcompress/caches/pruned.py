@@ -218,7 +218,10 @@ class PrunedCache(CompressedCache):
 
     # ---- one forward pass ----
 
-    def open(self, facts: Facts, counts: Sequence[int], columns: int, iteration: Iteration | None = None) -> CachePass:
+    def open(
+        self, facts: Facts, counts: Sequence[int], columns: int, iteration: Iteration | None = None, *,
+        more: bool = False,
+    ) -> CachePass:  # fmt: skip
         if self.policy.gap is not None:
             layers = self.compressing
             # with the same number of tokens everywhere all layers are alike
@@ -232,7 +235,7 @@ class PrunedCache(CompressedCache):
             )
         scores = iteration is not None and iteration.repeated is not None
         later = self.follows
-        asks = not scores and not later and (iteration is not None or not self.pruner.rereads)
+        asks = not (scores or later or more) and (iteration is not None or not self.pruner.rereads)
         if columns > 1 and asks and (layers := self.compressing):
             places = layers[0].next or [0] * len(counts)
             behind = self.shifts() or [0] * len(counts)  # an image's or video's
@@ -240,10 +243,10 @@ class PrunedCache(CompressedCache):
             self.policy.check_behind(end, max(counts), (facts[layer.index] for layer in layers))
             guide = 0 if iteration is None else iteration.guide_length
             self.policy.warn_of_little(max(a + n for a, n in zip(places, counts, strict=True)) - guide)
-        step = super().open(facts, counts, columns, iteration)
+        step = super().open(facts, counts, columns, iteration, more=more)
         step.later = later
         compresses = not later and (self.every is not None or columns > 1 or iteration is not None)
-        compresses = compresses and self.policy.compresses(iteration)
+        compresses = compresses and self.policy.compresses(step)
         if isinstance(self.budget, GlobalTopK) and compresses and self.compressing:
             step.contest = self._contest(self.budget, facts, len(counts), adds=not scores)
         return step

@@ -51,15 +51,15 @@ class PrunedLayer(PagedLayer):
 
     def attend(self, step: CachePass, queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax) -> Tensor:
         self.softmax = softmax
-        if self.pool is None:
-            return self._read_first(step, queries, keys, values, softmax)
+        if self.pool is None or (step.continues and not step.more):
+            return self._read_prompt(step, queries, keys, values, softmax)
         if step.later:
             found = super().attend(step, queries, keys, values, softmax)
             self._count(step.counts)
             return found
         recent, facts, policy = self.chooser.recent, step.facts[self.index], self.policy
         one = step.columns == 1 and step.iteration is None
-        if not one and recent is not None and step.contest is not None:
+        if not one and recent is not None and (step.contest is not None or step.continues):
             self.count_votes(facts, [count > 0 for count in step.counts])
         elif not one and recent is not None:  # a new prompt finds no more than the budget
             self._compress(step, facts, slack=self._slack(step))
@@ -100,38 +100,47 @@ class PrunedLayer(PagedLayer):
         self.tokens = [tokens + count for tokens, count in zip(self.tokens, counts, strict=True)]
         self.far.near = [near + count for near, count in zip(self.far.near, counts, strict=True)]
 
-    def _read_first(self, step: CachePass, queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax) -> Tensor:
-        """The first call: plain attention over itself; only what is chosen goes into pages."""
+    def _read_prompt(self, step: CachePass, queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax) -> Tensor:
+        """The first call, or the last part of a prompt: plain attention over itself and the parts before; only what is
+        chosen goes into pages."""
         facts, counts, lengths = step.facts[self.index], step.counts, step.whole
         B, Hkv, S, D = keys.shape
-        positions = step_positions(torch.zeros(B, 1, dtype=torch.int32, device=keys.device), counts, S)
+        before = 0 if self.pool is None else max(self.pool.counts)  # one sequence's: no row lacks any
+        end = before + S
+        positions = step_positions(torch.full((B, 1), before, dtype=torch.int32, device=keys.device), counts, S)
         if step.padded:
             last = torch.arange(S, device=keys.device) - step.on(keys.device)  # columns of tokens, left-aligned
             index = last.remainder(S)[:, None, :, None].expand_as(keys)
             keys, values = keys.gather(2, index), values.gather(2, index)
-        k = facts.key_rotary.rotate(keys, None, S, lengths)
+        k = facts.key_rotary.rotate(keys, positions if before else None, end, lengths)
+        if before:
+            assert self.pool is not None
+            held = (x.unflatten(0, (B, Hkv)) for x in self.pool.gather(before))
+            k, values = (torch.cat(both, 2) for both in zip(held, (k, values), strict=True))
+        seen = [before + count for count in counts]
 
         def rotated(x: Tensor) -> Tensor:
-            return facts.query_rotary.rotate(x, positions, S, lengths)
+            return facts.query_rotary.rotate(x, positions, end, lengths)
 
         def view(x: Tensor, softmax: Softmax) -> Tensor:
-            return prompt_attention(rotated(x), k, values, list(counts), softmax)
+            return prompt_attention(rotated(x), k, values, seen, softmax)
 
-        self.open_pool(B * Hkv, D, k, lengths)
-        self.next = list(counts)
+        if self.pool is None:
+            self.open_pool(B * Hkv, D, k, lengths)
+        self.next = list(seen)
         self._count(counts)
         self.chooser.note(queries, step.entering, counts, step.guide_length)
         q, entering = rotated(queries), step.entering
         sums = None
         if self.policy.pruner.uses_sums:
-            out, sums = prompt_state(q, k, values, list(counts), softmax)
+            out, sums = prompt_state(q, k, values, seen, softmax)
         else:
-            out = prompt_attention(q, k, values, list(counts), softmax)
+            out = prompt_attention(q, k, values, seen, softmax)
 
         def after() -> None:
             guides = self._without_guide(step)
             offers = Offers(
-                k.flatten(0, 1), values.flatten(0, 1), self._per_row(counts), q, queries, list(counts), guides,
+                k.flatten(0, 1), values.flatten(0, 1), self._per_row(seen), q, queries, list(counts), guides,
                 list(self.next), facts.query_rotary, facts.key_rotary, lengths, softmax, sums, entering=entering,
             )  # fmt: skip
             self.settle(offers, step, facts, held=False)
@@ -252,7 +261,7 @@ class PrunedLayer(PagedLayer):
         assert pool is not None
         guides = [0] * len(self.next) if call is None else self._without_guide(step)
         # the scores of all of a prompt are held, whether some of it goes yet or not
-        holds = call is not None and self.chooser.holds and self.policy.compresses(step.iteration)
+        holds = call is not None and self.chooser.holds and self.policy.compresses(step)
         if not (any(guides) or accumulates or holds or self._due(slack, step)):
             return
         if call is not None:
@@ -290,7 +299,7 @@ class PrunedLayer(PagedLayer):
             votes=votes,
             contest=step.contest,
             output=step.facts.outputs.get(self.index),
-            scores=self.policy.compresses(step.iteration),
+            scores=self.policy.compresses(step),
         )
         before = [count for b in range(len(offers.valid)) for count in offers.counts(b)]  # the guide's aside
         pool = self.pool
@@ -301,6 +310,7 @@ class PrunedLayer(PagedLayer):
         if not held:
             assert offers.values is not None
             origins = Origins(len(before)).follow(choice.slots, choice.kept, before)
+            pool.drop_last(pool.counts)
             pool.fill(self._gathered(choice, offers.keys, offers.values, facts), choice.kept, origins)
             self.follow(choice)
         else:
@@ -355,7 +365,7 @@ class PrunedLayer(PagedLayer):
 
     def _slack(self, step: CachePass) -> int:
         """Tokens over the budget from which a call of several tokens compresses."""
-        return 1 if self.policy.prompts and self.policy.compresses(step.iteration) else NEVER
+        return 1 if self.policy.prompts and self.policy.compresses(step) else NEVER
 
     def _offers(
         self, facts: LayerFacts, queries: Tensor, valid: list[int], guides: list[int], entering: Tensor | None = None

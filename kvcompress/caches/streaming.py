@@ -401,10 +401,13 @@ class StreamingCache(CompressedCache):
         dtype = self.pool_settings.dtype
         return StreamingLayer(index, number, self.num_sink_tokens, self.window_size, self.sink_distance, dtype)
 
-    def open(self, facts: Facts, counts: Sequence[int], columns: int, iteration: Iteration | None = None) -> CachePass:
+    def open(
+        self, facts: Facts, counts: Sequence[int], columns: int, iteration: Iteration | None = None, *,
+        more: bool = False,
+    ) -> CachePass:  # fmt: skip
         before = self.seen_lengths() or [0] * len(counts)
         self._check_moving(facts, max(n + count for n, count in zip(before, counts, strict=True)))
-        return super().open(facts, counts, columns, iteration)
+        return super().open(facts, counts, columns, iteration, more=more)
 
     def _check_moving(self, facts: Facts, tokens: int) -> None:
         """Raises ValueError where so many tokens do not fit, and those that stay cannot be moved."""

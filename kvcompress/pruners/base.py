@@ -261,6 +261,9 @@ class Pruner(ABC):
     uses_sums = False  # scores looks at candidates.log_sums(), which the prompt's own attention then notes
     by_head = False  # scores of a KV head look at no other: sequences alike are offered as one of more heads
     rereads = False  # what kvcompress.prefill has read is read once more, to be scored (see reread)
+    # last tokens of a prompt that must come in one call for its scores to be those of the whole, where the parts before
+    # came in others and nothing of them was dropped; None = all of it
+    at_once: int | None = None
     lead_in: int = 0  # tokens before a call's own that reread looks at
     one_frame = False  # judges keys by where they stand: cannot choose among keys of two segments (RemoteGap)
     default_keep: int | None = None  # tokens per row where the user gives no keep

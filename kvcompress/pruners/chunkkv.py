@@ -45,6 +45,10 @@ class ChunkKV(AskingPruner):
     def by_head(self) -> bool:  # type: ignore[override]
         return self.heads == "per_kv_head" and self.pruner.by_head
 
+    @property
+    def at_once(self) -> int | None:  # type: ignore[override]
+        return self.pruner.at_once
+
     def scores(self, candidates: Candidates, keep: int) -> Tensor:
         scores = self.pruner.scores(candidates, keep).float()
         places, held = candidates.places()

@@ -51,6 +51,10 @@ class CriticalKV(AskingPruner):
         if self.norm not in NORMS:
             raise ValueError(f"norm must be one of {', '.join(NORMS)}, got {self.norm!r}")
 
+    @property
+    def at_once(self) -> int | None:  # type: ignore[override]
+        return self.pruner.at_once
+
     def scores(self, candidates: Candidates, keep: int) -> Tensor:
         if candidates.values is None or candidates.output is None:
             raise ValueError("candidates must have values and output for CriticalKV, got None")

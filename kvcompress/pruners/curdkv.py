@@ -29,6 +29,7 @@ class CurDKV(Pruner):
     num_sink_tokens: int = 4
     uses_values = True
     by_head = True
+    at_once = 0
 
     def __post_init__(self) -> None:
         self._check(**({} if self.local is None else {"local": 1}))

@@ -37,6 +37,7 @@ class DuoAttention(Pruner):
     sinks: int | None = None
     recent_tokens: int | None = None
     by_head = True
+    at_once = 0
     one_frame = True
 
     def __post_init__(self) -> None:

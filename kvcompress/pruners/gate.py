@@ -35,6 +35,7 @@ class Gate(Pruner):
     by_head = True
     logarithms = True
     uses_keys = False
+    at_once = 0
 
     def __post_init__(self) -> None:
         self._check(last=0)

@@ -63,6 +63,10 @@ class CenterOfGravity(Pruner):
         return -(-keep * self.near_length // self.default_keep)  # at least 1
 
     @property
+    def at_once(self) -> int:  # type: ignore[override]
+        return self.window
+
+    @property
     def by_head(self) -> bool:  # type: ignore[override]
         return self.heads == "per_kv_head"
 

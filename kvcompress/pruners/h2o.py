@@ -29,6 +29,7 @@ class H2O(Pruner):
     num_sink_tokens: int = 0
     accumulates = True
     window = 1
+    at_once = 0
     by_head = True
 
     def __post_init__(self) -> None:

@@ -32,6 +32,7 @@ class LagKV(Pruner):
     compare: bool = False
     uses_values = True
     by_head = True
+    at_once = 0
 
     def __post_init__(self) -> None:
         self._check(lag=2)

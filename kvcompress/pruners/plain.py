@@ -20,6 +20,7 @@ class KeyNorm(Pruner):
 
     num_sink_tokens: int = 0
     by_head = True
+    at_once = 0
 
     def __post_init__(self) -> None:
         self._check()
@@ -37,6 +38,7 @@ class Random(Pruner):
 
     seed: int = 0
     num_sink_tokens: int = 0
+    at_once = 0
 
     def __post_init__(self) -> None:
         self._check()

@@ -69,6 +69,10 @@ class SnapKV(Pruner):
     def observation_window(self) -> int | None:
         return self.window
 
+    @property
+    def at_once(self) -> int:  # type: ignore[override]
+        return self.window
+
     def recent(self, keep: int, chunk_length: int) -> int:
         return min(self.window, chunk_length, keep - min(self.num_sink_tokens, keep))
 

@@ -19,6 +19,7 @@ class StreamingLLM(Pruner):
 
     num_sink_tokens: int = 4
     by_head = True
+    at_once = 0
 
     def __post_init__(self) -> None:
         self._check()

@@ -24,6 +24,7 @@ class TOVA(Pruner):
     last: int = 0
     num_sink_tokens: int = 0
     window = 1
+    at_once = 1
     uses_guide = True
 
     def __post_init__(self) -> None:

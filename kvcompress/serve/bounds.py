@@ -9,6 +9,7 @@ import numpy as np
 
 from ..budgets import GlobalTopK, Uniform
 from ..caches.base import CompressedCache
+from ..caches.choose import at_once
 from ..caches.paged import PagedLayer
 from ..caches.pruned import PrunedCache
 from ..caches.pruned_layer import PrunedLayer
@@ -41,8 +42,8 @@ class Bounds:
         layers = paged_layers(cache)
         if not layers or tokens == 0:
             return 0
-        if isinstance(cache, PrunedCache) and not cache.seen:
-            return self._kept(cache, prompt)
+        if isinstance(cache, PrunedCache) and (cache.parted or not cache.seen) and cache.seen + tokens >= prompt:
+            return self._kept(cache, prompt)  # what it held of the prompt goes
         held = np.array([n for layer in layers for n in self._bounds_of(layer)])
         more = np.array([layer.most_slots((tokens,))[0] for layer in layers]).repeat(self.heads)
         copies = np.array([x for layer in layers for x in self._copies_of(layer)], dtype=bool)
@@ -58,6 +59,10 @@ class Bounds:
             fits, too_many = (half, too_many) if self.grown(cache, half, prompt) <= pages else (fits, half)
         return fits
 
+    def whole(self, tokens: int) -> int:
+        """Pages of so many tokens of which nothing is dropped."""
+        return self.rows * -(-tokens // self.P)
+
     def expected(self, tokens: int) -> int:
         """Pages that a prompt of so many tokens takes when it is read."""
         if not self.rows:
@@ -65,7 +70,7 @@ class Bounds:
         if isinstance(self.cache, PrunedCache):
             return self._kept(self.cache, tokens)
         if not self.learned:
-            return self.rows * -(-tokens // self.P)
+            return self.whole(tokens)
         return int(np.ceil(tokens * self.share / self.P).sum())
 
     def slots(self, tokens: int) -> float:
@@ -128,5 +133,13 @@ def paged_layers(cache: CompressedCache) -> list[Any]:
 
 
 def is_read_whole(cache: CompressedCache) -> bool:
-    """Whether a prompt must come in one pass: what stays of it is chosen by all of it."""
+    """Whether a prompt comes in one pass: what stays of it is chosen by all of it."""
     return any(isinstance(layer, PrunedLayer) for layer in cache.own)
+
+
+def last_part(cache: CompressedCache) -> int | None:
+    """Tokens that a prompt's last part must have; None = all of it, which no prefix serves then."""
+    if not isinstance(cache, PrunedCache):
+        return 1  # for its logits
+    least = at_once(cache.pruner)
+    return None if least is None else max(least, LEAST)

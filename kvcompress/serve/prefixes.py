@@ -19,24 +19,28 @@ MOST = 16  # prefixes that are kept at once, where nobody says how many
 _REMEMBERED = 1 << 16  # borders of earlier prompts, by which a later one learns what both begin with
 
 
-def check_prefixes(prefixes: int | None, whole: bool) -> None:
-    """Raises ValueError for what cannot be. whole: whether prompts are read whole."""
+def check_prefixes(prefixes: int | None, whole: bool = False) -> None:
+    """Raises ValueError for what cannot be. whole: whether a prompt must come in one pass."""
     if prefixes is not None and (isinstance(prefixes, bool) or not isinstance(prefixes, int) or prefixes < 0):
         raise ValueError(f"prefixes must be an integer of at least 0, got {prefixes!r}")
     if whole and prefixes:
         raise ValueError(
-            f"prefixes must be 0 with a cache whose prompts are read whole, got {prefixes}: nothing of one is "
-            "there before its end"
+            f"prefixes must be 0 where a prompt must come in one pass, got {prefixes}: what stays of it is chosen by "
+            "all of its queries, or the model's layers begin anew in every call"
         )
 
 
 @dataclass(eq=False)
 class Prefix:
-    """A request's cache after its first `tokens` tokens. Nobody writes to it: whoever goes on from there forks it.
-    users: requests that have, and hold most of its pages in any case."""
+    """A request's cache after its first `tokens` tokens, the last of them, behind a border, in `tail`. Nobody writes to
+    it: whoever goes on from there forks it. asked: whether anybody is known to. users: requests that have, and hold
+    most of its pages in any case."""
 
     cache: CompressedCache
+    border: bytes
     tokens: int
+    tail: tuple[int, ...] = ()
+    asked: bool = True
     users: set[str] = field(default_factory=set)
 
     @property
@@ -55,7 +59,7 @@ class Prefix:
 
 
 class Prefixes:
-    """At most `most` of them; the one that was asked for longest ago goes first.
+    """At most `most` of them; the one that was asked for longest ago goes first, before it those that nobody asked for.
 
     A border is behind every `block` tokens, and known by a hash of all that comes before it. A KV head has rows of its
     own, and may merge tokens: what was read up to a border is had by a fork that was made there, not page by page.
@@ -65,7 +69,8 @@ class Prefixes:
     def __init__(self, most: int, block: int, pages: int, device: torch.device) -> None:
         self.most, self.block = most, block
         self.held = torch.zeros(pages, dtype=torch.int32, device=device)
-        self._kept: OrderedDict[bytes, Prefix] = OrderedDict()
+        self._kept: OrderedDict[Prefix, None] = OrderedDict()
+        self._behind: dict[bytes, list[Prefix]] = {}  # by their last borders
         # borders of earlier prompts, and what followed: another, b"" the end, None several
         self._begun: OrderedDict[bytes, bytes | None] = OrderedDict()
 
@@ -82,27 +87,36 @@ class Prefixes:
             found.append(last)
         return found
 
-    def longest(self, borders: Sequence[bytes]) -> Prefix | None:
+    def longest(self, borders: Sequence[bytes], tokens: Sequence[int]) -> Prefix | None:
         """Of those that a prompt begins with."""
-        return next((self._kept[key] for key in reversed(borders) if key in self._kept), None)
+        for i, key in reversed(list(enumerate(borders, 1))):
+            start, behind = i * self.block, self._behind.get(key, ())
+            found = [
+                prefix for prefix in behind
+                if prefix.tokens < len(tokens) and prefix.tail == tuple(tokens[start : prefix.tokens])
+            ]  # fmt: skip
+            if found:
+                return max(found, key=lambda prefix: prefix.tokens)
+        return None
 
-    def use(self, borders: Sequence[bytes]) -> Prefix | None:
+    def use(self, borders: Sequence[bytes], tokens: Sequence[int]) -> Prefix | None:
         """The same, which is not the next to go then. The prompt is remembered."""
-        found = self.longest(borders)
+        found = self.longest(borders, tokens)
+        if found is not None:
+            found.asked = True
+            self._kept.move_to_end(found)
         for key, then in _followed(borders):
-            if found is not None and self._kept.get(key) is found:
-                self._kept.move_to_end(key)
             self._begun[key] = then if self._begun.get(key, then) == then else None
             self._begun.move_to_end(key)
         while len(self._begun) > _REMEMBERED:
             self._begun.popitem(last=False)
         return found
 
-    def stops(self, borders: Sequence[bytes]) -> set[int]:
+    def stops(self, borders: Sequence[bytes], seen: int) -> set[int]:
         """Behind how many of its borders a prompt's cache is to be kept: the last one where earlier ones part from it
         or from each other, the last one where one ended, and its own last one where it is the first to go on where
-        one ended, as conversations do. 0 = nowhere. A prompt that begins as none did is not cut: a part of its own
-        costs a step."""
+        one ended, as conversations do whose answers are not known. 0 = nowhere. A prompt that begins as none did is not
+        cut: a part of its own costs a step. seen: tokens that need not be read."""
         parted = ended = 0
         for i, (key, then) in enumerate(_followed(borders), 1):
             if key not in self._begun:
@@ -111,34 +125,41 @@ class Prefixes:
                 ended = i
             elif self._begun[key] != then:
                 parted = i
-        return {parted, ended, len(borders) if ended and parted <= ended else 0}
+        goes_on = ended and parted <= ended and seen <= ended * self.block
+        return {parted, ended, len(borders) if goes_on else 0}
 
-    def add(self, key: bytes, tokens: int, cache: CompressedCache) -> None:
-        """Keeps a fork of a request's cache after so many tokens."""
-        if key in self._kept:
+    def add(self, prefix: Prefix) -> None:
+        """Keeps it, if there is none of the same tokens."""
+        if any(other.tail == prefix.tail for other in self._behind.get(prefix.border, ())):
             return
         while len(self._kept) >= self.most:
-            self.drop_oldest()
-        prefix = self._kept[key] = Prefix(cache.fork(), tokens)
+            self.drop_oldest([prefix for prefix in self._kept if prefix.asked]) or self.drop_oldest()
         for pool in prefix.pools:
             _ = pool.counts  # lengths are known from now on
+        self._kept[prefix] = None
+        self._behind.setdefault(prefix.border, []).append(prefix)
         self._note(prefix, 1)
 
     def used(self) -> list[Prefix]:
         """Those that requests have forked."""
-        return [prefix for prefix in self._kept.values() if prefix.users]
+        return [prefix for prefix in self._kept if prefix.users]
 
     def leave(self, request: str) -> None:
-        """The request holds nothing any more."""
-        for prefix in self._kept.values():
+        """The request holds nothing of any more."""
+        for prefix in self._kept:
             prefix.users.discard(request)
 
     def drop_oldest(self, but: Sequence[Prefix | None] = ()) -> bool:
         """Drops the one that was asked for longest ago; False where there is none."""
-        key = next((key for key, prefix in self._kept.items() if prefix not in but), None)
-        if key is not None:
-            self._note(self._kept.pop(key), -1)
-        return key is not None
+        oldest = next((prefix for prefix in self._kept if prefix not in but), None)
+        if oldest is None:
+            return False
+        del self._kept[oldest]
+        self._behind[oldest.border].remove(oldest)
+        if not self._behind[oldest.border]:
+            del self._behind[oldest.border]
+        self._note(oldest, -1)
+        return True
 
     def alone(self, prefixes: Sequence[Prefix]) -> int:
         """Pages of prefixes that no request holds. Waits for the device."""
@@ -150,7 +171,7 @@ class Prefixes:
 
     def nbytes_beside(self) -> int:
         """Bytes of what prefixes hold beside pages."""
-        return sum(prefix.beside_nbytes() for prefix in list(self._kept.values()))
+        return sum(prefix.beside_nbytes() for prefix in list(self._kept))
 
     def _note(self, prefix: Prefix, times: int) -> None:
         for pages in prefix.named():

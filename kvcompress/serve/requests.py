@@ -19,7 +19,7 @@ from ..caches.store import PageStore, PoolSettings
 from ..hf.facts import Facts
 from ..hf.method import Method
 from .admission import Answer, Lengths, most_pages
-from .bounds import MARGIN, Bounds, is_read_whole, paged_layers
+from .bounds import MARGIN, Bounds, is_read_whole, last_part, paged_layers
 from .prefixes import MOST, Prefix, Prefixes, check_prefixes
 from .served import check_served
 from .served_pass import Part, ServedPass
@@ -39,8 +39,11 @@ class _Reader:
 
 @dataclass
 class _Offered:
-    """The tokens of a request, by the hashes of their borders. stops: tokens after which its cache is kept."""
+    """The tokens of a request. root: what else its caches depend on. borders: their hashes. stops: tokens after which
+    its cache is kept."""
 
+    tokens: Sequence[int]
+    root: bytes
     borders: list[bytes]
     stops: set[int]
 
@@ -51,7 +54,7 @@ class Requests:
     decoder, facts: of the model, as kvcompress.attach has learned them. method: a converted model's, None of others.
     make: makes an empty cache for one request. dtype, device: of keys and values. memory: uint8 [n] of an engine, in
     which pages are to lie; None = of its own. prefixes: most that are kept for prompts that begin alike, None = MOST,
-    or none where prompts are read whole; see offer.
+    or none where a prompt must come in one pass; see offer.
     In turn: settle(), which lets go who has left and learns how many pages are free; begin(parts), which gives the pass
     of a forward pass over one token of every request in `decoding`, in this order, and the parts; end().
     Raises ValueError for what cannot be served.
@@ -81,9 +84,13 @@ class Requests:
         heads = [facts[layer.index].kv_heads for layer in paged]
         self.bounds = Bounds(empty, heads, settings.page_size, self.store.page_nbytes())
         self.whole = is_read_whole(empty) or not facts.reads_chunks
-        check_prefixes(prefixes, self.whole)
-        most = (0 if self.whole else MOST) if prefixes is None else prefixes
+        self.last = last_part(empty) if facts.reads_chunks else None  # tokens of a prompt's last part, at least
+        check_prefixes(prefixes, self.last is None)
+        most = (0 if self.last is None else MOST) if prefixes is None else prefixes
         self.prefixes = Prefixes(most, P, pages, device)
+        # whether a cache serves whoever goes on when its request has ended, and costs pages alone
+        self._outlives = most > 0 and not self.whole and not self.recurs and len(paged) == len(empty.own)
+        self._ended: dict[str, Sequence[int]] = {}  # all tokens of those who have
         self.kept = 0  # pages that prefixes alone held when they were counted last
         self.hits = 0  # tokens of prompts that were not read, since they were there
         self._offered: dict[str, _Offered] = {}
@@ -106,20 +113,21 @@ class Requests:
     def settle(self) -> None:
         """Lets go of those who left, adds those whose prompts are read to those who decode, and counts free pages."""
         if self._gone:
+            for request in self._gone & self._ended.keys():
+                self._keep_ended(request)
             stay = [i for i, request in enumerate(self.decoding) if request not in self._gone]
             self.decoding = [self.decoding[i] for i in stay]
             if not stay:
                 self._running = None
             elif self._running is not None:
                 self._running.select_sequences(stay)
-            self._gone, self._changed = set(), True
+            self._gone, self._ended, self._changed = set(), {}, True
         if self._changed or not self._has_room():
             held = self.prefixes.held if len(self.prefixes) else None
             self.free, self.kept = PagePool.learn(self.store, [pool for pool, _ in self._pools()], held)
             self.used, self._changed = self.pages - self.free - self.kept, True
         for request in [name for name, reader in self.reading.items() if reader.seen == reader.prompt]:
             reader = self.reading.pop(request)
-            self._offered.pop(request, None)
             self.bounds.note(reader.cache, reader.prompt)
             if self._running is None:
                 self._running = reader.cache
@@ -128,9 +136,16 @@ class Requests:
             self.decoding.append(request)
         self.needed = self.step_pages()
 
+    def ends(self, request: str, tokens: Sequence[int]) -> None:
+        """The request has written all that it will, and is to be dropped. tokens: the whole of it: who begins with them
+        goes on from its cache."""
+        if self._outlives and request in self.decoding and request in self._offered:
+            self._ended[request] = tokens
+
     def drop(self, request: str) -> None:
         """The request is over, or must give its pages up; one that is not there is no error."""
-        self._offered.pop(request, None)
+        if request not in self._ended:
+            self._offered.pop(request, None)
         self._shared.pop(request, None)
         self.prefixes.leave(request)
         if self.reading.pop(request, None) is not None:
@@ -141,7 +156,7 @@ class Requests:
     def drop_all(self) -> None:
         """All requests are over, and no prefix is kept."""
         self.reading, self.decoding, self._running, self._gone = {}, [], None, set()
-        self._changed, self._pass, self._offered, self._shared = True, None, {}, {}
+        self._changed, self._pass, self._offered, self._shared, self._ended = True, None, {}, {}, {}
         while self.prefixes.drop_oldest():
             pass
 
@@ -155,14 +170,17 @@ class Requests:
             return False
         if request not in self._offered:
             root = f"{given if self._follows_length else 0} {salt}".encode()
-            self._offered[request] = _Offered(self.prefixes.borders(tokens, root), set())
+            read = tokens[:given] if self.whole else tokens  # as its scheduler has it
+            borders = self.prefixes.borders(read[: max(len(read) - (self.last or 0) + 1, 0)], root)
+            self._offered[request] = _Offered(read, root, borders, set())
         offered, seen, block = self._offered[request], self.seen(request), self.prefixes.block
-        mine = offered.borders
-        offered.stops = {borders * block for borders in self.prefixes.stops(mine)}
+        mine, prompt = offered.borders, len(offered.tokens)
+        stops = {borders * block for borders in self.prefixes.stops(mine, seen)}
+        offered.stops = {stop for stop in stops if self._may_stop(stop, prompt)}
         for name, reader in self.reading.items():
             theirs = self._offered[name].borders if name in self._offered else []
             common = sum(a == b for a, b in zip(mine, theirs, strict=False)) * block
-            if common > max(seen, reader.seen):
+            if common > max(seen, reader.seen) and self._may_stop(common, reader.prompt):
                 self._offered[name].stops.add(common)
                 return True
         return False
@@ -170,11 +188,12 @@ class Requests:
     def start(self, request: str, prompt: int) -> int:
         """The request is let in; its prompt has so many tokens. Returns those that are there already."""
         reader, offered = _Reader(self._new_cache(), prompt), self._offered.get(request)
-        if offered is not None and (prefix := self.prefixes.use(offered.borders)) is not None:
+        if offered is not None and (prefix := self.prefixes.use(offered.borders, offered.tokens)) is not None:
             reader.cache, reader.seen = prefix.cache.fork(), prefix.tokens
             reader.cache.adopt(self.decoder, self.facts)
             self.hits += prefix.tokens
-            self._shared[request] = prefix.tokens
+            if not self.whole:
+                self._shared[request] = prefix.tokens - len(prefix.tail)
             prefix.users.add(request)
         self.reading[request] = reader
         return reader.seen
@@ -238,7 +257,7 @@ class Requests:
     def prefix_of(self, request: str) -> Prefix | None:
         """Of a request that has not been let in."""
         offered = self._offered.get(request)
-        return None if offered is None else self.prefixes.longest(offered.borders)
+        return None if offered is None else self.prefixes.longest(offered.borders, offered.tokens)
 
     # ---- what scheduling asks ----
 
@@ -282,10 +301,13 @@ class Requests:
         """Pages that all requests take at once until they end, if these come in, beside those that are held, claimed
         or needed for the next tokens: the one admission policy. prompts: the tokens of each one's prompt."""
         bounds, here = self.bounds, self._slots()
+        if self.whole:  # what is held of a prompt, mostly a prefix's, goes when that is pruned
+            here |= {name: np.zeros_like(here[name]) for name in self.reading}
         slots = {name: float(rows.sum()) for name, rows in here.items()}
         for name, reader in self.reading.items():
-            slots[name] += bounds.slots(reader.prompt) - (bounds.slots(reader.seen) if reader.seen else 0)
-        slots |= {name: bounds.slots(tokens - self.seen(name)) for name, tokens in prompts.items()}
+            slots[name] += bounds.slots(reader.prompt) - (0 if self.whole else bounds.slots(reader.seen))
+        for name, tokens in prompts.items():
+            slots[name] = bounds.slots(tokens - (0 if self.whole else self.seen(name)))
         # what comes back when it ends is what it does not share
         shared = np.array([bounds.expected(self._shared.get(name, 0)) for name in slots])
         left = np.array([self._to_write(name) for name in slots])
@@ -351,7 +373,8 @@ class Requests:
                 reader = self.reading[part.request]
             reader.begun = True
             try:
-                step = reader.cache.open(self.facts, [part.tokens], part.tokens)
+                more = reader.seen + part.tokens < reader.prompt
+                step = reader.cache.open(self.facts, [part.tokens], part.tokens, more=more)
                 step.prompts = (part.given,)
                 reader.seen += part.tokens
             except (ValueError, RuntimeError) as error:
@@ -379,8 +402,11 @@ class Requests:
             if step is None or part.request in self._pass.failed:
                 self.drop(part.request)
             else:
-                self.reading[part.request].cache.end(step, None)
+                reader = self.reading[part.request]
+                reader.cache.end(step, None)
                 self._keep_prefix(part.request)
+                if self.whole and reader.seen == reader.prompt:
+                    self.prefixes.leave(part.request)  # it has pages of its own
         self._pass = None
 
     # ---- within ----
@@ -389,9 +415,27 @@ class Requests:
         """If the request has come to a border where its cache is to be kept."""
         reader, offered = self.reading[request], self._offered.get(request)
         if offered is not None and reader.seen in offered.stops:
-            key = offered.borders[reader.seen // self.prefixes.block - 1]
-            self.prefixes.add(key, reader.seen, reader.cache)
+            border = offered.borders[reader.seen // self.prefixes.block - 1]
+            self.prefixes.add(Prefix(reader.cache.fork(), border, reader.seen))
             self._changed = True
+
+    def _keep_ended(self, request: str) -> None:
+        """Keeps the cache of a request that decodes no more, and has some token to follow a border."""
+        assert self._running is not None
+        row, root, all_tokens = self.decoding.index(request), self._offered.pop(request).root, self._ended[request]
+        tokens = all_tokens[: self._running.seen_lengths()[row]]  # its last one was never read
+        if not (borders := self.prefixes.borders(tokens, root)):
+            return
+        cache = self._running.fork()
+        cache.select_sequences([row])
+        tail = tuple(tokens[len(borders) * self.prefixes.block :])
+        self.prefixes.add(Prefix(cache, borders[-1], len(tokens), tail, asked=False))
+
+    def _may_stop(self, tokens: int, prompt: int) -> bool:
+        """Whether a cache can be kept after so many tokens of a prompt: what a pruner has not seen yet lies in pages
+        whole, and must leave room for others."""
+        whole = self.bounds.whole(tokens)
+        return not self.whole or (2 * whole <= self.pages and whole + self.bounds.expected(prompt) <= self.pages)
 
     def _new_cache(self) -> CompressedCache:
         cache = self.make()

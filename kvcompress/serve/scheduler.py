@@ -85,6 +85,7 @@ class PageScheduler(Scheduler):
         state = self.active_requests.get(request_id)
         if state is not None and state.status == RequestStatus.FINISHED:
             self.served.lengths.note(self._answer(request_id).written)
+            self.served.ends(request_id, [*state.initial_tokens, *state.generated_tokens])
         super().finish_request(request_id)
 
     def clear_cancelled_requests(self) -> list[RequestState]:

@@ -3,7 +3,7 @@
 import pytest
 from conftest import alone
 from helpers import deciding_model, tiny_gates_folder, tiny_model
-from test_vllm_serving import PRUNED, example
+from test_vllm_serving import example
 from vllm import SamplingParams
 
 CACHES = ["dense", "dmc", "streaming,window_size=60", "quantized,dtype=int8", "quantized,dtype=k8v4"]
@@ -39,6 +39,45 @@ def test_prompts_that_begin_alike_get_the_tokens_of_generate_alone(serve, folder
     served, given = serve(folders["dmc" if cache == "dmc" else "plain"], cache), alike(prompts)
     new = [3 + 5 * i % 17 for i in range(len(given))]
     generate_thrice(served, given, new, alone(example(cache), cache, given, new))
+    emptied(served)
+
+
+@pytest.mark.parametrize(
+    "cache", ["pruned,pruner=snapkv,keep=40,window=20", "pruned,pruner=h2o,keep=1/3,every=8,budget=adakv"]
+)
+def test_what_pruned_prompts_begin_with_lies_in_pages_whole_until_they_are_read(serve, folders, prompts, cache):
+    served, given = serve(folders["plain"], cache), alike(prompts)
+    new = [3 + 5 * i % 17 for i in range(len(given))]
+    wanted, requests, found = alone(example(cache), cache, given, new), served.engine.requests, []
+    for _ in range(3):
+        before = requests.hits
+        assert served.generate(given, new)[0] == wanted
+        found.append(requests.hits - before)
+    block, last = requests.prefixes.block, requests.last
+    assert 0 < found[0] < found[1] < found[2] == sum((len(prompt) - last) // block * block for prompt in given)
+    emptied(served)
+
+
+def test_pruned_prompts_share_while_memory_is_short(serve, folders, prompts):
+    cache = "pruned,pruner=snapkv,keep=40,window=20"
+    served, given = serve(folders["plain"], cache, blocks=14), alike(prompts) * 3
+    found, reasons = served.generate(given, 40)
+    assert set(reasons) == {"length"} and served.engine.requests.hits > 0
+    assert found == alone(example(cache), cache, given[: len(given) // 3], 40) * 3
+    emptied(served)
+
+
+@pytest.mark.parametrize("cache", ["dense", "dmc", "quantized,dtype=int8"])
+def test_a_conversation_goes_on_from_the_cache_of_its_last_answer(serve, folders, prompts, cache):
+    served = serve(folders["dmc" if cache == "dmc" else "plain"], cache)
+    first, second = prompts[0][:75], prompts[1][:90]
+    for turn in range(3):
+        before, given = served.engine.requests.hits, [first, second]
+        found, _ = served.generate(given, 9)
+        assert found == alone(example(cache), cache, given, 9)
+        assert served.engine.requests.hits - before == (0 if turn == 0 else known)
+        known = len(first) + len(second) + 16  # of an answer of 9 tokens the last was not read
+        first, second = first + found[0] + prompts[2][:5], second + found[1] + prompts[3][:70]
     emptied(served)
 
 
@@ -150,11 +189,12 @@ def test_it_is_turned_off_as_in_vllm_or_by_name(serve, folders, prompts, given):
     assert served.engine.requests.hits == served.engine.requests.kept == 0
 
 
-def test_caches_whose_prompts_are_read_whole_share_nothing_and_say_so_where_it_is_asked(serve, folders, prompts):
-    served = serve(folders["plain"], PRUNED)
-    assert served.generate(prompts[:1] * 3, 4)[0] == alone(example(PRUNED), PRUNED, prompts[:1], 4) * 3
+def test_caches_whose_prompts_come_in_one_pass_share_nothing_and_say_so_where_it_is_asked(serve, folders, prompts):
+    cache = "pruned,pruner=observedattention,keep=40"
+    served = serve(folders["plain"], cache)
+    assert served.generate(prompts[:1] * 3, 4)[0] == alone(example(cache), cache, prompts[:1], 4) * 3
     assert served.engine.requests.hits == 0
-    with pytest.raises(ValueError, match="prefixes must be 0 with a cache whose prompts are read whole, got 4"):
-        serve(folders["plain"], PRUNED, prefixes=4)
+    with pytest.raises(ValueError, match="prefixes must be 0 where a prompt must come in one pass, got 4"):
+        serve(folders["plain"], cache, prefixes=4)
     with pytest.raises(ValueError, match="enable_chunked_prefill must be True with prefixes = 4"):
         serve(folders["plain"], "dense", prefixes=4, max_num_batched_tokens=512, enable_chunked_prefill=False)

@@ -71,13 +71,14 @@ def configure(vllm_config: Any, settings: Settings) -> None:
         raise ValueError("VLLM_USE_V2_MODEL_RUNNER must be 0 with a compressed cache, got the V2 model runner")
     if not cache.user_specified_block_size:
         cache.block_size, cache.user_specified_block_size = BLOCK_SIZE, True
-    if is_read_whole(cache_maker(settings.spec, model.hf_config, cache.block_size)()):
+    whole = is_read_whole(cache_maker(settings.spec, model.hf_config, cache.block_size)())
+    if whole:
         reason = f"{settings.cache!r} reads prompts whole, in one step"
         _must_be("enable_chunked_prefill", scheduler.enable_chunked_prefill, (False,), reason)
     elif settings.prefixes:
         reason = f"prefixes = {settings.prefixes}, which are read up to their borders first"
         _must_be("enable_chunked_prefill", scheduler.enable_chunked_prefill, (True,), reason)
-    if settings.prefixes is None and not (cache.enable_prefix_caching and scheduler.enable_chunked_prefill):
+    if settings.prefixes is None and not (cache.enable_prefix_caching and (whole or scheduler.enable_chunked_prefill)):
         settings = replace(settings, prefixes=0)
     given = vllm_config.additional_config or {}
     vllm_config.additional_config = {**given, KEY: asdict(settings)}  # for the engine

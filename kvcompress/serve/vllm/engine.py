@@ -16,7 +16,7 @@ from ...caches.streaming import StreamingCache
 from ...hf.method import restored_method
 from ...softmax import Softmax
 from ..admission import Answer
-from ..bounds import LEAST, Bounds, is_read_whole, paged_layers
+from ..bounds import LEAST, Bounds, is_read_whole, last_part, paged_layers
 from ..prefixes import check_prefixes
 from ..requests import Requests
 from ..served import cache_maker, check_served
@@ -64,7 +64,7 @@ class Engine:
         empty.adopt(self.decoder, self.facts)
         check_served(empty, self.facts, self.method)
         self.whole = is_read_whole(empty)
-        check_prefixes(settings.prefixes, self.whole)
+        check_prefixes(settings.prefixes, last_part(empty) is None)
         paged = paged_layers(empty)
         form = Format.of(empty.pool_settings.dtype, dtype)
         self.page_nbytes = block_size * slot_nbytes(keys_and_values(self.facts[0].size, dtype, form))
@@ -186,7 +186,10 @@ class Engine:
 
     def most_of(self, name: str, tokens: int) -> int:
         """How many of a request's next tokens a step may have."""
-        return tokens if name in self.requests.decoding else self._part(name, tokens).tokens
+        if name in self.requests.decoding:
+            return tokens
+        part = self._part(name, tokens)
+        return 0 if self.whole and part.tokens < self.requests.coming(name, part.prompt) else part.tokens
 
     def prefix_blocks(self, name: str, free: int) -> int:
         """Blocks that prefixes are counted as; they give way where no more than these are free."""
@@ -211,7 +214,11 @@ class Engine:
         served = self.requests
         if self._stock != served.store.stock:
             self._held, self._stock = served.held(), served.store.stock
-        own = self._held.get(name, 0) - self._forked.get(name, 0)
+        own = self._held.get(name, 0)
+        if not self.whole:
+            own -= self._forked.get(name, 0)
+        elif name in served.reading:  # what waits to be pruned
+            own = min(own, self.bounds.expected(served.reading[name].prompt))
         return max(own // max(self.bounds.rows, 1), self.beside, 1)
 
     def blocks_for(self, tokens: int) -> int:

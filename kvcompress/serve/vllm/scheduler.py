@@ -133,6 +133,7 @@ class CompressedScheduler(Scheduler):
     def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
         if request.status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED):
             self.engine.requests.lengths.note(request.num_output_tokens)
+            self.engine.requests.ends(request.request_id, list(request.all_token_ids))
         return super()._free_request(request, *args, **kwargs)
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:

@@ -47,6 +47,7 @@ class ChunkKV(AskingPruner):
 
     @property
     def at_once(self) -> int | None:  # type: ignore[override]
+        """As many as the pruner asks for."""
         return self.pruner.at_once
 
     def scores(self, candidates: Candidates, keep: int) -> Tensor:

@@ -64,6 +64,7 @@ class CenterOfGravity(Pruner):
 
     @property
     def at_once(self) -> int:  # type: ignore[override]
+        """Those that look at the others."""
         return self.window
 
     @property

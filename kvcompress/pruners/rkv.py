@@ -48,6 +48,7 @@ class RKV(Pruner):
 
     @property
     def at_once(self) -> int:  # type: ignore[override]
+        """Those that look at the others."""
         return self.window
 
     def recent(self, keep: int, chunk_length: int) -> int:

@@ -70,12 +70,12 @@ def test_pruned_prompts_share_while_memory_is_short(serve, folders, prompts):
 @pytest.mark.parametrize("cache", ["dense", "dmc", "quantized,dtype=int8"])
 def test_a_conversation_goes_on_from_the_cache_of_its_last_answer(serve, folders, prompts, cache):
     served = serve(folders["dmc" if cache == "dmc" else "plain"], cache)
-    first, second = prompts[0][:75], prompts[1][:90]
-    for turn in range(3):
+    first, second, known = prompts[0][:75], prompts[1][:90], 0
+    for _ in range(3):
         before, given = served.engine.requests.hits, [first, second]
         found, _ = served.generate(given, 9)
         assert found == alone(example(cache), cache, given, 9)
-        assert served.engine.requests.hits - before == (0 if turn == 0 else known)
+        assert served.engine.requests.hits - before == known
         known = len(first) + len(second) + 16  # of an answer of 9 tokens the last was not read
         first, second = first + found[0] + prompts[2][:5], second + found[1] + prompts[3][:70]
     emptied(served)

@@ -80,11 +80,16 @@ class Generation(Summary, RecurrentStates, Cache):
                 f"input), got {-tokens_to_remove}"
             )
         if tokens_to_remove:
-            with self._changing():
-                for layer in self.own:
-                    layer.drop_last(-tokens_to_remove)
-                self.seen += tokens_to_remove
-                self._count([tokens_to_remove] * len(self._lengths))
+            self.take_back(-tokens_to_remove)
+
+    def take_back(self, tokens: int) -> None:
+        """Takes back the last tokens of every sequence, of which nothing was dropped since."""
+        with self._changing():
+            for layer in self.own:
+                layer.drop_last(tokens)
+            self.seen -= tokens
+            self.fixed = min(self.fixed, self.seen)
+            self._count([-tokens] * len(self._lengths))
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any

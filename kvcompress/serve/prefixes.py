@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..caches.base import CompressedCache
 from ..caches.pool import PagePool
+from ..caches.pruned import PrunedCache
 from .bounds import paged_layers
 
 MOST = 16  # prefixes that are kept at once, where nobody says how many
@@ -32,16 +33,28 @@ def check_prefixes(prefixes: int | None, whole: bool = False) -> None:
 
 @dataclass(eq=False)
 class Prefix:
-    """A request's cache after its first `tokens` tokens, the last of them, behind a border, in `tail`. Nobody writes to
-    it: whoever goes on from there forks it. asked: whether anybody is known to. users: requests that have, and hold
-    most of its pages in any case."""
+    """A request's cache after its first `tokens` tokens. borders: those that it has passed; tail: the tokens behind the
+    last one. Nobody writes to it: whoever goes on from there forks it. asked: whether anybody is known to. users:
+    requests that have, and hold most of its pages in any case."""
 
     cache: CompressedCache
-    border: bytes
+    borders: Sequence[bytes]
     tokens: int
     tail: tuple[int, ...] = ()
     asked: bool = True
     users: set[str] = field(default_factory=set)
+
+    @property
+    def border(self) -> bytes:
+        return self.borders[-1]
+
+    @property
+    def shrinks(self) -> bool:
+        """Whether its last tokens can go alone: nothing else is known of them."""
+        cache = self.cache
+        if isinstance(cache, PrunedCache):
+            return cache.parted and not cache.pruner.accumulates
+        return cache.is_croppable
 
     @property
     def pools(self) -> list[PagePool]:
@@ -152,13 +165,23 @@ class Prefixes:
     def drop_oldest(self, but: Sequence[Prefix | None] = ()) -> bool:
         """Drops the one that was asked for longest ago; False where there is none."""
         oldest = next((prefix for prefix in self._kept if prefix not in but), None)
+        if oldest is not None:
+            self._drop(oldest)
+        return oldest is not None
+
+    def shrink_oldest(self, pages: int, but: Sequence[Prefix | None] = ()) -> bool:
+        """Of the same only its end, where that frees so many pages. Waits for the device."""
+        oldest = next((prefix for prefix in self._kept if prefix not in but), None)
         if oldest is None:
             return False
-        del self._kept[oldest]
-        self._behind[oldest.border].remove(oldest)
-        if not self._behind[oldest.border]:
-            del self._behind[oldest.border]
-        self._note(oldest, -1)
+        self._drop(oldest)
+        blocks = self._left(oldest, pages) if oldest.shrinks else 0
+        if blocks:
+            oldest.cache.take_back(oldest.tokens - blocks * self.block)
+            oldest.borders, oldest.tokens, oldest.tail = oldest.borders[:blocks], blocks * self.block, ()
+            self.add(oldest)
+            if oldest in self._kept:
+                self._kept.move_to_end(oldest, last=False)
         return True
 
     def alone(self, prefixes: Sequence[Prefix]) -> int:
@@ -172,6 +195,23 @@ class Prefixes:
     def nbytes_beside(self) -> int:
         """Bytes of what prefixes hold beside pages."""
         return sum(prefix.beside_nbytes() for prefix in list(self._kept))
+
+    def _left(self, prefix: Prefix, pages: int) -> int:
+        """Of how many blocks of a prefix the end frees so many pages."""
+        free = torch.zeros(len(prefix.borders) + 1, dtype=torch.int64)
+        for pool in prefix.pools:
+            store, table = pool.store, pool.block_table
+            named = store.named(pool._rows)
+            alone = (named & (store.refs[torch.where(named, table, 0)] == 1)).sum(0)[: len(free)]
+            free[: len(alone)] += alone.cpu()
+        return int((free.flip(0).cumsum(0).flip(0) >= pages).sum()) - 1 if int(free.sum()) >= pages else 0
+
+    def _drop(self, prefix: Prefix) -> None:
+        del self._kept[prefix]
+        self._behind[prefix.border].remove(prefix)
+        if not self._behind[prefix.border]:
+            del self._behind[prefix.border]
+        self._note(prefix, -1)
 
     def _note(self, prefix: Prefix, times: int) -> None:
         for pages in prefix.named():

@@ -224,8 +224,8 @@ class Requests:
         stay = [*self.prefixes.used(), *([] if own is None else [own])]
         if missing > self.kept - self.prefixes.alone(stay):
             return False
-        while pages + self.needed > self.free:
-            if not self.prefixes.drop_oldest(stay):
+        while (missing := pages + self.needed - self.free) > 0:
+            if not self.prefixes.shrink_oldest(max(missing, self.pages // 32), stay):  # few at a time would take long
                 return False
             self._changed = True
             self.settle()
@@ -238,6 +238,7 @@ class Requests:
         for tokens in (whole, least):
             part.tokens = tokens
             if self.make_free(taken + self.part_pages(part), part.request):
+                part.tokens = min(tokens, self.coming(part.request, part.prompt))  # a prefix that was cut may serve it
                 return True
             part.tokens = whole
             part.tokens = self.most_tokens(part, self.free - self.needed - taken)
@@ -415,8 +416,8 @@ class Requests:
         """If the request has come to a border where its cache is to be kept."""
         reader, offered = self.reading[request], self._offered.get(request)
         if offered is not None and reader.seen in offered.stops:
-            border = offered.borders[reader.seen // self.prefixes.block - 1]
-            self.prefixes.add(Prefix(reader.cache.fork(), border, reader.seen))
+            passed = offered.borders[: reader.seen // self.prefixes.block]
+            self.prefixes.add(Prefix(reader.cache.fork(), passed, reader.seen))
             self._changed = True
 
     def _keep_ended(self, request: str) -> None:
@@ -429,7 +430,7 @@ class Requests:
         cache = self._running.fork()
         cache.select_sequences([row])
         tail = tuple(tokens[len(borders) * self.prefixes.block :])
-        self.prefixes.add(Prefix(cache, borders[-1], len(tokens), tail, asked=False))
+        self.prefixes.add(Prefix(cache, borders, len(tokens), tail, asked=False))
 
     def _may_stop(self, tokens: int, prompt: int) -> bool:
         """Whether a cache can be kept after so many tokens of a prompt: what a pruner has not seen yet lies in pages

@@ -158,7 +158,8 @@ class Engine:
         part = self._part(name, tokens - before)
         if self.awaits(name) or before != served.seen(name) or not self._may_come(part, self._granted):
             return False
-        return served.make_free(taken + served.part_pages(part), name)
+        # a prefix that was cut to make room may serve it: it then comes in the next step
+        return served.make_free(taken + served.part_pages(part), name) and before == served.seen(name)
 
     def _may_come(self, part: Part, let_in: Iterable[str]) -> bool:
         """Whether a waiting request may be let in beside those that are in this step: all will find their pages until

@@ -20,6 +20,7 @@ from kvcompress.serve.requests import Requests
 
 DENSE, STREAMING = "dense", "streaming,window_size=12,num_sink_tokens=2"
 PRUNED = "pruned,pruner=snapkv,window=4,kernel_size=3,keep=12"
+WHOLE = "pruned,pruner=observedattention,keep=12"
 CACHES = {
     "dense": (DENSE, None),
     "streaming": (STREAMING, None),
@@ -191,7 +192,12 @@ def test_several_answers_to_a_prompt_are_requests_of_their_own():
     ("cache", "settings", "message"),
     [
         (DENSE, {"pages": 30}, r"needs 42 pages for its prompt of 50 tokens, but there are 30"),
-        (PRUNED, {"pages": 100, "batch_tokens": 51}, "prompt of 50 tokens, which is read whole: at most 48 can be"),
+        (WHOLE, {"pages": 100, "batch_tokens": 51}, "prompt of 50 tokens, which is read whole: at most 48 can be"),
+        (
+            PRUNED,
+            {"pages": 50, "batch_tokens": 51},
+            "needs 54 pages for its prompt of 50 tokens, which no pass of 48 can",
+        ),
         (DENSE, {"pages": 12, "page_size": 32}, "needs more than all 12 pages after 64 tokens"),
     ],
 )

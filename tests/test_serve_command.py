@@ -20,6 +20,7 @@ from kvcompress.serve.vllm.launch import command_of, environment_of
 from kvcompress.serve.vllm.passed import Passed
 
 PRUNED = "pruned,pruner=snapkv,window=16,keep=64"
+WHOLE = "pruned,pruner=observedattention,keep=64"
 SETTINGS = {"cache": None, "memory": 64 << 20, "ratio": None, "dtype": "auto", "host": "127.0.0.1", "port": 8000}
 
 
@@ -93,10 +94,12 @@ def test_what_a_streaming_cache_keeps_beside_blocks_has_its_half(folder):
 
 def test_prompts_that_are_read_whole_fit_into_a_step(folder):
     _, options, _ = made(folder, cache=PRUNED)
+    assert "--no-enable-chunked-prefill" not in options and "--max-num-batched-tokens" not in options
+    _, options, _ = made(folder, cache=WHOLE)
     assert options["--no-enable-chunked-prefill"] == [] and options["--max-num-batched-tokens"] == ["512"]
     _, options, _ = made(
         folder, "--max-model-len", "300", "--max-num-batched-tokens=1K",
-        "--no-enable-chunked-prefill", cache=PRUNED,
+        "--no-enable-chunked-prefill", cache=WHOLE,
     )  # fmt: skip
     assert options["--max-model-len"] == ["300"] and "--max-num-batched-tokens" not in options
 
@@ -110,7 +113,8 @@ def test_a_pruner_that_asks_behind_prompts_has_its_positions(folder):
 
 def test_a_long_model_gets_a_length_that_a_step_can_read_whole(tmp_path):
     tiny_model(max_position_embeddings=1 << 17).save_pretrained(tmp_path)
-    assert made(tmp_path, cache=PRUNED)[1]["--max-model-len"] == ["32768"]
+    assert made(tmp_path, cache=WHOLE)[1]["--max-model-len"] == ["32768"]
+    assert made(tmp_path, cache=PRUNED)[1]["--max-model-len"] == [str(1 << 17)]
     memory, lengths = 1 << 30, [1024, 8192, 32768]
     _, options, lines = made(tmp_path, memory=memory)
     assert options["--max-model-len"] == [str(1 << 17)]
@@ -191,8 +195,8 @@ def test_memory_that_the_environment_says_is_refused():
         (("--cache", f"gated,gates={hidden_gates_folder()},threshold=0"), "gates must look at queries under vLLM"),
         (("--cache", PRUNED + ",page_size=8"), "page_size must not be given for a cache that is served"),
         (("--memory", "1KiB"), "--memory: memory must be at least 408.0 KiB (417792B) for a request of 512 tokens"),
-        (("--cache", PRUNED, "--enable-chunked-prefill"), "--enable-chunked-prefill must not be given with pruned"),
-        (("--cache", PRUNED, "--max-num-batched-tokens", "99"), "--max-num-batched-tokens must be at least --max-"),
+        (("--cache", WHOLE, "--enable-chunked-prefill"), "--enable-chunked-prefill must not be given with pruned"),
+        (("--cache", WHOLE, "--max-num-batched-tokens", "99"), "--max-num-batched-tokens must be at least --max-"),
         (("--max-model-len", "auto"), "--max-model-len must be a number of tokens, such as 8192 or 8K, got auto"),
         (("--max-model-len", "9", "--max_model_len=8"), "--max-model-len must be given once, got 9 and 8"),
         (("--max-model-len", "--seed", "3"), "--max-model-len must have a value, got none"),

@@ -89,6 +89,24 @@ def test_prompts_that_are_pruned_share_what_they_begin_with_until_then(name):
         assert found == wanted * 2
 
 
+@pytest.mark.parametrize("prefixes", [None, 0])
+@pytest.mark.parametrize("name", [name for name in PRUNED if name != "pruned codes"])
+def test_pruned_prompts_that_no_pass_has_room_for_are_read_in_parts(name, prefixes):
+    model, prompts = tiny_model(), prompts_of((90, 61, 62, 150, 20, 130), seed=4)
+    prompts += [prompts[0] + prompts[i] for i in (4, 1, 2)]
+    news = (6, 9, 2, 5, 12, 7, 3, 8, 4)
+    settings = {"pages": 400, "requests": 4, "batch_tokens": 64, "prefixes": prefixes}
+    found, metrics = served(model, PRUNED[name], prompts, news, **settings)
+    assert found == [alone(model, PRUNED[name], prompt, new) for prompt, new in zip(prompts, news, strict=True)]
+    assert (metrics["prefix_tokens"] > 0) is (prefixes is None) and metrics["preempted"] == 0
+
+
+def test_long_pruned_prompts_get_on_where_pages_are_few():
+    model, prompts = tiny_model(), prompts_of((90, 100, 150, 20, 130, 88), seed=4)
+    found, _ = served(model, PRUNED["pruned"], prompts, (30,) * 6, pages=200, requests=4, batch_tokens=64)
+    assert found == [alone(model, PRUNED["pruned"], prompt, 30) for prompt in prompts]
+
+
 def test_a_pruned_prompt_shares_no_more_than_leaves_room_for_others():
     model, begin = tiny_model(), prompts_of((64,))[0]
     prompts = [begin + more for more in prompts_of((20, 21, 22, 23), seed=1)]

@@ -44,12 +44,11 @@ class Engine:
 
     def __init__(self, folder: str, cache: str | None, blocks: int, size: Size) -> None:
         longest = -(-(size.longest + size.longest_answer) // size.page_size) * size.page_size
-        whole = cache is not None and cache.startswith("pruned")
         self.llm = LLM(
             folder, skip_tokenizer_init=True, dtype="float32", enforce_eager=True, max_model_len=longest,
             max_num_seqs=64, block_size=size.page_size, num_gpu_blocks_override=blocks, kv_cache_memory_bytes=1 << 30,
-            max_num_batched_tokens=max(size.batch_tokens, longest), enable_chunked_prefill=not whole,
-            enable_prefix_caching=size.shared > 0, disable_log_stats=True,
+            max_num_batched_tokens=max(size.batch_tokens, longest), enable_prefix_caching=size.shared > 0,
+            disable_log_stats=True,
             additional_config={} if cache is None else {"kvcompress": {"cache": cache}},
         )  # fmt: skip
         self.engine = self.llm.llm_engine

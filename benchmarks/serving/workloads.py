@@ -114,12 +114,9 @@ class Engine:
     """cache: as CacheSpec writes it, None = vLLM's own. longest: tokens of a request and its answer."""
 
     def __init__(self, folder: str, cache: str | None, memory: int, longest: int) -> None:
-        whole = cache is not None and cache.startswith("pruned")
-        given = {"enable_chunked_prefill": False, "max_num_batched_tokens": longest} if whole else {}
         self.llm = LLM(
             folder, skip_tokenizer_init=True, max_model_len=longest, kv_cache_memory_bytes=memory,
             disable_log_stats=True, additional_config={} if cache is None else {"kvcompress": {"cache": cache}},
-            **given,
         )  # fmt: skip
         self.engine = self.llm.llm_engine
         self.scheduler = self.engine.engine_core.engine_core.scheduler

@@ -448,6 +448,8 @@ class PrunedLayer(PagedLayer):
 
     def check_step(self, step: CachePass, facts: LayerFacts) -> None:
         pool = self.pool
+        if step.continues and not step.more:
+            return  # what it holds of the prompt makes room
         if pool is not None and step.iteration is None and self.pool_settings.max_pages is not None:
             step.claim(pool, self._per_row(step.counts), self._pages_beside(step))
 
@@ -455,7 +457,7 @@ class PrunedLayer(PagedLayer):
         """Most pages that a compression in a call takes beside those of its tokens: what rows share is copied."""
         pool = self.pool
         assert pool is not None
-        if self.policy.later == "keep" or not pool.shares:  # what follows the prompt is kept whole
+        if self.policy.later == "keep" or step.more or not pool.shares:  # what comes is kept whole
             return 0
         grown = [bound + count for bound, count in zip(pool.bounds, self._per_row(step.counts), strict=True)]
         twice = 0

@@ -133,13 +133,18 @@ def paged_layers(cache: CompressedCache) -> list[Any]:
 
 
 def is_read_whole(cache: CompressedCache) -> bool:
-    """Whether a prompt comes in one pass: what stays of it is chosen by all of it."""
+    """Whether a prompt comes in one pass where it can: what stays of it is chosen by all of it."""
     return any(isinstance(layer, PrunedLayer) for layer in cache.own)
 
 
 def last_part(cache: CompressedCache) -> int | None:
-    """Tokens that a prompt's last part must have; None = all of it, which no prefix serves then."""
+    """Tokens that a prompt's last part must have; None = all of it, in one pass, and no prefix serves it."""
     if not isinstance(cache, PrunedCache):
         return 1  # for its logits
     least = at_once(cache.pruner)
     return None if least is None else max(least, LEAST)
+
+
+def most_whole(batch_tokens: int, requests: int) -> int:
+    """Tokens of a prompt that every pass has room for, beside a token of each other request."""
+    return batch_tokens - requests + 1

@@ -19,7 +19,7 @@ from ..caches.store import PageStore, PoolSettings
 from ..hf.facts import Facts
 from ..hf.method import Method
 from .admission import Answer, Lengths, most_pages
-from .bounds import MARGIN, Bounds, is_read_whole, last_part, paged_layers
+from .bounds import LEAST, MARGIN, Bounds, is_read_whole, last_part, paged_layers
 from .prefixes import MOST, Prefix, Prefixes, check_prefixes
 from .served import check_served
 from .served_pass import Part, ServedPass
@@ -85,6 +85,7 @@ class Requests:
         self.bounds = Bounds(empty, heads, settings.page_size, self.store.page_nbytes())
         self.whole = is_read_whole(empty) or not facts.reads_chunks
         self.last = last_part(empty) if facts.reads_chunks else None  # tokens of a prompt's last part, at least
+        self.most = 1 << 60  # tokens of prompts that a pass has room for in any case; its scheduler says
         check_prefixes(prefixes, self.last is None)
         most = (0 if self.last is None else MOST) if prefixes is None else prefixes
         self.prefixes = Prefixes(most, P, pages, device)
@@ -204,6 +205,17 @@ class Requests:
         stops = [] if offered is None else [stop for stop in offered.stops if stop > seen]
         return min([prompt, *stops]) - seen
 
+    def next_part(self, request: str, prompt: int, budget: int) -> int:
+        """Those that it may have in a pass of so many tokens. Where all of a prompt chooses what stays of it, it waits
+        for a pass that has room for all; if none has, what comes before its last part lies in pages whole till then."""
+        left = self.coming(request, prompt)
+        if left <= budget or not self.whole:
+            return min(left, budget)
+        if left <= self.most or self.last is None:
+            return 0
+        tokens = min(budget, left - self.last)
+        return tokens if tokens >= min(LEAST, self.most) else 0
+
     def make_free(self, pages: int, request: str | None = None) -> bool:
         """Whether so many pages are free beside those of the next tokens. Where they are not, prefixes are dropped, the
         one first that was asked for longest ago, but only if that is enough. Those that requests have forked stay, and
@@ -280,15 +292,22 @@ class Requests:
         fits = self.bounds.most_tokens(self._cache_of(part.request), part.tokens, part.prompt, pages)
         return fits if not self.whole or fits == part.tokens else 0
 
-    def refusal(self, prompt: int, most: int) -> str | None:
-        """Why a prompt of so many tokens can never be read; None where it may be. most: tokens of a pass."""
+    def refusal(self, prompt: int) -> str | None:
+        """Why a prompt of so many tokens can never be read; None where it may be."""
         needed = self.bounds.expected(prompt)
         if prompt < 1:
             return "has no token in its prompt"
         if not self.bounds.learned and needed > self.pages:
             return f"needs {needed} pages for its prompt of {prompt} tokens, but there are {self.pages}"
-        if self.whole and prompt > most:
-            return f"has a prompt of {prompt} tokens, which is read whole: at most {most} can be"
+        if self.whole and prompt > self.most:
+            if self.last is None or self.last > self.most:
+                return f"has a prompt of {prompt} tokens, which is read whole: at most {self.most} can be"
+            needed += self.bounds.whole(prompt)
+            if needed > self.pages:
+                return (
+                    f"needs {needed} pages for its prompt of {prompt} tokens, which no pass of {self.most} can read "
+                    f"whole, but there are {self.pages}"
+                )
         return None
 
     def seen(self, request: str) -> int:
@@ -303,12 +322,15 @@ class Requests:
         or needed for the next tokens: the one admission policy. prompts: the tokens of each one's prompt."""
         bounds, here = self.bounds, self._slots()
         if self.whole:  # what is held of a prompt, mostly a prefix's, goes when that is pruned
-            here |= {name: np.zeros_like(here[name]) for name in self.reading}
+            here |= {name: np.zeros_like(here[name]) for name, x in self.reading.items() if x.prompt <= self.most}
         slots = {name: float(rows.sum()) for name, rows in here.items()}
         for name, reader in self.reading.items():
-            slots[name] += bounds.slots(reader.prompt) - (0 if self.whole else bounds.slots(reader.seen))
+            if self.whole:
+                slots[name] = self._will_fill(reader.prompt)
+            else:
+                slots[name] += bounds.slots(reader.prompt) - bounds.slots(reader.seen)
         for name, tokens in prompts.items():
-            slots[name] = bounds.slots(tokens - (0 if self.whole else self.seen(name)))
+            slots[name] = self._will_fill(tokens) if self.whole else bounds.slots(tokens - self.seen(name))
         # what comes back when it ends is what it does not share
         shared = np.array([bounds.expected(self._shared.get(name, 0)) for name in slots])
         left = np.array([self._to_write(name) for name in slots])
@@ -317,6 +339,10 @@ class Requests:
         held = sum((-(-rows // bounds.P)).sum() for rows in here.values()) - shared[: len(here)].sum()
         margin = 0 if bounds.in_phase else MARGIN * self.pages
         return math.ceil(most - held - self.store.claimed() - self.needed + margin)
+
+    def _will_fill(self, prompt: int) -> float:
+        """Slots of a prompt that is pruned when it has been read, or before, where it is read in parts."""
+        return self.bounds.rows * float(prompt) if prompt > self.most else self.bounds.slots(prompt)
 
     def _to_write(self, request: str) -> float:
         """Tokens that follow a request's prompt, those included that it wrote before it gave its pages up."""

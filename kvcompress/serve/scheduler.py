@@ -9,7 +9,7 @@ from transformers.generation.continuous_batching.requests import FutureRequestSt
 from transformers.generation.continuous_batching.scheduler import Scheduler
 
 from .admission import Answer
-from .bounds import LEAST
+from .bounds import LEAST, most_whole
 from .requests import Requests
 from .served_pass import Part
 
@@ -32,6 +32,7 @@ class PageScheduler(Scheduler):
         self.preempted, self.peak, self.peak_pages = 0, 0, 0
         self.taken = 0  # pages of this pass's parts so far
         super().__init__(cache, 0.0, requests)
+        served.most = most_whole(cache.max_batch_tokens, self.max_requests_per_batch)
         served.answer_of = self._answer
 
     def schedule_batch(
@@ -60,7 +61,7 @@ class PageScheduler(Scheduler):
             if len(self.active_requests) >= self.max_requests_per_batch:
                 break
             state = self.waiting_requests[self.waiting_requests_order[0]]
-            part = self._first_part(state, budget, token_budget)
+            part = self._first_part(state, budget)
             if part is None:
                 if state.request_id in self.waiting_requests:
                     break
@@ -116,18 +117,17 @@ class PageScheduler(Scheduler):
     def _part(self, state: RequestState, budget: int, others: bool) -> Part | None:
         """The next part of a prompt; None where pages or the budget of this pass do not suffice."""
         served, prompt, request = self.served, self._prompt(state), state.request_id
-        left = served.coming(request, prompt)
-        tokens = left if served.whole else min(left, budget)
-        if tokens > budget:
+        tokens = served.next_part(request, prompt, budget)
+        if tokens < 1:
             return None
         part = Part(request, tokens, prompt, _given(state))
         least = tokens if served.whole else min(tokens, LEAST) if others else 1
         return part if served.fit(part, least, self.taken) else None
 
-    def _first_part(self, state: RequestState, budget: int, whole_budget: int) -> Part | None:
+    def _first_part(self, state: RequestState, budget: int) -> Part | None:
         """That of a waiting request; None where it must wait, or has failed."""
         served, prompt = self.served, self._prompt(state)
-        if (reason := served.refusal(prompt, most_whole(whole_budget, self.max_requests_per_batch))) is not None:
+        if (reason := served.refusal(prompt)) is not None:
             self._refuse(state, reason)
             return None
         if served.offer(state.request_id, state.initial_tokens, _given(state)):
@@ -189,8 +189,3 @@ class PageScheduler(Scheduler):
 def _given(state: RequestState) -> int:
     """Tokens of the prompt as the user gave it."""
     return state._true_initial_tokens or len(state.initial_tokens)
-
-
-def most_whole(batch_tokens: int, requests: int) -> int:
-    """Tokens that a prompt may have which must come in one pass, beside a token of each other request."""
-    return batch_tokens - requests + 1

@@ -58,6 +58,18 @@ def test_what_pruned_prompts_begin_with_lies_in_pages_whole_until_they_are_read(
     emptied(served)
 
 
+@pytest.mark.parametrize("given", [{}, {"enable_prefix_caching": False}])
+def test_pruned_prompts_that_no_step_has_room_for_come_in_parts(serve, folders, prompts, given):
+    cache = "pruned,pruner=snapkv,keep=40,window=20"
+    served = serve(folders["plain"], cache, enable_chunked_prefill=True, max_num_batched_tokens=128, **given)
+    long = [(prompts[i] * 9)[: 130 + 60 * i] for i in range(4)] + alike(prompts)
+    new = [3 + 5 * i % 17 for i in range(len(long))]
+    assert served.engine.requests.most == 97
+    assert served.generate(long, new)[0] == alone(example(cache), cache, long, new)
+    assert (served.engine.requests.hits > 0) is (not given)
+    emptied(served)
+
+
 def test_pruned_prompts_share_while_memory_is_short(serve, folders, prompts):
     cache = "pruned,pruner=snapkv,keep=40,window=20"
     served, given = serve(folders["plain"], cache, blocks=14), alike(prompts) * 3

@@ -38,6 +38,7 @@ from kvcompress.serve.vllm.scheduler import _bytes_of
 
 ROOT = Path(__file__).parents[2]
 PRUNED = "pruned,pruner=snapkv,window=16,keep=64"
+WHOLE = "pruned,pruner=observedattention,keep=64"
 STREAMING = "streaming,window_size=60"
 CODED = ["quantized,dtype=int8", "quantized,dtype=k8v4", PRUNED + ",dtype=int8,every=8", STREAMING + ",dtype=k8v4"]
 CACHES = ["dense", "dmc", PRUNED, STREAMING, *CODED]
@@ -243,7 +244,7 @@ def test_without_a_compressed_cache_vllm_is_as_it_was(serve, folders, prompts):
 @pytest.mark.parametrize(
     ("cache", "given", "message"),
     [
-        (PRUNED, {"enable_chunked_prefill": True}, "enable_chunked_prefill must be False with .*reads prompts whole"),
+        (WHOLE, {"enable_chunked_prefill": True}, "enable_chunked_prefill must be False with .*reads prompts whole"),
         ("dense", {"tensor_parallel_size": 2}, "tensor_parallel_size must be 1 with a compressed cache"),
         ("dense", {"scheduling_policy": "priority"}, "scheduling_policy must be 'fcfs'"),
         ("dense", {"kv_cache_dtype": "fp8"}, "kv_cache_dtype must be 'float32'"),

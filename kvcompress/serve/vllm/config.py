@@ -10,7 +10,7 @@ from vllm.logger import init_logger
 from vllm.model_executor.models import ModelRegistry
 from vllm.model_executor.models.config import MODELS_CONFIG_MAP, VerifyAndUpdateConfig
 
-from ..bounds import is_read_whole
+from ..bounds import is_read_whole, last_part
 from ..served import cache_maker
 from .facts import FAMILIES
 from .settings import BLOCK_SIZE, KEY, Settings
@@ -71,14 +71,15 @@ def configure(vllm_config: Any, settings: Settings) -> None:
         raise ValueError("VLLM_USE_V2_MODEL_RUNNER must be 0 with a compressed cache, got the V2 model runner")
     if not cache.user_specified_block_size:
         cache.block_size, cache.user_specified_block_size = BLOCK_SIZE, True
-    whole = is_read_whole(cache_maker(settings.spec, model.hf_config, cache.block_size)())
-    if whole:
+    empty = cache_maker(settings.spec, model.hf_config, cache.block_size)()
+    if last_part(empty) is None:
         reason = f"{settings.cache!r} reads prompts whole, in one step"
         _must_be("enable_chunked_prefill", scheduler.enable_chunked_prefill, (False,), reason)
-    elif settings.prefixes:
+    elif settings.prefixes and not is_read_whole(empty):
         reason = f"prefixes = {settings.prefixes}, which are read up to their borders first"
         _must_be("enable_chunked_prefill", scheduler.enable_chunked_prefill, (True,), reason)
-    if settings.prefixes is None and not (cache.enable_prefix_caching and (whole or scheduler.enable_chunked_prefill)):
+    in_parts = scheduler.enable_chunked_prefill or is_read_whole(empty)
+    if settings.prefixes is None and not (cache.enable_prefix_caching and in_parts):
         settings = replace(settings, prefixes=0)
     given = vllm_config.additional_config or {}
     vllm_config.additional_config = {**given, KEY: asdict(settings)}  # for the engine

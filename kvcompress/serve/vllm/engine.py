@@ -64,7 +64,8 @@ class Engine:
         empty.adopt(self.decoder, self.facts)
         check_served(empty, self.facts, self.method)
         self.whole = is_read_whole(empty)
-        check_prefixes(settings.prefixes, last_part(empty) is None)
+        self.one_pass = last_part(empty) is None  # a prompt must come in one
+        check_prefixes(settings.prefixes, self.one_pass)
         paged = paged_layers(empty)
         form = Format.of(empty.pool_settings.dtype, dtype)
         self.page_nbytes = block_size * slot_nbytes(keys_and_values(self.facts[0].size, dtype, form))
@@ -189,8 +190,7 @@ class Engine:
         """How many of a request's next tokens a step may have."""
         if name in self.requests.decoding:
             return tokens
-        part = self._part(name, tokens)
-        return 0 if self.whole and part.tokens < self.requests.coming(name, part.prompt) else part.tokens
+        return self._part(name, tokens).tokens
 
     def prefix_blocks(self, name: str, free: int) -> int:
         """Blocks that prefixes are counted as; they give way where no more than these are free."""
@@ -259,7 +259,7 @@ class Engine:
         if name not in self._lengths or name not in self.requests.reading:
             self._lengths[name] = (given if self.whole else request.num_tokens, given)
         prompt, given = self._lengths[name]
-        return Part(name, min(tokens, self.requests.coming(name, prompt)), prompt, given)
+        return Part(name, self.requests.next_part(name, prompt, tokens), prompt, given)
 
     # ---- a step: the layers ----
 

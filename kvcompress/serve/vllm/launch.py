@@ -99,7 +99,7 @@ def command_of(
         "--additional-config": json.dumps(passed.additional_config() | {KEY: asked}),
     }  # fmt: skip
     wanted = {"--max-model-len": str(length), "--served-model-name": model}  # where the user says no other
-    if engine.whole:
+    if engine.one_pass:
         wanted |= _read_whole(settings.cache, length, passed)
     ours |= {name: value for name, value in wanted.items() if not passed.has(name)}
     arguments = [sys.executable, "-m", PROGRAM, folder, *passed.without("--additional-config")]
@@ -121,7 +121,7 @@ def _length(engine: Engine, trained: int, asked: int | None) -> int:
                 f"--max-model-len must be at most {most} with {engine.settings.cache}, which asks queries behind "
                 f"prompts, got {asked}: the model was trained for {trained}"
             )
-    return asked or (min(most, LONGEST) if engine.whole else most)
+    return asked or (min(most, LONGEST) if engine.one_pass else most)
 
 
 def _read_whole(cache: str, length: int, passed: Passed) -> dict[str, str]:

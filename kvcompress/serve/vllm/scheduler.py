@@ -15,6 +15,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 from vllm.v1.request import Request, RequestStatus
 
+from ..bounds import most_whole
 from .attention import CompressedSpec
 from .engine import ENGINES, Engine
 
@@ -99,7 +100,9 @@ class CompressedScheduler(Scheduler):
         super().__init__(vllm_config=vllm_config, kv_cache_config=kv_cache_config, **given)
         self.engine.known = self.requests
         # asks _mamba_block_aligned_split how many tokens of a prompt a step may have
-        self.need_mamba_block_aligned_split = self.engine.requests.prefixes.most > 0
+        requests = self.engine.requests
+        requests.most = most_whole(self.max_num_scheduled_tokens, self.max_num_running_reqs)
+        self.need_mamba_block_aligned_split = requests.prefixes.most > 0 or requests.whole
 
     def schedule(self, throttle_prefills: bool = False) -> Any:
         engine, budget = self.engine, self.max_num_scheduled_tokens

@@ -2,7 +2,6 @@
 
 from importlib import import_module
 from importlib.machinery import PathFinder
-from sys import _getframe
 from typing import TYPE_CHECKING, Any
 
 from .support.converted import register as _register
@@ -28,11 +27,7 @@ else:
         public = import_module(".public", __name__)
         globals().update({known: getattr(public, known) for known in public.__all__}, __all__=public.__all__)
         if name not in globals():
-            hint = import_module(".homes", __name__).hint_of(name, public.__all__, public.MODULES)
-            # of an AttributeError `from kvcompress import name` would tell the user nothing
-            if hint and _getframe(1).f_globals.get("__name__") == "importlib._bootstrap":
-                raise ImportError(hint, name=__name__)
-            raise AttributeError(hint or f"module {__name__!r} has no attribute {name!r}")
+            raise import_module(".homes", __name__).missing(__name__, name)
         return globals()[name]
 
     def __dir__() -> list[str]:

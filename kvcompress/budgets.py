@@ -9,18 +9,21 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from . import ops
 from .checks import MOST_INT32, need_integer
+from .homes import elsewhere
 from .support.kvpress_names import refuse_theirs
 from .support.presets import preset_of
 from .units import Keep, instead_of
 
 __all__ = ["AdaKV", "Budget", "GlobalTopK", "PyramidKV", "Uniform"]
+if not TYPE_CHECKING:
+    __getattr__ = elsewhere(__name__)
 
 
 @dataclass(frozen=True)

@@ -4,19 +4,57 @@ from __future__ import annotations
 
 import ast
 import functools
-from collections.abc import Iterable
+import sys
+from collections.abc import Callable
+from opcode import opmap
 from pathlib import Path
+from typing import Any
 
 from .support.kvpress_names import class_of, without_class
 
 _HERE = Path(__file__).parent
+MODULES = (
+    "analysis",
+    "budgets",
+    "caches",
+    "dmc",
+    "gates",
+    "heads",
+    "logits",
+    "ops",
+    "planner",
+    "plots",
+    "pod",
+    "profiles",
+    "pruners",
+    "retrofit",
+    "serve",
+)
 
 
-def hint_of(name: str, root: Iterable[str], modules: Iterable[str]) -> str | None:
-    """What to write for a name that the root has not; None where nothing here is called so. root: its names. modules:
-    those that have others. Imports none of them: some want packages that nobody needs who asks."""
-    homes = {known: ["kvcompress"] for known in root}
-    for module in modules:
+def elsewhere(module: str) -> Callable[[str], Any]:
+    """The __getattr__ of a module, which says where a name is that it has not."""
+
+    def __getattr__(name: str) -> Any:
+        raise missing(module, name)
+
+    return __getattr__
+
+
+def missing(module: str, name: str) -> AttributeError | ImportError:
+    """What a module's __getattr__ raises. `from module import name` drops what an AttributeError says: it gets an
+    ImportError, hasattr and all others that."""
+    hint, asking = None if name.startswith("_") else hint_of(name), sys._getframe(2)
+    if hint and asking.f_code.co_code[asking.f_lasti] == opmap["IMPORT_FROM"]:
+        return ImportError(hint, name=module)
+    return AttributeError(hint or f"module {module!r} has no attribute {name!r}")
+
+
+def hint_of(name: str) -> str | None:
+    """What to write for a name that stands elsewhere; None where nothing here is called so. Imports no module to find
+    it: some want packages that nobody needs who asks."""
+    homes = {known: ["kvcompress"] for known in _names_in("public")}
+    for module in MODULES:
         for known in _names_in(module):
             homes.setdefault(known, []).append(f"kvcompress.{module}")
     ours = class_of(name)

@@ -247,19 +247,20 @@ def test_a_name_that_is_elsewhere_is_said_to_be_there(name, said):
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("SnapKVPress", "SnapKVPress of kvpress is SnapKV here: from kvcompress.pruners import SnapKV"),
-        ("AdaKVPress", "AdaKVPress of kvpress is AdaKV here: from kvcompress.budgets import AdaKV"),
-        ("AdaKV", "AdaKV is in kvcompress.budgets: from kvcompress.budgets import AdaKV"),
+        ("SnapKVPress", "SnapKVPress of kvpress is SnapKV here: from kvcompress import SnapKV"),
+        ("AdaKVPress", "AdaKVPress of kvpress is AdaKV here: from kvcompress import AdaKV"),
+        ("Profiled", "Profiled is in kvcompress.profiles: from kvcompress.profiles import Profiled"),
         ("SomePress", "SomePress has no counterpart here; docs/kvpress.md lists the presses that have one"),
     ],
 )
-def test_a_name_that_pruners_have_not_is_said_to_be_elsewhere(name, said):
+@pytest.mark.parametrize("module", ["budgets", "caches", "pruners"])
+def test_a_name_that_a_module_has_not_is_said_to_be_elsewhere(module, name, said):
     with pytest.raises(AttributeError, match=f"^{re.escape(said)}$"):
-        getattr(kvcompress.pruners, name)
+        getattr(getattr(kvcompress, module), name)
     with pytest.raises(ImportError, match=f"^{re.escape(said)}$"):
-        exec(f"from kvcompress.pruners import {name}")
-    with pytest.raises(ImportError, match=r"^cannot import name 'nothing' from 'kvcompress.pruners' "):
-        exec("from kvcompress.pruners import nothing")
+        exec(f"from kvcompress.{module} import {name}")
+    with pytest.raises(ImportError, match=rf"^cannot import name 'nothing' from 'kvcompress.{module}' "):
+        exec(f"from kvcompress.{module} import nothing")
 
 
 def test_of_the_presses_in_the_tables_all_are_said_to_be_here():
@@ -267,7 +268,7 @@ def test_of_the_presses_in_the_tables_all_are_said_to_be_here():
     path = Path(__file__).parents[1] / "docs/kvpress.md"
     rows = [line.split("|")[1] for line in path.read_text().splitlines() if line.startswith("| `")]
     pressed = {name for row in rows for name in re.findall(r"\w+Press\b", row)}
-    said = {name: hint_of(name, kvcompress.__all__, public.MODULES) for name in pressed}
+    said = {name: hint_of(name) for name in pressed}
     assert len(pressed) > 20 and not [name for name in pressed if "no counterpart" in said[name]]
     elsewhere = {name for name in pressed if "docs/kvpress.md says" in said[name]}
     assert elsewhere == set(ELSEWHERE)

@@ -1,5 +1,8 @@
 """Caches: transformers caches that keep less than they have seen."""
 
+from typing import TYPE_CHECKING
+
+from ..homes import elsewhere
 from .base import CompressedCache
 from .dense import QuantizedCache
 from .iterative import IterativeCache
@@ -17,3 +20,6 @@ __all__ = [
     "QuestCache",
     "StreamingCache",
 ]
+
+if not TYPE_CHECKING:
+    __getattr__ = elsewhere(__name__)

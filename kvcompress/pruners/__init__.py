@@ -4,10 +4,9 @@ num_sink_tokens, where a pruner has it: first tokens of the prompt that always s
 0. seed, sketch and jitter of Compactor are LeverageScore's. A field out of range raises ValueError.
 """
 
-from sys import _getframe
 from typing import TYPE_CHECKING
 
-from ..homes import hint_of
+from ..homes import elsewhere
 from .base import Candidates, Pruner, Ranking
 from .chunkkv import ChunkKV
 from .criticalkv import CriticalKV
@@ -64,9 +63,4 @@ __all__ = [
 ]
 
 if not TYPE_CHECKING:
-
-    def __getattr__(name):
-        hint = None if name.startswith("_") else hint_of(name, (), ("budgets", "pruners"))
-        if hint and _getframe(1).f_globals.get("__name__") == "importlib._bootstrap":  # as kvcompress/__init__.py
-            raise ImportError(hint, name=__name__)
-        raise AttributeError(hint or f"module {__name__!r} has no attribute {name!r}")
+    __getattr__ = elsewhere(__name__)

@@ -5,8 +5,10 @@ Those that a decoded token comes by for every layer make no message before it is
 
 from __future__ import annotations
 
+import difflib
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -33,11 +35,21 @@ def renamed(**ours: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
         def run(*args: P.args, **given: P.kwargs) -> T:
             for name in ours.keys() & given.keys():
                 raise ValueError(f"{name} is {ours[name]} here, got {name}={given[name]!r}")
+            refuse_misspelt(function, given)
             return function(*args, **given)
 
         return run
 
     return of
+
+
+def refuse_misspelt(made: Callable[..., Any], given: Iterable[str]) -> None:
+    """TypeError for an argument of a function or class that is but for a letter or two one of its own; all others
+    Python refuses."""
+    known = inspect.signature(made).parameters
+    for name in given:
+        if name not in known and (near := difflib.get_close_matches(name, known, 1, 0.7)):
+            raise TypeError(f"{made.__name__} has no {name!r}: did you mean {near[0]}?")
 
 
 def need_text(name: str, value: Any, wish: str) -> None:

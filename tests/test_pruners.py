@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers import tiny_model
 
-from kvcompress import GlobalTopK
+from kvcompress import GlobalTopK, IterativeCache, PrunedCache, QuantizedCache, read
 from kvcompress.budgets import AdaKV
 from kvcompress.positions import RotaryTables
 from kvcompress.pruners import (
@@ -312,6 +312,26 @@ def test_a_name_of_kvpress_is_answered_with_ours():
         GlobalTopK(compression_ratio=0.5)
     with pytest.raises(TypeError, match=r"AdaKV has no 'alpha_safeguard'; .* is floor here"):
         AdaKV(alpha_safeguard=0.5)
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (
+            lambda config: PrunedCache(config, SnapKV(), kep=0.5),
+            "has no 'kep': did you mean keep?",
+        ),
+        (lambda config: QuantizedCache(config, dtpye="int8"), "QuantizedCache .* did you mean dtype"),
+        (lambda config: IterativeCache(config, memory=64), "no 'memory': did you mean memory_size"),
+        (lambda config: SnapKV(widow=8), "SnapKV has no 'widow': did you mean window"),
+        (lambda config: AdaKV(flor=0.5), "AdaKV has no 'flor': did you mean floor"),
+        (lambda config: read(None, None, "", guides=""), "read has no 'guides': did you mean guide"),
+        (lambda config: PrunedCache(config, SnapKV(), nothing=1), "unexpected keyword argument 'nothing'"),
+    ],
+)
+def test_a_misspelt_option_is_answered_with_the_one_that_is_meant(call, said):
+    with pytest.raises(TypeError, match=said):
+        call(tiny_model().config)
 
 
 def test_a_pruner_that_is_called_as_a_press_says_where_it_is_given():

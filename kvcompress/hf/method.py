@@ -5,13 +5,17 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from torch import Tensor, nn
 
+from ..checks import refuse_misspelt
 from ..ops.opaque import Handled
 from ..softmax import Softmax
 from .facts import Facts
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 # A method is registered here and nowhere else: by the name in config.kvcompress, where its Method is.
 METHODS = {"dmc": ("kvcompress.dmc.method", "DMCMethod"), "pod": ("kvcompress.pod.method", "PoDMethod")}
@@ -79,6 +83,11 @@ class PassCache(Handled, ABC):
 
     wants_entering: bool = False
 
+    def __new__(cls, *args: Any, **given: Any) -> Self:
+        """Says how a misspelt setting is written; all others __init__ takes, or refuses."""
+        refuse_misspelt(cls, given)
+        return super().__new__(cls)
+
     @property
     @abstractmethod
     def rereads(self) -> bool:
@@ -131,7 +140,7 @@ class Method(ABC):
 
     def new_cache(self, config: Any) -> PassCache:
         """What generation uses where it is given none. config: of the model."""
-        return self.cache_class(config)  # type: ignore[call-arg]
+        return self.cache_class(config)
 
     def fit_base(self, decoder: Any, facts: Facts) -> None:
         """Makes the weights of a plain model those that an adapter of a converted one stands on."""

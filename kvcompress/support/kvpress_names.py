@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
+from ..checks import refuse_misspelt
 from ..units import instead_of
 
 P = ParamSpec("P")
@@ -60,6 +61,7 @@ def no_ratio(instead: str = "") -> Callable[[Callable[P, T]], Callable[P, T]]:
                 ratio = given["compression_ratio"]
                 use = instead or f"keep = 1 - compression_ratio here: {keep_of(ratio) or 'keep=0.5, say'}"
                 raise ValueError(f"kvpress's compression_ratio is {use}; got compression_ratio={ratio!r}")
+            refuse_misspelt(function, given)
             return function(*args, **given)
 
         return run
@@ -68,12 +70,13 @@ def no_ratio(instead: str = "") -> Callable[[Callable[P, T]], Callable[P, T]]:
 
 
 def refuse_theirs(made: type, given: dict[str, Any], called: str = "") -> None:
-    """Raises no_field's TypeError for a field that a pruner or a budget has under another name than kvpress's. called:
-    see no_field."""
+    """Raises no_field's TypeError for a field that a pruner or a budget has under another name than kvpress's, or a
+    misspelt one. called: see no_field."""
     for name in given.keys() & SETTINGS.keys():
         known, ours = inspect.signature(made).parameters, SETTINGS[name]
         if name not in known and (ours == "keep" or ours in known):
             raise no_field(made, name, given[name], called)
+    refuse_misspelt(made, given)
 
 
 def no_field(made: type, name: str, value: Any, called: str = "") -> TypeError:

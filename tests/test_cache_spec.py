@@ -102,6 +102,7 @@ WRONG = [  # text, message
     (
         "fancy",
         r"cache must be one of dense, dmc, gated, iterative, pod, pruned, quantized, quest, streaming, got 'fancy'",
+    ("gated,gates=FOLDER", r"gated needs keep, as in gated,gates=.*,keep=1/4: gates decide token by token"),
     ),
     ("snapkv", r"got 'snapkv': that is a pruner, as in pruned,pruner=snapkv$"),
     ("int8", r"got 'int8': that is a dtype, as in quantized,dtype=int8$"),
@@ -224,7 +225,7 @@ def test_every_budget_has_a_name(tmp_path):
 @pytest.mark.parametrize(("text", "message"), WRONG)
 def test_what_is_wrong_is_named(text, message):
     with pytest.raises(ValueError, match=message):
-        CacheSpec.parse(text).make(config_of("pruned"))
+        CacheSpec.parse(in_folder(text)).make(config_of("pruned"))
 
 
 def test_settings_that_another_parser_has_read():

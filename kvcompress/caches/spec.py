@@ -172,6 +172,10 @@ class CacheSpec:
             if key != "config" and parameter.default is parameter.empty and key not in found:
                 raise ValueError(f"{self.kind} needs {key}, as in {self.kind},{key}={_example(taken[key])}, got {self}")
         return found
+        if self.kind == "gated" and not found.keys() & {"keep", "threshold"}:
+            raise ValueError(
+                f"gated needs keep, as in {self},keep=1/4: gates decide token by token, and no size is set for them"
+            )
 
 
 # ---- values ----

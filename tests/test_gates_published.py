@@ -427,6 +427,7 @@ def test_of_the_hub_no_more_comes_than_gates_have(tmp_path, monkeypatch):
         return str(tmp_path / folders[name] / file)
 
     monkeypatch.setattr(names, "snapshot_download", download)
+    monkeypatch.setattr(names, "get_hf_file_metadata", lambda url: None)
     monkeypatch.setattr(names, "hf_hub_download", download_one)
     ours = ["gates.safetensors", "gates.json", "config.json"]
     assert Gates.load("nvidia/KVzap").form == "two layers"

@@ -64,7 +64,7 @@ def test_a_cache_as_text_takes_a_profile_by_its_name_on_the_hub(folder):
 
 
 def test_what_can_be_no_name_is_not_asked_for(tmp_path, monkeypatch):
-    monkeypatch.setattr(names, "hf_hub_download", lambda *args: pytest.fail("the Hub was asked"))
+    monkeypatch.setattr(names, "get_hf_file_metadata", lambda *args: pytest.fail("the Hub was asked"))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "out").mkdir()
     for name in (
@@ -89,8 +89,21 @@ def test_what_the_hub_has_not_is_named(tmp_path, monkeypatch):
     def refuse(*args):
         raise NotFound
 
-    monkeypatch.setattr(names, "hf_hub_download", refuse)
+    monkeypatch.setattr(names, "get_hf_file_metadata", refuse)
     monkeypatch.chdir(tmp_path)
     said = r"profile must be a file, or one on the Hub \(owner/name/file\), got a/b/c.json: the Hub has none that may"
     with pytest.raises(FileNotFoundError, match=said):
+        BudgetProfile.load("a/b/c.json")
+
+
+def test_a_hub_that_cannot_be_reached_is_asked_once(tmp_path, monkeypatch):
+    """A download would try for half a minute."""
+
+    def no_network(*args):
+        raise OSError("no route to host")
+
+    monkeypatch.setattr(names, "get_hf_file_metadata", no_network)
+    monkeypatch.setattr(names, "hf_hub_download", lambda *args: pytest.fail("the Hub was asked again"))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConnectionError, match=r"got a/b/c.json: .* the Hub cannot be reached: no route to host"):
         BudgetProfile.load("a/b/c.json")

@@ -85,7 +85,10 @@ def file_of(argument: str, name: str | Path, usual: str) -> Path:
         return path
     try:
         validate_repo_id(repository)
-        return Path(hf_hub_download(repository, "/".join(rest[1:]) or usual))
+        file = "/".join(rest[1:]) or usual
+        if not isinstance(try_to_load_from_cache(repository, file), str):
+            get_hf_file_metadata(hf_hub_url(repository, file))  # asked once: the download would try for half a minute
+        return Path(hf_hub_download(repository, file))
     except HFValidationError:
         return path
     except HfHubHTTPError:

@@ -123,8 +123,16 @@ def test_what_loses_least_is_taken_or_what_is_level_and_faster(best, other, take
     dense = candidate("dense", [0.9, 1.1], 2.0)
     found, reason = choice([candidate("best", *best), candidate("other", *other)], dense)
     assert found.cache == taken
-    assert reason.startswith("it loses least: +0.100" if taken == "best" else "it loses +0.")
-    assert " bits a token, mean of both +bits" in reason
+    assert reason.startswith("it loses least: 0.100" if taken == "best" else "it loses 0.")
+    assert " bits a token, mean of both +bits" in reason and "One piece" not in reason
+
+
+def test_no_loss_is_said_in_words_and_that_one_piece_says_little():
+    found = [candidate("best", [0.998], 9.0), candidate("other", [0.9997], 1.0)]
+    nothing, few = "nothing that could be measured", "One piece says little of the next: take more"
+    assert choice(found[:1], candidate("dense", [1.0], 2.0))[1] == f"it loses least: {nothing}. {few}"
+    reason = choice(found, candidate("dense", [1.0], 2.0))[1]
+    assert reason == f"it loses {nothing}, level within 0.005 bits with best, and reads in 0.11 of its time. {few}"
 
 
 def test_caches_are_held_to_the_bytes_and_what_loses_least_stands_first(reader):

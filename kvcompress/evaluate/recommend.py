@@ -156,20 +156,25 @@ def recommend(
 def choice(candidates: Sequence[Candidate], dense: Candidate) -> tuple[Candidate, str]:
     """(what to take of those that lose least first, why)."""
     best = candidates[0]
-    lost = Mean(best.lost(dense))
     level = [
         x for x in candidates
         if (mean := Mean(x.lost(best))).value <= max(mean.error or 0.0, CLOSE)
     ]  # fmt: skip
     fastest = min(level, key=lambda x: x.read_seconds)
+    few = "" if len(dense.bits) > 1 else ". One piece says little of the next: take more"
     if fastest is best or fastest.read_seconds > FASTER * best.read_seconds:
-        return best, f"it loses least: {lost.value:+.3f} bits a token, mean of both +bits"
+        return best, f"it loses least: {_loss(best, dense)}{few}"
     part = fastest.read_seconds / best.read_seconds
-    more = Mean(fastest.lost(dense)).value
+    within = f"{CLOSE} bits" if few else "the error"
     return fastest, (
-        f"it loses {more:+.3f} bits a token, mean of both +bits, level within the error with {best.pasted} "
-        f"({lost.value:+.3f}), and reads in {part:.2f} of its time"
+        f"it loses {_loss(fastest, dense)}, level within {within} with {best.pasted}, and reads in {part:.2f} of its "
+        f"time{few}"
     )
+
+
+def _loss(candidate: Candidate, dense: Candidate) -> str:
+    lost = round(Mean(candidate.lost(dense)).value, 3)
+    return f"{lost:.3f} bits a token, mean of both +bits" if lost > 0 else "nothing that could be measured"
 
 
 def _length(framing: Framing, text: str, tokens: int | None, model: Any) -> int:

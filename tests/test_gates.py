@@ -13,7 +13,7 @@ from huggingface_hub.errors import RepositoryNotFoundError
 from typer.testing import CliRunner
 
 import kvcompress
-from kvcompress import CacheSpec, Gate, GlobalTopK, IterativeCache, PrunedCache, SnapKV, prefill
+from kvcompress import CacheSpec, Gate, GlobalTopK, IterativeCache, PrunedCache, Replay, SnapKV, prefill
 from kvcompress.cli import app
 from kvcompress.gates import fit_gates
 from kvcompress.gates.fitting import QueriesPass
@@ -386,6 +386,22 @@ def test_the_command_fits_gates_and_says_how_to_take_them(tmp_path: Path):
         refused = CliRunner().invoke(app, ["fit", "gates", *arguments])
         assert refused.exit_code == 2
         assert error in " ".join(refused.output.replace("│", " ").split())
+
+
+def test_the_command_gives_gates_levels_of_a_text(tmp_path):
+    """By which keep then finds a threshold."""
+    model, tokenizer = kvcompress.load_example_model()
+    gates = replace(fit_gates(model, torch.randint(256, (2, 300)), Replay(), held_out=1), model={}, levels=())
+    given = ["fit", "gates", "--levels-of", str(gates.save(tmp_path / "gates")), "--samples", "2", "--length", "200"]
+    found = CliRunner().invoke(app, [*given, "--out", str(tmp_path / "levels")])
+    assert found.exit_code == 0, found.output
+    assert f"--cache gated,gates={tmp_path / 'levels'},keep=1/4" in " ".join(found.output.split())
+    levelled = Gates.load(tmp_path / "levels")
+    assert "levels of 2 texts of 400 tokens" in levelled.measured
+    assert levelled == replace(gates, levels=levelled.levels, model=levelled.model, measured=levelled.measured)
+    assert CacheSpec.parse(f"gated,gates={tmp_path / 'levels'},keep=1/4").make(model.config).threshold < 0
+    refused = CliRunner().invoke(app, [*given, "--out", str(tmp_path / "c"), "--steps", "2"])
+    assert refused.exit_code == 2 and "must not be given with levels_of" in " ".join(refused.output.split())
 
 
 def test_gates_of_the_hub_come_by_name(tmp_path, monkeypatch):

@@ -83,6 +83,13 @@ def gates(
         ),
     ] = 0,
     lr: Annotated[float, typer.Option(help="learning rate of these steps")] = 1e-3,
+    levels_of: Annotated[
+        str | None,
+        typer.Option(
+            help="gates that are there, such as nvidia/KVzap-mlp-Qwen3-8B: they stay as they are, and their levels, by "
+            "which keep finds its threshold, are those of the text"
+        ),
+    ] = None,
     figure: Annotated[Path | None, typer.Option(help="file for a figure: R2 of layers and heads")] = None,
     seed: Annotated[int, typer.Option(help="draws the texts", min=0)] = 0,
     device: Device = "cpu",
@@ -99,8 +106,8 @@ def gates(
 
         run_fit(
             out=out, model=model, text=tuple(text or ()), held_out=held_out, samples=samples, length=length,
-            pruner=pruner, steps=steps, lr=lr, figure=figure, seed=seed, device=device, dtype=dtype,
-            console=Console(width=100),
+            pruner=pruner, steps=steps, lr=lr, levels_of=levels_of, figure=figure, seed=seed, device=device,
+            dtype=dtype, console=Console(width=100),
         )  # fmt: skip
     except (ValueError, FileNotFoundError, ConnectionError, ImportError) as error:
         raise typer.BadParameter(str(error)) from None

@@ -20,6 +20,7 @@ from ..reading.framing import Framing
 from ..support.extras import need_packages
 from ..support.progress import counted, showing
 from .fitting import fit_gates
+from .levels import with_levels
 from .training import SINKS, WINDOW, check_lengths, train_gates
 
 _LENGTH = 1024
@@ -50,7 +51,8 @@ def _trained(
 
 def run_fit(
     *, out: Path, model: str, text: tuple[Path, ...], held_out: bool, samples: int, length: int | None, pruner: str,
-    steps: int, lr: float, figure: Path | None, seed: int, device: str, dtype: str, console: Console,
+    steps: int, lr: float, levels_of: str | None, figure: Path | None, seed: int, device: str, dtype: str,
+    console: Console,
 ) -> Gates:  # fmt: skip
     """Fits, saves, draws and prints; returns the gates.
 
@@ -59,6 +61,8 @@ def run_fit(
     check_source(model, text, held_out, device)
     need(not out.exists(), f"out must be a folder that does not exist, got {out}")
     need_number("lr", lr, 1e-12, 1e3)
+    need(levels_of is None or (steps == 0 and figure is None), "steps and figure must not be given with levels_of, "
+         "whose gates stay as they are")  # fmt: skip
     if figure is not None:
         need_packages("figure", "matplotlib")
         from ..plots.files import format_of
@@ -77,6 +81,11 @@ def run_fit(
     asking = KVzip().with_tokenizer(tokenizer)
     if steps:
         check_lengths([len(row) for row in rows], asking, WINDOW, SINKS)
+    if levels_of is not None:
+        found = with_levels(loaded, levels_of, shown)
+        found.save(out)
+        _say_how(out, console)
+        return found
     gates = fit_gates(loaded, shown, teacher, held_out=held)
     if figure is not None:
         from ..plots import gates_fit, save
@@ -105,8 +114,12 @@ def run_fit(
             found = _trained(loaded, gates, rows, asking, steps, lr, held, seed, console)
     finally:  # a fit is not lost where training ends before its end
         found.save(out)
+    _say_how(out, console)
+    return found
+
+
+def _say_how(out: Path, console: Console) -> None:
     console.print(
         f"Take it as --cache gated,gates={out},keep=1/4 or pruned,pruner=gate:{out},keep=1/4,budget=globaltopk",
         highlight=False, markup=False, soft_wrap=True,
     )  # fmt: skip
-    return found

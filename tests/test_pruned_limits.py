@@ -11,7 +11,7 @@ import kvcompress
 from kvcompress import AdaKV, GlobalTopK, IterativeCache, PrunedCache, PyramidKV, RemoteGap, Uniform, prefill
 from kvcompress.hf.argument import CACHE
 from kvcompress.profiles import BudgetProfile, Profiled
-from kvcompress.pruners import CenterOfGravity, ExpectedAttention, Random, SnapKV, StreamingLLM
+from kvcompress.pruners import CenterOfGravity, ChunkKV, ExpectedAttention, LagKV, Random, SnapKV, StreamingLLM
 
 # ---- memory ----
 
@@ -56,6 +56,14 @@ def test_a_refused_step_changes_nothing():
         (1100, SnapKV(window=4), 25, 256, r"^keep=25 keeps 25 of a row's 1\d+ tokens; 25 percent"),
         (50, SnapKV(), 25, None, "49 tokens, which are those that SnapKV always keeps: it chooses none; 25 percent"),
         (300, SnapKV(window=200), 200, None, "^keep=200 keeps 200 of a row's 299 tokens, .* it chooses none$"),
+        (
+            300,
+            LagKV(lag=128),
+            60,
+            None,
+            "^keep=60 keeps 60 of a row's 299 tokens, .* LagKV always keeps: it chooses none",
+        ),
+        (300, ChunkKV(LagKV()), 120, None, "that ChunkKV always keeps: it chooses none$"),
         (50, Random(), 1, None, '49 tokens; 1 percent are keep="1%"$'),
     ],
 )
@@ -76,6 +84,7 @@ def test_so_few_tokens_that_a_share_was_meant_are_said_once(length, pruner, keep
         (1010, SnapKV(window=4), 64),
         (1010, SnapKV(window=4), 0.01),
         (300, StreamingLLM(), 32),
+        (300, LagKV(lag=40), 100),
         (20, SnapKV(), 25),
     ],
 )

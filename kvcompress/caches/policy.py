@@ -130,9 +130,8 @@ class Policy:
         keep = self.keep.tokens
         if keep is None or keep >= length:
             return
-        sure = self.pruner.recent(keep, length) + self.pruner.num_sink_tokens
-        chooses = self.pruner.recent(length, length) + self.pruner.num_sink_tokens < length
-        if chooses and sure >= keep:
+        chooses = self.pruner.always(MOST_INT32, MOST_INT32) < MOST_INT32  # of some text
+        if chooses and self.pruner.always(keep, length) >= keep:
             why = f", which are those that {type(self.pruner).__name__} always keeps: it chooses none"
         elif keep <= _LITTLE and keep * _OF < length:
             why = ""

@@ -46,6 +46,9 @@ class AskingPruner(Pruner):
     def recent(self, keep: int, chunk_length: int) -> int:
         return self.pruner.recent(keep, chunk_length)
 
+    def always(self, keep: int, length: int) -> int:
+        return self.pruner.always(keep, length)
+
     def lost(self) -> int:
         return self.pruner.lost()
 

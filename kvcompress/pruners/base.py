@@ -286,6 +286,10 @@ class Pruner(ABC):
         """Last candidates that always stay, of `keep`."""
         return 0
 
+    def always(self, keep: int, length: int) -> int:
+        """How many of a row's tokens, of so many, stay whatever their scores where `keep` do."""
+        return self.recent(keep, length) + self.num_sink_tokens
+
     def _most_recent(self, last: int | None, most: int, keep: int) -> int:
         """What recent says of a field `last`, None = a quarter of what stays, at most `most`: of little, little."""
         wanted = min(most, max(keep // 4, 1)) if last is None else last

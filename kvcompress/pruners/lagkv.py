@@ -42,6 +42,10 @@ class LagKV(Pruner):
         """LagKV as an implementation sets it: kvpress. changes: other fields."""
         return preset_of(LagKV, {"kvpress": {"lag": 128, "num_sink_tokens": 4}}, name, changes)
 
+    def always(self, keep: int, length: int) -> int:
+        first, last = self._ranked(length)
+        return min(keep, length - (last - first))
+
     def scores(self, candidates: Candidates, keep: int) -> Tensor:
         if candidates.values is None:
             raise ValueError("candidates must have values for LagKV, got None")
@@ -54,18 +58,23 @@ class LagKV(Pruner):
         return scores
 
     def _of_rows(self, keys: Tensor, values: Tensor) -> Tensor:
-        T, sinks = keys.shape[1], self.num_sink_tokens
+        T, (first, last) = keys.shape[1], self._ranked(keys.shape[1])
         newest = torch.arange(T, device=keys.device) / max(T, 1)
-        if T < sinks + 2 * self.lag:
+        if first == last:
             return newest.expand(len(keys), -1)
-        end = sinks + (T - sinks) // self.lag * self.lag
-        parts = sum(_deviation(x[:, sinks:end].unflatten(1, (-1, self.lag))) for x in (keys, values))
+        end = last + self.lag
+        parts = sum(_deviation(x[:, first:end].unflatten(1, (-1, self.lag))) for x in (keys, values))
         assert isinstance(parts, Tensor)
         if not self.compare:
             parts = parts.argsort(-1).argsort(-1) / self.lag
         scores = 2 + newest.repeat(len(keys), 1)  # above any sum of two softmaxes
-        scores[:, sinks : end - self.lag] = parts.flatten(1)
+        scores[:, first:last] = parts.flatten(1)
         return scores
+
+    def _ranked(self, length: int) -> tuple[int, int]:
+        """Where the tokens of a row stand that a next part ranks: whole parts but the last; none of a short row."""
+        first = min(self.num_sink_tokens, length)
+        return first, first + max((length - first) // self.lag - 1, 0) * self.lag
 
 
 def _deviation(parts: Tensor) -> Tensor:

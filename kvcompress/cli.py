@@ -18,14 +18,12 @@ from .commands import pod as _pod  # noqa: F401
 from .commands.analyze import app as analyze
 from .commands.evaluate import app as evaluate
 from .commands.fit import app as fit
-from .commands.options import CacheDtype, Device, Dtype, Model
+from .commands.options import CacheDtype, Device, Dtype, Model, token_count
 from .commands.passing import Passing
 from .commands.renamed import Renamed
 from .commands.retrofit import app as retrofit
 
-app = typer.Typer(
-    cls=Renamed, no_args_is_help=True, add_completion=False, help="Attention over a compressed key-value cache."
-)
+app = typer.Typer(cls=Renamed, no_args_is_help=True, add_completion=False)
 app.add_typer(analyze, name="analyze")
 app.add_typer(evaluate, name="eval")
 app.add_typer(fit, name="fit")
@@ -95,7 +93,7 @@ def _named(command: Command) -> Command:
 def kvcompress(
     version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="show it")] = False,
 ) -> None:
-    """Attention over a compressed key-value cache."""
+    """Attention over a compressed key-value cache. TOKENS are 1024, or 1k."""
 
 
 @app.command()
@@ -127,7 +125,7 @@ def generate(
         bool,
         typer.Option("--raw", help="the text as it is, no user's turn of the tokenizer's chat template"),
     ] = False,
-    max_new_tokens: Annotated[int, typer.Option(help="tokens to write", min=1)] = 64,
+    max_new_tokens: Annotated[int, token_count("tokens to write")] = 64,
     save: Annotated[Path | None, typer.Option(help="file for the text's cache, before the question is asked")] = None,
     load: Annotated[Path | None, typer.Option(help="a saved one, in place of a text")] = None,
     device: Device = "cpu",
@@ -149,7 +147,7 @@ def generate(
 def chat(
     model: Model = "example",
     cache: Annotated[str | None, CHAT_CACHE] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="tokens of an answer, at most", min=1)] = 256,
+    max_new_tokens: Annotated[int, token_count("tokens of an answer, at most")] = 256,
     device: Device = "cpu",
     dtype: Dtype = "auto",
 ) -> None:
@@ -167,8 +165,8 @@ def chat(
 def bench(
     model: Model = "example",
     cache: Annotated[list[str] | None, typer.Option(help=_CACHE + "; several; not given: four of them")] = None,
-    tokens: Annotated[int, typer.Option(help="of the prompt", min=65)] = 2048,
-    max_new_tokens: Annotated[int, typer.Option(help="tokens to write", min=1)] = 32,
+    tokens: Annotated[int, token_count("of the prompt", 65)] = 2048,
+    max_new_tokens: Annotated[int, token_count("tokens to write")] = 32,
     device: Device = "cpu",
     dtype: Dtype = "auto",
     as_json: Annotated[bool, AS_JSON] = False,
@@ -195,7 +193,7 @@ def recommend(
     ] = "1/4",
     model: Model = "example",
     tokens: Annotated[
-        int | None, typer.Option(help="of a piece, as long as your prompts; not given: half of the text, at most 2,048")
+        int | None, token_count("of a piece, as long as your prompts; not given: half of the text, at most 2,048")
     ] = None,
     pieces: Annotated[int, typer.Option(help="of the text, spread evenly over it", min=1)] = 4,
     cache: Annotated[list[str] | None, typer.Option(help="a further cache, " + _CACHE + "; several")] = None,
@@ -218,11 +216,11 @@ def recommend(
 @app.command()
 @_named
 def demo(
-    tokens: Annotated[int, typer.Option(help="length of the text, in bytes", min=128)] = 131_072,
+    tokens: Annotated[int, token_count("length of the text, in bytes", 128)] = 131_072,
     depth: Annotated[float, typer.Option(help="where the fact is planted: 0 start, 1 end", min=0.0, max=1.0)] = 0.3,
-    chunk_size: Annotated[int, typer.Option(help="tokens read per iteration", min=1)] = 512,
-    memory_size: Annotated[int, typer.Option(help="tokens kept per layer and head", min=5)] = 256,
-    dense_tokens: Annotated[int, typer.Option(help="longest text for the dense model, 0 = skip it", min=0)] = 16_384,
+    chunk_size: Annotated[int, token_count("tokens read per iteration")] = 512,
+    memory_size: Annotated[int, token_count("tokens kept per layer and head", 5)] = 256,
+    dense_tokens: Annotated[int, token_count("longest text for the dense model, 0 = skip it", 0)] = 16_384,
     seed: Annotated[int, typer.Option(help="draws the fact")] = 0,
     model: Model = "example",
     quick: Annotated[bool, typer.Option("--quick", help="16,384 tokens, 1,024 for the dense model: seconds")] = False,
@@ -246,20 +244,18 @@ def demo(
 @app.command()
 @_named
 def plan(
-    tokens: Annotated[int, typer.Option(help="tokens that are read: all but a prompt's last one", min=1)],
-    chunk_size: Annotated[int, typer.Option(help="tokens read per iteration, on average", min=1)] = 1024,
-    memory_size: Annotated[int, typer.Option(help="tokens kept per layer and KV head at the end", min=1)] = 1024,
+    tokens: Annotated[int, token_count("tokens that are read: all but a prompt's last one")],
+    chunk_size: Annotated[int, token_count("tokens read per iteration, on average")] = 1024,
+    memory_size: Annotated[int, token_count("tokens kept per layer and KV head at the end")] = 1024,
     schedule: Annotated[
         str, typer.Option(help="how memory grows: fixed, linear, square, sqrt, square-sqrt or adaptive")
     ] = "linear",
     dynamic: Annotated[bool, typer.Option("--dynamic", help="chunks shrink as memory grows")] = False,
     initial_memory: Annotated[
         int | None,
-        typer.Option(
-            help="memory after the first iteration; not given: memory size / iterations, but at least 64", min=0
-        ),
+        token_count("memory after the first iteration; not given: memory size / iterations, but at least 64", 0),
     ] = None,
-    min_chunk: Annotated[int, typer.Option(help="shortest chunk with --dynamic", min=1)] = 1,
+    min_chunk: Annotated[int, token_count("shortest chunk with --dynamic")] = 1,
     strict: Annotated[bool, typer.Option("--strict", help="fail if a chunk would be shorter than that")] = False,
     share: Annotated[
         float,

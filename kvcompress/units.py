@@ -13,6 +13,7 @@ from .checks import MOST_INT32, need, need_integer
 
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 Size = int | float | str  # how much stays, as Keep.of takes it
+Tokens = int | str  # a number of them, as tokens_of takes it
 _LONG = 16  # characters that nobody writes for a share
 WISH = "tokens (1024, '4k'), the share that stays (0.25, '25%', '1/4') or bytes ('512MiB')"
 
@@ -31,6 +32,17 @@ def nbytes_of(text: str, name: str, wish: str = "a text of bytes like '512MiB'")
     if match is None or match[2] not in UNITS:
         raise ValueError(f"{name} must be {wish} (units: {', '.join(UNITS)}), got the text {text!r}")
     return int(Fraction(match[1]) * UNITS[match[2]])
+
+
+def tokens_of(name: str, given: Tokens, least: int = 1) -> int:
+    """Of 1024 or "1024" or "1k" (a k is 1,024 tokens). name: of the argument, for the ValueError of anything else."""
+    tokens = whole_of(given) if isinstance(given, str) else given
+    if not isinstance(tokens, int) or isinstance(tokens, bool):
+        share = _share_of(_text_of(given)) if isinstance(given, (float, str)) else None
+        hint = ": the share that stays is keep=, of PrunedCache and GatedCache" if share and share <= 1 else ""
+        raise ValueError(f"{name} must be a number of tokens (1024, '1k'), got {given!r}{hint}")
+    need_integer(name, tokens, least, MOST_INT32)
+    return tokens
 
 
 @dataclass(frozen=True)
@@ -79,11 +91,17 @@ class Keep:
 @functools.lru_cache(maxsize=256)
 def _read(text: str, name: str = "keep") -> tuple[int | None, Fraction | None, int | None]:
     """(tokens, share, bytes) of a text, one of the three."""
-    if match := re.fullmatch(r"([+-]?\d+)([kK]?)", text):
-        return int(match[1]) * (1024 if match[2] else 1), None, None
+    if (tokens := whole_of(text)) is not None:
+        return tokens, None, None
     if (share := _share_of(text)) is not None:
         return None, share, None
     return None, None, nbytes_of(text, name, WISH)
+
+
+def whole_of(text: str) -> int | None:
+    """Of "1024" or "1k"; None for what is none."""
+    match = re.fullmatch(r"\s*([+-]?\d+)([kK]?)\s*", text)
+    return None if match is None else int(match[1]) * (1024 if match[2] else 1)
 
 
 def _share_of(text: str) -> Fraction | None:

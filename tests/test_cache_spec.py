@@ -24,6 +24,7 @@ from kvcompress.pruners import (
     ExpectedAttention,
     Gate,
     KVzip,
+    Replay,
     SnapKV,
 )
 
@@ -53,7 +54,7 @@ WRITTEN = [  # text, class, attributes of the cache
         {"pruner": CriticalKV(ChunkKV(ExpectedAttention(use_value_norm=False), chunk=4), norm="l2")},
     ),
     ("pruned,keep=512MiB,page_size=32", kvcompress.PrunedCache, {"keep": "512MiB", "budget": GlobalTopK()}),
-    ("pruned,pruner=tova,keep=1k,budget=adakv", kvcompress.PrunedCache, {"keep": "1k", "budget": AdaKV()}),
+    ("pruned,pruner=tova,keep=1k,budget=adakv", kvcompress.PrunedCache, {"keep": 1024, "budget": AdaKV()}),
     (
         "pruned,pruner=h2o,recent_ratio=0.25,keep=64,budget=adakv:floor=0.3:pyramidkv:beta=10:window=8",
         kvcompress.PrunedCache,
@@ -84,6 +85,12 @@ WRITTEN = [  # text, class, attributes of the cache
         {"pruner": CriticalKV(TOVA.preset("kvpress"), norm="l2")},
     ),
     ("streaming,window_size=60,sink_distance=window", kvcompress.StreamingCache, {"window_size": 60}),
+    ("streaming,window_size=1k,num_sink_tokens=0", kvcompress.StreamingCache, {"window_size": 1024}),
+    (
+        "pruned,pruner=replay,chunk=1k,keep=1k,chunk_size=2k",
+        kvcompress.PrunedCache,
+        {"pruner": Replay(chunk=1024), "chunk_size": 2048},
+    ),
     ("quest,token_budget=128,dense_layers=0", kvcompress.QuestCache, {"token_budget": 128, "dense_layers": 0}),
     (
         "gated,gates=FOLDER,keep=25%,window=32,track=true",
@@ -95,6 +102,7 @@ WRITTEN = [  # text, class, attributes of the cache
 ]
 WRONG = [  # text, message
     ("gated,keep=0.5", r"gated needs gates, as in gated,gates=folder, got gated,keep=0.5"),
+    ("gated,gates=FOLDER", r"gated needs keep, as in gated,gates=.*,keep=1/4: gates decide token by token"),
     ("iterative,keep=256", r"cache=iterative has no 'keep'; known are .*; its size is memory_size"),
     ("streaming,keep=256", r"cache=streaming has no 'keep'; known are .*; its size is window_size"),
     ("gated,gates=x,share=0.5", r"cache=gated has no 'share'; known are gates, keep, .*; share is keep now"),
@@ -102,7 +110,6 @@ WRONG = [  # text, message
     (
         "fancy",
         r"cache must be one of dense, dmc, gated, iterative, pod, pruned, quantized, quest, streaming, got 'fancy'",
-    ("gated,gates=FOLDER", r"gated needs keep, as in gated,gates=.*,keep=1/4: gates decide token by token"),
     ),
     ("snapkv", r"got 'snapkv': that is a pruner, as in pruned,pruner=snapkv$"),
     ("int8", r"got 'int8': that is a dtype, as in quantized,dtype=int8$"),
@@ -128,14 +135,18 @@ WRONG = [  # text, message
     ("pruned,budget=512MiB", r"how many stay is keep=512MiB; got"),
     ("pruned,budget=profiled:x.json:64", r"how many stay is keep=64, beside budget=profiled:x.json; got"),
     ("pruned,budget=adakv:floor=0.3:pyramidkv:0.9", r"keep=0.1 .*, beside budget=adakv:floor=0.3:pyramidkv; got"),
-    ("iterative,memory_size=pyramidkv:64", r"memory_size must be a whole number, got .*; budget=pyramidkv says how"),
+    ("iterative,memory_size=pyramidkv:64", r"memory_size must be no budget, got .*; budget=pyramidkv says how"),
     ("pruned,budget=globaltopk:0.75", r"globaltopk divides .* keep=0.25 \(.*\), beside budget=globaltopk; got"),
     ("pruned,keep=3,keep=4", r"keep must be given once, got '3' and '4'"),
     ("pruned,budget", r"cache must be written as kind,key=value,\.\.\., got 'budget'"),
     ("pruned,keep=3,pruner=criticalkv:kvzip:512", r"kvzip must be written as kvzip:field=value"),
     ("pruned,keep=3,positions=remotegap:gap=x:y", r"remotegap must be written as remotegap:field=value"),
     ("pruned,keep=3,positions=remotegap:size=3", r"remotegap has no 'size'; known are gap, reading"),
-    ("iterative,memory_size=0.5", r"memory_size must be a whole number, got '0.5'"),
+    (
+        "iterative,memory_size=0.5",
+        r"memory_size must be a number of tokens .*, got '0.5': the share that stays is keep=",
+    ),
+    ("quest,token_budget=many", r"token_budget must be a number of tokens \(1024, '1k'\), got 'many'$"),
     ("iterative,dynamic=1", r"dynamic must be true or false, got '1'"),
     ("iterative,schedule=cubic", r"schedule must be .* 'cubic'"),
     ("pruned,pruner=criticalkv:snap,keep=3", r"pruner must be one of centerofgravity, .*, got 'snap'"),

@@ -39,6 +39,18 @@ def test_wrong_options_are_named(arguments):
     assert arguments[0] in result.output
 
 
+def test_tokens_are_written_as_everywhere_and_a_share_is_none():
+    settings = [["--tokens", "4096", "--chunk-size", "1024"], ["--tokens", "4k", "--chunk-size", "1K"]]
+    assert len({run(*given, command="plan").output for given in settings}) == 1
+    for given, said in (
+        (["--tokens", "4k", "--memory-size", "1/4"], "it must be a number of tokens (1024, '1k'), got '1/4'"),
+        (["--tokens", "0"], "it must be at least 1, got 0"),
+    ):
+        refused = run(*given, command="plan")
+        assert refused.exit_code == 2 and given[-2] in refused.output
+        assert said in " ".join(refused.output.replace("│", " ").split())
+
+
 # ---- plan ----
 
 
@@ -152,7 +164,7 @@ def test_plan_says_what_is_special():
         (("--chunk-size", "0"), "--chunk-size"),
         (("--memory-size", "0"), "--memory-size"),
         (("--memory-size", "9" * 19), "--memory-size"),
-        (("--chunk-size", "1", "--tokens", "9" * 18), "--chunk-size"),
+        (("--chunk-size", "1", "--tokens", "9" * 9), "--chunk-size"),
         (("--schedule", "cubic"), "--schedule"),
         (("--initial-memory", "9"), "--initial-memory"),
         (("--min-chunk", "0"), "--min-chunk"),

@@ -246,7 +246,7 @@ def test_scores_that_are_no_numbers_change_nothing():
         ({"pruner": H2O(), "distant": 4}, "pruner must be a Pruner that needs the latest queries alone"),
         ({"pruner": "snapkv", "distant": 4}, "pruner must be a Pruner"),
         ({"pruner": SnapKV(), "distant": -1}, "distant must be at least 0"),
-        ({"pruner": SnapKV(), "distant": 0.5}, "distant must be an integer"),
+        ({"pruner": SnapKV(), "distant": 0.5}, "distant must be a number of tokens"),
         ({"pruner": SnapKV(window=13), "distant": 4}, "leave some of 4 distant tokens .* its last 13 .* 9 are near"),
     ],
 )

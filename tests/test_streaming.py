@@ -220,7 +220,7 @@ def test_a_window_that_no_memory_holds_is_refused_before_it_is_taken():
         ({"window_size": 0}, "window_size must be at least 1, got 0"),
         ({"num_sink_tokens": -1}, "num_sink_tokens must be at least 0, got -1"),
         ({"chunk_size": 0}, "chunk_size must be at least 1, got 0"),
-        ({"window_size": 16.5}, "window_size must be an integer"),
+        ({"window_size": 16.5}, "window_size must be a number of tokens .* got 16.5$"),
         ({"sink_distance": "far"}, "sink_distance must be 'slot' or 'window', got 'far'"),
     ],
 )

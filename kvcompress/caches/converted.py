@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig
 
-from ..checks import MOST_INT32, need_integer
 from ..hf.config import decoder_config
+from ..units import Tokens, tokens_of
 from .base import CompressedCache
 from .store import PoolSettings
 
@@ -25,11 +25,12 @@ class ConvertedCache(CompressedCache):
     answers: ClassVar[tuple[str, ...]] = ("converted_layers", "settings")
 
     def __init__(
-        self, config: PreTrainedConfig, page_size: int, max_pages: int | None, grow: str, chunk_size: int | None,
+        self, config: PreTrainedConfig, page_size: int, max_pages: int | None, grow: str,
+        chunk_size: Tokens | None,
         dtype: str | None = None,
     ) -> None:  # fmt: skip
         if chunk_size is not None:
-            need_integer("chunk_size", chunk_size, 1, MOST_INT32)
+            chunk_size = tokens_of("chunk_size", chunk_size)
         self.pool_settings, self.chunk_size = PoolSettings(page_size, max_pages, grow, dtype), chunk_size
         self.settings = self._settings_of(decoder_config(config))
         super().__init__(config)

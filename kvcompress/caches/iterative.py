@@ -11,13 +11,14 @@ from transformers import PreTrainedConfig
 
 from .. import ops, planner
 from ..budgets import Budget, GlobalTopK
-from ..checks import MOST_INT32, need_integer, renamed
+from ..checks import renamed
 from ..hf.facts import Facts
 from ..hf.method import Call, Pass
 from ..hf.outputs import output_layers
 from ..planner import Adaptive, Plan
 from ..pruners import Pruner, SnapKV
 from ..support.kvpress_names import no_ratio
+from ..units import Tokens, tokens_of
 from .base import CompressedCache, trained_length_of
 from .iterative_layer import IterativeLayer, ReadingSettings
 from .passes import CachePass, Iteration
@@ -33,10 +34,10 @@ _UNIT = 1 << 30  # weights of layers are counted in parts of this
 class IterativeCache(CompressedCache):
     """Reads a prompt of any length through a small memory; `kvcompress.prefill` or `generate` do the reading.
 
-    config: the model's config. memory_size: tokens kept per layer and KV head (per sequence) when the prompt is read.
-    budget: divides them over layers or heads before they are read (PyramidKV, AdaKV, Profiled); None = evenly.
-    chunk_size: tokens read per iteration, mean. pruner: chooses the memory among the old memory and the
-    chunk (default SnapKV()).
+    config: the model's config. memory_size: tokens kept per layer and KV head (per sequence) when the prompt is read
+    (1024, or "1k", as all that counts tokens). budget: divides them over layers or heads before they are read
+    (PyramidKV, AdaKV, Profiled); None = evenly. chunk_size: tokens read per iteration, mean. pruner: chooses the memory
+    among the old memory and the chunk (default SnapKV()).
     schedule: how memory grows from initial_memory to memory_size: "fixed" (full size from the start), "linear",
     "square", "sqrt", "square-sqrt" (lower layers square, higher ones sqrt) or "adaptive" (= Adaptive(): layers that
     retain more get more). initial_memory: None = memory_size divided by the number of iterations, as IMDC has it, but
@@ -62,17 +63,17 @@ class IterativeCache(CompressedCache):
         self,
         config: PreTrainedConfig,
         *,
-        memory_size: int = 1024,
+        memory_size: Tokens = 1024,
         budget: Budget | None = None,
-        chunk_size: int = 1024,
+        chunk_size: Tokens = 1024,
         pruner: Pruner | None = None,
         schedule: str | Adaptive = "fixed",
         dynamic: bool = False,
-        initial_memory: int | None = None,
+        initial_memory: Tokens | None = None,
         append: bool = False,
         prune: str = "layer",
-        dense_below: int = 0,
-        every: int | None = None,
+        dense_below: Tokens = 0,
+        every: Tokens | None = None,
         track: bool = False,
         page_size: int = 16,
         max_pages: int | None = None,
@@ -81,6 +82,12 @@ class IterativeCache(CompressedCache):
     ) -> None:
         if isinstance(memory_size, Budget):
             raise ValueError(f"memory_size must be a number of tokens (budget= divides them), got {memory_size}")
+        memory_size, chunk_size = tokens_of("memory_size", memory_size), tokens_of("chunk_size", chunk_size)
+        dense_below = tokens_of("dense_below", dense_below, 0)
+        if initial_memory is not None:
+            initial_memory = tokens_of("initial_memory", initial_memory, 0)
+        if every is not None:
+            every = tokens_of("every", every)
         if isinstance(budget, GlobalTopK):
             raise ValueError(
                 "budget must divide memory over layers before they are read, got GlobalTopK; measure its shares as a "
@@ -91,8 +98,6 @@ class IterativeCache(CompressedCache):
         self.dynamic, self.initial_memory, self.dense_below = dynamic, initial_memory, dense_below
         if initial_memory is not None and self.schedule == "fixed":
             raise ValueError(f"initial_memory must be None with schedule='fixed', got {initial_memory}")
-        for name, value in (("memory_size", memory_size), ("chunk_size", chunk_size)):
-            need_integer(name, value, 1, MOST_INT32)
         # refuses wrong schedules, and sizes that do not go together
         planner.plan(
             0, chunk_size=chunk_size, memory_size=memory_size, schedule=self.schedule, dynamic=dynamic,
@@ -100,7 +105,6 @@ class IterativeCache(CompressedCache):
         )  # fmt: skip
         if prune not in PRUNE:
             raise ValueError(f"prune must be one of {', '.join(PRUNE)}, got {prune!r}")
-        need_integer("dense_below", dense_below, 0, MOST_INT32)
         divided = isinstance(budget, Budget) and budget.divides_layers
         if divided and self.schedule in ("square-sqrt", "adaptive"):
             raise ValueError(

@@ -9,7 +9,7 @@ from typing import Any
 
 from .. import pruners
 from ..budgets import AdaKV, Budget, CacheShape, GlobalTopK, Uniform, check_budget
-from ..checks import MOST_INT32, need_integer
+from ..checks import MOST_INT32
 from ..hf.config import ranks_of
 from ..hf.facts import LayerFacts
 from ..positions import RemoteGap
@@ -77,9 +77,6 @@ class Policy:
         check_budget("budget", budget)
         if keep is None and (keep := pruner.default_keep) is None:
             raise ValueError(f"keep must be given with {name}, got None: 0.25 (the share that stays), say, or 1024")
-        for name, value in (("every", every), ("chunk_size", chunk_size)):
-            if value is not None:
-                need_integer(name, value, 1, MOST_INT32)
         if pruner.rereads and every is not None:
             raise ValueError(
                 f"every must be None with {type(pruner).__name__}, whose scores come from a second reading of prompts, "

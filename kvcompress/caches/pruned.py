@@ -17,7 +17,7 @@ from ..hf.outputs import output_layers
 from ..positions import RemoteGap
 from ..pruners import Pruner, Replay
 from ..support.kvpress_names import no_ratio
-from ..units import Keep, Size
+from ..units import Keep, Size, Tokens, tokens_of
 from .base import CompressedCache, trained_length_of
 from .choose import Choice
 from .contest import Contest
@@ -66,9 +66,9 @@ class PrunedCache(CompressedCache):
         budget: Budget | None = None,
         *,
         keep: Size | None = None,
-        every: int | None = None,
+        every: Tokens | None = None,
         positions: str | RemoteGap = "original",
-        chunk_size: int | None = None,
+        chunk_size: Tokens | None = None,
         later: str = "compress",
         page_size: int = 16,
         max_pages: int | None = None,
@@ -84,6 +84,10 @@ class PrunedCache(CompressedCache):
                 )
             pruner = Replay()
             budget = GlobalTopK() if budget is None else budget
+        if every is not None:
+            every = tokens_of("every", every)
+        if chunk_size is not None:
+            chunk_size = tokens_of("chunk_size", chunk_size)
         self.policy = Policy.of(
             pruner, keep, budget, self.pool_settings, trained_length_of(config), every=every, chunk_size=chunk_size,
             positions=positions, later=later,

@@ -14,6 +14,7 @@ from ..hf.facts import LayerFacts
 from ..hf.method import Call
 from ..planner import Plan
 from ..softmax import Softmax
+from ..units import Tokens, tokens_of
 from .attention import prompt_attention
 from .base import CompressedCache
 from .choose import Choice
@@ -201,12 +202,12 @@ class QuestCache(CompressedCache):
     tokens may for that reason differ from plain decoding's where the context is longer than the budget. The last token
     of a prompt that kvcompress.generate reads is a decoded one.
 
-    config: the model's config. token_budget: tokens that a query reads, at least 1; a context within it is read whole,
-    as by the dense model. page_size: tokens per page, a power of two. dense_layers: so many of the first layers that
-    see all tokens read everything. chunk_size: tokens that `prefill` reads at a time (no influence on results), None =
-    the whole prompt. max_pages, grow, dtype: see PoolSettings; with dtype all that is attended to, prompts too, is what
-    codes stand for, whose ranges are the model's numbers. Memory: that of the dense cache (QuantizedCache with dtype),
-    and 1/page_size of DynamicCache's for layers that are not dense.
+    config: the model's config. token_budget: tokens that a query reads, at least 1 (1024, or "1k"); a context within it
+    is read whole, as by the dense model. page_size: tokens per page, a power of two. dense_layers: so many of the first
+    layers that see all tokens read everything. chunk_size: tokens that `prefill` reads at a time (no influence on
+    results), None = the whole prompt. max_pages, grow, dtype: see PoolSettings; with dtype all that is attended to,
+    prompts too, is what codes stand for, whose ranges are the model's numbers. Memory: that of the dense cache
+    (QuantizedCache with dtype), and 1/page_size of DynamicCache's for layers that are not dense.
     Raises ValueError for settings out of range, RuntimeError where a layer needs more than max_pages.
     Source: Quest, section 3; the newest page and the defaults are its published code's.
     """
@@ -216,18 +217,18 @@ class QuestCache(CompressedCache):
         self,
         config: PreTrainedConfig,
         *,
-        token_budget: int = 1024,
+        token_budget: Tokens = 1024,
         page_size: int = 16,
         dense_layers: int = 2,
-        chunk_size: int | None = None,
+        chunk_size: Tokens | None = None,
         max_pages: int | None = None,
         grow: str = "double",
         dtype: str | None = None,
     ) -> None:
-        for name, value, least in (("token_budget", token_budget, 1), ("dense_layers", dense_layers, 0)):
-            need_integer(name, value, least, MOST_INT32)
+        token_budget = tokens_of("token_budget", token_budget)
+        need_integer("dense_layers", dense_layers, 0, MOST_INT32)
         if chunk_size is not None:
-            need_integer("chunk_size", chunk_size, 1, MOST_INT32)
+            chunk_size = tokens_of("chunk_size", chunk_size)
         self.pool_settings = PoolSettings(page_size, max_pages, grow, dtype)
         self.token_budget, self.dense_layers, self.chunk_size = token_budget, dense_layers, chunk_size
         self.pages_read = max(_LEAST_PAGES, token_budget // page_size)

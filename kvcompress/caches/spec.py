@@ -24,7 +24,7 @@ from ..positions import RemoteGap
 from ..profiles import BudgetProfile
 from ..pruners import Gates, Pruner, ScoreProfile
 from ..support.kvpress_names import SETTINGS, in_ours
-from ..units import Keep, Size, instead_of
+from ..units import Keep, Size, instead_of, tokens_of, whole_of
 from .base import trained_length_of
 from .dense import QuantizedCache
 from .formats import FORMATS
@@ -66,10 +66,11 @@ class CacheSpec:
     (DMS too), pod. given: its settings as text, by name. The names are those of the cache's constructor in Python;
     `pruner` takes a pruner's class in lower case, and the pruner's own fields stand beside it; one that asks another is
     written criticalkv:tova or chunkkv:snapkv:window=64. keep is tokens (1024 or 1k), the share that stays (1/4, 25% or
-    0.25) or bytes (512MiB); budget says how they are divided over layers and heads, with fields of its own: globaltopk,
-    adakv:floor=0.3, and one in another adakv:floor=0.3:pyramidkv:beta=10. A profile's file stands behind its name:
-    profiled:shares.json, duoattention:heads.json. preset is a field of pruners and budgets that have presets:
-    snapkv:preset=kvpress:window=32. positions takes remotegap, or remotegap:gap=512:headroom=64.
+    0.25) or bytes (512MiB), other counts of tokens 1024 or 1k; budget says how they are divided over layers and heads,
+    with fields of its own: globaltopk, adakv:floor=0.3, and one in another adakv:floor=0.3:pyramidkv:beta=10. A
+    profile's file stands behind its name: profiled:shares.json, duoattention:heads.json. preset is a field of pruners
+    and budgets that have presets: snapkv:preset=kvpress:window=32. positions takes remotegap, or
+    remotegap:gap=512:headroom=64.
 
         pruned,pruner=snapkv,window=64,keep=1/4
         pruned,pruner=tova,preset=kvpress,keep=1k,budget=pyramidkv:preset=kvpress
@@ -171,11 +172,11 @@ class CacheSpec:
         for key, parameter in {} if self.kind == DENSE else inspect.signature(self._class).parameters.items():
             if key != "config" and parameter.default is parameter.empty and key not in found:
                 raise ValueError(f"{self.kind} needs {key}, as in {self.kind},{key}={_example(taken[key])}, got {self}")
-        return found
         if self.kind == "gated" and not found.keys() & {"keep", "threshold"}:
             raise ValueError(
                 f"gated needs keep, as in {self},keep=1/4: gates decide token by token, and no size is set for them"
             )
+        return found
 
 
 # ---- values ----
@@ -264,18 +265,21 @@ def _value(key: str, text: str, allowed: frozenset[type]) -> Any:
             return profile.load(text)
     if bool in allowed and lower in ("true", "false"):
         return lower == "true"
-    if int in allowed and re.fullmatch(r"[+-]?\d+", text):
-        return int(text)
+    if int in allowed and (whole := whole_of(text)) is not None:
+        return whole
     if key == "keep" and str in allowed:  # 1 is a token and no share, whatever else the cache takes
         return float(text) if re.fullmatch(r"\d*\.\d+", text) else text
     if float in allowed and re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", text):
         return float(text)
     if _IDS in allowed and re.fullmatch(r"\d+(\+\d+)*", text):
         return tuple(map(int, text.split("+")))
+    if name in BUDGETS:
+        raise ValueError(f"{key} must be no budget, got {text!r}; budget={name} says how it is divided")
+    if int in allowed and str in allowed and re.match(r"[+-]?[\d.]", text):
+        tokens_of(key, text)  # raises, and says how tokens are written; a word the cache may know
     if str in allowed:
         return text
-    hint = f"; budget={name} says how it is divided" if name in BUDGETS else ""
-    raise ValueError(f"{key} must be {' or '.join(_expected(allowed))}, got {text!r}{hint}")
+    raise ValueError(f"{key} must be {' or '.join(_expected(allowed))}, got {text!r}")
 
 
 def _nested(text: str, made: type, own: dict[str, Any] | None = None) -> Any:

@@ -17,6 +17,7 @@ from ..hf.facts import Facts, LayerFacts
 from ..planner import Plan
 from ..positions import RotaryTables
 from ..softmax import Softmax
+from ..units import Tokens, tokens_of
 from .base import CompressedCache
 from .formats import FORMATS, Format, coded, decoded, keys_and_values, named_scales, slot_nbytes
 from .layer import CompressedLayer
@@ -363,12 +364,13 @@ def _decode(
 class StreamingCache(CompressedCache):
     """First tokens and a sliding window of recent ones; generates without end in constant memory.
 
-    config: the model's config. window_size: recent tokens kept, the current one included, at least 1. num_sink_tokens:
-    first tokens kept, at least 0. chunk_size: tokens per forward pass while a prompt is read (no influence on results).
-    sink_distance: how far first token j is from query i. "slot" (StreamingLLM): positions are places in the cache, as
-    if the tokens that are gone had never been. "window" (LM-Infinite): min(i - j, window_size). All distances in the
-    window are the true ones, and every first token that has left it stands at window_size, whichever it is. A cache
-    with "window" holds the first tokens twice. dtype: see PoolSettings; what is held, and attended to, are codes then.
+    config: the model's config. window_size: recent tokens kept, the current one included, at least 1 (1024, or "1k").
+    num_sink_tokens: first tokens kept, at least 0. chunk_size: tokens per forward pass while a prompt is read (no
+    influence on results). sink_distance: how far first token j is from query i. "slot" (StreamingLLM): positions are
+    places in the cache, as if the tokens that are gone had never been. "window" (LM-Infinite): min(i - j, window_size).
+    All distances in the window are the true ones, and every first token that has left it stands at window_size,
+    whichever it is. A cache with "window" holds the first tokens twice. dtype: see PoolSettings; what is held, and
+    attended to, are codes then.
     What has left the window is gone: a fact in the middle of a long prompt cannot be asked for.
     Raises ValueError for settings out of range. Source: StreamingLLM, section 3.2; LM-Infinite, section 4.
     """
@@ -378,18 +380,14 @@ class StreamingCache(CompressedCache):
         self,
         config: PreTrainedConfig,
         *,
-        window_size: int = 1020,
-        num_sink_tokens: int = 4,
-        chunk_size: int = 1024,
+        window_size: Tokens = 1020,
+        num_sink_tokens: Tokens = 4,
+        chunk_size: Tokens = 1024,
         sink_distance: str = "slot",
         dtype: str | None = None,
     ) -> None:
-        for name, value, least in (
-            ("window_size", window_size, 1),
-            ("num_sink_tokens", num_sink_tokens, 0),
-            ("chunk_size", chunk_size, 1),
-        ):
-            need_integer(name, value, least, MOST_INT32)
+        window_size, chunk_size = tokens_of("window_size", window_size), tokens_of("chunk_size", chunk_size)
+        num_sink_tokens = tokens_of("num_sink_tokens", num_sink_tokens, 0)
         need_integer("window_size + num_sink_tokens", window_size + num_sink_tokens, 1, MOST_INT32)
         if sink_distance not in ("slot", "window"):
             raise ValueError(f"sink_distance must be 'slot' or 'window', got {sink_distance!r}")

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from ..support.extras import need_packages
-from .options import Device, Dtype, Model
+from .options import Device, Dtype, Model, token_count
 
 app = typer.Typer(no_args_is_help=True, help="Measure a model to decide how to compress it.")
 
@@ -44,9 +44,9 @@ def pod(
     ] = False,
     samples: Annotated[int, typer.Option(help="texts to read", min=1)] = 16,
     length: Annotated[
-        int | None, typer.Option(help="tokens of a text; not given: what the model reaches, at most 32,768", min=2)
+        int | None, token_count("tokens of a text; not given: what the model reaches, at most 32,768", 2)
     ] = None,
-    queries: Annotated[int, typer.Option(help="last tokens of a text whose attention is compared", min=1)] = 16,
+    queries: Annotated[int, token_count("last tokens of a text whose attention is compared")] = 16,
     delta: Annotated[
         float | None,
         typer.Option(help="least similarity within a block, 0 to 1; not given, nor --share: 0.5"),
@@ -55,10 +55,10 @@ def pod(
         float | None,
         typer.Option(help="instead of --delta: least share of followers, 0 to (layers - 1) / layers"),
     ] = None,
-    sinks: Annotated[int, typer.Option(help="first tokens whose keys every layer keeps", min=0)] = 16,
+    sinks: Annotated[int, token_count("first tokens whose keys every layer keeps", 0)] = 16,
     recent: Annotated[
         int | None,
-        typer.Option(help="last tokens whose keys every layer keeps; not given: with sinks an eighth of length", min=1),
+        token_count("last tokens whose keys every layer keeps; not given: with sinks an eighth of length"),
     ] = None,
     reduce: Annotated[str, typer.Option(help="over the query heads of a KV head: mean or min")] = "mean",
     distant_only: Annotated[
@@ -98,15 +98,15 @@ def attention(
     ] = False,
     samples: Annotated[int, typer.Option(help="texts to read", min=1)] = 8,
     length: Annotated[
-        int | None, typer.Option(help="tokens of a text; not given: what the model reaches, at most 32,768", min=2)
+        int | None, token_count("tokens of a text; not given: what the model reaches, at most 32,768", 2)
     ] = None,
     rows: Annotated[
         int | None, typer.Option(help="queries of a text that are measured, spread evenly; not given: all", min=1)
     ] = None,
-    head: Annotated[int, typer.Option(help="first keys whose mass is counted", min=0)] = 4,
-    tail: Annotated[int, typer.Option(help="last keys whose mass is counted", min=0)] = 256,
+    head: Annotated[int, token_count("first keys whose mass is counted", 0)] = 4,
+    tail: Annotated[int, token_count("last keys whose mass is counted", 0)] = 256,
     top_k: Annotated[int, typer.Option(help="strongest keys of a row that are compared", min=1)] = 32,
-    local: Annotated[int, typer.Option(help="last queries of a text that are compared with each other", min=2)] = 256,
+    local: Annotated[int, token_count("last queries of a text that are compared with each other", 2)] = 256,
     figure: Annotated[Path | None, typer.Option(help="folder for figures: sparsity, gravity and neighbours")] = None,
     seed: Annotated[int, typer.Option(help="draws the texts", min=0)] = 0,
     device: Device = "cpu",
@@ -136,14 +136,14 @@ def heads(
     ] = False,
     samples: Annotated[int, typer.Option(help="texts to read", min=1)] = 16,
     length: Annotated[
-        int | None, typer.Option(help="tokens of a text; not given: what the model reaches, at most 32,768", min=2)
+        int | None, token_count("tokens of a text; not given: what the model reaches, at most 32,768", 2)
     ] = None,
     facts: Annotated[int, typer.Option(help="pass keys of a text", min=1)] = 5,
     method: Annotated[
         str, typer.Option(help="gates, trained as in DuoAttention; mass or kvzip, one or two passes for each text")
     ] = "gates",
-    sinks: Annotated[int, typer.Option(help="first tokens that a streaming head sees", min=0)] = 128,
-    recent: Annotated[int, typer.Option(help="last tokens that a streaming head sees", min=1)] = 256,
+    sinks: Annotated[int, token_count("first tokens that a streaming head sees", 0)] = 128,
+    recent: Annotated[int, token_count("last tokens that a streaming head sees")] = 256,
     steps: Annotated[int, typer.Option(help="steps of training, of a text each", min=1)] = 2000,
     lr: Annotated[float, typer.Option(help="learning rate of the gates")] = 0.02,
     weight: Annotated[float, typer.Option(help="of the gates' mean in the loss", min=0.0)] = 0.05,
@@ -176,7 +176,7 @@ def budget(
     samples: Annotated[int, typer.Option(help="texts to read", min=1)] = 3,
     length: Annotated[
         int | None,
-        typer.Option(help="tokens of a text, as prompts will have; not given: what model and pruner reach", min=2),
+        token_count("tokens of a text, as prompts will have; not given: what model and pruner reach", 2),
     ] = None,
     pruner: Annotated[
         str, typer.Option(help="whose scores divide the budget, as in --cache: replay, snapkv:window=64")
@@ -211,9 +211,9 @@ def scores(
     samples: Annotated[int, typer.Option(help="texts to read", min=1)] = 30,
     length: Annotated[
         int | None,
-        typer.Option(help="tokens of a text; not given: 1,120, or what the model has positions to read twice", min=256),
+        token_count("tokens of a text; not given: 1,120, or what the model has positions to read twice", 256),
     ] = None,
-    chunk: Annotated[int, typer.Option(help="tokens that KVzip reads again at once", min=1)] = 512,
+    chunk: Annotated[int, token_count("tokens that KVzip reads again at once")] = 512,
     keep: Annotated[
         str, typer.Option(help="shares that stay, to which texts are cut in turn; one given twice counts twice")
     ] = "1/4,1/4,1/8",

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
+from .options import token_count
 from .retrofit import Common, command
 
 # steps, what they are made of and the learning rate; "quick" is for the shipped model on two CPU cores
@@ -26,7 +27,7 @@ def dmc(
     common: Common,
     target_ratio: Annotated[float, typer.Option(help="tokens per cache entry to reach", min=1.0)] = 4.0,
     mode: Annotated[str | None, typer.Option(help="dmc (merge, the default) or dms (drop)")] = None,
-    dms_window: Annotated[int | None, typer.Option(help="tokens that dms never drops (512)", min=0)] = None,
+    dms_window: Annotated[int | None, token_count("tokens that dms never drops (512)", 0)] = None,
     dms_decides: Annotated[
         str | None, typer.Option(help="whose decision drops a token: its successor's (the default) or its own")
     ] = None,
@@ -42,7 +43,7 @@ def dmc(
     weight: Annotated[float | None, typer.Option(help="of the compression loss", min=0.0)] = None,
     shift: Annotated[float | None, typer.Option(help="c: how unlikely a merge is at first")] = None,
     hinge: Annotated[str, typer.Option(help="over what the ratio is meant: global, sequence or layer")] = "global",
-    stride: Annotated[int | None, typer.Option(help="fixed pooling of so many tokens, the baseline", min=1)] = None,
+    stride: Annotated[int | None, token_count("fixed pooling of so many tokens, the baseline")] = None,
     equal_weight: Annotated[float, typer.Option(help="DMC-C: weight of equal ratios within a layer", min=0.0)] = 0.0,
 ) -> dict[str, Any]:
     """Retrofit a model with Dynamic Memory Compression: each KV head learns which tokens to merge.

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from .options import Device, Dtype, Model
+from .options import Device, Dtype, Model, token_count
 
 app = typer.Typer(
     no_args_is_help=True, help="Measure caches on tasks: RULER, needles, recall, turns, perplexity, long decoding."
@@ -24,7 +24,7 @@ Caches = Annotated[
 ]
 Lengths = Annotated[
     str | None,
-    typer.Option(help="tokens of a prompt, such as 1024,4096; not given: what the model reaches, at most 4,096"),
+    typer.Option(help="tokens of a prompt, such as 1k,4k; not given: what the model reaches, at most 4,096"),
 ]
 Limit = Annotated[int, typer.Option(help="prompts of a task and length", min=1)]
 Keep = Annotated[
@@ -62,10 +62,9 @@ PeersPress = Annotated[
 def _lengths(text: str | None) -> list[int] | None:
     if text is None:
         return None
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() and int(part) > 0 for part in parts):
-        raise ValueError(f"lengths must be whole numbers with commas between them, got {text!r}")
-    return [int(part) for part in parts]
+    from ..units import tokens_of
+
+    return [tokens_of("lengths", part) for part in text.split(",")]
 
 
 def _run(
@@ -245,7 +244,7 @@ def ppl(
     model: Model = "example",
     cache: Caches = None,
     lengths: Lengths = None,
-    scored: Annotated[int, typer.Option(help="tokens behind a prompt that are scored, about", min=2)] = 256,
+    scored: Annotated[int, token_count("tokens behind a prompt that are scored, about", 2)] = 256,
     limit: Limit = 8,
     keep: Keep = None,
     text: Texts = None,

@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from ..support.extras import need_packages
-from .options import Device, Dtype, Model
+from .options import Device, Dtype, Model, token_count
 
 Text = Annotated[
     list[Path] | None,
@@ -18,7 +18,7 @@ Text = Annotated[
 Samples = Annotated[int, typer.Option(help="texts to read; an eighth of them, at most 8, are held out", min=2)]
 Length = Annotated[
     int | None,
-    typer.Option(help="tokens of a text; not given: 1,024, or what the model has positions to read twice", min=64),
+    token_count("tokens of a text; not given: 1,024, or what the model has positions to read twice", 64),
 ]
 
 app = typer.Typer(no_args_is_help=True, help="Fit a model for a compressed cache in minutes, without training.")
@@ -35,7 +35,7 @@ def dms(
     model: Model = "example",
     text: Text = None,
     target_ratio: Annotated[float, typer.Option(help="tokens per cache entry, beyond the window", min=1.0)] = 2.0,
-    window: Annotated[int, typer.Option(help="newest tokens that are never dropped", min=0)] = 64,
+    window: Annotated[int, token_count("newest tokens that are never dropped", 0)] = 64,
     samples: Samples = 48,
     length: Length = None,
     neuron: Annotated[

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 
 from ..support.extras import need_packages
-from .options import Model
+from .options import Model, token_count
 
 if TYPE_CHECKING:
     from ..retrofit.run import RunSettings
@@ -57,7 +57,7 @@ class Common:
         float, typer.Option(help="share of the loss that is the distance to the teacher", min=0.0, max=1.0)
     ] = 0.0
     teacher: Annotated[str | None, typer.Option(help="folder or name; not given: the model as it was")] = None
-    length: Annotated[int | None, typer.Option(help="tokens of a training row", min=2)] = None
+    length: Annotated[int | None, token_count("tokens of a training row", 2)] = None
     rows: Annotated[int | None, typer.Option(help="rows of a forward pass", min=1)] = None
     accumulation: Annotated[int | None, typer.Option(help="forward passes of a step", min=1)] = None
     save_steps: Annotated[int, typer.Option(help="steps between checkpoints", min=1)] = 500

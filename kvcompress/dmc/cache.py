@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from ..caches.converted import ConvertedCache
+from ..units import Tokens
 from .config import DMCConfig
 from .dms import DMSLayer
 from .layer import DecidingLayer
@@ -43,7 +44,7 @@ class DMCCache(ConvertedCache):
         max_pages: int | None = None,
         grow: str = "double",
         dtype: str | None = None,
-        chunk_size: int | None = None,
+        chunk_size: Tokens | None = None,
         track: bool = False,
     ) -> None:
         self.track = track

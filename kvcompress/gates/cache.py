@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig
 from ..caches.base import CompressedCache
 from ..caches.passes import CachePass
 from ..caches.store import PoolSettings
-from ..checks import MOST_INT32, need, need_integer, need_number, renamed
+from ..checks import need, need_number, renamed
 from ..dmc.config import DMCConfig
 from ..dmc.dms import DMSLayer
 from ..hf.facts import Facts
@@ -18,7 +18,7 @@ from ..hf.method import Call
 from ..pruners import Gates
 from ..pruners.gates import HIDDEN, as_gates
 from ..support.kvpress_names import no_ratio
-from ..units import Keep
+from ..units import Keep, Tokens, tokens_of
 
 _LARGEST = 1e6
 
@@ -90,21 +90,20 @@ class GatedCache(CompressedCache):
         *,
         keep: float | str | None = None,
         threshold: float | None = None,
-        window: int = 64,
-        num_sink_tokens: int = 4,
+        window: Tokens = 64,
+        num_sink_tokens: Tokens = 4,
         page_size: int = 16,
         max_pages: int | None = None,
         grow: str = "double",
         dtype: str | None = None,
-        chunk_size: int | None = None,
+        chunk_size: Tokens | None = None,
         track: bool = False,
     ) -> None:
         self.gates = as_gates(gates)
         self.wants_entering = self.gates.looks_at == HIDDEN
-        need_integer("window", window, 1, MOST_INT32)
-        need_integer("num_sink_tokens", num_sink_tokens, 0, MOST_INT32)
+        window, num_sink_tokens = tokens_of("window", window), tokens_of("num_sink_tokens", num_sink_tokens, 0)
         if chunk_size is not None:
-            need_integer("chunk_size", chunk_size, 1, MOST_INT32)
+            chunk_size = tokens_of("chunk_size", chunk_size)
         need((keep is None) != (threshold is None), "keep must be given, or a threshold instead of it, got "
              f"{'neither' if keep is None else 'both'}")  # fmt: skip
         if threshold is not None:

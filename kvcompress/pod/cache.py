@@ -10,10 +10,10 @@ from transformers import PreTrainedConfig
 
 from ..caches.converted import ConvertedCache
 from ..caches.passes import CachePass
-from ..checks import MOST_INT32, need_integer
 from ..hf.config import decoder_config
 from ..hf.method import Pass
 from ..pruners.base import Pruner
+from ..units import Tokens, tokens_of
 from .config import PoDConfig
 from .layer import PoDLayer
 from .select import select_distant
@@ -57,11 +57,11 @@ class PoDCache(ConvertedCache):
         max_pages: int | None = None,
         grow: str = "double",
         dtype: str | None = None,
-        chunk_size: int | None = None,
+        chunk_size: Tokens | None = None,
         tau: float | None = None,
         reuse: bool | None = None,
         pruner: Pruner | None = None,
-        distant: int | None = None,
+        distant: Tokens | None = None,
     ) -> None:
         if tau is not None and (not isinstance(tau, Real) or not 0 <= tau <= 1):
             raise ValueError(f"tau must be a number between 0 and 1 or None, got {tau!r}")
@@ -72,7 +72,7 @@ class PoDCache(ConvertedCache):
         if (pruner is None) != (distant is None):
             raise ValueError(f"pruner and distant go together, got pruner={pruner!r} and distant={distant!r}")
         if distant is not None:
-            need_integer("distant", distant, 0, MOST_INT32)
+            distant = tokens_of("distant", distant, 0)
         self.pruner, self.distant = pruner, distant
         settings = self._settings_of(decoder_config(config))
         self.tau = settings.tau if tau is None else tau

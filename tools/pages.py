@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import html
 import json
+import re
 import sys
 from collections import Counter
 from fractions import Fraction
@@ -26,6 +27,12 @@ from kvcompress.support.files import write_text
 ROOT = Path(__file__).parent.parent
 RESULTS, DOCS = ROOT / "benchmarks/results", ROOT / "docs"
 MADE = "<!-- from here on made by tools/pages.py -->"
+SEVERAL = 3  # commands that say the same of an option: it stands once
+# in the command line's own page: usage without arguments, the list of the commands that follow, a group's --help
+NOTHING_NEW = (
+    r"\*\*Usage\*\*:\n\n```text\n\$ [\w ]+ \[OPTIONS\]\n```\n\n|\*\*Commands\*\*:\n\n(\* .*\n)+\n"
+    r"|\*\*Options\*\*:\n\n\* `--help`.*\n\n"
+)
 REASON = "is not supported: "
 HIDING = (  # presses that hide what they drop
     "KVzip", "KVzip/plus", "KVgrad", "AdaKV(SnapKV)", "AdaKV(ExpectedAttention)", "AdaKV(KeyDiff)",
@@ -252,10 +259,25 @@ def shapes_page() -> str:
 
 
 def cli_page() -> str:
-    """What `kvcompress --help` says, of every command."""
+    """What `kvcompress --help` says, of every command; what several say of an option stands at the end."""
     command = typer.main.get_command(app)
     said = get_docs_for_click(obj=command, ctx=typer.Context(command), name="kvcompress", title="Command line")
-    return f"{MADE}\n" + html.unescape(said).replace("```console", "```text").strip() + "\n"
+    text = html.unescape(said).replace("```console", "```text").strip()
+    lines = re.sub(NOTHING_NEW, "", text).splitlines()
+    shared = dict[str, str]()  # by the option's name
+    for line, count in Counter(line for line in lines if line.startswith("* `--")).most_common():
+        if count >= SEVERAL:
+            shared.setdefault(line.split("`")[1].split()[0], line)
+    out, names = list[str](), list[str]()
+    for line in [*lines, ""]:
+        if (name := next((name for name, said in shared.items() if said == line), None)) is not None:
+            names.append(f"`{name}`")
+            continue
+        if names and not line:
+            out.append(f"* {', '.join(names)}: as [in several commands](#options-of-several-commands)")
+            names.clear()
+        out.append(line)
+    return "\n".join([MADE, *out, "## Options of several commands", "", *sorted(shared.values())]) + "\n"
 
 
 # ---- the figure of the README ----

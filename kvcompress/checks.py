@@ -67,8 +67,7 @@ def need_tensor(name: str, x: Tensor) -> None:
 def need_tensors(**tensors: Tensor) -> None:
     """TypeError for the first that is no tensor: for arguments whose dtype or shape is looked at next."""
     for name, x in tensors.items():
-        if not isinstance(x, Tensor):
-            need_tensor(name, x)
+        need_tensor(name, x)
 
 
 def need_sequence(name: str, values: Sequence[Any], of: str = "tensors") -> None:
@@ -85,6 +84,17 @@ def need_float(name: str, x: Tensor, ndim: int, shape: str) -> None:
     raise ValueError(f"{name} must be {shape}, got shape {tuple(x.shape)}")
 
 
+def need_heads(queries: Tensor, keys: Tensor, queries_are: str, keys_are: str) -> tuple[int, int, int, int, int, int]:
+    """Of one batch and head dim, and query heads that the keys' divide; gives B, Hq, S, D, Hkv and T."""
+    need_float("queries", queries, 4, queries_are)
+    need_float("keys", keys, 4, keys_are)
+    B, Hq, S, D = queries.shape
+    Hkv, T = keys.shape[1:3]
+    need(keys.shape[0] == B and keys.shape[3] == D, f"keys must be [{B}, Hkv, T, {D}], got shape {tuple(keys.shape)}")
+    need(Hkv > 0 and Hq % Hkv == 0, f"queries have {Hq} heads, which the keys' {Hkv} heads do not divide")
+    return B, Hq, S, D, Hkv, T
+
+
 def need_device(like: Tensor, **tensors: Tensor | None) -> None:
     for name, x in tensors.items():
         if x is not None and not (isinstance(x, Tensor) and x.device == like.device):
@@ -97,6 +107,30 @@ def need_int32(name: str, x: Tensor | None, shape: tuple[int, ...]) -> None:
         need_tensor(name, x)
         need(x.dtype == torch.int32, f"{name} must be int32, got {x.dtype}")
         raise ValueError(f"{name} must have shape {shape}, got {tuple(x.shape)}")
+
+
+def need_tables(cos: Tensor | None, sin: Tensor | None, D: int, device: torch.device) -> None:
+    """Cosines and sines, [T, rotary_dim/2] each, for vectors of D."""
+    if cos is None or sin is None:
+        raise ValueError("cos and sin must be given together")
+    for name, x in (("cos", cos), ("sin", sin)):
+        need_tensor(name, x)
+        if x.dtype != torch.float32 or x.ndim != 2 or x.shape != cos.shape or x.device != device:
+            raise ValueError(
+                f"{name} must be float32 [T, rotary_dim/2] on {device}, got {x.dtype} {tuple(x.shape)} on {x.device}"
+            )
+    if 2 * cos.shape[1] > D:
+        raise ValueError(f"cos and sin rotate {2 * cos.shape[1]} dimensions, but keys have only {D}")
+
+
+def need_parts(device: torch.device, *parts: tuple[str, Tensor, torch.dtype, tuple[int, ...]]) -> None:
+    """Tensors of one dtype and shape each, on a device; those whose names end in pages are contiguous."""
+    for name, x, kind, size in parts:
+        need_tensor(name, x)
+        if x.dtype != kind or x.shape != size or x.device != device:
+            raise ValueError(f"{name} must be {kind} {size} on {device}, got {x.dtype} {tuple(x.shape)} on {x.device}")
+        if name.endswith("pages") and not x.is_contiguous():
+            raise ValueError(f"{name} must be contiguous")
 
 
 def need_choice(name: str, value: str, choices: tuple[str, ...]) -> int:
@@ -114,7 +148,8 @@ def need_dtype(value: str) -> torch.dtype | None:
 def need_integer(name: str, value: int, least: int, most: int = (1 << 63) - 1) -> None:
     if type(value) is int and least <= value <= most:
         return
-    need(isinstance(value, int) and not isinstance(value, bool), f"{name} must be an integer, got {_shown(value)}")
+    whole = isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)
+    need(whole, f"{name} must be an integer, got {_shown(value)}")
     need(value >= least, f"{name} must be at least {least}, got {_shown(value)}")
     need(value <= most, f"{name} must be at most {most}, got {_shown(value)}")
 

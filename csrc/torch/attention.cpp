@@ -38,7 +38,8 @@ void check_keys(const Tensor& queries, const Tensor& keys, const Tensor& values)
     KVC_CHECK(queries.dim() == 4 && keys.dim() == 4, "queries and keys must be [B, H, T, D]");
     check_device(keys, queries, "keys");
     KVC_CHECK(keys.scalar_type() == queries.scalar_type(), "keys must have the queries' dtype");
-    KVC_CHECK(keys.size(0) == queries.size(0) && keys.size(3) == queries.size(3), "keys must be [B, Hkv, T, D]");
+    KVC_CHECK(keys.size(0) == queries.size(0) && keys.size(3) == queries.size(3) && keys.size(1) > 0,
+              "keys must be [B, Hkv, T, D] of at least one head");
     check_same(values, keys, "values");
 }
 

@@ -10,7 +10,8 @@ static Tensor window_scores(const Tensor& queries, const Tensor& keys, const std
     const int64_t B = queries.size(0), Hq = queries.size(1), W = queries.size(2), D = queries.size(3);
     const int64_t Hkv = keys.size(1), T = keys.size(2);
     check_device(keys, queries, "keys");
-    KVC_CHECK(keys.size(0) == B && keys.size(3) == D, "keys must be [B, Hkv, T, D] with the queries' B and D");
+    KVC_CHECK(keys.size(0) == B && keys.size(3) == D && Hkv > 0, "keys must be [B, Hkv, T, D] with the queries' B and D");
+    KVC_CHECK(W >= 1, "queries must hold at least 1 token, got ", W);
     KVC_CHECK(W <= T, "keys must be at least as many as the window's ", W, " queries, got ", T);
     KVC_CHECK(skip_last >= 0 && skip_last < T, "skip_last must be between 0 and T - 1 = ", T - 1, ", got ",
                     skip_last);

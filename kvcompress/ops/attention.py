@@ -10,7 +10,7 @@ from ..checks import (
     dense_last,
     need,
     need_device,
-    need_float,
+    need_heads,
     need_int32,
     need_integer,
     need_scale,
@@ -18,9 +18,32 @@ from ..checks import (
     need_softcap,
     need_tensors,
 )
+from .explained import explained_by
 from .native import MAX_HEAD_DIM, native
 
 
+def _check(
+    queries: Tensor, keys: Tensor, values: Tensor, *, causal: bool = True, window: int | None = None,
+    complement: bool = False, key_bias: Tensor | None = None, lengths: Tensor | None = None, **others: object,
+) -> None:  # fmt: skip
+    B, Hq, S, D, Hkv, T = need_heads(queries, keys, "[B, Hq, S, D]", "[B, Hkv, T, D]")
+    need_tensors(values=values)
+    need(values.shape == keys.shape, f"values must be {tuple(keys.shape)} as keys, got {tuple(values.shape)}")
+    for name, x in (("keys", keys), ("values", values)):
+        need(x.dtype == queries.dtype, f"{name} must be {queries.dtype} as queries, got {x.dtype}")
+    need(1 <= D <= MAX_HEAD_DIM, f"queries must have a head dim between 1 and {MAX_HEAD_DIM}, got {D}")
+    need(S <= T, f"queries must be the last of the keys' tokens, got {S} queries and {T} keys")
+    need(window is None or causal, "window needs causal=True")
+    need(window is not None or not complement, "complement needs a window")
+    if key_bias is not None:
+        need_tensors(key_bias=key_bias)
+        need(key_bias.dtype == torch.float32, f"key_bias must be float32, got {key_bias.dtype}")
+        need(tuple(key_bias.shape) == (B, Hkv, T), f"key_bias must be {(B, Hkv, T)}, got shape {tuple(key_bias.shape)}")
+    need_int32("lengths", lengths, (B,))
+    need_device(queries, keys=keys, values=values, key_bias=key_bias, lengths=lengths)
+
+
+@explained_by(_check)
 def attention(
     queries: Tensor,
     keys: Tensor,
@@ -55,47 +78,31 @@ def attention(
     Raises ValueError for wrong shapes, dtypes, window, sinks, complement, scale or softcap; RuntimeError for lengths
     out of range.
     """
-    need_float("queries", queries, 4, "[B, Hq, S, D]")
-    need_float("keys", keys, 4, "[B, Hkv, T, D]")
-    need_tensors(values=values)
-    B, Hq, S, D = queries.shape
-    Hkv, T = keys.shape[1:3]
-    need(keys.shape[0] == B and keys.shape[3] == D, f"keys must be [{B}, Hkv, T, {D}], got shape {tuple(keys.shape)}")
-    need(values.shape == keys.shape, f"values must be {tuple(keys.shape)} as keys, got {tuple(values.shape)}")
-    for name, x in (("keys", keys), ("values", values)):
-        need(x.dtype == queries.dtype, f"{name} must be {queries.dtype} as queries, got {x.dtype}")
-    need(Hkv > 0 and Hq % Hkv == 0, f"queries have {Hq} heads, which the keys' {Hkv} heads do not divide")
-    need(1 <= D <= MAX_HEAD_DIM, f"queries must have a head dim between 1 and {MAX_HEAD_DIM}, got {D}")
-    need(S <= T, f"queries must be the last of the keys' tokens, got {S} queries and {T} keys")
     if window is not None:
         need_integer("window", window, 1)
-    need(window is None or causal, "window needs causal=True")
-    need(window is not None or not complement, "complement needs a window")
     need_integer("sinks", sinks, 0)
-    if key_bias is not None:
-        need_tensors(key_bias=key_bias)
-        need(key_bias.dtype == torch.float32, f"key_bias must be float32, got {key_bias.dtype}")
-        need(tuple(key_bias.shape) == (B, Hkv, T), f"key_bias must be {(B, Hkv, T)}, got shape {tuple(key_bias.shape)}")
-    need_int32("lengths", lengths, (B,))
-    need_device(queries, keys=keys, values=values, key_bias=key_bias, lengths=lengths)
     return native.attention(
         dense_last(queries),
         dense_last(keys),
         dense_last(values),
         dense(key_bias),
         dense(lengths),
-        need_scale(scale, D),
+        need_scale(scale, queries.shape[3]),
         causal,
         window or 0,
         sinks,
         complement,
-        need_sink_logits(sink_logits, Hq, queries),
+        need_sink_logits(sink_logits, queries.shape[1], queries),
         need_softcap(softcap),
     )
 
 
 @torch.library.register_fake("kvcompress::attention")
-def _(queries, keys, values, *rest):  # type: ignore[no-untyped-def]
+def _(  # type: ignore[no-untyped-def]
+    queries, keys, values, key_bias, lengths, scale, causal, window, sinks, complement, sink_logits=None, softcap=0.0,
+):  # fmt: skip
+    wishes = {"window": window or None, "causal": causal, "complement": complement}
+    _check(queries, keys, values, key_bias=key_bias, lengths=lengths, **wishes)
     return queries.new_empty(queries.shape), queries.new_empty(queries.shape[:3], dtype=torch.float32)
 
 

@@ -1,4 +1,4 @@
-"""Ops that come by for every layer and token: what is wrong with a call is looked for once it failed."""
+"""Tensors of a call are looked at once, by the binding; what is wrong with them is looked for once it refused."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ Result = TypeVar("Result")
 
 
 def explained_by(check: Callable[..., None]) -> Callable[[Callable[Arguments, Result]], Callable[Arguments, Result]]:
-    """An op whose binding refuses whatever `check`, which takes the same arguments, does, and changes nothing then: the
-    error is that of check, in terms of the arguments, or else the op's own."""
+    """An op that refuses, and changes nothing then, whatever `check` does, which takes the same arguments: the error is
+    the ValueError or TypeError of check for the first of them that is wrong, or else the op's own."""
 
     def of(op: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
         check.__qualname__ = op.__qualname__  # by which Python names what takes no such argument

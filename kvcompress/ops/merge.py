@@ -6,16 +6,11 @@ import torch
 from torch import Tensor
 
 from ..checks import need, need_device, need_float, need_sequence, need_tensors
+from .explained import explained_by
 from .native import native
 
 
-def merge_states(*states: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Joins attention over disjoint sets of keys from their (out, lse).
-
-    states: one or more (out [B, Hq, S, D], lse float32 [B, Hq, S]). Returns (out, lse) of attention over all the sets
-    together. A set with lse -inf (no keys) changes nothing. Differentiable in every out and lse.
-    Raises ValueError for no states or unequal shapes.
-    """
+def _check(*states: tuple[Tensor, Tensor]) -> None:
     need(len(states) > 0, "states must hold at least one (out, lse) pair, got none")
     for i, state in enumerate(states):
         need_sequence(f"states[{i}]", state, "(out, lse)")
@@ -34,12 +29,27 @@ def merge_states(*states: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         need(other_lse.dtype == torch.float32, f"lse must be float32, got {other_lse.dtype}")
         need(other_lse.shape == lse.shape, f"every lse must be {tuple(lse.shape)}, got {tuple(other_lse.shape)}")
         need_device(out, out=other, lse=other_lse)
+
+
+@explained_by(_check)
+def merge_states(*states: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Joins attention over disjoint sets of keys from their (out, lse).
+
+    states: one or more (out [B, Hq, S, D], lse float32 [B, Hq, S]). Returns (out, lse) of attention over all the sets
+    together. A set with lse -inf (no keys) changes nothing. Differentiable in every out and lse.
+    Raises ValueError for no states or unequal shapes.
+    """
+    if len(states) == 1:  # which nobody else looks at
+        _check(*states)
+    out, lse = states[0]
+    for other, other_lse in states[1:]:
         out, lse = native.merge_states(out.contiguous(), lse.contiguous(), other.contiguous(), other_lse.contiguous())
     return out, lse
 
 
 @torch.library.register_fake("kvcompress::merge_states")
 def _(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    _check((out_a, lse_a), (out_b, lse_b))
     return out_a.new_empty(out_a.shape), lse_a.new_empty(lse_a.shape)
 
 

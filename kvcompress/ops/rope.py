@@ -6,9 +6,24 @@ import torch
 from torch import Tensor
 
 from ..checks import dense, dense_last, need, need_device, need_float, need_int32, need_tensors
+from .explained import explained_by
 from .native import native
 
 
+def _check(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None = None, **others: object) -> None:
+    need_float("x", x, 4, "[B, H, T, D]")
+    B, _, T, D = x.shape
+    need_tensors(cos=cos, sin=sin)
+    for name, table in (("cos", cos), ("sin", sin)):
+        need(table.dtype == torch.float32, f"{name} must be float32, got {table.dtype}")
+    need(cos.ndim == 2 and cos.shape == sin.shape, f"cos and sin must be [P, rotary_dim/2], got {tuple(cos.shape)}")
+    need(2 * cos.shape[1] <= D, f"cos and sin rotate {2 * cos.shape[1]} dimensions, but x has only {D}")
+    need_int32("positions", positions, (B, T))
+    need(positions is not None or T <= cos.shape[0], f"cos and sin need {T} rows, got {cos.shape[0]}")
+    need_device(x, cos=cos, sin=sin, positions=positions)
+
+
+@explained_by(_check)
 def rope(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None = None, *, inverse: bool = False) -> Tensor:
     """Rotates queries or keys by the angles of their positions; differentiable in x.
 
@@ -20,21 +35,12 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None = None, *
     token becomes NaN instead: checking would wait for the device).
     Source: RoFormer, equation 34, with halves paired as transformers' rotate_half.
     """
-    need_float("x", x, 4, "[B, H, T, D]")
-    B, _, T, D = x.shape
-    need_tensors(cos=cos, sin=sin)
-    for name, table in (("cos", cos), ("sin", sin)):
-        need(table.dtype == torch.float32, f"{name} must be float32, got {table.dtype}")
-    need(cos.ndim == 2 and cos.shape == sin.shape, f"cos and sin must be [P, rotary_dim/2], got {tuple(cos.shape)}")
-    need(2 * cos.shape[1] <= D, f"cos and sin rotate {2 * cos.shape[1]} dimensions, but x has only {D}")
-    need_int32("positions", positions, (B, T))
-    need(positions is not None or T <= cos.shape[0], f"cos and sin need {T} rows, got {cos.shape[0]}")
-    need_device(x, cos=cos, sin=sin, positions=positions)
     return native.rope(dense_last(x), cos.contiguous(), sin.contiguous(), dense(positions), inverse)
 
 
 @torch.library.register_fake("kvcompress::rope")
 def _(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, inverse: bool) -> Tensor:
+    _check(x, cos, sin, positions)
     return x.new_empty(x.shape)
 
 

@@ -11,12 +11,14 @@ from ..checks import (
     need,
     need_choice,
     need_device,
-    need_float,
+    need_heads,
     need_int32,
+    need_integer,
     need_scale,
     need_sink_logits,
     need_softcap,
 )
+from .explained import explained_by
 from .native import MAX_HEAD_DIM, native
 from .no_gradient import without_gradient
 
@@ -24,6 +26,29 @@ REDUCTIONS = ("mean", "sum", "max")
 POOLINGS = ("avg", "max")
 
 
+def _need_sizes(*sizes: int) -> None:
+    for name, size in zip(("skip_last", "mask_first", "mask_last", "kernel_size"), sizes, strict=True):
+        need_integer(name, size, 0)
+
+
+def _check(
+    queries: Tensor, keys: Tensor, *, kernel_size: int = 5, lengths: Tensor | None = None,
+    skip_last: int | None = None, mask_first: int = 0, mask_last: int = 0, **others: object,
+) -> None:  # fmt: skip
+    B, Hq, W, D, Hkv, T = need_heads(queries, keys, "[B, Hq, W, D]", "[B, Hkv, T, D]")
+    need(W >= 1, f"queries must hold at least 1 token, got {W}")
+    skip_last = W if skip_last is None else skip_last
+    _need_sizes(skip_last, mask_first, mask_last, kernel_size)
+    need(T >= W, f"keys must be at least as many as the window's {W} queries, got {T}")
+    need(skip_last < T, f"keys must be longer than skip_last = {skip_last} (default: the window), got {T}")
+    need(kernel_size >= 1 and kernel_size % 2 == 1, f"kernel_size must be odd and at least 1, got {kernel_size}")
+    need_int32("lengths", lengths, (B,))
+    if queries.is_cuda:
+        need(D <= MAX_HEAD_DIM, f"queries on CUDA must have a head dim of at most {MAX_HEAD_DIM}, got {D}")
+    need_device(queries, keys=keys, lengths=lengths)
+
+
+@explained_by(_check)
 def window_scores(
     queries: Tensor,
     keys: Tensor,
@@ -57,27 +82,8 @@ def window_scores(
     products of 16-bit queries and keys of the same dtype run on tensor cores.
     Source: SnapKV, section 4; IntelLLM, Algorithm 1; H2O (all queries, sum, skip_last 0); TOVA (W 1, skip_last 0).
     """
-    need_float("queries", queries, 4, "[B, Hq, W, D]")
-    need_float("keys", keys, 4, "[B, Hkv, T, D]")
-    B, Hq, W, D = queries.shape
-    Hkv, T = keys.shape[1:3]
-    need(keys.shape[0] == B and keys.shape[3] == D, f"keys must be [{B}, Hkv, T, {D}], got shape {tuple(keys.shape)}")
-    need(Hkv > 0 and Hq % Hkv == 0, f"queries have {Hq} heads, which the keys' {Hkv} heads do not divide")
-    need(W >= 1, f"queries must hold at least 1 token, got {W}")
-    skip_last = W if skip_last is None else skip_last
-    for name, value in (
-        ("skip_last", skip_last), ("mask_first", mask_first), ("mask_last", mask_last), ("kernel_size", kernel_size),
-    ):  # fmt: skip
-        need(isinstance(value, int) and not isinstance(value, bool), f"{name} must be an integer, got {value!r}")
-    need(T >= W, f"keys must be at least as many as the window's {W} queries, got {T}")
-    need(0 <= skip_last < T, f"keys must be longer than skip_last = {skip_last} (default: the window), got {T}")
-    for name, masked in (("mask_first", mask_first), ("mask_last", mask_last)):
-        need(masked >= 0, f"{name} must be at least 0, got {masked}")
-    need(kernel_size >= 1 and kernel_size % 2 == 1, f"kernel_size must be odd and at least 1, got {kernel_size}")
-    need_int32("lengths", lengths, (B,))
-    if queries.is_cuda:
-        need(D <= MAX_HEAD_DIM, f"queries on CUDA must have a head dim of at most {MAX_HEAD_DIM}, got {D}")
-    need_device(queries, keys=keys, lengths=lengths)
+    skip_last = queries.shape[2] if skip_last is None else skip_last
+    _need_sizes(skip_last, mask_first, mask_last, kernel_size)
     return without_gradient(
         "window_scores has no gradient; detach the scores",
         (queries, keys, *(() if sink_logits is None else (sink_logits,))),
@@ -85,19 +91,20 @@ def window_scores(
         dense_last(queries),
         dense_last(keys),
         dense(lengths),
-        need_scale(scale, D),
+        need_scale(scale, queries.shape[3]),
         need_choice("reduce", reduce, REDUCTIONS),
         need_choice("pooling", pooling, POOLINGS),
         kernel_size,
         skip_last,
         mask_first,
         mask_last,
-        need_sink_logits(sink_logits, Hq, queries),
+        need_sink_logits(sink_logits, queries.shape[1], queries),
         need_softcap(softcap),
     )
 
 
 @torch.library.register_fake("kvcompress::window_scores")
-def _(queries, keys, lengths, scale, reduce, pool, kernel_size, skip, *rest):  # type: ignore[no-untyped-def]
-    shape = (queries.shape[0], keys.shape[1], keys.shape[2] - skip)
+def _(queries, keys, lengths, scale, reduce, pool, kernel_size, skip_last, *rest):  # type: ignore[no-untyped-def]
+    _check(queries, keys, kernel_size=kernel_size, lengths=lengths, skip_last=skip_last)
+    shape = (queries.shape[0], keys.shape[1], keys.shape[2] - skip_last)
     return queries.new_empty(shape, dtype=torch.float32)

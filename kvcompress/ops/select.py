@@ -5,10 +5,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..checks import dense, need, need_device, need_int32, need_tensors
+from ..checks import dense, need, need_device, need_int32, need_integer, need_tensors
+from .explained import explained_by
 from .native import native
 
 
+def _check(scores: Tensor, k: int, *, lengths: Tensor | None = None) -> None:
+    need_tensors(scores=scores)
+    need(scores.dtype == torch.float32, f"scores must be float32, got {scores.dtype}")
+    need(scores.ndim == 2, f"scores must be [R, T], got shape {tuple(scores.shape)}")
+    good = isinstance(k, (int, torch.SymInt)) and not isinstance(k, bool) and 0 <= k <= scores.shape[1]
+    need(good, f"k must be between 0 and T = {scores.shape[1]}, got {k!r}")
+    need_int32("lengths", lengths, (scores.shape[0],))
+    need_device(scores, lengths=lengths)
+
+
+@explained_by(_check)
 def select_topk(scores: Tensor, k: int, *, lengths: Tensor | None = None) -> Tensor:
     """Places of the k largest scores of each row, in rising order.
 
@@ -17,16 +29,11 @@ def select_topk(scores: Tensor, k: int, *, lengths: Tensor | None = None) -> Ten
     Raises ValueError for wrong shapes; RuntimeError if a row has fewer than k candidates that are not NaN (on CUDA the
     missing places are -1 instead: checking would wait for the device).
     """
-    need_tensors(scores=scores)
-    need(scores.dtype == torch.float32, f"scores must be float32, got {scores.dtype}")
-    need(scores.ndim == 2, f"scores must be [R, T], got shape {tuple(scores.shape)}")
-    good = isinstance(k, int) and not isinstance(k, bool) and 0 <= k <= scores.shape[1]
-    need(good, f"k must be between 0 and T = {scores.shape[1]}, got {k!r}")
-    need_int32("lengths", lengths, (scores.shape[0],))
-    need_device(scores, lengths=lengths)
+    need_integer("k", k, 0)
     return native.select_topk(scores.contiguous(), k, dense(lengths))
 
 
 @torch.library.register_fake("kvcompress::select_topk")
 def _(scores: Tensor, k: int, lengths: Tensor | None) -> Tensor:
+    _check(scores, k, lengths=lengths)
     return scores.new_empty((scores.shape[0], k), dtype=torch.int32)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..checks import dense_last, need, need_device, need_float, need_integer, need_scale, need_softcap
+from ..checks import dense_last, need, need_device, need_heads, need_integer, need_scale, need_softcap
 from .native import MAX_HEAD_DIM, native
 
 _MOST = (1 << 31) - 1
@@ -36,12 +36,7 @@ def layer_similarity(
     a head dim above 512.
     Source: PoD, section 2.2.
     """
-    need_float("queries", queries, 4, "[L, Hq, S, D]")
-    need_float("keys", keys, 4, "[L, Hkv, T, D]")
-    L, Hq, S, D = queries.shape
-    Hkv, T = keys.shape[1:3]
-    need(keys.shape[0] == L and keys.shape[3] == D, f"keys must be [{L}, Hkv, T, {D}], got shape {tuple(keys.shape)}")
-    need(Hkv > 0 and Hq % Hkv == 0, f"queries have {Hq} heads, which the keys' {Hkv} heads do not divide")
+    L, Hq, S, D, Hkv, T = need_heads(queries, keys, "[L, Hq, S, D]", "[L, Hkv, T, D]")
     need(1 <= S <= T, f"queries must be between 1 and the keys' {T} tokens, got {S}")
     need_integer("sinks", sinks, 0, _MOST)
     need_integer("recent", recent, 0, _MOST)

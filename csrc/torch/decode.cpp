@@ -53,7 +53,7 @@ static std::tuple<Tensor, Tensor> decode_to(const Tensor& queries, const Tensor&
                                     value_table.has_value() ? -1 : k_pages.size(0), D);
     check_array(end, queries, ScalarType::Int, {-1}, "end");
     const int64_t R = end.size(0), Hkv = B > 0 ? R / B : 0;
-    KVC_CHECK(R == B * Hkv && (B == 0 || (Hkv > 0 && Hq % Hkv == 0)),
+    KVC_CHECK(B > 0 && R == B * Hkv && Hkv > 0 && Hq % Hkv == 0,
               "end must have one entry per row, B*Hkv with Hkv dividing Hq; got ", R);
     Tensor out = torch::stable::new_empty(queries, {B, Hq, S, D});
     Tensor lse = torch::stable::new_empty(queries, {B, Hq, S}, ScalarType::Float);
@@ -146,7 +146,7 @@ static std::tuple<Tensor, Tensor> decode_shared(const Tensor& near, const Tensor
     check_array(v_pages, near, v_pages.scalar_type(), {-1, -1, rows.format == KVC_FORMAT_K8V4 ? D / 2 : D}, "v_pages");
     check_array(end, near, ScalarType::Int, {-1}, "end");
     const int64_t R = end.size(0), Hkv = B > 0 ? R / B : 0;
-    KVC_CHECK(R == B * Hkv && (B == 0 || (Hkv > 0 && Hq % Hkv == 0)),
+    KVC_CHECK(B > 0 && R == B * Hkv && Hkv > 0 && Hq % Hkv == 0,
               "end must have one entry per row, B*Hkv with Hkv dividing Hq; got ", R);
     Tensor out = torch::stable::empty_like(near);
     Tensor skipped = torch::stable::new_empty(near, {B, Hq, 1}, ScalarType::Byte);

@@ -44,6 +44,7 @@ void dmc_append_(Tensor k_pages, Tensor v_pages, Tensor block_table, Tensor leng
     const std::optional<Tensor> positions = changed.apart(given_positions), counts = changed.apart(given_counts);
     KVC_CHECK(k_pages.dim() == 3 && keys.dim() == 4, "k_pages must be [pages, P, D] and keys [B, Hkv, S, D]");
     const int64_t B = keys.size(0), Hkv = keys.size(1), S = keys.size(2), R = block_table.size(0);
+    KVC_CHECK(!cos.has_value() || positions.has_value() || (cos->dim() == 2 && S <= cos->size(0)), "cos and sin need ", S, " rows");
     check_array(alpha, block_table, ScalarType::Float, {B, Hkv, S}, "alpha");
     check_array(omega, block_table, ScalarType::Float, {B, Hkv, S}, "omega");
     const kvc_rows rows = changed_rows_of(k_pages, v_pages, key_scales, value_scales, block_table, refs.size(0), refs.size(0), keys.size(3));

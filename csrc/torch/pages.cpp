@@ -59,7 +59,6 @@ static void append_tokens_(std::vector<Tensor> arrays, std::vector<Tensor> token
         .S = S,
     };
     KVC_CHECK(B * H == args.table.R, "tokens must be of ", args.table.R, " rows, got ", B * H);
-    if (args.table.R == 0) return;
     for (size_t i = 0; i < arrays.size(); i++) {
         const Tensor &array = arrays[i], &from = tokens[i];
         kvc_slot_array& slots = args.arrays[i] = slots_of(array, args.table, block_table);
@@ -79,6 +78,7 @@ static void append_tokens_(std::vector<Tensor> arrays, std::vector<Tensor> token
         slots.stride_h = from.stride(1) * size;
         slots.stride_s = from.stride(2) * size;
     }
+    if (args.table.R == 0) return;
     Tensor scratch = torch::stable::new_empty(block_table, {args.table.R + 1}, ScalarType::Int);
     args.scratch = ints(scratch);
     run("append_tokens_", block_table, [&] { return kvc_append_tokens(&args, torch_parallel_for); },

@@ -21,11 +21,44 @@ from ..checks import (
     need_tensor,
     need_tensors,
 )
+from .explained import explained_by
 from .native import MAX_HEAD_DIM, native
 from .no_gradient import without_gradient
 from .quantize import need_pages
 
 
+def _check(
+    queries: Tensor, k_pages: Tensor, v_pages: Tensor, end: Tensor, *, block_table: Tensor | None = None,
+    value_table: Tensor | None = None, begin: Tensor | None = None, probabilities: Tensor | None = None,
+    key_scales: Tensor | None = None, value_scales: Tensor | None = None, **others: object,
+) -> None:  # fmt: skip
+    need_float("queries", queries, 4, "[B, Hq, S, D]")
+    need_tensors(k_pages=k_pages, v_pages=v_pages, end=end)
+    B, Hq, _, D = queries.shape
+    need_pages(k_pages, v_pages, key_scales, value_scales, D, (k_pages if value_table is None else v_pages).shape[0])
+    need(1 <= D <= MAX_HEAD_DIM, f"queries must have a head dim between 1 and {MAX_HEAD_DIM}, got {D}")
+    R, P = need_ends(begin, end, B, Hq), k_pages.shape[1]
+    if block_table is None:
+        need(k_pages.shape[0] >= R, f"k_pages must hold one page for each of {R} rows, got {k_pages.shape[0]}")
+    else:
+        need_lines("block_table", block_table, R)
+        need(P > 0 and P & (P - 1) == 0, f"k_pages must have a page size that is a power of two, got {P}")
+    if value_table is not None:
+        need(block_table is not None, "value_table needs a block_table")
+        need_lines("value_table", value_table, R)
+    need_device(
+        queries, k_pages=k_pages, v_pages=v_pages, block_table=block_table, value_table=value_table, begin=begin,
+        end=end, key_scales=key_scales, value_scales=value_scales,
+    )  # fmt: skip
+    need(k_pages.is_contiguous() and v_pages.is_contiguous(), "k_pages and v_pages must be contiguous")
+    if probabilities is not None:
+        need(queries.shape[2] == 1, f"probabilities are of one query per head, got {queries.shape[2]}")
+        need_probabilities(probabilities, B, Hq)
+        need(probabilities.is_contiguous(), "probabilities must be contiguous")
+        need_device(queries, probabilities=probabilities)
+
+
+@explained_by(_check)
 def decode(
     queries: Tensor,
     k_pages: Tensor,
@@ -68,57 +101,36 @@ def decode(
     softcap, RuntimeError for rows outside the pages or longer than probabilities has columns, NotImplementedError if a
     backward pass comes here (attention is differentiable).
     """
-    need_float("queries", queries, 4, "[B, Hq, S, D]")
-    need_tensors(k_pages=k_pages, v_pages=v_pages, end=end)
-    B, Hq, _, D = queries.shape
-    need_pages(k_pages, v_pages, key_scales, value_scales, D, (k_pages if value_table is None else v_pages).shape[0])
-    need(1 <= D <= MAX_HEAD_DIM, f"queries must have a head dim between 1 and {MAX_HEAD_DIM}, got {D}")
-    need(end.ndim == 1, f"end must be [R], got shape {tuple(end.shape)}")
-    R = end.shape[0]
-    need(
-        B > 0 and R > 0 and R % B == 0 and Hq % (R // B) == 0,
-        f"end must have B*Hkv entries with B = {B} and Hkv dividing Hq = {Hq}, got {R}",
-    )
-    need_int32("end", end, (R,))
-    need_int32("begin", begin, (R,))
-    if sinks != 0:
-        need_integer("sinks", sinks, 0)
-        need(probabilities is None, f"sinks must be 0 where probabilities are written, got {sinks}")
-    P = k_pages.shape[1]
-    if block_table is None:
-        need(k_pages.shape[0] >= R, f"k_pages must hold one page for each of {R} rows, got {k_pages.shape[0]}")
-    else:
-        need_tensors(block_table=block_table)
-        need(block_table.ndim == 2, f"block_table must be [R, blocks], got shape {tuple(block_table.shape)}")
-        need_int32("block_table", block_table, (R, block_table.shape[1]))
-        need(P > 0 and P & (P - 1) == 0, f"k_pages must have a page size that is a power of two, got {P}")
-    if value_table is not None:
-        need(block_table is not None, "value_table needs a block_table")
-        need_tensors(value_table=value_table)
-        need(value_table.ndim == 2, f"value_table must be [R, blocks], got shape {tuple(value_table.shape)}")
-        need_int32("value_table", value_table, (R, value_table.shape[1]))
-    need_device(
-        queries, k_pages=k_pages, v_pages=v_pages, block_table=block_table, value_table=value_table, begin=begin,
-        end=end, key_scales=key_scales, value_scales=value_scales,
-    )  # fmt: skip
-    need(k_pages.is_contiguous() and v_pages.is_contiguous(), "k_pages and v_pages must be contiguous")
-    rows = (dense_last(queries), k_pages, v_pages, dense(block_table), dense(value_table), dense(begin))
-    factor = need_scale(scale, D)
-    logits = need_sink_logits(sink_logits, Hq, queries), need_softcap(softcap)
-    op: Any = native.decode
-    scales = (key_scales, value_scales)
-    arguments: tuple[Any, ...] = (*rows, end.contiguous(), factor, causal, sinks, *logits, *scales)
+    need_integer("sinks", sinks, 0)
+    rows = dense_last(queries), k_pages, v_pages, dense(block_table), dense(value_table), dense(begin), end.contiguous()
+    logits = need_sink_logits(sink_logits, queries.shape[1], queries), need_softcap(softcap)
+    factor, op = need_scale(scale, queries.shape[3]), native.decode
+    arguments: tuple[Any, ...] = (*rows, factor, causal, sinks, *logits, key_scales, value_scales)
     if probabilities is not None:
-        need(queries.shape[2] == 1, f"probabilities are of one query per head, got {queries.shape[2]}")
-        need_probabilities(probabilities, B, Hq)
-        need(probabilities.is_contiguous(), "probabilities must be contiguous")
-        need_device(queries, probabilities=probabilities)
-        op = native.decode_probabilities
-        arguments = (*rows, end.contiguous(), probabilities, factor, *logits, *scales)
+        need(sinks == 0, f"sinks must be 0 where probabilities are written, got {sinks}")
+        op, arguments = native.decode_probabilities, (*rows, probabilities, factor, *logits, key_scales, value_scales)
     return without_gradient(
         "decode has no gradient: it is for generation; use attention, which is differentiable, or torch.no_grad()",
         (queries, k_pages, v_pages, *(() if sink_logits is None else (sink_logits,))), op, *arguments,
     )  # fmt: skip
+
+
+def need_ends(begin: Tensor | None, end: Tensor, B: int, Hq: int) -> int:
+    """Where the keys of rows lie, of which there are as many as it gives."""
+    R = end.shape[0] if end.ndim == 1 else 0
+    need(
+        B > 0 and R > 0 and R % B == 0 and Hq % (R // B) == 0,
+        f"end must have B*Hkv entries with B = {B} and Hkv dividing Hq = {Hq}, got shape {tuple(end.shape)}",
+    )
+    need_int32("end", end, (R,))
+    need_int32("begin", begin, (R,))
+    return R
+
+
+def need_lines(name: str, table: Tensor, R: int) -> None:
+    need_tensor(name, table)
+    need(table.ndim == 2, f"{name} must be [R, blocks], got shape {tuple(table.shape)}")
+    need_int32(name, table, (R, table.shape[1]))
 
 
 def need_probabilities(x: Tensor, batch: int, heads: int) -> None:
@@ -128,11 +140,15 @@ def need_probabilities(x: Tensor, batch: int, heads: int) -> None:
     need(tuple(x.shape[:2]) == (batch, heads), f"{wanted}, got shape {tuple(x.shape)}")
 
 
-@torch.library.register_fake("kvcompress::decode")
-def _(queries, *rest):  # type: ignore[no-untyped-def]
+def _fake(  # type: ignore[no-untyped-def]
+    queries, k_pages, v_pages, block_table, value_table, begin, end, probabilities=None, *scales
+):
+    others = {"value_table": value_table, "begin": begin, "probabilities": probabilities}
+    others |= dict(zip(("key_scales", "value_scales"), scales, strict=False))
+    _check(queries, k_pages, v_pages, end, block_table=block_table, **others)
     return queries.new_empty(queries.shape), queries.new_empty(queries.shape[:3], dtype=torch.float32)
 
 
-@torch.library.register_fake("kvcompress::decode_probabilities")
-def _(queries, *rest):  # type: ignore[no-untyped-def]
-    return queries.new_empty(queries.shape), queries.new_empty(queries.shape[:3], dtype=torch.float32)
+# without scale, causal, sinks, sink_logits and softcap
+torch.library.register_fake("kvcompress::decode", lambda *given: _fake(*given[:7], None, *given[12:]))
+torch.library.register_fake("kvcompress::decode_probabilities", lambda *given: _fake(*given[:8], *given[11:]))

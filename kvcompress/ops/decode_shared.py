@@ -13,17 +13,49 @@ from ..checks import (
     need,
     need_device,
     need_float,
-    need_int32,
     need_number,
     need_sequence,
     need_tensors,
 )
-from .decode import need_probabilities
+from .decode import need_ends, need_lines, need_probabilities
+from .explained import explained_by
 from .native import MAX_HEAD_DIM, native
 from .no_gradient import without_gradient
 from .quantize import need_values
 
 
+def _check(
+    near: tuple[Tensor, Tensor], probabilities: Tensor, far_lse: Tensor, v_pages: Tensor, begin: Tensor, end: Tensor,
+    *, block_table: Tensor, value_scales: Tensor | None = None, **others: object,
+) -> None:  # fmt: skip
+    need_sequence("near", near, "(out, lse)")
+    out, near_lse = near
+    need_tensors(near_lse=near_lse, far_lse=far_lse, v_pages=v_pages, begin=begin, end=end, block_table=block_table)
+    need_float("near", out, 4, "[B, Hq, 1, D]")
+    B, Hq, S, D = out.shape
+    need(S == 1, f"near must be of one query per head, [B, Hq, 1, D], got shape {tuple(out.shape)}")
+    need(1 <= D <= MAX_HEAD_DIM, f"near must have a head dim between 1 and {MAX_HEAD_DIM}, got {D}")
+    need_probabilities(probabilities, B, Hq)
+    for name, x in (("lse of near", near_lse), ("far_lse", far_lse)):
+        good = x.dtype == torch.float32 and tuple(x.shape) == (B, Hq, 1)
+        need(good, f"{name} must be float32 {(B, Hq, 1)}, got {x.dtype} {tuple(x.shape)}")
+    if value_scales is None:
+        need_float("v_pages", v_pages, 3, "[pages, P, D]")
+        need(v_pages.shape[2] == D, f"v_pages must have head dim {D}, got {v_pages.shape[2]}")
+    else:
+        need_values(v_pages, value_scales, D)
+        need_device(out, value_scales=value_scales)
+    P = v_pages.shape[1]
+    need(P > 0 and P & (P - 1) == 0, f"v_pages must have a page size that is a power of two, got {P}")
+    need(v_pages.is_contiguous(), "v_pages must be contiguous")
+    need_lines("block_table", block_table, need_ends(begin, end, B, Hq))
+    need_device(
+        out, near_lse=near_lse, far_lse=far_lse, probabilities=probabilities, v_pages=v_pages, block_table=block_table,
+        begin=begin, end=end,
+    )  # fmt: skip
+
+
+@explained_by(_check)
 def decode_shared(
     near: tuple[Tensor, Tensor],
     probabilities: Tensor,
@@ -53,41 +85,9 @@ def decode_shared(
     columns, NotImplementedError if a backward pass comes here.
     Source: PoD, section 2.3, equation 4.
     """
-    need_sequence("near", near, "(out, lse)")
-    out, near_lse = near
-    need_tensors(near_lse=near_lse, far_lse=far_lse, v_pages=v_pages, begin=begin, end=end, block_table=block_table)
-    need_float("near", out, 4, "[B, Hq, 1, D]")
-    B, Hq, S, D = out.shape
-    need(S == 1, f"near must be of one query per head, [B, Hq, 1, D], got shape {tuple(out.shape)}")
-    need(1 <= D <= MAX_HEAD_DIM, f"near must have a head dim between 1 and {MAX_HEAD_DIM}, got {D}")
-    need_probabilities(probabilities, B, Hq)
-    for name, x in (("lse of near", near_lse), ("far_lse", far_lse)):
-        good = x.dtype == torch.float32 and tuple(x.shape) == (B, Hq, 1)
-        need(good, f"{name} must be float32 {(B, Hq, 1)}, got {x.dtype} {tuple(x.shape)}")
-    if value_scales is None:
-        need_float("v_pages", v_pages, 3, "[pages, P, D]")
-        need(v_pages.shape[2] == D, f"v_pages must have head dim {D}, got {v_pages.shape[2]}")
-    else:
-        need_values(v_pages, value_scales, D)
-        need_device(out, value_scales=value_scales)
-    P = v_pages.shape[1]
-    need(P > 0 and P & (P - 1) == 0, f"v_pages must have a page size that is a power of two, got {P}")
-    need(v_pages.is_contiguous(), "v_pages must be contiguous")
-    R = end.shape[0] if end.ndim == 1 else 0
-    need(
-        B > 0 and R > 0 and R % B == 0 and Hq % (R // B) == 0,
-        f"end must have B*Hkv entries with B = {B} and Hkv dividing Hq = {Hq}, got shape {tuple(end.shape)}",
-    )
-    need_int32("end", end, (R,))
-    need_int32("begin", begin, (R,))
-    need(block_table.ndim == 2, f"block_table must be [R, blocks], got shape {tuple(block_table.shape)}")
-    need_int32("block_table", block_table, (R, block_table.shape[1]))
     if tau is not None:
         need_number("tau", tau, 0, 1)
-    need_device(
-        out, near_lse=near_lse, far_lse=far_lse, probabilities=probabilities, v_pages=v_pages, block_table=block_table,
-        begin=begin, end=end,
-    )  # fmt: skip
+    out, near_lse = near
     found, skipped = without_gradient(
         "decode_shared has no gradient: it is for generation; use pod_attention, which is differentiable",
         (out, near_lse, probabilities, far_lse, v_pages), native.decode_shared, out.contiguous(),
@@ -105,4 +105,6 @@ def gate_threshold(tau: float | None) -> float:
 
 @torch.library.register_fake("kvcompress::decode_shared")
 def _(near, near_lse, probabilities, far_lse, v_pages, block_table, begin, end, threshold, value_scales=None):  # type: ignore[no-untyped-def]
+    parts = {"block_table": block_table, "value_scales": value_scales}
+    _check((near, near_lse), probabilities, far_lse, v_pages, begin, end, **parts)
     return near.new_empty(near.shape), near.new_empty(near.shape[:3], dtype=torch.uint8)

@@ -7,12 +7,22 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..checks import FLOATS, dense, dense_last, need, need_device, need_float, need_int32, need_integer, need_tensor
+from ..checks import (
+    dense,
+    dense_last,
+    need,
+    need_device,
+    need_float,
+    need_int32,
+    need_integer,
+    need_parts,
+    need_tables,
+)
 from .dmc_accumulate import MAX_DMC_WINDOW, need_neuron
+from .explained import explained_by
 from .native import MAX_HEAD_DIM, native
 from .no_gradient import change_without_gradient
-from .pages import NO_GRADIENT, PageTable, need_table
-from .quantize import need_pages
+from .pages import NO_GRADIENT, PageTable, need_stored, need_table
 
 
 class Tail(NamedTuple):
@@ -37,6 +47,37 @@ class Tail(NamedTuple):
         return cls(keys, values, torch.zeros(rows, N, device=device), counts)
 
 
+def _check(
+    k_pages: Tensor, v_pages: Tensor, table: PageTable, tail: Tail, keys: Tensor, values: Tensor, alpha: Tensor,
+    omega: Tensor, *, cos: Tensor | None = None, sin: Tensor | None = None, positions: Tensor | None = None,
+    counts: Tensor | None = None, window: int | None = None, key_scales: Tensor | None = None,
+    value_scales: Tensor | None = None, **others: object,
+) -> None:  # fmt: skip
+    need_table(table)
+    coded = key_scales is not None or value_scales is not None
+    if not coded or not isinstance(k_pages, Tensor) or k_pages.ndim != 3:
+        need_float("k_pages", k_pages, 3, "[pages, P, D]")
+    need_float("keys", keys, 4, "[B, Hkv, S, D]")
+    (B, Hkv, S, D), R, device = keys.shape, table.block_table.shape[0], table.refs.device
+    need(B * Hkv == R, f"keys must be [B, Hkv, S, D] with B*Hkv = {R}, got shape {tuple(keys.shape)}")
+    need(1 <= D <= MAX_HEAD_DIM, f"keys must have a head dim between 1 and {MAX_HEAD_DIM}, got {D}")
+    need_stored(table, k_pages, v_pages, key_scales, value_scales, D, keys.dtype)
+    need(k_pages.shape[1] >= 1, f"k_pages must be [pages, P, D] with P at least 1, got shape {tuple(k_pages.shape)}")
+    need_parts(
+        device, ("keys", keys, keys.dtype, (B, Hkv, S, D)), ("values", values, keys.dtype, (B, Hkv, S, D)),
+        ("alpha", alpha, torch.float32, (B, Hkv, S)), ("omega", omega, torch.float32, (B, Hkv, S)),
+    )  # fmt: skip
+    need_tail(tail, R, window, D, device)
+    if cos is not None or sin is not None:
+        need_tables(cos, sin, D, device)
+        if cos is not None and positions is None and S > cos.shape[0]:
+            raise ValueError(f"cos and sin need {S} rows, got {cos.shape[0]}")
+    need_int32("positions", positions, (B, S))
+    need_int32("counts", counts, (R,))
+    need_device(table.refs, positions=positions, counts=counts)
+
+
+@explained_by(_check)
 def dmc_append_(
     k_pages: Tensor,
     v_pages: Tensor,
@@ -77,54 +118,8 @@ def dmc_append_(
     NotImplementedError if a backward pass comes here.
     Source: DMC, algorithm 1.
     """
-    need_table(table)
-    if not isinstance(tail, Tail):
-        raise TypeError(f"tail must be an ops.Tail, got {type(tail).__name__}")
-    R = table.block_table.shape[0]
-    coded = key_scales is not None or value_scales is not None
-    for name, x, ndim in (("k_pages", k_pages, 3), ("keys", keys, 4)):
-        if not isinstance(x, Tensor) or x.ndim != ndim or (x.dtype not in FLOATS and not (coded and x is k_pages)):
-            need_float(name, x, ndim, "[pages, P, D]" if ndim == 3 else "[B, Hkv, S, D]")
-    (B, Hkv, S, D), dtype, device = keys.shape, keys.dtype, table.refs.device
-    N = 1 if window is None else window
-    if isinstance(N, bool) or not isinstance(N, int):
-        need_integer("window", N, 1, MAX_DMC_WINDOW)
-    if not 1 <= D <= MAX_HEAD_DIM or not 1 <= N <= MAX_DMC_WINDOW or B * Hkv != R:
-        need(B * Hkv == R, f"keys must be [B, Hkv, S, D] with B*Hkv = {R}, got shape {tuple(keys.shape)}")
-        need(1 <= D <= MAX_HEAD_DIM, f"keys must have a head dim between 1 and {MAX_HEAD_DIM}, got {D}")
-        need_integer("window", N, 1, MAX_DMC_WINDOW)
-    shape, gates, single = (table.refs.shape[0], k_pages.shape[1], D), (B, Hkv, S), torch.float32
-    of_keys = of_values = (dtype, shape)
-    if coded:
-        need_pages(k_pages, v_pages, key_scales, value_scales, D, shape[0])
-        need_device(table.refs, key_scales=key_scales, value_scales=value_scales)
-        of_keys, of_values = (torch.int8, shape), (v_pages.dtype, (*shape[:2], v_pages.shape[2]))
-    # messages only where they are needed: a decode step comes by for every layer
-    for name, x, kind, size in (
-        ("k_pages", k_pages, *of_keys), ("v_pages", v_pages, *of_values), ("keys", keys, dtype, keys.shape),
-        ("values", values, dtype, keys.shape), ("alpha", alpha, single, gates), ("omega", omega, single, gates),
-        ("tail.keys", tail[0], single, (R, N, D)), ("tail.values", tail[1], single, (R, N, D)),
-        ("tail.weights", tail[2], single, (R, N)), ("tail.counts", tail[3], torch.int32, (R,)),
-    ):  # fmt: skip
-        if not isinstance(x, Tensor):
-            need_tensor(name, x)
-        if x.dtype != kind or x.shape != size or x.device != device:
-            raise ValueError(
-                f"{name} must be {kind} {tuple(size)} on {device}, got {x.dtype} {tuple(x.shape)} on {x.device}"
-            )
-    for name, x in (("k_pages", k_pages), ("v_pages", v_pages), *zip(_TAIL, tail, strict=True)):
-        if not x.is_contiguous():
-            raise ValueError(f"{name} must be contiguous")
-    if shape[1] < 1:
-        raise ValueError(f"k_pages must be [pages, P, D] with P at least 1, got shape {tuple(k_pages.shape)}")
-    if cos is not None or sin is not None:
-        need_tables(cos, sin, D, device)
-        if cos is not None and positions is None and S > cos.shape[0]:
-            raise ValueError(f"cos and sin need {S} rows, got {cos.shape[0]}")
-    if positions is not None or counts is not None:
-        need_int32("positions", positions, (B, S))
-        need_int32("counts", counts, (R,))
-        need_device(table.refs, positions=positions, counts=counts)
+    if window is not None:
+        need_integer("window", window, 1)
     change_without_gradient(
         NO_GRADIENT.format("dmc_append_"),
         "k_pages and v_pages",
@@ -143,29 +138,26 @@ def dmc_append_(
         dense(sin),
         dense(positions),
         dense(counts),
-        need_neuron(neuron, D),
+        need_neuron(neuron, keys.shape[3]),
         window or 0,
         key_scales,
         value_scales,
     )
 
 
-_TAIL = tuple(f"tail.{name}" for name in Tail._fields)
-
-
-def need_tables(cos: Tensor | None, sin: Tensor | None, D: int, device: torch.device) -> None:
-    if cos is None or sin is None:
-        raise ValueError("cos and sin must be given together")
-    for name, x in (("cos", cos), ("sin", sin)):
-        need_tensor(name, x)
-        if x.dtype != torch.float32 or x.ndim != 2 or x.shape != cos.shape or x.device != device:
-            raise ValueError(
-                f"{name} must be float32 [T, rotary_dim/2] on {device}, got {x.dtype} {tuple(x.shape)} on {x.device}"
-            )
-    if 2 * cos.shape[1] > D:
-        raise ValueError(f"cos and sin rotate {2 * cos.shape[1]} dimensions, but keys have only {D}")
+def need_tail(tail: Tail, R: int, window: int | None, D: int, device: torch.device) -> None:
+    if not isinstance(tail, Tail):
+        raise TypeError(f"tail must be an ops.Tail, got {type(tail).__name__}")
+    N = 1 if window is None else window
+    need_integer("window", N, 1, MAX_DMC_WINDOW)
+    for name, x, shape in zip(Tail._fields, tail, ((R, N, D), (R, N, D), (R, N), (R,)), strict=True):
+        need_parts(device, (f"tail.{name}", x, torch.int32 if name == "counts" else torch.float32, shape))
+        need(x.is_contiguous(), f"tail.{name} must be contiguous")
 
 
 @torch.library.register_fake("kvcompress::dmc_append_")
-def _(*arguments):  # type: ignore[no-untyped-def]
-    return None
+def _(k_pages, v_pages, *given):  # type: ignore[no-untyped-def]
+    table, tail, (cos, sin, positions, counts) = PageTable(*given[:5]), Tail(*given[5:9]), given[13:17]
+    options = {"positions": positions, "counts": counts, "window": given[18] or None}
+    options |= dict(zip(("key_scales", "value_scales"), given[19:], strict=False))
+    _check(k_pages, v_pages, table, tail, *given[9:13], cos=cos, sin=sin, **options)

@@ -10,20 +10,21 @@ from ..checks import (
     dense_last,
     need,
     need_choice,
-    need_integer,
     need_number,
+    need_parts,
     need_scale,
     need_sink_logits,
     need_softcap,
+    need_tables,
 )
-from .dmc_accumulate import MAX_DMC_WINDOW, need_neuron
-from .dmc_append import Tail, need_tables
+from .dmc_accumulate import need_neuron
+from .dmc_append import Tail, need_tail
 from .dmc_gates import IMPORTANCES, LARGEST
 from .explained import explained_by, need_one_device
 from .native import native
 from .no_gradient import without_gradient
-from .paged_step import NO_STEP_GRADIENT, need_parts, need_rows, need_step
-from .pages import PageTable, need_table
+from .paged_step import NO_STEP_GRADIENT, need_step
+from .pages import PageTable, need_rows, need_table
 
 NO_GRADIENT = NO_STEP_GRADIENT.format("dmc_step_")
 
@@ -34,30 +35,21 @@ def _check(
     omega: Tensor | None = None, cos: Tensor | None = None, sin: Tensor | None = None, window: int | None = None,
     key_scales: Tensor | None = None, value_scales: Tensor | None = None, **others: object,
 ) -> None:  # fmt: skip
-    """ValueError or TypeError for the first argument of dmc_step_ that is wrong."""
     need_table(table)
-    if not isinstance(tail, Tail):
-        raise TypeError(f"tail must be an ops.Tail, got {type(tail).__name__}")
     need_step(queries, k_pages, table, key_scales is not None or value_scales is not None)
-    (B, _, S, D), R, single = queries.shape, table.block_table.shape[0], torch.float32
-    if S != 1:
-        raise ValueError(f"queries must be of one token, got {S}")
-    Hkv, N, device = R // B, window or 1, table.refs.device
-    if window is not None:
-        need_integer("window", window, 1, MAX_DMC_WINDOW)
+    (B, _, S, D), R, device = queries.shape, table.block_table.shape[0], table.refs.device
+    need(S == 1, f"queries must be of one token, got {S}")
+    Hkv = R // B
     token, dtype = (B, Hkv, 1, D), need_rows(keys, k_pages, v_pages, key_scales, value_scales, table, D)
     need_parts(
         device, ("keys", keys, dtype, token), ("values", values, dtype, token),
-        ("tail.keys", tail[0], single, (R, N, D)), ("tail.values", tail[1], single, (R, N, D)),
-        ("tail.weights", tail[2], single, (R, N)), ("tail.counts", tail[3], torch.int32, (R,)),
         ("places", places, torch.int32, (B, 1)),
     )  # fmt: skip
-    for name, x in (*zip(_TAIL, tail, strict=True), ("places", places)):
-        if not x.is_contiguous():
-            raise ValueError(f"{name} must be contiguous")
+    need(places.is_contiguous(), "places must be contiguous")
+    need_tail(tail, R, window, D, device)
     for name, gate in (("alpha", alpha), ("omega", omega)):
         if gate is not None:
-            need_parts(device, (name, gate, single, (B, Hkv, 1)))
+            need_parts(device, (name, gate, torch.float32, (B, Hkv, 1)))
     if offsets is not None:
         need_parts(device, ("offsets", offsets, torch.int32, (B, 1)))
     if cos is not None or sin is not None:
@@ -122,9 +114,6 @@ def dmc_step_(
         need_choice("reduce", reduce, IMPORTANCES), need_scale(scale, D), need_sink_logits(sink_logits, Hq, queries),
         need_softcap(softcap), key_scales, value_scales,
     )  # fmt: skip
-
-
-_TAIL = tuple(f"tail.{name}" for name in Tail._fields)
 
 
 @torch.library.register_fake("kvcompress::dmc_step_")

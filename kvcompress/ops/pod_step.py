@@ -14,19 +14,20 @@ from ..checks import (
     need_float,
     need_integer,
     need_number,
+    need_parts,
     need_scale,
     need_sink_logits,
     need_softcap,
+    need_tables,
     need_tensor,
 )
 from .decode import need_probabilities
 from .decode_shared import gate_threshold
-from .dmc_append import need_tables
 from .explained import explained_by, need_one_device
 from .native import native
 from .no_gradient import without_gradient
-from .paged_step import NO_STEP_GRADIENT, need_parts, need_rows, need_step
-from .pages import PageTable, need_table
+from .paged_step import NO_STEP_GRADIENT, need_step
+from .pages import PageTable, need_rows, need_table
 from .quantize import need_scales
 
 
@@ -61,14 +62,12 @@ def _check(
     lead: Lead | None = None, tau: float | None = None, cos: Tensor | None = None, sin: Tensor | None = None,
     key_scales: Tensor | None = None, value_scales: Tensor | None = None, **others: object,
 ) -> None:  # fmt: skip
-    """ValueError or TypeError for the first argument of pod_step_ that is wrong."""
     need_table(table)
     need_table(value_table, "value_table")
     coded = key_scales is not None or value_scales is not None
     need_step(queries, k_pages, table, coded)
     (B, Hq, S, D), R, P = queries.shape, table.block_table.shape[0], k_pages.shape[1]
-    if S != 1:
-        raise ValueError(f"queries must be of one token, got {S}")
+    need(S == 1, f"queries must be of one token, got {S}")
     Hkv, device = R // B, table.refs.device
     dtype = need_rows(keys, k_pages, v_pages, key_scales, value_scales, table, D, value_table)
     need_parts(
@@ -76,8 +75,7 @@ def _check(
         ("values", values, dtype, (B, Hkv, 1, D)), ("places", places, torch.int32, (B, 1)),
         ("value_table.block_table", value_table.block_table, torch.int32, (R, value_table.block_table.shape[1])),
     )  # fmt: skip
-    if not places.is_contiguous():
-        raise ValueError("places must be contiguous")
+    need(places.is_contiguous(), "places must be contiguous")
     if moved is not None:
         need_parts(device, ("moved", moved, torch.int32, (R,)))
     if cos is not None or sin is not None:

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..checks import FLOATS, dense_last, need, need_device, need_float, need_tensors
+from ..checks import FLOATS, dense_last, need, need_device, need_float, need_tensor, need_tensors
+from .explained import explained_by
 from .native import MAX_HEAD_DIM, native
 from .no_gradient import without_gradient
 
@@ -17,6 +18,17 @@ VALUE_CODES = (torch.int8, torch.uint8)  # what values of rows of codes may be
 NO_GRADIENT = "{} has no gradient: codes are what caches store"
 
 
+def _check(x: Tensor, format: str) -> None:
+    bits, _ = _codes_of(format)
+    need_tensors(x=x)
+    need(x.ndim >= 1, f"x must be [..., D], got shape {tuple(x.shape)}")
+    D = x.shape[-1]
+    need(1 <= D <= MAX_HEAD_DIM, f"x must have a last dimension between 1 and {MAX_HEAD_DIM}, got {D}")
+    need(bits == 8 or D % 2 == 0, f"x must have an even last dimension for int4, got {D}")
+    need_float("x", x, x.ndim, "[..., D]")
+
+
+@explained_by(_check)
 def quantize(x: Tensor, format: str) -> tuple[Tensor, Tensor]:
     """Vectors as codes and one scale each: scale * code is within scale / 2 of x, of "int4" of x turned.
 
@@ -30,15 +42,9 @@ def quantize(x: Tensor, format: str) -> tuple[Tensor, Tensor]:
     for wrong dtypes, formats and sizes, NotImplementedError if a backward pass comes here.
     """
     bits, _ = _codes_of(format)
-    need_tensors(x=x)
-    need(x.ndim >= 1, f"x must be [..., D], got shape {tuple(x.shape)}")
-    D = x.shape[-1]
-    need(1 <= D <= MAX_HEAD_DIM, f"x must have a last dimension between 1 and {MAX_HEAD_DIM}, got {D}")
-    need(bits == 8 or D % 2 == 0, f"x must have an even last dimension for int4, got {D}")
-    leading = x.shape[:-1]
+    *leading, D = x.shape
     if x.ndim != 4:
         x = x.reshape(1, 1, -1, D) if x.ndim < 4 else x.flatten(0, -4)
-    need_float("x", x, 4, "[..., D]")
     codes, scales = without_gradient(NO_GRADIENT.format("quantize"), (x,), native.quantize, dense_last(x), bits)
     return codes.view(*leading, codes.shape[-1]), scales.view(leading)
 
@@ -122,6 +128,8 @@ def need_values(v_pages: Tensor, value_scales: Tensor, head_dim: int) -> None:
 def need_scales(name: str, scales: Tensor | None, pages: Tensor) -> None:
     """A scale for each slot of pages."""
     shape = tuple(pages.shape[:2])
+    if scales is not None:
+        need_tensor(name, scales)
     if scales is None or scales.dtype != torch.float16 or tuple(scales.shape) != shape:
         found = "None" if scales is None else f"{scales.dtype} {tuple(scales.shape)}"
         raise ValueError(f"{name} must be torch.float16 {shape}, got {found}")
@@ -130,6 +138,7 @@ def need_scales(name: str, scales: Tensor | None, pages: Tensor) -> None:
 
 @torch.library.register_fake("kvcompress::quantize")
 def _(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    _check(x, "int8" if bits == 8 else "int4")
     *leading, D = x.shape
     codes = x.new_empty((*leading, D * bits // 8), dtype=torch.int8 if bits == 8 else torch.uint8)
     return codes, x.new_empty(leading, dtype=torch.float16)

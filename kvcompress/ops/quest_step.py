@@ -7,13 +7,23 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..checks import dense, dense_last, need, need_float, need_integer, need_scale, need_sink_logits, need_softcap
-from .dmc_append import need_tables
+from ..checks import (
+    dense,
+    dense_last,
+    need,
+    need_float,
+    need_integer,
+    need_parts,
+    need_scale,
+    need_sink_logits,
+    need_softcap,
+    need_tables,
+)
 from .explained import explained_by, need_one_device
 from .native import native
 from .no_gradient import without_gradient
-from .paged_step import NO_STEP_GRADIENT, need_parts, need_step, need_stored
-from .pages import PageTable, need_table
+from .paged_step import NO_STEP_GRADIENT, need_step
+from .pages import PageTable, need_stored, need_table
 
 
 class QuestStep(NamedTuple):
@@ -33,13 +43,11 @@ def _check(
     table: PageTable, *, pages_read: int, cos: Tensor | None = None, sin: Tensor | None = None,
     key_scales: Tensor | None = None, value_scales: Tensor | None = None, **others: object,
 ) -> None:  # fmt: skip
-    """ValueError or TypeError for the first argument of quest_step_ that is wrong."""
     need_table(table)
     coded = key_scales is not None or value_scales is not None
     need_step(queries, k_pages, table, coded)
     (B, _, S, D), (R, blocks), dtype = queries.shape, table.block_table.shape, k_pages.dtype
-    if S != 1:
-        raise ValueError(f"queries must be of one token, got {S}")
+    need(S == 1, f"queries must be of one token, got {S}")
     need_integer("pages_read", pages_read, 1)
     device = table.refs.device
     need_stored(table, k_pages, v_pages, key_scales, value_scales, D, dtype)

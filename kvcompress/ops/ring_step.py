@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from ..checks import (
-    FLOATS,
     MOST_INT32,
     dense,
     dense_last,
@@ -15,18 +14,19 @@ from ..checks import (
     need_float,
     need_integer,
     need_number,
+    need_parts,
     need_scale,
     need_sink_logits,
     need_softcap,
+    need_tables,
 )
 from .dmc_accumulate import need_neuron
-from .dmc_append import need_tables
 from .dmc_gates import LARGEST
 from .explained import explained_by, need_one_device
 from .native import MAX_HEAD_DIM, native
 from .no_gradient import without_gradient
-from .paged_step import NO_STEP_GRADIENT, need_page_size, need_parts, need_stored
-from .pages import PageTable, need_table
+from .paged_step import NO_STEP_GRADIENT
+from .pages import PageTable, need_page_size, need_stored, need_table
 from .quantize import need_pages
 
 NO_TABLE = (None,) * len(PageTable._fields)
@@ -43,15 +43,12 @@ def _check(
     v_ring_scales: Tensor | None = None, k_far_scales: Tensor | None = None, v_far_scales: Tensor | None = None,
     neuron: int | None = None, cos: Tensor | None = None, sin: Tensor | None = None, **others: object,
 ) -> None:  # fmt: skip
-    """ValueError or TypeError for the first argument of ring_step_ that is wrong."""
     coded = k_ring_scales is not None or v_ring_scales is not None
-    if not isinstance(k_ring, Tensor) or k_ring.ndim != 3 or not (coded or k_ring.dtype in FLOATS):
+    if not coded or not isinstance(k_ring, Tensor) or k_ring.ndim != 3:
         need_float("k_ring", k_ring, 3, "[R, capacity, D]")
-    if not isinstance(queries, Tensor) or queries.ndim != 4 or queries.dtype not in FLOATS:
-        need_float("queries", queries, 4, "[B, Hq, 1, D]")
+    need_float("queries", queries, 4, "[B, Hq, 1, D]")
     (B, Hq, S, D), (R, capacity, _), dtype, device = queries.shape, k_ring.shape, k_ring.dtype, k_ring.device
-    if S != 1:
-        raise ValueError(f"queries must be of one token, got {S}")
+    need(S == 1, f"queries must be of one token, got {S}")
     if B == 0 or R == 0 or R % B or Hq == 0 or Hq % (R // B):
         raise ValueError(f"k_ring must have B*Hkv rows with B = {B} and Hkv dividing Hq = {Hq}, got {R}")
     need(1 <= D <= MAX_HEAD_DIM, f"queries must have a head dim between 1 and {MAX_HEAD_DIM}, got {D}")
@@ -92,8 +89,7 @@ def _check(
     if alpha is not None:
         need_parts(device, ("alpha", alpha, torch.float32, (B, R // B, 1)))
     for name, x in whole.items():
-        if not x.is_contiguous():
-            raise ValueError(f"{name} must be contiguous")
+        need(x.is_contiguous(), f"{name} must be contiguous")
     given = (table, k_pages, v_pages, key_scales, value_scales)
     if any(x is not None for x in given):
         need_far_pages(*given, k_ring, marks)

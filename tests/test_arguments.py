@@ -1,7 +1,11 @@
 """What is no tensor where an op wants one is named: TypeError or ValueError, never an AttributeError."""
 
+import inspect
+import sys
+
 import pytest
 import torch
+from fuzz.ops import mapped
 
 from kvcompress import ops
 from kvcompress.ops import PageTable, Tail
@@ -245,3 +249,55 @@ def test_what_is_no_such_number_is_named(op, name, value):
     getattr(ops, op)(**arguments)
     with pytest.raises((TypeError, ValueError), match=rf"\b{name}\b.* must"):
         getattr(ops, op)(**arguments | {name: value})
+
+
+def good_calls():
+    x, pages, end = torch.randn(1, 2, 3, 4), torch.zeros(2, 4, 4), torch.ones(2, dtype=ints)
+    plain = plain_calls() | {
+        "decode": {"queries": x, "k_pages": pages, "v_pages": pages, "end": end},
+        "quantize": {"x": x, "format": "int8"},
+    }
+    return given() | {op: (getattr(ops, op), arguments) for op, arguments in plain.items()}
+
+
+@pytest.mark.parametrize("name", ["key_scales", "value_scales"])
+def test_scales_that_are_no_tensors_are_named(name):
+    codes, end = torch.zeros(2, 4, 4, dtype=torch.int8), torch.ones(2, dtype=ints)
+    scales = {"key_scales": torch.ones(2, 4).half(), "value_scales": torch.ones(2, 4).half(), name: [1.0]}
+    with pytest.raises(TypeError, match=f"{name} must be a torch.Tensor, got list"):
+        ops.decode(torch.randn(1, 2, 1, 4), codes, codes, end, **scales)
+
+
+CHECKS = {op: inspect.getclosurevars(function).nonlocals.get("check") for op, (function, _) in good_calls().items()}
+
+
+@pytest.mark.parametrize("op", [op for op, check in CHECKS.items() if check])
+def test_the_binding_alone_looks_at_a_good_call(op):
+    function, arguments = good_calls()[op]
+    seen = set()
+    sys.setprofile(lambda frame, event, _: seen.add(frame.f_code))
+    function(**arguments)
+    sys.setprofile(None)
+    assert function.__wrapped__.__code__ in seen and CHECKS[op].__code__ not in seen
+
+
+def test_ops_that_take_more_than_numbers_are_explained():
+    plain = {op for op, check in CHECKS.items() if check is None}
+    assert plain == {"divide_memory", "dmc_decisions", "dmc_importance", "dmc_mask"}
+
+
+WITHOUT_VALUES = ["rope", "select_topk", "append_tokens_", "truncate_rows_", "compact_pages_", "dmc_accumulate",
+                  "dmc_append_", "attention", "decode", "decode_shared", "window_scores"]  # fmt: skip
+
+
+@pytest.mark.parametrize("op", WITHOUT_VALUES)
+def test_tensors_without_storage_are_looked_at(op):
+    """By the op's fake, which stands for the binding while torch.compile traces, too."""
+    function, arguments = good_calls()[op]
+    meta = mapped(arguments, lambda x: x.to("meta"))
+    function(**meta)
+    for name, x in meta.items():
+        if x is not None and not isinstance(x, (int, float, str)):
+            more = mapped(x, lambda part: part[None])
+            with pytest.raises(ValueError, match=r" must | need "):
+                function(**meta | {name: more})

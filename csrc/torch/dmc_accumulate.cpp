@@ -41,6 +41,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> dmc_accumulate(
     const std::optional<Tensor>& initial_z, int64_t neuron, int64_t window) {
     kvc_dmc_accumulate_args args = arguments(keys, values, alpha, omega, initial_z, neuron, window);
     if (initial_z.has_value()) {
+        KVC_CHECK(!window, "initial_z must not come with a window");
         KVC_CHECK(initial_k.has_value() && initial_v.has_value(), "initial_k and initial_v must come with initial_z");
         check_array(*initial_k, keys, ScalarType::Float, {args.B, args.Hkv, args.D}, "initial_k");
         check_array(*initial_v, keys, ScalarType::Float, {args.B, args.Hkv, args.D}, "initial_v");

@@ -7,12 +7,43 @@ from torch import Tensor
 
 from ..checks import dense_last, need, need_device, need_float, need_integer, need_sequence
 from .dmc_gates import need_float32
+from .explained import explained_by
 from .native import MAX_HEAD_DIM, native
 
 MAX_DMC_WINDOW = 64
 _CHUNK = 64  # tokens between two saved states
 
 
+def _check(
+    keys: Tensor, values: Tensor, alpha: Tensor, omega: Tensor, *, window: int | None = None,
+    initial: tuple[Tensor, Tensor, Tensor] | None = None, **others: object,
+) -> None:  # fmt: skip
+    need_float("keys", keys, 4, "[B, Hkv, T, D]")
+    B, Hkv, T, D = keys.shape
+    need_float("values", values, 4, "[B, Hkv, T, D]")
+    need(values.shape == keys.shape, f"values must be {tuple(keys.shape)} as keys, got {tuple(values.shape)}")
+    need(values.dtype == keys.dtype, f"values must be {keys.dtype} as keys, got {values.dtype}")
+    need(1 <= D <= MAX_HEAD_DIM, f"keys must have a head dim between 1 and {MAX_HEAD_DIM}, got {D}")
+    need_float32("alpha", alpha, (B, Hkv, T))
+    need_float32("omega", omega, (B, Hkv, T))
+    if window is not None:
+        need_integer("window", window, 1)
+        need(
+            window <= MAX_DMC_WINDOW or window >= T,
+            f"window must be between 1 and {MAX_DMC_WINDOW}, or at least T = {T} (all tokens), got {window}",
+        )
+        need(initial is None, "initial must be None with a window: give the tokens of the window again instead")
+    if initial is not None:
+        need_sequence("initial", initial)
+        need(len(initial) == 3, f"initial must hold averages of keys and of values and z, got {len(initial)} tensors")
+        for i, (x, shape) in enumerate(zip(initial, ((B, Hkv, D), (B, Hkv, D), (B, Hkv)), strict=True)):
+            need_float32(f"initial[{i}]", x, shape)
+            need(not x.requires_grad, f"initial[{i}] must not require grad: initial has no gradient")
+            need_device(keys, **{f"initial[{i}]": x})
+    need_device(keys, values=values, alpha=alpha, omega=omega)
+
+
+@explained_by(_check)
 def dmc_accumulate(
     keys: Tensor,
     values: Tensor,
@@ -38,39 +69,19 @@ def dmc_accumulate(
     Raises ValueError for wrong shapes, dtypes, neuron, window or initial.
     Source: DMC, eq 9.
     """
-    need_float("keys", keys, 4, "[B, Hkv, T, D]")
-    B, Hkv, T, D = keys.shape
-    need_float("values", values, 4, "[B, Hkv, T, D]")
-    need(values.shape == keys.shape, f"values must be {tuple(keys.shape)} as keys, got {tuple(values.shape)}")
-    need(values.dtype == keys.dtype, f"values must be {keys.dtype} as keys, got {values.dtype}")
-    need(1 <= D <= MAX_HEAD_DIM, f"keys must have a head dim between 1 and {MAX_HEAD_DIM}, got {D}")
-    need_float32("alpha", alpha, (B, Hkv, T))
-    need_float32("omega", omega, (B, Hkv, T))
-    place = need_neuron(neuron, D)
     if window is not None:
         need_integer("window", window, 1)
-        need(
-            window <= MAX_DMC_WINDOW or window >= T,
-            f"window must be between 1 and {MAX_DMC_WINDOW}, or at least T = {T} (all tokens), got {window}",
-        )
-        need(initial is None, "initial must be None with a window: give the tokens of the window again instead")
     before: tuple[Tensor | None, ...] = (None, None, None)
     if initial is not None:
-        need_sequence("initial", initial)
-        need(len(initial) == 3, f"initial must hold averages of keys and of values and z, got {len(initial)} tensors")
-        for i, (x, shape) in enumerate(zip(initial, ((B, Hkv, D), (B, Hkv, D), (B, Hkv)), strict=True)):
-            need_float32(f"initial[{i}]", x, shape)
-            need(not x.requires_grad, f"initial[{i}] must not require grad: initial has no gradient")
-            need_device(keys, **{f"initial[{i}]": x})
         before = tuple(x.contiguous() for x in initial)
-    need_device(keys, values=values, alpha=alpha, omega=omega)
+        need(not any(x.requires_grad for x in initial), "initial must not require grad")
     out = native.dmc_accumulate(
         dense_last(keys),
         dense_last(values),
         alpha.contiguous(),
         omega.contiguous(),
         *before,
-        place,
+        need_neuron(neuron, keys.shape[3]),
         window or 0,
     )
     return out[:3]
@@ -87,6 +98,8 @@ def need_neuron(neuron: int | None, D: int) -> int:
 
 @torch.library.register_fake("kvcompress::dmc_accumulate")
 def _(keys, values, alpha, omega, initial_k, initial_v, initial_z, neuron, window):  # type: ignore[no-untyped-def]
+    initial = None if initial_z is None else (initial_k, initial_v, initial_z)
+    _check(keys, values, alpha, omega, window=window or None, initial=initial)
     B, Hkv, T, D = keys.shape
     chunks = 0 if 0 < window < T else -(-T // _CHUNK)
     states = keys.new_empty((B, Hkv, chunks, 2, D), dtype=torch.float32)

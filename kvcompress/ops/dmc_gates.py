@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from ..checks import (
-    FLOATS,
     dense,
     need,
     need_choice,
@@ -74,7 +73,7 @@ def dmc_decisions(
     1e6 either way, or numbers of noise out of range.
     Source: DMC ("Dynamic Memory Compression"), section 3; Philox 4x32-10 for the noise, see csrc/kvc.h.
     """
-    _need_gates("logits", logits, "[B, H, T]")
+    need_float("logits", logits, 3, "[B, H, T]")
     need_number("temperature", temperature, SMALLEST, LARGEST)
     for name, number in (("shift", shift), ("scale", scale), ("margin", margin)):
         need_number(name, number, -LARGEST, LARGEST)
@@ -136,7 +135,7 @@ def dmc_importance(
     Returns float32 [B, Hkv, T]: max(that, 2**-40) + eps. Differentiable in logits.
     Raises ValueError for wrong shapes, dtypes, kv_heads, shift, eps or reduce. Source: DMC, section 3.
     """
-    _need_gates("logits", logits, "[B, Hq, T]")
+    need_float("logits", logits, 3, "[B, Hq, T]")
     need_integer("kv_heads", kv_heads, 1)
     heads = logits.shape[1]
     need(heads >= kv_heads and heads % kv_heads == 0, f"kv_heads must divide the logits' {heads} heads, got {kv_heads}")
@@ -212,8 +211,3 @@ def need_float32(name: str, x: Tensor, shape: tuple[int, ...] | None) -> None:
     need(x.dtype == torch.float32, f"{name} must be float32, got {x.dtype}")
     need(shape is not None, f"{name} must be [B, H, T], got shape {tuple(x.shape)}")
     raise ValueError(f"{name} must have shape {shape}, got {tuple(x.shape)}")
-
-
-def _need_gates(name: str, x: Tensor, shape: str) -> None:
-    if not isinstance(x, Tensor) or x.dtype not in FLOATS or x.ndim != 3:
-        need_float(name, x, 3, shape)

@@ -234,6 +234,12 @@ def one_call(name: str, make: Maker) -> None:
         refused = error
     except BaseException as error:
         raise AssertionError(f"{what}: {type(error).__name__}: {error}") from error
+    taken = refused is None and arguments.get(which) is not True  # which is 1 to an op
+    if taken and (check := inspect.getclosurevars(getattr(ops, name)).nonlocals.get("check")):
+        try:
+            call(check, arguments)
+        except (TypeError, ValueError) as error:
+            raise AssertionError(f"{what}: accepted, though {error}") from error
     if refused is not None:
         assert which, f"{what}: refused: {refused}"
         kind = type(refused).__name__

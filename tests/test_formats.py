@@ -18,6 +18,7 @@ from helpers import (
 )
 
 import kvcompress
+from benchmarks.quality.parts.families_configurations import CONFIGURATIONS
 from kvcompress import (
     CacheSpec,
     DMCCache,
@@ -36,9 +37,10 @@ from kvcompress import (
     pod,
     prefill,
 )
-from kvcompress.caches import PoolSettings, streaming
+from kvcompress.caches import PoolSettings, local, streaming
 from kvcompress.caches.dense import DenseCache, DenseLayer
 from kvcompress.caches.formats import FORMATS, PAIR, Format, keys_and_values, slot_nbytes
+from kvcompress.caches.local import LocalLayer
 from kvcompress.caches.paged import PagedLayer
 from kvcompress.caches.pool import PagePool
 from kvcompress.pod import PoDConfig
@@ -126,8 +128,9 @@ def rounding(monkeypatch, kind):
     )
     attend_held = DenseLayer.attend_held  # a first part reads what is stored, as with codes
     monkeypatch.setattr(DenseLayer, "attend_held", lambda *given: attend_held(*given[:-1], None))
-    monkeypatch.setattr(streaming, "coded", lambda form, tokens: rounded(tokens, PAIR))
-    for layer in (PagedLayer, PoDLayer, streaming.StreamingLayer):
+    for module in (local, streaming):
+        monkeypatch.setattr(module, "coded", lambda form, tokens: rounded(tokens, PAIR))
+    for layer in (LocalLayer, PagedLayer, PoDLayer, streaming.StreamingLayer):
         monkeypatch.setattr(layer, "_step", lambda *_: None)
 
 
@@ -257,6 +260,23 @@ SHARED = ["quantized", "snapkv", "replay", "iterative", *WAITING, *STREAMS]
 def test_batches_forks_and_saved_ones_go_on_alike(name, kind, tmp_path):
     model = model_of(name)
     check_sharing(model, lambda dtype: EVERY[name](model.config, dtype), kind, tmp_path)
+
+
+@pytest.mark.parametrize(("family", "kind"), covering(["gemma3_text/sliding", "llama4_text/chunked"], FORMATS))
+def test_layers_that_see_a_part_hold_codes(family, kind, tmp_path):
+    model = CONFIGURATIONS[family].model()
+    attach(model)
+    check_sharing(model, lambda dtype: QuantizedCache(model.config, dtype), kind, tmp_path)
+    cache = QuantizedCache(model.config, kind)
+    for _ in range(2):
+        prefill(model, random_ids(41), cache)
+        windows = [layer for layer in cache.layers if isinstance(layer, LocalLayer)]
+        D = model.config.head_dim
+        nbytes = {"int8": 2 * D + 4, "k8v4": D + D // 2 + 4}[kind]
+        assert windows and all(
+            layer.nbytes() == model.config.num_key_value_heads * layer.size * nbytes for layer in windows
+        )
+        cache.reset()
 
 
 def check_sharing(model, new, kind, tmp_path):

@@ -5,7 +5,7 @@ import zlib
 
 import pytest
 import torch
-from helpers import attached, random_ids, tiny_gates
+from helpers import attached, kind_model, random_ids, tiny_gates
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -17,12 +17,15 @@ from kvcompress import (
     IterativeCache,
     PrunedCache,
     PyramidKV,
+    QuantizedCache,
     SnapKV,
     StreamingCache,
     Uniform,
+    attach,
     load_cache,
     prefill,
 )
+from kvcompress.caches.local import LocalLayer
 from kvcompress.heads import HeadProfile
 from kvcompress.pruners import DuoAttention
 
@@ -44,10 +47,17 @@ CACHES = {  # and what stood for keep in the budget
 }
 
 
-def formerly(path, size):
-    """The file at a path, written as the version before would have: keep as a size in the innermost budget."""
+def rewrite(path, change):
+    """The file at a path, with change(saved) in its header."""
     with safe_open(path, "pt") as file:
         saved = json.loads(file.metadata()["kvcompress"])
+    change(saved)
+    text = json.dumps(saved)
+    save_file(load_file(path), path, {"kvcompress": text, "check": str(zlib.crc32(text.encode()))})
+
+
+def formerly(saved, size):
+    """As the version before would have written it: keep as a size in the innermost budget."""
     saved["format"] = "kvcompress caches 4"
     objects = saved["objects"]
     for one in objects:
@@ -66,13 +76,6 @@ def formerly(path, size):
         elif kind == "kvcompress.gates.cache:GatedCache":
             state["share"] = state.pop("keep")
         one["class"] = kind.replace(":ChunkReading", ":Reading")
-    text = json.dumps(saved)
-    save_file(load_file(path), path, {"kvcompress": text, "check": str(zlib.crc32(text.encode()))} | checks(path))
-
-
-def checks(path):
-    with safe_open(path, "pt") as file:
-        return {name: value for name, value in file.metadata().items() if name not in ("kvcompress", "check")}
 
 
 @pytest.mark.parametrize("name", CACHES)
@@ -82,7 +85,7 @@ def test_a_former_file_goes_on_as_it_was(name, tmp_path):
     cache, path = new_cache(model.config), tmp_path / "cache.safetensors"
     prefill(model, ids, cache)
     cache.save(path, model)
-    formerly(path, size)
+    rewrite(path, lambda saved: formerly(saved, size))
     loaded = load_cache(path, model)
     assert loaded.stored_lengths() == cache.stored_lengths() and repr(loaded) == repr(cache)
     for field in ("keep", "budget", "track"):
@@ -102,9 +105,37 @@ def test_a_budget_that_is_not_ours_is_refused(tmp_path):
     cache = PrunedCache(model.config, SNAP, Uniform(), keep=20)
     prefill(model, random_ids(60), cache)
     cache.save(path, model)
-    formerly(path, 20)
-    with safe_open(path, "pt") as file:
-        text = file.metadata()["kvcompress"].replace("kvcompress.budgets:Uniform", "mine:LowerHalf")
-    save_file(load_file(path), path, {"kvcompress": text, "check": str(zlib.crc32(text.encode()))})
+
+    def of_anothers(saved):
+        formerly(saved, 20)
+        for one in saved["objects"]:
+            one["class"] = one["class"].replace("kvcompress.budgets:Uniform", "mine:LowerHalf")
+
+    rewrite(path, of_anothers)
     with pytest.raises(ValueError, match=r"budget LowerHalf was saved before .*: read the text anew"):
         load_cache(path, model)
+
+
+def test_windows_from_before_there_were_codes_of_them_hold_numbers_on(tmp_path):
+    model, ids, path = kind_model("gemma2"), random_ids(60, seed=3), tmp_path / "cache.safetensors"
+    attach(model)
+    cache = QuantizedCache(model.config)
+    windows = [layer for layer in cache.layers if isinstance(layer, LocalLayer)]
+    for layer in windows:
+        layer.dtype = None
+    prefill(model, ids, cache)
+    cache.save(path, model)
+
+    def before(saved):
+        for one in saved["objects"]:
+            if one["class"].endswith(":LocalLayer"):
+                del one["state"]["dtype"], one["state"]["form"]
+
+    rewrite(path, before)
+    loaded = load_cache(path, model)
+    assert len(windows) == 2 and loaded.nbytes() == cache.nbytes()
+    outs = [model.generate(ids, past_key_values=one, max_new_tokens=20, do_sample=False) for one in (cache, loaded)]
+    assert torch.equal(*outs)
+    loaded.reset()
+    prefill(model, ids, loaded)
+    assert loaded.nbytes() < cache.nbytes()

@@ -21,6 +21,8 @@ from kvcompress.softmax import Softmax
 LAYERS = {
     "window": lambda: LocalLayer(0, 6, None),
     "chunks": lambda: LocalLayer(0, None, 6),
+    "window, k8v4": lambda: LocalLayer(0, 6, None, "k8v4"),
+    "chunks, int8": lambda: LocalLayer(0, None, 6, "int8"),
     "streaming": lambda: StreamingLayer(0, 0, 3, 6, "slot"),
     "streaming, apart": lambda: StreamingLayer(0, 0, 3, 6, "window"),
     "streaming, int8": lambda: StreamingLayer(0, 0, 3, 6, "slot", "int8"),
@@ -90,6 +92,20 @@ def test_a_step_of_a_layer_is_what_its_ops_give_in_turn(cpu, monkeypatch, kind):
         assert layer.places.flatten().tolist() == layer.tokens and layer.bases.flatten().tolist() == layer.base
     else:
         assert layer.places.flatten().tolist() == layer.next
+
+
+@pytest.mark.parametrize("kind", [kind for kind in LAYERS if kind != "dms"])  # whose pages are of one store
+def test_layers_that_join_go_on_as_they_were(cpu, kind):
+    facts, prompts = facts_of((4, 2), 16), [columns(S, B=1) for S in (11, 4)]
+    apart, joined = ([LAYERS[kind]() for _ in prompts] for _ in range(2))
+    for layer, prompt in zip((*apart, *joined), prompts * 2, strict=True):
+        feed(layer, facts, prompt)
+    joined[0].join(joined[1])
+    assert joined[0].stored_lengths() == apart[0].stored_lengths() + apart[1].stored_lengths()
+    for _ in range(9):
+        new = columns(1)
+        wanted = [feed(layer, facts, [x[b : b + 1] for x in new]) for b, layer in enumerate(apart)]
+        assert torch.equal(feed(joined[0], facts, new), torch.cat(wanted))
 
 
 @pytest.mark.parametrize("kind", LAYERS)

@@ -103,7 +103,7 @@ class CompressedCache(Images, Repeats, Generation, PassCache):
 
     def _layer(self, index: int, before: list[Any], window: int | None, chunk: int | None) -> CompressedLayer:
         if window is not None or chunk is not None:
-            return LocalLayer(index, window, chunk)
+            return LocalLayer(index, window, chunk, self.pool_settings.dtype)
         return self._new_layer(index, sum(_compresses(layer) for layer in before))
 
     @property
@@ -419,7 +419,7 @@ class CompressedCache(Images, Repeats, Generation, PassCache):
         self._incomplete = True  # until all layers are new
         for index, layer in enumerate(self.layers):
             if isinstance(layer, LocalLayer):
-                self.layers[index] = LocalLayer(index, layer.window, layer.chunk)
+                self.layers[index] = self._layer(index, self.layers[:index], layer.window, layer.chunk)
             elif isinstance(layer, CompressedLayer):
                 self.layers[index] = self._new_layer(index, layer.number)
         self._reset_states()

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from .. import ops
 from ..softmax import Softmax
+from .formats import Format, coded, decoded, keys_and_values, named_scales
 from .layer import CompressedLayer
 from .paged import step_positions
 from .passes import CachePass
@@ -15,16 +19,19 @@ from .ring import Ring
 
 class LocalLayer(CompressedLayer):
     """Keys stand at the tokens' own places. window: keys that a query sees, itself included; or chunk: it sees those of
-    its own chunk of so many positions. The guide of a prompt attends and is not kept.
+    its own chunk of so many positions. The guide of a prompt attends and is not kept. dtype: of FORMATS: what is held,
+    and attended to, are codes.
 
     places: int32 [B, 1], tokens of each sequence so far; next: the same on the host.
     """
 
     is_sliding = True
+    dtype: str | None = None  # here for files from before there were codes
+    form: Format | None = None
 
-    def __init__(self, index: int, window: int | None, chunk: int | None) -> None:
+    def __init__(self, index: int, window: int | None, chunk: int | None, dtype: str | None = None) -> None:
         super().__init__(index, -1)
-        self.window, self.chunk = window, chunk
+        self.window, self.chunk, self.dtype = window, chunk, dtype
         self.ring: Ring | None = None
         self.places: Tensor | None = None
         self.next: list[int] = []
@@ -39,14 +46,17 @@ class LocalLayer(CompressedLayer):
     def attend(self, step: CachePass, queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax) -> Tensor:
         facts, S = step.facts[self.index], keys.shape[2]
         if self.ring is None or self.places is None:
-            self.ring = Ring(self.size, (keys, values))
-            self.places = torch.zeros(keys.shape[0], 1, dtype=torch.int32, device=keys.device)
-            self.next, self.rope_lengths = [0] * keys.shape[0], step.whole
+            B, Hkv, _, D = keys.shape
+            self.form = Format.of(self.dtype, keys.dtype)
+            slots = keys_and_values(D, keys.dtype, self.form).values()
+            self.ring = Ring(self.size, [keys.new_empty(B, Hkv, 0, *shape, dtype=kind) for shape, kind in slots])
+            self.places = torch.zeros(B, 1, dtype=torch.int32, device=keys.device)
+            self.next, self.rope_lengths = [0] * B, step.whole
         if (out := self._step(step, queries, keys, values, softmax)) is not None:
             return out
         ring, places = self.ring, self.places
         positions, bound = step_positions(places, step.counts, S), max(self.next) + S
-        k = facts.key_rotary.rotate(keys, positions, bound, self.rope_lengths)
+        new = coded(self.form, (facts.key_rotary.rotate(keys, positions, bound, self.rope_lengths), values))
         lengths = self.rope_lengths
 
         def rotated(x: Tensor) -> Tensor:
@@ -54,21 +64,22 @@ class LocalLayer(CompressedLayer):
 
         if step.one:
             ring.make_room(max(self.next) + 1)
-            ring.put((k, values), *ring.slots(places))
+            ring.put(new, *ring.slots(places))
             # a chunk begins in slot 0
             end = (places + 1).clamp(max=self.size) if self.chunk is None else places % self.size + 1
             end = end.expand(-1, ring.heads).reshape(-1).contiguous()
-            held_k, held_v = ring.arrays
+            (held_k, held_v), scales = ring.arrays[:2], named_scales(ring.arrays)
 
             def view(x: Tensor, softmax: Softmax) -> Tensor:
-                return ops.decode(rotated(x), held_k, held_v, end, **softmax.options)[0]
+                return ops.decode(rotated(x), held_k, held_v, end, **scales, **softmax.options)[0]
 
         else:
             # of a chunk those that are in the next token's
             held = places.clamp(max=self.size) if self.chunk is None else places % self.size
             most = max(min(n, self.size) if self.chunk is None else n % self.size for n in self.next)
             counts = step.on(keys.device)
-            (all_k, all_v), totals = ring.joined((k, values), places, counts, most, held)
+            stored, totals = ring.joined(new, places, counts, most, held)
+            all_k, all_v = decoded(self.form, stored)  # as later tokens find them, so that parts change nothing
             befores = [min(n, self.size) if self.chunk is None else n % self.size for n in self.next]
 
             def view(x: Tensor, softmax: Softmax) -> Tensor:
@@ -81,7 +92,7 @@ class LocalLayer(CompressedLayer):
 
             kept = torch.tensor(step.kept, dtype=torch.int32, device=keys.device)[:, None]
             ring.make_room(max(n + count for n, count in zip(self.next, step.kept, strict=True)))
-            self._keep(ring, (all_k, all_v), held, kept, places)
+            self._keep(ring, stored, held, kept, places)
         self.next = [n + count for n, count in zip(self.next, step.kept, strict=True)]
         self.places = places + (1 if step.one else kept)
         return step.answer(self.index, view, queries, softmax)
@@ -97,15 +108,16 @@ class LocalLayer(CompressedLayer):
             return None
         assert ring is not None and places is not None
         ring.make_room(most)
-        k_ring, v_ring = ring.arrays
+        k_ring, v_ring, *scales = ring.arrays
+        named: dict[str, Any] = dict(zip(("k_ring_scales", "v_ring_scales"), scales, strict=False))
         out = ops.ring_step_(
             queries, keys, values, k_ring, v_ring, places, window=self.size, chunked=self.chunk is not None,
-            cos=tables[0], sin=tables[1], **softmax.options,
+            cos=tables[0], sin=tables[1], **named, **softmax.options,
         )[0]  # fmt: skip
         self.next = [n + 1 for n in self.next]
         return out
 
-    def _keep(self, ring: Ring, tokens: tuple[Tensor, Tensor], held: Tensor, kept: Tensor, places: Tensor) -> None:
+    def _keep(self, ring: Ring, tokens: Sequence[Tensor], held: Tensor, kept: Tensor, places: Tensor) -> None:
         if ring.arrays[0].shape[1]:
             ring.keep(tokens, held + kept, places + kept)
 

@@ -326,8 +326,8 @@ enum { KVC_MIXED = 128 }; /* keys whose weights are integers of one unit */
  * at most beside the roundings of float32; of KVC_MIXED keys the weights exp(x_t - lse) * value scale become multiples of
  * 1/32767 of the largest w of them, which leaves KVC_MIXED * w * m / 65534 at most of out (m = 127 or 7 as in kvc_quantize):
  * 0.2 % of the largest of their values' shares. More queries multiply float32 numbers. On CUDA codes are
- * numbers, and queries of 16 bits have weights times value scales of 8 bits: off by 1/256 of each at most; probabilities
- * are refused. A scale that is NaN makes NaN of the queries that see its key.
+ * numbers, and queries of 16 bits have weights times value scales of 8 bits: off by 1/256 of each at most. A scale that is
+ * NaN makes NaN of the queries that see its key.
  * KVC_BAD_SIZE for D < 1 or D > KVC_MAX_HEAD_DIM, odd with KVC_FORMAT_K8V4, sinks < 0, or probabilities with S > 1 or sinks;
  * KVC_BAD_INDEX if a row's range leaves [0, blocks*P] or [0, value_blocks*P], a page that it needs is outside [0, pages) or
  * [0, value_pages), or it has more keys than columns.
@@ -367,7 +367,7 @@ kvc_status kvc_decode(const kvc_decode_args *args, kvc_parallel_for parallel_for
  * begin, end int32 [R], P a power of two. Codes of 4 bits: far is turned back once.
  * scratch: kvc_decode_shared_scratch_bytes bytes (on CUDA kvc_cuda_decode_shared_scratch_bytes), 64-byte aligned; of the
  * sizes alone. One query's bits depend on its own row only.
- * On CUDA not of codes. KVC_BAD_SIZE for D < 1 or D > KVC_MAX_HEAD_DIM, odd with values of 4 bits, or a NaN as threshold;
+ * KVC_BAD_SIZE for D < 1 or D > KVC_MAX_HEAD_DIM, odd with values of 4 bits, or a NaN as threshold;
  * KVC_BAD_FORMAT for an unknown format; KVC_BAD_INDEX if a row's range leaves [0, blocks*P], has more values than columns, or needs a page outside [0, pages). Nothing is written then.
  * Source: PoD, section 2.3, equation 4.
  */

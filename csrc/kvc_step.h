@@ -124,9 +124,8 @@ typedef enum {
  *     OWN, LED: near joined with kvc_decode over the far range (kvc_merge_states; sink_logits count as near)
  *     SHARED: kvc_decode_shared of near and the far range's values; `skipped` is written
  * q [B, Hq, 1, D], k, v [B, Hkv, 1, D] un-rotated, k, v of one dtype; rows: keys over the pages of `keys`, values over those
- * of `values`, of numbers in the dtype of k, or codes as kvc_quantize makes them of the rotated key and the value (not on
- * CUDA); lead_keys, lead_key_scales as rows has them; turned [B, Hq, D] contiguous, dtype of
- * q; out [B, Hq, D], lse float32 [B, Hq] (SHARED: not written); far_lse float32 [B, Hq]; probabilities float32, those of
+ * of `values`, of numbers in the dtype of k, or codes as kvc_quantize makes them of the rotated key and the value;
+ * lead_keys, lead_key_scales as rows has them; turned [B, Hq, D] contiguous, dtype of q; out [B, Hq, D], lse float32 [B, Hq] (SHARED: not written); far_lse float32 [B, Hq]; probabilities float32, those of
  * head h at + b*stride_b + h*stride_h (OWN: contiguous [B, Hq, columns]); lead_q [B, Hq, 1, D] rotated, dtype of q;
  * lead_table int32 [R, lead_blocks]; moved int32 [R]; skipped uint8 [B, Hq]; the rest as in the functions named.
  * scratch: kvc_pod_step_scratch_bytes bytes (on CUDA kvc_cuda_pod_step_scratch_bytes), 64-byte aligned.

@@ -8,7 +8,7 @@ import oracle
 import pytest
 import torch
 from accuracy import assert_within
-from backends import BACKENDS, TABLES
+from backends import BACKENDS
 from helpers import DTYPES, covering, paged
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -78,9 +78,9 @@ def check_shared(given, table, tau=None, codes=None, scales=None):
 
 
 @pytest.mark.parametrize(
-    ("format", "dtype", "sizes", "cpu"), covering(["int8", "int4"], DTYPES, SIZES, TABLES), indirect=["cpu"]
+    ("format", "dtype", "sizes", "backend"), covering(["int8", "int4"], DTYPES, SIZES, BACKENDS), indirect=["backend"]
 )
-def test_values_that_are_codes_as_the_reference(cpu, format, dtype, sizes):
+def test_values_that_are_codes_as_the_reference(backend, format, dtype, sizes):
     *sizes, D, P = sizes
     (near, weights, far_lse, v_pages, begin, end), table = drawn_shared(*sizes, D + D % 2, P, dtype)
     codes, scales = ops.quantize(v_pages, format)

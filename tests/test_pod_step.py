@@ -3,7 +3,7 @@
 import oracle
 import pytest
 import torch
-from backends import BACKENDS, TABLES
+from backends import BACKENDS
 from helpers import DTYPES, check_table, covering
 from test_steps import clones, close, rotation, same_rows, state, unchanged
 
@@ -128,11 +128,11 @@ def in_turn(
 
 
 @pytest.mark.parametrize(
-    ("format", "far", "dtype", "shape", "cpu"),
-    covering(FORMATS, ["none", "own", "led", "shared"], DTYPES, [x for x in POD if x[3] % 2 == 0], TABLES),
-    indirect=["cpu"],
+    ("format", "far", "dtype", "shape", "backend"),
+    covering(FORMATS, ["none", "own", "led", "shared"], DTYPES, [x for x in POD if x[3] % 2 == 0], BACKENDS),
+    indirect=["backend"],
 )
-def test_a_step_of_pod_over_codes_is_its_parts_in_turn(cpu, format, far, dtype, shape):
+def test_a_step_of_pod_over_codes_is_its_parts_in_turn(backend, format, far, dtype, shape):
     B, Hq, Hkv, D, P, sinks, recent, seen, gone = shape
     R, first = B * Hkv, -(-sinks // P)
     dropped = max((seen - recent + 1) // P - first, 0) if gone and far != "own" else 0

@@ -37,16 +37,24 @@ SPECS = {
     "gated, int8": "gated,gates=FOLDER,keep=0.5,window=8,dtype=int8",
     "dmc": "dmc",
     "dmc, int8": "dmc,dtype=int8",
+    "pod, int8": "pod,dtype=int8",
+    "pod, k8v4": "pod,dtype=k8v4,reuse=false",
 }
 T, NEW = 64, 6
 COMPRESSES = {"h2o"}  # while decoding, and asks then
 
 
+def sharing_model():
+    model = tiny_model()
+    pod.convert(model, PoDConfig(((0, 0), (0, 0), (0, 2)), 2, 6))
+    return model
+
+
 @pytest.fixture(scope="module")
 def models():
-    """By device and whether they decide, attached: a second that all caches share."""
+    """By device and what they are converted to, attached: a second that all caches share."""
     found = {}
-    for name, make in (("dense", tiny_model), ("dmc", deciding_model)):
+    for name, make in (("dense", tiny_model), ("dmc", deciding_model), ("pod", sharing_model)):
         found["cpu", name] = make()
         with PretendedCuda():
             found["cuda", name] = moved(make())
@@ -73,7 +81,7 @@ def decoded(model, spec, device):
 
 @pytest.mark.parametrize("name", SPECS)
 def test_no_call_mixes_devices_and_a_decoded_token_does_not_wait(models, name):
-    kind = "dmc" if name.startswith("dmc") else "dense"
+    kind = name.split(",")[0] if name.startswith(("dmc", "pod")) else "dense"
     expected, _ = decoded(models["cpu", kind], SPECS[name], "cpu")
     with PretendedCuda():
         found, waits = decoded(models["cuda", kind], SPECS[name], "cuda")
@@ -91,18 +99,6 @@ def test_positions_that_keys_hold_are_on_the_device(name):
         found, waits = decoded(model, SPECS[name], "cuda")
     torch.testing.assert_close(found, expected)
     assert sum(not names for names in waits) >= NEW - 2, waits
-
-
-def test_pods_codes_are_refused_on_cuda_before_anything_is_stored():
-    model = tiny_model()
-    pod.convert(model, PoDConfig(((0, 0),) * 3, 2, 6))
-    with PretendedCuda():
-        model = moved(model)
-        kvcompress.attach(model)
-        cache = CacheSpec.parse("pod,dtype=int8").make(model.config)
-        with pytest.raises(NotImplementedError, match="dtype must be None with PoDCache on CUDA, got 'int8'"):
-            prefill(model, random_ids(20).to("cuda"), cache)
-    assert cache.get_seq_length() == 0
 
 
 IMAGES = {

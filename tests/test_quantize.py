@@ -226,21 +226,26 @@ def test_ranges_sinks_and_values_elsewhere(backend, format, dtype, sizes, sinks,
     assert torch.equal(here[0], there[0]) and torch.equal(here[1], there[1])
 
 
-@pytest.mark.parametrize("format", FORMATS)
-def test_probabilities_of_codes(cpu, format):
-    queries, (k, v) = torch.randn(2, 12, 1, 64), torch.randn(2, 4, 700, 64)
+@pytest.mark.parametrize(
+    ("format", "dtype", "Hq", "D", "backend"),
+    covering(FORMATS, DTYPES, [2, 12], [34, 64, 128, 256, 320], BACKENDS),
+    indirect=["backend"],
+)
+def test_probabilities_of_codes(backend, format, dtype, Hq, D):
+    queries, (k, v) = torch.randn(2, Hq, 1, D).to(dtype), torch.randn(2, 4, 700, D)
     begin, end = int32(0, 30, 699, 5), int32(700, 60, 699, 600)
     k_pages, v_pages, table = paged(k, v, 16)
     stored, found, exact = (
         Stored(k_pages, v_pages, format),
-        torch.full((2, 12, 700), 7.0),
-        torch.full((2, 12, 700), 7.0),
+        torch.full((2, Hq, 700), 7.0),
+        torch.full((2, Hq, 700), 7.0),
     )
     options = {"begin": begin, "block_table": table}
     out = ops.decode(queries, *stored.codes, end, probabilities=found, **stored.options, **options)
     wanted = oracle.decode(queries.double(), *stored.plain, end, probabilities=exact, **options)
     torch.testing.assert_close(found, exact, rtol=1e-3, atol=1e-7)
-    torch.testing.assert_close(out[0].double(), wanted[0], rtol=0, atol=2e-3 * float(v.abs().max()))
+    off = 2e-3 if dtype == torch.float32 else 2**-7  # of weights on tensor cores, and of the result
+    torch.testing.assert_close(out[0].double(), wanted[0], rtol=0, atol=off * float(v.abs().max()))
 
 
 @pytest.mark.parametrize("format", FORMATS)

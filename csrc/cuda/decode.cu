@@ -285,10 +285,9 @@ cudaError_t launch_mma(const kvc_decode_args& a, const plan& p, cudaStream_t str
 template <class T, int MAX_D, stored KIND = stored::numbers>
 cudaError_t launch_mma(const kvc_decode_args& a, plan p, cudaStream_t stream) {
     p.tiles = static_cast<int>(ceil_div(p.queries, MMA_QUERIES));
-    if constexpr (KIND == stored::numbers)
-        if (a.probabilities)
-            return a.softcap > 0.0f ? launch_mma<T, MAX_D, KIND, true, true>(a, p, stream)
-                                    : launch_mma<T, MAX_D, KIND, true, false>(a, p, stream);
+    if (a.probabilities)
+        return a.softcap > 0.0f ? launch_mma<T, MAX_D, KIND, true, true>(a, p, stream)
+                                : launch_mma<T, MAX_D, KIND, true, false>(a, p, stream);
     return a.softcap > 0.0f ? launch_mma<T, MAX_D, KIND, false, true>(a, p, stream)
                             : launch_mma<T, MAX_D, KIND, false, false>(a, p, stream);
 }
@@ -310,8 +309,7 @@ cudaError_t launch_fma(const kvc_decode_args& a, plan p, cudaStream_t stream) {
 
 template <class T, int VEC, int QUERIES, int PER_LANE = FEW_PER_LANE>
 cudaError_t launch_fma(const kvc_decode_args& a, const plan& p, cudaStream_t stream) {
-    if constexpr (elements_of<T>::CODES) return launch_fma<T, VEC, QUERIES, PER_LANE, false>(a, p, stream);
-    else return a.probabilities ? launch_fma<T, VEC, QUERIES, PER_LANE, true>(a, p, stream)
+    return a.probabilities ? launch_fma<T, VEC, QUERIES, PER_LANE, true>(a, p, stream)
                            : launch_fma<T, VEC, QUERIES, PER_LANE, false>(a, p, stream);
 }
 
@@ -387,7 +385,7 @@ bool valid(const kvc_decode_args& a) {
            (!a.value_table || (a.block_table && a.value_blocks >= 0 && a.value_pages >= 0)) &&
            (!a.probabilities || (a.S == 1 && a.columns >= 0 && a.sinks == 0)) && a.sinks >= 0 &&
            a.D <= KVC_CUDA_MAX_HEAD_DIM && valid_scale(a.scale, a.softcap) &&
-           valid_dtype(a.q.dtype) && valid_format(a.rows, a.D) && !(stores_codes(a.rows) && a.probabilities);
+           valid_dtype(a.q.dtype) && valid_format(a.rows, a.D);
 }
 
 bool empty(const kvc_decode_args& a) { return a.B == 0 || a.Hq == 0 || a.S == 0; }

@@ -14,8 +14,10 @@
 // mix_kernel has a block for each piece of PIECE values that a row can have, cut from the row's own beginning; those of
 // pieces that are not there end at once. Its sums are D*4 bytes per piece and query head, written and read once: 6% of
 // the values at D = 128 in 16 bits, G = 4. join_kernel adds up a row's pieces in a fixed order.
+//
+// Of codes a value's scale is in its probabilities; the sums of those of 4 bits are turned back, a query head a warp.
+#include "codes.cuh"
 #include "kvc_cuda.h"
-#include "types.cuh"
 
 namespace {
 
@@ -65,10 +67,17 @@ __device__ inline bool is_skipped(const kvc_decode_shared_args& a, bool has_valu
     return has_values && a.threshold != INFINITY && near - far >= a.threshold;
 }
 
+// Blocks of a multiprocessor; codes become floats in registers of their own.
+template <class T, int PER_LANE>
+constexpr int AT_ONCE = PER_LANE != FEW_PER_LANE ? 2 : elements_of<T>::CODES ? 3 : 4;
+
 template <class T, int VEC, int HEADS, int PER_LANE>
-__global__ __launch_bounds__(THREADS, PER_LANE == FEW_PER_LANE ? 4 : 2) void mix_kernel(const kvc_decode_shared_args a, const plan p) {
+__global__ __launch_bounds__(THREADS, (AT_ONCE<T, PER_LANE>)) void mix_kernel(const kvc_decode_shared_args a, const plan p) {
+    using V = typename elements_of<T>::value;
+    constexpr bool CODES = elements_of<T>::CODES, HALVES = std::is_same<T, k8v4_row>::value;
     constexpr int CHUNKS = PER_LANE / VEC;
-    constexpr int AHEAD = VEC == 8 && PER_LANE == FEW_PER_LANE ? 4 : 2;  // values that a lane loads at once
+    // values that a lane loads at once
+    constexpr int AHEAD = VEC < 8 || PER_LANE != FEW_PER_LANE ? 2 : CODES ? 8 : 4;
     constexpr int STEP = HEADS < 4 ? HEADS : 4;   // weights per load from shared memory
     constexpr int WIDTH = VEC < 4 ? VEC : 4;      // sums per store into it
     KVC_DYNAMIC_SHARED(int64_t, shared);
@@ -92,7 +101,7 @@ __global__ __launch_bounds__(THREADS, PER_LANE == FEW_PER_LANE ? 4 : 2) void mix
     if (!wanted) return;
 
     const int thread = threadIdx.x, lanes = p.lanes, groups = THREADS / lanes;
-    const int lane = thread % lanes, group = thread / lanes, D = static_cast<int>(a.D);
+    const int lane = thread % lanes, group = thread / lanes, D = static_cast<int>(a.D), width = HALVES ? D / 2 : D;
     const float* probabilities = a.probabilities + b * a.stride_b + (g * p.G + first) * a.stride_h + column;
     KVC_UNROLL
     for (int i = 0; i < PIECE / THREADS; i++) {
@@ -101,11 +110,14 @@ __global__ __launch_bounds__(THREADS, PER_LANE == FEW_PER_LANE ? 4 : 2) void mix
         const int64_t t = static_cast<int64_t>(values.begin) + column + j;
         const int page = a.block_table[row * a.blocks + (t >> p.page_shift)];
         const bool there = page >= 0 && page < a.pages;
-        places[j] = there ? (page * a.P + (t & (a.P - 1))) * a.D : -1;
+        const int64_t slot = there ? page * a.P + (t & (a.P - 1)) : 0;
+        places[j] = there ? slot * width : -1;
+        float scale = 1.0f;
+        if (CODES && there) scale = to_float(static_cast<const f16*>(a.rows.value_scales)[slot]);
         packed<float, STEP> of_heads[HEADS / STEP];
         KVC_UNROLL
         for (int n = 0; n < HEADS; n++)
-            of_heads[n / STEP].at[n % STEP] = first + n < p.G ? probabilities[n * a.stride_h + j] : 0.0f;
+            of_heads[n / STEP].at[n % STEP] = first + n < p.G ? probabilities[n * a.stride_h + j] * scale : 0.0f;
         KVC_UNROLL
         for (int n = 0; n < HEADS / STEP; n++) {
             // a value on no page counts nothing, whatever its probability
@@ -115,9 +127,9 @@ __global__ __launch_bounds__(THREADS, PER_LANE == FEW_PER_LANE ? 4 : 2) void mix
     }
     __syncthreads();
 
-    const T* pages = static_cast<const T*>(a.rows.values);
+    const V* pages = static_cast<const V*>(a.rows.values);
     float sums[HEADS][PER_LANE] = {};
-    packed<T, VEC> now[AHEAD][CHUNKS], next[AHEAD][CHUNKS];
+    packed<V, VEC> now[AHEAD][CHUNKS], next[AHEAD][CHUNKS];
     const auto fetch = [&](int base) {
         KVC_UNROLL
         for (int u = 0; u < AHEAD; u++) {
@@ -127,7 +139,8 @@ __global__ __launch_bounds__(THREADS, PER_LANE == FEW_PER_LANE ? 4 : 2) void mix
             for (int c = 0; c < CHUNKS; c++) {
                 const int d = (c * lanes + lane) * VEC;
                 next[u][c] = {};
-                if (place >= 0 && d < D) next[u][c] = *reinterpret_cast<const packed<T, VEC>*>(pages + place + d);
+                if (place >= 0 && d < D)
+                    next[u][c] = *reinterpret_cast<const packed<V, VEC>*>(pages + place + (d < width ? d : d - width));
             }
         }
     };
@@ -150,7 +163,10 @@ __global__ __launch_bounds__(THREADS, PER_LANE == FEW_PER_LANE ? 4 : 2) void mix
                 KVC_UNROLL
                 for (int i = 0; i < STEP * PER_LANE; i++) {
                     const int e = i % PER_LANE;
-                    sums[n + i / PER_LANE][e] += weight[i / PER_LANE] * to_float(now[u][e / VEC].at[e % VEC]);
+                    const V x = now[u][e / VEC].at[e % VEC];
+                    float& sum = sums[n + i / PER_LANE][e];
+                    if constexpr (HALVES) sum += weight[i / PER_LANE] * nibble(x, (e / VEC * lanes + lane) * VEC >= width);
+                    else sum += weight[i / PER_LANE] * to_float(x);
                 }
             }
         }
@@ -170,10 +186,26 @@ __global__ __launch_bounds__(THREADS, PER_LANE == FEW_PER_LANE ? 4 : 2) void mix
         }
     }
     __syncthreads();
-    for (int i = thread; i < HEADS * D && first + i / D < p.G; i += THREADS) {
+    const auto sum_groups = [&](int i) {
         float sum = 0.0f;
         for (int x = 0; x < groups; x++) sum += sums_of[x * HEADS * D + i];
-        p.sums[(item * p.G + first) * D + i] = sum;
+        return sum;
+    };
+    float* to = p.sums + (item * p.G + first) * D;
+    if constexpr (HALVES) {
+        constexpr int EACH = PER_LANE;  // of the 32 lanes that D needs at most
+        for (int n = thread / 32; n < HEADS && first + n < p.G; n += THREADS / 32) {
+            float x[EACH] = {};
+            KVC_UNROLL
+            for (int i = 0; i < EACH; i++)
+                if (32 * i + thread % 32 < D) x[i] = sum_groups(n * D + 32 * i + thread % 32);
+            turn_vector(x, D);
+            KVC_UNROLL
+            for (int i = 0; i < EACH; i++)
+                if (32 * i + thread % 32 < D) to[n * D + 32 * i + thread % 32] = x[i];
+        }
+    } else {
+        for (int i = thread; i < HEADS * D && first + i / D < p.G; i += THREADS) to[i] = sum_groups(i);
     }
 }
 
@@ -244,7 +276,7 @@ bool valid(const kvc_decode_shared_args& a) {
     return a.B >= 0 && a.Hq >= 0 && a.Hkv >= 0 && a.D >= 1 && a.D <= KVC_CUDA_MAX_HEAD_DIM &&
            (a.Hkv ? a.Hq % a.Hkv == 0 : a.Hq == 0) && a.P >= 1 && (a.P & (a.P - 1)) == 0 && a.pages >= 0 &&
            a.blocks >= 0 && a.columns >= 0 && a.threshold == a.threshold && valid_dtype(a.dtype) &&
-           valid_dtype(dtype_of(a.rows));
+           valid_format(a.rows, a.D);
 }
 
 bool empty(const kvc_decode_shared_args& a) { return a.B == 0 || a.Hq == 0; }
@@ -264,17 +296,26 @@ extern "C" cudaError_t kvc_cuda_decode_shared(const kvc_decode_shared_args* args
     if (!a.out || !a.skipped || !a.near || !a.near_lse || !a.far_lse) return cudaErrorInvalidValue;
     if (!a.block_table || !a.begin || !a.end) return cudaErrorInvalidValue;
     if ((a.columns && !a.probabilities) || (a.pages && !a.rows.values)) return cudaErrorInvalidValue;
+    if (a.pages && stores_codes(a.rows) && !a.rows.value_scales) return cudaErrorInvalidValue;
     const plan p = plan_of(a);
     if (p.row_pieces > 0 && !a.scratch) return cudaErrorInvalidValue;
     if (p.capacity > MAX_GRID_X || p.rows * p.row_pieces > MAX_GRID_X || p.rows * p.G > MAX_GRID_X)
         return cudaErrorInvalidValue;
     if (p.row_pieces > 0 && a.columns > 0) {
-        KVC_TRY(with_dtype(dtype_of(a.rows), [&](auto element) {
-            using T = decltype(element);
-            constexpr int VEC = PER_16_BYTES<T>;
-            if (a.D % VEC == 0 && aligned_16(a.rows.values)) return launch_mix<T, VEC>(a, p, stream);
-            return launch_mix<T, 1>(a, p, stream);
-        }));
+        const bool whole = aligned_16(a.rows.values);
+        cudaError_t status;
+        if (a.rows.format == KVC_FORMAT_INT8) {
+            status = whole && a.D % 8 == 0 ? launch_mix<int8_row, 8>(a, p, stream) : launch_mix<int8_row, 1>(a, p, stream);
+        } else if (a.rows.format == KVC_FORMAT_K8V4) {
+            status = whole && a.D % 16 == 0 ? launch_mix<k8v4_row, 8>(a, p, stream) : launch_mix<k8v4_row, 1>(a, p, stream);
+        } else {
+            status = with_dtype(dtype_of(a.rows), [&](auto element) {
+                using T = decltype(element);
+                constexpr int VEC = PER_16_BYTES<T>;
+                return whole && a.D % VEC == 0 ? launch_mix<T, VEC>(a, p, stream) : launch_mix<T, 1>(a, p, stream);
+            });
+        }
+        KVC_TRY(status);
     }
     KVC_LAUNCH(join_kernel, static_cast<unsigned>(p.rows * p.G), JOIN_THREADS, 0, stream, a, p);
     return cudaSuccess;

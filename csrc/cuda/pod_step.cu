@@ -7,7 +7,7 @@
 // probabilities the two of decode_shared. Nothing waits for the host.
 #include "../pod_step.h"
 #include "extend.cuh"
-#include "step.cuh"
+#include "rows.cuh"
 
 namespace {
 
@@ -35,12 +35,18 @@ __device__ inline int64_t newest_slot(const kvc_pod_step_args& a, const kvc_pod_
     if (refused(a, parts)) return -1;
     const int64_t slot = table.lengths[row] - 1;
     const int32_t page = *entry(table, row, slot / table.P), copied = parts.copied[(table.R + 1) * values + row];
-    if (copied >= 0)
-        copy_slots(table, copied, page, slot % table.P, values ? a.rows.values : a.rows.keys, bytes_of(a.k.dtype) * a.D);
+    if (copied >= 0) {
+        const bool codes = stores_codes(a.rows), halves = values && a.rows.format == KVC_FORMAT_K8V4;
+        const int64_t bytes = codes ? halves ? a.D / 2 : a.D : bytes_of(a.k.dtype) * a.D;
+        copy_slots(table, copied, page, slot % table.P, values ? a.rows.values : a.rows.keys, bytes);
+        if (codes)
+            copy_slots(table, copied, page, slot % table.P, values ? a.rows.value_scales : a.rows.key_scales, sizeof(f16));
+    }
     return page_exists(table, page) ? page * table.P + slot % table.P : -1;
 }
 
-// Query head `item`, then row item - B*Hq, by a warp; pages have been taken.
+// Query head `item`, then row item - B*Hq, by a warp; pages have been taken. MOST: as in store_codes.
+template <int MOST>
 __device__ inline void place_head(const kvc_pod_step_args& a, const kvc_pod_parts& parts, int64_t item) {
     const int64_t queries = a.B * a.Hq, row = item - queries;
     const int64_t heads = item < queries ? a.Hq : a.Hkv, own = item < queries ? item : row, b = quotient(own, heads), h = remainder_of(own, heads);
@@ -52,10 +58,16 @@ __device__ inline void place_head(const kvc_pod_step_args& a, const kvc_pod_part
         rotate(a.q, a.turned, item * a.D);
         return;
     }
-    const int64_t key = newest_slot(a, parts, row, 0), value = newest_slot(a, parts, row, 1);
-    const int64_t moved = a.moved ? a.moved[row] : 0;
-    if (key >= 0) rotate(a.k, a.rows.keys, key * a.D);
-    if (value >= 0) copy_head(a.v.data, row_at(a.v, b, h, 0), a.rows.values, value * a.D, a.k.dtype, a.D);
+    const slot_of_each to = {newest_slot(a, parts, row, 0), newest_slot(a, parts, row, 1)};
+    const int64_t moved = a.moved ? a.moved[row] : 0, value = row_at(a.v, b, h, 0);
+    if (to.key >= 0 && to.value >= 0) {
+        if (stores_codes(a.rows)) {
+            store_turned<MOST>(a, a.rows, row_at(a.k, b, h, 0), value, parts.positions[b], to);
+        } else {
+            rotate(a.k, a.rows.keys, to.key * a.D);
+            copy_head(a.v.data, value, a.rows.values, to.value * a.D, a.k.dtype, a.D);
+        }
+    }
     for (int64_t i = threadIdx.x % 32; i < a.keys.blocks; i += 32) {
         const int64_t place = i < a.first ? i : i + moved;
         const bool here = place >= 0 && place < a.values.blocks;
@@ -87,14 +99,14 @@ __global__ __launch_bounds__(BEGIN_THREADS, 1) void begin_kernel(const kvc_pod_s
         __syncthreads();  // the list's sums are free
         list_pieces(far, far_pieces, far_scratch);
     }
-    for (int64_t item = threadIdx.x / 32; item < heads; item += BEGIN_THREADS / 32) place_head(a, parts, item);
+    for (int64_t item = threadIdx.x / 32; item < heads; item += BEGIN_THREADS / 32) place_head<256>(a, parts, item);
 }
 
 __global__ __launch_bounds__(PLAN_THREADS, 1) void place_kernel(const kvc_pod_step_args a, const kvc_pod_parts parts,
                                                              int64_t heads) {
     const int64_t between = gridDim.x * static_cast<int64_t>(PLACE_WARPS);
     for (int64_t item = blockIdx.x * static_cast<int64_t>(PLACE_WARPS) + threadIdx.x / 32; item < heads; item += between)
-        place_head(a, parts, item);
+        place_head<512>(a, parts, item);
 }
 
 kvc_pod_parts parts_of(const kvc_pod_step_args& a) {
@@ -109,7 +121,7 @@ kvc_pod_parts parts_of(const kvc_pod_step_args& a) {
 
 bool valid(const kvc_pod_step_args& a) {
     return kvc_pod_sizes_are_good(&a) && valid_scale(a.scale, a.softcap) && valid_dtype(a.q.dtype) &&
-           valid_dtype(a.k.dtype) && a.v.dtype == a.k.dtype && dtype_of(a.rows) == a.k.dtype &&
+           valid_dtype(a.k.dtype) && a.v.dtype == a.k.dtype && format_takes(a.rows, a.k.dtype, a.D) &&
            valid_table(a.keys) && valid_table(a.values) && (a.far != KVC_FAR_LED || valid_dtype(a.lead_q.dtype));
 }
 
@@ -118,10 +130,12 @@ bool empty(const kvc_pod_step_args& a) { return a.keys.R == 0 || a.Hq == 0; }
 bool complete(const kvc_pod_step_args& a) {
     if (!a.out || !a.turned || !a.q.data || !a.k.data || !a.v.data || !a.places || !a.scratch) return false;
     if (a.rotary_dim && a.table_rows && (!a.cos || !a.sin)) return false;
-    if ((a.keys.pages && !a.rows.keys) || (a.values.pages && !a.rows.values)) return false;
+    const bool codes = stores_codes(a.rows);
+    if (a.keys.pages && (!a.rows.keys || (codes && !a.rows.key_scales))) return false;
+    if (a.values.pages && (!a.rows.values || (codes && !a.rows.value_scales))) return false;
     if (a.far != KVC_FAR_SHARED && !a.lse) return false;
     if (a.far == KVC_FAR_OWN && !a.far_lse) return false;
-    if (a.far == KVC_FAR_LED) return a.lead_q.data && (!a.lead_pages || a.lead_keys) && a.lead_table;
+    if (a.far == KVC_FAR_LED) return a.lead_q.data && a.lead_table && (!a.lead_pages || (a.lead_keys && (!codes || a.lead_key_scales)));
     return a.far != KVC_FAR_SHARED || (a.far_lse && a.skipped && (!a.columns || a.probabilities));
 }
 
@@ -143,7 +157,8 @@ extern "C" cudaError_t kvc_cuda_pod_step(const kvc_pod_step_args* args, cudaStre
     kvc_decode_args far = {};
     if (has_far) far = kvc_pod_far(&a, &parts);
     const plan near_pieces = plan_of(near), far_pieces = has_far ? plan_of(far) : plan{};
-    const int64_t heads = a.B * (a.Hq + a.Hkv), alone = heads <= FEW_HEADS ? heads : 0;
+    const bool wide = stores_codes(a.rows) && a.D > 256;  // more registers than the block has
+    const int64_t heads = a.B * (a.Hq + a.Hkv), alone = heads <= FEW_HEADS && !wide ? heads : 0;
     if (!fits_grids(near_pieces) || !fits_grids(far_pieces) || heads > MAX_GRID_X) return cudaErrorInvalidValue;
     KVC_LAUNCH(begin_kernel, 1, BEGIN_THREADS, 0, stream, a, parts, keys, values, near, near_pieces,
                scratch_of(near, near_pieces), far, far_pieces, scratch_of(far, far_pieces), alone);

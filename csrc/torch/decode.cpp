@@ -84,7 +84,6 @@ static std::tuple<Tensor, Tensor> decode_to(const Tensor& queries, const Tensor&
     if (probabilities) {
         check_array(*probabilities, queries, ScalarType::Float, {B, Hq, -1}, "probabilities");
         KVC_CHECK(S == 1, "probabilities are of one query per head, got ", S);
-        KVC_CHECK(on_cpu(queries) || !stored.key_scales, "probabilities over rows of codes are of the CPU so far");
         args.columns = probabilities->size(2);
         static float nothing;  // wanted, though there is no column: a row that has keys is refused
         args.probabilities = args.columns ? static_cast<float*>(probabilities->mutable_data_ptr()) : &nothing;
@@ -135,7 +134,6 @@ static std::tuple<Tensor, Tensor> decode_shared(const Tensor& near, const Tensor
               "probabilities must be float32 [B, Hq, columns], contiguous in its last dimension");
     kvc_rows rows = {nullptr, const_cast<void*>(v_pages.const_data_ptr()), nullptr, nullptr, KVC_FORMAT_INT8};
     if (value_scales.has_value()) {
-        KVC_CHECK(on_cpu(near), "value_scales: distant values that are codes are of the CPU so far");
         rows.format = format_of_values(v_pages);
         rows.value_scales = const_cast<void*>(value_scales->const_data_ptr());
         check_array(*value_scales, near, ScalarType::Half, {v_pages.size(0), v_pages.size(1)}, "value_scales");

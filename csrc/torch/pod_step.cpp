@@ -74,7 +74,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> pod_step_(
               sinks, ", ", first, " and ", recent);
     const kvc_rows stored = changed_rows_of(k_pages, v_pages, key_scales, value_scales, block_table, refs.size(0),
                                             value_refs.size(0), D);
-    KVC_CHECK(on_cpu(queries) || !stored.key_scales, "key_scales: PoD's rows of codes are of the CPU so far");
     // rows of codes take new tokens of any dtype, keys and values of one
     const Tensor& numbers = stored.key_scales ? keys : k_pages;
     check_array(value_table, block_table, ScalarType::Int, {R, -1}, "value_table");

@@ -95,7 +95,7 @@ def decode(
     k_pages int8, v_pages int8, or uint8 [pages, P, D/2] of 4 bits (k8v4). On the CPU up to 8 queries of a row (G*S) are
     multiplied as 16-bit integers: out, of 4 bits before it is turned back, is what the dequantised rows would give but
     for 0.2 % of the largest share that a value of 128 has in it, at worst; on CUDA weights of 16-bit queries have 8
-    bits (kvc.h has the bounds), and probabilities are refused.
+    bits (kvc.h has the bounds).
     Returns (out [B, Hq, S, D] in the queries' dtype, lse float32 [B, Hq, S], natural logarithm). A query that sees no
     key gets out 0 and lse -inf, with a sink lse = sink. Raises ValueError for wrong shapes, dtypes, scale or
     softcap, RuntimeError for rows outside the pages or longer than probabilities has columns, NotImplementedError if a

@@ -73,7 +73,7 @@ def decode_shared(
     near: (out [B, Hq, 1, D], lse float32 [B, Hq, 1]) of decode over the near keys, D 1..512. probabilities, far_lse:
     what decode wrote and returned for the same tokens in the layer that leads, float32 [B, Hq, columns], any strides
     but the last, and float32 [B, Hq, 1]. v_pages: contiguous [pages, P, D], the layer's own values, P a power of two.
-    value_scales: as in decode, of v_pages that hold codes; not on CUDA.
+    value_scales: as in decode, of v_pages that hold codes.
     block_table: int32 [R, blocks], R = B*Hkv: value t of row r lies at [block_table[r, t // P], t % P]. begin, end:
     int32 [R]: column j weighs value begin_r + j < end_r. tau: a query head is skipped, and its near attention taken
     alone, if it has distant keys and gives the near ones at least this probability; the values of a KV head that are

@@ -160,7 +160,7 @@ def pod_step_(
     is at least tau take near tokens alone. cos, sin: float32 [T, rotary_dim/2], indexed by place; None = nothing is
     rotated. scale, softcap, sink_logits: as in decode; sinks of the softmax count as near. key_scales, value_scales: as
     in decode, changed in place too: k_pages, v_pages and the lead's pages hold codes, and the rotated key and the
-    value, of any one dtype, are quantised before they are stored; not on CUDA.
+    value, of any one dtype, are quantised before they are stored.
     Returns PodStep: the results of rope, append_tokens_, decode, merge_states and decode_shared in turn.
     Raises ValueError for wrong shapes, dtypes, devices or numbers; RuntimeError if a free list is too short, a row
     outgrows its line or names a page that does not exist, a place is outside the tables, moved leads out of the values'

@@ -39,10 +39,9 @@ class PoDCache(ConvertedCache):
     those that the pruner scores highest at the lead of their block, rounded up so that whole pages go; near tokens stay
     and later ones are added. SnapKV, for one; a pruner that sums up all queries' votes (H2O) is refused.
     page_size, max_pages, grow, dtype: see PoolSettings; keys have as many pages in each layer as values. With a dtype a
-    prompt reads itself as it is and what came before as it is stored; not on CUDA.
+    prompt reads itself as it is and what came before as it is stored.
     A prompt of several chunks that finds no page leaves the cache incomplete: reset() it.
-    Raises ValueError for settings out of range and for a config that is not of a converted model, NotImplementedError
-    for a model on CUDA with a dtype.
+    Raises ValueError for settings out of range and for a config that is not of a converted model.
     Source: PoD, section 2.3.
     """
 
@@ -114,12 +113,6 @@ class PoDCache(ConvertedCache):
         return PoDLayer(
             index, number, self.pool_settings, self.pod, reuse=self.reuse, skips=self.skips, votes=votes
         )  # fmt: skip
-
-    def check_model(self, decoder: Any) -> None:
-        super().check_model(decoder)
-        dtype = self.pool_settings.dtype
-        if dtype is not None and any(parameter.device.type == "cuda" for parameter in decoder.parameters()):
-            raise NotImplementedError(f"dtype must be None with PoDCache on CUDA, got {dtype!r}: codes are of the CPU")
 
     # ---- reading ----
 

@@ -96,14 +96,32 @@ def code_calls(dtype: torch.dtype, D: int) -> Iterator[tuple[str, Callable[[], o
                 q, x, x, *p, r, t, pages_read=3, cos=half, sin=half, **s
             ),
         )
-        for cap, heads in itertools.product((None, 20.0), (2, 16)):
+        yield (
+            f"pod_step/codes/{tail}",
+            lambda p=pages, s=scales, t=table, x=x, q=one, b=batch: ops.pod_step_(
+                q, x, x, *p, t, table_of(*t.block_table.shape), ints(b, 1), sinks=4, recent=64, first=1, cos=half,
+                sin=half, **s,
+            ),
+        )  # fmt: skip
+        for cap, heads, columns in itertools.product((None, 20.0), (2, 16), (None, 128)):
             queries = torch.empty(batch, heads, 1, D, dtype=dtype)
+            probabilities = None if columns is None else floats(batch, heads, columns)
             yield (
                 f"decode/codes/{tail}",
-                lambda p=pages, s=scales, t=table, q=queries, c=cap: ops.decode(
-                    q, *p, t.lengths, block_table=t.block_table, softcap=c, **s
+                lambda p=pages, s=scales, t=table, q=queries, c=cap, x=probabilities: ops.decode(
+                    q, *p, t.lengths, block_table=t.block_table, softcap=c, probabilities=x, **s
                 ),
             )
+        for heads in (2, 4, 16):  # one, two and eight query heads per KV head
+            near = torch.empty(batch, heads, 1, D, dtype=dtype), floats(batch, heads, 1)
+            for values in (pages[1], odd(pages[1])):
+                yield (
+                    f"decode_shared/codes/{tail}",
+                    lambda n=near, v=values, s=scales, t=table: ops.decode_shared(
+                        n, floats(*n[1].shape[:2], 128), n[1], v, t.lengths, t.lengths, block_table=t.block_table,
+                        value_scales=s["value_scales"],
+                    ),
+                )  # fmt: skip
 
 
 def odd(x: Tensor) -> Tensor:

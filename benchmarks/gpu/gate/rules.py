@@ -18,6 +18,8 @@ LOCAL = {
     r"decode: pieces_mma_kernel<\w+, (128|256), [12], ": 48,
     # heads of 256 whose probabilities are asked for: one register is put aside and fetched again
     r"decode: pieces_mma_kernel<\w+, 256, 0, true, ": 2,
+    # the same of eight queries over values of 4 bits that are loaded one by one
+    r"decode: pieces_kernel<k8v4_row, 1, 8, 8, true>": 8,
 }
 # Calls whose products are of 16-bit rows that start on 16 bytes. Decoding above D = 256, or where the block's memory is
 # too small for tiles of 256, is plain FMA by design: memory bounds it still.

@@ -20,6 +20,7 @@ from helpers import (
 import kvcompress
 from benchmarks.quality.parts.families_configurations import CONFIGURATIONS
 from kvcompress import (
+    AdaKV,
     CacheSpec,
     DMCCache,
     GatedCache,
@@ -376,3 +377,71 @@ def test_a_guide_has_no_effect():
     model = attached()
     with pytest.raises(ValueError, match="guide has no effect with QuantizedCache"):
         prefill(model, random_ids(20), QuantizedCache(model.config), guide=random_ids(3)[0])
+
+
+EACH = (None, "int8", "k8v4")  # of the three layers of the tiny models
+
+
+@pytest.mark.parametrize("name", ["quantized", "snapkv", "quest", "iterative, every", *STREAMS, "gated", "dms", "dmc"])
+def test_each_layer_may_have_a_dtype_of_its_own(name, tmp_path):
+    model, ids = model_of(name), random_ids(41, seed=3)
+    cache, *others = (EVERY[name](model.config, dtype) for dtype in (list(EACH), *EACH))
+    for one in (cache, *others):
+        prefill(model, ids, one)
+    for index, other in enumerate(others):
+        if name not in MODELS or index == 0:  # later layers' decisions follow what was rounded
+            assert cache.layers[index].nbytes() == other.layers[index].nbytes()
+    assert len({layer.nbytes() for layer in cache.layers}) == 3
+    check_sharing(model, lambda dtype: EVERY[name](model.config, dtype), list(EACH), tmp_path)
+
+
+def test_windows_have_the_dtypes_of_their_layers():
+    model, ids = kind_model("gemma2"), random_ids(60)
+    attach(model)
+    dtypes = (None, "int8", "k8v4", None)  # a window, all, a window, all
+    cache, *others = (DenseCache(model.config, dtype=dtype) for dtype in (dtypes, None, "int8", "k8v4"))
+    for one in (cache, *others):
+        prefill(model, ids, one)
+    for layer, dtype in zip(cache.layers, dtypes, strict=True):
+        same = others[(None, "int8", "k8v4").index(dtype)]
+        assert layer.nbytes() == same.layers[layer.index].nbytes()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "message"),
+    [
+        (("int8", None), "one for each of the model's 3 layers, got 2"),
+        ([None, "int2", "int8"], "or a list of these, one for each layer, got 'int2'"),
+    ],
+)
+def test_wrong_dtypes_of_layers_are_named(dtype, message):
+    for make in (QuantizedCache, CACHES["keep"], CACHES["stream"]):
+        with pytest.raises(ValueError, match=message):
+            make(attached().config, dtype)
+
+
+def test_bytes_count_the_dtypes_of_layers():
+    model = attached()
+    for budget in (None, AdaKV()):
+        cache = PrunedCache(model.config, SnapKV(window=4), budget, keep="32KiB", page_size=4, dtype=EACH)
+        prefill(model, random_ids(200), cache)
+        numbers, *codes = (layer.stored_lengths()[0] for layer in cache.layers)
+        assert sum(numbers) < sum(codes[0]) < sum(codes[1]) and 30 * 2**10 < cache.nbytes() <= 32 * 2**10
+    with pytest.raises(ValueError, match="tokens or a share with GlobalTopK where each layer has a dtype, got 32KiB"):
+        PrunedCache(model.config, SnapKV(), GlobalTopK(), keep="32KiB", dtype=EACH)
+
+
+def test_layers_that_read_each_other_have_one_dtype():
+    model, new = sharing("one")
+    with pytest.raises(ValueError, match="dtype must be one for all layers, which read each other's keys, got"):
+        new(["int8"] * 4)
+
+
+def test_texts_name_a_dtype_for_each_layer():
+    config = attached().config
+    spec = CacheSpec.parse("pruned,pruner=snapkv,keep=64,dtype=none+2*int8")
+    assert spec.make(config).pool_settings.dtype == (None, "int8", "int8")
+    assert CacheSpec.parse(str(spec)) == spec
+    assert CacheSpec.parse("streaming,window_size=64,dtype=2*k8v4+none").make(config).layers[1].dtype == "k8v4"
+    with pytest.raises(ValueError, match=re.escape("each layer such as 2*none+30*int8, got '2**int8'")):
+        CacheSpec.parse("quantized,dtype=2**int8")

@@ -328,6 +328,7 @@ def test_what_cannot_be_served_is_refused():
         (PRUNED + ",positions=contiguous", "positions must be 'original'"),
         (PRUNED + ",later=keep", "later must be 'compress' for a cache that is served, got 'keep'"),
         ("pruned,pruner=kvzip,keep=0.5", "as KVzip does"),
+        ("quantized,dtype=none+2*int8", "dtype must be one for all layers of a cache that is served, got"),
         ("dmc", "not converted"),
     ):
         with pytest.raises(ValueError, match=message):

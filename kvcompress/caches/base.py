@@ -90,7 +90,10 @@ class CompressedCache(Images, Repeats, Generation, PassCache):
         """The layers of a model as transformers makes them, with ours for attention."""
         kinds = getattr(config, "layer_types", None) or ()
         layers: list[Any] = []
-        for index, theirs in enumerate(cache_layers(config)):
+        every, dtype = cache_layers(config), self.pool_settings.dtype
+        if isinstance(dtype, tuple) and len(dtype) != len(every):
+            raise ValueError(f"dtype must be one, or one for each of the model's {len(every)} layers, got {len(dtype)}")
+        for index, theirs in enumerate(every):
             if not isinstance(theirs, DynamicLayer):
                 layers.append(theirs)
                 continue
@@ -103,7 +106,7 @@ class CompressedCache(Images, Repeats, Generation, PassCache):
 
     def _layer(self, index: int, before: list[Any], window: int | None, chunk: int | None) -> CompressedLayer:
         if window is not None or chunk is not None:
-            return LocalLayer(index, window, chunk, self.pool_settings.dtype)
+            return LocalLayer(index, window, chunk, self.pool_settings.dtype_of(index))
         return self._new_layer(index, sum(_compresses(layer) for layer in before))
 
     @property
@@ -206,7 +209,7 @@ class CompressedCache(Images, Repeats, Generation, PassCache):
     def _check_codes(self, decoder: Any, facts: Facts) -> None:
         """Raises ValueError where keys hold what a scale for all their numbers would round away."""
         dtype = self.pool_settings.dtype
-        if dtype is not None and any(found.beside for found in facts.values()):
+        if any(found.beside and self.pool_settings.dtype_of(index) is not None for index, found in facts.items()):
             raise ValueError(
                 f"dtype must be None for {type(decoder).__name__}, got {dtype!r}: its keys hold their positions "
                 "(ALiBi), which codes would round; take a cache without codes"

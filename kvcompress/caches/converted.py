@@ -10,6 +10,7 @@ from transformers import PreTrainedConfig
 from ..hf.config import decoder_config
 from ..units import Tokens, tokens_of
 from .base import CompressedCache
+from .formats import Dtypes
 from .store import PoolSettings
 
 
@@ -27,7 +28,7 @@ class ConvertedCache(CompressedCache):
     def __init__(
         self, config: PreTrainedConfig, page_size: int, max_pages: int | None, grow: str,
         chunk_size: Tokens | None,
-        dtype: str | None = None,
+        dtype: Dtypes = None,
     ) -> None:  # fmt: skip
         if chunk_size is not None:
             chunk_size = tokens_of("chunk_size", chunk_size)

@@ -10,7 +10,7 @@ from ..hf.method import Call
 from ..softmax import Softmax
 from .attention import prompt_attention
 from .base import CompressedCache
-from .formats import FORMATS
+from .formats import FORMATS, Dtypes
 from .paged import Alone, PagedLayer
 from .passes import CachePass
 from .store import PoolSettings
@@ -37,7 +37,7 @@ class DenseCache(CompressedCache):
 
     def __init__(
         self, config: PreTrainedConfig, *, page_size: int = 64, max_pages: int | None = None, grow: str = "double",
-        dtype: str | None = None, chunk_size: int | None = None,
+        dtype: Dtypes = None, chunk_size: int | None = None,
     ) -> None:  # fmt: skip
         self.pool_settings, self.chunk_size = PoolSettings(page_size, max_pages, grow, dtype), chunk_size
         super().__init__(config)
@@ -56,8 +56,9 @@ class QuantizedCache(DenseCache):
     """Keeps every token, as codes of 8 or 4 bits: nothing is forgotten, all is rounded once, and attended to as it
     is stored: a prompt in one pass, in chunks or token by token gives the same, but for the rounding of sums.
 
-    config: the model's config. dtype: "int8", or "k8v4": keys of 8 bits, values of 4. Each key and value of a head has
-    a float16 scale besides: 8.25 and 6.25 bits a number with heads of 64, 8.125 and 6.125 with heads of 128.
+    config: the model's config. dtype: "int8", or "k8v4": keys of 8 bits, values of 4; or one for each layer (see
+    PoolSettings). Each key and value of a head has a float16 scale besides: 8.25 and 6.25 bits a number with heads of
+    64, 8.125 and 6.125 with heads of 128.
     page_size, max_pages, grow: see PoolSettings. chunk_size: tokens that `prefill` reads at a time, None = the whole
     prompt.
     PrunedCache and IterativeCache take the same dtype, to drop tokens and round what stays.
@@ -65,10 +66,10 @@ class QuantizedCache(DenseCache):
     """
 
     def __init__(
-        self, config: PreTrainedConfig, dtype: str = "int8", *, page_size: int = 16, max_pages: int | None = None,
+        self, config: PreTrainedConfig, dtype: Dtypes = "int8", *, page_size: int = 16, max_pages: int | None = None,
         grow: str = "double", chunk_size: int | None = None,
     ) -> None:  # fmt: skip
-        need(dtype in FORMATS, f"dtype must be {' or '.join(map(repr, FORMATS))}, got {dtype!r}")
+        need(dtype is not None, f"dtype must be {' or '.join(map(repr, FORMATS))}, got None")
         super().__init__(
             config, page_size=page_size, max_pages=max_pages, grow=grow, dtype=dtype, chunk_size=chunk_size
         )

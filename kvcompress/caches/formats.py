@@ -16,6 +16,7 @@ Slots = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
 FORMATS = {"int8": ("int8", "int8"), "k8v4": ("int8", "int4")}  # of keys and of values
 PAIR = ("keys", "values")
+Dtypes = str | tuple[str | None, ...] | None  # of FORMATS, None = the model's; or one of each of the model's layers
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from ..pruners import Pruner, SnapKV
 from ..support.kvpress_names import no_ratio
 from ..units import Tokens, tokens_of
 from .base import CompressedCache, trained_length_of
+from .formats import Dtypes
 from .iterative_layer import IterativeLayer, ReadingSettings
 from .passes import CachePass, Iteration
 from .policy import NEVER, Policy
@@ -78,7 +79,7 @@ class IterativeCache(CompressedCache):
         page_size: int = 16,
         max_pages: int | None = None,
         grow: str = "double",
-        dtype: str | None = None,
+        dtype: Dtypes = None,
     ) -> None:
         if isinstance(memory_size, Budget):
             raise ValueError(f"memory_size must be a number of tokens (budget= divides them), got {memory_size}")

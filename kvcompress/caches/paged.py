@@ -179,7 +179,7 @@ class PagedLayer(RepeatingLayer):
         )  # fmt: skip
 
     def open_pool(self, rows: int, head_dim: int, like: Tensor, rope_lengths: list[int]) -> None:
-        form = Format.of(self.pool_settings.dtype, like.dtype)
+        form = Format.of(self.pool_settings.dtype_of(self.index), like.dtype)
         slots = keys_and_values(head_dim, like.dtype, form)
         self.pool = PagePool(rows, slots, like.device, self.pool_settings, store=self.store, form=form)
         self.rope_lengths, self.next = rope_lengths, [0] * len(rope_lengths)

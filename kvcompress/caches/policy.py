@@ -98,6 +98,10 @@ class Policy:
     def keeping(self, keep: Keep, budget: Budget) -> Policy:
         """The same with so much, so divided. Raises ValueError for what is out of range or cannot fit."""
         check_budget("budget", budget)
+        if keep.nbytes is not None and isinstance(self.pool.dtype, tuple) and budget.divides_layers:
+            raise ValueError(
+                f"keep must be tokens or a share with {type(budget).__name__} where each layer has a dtype, got {keep}"
+            )
         pruner = self.pruner
         policy = replace(self, keep=keep, budget=budget.beside(type(pruner).__name__, pruner.observation_window))
         if policy.gap is not None and isinstance(budget, GlobalTopK):

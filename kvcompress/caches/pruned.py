@@ -21,6 +21,7 @@ from ..units import Keep, Size, Tokens, tokens_of
 from .base import CompressedCache, trained_length_of
 from .choose import Choice
 from .contest import Contest
+from .formats import Dtypes
 from .passes import CachePass, Iteration
 from .policy import Policy
 from .pruned_layer import PrunedLayer
@@ -73,7 +74,7 @@ class PrunedCache(CompressedCache):
         page_size: int = 16,
         max_pages: int | None = None,
         grow: str = "double",
-        dtype: str | None = None,
+        dtype: Dtypes = None,
     ) -> None:
         self.pool_settings = PoolSettings(page_size, max_pages, grow, dtype)
         if pruner is None and not isinstance(budget, Pruner):

@@ -18,6 +18,7 @@ from ..units import Tokens, tokens_of
 from .attention import prompt_attention
 from .base import CompressedCache
 from .choose import Choice
+from .formats import Dtypes
 from .paged import Alone, PagedLayer, StepTables, StepTurn
 from .passes import CachePass, View
 from .store import PoolSettings
@@ -223,7 +224,7 @@ class QuestCache(CompressedCache):
         chunk_size: Tokens | None = None,
         max_pages: int | None = None,
         grow: str = "double",
-        dtype: str | None = None,
+        dtype: Dtypes = None,
     ) -> None:
         token_budget = tokens_of("token_budget", token_budget)
         need_integer("dense_layers", dense_layers, 0, MOST_INT32)

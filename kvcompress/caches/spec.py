@@ -35,6 +35,7 @@ from .streaming import StreamingCache
 
 DENSE = "dense"
 _IDS = tuple[int, ...]
+_DTYPES = tuple[str | None, ...]
 _UNTRAINED: dict[str, type[Cache]] = {
     "iterative": IterativeCache, "pruned": PrunedCache, "quantized": QuantizedCache, "quest": QuestCache,
     "streaming": StreamingCache,
@@ -70,7 +71,7 @@ class CacheSpec:
     with fields of its own: globaltopk, adakv:floor=0.3, and one in another adakv:floor=0.3:pyramidkv:beta=10. A
     profile's file stands behind its name: profiled:shares.json, duoattention:heads.json. preset is a field of pruners
     and budgets that have presets: snapkv:preset=kvpress:window=32. positions takes remotegap, or
-    remotegap:gap=512:headroom=64.
+    remotegap:gap=512:headroom=64. dtype may be written for each layer: 2*none+30*int8.
 
         pruned,pruner=snapkv,window=64,keep=1/4
         pruned,pruner=tova,preset=kvpress,keep=1k,budget=pyramidkv:preset=kvpress
@@ -277,9 +278,22 @@ def _value(key: str, text: str, allowed: frozenset[type]) -> Any:
         raise ValueError(f"{key} must be no budget, got {text!r}; budget={name} says how it is divided")
     if int in allowed and str in allowed and re.match(r"[+-]?[\d.]", text):
         tokens_of(key, text)  # raises, and says how tokens are written; a word the cache may know
+    if _DTYPES in allowed and re.search(r"[+*]", text):
+        return _dtypes(key, text)
     if str in allowed:
         return text
     raise ValueError(f"{key} must be {' or '.join(_expected(allowed))}, got {text!r}")
+
+
+def _dtypes(key: str, text: str) -> tuple[str | None, ...]:
+    """Of 2*none+int8: one for each layer."""
+    found: list[str | None] = []
+    for part in text.lower().split("+"):
+        read = re.fullmatch(r"(?:(\d+)\*)?(\w+)", part)
+        if read is None:
+            raise ValueError(f"{key} must be a name, or one for each layer such as 2*none+30*int8, got {text!r}")
+        found += [None if read[2] == "none" else read[2]] * int(read[1] or 1)
+    return tuple(found)
 
 
 def _nested(text: str, made: type, own: dict[str, Any] | None = None) -> Any:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .. import ops
 from ..checks import MOST_INT32, need_integer
-from .formats import FORMATS, Format, Slots, scales_of
+from .formats import FORMATS, Dtypes, Format, Slots, scales_of
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -43,13 +43,14 @@ class PoolSettings:
     grow: "double": a pool starts with the pages it needs and doubles when they run out, up to max_pages; "error": it
     takes max_pages at once and never more. A pool that may not grow raises RuntimeError and stays as it was.
     dtype: how keys and values are stored: None = as the model makes them, "int8", or "k8v4" (keys of 8 bits, values of
-    4), with a float16 scale for each token and head besides. They are rounded once, when they are stored.
+    4), with a float16 scale for each token and head besides. They are rounded once, when they are stored. A list or
+    tuple has one of these for each of the model's layers.
     """
 
     page_size: int = 16
     max_pages: int | None = None
     grow: str = "double"
-    dtype: str | None = None
+    dtype: Dtypes = None
 
     def __post_init__(self) -> None:
         size = self.page_size
@@ -59,12 +60,22 @@ class PoolSettings:
         need_integer("page_size", size, 1, most)
         if self.grow not in ("double", "error"):
             raise ValueError(f"grow must be 'double' or 'error', got {self.grow!r}")
-        if self.dtype is not None and self.dtype not in FORMATS:
-            raise ValueError(f"dtype must be {', '.join(map(repr, FORMATS))} or None, got {self.dtype!r}")
+        if isinstance(self.dtype, list):
+            object.__setattr__(self, "dtype", tuple(self.dtype))
+        for dtype in self.dtype if isinstance(self.dtype, tuple) else (self.dtype,):
+            if dtype is not None and dtype not in FORMATS:
+                raise ValueError(
+                    f"dtype must be {', '.join(map(repr, FORMATS))} or None, or a list of these, one for each layer, "
+                    f"got {dtype!r}"
+                )
         if self.max_pages is None and self.grow == "error":
             raise ValueError("max_pages must be given with grow='error', got None")
         if self.max_pages is not None:
             need_integer("max_pages", self.max_pages, 1, MOST_INT32)
+
+    def dtype_of(self, layer: int) -> str | None:
+        """That of the model's layer of this number."""
+        return self.dtype[layer] if isinstance(self.dtype, tuple) else self.dtype
 
     def blocks(self, tokens: int) -> int:
         """Pages that hold this many tokens."""

@@ -19,7 +19,7 @@ from ..positions import RotaryTables
 from ..softmax import Softmax
 from ..units import Tokens, tokens_of
 from .base import CompressedCache
-from .formats import FORMATS, Format, coded, decoded, keys_and_values, named_scales, slot_nbytes
+from .formats import FORMATS, Dtypes, Format, coded, decoded, keys_and_values, named_scales, slot_nbytes
 from .layer import CompressedLayer
 from .passes import CachePass, Iteration, View
 from .rows import joined_rows
@@ -384,7 +384,7 @@ class StreamingCache(CompressedCache):
         num_sink_tokens: Tokens = 4,
         chunk_size: Tokens = 1024,
         sink_distance: str = "slot",
-        dtype: str | None = None,
+        dtype: Dtypes = None,
     ) -> None:
         window_size, chunk_size = tokens_of("window_size", window_size), tokens_of("chunk_size", chunk_size)
         num_sink_tokens = tokens_of("num_sink_tokens", num_sink_tokens, 0)
@@ -396,7 +396,7 @@ class StreamingCache(CompressedCache):
         super().__init__(config)
 
     def _new_layer(self, index: int, number: int) -> StreamingLayer:
-        dtype = self.pool_settings.dtype
+        dtype = self.pool_settings.dtype_of(index)
         return StreamingLayer(index, number, self.num_sink_tokens, self.window_size, self.sink_distance, dtype)
 
     def open(

@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from ..caches.converted import ConvertedCache
+from ..caches.formats import Dtypes
 from ..units import Tokens
 from .config import DMCConfig
 from .dms import DMSLayer
@@ -43,7 +44,7 @@ class DMCCache(ConvertedCache):
         page_size: int = 16,
         max_pages: int | None = None,
         grow: str = "double",
-        dtype: str | None = None,
+        dtype: Dtypes = None,
         chunk_size: Tokens | None = None,
         track: bool = False,
     ) -> None:

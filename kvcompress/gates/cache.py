@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from ..caches.base import CompressedCache
+from ..caches.formats import Dtypes
 from ..caches.passes import CachePass
 from ..caches.store import PoolSettings
 from ..checks import need, need_number, renamed
@@ -95,7 +96,7 @@ class GatedCache(CompressedCache):
         page_size: int = 16,
         max_pages: int | None = None,
         grow: str = "double",
-        dtype: str | None = None,
+        dtype: Dtypes = None,
         chunk_size: Tokens | None = None,
         track: bool = False,
     ) -> None:

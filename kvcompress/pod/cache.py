@@ -79,6 +79,8 @@ class PoDCache(ConvertedCache):
         if reuse is False and self.skips.any:
             raise ValueError(f"reuse must not be False with tau {self.tau}: the gate is known from what is reused")
         self.reuse = True if self.skips.any else reuse
+        if isinstance(dtype, (list, tuple)):
+            raise ValueError(f"dtype must be one for all layers, which read each other's keys, got {dtype!r}")
         super().__init__(config, page_size, max_pages, grow, chunk_size, dtype)
         if pruner is not None and distant is not None:
             self._check_pruner(pruner, distant)

@@ -33,6 +33,7 @@ class WindowRows:
     ) -> None:
         self.name, self.keeps, self.sinks, self.recent = name, list(keeps) * batch, sinks, recent
         self.heads = len(keeps)
+        assert not isinstance(settings.dtype, tuple)  # PoDCache refuses those
         form = Format.of(settings.dtype, like.dtype, (name,))
         slots = {name: ((like.shape[-1],), like.dtype)} if form is None else form.slots(like.shape[-1])
         self.pool = PagePool(batch * self.heads, slots, like.device, settings, form=form)

@@ -132,6 +132,15 @@ def paged_layers(cache: CompressedCache) -> list[Any]:
     return [layer for layer in cache.own if isinstance(layer, PagedLayer)]
 
 
+def stored_dtype(cache: CompressedCache) -> str | None:
+    """How keys and values lie in the pages, or windows, of a cache's layers. Raises ValueError where they differ: pages
+    are of one store."""
+    found = {cache.pool_settings.dtype_of(layer.index) for layer in cache.compressing}
+    if len(found) > 1:
+        raise ValueError(f"dtype must be one for all layers of a cache that is served, got {cache.pool_settings.dtype}")
+    return found.pop() if found else None
+
+
 def is_read_whole(cache: CompressedCache) -> bool:
     """Whether a prompt comes in one pass where it can: what stays of it is chosen by all of it."""
     return any(isinstance(layer, PrunedLayer) for layer in cache.own)

@@ -19,7 +19,7 @@ from ..caches.store import PageStore, PoolSettings
 from ..hf.facts import Facts
 from ..hf.method import Method
 from .admission import Answer, Lengths, most_pages
-from .bounds import LEAST, MARGIN, Bounds, is_read_whole, last_part, paged_layers
+from .bounds import LEAST, MARGIN, Bounds, is_read_whole, last_part, paged_layers, stored_dtype
 from .prefixes import MOST, Prefix, Prefixes, check_prefixes
 from .served import check_served
 from .served_pass import Part, ServedPass
@@ -69,16 +69,16 @@ class Requests:
         empty = self._new_cache()
         check_served(empty, facts, method)
         self.wants_entering, self.recurs = empty.wants_entering, empty.recurs
-        paged, P = paged_layers(empty), empty.pool_settings.page_size
+        paged, P, stored = paged_layers(empty), empty.pool_settings.page_size, stored_dtype(empty)
         size = facts[paged[0].index].size if paged else 1
-        form = Format.of(empty.pool_settings.dtype, dtype) if paged else None
+        form = Format.of(stored, dtype) if paged else None
         slots = keys_and_values(size, dtype, form)
         if callable(pages):
             pages = pages(P * slot_nbytes(slots) if paged else 0)
         if isinstance(pages, bool) or not isinstance(pages, int) or pages < 1:
             raise ValueError(f"pages must be an integer of at least 1, got {pages!r}")
         self.pages = pages
-        settings = PoolSettings(P, pages, "error", empty.pool_settings.dtype)
+        settings = PoolSettings(P, pages, "error", stored)
         with torch.inference_mode(False):
             self.store = PageStore(slots, device, settings, memory, form)
         heads = [facts[layer.index].kv_heads for layer in paged]

@@ -16,7 +16,7 @@ from ...caches.streaming import StreamingCache
 from ...hf.method import restored_method
 from ...softmax import Softmax
 from ..admission import Answer
-from ..bounds import LEAST, Bounds, is_read_whole, last_part, paged_layers
+from ..bounds import LEAST, Bounds, is_read_whole, last_part, paged_layers, stored_dtype
 from ..prefixes import check_prefixes
 from ..requests import Requests
 from ..served import cache_maker, check_served
@@ -67,7 +67,7 @@ class Engine:
         self.one_pass = last_part(empty) is None  # a prompt must come in one
         check_prefixes(settings.prefixes, self.one_pass)
         paged = paged_layers(empty)
-        form = Format.of(empty.pool_settings.dtype, dtype)
+        form = Format.of(stored_dtype(empty), dtype)
         self.page_nbytes = block_size * slot_nbytes(keys_and_values(self.facts[0].size, dtype, form))
         heads = [self.facts[layer.index].kv_heads for layer in paged]
         self.bounds = Bounds(empty, heads, block_size, self.page_nbytes)

@@ -219,6 +219,18 @@ static void add_codes(const decode_job *job, int64_t row, int64_t t, int64_t n, 
     }
 }
 
+/* Asks for values of a piece behind those that its keys' pass has asked for, number by number between the steps that make
+ * weights, during which memory would wait; as many bytes at a time as it takes without making the steps wait. */
+static void fetch_values(const decode_job *job, int64_t row, int64_t t, int64_t n, int64_t number) {
+    enum { BYTES = 1024, LINE = 64 };
+    const int64_t bytes = job->values.bytes, some = ceil_div(BYTES, bytes), first = KVC_AHEAD / bytes + number * some;
+    int64_t run;
+    for (int64_t i = first; i < min_of(first + some, n); i += run) {
+        const char *values = page_at(&job->values, row, t + i, min_of(first + some, n) - i, &run);
+        for (int64_t at = 0; at < run * bytes; at += LINE) __builtin_prefetch(values + at, 0, 2);
+    }
+}
+
 /* As attend_few. */
 static void attend_codes(const decode_job *job, int64_t row, int64_t t, int64_t n, int64_t first, int64_t count,
                          const decode_state *state) {
@@ -240,8 +252,10 @@ static void attend_codes(const decode_job *job, int64_t row, int64_t t, int64_t 
         const float scale = args->scale * factors[i];
         float *x = weights + i * PIECE;
         const int capped = args->softcap > 0.0f;
+        fetch_values(job, row, t, n, 2 * i);
         if (capped) job->simd->softcap(x, seen, scale, args->softcap, NULL);
         job->simd->softmax(x, 1, PIECE, seen, n, capped ? 1.0f : scale, max + i, norm + i);
+        fetch_values(job, row, t, n, 2 * i + 1);
         if (args->probabilities) memcpy(probabilities_at(job, row, first + i, t), x, (size_t)n * sizeof(float));
         job->simd->multiply(x, scales, seen); /* a value that is not seen has weight 0, whatever its scale */
     }

@@ -99,99 +99,133 @@ static inline void ivec_add_to(int32_t *y, ivec low, ivec high, int64_t n) {
 #undef CODES_TARGET
 #undef CODES_MADD
 
-/* In one instruction: VNNI, which the CPUs with bfloat16 pairs have. */
-#define CODES(name) name##_vnni
+/* In one instruction: VNNI, which the CPUs with bfloat16 pairs have. Not as intrinsics, which gcc surrounds with copies. */
 #define CODES_TARGET __attribute__((target("avx512vnni")))
-#define CODES_MADD(sums, a, b) _mm512_dpwssd_epi32(sums, a, b)
+CODES_TARGET static inline __attribute__((always_inline)) ivec word_madd(ivec sums, ivec a, ivec b) {
+    __asm__("vpdpwssd %2, %1, %0" : "+v"(sums) : "v"(a), "v"(b));
+    return sums;
+}
+
+/* sums + products of four unsigned bytes and four bytes. */
+CODES_TARGET static inline __attribute__((always_inline)) ivec byte_madd(ivec sums, ivec a, ivec b) {
+    __asm__("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(a), "vm"(b));
+    return sums;
+}
+
+#define CODES(name) name##_vnni
+#define CODES_MADD(sums, a, b) word_madd(sums, a, b)
 #include "simd_codes.h"
 
 /* ---- several queries against 16 keys, a product of four bytes in one instruction ---- */
 
-/* A query as bytes, q = 256 * high + low, and the sums of both. */
+/* A query as bytes, q = 256 * high + low: four registers of each 64, number n of which holds in all of its 128 bits number j
+ * the four bytes from 16 * j + 4 * n on. bias: 128 times its sum. */
 typedef struct {
-    _Alignas(64) int8_t high[KVC_MAX_HEAD_DIM], low[KVC_MAX_HEAD_DIM];
-    int32_t high_sum, low_sum;
+    __m512i high[KVC_MAX_HEAD_DIM / 16], low[KVC_MAX_HEAD_DIM / 16];
+    int32_t bias;
 } byte_query;
 
+static inline void spread_words(__m512i *to, __m512i x) {
+    to[0] = _mm512_shuffle_epi32(x, 0x00), to[1] = _mm512_shuffle_epi32(x, 0x55);
+    to[2] = _mm512_shuffle_epi32(x, 0xaa), to[3] = _mm512_shuffle_epi32(x, 0xff);
+}
+
 static void split_query(byte_query *to, const int16_t *q, int64_t D) {
-    const __m512i one = _mm512_set1_epi16(1);
-    __m512i high_sums = _mm512_setzero_si512(), low_sums = high_sums;
-    for (int64_t d = 0; d < D; d += 32) { /* zeros behind D, up to the next 32 */
-        const __m512i x = ivec_words(q + d, D - d);
-        const __m512i low = _mm512_srai_epi16(_mm512_slli_epi16(x, 8), 8), high = _mm512_srai_epi16(_mm512_sub_epi16(x, low), 8);
-        _mm256_store_si256((__m256i *)(to->high + d), _mm512_cvtepi16_epi8(high));
-        _mm256_store_si256((__m256i *)(to->low + d), _mm512_cvtepi16_epi8(low));
-        high_sums = _mm512_add_epi32(high_sums, _mm512_madd_epi16(high, one));
-        low_sums = _mm512_add_epi32(low_sums, _mm512_madd_epi16(low, one));
+    __m512i sums = _mm512_setzero_si512();
+    for (int64_t d = 0; d < D; d += 64) { /* zeros behind D, up to the next 64 */
+        __m256i high[2], low[2];
+        for (int n = 0; n < 2; n++) {
+            const int64_t left = D - d - 32 * n;
+            const __m512i x = left > 0 ? ivec_words(q + d + 32 * n, left < 32 ? left : 32) : ivec_zero();
+            low[n] = _mm512_cvtepi16_epi8(x);
+            high[n] = _mm512_cvtepi16_epi8(_mm512_srai_epi16(_mm512_sub_epi16(x, _mm512_cvtepi8_epi16(low[n])), 8));
+            sums = _mm512_add_epi32(sums, _mm512_madd_epi16(x, _mm512_set1_epi16(1)));
+        }
+        spread_words(to->high + d / 16, _mm512_inserti64x4(_mm512_castsi256_si512(high[0]), high[1], 1));
+        spread_words(to->low + d / 16, _mm512_inserti64x4(_mm512_castsi256_si512(low[0]), low[1], 1));
     }
-    to->high_sum = _mm512_reduce_add_epi32(high_sums);
-    to->low_sum = _mm512_reduce_add_epi32(low_sums);
+    to->bias = 128 * _mm512_reduce_add_epi32(sums);
 }
 
-/* 16 rows of 16 32-bit words become columns: word i of row j is word j of x[i]. */
+/* Four rows of 32-bit words become columns, in all of their 128 bits. */
 static inline void transpose_words(__m512i *x) {
-    __m512i a[16];
-#pragma GCC unroll 8
-    for (int i = 0; i < 16; i += 2) {
-        a[i] = _mm512_unpacklo_epi32(x[i], x[i + 1]);
-        a[i + 1] = _mm512_unpackhi_epi32(x[i], x[i + 1]);
-    }
-#pragma GCC unroll 4
-    for (int i = 0; i < 16; i += 4) { /* x[i + n]: column n of each 128 bits, of four rows */
-        x[i] = _mm512_unpacklo_epi64(a[i], a[i + 2]);
-        x[i + 1] = _mm512_unpackhi_epi64(a[i], a[i + 2]);
-        x[i + 2] = _mm512_unpacklo_epi64(a[i + 1], a[i + 3]);
-        x[i + 3] = _mm512_unpackhi_epi64(a[i + 1], a[i + 3]);
-    }
-#pragma GCC unroll 4
-    for (int n = 0; n < 4; n++) {
-        const __m512i low = _mm512_shuffle_i32x4(x[n], x[4 + n], 0x88), high = _mm512_shuffle_i32x4(x[n], x[4 + n], 0xdd);
-        const __m512i low2 = _mm512_shuffle_i32x4(x[8 + n], x[12 + n], 0x88);
-        const __m512i high2 = _mm512_shuffle_i32x4(x[8 + n], x[12 + n], 0xdd);
-        a[n] = _mm512_shuffle_i32x4(low, low2, 0x88), a[8 + n] = _mm512_shuffle_i32x4(low, low2, 0xdd);
-        a[4 + n] = _mm512_shuffle_i32x4(high, high2, 0x88), a[12 + n] = _mm512_shuffle_i32x4(high, high2, 0xdd);
-    }
-#pragma GCC unroll 16
-    for (int i = 0; i < 16; i++) x[i] = a[i];
+    const __m512i a = _mm512_unpacklo_epi32(x[0], x[1]), b = _mm512_unpackhi_epi32(x[0], x[1]);
+    const __m512i c = _mm512_unpacklo_epi32(x[2], x[3]), d = _mm512_unpackhi_epi32(x[2], x[3]);
+    x[0] = _mm512_unpacklo_epi64(a, c), x[1] = _mm512_unpackhi_epi64(a, c);
+    x[2] = _mm512_unpacklo_epi64(b, d), x[3] = _mm512_unpackhi_epi64(b, d);
 }
 
-/* sums[i] += four products of unsigned bytes x and those at q, in each of 16 lanes: with q in every lane as it is read, which
- * compilers do not make of _mm512_dpbusd_epi32. */
-#define BYTE_MADD(sums, x, q) \
-    __asm__("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sums) : "v"(x), "m"(*(const int32_t *)(const void *)(q)))
+/* 128 bits number i: the sum of all 128 bits of x[i]. */
+static inline __m512i quarter_sums(const __m512i *x) {
+    const __m512i a = _mm512_add_epi32(_mm512_shuffle_i32x4(x[0], x[1], 0x88), _mm512_shuffle_i32x4(x[0], x[1], 0xdd));
+    const __m512i b = _mm512_add_epi32(_mm512_shuffle_i32x4(x[2], x[3], 0x88), _mm512_shuffle_i32x4(x[2], x[3], 0xdd));
+    return _mm512_add_epi32(_mm512_shuffle_i32x4(a, b, 0x88), _mm512_shuffle_i32x4(a, b, 0xdd));
+}
 
-/* 16 keys, or fewer, against 2 to 4 queries. One factor of a product of bytes must not be negative: 128 is added to keys. */
+/* 16 keys, or fewer, against 2 to 4 queries; eight keys at a time, of which each register holds four. One factor of a product
+ * of bytes must not be negative: 128 is added to keys. ahead: as in code_mix_block, of 16 keys, evenly too. whole: D is a
+ * multiple of 64. */
 CODES_TARGET static inline __attribute__((always_inline)) void
-byte_dots_block(int32_t *c, int64_t ldc, const byte_query *q, int64_t D, const char *k, int64_t keys, const int queries) {
-    __m512i high[4], low[4];
-    const __m512i offset = _mm512_set1_epi8((char)0x80);
+byte_dots_block(int32_t *c, int64_t ldc, const byte_query *q, int64_t D, const char *k, int64_t keys, const char *ahead,
+                const int queries, const int whole) {
+    __m512i sums[4][4];
+#pragma GCC unroll 1
+    for (int first = 0; first < 4; first += 2) {
+        __m512i high[2][4], low[2][4];
 #pragma GCC unroll 4
-    for (int i = 0; i < queries; i++) {
-        high[i] = _mm512_set1_epi32(-128 * q[i].high_sum);
-        low[i] = _mm512_set1_epi32(-128 * q[i].low_sum);
-    }
-    for (int64_t d = 0; d < D; d += 64) {
-        const int64_t bytes = D - d;
-        const __mmask64 mask = bytes >= 64 ? ~(__mmask64)0 : ((__mmask64)1 << bytes) - 1;
-        __m512i x[16];
-#pragma GCC unroll 16
-        for (int j = 0; j < 16; j++) x[j] = _mm512_maskz_loadu_epi8(mask, k + (j < keys ? j : keys - 1) * D + d);
-        transpose_words(x);
-#pragma GCC unroll 16
-        for (int n = 0; n < 16; n++) {
-            if (4 * n >= bytes) break;
-            const __m512i above = _mm512_xor_si512(x[n], offset);
+        for (int i = 0; i < queries; i++) high[0][i] = high[1][i] = low[0][i] = low[1][i] = ivec_zero();
+        for (int64_t d = 0; d < D; d += 64) {
+            const __mmask64 mask = ~(__mmask64)0 >> (D - d < 64 ? 64 - (D - d) : 0);
+            __m512i x[2][4];
+#pragma GCC unroll 2
+            for (int g = 0; g < 2; g++) {
 #pragma GCC unroll 4
-            for (int i = 0; i < queries; i++) {
-                BYTE_MADD(high[i], above, q[i].high + d + 4 * n);
-                BYTE_MADD(low[i], above, q[i].low + d + 4 * n);
+                for (int j = 0; j < 4; j++) {
+                    const int64_t t = 4 * (first + g) + j;
+                    const char *at = k + (t < keys ? t : keys - 1) * D + d;
+                    x[g][j] = whole ? _mm512_loadu_si512(at) : _mm512_maskz_loadu_epi8(mask, at);
+                    x[g][j] = _mm512_xor_si512(x[g][j], _mm512_set1_epi8((char)0x80));
+                }
+                transpose_words(x[g]);
+            }
+#pragma GCC unroll 4
+            for (int n = 0; n < 4; n++) {
+                if (ahead) {
+                    __builtin_prefetch(ahead);
+                    __builtin_prefetch(ahead + LINE);
+                    ahead += 2 * LINE;
+                }
+#pragma GCC unroll 4
+                for (int i = 0; i < queries; i++) {
+                    const __m512i above = q[i].high[d / 16 + n], below = q[i].low[d / 16 + n];
+#pragma GCC unroll 2
+                    for (int g = 0; g < 2; g++) {
+                        high[g][i] = byte_madd(high[g][i], x[g][n], above);
+                        low[g][i] = byte_madd(low[g][i], x[g][n], below);
+                    }
+                }
+            }
+        }
+#pragma GCC unroll 4
+        for (int i = 0; i < queries; i++) {
+#pragma GCC unroll 2
+            for (int g = 0; g < 2; g++) {
+                sums[i][first + g] = _mm512_add_epi32(_mm512_slli_epi32(high[g][i], 8), low[g][i]);
             }
         }
     }
 #pragma GCC unroll 4
     for (int i = 0; i < queries; i++) {
-        _mm512_mask_storeu_epi32(c + i * ldc, lanes(keys), _mm512_add_epi32(_mm512_slli_epi32(high[i], 8), low[i]));
+        const __m512i found = _mm512_sub_epi32(quarter_sums(sums[i]), _mm512_set1_epi32(q[i].bias));
+        _mm512_mask_storeu_epi32(c + i * ldc, lanes(keys), found);
     }
+}
+
+CODES_TARGET static inline __attribute__((always_inline)) void
+byte_dots_of(int32_t *c, int64_t ldc, const byte_query *q, int64_t D, const char *k, int64_t keys, const char *ahead,
+             const int queries) {
+    if (D % 64) byte_dots_block(c, ldc, q, D, k, keys, ahead, queries, 0);
+    else byte_dots_block(c, ldc, q, D, k, keys, ahead, queries, 1);
 }
 
 CODES_TARGET static void byte_dots(int32_t *c, int64_t ldc, const int16_t *q, int64_t D, const void *k, int64_t keys,
@@ -200,18 +234,16 @@ CODES_TARGET static void byte_dots(int32_t *c, int64_t ldc, const int16_t *q, in
     for (int64_t i = 0, some; i < queries; i += some) {
         some = queries - i < 4 ? queries - i : 4;
         if (some == 1) {
-            code_dots_vnni(c + i * ldc, ldc, q + i * D, D, k, keys, 1, next);
+            code_dots_vnni(c + i * ldc, ldc, q + i * D, D, k, keys, 1, i ? NULL : next);
             break;
         }
         for (int64_t n = 0; n < some; n++) split_query(split + n, q + (i + n) * D, D);
         for (int64_t j = 0; j < keys; j += 16) {
-            const char *rows = (const char *)k + j * D;
+            const char *rows = (const char *)k + j * D, *ahead = i ? NULL : ahead_of(k, keys * D, j * D, 16 * D, next);
             int32_t *to = c + i * ldc + j;
-            const int64_t span = keys - j;
-            if (i == 0) fetch_ahead(k, keys * D, j * D, 16 * D, next);
-            if (some == 4) byte_dots_block(to, ldc, split, D, rows, span, 4);
-            else if (some == 3) byte_dots_block(to, ldc, split, D, rows, span, 3);
-            else byte_dots_block(to, ldc, split, D, rows, span, 2);
+            if (some == 4) byte_dots_of(to, ldc, split, D, rows, keys - j, ahead, 4);
+            else if (some == 3) byte_dots_of(to, ldc, split, D, rows, keys - j, ahead, 3);
+            else byte_dots_of(to, ldc, split, D, rows, keys - j, ahead, 2);
         }
     }
 }

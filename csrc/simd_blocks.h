@@ -97,19 +97,17 @@ static void gemm(float *c, int64_t ldc, const float *a, int64_t a_row, int64_t a
  * KVC_AHEAD bytes further on, or as far into `next` where the rows end before. */
 enum { LINE = 64 };
 
-/* What is KVC_AHEAD behind place `at` of rows of `size` bytes, which it is known to be behind. */
-BLOCKS_INLINE const char *ahead_in(const char *next, int64_t size, int64_t at) {
-    return next + (size <= KVC_AHEAD ? at : at + KVC_AHEAD - size);
+/* What is KVC_AHEAD behind `bytes` at place `at` of rows of `size` bytes; NULL where nothing is, or not all in one place. */
+BLOCKS_INLINE const char *ahead_of(const char *rows, int64_t size, int64_t at, int64_t bytes, const char *next) {
+    const int64_t first = at + KVC_AHEAD;
+    if (first + bytes <= size) return rows + first;
+    if (!next || first < size) return NULL;
+    return next + (size <= KVC_AHEAD ? at : first - size);
 }
 
 BLOCKS_INLINE void fetch_ahead(const char *rows, int64_t size, int64_t at, int64_t bytes, const char *next) {
-    const int64_t first = at + KVC_AHEAD;
-    if (first + bytes <= size) {
-        for (int64_t i = 0; i < bytes; i += LINE) __builtin_prefetch(rows + first + i, 0, 2);
-    } else if (next && first >= size) {
-        const char *ahead = ahead_in(next, size, at);
-        for (int64_t i = 0; i < bytes; i += LINE) __builtin_prefetch(ahead + i, 0, 2);
-    }
+    const char *ahead = ahead_of(rows, size, at, bytes, next);
+    for (int64_t i = 0; ahead && i < bytes; i += LINE) __builtin_prefetch(ahead + i);
 }
 
 /* VEC_WIDTH / queries keys against 1, 2 or 4 queries: VEC_WIDTH accumulators, summed across lanes together. */
@@ -206,7 +204,7 @@ BLOCKS_INLINE void mix_block(float *y, int64_t D, const float *w, int64_t ldw, c
     for (int64_t t = 0; t < keys; t++, v += step) {
         vec value[2 * VEC_COLUMNS];
         if (ahead) {
-            for (int64_t i = 0; i < columns * VEC_WIDTH * size; i += LINE) __builtin_prefetch(ahead + i, 0, 2);
+            for (int64_t i = 0; i < columns * VEC_WIDTH * size; i += LINE) __builtin_prefetch(ahead + i);
             ahead += step;
         }
 #pragma GCC unroll 8
@@ -251,10 +249,8 @@ BLOCKS_INLINE void mix_of(float *y, int64_t D, const float *w, int64_t ldw, cons
     /* values that come from memory once and then from the first-level cache; whole spans ahead, so that none is missed */
     const int64_t most = step * 2 > KVC_AHEAD ? 2 : KVC_AHEAD / step;
     for (int64_t t = 0; t < keys; t += most) {
-        const int64_t span = keys - t < most ? keys - t : most, first = t * step + KVC_AHEAD;
-        const char *rows = (const char *)v + t * step, *ahead = NULL;
-        if (first + span * step <= size) ahead = (const char *)v + first;
-        else if (next && first >= size) ahead = ahead_in(next, size, t * step);
+        const int64_t span = keys - t < most ? keys - t : most;
+        const char *rows = (const char *)v + t * step, *ahead = ahead_of(v, size, t * step, span * step, next);
         int64_t i = 0;
         /* two queries take twice the columns: long float32 rows are then read in one go, which memory likes better */
         for (; (dtype != KVC_F32 || D < 2 * STRIPE) && i + 4 <= queries; i += 4) {

@@ -92,7 +92,7 @@ CODES_INLINE void CODES(code_mix_block)(int32_t *y, int64_t D, const int16_t *w,
         const int two = t + 1 < keys;
         const char *at = v + t * step + d;
         ivec codes[2][2], pair[4];
-        if (ahead) __builtin_prefetch(ahead + t * step, 0, 2);
+        if (ahead) __builtin_prefetch(ahead + t * step);
         codes[0][0] = ivec_bytes(at, count);
         codes[1][0] = two ? ivec_bytes(at + step, count) : ivec_zero();
         if (kind == KVC_INT4) {
@@ -142,10 +142,8 @@ CODES_INLINE void CODES(code_mix_of)(int32_t *y, int64_t D, const int16_t *w, in
     /* as in mix_of: a span comes from memory once and is met again in the first-level cache */
     const int64_t most = KVC_AHEAD / step / 2 * 2;
     for (int64_t t = 0; t < keys; t += most) {
-        const int64_t span = keys - t < most ? keys - t : most, first = t * step + KVC_AHEAD;
-        const char *rows = (const char *)v + t * step, *ahead = NULL;
-        if (first + span * step <= size) ahead = (const char *)v + first;
-        else if (next && first >= size) ahead = ahead_in(next, size, t * step);
+        const int64_t span = keys - t < most ? keys - t : most;
+        const char *rows = (const char *)v + t * step, *ahead = ahead_of(v, size, t * step, span * step, next);
         int64_t i = 0;
         for (; i + 4 <= queries; i += 4) {
             CODES(code_mix_queries)(y + i * D, D, w + i * ldw + t, ldw, rows, step, span, i ? NULL : ahead, 4, kind);

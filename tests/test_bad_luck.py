@@ -196,7 +196,7 @@ POOLS = {
     "drop last": lambda pool: pool.drop_last([3, 9]),
     "drop pages": lambda pool: pool.drop_pages(1, [2, 1]),
     "select": lambda pool: pool.select_rows([1, 1, 0]),
-    "join": lambda pool: pool.join(pool.fork()),
+    "join": lambda pool: pool.join_rows(pool.fork()),
     "fork": lambda pool: pool.fork(),
     "trim": lambda pool: (pool.append(new_slots(9)), pool.drop_last(20), pool.trim()),
 }

@@ -373,7 +373,7 @@ def test_decisions_of_sequences_of_unequal_length_end_together():
     cache = new_layer(DMCConfig(), track=True)
     feed(cache, q, k, v, (12, 5))
     feed(cache, *(x[:, :, :4] for x in (q, k, v)), (1, 4))
-    cache.layers[0].select_batch([1, 0, 1])
+    cache.layers[0].select([1, 0, 1], 2)
     found = cache.decisions(0)
     assert found.shape == (3, Hkv, 13)
     hard = k[..., -1] > 5

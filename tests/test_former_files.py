@@ -1,11 +1,12 @@
-"""Files of caches that the version before wrote, in which budgets held their size, are loaded as they were."""
+"""Files of caches that the versions before wrote are loaded as they were: 5, in which layers had what is of a sequence
+twice, and 4, in which budgets held their size besides."""
 
 import json
 import zlib
 
 import pytest
 import torch
-from helpers import attached, kind_model, random_ids, tiny_gates
+from helpers import attached, kind_model, logits_of, random_ids, tiny_gates
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -15,6 +16,7 @@ from kvcompress import (
     GatedCache,
     GlobalTopK,
     IterativeCache,
+    PoDCache,
     PrunedCache,
     PyramidKV,
     QuantizedCache,
@@ -23,11 +25,13 @@ from kvcompress import (
     Uniform,
     attach,
     load_cache,
+    pod,
     prefill,
 )
 from kvcompress.caches.local import LocalLayer
 from kvcompress.heads import HeadProfile
-from kvcompress.pruners import DuoAttention
+from kvcompress.pod import PoDConfig
+from kvcompress.pruners import H2O, DuoAttention
 
 SNAP = SnapKV(window=4)
 HEADS = HeadProfile(((0.9, 0.1),) * 3, sinks=2, recent=6)
@@ -47,6 +51,21 @@ CACHES = {  # and what stood for keep in the budget
 }
 
 
+def sharing():
+    model = attached(num_hidden_layers=4)
+    pod.convert(model, PoDConfig(((0, 0), (0, 1), (2, 1), (2, 1)), 3, 9))
+    return model
+
+
+CACHES_5 = {
+    "pruned": (attached, lambda c: PrunedCache(c, H2O(), keep=20, every=3, page_size=4)),
+    "iterative": (attached, lambda c: IterativeCache(c, memory_size=16, chunk_size=12, pruner=SNAP, every=3)),
+    "gated": (attached, lambda c: GatedCache(c, tiny_gates(), keep=0.5, window=8, page_size=4)),
+    "streaming": (attached, lambda c: StreamingCache(c, window_size=20, dtype="int8")),
+    "pod": (sharing, lambda c: PoDCache(c, page_size=4)),
+}
+
+
 def rewrite(path, change):
     """The file at a path, with change(saved) in its header."""
     with safe_open(path, "pt") as file:
@@ -56,10 +75,35 @@ def rewrite(path, change):
     save_file(load_file(path), path, {"kvcompress": text, "check": str(zlib.crc32(text.encode()))})
 
 
-def formerly(saved, size):
-    """As the version before would have written it: keep as a size in the innermost budget."""
-    saved["format"] = "kvcompress caches 4"
-    objects = saved["objects"]
+def formerly(saved, *sizes):
+    """As a version before would have written it: 5, or with what stood for keep in a budget 4."""
+    repeat_fields(saved["objects"])
+    saved["format"] = "kvcompress caches 5"
+    for size in sizes:
+        move_sizes(saved["objects"], size)
+        saved["format"] = "kvcompress caches 4"
+
+
+def repeat_fields(objects):
+    for one in objects:
+        kind, state = one["class"].rpartition(":")[2], one["state"]
+        for name in ("arrays", "scales", "groups"):
+            if "tuple" in (state.get(name) or ()):
+                state[name] = state[name]["tuple"]
+        if state.get("offsets"):
+            batch, rows = len(state["next"]), len(objects[state["pool"]["object"]]["state"]["_bounds"])
+            if kind == "PrunedLayer":
+                state["tokens"] = [n - m for n, m in zip(state["next"], state["offsets"], strict=True)]
+            state["offsets"] = [offset for offset in state["offsets"] for _ in range(rows // batch)]
+        if kind == "PoDLayer":
+            state["next"] = objects[state["values"]["object"]]["state"]["tokens"]
+        if kind == "IterativeCache":
+            state["read"] = state["_lengths"]
+        if kind.endswith("Cache"):
+            state["_batch"] = len(state["_lengths"])
+
+
+def move_sizes(objects, size):
     for one in objects:
         kind, state = one["class"], one["state"]
         if kind == "kvcompress.caches.policy:Policy":
@@ -79,25 +123,43 @@ def formerly(saved, size):
 
 
 @pytest.mark.parametrize("name", CACHES)
-def test_a_former_file_goes_on_as_it_was(name, tmp_path):
+def test_a_file_of_version_4_goes_on_as_it_was(name, tmp_path):
     new_cache, size = CACHES[name]
     model, ids = attached(), random_ids(60, seed=3)
+    cache, loaded = goes_on(model, new_cache, ids, tmp_path, size)
+    for field in ("keep", "budget", "track"):
+        assert str(getattr(loaded, field, None)) == str(getattr(cache, field, None))
+
+
+@pytest.mark.parametrize("name", CACHES_5)
+def test_a_file_of_version_5_goes_on_as_it_was(name, tmp_path):
+    new_model, new_cache = CACHES_5[name]
+    model, ids = new_model(), random_ids(60, batch=2, seed=3)
+    cache, loaded = goes_on(model, new_cache, ids, tmp_path)
+    for one in (cache, loaded):
+        one.select_sequences([1, 0, 1])
+    new = random_ids(1, batch=3, seed=4)
+    assert torch.equal(*(logits_of(model, new, one) for one in (cache, loaded)))
+    assert loaded.stored_lengths() == cache.stored_lengths()
+
+
+def goes_on(model, new_cache, ids, tmp_path, *sizes):
+    """(a cache, the same from a file of before), after both have gone on alike."""
     cache, path = new_cache(model.config), tmp_path / "cache.safetensors"
     prefill(model, ids, cache)
     cache.save(path, model)
-    rewrite(path, lambda saved: formerly(saved, size))
+    rewrite(path, lambda saved: formerly(saved, *sizes))
     loaded = load_cache(path, model)
     assert loaded.stored_lengths() == cache.stored_lengths() and repr(loaded) == repr(cache)
-    for field in ("keep", "budget", "track"):
-        assert str(getattr(loaded, field, None)) == str(getattr(cache, field, None))
     options = {"max_new_tokens": 6, "do_sample": False}
-    further = torch.cat([ids, random_ids(20, seed=5)], 1)  # and a turn that is compressed
+    further = torch.cat([ids, random_ids(20, batch=len(ids), seed=5)], 1)  # and a turn that is compressed
     outs = []
     for one in (cache, loaded):
         out = model.generate(ids, past_key_values=one, **options)
         outs.append(kvcompress.generate(model, torch.cat([out, further[:, 60:]], 1), one, **options))
     assert torch.equal(*outs)
     assert loaded.stored_lengths() == cache.stored_lengths()
+    return cache, loaded
 
 
 def test_a_budget_that_is_not_ours_is_refused(tmp_path):
@@ -127,6 +189,7 @@ def test_windows_from_before_there_were_codes_of_them_hold_numbers_on(tmp_path):
     cache.save(path, model)
 
     def before(saved):
+        formerly(saved)
         for one in saved["objects"]:
             if one["class"].endswith(":LocalLayer"):
                 del one["state"]["dtype"], one["state"]["form"]

@@ -86,7 +86,7 @@ def test_crop_takes_a_tensor_as_a_number():
         model(ids[:, 20:26], past_key_values=cache)
         cache.crop(removed)
         assert type(cache.seen) is int
-        assert all(type(read) is int for read in cache.read)
+        assert all(type(tokens) is int for tokens in cache.seen_lengths())
     first, second = (model(ids[:, 26:], past_key_values=cache).logits for cache in caches)
     assert torch.equal(first, second)
     with pytest.raises(ValueError, match=r"got 3; before transformers 5\.14"):

@@ -175,7 +175,7 @@ def test_a_pool_knows_which_tokens_its_slots_hold(data, page_size):
         elif action == "fork":
             pool = pool.fork()
         else:
-            pool.join(pool.fork())
+            pool.join_rows(pool.fork())
             rows = rows * 2
         assert [own.tolist() for own in pool.origins.rows(pool.counts, 1)[0]] == [own for own, _ in rows]
         assert [count + late for count, late in zip(pool.counts, pool.origins.later, strict=True)] == [

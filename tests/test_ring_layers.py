@@ -83,7 +83,7 @@ def test_a_step_of_a_layer_is_what_its_ops_give_in_turn(cpu, monkeypatch, kind):
     for t in range(330):  # the streaming ring moves back in between
         if t == 150:
             for one in (layer, other):
-                one.select_batch([1, 0, 1])
+                one.select([1, 0, 1], 2)
         new = columns(7 if t == 200 else 1, B=2 if t < 150 else 3)
         assert torch.equal(feed(layer, facts, new), feed(other, apart, new)), t
     assert layer.stored_lengths() == other.stored_lengths()
@@ -100,7 +100,7 @@ def test_layers_that_join_go_on_as_they_were(cpu, kind):
     apart, joined = ([LAYERS[kind]() for _ in prompts] for _ in range(2))
     for layer, prompt in zip((*apart, *joined), prompts * 2, strict=True):
         feed(layer, facts, prompt)
-    joined[0].join(joined[1])
+    joined[0].join(joined[1], 1, 1)
     assert joined[0].stored_lengths() == apart[0].stored_lengths() + apart[1].stored_lengths()
     for _ in range(9):
         new = columns(1)

@@ -214,7 +214,7 @@ def test_what_is_damaged_is_named(saved, tmp_path):
         load_cache(bad, model)
     text = json.dumps({"format": "kvcompress caches 99"})
     save_file(load_file(path), bad, {"kvcompress": text, "check": str(zlib.crc32(text.encode()))})
-    with pytest.raises(ValueError, match=r"format of .*bad.safetensors must be 'kvcompress caches 5', got 'kvcompress"):
+    with pytest.raises(ValueError, match=r"format of .*bad.safetensors must be 'kvcompress caches 6', got 'kvcompress"):
         load_cache(bad, model)
     with pytest.raises(FileNotFoundError, match="path must be a file that save wrote"):
         load_cache(tmp_path / "none", model)

@@ -166,14 +166,14 @@ def test_pools_join_over_one_store_alone():
     tokens = [torch.arange(rows * 6 * 4.0).view(1, rows, 6, 4) + rows for rows in (2, 1)]
     for pool, x in zip(pools, tokens, strict=True):
         pool.append((x, -x), [3] * x.shape[1])
-    pools[0].join(pools[1])
+    pools[0].join_rows(pools[1])
     keys, values = pools[0].gather(3)
     assert torch.equal(keys, torch.cat([x[0, :, -3:] for x in tokens])) and torch.equal(values, -keys)
     assert pools[0].counts == [3, 3, 3] and len(pools[1].lengths) == 0 and store.count_free() == 5
     del pools[1]
     assert store.count_free() == 5
     with pytest.raises(ValueError, match="same store"):
-        pools[0].join(PagePool(1, slots, device))
+        pools[0].join_rows(PagePool(1, slots, device))
     with pytest.raises(ValueError, match="slots must be"):
         PagePool(1, keys_and_values(8, torch.float32), device, store=store)
 

@@ -67,15 +67,19 @@ class CompressedCache(Images, Repeats, Generation, PassCache):
         self.facts: Facts | None = None
         self._decoder: weakref.ref[Any] | None = None
         self._sizes = sizes_of(config)
-        self.seen = 0  # columns of input that went in, padding included: generation slices its prompt by it
         self._dtype: torch.dtype | None = None  # of the model that filled it
-        self.read_ids: Tensor | None = None  # [1, T] what kvcompress.read has read; of no meaning to the cache itself
-        self.fixed = 0  # how many of them cannot be taken back
-        self._batch = 0
+        self._begin()
+
+    def _begin(self) -> None:
+        """Of no sequences yet."""
         self._begin_count()
-        self._incomplete = False  # a pass or a prompt has begun and not ended
-        self._repeated = 0
+        self.seen = 0  # columns of input that went in, padding included: generation slices its prompt by it
+        self.fixed = 0  # how many of them cannot be taken back
+        self.read_ids: Tensor | None = None  # [1, T] what kvcompress.read has read; of no meaning to the cache itself
+        self.places, self.parted = (), False
         self._columns_read = 0  # columns of a prompt that kvcompress.prefill is reading, so far
+        self._repeated = 0
+        self._incomplete = False  # a pass or a prompt has begun and not ended
 
     def __getstate__(self) -> dict[str, Any]:
         # the model's are found again when it is used
@@ -264,7 +268,7 @@ class CompressedCache(Images, Repeats, Generation, PassCache):
         except BaseException:
             step.unclaim()
             raise
-        self._batch, self._incomplete = len(counts), True
+        self._incomplete = True
         return step
 
     def _check_dtype(self) -> None:
@@ -426,9 +430,7 @@ class CompressedCache(Images, Repeats, Generation, PassCache):
             elif isinstance(layer, CompressedLayer):
                 self.layers[index] = self._new_layer(index, layer.number)
         self._reset_states()
-        self._begin_count()
-        self.read_ids, self.places, self.parted = None, (), False
-        self.seen, self.fixed, self._batch, self._incomplete, self._repeated, self._columns_read = 0, 0, 0, False, 0, 0
+        self._begin()
 
     @torch.inference_mode(False)
     def select_sequences(self, indices: list[int]) -> None:
@@ -439,11 +441,10 @@ class CompressedCache(Images, Repeats, Generation, PassCache):
                 raise ValueError(f"indices must be those of sequences, 0 to {self._batch - 1}, got {b}")
         with self._changing():
             for layer in self.own:
-                layer.select_batch(indices)
+                layer.select(indices, self._batch)
             self._select_states(indices)
-            self._lengths = [self._lengths[b] for b in indices] if self._lengths else []
             self.select_places(indices)
-            self._batch = len(indices) if self._batch else 0
+            self._lengths = [self._lengths[b] for b in indices] if self._lengths else []
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -462,11 +463,10 @@ class CompressedCache(Images, Repeats, Generation, PassCache):
                 )
         with self._changing():
             for layer, new in zip(self.own, other.own, strict=True):
-                layer.join(new)
+                layer.join(new, self._batch, other._batch)
             self._join_states(other)
             self.join_places(other)
             self._lengths = self._lengths + other._lengths
-            self._batch += other._batch
 
 
 def _compresses(layer: Any) -> bool:

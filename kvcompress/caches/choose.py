@@ -16,7 +16,7 @@ from ..pruners.base import Sure, marked
 from ..softmax import Softmax
 from .contest import Contest, Left
 from .queries import RecentQueries
-from .rows import SideState
+from .rows import BatchState, by_sequence
 from .scores import HeldScores
 
 
@@ -139,7 +139,7 @@ def _of_its_own(pruner: Pruner, name: str) -> bool:
     return says <= min(others)
 
 
-class Chooser(SideState):
+class Chooser(BatchState):
     """Chooses for one layer, whose number is `layer`, and remembers what choosing needs.
 
     whole[b]: no token of a sequence was ever dropped. firsts[b]: first tokens of the prompt that are still its first
@@ -233,7 +233,7 @@ class Chooser(SideState):
         held = self.held
         assert held is not None and held.scores is not None
         heads = len(held.counts) // len(keep)
-        ends = [held.counts[b * heads : (b + 1) * heads] for b in range(len(keep))]
+        ends = by_sequence(held.counts, len(keep))
         ranked, recent = [], list[int | None]([None] * len(keep))
         for b, tokens in enumerate(keep):
             if tokens is not None:

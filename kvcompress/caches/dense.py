@@ -23,8 +23,7 @@ class DenseLayer(PagedLayer):
     and values that they came with, where those are all."""
 
     def attend_held(self, step: CachePass, queries: Tensor, rotated: Tensor, softmax: Softmax, alone: Alone) -> Tensor:
-        pool, B = self.pool, len(self.next)
-        assert pool is not None
+        pool, B = self.opened, len(self.next)
         if step.columns <= FEW:
             return super().attend_held(step, queries, rotated, softmax, alone)
         keys, values = alone or (x.unflatten(0, (B, -1)) for x in pool.gather(max(pool.counts)))

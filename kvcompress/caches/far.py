@@ -10,7 +10,7 @@ from torch import Tensor
 from ..hf.facts import LayerFacts
 from ..positions import RotaryTables
 from .policy import Policy
-from .rows import SideState
+from .rows import BatchState, by_sequence, spread
 
 
 @dataclass
@@ -23,7 +23,7 @@ class Ranks:
     lengths: list[int]
 
 
-class FarSegment(SideState):
+class FarSegment(BatchState):
     """The first `split` slots of every row stand at ids 0, 1, ... (shared: all at 0), as queries see them whose own ids
     follow those of the segment by `blank` unused ones. What is near stands where it was.
 
@@ -48,7 +48,7 @@ class FarSegment(SideState):
         else:
             ids = ranks.slots + self._blanks + (1 - self.split[:, None] if policy.gap.shared else 0)
         rows, bound = queries.reshape(R, B * Hq // R, S, D), ranks.bound + max(self.blank) + 2
-        lengths = [length for length in ranks.lengths for _ in range(R // B)]
+        lengths = spread(ranks.lengths, R // B)
         return rotary.rotate(rows, ids.clamp_(min=0), bound, lengths).reshape(B, Hq, S, D)
 
     def both(
@@ -91,9 +91,8 @@ class FarSegment(SideState):
 
     def reopen(self, kept: list[int], near: list[int | None], policy: Policy) -> None:
         """Settles the gap of the sequences that were compressed: near[b] tokens are near (None = it was not)."""
-        heads = len(kept) // len(near)
-        for b, tokens in enumerate(near):
+        for b, (tokens, rows) in enumerate(zip(near, by_sequence(kept, len(near)), strict=True)):
             if tokens is not None and policy.bounded:
-                far = max(kept[b * heads : (b + 1) * heads]) - self.near[b]
+                far = max(rows) - self.near[b]
                 self.blank[b] = policy.blank(max(far, 0), self.near[b])
                 self._blanks = None

@@ -1,18 +1,42 @@
-"""Files of caches that an earlier version saved, as this one would have saved them."""
+"""Files of caches that earlier versions saved, as this one would have saved them."""
 
 from __future__ import annotations
 
 from decimal import Decimal
 from typing import Any
 
-FORMER = "kvcompress caches 4"  # a budget held its size, a share the one to remove; what was read had another name
+UNSIZED = "kvcompress caches 5"  # a layer had its tokens so far twice, offsets by row, and lists where tuples are
+SIZED = "kvcompress caches 4"  # and a budget held its size, a share the one to remove; what was read had another name
 _BUDGETS = "kvcompress.budgets:"
 _SIZED = {_BUDGETS + name for name in ("Uniform", "PyramidKV", "GlobalTopK")} | {"kvcompress.profiles:Profiled"}
+_TWICE = {
+    "kvcompress.caches.pruned_layer:PrunedLayer": ("tokens",),
+    "kvcompress.caches.iterative:IterativeCache": ("read",),
+    "kvcompress.pod.layer:PoDLayer": ("next",),
+}
 _RENAMED = {"kvcompress.caches.track:Reading": "kvcompress.caches.track:ChunkReading"}
 
 
 def as_now(saved: dict[str, Any]) -> dict[str, Any]:
-    """The header of a file of FORMER. Raises ValueError for a budget that is not ours, whose size nobody can tell."""
+    """The header of a file of SIZED or UNSIZED. Raises ValueError for a budget that is not ours, whose size nobody can
+    tell."""
+    if saved["format"] == SIZED:
+        _take_sizes(saved)
+    for one in saved["objects"]:
+        kind, state = one["class"], one["state"]
+        for name in ("arrays", "scales", "groups"):
+            if isinstance(state.get(name), list):
+                state[name] = {"tuple": state[name]}
+        if state.get("offsets"):  # of a layer with pages
+            state["offsets"] = state["offsets"][:: len(state["offsets"]) // len(state["next"])]
+            state["_joined"] = None
+        for name in ("_batch", *_TWICE.get(kind, ())):
+            state.pop(name, None)
+    return saved
+
+
+def _take_sizes(saved: dict[str, Any]) -> None:
+    """Budgets give what they keep to those that have them."""
     objects: list[Any] = saved["objects"]
     for one in objects:
         one["class"] = _RENAMED.get(one["class"], one["class"])
@@ -28,7 +52,6 @@ def as_now(saved: dict[str, Any]) -> dict[str, Any]:
         size = kept[cache["state"]["budget"]["object"]]
         own = objects[cache["state"]["budget"]["object"]]["class"] == "kvcompress.pruners.duo:StreamingHeads"
         cache["state"]["keep"] = None if own else float(size) if isinstance(size, Decimal) else size
-    return saved
 
 
 def _size_of(objects: list[Any], number: int) -> int | str | Decimal:

@@ -25,7 +25,6 @@ class Generation(Summary, RecurrentStates, Cache):
     seen: int
     fixed: int
     trained_length: int
-    _batch: int
     _repeated: int  # columns that an assistant's first step brings once more
     _columns_read: int
 

@@ -14,7 +14,6 @@ from ..budgets import Budget, GlobalTopK
 from ..checks import renamed
 from ..hf.facts import Facts
 from ..hf.method import Call, Pass
-from ..hf.outputs import output_layers
 from ..planner import Adaptive, Plan
 from ..pruners import Pruner, SnapKV
 from ..support.kvpress_names import no_ratio
@@ -138,7 +137,6 @@ class IterativeCache(CompressedCache):
         self.chunk_size: int = chunk_size
         self.reading = ReadingSettings(append, prune, retention=self.adaptive is not None, track=track)
         self.track = Track() if track else None
-        self.read: list[int] = []  # tokens of each sequence so far
         self.largest_context = 0
         super().__init__(config)
 
@@ -152,7 +150,7 @@ class IterativeCache(CompressedCache):
             "chunk_size": self.chunk_size, "memory_size": self.memory_size, "dynamic": self.dynamic,
             "layers": max(len(self.compressing), 1),
         }  # fmt: skip
-        if max(self.read, default=0) > 0:  # a later prompt continues with the full memory
+        if max(self._lengths, default=0) > 0:  # a later prompt continues with the full memory
             return planner.plan(length, schedule="fixed", **settings)
         least = max(planner.LEAST, self.pruner.num_sink_tokens + self.pruner.window + ROOM)
         return planner.plan(
@@ -171,10 +169,14 @@ class IterativeCache(CompressedCache):
 
     def _is_dense(self, b: int, plan: Plan, i: int = 0) -> bool:
         """Whether sequence b is read without any pruning; iteration i is to come."""
-        return (self.read[b] if self.read else 0) + sum(plan.chunks[i:]) <= self.dense_below
+        return self._read(b) + sum(plan.chunks[i:]) <= self.dense_below
+
+    def _read(self, b: int) -> int:
+        """Tokens of a sequence so far."""
+        return self._lengths[b] if self._lengths else 0
 
     def memory_sizes(self, b: int, plan: Plan, i: int) -> tuple[int, ...]:
-        L, read = len(self.compressing), (self.read[b] if self.read else 0) + plan.chunks[i]
+        L, read = len(self.compressing), self._read(b) + plan.chunks[i]
         if self._is_dense(b, plan, i):
             return (NEVER,) * L
         if self.adaptive is not None and L:
@@ -204,13 +206,8 @@ class IterativeCache(CompressedCache):
     # ---- reading ----
 
     def check_layers(self, decoder: Any, facts: Facts) -> None:
-        layers = [facts[layer.index] for layer in self.compressing]
-        if self.policy.gap is not None:
-            for layer in layers:
-                layer.check_relative("every must be None")
-        self.policy.check_model(decoder, layers, type(self).__name__)
-        if self.pruner.uses_output and not facts.outputs:
-            facts.outputs = output_layers(decoder, facts, [layer.index for layer in self.compressing])
+        own = [layer.index for layer in self.compressing]
+        self.policy.check_model(decoder, facts, own, type(self).__name__, "every must be None")
 
     @property
     def steps_differ(self) -> bool:
@@ -225,7 +222,7 @@ class IterativeCache(CompressedCache):
     def begin_prompt(self, plans: list[Plan], guide_length: int) -> None:
         layers, facts = self.compressing, self.facts
         assert facts is not None
-        self.read, self.largest_context = self.read or [0] * len(plans), 0
+        self.largest_context = 0
         if not layers:
             return
         contexts, pages = [0], 0
@@ -273,9 +270,7 @@ class IterativeCache(CompressedCache):
         if iteration is not None:
             for layer in self.compressing:
                 self._note_context(layer.keys_in_sight(tuple(counts)))
-        step = super().open(facts, counts, columns, iteration, more=more)
-        step.read = tuple(self.read or [0] * len(counts))
-        return step
+        return super().open(facts, counts, columns, iteration, more=more)
 
     def end(self, current: Pass, hidden: Any) -> None:
         assert isinstance(current, CachePass)
@@ -285,15 +280,14 @@ class IterativeCache(CompressedCache):
             if self.track is not None:
                 self._note_reading(self.track, current)
         super().end(current, hidden)
-        self.read = [read + count for read, count in zip(current.read, current.kept, strict=True)]
 
     def _note_reading(self, track: Track, step: CachePass) -> None:
         while len(track.readings) < len(step.counts):
             track.readings.append([])
-        for b, (start, chunk) in enumerate(zip(step.read, step.kept, strict=True)):
+        for b, chunk in enumerate(step.kept):
             if chunk:
-                layers = tuple(layer.layer_reading(b, start) for layer in self.compressing)
-                track.readings[b].append(ChunkReading(start, chunk, layers))
+                layers = tuple(layer.layer_reading(b, self._read(b)) for layer in self.compressing)
+                track.readings[b].append(ChunkReading(self._read(b), chunk, layers))
 
     def end_prompt(self, columns: int) -> None:
         super().end_prompt(columns)
@@ -303,23 +297,17 @@ class IterativeCache(CompressedCache):
         total = len(layers) * self.memory_size
         lasting = [
             self.adaptive is not None and sum(layer.share[b] for layer in layers if layer.share) == total
-            for b in range(len(self.read))
+            for b in range(self._batch)
         ]
         for layer in layers:
-            layer.end_prompt(self.facts[layer.index], self.read, lasting)
-
-    def crop(self, tokens_to_remove: int) -> None:
-        tokens_to_remove = int(tokens_to_remove)  # see there
-        super().crop(tokens_to_remove)
-        self.read = [read + tokens_to_remove for read in self.read]
+            layer.end_prompt(self.facts[layer.index], self._lengths, lasting)
 
     @torch.inference_mode(False)
     def select_sequences(self, indices: list[int]) -> None:
         super().select_sequences(indices)
-        self.read = [self.read[b] for b in indices] if self.read else []
         if self.track is not None and self.track.readings:
             self.track.readings = [list(self.track.readings[b]) for b in indices]
 
     def reset(self) -> None:
         super().reset()
-        self.read, self.track = [], Track() if self.track is not None else None
+        self.track = Track() if self.track is not None else None

@@ -12,7 +12,7 @@ from ..hf.facts import LayerFacts, OutputLayer
 from ..softmax import Softmax
 from .attention import prompt_attention, ragged_attention
 from .choose import Choice, Chooser, Offers
-from .memory import Memory, spread
+from .memory import Memory
 from .paged import PagedLayer, step_positions
 from .passes import CachePass, Iteration
 from .policy import Policy
@@ -20,7 +20,7 @@ from .pool import PagePool
 from .pruned_layer import PrunedLayer
 from .queries import RecentQueries
 from .repeating import RepeatingLayer
-from .rows import SideState
+from .rows import BatchState, by_sequence, selected, spread
 from .track import LayerReading
 
 
@@ -197,8 +197,7 @@ class IterativeLayer(RepeatingLayer):
         """What was seen of sequence b in the iteration that ends, whose chunk began at place `start`."""
         memory, observed = self.memory, self.observed[b]
         assert memory is not None and observed is not None
-        heads, origins = len(memory.held) // len(self.observed), memory.origins.of(memory.held)
-        positions = tuple(origins[row, : memory.held[row]].clone() for row in range(b * heads, (b + 1) * heads))
+        positions = tuple(x.clone() for x in memory.origins.rows(memory.held, len(self.observed))[b])
         old = torch.tensor([int((places < start).sum()) for places in positions], device="cpu")
         retention = old / torch.tensor([max(len(places), 1) for places in positions], device="cpu")
         return LayerReading(positions, retention, *observed)
@@ -244,10 +243,9 @@ class IterativeLayer(RepeatingLayer):
             k, v = (torch.take_along_dim(x, right, 1) for x in (k, v))
         pages.pool.fill([x.unflatten(0, (B, heads)) for x in (k, v)], kept, memory.origins)
         pages.next = longest
-        pages.offsets = [first - gone for first, gone in zip(late, memory.origins.later, strict=True)]
+        pages.offsets = [place - tokens for place, tokens in zip(longest, read, strict=True)]
         if isinstance(pages, PrunedLayer):
-            pages.tokens = list(read)
-            pages.far.near = [min(kept[b * heads : (b + 1) * heads]) for b in range(B)]
+            pages.far.near = [min(held) for held in by_sequence(kept, B)]
             pages.limits = [share if last else None for share, last in zip(self.share or [0] * B, lasting, strict=True)]
         self.memory = None
 
@@ -265,28 +263,24 @@ class IterativeLayer(RepeatingLayer):
         """Tokens in memory of sequence b, mean over its rows."""
         if self.memory is None:
             return 0
-        heads = len(self.memory.held) // batch
-        return sum(self.memory.held[b * heads : (b + 1) * heads]) // heads
+        held = by_sequence(self.memory.held, batch)[b]
+        return sum(held) // len(held)
 
     def drop_last(self, tokens: int) -> None:
         self.pages.drop_last(tokens)
 
-    def select_batch(self, indices: list[int]) -> None:
+    def select(self, indices: list[int], batch: int) -> None:
         if self.memory is not None:
             raise RuntimeError("the batch of this cache cannot change while a prompt is being read")
-        if self.pages.pool is None:
-            return
-        self.pages.select_batch(indices)
+        self.pages.select(indices, batch)
         if not isinstance(self.pages, PrunedLayer):  # which takes it along
-            self.chooser.select(indices, len(self.chooser.whole))
-        self.retained = [list(self.retained[b]) for b in indices] if self.retained else []
-        self.share = [self.share[b] for b in indices] if self.share else []
+            self.chooser.select(indices, batch)
+        self.retained, self.share = (selected(x, indices, batch) for x in (self.retained, self.share))
 
     def stored_lengths(self) -> list[list[int]]:
         if self.memory is None:
             return self.pages.stored_lengths()
-        heads = len(self.memory.held) // len(self.chooser.whole)
-        return [self.memory.held[row : row + heads] for row in range(0, len(self.memory.held), heads)]
+        return by_sequence(self.memory.held, len(self.chooser.whole))
 
     def kept_positions(self) -> list[list[Tensor]]:
         memory = self.memory
@@ -295,7 +289,7 @@ class IterativeLayer(RepeatingLayer):
         return memory.origins.rows(memory.held, len(self.chooser.whole))
 
     def _side_nbytes(self) -> int:
-        parts: list[SideState | None] = [self.memory, None if self._pending is None else self._pending.joined]
+        parts: list[BatchState | None] = [self.memory, None if self._pending is None else self._pending.joined]
         if not isinstance(self.pages, PrunedLayer):
             parts.append(self.chooser)
         return sum(part.nbytes() for part in parts if part is not None)

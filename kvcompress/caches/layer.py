@@ -11,9 +11,10 @@ from transformers.cache_utils import CacheLayerMixin
 from ..hf.facts import LayerFacts
 from ..softmax import Softmax
 from .passes import CachePass
+from .rows import BatchState
 
 
-class CompressedLayer(CacheLayerMixin):
+class CompressedLayer(BatchState, CacheLayerMixin):
     """One attention layer's cache. Subclasses store keys and values and answer `attend`.
 
     index: the model's number of the layer. number: its place among the layers of its cache that compress.
@@ -55,14 +56,6 @@ class CompressedLayer(CacheLayerMixin):
     @abstractmethod
     def kept_positions(self) -> list[list[Tensor]]:
         """Which tokens those are, per sequence and KV head; [] before the first token. See CompressedCache."""
-
-    @abstractmethod
-    def select_batch(self, indices: list[int]) -> None:
-        """Keeps copies of the given sequences in this order."""
-
-    def join(self, other: CompressedLayer) -> None:
-        """Takes over the sequences of another layer of the same cache class, model and settings, behind its own; called
-        only where joins is true. Layers with pages must have theirs from one store; the other is of no use then."""
 
     def check_step(self, step: CachePass, facts: LayerFacts) -> None:
         """Refuses what the layer cannot do, and takes what it needs, before any layer has changed."""

@@ -26,6 +26,8 @@ class LocalLayer(CompressedLayer):
     """
 
     is_sliding = True
+    joins = True
+    places: Tensor  # once there is a ring
     dtype: str | None = None  # here for files from before there were codes
     form: Format | None = None
 
@@ -33,7 +35,6 @@ class LocalLayer(CompressedLayer):
         super().__init__(index, -1)
         self.window, self.chunk, self.dtype = window, chunk, dtype
         self.ring: Ring | None = None
-        self.places: Tensor | None = None
         self.next: list[int] = []
         self.rope_lengths: list[int] = []
 
@@ -45,7 +46,7 @@ class LocalLayer(CompressedLayer):
 
     def attend(self, step: CachePass, queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax) -> Tensor:
         facts, S = step.facts[self.index], keys.shape[2]
-        if self.ring is None or self.places is None:
+        if self.ring is None:
             B, Hkv, _, D = keys.shape
             self.form = Format.of(self.dtype, keys.dtype)
             slots = keys_and_values(D, keys.dtype, self.form).values()
@@ -106,7 +107,7 @@ class LocalLayer(CompressedLayer):
         tables = facts.query_rotary.step_tables(most, self.rope_lengths, queries.device)
         if tables is None:
             return None
-        assert ring is not None and places is not None
+        assert ring is not None
         ring.make_room(most)
         k_ring, v_ring, *scales = ring.arrays
         named: dict[str, Any] = dict(zip(("k_ring_scales", "v_ring_scales"), scales, strict=False))
@@ -160,20 +161,3 @@ class LocalLayer(CompressedLayer):
             return []
         last = zip(self.next, self._held(), strict=True)
         return [[torch.arange(n - held, n, device="cpu")] * self.ring.heads for n, held in last]
-
-    joins = True
-
-    def join(self, other: CompressedLayer) -> None:
-        assert isinstance(other, LocalLayer) and self.ring is not None and other.ring is not None
-        assert self.places is not None and other.places is not None
-        self.ring.join(other.ring, len(self.next), len(other.next))
-        self.places = torch.cat([self.places, other.places])
-        self.next, self.rope_lengths = self.next + other.next, self.rope_lengths + other.rope_lengths
-
-    def select_batch(self, indices: list[int]) -> None:
-        if self.ring is None or self.places is None:
-            return
-        heads, device = self.ring.heads, self.places.device
-        self.ring.select_rows(torch.tensor([b * heads + h for b in indices for h in range(heads)], device=device))
-        self.places = self.places[torch.tensor(indices, dtype=torch.long, device=device)]
-        self.next, self.rope_lengths = ([numbers[b] for b in indices] for numbers in (self.next, self.rope_lengths))

@@ -9,15 +9,10 @@ from ..positions import RotaryTables
 from .choose import Choice
 from .origins import Origins
 from .passes import CachePass
-from .rows import SideState
+from .rows import BatchState, by_sequence, spread
 
 
-def spread(numbers: list[int], heads: int) -> list[int]:
-    """Of each sequence for each of its rows."""
-    return [number for number in numbers for _ in range(heads)]
-
-
-class Memory(SideState):
+class Memory(BatchState):
     """keys, values: [R, M, D]; held[r] of a row's tokens count, what lies past them is never read. origins: which of
     their sequence's tokens they are.
 
@@ -40,8 +35,7 @@ class Memory(SideState):
 
     def longest(self, batch: int) -> list[int]:
         """Tokens of each sequence's longest row."""
-        heads = len(self.held) // batch
-        return [max(self.held[b * heads : (b + 1) * heads]) for b in range(batch)]
+        return [max(held) for held in by_sequence(self.held, batch)]
 
     def late(self, batch: int) -> list[int]:
         """Position at which each row begins."""
@@ -51,7 +45,7 @@ class Memory(SideState):
     def joined(self, keys: Tensor, values: Tensor, step: CachePass) -> Memory:
         """The memory followed by the last counts[b] tokens of a chunk [B, Hkv, S, D]."""
         heads = keys.shape[1]
-        lengths = [held + count for held, count in zip(self.held, spread(list(step.counts), heads), strict=True)]
+        lengths = [held + count for held, count in zip(self.held, spread(step.counts, heads), strict=True)]
         pairs = (self.keys, keys.flatten(0, 1)), (self.values, values.flatten(0, 1))
         k, v = (self._joined(old, new, lengths) for old, new in pairs)
         return Memory(k, v, lengths, self.origins)

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .rows import SideState
+from .rows import BatchState
 
 
-class Origins(SideState):
+class Origins(BatchState):
     """places: int32 [R, K], tokens of their sequences that the first held[r] slots of a row hold, counted from 0; a
     later slot s holds token s + later[r]. All of it is on the host, beside what the cache counts as its bytes.
     """

@@ -13,10 +13,10 @@ from ..hf.facts import LayerFacts
 from ..softmax import Softmax
 from .choose import Choice
 from .formats import Format, keys_and_values
-from .layer import CompressedLayer
 from .passes import CachePass
 from .pool import PagePool
 from .repeating import RepeatingLayer
+from .rows import by_sequence, spread
 from .store import PageStore, PoolSettings
 
 StepTables = tuple[Tensor, Tensor] | tuple[None, None]  # cos and sin of a step; None where nothing turns
@@ -48,6 +48,7 @@ class PagedLayer(RepeatingLayer):
     """
 
     is_croppable = True
+    joins = True
     store: PageStore | None = None
     steps_known = True
     shifts = True  # whether its op of a step takes a shift
@@ -57,15 +58,20 @@ class PagedLayer(RepeatingLayer):
         self.pool_settings = pool_settings
         self.pool: PagePool | None = None
         self.rope_lengths: list[int] = []  # keys in sight when a sequence's frequencies were settled
-        self.offsets: list[int] = []  # of each row: from a token's number to the position where it stands
+        self.offsets: list[int] = []  # of each sequence: from a token's number to the position where it stands
         self.next: list[int] = []  # position of each sequence's next token
         self._shifted: tuple[list[int], Tensor | None] | None = None
-        self._joined: tuple[Tensor | None, Tensor, Tensor] | None = None  # a shift, offsets of sequences, both together
+        self._joined: tuple[tuple[Tensor | None, Tensor], Tensor] | None = None  # a shift and offsets, both together
+
+    @property
+    def opened(self) -> PagePool:
+        """The pool, once there is one."""
+        assert self.pool is not None
+        return self.pool
 
     @property
     def heads(self) -> int:
-        assert self.pool is not None
-        return len(self.pool.bounds) // len(self.rope_lengths)
+        return len(self.opened.bounds) // len(self.rope_lengths)
 
     @property
     def shift(self) -> Tensor | None:
@@ -76,7 +82,7 @@ class PagedLayer(RepeatingLayer):
             return None
         later = pool.origins.later
         if self._shifted is None or self._shifted[0] is not later:
-            numbers = [late + offset for late, offset in zip(later, self.offsets, strict=True)]
+            numbers = [late + offset for late, offset in zip(later, spread(self.offsets, self.heads), strict=True)]
             shift = torch.tensor(numbers, dtype=torch.int32, device=pool.lengths.device) if any(numbers) else None
             self._shifted = later, shift
         return self._shifted[1]
@@ -111,28 +117,25 @@ class PagedLayer(RepeatingLayer):
 
     def _turn(self, facts: LayerFacts, rows: int) -> StepTurn | None:
         """For tokens at positions below rows; None where an op cannot turn all sequences."""
-        pool, rotary = self.pool, facts.query_rotary
-        assert pool is not None
-        device = pool.lengths.device
+        rotary, device = facts.query_rotary, self.opened.lengths.device
         if (tables := rotary.step_tables(rows, self.rope_lengths, device)) is not None:
             return StepTurn(tables, self.shift, None if tables[0] is None else tables[0].shape[0])
         if not self.shifts or (joint := rotary.batch_tables(rows, self.rope_lengths, device)) is None:
             return None
         cos, sin, offsets = joint  # of each sequence its own rows of them
         joined, shift = self._joined, self.shift
-        if joined is None or joined[0] is not shift or joined[1] is not offsets:
+        if joined is None or joined[0][0] is not shift or joined[0][1] is not offsets:
             with torch.inference_mode(False):
                 each = offsets.expand(-1, self.heads).flatten()
-                self._joined = joined = shift, offsets, each if shift is None else each + shift
-        return StepTurn((cos, sin), joined[2], cos.shape[0] // len(self.next))
+                self._joined = joined = (shift, offsets), each if shift is None else each + shift
+        return StepTurn((cos, sin), joined[1], cos.shape[0] // len(self.next))
 
     def write_step(
         self, table: ops.PageTable, queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax,
         turn: StepTurn, begin: Tensor | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """The op of a step: adds the token to every row; (out, lse) from begin on."""
-        pool = self.pool
-        assert pool is not None
+        pool = self.opened
         return ops.paged_step_(
             queries, keys, values, pool.k_pages, pool.v_pages, table, shift=turn.shift, begin=begin,
             cos=turn.tables[0], sin=turn.tables[1], scale=softmax.scale, softcap=softmax.softcap,
@@ -145,8 +148,7 @@ class PagedLayer(RepeatingLayer):
         B, Hkv, S, D = keys.shape
         if self.pool is None:
             self.open_pool(B * Hkv, D, keys, step.whole)
-        pool = self.pool
-        assert pool is not None
+        pool = self.opened
         bound = max(max(place + count for place, count in zip(self.next, counts, strict=True)), S)
         place = pool.lengths if self.shift is None else pool.lengths + self.shift
         positions = step_positions(place.view(B, Hkv)[:, :1], counts, S)
@@ -163,16 +165,13 @@ class PagedLayer(RepeatingLayer):
 
     def attend_held(self, step: CachePass, queries: Tensor, rotated: Tensor, softmax: Softmax, alone: Alone) -> Tensor:
         """Attention of the last S tokens, which are held already. queries: the same before rotation."""
-        pool = self.pool
-        assert pool is not None
-        return self._decode(rotated, pool.lengths, None, softmax, causal=True)[0]
+        return self._decode(rotated, self.opened.lengths, None, softmax, causal=True)[0]
 
     def _decode(
         self, rotated: Tensor, end: Tensor, begin: Tensor | None, softmax: Softmax, *, causal: bool
     ) -> tuple[Tensor, Tensor]:
         """(out, lse) of queries over the slots begin..end-1 of every row."""
-        assert self.pool is not None
-        held = self.pool.snapshot()
+        held = self.opened.snapshot()
         return ops.decode(
             rotated, held.k_pages, held.v_pages, end, block_table=held.block_table, begin=begin, causal=causal,
             **held.scales, **softmax.options,
@@ -182,16 +181,15 @@ class PagedLayer(RepeatingLayer):
         form = Format.of(self.pool_settings.dtype_of(self.index), like.dtype)
         slots = keys_and_values(head_dim, like.dtype, form)
         self.pool = PagePool(rows, slots, like.device, self.pool_settings, store=self.store, form=form)
-        self.rope_lengths, self.next = rope_lengths, [0] * len(rope_lengths)
-        self.offsets, self._shifted, self._joined = [0] * rows, None, None
+        self.rope_lengths, batch = rope_lengths, len(rope_lengths)
+        self.offsets, self.next, self._shifted, self._joined = [0] * batch, [0] * batch, None, None
 
     def most_slots(self, counts: tuple[int, ...]) -> list[int]:
         """Slots of pages that a step of counts[b] tokens of each sequence fills at most, per sequence."""
         return list(counts)
 
     def _per_row(self, counts: Sequence[int]) -> list[int]:
-        assert self.pool is not None
-        return [count for count in counts for _ in range(len(self.pool.bounds) // len(counts))]
+        return spread(counts, self.heads)
 
     def check_step(self, step: CachePass, facts: LayerFacts) -> None:
         """Takes the pages that the step needs before any layer has changed, so that a full pool loses nothing."""
@@ -219,14 +217,12 @@ class PagedLayer(RepeatingLayer):
         return pool.room if turn.rows is None else min(pool.room, turn.rows - place)
 
     def count_step(self) -> None:
-        assert self.pool is not None
-        self.pool.count_step()
+        self.opened.count_step()
         self.next = [place + 1 for place in self.next]
 
     def held_tensors(self, facts: LayerFacts) -> tuple[Tensor, ...]:
-        assert self.pool is not None
         turn = self._turn(facts, max(self.next))
-        held = (*self.pool.held_tensors(), *((self.shift,) if turn is None else (turn.shift, *turn.tables)))
+        held = (*self.opened.held_tensors(), *((self.shift,) if turn is None else (turn.shift, *turn.tables)))
         return tuple(x for x in held if x is not None)
 
     # ---- what stays ----
@@ -234,8 +230,8 @@ class PagedLayer(RepeatingLayer):
     def keep(self, choice: Choice, anew: Sequence[Tensor] | None = None) -> None:
         """Keeps the chosen slots of every row, and with them all that belongs to a slot; tokens to come stand where
         they would have stood. anew: other keys and values for what stays. Raises as PagePool.keep does."""
-        assert self.pool is not None
-        self.pool.keep(choice.slots, choice.kept, anew)
+        pool = self.opened
+        pool.keep(choice.slots, choice.kept, anew)
         self.follow(choice)
 
     def follow(self, choice: Choice) -> None:
@@ -249,44 +245,22 @@ class PagedLayer(RepeatingLayer):
             self.next = [place - tokens for place in self.next]
 
     def nbytes(self) -> int:
-        held = self.pool.nbytes() if self.pool is not None else 0
-        return held + self._shift_nbytes()
+        return self.beside_nbytes() + (0 if self.pool is None else self.pool.nbytes())
 
-    def _shift_nbytes(self) -> int:
-        joined = 0 if self._joined is None else self._joined[2].nbytes
+    def beside_nbytes(self) -> int:
+        """Bytes of what is held beside pages."""
+        joined = 0 if self._joined is None else self._joined[1].nbytes
         return joined + (0 if self.shift is None else self.shift.nbytes)
 
     def reserved_nbytes(self) -> int:
-        held = self.pool.reserved_nbytes() if self.pool is not None else 0
-        return held + self._shift_nbytes()
+        return self.beside_nbytes() + (0 if self.pool is None else self.pool.reserved_nbytes())
 
     def trim(self) -> None:
         if self.pool is not None:
             self.pool.trim()
 
     def stored_lengths(self) -> list[list[int]]:
-        batch = len(self.rope_lengths)
-        if self.pool is None:
-            return [[] for _ in range(batch)]
-        counts, heads = self.pool.counts, self.heads
-        return [counts[b * heads : (b + 1) * heads] for b in range(batch)]
+        return [] if self.pool is None else by_sequence(self.pool.counts, len(self.next))
 
     def kept_positions(self) -> list[list[Tensor]]:
         return [] if self.pool is None else self.pool.origins.rows(self.pool.counts, len(self.rope_lengths))
-
-    joins = True
-
-    def join(self, other: CompressedLayer) -> None:
-        assert isinstance(other, PagedLayer) and self.pool is not None and other.pool is not None
-        self.pool.join(other.pool)
-        self.offsets, self._shifted, self._joined = self.offsets + other.offsets, None, None
-        self.rope_lengths, self.next = self.rope_lengths + other.rope_lengths, self.next + other.next
-
-    def select_batch(self, indices: list[int]) -> None:
-        if self.pool is None:
-            return
-        heads = self.heads
-        rows = [b * heads + h for b in indices for h in range(heads)]
-        self.pool.select_rows(rows)
-        self.offsets, self._shifted, self._joined = [self.offsets[row] for row in rows], None, None
-        self.rope_lengths, self.next = ([list_[b] for b in indices] for list_ in (self.rope_lengths, self.next))

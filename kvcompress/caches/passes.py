@@ -45,7 +45,6 @@ class CachePass(Pass):
         self.facts, self.layers = facts, layers
         self.more, self.continues = more, continues
         self.counts, self.columns, self.iteration = tuple(counts), columns, iteration
-        self.read: tuple[int, ...] = ()  # tokens of each sequence before this pass, where the cache counts them
         self.contest: Contest | None = None  # where layers share a budget
         self.later = False  # whether its tokens follow a prompt that is compressed, and are kept whole
         self.prompts: tuple[int, ...] | None = None  # tokens of whole prompts of which this pass reads a part

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,7 +11,8 @@ from .. import pruners
 from ..budgets import AdaKV, Budget, CacheShape, GlobalTopK, Uniform, check_budget
 from ..checks import MOST_INT32
 from ..hf.config import ranks_of
-from ..hf.facts import LayerFacts
+from ..hf.facts import Facts, LayerFacts
+from ..hf.outputs import output_layers
 from ..positions import RemoteGap
 from ..pruners import Pruner
 from ..pruners.base import given_as
@@ -168,11 +169,15 @@ class Policy:
                 "nothing behind"
             )
 
-    def check_model(self, decoder: Any, layers: Sequence[LayerFacts], cache: str) -> None:
-        """Raises ValueError if the budget is not for a model of these layers, those that compress. Warns once where
-        there are none, and where what judges several heads together sees some of them alone."""
+    def check_model(self, decoder: Any, facts: Facts, own: list[int], cache: str, fixed: str) -> None:
+        """Raises ValueError if the budget is not for a model of these layers, those that compress, or positions (wish:
+        fixed) cannot be given anew. Warns once where there are none, and where what judges several heads together sees
+        some of them alone."""
+        layers = [facts[index] for index in own]
+        for layer in layers if self.gap is not None else ():
+            layer.check_relative(fixed)
         for part in (self.budget, self.pruner):
-            part.check_rows([facts.kv_heads for facts in layers])
+            part.check_rows([layer.kv_heads for layer in layers])
         self.pruner.check_model(decoder, layers)
         if not layers:
             self.notices.give(
@@ -186,6 +191,8 @@ class Policy:
                 f"{joint}, and the heads of this model are cut over {ranks} ranks: each sees its own alone, so that "
                 "other tokens may stay than on one device",
             )
+        if self.pruner.uses_output and not facts.outputs:
+            facts.outputs = output_layers(decoder, facts, own)
 
     def _joint(self) -> str | None:
         """What judges several heads together."""

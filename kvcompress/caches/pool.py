@@ -15,12 +15,13 @@ from .. import ops
 from .formats import Format, Slots, coded, scales_of
 from .keeping import Keeping
 from .origins import Origins
+from .rows import BatchState
 from .store import PageStore, PoolSettings, Rows, Snapshot, locked
 
 Result = TypeVar("Result")
 
 
-class PagePool(Keeping):
+class PagePool(BatchState, Keeping):
     """R rows of slots, each of its own length, in pages of P slots (row r = b*H + h).
 
     slots: what a slot holds, by name: sizes and dtype; keys_and_values(D, dtype) is usual, and positions, scores or
@@ -254,6 +255,11 @@ class PagePool(Keeping):
             one._shares, one._last_shared = True, [True] * len(self.bounds)
         return pool
 
+    def select(self, indices: list[int], batch: int) -> None:
+        """Of rows that are those of so many sequences: see select_rows."""
+        heads = len(self.bounds) // batch
+        self.select_rows([b * heads + h for b in indices for h in range(heads)])
+
     @locked
     def select_rows(self, rows: Sequence[int]) -> None:
         """Makes row i what rows[i] was. Rows that are named twice share their pages; those not named give theirs up.
@@ -280,8 +286,13 @@ class PagePool(Keeping):
         self._last_shared = [self._last_shared[row] or times[row] > 1 for row in rows]
         self._shares = self._shares or max(times.values(), default=0) > 1
 
+    def join(self, other: BatchState, batch: int, more: int) -> None:
+        """See join_rows."""
+        assert isinstance(other, PagePool)
+        self.join_rows(other)
+
     @locked
-    def join(self, other: PagePool) -> None:
+    def join_rows(self, other: PagePool) -> None:
         """Takes over the rows of another pool over the same store, behind its own; the other has none then.
 
         Raises ValueError for a pool over other pages.

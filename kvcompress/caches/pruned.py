@@ -13,7 +13,6 @@ from ..budgets import Budget, GlobalTopK
 from ..hf.attach import facts_of
 from ..hf.facts import Facts
 from ..hf.method import Call, Pass
-from ..hf.outputs import output_layers
 from ..positions import RemoteGap
 from ..pruners import Pruner, Replay
 from ..support.kvpress_names import no_ratio
@@ -25,6 +24,7 @@ from .formats import Dtypes
 from .passes import CachePass, Iteration
 from .policy import Policy
 from .pruned_layer import PrunedLayer
+from .rows import by_sequence
 from .store import PoolSettings
 
 _WAITS = 1 / 8  # of the budget, while a prompt is read first
@@ -116,13 +116,8 @@ class PrunedCache(CompressedCache):
             self.trim()  # pages that held a chunk before it was pruned
 
     def check_layers(self, decoder: Any, facts: Facts) -> None:
-        layers = [facts[layer.index] for layer in self.compressing]
-        if self.policy.gap is not None:
-            for layer in layers:
-                layer.check_relative("positions must be 'original'")
-        self.policy.check_model(decoder, layers, type(self).__name__)
-        if self.pruner.uses_output and not facts.outputs:
-            facts.outputs = output_layers(decoder, facts, [layer.index for layer in self.compressing])
+        own = [layer.index for layer in self.compressing]
+        self.policy.check_model(decoder, facts, own, type(self).__name__, "positions must be 'original'")
 
     def check_images(self, call: Call) -> None:
         if self.policy.gap is not None:
@@ -213,12 +208,8 @@ class PrunedCache(CompressedCache):
 
     def _contest_again(self, budget: GlobalTopK) -> Contest:
         layers = self.compressing
-        counts = [layer.chooser.held.counts for layer in layers]
-        rows, batch = sum(layer.heads for layer in layers), self._batch
-        held = [
-            sum(sum(n[b * x.heads : (b + 1) * x.heads]) for x, n in zip(layers, counts, strict=True))
-            for b in range(batch)
-        ]
+        rows, counts = sum(x.heads for x in layers), [by_sequence(x.chooser.held.counts, self._batch) for x in layers]
+        held = [sum(sum(n[b]) for n in counts) for b in range(self._batch)]
         return Contest([n - rows for n in held], rows, budget.floor, trims=False, waits=math.inf)
 
     # ---- one forward pass ----
@@ -262,8 +253,7 @@ class PrunedCache(CompressedCache):
         layers, held = self.compressing, [0] * batch
         for layer in layers:
             if layer.pool is not None:
-                bounds, heads = layer.pool.bounds, layer.heads
-                held = [n + sum(bounds[b * heads : (b + 1) * heads]) for b, n in enumerate(held)]
+                held = [n + sum(row) for n, row in zip(held, by_sequence(layer.pool.bounds, batch), strict=True)]
         rows = sum(facts[layer.index].kv_heads for layer in layers)
         first = layers[0].pool is None
         waits = math.inf if not adds else _WAITS if first and layers[0].store is None else 0.0

@@ -15,11 +15,11 @@ from .attention import prompt_attention, prompt_state
 from .choose import Choice, Chooser, Offers
 from .contest import Contest, Left
 from .far import FarSegment, Ranks
-from .layer import CompressedLayer
 from .origins import Origins
 from .paged import Alone, PagedLayer, step_positions
 from .passes import CachePass
 from .policy import NEVER, Policy
+from .rows import by_sequence
 
 
 class PrunedLayer(PagedLayer):
@@ -28,8 +28,7 @@ class PrunedLayer(PagedLayer):
     Near tokens stay rotated at their true positions. With positions="original" all others do too; with RemoteGap those
     that the last compression moved into the far segment stand at ids by rank: a query is rotated once for each segment,
     and the two results are merged.
-    tokens: of each sequence so far, which its budget goes by. limits: tokens per head that a sequence keeps where the
-    budget does not say; None = it does.
+    limits: tokens per head that a sequence keeps where the budget does not say; None = it does.
     """
 
     def __init__(self, index: int, number: int, policy: Policy, chooser: Chooser | None = None) -> None:
@@ -37,14 +36,13 @@ class PrunedLayer(PagedLayer):
         self.policy = policy
         self.chooser = chooser or Chooser(policy.pruner, policy.budget, index, policy.every, holds=policy.holds_scores)
         self.far = FarSegment(0)
-        self.tokens: list[int] = []
         self.limits: list[int | None] = []
         self.softmax = Softmax(1.0)  # of the last call
 
     def open_pool(self, rows: int, head_dim: int, like: Tensor, rope_lengths: list[int]) -> None:
         super().open_pool(rows, head_dim, like, rope_lengths)
         batch = len(rope_lengths)
-        self.far, self.tokens, self.limits = FarSegment(batch), [0] * batch, [None] * batch
+        self.far, self.limits = FarSegment(batch), [None] * batch
         self.chooser.begin(batch)
 
     # ---- attention ----
@@ -97,7 +95,6 @@ class PrunedLayer(PagedLayer):
         return ops.merge_states(near, self._decode(turned, split, None, softmax.rest, causal=False))[0]
 
     def _count(self, counts: Sequence[int]) -> None:
-        self.tokens = [tokens + count for tokens, count in zip(self.tokens, counts, strict=True)]
         self.far.near = [near + count for near, count in zip(self.far.near, counts, strict=True)]
 
     def _read_prompt(self, step: CachePass, queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax) -> Tensor:
@@ -114,8 +111,7 @@ class PrunedLayer(PagedLayer):
             keys, values = keys.gather(2, index), values.gather(2, index)
         k = facts.key_rotary.rotate(keys, positions if before else None, end, lengths)
         if before:
-            assert self.pool is not None
-            held = (x.unflatten(0, (B, Hkv)) for x in self.pool.gather(before))
+            held = (x.unflatten(0, (B, Hkv)) for x in self.opened.gather(before))
             k, values = (torch.cat(both, 2) for both in zip(held, (k, values), strict=True))
         seen = [before + count for count in counts]
 
@@ -158,10 +154,9 @@ class PrunedLayer(PagedLayer):
 
     def _ranks(self, queries: Tensor) -> Ranks:
         """Of queries [B, Hq, S, D] of the last S tokens held."""
-        assert self.pool is not None
         S = queries.shape[2]
-        slots = self.pool.lengths[:, None] - S + torch.arange(S, dtype=torch.int32, device=queries.device)
-        return Ranks(slots.clamp_(min=0), max(self.pool.bounds), self.rope_lengths)
+        slots = self.opened.lengths[:, None] - S + torch.arange(S, dtype=torch.int32, device=queries.device)
+        return Ranks(slots.clamp_(min=0), max(self.opened.bounds), self.rope_lengths)
 
     @property
     def repeats(self) -> bool:
@@ -191,23 +186,24 @@ class PrunedLayer(PagedLayer):
 
     def keep_of(self, b: int, layers: int) -> int:
         """Tokens per head that sequence b keeps in this one of so many layers."""
-        assert self.pool is not None
         if (limit := self.limits[b]) is not None:
             return limit
-        slot = self.pool.store.page_nbytes() // self.pool.page_size
-        return self.policy.tokens_of(self.tokens[b], self.number, layers, len(self.pool.bounds), slot)
+        pool = self.opened
+        slot = pool.store.page_nbytes() // pool.page_size
+        tokens = self.next[b] - self.offsets[b]  # so far
+        return self.policy.tokens_of(tokens, self.number, layers, len(pool.bounds), slot)
 
     def _due(self, slack: int, step: CachePass) -> bool:
-        assert self.pool is not None
         if slack == NEVER:
             return False
         if step.contest is not None:
             return any(self._contested(step, b, slack) is not None for b in range(len(self.next)))
-        heads, bounds = self.heads, self.pool.bounds
-        return any(
-            self._over(bounds[b * heads : (b + 1) * heads], self.keep_of(b, step.compressing), slack)
-            for b in range(len(self.next))
-        )
+        return self._any_over(self.opened.bounds, step, slack)
+
+    def _any_over(self, held: list[int], step: CachePass, slack: int) -> bool:
+        """The same of any sequence, of rows of which it is to keep what its budget says."""
+        rows = by_sequence(held, len(self.next))
+        return any(self._over(row, self.keep_of(b, step.compressing), slack) for b, row in enumerate(rows))
 
     def _over(self, held: list[int], keep: int, slack: int) -> bool:
         """Whether the rows of one sequence are so many tokens over what they are to keep, mean."""
@@ -257,8 +253,7 @@ class PrunedLayer(PagedLayer):
     ) -> None:  # fmt: skip
         """Compresses what is held where it is over the budget. call: this call's queries; else the latest ones.
         entering: see Offers."""
-        pool, recent, accumulates = self.pool, self.chooser.recent, self.policy.pruner.accumulates
-        assert pool is not None
+        pool, recent, accumulates = self.opened, self.chooser.recent, self.policy.pruner.accumulates
         guides = [0] * len(self.next) if call is None else self._without_guide(step)
         # the scores of all of a prompt are held, whether some of it goes yet or not
         holds = call is not None and self.chooser.holds and self.policy.compresses(step)
@@ -302,8 +297,7 @@ class PrunedLayer(PagedLayer):
             scores=self.policy.compresses(step),
         )
         before = [count for b in range(len(offers.valid)) for count in offers.counts(b)]  # the guide's aside
-        pool = self.pool
-        assert pool is not None
+        pool = self.opened
         if step.contest is not None:  # what others lose is free first: they may have their pages of one store
             for index, left in step.contest.lost().items():
                 step.layers[index].lose(left, trim=step.contest.trims)
@@ -320,8 +314,7 @@ class PrunedLayer(PagedLayer):
 
     def lose(self, left: dict[int, Left], *, trim: bool) -> None:
         """Keeps what other layers of the same pass have left of it, of some sequences. trim: gives free pages back."""
-        pool = self.pool
-        assert pool is not None
+        pool = self.opened
         held = pool.counts
         slots = torch.arange(max(held), dtype=torch.int32, device=pool.lengths.device).repeat(len(held), 1)
         self.keep(Choice(slots, held, [None] * len(self.next)).left(left))
@@ -331,8 +324,8 @@ class PrunedLayer(PagedLayer):
     def choose_again(self, policy: Policy, layers: int, contest: Contest | None) -> tuple[Choice, list[int | None]]:
         """What a budget of so many layers that compress keeps of the tokens that have scores, and how many per head;
         nothing is changed. contest: where layers share it."""
-        pool, held, chooser = self.pool, self.chooser.held, self.chooser
-        assert pool is not None and held is not None
+        pool, held, chooser = self.opened, self.chooser.held, self.chooser
+        assert held is not None
         slot = pool.store.page_nbytes() // pool.page_size
         keep: list[int | None] = []
         for b, tokens in enumerate(held.tokens):
@@ -347,8 +340,8 @@ class PrunedLayer(PagedLayer):
 
     def keep_again(self, choice: Choice, keep: list[int | None], policy: Policy, facts: LayerFacts | None) -> None:
         """Keeps that, and all tokens that have no scores. facts: not needed where tokens stay at their positions."""
-        pool, held = self.pool, self.chooser.held
-        assert pool is not None and held is not None
+        pool, held = self.opened, self.chooser.held
+        assert held is not None
         self.policy, self.chooser.budget = policy, policy.budget
         self.chooser.dropped(keep)
         choice = choice.with_later(held.counts, pool.counts)
@@ -357,8 +350,8 @@ class PrunedLayer(PagedLayer):
 
     def make_room(self, choice: Choice) -> None:
         """Takes the pages that keeping it needs beside those that forks share. Raises RuntimeError for too few."""
-        pool, held = self.pool, self.chooser.held
-        assert pool is not None and held is not None
+        pool, held = self.opened, self.chooser.held
+        assert held is not None
         choice = choice.with_later(held.counts, pool.counts)
         if choice.kept != pool.counts:
             pool.make_room(choice.slots if self.policy.gap is None else None, choice.kept)
@@ -371,8 +364,7 @@ class PrunedLayer(PagedLayer):
         self, facts: LayerFacts, queries: Tensor, valid: list[int], guides: list[int], entering: Tensor | None = None
     ) -> Offers:
         """What the pages hold. queries: or what there is of recent tokens in their place (RecentQueries)."""
-        pool, pruner = self.pool, self.policy.pruner
-        assert pool is not None
+        pool, pruner = self.opened, self.policy.pruner
         if pruner.uses_entering and entering is None:
             queries, entering = queries[..., :0], queries
         D = pool.k_pages.shape[2]
@@ -397,8 +389,7 @@ class PrunedLayer(PagedLayer):
 
     def keep_chosen(self, choice: Choice, facts: LayerFacts | None) -> None:
         """keep, where tokens of a far segment get new ids besides. facts: None where tokens stay at their positions."""
-        pool = self.pool
-        assert pool is not None
+        pool = self.opened
         if self.policy.gap is None:
             self.keep(choice)
             return
@@ -412,8 +403,7 @@ class PrunedLayer(PagedLayer):
     def _gathered(self, choice: Choice, keys: Tensor, values: Tensor, facts: LayerFacts | None) -> list[Tensor]:
         """Of keys and values [R, T, D] those that were chosen, [B, Hkv, K, D], right-aligned as the pool takes them;
         those of a far segment at its ids."""
-        pool, policy, kept = self.pool, self.policy, choice.kept
-        assert pool is not None
+        pool, policy, kept = self.opened, self.policy, choice.kept
         device, heads, whole = pool.lengths.device, self.heads, self.chooser.whole
         counts = torch.tensor(kept, dtype=torch.int32, device=device)
         K, (_, T, D) = max(kept, default=0), keys.shape
@@ -434,11 +424,11 @@ class PrunedLayer(PagedLayer):
 
     def reach(self, b: int, count: int, layers: int) -> int:
         """Positions that sequence b uses once `count` tokens have been added."""
-        gap, heads = self.policy.gap, self.heads
-        assert self.pool is not None and gap is not None
+        gap = self.policy.gap
+        assert gap is not None
         if self.chooser.whole[b]:
             return self.next[b] + count
-        held, near = max(self.pool.bounds[b * heads : (b + 1) * heads]), self.far.near[b]
+        held, near = max(by_sequence(self.opened.bounds, len(self.next))[b]), self.far.near[b]
         compresses = count > 1 and self.chooser.recent is not None and self.policy.later != "keep"
         if compresses and held > (keep := self.keep_of(b, layers)):
             held, near = keep, min(near, self.policy.near_of(keep))  # compresses before it starts
@@ -455,8 +445,7 @@ class PrunedLayer(PagedLayer):
 
     def _pages_beside(self, step: CachePass) -> int:
         """Most pages that a compression in a call takes beside those of its tokens: what rows share is copied."""
-        pool = self.pool
-        assert pool is not None
+        pool = self.opened
         if self.policy.later == "keep" or step.more or not pool.shares:  # what comes is kept whole
             return 0
         grown = [bound + count for bound, count in zip(pool.bounds, self._per_row(step.counts), strict=True)]
@@ -471,11 +460,10 @@ class PrunedLayer(PagedLayer):
 
     def _will_be_due(self, grown: list[int], step: CachePass) -> bool:
         """Whether a decoded token may find a sequence over its budget that has grown to so many slots per row."""
-        every, heads, batch = self.policy.every or NEVER, self.heads, len(self.next)
+        every = self.policy.every or NEVER
         if every == NEVER or isinstance(self.policy.budget, GlobalTopK):  # what other layers hold, nobody knows yet
             return every != NEVER
-        keeps = [self.keep_of(b, step.compressing) for b in range(batch)]
-        return any(self._over(grown[b * heads : (b + 1) * heads], keep, every) for b, keep in enumerate(keeps))
+        return self._any_over(grown, step, every)
 
     # ---- state ----
 
@@ -485,27 +473,7 @@ class PrunedLayer(PagedLayer):
 
     def drop_last(self, tokens: int) -> None:
         super().drop_last(tokens)
-        self._count([-tokens] * len(self.tokens))
+        self._count([-tokens] * len(self.next))
 
-    def join(self, other: CompressedLayer) -> None:
-        assert isinstance(other, PrunedLayer)
-        batch, more = len(self.next), len(other.next)
-        super().join(other)
-        self.tokens, self.limits = self.tokens + other.tokens, self.limits + other.limits
-        self.chooser.join(other.chooser, batch, more)
-        self.far.join(other.far, batch, more)
-
-    def select_batch(self, indices: list[int]) -> None:
-        if self.pool is None:
-            return
-        batch = len(self.next)
-        super().select_batch(indices)
-        self.tokens, self.limits = [self.tokens[b] for b in indices], [self.limits[b] for b in indices]
-        self.chooser.select(indices, batch)
-        self.far.select(indices, batch)
-
-    def nbytes(self) -> int:
-        return super().nbytes() + self.chooser.nbytes() + self.far.nbytes()
-
-    def reserved_nbytes(self) -> int:
-        return super().reserved_nbytes() + self.chooser.nbytes() + self.far.nbytes()
+    def beside_nbytes(self) -> int:
+        return super().beside_nbytes() + self.chooser.nbytes() + self.far.nbytes()

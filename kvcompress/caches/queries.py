@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from ..pruners import Pruner
-from .rows import SideState, joined_rows
+from .rows import BatchState, joined_rows
 
 VOTING = 16  # queries of decoded tokens that vote together
 
 
-class RecentQueries(SideState):
+class RecentQueries(BatchState):
     """A ring of the last queries, before rotation: a pruner rotates them for the positions that their keys then have.
     For one that looks at what entered attention (uses_entering) that, as queries of one head.
 
@@ -104,7 +104,7 @@ class RecentQueries(SideState):
         if self.held <= stay:
             self.queries, self._next = self.get()[0], 0
 
-    def join(self, other: SideState, batch: int, more: int) -> None:
+    def join(self, other: BatchState, batch: int, more: int) -> None:
         assert isinstance(other, RecentQueries)
         parts = [x.queries if x.queries is None else x.queries.roll(-x._next, 2) for x in (self, other)]
         width = max((part.shape[2] for part in parts if part is not None), default=0)
@@ -114,9 +114,6 @@ class RecentQueries(SideState):
         ]
         self.queries, self._next = joined_rows(left[0], left[1], batch, more), 0
         self.valid = (self.valid or [0] * batch) + (other.valid or [0] * more)
-
-    def select_batch(self, indices: list[int]) -> None:
-        self.select(indices, len(self.valid))
 
     # ---- steps of a token each, which the device can do alone ----
 

@@ -57,8 +57,7 @@ class QuestLayer(PagedLayer):
         return view
 
     def attend_held(self, step: CachePass, queries: Tensor, rotated: Tensor, softmax: Softmax, alone: Alone) -> Tensor:
-        pool, S = self.pool, rotated.shape[2]
-        assert pool is not None
+        pool, S = self.opened, rotated.shape[2]
         if not self.is_dense and S == 1 and step.iteration is None:
             return pool.read(lambda table: self._read(table, rotated, None, None, (None, None), softmax))[0]
         if S < _LONG:
@@ -79,8 +78,8 @@ class QuestLayer(PagedLayer):
         tables: StepTables, softmax: Softmax,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """(out, lse) of one query per sequence over the pages that may matter to it; keys None: see quest_step_."""
-        pool = self.pool
-        assert pool is not None and self.ranges is not None
+        pool = self.opened
+        assert self.ranges is not None
         self._make_room(table.block_table.shape[1])
         out, lse, _ = ops.quest_step_(
             queries, keys, values, pool.k_pages, pool.v_pages, self.ranges, table, pages_read=self.pages_read,
@@ -107,8 +106,8 @@ class QuestLayer(PagedLayer):
 
     def _note_keys(self, new: list[int]) -> None:
         """Ranges of the pages that hold the last new[r] slots of each row r, read anew."""
-        pool, P = self.pool, self.pool_settings.page_size
-        assert pool is not None and self.ranges is not None
+        pool, P = self.opened, self.pool_settings.page_size
+        assert self.ranges is not None
         if max(new) == 0:
             return
         begins = [(count - n) // P for count, n in zip(pool.counts, new, strict=True)]
@@ -151,16 +150,6 @@ class QuestLayer(PagedLayer):
         super().drop_last(tokens)
         if self.pool is not None and self.ranges is not None:
             self._note_keys([min(count, 1) for count in self.pool.counts])
-
-    @torch.inference_mode(False)
-    def select_batch(self, indices: list[int]) -> None:
-        if self.pool is None:
-            return
-        heads = self.heads
-        super().select_batch(indices)
-        if self.ranges is not None:
-            rows = [b * heads + h for b in indices for h in range(heads)]
-            self.ranges = self.ranges[torch.tensor(rows, device=self.ranges.device)]
 
     def check_step(self, step: CachePass, facts: LayerFacts) -> None:
         super().check_step(step, facts)

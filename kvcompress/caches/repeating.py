@@ -43,7 +43,6 @@ class Repeats(Summary, RecurrentStates):
 
     facts: Facts | None
     seen: int
-    _batch: int
 
     @abstractmethod
     def placed(self, facts: Facts) -> Facts:

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .rows import joined_rows
+from .rows import BatchState
 
 
-class Ring:
+class Ring(BatchState):
     """arrays: one [R, capacity, ...] for each of what a token has, R = B*H rows; capacity grows up to size.
 
     Which tokens are there follows from `places`, int32 [B, 1], how many each sequence has had, which the owner keeps.
@@ -19,14 +19,14 @@ class Ring:
     def __init__(self, size: int, like: Sequence[Tensor]) -> None:
         """like: new tokens [B, H, S, ...] of each kind."""
         self.size, self.heads = size, like[0].shape[1]
-        self.arrays = [x.new_zeros(x.shape[0] * x.shape[1], 0, *x.shape[3:]) for x in like]
+        self.arrays = tuple(x.new_zeros(x.shape[0] * x.shape[1], 0, *x.shape[3:]) for x in like)
 
     def make_room(self, tokens: int) -> None:
         """For so many tokens of the longest sequence."""
         held = self.arrays[0].shape[1]
         if (wanted := min(tokens, self.size)) > held:
             more = min(self.size, max(wanted, 2 * held)) - held
-            self.arrays = [torch.cat([x, x.new_zeros(x.shape[0], more, *x.shape[2:])], 1) for x in self.arrays]
+            self.arrays = tuple(torch.cat([x, x.new_zeros(x.shape[0], more, *x.shape[2:])], 1) for x in self.arrays)
 
     def slots(self, places: Tensor) -> tuple[Tensor, Tensor]:
         """(rows, slots), int64 [R] each, of the next token of every row."""
@@ -68,15 +68,7 @@ class Ring:
         slots = torch.arange(capacity, device=total.device)
         newest = total - 1 - (total - 1 - slots) % self.size  # the token that slot s holds now; below 0: none
         index = (newest - total + lengths).clamp_(min=0, max=tokens[0].shape[2] - 1).long()[:, None]
-        self.arrays = [x.gather(2, _like(index, x, capacity)).flatten(0, 1) for x in tokens]
-
-    def join(self, other: Ring, batch: int, more: int) -> None:
-        """Adds the rows of another ring of the same size, of `more` sequences, behind those of these `batch`."""
-        pairs = zip(self.arrays, other.arrays, strict=True)
-        self.arrays = [x for pair in pairs if (x := joined_rows(*pair, batch, more)) is not None]
-
-    def select_rows(self, rows: Tensor) -> None:
-        self.arrays = [x[rows] for x in self.arrays]
+        self.arrays = tuple(x.gather(2, _like(index, x, capacity)).flatten(0, 1) for x in tokens)
 
     def nbytes(self) -> int:
         return sum(x.nbytes for x in self.arrays)

@@ -1,43 +1,79 @@
-"""What layers keep besides pages: numbers and tensors that follow their sequences."""
+"""What a cache keeps of a batch: numbers and tensors that follow their sequences."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 
-class SideState:
+class BatchState:
     """An attribute that is a list or a tensor has an entry for each sequence, or as many entries for each as there are
-    KV heads; or is None, or empty. Attributes that are SideState follow too."""
+    KV heads; or is None, or empty. A tuple of tensors holds several such. Attributes that are BatchState follow too."""
 
     def select(self, indices: list[int], batch: int) -> None:
         """Keeps copies of the given sequences, of which there are `batch`, in this order."""
         for name, held in vars(self).items():
-            if isinstance(held, SideState):
+            if isinstance(held, BatchState):
                 held.select(indices, batch)
-            elif isinstance(held, (list, Tensor)) and len(held):
-                each = len(held) // batch
-                rows = [b * each + row for b in indices for row in range(each)]
-                setattr(self, name, held[rows] if isinstance(held, Tensor) else [copy.copy(held[row]) for row in rows])
+            else:
+                setattr(self, name, selected(held, indices, batch))
 
-    def join(self, other: SideState, batch: int, more: int) -> None:
-        """Adds the sequences of another one, of which there are `more`, behind these `batch`."""
+    def join(self, other: BatchState, batch: int, more: int) -> None:
+        """Adds the sequences of another one, of which there are `more`, behind these `batch`; the other is of no use
+        then."""
         for name, held in vars(self).items():
             new = vars(other)[name]
-            if isinstance(held, SideState):
+            if isinstance(held, BatchState) or isinstance(new, BatchState):
                 held.join(new, batch, more)
             elif isinstance(held, list):
                 setattr(self, name, held + new)
+            elif _of_tensors(held):
+                setattr(self, name, _like(held, [joined_rows(*x, batch, more) for x in zip(held, new, strict=True)]))
             elif isinstance(held, Tensor) or isinstance(new, Tensor):
                 setattr(self, name, joined_rows(held, new, batch, more))
 
     def nbytes(self) -> int:
         held = vars(self).values()
         return sum(
-            x.nbytes if isinstance(x, Tensor) else x.nbytes() for x in held if isinstance(x, (Tensor, SideState))
+            x.nbytes if isinstance(x, Tensor) else x.nbytes() for x in held if isinstance(x, (Tensor, BatchState))
         )
+
+
+def _of_tensors(held: Any) -> bool:
+    return isinstance(held, tuple) and all(isinstance(x, Tensor) for x in held)
+
+
+def _like(held: Any, parts: list[Any]) -> Any:
+    """A tuple, named as that one."""
+    return getattr(held, "_make", tuple)(parts)
+
+
+def spread(numbers: Sequence[Any], heads: int) -> list[Any]:
+    """Of each sequence for each of its rows."""
+    return [number for number in numbers for _ in range(heads)]
+
+
+def by_sequence(numbers: list[Any], batch: int) -> list[list[Any]]:
+    """Of each row, those of a sequence together."""
+    heads = len(numbers) // batch
+    return [numbers[b * heads : (b + 1) * heads] for b in range(batch)]
+
+
+def selected(held: Any, indices: list[int], batch: int) -> Any:
+    """What an attribute becomes where these sequences are kept, of which there are `batch`."""
+    if _of_tensors(held):
+        return _like(held, [selected(x, indices, batch) for x in held])
+    if not isinstance(held, (list, Tensor)) or not len(held):
+        return held
+    each = len(held) // batch
+    rows = [b * each + row for b in indices for row in range(each)]
+    if isinstance(held, list):
+        return [copy.copy(held[row]) for row in rows]
+    return held[torch.tensor(rows, dtype=torch.long, device=held.device)]
 
 
 def joined_rows(held: Tensor | None, new: Tensor | None, batch: int, more: int) -> Tensor | None:

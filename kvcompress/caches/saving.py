@@ -20,9 +20,9 @@ from ..hf.method import PassCache
 from ..support.files import staged
 from ..support.names import file_of
 from .encoding import Decoder, Encoder, UnknownClass
-from .former import FORMER, as_now
+from .former import SIZED, UNSIZED, as_now
 
-FORMAT = "kvcompress caches 5"  # 5: keep beside the budget
+FORMAT = "kvcompress caches 6"  # 6: what a layer has of a sequence once
 
 
 def save_caches(caches: Sequence[Any], path: str | os.PathLike[str], model: nn.Module | None = None) -> Path:
@@ -170,7 +170,7 @@ def _header(path: Path, metadata: dict[str, str]) -> dict[str, Any]:
     saved = json.loads(text)
     if not isinstance(saved, dict):
         raise ValueError(f"{path} is damaged: its header holds no fields")
-    if saved.get("format") == FORMER:
+    if saved.get("format") in (SIZED, UNSIZED):
         return as_now(saved)
     if saved.get("format") != FORMAT:
         raise ValueError(

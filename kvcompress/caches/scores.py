@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .rows import SideState
+from .rows import BatchState
 
 
-class HeldScores(SideState):
+class HeldScores(BatchState):
     """scores: float32 [R, T], of a row's first counts[r] slots, None before any; later slots have none. asked[b]: how
     many of them came in the call that scored. tokens[b]: those that the sequence then had, which a budget goes by."""
 

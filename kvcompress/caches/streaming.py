@@ -22,7 +22,6 @@ from .base import CompressedCache
 from .formats import FORMATS, Dtypes, Format, coded, decoded, keys_and_values, named_scales, slot_nbytes
 from .layer import CompressedLayer
 from .passes import CachePass, Iteration, View
-from .rows import joined_rows
 from .store import PoolSettings
 
 _LEAST_BLOCK = 1024  # tokens of a prompt read at a time, or half a window if that is more: a call costs more than a key
@@ -41,9 +40,12 @@ class StreamingLayer(CompressedLayer):
     when base moves has left it before it moves again.
     """
 
+    joins = True
+    places: Tensor  # int32 [B, 1] each, once there are rows: the device's copies of tokens and base
+    bases: Tensor
     dtype: str | None = None  # here for files from before there were codes
     form: Format | None = None
-    scales: Sequence[Tensor] = ()  # of keys and values, [R, sinks + window] each
+    scales: tuple[Tensor, ...] = ()  # of keys and values, [R, sinks + window] each
 
     def __init__(
         self, index: int, number: int, sinks: int, window: int, sink_distance: str, dtype: str | None = None
@@ -55,8 +57,6 @@ class StreamingLayer(CompressedLayer):
         self.far: tuple[Tensor, ...] | None = None  # for "window": keys at id 0 and values, [R, sinks, D] each
         self.tokens: list[int] = []  # tokens seen per sequence, padding not counted
         self.base: list[int] = []
-        self.places: Tensor | None = None  # int32 [B, 1] each, the device's copies of tokens and base
-        self.bases: Tensor | None = None
 
     def attend(self, step: CachePass, queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax) -> Tensor:
         B, Hkv, S, D = keys.shape
@@ -69,14 +69,14 @@ class StreamingLayer(CompressedLayer):
             def zeros(count: int) -> list[Tensor]:
                 return [keys.new_zeros(B * Hkv, count, *size, dtype=kind) for size, kind in slots.values()]
 
-            self.keys, self.values, *self.scales = zeros(self.sinks + self.window)
+            self.keys, self.values, *scales = zeros(self.sinks + self.window)
+            self.scales = tuple(scales)
             if self.copies:
                 self.far = tuple(zeros(self.sinks))
             self.tokens, self.base = [0] * B, [0] * B
             self.places, self.bases = (torch.zeros(B, 1, dtype=torch.int32, device=keys.device) for _ in range(2))
         if (found := self._step(step, queries, keys, values, softmax)) is not None:
             return found
-        assert self.places is not None
         self.places += step.on(keys.device)
         if step.one:
             return step.answer(self.index, self._decode(facts, keys, values), queries, softmax)
@@ -132,15 +132,15 @@ class StreamingLayer(CompressedLayer):
         tables = facts.key_rotary.step_tables(self._bound(), [self.sinks + self.window], queries.device)
         if tables is None:
             return None
-        assert self.keys is not None and self.values is not None and self.places is not None
         self._move_back(facts.key_rotary, 1)
+        k_ring, v_ring = self._held[:2]
         k_far, v_far, *far_scales = self.far or (None, None)
         scales: dict[str, Any] = {}
         if self.form is not None:
             names = ("k_ring_scales", "v_ring_scales", "k_far_scales", "v_far_scales")
             scales = dict(zip(names, (*self.scales, *far_scales), strict=False))
         out = ops.ring_step_(
-            queries, keys, values, self.keys, self.values, self.places, window=self.window, sinks=self.sinks,
+            queries, keys, values, k_ring, v_ring, self.places, window=self.window, sinks=self.sinks,
             k_far=k_far, v_far=v_far, base=self.bases, cos=tables[0], sin=tables[1], **scales, **softmax.options,
         )[0]  # fmt: skip
         self.tokens = [token + 1 for token in self.tokens]
@@ -167,9 +167,9 @@ class StreamingLayer(CompressedLayer):
             tokens - self.window - base if tokens - base > most else 0
             for tokens, base in zip(self.tokens, self.base, strict=True)
         ]
-        assert self.keys is not None and self.bases is not None
-        B, R = len(self.tokens), self.keys.shape[0]
-        held = [x[:, self.sinks :] for x in (self.keys, *self.scales[:1])]
+        every = self._held
+        B, R = len(self.tokens), every[0].shape[0]
+        held = [x[:, self.sinks :] for x in (every[0], *self.scales[:1])]
         # of codes what they stand for, exactly: they are rounded once more
         keys = held[0] if self.form is None else replace(self.form, dtype=torch.float32).decode("keys", *held)
         ring = keys.unflatten(0, (B, R // B))
@@ -307,31 +307,6 @@ class StreamingLayer(CompressedLayer):
         far = [x[row, : self.sinks].contiguous() for x in self.far or self._held]
         ends = torch.full((len(far[0]),), self.sinks, dtype=torch.int32, device=values.device)
         return lambda q, softmax: _decode(q, far, ends, softmax)
-
-    joins = True
-
-    def join(self, other: CompressedLayer) -> None:
-        assert isinstance(other, StreamingLayer)
-        batch, more = len(self.tokens), len(other.tokens)
-        for name in ("keys", "values", "places", "bases"):
-            setattr(self, name, joined_rows(getattr(self, name), getattr(other, name), batch, more))
-        self.scales = [torch.cat(pair) for pair in zip(self.scales, other.scales, strict=True)]
-        if self.far is not None and other.far is not None:
-            self.far = tuple(torch.cat(pair) for pair in zip(self.far, other.far, strict=True))
-        self.tokens, self.base = self.tokens + other.tokens, self.base + other.base
-
-    def select_batch(self, indices: list[int]) -> None:
-        if self.keys is None or self.values is None:
-            return
-        heads = self.keys.shape[0] // len(self.tokens)
-        rows = torch.tensor([b * heads + h for b in indices for h in range(heads)], device=self.keys.device)
-        self.keys, self.values, *self.scales = (x[rows] for x in self._held)
-        if self.far is not None:
-            self.far = tuple(x[rows] for x in self.far)
-        self.tokens, self.base = [self.tokens[b] for b in indices], [self.base[b] for b in indices]
-        assert self.places is not None and self.bases is not None
-        index = torch.tensor(indices, dtype=torch.long, device=self.places.device)
-        self.places, self.bases = self.places[index], self.bases[index]
 
     def nbytes(self) -> int:
         return 0 if self.keys is None else sum(x.nbytes for x in (*self._held, *(self.far or ())))

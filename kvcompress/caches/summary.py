@@ -33,6 +33,10 @@ class Summary:
         self._lengths: list[int] = []  # tokens that each sequence has had
         self._token_nbytes: dict[int, tuple[int, int | None]] = {}  # by layer: a token's bytes, and who sees so many
 
+    @property
+    def _batch(self) -> int:
+        return len(self._lengths)
+
     def _count(self, tokens: Iterable[int]) -> None:
         tokens = list(tokens)
         self._lengths = [a + b for a, b in zip(self._lengths or [0] * len(tokens), tokens, strict=True)]

@@ -30,8 +30,7 @@ class DMSLayer(DecidingLayer):
     # ---- attention ----
 
     def attend_token(self, step: CachePass, queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax) -> Tensor:
-        pool, places, config, most = self.pool, self.places, self.config, max(self.next)
-        assert pool is not None and places is not None
+        pool, places, config, most = self.opened, self.places, self.config, max(self.next)
         cos, sin, offsets = step.facts[self.index].key_rotary.joint_tables(most + 1, self.rope_lengths, keys.device)
         alpha = self._decide(step, queries, keys) if self.decides_apart else None
         ring = self._ring(keys, values)
@@ -60,17 +59,15 @@ class DMSLayer(DecidingLayer):
 
     def _with_pages(self, q: Tensor, near: tuple[Tensor, Tensor], softmax: Softmax) -> Tensor:
         """Joins attention over the tokens in pages to that over others."""
-        assert self.pool is not None
-        if max(self.pool.bounds) == 0:
+        if max(self.opened.bounds) == 0:
             return near[0]
-        return ops.merge_states(near, self._decode(q, self.pool.lengths, None, softmax.rest, causal=False))[0]
+        return ops.merge_states(near, self._decode(q, self.opened.lengths, None, softmax.rest, causal=False))[0]
 
     def attend_many(
         self, step: CachePass, queries: Tensor, keys: Tensor, values: Tensor, alpha: Tensor, softmax: Softmax
     ) -> Tensor:
         """Attention over the ring and the chunk, near and far tokens apart, and over what was in pages before."""
         places = self.places
-        assert places is not None
         positions, counts = self.positions(step), step.on(keys.device)
         q = self.queries_at(step, queries, positions)
         tokens = self.keys_at(step, keys, positions), values, alpha > 0.5
@@ -95,7 +92,6 @@ class DMSLayer(DecidingLayer):
 
     def _page(self, k: Tensor, v: Tensor, decided: Tensor, lengths: Tensor) -> None:
         """Puts into pages what leaves the ring unmarked, of tokens of which the newest stay there."""
-        assert self.pool is not None
         leaving = k.shape[2] - self.size
         if leaving > 0:
             t = torch.arange(leaving, device=k.device)
@@ -105,7 +101,7 @@ class DMSLayer(DecidingLayer):
             last = stays.to(torch.int8).argsort(stable=True, dim=-1)[..., leaving - max(kept) :]
             batch, heads = (torch.arange(n, device=k.device) for n in last.shape[:2])
             rows = batch[:, None, None], heads[:, None], last
-            self.pool.append([x[rows] for x in (k, v)], kept)
+            self.opened.append([x[rows] for x in (k, v)], kept)
 
     def _dropped(self, decided: Tensor) -> Tensor:
         """bool [..., T]: the tokens that decisions drop once they leave the ring."""
@@ -134,13 +130,5 @@ class DMSLayer(DecidingLayer):
         stays[max(len(stays) - self.size, 0) :] = True
         return stays
 
-    def join_state(self, other: DMSLayer, batch: int, more: int) -> None:
-        assert self.ring is not None and other.ring is not None
-        self.ring.join(other.ring, batch, more)
-
-    def select_state(self, rows: Tensor) -> None:
-        assert self.ring is not None
-        self.ring.select_rows(rows)
-
     def state(self) -> tuple[Tensor, ...]:
-        return () if self.ring is None else tuple(self.ring.arrays)
+        return () if self.ring is None else self.ring.arrays

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import ops
 from ..caches.choose import Choice
-from ..caches.layer import CompressedLayer
 from ..caches.paged import PagedLayer, step_positions
 from ..caches.passes import CachePass
 from ..caches.store import PoolSettings
@@ -29,12 +27,13 @@ class DecidingLayer(PagedLayer):
 
     is_croppable = False
     steps_known = False
+    sinks = 1  # first tokens that no decision is asked of
+    places: Tensor  # once the pool is open
 
     def __init__(self, index: int, number: int, pool_settings: PoolSettings, config: DMCConfig, track: bool) -> None:
         super().__init__(index, number, pool_settings)
         self.config, self.track = config, track
         self.neuron: int | None = 0  # the coordinate that carries decisions; None = none does
-        self.places: Tensor | None = None
         self.noted: list[tuple[Tensor, tuple[int, ...]]] = []  # with track: decisions [B, Hkv, S] and counts of calls
 
     def open_pool(self, rows: int, head_dim: int, like: Tensor, rope_lengths: list[int]) -> None:
@@ -46,7 +45,6 @@ class DecidingLayer(PagedLayer):
         B, Hkv, _, D = keys.shape
         if self.pool is None:
             self.open_pool(B * Hkv, D, keys, step.whole)
-        assert self.places is not None
         if step.one:
             out = self.attend_token(step, queries, keys, values, softmax)
         else:
@@ -83,14 +81,17 @@ class DecidingLayer(PagedLayer):
     def _decide(self, step: CachePass, queries: Tensor, keys: Tensor) -> Tensor:
         """float32 [B, Hkv, S] of 0 and 1; 0 for the first token of a sequence."""
         S, places = keys.shape[2], self.places
-        assert places is not None
         if self.config.stride is not None:
             # columns before a sequence's first token are padding: their places are negative, their decisions unused
             places = places + step.on(keys.device) - S + torch.arange(S, device=keys.device)
-        alpha = decisions_of(self.config, keys[..., self.neuron], places).alpha
+        return self._sparing(decisions_of(self.config, keys[..., self.neuron], places).alpha, step)
+
+    def _sparing(self, alpha: Tensor, step: CachePass) -> Tensor:
+        """The same, 0 for a sequence's first tokens."""
         for b, (seen, count) in enumerate(zip(self.next, step.counts, strict=True)):
-            if seen == 0 and count:
-                alpha[b, :, -count] = 0
+            if seen < self.sinks:
+                first = alpha.shape[2] - count
+                alpha[b, :, first : first + self.sinks - seen] = 0
         return alpha
 
     def decisions(self) -> Tensor:
@@ -135,7 +136,6 @@ class DecidingLayer(PagedLayer):
 
     def positions(self, step: CachePass) -> Tensor:
         """int32 [B, S], of a step's tokens."""
-        assert self.places is not None
         return step_positions(self.places, step.counts, step.columns)
 
     def bound(self, step: CachePass) -> int:
@@ -165,42 +165,17 @@ class DecidingLayer(PagedLayer):
     def joins(self) -> bool:  # type: ignore[override]
         return not self.track  # decisions that are remembered are of one batch
 
-    def join(self, other: CompressedLayer) -> None:
-        assert isinstance(other, DecidingLayer) and self.places is not None and other.places is not None
-        self.join_state(other, len(self.next), len(other.next))
-        super().join(other)
-        self.places = torch.cat([self.places, other.places])
-
-    @torch.inference_mode(False)
-    def select_batch(self, indices: list[int]) -> None:
-        if self.pool is None or self.places is None:
-            return
-        heads, device = self.heads, self.places.device
-        index = torch.tensor(indices, device=device)
-        noted = self.decisions()[index] if self.noted else None
-        super().select_batch(indices)
-        self.places = self.places[index]
+    def select(self, indices: list[int], batch: int) -> None:
+        noted, self.noted = self.decisions()[indices] if self.noted else None, []  # those are by calls
+        super().select(indices, batch)
         self.noted = [] if noted is None else [(noted, tuple(self.next))]
-        rows = [b * heads + h for b in indices for h in range(heads)]
-        self.select_state(torch.tensor(rows, device=device))
-
-    @abstractmethod
-    def join_state(self, other: Any, batch: int, more: int) -> None:
-        """Adds what another layer keeps beside its pages, of `more` sequences, behind that of these `batch`."""
-
-    @abstractmethod
-    def select_state(self, rows: Tensor) -> None:
-        """Makes row i of what is kept beside the pages what rows[i] was."""
 
     @abstractmethod
     def state(self) -> tuple[Tensor, ...]:
         """What is kept beside the pages."""
 
-    def nbytes(self) -> int:
-        return super().nbytes() + sum(x.nbytes for x in self.state())
-
-    def reserved_nbytes(self) -> int:
-        return super().reserved_nbytes() + sum(x.nbytes for x in self.state())
+    def beside_nbytes(self) -> int:
+        return super().beside_nbytes() + sum(x.nbytes for x in self.state())
 
 
 def left_aligned(step: CachePass, *tensors: Tensor) -> list[Tensor]:

@@ -7,10 +7,8 @@ from torch import Tensor
 
 from .. import ops
 from ..caches.passes import CachePass
-from ..caches.store import PoolSettings
 from ..hf.facts import LayerFacts
 from ..softmax import Softmax
-from .config import DMCConfig
 from .gates import weights_of
 from .layer import DecidingLayer, hiding, left_aligned
 
@@ -18,9 +16,7 @@ from .layer import DecidingLayer, hiding, left_aligned
 class DMCLayer(DecidingLayer):
     """Rows of entries, each the average of one or more tokens; the newest one's sums are kept in float32."""
 
-    def __init__(self, index: int, number: int, pool_settings: PoolSettings, config: DMCConfig, track: bool) -> None:
-        super().__init__(index, number, pool_settings, config, track)
-        self.tail: ops.Tail | None = None
+    tail: ops.Tail  # once the pool is open
 
     def open_pool(self, rows: int, head_dim: int, like: Tensor, rope_lengths: list[int]) -> None:
         super().open_pool(rows, head_dim, like, rope_lengths)
@@ -29,9 +25,9 @@ class DMCLayer(DecidingLayer):
     # ---- attention ----
 
     def attend_token(self, step: CachePass, queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax) -> Tensor:
-        pool, tail, places, config = self.pool, self.tail, self.places, self.config
+        pool, tail, places, config = self.opened, self.tail, self.places, self.config
         neuron = self.neuron
-        assert pool is not None and tail is not None and places is not None and neuron is not None
+        assert neuron is not None
         rotary = step.facts[self.index].key_rotary
         cos, sin, offsets = rotary.joint_tables(max(self.next) + 1, self.rope_lengths, keys.device)
         alpha = self._decide(step, queries, keys) if self.decides_apart else None
@@ -58,8 +54,7 @@ class DMCLayer(DecidingLayer):
         A token's partial average is hidden from later ones where the next token merges into it, and so is the newest
         entry where the first token does.
         """
-        pool, places, S = self.pool, self.places, keys.shape[2]
-        assert pool is not None and places is not None
+        pool, places, S = self.opened, self.places, keys.shape[2]
         omega, counts = self._weights(queries, keys), step.on(keys.device)
         k, v, gates, weights = left_aligned(step, keys, values, alpha, omega)
         mean_k, mean_v = self._averages(k, v, gates, weights)
@@ -85,7 +80,6 @@ class DMCLayer(DecidingLayer):
     def _averages(self, k: Tensor, v: Tensor, alpha: Tensor, omega: Tensor) -> tuple[Tensor, Tensor]:
         """Partial averages that the chunk's tokens see of their entries, un-rotated, what was there included."""
         tail, neuron, window = self.tail, self.neuron, self.config.window
-        assert tail is not None
         B, Hkv, S, D = k.shape
         if window is None:
             initial = (tail.keys.view(B, Hkv, D), tail.values.view(B, Hkv, D), tail.weights.view(B, Hkv))
@@ -118,8 +112,7 @@ class DMCLayer(DecidingLayer):
         rewrites: list[bool] | None, *, known: bool,
     ) -> None:  # fmt: skip
         """Stores new tokens. opened, rewrites, known: as PagePool.extend takes them."""
-        pool, tail, rotary = self.pool, self.tail, step.facts[self.index].key_rotary
-        assert pool is not None and tail is not None
+        pool, tail, rotary = self.opened, self.tail, step.facts[self.index].key_rotary
         cos, sin, offsets = rotary.joint_tables(self.bound(step), self.rope_lengths, keys.device)
         positions = self.positions(step)
         if offsets is not None:
@@ -141,7 +134,6 @@ class DMCLayer(DecidingLayer):
         return not self.track and self.config.decides_alone
 
     def held_tensors(self, facts: LayerFacts) -> tuple[Tensor, ...]:
-        assert self.places is not None
         return *super().held_tensors(facts), self.places, *self.state()
 
     # ---- state ----
@@ -149,13 +141,5 @@ class DMCLayer(DecidingLayer):
     def kept_of(self, alpha: Tensor) -> Tensor:
         return ~alpha  # those that open an entry
 
-    def join_state(self, other: DMCLayer, batch: int, more: int) -> None:
-        assert self.tail is not None and other.tail is not None
-        self.tail = ops.Tail(*(torch.cat(pair) for pair in zip(self.tail, other.tail, strict=True)))
-
-    def select_state(self, rows: Tensor) -> None:
-        assert self.tail is not None
-        self.tail = ops.Tail(*(x[rows] for x in self.tail))
-
     def state(self) -> tuple[Tensor, ...]:
-        return self.tail or ()
+        return () if self.pool is None else self.tail

@@ -48,15 +48,7 @@ class GatedLayer(DMSLayer):
 
     def _decide(self, step: CachePass, queries: Tensor, keys: Tensor) -> Tensor:
         said = self.gates.says(self.number, self.gates.seen(step.facts[self.index].own(queries), step.entering))
-        alpha = (said < self.threshold).float()
-        if min(self.next) >= self.sinks:
-            return alpha
-        S = alpha.shape[2]
-        for b, (seen, count) in enumerate(zip(self.next, step.counts, strict=True)):
-            if seen < self.sinks:
-                first = S - count
-                alpha[b, :, first : first + self.sinks - seen] = 0
-        return alpha
+        return self._sparing((said < self.threshold).float(), step)
 
 
 class GatedCache(CompressedCache):

@@ -14,6 +14,7 @@ from ..caches.layer import CompressedLayer
 from ..caches.paged import step_positions
 from ..caches.passes import CachePass
 from ..caches.queries import RecentQueries
+from ..caches.rows import by_sequence
 from ..caches.store import PoolSettings
 from ..checks import MOST_INT32
 from ..hf.facts import LayerFacts
@@ -63,6 +64,7 @@ class PoDLayer(CompressedLayer):
     """
 
     is_croppable = True
+    places: Tensor  # int32 [B, 1], tokens seen of each sequence, on the device; once there are rows
 
     def __init__(
         self, index: int, number: int, pool_settings: PoolSettings, config: PoDConfig, *, reuse: bool | None,
@@ -73,8 +75,6 @@ class PoDLayer(CompressedLayer):
         self.keys: WindowRows | None = None
         self.values: WindowRows | None = None
         self.rope_lengths: list[int] = []
-        self.next: list[int] = []  # tokens seen of each sequence
-        self.places: Tensor | None = None  # int32 [B, 1], the same on the device
         self.parts: dict[int, _Heads] = {}  # by lead
         self.leads_any = index in config.lead[index]
         self.lends = config.mode == "pod" and config.last_follower(index) > index
@@ -83,7 +83,8 @@ class PoDLayer(CompressedLayer):
         self.votes = votes if self.leads_any else 0
         self.recent: RecentQueries | None = None  # of a prompt that is being read, for the pruner
         self.softmax = Softmax(1.0)  # of those
-        self.groups = [(-1, list(range(len(config.lead[index]))))] if config.mode == "window" else config.led_by(index)
+        every = [(-1, list(range(len(config.lead[index]))))]
+        self.groups = tuple(every if config.mode == "window" else config.led_by(index))
 
     def _open(self, step: CachePass, queries: Tensor, keys: Tensor) -> None:
         config, batch = self.config, len(step.counts)
@@ -99,7 +100,6 @@ class PoDLayer(CompressedLayer):
         if self.lends:
             self.reuses = self._saves(queries, keys) if self.reuse is None else self.reuse
         self.rope_lengths = step.whole
-        self.next = [0] * batch
         self.places = torch.zeros(batch, 1, dtype=torch.int32, device=keys.device)
 
     def _saves(self, queries: Tensor, keys: Tensor) -> bool:
@@ -108,15 +108,25 @@ class PoDLayer(CompressedLayer):
         lead, G = self.config.lead, queries.shape[1] // keys.shape[1]
         leads = sum(a == self.index for a in lead[self.index])
         followers = sum(a == self.index for row in lead[self.index + 1 :] for a in row)
-        assert self.keys is not None
-        store = self.keys.pool.store
+        store = self.rows[0].pool.store
         return 4 * G * (leads + followers) < followers * (store.page_nbytes() // store.settings.page_size)
+
+    @property
+    def rows(self) -> tuple[WindowRows, WindowRows]:
+        """Those of keys and of values, once there are any."""
+        assert self.keys is not None and self.values is not None
+        return self.keys, self.values
+
+    @property
+    def next(self) -> list[int]:
+        """Tokens seen of each sequence."""
+        return self.rows[1].tokens
 
     @property
     def held(self) -> list[int]:
         """Values of each sequence, which are those of all its tokens until a pruner chose (not with window)."""
-        assert self.values is not None
-        return self.values.pool.bounds[:: self.values.heads]
+        values = self.rows[1]
+        return values.pool.bounds[:: values.heads]
 
     # ---- attention ----
 
@@ -139,8 +149,7 @@ class PoDLayer(CompressedLayer):
         """One token of every sequence in a single op; None, and nothing is stored, where heads differ in whose distant
         tokens they follow or rotation is more than a table."""
         facts, config, places = step.facts[self.index], self.config, self.places
-        held, all_ = self.keys, self.values
-        assert held is not None and all_ is not None and places is not None
+        held, all_ = self.rows
         longest = max(self.next) + 1
         distant = longest > config.window
         if config.mode != "pod" or (distant and len(self.groups) > 1) or facts.query_rotary is not facts.key_rotary:
@@ -181,7 +190,6 @@ class PoDLayer(CompressedLayer):
             )  # fmt: skip
 
         found = held.step(lambda table: all_.step(lambda value_table: write(table, value_table)))
-        self.next = list(all_.tokens)
         if self.lends:
             own = None if probabilities is None or far_lse is None else (probabilities, far_lse)
             step.lent[self.index] = Lent(found.turned, None, softmax, own, heads)
@@ -192,7 +200,7 @@ class PoDLayer(CompressedLayer):
 
     def _attend(self, step: CachePass, queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax) -> Tensor:
         facts, counts, S = step.facts[self.index], step.counts, keys.shape[2]
-        assert self.keys is not None and self.values is not None and self.places is not None
+        own_keys, own_values = self.rows
         positions, bound = step_positions(self.places, counts, S), max(self.next) + S
         one, config = S == 1 and min(counts) == 1, self.config
         with torch.inference_mode(one):
@@ -203,18 +211,17 @@ class PoDLayer(CompressedLayer):
         follows = any(lead != self.index for lead, _ in self.groups)
         if not one and config.mode != "cla" and (follows or self.lends):
             chunk = Chunk.of(self.next, counts, S, config.sinks, config.recent, k.device)
-            near_keys = chunk.sequence(self.keys, k)
-            near_values = chunk.sequence(self.values, values) if follows else None
+            near_keys = chunk.sequence(own_keys, k)
+            near_values = chunk.sequence(own_values, values) if follows else None
         if self.lends:
             step.lent[self.index] = Lent(q, near_keys, softmax)
-        self.keys.append(k, counts)
-        self.values.append(values, counts)
-        self.next = list(self.values.tokens)
+        own_keys.append(k, counts)
+        own_values.append(values, counts)
         self.places = self.places + (1 if one else step.on(k.device))
         out = torch.zeros_like(q) if len(self.groups) > 1 else q
         for lead, heads in self.groups:
             if lead not in self.parts:
-                self.parts[lead] = _Heads(heads, self.keys.heads, q)
+                self.parts[lead] = _Heads(heads, own_keys.heads, q)
             part = self.parts[lead]
             own = softmax if part.whole else softmax.of_heads(part.query_heads)
             if lead == self.index and self.reuses and one and max(self.next) > config.window:
@@ -242,17 +249,15 @@ class PoDLayer(CompressedLayer):
 
     def _whole(self, layer: PoDLayer, part: _Heads, q: Tensor, softmax: Softmax) -> Tensor:
         """Causal attention to all that a layer holds."""
-        assert layer.keys is not None and layer.values is not None
+        keys, values = layer.rows
         return ops.decode(
-            part.queries(q), layer.keys.pages, layer.values.pages, part.rows_of(layer.keys.pool.lengths),
-            block_table=part.table(layer.keys), value_table=part.table(layer.values), causal=True,
-            **layer.keys.scales, **layer.values.scales, **softmax.options,
+            part.queries(q), keys.pages, values.pages, part.rows_of(keys.pool.lengths), block_table=part.table(keys),
+            value_table=part.table(values), causal=True, **keys.scales, **values.scales, **softmax.options,
         )[0]  # fmt: skip
 
     def _decode(self, step: CachePass, lead: int, part: _Heads, q: Tensor, softmax: Softmax) -> Tensor:
         """One token of every sequence, already held: near keys, and the lead's distant ones."""
-        values, config = self.values, self.config
-        assert values is not None
+        values, config = self.rows[1], self.config
         if config.mode == "window" or max(self.next) <= config.window:
             self.skips.count(step, self.held, len(part.query_heads), None)  # nothing is distant
             return self._near(part, q, softmax)[0]
@@ -285,15 +290,13 @@ class PoDLayer(CompressedLayer):
 
     def _far(self, part: _Heads) -> tuple[Tensor, Tensor]:
         """Where the distant tokens of one more query lie in rows that hold all: begin, end, int32 [rows]."""
-        assert self.values is not None
-        total = part.rows_of(self.values.pool.lengths)
+        total = part.rows_of(self.rows[1].pool.lengths)
         begin = total.clamp(max=self.config.sinks)
         return begin, torch.maximum(total - self.config.recent, begin)
 
     def _near(self, part: _Heads, q: Tensor, softmax: Softmax) -> State:
         """Attention of one token to the first and the recent ones, by own keys and values."""
-        keys, values, config = self.keys, self.values, self.config
-        assert keys is not None and values is not None
+        (keys, values), config = self.rows, self.config
         end = part.rows_of(keys.pool.lengths)
         own = part.table(values) if config.mode == "window" else values.table_as(keys, part.index)
         return ops.decode(
@@ -308,8 +311,7 @@ class PoDLayer(CompressedLayer):
     ) -> State:  # fmt: skip
         """Attention to a range of tokens by the lead's queries and keys, and the layer's own values; sinks of the
         softmax count in that to near ones."""
-        keys, values = step.layers[lead].keys, self.values
-        assert keys is not None and values is not None
+        keys, values = step.layers[lead].rows[0], self.rows[1]
         return ops.decode(
             part.queries(step.lent[lead].queries), keys.pages, values.pages, end, begin=begin,
             block_table=part.table(keys), value_table=part.table(values), probabilities=probabilities,
@@ -321,8 +323,7 @@ class PoDLayer(CompressedLayer):
         softmax: Softmax,
     ) -> Tensor:  # fmt: skip
         """Some tokens of each sequence, with the near keys and values of the chunk."""
-        config, states = self.config, []
-        assert self.values is not None
+        config, held, states = self.config, self.rows[1], []
         sets: dict[str, Any] = {"window": config.recent, "sinks": config.sinks, "lengths": chunk.lengths}
         v = part.of(values)
         states.append(ops.attention(part.queries(q), part.of(keys), v, **sets, **softmax.options))
@@ -335,8 +336,8 @@ class PoDLayer(CompressedLayer):
                 states.append(ops.attention(led_q, led_k, v, complement=True, **sets, **softmax.rest.options))
             if chunk.far:
                 seen = chunk.before[:, None].expand(-1, len(part.heads)).flatten()
-                if (gone := self.values.gone()) is not None:  # tokens of the prompt that a pruner left out
-                    seen = seen - part.rows_of(gone[:, 0]).int() * self.values.pool.page_size
+                if (gone := held.gone()) is not None:  # tokens of the prompt that a pruner left out
+                    seen = seen - part.rows_of(gone[:, 0]).int() * held.pool.page_size
                 begin = seen.clamp(max=config.sinks)
                 end = torch.maximum(seen - config.recent + 1, begin)
                 states.append(self._distant(step, lead, part, begin, end, softmax))
@@ -366,26 +367,14 @@ class PoDLayer(CompressedLayer):
         return min((rows.removable() for rows in (self.keys, self.values) if rows is not None), default=0)
 
     def drop_last(self, tokens: int) -> None:
-        if self.keys is None or self.values is None or self.places is None:
-            return
-        self.keys.drop_last(tokens)
-        self.values.drop_last(tokens)
-        self.next = list(self.values.tokens)
-        self.places = self.places - tokens
+        if self.keys is not None:
+            for rows in self.rows:
+                rows.drop_last(tokens)
+            self.places = self.places - tokens
 
-    @torch.inference_mode(False)
-    def select_batch(self, indices: list[int]) -> None:
-        if self.keys is None or self.values is None or self.places is None:
-            return
-        heads = self.keys.heads
-        rows = [b * heads + h for b in indices for h in range(heads)]
+    def select(self, indices: list[int], batch: int) -> None:
+        super().select(indices, batch)
         self.parts = {}
-        if self.recent is not None:
-            self.recent.select_batch(indices)
-        self.keys.select_rows(rows)
-        self.values.select_rows(rows)
-        self.places = self.places[torch.tensor(indices, dtype=torch.long, device=self.places.device)]
-        self.rope_lengths, self.next = ([list_[b] for b in indices] for list_ in (self.rope_lengths, self.next))
 
     def _pools(self) -> list[Any]:
         return [rows.pool for rows in (self.keys, self.values) if rows is not None]
@@ -413,10 +402,7 @@ class PoDLayer(CompressedLayer):
         return self._lengths(self.keys)
 
     def _lengths(self, rows: WindowRows | None) -> list[list[int]]:
-        if rows is None:
-            return []
-        counts, heads = rows.pool.counts, rows.heads
-        return [counts[b * heads : (b + 1) * heads] for b in range(len(self.next))]
+        return [] if rows is None else by_sequence(rows.pool.counts, len(rows.tokens))
 
 
 class _Heads:

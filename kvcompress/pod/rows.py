@@ -12,12 +12,13 @@ from torch import Tensor
 from .. import ops
 from ..caches.formats import Format
 from ..caches.pool import PagePool
+from ..caches.rows import BatchState
 from ..caches.store import PoolSettings
 
 Result = TypeVar("Result")
 
 
-class WindowRows:
+class WindowRows(BatchState):
     """R rows of vectors in pages, of which some keep all tokens ("all"), some the first `sinks` and what the next query
     sees of the last `recent` ones ("near"), and some nothing ("none").
 
@@ -228,11 +229,6 @@ class WindowRows:
     def drop_last(self, tokens: int) -> None:
         self.pool.drop_last([0 if keep == "none" else tokens for keep in self.keeps])
         self.tokens = [n - tokens for n in self.tokens]
-
-    def select_rows(self, rows: Sequence[int]) -> None:
-        self.pool.select_rows(rows)
-        self.keeps, self.dropped = [self.keeps[row] for row in rows], [self.dropped[row] for row in rows]
-        self.tokens = [self.tokens[row // self.heads] for row in rows[:: self.heads]]
 
 
 @dataclass

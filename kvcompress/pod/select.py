@@ -45,20 +45,21 @@ def select_distant(layers: Sequence[PoDLayer], facts: Facts, pruner: Pruner, kee
 
 def _choose(layer: PoDLayer, facts: Facts, b: int, heads: list[int], pruner: Pruner, stay: int) -> Tensor:
     """int32 [heads, stay], rising: the slots of sequence b that stay in some KV heads of a layer that lead."""
-    assert layer.keys is not None and layer.values is not None and layer.recent is not None
+    assert layer.recent is not None
+    keys, values = layer.rows
     config, rotary, n = layer.config, facts[layer.index].query_rotary, layer.held[b]
-    rows = [b * layer.keys.heads + head for head in heads]
+    rows = [b * keys.heads + head for head in heads]
     queries, valid = layer.recent.get()
-    G = queries.shape[1] // layer.keys.heads
+    G = queries.shape[1] // keys.heads
     asking = [head * G + g for head in heads for g in range(G)]
     last = queries[b : b + 1, asking, queries.shape[2] - valid[b] :]
     seen, device = layer.next[b], queries.device
     places = torch.arange(seen - valid[b], seen, dtype=torch.int32, device=device)[None]
     rotated = rotary.rotate(last, places, seen, layer.rope_lengths[b : b + 1])
     offer = Candidates(
-        queries=rotated, keys=layer.keys.first_slots(rows, n)[None], count=n, chunk_length=valid[b], guide_length=0,
+        queries=rotated, keys=keys.first_slots(rows, n)[None], count=n, chunk_length=valid[b], guide_length=0,
         softmax=layer.softmax.of_heads(asking), layer=layer.index, whole=n == seen, unrotated=last, position=seen,
-        values=layer.values.first_slots(rows, n)[None] if pruner.uses_values else None, rotary=rotary,
+        values=values.first_slots(rows, n)[None] if pruner.uses_values else None, rotary=rotary,
         in_sight=layer.rope_lengths[b],
     )  # fmt: skip
     scores = pruner.rank(offer, stay).scores[:, config.sinks : n - config.recent]
@@ -70,7 +71,7 @@ def _choose(layer: PoDLayer, facts: Facts, b: int, heads: list[int], pruner: Pru
 
 
 def _keep(layer: PoDLayer, chosen: dict[tuple[int, int, int], Tensor], gone: list[int], stay: list[int]) -> None:
-    assert layer.keys is not None and layer.values is not None
+    keys, values = layer.rows
     leads = layer.config.lead[layer.index]
     longest, index, kept, pages = max(stay), [], [], []
     like = next(iter(chosen.values()))
@@ -81,10 +82,10 @@ def _keep(layer: PoDLayer, chosen: dict[tuple[int, int, int], Tensor], gone: lis
             kept.append(stay[b] if cut else -1)
             pages.append(cut)
     every = torch.stack(index)
-    layer.values.keep(every, kept, pages)
+    values.keep(every, kept, pages)
     own = [lead == layer.index for _ in gone for lead in leads]
     if any(own):
-        layer.keys.keep(
+        keys.keep(
             every,
             [count if mine else -1 for count, mine in zip(kept, own, strict=True)],
             [count if mine else 0 for count, mine in zip(pages, own, strict=True)],

@@ -69,8 +69,9 @@ def keep(cache: CompressedCache, B: int, T: int, kept: Sequence[int], draw: Draw
         origins = Origins(B * len(kept))
         origins.later = [T - count for count in kept] * B
         layer.pool.fill((k, v), list(kept) * B, origins)
-        layer.next, layer.tokens = [T] * B, [T] * B
-    cache.seen, cache._batch = T, B
+        layer.next = [T] * B
+    cache._check_dtype()  # an empty cache takes note of its model's
+    cache.seen, cache._lengths = T, [T] * B
 
 
 def pod_reads(layers: int, T: int, window: int, token_nbytes: int, weight_nbytes: int) -> dict[str, int]:

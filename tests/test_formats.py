@@ -445,3 +445,8 @@ def test_texts_name_a_dtype_for_each_layer():
     assert CacheSpec.parse("streaming,window_size=64,dtype=2*k8v4+none").make(config).layers[1].dtype == "k8v4"
     with pytest.raises(ValueError, match=re.escape("each layer such as 2*none+30*int8, got '2**int8'")):
         CacheSpec.parse("quantized,dtype=2**int8")
+
+
+def test_a_prompt_is_read_by_some_tokens_at_a_time():
+    with pytest.raises(ValueError, match="chunk_size must be at least 1, got 0"):
+        QuantizedCache(attached().config, chunk_size=0)

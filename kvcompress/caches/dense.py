@@ -8,6 +8,7 @@ from transformers import PreTrainedConfig
 from ..checks import need
 from ..hf.method import Call
 from ..softmax import Softmax
+from ..units import Tokens, tokens_of
 from .attention import prompt_attention
 from .base import CompressedCache
 from .formats import FORMATS, Dtypes
@@ -36,8 +37,10 @@ class DenseCache(CompressedCache):
 
     def __init__(
         self, config: PreTrainedConfig, *, page_size: int = 64, max_pages: int | None = None, grow: str = "double",
-        dtype: Dtypes = None, chunk_size: int | None = None,
+        dtype: Dtypes = None, chunk_size: Tokens | None = None,
     ) -> None:  # fmt: skip
+        if chunk_size is not None:
+            chunk_size = tokens_of("chunk_size", chunk_size)
         self.pool_settings, self.chunk_size = PoolSettings(page_size, max_pages, grow, dtype), chunk_size
         super().__init__(config)
 
@@ -66,7 +69,7 @@ class QuantizedCache(DenseCache):
 
     def __init__(
         self, config: PreTrainedConfig, dtype: Dtypes = "int8", *, page_size: int = 16, max_pages: int | None = None,
-        grow: str = "double", chunk_size: int | None = None,
+        grow: str = "double", chunk_size: Tokens | None = None,
     ) -> None:  # fmt: skip
         need(dtype is not None, f"dtype must be {' or '.join(map(repr, FORMATS))}, got None")
         super().__init__(

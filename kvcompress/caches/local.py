@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -63,8 +62,9 @@ class LocalLayer(CompressedLayer):
         def rotated(x: Tensor) -> Tensor:
             return facts.query_rotary.rotate(x, positions, bound, lengths)
 
+        after = [n + count for n, count in zip(self.next, step.kept, strict=True)]
         if step.one:
-            ring.make_room(max(self.next) + 1)
+            ring.make_room(max(after))
             ring.put(new, *ring.slots(places))
             # a chunk begins in slot 0
             end = (places + 1).clamp(max=self.size) if self.chunk is None else places % self.size + 1
@@ -77,11 +77,10 @@ class LocalLayer(CompressedLayer):
         else:
             # of a chunk those that are in the next token's
             held = places.clamp(max=self.size) if self.chunk is None else places % self.size
-            most = max(min(n, self.size) if self.chunk is None else n % self.size for n in self.next)
-            counts = step.on(keys.device)
+            befores = [min(n, self.size) if self.chunk is None else n % self.size for n in self.next]
+            most, counts = max(befores), step.on(keys.device)
             stored, totals = ring.joined(new, places, counts, most, held)
             all_k, all_v = decoded(self.form, stored)  # as later tokens find them, so that parts change nothing
-            befores = [min(n, self.size) if self.chunk is None else n % self.size for n in self.next]
 
             def view(x: Tensor, softmax: Softmax) -> Tensor:
                 q = rotated(x)
@@ -92,10 +91,8 @@ class LocalLayer(CompressedLayer):
                 return self._in_chunks(q, all_k, all_v, befores, step.counts, softmax)
 
             kept = torch.tensor(step.kept, dtype=torch.int32, device=keys.device)[:, None]
-            ring.make_room(max(n + count for n, count in zip(self.next, step.kept, strict=True)))
-            self._keep(ring, stored, held, kept, places)
-        self.next = [n + count for n, count in zip(self.next, step.kept, strict=True)]
-        self.places = places + (1 if step.one else kept)
+            ring.keep(stored, held + kept, places + kept, max(after))
+        self.next, self.places = after, places + (1 if step.one else kept)
         return step.answer(self.index, view, queries, softmax)
 
     def _step(self, step: CachePass, queries: Tensor, keys: Tensor, values: Tensor, softmax: Softmax) -> Tensor | None:
@@ -117,10 +114,6 @@ class LocalLayer(CompressedLayer):
         )[0]  # fmt: skip
         self.next = [n + 1 for n in self.next]
         return out
-
-    def _keep(self, ring: Ring, tokens: Sequence[Tensor], held: Tensor, kept: Tensor, places: Tensor) -> None:
-        if ring.arrays[0].shape[1]:
-            ring.keep(tokens, held + kept, places + kept)
 
     def _in_chunks(
         self, q: Tensor, k: Tensor, v: Tensor, befores: list[int], counts: tuple[int, ...], softmax: Softmax

@@ -61,10 +61,12 @@ class Ring(BatchState):
             out.append(both.gather(2, _like(index[:, None], both, most + S)))
         return out, held + counts
 
-    def keep(self, tokens: Sequence[Tensor], lengths: Tensor, total: Tensor) -> None:
+    def keep(self, tokens: Sequence[Tensor], lengths: Tensor, total: Tensor, most: int) -> None:
         """Makes the newest of tokens [B, H, T, ...] of each kind, lengths[b] of them and the last one number total[b]
-        - 1 of its sequence, what the ring holds. int32 [B, 1] both."""
-        capacity = self.arrays[0].shape[1]
+        - 1 of its sequence, what the ring holds. int32 [B, 1] both; most: the largest total."""
+        self.make_room(most)
+        if not (capacity := self.arrays[0].shape[1]):
+            return
         slots = torch.arange(capacity, device=total.device)
         newest = total - 1 - (total - 1 - slots) % self.size  # the token that slot s holds now; below 0: none
         index = (newest - total + lengths).clamp_(min=0, max=tokens[0].shape[2] - 1).long()[:, None]

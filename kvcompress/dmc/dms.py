@@ -85,9 +85,8 @@ class DMSLayer(DecidingLayer):
             near = ops.merge_states(near, far)
         out = self._with_pages(q, near, softmax)
         self._page(k, v, decided, lengths)
-        ring.make_room(max(n + count for n, count in zip(self.next, step.counts, strict=True)))
-        if ring.arrays[0].shape[1]:
-            ring.keep((k, v, decided), totals, places + counts)
+        most = max(n + count for n, count in zip(self.next, step.counts, strict=True))
+        ring.keep((k, v, decided), totals, places + counts, most)
         return out
 
     def _page(self, k: Tensor, v: Tensor, decided: Tensor, lengths: Tensor) -> None:

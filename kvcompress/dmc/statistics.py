@@ -62,12 +62,6 @@ def ratio_over_length(decisions: Tensor | Sequence[Tensor], lengths: Sequence[in
     return RatioOverLength(at, tokens * L * Hkv / entries.sum((0, 1)), (tokens / entries).mean((0, 1)))
 
 
-def ratio_of_heads(decisions: Tensor | Sequence[Tensor]) -> Tensor:
-    """float64 [L, Hkv]: tokens per entry of each head, all texts together."""
-    merged = as_decisions(decisions)
-    return merged.shape[1] * merged.shape[3] / (~merged).double().sum((1, 3))
-
-
 def decision_over_position(decisions: Tensor | Sequence[Tensor]) -> Tensor:
     """float64 [T]: share of the layers, heads and texts that merge the token at each position."""
     return as_decisions(decisions).double().mean((0, 1, 2))

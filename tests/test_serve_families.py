@@ -60,7 +60,8 @@ def test_requests_of_a_family_get_the_tokens_of_generate_alone(family, name, mon
     assert len({token for written in found for token in written}) > 30 and metrics["peak_running"] > 2
     if name in ("dense", "quantized"):
         assert metrics["preempted"] > 0
-    assert (metrics["prefix_tokens"] > 0) == (not whole)
+    if family in WHOLE or "pruned" not in name:  # of pruned prompts some are long enough
+        assert (metrics["prefix_tokens"] > 0) == (family not in WHOLE)
 
 
 @needs_transformers(5, 23)
@@ -80,7 +81,7 @@ def test_no_state_is_left_of_requests_that_are_over():
             while (result := manager.get_result(timeout=60)).request_id != last:
                 pass
             assert result.generated_tokens == alone(model, DENSE, prompts[2], 5)
-        (prefix,) = serving.served.prefixes._kept.values()  # where the last but one ended
+        (prefix,) = serving.served.prefixes._kept  # where the last but one ended
         assert prefix.beside_nbytes() >= prefix.cache._states_nbytes() > 0
         del prefix
         assert serving.metrics()["peak_running"] == 2

@@ -189,7 +189,9 @@ def test_a_config_that_no_cache_serves_is_named(saved, message):
 @pytest.mark.parametrize("chunk_size", [0, 2.5])
 def test_wrong_settings_are_named(chunk_size):
     model = deciding_model()
-    with pytest.raises(ValueError, match=r"chunk_size must be (at least 1, got 0|a number of tokens \(1024, '1k'\), got 2.5)"):
+    with pytest.raises(
+        ValueError, match=r"chunk_size must be (at least 1, got 0|a number of tokens \(1024, '1k'\), got 2.5)"
+    ):
         DMCCache(model.config, chunk_size=chunk_size)
     with pytest.raises(ValueError, match="page_size must be a power of two, got 3"):
         DMCCache(model.config, page_size=3)

@@ -387,19 +387,23 @@ def test_settings_are_refused_by_name():
         ({"memory": 0}, "memory must be at least 1, got 0"),
         ({"memory": 1.5}, "memory must be an integer, got 1.5"),
         ({"memory": 100}, "memory must be at least a page, 8192 bytes, got 100"),
+        ({"pages": 0}, "pages must be an integer of at least 1, got 0"),
+        ({"pages": 9, "requests": 0}, "requests must be at least 1, got 0"),
+        ({"pages": 9, "batch_tokens": 8}, "batch_tokens must be at least 64, got 8"),
+        ({"pages": 9, "keep": 0.5}, r"keep is in the cache's text \('pruned,keep=1/4'\) here, got keep=0.5"),
     ):
         with pytest.raises(ValueError, match=message):
             batching(model, DENSE, **settings)
         assert not is_attached(model)
     with pytest.raises(ValueError, match=r"memory must not be given for streaming,.*: requests bounds it"):
         batching(model, STREAMING, memory="1MiB")
-    for settings, name in (
-        ({"pages": 0}, "pages"),
-        ({"pages": 9, "requests": 0}, "requests"),
-        ({"pages": 9, "batch_tokens": 8}, "batch_tokens"),
-    ):
-        with pytest.raises(ValueError, match=f"{name} must be an integer of at least"):
-            batching(model, DENSE, **settings)
+    for wrong in ({"pagse": 9}, {"batch_token": 64}):
+        with pytest.raises(TypeError, match=r"batching has no .*: did you mean"):
+            batching(model, DENSE, **wrong)
+    with pytest.raises(TypeError, match=r"cache must be text, such as .*, got PrunedCache"):
+        batching(model, kvcompress.PrunedCache(model.config, keep=0.5), pages=9)
+    with batching(model, DENSE, pages=9, batch_tokens="1k") as serving:
+        assert serving.batch_tokens == 1024
     with batching(model, DENSE, pages=9), pytest.raises(ValueError, match="num_blocks must be None"):
         model.init_continuous_batching(continuous_batching_config=ContinuousBatchingConfig(num_blocks=4))
     converted = deciding_model()

@@ -16,11 +16,12 @@ from transformers.generation.continuous_batching.model_runner import ModelRunner
 
 from ..caches.spec import CacheSpec
 from ..caches.store import PoolSettings
-from ..checks import MOST_INT32
+from ..checks import MOST_INT32, need_integer, renamed
 from ..hf.attach import attach, base_model, detach, facts_of
 from ..hf.config import decoder_config
 from ..hf.method import method_of
 from ..hf.now import coming
+from ..units import Tokens, tokens_of
 from .apart import Apart
 from .memory import free_nbytes, memory_nbytes
 from .requests import Requests
@@ -233,11 +234,10 @@ class Batching:
 
     def __init__(
         self, model: Any, cache: str | CacheSpec | None, pages: int | None, memory: int | str | None, page_size: int,
-        requests: int, batch_tokens: int, prefixes: int | None,
+        requests: int, batch_tokens: Tokens, prefixes: int | None,
     ) -> None:  # fmt: skip
-        for name, value, least in (("requests", requests, 1), ("batch_tokens", batch_tokens, requests)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
+        need_integer("requests", requests, 1)
+        batch_tokens = tokens_of("batch_tokens", batch_tokens, requests)
         if pages is not None and memory is not None:
             raise ValueError(f"pages must not be given beside memory, got {pages!r} and {memory!r}")
         self.memory = None if memory is None else memory_nbytes(memory)
@@ -341,9 +341,10 @@ class Batching:
         self.close()
 
 
+@renamed(keep="in the cache's text ('pruned,keep=1/4')")
 def batching(
     model: Any, cache: str | CacheSpec | None = None, *, pages: int | None = None, memory: int | str | None = None,
-    page_size: int = 64, requests: int = 64, batch_tokens: int = 2048, prefixes: int | None = None,
+    page_size: int = 64, requests: int = 64, batch_tokens: Tokens = 2048, prefixes: int | None = None,
 ) -> Batching:  # fmt: skip
     """Makes a model's continuous batching (generate_batch, init_continuous_batching) hold compressed caches, all
     requests' in one store of pages.

@@ -73,4 +73,9 @@ def spec_of(cache: str | CacheSpec | None, config: Any) -> CacheSpec:
     """A CacheSpec of what users give; None: a converted model's own cache, else dense."""
     if isinstance(cache, CacheSpec):
         return cache
+    if not isinstance(cache, (str, type(None))):
+        raise TypeError(
+            "cache must be text, such as 'pruned,keep=1/4', or a CacheSpec, for each request has a cache of its own, "
+            f"got {type(cache).__name__}"
+        )
     return CacheSpec.parse(cache or CacheSpec.kind_of(config) or DENSE)

@@ -48,8 +48,14 @@ def refuse_misspelt(made: Callable[..., Any], given: Iterable[str]) -> None:
     Python refuses."""
     known = inspect.signature(made).parameters
     for name in given:
-        if name not in known and (near := difflib.get_close_matches(name, known, 1, 0.7)):
-            raise TypeError(f"{made.__name__} has no {name!r}: did you mean {near[0]}?")
+        if name not in known and (meant := meant_by(name, known)):
+            raise TypeError(f"{made.__name__} has no {name!r}{meant}")
+
+
+def meant_by(name: str, known: Iterable[str]) -> str:
+    """A hint such as ": did you mean keep?" for a name near one of those known, else nothing."""
+    near = difflib.get_close_matches(name, list(known), 1, 0.7)
+    return f": did you mean {near[0]}?" if near else ""
 
 
 def need_text(name: str, value: Any, wish: str) -> None:

@@ -116,6 +116,10 @@ WRONG = [  # text, message
     ("k8v4", r"got 'k8v4': that is a dtype, as in quantized,dtype=k8v4$"),
     ("keep=3", r"cache must be one of dense, .* got none"),
     ("", r"cache must be one of dense, .* got ''"),
+    ("prund,keep=3", r"cache must be one of .*, got 'prund': did you mean pruned\?$"),
+    ("pruned,pruner=snapvk,keep=3", r"pruner must be one of .*, got 'snapvk': did you mean snapkv\?$"),
+    ("pruned,pruner=SnapKVPress,keep=3", r"got 'SnapKVPress': did you mean snapkv\?$"),
+    ("pruned,keep=3,bugdet=adakv", r"cache=pruned has no 'bugdet'; known are .*: did you mean budget\?$"),
     ("pruned,pruner=snap", r"pruner must be one of centerofgravity, .*snapkv.*, got 'snap'"),
     ("pruned,bugdet=3", r"cache=pruned has no 'bugdet'; known are pruner, budget, keep, every, .*those of a pruner"),
     (

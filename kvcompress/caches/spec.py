@@ -17,13 +17,14 @@ from transformers.cache_utils import Cache
 
 from .. import budgets, profiles, pruners
 from ..budgets import DIVIDES, Budget
+from ..checks import meant_by
 from ..heads import HeadProfile
 from ..hf.config import decoder_config
 from ..hf.method import METHODS, method_class
 from ..positions import RemoteGap
 from ..profiles import BudgetProfile
 from ..pruners import Gates, Pruner, ScoreProfile
-from ..support.kvpress_names import SETTINGS, in_ours
+from ..support.kvpress_names import SETTINGS, class_of, in_ours
 from ..units import Keep, Size, instead_of, tokens_of, whole_of
 from .base import trained_length_of
 from .dense import QuantizedCache
@@ -88,6 +89,7 @@ class CacheSpec:
         if self.kind not in KINDS:
             hint = f": that is a pruner, as in pruned,pruner={self.kind}" if self.kind.lower() in PRUNERS else ""
             hint = f": that is a dtype, as in quantized,dtype={self.kind}" if self.kind in FORMATS else hint
+            hint = hint or meant_by(self.kind, KINDS)
             raise ValueError(f"cache must be one of {', '.join(KINDS)}, got {self.kind!r}{hint}")
         _ = self._settings  # refuses what cannot be read
 
@@ -210,6 +212,7 @@ def _unknown_key(key: str, owner: str, known: Mapping[str, Any], more: str = "")
         if ours in known or (re.search(rf"\b{ours}\b", more) and ours)
         else ""
     )
+    hint = hint or meant_by(key, known)
     return UnknownKey(f"{owner} has no {key!r}; known are {', '.join(known) or 'none'}{more}{hint}")
 
 
@@ -242,7 +245,8 @@ def unasked(config: PreTrainedConfig, tokens: int | None = None, *, later: str |
 
 def _pruner(name: str) -> type:
     if name.lower() not in PRUNERS:
-        raise ValueError(f"pruner must be one of {', '.join(sorted(PRUNERS))}, got {name!r}")
+        meant = meant_by(class_of(name).lower(), PRUNERS)
+        raise ValueError(f"pruner must be one of {', '.join(sorted(PRUNERS))}, got {name!r}{meant}")
     return PRUNERS[name.lower()]
 
 

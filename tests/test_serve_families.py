@@ -7,9 +7,10 @@ import pytest
 import torch
 from helpers import needs_transformers, random_gates, turns
 from test_serve_batching import DENSE, PRUNED, STREAMING, alone, greedy, prompts_of
-from test_serve_prefixes import served, tree
+from test_serve_prefixes import read, read_twice, served, tree, with_prefixes
 from transformers.cache_utils import LinearAttentionLayer
 
+import kvcompress
 from benchmarks.quality.parts.families_configurations import CONFIGURATIONS
 from kvcompress.dmc.config import DMCConfig
 from kvcompress.hf.attach import is_attached
@@ -62,6 +63,21 @@ def test_requests_of_a_family_get_the_tokens_of_generate_alone(family, name, mon
         assert metrics["preempted"] > 0
     if family in WHOLE or "pruned" not in name:  # of pruned prompts some are long enough
         assert (metrics["prefix_tokens"] > 0) == (family not in WHOLE)
+
+
+@needs_transformers(5, 23)
+@pytest.mark.parametrize("family", ["lfm2", "gemma3n_text/shared"])
+def test_a_pruned_prefix_gives_up_no_end_that_states_or_windows_have_seen(family):
+    model, (prompt,) = CONFIGURATIONS[family].model(), prompts_of((50,))
+    with kvcompress.attach(model):
+        served = with_prefixes(model, PRUNED, 9, pages=60)
+        read_twice(model, served, "r", prompt)
+        served.offer("next", prompt, 50)
+        assert served.seen("next") == 32
+        assert served.make_free(served.free + 1) and served.seen("next") == served.kept == 0
+        served.drop("next")
+        token = read(model, served, "again", prompt)
+    assert [token] == alone(model, PRUNED, prompt, 1)
 
 
 @needs_transformers(5, 23)

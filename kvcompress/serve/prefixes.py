@@ -53,7 +53,8 @@ class Prefix:
         """Whether its last tokens can go alone: nothing else is known of them."""
         cache = self.cache
         if isinstance(cache, PrunedCache):
-            return cache.parted and not cache.pruner.accumulates
+            paged = len(paged_layers(cache)) == len(cache.own)
+            return cache.parted and paged and not cache.recurs and not cache.pruner.accumulates
         return cache.is_croppable
 
     @property

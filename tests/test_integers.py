@@ -19,6 +19,7 @@ from kvcompress import (
     StreamingCache,
     pruners,
 )
+from kvcompress.caches.base import CompressedCache
 from kvcompress.heads import HeadProfile
 from kvcompress.pruners import ObservedAttention, Replay, SnapKV
 
@@ -68,13 +69,19 @@ def settings():
 
 
 SETTINGS = [*settings()]
+TEXTS = {  # as "1k" in caches
+    "keep", "memory_size", "chunk_size", "dense_below", "every", "window_size", "num_sink_tokens", "token_budget",
+    "initial_memory",
+}  # fmt: skip
 WRONG = (-1, True, 1.5, "3", 2**31, 2**40, 2**63, 2**80)
 
 
 @pytest.mark.parametrize(("kind", "name", "make", "most"), SETTINGS, ids=[f"{k.__name__}-{n}" for k, n, *_ in SETTINGS])
 def test_an_integer_out_of_range_is_named_with_its_value(kind, name, make, most):
     for value in WRONG:
-        if (type(value) is int and 0 <= value <= most) or (name == "keep" and isinstance(value, str)):
+        if type(value) is int and 0 <= value <= most:
+            continue
+        if isinstance(value, str) and name in TEXTS and issubclass(kind, CompressedCache):
             continue
         if name == "gap" and isinstance(value, str):
             continue

@@ -101,6 +101,13 @@ def test_pruned_prompts_that_no_pass_has_room_for_are_read_in_parts(name, prefix
     assert (metrics["prefix_tokens"] > 0) is (prefixes is None) and metrics["preempted"] == 0
 
 
+def test_a_pruned_prompt_a_little_longer_than_a_pass_is_read():
+    model, cache = tiny_model(), "pruned,pruner=snapkv,window=50,keep=1/2"
+    prompts = prompts_of((62, 63, 70, 111), seed=4)  # a pass has room for 61, and the last 50 come in one
+    found, _ = served(model, cache, prompts, (4,) * 4, pages=300, requests=4, batch_tokens=64)
+    assert found == [alone(model, cache, prompt, 4) for prompt in prompts]
+
+
 def test_long_pruned_prompts_get_on_where_pages_are_few():
     model, prompts = tiny_model(), prompts_of((90, 100, 150, 20, 130, 88), seed=4)
     found, _ = served(model, PRUNED["pruned"], prompts, (30,) * 6, pages=200, requests=4, batch_tokens=64)

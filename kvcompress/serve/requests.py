@@ -213,8 +213,9 @@ class Requests:
             return min(left, budget)
         if left <= self.most or self.last is None:
             return 0
-        tokens = min(budget, left - self.last)
-        return tokens if tokens >= min(LEAST, self.most) else 0
+        before = max(left - self.last, 0)
+        tokens = min(budget, before)
+        return tokens if tokens >= min(LEAST, self.most, before) else 0
 
     def make_free(self, pages: int, request: str | None = None) -> bool:
         """Whether so many pages are free beside those of the next tokens. Where they are not, prefixes are dropped, the
@@ -253,17 +254,18 @@ class Requests:
                 part.tokens = min(tokens, self.coming(part.request, part.prompt))  # a prefix that was cut may serve it
                 return True
             part.tokens = whole
-            part.tokens = self.most_tokens(part, self.free - self.needed - taken)
+            part.tokens = min(
+                self.most_tokens(part, self.free - self.needed - taken), self.coming(part.request, part.prompt)
+            )
             if part.tokens >= least:
                 return True
         return False
 
     def drop_prefixes(self) -> bool:
         """Drops all of them; whether there was one."""
-        some = self.prefixes.drop_oldest()
+        some = len(self.prefixes) > 0
         while self.prefixes.drop_oldest():
-            pass
-        self._changed = self._changed or some
+            self._changed = True
         self.settle()
         return some
 

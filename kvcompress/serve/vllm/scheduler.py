@@ -102,6 +102,12 @@ class CompressedScheduler(Scheduler):
         # asks _mamba_block_aligned_split how many tokens of a prompt a step may have
         requests = self.engine.requests
         requests.most = most_whole(self.max_num_scheduled_tokens, self.max_num_running_reqs)
+        if self.scheduler_config.enable_chunked_prefill and (requests.last or 0) > requests.most:
+            raise ValueError(
+                f"max_num_batched_tokens must be at least {requests.last + self.max_num_running_reqs - 1} with "
+                f"{self.engine.settings.cache!r} and max_num_seqs = {self.max_num_running_reqs}, got "
+                f"{self.max_num_scheduled_tokens}: a prompt's last {requests.last} tokens come in one step"
+            )
         self.need_mamba_block_aligned_split = requests.prefixes.most > 0 or requests.whole
 
     def schedule(self, throttle_prefills: bool = False) -> Any:

@@ -301,3 +301,9 @@ def test_gated_caches(serve, tmp_path):
     served = serve(tmp_path, cache)
     assert served.generate(prompts, 12)[0] == alone(model, cache, prompts, 12)
     assert served.engine.requests.pages_in_use() == 0
+
+
+def test_a_step_must_have_room_for_what_a_pruner_sees_together(serve, folders):
+    given = {"enable_chunked_prefill": True, "max_num_batched_tokens": 128}
+    with pytest.raises(ValueError, match=r"max_num_batched_tokens must be at least 131 with .* got 128: a prompt's"):
+        serve(folders["plain"], "pruned,pruner=snapkv,window=100,keep=128", **given)
